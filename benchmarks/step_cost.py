@@ -1,0 +1,92 @@
+"""What a training step costs beyond the transformer's own arithmetic.
+
+`python benchmarks/step_cost.py [config] [key.sub=value ...]` times rollout plus update of a training step against the bare
+transformer forwards and backwards that they contain: the same shapes and dtypes, called directly. Both are interleaved in
+one run, and the medians are compared. Beside it, the shares of decoding, rewards and everything else in the whole step.
+"""
+
+import statistics
+import sys
+import tempfile
+import time
+
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from flow_grpo.config import FlowGRPOConfig
+from flow_grpo.policy import quiet_libraries
+from flow_grpo.train import FlowGRPOTrainer
+
+ROUNDS = 12
+WARMUP = 3
+
+
+class Recorder:
+    """Notes the arguments of every call of the transformer in a training step, to make the same calls again."""
+
+    def __init__(self, trainer: FlowGRPOTrainer) -> None:
+        self.trainer, self.calls = trainer, []
+        self.transformer = trainer.policy.pipe.transformer
+
+    def step(self) -> dict[str, float]:
+        self.calls = []
+        hook = self.transformer.register_forward_pre_hook(self._note, with_kwargs=True)
+        try:
+            return self.trainer.training_step()
+        finally:
+            hook.remove()
+
+    def _note(self, module, args, kwargs):
+        self.calls.append((torch.is_grad_enabled(), args, kwargs))
+
+    def bare(self) -> float:
+        """Seconds of the noted calls alone, each with gradients followed by a backward pass."""
+        policy = self.trainer.policy
+        autocast = torch.autocast(policy.device.type, policy.dtype, enabled=policy.dtype != torch.float32)
+        started = time.perf_counter()
+        for graded, args, kwargs in self.calls:
+            with torch.set_grad_enabled(graded):
+                with autocast:
+                    out = self.transformer(*args, **kwargs)[0]
+                if graded:
+                    out.backward(torch.ones_like(out))
+        seconds = time.perf_counter() - started
+        self.transformer.zero_grad(set_to_none=True)
+        return seconds
+
+
+def main(words: list[str]) -> None:
+    config = words.pop(0) if words and "=" not in words[0] else "tiny_ocr"
+    quiet_libraries()
+    with tempfile.TemporaryDirectory() as folder:
+        recorder = Recorder(FlowGRPOTrainer(args=FlowGRPOConfig.read(config, [*words, f"output={folder}"])))
+        ours, bare, parts = [], [], []
+        for turn in range(WARMUP + ROUNDS):
+            metrics = recorder.step()
+            seconds = recorder.bare()
+            if turn >= WARMUP:
+                ours.append(metrics["time/rollout"] + metrics["time/update"])
+                bare.append(seconds)
+                parts.append(metrics)
+    ratios = [a / b for a, b in zip(ours, bare, strict=True)]
+    table = Table(title=f"{config} {' '.join(words)}: {len(recorder.calls)} transformer calls a step, {ROUNDS} steps")
+    for column in ("", "median", "least", "most"):
+        table.add_column(column, justify="left" if not column else "right")
+
+    def row(name: str, values: list[float], form: str) -> None:
+        table.add_row(name, *(form.format(f(values)) for f in (statistics.median, min, max)))
+
+    row("rollout + update, s", ours, "{:.3f}")
+    row("bare transformer, s", bare, "{:.3f}")
+    row("ratio", ratios, "{:.3f}")
+    whole = [m["time/step"] for m in parts]
+    for name in ("rollout", "decode", "reward", "update"):
+        row(f"{name}, share of the step", [m[f"time/{name}"] / w for m, w in zip(parts, whole, strict=True)], "{:.1%}")
+    row("whole step, s", whole, "{:.3f}")
+    Console().print(table)
+    print(f"step cost {statistics.median(ours) / statistics.median(bare):.3f}")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,28 @@
+"""Flow-GRPO: fine-tune any diffusers text-to-image flow model with any reward, on a laptop or a cluster.
+
+Importing this package loads nothing heavy; the names below load when they are first used.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from flow_grpo.config import FlowGRPOConfig
+    from flow_grpo.policy import Policy, load_policy
+    from flow_grpo.train import FlowGRPOTrainer
+
+__version__ = "0.1.0"
+__all__ = ["FlowGRPOConfig", "FlowGRPOTrainer", "Policy", "load_policy"]
+
+_HOMES = {
+    "FlowGRPOConfig": "flow_grpo.config",
+    "FlowGRPOTrainer": "flow_grpo.train",
+    "Policy": "flow_grpo.policy",
+    "load_policy": "flow_grpo.policy",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'flow_grpo' has no attribute {name!r}")
+    return getattr(import_module(_HOMES[name]), name)

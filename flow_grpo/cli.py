@@ -1,0 +1,217 @@
+"""The command line: train, sample, eval, score."""
+
+import json
+import os
+import sys
+import warnings
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+
+from flow_grpo.config import FlowGRPOConfig
+
+app = typer.Typer(
+    help="Fine-tune a text-to-image flow model with a reward: any diffusers flow pipeline, any Python function as reward.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode="rich",
+)
+console = Console()
+errors = Console(stderr=True)
+
+Overrides = Annotated[
+    list[str] | None,
+    typer.Argument(
+        help="Settings over the config, [bold]key.sub=value[/bold], such as optimizer.lr=1e-4.", show_default=False
+    ),
+]
+Lora = Annotated[str | None, typer.Option(help="LoRA folder, .safetensors file or hub id.", show_default=False)]
+INTERRUPTED = 130
+
+
+@app.command()
+def train(
+    config: Annotated[
+        str, typer.Argument(help="A YAML file, or the name of a shipped config.", metavar="[CONFIG]")
+    ] = "tiny_ocr",
+    overrides: Overrides = None,
+    resume: Annotated[bool, typer.Option("--resume", help="Go on from the newest checkpoint of the run folder.")] = False,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Check everything, print the resolved config, train nothing.")
+    ] = False,
+) -> None:
+    """Fine-tune a model: without arguments the embedded one learns to spell, in minutes on a CPU.
+
+    [bold]flow-grpo train[/bold]
+    [bold]flow-grpo train tiny_ocr steps=20 rewards.color=0.5[/bold]
+    [bold]flow-grpo train my.yaml --resume[/bold]
+    """
+    if "=" in config:  # settings alone go over the default config
+        config, overrides = "tiny_ocr", [config, *(overrides or [])]
+    args = FlowGRPOConfig.read(config, overrides)
+    from flow_grpo.train import FlowGRPOTrainer, Interrupted
+
+    if dry_run:
+        FlowGRPOTrainer(args=args)
+        console.print(args.dump(), highlight=False, markup=False)
+        console.print("Everything fits; nothing was trained.")
+        return
+    try:
+        FlowGRPOTrainer(args=args).train(resume)
+    except Interrupted:
+        again = " ".join(["flow-grpo train", config, *(overrides or []), "--resume"])
+        console.print(f"\nStopped; the run is saved. Go on with: {again}", highlight=False, markup=False)
+        raise typer.Exit(INTERRUPTED) from None
+
+
+@app.command()
+def sample(
+    prompts: Annotated[list[str], typer.Argument(help="Prompts, or files of prompts (.txt, .jsonl, .csv, .parquet).")],
+    model: Annotated[str, typer.Option(help="Diffusers folder, hub id or shipped model.")] = "tiny",
+    lora: Lora = None,
+    config: Annotated[str, typer.Option(help="Config that says how to call the model.")] = "tiny_ocr",
+    seeds: Annotated[int, typer.Option(min=1, help="Pictures of each prompt, from this many seeds.")] = 4,
+    first_seed: Annotated[int, typer.Option(help="The first seed.")] = 0,
+    steps: Annotated[
+        int | None, typer.Option(min=1, help="Sampling steps; by default those of evaluation.", show_default=False)
+    ] = None,
+    guidance: Annotated[float | None, typer.Option(help="Guidance scale; 1 is off.", show_default=False)] = None,
+    out: Annotated[Path, typer.Option(help="Folder for grid.png and the single pictures.")] = Path("samples"),
+) -> None:
+    """Draw pictures: prompts x seeds as a grid PNG that remembers what is in each cell, and as single PNGs.
+
+    [bold]flow-grpo sample 'red text "CAT" on a blue background' --seeds 4[/bold]
+    """
+    from flow_grpo.evaluate import draw
+    from flow_grpo.grid import Cell, save_grid, save_image
+    from flow_grpo.prompts import load_prompts
+
+    texts = [
+        t
+        for p in prompts
+        for t in (load_prompts(p).prompts if Path(p).suffix in (".txt", ".jsonl", ".csv", ".parquet") else [p])
+    ]
+    if not all(text.strip() for text in texts):
+        raise ValueError("an empty prompt was given.")
+    args = FlowGRPOConfig.read(config)
+    policy = _policy(args, model, lora, guidance)
+    rows = [text for text in texts for _ in range(seeds)]
+    numbers = [first_seed + n for _ in texts for n in range(seeds)]
+    images = draw(policy, rows, numbers, steps or args.evaluation.steps, args.microbatch)
+    name = model if lora is None else f"{model} + {lora}"
+    cells = [Cell(prompt, seed, name) for prompt, seed in zip(rows, numbers, strict=True)]
+    save_grid(out / "grid.png", images, cells, columns=seeds if len(texts) > 1 else min(seeds, 8))
+    for i, (image, cell) in enumerate(zip(images, cells, strict=True)):
+        save_image(out / f"{i:04d}_seed{cell.seed}.png", image, cell)
+    console.print(f"{len(images)} pictures: {out / 'grid.png'}", highlight=False)
+
+
+@app.command("eval")
+def evaluate_command(
+    config: Annotated[str, typer.Argument(help="A YAML file, the name of a shipped config, or a run folder.")] = "tiny_ocr",
+    overrides: Overrides = None,
+    lora: Lora = None,
+    out: Annotated[Path | None, typer.Option(help="JSON file for the numbers.", show_default=False)] = None,
+) -> None:
+    """Measure a model on held-out prompts with fixed seeds by every reward, with and without a LoRA.
+
+    [bold]flow-grpo eval runs/tiny_ocr[/bold]  (the run's own config and LoRA)
+    [bold]flow-grpo eval tiny_ocr --lora runs/tiny_ocr/lora[/bold]
+    """
+    from flow_grpo.evaluate import evaluate
+    from flow_grpo.prompts import load_prompts
+    from flow_grpo.tracking import print_table
+    from flow_grpo.train import build_rewards
+
+    folder = Path(config)
+    if folder.is_dir():
+        if not (folder / "config.yaml").exists():
+            raise ValueError(f"{folder} is not a run folder: it has no config.yaml.")
+        config, lora = str(folder / "config.yaml"), lora or str(folder / "lora")
+    args = FlowGRPOConfig.read(config, overrides)
+    settings = args.evaluation
+    if settings.prompts is None:
+        raise ValueError(f"{config} names no held-out prompts: set evaluation.prompts.")
+    prompts = load_prompts(settings.prompts).head(settings.limit)
+    rewards = build_rewards(args, held_out=True)
+    models = {"base": None} if lora is None else {"base": None, "LoRA": lora}
+    columns: dict[str, dict[str, float]] = {}
+    for name, weights in models.items():
+        policy = _policy(args, args.model, weights, None)
+        _, values = evaluate(policy, prompts, rewards, settings.steps, settings.seed, args.microbatch)
+        columns[name] = {key: value.mean().item() for key, value in values.items()}
+    print_table(console, f"{len(prompts)} held-out prompts, {settings.steps} steps, seed {settings.seed}", columns)
+    file = out or (folder / "eval.json" if folder.is_dir() else Path("eval.json"))
+    file.parent.mkdir(parents=True, exist_ok=True)
+    content: dict[str, Any] = {"model": args.model, "lora": lora, "prompts": len(prompts), "seed": settings.seed, **columns}
+    file.write_text(json.dumps(content, indent=2))
+    console.print(f"numbers: {file}", highlight=False)
+
+
+@app.command()
+def score(
+    images: Annotated[Path, typer.Argument(help="A grid or picture that `sample` wrote, or a folder of pictures.")],
+    reward: Annotated[
+        list[str], typer.Option(help="Reward by name, module:function or file.py:function; may be repeated.")
+    ] = ["ocr"],  # noqa: B006
+    prompts: Annotated[
+        Path | None,
+        typer.Option(
+            help="Prompts of a folder's pictures in the order of their names, if they don't carry them.", show_default=False
+        ),
+    ] = None,
+    out: Annotated[Path | None, typer.Option(help="JSON file for the numbers of each picture.", show_default=False)] = None,
+) -> None:
+    """Score pictures by any reward: each cell of a grid, or each picture of a folder.
+
+    [bold]flow-grpo score samples/grid.png --reward ocr --reward color[/bold]
+    """
+    import rewards
+    from flow_grpo.evaluate import read_pictures
+    from flow_grpo.tracking import print_table
+
+    names, pictures, texts = read_pictures(images, prompts)
+    loaded = {name: rewards.load(name) for name in reward}
+    values = {name: rewards.score(name, function, pictures, texts).tolist() for name, function in loaded.items()}
+    rows = {
+        name: {f"{label}  {text}": v for label, text, v in zip(names, texts, row, strict=True)}
+        for name, row in values.items()
+    }
+    for name, row in values.items():
+        rows[name]["mean"] = sum(row) / len(row)
+    print_table(console, f"{len(texts)} pictures of {images}", rows)
+    if out is not None:
+        content = [
+            {"picture": n, "prompt": t, **{r: values[r][i] for r in values}}
+            for i, (n, t) in enumerate(zip(names, texts, strict=True))
+        ]
+        out.write_text(json.dumps(content, indent=2))
+
+
+def _policy(args: FlowGRPOConfig, model: str, lora: str | None, guidance: float | None) -> Any:
+    from flow_grpo.policy import load_policy
+
+    call = args.call()
+    if guidance is not None:
+        call["guidance_scale"] = guidance
+    return load_policy(model, args.device, args.dtype, lora, **call)
+
+
+def run() -> None:
+    """The entry point: errors of the user's are one sentence, and other libraries keep quiet."""
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    warnings.filterwarnings("ignore")
+    try:
+        from flow_grpo.policy import quiet_libraries
+
+        quiet_libraries()
+        app(standalone_mode=True)
+    except ValueError as error:
+        errors.print(f"[bold red]error[/bold red]: {' '.join(str(error).split())}", highlight=False, soft_wrap=True)
+        sys.exit(2)
+    except KeyboardInterrupt:
+        errors.print("stopped")
+        sys.exit(INTERRUPTED)

@@ -1,0 +1,315 @@
+"""The run config: one typed tree, read from one YAML file and `key.sub=value` pairs, with every cross-field check.
+
+Each field's documentation stands below it.
+"""
+
+import difflib
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+PositiveInt = Annotated[int, Field(gt=0)]
+Share = Annotated[float, Field(ge=0, le=1)]
+
+
+class Section(BaseModel):
+    model_config = ConfigDict(extra="forbid", use_attribute_docstrings=True)
+
+
+class LoraConfig(Section):
+    rank: PositiveInt = 32
+    """Rank of the low-rank matrices."""
+    alpha: float = 64
+    """Their product is scaled by alpha / rank."""
+    targets: list[str] = ["to_q", "to_k", "to_v", "to_out.0", "add_q_proj", "add_k_proj", "add_v_proj", "to_add_out"]
+    """Modules of the transformer that get one, by the end of their name: the attention projections."""
+    start: str | None = None
+    """A saved LoRA to go on from: a folder, a .safetensors file or a hub id."""
+
+
+class WindowConfig(Section):
+    kind: Literal["all", "fixed", "random", "sliding"] = "all"
+    """Which steps are stochastic and trained: all of first..last, a fixed run, one drawn at random, or one that slides."""
+    size: PositiveInt = 3
+    """Steps in the window; `all` ignores it."""
+    first: Annotated[int, Field(ge=0)] = 0
+    """The first step that may be trained."""
+    last: int | None = None
+    """The last step that may be trained; by default the last but one, since the step to sigma 0 carries no picture."""
+    every: PositiveInt = 25
+    """A sliding window moves on by one every so many training steps."""
+
+
+class SamplingConfig(Section):
+    steps: Annotated[int, Field(ge=2)] = 10
+    """Sampling steps in training."""
+    transition: Literal["ode", "flow_sde", "dance_sde", "cps", "exact_sde"] = "flow_sde"
+    """The transition of the trained steps, see flow_grpo/sde.py; forward-process objectives need `ode`."""
+    noise_level: Annotated[float, Field(ge=0)] = 0.7
+    """How much noise a trained step adds."""
+    window: WindowConfig = WindowConfig()
+    log_prob: Literal["gaussian", "unnormalized"] = "gaussian"
+    """The log-probability of a step; `unnormalized` is what Flow-CPS published."""
+    shared_start: bool = False
+    """Whether the images of a group start from one noise; the steps before the window are then computed once per group."""
+
+
+class ObjectiveConfig(Section):
+    name: Literal["grpo", "awm", "nft"] = "grpo"
+    """grpo on the per-step log-probabilities; awm or nft on the final latents, noised afresh."""
+    advantage: Literal["grpo", "batch_std", "dr_grpo", "rloo", "reinforce_pp", "rank"] = "grpo"
+    """How rewards become advantages, see flow_grpo/advantages.py."""
+    clip_low: Annotated[float, Field(gt=0)] = 1e-4
+    """The ratio is clipped at 1 - clip_low. Log-probabilities are means, so the range is small."""
+    clip_high: Annotated[float, Field(gt=0)] = 1e-4
+    """The ratio is clipped at 1 + clip_high; above clip_low it is DAPO's clip-higher."""
+    kl_weight: Annotated[float, Field(ge=0)] = 0.0
+    """Weight of the KL to the base model, of the transitions for grpo and of the velocities otherwise."""
+    draws: PositiveInt = 1
+    """awm, nft: noise levels drawn for each image and update."""
+    sigma_range: tuple[Share, Share] = (0.0, 1.0)
+    """awm, nft: the range those noise levels are drawn from, before the schedule's shift."""
+    weight: Literal["uniform", "ghuber"] = "uniform"
+    """awm: weight of the matching loss."""
+    beta: Annotated[float, Field(gt=0)] = 1.0
+    """nft: how far the implicit policies lie from the old one."""
+    advantage_max: Annotated[float, Field(gt=0)] = 5.0
+    """nft: the advantage that counts as surely good."""
+    old_decay: Share = 0.5
+    """nft: how slowly the old policy follows the trained one."""
+
+
+class OptimizerConfig(Section):
+    lr: Annotated[float, Field(gt=0)] = 3e-4
+    """Learning rate of AdamW."""
+    warmup: Annotated[int, Field(ge=0)] = 0
+    """Steps in which the learning rate rises to lr."""
+    final_lr: Share = 1.0
+    """The learning rate falls linearly to this share of lr at the last step; 1 keeps it constant."""
+    betas: tuple[Share, Share] = (0.9, 0.999)
+    """AdamW's decay rates of the gradient's first and second moment."""
+    eps: Annotated[float, Field(ge=0)] = 1e-15
+    """Added to the root of the second moment. Gradients of mean log-probabilities can be 5e-9, below the usual 1e-8."""
+    weight_decay: Annotated[float, Field(ge=0)] = 1e-4
+    """AdamW's weight decay."""
+    max_grad_norm: Annotated[float, Field(gt=0)] = 1.0
+    """Gradients are clipped to this norm."""
+
+
+class RewardConfig(Section):
+    weight: float = 1.0
+    """Weight in the sum; 0 only reports it."""
+    options: dict[str, Any] = {}
+    """Arguments of the reward's constructor."""
+
+
+class EvaluationConfig(Section):
+    prompts: str | None = None
+    """Held-out prompts: a file as in `prompts`, or none."""
+    limit: PositiveInt | None = 256
+    """At most so many of them, from the first on."""
+    every: Annotated[int, Field(ge=0)] = 50
+    """Training steps between evaluations; 0 evaluates only before and after."""
+    steps: Annotated[int, Field(ge=1)] = 40
+    """Sampling steps in evaluation, of the deterministic ODE."""
+    seed: int = 1234
+    """Each held-out prompt's picture starts from the noise of (this seed, its place in the file)."""
+    rewards: dict[str, RewardConfig] = {}
+    """Rewards that are measured but not trained on, beside the trained ones."""
+
+
+class FlowGRPOConfig(Section):
+    """A run. Build it from a YAML file with `FlowGRPOConfig.read(path, overrides)`."""
+
+    model: str = "tiny"
+    """A diffusers folder, a hub id, or the name of a shipped model."""
+    dtype: Literal["fp32", "bf16", "fp16"] = "bf16"
+    """Dtype of the base weights and of autocast; the LoRA is float32 in any case."""
+    height: PositiveInt | None = None
+    """Height of the pictures in pixels; the pipeline's own if not given."""
+    width: PositiveInt | None = None
+    """Width of the pictures in pixels."""
+    guidance: float = 1.0
+    """Guidance scale in rollout, training and evaluation; 1 is off."""
+    pipeline: dict[str, Any] = {}
+    """Further arguments of every pipeline call, such as max_sequence_length or negative_prompt."""
+    prompts: str = "prompts/signs_train.txt"
+    """Training prompts: .txt (one a line), .jsonl, .csv or .parquet (a column `prompt`, the others are metadata), or a hub data set."""
+    rewards: dict[str, RewardConfig] = {"ocr": RewardConfig()}
+    """Rewards by name or import path (`my_module:my_fn`, `path/file.py:fn`), each with a weight or with weight and options."""
+
+    steps: PositiveInt = 100
+    """Training steps: a rollout of prompts_per_step x images_per_prompt images, and its updates."""
+    prompts_per_step: PositiveInt = 8
+    """Prompts in a step."""
+    images_per_prompt: Annotated[int, Field(ge=2)] = 16
+    """Images of a prompt: the group that an image's reward is compared with."""
+    microbatch: PositiveInt = 64
+    """Images per forward pass, in the rollout and in the update alike, so that the first update's ratio is exactly 1."""
+    updates: PositiveInt = 1
+    """Optimizer steps on a rollout; each takes an equal share of its prompts."""
+
+    sampling: SamplingConfig = SamplingConfig()
+    objective: ObjectiveConfig = ObjectiveConfig()
+    lora: LoraConfig = LoraConfig()
+    optimizer: OptimizerConfig = OptimizerConfig()
+    ema_decay: Annotated[float, Field(ge=0, lt=1)] = 0.9
+    """Decay of the moving average of the adapter that is evaluated and saved; 0 is none."""
+    evaluation: EvaluationConfig = EvaluationConfig()
+
+    seed: int = 0
+    """Every random draw derives from (seed, step, prompt, image)."""
+    output: str = "runs/{name}"
+    """Run folder; {name} is the config's file name."""
+    save_every: PositiveInt = 25
+    """Training steps between checkpoints."""
+    keep: PositiveInt = 2
+    """Checkpoints kept."""
+    device: str | None = None
+    """Torch device; the accelerator if there is one, else the CPU."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _weights_alone(cls, values: Any) -> Any:
+        """`ocr: 1.0` is short for `ocr: {weight: 1.0}`."""
+        if isinstance(values, dict):
+            for holder in (values, values.get("evaluation")):
+                if not isinstance(holder, dict):
+                    continue
+                rewards = holder.get("rewards")
+                if isinstance(rewards, list):
+                    rewards = dict.fromkeys(rewards, 1.0)
+                if isinstance(rewards, dict):
+                    short = (int, float)
+                    holder["rewards"] = {k: {"weight": v} if isinstance(v, short) else v or {} for k, v in rewards.items()}
+        return values
+
+    @model_validator(mode="after")
+    def _consistent(self) -> "FlowGRPOConfig":
+        s, o, w = self.sampling, self.objective, self.sampling.window
+        per_step = o.name == "grpo"
+        if not self.rewards:
+            raise ValueError("rewards is empty: name at least one, for example `rewards: {ocr: 1.0}`.")
+        if self.prompts_per_step % self.updates:
+            raise ValueError(
+                f"updates={self.updates} does not divide prompts_per_step={self.prompts_per_step}: every update takes an "
+                "equal share of the prompts."
+            )
+        if per_step and s.transition == "ode":
+            raise ValueError("objective grpo needs a stochastic transition: set sampling.transition to cps or flow_sde.")
+        if per_step and s.noise_level == 0:
+            raise ValueError("sampling.noise_level=0 is the ODE, which has no log-probability to train: set it above 0.")
+        if not per_step and s.transition != "ode":
+            raise ValueError(
+                f"objective {o.name} trains on final latents, which the ODE draws: set sampling.transition=ode."
+            )
+        if s.transition == "cps" and s.noise_level > 1:
+            raise ValueError(f"sampling.noise_level={s.noise_level}, but for cps it is at most 1.")
+        last = s.steps - 2 if w.last is None else w.last
+        latest = s.steps - 2 if s.transition in ("cps", "exact_sde") else s.steps - 1
+        if per_step and not w.first <= last <= latest:
+            raise ValueError(
+                f"sampling.window trains steps {w.first} to {last}, but with {s.steps} sampling steps of {s.transition} the "
+                f"trainable ones are 0 to {latest}."
+            )
+        if per_step and w.kind != "all" and w.first + w.size - 1 > last:
+            raise ValueError(f"sampling.window.size={w.size} does not fit into steps {w.first} to {last}.")
+        if o.sigma_range[0] >= o.sigma_range[1]:
+            raise ValueError("objective.sigma_range must rise, for example [0, 1].")
+        return self
+
+    @classmethod
+    def read(cls, path: str | Path | None = None, overrides: list[str] | None = None) -> "FlowGRPOConfig":
+        """The config of a YAML file, or of a shipped one by name, with `key.sub=value` pairs over it.
+
+        Raises:
+            ValueError: one sentence on what is wrong, and where.
+        """
+        file = find(path or "tiny_ocr")
+        try:
+            values = yaml.safe_load(file.read_text()) or {}
+        except yaml.YAMLError as error:
+            raise ValueError(f"{file} is not valid YAML: {' '.join(str(error).split())}.") from error
+        if not isinstance(values, dict):
+            raise ValueError(f"{file} must hold `key: value` lines.")
+        for pair in overrides or []:
+            _override(values, pair)
+        values.setdefault("output", "runs/{name}")
+        values["output"] = str(values["output"]).replace("{name}", file.stem)
+        try:
+            return cls.model_validate(values)
+        except ValidationError as error:
+            raise ValueError(f"{file.name}: {_sentence(error)}") from error
+
+    def call(self) -> dict[str, Any]:
+        """The arguments of every pipeline call."""
+        given = {"height": self.height, "width": self.width}
+        return {"guidance_scale": self.guidance, **{k: v for k, v in given.items() if v is not None}, **self.pipeline}
+
+    def dump(self) -> str:
+        """As YAML, every field with its value."""
+        return yaml.safe_dump(self.model_dump(mode="json"), sort_keys=False)
+
+
+def shipped(name: str) -> Path:
+    """A file of `configs/`, which lies beside the package in a checkout and inside it in a wheel."""
+    package = Path(__file__).parent
+    inside, beside = package / "configs" / name, package.parent / "configs" / name
+    return inside if inside.exists() else beside
+
+
+def find(path: str | Path) -> Path:
+    """A config file: a path, or the name of a shipped one."""
+    for candidate in (Path(path), shipped(f"{path}.yaml"), shipped(str(path))):
+        if candidate.is_file():
+            return candidate
+    names = sorted(p.stem for p in shipped("").glob("*.yaml"))
+    raise ValueError(f"there is no config {path}.{_suggest(str(path), names)} Shipped ones: {', '.join(names)}.")
+
+
+def _override(values: dict, pair: str) -> None:
+    key, equals, text = pair.partition("=")
+    if not equals or not key:
+        raise ValueError(f"{pair!r} is not of the form key.sub=value, for example optimizer.lr=1e-4.")
+    *parents, last = key.split(".")
+    for parent in parents:
+        values = values.setdefault(parent, {})
+        if not isinstance(values, dict):
+            raise ValueError(f"{pair!r}: {parent} is a single value, it has no {last}.")
+    try:
+        value = yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        raise ValueError(f"{pair!r}: the value is not valid YAML.") from error
+    values[last] = float(value) if isinstance(value, str) and _is_number(value) else value
+
+
+def _is_number(text: str) -> bool:
+    """YAML reads 1e-4, without a dot, as a string."""
+    try:
+        float(text)
+    except ValueError:
+        return False
+    return True
+
+
+def _sentence(error: ValidationError) -> str:
+    first = error.errors()[0]
+    where = ".".join(str(part) for part in first["loc"])
+    if first["type"] == "extra_forbidden":
+        section: Any = FlowGRPOConfig
+        for part in first["loc"][:-1]:
+            field = getattr(section, "model_fields", {}).get(part)
+            section = field.annotation if field else section
+        known = list(getattr(section, "model_fields", {}))
+        return f"there is no setting {where}.{_suggest(str(first['loc'][-1]), known)}"
+    if first["type"] == "value_error":
+        return str(first["ctx"]["error"])
+    message = first["msg"].replace("Input should", "it should")
+    return f"{where} is {first['input']!r}, but {message}."
+
+
+def _suggest(word: str, known: list[str]) -> str:
+    close = difflib.get_close_matches(word.lower(), known, n=1)
+    return f" Did you mean {close[0]}?" if close else ""

@@ -1,0 +1,122 @@
+"""Contact sheets that remember what is in each cell, and pictures that remember their prompt.
+
+A sheet is an ordinary PNG. Its text chunk `flow_grpo` says for each cell the prompt, the seed, the model, and where its
+pixels lie; pictures are enlarged by whole factors, so that `read_grid` gives back the very pixels.
+"""
+
+import json
+import textwrap
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from PIL import Image, ImageDraw, ImageFont
+from PIL.PngImagePlugin import PngInfo
+from torch import Tensor
+
+CHUNK = "flow_grpo"
+GAP = 10
+SMALLEST_CELL = 192  # pixels: narrower pictures are enlarged to about this width
+LINE = 15
+INK, PAPER = (70, 70, 76), (250, 250, 250)
+MAX_PIXELS = 200_000_000
+
+
+@dataclass(frozen=True)
+class Cell:
+    """What a picture is: its prompt, the seed of its noise, and the model that drew it."""
+
+    prompt: str
+    seed: int
+    model: str
+
+
+def save_grid(path: Path, images: Tensor, cells: list[Cell], columns: int, notes: list[str] | None = None) -> None:
+    """Writes images (B, 3, H, W) in [0, 1] as a sheet of that many columns, a caption under each.
+
+    `notes` are repeated over the cells and stand in the caption in place of the seed.
+    """
+    height, width = images.shape[-2:]
+    scale = max(1, -(-SMALLEST_CELL // width))
+    wide, high = width * scale, height * scale
+    captions = [
+        _caption(cell, notes[i % len(notes)] if notes else f"seed {cell.seed}", wide) for i, cell in enumerate(cells)
+    ]
+    caption_height = LINE * max(len(lines) for lines in captions) + 6
+    rows = -(-len(cells) // columns)
+    columns = min(columns, len(cells))
+    sheet = Image.new("RGB", (GAP + columns * (wide + GAP), GAP + rows * (high + caption_height + GAP)), PAPER)
+    pen, font = ImageDraw.Draw(sheet), ImageFont.load_default(11)
+    boxes = []
+    for i, (pixels, lines) in enumerate(zip(to_bytes(images), captions, strict=True)):
+        x = GAP + i % columns * (wide + GAP)
+        y = GAP + i // columns * (high + caption_height + GAP)
+        sheet.paste(Image.fromarray(pixels).resize((wide, high), Image.Resampling.NEAREST), (x, y))
+        for n, line in enumerate(lines):
+            pen.text((x, y + high + 4 + n * LINE), line, fill=INK, font=font)
+        boxes.append([x, y, wide, high])
+    info = PngInfo()
+    content = {"scale": scale, "cells": [{**asdict(c), "box": b} for c, b in zip(cells, boxes, strict=True)]}
+    info.add_itxt(CHUNK, json.dumps(content))
+    path.parent.mkdir(parents=True, exist_ok=True)
+    sheet.save(path, pnginfo=info)
+
+
+def save_image(path: Path, image: Tensor, cell: Cell) -> None:
+    """Writes one picture (3, H, W) in [0, 1] as PNG, its prompt, seed and model inside."""
+    info = PngInfo()
+    content = {"scale": 1, "cells": [{**asdict(cell), "box": [0, 0, image.shape[2], image.shape[1]]}]}
+    info.add_itxt(CHUNK, json.dumps(content))
+    path.parent.mkdir(parents=True, exist_ok=True)
+    Image.fromarray(to_bytes(image[None])[0]).save(path, pnginfo=info)
+
+
+def read_grid(path: Path) -> tuple[Tensor, list[Cell]]:
+    """The pictures (B, 3, H, W) in [0, 1] and cells of a sheet or a single picture that this module wrote.
+
+    Raises:
+        ValueError: not a PNG, damaged, too large, or written by something else.
+    """
+    sheet = open_image(path)
+    try:
+        content = json.loads(sheet.info[CHUNK])
+        scale, entries = int(content["scale"]), content["cells"]
+        boxes = [tuple(int(n) for n in entry["box"]) for entry in entries]
+        cells = [Cell(str(e["prompt"]), int(e["seed"]), str(e["model"])) for e in entries]
+    except (KeyError, TypeError, ValueError) as error:
+        raise ValueError(f"{path} does not say what is in its cells: it was not written by flow-grpo sample.") from error
+    pixels = np.asarray(sheet)
+    pictures = [pixels[y : y + h : scale, x : x + w : scale] for x, y, w, h in boxes]
+    if len({p.shape for p in pictures}) != 1 or 0 in pictures[0].shape:
+        raise ValueError(f"{path} is damaged: its cells lie outside of the picture.")
+    return from_bytes(np.stack(pictures)), cells
+
+
+def open_image(path: Path) -> Image.Image:
+    """A picture as RGB; ValueError in one sentence if it can't be read or has more than 200 million pixels."""
+    try:
+        with Image.open(path) as image:
+            if image.width * image.height > MAX_PIXELS:
+                raise ValueError(f"it has {image.width} x {image.height} pixels")
+            info = dict(getattr(image, "text", {}))
+            picture = image.convert("RGB")
+    except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
+        raise ValueError(f"the picture {path} could not be read: {error}.") from error
+    picture.info = info
+    return picture
+
+
+def to_bytes(images: Tensor) -> np.ndarray:
+    """(B, 3, H, W) in [0, 1] -> (B, H, W, 3) uint8."""
+    return (images.detach().float().clamp(0, 1) * 255).round().byte().cpu().permute(0, 2, 3, 1).numpy()
+
+
+def from_bytes(pixels: np.ndarray) -> Tensor:
+    """(B, H, W, 3) uint8 -> (B, 3, H, W) in [0, 1]."""
+    return torch.from_numpy(pixels.copy()).permute(0, 3, 1, 2).float() / 255
+
+
+def _caption(cell: Cell, note: str, width: int) -> list[str]:
+    lines = textwrap.wrap(" ".join(cell.prompt.split()), max(12, width // 6), max_lines=2, placeholder=" …") or [""]
+    return [*lines, note]

@@ -1,0 +1,414 @@
+"""Any diffusers flow pipeline as a velocity function, with a LoRA on its transformer.
+
+The pipeline is the model. Its own `__call__` computes the velocity: we give it a scheduler whose only timestep is the one
+asked for and whose `step` hands back what the network said, and cached prompt embeddings. Guidance, packing, timestep
+scaling and norm tricks are then what diffusers ships, with no code of ours for any family of models.
+"""
+
+import copy
+import inspect
+import logging
+from collections import OrderedDict
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from diffusers import DiffusionPipeline, FlowMatchEulerDiscreteScheduler
+from huggingface_hub import HfApi, try_to_load_from_cache
+from peft import LoraConfig, get_peft_model_state_dict
+from peft.tuners.tuners_utils import BaseTunerLayer
+from torch import Tensor
+
+from flow_grpo.types import Schedule
+
+SHIPPED = {"tiny": Path(__file__).parent / "tiny" / "pipeline"}
+ATTENTION = ["to_q", "to_k", "to_v", "to_out.0", "add_q_proj", "add_k_proj", "add_v_proj", "to_add_out"]
+ENCODED_PROMPTS = 512  # embeddings kept: 3 MB each for SD3.5
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+class Policy:
+    """A flow pipeline whose transformer carries a trainable LoRA. States and velocities are float32 outside.
+
+    Attributes:
+        pipe: the user's pipeline, whose transformer holds the adapter; scheduler and methods stay as they were.
+        call: arguments of every pipeline call, such as height, width and guidance_scale.
+        ema: the averaged adapter by parameter name, once `start_ema` was called.
+    """
+
+    def __init__(self, pipe: DiffusionPipeline, dtype: torch.dtype = torch.float32, **call: Any) -> None:
+        if "FlowMatch" not in type(pipe.scheduler).__name__ or not hasattr(pipe, "transformer"):
+            raise ValueError(
+                f"{type(pipe).__name__} with {type(pipe.scheduler).__name__} does not sample a flow: give a pipeline with a "
+                "transformer and a FlowMatchEulerDiscreteScheduler, such as Stable Diffusion 3.5 or FLUX.1."
+            )
+        self.pipe, self.dtype, self.call = pipe, dtype, call
+        self.device = pipe.transformer.device
+        self.ema: dict[str, Tensor] = {}
+        self._encoded: OrderedDict[str, list] = OrderedDict()
+        self._batched: list[bool] | None = None
+        self._probe = _Probe.from_config(pipe.scheduler.config)
+        self._encode_prompt = pipe.encode_prompt
+        self._view = copy.copy(pipe)  # our scheduler and our memory of embeddings go into the copy alone
+        object.__setattr__(self._view, "scheduler", self._probe)
+        self._view.set_progress_bar_config(disable=True)
+        self._decoding = copy.copy(self._view)
+        object.__setattr__(self._decoding, "transformer", _NoDenoiser(pipe.transformer))
+        pipe.transformer.requires_grad_(False).eval()
+
+    # -- what the sampler needs -------------------------------------------------------------------------------------
+
+    def encode(self, prompts: list[str]) -> "Conditioning":
+        """Prompt embeddings of B rows, computed once per distinct prompt."""
+        distinct = list(dict.fromkeys(prompts))
+        missing = [prompt for prompt in distinct if prompt not in self._encoded]
+        known = {prompt: self._encoded[prompt] for prompt in distinct if prompt in self._encoded}
+        if missing and self._batched is None:  # one prompt alone shows which outputs have a row per prompt
+            alone = self._encode_now(missing[:1])
+            self._batched = [output is not None and len(output) == 1 for output in alone]
+        for chunk in (missing[i : i + 32] for i in range(0, len(missing), 32)):
+            outputs = self._encode_now(chunk)
+            for row, prompt in enumerate(chunk):
+                pairs = zip(outputs, self._batched or [], strict=True)
+                known[prompt] = self._encoded[prompt] = [o[row : row + 1] if b else o for o, b in pairs]
+        while len(self._encoded) > ENCODED_PROMPTS:
+            self._encoded.popitem(last=False)
+        columns = zip(*(known[prompt] for prompt in distinct), strict=True)
+        outputs = [_join(list(c)) if b else c[0] for c, b in zip(columns, self._batched or [], strict=True)]
+        place = {prompt: i for i, prompt in enumerate(distinct)}
+        return Conditioning(prompts, outputs, self._batched or [], torch.tensor([place[p] for p in prompts]))
+
+    def schedule(self, steps: int) -> tuple[Schedule, torch.Size]:
+        """The pipeline's own timesteps and sigmas for that many steps, and the shape of one state without the batch."""
+        stop = self._run(self._view, self.encode([""]), None, None, num_inference_steps=steps)
+        timesteps, sigmas = self._probe.timesteps.float().cpu(), self._probe.sigmas.float().cpu()
+        return Schedule(timesteps, sigmas), stop.sample.shape[1:]
+
+    def velocity(self, x: Tensor, timestep: Tensor, conditioning: "Conditioning", rows: Tensor) -> Tensor:
+        """v (n, ...) float32 at states x (n, ...) of `rows` (n,) of the conditioning, at one timestep or at (n,)."""
+        if timestep.ndim and self.guided and (timestep != timestep[0]).any():
+            # with guidance, pipelines differ in what they make of a timestep per row: one call per timestep
+            v = torch.empty_like(x)
+            parts = [(timestep == t).nonzero()[:, 0] for t in timestep.unique()]
+            found = [self.velocity(x[part], timestep[part][0], conditioning, rows[part]) for part in parts]
+            return v.index_copy(0, torch.cat(parts), torch.cat(found))
+        stop = self._run(
+            self._view, conditioning.take(rows), timestep.reshape(1, -1) if timestep.ndim else timestep[None], x
+        )
+        return stop.output.float()
+
+    @torch.no_grad()
+    def decode(self, latents: Tensor, microbatch: int = 64) -> Tensor:
+        """Images (B, 3, H, W) float32 in [0, 1] of final states (B, ...), by the pipeline's own code after its loop."""
+        images = []
+        for chunk in latents.split(microbatch):
+            empty = self.encode([""] * len(chunk))
+            with self._probe.passing():
+                out = self._run(self._decoding, empty, torch.zeros(1), chunk, output_type="pt")
+            images.append(out.images.float().clamp(0, 1).cpu())
+        return torch.cat(images)
+
+    @property
+    def guided(self) -> bool:
+        """Whether the call asks for classifier-free guidance."""
+        return float(self.call.get("guidance_scale", 1) or 0) > 1
+
+    def guided_by(self, guidance_scale: float) -> "Policy":
+        """The same model under another guidance scale."""
+        other = copy.copy(self)
+        other.call = {**self.call, "guidance_scale": guidance_scale}
+        other._encoded, other._batched = OrderedDict(), None
+        return other
+
+    # -- the adapter ------------------------------------------------------------------------------------------------
+
+    def add_lora(self, rank: int, alpha: float, targets: list[str], seed: int) -> None:
+        """Puts a float32 LoRA on the modules whose names end with one of `targets`. Seeded, and starting as the base."""
+        names = [name for name, _ in self.pipe.transformer.named_modules()]
+        if not any(name.endswith(f".{target}") for name in names for target in targets):
+            raise ValueError(f"no module of {type(self.pipe.transformer).__name__} is named {', '.join(targets)}.")
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            config = LoraConfig(r=rank, lora_alpha=alpha, target_modules=targets, init_lora_weights="gaussian")
+            self.pipe.transformer.add_adapter(config)
+        self._finish_adapter()
+
+    def load_lora(self, path: str | Path) -> None:
+        """Puts a saved LoRA on the transformer as diffusers does: a folder, a .safetensors file or a hub id."""
+        folder, name = Path(path), None
+        if folder.is_file():
+            folder, name = folder.parent, folder.name
+        elif not folder.exists() and str(path).count("/") != 1:
+            raise ValueError(
+                f"there is no LoRA at {path}: give a folder with pytorch_lora_weights.safetensors, or that file."
+            )
+        self.pipe.load_lora_weights(str(folder if folder.exists() else path), weight_name=name, adapter_name="default")
+        self._finish_adapter()
+
+    def _finish_adapter(self) -> None:
+        for module in self.pipe.transformer.modules():
+            if isinstance(module, BaseTunerLayer):
+                # peft would cast each input to the LoRA's float32, only for autocast to cast it back
+                module.cast_input_dtype_enabled = self.dtype == torch.float32
+        for parameter in self.parameters().values():
+            parameter.data = parameter.data.float()
+            parameter.requires_grad_(True)
+
+    @property
+    def has_lora(self) -> bool:
+        return bool(getattr(self.pipe.transformer, "peft_config", None))
+
+    def parameters(self, adapter: str = "default") -> dict[str, torch.nn.Parameter]:
+        """The adapter's parameters by name."""
+        mark = f".{adapter}."
+        return {n: p for n, p in self.pipe.transformer.named_parameters() if "lora_" in n and mark in n}
+
+    @contextmanager
+    def reference(self) -> Iterator[None]:
+        """Within it, the adapter is off: the base model, which is the reference of the KL."""
+        if not self.has_lora:
+            yield
+            return
+        self.pipe.transformer.disable_adapters()
+        try:
+            yield
+        finally:
+            self.pipe.transformer.enable_adapters()
+
+    def start_ema(self) -> None:
+        self.ema = {name: p.detach().clone() for name, p in self.parameters().items()}
+
+    @torch.no_grad()
+    def update_ema(self, decay: float) -> None:
+        for name, parameter in self.parameters().items():
+            self.ema[name].lerp_(parameter, 1 - decay)
+
+    @contextmanager
+    def averaged(self) -> Iterator[None]:
+        """Within it, the adapter holds its moving average, if there is one: what is evaluated and saved."""
+        current = {name: p.detach().clone() for name, p in self.parameters().items() if name in self.ema}
+        self._assign(self.ema)
+        try:
+            yield
+        finally:
+            self._assign(current)
+
+    def add_copy(self, adapter: str) -> None:
+        """A second adapter with the values of the first, not trained: `follow` moves it, `using` switches to it."""
+        self.pipe.transformer.add_adapter(self.pipe.transformer.peft_config["default"], adapter)
+        self.pipe.transformer.set_adapter("default")
+        for parameter in self.parameters(adapter).values():
+            parameter.data = parameter.data.float()
+        self.follow(adapter, 0.0)
+
+    @torch.no_grad()
+    def follow(self, adapter: str, decay: float) -> None:
+        """Moves the copy towards the trained adapter: decay times itself plus the rest of the trained one."""
+        own = self.parameters(adapter)
+        for name, parameter in self.parameters().items():
+            own[name.replace(".default.", f".{adapter}.")].lerp_(parameter, 1 - decay)
+
+    @contextmanager
+    def using(self, adapter: str) -> Iterator[None]:
+        """Within it, that adapter is active instead of the trained one."""
+        self.pipe.transformer.set_adapter(adapter)
+        try:
+            yield
+        finally:
+            self.pipe.transformer.set_adapter("default")
+
+    def save_lora(self, folder: Path) -> Path:
+        """Writes pytorch_lora_weights.safetensors, rank and alpha inside, as `pipe.load_lora_weights` takes it."""
+        folder.mkdir(parents=True, exist_ok=True)
+        transformer = self.pipe.transformer
+        type(self.pipe).save_lora_weights(
+            folder,
+            transformer_lora_layers=get_peft_model_state_dict(transformer, adapter_name="default"),
+            transformer_lora_adapter_metadata=transformer.peft_config["default"].to_dict(),
+        )
+        return folder / "pytorch_lora_weights.safetensors"
+
+    def adapter_state(self, adapter: str = "default") -> dict[str, Tensor]:
+        return {name: p.detach().cpu().clone() for name, p in self.parameters(adapter).items()}
+
+    def load_adapter_state(self, state: dict[str, Tensor], adapter: str = "default") -> None:
+        own = self.parameters(adapter)
+        if own.keys() != state.keys():
+            raise ValueError("the checkpoint's adapter has other modules or another rank than the config asks for.")
+        self._assign(state, adapter)
+
+    @torch.no_grad()
+    def _assign(self, state: dict[str, Tensor], adapter: str = "default") -> None:
+        own = self.parameters(adapter)
+        for name, value in state.items():
+            own[name].copy_(value)
+
+    # -- the pipeline's call ----------------------------------------------------------------------------------------
+
+    def _encode_now(self, prompts: list[str]) -> list:
+        def stop_there(*args: Any, **kwargs: Any) -> None:
+            raise _Stop(output=list(self._encode_prompt(*args, **kwargs)))
+
+        with torch.no_grad():
+            return self._call(self._view, stop_there, prompt=prompts).output
+
+    def _run(self, pipe: Any, conditioning: "Conditioning", timesteps: Tensor | None, x: Tensor | None, **more: Any) -> Any:
+        """Calls the pipeline with cached embeddings, at the asked timesteps or on its own schedule (None)."""
+        self._probe.asked = None if timesteps is None else timesteps.to(self.device)
+        latents = None if x is None else x.to(self.device)
+        if latents is None:
+            with torch.random.fork_rng(devices=[]):
+                return self._call(pipe, lambda *_, **__: conditioning.outputs, prompt=conditioning.prompts, **more)
+        return self._call(pipe, lambda *_, **__: conditioning.outputs, prompt=conditioning.prompts, latents=latents, **more)
+
+    def _call(self, pipe: Any, encode_prompt: Any, **kwargs: Any) -> Any:
+        object.__setattr__(pipe, "encode_prompt", encode_prompt)
+        call = {"num_inference_steps": 1, "output_type": "latent", **self.call, **kwargs}
+        autocast = torch.autocast(self.device.type, self.dtype, enabled=self.dtype != torch.float32)
+        try:
+            with autocast:
+                undecorated = inspect.unwrap(type(pipe).__call__)  # not under no_grad: gradients flow
+                return undecorated(pipe, **call)
+        except _Stop as stop:
+            return stop
+
+
+class Conditioning:
+    """Embeddings of B rows: what the pipeline's `encode_prompt` returned for the distinct prompts, and who has which."""
+
+    def __init__(self, prompts: list[str], outputs: list, batched: list[bool], index: Tensor) -> None:
+        self.prompts, self.outputs, self.batched, self.index = prompts, outputs, batched, index
+
+    def take(self, rows: Tensor) -> "Conditioning":
+        """The conditioning of `rows`, one embedding per row."""
+        index = self.index[rows]
+        outputs = [_pick(o, index) if b else o for o, b in zip(self.outputs, self.batched, strict=True)]
+        return Conditioning([self.prompts[r] for r in rows.tolist()], outputs, self.batched, torch.arange(len(rows)))
+
+
+class _Stop(Exception):
+    """Leaves the pipeline's call with what we came for: nothing after it runs."""
+
+    def __init__(self, output: Any, sample: Tensor | None = None) -> None:
+        self.output, self.sample = output, sample
+
+
+class _Probe(FlowMatchEulerDiscreteScheduler):
+    """The pipeline's scheduler with timesteps on demand and a `step` that stops the call."""
+
+    asked: Tensor | None = None
+    passes = False
+
+    @contextmanager
+    def passing(self) -> Iterator[None]:
+        """Within it, a step changes nothing and the call goes on to its end."""
+        self.passes = True
+        try:
+            yield
+        finally:
+            self.passes = False
+
+    def scale_model_input(self, sample, timestep=None):
+        return sample
+
+    def set_timesteps(self, num_inference_steps=None, device=None, sigmas=None, mu=None, timesteps=None):
+        # the pipelines look for these argument names
+        if self.asked is None:
+            super().set_timesteps(num_inference_steps, device=device, sigmas=sigmas, mu=mu, timesteps=timesteps)
+        else:
+            self.timesteps = self.asked
+
+    def step(self, model_output, timestep, sample, **kwargs):
+        if self.passes:
+            return (sample,)
+        raise _Stop(output=model_output, sample=sample)
+
+
+class _NoDenoiser:
+    """Stands in for the transformer while a state is only decoded."""
+
+    def __init__(self, transformer: torch.nn.Module) -> None:
+        self._transformer = transformer
+
+    def __call__(self, *args: Any, **kwargs: Any) -> tuple[Tensor]:
+        return (torch.zeros_like(args[0] if args else kwargs["hidden_states"]),)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._transformer, name)
+
+
+def load_policy(
+    path_or_name: str, device: str | None = None, dtype: str = "fp32", lora: str | Path | None = None, **call: Any
+) -> Policy:
+    """A policy from a diffusers folder, a hub id or the name of a shipped model (`tiny`).
+
+    Args:
+        device: torch device; the accelerator if there is one, else the CPU.
+        dtype: of the base weights and of autocast: fp32, bf16 or fp16. A LoRA is float32 in any case.
+        lora: a saved LoRA to put on.
+        call: arguments of every pipeline call (height, width, guidance_scale, max_sequence_length ...).
+
+    Raises:
+        ValueError: there is no such model, or it is not a flow.
+    """
+    if dtype not in DTYPES:
+        raise ValueError(f"unknown dtype {dtype!r}; choose one of {', '.join(DTYPES)}.")
+    source = _locate(path_or_name)
+    device = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        pipe = DiffusionPipeline.from_pretrained(source, torch_dtype=DTYPES[dtype]).to(device)
+    except (OSError, ValueError, KeyError, AttributeError) as error:
+        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise ValueError(f"the model {path_or_name} could not be loaded: {reason}") from error
+    policy = Policy(pipe, DTYPES[dtype], **call)
+    if lora is not None:
+        policy.load_lora(lora)
+    return policy
+
+
+def _locate(name: str) -> str:
+    """The folder or hub id of a model; a folder that is not there is said to be so without asking the hub."""
+    if name in SHIPPED:
+        return str(SHIPPED[name])
+    folder = Path(name)
+    if folder.is_dir():
+        if not (folder / "model_index.json").exists():
+            raise ValueError(f"the folder {name} has no model_index.json, so it is not a diffusers pipeline.")
+        return name
+    owner = Path(name).parts[0] if name else ""
+    if name.count("/") != 1 or name.startswith((".", "/", "~")) or Path(owner).is_dir():
+        raise ValueError(
+            f"there is no model folder {name}; give a diffusers folder, a hub id such as "
+            f"stabilityai/stable-diffusion-3.5-medium, or a shipped model: {', '.join(SHIPPED)}."
+        )
+    if not isinstance(try_to_load_from_cache(name, "model_index.json"), str):
+        try:
+            HfApi().model_info(name, timeout=5)
+        except Exception as error:
+            raise ValueError(
+                f"there is no model folder {name}, and the hub has no such model or can't be reached or wants a login "
+                f"({type(error).__name__})."
+            ) from error
+    return name
+
+
+def _join(parts: list) -> Any:
+    return [item for part in parts for item in part] if isinstance(parts[0], list) else torch.cat(parts)
+
+
+def _pick(output: Any, index: Tensor) -> Any:
+    return [output[i] for i in index.tolist()] if isinstance(output, list) else output[index.to(output.device)]
+
+
+def quiet_libraries() -> None:
+    """Other libraries' log lines and progress bars stay out of the output."""
+    from diffusers.utils import logging as diffusers_logging
+    from transformers.utils import logging as transformers_logging
+
+    for library in (diffusers_logging, transformers_logging):
+        library.set_verbosity_error()
+        library.disable_progress_bar()
+    for name in ("huggingface_hub", "peft", "accelerate"):
+        logging.getLogger(name).setLevel(logging.ERROR)

@@ -1,0 +1,146 @@
+"""Transitions of a flow-matching sampler: each step from sigma to sigma_next < sigma is a Gaussian N(mean, std^2).
+
+Notation: `x_sigma = (1 - sigma) x0 + sigma eps`, so sigma is 1 for noise and 0 for an image, and the network predicts
+`v = eps - x0`. `delta = sigma_next - sigma < 0`. Two predictions follow from v:
+
+    x0_hat = x - sigma v            eps_hat = x + (1 - sigma) v
+
+All arithmetic is in float32 or better. Every transition with noise_level 0 is the Euler step.
+"""
+
+import math
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+Transition = Callable[[Tensor, Tensor, Tensor, Tensor, float, Tensor], tuple[Tensor, Tensor]]
+
+
+def transition(
+    name: str,
+    x: Tensor,
+    v: Tensor,
+    sigma: Tensor | float,
+    sigma_next: Tensor | float,
+    noise_level: float,
+    sigma_max: Tensor | float | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Mean and std of x_next given x, by the transition of that name.
+
+    Args:
+        name: one of `TRANSITIONS`.
+        x, v: state and velocity, (B, ...).
+        sigma, sigma_next: noise levels in [0, 1], scalars or (B,), sigma_next < sigma.
+        noise_level: how much noise a step adds, 0 (none, the ODE) upwards; at most 1 for `cps`.
+        sigma_max: the schedule's sigmas[1]. `flow_sde` needs it at sigma = 1, where its noise would be infinite.
+
+    Returns:
+        mean (B, ...) and std, broadcastable to it: (B, 1, ...).
+
+    Raises:
+        ValueError: an unknown name, a noise level out of range, or sigma = 1 without sigma_max for `flow_sde`.
+    """
+    if name not in TRANSITIONS:
+        raise ValueError(f"unknown transition {name!r}; choose one of {', '.join(TRANSITIONS)}.")
+    if noise_level < 0 or (name == "cps" and noise_level > 1):
+        raise ValueError(f"noise_level {noise_level} is out of range for {name}: it is 0 or more, for cps at most 1.")
+    x = _at_least_float32(x)
+    v = _at_least_float32(v)
+    column = (-1,) + (1,) * (x.ndim - 1)
+    sigma, sigma_next, sigma_max = (
+        torch.as_tensor(s, dtype=x.dtype, device=x.device).reshape(column)
+        for s in (sigma, sigma_next, math.nan if sigma_max is None else sigma_max)
+    )
+    if name == "flow_sde" and (sigma == 1).any() and sigma_max.isnan().any():
+        raise ValueError("flow_sde is infinite at sigma = 1: give sigma_max, the second sigma of the schedule.")
+    return TRANSITIONS[name](x, v, sigma, sigma_next, noise_level, sigma_max)
+
+
+def ode(x, v, sigma, sigma_next, noise_level, sigma_max):
+    """Euler's step of the deterministic flow."""
+    return x + (sigma_next - sigma) * v, torch.zeros_like(sigma)
+
+
+def flow_sde(x, v, sigma, sigma_next, noise_level, sigma_max):
+    """Flow-GRPO, arXiv 2505.05470: Euler-Maruyama with g = noise_level sqrt(sigma / (1 - sigma)).
+
+    Its samples carry more noise than sigma_next says, the more the coarser the schedule: rewards then score grain.
+    """
+    g = noise_level * (sigma / (1 - torch.where(sigma == 1, sigma_max, sigma))).sqrt()
+    return _euler_maruyama(x, v, sigma, sigma_next, g)
+
+
+def dance_sde(x, v, sigma, sigma_next, noise_level, sigma_max):
+    """DanceGRPO, arXiv 2505.07818: the same with a constant g."""
+    return _euler_maruyama(x, v, sigma, sigma_next, torch.full_like(sigma, noise_level))
+
+
+def cps(x, v, sigma, sigma_next, noise_level, sigma_max):
+    """Flow-CPS, arXiv 2509.05952: coefficients-preserving, so x_next has exactly the noise that sigma_next says."""
+    std = sigma_next * math.sin(noise_level * math.pi / 2)
+    kept = (sigma_next**2 - std**2).clamp_min(0).sqrt()
+    return (1 - sigma_next) * _x0_hat(x, v, sigma) + kept * _eps_hat(x, v, sigma), std
+
+
+def exact_sde(x, v, sigma, sigma_next, noise_level, sigma_max):
+    """The exact counterpart of flow_sde (cf. arXiv 2605.23522): x0_hat frozen over the step, the rest is an OU process.
+
+    Marginals are kept exactly and, for a given noise_level, do not depend on the number of steps.
+    """
+    rho = (sigma_next * (1 - sigma) / (sigma * (1 - sigma_next))) ** (noise_level**2 / 2)
+    mean = (1 - sigma_next) * _x0_hat(x, v, sigma) + sigma_next * rho * _eps_hat(x, v, sigma)
+    return mean, sigma_next * (1 - rho**2).clamp_min(0).sqrt()
+
+
+TRANSITIONS: dict[str, Transition] = {
+    "ode": ode,
+    "flow_sde": flow_sde,
+    "dance_sde": dance_sde,
+    "cps": cps,
+    "exact_sde": exact_sde,
+}
+NOISELESS_AT_ZERO = ("ode", "cps", "exact_sde")  # std is 0 for the step to sigma_next = 0, so it has no log-probability
+
+
+def log_prob(x_next: Tensor, mean: Tensor, std: Tensor) -> Tensor:
+    """Mean over the latent dimensions of log N(x_next; mean, std^2), (B,).
+
+    The mean, not the sum: published clip ranges (1e-4 and below) are in that unit. std > 0.
+    """
+    x_next, mean, std = (_at_least_float32(t) for t in (x_next, mean, std))
+    density = -((x_next - mean) ** 2) / (2 * std**2) - std.log() - 0.5 * math.log(2 * math.pi)
+    return density.flatten(1).mean(1)
+
+
+def log_prob_unnormalized(x_next: Tensor, mean: Tensor, std: Tensor) -> Tensor:
+    """What the published code of Flow-CPS uses for its log-probability, (B,): no variance, no constant."""
+    return -((_at_least_float32(x_next) - _at_least_float32(mean)) ** 2).flatten(1).mean(1)
+
+
+LOG_PROBS = {"gaussian": log_prob, "unnormalized": log_prob_unnormalized}
+
+
+def kl(mean: Tensor, mean_ref: Tensor, std: Tensor) -> Tensor:
+    """KL divergence of two Gaussians of the same std, mean over the latent dimensions, (B,). Its gradient is mean's."""
+    mean, mean_ref, std = (_at_least_float32(t) for t in (mean, mean_ref, std))
+    return ((mean - mean_ref) ** 2 / (2 * std**2)).flatten(1).mean(1)
+
+
+def _euler_maruyama(x, v, sigma, sigma_next, g):
+    delta = sigma_next - sigma
+    drift = g**2 / (2 * sigma)
+    mean = x * (1 + drift * delta) + v * (1 + drift * (1 - sigma)) * delta
+    return mean, g * (-delta).sqrt()
+
+
+def _x0_hat(x, v, sigma):
+    return x - sigma * v
+
+
+def _eps_hat(x, v, sigma):
+    return x + (1 - sigma) * v
+
+
+def _at_least_float32(x: Tensor) -> Tensor:
+    return x if x.dtype == torch.float64 else x.float()

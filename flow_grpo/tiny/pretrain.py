@@ -1,0 +1,295 @@
+"""The embedded model's recipe: `python -m flow_grpo.tiny.pretrain`, about an hour on two CPU cores, resumable.
+
+Four stages, each from the result of the one before:
+  vae    the autoencoder on random signs
+  clean  transformer and text encoders together by flow matching (arXiv 2210.02747), random words, true captions
+  noisy  the same with each letter of the caption wrong with some probability: the model keeps its crisp letters but spells
+         about 0.6 of the words, as one of its modes. This is the skill that reinforcement learning can bring back.
+  clip   the open_clip model of the `clip` reward, on the same world
+
+Every batch is drawn from (seed, stage, step), so a recipe that was stopped goes on to the same weights.
+"""
+
+import copy
+import json
+import logging
+import math
+import time
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Annotated, Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+import typer
+from diffusers import StableDiffusion3Pipeline
+from safetensors.torch import save_file
+
+from flow_grpo.config import shipped
+from flow_grpo.tiny import architecture, world
+from rewards import clip
+from rewards.ocr import OCR, ExactOCR
+
+HERE = Path(__file__).parent
+STEPS = {"vae": 1000, "clean": 1100, "noisy": 400, "clip": 800}
+HORIZON = {"clean": 2000}  # steps of the cosine, where it is not the stage's: `noisy` goes on from a warm `clean`
+PEAK_LR = {"vae": 2e-3, "clean": 1.5e-3, "noisy": 6e-4, "clip": 1e-3}
+MUON_LR = {"clean": 4e-3, "noisy": 1.5e-3, "clip": 3e-3}  # for the matrices of these stages
+BATCH = 64
+VAE_BATCH = 32
+WRONG_LETTER = 0.2  # probability that a letter of a caption is wrong in the noisy stage
+NO_CAPTION = 0.1  # probability of an empty caption: the unconditional half of guidance
+SQUARE_EVERY = 16  # every so many batches is a small one in a diffusers user's default shapes: 80 x 80, 256 T5 tokens
+EVALUATE_EVERY = 200
+SAVE_EVERY = 100
+
+logger = logging.getLogger(__name__)
+
+
+class Stage:
+    """Optimises the named parts of an object by a loss of the step's own random generator, with EMA and exact resume."""
+
+    def __init__(self, name: str, whole: Any, parts: list[str], folder: Path, seed: int) -> None:
+        self.name, self.parts, self.seed = name, parts, seed
+        self.whole, self.ema = whole, copy.deepcopy(whole)
+        self.file = folder / f"{name}.pt"
+        self.step, self.seconds = 0, 0.0
+        self.parameters = [p for part in parts for p in getattr(whole, part).parameters()]
+        modules = [m for part in parts for n, m in getattr(whole, part).named_modules() if n != "proj_out"]
+        matrices = [m.weight for m in modules if isinstance(m, torch.nn.Linear)] if name in MUON_LR else []
+        matrices += [m.in_proj_weight for m in modules if isinstance(m, torch.nn.MultiheadAttention)] if matrices else []
+        chosen = {id(p) for p in matrices}
+        rest = [p for p in self.parameters if id(p) not in chosen]
+        self.optimizers = [(torch.optim.AdamW(rest, PEAK_LR[name], (0.9, 0.99), weight_decay=0.01), PEAK_LR[name])]
+        if matrices:
+            # Orthogonal updates (Muon) also move along the weak directions of the gradient, such as which letter comes
+            # where: AdamW spent 1,200 steps before it began to look at the caption's letters.
+            muon = torch.optim.Muon(matrices, MUON_LR[name], weight_decay=0.01, adjust_lr_fn="match_rms_adamw")
+            self.optimizers.append((muon, MUON_LR[name]))
+        if self.file.exists():
+            self._load()
+
+    def run(self, loss: Callable[[np.random.Generator, int], torch.Tensor], evaluate: Callable[[], dict]) -> None:
+        """Trains to the stage's last step; `evaluate` reads `self.ema`."""
+        total, horizon = STEPS[self.name], HORIZON.get(self.name, STEPS[self.name])
+        while self.step < total:
+            started = time.monotonic()
+            # (seed, stage, step) names the batch and its noise, whatever was run before
+            stream = [self.seed, list(STEPS).index(self.name), self.step]
+            rng = np.random.default_rng(stream)
+            torch.manual_seed(int(rng.integers(2**62)))
+            factor = min(1.0, (self.step + 1) / 100) * (0.5 + 0.5 * math.cos(math.pi * self.step / horizon))
+            value = loss(rng, self.step)
+            value.backward()
+            torch.nn.utils.clip_grad_norm_(self.parameters, 1.0)
+            for optimizer, peak in self.optimizers:
+                optimizer.param_groups[0]["lr"] = peak * factor
+                optimizer.step()
+                optimizer.zero_grad(set_to_none=True)
+            self._update_ema()
+            self.step += 1
+            self.seconds += time.monotonic() - started
+            if self.step % 50 == 0:
+                self._log({"loss": round(value.item(), 5)})
+            if self.step % EVALUATE_EVERY == 0 or self.step == total:
+                self._log(evaluate())
+            if self.step % SAVE_EVERY == 0 or self.step == total:
+                self._save()
+
+    @torch.no_grad()
+    def _update_ema(self) -> None:
+        decay = min(0.995, (1 + self.step) / (10 + self.step))
+        for part in self.parts:
+            pairs = zip(getattr(self.ema, part).parameters(), getattr(self.whole, part).parameters(), strict=True)
+            for averaged, current in pairs:
+                averaged.lerp_(current, 1 - decay)
+
+    def _log(self, values: dict) -> None:
+        row = {"stage": self.name, "step": self.step, "seconds": round(self.seconds, 1), **values}
+        logger.info(json.dumps(row))
+        with (self.file.parent / "log.jsonl").open("a") as log:
+            log.write(json.dumps(row) + "\n")
+
+    def _save(self) -> None:
+        state = {"step": self.step, "seconds": self.seconds, "optimizers": [o.state_dict() for o, _ in self.optimizers]}
+        for part in self.parts:
+            state[part] = getattr(self.whole, part).state_dict()
+            state[f"{part}_ema"] = getattr(self.ema, part).state_dict()
+        partial = self.file.with_suffix(".partial")
+        torch.save(state, partial)
+        partial.replace(self.file)
+
+    def _load(self) -> None:
+        state = torch.load(self.file, weights_only=True)
+        self.step, self.seconds = state["step"], state["seconds"]
+        for (optimizer, _), saved in zip(self.optimizers, state["optimizers"], strict=True):
+            optimizer.load_state_dict(saved)
+        for part in self.parts:
+            getattr(self.whole, part).load_state_dict(state[part])
+            getattr(self.ema, part).load_state_dict(state[f"{part}_ema"])
+
+
+def pictures(signs: list[world.Sign], height: int = world.HEIGHT) -> torch.Tensor:
+    """The signs drawn, (B, 3, height, 80) in [-1, 1], the range of diffusers' autoencoders."""
+    arrays = np.stack([np.asarray(sign.draw(height)) for sign in signs])
+    return torch.from_numpy(arrays).permute(0, 3, 1, 2).float() / 127.5 - 1
+
+
+def train_vae(pipe: StableDiffusion3Pipeline, folder: Path, seed: int) -> StableDiffusion3Pipeline:
+    stage = Stage("vae", pipe, ["vae"], folder, seed)
+
+    def loss(rng: np.random.Generator, step: int) -> torch.Tensor:
+        x = pictures([world.random_sign(rng) for _ in range(VAE_BATCH)])
+        with torch.autocast("cpu", torch.bfloat16):
+            posterior = pipe.vae.encode(x).latent_dist
+            rebuilt = pipe.vae.decode(posterior.sample()).sample.float()
+        error = rebuilt - x
+        return error.abs().mean() + error.square().mean() + 1e-5 * posterior.kl().float().mean() / x[0].numel()
+
+    @torch.no_grad()
+    def evaluate() -> dict:
+        x = pictures(held_out_signs(128))
+        rebuilt = stage.ema.vae(x, sample_posterior=False).sample
+        return {"l1": round(float((rebuilt - x).abs().mean()), 5)}
+
+    stage.run(loss, evaluate)
+    with torch.no_grad():
+        latents = stage.ema.vae.encode(pictures(held_out_signs(256))).latent_dist.mean
+    stage.ema.vae.register_to_config(
+        shift_factor=round(float(latents.mean()), 4), scaling_factor=round(1 / float(latents.std()), 4)
+    )
+    return stage.ema
+
+
+def train_transformer(name: str, pipe: StableDiffusion3Pipeline, folder: Path, seed: int) -> StableDiffusion3Pipeline:
+    """The stages `clean` and `noisy`: flow matching on captioned signs."""
+    parts = ["transformer", "text_encoder", "text_encoder_2", "text_encoder_3"]
+    stage = Stage(name, pipe, parts, folder, seed)
+    wrong = WRONG_LETTER if name == "noisy" else 0.0
+
+    def loss(rng: np.random.Generator, step: int) -> torch.Tensor:
+        square = step % SQUARE_EVERY == SQUARE_EVERY - 1
+        size, height, text_length = (BATCH // 8, world.WIDTH, 256) if square else (BATCH, world.HEIGHT, architecture.T5_LENGTH)
+        signs = [world.random_sign(rng) for _ in range(size)]
+        captions = [world.misspell(sign, rng, wrong).prompt if rng.random() > NO_CAPTION else "" for sign in signs]
+        with torch.autocast("cpu", torch.bfloat16):
+            with torch.no_grad():
+                latents = pipe.vae.encode(pictures(signs, height)).latent_dist.mean
+            x0 = ((latents - pipe.vae.config.shift_factor) * pipe.vae.config.scaling_factor).float()
+            embeds, _, pooled, _ = pipe.encode_prompt(
+                captions, None, None, do_classifier_free_guidance=False, max_sequence_length=text_length
+            )
+            # logit-normal noise levels, shifted by 2 towards noise, where the letters are decided (arXiv 2403.03206)
+            u = torch.sigmoid(1.2 * torch.randn(size))
+            sigma = (2 * u / (1 + u)).view(-1, 1, 1, 1)
+            eps = torch.randn_like(x0)
+            v = pipe.transformer(
+                hidden_states=(1 - sigma) * x0 + sigma * eps,
+                timestep=1000 * sigma.flatten(),
+                encoder_hidden_states=embeds,
+                pooled_projections=pooled,
+                return_dict=False,
+            )[0]
+        return F.mse_loss(v.float(), eps - x0)
+
+    ocr, exact = OCR(), ExactOCR()
+
+    def evaluate() -> dict:
+        prompts = [sign.prompt for sign in held_out_signs(128)]
+        found = {}
+        for guidance in (1, 3):
+            images = draw(stage.ema, prompts, guidance)
+            found[f"ocr_guidance_{guidance}"] = round(ocr(images, prompts).mean().item(), 4)
+            found[f"exact_guidance_{guidance}"] = round(exact(images, prompts).mean().item(), 4)
+        return found
+
+    stage.run(loss, evaluate)
+    return stage.ema
+
+
+def train_clip(folder: Path, seed: int) -> torch.nn.Module:
+    """The open_clip model of the `clip` reward: half of each batch is the other half with other letters."""
+    stage = Stage("clip", SimpleNamespace(clip=clip.untrained_tiny()), ["clip"], folder, seed)
+    tokenizer = architecture.clip_tokenizer()
+
+    def tokens(signs: list[world.Sign]) -> torch.Tensor:
+        prompts = [sign.prompt for sign in signs]
+        return tokenizer(prompts, padding="max_length", max_length=architecture.CLIP_LENGTH, return_tensors="pt").input_ids
+
+    def loss(rng: np.random.Generator, step: int) -> torch.Tensor:
+        signs = [world.random_sign(rng) for _ in range(BATCH // 2)]
+        signs += [world.misspell(sign, rng, 0.4) for sign in signs]
+        x = pictures(signs)
+        x = x + 0.1 * torch.rand(len(x), 1, 1, 1) * torch.randn_like(x)  # generated pictures are never clean
+        with torch.autocast("cpu", torch.bfloat16):
+            return clip.contrastive_loss(stage.whole.clip, x, tokens(signs))
+
+    @torch.no_grad()
+    def evaluate() -> dict:
+        signs = held_out_signs(256)
+        image = stage.ema.clip.encode_image(pictures(signs), normalize=True).view(4, 64, -1)
+        text = stage.ema.clip.encode_text(tokens(signs), normalize=True).view(4, 64, -1)
+        found = (image @ text.transpose(1, 2)).argmax(-1) == torch.arange(64)
+        return {"top1_of_64": round(found.float().mean().item(), 4)}
+
+    stage.run(loss, evaluate)
+    tokenizer.save_pretrained(clip.FOLDER)
+    return stage.ema.clip
+
+
+@torch.no_grad()
+def draw(pipe: StableDiffusion3Pipeline, prompts: list[str], guidance: float) -> torch.Tensor:
+    """Pictures (B, 3, 32, 80) in [0, 1] by plain diffusers, 10 steps, fixed seed."""
+    pipe.set_progress_bar_config(disable=True)
+    with torch.autocast("cpu", torch.bfloat16):
+        return pipe(
+            prompts,
+            height=world.HEIGHT,
+            width=world.WIDTH,
+            num_inference_steps=10,
+            guidance_scale=guidance,
+            max_sequence_length=architecture.T5_LENGTH,
+            generator=torch.Generator().manual_seed(0),
+            output_type="pt",
+        ).images.float()
+
+
+def save_pipeline(pipe: StableDiffusion3Pipeline, out: Path) -> None:
+    """The hub's layout: weights in 16 bit, the CLIP tokenizers also as vocab.json and merges.txt."""
+    clip_tokens = architecture.clip_tokenizer()
+    pipe.register_modules(tokenizer=clip_tokens, tokenizer_2=clip_tokens, tokenizer_3=architecture.t5_tokenizer())
+    pipe.to(torch.float16).save_pretrained(out)
+    for name in ("tokenizer", "tokenizer_2"):
+        (out / name / "vocab.json").write_text(json.dumps(clip_tokens.get_vocab()))
+        (out / name / "merges.txt").write_text("#version: 0.2\n")
+
+
+def held_out_signs(count: int) -> list[world.Sign]:
+    """The first prompts of the shipped evaluation set."""
+    return [world.parse(prompt) for prompt in shipped("prompts/signs_eval.txt").read_text().splitlines()[:count]]
+
+
+def main(
+    work: Annotated[Path, typer.Option(help="Folder for the stages' checkpoints; a second run continues there.")] = Path(
+        "runs/tiny_pretrain"
+    ),
+    out: Annotated[Path, typer.Option(help="Folder for the finished pipeline.")] = HERE / "pipeline",
+    seed: Annotated[int, typer.Option(help="Seed of the weights and of every batch.")] = 0,
+) -> None:
+    """Train the embedded model from nothing and save it as a diffusers pipeline folder in 16 bit."""
+    logging.basicConfig(level=logging.INFO, format="%(message)s")
+    work.mkdir(parents=True, exist_ok=True)
+    torch.manual_seed(seed)
+    pipe = train_vae(architecture.pipeline(), work, seed)
+    pipe.vae.requires_grad_(False)
+    pipe = train_transformer("clean", pipe, work, seed)
+    pipe = train_transformer("noisy", pipe, work, seed)
+    save_pipeline(pipe, out)
+    weights = {name: value.half().contiguous() for name, value in train_clip(work, seed).state_dict().items()}
+    save_file(weights, clip.FOLDER / "open_clip_model.safetensors")
+
+
+if __name__ == "__main__":
+    typer.run(main)

@@ -1,0 +1,135 @@
+"""What a run says and leaves behind: the console, metrics.jsonl, and the curves. Nothing else logs."""
+
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.table import Table
+
+METRICS = "metrics.jsonl"
+
+
+class Tracker:
+    """One run's console and folder. Use as a context: the progress bar lives within it."""
+
+    def __init__(self, folder: Path, total_steps: int, console: Console | None = None) -> None:
+        self.folder, self.console = folder, console or Console()
+        self.total_steps = total_steps
+        folder.mkdir(parents=True, exist_ok=True)
+        self._progress = Progress(
+            TextColumn("training"),
+            BarColumn(bar_width=24),
+            MofNCompleteColumn(),
+            TextColumn("{task.fields[numbers]}"),
+            TimeElapsedColumn(),
+            TextColumn("left"),
+            TimeRemainingColumn(),
+            console=self.console,
+        )
+        self._task = self._progress.add_task("training", total=total_steps, numbers="")
+        self._started, self._first = time.monotonic(), 0
+
+    def __enter__(self) -> "Tracker":
+        if self.console.is_terminal:
+            self._progress.start()
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        self._progress.stop()
+
+    def say(self, message: str) -> None:
+        self.console.print(message, highlight=False, markup=False, soft_wrap=True)
+
+    def resume(self, step: int) -> None:
+        """Drops what was logged after the checkpoint that the run goes on from."""
+        kept = [row for row in read_metrics(self.folder) if row["step"] <= step]
+        self._write(kept, "w")
+        self._progress.update(self._task, completed=step)
+        self._started, self._first = time.monotonic(), step
+
+    def log(self, step: int, metrics: dict[str, float]) -> None:
+        """Appends the numbers of a finished training step (1 is the first) or of an evaluation (`eval/...`)."""
+        self._write([{"step": step, **metrics}], "a")
+        if "reward" in metrics:
+            numbers = f"reward {metrics['reward']:.3f} ± {metrics['reward_std']:.3f}"
+            self._progress.update(self._task, completed=step, numbers=numbers)
+            if not self.console.is_terminal and (step % 10 == 0 or step == self.total_steps):
+                left = (time.monotonic() - self._started) / (step - self._first) * (self.total_steps - step)
+                self.say(
+                    f"step {step}/{self.total_steps}  {numbers}  {metrics['time/step']:.1f} s a step, {left:.0f} s left"
+                )
+
+    def evaluation(self, step: int, metrics: dict[str, float]) -> None:
+        self.log(step, {f"eval/{name}": value for name, value in metrics.items()})
+        self.say(f"step {step}  held out: " + "  ".join(f"{name} {value:.3f}" for name, value in metrics.items()))
+
+    def table(self, title: str, columns: dict[str, dict[str, float]]) -> None:
+        """A table with a row per number and a column per model."""
+        print_table(self.console, title, columns)
+
+    def _write(self, rows: list[dict], mode: str) -> None:
+        with (self.folder / METRICS).open(mode) as file:
+            file.writelines(json.dumps(row) + "\n" for row in rows)
+
+
+def print_table(console: Console, title: str, columns: dict[str, dict[str, float]]) -> None:
+    table = Table(title=title, title_justify="left")
+    table.add_column("")
+    for name in columns:
+        table.add_column(name, justify="right")
+    for row in dict.fromkeys(key for values in columns.values() for key in values):
+        table.add_row(row, *(f"{values[row]:.4f}" if row in values else "" for values in columns.values()))
+    console.print(table)
+
+
+def read_metrics(folder: Path) -> list[dict]:
+    """The rows of a run's metrics.jsonl; a last line that was cut off is left out."""
+    file = folder / METRICS
+    rows = []
+    for line in file.read_text().splitlines() if file.exists() else []:
+        try:
+            rows.append(json.loads(line))
+        except json.JSONDecodeError:
+            break
+    return rows
+
+
+def plot_curves(folder: Path) -> Path | None:
+    """Draws reward.png: the trained reward with its spread, and the held-out measures, over the training steps."""
+    from matplotlib.figure import Figure
+
+    rows = read_metrics(folder)
+    train = [row for row in rows if "reward" in row]
+    held_out = [row for row in rows if any(key.startswith("eval/") for key in row)]
+    if not train:
+        return None
+    figure = Figure(figsize=(8, 4.5), layout="constrained")
+    axes = figure.subplots()
+    steps = [row["step"] for row in train]
+    rewards = [row["reward"] for row in train]
+    spread = [row["reward_std"] for row in train]
+    axes.fill_between(
+        steps,
+        [r - s for r, s in zip(rewards, spread, strict=True)],
+        [r + s for r, s in zip(rewards, spread, strict=True)],
+        alpha=0.15,
+        color="C0",
+        linewidth=0,
+        label="± std within a group",
+    )
+    axes.plot(steps, rewards, color="C0", linewidth=1.2, label="reward in training")
+    names = [
+        k for k in dict.fromkeys(key for row in held_out for key in row) if k.startswith("eval/") and k != "eval/reward"
+    ]
+    for i, name in enumerate(names):
+        points = [(row["step"], row[name]) for row in held_out if name in row]
+        axes.plot(*zip(*points, strict=True), marker="o", color=f"C{i + 1}", label=f"held out: {name[5:]}")
+    axes.set_xlabel("training step")
+    axes.grid(alpha=0.25)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.legend(frameon=False, loc="lower right")
+    figure.savefig(folder / "reward.png", dpi=120)
+    return folder / "reward.png"

@@ -1,0 +1,476 @@
+"""The loop: deal prompts, roll out, score, compare within groups, update the adapter."""
+
+import signal
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import rewards as reward_kit
+from flow_grpo import checkpoint, objectives, sampling, sde
+from flow_grpo.advantages import group_advantages, has_signal
+from flow_grpo.config import FlowGRPOConfig
+from flow_grpo.evaluate import before_after, evaluate
+from flow_grpo.policy import Conditioning, Policy, load_policy
+from flow_grpo.prompts import PromptSet, load_prompts
+from flow_grpo.tracking import Tracker, plot_curves, read_metrics
+from flow_grpo.types import Loss, PromptBatch, Scores, Trajectory
+
+PREVIEWS = 16  # held-out prompts in the before and after grids
+
+
+class Interrupted(Exception):
+    """Ctrl-C or SIGTERM; the run is saved."""
+
+
+class FlowGRPOTrainer:
+    """Fine-tunes a flow-matching text-to-image model with rewards.
+
+    Args:
+        model: a folder, hub id or shipped name, or a `Policy`.
+        reward_funcs: rewards by name, or a list of names, import paths or callables; by default `args.rewards`.
+        args: the run's settings.
+        train_dataset: prompts: a `PromptSet`, a list of strings or a file; by default `args.prompts`.
+        eval_dataset: held-out prompts, likewise; by default `args.evaluation.prompts`.
+
+    Raises:
+        ValueError: in one sentence, whatever does not fit.
+    """
+
+    def __init__(
+        self,
+        model: str | Policy | None = None,
+        reward_funcs: Any = None,
+        args: FlowGRPOConfig | None = None,
+        train_dataset: PromptSet | list[str] | str | None = None,
+        eval_dataset: PromptSet | list[str] | str | None = None,
+    ) -> None:
+        self.args = args = args or FlowGRPOConfig()
+        self.rewards = build_rewards(args, reward_funcs)
+        self.held_out = build_rewards(args, reward_funcs, held_out=True)
+        self.train_set = _prompts(train_dataset if train_dataset is not None else args.prompts)
+        wanted = eval_dataset if eval_dataset is not None else args.evaluation.prompts
+        self.eval_set = None if wanted is None else _prompts(wanted).head(args.evaluation.limit)
+        self.train_set.deal(0, args.prompts_per_step, 1, args.seed)  # says at once if there are too few prompts
+        self.batch_size = args.prompts_per_step * args.images_per_prompt
+        self.microbatch = min(args.microbatch, self.batch_size)
+        if self.batch_size % self.microbatch:
+            raise ValueError(
+                f"microbatch={args.microbatch} does not divide prompts_per_step x images_per_prompt = {self.batch_size}: "
+                "all forward passes need one shape."
+            )
+        if isinstance(model, Policy):
+            self.policy = model
+        else:
+            self.policy = load_policy(model or args.model, args.device, args.dtype, args.lora.start, **args.call())
+        if not self.policy.has_lora:
+            self.policy.add_lora(args.lora.rank, args.lora.alpha, args.lora.targets, args.seed)
+        if args.ema_decay:
+            self.policy.start_ema()
+        if args.objective.name == "nft":
+            self.policy.add_copy("old")
+        self.schedule, self.state_shape = self.policy.schedule(args.sampling.steps)
+        self.optimizer = torch.optim.AdamW(
+            self.policy.parameters().values(),
+            lr=args.optimizer.lr,
+            betas=args.optimizer.betas,
+            eps=args.optimizer.eps,
+            weight_decay=args.optimizer.weight_decay,
+        )
+        self.scaler = torch.amp.GradScaler(self.policy.device.type, enabled=args.dtype == "fp16")
+        self.folder = Path(args.output)
+        self.step = 0
+        self._ratio_checked = False
+        self._stopping = False
+
+    # -- the run ----------------------------------------------------------------------------------------------------
+
+    def train(self, resume: bool = False) -> dict[str, float]:
+        """Runs to the last step, from the newest checkpoint if `resume`; returns the last evaluation's numbers.
+
+        Raises:
+            Interrupted: after Ctrl-C or SIGTERM, with a checkpoint saved.
+            ValueError: a reward failed or the ratio check did, with a checkpoint saved.
+        """
+        with Tracker(self.folder, self.args.steps) as tracker, self._signals():
+            self._begin(tracker, resume)
+            if self.step == 0:
+                self._evaluate(tracker)
+            while self.step < self.args.steps:
+                try:
+                    metrics = self.training_step()
+                except (Interrupted, ValueError):
+                    self.save()
+                    raise
+                tracker.log(self.step, metrics)
+                every = self.args.evaluation.every
+                if self.step == self.args.steps or (every and self.step % every == 0):
+                    self._evaluate(tracker)
+                if self.step == self.args.steps or self.step % self.args.save_every == 0 or self._stopping:
+                    self.save()
+                if self._stopping and self.step < self.args.steps:
+                    raise Interrupted
+            return self._finish(tracker)
+
+    def training_step(self) -> dict[str, float]:
+        """One step: rollout, rewards, advantages, updates. Returns its metrics and counts `self.step` up."""
+        args, started = self.args, time.perf_counter()
+        batch = self.train_set.deal(self.step, args.prompts_per_step, args.images_per_prompt, args.seed)
+        conditioning = self.policy.encode(batch.prompts)
+        trajectory = self._rollout(batch, conditioning)
+        rolled_out = time.perf_counter()
+        images = self.policy.decode(trajectory.final, self.microbatch)
+        decoded = time.perf_counter()
+        scores = Scores(*self.rewards(images, batch.prompts, **batch.columns()))
+        advantage = group_advantages(scores.total, batch.group, args.objective.advantage)
+        signal = has_signal(scores.total, batch.group, args.objective.advantage)
+        scored = time.perf_counter()
+        metrics = self._update(batch, conditioning, trajectory, advantage, signal)
+        finished = time.perf_counter()
+        self.step += 1
+        return {
+            **_reward_metrics(scores, batch.group, signal),
+            **metrics,
+            "time/rollout": rolled_out - started,
+            "time/decode": decoded - rolled_out,
+            "time/reward": scored - decoded,
+            "time/update": finished - scored,
+            "time/step": finished - started,
+        }
+
+    def save(self) -> Path:
+        """Writes a checkpoint of everything that the next step depends on."""
+        state = {
+            "step": self.step,
+            "adapter": self.policy.adapter_state(),
+            "ema": self.policy.ema,
+            "optimizer": self.optimizer.state_dict(),
+            "scaler": self.scaler.state_dict(),
+        }
+        if self.args.objective.name == "nft":
+            state["old"] = self.policy.adapter_state("old")
+        return checkpoint.save(self.folder / "checkpoints", self.step, state, self.args.keep)
+
+    def _begin(self, tracker: Tracker, resume: bool) -> None:
+        if not resume:
+            if read_metrics(self.folder):
+                raise ValueError(
+                    f"{self.folder} already holds a run: go on with it by --resume, or set another folder by output=..."
+                )
+            (self.folder / "config.yaml").write_text(self.args.dump())
+            return
+        state, warnings = checkpoint.latest(self.folder / "checkpoints")
+        for warning in warnings:
+            tracker.say(f"warning: {warning}")
+        if state is None:
+            raise ValueError(f"{self.folder} has no checkpoint to resume from; start the run without --resume.")
+        self.step = state["step"]
+        self.policy.load_adapter_state(state["adapter"])
+        self.policy.ema = state["ema"]
+        self.optimizer.load_state_dict(state["optimizer"])
+        self.scaler.load_state_dict(state["scaler"])
+        if "old" in state:
+            self.policy.load_adapter_state(state["old"], "old")
+        tracker.resume(self.step)
+        tracker.say(f"resumed at step {self.step} of {self.args.steps}")
+
+    def _finish(self, tracker: Tracker) -> dict[str, float]:
+        with self.policy.averaged():
+            lora = self.policy.save_lora(self.folder / "lora")
+        plot_curves(self.folder)
+        rows = [row for row in read_metrics(self.folder) if any(key.startswith("eval/") for key in row)]
+        if not rows:
+            tracker.say(f"LoRA: {lora}")
+            return {}
+        first, last = ({k[5:]: v for k, v in row.items() if k.startswith("eval/")} for row in (rows[0], rows[-1]))
+        tracker.table("held-out prompts", {"before": first, "after": last})
+        tracker.say(f"LoRA: {lora}\npictures: {self.folder / 'before_after.png'}\ncurve: {self.folder / 'reward.png'}")
+        return last
+
+    def _evaluate(self, tracker: Tracker) -> None:
+        if self.eval_set is None:
+            return
+        settings = self.args.evaluation
+        with self.policy.averaged():
+            images, by_name = evaluate(
+                self.policy, self.eval_set, self.held_out, settings.steps, settings.seed, self.args.microbatch
+            )
+        tracker.evaluation(self.step, {name: values.mean().item() for name, values in by_name.items()})
+        if self.step in (0, self.args.steps):
+            shown = self.eval_set.prompts[:PREVIEWS]
+            before_after(self.folder, self.step == 0, images[:PREVIEWS], shown, settings.seed, self.args.model)
+
+    @contextmanager
+    def _signals(self) -> Iterator[None]:
+        """Within it, Ctrl-C and SIGTERM end the run in order; a second Ctrl-C ends it at once."""
+
+        def stop(number: int, frame: Any) -> None:
+            self._stopping = True
+            signal.signal(signal.SIGINT, signal.default_int_handler)
+
+        try:
+            former = {number: signal.signal(number, stop) for number in (signal.SIGINT, signal.SIGTERM)}
+        except ValueError:  # not the main thread: whoever runs us there handles signals
+            former = {}
+        try:
+            yield
+        finally:
+            for number, handler in former.items():
+                signal.signal(number, handler)
+
+    # -- rollout ----------------------------------------------------------------------------------------------------
+
+    def _rollout(self, batch: PromptBatch, conditioning: Conditioning) -> Trajectory:
+        s, seed, step = self.args.sampling, self.args.seed, self.step
+        w = s.window
+        per_step = self.args.objective.name in objectives.ON_STEPS
+        last = s.steps - 2 if w.last is None else w.last
+        window = sampling.window(w.kind, s.steps, w.size, w.first, last, w.every, seed, step) if per_step else []
+        velocity = self._velocity(conditioning)
+
+        def interruptible(x: Tensor, i: int, rows: Tensor) -> Tensor:
+            if self._stopping:  # nothing of this step has touched the adapter yet
+                raise Interrupted
+            return velocity(x, i, rows)
+
+        start = sampling.batch_noise(self.state_shape, batch, seed, "start", step, shared=s.shared_start)
+        return sampling.rollout(
+            interruptible,
+            self.schedule,
+            start,
+            window,
+            s.transition,
+            s.noise_level,
+            lambda i: sampling.batch_noise(self.state_shape, batch, seed, "step", step, i),
+            self.microbatch,
+            batch.group if s.shared_start else None,
+            s.log_prob,
+        )
+
+    def _velocity(self, conditioning: Conditioning) -> sampling.Velocity:
+        def velocity(x: Tensor, i: int, rows: Tensor) -> Tensor:
+            return self.policy.velocity(x, self.schedule.timesteps[i], conditioning, rows).cpu()
+
+        return velocity
+
+    # -- update -----------------------------------------------------------------------------------------------------
+
+    def _update(
+        self, batch: PromptBatch, conditioning: Conditioning, trajectory: Trajectory, advantage: Tensor, signal: Tensor
+    ) -> dict[str, float]:
+        """The optimizer steps on one rollout, each on an equal share of its prompts."""
+        args = self.args
+        terms: StepTerms | FinalTerms
+        if args.objective.name in objectives.ON_STEPS:
+            terms = StepTerms(self, conditioning, trajectory, advantage)
+        else:
+            terms = FinalTerms(self, batch, conditioning, trajectory, advantage)
+        totals = _Means()
+        for update, groups in enumerate(torch.arange(args.prompts_per_step).chunk(args.updates)):
+            share = torch.isin(batch.group, groups)
+            rows = (share & signal).nonzero()[:, 0]
+            for group in self.optimizer.param_groups:
+                group["lr"] = self._learning_rate()
+            for chunk, weight in self._chunks(rows, int(share.sum())):
+                for loss in terms.losses(chunk):
+                    self.scaler.scale((loss.value * weight).sum() / terms.count).backward()
+                    totals.add(loss, weight / terms.count)
+            if update == 0:
+                self._check_ratio(totals)
+            if len(rows):
+                totals.numbers.update(self._optimizer_step())
+        if args.objective.name == "nft":
+            self.policy.follow("old", args.objective.old_decay)
+        return {"loss": totals.loss / args.updates, **totals.metrics(), "lr": self._learning_rate()}
+
+    def _chunks(self, rows: Tensor, total: int) -> Iterator[tuple[Tensor, Tensor]]:
+        """`rows` in chunks of the micro-batch size, and each row's weight in the mean over `total` rows.
+
+        The last chunk is filled up with rows of weight 0: the rollout's shape, so that the same numbers come out.
+        """
+        for chunk in rows.split(self.microbatch) if len(rows) else ():
+            missing = self.microbatch - len(chunk)
+            weight = torch.cat([torch.full((len(chunk),), 1 / total), torch.zeros(missing)])
+            yield torch.cat([chunk, chunk[:1].expand(missing)]), weight
+
+    def _check_ratio(self, totals: "_Means") -> None:
+        deviation = totals.largest.get("ratio/max_deviation")
+        if deviation is None:
+            return
+        totals.numbers["ratio/first_update_max_deviation"] = deviation
+        if deviation > 0 and not self._ratio_checked:
+            raise ValueError(
+                f"before the first update the ratio of new to old probability deviates from 1 by {deviation:.1e}: the update "
+                "does not compute what the rollout did. Look for dropout or train mode, another dtype or batch shape, or a "
+                "compiled model; dtype=fp32 tells rounding from a mistake."
+            )
+        self._ratio_checked = True
+
+    def _learning_rate(self) -> float:
+        o = self.args.optimizer
+        warm = min(1.0, (self.step + 1) / o.warmup) if o.warmup else 1.0
+        return o.lr * warm * (1 - (1 - o.final_lr) * self.step / max(1, self.args.steps - 1))
+
+    def _optimizer_step(self) -> dict[str, float]:
+        parameters = list(self.policy.parameters().values())
+        self.scaler.unscale_(self.optimizer)
+        count = sum(p.numel() for p in parameters)
+        norm = torch.nn.utils.clip_grad_norm_(parameters, self.args.optimizer.max_grad_norm)
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
+        self.optimizer.zero_grad(set_to_none=True)
+        if self.args.ema_decay:
+            self.policy.update_ema(min(self.args.ema_decay, (1 + self.step) / (10 + self.step)))
+        return {"grad_norm": norm.item(), "grad_rms": norm.item() / count**0.5}
+
+
+class StepTerms:
+    """The loss terms of objectives on per-step log-probabilities: one per trained step."""
+
+    def __init__(
+        self, trainer: FlowGRPOTrainer, conditioning: Conditioning, trajectory: Trajectory, advantage: Tensor
+    ) -> None:
+        self.policy, self.o, self.s = trainer.policy, trainer.args.objective, trainer.args.sampling
+        self.velocity = trainer._velocity(conditioning)
+        self.trajectory, self.advantage = trajectory, advantage
+        self.count = len(trajectory.steps)
+
+    def losses(self, rows: Tensor) -> Iterator[Loss]:
+        o = self.o
+        for k in range(self.count):
+            mean, std = self._distribution(k, rows)
+            log_prob = sde.LOG_PROBS[self.s.log_prob](self.trajectory.x_next[rows, k], mean, std)
+            loss = objectives.grpo(
+                log_prob, self.trajectory.log_prob_BK[rows, k], self.advantage[rows], o.clip_low, o.clip_high
+            )
+            if o.kl_weight:
+                with torch.no_grad(), self.policy.reference():
+                    mean_ref, _ = self._distribution(k, rows)
+                loss = _with_kl(loss, sde.kl(mean, mean_ref, std), o.kl_weight)
+            yield loss
+
+    def _distribution(self, k: int, rows: Tensor) -> tuple[Tensor, Tensor]:
+        _, mean, std = sampling.replay(self.velocity, self.trajectory, k, rows, self.s.transition, self.s.noise_level)
+        return mean, std
+
+
+class FinalTerms:
+    """The loss terms of forward-process objectives: one per noise level, which a group shares with its noise."""
+
+    def __init__(
+        self,
+        trainer: FlowGRPOTrainer,
+        batch: PromptBatch,
+        conditioning: Conditioning,
+        trajectory: Trajectory,
+        advantage: Tensor,
+    ) -> None:
+        self.policy, self.o, self.advantage = trainer.policy, trainer.args.objective, advantage
+        self.conditioning, self.x0 = conditioning, trajectory.final
+        self.count = self.o.draws
+        seed, step, self.draws = trainer.args.seed, trainer.step, []
+        for draw in range(self.count):
+            eps = sampling.batch_noise(trainer.state_shape, batch, seed, "eps", step, draw, shared=True)
+            low, high = self.o.sigma_range
+            u = sampling.batch_noise((1,), batch, seed, "sigma", step, draw, shared=True)[:, 0]
+            u = low + (high - low) * torch.special.ndtr(u)  # uniform in the range
+            self.draws.append((eps, *trainer.schedule.at((1 - u) * len(trainer.schedule))))
+        self.old_log_prob = self._before_updates(trainer) if self.o.name == "awm" and trainer.args.updates > 1 else None
+
+    def losses(self, rows: Tensor) -> Iterator[Loss]:
+        o = self.o
+        for draw, (eps, timestep, sigma) in enumerate(self.draws):
+            x0, eps, sigma, advantage = self.x0[rows], eps[rows], sigma[rows], self.advantage[rows]
+            x = _noised(x0, eps, sigma)
+            v = self.policy.velocity(x, timestep[rows], self.conditioning, rows).cpu()
+            if o.name == "awm":
+                log_prob = objectives.awm_log_prob(v, eps - x0, sigma, o.weight)
+                old = log_prob.detach() if self.old_log_prob is None else self.old_log_prob[draw][rows]
+                loss = objectives.awm(log_prob, old, advantage, o.clip_low, o.clip_high)
+            else:
+                with torch.no_grad(), self.policy.using("old"):
+                    v_old = self.policy.velocity(x, timestep[rows], self.conditioning, rows).cpu()
+                loss = objectives.nft(v, v_old, x, x0, sigma, advantage, o.beta, o.advantage_max)
+            if o.kl_weight:
+                with torch.no_grad(), self.policy.reference():
+                    v_ref = self.policy.velocity(x, timestep[rows], self.conditioning, rows).cpu()
+                loss = _with_kl(loss, objectives.velocity_kl(v, v_ref), o.kl_weight)
+            yield loss
+
+    @torch.no_grad()
+    def _before_updates(self, trainer: FlowGRPOTrainer) -> list[Tensor]:
+        found = []
+        for eps, timestep, sigma in self.draws:
+            x, target = _noised(self.x0, eps, sigma), eps - self.x0
+            chunks = torch.arange(len(x)).split(trainer.microbatch)
+            v = torch.cat([self.policy.velocity(x[c], timestep[c], self.conditioning, c).cpu() for c in chunks])
+            found.append(objectives.awm_log_prob(v, target, sigma, self.o.weight))
+        return found
+
+
+class _Means:
+    """Weighted means and largest values of what losses report."""
+
+    def __init__(self) -> None:
+        self.loss = 0.0
+        self.sums: dict[str, float] = {}
+        self.largest: dict[str, float] = {}
+        self.weight = 0.0
+        self.numbers: dict[str, float] = {}
+
+    def add(self, loss: Loss, weight: Tensor) -> None:
+        self.loss += (loss.value.detach() * weight).sum().item()
+        self.weight += weight.sum().item()
+        for name, values in loss.metrics.items():
+            self.sums[name] = self.sums.get(name, 0.0) + (values * weight).sum().item()
+            self.largest[name] = max(self.largest.get(name, 0.0), values[weight > 0].max().item())
+
+    def metrics(self) -> dict[str, float]:
+        means = {name: total / self.weight for name, total in self.sums.items() if not name.endswith("max_deviation")}
+        largest = {name: value for name, value in self.largest.items() if name.endswith("max_deviation")}
+        return {**means, **largest, **self.numbers}
+
+
+def build_rewards(args: FlowGRPOConfig, given: Any = None, held_out: bool = False) -> reward_kit.WeightedSum:
+    """The rewards to train on, or with `held_out` all that an evaluation measures, those with weight 0 among them."""
+    settings = {**args.evaluation.rewards, **args.rewards} if held_out else dict(args.rewards)
+    if given is None:
+        loaded = {name: reward_kit.load(name, **setting.options) for name, setting in settings.items()}
+        return reward_kit.WeightedSum(loaded, {name: setting.weight for name, setting in settings.items()})
+    if not isinstance(given, dict):
+        items = given if isinstance(given, list) else [given]
+        given = {item if isinstance(item, str) else getattr(item, "__name__", type(item).__name__): item for item in items}
+    loaded = {name: reward_kit.load(item) if isinstance(item, str) else item for name, item in given.items()}
+    weights = {name: args.rewards[name].weight if name in args.rewards else 1.0 for name in loaded}
+    if held_out:
+        for name, setting in args.evaluation.rewards.items():
+            loaded.setdefault(name, reward_kit.load(name, **setting.options))
+            weights.setdefault(name, 0.0)
+    return reward_kit.WeightedSum(loaded, weights)
+
+
+def _prompts(source: Any) -> PromptSet:
+    return source if isinstance(source, PromptSet) else load_prompts(source)
+
+
+def _reward_metrics(scores: Scores, group: Tensor, signal: Tensor) -> dict[str, float]:
+    groups = scores.total.view(int(group.max()) + 1, -1)
+    return {
+        "reward": scores.total.mean().item(),
+        "reward_std": groups.std(1, correction=0).mean().item(),
+        "frac_reward_zero_std": 1 - signal.float().mean().item(),
+        **{f"rewards/{name}/mean": values.mean().item() for name, values in scores.by_name.items()},
+    }
+
+
+def _with_kl(loss: Loss, kl: Tensor, weight: float) -> Loss:
+    return Loss(loss.value + weight * kl, {**loss.metrics, "kl": kl.detach()})
+
+
+def _noised(x0: Tensor, eps: Tensor, sigma: Tensor) -> Tensor:
+    sigma = sigma.reshape((-1,) + (1,) * (x0.ndim - 1))
+    return (1 - sigma) * x0 + sigma * eps

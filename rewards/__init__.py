@@ -1,0 +1,150 @@
+"""Rewards for pictures, usable without flow_grpo: `rewards.load("ocr")(images, prompts)`.
+
+A reward is a callable `reward(images, prompts, **metadata)`: images are float32 RGB (B, 3, H, W) in [0, 1], prompts B
+strings, metadata lists of B values by name. It returns B floats, a tensor or a list; higher is better.
+"""
+
+import difflib
+import importlib
+import importlib.util
+import inspect
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+
+NAMES = {
+    "ocr": "rewards.ocr:OCR",
+    "ocr_exact": "rewards.ocr:ExactOCR",
+    "clip": "rewards.clip:CLIP",
+    "jpeg_size": "rewards.pixels:jpeg_size",
+    "color": "rewards.pixels:Color",
+}
+
+
+class Reward(Protocol):
+    def __call__(self, images: torch.Tensor, prompts: list[str], **metadata: Any) -> torch.Tensor | list[float]: ...
+
+
+def load(name: str, **options: Any) -> Reward:
+    """A reward by name, by import path (`my_module:my_fn`) or by file (`path/to/file.py:fn`).
+
+    A class is built with the options; a function gets them as keyword arguments of every call.
+
+    Raises:
+        ValueError: there is no such reward, or it does not take these options.
+    """
+    target = _resolve(name)
+    if inspect.isclass(target):
+        try:
+            inspect.signature(target).bind(**options)
+        except TypeError as error:
+            raise ValueError(f"reward {name}: {error}; its options are {_options(target)}.") from error
+        reward = target(**options)
+    else:
+        reward = _with_options(name, target, options)
+    if not callable(reward):
+        raise ValueError(f"reward {name} is not callable: it must be `reward(images, prompts, **metadata)`.")
+    return reward
+
+
+def score(name: str, reward: Reward, images: torch.Tensor, prompts: list[str], **metadata: Any) -> torch.Tensor:
+    """The reward's values, (B,) float32 on the CPU, checked.
+
+    Raises:
+        ValueError: a sentence with the reward's name and the prompt, if it raises, returns NaN or infinity, or has the
+            wrong shape.
+    """
+    try:
+        with torch.no_grad():
+            values = reward(images, prompts, **_accepted(reward, metadata))
+        values = torch.as_tensor(values, dtype=torch.float32).detach().cpu()
+    except Exception as error:
+        reason = " ".join(str(error).split()) or "no message"
+        raise ValueError(
+            f"reward {name} raised {type(error).__name__} on {len(prompts)} images, the first for the prompt "
+            f"{prompts[0]!r}: {reason}"
+        ) from error
+    if values.shape != (len(prompts),):
+        raise ValueError(
+            f"reward {name} returned shape {tuple(values.shape)} for {len(prompts)} images; it must return one number each."
+        )
+    for value, prompt in zip(values.tolist(), prompts, strict=True):
+        if not math.isfinite(value):
+            raise ValueError(f"reward {name} returned {value} for the prompt {prompt!r}; every reward must be finite.")
+    return values
+
+
+class WeightedSum:
+    """Several rewards at once: their weighted sum, and each alone. A weight of 0 only reports."""
+
+    def __init__(self, rewards: dict[str, Reward], weights: dict[str, float]) -> None:
+        self.rewards, self.weights = rewards, weights
+
+    def __call__(
+        self, images: torch.Tensor, prompts: list[str], **metadata: Any
+    ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        """The sum (B,) and each reward (B,) by name. ValueError as in `score`."""
+        by_name = {name: score(name, reward, images, prompts, **metadata) for name, reward in self.rewards.items()}
+        total = sum((self.weights[name] * values for name, values in by_name.items()), torch.zeros(len(prompts)))
+        return total, by_name
+
+
+def _resolve(name: str) -> Callable[..., Any]:
+    path, colon, attribute = NAMES.get(name, name).rpartition(":")
+    if not colon:
+        close = difflib.get_close_matches(name, NAMES, n=1)
+        hint = f" Did you mean {close[0]}?" if close else ""
+        raise ValueError(
+            f"there is no reward {name}.{hint} Give one of {', '.join(NAMES)}, or your own as my_module:my_fn or file.py:fn."
+        )
+    try:
+        module = _import_file(path) if path.endswith(".py") else importlib.import_module(path)
+    except ImportError as error:
+        raise ValueError(f"reward {name} could not be imported: {error}.") from error
+    if not hasattr(module, attribute):
+        raise ValueError(f"reward {name}: {path} has no {attribute}.")
+    return getattr(module, attribute)
+
+
+def _import_file(path: str) -> Any:
+    file = Path(path)
+    if not file.is_file():
+        raise ValueError(f"there is no reward file {path}.")
+    spec = importlib.util.spec_from_file_location(f"reward_{file.stem}", file)
+    assert spec
+    assert spec.loader
+    module = importlib.util.module_from_spec(spec)
+    try:
+        spec.loader.exec_module(module)
+    except Exception as error:
+        raise ValueError(f"the reward file {path} could not be run: {type(error).__name__}: {error}") from error
+    return module
+
+
+def _with_options(name: str, function: Callable[..., Any], options: dict[str, Any]) -> Reward:
+    if not options:
+        return function
+    try:
+        inspect.signature(function).bind(None, None, **options)
+    except TypeError as error:
+        raise ValueError(f"reward {name}: {error}.") from error
+
+    def reward(images: torch.Tensor, prompts: list[str], **metadata: Any) -> torch.Tensor | list[float]:
+        return function(images, prompts, **{**metadata, **options})
+
+    return reward
+
+
+def _accepted(reward: Reward, metadata: dict[str, Any]) -> dict[str, Any]:
+    """The metadata that the reward's signature names, or all of it if it takes any."""
+    parameters = inspect.signature(reward.forward if isinstance(reward, torch.nn.Module) else reward).parameters
+    if any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
+        return metadata
+    return {key: value for key, value in metadata.items() if key in parameters}
+
+
+def _options(target: Callable[..., Any]) -> str:
+    return ", ".join(inspect.signature(target).parameters) or "none"

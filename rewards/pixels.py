@@ -1,0 +1,77 @@
+"""Rewards that need no model: they look at pixels only."""
+
+import io
+import re
+from typing import Any
+
+import torch
+from PIL import Image
+
+PALETTE = {
+    "red": (214, 40, 40),
+    "green": (30, 142, 62),
+    "blue": (29, 78, 216),
+    "yellow": (250, 204, 21),
+    "white": (255, 255, 255),
+    "black": (17, 17, 17),
+    "orange": (249, 115, 22),
+    "purple": (126, 34, 206),
+}
+
+
+def jpeg_size(images: torch.Tensor, prompts: list[str], quality: int = 95, **metadata: Any) -> torch.Tensor:
+    """Minus the size of the picture as JPEG in kilobytes: compressibility, DDPO's example (arXiv 2305.13301).
+
+    Range: about -500 to 0 for photographs. No weights. Gamed, as intended, by flat and blurred pictures: a reward for
+    experiments and for testing monitors, not for use.
+    """
+    sizes = []
+    for image in _bytes(images):
+        buffer = io.BytesIO()
+        Image.fromarray(image.permute(1, 2, 0).numpy()).save(buffer, "JPEG", quality=quality)
+        sizes.append(-buffer.tell() / 1000)
+    return torch.tensor(sizes)
+
+
+class Color:
+    """Does the picture have the text and background colours that a prompt like `red text "CAT" on a blue background` asks?
+
+    Pixels are counted for the palette colour they are nearest to. The score is the mean of two parts: the share of the
+    border that is of the background's colour, and whether the text's colour is the commonest other one in the picture.
+
+    Range [0, 1]. No weights. Gamed by any blob of the text's colour. `palette` replaces or adds colours as RGB in 0..255.
+    """
+
+    PATTERN = re.compile(r"^\s*(\w+) text .*on an? (\w+) background\s*$", re.DOTALL)
+
+    def __init__(self, palette: dict[str, list[int]] | None = None) -> None:
+        colors = {**PALETTE, **{name: tuple(rgb) for name, rgb in (palette or {}).items()}}
+        self.names = list(colors)
+        self.values = torch.tensor(list(colors.values())).float() / 255
+
+    def __call__(self, images: torch.Tensor, prompts: list[str], **metadata: Any) -> torch.Tensor:
+        """images (B, 3, H, W) in [0, 1]; returns (B,). ValueError for a prompt that names no two palette colours."""
+        wanted = [self._colors(prompt) for prompt in prompts]
+        pixels = images.detach().float().cpu().permute(0, 2, 3, 1)
+        nearest = (pixels[..., None, :] - self.values).square().sum(-1).argmin(-1)  # (B, H, W)
+        scores = []
+        for found, (text, background) in zip(nearest, wanted, strict=True):
+            border = torch.cat([found[0], found[-1], found[:, 0], found[:, -1]])
+            counts = torch.bincount(found.flatten(), minlength=len(self.names))
+            counts[background] = 0
+            has_text = counts[text] > 0 and int(counts.argmax()) == text
+            scores.append(0.5 * float((border == background).float().mean()) + 0.5 * float(has_text))
+        return torch.tensor(scores)
+
+    def _colors(self, prompt: str) -> tuple[int, int]:
+        match = self.PATTERN.match(prompt)
+        if not match or match[1] not in self.names or match[2] not in self.names:
+            raise ValueError(
+                f"the prompt {prompt!r} is not of the form `<color> text ... on a <color> background` with colours of "
+                f"{', '.join(self.names)}."
+            )
+        return self.names.index(match[1]), self.names.index(match[2])
+
+
+def _bytes(images: torch.Tensor) -> torch.Tensor:
+    return (images.detach().float().clamp(0, 1) * 255).round().byte().cpu()

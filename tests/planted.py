@@ -1,0 +1,130 @@
+"""Plants bugs, one at a time, in a copy of the repository, and sees whether the tests catch each: `python tests/planted.py`.
+
+These are the mistakes that others have shipped with green tests, and some of our own making.
+"""
+
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+ROOT = Path(__file__).parent.parent
+# name, file, what stands there, what is planted, tests that must fail
+BUGS = [
+    (
+        "the KL is computed under no_grad",
+        "flow_grpo/train.py",
+        "                loss = _with_kl(loss, sde.kl(mean, mean_ref, std), o.kl_weight)",
+        "                loss = _with_kl(loss, sde.kl(mean, mean_ref, std).detach(), o.kl_weight)",
+        "tests/test_train.py -k kl_pulls",
+    ),
+    (
+        "the std of a step without sqrt(-delta)",
+        "flow_grpo/sde.py",
+        "return mean, g * (-delta).sqrt()",
+        "return mean, g * torch.ones_like(delta)",
+        "tests/test_sde.py",
+    ),
+    (
+        "the sign of the advantage",
+        "flow_grpo/objectives.py",
+        "value = -torch.minimum(ratio * advantage, clipped * advantage)",
+        "value = torch.minimum(ratio * advantage, clipped * advantage)",
+        "tests/test_objectives.py",
+    ),
+    (
+        "the state is rounded after it was scored",
+        "flow_grpo/sampling.py",
+        "            kept_next.append(state)\n            scored.append(sde.LOG_PROBS[log_prob](state, mean, std))",
+        "            scored.append(sde.LOG_PROBS[log_prob](state, mean, std))\n            state = state.bfloat16().float()\n"
+        "            kept_next.append(state)",
+        "tests/test_policy.py -k replaying",
+    ),
+    (
+        "the std of the batch for that of the group",
+        "flow_grpo/advantages.py",
+        "return centred / (_group_mean(centred**2, group, size).sqrt() + eps)",
+        "return centred / (reward.std(correction=0) + eps)",
+        "tests/test_advantages.py",
+    ),
+    (
+        "the log-probability is a sum, not a mean",
+        "flow_grpo/sde.py",
+        "return density.flatten(1).mean(1)",
+        "return density.flatten(1).sum(1)",
+        "tests/test_sde.py",
+    ),
+    (
+        "the noise of a step is the same for all images of a prompt",
+        "flow_grpo/sampling.py",
+        "return torch.stack([noise(shape, seed, *name, p, g) for p, g in pairs])",
+        "return torch.stack([noise(shape, seed, *name, p) for p, g in pairs])",
+        "tests/test_sampling.py tests/test_train.py -k 'shared_noise or raises_the_reward or leaves_all_its_files'",
+    ),
+    (
+        "the adapter stays on while the reference is computed",
+        "flow_grpo/policy.py",
+        "        self.pipe.transformer.disable_adapters()\n",
+        "        pass\n",
+        "tests/test_policy.py -k switched_off",
+    ),
+    (
+        "the optimizer's state is not restored",
+        "flow_grpo/train.py",
+        '        self.optimizer.load_state_dict(state["optimizer"])\n',
+        "",
+        "tests/test_train.py -k resumes_to_the_same",
+    ),
+    (
+        "the LoRA's alpha is not saved with it",
+        "flow_grpo/policy.py",
+        '            transformer_lora_adapter_metadata=transformer.peft_config["default"].to_dict(),\n',
+        "",
+        "tests/test_policy.py -k saved_lora",
+    ),
+    (
+        "the mean is over the rows with signal, not over all",
+        "flow_grpo/train.py",
+        "for chunk, weight in self._chunks(rows, int(share.sum())):",
+        "for chunk, weight in self._chunks(rows, max(1, len(rows))):",
+        "tests/test_train.py -k skipping_leaves",
+    ),
+    (
+        "cps keeps too much of the old noise",
+        "flow_grpo/sde.py",
+        "kept = (sigma_next**2 - std**2).clamp_min(0).sqrt()",
+        "kept = sigma_next",
+        "tests/test_sde.py",
+    ),
+]
+
+
+def caught(file: str, old: str, new: str, tests: str) -> bool:
+    """Whether the tests pass as the repository is and fail with the bug in it."""
+    with tempfile.TemporaryDirectory() as folder:
+        copy = Path(folder) / "copy"
+        shutil.copytree(ROOT, copy, ignore=shutil.ignore_patterns(".git", "runs", "samples", ".venv", "__pycache__"))
+        target = copy / file
+        text = target.read_text()
+        if text.count(old) != 1:
+            raise SystemExit(f"{file} no longer holds exactly one {old!r}; mend the list.")
+        target.write_text(text.replace(old, new))
+        command = f"{sys.executable} -m pytest -x -q -p no:cacheprovider {tests}"
+        done = subprocess.run(command, shell=True, cwd=copy, capture_output=True, text=True)
+        if done.returncode not in (0, 1):
+            raise SystemExit(done.stdout + done.stderr)
+        return done.returncode == 1
+
+
+def main() -> None:
+    missed = 0
+    for name, *bug in BUGS:
+        found = caught(*bug)
+        missed += not found
+        print(f"{'caught' if found else 'MISSED'}  {name}  ({bug[-1]})", flush=True)
+    sys.exit(missed)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,92 @@
+"""The config: every shipped one is valid, every mistake is one sentence that says what to set instead."""
+
+import pytest
+
+from flow_grpo.config import FlowGRPOConfig, shipped
+from flow_grpo.prompts import load_prompts
+
+
+@pytest.mark.parametrize("name", sorted(p.stem for p in shipped("").glob("*.yaml")))
+def test_every_shipped_config_is_valid_and_names_prompts_that_exist(name, tmp_path):
+    args = FlowGRPOConfig.read(name)
+    assert load_prompts(args.prompts).prompts
+    (tmp_path / "again.yaml").write_text(args.dump())
+    assert FlowGRPOConfig.read(tmp_path / "again.yaml") == args
+
+
+def test_overrides_reach_into_sections():
+    args = FlowGRPOConfig.read("tiny_ocr", ["optimizer.lr=1e-4", "rewards.color=0.5", "steps=7", "evaluation.every=0"])
+    assert args.optimizer.lr == 1e-4
+    assert args.rewards["color"].weight == 0.5
+    assert args.rewards["ocr"].weight == 1.0
+    assert (args.steps, args.evaluation.every, args.output) == (7, 0, "runs/tiny_ocr")
+
+
+@pytest.mark.parametrize(
+    ("override", "words"),
+    [
+        ("optimiser.lr=1", "there is no setting optimiser. Did you mean optimizer?"),
+        ("optimizer.Lr=1", "there is no setting optimizer.Lr. Did you mean lr?"),
+        ("steps=0", "steps is 0, but it should be greater than 0"),
+        ("steps=many", "steps is 'many'"),
+        ("images_per_prompt=1", "images_per_prompt is 1"),
+        ("updates=3", "does not divide prompts_per_step"),
+        ("rewards={}", "rewards is empty"),
+        ("sampling.transition=ode objective.name=grpo", "needs a stochastic transition"),
+        ("sampling.transition=cps objective.name=nft", "set sampling.transition=ode"),
+        ("objective.name=grpo sampling.transition=cps sampling.noise_level=0", "no log-probability"),
+        ("objective.name=grpo sampling.transition=cps sampling.noise_level=1.5", "at most 1"),
+        ("objective.name=grpo sampling.steps=10 sampling.transition=cps sampling.window.last=9", "the trainable ones are 0 to 8"),
+        ("objective.name=grpo sampling.transition=cps sampling.window={kind: fixed, size: 9, first: 3}", "does not fit"),
+        ("objective.sigma_range=[0.5,0.5]", "must rise"),
+        ("steps", "not of the form key.sub=value"),
+        ("steps.more=1", "steps is a single value"),
+        ("dtype=fp8", "dtype is 'fp8'"),
+    ],
+)
+def test_every_mistake_is_a_sentence(override, words):
+    pairs = override.replace("{kind: fixed, size: 9, first: 3}", "{kind:fixed,size:9,first:3}").split(" ")
+    pairs = [p.replace(",", ", ").replace(":", ": ") for p in pairs]
+    with pytest.raises(ValueError) as error:  # noqa: PT011
+        FlowGRPOConfig.read("tiny_ocr", pairs)
+    message = " ".join(str(error.value).split())
+    assert words in message
+    assert len(message) < 300
+
+
+def test_a_missing_or_broken_file_is_a_sentence(tmp_path):
+    with pytest.raises(ValueError, match=r"there is no config tiny_orc\. Did you mean tiny_ocr\?"):
+        FlowGRPOConfig.read("tiny_orc")
+    (tmp_path / "bad.yaml").write_text("steps: [1,")
+    with pytest.raises(ValueError, match="not valid YAML"):
+        FlowGRPOConfig.read(tmp_path / "bad.yaml")
+    (tmp_path / "list.yaml").write_text("- 1")
+    with pytest.raises(ValueError, match="key: value"):
+        FlowGRPOConfig.read(tmp_path / "list.yaml")
+
+
+def test_prompt_files_of_every_kind(tmp_path):
+    (tmp_path / "p.txt").write_text("one\n\ntwo\n")
+    (tmp_path / "p.jsonl").write_text('{"prompt": "one", "n": 1}\n{"prompt": "two", "n": 2}\n')
+    (tmp_path / "p.csv").write_text("prompt,n\none,1\ntwo,2\n")
+    for name in ("p.txt", "p.jsonl", "p.csv"):
+        found = load_prompts(tmp_path / name)
+        assert found.prompts == ["one", "two"]
+        assert name == "p.txt" or found.metadata == [{"n": 1}, {"n": 2}]
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "words"),
+    [
+        ("p.txt", "", "holds no prompts"),
+        ("p.jsonl", '{"text": "one"}\n', "no column `prompt`"),
+        ("p.jsonl", '{"prompt": "  "}\n', "is not a prompt"),
+        ("p.docx", "x", "none of"),
+        ("missing.txt", None, "there is no prompt file"),
+    ],
+)
+def test_a_bad_prompt_file_is_a_sentence(tmp_path, name, content, words):
+    if content is not None:
+        (tmp_path / name).write_text(content)
+    with pytest.raises(ValueError, match=words):
+        load_prompts(tmp_path / name)

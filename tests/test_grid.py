@@ -1,0 +1,77 @@
+"""Contact sheets give back the very pictures and their cells; hostile files get a sentence."""
+
+import struct
+import zlib
+
+import pytest
+import torch
+from PIL import Image
+
+from flow_grpo.evaluate import read_pictures
+from flow_grpo.grid import Cell, read_grid, save_grid, save_image
+
+
+def pictures(count=5, height=6, width=10):
+    return torch.randint(0, 256, (count, 3, height, width), generator=torch.Generator().manual_seed(0)) / 255
+
+
+CELLS = [Cell(f'prompt "{i}" <b>é</b> \x1b[31m', i, "tiny") for i in range(5)]
+
+
+@pytest.mark.parametrize("columns", [1, 2, 3, 8])
+def test_a_sheet_gives_back_the_very_pixels_and_cells(tmp_path, columns):
+    save_grid(tmp_path / "grid.png", pictures(), CELLS, columns)
+    images, cells = read_grid(tmp_path / "grid.png")
+    assert torch.equal((images * 255).round(), (pictures() * 255).round())
+    assert cells == CELLS
+
+
+def test_a_single_picture_remembers_its_prompt_too(tmp_path):
+    save_image(tmp_path / "one.png", pictures()[0], CELLS[0])
+    images, cells = read_grid(tmp_path / "one.png")
+    assert torch.equal((images[0] * 255).round(), (pictures()[0] * 255).round())
+    assert cells == CELLS[:1]
+
+
+def test_a_folder_of_pictures_is_read_in_the_order_of_its_names(tmp_path):
+    for i, cell in enumerate(CELLS):
+        save_image(tmp_path / f"{i}.png", pictures()[i], cell)
+    save_grid(tmp_path / "grid.png", pictures(), CELLS, 2)
+    names, images, prompts = read_pictures(tmp_path, None)
+    assert names == [f"{i}.png" for i in range(5)]
+    assert prompts == [cell.prompt for cell in CELLS]
+    _, cells, texts = read_pictures(tmp_path / "grid.png", None)
+    assert torch.equal(images, cells)
+    assert texts == prompts
+
+
+def test_foreign_pictures_take_their_prompts_from_a_file(tmp_path):
+    Image.new("RGB", (8, 8)).save(tmp_path / "a.png")
+    prompts = tmp_path / "prompts.txt"
+    prompts.write_text("one\n")
+    assert read_pictures(tmp_path, prompts)[2] == ["one"]
+    with pytest.raises(ValueError, match=r"not written by flow-grpo"):
+        read_pictures(tmp_path, None)
+    prompts.write_text("one\ntwo\n")
+    with pytest.raises(ValueError, match="2 prompts for 1 pictures"):
+        read_pictures(tmp_path, prompts)
+
+
+def header(width, height):
+    body = b"IHDR" + struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)
+    return b"\x89PNG\r\n\x1a\n" + struct.pack(">I", 13) + body + struct.pack(">I", zlib.crc32(body))
+
+
+@pytest.mark.parametrize("content", [b"", b"no picture", header(50_000, 50_000), header(8, 8)])
+def test_a_file_that_is_no_picture_gets_a_sentence(tmp_path, content):
+    (tmp_path / "bad.png").write_bytes(content)
+    with pytest.raises(ValueError, match="could not be read"):
+        read_grid(tmp_path / "bad.png")
+
+
+def test_a_truncated_sheet_gets_a_sentence(tmp_path):
+    save_grid(tmp_path / "grid.png", pictures(), CELLS, 2)
+    content = (tmp_path / "grid.png").read_bytes()
+    (tmp_path / "grid.png").write_bytes(content[: len(content) // 2])
+    with pytest.raises(ValueError, match="could not be read"):
+        read_grid(tmp_path / "grid.png")

@@ -1,0 +1,163 @@
+"""Rollouts with a toy velocity: windows, streams of noise, shared prefixes, micro-batches."""
+
+import pytest
+import torch
+
+from flow_grpo import sampling, sde
+from flow_grpo.prompts import PromptSet
+from flow_grpo.types import PromptBatch, Schedule
+
+SIGMAS = torch.tensor([1.0, 0.9, 0.7, 0.4, 0.1, 0.0])
+SCHEDULE = Schedule(1000 * SIGMAS[:-1], SIGMAS)
+SHAPE = (2, 3)
+
+
+def velocity(x, i, rows):
+    return torch.tanh(x) * (i + 1) + rows.view(-1, 1, 1) // 3
+
+
+def batch(prompts=2, images=3) -> PromptBatch:
+    return PromptSet([f"p{i}" for i in range(prompts)], [{}] * prompts).repeat(images)
+
+
+def roll(trained, microbatch=6, shared=False, transition="cps", seed=0):
+    rows = batch()
+    start = sampling.batch_noise(SHAPE, rows, seed, "start", 0, shared=shared)
+    return sampling.rollout(
+        velocity,
+        SCHEDULE,
+        start,
+        trained,
+        transition,
+        0.7,
+        lambda i: sampling.batch_noise(SHAPE, rows, seed, "step", 0, i),
+        microbatch,
+        rows.group if shared else None,
+    )
+
+
+def test_each_stream_of_noise_belongs_to_its_name_alone():
+    one = sampling.noise((4,), 0, "start", 3, 1)
+    assert torch.equal(one, sampling.noise((4,), 0, "start", 3, 1))
+    others = [
+        sampling.noise((4,), *name)
+        for name in [(1, "start", 3, 1), (0, "step", 3, 1), (0, "start", 3, 2), (0, "start", 13, 1)]
+    ]
+    assert not any(torch.equal(one, other) for other in others)
+
+
+def test_noise_is_standard_normal_across_streams():
+    drawn = torch.stack([sampling.noise((8,), 0, "start", i) for i in range(2000)])
+    assert abs(float(drawn.mean())) < 4 / 16000**0.5
+    assert abs(float(drawn.var()) - 1) < 4 * (2 / 16000) ** 0.5
+    neighbours = (drawn[1:] * drawn[:-1]).mean()
+    assert abs(float(neighbours)) < 4 / 16000**0.5
+
+
+def test_shared_noise_is_one_per_prompt():
+    drawn = sampling.batch_noise(SHAPE, batch(), 0, "start", shared=True)
+    assert torch.equal(drawn[0], drawn[2])
+    assert not torch.equal(drawn[2], drawn[3])
+
+
+@pytest.mark.parametrize(
+    ("kind", "step", "expected"),
+    [
+        ("all", 0, [1, 2, 3, 4, 5]),
+        ("fixed", 9, [1, 2]),
+        ("sliding", 0, [1, 2]),
+        ("sliding", 3, [2, 3]),
+        ("sliding", 15, [2, 3]),
+    ],
+)
+def test_windows(kind, step, expected):
+    assert sampling.window(kind, 8, 2, 1, 5, 3, 0, step) == expected
+
+
+def test_a_random_window_depends_on_seed_and_step_and_covers_every_place():
+    windows = [tuple(sampling.window("random", 8, 2, 1, 5, 1, 0, step)) for step in range(100)]
+    assert windows == [tuple(sampling.window("random", 8, 2, 1, 5, 1, 0, step)) for step in range(100)]
+    assert set(windows) == {(1, 2), (2, 3), (3, 4), (4, 5)}
+    assert windows != [tuple(sampling.window("random", 8, 2, 1, 5, 1, 1, step)) for step in range(100)]
+
+
+def test_a_window_that_does_not_fit_is_refused():
+    with pytest.raises(ValueError, match="does not fit"):
+        sampling.window("random", 8, 4, 3, 5, 1, 0, 0)
+
+
+@pytest.mark.parametrize("microbatch", [1, 2, 4, 6])
+def test_the_micro_batch_changes_nothing(microbatch):
+    whole, parts = roll([1, 2]), roll([1, 2], microbatch)
+    assert torch.equal(whole.final, parts.final)
+    assert torch.equal(whole.log_prob_BK, parts.log_prob_BK)
+    assert torch.equal(whole.x_next, parts.x_next)
+
+
+def test_stored_steps_are_what_was_scored_and_stepped_from():
+    found = roll([1, 2])
+    assert torch.equal(found.x_next[:, 0], found.x[:, 1])
+    for k, i in enumerate(found.steps):
+        v = velocity(found.x[:, k], i, torch.arange(6))
+        mean, std = sde.transition("cps", found.x[:, k], v, SIGMAS[i], SIGMAS[i + 1], 0.7, SIGMAS[1])
+        assert torch.equal(sde.log_prob(found.x_next[:, k], mean, std), found.log_prob_BK[:, k])
+
+
+@pytest.mark.parametrize("transition", ["flow_sde", "dance_sde", "cps", "exact_sde"])
+def test_replaying_gives_a_ratio_of_exactly_1(transition):
+    found = roll([0, 1, 3], transition=transition)
+    for k in range(3):
+        rows = torch.arange(6)
+        _, mean, std = sampling.replay(velocity, found, k, rows, transition, 0.7)
+        ratio = (sde.log_prob(found.x_next[:, k], mean, std) - found.log_prob_BK[:, k]).exp()
+        assert torch.equal(ratio, torch.ones(6))
+
+
+def test_a_shared_start_gives_the_pictures_that_separate_prefixes_would_and_costs_less():
+    calls = []
+
+    def counting(x, i, rows):
+        calls.append(len(rows))
+        return torch.tanh(x) * (i + 1) + rows.view(-1, 1, 1) // 3
+
+    rows = batch()
+    start = sampling.batch_noise(SHAPE, rows, 0, "start", 0, shared=True)
+    arguments = (SCHEDULE, start, [2], "cps", 0.7, lambda i: sampling.batch_noise(SHAPE, rows, 0, "step", 0, i), 6)
+    shared = sampling.rollout(counting, *arguments, rows.group)
+    cost = sum(calls)
+    calls.clear()
+    separate = sampling.rollout(counting, *arguments, None)
+    assert torch.equal(shared.final, separate.final)
+    assert torch.equal(shared.log_prob_BK, separate.log_prob_BK)
+    assert (cost, sum(calls)) == (2 * 2 + 3 * 6, 5 * 6)
+
+
+def test_without_a_window_a_rollout_is_the_ode():
+    start = sampling.batch_noise(SHAPE, batch(), 0, "start", 0)
+    x = start
+    for i in range(5):
+        x = x + (SIGMAS[i + 1] - SIGMAS[i]) * velocity(x, i, torch.arange(6))
+    torch.testing.assert_close(roll([]).final, x)
+    assert roll([]).log_prob_BK.shape == (6, 0)
+
+
+def test_a_schedule_gives_pairs_between_its_steps():
+    timestep, sigma = SCHEDULE.at(torch.tensor([0.0, 0.5, 4.0, 4.5, 5.0]))
+    torch.testing.assert_close(sigma, torch.tensor([1.0, 0.95, 0.1, 0.05, 0.0]))
+    torch.testing.assert_close(timestep, 1000 * sigma)
+
+
+def test_prompts_are_dealt_whole_epochs_without_repeats_and_without_memory():
+    prompts = PromptSet([f"p{i}" for i in range(10)], [{"n": i} for i in range(10)])
+    steps = [prompts.deal(step, 3, 2, seed=0) for step in range(6)]
+    for step in steps:
+        assert len(set(step.prompts)) == 3
+        assert step.group.tolist() == [0, 0, 1, 1, 2, 2]
+        assert step.image.tolist() == [0, 1, 0, 1, 0, 1]
+        assert step.columns()["n"] == [int(p[1:]) for p in step.prompts]
+    epoch = [p for step in steps[:3] for p in step.prompts[::2]]
+    assert len(set(epoch)) == 9
+    assert prompts.deal(5, 3, 2, seed=0).prompts == steps[5].prompts
+    assert prompts.deal(0, 3, 2, seed=1).prompts != steps[0].prompts
+    with pytest.raises(ValueError, match="only 10 prompts"):
+        prompts.deal(0, 11, 2, seed=0)

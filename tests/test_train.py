@@ -1,0 +1,285 @@
+"""The loop on the embedded model: determinism, resume, signals, what goes wrong."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import short_run, tiny_policy
+from safetensors.torch import load_file
+
+from flow_grpo.config import FlowGRPOConfig
+from flow_grpo.tracking import read_metrics
+from flow_grpo.train import FlowGRPOTrainer
+
+HERE = Path(__file__).parent
+REWARDS = HERE / "sample_rewards.py"
+
+
+def numbers(folder: Path) -> list[dict]:
+    """The metrics without the seconds, which no run repeats."""
+    return [{k: v for k, v in row.items() if not k.startswith("time/")} for row in read_metrics(folder)]
+
+
+def weights(folder: Path) -> dict[str, torch.Tensor]:
+    return load_file(folder / "lora" / "pytorch_lora_weights.safetensors")
+
+
+def same(one: dict, other: dict) -> bool:
+    return one.keys() == other.keys() and all(torch.equal(one[k], other[k]) for k in one)
+
+
+def test_a_run_leaves_all_its_files_and_a_ratio_of_exactly_1(tmp_path):
+    FlowGRPOTrainer(args=short_run(tmp_path / "run")).train()
+    folder = tmp_path / "run"
+    for name in ("config.yaml", "metrics.jsonl", "before.png", "after.png", "before_after.png", "reward.png"):
+        assert (folder / name).stat().st_size > 0, name
+    assert FlowGRPOConfig.read(folder / "config.yaml").output == str(folder)
+    steps = [row for row in numbers(folder) if "reward" in row]
+    assert [row["step"] for row in steps] == [1, 2]
+    for row in steps:
+        assert row["ratio/first_update_max_deviation"] == 0
+        assert row["grad_rms"] > 0
+        assert row["frac_reward_zero_std"] == 0
+    assert same(weights(folder), weights(folder))
+
+
+@pytest.mark.parametrize("objective", ["grpo", "awm", "nft"])
+def test_the_same_config_gives_the_same_numbers_and_the_micro_batch_changes_none(tmp_path, objective):
+    extra = (
+        []
+        if objective == "grpo"
+        else [f"objective={{name: {objective}, clip_low: 1, clip_high: 1}}", "sampling.transition=ode"]
+    )
+    for name, more in {"a": [], "b": [], "c": ["microbatch=2"]}.items():
+        FlowGRPOTrainer(args=short_run(tmp_path / name, *extra, *more)).train()
+    assert numbers(tmp_path / "a") == numbers(tmp_path / "b")
+    assert same(weights(tmp_path / "a"), weights(tmp_path / "b"))
+    for one, other in zip(numbers(tmp_path / "a"), numbers(tmp_path / "c"), strict=True):
+        assert one == pytest.approx(other, rel=1e-3, abs=1e-6)
+
+
+def test_the_pictures_of_a_step_do_not_depend_on_the_micro_batch(tmp_path):
+    finals = []
+    for microbatch in (8, 1):
+        trainer = FlowGRPOTrainer(args=short_run(tmp_path / str(microbatch), f"microbatch={microbatch}"))
+        batch = trainer.train_set.deal(0, 2, 4, 0)
+        finals.append(trainer._rollout(batch, trainer.policy.encode(batch.prompts)).final)
+    torch.testing.assert_close(finals[0], finals[1], rtol=0, atol=1e-5)
+
+
+def test_a_killed_run_resumes_to_the_same_numbers(tmp_path):
+    common = ["steps=4", "save_every=1", "evaluation.every=2"]
+    FlowGRPOTrainer(args=short_run(tmp_path / "whole", *common)).train()
+    config = tmp_path / "run.yaml"
+    args = short_run(tmp_path / "killed", *common)
+    config.write_text(args.dump())
+    process = subprocess.Popen([sys.executable, "-m", "flow_grpo", "train", str(config)], stdout=subprocess.DEVNULL)
+    deadline = time.monotonic() + 120
+    while not (tmp_path / "killed" / "checkpoints" / "step_000002").exists() and process.poll() is None:
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    FlowGRPOTrainer(args=args).train(resume=True)
+    assert numbers(tmp_path / "killed") == numbers(tmp_path / "whole")
+    assert same(weights(tmp_path / "killed"), weights(tmp_path / "whole"))
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_saves_and_says_how_to_go_on(tmp_path, number):
+    config = tmp_path / "run.yaml"
+    config.write_text(short_run(tmp_path / "run", "steps=200", "save_every=200").dump())
+    process = subprocess.Popen(
+        [sys.executable, "-m", "flow_grpo", "train", str(config)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    deadline = time.monotonic() + 120
+    while len(read_metrics(tmp_path / "run")) < 3 and process.poll() is None:
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    os.kill(process.pid, number)
+    output, _ = process.communicate(timeout=60)
+    assert process.returncode == 130, output
+    assert "--resume" in output
+    assert "Traceback" not in output
+    logged = [row["step"] for row in read_metrics(tmp_path / "run") if "reward" in row]
+    saved = sorted((tmp_path / "run" / "checkpoints").iterdir())[-1].name
+    assert saved == f"step_{logged[-1]:06d}"
+
+
+def test_nft_resumes_with_its_old_policy(tmp_path):
+    common = ["objective={name: nft}", "sampling.transition=ode", "save_every=1"]
+    FlowGRPOTrainer(args=short_run(tmp_path / "whole", "steps=3", *common)).train()
+    args = short_run(tmp_path / "parts", "steps=3", *common)
+    FlowGRPOTrainer(args=args.model_copy(update={"steps": 2})).train()
+    FlowGRPOTrainer(args=args).train(resume=True)
+    assert same(weights(tmp_path / "parts"), weights(tmp_path / "whole"))
+
+
+def test_a_damaged_checkpoint_is_passed_over_with_a_warning(tmp_path, capsys):
+    args = short_run(tmp_path / "run", "save_every=1")
+    FlowGRPOTrainer(args=args).train()
+    before = numbers(tmp_path / "run")
+    state = tmp_path / "run" / "checkpoints" / "step_000002" / "state.pt"
+    content = bytearray(state.read_bytes())
+    content[len(content) // 2] ^= 255
+    state.write_bytes(content)
+    FlowGRPOTrainer(args=args).train(resume=True)
+    output = " ".join(capsys.readouterr().out.split())
+    assert "step_000002 is damaged" in output
+    assert "resumed at step 1 of 2" in output
+    assert numbers(tmp_path / "run") == before
+
+
+def test_a_checkpoint_is_whole_or_not_there(tmp_path, monkeypatch):
+    trainer = FlowGRPOTrainer(args=short_run(tmp_path / "run"))
+
+    def fail(*_):
+        raise OSError("disk full")
+
+    monkeypatch.setattr(Path, "write_text", fail)
+    with pytest.raises(OSError, match="disk full"):
+        trainer.save()
+    assert not list((tmp_path / "run" / "checkpoints").glob("step_*"))
+
+
+def test_training_raises_the_reward(tmp_path):
+    """A short run on brightness; with the sign of the reward turned it must fall."""
+    gains = []
+    for weight in (1, -1):
+        reward = f"{REWARDS}:brightness"
+        run = short_run(
+            tmp_path / str(weight),
+            f"rewards={{'{reward}': {weight}}}",
+            "steps=8",
+            "images_per_prompt=8",
+            "optimizer.lr=8e-3",
+        )
+        FlowGRPOTrainer(args=run.model_copy(update={"microbatch": 16})).train()
+        rows = [row[f"eval/{reward}"] for row in numbers(tmp_path / str(weight)) if f"eval/{reward}" in row]
+        gains.append(rows[-1] - rows[0])
+    assert gains[0] > 0.004 > -0.004 > gains[1]
+
+
+def test_groups_without_signal_are_skipped_and_counted(tmp_path):
+    trainer = FlowGRPOTrainer(args=short_run(tmp_path / "run", f"rewards={{'{REWARDS}:flat': 1}}"))
+    start = trainer.policy.adapter_state()
+    calls = []
+    velocity = trainer.policy.velocity
+    trainer.policy.velocity = lambda *a: calls.append(torch.is_grad_enabled()) or velocity(*a)
+    metrics = trainer.training_step()
+    assert metrics["frac_reward_zero_std"] == 1
+    assert not any(calls), "no forward pass with gradients"
+    assert all(torch.equal(value, start[name]) for name, value in trainer.policy.adapter_state().items())
+
+
+def test_skipping_leaves_the_gradient_as_it_is_without_skipping(tmp_path, monkeypatch):
+    """Half of the groups have no signal: the adapter moves as if they had been computed with advantage 0."""
+    from flow_grpo import train
+
+    for name in ("skipping", "not"):
+        reward = f"{REWARDS}:brightness"
+        trainer = FlowGRPOTrainer(
+            args=short_run(tmp_path / name, "prompts_per_step=4", "microbatch=4", f"rewards={{'{reward}': 1}}")
+        )
+        half = trainer.rewards
+        trainer.rewards = lambda x, p, half=half, **m: (half(x, p)[0] * (torch.arange(16) < 8), {})
+        if name == "not":
+            monkeypatch.setattr(train, "has_signal", lambda reward, *_: torch.ones(len(reward), dtype=torch.bool))
+        trainer.training_step()
+        globals()[name] = trainer.policy.adapter_state()
+    for key, value in globals()["skipping"].items():
+        torch.testing.assert_close(value, globals()["not"][key], rtol=1e-4, atol=1e-6)
+
+
+def test_a_ratio_that_is_not_1_stops_the_run(tmp_path):
+    """Dropout makes the update's forward pass another one than the rollout's."""
+    trainer = FlowGRPOTrainer(args=short_run(tmp_path / "run"))
+    for module in trainer.policy.pipe.transformer.modules():
+        if isinstance(module, torch.nn.Dropout):
+            module.p = 0.2
+            module.train()
+    with pytest.raises(ValueError, match="ratio of new to old probability deviates from 1"):
+        trainer.train()
+
+
+@pytest.mark.parametrize(
+    ("function", "words"),
+    [
+        ("raises", "raised RuntimeError.*the camera is off"),
+        ("nan", "returned nan for the prompt"),
+        ("wrong_shape", r"returned shape \(8, 3\)"),
+    ],
+)
+def test_a_reward_that_fails_stops_the_run_by_name_and_saves(tmp_path, function, words):
+    args = short_run(tmp_path / "run", f"rewards={{'{REWARDS}:{function}': 1}}", "evaluation.prompts=null")
+    with pytest.raises(ValueError, match=f"{function} {words}"):
+        FlowGRPOTrainer(args=args).train()
+    assert (tmp_path / "run" / "checkpoints" / "step_000000").exists()
+
+
+def test_kl_pulls_back_to_the_base_model(tmp_path):
+    distances = []
+    for weight in (0.0, 100.0):
+        trainer = FlowGRPOTrainer(args=short_run(tmp_path / str(weight), f"objective.kl_weight={weight}", "steps=6"))
+        trainer.train()
+        distances.append(sum(float((v**2).sum()) for k, v in trainer.policy.adapter_state().items() if "lora_B" in k))
+        if weight:
+            assert [row["kl"] for row in numbers(tmp_path / str(weight)) if "kl" in row][-1] > 0
+    assert distances[1] < 0.9 * distances[0]
+
+
+def test_several_updates_share_the_prompts_of_a_rollout(tmp_path):
+    trainer = FlowGRPOTrainer(args=short_run(tmp_path / "run", "updates=2"))
+    moves = []
+    step = trainer.optimizer.step
+    trainer.optimizer.step = lambda *a, **k: moves.append(1) or step(*a, **k)
+    metrics = trainer.training_step()
+    assert len(moves) == 2
+    assert metrics["ratio/first_update_max_deviation"] == 0
+    assert metrics["ratio/max_deviation"] > 0, "the second update sees a policy that has moved"
+
+
+def test_guidance_is_part_of_the_policy_that_is_trained(tmp_path):
+    metrics = FlowGRPOTrainer(args=short_run(tmp_path / "run", "guidance=3")).training_step()
+    assert metrics["ratio/first_update_max_deviation"] == 0
+
+
+def test_fp16_autocast_scales_its_gradients(tmp_path):
+    metrics = FlowGRPOTrainer(args=short_run(tmp_path / "run", "dtype=fp16")).training_step()
+    assert metrics["ratio/first_update_max_deviation"] == 0
+    assert 0 < metrics["grad_norm"] < float("inf")
+
+
+def test_from_python_with_own_parts(tmp_path):
+    """TRL's shape: a model, a callable, settings and two data sets."""
+    trainer = FlowGRPOTrainer(
+        model=tiny_policy(),
+        reward_funcs=[lambda images, prompts, **_: images[:, 0].mean((1, 2))],
+        args=short_run(tmp_path / "run", "prompts_per_step=1", "steps=1"),
+        train_dataset=['red text "CAT" on a blue background'],
+        eval_dataset=['red text "DOG" on a blue background'],
+    )
+    assert "reward" in trainer.train()
+
+
+def test_an_old_run_is_not_overwritten(tmp_path):
+    args = short_run(tmp_path / "run")
+    FlowGRPOTrainer(args=args).train()
+    with pytest.raises(ValueError, match="--resume"):
+        FlowGRPOTrainer(args=args).train()
+    with pytest.raises(ValueError, match="no checkpoint"):
+        FlowGRPOTrainer(args=short_run(tmp_path / "new")).train(resume=True)
+
+
+def test_metrics_survive_a_line_that_was_cut_off(tmp_path):
+    (tmp_path / "metrics.jsonl").write_text(json.dumps({"step": 1, "reward": 0.5}) + '\n{"step": 2, "rew')
+    assert read_metrics(tmp_path) == [{"step": 1, "reward": 0.5}]
