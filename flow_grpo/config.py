@@ -125,8 +125,8 @@ class FlowGRPOConfig(Section):
 
     model: str = "tiny"
     """A diffusers folder, a hub id, or the name of a shipped model."""
-    dtype: Literal["fp32", "bf16", "fp16"] = "bf16"
-    """Dtype of the base weights and of autocast; the LoRA is float32 in any case."""
+    dtype: Literal["auto", "fp32", "bf16", "fp16"] = "auto"
+    """Dtype of the base weights and of autocast; `auto` is bf16 where the device computes in it, else fp32. LoRA: float32."""
     height: PositiveInt | None = None
     """Height of the pictures in pixels; the pipeline's own if not given."""
     width: PositiveInt | None = None

@@ -20,9 +20,7 @@ def draw(policy: Policy, prompts: list[str], seeds: list[int], steps: int, micro
     conditioning = policy.encode(prompts)
     start = torch.stack([sampling.noise(shape, seed, "sample") for seed in seeds])
 
-    def velocity(x: Tensor, i: int, rows: Tensor) -> Tensor:
-        return policy.velocity(x, schedule.timesteps[i], conditioning, rows).cpu()
-
+    velocity = policy.along(schedule, conditioning)
     trajectory = sampling.rollout(velocity, schedule, start, [], "ode", 0.0, lambda i: start, microbatch)
     return policy.decode(trajectory.final, microbatch)
 

@@ -9,7 +9,7 @@ import copy
 import inspect
 import logging
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -99,6 +99,14 @@ class Policy:
         )
         return stop.output.float()
 
+    def along(self, schedule: Schedule, conditioning: "Conditioning") -> Callable[[Tensor, int, Tensor], Tensor]:
+        """The velocity at a step of a schedule, as `sampling` takes it: (x (n, ...), step, rows (n,)) -> v (n, ...)."""
+
+        def velocity(x: Tensor, i: int, rows: Tensor) -> Tensor:
+            return self.velocity(x, schedule.timesteps[i], conditioning, rows).cpu()
+
+        return velocity
+
     @torch.no_grad()
     def decode(self, latents: Tensor, microbatch: int = 64) -> Tensor:
         """Images (B, 3, H, W) float32 in [0, 1] of final states (B, ...), by the pipeline's own code after its loop."""
@@ -140,7 +148,7 @@ class Policy:
         folder, name = Path(path), None
         if folder.is_file():
             folder, name = folder.parent, folder.name
-        elif not folder.exists() and str(path).count("/") != 1:
+        elif not folder.exists() and not _may_be_hub_id(str(path)):
             raise ValueError(
                 f"there is no LoRA at {path}: give a folder with pytorch_lora_weights.safetensors, or that file."
             )
@@ -340,32 +348,44 @@ class _NoDenoiser:
 
 
 def load_policy(
-    path_or_name: str, device: str | None = None, dtype: str = "fp32", lora: str | Path | None = None, **call: Any
+    path_or_name: str, device: str | None = None, dtype: str = "auto", lora: str | Path | None = None, **call: Any
 ) -> Policy:
     """A policy from a diffusers folder, a hub id or the name of a shipped model (`tiny`).
 
     Args:
         device: torch device; the accelerator if there is one, else the CPU.
-        dtype: of the base weights and of autocast: fp32, bf16 or fp16. A LoRA is float32 in any case.
+        dtype: of the base weights and of autocast: fp32, bf16, fp16, or auto, which is bf16 where the device computes in
+            it and fp32 elsewhere. A LoRA is float32 in any case.
         lora: a saved LoRA to put on.
         call: arguments of every pipeline call (height, width, guidance_scale, max_sequence_length ...).
 
     Raises:
         ValueError: there is no such model, or it is not a flow.
     """
-    if dtype not in DTYPES:
-        raise ValueError(f"unknown dtype {dtype!r}; choose one of {', '.join(DTYPES)}.")
+    if dtype not in ("auto", *DTYPES):
+        raise ValueError(f"unknown dtype {dtype!r}; choose one of auto, {', '.join(DTYPES)}.")
     source = _locate(path_or_name)
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    weights = fast_dtype(device) if dtype == "auto" else DTYPES[dtype]
     try:
-        pipe = DiffusionPipeline.from_pretrained(source, torch_dtype=DTYPES[dtype]).to(device)
+        pipe = DiffusionPipeline.from_pretrained(source, torch_dtype=weights).to(device)
     except (OSError, ValueError, KeyError, AttributeError) as error:
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise ValueError(f"the model {path_or_name} could not be loaded: {reason}") from error
-    policy = Policy(pipe, DTYPES[dtype], **call)
+    policy = Policy(pipe, weights, **call)
     if lora is not None:
         policy.load_lora(lora)
     return policy
+
+
+def fast_dtype(device: str) -> torch.dtype:
+    """bf16 where the device has instructions for it, else fp32: a CPU without them is a hundred times slower in bf16."""
+    kind = torch.device(device).type
+    if kind == "cpu":
+        native = getattr(torch.cpu, "_is_avx512_bf16_supported", lambda: False)()
+    else:
+        native = kind == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False)
+    return torch.bfloat16 if native else torch.float32
 
 
 def _locate(name: str) -> str:
@@ -377,8 +397,7 @@ def _locate(name: str) -> str:
         if not (folder / "model_index.json").exists():
             raise ValueError(f"the folder {name} has no model_index.json, so it is not a diffusers pipeline.")
         return name
-    owner = Path(name).parts[0] if name else ""
-    if name.count("/") != 1 or name.startswith((".", "/", "~")) or Path(owner).is_dir():
+    if not _may_be_hub_id(name):
         raise ValueError(
             f"there is no model folder {name}; give a diffusers folder, a hub id such as "
             f"stabilityai/stable-diffusion-3.5-medium, or a shipped model: {', '.join(SHIPPED)}."
@@ -392,6 +411,12 @@ def _locate(name: str) -> str:
                 f"({type(error).__name__})."
             ) from error
     return name
+
+
+def _may_be_hub_id(name: str) -> bool:
+    """Whether a name that is no file may be `owner/model`: a misspelt path is not looked up on the hub."""
+    owner = name.partition("/")[0]
+    return name.count("/") == 1 and not name.startswith((".", "/", "~")) and not Path(owner).is_dir()
 
 
 def _join(parts: list) -> Any:

@@ -11,12 +11,13 @@ import torch
 from torch import Tensor
 
 import rewards as reward_kit
-from flow_grpo import checkpoint, objectives, sampling, sde
+from flow_grpo import checkpoint, objectives, sampling
 from flow_grpo.advantages import group_advantages, has_signal
 from flow_grpo.config import FlowGRPOConfig
 from flow_grpo.evaluate import before_after, evaluate
 from flow_grpo.policy import Conditioning, Policy, load_policy
 from flow_grpo.prompts import PromptSet, load_prompts
+from flow_grpo.terms import FinalTerms, StepTerms
 from flow_grpo.tracking import Tracker, plot_curves, read_metrics
 from flow_grpo.types import Loss, PromptBatch, Scores, Trajectory
 
@@ -81,7 +82,7 @@ class FlowGRPOTrainer:
             eps=args.optimizer.eps,
             weight_decay=args.optimizer.weight_decay,
         )
-        self.scaler = torch.amp.GradScaler(self.policy.device.type, enabled=args.dtype == "fp16")
+        self.scaler = torch.amp.GradScaler(self.policy.device.type, enabled=self.policy.dtype == torch.float16)
         self.folder = Path(args.output)
         self.step = 0
         self._ratio_checked = False
@@ -162,6 +163,11 @@ class FlowGRPOTrainer:
                     f"{self.folder} already holds a run: go on with it by --resume, or set another folder by output=..."
                 )
             (self.folder / "config.yaml").write_text(self.args.dump())
+            args, policy = self.args, self.policy
+            tracker.say(
+                f"{args.model} on {policy.device} in {str(policy.dtype).removeprefix('torch.')}: {args.steps} steps of "
+                f"{args.prompts_per_step} prompts x {args.images_per_prompt} images; run folder {self.folder}"
+            )
             return
         state, warnings = checkpoint.latest(self.folder / "checkpoints")
         for warning in warnings:
@@ -230,7 +236,7 @@ class FlowGRPOTrainer:
         per_step = self.args.objective.name in objectives.ON_STEPS
         last = s.steps - 2 if w.last is None else w.last
         window = sampling.window(w.kind, s.steps, w.size, w.first, last, w.every, seed, step) if per_step else []
-        velocity = self._velocity(conditioning)
+        velocity = self.policy.along(self.schedule, conditioning)
 
         def interruptible(x: Tensor, i: int, rows: Tensor) -> Tensor:
             if self._stopping:  # nothing of this step has touched the adapter yet
@@ -251,12 +257,6 @@ class FlowGRPOTrainer:
             s.log_prob,
         )
 
-    def _velocity(self, conditioning: Conditioning) -> sampling.Velocity:
-        def velocity(x: Tensor, i: int, rows: Tensor) -> Tensor:
-            return self.policy.velocity(x, self.schedule.timesteps[i], conditioning, rows).cpu()
-
-        return velocity
-
     # -- update -----------------------------------------------------------------------------------------------------
 
     def _update(
@@ -266,9 +266,9 @@ class FlowGRPOTrainer:
         args = self.args
         terms: StepTerms | FinalTerms
         if args.objective.name in objectives.ON_STEPS:
-            terms = StepTerms(self, conditioning, trajectory, advantage)
+            terms = StepTerms(self.policy, args, conditioning, trajectory, advantage)
         else:
-            terms = FinalTerms(self, batch, conditioning, trajectory, advantage)
+            terms = FinalTerms(self.policy, args, conditioning, trajectory, advantage, batch, self.step)
         totals = _Means()
         for update, groups in enumerate(torch.arange(args.prompts_per_step).chunk(args.updates)):
             share = torch.isin(batch.group, groups)
@@ -328,90 +328,6 @@ class FlowGRPOTrainer:
         return {"grad_norm": norm.item(), "grad_rms": norm.item() / count**0.5}
 
 
-class StepTerms:
-    """The loss terms of objectives on per-step log-probabilities: one per trained step."""
-
-    def __init__(
-        self, trainer: FlowGRPOTrainer, conditioning: Conditioning, trajectory: Trajectory, advantage: Tensor
-    ) -> None:
-        self.policy, self.o, self.s = trainer.policy, trainer.args.objective, trainer.args.sampling
-        self.velocity = trainer._velocity(conditioning)
-        self.trajectory, self.advantage = trajectory, advantage
-        self.count = len(trajectory.steps)
-
-    def losses(self, rows: Tensor) -> Iterator[Loss]:
-        o = self.o
-        for k in range(self.count):
-            mean, std = self._distribution(k, rows)
-            log_prob = sde.LOG_PROBS[self.s.log_prob](self.trajectory.x_next[rows, k], mean, std)
-            loss = objectives.grpo(
-                log_prob, self.trajectory.log_prob_BK[rows, k], self.advantage[rows], o.clip_low, o.clip_high
-            )
-            if o.kl_weight:
-                with torch.no_grad(), self.policy.reference():
-                    mean_ref, _ = self._distribution(k, rows)
-                loss = _with_kl(loss, sde.kl(mean, mean_ref, std), o.kl_weight)
-            yield loss
-
-    def _distribution(self, k: int, rows: Tensor) -> tuple[Tensor, Tensor]:
-        _, mean, std = sampling.replay(self.velocity, self.trajectory, k, rows, self.s.transition, self.s.noise_level)
-        return mean, std
-
-
-class FinalTerms:
-    """The loss terms of forward-process objectives: one per noise level, which a group shares with its noise."""
-
-    def __init__(
-        self,
-        trainer: FlowGRPOTrainer,
-        batch: PromptBatch,
-        conditioning: Conditioning,
-        trajectory: Trajectory,
-        advantage: Tensor,
-    ) -> None:
-        self.policy, self.o, self.advantage = trainer.policy, trainer.args.objective, advantage
-        self.conditioning, self.x0 = conditioning, trajectory.final
-        self.count = self.o.draws
-        seed, step, self.draws = trainer.args.seed, trainer.step, []
-        for draw in range(self.count):
-            eps = sampling.batch_noise(trainer.state_shape, batch, seed, "eps", step, draw, shared=True)
-            low, high = self.o.sigma_range
-            u = sampling.batch_noise((1,), batch, seed, "sigma", step, draw, shared=True)[:, 0]
-            u = low + (high - low) * torch.special.ndtr(u)  # uniform in the range
-            self.draws.append((eps, *trainer.schedule.at((1 - u) * len(trainer.schedule))))
-        self.old_log_prob = self._before_updates(trainer) if self.o.name == "awm" and trainer.args.updates > 1 else None
-
-    def losses(self, rows: Tensor) -> Iterator[Loss]:
-        o = self.o
-        for draw, (eps, timestep, sigma) in enumerate(self.draws):
-            x0, eps, sigma, advantage = self.x0[rows], eps[rows], sigma[rows], self.advantage[rows]
-            x = _noised(x0, eps, sigma)
-            v = self.policy.velocity(x, timestep[rows], self.conditioning, rows).cpu()
-            if o.name == "awm":
-                log_prob = objectives.awm_log_prob(v, eps - x0, sigma, o.weight)
-                old = log_prob.detach() if self.old_log_prob is None else self.old_log_prob[draw][rows]
-                loss = objectives.awm(log_prob, old, advantage, o.clip_low, o.clip_high)
-            else:
-                with torch.no_grad(), self.policy.using("old"):
-                    v_old = self.policy.velocity(x, timestep[rows], self.conditioning, rows).cpu()
-                loss = objectives.nft(v, v_old, x, x0, sigma, advantage, o.beta, o.advantage_max)
-            if o.kl_weight:
-                with torch.no_grad(), self.policy.reference():
-                    v_ref = self.policy.velocity(x, timestep[rows], self.conditioning, rows).cpu()
-                loss = _with_kl(loss, objectives.velocity_kl(v, v_ref), o.kl_weight)
-            yield loss
-
-    @torch.no_grad()
-    def _before_updates(self, trainer: FlowGRPOTrainer) -> list[Tensor]:
-        found = []
-        for eps, timestep, sigma in self.draws:
-            x, target = _noised(self.x0, eps, sigma), eps - self.x0
-            chunks = torch.arange(len(x)).split(trainer.microbatch)
-            v = torch.cat([self.policy.velocity(x[c], timestep[c], self.conditioning, c).cpu() for c in chunks])
-            found.append(objectives.awm_log_prob(v, target, sigma, self.o.weight))
-        return found
-
-
 class _Means:
     """Weighted means and largest values of what losses report."""
 
@@ -440,7 +356,9 @@ def build_rewards(args: FlowGRPOConfig, given: Any = None, held_out: bool = Fals
     settings = {**args.evaluation.rewards, **args.rewards} if held_out else dict(args.rewards)
     if given is None:
         loaded = {name: reward_kit.load(name, **setting.options) for name, setting in settings.items()}
-        return reward_kit.WeightedSum(loaded, {name: setting.weight for name, setting in settings.items()})
+        return reward_kit.WeightedSum(
+            loaded, {name: setting.weight if name in args.rewards else 0.0 for name, setting in settings.items()}
+        )
     if not isinstance(given, dict):
         items = given if isinstance(given, list) else [given]
         given = {item if isinstance(item, str) else getattr(item, "__name__", type(item).__name__): item for item in items}
@@ -465,12 +383,3 @@ def _reward_metrics(scores: Scores, group: Tensor, signal: Tensor) -> dict[str, 
         "frac_reward_zero_std": 1 - signal.float().mean().item(),
         **{f"rewards/{name}/mean": values.mean().item() for name, values in scores.by_name.items()},
     }
-
-
-def _with_kl(loss: Loss, kl: Tensor, weight: float) -> Loss:
-    return Loss(loss.value + weight * kl, {**loss.metrics, "kl": kl.detach()})
-
-
-def _noised(x0: Tensor, eps: Tensor, sigma: Tensor) -> Tensor:
-    sigma = sigma.reshape((-1,) + (1,) * (x0.ndim - 1))
-    return (1 - sigma) * x0 + sigma * eps

@@ -35,7 +35,10 @@ class CLIP(torch.nn.Module):
             tags = open_clip.list_pretrained_tags_by_model(model)
             known = f"give pretrained= one of {', '.join(tags)}" if tags else "open_clip knows no such model"
             raise ValueError(f"clip: model {model} without weights: {known}, or a checkpoint file.")
-        self.model, _, self.preprocess = open_clip.create_model_and_transforms(model, pretrained=pretrained, device=device)
+        look = _preprocessing() if model == TINY else {}
+        self.model, _, self.preprocess = open_clip.create_model_and_transforms(
+            model, pretrained=pretrained, device=device, **look
+        )
         self.model.eval().requires_grad_(False)
         self.tokenizer = open_clip.get_tokenizer(model)
         self.device, self.batch_size = device, batch_size
@@ -67,6 +70,12 @@ def contrastive_loss(model: torch.nn.Module, images: Tensor, tokens: Tensor) -> 
     logits = scale * image_features @ text_features.T
     labels = torch.arange(len(logits))
     return (F.cross_entropy(logits, labels) + F.cross_entropy(logits.T, labels)) / 2
+
+
+def _preprocessing() -> dict:
+    """The pixel range that the tiny model was trained on, which open_clip does not keep with a registered model."""
+    found = json.loads((FOLDER / "open_clip_config.json").read_text())["preprocess_cfg"]
+    return {"image_mean": found["mean"], "image_std": found["std"], "image_resize_mode": found["resize_mode"]}
 
 
 def _register() -> None:

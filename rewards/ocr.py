@@ -43,7 +43,8 @@ class OCR:
         arrays = [np.ascontiguousarray(p.permute(1, 2, 0).numpy()[:, :, ::-1]) for p in pixels]  # RGB -> BGR
         if height > SINGLE_LINE:
             engine = self._engine(320)
-            return [" ".join(engine(array).txts or ()) for array in arrays]
+            found = [engine(array, use_det=True, use_cls=False, use_rec=True) for array in arrays]  # it keeps former flags
+            return [" ".join(one.txts or ()) for one in found]
         from rapidocr.ch_ppocr_rec.typings import TextRecInput
 
         # The recogniser pads every line to the width it was built for: a width that fits is three times as fast.

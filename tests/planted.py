@@ -14,7 +14,7 @@ ROOT = Path(__file__).parent.parent
 BUGS = [
     (
         "the KL is computed under no_grad",
-        "flow_grpo/train.py",
+        "flow_grpo/terms.py",
         "                loss = _with_kl(loss, sde.kl(mean, mean_ref, std), o.kl_weight)",
         "                loss = _with_kl(loss, sde.kl(mean, mean_ref, std).detach(), o.kl_weight)",
         "tests/test_train.py -k kl_pulls",

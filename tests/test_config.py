@@ -36,7 +36,10 @@ def test_overrides_reach_into_sections():
         ("sampling.transition=cps objective.name=nft", "set sampling.transition=ode"),
         ("objective.name=grpo sampling.transition=cps sampling.noise_level=0", "no log-probability"),
         ("objective.name=grpo sampling.transition=cps sampling.noise_level=1.5", "at most 1"),
-        ("objective.name=grpo sampling.steps=10 sampling.transition=cps sampling.window.last=9", "the trainable ones are 0 to 8"),
+        (
+            "objective.name=grpo sampling.steps=10 sampling.transition=cps sampling.window.last=9",
+            "the trainable ones are 0 to 8",
+        ),
         ("objective.name=grpo sampling.transition=cps sampling.window={kind: fixed, size: 9, first: 3}", "does not fit"),
         ("objective.sigma_range=[0.5,0.5]", "must rise"),
         ("steps", "not of the form key.sub=value"),

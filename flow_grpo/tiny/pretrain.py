@@ -28,6 +28,7 @@ from diffusers import StableDiffusion3Pipeline
 from safetensors.torch import save_file
 
 from flow_grpo.config import shipped
+from flow_grpo.policy import fast_dtype
 from flow_grpo.tiny import architecture, world
 from rewards import clip
 from rewards.ocr import OCR, ExactOCR
@@ -62,7 +63,8 @@ class Stage:
         matrices += [m.in_proj_weight for m in modules if isinstance(m, torch.nn.MultiheadAttention)] if matrices else []
         chosen = {id(p) for p in matrices}
         rest = [p for p in self.parameters if id(p) not in chosen]
-        self.optimizers = [(torch.optim.AdamW(rest, PEAK_LR[name], (0.9, 0.99), weight_decay=0.01), PEAK_LR[name])]
+        adamw = torch.optim.AdamW(rest, PEAK_LR[name], (0.9, 0.99), weight_decay=0.01)
+        self.optimizers: list[tuple[torch.optim.Optimizer, float]] = [(adamw, PEAK_LR[name])]
         if matrices:
             # Orthogonal updates (Muon) also move along the weak directions of the gradient, such as which letter comes
             # where: AdamW spent 1,200 steps before it began to look at the caption's letters.
@@ -142,7 +144,7 @@ def train_vae(pipe: StableDiffusion3Pipeline, folder: Path, seed: int) -> Stable
 
     def loss(rng: np.random.Generator, step: int) -> torch.Tensor:
         x = pictures([world.random_sign(rng) for _ in range(VAE_BATCH)])
-        with torch.autocast("cpu", torch.bfloat16):
+        with _autocast():
             posterior = pipe.vae.encode(x).latent_dist
             rebuilt = pipe.vae.decode(posterior.sample()).sample.float()
         error = rebuilt - x
@@ -171,10 +173,12 @@ def train_transformer(name: str, pipe: StableDiffusion3Pipeline, folder: Path, s
 
     def loss(rng: np.random.Generator, step: int) -> torch.Tensor:
         square = step % SQUARE_EVERY == SQUARE_EVERY - 1
-        size, height, text_length = (BATCH // 8, world.WIDTH, 256) if square else (BATCH, world.HEIGHT, architecture.T5_LENGTH)
+        size, height, text_length = BATCH, world.HEIGHT, architecture.T5_LENGTH
+        if square:
+            size, height, text_length = BATCH // 8, world.WIDTH, 256
         signs = [world.random_sign(rng) for _ in range(size)]
         captions = [world.misspell(sign, rng, wrong).prompt if rng.random() > NO_CAPTION else "" for sign in signs]
-        with torch.autocast("cpu", torch.bfloat16):
+        with _autocast():
             with torch.no_grad():
                 latents = pipe.vae.encode(pictures(signs, height)).latent_dist.mean
             x0 = ((latents - pipe.vae.config.shift_factor) * pipe.vae.config.scaling_factor).float()
@@ -223,7 +227,7 @@ def train_clip(folder: Path, seed: int) -> torch.nn.Module:
         signs += [world.misspell(sign, rng, 0.4) for sign in signs]
         x = pictures(signs)
         x = x + 0.1 * torch.rand(len(x), 1, 1, 1) * torch.randn_like(x)  # generated pictures are never clean
-        with torch.autocast("cpu", torch.bfloat16):
+        with _autocast():
             return clip.contrastive_loss(stage.whole.clip, x, tokens(signs))
 
     @torch.no_grad()
@@ -243,7 +247,7 @@ def train_clip(folder: Path, seed: int) -> torch.nn.Module:
 def draw(pipe: StableDiffusion3Pipeline, prompts: list[str], guidance: float) -> torch.Tensor:
     """Pictures (B, 3, 32, 80) in [0, 1] by plain diffusers, 10 steps, fixed seed."""
     pipe.set_progress_bar_config(disable=True)
-    with torch.autocast("cpu", torch.bfloat16):
+    with _autocast():
         return pipe(
             prompts,
             height=world.HEIGHT,
@@ -264,6 +268,14 @@ def save_pipeline(pipe: StableDiffusion3Pipeline, out: Path) -> None:
     for name in ("tokenizer", "tokenizer_2"):
         (out / name / "vocab.json").write_text(json.dumps(clip_tokens.get_vocab()))
         (out / name / "merges.txt").write_text("#version: 0.2\n")
+    for name in ("text_encoder", "text_encoder_2", "text_encoder_3"):
+        # transformers loads in the dtype of the config, diffusers in float32: a user who asks for none gets one for all
+        file = out / name / "config.json"
+        file.write_text(file.read_text().replace('"dtype": "float16"', '"dtype": "float32"'))
+
+
+def _autocast() -> torch.autocast:
+    return torch.autocast("cpu", torch.bfloat16, enabled=fast_dtype("cpu") == torch.bfloat16)
 
 
 def held_out_signs(count: int) -> list[world.Sign]:
@@ -280,6 +292,8 @@ def main(
 ) -> None:
     """Train the embedded model from nothing and save it as a diffusers pipeline folder in 16 bit."""
     logging.basicConfig(level=logging.INFO, format="%(message)s")
+    if not hasattr(torch.optim, "Muon"):
+        raise SystemExit(f"the recipe needs torch.optim.Muon, that is torch 2.9 or newer; this is {torch.__version__}.")
     work.mkdir(parents=True, exist_ok=True)
     torch.manual_seed(seed)
     pipe = train_vae(architecture.pipeline(), work, seed)
