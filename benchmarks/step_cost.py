@@ -40,10 +40,16 @@ class Recorder:
     def _note(self, module, args, kwargs):
         self.calls.append((torch.is_grad_enabled(), args, kwargs))
 
+    def wait(self) -> None:
+        """Until a GPU has done what it was told: only then do seconds count."""
+        if self.trainer.policy.device.type == "cuda":
+            torch.cuda.synchronize()
+
     def bare(self) -> float:
         """Seconds of the noted calls alone, each with gradients followed by a backward pass."""
         policy = self.trainer.policy
         autocast = torch.autocast(policy.device.type, policy.dtype, enabled=policy.dtype != torch.float32)
+        self.wait()
         started = time.perf_counter()
         for graded, args, kwargs in self.calls:
             with torch.set_grad_enabled(graded):
@@ -51,6 +57,7 @@ class Recorder:
                     out = self.transformer(*args, **kwargs)[0]
                 if graded:
                     out.backward(torch.ones_like(out))
+        self.wait()
         seconds = time.perf_counter() - started
         self.transformer.zero_grad(set_to_none=True)
         return seconds
@@ -83,6 +90,10 @@ def main(words: list[str]) -> None:
     whole = [m["time/step"] for m in parts]
     for name in ("rollout", "decode", "reward", "update"):
         row(f"{name}, share of the step", [m[f"time/{name}"] / w for m, w in zip(parts, whole, strict=True)], "{:.1%}")
+    rest = [
+        w - sum(m[f"time/{n}"] for n in ("rollout", "decode", "reward", "update")) for m, w in zip(parts, whole, strict=True)
+    ]
+    row("everything else, share of the step", [r / w for r, w in zip(rest, whole, strict=True)], "{:.1%}")
     row("whole step, s", whole, "{:.3f}")
     Console().print(table)
     print(f"step cost {statistics.median(ours) / statistics.median(bare):.3f}")

@@ -63,7 +63,7 @@ def rank(reward, group, size, eps):
 
 
 def has_signal(reward: Tensor, group: Tensor, method: str = "grpo") -> Tensor:
-    """(B,) bool: the rows whose group has rewards that differ. The others have advantage 0: nothing to learn from.
+    """(B,) bool: the rows whose group has rewards that differ. The others have advantage 0, and updates leave them out.
 
     `reinforce_pp` compares with the whole batch, so there it is all rows or none.
     """

@@ -27,9 +27,16 @@ def save(folder: Path, step: int, state: dict[str, Any], keep: int) -> Path:
     (partial / SEAL).write_text(json.dumps(seal))
     shutil.rmtree(target, ignore_errors=True)
     partial.rename(target)
-    for old in _folders(folder)[keep:]:
+    for old in [other for other in _folders(folder) if other != target][keep - 1 :]:
         shutil.rmtree(old)
     return target
+
+
+def drop_after(folder: Path, step: int) -> None:
+    """Deletes the checkpoints of later steps: a run that goes on from `step` writes them anew."""
+    for later in _folders(folder):
+        if later.name > f"step_{step:06d}":
+            shutil.rmtree(later)
 
 
 def latest(folder: Path) -> tuple[dict[str, Any] | None, list[str]]:
@@ -48,7 +55,7 @@ def _read(folder: Path) -> dict[str, Any]:
     seal = json.loads((folder / SEAL).read_text())
     if hashlib.sha256(content).hexdigest() != seal["sha256"]:
         raise ValueError("its checksum is wrong")
-    return torch.load(io.BytesIO(content), weights_only=True)
+    return torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
 
 
 def _folders(folder: Path) -> list[Path]:

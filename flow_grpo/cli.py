@@ -2,6 +2,7 @@
 
 import json
 import os
+import shlex
 import sys
 import warnings
 from pathlib import Path
@@ -9,6 +10,7 @@ from typing import Annotated, Any
 
 import typer
 from rich.console import Console
+from rich.markup import escape
 
 from flow_grpo.config import FlowGRPOConfig
 
@@ -35,7 +37,7 @@ INTERRUPTED = 130
 @app.command()
 def train(
     config: Annotated[
-        str, typer.Argument(help="A YAML file, or the name of a shipped config.", metavar="[CONFIG]")
+        str, typer.Argument(help="A YAML file, or the name of a shipped config.", metavar="CONFIG")
     ] = "tiny_ocr",
     overrides: Overrides = None,
     resume: Annotated[bool, typer.Option("--resume", help="Go on from the newest checkpoint of the run folder.")] = False,
@@ -52,7 +54,10 @@ def train(
     if "=" in config:  # settings alone go over the default config
         config, overrides = "tiny_ocr", [config, *(overrides or [])]
     args = FlowGRPOConfig.read(config, overrides)
+    from flow_grpo.policy import quiet_libraries
     from flow_grpo.train import FlowGRPOTrainer, Interrupted
+
+    quiet_libraries()
 
     if dry_run:
         FlowGRPOTrainer(args=args)
@@ -62,7 +67,7 @@ def train(
     try:
         FlowGRPOTrainer(args=args).train(resume)
     except Interrupted:
-        again = " ".join(["flow-grpo train", config, *(overrides or []), "--resume"])
+        again = shlex.join(["flow-grpo", "train", config, *(overrides or []), "--resume"])
         console.print(f"\nStopped; the run is saved. Go on with: {again}", highlight=False, markup=False)
         raise typer.Exit(INTERRUPTED) from None
 
@@ -70,9 +75,18 @@ def train(
 @app.command()
 def sample(
     prompts: Annotated[list[str], typer.Argument(help="Prompts, or files of prompts (.txt, .jsonl, .csv, .parquet).")],
-    model: Annotated[str, typer.Option(help="Diffusers folder, hub id or shipped model.")] = "tiny",
+    model: Annotated[
+        str | None,
+        typer.Option(help="Diffusers folder, hub id or shipped model; by default the config's.", show_default=False),
+    ] = None,
     lora: Lora = None,
-    config: Annotated[str, typer.Option(help="Config that says how to call the model.")] = "tiny_ocr",
+    config: Annotated[
+        str | None,
+        typer.Option(
+            help="Config that says how to call the model; by default tiny_ocr, or with --model the pipeline's own size.",
+            show_default=False,
+        ),
+    ] = None,
     seeds: Annotated[int, typer.Option(min=1, help="Pictures of each prompt, from this many seeds.")] = 4,
     first_seed: Annotated[int, typer.Option(help="The first seed.")] = 0,
     steps: Annotated[
@@ -96,7 +110,8 @@ def sample(
     ]
     if not all(text.strip() for text in texts):
         raise ValueError("an empty prompt was given.")
-    args = FlowGRPOConfig.read(config)
+    args = FlowGRPOConfig(model=model) if model and not config else FlowGRPOConfig.read(config)
+    model = model or args.model
     policy = _policy(args, model, lora, guidance)
     rows = [text for text in texts for _ in range(seeds)]
     numbers = [first_seed + n for _ in texts for n in range(seeds)]
@@ -106,7 +121,7 @@ def sample(
     save_grid(out / "grid.png", images, cells, columns=seeds if len(texts) > 1 else min(seeds, 8))
     for i, (image, cell) in enumerate(zip(images, cells, strict=True)):
         save_image(out / f"{i:04d}_seed{cell.seed}.png", image, cell)
-    console.print(f"{len(images)} pictures: {out / 'grid.png'}", highlight=False)
+    console.print(f"{len(images)} pictures: {out / 'grid.png'}", highlight=False, markup=False)
 
 
 @app.command("eval")
@@ -136,19 +151,23 @@ def evaluate_command(
     if settings.prompts is None:
         raise ValueError(f"{config} names no held-out prompts: set evaluation.prompts.")
     prompts = load_prompts(settings.prompts).head(settings.limit)
-    rewards = build_rewards(args, held_out=True)
-    models = {"base": None} if lora is None else {"base": None, "LoRA": lora}
-    columns: dict[str, dict[str, float]] = {}
-    for name, weights in models.items():
-        policy = _policy(args, args.model, weights, None)
+    rewards, _ = build_rewards(args)
+    policy = _policy(args, args.model, lora, None)
+
+    def measure() -> dict[str, float]:
         _, values = evaluate(policy, prompts, rewards, settings.steps, settings.seed, args.microbatch)
-        columns[name] = {key: value.mean().item() for key, value in values.items()}
+        return {key: value.mean().item() for key, value in values.items()}
+
+    with policy.reference():
+        columns = {"base": measure()}
+    if lora is not None:
+        columns["LoRA"] = measure()
     print_table(console, f"{len(prompts)} held-out prompts, {settings.steps} steps, seed {settings.seed}", columns)
     file = out or (folder / "eval.json" if folder.is_dir() else Path("eval.json"))
     file.parent.mkdir(parents=True, exist_ok=True)
     content: dict[str, Any] = {"model": args.model, "lora": lora, "prompts": len(prompts), "seed": settings.seed, **columns}
     file.write_text(json.dumps(content, indent=2))
-    console.print(f"numbers: {file}", highlight=False)
+    console.print(f"numbers: {file}", highlight=False, markup=False)
 
 
 @app.command()
@@ -192,8 +211,9 @@ def score(
 
 
 def _policy(args: FlowGRPOConfig, model: str, lora: str | None, guidance: float | None) -> Any:
-    from flow_grpo.policy import load_policy
+    from flow_grpo.policy import load_policy, quiet_libraries
 
+    quiet_libraries()
     call = args.call()
     if guidance is not None:
         call["guidance_scale"] = guidance
@@ -205,13 +225,15 @@ def run() -> None:
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     warnings.filterwarnings("ignore")
     try:
-        from flow_grpo.policy import quiet_libraries
-
-        quiet_libraries()
         app(standalone_mode=True)
-    except ValueError as error:
-        errors.print(f"[bold red]error[/bold red]: {' '.join(str(error).split())}", highlight=False, soft_wrap=True)
-        sys.exit(2)
-    except KeyboardInterrupt:
-        errors.print("stopped")
-        sys.exit(INTERRUPTED)
+    except (ValueError, OSError) as error:
+        _fail(str(error))
+    except RuntimeError as error:
+        if type(error).__name__ != "OutOfMemoryError":
+            raise
+        _fail("the device ran out of memory: set a smaller microbatch, or smaller pictures by height and width.")
+
+
+def _fail(message: str) -> None:
+    errors.print(f"[bold red]error[/bold red]: {escape(' '.join(message.split()))}", highlight=False, soft_wrap=True)
+    sys.exit(2)

@@ -161,8 +161,8 @@ class FlowGRPOConfig(Section):
 
     seed: int = 0
     """Every random draw derives from (seed, step, prompt, image)."""
-    output: str = "runs/{name}"
-    """Run folder; {name} is the config's file name."""
+    output: str = "runs/run"
+    """Run folder. Read from a file, it is runs/NAME with the config's file name; `{name}` stands for it in one's own."""
     save_every: PositiveInt = 25
     """Training steps between checkpoints."""
     keep: PositiveInt = 2
@@ -204,6 +204,10 @@ class FlowGRPOConfig(Section):
         if not per_step and s.transition != "ode":
             raise ValueError(
                 f"objective {o.name} trains on final latents, which the ODE draws: set sampling.transition=ode."
+            )
+        if not per_step and s.shared_start:
+            raise ValueError(
+                f"sampling.shared_start=true with objective {o.name}: the ODE would draw the same image for a whole group."
             )
         if s.transition == "cps" and s.noise_level > 1:
             raise ValueError(f"sampling.noise_level={s.noise_level}, but for cps it is at most 1.")

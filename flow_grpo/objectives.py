@@ -2,7 +2,7 @@
 
 On the per-step log-probabilities of a trajectory (`ON_STEPS`):
     grpo    PPO's clipped ratio, arXiv 2402.03300 and 2505.05470
-On the final latents, noised afresh (`ON_FINALS`), for a noise level sigma and noise eps shared within a group:
+On the final latents, noised afresh, for a noise level sigma and noise eps shared within a group:
     awm     Advantage Weighted Matching, arXiv 2509.25050
     nft     DiffusionNFT, arXiv 2509.16117
 """
@@ -71,6 +71,9 @@ def nft(
         r  = 1/2 + 1/2 clip(A / advantage_max, -1, 1)
         v+ = beta v + (1 - beta) v_old          v- = (1 + beta) v_old - beta v
         L  = advantage_max / beta [r |x0+ - x0|^2 / w+ + (1 - r) |x0- - x0|^2 / w-],  w = stop_grad mean |x0_hat - x0|
+
+    Two departures of this package's runs from the published ones: rollouts are drawn by the trained adapter, not by its slow
+    copy, and the published term 1e-4 |v - v_ref|^2 is there only if kl_weight says so.
     """
     v, v_old = v.float(), v_old.float()
     sigma = sigma.reshape((-1,) + (1,) * (x.ndim - 1))
@@ -92,5 +95,4 @@ def velocity_kl(v: Tensor, v_ref: Tensor) -> Tensor:
     return (v.float() - v_ref.float()).square().flatten(1).mean(1)
 
 
-ON_STEPS = ("grpo",)
-ON_FINALS = ("awm", "nft")
+ON_STEPS = ("grpo",)  # the others take final latents

@@ -24,7 +24,6 @@ from torch import Tensor
 from flow_grpo.types import Schedule
 
 SHIPPED = {"tiny": Path(__file__).parent / "tiny" / "pipeline"}
-ATTENTION = ["to_q", "to_k", "to_v", "to_out.0", "add_q_proj", "add_k_proj", "add_v_proj", "to_add_out"]
 ENCODED_PROMPTS = 512  # embeddings kept: 3 MB each for SD3.5
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -44,7 +43,11 @@ class Policy:
                 f"{type(pipe).__name__} with {type(pipe.scheduler).__name__} does not sample a flow: give a pipeline with a "
                 "transformer and a FlowMatchEulerDiscreteScheduler, such as Stable Diffusion 3.5 or FLUX.1."
             )
-        self.pipe, self.dtype, self.call = pipe, dtype, call
+        self.pipe, self.dtype, self.call = pipe, dtype, {"guidance_scale": 1.0, **call}
+        known = inspect.signature(inspect.unwrap(type(pipe).__call__)).parameters
+        unknown = [name for name in self.call if name not in known]
+        if unknown:
+            raise ValueError(f"{type(pipe).__name__} takes no argument {unknown[0]}; it takes {', '.join(list(known)[1:])}.")
         self.device = pipe.transformer.device
         self.ema: dict[str, Tensor] = {}
         self._encoded: OrderedDict[str, list] = OrderedDict()
@@ -65,16 +68,12 @@ class Policy:
         distinct = list(dict.fromkeys(prompts))
         missing = [prompt for prompt in distinct if prompt not in self._encoded]
         known = {prompt: self._encoded[prompt] for prompt in distinct if prompt in self._encoded}
-        if missing and self._batched is None:  # one prompt alone shows which outputs have a row per prompt
-            alone = self._encode_now(missing[:1])
-            self._batched = [output is not None and len(output) == 1 for output in alone]
-        for chunk in (missing[i : i + 32] for i in range(0, len(missing), 32)):
-            outputs = self._encode_now(chunk)
-            for row, prompt in enumerate(chunk):
-                pairs = zip(outputs, self._batched or [], strict=True)
-                known[prompt] = self._encoded[prompt] = [o[row : row + 1] if b else o for o, b in pairs]
+        for prompt in missing:  # one at a time: its company would change its last bits, and a resumed run has other company
+            known[prompt] = self._encoded[prompt] = self._encode_now([prompt])
         while len(self._encoded) > ENCODED_PROMPTS:
             self._encoded.popitem(last=False)
+        if self._batched is None:  # a prompt alone shows which outputs have a row per prompt
+            self._batched = [output is not None and len(output) == 1 for output in known[distinct[0]]]
         columns = zip(*(known[prompt] for prompt in distinct), strict=True)
         outputs = [_join(list(c)) if b else c[0] for c, b in zip(columns, self._batched or [], strict=True)]
         place = {prompt: i for i, prompt in enumerate(distinct)}
@@ -90,10 +89,9 @@ class Policy:
         """v (n, ...) float32 at states x (n, ...) of `rows` (n,) of the conditioning, at one timestep or at (n,)."""
         if timestep.ndim and self.guided and (timestep != timestep[0]).any():
             # with guidance, pipelines differ in what they make of a timestep per row: one call per timestep
-            v = torch.empty_like(x)
             parts = [(timestep == t).nonzero()[:, 0] for t in timestep.unique()]
-            found = [self.velocity(x[part], timestep[part][0], conditioning, rows[part]) for part in parts]
-            return v.index_copy(0, torch.cat(parts), torch.cat(found))
+            found = torch.cat([self.velocity(x[part], timestep[part][0], conditioning, rows[part]) for part in parts])
+            return torch.empty_like(found).index_copy(0, torch.cat(parts).to(found.device), found)
         stop = self._run(
             self._view, conditioning.take(rows), timestep.reshape(1, -1) if timestep.ndim else timestep[None], x
         )
@@ -120,15 +118,8 @@ class Policy:
 
     @property
     def guided(self) -> bool:
-        """Whether the call asks for classifier-free guidance."""
+        """Whether the call asks for guidance, by two branches or, as in FLUX.1, by an embedded scale."""
         return float(self.call.get("guidance_scale", 1) or 0) > 1
-
-    def guided_by(self, guidance_scale: float) -> "Policy":
-        """The same model under another guidance scale."""
-        other = copy.copy(self)
-        other.call = {**self.call, "guidance_scale": guidance_scale}
-        other._encoded, other._batched = OrderedDict(), None
-        return other
 
     # -- the adapter ------------------------------------------------------------------------------------------------
 
@@ -152,7 +143,10 @@ class Policy:
             raise ValueError(
                 f"there is no LoRA at {path}: give a folder with pytorch_lora_weights.safetensors, or that file."
             )
-        self.pipe.load_lora_weights(str(folder if folder.exists() else path), weight_name=name, adapter_name="default")
+        try:
+            self.pipe.load_lora_weights(str(folder if folder.exists() else path), weight_name=name, adapter_name="default")
+        except (OSError, ValueError, KeyError, RuntimeError) as error:
+            raise ValueError(f"the LoRA {path} could not be loaded: {_first_line(error)}") from error
         self._finish_adapter()
 
     def _finish_adapter(self) -> None:
@@ -265,11 +259,21 @@ class Policy:
     def _run(self, pipe: Any, conditioning: "Conditioning", timesteps: Tensor | None, x: Tensor | None, **more: Any) -> Any:
         """Calls the pipeline with cached embeddings, at the asked timesteps or on its own schedule (None)."""
         self._probe.asked = None if timesteps is None else timesteps.to(self.device)
-        latents = None if x is None else x.to(self.device)
-        if latents is None:
+        calls = []
+
+        def encode_prompt(*args: Any, **kwargs: Any) -> list:
+            calls.append(args)
+            if len(calls) > 1:
+                raise ValueError(
+                    f"{type(pipe).__name__} encodes a second prompt when called like this, which is not supported: leave out "
+                    "negative_prompt and true_cfg_scale."
+                )
+            return conditioning.outputs
+
+        if x is None:
             with torch.random.fork_rng(devices=[]):
-                return self._call(pipe, lambda *_, **__: conditioning.outputs, prompt=conditioning.prompts, **more)
-        return self._call(pipe, lambda *_, **__: conditioning.outputs, prompt=conditioning.prompts, latents=latents, **more)
+                return self._call(pipe, encode_prompt, prompt=conditioning.prompts, **more)
+        return self._call(pipe, encode_prompt, prompt=conditioning.prompts, latents=x.to(self.device), **more)
 
     def _call(self, pipe: Any, encode_prompt: Any, **kwargs: Any) -> Any:
         object.__setattr__(pipe, "encode_prompt", encode_prompt)
@@ -357,7 +361,7 @@ def load_policy(
         dtype: of the base weights and of autocast: fp32, bf16, fp16, or auto, which is bf16 where the device computes in
             it and fp32 elsewhere. A LoRA is float32 in any case.
         lora: a saved LoRA to put on.
-        call: arguments of every pipeline call (height, width, guidance_scale, max_sequence_length ...).
+        call: arguments of every pipeline call (height, width, max_sequence_length ...); guidance_scale is 1, off, if not given.
 
     Raises:
         ValueError: there is no such model, or it is not a flow.
@@ -366,12 +370,15 @@ def load_policy(
         raise ValueError(f"unknown dtype {dtype!r}; choose one of auto, {', '.join(DTYPES)}.")
     source = _locate(path_or_name)
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError) as error:
+        raise ValueError(f"device={device} can't be used here: {_first_line(error)}") from error
     weights = fast_dtype(device) if dtype == "auto" else DTYPES[dtype]
     try:
         pipe = DiffusionPipeline.from_pretrained(source, torch_dtype=weights).to(device)
     except (OSError, ValueError, KeyError, AttributeError) as error:
-        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        raise ValueError(f"the model {path_or_name} could not be loaded: {reason}") from error
+        raise ValueError(f"the model {path_or_name} could not be loaded: {_first_line(error)}") from error
     policy = Policy(pipe, weights, **call)
     if lora is not None:
         policy.load_lora(lora)
@@ -411,6 +418,10 @@ def _locate(name: str) -> str:
                 f"({type(error).__name__})."
             ) from error
     return name
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
 
 
 def _may_be_hub_id(name: str) -> bool:

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
+from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
 
@@ -18,7 +19,6 @@ class Tracker:
     def __init__(self, folder: Path, total_steps: int, console: Console | None = None) -> None:
         self.folder, self.console = folder, console or Console()
         self.total_steps = total_steps
-        folder.mkdir(parents=True, exist_ok=True)
         self._progress = Progress(
             TextColumn("training"),
             BarColumn(bar_width=24),
@@ -66,6 +66,10 @@ class Tracker:
         self.log(step, {f"eval/{name}": value for name, value in metrics.items()})
         self.say(f"step {step}  held out: " + "  ".join(f"{name} {value:.3f}" for name, value in metrics.items()))
 
+    def evaluated(self, step: int) -> bool:
+        """Whether the metrics hold an evaluation of that step."""
+        return any(row["step"] == step and "eval/reward" in row for row in read_metrics(self.folder))
+
     def table(self, title: str, columns: dict[str, dict[str, float]]) -> None:
         """A table with a row per number and a column per model."""
         print_table(self.console, title, columns)
@@ -76,12 +80,12 @@ class Tracker:
 
 
 def print_table(console: Console, title: str, columns: dict[str, dict[str, float]]) -> None:
-    table = Table(title=title, title_justify="left")
+    table = Table(title=escape(title), title_justify="left")
     table.add_column("")
     for name in columns:
-        table.add_column(name, justify="right")
+        table.add_column(escape(name), justify="right")
     for row in dict.fromkeys(key for values in columns.values() for key in values):
-        table.add_row(row, *(f"{values[row]:.4f}" if row in values else "" for values in columns.values()))
+        table.add_row(escape(row), *(f"{values[row]:.4f}" if row in values else "" for values in columns.values()))
     console.print(table)
 
 

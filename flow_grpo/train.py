@@ -1,5 +1,6 @@
 """The loop: deal prompts, roll out, score, compare within groups, update the adapter."""
 
+import math
 import signal
 import time
 from collections.abc import Iterator
@@ -32,7 +33,7 @@ class FlowGRPOTrainer:
     """Fine-tunes a flow-matching text-to-image model with rewards.
 
     Args:
-        model: a folder, hub id or shipped name, or a `Policy`.
+        model: a folder, hub id or shipped name, by default `args.model`; or a `Policy`, which is then called as it says itself.
         reward_funcs: rewards by name, or a list of names, import paths or callables; by default `args.rewards`.
         args: the run's settings.
         train_dataset: prompts: a `PromptSet`, a list of strings or a file; by default `args.prompts`.
@@ -50,9 +51,12 @@ class FlowGRPOTrainer:
         train_dataset: PromptSet | list[str] | str | None = None,
         eval_dataset: PromptSet | list[str] | str | None = None,
     ) -> None:
-        self.args = args = args or FlowGRPOConfig()
-        self.rewards = build_rewards(args, reward_funcs)
-        self.held_out = build_rewards(args, reward_funcs, held_out=True)
+        args = args or FlowGRPOConfig()
+        if isinstance(model, str):
+            args = args.model_copy(update={"model": model})
+        self.args = args
+        self.held_out, trained = build_rewards(args, reward_funcs)
+        self.rewards = self.held_out.only(trained)
         self.train_set = _prompts(train_dataset if train_dataset is not None else args.prompts)
         wanted = eval_dataset if eval_dataset is not None else args.evaluation.prompts
         self.eval_set = None if wanted is None else _prompts(wanted).head(args.evaluation.limit)
@@ -67,7 +71,7 @@ class FlowGRPOTrainer:
         if isinstance(model, Policy):
             self.policy = model
         else:
-            self.policy = load_policy(model or args.model, args.device, args.dtype, args.lora.start, **args.call())
+            self.policy = load_policy(args.model, args.device, args.dtype, args.lora.start, **args.call())
         if not self.policy.has_lora:
             self.policy.add_lora(args.lora.rank, args.lora.alpha, args.lora.targets, args.seed)
         if args.ema_decay:
@@ -95,26 +99,20 @@ class FlowGRPOTrainer:
 
         Raises:
             Interrupted: after Ctrl-C or SIGTERM, with a checkpoint saved.
-            ValueError: a reward failed or the ratio check did, with a checkpoint saved.
+            ValueError: a reward failed, or the ratio check, or the gradient is not finite, with a checkpoint saved.
         """
         with Tracker(self.folder, self.args.steps) as tracker, self._signals():
             self._begin(tracker, resume)
-            if self.step == 0:
-                self._evaluate(tracker)
-            while self.step < self.args.steps:
-                try:
-                    metrics = self.training_step()
-                except (Interrupted, ValueError):
-                    self.save()
-                    raise
-                tracker.log(self.step, metrics)
-                every = self.args.evaluation.every
-                if self.step == self.args.steps or (every and self.step % every == 0):
-                    self._evaluate(tracker)
-                if self.step == self.args.steps or self.step % self.args.save_every == 0 or self._stopping:
-                    self.save()
-                if self._stopping and self.step < self.args.steps:
-                    raise Interrupted
+            try:
+                self._evaluate_if_due(tracker)
+                while self.step < self.args.steps:
+                    tracker.log(self.step + 1, self.training_step())
+                    if self.step == self.args.steps or self.step % self.args.save_every == 0:
+                        self.save()
+                    self._evaluate_if_due(tracker)
+            except (Interrupted, ValueError):
+                self.save()
+                raise
             return self._finish(tracker)
 
     def training_step(self) -> dict[str, float]:
@@ -157,6 +155,7 @@ class FlowGRPOTrainer:
         return checkpoint.save(self.folder / "checkpoints", self.step, state, self.args.keep)
 
     def _begin(self, tracker: Tracker, resume: bool) -> None:
+        self.folder.mkdir(parents=True, exist_ok=True)
         if not resume:
             if read_metrics(self.folder):
                 raise ValueError(
@@ -168,21 +167,39 @@ class FlowGRPOTrainer:
                 f"{args.model} on {policy.device} in {str(policy.dtype).removeprefix('torch.')}: {args.steps} steps of "
                 f"{args.prompts_per_step} prompts x {args.images_per_prompt} images; run folder {self.folder}"
             )
+            self.save()  # a run that is lost before its first checkpoint can be resumed too
             return
         state, warnings = checkpoint.latest(self.folder / "checkpoints")
         for warning in warnings:
             tracker.say(f"warning: {warning}")
         if state is None:
-            raise ValueError(f"{self.folder} has no checkpoint to resume from; start the run without --resume.")
+            raise ValueError(
+                f"{self.folder} has no checkpoint to resume from; delete the folder and start the run without --resume."
+            )
+        self._same_settings()
         self.step = state["step"]
         self.policy.load_adapter_state(state["adapter"])
-        self.policy.ema = state["ema"]
+        self.policy.ema = {name: value.to(self.policy.device) for name, value in state["ema"].items()}
         self.optimizer.load_state_dict(state["optimizer"])
         self.scaler.load_state_dict(state["scaler"])
         if "old" in state:
             self.policy.load_adapter_state(state["old"], "old")
+        checkpoint.drop_after(self.folder / "checkpoints", self.step)
         tracker.resume(self.step)
         tracker.say(f"resumed at step {self.step} of {self.args.steps}")
+
+    def _same_settings(self) -> None:
+        """ValueError if a setting that changes the numbers is not what the run folder's config says."""
+        file = self.folder / "config.yaml"
+        former = FlowGRPOConfig.read(file) if file.exists() else self.args
+        free = {"steps", "output", "save_every", "keep", "device", "evaluation"}
+        then, now = former.model_dump(exclude=free), self.args.model_dump(exclude=free)
+        changed = [name for name in now if now[name] != then[name]]
+        if changed:
+            raise ValueError(
+                f"{self.folder} was begun with {changed[0]}={then[changed[0]]!r}, not {now[changed[0]]!r}: resume it with the "
+                "same settings, or start another run by output=..."
+            )
 
     def _finish(self, tracker: Tracker) -> dict[str, float]:
         with self.policy.averaged():
@@ -197,16 +214,18 @@ class FlowGRPOTrainer:
         tracker.say(f"LoRA: {lora}\npictures: {self.folder / 'before_after.png'}\ncurve: {self.folder / 'reward.png'}")
         return last
 
-    def _evaluate(self, tracker: Tracker) -> None:
-        if self.eval_set is None:
+    def _evaluate_if_due(self, tracker: Tracker) -> None:
+        """Before the first step, after the last, and every so often; not again what a resumed run has in its metrics."""
+        settings, steps = self.args.evaluation, (0, self.args.steps)
+        due = self.step in steps or (settings.every and self.step % settings.every == 0)
+        if self.eval_set is None or not due or tracker.evaluated(self.step):
             return
-        settings = self.args.evaluation
         with self.policy.averaged():
             images, by_name = evaluate(
                 self.policy, self.eval_set, self.held_out, settings.steps, settings.seed, self.args.microbatch
             )
         tracker.evaluation(self.step, {name: values.mean().item() for name, values in by_name.items()})
-        if self.step in (0, self.args.steps):
+        if self.step in steps:
             shown = self.eval_set.prompts[:PREVIEWS]
             before_after(self.folder, self.step == 0, images[:PREVIEWS], shown, settings.seed, self.args.model)
 
@@ -277,7 +296,8 @@ class FlowGRPOTrainer:
                 group["lr"] = self._learning_rate()
             for chunk, weight in self._chunks(rows, int(share.sum())):
                 for loss in terms.losses(chunk):
-                    self.scaler.scale((loss.value * weight).sum() / terms.count).backward()
+                    value = (loss.value * weight).sum() / terms.count
+                    self.scaler.scale(value.to(self.policy.device)).backward()
                     totals.add(loss, weight / terms.count)
             if update == 0:
                 self._check_ratio(totals)
@@ -302,7 +322,7 @@ class FlowGRPOTrainer:
         if deviation is None:
             return
         totals.numbers["ratio/first_update_max_deviation"] = deviation
-        if deviation > 0 and not self._ratio_checked:
+        if deviation != 0 and not self._ratio_checked:  # NaN is not 0 either
             raise ValueError(
                 f"before the first update the ratio of new to old probability deviates from 1 by {deviation:.1e}: the update "
                 "does not compute what the rollout did. Look for dropout or train mode, another dtype or batch shape, or a "
@@ -319,13 +339,19 @@ class FlowGRPOTrainer:
         parameters = list(self.policy.parameters().values())
         self.scaler.unscale_(self.optimizer)
         count = sum(p.numel() for p in parameters)
-        norm = torch.nn.utils.clip_grad_norm_(parameters, self.args.optimizer.max_grad_norm)
-        self.scaler.step(self.optimizer)
+        norm = torch.nn.utils.clip_grad_norm_(parameters, self.args.optimizer.max_grad_norm).item()
+        finite = math.isfinite(norm)
+        if not finite and not self.scaler.is_enabled():
+            raise ValueError(
+                f"the gradient of step {self.step + 1} is not finite, and the adapter was left as it was: look at the last lines "
+                "of metrics.jsonl, and set a smaller optimizer.lr or dtype=fp32."
+            )
+        self.scaler.step(self.optimizer)  # which passes over a step whose fp16 gradients overflowed
         self.scaler.update()
         self.optimizer.zero_grad(set_to_none=True)
-        if self.args.ema_decay:
+        if self.args.ema_decay and finite:
             self.policy.update_ema(min(self.args.ema_decay, (1 + self.step) / (10 + self.step)))
-        return {"grad_norm": norm.item(), "grad_rms": norm.item() / count**0.5}
+        return {"grad_norm": norm, "grad_rms": norm / count**0.5} if finite else {"grad_overflow": 1.0}
 
 
 class _Means:
@@ -343,7 +369,8 @@ class _Means:
         self.weight += weight.sum().item()
         for name, values in loss.metrics.items():
             self.sums[name] = self.sums.get(name, 0.0) + (values * weight).sum().item()
-            self.largest[name] = max(self.largest.get(name, 0.0), values[weight > 0].max().item())
+            largest = values[weight > 0].max()
+            self.largest[name] = torch.maximum(largest, largest.new_tensor(self.largest.get(name, 0.0))).item()  # NaN stays
 
     def metrics(self) -> dict[str, float]:
         means = {name: total / self.weight for name, total in self.sums.items() if not name.endswith("max_deviation")}
@@ -351,24 +378,27 @@ class _Means:
         return {**means, **largest, **self.numbers}
 
 
-def build_rewards(args: FlowGRPOConfig, given: Any = None, held_out: bool = False) -> reward_kit.WeightedSum:
-    """The rewards to train on, or with `held_out` all that an evaluation measures, those with weight 0 among them."""
-    settings = {**args.evaluation.rewards, **args.rewards} if held_out else dict(args.rewards)
+def build_rewards(args: FlowGRPOConfig, given: Any = None) -> tuple[reward_kit.WeightedSum, list[str]]:
+    """All rewards that an evaluation measures, and the names of those that are trained on. Each is built once.
+
+    The sum is the trained reward: the others have weight 0 in it. `given` are a trainer's `reward_funcs`.
+    """
     if given is None:
-        loaded = {name: reward_kit.load(name, **setting.options) for name, setting in settings.items()}
-        return reward_kit.WeightedSum(
-            loaded, {name: setting.weight if name in args.rewards else 0.0 for name, setting in settings.items()}
-        )
-    if not isinstance(given, dict):
+        trained: dict[str, Any] = {name: (name, setting.options) for name, setting in args.rewards.items()}
+    else:
         items = given if isinstance(given, list) else [given]
-        given = {item if isinstance(item, str) else getattr(item, "__name__", type(item).__name__): item for item in items}
-    loaded = {name: reward_kit.load(item) if isinstance(item, str) else item for name, item in given.items()}
-    weights = {name: args.rewards[name].weight if name in args.rewards else 1.0 for name in loaded}
-    if held_out:
-        for name, setting in args.evaluation.rewards.items():
-            loaded.setdefault(name, reward_kit.load(name, **setting.options))
-            weights.setdefault(name, 0.0)
-    return reward_kit.WeightedSum(loaded, weights)
+        trained = {i if isinstance(i, str) else getattr(i, "__name__", type(i).__name__): (i, {}) for i in items}
+        if len(trained) < len(items):
+            raise ValueError("two of reward_funcs have one name: give each function or class a name of its own.")
+    measured = {name: (name, setting.options) for name, setting in args.evaluation.rewards.items()}
+    loaded = {
+        name: reward_kit.load(item, **options) if isinstance(item, str) else item
+        for name, (item, options) in {**measured, **trained}.items()
+    }
+    weights = {name: args.rewards[name].weight if name in args.rewards else float(name in trained) for name in loaded}
+    return reward_kit.WeightedSum(loaded, {name: weights[name] if name in trained else 0.0 for name in loaded}), list(
+        trained
+    )
 
 
 def _prompts(source: Any) -> PromptSet:

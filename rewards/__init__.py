@@ -9,7 +9,7 @@ import importlib
 import importlib.util
 import inspect
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -42,7 +42,10 @@ def load(name: str, **options: Any) -> Reward:
             inspect.signature(target).bind(**options)
         except TypeError as error:
             raise ValueError(f"reward {name}: {error}; its options are {_options(target)}.") from error
-        reward = target(**options)
+        try:
+            reward = target(**options)
+        except Exception as error:
+            raise ValueError(f"reward {name} could not be built: {type(error).__name__}: {error}") from error
     else:
         reward = _with_options(name, target, options)
     if not callable(reward):
@@ -83,6 +86,10 @@ class WeightedSum:
     def __init__(self, rewards: dict[str, Reward], weights: dict[str, float]) -> None:
         self.rewards, self.weights = rewards, weights
 
+    def only(self, names: Iterable[str]) -> "WeightedSum":
+        """The sum of these rewards alone, the very same objects."""
+        return WeightedSum({name: self.rewards[name] for name in names}, self.weights)
+
     def __call__(
         self, images: torch.Tensor, prompts: list[str], **metadata: Any
     ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
@@ -100,13 +107,17 @@ def _resolve(name: str) -> Callable[..., Any]:
         raise ValueError(
             f"there is no reward {name}.{hint} Give one of {', '.join(NAMES)}, or your own as my_module:my_fn or file.py:fn."
         )
-    try:
-        module = _import_file(path) if path.endswith(".py") else importlib.import_module(path)
-    except ImportError as error:
-        raise ValueError(f"reward {name} could not be imported: {error}.") from error
+    module = _import_file(path) if path.endswith(".py") else _import_module(name, path)
     if not hasattr(module, attribute):
         raise ValueError(f"reward {name}: {path} has no {attribute}.")
     return getattr(module, attribute)
+
+
+def _import_module(name: str, path: str) -> Any:
+    try:
+        return importlib.import_module(path)
+    except Exception as error:
+        raise ValueError(f"reward {name} could not be imported: {type(error).__name__}: {error}") from error
 
 
 def _import_file(path: str) -> Any:
@@ -128,12 +139,12 @@ def _with_options(name: str, function: Callable[..., Any], options: dict[str, An
     if not options:
         return function
     try:
-        inspect.signature(function).bind(None, None, **options)
+        inspect.signature(function).bind_partial(None, None, **options)
     except TypeError as error:
         raise ValueError(f"reward {name}: {error}.") from error
 
     def reward(images: torch.Tensor, prompts: list[str], **metadata: Any) -> torch.Tensor | list[float]:
-        return function(images, prompts, **{**metadata, **options})
+        return function(images, prompts, **{**_accepted(function, metadata), **options})
 
     return reward
 

@@ -108,6 +108,8 @@ def test_eval_of_a_run_measures_with_and_without_its_lora(trained):
         (["train", "short.yaml", "microbatch=3", "output=runs/x"], "microbatch=3 does not divide"),
         (["train", "short.yaml", "prompts=missing.txt", "output=runs/x"], "there is no prompt file missing.txt"),
         (["train", "short.yaml", "rewards={orc: 1}", "output=runs/x"], "Did you mean ocr?"),
+        (["train", "short.yaml", "device=warp", "output=runs/x"], "device=warp can't be used here"),
+        (["train", "short.yaml", "output=short.yaml"], "short.yaml"),
         (["sample", CAT, "--lora", "./missing"], "there is no LoRA at"),
         (["score", "missing.png"], "there is no picture or folder"),
         (["score", "short.yaml"], "could not be read"),
@@ -140,6 +142,20 @@ def test_the_readme_has_the_two_commands():
     text = (ROOT / "README.md").read_text()
     assert "pip install -e . && flow-grpo train\n" in text
     assert "pip install -e '.[test]' && pytest\n" in text
+
+
+def test_the_readmes_python_runs(tmp_path):
+    """The five-line reward and the trainer's example, as they stand there."""
+    reward, trainer = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+    (tmp_path / "my_reward.py").write_text(reward)
+    (tmp_path / "example.py").write_text(trainer)
+    done = subprocess.run([sys.executable, "example.py"], cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    rows = [json.loads(line) for line in (tmp_path / "runs/fox/metrics.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in rows] == [1, 2]
+    assert {"rewards/redness/mean", "rewards/jpeg_size/mean"} <= rows[0].keys()
+    assert (tmp_path / "runs/fox/lora/pytorch_lora_weights.safetensors").exists()
+    assert "model: tiny" in (tmp_path / "runs/fox/config.yaml").read_text()
 
 
 @pytest.mark.parametrize("command", commands())

@@ -168,14 +168,39 @@ def test_the_users_pipeline_stays_as_it_was():
 def test_prompts_are_encoded_once_and_in_any_company():
     policy = tiny_policy()
     alone = policy.encode(PROMPTS[:1]).take(torch.tensor([0]))
+    together = tiny_policy().encode([PROMPTS[1], PROMPTS[0], PROMPTS[1]]).take(torch.tensor([1]))
+    for a, b in zip(alone.outputs, together.outputs, strict=True):
+        assert (a is None and b is None) or torch.equal(a, b)
     calls = []
     encode = policy._encode_prompt
     policy._encode_prompt = lambda *a, **k: calls.append(a or k) or encode(*a, **k)
-    together = policy.encode([PROMPTS[1], PROMPTS[0], PROMPTS[1]]).take(torch.tensor([1]))
-    for a, b in zip(alone.outputs, together.outputs, strict=True):
-        assert (a is None and b is None) or torch.equal(a, b)
+    policy.encode([PROMPTS[1], *PROMPTS])
     policy.encode(PROMPTS)
     assert len(calls) == 1, "only the prompt that was new"
+
+
+def test_replay_does_not_depend_on_the_micro_batch(policy):
+    schedule, shape = policy.schedule(4)
+    velocity = policy.along(schedule, policy.encode(PROMPTS * 2))
+    start, noise = torch.randn(2, 4, *shape, generator=torch.Generator().manual_seed(0))
+    trajectories = [
+        sampling.rollout(velocity, schedule, start, [0, 1], "cps", 0.7, lambda i: noise, microbatch) for microbatch in (4, 1)
+    ]
+    torch.testing.assert_close(trajectories[0].final, trajectories[1].final, rtol=0, atol=1e-4)
+    rows = torch.arange(4)
+    whole = sampling.replay(velocity, trajectories[0], 1, rows, "cps", 0.7)[0]
+    single = torch.cat([sampling.replay(velocity, trajectories[0], 1, rows[i : i + 1], "cps", 0.7)[0] for i in range(4)])
+    torch.testing.assert_close(whole, single, rtol=0, atol=1e-4)
+
+
+def test_an_unknown_argument_of_the_pipeline_is_a_sentence():
+    with pytest.raises(ValueError, match="StableDiffusion3Pipeline takes no argument max_lenght"):
+        tiny_policy(max_lenght=3)
+
+
+def test_a_device_that_is_not_there_is_a_sentence():
+    with pytest.raises(ValueError, match="device=warp can't be used here"):
+        load_policy("tiny", "warp")
 
 
 def test_pictures_depend_on_their_own_seed_alone():
@@ -212,3 +237,9 @@ def test_a_lora_for_other_modules_and_unknown_targets_are_refused(policy, tmp_pa
         tiny_policy().add_lora(4, 8, ["to_nothing"], seed=0)
     with pytest.raises(ValueError, match="there is no LoRA"):
         tiny_policy().load_lora(tmp_path / "a" / "missing")
+
+
+@pytest.mark.parametrize(("native", "dtype"), [(True, torch.bfloat16), (False, torch.float32)])
+def test_auto_is_bf16_only_on_a_cpu_with_instructions_for_it(monkeypatch, native, dtype):
+    monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: native)
+    assert tiny_policy("auto").dtype == tiny_policy("auto").pipe.transformer.dtype == dtype

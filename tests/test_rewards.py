@@ -140,6 +140,7 @@ def test_own_rewards_by_file_and_by_import_path(monkeypatch):
     assert rewards.score("s", by_path, images, ["a", "b"]).tolist() == [1, 1]
     by_metadata = rewards.load("sample_rewards:uses_metadata")
     assert rewards.score("m", by_metadata, images, ["a", "b"], answer=[3, 4], other=[0, 0]).tolist() == [3, 4]
+    assert rewards.score("s", by_path, images, ["a", "b"], other=[0, 0]).tolist() == [1, 1], "options and metadata"
 
 
 @pytest.mark.parametrize(

@@ -215,6 +215,7 @@ def train_transformer(name: str, pipe: StableDiffusion3Pipeline, folder: Path, s
 
 def train_clip(folder: Path, seed: int) -> torch.nn.Module:
     """The open_clip model of the `clip` reward: half of each batch is the other half with other letters."""
+    torch.manual_seed(seed)  # whatever the stages before drew
     stage = Stage("clip", SimpleNamespace(clip=clip.untrained_tiny()), ["clip"], folder, seed)
     tokenizer = architecture.clip_tokenizer()
 
