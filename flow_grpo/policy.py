@@ -24,6 +24,7 @@ from torch import Tensor
 from flow_grpo.types import Schedule
 
 SHIPPED = {"tiny": Path(__file__).parent / "tiny" / "pipeline"}
+ENCODED_AT_ONCE = 8  # prompts in a pass of the text encoders
 ENCODED_PROMPTS = 512  # embeddings kept: 3 MB each for SD3.5
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -68,12 +69,16 @@ class Policy:
         distinct = list(dict.fromkeys(prompts))
         missing = [prompt for prompt in distinct if prompt not in self._encoded]
         known = {prompt: self._encoded[prompt] for prompt in distinct if prompt in self._encoded}
-        for prompt in missing:  # one at a time: its company would change its last bits, and a resumed run has other company
-            known[prompt] = self._encoded[prompt] = self._encode_now([prompt])
+        if missing and self._batched is None:  # a prompt alone shows which outputs have a row per prompt
+            self._batched = [output is not None and len(output) == 1 for output in self._encode_now(missing[:1])]
+        for chunk in (missing[i : i + ENCODED_AT_ONCE] for i in range(0, len(missing), ENCODED_AT_ONCE)):
+            # always of one shape, which decides the last bits: a resumed run encodes a prompt in other company
+            outputs = self._encode_now(chunk + chunk[:1] * (ENCODED_AT_ONCE - len(chunk)))
+            for row, prompt in enumerate(chunk):
+                pairs = zip(outputs, self._batched or [], strict=True)
+                known[prompt] = self._encoded[prompt] = [o[row : row + 1] if b else o for o, b in pairs]
         while len(self._encoded) > ENCODED_PROMPTS:
             self._encoded.popitem(last=False)
-        if self._batched is None:  # a prompt alone shows which outputs have a row per prompt
-            self._batched = [output is not None and len(output) == 1 for output in known[distinct[0]]]
         columns = zip(*(known[prompt] for prompt in distinct), strict=True)
         outputs = [_join(list(c)) if b else c[0] for c, b in zip(columns, self._batched or [], strict=True)]
         place = {prompt: i for i, prompt in enumerate(distinct)}

@@ -61,7 +61,7 @@ def test_flux_goes_the_same_way(folder, tmp_path):
     def plain():
         return policy.pipe(PROMPTS, latents=latents, num_inference_steps=3, output_type="pt", **CALL).images
 
-    torch.testing.assert_close(drawn(policy, latents), plain(), rtol=0, atol=2e-6)
+    torch.testing.assert_close(drawn(policy, latents), plain(), rtol=0, atol=2e-5)
 
     policy.add_lora(4, 8, ["to_q", "to_v"], seed=0)
     with torch.no_grad():
@@ -87,6 +87,6 @@ def test_flux_goes_the_same_way(folder, tmp_path):
     again.set_progress_bar_config(disable=True)
     again.load_lora_weights(str(tmp_path))
     found = again(PROMPTS, latents=latents, num_inference_steps=3, output_type="pt", **CALL).images
-    torch.testing.assert_close(found, with_lora, rtol=0, atol=2e-6)
+    torch.testing.assert_close(found, with_lora, rtol=0, atol=2e-5)
     with policy.reference():
         assert (plain() - with_lora).abs().max() > 1e-4

@@ -32,7 +32,7 @@ def test_noise_0_is_the_pipelines_own_call(guidance):
     policy.pipe.set_progress_bar_config(disable=True)
     call = {**CALL, "guidance_scale": guidance}
     expected = policy.pipe(PROMPTS, latents=LATENTS, num_inference_steps=4, output_type="pt", **call).images
-    torch.testing.assert_close(euler(policy, LATENTS, 4), expected, rtol=0, atol=2e-6)
+    torch.testing.assert_close(euler(policy, LATENTS, 4), expected, rtol=0, atol=2e-5)
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
@@ -109,10 +109,10 @@ def test_the_saved_lora_gives_the_same_picture_in_plain_diffusers(policy, tmp_pa
     without = plain(PROMPTS, latents=LATENTS, num_inference_steps=4, output_type="pt", **CALL).images
     plain.load_lora_weights(str(tmp_path))
     found = plain(PROMPTS, latents=LATENTS, num_inference_steps=4, output_type="pt", **CALL).images
-    torch.testing.assert_close(found, euler(policy, LATENTS, 4), rtol=0, atol=2e-6)
+    torch.testing.assert_close(found, euler(policy, LATENTS, 4), rtol=0, atol=2e-5)
     assert (found - without).abs().max() > 1e-3
     again = load_policy("tiny", "cpu", "fp32", lora=tmp_path, **CALL)
-    torch.testing.assert_close(euler(again, LATENTS, 4), found, rtol=0, atol=2e-6)
+    torch.testing.assert_close(euler(again, LATENTS, 4), found, rtol=0, atol=2e-5)
 
 
 def test_the_lora_is_float32_whatever_the_model_is():
@@ -168,9 +168,12 @@ def test_the_users_pipeline_stays_as_it_was():
 def test_prompts_are_encoded_once_and_in_any_company():
     policy = tiny_policy()
     alone = policy.encode(PROMPTS[:1]).take(torch.tensor([0]))
-    together = tiny_policy().encode([PROMPTS[1], PROMPTS[0], PROMPTS[1]]).take(torch.tensor([1]))
-    for a, b in zip(alone.outputs, together.outputs, strict=True):
-        assert (a is None and b is None) or torch.equal(a, b)
+    others = [f'green text "{a}{b}{c}" on a white background' for a in "XYZ" for b in "XYZ" for c in "XY"]
+    for place in (1, 3, 7, 12, 17):
+        company = [*others[:place], PROMPTS[0], *others[place:]]
+        together = tiny_policy().encode(company).take(torch.tensor([place]))
+        for a, b in zip(alone.outputs, together.outputs, strict=True):
+            assert (a is None and b is None) or torch.equal(a, b), place
     calls = []
     encode = policy._encode_prompt
     policy._encode_prompt = lambda *a, **k: calls.append(a or k) or encode(*a, **k)
