@@ -158,7 +158,7 @@ def test_a_ratio_that_is_not_a_number_stops_the_run(tmp_path, monkeypatch):
 
     trainer = FlowGRPOTrainer(args=short_run(tmp_path / "run"))
     before = trainer.policy.adapter_state()
-    monkeypatch.setitem(sde.LOG_PROBS, "gaussian", lambda x, mean, std: torch.full((len(x),), torch.nan))
+    monkeypatch.setitem(sde.LOG_PROBS, "gaussian", lambda x, mean, std: mean.flatten(1).mean(1) * torch.nan)
     with pytest.raises(ValueError, match="deviates from 1 by nan"):
         trainer.train()
     assert same(before, trainer.policy.adapter_state())
