@@ -1,7 +1,8 @@
 """What one update minimises, term by term: the policy run again on a rollout's rows, and an objective of what it says.
 
 `StepTerms` replays the trained transitions, `FinalTerms` noises the final latents afresh. Both hand out one `Loss` for each
-of their `count` terms; the trainer weighs the rows, runs backward and forgets the graph before it asks for the next.
+of their `count` terms; the trainer weighs the rows, runs backward and forgets the graph before it asks for the next. `Means`
+collects what the losses report.
 """
 
 from collections.abc import Iterator
@@ -112,6 +113,30 @@ class FinalTerms:
             v = torch.cat([self._velocity(x[c], timestep[c], c) for c in torch.arange(len(x)).split(microbatch)])
             found.append(objectives.awm_log_prob(v, eps - self.x0, sigma, self.o.weight))
         return found
+
+
+class Means:
+    """Weighted means and largest values of what losses report."""
+
+    def __init__(self) -> None:
+        self.loss = 0.0
+        self.sums: dict[str, float] = {}
+        self.largest: dict[str, float] = {}
+        self.weight = 0.0
+        self.numbers: dict[str, float] = {}
+
+    def add(self, loss: Loss, weight: Tensor) -> None:
+        self.loss += (loss.value.detach() * weight).sum().item()
+        self.weight += weight.sum().item()
+        for name, values in loss.metrics.items():
+            self.sums[name] = self.sums.get(name, 0.0) + (values * weight).sum().item()
+            largest = values[weight > 0].max()
+            self.largest[name] = torch.maximum(largest, largest.new_tensor(self.largest.get(name, 0.0))).item()  # NaN stays
+
+    def metrics(self) -> dict[str, float]:
+        means = {name: total / self.weight for name, total in self.sums.items() if not name.endswith("max_deviation")}
+        largest = {name: value for name, value in self.largest.items() if name.endswith("max_deviation")}
+        return {**means, **largest, **self.numbers}
 
 
 def _with_kl(loss: Loss, kl: Tensor, weight: float) -> Loss:

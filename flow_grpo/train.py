@@ -18,9 +18,9 @@ from flow_grpo.config import FlowGRPOConfig
 from flow_grpo.evaluate import before_after, evaluate
 from flow_grpo.policy import Conditioning, Policy, load_policy
 from flow_grpo.prompts import PromptSet, load_prompts
-from flow_grpo.terms import FinalTerms, StepTerms
+from flow_grpo.terms import FinalTerms, Means, StepTerms
 from flow_grpo.tracking import Tracker, plot_curves, read_metrics
-from flow_grpo.types import Loss, PromptBatch, Scores, Trajectory
+from flow_grpo.types import PromptBatch, Scores, Trajectory
 
 PREVIEWS = 16  # held-out prompts in the before and after grids
 
@@ -104,16 +104,19 @@ class FlowGRPOTrainer:
         with Tracker(self.folder, self.args.steps) as tracker, self._signals():
             self._begin(tracker, resume)
             try:
-                self._evaluate_if_due(tracker)
-                while self.step < self.args.steps:
-                    tracker.log(self.step + 1, self.training_step())
-                    if self.step == self.args.steps or self.step % self.args.save_every == 0:
-                        self.save()
-                    self._evaluate_if_due(tracker)
+                self._loop(tracker)
             except (Interrupted, ValueError):
                 self.save()
                 raise
             return self._finish(tracker)
+
+    def _loop(self, tracker: Tracker) -> None:
+        self._evaluate_if_due(tracker)
+        while self.step < self.args.steps:
+            tracker.log(self.step + 1, self.training_step())
+            if self.step == self.args.steps or self.step % self.args.save_every == 0:
+                self.save()
+            self._evaluate_if_due(tracker)
 
     def training_step(self) -> dict[str, float]:
         """One step: rollout, rewards, advantages, updates. Returns its metrics and counts `self.step` up."""
@@ -288,7 +291,7 @@ class FlowGRPOTrainer:
             terms = StepTerms(self.policy, args, conditioning, trajectory, advantage)
         else:
             terms = FinalTerms(self.policy, args, conditioning, trajectory, advantage, batch, self.step)
-        totals = _Means()
+        totals = Means()
         for update, groups in enumerate(torch.arange(args.prompts_per_step).chunk(args.updates)):
             share = torch.isin(batch.group, groups)
             rows = (share & signal).nonzero()[:, 0]
@@ -317,7 +320,7 @@ class FlowGRPOTrainer:
             weight = torch.cat([torch.full((len(chunk),), 1 / total), torch.zeros(missing)])
             yield torch.cat([chunk, chunk[:1].expand(missing)]), weight
 
-    def _check_ratio(self, totals: "_Means") -> None:
+    def _check_ratio(self, totals: Means) -> None:
         deviation = totals.largest.get("ratio/max_deviation")
         if deviation is None:
             return
@@ -352,30 +355,6 @@ class FlowGRPOTrainer:
         if self.args.ema_decay and finite:
             self.policy.update_ema(min(self.args.ema_decay, (1 + self.step) / (10 + self.step)))
         return {"grad_norm": norm, "grad_rms": norm / count**0.5} if finite else {"grad_overflow": 1.0}
-
-
-class _Means:
-    """Weighted means and largest values of what losses report."""
-
-    def __init__(self) -> None:
-        self.loss = 0.0
-        self.sums: dict[str, float] = {}
-        self.largest: dict[str, float] = {}
-        self.weight = 0.0
-        self.numbers: dict[str, float] = {}
-
-    def add(self, loss: Loss, weight: Tensor) -> None:
-        self.loss += (loss.value.detach() * weight).sum().item()
-        self.weight += weight.sum().item()
-        for name, values in loss.metrics.items():
-            self.sums[name] = self.sums.get(name, 0.0) + (values * weight).sum().item()
-            largest = values[weight > 0].max()
-            self.largest[name] = torch.maximum(largest, largest.new_tensor(self.largest.get(name, 0.0))).item()  # NaN stays
-
-    def metrics(self) -> dict[str, float]:
-        means = {name: total / self.weight for name, total in self.sums.items() if not name.endswith("max_deviation")}
-        largest = {name: value for name, value in self.largest.items() if name.endswith("max_deviation")}
-        return {**means, **largest, **self.numbers}
 
 
 def build_rewards(args: FlowGRPOConfig, given: Any = None) -> tuple[reward_kit.WeightedSum, list[str]]:
