@@ -118,8 +118,11 @@ def caught(file: str, old: str, new: str, tests: str) -> bool:
 
 
 def main() -> None:
-    missed = 0
+    """Plants all, or those whose name holds one of the words given."""
+    missed, words = 0, sys.argv[1:]
     for name, *bug in BUGS:
+        if words and not any(word in name for word in words):
+            continue
         found = caught(*bug)
         missed += not found
         print(f"{'caught' if found else 'MISSED'}  {name}  ({bug[-1]})", flush=True)
