@@ -88,16 +88,14 @@ def main(
             with out.open("a") as file:
                 file.write(json.dumps(row) + "\n")
     table = Table(title=f"seconds to exact accuracy {bar} on held-out words")
-    for column in ("config", "seed", "before", "seconds", "steps", "last", "best", "clip before", "clip after"):
-        table.add_column(column)
+    for column in ("config", "seed", "seconds", "steps", "exact", "clip"):
+        table.add_column(column, no_wrap=True)
     for row in rows:
         if row["config"] in configs and row["bar"] == bar:
             first, last = row["first"], row["last"]
-            seconds = f"{row['seconds']:.0f}" if row["seconds"] else f"not in {last['seconds']:.0f}"
-            numbers = [
-                f"{n:.3f}" for n in (first[MEASURE], last[MEASURE], row["best"], first["eval/clip"], last["eval/clip"])
-            ]
-            table.add_row(row["config"], str(row["seed"]), numbers[0], seconds, str(row["steps"]), *numbers[1:])
+            seconds = f"{row['seconds']:.0f}" if row["seconds"] else f"> {last['seconds']:.0f}"
+            exact, clip = (f"{first[name]:.3f} -> {last[name]:.3f}" for name in (MEASURE, "eval/clip"))
+            table.add_row(row["config"], str(row["seed"]), seconds, str(row["steps"]), exact, clip)
     Console().print(table)
 
 
