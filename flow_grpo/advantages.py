@@ -1,32 +1,51 @@
 """Group-relative advantages: an image's reward against the other images of its prompt. No critic."""
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
 CLAMP = 5.0
+Method = Callable[[Tensor, Tensor], Tensor]
 
 
-def group_advantages(reward: Tensor, group: Tensor, method: str = "grpo", eps: float = 1e-4) -> Tensor:
+def group_advantages(
+    reward: Tensor, group: Tensor, method: str | Method = "grpo", eps: float = 1e-4, weights: Tensor | None = None
+) -> Tensor:
     """Advantage of each of B images, (B,), clamped to +-5.
 
     Args:
-        reward: (B,), finite.
+        reward: (B,), finite; or (B, R), several rewards, of which all methods but `gdpo` take the weighted sum.
         group: (B,) int64, which prompt a row belongs to; at least two rows each.
-        method: one of `METHODS`.
+        method: one of `METHODS`, `gdpo`, or a function of one's own: (reward (B,), group (B,)) -> (B,).
         eps: added to a standard deviation before dividing by it.
+        weights: (R,) of several rewards, 1 each if not given.
 
     Raises:
-        ValueError: an unknown method, a group of one image (whose advantage would always be 0), or a reward that is
-            not finite.
+        ValueError: an unknown method, a group of one image (whose advantage would always be 0), a reward that is not
+            finite, or a function of one's own that does not return B finite numbers.
     """
-    if method not in METHODS:
-        raise ValueError(f"unknown advantage {method!r}; choose one of {', '.join(METHODS)}.")
+    if not callable(method) and method not in (*METHODS, "gdpo"):
+        raise ValueError(f"unknown advantage {method!r}; choose one of {', '.join((*METHODS, 'gdpo'))}.")
     if not torch.isfinite(reward).all():
         raise ValueError("rewards must be finite numbers; one is NaN or infinite.")
     _, group, size = group.unique(return_inverse=True, return_counts=True)
     if (size < 2).any():
         raise ValueError("a group of one image has no advantage: draw at least two images per prompt.")
-    return METHODS[method](reward.float(), group, size, eps).clamp(-CLAMP, CLAMP)
+    if method == "gdpo":
+        found = gdpo(reward.float().reshape(len(reward), -1), group, size, eps, weights)
+    elif callable(method):
+        found = _checked(method(weighted_sum(reward, weights), group), len(group))
+    else:
+        found = METHODS[method](weighted_sum(reward, weights), group, size, eps)
+    return found.clamp(-CLAMP, CLAMP)
+
+
+def weighted_sum(reward: Tensor, weights: Tensor | None = None) -> Tensor:
+    """(B,) of rewards (B,) or (B, R)."""
+    if reward.ndim == 1:
+        return reward.float()
+    return reward.float().sum(1) if weights is None else (reward.float() * weights).sum(1)
 
 
 def grpo(reward, group, size, eps):
@@ -62,12 +81,38 @@ def rank(reward, group, size, eps):
     return beaten / (size - 1)[group]
 
 
-def has_signal(reward: Tensor, group: Tensor, method: str = "grpo") -> Tensor:
-    """(B,) bool: the rows whose group has rewards that differ. The others have advantage 0, and updates leave them out.
+def gdpo(reward: Tensor, group: Tensor, size: Tensor, eps: float, weights: Tensor | None = None) -> Tensor:
+    """GDPO, arXiv 2601.05242: each of (B, R) rewards normalised in its group, then their sum over the batch.
 
-    `reinforce_pp` compares with the whole batch, so there it is all rows or none.
+    A reward of small spread then counts as much as one of large spread, whatever their units.
     """
-    if method == "reinforce_pp":
+    total = weighted_sum(torch.stack([grpo(column, group, size, eps) for column in reward.unbind(1)], 1), weights)
+    return (total - total.mean()) / (total.std(correction=0) + eps)
+
+
+def shares(reward: Tensor, weights: Tensor, group: Tensor, method: str | Method = "grpo") -> tuple[Tensor, Tensor]:
+    """What each of R rewards (B, R) does to the advantage: its share of it (R,), and their correlations (R, R).
+
+    A share is the part of the sum's variance within groups that comes with the reward: they sum to 1, and one below 0
+    means that the others outvote it. Rewards without any spread have share 0 and correlation 0 with the others.
+    """
+    _, group, size = group.unique(return_inverse=True, return_counts=True)
+    one = grpo if method == "gdpo" else dr_grpo
+    parts = torch.stack([w * one(r, group, size, 1e-4) for r, w in zip(reward.float().unbind(1), weights, strict=True)], 1)
+    products = parts.T @ parts
+    spread = products.diagonal().sqrt()
+    correlation = products / (spread[:, None] * spread[None, :]).clamp_min(1e-12)
+    return products.sum(1) / products.sum().clamp_min(1e-12), correlation
+
+
+def has_signal(reward: Tensor, group: Tensor, method: str | Method = "grpo") -> Tensor:
+    """(B,) bool: the rows whose group has rewards (B,) or (B, R) that differ. Updates leave out the others, of advantage 0.
+
+    `reinforce_pp` and functions of one's own may compare with the whole batch, so there it is all rows or none.
+    """
+    if reward.ndim == 2:
+        return torch.stack([has_signal(column, group, method) for column in reward.unbind(1)]).any(0)
+    if method == "reinforce_pp" or callable(method):
         group = torch.zeros_like(group)
     _, group = group.unique(return_inverse=True)
     limit = reward.new_full((int(group.max()) + 1,), torch.inf)
@@ -93,3 +138,10 @@ def _centred(reward: Tensor, group: Tensor, size: Tensor) -> Tensor:
 def _group_mean(value: Tensor, group: Tensor, size: Tensor) -> Tensor:
     """(B,): for each row the mean of its group."""
     return (value.new_zeros(len(size)).index_add(0, group, value) / size)[group]
+
+
+def _checked(advantage: Tensor, rows: int) -> Tensor:
+    advantage = torch.as_tensor(advantage, dtype=torch.float32)
+    if advantage.shape != (rows,) or not torch.isfinite(advantage).all():
+        raise ValueError(f"the advantage function must return {rows} finite numbers, one for each image.")
+    return advantage

@@ -50,6 +50,14 @@ def latest(folder: Path) -> tuple[dict[str, Any] | None, list[str]]:
     return None, warnings
 
 
+def read(folder: Path, step: int) -> dict[str, Any]:
+    """The state of that step's checkpoint; ValueError if it is not there or damaged."""
+    try:
+        return _read(folder / f"step_{step:06d}")
+    except (OSError, KeyError) as error:
+        raise ValueError(f"{folder} has no whole checkpoint of step {step}.") from error
+
+
 def _read(folder: Path) -> dict[str, Any]:
     content = (folder / STATE).read_bytes()
     seal = json.loads((folder / SEAL).read_text())

@@ -1,4 +1,4 @@
-"""The command line: train, sample, eval, score."""
+"""The command line: train, sample, eval, score, compare, doctor."""
 
 import json
 import os
@@ -136,10 +136,9 @@ def evaluate_command(
     [bold]flow-grpo eval runs/tiny_ocr[/bold]  (the run's own config and LoRA)
     [bold]flow-grpo eval tiny_ocr --lora runs/tiny_ocr/lora[/bold]
     """
-    from flow_grpo.evaluate import evaluate
+    from flow_grpo.evaluate import build_rewards, evaluate
     from flow_grpo.prompts import load_prompts
     from flow_grpo.tracking import print_table
-    from flow_grpo.train import build_rewards
 
     folder = Path(config)
     if folder.is_dir():
@@ -189,7 +188,7 @@ def score(
     [bold]flow-grpo score samples/grid.png --reward ocr --reward color[/bold]
     """
     import rewards
-    from flow_grpo.evaluate import read_pictures
+    from flow_grpo.grid import read_pictures
     from flow_grpo.tracking import print_table
 
     names, pictures, texts = read_pictures(images, prompts)
@@ -208,6 +207,82 @@ def score(
             for i, (n, t) in enumerate(zip(names, texts, strict=True))
         ]
         out.write_text(json.dumps(content, indent=2))
+
+
+@app.command()
+def compare(
+    configs: Annotated[list[str], typer.Argument(help="Configs, by file or by the name of a shipped one.")],
+    seeds: Annotated[int, typer.Option(min=1, help="Seeds of each config.")] = 3,
+    budget: Annotated[
+        str, typer.Option(help="Of each run: seconds or minutes of training (120s, 20m) or images=N drawn.")
+    ] = "120s",
+    slices: Annotated[int, typer.Option(min=1, help="Evaluations of each run; runs take turns after each.")] = 6,
+    measure: Annotated[str, typer.Option(help="The held-out measure to compare by.")] = "reward",
+    target: Annotated[
+        float | None, typer.Option(help="Report the seconds until the measure reaches this.", show_default=False)
+    ] = None,
+    stop: Annotated[bool, typer.Option("--stop", help="End a run once it has reached the target.")] = False,
+    set_: Annotated[
+        list[str] | None, typer.Option("--set", help="key.sub=value over every config.", show_default=False)
+    ] = None,
+    out: Annotated[Path, typer.Option(help="Folder for the runs, compare.png, compare.md and compare.json.")] = Path(
+        "runs/compare"
+    ),
+) -> None:
+    """Compare configs on the same budget with several seeds, taking turns on the machine. Stopped, it goes on where it was.
+
+    [bold]flow-grpo compare tiny_ocr tiny_grpo --seeds 3 --budget 5m --measure ocr_exact --target 0.92[/bold]
+    """
+    from flow_grpo import compare as comparison
+
+    def say(line: str) -> None:
+        console.print(line, highlight=False, markup=False)
+
+    limits = comparison.parse_budget(budget, slices)
+    runs = comparison.compare(configs, seeds, limits, out, set_ or [], measure, target, stop, say)
+    rows = comparison.summary(runs, measure, target)
+    comparison.print_summary(console, rows, measure, target)
+    comparison.plot(runs, measure, target, out / "compare.png")
+    (out / "compare.md").write_text(comparison.markdown(rows))
+    (out / "compare.json").write_text(json.dumps(rows, indent=2))
+    say(f"curves: {out / 'compare.png'}, table: {out / 'compare.md'}, numbers: {out / 'compare.json'}")
+
+
+@app.command()
+def doctor(
+    config: Annotated[
+        str, typer.Argument(help="A YAML file, or the name of a shipped config.", metavar="CONFIG")
+    ] = "tiny_grpo",
+    overrides: Overrides = None,
+    explore: Annotated[
+        bool, typer.Option("--explore", help="Measure how much reward variance the noise of each sampling step owns.")
+    ] = False,
+    transitions: Annotated[str, typer.Option(help="Transitions to explore, with commas between.")] = "cps,flow_sde",
+    noise_levels: Annotated[str, typer.Option(help="Noise levels to explore, with commas between.")] = "0.4,0.7,1.0",
+    out: Annotated[Path, typer.Option(help="Picture of the exploration.")] = Path("explore.png"),
+) -> None:
+    """Look at a config on this machine before training: one step's ratio, gradient, signal and seconds; or what explores.
+
+    [bold]flow-grpo doctor tiny_grpo[/bold]
+    [bold]flow-grpo doctor tiny_grpo --explore --transitions cps --noise-levels 0.6,0.8[/bold]
+    """
+    from flow_grpo import doctor as checks
+    from flow_grpo.policy import quiet_libraries
+
+    quiet_libraries()
+    args = FlowGRPOConfig.read(config, overrides)
+    if explore:
+        names = [name.strip() for name in transitions.split(",")]
+        checks.explore(console, args, names, [_number(level) for level in noise_levels.split(",")], out)
+    else:
+        checks.examine(console, args)
+
+
+def _number(text: str) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        raise ValueError(f"{text!r} is not a noise level: give numbers with commas between, such as 0.4,0.7.") from None
 
 
 def _policy(args: FlowGRPOConfig, model: str, lora: str | None, guidance: float | None) -> Any:

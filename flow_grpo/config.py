@@ -3,15 +3,28 @@
 Each field's documentation stands below it.
 """
 
-import difflib
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
+from flow_grpo import checks
+
 PositiveInt = Annotated[int, Field(gt=0)]
+PositiveFloat = Annotated[float, Field(gt=0)]
 Share = Annotated[float, Field(ge=0, le=1)]
+STAGED = (
+    "steps",
+    "objective",
+    "sampling",
+    "optimizer",
+    "prompts_per_step",
+    "images_per_prompt",
+    "microbatch",
+    "updates",
+    "epochs",
+)
 
 
 class Section(BaseModel):
@@ -30,8 +43,9 @@ class LoraConfig(Section):
 
 
 class WindowConfig(Section):
-    kind: Literal["all", "fixed", "random", "sliding"] = "all"
-    """Which steps are stochastic and trained: all of first..last, a fixed run, one drawn at random, or one that slides."""
+    kind: Literal["all", "fixed", "random", "sliding", "auto"] = "all"
+    """Which steps are stochastic and trained: all of first..last, a fixed run, one drawn at random, one that slides, or, `auto`,
+    the run of steps whose noise moves the reward most, measured before the first training step."""
     size: PositiveInt = 3
     """Steps in the window; `all` ignores it."""
     first: Annotated[int, Field(ge=0)] = 0
@@ -53,36 +67,74 @@ class SamplingConfig(Section):
     log_prob: Literal["gaussian", "unnormalized"] = "gaussian"
     """The log-probability of a step; `unnormalized` is what Flow-CPS published."""
     shared_start: bool = False
-    """Whether the images of a group start from one noise; the steps before the window are then computed once per group."""
+    """Whether the images of a group start from one noise; the steps before the window are then computed once per group. With
+    a window of one step, that step alone makes the difference and owns its advantage (TempFlow, arXiv 2508.04324)."""
+    solver: Literal["euler", "heun"] = "euler"
+    """Forward-process objectives: how the ODE is solved in rollouts; `heun` is of order 2, with two velocities a step."""
+
+
+class CriticConfig(Section):
+    lr: PositiveFloat = 1e-3
+    """Learning rate of the critic's AdamW."""
+    width: PositiveInt = 128
+    """Channels of the critic."""
+    gae_lambda: Share = 0.95
+    """Generalised advantage estimation: 1 trusts the reward alone, 0 the critic's next value alone."""
 
 
 class ObjectiveConfig(Section):
-    name: Literal["grpo", "awm", "nft"] = "grpo"
-    """grpo on the per-step log-probabilities; awm or nft on the final latents, noised afresh."""
-    advantage: Literal["grpo", "batch_std", "dr_grpo", "rloo", "reinforce_pp", "rank"] = "grpo"
-    """How rewards become advantages, see flow_grpo/advantages.py."""
-    clip_low: Annotated[float, Field(gt=0)] = 1e-4
-    """The ratio is clipped at 1 - clip_low. Log-probabilities are means, so the range is small."""
-    clip_high: Annotated[float, Field(gt=0)] = 1e-4
+    name: str = "grpo"
+    """On per-step log-probabilities: grpo, reinforce, grpo_guard, dppo, ppo. On final latents noised afresh: awm, nft, sft, dpo.
+    Or one's own function as my_module:my_fn or file.py:my_fn, on steps if the transition is stochastic, else on final latents."""
+    options: dict[str, Any] = {}
+    """Keyword arguments of one's own function."""
+    advantage: str = "grpo"
+    """How rewards become advantages, see flow_grpo/advantages.py: grpo, batch_std, dr_grpo, rloo, reinforce_pp, gdpo, rank, or
+    one's own function (reward (B,), group (B,)) -> (B,) as my_module:my_fn or file.py:my_fn."""
+    clip_low: PositiveFloat | Literal["auto"] = 1e-4
+    """The ratio is clipped at 1 - clip_low; log-probabilities are means, so the range is small. `auto` takes it from the ratios
+    seen at each step."""
+    clip_high: PositiveFloat | Literal["auto"] = 1e-4
     """The ratio is clipped at 1 + clip_high; above clip_low it is DAPO's clip-higher."""
+    clip_quantile: Annotated[float, Field(gt=0, lt=1)] = 0.9
+    """auto: the share of ratios that the clip range leaves alone."""
+    threshold: Annotated[float, Field(ge=0)] = 1e-4
+    """dppo: the divergence of new and old step from which on an update may not push further."""
+    step_weight: Literal["uniform", "std"] = "uniform"
+    """Objectives on steps: weight of a step's loss; `std` weighs by the transition's std (TempFlow, arXiv 2508.04324), which makes
+    up for the 1 / std in the gradient of a log-probability."""
     kl_weight: Annotated[float, Field(ge=0)] = 0.0
-    """Weight of the KL to the base model, of the transitions for grpo and of the velocities otherwise."""
+    """Weight of the KL to the base model."""
+    kl: Literal["gaussian", "k3", "flow_grpo", "velocity"] | None = None
+    """Which KL: of the transitions (`gaussian`, the default on steps), DeepSeekMath's estimator from log-probabilities (`k3`), the
+    published code's, without the step's length (`flow_grpo`), or the distance of the velocities (`velocity`, on final latents)."""
+    data: str | None = None
+    """sft, dpo: images to train on in place of rollouts, see flow_grpo/pairs.py."""
     draws: PositiveInt = 1
-    """awm, nft: noise levels drawn for each image and update."""
+    """On final latents: noise levels drawn for each image and update."""
     sigma_range: tuple[Share, Share] = (0.0, 1.0)
-    """awm, nft: the range those noise levels are drawn from, before the schedule's shift."""
+    """On final latents: the range those noise levels are drawn from, before the schedule's shift."""
     weight: Literal["uniform", "ghuber"] = "uniform"
     """awm: weight of the matching loss."""
-    beta: Annotated[float, Field(gt=0)] = 1.0
+    beta: PositiveFloat = 1.0
     """nft: how far the implicit policies lie from the old one."""
-    advantage_max: Annotated[float, Field(gt=0)] = 5.0
+    advantage_max: PositiveFloat = 5.0
     """nft: the advantage that counts as surely good."""
     old_decay: Share = 0.5
     """nft: how slowly the old policy follows the trained one."""
+    dpo_beta: PositiveFloat = 500.0
+    """dpo: how sharply the difference of two matching errors decides."""
+    critic: CriticConfig = CriticConfig()
+    """ppo: its critic."""
+
+    @property
+    def on_steps(self) -> bool | None:
+        """Whether it takes trained steps, or final latents; None for one's own function, which takes what there is."""
+        return None if ":" in self.name else self.name in checks.ON_STEPS
 
 
 class OptimizerConfig(Section):
-    lr: Annotated[float, Field(gt=0)] = 3e-4
+    lr: PositiveFloat = 3e-4
     """Learning rate of AdamW."""
     warmup: Annotated[int, Field(ge=0)] = 0
     """Steps in which the learning rate rises to lr."""
@@ -94,7 +146,7 @@ class OptimizerConfig(Section):
     """Added to the root of the second moment. Gradients of mean log-probabilities can be 5e-9, below the usual 1e-8."""
     weight_decay: Annotated[float, Field(ge=0)] = 1e-4
     """AdamW's weight decay."""
-    max_grad_norm: Annotated[float, Field(gt=0)] = 1.0
+    max_grad_norm: PositiveFloat = 1.0
     """Gradients are clipped to this norm."""
 
 
@@ -103,6 +155,15 @@ class RewardConfig(Section):
     """Weight in the sum; 0 only reports it."""
     options: dict[str, Any] = {}
     """Arguments of the reward's constructor."""
+    on_error: Literal["stop", "drop"] = "stop"
+    """What to do when it raises or returns no finite number: stop the run, or leave those groups out of the step."""
+
+
+class RestingConfig(Section):
+    after: Annotated[int, Field(ge=0)] = 0
+    """A prompt rests once its group had no signal, all solved or all hopeless, so many times in a row; 0 lets none rest."""
+    steps: PositiveInt = 25
+    """Training steps for which it rests before it is asked again."""
 
 
 class EvaluationConfig(Section):
@@ -150,6 +211,12 @@ class FlowGRPOConfig(Section):
     """Images per forward pass, in the rollout and in the update alike, so that the first update's ratio is exactly 1."""
     updates: PositiveInt = 1
     """Optimizer steps on a rollout; each takes an equal share of its prompts."""
+    epochs: PositiveInt = 1
+    """Times that a rollout is gone through."""
+    resample: Annotated[int, Field(ge=0)] = 0
+    """Further rounds of prompts drawn at most in a step until all its groups have signal (DAPO, arXiv 2503.14476); 0 is none."""
+    resting: RestingConfig = RestingConfig()
+    """Prompts that say nothing for the moment are left out for a while."""
 
     sampling: SamplingConfig = SamplingConfig()
     objective: ObjectiveConfig = ObjectiveConfig()
@@ -158,6 +225,9 @@ class FlowGRPOConfig(Section):
     ema_decay: Annotated[float, Field(ge=0, lt=1)] = 0.9
     """Decay of the moving average of the adapter that is evaluated and saved; 0 is none."""
     evaluation: EvaluationConfig = EvaluationConfig()
+    stages: list[dict[str, Any]] = []
+    """Parts of the run, one after another, each a set of settings over the others with its own `steps`: supervised
+    fine-tuning, then GRPO. A stage may set steps, objective, sampling, optimizer, and the sizes of a step."""
 
     seed: int = 0
     """Every random draw derives from (seed, step, prompt, image)."""
@@ -188,41 +258,34 @@ class FlowGRPOConfig(Section):
 
     @model_validator(mode="after")
     def _consistent(self) -> "FlowGRPOConfig":
-        s, o, w = self.sampling, self.objective, self.sampling.window
-        per_step = o.name == "grpo"
         if not self.rewards:
             raise ValueError("rewards is empty: name at least one, for example `rewards: {ocr: 1.0}`.")
-        if self.prompts_per_step % self.updates:
-            raise ValueError(
-                f"updates={self.updates} does not divide prompts_per_step={self.prompts_per_step}: every update takes an "
-                "equal share of the prompts."
-            )
-        if per_step and s.transition == "ode":
-            raise ValueError("objective grpo needs a stochastic transition: set sampling.transition to cps or flow_sde.")
-        if per_step and s.noise_level == 0:
-            raise ValueError("sampling.noise_level=0 is the ODE, which has no log-probability to train: set it above 0.")
-        if not per_step and s.transition != "ode":
-            raise ValueError(
-                f"objective {o.name} trains on final latents, which the ODE draws: set sampling.transition=ode."
-            )
-        if not per_step and s.shared_start:
-            raise ValueError(
-                f"sampling.shared_start=true with objective {o.name}: the ODE would draw the same image for a whole group."
-            )
-        if s.transition == "cps" and s.noise_level > 1:
-            raise ValueError(f"sampling.noise_level={s.noise_level}, but for cps it is at most 1.")
-        last = s.steps - 2 if w.last is None else w.last
-        latest = s.steps - 2 if s.transition in ("cps", "exact_sde") else s.steps - 1
-        if per_step and not w.first <= last <= latest:
-            raise ValueError(
-                f"sampling.window trains steps {w.first} to {last}, but with {s.steps} sampling steps of {s.transition} the "
-                f"trainable ones are 0 to {latest}."
-            )
-        if per_step and w.kind != "all" and w.first + w.size - 1 > last:
-            raise ValueError(f"sampling.window.size={w.size} does not fit into steps {w.first} to {last}.")
-        if o.sigma_range[0] >= o.sigma_range[1]:
-            raise ValueError("objective.sigma_range must rise, for example [0, 1].")
+        if self.stages:
+            self.steps = sum(stage.steps for _, stage in self.parts())  # each part is checked as it is built
+        else:
+            checks.check_sizes(self)
+            checks.check_objective(self.objective, self.sampling)
+            checks.check_window(self.objective, self.sampling)
         return self
+
+    def parts(self) -> list[tuple[int, "FlowGRPOConfig"]]:
+        """The run's parts: the training step at which each begins, and its settings. Without `stages`, the run itself."""
+        if not self.stages:
+            return [(0, self._fitted())]
+        base, found, begin = self.model_dump(exclude={"stages"}), [], 0
+        for number, stage in enumerate(self.stages):
+            strange = next((key for key in stage if key not in STAGED), None)
+            if strange is not None or "steps" not in stage:
+                what = f"can't set {strange}" if strange else "has no steps"
+                raise ValueError(f"stage {number + 1} {what}: give steps, and what may change, {', '.join(STAGED[1:])}.")
+            part = FlowGRPOConfig.model_validate(_merged(base, stage))
+            found.append((begin, part._fitted()))
+            begin += part.steps
+        return found
+
+    def _fitted(self) -> "FlowGRPOConfig":
+        """With a micro-batch no larger than a step."""
+        return self.model_copy(update={"microbatch": min(self.microbatch, self.prompts_per_step * self.images_per_prompt)})
 
     @classmethod
     def read(cls, path: str | Path | None = None, overrides: list[str] | None = None) -> "FlowGRPOConfig":
@@ -257,6 +320,15 @@ class FlowGRPOConfig(Section):
         return yaml.safe_dump(self.model_dump(mode="json"), sort_keys=False)
 
 
+def _merged(base: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
+    """`base` with the settings of `over`, section by section."""
+    both = dict(base)
+    for key, value in over.items():
+        inner = both.get(key)
+        both[key] = _merged(inner, value) if isinstance(value, dict) and isinstance(inner, dict) else value
+    return both
+
+
 def shipped(name: str) -> Path:
     """A file of `configs/`, which lies beside the package in a checkout and inside it in a wheel."""
     package = Path(__file__).parent
@@ -270,7 +342,7 @@ def find(path: str | Path) -> Path:
         if candidate.is_file():
             return candidate
     names = sorted(p.stem for p in shipped("").glob("*.yaml"))
-    raise ValueError(f"there is no config {path}.{_suggest(str(path), names)} Shipped ones: {', '.join(names)}.")
+    raise ValueError(f"there is no config {path}.{checks.suggest(str(path), names)} Shipped ones: {', '.join(names)}.")
 
 
 def _override(values: dict, pair: str) -> None:
@@ -307,13 +379,8 @@ def _sentence(error: ValidationError) -> str:
             field = getattr(section, "model_fields", {}).get(part)
             section = field.annotation if field else section
         known = list(getattr(section, "model_fields", {}))
-        return f"there is no setting {where}.{_suggest(str(first['loc'][-1]), known)}"
+        return f"there is no setting {where}.{checks.suggest(str(first['loc'][-1]), known)}"
     if first["type"] == "value_error":
         return str(first["ctx"]["error"])
     message = first["msg"].replace("Input should", "it should")
     return f"{where} is {first['input']!r}, but {message}."
-
-
-def _suggest(word: str, known: list[str]) -> str:
-    close = difflib.get_close_matches(word.lower(), known, n=1)
-    return f" Did you mean {close[0]}?" if close else ""

@@ -1,16 +1,41 @@
 """Held-out prompts with fixed seeds, scored: what `eval` runs, and training every so often."""
 
 from pathlib import Path
+from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
+import rewards as reward_kit
 from flow_grpo import sampling
-from flow_grpo.grid import Cell, from_bytes, open_image, read_grid, save_grid
+from flow_grpo.config import FlowGRPOConfig
+from flow_grpo.grid import Cell, read_grid, save_grid
 from flow_grpo.policy import Policy
-from flow_grpo.prompts import PromptSet, load_prompts
+from flow_grpo.prompts import PromptSet
 from rewards import WeightedSum
+
+
+def build_rewards(args: FlowGRPOConfig, given: Any = None) -> tuple[WeightedSum, list[str]]:
+    """All rewards that an evaluation measures, and the names of those that are trained on. Each is built once.
+
+    The sum is the trained reward: the others have weight 0 in it. `given` are a trainer's `reward_funcs`.
+    """
+    if given is None:
+        trained: dict[str, Any] = {name: (name, setting.options) for name, setting in args.rewards.items()}
+    else:
+        items = given if isinstance(given, list) else [given]
+        trained = {i if isinstance(i, str) else getattr(i, "__name__", type(i).__name__): (i, {}) for i in items}
+        if len(trained) < len(items):
+            raise ValueError("two of reward_funcs have one name: give each function or class a name of its own.")
+    measured = {name: (name, setting.options) for name, setting in args.evaluation.rewards.items()}
+    loaded = {
+        name: reward_kit.load(item, **options) if isinstance(item, str) else item
+        for name, (item, options) in {**measured, **trained}.items()
+    }
+    weights = {name: args.rewards[name].weight if name in args.rewards else float(name in trained) for name in loaded}
+    drop = [name for name, setting in args.rewards.items() if setting.on_error == "drop"]
+    sums = WeightedSum(loaded, {name: weights[name] if name in trained else 0.0 for name in loaded}, drop)
+    return sums, list(trained)
 
 
 @torch.no_grad()
@@ -46,35 +71,3 @@ def before_after(folder: Path, first: bool, images: Tensor, prompts: list[str], 
     pairs = [i for pair in zip(range(len(prompts)), range(len(prompts), 2 * len(prompts)), strict=True) for i in pair]
     both, both_cells = torch.cat([former, images]), former_cells + cells
     save_grid(folder / "before_after.png", both[pairs], [both_cells[i] for i in pairs], columns=4, notes=["before", "after"])
-
-
-def read_pictures(source: Path, prompts: Path | None) -> tuple[list[str], Tensor, list[str]]:
-    """Names, pictures (B, 3, H, W) in [0, 1] and prompts of a sheet, a picture, or a folder of pictures.
-
-    A folder's pictures carry their prompt inside, as `sample` writes it, or `prompts` is a file with one for each, in the
-    order of their names.
-
-    Raises:
-        ValueError: what is missing, unreadable, or of another size than the rest.
-    """
-    if source.is_file():
-        images, cells = read_grid(source)
-        return [f"{source.name}[{i}]" for i in range(len(cells))], images, [cell.prompt for cell in cells]
-    if not source.is_dir():
-        raise ValueError(f"there is no picture or folder {source}.")
-    files = sorted(f for f in source.iterdir() if f.suffix.lower() in (".png", ".jpg", ".jpeg", ".webp"))
-    files = [f for f in files if f.name != "grid.png"]
-    if not files:
-        raise ValueError(f"the folder {source} holds no pictures.")
-    if prompts is not None:
-        texts = load_prompts(prompts).prompts
-        if len(texts) != len(files):
-            raise ValueError(f"{prompts} has {len(texts)} prompts for {len(files)} pictures in {source}.")
-        pictures = [from_bytes(np.asarray(open_image(file))[None]) for file in files]
-    else:
-        read = [read_grid(file) for file in files]
-        pictures, texts = [images[:1] for images, _ in read], [cells[0].prompt for _, cells in read]
-    odd = next((f for f, p in zip(files, pictures, strict=True) if p.shape != pictures[0].shape), None)
-    if odd is not None:
-        raise ValueError(f"{odd} is of another size than {files[0]}: score pictures of one size at a time.")
-    return [file.name for file in files], torch.cat(pictures), texts

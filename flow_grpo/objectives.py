@@ -1,85 +1,104 @@
 """Objectives: what an update minimises, one pure function each. Rows in, `Loss` per row out; the trainer averages.
 
 On the per-step log-probabilities of a trajectory (`ON_STEPS`):
-    grpo    PPO's clipped ratio, arXiv 2402.03300 and 2505.05470
+    grpo        PPO's clipped ratio, arXiv 2402.03300 and 2505.05470
+    reinforce   the same without ratio and clip
+    grpo_guard  a centred ratio of one scale at every step, arXiv 2510.22319
+    dppo        a divergence mask in place of the clip, arXiv 2606.11025
 On the final latents, noised afresh, for a noise level sigma and noise eps shared within a group:
-    awm     Advantage Weighted Matching, arXiv 2509.25050
-    nft     DiffusionNFT, arXiv 2509.16117
+    awm         Advantage Weighted Matching, arXiv 2509.25050
+    nft         DiffusionNFT, arXiv 2509.16117
+    sft         the best image of a group, or given ones, as targets, arXiv 2210.02747
+    dpo         the best image of a group against the worst, or given pairs, arXiv 2311.12908
 """
 
 import torch
 from torch import Tensor
 
-from flow_grpo.types import Loss
+from flow_grpo import sde
+from flow_grpo.types import Loss, NoisedImage, TrainedStep
 
 
-def grpo(log_prob: Tensor, old_log_prob: Tensor, advantage: Tensor, clip_low: float, clip_high: float) -> Loss:
+def grpo(step: TrainedStep, advantage: Tensor, clip_low: float, clip_high: float) -> Loss:
     """`-min(rho A, clip(rho, 1 - clip_low, 1 + clip_high) A)` with `rho = exp(log_prob - old_log_prob)`.
 
-    All (B,). Log-probabilities are means over the latent dimensions, so useful clip ranges are 1e-4 or below on
+    advantage (n,). Log-probabilities are means over the latent dimensions, so useful clip ranges are 1e-4 or below on
     large latents. DAPO's clip-higher (arXiv 2503.14476) is clip_high > clip_low.
     """
-    ratio = (log_prob - old_log_prob).exp()
-    clipped = ratio.clamp(1 - clip_low, 1 + clip_high)
-    value = -torch.minimum(ratio * advantage, clipped * advantage)
-    return Loss(
-        value,
-        {
-            "ratio/mean": ratio.detach(),
-            "ratio/max_deviation": (ratio.detach() - 1).abs(),
-            "clip_ratio/low_mean": ((ratio < 1 - clip_low) & (advantage < 0)).float(),
-            "clip_ratio/high_mean": ((ratio > 1 + clip_high) & (advantage > 0)).float(),
-        },
-    )
+    return _clipped((step.log_prob - step.old_log_prob).exp(), advantage, clip_low, clip_high)
 
 
-def awm_log_prob(v: Tensor, target: Tensor, sigma: Tensor, weight: str = "uniform") -> Tensor:
-    """The forward process's stand-in for a log-probability, (B,): minus the weighted matching loss of v (B, ...).
+def reinforce(step: TrainedStep, advantage: Tensor) -> Loss:
+    """`-A log_prob`: no ratio, no clip. Right for one update on a rollout."""
+    ratio = (step.log_prob - step.old_log_prob).exp().detach()
+    return Loss(-advantage * step.log_prob, _ratio_metrics(ratio))
 
-    `target = eps - x0`, sigma (B,). `uniform` is the mean squared error; `ghuber` is
-    `(sigma / p) [(l + 1e-10)^p - 1e-10^p]` of that error l with p = 0.25.
+
+def grpo_guard(step: TrainedStep, advantage: Tensor, clip_low: float, clip_high: float) -> Loss:
+    """GRPO-Guard, arXiv 2510.22319: grpo with a ratio that is centred and of one scale at every step.
+
+    `rho = exp{[log_prob - old_log_prob + mean((mean - old_mean)^2) / (2 std^2)] std}`, which is the mean over the latent
+    dimensions of noise times the move of the mean; the loss is divided by -delta, the length of the step. Clip ranges
+    are in that unit: a 1/std times grpo's.
     """
-    error = (v.float() - target).square().flatten(1).mean(1)
+    std = step.std.flatten(1)[:, 0]
+    centred = step.log_prob - step.old_log_prob + sde.kl(step.mean, step.old_mean, step.std)
+    loss = _clipped((centred * std).exp(), advantage, clip_low, clip_high)
+    return Loss(loss.value / -step.delta, loss.metrics)
+
+
+def dppo(step: TrainedStep, advantage: Tensor, threshold: float) -> Loss:
+    """DPPO, arXiv 2606.11025: `-A rho`, left out where the policy has moved enough and the update would push it further.
+
+    Moved enough: the divergence `mean((mean - old_mean)^2) / (2 std^2)` is at least `threshold`; further: A > 0 and rho > 1,
+    or A < 0 and rho < 1. The divergence is the Gaussians' own, so there is no clip on a ratio that noise alone can move.
+    """
+    ratio = (step.log_prob - step.old_log_prob).exp()
+    divergence = sde.kl(step.mean, step.old_mean, step.std).detach()
+    further = (advantage * (ratio.detach() - 1)) > 0
+    masked = (divergence >= threshold) & further
+    value = torch.where(masked, 0.0, -advantage * ratio)
+    metrics = {"dppo/divergence": divergence, "dppo/masked": masked.float()}
+    return Loss(value, {**_ratio_metrics(ratio.detach()), **metrics})
+
+
+def awm(image: NoisedImage, advantage: Tensor, clip_low: float, clip_high: float, weight: str = "uniform") -> Loss:
+    """Advantage Weighted Matching, arXiv 2509.25050: PPO's clip on `awm_log_prob` at one (sigma, eps). advantage (n,)."""
+    log_prob = awm_log_prob(image.error(image.v), image.sigma, weight)
+    before = awm_log_prob(image.error(image.v_rollout), image.sigma, weight)
+    return _clipped((log_prob - before).exp(), advantage, clip_low, clip_high)
+
+
+def awm_log_prob(error: Tensor, sigma: Tensor, weight: str = "uniform") -> Tensor:
+    """The forward process's stand-in for a log-probability, (n,): minus the weighted matching error (n,) at sigma (n,).
+
+    `uniform` is the error itself; `ghuber` is `(sigma / p) [(l + 1e-10)^p - 1e-10^p]` of that error l with p = 0.25.
+    """
     if weight == "uniform":
         return -error
     if weight == "ghuber":
         p, floor = 0.25, 1e-10
-        return -(sigma.flatten() / p) * ((error + floor) ** p - floor**p)
+        return -(sigma / p) * ((error + floor) ** p - floor**p)
     raise ValueError(f"unknown weight {weight!r} for awm; choose uniform or ghuber.")
 
 
-def awm(log_prob: Tensor, old_log_prob: Tensor, advantage: Tensor, clip_low: float, clip_high: float) -> Loss:
-    """Advantage Weighted Matching, arXiv 2509.25050: PPO's clip on `awm_log_prob` at one (sigma, eps). All (B,)."""
-    return grpo(log_prob, old_log_prob, advantage, clip_low, clip_high)
-
-
-def nft(
-    v: Tensor,
-    v_old: Tensor,
-    x: Tensor,
-    x0: Tensor,
-    sigma: Tensor,
-    advantage: Tensor,
-    beta: float,
-    advantage_max: float,
-) -> Loss:
+def nft(image: NoisedImage, advantage: Tensor, beta: float, advantage_max: float) -> Loss:
     """DiffusionNFT, arXiv 2509.16117: pull an implicit positive policy to good images and a negative one to bad ones.
 
-    v, v_old, x, x0 (B, ...): velocity, that of the slowly moving copy of the adapter, the noised and the clean latent.
-    sigma (B,), advantage (B,); beta > 0 is how far the implicit policies lie from v_old.
+    advantage (n,); beta > 0 is how far the implicit policies lie from v_old.
 
-        r  = 1/2 + 1/2 clip(A / advantage_max, -1, 1)
+        r = 1/2 + 1/2 clip(A / advantage_max, -1, 1)
         v+ = beta v + (1 - beta) v_old          v- = (1 + beta) v_old - beta v
-        L  = advantage_max / beta [r |x0+ - x0|^2 / w+ + (1 - r) |x0- - x0|^2 / w-],  w = stop_grad mean |x0_hat - x0|
+        advantage_max / beta [r |x0+ - x0|^2 / w+ + (1 - r) |x0- - x0|^2 / w-],  w = stop_grad mean |x0_hat - x0|
 
     Two departures of this package's runs from the published ones: rollouts are drawn by the trained adapter, not by its slow
     copy, and the published term 1e-4 |v - v_ref|^2 is there only if kl_weight says so.
     """
-    v, v_old = v.float(), v_old.float()
-    sigma = sigma.reshape((-1,) + (1,) * (x.ndim - 1))
+    assert image.v_old is not None
+    v, v_old = image.v.float(), image.v_old.float()
 
     def distance(velocity: Tensor) -> Tensor:
-        error = (x - sigma * velocity) - x0
+        error = (image.x - image.column * velocity) - image.x0
         weight = error.detach().abs().flatten(1).mean(1).clamp_min(1e-5)
         return error.square().flatten(1).mean(1) / weight
 
@@ -90,9 +109,51 @@ def nft(
     return Loss(value, {"nft/positive": positive.detach(), "nft/negative": negative.detach()})
 
 
+def sft(image: NoisedImage) -> Loss:
+    """Supervised fine-tuning, the flow-matching loss `mean (v - (eps - x0))^2` (arXiv 2210.02747) of images worth copying."""
+    error = image.error(image.v)
+    return Loss(error, {"sft/error": error.detach()})
+
+
+def dpo(image: NoisedImage, beta: float) -> Loss:
+    """Diffusion-DPO in flow form, arXiv 2311.12908: rows 2j and 2j + 1 are the better and the worse image of a pair.
+
+        -log sigmoid(-beta [(e_better - e_ref_better) - (e_worse - e_ref_worse)])
+
+    e is the mean squared error of the velocity, at the (sigma, eps) that a pair shares; the paper's T omega(lambda) is in
+    beta. Both rows of a pair carry its loss, half each.
+    """
+    assert image.v_ref is not None
+    gain = (image.error(image.v) - image.error(image.v_ref)).view(-1, 2)
+    margin = -beta * (gain[:, 0] - gain[:, 1])
+    value = -torch.nn.functional.logsigmoid(margin).repeat_interleave(2)
+    right = (margin.detach() > 0).float().repeat_interleave(2)
+    return Loss(value, {"dpo/margin": margin.detach().repeat_interleave(2), "dpo/accuracy": right})
+
+
+def k3(log_prob: Tensor, log_prob_ref: Tensor) -> Tensor:
+    """DeepSeekMath's estimator of the KL, `exp(d) - d - 1` with `d = log_prob_ref - log_prob`, arXiv 2402.03300. All (n,)."""
+    d = log_prob_ref - log_prob
+    return d.exp() - d - 1
+
+
 def velocity_kl(v: Tensor, v_ref: Tensor) -> Tensor:
     """Mean squared distance of two velocities (B, ...), (B,): the KL of every noise level up to its weight."""
     return (v.float() - v_ref.float()).square().flatten(1).mean(1)
 
 
-ON_STEPS = ("grpo",)  # the others take final latents
+def _clipped(ratio: Tensor, advantage: Tensor, clip_low: float, clip_high: float) -> Loss:
+    """PPO's pessimistic surrogate, arXiv 1707.06347."""
+    value = -torch.minimum(ratio * advantage, ratio.clamp(1 - clip_low, 1 + clip_high) * advantage)
+    clipped = {
+        "clip_ratio/low_mean": ((ratio < 1 - clip_low) & (advantage < 0)).float(),
+        "clip_ratio/high_mean": ((ratio > 1 + clip_high) & (advantage > 0)).float(),
+    }
+    return Loss(value, {**_ratio_metrics(ratio.detach()), **clipped})
+
+
+def _ratio_metrics(ratio: Tensor) -> dict[str, Tensor]:
+    return {"ratio/mean": ratio, "ratio/max_deviation": (ratio - 1).abs()}
+
+
+ON_STEPS = ("grpo", "reinforce", "grpo_guard", "dppo")  # the others take final latents

@@ -8,6 +8,7 @@ scaling and norm tricks are then what diffusers ships, with no code of ours for 
 import copy
 import inspect
 import logging
+import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -15,15 +16,16 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from diffusers import DiffusionPipeline, FlowMatchEulerDiscreteScheduler
-from huggingface_hub import HfApi, try_to_load_from_cache
+from diffusers import DiffusionPipeline, FlowMatchEulerDiscreteScheduler, FlowMatchHeunDiscreteScheduler
 from peft import LoraConfig, get_peft_model_state_dict
 from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import Tensor
 
+from flow_grpo import hub
+from flow_grpo.conditioning import Conditioning, join
+from flow_grpo.sampling import Solver
 from flow_grpo.types import Schedule
 
-SHIPPED = {"tiny": Path(__file__).parent / "tiny" / "pipeline"}
 ENCODED_AT_ONCE = 8  # prompts in a pass of the text encoders
 ENCODED_PROMPTS = 512  # embeddings kept: 3 MB each for SD3.5
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -64,7 +66,7 @@ class Policy:
 
     # -- what the sampler needs -------------------------------------------------------------------------------------
 
-    def encode(self, prompts: list[str]) -> "Conditioning":
+    def encode(self, prompts: list[str]) -> Conditioning:
         """Prompt embeddings of B rows, computed once per distinct prompt."""
         distinct = list(dict.fromkeys(prompts))
         missing = [prompt for prompt in distinct if prompt not in self._encoded]
@@ -80,7 +82,7 @@ class Policy:
         while len(self._encoded) > ENCODED_PROMPTS:
             self._encoded.popitem(last=False)
         columns = zip(*(known[prompt] for prompt in distinct), strict=True)
-        outputs = [_join(list(c)) if b else c[0] for c, b in zip(columns, self._batched or [], strict=True)]
+        outputs = [join(list(c)) if b else c[0] for c, b in zip(columns, self._batched or [], strict=True)]
         place = {prompt: i for i, prompt in enumerate(distinct)}
         return Conditioning(prompts, outputs, self._batched or [], torch.tensor([place[p] for p in prompts]))
 
@@ -90,7 +92,7 @@ class Policy:
         timesteps, sigmas = self._probe.timesteps.float().cpu(), self._probe.sigmas.float().cpu()
         return Schedule(timesteps, sigmas), stop.sample.shape[1:]
 
-    def velocity(self, x: Tensor, timestep: Tensor, conditioning: "Conditioning", rows: Tensor) -> Tensor:
+    def velocity(self, x: Tensor, timestep: Tensor, conditioning: Conditioning, rows: Tensor) -> Tensor:
         """v (n, ...) float32 at states x (n, ...) of `rows` (n,) of the conditioning, at one timestep or at (n,)."""
         if timestep.ndim and self.guided and (timestep != timestep[0]).any():
             # with guidance, pipelines differ in what they make of a timestep per row: one call per timestep
@@ -102,13 +104,53 @@ class Policy:
         )
         return stop.output.float()
 
-    def along(self, schedule: Schedule, conditioning: "Conditioning") -> Callable[[Tensor, int, Tensor], Tensor]:
+    def along(self, schedule: Schedule, conditioning: Conditioning) -> Callable[[Tensor, int, Tensor], Tensor]:
         """The velocity at a step of a schedule, as `sampling` takes it: (x (n, ...), step, rows (n,)) -> v (n, ...)."""
 
         def velocity(x: Tensor, i: int, rows: Tensor) -> Tensor:
             return self.velocity(x, schedule.timesteps[i], conditioning, rows).cpu()
 
         return velocity
+
+    def heun(self, schedule: Schedule) -> Solver:
+        """diffusers' Heun solver on that schedule: order 2, two velocities a step, Euler at the last (arXiv 2206.00364)."""
+
+        def doubled(values: Tensor) -> Tensor:
+            return torch.cat([values[:1], values[1:].repeat_interleave(2)])
+
+        def start() -> Callable[[Tensor, Tensor], Tensor]:
+            scheduler = FlowMatchHeunDiscreteScheduler()
+            scheduler.set_timesteps(len(schedule))
+            scheduler.timesteps = doubled(schedule.timesteps)
+            scheduler.sigmas = torch.cat([doubled(schedule.sigmas[:-1]), schedule.sigmas[-1:]])
+            scheduler.set_begin_index(0)
+            return lambda x, v: scheduler.step(v, schedule.timesteps[0], x).prev_sample
+
+        return Solver([(call + 1) // 2 for call in range(2 * len(schedule) - 1)], start)
+
+    @torch.no_grad()
+    def latents(self, images: Tensor, microbatch: int = 64) -> Tensor:
+        """States (B, ...) float32 whose pictures are `images` (B, 3, H, W) in [0, 1]: what `decode` turns round.
+
+        Raises:
+            ValueError: the pipeline's state is not its VAE's latent, or not packed by a `_pack_latents` of its own.
+        """
+        _, shape = self.schedule(2)
+        vae, found = self.pipe.vae, []
+        for chunk in images.split(microbatch):
+            z = vae.encode((2 * chunk - 1).to(self.device, vae.dtype)).latent_dist.mode().float()
+            z = (z - (getattr(vae.config, "shift_factor", None) or 0)) * vae.config.scaling_factor
+            if len(shape) == 2 and hasattr(self.pipe, "_pack_latents"):
+                z = self.pipe._pack_latents(z, *z.shape)
+            found.append(z.cpu())
+        states = torch.cat(found)
+        if states.shape[1:] != shape:
+            raise ValueError(
+                f"images of {tuple(images.shape[-2:])} pixels become latents of shape {tuple(states.shape[1:])}, but "
+                f"{type(self.pipe).__name__} samples {tuple(shape)}: set height and width to fit, or this pipeline can't be "
+                "trained on given images."
+            )
+        return states
 
     @torch.no_grad()
     def decode(self, latents: Tensor, microbatch: int = 64) -> Tensor:
@@ -144,7 +186,7 @@ class Policy:
         folder, name = Path(path), None
         if folder.is_file():
             folder, name = folder.parent, folder.name
-        elif not folder.exists() and not _may_be_hub_id(str(path)):
+        elif not folder.exists() and not hub.may_be_hub_id(str(path)):
             raise ValueError(
                 f"there is no LoRA at {path}: give a folder with pytorch_lora_weights.safetensors, or that file."
             )
@@ -166,6 +208,11 @@ class Policy:
     @property
     def has_lora(self) -> bool:
         return bool(getattr(self.pipe.transformer, "peft_config", None))
+
+    @property
+    def adapters(self) -> list[str]:
+        """Names of the adapters on the transformer."""
+        return list(getattr(self.pipe.transformer, "peft_config", {}))
 
     def parameters(self, adapter: str = "default") -> dict[str, torch.nn.Parameter]:
         """The adapter's parameters by name."""
@@ -261,7 +308,7 @@ class Policy:
         with torch.no_grad():
             return self._call(self._view, stop_there, prompt=prompts).output
 
-    def _run(self, pipe: Any, conditioning: "Conditioning", timesteps: Tensor | None, x: Tensor | None, **more: Any) -> Any:
+    def _run(self, pipe: Any, conditioning: Conditioning, timesteps: Tensor | None, x: Tensor | None, **more: Any) -> Any:
         """Calls the pipeline with cached embeddings, at the asked timesteps or on its own schedule (None)."""
         self._probe.asked = None if timesteps is None else timesteps.to(self.device)
         calls = []
@@ -290,19 +337,6 @@ class Policy:
                 return undecorated(pipe, **call)
         except _Stop as stop:
             return stop
-
-
-class Conditioning:
-    """Embeddings of B rows: what the pipeline's `encode_prompt` returned for the distinct prompts, and who has which."""
-
-    def __init__(self, prompts: list[str], outputs: list, batched: list[bool], index: Tensor) -> None:
-        self.prompts, self.outputs, self.batched, self.index = prompts, outputs, batched, index
-
-    def take(self, rows: Tensor) -> "Conditioning":
-        """The conditioning of `rows`, one embedding per row."""
-        index = self.index[rows]
-        outputs = [_pick(o, index) if b else o for o, b in zip(self.outputs, self.batched, strict=True)]
-        return Conditioning([self.prompts[r] for r in rows.tolist()], outputs, self.batched, torch.arange(len(rows)))
 
 
 class _Stop(Exception):
@@ -373,7 +407,7 @@ def load_policy(
     """
     if dtype not in ("auto", *DTYPES):
         raise ValueError(f"unknown dtype {dtype!r}; choose one of auto, {', '.join(DTYPES)}.")
-    source = _locate(path_or_name)
+    source = hub.locate(path_or_name)
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
     try:
         torch.empty(0, device=device)
@@ -400,51 +434,13 @@ def fast_dtype(device: str) -> torch.dtype:
     return torch.bfloat16 if native else torch.float32
 
 
-def _locate(name: str) -> str:
-    """The folder or hub id of a model; a folder that is not there is said to be so without asking the hub."""
-    if name in SHIPPED:
-        return str(SHIPPED[name])
-    folder = Path(name)
-    if folder.is_dir():
-        if not (folder / "model_index.json").exists():
-            raise ValueError(f"the folder {name} has no model_index.json, so it is not a diffusers pipeline.")
-        return name
-    if not _may_be_hub_id(name):
-        raise ValueError(
-            f"there is no model folder {name}; give a diffusers folder, a hub id such as "
-            f"stabilityai/stable-diffusion-3.5-medium, or a shipped model: {', '.join(SHIPPED)}."
-        )
-    if not isinstance(try_to_load_from_cache(name, "model_index.json"), str):
-        try:
-            HfApi().model_info(name, timeout=5)
-        except Exception as error:
-            raise ValueError(
-                f"there is no model folder {name}, and the hub has no such model or can't be reached or wants a login "
-                f"({type(error).__name__})."
-            ) from error
-    return name
-
-
 def _first_line(error: Exception) -> str:
     return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
 
 
-def _may_be_hub_id(name: str) -> bool:
-    """Whether a name that is no file may be `owner/model`: a misspelt path is not looked up on the hub."""
-    owner = name.partition("/")[0]
-    return name.count("/") == 1 and not name.startswith((".", "/", "~")) and not Path(owner).is_dir()
-
-
-def _join(parts: list) -> Any:
-    return [item for part in parts for item in part] if isinstance(parts[0], list) else torch.cat(parts)
-
-
-def _pick(output: Any, index: Tensor) -> Any:
-    return [output[i] for i in index.tolist()] if isinstance(output, list) else output[index.to(output.device)]
-
-
 def quiet_libraries() -> None:
-    """Other libraries' log lines and progress bars stay out of the output."""
+    """Other libraries' warnings, log lines and progress bars stay out of the output."""
+    warnings.filterwarnings("ignore")
     from diffusers.utils import logging as diffusers_logging
     from transformers.utils import logging as transformers_logging
 

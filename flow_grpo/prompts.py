@@ -1,9 +1,11 @@
 """Prompt sets, and how they are dealt: P prompts x G images a step, the same whatever happened before."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
 from flow_grpo.config import shipped
 from flow_grpo.sampling import generator
@@ -25,28 +27,75 @@ class PromptSet:
 
     def repeat(self, images: int) -> PromptBatch:
         """All prompts with so many images each."""
-        return self._take(range(len(self)), images)
+        return self.take(range(len(self)), images)
 
-    def deal(self, step: int, prompts: int, images: int, seed: int) -> PromptBatch:
-        """The batch of a training step: `prompts` different prompts, `images` of each.
-
-        Every epoch is a permutation drawn from (seed, epoch); what does not fill a last step is left out of it.
-        """
-        per_epoch = len(self) // prompts
-        if not per_epoch:
-            raise ValueError(f"prompts_per_step={prompts}, but there are only {len(self)} prompts.")
-        epoch, place = divmod(step, per_epoch)
-        order = torch.randperm(len(self), generator=generator(seed, "prompts", epoch)).tolist()
-        return self._take(order[place * prompts : (place + 1) * prompts], images)
-
-    def _take(self, chosen, images: int) -> PromptBatch:
+    def take(self, chosen: Sequence[int], images: int, first_group: int = 0) -> PromptBatch:
+        """The prompts at these places with so many images each, their groups counted from `first_group`."""
         rows = [i for i in chosen for _ in range(images)]
         return PromptBatch(
             [self.prompts[i] for i in rows],
             [self.metadata[i] for i in rows],
-            torch.arange(len(rows)) // images,
+            torch.arange(len(rows)) // images + first_group,
             torch.arange(len(rows)) % images,
         )
+
+
+class Dealer:
+    """Deals the prompts of training steps: shuffled epochs, and a rest for prompts that say nothing for the moment.
+
+    Every epoch is a permutation drawn from (seed, epoch); what does not fill a last step is left out of it. A prompt whose
+    group had no signal `rest_after` times in a row is not dealt for `rest_for` steps; 0 lets none rest.
+    """
+
+    def __init__(self, prompts: PromptSet, seed: int, rest_after: int = 0, rest_for: int = 0) -> None:
+        self.prompts, self.seed, self.rest_after, self.rest_for = prompts, seed, rest_after, rest_for
+        self.epoch, self.place = 0, 0
+        self.silent: dict[str, int] = {}  # how many times in a row a prompt's group had no signal
+        self.until: dict[str, int] = {}  # the step at which a resting prompt is asked again
+
+    def deal(self, step: int, prompts: int, images: int, first_group: int = 0) -> PromptBatch:
+        """`prompts` different prompts with `images` images each; the groups are numbered from `first_group`."""
+        if prompts > len(self.prompts):
+            raise ValueError(f"prompts_per_step={prompts}, but there are only {len(self.prompts)} prompts.")
+        left = self._awake(step)
+        if len(left) < prompts:
+            self.epoch, self.place = self.epoch + 1, 0
+            left = self._awake(step)
+        if len(left) < prompts:  # nearly all rest: ask them all again
+            self.until = {}
+            left = self._awake(step)
+        places = left[:prompts]
+        order = self._order()
+        self.place = places[-1] + 1
+        return self.prompts.take([order[place] for place in places], images, first_group)
+
+    def heard(self, step: int, batch: PromptBatch, signal: Tensor) -> None:
+        """Takes in which rows (B,) of a batch belong to groups with signal."""
+        if not self.rest_after:
+            return
+        for prompt, spoke in dict(zip(batch.prompts, signal.tolist(), strict=True)).items():
+            self.silent[prompt] = 0 if spoke else self.silent.get(prompt, 0) + 1
+            if self.silent[prompt] >= self.rest_after:
+                self.until[prompt] = step + 1 + self.rest_for
+                self.silent[prompt] = self.rest_after - 1  # one more silence after the rest, and it rests again
+
+    def resting(self, step: int) -> int:
+        return sum(until > step for until in self.until.values())
+
+    def state(self) -> dict:
+        return {"epoch": self.epoch, "place": self.place, "silent": dict(self.silent), "until": dict(self.until)}
+
+    def load(self, state: dict) -> None:
+        self.epoch, self.place = state["epoch"], state["place"]
+        self.silent, self.until = dict(state["silent"]), dict(state["until"])
+
+    def _order(self) -> list[int]:
+        return torch.randperm(len(self.prompts), generator=generator(self.seed, "prompts", self.epoch)).tolist()
+
+    def _awake(self, step: int) -> list[int]:
+        """The places of this epoch that are still to come and whose prompts don't rest."""
+        order, texts = self._order(), self.prompts.prompts
+        return [p for p in range(self.place, len(order)) if self.until.get(texts[order[p]], 0) <= step]
 
 
 def load_prompts(source: str | Path | list[str]) -> PromptSet:

@@ -6,6 +6,7 @@ image, ...). So neither the micro-batch nor the number of processes changes a pi
 
 import hashlib
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -15,6 +16,14 @@ from flow_grpo.types import PromptBatch, Schedule, Trajectory
 
 # x (n, ...), schedule index, rows (n,) of the batch -> velocity (n, ...)
 Velocity = Callable[[Tensor, int, Tensor], Tensor]
+
+
+@dataclass(frozen=True)
+class Solver:
+    """An ODE solver in place of Euler: at which steps of the schedule it asks for the velocity, and a fresh start of it."""
+
+    calls: list[int]
+    start: Callable[[], Callable[[Tensor, Tensor], Tensor]]  # gives (x (n, ...), v (n, ...)) -> where to ask next
 
 
 def generator(seed: int, *name: str | int) -> torch.Generator:
@@ -76,6 +85,7 @@ def rollout(
     microbatch: int,
     group: Tensor | None = None,
     log_prob: str = "gaussian",
+    solver: Solver | None = None,
 ) -> Trajectory:
     """Samples B images from `start` (B, ...): `transition` at the trained steps, Euler's step at the others.
 
@@ -84,6 +94,7 @@ def rollout(
         microbatch: rows per forward pass; the update must use the same, so that its ratio is exactly 1.
         group: (B,) when the images of a group share their start: then the steps before the window, the same for all
             of a group, are computed once per group.
+        solver: without trained steps, what solves the ODE in place of Euler.
     """
     x = start.float()
     first = min(trained, default=0)
@@ -95,13 +106,15 @@ def rollout(
     rows = torch.arange(len(x))
     if not trained:
         empty = x.new_zeros(len(x), 0)
-        return Trajectory(
-            schedule, [], empty, empty, empty, _euler(velocity, schedule, x, rows, range(len(schedule)), microbatch)
-        )
-    finals, xs, nexts, log_probs = [], [], [], []
+        if solver is not None:
+            final = _solve(velocity, x, rows, microbatch, solver)
+        else:
+            final = _euler(velocity, schedule, x, rows, range(len(schedule)), microbatch)
+        return Trajectory(schedule, [], empty, empty, empty, empty, final)
+    finals, xs, nexts, means, log_probs = [], [], [], [], []
     noises = {i: step_noise(i) for i in trained}
     for chunk in rows.split(microbatch):
-        state, kept, kept_next, scored = x[chunk], [], [], []
+        state, kept, kept_next, kept_mean, scored = x[chunk], [], [], [], []
         for i in range(first, len(schedule)):
             v = velocity(state, i, chunk)
             if i not in noises:
@@ -109,14 +122,16 @@ def rollout(
                 continue
             mean, std = _step(transition, schedule, i, state, v, noise_level)
             kept.append(state)
+            kept_mean.append(mean)
             state = mean + std * noises[i][chunk].to(mean)  # float32, and the very tensor that is scored and stored
             kept_next.append(state)
             scored.append(sde.LOG_PROBS[log_prob](state, mean, std))
         finals.append(state)
         xs.append(torch.stack(kept, 1))
         nexts.append(torch.stack(kept_next, 1))
+        means.append(torch.stack(kept_mean, 1))
         log_probs.append(torch.stack(scored, 1))
-    return Trajectory(schedule, list(trained), torch.cat(xs), torch.cat(nexts), torch.cat(log_probs), torch.cat(finals))
+    return Trajectory(schedule, list(trained), *(torch.cat(t) for t in (xs, nexts, means, log_probs, finals)))
 
 
 def replay(
@@ -131,6 +146,17 @@ def replay(
 
 def _step(name: str, schedule: Schedule, i: int, x: Tensor, v: Tensor, noise_level: float) -> tuple[Tensor, Tensor]:
     return sde.transition(name, x, v, schedule.sigmas[i], schedule.sigmas[i + 1], noise_level, sigma_max=schedule.sigma_max)
+
+
+def _solve(velocity: Velocity, x: Tensor, rows: Tensor, microbatch: int, solver: Solver) -> Tensor:
+    """x (n, ...), states of `rows`, carried from noise to image by the solver."""
+    done = []
+    for state, chunk in zip(x.split(microbatch), rows.split(microbatch), strict=True):
+        advance = solver.start()
+        for i in solver.calls:
+            state = advance(state, velocity(state, i, chunk))
+        done.append(state)
+    return torch.cat(done)
 
 
 def _euler(velocity: Velocity, schedule: Schedule, x: Tensor, rows: Tensor, steps: range, microbatch: int) -> Tensor:

@@ -1,23 +1,53 @@
-"""What one update minimises, term by term: the policy run again on a rollout's rows, and an objective of what it says.
+"""What one update minimises, term by term: the policy run again on a batch's rows, and an objective of what it says.
 
 `StepTerms` replays the trained transitions, `FinalTerms` noises the final latents afresh. Both hand out one `Loss` for each
 of their `count` terms; the trainer weighs the rows, runs backward and forgets the graph before it asks for the next. `Means`
 collects what the losses report.
 """
 
-from collections.abc import Iterator
+import functools
+import math
+from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor
 
+import rewards as reward_kit
 from flow_grpo import objectives, sampling, sde
-from flow_grpo.config import FlowGRPOConfig
-from flow_grpo.policy import Conditioning, Policy
-from flow_grpo.types import Loss, PromptBatch, Trajectory
+from flow_grpo.conditioning import Conditioning
+from flow_grpo.config import FlowGRPOConfig, ObjectiveConfig
+from flow_grpo.policy import Policy
+from flow_grpo.types import Loss, NoisedImage, PromptBatch, TrainedStep, Trajectory
+
+
+class ClipRange:
+    """Clip ranges that are calibrated: of each step of the schedule, from the ratios seen there.
+
+    A range is the moving average of the quantile of |ratio - 1|. A step whose ratios nobody has seen yet is not clipped.
+    """
+
+    DECAY = 0.9
+
+    def __init__(self, quantile: float) -> None:
+        self.quantile = quantile
+        self.state: dict[int, float] = {}
+
+    def at(self, step: int) -> float:
+        return self.state.get(step, math.inf)
+
+    def saw(self, step: int, deviation: Tensor) -> None:
+        """Takes in |ratio - 1| (n,). Exact ones, as before the first update, say nothing about the range."""
+        if not deviation.any():
+            return
+        found = deviation.quantile(self.quantile).item()
+        self.state[step] = found if step not in self.state else self.DECAY * self.state[step] + (1 - self.DECAY) * found
+
+    def metrics(self) -> dict[str, float]:
+        return {f"clip_range/step_{step}": value for step, value in sorted(self.state.items())}
 
 
 class StepTerms:
-    """The terms of objectives on per-step log-probabilities: one per trained step."""
+    """The terms of objectives on per-step log-probabilities: one per trained step. `advantage` is (B,) or (B, K)."""
 
     def __init__(
         self,
@@ -26,34 +56,61 @@ class StepTerms:
         conditioning: Conditioning,
         trajectory: Trajectory,
         advantage: Tensor,
+        clip: ClipRange,
     ) -> None:
         self.policy, self.o, self.s = policy, args.objective, args.sampling
         self.velocity = policy.along(trajectory.schedule, conditioning)
-        self.trajectory, self.advantage = trajectory, advantage
+        self.trajectory, self.clip = trajectory, clip
         self.count = len(trajectory.steps)
+        self.advantage = advantage if advantage.ndim == 2 else advantage[:, None].expand(-1, self.count)
 
-    def losses(self, rows: Tensor) -> Iterator[Loss]:
-        """One loss per trained step, its values those of `rows` (n,)."""
-        o = self.o
-        for k in range(self.count):
-            mean, std = self._distribution(k, rows)
-            log_prob = sde.LOG_PROBS[self.s.log_prob](self.trajectory.x_next[rows, k], mean, std)
-            loss = objectives.grpo(
-                log_prob, self.trajectory.log_prob_BK[rows, k], self.advantage[rows], o.clip_low, o.clip_high
-            )
-            if o.kl_weight:
-                with torch.no_grad(), self.policy.reference():
-                    mean_ref, _ = self._distribution(k, rows)
-                loss = _with_kl(loss, sde.kl(mean, mean_ref, std), o.kl_weight)
+    def losses(self, rows: Tensor, seen: Tensor) -> Iterator[Loss]:
+        """One loss per trained step, its values those of `rows` (n,); only the rows marked in `seen` (n,) are calibrated on."""
+        for k, i in enumerate(self.trajectory.steps):
+            v, step = self._step(k, rows)
+            loss = self._objective(i, step, self.advantage[rows, k])
+            if "auto" in (self.o.clip_low, self.o.clip_high):
+                self.clip.saw(i, loss.metrics["ratio/max_deviation"][seen])
+            if self.o.step_weight == "std":
+                loss = Loss(loss.value * step.std.flatten(1)[:, 0], loss.metrics)
+            if self.o.kl_weight:
+                loss = _with_kl(loss, self._kl(k, rows, v, step), self.o.kl_weight)
             yield loss
 
-    def _distribution(self, k: int, rows: Tensor) -> tuple[Tensor, Tensor]:
-        _, mean, std = sampling.replay(self.velocity, self.trajectory, k, rows, self.s.transition, self.s.noise_level)
-        return mean, std
+    def _step(self, k: int, rows: Tensor) -> tuple[Tensor, TrainedStep]:
+        """Velocity and transition of the k-th trained step, as the policy is now."""
+        t, i = self.trajectory, self.trajectory.steps[k]
+        v, mean, std = sampling.replay(self.velocity, t, k, rows, self.s.transition, self.s.noise_level)
+        log_prob = sde.LOG_PROBS[self.s.log_prob](t.x_next[rows, k], mean, std)
+        delta = t.schedule.sigmas[i + 1] - t.schedule.sigmas[i]
+        return v, TrainedStep(log_prob, t.log_prob_BK[rows, k], mean, t.mean[rows, k], std, delta)
+
+    def _objective(self, i: int, step: TrainedStep, advantage: Tensor) -> Loss:
+        o = self.o
+        low, high = (self.clip.at(i) if c == "auto" else c for c in (o.clip_low, o.clip_high))
+        if o.name in ("grpo", "ppo"):
+            return objectives.grpo(step, advantage, low, high)
+        if o.name == "grpo_guard":
+            return objectives.grpo_guard(step, advantage, low, high)
+        if o.name == "dppo":
+            return objectives.dppo(step, advantage, o.threshold)
+        if o.name == "reinforce":
+            return objectives.reinforce(step, advantage)
+        return _own(o, step, advantage)
+
+    def _kl(self, k: int, rows: Tensor, v: Tensor, step: TrainedStep) -> Tensor:
+        with torch.no_grad(), self.policy.reference():
+            v_ref, reference = self._step(k, rows)
+        if self.o.kl == "velocity":
+            return objectives.velocity_kl(v, v_ref)
+        if self.o.kl == "k3":
+            return objectives.k3(step.log_prob, reference.log_prob)
+        gaussian = sde.kl(step.mean, reference.mean, step.std)
+        return gaussian * -step.delta if self.o.kl == "flow_grpo" else gaussian  # std^2 = g^2 (-delta), theirs is g^2
 
 
 class FinalTerms:
-    """The terms of forward-process objectives: one per noise level, which a group shares with its noise."""
+    """The terms of objectives on final latents: one per noise level, which a group shares with its noise."""
 
     def __init__(
         self,
@@ -69,29 +126,50 @@ class FinalTerms:
         self.conditioning, self.x0 = conditioning, trajectory.final
         self.count = self.o.draws
         self.draws = [self._draw(trajectory, batch, args.seed, step, draw) for draw in range(self.count)]
-        off_policy = self.o.name == "awm" and args.updates > 1
-        self.old_log_prob = self._before_updates(args.microbatch) if off_policy else None
+        off_policy = args.updates * args.epochs > 1 and (self.o.name == "awm" or self.o.on_steps is None)
+        self.v_rollout = self._before_updates(args.microbatch) if off_policy else None
 
-    def losses(self, rows: Tensor) -> Iterator[Loss]:
+    def losses(self, rows: Tensor, seen: Tensor) -> Iterator[Loss]:
         """One loss per noise level, its values those of `rows` (n,)."""
-        o = self.o
-        for draw, (eps, timestep, sigma) in enumerate(self.draws):
-            x0, eps, timestep, sigma = self.x0[rows], eps[rows], timestep[rows], sigma[rows]
-            advantage, x = self.advantage[rows], _noised(x0, eps, sigma)
-            v = self._velocity(x, timestep, rows)
-            if o.name == "awm":
-                log_prob = objectives.awm_log_prob(v, eps - x0, sigma, o.weight)
-                old = log_prob.detach() if self.old_log_prob is None else self.old_log_prob[draw][rows]
-                loss = objectives.awm(log_prob, old, advantage, o.clip_low, o.clip_high)
-            else:
-                with torch.no_grad(), self.policy.using("old"):
-                    v_old = self._velocity(x, timestep, rows)
-                loss = objectives.nft(v, v_old, x, x0, sigma, advantage, o.beta, o.advantage_max)
-            if o.kl_weight:
-                with torch.no_grad(), self.policy.reference():
-                    v_ref = self._velocity(x, timestep, rows)
-                loss = _with_kl(loss, objectives.velocity_kl(v, v_ref), o.kl_weight)
+        for draw in range(self.count):
+            image = self._image(draw, rows)
+            loss = self._objective(image, self.advantage[rows])
+            if self.o.kl_weight:
+                assert image.v_ref is not None
+                loss = _with_kl(loss, objectives.velocity_kl(image.v, image.v_ref), self.o.kl_weight)
             yield loss
+
+    def _objective(self, image: NoisedImage, advantage: Tensor) -> Loss:
+        o = self.o
+        if o.name == "nft":
+            return objectives.nft(image, advantage, o.beta, o.advantage_max)
+        if o.name == "awm":
+            assert o.clip_low != "auto"
+            assert o.clip_high != "auto"
+            return objectives.awm(image, advantage, o.clip_low, o.clip_high, o.weight)
+        if o.name == "sft":
+            return objectives.sft(image)
+        if o.name == "dpo":
+            return objectives.dpo(image, o.dpo_beta)
+        return _own(o, image, advantage)
+
+    def _image(self, draw: int, rows: Tensor) -> NoisedImage:
+        eps, timestep, sigma = (t[rows] for t in self.draws[draw])
+        noised = NoisedImage(self.x0[rows], eps, sigma, eps, eps)  # its velocities come now
+
+        def velocity() -> Tensor:
+            return self.policy.velocity(noised.x, timestep, self.conditioning, rows).cpu()
+
+        v, v_old, v_ref = velocity(), None, None
+        with torch.no_grad():
+            if self.o.name == "nft":
+                with self.policy.using("old"):
+                    v_old = velocity()
+            if self.o.kl_weight or self.o.name == "dpo":
+                with self.policy.reference():
+                    v_ref = velocity()
+        v_rollout = v.detach() if self.v_rollout is None else self.v_rollout[draw][rows]
+        return NoisedImage(noised.x0, eps, sigma, v, v_rollout, v_old, v_ref)
 
     def _draw(self, trajectory: Trajectory, batch: PromptBatch, seed: int, step: int, draw: int) -> tuple[Tensor, ...]:
         """Noise (B, ...), timestep (B,) and sigma (B,) of a term: sigma at a uniform place of the schedule's range."""
@@ -101,18 +179,12 @@ class FinalTerms:
         u = low + (high - low) * torch.special.ndtr(normal)  # uniform in the range
         return eps, *trajectory.schedule.at((1 - u) * len(trajectory.schedule))
 
-    def _velocity(self, x: Tensor, timestep: Tensor, rows: Tensor) -> Tensor:
-        return self.policy.velocity(x, timestep, self.conditioning, rows).cpu()
-
     @torch.no_grad()
     def _before_updates(self, microbatch: int) -> list[Tensor]:
-        """The log-probabilities (B,) of each term under the policy that drew the images."""
-        found = []
-        for eps, timestep, sigma in self.draws:
-            x = _noised(self.x0, eps, sigma)
-            v = torch.cat([self._velocity(x[c], timestep[c], c) for c in torch.arange(len(x)).split(microbatch)])
-            found.append(objectives.awm_log_prob(v, eps - self.x0, sigma, self.o.weight))
-        return found
+        """The velocity (B, ...) of each term under the policy that drew the images."""
+        chunks = torch.arange(len(self.x0)).split(microbatch)
+        self.v_rollout = None
+        return [torch.cat([self._image(draw, chunk).v for chunk in chunks]) for draw in range(self.count)]
 
 
 class Means:
@@ -139,10 +211,28 @@ class Means:
         return {**means, **largest, **self.numbers}
 
 
+@functools.cache
+def own_function(kind: str, name: str) -> Callable | None:
+    """A function of the user's own, by import path or file; None for a name of ours."""
+    return reward_kit.locate(kind, name) if ":" in name else None
+
+
+def _own(o: ObjectiveConfig, seen: TrainedStep | NoisedImage, advantage: Tensor) -> Loss:
+    """The user's objective: it returns a Loss, or the values (n,) alone."""
+    function = own_function("objective", o.name)
+    assert function
+    found = function(seen, advantage, **o.options)
+    value = found.value if isinstance(found, Loss) else found
+    if not isinstance(value, Tensor) or value.shape != advantage.shape or not value.requires_grad:
+        raise ValueError(
+            f"objective {o.name} must return a tensor of {len(advantage)} values that carries a gradient, one for each row, or a "
+            "Loss of them."
+        )
+    metrics = dict(found.metrics) if isinstance(found, Loss) else {}
+    if isinstance(seen, TrainedStep):
+        metrics["ratio/max_deviation"] = (seen.log_prob - seen.old_log_prob).detach().exp().sub(1).abs()
+    return Loss(value, metrics)
+
+
 def _with_kl(loss: Loss, kl: Tensor, weight: float) -> Loss:
     return Loss(loss.value + weight * kl, {**loss.metrics, "kl": kl.detach()})
-
-
-def _noised(x0: Tensor, eps: Tensor, sigma: Tensor) -> Tensor:
-    sigma = sigma.reshape((-1,) + (1,) * (x0.ndim - 1))
-    return (1 - sigma) * x0 + sigma * eps

@@ -53,8 +53,11 @@ class Tracker:
     def log(self, step: int, metrics: dict[str, float]) -> None:
         """Appends the numbers of a finished training step (1 is the first) or of an evaluation (`eval/...`)."""
         self._write([{"step": step, **metrics}], "a")
-        if "reward" in metrics:
-            numbers = f"reward {metrics['reward']:.3f} ± {metrics['reward_std']:.3f}"
+        if "time/step" in metrics:
+            scored = "reward" in metrics  # given images have none
+            numbers = (
+                f"reward {metrics['reward']:.3f} ± {metrics['reward_std']:.3f}" if scored else f"loss {metrics['loss']:.4f}"
+            )
             self._progress.update(self._task, completed=step, numbers=numbers)
             if not self.console.is_terminal and (step % 10 == 0 or step == self.total_steps):
                 left = (time.monotonic() - self._started) / (step - self._first) * (self.total_steps - step)

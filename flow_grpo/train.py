@@ -1,5 +1,6 @@
 """The loop: deal prompts, roll out, score, compare within groups, update the adapter."""
 
+import copy
 import math
 import signal
 import time
@@ -11,22 +12,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
-import rewards as reward_kit
-from flow_grpo import checkpoint, objectives, sampling
-from flow_grpo.advantages import group_advantages, has_signal
+from flow_grpo import checkpoint, sampling
 from flow_grpo.config import FlowGRPOConfig
-from flow_grpo.evaluate import before_after, evaluate
-from flow_grpo.policy import Conditioning, Policy, load_policy
-from flow_grpo.prompts import PromptSet, load_prompts
-from flow_grpo.terms import FinalTerms, Means, StepTerms
+from flow_grpo.critic import Critic
+from flow_grpo.evaluate import before_after, build_rewards, evaluate
+from flow_grpo.experience import Interrupted, Rollouts
+from flow_grpo.explore import best_window, owned_variance
+from flow_grpo.pairs import GivenImages
+from flow_grpo.policy import Policy, load_policy
+from flow_grpo.prompts import Dealer, PromptSet, load_prompts
+from flow_grpo.terms import ClipRange, FinalTerms, Means, StepTerms
 from flow_grpo.tracking import Tracker, plot_curves, read_metrics
-from flow_grpo.types import PromptBatch, Scores, Trajectory
+from flow_grpo.types import Experience
 
 PREVIEWS = 16  # held-out prompts in the before and after grids
-
-
-class Interrupted(Exception):
-    """Ctrl-C or SIGTERM; the run is saved."""
 
 
 class FlowGRPOTrainer:
@@ -60,14 +59,7 @@ class FlowGRPOTrainer:
         self.train_set = _prompts(train_dataset if train_dataset is not None else args.prompts)
         wanted = eval_dataset if eval_dataset is not None else args.evaluation.prompts
         self.eval_set = None if wanted is None else _prompts(wanted).head(args.evaluation.limit)
-        self.train_set.deal(0, args.prompts_per_step, 1, args.seed)  # says at once if there are too few prompts
-        self.batch_size = args.prompts_per_step * args.images_per_prompt
-        self.microbatch = min(args.microbatch, self.batch_size)
-        if self.batch_size % self.microbatch:
-            raise ValueError(
-                f"microbatch={args.microbatch} does not divide prompts_per_step x images_per_prompt = {self.batch_size}: "
-                "all forward passes need one shape."
-            )
+        self.parts = args.parts()
         if isinstance(model, Policy):
             self.policy = model
         else:
@@ -76,21 +68,42 @@ class FlowGRPOTrainer:
             self.policy.add_lora(args.lora.rank, args.lora.alpha, args.lora.targets, args.seed)
         if args.ema_decay:
             self.policy.start_ema()
-        if args.objective.name == "nft":
+        if any(part.objective.name == "nft" for _, part in self.parts):
             self.policy.add_copy("old")
-        self.schedule, self.state_shape = self.policy.schedule(args.sampling.steps)
-        self.optimizer = torch.optim.AdamW(
-            self.policy.parameters().values(),
-            lr=args.optimizer.lr,
-            betas=args.optimizer.betas,
-            eps=args.optimizer.eps,
-            weight_decay=args.optimizer.weight_decay,
-        )
         self.scaler = torch.amp.GradScaler(self.policy.device.type, enabled=self.policy.dtype == torch.float16)
+        self.dealer = Dealer(self.train_set, args.seed, args.resting.after, args.resting.steps)
         self.folder = Path(args.output)
         self.step = 0
-        self._ratio_checked = False
         self._stopping = False
+        for begin, part in reversed(self.parts):  # each says at once what does not fit; the first is the one to begin with
+            self._enter(begin, part)
+
+    def _enter(self, begin: int, part: FlowGRPOConfig) -> None:
+        """Begins a part of the run: its objective, what it learns from, and an optimizer that knows nothing of the last one's."""
+        self.begin, self.part, objective = begin, part, part.objective
+        self.optimizer = torch.optim.AdamW(
+            self.policy.parameters().values(),
+            lr=part.optimizer.lr,
+            betas=part.optimizer.betas,
+            eps=part.optimizer.eps,
+            weight_decay=part.optimizer.weight_decay,
+        )
+        self.schedule, self.state_shape = self.policy.schedule(part.sampling.steps)
+        self.clip = ClipRange(objective.clip_quantile)
+        self.critic: Critic | None = None
+        if objective.name == "ppo":
+            text = self.policy.encode([""]).pooled().shape[1]
+            self.critic = Critic(self.state_shape, text, objective.critic, part.seed)
+        self.source: Rollouts | GivenImages
+        if objective.data is not None:
+            self.source = GivenImages(self.policy, part)
+        else:
+            self.source = Rollouts(
+                self.policy, part, self.dealer, self.rewards, self.critic, self._window, lambda: self._stopping
+            )
+            Dealer(self.train_set, part.seed).deal(0, part.prompts_per_step, 1)  # says at once if there are too few prompts
+        self.window_place: int | None = None  # where an `auto` window lies, once measured
+        self._ratio_checked = False
 
     # -- the run ----------------------------------------------------------------------------------------------------
 
@@ -114,35 +127,48 @@ class FlowGRPOTrainer:
         self._evaluate_if_due(tracker)
         while self.step < self.args.steps:
             tracker.log(self.step + 1, self.training_step())
+            while self.rewards.dropped:
+                tracker.say(f"warning: {self.rewards.dropped.pop(0)}")
             if self.step == self.args.steps or self.step % self.args.save_every == 0:
                 self.save()
             self._evaluate_if_due(tracker)
 
     def training_step(self) -> dict[str, float]:
         """One step: rollout, rewards, advantages, updates. Returns its metrics and counts `self.step` up."""
-        args, started = self.args, time.perf_counter()
-        batch = self.train_set.deal(self.step, args.prompts_per_step, args.images_per_prompt, args.seed)
-        conditioning = self.policy.encode(batch.prompts)
-        trajectory = self._rollout(batch, conditioning)
-        rolled_out = time.perf_counter()
-        images = self.policy.decode(trajectory.final, self.microbatch)
-        decoded = time.perf_counter()
-        scores = Scores(*self.rewards(images, batch.prompts, **batch.columns()))
-        advantage = group_advantages(scores.total, batch.group, args.objective.advantage)
-        signal = has_signal(scores.total, batch.group, args.objective.advantage)
-        scored = time.perf_counter()
-        metrics = self._update(batch, conditioning, trajectory, advantage, signal)
+        started = time.perf_counter()
+        self._enter_at(self.step)
+        memory = self._memory()
+        try:
+            experience = self.source.collect(self.step)
+            collected = time.perf_counter()
+            metrics = self._update(experience)
+        except (Interrupted, ValueError):  # this step has not happened
+            self._recall(memory)
+            raise
         finished = time.perf_counter()
         self.step += 1
         return {
-            **_reward_metrics(scores, batch.group, signal),
+            **experience.metrics,
             **metrics,
-            "time/rollout": rolled_out - started,
-            "time/decode": decoded - rolled_out,
-            "time/reward": scored - decoded,
-            "time/update": finished - scored,
+            "time/update": finished - collected,
             "time/step": finished - started,
         }
+
+    def _memory(self) -> dict[str, Any]:
+        """What steps leave behind beside the adapter and its optimizer."""
+        critic = None if self.critic is None else copy.deepcopy(self.critic.state())
+        return {"prompts": self.dealer.state(), "clip": dict(self.clip.state), "window": self.window_place, "critic": critic}
+
+    def _recall(self, memory: dict[str, Any]) -> None:
+        self.dealer.load(memory["prompts"])
+        self.clip.state, self.window_place = dict(memory["clip"]), memory["window"]
+        if self.critic is not None:
+            self.critic.load(memory["critic"])
+
+    def _enter_at(self, step: int) -> None:
+        begin, part = [one for one in self.parts if one[0] <= step][-1]
+        if part is not self.part:
+            self._enter(begin, part)
 
     def save(self) -> Path:
         """Writes a checkpoint of everything that the next step depends on."""
@@ -152,8 +178,9 @@ class FlowGRPOTrainer:
             "ema": self.policy.ema,
             "optimizer": self.optimizer.state_dict(),
             "scaler": self.scaler.state_dict(),
+            "memory": self._memory(),
         }
-        if self.args.objective.name == "nft":
+        if "old" in self.policy.adapters:
             state["old"] = self.policy.adapter_state("old")
         return checkpoint.save(self.folder / "checkpoints", self.step, state, self.args.keep)
 
@@ -180,16 +207,22 @@ class FlowGRPOTrainer:
                 f"{self.folder} has no checkpoint to resume from; delete the folder and start the run without --resume."
             )
         self._same_settings()
+        self.restore(state)
+        checkpoint.drop_after(self.folder / "checkpoints", self.step)
+        tracker.resume(self.step)
+        tracker.say(f"resumed at step {self.step} of {self.args.steps}")
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """Puts the run where a checkpoint left it."""
         self.step = state["step"]
+        self._enter_at(max(0, self.step - 1))  # the optimizer saved between two parts is the former's
         self.policy.load_adapter_state(state["adapter"])
         self.policy.ema = {name: value.to(self.policy.device) for name, value in state["ema"].items()}
         self.optimizer.load_state_dict(state["optimizer"])
         self.scaler.load_state_dict(state["scaler"])
+        self._recall(state["memory"])
         if "old" in state:
             self.policy.load_adapter_state(state["old"], "old")
-        checkpoint.drop_after(self.folder / "checkpoints", self.step)
-        tracker.resume(self.step)
-        tracker.say(f"resumed at step {self.step} of {self.args.steps}")
 
     def _same_settings(self) -> None:
         """ValueError if a setting that changes the numbers is not what the run folder's config says."""
@@ -223,14 +256,22 @@ class FlowGRPOTrainer:
         due = self.step in steps or (settings.every and self.step % settings.every == 0)
         if self.eval_set is None or not due or tracker.evaluated(self.step):
             return
+        images, values = self.evaluate()
+        tracker.evaluation(self.step, values)
+        if self.step in steps:
+            shown = self.eval_set.prompts[:PREVIEWS]
+            before_after(self.folder, self.step == 0, images[:PREVIEWS], shown, settings.seed, self.args.model)
+
+    def evaluate(self) -> tuple[Tensor, dict[str, float]]:
+        """Pictures of the held-out prompts by the averaged adapter, and each measure's mean over them."""
+        if self.eval_set is None:
+            raise ValueError("there are no held-out prompts: set evaluation.prompts.")
+        settings = self.args.evaluation
         with self.policy.averaged():
             images, by_name = evaluate(
                 self.policy, self.eval_set, self.held_out, settings.steps, settings.seed, self.args.microbatch
             )
-        tracker.evaluation(self.step, {name: values.mean().item() for name, values in by_name.items()})
-        if self.step in steps:
-            shown = self.eval_set.prompts[:PREVIEWS]
-            before_after(self.folder, self.step == 0, images[:PREVIEWS], shown, settings.seed, self.args.model)
+        return images, {name: values.nanmean().item() for name, values in by_name.items()}
 
     @contextmanager
     def _signals(self) -> Iterator[None]:
@@ -250,73 +291,64 @@ class FlowGRPOTrainer:
             for number, handler in former.items():
                 signal.signal(number, handler)
 
-    # -- rollout ----------------------------------------------------------------------------------------------------
+    # -- a step -----------------------------------------------------------------------------------------------------
 
-    def _rollout(self, batch: PromptBatch, conditioning: Conditioning) -> Trajectory:
-        s, seed, step = self.args.sampling, self.args.seed, self.step
-        w = s.window
-        per_step = self.args.objective.name in objectives.ON_STEPS
+    def _window(self, step: int) -> list[int]:
+        """The steps of the schedule that are stochastic and trained."""
+        s, w = self.part.sampling, self.part.sampling.window
+        if s.transition == "ode":
+            return []
+        if w.kind == "auto":
+            if self.window_place is None:
+                owned = owned_variance(self.policy, self.part, self.train_set, self.rewards, s.transition, s.noise_level)
+                self.window_place = best_window(owned, w.size)
+            return list(range(self.window_place, self.window_place + w.size))
         last = s.steps - 2 if w.last is None else w.last
-        window = sampling.window(w.kind, s.steps, w.size, w.first, last, w.every, seed, step) if per_step else []
-        velocity = self.policy.along(self.schedule, conditioning)
+        return sampling.window(w.kind, s.steps, w.size, w.first, last, w.every, self.part.seed, step)
 
-        def interruptible(x: Tensor, i: int, rows: Tensor) -> Tensor:
-            if self._stopping:  # nothing of this step has touched the adapter yet
-                raise Interrupted
-            return velocity(x, i, rows)
-
-        start = sampling.batch_noise(self.state_shape, batch, seed, "start", step, shared=s.shared_start)
-        return sampling.rollout(
-            interruptible,
-            self.schedule,
-            start,
-            window,
-            s.transition,
-            s.noise_level,
-            lambda i: sampling.batch_noise(self.state_shape, batch, seed, "step", step, i),
-            self.microbatch,
-            batch.group if s.shared_start else None,
-            s.log_prob,
-        )
-
-    # -- update -----------------------------------------------------------------------------------------------------
-
-    def _update(
-        self, batch: PromptBatch, conditioning: Conditioning, trajectory: Trajectory, advantage: Tensor, signal: Tensor
-    ) -> dict[str, float]:
-        """The optimizer steps on one rollout, each on an equal share of its prompts."""
-        args = self.args
-        terms: StepTerms | FinalTerms
-        if args.objective.name in objectives.ON_STEPS:
-            terms = StepTerms(self.policy, args, conditioning, trajectory, advantage)
-        else:
-            terms = FinalTerms(self.policy, args, conditioning, trajectory, advantage, batch, self.step)
+    def _update(self, experience: Experience) -> dict[str, float]:
+        """The optimizer steps on one rollout, each on an equal share of its groups."""
+        part, batch = self.part, experience.batch
+        terms = self._terms(experience)
         totals = Means()
-        for update, groups in enumerate(torch.arange(args.prompts_per_step).chunk(args.updates)):
-            share = torch.isin(batch.group, groups)
-            rows = (share & signal).nonzero()[:, 0]
+        groups = torch.arange(int(batch.group.max()) + 1)
+        for share in list(groups.chunk(part.updates)) * part.epochs:
+            rows = experience.rows[torch.isin(batch.group[experience.rows], share)]
             for group in self.optimizer.param_groups:
                 group["lr"] = self._learning_rate()
-            for chunk, weight in self._chunks(rows, int(share.sum())):
-                for loss in terms.losses(chunk):
+            for chunk, weight in self._chunks(rows, len(share) * experience.rows_per_group):
+                for loss in terms.losses(chunk, weight > 0):
                     value = (loss.value * weight).sum() / terms.count
                     self.scaler.scale(value.to(self.policy.device)).backward()
                     totals.add(loss, weight / terms.count)
-            if update == 0:
+            if "ratio/first_update_max_deviation" not in totals.numbers:
                 self._check_ratio(totals)
             if len(rows):
                 totals.numbers.update(self._optimizer_step())
-        if args.objective.name == "nft":
-            self.policy.follow("old", args.objective.old_decay)
-        return {"loss": totals.loss / args.updates, **totals.metrics(), "lr": self._learning_rate()}
+        if part.objective.name == "nft":
+            self.policy.follow("old", part.objective.old_decay)
+        return {
+            "loss": totals.loss / (part.updates * part.epochs),
+            **totals.metrics(),
+            **self.clip.metrics(),
+            "lr": self._learning_rate(),
+        }
+
+    def _terms(self, experience: Experience) -> StepTerms | FinalTerms:
+        batch, trajectory, advantage = experience.batch, experience.trajectory, experience.advantage
+        conditioning = self.policy.encode(batch.prompts)
+        if self.part.sampling.transition != "ode":
+            return StepTerms(self.policy, self.part, conditioning, trajectory, advantage, self.clip)
+        return FinalTerms(self.policy, self.part, conditioning, trajectory, advantage, batch, self.step)
 
     def _chunks(self, rows: Tensor, total: int) -> Iterator[tuple[Tensor, Tensor]]:
         """`rows` in chunks of the micro-batch size, and each row's weight in the mean over `total` rows.
 
         The last chunk is filled up with rows of weight 0: the rollout's shape, so that the same numbers come out.
         """
-        for chunk in rows.split(self.microbatch) if len(rows) else ():
-            missing = self.microbatch - len(chunk)
+        size = self.part.microbatch
+        for chunk in rows.split(size) if len(rows) else ():
+            missing = size - len(chunk)
             weight = torch.cat([torch.full((len(chunk),), 1 / total), torch.zeros(missing)])
             yield torch.cat([chunk, chunk[:1].expand(missing)]), weight
 
@@ -334,15 +366,15 @@ class FlowGRPOTrainer:
         self._ratio_checked = True
 
     def _learning_rate(self) -> float:
-        o = self.args.optimizer
-        warm = min(1.0, (self.step + 1) / o.warmup) if o.warmup else 1.0
-        return o.lr * warm * (1 - (1 - o.final_lr) * self.step / max(1, self.args.steps - 1))
+        o, step = self.part.optimizer, self.step - self.begin
+        warm = min(1.0, (step + 1) / o.warmup) if o.warmup else 1.0
+        return o.lr * warm * (1 - (1 - o.final_lr) * min(1.0, step / max(1, self.part.steps - 1)))
 
     def _optimizer_step(self) -> dict[str, float]:
         parameters = list(self.policy.parameters().values())
         self.scaler.unscale_(self.optimizer)
         count = sum(p.numel() for p in parameters)
-        norm = torch.nn.utils.clip_grad_norm_(parameters, self.args.optimizer.max_grad_norm).item()
+        norm = torch.nn.utils.clip_grad_norm_(parameters, self.part.optimizer.max_grad_norm).item()
         finite = math.isfinite(norm)
         if not finite and not self.scaler.is_enabled():
             raise ValueError(
@@ -357,38 +389,5 @@ class FlowGRPOTrainer:
         return {"grad_norm": norm, "grad_rms": norm / count**0.5} if finite else {"grad_overflow": 1.0}
 
 
-def build_rewards(args: FlowGRPOConfig, given: Any = None) -> tuple[reward_kit.WeightedSum, list[str]]:
-    """All rewards that an evaluation measures, and the names of those that are trained on. Each is built once.
-
-    The sum is the trained reward: the others have weight 0 in it. `given` are a trainer's `reward_funcs`.
-    """
-    if given is None:
-        trained: dict[str, Any] = {name: (name, setting.options) for name, setting in args.rewards.items()}
-    else:
-        items = given if isinstance(given, list) else [given]
-        trained = {i if isinstance(i, str) else getattr(i, "__name__", type(i).__name__): (i, {}) for i in items}
-        if len(trained) < len(items):
-            raise ValueError("two of reward_funcs have one name: give each function or class a name of its own.")
-    measured = {name: (name, setting.options) for name, setting in args.evaluation.rewards.items()}
-    loaded = {
-        name: reward_kit.load(item, **options) if isinstance(item, str) else item
-        for name, (item, options) in {**measured, **trained}.items()
-    }
-    weights = {name: args.rewards[name].weight if name in args.rewards else float(name in trained) for name in loaded}
-    return reward_kit.WeightedSum(loaded, {name: weights[name] if name in trained else 0.0 for name in loaded}), list(
-        trained
-    )
-
-
 def _prompts(source: Any) -> PromptSet:
     return source if isinstance(source, PromptSet) else load_prompts(source)
-
-
-def _reward_metrics(scores: Scores, group: Tensor, signal: Tensor) -> dict[str, float]:
-    groups = scores.total.view(int(group.max()) + 1, -1)
-    return {
-        "reward": scores.total.mean().item(),
-        "reward_std": groups.std(1, correction=0).mean().item(),
-        "frac_reward_zero_std": 1 - signal.float().mean().item(),
-        **{f"rewards/{name}/mean": values.mean().item() for name, values in scores.by_name.items()},
-    }

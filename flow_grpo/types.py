@@ -8,6 +8,7 @@ Scores       --group_advantages-->  advantage (B,)
 advantage    --objective-->         Loss
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -27,6 +28,17 @@ class PromptBatch:
         """The metadata as one list of B values per key, which is how rewards take it."""
         keys = sorted({key for row in self.metadata for key in row})
         return {key: [row.get(key) for row in self.metadata] for key in keys}
+
+    def take(self, rows: Tensor) -> "PromptBatch":
+        """These whole groups, numbered anew from 0."""
+        group = self.group[rows].unique(return_inverse=True)[1]
+        places = rows.tolist()
+        return PromptBatch([self.prompts[i] for i in places], [self.metadata[i] for i in places], group, self.image[rows])
+
+    @staticmethod
+    def join(parts: "Sequence[PromptBatch]") -> "PromptBatch":
+        prompts, metadata = [p for part in parts for p in part.prompts], [m for part in parts for m in part.metadata]
+        return PromptBatch(prompts, metadata, torch.cat([p.group for p in parts]), torch.cat([p.image for p in parts]))
 
 
 @dataclass(frozen=True)
@@ -61,8 +73,57 @@ class Trajectory:
     steps: list[int]  # (K,) indices into the schedule
     x: Tensor  # (B, K, ...) float32, the state before each trained step
     x_next: Tensor  # (B, K, ...) float32, the state after it: the tensor that was scored and stepped from
+    mean: Tensor  # (B, K, ...) float32, the mean of the transition that drew it
     log_prob_BK: Tensor  # (B, K)
     final: Tensor  # (B, ...) float32 latents of the images
+
+    def take(self, rows: Tensor) -> "Trajectory":
+        t = (self.x, self.x_next, self.mean, self.log_prob_BK, self.final)
+        return Trajectory(self.schedule, self.steps, *(tensor[rows] for tensor in t))
+
+    @staticmethod
+    def join(parts: "Sequence[Trajectory]") -> "Trajectory":
+        columns = zip(*((t.x, t.x_next, t.mean, t.log_prob_BK, t.final) for t in parts), strict=True)
+        return Trajectory(parts[0].schedule, parts[0].steps, *(torch.cat(column) for column in columns))
+
+
+@dataclass(frozen=True)
+class TrainedStep:
+    """One trained transition of n rows: as the policy sees it now, and (`old_`) as it was when it was drawn."""
+
+    log_prob: Tensor  # (n,), with the gradient
+    old_log_prob: Tensor  # (n,)
+    mean: Tensor  # (n, ...), with the gradient
+    old_mean: Tensor  # (n, ...)
+    std: Tensor  # broadcastable to mean
+    delta: Tensor  # scalar, sigma_next - sigma < 0
+
+
+@dataclass(frozen=True)
+class NoisedImage:
+    """Final latents of n rows noised afresh, `x = (1 - sigma) x0 + sigma eps`, and what the policy makes of them."""
+
+    x0: Tensor  # (n, ...) float32 latents of the images
+    eps: Tensor  # (n, ...) standard normal, shared within a group
+    sigma: Tensor  # (n,) in (0, 1], shared within a group
+    v: Tensor  # (n, ...) velocity now, with the gradient
+    v_rollout: Tensor  # (n, ...) velocity of the policy that drew the images
+    v_old: Tensor | None = None  # (n, ...) velocity of the slowly moving copy, for nft
+    v_ref: Tensor | None = None  # (n, ...) velocity of the base model, where the objective or its KL asks for it
+
+    @property
+    def column(self) -> Tensor:
+        """sigma, broadcastable to x0."""
+        return self.sigma.reshape((-1,) + (1,) * (self.x0.ndim - 1))
+
+    @property
+    def x(self) -> Tensor:
+        """(n, ...), the noised latents."""
+        return (1 - self.column) * self.x0 + self.column * self.eps
+
+    def error(self, v: Tensor) -> Tensor:
+        """(n,): mean squared error of a velocity against the true one, eps - x0."""
+        return (v.float() - (self.eps - self.x0)).square().flatten(1).mean(1)
 
 
 @dataclass(frozen=True)
@@ -71,6 +132,28 @@ class Scores:
 
     total: Tensor
     by_name: dict[str, Tensor]
+
+    def take(self, rows: Tensor) -> "Scores":
+        return Scores(self.total[rows], {name: values[rows] for name, values in self.by_name.items()})
+
+    @staticmethod
+    def join(parts: "Sequence[Scores]") -> "Scores":
+        names = parts[0].by_name
+        return Scores(
+            torch.cat([s.total for s in parts]), {name: torch.cat([s.by_name[name] for s in parts]) for name in names}
+        )
+
+
+@dataclass(frozen=True)
+class Experience:
+    """What a training step learns from: a batch, its images' latents, and what they are worth."""
+
+    batch: PromptBatch
+    trajectory: Trajectory
+    advantage: Tensor  # (B,), or (B, K) if each trained step has its own
+    rows: Tensor  # the rows of the batch that have something to say; for dpo better and worse image in turns
+    rows_per_group: int  # how many each group would give, had all of them something to say
+    metrics: dict[str, float]
 
 
 @dataclass(frozen=True)

@@ -36,7 +36,7 @@ def load(name: str, **options: Any) -> Reward:
     Raises:
         ValueError: there is no such reward, or it does not take these options.
     """
-    target = _resolve(name)
+    target = locate("reward", name, NAMES)
     if inspect.isclass(target):
         try:
             inspect.signature(target).bind(**options)
@@ -60,6 +60,97 @@ def score(name: str, reward: Reward, images: torch.Tensor, prompts: list[str], *
         ValueError: a sentence with the reward's name and the prompt, if it raises, returns NaN or infinity, or has the
             wrong shape.
     """
+    values = _values(name, reward, images, prompts, metadata)
+    for value, prompt in zip(values.tolist(), prompts, strict=True):
+        if not math.isfinite(value):
+            raise ValueError(f"reward {name} returned {value} for the prompt {prompt!r}; every reward must be finite.")
+    return values
+
+
+class WeightedSum:
+    """Several rewards at once: their weighted sum, and each alone. A weight of 0 only reports.
+
+    Attributes:
+        dropped: what rewards of `drop` said when they failed, a sentence each; whoever reports them empties the list.
+    """
+
+    def __init__(self, rewards: dict[str, Reward], weights: dict[str, float], drop: Iterable[str] = ()) -> None:
+        self.rewards, self.weights, self.drop = rewards, weights, set(drop)
+        self.dropped: list[str] = []
+
+    def only(self, names: Iterable[str]) -> "WeightedSum":
+        """The sum of these rewards alone, the very same objects."""
+        return WeightedSum({name: self.rewards[name] for name in names}, self.weights, self.drop)
+
+    def __call__(
+        self, images: torch.Tensor, prompts: list[str], **metadata: Any
+    ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        """The sum (B,) and each reward (B,) by name. ValueError as in `score`; one of `drop` is NaN where it failed."""
+        by_name = {name: self._one(name, images, prompts, metadata) for name in self.rewards}
+        total = sum((self.weights[name] * values for name, values in by_name.items()), torch.zeros(len(prompts)))
+        return total, by_name
+
+    def _one(self, name: str, images: torch.Tensor, prompts: list[str], metadata: dict[str, Any]) -> torch.Tensor:
+        reward = self.rewards[name]
+        if name not in self.drop:
+            return score(name, reward, images, prompts, **metadata)
+        try:
+            values = _values(name, reward, images, prompts, metadata)
+        except ValueError as error:
+            self.dropped.append(f"{error} All of them were left out.")
+            return torch.full((len(prompts),), math.nan)
+        missing = int((~values.isfinite()).sum())
+        if missing:
+            self.dropped.append(
+                f"reward {name} gave no finite number for {missing} of {len(prompts)} images, whose groups were left out."
+            )
+        return values.where(values.isfinite(), math.nan)
+
+
+def locate(kind: str, name: str, names: dict[str, str] | None = None) -> Callable[..., Any]:
+    """What an import path (`my_module:my_fn`), a file (`path/to/file.py:fn`) or one of `names` stands for.
+
+    Raises:
+        ValueError: a sentence that begins with `kind`, "reward" for example, if it is not there or can't be imported.
+    """
+    names = names or {}
+    path, colon, attribute = names.get(name, name).rpartition(":")
+    if not colon:
+        close = difflib.get_close_matches(name, names, n=1)
+        hint = f" Did you mean {close[0]}?" if close else ""
+        raise ValueError(
+            f"there is no {kind} {name}.{hint} Give one of {', '.join(names)}, or your own as my_module:my_fn or file.py:fn."
+        )
+    module = _import_file(kind, path) if path.endswith(".py") else _import_module(kind, name, path)
+    if not hasattr(module, attribute):
+        raise ValueError(f"{kind} {name}: {path} has no {attribute}.")
+    return getattr(module, attribute)
+
+
+def _import_module(kind: str, name: str, path: str) -> Any:
+    try:
+        return importlib.import_module(path)
+    except Exception as error:
+        raise ValueError(f"{kind} {name} could not be imported: {type(error).__name__}: {error}") from error
+
+
+def _import_file(kind: str, path: str) -> Any:
+    file = Path(path)
+    if not file.is_file():
+        raise ValueError(f"there is no {kind} file {path}.")
+    spec = importlib.util.spec_from_file_location(f"{kind}_{file.stem}", file)
+    assert spec
+    assert spec.loader
+    module = importlib.util.module_from_spec(spec)
+    try:
+        spec.loader.exec_module(module)
+    except Exception as error:
+        raise ValueError(f"the {kind} file {path} could not be run: {type(error).__name__}: {error}") from error
+    return module
+
+
+def _values(name: str, reward: Reward, images: torch.Tensor, prompts: list[str], metadata: dict[str, Any]) -> torch.Tensor:
+    """The reward's values, (B,) float32 on the CPU; ValueError if it raises or has the wrong shape."""
     try:
         with torch.no_grad():
             values = reward(images, prompts, **_accepted(reward, metadata))
@@ -74,65 +165,7 @@ def score(name: str, reward: Reward, images: torch.Tensor, prompts: list[str], *
         raise ValueError(
             f"reward {name} returned shape {tuple(values.shape)} for {len(prompts)} images; it must return one number each."
         )
-    for value, prompt in zip(values.tolist(), prompts, strict=True):
-        if not math.isfinite(value):
-            raise ValueError(f"reward {name} returned {value} for the prompt {prompt!r}; every reward must be finite.")
     return values
-
-
-class WeightedSum:
-    """Several rewards at once: their weighted sum, and each alone. A weight of 0 only reports."""
-
-    def __init__(self, rewards: dict[str, Reward], weights: dict[str, float]) -> None:
-        self.rewards, self.weights = rewards, weights
-
-    def only(self, names: Iterable[str]) -> "WeightedSum":
-        """The sum of these rewards alone, the very same objects."""
-        return WeightedSum({name: self.rewards[name] for name in names}, self.weights)
-
-    def __call__(
-        self, images: torch.Tensor, prompts: list[str], **metadata: Any
-    ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-        """The sum (B,) and each reward (B,) by name. ValueError as in `score`."""
-        by_name = {name: score(name, reward, images, prompts, **metadata) for name, reward in self.rewards.items()}
-        total = sum((self.weights[name] * values for name, values in by_name.items()), torch.zeros(len(prompts)))
-        return total, by_name
-
-
-def _resolve(name: str) -> Callable[..., Any]:
-    path, colon, attribute = NAMES.get(name, name).rpartition(":")
-    if not colon:
-        close = difflib.get_close_matches(name, NAMES, n=1)
-        hint = f" Did you mean {close[0]}?" if close else ""
-        raise ValueError(
-            f"there is no reward {name}.{hint} Give one of {', '.join(NAMES)}, or your own as my_module:my_fn or file.py:fn."
-        )
-    module = _import_file(path) if path.endswith(".py") else _import_module(name, path)
-    if not hasattr(module, attribute):
-        raise ValueError(f"reward {name}: {path} has no {attribute}.")
-    return getattr(module, attribute)
-
-
-def _import_module(name: str, path: str) -> Any:
-    try:
-        return importlib.import_module(path)
-    except Exception as error:
-        raise ValueError(f"reward {name} could not be imported: {type(error).__name__}: {error}") from error
-
-
-def _import_file(path: str) -> Any:
-    file = Path(path)
-    if not file.is_file():
-        raise ValueError(f"there is no reward file {path}.")
-    spec = importlib.util.spec_from_file_location(f"reward_{file.stem}", file)
-    assert spec
-    assert spec.loader
-    module = importlib.util.module_from_spec(spec)
-    try:
-        spec.loader.exec_module(module)
-    except Exception as error:
-        raise ValueError(f"the reward file {path} could not be run: {type(error).__name__}: {error}") from error
-    return module
 
 
 def _with_options(name: str, function: Callable[..., Any], options: dict[str, Any]) -> Reward:

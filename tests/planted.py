@@ -15,8 +15,8 @@ BUGS = [
     (
         "the KL is computed under no_grad",
         "flow_grpo/terms.py",
-        "                loss = _with_kl(loss, sde.kl(mean, mean_ref, std), o.kl_weight)",
-        "                loss = _with_kl(loss, sde.kl(mean, mean_ref, std).detach(), o.kl_weight)",
+        "loss = _with_kl(loss, self._kl(k, rows, v, step), self.o.kl_weight)",
+        "loss = _with_kl(loss, self._kl(k, rows, v, step).detach(), self.o.kl_weight)",
         "tests/test_train.py -k kl_pulls",
     ),
     (
@@ -29,8 +29,8 @@ BUGS = [
     (
         "the sign of the advantage",
         "flow_grpo/objectives.py",
-        "value = -torch.minimum(ratio * advantage, clipped * advantage)",
-        "value = torch.minimum(ratio * advantage, clipped * advantage)",
+        "value = -torch.minimum(ratio * advantage, ratio.clamp",
+        "value = torch.minimum(ratio * advantage, ratio.clamp",
         "tests/test_objectives.py",
     ),
     (
@@ -86,9 +86,58 @@ BUGS = [
     (
         "the mean is over the rows with signal, not over all",
         "flow_grpo/train.py",
-        "for chunk, weight in self._chunks(rows, int(share.sum())):",
+        "for chunk, weight in self._chunks(rows, len(share) * experience.rows_per_group):",
         "for chunk, weight in self._chunks(rows, max(1, len(rows))):",
         "tests/test_train.py -k skipping_leaves",
+    ),
+    (
+        "the ratio of grpo_guard is not centred",
+        "flow_grpo/objectives.py",
+        "centred = step.log_prob - step.old_log_prob + sde.kl(step.mean, step.old_mean, step.std)",
+        "centred = step.log_prob - step.old_log_prob",
+        "tests/test_objectives.py -k guard",
+    ),
+    (
+        "dppo masks what comes back in place of what goes further",
+        "flow_grpo/objectives.py",
+        "further = (advantage * (ratio.detach() - 1)) > 0",
+        "further = (advantage * (ratio.detach() - 1)) < 0",
+        "tests/test_objectives.py -k dppo",
+    ),
+    (
+        "the prompts of a step that failed are lost",
+        "flow_grpo/train.py",
+        "            self._recall(memory)\n            raise",
+        "            raise",
+        "tests/test_train.py -k lost_in_its_first",
+    ),
+    (
+        "further rounds of a step repeat the noise of the first",
+        "flow_grpo/prompts.py",
+        "torch.arange(len(rows)) // images + first_group",
+        "torch.arange(len(rows)) // images",
+        "tests/test_methods.py -k noise_of_their_own",
+    ),
+    (
+        "a dropped reward spoils the statistics of the batch",
+        "flow_grpo/experience.py",
+        "    return ~torch.isin(group, spoiled)",
+        "    return torch.isfinite(reward)",
+        "tests/test_methods.py -k takes_its_groups",
+    ),
+    (
+        "dpo forgets the reference",
+        "flow_grpo/objectives.py",
+        "gain = (image.error(image.v) - image.error(image.v_ref)).view(-1, 2)",
+        "gain = image.error(image.v).view(-1, 2)",
+        "tests/test_objectives.py -k dpo",
+    ),
+    (
+        "a run resumed between two stages has the wrong optimizer",
+        "flow_grpo/train.py",
+        "self._enter_at(max(0, self.step - 1))",
+        "self._enter_at(self.step)",
+        "tests/test_methods.py -k one_run",
     ),
     (
         "cps keeps too much of the old noise",

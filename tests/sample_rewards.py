@@ -29,3 +29,12 @@ def wrong_shape(images, prompts):
 
 def uses_metadata(images, prompts, answer):
     return [float(a) for a in answer]
+
+
+def sometimes_nan(images, prompts):
+    """Brightness, but not a number for the first image of every prompt with a U."""
+    values = images.mean((1, 2, 3))
+    for i, prompt in enumerate(prompts):
+        if "U" in prompt and prompt not in prompts[:i]:
+            values[i] = float("nan")
+    return values

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from flow_grpo.advantages import METHODS, group_advantages, has_signal
+from flow_grpo.advantages import METHODS, group_advantages, has_signal, shares
 
 REWARD = torch.tensor([1.0, 2.0, 3.0, 10.0, 10.0, 16.0])
 GROUP = torch.tensor([0, 0, 0, 1, 1, 1])
@@ -54,6 +54,70 @@ def test_rloo_is_dr_grpo_times_g_over_g_minus_1():
     torch.testing.assert_close(
         group_advantages(REWARD / 10, GROUP, "rloo"), 1.5 * group_advantages(REWARD / 10, GROUP, "dr_grpo")
     )
+
+
+def test_dr_grpo_over_the_std_of_the_group_is_grpo():
+    small = REWARD / 100  # far from the clamp
+    std = torch.tensor([STD_0] * 3 + [STD_1] * 3) / 100
+    torch.testing.assert_close(group_advantages(small, GROUP, "dr_grpo") / std, group_advantages(small, GROUP, eps=0))
+
+
+def test_gdpo_of_one_reward_is_grpo_normalised_over_the_batch():
+    grpo = group_advantages(REWARD, GROUP)
+    expected = (grpo - grpo.mean()) / (grpo.std(correction=0) + 1e-4)
+    torch.testing.assert_close(group_advantages(REWARD, GROUP, "gdpo"), expected, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(group_advantages(REWARD[:, None], GROUP, "gdpo"), expected, rtol=1e-4, atol=1e-5)
+
+
+def two_rewards():
+    other = torch.tensor([0.3, 0.1, 0.2, 0.9, 0.7, 0.1])
+    return torch.stack([REWARD, other], 1), torch.tensor([1.0, 2.0])
+
+
+def test_gdpo_by_hand_and_free_of_the_rewards_units():
+    both, weights = two_rewards()
+    parts = [group_advantages(column, GROUP) for column in both.T]
+    total = parts[0] + 2 * parts[1]
+    expected = (total - total.mean()) / (total.std(correction=0) + 1e-4)
+    found = group_advantages(both, GROUP, "gdpo", weights=weights)
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+    other_units = both * torch.tensor([1.0, 1000.0])
+    torch.testing.assert_close(group_advantages(other_units, GROUP, "gdpo", weights=weights), found, rtol=1e-2, atol=1e-2)
+    summed = group_advantages(other_units, GROUP, weights=weights)
+    assert not torch.allclose(summed, group_advantages(both, GROUP, weights=weights), atol=0.1), "a sum is not"
+
+
+@pytest.mark.parametrize("method", list(METHODS))
+def test_several_rewards_are_their_weighted_sum(method):
+    both, weights = two_rewards()
+    found = group_advantages(both, GROUP, method, weights=weights)
+    torch.testing.assert_close(found, group_advantages(both[:, 0] + 2 * both[:, 1], GROUP, method))
+
+
+def test_shares_sum_to_1_and_find_the_reward_that_drowns_the_others():
+    both, weights = two_rewards()
+    share, correlation = shares(both, weights, GROUP)
+    assert float(share.sum()) == pytest.approx(1)
+    assert float(share[0]) > 0.9, "its spread is ten times the other's"
+    even, _ = shares(both, weights, GROUP, "gdpo")
+    assert float(even[0]) < 0.5, "gdpo leaves it its weight alone"
+    torch.testing.assert_close(correlation.diagonal(), torch.ones(2))
+    centred = [group_advantages(column / 10, GROUP, "dr_grpo") for column in both.T]
+    expected = torch.corrcoef(torch.stack(centred))[0, 1]
+    torch.testing.assert_close(correlation[0, 1], expected)
+
+
+def test_a_reward_without_spread_has_no_share():
+    share, correlation = shares(torch.stack([REWARD, torch.ones(6)], 1), torch.ones(2), GROUP)
+    torch.testing.assert_close(share, torch.tensor([1.0, 0.0]))
+    assert float(correlation[0, 1]) == 0
+
+
+def test_a_function_of_ones_own_is_clamped_and_checked():
+    assert group_advantages(REWARD, GROUP, lambda reward, group: reward).tolist() == [1, 2, 3, 5, 5, 5]
+    for wrong in (lambda r, g: r[:2], lambda r, g: r * float("nan")):
+        with pytest.raises(ValueError, match="must return 6 finite numbers"):
+            group_advantages(REWARD, GROUP, wrong)
 
 
 def test_a_better_image_has_a_larger_advantage_and_equal_rewards_have_none():

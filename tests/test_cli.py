@@ -98,6 +98,60 @@ def test_eval_of_a_run_measures_with_and_without_its_lora(trained):
     assert found["LoRA"]["reward"] == pytest.approx(held_out[-1]["eval/reward"], abs=1e-5)
 
 
+def compare_words(folder: Path) -> list[str]:
+    other = (folder / "short.yaml").read_text().replace("lr: 0.001", "lr: 0.003")
+    (folder / "other.yaml").write_text(other)
+    return ["compare", "short.yaml", "other.yaml", "--seeds", "2", "--budget", "images=16", "--slices", "2"]
+
+
+def test_compare_gives_every_run_the_same_budget_and_goes_on_where_it_was(trained):
+    words = [*compare_words(trained), "--measure", "reward", "--target", "0.0"]
+    output = run(*words, "--out", "whole", cwd=trained)
+    assert "deprecat" not in output, "other libraries keep quiet in the runs' own processes too"
+    assert all(len(line) <= 80 for line in output.splitlines() if "│" in line)
+    assert "to target, s" in output
+    assert "per KL" in (trained / "whole" / "compare.md").read_text()
+    curves = {}
+    for name in ("short", "other"):
+        for seed in (0, 1):
+            lines = (trained / "whole" / name / f"seed{seed}" / "curve.jsonl").read_text().splitlines()
+            curves[name, seed] = [json.loads(line) for line in lines]
+            assert [point["images"] for point in curves[name, seed]] == [0, 8, 16]
+            assert [point["step"] for point in curves[name, seed]] == [0, 1, 2]
+            assert curves[name, seed][0]["kl"] == 0 < curves[name, seed][-1]["kl"]
+    assert curves["short", 0][-1]["values"] != curves["other", 0][-1]["values"]
+    assert (trained / "whole" / "compare.png").stat().st_size > 10_000
+    assert json.loads((trained / "whole" / "compare.json").read_text())["short"]["seeds"] == 2
+
+    process = subprocess.Popen(
+        [sys.executable, "-m", "flow_grpo", *words, "--out", "parts"], cwd=trained, stdout=subprocess.DEVNULL
+    )
+    deadline = time.monotonic() + 120
+    while not (trained / "parts" / "other" / "seed1" / "curve.jsonl").exists() and process.poll() is None:
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    process.kill()
+    process.wait()
+    run(*words, "--out", "parts", cwd=trained)
+    for (name, seed), points in curves.items():
+        lines = (trained / "parts" / name / f"seed{seed}" / "curve.jsonl").read_text().splitlines()
+        assert [json.loads(line)["values"] for line in lines] == [point["values"] for point in points]
+
+
+def test_compare_ends_runs_at_their_target(trained):
+    run(*compare_words(trained), "--measure", "reward", "--target", "0.0", "--stop", "--out", "stopped", cwd=trained)
+    assert len((trained / "stopped" / "short" / "seed0" / "curve.jsonl").read_text().splitlines()) == 1
+
+
+def test_doctor_explores_and_examines(trained):
+    output = run("doctor", "short.yaml", "--explore", "--transitions", "cps", "--noise-levels", "0.8", cwd=trained)
+    assert "reward variance owned by each step" in output
+    assert (trained / "explore.png").stat().st_size > 10_000
+    output = run("doctor", "short.yaml", cwd=trained)
+    assert "exact" in output
+    assert "seconds a step" in output
+
+
 @pytest.mark.parametrize(
     ("words", "sentence"),
     [
@@ -114,6 +168,12 @@ def test_eval_of_a_run_measures_with_and_without_its_lora(trained):
         (["score", "missing.png"], "there is no picture or folder"),
         (["score", "short.yaml"], "could not be read"),
         (["eval", "runs"], "not a run folder"),
+        (["compare", "short.yaml", "--budget", "soon"], "--budget soon is none of 120s, 20m or images=5000"),
+        (["compare", "short.yaml", "short.yaml"], "two of the configs have one file name"),
+        (["compare", "short.yaml", "--set", "evaluation.prompts=null"], "names no held-out prompts"),
+        (["doctor", "short.yaml", "--explore", "--transitions", "cp"], "cp is no stochastic transition"),
+        (["doctor", "tiny_ocr", "--explore"], "samples the ODE, where no step explores"),
+        (["doctor", "short.yaml", "--explore", "--noise-levels", "much"], "'much' is not a noise level"),
     ],
 )
 def test_a_mistake_gets_one_sentence(trained, words, sentence):
@@ -126,7 +186,7 @@ def test_a_mistake_gets_one_sentence(trained, words, sentence):
 
 def test_help_names_every_verb_with_a_sentence(trained):
     output = run("--help", cwd=trained)
-    for verb in ("train", "sample", "eval", "score"):
+    for verb in ("train", "sample", "eval", "score", "compare", "doctor"):
         assert re.search(rf"{verb}\s+\w+", output)
         assert "flow-grpo" in run(verb, "--help", cwd=trained)
 
@@ -146,7 +206,7 @@ def test_the_readme_has_the_two_commands():
 
 def test_the_readmes_python_runs(tmp_path):
     """The five-line reward and the trainer's example, as they stand there."""
-    reward, trainer = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+    reward, trainer, _ = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
     (tmp_path / "my_reward.py").write_text(reward)
     (tmp_path / "example.py").write_text(trainer)
     done = subprocess.run([sys.executable, "example.py"], cwd=tmp_path, capture_output=True, text=True)
@@ -158,13 +218,40 @@ def test_the_readmes_python_runs(tmp_path):
     assert "model: tiny" in (tmp_path / "runs/fox/config.yaml").read_text()
 
 
+def test_the_readmes_own_objective_trains(tmp_path):
+    """The example in fewer than 20 lines, by the very settings of the command under it."""
+    from flow_grpo.config import FlowGRPOConfig
+
+    objective = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)[2]
+    assert len(objective.splitlines()) < 20
+    (tmp_path / "my_objective.py").write_text(objective)
+    words = next(shlex.split(c) for c in commands() if "my_objective.py" in c)
+    short = short_run(tmp_path / "run")
+    (tmp_path / "short.yaml").write_text(short.dump())
+    run("train", "short.yaml", words[3], "steps=1", cwd=tmp_path)
+    row = json.loads((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()[1])
+    assert row["ratio/first_update_max_deviation"] == 0
+    assert row["grad_rms"] > 0
+    assert FlowGRPOConfig.read("tiny_grpo", [words[3]]).objective.options == {"sharpness": 2}
+
+
+def test_the_readmes_stages_are_valid():
+    import yaml
+
+    from flow_grpo.config import FlowGRPOConfig
+
+    block = re.findall(r"```yaml\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)[0]
+    args = FlowGRPOConfig.read("tiny_grpo", [f"stages={json.dumps(yaml.safe_load(block)['stages'])}"])
+    assert [(begin, part.objective.name) for begin, part in args.parts()] == [(0, "sft"), (20, "grpo")]
+
+
 @pytest.mark.parametrize("command", commands())
 def test_every_command_of_the_readme_parses_and_its_configs_are_valid(command):
     """Those that would download or train for minutes are only read; their settings go through the real config."""
     from flow_grpo.config import FlowGRPOConfig
 
     _, verb, *words = shlex.split(command)
-    assert verb in ("train", "sample", "eval", "score")
+    assert verb in ("train", "sample", "eval", "score", "compare", "doctor")
     if verb == "train":
         plain = [word for word in words if not word.startswith("--")]
         config = plain.pop(0) if plain and "=" not in plain[0] else "tiny_ocr"

@@ -6,7 +6,7 @@ from flow_grpo.config import FlowGRPOConfig, shipped
 from flow_grpo.prompts import load_prompts
 
 
-@pytest.mark.parametrize("name", sorted(p.stem for p in shipped("").glob("*.yaml")))
+@pytest.mark.parametrize("name", sorted(str(p.relative_to(shipped("")))[:-5] for p in shipped("").rglob("*.yaml")))
 def test_every_shipped_config_is_valid_and_names_prompts_that_exist(name, tmp_path):
     args = FlowGRPOConfig.read(name)
     assert load_prompts(args.prompts).prompts
@@ -42,6 +42,22 @@ def test_overrides_reach_into_sections():
         ),
         ("objective.name=grpo sampling.transition=cps sampling.window={kind: fixed, size: 9, first: 3}", "does not fit"),
         ("objective.sigma_range=[0.5,0.5]", "must rise"),
+        ("objective.name=grppo", "there is no objective grppo. Did you mean grpo?"),
+        ("objective.advantage=rlo", "there is no advantage rlo. Did you mean rloo?"),
+        (
+            "objective.name=dppo sampling.transition=cps sampling.log_prob=unnormalized",
+            "made for Gaussian log-probabilities",
+        ),
+        ("objective.name=grpo sampling.transition=cps sampling.log_prob=unnormalized objective.kl=k3", "objective.kl=k3"),
+        ("objective.kl=gaussian", "set objective.kl=velocity"),
+        ("objective.name=dppo sampling.transition=cps objective.clip_low=auto", "not dppo"),
+        ("objective.name=grpo_guard sampling.transition=cps objective.step_weight=std", "of one scale at every step"),
+        ("objective.name=grpo sampling.transition=cps sampling.solver=heun", "are Euler's"),
+        ("objective.name=ppo sampling.transition=cps objective.advantage=rloo", "its critic makes the advantages"),
+        ("objective.data=pictures", "objective.data is for sft and dpo"),
+        ("objective.name=dpo microbatch=1", "set an even one"),
+        ("microbatch=5", "does not divide prompts_per_step x images_per_prompt = 128"),
+        ("sampling.shared_start=true", "would draw the same image for a whole group"),
         ("steps", "not of the form key.sub=value"),
         ("steps.more=1", "steps is a single value"),
         ("dtype=fp8", "dtype is 'fp8'"),

@@ -7,8 +7,7 @@ import pytest
 import torch
 from PIL import Image
 
-from flow_grpo.evaluate import read_pictures
-from flow_grpo.grid import Cell, read_grid, save_grid, save_image
+from flow_grpo.grid import Cell, read_grid, read_pictures, save_grid, save_image
 
 
 def pictures(count=5, height=6, width=10):

@@ -1,45 +1,134 @@
 """Objectives against their formulas, their reductions, and a policy gradient that is known in closed form."""
 
+import math
+from dataclasses import replace
+
 import pytest
 import torch
 
 from flow_grpo import objectives, sde
 from flow_grpo.advantages import group_advantages
+from flow_grpo.types import NoisedImage, TrainedStep
 
 
-def rows(n=6):
+def transitions(n=24, moved=0.05, std=0.7, delta=-0.1):
+    """n rows of a step in float64: drawn with one mean, seen with another."""
     generator = torch.Generator().manual_seed(3)
-    log_prob = torch.randn(n, generator=generator, dtype=torch.float64) * 0.01
-    old = log_prob + 0.01 * torch.randn(n, generator=generator, dtype=torch.float64)
+    old_mean, noise, move = torch.randn(3, n, 4, 5, generator=generator, dtype=torch.float64)
+    std = torch.full((n, 1, 1), std, dtype=torch.float64)
+    x_next = old_mean + std * noise
+    mean = (old_mean + moved * move).requires_grad_(True)
+    delta = torch.tensor(delta, dtype=torch.float64)
+    step = TrainedStep(sde.log_prob(x_next, mean, std), sde.log_prob(x_next, old_mean, std), mean, old_mean, std, delta)
     advantage = torch.randn(n, generator=generator, dtype=torch.float64)
-    return log_prob.requires_grad_(True), old, advantage
+    return step, advantage, x_next
+
+
+def gradient(loss, step):
+    return torch.autograd.grad(loss.value.sum(), step.mean, retain_graph=True)[0]
+
+
+def surrogate(ratio, advantage, low, high):
+    pairs = zip(ratio.tolist(), advantage.tolist(), strict=True)
+    values = [-min(r * a, min(max(r, 1 - low), 1 + high) * a) for r, a in pairs]
+    return torch.tensor(values, dtype=torch.float64)
 
 
 def test_grpo_is_the_clipped_surrogate():
-    log_prob, old, advantage = rows()
-    low, high = 0.004, 0.008
-    expected = []
-    for new, before, a in zip(log_prob.tolist(), old.tolist(), advantage.tolist(), strict=True):
-        ratio = torch.tensor(new - before, dtype=torch.float64).exp().item()
-        expected.append(-min(ratio * a, min(max(ratio, 1 - low), 1 + high) * a))
-    loss = objectives.grpo(log_prob, old, advantage, low, high)
-    torch.testing.assert_close(loss.value, torch.tensor(expected, dtype=torch.float64))
-    outside = ((log_prob - old).exp() - 1).detach()
-    low_clipped, high_clipped = (outside < -low) & (advantage < 0), (outside > high) & (advantage > 0)
+    step, advantage, _ = transitions()
+    low, high = 0.002, 0.004
+    ratio = (step.log_prob - step.old_log_prob).exp().detach()
+    loss = objectives.grpo(step, advantage, low, high)
+    torch.testing.assert_close(loss.value, surrogate(ratio, advantage, low, high))
+    low_clipped, high_clipped = (ratio < 1 - low) & (advantage < 0), (ratio > 1 + high) & (advantage > 0)
     assert low_clipped.any()
     assert high_clipped.any(), "the example must reach both sides"
     assert loss.metrics["clip_ratio/low_mean"].bool().equal(low_clipped)
     assert loss.metrics["clip_ratio/high_mean"].bool().equal(high_clipped)
-    (gradient,) = torch.autograd.grad(loss.value.sum(), log_prob)
-    assert (gradient[low_clipped | high_clipped] == 0).all(), "what is clipped must not push further"
+    assert (gradient(loss, step)[low_clipped | high_clipped] == 0).all(), "what is clipped must not push further"
 
 
-def test_before_any_update_grpo_has_the_gradient_of_reinforce():
-    log_prob, _, advantage = rows()
-    (gradient,) = torch.autograd.grad(
-        objectives.grpo(log_prob, log_prob.detach(), advantage, 1e-4, 1e-4).value.sum(), log_prob
+def test_before_any_update_grpo_and_dppo_have_the_gradient_of_reinforce():
+    step, advantage, _ = transitions(moved=0.0)
+    expected = gradient(objectives.reinforce(step, advantage), step)
+    assert expected.abs().max() > 0
+    for loss in (objectives.grpo(step, advantage, math.inf, math.inf), objectives.dppo(step, advantage, 1.0)):
+        torch.testing.assert_close(gradient(loss, step), expected)
+
+
+def test_reinforce_is_the_advantage_times_the_log_probability():
+    step, advantage, x_next = transitions()
+    normal = torch.distributions.Normal(step.mean, step.std.expand_as(step.mean))
+    expected = -advantage * normal.log_prob(x_next).mean((1, 2))
+    torch.testing.assert_close(objectives.reinforce(step, advantage).value, expected)
+
+
+def test_grpo_guard_is_its_formula():
+    step, advantage, x_next = transitions()
+    std = float(step.std[0, 0, 0])
+    mean, old = step.mean.detach(), step.old_mean
+    log = step.log_prob - step.old_log_prob + ((mean - old) ** 2).mean((1, 2)) / (2 * std**2)
+    ratio = (log * std).exp().detach()
+    loss = objectives.grpo_guard(step, advantage, 0.002, 0.01)
+    torch.testing.assert_close(loss.value, surrogate(ratio, advantage, 0.002, 0.01) / 0.1)
+    noise = (x_next - old) / std
+    torch.testing.assert_close(ratio.log(), (noise * (mean - old)).mean((1, 2)))
+
+
+def test_the_ratio_of_grpo_guard_is_centred_and_that_of_grpo_is_not():
+    """Over the noise of the step, the mean of log rho is 0 for guard, and minus the KL for grpo."""
+    generator = torch.Generator().manual_seed(0)
+    n, std = 100_000, torch.full((1, 1), 0.5, dtype=torch.float64)
+    old_mean = torch.zeros(n, 8, dtype=torch.float64)
+    mean = old_mean + torch.linspace(-0.4, 0.4, 8, dtype=torch.float64)
+    x_next = old_mean + 0.5 * torch.randn(n, 8, generator=generator, dtype=torch.float64)
+    step = TrainedStep(
+        sde.log_prob(x_next, mean, std), sde.log_prob(x_next, old_mean, std), mean, old_mean, std, torch.tensor(-1.0)
     )
-    torch.testing.assert_close(gradient, -advantage)
+    positive = torch.ones(n, dtype=torch.float64)
+    guard = -objectives.grpo_guard(step, positive, math.inf, math.inf).value
+    grpo = -objectives.grpo(step, positive, math.inf, math.inf).value
+    error = float(guard.log().std()) / n**0.5
+    assert abs(float(guard.log().mean())) < 4 * error
+    assert float(grpo.log().mean()) == pytest.approx(-float(sde.kl(mean[:1], old_mean[:1], std)), abs=8 * error)
+
+
+def test_before_any_update_grpo_guard_weighs_the_gradient_of_grpo_by_std_over_the_length_of_the_step():
+    step, advantage, _ = transitions(moved=0.0)
+    guard = gradient(objectives.grpo_guard(step, advantage, 1.0, 1.0), step)
+    torch.testing.assert_close(guard, gradient(objectives.grpo(step, advantage, 1.0, 1.0), step) * 0.7 / 0.1)
+
+
+def test_dppo_is_its_formula():
+    step, advantage, _ = transitions()
+    ratio = (step.log_prob - step.old_log_prob).exp().detach()
+    divergence = sde.kl(step.mean, step.old_mean, step.std).detach()
+    threshold = float(divergence.median())
+    masked = (divergence >= threshold) & (advantage * (ratio - 1) > 0)
+    assert 0 < int(masked.sum()) < len(masked)
+    loss = objectives.dppo(step, advantage, threshold)
+    torch.testing.assert_close(loss.value, torch.where(masked, 0.0, -advantage * ratio))
+    assert loss.metrics["dppo/masked"].bool().equal(masked)
+
+
+def test_dppo_masks_all_that_pushes_further_at_threshold_0_and_nothing_at_infinity():
+    step, advantage, _ = transitions()
+    ratio = (step.log_prob - step.old_log_prob).exp()
+    further = (advantage * (ratio.detach() - 1)) > 0
+    everything = gradient(objectives.dppo(step, advantage, 0.0), step)
+    assert (everything[further] == 0).all()
+    assert (everything[~further].abs().amax((1, 2)) > 0).all()
+    free = gradient(objectives.dppo(step, advantage, math.inf), step)
+    torch.testing.assert_close(free, gradient(objectives.grpo(step, advantage, math.inf, math.inf), step))
+
+
+def test_k3_is_never_negative_and_its_mean_is_the_kl():
+    """For samples of N(0, 1) the mean of exp(d) - d - 1 is the KL to N(m, 1), m^2 / 2 (arXiv 2402.03300)."""
+    x = torch.randn(400_000, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    m, log = 0.3, torch.distributions.Normal
+    found = objectives.k3(log(0.0, 1.0).log_prob(x), log(m, 1.0).log_prob(x))
+    assert float(found.min()) >= 0
+    assert abs(float(found.mean()) - m**2 / 2) < 4 * float(found.std()) / len(x) ** 0.5
 
 
 def test_the_policy_gradient_of_a_toy_is_the_closed_form():
@@ -50,7 +139,8 @@ def test_the_policy_gradient_of_a_toy_is_the_closed_form():
     reward = -((x_next[:, 0] - c) ** 2)
     centred = reward - reward.mean()
     log_prob = sde.log_prob(x_next, theta.expand(n, 1), torch.tensor([[s]], dtype=torch.float64))
-    loss = objectives.grpo(log_prob, log_prob.detach(), centred, 0.2, 0.2).value.mean()
+    step = TrainedStep(log_prob, log_prob.detach(), theta, theta, torch.tensor([[s]]), torch.tensor(-1.0))
+    loss = objectives.grpo(step, centred, 0.2, 0.2).value.mean()
     (gradient,) = torch.autograd.grad(loss, theta)
     per_sample = centred * (x_next[:, 0] - theta.detach()) / s**2
     error = float(per_sample.std()) / n**0.5
@@ -58,83 +148,156 @@ def test_the_policy_gradient_of_a_toy_is_the_closed_form():
     assert error < 0.02
 
 
-def test_the_gradient_of_the_whole_chain_is_the_finite_difference():
-    """v -> transition -> log_prob -> ratio -> grpo, in float64, for every stochastic transition."""
+@pytest.mark.parametrize("objective", ["grpo", "reinforce", "grpo_guard", "dppo"])
+@pytest.mark.parametrize("name", ["flow_sde", "dance_sde", "cps", "exact_sde"])
+def test_the_gradient_of_the_whole_chain_is_the_finite_difference(name, objective):
+    """v -> transition -> log_prob -> objective, in float64, for every stochastic transition, at a policy that has moved."""
     generator = torch.Generator().manual_seed(1)
     x, base, noise = torch.randn(3, 4, 5, generator=generator, dtype=torch.float64)
     direction = torch.randn(4, 5, generator=generator, dtype=torch.float64)
     advantage = group_advantages(torch.tensor([1.0, 0.0, 0.3, 0.7]), torch.tensor([0, 0, 1, 1])).double()
-    for name in ("flow_sde", "dance_sde", "cps", "exact_sde"):
+    old_mean, std = sde.transition(name, x, base, 0.8, 0.7, 0.6, 0.9)
+    x_next = old_mean + std * noise
+    old = sde.log_prob(x_next, old_mean, std)
 
-        def loss(shift, name=name):
-            mean, std = sde.transition(name, x, base + shift * direction, 0.8, 0.7, 0.6, 0.9)
-            return objectives.grpo(sde.log_prob(x_next, mean, std), old, advantage, 0.5, 0.5).value.sum()
+    def loss(shift):
+        mean, _ = sde.transition(name, x, base + shift * direction, 0.8, 0.7, 0.6, 0.9)
+        step = TrainedStep(sde.log_prob(x_next, mean, std), old, mean, old_mean, std, torch.tensor(-0.1))
+        extra = {"grpo": (0.5, 0.5), "grpo_guard": (0.5, 0.5), "dppo": (math.inf,), "reinforce": ()}[objective]
+        return getattr(objectives, objective)(step, advantage, *extra).value.sum()
 
-        mean, std = sde.transition(name, x, base, 0.8, 0.7, 0.6, 0.9)
-        x_next = mean + std * noise
-        old = sde.log_prob(x_next, mean, std)
-        shift = torch.zeros((), dtype=torch.float64, requires_grad=True)
-        (gradient,) = torch.autograd.grad(loss(shift), shift)
-        h = 1e-6
-        assert float(gradient) == pytest.approx(float(loss(h) - loss(-h)) / (2 * h), rel=1e-6)
+    shift = torch.full((), 0.02, dtype=torch.float64, requires_grad=True)
+    (found,) = torch.autograd.grad(loss(shift), shift)
+    h = 1e-6
+    assert float(found) == pytest.approx(float(loss(0.02 + h) - loss(0.02 - h)) / (2 * h), rel=1e-5)
 
 
 def forward_process(seed=0):
+    """Five noised images in float64, each at a sigma of its own."""
     generator = torch.Generator().manual_seed(seed)
-    x0, eps, error, old = torch.randn(4, 5, 2, 3, generator=generator, dtype=torch.float64)
+    x0, eps, error, old, ref = torch.randn(5, 5, 2, 3, generator=generator, dtype=torch.float64)
     sigma = torch.rand(5, generator=generator, dtype=torch.float64) * 0.8 + 0.1
-    column = sigma.view(-1, 1, 1)
-    return x0, eps, sigma, (1 - column) * x0 + column * eps, eps - x0 + 0.3 * error, eps - x0 + 0.3 * old
+    v = (eps - x0 + 0.3 * error).requires_grad_(True)
+    return NoisedImage(x0, eps, sigma, v, eps - x0 + 0.31 * error, eps - x0 + 0.3 * old, eps - x0 + 0.3 * ref)
 
 
-def test_awm_is_the_weighted_matching_loss():
-    x0, eps, sigma, _, v, _ = forward_process()
-    error = (v - (eps - x0)).square().mean((1, 2))
-    found = objectives.awm_log_prob(v, eps - x0, sigma)
-    torch.testing.assert_close(found.double(), -error, rtol=1e-5, atol=1e-6)
-    huber = -(sigma / 0.25) * ((error + 1e-10) ** 0.25 - 1e-10**0.25)
-    found = objectives.awm_log_prob(v, eps - x0, sigma, "ghuber")
-    torch.testing.assert_close(found.double(), huber, rtol=1e-5, atol=1e-6)
+def errors(image, v):
+    return (v.detach().double() - (image.eps - image.x0)).square().mean((1, 2))
+
+
+def test_awm_is_the_clipped_ratio_of_matching_losses():
+    image = forward_process()
+    advantage = torch.tensor([1.0, -2, 0.5, -0.3, 3], dtype=torch.float64)
+    now, before = errors(image, image.v), errors(image, image.v_rollout)
+    for weight in ("uniform", "ghuber"):
+        score = {
+            "uniform": lambda e: -e,
+            "ghuber": lambda e: -(image.sigma / 0.25) * ((e + 1e-10) ** 0.25 - 1e-10**0.25),
+        }[weight]
+        ratio = (score(now) - score(before)).exp()
+        found = objectives.awm(image, advantage, 0.001, 0.004, weight).value
+        torch.testing.assert_close(found.detach().double(), surrogate(ratio, advantage, 0.001, 0.004), rtol=1e-5, atol=1e-6)
     with pytest.raises(ValueError, match="unknown weight"):
-        objectives.awm_log_prob(v, eps, sigma, "hubber")
+        objectives.awm_log_prob(now, image.sigma, "hubber")
 
 
 def test_nft_is_its_formula():
-    x0, _, sigma, x, v, old = forward_process()
+    image = forward_process()
     advantage, beta, top = torch.tensor([-3.0, -1, 0, 2, 9], dtype=torch.float64), 0.4, 5.0
-    column = sigma.view(-1, 1, 1)
+    v, old, column = image.v.detach(), image.v_old, image.sigma.view(-1, 1, 1)
+    x = (1 - column) * image.x0 + column * image.eps
     expected = []
     for i in range(5):
         r = 0.5 + 0.5 * max(-1.0, min(1.0, float(advantage[i]) / top))
         value = 0.0
         for share, velocity in ((r, beta * v + (1 - beta) * old), (1 - r, (1 + beta) * old - beta * v)):
-            error = (x - column * velocity - x0)[i]
+            error = (x - column * velocity - image.x0)[i]
             value += share * float(error.square().mean() / error.abs().mean().clamp_min(1e-5))
         expected.append(top / beta * value)
-    found = objectives.nft(v, old, x, x0, sigma, advantage, beta, top).value
+    found = objectives.nft(image, advantage, beta, top).value.detach()
     torch.testing.assert_close(found.double(), torch.tensor(expected, dtype=torch.float64), rtol=1e-4, atol=1e-5)
 
 
 def test_nft_with_beta_1_trains_the_model_itself_on_good_images():
-    x0, _, sigma, x, v, old = forward_process()
-    loss = objectives.nft(v, old, x, x0, sigma, torch.full((5,), 9.0), 1.0, 5.0)
-    error = x - sigma.view(-1, 1, 1) * v - x0
+    image = forward_process()
+    loss = objectives.nft(image, torch.full((5,), 9.0), 1.0, 5.0)
+    error = image.x - image.column * image.v.detach() - image.x0
     expected = 5 * error.square().mean((1, 2)) / error.abs().mean((1, 2))
-    torch.testing.assert_close(loss.value.double(), expected, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(loss.value.detach().double(), expected, rtol=1e-4, atol=1e-5)
+
+
+def test_sft_is_the_matching_loss_and_least_at_the_true_velocity():
+    image = forward_process()
+    torch.testing.assert_close(objectives.sft(image).value.detach().double(), errors(image, image.v), rtol=1e-5, atol=1e-6)
+    true = replace(image, v=image.eps - image.x0)
+    assert float(objectives.sft(true).value.abs().max()) < 1e-12
+
+
+def test_dpo_is_its_formula_and_log_2_at_the_reference():
+    rows = forward_process()
+    image = NoisedImage(*(t[:4] for t in (rows.x0, rows.eps, rows.sigma, rows.v, rows.v_rollout, rows.v_old, rows.v_ref)))
+    gain = errors(image, image.v) - errors(image, image.v_ref)
+    margin = -30.0 * (gain[0::2] - gain[1::2])
+    expected = (1 + (-margin).exp()).log().repeat_interleave(2)
+    loss = objectives.dpo(image, 30.0)
+    torch.testing.assert_close(loss.value.detach().double(), expected, rtol=1e-4, atol=1e-5)
+    assert loss.metrics["dpo/accuracy"].bool().tolist() == (margin > 0).repeat_interleave(2).tolist()
+    same = objectives.dpo(replace(image, v=image.v_ref), 30.0).value
+    torch.testing.assert_close(same.double(), torch.full((4,), math.log(2), dtype=torch.float64))
+
+
+@pytest.mark.parametrize("name", ["awm", "nft", "sft", "dpo"])
+def test_the_gradient_of_forward_objectives_is_the_finite_difference(name):
+    image = forward_process()
+    image = NoisedImage(
+        *(t[:4] for t in (image.x0, image.eps, image.sigma, image.v, image.v_rollout, image.v_old, image.v_ref))
+    )
+    direction = torch.randn(4, 2, 3, generator=torch.Generator().manual_seed(5), dtype=torch.float64)
+    advantage = torch.tensor([1.0, -2, 0.5, -0.3], dtype=torch.float64)
+
+    def value(shift):
+        moved = replace(image, v=image.v.detach() + shift * direction)
+        if name == "nft":  # its weight has no gradient: compare at the weights of no shift
+            return nft_with_fixed_weights(image, moved, advantage)
+        return {
+            "awm": lambda: objectives.awm(moved, advantage, math.inf, math.inf),
+            "sft": lambda: objectives.sft(moved),
+            "dpo": lambda: objectives.dpo(moved, 3.0),
+        }[name]().value.sum()
+
+    shift = torch.zeros((), dtype=torch.float64, requires_grad=True)
+    moved = replace(image, v=image.v.detach() + shift * direction)
+    loss = objectives.nft(moved, advantage, 0.7, 5.0).value.sum() if name == "nft" else value(shift)
+    (found,) = torch.autograd.grad(loss, shift)
+    h = 1e-2 if name == "nft" else 1e-3  # float32 inside
+    assert float(found) == pytest.approx(float(value(h) - value(-h)) / (2 * h), rel=2e-2)
+
+
+def nft_with_fixed_weights(at, moved, advantage, beta=0.7, top=5.0):
+    def distance(image, other):
+        def mix(v, sign):
+            return (1 - sign * beta) * image.v_old + sign * beta * v
+
+        found = 0.0
+        for sign, share in ((1, 0.5 + 0.5 * (advantage / top)), (-1, 0.5 - 0.5 * (advantage / top))):
+            weight = (at.x - at.column * mix(at.v.detach(), sign) - at.x0).abs().mean((1, 2))
+            error = (at.x - at.column * mix(other.v.detach(), sign) - at.x0).square().mean((1, 2))
+            found = found + share * error / weight
+        return top / beta * found.sum()
+
+    return distance(at, moved)
 
 
 @pytest.mark.parametrize("name", ["awm", "nft"])
 def test_forward_objectives_pull_to_good_images_and_push_from_bad_ones(name):
-    x0, eps, sigma, x, v, _ = forward_process()
+    image = forward_process()
 
     def slope(advantage):
         step = torch.zeros((), dtype=torch.float64, requires_grad=True)
-        moved = v.float() + step * ((eps - x0) - v)  # step 1 would draw x0 exactly
-        if name == "nft":
-            value = objectives.nft(moved, v, x, x0, sigma, torch.full((5,), advantage), 1.0, 5.0).value
-        else:
-            log_prob = objectives.awm_log_prob(moved, eps - x0, sigma)
-            value = objectives.awm(log_prob, log_prob.detach(), torch.full((5,), advantage), 0.2, 0.2).value
-        return float(torch.autograd.grad(value.sum(), step)[0])
+        start = image.v.detach()
+        moved = replace(image, v=start + step * ((image.eps - image.x0) - start), v_old=start)  # step 1 draws x0 exactly
+        rows = torch.full((5,), advantage)
+        loss = objectives.nft(moved, rows, 1.0, 5.0) if name == "nft" else objectives.awm(moved, rows, 0.2, 0.2)
+        return float(torch.autograd.grad(loss.value.sum(), step)[0])
 
     assert slope(2.0) < 0 < slope(-2.0)

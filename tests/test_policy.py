@@ -7,7 +7,8 @@ from diffusers import EulerDiscreteScheduler, FlowMatchEulerDiscreteScheduler, S
 
 from flow_grpo import sampling, sde
 from flow_grpo.evaluate import draw
-from flow_grpo.policy import SHIPPED, Policy, load_policy
+from flow_grpo.hub import SHIPPED
+from flow_grpo.policy import Policy, load_policy
 from flow_grpo.prompts import PromptSet
 
 LATENTS = torch.randn(2, 8, 8, 20, generator=torch.Generator().manual_seed(0))

@@ -1,10 +1,13 @@
 """Rollouts with a toy velocity: windows, streams of noise, shared prefixes, micro-batches."""
 
+import json
+
 import pytest
 import torch
+from conftest import tiny_policy
 
 from flow_grpo import sampling, sde
-from flow_grpo.prompts import PromptSet
+from flow_grpo.prompts import Dealer, PromptSet
 from flow_grpo.types import PromptBatch, Schedule
 
 SIGMAS = torch.tensor([1.0, 0.9, 0.7, 0.4, 0.1, 0.0])
@@ -147,9 +150,13 @@ def test_a_schedule_gives_pairs_between_its_steps():
     torch.testing.assert_close(timestep, 1000 * sigma)
 
 
-def test_prompts_are_dealt_whole_epochs_without_repeats_and_without_memory():
-    prompts = PromptSet([f"p{i}" for i in range(10)], [{"n": i} for i in range(10)])
-    steps = [prompts.deal(step, 3, 2, seed=0) for step in range(6)]
+def ten_prompts() -> PromptSet:
+    return PromptSet([f"p{i}" for i in range(10)], [{"n": i} for i in range(10)])
+
+
+def test_prompts_are_dealt_whole_epochs_without_repeats():
+    dealer = Dealer(ten_prompts(), seed=0)
+    steps = [dealer.deal(step, 3, 2) for step in range(6)]
     for step in steps:
         assert len(set(step.prompts)) == 3
         assert step.group.tolist() == [0, 0, 1, 1, 2, 2]
@@ -157,7 +164,69 @@ def test_prompts_are_dealt_whole_epochs_without_repeats_and_without_memory():
         assert step.columns()["n"] == [int(p[1:]) for p in step.prompts]
     epoch = [p for step in steps[:3] for p in step.prompts[::2]]
     assert len(set(epoch)) == 9
-    assert prompts.deal(5, 3, 2, seed=0).prompts == steps[5].prompts
-    assert prompts.deal(0, 3, 2, seed=1).prompts != steps[0].prompts
+    assert Dealer(ten_prompts(), seed=1).deal(0, 3, 2).prompts != steps[0].prompts
     with pytest.raises(ValueError, match="only 10 prompts"):
-        prompts.deal(0, 11, 2, seed=0)
+        dealer.deal(0, 11, 2)
+
+
+def test_a_dealer_goes_on_from_its_state():
+    whole, former = Dealer(ten_prompts(), 0, 1, 2), Dealer(ten_prompts(), 0, 1, 2)
+    for step in range(3):
+        for dealer in (whole, former):
+            dealer.heard(step, dealer.deal(step, 3, 2), torch.tensor([True, True, False, False, True, True]))
+    later = Dealer(ten_prompts(), 0, 1, 2)
+    later.load(json.loads(json.dumps(former.state())))
+    assert [later.deal(step, 3, 2).prompts for step in (3, 4, 5)] == [whole.deal(step, 3, 2).prompts for step in (3, 4, 5)]
+
+
+def test_prompts_without_signal_rest_and_come_back():
+    dealer = Dealer(ten_prompts(), seed=0, rest_after=2, rest_for=6)
+    asked = []
+    for step in range(20):
+        batch = dealer.deal(step, 2, 2)
+        asked.append(set(batch.prompts))
+        dealer.heard(step, batch, torch.tensor([p != "p4" for p in batch.prompts]))  # p4 never has signal
+    silent = [step for step, prompts in enumerate(asked) if "p4" in prompts]
+    assert len(silent) >= 3
+    assert dealer.until["p4"] > silent[1]
+    for before, after in zip(silent[1:], silent[2:], strict=False):
+        assert after - before > 6, "it rests for six steps after its second silence and after each one since"
+    others = [sum(f"p{i}" in prompts for prompts in asked) for i in range(10) if i != 4]
+    assert min(others) > len(silent)
+
+
+def test_when_nearly_all_prompts_rest_they_are_asked_again():
+    dealer = Dealer(ten_prompts(), seed=0, rest_after=1, rest_for=100)
+    for step in range(9):
+        batch = dealer.deal(step, 3, 2)
+        assert len(set(batch.prompts)) == 3
+        dealer.heard(step, batch, torch.zeros(6, dtype=torch.bool))
+
+
+@pytest.mark.parametrize(("solver", "order"), [(False, 1), (True, 2)])
+def test_the_solvers_have_their_order_of_convergence(solver, order):
+    """On a flow whose velocity and solution are known, twice the steps divide the error by 2^order.
+
+    The schedules end at sigma 0.2, where the exact state is known too: at sigma 0 a last Euler step would hide the order.
+    """
+    policy = tiny_policy()
+    mean, spread = 0.8, 0.5  # x0 ~ N(mean, spread^2), eps ~ N(0, 1)
+
+    def scale(s):
+        return ((1 - s) ** 2 * spread**2 + s**2) ** 0.5
+
+    def error(steps):
+        sigmas = torch.linspace(1, 0.2, steps + 1, dtype=torch.float64)
+        schedule = Schedule(1000 * sigmas, torch.cat([sigmas, sigmas[-1:]]))  # the last step goes nowhere
+
+        def velocity(x, i, rows):
+            s = schedule.sigmas[i]
+            return (s - (1 - s) * spread**2) / scale(s) ** 2 * (x - (1 - s) * mean) - mean
+
+        start = torch.randn(64, 4, generator=torch.Generator().manual_seed(0))
+        exact = 0.8 * mean + scale(0.2) * start
+        heun = policy.heun(schedule) if solver else None
+        found = sampling.rollout(velocity, schedule, start, [], "ode", 0.0, lambda i: start, 16, solver=heun).final
+        return float((found - exact).abs().mean())
+
+    assert error(8) / error(16) == pytest.approx(2**order, rel=0.2)

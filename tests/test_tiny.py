@@ -12,7 +12,7 @@ from transformers import CLIPTextModelWithProjection, T5EncoderModel
 
 import rewards
 from flow_grpo.evaluate import evaluate
-from flow_grpo.policy import SHIPPED
+from flow_grpo.hub import SHIPPED
 from flow_grpo.prompts import load_prompts
 from flow_grpo.tiny import architecture, pretrain, world
 from rewards.clip import FOLDER as CLIP_FOLDER

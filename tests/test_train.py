@@ -70,8 +70,7 @@ def test_the_pictures_of_a_step_do_not_depend_on_the_micro_batch(tmp_path):
     finals = []
     for microbatch in (8, 1):
         trainer = FlowGRPOTrainer(args=short_run(tmp_path / str(microbatch), f"microbatch={microbatch}"))
-        batch = trainer.train_set.deal(0, 2, 4, 0)
-        finals.append(trainer._rollout(batch, trainer.policy.encode(batch.prompts)).final)
+        finals.append(trainer.source.collect(0).trajectory.final)
     torch.testing.assert_close(finals[0], finals[1], rtol=0, atol=1e-5)
 
 
@@ -213,7 +212,7 @@ def test_groups_without_signal_are_skipped_and_counted(tmp_path):
 
 def test_skipping_leaves_the_gradient_as_it_is_without_skipping(tmp_path, monkeypatch):
     """Half of the groups have no signal: the adapter moves as if they had been computed with advantage 0."""
-    from flow_grpo import train
+    from flow_grpo import experience
 
     moved, norms = {}, {}
     for name in ("skipping", "not"):
@@ -221,10 +220,11 @@ def test_skipping_leaves_the_gradient_as_it_is_without_skipping(tmp_path, monkey
         trainer = FlowGRPOTrainer(
             args=short_run(tmp_path / name, "prompts_per_step=4", "microbatch=4", f"rewards={{'{reward}': 1}}")
         )
-        half = trainer.rewards
-        trainer.rewards = lambda x, p, half=half, **m: (half(x, p)[0] * (torch.arange(16) < 8), {})
+        mine = trainer.rewards.rewards[reward]
+        trainer.rewards.rewards[reward] = lambda x, p, mine=mine: mine(x, p) * (torch.arange(16) < 8)
         if name == "not":
-            monkeypatch.setattr(train, "has_signal", lambda reward, *_: torch.ones(len(reward), dtype=torch.bool))
+            everything = lambda reward, *_: torch.ones(len(reward), dtype=torch.bool)  # noqa: E731
+            monkeypatch.setattr(experience.advantages, "has_signal", everything)
         norms[name] = trainer.training_step()["grad_norm"]  # AdamW's first step would hide a factor
         moved[name] = trainer.policy.adapter_state()
     assert norms["skipping"] == pytest.approx(norms["not"], rel=1e-3)

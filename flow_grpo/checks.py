@@ -1,0 +1,93 @@
+"""What in a config goes together: each check says in one sentence what does not, and what to set instead."""
+
+import difflib
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from flow_grpo.config import FlowGRPOConfig, ObjectiveConfig, SamplingConfig
+
+ON_STEPS = ("grpo", "reinforce", "grpo_guard", "dppo", "ppo")
+ON_FINALS = ("awm", "nft", "sft", "dpo")
+ADVANTAGES = ("grpo", "batch_std", "dr_grpo", "rloo", "reinforce_pp", "gdpo", "rank")
+
+
+def check_sizes(args: "FlowGRPOConfig") -> None:
+    rows = args.prompts_per_step * args.images_per_prompt
+    if args.prompts_per_step % args.updates:
+        raise ValueError(
+            f"updates={args.updates} does not divide prompts_per_step={args.prompts_per_step}: every update takes an equal "
+            "share of the prompts."
+        )
+    if rows % min(args.microbatch, rows):
+        raise ValueError(
+            f"microbatch={args.microbatch} does not divide prompts_per_step x images_per_prompt = {rows}: all forward passes "
+            "need one shape."
+        )
+    if args.objective.name == "dpo" and min(args.microbatch, rows) % 2:
+        raise ValueError(f"microbatch={args.microbatch} is odd, but dpo compares pairs of rows: set an even one.")
+
+
+def check_objective(o: "ObjectiveConfig", s: "SamplingConfig") -> None:
+    """What an objective needs of the sampler, and which of its settings go together."""
+    known = (*ON_STEPS, *ON_FINALS)
+    if ":" not in o.name and o.name not in known:
+        raise ValueError(f"there is no objective {o.name}.{suggest(o.name, list(known))} Choose one of {', '.join(known)}.")
+    if ":" not in o.advantage and o.advantage not in ADVANTAGES:
+        close = suggest(o.advantage, list(ADVANTAGES))
+        raise ValueError(f"there is no advantage {o.advantage}.{close} Choose one of {', '.join(ADVANTAGES)}.")
+    on_steps = o.on_steps if o.on_steps is not None else s.transition != "ode"
+    if on_steps and s.transition == "ode":
+        raise ValueError(f"objective {o.name} needs a stochastic transition: set sampling.transition to cps or flow_sde.")
+    if on_steps and s.noise_level == 0:
+        raise ValueError("sampling.noise_level=0 is the ODE, which has no log-probability to train: set it above 0.")
+    if s.transition == "cps" and s.noise_level > 1:
+        raise ValueError(f"sampling.noise_level={s.noise_level}, but for cps it is at most 1.")
+    if not on_steps and s.transition != "ode":
+        raise ValueError(f"objective {o.name} trains on final latents, which the ODE draws: set sampling.transition=ode.")
+    if not on_steps and s.shared_start:
+        raise ValueError(
+            f"sampling.shared_start=true with objective {o.name}: the ODE would draw the same image for a whole group."
+        )
+    if on_steps and s.solver != "euler":
+        raise ValueError(
+            f"sampling.solver={s.solver} with objective {o.name}: the steps around the trained ones are Euler's."
+        )
+    if o.data is not None and o.name not in ("sft", "dpo"):
+        raise ValueError(f"objective.data is for sft and dpo; {o.name} draws its own images: leave it out.")
+    if on_steps and o.name in ("grpo_guard", "dppo") and s.log_prob != "gaussian":
+        raise ValueError(f"objective {o.name} is made for Gaussian log-probabilities: set sampling.log_prob=gaussian.")
+    if on_steps and o.kl == "k3" and s.log_prob != "gaussian":
+        raise ValueError("objective.kl=k3 is an estimate from log-probabilities: set sampling.log_prob=gaussian.")
+    if o.name == "grpo_guard" and o.step_weight != "uniform":
+        raise ValueError("objective.step_weight=std with grpo_guard: its loss is of one scale at every step already.")
+    if not on_steps and o.kl not in (None, "velocity"):
+        raise ValueError(f"objective.kl={o.kl} is of trained steps, and {o.name} has none: set objective.kl=velocity.")
+    clipped = o.name in ("grpo", "grpo_guard", "ppo")
+    if "auto" in (o.clip_low, o.clip_high) and not clipped:
+        raise ValueError(
+            f"objective.clip_low=auto is calibrated at each trained step, for grpo, grpo_guard and ppo, not {o.name}."
+        )
+    if o.name == "ppo" and o.advantage != "grpo":
+        raise ValueError(f"objective.advantage={o.advantage} with ppo: its critic makes the advantages; leave it out.")
+    if o.sigma_range[0] >= o.sigma_range[1]:
+        raise ValueError("objective.sigma_range must rise, for example [0, 1].")
+
+
+def check_window(o: "ObjectiveConfig", s: "SamplingConfig") -> None:
+    w = s.window
+    if s.transition == "ode":
+        return
+    last = s.steps - 2 if w.last is None else w.last
+    latest = s.steps - 2 if s.transition in ("cps", "exact_sde") else s.steps - 1
+    if not w.first <= last <= latest:
+        raise ValueError(
+            f"sampling.window trains steps {w.first} to {last}, but with {s.steps} sampling steps of {s.transition} the "
+            f"trainable ones are 0 to {latest}."
+        )
+    if w.kind != "all" and w.first + w.size - 1 > last:
+        raise ValueError(f"sampling.window.size={w.size} does not fit into steps {w.first} to {last}.")
+
+
+def suggest(word: str, known: list[str]) -> str:
+    close = difflib.get_close_matches(word.lower(), known, n=1)
+    return f" Did you mean {close[0]}?" if close else ""

@@ -1,0 +1,295 @@
+"""Several configs on the same budget: seeds and configs take turns on the machine, so that its drift is shared by all.
+
+Each run goes on for a slice of the budget at a time, in a process of its own, and is evaluated at the end of each slice.
+Nothing but finished slices counts, so a comparison that was stopped goes on where it was.
+"""
+
+import json
+import math
+import multiprocessing
+import resource
+import statistics
+import sys
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from flow_grpo import checkpoint, sampling
+from flow_grpo.config import FlowGRPOConfig
+from flow_grpo.policy import Policy, quiet_libraries
+
+CURVE = "curve.jsonl"
+SHOWN = ("end", "spread", "reached", "to target, s", "per 100 s", "peak MB")  # on the console; the files have them all
+PROBED = 32  # held-out prompts on whose way from noise to image the distance from the base model is measured
+
+
+@dataclass(frozen=True)
+class Budget:
+    """So many seconds of training, or so many images drawn, for each run, in equal slices."""
+
+    amount: float
+    unit: str  # seconds or images
+    slices: int
+
+    def mark(self, number: int) -> float:
+        """What is spent at the end of slice `number`, the first being 1."""
+        return self.amount * number / self.slices
+
+
+@dataclass(frozen=True)
+class Point:
+    """A run at the end of a slice; `values` are the held-out measures, means over the prompts."""
+
+    slice: int
+    step: int
+    seconds: float  # of training: rollouts, rewards and updates, without evaluations
+    images: int  # drawn and scored
+    kl: float  # mean squared distance of the velocity from the base model's
+    memory_mb: float  # peak of the process, or of the GPU
+    values: dict[str, float]
+
+
+@dataclass(frozen=True)
+class Run:
+    config: str
+    seed: int
+    folder: Path
+
+    @property
+    def name(self) -> str:
+        return Path(self.config).stem
+
+    def points(self) -> list[Point]:
+        file = self.folder / CURVE
+        return [Point(**json.loads(line)) for line in file.read_text().splitlines()] if file.exists() else []
+
+
+def parse_budget(text: str, slices: int) -> Budget:
+    """`120s`, `20m` or `images=5000`."""
+    kind, equals, number = text.partition("=")
+    try:
+        if equals and kind == "images":
+            return Budget(_positive(float(number)), "images", slices)
+        if not equals and text.endswith(("s", "m")):
+            return Budget(_positive(float(text[:-1]) * (60 if text.endswith("m") else 1)), "seconds", slices)
+    except ValueError:
+        pass
+    raise ValueError(f"--budget {text} is none of 120s, 20m or images=5000.")
+
+
+def compare(
+    configs: list[str],
+    seeds: int,
+    budget: Budget,
+    out: Path,
+    overrides: list[str],
+    measure: str,
+    target: float | None = None,
+    stop: bool = False,
+    say: Callable[[str], None] = print,
+) -> list[Run]:
+    """Runs every config with every seed on the budget, in turns; returns the runs, whose points lie in their folders.
+
+    Args:
+        stop: end a run once its `measure` has reached the `target`.
+    """
+    if len({Path(config).stem for config in configs}) < len(configs):
+        raise ValueError("two of the configs have one file name: rename one, since runs are kept by that name.")
+    runs = [Run(config, seed, out / Path(config).stem / f"seed{seed}") for seed in range(seeds) for config in configs]
+    for run in runs:
+        _same_as_before(run, overrides)
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["flow_grpo.train"])
+    for number in range(budget.slices + 1):
+        for run in runs:
+            points = run.points()
+            if len(points) > number or (stop and points and _reached(points[-1], measure, target)):
+                continue
+            process = context.Process(target=run_slice, args=(run, number, budget, overrides))
+            process.start()
+            process.join()
+            points = run.points()
+            if process.exitcode or len(points) <= number:
+                raise ValueError(f"the run {run.folder} failed; its last lines stand above. The others are kept.")
+            value = points[-1].values.get(measure)
+            if value is None:
+                raise ValueError(f"{run.config} has no held-out measure {measure}; it has {', '.join(points[-1].values)}.")
+            say(f"{run.name} seed {run.seed}: {points[-1].seconds:.0f} s, {points[-1].images} images, {measure} {value:.3f}")
+    return runs
+
+
+def run_slice(run: Run, number: int, budget: Budget, overrides: list[str]) -> None:
+    """Trains one run from the end of slice number - 1 to that of slice `number`, and measures it. 0 measures the start."""
+    from flow_grpo.train import FlowGRPOTrainer
+
+    quiet_libraries()
+    try:
+        trainer = FlowGRPOTrainer(args=_settings(run, overrides))
+        points = run.points()
+        seconds, images = (points[-1].seconds, points[-1].images) if points else (0.0, 0)
+        if points:
+            trainer.restore(checkpoint.read(run.folder / "checkpoints", points[-1].step))
+        spent = {"seconds": seconds, "images": float(images)}
+        while spent[budget.unit] < budget.mark(number):
+            metrics = trainer.training_step()
+            drawn = trainer.part.prompts_per_step * trainer.part.images_per_prompt * metrics.get("resample/rounds", 1)
+            spent["seconds"] += metrics["time/step"]
+            spent["images"] += drawn
+        trainer.save()
+        _, values = trainer.evaluate()
+        with trainer.policy.averaged():
+            assert trainer.eval_set
+            kl = distance_from_base(trainer.policy, trainer.eval_set.prompts[:PROBED], trainer.args.evaluation.steps)
+    except ValueError as error:
+        Console(stderr=True).print(f"error: {error}", highlight=False, markup=False, soft_wrap=True)
+        sys.exit(2)
+    point = Point(number, trainer.step, spent["seconds"], int(spent["images"]), kl, _peak_mb(), values)
+    with (run.folder / CURVE).open("a") as file:
+        file.write(json.dumps(asdict(point)) + "\n")
+
+
+@torch.no_grad()
+def distance_from_base(policy: Policy, prompts: list[str], steps: int) -> float:
+    """Mean squared distance of the policy's velocity from the base model's, on the policy's own way from noise to image."""
+    schedule, shape = policy.schedule(steps)
+    conditioning = policy.encode(prompts)
+    x = torch.stack([sampling.noise(shape, place, "distance") for place in range(len(prompts))])
+    velocity, rows = policy.along(schedule, conditioning), torch.arange(len(prompts))
+    found = []
+    for i in range(len(schedule)):
+        v = velocity(x, i, rows)
+        with policy.reference():
+            found.append((v - velocity(x, i, rows)).square().mean().item())
+        x = x + (schedule.sigmas[i + 1] - schedule.sigmas[i]) * v
+    return statistics.mean(found)
+
+
+def summary(runs: list[Run], measure: str, target: float | None) -> dict[str, dict[str, float | None]]:
+    """For each config, over its seeds: what it reached, how fast, and at what price."""
+    found: dict[str, dict[str, float | None]] = {}
+    for name in dict.fromkeys(run.name for run in runs):
+        curves = [run.points() for run in runs if run.name == name]
+        first, last = [c[0] for c in curves], [c[-1] for c in curves]
+        gains = [b.values[measure] - a.values[measure] for a, b in zip(first, last, strict=True)]
+        ends = [p.values[measure] for p in last]
+        row: dict[str, float | None] = {
+            "seeds": len(curves),
+            "end": statistics.mean(ends),
+            "spread": max(ends) - min(ends),
+            "worst fall": max(max([0.0, *(a.values[measure] - b.values[measure] for a, b in _pairs(c))]) for c in curves),
+            "per 100 s": _rate(100 * sum(gains), sum(p.seconds for p in last)),
+            "per 1000 images": _rate(1000 * sum(gains), sum(p.images for p in last)),
+            "per KL": _rate(sum(gains), sum(p.kl for p in last)),
+            "peak MB": max(p.memory_mb for p in last),
+        }
+        for name_of, before in first[0].values.items():
+            if name_of not in (measure, "reward"):
+                row[f"{name_of} change"] = statistics.mean(p.values[name_of] for p in last) - before
+        if target is not None:
+            times = [next((p.seconds for p in c if _reached(p, measure, target)), None) for c in curves]
+            reached = [t for t in times if t is not None]
+            row["reached"] = len(reached)
+            row["to target, s"] = statistics.median(reached) if len(reached) == len(times) else None
+        found[name] = row
+    return found
+
+
+def print_summary(console: Console, rows: dict[str, dict[str, float | None]], measure: str, target: float | None) -> None:
+    table = Table(title=measure + (f", target {target}" if target is not None else ""), title_justify="left")
+    table.add_column("config", no_wrap=True)
+    columns = [name for name in SHOWN if any(name in row for row in rows.values())]
+    for column in columns:
+        table.add_column(column, justify="right", no_wrap=True)
+    for name, row in rows.items():
+        table.add_row(name, *(_written(row.get(column)) for column in columns))
+    console.print(table)
+
+
+def markdown(rows: dict[str, dict[str, float | None]]) -> str:
+    columns = list(dict.fromkeys(key for row in rows.values() for key in row))
+    lines = ["| config | " + " | ".join(columns) + " |", "|---" * (len(columns) + 1) + "|"]
+    for name, row in rows.items():
+        lines.append(f"| {name} | " + " | ".join(_written(row.get(column)) for column in columns) + " |")
+    return "\n".join(lines) + "\n"
+
+
+def plot(runs: list[Run], measure: str, target: float | None, file: Path) -> None:
+    """Learning curves over seconds, images and distance from the base model: each seed, and the mean of the seeds."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(13, 4.6), layout="constrained")
+    panels = figure.subplots(1, 3, sharey=True)
+    names = list(dict.fromkeys(run.name for run in runs))
+    axes_of: dict[str, Callable[[Point], float]] = {
+        "seconds of training": lambda p: p.seconds,
+        "images drawn": lambda p: p.images,
+        "squared distance from the base model": lambda p: p.kl,
+    }
+    for axes, (label, x) in zip(panels, axes_of.items(), strict=True):
+        for number, name in enumerate(names):
+            curves = [run.points() for run in runs if run.name == name]
+            style = {"color": f"C{number % 10}", "linestyle": "-" if number < 10 else "--"}
+            for points in curves:
+                axes.plot([x(p) for p in points], [p.values[measure] for p in points], linewidth=0.8, alpha=0.35, **style)
+            together = list(zip(*curves, strict=False))  # as far as the shortest goes
+            xs = [statistics.mean(x(p) for p in points) for points in together]
+            ys = [statistics.mean(p.values[measure] for p in points) for points in together]
+            axes.plot(xs, ys, label=name, linewidth=1.8, **style)
+        if target is not None:
+            axes.axhline(target, color="0.5", linewidth=0.8, linestyle=":")
+        axes.set_xlabel(label)
+        axes.grid(alpha=0.25)
+        axes.spines[["top", "right"]].set_visible(False)
+    panels[0].set_ylabel(f"held out: {measure}")
+    figure.legend(*panels[0].get_legend_handles_labels(), loc="outside right center", frameon=False)
+    figure.savefig(file, dpi=120)
+
+
+def _settings(run: Run, overrides: list[str]) -> FlowGRPOConfig:
+    return FlowGRPOConfig.read(run.config, [*overrides, f"seed={run.seed}", f"output={run.folder}", "keep=3"])
+
+
+def _same_as_before(run: Run, overrides: list[str]) -> None:
+    """Notes the run's settings in its folder, or ValueError if it was begun with others."""
+    args, file = _settings(run, overrides), run.folder / "config.yaml"
+    if args.evaluation.prompts is None:
+        raise ValueError(f"{run.config} names no held-out prompts to compare on: set evaluation.prompts.")
+    if run.points() and file.exists() and FlowGRPOConfig.read(file) != args:
+        raise ValueError(f"{run.folder} was begun with other settings: give another folder by --out.")
+    run.folder.mkdir(parents=True, exist_ok=True)
+    file.write_text(args.dump())
+
+
+def _reached(point: Point, measure: str, target: float | None) -> bool:
+    return target is not None and point.values[measure] >= target
+
+
+def _pairs(points: list[Point]) -> list[tuple[Point, Point]]:
+    return list(zip(points, points[1:], strict=False))
+
+
+def _peak_mb() -> float:
+    if torch.cuda.is_available():
+        return torch.cuda.max_memory_allocated() / 1e6
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak / 1e6 if sys.platform == "darwin" else peak / 1e3
+
+
+def _rate(gain: float, price: float) -> float | None:
+    return gain / price if price else None
+
+
+def _positive(number: float) -> float:
+    if not 0 < number < math.inf:
+        raise ValueError
+    return number
+
+
+def _written(value: float | None) -> str:
+    if value is None:
+        return "-"
+    return f"{value:.0f}" if float(value).is_integer() or abs(value) >= 100 else f"{value:.3f}"

@@ -1,0 +1,100 @@
+"""Looks before a run: what one training step says of a config, and which sampling steps explore."""
+
+import tempfile
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+from flow_grpo.config import FlowGRPOConfig
+from flow_grpo.explore import Owned, best_window, owned_variance
+from flow_grpo.sde import TRANSITIONS
+from flow_grpo.train import FlowGRPOTrainer
+
+
+def examine(console: Console, args: FlowGRPOConfig) -> None:
+    """Two training steps, and a verdict on each of their numbers. The first warms the machine up."""
+    with tempfile.TemporaryDirectory() as folder:
+        trainer = FlowGRPOTrainer(args=args.model_copy(update={"output": folder}))
+        trainer.training_step()
+        metrics = trainer.training_step()
+    rows: list[tuple[str, str, str]] = []
+    deviation = metrics.get("ratio/first_update_max_deviation")
+    if deviation is not None:
+        rows.append(
+            ("ratio before the first update, deviation from 1", f"{deviation:.1e}", "exact" if deviation == 0 else "wrong")
+        )
+    if "grad_rms" in metrics:
+        rms, eps = metrics["grad_rms"], args.optimizer.eps
+        fine = rms > 10 * eps
+        rows.append(
+            ("gradient RMS", f"{rms:.1e}", f"above Adam's eps of {eps:.0e}" if fine else "set optimizer.eps below it")
+        )
+    silent = metrics.get("frac_reward_zero_std", 0.0)
+    advice = "fine" if silent < 0.5 else "most groups say nothing: more noise, harder prompts, or resample"
+    rows.append(("groups without signal", f"{silent:.0%}", advice))
+    seconds = metrics["time/step"]
+    rows.append(
+        ("seconds a step", f"{seconds:.1f}", f"about {seconds * args.steps / 60:.0f} minutes for {args.steps} steps")
+    )
+    table = Table("check", "number", "verdict", title=f"{args.model}, {args.objective.name}", title_justify="left")
+    for row in rows:
+        table.add_row(*row)
+    console.print(table)
+
+
+def explore(console: Console, args: FlowGRPOConfig, transitions: list[str], noise_levels: list[float], out: Path) -> None:
+    """The reward variance that each step owns, per transition and noise level: a table and a picture."""
+    known = [name for name in TRANSITIONS if name != "ode"]
+    unknown = next((name for name in transitions if name not in known), None)
+    if unknown is not None:
+        raise ValueError(f"{unknown} is no stochastic transition; choose from {', '.join(known)}.")
+    if args.sampling.transition == "ode":
+        raise ValueError(
+            f"objective {args.objective.name} samples the ODE, where no step explores: give a config of trained steps."
+        )
+    with tempfile.TemporaryDirectory() as folder:
+        trainer = FlowGRPOTrainer(args=args.model_copy(update={"output": folder}))
+        found = [
+            owned_variance(trainer.policy, trainer.part, trainer.train_set, trainer.rewards, name, level)
+            for name in transitions
+            for level in noise_levels
+        ]
+    size = args.sampling.window.size
+    prompts = f"{args.prompts_per_step} prompts x {args.images_per_prompt} images"
+    table = Table(title=f"reward variance owned by each step, x 1000 ({prompts})", title_justify="left")
+    for column in ("transition", "noise", *(f"{one.step} ({one.sigma:.2f})" for one in found[0]), f"window of {size}"):
+        table.add_column(column, justify="right", no_wrap=True)
+    for row in found:
+        first = best_window(row, size)
+        cells = [f"{1000 * one.variance:.2f}" for one in row]
+        table.add_row(row[0].transition, f"{row[0].noise_level:g}", *cells, f"{first} to {first + size - 1}")
+    console.print(table)
+    console.print(
+        "Columns: step (its sigma). All else being the same, images of a prompt differ by that step's noise alone."
+    )
+    _plot(found, out)
+    console.print(f"picture: {out}", highlight=False, markup=False)
+
+
+def _plot(found: list[list[Owned]], out: Path) -> None:
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(8, 4.5), layout="constrained")
+    axes = figure.subplots()
+    names = list(dict.fromkeys(row[0].transition for row in found))
+    levels = sorted({row[0].noise_level for row in found})
+    for row in found:
+        color = f"C{names.index(row[0].transition)}"
+        share = 0.35 + 0.65 * (levels.index(row[0].noise_level) + 1) / len(levels)
+        label = f"{row[0].transition}, noise level {row[0].noise_level:g}"
+        axes.plot([o.step for o in row], [o.variance for o in row], marker="o", color=color, alpha=share, label=label)
+    axes.set_xlabel("the one stochastic step")
+    axes.set_ylabel("reward variance within a group")
+    axes.set_ylim(bottom=0)
+    axes.set_xticks([o.step for o in found[0]])
+    axes.grid(alpha=0.25)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.legend(frameon=False)
+    out.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(out, dpi=120)

@@ -1,0 +1,196 @@
+"""What a training step learns from: prompts dealt, images drawn, scored and compared, until there is enough to say.
+
+`Rollouts` draws images; `flow_grpo.pairs.GivenImages` takes given ones. Both `collect(step)` an `Experience`.
+"""
+
+import math
+import time
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from flow_grpo import advantages, sampling
+from flow_grpo.config import FlowGRPOConfig
+from flow_grpo.critic import Critic
+from flow_grpo.policy import Policy
+from flow_grpo.prompts import Dealer
+from flow_grpo.terms import own_function
+from flow_grpo.types import Experience, PromptBatch, Scores, Trajectory
+from rewards import WeightedSum
+
+
+class Rollouts:
+    """Draws and scores the images of training steps.
+
+    Args:
+        window: the steps of the schedule that are stochastic and trained, for a training step.
+        stopping: asked before each forward pass; `Interrupted` leaves the rollout if it says so.
+        say: takes a warning for the user.
+    """
+
+    def __init__(
+        self,
+        policy: Policy,
+        args: FlowGRPOConfig,
+        dealer: Dealer,
+        rewards: WeightedSum,
+        critic: Critic | None,
+        window: Callable[[int], list[int]],
+        stopping: Callable[[], bool],
+    ) -> None:
+        self.policy, self.args, self.dealer, self.rewards, self.critic = policy, args, dealer, rewards, critic
+        self.window, self.stopping = window, stopping
+        self.schedule, self.state_shape = policy.schedule(args.sampling.steps)
+        self.solver = policy.heun(self.schedule) if args.sampling.solver == "heun" else None
+        self.method = own_function("advantage", args.objective.advantage) or args.objective.advantage
+        self.weights = torch.tensor([rewards.weights[name] for name in rewards.rewards])
+        self.seconds = {"rollout": 0.0, "decode": 0.0, "reward": 0.0}
+
+    def collect(self, step: int) -> Experience:
+        self.seconds = dict.fromkeys(self.seconds, 0.0)
+        batch, trajectory, scores, metrics = self._enough(step)
+        started = time.perf_counter()
+        by_reward = torch.stack(list(scores.by_name.values()), 1)
+        whole = _whole_groups(scores.total, batch.group)
+        advantage = torch.zeros(len(whole))
+        signal = torch.zeros(len(whole), dtype=torch.bool)
+        if whole.any():
+            seen, group = by_reward[whole], batch.group[whole]
+            shown = seen[:, self.weights != 0] if self.args.objective.advantage == "gdpo" else seen @ self.weights
+            signal[whole] = advantages.has_signal(shown, group, self.method)
+            advantage[whole] = advantages.group_advantages(seen, group, self.method, weights=self.weights)
+            metrics |= self._shares(seen, group)
+        rows, per_group = chosen_rows(self.args.objective.name, scores.total, batch.group, signal)
+        if self.critic is not None:
+            text = self.policy.encode(batch.prompts).pooled()
+            advantage, more = self.critic.advantages(trajectory, scores.total, text)
+            rows, metrics = torch.arange(len(batch.prompts)), metrics | more
+        self.seconds["reward"] += time.perf_counter() - started
+        metrics |= {f"time/{name}": value for name, value in self.seconds.items()}
+        return Experience(batch, trajectory, advantage, rows, per_group, metrics)
+
+    def trajectory(self, step: int, batch: PromptBatch, window: list[int]) -> Trajectory:
+        """The images' way from noise, its streams of noise named by the batch's group numbers."""
+        s, seed = self.args.sampling, self.args.seed
+        velocity = self.policy.along(self.schedule, self.policy.encode(batch.prompts))
+
+        def interruptible(x: Tensor, i: int, rows: Tensor) -> Tensor:
+            if self.stopping():  # nothing of this step has touched the adapter yet
+                raise Interrupted
+            return velocity(x, i, rows)
+
+        start = sampling.batch_noise(self.state_shape, batch, seed, "start", step, shared=s.shared_start)
+        return sampling.rollout(
+            interruptible,
+            self.schedule,
+            start,
+            window,
+            s.transition,
+            s.noise_level,
+            lambda i: sampling.batch_noise(self.state_shape, batch, seed, "step", step, i),
+            self.args.microbatch,
+            batch.group - batch.group[0] if s.shared_start else None,
+            s.log_prob,
+            self.solver,
+        )
+
+    def score(self, batch: PromptBatch, trajectory: Trajectory) -> Scores:
+        started = time.perf_counter()
+        images = self.policy.decode(trajectory.final, self.args.microbatch)
+        decoded = time.perf_counter()
+        scores = Scores(*self.rewards(images, batch.prompts, **batch.columns()))
+        self.seconds["decode"] += decoded - started
+        self.seconds["reward"] += time.perf_counter() - decoded
+        return scores
+
+    def _enough(self, step: int) -> tuple[PromptBatch, Trajectory, Scores, dict[str, float]]:
+        """Rounds of prompts until all groups of a step have signal, or the rounds are over; the rest fills the step up."""
+        args = self.args
+        wanted, images = args.prompts_per_step, args.images_per_prompt
+        unit = math.lcm(args.microbatch, images) // images  # prompts whose images fill micro-batches
+        rounds, missing, drawn = [], wanted, 0
+        for _ in range(1 + args.resample):
+            count = min(wanted, -(-missing // unit) * unit)
+            batch = self.dealer.deal(step, count, images, first_group=drawn)
+            started = time.perf_counter()
+            trajectory = self.trajectory(step, batch, self.window(step))
+            self.seconds["rollout"] += time.perf_counter() - started
+            scores = self.score(batch, trajectory)
+            rounds.append((batch, trajectory, scores))
+            drawn += count
+            signal = _signal(scores, batch.group)
+            self.dealer.heard(step, batch, signal)
+            missing -= int(signal.sum()) // images
+            if missing <= 0:
+                break
+        batches, trajectories, parts = zip(*rounds, strict=True)
+        batch, trajectory, scores = PromptBatch.join(batches), Trajectory.join(trajectories), Scores.join(parts)
+        metrics = _reward_metrics(scores, batch.group)
+        if args.resample:
+            metrics["resample/rounds"] = float(len(rounds))
+        if self.dealer.rest_after:
+            metrics["prompts_resting"] = float(self.dealer.resting(step + 1))
+        if len(rounds) > 1:
+            first = (~_signal(scores, batch.group)).int().sort(stable=True).indices  # groups with signal come first
+            rows = first[: wanted * images].sort().values
+            batch, trajectory, scores = batch.take(rows), trajectory.take(rows), scores.take(rows)
+        return batch, trajectory, scores, metrics
+
+    def _shares(self, by_reward: Tensor, group: Tensor) -> dict[str, float]:
+        """How much of the advantage each of several rewards makes, and how they agree."""
+        names = [name for name in self.rewards.rewards if self.rewards.weights[name] != 0]
+        if len(names) < 2:
+            return {}
+        kept = self.weights != 0
+        share, correlation = advantages.shares(by_reward[:, kept], self.weights[kept], group, self.method)
+        pairs = [(i, j) for i in range(len(names)) for j in range(i)]
+        return {
+            **{f"advantage/share/{name}": value for name, value in zip(names, share.tolist(), strict=True)},
+            **{f"advantage/correlation/{names[j]}/{names[i]}": correlation[i, j].item() for i, j in pairs},
+        }
+
+
+class Interrupted(Exception):
+    """Ctrl-C or SIGTERM."""
+
+
+def chosen_rows(objective: str, reward: Tensor, group: Tensor, signal: Tensor) -> tuple[Tensor, int]:
+    """The rows that an objective trains on, and how many a group with signal gives.
+
+    sft: the best image of each group; dpo: best and worst in turns; the others: all images of groups with signal.
+    """
+    if objective not in ("sft", "dpo"):
+        return signal.nonzero()[:, 0], int((group == group[0]).sum())
+    rows = []
+    for g in group[signal].unique().tolist():
+        members = (group == g).nonzero()[:, 0]
+        best = members[reward[members].argmax()]
+        rows += [best] if objective == "sft" else [best, members[reward[members].argmin()]]
+    chosen = torch.stack(rows) if rows else torch.zeros(0, dtype=torch.long)
+    return chosen, 1 if objective == "sft" else 2
+
+
+def _whole_groups(reward: Tensor, group: Tensor) -> Tensor:
+    """(B,) bool: the rows of groups in which every reward is a number; a dropped one takes its group with it."""
+    spoiled = group[~torch.isfinite(reward)].unique()
+    return ~torch.isin(group, spoiled)
+
+
+def _signal(scores: Scores, group: Tensor) -> Tensor:
+    """(B,) bool: the rows of groups whose trained rewards are all numbers and differ."""
+    return _whole_groups(scores.total, group) & advantages.has_signal(scores.total.nan_to_num(), group)
+
+
+def _reward_metrics(scores: Scores, group: Tensor) -> dict[str, float]:
+    """Of all images that a step has drawn."""
+    whole = _whole_groups(scores.total, group)
+    metrics = {"frac_reward_zero_std": 1 - _signal(scores, group).float().mean().item()}
+    if not whole.all():
+        metrics["frac_reward_dropped"] = 1 - whole.float().mean().item()
+    if whole.any():
+        groups = scores.total[whole].view(len(group[whole].unique()), -1)
+        metrics["reward"] = scores.total[whole].mean().item()
+        metrics["reward_std"] = groups.std(1, correction=0).mean().item()
+        metrics |= {f"rewards/{name}/mean": values[whole].mean().item() for name, values in scores.by_name.items()}
+    return metrics
