@@ -23,6 +23,17 @@ def check_sizes(args: "FlowGRPOConfig") -> None:
             f"microbatch={args.microbatch} does not divide prompts_per_step x images_per_prompt = {rows}: all forward passes "
             "need one shape."
         )
+    o, passes = args.objective, args.updates * args.epochs
+    if o.name == "dpo" and o.data is not None and (rows // 2) % args.updates:
+        raise ValueError(f"updates={args.updates} does not divide the {rows // 2} pairs of a step.")
+    if o.name == "reinforce" and passes > 1:
+        raise ValueError(
+            "objective reinforce has no ratio, so it is for one update on a rollout: set updates=1 and epochs=1."
+        )
+    if "auto" in (o.clip_low, o.clip_high) and passes == 1:
+        raise ValueError("objective.clip_low=auto has no ratios to learn from: with one update on a rollout they are all 1.")
+    if o.data is not None and args.resample:
+        raise ValueError(f"resample={args.resample} with objective.data: given images are not drawn again, leave it out.")
     if args.objective.name == "dpo" and min(args.microbatch, rows) % 2:
         raise ValueError(f"microbatch={args.microbatch} is odd, but dpo compares pairs of rows: set an even one.")
 
@@ -58,6 +69,10 @@ def check_objective(o: "ObjectiveConfig", s: "SamplingConfig") -> None:
         raise ValueError(f"objective {o.name} is made for Gaussian log-probabilities: set sampling.log_prob=gaussian.")
     if on_steps and o.kl == "k3" and s.log_prob != "gaussian":
         raise ValueError("objective.kl=k3 is an estimate from log-probabilities: set sampling.log_prob=gaussian.")
+    if on_steps and o.step_weight == "std" and s.log_prob != "gaussian":
+        raise ValueError("objective.step_weight=std makes up for a Gaussian's 1 / std: set sampling.log_prob=gaussian.")
+    if on_steps and o.kl == "flow_grpo" and s.transition not in ("flow_sde", "dance_sde"):
+        raise ValueError(f"objective.kl=flow_grpo divides by the g of flow_sde or dance_sde; {s.transition} has none.")
     if o.name == "grpo_guard" and o.step_weight != "uniform":
         raise ValueError("objective.step_weight=std with grpo_guard: its loss is of one scale at every step already.")
     if not on_steps and o.kl not in (None, "velocity"):

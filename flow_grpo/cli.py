@@ -155,13 +155,15 @@ def evaluate_command(
 
     def measure() -> dict[str, float]:
         _, values = evaluate(policy, prompts, rewards, settings.steps, settings.seed, args.microbatch)
-        return {key: value.mean().item() for key, value in values.items()}
+        return {key: value.nanmean().item() for key, value in values.items()}
 
     with policy.reference():
         columns = {"base": measure()}
     if lora is not None:
         columns["LoRA"] = measure()
     print_table(console, f"{len(prompts)} held-out prompts, {settings.steps} steps, seed {settings.seed}", columns)
+    for warning in rewards.dropped:
+        console.print(f"warning: {warning}", highlight=False, markup=False, soft_wrap=True)
     file = out or (folder / "eval.json" if folder.is_dir() else Path("eval.json"))
     file.parent.mkdir(parents=True, exist_ok=True)
     content: dict[str, Any] = {"model": args.model, "lora": lora, "prompts": len(prompts), "seed": settings.seed, **columns}
@@ -261,7 +263,7 @@ def doctor(
     noise_levels: Annotated[str, typer.Option(help="Noise levels to explore, with commas between.")] = "0.4,0.7,1.0",
     out: Annotated[Path, typer.Option(help="Picture of the exploration.")] = Path("explore.png"),
 ) -> None:
-    """Look at a config on this machine before training: one step's ratio, gradient, signal and seconds; or what explores.
+    """Look at a config on this machine before training: two steps' ratio, gradient, signal and seconds; or what explores.
 
     [bold]flow-grpo doctor tiny_grpo[/bold]
     [bold]flow-grpo doctor tiny_grpo --explore --transitions cps --noise-levels 0.6,0.8[/bold]

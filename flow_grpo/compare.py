@@ -99,6 +99,7 @@ def compare(
     """
     if len({Path(config).stem for config in configs}) < len(configs):
         raise ValueError("two of the configs have one file name: rename one, since runs are kept by that name.")
+    _same_budget(out / "budget.json", budget)
     runs = [Run(config, seed, out / Path(config).stem / f"seed{seed}") for seed in range(seeds) for config in configs]
     for run in runs:
         _same_as_before(run, overrides)
@@ -107,6 +108,8 @@ def compare(
     for number in range(budget.slices + 1):
         for run in runs:
             points = run.points()
+            if points and measure not in points[-1].values:
+                raise ValueError(f"{run.config} has no held-out measure {measure}; it has {', '.join(points[-1].values)}.")
             if len(points) > number or (stop and points and _reached(points[-1], measure, target)):
                 continue
             process = context.Process(target=run_slice, args=(run, number, budget, overrides))
@@ -115,10 +118,8 @@ def compare(
             points = run.points()
             if process.exitcode or len(points) <= number:
                 raise ValueError(f"the run {run.folder} failed; its last lines stand above. The others are kept.")
-            value = points[-1].values.get(measure)
-            if value is None:
-                raise ValueError(f"{run.config} has no held-out measure {measure}; it has {', '.join(points[-1].values)}.")
-            say(f"{run.name} seed {run.seed}: {points[-1].seconds:.0f} s, {points[-1].images} images, {measure} {value:.3f}")
+            now = ", ".join(f"{name} {value:.3f}" for name, value in points[-1].values.items() if name == measure)
+            say(f"{run.name} seed {run.seed}: {points[-1].seconds:.0f} s, {points[-1].images} images, {now}")
     return runs
 
 
@@ -133,38 +134,45 @@ def run_slice(run: Run, number: int, budget: Budget, overrides: list[str]) -> No
         seconds, images = (points[-1].seconds, points[-1].images) if points else (0.0, 0)
         if points:
             trainer.restore(checkpoint.read(run.folder / "checkpoints", points[-1].step))
+            checkpoint.drop_after(run.folder / "checkpoints", points[-1].step)
         spent = {"seconds": seconds, "images": float(images)}
         while spent[budget.unit] < budget.mark(number):
+            _stay_with_the_parent()
             metrics = trainer.training_step()
-            drawn = trainer.part.prompts_per_step * trainer.part.images_per_prompt * metrics.get("resample/rounds", 1)
             spent["seconds"] += metrics["time/step"]
-            spent["images"] += drawn
+            spent["images"] += metrics["images"]
         trainer.save()
         _, values = trainer.evaluate()
         with trainer.policy.averaged():
             assert trainer.eval_set
-            kl = distance_from_base(trainer.policy, trainer.eval_set.prompts[:PROBED], trainer.args.evaluation.steps)
-    except ValueError as error:
+            prompts, steps = trainer.eval_set.prompts[:PROBED], trainer.args.evaluation.steps
+            kl = distance_from_base(trainer.policy, prompts, steps, trainer.args.microbatch)
+    except (ValueError, OSError, torch.OutOfMemoryError) as error:
         Console(stderr=True).print(f"error: {error}", highlight=False, markup=False, soft_wrap=True)
         sys.exit(2)
-    point = Point(number, trainer.step, spent["seconds"], int(spent["images"]), kl, _peak_mb(), values)
+    except KeyboardInterrupt:  # the parent process gets it too
+        sys.exit(130)
+    _stay_with_the_parent()
+    peak = _peak_mb(trainer.policy.device)
+    point = Point(number, trainer.step, spent["seconds"], int(spent["images"]), kl, peak, values)
     with (run.folder / CURVE).open("a") as file:
         file.write(json.dumps(asdict(point)) + "\n")
 
 
 @torch.no_grad()
-def distance_from_base(policy: Policy, prompts: list[str], steps: int) -> float:
+def distance_from_base(policy: Policy, prompts: list[str], steps: int, microbatch: int) -> float:
     """Mean squared distance of the policy's velocity from the base model's, on the policy's own way from noise to image."""
     schedule, shape = policy.schedule(steps)
     conditioning = policy.encode(prompts)
-    x = torch.stack([sampling.noise(shape, place, "distance") for place in range(len(prompts))])
-    velocity, rows = policy.along(schedule, conditioning), torch.arange(len(prompts))
-    found = []
-    for i in range(len(schedule)):
-        v = velocity(x, i, rows)
-        with policy.reference():
-            found.append((v - velocity(x, i, rows)).square().mean().item())
-        x = x + (schedule.sigmas[i + 1] - schedule.sigmas[i]) * v
+    velocity = policy.along(schedule, conditioning)
+    found: list[float] = []
+    for rows in torch.arange(len(prompts)).split(microbatch):
+        x = torch.stack([sampling.noise(shape, place, "distance") for place in rows.tolist()])
+        for i in range(len(schedule)):
+            v = velocity(x, i, rows)
+            with policy.reference():
+                found += (v - velocity(x, i, rows)).square().flatten(1).mean(1).tolist()
+            x = x + (schedule.sigmas[i + 1] - schedule.sigmas[i]) * v
     return statistics.mean(found)
 
 
@@ -184,7 +192,7 @@ def summary(runs: list[Run], measure: str, target: float | None) -> dict[str, di
             "per 100 s": _rate(100 * sum(gains), sum(p.seconds for p in last)),
             "per 1000 images": _rate(1000 * sum(gains), sum(p.images for p in last)),
             "per KL": _rate(sum(gains), sum(p.kl for p in last)),
-            "peak MB": max(p.memory_mb for p in last),
+            "peak MB": max(p.memory_mb for c in curves for p in c),
         }
         for name_of, before in first[0].values.items():
             if name_of not in (measure, "reward"):
@@ -253,6 +261,13 @@ def _settings(run: Run, overrides: list[str]) -> FlowGRPOConfig:
     return FlowGRPOConfig.read(run.config, [*overrides, f"seed={run.seed}", f"output={run.folder}", "keep=3"])
 
 
+def _stay_with_the_parent() -> None:
+    """Ends this process if the comparison that began it was killed: one that goes on in its place does the slice anew."""
+    parent = multiprocessing.parent_process()
+    if parent is not None and not parent.is_alive():
+        sys.exit(1)
+
+
 def _same_as_before(run: Run, overrides: list[str]) -> None:
     """Notes the run's settings in its folder, or ValueError if it was begun with others."""
     args, file = _settings(run, overrides), run.folder / "config.yaml"
@@ -264,6 +279,14 @@ def _same_as_before(run: Run, overrides: list[str]) -> None:
     file.write_text(args.dump())
 
 
+def _same_budget(file: Path, budget: Budget) -> None:
+    """Notes the budget in the folder, or ValueError if the comparison was begun with another."""
+    if file.exists() and json.loads(file.read_text()) != asdict(budget):
+        raise ValueError(f"{file.parent} was begun with another budget or other slices: give another folder by --out.")
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text(json.dumps(asdict(budget)))
+
+
 def _reached(point: Point, measure: str, target: float | None) -> bool:
     return target is not None and point.values[measure] >= target
 
@@ -272,8 +295,8 @@ def _pairs(points: list[Point]) -> list[tuple[Point, Point]]:
     return list(zip(points, points[1:], strict=False))
 
 
-def _peak_mb() -> float:
-    if torch.cuda.is_available():
+def _peak_mb(device: torch.device) -> float:
+    if device.type == "cuda":
         return torch.cuda.max_memory_allocated() / 1e6
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak / 1e6 if sys.platform == "darwin" else peak / 1e3

@@ -20,9 +20,10 @@ class Conditioning:
 
     def pooled(self) -> Tensor:
         """(B, D) float32: each row's mean embedding."""
-        whole = next(
-            o for o, b in zip(self.outputs, self.batched, strict=True) if b and isinstance(o, Tensor) and o.ndim == 3
-        )
+        pairs = zip(self.outputs, self.batched, strict=True)
+        whole = next((o for o, b in pairs if b and isinstance(o, Tensor) and o.ndim == 3), None)
+        if whole is None:
+            raise ValueError("objective ppo reads prompt embeddings of one length, which this pipeline does not have.")
         return whole.float().mean(1).cpu()[self.index]
 
 

@@ -260,6 +260,8 @@ class FlowGRPOConfig(Section):
     def _consistent(self) -> "FlowGRPOConfig":
         if not self.rewards:
             raise ValueError("rewards is empty: name at least one, for example `rewards: {ocr: 1.0}`.")
+        if not any(reward.weight for reward in self.rewards.values()):
+            raise ValueError("every reward has weight 0, so there is nothing to train on: give one a weight.")
         if self.stages:
             self.steps = sum(stage.steps for _, stage in self.parts())  # each part is checked as it is built
         else:
@@ -278,7 +280,10 @@ class FlowGRPOConfig(Section):
             if strange is not None or "steps" not in stage:
                 what = f"can't set {strange}" if strange else "has no steps"
                 raise ValueError(f"stage {number + 1} {what}: give steps, and what may change, {', '.join(STAGED[1:])}.")
-            part = FlowGRPOConfig.model_validate(_merged(base, stage))
+            try:
+                part = FlowGRPOConfig.model_validate(_merged(base, stage))
+            except ValidationError as error:
+                raise ValueError(f"stage {number + 1}: {_sentence(error)}") from error
             found.append((begin, part._fitted()))
             begin += part.steps
         return found
@@ -372,7 +377,9 @@ def _is_number(text: str) -> bool:
 
 def _sentence(error: ValidationError) -> str:
     first = error.errors()[0]
-    where = ".".join(str(part) for part in first["loc"])
+    where = ".".join(
+        str(part) for part in first["loc"] if str(part).isidentifier() or ":" in str(part)
+    )  # not pydantic's own
     if first["type"] == "extra_forbidden":
         section: Any = FlowGRPOConfig
         for part in first["loc"][:-1]:

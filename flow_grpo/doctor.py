@@ -1,6 +1,5 @@
-"""Looks before a run: what one training step says of a config, and which sampling steps explore."""
+"""Looks before a run: what two training steps say of a config, and which sampling steps explore. Nothing is written."""
 
-import tempfile
 from pathlib import Path
 
 from rich.console import Console
@@ -14,10 +13,10 @@ from flow_grpo.train import FlowGRPOTrainer
 
 def examine(console: Console, args: FlowGRPOConfig) -> None:
     """Two training steps, and a verdict on each of their numbers. The first warms the machine up."""
-    with tempfile.TemporaryDirectory() as folder:
-        trainer = FlowGRPOTrainer(args=args.model_copy(update={"output": folder}))
-        trainer.training_step()
-        metrics = trainer.training_step()
+    trainer = FlowGRPOTrainer(args=args)
+    args = trainer.part
+    trainer.training_step()
+    metrics = trainer.training_step()
     rows: list[tuple[str, str, str]] = []
     deviation = metrics.get("ratio/first_update_max_deviation")
     if deviation is not None:
@@ -49,17 +48,17 @@ def explore(console: Console, args: FlowGRPOConfig, transitions: list[str], nois
     unknown = next((name for name in transitions if name not in known), None)
     if unknown is not None:
         raise ValueError(f"{unknown} is no stochastic transition; choose from {', '.join(known)}.")
+    trainer = FlowGRPOTrainer(args=args)
+    args = trainer.part
     if args.sampling.transition == "ode":
         raise ValueError(
             f"objective {args.objective.name} samples the ODE, where no step explores: give a config of trained steps."
         )
-    with tempfile.TemporaryDirectory() as folder:
-        trainer = FlowGRPOTrainer(args=args.model_copy(update={"output": folder}))
-        found = [
-            owned_variance(trainer.policy, trainer.part, trainer.train_set, trainer.rewards, name, level)
-            for name in transitions
-            for level in noise_levels
-        ]
+    found = [
+        owned_variance(trainer.policy, args, trainer.train_set, trainer.rewards, name, level)
+        for name in transitions
+        for level in noise_levels
+    ]
     size = args.sampling.window.size
     prompts = f"{args.prompts_per_step} prompts x {args.images_per_prompt} images"
     table = Table(title=f"reward variance owned by each step, x 1000 ({prompts})", title_justify="left")

@@ -33,7 +33,8 @@ def build_rewards(args: FlowGRPOConfig, given: Any = None) -> tuple[WeightedSum,
         for name, (item, options) in {**measured, **trained}.items()
     }
     weights = {name: args.rewards[name].weight if name in args.rewards else float(name in trained) for name in loaded}
-    drop = [name for name, setting in args.rewards.items() if setting.on_error == "drop"]
+    settings = {**args.evaluation.rewards, **args.rewards}
+    drop = [name for name, setting in settings.items() if setting.on_error == "drop"]
     sums = WeightedSum(loaded, {name: weights[name] if name in trained else 0.0 for name in loaded}, drop)
     return sums, list(trained)
 

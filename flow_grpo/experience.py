@@ -26,7 +26,6 @@ class Rollouts:
     Args:
         window: the steps of the schedule that are stochastic and trained, for a training step.
         stopping: asked before each forward pass; `Interrupted` leaves the rollout if it says so.
-        say: takes a warning for the user.
     """
 
     def __init__(
@@ -44,31 +43,50 @@ class Rollouts:
         self.schedule, self.state_shape = policy.schedule(args.sampling.steps)
         self.solver = policy.heun(self.schedule) if args.sampling.solver == "heun" else None
         self.method = own_function("advantage", args.objective.advantage) or args.objective.advantage
-        self.weights = torch.tensor([rewards.weights[name] for name in rewards.rewards])
         self.seconds = {"rollout": 0.0, "decode": 0.0, "reward": 0.0}
 
     def collect(self, step: int) -> Experience:
         self.seconds = dict.fromkeys(self.seconds, 0.0)
         batch, trajectory, scores, metrics = self._enough(step)
         started = time.perf_counter()
-        by_reward = torch.stack(list(scores.by_name.values()), 1)
         whole = _whole_groups(scores.total, batch.group)
-        advantage = torch.zeros(len(whole))
-        signal = torch.zeros(len(whole), dtype=torch.bool)
-        if whole.any():
-            seen, group = by_reward[whole], batch.group[whole]
-            shown = seen[:, self.weights != 0] if self.args.objective.advantage == "gdpo" else seen @ self.weights
-            signal[whole] = advantages.has_signal(shown, group, self.method)
-            advantage[whole] = advantages.group_advantages(seen, group, self.method, weights=self.weights)
-            metrics |= self._shares(seen, group)
+        compare = self._by_group if self.critic is None else self._by_critic
+        advantage, signal, more = compare(batch, trajectory, scores, whole)
         rows, per_group = chosen_rows(self.args.objective.name, scores.total, batch.group, signal)
-        if self.critic is not None:
-            text = self.policy.encode(batch.prompts).pooled()
-            advantage, more = self.critic.advantages(trajectory, scores.total, text)
-            rows, metrics = torch.arange(len(batch.prompts)), metrics | more
         self.seconds["reward"] += time.perf_counter() - started
-        metrics |= {f"time/{name}": value for name, value in self.seconds.items()}
+        metrics |= {**more, **{f"time/{name}": value for name, value in self.seconds.items()}}
         return Experience(batch, trajectory, advantage, rows, per_group, metrics)
+
+    def _by_group(
+        self, batch: PromptBatch, trajectory: Trajectory, scores: Scores, whole: Tensor
+    ) -> tuple[Tensor, Tensor, dict[str, float]]:
+        """Advantage (B,) against the own group, 0 outside the rows of `whole`; the rows that have signal; metrics."""
+        advantage, signal = torch.zeros(len(whole)), torch.zeros(len(whole), dtype=torch.bool)
+        if not whole.any():
+            return advantage, signal, {}
+        weighed = [name for name in scores.by_name if self.rewards.weights[name] != 0]
+        seen = torch.stack([scores.by_name[name][whole] for name in weighed], 1)
+        weights, group = torch.tensor([self.rewards.weights[name] for name in weighed]), batch.group[whole]
+        advantage[whole] = advantages.group_advantages(seen, group, self.method, weights=weights)
+        if self.args.objective.name in ("sft", "dpo"):  # they choose images of groups in which the sum differs
+            signal = _signal(scores, batch.group)
+        else:
+            shown = seen if self.args.objective.advantage == "gdpo" else scores.total[whole]
+            signal[whole] = advantages.has_signal(shown, group, self.method)
+        return advantage, signal, self._shares(weighed, seen, weights, group)
+
+    def _by_critic(
+        self, batch: PromptBatch, trajectory: Trajectory, scores: Scores, whole: Tensor
+    ) -> tuple[Tensor, Tensor, dict[str, float]]:
+        """The same by the critic: an advantage (B, K) of each trained step, and all rows of `whole` have signal."""
+        assert self.critic is not None
+        advantage = torch.zeros_like(trajectory.log_prob_BK)
+        if not whole.any():
+            return advantage, whole, {}
+        text = self.policy.encode(batch.prompts).pooled()
+        rows = whole.nonzero()[:, 0]
+        advantage[whole], metrics = self.critic.advantages(trajectory.take(rows), scores.total[rows], text[rows])
+        return advantage, whole, metrics
 
     def trajectory(self, step: int, batch: PromptBatch, window: list[int]) -> Trajectory:
         """The images' way from noise, its streams of noise named by the batch's group numbers."""
@@ -120,13 +138,13 @@ class Rollouts:
             rounds.append((batch, trajectory, scores))
             drawn += count
             signal = _signal(scores, batch.group)
-            self.dealer.heard(step, batch, signal)
+            self.dealer.heard(step, batch, signal | ~_whole_groups(scores.total, batch.group))  # no score is not silence
             missing -= int(signal.sum()) // images
             if missing <= 0:
                 break
         batches, trajectories, parts = zip(*rounds, strict=True)
         batch, trajectory, scores = PromptBatch.join(batches), Trajectory.join(trajectories), Scores.join(parts)
-        metrics = _reward_metrics(scores, batch.group)
+        metrics = {**_reward_metrics(scores, batch.group), "images": float(len(batch.prompts))}
         if args.resample:
             metrics["resample/rounds"] = float(len(rounds))
         if self.dealer.rest_after:
@@ -137,13 +155,11 @@ class Rollouts:
             batch, trajectory, scores = batch.take(rows), trajectory.take(rows), scores.take(rows)
         return batch, trajectory, scores, metrics
 
-    def _shares(self, by_reward: Tensor, group: Tensor) -> dict[str, float]:
+    def _shares(self, names: list[str], by_reward: Tensor, weights: Tensor, group: Tensor) -> dict[str, float]:
         """How much of the advantage each of several rewards makes, and how they agree."""
-        names = [name for name in self.rewards.rewards if self.rewards.weights[name] != 0]
         if len(names) < 2:
             return {}
-        kept = self.weights != 0
-        share, correlation = advantages.shares(by_reward[:, kept], self.weights[kept], group, self.method)
+        share, correlation = advantages.shares(by_reward, weights, group, self.method)
         pairs = [(i, j) for i in range(len(names)) for j in range(i)]
         return {
             **{f"advantage/share/{name}": value for name, value in zip(names, share.tolist(), strict=True)},
@@ -185,12 +201,11 @@ def _signal(scores: Scores, group: Tensor) -> Tensor:
 def _reward_metrics(scores: Scores, group: Tensor) -> dict[str, float]:
     """Of all images that a step has drawn."""
     whole = _whole_groups(scores.total, group)
-    metrics = {"frac_reward_zero_std": 1 - _signal(scores, group).float().mean().item()}
-    if not whole.all():
-        metrics["frac_reward_dropped"] = 1 - whole.float().mean().item()
+    metrics = {} if whole.all() else {"frac_reward_dropped": 1 - whole.float().mean().item()}
     if whole.any():
+        metrics["frac_reward_zero_std"] = 1 - _signal(scores, group)[whole].float().mean().item()
         groups = scores.total[whole].view(len(group[whole].unique()), -1)
         metrics["reward"] = scores.total[whole].mean().item()
         metrics["reward_std"] = groups.std(1, correction=0).mean().item()
-        metrics |= {f"rewards/{name}/mean": values[whole].mean().item() for name, values in scores.by_name.items()}
+        metrics |= {f"rewards/{name}/mean": values[whole].nanmean().item() for name, values in scores.by_name.items()}
     return metrics

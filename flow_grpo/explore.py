@@ -1,5 +1,6 @@
 """Which step explores: how much the reward varies when one step alone is stochastic, and the window that follows from it."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -25,24 +26,34 @@ class Owned:
 
 
 def owned_variance(
-    policy: Policy, args: FlowGRPOConfig, prompts: PromptSet, rewards: WeightedSum, transition: str, noise_level: float
+    policy: Policy,
+    args: FlowGRPOConfig,
+    prompts: PromptSet,
+    rewards: WeightedSum,
+    transition: str,
+    noise_level: float,
+    stopping: Callable[[], bool] = lambda: False,
 ) -> list[Owned]:
     """One `Owned` for each trainable step: the images of a prompt start from one noise and part at that step alone.
 
     Uses prompts_per_step prompts with images_per_prompt images, the very same for all steps, transitions and noise levels.
+    `stopping` is asked as in `Rollouts`. ValueError if no prompt's images could all be scored.
     """
     sampling = args.sampling.model_copy(
         update={"shared_start": True, "transition": transition, "noise_level": noise_level, "solver": "euler"}
     )
     settings = args.model_copy(update={"sampling": sampling})
     dealer = Dealer(prompts, args.seed)
-    source = Rollouts(policy, settings, dealer, rewards, None, lambda step: [], lambda: False)
+    source = Rollouts(policy, settings, dealer, rewards, None, lambda step: [], stopping)
     batch = dealer.deal(0, args.prompts_per_step, args.images_per_prompt)
     window = args.sampling.window
     last = args.sampling.steps - 2 if window.last is None else window.last
     found = []
     for step in range(window.first, last + 1):
         total = source.score(batch, source.trajectory(0, batch, [step])).total.view(args.prompts_per_step, -1)
+        total = total[total.isfinite().all(1)]  # without groups of a reward that was dropped
+        if not len(total):
+            raise ValueError("the rewards gave no finite number for any prompt, so no step's share can be measured.")
         found.append(
             Owned(
                 transition,
@@ -60,4 +71,4 @@ def owned_variance(
 def best_window(owned: list[Owned], size: int) -> int:
     """The first of the `size` steps in a row that own the most variance between them."""
     variance = torch.tensor([one.variance for one in owned])
-    return owned[int(variance.unfold(0, size, 1).sum(1).argmax())].step
+    return owned[int(variance.unfold(0, min(size, len(owned)), 1).sum(1).argmax())].step

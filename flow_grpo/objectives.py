@@ -1,6 +1,6 @@
 """Objectives: what an update minimises, one pure function each. Rows in, `Loss` per row out; the trainer averages.
 
-On the per-step log-probabilities of a trajectory (`ON_STEPS`):
+On the per-step log-probabilities of a trajectory:
     grpo        PPO's clipped ratio, arXiv 2402.03300 and 2505.05470
     reinforce   the same without ratio and clip
     grpo_guard  a centred ratio of one scale at every step, arXiv 2510.22319
@@ -134,7 +134,7 @@ def dpo(image: NoisedImage, beta: float) -> Loss:
 def k3(log_prob: Tensor, log_prob_ref: Tensor) -> Tensor:
     """DeepSeekMath's estimator of the KL, `exp(d) - d - 1` with `d = log_prob_ref - log_prob`, arXiv 2402.03300. All (n,)."""
     d = log_prob_ref - log_prob
-    return d.exp() - d - 1
+    return torch.expm1(d) - d  # d is small, and 1 would swallow it
 
 
 def velocity_kl(v: Tensor, v_ref: Tensor) -> Tensor:
@@ -154,6 +154,3 @@ def _clipped(ratio: Tensor, advantage: Tensor, clip_low: float, clip_high: float
 
 def _ratio_metrics(ratio: Tensor) -> dict[str, Tensor]:
     return {"ratio/mean": ratio, "ratio/max_deviation": (ratio - 1).abs()}
-
-
-ON_STEPS = ("grpo", "reinforce", "grpo_guard", "dppo")  # the others take final latents

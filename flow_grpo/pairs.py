@@ -37,8 +37,9 @@ class GivenImages:
         self.policy, self.args = policy, args
         self.each = 2 if args.objective.name == "dpo" else 1
         self.sources = load_sources(args.objective.data, self.each)
-        self.schedule, _ = policy.schedule(args.sampling.steps)
-        blank = policy.decode(torch.zeros(1, *policy.schedule(2)[1]))
+        self.schedule, shape = policy.schedule(args.sampling.steps)
+        blank = policy.decode(torch.zeros(1, *shape))
+        policy.latents(blank)  # says at once if this pipeline can't
         self.size = (blank.shape[3], blank.shape[2])  # width and height, as PIL has them
 
     def collect(self, step: int) -> Experience:
@@ -52,7 +53,12 @@ class GivenImages:
         none = final.new_zeros(len(final), 0)
         trajectory = Trajectory(self.schedule, [], none, none, none, none, final)
         return Experience(
-            batch, trajectory, torch.zeros(len(rows)), rows, self.each, {"time/rollout": time.perf_counter() - started}
+            batch,
+            trajectory,
+            torch.zeros(len(rows)),
+            rows,
+            self.each,
+            {"images": 0.0, "time/rollout": time.perf_counter() - started},
         )
 
     def _deal(self, step: int, count: int) -> list[int]:
@@ -84,6 +90,10 @@ def load_sources(data: str, each: int) -> Sources:
     missing = [name for name in columns if name not in table.metadata[0]]
     if missing:
         raise ValueError(f"{data} has no column `{missing[0]}`: give prompt, {' and '.join(columns)}.")
+    cells = [row[name] for row in table.metadata for name in columns]
+    odd = [cell for cell in cells if not isinstance(cell, str)]
+    if odd:
+        raise ValueError(f"{data} has {odd[0]!r} where the path of a picture should stand.")
     pictures = [tuple(source.parent / row[name] for name in columns) for row in table.metadata]
     lost = next((p for row in pictures for p in row if not p.is_file()), None)
     if lost is not None:

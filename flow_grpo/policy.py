@@ -121,7 +121,6 @@ class Policy:
         def start() -> Callable[[Tensor, Tensor], Tensor]:
             scheduler = FlowMatchHeunDiscreteScheduler()
             scheduler.set_timesteps(len(schedule))
-            scheduler.timesteps = doubled(schedule.timesteps)
             scheduler.sigmas = torch.cat([doubled(schedule.sigmas[:-1]), schedule.sigmas[-1:]])
             scheduler.set_begin_index(0)
             return lambda x, v: scheduler.step(v, schedule.timesteps[0], x).prev_sample
@@ -136,21 +135,23 @@ class Policy:
             ValueError: the pipeline's state is not its VAE's latent, or not packed by a `_pack_latents` of its own.
         """
         _, shape = self.schedule(2)
-        vae, found = self.pipe.vae, []
-        for chunk in images.split(microbatch):
-            z = vae.encode((2 * chunk - 1).to(self.device, vae.dtype)).latent_dist.mode().float()
-            z = (z - (getattr(vae.config, "shift_factor", None) or 0)) * vae.config.scaling_factor
-            if len(shape) == 2 and hasattr(self.pipe, "_pack_latents"):
-                z = self.pipe._pack_latents(z, *z.shape)
-            found.append(z.cpu())
-        states = torch.cat(found)
+        name = type(self.pipe).__name__
+        try:
+            states = torch.cat([self._latents(chunk, shape) for chunk in images.split(microbatch)])
+        except (AttributeError, TypeError, ValueError, RuntimeError) as error:
+            raise ValueError(f"{name} can't be trained on given images: {_first_line(error)}") from error
         if states.shape[1:] != shape:
             raise ValueError(
-                f"images of {tuple(images.shape[-2:])} pixels become latents of shape {tuple(states.shape[1:])}, but "
-                f"{type(self.pipe).__name__} samples {tuple(shape)}: set height and width to fit, or this pipeline can't be "
-                "trained on given images."
+                f"{name} can't be trained on given images of {tuple(images.shape[-2:])} pixels: they become latents of shape "
+                f"{tuple(states.shape[1:])}, but it samples {tuple(shape)}."
             )
         return states
+
+    def _latents(self, images: Tensor, shape: torch.Size) -> Tensor:
+        vae = self.pipe.vae
+        z = vae.encode((2 * images - 1).to(self.device, vae.dtype)).latent_dist.mode().float()
+        z = (z - (getattr(vae.config, "shift_factor", None) or 0)) * vae.config.scaling_factor
+        return (self.pipe._pack_latents(z, *z.shape) if len(shape) == 2 else z).cpu()
 
     @torch.no_grad()
     def decode(self, latents: Tensor, microbatch: int = 64) -> Tensor:

@@ -8,6 +8,7 @@ collects what the losses report.
 import functools
 import math
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -31,16 +32,24 @@ class ClipRange:
     def __init__(self, quantile: float) -> None:
         self.quantile = quantile
         self.state: dict[int, float] = {}
+        self._seen: dict[int, list[Tensor]] = {}
 
     def at(self, step: int) -> float:
         return self.state.get(step, math.inf)
 
     def saw(self, step: int, deviation: Tensor) -> None:
-        """Takes in |ratio - 1| (n,). Exact ones, as before the first update, say nothing about the range."""
-        if not deviation.any():
-            return
-        found = deviation.quantile(self.quantile).item()
-        self.state[step] = found if step not in self.state else self.DECAY * self.state[step] + (1 - self.DECAY) * found
+        """Takes note of |ratio - 1| (n,) in an update."""
+        self._seen.setdefault(step, []).append(deviation)
+
+    def learn(self) -> None:
+        """After an update: moves the ranges by what it saw. Exact ratios, as before the first, say nothing about them."""
+        for step, parts in self._seen.items():
+            deviation = torch.cat(parts)
+            if deviation.any():
+                found = deviation.quantile(self.quantile).item()
+                former = self.state.get(step, found)
+                self.state[step] = self.DECAY * former + (1 - self.DECAY) * found
+        self._seen = {}
 
     def metrics(self) -> dict[str, float]:
         return {f"clip_range/step_{step}": value for step, value in sorted(self.state.items())}
@@ -213,8 +222,20 @@ class Means:
 
 @functools.cache
 def own_function(kind: str, name: str) -> Callable | None:
-    """A function of the user's own, by import path or file; None for a name of ours."""
-    return reward_kit.locate(kind, name) if ":" in name else None
+    """A function of the user's own, by import path or file, that raises ValueError alone; None for a name of ours."""
+    if ":" not in name:
+        return None
+    function = reward_kit.locate(kind, name)
+    if not callable(function):
+        raise ValueError(f"{kind} {name} is not a function.")
+
+    def guarded(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return function(*args, **kwargs)
+        except Exception as error:
+            raise ValueError(f"{kind} {name} raised {type(error).__name__}: {error}") from error
+
+    return guarded
 
 
 def _own(o: ObjectiveConfig, seen: TrainedStep | NoisedImage, advantage: Tensor) -> Loss:

@@ -21,7 +21,7 @@ from flow_grpo.explore import best_window, owned_variance
 from flow_grpo.pairs import GivenImages
 from flow_grpo.policy import Policy, load_policy
 from flow_grpo.prompts import Dealer, PromptSet, load_prompts
-from flow_grpo.terms import ClipRange, FinalTerms, Means, StepTerms
+from flow_grpo.terms import ClipRange, FinalTerms, Means, StepTerms, own_function
 from flow_grpo.tracking import Tracker, plot_curves, read_metrics
 from flow_grpo.types import Experience
 
@@ -75,6 +75,7 @@ class FlowGRPOTrainer:
         self.folder = Path(args.output)
         self.step = 0
         self._stopping = False
+        self._within_updates = False  # whether the adapter has moved in a step that is not over
         for begin, part in reversed(self.parts):  # each says at once what does not fit; the first is the one to begin with
             self._enter(begin, part)
 
@@ -102,6 +103,9 @@ class FlowGRPOTrainer:
                 self.policy, part, self.dealer, self.rewards, self.critic, self._window, lambda: self._stopping
             )
             Dealer(self.train_set, part.seed).deal(0, part.prompts_per_step, 1)  # says at once if there are too few prompts
+        if objective.name == "nft":
+            self.policy.follow("old", 0.0)  # whatever was trained before, its old policy begins as the one of now
+        own_function("objective", objective.name)
         self.window_place: int | None = None  # where an `auto` window lies, once measured
         self._ratio_checked = False
 
@@ -119,13 +123,16 @@ class FlowGRPOTrainer:
             try:
                 self._loop(tracker)
             except (Interrupted, ValueError):
-                self.save()
+                if not self._within_updates:  # else the last checkpoint stays: half a step can't be resumed
+                    self.save()
                 raise
             return self._finish(tracker)
 
     def _loop(self, tracker: Tracker) -> None:
         self._evaluate_if_due(tracker)
         while self.step < self.args.steps:
+            if self._stopping:
+                raise Interrupted
             tracker.log(self.step + 1, self.training_step())
             while self.rewards.dropped:
                 tracker.say(f"warning: {self.rewards.dropped.pop(0)}")
@@ -144,7 +151,9 @@ class FlowGRPOTrainer:
             metrics = self._update(experience)
         except (Interrupted, ValueError):  # this step has not happened
             self._recall(memory)
+            self.optimizer.zero_grad(set_to_none=True)
             raise
+        self._within_updates = False
         finished = time.perf_counter()
         self.step += 1
         return {
@@ -178,6 +187,7 @@ class FlowGRPOTrainer:
             "ema": self.policy.ema,
             "optimizer": self.optimizer.state_dict(),
             "scaler": self.scaler.state_dict(),
+            "begin": self.begin,
             "memory": self._memory(),
         }
         if "old" in self.policy.adapters:
@@ -207,6 +217,10 @@ class FlowGRPOTrainer:
                 f"{self.folder} has no checkpoint to resume from; delete the folder and start the run without --resume."
             )
         self._same_settings()
+        if "memory" not in state:
+            raise ValueError(
+                f"{self.folder} was written by flow-grpo 0.1, which this version can't go on with: start a new run."
+            )
         self.restore(state)
         checkpoint.drop_after(self.folder / "checkpoints", self.step)
         tracker.resume(self.step)
@@ -215,7 +229,7 @@ class FlowGRPOTrainer:
     def restore(self, state: dict[str, Any]) -> None:
         """Puts the run where a checkpoint left it."""
         self.step = state["step"]
-        self._enter_at(max(0, self.step - 1))  # the optimizer saved between two parts is the former's
+        self._enter_at(state["begin"])  # between two parts, the optimizer may be the former's or the latter's
         self.policy.load_adapter_state(state["adapter"])
         self.policy.ema = {name: value.to(self.policy.device) for name, value in state["ema"].items()}
         self.optimizer.load_state_dict(state["optimizer"])
@@ -240,14 +254,14 @@ class FlowGRPOTrainer:
     def _finish(self, tracker: Tracker) -> dict[str, float]:
         with self.policy.averaged():
             lora = self.policy.save_lora(self.folder / "lora")
-        plot_curves(self.folder)
+        curve = plot_curves(self.folder)
         rows = [row for row in read_metrics(self.folder) if any(key.startswith("eval/") for key in row)]
         if not rows:
             tracker.say(f"LoRA: {lora}")
             return {}
         first, last = ({k[5:]: v for k, v in row.items() if k.startswith("eval/")} for row in (rows[0], rows[-1]))
         tracker.table("held-out prompts", {"before": first, "after": last})
-        tracker.say(f"LoRA: {lora}\npictures: {self.folder / 'before_after.png'}\ncurve: {self.folder / 'reward.png'}")
+        tracker.say(f"LoRA: {lora}\npictures: {self.folder / 'before_after.png'}" + (f"\ncurve: {curve}" if curve else ""))
         return last
 
     def _evaluate_if_due(self, tracker: Tracker) -> None:
@@ -300,7 +314,8 @@ class FlowGRPOTrainer:
             return []
         if w.kind == "auto":
             if self.window_place is None:
-                owned = owned_variance(self.policy, self.part, self.train_set, self.rewards, s.transition, s.noise_level)
+                parts = (self.policy, self.part, self.train_set, self.rewards)
+                owned = owned_variance(*parts, s.transition, s.noise_level, lambda: self._stopping)
                 self.window_place = best_window(owned, w.size)
             return list(range(self.window_place, self.window_place + w.size))
         last = s.steps - 2 if w.last is None else w.last
@@ -325,6 +340,7 @@ class FlowGRPOTrainer:
                 self._check_ratio(totals)
             if len(rows):
                 totals.numbers.update(self._optimizer_step())
+                self.clip.learn()
         if part.objective.name == "nft":
             self.policy.follow("old", part.objective.old_decay)
         return {
@@ -378,9 +394,10 @@ class FlowGRPOTrainer:
         finite = math.isfinite(norm)
         if not finite and not self.scaler.is_enabled():
             raise ValueError(
-                f"the gradient of step {self.step + 1} is not finite, and the adapter was left as it was: look at the last lines "
-                "of metrics.jsonl, and set a smaller optimizer.lr or dtype=fp32."
+                f"the gradient of step {self.step + 1} is not finite: look at the last lines of metrics.jsonl, and set a smaller "
+                "optimizer.lr or dtype=fp32."
             )
+        self._within_updates = True
         self.scaler.step(self.optimizer)  # which passes over a step whose fp16 gradients overflowed
         self.scaler.update()
         self.optimizer.zero_grad(set_to_none=True)

@@ -74,20 +74,27 @@ class WeightedSum:
         dropped: what rewards of `drop` said when they failed, a sentence each; whoever reports them empties the list.
     """
 
-    def __init__(self, rewards: dict[str, Reward], weights: dict[str, float], drop: Iterable[str] = ()) -> None:
+    def __init__(
+        self,
+        rewards: dict[str, Reward],
+        weights: dict[str, float],
+        drop: Iterable[str] = (),
+        dropped: list[str] | None = None,
+    ) -> None:
         self.rewards, self.weights, self.drop = rewards, weights, set(drop)
-        self.dropped: list[str] = []
+        self.dropped = [] if dropped is None else dropped
 
     def only(self, names: Iterable[str]) -> "WeightedSum":
         """The sum of these rewards alone, the very same objects."""
-        return WeightedSum({name: self.rewards[name] for name in names}, self.weights, self.drop)
+        return WeightedSum({name: self.rewards[name] for name in names}, self.weights, self.drop, self.dropped)
 
     def __call__(
         self, images: torch.Tensor, prompts: list[str], **metadata: Any
     ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         """The sum (B,) and each reward (B,) by name. ValueError as in `score`; one of `drop` is NaN where it failed."""
         by_name = {name: self._one(name, images, prompts, metadata) for name in self.rewards}
-        total = sum((self.weights[name] * values for name, values in by_name.items()), torch.zeros(len(prompts)))
+        weighed = {name: values for name, values in by_name.items() if self.weights[name] != 0}
+        total = sum((self.weights[name] * values for name, values in weighed.items()), torch.zeros(len(prompts)))
         return total, by_name
 
     def _one(self, name: str, images: torch.Tensor, prompts: list[str], metadata: dict[str, Any]) -> torch.Tensor:

@@ -19,5 +19,9 @@ def sign(reward, group):
     return torch.sign(reward - means)
 
 
+def raises(seen, advantage):
+    return {}["loss"]
+
+
 def without_gradient(seen, advantage):
     return advantage

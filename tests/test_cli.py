@@ -138,6 +138,13 @@ def test_compare_gives_every_run_the_same_budget_and_goes_on_where_it_was(traine
         assert [json.loads(line)["values"] for line in lines] == [point["values"] for point in points]
 
 
+def test_compare_says_at_once_what_does_not_fit_its_folder(trained):
+    words = [*compare_words(trained), "--out", "whole"]
+    assert "no held-out measure orc" in run(*words, "--measure", "orc", cwd=trained, code=2)
+    words[words.index("images=16")] = "images=24"
+    assert "begun with another budget" in run(*words, cwd=trained, code=2)
+
+
 def test_compare_ends_runs_at_their_target(trained):
     run(*compare_words(trained), "--measure", "reward", "--target", "0.0", "--stop", "--out", "stopped", cwd=trained)
     assert len((trained / "stopped" / "short" / "seed0" / "curve.jsonl").read_text().splitlines()) == 1

@@ -122,6 +122,12 @@ def test_dppo_masks_all_that_pushes_further_at_threshold_0_and_nothing_at_infini
     torch.testing.assert_close(free, gradient(objectives.grpo(step, advantage, math.inf, math.inf), step))
 
 
+def test_k3_is_exact_in_float32_where_log_probabilities_are_means():
+    d = torch.tensor([1e-4, -3e-4, 2e-5])
+    found = objectives.k3(torch.zeros(3), d)
+    torch.testing.assert_close(found, d**2 / 2, rtol=1e-3, atol=0)
+
+
 def test_k3_is_never_negative_and_its_mean_is_the_kl():
     """For samples of N(0, 1) the mean of exp(d) - d - 1 is the KL to N(m, 1), m^2 / 2 (arXiv 2402.03300)."""
     x = torch.randn(400_000, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
