@@ -42,14 +42,34 @@ class OCR:
         pixels = (images.detach().float().clamp(0, 1) * 255).round().byte().cpu()
         arrays = [np.ascontiguousarray(p.permute(1, 2, 0).numpy()[:, :, ::-1]) for p in pixels]  # RGB -> BGR
         if height > SINGLE_LINE:
-            engine = self._engine(320)
-            found = [engine(array, use_det=True, use_cls=False, use_rec=True) for array in arrays]  # it keeps former flags
-            return [" ".join(one.txts or ()) for one in found]
+            return self._read_lines(arrays)
         from rapidocr.ch_ppocr_rec.typings import TextRecInput
 
         # The recogniser pads every line to the width it was built for: a width that fits is three times as fast.
         engine = self._engine(round(LINE_HEIGHT * width / height) + 16)
         return list(engine.text_rec(TextRecInput(img=arrays, return_word_box=False)).txts)
+
+    def _read_lines(self, arrays: list[np.ndarray]) -> list[str]:
+        """Finds the lines in each picture (H, W, 3), then reads the lines of all pictures in batches."""
+        from rapidocr.main import RapidOCRError
+
+        engine = self._engine(320)
+        lines: list[np.ndarray] = []
+        owner: list[int] = []
+        for place, array in enumerate(arrays):
+            try:
+                found, _ = engine.detect_and_crop(*engine.preprocess_img(array))
+            except RapidOCRError:  # there is no text in it
+                continue
+            lines += found
+            owner += [place] * len(found)
+        texts: list[list[str]] = [[] for _ in arrays]
+        if lines:
+            read = engine.recognize_txt(lines)
+            for place, text, score in zip(owner, read.txts, read.scores, strict=True):
+                if text.strip() and score >= engine.text_score:
+                    texts[place].append(text)
+        return [" ".join(text) for text in texts]
 
     def _engine(self, width: int):
         """RapidOCR whose recogniser takes lines of LINE_HEIGHT x width pixels."""

@@ -63,6 +63,22 @@ def test_ocr_detects_and_reads_in_large_pictures(ocr):
     assert ocr(images, ['a sign that says "Zzyzx"']).item() < 0.5
 
 
+def test_large_pictures_are_read_in_a_batch_as_one_by_one(ocr):
+    """The lines of all pictures are recognised together, and each text goes back to its own picture, an empty one to none."""
+    font = ImageFont.truetype(str(world.FONT), 48)
+    pictures = []
+    for words in (["GRAND", "HOTEL"], [], ["CINEMA"], ["A", "LONGER", "STORY"]):
+        picture = Image.new("RGB", (512, 384), (240, 230, 220))
+        for row, word in enumerate(words):
+            ImageDraw.Draw(picture).text((60, 40 + 100 * row), word, fill=(20, 20, 60), font=font)
+        pictures.append(torch.from_numpy(np.array(picture)).permute(2, 0, 1).float() / 255)
+    together = ocr.read(torch.stack(pictures))
+    assert together == [ocr.read(picture[None])[0] for picture in pictures]
+    assert together[1] == ""
+    assert "CINEMA" in together[2]
+    assert "HOTEL" in together[0]
+
+
 def test_case_and_spaces_do_not_count(ocr):
     assert ocr(signs(CAT), ['a sign "c a t"']).tolist() == [1.0]
 
