@@ -107,8 +107,8 @@ BUGS = [
     (
         "the prompts of a step that failed are lost",
         "flow_grpo/train.py",
-        "            self._recall(memory)\n            raise",
-        "            raise",
+        "            self._recall(memory)\n            self.optimizer",
+        "            self.optimizer",
         "tests/test_train.py -k lost_in_its_first",
     ),
     (
@@ -135,7 +135,7 @@ BUGS = [
     (
         "a run resumed between two stages has the wrong optimizer",
         "flow_grpo/train.py",
-        "self._enter_at(max(0, self.step - 1))",
+        'self._enter_at(state["begin"])',
         "self._enter_at(self.step)",
         "tests/test_methods.py -k one_run",
     ),
