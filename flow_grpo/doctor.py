@@ -62,15 +62,17 @@ def explore(console: Console, args: FlowGRPOConfig, transitions: list[str], nois
     size = args.sampling.window.size
     prompts = f"{args.prompts_per_step} prompts x {args.images_per_prompt} images"
     table = Table(title=f"reward variance owned by each step, x 1000 ({prompts})", title_justify="left")
-    for column in ("transition", "noise", *(f"{one.step} ({one.sigma:.2f})" for one in found[0]), f"window of {size}"):
-        table.add_column(column, justify="right", no_wrap=True)
+    table.add_column("step (sigma)")
     for row in found:
-        first = best_window(row, size)
-        cells = [f"{1000 * one.variance:.2f}" for one in row]
-        table.add_row(row[0].transition, f"{row[0].noise_level:g}", *cells, f"{first} to {first + size - 1}")
+        table.add_column(f"{row[0].transition}\n{row[0].noise_level:g}", justify="right")
+    for place, one in enumerate(found[0]):
+        table.add_row(f"{one.step} ({one.sigma:.3f})", *(f"{1000 * row[place].variance:.2f}" for row in found))
+    table.add_section()
+    starts = [best_window(row, size) for row in found]
+    table.add_row(f"best window of {size}", *(f"{start} to {start + size - 1}" for start in starts))
     console.print(table)
     console.print(
-        "Columns: step (its sigma). All else being the same, images of a prompt differ by that step's noise alone."
+        "A column is a transition and its noise level; the images of a prompt differ by the noise of one step alone."
     )
     _plot(found, out)
     console.print(f"picture: {out}", highlight=False, markup=False)
