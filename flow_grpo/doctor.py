@@ -61,7 +61,8 @@ def explore(console: Console, args: FlowGRPOConfig, transitions: list[str], nois
     ]
     size = args.sampling.window.size
     prompts = f"{args.prompts_per_step} prompts x {args.images_per_prompt} images"
-    table = Table(title=f"reward variance owned by each step, x 1000 ({prompts})", title_justify="left")
+    console.print(f"reward variance owned by each step, x 1000 ({prompts})")
+    table = Table()
     table.add_column("step (sigma)")
     for row in found:
         table.add_column(f"{row[0].transition}\n{row[0].noise_level:g}", justify="right")
