@@ -50,6 +50,7 @@ class Point:
     images: int  # drawn and scored
     kl: float  # mean squared distance of the velocity from the base model's
     memory_mb: float  # peak of the process, or of the GPU
+    critic: int  # parameters that are trained beside the adapter's
     values: dict[str, float]
 
 
@@ -154,7 +155,8 @@ def run_slice(run: Run, number: int, budget: Budget, overrides: list[str]) -> No
         sys.exit(130)
     _stay_with_the_parent()
     peak = _peak_mb(trainer.policy.device)
-    point = Point(number, trainer.step, spent["seconds"], int(spent["images"]), kl, peak, values)
+    critic = 0 if trainer.critic is None else sum(p.numel() for p in trainer.critic.parameters())
+    point = Point(number, trainer.step, spent["seconds"], int(spent["images"]), kl, peak, critic, values)
     with (run.folder / CURVE).open("a") as file:
         file.write(json.dumps(asdict(point)) + "\n")
 
@@ -192,7 +194,9 @@ def summary(runs: list[Run], measure: str, target: float | None) -> dict[str, di
             "per 100 s": _rate(100 * sum(gains), sum(p.seconds for p in last)),
             "per 1000 images": _rate(1000 * sum(gains), sum(p.images for p in last)),
             "per KL": _rate(sum(gains), sum(p.kl for p in last)),
+            "seconds a step": _rate(sum(p.seconds for p in last), sum(p.step for p in last)),
             "peak MB": max(p.memory_mb for c in curves for p in c),
+            "extra parameters": max(p.critic for p in last),
         }
         for name_of, before in first[0].values.items():
             if name_of not in (measure, "reward"):
@@ -280,9 +284,14 @@ def _same_as_before(run: Run, overrides: list[str]) -> None:
 
 
 def _same_budget(file: Path, budget: Budget) -> None:
-    """Notes the budget in the folder, or ValueError if the comparison was begun with another."""
-    if file.exists() and json.loads(file.read_text()) != asdict(budget):
-        raise ValueError(f"{file.parent} was begun with another budget or other slices: give another folder by --out.")
+    """Notes the slices in the folder, or ValueError if the comparison was begun with others. More of them go on with it."""
+    if file.exists():
+        former = Budget(**json.loads(file.read_text()))
+        if former.unit != budget.unit or not math.isclose(former.mark(1), budget.mark(1)):
+            raise ValueError(
+                f"{file.parent} was begun with slices of {former.mark(1):g} {former.unit}, not {budget.mark(1):g} {budget.unit}: "
+                "give a --budget and --slices that make them so, or another folder by --out."
+            )
     file.parent.mkdir(parents=True, exist_ok=True)
     file.write_text(json.dumps(asdict(budget)))
 

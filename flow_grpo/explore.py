@@ -21,8 +21,6 @@ class Owned:
     step: int
     sigma: float
     variance: float  # of the reward within a group, mean over the prompts
-    signal: float  # share of the prompts whose images differ in reward
-    reward: float  # mean
 
 
 def owned_variance(
@@ -55,15 +53,7 @@ def owned_variance(
         if not len(total):
             raise ValueError("the rewards gave no finite number for any prompt, so no step's share can be measured.")
         found.append(
-            Owned(
-                transition,
-                noise_level,
-                step,
-                source.schedule.sigmas[step].item(),
-                total.var(1).mean().item(),
-                (total.amax(1) > total.amin(1)).float().mean().item(),
-                total.mean().item(),
-            )
+            Owned(transition, noise_level, step, source.schedule.sigmas[step].item(), total.var(1).mean().item())
         )
     return found
 

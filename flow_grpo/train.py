@@ -89,12 +89,12 @@ class FlowGRPOTrainer:
             eps=part.optimizer.eps,
             weight_decay=part.optimizer.weight_decay,
         )
-        self.schedule, self.state_shape = self.policy.schedule(part.sampling.steps)
         self.clip = ClipRange(objective.clip_quantile)
         self.critic: Critic | None = None
         if objective.name == "ppo":
+            _, shape = self.policy.schedule(part.sampling.steps)
             text = self.policy.encode([""]).pooled().shape[1]
-            self.critic = Critic(self.state_shape, text, objective.critic, part.seed)
+            self.critic = Critic(shape, text, objective.critic, part.seed)
         self.source: Rollouts | GivenImages
         if objective.data is not None:
             self.source = GivenImages(self.policy, part)

@@ -141,7 +141,15 @@ def test_compare_says_at_once_what_does_not_fit_its_folder(trained):
     words = [*compare_words(trained), "--out", "whole"]
     assert "no held-out measure orc" in run(*words, "--measure", "orc", cwd=trained, code=2)
     words[words.index("images=16")] = "images=24"
-    assert "begun with another budget" in run(*words, cwd=trained, code=2)
+    assert "begun with slices of 8 images, not 12 images" in run(*words, cwd=trained, code=2)
+
+
+def test_a_comparison_goes_on_with_a_larger_budget_of_the_same_slices(trained):
+    words = [*compare_words(trained), "--measure", "reward", "--out", "whole"]
+    words[words.index("images=16")], words[words.index("2")] = "images=24", "3"
+    run(*words, cwd=trained)
+    lines = (trained / "whole" / "short" / "seed0" / "curve.jsonl").read_text().splitlines()
+    assert [json.loads(line)["images"] for line in lines] == [0, 8, 16, 24]
 
 
 def test_compare_ends_runs_at_their_target(trained):
