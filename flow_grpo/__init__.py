@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from flow_grpo.policy import Policy, load_policy
     from flow_grpo.train import FlowGRPOTrainer
 
-__version__ = "0.2.0"
+__version__ = "0.3.0"
 __all__ = ["FlowGRPOConfig", "FlowGRPOTrainer", "Policy", "load_policy"]
 
 _HOMES = {

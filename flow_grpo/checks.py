@@ -4,7 +4,8 @@ import difflib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from flow_grpo.config import FlowGRPOConfig, ObjectiveConfig, SamplingConfig
+    from flow_grpo.config import FlowGRPOConfig
+    from flow_grpo.sections import ObjectiveConfig, SamplingConfig
 
 ON_STEPS = ("grpo", "reinforce", "grpo_guard", "dppo", "ppo")
 ON_FINALS = ("awm", "nft", "sft", "dpo")

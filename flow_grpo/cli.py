@@ -4,6 +4,7 @@ import json
 import os
 import shlex
 import sys
+import time
 import warnings
 from pathlib import Path
 from typing import Annotated, Any
@@ -44,6 +45,9 @@ def train(
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Check everything, print the resolved config, train nothing.")
     ] = False,
+    num_processes: Annotated[
+        int, typer.Option("--num-processes", min=1, help="Processes on this machine, one for each of its GPUs.")
+    ] = 1,
 ) -> None:
     """Fine-tune a model: without arguments the embedded one learns to spell, in minutes on a CPU.
 
@@ -54,6 +58,10 @@ def train(
     if "=" in config:  # settings alone go over the default config
         config, overrides = "tiny_ocr", [config, *(overrides or [])]
     args = FlowGRPOConfig.read(config, overrides)
+    if num_processes > 1 and "RANK" not in os.environ and not dry_run:
+        from flow_grpo.launch import launch
+
+        raise typer.Exit(launch(num_processes, ["train", config, *(overrides or []), *(["--resume"] if resume else [])]))
     from flow_grpo.policy import quiet_libraries
     from flow_grpo.train import FlowGRPOTrainer, Interrupted
 
@@ -64,12 +72,17 @@ def train(
         console.print(args.dump(), highlight=False, markup=False)
         console.print("Everything fits; nothing was trained.")
         return
+    trainer = FlowGRPOTrainer(args=args)
     try:
-        FlowGRPOTrainer(args=args).train(resume)
+        trainer.train(resume)
     except Interrupted:
-        again = shlex.join(["flow-grpo", "train", config, *(overrides or []), "--resume"])
-        console.print(f"\nStopped; the run is saved. Go on with: {again}", highlight=False, markup=False)
+        if trainer.processes.first:
+            processes = [] if trainer.processes.count == 1 else ["--num-processes", str(trainer.processes.count)]
+            again = shlex.join(["flow-grpo", "train", config, *(overrides or []), "--resume", *processes])
+            console.print(f"\nStopped; the run is saved. Go on with: {again}", highlight=False, markup=False)
+        trainer.processes.leave()
         raise typer.Exit(INTERRUPTED) from None
+    trainer.processes.leave()
 
 
 @app.command()
@@ -262,16 +275,26 @@ def doctor(
     transitions: Annotated[str, typer.Option(help="Transitions to explore, with commas between.")] = "cps,flow_sde",
     noise_levels: Annotated[str, typer.Option(help="Noise levels to explore, with commas between.")] = "0.4,0.7,1.0",
     out: Annotated[Path, typer.Option(help="Picture of the exploration.")] = Path("explore.png"),
+    model: Annotated[
+        str | None,
+        typer.Option(help="A folder or hub id: can this pipeline be trained, check by check?", show_default=False),
+    ] = None,
 ) -> None:
-    """Look at a config on this machine before training: two steps' ratio, gradient, signal and seconds; or what explores.
+    """Look at a config on this machine before training: two steps' ratio, gradient, signal and seconds; or what explores; or a model.
 
     [bold]flow-grpo doctor tiny_grpo[/bold]
+    [bold]flow-grpo doctor --model ./my-model height=512 width=512[/bold]
     [bold]flow-grpo doctor tiny_grpo --explore --transitions cps --noise-levels 0.6,0.8[/bold]
     """
     from flow_grpo import doctor as checks
     from flow_grpo.policy import quiet_libraries
 
     quiet_libraries()
+    if model is not None:
+        settings = FlowGRPOConfig.of(model, [*([config] if "=" in config else []), *(overrides or [])])
+        if not checks.model(console, _policy(settings, model, None, None)):
+            raise typer.Exit(1)
+        return
     args = FlowGRPOConfig.read(config, overrides)
     if explore:
         names = [name.strip() for name in transitions.split(",")]
@@ -293,8 +316,8 @@ def _policy(args: FlowGRPOConfig, model: str, lora: str | None, guidance: float 
     quiet_libraries()
     call = args.call()
     if guidance is not None:
-        call["guidance_scale"] = guidance
-    return load_policy(model, args.device, args.dtype, lora, **call)
+        call["guidance"] = guidance
+    return load_policy(model, args.device, args.dtype, lora, memory=args.memory, **call)
 
 
 def run() -> None:
@@ -306,11 +329,16 @@ def run() -> None:
     except (ValueError, OSError) as error:
         _fail(str(error))
     except RuntimeError as error:
+        if os.environ.get("WORLD_SIZE", "1") != "1" and any(word in str(error) for word in ("gloo", "NCCL", "onnection")):
+            time.sleep(30)  # another process has failed, and says why: by then the launcher has ended this one
+            sys.exit(1)
         if type(error).__name__ != "OutOfMemoryError":
             raise
         _fail("the device ran out of memory: set a smaller microbatch, or smaller pictures by height and width.")
 
 
 def _fail(message: str) -> None:
+    if os.environ.get("RANK", "0") != "0":
+        time.sleep(3)  # an error of all processes is said once: by then the launcher has ended this one
     errors.print(f"[bold red]error[/bold red]: {escape(' '.join(message.split()))}", highlight=False, soft_wrap=True)
     sys.exit(2)

@@ -1,35 +1,147 @@
-"""Embeddings of a batch of prompts, whatever the pipeline's `encode_prompt` returns."""
+"""What a pipeline makes of a prompt before it denoises, recorded alone and put together for any batch.
 
+A pipeline encodes prompts by methods such as `encode_prompt`. What each call of them returned for one prompt is a `Recording`;
+where its tensors have their batch axis is learnt by encoding one prompt and then two, so no family of models needs a word on it.
+"""
+
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
+Recording = list[tuple[str, Any]]  # (method, what it returned), in the order of the calls
+SHARED, ROWS, CUMULATIVE, ABSENT = "shared", "rows", "cumulative", "absent"  # in place of an axis, see `axes_of`
 
+
+def axes_of(one: Any, two: Any) -> Any:
+    """Where a structure grows with the batch: `one` was returned for a prompt, `two` for that prompt twice.
+
+    Returns the same structure with, for each tensor, its batch axis, SHARED, or CUMULATIVE (lengths summed up, from 0 on); for a
+    list with an item per prompt, ROWS; for None, ABSENT; for anything else, SHARED.
+    """
+    if one is None:
+        return ABSENT
+    if isinstance(one, Tensor) and isinstance(two, Tensor):
+        grown = [axis for axis, (a, b) in enumerate(zip(one.shape, two.shape, strict=True)) if a != b]
+        if not grown:
+            return SHARED
+        if one.ndim == 1 and len(one) == 2 and len(two) == 3 and one[0] == two[0] == 0:
+            return CUMULATIVE
+        if len(grown) == 1 and two.shape[grown[0]] == 2 * one.shape[grown[0]]:
+            return grown[0]
+        raise ValueError(f"prompts become tensors of shape {tuple(one.shape)} alone and {tuple(two.shape)} in pairs.")
+    if isinstance(one, (list, tuple)) and isinstance(two, (list, tuple)):
+        if len(one) != len(two):
+            return ROWS
+        return [axes_of(a, b) for a, b in zip(one, two, strict=True)]
+    if isinstance(one, dict):
+        raise ValueError(f"encoded prompts come as a {type(one).__name__}, of which only lists and tensors are understood.")
+    return SHARED
+
+
+def merged(axes: Any, others: Any) -> Any:
+    """What two prompts say of the axes together: a mask that one of them does not need is absent there alone."""
+    if axes == ABSENT:
+        return others
+    if isinstance(axes, list) and isinstance(others, list):
+        return [merged(a, b) for a, b in zip(axes, others, strict=True)]
+    return axes
+
+
+def joined(parts: list, axes: Any) -> Any:
+    """The structure of a batch from those of its rows."""
+    first = parts[0]
+    if first is None or axes in (SHARED, ABSENT):
+        return first
+    if axes == ROWS:
+        return type(first)(item for part in parts for item in part)
+    if axes == CUMULATIVE:
+        steps = torch.cat([part.diff() for part in parts])
+        return torch.cat([first[:1], steps.cumsum(0).to(first.dtype)])
+    if isinstance(axes, int):
+        return torch.cat(parts, axes)
+    columns = zip(*parts, strict=True)
+    return type(first)(joined(list(column), axis) for column, axis in zip(columns, axes, strict=True))
+
+
+def row_of(structure: Any, axes: Any, row: int, count: int) -> Any:
+    """What `joined` would take for one row of a structure of `count` rows: the way back."""
+    if structure is None or axes in (SHARED, ABSENT):
+        return structure
+    if axes == ROWS:
+        size = len(structure) // count
+        return structure[row * size : (row + 1) * size]
+    if axes == CUMULATIVE:
+        return structure[row : row + 2] - structure[row]
+    if isinstance(axes, int):
+        size = structure.shape[axes] // count
+        return structure.narrow(axes, row * size, size)
+    return type(structure)(row_of(part, axis, row, count) for part, axis in zip(structure, axes, strict=True))
+
+
+def signature(structure: Any) -> Any:
+    """What two structures must have in common to go into one batch: the shapes of all their tensors."""
+    if isinstance(structure, Tensor):
+        return tuple(structure.shape)
+    if isinstance(structure, (list, tuple)):
+        return tuple(signature(part) for part in structure)
+    return None
+
+
+def moved(structure: Any, device: torch.device | str) -> Any:
+    """The same structure with its tensors on that device."""
+    if isinstance(structure, Tensor):
+        return structure.to(device)
+    if isinstance(structure, (list, tuple)):
+        return type(structure)(moved(part, device) for part in structure)
+    return structure
+
+
+@dataclass(frozen=True)
 class Conditioning:
-    """Embeddings of B rows: what the pipeline's `encode_prompt` returned for the distinct prompts, and who has which."""
+    """Embeddings of B rows: the recordings of the distinct prompts, and which row has which.
 
-    def __init__(self, prompts: list[str], outputs: list, batched: list[bool], index: Tensor) -> None:
-        self.prompts, self.outputs, self.batched, self.index = prompts, outputs, batched, index
+    Rows can share a call of the pipeline if their `kind` (B,) is the same: prompts of another length would be padded, which
+    would change the last bits of the others, so they go into calls of their own.
+    """
 
-    def take(self, rows: Tensor) -> "Conditioning":
-        """The conditioning of `rows`, one embedding per row."""
-        index = self.index[rows]
-        outputs = [_pick(o, index) if b else o for o, b in zip(self.outputs, self.batched, strict=True)]
-        return Conditioning([self.prompts[r] for r in rows.tolist()], outputs, self.batched, torch.arange(len(rows)))
+    prompts: list[str]  # of the B rows
+    recordings: list[Recording]  # of the distinct prompts
+    axes: list[Any]  # of each recorded call
+    place: Tensor  # (B,) which of the recordings a row has
+    kind: Tensor  # (B,)
+
+    def take(self, rows: Tensor) -> tuple[list[str], Recording]:
+        """Prompts and recording of `rows` (n,), as the pipeline would return it for them."""
+        chosen = [self.recordings[place] for place in self.place[rows].tolist()]
+        calls = zip(*chosen, strict=True)
+        recording = [
+            (call[0][0], joined([output for _, output in call], axis)) for call, axis in zip(calls, self.axes, strict=True)
+        ]
+        return [self.prompts[row] for row in rows.tolist()], recording
 
     def pooled(self) -> Tensor:
         """(B, D) float32: each row's mean embedding."""
-        pairs = zip(self.outputs, self.batched, strict=True)
-        whole = next((o for o, b in pairs if b and isinstance(o, Tensor) and o.ndim == 3), None)
-        if whole is None:
-            raise ValueError("objective ppo reads prompt embeddings of one length, which this pipeline does not have.")
-        return whole.float().mean(1).cpu()[self.index]
+        means = [_pooled(recording, self.axes) for recording in self.recordings]
+        return torch.stack(means)[self.place]
 
 
-def join(parts: list) -> Any:
-    return [item for part in parts for item in part] if isinstance(parts[0], list) else torch.cat(parts)
+def conditioning(prompts: list[str], recordings: dict[str, Recording], axes: list[Any], alone: bool) -> Conditioning:
+    """The conditioning of B prompts, from the recordings of (at least) the distinct ones; `alone`: one prompt to a call."""
+    distinct = list(dict.fromkeys(prompts))
+    kinds: dict[Any, int] = {}
+    keys = [prompt if alone else signature([output for _, output in recordings[prompt]]) for prompt in distinct]
+    kind = torch.tensor([kinds.setdefault(key, len(kinds)) for key in keys])
+    number = {prompt: i for i, prompt in enumerate(distinct)}
+    place = torch.tensor([number[prompt] for prompt in prompts])
+    return Conditioning(prompts, [recordings[prompt] for prompt in distinct], axes, place, kind[place])
 
 
-def _pick(output: Any, index: Tensor) -> Any:
-    return [output[i] for i in index.tolist()] if isinstance(output, list) else output[index.to(output.device)]
+def _pooled(recording: Recording, axes: list[Any]) -> Tensor:
+    for (_, output), axis in zip(recording, axes, strict=True):
+        parts = zip(output, axis, strict=True) if isinstance(axis, list) else [(output, axis)]
+        for part, where in parts:
+            if where == 0 and isinstance(part, Tensor) and part.ndim == 3:
+                return part[0].float().mean(0).cpu()
+    raise ValueError("objective ppo reads prompt embeddings (tokens, channels), which this pipeline does not have.")

@@ -7,13 +7,22 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import Field, ValidationError, model_validator
 
 from flow_grpo import checks
+from flow_grpo.sections import (
+    EvaluationConfig,
+    LoraConfig,
+    MemoryConfig,
+    ObjectiveConfig,
+    OptimizerConfig,
+    PositiveInt,
+    RestingConfig,
+    RewardConfig,
+    SamplingConfig,
+    Section,
+)
 
-PositiveInt = Annotated[int, Field(gt=0)]
-PositiveFloat = Annotated[float, Field(gt=0)]
-Share = Annotated[float, Field(ge=0, le=1)]
 STAGED = (
     "steps",
     "objective",
@@ -25,160 +34,6 @@ STAGED = (
     "updates",
     "epochs",
 )
-
-
-class Section(BaseModel):
-    model_config = ConfigDict(extra="forbid", use_attribute_docstrings=True)
-
-
-class LoraConfig(Section):
-    rank: PositiveInt = 32
-    """Rank of the low-rank matrices."""
-    alpha: float = 64
-    """Their product is scaled by alpha / rank."""
-    targets: list[str] = ["to_q", "to_k", "to_v", "to_out.0", "add_q_proj", "add_k_proj", "add_v_proj", "to_add_out"]
-    """Modules of the transformer that get one, by the end of their name: the attention projections."""
-    start: str | None = None
-    """A saved LoRA to go on from: a folder, a .safetensors file or a hub id."""
-
-
-class WindowConfig(Section):
-    kind: Literal["all", "fixed", "random", "sliding", "auto"] = "all"
-    """Which steps are stochastic and trained: all of first..last, a fixed run, one drawn at random, one that slides, or, `auto`,
-    the run of steps whose noise moves the reward most, measured before the first training step."""
-    size: PositiveInt = 3
-    """Steps in the window; `all` ignores it."""
-    first: Annotated[int, Field(ge=0)] = 0
-    """The first step that may be trained."""
-    last: int | None = None
-    """The last step that may be trained; by default the last but one, since the step to sigma 0 carries no picture."""
-    every: PositiveInt = 25
-    """A sliding window moves on by one every so many training steps."""
-
-
-class SamplingConfig(Section):
-    steps: Annotated[int, Field(ge=2)] = 10
-    """Sampling steps in training."""
-    transition: Literal["ode", "flow_sde", "dance_sde", "cps", "exact_sde"] = "flow_sde"
-    """The transition of the trained steps, see flow_grpo/sde.py; forward-process objectives need `ode`."""
-    noise_level: Annotated[float, Field(ge=0)] = 0.7
-    """How much noise a trained step adds."""
-    window: WindowConfig = WindowConfig()
-    log_prob: Literal["gaussian", "unnormalized"] = "gaussian"
-    """The log-probability of a step; `unnormalized` is what Flow-CPS published."""
-    shared_start: bool = False
-    """Whether the images of a group start from one noise; the steps before the window are then computed once per group. With
-    a window of one step, that step alone makes the difference and owns its advantage (TempFlow, arXiv 2508.04324)."""
-    solver: Literal["euler", "heun"] = "euler"
-    """Forward-process objectives: how the ODE is solved in rollouts; `heun` is of order 2, with two velocities a step."""
-
-
-class CriticConfig(Section):
-    lr: PositiveFloat = 1e-3
-    """Learning rate of the critic's AdamW."""
-    width: PositiveInt = 128
-    """Channels of the critic."""
-    gae_lambda: Share = 0.95
-    """Generalised advantage estimation: 1 trusts the reward alone, 0 the critic's next value alone."""
-
-
-class ObjectiveConfig(Section):
-    name: str = "grpo"
-    """On per-step log-probabilities: grpo, reinforce, grpo_guard, dppo, ppo. On final latents noised afresh: awm, nft, sft, dpo.
-    Or one's own function as my_module:my_fn or file.py:my_fn, on steps if the transition is stochastic, else on final latents."""
-    options: dict[str, Any] = {}
-    """Keyword arguments of one's own function."""
-    advantage: str = "grpo"
-    """How rewards become advantages, see flow_grpo/advantages.py: grpo, batch_std, dr_grpo, rloo, reinforce_pp, gdpo, rank, or
-    one's own function (reward (B,), group (B,)) -> (B,) as my_module:my_fn or file.py:my_fn."""
-    clip_low: PositiveFloat | Literal["auto"] = 1e-4
-    """The ratio is clipped at 1 - clip_low; log-probabilities are means, so the range is small. `auto` takes it from the ratios
-    seen at each step."""
-    clip_high: PositiveFloat | Literal["auto"] = 1e-4
-    """The ratio is clipped at 1 + clip_high; above clip_low it is DAPO's clip-higher."""
-    clip_quantile: Annotated[float, Field(gt=0, lt=1)] = 0.9
-    """auto: the share of ratios that the clip range leaves alone."""
-    threshold: Annotated[float, Field(ge=0)] = 1e-4
-    """dppo: the divergence of new and old step from which on an update may not push further."""
-    step_weight: Literal["uniform", "std"] = "uniform"
-    """Objectives on steps: weight of a step's loss; `std` weighs by the transition's std (TempFlow, arXiv 2508.04324), which makes
-    up for the 1 / std in the gradient of a log-probability."""
-    kl_weight: Annotated[float, Field(ge=0)] = 0.0
-    """Weight of the KL to the base model."""
-    kl: Literal["gaussian", "k3", "flow_grpo", "velocity"] | None = None
-    """Which KL: of the transitions (`gaussian`, the default on steps), DeepSeekMath's estimator from log-probabilities (`k3`), the
-    published code's, without the step's length (`flow_grpo`), or the distance of the velocities (`velocity`, on final latents)."""
-    data: str | None = None
-    """sft, dpo: images to train on in place of rollouts, see flow_grpo/pairs.py."""
-    draws: PositiveInt = 1
-    """On final latents: noise levels drawn for each image and update."""
-    sigma_range: tuple[Share, Share] = (0.0, 1.0)
-    """On final latents: the range those noise levels are drawn from, before the schedule's shift."""
-    weight: Literal["uniform", "ghuber"] = "uniform"
-    """awm: weight of the matching loss."""
-    beta: PositiveFloat = 1.0
-    """nft: how far the implicit policies lie from the old one."""
-    advantage_max: PositiveFloat = 5.0
-    """nft: the advantage that counts as surely good."""
-    old_decay: Share = 0.5
-    """nft: how slowly the old policy follows the trained one."""
-    dpo_beta: PositiveFloat = 500.0
-    """dpo: how sharply the difference of two matching errors decides."""
-    critic: CriticConfig = CriticConfig()
-    """ppo: its critic."""
-
-    @property
-    def on_steps(self) -> bool | None:
-        """Whether it takes trained steps, or final latents; None for one's own function, which takes what there is."""
-        return None if ":" in self.name else self.name in checks.ON_STEPS
-
-
-class OptimizerConfig(Section):
-    lr: PositiveFloat = 3e-4
-    """Learning rate of AdamW."""
-    warmup: Annotated[int, Field(ge=0)] = 0
-    """Steps in which the learning rate rises to lr."""
-    final_lr: Share = 1.0
-    """The learning rate falls linearly to this share of lr at the last step; 1 keeps it constant."""
-    betas: tuple[Share, Share] = (0.9, 0.999)
-    """AdamW's decay rates of the gradient's first and second moment."""
-    eps: Annotated[float, Field(ge=0)] = 1e-15
-    """Added to the root of the second moment. Gradients of mean log-probabilities can be 5e-9, below the usual 1e-8."""
-    weight_decay: Annotated[float, Field(ge=0)] = 1e-4
-    """AdamW's weight decay."""
-    max_grad_norm: PositiveFloat = 1.0
-    """Gradients are clipped to this norm."""
-
-
-class RewardConfig(Section):
-    weight: float = 1.0
-    """Weight in the sum; 0 only reports it."""
-    options: dict[str, Any] = {}
-    """Arguments of the reward's constructor."""
-    on_error: Literal["stop", "drop"] = "stop"
-    """What to do when it raises or returns no finite number: stop the run, or leave those groups out of the step."""
-
-
-class RestingConfig(Section):
-    after: Annotated[int, Field(ge=0)] = 0
-    """A prompt rests once its group had no signal, all solved or all hopeless, so many times in a row; 0 lets none rest."""
-    steps: PositiveInt = 25
-    """Training steps for which it rests before it is asked again."""
-
-
-class EvaluationConfig(Section):
-    prompts: str | None = None
-    """Held-out prompts: a file as in `prompts`, or none."""
-    limit: PositiveInt | None = 256
-    """At most so many of them, from the first on."""
-    every: Annotated[int, Field(ge=0)] = 50
-    """Training steps between evaluations; 0 evaluates only before and after."""
-    steps: Annotated[int, Field(ge=1)] = 40
-    """Sampling steps in evaluation, of the deterministic ODE."""
-    seed: int = 1234
-    """Each held-out prompt's picture starts from the noise of (this seed, its place in the file)."""
-    rewards: dict[str, RewardConfig] = {}
-    """Rewards that are measured but not trained on, beside the trained ones."""
 
 
 class FlowGRPOConfig(Section):
@@ -194,11 +49,11 @@ class FlowGRPOConfig(Section):
     """Width of the pictures in pixels."""
     guidance: float = 1.0
     """Guidance scale in rollout, training and evaluation; 1 is off."""
-    pipeline: dict[str, Any] = {}
+    pipeline: dict[str, Any] = Field(default_factory=dict)
     """Further arguments of every pipeline call, such as max_sequence_length or negative_prompt."""
     prompts: str = "prompts/signs_train.txt"
     """Training prompts: .txt (one a line), .jsonl, .csv or .parquet (a column `prompt`, the others are metadata), or a hub data set."""
-    rewards: dict[str, RewardConfig] = {"ocr": RewardConfig()}
+    rewards: dict[str, RewardConfig] = Field(default_factory=lambda: {"ocr": RewardConfig()})
     """Rewards by name or import path (`my_module:my_fn`, `path/file.py:fn`), each with a weight or with weight and options."""
 
     steps: PositiveInt = 100
@@ -208,7 +63,8 @@ class FlowGRPOConfig(Section):
     images_per_prompt: Annotated[int, Field(ge=2)] = 16
     """Images of a prompt: the group that an image's reward is compared with."""
     microbatch: PositiveInt = 64
-    """Images per forward pass, in the rollout and in the update alike, so that the first update's ratio is exactly 1."""
+    """Images per forward pass, in the rollout and in the update alike, so that the first update's ratio is exactly 1; of several
+    processes each. One process goes on with half of it when memory runs out; `auto` begins with what divides a step, at most 64."""
     updates: PositiveInt = 1
     """Optimizer steps on a rollout; each takes an equal share of its prompts."""
     epochs: PositiveInt = 1
@@ -222,10 +78,11 @@ class FlowGRPOConfig(Section):
     objective: ObjectiveConfig = ObjectiveConfig()
     lora: LoraConfig = LoraConfig()
     optimizer: OptimizerConfig = OptimizerConfig()
+    memory: MemoryConfig = MemoryConfig()
     ema_decay: Annotated[float, Field(ge=0, lt=1)] = 0.9
     """Decay of the moving average of the adapter that is evaluated and saved; 0 is none."""
     evaluation: EvaluationConfig = EvaluationConfig()
-    stages: list[dict[str, Any]] = []
+    stages: list[dict[str, Any]] = Field(default_factory=list)
     """Parts of the run, one after another, each a set of settings over the others with its own `steps`: supervised
     fine-tuning, then GRPO. A stage may set steps, objective, sampling, optimizer, and the sizes of a step."""
 
@@ -254,6 +111,17 @@ class FlowGRPOConfig(Section):
                 if isinstance(rewards, dict):
                     short = (int, float)
                     holder["rewards"] = {k: {"weight": v} if isinstance(v, short) else v or {} for k, v in rewards.items()}
+        return values
+
+    @model_validator(mode="before")
+    @classmethod
+    def _auto_microbatch(cls, values: Any) -> Any:
+        if isinstance(values, dict) and values.get("microbatch") == "auto":
+            sizes = [values.get(name, cls.model_fields[name].default) for name in ("prompts_per_step", "images_per_prompt")]
+            if all(isinstance(size, int) and size > 0 for size in sizes):
+                rows = sizes[0] * sizes[1]
+                even = [n for n in range(2, 65, 2) if rows % n == 0]
+                values = {**values, "microbatch": max(even or [n for n in range(1, 65) if rows % n == 0])}
         return values
 
     @model_validator(mode="after")
@@ -315,10 +183,21 @@ class FlowGRPOConfig(Section):
         except ValidationError as error:
             raise ValueError(f"{file.name}: {_sentence(error)}") from error
 
+    @classmethod
+    def of(cls, model: str, overrides: list[str] | None = None) -> "FlowGRPOConfig":
+        """The defaults for a model, with `key.sub=value` pairs over them. ValueError as for `read`."""
+        values: dict[str, Any] = {"model": model}
+        for pair in overrides or []:
+            _override(values, pair)
+        try:
+            return cls.model_validate(values)
+        except ValidationError as error:
+            raise ValueError(_sentence(error)) from error
+
     def call(self) -> dict[str, Any]:
         """The arguments of every pipeline call."""
         given = {"height": self.height, "width": self.width}
-        return {"guidance_scale": self.guidance, **{k: v for k, v in given.items() if v is not None}, **self.pipeline}
+        return {"guidance": self.guidance, **{k: v for k, v in given.items() if v is not None}, **self.pipeline}
 
     def dump(self) -> str:
         """As YAML, every field with its value."""

@@ -1,11 +1,12 @@
 """PPO's critic on the latents, and generalised advantage estimation: what group-relative advantages do without."""
 
+import copy
 import math
 
 import torch
 from torch import Tensor, nn
 
-from flow_grpo.config import CriticConfig
+from flow_grpo.sections import CriticConfig
 from flow_grpo.types import Trajectory
 
 EPOCHS = 4  # times that the critic goes through a rollout
@@ -84,4 +85,4 @@ class Critic(nn.Module):
 
     def load(self, state: dict) -> None:
         self.load_state_dict(state["weights"])
-        self.optimizer.load_state_dict(state["optimizer"])
+        self.optimizer.load_state_dict(copy.deepcopy(state["optimizer"]))  # which would take its tensors as they are

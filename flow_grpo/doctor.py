@@ -3,10 +3,13 @@
 from pathlib import Path
 
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
+from flow_grpo import contract
 from flow_grpo.config import FlowGRPOConfig
 from flow_grpo.explore import Owned, best_window, owned_variance
+from flow_grpo.policy import Policy
 from flow_grpo.sde import TRANSITIONS
 from flow_grpo.train import FlowGRPOTrainer
 
@@ -40,6 +43,18 @@ def examine(console: Console, args: FlowGRPOConfig) -> None:
     for row in rows:
         table.add_row(*row)
     console.print(table)
+
+
+def model(console: Console, policy: Policy) -> bool:
+    """Whether a model can be trained, check by check: a table. Returns whether all are fine."""
+    table = Table("check", "number", "verdict", title=type(policy.pipe).__name__, title_justify="left")
+    found = []
+    for check in contract.examine(policy):
+        found.append(check.fine)
+        table.add_row(check.name, check.number, escape(check.verdict), style=None if check.fine else "bold red")
+    console.print(table)
+    console.print("It can be trained." if all(found) else "It can't be trained as it is.")
+    return all(found)
 
 
 def explore(console: Console, args: FlowGRPOConfig, transitions: list[str], noise_levels: list[float], out: Path) -> None:

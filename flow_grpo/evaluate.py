@@ -10,6 +10,7 @@ import rewards as reward_kit
 from flow_grpo import sampling
 from flow_grpo.config import FlowGRPOConfig
 from flow_grpo.grid import Cell, read_grid, save_grid
+from flow_grpo.parallel import Processes
 from flow_grpo.policy import Policy
 from flow_grpo.prompts import PromptSet
 from rewards import WeightedSum
@@ -52,13 +53,34 @@ def draw(policy: Policy, prompts: list[str], seeds: list[int], steps: int, micro
 
 
 def evaluate(
-    policy: Policy, prompts: PromptSet, rewards: WeightedSum, steps: int, seed: int, microbatch: int = 64
+    policy: Policy,
+    prompts: PromptSet,
+    rewards: WeightedSum,
+    steps: int,
+    seed: int,
+    microbatch: int = 64,
+    processes: Processes | None = None,
+    keep: int | None = None,
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """Images of all prompts, prompt i from the noise of seed + i, and every reward's values (B,), `reward` their sum."""
-    images = draw(policy, prompts.prompts, [seed + i for i in range(len(prompts))], steps, microbatch)
-    batch = prompts.repeat(1)
-    total, by_name = rewards(images, batch.prompts, **batch.columns())
-    return images, {"reward": total, **by_name}
+    """Images of the first `keep` prompts, prompt i from the noise of seed + i, and every reward's values (B,), `reward` their sum.
+
+    Several processes take the prompts in turns.
+    """
+    processes = processes or Processes()
+    own = list(range(processes.rank, len(prompts), processes.count))
+    batch = prompts.take(own, 1)
+    images = draw(policy, batch.prompts, [seed + i for i in own], steps, microbatch)
+    shown = images[: len([i for i in own if keep is None or i < keep])].clone()
+
+    def scored() -> tuple[list[int], Tensor, dict[str, Tensor]]:
+        total, by_name = rewards(images, batch.prompts, **batch.columns())
+        return own, shown, {"reward": total, **by_name}
+
+    parts = processes.agree(scored)
+    order = torch.tensor([i for part in parts for i in part[0]]).argsort()
+    values = {name: torch.cat([part[2][name] for part in parts])[order] for name in parts[0][2]}
+    first = [i for part in parts for i in part[0][: len(part[1])]]
+    return torch.cat([part[1] for part in parts])[torch.tensor(first).argsort()], values
 
 
 def before_after(folder: Path, first: bool, images: Tensor, prompts: list[str], seed: int, model: str) -> None:

@@ -13,6 +13,7 @@ from torch import Tensor
 from flow_grpo import advantages, sampling
 from flow_grpo.config import FlowGRPOConfig
 from flow_grpo.critic import Critic
+from flow_grpo.parallel import Processes
 from flow_grpo.policy import Policy
 from flow_grpo.prompts import Dealer
 from flow_grpo.terms import own_function
@@ -26,6 +27,7 @@ class Rollouts:
     Args:
         window: the steps of the schedule that are stochastic and trained, for a training step.
         stopping: asked before each forward pass; `Interrupted` leaves the rollout if it says so.
+        processes: those that share each step; all get the same prompts dealt and draw the groups that are theirs.
     """
 
     def __init__(
@@ -37,7 +39,9 @@ class Rollouts:
         critic: Critic | None,
         window: Callable[[int], list[int]],
         stopping: Callable[[], bool],
+        processes: Processes | None = None,
     ) -> None:
+        self.processes = processes or Processes()
         self.policy, self.args, self.dealer, self.rewards, self.critic = policy, args, dealer, rewards, critic
         self.window, self.stopping = window, stopping
         self.schedule, self.state_shape = policy.schedule(args.sampling.steps)
@@ -47,15 +51,18 @@ class Rollouts:
 
     def collect(self, step: int) -> Experience:
         self.seconds = dict.fromkeys(self.seconds, 0.0)
-        batch, trajectory, scores, metrics = self._enough(step)
+        batch, trajectory, scores, chosen, metrics = self._enough(step)
+        own = self.processes.owner(batch.group) == self.processes.rank
         started = time.perf_counter()
-        whole = _whole_groups(scores.total, batch.group)
+        whole = _whole_groups(scores.total, batch.group) & chosen
         compare = self._by_group if self.critic is None else self._by_critic
         advantage, signal, more = compare(batch, trajectory, scores, whole)
         rows, per_group = chosen_rows(self.args.objective.name, scores.total, batch.group, signal)
         self.seconds["reward"] += time.perf_counter() - started
         metrics |= {**more, **{f"time/{name}": value for name, value in self.seconds.items()}}
-        return Experience(batch, trajectory, advantage, rows, per_group, metrics)
+        groups, place = batch.group[chosen].unique(), own.cumsum(0) - 1  # where a row is among our own
+        mine = batch.take(own.nonzero()[:, 0])
+        return Experience(mine, trajectory, advantage[own], place[rows[own[rows]]], per_group, groups, metrics)
 
     def _by_group(
         self, batch: PromptBatch, trajectory: Trajectory, scores: Scores, whole: Tensor
@@ -69,7 +76,7 @@ class Rollouts:
         weights, group = torch.tensor([self.rewards.weights[name] for name in weighed]), batch.group[whole]
         advantage[whole] = advantages.group_advantages(seen, group, self.method, weights=weights)
         if self.args.objective.name in ("sft", "dpo"):  # they choose images of groups in which the sum differs
-            signal = _signal(scores, batch.group)
+            signal = whole & _signal(scores, batch.group)
         else:
             shown = seen if self.args.objective.advantage == "gdpo" else scores.total[whole]
             signal[whole] = advantages.has_signal(shown, group, self.method)
@@ -96,7 +103,9 @@ class Rollouts:
         def interruptible(x: Tensor, i: int, rows: Tensor) -> Tensor:
             if self.stopping():  # nothing of this step has touched the adapter yet
                 raise Interrupted
-            return velocity(x, i, rows)
+            # what is replayed with gradients is drawn with them, where that is another kernel
+            with torch.set_grad_enabled(self.policy.compiled and i in window):
+                return velocity(x, i, rows).detach()
 
         start = sampling.batch_noise(self.state_shape, batch, seed, "start", step, shared=s.shared_start)
         return sampling.rollout(
@@ -108,7 +117,7 @@ class Rollouts:
             s.noise_level,
             lambda i: sampling.batch_noise(self.state_shape, batch, seed, "step", step, i),
             self.args.microbatch,
-            batch.group - batch.group[0] if s.shared_start else None,
+            batch.group.unique(return_inverse=True)[1] if s.shared_start else None,
             s.log_prob,
             self.solver,
         )
@@ -122,19 +131,24 @@ class Rollouts:
         self.seconds["reward"] += time.perf_counter() - decoded
         return scores
 
-    def _enough(self, step: int) -> tuple[PromptBatch, Trajectory, Scores, dict[str, float]]:
-        """Rounds of prompts until all groups of a step have signal, or the rounds are over; the rest fills the step up."""
+    def _enough(self, step: int) -> tuple[PromptBatch, Trajectory, Scores, Tensor, dict[str, float]]:
+        """Rounds of prompts until all groups of a step have signal, or the rounds are over; the rest fills the step up.
+
+        Returns all that was drawn, by all processes but for the trajectory, which has the rows of our own; a mask (B,) of the rows
+        that make the step; and metrics.
+        """
         args = self.args
         wanted, images = args.prompts_per_step, args.images_per_prompt
-        unit = math.lcm(args.microbatch, images) // images  # prompts whose images fill micro-batches
+        unit = self.processes.count * math.lcm(args.microbatch, images) // images  # prompts whose images fill micro-batches
         rounds, missing, drawn = [], wanted, 0
         for _ in range(1 + args.resample):
             count = min(wanted, -(-missing // unit) * unit)
             batch = self.dealer.deal(step, count, images, first_group=drawn)
             started = time.perf_counter()
-            trajectory = self.trajectory(step, batch, self.window(step))
+            own = batch.take((self.processes.owner(batch.group) == self.processes.rank).nonzero()[:, 0])
+            trajectory = self.trajectory(step, own, self.window(step))
             self.seconds["rollout"] += time.perf_counter() - started
-            scores = self.score(batch, trajectory)
+            scores = self._together(own, trajectory, batch.group)
             rounds.append((batch, trajectory, scores))
             drawn += count
             signal = _signal(scores, batch.group)
@@ -149,11 +163,16 @@ class Rollouts:
             metrics["resample/rounds"] = float(len(rounds))
         if self.dealer.rest_after:
             metrics["prompts_resting"] = float(self.dealer.resting(step + 1))
-        if len(rounds) > 1:
-            first = (~_signal(scores, batch.group)).int().sort(stable=True).indices  # groups with signal come first
-            rows = first[: wanted * images].sort().values
-            batch, trajectory, scores = batch.take(rows), trajectory.take(rows), scores.take(rows)
-        return batch, trajectory, scores, metrics
+        first = (~_signal(scores, batch.group)).int().sort(stable=True).indices  # groups with signal come first
+        chosen = torch.zeros(len(batch.prompts), dtype=torch.bool)
+        chosen[first[: wanted * images]] = True
+        return batch, trajectory, scores, chosen, metrics
+
+    def _together(self, own: PromptBatch, trajectory: Trajectory, group: Tensor) -> Scores:
+        """The scores of all rows, from those that each process gives to the groups of its own."""
+        parts = Scores.join(self.processes.agree(lambda: self.score(own, trajectory)))
+        order = self.processes.owner(group).argsort(stable=True).argsort()
+        return Scores(parts.total[order], {name: values[order] for name, values in parts.by_name.items()})
 
     def _shares(self, names: list[str], by_reward: Tensor, weights: Tensor, group: Tensor) -> dict[str, float]:
         """How much of the advantage each of several rewards makes, and how they agree."""

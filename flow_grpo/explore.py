@@ -52,9 +52,7 @@ def owned_variance(
         total = total[total.isfinite().all(1)]  # without groups of a reward that was dropped
         if not len(total):
             raise ValueError("the rewards gave no finite number for any prompt, so no step's share can be measured.")
-        found.append(
-            Owned(transition, noise_level, step, source.schedule.sigmas[step].item(), total.var(1).mean().item())
-        )
+        found.append(Owned(transition, noise_level, step, source.schedule.sigmas[step].item(), total.var(1).mean().item()))
     return found
 
 

@@ -1,8 +1,9 @@
 """Where a model lies: a shipped name, a folder, or the hub. A folder that is not there is said to be so at once."""
 
+import json
 from pathlib import Path
 
-from huggingface_hub import HfApi, try_to_load_from_cache
+from huggingface_hub import HfApi, hf_hub_download, try_to_load_from_cache
 
 SHIPPED = {"tiny": Path(__file__).parent / "tiny" / "pipeline"}
 
@@ -30,6 +31,27 @@ def locate(name: str) -> str:
                 f"({type(error).__name__})."
             ) from error
     return name
+
+
+def fingerprint(source: str) -> list:
+    """What tells a model from another one, or from itself after a change: the hub's commit, or a folder's files."""
+    folder = Path(source)
+    if folder.is_dir():
+        files = sorted(file for file in folder.rglob("*") if file.is_file())
+        return [
+            str(folder.resolve()),
+            *((str(f.relative_to(folder)), f.stat().st_size, f.stat().st_mtime_ns) for f in files),
+        ]
+    cached = try_to_load_from_cache(source, "model_index.json")
+    return [source, Path(cached).parent.name if isinstance(cached, str) else None]
+
+
+def components(source: str, beginnings: tuple[str, ...]) -> list[str]:
+    """Names of a pipeline's components that begin so, from its model_index.json."""
+    file = Path(source) / "model_index.json"
+    if not file.exists():
+        file = Path(hf_hub_download(source, "model_index.json"))
+    return [name for name in json.loads(file.read_text()) if name.startswith(beginnings)]
 
 
 def may_be_hub_id(name: str) -> bool:

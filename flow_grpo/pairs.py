@@ -12,6 +12,7 @@ from torch import Tensor
 from flow_grpo import sampling
 from flow_grpo.config import FlowGRPOConfig
 from flow_grpo.grid import from_bytes, open_image, read_pictures, to_bytes
+from flow_grpo.parallel import Processes
 from flow_grpo.policy import Policy
 from flow_grpo.prompts import load_prompts
 from flow_grpo.types import Experience, PromptBatch, Trajectory
@@ -32,9 +33,9 @@ class GivenImages:
     relative to the file; or, for sft, a folder of pictures or a sheet as `sample` writes them, prompts inside.
     """
 
-    def __init__(self, policy: Policy, args: FlowGRPOConfig) -> None:
+    def __init__(self, policy: Policy, args: FlowGRPOConfig, processes: Processes) -> None:
         assert args.objective.data
-        self.policy, self.args = policy, args
+        self.policy, self.args, self.processes = policy, args, processes
         self.each = 2 if args.objective.name == "dpo" else 1
         self.sources = load_sources(args.objective.data, self.each)
         self.schedule, shape = policy.schedule(args.sampling.steps)
@@ -44,11 +45,15 @@ class GivenImages:
 
     def collect(self, step: int) -> Experience:
         started = time.perf_counter()
-        places = self._deal(step, self.args.prompts_per_step * self.args.images_per_prompt // self.each)
+        count = self.args.prompts_per_step * self.args.images_per_prompt // self.each
+        groups = torch.arange(count)
+        own = groups[self.processes.owner(groups) == self.processes.rank]
+        dealt = self._deal(step, count)
+        places = [dealt[group] for group in own.tolist()]
         pictures = [self._picture(picture) for place in places for picture in self.sources.pictures[place]]
         prompts = [self.sources.prompts[place] for place in places for _ in range(self.each)]
         rows = torch.arange(len(prompts))
-        batch = PromptBatch(prompts, [{} for _ in prompts], rows // self.each, rows % self.each)
+        batch = PromptBatch(prompts, [{} for _ in prompts], own[rows // self.each], rows % self.each)
         final = self.policy.latents(torch.stack(pictures), self.args.microbatch)
         none = final.new_zeros(len(final), 0)
         trajectory = Trajectory(self.schedule, [], none, none, none, none, final)
@@ -58,6 +63,7 @@ class GivenImages:
             torch.zeros(len(rows)),
             rows,
             self.each,
+            groups,
             {"images": 0.0, "time/rollout": time.perf_counter() - started},
         )
 

@@ -40,8 +40,8 @@ def noise(shape: Sequence[int], seed: int, *name: str | int) -> Tensor:
 def batch_noise(shape: Sequence[int], batch: PromptBatch, seed: int, *name: str | int, shared: bool = False) -> Tensor:
     """Noise (B, *shape), a stream per image, or per prompt if `shared`: then all images of a group get the same."""
     if shared:
-        groups = int(batch.group.max()) + 1
-        return torch.stack([noise(shape, seed, *name, p) for p in range(groups)])[batch.group]
+        groups, place = batch.group.unique(return_inverse=True)
+        return torch.stack([noise(shape, seed, *name, p) for p in groups.tolist()])[place]
     pairs = zip(batch.group.tolist(), batch.image.tolist(), strict=True)
     return torch.stack([noise(shape, seed, *name, p, g) for p, g in pairs])
 

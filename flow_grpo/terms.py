@@ -16,8 +16,10 @@ from torch import Tensor
 import rewards as reward_kit
 from flow_grpo import objectives, sampling, sde
 from flow_grpo.conditioning import Conditioning
-from flow_grpo.config import FlowGRPOConfig, ObjectiveConfig
+from flow_grpo.config import FlowGRPOConfig
+from flow_grpo.parallel import Processes
 from flow_grpo.policy import Policy
+from flow_grpo.sections import ObjectiveConfig
 from flow_grpo.types import Loss, NoisedImage, PromptBatch, TrainedStep, Trajectory
 
 
@@ -41,9 +43,13 @@ class ClipRange:
         """Takes note of |ratio - 1| (n,) in an update."""
         self._seen.setdefault(step, []).append(deviation)
 
-    def learn(self) -> None:
-        """After an update: moves the ranges by what it saw. Exact ratios, as before the first, say nothing about them."""
-        for step, parts in self._seen.items():
+    def learn(self, processes: Processes) -> None:
+        """After an update: moves the ranges by what all processes saw. Exact ratios, as before the first, say nothing."""
+        seen: dict[int, list[Tensor]] = {}
+        for one in processes.everyone(self._seen):
+            for step, parts in one.items():
+                seen.setdefault(step, []).extend(parts)
+        for step, parts in sorted(seen.items()):
             deviation = torch.cat(parts)
             if deviation.any():
                 found = deviation.quantile(self.quantile).item()
@@ -72,6 +78,8 @@ class StepTerms:
         self.trajectory, self.clip = trajectory, clip
         self.count = len(trajectory.steps)
         self.advantage = advantage if advantage.ndim == 2 else advantage[:, None].expand(-1, self.count)
+
+    in_place = True  # its ratio compares with the rollout
 
     def losses(self, rows: Tensor, seen: Tensor) -> Iterator[Loss]:
         """One loss per trained step, its values those of `rows` (n,); only the rows marked in `seen` (n,) are calibrated on."""
@@ -137,6 +145,7 @@ class FinalTerms:
         self.draws = [self._draw(trajectory, batch, args.seed, step, draw) for draw in range(self.count)]
         off_policy = args.updates * args.epochs > 1 and (self.o.name == "awm" or self.o.on_steps is None)
         self.v_rollout = self._before_updates(args.microbatch) if off_policy else None
+        self.in_place = off_policy  # its ratio compares with those
 
     def losses(self, rows: Tensor, seen: Tensor) -> Iterator[Loss]:
         """One loss per noise level, its values those of `rows` (n,)."""
@@ -193,7 +202,8 @@ class FinalTerms:
         """The velocity (B, ...) of each term under the policy that drew the images."""
         chunks = torch.arange(len(self.x0)).split(microbatch)
         self.v_rollout = None
-        return [torch.cat([self._image(draw, chunk).v for chunk in chunks]) for draw in range(self.count)]
+        with torch.set_grad_enabled(self.policy.compiled):  # where that is another kernel
+            return [torch.cat([self._image(draw, chunk).v.detach() for chunk in chunks]) for draw in range(self.count)]
 
 
 class Means:
@@ -213,6 +223,20 @@ class Means:
             self.sums[name] = self.sums.get(name, 0.0) + (values * weight).sum().item()
             largest = values[weight > 0].max()
             self.largest[name] = torch.maximum(largest, largest.new_tensor(self.largest.get(name, 0.0))).item()  # NaN stays
+
+    @staticmethod
+    def join(parts: "list[Means]") -> "Means":
+        """What several processes have seen, as if one had."""
+        whole = Means()
+        for part in parts:
+            whole.loss, whole.weight = whole.loss + part.loss, whole.weight + part.weight
+            for name, value in part.sums.items():
+                whole.sums[name] = whole.sums.get(name, 0.0) + value
+            for ours, theirs in ((whole.largest, part.largest), (whole.numbers, part.numbers)):
+                for name, value in theirs.items():
+                    if name not in ours or value > ours[name] or math.isnan(value):  # NaN stays
+                        ours[name] = value
+        return whole
 
     def metrics(self) -> dict[str, float]:
         means = {name: total / self.weight for name, total in self.sums.items() if not name.endswith("max_deviation")}

@@ -14,10 +14,10 @@ METRICS = "metrics.jsonl"
 
 
 class Tracker:
-    """One run's console and folder. Use as a context: the progress bar lives within it."""
+    """One run's console and folder. Use as a context: the progress bar lives within it. A silent one says and writes nothing."""
 
-    def __init__(self, folder: Path, total_steps: int, console: Console | None = None) -> None:
-        self.folder, self.console = folder, console or Console()
+    def __init__(self, folder: Path, total_steps: int, console: Console | None = None, silent: bool = False) -> None:
+        self.folder, self.console, self.silent = folder, console or Console(quiet=silent), silent
         self.total_steps = total_steps
         self._progress = Progress(
             TextColumn("training"),
@@ -78,6 +78,8 @@ class Tracker:
         print_table(self.console, title, columns)
 
     def _write(self, rows: list[dict], mode: str) -> None:
+        if self.silent:
+            return
         with (self.folder / METRICS).open(mode) as file:
             file.writelines(json.dumps(row) + "\n" for row in rows)
 

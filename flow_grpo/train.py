@@ -1,7 +1,6 @@
 """The loop: deal prompts, roll out, score, compare within groups, update the adapter."""
 
 import copy
-import math
 import signal
 import time
 from collections.abc import Iterator
@@ -19,11 +18,12 @@ from flow_grpo.evaluate import before_after, build_rewards, evaluate
 from flow_grpo.experience import Interrupted, Rollouts
 from flow_grpo.explore import best_window, owned_variance
 from flow_grpo.pairs import GivenImages
+from flow_grpo.parallel import Processes
 from flow_grpo.policy import Policy, load_policy
 from flow_grpo.prompts import Dealer, PromptSet, load_prompts
-from flow_grpo.terms import ClipRange, FinalTerms, Means, StepTerms, own_function
+from flow_grpo.terms import own_function
 from flow_grpo.tracking import Tracker, plot_curves, read_metrics
-from flow_grpo.types import Experience
+from flow_grpo.update import Update
 
 PREVIEWS = 16  # held-out prompts in the before and after grids
 
@@ -60,54 +60,62 @@ class FlowGRPOTrainer:
         wanted = eval_dataset if eval_dataset is not None else args.evaluation.prompts
         self.eval_set = None if wanted is None else _prompts(wanted).head(args.evaluation.limit)
         self.parts = args.parts()
+        self.processes = Processes.here(args.device)
+        if self.eval_set is not None and len(self.eval_set) < self.processes.count:
+            raise ValueError(f"there are fewer held-out prompts than processes, which are {self.processes.count}.")
         if isinstance(model, Policy):
             self.policy = model
         else:
-            self.policy = load_policy(args.model, args.device, args.dtype, args.lora.start, **args.call())
+            held_out = [] if self.eval_set is None else self.eval_set.prompts
+            given = any(part.objective.data is not None for _, part in self.parts)  # images with prompts of their own
+            asked = None if given else [*self.train_set.prompts, *held_out]
+            place = (args.model, self.processes.device, args.dtype, args.lora.start)
+            self.policy = load_policy(*place, memory=args.memory, prompts=asked, **args.call())
         if not self.policy.has_lora:
             self.policy.add_lora(args.lora.rank, args.lora.alpha, args.lora.targets, args.seed)
+        if args.memory.compile:
+            self.policy.compile()
         if args.ema_decay:
             self.policy.start_ema()
         if any(part.objective.name == "nft" for _, part in self.parts):
             self.policy.add_copy("old")
-        self.scaler = torch.amp.GradScaler(self.policy.device.type, enabled=self.policy.dtype == torch.float16)
         self.dealer = Dealer(self.train_set, args.seed, args.resting.after, args.resting.steps)
         self.folder = Path(args.output)
         self.step = 0
+        self.notes: list[str] = []  # what the console is still to say
         self._stopping = False
-        self._within_updates = False  # whether the adapter has moved in a step that is not over
         for begin, part in reversed(self.parts):  # each says at once what does not fit; the first is the one to begin with
             self._enter(begin, part)
 
     def _enter(self, begin: int, part: FlowGRPOConfig) -> None:
         """Begins a part of the run: its objective, what it learns from, and an optimizer that knows nothing of the last one's."""
+        self._fit(part, part.microbatch)
         self.begin, self.part, objective = begin, part, part.objective
-        self.optimizer = torch.optim.AdamW(
-            self.policy.parameters().values(),
-            lr=part.optimizer.lr,
-            betas=part.optimizer.betas,
-            eps=part.optimizer.eps,
-            weight_decay=part.optimizer.weight_decay,
-        )
-        self.clip = ClipRange(objective.clip_quantile)
+        self.update = Update(self.policy, part, begin, self.processes)
         self.critic: Critic | None = None
         if objective.name == "ppo":
+            if self.processes.count > 1:
+                raise ValueError("objective ppo, which exists to be compared, trains its critic on one process: start one.")
             _, shape = self.policy.schedule(part.sampling.steps)
-            text = self.policy.encode([""]).pooled().shape[1]
+            text = self.policy.encode(self.train_set.prompts[:1]).pooled().shape[1]
             self.critic = Critic(shape, text, objective.critic, part.seed)
         self.source: Rollouts | GivenImages
         if objective.data is not None:
-            self.source = GivenImages(self.policy, part)
+            self.source = GivenImages(self.policy, part, self.processes)
         else:
-            self.source = Rollouts(
-                self.policy, part, self.dealer, self.rewards, self.critic, self._window, lambda: self._stopping
-            )
+            ours = (self.policy, part, self.dealer, self.rewards, self.critic)
+            self.source = Rollouts(*ours, self._window, self._may_stop_now, self.processes)
             Dealer(self.train_set, part.seed).deal(0, part.prompts_per_step, 1)  # says at once if there are too few prompts
         if objective.name == "nft":
             self.policy.follow("old", 0.0)  # whatever was trained before, its old policy begins as the one of now
         own_function("objective", objective.name)
         self.window_place: int | None = None  # where an `auto` window lies, once measured
-        self._ratio_checked = False
+
+    def _fit(self, part: FlowGRPOConfig, microbatch: int) -> None:
+        """Gives a part the micro-batch of a process, at most that large."""
+        pairs = part.objective.name == "dpo"
+        sizes = (part.prompts_per_step, part.images_per_prompt, microbatch, part.updates)
+        part.microbatch = self.processes.check_sizes(*sizes, pairs)
 
     # -- the run ----------------------------------------------------------------------------------------------------
 
@@ -118,12 +126,13 @@ class FlowGRPOTrainer:
             Interrupted: after Ctrl-C or SIGTERM, with a checkpoint saved.
             ValueError: a reward failed, or the ratio check, or the gradient is not finite, with a checkpoint saved.
         """
-        with Tracker(self.folder, self.args.steps) as tracker, self._signals():
+        silent = not self.processes.first
+        with Tracker(self.folder, self.args.steps, silent=silent) as tracker, self._signals():
             self._begin(tracker, resume)
             try:
                 self._loop(tracker)
             except (Interrupted, ValueError):
-                if not self._within_updates:  # else the last checkpoint stays: half a step can't be resumed
+                if self.processes.first and not self.update.unfinished:  # half a step can't be resumed
                     self.save()
                 raise
             return self._finish(tracker)
@@ -131,12 +140,16 @@ class FlowGRPOTrainer:
     def _loop(self, tracker: Tracker) -> None:
         self._evaluate_if_due(tracker)
         while self.step < self.args.steps:
-            if self._stopping:
+            if self.processes.any(self._stopping):
                 raise Interrupted
             tracker.log(self.step + 1, self.training_step())
-            while self.rewards.dropped:
-                tracker.say(f"warning: {self.rewards.dropped.pop(0)}")
-            if self.step == self.args.steps or self.step % self.args.save_every == 0:
+            for notes in self.processes.everyone([*self.rewards.dropped, *self.notes]):
+                for note in notes:
+                    tracker.say(f"warning: {note}")
+            self.rewards.dropped.clear()
+            self.notes.clear()
+            due = self.step == self.args.steps or self.step % self.args.save_every == 0
+            if due and self.processes.first:  # all hold the same state
                 self.save()
             self._evaluate_if_due(tracker)
 
@@ -144,16 +157,20 @@ class FlowGRPOTrainer:
         """One step: rollout, rewards, advantages, updates. Returns its metrics and counts `self.step` up."""
         started = time.perf_counter()
         self._enter_at(self.step)
-        memory = self._memory()
-        try:
-            experience = self.source.collect(self.step)
-            collected = time.perf_counter()
-            metrics = self._update(experience)
-        except (Interrupted, ValueError):  # this step has not happened
-            self._recall(memory)
-            self.optimizer.zero_grad(set_to_none=True)
-            raise
-        self._within_updates = False
+        metrics: dict[str, float] | None = None
+        while metrics is None:
+            memory = self._memory()
+            try:
+                experience = self.source.collect(self.step)
+                collected = time.perf_counter()
+                metrics = self.update(experience, self.step)
+            except (Interrupted, ValueError, torch.OutOfMemoryError) as error:  # this step has not happened
+                self._recall(memory)
+                self.update.give_up()
+                if not isinstance(error, torch.OutOfMemoryError) or not self._halve():
+                    raise
+            if metrics is None and self.policy.device.type == "cuda":
+                torch.cuda.empty_cache()  # the error is gone, and with it what it held
         finished = time.perf_counter()
         self.step += 1
         return {
@@ -163,14 +180,31 @@ class FlowGRPOTrainer:
             "time/step": finished - started,
         }
 
+    def _halve(self) -> bool:
+        """After memory ran out: smaller micro-batches from here on. False if there are none, or others would not know of it."""
+        former, pairs = self.part.microbatch, self.part.objective.name == "dpo"
+        smaller = [n for n in range(1, former // 2 + 1) if former % n == 0 and not (pairs and n % 2)]
+        if not smaller or self.update.unfinished or self.processes.count > 1:
+            return False
+        self.part.microbatch = smaller[-1]
+        self.notes.append(f"memory ran out with microbatch={former}; the run goes on with {smaller[-1]}.")
+        return True
+
     def _memory(self) -> dict[str, Any]:
         """What steps leave behind beside the adapter and its optimizer."""
         critic = None if self.critic is None else copy.deepcopy(self.critic.state())
-        return {"prompts": self.dealer.state(), "clip": dict(self.clip.state), "window": self.window_place, "critic": critic}
+        return {
+            "prompts": self.dealer.state(),
+            "clip": dict(self.update.clip.state),
+            "window": self.window_place,
+            "microbatch": self.part.microbatch,
+            "critic": critic,
+        }
 
     def _recall(self, memory: dict[str, Any]) -> None:
         self.dealer.load(memory["prompts"])
-        self.clip.state, self.window_place = dict(memory["clip"]), memory["window"]
+        self.part.microbatch = memory["microbatch"]
+        self.update.clip.state, self.window_place = dict(memory["clip"]), memory["window"]
         if self.critic is not None:
             self.critic.load(memory["critic"])
 
@@ -185,8 +219,7 @@ class FlowGRPOTrainer:
             "step": self.step,
             "adapter": self.policy.adapter_state(),
             "ema": self.policy.ema,
-            "optimizer": self.optimizer.state_dict(),
-            "scaler": self.scaler.state_dict(),
+            **self.update.state(),
             "begin": self.begin,
             "memory": self._memory(),
         }
@@ -194,7 +227,17 @@ class FlowGRPOTrainer:
             state["old"] = self.policy.adapter_state("old")
         return checkpoint.save(self.folder / "checkpoints", self.step, state, self.args.keep)
 
+    def _may_stop_now(self) -> bool:
+        """Whether a rollout is to be left. Several processes stop together, between steps."""
+        return self._stopping and self.processes.count == 1
+
     def _begin(self, tracker: Tracker, resume: bool) -> None:
+        self.processes.agree(lambda: self._open(tracker, resume) if self.processes.first else None)
+        if resume:
+            self._resume(tracker)
+
+    def _open(self, tracker: Tracker, resume: bool) -> None:
+        """Makes the run folder, or sees that there is one to go on with."""
         self.folder.mkdir(parents=True, exist_ok=True)
         if not resume:
             if read_metrics(self.folder):
@@ -208,7 +251,8 @@ class FlowGRPOTrainer:
                 f"{args.prompts_per_step} prompts x {args.images_per_prompt} images; run folder {self.folder}"
             )
             self.save()  # a run that is lost before its first checkpoint can be resumed too
-            return
+
+    def _resume(self, tracker: Tracker) -> None:
         state, warnings = checkpoint.latest(self.folder / "checkpoints")
         for warning in warnings:
             tracker.say(f"warning: {warning}")
@@ -217,12 +261,14 @@ class FlowGRPOTrainer:
                 f"{self.folder} has no checkpoint to resume from; delete the folder and start the run without --resume."
             )
         self._same_settings()
-        if "memory" not in state:
+        if "microbatch" not in state.get("memory", {}):
             raise ValueError(
-                f"{self.folder} was written by flow-grpo 0.1, which this version can't go on with: start a new run."
+                f"{self.folder} was written by flow-grpo 0.2 or before, which this version can't go on with: start a new run."
             )
         self.restore(state)
-        checkpoint.drop_after(self.folder / "checkpoints", self.step)
+        self.processes.everyone(None)  # all have read
+        if self.processes.first:
+            checkpoint.drop_after(self.folder / "checkpoints", self.step)
         tracker.resume(self.step)
         tracker.say(f"resumed at step {self.step} of {self.args.steps}")
 
@@ -232,9 +278,9 @@ class FlowGRPOTrainer:
         self._enter_at(state["begin"])  # between two parts, the optimizer may be the former's or the latter's
         self.policy.load_adapter_state(state["adapter"])
         self.policy.ema = {name: value.to(self.policy.device) for name, value in state["ema"].items()}
-        self.optimizer.load_state_dict(state["optimizer"])
-        self.scaler.load_state_dict(state["scaler"])
+        self.update.load(state)
         self._recall(state["memory"])
+        self._fit(self.part, self.part.microbatch)  # it may have been saved by fewer processes
         if "old" in state:
             self.policy.load_adapter_state(state["old"], "old")
 
@@ -252,6 +298,8 @@ class FlowGRPOTrainer:
             )
 
     def _finish(self, tracker: Tracker) -> dict[str, float]:
+        if not self.processes.first:
+            return {}
         with self.policy.averaged():
             lora = self.policy.save_lora(self.folder / "lora")
         curve = plot_curves(self.folder)
@@ -268,23 +316,22 @@ class FlowGRPOTrainer:
         """Before the first step, after the last, and every so often; not again what a resumed run has in its metrics."""
         settings, steps = self.args.evaluation, (0, self.args.steps)
         due = self.step in steps or (settings.every and self.step % settings.every == 0)
-        if self.eval_set is None or not due or tracker.evaluated(self.step):
+        if self.eval_set is None or not due or self.processes.everyone(tracker.evaluated(self.step))[0]:
             return
         images, values = self.evaluate()
         tracker.evaluation(self.step, values)
-        if self.step in steps:
+        if self.step in steps and self.processes.first:
             shown = self.eval_set.prompts[:PREVIEWS]
-            before_after(self.folder, self.step == 0, images[:PREVIEWS], shown, settings.seed, self.args.model)
+            before_after(self.folder, self.step == 0, images, shown, settings.seed, self.args.model)
 
     def evaluate(self) -> tuple[Tensor, dict[str, float]]:
-        """Pictures of the held-out prompts by the averaged adapter, and each measure's mean over them."""
+        """Pictures of the first held-out prompts by the averaged adapter, and each measure's mean over all."""
         if self.eval_set is None:
             raise ValueError("there are no held-out prompts: set evaluation.prompts.")
         settings = self.args.evaluation
         with self.policy.averaged():
-            images, by_name = evaluate(
-                self.policy, self.eval_set, self.held_out, settings.steps, settings.seed, self.args.microbatch
-            )
+            drawn = (self.policy, self.eval_set, self.held_out, settings.steps, settings.seed, self.part.microbatch)
+            images, by_name = evaluate(*drawn, self.processes, PREVIEWS)
         return images, {name: values.nanmean().item() for name, values in by_name.items()}
 
     @contextmanager
@@ -315,95 +362,11 @@ class FlowGRPOTrainer:
         if w.kind == "auto":
             if self.window_place is None:
                 parts = (self.policy, self.part, self.train_set, self.rewards)
-                owned = owned_variance(*parts, s.transition, s.noise_level, lambda: self._stopping)
-                self.window_place = best_window(owned, w.size)
+                owned = owned_variance(*parts, s.transition, s.noise_level, self._may_stop_now)
+                self.window_place = self.processes.everyone(best_window(owned, w.size))[0]
             return list(range(self.window_place, self.window_place + w.size))
         last = s.steps - 2 if w.last is None else w.last
         return sampling.window(w.kind, s.steps, w.size, w.first, last, w.every, self.part.seed, step)
-
-    def _update(self, experience: Experience) -> dict[str, float]:
-        """The optimizer steps on one rollout, each on an equal share of its groups."""
-        part, batch = self.part, experience.batch
-        terms = self._terms(experience)
-        totals = Means()
-        groups = torch.arange(int(batch.group.max()) + 1)
-        for share in list(groups.chunk(part.updates)) * part.epochs:
-            rows = experience.rows[torch.isin(batch.group[experience.rows], share)]
-            for group in self.optimizer.param_groups:
-                group["lr"] = self._learning_rate()
-            for chunk, weight in self._chunks(rows, len(share) * experience.rows_per_group):
-                for loss in terms.losses(chunk, weight > 0):
-                    value = (loss.value * weight).sum() / terms.count
-                    self.scaler.scale(value.to(self.policy.device)).backward()
-                    totals.add(loss, weight / terms.count)
-            if "ratio/first_update_max_deviation" not in totals.numbers:
-                self._check_ratio(totals)
-            if len(rows):
-                totals.numbers.update(self._optimizer_step())
-                self.clip.learn()
-        if part.objective.name == "nft":
-            self.policy.follow("old", part.objective.old_decay)
-        return {
-            "loss": totals.loss / (part.updates * part.epochs),
-            **totals.metrics(),
-            **self.clip.metrics(),
-            "lr": self._learning_rate(),
-        }
-
-    def _terms(self, experience: Experience) -> StepTerms | FinalTerms:
-        batch, trajectory, advantage = experience.batch, experience.trajectory, experience.advantage
-        conditioning = self.policy.encode(batch.prompts)
-        if self.part.sampling.transition != "ode":
-            return StepTerms(self.policy, self.part, conditioning, trajectory, advantage, self.clip)
-        return FinalTerms(self.policy, self.part, conditioning, trajectory, advantage, batch, self.step)
-
-    def _chunks(self, rows: Tensor, total: int) -> Iterator[tuple[Tensor, Tensor]]:
-        """`rows` in chunks of the micro-batch size, and each row's weight in the mean over `total` rows.
-
-        The last chunk is filled up with rows of weight 0: the rollout's shape, so that the same numbers come out.
-        """
-        size = self.part.microbatch
-        for chunk in rows.split(size) if len(rows) else ():
-            missing = size - len(chunk)
-            weight = torch.cat([torch.full((len(chunk),), 1 / total), torch.zeros(missing)])
-            yield torch.cat([chunk, chunk[:1].expand(missing)]), weight
-
-    def _check_ratio(self, totals: Means) -> None:
-        deviation = totals.largest.get("ratio/max_deviation")
-        if deviation is None:
-            return
-        totals.numbers["ratio/first_update_max_deviation"] = deviation
-        if deviation != 0 and not self._ratio_checked:  # NaN is not 0 either
-            raise ValueError(
-                f"before the first update the ratio of new to old probability deviates from 1 by {deviation:.1e}: the update "
-                "does not compute what the rollout did. Look for dropout or train mode, another dtype or batch shape, or a "
-                "compiled model; dtype=fp32 tells rounding from a mistake."
-            )
-        self._ratio_checked = True
-
-    def _learning_rate(self) -> float:
-        o, step = self.part.optimizer, self.step - self.begin
-        warm = min(1.0, (step + 1) / o.warmup) if o.warmup else 1.0
-        return o.lr * warm * (1 - (1 - o.final_lr) * min(1.0, step / max(1, self.part.steps - 1)))
-
-    def _optimizer_step(self) -> dict[str, float]:
-        parameters = list(self.policy.parameters().values())
-        self.scaler.unscale_(self.optimizer)
-        count = sum(p.numel() for p in parameters)
-        norm = torch.nn.utils.clip_grad_norm_(parameters, self.part.optimizer.max_grad_norm).item()
-        finite = math.isfinite(norm)
-        if not finite and not self.scaler.is_enabled():
-            raise ValueError(
-                f"the gradient of step {self.step + 1} is not finite: look at the last lines of metrics.jsonl, and set a smaller "
-                "optimizer.lr or dtype=fp32."
-            )
-        self._within_updates = True
-        self.scaler.step(self.optimizer)  # which passes over a step whose fp16 gradients overflowed
-        self.scaler.update()
-        self.optimizer.zero_grad(set_to_none=True)
-        if self.args.ema_decay and finite:
-            self.policy.update_ema(min(self.args.ema_decay, (1 + self.step) / (10 + self.step)))
-        return {"grad_norm": norm, "grad_rms": norm / count**0.5} if finite else {"grad_overflow": 1.0}
 
 
 def _prompts(source: Any) -> PromptSet:

@@ -17,11 +17,14 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class PromptBatch:
-    """B rows, the images of a prompt next to each other: a group. Row b is image `image[b]` of prompt `group[b]`."""
+    """B rows, the images of a prompt next to each other: a group. Row b is image `image[b]` of prompt `group[b]`.
+
+    Where several processes share a step, the groups of one have gaps in their numbers.
+    """
 
     prompts: list[str]
     metadata: list[dict]
-    group: Tensor  # (B,) int64, 0..P-1
+    group: Tensor  # (B,) int64
     image: Tensor  # (B,) int64, 0..G-1
 
     def columns(self) -> dict[str, list]:
@@ -30,10 +33,10 @@ class PromptBatch:
         return {key: [row.get(key) for row in self.metadata] for key in keys}
 
     def take(self, rows: Tensor) -> "PromptBatch":
-        """These whole groups, numbered anew from 0."""
-        group = self.group[rows].unique(return_inverse=True)[1]
+        """These rows, whose groups keep their numbers."""
         places = rows.tolist()
-        return PromptBatch([self.prompts[i] for i in places], [self.metadata[i] for i in places], group, self.image[rows])
+        chosen = [self.prompts[i] for i in places], [self.metadata[i] for i in places]
+        return PromptBatch(*chosen, self.group[rows], self.image[rows])
 
     @staticmethod
     def join(parts: "Sequence[PromptBatch]") -> "PromptBatch":
@@ -133,9 +136,6 @@ class Scores:
     total: Tensor
     by_name: dict[str, Tensor]
 
-    def take(self, rows: Tensor) -> "Scores":
-        return Scores(self.total[rows], {name: values[rows] for name, values in self.by_name.items()})
-
     @staticmethod
     def join(parts: "Sequence[Scores]") -> "Scores":
         names = parts[0].by_name
@@ -146,13 +146,14 @@ class Scores:
 
 @dataclass(frozen=True)
 class Experience:
-    """What a training step learns from: a batch, its images' latents, and what they are worth."""
+    """What a training step learns from: a batch, its images' latents, and what they are worth. This process's rows alone."""
 
     batch: PromptBatch
     trajectory: Trajectory
     advantage: Tensor  # (B,), or (B, K) if each trained step has its own
     rows: Tensor  # the rows of the batch that have something to say; for dpo better and worse image in turns
     rows_per_group: int  # how many each group would give, had all of them something to say
+    groups: Tensor  # the groups that the mean is over, those of all processes; DAPO's further rounds leave some out
     metrics: dict[str, float]
 
 

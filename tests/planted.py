@@ -65,13 +65,13 @@ BUGS = [
     (
         "the adapter stays on while the reference is computed",
         "flow_grpo/policy.py",
-        "        self.pipe.transformer.disable_adapters()\n",
-        "        pass\n",
+        "            layer.enable_adapters(False)\n",
+        "            pass\n",
         "tests/test_policy.py -k switched_off",
     ),
     (
         "the optimizer's state is not restored",
-        "flow_grpo/train.py",
+        "flow_grpo/update.py",
         '        self.optimizer.load_state_dict(state["optimizer"])\n',
         "",
         "tests/test_train.py -k resumes_to_the_same",
@@ -79,15 +79,15 @@ BUGS = [
     (
         "the LoRA's alpha is not saved with it",
         "flow_grpo/policy.py",
-        '            transformer_lora_adapter_metadata=transformer.peft_config["default"].to_dict(),\n',
+        ", transformer_lora_adapter_metadata=config.to_dict()",
         "",
         "tests/test_policy.py -k saved_lora",
     ),
     (
         "the mean is over the rows with signal, not over all",
-        "flow_grpo/train.py",
-        "for chunk, weight in self._chunks(rows, len(share) * experience.rows_per_group):",
-        "for chunk, weight in self._chunks(rows, max(1, len(rows))):",
+        "flow_grpo/update.py",
+        "each = 1 / (len(share) * experience.rows_per_group)",
+        "each = 1 / max(1, len(rows))",
         "tests/test_train.py -k skipping_leaves",
     ),
     (
@@ -107,8 +107,8 @@ BUGS = [
     (
         "the prompts of a step that failed are lost",
         "flow_grpo/train.py",
-        "            self._recall(memory)\n            self.optimizer",
-        "            self.optimizer",
+        "                self._recall(memory)\n                self.update",
+        "                self.update",
         "tests/test_train.py -k lost_in_its_first",
     ),
     (

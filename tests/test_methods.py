@@ -11,10 +11,12 @@ from conftest import short_run, tiny_policy
 from test_train import numbers, same, weights
 
 from flow_grpo import experience
-from flow_grpo.config import CriticConfig, FlowGRPOConfig
+from flow_grpo.config import FlowGRPOConfig
 from flow_grpo.critic import Critic, gae
 from flow_grpo.evaluate import draw
 from flow_grpo.grid import Cell, save_grid, save_image
+from flow_grpo.parallel import Processes
+from flow_grpo.sections import CriticConfig
 from flow_grpo.terms import ClipRange
 from flow_grpo.train import FlowGRPOTrainer
 
@@ -143,14 +145,14 @@ def test_auto_clip_ranges_are_the_quantile_of_the_ratios_seen():
     clip = ClipRange(0.9)
     assert clip.at(3) == math.inf
     clip.saw(3, torch.zeros(5))
-    clip.learn()
+    clip.learn(Processes())
     assert clip.at(3) == math.inf, "ratios before the first update say nothing"
     clip.saw(3, torch.linspace(0, 0.4, 5))
     clip.saw(3, torch.linspace(0.5, 1, 6))  # two micro-batches of one update
-    clip.learn()
+    clip.learn(Processes())
     assert clip.at(3) == pytest.approx(0.9)
     clip.saw(3, torch.linspace(0, 2, 11))
-    clip.learn()
+    clip.learn(Processes())
     assert clip.at(3) == pytest.approx(0.9 * 0.9 + 0.1 * 1.8)
     assert clip.at(2) == math.inf
 
@@ -194,11 +196,12 @@ def test_resampling_draws_prompts_until_every_group_has_signal(tmp_path):
     for step in range(6):
         found = trainer.source.collect(step)
         rounds.append(found.metrics["resample/rounds"])
-        assert len(found.batch.prompts) == 8
-        assert found.batch.group.tolist() == [0] * 4 + [1] * 4
-        assert all(len(p) % 2 for p in found.batch.prompts)
+        assert len(found.batch.prompts) == len(found.trajectory.final) == 8 * rounds[-1], "all that was drawn, in its place"
+        assert len(found.groups) == 2
+        assert found.batch.group[found.rows].unique().tolist() == found.groups.tolist()
+        assert all(len(found.batch.prompts[row]) % 2 for row in found.rows)
         assert len(found.rows) == 8
-        assert len(found.trajectory.final) == 8
+        assert not found.advantage[~torch.isin(found.batch.group, found.groups)].any()
     assert max(rounds) > 1
 
 
@@ -208,7 +211,7 @@ def test_resampling_stops_at_its_bound_and_fills_up(tmp_path):
     found = trainer.source.collect(0)
     assert found.metrics["resample/rounds"] == 3
     assert found.metrics["frac_reward_zero_std"] == 1
-    assert (len(found.batch.prompts), len(found.rows)) == (8, 0)
+    assert (len(found.groups), len(found.rows)) == (2, 0)
 
 
 def test_images_of_further_rounds_start_from_noise_of_their_own(tmp_path):
@@ -455,15 +458,15 @@ def test_training_on_given_images_can_be_stopped(tmp_path):
 def test_half_a_step_is_not_saved(tmp_path, monkeypatch):
     """A gradient that is no number in the second update of a step: the checkpoint before that step stays the newest."""
     trainer = FlowGRPOTrainer(args=short_run(tmp_path / "run", "updates=2", "save_every=1", "evaluation.prompts=null"))
-    update, calls = trainer._optimizer_step, []
+    update, calls = trainer.update._step, []
 
-    def spoiled() -> dict:
+    def spoiled(step: int) -> dict:
         calls.append(1)
         if len(calls) == 4:
             next(iter(trainer.policy.parameters().values())).grad.fill_(math.nan)
-        return update()
+        return update(step)
 
-    monkeypatch.setattr(trainer, "_optimizer_step", spoiled)
+    monkeypatch.setattr(trainer.update, "_step", spoiled)
     with pytest.raises(ValueError, match="gradient of step 2 is not finite"):
         trainer.train()
     whole = short_run(tmp_path / "whole", "updates=2", "save_every=1", "evaluation.prompts=null")

@@ -168,16 +168,17 @@ def test_the_users_pipeline_stays_as_it_was():
 
 def test_prompts_are_encoded_once_and_in_any_company():
     policy = tiny_policy()
-    alone = policy.encode(PROMPTS[:1]).take(torch.tensor([0]))
+    _, alone = policy.encode(PROMPTS[:1]).take(torch.tensor([0]))
     others = [f'green text "{a}{b}{c}" on a white background' for a in "XYZ" for b in "XYZ" for c in "XY"]
     for place in (1, 3, 7, 12, 17):
         company = [*others[:place], PROMPTS[0], *others[place:]]
-        together = tiny_policy().encode(company).take(torch.tensor([place]))
-        for a, b in zip(alone.outputs, together.outputs, strict=True):
-            assert (a is None and b is None) or torch.equal(a, b), place
+        _, together = tiny_policy().encode(company).take(torch.tensor([place]))
+        for (_, a), (_, b) in zip(alone, together, strict=True):
+            for x, y in zip(a, b, strict=True):
+                assert (x is None and y is None) or torch.equal(x, y), place
     calls = []
-    encode = policy._encode_prompt
-    policy._encode_prompt = lambda *a, **k: calls.append(a or k) or encode(*a, **k)
+    encode = policy.pipe.encode_prompt
+    policy.pipe.encode_prompt = lambda *a, **k: calls.append(a or k) or encode(*a, **k)
     policy.encode([PROMPTS[1], *PROMPTS])
     policy.encode(PROMPTS)
     assert len(calls) == 1, "only the prompt that was new"
@@ -237,7 +238,7 @@ def test_a_folder_that_is_no_pipeline_is_refused(tmp_path):
 
 
 def test_a_lora_for_other_modules_and_unknown_targets_are_refused(policy, tmp_path):
-    with pytest.raises(ValueError, match="no module"):
+    with pytest.raises(ValueError, match="no linear layer"):
         tiny_policy().add_lora(4, 8, ["to_nothing"], seed=0)
     with pytest.raises(ValueError, match="there is no LoRA"):
         tiny_policy().load_lora(tmp_path / "a" / "missing")

@@ -272,12 +272,50 @@ def test_kl_pulls_back_to_the_base_model(tmp_path):
 def test_several_updates_share_the_prompts_of_a_rollout(tmp_path):
     trainer = FlowGRPOTrainer(args=short_run(tmp_path / "run", "updates=2"))
     moves = []
-    step = trainer.optimizer.step
-    trainer.optimizer.step = lambda *a, **k: moves.append(1) or step(*a, **k)
+    step = trainer.update.optimizer.step
+    trainer.update.optimizer.step = lambda *a, **k: moves.append(1) or step(*a, **k)
     metrics = trainer.training_step()
     assert len(moves) == 2
     assert metrics["ratio/first_update_max_deviation"] == 0
     assert metrics["ratio/max_deviation"] > 0, "the second update sees a policy that has moved"
+
+
+def test_a_step_that_runs_out_of_memory_is_done_again_in_smaller_pieces(tmp_path, capsys):
+    plain = FlowGRPOTrainer(args=short_run(tmp_path / "plain", "microbatch=4"))
+    plain.train()
+    trainer = FlowGRPOTrainer(args=short_run(tmp_path / "full", "microbatch=auto"))
+    assert trainer.part.microbatch == 8
+    velocity, largest = trainer.policy.velocity, []
+
+    def small(x, *rest):
+        if len(x) > 4 and torch.is_grad_enabled():
+            raise torch.OutOfMemoryError("CUDA out of memory.")
+        largest.append(len(x))
+        return velocity(x, *rest)
+
+    trainer.policy.velocity = small
+    trainer.train()
+    assert trainer.part.microbatch == 4
+    assert "memory ran out with microbatch=8; the run goes on with 4" in capsys.readouterr().out
+    for one, other in zip(numbers(tmp_path / "plain"), numbers(tmp_path / "full"), strict=True):
+        for name in ("loss", "reward", "grad_norm"):
+            assert one.get(name) == other.get(name)
+    assert max(largest) == 8, "the rollout before it"
+    again = FlowGRPOTrainer(args=short_run(tmp_path / "full", "microbatch=auto"))
+    again.train(resume=True)
+    assert again.part.microbatch == 4, "a resumed run does not run out again"
+
+
+def test_memory_that_does_not_suffice_for_one_picture_is_said(tmp_path):
+    trainer = FlowGRPOTrainer(args=short_run(tmp_path, "evaluation.prompts=null"))
+
+    def full(*_):
+        raise torch.OutOfMemoryError("CUDA out of memory.")
+
+    trainer.policy.velocity = full
+    with pytest.raises(torch.OutOfMemoryError):
+        trainer.train()
+    assert trainer.part.microbatch == 1
 
 
 def test_guidance_is_part_of_the_policy_that_is_trained(tmp_path):

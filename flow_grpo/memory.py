@@ -1,0 +1,56 @@
+"""What of a model is where, and in how many bits: the settings of `memory`, applied to a pipeline."""
+
+from typing import Any
+
+import torch
+from diffusers import BitsAndBytesConfig as BitsAndBytes
+from diffusers import DiffusionPipeline, PipelineQuantizationConfig, TorchAoConfig
+
+from flow_grpo.sections import MemoryConfig
+
+
+def quantization(kind: str, dtype: torch.dtype) -> PipelineQuantizationConfig:
+    """How `from_pretrained` quantises the base weights of the transformer: int8 and int4 by torchao, nf4 by bitsandbytes."""
+    try:
+        if kind == "nf4":
+            how: Any = BitsAndBytes(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=dtype)
+        else:
+            from torchao.quantization import Int4WeightOnlyConfig, Int8WeightOnlyConfig
+
+            how = TorchAoConfig(Int8WeightOnlyConfig() if kind == "int8" else Int4WeightOnlyConfig())
+    except ImportError as error:
+        package = "bitsandbytes" if kind == "nf4" else "torchao"
+        raise ValueError(
+            f"memory.quantize={kind} needs {package}, which is not installed: pip install {package}."
+        ) from error
+    return PipelineQuantizationConfig(quant_mapping={"transformer": how})
+
+
+def arrange(pipe: DiffusionPipeline, memory: MemoryConfig) -> None:
+    """Checkpointing, attention backend, slicing and tiling of a loaded pipeline.
+
+    Raises:
+        ValueError: the transformer or the VAE cannot do what is asked for.
+    """
+    transformer, name = pipe.transformer, type(pipe.transformer).__name__
+    if memory.checkpointing:
+        if not getattr(transformer, "_supports_gradient_checkpointing", False):
+            raise ValueError(f"memory.checkpointing: {name} has no gradient checkpointing.")
+        transformer.enable_gradient_checkpointing()
+    if memory.attention is not None:
+        try:
+            transformer.set_attention_backend(memory.attention)
+        except (ValueError, RuntimeError, ImportError, AttributeError) as error:
+            raise ValueError(f"memory.attention={memory.attention}: {str(error).splitlines()[0]}") from error
+    for wanted, method in ((memory.vae_slicing, "enable_slicing"), (memory.vae_tiling, "enable_tiling")):
+        if wanted:
+            if not hasattr(pipe.vae, method):
+                raise ValueError(f"{type(pipe.vae).__name__} has no {method}: leave memory.vae_slicing and vae_tiling out.")
+            getattr(pipe.vae, method)()
+
+
+def compile_blocks(transformer: torch.nn.Module) -> None:
+    """torch.compile of the blocks that repeat. ValueError if the transformer does not say which those are."""
+    if not getattr(transformer, "_repeated_blocks", None):
+        raise ValueError(f"memory.compile: diffusers does not say which blocks of {type(transformer).__name__} repeat.")
+    transformer.compile_repeated_blocks()  # type: ignore[operator]

@@ -1,0 +1,102 @@
+"""The processes that share a run: whose groups are whose, and what all of them know together.
+
+torchrun, `accelerate launch` or `flow-grpo train --num-processes` start them; a process by itself is all of them. Groups live whole
+on a process. All processes hold the same adapter and optimizer, take the same decisions and differ in their rows alone: so a run
+does not depend on how many there are, up to the order in which numbers are added.
+"""
+
+import os
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+Value = TypeVar("Value")
+
+
+class Processes:
+    """This process among `count`, the first having `rank` 0. Made once, by `here`, or `Processes()` for one by itself."""
+
+    def __init__(self, rank: int = 0, count: int = 1, device: str | None = None) -> None:
+        self.rank, self.count, self.device = rank, count, device
+
+    @classmethod
+    def here(cls, device: str | None = None) -> "Processes":
+        """As the launcher's environment says; joins the others, on a device of its own."""
+        if int(os.environ.get("WORLD_SIZE", "1")) < 2:
+            return cls(device=device)
+        from accelerate import PartialState
+
+        state = PartialState(cpu=device == "cpu" or not torch.cuda.is_available())
+        return cls(state.process_index, state.num_processes, str(state.device))
+
+    @property
+    def first(self) -> bool:
+        """Whether this is the process that writes and speaks."""
+        return self.rank == 0
+
+    def owner(self, group: Tensor) -> Tensor:
+        """Rank of the process that each group belongs to: taken in turns, so that all shares of a step are even."""
+        return group % self.count
+
+    def everyone(self, value: Value) -> list[Value]:
+        """The value that each process gives, by rank. All must ask."""
+        if self.count == 1:
+            return [value]
+        found: list[Any] = [None] * self.count
+        torch.distributed.all_gather_object(found, value)
+        return found
+
+    def agree(self, call: Callable[[], Value]) -> list[Value]:
+        """What `call` returns in each process, by rank; a ValueError of one is raised by all, so that none waits for it."""
+        if self.count == 1:
+            return [call()]
+        made, error = None, None
+        try:
+            made = call()
+        except ValueError as raised:
+            error = str(raised)
+        parts = self.everyone((made, error))
+        failed = next((text for _, text in parts if text is not None), None)
+        if failed is not None:
+            raise ValueError(failed)
+        return [value for value, _ in parts]  # type: ignore[misc]
+
+    def leave(self) -> None:
+        """At the end of a run."""
+        if self.count > 1:
+            torch.distributed.destroy_process_group()
+
+    def any(self, value: bool) -> bool:
+        return any(self.everyone(value))
+
+    @torch.no_grad()
+    def add_gradients(self, parameters: list[torch.nn.Parameter]) -> None:
+        """Each gradient becomes the sum of all processes' ones; one that is missing counts as 0."""
+        if self.count == 1:
+            return
+        for parameter in parameters:
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+        gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+        whole = torch.cat([gradient.flatten() for gradient in gradients])  # one message in place of hundreds
+        torch.distributed.all_reduce(whole)
+        for gradient, part in zip(gradients, whole.split([g.numel() for g in gradients]), strict=True):
+            gradient.copy_(part.view_as(gradient))
+
+    def check_sizes(self, prompts: int, images: int, microbatch: int, updates: int, pairs: bool = False) -> int:
+        """The micro-batch of a process: the largest that divides its rows, at most `microbatch`, even for pairs of rows.
+
+        ValueError if a step can't be shared evenly.
+        """
+        if self.count > 1 and prompts % (updates * self.count):
+            raise ValueError(
+                f"prompts_per_step={prompts} is not divisible by updates x processes = {updates} x {self.count}: every process takes "
+                "an equal share of each update."
+            )
+        rows = prompts * images // self.count
+        fitting = [n for n in range(1, min(microbatch, rows) + 1) if rows % n == 0 and not (pairs and n % 2)]
+        if not fitting:
+            raise ValueError(f"dpo compares pairs of rows, but a process has {rows} of them: set other sizes of a step.")
+        return fitting[-1]

@@ -1,0 +1,141 @@
+"""The optimizer steps on what a training step has collected."""
+
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flow_grpo.config import FlowGRPOConfig
+from flow_grpo.parallel import Processes
+from flow_grpo.policy import Policy
+from flow_grpo.terms import ClipRange, FinalTerms, Means, StepTerms
+from flow_grpo.types import Experience
+
+
+class Update:
+    """AdamW on the adapter, for one part of a run.
+
+    Attributes:
+        unfinished: whether the adapter has moved in a training step that is not over.
+    """
+
+    def __init__(self, policy: Policy, args: FlowGRPOConfig, begin: int, processes: Processes) -> None:
+        self.policy, self.args, self.begin, o = policy, args, begin, args.optimizer
+        self.processes = processes
+        parameters = policy.parameters().values()
+        self.optimizer = torch.optim.AdamW(parameters, lr=o.lr, betas=o.betas, eps=o.eps, weight_decay=o.weight_decay)
+        self.scaler = torch.amp.GradScaler(policy.device.type, enabled=policy.dtype == torch.float16)
+        self.scaler.scale(torch.zeros((), device=policy.device))  # it begins here, also where no row has signal
+        self.clip = ClipRange(args.objective.clip_quantile)
+        self.unfinished = False
+        self._ratio_checked = False
+
+    def __call__(self, experience: Experience, step: int) -> dict[str, float]:
+        """The updates and epochs of training step `step`, each update on an equal share of the groups. Returns metrics.
+
+        Raises:
+            ValueError: the ratio before the first update is not 1, or a gradient is not finite.
+        """
+        args, batch = self.args, experience.batch
+        terms = self._terms(experience, step)
+        totals, self.unfinished = Means(), False
+        for share in list(experience.groups.chunk(args.updates)) * args.epochs:
+            rows = experience.rows[torch.isin(batch.group[experience.rows], share)]
+            each = 1 / (len(share) * experience.rows_per_group)
+            for chunk, weight in self._chunks(rows, each, len(batch.prompts) if terms.in_place else None):
+                for loss in terms.losses(chunk, weight > 0):
+                    value = (loss.value * weight).sum() / terms.count
+                    self.scaler.scale(value.to(self.policy.device)).backward()
+                    totals.add(loss, weight / terms.count)
+            if not self.unfinished and "ratio/first_update_max_deviation" not in totals.numbers:
+                self._check_ratio(totals)
+            if self.processes.any(len(rows) > 0):
+                totals.numbers.update(self._step(step))
+                self.clip.learn(self.processes)
+        if args.objective.name == "nft":
+            self.policy.follow("old", args.objective.old_decay)
+        self.unfinished = False
+        totals = Means.join(self.processes.everyone(totals))
+        mean = totals.loss / (args.updates * args.epochs)
+        return {"loss": mean, **totals.metrics(), **self.clip.metrics(), "lr": self._learning_rate(step)}
+
+    def give_up(self) -> None:
+        """After an error: forgets the gradients of a step that has not happened."""
+        self.optimizer.zero_grad(set_to_none=True)
+
+    def state(self) -> dict[str, Any]:
+        return {"optimizer": self.optimizer.state_dict(), "scaler": self.scaler.state_dict()}
+
+    def load(self, state: dict[str, Any]) -> None:
+        self.optimizer.load_state_dict(state["optimizer"])
+        self.scaler.load_state_dict(state["scaler"])
+
+    def _terms(self, experience: Experience, step: int) -> StepTerms | FinalTerms:
+        batch, trajectory, advantage = experience.batch, experience.trajectory, experience.advantage
+        conditioning = self.policy.encode(batch.prompts)
+        if self.args.sampling.transition != "ode":
+            return StepTerms(self.policy, self.args, conditioning, trajectory, advantage, self.clip)
+        return FinalTerms(self.policy, self.args, conditioning, trajectory, advantage, batch, step)
+
+    def _chunks(self, rows: Tensor, each: float, count: int | None) -> Iterator[tuple[Tensor, Tensor]]:
+        """`rows` in chunks of the micro-batch size, and the weights of their rows, `each` or 0.
+
+        Args:
+            count: the rows of the whole batch, to keep each row in the chunk and place that it had in the rollout: only then do
+                the same numbers come out of it, to the last bit, from any kernel. None packs the rows, and fills up the last chunk.
+        """
+        size = self.args.microbatch
+        if count is not None:
+            weights = torch.zeros(count)
+            weights[rows] = each
+            for chunk in torch.arange(count).split(size):
+                if weights[chunk].any():
+                    yield chunk, weights[chunk]
+            return
+        for chunk in rows.split(size) if len(rows) else ():
+            missing = size - len(chunk)
+            weight = torch.cat([torch.full((len(chunk),), each), torch.zeros(missing)])
+            yield torch.cat([chunk, chunk[:1].expand(missing)]), weight
+
+    def _check_ratio(self, totals: Means) -> None:
+        deviation = totals.largest.get("ratio/max_deviation")
+        if deviation is None:
+            return
+        totals.numbers["ratio/first_update_max_deviation"] = deviation
+        if deviation != 0 and not self._ratio_checked:  # NaN is not 0 either
+            raise ValueError(
+                f"before the first update the ratio of new to old probability deviates from 1 by {deviation:.1e}: the update "
+                "does not compute what the rollout did. Look for dropout or train mode, another dtype or batch shape, or a "
+                "compiled model; dtype=fp32 tells rounding from a mistake."
+            )
+        self._ratio_checked = True
+
+    def _learning_rate(self, step: int) -> float:
+        o, step = self.args.optimizer, step - self.begin
+        warm = min(1.0, (step + 1) / o.warmup) if o.warmup else 1.0
+        return o.lr * warm * (1 - (1 - o.final_lr) * min(1.0, step / max(1, self.args.steps - 1)))
+
+    def _step(self, step: int) -> dict[str, float]:
+        """One optimizer step, and one of the moving average."""
+        for group in self.optimizer.param_groups:
+            group["lr"] = self._learning_rate(step)
+        parameters = list(self.policy.parameters().values())
+        self.processes.add_gradients(parameters)
+        self.scaler.unscale_(self.optimizer)
+        count = sum(p.numel() for p in parameters)
+        norm = torch.nn.utils.clip_grad_norm_(parameters, self.args.optimizer.max_grad_norm).item()
+        finite = math.isfinite(norm)
+        if not finite and not self.scaler.is_enabled():
+            raise ValueError(
+                f"the gradient of step {step + 1} is not finite: look at the last lines of metrics.jsonl, and set a smaller "
+                "optimizer.lr or dtype=fp32."
+            )
+        self.unfinished = True
+        self.scaler.step(self.optimizer)  # which passes over a step whose fp16 gradients overflowed
+        self.scaler.update()
+        self.optimizer.zero_grad(set_to_none=True)
+        if self.args.ema_decay and finite:
+            self.policy.update_ema(min(self.args.ema_decay, (1 + step) / (10 + step)))
+        return {"grad_norm": norm, "grad_rms": norm / count**0.5} if finite else {"grad_overflow": 1.0}

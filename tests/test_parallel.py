@@ -1,0 +1,191 @@
+"""Several processes on one CPU by gloo: what they do is what one process does, up to the order of additions."""
+
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+from conftest import short_run
+
+from flow_grpo import checkpoint
+from flow_grpo.config import FlowGRPOConfig
+from flow_grpo.parallel import Processes
+from flow_grpo.prompts import Dealer, load_prompts
+
+BROKEN = """
+import os
+
+
+def broken(images, prompts):
+    if os.environ["RANK"] == "1":
+        raise OSError("no paper")
+    return [0.0] * len(prompts)
+"""
+UNEVEN = """
+def uneven(images, prompts):
+    words = open(__file__.replace("uneven.py", "loud.txt")).read().splitlines()
+    return [float(x.mean()) if p in words else 0.0 for x, p in zip(images, prompts)]
+"""
+SETTINGS = [
+    "steps=2",
+    "prompts_per_step=6",
+    "images_per_prompt=2",
+    "microbatch=2",
+    "save_every=1",
+    "device=cpu",
+    "evaluation.limit=4",
+    # AdamW's first steps are the gradient's sign, which the last bit of one near 0 decides: a large eps makes them smooth
+    "optimizer.eps=1.0e-4",
+]
+
+
+def start(config: Path, processes: int, *more: str) -> subprocess.Popen:
+    words = [sys.executable, "-m", "flow_grpo", "train", str(config), *more]
+    if processes > 1:
+        words.append(f"--num-processes={processes}")
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parent.parent)}
+    return subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=env, cwd=config.parent)
+
+
+def finished(process: subprocess.Popen, code: int = 0, seconds: float = 180) -> str:
+    output = process.communicate(timeout=seconds)[0]
+    assert process.returncode == code, output
+    return output
+
+
+def config(folder: Path, *overrides: str) -> Path:
+    folder.mkdir(parents=True, exist_ok=True)
+    file = folder / "run.yaml"
+    file.write_text(short_run(folder / "run", *SETTINGS, *overrides).dump())
+    return file
+
+
+def rows(folder: Path) -> list[dict]:
+    return [json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()]
+
+
+def adapter(folder: Path) -> dict[str, torch.Tensor]:
+    state, _ = checkpoint.latest(folder / "run" / "checkpoints")
+    assert state
+    return state["adapter"]
+
+
+def same(one: Path, other: Path) -> None:
+    for a, b in zip(rows(one), rows(other), strict=True):
+        assert a.keys() == b.keys()
+        for name, value in a.items():
+            if not name.startswith("time/") and name != "ratio/max_deviation":
+                # the loss is a sum of advantages that cancel
+                assert b[name] == pytest.approx(value, rel=2e-3, abs=1e-4 if name == "loss" else 1e-6), name
+    left, right = adapter(one), adapter(other)
+    for name, value in left.items():
+        torch.testing.assert_close(right[name], value, rtol=0, atol=2e-5)
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("alone")
+    finished(start(config(folder), 1))
+    return folder
+
+
+@pytest.mark.parametrize("processes", [2, 3])
+def test_processes_do_what_one_does(alone, tmp_path, processes):
+    output = finished(start(config(tmp_path), processes))
+    same(alone, tmp_path)
+    assert output.count("held out: ") == 2, "one of them speaks"
+    assert (tmp_path / "run" / "before_after.png").exists()
+
+
+def test_a_checkpoint_of_2_is_resumed_by_1_and_by_3(alone, tmp_path):
+    for processes in (1, 3):
+        folder = tmp_path / str(processes)
+        file = config(folder)
+        finished(start(file, 2, "steps=1"))
+        finished(start(file, processes, "--resume"))
+        assert [row["step"] for row in rows(folder) if "loss" in row] == [1, 2]
+        left, right = adapter(alone), adapter(folder)
+        for name, value in left.items():
+            torch.testing.assert_close(right[name], value, rtol=0, atol=2e-5)
+
+
+def test_one_that_dies_ends_all_within_a_minute(tmp_path):
+    process = start(config(tmp_path, "steps=500"), 2)
+    deadline = time.monotonic() + 120
+    while not (tmp_path / "run" / "metrics.jsonl").exists() or len(rows(tmp_path)) < 2:
+        assert process.poll() is None
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+    psutil.Process(process.pid).children()[-1].kill()
+    died = time.monotonic()
+    process.communicate(timeout=60)
+    assert time.monotonic() - died < 60
+    assert process.returncode != 0
+
+
+def test_an_error_of_one_is_said_once_and_ends_all(tmp_path):
+    file = tmp_path / "broken.py"
+    file.write_text(BROKEN)
+    output = finished(start(config(tmp_path, f"rewards={{'{file}:broken': 1}}"), 2), code=2)
+    assert output.count("no paper") == 1
+    assert "Traceback" not in output
+
+
+def test_a_process_without_signal_neither_stops_nor_biases_the_others(tmp_path):
+    """Only the groups of the first process have rewards that differ: with three as with one."""
+    file = tmp_path / "uneven.py"
+    file.write_text(UNEVEN)
+    args = FlowGRPOConfig.read(config(tmp_path / "look"))
+    dealt = Dealer(load_prompts(args.prompts), args.seed).deal(0, 6, 1).prompts
+    (tmp_path / "loud.txt").write_text("\n".join([dealt[0], dealt[3]]))  # groups 0 and 3 are the first of three's
+    for processes in (1, 3):
+        finished(start(config(tmp_path / str(processes), f"rewards={{'{file}:uneven': 1}}", "steps=1"), processes))
+    same(tmp_path / "1", tmp_path / "3")
+    assert rows(tmp_path / "1")[1]["frac_reward_zero_std"] == pytest.approx(2 / 3)
+
+
+def test_an_uneven_share_is_refused_in_a_sentence(tmp_path):
+    output = finished(start(config(tmp_path, "prompts_per_step=4"), 3), code=2)
+    assert "prompts_per_step=4 is not divisible by updates x processes = 1 x 3" in output
+
+
+def test_a_process_takes_the_largest_micro_batch_that_divides_its_rows():
+    assert Processes(0, 2).check_sizes(4, 3, 4, 1) == 3
+    assert Processes(0, 2).check_sizes(4, 3, 4, 1, pairs=True) == 2
+    with pytest.raises(ValueError, match="dpo compares pairs of rows, but a process has 3"):
+        Processes(0, 2).check_sizes(2, 3, 4, 1, pairs=True)
+
+
+ADDED = """
+import torch
+from flow_grpo.parallel import Processes
+
+processes = Processes.here("cpu")
+assert processes.count == 2
+one, other = torch.nn.Parameter(torch.zeros(3)), torch.nn.Parameter(torch.zeros(2, 2))
+one.grad = torch.full((3,), float(processes.rank + 1))
+if processes.rank == 1:
+    other.grad = torch.ones(2, 2)
+processes.add_gradients([one, other])
+assert one.grad.tolist() == [3, 3, 3] and other.grad.tolist() == [[1, 1], [1, 1]]
+assert processes.everyone(processes.rank) == [0, 1] and processes.any(processes.rank == 1)
+try:
+    processes.agree(lambda: int("x") if processes.rank else 0)
+    raise SystemExit("no error")
+except ValueError as error:
+    assert "invalid literal" in str(error)
+processes.leave()
+"""
+
+
+def test_gradients_add_up_missing_ones_count_as_0_and_errors_are_shared(tmp_path):
+    (tmp_path / "added.py").write_text(ADDED)
+    words = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", str(tmp_path / "added.py")]
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parent.parent)}
+    found = subprocess.run(words, capture_output=True, text=True, env=env, timeout=120)
+    assert found.returncode == 0, found.stderr
