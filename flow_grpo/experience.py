@@ -52,7 +52,7 @@ class Rollouts:
     def collect(self, step: int) -> Experience:
         self.seconds = dict.fromkeys(self.seconds, 0.0)
         batch, trajectory, scores, chosen, metrics = self._enough(step)
-        own = self.processes.owner(batch.group) == self.processes.rank
+        own = self.processes.owns(batch.group)
         started = time.perf_counter()
         whole = _whole_groups(scores.total, batch.group) & chosen
         compare = self._by_group if self.critic is None else self._by_critic
@@ -145,7 +145,7 @@ class Rollouts:
             count = min(wanted, -(-missing // unit) * unit)
             batch = self.dealer.deal(step, count, images, first_group=drawn)
             started = time.perf_counter()
-            own = batch.take((self.processes.owner(batch.group) == self.processes.rank).nonzero()[:, 0])
+            own = batch.take(self.processes.owns(batch.group).nonzero()[:, 0])
             trajectory = self.trajectory(step, own, self.window(step))
             self.seconds["rollout"] += time.perf_counter() - started
             scores = self._together(own, trajectory, batch.group)

@@ -17,9 +17,8 @@ def launch(count: int, words: list[str]) -> int:
     """
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // count)))
     logging.getLogger("torch.distributed").setLevel(logging.CRITICAL)
-    options = ["--standalone", f"--nproc-per-node={count}"]
     try:
-        run(parse_args([*options, "-m", "flow_grpo", *words]))
+        run(parse_args(["--standalone", f"--nproc-per-node={count}", "-m", "flow_grpo", *words]))
     except ChildFailedError as error:
         return error.get_first_failure()[1].exitcode
     except (SignalException, KeyboardInterrupt):

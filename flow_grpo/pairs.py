@@ -47,7 +47,7 @@ class GivenImages:
         started = time.perf_counter()
         count = self.args.prompts_per_step * self.args.images_per_prompt // self.each
         groups = torch.arange(count)
-        own = groups[self.processes.owner(groups) == self.processes.rank]
+        own = groups[self.processes.owns(groups)]
         dealt = self._deal(step, count)
         places = [dealt[group] for group in own.tolist()]
         pictures = [self._picture(picture) for place in places for picture in self.sources.pictures[place]]

@@ -40,6 +40,10 @@ class Processes:
         """Rank of the process that each group belongs to: taken in turns, so that all shares of a step are even."""
         return group % self.count
 
+    def owns(self, group: Tensor) -> Tensor:
+        """Whether each group is this process's own."""
+        return self.owner(group) == self.rank
+
     def everyone(self, value: Value) -> list[Value]:
         """The value that each process gives, by rank. All must ask."""
         if self.count == 1:

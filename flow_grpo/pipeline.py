@@ -272,8 +272,7 @@ class FlowPipeline:
             object.__setattr__(pipe, guider, getattr(self._view, guider))
         pipe.set_progress_bar_config(disable=True)
         generator = torch.Generator(self.device).manual_seed(seed)
-        autocast = torch.autocast(self.device.type, self.dtype, enabled=self.dtype != torch.float32)
-        with autocast, self._encoders_here():
+        with self._autocast(), self._encoders_here():
             out = pipe(prompt=[prompt], num_inference_steps=steps, output_type="pt", generator=generator, **self.call)
         return as_tensor(out[0]).float().clamp(0, 1).cpu()
 
@@ -345,17 +344,18 @@ class FlowPipeline:
 
         return prepare_latents
 
+    def _autocast(self) -> torch.autocast:
+        return torch.autocast(self.device.type, self.dtype, enabled=self.dtype != torch.float32)
+
     def _call(self, pipe: Any, prompts: list[str], **kwargs: Any) -> Any:
         call = {"num_inference_steps": 1, "output_type": "latent", **self.call, **kwargs, "prompt": list(prompts)}
         if isinstance(call.get("negative_prompt"), str):
             call["negative_prompt"] = [call["negative_prompt"]] * len(prompts)
-        if (
-            "generator" in self._known and "generator" not in call
-        ):  # what it draws is not used; the global stream stays as it is
+        if "generator" in self._known and "generator" not in call:
+            # what it draws is not used, and the global stream stays as it is
             call["generator"] = torch.Generator(self.device).manual_seed(0)
-        autocast = torch.autocast(self.device.type, self.dtype, enabled=self.dtype != torch.float32)
         try:
-            with autocast:
+            with self._autocast():
                 undecorated = inspect.unwrap(type(pipe).__call__)  # not under no_grad: gradients flow
                 return undecorated(pipe, **call)
         except Stop as stop:

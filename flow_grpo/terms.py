@@ -232,16 +232,21 @@ class Means:
             whole.loss, whole.weight = whole.loss + part.loss, whole.weight + part.weight
             for name, value in part.sums.items():
                 whole.sums[name] = whole.sums.get(name, 0.0) + value
-            for ours, theirs in ((whole.largest, part.largest), (whole.numbers, part.numbers)):
-                for name, value in theirs.items():
-                    if name not in ours or value > ours[name] or math.isnan(value):  # NaN stays
-                        ours[name] = value
+            _keep_largest(whole.largest, part.largest)
+            _keep_largest(whole.numbers, part.numbers)
         return whole
 
     def metrics(self) -> dict[str, float]:
         means = {name: total / self.weight for name, total in self.sums.items() if not name.endswith("max_deviation")}
         largest = {name: value for name, value in self.largest.items() if name.endswith("max_deviation")}
         return {**means, **largest, **self.numbers}
+
+
+def _keep_largest(ours: dict[str, float], theirs: dict[str, float]) -> None:
+    """The larger number of each name, or NaN."""
+    for name, value in theirs.items():
+        if name not in ours or value > ours[name] or math.isnan(value):
+            ours[name] = value
 
 
 @functools.cache

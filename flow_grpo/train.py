@@ -182,12 +182,11 @@ class FlowGRPOTrainer:
 
     def _halve(self) -> bool:
         """After memory ran out: smaller micro-batches from here on. False if there are none, or others would not know of it."""
-        former, pairs = self.part.microbatch, self.part.objective.name == "dpo"
-        smaller = [n for n in range(1, former // 2 + 1) if former % n == 0 and not (pairs and n % 2)]
-        if not smaller or self.update.unfinished or self.processes.count > 1:
+        former, least = self.part.microbatch, 2 if self.part.objective.name == "dpo" else 1
+        if former <= least or self.update.unfinished or self.processes.count > 1:
             return False
-        self.part.microbatch = smaller[-1]
-        self.notes.append(f"memory ran out with microbatch={former}; the run goes on with {smaller[-1]}.")
+        self._fit(self.part, former // 2)
+        self.notes.append(f"memory ran out with microbatch={former}; the run goes on with {self.part.microbatch}.")
         return True
 
     def _memory(self) -> dict[str, Any]:
