@@ -55,6 +55,10 @@ class ClipRange:
                 found = deviation.quantile(self.quantile).item()
                 former = self.state.get(step, found)
                 self.state[step] = self.DECAY * former + (1 - self.DECAY) * found
+        self.forget()
+
+    def forget(self) -> None:
+        """What was seen since the last update counts no more."""
         self._seen = {}
 
     def metrics(self) -> dict[str, float]:
@@ -79,7 +83,7 @@ class StepTerms:
         self.count = len(trajectory.steps)
         self.advantage = advantage if advantage.ndim == 2 else advantage[:, None].expand(-1, self.count)
 
-    in_place = True  # its ratio compares with the rollout
+    compares = True  # its ratio is with the rollout's probabilities, so the same numbers must come out again
 
     def losses(self, rows: Tensor, seen: Tensor) -> Iterator[Loss]:
         """One loss per trained step, its values those of `rows` (n,); only the rows marked in `seen` (n,) are calibrated on."""
@@ -145,7 +149,7 @@ class FinalTerms:
         self.draws = [self._draw(trajectory, batch, args.seed, step, draw) for draw in range(self.count)]
         off_policy = args.updates * args.epochs > 1 and (self.o.name == "awm" or self.o.on_steps is None)
         self.v_rollout = self._before_updates(args.microbatch) if off_policy else None
-        self.in_place = off_policy  # its ratio compares with those
+        self.compares = off_policy  # its ratio is with those
 
     def losses(self, rows: Tensor, seen: Tensor) -> Iterator[Loss]:
         """One loss per noise level, its values those of `rows` (n,)."""

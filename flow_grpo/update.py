@@ -19,6 +19,8 @@ class Update:
 
     Attributes:
         unfinished: whether the adapter has moved in a training step that is not over.
+        packs: whether rows without signal are left out and the others packed into fewer chunks. A kernel whose last bits depend on
+            a row's place in the chunk shows in the ratio before the first update; from then on each row keeps its place.
     """
 
     def __init__(self, policy: Policy, args: FlowGRPOConfig, begin: int, processes: Processes) -> None:
@@ -30,6 +32,7 @@ class Update:
         self.scaler.scale(torch.zeros((), device=policy.device))  # it begins here, also where no row has signal
         self.clip = ClipRange(args.objective.clip_quantile)
         self.unfinished = False
+        self.packs = True
         self._ratio_checked = False
 
     def __call__(self, experience: Experience, step: int) -> dict[str, float]:
@@ -44,16 +47,20 @@ class Update:
         for share in list(experience.groups.chunk(args.updates)) * args.epochs:
             rows = experience.rows[torch.isin(batch.group[experience.rows], share)]
             each = 1 / (len(share) * experience.rows_per_group)
-            for chunk, weight in self._chunks(rows, each, len(batch.prompts) if terms.in_place else None):
+            in_place = terms.compares and not self.packs
+            for chunk, weight in self._chunks(rows, each, len(batch.prompts) if in_place else None):
                 for loss in terms.losses(chunk, weight > 0):
                     value = (loss.value * weight).sum() / terms.count
                     self.scaler.scale(value.to(self.policy.device)).backward()
                     totals.add(loss, weight / terms.count)
-            if not self.unfinished and "ratio/first_update_max_deviation" not in totals.numbers:
-                self._check_ratio(totals)
-            if self.processes.any(len(rows) > 0):
-                totals.numbers.update(self._step(step))
-                self.clip.learn(self.processes)
+            if not self.processes.any(len(rows) > 0):
+                continue
+            if not self.unfinished and not self._ratio_is_one(totals):
+                self.packs = False
+                self.give_up()
+                return self(experience, step)
+            totals.numbers.update(self._step(step))
+            self.clip.learn(self.processes)
         if args.objective.name == "nft":
             self.policy.follow("old", args.objective.old_decay)
         self.unfinished = False
@@ -62,15 +69,17 @@ class Update:
         return {"loss": mean, **totals.metrics(), **self.clip.metrics(), "lr": self._learning_rate(step)}
 
     def give_up(self) -> None:
-        """After an error: forgets the gradients of a step that has not happened."""
+        """Forgets the gradients and ratios of updates that have not happened."""
         self.optimizer.zero_grad(set_to_none=True)
+        self.clip.forget()
 
     def state(self) -> dict[str, Any]:
-        return {"optimizer": self.optimizer.state_dict(), "scaler": self.scaler.state_dict()}
+        return {"optimizer": self.optimizer.state_dict(), "scaler": self.scaler.state_dict(), "packs": self.packs}
 
     def load(self, state: dict[str, Any]) -> None:
         self.optimizer.load_state_dict(state["optimizer"])
         self.scaler.load_state_dict(state["scaler"])
+        self.packs = state["packs"]
 
     def _terms(self, experience: Experience, step: int) -> StepTerms | FinalTerms:
         batch, trajectory, advantage = experience.batch, experience.trajectory, experience.advantage
@@ -99,18 +108,26 @@ class Update:
             weight = torch.cat([torch.full((len(chunk),), each), torch.zeros(missing)])
             yield torch.cat([chunk, chunk[:1].expand(missing)]), weight
 
-    def _check_ratio(self, totals: Means) -> None:
-        deviation = totals.largest.get("ratio/max_deviation")
-        if deviation is None:
-            return
-        totals.numbers["ratio/first_update_max_deviation"] = deviation
-        if deviation != 0 and not self._ratio_checked:  # NaN is not 0 either
+    def _ratio_is_one(self, totals: Means) -> bool:
+        """Notes how far the ratio is from 1 before the first update. False if it is not 1 and packing may be why.
+
+        Raises:
+            ValueError: it is not 1 with every row in its place, in the first step that this object makes.
+        """
+        own = totals.largest.get("ratio/max_deviation")
+        if own is not None:
+            totals.numbers["ratio/first_update_max_deviation"] = own
+        deviation = max(self.processes.everyone(own or 0.0), key=lambda d: math.inf if math.isnan(d) else d)
+        if deviation != 0 and self.packs:
+            return False
+        if deviation != 0 and not self._ratio_checked:
             raise ValueError(
                 f"before the first update the ratio of new to old probability deviates from 1 by {deviation:.1e}: the update "
                 "does not compute what the rollout did. Look for dropout or train mode, another dtype or batch shape, or a "
                 "compiled model; dtype=fp32 tells rounding from a mistake."
             )
         self._ratio_checked = True
+        return True
 
     def _learning_rate(self, step: int) -> float:
         o, step = self.args.optimizer, step - self.begin
