@@ -43,7 +43,10 @@ def train(
     overrides: Overrides = None,
     resume: Annotated[bool, typer.Option("--resume", help="Go on from the newest checkpoint of the run folder.")] = False,
     dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Check everything, print the resolved config, train nothing.")
+        bool,
+        typer.Option(
+            "--dry-run", help="Check everything by the model's configs alone, print the resolved config, train nothing."
+        ),
     ] = False,
     num_processes: Annotated[
         int, typer.Option("--num-processes", min=1, help="Processes on this machine, one for each of its GPUs.")
@@ -63,15 +66,18 @@ def train(
 
         raise typer.Exit(launch(num_processes, ["train", config, *(overrides or []), *(["--resume"] if resume else [])]))
     from flow_grpo.policy import quiet_libraries
-    from flow_grpo.train import FlowGRPOTrainer, Interrupted
 
     quiet_libraries()
-
     if dry_run:
-        FlowGRPOTrainer(args=args)
+        from flow_grpo.plan import rehearse
+
+        notes = rehearse(args, num_processes)
         console.print(args.dump(), highlight=False, markup=False)
-        console.print("Everything fits; nothing was trained.")
+        for line in [*notes, "Everything fits; nothing was trained."]:
+            console.print(line, highlight=False, markup=False, soft_wrap=True)
         return
+    from flow_grpo.train import FlowGRPOTrainer, Interrupted
+
     trainer = FlowGRPOTrainer(args=args)
     try:
         trainer.train(resume)
@@ -261,6 +267,37 @@ def compare(
     (out / "compare.md").write_text(comparison.markdown(rows))
     (out / "compare.json").write_text(json.dumps(rows, indent=2))
     say(f"curves: {out / 'compare.png'}, table: {out / 'compare.md'}, numbers: {out / 'compare.json'}")
+
+
+@app.command()
+def plan(
+    config: Annotated[
+        str, typer.Argument(help="A YAML file, or the name of a shipped config.", metavar="CONFIG")
+    ] = "tiny_ocr",
+    overrides: Overrides = None,
+    gpu: Annotated[
+        str | None,
+        typer.Option(help="A GPU by name, such as 'RTX 4090' or H100; by default what is here.", show_default=False),
+    ] = None,
+    gpu_memory: Annotated[
+        float | None, typer.Option(min=1, help="Its memory in GB, if it is another.", show_default=False)
+    ] = None,
+    gpus: Annotated[int, typer.Option(min=1, help="How many of them.")] = 1,
+) -> None:
+    """What a run will need: memory by part, seconds a step, the largest micro-batch, sizes that divide. Loads no weights.
+
+    [bold]flow-grpo plan sd35_medium_ocr --gpu 'RTX 4090'[/bold]
+    [bold]flow-grpo plan flux_dev_ocr memory.quantize=nf4 --gpu H100 --gpus 8[/bold]
+    """
+    from flow_grpo import plan as planning
+    from flow_grpo.policy import quiet_libraries
+
+    quiet_libraries()
+    args = FlowGRPOConfig.read(config, overrides)
+    machine = planning.Machine.named(gpu, gpu_memory, gpus) if gpu else planning.Machine.here(args.dtype, gpu_memory, gpus)
+    base = 0.0 if machine.cuda else planning.occupied(args)
+    if not planning.print_plan(console, args, machine, base):
+        raise typer.Exit(1)
 
 
 @app.command()

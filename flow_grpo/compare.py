@@ -7,7 +7,6 @@ Nothing but finished slices counts, so a comparison that was stopped goes on whe
 import json
 import math
 import multiprocessing
-import resource
 import statistics
 import sys
 from collections.abc import Callable
@@ -20,6 +19,7 @@ from rich.table import Table
 
 from flow_grpo import checkpoint, sampling
 from flow_grpo.config import FlowGRPOConfig
+from flow_grpo.memory import peak_bytes
 from flow_grpo.policy import Policy, quiet_libraries
 
 CURVE = "curve.jsonl"
@@ -154,7 +154,7 @@ def run_slice(run: Run, number: int, budget: Budget, overrides: list[str]) -> No
     except KeyboardInterrupt:  # the parent process gets it too
         sys.exit(130)
     _stay_with_the_parent()
-    peak = _peak_mb(trainer.policy.device)
+    peak = peak_bytes(trainer.policy.device) / 1e6
     critic = 0 if trainer.critic is None else sum(p.numel() for p in trainer.critic.parameters())
     point = Point(number, trainer.step, spent["seconds"], int(spent["images"]), kl, peak, critic, values)
     with (run.folder / CURVE).open("a") as file:
@@ -302,13 +302,6 @@ def _reached(point: Point, measure: str, target: float | None) -> bool:
 
 def _pairs(points: list[Point]) -> list[tuple[Point, Point]]:
     return list(zip(points, points[1:], strict=False))
-
-
-def _peak_mb(device: torch.device) -> float:
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated() / 1e6
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak / 1e6 if sys.platform == "darwin" else peak / 1e3
 
 
 def _rate(gain: float, price: float) -> float | None:

@@ -1,5 +1,7 @@
 """What of a model is where, and in how many bits: the settings of `memory`, applied to a pipeline."""
 
+import resource
+import sys
 from typing import Any
 
 import torch
@@ -54,3 +56,11 @@ def compile_blocks(transformer: torch.nn.Module) -> None:
     if not getattr(transformer, "_repeated_blocks", None):
         raise ValueError(f"memory.compile: diffusers does not say which blocks of {type(transformer).__name__} repeat.")
     transformer.compile_repeated_blocks()  # type: ignore[operator]
+
+
+def peak_bytes(device: torch.device) -> float:
+    """The most that this process has had on the GPU or, on a CPU, in all."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024

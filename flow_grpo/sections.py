@@ -118,6 +118,8 @@ class ObjectiveConfig(Section):
 
 
 class OptimizerConfig(Section):
+    name: Literal["adamw", "adamw_8bit"] = "adamw"
+    """AdamW, or the one of bitsandbytes that keeps its two moments in 8 bit, on a GPU."""
     lr: PositiveFloat = 3e-4
     """Learning rate of AdamW."""
     warmup: Annotated[int, Field(ge=0)] = 0

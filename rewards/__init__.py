@@ -36,21 +36,31 @@ def load(name: str, **options: Any) -> Reward:
     Raises:
         ValueError: there is no such reward, or it does not take these options.
     """
-    target = locate("reward", name, NAMES)
+    target = check(name, **options)
     if inspect.isclass(target):
-        try:
-            inspect.signature(target).bind(**options)
-        except TypeError as error:
-            raise ValueError(f"reward {name}: {error}; its options are {_options(target)}.") from error
         try:
             reward = target(**options)
         except Exception as error:
             raise ValueError(f"reward {name} could not be built: {type(error).__name__}: {error}") from error
     else:
-        reward = _with_options(name, target, options)
+        reward = _with_options(target, options)
     if not callable(reward):
         raise ValueError(f"reward {name} is not callable: it must be `reward(images, prompts, **metadata)`.")
     return reward
+
+
+def check(name: str, **options: Any) -> Callable[..., Any]:
+    """The class or function of a reward, which takes these options; builds nothing. ValueError as in `load`."""
+    target = locate("reward", name, NAMES)
+    try:
+        if inspect.isclass(target):
+            inspect.signature(target).bind(**options)
+        elif callable(target):
+            inspect.signature(target).bind_partial(None, None, **options)
+    except TypeError as error:
+        known = f"; its options are {_options(target)}" if inspect.isclass(target) else ""
+        raise ValueError(f"reward {name}: {error}{known}.") from error
+    return target
 
 
 def score(name: str, reward: Reward, images: torch.Tensor, prompts: list[str], **metadata: Any) -> torch.Tensor:
@@ -175,13 +185,9 @@ def _values(name: str, reward: Reward, images: torch.Tensor, prompts: list[str],
     return values
 
 
-def _with_options(name: str, function: Callable[..., Any], options: dict[str, Any]) -> Reward:
+def _with_options(function: Callable[..., Any], options: dict[str, Any]) -> Reward:
     if not options:
         return function
-    try:
-        inspect.signature(function).bind_partial(None, None, **options)
-    except TypeError as error:
-        raise ValueError(f"reward {name}: {error}.") from error
 
     def reward(images: torch.Tensor, prompts: list[str], **metadata: Any) -> torch.Tensor | list[float]:
         return function(images, prompts, **{**_accepted(function, metadata), **options})
