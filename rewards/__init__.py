@@ -20,6 +20,7 @@ NAMES = {
     "ocr_exact": "rewards.ocr:ExactOCR",
     "clip": "rewards.clip:CLIP",
     "jpeg_size": "rewards.pixels:jpeg_size",
+    "sharpness": "rewards.pixels:sharpness",
     "color": "rewards.pixels:Color",
 }
 
