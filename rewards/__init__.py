@@ -24,6 +24,7 @@ NAMES = {
     "hpsv3": "rewards.hpsv3:HPSv3",
     "imagereward": "rewards.imagereward:ImageReward",
     "aesthetic": "rewards.aesthetic:Aesthetic",
+    "preference_head": "rewards.preference_head:PreferenceHead",
     "jpeg_size": "rewards.pixels:jpeg_size",
     "sharpness": "rewards.pixels:sharpness",
     "color": "rewards.pixels:Color",
