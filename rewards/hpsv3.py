@@ -13,6 +13,7 @@ from rewards.batches import in_batches
 from rewards.checkpoints import check, fill, read
 
 TOKEN = "<|Reward|>"
+EMBEDDING = "language_model.embed_tokens.weight"
 PIXELS = 256 * 28 * 28  # every picture is scaled to about this area, in multiples of 28
 # The published text (MIT). The model was trained on it, so that even the spaces at the ends of lines belong to it.
 INSTRUCTION = (
@@ -66,22 +67,13 @@ class HPSv3(nn.Module):
     ) -> None:
         super().__init__()
         file = weights or hf_hub_download("MizzenAI/HPSv3", "HPSv3.safetensors")
-        state = read("hpsv3", file)
-        state.pop("lm_head.weight", None)
-        head = {name.removeprefix("rm_head."): state.pop(name) for name in list(state) if name.startswith("rm_head.")}
-        # Files before and after transformers 4.52 differ in the prefix.
-        state = {re.sub(r"^(model\.)?visual\.", "visual.", name): value for name, value in state.items()}
-        state = {re.sub(r"^model\.(language_model\.)?", "language_model.", name): value for name, value in state.items()}
+        body, head = _parts(read("hpsv3", file))
+        check("hpsv3", file, missing={EMBEDDING} - body.keys())
         config = AutoConfig.from_pretrained(processor)
-        check(
-            "hpsv3",
-            file,
-            missing={"model.embed_tokens.weight"} if "language_model.embed_tokens.weight" not in state else set(),
-        )
-        config.text_config.vocab_size = len(state["language_model.embed_tokens.weight"])  # with the reward token
+        config.text_config.vocab_size = len(body[EMBEDDING])  # with the reward token
         dtype = torch.float32 if torch.device(device).type == "cpu" else torch.bfloat16
         self.model, found = Qwen2VLModel.from_pretrained(
-            None, config=config, state_dict=state, dtype=dtype, output_loading_info=True
+            None, config=config, state_dict=body, dtype=dtype, output_loading_info=True
         )
         check("hpsv3", file, set(found["missing_keys"]), set(found["unexpected_keys"]))
         width = config.text_config.hidden_size
@@ -131,3 +123,15 @@ class HPSv3(nn.Module):
         chats = [[{"role": "user", "content": parts}] for parts in content]
         texts = self.processor.apply_chat_template(chats, tokenize=False, add_generation_prompt=True)
         return self.processor(text=texts, images=scaled, padding=True, return_tensors="pt").to(self.device)
+
+
+def _parts(state: dict[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Qwen2-VL's tensors under today's names, of which the language head is not used, and the reward head's."""
+    body, head = {}, {}
+    for name, value in state.items():
+        if name.startswith("rm_head."):
+            head[name.removeprefix("rm_head.")] = value
+        elif name != "lm_head.weight":  # transformers before 4.52 wrote model. and visual., later model.language_model.
+            name = re.sub(r"^(model\.)?visual\.", "visual.", name)
+            body[re.sub(r"^model\.(language_model\.)?", "language_model.", name)] = value
+    return body, head

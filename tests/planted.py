@@ -175,6 +175,13 @@ BUGS = [
         "tests/test_preference_models.py -k without_one_tensor",
     ),
     (
+        "HPSv2 sees the middle of the picture",
+        "rewards/hpsv2.py",
+        "        self.embed.preprocess = self._preprocess\n",
+        "",
+        "tests/test_preference_models.py -k hpsv2_is",
+    ),
+    (
         "the aesthetic head reads an embedding of any length",
         "rewards/clip.py",
         "self.model.encode_image(inputs.to(self.device), normalize=True)",

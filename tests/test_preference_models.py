@@ -91,10 +91,13 @@ def test_pickscore_is_the_logit_of_clip(load, images, files):
 
 
 @torch.no_grad()
-def test_hpsv2_is_the_cosine_of_its_own_vit_h(load, images, files):
+def test_hpsv2_is_the_cosine_of_its_own_vit_h_on_the_whole_picture(load, images, files):
     model = open_clip.create_model("ViT-H-14")
     model.load_state_dict(torch.load(files["hpsv2"]["weights"])["state_dict"])
-    image = model.eval().encode_image(pixels(images, 32))
+    seen = (images * 255).round() / 255
+    seen = F.interpolate(seen, size=(23, 32), mode="bicubic", antialias=True)  # 40 x 56 with the longer side at 32
+    seen = F.pad(seen, (0, 0, 4, 5))
+    image = model.eval().encode_image((seen - torch.tensor(CLIP_MEAN).view(3, 1, 1)) / torch.tensor(CLIP_STD).view(3, 1, 1))
     text = model.encode_text(open_clip.get_tokenizer("ViT-H-14")(PROMPTS))
     close(load("hpsv2")(images, PROMPTS), F.cosine_similarity(image, text))
 
