@@ -19,7 +19,14 @@ NAMES = {
     "ocr": "rewards.ocr:OCR",
     "ocr_exact": "rewards.ocr:ExactOCR",
     "clip": "rewards.clip:CLIP",
+    "pickscore": "rewards.pickscore:PickScore",
+    "hpsv2": "rewards.hpsv2:HPSv2",
+    "hpsv3": "rewards.hpsv3:HPSv3",
+    "imagereward": "rewards.imagereward:ImageReward",
+    "aesthetic": "rewards.aesthetic:Aesthetic",
+    "preference_head": "rewards.preference_head:PreferenceHead",
     "jpeg_size": "rewards.pixels:jpeg_size",
+    "sharpness": "rewards.pixels:sharpness",
     "color": "rewards.pixels:Color",
 }
 

@@ -7,6 +7,7 @@ coloured signs only. Any other model name and pretrained tag of open_clip works,
 import json
 import tempfile
 from pathlib import Path
+from typing import Any, Literal
 
 import open_clip
 import torch
@@ -14,49 +15,88 @@ import torch.nn.functional as F
 from PIL import Image
 from torch import Tensor
 
+from rewards.batches import distinct, in_batches
+
 TINY = "flow-grpo-tiny"
 FOLDER = Path(__file__).parent / "tiny_clip"
 
 
-class CLIP(torch.nn.Module):
-    """Cosine similarity of open_clip embeddings (CLIP, arXiv 2103.00020), the "CLIP score" without its factor of 100.
+class OpenCLIP(torch.nn.Module):
+    """An open_clip model as two functions, of pictures and of prompts, to unit vectors (B, E).
 
-    Range [-1, 1]: 0.2 to 0.4 for matching pairs under OpenAI's models, near 1 for the tiny one. Weights: the tiny model
-    (3 MB, this package's licence) by default; by name for instance model="ViT-L-14", pretrained="openai" (MIT, 1.7 GB) or
-    model="ViT-H-14", pretrained="laion2b_s32b_b79k" (MIT, 3.9 GB); pretrained may be a local checkpoint file. Gamed by
-    pictures that write the prompt out as text.
+    Raises:
+        ValueError: a sentence that begins with `reward`, if open_clip has no such model or can't load such weights.
     """
 
-    def __init__(self, model: str = TINY, pretrained: str | None = None, device: str = "cpu", batch_size: int = 64) -> None:
+    def __init__(self, reward: str, model: str, pretrained: str | None, device: str) -> None:
         super().__init__()
         if pretrained is None and model == TINY:
             pretrained = str(FOLDER / "open_clip_model.safetensors")
         if pretrained is None and not model.startswith(("hf-hub:", "local-dir:")):
             tags = open_clip.list_pretrained_tags_by_model(model)
             known = f"give pretrained= one of {', '.join(tags)}" if tags else "open_clip knows no such model"
-            raise ValueError(f"clip: model {model} without weights: {known}, or a checkpoint file.")
-        look = _preprocessing() if model == TINY else {}
-        self.model, _, self.preprocess = open_clip.create_model_and_transforms(
-            model, pretrained=pretrained, device=device, **look
-        )
+            raise ValueError(f"{reward}: model {model} without weights: {known}, or a checkpoint file.")
+        try:
+            self.model, _, self.preprocess = open_clip.create_model_and_transforms(
+                model, pretrained=pretrained, device=device, **_settings(model, pretrained)
+            )
+            self.tokenizer = open_clip.get_tokenizer(model)
+        except Exception as error:
+            reason = " ".join(str(error).split())[:300]
+            raise ValueError(
+                f"{reward}: open_clip can't load {model} with pretrained={pretrained}: {type(error).__name__}: {reason}"
+            ) from error
         self.model.eval().requires_grad_(False)
-        self.tokenizer = open_clip.get_tokenizer(model)
-        self.device, self.batch_size = device, batch_size
+        self.device = device
 
-    @torch.no_grad()
+    def pictures(self, pictures: list[Image.Image]) -> Tensor:
+        inputs = torch.stack([self.preprocess(picture) for picture in pictures])
+        return self.model.encode_image(inputs.to(self.device), normalize=True)
+
+    def prompts(self, prompts: list[str]) -> Tensor:
+        texts, places = distinct(prompts)
+        return self.model.encode_text(self.tokenizer(texts).to(self.device), normalize=True)[places]
+
+
+class CLIP(torch.nn.Module):
+    """Cosine similarity of open_clip embeddings (CLIP, arXiv 2103.00020), the "CLIP score" without its factor of 100.
+
+    Range [-1, 1]: 0.2 to 0.4 for matching pairs under OpenAI's models, near 1 for the tiny one. score="probability" is what
+    SigLIP (arXiv 2303.15343) and SigLIP 2 (arXiv 2502.14786) were trained for, sigmoid(scale * cosine + bias), in [0, 1].
+
+    Weights: the tiny model (3 MB, this package's licence) by default; by name for instance model="ViT-L-14",
+    pretrained="openai" (MIT, 1.7 GB), model="ViT-H-14", pretrained="laion2b_s32b_b79k" (MIT, 3.9 GB) or
+    model="ViT-B-16-SigLIP2", pretrained="webli" (Apache-2.0, 1.5 GB); pretrained may be a local checkpoint file. Memory: the
+    weights in float32. Gamed by pictures that write the prompt out as text.
+    """
+
+    def __init__(
+        self,
+        model: str = TINY,
+        pretrained: str | None = None,
+        score: Literal["cosine", "probability"] = "cosine",
+        device: str = "cpu",
+        batch_size: int = 64,
+    ) -> None:
+        super().__init__()
+        self.embed = OpenCLIP("clip", model, pretrained, device)
+        if score not in ("cosine", "probability"):
+            raise ValueError(f"clip: score is cosine or probability, not {score}.")
+        if score == "probability" and getattr(self.embed.model, "logit_bias", None) is None:
+            raise ValueError(
+                f"clip: {model} has no logit bias, so it gives no probability; set score=cosine, or a SigLIP model."
+            )
+        self.score, self.batch_size = score, batch_size
+
     def forward(self, images: Tensor, prompts: list[str]) -> Tensor:
         """images (B, 3, H, W) in [0, 1]; returns (B,)."""
-        rows = range(0, len(prompts), self.batch_size)
-        chunks = [self._score(images[i : i + self.batch_size], prompts[i : i + self.batch_size]) for i in rows]
-        return torch.cat(chunks)
+        return in_batches(self._score, images, prompts, self.batch_size)
 
-    def _score(self, images: Tensor, prompts: list[str]) -> Tensor:
-        pixels = (images.detach().float().clamp(0, 1) * 255).round().byte().cpu().permute(0, 2, 3, 1)
-        inputs = torch.stack([self.preprocess(Image.fromarray(p.numpy())) for p in pixels])
-        distinct = list(dict.fromkeys(prompts))
-        texts = self.model.encode_text(self.tokenizer(distinct).to(self.device), normalize=True)
-        places = torch.tensor([distinct.index(prompt) for prompt in prompts], device=self.device)
-        return (self.model.encode_image(inputs.to(self.device), normalize=True) * texts[places]).sum(-1).float().cpu()
+    def _score(self, pictures: list[Image.Image], prompts: list[str]) -> Tensor:
+        cosine = (self.embed.pictures(pictures) * self.embed.prompts(prompts)).sum(-1)
+        if self.score == "cosine":
+            return cosine
+        return (self.embed.model.logit_scale.exp() * cosine + self.embed.model.logit_bias).sigmoid()
 
 
 def untrained_tiny() -> torch.nn.Module:
@@ -72,10 +112,27 @@ def contrastive_loss(model: torch.nn.Module, images: Tensor, tokens: Tensor) -> 
     return (F.cross_entropy(logits, labels) + F.cross_entropy(logits.T, labels)) / 2
 
 
-def _preprocessing() -> dict:
-    """The pixel range that the tiny model was trained on, which open_clip does not keep with a registered model."""
-    found = json.loads((FOLDER / "open_clip_config.json").read_text())["preprocess_cfg"]
-    return {"image_mean": found["mean"], "image_std": found["std"], "image_resize_mode": found["resize_mode"]}
+def _settings(model: str, pretrained: str | None) -> dict[str, Any]:
+    """What open_clip leaves to its caller: the pixel range that a file's weights expect, and a tag's activation.
+
+    A checkpoint file says nothing of pixels, so those of the model's first tag hold: without them SigLIP is fed CLIP's.
+    And open_clip only warns when a tag was trained with QuickGELU and the model's name means GELU (ViT-L-14, openai).
+    """
+    if model == TINY:
+        found = json.loads((FOLDER / "open_clip_config.json").read_text())["preprocess_cfg"]
+        return {"image_mean": found["mean"], "image_std": found["std"], "image_resize_mode": found["resize_mode"]}
+    tags = open_clip.list_pretrained_tags_by_model(model)
+    if pretrained in tags:
+        return {"force_quick_gelu": open_clip.get_pretrained_cfg(model, pretrained).get("quick_gelu", False)}
+    if not tags:
+        return {}
+    found = open_clip.get_pretrained_cfg(model, tags[0])
+    return {
+        "image_mean": found["mean"],
+        "image_std": found["std"],
+        "image_interpolation": found["interpolation"],
+        "image_resize_mode": found["resize_mode"],
+    }
 
 
 def _register() -> None:

@@ -3,8 +3,11 @@
 import re
 
 import numpy as np
+import onnxruntime
 import torch
 from rapidfuzz.distance import Levenshtein
+
+from rewards.batches import to_bytes
 
 QUOTED = re.compile(r'"([^"]+)"')
 LINE_HEIGHT = 48  # pixels: what PP-OCR's recogniser scales every line to
@@ -14,34 +17,49 @@ SINGLE_LINE = 64  # pixels: a picture at most this high is one line of text, rea
 class OCR:
     """Flow-GRPO's OCR reward (arXiv 2505.05470): 1 - min(levenshtein(read, target), len(target)) / len(target).
 
-    The target is the quoted text in the prompt. Case and spaces do not count, and a target found within what was read
-    scores 1.
+    The target is the first quoted text in the prompt. Case and spaces do not count, and a target found within what was read
+    scores 1. case_sensitive, keep_spaces and substring=False make it stricter, the last one so that additional text costs
+    as much as any other edit. several_lines: the target is all quoted texts of the prompt in their order, and small pictures
+    are searched for lines, too.
 
     Range [0, 1]. Weights: PP-OCR over onnxruntime, inside the `rapidocr` package (Apache-2.0), about 100 MB of memory on the
-    CPU. Gamed by repeating the text, and by plain pictures with nothing but the text.
+    CPU; device="cuda" needs the package onnxruntime-gpu. Gamed by repeating the text, and by plain pictures with nothing but
+    the text.
     """
 
-    def __init__(self) -> None:
+    def __init__(
+        self,
+        device: str = "cpu",
+        case_sensitive: bool = False,
+        keep_spaces: bool = False,
+        substring: bool = True,
+        several_lines: bool = False,
+    ) -> None:
+        self.device = torch.device(device)
+        if self.device.type == "cuda" and "CUDAExecutionProvider" not in onnxruntime.get_available_providers():
+            raise ValueError(
+                "ocr: device=cuda needs the package onnxruntime-gpu in place of onnxruntime; or set device=cpu."
+            )
+        self.case_sensitive, self.keep_spaces = case_sensitive, keep_spaces
+        self.substring, self.several_lines = substring, several_lines
         self._engines: dict[int, object] = {}
 
     def __call__(self, images: torch.Tensor, prompts: list[str], **metadata: object) -> torch.Tensor:
         """images (B, 3, H, W) in [0, 1], prompts (B) with quoted text; returns (B,). ValueError for an unquoted prompt."""
-        targets = [_target(prompt) for prompt in prompts]
+        targets = [self._target(prompt) for prompt in prompts]
         reads = self.read(images)
-        return torch.tensor([self.score(_plain(read), target) for read, target in zip(reads, targets, strict=True)])
+        return torch.tensor([self.score(self._plain(read), target) for read, target in zip(reads, targets, strict=True)])
 
-    @staticmethod
-    def score(read: str, target: str) -> float:
-        """The score of one reading; both are lower case and without spaces."""
-        distance = 0 if target in read else Levenshtein.distance(read, target)
+    def score(self, read: str, target: str) -> float:
+        """The score of one reading; of both, case and spaces are gone if they don't count."""
+        distance = 0 if self.substring and target in read else Levenshtein.distance(read, target)
         return 1 - min(distance, len(target)) / len(target)
 
     def read(self, images: torch.Tensor) -> list[str]:
         """The text in each of images (B, 3, H, W) in [0, 1]."""
         height, width = images.shape[-2:]
-        pixels = (images.detach().float().clamp(0, 1) * 255).round().byte().cpu()
-        arrays = [np.ascontiguousarray(p.permute(1, 2, 0).numpy()[:, :, ::-1]) for p in pixels]  # RGB -> BGR
-        if height > SINGLE_LINE:
+        arrays = [np.ascontiguousarray(p.permute(1, 2, 0).numpy()[:, :, ::-1]) for p in to_bytes(images)]  # RGB -> BGR
+        if height > SINGLE_LINE or self.several_lines:
             return self._read_lines(arrays)
         from rapidocr.ch_ppocr_rec.typings import TextRecInput
 
@@ -81,27 +99,31 @@ class OCR:
                     "Global.log_level": "critical",
                     "Rec.rec_img_shape": [3, LINE_HEIGHT, width],
                     "Rec.rec_batch_num": 32,
+                    "EngineConfig.onnxruntime.use_cuda": self.device.type == "cuda",
+                    "EngineConfig.onnxruntime.cuda_ep_cfg.device_id": self.device.index or 0,
                 }
             )
             engine(np.zeros((LINE_HEIGHT, width, 3), np.uint8), use_det=False, use_cls=False)  # loads the recogniser
             self._engines[width] = engine
         return self._engines[width]
 
+    def _target(self, prompt: str) -> str:
+        found = QUOTED.findall(prompt)
+        target = self._plain(" ".join(found if self.several_lines else found[:1]))
+        if not target:
+            raise ValueError(f"the prompt {prompt!r} has no text in double quotes, which is what is to be read.")
+        return target
+
+    def _plain(self, text: str) -> str:
+        text = " ".join(text.split()) if self.keep_spaces else text.replace(" ", "")
+        return text if self.case_sensitive else text.lower()
+
 
 class ExactOCR(OCR):
-    """Exact accuracy: 1 for a picture that reads as the quoted text and nothing else, otherwise 0. Case and spaces free."""
+    """Exact accuracy: 1 for a picture that reads as the quoted text and nothing else, otherwise 0. Options as for ocr.
 
-    @staticmethod
-    def score(read: str, target: str) -> float:
+    Range {0, 1}. Weights, licence and memory as ocr. Gamed by plain pictures with nothing but the text.
+    """
+
+    def score(self, read: str, target: str) -> float:
         return float(read == target)
-
-
-def _target(prompt: str) -> str:
-    found = QUOTED.search(prompt)
-    if not found or not _plain(found[1]):
-        raise ValueError(f"the prompt {prompt!r} has no text in double quotes, which is what is to be read.")
-    return _plain(found[1])
-
-
-def _plain(text: str) -> str:
-    return text.replace(" ", "").lower()

@@ -3,6 +3,7 @@
 from pathlib import Path
 
 import numpy as np
+import onnxruntime
 import pytest
 import torch
 from PIL import Image, ImageDraw, ImageFont
@@ -88,6 +89,42 @@ def test_ocr_wants_quoted_text(ocr):
         ocr(signs(CAT), ["a cat"])
 
 
+@pytest.mark.parametrize(
+    ("options", "read", "prompt", "score"),
+    [
+        ({}, "CAT", 'a sign "cat"', 1.0),
+        ({"case_sensitive": True}, "CAT", 'a sign "Cat"', 1 / 3),
+        ({"keep_spaces": True}, "redcat", 'a sign "red  cat"', 6 / 7),  # runs of spaces are one
+        ({"keep_spaces": True}, "red cat", 'a sign "red  cat"', 1.0),
+        ({"substring": False}, "a cat!", 'a sign "cat"', 1 / 3),  # a and ! are insertions
+        ({"several_lines": True}, "grand hotel", '"Grand" above "Hotel"', 1.0),
+        ({"several_lines": True}, "grand", '"Grand" above "Hotel"', 0.5),
+        ({}, "grand", '"Grand" above "Hotel"', 1.0),
+    ],
+)
+def test_ocr_counts_what_its_options_say(monkeypatch, options, read, prompt, score):
+    ocr = rewards.load("ocr", **options)
+    monkeypatch.setattr(ocr, "read", lambda images: [read])
+    assert ocr(torch.zeros(1, 3, 8, 8), [prompt]).tolist() == pytest.approx([score])
+
+
+def test_ocr_reads_several_lines_in_small_pictures():
+    picture = Image.new("RGB", (160, 64), (240, 230, 220))
+    font = ImageFont.truetype(str(world.FONT), 22)
+    for row, word in enumerate(("GRAND", "HOTEL")):
+        ImageDraw.Draw(picture).text((30, 3 + 30 * row), word, fill=(20, 20, 60), font=font)
+    images = torch.from_numpy(np.array(picture)).permute(2, 0, 1)[None].float() / 255
+    prompt = 'a sign that says "Grand" and below "Hotel"'
+    assert rewards.load("ocr", several_lines=True)(images, [prompt]).tolist() == [1.0]
+    assert rewards.load("ocr_exact", several_lines=True)(images, [prompt]).tolist() == [1.0]
+
+
+@pytest.mark.skipif("CUDAExecutionProvider" in onnxruntime.get_available_providers(), reason="onnxruntime-gpu is installed")
+def test_ocr_does_not_fall_back_to_the_cpu_in_silence():
+    with pytest.raises(ValueError, match="onnxruntime-gpu"):
+        rewards.load("ocr", device="cuda")
+
+
 def test_clip_finds_the_prompt_of_a_held_out_sign_among_64():
     clip = rewards.load("clip")
     prompts = [sign.prompt for sign in pretrain.held_out_signs(64)]
@@ -128,6 +165,24 @@ def test_jpeg_size_is_the_file_size_and_falls_for_busy_pictures(tmp_path):
     assert reward(noise, ["x"]).item() == pytest.approx(-file.stat().st_size / 1000)
     assert reward(flat, ["x"]).item() > reward(noise, ["x"]).item()
     assert rewards.load("jpeg_size", quality=10)(noise, ["x"]).item() > reward(noise, ["x"]).item()
+
+
+def test_sharpness_is_its_formulas():
+    images = torch.rand(3, 3, 12, 15, generator=torch.Generator().manual_seed(0))
+    y = (0.299 * images[:, 0] + 0.587 * images[:, 1] + 0.114 * images[:, 2]).double().numpy()
+    inner = y[:, :-2, 1:-1] + y[:, 2:, 1:-1] + y[:, 1:-1, :-2] + y[:, 1:-1, 2:] - 4 * y[:, 1:-1, 1:-1]
+    laplacian = rewards.load("sharpness")
+    assert laplacian(images, ["x"] * 3).tolist() == pytest.approx(inner.var((1, 2)).tolist(), rel=1e-4)
+    power = rewards.load("sharpness", measure="high_frequency")
+    rows, columns = torch.meshgrid(torch.arange(32.0), torch.arange(64.0), indexing="ij")
+    for frequency, counts in ((3 / 16, 0), (4 / 16, 1), (7 / 16, 1)):  # a cosine wave has the power amplitude^2 / 2
+        wave = (0.5 + 0.4 * torch.cos(2 * torch.pi * frequency * rows)).expand(1, 3, 32, 64)
+        assert power(wave, ["x"]).item() == pytest.approx(counts * 0.08, abs=1e-6)
+    checks = ((rows + columns) % 2).expand(1, 3, 32, 64)
+    assert (laplacian(checks, ["x"]).item(), power(checks, ["x"]).item()) == pytest.approx((16, 0.25), abs=1e-4)
+    assert laplacian(torch.full((1, 3, 9, 9), 0.3), ["x"]).item() == pytest.approx(0, abs=1e-10)
+    with pytest.raises(ValueError, match="laplacian or high_frequency"):
+        rewards.load("sharpness", measure="fine")(images, ["x"] * 3)
 
 
 def test_color_counts_background_and_text():

@@ -1,0 +1,60 @@
+"""LAION's aesthetic score: a small head on CLIP's picture embedding. It does not read the prompt."""
+
+import torch
+from torch import Tensor, nn
+
+from rewards.batches import in_batches
+from rewards.checkpoints import fill, read
+from rewards.clip import OpenCLIP
+
+FILE = "sac+logos+ava1-l14-linearMSE.pth"
+URL = f"https://github.com/christophschuhmann/improved-aesthetic-predictor/raw/main/{FILE.replace('+', '%2B')}"
+MODEL = "ViT-L-14-quickgelu"  # OpenAI's weights need QuickGELU, and a checkpoint file can't say so
+
+
+class LinearHead(nn.Module):
+    """Five linear layers without activations, as published; the dropout between them only counts in training."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(
+            nn.Linear(width, 1024),
+            nn.Dropout(0.2),
+            nn.Linear(1024, 128),
+            nn.Dropout(0.2),
+            nn.Linear(128, 64),
+            nn.Dropout(0.1),
+            nn.Linear(64, 16),
+            nn.Linear(16, 1),
+        )
+
+    def forward(self, features: Tensor) -> Tensor:
+        """features (B, width); returns (B,)."""
+        return self.layers(features).squeeze(-1)
+
+
+class Aesthetic(nn.Module):
+    """LAION's aesthetic predictor v2 (arXiv 2210.08402): the rating people would give the picture, whatever the prompt.
+
+    Range: about 1 to 10, 5 to 7 for good pictures. Weights: sac+logos+ava1-l14-linearMSE.pth (Apache-2.0, 4 MB, from GitHub)
+    or the same format at `weights`, on OpenAI's ViT-L/14 (MIT, 1.7 GB) or a local checkpoint of it at `pretrained`. Memory:
+    1.8 GB. Gamed by dropping what the prompt asks for: painterly haze, sunsets and portraits score high alone.
+    """
+
+    def __init__(
+        self, weights: str | None = None, pretrained: str = "openai", device: str = "cpu", batch_size: int = 64
+    ) -> None:
+        super().__init__()
+        if weights is None:
+            state = torch.hub.load_state_dict_from_url(URL, map_location="cpu", file_name=FILE, weights_only=True)
+        else:
+            state = read("aesthetic", weights)
+        self.embed = OpenCLIP("aesthetic", MODEL, pretrained, device)
+        self.head = LinearHead(768)
+        fill("aesthetic", self.head, state, weights or FILE)
+        self.head.to(device).eval().requires_grad_(False)
+        self.batch_size = batch_size
+
+    def forward(self, images: Tensor, prompts: list[str]) -> Tensor:
+        """images (B, 3, H, W) in [0, 1]; returns (B,)."""
+        return in_batches(lambda pictures, _: self.head(self.embed.pictures(pictures)), images, prompts, self.batch_size)

@@ -1,0 +1,33 @@
+"""What the rewards with a model share: pictures as 8 bits, a batch at a time, each distinct prompt once."""
+
+from collections.abc import Callable
+
+import torch
+from PIL import Image
+from torch import Tensor
+
+
+def to_bytes(images: Tensor) -> Tensor:
+    """images (B, 3, H, W) in [0, 1] as uint8 on the CPU."""
+    return (images.detach().float().clamp(0, 1) * 255).round().byte().cpu()
+
+
+def to_pil(images: Tensor) -> list[Image.Image]:
+    """images (B, 3, H, W) in [0, 1] as RGB pictures, as if read from a PNG file: what every published transform takes."""
+    return [Image.fromarray(image.permute(1, 2, 0).contiguous().numpy()) for image in to_bytes(images)]
+
+
+@torch.no_grad()
+def in_batches(
+    score: Callable[[list[Image.Image], list[str]], Tensor], images: Tensor, prompts: list[str], batch_size: int
+) -> Tensor:
+    """score(pictures, prompts) of batch_size rows at a time; returns (B,) float32 on the CPU."""
+    rows = range(0, len(prompts), batch_size)
+    chunks = [score(to_pil(images[i : i + batch_size]), prompts[i : i + batch_size]) for i in rows]
+    return torch.cat([chunk.float().cpu() for chunk in chunks])
+
+
+def distinct(prompts: list[str]) -> tuple[list[str], list[int]]:
+    """The prompts without repeats, and each prompt's place among them."""
+    places = {prompt: place for place, prompt in enumerate(dict.fromkeys(prompts))}
+    return list(places), [places[prompt] for prompt in prompts]

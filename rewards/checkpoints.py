@@ -1,0 +1,53 @@
+"""Published weights files: read them, and fill a module with exactly what they hold."""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+
+def read(reward: str, file: str | Path) -> dict[str, Tensor]:
+    """The tensors of a .safetensors, .pt or .pth file by name.
+
+    Raises:
+        ValueError: there is no such file, or it holds no tensors by name.
+    """
+    if not Path(file).is_file():
+        raise ValueError(f"{reward}: there is no weights file {file}; give weights= an existing one.")
+    try:
+        if Path(file).suffix == ".safetensors":
+            return load_file(file)
+        found: Any = torch.load(file, map_location="cpu", weights_only=True)
+    except Exception as error:
+        raise ValueError(
+            f"{reward}: {file} can't be read as weights ({type(error).__name__}); download it again."
+        ) from error
+    if not isinstance(found, dict) or not all(isinstance(value, Tensor) for value in found.values()):
+        raise ValueError(f"{reward}: {file} is not a table of tensors by name; give weights= the published file.")
+    return found
+
+
+def fill(reward: str, module: torch.nn.Module, state: dict[str, Tensor], file: str | Path) -> None:
+    """Loads `state` into the module, which must be all of it and nothing else.
+
+    Raises:
+        ValueError: tensors are missing, of another shape, or left over: strict=False would train on random weights.
+    """
+    wanted = {name: value.shape for name, value in module.state_dict().items()}
+    found = {name: value.shape for name, value in state.items()}
+    check(reward, file, missing=wanted.keys() - found.keys(), unknown=found.keys() - wanted.keys())
+    check(reward, file, missing={f"{name} {tuple(wanted[name])}" for name in wanted if wanted[name] != found[name]})
+    module.load_state_dict(state)
+
+
+def check(reward: str, file: str | Path, missing: set[str], unknown: set[str] | None = None) -> None:
+    """ValueError unless both are empty."""
+    for verb, names in (("lacks", missing), ("has unknown", unknown or set())):
+        if names:
+            some = ", ".join(sorted(names)[:3])
+            raise ValueError(
+                f"{reward}: {file} {verb} {len(names)} tensors ({some}{', ...' if len(names) > 3 else ''}), so it is "
+                "not this reward's weights; give weights= the published file, or one of the same format."
+            )

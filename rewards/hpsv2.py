@@ -1,0 +1,43 @@
+"""HPSv2.1: CLIP tuned on people's choices between generated pictures."""
+
+import torchvision.transforms.functional as pixels
+from huggingface_hub import hf_hub_download
+from PIL import Image
+from torch import Tensor, nn
+
+from rewards.batches import in_batches
+from rewards.clip import OpenCLIP
+
+MODEL = "ViT-H-14"
+MEAN, STD = [0.48145466, 0.4578275, 0.40821073], [0.26862954, 0.26130258, 0.27577711]
+
+
+class HPSv2(nn.Module):
+    """Human Preference Score v2.1 (arXiv 2306.09341): the cosine of open_clip's ViT-H-14 with HPSv2's own weights.
+
+    Range: about 0.2 to 0.35. Weights: HPS_v2.1_compressed.pt of xswu/HPSv2 (Apache-2.0, 2 GB), or the same format at
+    `weights`. Memory: 4 GB in float32. Gamed by saturated colours, smooth skin and ornate detail; blind to small text.
+    """
+
+    def __init__(self, weights: str | None = None, device: str = "cpu", batch_size: int = 32) -> None:
+        super().__init__()
+        self.embed = OpenCLIP("hpsv2", MODEL, weights or hf_hub_download("xswu/HPSv2", "HPS_v2.1_compressed.pt"), device)
+        self.embed.preprocess = self._preprocess
+        self.batch_size = batch_size
+
+    def forward(self, images: Tensor, prompts: list[str]) -> Tensor:
+        """images (B, 3, H, W) in [0, 1]; returns (B,)."""
+        return in_batches(self._score, images, prompts, self.batch_size)
+
+    def _score(self, pictures: list[Image.Image], prompts: list[str]) -> Tensor:
+        return (self.embed.pictures(pictures) * self.embed.prompts(prompts)).sum(-1)
+
+    def _preprocess(self, picture: Image.Image) -> Tensor:
+        """HPSv2 sees the whole picture: the longer side is scaled to fit, and black fills the rest. CLIP crops."""
+        size = self.embed.model.visual.image_size[0]
+        scale = size / max(picture.size)
+        width, height = (round(side * scale) for side in picture.size)
+        left, top = (size - width) // 2, (size - height) // 2
+        scaled = pixels.resize(pixels.to_tensor(picture), [height, width], pixels.InterpolationMode.BICUBIC)
+        padded = pixels.pad(scaled, [left, top, size - width - left, size - height - top])
+        return pixels.normalize(padded, MEAN, STD)

@@ -1,0 +1,49 @@
+"""PickScore: CLIP tuned on which of two pictures the users of a web application kept."""
+
+from PIL import Image
+from torch import Tensor, nn
+from transformers import AutoProcessor, CLIPModel
+
+from rewards.batches import distinct, in_batches
+from rewards.checkpoints import check
+
+
+class PickScore(nn.Module):
+    """PickScore (arXiv 2305.01569): CLIP's logit, exp(logit_scale) * cosine, the unit of published results.
+
+    Range: about 17 to 24. Weights: yuvalkirstain/PickScore_v1 (MIT, 3.9 GB) with the processor of
+    laion/CLIP-ViT-H-14-laion2B-s32B-b79K, or local folders of the same format. Memory: 4 GB in float32. Gamed by glossy,
+    saturated, centred pictures; it hardly sees counts, positions and text.
+    """
+
+    def __init__(
+        self,
+        weights: str = "yuvalkirstain/PickScore_v1",
+        processor: str = "laion/CLIP-ViT-H-14-laion2B-s32B-b79K",
+        device: str = "cpu",
+        batch_size: int = 32,
+    ) -> None:
+        super().__init__()
+        try:
+            self.processor = AutoProcessor.from_pretrained(processor)
+            self.model, found = CLIPModel.from_pretrained(weights, output_loading_info=True)
+        except Exception as error:
+            reason = " ".join(str(error).split())[:300]
+            raise ValueError(
+                f"pickscore: can't load weights={weights} with processor={processor}: {type(error).__name__}: {reason}"
+            ) from error
+        check("pickscore", weights, missing=set(found["missing_keys"]))  # transformers would fill them with random numbers
+        self.model.to(device).eval().requires_grad_(False)
+        self.device, self.batch_size = device, batch_size
+
+    def forward(self, images: Tensor, prompts: list[str]) -> Tensor:
+        """images (B, 3, H, W) in [0, 1]; returns (B,)."""
+        return in_batches(self._score, images, prompts, self.batch_size)
+
+    def _score(self, pictures: list[Image.Image], prompts: list[str]) -> Tensor:
+        texts, places = distinct(prompts)
+        inputs = self.processor(
+            text=texts, images=pictures, padding=True, truncation=True, max_length=77, return_tensors="pt"
+        ).to(self.device)
+        found = self.model(**inputs)  # its embeddings are unit vectors
+        return self.model.logit_scale.exp() * (found.image_embeds * found.text_embeds[places]).sum(-1)

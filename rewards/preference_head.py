@@ -1,0 +1,212 @@
+"""A reward from votes: a linear head on open_clip features, fitted to which of two pictures people preferred.
+
+    fit("votes.jsonl", "my_head", model="ViT-L-14", pretrained="openai")
+    rewards.load("preference_head", weights="my_head")
+
+A votes file holds one JSON object a line, {"prompt": str, "better": path, "worse": path}, the paths relative to its folder.
+"""
+
+import json
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from PIL import Image
+from safetensors.torch import save_file
+from torch import Tensor
+
+from rewards.batches import in_batches
+from rewards.checkpoints import check, read
+from rewards.clip import TINY, OpenCLIP
+
+
+@dataclass
+class Vote:
+    prompt: str
+    better: Path
+    worse: Path
+
+
+@dataclass
+class Fit:
+    """What a fit was made with and what it reached; accuracy is the share of votes whose better picture scores higher."""
+
+    model: str
+    pretrained: str | None
+    weight_decay: float
+    seed: int
+    votes: int
+    held_out_votes: int
+    accuracy: float
+    held_out_accuracy: float | None  # None if nothing was held out
+
+
+class PreferenceHead(torch.nn.Module):
+    """The score w . phi of a head that `fit` trained on votes, phi the features of picture and prompt (see `features`).
+
+    Range: any; a difference of d means odds of exp(d) : 1 that people prefer the one. Weights: the folder that `fit` wrote
+    (your own, some KB) and the open_clip model it was fitted on. Memory: that model's. Gamed as clip is, and wherever
+    training leaves the kind of pictures that were voted on: watch a held-out reward and vote anew.
+    """
+
+    def __init__(self, weights: str, device: str = "cpu", batch_size: int = 64) -> None:
+        super().__init__()
+        folder = Path(weights)
+        state = read("preference_head", folder / "head.safetensors")
+        check("preference_head", weights, missing={"weight"} - state.keys())
+        try:
+            fitted = Fit(**json.loads((folder / "head.json").read_text()))
+        except (OSError, ValueError, TypeError) as error:
+            raise ValueError(
+                f"preference_head: {folder}/head.json is not what fit wrote ({error}); fit it again."
+            ) from error
+        self.embed = OpenCLIP("preference_head", fitted.model, fitted.pretrained, device)
+        self.weight = torch.nn.Parameter(state["weight"].to(device), requires_grad=False)
+        self.batch_size = batch_size
+
+    def forward(self, images: Tensor, prompts: list[str]) -> Tensor:
+        """images (B, 3, H, W) in [0, 1]; returns (B,)."""
+        return in_batches(self._score, images, prompts, self.batch_size)
+
+    def _score(self, pictures: list[Image.Image], prompts: list[str]) -> Tensor:
+        return features(self.embed, pictures, prompts) @ self.weight
+
+
+def features(embed: OpenCLIP, pictures: list[Image.Image], prompts: list[str]) -> Tensor:
+    """phi (B, 2 E): the picture's unit embedding v, and v * t with the prompt's t, scaled to the same size.
+
+    The first part is taste whatever the prompt; in the second, equal weights give CLIP's cosine.
+    """
+    v, t = embed.pictures(pictures), embed.prompts(prompts)
+    return torch.cat([v, v * t * v.shape[1] ** 0.5], 1)
+
+
+def fit(
+    votes: str | Path,
+    output: str | Path,
+    model: str = TINY,
+    pretrained: str | None = None,
+    weight_decay: float = 1e-3,
+    held_out: float = 0.2,
+    seed: int = 0,
+    device: str = "cpu",
+) -> Fit:
+    """Fits a head to a votes file and writes head.safetensors and head.json to the folder `output`.
+
+    A share `held_out` of the prompts, drawn by the seed, takes no part in the fit: votes on one prompt share pictures, so a
+    split by votes would flatter the held-out accuracy.
+
+    Raises:
+        ValueError: a vote is malformed, its path leaves the votes file's folder, or its picture can't be read.
+    """
+    if weight_decay <= 0:
+        raise ValueError(
+            "preference_head: set weight_decay above 0, without it the weights of separable votes grow for ever."
+        )
+    read_votes = _read(Path(votes))
+    embed = OpenCLIP("preference_head", model, pretrained, device)
+    difference = _differences(embed, read_votes)  # (N, 2 E)
+    test = _held_out([vote.prompt for vote in read_votes], held_out, seed)
+    weight = bradley_terry(difference[~test], weight_decay)
+    right = (difference @ weight > 0).double()
+    result = Fit(
+        model=model,
+        pretrained=pretrained,
+        weight_decay=weight_decay,
+        seed=seed,
+        votes=len(read_votes),
+        held_out_votes=int(test.sum()),
+        accuracy=right[~test].mean().item(),
+        held_out_accuracy=right[test].mean().item() if test.any() else None,
+    )
+    Path(output).mkdir(parents=True, exist_ok=True)
+    save_file({"weight": weight.float()}, Path(output) / "head.safetensors")
+    (Path(output) / "head.json").write_text(json.dumps(asdict(result), indent=2) + "\n")
+    return result
+
+
+def bradley_terry(difference: Tensor, weight_decay: float) -> Tensor:
+    """The w (D,) that minimises mean(-log sigmoid(w . d)) + weight_decay / 2 |w|^2 over the rows d of difference (N, D).
+
+    d = phi(better) - phi(worse): the model of Bradley and Terry 1952 (10.2307/2334029) with linear scores, and the loss of
+    reward models since arXiv 1706.03741. It is strictly convex, so that the answer does not depend on where the search
+    begins, and L-BFGS finds it to rounding.
+    """
+    weight = torch.zeros(difference.shape[1], dtype=torch.float64, requires_grad=True)
+    search = torch.optim.LBFGS(
+        [weight], max_iter=1000, tolerance_grad=1e-10, tolerance_change=0, line_search_fn="strong_wolfe"
+    )
+
+    def loss() -> Tensor:
+        search.zero_grad()
+        value = -F.logsigmoid(difference @ weight).mean() + weight_decay / 2 * weight.square().sum()
+        value.backward()
+        return value
+
+    with torch.enable_grad():
+        search.step(loss)
+    return weight.detach()
+
+
+def _read(file: Path) -> list[Vote]:
+    if not file.is_file():
+        raise ValueError(f"preference_head: there is no votes file {file}.")
+    votes = []
+    for number, line in enumerate(file.read_text().splitlines(), 1):
+        where = f"{file}, line {number}"
+        try:
+            found = json.loads(line)
+            prompt, better, worse = found["prompt"], found["better"], found["worse"]
+        except (ValueError, TypeError, KeyError) as error:
+            raise ValueError(f'{where} is not {{"prompt": ..., "better": ..., "worse": ...}}: {line[:80]!r}.') from error
+        if not all(isinstance(value, str) for value in (prompt, better, worse)):
+            raise ValueError(f"{where}: prompt, better and worse must be strings.")
+        if better == worse:
+            raise ValueError(f"{where} compares {better!r} with itself; take the line out.")
+        votes.append(Vote(prompt, _inside(file.parent, better, where), _inside(file.parent, worse, where)))
+    if not votes:
+        raise ValueError(f"{file} holds no votes.")
+    return votes
+
+
+def _inside(folder: Path, name: str, where: str) -> Path:
+    """The picture's path, which must not lead out of the folder: a votes file may come from anyone."""
+    path = (folder / name).resolve()
+    if not path.is_relative_to(folder.resolve()):
+        raise ValueError(f"{where}: {name!r} leads out of the votes file's folder; put the pictures into it.")
+    if not path.is_file():
+        raise ValueError(f"{where}: there is no picture {name!r}.")
+    return path
+
+
+@torch.no_grad()
+def _differences(embed: OpenCLIP, votes: list[Vote]) -> Tensor:
+    """phi(better) - phi(worse) of every vote (N, 2 E), float64 on the CPU."""
+    rows = []
+    for i in range(0, len(votes), 32):
+        chunk = votes[i : i + 32]
+        prompts = [vote.prompt for vote in chunk]
+        better = features(embed, [_picture(vote.better) for vote in chunk], prompts)
+        rows.append(better - features(embed, [_picture(vote.worse) for vote in chunk], prompts))
+    return torch.cat(rows).double().cpu()
+
+
+def _picture(path: Path) -> Image.Image:
+    try:
+        return Image.open(path).convert("RGB")
+    except Exception as error:  # truncated, no picture, or too many pixels for Pillow
+        raise ValueError(f"preference_head: {path} can't be read as a picture ({type(error).__name__}).") from error
+
+
+def _held_out(prompts: list[str], share: float, seed: int) -> Tensor:
+    """Which votes are held out (N,): those of a share of the distinct prompts, at least one on each side."""
+    if not 0 <= share < 1:
+        raise ValueError(f"preference_head: held_out={share} must be a share in [0, 1).")
+    names = list(dict.fromkeys(prompts))
+    if share > 0 and len(names) == 1:
+        raise ValueError("preference_head: all votes are for one prompt, so none can be held out; set held_out=0.")
+    order = torch.randperm(len(names), generator=torch.Generator().manual_seed(seed)).tolist()
+    count = min(max(round(share * len(names)), 1), len(names) - 1) if share > 0 else 0
+    chosen = {names[place] for place in order[:count]}
+    return torch.tensor([prompt in chosen for prompt in prompts])
