@@ -69,7 +69,9 @@ def evaluate(
     processes = processes or Processes()
     own = list(range(processes.rank, len(prompts), processes.count))
     batch = prompts.take(own, 1)
-    images = draw(policy, batch.prompts, [seed + i for i in own], steps, microbatch)
+    most = -(-len(prompts) // processes.count)
+    drawn = own + own[-1:] * (most - len(own))  # all processes draw as many, as they must where they share weights
+    images = draw(policy, prompts.take(drawn, 1).prompts, [seed + i for i in drawn], steps, microbatch)[: len(own)]
     shown = images[: len([i for i in own if keep is None or i < keep])].clone()
 
     def scored() -> tuple[list[int], Tensor, dict[str, Tensor]]:

@@ -1,5 +1,6 @@
 """What of a model is where, and in how many bits: the settings of `memory`, applied to a pipeline."""
 
+import inspect
 import resource
 import sys
 from typing import Any
@@ -52,10 +53,36 @@ def arrange(pipe: DiffusionPipeline, memory: MemoryConfig) -> None:
 
 
 def compile_blocks(transformer: torch.nn.Module) -> None:
-    """torch.compile of the blocks that repeat. ValueError if the transformer does not say which those are."""
-    if not getattr(transformer, "_repeated_blocks", None):
-        raise ValueError(f"memory.compile: diffusers does not say which blocks of {type(transformer).__name__} repeat.")
-    transformer.compile_repeated_blocks()  # type: ignore[operator]
+    """torch.compile of the blocks that repeat. ValueError if diffusers does not say which those are."""
+    for block in _blocks(transformer, "memory.compile"):
+        block.compile()
+
+
+def shard(transformer: torch.nn.Module, whole: set[torch.nn.Parameter]) -> None:
+    """Spreads the weights over the processes (FSDP2, arXiv 2304.11277): each holds a share of a block's until it computes.
+
+    Args:
+        whole: parameters that every process keeps: the adapter's, which is small and has an optimizer of its own.
+
+    Raises:
+        ValueError: diffusers does not say which blocks repeat, or this torch shards all parameters or none.
+    """
+    from torch.distributed.fsdp import fully_shard
+
+    if "ignored_params" not in inspect.signature(fully_shard).parameters:
+        raise ValueError(f"memory.shard needs torch 2.7 or later, and this is {torch.__version__}.")
+    for block in _blocks(transformer, "memory.shard"):
+        fully_shard(block, ignored_params=whole)
+    fully_shard(transformer, ignored_params=whole)
+
+
+def _blocks(transformer: torch.nn.Module, setting: str) -> list[torch.nn.Module]:
+    """The modules that repeat, as diffusers names their classes."""
+    names = getattr(transformer, "_repeated_blocks", None) or getattr(transformer, "_no_split_modules", None) or []
+    found = [module for module in transformer.modules() if type(module).__name__ in names]
+    if not found:
+        raise ValueError(f"{setting}: diffusers does not say which blocks of {type(transformer).__name__} repeat.")
+    return found
 
 
 def peak_bytes(device: torch.device) -> float:

@@ -65,6 +65,7 @@ class FlowPipeline:
         self._axes: list[Any] | None = None
         self._one_length = False  # whether the encoders pad all prompts to one length
         self.takes_timesteps: bool | None = None
+        self._calls: Callable[[int], int] = lambda calls: calls  # how many all processes make, of those that one needs
         self._probe = Probe.of(pipe.scheduler)
         self._view = copy.copy(pipe)
         self._view.__class__ = computing_on(type(pipe), self.device)
@@ -193,11 +194,11 @@ class FlowPipeline:
         if (timesteps != timesteps[0]).any() and not self._takes_timesteps(x, timesteps, conditioning, rows):
             kind = torch.stack([kind.double(), timesteps.double()], 1).unique(dim=0, return_inverse=True)[1]
         parts = [(kind == one).nonzero()[:, 0] for one in kind.unique()]
-        found = []
-        for part in parts:
+        found, more = [], parts[:1] * (self._calls(len(parts)) - len(parts))
+        for part in parts + more:  # more, if other processes need them: the graph has them too, so that backward is alike
             filled = part[torch.arange(n) % len(part)]
             found.append(self._velocity(x[filled], timesteps[filled], conditioning, rows[filled])[: len(part)])
-        order = torch.cat(parts).argsort()
+        order = torch.cat(parts).argsort()  # leaves `more` out
         return torch.cat(found)[order.to(found[0].device)]
 
     def _velocity(self, x: Tensor, timesteps: Tensor, conditioning: Conditioning, rows: Tensor) -> Tensor:

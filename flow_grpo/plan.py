@@ -41,6 +41,7 @@ GPUS = {
 }
 UTILISATION = {True: 0.45, False: 0.12}  # of that peak, on a GPU and by the embedded model on a CPU, see docs/performance.md
 CUDA_CONTEXT = 0.6 * GB  # of torch's own, before the first tensor
+DOING = {"rollout": "images are drawn", "update": "the adapter is trained", "decoding": "images are decoded"}
 BITS = {"int8": 8.1, "int4": 4.5, "nf4": 4.5}  # of a weight, with its share of the scales
 
 
@@ -257,32 +258,32 @@ def print_plan(console: Console, args: FlowGRPOConfig, machine: Machine, base: f
             "It does not fit: set memory.checkpointing, memory.quantize=nf4, memory.offload_encoders, or a smaller size."
         )
         return False
-    sizes = fitting(args, min(args.microbatch, largest), machine.count)
+    sizes, most = fitting(args, min(args.microbatch, largest), machine.count), fitting(args, largest, machine.count)
     forecast = plan.forecast(sizes.microbatch, base)
+    console.print(_table(forecast))
+    operations = forecast.operations * sizes.prompts_per_step / args.prompts_per_step
+    share = UTILISATION[machine.cuda]
+    seconds = operations / (machine.speed * machine.count * share)
+    for line in (
+        f"a step: {seconds:.3g} s at {share:.0%} of the peak, without rewards, if every group has signal",
+        f"largest microbatch: {largest}; of those that divide: {most.microbatch}",
+        f"sizes that divide: prompts_per_step={sizes.prompts_per_step} images_per_prompt={args.images_per_prompt} "
+        f"microbatch={most.microbatch} updates={args.updates} --num-processes {machine.count}",
+    ):
+        console.print(line, highlight=False, soft_wrap=True)
+    return True
+
+
+def _table(forecast: Forecast) -> Table:
     table = Table(box=None, pad_edge=False)
-    table.add_column("of the memory")
+    table.add_column(f"memory with microbatch={forecast.microbatch}")
     table.add_column("GB", justify="right")
     for name, size in forecast.staying.items():
         table.add_row(name, f"{size / GB:.2f}")
     for name, size in forecast.passing.items():
-        table.add_row(f"and while {_doing(name)}", f"{size / GB:.2f}", style="dim")
+        table.add_row(f"while {DOING[name]}", f"{size / GB:.2f}", style="dim")
     table.add_row("peak", f"{forecast.peak / GB:.2f}", style="bold")
-    console.print(table)
-    seconds = (
-        forecast.operations * sizes.prompts_per_step / args.prompts_per_step / (machine.speed * machine.count * UTILISATION)
-    )
-    console.print(
-        f"a step: {seconds:.3g} s at {UTILISATION:.0%} of the peak, without rewards, if every group has signal",
-        highlight=False,
-    )
-    most = fitting(args, largest, machine.count)
-    console.print(f"largest microbatch: {largest}; of those that divide: {most.microbatch}", highlight=False)
-    console.print(
-        f"sizes that divide: prompts_per_step={sizes.prompts_per_step} images_per_prompt={args.images_per_prompt} "
-        f"microbatch={most.microbatch} updates={args.updates} num-processes={machine.count}",
-        highlight=False,
-    )
-    return True
+    return table
 
 
 def occupied(args: FlowGRPOConfig) -> float:
@@ -332,7 +333,3 @@ def _dtype(name: str, cuda: bool) -> torch.dtype:
     if name != "auto":
         return DTYPES[name]
     return torch.bfloat16 if cuda else fast_dtype("cpu")
-
-
-def _doing(name: str) -> str:
-    return {"rollout": "images are drawn", "update": "the adapter is trained", "decoding": "images are decoded"}[name]

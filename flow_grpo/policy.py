@@ -23,7 +23,8 @@ from torch import Tensor
 
 from flow_grpo import hub
 from flow_grpo.embeddings import Embeddings
-from flow_grpo.memory import arrange, compile_blocks, quantization
+from flow_grpo.memory import arrange, compile_blocks, quantization, shard
+from flow_grpo.parallel import Processes
 from flow_grpo.pipeline import ENCODERS, PROBES, FlowPipeline
 from flow_grpo.probe import first_line
 from flow_grpo.sections import MemoryConfig
@@ -39,12 +40,13 @@ class Policy(FlowPipeline):
     Attributes:
         ema: the averaged adapter by parameter name, once `start_ema` was called.
         compiled: whether a forward pass with gradients may be another kernel than one without.
+        sharded: whether each process holds a share of the base weights.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.ema: dict[str, Tensor] = {}
-        self.compiled = False
+        self.compiled = self.sharded = False
 
     # -- the adapter ------------------------------------------------------------------------------------------------
 
@@ -145,6 +147,13 @@ class Policy(FlowPipeline):
         """Compiles the transformer's repeated blocks, the LoRA within them."""
         compile_blocks(self.pipe.transformer)
         self.compiled = True
+
+    def shard(self, processes: Processes) -> None:
+        """Spreads the base weights over the processes; from here on all of them call the transformer equally often."""
+        conditioning, (schedule, shape) = self.encode(list(PROBES[:1] * 2)), self.schedule(2)
+        self._takes_timesteps(torch.zeros(2, *shape), schedule.timesteps, conditioning, torch.arange(2))  # while all are alike
+        shard(self.pipe.transformer, {p for name, p in self.pipe.transformer.named_parameters() if "lora_" in name})
+        self.sharded, self._calls = True, lambda calls: max(processes.everyone(calls))
 
     @contextmanager
     def reference(self) -> Iterator[None]:
@@ -317,5 +326,5 @@ def quiet_libraries() -> None:
     for library in (diffusers_logging, transformers_logging):
         library.set_verbosity_error()
         library.disable_progress_bar()
-    for name in ("huggingface_hub", "peft", "accelerate"):
+    for name in ("huggingface_hub", "peft", "accelerate", "bitsandbytes", "torchao", "torch.utils._pytree"):
         logging.getLogger(name).setLevel(logging.ERROR)

@@ -177,6 +177,8 @@ class MemoryConfig(Section):
     """Base weights of the transformer in 8 or 4 bit, under the float32 LoRA: int8 and int4 by torchao, nf4 by bitsandbytes."""
     checkpointing: bool = False
     """Gradient checkpointing: activations of a block are computed again in the backward pass, for a third more time."""
+    shard: bool = False
+    """Several processes: each holds a share of the base weights, and a block's are put together while it computes (FSDP2)."""
     compile: bool = False
     """torch.compile of the transformer's repeated blocks."""
     attention: str | None = None

@@ -79,6 +79,8 @@ class FlowGRPOTrainer:
             self.policy.start_ema()
         if any(part.objective.name == "nft" for _, part in self.parts):
             self.policy.add_copy("old")
+        if args.memory.shard and self.processes.count > 1:
+            self.policy.shard(self.processes)
         self.dealer = Dealer(self.train_set, args.seed, args.resting.after, args.resting.steps)
         self.folder = Path(args.output)
         self.step = 0

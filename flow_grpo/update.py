@@ -10,6 +10,7 @@ from torch import Tensor
 from flow_grpo.config import FlowGRPOConfig
 from flow_grpo.parallel import Processes
 from flow_grpo.policy import Policy
+from flow_grpo.sections import OptimizerConfig
 from flow_grpo.terms import ClipRange, FinalTerms, Means, StepTerms
 from flow_grpo.types import Experience
 
@@ -26,8 +27,7 @@ class Update:
     def __init__(self, policy: Policy, args: FlowGRPOConfig, begin: int, processes: Processes) -> None:
         self.policy, self.args, self.begin, o = policy, args, begin, args.optimizer
         self.processes = processes
-        parameters = policy.parameters().values()
-        self.optimizer = torch.optim.AdamW(parameters, lr=o.lr, betas=o.betas, eps=o.eps, weight_decay=o.weight_decay)
+        self.optimizer = _optimizer(list(policy.parameters().values()), o)
         self.scaler = torch.amp.GradScaler(policy.device.type, enabled=policy.dtype == torch.float16)
         self.scaler.scale(torch.zeros((), device=policy.device))  # it begins here, also where no row has signal
         self.clip = ClipRange(args.objective.clip_quantile)
@@ -48,11 +48,13 @@ class Update:
             rows = experience.rows[torch.isin(batch.group[experience.rows], share)]
             each = 1 / (len(share) * experience.rows_per_group)
             in_place = terms.compares and not self.packs
-            for chunk, weight in self._chunks(rows, each, len(batch.prompts) if in_place else None):
+            chunks = list(self._chunks(rows, each, len(batch.prompts) if in_place else None))
+            for chunk, weight in chunks + self._more(len(chunks), len(batch.prompts)):
                 for loss in terms.losses(chunk, weight > 0):
                     value = (loss.value * weight).sum() / terms.count
                     self.scaler.scale(value.to(self.policy.device)).backward()
-                    totals.add(loss, weight / terms.count)
+                    if weight.any():
+                        totals.add(loss, weight / terms.count)
             if not self.processes.any(len(rows) > 0):
                 continue
             if not self.unfinished and not self._ratio_is_one(totals):
@@ -108,6 +110,13 @@ class Update:
             weight = torch.cat([torch.full((len(chunk),), each), torch.zeros(missing)])
             yield torch.cat([chunk, chunk[:1].expand(missing)]), weight
 
+    def _more(self, count: int, rows: int) -> list[tuple[Tensor, Tensor]]:
+        """Chunks that weigh nothing, where the base weights are shared and other processes have more than `count` chunks."""
+        if not self.policy.sharded:
+            return []
+        chunk = torch.arange(min(self.args.microbatch, rows))
+        return [(chunk, torch.zeros(len(chunk)))] * (max(self.processes.everyone(count)) - count)
+
     def _ratio_is_one(self, totals: Means) -> bool:
         """Notes how far the ratio is from 1 before the first update. False if it is not 1 and packing may be why.
 
@@ -156,3 +165,16 @@ class Update:
         if self.args.ema_decay and finite:
             self.policy.update_ema(min(self.args.ema_decay, (1 + step) / (10 + step)))
         return {"grad_norm": norm, "grad_rms": norm / count**0.5} if finite else {"grad_overflow": 1.0}
+
+
+def _optimizer(parameters: list[torch.nn.Parameter], o: OptimizerConfig) -> torch.optim.Optimizer:
+    settings: Any = {"lr": o.lr, "betas": o.betas, "eps": o.eps, "weight_decay": o.weight_decay}
+    if o.name == "adamw":
+        return torch.optim.AdamW(parameters, **settings)
+    try:
+        from bitsandbytes.optim import AdamW8bit
+    except ImportError as error:
+        raise ValueError(
+            "optimizer.name=adamw_8bit needs bitsandbytes, which is not installed: pip install bitsandbytes."
+        ) from error
+    return AdamW8bit(parameters, **settings)

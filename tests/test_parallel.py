@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 import time
@@ -16,6 +17,7 @@ from flow_grpo import checkpoint
 from flow_grpo.config import FlowGRPOConfig
 from flow_grpo.parallel import Processes
 from flow_grpo.prompts import Dealer, load_prompts
+from flow_grpo.train import FlowGRPOTrainer
 
 BROKEN = """
 import os
@@ -45,9 +47,7 @@ SETTINGS = [
 
 
 def start(config: Path, processes: int, *more: str) -> subprocess.Popen:
-    words = [sys.executable, "-m", "flow_grpo", "train", str(config), *more]
-    if processes > 1:
-        words.append(f"--num-processes={processes}")
+    words = [sys.executable, "-m", "flow_grpo", "train", str(config), *more, f"--num-processes={processes}"]
     env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parent.parent)}
     return subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=env, cwd=config.parent)
 
@@ -56,6 +56,11 @@ def finished(process: subprocess.Popen, code: int = 0, seconds: float = 180) -> 
     output = process.communicate(timeout=seconds)[0]
     assert process.returncode == code, output
     return output
+
+
+def run_alone(config: Path, resume: bool = False) -> None:
+    """One process, which is this one."""
+    FlowGRPOTrainer(args=FlowGRPOConfig.read(config)).train(resume)
 
 
 def config(folder: Path, *overrides: str) -> Path:
@@ -90,24 +95,27 @@ def same(one: Path, other: Path) -> None:
 @pytest.fixture(scope="module")
 def alone(tmp_path_factory):
     folder = tmp_path_factory.mktemp("alone")
-    finished(start(config(folder), 1))
+    run_alone(config(folder))
     return folder
 
 
-@pytest.mark.parametrize("processes", [2, 3])
-def test_processes_do_what_one_does(alone, tmp_path, processes):
-    output = finished(start(config(tmp_path), processes))
+@pytest.mark.parametrize(
+    ("processes", "setting"), [(2, "memory.shard=true"), (2, "memory.shard=false"), (3, "memory.shard=false")]
+)
+def test_processes_do_what_one_does(alone, tmp_path, processes, setting):
+    output = finished(start(config(tmp_path, setting), processes))
     same(alone, tmp_path)
     assert output.count("held out: ") == 2, "one of them speaks"
     assert (tmp_path / "run" / "before_after.png").exists()
 
 
 def test_a_checkpoint_of_2_is_resumed_by_1_and_by_3(alone, tmp_path):
+    finished(start(config(tmp_path / "first"), 2, "steps=1"))
     for processes in (1, 3):
         folder = tmp_path / str(processes)
         file = config(folder)
-        finished(start(file, 2, "steps=1"))
-        finished(start(file, processes, "--resume"))
+        shutil.copytree(tmp_path / "first" / "run", folder / "run")
+        run_alone(file, resume=True) if processes == 1 else finished(start(file, processes, "--resume"))
         assert [row["step"] for row in rows(folder) if "loss" in row] == [1, 2]
         left, right = adapter(alone), adapter(folder)
         for name, value in left.items():
@@ -143,8 +151,9 @@ def test_a_process_without_signal_neither_stops_nor_biases_the_others(tmp_path):
     args = FlowGRPOConfig.read(config(tmp_path / "look"))
     dealt = Dealer(load_prompts(args.prompts), args.seed).deal(0, 6, 1).prompts
     (tmp_path / "loud.txt").write_text("\n".join([dealt[0], dealt[3]]))  # groups 0 and 3 are the first of three's
-    for processes in (1, 3):
-        finished(start(config(tmp_path / str(processes), f"rewards={{'{file}:uneven': 1}}", "steps=1"), processes))
+    settings = [f"rewards={{'{file}:uneven': 1}}", "steps=1"]
+    run_alone(config(tmp_path / "1", *settings))
+    finished(start(config(tmp_path / "3", *settings), 3))
     same(tmp_path / "1", tmp_path / "3")
     assert rows(tmp_path / "1")[1]["frac_reward_zero_std"] == pytest.approx(2 / 3)
 
