@@ -1,9 +1,10 @@
 """A pipeline without its weights: what can be known of it from its configs, before anything large is read.
 
 The text encoders answer zeros. Transformer and VAE answer zeros too, and carry the shapes of what they are called with through
-their own code, on torch's fake tensors: so the bytes that would be alive and the floating point operations can be counted.
+their own code on torch's meta device: so the bytes that would be alive and the floating point operations can be counted.
 """
 
+import copy
 import json
 import weakref
 from collections.abc import Iterator
@@ -19,10 +20,10 @@ import transformers
 from diffusers import DiffusionPipeline, ModelMixin
 from huggingface_hub import snapshot_download
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 from transformers.modeling_outputs import BaseModelOutputWithPooling
 from transformers.models.clip.modeling_clip import CLIPTextModelOutput
@@ -62,7 +63,7 @@ def _part(folder: Path, name: str, entry: Any, dtype: torch.dtype, cuda: bool) -
         return made.from_pretrained(folder, subfolder=name)
     with torch.device("meta"):
         network = made.from_config(made.load_config(folder, subfolder=name)).to(dtype)
-    return Followed(network.requires_grad_(False).eval(), cuda)
+    return Followed(network.requires_grad_(False).eval(), dtype, cuda)
 
 
 class Encoder(torch.nn.Module):
@@ -98,9 +99,8 @@ class Followed:
 
     device = torch.device("cpu")  # the pipeline's own tensors have numbers
 
-    def __init__(self, network: torch.nn.Module, cuda: bool) -> None:
-        self._network, self._cuda = network, cuda
-        self._fake = FakeTensorMode(allow_non_fake_inputs=True)
+    def __init__(self, network: torch.nn.Module, dtype: torch.dtype, cuda: bool) -> None:
+        self._network, self._cast = network, _Cast(dtype, cuda)
         self._counter: Any = nullcontext()
         self._outputs: list[Tensor] = []
 
@@ -110,8 +110,16 @@ class Followed:
     def decode(self, *args: Any, **kwargs: Any) -> Any:
         return self._follow(self._network.decode, args, kwargs)
 
+    def enable_gradient_checkpointing(self) -> None:
+        def checkpointed(block: Any, *args: Any) -> Any:
+            contexts = lambda: (nullcontext(), self._cast)  # noqa: E731  (what is computed again is cast too)
+            return checkpoint(block, *args, use_reentrant=False, context_fn=contexts)
+
+        self._network.enable_gradient_checkpointing(checkpointed)
+
     def __getattr__(self, name: str) -> Any:
-        return getattr(self._network, name)
+        found = getattr(self._network, name)  # a module, when the pipeline computes with it itself
+        return copy.deepcopy(found).to_empty(device="cpu") if isinstance(found, torch.nn.Module) else found
 
     @contextmanager
     def counted(self, counter: Any, backward: bool) -> Iterator[None]:
@@ -121,47 +129,60 @@ class Followed:
             with torch.set_grad_enabled(backward):
                 yield
             if backward:
-                with self._fake, counter:
-                    sum(output.float().square().mean() for output in self._outputs).backward()
+                with counter:
+                    loss = torch.stack([output.float().square().mean() for output in self._outputs]).sum()
+                    torch.autograd.backward(loss)
         finally:
             self._counter, self._outputs = nullcontext(), []
             for parameter in self._network.parameters():
                 parameter.grad = None
 
     def _follow(self, call: Any, args: Any, kwargs: Any) -> Any:
-        for module in self._network.modules():  # an adapter may have come since
-            for held in (module._parameters, module._buffers):
-                held.update({name: self._filled(value) for name, value in held.items() if value is not None})
-        with self._fake, self._counter, _InFloat32() if self._cuda else nullcontext():
-            found = call(*tree_map(self._faked, args), **tree_map(self._faked, kwargs))
+        args, kwargs = tree_map(_without_numbers, (args, kwargs))
+        with self._counter, self._cast:
+            found = call(*args, **kwargs)
         self._outputs += [leaf for leaf in tree_leaves(found) if isinstance(leaf, Tensor)]
         return tree_map(lambda leaf: torch.zeros(leaf.shape, dtype=leaf.dtype) if isinstance(leaf, Tensor) else leaf, found)
 
-    def _faked(self, value: Any) -> Any:
-        return self._fake.from_tensor(value) if isinstance(value, Tensor) else value
 
-    def _filled(self, value: Tensor) -> Tensor:
-        """A fake tensor on the CPU for one on the meta device, which no operation takes beside others."""
-        if not value.is_meta or isinstance(value, FakeTensor):
-            return value
-        with self._fake:
-            empty = torch.empty(value.shape, dtype=value.dtype, device="cpu")
-        return torch.nn.Parameter(empty, value.requires_grad) if isinstance(value, torch.nn.Parameter) else empty
+def _without_numbers(value: Any) -> Any:
+    return value.to("meta") if isinstance(value, Tensor) else value
 
 
-class _InFloat32(TorchFunctionMode):
-    """What CUDA's autocast computes in float32 and a CPU's in the lower precision."""
+class _Cast(TorchFunctionMode):
+    """Autocast, which knows nothing of the meta device, and the attention kernels that don't write out their matrix."""
 
-    RAISED = (F.layer_norm, F.group_norm, F.softmax, torch.softmax, Tensor.softmax)
+    LOWERED = (F.linear, F.conv2d, torch.matmul, torch.bmm, torch.baddbmm, Tensor.matmul, Tensor.__matmul__)
+    RAISED = (F.layer_norm, F.group_norm, F.softmax, torch.softmax, Tensor.softmax)  # on CUDA, not on a CPU
+
+    def __init__(self, dtype: torch.dtype, cuda: bool) -> None:
+        super().__init__()
+        self.dtype, self.raised = dtype, self.RAISED if cuda else ()
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func in self.RAISED:
-            args, kwargs = tree_map(_raised, (args, kwargs or {}))
-        return func(*args, **(kwargs or {}))
+        kwargs = kwargs or {}
+        if func is F.scaled_dot_product_attention:
+            return self._attention(*args, **kwargs)
+        if self.dtype != torch.float32 and func in self.LOWERED:
+            args, kwargs = self._in(self.dtype, args), self._in(self.dtype, kwargs)
+        elif self.dtype != torch.float32 and func in self.raised:
+            args, kwargs = self._in(torch.float32, args), self._in(torch.float32, kwargs)
+        return func(*args, **kwargs)
 
+    def _attention(
+        self, query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, dropout_p: float = 0.0,
+        is_causal: bool = False, scale: float | None = None, enable_gqa: bool = False,
+    ) -> Tensor:  # fmt: skip
+        heads = [self._in(self.dtype, t) if self.dtype != torch.float32 else t for t in (query, key, value)]
+        if enable_gqa:
+            heads[1:] = [t.repeat_interleave(query.shape[-3] // t.shape[-3], -3) for t in heads[1:]]
+        mask = attn_mask.to(heads[0].dtype) if attn_mask is not None and attn_mask.dtype == torch.bool else attn_mask
+        flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+        return flash(*heads, dropout_p, is_causal, attn_mask=mask, scale=scale)[0]
 
-def _raised(value: Any) -> Any:
-    return value.float() if isinstance(value, Tensor) and value.is_floating_point() else value
+    @staticmethod
+    def _in(dtype: torch.dtype, values: Any) -> Any:
+        return tree_map(lambda v: v.to(dtype) if isinstance(v, Tensor) and v.is_floating_point() else v, values)
 
 
 class Alive(TorchDispatchMode):
@@ -174,13 +195,14 @@ class Alive(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         found = func(*args, **(kwargs or {}))
-        for tensor in tree_leaves(found):
-            if isinstance(tensor, Tensor):
-                self._count(tensor.untyped_storage())
+        given = _storages((args, kwargs))  # a view of something is nothing new
+        for key, storage in _storages(found).items():
+            if key not in given:
+                self._count(key, storage)
         return found
 
-    def _count(self, storage: Any) -> None:
-        key, size = storage._cdata, storage.nbytes()
+    def _count(self, key: int, storage: Any) -> None:
+        size = storage.nbytes()
         if key in self._seen:
             return
         self._seen.add(key)
@@ -193,6 +215,21 @@ class Alive(TorchDispatchMode):
         self.now -= size
 
 
-def operations() -> FlopCounterMode:
-    """Counts floating point operations. Not beside `Alive`: it holds on to tensors."""
-    return FlopCounterMode(display=False)
+def _storages(values: Any) -> dict[int, Any]:
+    leaves = [leaf.untyped_storage() for leaf in tree_leaves(values) if isinstance(leaf, Tensor)]
+    return {storage._cdata: storage for storage in leaves}
+
+
+class Operations:
+    """Counts floating point operations. Not beside `Alive`: torch's counter holds on to tensors."""
+
+    def __init__(self) -> None:
+        self.total = 0
+
+    def __enter__(self) -> None:
+        self._counter = FlopCounterMode(display=False)  # a new one, since entering clears it
+        self._counter.__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        self._counter.__exit__(*error)
+        self.total += self._counter.get_total_flops()

@@ -7,6 +7,7 @@ checkpointing and its adapter.
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import psutil
@@ -18,7 +19,7 @@ import rewards as reward_kit
 from flow_grpo import hub
 from flow_grpo.config import FlowGRPOConfig
 from flow_grpo.evaluate import build_rewards
-from flow_grpo.hollow import Alive, Encoder, Followed, hollow, operations
+from flow_grpo.hollow import Alive, Encoder, Operations, hollow
 from flow_grpo.memory import arrange, peak_bytes
 from flow_grpo.parallel import Processes
 from flow_grpo.policy import DTYPES, Policy, fast_dtype
@@ -77,14 +78,6 @@ class Machine:
 
 
 @dataclass(frozen=True)
-class Cost:
-    """Of a call of a network: bytes alive at the most beside its weights, and floating point operations."""
-
-    peak: int
-    operations: int
-
-
-@dataclass(frozen=True)
 class Forecast:
     """Of a training step on one device: bytes that stay, by part, and bytes that come and go, by what is done then."""
 
@@ -125,42 +118,48 @@ class Plan:
         self.prompt = max(prompts, key=len)
         try:
             self.schedule, self.state_shape = self.policy.schedule(args.sampling.steps)
-            self._known = {n: self._passing(n) for n in (2, 4)}
+            two, four = (self._passing(rows, Alive) for rows in (2, 4))
+            self.operations = self._passing(2, Operations)
         except (RuntimeError, TypeError, AttributeError, ValueError, IndexError, KeyError) as error:
             reason = (str(error).splitlines() or [type(error).__name__])[0]
             raise NotFollowed(f"{type(pipe).__name__} can't be followed without its weights: {reason}") from error
+        if self._references:
+            for one in (two, four):
+                one["update"] += one["rollout"]  # the reference is computed while the graph is there
+        self._slope = {name: (four[name] - two[name]) / 2 for name in two}
+        self._start = {name: two[name] - 2 * self._slope[name] for name in two}
 
     def forecast(self, microbatch: int, base: float = 0.0) -> Forecast:
-        """Of a step with that micro-batch; `base` is what else lies in the memory."""
-        passing = {name: cost.peak for name, cost in self._passing(microbatch).items()}
-        if self._references:
-            passing["update"] += passing["rollout"]  # the reference is computed while the graph is there
-        return Forecast(microbatch, {**self._staying(), **({"else": base} if base else {})}, passing, self._operations())
+        """Of a step with that micro-batch, in which bytes are linear; `base` is what else lies in the memory."""
+        passing = {name: self._start[name] + microbatch * slope for name, slope in self._slope.items()}
+        more = {"libraries and rewards": base} if base else {}
+        return Forecast(microbatch, {**self._staying(), **more}, passing, self._operations())
 
     def largest(self, memory: float, base: float = 0.0) -> int:
-        """The largest micro-batch that fits, 0 if none does: bytes grow linearly with it."""
-        small, large = (max(cost.peak for cost in self._known[n].values()) for n in (2, 4))
-        slope = (large - small) / 2
-        left = memory - base - sum(self._staying().values()) - (small - 2 * slope)
-        return max(0, int(left / slope))
+        """The largest micro-batch that fits, 0 if none does."""
+        left = memory - base - sum(self._staying().values())
+        return max(0, int(min((left - self._start[name]) / slope for name, slope in self._slope.items())))
 
-    def _passing(self, rows: int) -> dict[str, Cost]:
+    def _passing(self, rows: int, counter: Callable[[], Any]) -> dict[str, float]:
+        """What a counter finds of so many rows: in a forward pass without gradients, in one with its backward pass, in decoding."""
         return {
-            "rollout": self._velocity(rows, False),
-            "update": self._velocity(rows, True),
-            "decoding": self._decoding(rows),
+            "rollout": self._velocity(rows, counter(), False),
+            "update": self._velocity(rows, counter(), True),
+            "decoding": self._decoding(rows, counter()),
         }
 
-    def _velocity(self, rows: int, training: bool) -> Cost:
+    def _velocity(self, rows: int, counter: Any, training: bool) -> float:
         policy = self.policy
         conditioning = policy.encode([self.prompt] * rows)
         x, index = torch.zeros(rows, *self.state_shape), torch.arange(rows)
-        return _cost(
-            policy.pipe.transformer, lambda: policy.velocity(x, self.schedule.timesteps[0], conditioning, index), training
-        )
+        with policy.pipe.transformer.counted(counter, training):
+            policy.velocity(x, self.schedule.timesteps[0], conditioning, index)
+        return _count(counter)
 
-    def _decoding(self, rows: int) -> Cost:
-        return _cost(self.policy.pipe.vae, lambda: self.policy.decode(torch.zeros(rows, *self.state_shape), rows), False)
+    def _decoding(self, rows: int, counter: Any) -> float:
+        with self.policy.pipe.vae.counted(counter, False):
+            self.policy.decode(torch.zeros(rows, *self.state_shape), rows)
+        return _count(counter)
 
     def _staying(self) -> dict[str, float]:
         args, memory, transformer = self.args, self.args.memory, self.policy.pipe.transformer
@@ -191,15 +190,14 @@ class Plan:
 
     def _operations(self) -> float:
         """Of a step in which every group has signal."""
-        args, cost = self.args, self._known[2]
+        args = self.args
         s, o = args.sampling, args.objective
         w, last = s.window, s.steps - 2 if s.window.last is None else s.window.last
         trained = o.draws if s.transition == "ode" else last - w.first + 1 if w.kind == "all" else w.size
         drawn = 0 if o.data else (2 * s.steps - 1 if s.solver == "heun" else s.steps)
-        rows = args.prompts_per_step * args.images_per_prompt / 2  # the costs are of two
-        forward, both = cost["rollout"].operations, cost["update"].operations
+        forward, both, decoding = (count / 2 for count in self.operations.values())  # of a row
         update = args.epochs * trained * (both + self._references * forward)
-        return rows * (drawn * forward + cost["decoding"].operations + update)
+        return args.prompts_per_step * args.images_per_prompt * (drawn * forward + decoding + update)
 
 
 def fitting(args: FlowGRPOConfig, largest: int, count: int) -> FlowGRPOConfig:
@@ -219,22 +217,21 @@ def rehearse(args: FlowGRPOConfig, count: int) -> list[str]:
     settings = {**args.evaluation.rewards, **args.rewards}
     for name, setting in settings.items():
         reward_kit.check(name, **setting.options)
-    held_out = args.evaluation.prompts
-    if held_out is not None:
-        load_prompts(held_out)
+    notes = []
+    for source in (args.prompts, args.evaluation.prompts):
+        if source is not None:
+            on_hub = not Path(source).suffix and hub.may_be_hub_id(source)
+            notes += _unless_offline(f"The prompts {source}", on_hub, lambda source=source: load_prompts(source))
     for _, part in args.parts():
         own_function("objective", part.objective.name)
         own_function("advantage", part.objective.advantage)
         pairs = part.objective.name == "dpo"
         Processes(0, count).check_sizes(part.prompts_per_step, part.images_per_prompt, part.microbatch, part.updates, pairs)
-        if part.objective.data is None:
+        if part.objective.data is None and not notes:
             Dealer(load_prompts(args.prompts), part.seed).deal(0, part.prompts_per_step, 1)
-    try:
-        hub.locate(args.model)
-    except ValueError as error:
-        if not hub.may_be_hub_id(args.model):
-            raise
-        return [f"The model was not looked at: {error}"]
+    notes += _unless_offline("The model", hub.may_be_hub_id(args.model), lambda: hub.locate(args.model))
+    if notes:
+        return notes
     try:
         forecast = Plan(args, cuda := torch.cuda.is_available()).forecast(args.microbatch)
     except NotFollowed as error:
@@ -243,6 +240,17 @@ def rehearse(args: FlowGRPOConfig, count: int) -> list[str]:
     return [
         f"The model will take {forecast.peak / GB:.2f} GB {where}, with microbatch={args.microbatch}; `flow-grpo plan` has more."
     ]
+
+
+def _unless_offline(what: str, on_hub: bool, find: Callable[[], Any]) -> list[str]:
+    """Nothing to say if it is found; a sentence if it lies on a hub that can't be reached, and ValueError if it lies nowhere."""
+    try:
+        find()
+    except ValueError as error:
+        if not on_hub:
+            raise
+        return [f"{what} could not be looked at: {error}"]
+    return []
 
 
 def print_plan(console: Console, args: FlowGRPOConfig, machine: Machine, base: float = 0.0) -> bool:
@@ -311,12 +319,8 @@ def matmul_speed(device: torch.device, dtype: torch.dtype, seconds: float = 0.5)
     return 2 * n**3 * count / (time.perf_counter() - started)
 
 
-def _cost(network: Followed, call: Callable[[], Any], backward: bool) -> Cost:
-    alive, counter = Alive(), operations()
-    for mode in (alive, counter):
-        with network.counted(mode, backward):
-            call()
-    return Cost(alive.peak, counter.get_total_flops())
+def _count(counter: Any) -> float:
+    return counter.peak if isinstance(counter, Alive) else counter.total
 
 
 def _weights(network: Any, quantize: str | None) -> float:

@@ -151,7 +151,9 @@ class Policy(FlowPipeline):
     def shard(self, processes: Processes) -> None:
         """Spreads the base weights over the processes; from here on all of them call the transformer equally often."""
         conditioning, (schedule, shape) = self.encode(list(PROBES[:1] * 2)), self.schedule(2)
-        self._takes_timesteps(torch.zeros(2, *shape), schedule.timesteps, conditioning, torch.arange(2))  # while all are alike
+        self._takes_timesteps(
+            torch.zeros(2, *shape), schedule.timesteps, conditioning, torch.arange(2)
+        )  # while all are alike
         shard(self.pipe.transformer, {p for name, p in self.pipe.transformer.named_parameters() if "lora_" in name})
         self.sharded, self._calls = True, lambda calls: max(processes.everyone(calls))
 

@@ -107,9 +107,29 @@ def test_slices_are_the_same_pictures():
     torch.testing.assert_close(sliced.decode(latents), tiny_policy().decode(latents), rtol=0, atol=1e-5)
 
 
+@pytest.mark.parametrize("kind", ["int8", "nf4"])
+def test_a_quantised_base_is_near_the_whole_one_and_trains(flux, tmp_path, kind):
+    pytest.importorskip("torchao" if kind == "int8" else "bitsandbytes")
+    call = {"height": 32, "width": 48, "max_sequence_length": 16}
+    expected = velocity(load_policy(str(flux), "cpu", "fp32", **call))
+    quantised = load_policy(str(flux), "cpu", "fp32", memory=MemoryConfig(quantize=kind), **call)
+    off = (velocity(quantised) - expected).norm() / expected.norm()
+    assert 0 < off < (0.05 if kind == "int8" else 0.4)
+    size = ["height=32", "width=48", f"model={flux}", "pipeline={max_sequence_length: 16}"]
+    trainer = FlowGRPOTrainer(args=short_run(tmp_path, *size, f"memory={{quantize: {kind}}}", "lora.targets=null"))
+    assert trainer.training_step()["ratio/first_update_max_deviation"] == 0
+    assert all(parameter.dtype == torch.float32 for parameter in trainer.policy.parameters().values())
+
+
 @pytest.mark.parametrize("kind", ["int8", "int4", "nf4"])
 def test_a_quantised_base_needs_its_package(flux, kind, monkeypatch):
     for package in ("torchao", "torchao.quantization", "bitsandbytes"):
         monkeypatch.setitem(sys.modules, package, None)
     with pytest.raises(ValueError, match=r"torchao|bitsandbytes"):
         load_policy(str(flux), "cpu", "fp32", memory=MemoryConfig(quantize=kind))
+
+
+def test_8_bit_adam_needs_its_package(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "bitsandbytes.optim", None)
+    with pytest.raises(ValueError, match=r"adamw_8bit needs bitsandbytes.*pip install bitsandbytes"):
+        FlowGRPOTrainer(args=short_run(tmp_path, "optimizer.name=adamw_8bit"))

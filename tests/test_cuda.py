@@ -1,0 +1,60 @@
+"""On a GPU: the ratio is exactly 1 in every dtype and setting, and memory stays below the plan's."""
+
+import pytest
+import torch
+from conftest import short_run
+from families import TINY, awake
+
+from flow_grpo.config import FlowGRPOConfig
+from flow_grpo.memory import peak_bytes
+from flow_grpo.plan import Plan
+from flow_grpo.train import FlowGRPOTrainer
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
+
+
+@pytest.fixture(scope="module")
+def flux(tmp_path_factory):
+    torch.manual_seed(0)
+    folder = tmp_path_factory.mktemp("flux")
+    awake(TINY["flux"].build()).save_pretrained(folder)
+    return ["height=32", "width=48", f"model={folder}", "pipeline={max_sequence_length: 16}", "lora.targets=null"]
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp16"])
+@pytest.mark.parametrize(
+    "memory", ["{}", "{checkpointing: true}", "{compile: true}", "{compile: true, checkpointing: true}"]
+)
+def test_the_ratio_is_exactly_1(flux, tmp_path, dtype, memory):
+    trainer = FlowGRPOTrainer(args=short_run(tmp_path, *flux, f"dtype={dtype}", f"memory={memory}"))
+    for _ in range(2):
+        metrics = trainer.training_step()
+        assert metrics["ratio/first_update_max_deviation"] == 0
+        assert "grad_norm" in metrics or dtype == "fp16", "fp16 may pass over a step whose gradients overflowed"
+
+
+@pytest.mark.parametrize("kind", ["int8", "nf4"])
+def test_a_quantised_base_trains_with_a_ratio_of_exactly_1(flux, tmp_path, kind):
+    pytest.importorskip("torchao" if kind == "int8" else "bitsandbytes")
+    trainer = FlowGRPOTrainer(args=short_run(tmp_path, *flux, "dtype=bf16", f"memory={{quantize: {kind}}}"))
+    assert trainer.training_step()["ratio/first_update_max_deviation"] == 0
+    assert all(parameter.dtype == torch.float32 for parameter in trainer.policy.parameters().values())
+
+
+def test_8_bit_adam_moves_the_adapter(flux, tmp_path):
+    pytest.importorskip("bitsandbytes")
+    trainer = FlowGRPOTrainer(args=short_run(tmp_path, *flux, "optimizer={name: adamw_8bit, lr: 1.0e-3}"))
+    before = trainer.policy.adapter_state()
+    trainer.training_step()
+    assert any(not torch.equal(before[name], value) for name, value in trainer.policy.adapter_state().items())
+
+
+@pytest.mark.parametrize("overrides", [["microbatch=64"], ["microbatch=64", "memory.checkpointing=true"]])
+def test_memory_stays_within_the_plan(tmp_path, overrides):
+    args = FlowGRPOConfig.read("tiny_grpo", ["rewards={color: 1}", f"output={tmp_path}", *overrides])
+    forecast = Plan(args, cuda=True).forecast(args.microbatch)
+    trainer = FlowGRPOTrainer(args=args)
+    torch.cuda.reset_peak_memory_stats()
+    for _ in range(2):
+        trainer.training_step()
+    assert peak_bytes(trainer.policy.device) < 1.15 * (forecast.peak - forecast.staying["CUDA"])
