@@ -21,6 +21,7 @@ NAMES = {
     "clip": "rewards.clip:CLIP",
     "jpeg_size": "rewards.pixels:jpeg_size",
     "color": "rewards.pixels:Color",
+    "geneval": "rewards.geneval:GenEval",
     "judge": "rewards.judge:Judge",
     "remote": "rewards.remote:Remote",
 }
