@@ -22,6 +22,7 @@ NAMES = {
     "jpeg_size": "rewards.pixels:jpeg_size",
     "color": "rewards.pixels:Color",
     "geneval": "rewards.geneval:GenEval",
+    "human": "rewards.human:Human",
     "judge": "rewards.judge:Judge",
     "remote": "rewards.remote:Remote",
 }
