@@ -26,6 +26,7 @@ app = typer.Typer(
 console = Console()
 errors = Console(stderr=True)
 app.command()(reward_cli.serve)
+app.add_typer(reward_cli.app, name="rewards")
 
 Overrides = Annotated[
     list[str] | None,
