@@ -48,7 +48,7 @@ class Detector:
             inputs = self.processor(list(part.cpu()), do_rescale=False, return_tensors="pt").to(self.device)
             output = self.model(pixel_values=inputs["pixel_values"])
             rows = zip(output.class_queries_logits, output.masks_queries_logits, strict=True)
-            found += [instances(classes, masks, tuple(images.shape[-2:])) for classes, masks in rows]
+            found += [instances(classes, masks, (images.shape[-2], images.shape[-1])) for classes, masks in rows]
         return found
 
 

@@ -101,9 +101,9 @@ class Human:
             names.append(file.relative_to(self.votes.parent).as_posix())
         rest = [i for i in range(len(names)) if i not in order]
         pairs = [(a, b) for place, a in enumerate(order) for b in order[place + 1 :] + rest if names[a] != names[b]]
-        with self.votes.open("a", encoding="utf-8") as file:
+        with self.votes.open("a", encoding="utf-8") as lines:
             for a, b in pairs:
-                file.write(json.dumps({"prompt": ballot.prompt, "better": names[a], "worse": names[b]}) + "\n")
+                lines.write(json.dumps({"prompt": ballot.prompt, "better": names[a], "worse": names[b]}) + "\n")
 
     def _open(self) -> tuple[int, Ballot] | None:
         return next(iter(self.ballots.items()), None)

@@ -7,7 +7,8 @@
                   Answers {"values": [B numbers]}; one that is not finite is "nan", "inf" or "-inf".
     GET /health   {"rewards": [names], "versions": {...}}
 
-Errors are 4xx with one sentence as `detail`. Nothing is ever unpickled.
+Errors are 4xx with one sentence as `detail`. Nothing is ever unpickled. The token travels in the clear: where others may listen,
+go through TLS or an ssh tunnel.
 """
 
 import base64

@@ -1,6 +1,7 @@
 """Rewards behind HTTP and in processes of their own: real servers, killed in mid-run, and requests that mean no good."""
 
 import base64
+import json
 import os
 import pickle
 import signal
@@ -229,6 +230,24 @@ def test_a_busy_server_and_a_senseless_answer_are_asked_again():
     stub.close()
 
 
+def test_values_keep_the_order_of_their_images_whoever_is_first():
+    class Echo(Stub):
+        """Scores an image by its prompt, the first ones last."""
+
+        def answer(self, path: str, body: bytes) -> tuple[int, dict]:
+            if path == "/health":
+                return 200, {"rewards": ["stub"]}
+            prompts = json.loads(body)["prompts"]
+            time.sleep(0.2 if "0" in prompts else 0)
+            return 200, {"values": prompts}
+
+    servers = [Echo(), Echo()]
+    there = Remote([server.url for server in servers], "stub", batch_size=2, encoding="png")
+    assert there(pictures(7), list("0123456")).tolist() == [0, 1, 2, 3, 4, 5, 6]
+    for server in servers:
+        server.close()
+
+
 def test_a_server_that_fails_is_replaced_and_looked_after_when_it_is_back():
     good, gone = Scripted([1.0]), Scripted([1.0])
     there = Remote([good.url, gone.url], "stub", batch_size=1, attempts=1)
@@ -330,9 +349,11 @@ def test_a_run_with_two_servers_of_which_one_is_killed_has_the_metrics_of_one_wi
     """Then the other is killed too: the run stops with a checkpoint, and goes on with a server elsewhere."""
     first, second = pair
 
-    def run(name: str, urls: list[str], *more: str) -> FlowGRPOTrainer:
+    def run(name: str, urls: list[str]) -> FlowGRPOTrainer:
         where = f"{{weight: 1, remote: [{', '.join(urls)}], options: {{batch_size: 2, attempts: 2}}}}"
-        return FlowGRPOTrainer(args=short_run(tmp_path / name, f"rewards={{'mine.py:slow': {where}}}", *more))
+        trainer = FlowGRPOTrainer(args=short_run(tmp_path / name, f"rewards={{'mine.py:slow': {where}}}", "microbatch=4"))
+        assert trainer.source.beside, "the servers score while the next images are drawn"
+        return trainer
 
     run("whole", [first.url, second.url]).train()
     (second.folder / "die").write_text("")
