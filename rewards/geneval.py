@@ -33,7 +33,7 @@ class GenEval:
 
     Range: 0 or 1; partial at most 1, and negative where there is more than twice of what was asked. Weights:
     facebook/mask2former-swin-small-coco-instance (MIT, 0.3 GB) through transformers, and for colours CLIP ViT-L/14 of OpenAI
-    (MIT, 1.7 GB) through open_clip; about 4 GB of memory at 512 x 512 with `batch_size` 8. The detector has the architecture
+    (MIT, 1.7 GB) through open_clip; about 5 GB of memory at 512 x 512 with `batch_size` 4. The detector has the architecture
     and data of GenEval's own mmdet weights, but is of another training, and mmdet scales masks in two steps: numbers are near
     the published benchmark's, not equal to them. Gamed by things that are drawn plainly, large and apart, as stickers on a wall,
     and by whatever the detector takes for them.
@@ -51,7 +51,7 @@ class GenEval:
         clip: str = "ViT-L-14-quickgelu",
         clip_weights: str = "openai",
         device: str = "cpu",
-        batch_size: int = 8,
+        batch_size: int = 4,
     ) -> None:
         if scoring not in SCORINGS:
             raise ValueError(f"geneval: there is no scoring {scoring!r}; choose one of {', '.join(SCORINGS)}.")

@@ -114,7 +114,7 @@ class Human:
         @app.get(f"/{key}/")
         def page() -> Response:
             nonce = secrets.token_urlsafe(16)
-            policy = f"default-src 'none'; img-src 'self'; connect-src 'self'; style-src 'unsafe-inline'; script-src 'nonce-{nonce}'"
+            policy = f"default-src 'none'; img-src 'self' data:; connect-src 'self'; style-src 'unsafe-inline'; script-src 'nonce-{nonce}'"
             headers = {"Content-Security-Policy": policy, "Referrer-Policy": "no-referrer", "Cache-Control": "no-store"}
             return Response(_page(self._open(), nonce), media_type="text/html", headers=headers)
 
