@@ -1,4 +1,4 @@
-"""The command line: train, sample, eval, score, compare, doctor."""
+"""The command line: train, sample, eval, score, compare, doctor; serve and rewards are in reward_cli."""
 
 import json
 import os
@@ -13,6 +13,7 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 
+from flow_grpo import reward_cli
 from flow_grpo.config import FlowGRPOConfig
 
 app = typer.Typer(
@@ -24,6 +25,8 @@ app = typer.Typer(
 )
 console = Console()
 errors = Console(stderr=True)
+app.command()(reward_cli.serve)
+app.add_typer(reward_cli.app, name="rewards")
 
 Overrides = Annotated[
     list[str] | None,

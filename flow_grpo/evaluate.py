@@ -13,7 +13,8 @@ from flow_grpo.grid import Cell, read_grid, save_grid
 from flow_grpo.parallel import Processes
 from flow_grpo.policy import Policy
 from flow_grpo.prompts import PromptSet
-from rewards import WeightedSum
+from flow_grpo.sections import RewardConfig
+from rewards import Reward, WeightedSum
 
 
 def build_rewards(args: FlowGRPOConfig, given: Any = None) -> tuple[WeightedSum, list[str]]:
@@ -22,22 +23,33 @@ def build_rewards(args: FlowGRPOConfig, given: Any = None) -> tuple[WeightedSum,
     The sum is the trained reward: the others have weight 0 in it. `given` are a trainer's `reward_funcs`.
     """
     if given is None:
-        trained: dict[str, Any] = {name: (name, setting.options) for name, setting in args.rewards.items()}
+        trained: dict[str, Any] = {name: (name, setting) for name, setting in args.rewards.items()}
     else:
         items = given if isinstance(given, list) else [given]
-        trained = {i if isinstance(i, str) else getattr(i, "__name__", type(i).__name__): (i, {}) for i in items}
+        trained = {i if isinstance(i, str) else getattr(i, "__name__", type(i).__name__): (i, RewardConfig()) for i in items}
         if len(trained) < len(items):
             raise ValueError("two of reward_funcs have one name: give each function or class a name of its own.")
-    measured = {name: (name, setting.options) for name, setting in args.evaluation.rewards.items()}
+    measured = {name: (name, setting) for name, setting in args.evaluation.rewards.items()}
     loaded = {
-        name: reward_kit.load(item, **options) if isinstance(item, str) else item
-        for name, (item, options) in {**measured, **trained}.items()
+        name: _placed(item, setting) if isinstance(item, str) else item
+        for name, (item, setting) in {**measured, **trained}.items()
     }
     weights = {name: args.rewards[name].weight if name in args.rewards else float(name in trained) for name in loaded}
     settings = {**args.evaluation.rewards, **args.rewards}
     drop = [name for name, setting in settings.items() if setting.on_error == "drop"]
     sums = WeightedSum(loaded, {name: weights[name] if name in trained else 0.0 for name in loaded}, drop)
     return sums, list(trained)
+
+
+def _placed(name: str, setting: RewardConfig) -> Reward:
+    """A reward where its setting wants it: on other machines, in a process of its own, or here."""
+    if setting.remote is not None:
+        return reward_kit.load("remote", urls=setting.remote, **{"reward": name, **setting.options})
+    if setting.isolate:
+        from rewards.isolated import Isolated
+
+        return Isolated(name, setting.options, setting.python)
+    return reward_kit.load(name, **setting.options)
 
 
 @torch.no_grad()

@@ -5,7 +5,9 @@
 
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor
@@ -47,6 +49,8 @@ class Rollouts:
         self.schedule, self.state_shape = policy.schedule(args.sampling.steps)
         self.solver = policy.heun(self.schedule) if args.sampling.solver == "heun" else None
         self.method = own_function("advantage", args.objective.advantage) or args.objective.advantage
+        # On a CPU both would want all cores: beside it goes only what is scored on other machines.
+        self.beside = policy.device.type != "cpu" or all(reward.remote is not None for reward in args.rewards.values())
         self.seconds = {"rollout": 0.0, "decode": 0.0, "reward": 0.0}
 
     def collect(self, step: int) -> Experience:
@@ -122,14 +126,8 @@ class Rollouts:
             self.solver,
         )
 
-    def score(self, batch: PromptBatch, trajectory: Trajectory) -> Scores:
-        started = time.perf_counter()
-        images = self.policy.decode(trajectory.final, self.args.microbatch)
-        decoded = time.perf_counter()
-        scores = Scores(*self.rewards(images, batch.prompts, **batch.columns()))
-        self.seconds["decode"] += decoded - started
-        self.seconds["reward"] += time.perf_counter() - decoded
-        return scores
+    def score(self, batch: PromptBatch, images: Tensor) -> Scores:
+        return Scores(*self.rewards(images, batch.prompts, **batch.columns()))
 
     def _enough(self, step: int) -> tuple[PromptBatch, Trajectory, Scores, Tensor, dict[str, float]]:
         """Rounds of prompts until all groups of a step have signal, or the rounds are over; the rest fills the step up.
@@ -144,11 +142,10 @@ class Rollouts:
         for _ in range(1 + args.resample):
             count = min(wanted, -(-missing // unit) * unit)
             batch = self.dealer.deal(step, count, images, first_group=drawn)
-            started = time.perf_counter()
             own = batch.take(self.processes.owns(batch.group).nonzero()[:, 0])
-            trajectory = self.trajectory(step, own, self.window(step))
-            self.seconds["rollout"] += time.perf_counter() - started
-            scores = self._together(own, trajectory, batch.group)
+            with _background() as scorer:
+                trajectory, scored = self._drawn(step, own, scorer)
+                scores = self._together(scored, batch.group)
             rounds.append((batch, trajectory, scores))
             drawn += count
             signal = _signal(scores, batch.group)
@@ -168,9 +165,25 @@ class Rollouts:
         chosen[first[: wanted * images]] = True
         return batch, trajectory, scores, chosen, metrics
 
-    def _together(self, own: PromptBatch, trajectory: Trajectory, group: Tensor) -> Scores:
+    def _drawn(self, step: int, own: PromptBatch, scorer: ThreadPoolExecutor) -> tuple[Trajectory, list[Future[Scores]]]:
+        """Images drawn part by part, each of whole groups and micro-batches, and scored while the next part is drawn."""
+        window, trajectories, scored = self.window(step), [], []
+        size = math.lcm(self.args.microbatch, self.args.images_per_prompt) if self.beside else len(own.prompts)
+        for rows in torch.arange(len(own.prompts)).split(size):
+            part, started = own.take(rows), time.perf_counter()
+            trajectories.append(self.trajectory(step, part, window))
+            drawn = time.perf_counter()
+            images = self.policy.decode(trajectories[-1].final, self.args.microbatch)
+            scored.append(scorer.submit(self.score, part, images))
+            self.seconds["rollout"] += drawn - started
+            self.seconds["decode"] += time.perf_counter() - drawn
+        return Trajectory.join(trajectories), scored
+
+    def _together(self, scored: list[Future[Scores]], group: Tensor) -> Scores:
         """The scores of all rows, from those that each process gives to the groups of its own."""
-        parts = Scores.join(self.processes.agree(lambda: self.score(own, trajectory)))
+        started = time.perf_counter()
+        parts = Scores.join(self.processes.agree(lambda: Scores.join([part.result() for part in scored])))
+        self.seconds["reward"] += time.perf_counter() - started  # what was not done beside the drawing
         order = self.processes.owner(group).argsort(stable=True).argsort()
         return Scores(parts.total[order], {name: values[order] for name, values in parts.by_name.items()})
 
@@ -188,6 +201,16 @@ class Rollouts:
 
 class Interrupted(Exception):
     """Ctrl-C or SIGTERM."""
+
+
+@contextmanager
+def _background() -> Iterator[ThreadPoolExecutor]:
+    """One thread for rewards, which are called one after another; whatever ends the rollout, none is left in it."""
+    pool = ThreadPoolExecutor(1)
+    try:
+        yield pool
+    finally:
+        pool.shutdown(cancel_futures=True)
 
 
 def chosen_rows(objective: str, reward: Tensor, group: Tensor, signal: Tensor) -> tuple[Tensor, int]:

@@ -48,7 +48,8 @@ def owned_variance(
     last = args.sampling.steps - 2 if window.last is None else window.last
     found = []
     for step in range(window.first, last + 1):
-        total = source.score(batch, source.trajectory(0, batch, [step])).total.view(args.prompts_per_step, -1)
+        images = policy.decode(source.trajectory(0, batch, [step]).final, settings.microbatch)
+        total = source.score(batch, images).total.view(args.prompts_per_step, -1)
         total = total[total.isfinite().all(1)]  # without groups of a reward that was dropped
         if not len(total):
             raise ValueError("the rewards gave no finite number for any prompt, so no step's share can be measured.")

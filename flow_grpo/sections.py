@@ -2,7 +2,7 @@
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from flow_grpo import checks
 
@@ -143,6 +143,21 @@ class RewardConfig(Section):
     """Arguments of the reward's constructor."""
     on_error: Literal["stop", "drop"] = "stop"
     """What to do when it raises or returns no finite number: stop the run, or leave those groups out of the step."""
+    remote: str | list[str] | None = None
+    """Address of a server, or of several, on which `flow-grpo serve` runs this reward; options are then those of the client,
+    rewards/remote.py. The servers' token comes from the environment variable REWARD_TOKEN."""
+    isolate: bool = False
+    """Whether it runs in a process of its own."""
+    python: str | None = None
+    """isolate: the interpreter of the environment it runs in; by default this one."""
+
+    @model_validator(mode="after")
+    def _one_place(self) -> "RewardConfig":
+        if self.remote is not None and self.isolate:
+            raise ValueError("a reward is either remote or isolated here: set one of `remote` and `isolate`.")
+        if self.python is not None and not self.isolate:
+            raise ValueError(f"python={self.python} is for a reward in a process of its own: set isolate=true as well.")
+        return self
 
 
 class RestingConfig(Section):

@@ -289,7 +289,8 @@ class FlowGRPOTrainer:
         """ValueError if a setting that changes the numbers is not what the run folder's config says."""
         file = self.folder / "config.yaml"
         former = FlowGRPOConfig.read(file) if file.exists() else self.args
-        free = {"steps", "output", "save_every", "keep", "device", "evaluation"}
+        free: Any = dict.fromkeys(("steps", "output", "save_every", "keep", "device", "evaluation"), True)
+        free["rewards"] = {"__all__": {"remote", "isolate", "python"}}  # where a reward runs is not what it says
         then, now = former.model_dump(exclude=free), self.args.model_dump(exclude=free)
         changed = [name for name in now if now[name] != then[name]]
         if changed:

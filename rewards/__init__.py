@@ -28,6 +28,11 @@ NAMES = {
     "jpeg_size": "rewards.pixels:jpeg_size",
     "sharpness": "rewards.pixels:sharpness",
     "color": "rewards.pixels:Color",
+    "geneval": "rewards.geneval:GenEval",
+    "geneval_exact": "rewards.geneval:ExactGenEval",
+    "human": "rewards.human:Human",
+    "judge": "rewards.judge:Judge",
+    "remote": "rewards.remote:Remote",
 }
 
 
@@ -77,10 +82,29 @@ def score(name: str, reward: Reward, images: torch.Tensor, prompts: list[str], *
         ValueError: a sentence with the reward's name and the prompt, if it raises, returns NaN or infinity, or has the
             wrong shape.
     """
-    values = _values(name, reward, images, prompts, metadata)
+    values = raw_score(name, reward, images, prompts, metadata)
     for value, prompt in zip(values.tolist(), prompts, strict=True):
         if not math.isfinite(value):
             raise ValueError(f"reward {name} returned {value} for the prompt {prompt!r}; every reward must be finite.")
+    return values
+
+
+def raw_score(name: str, reward: Reward, images: torch.Tensor, prompts: list[str], metadata: dict[str, Any]) -> torch.Tensor:
+    """As `score`, but a value need not be finite."""
+    try:
+        with torch.no_grad():
+            values = reward(images, prompts, **_accepted(reward, metadata))
+        values = torch.as_tensor(values, dtype=torch.float32).detach().cpu()
+    except Exception as error:
+        reason = " ".join(str(error).split()) or "no message"
+        raise ValueError(
+            f"reward {name} raised {type(error).__name__} on {len(prompts)} images, the first for the prompt "
+            f"{prompts[0]!r}: {reason}"
+        ) from error
+    if values.shape != (len(prompts),):
+        raise ValueError(
+            f"reward {name} returned shape {tuple(values.shape)} for {len(prompts)} images; it must return one number each."
+        )
     return values
 
 
@@ -119,7 +143,7 @@ class WeightedSum:
         if name not in self.drop:
             return score(name, reward, images, prompts, **metadata)
         try:
-            values = _values(name, reward, images, prompts, metadata)
+            values = raw_score(name, reward, images, prompts, metadata)
         except ValueError as error:
             self.dropped.append(f"{error} All of them were left out.")
             return torch.full((len(prompts),), math.nan)
@@ -171,25 +195,6 @@ def _import_file(kind: str, path: str) -> Any:
     except Exception as error:
         raise ValueError(f"the {kind} file {path} could not be run: {type(error).__name__}: {error}") from error
     return module
-
-
-def _values(name: str, reward: Reward, images: torch.Tensor, prompts: list[str], metadata: dict[str, Any]) -> torch.Tensor:
-    """The reward's values, (B,) float32 on the CPU; ValueError if it raises or has the wrong shape."""
-    try:
-        with torch.no_grad():
-            values = reward(images, prompts, **_accepted(reward, metadata))
-        values = torch.as_tensor(values, dtype=torch.float32).detach().cpu()
-    except Exception as error:
-        reason = " ".join(str(error).split()) or "no message"
-        raise ValueError(
-            f"reward {name} raised {type(error).__name__} on {len(prompts)} images, the first for the prompt "
-            f"{prompts[0]!r}: {reason}"
-        ) from error
-    if values.shape != (len(prompts),):
-        raise ValueError(
-            f"reward {name} returned shape {tuple(values.shape)} for {len(prompts)} images; it must return one number each."
-        )
-    return values
 
 
 def _with_options(function: Callable[..., Any], options: dict[str, Any]) -> Reward:

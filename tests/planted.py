@@ -230,6 +230,41 @@ BUGS = [
         "if False:",
         "tests/test_preference_head.py -k refused_in_a_sentence",
     ),
+    (
+        "a chunk whose server died scores 0",
+        "rewards/remote.py",
+        "todo.append(first)",
+        "values[first] = [0.0] * len(prompts[rows])",
+        "tests/test_serving.py -k replaced",
+    ),
+    (
+        "the chunks of several servers come back in the order of their arrival",
+        "rewards/remote.py",
+        "for first in sorted(values)",
+        "for first in values",
+        "tests/test_serving.py -k order",
+    ),
+    (
+        "an image is decoded before its size is known",
+        "rewards/server.py",
+        'pictures = [_open(encoded) for encoded in request["images"]]',
+        'pictures = [_open(encoded).convert("RGB") for encoded in request["images"]]',
+        "tests/test_serving.py -k bad_request",
+    ),
+    (
+        "the judge's answer without a number is a 0",
+        "rewards/judge.py",
+        'raise ValueError("not one number in the range")',
+        "return low",
+        "tests/test_judge.py",
+    ),
+    (
+        "left and right are seen from the wrong thing",
+        "rewards/geneval.py",
+        "offset.append(centre[0] - centre[1])",
+        "offset.append(centre[1] - centre[0])",
+        "tests/test_geneval.py -k position",
+    ),
 ]
 
 

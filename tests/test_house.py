@@ -61,7 +61,7 @@ def test_there_are_no_rooms_without_a_name():
 
 
 def test_importing_the_package_loads_nothing_heavy():
-    heavy = "diffusers transformers peft torch pydantic open_clip rapidocr matplotlib"
+    heavy = "diffusers transformers peft torch pydantic open_clip rapidocr matplotlib fastapi uvicorn httpx"
     code = f"import sys, flow_grpo, rewards; print([m for m in '{heavy}'.split() if m in sys.modules and m != 'torch'])"
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert found.stdout.strip() == "[]"

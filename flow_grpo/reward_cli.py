@@ -1,0 +1,161 @@
+"""The command line of rewards: serve, and `rewards list | info | test`."""
+
+import ast
+import importlib.util
+import inspect
+import re
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+import yaml
+from rich.console import Console
+from rich.markup import escape
+from rich.padding import Padding
+from rich.table import Table
+
+app = typer.Typer(help="What rewards there are, and what they like.", no_args_is_help=True, rich_markup_mode="rich")
+console = Console()
+
+
+def serve(
+    reward: Annotated[
+        list[str],
+        typer.Argument(help="Rewards by name, module:function or file.py:function, each with options as NAME={key: value}."),
+    ],
+    host: Annotated[
+        str, typer.Option(help="Address to listen on; others than this machine's own need a token.")
+    ] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=0, max=65535, help="0 takes a free one.")] = 8000,
+    token: Annotated[
+        str | None,
+        typer.Option(
+            help="What a client must send; in the environment nobody sees it.", envvar="REWARD_TOKEN", show_default=False
+        ),
+    ] = None,
+    max_megabytes: Annotated[int, typer.Option(min=1, help="Longest body of a request.")] = 256,
+    max_megapixels: Annotated[int, typer.Option(min=1, help="Most pixels of a request's pictures together.")] = 100,
+) -> None:
+    """Put rewards behind HTTP, in an environment or on a machine of their own.
+
+    [bold]flow-grpo serve ocr 'clip={model: ViT-L-14, pretrained: openai}'[/bold]
+    [bold]flow-grpo train tiny_ocr 'rewards={ocr: {remote: http://127.0.0.1:8000}}'[/bold]
+    """
+    import rewards
+    from rewards import server
+
+    asked = dict(_with_options(text) for text in reward)
+    loaded = {name: rewards.load(name, **options) for name, options in asked.items()}
+    limits = server.Limits(max_megabytes * 1_000_000, max_megapixels * 1_000_000)
+
+    def ready(url: str) -> None:
+        console.print(f"{', '.join(loaded)} at {url}", highlight=False, markup=False, soft_wrap=True)
+
+    server.serve(loaded, host, port, token, limits, ready)
+
+
+@app.command("list")
+def list_() -> None:
+    """All rewards by name, each with a line of what it measures."""
+    import rewards
+
+    table = Table(box=None, show_header=False, padding=(0, 2, 0, 0))
+    for name, target in rewards.NAMES.items():
+        table.add_row(f"[bold]{name}[/bold]", escape(_first_sentence(target)))
+    console.print(table)
+
+
+@app.command()
+def info(name: Annotated[str, typer.Argument(help="A reward by name, module:function or file.py:function.")]) -> None:
+    """What a reward measures, its range, weights, licence and memory, how it is gamed, and its options."""
+    import rewards
+
+    target = rewards.locate("reward", name, rewards.NAMES)
+    console.print(f"[bold]{escape(name)}[/bold]  {escape(rewards.NAMES.get(name, ''))}", highlight=False)
+    console.print()
+    for line in _flowing(inspect.getdoc(target) or "It has no docstring."):
+        indent = len(line) - len(line.lstrip())
+        console.print(Padding(escape(line.strip()), (0, 0, 0, 2 + indent)), highlight=False)
+    console.print()
+    given = ("images", "prompts")
+    parameters = [
+        p for p in inspect.signature(target).parameters.values() if p.name not in given and p.kind != p.VAR_KEYWORD
+    ]
+    table = Table(box=None, show_header=False, padding=(0, 2, 0, 2))
+    for p in parameters:
+        default = "to be given" if p.default is p.empty else repr(p.default)
+        kind = "" if p.annotation is p.empty else inspect.formatannotation(p.annotation)
+        table.add_row(f"[bold]{p.name}[/bold]", escape(default), f"[dim]{escape(kind.replace('typing.', ''))}[/dim]")
+    console.print("options" if parameters else "no options")
+    console.print(table)
+
+
+@app.command("test")
+def examine_command(
+    name: Annotated[str, typer.Argument(help="A reward, with options as NAME={key: value}.")],
+    images: Annotated[Path, typer.Option(help="A grid or picture that `sample` wrote, or a folder of pictures.")],
+    prompts: Annotated[
+        Path | None,
+        typer.Option(
+            help="Prompts of a folder's pictures in their order; a table's columns are metadata.", show_default=False
+        ),
+    ] = None,
+    out: Annotated[
+        Path | None, typer.Option(help="Contact sheet, best first; by default reward_NAME.png.", show_default=False)
+    ] = None,
+) -> None:
+    """Try a reward on pictures as they are, blurred, noisy and with wrong prompts: what it likes, how fast, how steadily.
+
+    [bold]flow-grpo rewards test ocr --images samples/grid.png[/bold]
+    """
+    import rewards
+    from flow_grpo import tryout
+    from flow_grpo.grid import read_pictures
+    from flow_grpo.prompts import PromptSet, load_prompts
+
+    reward, options = _with_options(name)
+    names, pictures, texts = read_pictures(images, prompts)
+    table = load_prompts(prompts) if prompts is not None else PromptSet([], [])
+    known = dict(zip(table.prompts, table.metadata, strict=True))
+    rows = PromptSet(texts, [known.get(text, {}) for text in texts]).repeat(1)
+    given = tryout.Pictures(pictures, texts, rows.columns())
+    found = tryout.examine(reward, lambda: rewards.load(reward, **options), given)
+    tryout.show(console, f"{reward} on {len(texts)} pictures of {images}", found)
+    file = out or Path(f"reward_{re.sub(r'[^A-Za-z0-9]+', '_', reward)}.png")
+    tryout.sheet(file, reward, given, names, found.values[tryout.PLAIN])
+    console.print(f"best to worst: {file}", highlight=False, markup=False, soft_wrap=True)
+
+
+def _flowing(text: str) -> list[str]:
+    """A docstring with each paragraph, point and argument on one line, for a terminal of any width."""
+    lines: list[str] = []
+    for line in text.split("\n"):
+        begins = not line.strip() or not lines or not lines[-1].strip() or re.match(r"\s*(- |\w+: |\w+:$)", line)
+        if begins:
+            lines.append(line)
+        else:
+            lines[-1] += " " + line.strip()
+    return lines
+
+
+def _first_sentence(target: str) -> str:
+    """Of a reward's docstring, read from the file: importing them all would load every model library there is."""
+    module, _, name = target.partition(":")
+    spec = importlib.util.find_spec(module)
+    assert spec
+    assert spec.origin
+    for node in ast.parse(Path(spec.origin).read_text()).body:
+        if isinstance(node, ast.FunctionDef | ast.ClassDef) and node.name == name:
+            said = " ".join((ast.get_docstring(node) or "").split("\n\n")[0].split())
+            return re.split(r"(?<=[^A-Z\d][.?]) ", said)[0]
+    return ""
+
+
+def _with_options(text: str) -> tuple[str, dict[str, Any]]:
+    """`clip={model: ViT-L-14}` is the reward clip with the option model."""
+    name, equals, rest = text.partition("={")
+    try:
+        options = yaml.safe_load("{" + rest) if equals else {}
+    except yaml.YAMLError as error:
+        raise ValueError(f"the options of {text!r} are not valid YAML: write NAME={{key: value, ...}}.") from error
+    return name, options

@@ -1,0 +1,148 @@
+"""What a reward likes, seen before anyone trains on it: pictures as they are and spoiled, its time, its memory, its whims."""
+
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from PIL import Image, ImageFilter
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+from torch import Tensor
+
+import rewards
+from flow_grpo.grid import Cell, from_bytes, save_grid, to_bytes
+
+BINS, BAR = 10, 32
+PLAIN = "as they are"
+
+
+@dataclass(frozen=True)
+class Pictures:
+    """What a reward is given: images (B, 3, H, W) in [0, 1], prompts, and metadata as B values by name."""
+
+    images: Tensor
+    prompts: list[str]
+    columns: dict[str, list]
+
+    def scored(self, name: str, reward: rewards.Reward) -> Tensor:
+        return rewards.score(name, reward, self.images, self.prompts, **self.columns)
+
+    def take(self, rows: list[int]) -> "Pictures":
+        columns = {name: [values[i] for i in rows] for name, values in self.columns.items()}
+        return Pictures(self.images[rows], [self.prompts[i] for i in rows], columns)
+
+    def spoiled(self) -> dict[str, "Pictures"]:
+        """Blurred, noisy, and each with the prompt of another picture, if there is more than one prompt."""
+        radius = max(1.0, min(self.images.shape[-2:]) / 32)
+        soft = [Image.fromarray(pixels).filter(ImageFilter.GaussianBlur(radius)) for pixels in to_bytes(self.images)]
+        noise = torch.randn(self.images.shape, generator=torch.Generator().manual_seed(0))
+        found = {
+            "blurred": Pictures(from_bytes(np.stack([np.asarray(s) for s in soft])), self.prompts, self.columns),
+            "noisy": Pictures((self.images + 0.1 * noise).clamp(0, 1), self.prompts, self.columns),
+        }
+        different = list(dict.fromkeys(self.prompts))
+        if len(different) > 1:
+            following = dict(zip(different, different[1:] + different[:1], strict=True))
+            rows = [self.prompts.index(following[prompt]) for prompt in self.prompts]
+            others = self.take(rows)
+            found["wrong prompt"] = Pictures(self.images, others.prompts, others.columns)
+        return found
+
+
+@dataclass(frozen=True)
+class Findings:
+    """Values (B,) of the pictures as they are and spoiled; seconds and megabytes; whether it repeats itself."""
+
+    values: dict[str, Tensor]
+    seconds_alone: float  # one picture, the median of five
+    seconds_together: float  # all pictures
+    megabytes: float  # how much the most that this process ever took grew, by loading and scoring
+    repeats: bool  # the same pictures twice give the same bits
+    batch_matters: float  # the largest difference between a picture alone and among the others
+
+
+def examine(name: str, load: Callable[[], rewards.Reward], pictures: Pictures) -> Findings:
+    """Loads a reward and measures it. ValueError as of `rewards.score`."""
+    before = _most_megabytes()
+    reward = load()
+    plain = pictures.scored(name, reward)  # the first call loads what it needs
+    seconds, again = _timed(lambda: pictures.scored(name, reward))
+    few = [pictures.take([i]) for i in range(min(5, len(plain)))]
+    alone = [_timed(lambda one=one: one.scored(name, reward)) for one in few]  # type: ignore[misc]
+    values = {PLAIN: plain, **{how: spoiled.scored(name, reward) for how, spoiled in pictures.spoiled().items()}}
+    return Findings(
+        values,
+        statistics.median(s for s, _ in alone),
+        seconds,
+        _most_megabytes() - before,
+        torch.equal(plain, again),
+        float((torch.cat([v for _, v in alone]) - plain[: len(alone)]).abs().max()),
+    )
+
+
+def show(console: Console, title: str, found: Findings) -> None:
+    """The values in a table and as a histogram, and what it costs."""
+    plain = found.values[PLAIN]
+    table = Table(title=escape(title), title_justify="left", box=SIMPLE_HEAD)
+    for column in ("", "mean", "std", "lowest", "highest", "fell for"):
+        table.add_column(column, justify="right" if column else "left")
+    for how, values in found.values.items():
+        numbers = (values.mean(), values.std(correction=0), values.min(), values.max())
+        fell = "" if how == PLAIN else f"{(values < plain).float().mean():.0%}"
+        table.add_row(how, *(f"{number:.4f}" for number in numbers), fell)
+    console.print(table)
+    console.print()
+    for low, high, count in histogram(plain):
+        bar = "█" * round(BAR * count / len(plain)) or ("▏" if count else "")
+        console.print(f"{low:10.4f} … {high:<10.4f} [cyan]{bar}[/cyan] {count or ''}", highlight=False)
+    count = len(plain)
+    lines = (
+        f"one picture {found.seconds_alone * 1000:.1f} ms, {count} together {count / found.seconds_together:.1f} a second",
+        f"{found.megabytes:.0f} MB more memory",
+        "the same pictures give the same values" if found.repeats else "[bold]the same pictures give other values[/bold]",
+        f"a picture alone differs from itself in a batch by at most {found.batch_matters:.2g}",
+    )
+    console.print("\n" + "\n".join(lines), highlight=False)
+
+
+def histogram(values: Tensor) -> list[tuple[float, float, int]]:
+    """Lower end, upper end and count of each bin; one bin if all values are the same."""
+    low, high = values.min().item(), values.max().item()
+    bins = BINS if high > low else 1
+    edges = torch.linspace(low, high, bins + 1).tolist()
+    places = (
+        ((values - low) / (high - low) * bins).long().clamp(max=bins - 1) if high > low else torch.zeros(len(values)).long()
+    )
+    counts = torch.bincount(places, minlength=bins).tolist()
+    return list(zip(edges[:-1], edges[1:], counts, strict=True))
+
+
+def sheet(path: Path, name: str, pictures: Pictures, names: list[str], values: Tensor) -> None:
+    """The pictures from the best to the worst, each with its value."""
+    order = values.argsort(descending=True, stable=True).tolist()
+    cells = [Cell(pictures.prompts[i], i, names[i]) for i in order]
+    notes = [f"{name} {values[i]:.4f}" for i in order]
+    save_grid(path, pictures.images[order], cells, columns=min(8, len(order)), notes=notes)
+
+
+def _timed(work: Callable[[], Any]) -> tuple[float, Any]:
+    started = time.perf_counter()
+    result = work()
+    return time.perf_counter() - started, result
+
+
+def _most_megabytes() -> float:
+    """The most memory that this process, or the accelerator for it, has held so far."""
+    import resource
+
+    unit = 1 if sys.platform == "darwin" else 1024  # bytes there, kilobytes elsewhere
+    accelerator = torch.cuda.max_memory_allocated() if torch.cuda.is_available() else 0
+    return (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit + accelerator) / 1e6

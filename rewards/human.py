@@ -1,0 +1,175 @@
+"""A person as reward: a local page that shows the images of a prompt and takes the person's ranking."""
+
+import hashlib
+import html
+import itertools
+import json
+import secrets
+import socket
+import string
+import sys
+import threading
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import uvicorn
+from fastapi import FastAPI, HTTPException, Request, Response
+
+from rewards.remote import png
+
+KEYS = "123456789abcdefghijklmnopqrstuvwxyz"
+TEMPLATE = Path(__file__).parent / "human.html"
+HELP = (
+    "Click the images from the best to the worst, or press their keys; as many as you have an opinion on. <kbd>Backspace</kbd> "
+    "takes one back, <kbd>Enter</kbd> sends."
+)
+
+
+@dataclass
+class Ballot:
+    """The images of a prompt as PNG, and the person's ranking once it is there: places of images, the best first."""
+
+    prompt: str
+    pictures: list[bytes]
+    order: list[int] = field(default_factory=list)
+    voted: threading.Event = field(default_factory=threading.Event)
+
+
+class Human:
+    """What a person likes: the images of each prompt are shown on a local page, which waits for a ranking.
+
+    The best image scores 1, the worst 0, those between by their place; images that were not ranked share the places that are
+    left. An image alone has nothing to be compared with, as in an evaluation: it scores 0.5 and nobody is asked. All images
+    of a prompt must come in one call. Every pair of a ranking is recorded, one JSON object a line,
+    {"prompt": ..., "better": path, "worse": path}, the pictures beside it: what `preference_head` learns from.
+
+    Range [0, 1]. No weights, no memory; the votes are yours. About ten seconds of the person's time for each prompt. Gamed by
+    what pleases at first sight, saturated colours and smooth faces, and by the person's fatigue.
+
+    Args:
+        votes: the file of votes; pictures go to the folder `pictures` beside it.
+        port: of the page on this machine; 0 takes a free one. Its address has a key that nobody can guess.
+    """
+
+    def __init__(self, votes: str = "votes/votes.jsonl", port: int = 0) -> None:
+        self.votes = Path(votes)
+        self.ballots: dict[int, Ballot] = {}
+        self.numbers, self.lock = itertools.count(), threading.Lock()
+        listening = socket.create_server(("127.0.0.1", port))
+        key = secrets.token_urlsafe(16)
+        self.url = f"http://127.0.0.1:{listening.getsockname()[1]}/{key}/"
+        server = uvicorn.Server(uvicorn.Config(self._pages(key), log_level="error"))
+        threading.Thread(target=server.run, kwargs={"sockets": [listening]}, daemon=True).start()
+
+    def __call__(self, images: torch.Tensor, prompts: list[str], **metadata: Any) -> torch.Tensor:
+        """images (B, 3, H, W) in [0, 1]; returns (B,) when the person has ranked them all."""
+        scores = torch.full((len(prompts),), 0.5)
+        asked = []
+        for prompt in dict.fromkeys(prompts):
+            rows = [i for i, other in enumerate(prompts) if other == prompt]
+            if len(rows) > 1:
+                asked.append((rows, Ballot(prompt, [png(images[i]) for i in rows])))
+        if asked:
+            with self.lock:
+                self.ballots |= {next(self.numbers): ballot for _, ballot in asked}
+            print(f"{len(asked)} prompts wait to be ranked at {self.url}", file=sys.stderr, flush=True)
+        for rows, ballot in asked:
+            ballot.voted.wait()
+            scores[rows] = places(ballot.order, len(rows))
+        return scores
+
+    def vote(self, number: int, order: list[int]) -> None:
+        """Takes a ranking and records its pairs. KeyError for a ballot that is not open, ValueError for no ranking."""
+        with self.lock:
+            ballot = self.ballots[number]
+            known = range(len(ballot.pictures))
+            if not isinstance(order, list) or not order or len(set(order)) < len(order) or not set(order) <= set(known):
+                raise ValueError("give the places of different images, the best first.")
+            self._record(ballot, order)
+            del self.ballots[number]
+        ballot.order = order
+        ballot.voted.set()
+
+    def _record(self, ballot: Ballot, order: list[int]) -> None:
+        names = []
+        for picture in ballot.pictures:
+            file = self.votes.parent / "pictures" / f"{hashlib.sha256(picture).hexdigest()[:24]}.png"
+            file.parent.mkdir(parents=True, exist_ok=True)
+            file.write_bytes(picture)
+            names.append(file.relative_to(self.votes.parent).as_posix())
+        rest = [i for i in range(len(names)) if i not in order]
+        pairs = [(a, b) for place, a in enumerate(order) for b in order[place + 1 :] + rest if names[a] != names[b]]
+        with self.votes.open("a", encoding="utf-8") as lines:
+            for a, b in pairs:
+                lines.write(json.dumps({"prompt": ballot.prompt, "better": names[a], "worse": names[b]}) + "\n")
+
+    def _open(self) -> tuple[int, Ballot] | None:
+        return next(iter(self.ballots.items()), None)
+
+    def _pages(self, key: str) -> FastAPI:
+        app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None)
+
+        @app.get(f"/{key}/")
+        def page() -> Response:
+            nonce = secrets.token_urlsafe(16)
+            policy = f"default-src 'none'; img-src 'self' data:; connect-src 'self'; style-src 'unsafe-inline'; script-src 'nonce-{nonce}'"
+            headers = {"Content-Security-Policy": policy, "Referrer-Policy": "no-referrer", "Cache-Control": "no-store"}
+            return Response(_page(self._open(), nonce), media_type="text/html", headers=headers)
+
+        @app.get(f"/{key}/state")
+        def state() -> dict[str, int | None]:
+            found = self._open()
+            return {"ballot": found and found[0]}
+
+        @app.get(f"/{key}/image/{{number}}/{{place}}")
+        def image(number: int, place: int) -> Response:
+            ballot = self.ballots.get(number)
+            if ballot is None or not 0 <= place < len(ballot.pictures):
+                raise HTTPException(404, "there is no such image.")
+            return Response(ballot.pictures[place], media_type="image/png", headers={"Cache-Control": "no-store"})
+
+        @app.post(f"/{key}/vote")
+        async def vote(request: Request) -> dict[str, bool]:
+            try:
+                given = await request.json()
+                self.vote(given["ballot"], given["order"])
+            except KeyError as error:
+                raise HTTPException(409, "this prompt is not open any more.") from error
+            except (ValueError, TypeError) as error:
+                raise HTTPException(400, str(error)) from error
+            return {"voted": True}
+
+        return app
+
+
+def places(order: list[int], count: int) -> torch.Tensor:
+    """Scores (count,) of a ranking, the best first: 1 down to 0; those not in it share the mean of the places left."""
+    scores = torch.full((count,), (count - 1 - len(order)) / 2 / (count - 1))
+    for place, i in enumerate(order):
+        scores[i] = 1 - place / (count - 1)
+    return scores
+
+
+def _page(found: tuple[int, Ballot] | None, nonce: str) -> str:
+    template = string.Template(TEMPLATE.read_text(encoding="utf-8"))
+    blank = dict.fromkeys(("ballot", "images", "send", "help"), "")
+    if found is None:
+        waiting = "The next images will appear here by themselves."
+        return template.substitute(blank, title="Nothing to rank", prompt="Nothing to rank", help=waiting, nonce=nonce)
+    number, ballot = found
+    images = "".join(
+        f'<button data-key="{key}" aria-pressed="false" aria-label="image {key}"><img src="image/{number}/{i}" alt="">'
+        f'<span class="key">{key}</span><span class="place"></span></button>'
+        for i, key in enumerate(itertools.islice(itertools.chain(KEYS, itertools.repeat("")), len(ballot.pictures)))
+    )
+    return template.substitute(
+        title="Which is best?",
+        prompt=html.escape(ballot.prompt),
+        help=HELP,
+        ballot=number,
+        images=images,
+        send='<button id="send">Send</button>',
+        nonce=nonce,
+    )

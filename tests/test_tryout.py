@@ -1,0 +1,120 @@
+"""`rewards list | info | test`: what people see of a reward before they train on it."""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from PIL import Image
+
+import rewards
+from flow_grpo.grid import Cell, read_grid, save_grid
+from flow_grpo.tiny import pretrain, world
+from flow_grpo.tryout import PLAIN, Pictures, examine, histogram, sheet
+
+ROOT = Path(__file__).parent.parent
+PROMPTS = [f'red text "{word}" on a {color} background' for word in ("CAT", "HORSE") for color in ("blue", "white")]
+
+
+def run(*words: str, cwd: Path = ROOT) -> str:
+    done = subprocess.run([sys.executable, "-m", "flow_grpo", *words], cwd=cwd, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+@pytest.fixture(scope="module")
+def signs() -> Pictures:
+    return Pictures(
+        pretrain.pictures([world.parse(prompt) for prompt in PROMPTS]) / 2 + 0.5, PROMPTS, {"place": [0, 1, 2, 3]}
+    )
+
+
+def test_every_reward_is_listed_with_what_it_measures():
+    output = run("rewards", "list")
+    for name in rewards.NAMES:
+        line = re.search(rf"^{name} +(\S.*)$", output, re.MULTILINE)
+        assert line, output
+        assert len(line[1]) > 20
+
+
+def test_info_has_the_docstring_and_the_options():
+    output = run("rewards", "info", "judge")
+    for part in ("VQAScore (arXiv 2404.01291)", "Gamed by", "Apache-2.0", "concurrency", "16", "to be given", "{prompt}"):
+        assert part in output, output
+    own = run("rewards", "info", f"{Path(__file__).parent / 'sample_rewards.py'}:scaled")
+    assert "factor" in own
+    assert "1.0" in own
+
+
+def test_every_docstring_says_what_a_user_must_know():
+    for name in rewards.NAMES:
+        if name in ("ocr_exact", "remote"):  # these point to another reward
+            continue
+        said = rewards.locate("reward", name, rewards.NAMES).__doc__
+        for word in ("Range", "Gamed", "eight"):
+            assert word in said or (word == "eight" and "o weights" in said), f"{name}: {word}"
+
+
+def test_spoiled_pictures_and_prompts(signs):
+    spoiled = signs.spoiled()
+    edges = {how: p.images.diff(dim=-1).abs().mean().item() for how, p in {PLAIN: signs, **spoiled}.items()}
+    assert edges["blurred"] < edges[PLAIN] < edges["noisy"]
+    wrong = spoiled["wrong prompt"]
+    assert all(a != b for a, b in zip(wrong.prompts, PROMPTS, strict=True))
+    assert [PROMPTS.index(p) for p in wrong.prompts] == wrong.columns["place"], "the metadata goes with the prompt"
+    assert "wrong prompt" not in Pictures(signs.images[:2], ["a", "a"], {}).spoiled()
+
+
+def test_what_is_found_of_a_reward(signs):
+    calls = []
+
+    def brightness(images, prompts):
+        calls.append(len(prompts))
+        return images.mean((1, 2, 3)) + (0.5 if len(prompts) == 1 else 0)
+
+    found = examine("mine", lambda: brightness, signs)
+    assert torch.equal(found.values[PLAIN], signs.images.mean((1, 2, 3)))
+    assert found.repeats
+    assert found.batch_matters == pytest.approx(0.5)
+    assert set(found.values) == {PLAIN, "blurred", "noisy", "wrong prompt"}
+
+    def whimsical(images, prompts):
+        return torch.rand(len(prompts))
+
+    assert not examine("mine", lambda: whimsical, signs).repeats
+
+
+def test_a_histogram_counts_all():
+    bins = histogram(torch.tensor([0.0, 0.05, 0.5, 1.0]))
+    assert sum(count for *_, count in bins) == 4
+    assert (bins[0][2], bins[-1][2], bins[0][0], bins[-1][1]) == (2, 1, 0, 1)
+    assert histogram(torch.tensor([2.0, 2.0])) == [(2, 2, 2)]
+
+
+def test_the_sheet_is_sorted_by_score(signs, tmp_path):
+    values = torch.tensor([0.1, 0.4, 0.3, 0.2])
+    sheet(tmp_path / "sheet.png", "mine", signs, list("abcd"), values)
+    images, cells = read_grid(tmp_path / "sheet.png")
+    assert [cell.model for cell in cells] == ["b", "c", "d", "a"]
+    assert torch.allclose(images, signs.images[[1, 2, 3, 0]], atol=1 / 255)
+
+
+def test_the_verb_on_a_grid_and_on_a_folder_with_metadata(signs, tmp_path):
+    cells = [Cell(prompt, seed, "[red]tiny") for seed, prompt in enumerate(PROMPTS)]
+    save_grid(tmp_path / "grid.png", signs.images, cells, columns=2)
+    output = run("rewards", "test", "color={palette: {teal: [0, 128, 128]}}", "--images", "grid.png", cwd=tmp_path)
+    for part in ("as they are", "blurred", "noisy", "wrong prompt", "█", " ms", "a second", "MB more memory", "same values"):
+        assert part in output, output
+    assert Image.open(tmp_path / "reward_color.png").size > (100, 100)
+
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    for i in range(2):
+        Image.new("RGB", (8, 8), (100 * i, 0, 0)).save(folder / f"{i}.png")
+    (tmp_path / "prompts.jsonl").write_text('{"prompt": "a", "answer": 3}\n{"prompt": "[b]", "answer": 4}\n')
+    own = f"{Path(__file__).parent / 'sample_rewards.py'}:uses_metadata"
+    output = run("rewards", "test", own, "--images", "folder", "--prompts", "prompts.jsonl", "--out", "x.png", cwd=tmp_path)
+    assert re.search(r"as they are\W+3\.5000\W+0\.5000\W+3\.0000\W+4\.0000", output), output
+    assert read_grid(tmp_path / "x.png")[1][0].prompt == "[b]", "the higher score comes first"
