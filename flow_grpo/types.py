@@ -136,6 +136,9 @@ class Scores:
     total: Tensor
     by_name: dict[str, Tensor]
 
+    def take(self, rows: Tensor) -> "Scores":
+        return Scores(self.total[rows], {name: values[rows] for name, values in self.by_name.items()})
+
     @staticmethod
     def join(parts: "Sequence[Scores]") -> "Scores":
         names = parts[0].by_name
@@ -155,6 +158,7 @@ class Experience:
     rows_per_group: int  # how many each group would give, had all of them something to say
     groups: Tensor  # the groups that the mean is over, those of all processes; DAPO's further rounds leave some out
     metrics: dict[str, float]
+    scores: Scores | None = None  # given images have none
 
 
 @dataclass(frozen=True)
