@@ -70,10 +70,12 @@ def ticks(low: float, high: float, count: int) -> list[tuple[float, str]]:
     rough = (high - low) / count
     power = 10.0 ** math.floor(math.log10(rough))
     step = next(m * power for m in (1, 2, 2.5, 5, 10) if m * power >= 0.999 * rough)
-    decimals = max(0, -math.floor(math.log10(step) + 1e-9)) + (1 if round(step / power, 3) == 2.5 else 0)
+    places = -math.floor(math.log10(step) + 1e-9) + (round(step / power, 3) == 2.5)
     values = [n * step for n in range(math.ceil(low / step - 1e-9), math.floor(high / step + 1e-9) + 1)]
-    short = decimals <= 5 and abs(high) < 1e6
-    return [(v, f"{v + 0.0:,.{decimals}f}" if short else f"{v:.1e}") for v in values]
+    if places <= 5 and abs(high) < 1e6:
+        return [(v, f"{v + 0.0:,.{max(0, places)}f}") for v in values]
+    digits = max(0, math.floor(math.log10(max(abs(low), abs(high)))) + places)  # after the point, before the power of ten
+    return [(v, f"{v:.{digits}e}".replace("e+0", "e").replace("e-0", "e-") if v else "0") for v in values]
 
 
 def smooth(points: list[Point]) -> list[Point]:

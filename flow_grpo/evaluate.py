@@ -1,6 +1,5 @@
 """Held-out prompts with fixed seeds, scored: what `eval` runs, and training every so often."""
 
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +14,7 @@ from flow_grpo.parallel import Processes
 from flow_grpo.policy import Policy
 from flow_grpo.prompts import PromptSet
 from flow_grpo.record import extremes
+from flow_grpo.types import Evaluation
 from rewards import WeightedSum
 
 SECOND = 1_000_000  # a prompt's second picture is from the noise of so many seeds further on
@@ -54,19 +54,6 @@ def draw(policy: Policy, prompts: list[str], seeds: list[int], steps: int, micro
     velocity = policy.along(schedule, conditioning)
     trajectory = sampling.rollout(velocity, schedule, start, [], "ode", 0.0, lambda i: start, microbatch)
     return policy.decode(trajectory.final, microbatch)
-
-
-@dataclass(frozen=True)
-class Evaluation:
-    """Held-out prompts, drawn with fixed seeds and scored; B of them."""
-
-    values: dict[str, Tensor]  # (B,) by reward, `reward` their weighted sum
-    sharpness: Tensor  # (B,), see flow_grpo/monitor.py
-    diversity: Tensor  # (n,) of the first n prompts, which were drawn twice
-    pictures: dict[int, Tensor]  # (3, H, W) in [0, 1] by the prompt's place: the first ones, the best and the worst
-
-    def means(self) -> dict[str, float]:
-        return {name: values.nanmean().item() for name, values in self.values.items()}
 
 
 def evaluate(

@@ -20,10 +20,9 @@ from torch import Tensor
 
 from flow_grpo import __version__, monitor, story
 from flow_grpo.grid import to_bytes
-from flow_grpo.types import Experience
+from flow_grpo.types import Evaluation, Experience
 
 if TYPE_CHECKING:
-    from flow_grpo.evaluate import Evaluation
     from flow_grpo.policy import Policy
 
 EXTREMES = 4  # best and worst prompts, of each
@@ -64,7 +63,7 @@ class Record:
                 shutil.rmtree(place)
 
     def evaluation(
-        self, step: int, found: "Evaluation", prompts: list[str], seed: int, trained: list[str]
+        self, step: int, found: Evaluation, prompts: list[str], seed: int, trained: list[str]
     ) -> list[monitor.Reading]:
         """Keeps an evaluation, and returns all of them so far."""
         values = {name: value.tolist() for name, value in found.values.items()}

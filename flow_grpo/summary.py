@@ -167,10 +167,11 @@ def signed(value: float) -> str:
 
 
 def duration(seconds: float) -> str:
-    minutes, hours = seconds / 60, seconds / 3600
-    if seconds < 60:
-        return f"{seconds:.0f} s"
-    return f"{int(minutes)} min {seconds % 60:.0f} s" if hours < 1 else f"{int(hours)} h {minutes % 60:.0f} min"
+    whole = round(seconds)
+    hours, minutes = whole // 3600, whole // 60 % 60
+    if hours:
+        return f"{hours} h {minutes} min"
+    return f"{minutes} min {whole % 60} s" if minutes else f"{whole} s"
 
 
 def _ends(values: list[float]) -> tuple[float | None, float]:

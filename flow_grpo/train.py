@@ -13,7 +13,7 @@ import torch
 from flow_grpo import checkpoint, monitor, report, sampling
 from flow_grpo.config import FlowGRPOConfig
 from flow_grpo.critic import Critic
-from flow_grpo.evaluate import Evaluation, before_after, build_rewards, evaluate
+from flow_grpo.evaluate import before_after, build_rewards, evaluate
 from flow_grpo.experience import Interrupted, Rollouts
 from flow_grpo.explore import best_window, owned_variance
 from flow_grpo.pairs import GivenImages
@@ -23,6 +23,7 @@ from flow_grpo.prompts import Dealer, PromptSet, load_prompts
 from flow_grpo.record import Record
 from flow_grpo.terms import own_function
 from flow_grpo.tracking import Tracker, read_metrics
+from flow_grpo.types import Evaluation
 from flow_grpo.update import Update
 
 PREVIEWS = 16  # held-out prompts in the before and after grids

@@ -148,6 +148,19 @@ class Scores:
 
 
 @dataclass(frozen=True)
+class Evaluation:
+    """Held-out prompts, drawn with fixed seeds and scored; B of them."""
+
+    values: dict[str, Tensor]  # (B,) by reward, `reward` their weighted sum
+    sharpness: Tensor  # (B,), see flow_grpo/monitor.py
+    diversity: Tensor  # (n,) of the first n prompts, which were drawn twice
+    pictures: dict[int, Tensor]  # (3, H, W) in [0, 1] by the prompt's place: the first ones, the best and the worst
+
+    def means(self) -> dict[str, float]:
+        return {name: values.nanmean().item() for name, values in self.values.items()}
+
+
+@dataclass(frozen=True)
 class Experience:
     """What a training step learns from: a batch, its images' latents, and what they are worth. This process's rows alone."""
 
