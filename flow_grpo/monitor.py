@@ -7,10 +7,11 @@ at each evaluation:
     the trained reward has risen    above the first evaluation's by more than 3 standard errors, and
     a watched measure has fallen    below its best evaluation so far by more than 3 standard errors, and by more than a share of
                                     its size, the root mean square over the prompts at that best one: a fiftieth of a reward
-                                    that is not trained on, half of the sharpness, three quarters of the diversity.
+                                    that is not trained on, a third of the sharpness, three quarters of the diversity.
 
 So neither noise nor a trifle warns, and what falls together with the trained reward is a run that fails, not one that cheats.
-Sharpness and diversity may fall for good reasons, since pictures that all do as they are told differ less: they have to collapse.
+Pictures that all do as they are told differ less: the embedded model's diversity halves while it learns to spell. So diversity has
+to collapse, and sharpness to be lost as blur loses it, before either warns.
 
 The best evaluation is the one whose rewards that are not trained on, each as its change since the first evaluation in shares of
 its size there, have the largest mean; without such rewards it is the trained reward's best.
@@ -27,7 +28,7 @@ ERRORS = 3.0  # standard errors that noise does not reach
 LEAST = 8  # prompts: fewer say nothing
 SHARE = 0.02
 SHARPNESS, DIVERSITY = "sharpness of the pictures", "diversity of the pictures"
-SHARES = {SHARPNESS: 0.5, DIVERSITY: 0.75}
+SHARES = {SHARPNESS: 1 / 3, DIVERSITY: 3 / 4}
 
 
 @dataclass(frozen=True)

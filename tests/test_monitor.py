@@ -1,5 +1,6 @@
 """The hacking monitor: what it warns of, what it leaves alone, and two real runs that it has to tell apart."""
 
+import json
 import random
 from pathlib import Path
 
@@ -61,7 +62,7 @@ def test_few_prompts_say_nothing_and_prompts_without_a_number_are_left_out():
     assert list(monitor.falls(history)) == ["clip"]
 
 
-@pytest.mark.parametrize(("name", "enough", "trifle"), [(SHARPNESS, 0.4, 0.6), (DIVERSITY, 0.2, 0.3)])
+@pytest.mark.parametrize(("name", "enough", "trifle"), [(SHARPNESS, 0.6, 0.7), (DIVERSITY, 0.2, 0.3)])
 def test_pictures_that_lose_their_looks_are_caught(name, enough, trifle):
     for factor, caught in ((enough, [name]), (trifle, [])):
         history = [reading(0, 0.5, 0.8), reading(10, 0.7, 0.8)]
@@ -90,3 +91,28 @@ def test_sharpness_is_what_a_blur_takes_away_and_distance_is_symmetric():
     other = images.flip(0)
     assert torch.equal(monitor.distance(images, other), monitor.distance(other, images))
     assert monitor.distance(images, images + 0.25).tolist() == pytest.approx([0.25] * 3, rel=1e-5)
+
+
+def recorded(name: str) -> list[Reading]:
+    """128 held-out prompts of a run of `tiny_ocr` with other rewards, as it kept them: 24 steps, seed 0."""
+    rows = json.loads((RECORDED / f"{name}.json").read_text())
+    looks = [{SHARPNESS: row["sharpness"], DIVERSITY: row["diversity"]} for row in rows]
+    return [Reading(row["step"], row["reward"], row["held_out"], look) for row, look in zip(rows, looks, strict=True)]
+
+
+def test_a_run_on_jpeg_size_alone_is_caught_before_ocr_has_lost_a_tenth():
+    history = recorded("jpeg_size")
+    caught = [n for n in range(1, len(history)) if monitor.falls(history[: n + 1])]
+    assert caught
+    ocr = [sum(reading.held_out["ocr"]) / len(reading.held_out["ocr"]) for reading in history]
+    assert 0.9 * ocr[0] < ocr[caught[0]] < ocr[0]
+    assert ocr[-1] < ocr[caught[0]], "and it goes on to fall"
+    assert all("ocr" in monitor.falls(history[: n + 1]) for n in caught)
+
+
+def test_a_run_on_ocr_and_clip_is_not_flagged():
+    history = recorded("ocr_clip")
+    assert history[-1].held_out["ocr_exact"].count(1.0) > 1.3 * history[0].held_out["ocr_exact"].count(1.0), "it learned"
+    for n in range(1, len(history)):
+        assert monitor.falls(history[: n + 1]) == {}
+    assert monitor.best(history) == 24
