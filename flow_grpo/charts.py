@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 Point = tuple[float, float]
 BOX = 1000.0
 MOST = 300  # points of a line
+STILL = 1e-3  # of its size, within which a line does not move
 
 
 @dataclass(frozen=True)
@@ -24,14 +25,14 @@ class Line:
 
 
 def draw(title: str, lines: Iterable[Line], note: str = "", marks: Iterable[tuple[int, int]] = ()) -> dict | None:
-    """What the page needs of a chart, or None if there is nothing to see: fewer than two points, or a flat line.
+    """What the page needs of a chart, or None if there is nothing to see: fewer than two points, or a line that does not move.
 
     Args:
         marks: pairs of run and step at which something is to be seen.
     """
     lines = [line for line in lines if line.points]
     ys = [y for line in lines for _, y in line.points]
-    if max((len(line.points) for line in lines), default=0) < 2 or max(ys) == min(ys):
+    if max((len(line.points) for line in lines), default=0) < 2 or max(ys) - min(ys) <= STILL * max(map(abs, ys)):
         return None
     edges = [edge for line in lines for _, *both in line.band for edge in both]
     left, right = 0.0, max(x for line in lines for x, _ in line.points)

@@ -99,41 +99,52 @@ def run_names(runs: list[Story]) -> list[str]:
 
 def charts(runs: list[Story], names: list[str]) -> tuple[list[dict], list[dict], list[str]]:
     """The reward's and the measures' charts, those of the signals, and what did not move."""
-    several = len(runs) > 1
+    labels = names if len(runs) > 1 else [""]
     marks: dict[str, list[tuple[int, int]]] = {}
     for i, run in enumerate(runs):
         for row in run.warnings:
             marks.setdefault(row.get("fallen", ""), []).append((i, row["step"]))
-
-    def label(i: int, text: str) -> str:
-        return names[i] if several else text
-
-    lines = []
-    for i, run in enumerate(runs):
-        points = series(run.steps, "reward")
-        band = [(x, y - s, y + s) for (x, y), (_, s) in zip(points, series(run.steps, "reward_std"), strict=False)]
-        lines += [] if several else [Line("", points, "faint", i, band)]
-        lines += [Line(label(i, "in training"), smooth(points), "soft", i)]
-        lines += [Line(label(i, "held out"), series(run.held_out, "eval/reward"), "dots", i)]
-    found = [draw("Reward", lines, "" if several else "line: in training, with the spread within a group; dots: held out")]
+    alike = all(run.trained == runs[0].trained for run in runs)  # sums of other rewards have other scales
+    found = [draw(*reward_lines(runs, labels))] if alike else []
+    flat: list[str] = []
     for name in dict.fromkeys(name for run in runs for name in run.measures if name != "reward"):
-        trained = all(name in run.trained for run in runs)
-        if trained and all(name == run.measures[0] for run in runs if run.measures):
+        trained = [i for i, run in enumerate(runs) if name in run.trained]
+        if alike and trained and all(name == run.measures[0] for run in runs if run.measures):
             continue  # it is the reward
-        held = [Line(label(i, "held out"), series(run.held_out, f"eval/{name}"), "dots", i) for i, run in enumerate(runs)]
-        found.append(draw(summary.short(name), held, "trained on" if trained else "not trained on", marks.get(name, ())))
-    signals, flat = [], []
+        lines = [
+            Line(labels[i] or "held out", series(run.held_out, f"eval/{name}"), "dots", i) for i, run in enumerate(runs)
+        ]
+        note = "trained on" if alike else f"trained on by {' and '.join(names[i] for i in trained)}"
+        chart = draw(summary.short(name), lines, note if trained else "not trained on", marks.get(name, ()))
+        found.append(chart)
+        if not chart and lines[0].points:
+            flat.append(f"{summary.short(name)} {number(lines[0].points[-1][1])}")
+    signals = []
     for key, (title, note) in SIGNALS.items():
         rows = [run.held_out if key in OF_EVALUATIONS else run.steps for run in runs]
         kind = "dots" if key in OF_EVALUATIONS else "line"
-        drawn = [Line(label(i, title.lower()), series(rows[i], key), kind, i) for i in range(len(runs))]
-        chart = draw(title, drawn, note, marks.get(f"{title.lower()} of the pictures", ()))
-        values = {y for line in drawn for _, y in line.points}
+        lines = [Line(labels[i] or title.lower(), series(rows[i], key), kind, i) for i in range(len(runs))]
+        chart = draw(title, lines, note, marks.get(f"{title.lower()} of the pictures", ()))
+        values = {y for line in lines for _, y in line.points}
         if chart:
             signals.append(chart)
         elif len(values) == 1:
-            flat.append(f"{title.lower()} {number(values.pop())}")
+            flat.append(f"{title.lower()} {values.pop():g}")
     return [chart for chart in found if chart], signals, flat
+
+
+def reward_lines(runs: list[Story], labels: list[str]) -> tuple[str, list[Line], str]:
+    """Title, lines and note of the reward in training and held out; one run alone shows its spread too."""
+    lines = []
+    for i, run in enumerate(runs):
+        points = series(run.steps, "reward")
+        if len(runs) == 1:
+            band = [(x, y - s, y + s) for (x, y), (_, s) in zip(points, series(run.steps, "reward_std"), strict=False)]
+            lines.append(Line("", points, "faint", i, band))
+        lines.append(Line(f"{labels[i]} in training".strip(), smooth(points), "soft", i))
+        lines.append(Line(f"{labels[i]} held out".strip(), series(run.held_out, "eval/reward"), "dots", i))
+    spread = ", with the spread within a group" if len(runs) == 1 else ""
+    return "Reward", lines, f"line: in training{spread}; dots: held out"
 
 
 def series(rows: list[dict], key: str) -> list[tuple[float, float]]:

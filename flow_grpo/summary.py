@@ -10,6 +10,7 @@ from flow_grpo.sections import RewardConfig
 from flow_grpo.story import Story
 
 ERRORS = 2.0  # standard errors from which on a change is called one
+LEAST = 0.06  # share of the time from which on a part of it is named
 PARTS = {"rollout": "drawing", "decode": "decoding", "reward": "scoring", "update": "updating"}
 
 
@@ -73,7 +74,7 @@ def table(run: Story) -> dict[str, Any]:
             "step": row["step"],
             "best": row["step"] == best,
             "values": [number(row.get(f"eval/{name}", math.nan)) for name in names]
-            + [number(row.get(key, math.nan)) for key in looks],
+            + [f"{row.get(key, math.nan):.4f}" for key in looks],
         }
         for row in run.held_out
     ]
@@ -83,7 +84,7 @@ def table(run: Story) -> dict[str, Any]:
         + [{"name": key.removeprefix("monitor/"), "trained": False} for key in looks],
         "rows": rows,
         "changes": [signed(c["by"]) + (f" ± {number(c['error'])}" if c["error"] is not None else "") for c in changes]
-        + [signed(run.held_out[-1].get(key, math.nan) - run.held_out[0].get(key, math.nan)) for key in looks if changes],
+        + [f"{_gain(run.held_out, key):+.4f}".replace("-", "−") for key in looks if changes],
     }
 
 
@@ -91,9 +92,10 @@ def cost(run: Story) -> dict[str, Any]:
     """Seconds, pictures, and where the time went."""
     training, images, evaluating = run.total("time/step"), run.total("images"), run.total("time/evaluation")
     parts = {label: run.total(f"time/{key}") for key, label in PARTS.items()}
-    parts["the rest"] = max(0.0, training - sum(parts.values()))
     parts["evaluating"] = evaluating
-    whole = sum(parts.values())
+    whole = training + evaluating
+    parts = {label: seconds for label, seconds in parts.items() if seconds >= LEAST * whole > 0}
+    parts["the rest"] = max(0.0, whole - sum(parts.values()))
     facts = {
         "time": duration(training + evaluating),
         "steps": f"{len(run.steps):,}",
@@ -106,9 +108,7 @@ def cost(run: Story) -> dict[str, Any]:
         processes = f" x {machine['processes']}" if machine.get("processes", 1) > 1 else ""
         facts["machine"] = f"{machine.get('device')}{processes}, {machine.get('cores')} cores, {machine.get('dtype')}"
         facts["software"] = f"flow-grpo {machine.get('flow_grpo')}, torch {machine.get('torch')}"
-    shares = [
-        {"name": name, "share": 100 * value / whole} for name, value in parts.items() if whole and value / whole > 0.005
-    ]
+    shares = [{"name": name, "share": 100 * value / whole} for name, value in parts.items() if value > 0.001 * whole]
     return {"facts": facts, "shares": shares, "images": images, "seconds": training}
 
 
@@ -139,8 +139,9 @@ def settings(runs: list[Story]) -> list[dict[str, Any]]:
     for key in dict.fromkeys(key for settings in own for key in settings):
         values = [settings.get(key) for settings in own]
         last = key.rpartition(".")[2]
-        told = usual[last] if "rewards." in key and last in ("options", "on_error") else default.get(key)
-        if any(value != told for value in values if value is not None or key in default):
+        detail = "rewards." in key and last in ("options", "on_error")
+        told = usual[last] if detail else default.get(key)
+        if any(value != told for value in values if value is not None or (key in default and not detail)):
             differ = len({str(value) for value in values}) > 1
             cells = [written(value) for value in values]
             found.append({"name": key, "cells": cells, "default": written(default.get(key)), "differ": differ})
@@ -172,6 +173,10 @@ def duration(seconds: float) -> str:
     if hours:
         return f"{hours} h {minutes} min"
     return f"{minutes} min {whole % 60} s" if minutes else f"{whole} s"
+
+
+def _gain(rows: list[dict], key: str) -> float:
+    return rows[-1].get(key, math.nan) - rows[0].get(key, math.nan)
 
 
 def _ends(values: list[float]) -> tuple[float | None, float]:

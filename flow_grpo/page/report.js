@@ -107,7 +107,8 @@
     find("thumbs").append(make("div", { className: "row" }, ...thumbs));
     find("film-prompt").replaceChildren(...run.prompts.map((text, i) => make("option", { value: i, textContent: text })));
     find("scrub").max = run.frames.length - 1;
-    prompt = Math.min(prompt, run.prompts.length - 1);
+    const changes = run.prompts.map((_, i) => Math.round(1e4 * Math.abs(run.frames.at(-1).values[i] - run.frames[0].values[i])));
+    prompt = changes.indexOf(Math.max(...changes)); // there is most to see
     frame = run.frames.length - 1;
     showPrompt();
   }
