@@ -46,7 +46,7 @@ def test_what_is_kept_is_what_was_drawn_scored_and_compared(tmp_path):
     with trainer.policy.averaged():
         image = draw(trainer.policy, trainer.eval_set.prompts[:1], [args.evaluation.seed], args.evaluation.steps)
     experience = trainer.source.collect(0)
-    trainer.train()
+    FlowGRPOTrainer(args=args).train()
     first = story.read_all(tmp_path / "run", story.EVALUATION)[0]
     seen = np.asarray(Image.open(first["folder"] / story.prompt_picture(0)).convert("RGB")).astype(int)
     assert np.abs(seen - to_bytes(image)[0].astype(int)).max() <= 1, "lossless, up to the rows it was drawn with"
