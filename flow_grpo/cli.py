@@ -1,4 +1,4 @@
-"""The command line: train, sample, eval, score, compare, doctor; serve and rewards are in reward_cli."""
+"""The command line: train, sample, eval, score, compare, report, plan, doctor; serve and rewards are in reward_cli."""
 
 import json
 import os
@@ -176,8 +176,7 @@ def evaluate_command(
     policy = _policy(args, args.model, lora, None)
 
     def measure() -> dict[str, float]:
-        _, values = evaluate(policy, prompts, rewards, settings.steps, settings.seed, args.microbatch)
-        return {key: value.nanmean().item() for key, value in values.items()}
+        return evaluate(policy, prompts, rewards, settings.steps, settings.seed, args.microbatch).means()
 
     with policy.reference():
         columns = {"base": measure()}
@@ -270,6 +269,25 @@ def compare(
     (out / "compare.md").write_text(comparison.markdown(rows))
     (out / "compare.json").write_text(json.dumps(rows, indent=2))
     say(f"curves: {out / 'compare.png'}, table: {out / 'compare.md'}, numbers: {out / 'compare.json'}")
+
+
+@app.command("report")
+def report_command(
+    runs: Annotated[list[Path], typer.Argument(help="Run folders; several are compared on one page.", metavar="RUN...")],
+    out: Annotated[
+        Path | None,
+        typer.Option(help="HTML file; by default report.html in the run's folder, of several here.", show_default=False),
+    ] = None,
+) -> None:
+    """Write what a run was and what came of it as one HTML file, which needs no network. Training writes it too, at every evaluation.
+
+    [bold]flow-grpo report runs/tiny_ocr[/bold]
+    [bold]flow-grpo report runs/tiny_ocr runs/red --out compared.html[/bold]
+    """
+    from flow_grpo import report
+
+    file = out or (runs[0] / report.FILE if len(runs) == 1 else Path(report.FILE))
+    console.print(f"report: {report.write(runs, file)}", highlight=False, markup=False, soft_wrap=True)
 
 
 @app.command()

@@ -143,7 +143,7 @@ def run_slice(run: Run, number: int, budget: Budget, overrides: list[str]) -> No
             spent["seconds"] += metrics["time/step"]
             spent["images"] += metrics["images"]
         trainer.save()
-        _, values = trainer.evaluate()
+        values = trainer.evaluate().means()
         with trainer.policy.averaged():
             assert trainer.eval_set
             prompts, steps = trainer.eval_set.prompts[:PROBED], trainer.args.evaluation.steps

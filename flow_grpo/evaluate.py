@@ -7,14 +7,18 @@ import torch
 from torch import Tensor
 
 import rewards as reward_kit
-from flow_grpo import sampling
+from flow_grpo import monitor, sampling
 from flow_grpo.config import FlowGRPOConfig
 from flow_grpo.grid import Cell, read_grid, save_grid
 from flow_grpo.parallel import Processes
 from flow_grpo.policy import Policy
 from flow_grpo.prompts import PromptSet
+from flow_grpo.record import extremes
 from flow_grpo.sections import RewardConfig
+from flow_grpo.types import Evaluation
 from rewards import Reward, WeightedSum
+
+SECOND = 1_000_000  # a prompt's second picture is from the noise of so many seeds further on
 
 
 def build_rewards(args: FlowGRPOConfig, given: Any = None) -> tuple[WeightedSum, list[str]]:
@@ -72,33 +76,54 @@ def evaluate(
     seed: int,
     microbatch: int = 64,
     processes: Processes | None = None,
-    keep: int | None = None,
-) -> tuple[Tensor, dict[str, Tensor]]:
-    """Images of the first `keep` prompts, prompt i from the noise of seed + i, and every reward's values (B,), `reward` their sum.
+    keep: int = 0,
+    twice: int = 0,
+) -> Evaluation:
+    """Draws prompt i from the noise of seed + i and scores it by every reward. Several processes take the prompts in turns.
 
-    Several processes take the prompts in turns.
+    Args:
+        keep: the pictures of so many prompts, from the first on, are in the result, and of the best and worst by `reward`.
+        twice: so many prompts, from the first on, are drawn from a second noise too, to see how much their pictures differ.
     """
     processes = processes or Processes()
     own = list(range(processes.rank, len(prompts), processes.count))
     batch = prompts.take(own, 1)
-    most = -(-len(prompts) // processes.count)
-    drawn = own + own[-1:] * (most - len(own))  # all processes draw as many, as they must where they share weights
-    images = draw(policy, prompts.take(drawn, 1).prompts, [seed + i for i in drawn], steps, microbatch)[: len(own)]
-    shown = images[: len([i for i in own if keep is None or i < keep])].clone()
 
-    def scored() -> tuple[list[int], Tensor, dict[str, Tensor]]:
+    def drawn(count: int, shift: int) -> Tensor:
+        """Our own ones of the first `count` prompts. All processes draw as many, as they must where they share weights."""
+        mine, most = [i for i in own if i < count], -(-count // processes.count)
+        places = mine + own[:1] * (most - len(mine))
+        seeds = [seed + shift + i for i in places]
+        return draw(policy, prompts.take(places, 1).prompts, seeds, steps, microbatch)[: len(mine)]
+
+    images = drawn(len(prompts), 0)
+    others = drawn(min(twice, len(prompts)), SECOND) if twice else images[:0]
+
+    def scored() -> dict[str, Tensor]:
         total, by_name = rewards(images, batch.prompts, **batch.columns())
-        return own, shown, {"reward": total, **by_name}
+        return {"reward": total, **by_name}
 
-    parts = processes.agree(scored)
-    order = torch.tensor([i for part in parts for i in part[0]]).argsort()
-    values = {name: torch.cat([part[2][name] for part in parts])[order] for name in parts[0][2]}
-    first = [i for part in parts for i in part[0][: len(part[1])]]
-    return torch.cat([part[1] for part in parts])[torch.tensor(first).argsort()], values
+    def whole(parts: list[Tensor]) -> Tensor:
+        """What the processes found of prompts from the first on, in the prompts' order."""
+        places = [rank + i * processes.count for rank, part in enumerate(parts) for i in range(len(part))]
+        return torch.cat(parts)[torch.tensor(places, dtype=torch.long).argsort()]
+
+    by_process = processes.agree(scored)
+    values = {name: whole([part[name] for part in by_process]) for name in by_process[0]}
+    looks = processes.everyone((monitor.sharpness(images), monitor.distance(images[: len(others)], others)))
+    shown = {*range(keep), *(extremes(values["reward"].tolist()) if keep else ())}
+    kept = processes.everyone({place: images[i].clone() for i, place in enumerate(own) if place in shown})
+    pictures = {place: picture for part in kept for place, picture in part.items()}
+    return Evaluation(values, whole([s for s, _ in looks]), whole([d for _, d in looks]), pictures)
 
 
-def before_after(folder: Path, first: bool, images: Tensor, prompts: list[str], seed: int, model: str) -> None:
-    """Writes before.png, or after.png and both side by side as before_after.png: the same prompts and seeds."""
+def before_after(folder: Path, first: bool, drawn: dict[int, Tensor], prompts: list[str], seed: int, model: str) -> None:
+    """Writes before.png, or after.png and both side by side as before_after.png: the same prompts and seeds.
+
+    Args:
+        drawn: an evaluation's pictures, by the prompt's place.
+    """
+    images = torch.stack([drawn[place] for place in range(len(prompts))])
     when = "before" if first else "after"
     cells = [Cell(prompt, seed + i, f"{model}, {when} training") for i, prompt in enumerate(prompts)]
     save_grid(folder / f"{when}.png", images, cells, columns=4)

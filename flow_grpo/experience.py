@@ -66,7 +66,8 @@ class Rollouts:
         metrics |= {**more, **{f"time/{name}": value for name, value in self.seconds.items()}}
         groups, place = batch.group[chosen].unique(), own.cumsum(0) - 1  # where a row is among our own
         mine = batch.take(own.nonzero()[:, 0])
-        return Experience(mine, trajectory, advantage[own], place[rows[own[rows]]], per_group, groups, metrics)
+        ours = place[rows[own[rows]]]
+        return Experience(mine, trajectory, advantage[own], ours, per_group, groups, metrics, scores.take(own))
 
     def _by_group(
         self, batch: PromptBatch, trajectory: Trajectory, scores: Scores, whole: Tensor
@@ -185,7 +186,7 @@ class Rollouts:
         parts = Scores.join(self.processes.agree(lambda: Scores.join([part.result() for part in scored])))
         self.seconds["reward"] += time.perf_counter() - started  # what was not done beside the drawing
         order = self.processes.owner(group).argsort(stable=True).argsort()
-        return Scores(parts.total[order], {name: values[order] for name, values in parts.by_name.items()})
+        return parts.take(order)
 
     def _shares(self, names: list[str], by_reward: Tensor, weights: Tensor, group: Tensor) -> dict[str, float]:
         """How much of the advantage each of several rewards makes, and how they agree."""

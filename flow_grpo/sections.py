@@ -178,6 +178,9 @@ class EvaluationConfig(Section):
     """Sampling steps in evaluation, of the deterministic ODE."""
     seed: int = 1234
     """Each held-out prompt's picture starts from the noise of (this seed, its place in the file)."""
+    pictures: Annotated[int, Field(ge=0)] = 8
+    """Held-out prompts, from the first on, whose pictures each evaluation keeps in the run folder for the report, beside the best
+    and worst ones' and some groups of training images; 0 keeps none. A picture is at most 512 pixels wide."""
     rewards: dict[str, RewardConfig] = {}
     """Rewards that are measured but not trained on, beside the trained ones."""
 

@@ -65,17 +65,36 @@ class Tracker:
                     f"step {step}/{self.total_steps}  {numbers}  {metrics['time/step']:.1f} s a step, {left:.0f} s left"
                 )
 
-    def evaluation(self, step: int, metrics: dict[str, float]) -> None:
-        self.log(step, {f"eval/{name}": value for name, value in metrics.items()})
+    def evaluation(self, step: int, metrics: dict[str, float], more: dict[str, float]) -> None:
+        """Logs an evaluation's measures as `eval/...`, and more numbers that the console does not say."""
+        self.log(step, {**{f"eval/{name}": value for name, value in metrics.items()}, **more})
         self.say(f"step {step}  held out: " + "  ".join(f"{name} {value:.3f}" for name, value in metrics.items()))
+
+    def warn(self, step: int, message: str, fallen: str | None = None) -> None:
+        """Says a warning and notes it in the metrics; of a measure that has `fallen` once in a run."""
+        if fallen is not None and any(row.get("fallen") == fallen for row in read_metrics(self.folder)):
+            return
+        self.say(f"warning: {message}")
+        self._write([{"step": step, "warning": message, **({"fallen": fallen} if fallen else {})}], "a")
 
     def evaluated(self, step: int) -> bool:
         """Whether the metrics hold an evaluation of that step."""
         return any(row["step"] == step and "eval/reward" in row for row in read_metrics(self.folder))
 
-    def table(self, title: str, columns: dict[str, dict[str, float]]) -> None:
-        """A table with a row per number and a column per model."""
-        print_table(self.console, title, columns)
+    def conclude(self, lora: Path, report: Path) -> dict[str, float]:
+        """Draws the curves and says what the run came to and where it lies; returns the last evaluation's measures."""
+        curve = plot_curves(self.folder)
+        rows = [row for row in read_metrics(self.folder) if "eval/reward" in row]
+        measures = [{key[5:]: value for key, value in row.items() if key.startswith("eval/")} for row in rows]
+        if rows:
+            print_table(self.console, "held-out prompts", {"before": measures[0], "after": measures[-1]})
+        self.say(f"LoRA: {lora}")
+        if rows:
+            self.say(f"pictures: {self.folder / 'before_after.png'}")
+        if curve:
+            self.say(f"curve: {curve}")
+        self.say(f"report: {report}")
+        return measures[-1] if rows else {}
 
     def _write(self, rows: list[dict], mode: str) -> None:
         if self.silent:

@@ -9,9 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
-from flow_grpo import checkpoint, sampling
+from flow_grpo import checkpoint, monitor, report, sampling
 from flow_grpo.config import FlowGRPOConfig
 from flow_grpo.critic import Critic
 from flow_grpo.evaluate import before_after, build_rewards, evaluate
@@ -21,11 +20,14 @@ from flow_grpo.pairs import GivenImages
 from flow_grpo.parallel import Processes
 from flow_grpo.policy import Policy, load_policy
 from flow_grpo.prompts import Dealer, PromptSet, load_prompts
+from flow_grpo.record import Record
 from flow_grpo.terms import own_function
-from flow_grpo.tracking import Tracker, plot_curves, read_metrics
+from flow_grpo.tracking import Tracker, read_metrics
+from flow_grpo.types import Evaluation
 from flow_grpo.update import Update
 
 PREVIEWS = 16  # held-out prompts in the before and after grids
+TWICE = 16  # held-out prompts that are drawn twice, to see how much the pictures of one differ
 
 
 class FlowGRPOTrainer:
@@ -85,6 +87,7 @@ class FlowGRPOTrainer:
         self.folder = Path(args.output)
         self.step = 0
         self.notes: list[str] = []  # what the console is still to say
+        self.record: Record | None = None  # of the process that writes, once it trains
         self._stopping = False
         for begin, part in reversed(self.parts):  # each says at once what does not fit; the first is the one to begin with
             self._enter(begin, part)
@@ -129,6 +132,7 @@ class FlowGRPOTrainer:
             ValueError: a reward failed, or the ratio check, or the gradient is not finite, with a checkpoint saved.
         """
         silent = not self.processes.first
+        self.record = None if silent else Record(self.folder, self.args.evaluation.pictures)
         with Tracker(self.folder, self.args.steps, silent=silent) as tracker, self._signals():
             self._begin(tracker, resume)
             try:
@@ -147,7 +151,7 @@ class FlowGRPOTrainer:
             tracker.log(self.step + 1, self.training_step())
             for notes in self.processes.everyone([*self.rewards.dropped, *self.notes]):
                 for note in notes:
-                    tracker.say(f"warning: {note}")
+                    tracker.warn(self.step, note)
             self.rewards.dropped.clear()
             self.notes.clear()
             due = self.step == self.args.steps or self.step % self.args.save_every == 0
@@ -175,6 +179,8 @@ class FlowGRPOTrainer:
                 torch.cuda.empty_cache()  # the error is gone, and with it what it held
         finished = time.perf_counter()
         self.step += 1
+        if self.record is not None and (self.step == 1 or self._due()):
+            self.record.groups(self.step, experience, self.policy.decode)
         return {
             **experience.metrics,
             **metrics,
@@ -246,6 +252,8 @@ class FlowGRPOTrainer:
                     f"{self.folder} already holds a run: go on with it by --resume, or set another folder by output=..."
                 )
             (self.folder / "config.yaml").write_text(self.args.dump())
+            assert self.record
+            self.record.begin(self.policy, self.processes.count)
             args, policy = self.args, self.policy
             tracker.say(
                 f"{args.model} on {policy.device} in {str(policy.dtype).removeprefix('torch.')}: {args.steps} steps of "
@@ -271,6 +279,8 @@ class FlowGRPOTrainer:
         if self.processes.first:
             checkpoint.drop_after(self.folder / "checkpoints", self.step)
         tracker.resume(self.step)
+        if self.record is not None:
+            self.record.resume(self.step)
         tracker.say(f"resumed at step {self.step} of {self.args.steps}")
 
     def restore(self, state: dict[str, Any]) -> None:
@@ -304,37 +314,44 @@ class FlowGRPOTrainer:
             return {}
         with self.policy.averaged():
             lora = self.policy.save_lora(self.folder / "lora")
-        curve = plot_curves(self.folder)
-        rows = [row for row in read_metrics(self.folder) if any(key.startswith("eval/") for key in row)]
-        if not rows:
-            tracker.say(f"LoRA: {lora}")
-            return {}
-        first, last = ({k[5:]: v for k, v in row.items() if k.startswith("eval/")} for row in (rows[0], rows[-1]))
-        tracker.table("held-out prompts", {"before": first, "after": last})
-        tracker.say(f"LoRA: {lora}\npictures: {self.folder / 'before_after.png'}" + (f"\ncurve: {curve}" if curve else ""))
-        return last
+        return tracker.conclude(lora, report.write([self.folder], self.folder / report.FILE))
+
+    def _due(self) -> bool:
+        """Whether this step is evaluated: the first, the last, and every so many."""
+        every = self.args.evaluation.every
+        return self.step in (0, self.args.steps) or bool(every and self.step % every == 0)
 
     def _evaluate_if_due(self, tracker: Tracker) -> None:
-        """Before the first step, after the last, and every so often; not again what a resumed run has in its metrics."""
-        settings, steps = self.args.evaluation, (0, self.args.steps)
-        due = self.step in steps or (settings.every and self.step % settings.every == 0)
-        if self.eval_set is None or not due or self.processes.everyone(tracker.evaluated(self.step))[0]:
+        """Not again what a resumed run has in its metrics."""
+        if self.eval_set is None or not self._due() or self.processes.everyone(tracker.evaluated(self.step))[0]:
             return
-        images, values = self.evaluate()
-        tracker.evaluation(self.step, values)
-        if self.step in steps and self.processes.first:
-            shown = self.eval_set.prompts[:PREVIEWS]
-            before_after(self.folder, self.step == 0, images, shown, settings.seed, self.args.model)
+        started = time.perf_counter()
+        found = self.evaluate()
+        seconds = time.perf_counter() - started
+        if self.record is None:
+            return
+        prompts, seed = self.eval_set.prompts, self.args.evaluation.seed
+        trained = [name for name, weight in self.held_out.weights.items() if weight]
+        history = self.record.evaluation(self.step, found, prompts, seed, trained)
+        if monitor.best(history) == self.step:
+            with self.policy.averaged():
+                self.policy.save_lora(self.folder / "best")
+        if self.step in (0, self.args.steps):
+            before_after(self.folder, self.step == 0, found.pictures, prompts[:PREVIEWS], seed, self.args.model)
+        more = {**monitor.numbers(history), "time/evaluation": seconds}
+        tracker.evaluation(self.step, found.means(), more)
+        for name, sentence in monitor.warnings(history).items():
+            tracker.warn(self.step, sentence, fallen=name)
+        report.write([self.folder], self.folder / report.FILE)
 
-    def evaluate(self) -> tuple[Tensor, dict[str, float]]:
-        """Pictures of the first held-out prompts by the averaged adapter, and each measure's mean over all."""
+    def evaluate(self) -> Evaluation:
+        """The held-out prompts, drawn by the averaged adapter and measured."""
         if self.eval_set is None:
             raise ValueError("there are no held-out prompts: set evaluation.prompts.")
         settings = self.args.evaluation
         with self.policy.averaged():
             drawn = (self.policy, self.eval_set, self.held_out, settings.steps, settings.seed, self.part.microbatch)
-            images, by_name = evaluate(*drawn, self.processes, PREVIEWS)
-        return images, {name: values.nanmean().item() for name, values in by_name.items()}
+            return evaluate(*drawn, self.processes, max(PREVIEWS, settings.pictures), TWICE)
 
     @contextmanager
     def _signals(self) -> Iterator[None]:

@@ -136,12 +136,28 @@ class Scores:
     total: Tensor
     by_name: dict[str, Tensor]
 
+    def take(self, rows: Tensor) -> "Scores":
+        return Scores(self.total[rows], {name: values[rows] for name, values in self.by_name.items()})
+
     @staticmethod
     def join(parts: "Sequence[Scores]") -> "Scores":
         names = parts[0].by_name
         return Scores(
             torch.cat([s.total for s in parts]), {name: torch.cat([s.by_name[name] for s in parts]) for name in names}
         )
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """Held-out prompts, drawn with fixed seeds and scored; B of them."""
+
+    values: dict[str, Tensor]  # (B,) by reward, `reward` their weighted sum
+    sharpness: Tensor  # (B,), see flow_grpo/monitor.py
+    diversity: Tensor  # (n,) of the first n prompts, which were drawn twice
+    pictures: dict[int, Tensor]  # (3, H, W) in [0, 1] by the prompt's place: the first ones, the best and the worst
+
+    def means(self) -> dict[str, float]:
+        return {name: values.nanmean().item() for name, values in self.values.items()}
 
 
 @dataclass(frozen=True)
@@ -155,6 +171,7 @@ class Experience:
     rows_per_group: int  # how many each group would give, had all of them something to say
     groups: Tensor  # the groups that the mean is over, those of all processes; DAPO's further rounds leave some out
     metrics: dict[str, float]
+    scores: Scores | None = None  # given images have none
 
 
 @dataclass(frozen=True)

@@ -13,6 +13,27 @@ ROOT = Path(__file__).parent.parent
 # name, file, what stands there, what is planted, tests that must fail
 BUGS = [
     (
+        "the report's template escapes nothing",
+        "flow_grpo/report.py",
+        "autoescape=True",
+        "autoescape=False",
+        "tests/test_report.py -k becomes_a_part",
+    ),
+    (
+        "the monitor warns of noise",
+        "flow_grpo/monitor.py",
+        "if loss > max(ERRORS * error, share * size):",
+        "if loss > 0:",
+        "tests/test_monitor.py -k noise",
+    ),
+    (
+        "pictures of steps that a resumed run does anew stay behind",
+        "flow_grpo/record.py",
+        "if later > step:",
+        "if later > step + 1:",
+        "tests/test_record.py -k resumed",
+    ),
+    (
         "the KL is computed under no_grad",
         "flow_grpo/terms.py",
         "loss = _with_kl(loss, self._kl(k, rows, v, step), self.o.kl_weight)",

@@ -3,6 +3,7 @@
 import json
 import re
 import shlex
+import shutil
 import subprocess
 import sys
 import time
@@ -96,6 +97,17 @@ def test_eval_of_a_run_measures_with_and_without_its_lora(trained):
     held_out = [row for row in logged if "eval/reward" in row]
     assert found["base"]["reward"] == pytest.approx(held_out[0]["eval/reward"], abs=1e-5)
     assert found["LoRA"]["reward"] == pytest.approx(held_out[-1]["eval/reward"], abs=1e-5)
+
+
+def test_report_writes_one_file_of_one_run_or_several(trained):
+    written = trained / "runs" / "short" / "report.html"
+    written.unlink()
+    assert "report: runs/short/report.html" in run("report", "runs/short", cwd=trained)
+    assert "was trained on brightness for 2 steps" in written.read_text()
+    shutil.copytree(trained / "runs" / "short", trained / "runs" / "copy")
+    run("report", "runs/short", "runs/copy", "--out", "both.html", cwd=trained)
+    assert "Two runs, side by side" in (trained / "both.html").read_text()
+    assert "configs is not a run folder" in run("report", "configs", cwd=trained, code=2)
 
 
 def compare_words(folder: Path) -> list[str]:

@@ -62,7 +62,7 @@ def test_every_objective_raises_its_reward(tmp_path, name):
         trainer = FlowGRPOTrainer(args=run)
         for _ in range(8):
             trainer.training_step()
-        ends.append(trainer.evaluate()[1][BRIGHT])
+        ends.append(trainer.evaluate().means()[BRIGHT])
     assert ends[0] - ends[1] > 0.005
 
 

@@ -329,7 +329,8 @@ def test_a_step_that_runs_out_of_memory_is_done_again_in_smaller_pieces(tmp_path
     trainer.train()
     assert trainer.part.microbatch == 4
     assert "memory ran out with microbatch=8; the run goes on with 4" in capsys.readouterr().out
-    for one, other in zip(numbers(tmp_path / "plain"), numbers(tmp_path / "full"), strict=True):
+    told = [row for row in numbers(tmp_path / "full") if "warning" not in row]
+    for one, other in zip(numbers(tmp_path / "plain"), told, strict=True):
         for name in ("loss", "reward", "grad_norm"):
             assert one.get(name) == other.get(name)
     assert max(largest) == 8, "the rollout before it"

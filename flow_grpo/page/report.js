@@ -1,0 +1,220 @@
+"use strict";
+// Pictures and controls of the report. Everything that comes from a run is set as text, never as HTML.
+(() => {
+  const { runs } = JSON.parse(document.getElementById("data").textContent);
+  const find = (id) => document.getElementById(id);
+  const make = (tag, props = {}, ...children) => {
+    const node = Object.assign(document.createElement(tag), props);
+    node.append(...children);
+    return node;
+  };
+  const written = (value, digits = 3) =>
+    value === null ? "–" : value.toFixed(Math.abs(value) < 100 ? digits : 0).replace("-", "−");
+  const signed = (value) => (value > 0 ? "+" : "") + written(value, 2);
+
+  let run = runs[0];
+  let prompt = 0;
+  let frame = 0;
+
+  // -- before and after ----------------------------------------------------------------------------------------------
+  const slider = document.querySelector("[data-slider]");
+  const range = slider.querySelector("input");
+
+  function split() {
+    slider.style.setProperty("--split", `${range.value}%`);
+    range.setAttribute("aria-valuetext", `${range.value} percent before, ${100 - range.value} percent after training`);
+    slider.querySelector(".left").style.opacity = range.value < 12 ? 0 : 1;
+    slider.querySelector(".right").style.opacity = range.value > 88 ? 0 : 1;
+  }
+  range.addEventListener("input", split);
+
+  function showPrompt() {
+    const text = run.prompts[prompt];
+    const [first, last] = [run.frames[0], run.frames.at(-1)];
+    for (const [name, shown] of [["before", first], ["after", last]]) {
+      const image = slider.querySelector(`.${name}`);
+      image.src = shown.pictures[prompt];
+      image.alt = `${name} training, step ${shown.step}: ${text}`;
+    }
+    const values = ` ${run.measure} ${written(first.values[prompt])} → ${written(last.values[prompt])}`;
+    find("prompt").replaceChildren(make("bdi", { textContent: text }), make("span", { className: "figure", textContent: values }));
+    find("film-prompt").value = prompt;
+    for (const input of find("thumbs").querySelectorAll("input")) input.checked = Number(input.value) === prompt;
+    strip();
+    showFrame();
+  }
+
+  // -- the film ------------------------------------------------------------------------------------------------------
+  function strip() {
+    const images = run.frames.map((one, i) => {
+      const image = make("img", { src: one.pictures[prompt], alt: "" });
+      image.addEventListener("click", () => toFrame(i));
+      return image;
+    });
+    find("strip").replaceChildren(...images);
+  }
+
+  function showFrame() {
+    const now = run.frames[frame];
+    find("frame").src = now.pictures[prompt];
+    find("frame").alt = `step ${now.step}: ${run.prompts[prompt]}`;
+    find("frame-text").replaceChildren(make("b", { textContent: `Step ${now.step}` }), ` ${run.measure} ${written(now.values[prompt])}`);
+    find("scrub").value = frame;
+    find("scrub").setAttribute("aria-valuetext", `step ${now.step}, ${run.measure} ${written(now.values[prompt])}`);
+    [...find("strip").children].forEach((image, i) => image.classList.toggle("now", i === frame));
+  }
+
+  function toFrame(place) {
+    frame = place;
+    showFrame();
+  }
+
+  let playing = null;
+  function play(start) {
+    clearInterval(playing);
+    playing = start ? setInterval(() => (frame < run.frames.length - 1 ? toFrame(frame + 1) : play(false)), 600) : null;
+    find("play").textContent = start ? "Pause" : "Play";
+    find("play").setAttribute("aria-pressed", String(start));
+  }
+  find("play").addEventListener("click", () => {
+    if (playing === null && frame === run.frames.length - 1) toFrame(0);
+    play(playing === null);
+  });
+  find("scrub").addEventListener("input", () => toFrame(Number(find("scrub").value)));
+  find("film-prompt").addEventListener("change", () => choose(Number(find("film-prompt").value)));
+
+  function choose(place) {
+    prompt = place;
+    showPrompt();
+  }
+
+  function showPictures() {
+    const there = run.frames.length > 0 && run.prompts.length > 0;
+    find("compare").hidden = !(there && run.frames.length > 1);
+    find("film").hidden = !(there && run.frames.length > 1);
+    find("no-pictures").hidden = there && run.frames.length > 1;
+    play(false);
+    if (find("compare").hidden) return;
+    const [width, height] = run.size;
+    document.body.style.setProperty("--aspect", width / height);
+    document.body.classList.toggle("blocks", width < 160);
+    const thumbs = run.prompts.map((text, i) => {
+      const input = make("input", { type: "radio", name: "prompt", value: i });
+      input.addEventListener("change", () => choose(i));
+      return make("label", { title: text }, input, make("img", { src: run.frames.at(-1).pictures[i], alt: text }));
+    });
+    find("thumbs").querySelector(".row")?.remove();
+    find("thumbs").append(make("div", { className: "row" }, ...thumbs));
+    find("film-prompt").replaceChildren(...run.prompts.map((text, i) => make("option", { value: i, textContent: text })));
+    find("scrub").max = run.frames.length - 1;
+    const changes = run.prompts.map((_, i) => Math.round(1e4 * Math.abs(run.frames.at(-1).values[i] - run.frames[0].values[i])));
+    prompt = changes.indexOf(Math.max(...changes)); // there is most to see
+    frame = run.frames.length - 1;
+    showPrompt();
+  }
+
+  // -- groups --------------------------------------------------------------------------------------------------------
+  const AS_DRAWN = "as drawn";
+
+  function sorted(items, key) {
+    const value = (item) => (key === "reward" ? item.reward : item.rewards[key]);
+    return key === AS_DRAWN ? items : [...items].sort((a, b) => value(b) - value(a));
+  }
+
+  function one(item, widest) {
+    const share = widest ? (50 * Math.abs(item.advantage)) / widest : 0;
+    const bar = make("i", { className: item.advantage < 0 ? "down" : "up" });
+    bar.style.cssText = `${item.advantage < 0 ? "right" : "left"}:50%;width:${share}%`;
+    const names = Object.entries(item.rewards).map(([name, value]) => `${name} ${written(value)}`);
+    const numbers = make(
+      "span",
+      { className: "numbers" },
+      make("span", { textContent: written(item.reward), title: names.join(", ") }),
+      make("b", { textContent: signed(item.advantage) }),
+    );
+    const said = `reward ${written(item.reward)}, advantage ${signed(item.advantage)}`;
+    return make("li", {}, make("img", { src: item.picture ?? "", alt: said }), numbers, make("span", { className: "bar" }, bar));
+  }
+
+  function showGroups() {
+    const step = run.groups[Number(find("group-step").value)];
+    const key = find("group-sort").value;
+    const widest = Math.max(...step.groups.flatMap((group) => group.items.map((item) => Math.abs(item.advantage))));
+    const shown = step.groups.map((group) => {
+      const some = group.images > group.items.length ? `${group.items.length} of ${group.images} images` : "";
+      const title = make("h3", {}, make("bdi", { textContent: group.prompt }), make("small", { textContent: some }));
+      const list = make("ol", {}, ...sorted(group.items, key).map((item) => one(item, widest)));
+      for (const bar of list.querySelectorAll(".bar")) bar.style.display = "block";
+      return make("div", { className: "group" }, title, list);
+    });
+    find("group-list").replaceChildren(...shown);
+    find("group-status").textContent = key === AS_DRAWN ? "in the order they were drawn" : "the highest first";
+  }
+
+  function showGroupChoices() {
+    const there = run.groups.some((step) => step.groups.length > 0);
+    find("groups-body").hidden = !there;
+    find("no-groups").hidden = there;
+    if (!there) return;
+    find("group-step").replaceChildren(...run.groups.map((step, i) => make("option", { value: i, textContent: step.step })));
+    const names = Object.keys(run.groups[0].groups[0]?.items[0]?.rewards ?? {});
+    const keys = ["reward", ...(names.length > 1 ? names : []), AS_DRAWN];
+    find("group-sort").replaceChildren(...keys.map((key) => make("option", { value: key, textContent: key })));
+    showGroups();
+  }
+  find("group-step").addEventListener("change", showGroups);
+  find("group-sort").addEventListener("change", showGroups);
+
+  // -- curves: what the lines say where the pointer or the arrow keys are -----------------------------------------------
+  for (const plot of document.querySelectorAll(".plot")) {
+    const lines = JSON.parse(plot.dataset.points).filter((line) => line.points.length > 0);
+    const steps = [...new Set(lines.flatMap((line) => line.points.map(([x]) => x)))].sort((a, b) => a - b);
+    const last = Number(plot.getAttribute("aria-valuemax"));
+    const cursor = plot.querySelector(".cursor");
+    const output = plot.parentElement.querySelector("output");
+    let place = steps.length - 1;
+
+    const read = (at) => {
+      place = Math.max(0, Math.min(steps.length - 1, at));
+      const step = steps[place];
+      const values = lines.map(({ label, points }) => {
+        const near = points.reduce((best, point) => (Math.abs(point[0] - step) < Math.abs(best[0] - step) ? point : best));
+        return `${label} ${written(near[1])}`;
+      });
+      const text = `step ${Math.round(step)}: ${values.join(", ")}`;
+      cursor.hidden = false;
+      cursor.style.left = `${(100 * step) / last}%`;
+      output.textContent = text;
+      plot.setAttribute("aria-valuenow", Math.round(step));
+      plot.setAttribute("aria-valuetext", text);
+    };
+    const leave = () => {
+      cursor.hidden = true;
+      output.textContent = "";
+    };
+    plot.addEventListener("pointermove", (event) => {
+      const box = plot.getBoundingClientRect();
+      const x = ((event.clientX - box.left) / box.width) * last;
+      read(steps.reduce((best, step, i) => (Math.abs(step - x) < Math.abs(steps[best] - x) ? i : best), 0));
+    });
+    plot.addEventListener("pointerleave", leave);
+    plot.addEventListener("blur", leave);
+    plot.addEventListener("keydown", (event) => {
+      const moves = { ArrowLeft: place - 1, ArrowRight: place + 1, Home: 0, End: steps.length - 1 };
+      if (!(event.key in moves)) return;
+      event.preventDefault();
+      read(moves[event.key]);
+    });
+  }
+
+  // -- which run -----------------------------------------------------------------------------------------------------
+  function showRun(place) {
+    run = runs[place];
+    for (const part of document.querySelectorAll("[data-run]")) part.hidden = Number(part.dataset.run) !== place;
+    showPictures();
+    showGroupChoices();
+  }
+  for (const input of document.querySelectorAll("#runs input")) input.addEventListener("change", () => showRun(Number(input.value)));
+  split();
+  showRun(0);
+})();
