@@ -1,4 +1,4 @@
-"""The command line: train, sample, eval, score, compare, report, plan, doctor; serve and rewards are in reward_cli."""
+"""The command line: train, sample, eval, score, compare, doctor; plan and report in around_cli, serve and rewards in reward_cli."""
 
 import json
 import os
@@ -13,7 +13,7 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 
-from flow_grpo import reward_cli
+from flow_grpo import around_cli, reward_cli
 from flow_grpo.config import FlowGRPOConfig
 
 app = typer.Typer(
@@ -25,7 +25,8 @@ app = typer.Typer(
 )
 console = Console()
 errors = Console(stderr=True)
-app.command()(reward_cli.serve)
+for verb in (around_cli.plan, around_cli.report, reward_cli.serve):
+    app.command()(verb)
 app.add_typer(reward_cli.app, name="rewards")
 
 Overrides = Annotated[
@@ -269,56 +270,6 @@ def compare(
     (out / "compare.md").write_text(comparison.markdown(rows))
     (out / "compare.json").write_text(json.dumps(rows, indent=2))
     say(f"curves: {out / 'compare.png'}, table: {out / 'compare.md'}, numbers: {out / 'compare.json'}")
-
-
-@app.command("report")
-def report_command(
-    runs: Annotated[list[Path], typer.Argument(help="Run folders; several are compared on one page.", metavar="RUN...")],
-    out: Annotated[
-        Path | None,
-        typer.Option(help="HTML file; by default report.html in the run's folder, of several here.", show_default=False),
-    ] = None,
-) -> None:
-    """Write what a run was and what came of it as one HTML file, which needs no network. Training writes it too, at every evaluation.
-
-    [bold]flow-grpo report runs/tiny_ocr[/bold]
-    [bold]flow-grpo report runs/tiny_ocr runs/red --out compared.html[/bold]
-    """
-    from flow_grpo import report
-
-    file = out or (runs[0] / report.FILE if len(runs) == 1 else Path(report.FILE))
-    console.print(f"report: {report.write(runs, file)}", highlight=False, markup=False, soft_wrap=True)
-
-
-@app.command()
-def plan(
-    config: Annotated[
-        str, typer.Argument(help="A YAML file, or the name of a shipped config.", metavar="CONFIG")
-    ] = "tiny_ocr",
-    overrides: Overrides = None,
-    gpu: Annotated[
-        str | None,
-        typer.Option(help="A GPU by name, such as 'RTX 4090' or H100; by default what is here.", show_default=False),
-    ] = None,
-    gpu_memory: Annotated[
-        float | None, typer.Option(min=1, help="Its memory in GB, if it is another.", show_default=False)
-    ] = None,
-    gpus: Annotated[int, typer.Option(min=1, help="How many of them.")] = 1,
-) -> None:
-    """What a run will need: memory by part, seconds a step, the largest micro-batch, sizes that divide. Loads no weights.
-
-    [bold]flow-grpo plan sd35_medium_ocr --gpu 'RTX 4090'[/bold]
-    [bold]flow-grpo plan flux_dev_ocr memory.quantize=nf4 --gpu H100 --gpus 8[/bold]
-    """
-    from flow_grpo import plan as planning
-    from flow_grpo.policy import quiet_libraries
-
-    quiet_libraries()
-    args = FlowGRPOConfig.read(config, overrides)
-    machine = planning.Machine.named(gpu, gpu_memory, gpus) if gpu else planning.Machine.here(args.dtype, gpu_memory, gpus)
-    base = 0.0 if machine.cuda else planning.occupied(args)
-    if not planning.print_plan(console, args, machine, base):
-        raise typer.Exit(1)
 
 
 @app.command()

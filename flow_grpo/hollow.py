@@ -100,7 +100,8 @@ class Followed:
     device = torch.device("cpu")  # the pipeline's own tensors have numbers
 
     def __init__(self, network: torch.nn.Module, dtype: torch.dtype, cuda: bool) -> None:
-        self._network, self._cast = network, _Cast(dtype, cuda)
+        self._network: Any = network
+        self._cast = _Cast(dtype, cuda)
         self._counter: Any = nullcontext()
         self._outputs: list[Tensor] = []
 

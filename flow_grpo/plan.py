@@ -4,6 +4,7 @@ The pipeline's own code is followed without numbers (see `flow_grpo.hollow`), so
 checkpointing and its adapter.
 """
 
+import functools
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -216,12 +217,13 @@ def rehearse(args: FlowGRPOConfig, count: int) -> list[str]:
     """
     settings = {**args.evaluation.rewards, **args.rewards}
     for name, setting in settings.items():
-        reward_kit.check(name, **setting.options)
+        if setting.remote is None and not setting.isolate:  # else it is at home in another environment
+            reward_kit.check(name, **setting.options)
     notes = []
     for source in (args.prompts, args.evaluation.prompts):
         if source is not None:
             on_hub = not Path(source).suffix and hub.may_be_hub_id(source)
-            notes += _unless_offline(f"The prompts {source}", on_hub, lambda source=source: load_prompts(source))
+            notes += _unless_offline(f"The prompts {source}", on_hub, functools.partial(load_prompts, source))
     for _, part in args.parts():
         own_function("objective", part.objective.name)
         own_function("advantage", part.objective.advantage)
@@ -229,7 +231,7 @@ def rehearse(args: FlowGRPOConfig, count: int) -> list[str]:
         Processes(0, count).check_sizes(part.prompts_per_step, part.images_per_prompt, part.microbatch, part.updates, pairs)
         if part.objective.data is None and not notes:
             Dealer(load_prompts(args.prompts), part.seed).deal(0, part.prompts_per_step, 1)
-    notes += _unless_offline("The model", hub.may_be_hub_id(args.model), lambda: hub.locate(args.model))
+    notes += _unless_offline("The model", hub.may_be_hub_id(args.model), functools.partial(hub.locate, args.model))
     if notes:
         return notes
     try:

@@ -6,6 +6,7 @@ GenEval's own 553 prompts are its benchmark; these are others of the same kind, 
 """
 
 import argparse
+import itertools
 import json
 import random
 from collections.abc import Callable
@@ -25,9 +26,11 @@ def rows(count: int, seed: int) -> list[Row]:
     """So many different prompts, the tasks in turns."""
     draw = random.Random(seed)
     found: dict[str, Row] = {}
-    while len(found) < count:
-        row = TASKS[len(found) % len(TASKS)](draw)
+    for attempt in itertools.count():  # there are few things to count, so the other tasks fill up
+        row = TASKS[attempt % len(TASKS)](draw)
         found.setdefault(row["prompt"], row)
+        if len(found) == count:
+            break
     return list(found.values())
 
 
