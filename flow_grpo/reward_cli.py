@@ -1,4 +1,4 @@
-"""The command line of rewards: serve, and `rewards list | info | test`."""
+"""The command line of rewards: serve, and `rewards list | info | test | fit`."""
 
 import ast
 import importlib.util
@@ -124,6 +124,38 @@ def examine_command(
     file = out or Path(f"reward_{re.sub(r'[^A-Za-z0-9]+', '_', reward)}.png")
     tryout.sheet(file, reward, given, names, found.values[tryout.PLAIN])
     console.print(f"best to worst: {file}", highlight=False, markup=False, soft_wrap=True)
+
+
+@app.command()
+def fit(
+    votes: Annotated[
+        Path, typer.Argument(help="A .jsonl of votes, a line each: prompt, better, worse, paths beside the file.")
+    ],
+    out: Annotated[Path, typer.Option(help="Folder for the head.")] = Path("preference_head"),
+    model: Annotated[
+        str | None,
+        typer.Option(help="open_clip model whose features it reads; by default the tiny one.", show_default=False),
+    ] = None,
+    pretrained: Annotated[str | None, typer.Option(help="Its pretrained tag or checkpoint.", show_default=False)] = None,
+    weight_decay: Annotated[float, typer.Option(help="Pull of the head towards 0.")] = 1e-3,
+    held_out: Annotated[float, typer.Option(min=0, max=0.9, help="Share of the prompts that only measure it.")] = 0.2,
+    seed: Annotated[int, typer.Option(help="Draws those prompts.")] = 0,
+    device: Annotated[str, typer.Option(help="Torch device.")] = "cpu",
+) -> None:
+    """Train a preference head on people's votes, to be used as the reward preference_head.
+
+    [bold]flow-grpo rewards fit votes/votes.jsonl --model ViT-L-14 --pretrained openai[/bold]
+    """
+    from rewards import preference_head
+
+    name = preference_head.TINY if model is None else model
+    found = preference_head.fit(votes, out, name, pretrained, weight_decay, held_out, seed, device)
+    unseen = "" if found.held_out_accuracy is None else f", {found.held_out_accuracy:.3f} of {found.held_out_votes} held out"
+    for line in (
+        f"agrees with {found.accuracy:.3f} of {found.votes - found.held_out_votes} votes{unseen}: {out}",
+        f"as a reward: 'rewards={{preference_head: {{options: {{weights: {out}}}}}}}'",
+    ):
+        console.print(line, highlight=False, markup=False, soft_wrap=True)
 
 
 def _flowing(text: str) -> list[str]:

@@ -8,8 +8,10 @@ import pytest
 import torch
 from PIL import Image
 from safetensors.torch import load_file
+from typer.testing import CliRunner
 
 import rewards
+from flow_grpo import reward_cli
 from flow_grpo.tiny import pretrain
 from rewards.clip import TINY, OpenCLIP
 from rewards.preference_head import bradley_terry, features, fit
@@ -70,6 +72,14 @@ def test_a_head_learns_a_taste_and_scores_with_it_as_a_reward(folder, tmp_path):
     assert torch.allclose(scores, v @ weight[:128] + 128**0.5 * (v * t) @ weight[128:], atol=1e-4)
     cosine = features(embed, pictures, PROMPTS) @ torch.cat([torch.zeros(128), torch.full((128,), 128**-0.5)])
     assert torch.allclose(cosine, rewards.load("clip")(dark, PROMPTS), atol=1e-5)
+
+
+def test_the_command_line_fits_a_head_and_says_how_to_use_it(folder, tmp_path):
+    result = CliRunner().invoke(reward_cli.app, ["fit", str(folder / "votes.jsonl"), "--out", str(tmp_path / "head")])
+    assert result.exit_code == 0, result.output
+    assert "agrees with 1.000 of 19 votes, 1.000 of 5 held out" in result.output
+    assert f"rewards={{preference_head: {{options: {{weights: {tmp_path / 'head'}}}}}}}" in result.output
+    assert (tmp_path / "head" / "head.safetensors").exists()
 
 
 def test_votes_the_other_way_round_give_the_other_head(folder, tmp_path):
