@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.table import Table
 
 from flow_grpo.config import FlowGRPOConfig
-from flow_grpo.policy import quiet_libraries
+from flow_grpo.quiet import quiet_libraries
 from flow_grpo.train import FlowGRPOTrainer
 
 ROUNDS = 12

@@ -49,7 +49,7 @@ def plan(
     [bold]flow-grpo plan flux_dev_ocr memory.quantize=nf4 --gpu H100 --gpus 8[/bold]
     """
     from flow_grpo import plan as planning
-    from flow_grpo.policy import quiet_libraries
+    from flow_grpo.quiet import quiet_libraries
 
     quiet_libraries()
     args = FlowGRPOConfig.read(config, overrides)

@@ -5,7 +5,6 @@ import os
 import shlex
 import sys
 import time
-import warnings
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -15,6 +14,7 @@ from rich.markup import escape
 
 from flow_grpo import around_cli, reward_cli
 from flow_grpo.config import FlowGRPOConfig
+from flow_grpo.quiet import before_imports
 
 app = typer.Typer(
     help="Fine-tune a text-to-image flow model with a reward: any diffusers flow pipeline, any Python function as reward.",
@@ -69,7 +69,7 @@ def train(
         from flow_grpo.launch import launch
 
         raise typer.Exit(launch(num_processes, ["train", config, *(overrides or []), *(["--resume"] if resume else [])]))
-    from flow_grpo.policy import quiet_libraries
+    from flow_grpo.quiet import quiet_libraries
 
     quiet_libraries()
     if dry_run:
@@ -296,7 +296,7 @@ def doctor(
     [bold]flow-grpo doctor tiny_grpo --explore --transitions cps --noise-levels 0.6,0.8[/bold]
     """
     from flow_grpo import doctor as checks
-    from flow_grpo.policy import quiet_libraries
+    from flow_grpo.quiet import quiet_libraries
 
     quiet_libraries()
     if model is not None:
@@ -320,7 +320,8 @@ def _number(text: str) -> float:
 
 
 def _policy(args: FlowGRPOConfig, model: str, lora: str | None, guidance: float | None) -> Any:
-    from flow_grpo.policy import load_policy, quiet_libraries
+    from flow_grpo.policy import load_policy
+    from flow_grpo.quiet import quiet_libraries
 
     quiet_libraries()
     call = args.call()
@@ -332,7 +333,7 @@ def _policy(args: FlowGRPOConfig, model: str, lora: str | None, guidance: float 
 def run() -> None:
     """The entry point: errors of the user's are one sentence, and other libraries keep quiet."""
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-    warnings.filterwarnings("ignore")
+    before_imports()
     try:
         app(standalone_mode=True)
     except (ValueError, OSError) as error:

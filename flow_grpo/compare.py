@@ -20,7 +20,8 @@ from rich.table import Table
 from flow_grpo import checkpoint, sampling
 from flow_grpo.config import FlowGRPOConfig
 from flow_grpo.memory import peak_bytes
-from flow_grpo.policy import Policy, quiet_libraries
+from flow_grpo.policy import Policy
+from flow_grpo.quiet import quiet_libraries
 
 CURVE = "curve.jsonl"
 SHOWN = ("end", "spread", "reached", "to target, s", "per 100 s", "peak MB")  # on the console; the files have them all

@@ -1,8 +1,6 @@
 """A flow pipeline whose transformer carries a trainable LoRA: the adapter, its copies, its files, and how a model is loaded."""
 
 import inspect
-import logging
-import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -317,16 +315,3 @@ def fast_dtype(device: str) -> torch.dtype:
     else:
         native = kind == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False)
     return torch.bfloat16 if native else torch.float32
-
-
-def quiet_libraries() -> None:
-    """Other libraries' warnings, log lines and progress bars stay out of the output."""
-    warnings.filterwarnings("ignore")
-    from diffusers.utils import logging as diffusers_logging
-    from transformers.utils import logging as transformers_logging
-
-    for library in (diffusers_logging, transformers_logging):
-        library.set_verbosity_error()
-        library.disable_progress_bar()
-    for name in ("huggingface_hub", "peft", "accelerate", "bitsandbytes", "torchao", "torch.utils._pytree"):
-        logging.getLogger(name).setLevel(logging.ERROR)

@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from flow_grpo.config import FlowGRPOConfig
-from flow_grpo.policy import Policy, load_policy, quiet_libraries
+from flow_grpo.policy import Policy, load_policy
+from flow_grpo.quiet import quiet_libraries
 
 quiet_libraries()
 CALL = {"height": 32, "width": 80, "guidance_scale": 1.0, "max_sequence_length": 14}
