@@ -16,6 +16,8 @@ def quantization(kind: str, dtype: torch.dtype) -> PipelineQuantizationConfig:
     """How `from_pretrained` quantises the base weights of the transformer: int8 and int4 by torchao, nf4 by bitsandbytes."""
     try:
         if kind == "nf4":
+            import bitsandbytes  # noqa: F401
+
             how: Any = BitsAndBytes(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=dtype)
         else:
             from torchao.quantization import Int4WeightOnlyConfig, Int8WeightOnlyConfig
@@ -73,7 +75,8 @@ def shard(transformer: torch.nn.Module, whole: set[torch.nn.Parameter]) -> None:
         raise ValueError(f"memory.shard needs torch 2.7 or later, and this is {torch.__version__}.")
     for block in _blocks(transformer, "memory.shard"):
         fully_shard(block, ignored_params=whole)
-    fully_shard(transformer, ignored_params=whole)
+    # shared again after each pass: a process that saves by itself must not leave the others with another state
+    fully_shard(transformer, ignored_params=whole, reshard_after_forward=True)
 
 
 def _blocks(transformer: torch.nn.Module, setting: str) -> list[torch.nn.Module]:

@@ -295,7 +295,7 @@ def load_policy(
         more["quantization_config"] = quantization(memory.quantize, weights)
     try:
         pipe = DiffusionPipeline.from_pretrained(source, torch_dtype=weights, **more)
-    except (OSError, ValueError, KeyError, AttributeError, ImportError) as error:
+    except (OSError, ValueError, KeyError, AttributeError, ImportError, RuntimeError) as error:
         raise ValueError(f"the model {path_or_name} could not be loaded: {first_line(error)}") from error
     for name, part in pipe.components.items():
         if isinstance(part, torch.nn.Module) and not (memory.offload_encoders and name.startswith(ENCODERS)):

@@ -174,7 +174,14 @@ def test_auto_clip_ranges_clip_about_the_share_they_are_asked_to_and_are_resumed
 
 @pytest.mark.parametrize("name", ["ppo", "dppo"])
 def test_resting_resampling_and_the_critic_resume_exactly(tmp_path, name):
-    common = ["resample=2", "resting={after: 1, steps: 2}", "save_every=1", "steps=4", *objective(name)]
+    common = [
+        "resample=2",
+        "resting={after: 1, steps: 2}",
+        "save_every=1",
+        "steps=4",
+        "evaluation.every=2",
+        *objective(name),
+    ]
     FlowGRPOTrainer(args=short_run(tmp_path / "whole", *common)).train()
     args = short_run(tmp_path / "parts", *common)
     FlowGRPOTrainer(args=args.model_copy(update={"steps": 2})).train()
