@@ -1,12 +1,6 @@
 """What the tests share: the embedded model as users load it, and short run configs."""
 
-import os
 from pathlib import Path
-
-# pytest's workers and the processes that tests start share the cores
-os.environ.setdefault(
-    "OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))))
-)
 
 import pytest
 import torch
