@@ -81,7 +81,10 @@ class GenEval:
 
 
 class ExactGenEval(GenEval):
-    """The published 0 or 1, to measure by what `geneval` trains on; options, weights and memory are those of `geneval`."""
+    """GenEval's published score (arXiv 2310.11513), to measure a run beside the partial one that it trains on.
+
+    Range: 0 or 1. Weights, licence and memory are those of `geneval` and so are its options but `scoring`. Gamed as `geneval` is.
+    """
 
     def __init__(self, **options: Any) -> None:
         super().__init__(scoring="published", **options)
