@@ -146,6 +146,19 @@ def measure(folder: str, overrides: list[str]) -> dict[str, float]:
     }
 
 
+def print_table(folder: str, settings: dict[str, list[str]], more: list[str]) -> None:
+    for number, (name, overrides) in enumerate(settings.items()):
+        command = [sys.executable, __file__, "measure", folder, *overrides, *more]
+        ran = subprocess.run(command, capture_output=True, text=True, check=False)
+        if ran.returncode:
+            print(f"| {name} | failed: {(ran.stderr.strip().splitlines() or ['?'])[-1][:150]} |", flush=True)
+            continue
+        row = json.loads(ran.stdout.splitlines()[-1])
+        if number == 0:
+            print("| setting | " + " | ".join(row) + " |\n" + "|---" * (len(row) + 1) + "|")
+        print(f"| {name} | " + " | ".join(f"{value:.3g}" for value in row.values()) + " |", flush=True)
+
+
 def main() -> None:
     words = [word for word in sys.argv[1:] if word != "--small"]
     small = "--small" in sys.argv
@@ -163,17 +176,9 @@ def main() -> None:
             torch.manual_seed(0)
             build(kind, small).save_pretrained(folder)
             print(f"\n## {kind}, 512 px, random weights\n", flush=True)
-            for number, (name, overrides) in enumerate(SETTINGS[kind].items()):
-                least = ["height=64", "width=64", "microbatch=4", "images_per_prompt=2"] if small else []
-                command = [sys.executable, __file__, "measure", folder, *overrides, *least]
-                ran = subprocess.run(command, capture_output=True, text=True, check=False)
-                if ran.returncode:
-                    print(f"| {name} | failed: {(ran.stderr.strip().splitlines() or ['?'])[-1][:150]} |", flush=True)
-                    continue
-                row = json.loads(ran.stdout.splitlines()[-1])
-                if number == 0:
-                    print("| setting | " + " | ".join(row) + " |\n" + "|---" * (len(row) + 1) + "|")
-                print(f"| {name} | " + " | ".join(f"{value:.3g}" for value in row.values()) + " |", flush=True)
+            print_table(
+                folder, SETTINGS[kind], ["height=64", "width=64", "microbatch=4", "images_per_prompt=2"] if small else []
+            )
 
 
 if __name__ == "__main__":

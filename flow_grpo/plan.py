@@ -41,7 +41,7 @@ GPUS = {
     "RTX 4090": (24, 165),
     "RTX 5090": (32, 210),
 }
-UTILISATION = {True: 0.45, False: 0.12}  # of that peak, on a GPU and by the embedded model on a CPU, see docs/performance.md
+UTILISATION = {True: 0.45, False: 0.12}  # of that peak, on a GPU and by the embedded model on a CPU
 CUDA_CONTEXT = 0.6 * GB  # of torch's own, before the first tensor
 DOING = {"rollout": "images are drawn", "update": "the adapter is trained", "decoding": "images are decoded"}
 BITS = {"int8": 8.1, "int4": 4.5, "nf4": 4.5}  # of a weight, with its share of the scales
@@ -113,7 +113,7 @@ class Plan:
         self.dtype = _dtype(args.dtype, cuda)
         pipe = hollow(hub.locate(args.model), self.dtype, cuda)
         arrange(pipe, args.memory.model_copy(update={"attention": None}))  # a kernel that only the GPU's machine has
-        self.policy = Policy(pipe, self.dtype, args.guidance, **{k: v for k, v in args.call().items() if k != "guidance"})
+        self.policy = Policy(pipe, self.dtype, **args.call())
         self.policy.add_lora(args.lora.rank, args.lora.alpha, args.lora.targets, 0)
         prompts = load_prompts(args.prompts).prompts
         self.prompt = max(prompts, key=len)
@@ -165,12 +165,8 @@ class Plan:
     def _staying(self) -> dict[str, float]:
         args, memory, transformer = self.args, self.args.memory, self.policy.pipe.transformer
         trained = sum(p.numel() for p in self.policy.parameters().values())
-        copies = (
-            1
-            + (8 / 32 if args.optimizer.name == "adamw_8bit" else 1) * 2
-            + bool(args.ema_decay)
-            + (args.objective.name == "nft")
-        )
+        moments = 2 * (8 / 32 if args.optimizer.name == "adamw_8bit" else 1)
+        copies = 1 + moments + bool(args.ema_decay) + (args.objective.name == "nft")
         encoders = 0 if memory.offload_encoders or memory.embeddings else self._encoders()
         return {
             "base weights": _weights(transformer, memory.quantize),

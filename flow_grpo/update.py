@@ -50,11 +50,7 @@ class Update:
             in_place = terms.compares and not self.packs
             chunks = list(self._chunks(rows, each, len(batch.prompts) if in_place else None))
             for chunk, weight in chunks + self._more(len(chunks), len(batch.prompts)):
-                for loss in terms.losses(chunk, weight > 0):
-                    value = (loss.value * weight).sum() / terms.count
-                    self.scaler.scale(value.to(self.policy.device)).backward()
-                    if weight.any():
-                        totals.add(loss, weight / terms.count)
+                self._backward(terms, chunk, weight, totals)
             if not self.processes.any(len(rows) > 0):
                 continue
             if not self.unfinished and not self._ratio_is_one(totals):
@@ -69,6 +65,14 @@ class Update:
         totals = Means.join(self.processes.everyone(totals))
         mean = totals.loss / (args.updates * args.epochs)
         return {"loss": mean, **totals.metrics(), **self.clip.metrics(), "lr": self._learning_rate(step)}
+
+    def _backward(self, terms: StepTerms | FinalTerms, chunk: Tensor, weight: Tensor, totals: Means) -> None:
+        """Adds the gradient of a chunk's rows, weighed, and what they report; only one term's graph is there at a time."""
+        for loss in terms.losses(chunk, weight > 0):
+            value = (loss.value * weight).sum() / terms.count
+            self.scaler.scale(value.to(self.policy.device)).backward()
+            if weight.any():
+                totals.add(loss, weight / terms.count)
 
     def give_up(self) -> None:
         """Forgets the gradients and ratios of updates that have not happened."""
