@@ -16,6 +16,7 @@ from PIL.PngImagePlugin import PngInfo
 from torch import Tensor
 
 from flow_grpo.prompts import load_prompts
+from rewards import batches
 
 CHUNK = "flow_grpo"
 GAP = 10
@@ -143,7 +144,7 @@ def open_image(path: Path) -> Image.Image:
 
 def to_bytes(images: Tensor) -> np.ndarray:
     """(B, 3, H, W) in [0, 1] -> (B, H, W, 3) uint8."""
-    return (images.detach().float().clamp(0, 1) * 255).round().byte().cpu().permute(0, 2, 3, 1).numpy()
+    return batches.to_bytes(images).permute(0, 2, 3, 1).numpy()
 
 
 def from_bytes(pixels: np.ndarray) -> Tensor:

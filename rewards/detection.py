@@ -2,12 +2,14 @@
 
 from dataclasses import dataclass
 
-import open_clip
 import torch
 import torch.nn.functional as F
 from PIL import Image
 from torch import Tensor
 from transformers import Mask2FormerForUniversalSegmentation, Mask2FormerImageProcessor
+
+from rewards.batches import to_pil
+from rewards.clip import OpenCLIP
 
 # COCO's 80 classes in their order, as GenEval calls them: computer mouse, tv remote, computer keyboard.
 CLASSES = (  # noqa: SIM905
@@ -76,18 +78,14 @@ class ColorNames:
     """The colour of a thing by CLIP, zero-shot, as in GenEval: its box, with everything around the thing greyed."""
 
     def __init__(self, model: str, weights: str, device: str) -> None:
-        self.model, _, self.preprocess = open_clip.create_model_and_transforms(model, pretrained=weights, device=device)
-        self.model.eval()
-        self.tokenizer = open_clip.get_tokenizer(model)
-        self.device, self.texts = device, dict[str, Tensor]()
+        self.embed, self.texts = OpenCLIP("geneval", model, weights, device), dict[str, Tensor]()
 
     @torch.no_grad()
     def __call__(self, image: Tensor, detections: list[Detection], name: str) -> list[str]:
         """One of COLORS for each detection of the class `name` in image (3, H, W) in [0, 1]."""
         if not detections:
             return []
-        crops = torch.stack([self.preprocess(crop(image, detection)) for detection in detections]).to(self.device)
-        features = self.model.encode_image(crops, normalize=True)
+        features = self.embed.pictures([crop(image, detection) for detection in detections])
         return [COLORS[i] for i in (features @ self._classes(name).T).argmax(1).tolist()]
 
     def _classes(self, name: str) -> Tensor:
@@ -100,7 +98,7 @@ class ColorNames:
                     f"a photo of a {color}-colored {name}",
                     f"a photo of a {color} object",
                 ]
-                means.append(self.model.encode_text(self.tokenizer(sentences).to(self.device), normalize=True).mean(0))
+                means.append(self.embed.prompts(sentences).mean(0))
             self.texts[name] = F.normalize(torch.stack(means), dim=-1)
         return self.texts[name]
 
@@ -109,4 +107,4 @@ def crop(image: Tensor, detection: Detection) -> Image.Image:
     """The box of a thing in image (3, H, W), grey around the thing."""
     left, top, right, bottom = detection.box
     alone = image.detach().float().cpu().where(detection.mask, torch.tensor(AROUND))[:, top:bottom, left:right]
-    return Image.fromarray((alone.clamp(0, 1) * 255).round().byte().permute(1, 2, 0).numpy())
+    return to_pil(alone[None])[0]

@@ -11,9 +11,9 @@ from typing import Any, Literal
 import httpx
 import safetensors.torch
 import torch
-from PIL import Image
 from torch import Tensor
 
+from rewards.batches import to_pil
 from rewards.http import CONNECT, Unanswered, Unusable, ask, client, sentence
 
 
@@ -151,7 +151,6 @@ def encode(images: Tensor, request: dict[str, Any], encoding: str) -> dict[str, 
 
 def png(image: Tensor) -> bytes:
     """One image (3, H, W) in [0, 1] as PNG."""
-    pixels = (image.detach().float().clamp(0, 1) * 255).round().byte().cpu().permute(1, 2, 0).numpy()
     buffer = io.BytesIO()
-    Image.fromarray(pixels).save(buffer, "PNG")
+    to_pil(image[None])[0].save(buffer, "PNG")
     return buffer.getvalue()
