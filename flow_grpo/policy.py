@@ -1,4 +1,4 @@
-"""A flow pipeline whose transformer carries a trainable LoRA: the adapter, its copies, its files, and how a model is loaded."""
+"""A flow pipeline whose transformer is trained, by a LoRA or all of it: its copies, its files, and how a model is loaded."""
 
 import inspect
 from collections.abc import Iterator
@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from diffusers import DiffusionPipeline
+from huggingface_hub import save_torch_state_dict
 from peft import (
     LoraConfig,
     get_peft_model_state_dict,
@@ -21,7 +22,7 @@ from torch import Tensor
 
 from flow_grpo import hub
 from flow_grpo.embeddings import Embeddings
-from flow_grpo.memory import arrange, compile_blocks, quantization, shard
+from flow_grpo.memory import arrange, compile_blocks, gathered, quantization, shard, spread_like
 from flow_grpo.parallel import Processes
 from flow_grpo.pipeline import ENCODERS, PROBES, FlowPipeline
 from flow_grpo.probe import first_line
@@ -29,22 +30,71 @@ from flow_grpo.sections import MemoryConfig
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 WEIGHTS = "pytorch_lora_weights.safetensors"
+WHOLE = "diffusion_pytorch_model"  # how diffusers names the files of a transformer
 PEFT_WEIGHTS, PEFT_PREFIX = "adapter_model.safetensors", "base_model.model."
 
 
 class Policy(FlowPipeline):
-    """A flow pipeline with a trainable LoRA on its transformer.
+    """A flow pipeline with a trainable LoRA on its transformer, or with a transformer that is trained as a whole.
 
     Attributes:
-        ema: the averaged adapter by parameter name, once `start_ema` was called.
+        ema: the averaged parameters by name, once `start_ema` was called.
+        base: the base model's weights by name, where they are not those of the transformer.
+        trains_all: whether all weights of the transformer are trained, in place of a LoRA on it.
         compiled: whether a forward pass with gradients may be another kernel than one without.
-        sharded: whether each process holds a share of the base weights.
+        sharded: whether each process holds a share of the weights, but for the LoRA's.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.ema: dict[str, Tensor] = {}
-        self.compiled = self.sharded = False
+        self.base: dict[str, Tensor] = {}
+        self.trains_all = self.compiled = self.sharded = False
+
+    # -- the whole transformer ----------------------------------------------------------------------------------------
+
+    def train_all(self) -> None:
+        """From here on all weights of the transformer are trained. They are float32; autocast lowers what is computed."""
+        self.pipe.transformer.float().requires_grad_(True)
+        self.trains_all = True
+
+    def keep_base(self, device: torch.device | str) -> None:
+        """Keeps the weights as they are now, there, as those of the base model. What is sharded stays where it is."""
+        parameters = self.parameters().items()
+        self.base = {n: p.detach().clone() if self.sharded else p.detach().to(device, copy=True) for n, p in parameters}
+
+    @property
+    def spread(self) -> bool:
+        """Whether each process holds a share of what is trained, so that all must help to gather it."""
+        return self.sharded and self.trains_all
+
+    @torch.no_grad()
+    def _swap_with_base(self) -> None:
+        """Past autograd, which would not go back through weights that were touched: when it does, they are what they were."""
+        parameters = self.parameters()
+        for name, kept in self.base.items():
+            here = parameters[name].data.clone()
+            parameters[name].data.copy_(kept)
+            kept.copy_(here)
+
+    def _save_transformer(self, folder: Path, write: bool) -> Path:
+        """As diffusers reads it, in the dtype in which the base model was loaded."""
+        state = {name: gathered(value).cpu() for name, value in self.pipe.transformer.state_dict().items()}
+        if write:
+            folder.mkdir(parents=True, exist_ok=True)
+            self.pipe.transformer.save_config(folder)
+            state = {n: v.to(self.dtype) if v.is_floating_point() else v for n, v in state.items()}
+            save_torch_state_dict(state, folder, filename_pattern=WHOLE + "{suffix}.safetensors")
+        return folder
+
+    def _load_transformer(self, folder: Path) -> None:
+        transformer = self.pipe.transformer
+        loaded = type(transformer).from_pretrained(folder, torch_dtype=transformer.dtype).state_dict()
+        if {n: v.shape for n, v in loaded.items()} != {n: v.shape for n, v in transformer.state_dict().items()}:
+            raise ValueError("it is of another model")
+        self.trains_all = True
+        self.keep_base("cpu")
+        transformer.load_state_dict(loaded)
 
     # -- the adapter ------------------------------------------------------------------------------------------------
 
@@ -79,7 +129,10 @@ class Policy(FlowPipeline):
             transformer.peft_config = {**getattr(transformer, "peft_config", {}), adapter: config}
 
     def load_lora(self, path: str | Path) -> None:
-        """Puts a saved LoRA on the transformer as diffusers does: a folder, a .safetensors file or a hub id."""
+        """Puts a saved LoRA on the transformer as diffusers does: a folder, a .safetensors file or a hub id.
+
+        Or, from a folder with a whole transformer's weights, those in place of the base model's.
+        """
         folder, name = Path(path), None
         if folder.is_file():
             folder, name = folder.parent, folder.name
@@ -87,6 +140,9 @@ class Policy(FlowPipeline):
             raise ValueError(f"there is no LoRA at {path}: give a folder with {WEIGHTS}, or that file.")
         source = str(folder if folder.exists() else path)
         try:
+            if folder.is_dir() and any(folder.glob(f"{WHOLE}*.safetensors")):
+                self._load_transformer(folder)
+                return
             if self.loads_loras:
                 self.pipe.load_lora_weights(source, weight_name=name, adapter_name="default")
             elif hasattr(self.pipe.transformer, "load_lora_adapter"):
@@ -134,7 +190,9 @@ class Policy(FlowPipeline):
         return list(getattr(self.pipe.transformer, "peft_config", {}))
 
     def parameters(self, adapter: str = "default") -> dict[str, torch.nn.Parameter]:
-        """The adapter's parameters by name."""
+        """The adapter's parameters by name; all of the transformer's, where they are trained."""
+        if self.trains_all:
+            return dict(self.pipe.transformer.named_parameters())
         mark = f".{adapter}."
         return {n: p for n, p in self.pipe.transformer.named_parameters() if "lora_" in n and mark in n}
 
@@ -147,7 +205,7 @@ class Policy(FlowPipeline):
         self.compiled = True
 
     def shard(self, processes: Processes) -> None:
-        """Spreads the base weights over the processes; from here on all of them call the transformer equally often."""
+        """Spreads the weights over the processes; from here on all of them call the transformer equally often."""
         conditioning, (schedule, shape) = self.encode(list(PROBES[:1] * 2)), self.schedule(2)
         self._takes_timesteps(
             torch.zeros(2, *shape), schedule.timesteps, conditioning, torch.arange(2)
@@ -157,12 +215,14 @@ class Policy(FlowPipeline):
 
     @contextmanager
     def reference(self) -> Iterator[None]:
-        """Within it, the adapter is off: the base model, which is the reference of the KL."""
+        """Within it, the adapter is off, or the base weights are back: the base model, which is the reference of the KL."""
+        self._swap_with_base()
         for layer in self._layers():
             layer.enable_adapters(False)
         try:
             yield
         finally:
+            self._swap_with_base()
             for layer in self._layers():
                 layer.enable_adapters(True)
 
@@ -215,6 +275,16 @@ class Policy(FlowPipeline):
             if "lora_" in name:  # the trained one is always `default`, whichever is active
                 parameter.requires_grad_(".default." in name)
 
+    def save(self, folder: Path, write: bool = True) -> Path:
+        """Writes what is trained, a LoRA or the transformer, for `load_lora` and diffusers, and returns the file or folder.
+
+        Args:
+            write: False in the processes that only help to gather it.
+        """
+        if self.trains_all:
+            return self._save_transformer(folder, write)
+        return self.save_lora(folder) if write else folder
+
     def save_lora(self, folder: Path) -> Path:
         """Writes the adapter, rank and alpha inside, as `pipe.load_lora_weights` takes it, and returns the file.
 
@@ -237,7 +307,16 @@ class Policy(FlowPipeline):
         return folder / WEIGHTS
 
     def adapter_state(self, adapter: str = "default") -> dict[str, Tensor]:
-        return {name: p.detach().cpu().clone() for name, p in self.parameters(adapter).items()}
+        """The trained parameters, whole, on the CPU. Where they are spread, all processes must ask."""
+        return {name: gathered(p.detach()).cpu().clone() for name, p in self.parameters(adapter).items()}
+
+    def ema_state(self) -> dict[str, Tensor]:
+        """Their moving average, likewise."""
+        return {name: gathered(value).cpu() for name, value in self.ema.items()}
+
+    def load_ema_state(self, state: dict[str, Tensor]) -> None:
+        own = self.parameters()
+        self.ema = {name: spread_like(value.to(self.device), own[name].detach()) for name, value in state.items()}
 
     def load_adapter_state(self, state: dict[str, Tensor], adapter: str = "default") -> None:
         own = self.parameters(adapter)
@@ -249,7 +328,7 @@ class Policy(FlowPipeline):
     def _assign(self, state: dict[str, Tensor], adapter: str = "default") -> None:
         own = self.parameters(adapter)
         for name, value in state.items():
-            own[name].copy_(value)
+            own[name].copy_(spread_like(value, own[name]))
 
 
 def load_policy(
