@@ -340,7 +340,7 @@ def run() -> None:
         _fail(str(error))
     except RuntimeError as error:
         if os.environ.get("WORLD_SIZE", "1") != "1" and any(word in str(error) for word in ("gloo", "NCCL", "onnection")):
-            time.sleep(30)  # another process has failed, and says why: by then the launcher has ended this one
+            time.sleep(5)  # another process has failed, and says why: by then the launcher knows, and ends this one
             sys.exit(1)
         if type(error).__name__ != "OutOfMemoryError":
             raise
