@@ -4,7 +4,7 @@ import inspect
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from diffusers import DiffusionPipeline
@@ -98,14 +98,14 @@ class Policy(FlowPipeline):
 
     # -- the adapter ------------------------------------------------------------------------------------------------
 
-    def add_lora(self, rank: int, alpha: float, targets: list[str] | None, seed: int) -> None:
+    def add_lora(self, rank: int, alpha: float, targets: list[str] | Literal["all"] | None, seed: int) -> None:
         """Puts a float32 LoRA on the modules whose names end with one of `targets`. Seeded, and starting as the base.
 
-        Without targets it is the attention of the family. ValueError if there is no such module.
+        Without targets it is the attention of the family; `all` are all linear layers. ValueError if there is no such module.
         """
         transformer = self.pipe.transformer
         linear = [name for name, module in transformer.named_modules() if isinstance(module, torch.nn.Linear)]
-        wanted = self.family.targets if targets is None else targets
+        wanted = self.family.targets if targets is None else linear if targets == "all" else targets
         found = [target for target in wanted if any(f".{name}".endswith(f".{target}") for name in linear)]
         if not found:
             there = sorted(

@@ -20,8 +20,9 @@ class LoraConfig(Section):
     """Rank of the low-rank matrices."""
     alpha: float = 64
     """Their product is scaled by alpha / rank."""
-    targets: list[str] | None = None
-    """Modules of the transformer that get one, by the end of their name; by default the attention projections."""
+    targets: list[str] | Literal["all"] | None = None
+    """Modules of the transformer that get one, by the end of their name; by default the attention projections; `all` are all linear
+    layers, which learn faster and take more memory."""
     start: str | None = None
     """A saved LoRA to go on from: a folder, a .safetensors file or a hub id."""
 
