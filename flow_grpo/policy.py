@@ -55,6 +55,7 @@ class Policy(FlowPipeline):
         """
         transformer = self.pipe.transformer
         linear = [name for name, module in transformer.named_modules() if isinstance(module, torch.nn.Linear)]
+        linear = [name.removesuffix(".base_layer") for name in linear]  # of a module whose LoRA was dropped
         wanted = self.family.targets if targets is None else targets
         found = [target for target in wanted if any(f".{name}".endswith(f".{target}") for name in linear)]
         if not found:

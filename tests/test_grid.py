@@ -5,9 +5,8 @@ import zlib
 
 import pytest
 import torch
-from PIL import Image
 
-from flow_grpo.grid import Cell, read_grid, read_pictures, save_grid, save_image
+from flow_grpo.grid import Cell, read_grid, save_grid, save_image
 
 
 def pictures(count=5, height=6, width=10):
@@ -30,30 +29,6 @@ def test_a_single_picture_remembers_its_prompt_too(tmp_path):
     images, cells = read_grid(tmp_path / "one.png")
     assert torch.equal((images[0] * 255).round(), (pictures()[0] * 255).round())
     assert cells == CELLS[:1]
-
-
-def test_a_folder_of_pictures_is_read_in_the_order_of_its_names(tmp_path):
-    for i, cell in enumerate(CELLS):
-        save_image(tmp_path / f"{i}.png", pictures()[i], cell)
-    save_grid(tmp_path / "grid.png", pictures(), CELLS, 2)
-    names, images, prompts = read_pictures(tmp_path, None)
-    assert names == [f"{i}.png" for i in range(5)]
-    assert prompts == [cell.prompt for cell in CELLS]
-    _, cells, texts = read_pictures(tmp_path / "grid.png", None)
-    assert torch.equal(images, cells)
-    assert texts == prompts
-
-
-def test_foreign_pictures_take_their_prompts_from_a_file(tmp_path):
-    Image.new("RGB", (8, 8)).save(tmp_path / "a.png")
-    prompts = tmp_path / "prompts.txt"
-    prompts.write_text("one\n")
-    assert read_pictures(tmp_path, prompts)[2] == ["one"]
-    with pytest.raises(ValueError, match=r"not written by flow-grpo"):
-        read_pictures(tmp_path, None)
-    prompts.write_text("one\ntwo\n")
-    with pytest.raises(ValueError, match="2 prompts for 1 pictures"):
-        read_pictures(tmp_path, prompts)
 
 
 def header(width, height):
