@@ -100,7 +100,10 @@ def evaluate(
     for warning in dict.fromkeys(kit.dropped):
         console.print(f"warning: {visible(warning)}", highlight=False, markup=False, soft_wrap=True)
     folder = out or next((Path(word) for word in words if (Path(word) / "config.yaml").is_file()), Path())
-    tables.write(folder, card, {"prompts": prompts or (args and args.evaluation.prompts), "seeds": seeds})
+    settings: dict[str, Any] = {"prompts": prompts or (args and args.evaluation.prompts)}
+    if models and args:
+        settings |= {"seeds": seeds, "first_seed": args.evaluation.seed, "steps": args.evaluation.steps}
+    tables.write(folder, card, settings)
     files = ", ".join(str(folder / name) for name in (tables.JSON, tables.MARKDOWN, tables.CSV))
     console.print(f"numbers: {files}", highlight=False, markup=False, soft_wrap=True)
 

@@ -93,12 +93,12 @@ def cells_of(sheet: Image.Image, path: Path) -> tuple[Tensor, list[Cell]]:
     try:
         content = json.loads(sheet.info[CHUNK])
         scale, entries = int(content["scale"]), content["cells"]
-        boxes = [tuple(int(n) for n in entry["box"]) for entry in entries]
+        boxes = [(int(x), int(y), int(w), int(h)) for x, y, w, h in (entry["box"] for entry in entries)]
         cells = [Cell(str(e["prompt"]), int(e["seed"]), str(e["model"])) for e in entries]
-    except (KeyError, TypeError, ValueError) as error:
+    except (KeyError, TypeError, ValueError, RecursionError) as error:
         raise ValueError(f"{path} does not say what is in its cells: it was not written by flow-grpo sample.") from error
-    if scale < 1:
-        raise ValueError(f"{path} is damaged: its pictures are enlarged {scale} times.")
+    if scale < 1 or sum(w * h for _, _, w, h in boxes) > sheet.width * sheet.height:
+        raise ValueError(f"{path} is damaged: its cells are not those of a sheet.")
     pixels = np.asarray(sheet)
     pictures = [pixels[y : y + h : scale, x : x + w : scale] for x, y, w, h in boxes]
     if len({p.shape for p in pictures}) != 1 or 0 in pictures[0].shape:

@@ -13,7 +13,7 @@ from flow_grpo.prompt_sets import sentence, source_of
 from flow_grpo.sampling import generator
 from flow_grpo.types import PromptBatch
 
-COLUMNS = ("prompt", "prompts", "text")  # what the prompts' column is called, the likeliest first
+COLUMNS = ("prompt", "prompts")  # what the prompts' column is called, in capitals or not
 REMOTE = "https://"
 TABS = {"sep": "\t", "quoting": csv.QUOTE_NONE, "keep_default_na": False}  # as PartiPrompts' own file has it
 FORMATS: dict[str, tuple[str, dict]] = {
@@ -116,7 +116,7 @@ def load_prompts(source: str | Path | list[str]) -> PromptSet:
     """A prompt set: a list, a name of flow_grpo/prompt_sets.py, a .txt file (one a line), a .jsonl, .csv, .tsv or .parquet file,
     the https address of one, or a hub data set.
 
-    Tables have a column `prompt`, or one called Prompt, prompts or text; the others become metadata.
+    Tables have a column `prompt`, or Prompt or prompts; the others become metadata.
 
     Raises:
         ValueError: no such file or data set, no prompts in it, or no column `prompt`.
@@ -133,7 +133,8 @@ def load_prompts(source: str | Path | list[str]) -> PromptSet:
     rows = _read_table(place, file)
     if not rows:
         raise ValueError(f"{source} holds no prompts.")
-    column = next((name for wanted in COLUMNS for name in rows[0] if name.lower() == wanted), None)
+    columns = ("text",) if place.endswith(".txt") else COLUMNS  # that of lines
+    column = next((name for wanted in columns for name in rows[0] if name.lower() == wanted), None)
     if column is None:
         raise ValueError(f"{source} has no column `prompt`; it has {', '.join(rows[0])}.")
     return _checked([row.pop(column) for row in rows], rows, str(source))
@@ -154,7 +155,7 @@ def _read_table(place: str, file: Path | None) -> list[dict]:
     except ValueError:
         raise
     except Exception as error:
-        known = f" The sets known by name are {sentence()}." if file is None else ""
+        known = "" if file else f". Without a network give a local file of them; the sets known by name are {sentence()}."
         raise ValueError(f"the prompts {place} could not be read: {str(error).splitlines()[0]}{known}") from error
 
 

@@ -86,6 +86,13 @@ def test_sample_score_and_eval_agree_cell_by_cell(trained):
     assert [row[reward] for row in by_grid] == [row[reward] for row in by_folder]
     assert [row[reward] for row in by_grid] == pytest.approx(images.mean((1, 2, 3)).tolist())
     assert [row["prompt"] for row in by_grid] == [cell.prompt for cell in cells]
+    output = run(
+        "eval", "samples/grid.png", "samples", "--reward", reward, "--reward", "color", "--out", "eval", cwd=trained
+    )
+    assert "samples against samples/grid.png: 2 prompts, 4 pairs of one prompt and seed" in " ".join(output.split())
+    grid, folder = json.loads((trained / "eval" / "eval.json").read_text())["targets"].values()
+    assert grid["measures"] == folder["measures"]
+    assert grid["measures"][reward]["mean"] == pytest.approx(images.mean().item())
 
 
 def test_eval_of_a_run_measures_with_and_without_its_lora(trained):

@@ -1,10 +1,13 @@
 """Contact sheets give back the very pictures and their cells; hostile files get a sentence."""
 
+import json
 import struct
 import zlib
 
 import pytest
 import torch
+from PIL import Image
+from PIL.PngImagePlugin import PngInfo
 
 from flow_grpo.grid import Cell, read_grid, save_grid, save_image
 
@@ -49,3 +52,20 @@ def test_a_truncated_sheet_gets_a_sentence(tmp_path):
     (tmp_path / "grid.png").write_bytes(content[: len(content) // 2])
     with pytest.raises(ValueError, match="could not be read"):
         read_grid(tmp_path / "grid.png")
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        "[" * 100_000,
+        json.dumps({"scale": 0, "cells": [{"box": [0, 0, 8, 8], "prompt": "a", "seed": 0, "model": "m"}]}),
+        json.dumps({"scale": 1, "cells": [{"box": [0, 0, 8, 8], "prompt": "a", "seed": 0, "model": "m"}] * 1000}),
+        json.dumps({"scale": 1, "cells": [{"box": [0, 0, 8], "prompt": "a", "seed": 0, "model": "m"}]}),
+    ],
+)
+def test_a_sheet_that_lies_about_its_cells_gets_a_sentence(tmp_path, content):
+    info = PngInfo()
+    info.add_itxt("flow_grpo", content)
+    Image.new("RGB", (8, 8)).save(tmp_path / "lie.png", pnginfo=info)
+    with pytest.raises(ValueError, match=r"lie\.png (is damaged|does not say)"):
+        read_grid(tmp_path / "lie.png")
