@@ -196,7 +196,7 @@ def _asked(known: "PromptSet | Rows | None", args: FlowGRPOConfig, seeds: int, l
     """What the models draw."""
     from flow_grpo import measures
     from flow_grpo.gallery import Rows
-    from flow_grpo.prompts import PromptSet, load_prompts
+    from flow_grpo.prompts import load_prompts
 
     settings = args.evaluation
     if isinstance(known, Rows):
@@ -205,11 +205,11 @@ def _asked(known: "PromptSet | Rows | None", args: FlowGRPOConfig, seeds: int, l
         if None in known.seeds:
             raise ValueError("the pictures of --prompts don't say which seeds to draw: give those of flow-grpo sample.")
         return Rows(known.labels[:limit], known.prompts[:limit], known.seeds[:limit], known.metadata[:limit])
-    if known is None and settings.prompts is None:
-        raise ValueError("there is nothing to draw: name prompts by --prompts, or by evaluation.prompts in the config.")
-    given = known or load_prompts(str(settings.prompts)).head(settings.limit)
-    assert isinstance(given, PromptSet)
-    return measures.asked(given.head(limit), seeds, settings.seed)
+    if known is None:
+        if settings.prompts is None:
+            raise ValueError("there is nothing to draw: name prompts by --prompts, or by evaluation.prompts in the config.")
+        known = load_prompts(settings.prompts).head(settings.limit)
+    return measures.asked(known.head(limit), seeds, settings.seed)
 
 
 def _rewards(names: list[str] | None, args: FlowGRPOConfig | None) -> "tuple[WeightedSum, bool]":

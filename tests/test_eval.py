@@ -161,7 +161,7 @@ def test_pairs_are_of_one_prompt_and_seed_wherever_they_stand():
     keys = [(f"p{i}", seed) for i in range(10) for seed in (0, 1)]
     values = {key: 0.1 * i + 0.03 * key[1] for i, key in enumerate(keys)}
     first = measured("a", [values[k] for k in keys], [p for p, _ in keys], [s for _, s in keys])
-    turned = [*keys[::-1], ("p0", 2)]  # one that the first has not
+    turned = [("p0", 2), *keys[::-1]]  # and one that the first has not
     second = measured("b", [values.get(k, 99.0) + 0.01 for k in turned], [p for p, _ in turned], [s for _, s in turned])
     card = compile_card([first, second], {"b": "a"})
     found = card.changes["b"]["m"]
