@@ -1,4 +1,5 @@
-"""The command line: train, sample, eval, score, compare, doctor; plan and report in around_cli, serve and rewards in reward_cli."""
+"""The command line: train, sample, compare, doctor; eval and score in eval_cli, plan and report in around_cli, serve and rewards in
+reward_cli."""
 
 import json
 import os
@@ -12,8 +13,9 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 
-from flow_grpo import around_cli, reward_cli
+from flow_grpo import around_cli, eval_cli, reward_cli
 from flow_grpo.config import FlowGRPOConfig
+from flow_grpo.harmless import visible
 from flow_grpo.quiet import before_imports
 
 app = typer.Typer(
@@ -25,8 +27,9 @@ app = typer.Typer(
 )
 console = Console()
 errors = Console(stderr=True)
-for verb in (around_cli.plan, around_cli.report, reward_cli.serve):
+for verb in (eval_cli.score, around_cli.plan, around_cli.report, reward_cli.serve):
     app.command()(verb)
+app.command("eval")(eval_cli.evaluate)
 app.add_typer(reward_cli.app, name="rewards")
 
 Overrides = Annotated[
@@ -147,92 +150,6 @@ def sample(
     console.print(f"{len(images)} pictures: {out / 'grid.png'}", highlight=False, markup=False)
 
 
-@app.command("eval")
-def evaluate_command(
-    config: Annotated[str, typer.Argument(help="A YAML file, the name of a shipped config, or a run folder.")] = "tiny_ocr",
-    overrides: Overrides = None,
-    lora: Lora = None,
-    out: Annotated[Path | None, typer.Option(help="JSON file for the numbers.", show_default=False)] = None,
-) -> None:
-    """Measure a model on held-out prompts with fixed seeds by every reward, with and without a LoRA.
-
-    [bold]flow-grpo eval runs/tiny_ocr[/bold]  (the run's own config and LoRA)
-    [bold]flow-grpo eval tiny_ocr --lora runs/tiny_ocr/lora[/bold]
-    """
-    from flow_grpo.evaluate import build_rewards, evaluate
-    from flow_grpo.prompts import load_prompts
-    from flow_grpo.tracking import print_table
-
-    folder = Path(config)
-    if folder.is_dir():
-        if not (folder / "config.yaml").exists():
-            raise ValueError(f"{folder} is not a run folder: it has no config.yaml.")
-        config, lora = str(folder / "config.yaml"), lora or str(folder / "lora")
-    args = FlowGRPOConfig.read(config, overrides)
-    settings = args.evaluation
-    if settings.prompts is None:
-        raise ValueError(f"{config} names no held-out prompts: set evaluation.prompts.")
-    prompts = load_prompts(settings.prompts).head(settings.limit)
-    rewards, _ = build_rewards(args)
-    policy = _policy(args, args.model, lora, None)
-
-    def measure() -> dict[str, float]:
-        return evaluate(policy, prompts, rewards, settings.steps, settings.seed, args.microbatch).means()
-
-    with policy.reference():
-        columns = {"base": measure()}
-    if lora is not None:
-        columns["LoRA"] = measure()
-    print_table(console, f"{len(prompts)} held-out prompts, {settings.steps} steps, seed {settings.seed}", columns)
-    for warning in rewards.dropped:
-        console.print(f"warning: {warning}", highlight=False, markup=False, soft_wrap=True)
-    file = out or (folder / "eval.json" if folder.is_dir() else Path("eval.json"))
-    file.parent.mkdir(parents=True, exist_ok=True)
-    content: dict[str, Any] = {"model": args.model, "lora": lora, "prompts": len(prompts), "seed": settings.seed, **columns}
-    file.write_text(json.dumps(content, indent=2))
-    console.print(f"numbers: {file}", highlight=False, markup=False)
-
-
-@app.command()
-def score(
-    images: Annotated[Path, typer.Argument(help="A grid or picture that `sample` wrote, or a folder of pictures.")],
-    reward: Annotated[
-        list[str], typer.Option(help="Reward by name, module:function or file.py:function; may be repeated.")
-    ] = ["ocr"],  # noqa: B006
-    prompts: Annotated[
-        Path | None,
-        typer.Option(
-            help="Prompts of a folder's pictures in the order of their names, if they don't carry them.", show_default=False
-        ),
-    ] = None,
-    out: Annotated[Path | None, typer.Option(help="JSON file for the numbers of each picture.", show_default=False)] = None,
-) -> None:
-    """Score pictures by any reward: each cell of a grid, or each picture of a folder.
-
-    [bold]flow-grpo score samples/grid.png --reward ocr --reward color[/bold]
-    """
-    import rewards
-    from flow_grpo.grid import read_pictures
-    from flow_grpo.tracking import print_table
-
-    names, pictures, texts = read_pictures(images, prompts)
-    loaded = {name: rewards.load(name) for name in reward}
-    values = {name: rewards.score(name, function, pictures, texts).tolist() for name, function in loaded.items()}
-    rows = {
-        name: {f"{label}  {text}": v for label, text, v in zip(names, texts, row, strict=True)}
-        for name, row in values.items()
-    }
-    for name, row in values.items():
-        rows[name]["mean"] = sum(row) / len(row)
-    print_table(console, f"{len(texts)} pictures of {images}", rows)
-    if out is not None:
-        content = [
-            {"picture": n, "prompt": t, **{r: values[r][i] for r in values}}
-            for i, (n, t) in enumerate(zip(names, texts, strict=True))
-        ]
-        out.write_text(json.dumps(content, indent=2))
-
-
 @app.command()
 def compare(
     configs: Annotated[list[str], typer.Argument(help="Configs, by file or by the name of a shipped one.")],
@@ -350,5 +267,7 @@ def run() -> None:
 def _fail(message: str) -> None:
     if os.environ.get("RANK", "0") != "0":
         time.sleep(3)  # an error of all processes is said once: by then the launcher has ended this one
-    errors.print(f"[bold red]error[/bold red]: {escape(' '.join(message.split()))}", highlight=False, soft_wrap=True)
+    errors.print(
+        f"[bold red]error[/bold red]: {escape(visible(' '.join(message.split())))}", highlight=False, soft_wrap=True
+    )
     sys.exit(2)

@@ -17,10 +17,10 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from flow_grpo import checkpoint, sampling
+from flow_grpo import checkpoint
 from flow_grpo.config import FlowGRPOConfig
+from flow_grpo.evaluate import distance_from_base
 from flow_grpo.memory import peak_bytes
-from flow_grpo.policy import Policy
 from flow_grpo.quiet import quiet_libraries
 
 CURVE = "curve.jsonl"
@@ -148,7 +148,7 @@ def run_slice(run: Run, number: int, budget: Budget, overrides: list[str]) -> No
         with trainer.policy.averaged():
             assert trainer.eval_set
             prompts, steps = trainer.eval_set.prompts[:PROBED], trainer.args.evaluation.steps
-            kl = distance_from_base(trainer.policy, prompts, steps, trainer.args.microbatch)
+            kl = statistics.mean(distance_from_base(trainer.policy, prompts, steps, trainer.args.microbatch))
     except (ValueError, OSError, torch.OutOfMemoryError) as error:
         Console(stderr=True).print(f"error: {error}", highlight=False, markup=False, soft_wrap=True)
         sys.exit(2)
@@ -160,23 +160,6 @@ def run_slice(run: Run, number: int, budget: Budget, overrides: list[str]) -> No
     point = Point(number, trainer.step, spent["seconds"], int(spent["images"]), kl, peak, critic, values)
     with (run.folder / CURVE).open("a") as file:
         file.write(json.dumps(asdict(point)) + "\n")
-
-
-@torch.no_grad()
-def distance_from_base(policy: Policy, prompts: list[str], steps: int, microbatch: int) -> float:
-    """Mean squared distance of the policy's velocity from the base model's, on the policy's own way from noise to image."""
-    schedule, shape = policy.schedule(steps)
-    conditioning = policy.encode(prompts)
-    velocity = policy.along(schedule, conditioning)
-    found: list[float] = []
-    for rows in torch.arange(len(prompts)).split(microbatch):
-        x = torch.stack([sampling.noise(shape, place, "distance") for place in rows.tolist()])
-        for i in range(len(schedule)):
-            v = velocity(x, i, rows)
-            with policy.reference():
-                found += (v - velocity(x, i, rows)).square().flatten(1).mean(1).tolist()
-            x = x + (schedule.sigmas[i + 1] - schedule.sigmas[i]) * v
-    return statistics.mean(found)
 
 
 def summary(runs: list[Run], measure: str, target: float | None) -> dict[str, dict[str, float | None]]:

@@ -52,7 +52,8 @@ class FlowGRPOConfig(Section):
     pipeline: dict[str, Any] = Field(default_factory=dict)
     """Further arguments of every pipeline call, such as max_sequence_length or negative_prompt."""
     prompts: str = "prompts/signs_train.txt"
-    """Training prompts: .txt (one a line), .jsonl, .csv or .parquet (a column `prompt`, the others are metadata), or a hub data set."""
+    """Training prompts: .txt (one a line), .jsonl, .csv, .tsv or .parquet (a column `prompt`, the others are metadata), a hub data set,
+    or a name of flow_grpo/prompt_sets.py, which are there to evaluate on."""
     rewards: dict[str, RewardConfig] = Field(default_factory=lambda: {"ocr": RewardConfig()})
     """Rewards by name or import path (`my_module:my_fn`, `path/file.py:fn`), each with a weight or with weight and options."""
 

@@ -68,6 +68,25 @@ def draw(policy: Policy, prompts: list[str], seeds: list[int], steps: int, micro
     return policy.decode(trajectory.final, microbatch)
 
 
+@torch.no_grad()
+def distance_from_base(policy: Policy, prompts: list[str], steps: int, microbatch: int) -> list[float]:
+    """For each prompt the mean squared distance of the policy's velocity from the base model's, on the policy's own way from noise
+    to image."""
+    schedule, shape = policy.schedule(steps)
+    conditioning = policy.encode(prompts)
+    velocity = policy.along(schedule, conditioning)
+    found: list[float] = []
+    for rows in torch.arange(len(prompts)).split(microbatch):
+        x, apart = torch.stack([sampling.noise(shape, place, "distance") for place in rows.tolist()]), torch.zeros(len(rows))
+        for i in range(len(schedule)):
+            v = velocity(x, i, rows)
+            with policy.reference():
+                apart += (v - velocity(x, i, rows)).square().flatten(1).mean(1)
+            x = x + (schedule.sigmas[i + 1] - schedule.sigmas[i]) * v
+        found += (apart / len(schedule)).tolist()
+    return found
+
+
 def evaluate(
     policy: Policy,
     prompts: PromptSet,

@@ -15,7 +15,6 @@ from PIL import Image, ImageDraw, ImageFont
 from PIL.PngImagePlugin import PngInfo
 from torch import Tensor
 
-from flow_grpo.prompts import load_prompts
 from rewards import batches
 
 CHUNK = "flow_grpo"
@@ -81,51 +80,30 @@ def read_grid(path: Path) -> tuple[Tensor, list[Cell]]:
     Raises:
         ValueError: not a PNG, damaged, too large, or written by something else.
     """
-    sheet = open_image(path)
+    return cells_of(open_image(path), path)
+
+
+def remembers(picture: Image.Image) -> bool:
+    """Whether an opened picture says what is in it."""
+    return CHUNK in picture.info
+
+
+def cells_of(sheet: Image.Image, path: Path) -> tuple[Tensor, list[Cell]]:
+    """As `read_grid`, of a sheet that `open_image` has opened."""
     try:
         content = json.loads(sheet.info[CHUNK])
         scale, entries = int(content["scale"]), content["cells"]
-        boxes = [tuple(int(n) for n in entry["box"]) for entry in entries]
+        boxes = [(int(x), int(y), int(w), int(h)) for x, y, w, h in (entry["box"] for entry in entries)]
         cells = [Cell(str(e["prompt"]), int(e["seed"]), str(e["model"])) for e in entries]
-    except (KeyError, TypeError, ValueError) as error:
+    except (KeyError, TypeError, ValueError, RecursionError) as error:
         raise ValueError(f"{path} does not say what is in its cells: it was not written by flow-grpo sample.") from error
+    if scale < 1 or sum(w * h for _, _, w, h in boxes) > sheet.width * sheet.height:
+        raise ValueError(f"{path} is damaged: its cells are not those of a sheet.")
     pixels = np.asarray(sheet)
     pictures = [pixels[y : y + h : scale, x : x + w : scale] for x, y, w, h in boxes]
     if len({p.shape for p in pictures}) != 1 or 0 in pictures[0].shape:
         raise ValueError(f"{path} is damaged: its cells lie outside of the picture.")
     return from_bytes(np.stack(pictures)), cells
-
-
-def read_pictures(source: Path, prompts: Path | None) -> tuple[list[str], Tensor, list[str]]:
-    """Names, pictures (B, 3, H, W) in [0, 1] and prompts of a sheet, a picture, or a folder of pictures.
-
-    A folder's pictures carry their prompt inside, as `sample` writes it, or `prompts` is a file with one for each, in the
-    order of their names.
-
-    Raises:
-        ValueError: what is missing, unreadable, or of another size than the rest.
-    """
-    if source.is_file():
-        images, cells = read_grid(source)
-        return [f"{source.name}[{i}]" for i in range(len(cells))], images, [cell.prompt for cell in cells]
-    if not source.is_dir():
-        raise ValueError(f"there is no picture or folder {source}.")
-    files = sorted(f for f in source.iterdir() if f.suffix.lower() in (".png", ".jpg", ".jpeg", ".webp"))
-    files = [f for f in files if f.name != "grid.png"]
-    if not files:
-        raise ValueError(f"the folder {source} holds no pictures.")
-    if prompts is not None:
-        texts = load_prompts(prompts).prompts
-        if len(texts) != len(files):
-            raise ValueError(f"{prompts} has {len(texts)} prompts for {len(files)} pictures in {source}.")
-        pictures = [from_bytes(np.asarray(open_image(file))[None]) for file in files]
-    else:
-        read = [read_grid(file) for file in files]
-        pictures, texts = [images[:1] for images, _ in read], [cells[0].prompt for _, cells in read]
-    odd = next((f for f, p in zip(files, pictures, strict=True) if p.shape != pictures[0].shape), None)
-    if odd is not None:
-        raise ValueError(f"{odd} is of another size than {files[0]}: score pictures of one size at a time.")
-    return [file.name for file in files], torch.cat(pictures), texts
 
 
 def open_image(path: Path) -> Image.Image:

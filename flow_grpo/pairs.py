@@ -9,9 +9,9 @@ import torch
 from PIL import Image, ImageOps
 from torch import Tensor
 
-from flow_grpo import sampling
+from flow_grpo import gallery, sampling
 from flow_grpo.config import FlowGRPOConfig
-from flow_grpo.grid import from_bytes, open_image, read_pictures, to_bytes
+from flow_grpo.grid import from_bytes, open_image, to_bytes
 from flow_grpo.parallel import Processes
 from flow_grpo.policy import Policy
 from flow_grpo.prompts import load_prompts
@@ -89,8 +89,8 @@ def load_sources(data: str, each: int) -> Sources:
     if source.is_dir() or source.suffix.lower() in (".png", ".jpg", ".jpeg", ".webp"):
         if each == 2:
             raise ValueError(f"objective.data={data}: dpo needs a table with the columns prompt, chosen and rejected.")
-        _, images, prompts = read_pictures(source, None)
-        return Sources(prompts, [(image,) for image in images])
+        given = gallery.read(source)
+        return Sources(given.prompts, [(image,) for image in given.images()])
     columns = ("image",) if each == 1 else ("chosen", "rejected")
     table = load_prompts(data)
     missing = [name for name in columns if name not in table.metadata[0]]

@@ -8,7 +8,6 @@ from typing import Any, Literal
 
 import torch
 from diffusers import DiffusionPipeline
-from huggingface_hub import save_torch_state_dict
 from peft import (
     LoraConfig,
     get_peft_model_state_dict,
@@ -27,10 +26,10 @@ from flow_grpo.parallel import Processes
 from flow_grpo.pipeline import ENCODERS, PROBES, FlowPipeline
 from flow_grpo.probe import first_line
 from flow_grpo.sections import MemoryConfig
+from flow_grpo.whole import Whole
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 WEIGHTS = "pytorch_lora_weights.safetensors"
-WHOLE = "diffusion_pytorch_model"  # how diffusers names the files of a transformer
 PEFT_WEIGHTS, PEFT_PREFIX = "adapter_model.safetensors", "base_model.model."
 
 
@@ -39,8 +38,7 @@ class Policy(FlowPipeline):
 
     Attributes:
         ema: the averaged parameters by name, once `start_ema` was called.
-        base: the base model's weights by name, where they are not those of the transformer.
-        trains_all: whether all weights of the transformer are trained, in place of a LoRA on it.
+        whole: the transformer, where all its weights are trained, or were, in place of a LoRA on it.
         compiled: whether a forward pass with gradients may be another kernel than one without.
         sharded: whether each process holds a share of the weights, but for the LoRA's.
     """
@@ -48,53 +46,30 @@ class Policy(FlowPipeline):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.ema: dict[str, Tensor] = {}
-        self.base: dict[str, Tensor] = {}
-        self.trains_all = self.compiled = self.sharded = False
+        self.whole: Whole | None = None
+        self.compiled = self.sharded = False
 
     # -- the whole transformer ----------------------------------------------------------------------------------------
 
     def train_all(self) -> None:
         """From here on all weights of the transformer are trained. They are float32; autocast lowers what is computed."""
         self.pipe.transformer.float().requires_grad_(True)
-        self.trains_all = True
+        self.whole = Whole(self.pipe.transformer, self.dtype)
+
+    @property
+    def trains_all(self) -> bool:
+        """Whether all weights of the transformer are trained, or were, in place of a LoRA on it."""
+        return self.whole is not None
 
     def keep_base(self, device: torch.device | str) -> None:
         """Keeps the weights as they are now, there, as those of the base model. What is sharded stays where it is."""
-        parameters = self.parameters().items()
-        self.base = {n: p.detach().clone() if self.sharded else p.detach().to(device, copy=True) for n, p in parameters}
+        assert self.whole
+        self.whole.keep_base(None if self.sharded else device)
 
     @property
     def spread(self) -> bool:
         """Whether each process holds a share of what is trained, so that all must help to gather it."""
         return self.sharded and self.trains_all
-
-    @torch.no_grad()
-    def _swap_with_base(self) -> None:
-        """Past autograd, which would not go back through weights that were touched: when it does, they are what they were."""
-        parameters = self.parameters()
-        for name, kept in self.base.items():
-            here = parameters[name].data.clone()
-            parameters[name].data.copy_(kept)
-            kept.copy_(here)
-
-    def _save_transformer(self, folder: Path, write: bool) -> Path:
-        """As diffusers reads it, in the dtype in which the base model was loaded."""
-        state = {name: gathered(value).cpu() for name, value in self.pipe.transformer.state_dict().items()}
-        if write:
-            folder.mkdir(parents=True, exist_ok=True)
-            self.pipe.transformer.save_config(folder)
-            state = {n: v.to(self.dtype) if v.is_floating_point() else v for n, v in state.items()}
-            save_torch_state_dict(state, folder, filename_pattern=WHOLE + "{suffix}.safetensors")
-        return folder
-
-    def _load_transformer(self, folder: Path) -> None:
-        transformer = self.pipe.transformer
-        loaded = type(transformer).from_pretrained(folder, torch_dtype=transformer.dtype).state_dict()
-        if {n: v.shape for n, v in loaded.items()} != {n: v.shape for n, v in transformer.state_dict().items()}:
-            raise ValueError("it is of another model")
-        self.trains_all = True
-        self.keep_base("cpu")
-        transformer.load_state_dict(loaded)
 
     # -- the adapter ------------------------------------------------------------------------------------------------
 
@@ -105,6 +80,7 @@ class Policy(FlowPipeline):
         """
         transformer = self.pipe.transformer
         linear = [name for name, module in transformer.named_modules() if isinstance(module, torch.nn.Linear)]
+        linear = [name.removesuffix(".base_layer") for name in linear]  # of a module whose LoRA was dropped
         wanted = self.family.targets if targets is None else linear if targets == "all" else targets
         found = [target for target in wanted if any(f".{name}".endswith(f".{target}") for name in linear)]
         if not found:
@@ -140,8 +116,9 @@ class Policy(FlowPipeline):
             raise ValueError(f"there is no LoRA at {path}: give a folder with {WEIGHTS}, or that file.")
         source = str(folder if folder.exists() else path)
         try:
-            if folder.is_dir() and any(folder.glob(f"{WHOLE}*.safetensors")):
-                self._load_transformer(folder)
+            if Whole.lies_in(folder):
+                self.whole = Whole(self.pipe.transformer, self.dtype)
+                self.whole.load(folder)
                 return
             if self.loads_loras:
                 self.pipe.load_lora_weights(source, weight_name=name, adapter_name="default")
@@ -154,6 +131,14 @@ class Policy(FlowPipeline):
         except (OSError, ValueError, KeyError, RuntimeError) as error:
             raise ValueError(f"the LoRA {path} could not be loaded: {first_line(error)}") from error
         self._finish_adapter()
+
+    def strip(self) -> None:
+        """Takes off what was loaded or trained, if anything was: the base model is left, and something else can be loaded."""
+        if self.whole:
+            self.whole.leave()
+            self.whole = None
+        if self.has_lora:
+            self.drop_lora()
 
     def drop_lora(self) -> None:
         """Takes the adapter off, so that another one can be loaded."""
@@ -191,8 +176,8 @@ class Policy(FlowPipeline):
 
     def parameters(self, adapter: str = "default") -> dict[str, torch.nn.Parameter]:
         """The adapter's parameters by name; all of the transformer's, where they are trained."""
-        if self.trains_all:
-            return dict(self.pipe.transformer.named_parameters())
+        if self.whole:
+            return self.whole.parameters()
         mark = f".{adapter}."
         return {n: p for n, p in self.pipe.transformer.named_parameters() if "lora_" in n and mark in n}
 
@@ -216,15 +201,17 @@ class Policy(FlowPipeline):
     @contextmanager
     def reference(self) -> Iterator[None]:
         """Within it, the adapter is off, or the base weights are back: the base model, which is the reference of the KL."""
-        self._swap_with_base()
-        for layer in self._layers():
-            layer.enable_adapters(False)
+        self._switch(False)
         try:
             yield
         finally:
-            self._swap_with_base()
-            for layer in self._layers():
-                layer.enable_adapters(True)
+            self._switch(True)
+
+    def _switch(self, on: bool) -> None:
+        if self.whole:
+            self.whole.swap()
+        for layer in self._layers():
+            layer.enable_adapters(on)
 
     def start_ema(self) -> None:
         self.ema = {name: p.detach().clone() for name, p in self.parameters().items()}
@@ -281,8 +268,8 @@ class Policy(FlowPipeline):
         Args:
             write: False in the processes that only help to gather it.
         """
-        if self.trains_all:
-            return self._save_transformer(folder, write)
+        if self.whole:
+            return self.whole.save(folder, write)
         return self.save_lora(folder) if write else folder
 
     def save_lora(self, folder: Path) -> Path:

@@ -1,5 +1,6 @@
 """Prompt sets, and how they are dealt: P prompts x G images a step, the same whatever happened before."""
 
+import csv
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -8,8 +9,21 @@ import torch
 from torch import Tensor
 
 from flow_grpo.config import shipped
+from flow_grpo.prompt_sets import sentence, source_of
 from flow_grpo.sampling import generator
 from flow_grpo.types import PromptBatch
+
+COLUMNS = ("prompt", "prompts")  # what the prompts' column is called, in capitals or not
+REMOTE = "https://"
+TABS = {"sep": "\t", "quoting": csv.QUOTE_NONE, "keep_default_na": False}  # as PartiPrompts' own file has it
+FORMATS: dict[str, tuple[str, dict]] = {
+    ".txt": ("text", {}),
+    ".jsonl": ("json", {}),
+    ".json": ("json", {}),
+    ".csv": ("csv", {}),
+    ".tsv": ("csv", TABS),
+    ".parquet": ("parquet", {}),
+}
 
 
 @dataclass(frozen=True)
@@ -99,42 +113,50 @@ class Dealer:
 
 
 def load_prompts(source: str | Path | list[str]) -> PromptSet:
-    """A prompt set from a list, a .txt file (one a line), a .jsonl, .csv or .parquet file, or a hub data set.
+    """A prompt set: a list, a name of flow_grpo/prompt_sets.py, a .txt file (one a line), a .jsonl, .csv, .tsv or .parquet file,
+    the https address of one, or a hub data set.
 
-    Tables have a column `prompt`; the others become metadata.
+    Tables have a column `prompt`, or Prompt or prompts; the others become metadata.
 
     Raises:
         ValueError: no such file or data set, no prompts in it, or no column `prompt`.
     """
     if isinstance(source, list):
         return _checked(source, [{} for _ in source], "the list")
-    file = next((f for f in (Path(source), shipped(str(source))) if f.is_file()), None)
-    if file is None and Path(str(source)).suffix:
+    place = str(source) if Path(source).is_file() else source_of(str(source))
+    file = next((f for f in (Path(place), shipped(place)) if f.is_file()), None)
+    if file is None and Path(place).suffix and not place.startswith(REMOTE):
         raise ValueError(f"there is no prompt file {source}.")
     if file is not None and file.suffix == ".txt":
         lines = [line.strip() for line in file.read_text(encoding="utf-8").splitlines() if line.strip()]
         return _checked(lines, [{} for _ in lines], str(source))
-    rows = _read_table(str(source), file)
-    if rows and "prompt" not in rows[0]:
+    rows = _read_table(place, file)
+    if not rows:
+        raise ValueError(f"{source} holds no prompts.")
+    columns = ("text",) if place.endswith(".txt") else COLUMNS  # that of lines
+    column = next((name for wanted in columns for name in rows[0] if name.lower() == wanted), None)
+    if column is None:
         raise ValueError(f"{source} has no column `prompt`; it has {', '.join(rows[0])}.")
-    return _checked([row.pop("prompt") for row in rows], rows, str(source))
+    return _checked([row.pop(column) for row in rows], rows, str(source))
 
 
-def _read_table(source: str, file: Path | None) -> list[dict]:
+def _read_table(place: str, file: Path | None) -> list[dict]:
     import datasets
 
     datasets.disable_progress_bars()
-    formats = {".jsonl": "json", ".json": "json", ".csv": "csv", ".parquet": "parquet"}
+    address = place if file is None else str(file)
     try:
-        if file is None:
-            return datasets.load_dataset(source, split="train").to_list()
-        if file.suffix not in formats:
-            raise ValueError(f"{source} is none of .txt, .jsonl, .csv or .parquet.")
-        return datasets.load_dataset(formats[file.suffix], data_files=str(file), split="train").to_list()
+        if file is None and not place.startswith(REMOTE):
+            return datasets.load_dataset(place, split="train").to_list()
+        if Path(address).suffix not in FORMATS:
+            raise ValueError(f"{place} is none of .txt, .jsonl, .csv, .tsv or .parquet.")
+        builder, options = FORMATS[Path(address).suffix]
+        return datasets.load_dataset(builder, data_files=address, split="train", **options).to_list()
     except ValueError:
         raise
     except Exception as error:
-        raise ValueError(f"the prompts {source} could not be read: {str(error).splitlines()[0]}") from error
+        known = "" if file else f". Without a network give a local file of them; the sets known by name are {sentence()}."
+        raise ValueError(f"the prompts {place} could not be read: {str(error).splitlines()[0]}{known}") from error
 
 
 def _checked(prompts: list, metadata: list[dict], source: str) -> PromptSet:

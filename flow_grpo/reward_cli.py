@@ -44,7 +44,7 @@ def serve(
     import rewards
     from rewards import server
 
-    asked = dict(_with_options(text) for text in reward)
+    asked = dict(with_options(text) for text in reward)
     loaded = {name: rewards.load(name, **options) for name, options in asked.items()}
     limits = server.Limits(max_megabytes * 1_000_000, max_megapixels * 1_000_000)
 
@@ -109,20 +109,16 @@ def examine_command(
     [bold]flow-grpo rewards test ocr --images samples/grid.png[/bold]
     """
     import rewards
-    from flow_grpo import tryout
-    from flow_grpo.grid import read_pictures
-    from flow_grpo.prompts import PromptSet, load_prompts
+    from flow_grpo import gallery, tryout
+    from flow_grpo.prompts import load_prompts
 
-    reward, options = _with_options(name)
-    names, pictures, texts = read_pictures(images, prompts)
-    table = load_prompts(prompts) if prompts is not None else PromptSet([], [])
-    known = dict(zip(table.prompts, table.metadata, strict=True))
-    rows = PromptSet(texts, [known.get(text, {}) for text in texts]).repeat(1)
-    given = tryout.Pictures(pictures, texts, rows.columns())
+    reward, options = with_options(name)
+    shown = gallery.read(images, load_prompts(prompts) if prompts is not None else None)
+    given = tryout.Pictures(shown.images(), shown.prompts, shown.columns())
     found = tryout.examine(reward, lambda: rewards.load(reward, **options), given)
-    tryout.show(console, f"{reward} on {len(texts)} pictures of {images}", found)
+    tryout.show(console, f"{reward} on {len(shown)} pictures of {images}", found)
     file = out or Path(f"reward_{re.sub(r'[^A-Za-z0-9]+', '_', reward)}.png")
-    tryout.sheet(file, reward, given, names, found.values[tryout.PLAIN])
+    tryout.sheet(file, reward, given, shown.labels, found.values[tryout.PLAIN])
     console.print(f"best to worst: {file}", highlight=False, markup=False, soft_wrap=True)
 
 
@@ -183,7 +179,7 @@ def _first_sentence(target: str) -> str:
     return ""
 
 
-def _with_options(text: str) -> tuple[str, dict[str, Any]]:
+def with_options(text: str) -> tuple[str, dict[str, Any]]:
     """`clip={model: ViT-L-14}` is the reward clip with the option model."""
     name, equals, rest = text.partition("={")
     try:

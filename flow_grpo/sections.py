@@ -170,7 +170,7 @@ class RestingConfig(Section):
 
 class EvaluationConfig(Section):
     prompts: str | None = None
-    """Held-out prompts: a file as in `prompts`, or none."""
+    """Held-out prompts: as in `prompts`, or none."""
     limit: PositiveInt | None = 256
     """At most so many of them, from the first on."""
     every: Annotated[int, Field(ge=0)] = 50

@@ -13,6 +13,41 @@ ROOT = Path(__file__).parent.parent
 # name, file, what stands there, what is planted, tests that must fail
 BUGS = [
     (
+        "an evaluation pairs pictures by their place, not by prompt and seed",
+        "flow_grpo/scorecard.py",
+        "rows = [mine[key] for key in both], [theirs[key] for key in both]",
+        "rows = [mine[key] for key in both], [mine[key] for key in both]",
+        "tests/test_eval.py -k pairs_are_of",
+    ),
+    (
+        "an evaluation counts the pictures of a prompt as independent",
+        "flow_grpo/scorecard.py",
+        "found.setdefault(target.rows.prompts[row], []).append(values[row])",
+        'found.setdefault(f"{target.rows.prompts[row]} {row}", []).append(values[row])',
+        "tests/test_eval.py -k prompts_count",
+    ),
+    (
+        "the next LoRA that is evaluated joins the one before",
+        "flow_grpo/measures.py",
+        "        policy.drop_lora()\n",
+        "        pass\n",
+        "tests/test_eval.py -k run_lora_and_checkpoint",
+    ),
+    (
+        "a manifest of pictures may name any file",
+        "flow_grpo/gallery.py",
+        "if not file.resolve().is_relative_to(folder.resolve()):",
+        "if not file.is_relative_to(folder):",
+        "tests/test_gallery.py -k manifest_that_is_wrong",
+    ),
+    (
+        "a prompt that is a formula is computed by a spreadsheet",
+        "flow_grpo/harmless.py",
+        'value.lstrip(" ").startswith(FORMULA)',
+        'value == "="',
+        "tests/test_eval.py -k markdown_and_csv",
+    ),
+    (
         "the report's template escapes nothing",
         "flow_grpo/report.py",
         "autoescape=True",

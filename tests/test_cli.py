@@ -86,6 +86,13 @@ def test_sample_score_and_eval_agree_cell_by_cell(trained):
     assert [row[reward] for row in by_grid] == [row[reward] for row in by_folder]
     assert [row[reward] for row in by_grid] == pytest.approx(images.mean((1, 2, 3)).tolist())
     assert [row["prompt"] for row in by_grid] == [cell.prompt for cell in cells]
+    output = run(
+        "eval", "samples/grid.png", "samples", "--reward", reward, "--reward", "color", "--out", "eval", cwd=trained
+    )
+    assert "samples against samples/grid.png: 2 prompts, 4 pairs of one prompt and seed" in " ".join(output.split())
+    grid, folder = json.loads((trained / "eval" / "eval.json").read_text())["targets"].values()
+    assert grid["measures"] == folder["measures"]
+    assert grid["measures"][reward]["mean"] == pytest.approx(images.mean().item())
 
 
 def test_eval_of_a_run_measures_with_and_without_its_lora(trained):
@@ -95,8 +102,13 @@ def test_eval_of_a_run_measures_with_and_without_its_lora(trained):
     found = json.loads((trained / "runs" / "short" / "eval.json").read_text())
     logged = [json.loads(line) for line in (trained / "runs" / "short" / "metrics.jsonl").read_text().splitlines()]
     held_out = [row for row in logged if "eval/reward" in row]
-    assert found["base"]["reward"] == pytest.approx(held_out[0]["eval/reward"], abs=1e-5)
-    assert found["LoRA"]["reward"] == pytest.approx(held_out[-1]["eval/reward"], abs=1e-5)
+    for name, row in (("base", held_out[0]), ("short", held_out[-1])):
+        assert found["targets"][name]["measures"]["reward"]["mean"] == pytest.approx(row["eval/reward"], abs=1e-5)
+    assert found["targets"]["short"]["pairing"] == "2 prompts, 2 pairs of one prompt and seed"
+    table = output[output.index("2 prompts, 2 pictures") : output.index("numbers:")]
+    assert all(len(line.rstrip()) <= 80 for line in table.splitlines())
+    for name in ("eval.md", "eval.csv"):
+        assert "short" in (trained / "runs" / "short" / name).read_text()
 
 
 def test_report_writes_one_file_of_one_run_or_several(trained):

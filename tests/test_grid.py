@@ -1,13 +1,15 @@
 """Contact sheets give back the very pictures and their cells; hostile files get a sentence."""
 
+import json
 import struct
 import zlib
 
 import pytest
 import torch
 from PIL import Image
+from PIL.PngImagePlugin import PngInfo
 
-from flow_grpo.grid import Cell, read_grid, read_pictures, save_grid, save_image
+from flow_grpo.grid import Cell, read_grid, save_grid, save_image
 
 
 def pictures(count=5, height=6, width=10):
@@ -32,30 +34,6 @@ def test_a_single_picture_remembers_its_prompt_too(tmp_path):
     assert cells == CELLS[:1]
 
 
-def test_a_folder_of_pictures_is_read_in_the_order_of_its_names(tmp_path):
-    for i, cell in enumerate(CELLS):
-        save_image(tmp_path / f"{i}.png", pictures()[i], cell)
-    save_grid(tmp_path / "grid.png", pictures(), CELLS, 2)
-    names, images, prompts = read_pictures(tmp_path, None)
-    assert names == [f"{i}.png" for i in range(5)]
-    assert prompts == [cell.prompt for cell in CELLS]
-    _, cells, texts = read_pictures(tmp_path / "grid.png", None)
-    assert torch.equal(images, cells)
-    assert texts == prompts
-
-
-def test_foreign_pictures_take_their_prompts_from_a_file(tmp_path):
-    Image.new("RGB", (8, 8)).save(tmp_path / "a.png")
-    prompts = tmp_path / "prompts.txt"
-    prompts.write_text("one\n")
-    assert read_pictures(tmp_path, prompts)[2] == ["one"]
-    with pytest.raises(ValueError, match=r"not written by flow-grpo"):
-        read_pictures(tmp_path, None)
-    prompts.write_text("one\ntwo\n")
-    with pytest.raises(ValueError, match="2 prompts for 1 pictures"):
-        read_pictures(tmp_path, prompts)
-
-
 def header(width, height):
     body = b"IHDR" + struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)
     return b"\x89PNG\r\n\x1a\n" + struct.pack(">I", 13) + body + struct.pack(">I", zlib.crc32(body))
@@ -74,3 +52,20 @@ def test_a_truncated_sheet_gets_a_sentence(tmp_path):
     (tmp_path / "grid.png").write_bytes(content[: len(content) // 2])
     with pytest.raises(ValueError, match="could not be read"):
         read_grid(tmp_path / "grid.png")
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        "[" * 100_000,
+        json.dumps({"scale": 0, "cells": [{"box": [0, 0, 8, 8], "prompt": "a", "seed": 0, "model": "m"}]}),
+        json.dumps({"scale": 1, "cells": [{"box": [0, 0, 8, 8], "prompt": "a", "seed": 0, "model": "m"}] * 1000}),
+        json.dumps({"scale": 1, "cells": [{"box": [0, 0, 8], "prompt": "a", "seed": 0, "model": "m"}]}),
+    ],
+)
+def test_a_sheet_that_lies_about_its_cells_gets_a_sentence(tmp_path, content):
+    info = PngInfo()
+    info.add_itxt("flow_grpo", content)
+    Image.new("RGB", (8, 8)).save(tmp_path / "lie.png", pnginfo=info)
+    with pytest.raises(ValueError, match=r"lie\.png (is damaged|does not say)"):
+        read_grid(tmp_path / "lie.png")

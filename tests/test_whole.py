@@ -8,10 +8,11 @@ from conftest import CALL, PROMPTS, short_run, tiny_policy
 from diffusers import DiffusionPipeline
 from test_parallel import adapter, config, finished, run_alone, same, start
 
-from flow_grpo import checkpoint
+from flow_grpo import checkpoint, measures, targets
 from flow_grpo.evaluate import draw
 from flow_grpo.plan import Plan
 from flow_grpo.policy import load_policy
+from flow_grpo.targets import Model
 from flow_grpo.train import FlowGRPOTrainer
 
 WHOLE = ("lora=null", "optimizer.lr=1.0e-4")
@@ -91,6 +92,23 @@ def test_the_saved_transformer_is_what_was_trained_here_and_in_plain_diffusers(t
         assert equal(weights(again), rounded), "eval shows the base model beside it"
         before = draw(again, PROMPTS, [0, 1], 3)
     assert (before - draw(again, PROMPTS, [0, 1], 3)).abs().max() > 1e-3
+
+
+def test_eval_puts_a_run_and_a_checkpoint_on_and_takes_them_off(trained):
+    trainer, _, _, folder = trained
+    policy = load_policy("tiny", "cpu", "bf16", **CALL)
+    plain = weights(policy)
+    with trainer.policy.averaged():
+        averaged = weights(trainer.policy)
+    base, run = Model("base", "", trainer.args), targets.find([str(folder)], targets.Reading())[-1]
+    for target, expected in (
+        (run, {name: value.bfloat16() for name, value in averaged.items()}),
+        (base, plain),
+        (Model("checkpoint", "", trainer.args, checkpoint=folder / "checkpoints" / "step_000002"), averaged),
+        (base, plain),
+    ):
+        measures.dress(policy, target)
+        assert equal(weights(policy), expected), target.name
 
 
 def test_a_resumed_run_is_the_same_to_the_last_bit(trained, tmp_path):

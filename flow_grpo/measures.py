@@ -1,0 +1,153 @@
+"""Numbers of pictures, one for each: rewards, high-frequency power, diversity within a prompt, distance from the base model."""
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from flow_grpo import checkpoint, monitor
+from flow_grpo.evaluate import SECOND, distance_from_base, draw
+from flow_grpo.gallery import Rows
+from flow_grpo.policy import Policy, load_policy
+from flow_grpo.prompts import PromptSet
+from flow_grpo.scorecard import DISTANCE, DIVERSITY, FREQUENCIES, Measured
+from flow_grpo.targets import Model, Target
+from flow_grpo.trainable import add_trained
+from rewards import WeightedSum
+
+AT_ONCE = 64  # pictures of a gallery that are scored together, more where one prompt has more
+Progress = Callable[[Target, int, int], None]
+PROBED = 32  # prompts, from the first on, whose distance from the base model is measured
+
+
+def asked(prompts: PromptSet, seeds: int, first_seed: int) -> Rows:
+    """What models are to draw: of prompt i one from the noise of first_seed + i, as training's evaluations, the next 1,000,000 on."""
+    numbers: list[int | None] = [first_seed + i + n * SECOND for i in range(len(prompts)) for n in range(seeds)]
+    batch = prompts.repeat(seeds)
+    return Rows([f"seed {number}" for number in numbers], batch.prompts, numbers, batch.metadata)
+
+
+def measure(
+    targets: list[Target],
+    rows: Rows | None,
+    rewards: WeightedSum,
+    total: bool,
+    progress: Progress = lambda target, done, all: None,
+) -> Iterator[Measured]:
+    """Each target measured, a model on `rows`. A base model is loaded once for all its LoRAs that follow each other.
+
+    Args:
+        total: whether the rewards' weighted sum is a measure, by the name reward.
+        progress: is told the target, how many of its pictures are done, and how many there are.
+    """
+    policy, loaded = None, None
+    for target in targets:
+        counted = partial(progress, target)
+        if not isinstance(target, Model):
+            values = score(target.gallery, target.gallery.images, rewards, AT_ONCE, total, counted)
+            yield Measured(target.name, target.what, target.gallery, values)
+            continue
+        assert rows is not None
+        if policy is None or loaded != target.pipeline:
+            policy = None  # its memory is free before another one is loaded
+            policy = load_policy(
+                target.args.model, target.args.device, target.args.dtype, memory=target.args.memory, **target.args.call()
+            )
+            loaded = target.pipeline
+        dress(policy, target)
+        yield Measured(target.name, target.what, rows, _of_model(policy, target, rows, rewards, total, counted))
+
+
+def dress(policy: Policy, model: Model) -> None:
+    """Puts the model's adapter on, in place of what was there."""
+    policy.strip()
+    if model.lora is not None:
+        policy.load_lora(model.lora)
+    if model.checkpoint is None:
+        return
+    folder, args = model.checkpoint, model.args
+    try:
+        state = checkpoint.read(folder.parent, int(folder.name.removeprefix("step_")))
+    except ValueError as error:
+        raise ValueError(f"the checkpoint {folder} is damaged: {error}") from error
+    if args.lora is not None and args.lora.start is not None:
+        policy.load_lora(args.lora.start)
+    add_trained(policy, args)
+    if policy.trains_all:
+        policy.keep_base("cpu")
+    policy.load_adapter_state({name: v.to(policy.device) for name, v in (state["ema"] or state["adapter"]).items()})
+
+
+def _of_model(
+    policy: Policy, model: Model, rows: Rows, rewards: WeightedSum, total: bool, counted: Callable[[int, int], None]
+) -> dict[str, list[float]]:
+    steps, microbatch = model.args.evaluation.steps, model.args.microbatch
+
+    def drawn(places: Sequence[int]) -> Tensor:
+        seeds = [seed for i in places if (seed := rows.seeds[i]) is not None]
+        return draw(policy, [rows.prompts[i] for i in places], seeds, steps, microbatch)
+
+    values = score(rows, drawn, rewards, microbatch, total, counted)
+    if not model.is_base:
+        probed = list(dict.fromkeys(rows.prompts))[:PROBED]
+        found = dict(zip(probed, distance_from_base(policy, probed, steps, microbatch), strict=True))
+        values[DISTANCE] = [found.get(prompt, math.nan) for prompt in rows.prompts]
+    return values
+
+
+def score(
+    rows: Rows,
+    images_of: Callable[[Sequence[int]], Tensor],
+    rewards: WeightedSum,
+    at_once: int,
+    total: bool = False,
+    counted: Callable[[int, int], None] = lambda done, all: None,
+) -> dict[str, list[float]]:
+    """B values by measure. Pictures are asked for a few at a time, those of a prompt together.
+
+    Args:
+        images_of: (n, 3, H, W) in [0, 1] of these n rows.
+    """
+    values: dict[str, list[float]] = {}
+    done = 0
+    for places in chunks(rows.prompts, at_once):
+        images, prompts = images_of(places), [rows.prompts[i] for i in places]
+        whole, by_name = rewards(images, prompts, **rows.columns(places))
+        looks = {FREQUENCIES: monitor.sharpness(images), DIVERSITY: diversity(images, prompts)}
+        for name, found in {**({"reward": whole} if total else {}), **by_name, **looks}.items():
+            column = values.setdefault(name, [math.nan] * len(rows))
+            for place, value in zip(places, found.tolist(), strict=True):
+                column[place] = value
+        done += len(places)
+        counted(done, len(rows))
+    return {name: column for name, column in values.items() if any(math.isfinite(value) for value in column)}
+
+
+def chunks(prompts: Sequence[str], at_once: int) -> Iterator[list[int]]:
+    """All rows, about `at_once` at a time: those of a prompt are together, and the prompts in the order of their first rows."""
+    of_prompt: dict[str, list[int]] = {}
+    for place, prompt in enumerate(prompts):
+        of_prompt.setdefault(prompt, []).append(place)
+    held: list[int] = []
+    for places in of_prompt.values():
+        if held and len(held) + len(places) > at_once:
+            yield held
+            held = []
+        held = held + places
+    if held:
+        yield held
+
+
+def diversity(images: Tensor, prompts: Sequence[str]) -> Tensor:
+    """(B, 3, H, W) in [0, 1] -> (B,): mean root mean square difference from the other pictures of the prompt, NaN where there are
+    none. Its mean over a prompt's pictures is that over their pairs."""
+    found = torch.full((len(prompts),), math.nan)
+    for prompt in dict.fromkeys(prompts):
+        places = [i for i, other in enumerate(prompts) if other == prompt]
+        group = images[places]
+        if len(places) > 1:
+            apart = torch.stack([monitor.distance(group, image.expand_as(group)).sum() for image in group])
+            found[places] = apart / (len(places) - 1)
+    return found

@@ -1,0 +1,294 @@
+"""What `eval` measures: every kind of target, pairs, categories, and tables that hostile text can't break."""
+
+import csv
+import io
+import json
+import math
+import re
+from pathlib import Path
+
+import pytest
+import rich.console
+import torch
+from conftest import short_run, stir, tiny_policy
+from sample_rewards import brightness, nan, sometimes_nan
+
+import rewards
+from flow_grpo import checkpoint, harmless, measures, tables
+from flow_grpo.config import FlowGRPOConfig
+from flow_grpo.evaluate import draw, evaluate
+from flow_grpo.gallery import Rows
+from flow_grpo.grid import Cell, save_grid, save_image
+from flow_grpo.measures import measure
+from flow_grpo.prompts import PromptSet, load_prompts
+from flow_grpo.scorecard import DISTANCE, DIVERSITY, FREQUENCIES, Measured, by_prompt, compile_card
+from flow_grpo.targets import Model, Reading, find, reference
+
+SIGNS = ['red text "CAT" on a blue background', 'white text "STRAWBERRY" on a black background']
+KIT = rewards.WeightedSum({"brightness": brightness}, {"brightness": 1.0})
+HOSTILE = '=1+1 | <script>alert(1)</script> `x` [a](b) "CAT" \x1b[31m\u202e'
+
+
+def card_of(targets, rows=None, kit=KIT):
+    measured = list(measure(targets, rows, kit, total=False))
+    return compile_card(measured, {t.name: reference(t, targets).name for t in targets[1:]})
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory) -> Path:
+    """A run folder as training leaves it: config, a LoRA that does something, and that as a checkpoint; a second LoRA beside it."""
+    folder = tmp_path_factory.mktemp("eval") / "run"
+    policy = tiny_policy()
+    policy.add_lora(4, 8, ["to_q", "to_out.0"], seed=0)
+    for seed, name in ((1, "other"), (0, "lora")):
+        stir(policy, seed)
+        policy.save_lora(folder / name)
+    checkpoint.save(folder / "checkpoints", 2, {"adapter": policy.adapter_state(), "ema": {}}, keep=1)
+    (folder / "config.yaml").write_text(short_run(folder).dump())
+    return folder
+
+
+@pytest.fixture(scope="module")
+def drawn(run):
+    """Two seeds of two prompts by the run and by its parts, measured."""
+    words = [run, run / "lora" / "pytorch_lora_weights.safetensors", run / "other", run / "checkpoints" / "step_000002"]
+    targets = find([str(word) for word in words], Reading())
+    return targets, list(measure(targets, measures.asked(PromptSet(SIGNS, [{}, {}]), 2, 1234), KIT, total=True))
+
+
+@pytest.fixture(scope="module")
+def sheet(tmp_path_factory) -> Path:
+    """What `sample` writes: two seeds of two prompts, as a sheet and alone."""
+    folder = tmp_path_factory.mktemp("sheet") / "samples"
+    rows = [(prompt, seed) for prompt in SIGNS for seed in (0, 1)]
+    images = draw(tiny_policy(), [p for p, _ in rows], [s for _, s in rows], 1)
+    cells = [Cell(prompt, seed, "tiny") for prompt, seed in rows]
+    save_grid(folder / "grid.png", images, cells, 2)
+    for i, (image, cell) in enumerate(zip(images, cells, strict=True)):
+        save_image(folder / f"{i}.png", image, cell)
+    return folder
+
+
+def test_a_sheet_scores_as_its_single_pictures_do(sheet):
+    names = ["ocr", "ocr_exact", "color"]
+    kit = rewards.WeightedSum({name: rewards.load(name) for name in names}, dict.fromkeys(names, 0.0))
+    grid, folder = measure(find([str(sheet / "grid.png"), str(sheet)], Reading()), None, kit, total=False)
+    assert grid.values == folder.values
+    assert list(grid.values) == [*names, FREQUENCIES, DIVERSITY]
+    assert len(set(grid.values["ocr"])) > 1
+    for i, prompt in enumerate(grid.rows.prompts):
+        alone = measures.score(Rows(["0"], [prompt], [0], [{}]), lambda _, i=i: grid.rows.images([i]), kit, 1)
+        assert [alone[name][0] for name in names] == [grid.values[name][i] for name in names]
+
+
+def test_a_model_on_a_sheets_prompts_and_seeds_is_the_sheet(sheet):
+    grid, model = find([str(sheet / "grid.png"), "tiny_ocr"], Reading(overrides=["evaluation.steps=1", "dtype=fp32"]))
+    card = card_of([grid, model], grid.gallery)
+    found = card.changes["base"]["brightness"]
+    assert abs(found.difference.mean) < 0.5 / 255, "but for the file's eight bits"
+    assert card.pairing == {"base": "2 prompts, 4 pairs of one prompt and seed"}
+
+
+def test_run_lora_and_checkpoint_are_one_and_the_base_is_none_of_them(drawn):
+    targets, found = drawn
+    assert [t.name for t in targets] == [
+        "base",
+        "run",
+        "lora/pytorch_lora_weights.safetensors",
+        "run/other",
+        "run/step_000002",
+    ]
+    base, own, lora, other, state = found
+    assert own.values == lora.values == state.values, "whatever was on the pipeline before"
+    assert len({str(t.values["brightness"]) for t in (base, own, other)}) == 3
+    assert DISTANCE not in base.values
+    assert min(own.values[DISTANCE]) > 0
+    assert all(t.values["reward"] == t.values["brightness"] for t in found)
+
+
+def test_its_first_pictures_are_those_of_the_evaluation_in_training(run, drawn):
+    policy = tiny_policy()
+    policy.load_lora(run / "lora")
+    expected = evaluate(policy, PromptSet(SIGNS, [{}, {}]), KIT, 3, 1234, 8)
+    assert drawn[1][1].values["brightness"][::2] == pytest.approx(expected.values["brightness"].tolist(), abs=1e-6)
+
+
+def test_every_lora_is_compared_with_its_own_base(run, drawn):
+    targets = [*drawn[0][:2], Model("b2", "", FlowGRPOConfig.read("tiny_ocr", ["width=96"])), drawn[0][3]]
+    assert [reference(t, targets).name for t in targets[1:]] == ["base", "base", "base"]
+    targets[1] = Model("other", "", targets[2].args, lora="x")
+    assert reference(targets[1], targets).name == "b2"
+    assert [t.name for t in find(["tiny"], Reading())] == ["base"]
+
+
+@pytest.mark.parametrize(
+    ("word", "sentence"),
+    [
+        ("no_such", "there is no no_such: give a run folder"),
+        ("EMPTY", "is not a run folder, a checkpoint"),
+        ("NEW", "has no LoRA yet: give one of its checkpoints"),
+        ("LORA", "does not say which model it is for: give a config of that model by --config"),
+    ],
+)
+def test_a_word_that_stands_for_nothing_gets_a_sentence(tmp_path, run, word, sentence):
+    for name in ("EMPTY", "NEW", "LORA"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "NEW" / "config.yaml").write_text((run / "config.yaml").read_text())
+    (tmp_path / "LORA" / "a.safetensors").write_bytes(b"")
+    with pytest.raises(ValueError, match=sentence):
+        find([str(tmp_path / word) if word.isupper() else word], Reading())
+    with pytest.raises(ValueError, match="is given twice"):
+        find(["tiny_ocr", "tiny_ocr"], Reading())
+
+
+def measured(name, values, prompts, seeds=None, metadata=None):
+    rows = Rows(
+        [f"{i}.png" for i in range(len(prompts))], prompts, seeds or [None] * len(prompts), metadata or [{}] * len(prompts)
+    )
+    return Measured(name, "pictures", rows, {"m": values})
+
+
+def test_prompts_count_and_not_pictures():
+    once = measured("a", [0.1, 0.2, 0.6], ["x", "y", "z"])
+    often = measured("b", [0.1] * 5 + [0.2] + [0.6] * 2, ["x"] * 5 + ["y"] + ["z"] * 2)
+    card = compile_card([once, often], {"b": "a"})
+    assert card.means["a"]["m"].estimate == pytest.approx(card.means["b"]["m"].estimate)
+    assert card.means["b"]["m"].prompts == 3
+    assert card.means["b"]["m"].pictures == 8
+
+
+def test_pairs_are_of_one_prompt_and_seed_wherever_they_stand():
+    keys = [(f"p{i}", seed) for i in range(10) for seed in (0, 1)]
+    values = {key: 0.1 * i + 0.03 * key[1] for i, key in enumerate(keys)}
+    first = measured("a", [values[k] for k in keys], [p for p, _ in keys], [s for _, s in keys])
+    turned = [("p0", 2), *keys[::-1]]  # and one that the first has not
+    second = measured("b", [values.get(k, 99.0) + 0.01 for k in turned], [p for p, _ in turned], [s for _, s in turned])
+    card = compile_card([first, second], {"b": "a"})
+    found = card.changes["b"]["m"]
+    assert (found.difference.mean, found.difference.half) == pytest.approx((0.01, 0))
+    assert (found.prompts, card.pairing["b"]) == (10, "10 prompts, 20 pairs of one prompt and seed")
+    assert found.significant
+    elsewhere = measured("c", first.values["m"], [p for p, _ in keys], [s + 5 for _, s in keys])
+    assert compile_card([first, elsewhere], {"c": "a"}).pairing["c"] == "10 prompts, not by seed: they share none"
+
+
+def test_other_prompts_are_compared_unpaired_and_that_is_said():
+    card = compile_card([measured("a", [0.0] * 6, list("abcdef")), measured("b", [1.0] * 5, list("vwxyz"))], {"b": "a"})
+    assert card.pairing["b"] == "unpaired: no prompt is in both"
+    assert card.changes["b"]["m"].prompts == 0
+    assert card.changes["b"]["m"].p == pytest.approx(2 / math.comb(11, 5))
+
+
+def test_categories_count_alike_whatever_their_size():
+    tags = [{"tag": tag, "include": []} for tag in ("one", "two", "two", "two")]
+    card = compile_card([measured("a", [1.0, 0.0, 0.0, 0.3], list("wxyz"), metadata=tags)], {})
+    assert card.categories["tag"]["two"]["a"]["m"].mean == pytest.approx(0.1)
+    assert card.over_categories("tag", "a", "m") == pytest.approx(0.55)
+    assert list(card.categories) == ["tag"], "a list is no category"
+
+
+def test_diversity_is_the_mean_over_a_prompts_pairs():
+    images = torch.stack([torch.full((3, 4, 4), level) for level in (0.0, 0.3, 0.9, 0.5)])
+    found = measures.diversity(images, ["a", "a", "a", "b"])
+    assert found[:3].mean().item() == pytest.approx((0.3 + 0.9 + 0.6) / 3)
+    assert found[3].isnan()
+
+
+def test_chunks_keep_a_prompts_pictures_together():
+    prompts = list("abacbbdd")
+    found = list(measures.chunks(prompts, 3))
+    assert sorted(i for rows in found for i in rows) == list(range(8))
+    assert [{prompts[i] for i in rows} for rows in found] == [{"a"}, {"b"}, {"c", "d"}]
+
+
+def test_a_score_that_is_no_number_stops_or_is_left_out_and_is_never_a_zero(sheet):
+    target = find([str(sheet)], Reading())
+    with pytest.raises(ValueError, match="reward bad returned nan for the prompt"):
+        list(measure(target, None, rewards.WeightedSum({"bad": nan}, {"bad": 0.0}), total=False))
+    kit = rewards.WeightedSum({"u": sometimes_nan, "nan": nan}, {"u": 0.0, "nan": 0.0}, drop=["u", "nan"])
+    prompts = [prompt.replace("STRAWBERRY", "BUS") for prompt in target[0].gallery.prompts]
+    rows = Rows(target[0].gallery.labels, prompts, target[0].gallery.seeds, target[0].gallery.metadata)
+    found = Measured("a", "", rows, measures.score(rows, target[0].gallery.images, kit, 64))
+    card = compile_card([found], {})
+    assert "nan" not in card.measures
+    assert card.means["a"]["u"].pictures == 3
+    assert by_prompt(found, "u")[prompts[3]] == found.values["u"][3]
+    assert [row["u"] for row in csv.DictReader(io.StringIO(tables.as_csv(card)))].count("") == 1
+    assert "NaN" not in json.dumps(tables.as_json(card, {}), allow_nan=False)
+    assert len(kit.dropped) == 2
+
+
+@pytest.fixture
+def hostile(tmp_path):
+    """A card whose target, prompt and category are hostile, beside a harmless one."""
+    metadata = [{"category": HOSTILE}, {"category": "good"}]
+    values = [
+        measured(name, [0.1, shift], [HOSTILE, "fine"], [0, 0], metadata) for name, shift in ((HOSTILE, 0.2), ("b", -0.3))
+    ]
+    return compile_card(values, {"b": HOSTILE})
+
+
+def test_hostile_text_stays_text_on_the_console(hostile):
+    console = rich.console.Console(file=io.StringIO(), width=80, force_terminal=True, color_system=None)
+    tables.show(console, hostile)
+    written = console.file.getvalue()
+    assert not re.findall(r"\x1b|\u202e", re.sub(r"\x1b\[[01]m", "", written)), "but for bold of our own"
+    assert "\\x1b[31m" in written
+    assert max(len(line) for line in written.splitlines()) <= 80
+
+
+def test_hostile_text_stays_text_in_markdown_and_csv(hostile):
+    page = tables.as_markdown(hostile)
+    assert not re.findall(r"<script|\x1b|\u202e|(?<!\\)`|(?<!\\)\]\(", page)
+    blocks = [[line for line in block.splitlines() if line.startswith("|")] for block in page.split("\n\n")]
+    for lines in filter(None, blocks):
+        assert len({len(re.findall(r"(?<!\\)\|", line)) for line in lines}) == 1, lines
+    rows = list(csv.reader(io.StringIO(tables.as_csv(hostile))))
+    assert len(rows) == 5
+    assert rows[1][2] == f"'{HOSTILE}"
+    assert rows[4][-1] == "-0.3", "numbers stay numbers"
+    assert not [cell for row in rows for cell in row[:-1] if cell.startswith(harmless.FORMULA)]
+
+
+def test_genevals_own_prompts_come_with_what_its_reward_needs():
+    found = load_prompts("GenEval")
+    tags = [row["tag"] for row in found.metadata]
+    sizes = {"single_object": 80, "two_object": 99, "counting": 80, "colors": 94, "position": 100, "color_attr": 100}
+    assert {tag: tags.count(tag) for tag in tags} == sizes
+    annotated = {33: "a train", 108: "a skateboard and a sink", 208: "three zebras", 316: "a yellow orange"}
+    annotated |= {457: "a pink oven and a green motorcycle", 469: "a black kite and a green bear"}
+    for place, what in annotated.items():  # as the published human annotations number them
+        assert found.prompts[place] == f"a photo of {what}"
+    assert found.metadata[208]["include"][0]["count"] == 3
+    assert found.metadata[208]["exclude"][0]["count"] == 4
+    assert load_prompts("ocr").prompts == load_prompts("prompts/signs_eval.txt").prompts
+
+
+def test_a_local_file_of_a_published_set_is_read_as_it_is_published(tmp_path):
+    parti = tmp_path / "PartiPrompts.tsv"
+    parti.write_text(
+        'Prompt\tCategory\tChallenge\tNote\n42\tAbstract\tBasic\tSimple numbers\n"Hi" on a wall\tArts\tComplex\t\n'
+    )
+    found = load_prompts(str(parti))
+    assert found.prompts == ["42", '"Hi" on a wall']
+    assert [row["Category"] for row in found.metadata] == ["Abstract", "Arts"]
+    bench = tmp_path / "drawbench.csv"
+    bench.write_text('Prompts,Category\nA red car.,Colors\n"Two cats, one dog.",Counting\n')
+    assert load_prompts(str(bench)).prompts == ["A red car.", "Two cats, one dog."]
+
+
+def test_sets_that_are_not_shipped_are_asked_for_by_their_hub_ids(monkeypatch):
+    import datasets
+
+    asked = []
+
+    def load_dataset(name, **options):
+        asked.append((name, options.get("data_files")))
+        return datasets.Dataset.from_list([{"text" if name == "text" else "Prompts": "a dog", "Category": "x"}])
+
+    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
+    assert load_prompts("DrawBench").metadata == [{"Category": "x"}]
+    load_prompts("partiprompts")
+    load_prompts("ocr_paper")
+    paper = "https://raw.githubusercontent.com/yifan123/flow_grpo/main/dataset/ocr/test.txt"
+    assert asked == [("sayakpaul/drawbench", None), ("nateraw/parti-prompts", None), ("text", paper)]
