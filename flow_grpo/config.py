@@ -96,7 +96,7 @@ class FlowGRPOConfig(Section):
     """Checkpoints kept."""
     device: str | None = None
     """Torch device; the accelerator if there is one, else the CPU."""
-    trackers: dict[str, dict[str, Any]] = Field(default_factory=lambda: {"tensorboard": {}})
+    trackers: dict[str, dict[str, Any]] = Field(default={"tensorboard": {}})
     """Programs that show the run as well, through accelerate: tensorboard (its files in RUN/tensorboard), wandb, mlflow, trackio,
     swanlab. A list of them, or each with arguments of its own, {wandb: {project: signs, entity: me}}; [] is none."""
 

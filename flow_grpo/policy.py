@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from diffusers import DiffusionPipeline
+from diffusers.utils.peft_utils import recurse_remove_peft_layers
 from peft import (
     LoraConfig,
     get_peft_model_state_dict,
@@ -19,8 +20,10 @@ from peft.tuners.tuners_utils import BaseTunerLayer
 from safetensors.torch import save_file
 from torch import Tensor
 
-from flow_grpo import hub
+from flow_grpo import checkpoint, hub
+from flow_grpo.config import FlowGRPOConfig
 from flow_grpo.embeddings import Embeddings
+from flow_grpo.hub import PEFT_WEIGHTS, WEIGHTS
 from flow_grpo.memory import arrange, compile_blocks, quantization, shard
 from flow_grpo.parallel import Processes
 from flow_grpo.pipeline import ENCODERS, PROBES, FlowPipeline
@@ -28,8 +31,7 @@ from flow_grpo.probe import first_line
 from flow_grpo.sections import MemoryConfig
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-WEIGHTS = "pytorch_lora_weights.safetensors"
-PEFT_WEIGHTS, PEFT_PREFIX = "adapter_model.safetensors", "base_model.model."
+PEFT_PREFIX = "base_model.model."
 
 
 class Policy(FlowPipeline):
@@ -54,7 +56,8 @@ class Policy(FlowPipeline):
         Without targets it is the attention of the family. ValueError if there is no such module.
         """
         transformer = self.pipe.transformer
-        linear = [name for name, module in transformer.named_modules() if isinstance(module, torch.nn.Linear)]
+        modules = transformer.named_modules()
+        linear = [name.removesuffix(".base_layer") for name, module in modules if isinstance(module, torch.nn.Linear)]
         wanted = self.family.targets if targets is None else targets
         found = [target for target in wanted if any(f".{name}".endswith(f".{target}") for name in linear)]
         if not found:
@@ -79,8 +82,12 @@ class Policy(FlowPipeline):
             transformer.peft_config = {**getattr(transformer, "peft_config", {}), adapter: config}
 
     def load_lora(self, path: str | Path) -> None:
-        """Puts a saved LoRA on the transformer as diffusers does: a folder, a .safetensors file or a hub id."""
-        folder, name = Path(path), None
+        """Puts a saved LoRA on the transformer as diffusers does: a folder, a .safetensors file, a hub id, a run or its checkpoint."""
+        path, name = hub.lora_of(path), None
+        folder = Path(path)
+        if (folder / checkpoint.SEAL).is_file():
+            self._load_checkpoint(folder)
+            return
         if folder.is_file():
             folder, name = folder.parent, folder.name
         elif not folder.exists() and not hub.may_be_hub_id(str(path)):
@@ -98,6 +105,16 @@ class Policy(FlowPipeline):
         except (OSError, ValueError, KeyError, RuntimeError) as error:
             raise ValueError(f"the LoRA {path} could not be loaded: {first_line(error)}") from error
         self._finish_adapter()
+
+    def _load_checkpoint(self, folder: Path) -> None:
+        """The adapter of a run's checkpoint: its moving average, where it has one, as that is what a run evaluates and saves."""
+        state = checkpoint.read(folder.parent, int(folder.name.removeprefix("step_")))
+        lora = FlowGRPOConfig.read(folder.parent.parent / hub.CONFIG).lora
+        if lora.start is None:
+            self.add_lora(lora.rank, lora.alpha, lora.targets, seed=0)
+        else:
+            self.load_lora(lora.start)
+        self.load_adapter_state(state["ema"] or state["adapter"])
 
     def drop_lora(self) -> None:
         """Takes the adapter off, so that another one can be loaded."""
@@ -236,6 +253,27 @@ class Policy(FlowPipeline):
             return folder / PEFT_WEIGHTS
         return folder / WEIGHTS
 
+    def merge(self, folder: Path) -> None:
+        """Adds the LoRA to the base weights, one rounding to their dtype, and writes the pipeline as `from_pretrained` takes it.
+
+        The adapter is gone afterwards. ValueError if the base weights are quantised.
+        """
+        transformer = self.pipe.transformer
+        if transformer.config.get("quantization_config") is not None:
+            raise ValueError(
+                "the base weights are quantised, and a LoRA can't be added to them: export the LoRA without merging."
+            )
+        for layer in self._layers():
+            base = layer.get_base_layer()
+            dtype = base.weight.dtype
+            base.float()
+            layer.merge(safe_merge=True)
+            base.to(dtype)
+        recurse_remove_peft_layers(transformer)
+        del transformer.peft_config
+        transformer._hf_peft_config_loaded = False  # else diffusers would save an adapter
+        self.pipe.save_pretrained(folder)
+
     def adapter_state(self, adapter: str = "default") -> dict[str, Tensor]:
         return {name: p.detach().cpu().clone() for name, p in self.parameters(adapter).items()}
 
@@ -268,7 +306,7 @@ def load_policy(
         device: torch device; the accelerator if there is one, else the CPU.
         dtype: of the base weights and of autocast: fp32, bf16, fp16, or auto, which is bf16 where the device computes in
             it and fp32 elsewhere. A LoRA is float32 in any case.
-        lora: a saved LoRA to put on.
+        lora: a saved LoRA to put on, as `Policy.load_lora` takes it.
         guidance: guidance scale, whatever the pipeline's argument for it is called; 1 is off.
         memory: what is where, and in how many bits.
         prompts: all that will be asked for. If their embeddings are all kept on disk, the text encoders are not loaded.
