@@ -76,8 +76,9 @@ class Board:
     """
 
     def __init__(self, name: str, folder: Path, options: dict[str, Any], identity: str | None, step: int | None) -> None:
-        from accelerate import tracking
+        from accelerate import PartialState, tracking
 
+        PartialState()  # which accelerate's trackers ask who they are
         given: dict[str, Any]
         project, run = options.pop("project", PROJECT), folder.resolve().name
         self.name, self.identity, self._texts = name, identity or uuid.uuid4().hex[:8], 0

@@ -99,11 +99,20 @@ def _weights(args: FlowGRPOConfig, run: Story, source: Path, folder: Path, merge
         policy.save_lora(folder)
         return []
     policy.merge(folder)
+    _forget_places(folder)
     if args.memory.quantize is None:
         return []
     return [
         f"trained on base weights in {args.memory.quantize}, merged into the unquantised ones: pictures may differ a little."
     ]
+
+
+def _forget_places(folder: Path) -> None:
+    """Takes out of a saved pipeline's configs where on this machine the base model lay, which concerns nobody else."""
+    for file in folder.rglob("*.json"):
+        content = json.loads(file.read_text(encoding="utf-8"))
+        if isinstance(content, dict) and content.pop("_name_or_path", None) is not None:
+            file.write_text(json.dumps(content, indent=2), encoding="utf-8")
 
 
 def _former(out: Path) -> list[Path]:

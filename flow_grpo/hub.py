@@ -86,8 +86,10 @@ def lora_of(name: str | Path) -> Path:
 
 def config_of(name: str | None) -> Path | None:
     """The config of the run that a LoRA or model comes from, where a run folder or an export holds it."""
-    place = Path(name or "")
-    for folder in (place, place.parent, place.parent.parent) if name else ():
+    if name is None or not Path(name).exists():
+        return None
+    place = Path(name)
+    for folder in (place, place.parent, place.parent.parent):
         if (folder / CONFIG).is_file() and any((folder / mark).is_file() for mark in (METRICS, EXPORT)):
             return folder / CONFIG
     return None

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from accelerate import PartialState
 from accelerate.tracking import LOGGER_TYPE_TO_CLASS
 from conftest import short_run
 from PIL import Image
@@ -155,6 +156,7 @@ def test_a_service_that_fails_in_mid_run_changes_no_number_and_warns_once(tmp_pa
 def test_each_service_gets_settings_numbers_pictures_and_warnings_and_the_same_run_again(name, tmp_path, service, capsys):
     install, told = service
     install(name)
+    PartialState._reset_state()  # as in a process that has met no other tracker
     args = FlowGRPOConfig.read("tiny_ocr", [f"trackers={{{name}: {{project: signs}}}}"])
     picture = tmp_path / "picture.webp"
     Image.new("RGB", (8, 4)).save(picture)
