@@ -71,6 +71,7 @@ def write(folder: Path, run: Story, args: FlowGRPOConfig, step: int, merged: boo
         "watched": bool(ends) and len(prompts) >= monitor.LEAST,
         "gamed": {name: _sentence(name, "Gamed") for name in trained},
         "snippet": snippet(folder, args, run, merged, source),
+        "options": {name: reward.options for name, reward in {**args.evaluation.rewards, **args.rewards}.items()},
         "base": args.model,
         "base_page": f"{HUB}/{args.model}" if _on_hub(args.model) else None,
         "licence": licence,

@@ -98,7 +98,7 @@ def _weights(args: FlowGRPOConfig, run: Story, source: Path, folder: Path, merge
     if not merge:
         policy.save_lora(folder)
         return []
-    policy.merge(folder)
+    policy.merge(folder, args.model)
     _forget_places(folder)
     if args.memory.quantize is None:
         return []

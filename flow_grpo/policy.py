@@ -1,6 +1,7 @@
 """A flow pipeline whose transformer carries a trainable LoRA: the adapter, its copies, its files, and how a model is loaded."""
 
 import inspect
+import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -253,10 +254,11 @@ class Policy(FlowPipeline):
             return folder / PEFT_WEIGHTS
         return folder / WEIGHTS
 
-    def merge(self, folder: Path) -> None:
+    def merge(self, folder: Path, base: str) -> None:
         """Adds the LoRA to the base weights, one rounding to their dtype, and writes the pipeline as `from_pretrained` takes it.
 
-        The adapter is gone afterwards. ValueError if the base weights are quantised.
+        The adapter is gone afterwards. The other parts are copied from `base`, which the pipeline was loaded from: what diffusers
+        saves of a part is not always what it loads. ValueError if the base weights are quantised.
         """
         transformer = self.pipe.transformer
         if transformer.config.get("quantization_config") is not None:
@@ -264,15 +266,21 @@ class Policy(FlowPipeline):
                 "the base weights are quantised, and a LoRA can't be added to them: export the LoRA without merging."
             )
         for layer in self._layers():
-            base = layer.get_base_layer()
-            dtype = base.weight.dtype
-            base.float()
+            linear = layer.get_base_layer()
+            dtype = linear.weight.dtype
+            linear.float()
             layer.merge(safe_merge=True)
-            base.to(dtype)
+            linear.to(dtype)
         recurse_remove_peft_layers(transformer)
         del transformer.peft_config
         transformer._hf_peft_config_loaded = False  # else diffusers would save an adapter
-        self.pipe.save_pretrained(folder)
+        transformer.save_pretrained(folder / "transformer")
+        source = hub.locate(base)
+        place = Path(source if Path(source).is_dir() else DiffusionPipeline.download(source))
+        shutil.copy(place / hub.INDEX, folder)
+        for part in hub.components(str(place), ("",)):
+            if part != "transformer" and (place / part).is_dir():
+                shutil.copytree(place / part, folder / part)
 
     def adapter_state(self, adapter: str = "default") -> dict[str, Tensor]:
         return {name: p.detach().cpu().clone() for name, p in self.parameters(adapter).items()}

@@ -140,6 +140,8 @@ def test_the_merged_model_draws_the_loras_pictures_and_has_no_adapter(run, merge
     with_lora = load_policy("tiny", "cpu", "fp32", str(run), **CALL)
     whole = load_policy(str(merged), "cpu", "fp32", **CALL)
     assert not whole.has_lora
+    for part in ("vae/diffusion_pytorch_model.safetensors", "tokenizer/tokenizer.json", "model_index.json"):
+        assert (merged / part).read_bytes() == (hub.SHIPPED["tiny"] / part).read_bytes(), "the rest is the base's own"
     pictures = [draw(policy, CAT * 2, [1, 2], 4) for policy in (with_lora, whole)]
     torch.testing.assert_close(pictures[0], pictures[1], rtol=0, atol=2e-5)
     with with_lora.reference():
@@ -166,7 +168,7 @@ def test_merging_rounds_once_to_the_dtype_of_the_base(tmp_path):
             layer = name.partition(".lora_A.")[0]
             base = policy.pipe.transformer.get_submodule(layer).get_base_layer().weight.float()
             wanted[f"{layer}.weight"] = (base + 2 * parts[name.replace("lora_A", "lora_B")] @ down).bfloat16()
-    policy.merge(tmp_path)
+    policy.merge(tmp_path, "tiny")
     merged = load_policy(str(tmp_path), "cpu", "bf16").pipe.transformer.state_dict()
     assert wanted
     for name, value in wanted.items():
@@ -250,8 +252,9 @@ class Hub(BaseHTTPRequestHandler):
         body = self.rfile.read(int(self.headers["Content-Length"]))
         self.server.asked.append((self.path, self.headers["Authorization"], body))
         if self.path == "/api/repos/create":
-            owner = json.loads(body).get("organization")
-            self.answer({"url": f"http://{self.headers['Host']}/me/signs"}, 403 if owner == "them" else 200)
+            self.answer({"url": f"http://{self.headers['Host']}/{json.loads(body).get('organization', 'me')}/signs"})
+        elif "/them/" in self.path:
+            self.answer({"error": "not yours"}, 403)
         elif "/preupload/" in self.path:
             files = [{"path": f["path"], "uploadMode": "regular", "shouldIgnore": False} for f in json.loads(body)["files"]]
             self.answer({"files": files})

@@ -151,6 +151,23 @@ def test_the_adapter_is_the_base_when_off_and_the_same_picture_when_saved(folder
     torch.testing.assert_close(ours(again, state), expected, rtol=0, atol=5e-5)
 
 
+@pytest.mark.parametrize("name", ["prx", "omnigen"])  # transformers that know nothing of adapters; one's encoder is wrapped
+def test_a_merged_model_draws_what_its_lora_drew(folders, name, tmp_path):
+    policy = loaded(folders, name)
+    policy.add_lora(2, 4, None, seed=0)
+    stir(policy)
+    state = noise(policy)
+    with policy.reference():
+        base = ours(policy, state)
+    expected = ours(policy, state)
+    policy.merge(tmp_path, str(folders(name)))
+    size = {"height": TINY[name].size[0], "width": TINY[name].size[1]}
+    merged = load_policy(str(tmp_path), "cpu", "fp32", **size, **TINY[name].call)
+    assert not merged.has_lora
+    torch.testing.assert_close(ours(merged, state), expected, rtol=0, atol=5e-5)
+    assert (expected - base).abs().max() > 1e-3
+
+
 @pytest.mark.parametrize("name", TINY)
 def test_doctor_says_that_it_can_be_trained(folders, name):
     found = list(contract.examine(loaded(folders, name)))
