@@ -7,6 +7,7 @@ of another choice knows what it may replace.
 import json
 import shutil
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import httpx
 from huggingface_hub import HfApi, get_token
@@ -37,26 +38,20 @@ def export(
     run = Story(folder)
     source, step = chosen(run, best, checkpoint)
     former = _former(out)
-    partial = out.parent / f".{out.resolve().name}.partial"
-    shutil.rmtree(partial, ignore_errors=True)
-    partial.mkdir(parents=True)
     args = FlowGRPOConfig.read(folder / hub.CONFIG)
-    notes = _weights(args, run, source, partial, merge)
-    (partial / hub.CONFIG).write_text(run.source, encoding="utf-8")
-    curve = plot_curves(folder)
-    if curve is not None:
-        shutil.copy(curve, partial / card.CURVE)
-    card.write(partial, run.until(step), args, step, merge, repo or out.resolve().name)
-    files = sorted(str(file.relative_to(partial)) for file in partial.rglob("*") if file.is_file())
-    files.append(hub.EXPORT)
-    content = {"flow_grpo": __version__, "run": run.name, "step": step, "merged": merge, "files": files}
-    (partial / hub.EXPORT).write_text(json.dumps(content, indent=1))
-    for old in former:
-        old.unlink(missing_ok=True)
-    for file in files:
-        (out / file).parent.mkdir(parents=True, exist_ok=True)
-        (partial / file).replace(out / file)
-    shutil.rmtree(partial)
+    out.parent.mkdir(parents=True, exist_ok=True)
+    with TemporaryDirectory(prefix=".export_", dir=out.parent) as place:
+        made = Path(place)
+        notes = _weights(args, run, source, made, merge)
+        (made / hub.CONFIG).write_text(run.source, encoding="utf-8")
+        curve = plot_curves(folder)
+        if curve is not None:
+            shutil.copy(curve, made / card.CURVE)
+        card.write(made, run.until(step), args, step, merge, repo or out.resolve().name)
+        files = sorted(str(file.relative_to(made)) for file in made.rglob("*") if file.is_file())
+        content = {"flow_grpo": __version__, "run": run.name, "step": step, "merged": merge, "files": [*files, hub.EXPORT]}
+        (made / hub.EXPORT).write_text(json.dumps(content, indent=1))
+        _replace(former, made, out)
     what = "the whole model" if merge else "LoRA"
     return [*notes, f"{what} of step {step}: {out}", f"model card: {out / card.CARD}"]
 
@@ -105,6 +100,19 @@ def _weights(args: FlowGRPOConfig, run: Story, source: Path, folder: Path, merge
     return [
         f"trained on base weights in {args.memory.quantize}, merged into the unquantised ones: pictures may differ a little."
     ]
+
+
+def _replace(former: list[Path], made: Path, out: Path) -> None:
+    """Moves what was made to its place, where the files of the former export go first, and folders that held nothing else."""
+    for old in former:
+        old.unlink(missing_ok=True)
+    for folder in {old.parent for old in former} - {out}:
+        if folder.is_dir() and not any(folder.iterdir()):
+            folder.rmdir()
+    for file in [file for file in made.rglob("*") if file.is_file()]:
+        target = out / file.relative_to(made)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        file.replace(target)
 
 
 def _forget_places(folder: Path) -> None:
