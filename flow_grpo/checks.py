@@ -99,6 +99,19 @@ def check_objective(o: "ObjectiveConfig", s: "SamplingConfig") -> None:
         raise ValueError("objective.sigma_range must rise, for example [0, 1].")
 
 
+def check_whole(args: "FlowGRPOConfig") -> None:
+    """What does not go with `lora: null`, which trains all weights."""
+    if args.lora is not None:
+        return
+    if args.objective.name == "nft":
+        raise ValueError("objective nft keeps its old policy as a second LoRA, and lora=null has none: set lora={rank: 32}.")
+    if args.memory.quantize is not None:
+        raise ValueError(
+            f"memory.quantize={args.memory.quantize} is for base weights that are not trained, and lora=null trains all of them: "
+            "leave one of the two out."
+        )
+
+
 def check_window(o: "ObjectiveConfig", s: "SamplingConfig") -> None:
     w = s.window
     if s.transition == "ode":

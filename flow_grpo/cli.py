@@ -168,6 +168,7 @@ def evaluate_command(
     [bold]flow-grpo eval runs/tiny_ocr[/bold]  (the run's own config and LoRA)
     [bold]flow-grpo eval tiny_ocr --lora runs/tiny_ocr/lora[/bold]
     """
+    from flow_grpo import hub
     from flow_grpo.evaluate import build_rewards, evaluate
     from flow_grpo.prompts import load_prompts
     from flow_grpo.tracking import print_table
@@ -176,7 +177,7 @@ def evaluate_command(
     if folder.is_dir():
         if not (folder / "config.yaml").exists():
             raise ValueError(f"{folder} is not a run folder: it has no config.yaml.")
-        config, lora = str(folder / "config.yaml"), lora or str(folder / "lora")
+        config, lora = str(folder / "config.yaml"), lora or str(hub.lora_of(folder))
     args = FlowGRPOConfig.read(config, overrides)
     settings = args.evaluation
     if settings.prompts is None:
@@ -331,12 +332,16 @@ def _number(text: str) -> float:
 def _policy(args: FlowGRPOConfig, model: str, lora: str | None, guidance: float | None) -> Any:
     from flow_grpo.policy import load_policy
     from flow_grpo.quiet import quiet_libraries
+    from flow_grpo.trainable import load_trained
 
     quiet_libraries()
     call = args.call()
     if guidance is not None:
         call["guidance"] = guidance
-    return load_policy(model, args.device, args.dtype, lora, memory=args.memory, **call)
+    policy = load_policy(model, args.device, args.dtype, memory=args.memory, **call)
+    if lora is not None:
+        load_trained(policy, lora)
+    return policy
 
 
 def run() -> None:
@@ -349,7 +354,7 @@ def run() -> None:
         _fail(str(error))
     except RuntimeError as error:
         if os.environ.get("WORLD_SIZE", "1") != "1" and any(word in str(error) for word in ("gloo", "NCCL", "onnection")):
-            time.sleep(30)  # another process has failed, and says why: by then the launcher has ended this one
+            time.sleep(5)  # another process has failed, and says why: by then the launcher knows, and ends this one
             sys.exit(1)
         if type(error).__name__ != "OutOfMemoryError":
             raise

@@ -4,7 +4,7 @@ Each field's documentation stands below it.
 """
 
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args
 
 import yaml
 from pydantic import Field, ValidationError, model_validator
@@ -76,7 +76,8 @@ class FlowGRPOConfig(Section):
 
     sampling: SamplingConfig = SamplingConfig()
     objective: ObjectiveConfig = ObjectiveConfig()
-    lora: LoraConfig = LoraConfig()
+    lora: LoraConfig | None = LoraConfig()
+    """The adapter that is trained; null trains all weights of the transformer, in float32, and keeps the base model beside them."""
     optimizer: OptimizerConfig = OptimizerConfig()
     memory: MemoryConfig = MemoryConfig()
     ema_decay: Annotated[float, Field(ge=0, lt=1)] = 0.9
@@ -151,6 +152,7 @@ class FlowGRPOConfig(Section):
             checks.check_sizes(self)
             checks.check_objective(self.objective, self.sampling)
             checks.check_window(self.objective, self.sampling)
+            checks.check_whole(self)
         return self
 
     def parts(self) -> list[tuple[int, "FlowGRPOConfig"]]:
@@ -278,7 +280,8 @@ def _sentence(error: ValidationError) -> str:
         section: Any = FlowGRPOConfig
         for part in first["loc"][:-1]:
             field = getattr(section, "model_fields", {}).get(part)
-            section = field.annotation if field else section
+            kinds = (field.annotation, *get_args(field.annotation)) if field else (section,)  # lora may be null too
+            section = next((kind for kind in kinds if hasattr(kind, "model_fields")), None)
         known = list(getattr(section, "model_fields", {}))
         return f"there is no setting {where}.{checks.suggest(str(first['loc'][-1]), known)}"
     if first["type"] == "value_error":

@@ -39,6 +39,7 @@ def export(
     source, step = chosen(run, best, checkpoint)
     former = _former(out)
     args = FlowGRPOConfig.read(folder / hub.CONFIG)
+    merge = merge or args.lora is None  # all weights were trained
     out.parent.mkdir(parents=True, exist_ok=True)
     with TemporaryDirectory(prefix=".export_", dir=out.parent) as place:
         made = Path(place)
@@ -73,9 +74,10 @@ def chosen(run: Story, best: bool, checkpoint: int | None) -> tuple[Path, int]:
         if not steps or not (folder / "best").is_dir():
             raise ValueError(f"{folder} has no best/, since nothing was evaluated: export a --checkpoint.")
         return folder / "best", steps[-1]
-    if not (folder / "lora").is_dir():
+    found = next((folder / name for name in ("lora", "transformer") if (folder / name).is_dir()), None)
+    if found is None:
         raise ValueError(f"{folder} is not finished, so it has no lora/: export --best, or a --checkpoint.")
-    return folder / "lora", max([row["step"] for row in run.steps], default=0)
+    return found, max([row["step"] for row in run.steps], default=0)
 
 
 def _weights(args: FlowGRPOConfig, run: Story, source: Path, folder: Path, merge: bool) -> list[str]:
@@ -85,15 +87,18 @@ def _weights(args: FlowGRPOConfig, run: Story, source: Path, folder: Path, merge
             if (source / file).is_file():
                 shutil.copy(source / file, folder / file)
         return []
+    from flow_grpo.merging import save_whole
     from flow_grpo.policy import load_policy
     from flow_grpo.quiet import quiet_libraries
+    from flow_grpo.trainable import load_trained
 
     quiet_libraries()
-    policy = load_policy(args.model, "cpu", DTYPES[run.machine.get("dtype", "float32")], str(source))
+    policy = load_policy(args.model, "cpu", DTYPES[run.machine.get("dtype", "float32")])
+    load_trained(policy, str(source))
     if not merge:
         policy.save_lora(folder)
         return []
-    policy.merge(folder, args.model)
+    save_whole(policy, folder, args.model)
     _forget_places(folder)
     if args.memory.quantize is None:
         return []

@@ -71,17 +71,16 @@ def pipeline_class(name: str) -> str:
 
 
 def lora_of(name: str | Path) -> Path:
-    """Where the LoRA lies: of a run folder it is lora/, else what was given. ValueError for what holds none."""
+    """Where the LoRA lies: of a run folder it is lora/, or transformer/, else what was given. ValueError for what holds none."""
     folder = Path(name)
     if (folder / INDEX).is_file():
         raise ValueError(f"{folder} is a whole model, not a LoRA: give it as --model.")
     if not (folder / METRICS).is_file():
         return folder
-    if not (folder / "lora").is_dir():
-        raise ValueError(
-            f"the run {folder} is not finished, so it has no lora/: give {folder}/best or one of its checkpoints/."
-        )
-    return folder / "lora"
+    for trained in ("lora", "transformer"):
+        if (folder / trained).is_dir():
+            return folder / trained
+    raise ValueError(f"the run {folder} is not finished, so it has no lora/: give {folder}/best or one of its checkpoints/.")
 
 
 def config_of(name: str | None) -> Path | None:

@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from diffusers import BitsAndBytesConfig as BitsAndBytes
 from diffusers import DiffusionPipeline, PipelineQuantizationConfig, TorchAoConfig
+from torch import Tensor
+from torch.distributed.tensor import DTensor, distribute_tensor
 
 from flow_grpo.sections import MemoryConfig
 
@@ -64,7 +66,7 @@ def shard(transformer: torch.nn.Module, whole: set[torch.nn.Parameter]) -> None:
     """Spreads the weights over the processes (FSDP2, arXiv 2304.11277): each holds a share of a block's until it computes.
 
     Args:
-        whole: parameters that every process keeps: the adapter's, which is small and has an optimizer of its own.
+        whole: parameters that every process keeps: an adapter's, which is small.
 
     Raises:
         ValueError: diffusers does not say which blocks repeat, or this torch shards all parameters or none.
@@ -77,6 +79,18 @@ def shard(transformer: torch.nn.Module, whole: set[torch.nn.Parameter]) -> None:
         fully_shard(block, ignored_params=whole)
     # shared again after each pass: a process that saves by itself must not leave the others with another state
     fully_shard(transformer, ignored_params=whole, reshard_after_forward=True)
+
+
+def gathered(value: Tensor) -> Tensor:
+    """The whole of a tensor that may lie in shares on all processes, which then all must ask."""
+    return value.full_tensor() if isinstance(value, DTensor) else value
+
+
+def spread_like(value: Tensor, like: Tensor) -> Tensor:
+    """A whole tensor, in shares on all processes where `like` is."""
+    if isinstance(like, DTensor) and not isinstance(value, DTensor):
+        return distribute_tensor(value.to(like.device), like.device_mesh, like.placements)
+    return value
 
 
 def _blocks(transformer: torch.nn.Module, setting: str) -> list[torch.nn.Module]:

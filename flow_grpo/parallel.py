@@ -6,13 +6,14 @@ does not depend on how many there are, up to the order in which numbers are adde
 """
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 Value = TypeVar("Value")
+MESSAGE = 2**26  # numbers in a message between processes, about, which is copied once
 
 
 class Processes:
@@ -76,18 +77,28 @@ class Processes:
         return any(self.everyone(value))
 
     @torch.no_grad()
-    def add_gradients(self, parameters: list[torch.nn.Parameter]) -> None:
-        """Each gradient becomes the sum of all processes' ones; one that is missing counts as 0."""
+    def add_gradients(self, parameters: list[torch.nn.Parameter], spread: bool = False) -> None:
+        """Each gradient becomes the sum of all processes' ones; one that is missing counts as 0.
+
+        Args:
+            spread: each process holds shares of the parameters, whose gradients are the mean of all processes' ones already.
+        """
         if self.count == 1:
+            return
+        if spread:
+            for parameter in parameters:
+                if parameter.grad is not None:
+                    parameter.grad.mul_(self.count)
             return
         for parameter in parameters:
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
         gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
-        whole = torch.cat([gradient.flatten() for gradient in gradients])  # one message in place of hundreds
-        torch.distributed.all_reduce(whole)
-        for gradient, part in zip(gradients, whole.split([g.numel() for g in gradients]), strict=True):
-            gradient.copy_(part.view_as(gradient))
+        for some in _together(gradients):
+            whole = torch.cat([gradient.flatten() for gradient in some])
+            torch.distributed.all_reduce(whole)
+            for gradient, part in zip(some, whole.split([g.numel() for g in some]), strict=True):
+                gradient.copy_(part.view_as(gradient))
 
     def check_sizes(self, prompts: int, images: int, microbatch: int, updates: int, pairs: bool = False) -> int:
         """The micro-batch of a process: the largest that divides its rows, at most `microbatch`, even for pairs of rows.
@@ -104,3 +115,14 @@ class Processes:
         if not fitting:
             raise ValueError(f"dpo compares pairs of rows, but a process has {rows} of them: set other sizes of a step.")
         return fitting[-1]
+
+
+def _together(gradients: list[Tensor]) -> Iterator[list[Tensor]]:
+    """A few messages in place of hundreds, none much larger than its largest part."""
+    some: list[Tensor] = []
+    for gradient in gradients:
+        if some and sum(g.numel() for g in some) + gradient.numel() > MESSAGE:
+            yield some
+            some = []
+        some.append(gradient)
+    yield some

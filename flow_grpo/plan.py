@@ -27,6 +27,7 @@ from flow_grpo.parallel import Processes
 from flow_grpo.policy import DTYPES, Policy, fast_dtype
 from flow_grpo.prompts import Dealer, load_prompts
 from flow_grpo.terms import own_function
+from flow_grpo.trainable import add_trained
 
 GB = 1e9
 # memory in GB and dense bf16 TFLOP/s of the makers' data sheets
@@ -102,6 +103,7 @@ class Plan:
 
     Args:
         cuda: for a GPU; else for a CPU, where rewards and libraries lie in the same memory.
+        count: devices, which share the weights where the config says so.
 
     Raises:
         NotFollowed: the model's code can't be followed without its numbers.
@@ -109,13 +111,13 @@ class Plan:
         OSError: its configs can't be had.
     """
 
-    def __init__(self, args: FlowGRPOConfig, cuda: bool) -> None:
-        self.args, self.cuda = args, cuda
+    def __init__(self, args: FlowGRPOConfig, cuda: bool, count: int = 1) -> None:
+        self.args, self.cuda, self.shares = args, cuda, count if args.memory.shard else 1
         self.dtype = _dtype(args.dtype, cuda)
         pipe = hollow(hub.locate(args.model), self.dtype, cuda)
         arrange(pipe, args.memory.model_copy(update={"attention": None}))  # a kernel that only the GPU's machine has
         self.policy = Policy(pipe, self.dtype, **args.call())
-        self.policy.add_lora(args.lora.rank, args.lora.alpha, args.lora.targets, 0)
+        add_trained(self.policy, args)
         prompts = load_prompts(args.prompts).prompts
         self.prompt = max(prompts, key=len)
         try:
@@ -168,12 +170,14 @@ class Plan:
         trained = sum(p.numel() for p in self.policy.parameters().values())
         moments = 2 * (8 / 32 if args.optimizer.name == "adamw_8bit" else 1)
         copies = 1 + moments + bool(args.ema_decay) + (args.objective.name == "nft")
+        whole = self.policy.trains_all
+        kept = whole and (not self.cuda or self._references)  # the base model's, which is else on the CPU
         encoders = 0 if memory.offload_encoders or memory.embeddings else self._encoders()
         return {
-            "base weights": _weights(transformer, memory.quantize),
+            "base weights": (4 * trained * kept if whole else _weights(transformer, memory.quantize)) / self.shares,
             "text encoders": encoders,
             "VAE": _weights(self.policy.pipe.vae, None),
-            "adapter": 4 * trained * copies,
+            ("transformer" if whole else "adapter"): 4 * trained * copies / (self.shares if whole else 1),
             **({"CUDA": CUDA_CONTEXT} if self.cuda else {}),
         }
 
@@ -233,7 +237,7 @@ def rehearse(args: FlowGRPOConfig, count: int) -> list[str]:
     if notes:
         return notes
     try:
-        forecast = Plan(args, cuda := torch.cuda.is_available()).forecast(args.microbatch)
+        forecast = Plan(args, cuda := torch.cuda.is_available(), count).forecast(args.microbatch)
     except NotFollowed as error:
         return [f"Its memory is not known: {error}."]
     where = "on the GPU" if cuda else "of a CPU, beside libraries and rewards"
@@ -255,7 +259,7 @@ def _unless_offline(what: str, on_hub: bool, find: Callable[[], Any]) -> list[st
 
 def print_plan(console: Console, args: FlowGRPOConfig, machine: Machine, base: float = 0.0) -> bool:
     """Says what the run will need on that machine; False if it does not fit."""
-    plan = Plan(args, machine.cuda)
+    plan = Plan(args, machine.cuda, machine.count)
     largest = plan.largest(machine.memory, base)
     here = f"{machine.count} x {machine.name}" if machine.count > 1 else machine.name
     console.print(

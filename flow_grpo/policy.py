@@ -1,7 +1,6 @@
-"""A flow pipeline whose transformer carries a trainable LoRA: the adapter, its copies, its files, and how a model is loaded."""
+"""A flow pipeline whose transformer is trained, by a LoRA or all of it: its copies, its files, and how a model is loaded."""
 
 import inspect
-import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -9,7 +8,7 @@ from typing import Any
 
 import torch
 from diffusers import DiffusionPipeline
-from diffusers.utils.peft_utils import recurse_remove_peft_layers
+from huggingface_hub import save_torch_state_dict
 from peft import (
     LoraConfig,
     get_peft_model_state_dict,
@@ -21,33 +20,81 @@ from peft.tuners.tuners_utils import BaseTunerLayer
 from safetensors.torch import save_file
 from torch import Tensor
 
-from flow_grpo import checkpoint, hub
-from flow_grpo.config import FlowGRPOConfig
+from flow_grpo import hub
 from flow_grpo.embeddings import Embeddings
 from flow_grpo.hub import PEFT_WEIGHTS, WEIGHTS
-from flow_grpo.memory import arrange, compile_blocks, quantization, shard
+from flow_grpo.memory import arrange, compile_blocks, gathered, quantization, shard, spread_like
 from flow_grpo.parallel import Processes
 from flow_grpo.pipeline import ENCODERS, PROBES, FlowPipeline
 from flow_grpo.probe import first_line
 from flow_grpo.sections import MemoryConfig
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+WHOLE = "diffusion_pytorch_model"  # how diffusers names the files of a transformer
 PEFT_PREFIX = "base_model.model."
 
 
 class Policy(FlowPipeline):
-    """A flow pipeline with a trainable LoRA on its transformer.
+    """A flow pipeline with a trainable LoRA on its transformer, or with a transformer that is trained as a whole.
 
     Attributes:
-        ema: the averaged adapter by parameter name, once `start_ema` was called.
+        ema: the averaged parameters by name, once `start_ema` was called.
+        base: the base model's weights by name, where they are not those of the transformer.
+        trains_all: whether all weights of the transformer are trained, in place of a LoRA on it.
         compiled: whether a forward pass with gradients may be another kernel than one without.
-        sharded: whether each process holds a share of the base weights.
+        sharded: whether each process holds a share of the weights, but for the LoRA's.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.ema: dict[str, Tensor] = {}
-        self.compiled = self.sharded = False
+        self.base: dict[str, Tensor] = {}
+        self.trains_all = self.compiled = self.sharded = False
+
+    # -- the whole transformer ----------------------------------------------------------------------------------------
+
+    def train_all(self) -> None:
+        """From here on all weights of the transformer are trained. They are float32; autocast lowers what is computed."""
+        self.pipe.transformer.float().requires_grad_(True)
+        self.trains_all = True
+
+    def keep_base(self, device: torch.device | str) -> None:
+        """Keeps the weights as they are now, there, as those of the base model. What is sharded stays where it is."""
+        parameters = self.parameters().items()
+        self.base = {n: p.detach().clone() if self.sharded else p.detach().to(device, copy=True) for n, p in parameters}
+
+    @property
+    def spread(self) -> bool:
+        """Whether each process holds a share of what is trained, so that all must help to gather it."""
+        return self.sharded and self.trains_all
+
+    @torch.no_grad()
+    def _swap_with_base(self) -> None:
+        """Past autograd, which would not go back through weights that were touched: when it does, they are what they were."""
+        parameters = self.parameters()
+        for name, kept in self.base.items():
+            here = parameters[name].data.clone()
+            parameters[name].data.copy_(kept)
+            kept.copy_(here)
+
+    def _save_transformer(self, folder: Path, write: bool) -> Path:
+        """As diffusers reads it, in the dtype in which the base model was loaded."""
+        state = {name: gathered(value).cpu() for name, value in self.pipe.transformer.state_dict().items()}
+        if write:
+            folder.mkdir(parents=True, exist_ok=True)
+            self.pipe.transformer.save_config(folder)
+            state = {n: v.to(self.dtype) if v.is_floating_point() else v for n, v in state.items()}
+            save_torch_state_dict(state, folder, filename_pattern=WHOLE + "{suffix}.safetensors")
+        return folder
+
+    def _load_transformer(self, folder: Path) -> None:
+        transformer = self.pipe.transformer
+        loaded = type(transformer).from_pretrained(folder, torch_dtype=transformer.dtype).state_dict()
+        if {n: v.shape for n, v in loaded.items()} != {n: v.shape for n, v in transformer.state_dict().items()}:
+            raise ValueError("it is of another model")
+        self.trains_all = True
+        self.keep_base("cpu")
+        transformer.load_state_dict(loaded)
 
     # -- the adapter ------------------------------------------------------------------------------------------------
 
@@ -83,18 +130,21 @@ class Policy(FlowPipeline):
             transformer.peft_config = {**getattr(transformer, "peft_config", {}), adapter: config}
 
     def load_lora(self, path: str | Path) -> None:
-        """Puts a saved LoRA on the transformer as diffusers does: a folder, a .safetensors file, a hub id, a run or its checkpoint."""
+        """Puts a saved LoRA on the transformer as diffusers does: a folder, a .safetensors file, a hub id or a finished run.
+
+        Or, from a folder with a whole transformer's weights, those in place of the base model's.
+        """
         path, name = hub.lora_of(path), None
         folder = Path(path)
-        if (folder / checkpoint.SEAL).is_file():
-            self._load_checkpoint(folder)
-            return
         if folder.is_file():
             folder, name = folder.parent, folder.name
         elif not folder.exists() and not hub.may_be_hub_id(str(path)):
             raise ValueError(f"there is no LoRA at {path}: give a folder with {WEIGHTS}, or that file.")
         source = str(folder if folder.exists() else path)
         try:
+            if folder.is_dir() and any(folder.glob(f"{WHOLE}*.safetensors")):
+                self._load_transformer(folder)
+                return
             if self.loads_loras:
                 self.pipe.load_lora_weights(source, weight_name=name, adapter_name="default")
             elif hasattr(self.pipe.transformer, "load_lora_adapter"):
@@ -107,19 +157,9 @@ class Policy(FlowPipeline):
             raise ValueError(f"the LoRA {path} could not be loaded: {first_line(error)}") from error
         self._finish_adapter()
 
-    def _load_checkpoint(self, folder: Path) -> None:
-        """The adapter of a run's checkpoint: its moving average, where it has one, as that is what a run evaluates and saves."""
-        state = checkpoint.read(folder.parent, int(folder.name.removeprefix("step_")))
-        lora = FlowGRPOConfig.read(folder.parent.parent / hub.CONFIG).lora
-        if lora.start is None:
-            self.add_lora(lora.rank, lora.alpha, lora.targets, seed=0)
-        else:
-            self.load_lora(lora.start)
-        self.load_adapter_state(state["ema"] or state["adapter"])
-
     def drop_lora(self) -> None:
         """Takes the adapter off, so that another one can be loaded."""
-        for layer in self._layers():
+        for layer in self.layers():
             layer.delete_adapter("default")
         self.pipe.transformer.peft_config.pop("default")
 
@@ -152,11 +192,13 @@ class Policy(FlowPipeline):
         return list(getattr(self.pipe.transformer, "peft_config", {}))
 
     def parameters(self, adapter: str = "default") -> dict[str, torch.nn.Parameter]:
-        """The adapter's parameters by name."""
+        """The adapter's parameters by name; all of the transformer's, where they are trained."""
+        if self.trains_all:
+            return dict(self.pipe.transformer.named_parameters())
         mark = f".{adapter}."
         return {n: p for n, p in self.pipe.transformer.named_parameters() if "lora_" in n and mark in n}
 
-    def _layers(self) -> Iterator[BaseTunerLayer]:
+    def layers(self) -> Iterator[BaseTunerLayer]:
         return (module for module in self.pipe.transformer.modules() if isinstance(module, BaseTunerLayer))
 
     def compile(self) -> None:
@@ -165,7 +207,7 @@ class Policy(FlowPipeline):
         self.compiled = True
 
     def shard(self, processes: Processes) -> None:
-        """Spreads the base weights over the processes; from here on all of them call the transformer equally often."""
+        """Spreads the weights over the processes; from here on all of them call the transformer equally often."""
         conditioning, (schedule, shape) = self.encode(list(PROBES[:1] * 2)), self.schedule(2)
         self._takes_timesteps(
             torch.zeros(2, *shape), schedule.timesteps, conditioning, torch.arange(2)
@@ -175,13 +217,15 @@ class Policy(FlowPipeline):
 
     @contextmanager
     def reference(self) -> Iterator[None]:
-        """Within it, the adapter is off: the base model, which is the reference of the KL."""
-        for layer in self._layers():
+        """Within it, the adapter is off, or the base weights are back: the base model, which is the reference of the KL."""
+        self._swap_with_base()
+        for layer in self.layers():
             layer.enable_adapters(False)
         try:
             yield
         finally:
-            for layer in self._layers():
+            self._swap_with_base()
+            for layer in self.layers():
                 layer.enable_adapters(True)
 
     def start_ema(self) -> None:
@@ -227,11 +271,21 @@ class Policy(FlowPipeline):
             self._use("default")
 
     def _use(self, adapter: str) -> None:
-        for layer in self._layers():
+        for layer in self.layers():
             layer.set_adapter(adapter)
         for name, parameter in self.pipe.transformer.named_parameters():
             if "lora_" in name:  # the trained one is always `default`, whichever is active
                 parameter.requires_grad_(".default." in name)
+
+    def save(self, folder: Path, write: bool = True) -> Path:
+        """Writes what is trained, a LoRA or the transformer, for `load_lora` and diffusers, and returns the file or folder.
+
+        Args:
+            write: False in the processes that only help to gather it.
+        """
+        if self.trains_all:
+            return self._save_transformer(folder, write)
+        return self.save_lora(folder) if write else folder
 
     def save_lora(self, folder: Path) -> Path:
         """Writes the adapter, rank and alpha inside, as `pipe.load_lora_weights` takes it, and returns the file.
@@ -254,36 +308,17 @@ class Policy(FlowPipeline):
             return folder / PEFT_WEIGHTS
         return folder / WEIGHTS
 
-    def merge(self, folder: Path, base: str) -> None:
-        """Adds the LoRA to the base weights, one rounding to their dtype, and writes the pipeline as `from_pretrained` takes it.
-
-        The adapter is gone afterwards. The other parts are copied from `base`, which the pipeline was loaded from: what diffusers
-        saves of a part is not always what it loads. ValueError if the base weights are quantised.
-        """
-        transformer = self.pipe.transformer
-        if transformer.config.get("quantization_config") is not None:
-            raise ValueError(
-                "the base weights are quantised, and a LoRA can't be added to them: export the LoRA without merging."
-            )
-        for layer in self._layers():
-            linear = layer.get_base_layer()
-            dtype = linear.weight.dtype
-            linear.float()
-            layer.merge(safe_merge=True)
-            linear.to(dtype)
-        recurse_remove_peft_layers(transformer)
-        del transformer.peft_config
-        transformer._hf_peft_config_loaded = False  # else diffusers would save an adapter
-        transformer.save_pretrained(folder / "transformer")
-        source = hub.locate(base)
-        place = Path(source if Path(source).is_dir() else DiffusionPipeline.download(source))
-        shutil.copy(place / hub.INDEX, folder)
-        for part in hub.components(str(place), ("",)):
-            if part != "transformer" and (place / part).is_dir():
-                shutil.copytree(place / part, folder / part)
-
     def adapter_state(self, adapter: str = "default") -> dict[str, Tensor]:
-        return {name: p.detach().cpu().clone() for name, p in self.parameters(adapter).items()}
+        """The trained parameters, whole, on the CPU. Where they are spread, all processes must ask."""
+        return {name: gathered(p.detach()).cpu().clone() for name, p in self.parameters(adapter).items()}
+
+    def ema_state(self) -> dict[str, Tensor]:
+        """Their moving average, likewise."""
+        return {name: gathered(value).cpu() for name, value in self.ema.items()}
+
+    def load_ema_state(self, state: dict[str, Tensor]) -> None:
+        own = self.parameters()
+        self.ema = {name: spread_like(value.to(self.device), own[name].detach()) for name, value in state.items()}
 
     def load_adapter_state(self, state: dict[str, Tensor], adapter: str = "default") -> None:
         own = self.parameters(adapter)
@@ -295,7 +330,7 @@ class Policy(FlowPipeline):
     def _assign(self, state: dict[str, Tensor], adapter: str = "default") -> None:
         own = self.parameters(adapter)
         for name, value in state.items():
-            own[name].copy_(value)
+            own[name].copy_(spread_like(value, own[name]))
 
 
 def load_policy(

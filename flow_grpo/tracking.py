@@ -94,14 +94,14 @@ class Tracker:
         """Whether the metrics hold an evaluation of that step."""
         return any(row["step"] == step and "eval/reward" in row for row in read_metrics(self.folder))
 
-    def conclude(self, lora: Path, report: Path) -> dict[str, float]:
+    def conclude(self, trained: Path, report: Path) -> dict[str, float]:
         """Draws the curves and says what the run came to and where it lies; returns the last evaluation's measures."""
         curve = plot_curves(self.folder)
         rows = [row for row in read_metrics(self.folder) if "eval/reward" in row]
         measures = [{key[5:]: value for key, value in row.items() if key.startswith("eval/")} for row in rows]
         if rows:
             print_table(self.console, "held-out prompts", {"before": measures[0], "after": measures[-1]})
-        self.say(f"LoRA: {lora}")
+        self.say(f"{'transformer' if trained.is_dir() else 'LoRA'}: {trained}")
         if rows:
             self.say(f"pictures: {self.folder / 'before_after.png'}")
         if curve:

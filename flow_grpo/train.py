@@ -18,11 +18,12 @@ from flow_grpo.experience import Interrupted, Rollouts
 from flow_grpo.explore import best_window, owned_variance
 from flow_grpo.pairs import GivenImages
 from flow_grpo.parallel import Processes
-from flow_grpo.policy import Policy, load_policy
+from flow_grpo.policy import Policy
 from flow_grpo.prompts import Dealer, PromptSet, load_prompts
 from flow_grpo.record import Record
 from flow_grpo.terms import own_function
 from flow_grpo.tracking import Tracker, read_metrics
+from flow_grpo.trainable import loaded, make_trainable
 from flow_grpo.types import Evaluation
 from flow_grpo.update import Update
 
@@ -70,20 +71,8 @@ class FlowGRPOTrainer:
             self.policy = model
         else:
             held_out = [] if self.eval_set is None else self.eval_set.prompts
-            given = any(part.objective.data is not None for _, part in self.parts)  # images with prompts of their own
-            asked = None if given else [*self.train_set.prompts, *held_out]
-            place = (args.model, self.processes.device, args.dtype, args.lora.start)
-            self.policy = load_policy(*place, memory=args.memory, prompts=asked, **args.call())
-        if not self.policy.has_lora:
-            self.policy.add_lora(args.lora.rank, args.lora.alpha, args.lora.targets, args.seed)
-        if args.memory.compile:
-            self.policy.compile()
-        if args.ema_decay:
-            self.policy.start_ema()
-        if any(part.objective.name == "nft" for _, part in self.parts):
-            self.policy.add_copy("old")
-        if args.memory.shard and self.processes.count > 1:
-            self.policy.shard(self.processes)
+            self.policy = loaded(args, self.processes.device, [*self.train_set.prompts, *held_out])
+        make_trainable(self.policy, args, self.processes)
         self.dealer = Dealer(self.train_set, args.seed, args.resting.after, args.resting.steps)
         self.folder = Path(args.output)
         self.step = 0
@@ -138,8 +127,9 @@ class FlowGRPOTrainer:
             self._begin(tracker, resume)
             try:
                 self._loop(tracker)
-            except (Interrupted, ValueError):
-                if self.processes.first and not self.update.unfinished:  # half a step can't be resumed
+            except (Interrupted, ValueError) as error:
+                together = isinstance(error, Interrupted) or not self.policy.spread  # one process alone can't gather
+                if together and not self.update.unfinished:  # half a step can't be resumed
                     self.save()
                 raise
             return self._finish(tracker)
@@ -156,7 +146,7 @@ class FlowGRPOTrainer:
             self.rewards.dropped.clear()
             self.notes.clear()
             due = self.step == self.args.steps or self.step % self.args.save_every == 0
-            if due and self.processes.first:  # all hold the same state
+            if due:
                 self.save()
             self._evaluate_if_due(tracker)
 
@@ -221,19 +211,22 @@ class FlowGRPOTrainer:
         if part is not self.part:
             self._enter(begin, part)
 
-    def save(self) -> Path:
-        """Writes a checkpoint of everything that the next step depends on."""
+    def save(self) -> None:
+        """Writes a checkpoint of everything that the next step depends on. All hold the same, or a share of it, and one writes."""
+        if not self.processes.first and not self.policy.spread:
+            return
         state = {
             "step": self.step,
             "adapter": self.policy.adapter_state(),
-            "ema": self.policy.ema,
+            "ema": self.policy.ema_state(),
             **self.update.state(),
             "begin": self.begin,
             "memory": self._memory(),
         }
         if "old" in self.policy.adapters:
             state["old"] = self.policy.adapter_state("old")
-        return checkpoint.save(self.folder / "checkpoints", self.step, state, self.args.keep)
+        if self.processes.first:
+            checkpoint.save(self.folder / "checkpoints", self.step, state, self.args.keep)
 
     def _may_stop_now(self) -> bool:
         """Whether a rollout is to be left. Several processes stop together, between steps."""
@@ -243,6 +236,8 @@ class FlowGRPOTrainer:
         self.processes.agree(lambda: self._open(tracker, resume) if self.processes.first else None)
         if resume:
             self._resume(tracker)
+        else:
+            self.save()  # a run that is lost before its first checkpoint can be resumed too
 
     def _open(self, tracker: Tracker, resume: bool) -> None:
         """Makes the run folder, or sees that there is one to go on with."""
@@ -261,7 +256,6 @@ class FlowGRPOTrainer:
                 f"{args.model} on {policy.device} in {str(policy.dtype).removeprefix('torch.')}: {args.steps} steps of "
                 f"{args.prompts_per_step} prompts x {args.images_per_prompt} images; run folder {self.folder}"
             )
-            self.save()  # a run that is lost before its first checkpoint can be resumed too
 
     def _resume(self, tracker: Tracker) -> None:
         state, warnings = checkpoint.latest(self.folder / "checkpoints")
@@ -291,7 +285,7 @@ class FlowGRPOTrainer:
         self.step = state["step"]
         self._enter_at(state["begin"])  # between two parts, the optimizer may be the former's or the latter's
         self.policy.load_adapter_state(state["adapter"])
-        self.policy.ema = {name: value.to(self.policy.device) for name, value in state["ema"].items()}
+        self.policy.load_ema_state(state["ema"])
         self.update.load(state)
         self._recall(state["memory"])
         self._fit(self.part, self.part.microbatch)  # it may have been saved by fewer processes
@@ -313,11 +307,13 @@ class FlowGRPOTrainer:
             )
 
     def _finish(self, tracker: Tracker) -> dict[str, float]:
+        with self.policy.averaged():
+            trained = self.policy.save(
+                self.folder / ("transformer" if self.policy.trains_all else "lora"), self.processes.first
+            )
         if not self.processes.first:
             return {}
-        with self.policy.averaged():
-            lora = self.policy.save_lora(self.folder / "lora")
-        return tracker.conclude(lora, report.write([self.folder], self.folder / report.FILE))
+        return tracker.conclude(trained, report.write([self.folder], self.folder / report.FILE))
 
     def _due(self) -> bool:
         """Whether this step is evaluated: the first, the last, and every so many."""
@@ -330,15 +326,18 @@ class FlowGRPOTrainer:
             return
         started = time.perf_counter()
         found = self.evaluate()
-        seconds = time.perf_counter() - started
-        if self.record is None:
-            return
+        best = self.record is not None and self._note(tracker, found, time.perf_counter() - started)
+        if self.processes.everyone(best)[0]:
+            with self.policy.averaged():
+                self.policy.save(self.folder / "best", self.processes.first)
+
+    def _note(self, tracker: Tracker, found: Evaluation, seconds: float) -> bool:
+        """Writes and says what an evaluation found; whether it is the best one so far."""
+        assert self.record
+        assert self.eval_set
         prompts, seed = self.eval_set.prompts, self.args.evaluation.seed
         trained = [name for name, weight in self.held_out.weights.items() if weight]
         history = self.record.evaluation(self.step, found, prompts, seed, trained)
-        if monitor.best(history) == self.step:
-            with self.policy.averaged():
-                self.policy.save_lora(self.folder / "best")
         if self.step in (0, self.args.steps):
             before_after(self.folder, self.step == 0, found.pictures, prompts[:PREVIEWS], seed, self.args.model)
         more = {**monitor.numbers(history), "time/evaluation": seconds}
@@ -346,6 +345,7 @@ class FlowGRPOTrainer:
         for name, sentence in monitor.warnings(history).items():
             tracker.warn(self.step, sentence, fallen=name)
         report.write([self.folder], self.folder / report.FILE)
+        return monitor.best(history) == self.step
 
     def evaluate(self) -> Evaluation:
         """The held-out prompts, drawn by the averaged adapter and measured."""

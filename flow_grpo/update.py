@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from flow_grpo.config import FlowGRPOConfig
+from flow_grpo.memory import gathered, spread_like
 from flow_grpo.parallel import Processes
 from flow_grpo.policy import Policy
 from flow_grpo.sections import OptimizerConfig
@@ -16,7 +17,7 @@ from flow_grpo.types import Experience
 
 
 class Update:
-    """AdamW on the adapter, for one part of a run.
+    """AdamW on what is trained, for one part of a run.
 
     Attributes:
         unfinished: whether the adapter has moved in a training step that is not over.
@@ -80,10 +81,15 @@ class Update:
         self.clip.forget()
 
     def state(self) -> dict[str, Any]:
-        return {"optimizer": self.optimizer.state_dict(), "scaler": self.scaler.state_dict(), "packs": self.packs}
+        """Whole, also of parameters in shares: then all processes must ask."""
+        optimizer = self.optimizer.state_dict()
+        moments = {p: {n: gathered(v) for n, v in values.items()} for p, values in optimizer["state"].items()}
+        return {"optimizer": {**optimizer, "state": moments}, "scaler": self.scaler.state_dict(), "packs": self.packs}
 
     def load(self, state: dict[str, Any]) -> None:
         self.optimizer.load_state_dict(state["optimizer"])
+        for parameter, values in self.optimizer.state.items():
+            values.update({n: spread_like(v, parameter) for n, v in values.items() if v.shape == parameter.shape})
         self.scaler.load_state_dict(state["scaler"])
         self.packs = state["packs"]
 
@@ -152,10 +158,10 @@ class Update:
         for group in self.optimizer.param_groups:
             group["lr"] = self._learning_rate(step)
         parameters = list(self.policy.parameters().values())
-        self.processes.add_gradients(parameters)
+        self.processes.add_gradients(parameters, self.policy.spread)
         self.scaler.unscale_(self.optimizer)
         count = sum(p.numel() for p in parameters)
-        norm = torch.nn.utils.clip_grad_norm_(parameters, self.args.optimizer.max_grad_norm).item()
+        norm = gathered(torch.nn.utils.clip_grad_norm_(parameters, self.args.optimizer.max_grad_norm)).item()
         finite = math.isfinite(norm)
         if not finite and not self.scaler.is_enabled():
             raise ValueError(

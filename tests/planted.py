@@ -35,9 +35,9 @@ BUGS = [
     ),
     (
         "a checkpoint's LoRA is the trained one, not its moving average",
-        "flow_grpo/policy.py",
-        'self.load_adapter_state(state["ema"] or state["adapter"])',
-        'self.load_adapter_state(state["adapter"])',
+        "flow_grpo/trainable.py",
+        'policy.load_adapter_state(state["ema"] or state["adapter"])',
+        'policy.load_adapter_state(state["adapter"])',
         "tests/test_export.py -k found_wherever",
     ),
     (

@@ -21,10 +21,12 @@ from synthetic import synthetic_run
 from flow_grpo import card, hub
 from flow_grpo.evaluate import draw
 from flow_grpo.export import check_push, export
+from flow_grpo.merging import save_whole
 from flow_grpo.policy import load_policy
 from flow_grpo.report import plain
 from flow_grpo.tracking import read_metrics
 from flow_grpo.train import FlowGRPOTrainer
+from flow_grpo.trainable import load_trained
 
 HOSTILE = [
     "<script>alert(1)</script> | `x` ```",
@@ -116,7 +118,7 @@ def test_a_lora_is_found_wherever_a_run_or_an_export_has_it(run, shared, tmp_pat
     def state(place: Path) -> dict[str, torch.Tensor]:
         if policy.has_lora:
             policy.drop_lora()
-        policy.load_lora(place)
+        load_trained(policy, str(place))
         return policy.adapter_state()
 
     last = state(run / "lora")
@@ -157,6 +159,18 @@ def test_the_merged_model_draws_the_loras_pictures_and_has_no_adapter(run, merge
         with_lora.load_lora(merged)
 
 
+def test_a_run_of_all_weights_is_exported_as_the_model_that_it_trained(tmp_path):
+    args = short_run(tmp_path / "run", "lora=null", "optimizer.lr=1.0e-3", "trackers=[]", "steps=1")
+    trainer = FlowGRPOTrainer(args=args)
+    trainer.train()
+    export(tmp_path / "run", tmp_path / "out")
+    whole = load_policy(str(tmp_path / "out"), "cpu", "fp32").pipe.transformer.state_dict()
+    with trainer.policy.averaged():
+        trained = trainer.policy.pipe.transformer.state_dict()
+        assert all(torch.equal(whole[name], value) for name, value in trained.items())
+    assert "All weights of the transformer" in (tmp_path / "out" / card.CARD).read_text()
+
+
 def test_merging_rounds_once_to_the_dtype_of_the_base(tmp_path):
     policy = tiny_policy("bf16")
     policy.add_lora(4, 8, ["to_q"], seed=0)
@@ -168,7 +182,7 @@ def test_merging_rounds_once_to_the_dtype_of_the_base(tmp_path):
             layer = name.partition(".lora_A.")[0]
             base = policy.pipe.transformer.get_submodule(layer).get_base_layer().weight.float()
             wanted[f"{layer}.weight"] = (base + 2 * parts[name.replace("lora_A", "lora_B")] @ down).bfloat16()
-    policy.merge(tmp_path, "tiny")
+    save_whole(policy, tmp_path, "tiny")
     merged = load_policy(str(tmp_path), "cpu", "bf16").pipe.transformer.state_dict()
     assert wanted
     for name, value in wanted.items():

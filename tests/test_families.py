@@ -11,6 +11,7 @@ from sample_rewards import brightness
 
 from flow_grpo import contract, sampling, sde
 from flow_grpo.config import FlowGRPOConfig
+from flow_grpo.merging import save_whole
 from flow_grpo.policy import WEIGHTS, Policy, load_policy
 from flow_grpo.train import FlowGRPOTrainer
 
@@ -160,7 +161,7 @@ def test_a_merged_model_draws_what_its_lora_drew(folders, name, tmp_path):
     with policy.reference():
         base = ours(policy, state)
     expected = ours(policy, state)
-    policy.merge(tmp_path, str(folders(name)))
+    save_whole(policy, tmp_path, str(folders(name)))
     size = {"height": TINY[name].size[0], "width": TINY[name].size[1]}
     merged = load_policy(str(tmp_path), "cpu", "fp32", **size, **TINY[name].call)
     assert not merged.has_lora

@@ -3,6 +3,7 @@
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -46,10 +47,26 @@ SETTINGS = [
 ]
 
 
-def start(config: Path, processes: int, *more: str) -> subprocess.Popen:
-    words = [sys.executable, "-m", "flow_grpo", "train", str(config), *more, f"--num-processes={processes}"]
+ACCELERATE = ("accelerate.commands.launch", "--num_processes=2", "--mixed_precision=no", "--dynamo_backend=no")
+
+
+def start(config: Path, processes: int, *more: str, launcher: tuple[str, ...] = ()) -> subprocess.Popen:
+    """By the command's own launcher, or by another one; in a process group of its own, as a terminal's foreground job is."""
+    own = [] if launcher else [f"--num-processes={processes}"]
+    through = ["-m", *launcher, "-m", "flow_grpo"] if launcher else ["-m", "flow_grpo"]
+    words = [sys.executable, *through, "train", str(config), *more, *own]
     env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parent.parent)}
-    return subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=env, cwd=config.parent)
+    streams = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    return subprocess.Popen(words, env=env, cwd=config.parent, start_new_session=True, **streams)
+
+
+def in_step(process: subprocess.Popen, folder: Path) -> None:
+    """Waits until the run has made a step."""
+    deadline = time.monotonic() + 120
+    while not (folder / "run" / "metrics.jsonl").exists() or len(rows(folder)) < 2:
+        assert process.poll() is None
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
 
 
 def finished(process: subprocess.Popen, code: int = 0, seconds: float = 180) -> str:
@@ -100,10 +117,11 @@ def alone(tmp_path_factory):
 
 
 @pytest.mark.parametrize(
-    ("processes", "setting"), [(2, "memory.shard=true"), (2, "memory.shard=false"), (3, "memory.shard=false")]
+    ("processes", "setting", "launcher"),
+    [(2, "memory.shard=true", ()), (2, "memory.shard=false", ACCELERATE), (3, "memory.shard=false", ())],
 )
-def test_processes_do_what_one_does(alone, tmp_path, processes, setting):
-    output = finished(start(config(tmp_path, setting), processes))
+def test_processes_do_what_one_does(alone, tmp_path, processes, setting, launcher):
+    output = finished(start(config(tmp_path, setting), processes, launcher=launcher))
     same(alone, tmp_path)
     assert output.count("held out: ") == 2, "one of them speaks"
     assert len(list((tmp_path / "run" / "tensorboard").glob("events*"))) == 1, "and tracks"
@@ -125,16 +143,25 @@ def test_a_checkpoint_of_2_is_resumed_by_1_and_by_3(alone, tmp_path):
 
 def test_one_that_dies_ends_all_within_a_minute(tmp_path):
     process = start(config(tmp_path, "steps=500"), 2)
-    deadline = time.monotonic() + 120
-    while not (tmp_path / "run" / "metrics.jsonl").exists() or len(rows(tmp_path)) < 2:
-        assert process.poll() is None
-        assert time.monotonic() < deadline
-        time.sleep(0.1)
+    in_step(process, tmp_path)
     psutil.Process(process.pid).children()[-1].kill()
     died = time.monotonic()
     process.communicate(timeout=60)
     assert time.monotonic() - died < 60
     assert process.returncode != 0
+
+
+def test_ctrl_c_stops_all_between_two_steps_and_saves(tmp_path):
+    process = start(config(tmp_path, "steps=500", "save_every=500"), 2)
+    in_step(process, tmp_path)
+    os.killpg(process.pid, signal.SIGINT)
+    output = finished(process, code=130, seconds=60)
+    assert output.count("Stopped; the run is saved. Go on with:") == 1
+    assert "Traceback" not in output
+    state, warnings = checkpoint.latest(tmp_path / "run" / "checkpoints")
+    assert not warnings
+    assert state
+    assert state["step"] == rows(tmp_path)[-1]["step"] > 0
 
 
 def test_an_error_of_one_is_said_once_and_ends_all(tmp_path):

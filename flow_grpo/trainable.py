@@ -1,0 +1,68 @@
+"""The policy of a run: loaded, and given what is trained and the copies of it that the run needs."""
+
+from pathlib import Path
+
+from flow_grpo import checkpoint, hub
+from flow_grpo.config import FlowGRPOConfig
+from flow_grpo.parallel import Processes
+from flow_grpo.policy import Policy, load_policy
+
+
+def loaded(args: FlowGRPOConfig, device: str | None, prompts: list[str]) -> Policy:
+    """The config's model, for those prompts alone unless the run brings images with prompts of their own."""
+    given = any(part.objective.data is not None for _, part in args.parts())
+    start = args.lora.start if args.lora else None
+    asked = None if given else prompts
+    return load_policy(args.model, device, args.dtype, start, memory=args.memory, prompts=asked, **args.call())
+
+
+def make_trainable(policy: Policy, args: FlowGRPOConfig, processes: Processes) -> None:
+    """A LoRA, or the whole transformer; compiled, shared among processes, averaged, as the config says.
+
+    Raises:
+        ValueError: the policy carries something else already.
+    """
+    objectives = [part.objective for _, part in args.parts()]
+    add_trained(policy, args)
+    if args.memory.compile:
+        policy.compile()
+    if any(objective.name == "nft" for objective in objectives):
+        policy.add_copy("old")
+    if args.memory.shard and processes.count > 1:
+        policy.shard(processes)
+    if args.ema_decay:
+        policy.start_ema()
+    if policy.trains_all:
+        often = any(objective.kl_weight or objective.name == "dpo" for objective in objectives)
+        policy.keep_base(policy.device if often else "cpu")
+
+
+def add_trained(policy: Policy, args: FlowGRPOConfig) -> None:
+    """What the config trains, unless the policy has it."""
+    if args.lora is None:
+        if policy.has_lora:
+            raise ValueError("lora=null trains all weights, but the policy that was given carries a LoRA: give one without.")
+        policy.train_all()
+    elif policy.trains_all:
+        raise ValueError(
+            f"lora.start={args.lora.start} holds a whole transformer: merge it into a model by `flow-grpo export`, and set model."
+        )
+    elif not policy.has_lora:
+        policy.add_lora(args.lora.rank, args.lora.alpha, args.lora.targets, args.seed)
+
+
+def load_trained(policy: Policy, place: str) -> None:
+    """Puts on what a run has trained: whatever `Policy.load_lora` takes, or a checkpoint.
+
+    Of a checkpoint it is the moving average, where it has one, as that is what a run evaluates and saves. ValueError as there.
+    """
+    folder = Path(place)
+    if not (folder / checkpoint.SEAL).is_file():
+        policy.load_lora(place)
+        return
+    state = checkpoint.read(folder.parent, int(folder.name.removeprefix("step_")))
+    args = FlowGRPOConfig.read(folder.parent.parent / hub.CONFIG)
+    if args.lora and args.lora.start:
+        policy.load_lora(args.lora.start)
+    add_trained(policy, args)
+    policy.load_adapter_state(state["ema"] or state["adapter"])

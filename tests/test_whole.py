@@ -1,0 +1,142 @@
+"""`lora: null`: all weights of the transformer are trained."""
+
+import shutil
+
+import pytest
+import torch
+from conftest import CALL, PROMPTS, short_run, tiny_policy
+from diffusers import DiffusionPipeline
+from test_parallel import adapter, config, finished, run_alone, same, start
+
+from flow_grpo import checkpoint
+from flow_grpo.evaluate import draw
+from flow_grpo.plan import Plan
+from flow_grpo.policy import load_policy
+from flow_grpo.train import FlowGRPOTrainer
+
+WHOLE = ("lora=null", "optimizer.lr=1.0e-4")
+
+
+def weights(policy) -> dict[str, torch.Tensor]:
+    return {name: value.clone() for name, value in policy.pipe.transformer.state_dict().items()}
+
+
+def equal(one, other) -> bool:
+    return one.keys() == other.keys() and all(torch.equal(one[name], value) for name, value in other.items())
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    """Two steps with a KL to the base model, in bf16, and the folder of the run."""
+    folder = tmp_path_factory.mktemp("whole")
+    trainer = FlowGRPOTrainer(args=short_run(folder, *WHOLE, "dtype=bf16", "objective.kl_weight=0.1", "save_every=1"))
+    base = weights(trainer.policy)
+    numbers = []
+    step = trainer.training_step
+    trainer.training_step = lambda: numbers.append(step()) or numbers[-1]
+    trainer.train()
+    return trainer, base, numbers, folder
+
+
+def test_every_weight_is_trained_and_the_base_model_comes_back_to_the_last_bit(trained):
+    trainer, base, numbers, _ = trained
+    now = weights(trainer.policy)
+    still = {name for name in trainer.policy.parameters() if torch.equal(now[name], base[name])}
+    asks = {"add_q_proj.weight", "add_q_proj.bias", "norm_added_q.weight"}  # the last block throws away what the text asks
+    assert still == {f"transformer_blocks.5.attn.{name}" for name in asks}
+    assert all(value.dtype == torch.float32 for value in now.values() if value.is_floating_point())
+    assert [row["ratio/first_update_max_deviation"] for row in numbers] == [0, 0]
+    assert numbers[0]["kl"] == 0, "the policy still is the base model"
+    assert numbers[1]["kl"] > 0
+    with trainer.policy.reference():
+        assert equal(weights(trainer.policy), base)
+    assert equal(weights(trainer.policy), now)
+
+
+def test_the_base_model_may_come_and_go_between_a_pass_and_its_gradient():
+    """The same gradient, although the weights were others in between."""
+    policy = tiny_policy()
+    policy.train_all()
+    policy.keep_base("cpu")
+    with torch.no_grad():
+        for parameter in policy.parameters().values():
+            parameter.mul_(1.01)
+    schedule, shape = policy.schedule(4)
+    conditioning, rows = policy.encode(PROMPTS), torch.arange(2)
+    x = torch.randn(2, *shape, generator=torch.Generator().manual_seed(0))
+
+    def gradient(between) -> torch.Tensor:
+        loss = policy.velocity(x, schedule.timesteps[1], conditioning, rows).square().mean()
+        between()
+        return torch.cat([g.flatten() for g in torch.autograd.grad(loss, list(policy.parameters().values()))])
+
+    def look() -> None:
+        with torch.no_grad(), policy.reference():
+            policy.velocity(x, schedule.timesteps[1], conditioning, rows)
+
+    assert torch.equal(gradient(lambda: None), gradient(look))
+
+
+def test_the_saved_transformer_is_what_was_trained_here_and_in_plain_diffusers(trained):
+    trainer, base, _, folder = trained
+    plain = DiffusionPipeline.from_pretrained(trainer.policy.pipe.config._name_or_path, torch_dtype=torch.bfloat16)
+    plain.transformer = type(plain.transformer).from_pretrained(folder / "transformer", torch_dtype=torch.bfloat16)
+    with trainer.policy.averaged():
+        expected = {name: value.bfloat16() for name, value in weights(trainer.policy).items()}
+    assert equal(plain.transformer.state_dict(), expected)
+    again = load_policy("tiny", "cpu", "bf16", lora=folder / "transformer", **CALL)
+    assert equal(weights(again), expected)
+    with again.reference():
+        rounded = {name: value.bfloat16() for name, value in base.items()}
+        assert equal(weights(again), rounded), "eval shows the base model beside it"
+        before = draw(again, PROMPTS, [0, 1], 3)
+    assert (before - draw(again, PROMPTS, [0, 1], 3)).abs().max() > 1e-3
+
+
+def test_a_resumed_run_is_the_same_to_the_last_bit(trained, tmp_path):
+    trainer, _, numbers, folder = trained
+    again = FlowGRPOTrainer(args=trainer.args.model_copy(update={"output": str(tmp_path)}))
+    again.restore(checkpoint.read(folder / "checkpoints", 1))
+    found = again.training_step()
+    assert {n: v for n, v in found.items() if "time/" not in n} == {n: v for n, v in numbers[1].items() if "time/" not in n}
+    assert equal(weights(again.policy), weights(trainer.policy))
+    with again.policy.averaged(), trainer.policy.averaged():
+        assert equal(weights(again.policy), weights(trainer.policy))
+
+
+def test_two_processes_that_share_the_weights_do_what_one_does(tmp_path):
+    """FSDP2 of what is trained: gradients, moments, averages and checkpoints in shares, gathered to be written."""
+    once = "sampling={steps: 2, transition: cps, noise_level: 0.8, window: {kind: all}}"
+    common = [*WHOLE, "memory.shard=true", "objective.kl_weight=0.1", "microbatch=6", once]
+    run_alone(config(tmp_path / "1", *common))
+    finished(start(config(tmp_path / "2", *common), 2))
+    same(tmp_path / "1", tmp_path / "2")
+    for processes in (1, 2):
+        folder = tmp_path / f"resumed_{processes}"
+        file = config(folder, *common)
+        shutil.copytree(tmp_path / "2" / "run", folder / "run")
+        shutil.rmtree(folder / "run" / "checkpoints" / "step_000002")
+        run_alone(file, resume=True) if processes == 1 else finished(start(file, processes, "--resume"))
+        torch.testing.assert_close(adapter(folder), adapter(tmp_path / "1"), rtol=0, atol=2e-5)
+
+
+@pytest.mark.parametrize(
+    ("setting", "sentence"),
+    [
+        ("objective={name: nft}", "keeps its old policy as a second LoRA"),
+        ("memory.quantize=int8", "lora=null trains all of them"),
+    ],
+)
+def test_what_needs_a_base_that_is_not_trained_is_refused(tmp_path, setting, sentence):
+    more = ["sampling={steps: 4, transition: ode}"] if "nft" in setting else []
+    with pytest.raises(ValueError, match=sentence):
+        short_run(tmp_path, *WHOLE, *more, setting)
+
+
+def test_the_plan_knows_what_all_weights_take(tmp_path):
+    """Weights, two moments, an average and, here on a CPU, the base model: five times four bytes each, and a share of it."""
+    args = short_run(tmp_path, *WHOLE, "memory.shard=true")
+    count = sum(p.numel() for p in tiny_policy().pipe.transformer.parameters())
+    for shares in (1, 2):
+        staying = Plan(args, cuda=False, count=shares).forecast(8).staying
+        assert staying["transformer"] + staying["base weights"] == pytest.approx(20 * count / shares)
