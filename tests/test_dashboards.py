@@ -115,6 +115,9 @@ def test_tensorboard_holds_the_very_numbers_once_although_the_run_was_resumed(tr
             if name != "step":
                 wanted.setdefault(dashboards.shown(name), []).append((row["step"], float(np.float32(value))))
     assert {len(points) for points in wanted.values()} >= {3, 4}, "training steps, and evaluations from step 0 on"
+    config = found.Tensors("config/text_summary")[0].tensor_proto.string_val[0].decode()
+    assert "    prompts_per_step: 2\n" in config
+    assert not [place for place in (trained / "tensorboard").iterdir() if place.is_dir()], "one run is one run"
     seen = {name: [(e.step, e.value) for e in found.Scalars(name)] for name in found.Tags()["scalars"]}
     assert seen == wanted
 
