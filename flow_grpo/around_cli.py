@@ -1,4 +1,4 @@
-"""The command line before and after a run: plan, report."""
+"""The command line before and after a run: plan, report, export."""
 
 from pathlib import Path
 from typing import Annotated
@@ -57,3 +57,37 @@ def plan(
     base = 0.0 if machine.cuda else planning.occupied(args)
     if not planning.print_plan(console, args, machine, base):
         raise typer.Exit(1)
+
+
+def export(
+    run: Annotated[Path, typer.Argument(help="Run folder.", metavar="RUN")],
+    out: Annotated[
+        Path | None, typer.Option(help="Folder for it; by default export/ in the run's folder.", show_default=False)
+    ] = None,
+    best: Annotated[bool, typer.Option("--best", help="The LoRA of the best evaluation in place of the last one.")] = False,
+    checkpoint: Annotated[
+        int | None, typer.Option(min=0, help="The LoRA of this step's checkpoint.", show_default=False)
+    ] = None,
+    merge: Annotated[bool, typer.Option("--merge", help="The whole model with the LoRA in its weights.")] = False,
+    push: Annotated[
+        str | None, typer.Option(help="Upload it to the hub as user/name.", metavar="USER/NAME", show_default=False)
+    ] = None,
+    private: Annotated[bool, typer.Option("--private", help="Nobody else sees it there.")] = False,
+) -> None:
+    """Write what a run has trained as others use it: the LoRA for diffusers, or the whole model, with a model card; and share it.
+
+    [bold]flow-grpo export runs/tiny_ocr --out signs[/bold]
+    [bold]flow-grpo export runs/tiny_ocr --merge --out signs-model[/bold]
+    [bold]flow-grpo export runs/tiny_ocr --best --out signs --push me/signs --private[/bold]
+    """
+    from flow_grpo import export as sharing
+
+    if private and push is None:
+        raise ValueError("--private is of what is pushed to the hub: give --push user/name as well.")
+    if push is not None:
+        sharing.check_push(push)
+    for line in sharing.export(run, out or run / "export", best, checkpoint, merge, push):
+        console.print(line, highlight=False, markup=False, soft_wrap=True)
+    if push is not None:
+        address = sharing.push(out or run / "export", push, private)
+        console.print(f"pushed: {address}", highlight=False, markup=False, soft_wrap=True)

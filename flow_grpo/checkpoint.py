@@ -54,7 +54,7 @@ def read(folder: Path, step: int) -> dict[str, Any]:
     """The state of that step's checkpoint; ValueError if it is not there or damaged."""
     try:
         return _read(folder / f"step_{step:06d}")
-    except (OSError, KeyError) as error:
+    except (OSError, ValueError, KeyError) as error:
         raise ValueError(f"{folder} has no whole checkpoint of step {step}.") from error
 
 

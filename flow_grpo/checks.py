@@ -1,6 +1,7 @@
 """What in a config goes together: each check says in one sentence what does not, and what to set instead."""
 
 import difflib
+from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -10,6 +11,15 @@ if TYPE_CHECKING:
 ON_STEPS = ("grpo", "reinforce", "grpo_guard", "dppo", "ppo")
 ON_FINALS = ("awm", "nft", "sft", "dpo")
 ADVANTAGES = ("grpo", "batch_std", "dr_grpo", "rloo", "reinforce_pp", "gdpo", "rank")
+TRACKERS = ("tensorboard", "wandb", "mlflow", "trackio", "swanlab")
+
+
+def check_trackers(names: Iterable[str]) -> None:
+    for name in names:
+        if name not in TRACKERS:
+            raise ValueError(
+                f"there is no tracker {name}.{suggest(name, list(TRACKERS))} Choose of {', '.join(TRACKERS)}, or trackers=[] for none."
+            )
 
 
 def check_sizes(args: "FlowGRPOConfig") -> None:

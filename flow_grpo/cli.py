@@ -1,4 +1,4 @@
-"""The command line: train, sample, compare, doctor; eval and score in eval_cli, plan and report in around_cli, serve and rewards in
+"""The command line: train, sample, compare, doctor; eval and score in eval_cli, plan, report and export in around_cli, serve and rewards in
 reward_cli."""
 
 import json
@@ -27,7 +27,7 @@ app = typer.Typer(
 )
 console = Console()
 errors = Console(stderr=True)
-for verb in (eval_cli.score, around_cli.plan, around_cli.report, reward_cli.serve):
+for verb in (eval_cli.score, around_cli.plan, around_cli.report, around_cli.export, reward_cli.serve):
     app.command()(verb)
 app.command("eval")(eval_cli.evaluate)
 app.add_typer(reward_cli.app, name="rewards")
@@ -38,7 +38,13 @@ Overrides = Annotated[
         help="Settings over the config, [bold]key.sub=value[/bold], such as optimizer.lr=1e-4.", show_default=False
     ),
 ]
-Lora = Annotated[str | None, typer.Option(help="LoRA folder, .safetensors file or hub id.", show_default=False)]
+Lora = Annotated[
+    str | None,
+    typer.Option(
+        help="LoRA: a folder, a .safetensors file, a hub id, a run folder, its best/, a checkpoint, an export.",
+        show_default=False,
+    ),
+]
 INTERRUPTED = 130
 
 
@@ -109,7 +115,8 @@ def sample(
     config: Annotated[
         str | None,
         typer.Option(
-            help="Config that says how to call the model; by default tiny_ocr, or with --model the pipeline's own size.",
+            help="Config that says how to call the model; by default that of the LoRA's or model's run, where it is at hand, the "
+            "pipeline's own size with --model, or tiny_ocr.",
             show_default=False,
         ),
     ] = None,
@@ -125,6 +132,7 @@ def sample(
 
     [bold]flow-grpo sample 'red text "CAT" on a blue background' --seeds 4[/bold]
     """
+    from flow_grpo import hub
     from flow_grpo.evaluate import draw
     from flow_grpo.grid import Cell, save_grid, save_image
     from flow_grpo.prompts import load_prompts
@@ -136,7 +144,8 @@ def sample(
     ]
     if not all(text.strip() for text in texts):
         raise ValueError("an empty prompt was given.")
-    args = FlowGRPOConfig(model=model) if model and not config else FlowGRPOConfig.read(config)
+    source = config or hub.config_of(model or lora)
+    args = FlowGRPOConfig(model=model) if model and not source else FlowGRPOConfig.read(source)
     model = model or args.model
     policy = _policy(args, model, lora, guidance)
     rows = [text for text in texts for _ in range(seeds)]
@@ -239,12 +248,16 @@ def _number(text: str) -> float:
 def _policy(args: FlowGRPOConfig, model: str, lora: str | None, guidance: float | None) -> Any:
     from flow_grpo.policy import load_policy
     from flow_grpo.quiet import quiet_libraries
+    from flow_grpo.trainable import load_trained
 
     quiet_libraries()
     call = args.call()
     if guidance is not None:
         call["guidance"] = guidance
-    return load_policy(model, args.device, args.dtype, lora, memory=args.memory, **call)
+    policy = load_policy(model, args.device, args.dtype, memory=args.memory, **call)
+    if lora is not None:
+        load_trained(policy, lora)
+    return policy
 
 
 def run() -> None:

@@ -98,6 +98,9 @@ class FlowGRPOConfig(Section):
     """Checkpoints kept."""
     device: str | None = None
     """Torch device; the accelerator if there is one, else the CPU."""
+    trackers: dict[str, dict[str, Any]] = Field(default={"tensorboard": {}})
+    """Programs that show the run as well, through accelerate: tensorboard (its files in RUN/tensorboard), wandb, mlflow, trackio,
+    swanlab. A list of them, or each with arguments of its own, {wandb: {project: signs, entity: me}}; [] is none."""
 
     @model_validator(mode="before")
     @classmethod
@@ -117,6 +120,17 @@ class FlowGRPOConfig(Section):
 
     @model_validator(mode="before")
     @classmethod
+    def _trackers_alone(cls, values: Any) -> Any:
+        """`[wandb]` is short for `{wandb: {}}`."""
+        given = values.get("trackers") if isinstance(values, dict) else None
+        names = [given] if isinstance(given, str) else given
+        if isinstance(names, list | dict):
+            full = {name: names[name] or {} for name in names} if isinstance(names, dict) else {str(n): {} for n in names}
+            values = {**values, "trackers": full}
+        return values
+
+    @model_validator(mode="before")
+    @classmethod
     def _auto_microbatch(cls, values: Any) -> Any:
         if isinstance(values, dict) and values.get("microbatch") == "auto":
             sizes = [values.get(name, cls.model_fields[name].default) for name in ("prompts_per_step", "images_per_prompt")]
@@ -132,6 +146,7 @@ class FlowGRPOConfig(Section):
             raise ValueError("rewards is empty: name at least one, for example `rewards: {ocr: 1.0}`.")
         if not any(reward.weight for reward in self.rewards.values()):
             raise ValueError("every reward has weight 0, so there is nothing to train on: give one a weight.")
+        checks.check_trackers(self.trackers)
         if self.stages:
             self.steps = sum(stage.steps for _, stage in self.parts())  # each part is checked as it is built
         else:

@@ -1,4 +1,4 @@
-"""Where a model lies: a shipped name, a folder, or the hub. A folder that is not there is said to be so at once."""
+"""Where a model or a LoRA lies: a shipped name, a folder, or the hub. A folder that is not there is said to be so at once."""
 
 import json
 from pathlib import Path
@@ -6,6 +6,12 @@ from pathlib import Path
 from huggingface_hub import HfApi, hf_hub_download, try_to_load_from_cache
 
 SHIPPED = {"tiny": Path(__file__).parent / "tiny" / "pipeline"}
+WEIGHTS, PEFT_WEIGHTS = (
+    "pytorch_lora_weights.safetensors",
+    "adapter_model.safetensors",
+)  # a LoRA's file, diffusers' and peft's
+INDEX, METRICS, CONFIG = "model_index.json", "metrics.jsonl", "config.yaml"
+EXPORT = "flow_grpo.json"  # what `flow-grpo export` wrote holds it
 
 
 def locate(name: str) -> str:
@@ -52,6 +58,40 @@ def components(source: str, beginnings: tuple[str, ...]) -> list[str]:
     if not file.exists():
         file = Path(hf_hub_download(source, "model_index.json"))
     return [name for name in json.loads(file.read_text()) if name.startswith(beginnings)]
+
+
+def pipeline_class(name: str) -> str:
+    """What diffusers calls a model's pipeline, by the files at hand; without them DiffusionPipeline, which finds out by itself."""
+    cached = try_to_load_from_cache(name, INDEX) if may_be_hub_id(name) else None
+    file = Path(cached) if isinstance(cached, str) else SHIPPED.get(name, Path(name)) / INDEX
+    try:
+        return str(json.loads(file.read_text())["_class_name"])
+    except (OSError, ValueError, KeyError):
+        return "DiffusionPipeline"
+
+
+def lora_of(name: str | Path) -> Path:
+    """Where the LoRA lies: of a run folder it is lora/, or transformer/, else what was given. ValueError for what holds none."""
+    folder = Path(name)
+    if (folder / INDEX).is_file():
+        raise ValueError(f"{folder} is a whole model, not a LoRA: give it as --model.")
+    if not (folder / METRICS).is_file():
+        return folder
+    for trained in ("lora", "transformer"):
+        if (folder / trained).is_dir():
+            return folder / trained
+    raise ValueError(f"the run {folder} is not finished, so it has no lora/: give {folder}/best or one of its checkpoints/.")
+
+
+def config_of(name: str | None) -> Path | None:
+    """The config of the run that a LoRA or model comes from, where a run folder or an export holds it."""
+    if name is None or not Path(name).exists():
+        return None
+    place = Path(name)
+    for folder in (place, place.parent, place.parent.parent):
+        if (folder / CONFIG).is_file() and any((folder / mark).is_file() for mark in (METRICS, EXPORT)):
+            return folder / CONFIG
+    return None
 
 
 def may_be_hub_id(name: str) -> bool:

@@ -7,14 +7,14 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from flow_grpo import checkpoint, monitor
+from flow_grpo import monitor
 from flow_grpo.evaluate import SECOND, distance_from_base, draw
 from flow_grpo.gallery import Rows
 from flow_grpo.policy import Policy, load_policy
 from flow_grpo.prompts import PromptSet
 from flow_grpo.scorecard import DISTANCE, DIVERSITY, FREQUENCIES, Measured
 from flow_grpo.targets import Model, Target
-from flow_grpo.trainable import add_trained
+from flow_grpo.trainable import load_trained
 from rewards import WeightedSum
 
 AT_ONCE = 64  # pictures of a gallery that are scored together, more where one prompt has more
@@ -61,23 +61,11 @@ def measure(
 
 
 def dress(policy: Policy, model: Model) -> None:
-    """Puts the model's adapter on, in place of what was there."""
+    """Puts on what the model was trained to, in place of what was there."""
     policy.strip()
-    if model.lora is not None:
-        policy.load_lora(model.lora)
-    if model.checkpoint is None:
-        return
-    folder, args = model.checkpoint, model.args
-    try:
-        state = checkpoint.read(folder.parent, int(folder.name.removeprefix("step_")))
-    except ValueError as error:
-        raise ValueError(f"the checkpoint {folder} is damaged: {error}") from error
-    if args.lora is not None and args.lora.start is not None:
-        policy.load_lora(args.lora.start)
-    add_trained(policy, args)
-    if policy.trains_all:
-        policy.keep_base("cpu")
-    policy.load_adapter_state({name: v.to(policy.device) for name, v in (state["ema"] or state["adapter"]).items()})
+    place = model.lora or model.checkpoint
+    if place is not None:
+        load_trained(policy, str(place))
 
 
 def _of_model(

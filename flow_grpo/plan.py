@@ -19,6 +19,7 @@ from rich.table import Table
 import rewards as reward_kit
 from flow_grpo import hub
 from flow_grpo.config import FlowGRPOConfig
+from flow_grpo.dashboards import check_installed
 from flow_grpo.evaluate import build_rewards
 from flow_grpo.hollow import Alive, Encoder, Operations, hollow
 from flow_grpo.memory import arrange, peak_bytes
@@ -215,6 +216,7 @@ def rehearse(args: FlowGRPOConfig, count: int) -> list[str]:
 
     Returns what there is to say of it, sentences for the user. ValueError for what does not fit.
     """
+    check_installed(args.trackers)
     settings = {**args.evaluation.rewards, **args.rewards}
     for name, setting in settings.items():
         if setting.remote is None and not setting.isolate:  # else it is at home in another environment

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from flow_grpo import hub
 from flow_grpo.embeddings import Embeddings
+from flow_grpo.hub import PEFT_WEIGHTS, WEIGHTS
 from flow_grpo.memory import arrange, compile_blocks, gathered, quantization, shard, spread_like
 from flow_grpo.parallel import Processes
 from flow_grpo.pipeline import ENCODERS, PROBES, FlowPipeline
@@ -29,8 +30,7 @@ from flow_grpo.sections import MemoryConfig
 from flow_grpo.whole import Whole
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-WEIGHTS = "pytorch_lora_weights.safetensors"
-PEFT_WEIGHTS, PEFT_PREFIX = "adapter_model.safetensors", "base_model.model."
+PEFT_PREFIX = "base_model.model."
 
 
 class Policy(FlowPipeline):
@@ -79,8 +79,8 @@ class Policy(FlowPipeline):
         Without targets it is the attention of the family; `all` are all linear layers. ValueError if there is no such module.
         """
         transformer = self.pipe.transformer
-        linear = [name for name, module in transformer.named_modules() if isinstance(module, torch.nn.Linear)]
-        linear = [name.removesuffix(".base_layer") for name in linear]  # of a module whose LoRA was dropped
+        modules = transformer.named_modules()
+        linear = [name.removesuffix(".base_layer") for name, module in modules if isinstance(module, torch.nn.Linear)]
         wanted = self.family.targets if targets is None else linear if targets == "all" else targets
         found = [target for target in wanted if any(f".{name}".endswith(f".{target}") for name in linear)]
         if not found:
@@ -105,11 +105,12 @@ class Policy(FlowPipeline):
             transformer.peft_config = {**getattr(transformer, "peft_config", {}), adapter: config}
 
     def load_lora(self, path: str | Path) -> None:
-        """Puts a saved LoRA on the transformer as diffusers does: a folder, a .safetensors file or a hub id.
+        """Puts a saved LoRA on the transformer as diffusers does: a folder, a .safetensors file, a hub id or a finished run.
 
         Or, from a folder with a whole transformer's weights, those in place of the base model's.
         """
-        folder, name = Path(path), None
+        path, name = hub.lora_of(path), None
+        folder = Path(path)
         if folder.is_file():
             folder, name = folder.parent, folder.name
         elif not folder.exists() and not hub.may_be_hub_id(str(path)):
@@ -142,7 +143,7 @@ class Policy(FlowPipeline):
 
     def drop_lora(self) -> None:
         """Takes the adapter off, so that another one can be loaded."""
-        for layer in self._layers():
+        for layer in self.layers():
             layer.delete_adapter("default")
         self.pipe.transformer.peft_config.pop("default")
 
@@ -181,7 +182,7 @@ class Policy(FlowPipeline):
         mark = f".{adapter}."
         return {n: p for n, p in self.pipe.transformer.named_parameters() if "lora_" in n and mark in n}
 
-    def _layers(self) -> Iterator[BaseTunerLayer]:
+    def layers(self) -> Iterator[BaseTunerLayer]:
         return (module for module in self.pipe.transformer.modules() if isinstance(module, BaseTunerLayer))
 
     def compile(self) -> None:
@@ -210,7 +211,7 @@ class Policy(FlowPipeline):
     def _switch(self, on: bool) -> None:
         if self.whole:
             self.whole.swap()
-        for layer in self._layers():
+        for layer in self.layers():
             layer.enable_adapters(on)
 
     def start_ema(self) -> None:
@@ -256,7 +257,7 @@ class Policy(FlowPipeline):
             self._use("default")
 
     def _use(self, adapter: str) -> None:
-        for layer in self._layers():
+        for layer in self.layers():
             layer.set_adapter(adapter)
         for name, parameter in self.pipe.transformer.named_parameters():
             if "lora_" in name:  # the trained one is always `default`, whichever is active
@@ -334,7 +335,7 @@ def load_policy(
         device: torch device; the accelerator if there is one, else the CPU.
         dtype: of the base weights and of autocast: fp32, bf16, fp16, or auto, which is bf16 where the device computes in
             it and fp32 elsewhere. A LoRA is float32 in any case.
-        lora: a saved LoRA to put on.
+        lora: a saved LoRA to put on, as `Policy.load_lora` takes it.
         guidance: guidance scale, whatever the pipeline's argument for it is called; 1 is off.
         memory: what is where, and in how many bits.
         prompts: all that will be asked for. If their embeddings are all kept on disk, the text encoders are not loaded.

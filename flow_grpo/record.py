@@ -84,6 +84,11 @@ class Record:
         _write(self._place(step) / story.EVALUATION, content)
         return self._history()
 
+    def kept(self, step: int, prompts: list[str]) -> list[tuple[str, Path]]:
+        """The first held-out prompts, which every evaluation draws anew, and the pictures kept of them."""
+        first = enumerate(prompts[: self.pictures])
+        return [(prompt, self._place(step) / story.prompt_picture(place)) for place, prompt in first]
+
     def groups(self, step: int, experience: Experience, decode: Callable[[Tensor, int], Tensor]) -> None:
         """The groups of a training step whose rewards differ most. Given images have no rewards, and no groups are kept."""
         scores, batch = experience.scores, experience.batch

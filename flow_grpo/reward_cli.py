@@ -1,7 +1,5 @@
 """The command line of rewards: serve, and `rewards list | info | test | fit`."""
 
-import ast
-import importlib.util
 import inspect
 import re
 from pathlib import Path
@@ -60,8 +58,8 @@ def list_() -> None:
     import rewards
 
     table = Table(box=None, show_header=False, padding=(0, 2, 0, 0))
-    for name, target in rewards.NAMES.items():
-        table.add_row(f"[bold]{name}[/bold]", escape(_first_sentence(target)))
+    for name in rewards.NAMES:
+        table.add_row(f"[bold]{name}[/bold]", escape(_first_sentence(rewards.docstring(name))))
     console.print(table)
 
 
@@ -166,17 +164,9 @@ def _flowing(text: str) -> list[str]:
     return lines
 
 
-def _first_sentence(target: str) -> str:
-    """Of a reward's docstring, read from the file: importing them all would load every model library there is."""
-    module, _, name = target.partition(":")
-    spec = importlib.util.find_spec(module)
-    assert spec
-    assert spec.origin
-    for node in ast.parse(Path(spec.origin).read_text()).body:
-        if isinstance(node, ast.FunctionDef | ast.ClassDef) and node.name == name:
-            said = " ".join((ast.get_docstring(node) or "").split("\n\n")[0].split())
-            return re.split(r"(?<=[^A-Z\d][.?]) ", said)[0]
-    return ""
+def _first_sentence(text: str) -> str:
+    """Of a docstring."""
+    return re.split(r"(?<=[^A-Z\d][.?]) ", " ".join(text.split("\n\n")[0].split()))[0]
 
 
 def with_options(text: str) -> tuple[str, dict[str, Any]]:

@@ -8,6 +8,7 @@
 `flow_grpo/record.py` writes these; reading them needs no model library.
 """
 
+import copy
 import json
 from pathlib import Path
 from typing import Any
@@ -34,6 +35,14 @@ class Story:
         self.machine = _json(folder / MACHINE)
         self.evaluations = read_all(folder, EVALUATION)
         self.groups = read_all(folder, GROUPS)
+
+    def until(self, step: int) -> "Story":
+        """What the run had come to by then."""
+        earlier = copy.copy(self)
+        earlier.rows = [row for row in self.rows if row["step"] <= step]
+        earlier.evaluations = [e for e in self.evaluations if e["step"] <= step]
+        earlier.groups = [g for g in self.groups if g["step"] <= step]
+        return earlier
 
     @property
     def steps(self) -> list[dict]:

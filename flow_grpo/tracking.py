@@ -1,14 +1,18 @@
-"""What a run says and leaves behind: the console, metrics.jsonl, and the curves. Nothing else logs."""
+"""What a run says and leaves behind: the console, metrics.jsonl, the curves, and what other trackers show. Nothing else logs."""
 
 import json
 import time
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
+
+if TYPE_CHECKING:
+    from flow_grpo.dashboards import Board
 
 METRICS = "metrics.jsonl"
 
@@ -31,6 +35,7 @@ class Tracker:
         )
         self._task = self._progress.add_task("training", total=total_steps, numbers="")
         self._started, self._first = time.monotonic(), 0
+        self._boards: list[Board] = []
 
     def __enter__(self) -> "Tracker":
         if self.console.is_terminal:
@@ -39,6 +44,11 @@ class Tracker:
 
     def __exit__(self, *_: Any) -> None:
         self._progress.stop()
+        self._show(lambda board: board.finish())
+
+    def watched_by(self, boards: "list[Board]") -> None:
+        """From here on these get the metrics, too."""
+        self._boards = boards
 
     def say(self, message: str) -> None:
         self.console.print(message, highlight=False, markup=False, soft_wrap=True)
@@ -53,6 +63,7 @@ class Tracker:
     def log(self, step: int, metrics: dict[str, float]) -> None:
         """Appends the numbers of a finished training step (1 is the first) or of an evaluation (`eval/...`)."""
         self._write([{"step": step, **metrics}], "a")
+        self._show(lambda board: board.log(step, metrics))
         if "time/step" in metrics:
             scored = "reward" in metrics  # given images have none
             numbers = (
@@ -65,8 +76,9 @@ class Tracker:
                     f"step {step}/{self.total_steps}  {numbers}  {metrics['time/step']:.1f} s a step, {left:.0f} s left"
                 )
 
-    def evaluation(self, step: int, metrics: dict[str, float], more: dict[str, float]) -> None:
-        """Logs an evaluation's measures as `eval/...`, and more numbers that the console does not say."""
+    def evaluation(self, step: int, metrics: dict[str, float], more: dict[str, float], kept: list[tuple[str, Path]]) -> None:
+        """Logs an evaluation's measures as `eval/...`, more numbers that the console does not say, and prompts with their pictures."""
+        self._show(lambda board: board.pictures(step, kept))
         self.log(step, {**{f"eval/{name}": value for name, value in metrics.items()}, **more})
         self.say(f"step {step}  held out: " + "  ".join(f"{name} {value:.3f}" for name, value in metrics.items()))
 
@@ -76,6 +88,7 @@ class Tracker:
             return
         self.say(f"warning: {message}")
         self._write([{"step": step, "warning": message, **({"fallen": fallen} if fallen else {})}], "a")
+        self._show(lambda board: board.warn(step, message))
 
     def evaluated(self, step: int) -> bool:
         """Whether the metrics hold an evaluation of that step."""
@@ -95,6 +108,18 @@ class Tracker:
             self.say(f"curve: {curve}")
         self.say(f"report: {report}")
         return measures[-1] if rows else {}
+
+    def _show(self, call: "Callable[[Board], None]") -> None:
+        """Tells the other trackers; one that fails is off from here on, and the run goes on."""
+        for board in list(self._boards):
+            try:
+                call(board)
+            except Exception as error:  # whatever the service raises
+                self._boards.remove(board)
+                said = " ".join(str(error).split())
+                self.say(
+                    f"warning: the tracker {board.name} failed and is off from here on ({type(error).__name__}: {said})."
+                )
 
     def _write(self, rows: list[dict], mode: str) -> None:
         if self.silent:

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from flow_grpo import checkpoint, monitor, report, sampling
+from flow_grpo import checkpoint, dashboards, monitor, report, sampling
 from flow_grpo.config import FlowGRPOConfig
 from flow_grpo.critic import Critic
 from flow_grpo.evaluate import before_after, build_rewards, evaluate
@@ -57,6 +57,7 @@ class FlowGRPOTrainer:
         if isinstance(model, str):
             args = args.model_copy(update={"model": model})
         self.args = args
+        dashboards.check_installed(args.trackers)
         self.held_out, trained = build_rewards(args, reward_funcs)
         self.rewards = self.held_out.only(trained)
         self.train_set = _prompts(train_dataset if train_dataset is not None else args.prompts)
@@ -250,6 +251,7 @@ class FlowGRPOTrainer:
             assert self.record
             self.record.begin(self.policy, self.processes.count)
             args, policy = self.args, self.policy
+            tracker.watched_by(dashboards.start(self.folder, args, tracker.say))
             tracker.say(
                 f"{args.model} on {policy.device} in {str(policy.dtype).removeprefix('torch.')}: {args.steps} steps of "
                 f"{args.prompts_per_step} prompts x {args.images_per_prompt} images; run folder {self.folder}"
@@ -275,6 +277,7 @@ class FlowGRPOTrainer:
         tracker.resume(self.step)
         if self.record is not None:
             self.record.resume(self.step)
+            tracker.watched_by(dashboards.start(self.folder, self.args, tracker.say, self.step))
         tracker.say(f"resumed at step {self.step} of {self.args.steps}")
 
     def restore(self, state: dict[str, Any]) -> None:
@@ -293,7 +296,7 @@ class FlowGRPOTrainer:
         """ValueError if a setting that changes the numbers is not what the run folder's config says."""
         file = self.folder / "config.yaml"
         former = FlowGRPOConfig.read(file) if file.exists() else self.args
-        free: Any = dict.fromkeys(("steps", "output", "save_every", "keep", "device", "evaluation"), True)
+        free: Any = dict.fromkeys(("steps", "output", "save_every", "keep", "device", "evaluation", "trackers"), True)
         free["rewards"] = {"__all__": {"remote", "isolate", "python"}}  # where a reward runs is not what it says
         then, now = former.model_dump(exclude=free), self.args.model_dump(exclude=free)
         changed = [name for name in now if now[name] != then[name]]
@@ -338,7 +341,7 @@ class FlowGRPOTrainer:
         if self.step in (0, self.args.steps):
             before_after(self.folder, self.step == 0, found.pictures, prompts[:PREVIEWS], seed, self.args.model)
         more = {**monitor.numbers(history), "time/evaluation": seconds}
-        tracker.evaluation(self.step, found.means(), more)
+        tracker.evaluation(self.step, found.means(), more, self.record.kept(self.step, prompts))
         for name, sentence in monitor.warnings(history).items():
             tracker.warn(self.step, sentence, fallen=name)
         report.write([self.folder], self.folder / report.FILE)

@@ -1,5 +1,8 @@
 """The policy of a run: loaded, and given what is trained and the copies of it that the run needs."""
 
+from pathlib import Path
+
+from flow_grpo import checkpoint, hub
 from flow_grpo.config import FlowGRPOConfig
 from flow_grpo.parallel import Processes
 from flow_grpo.policy import Policy, load_policy
@@ -46,3 +49,23 @@ def add_trained(policy: Policy, args: FlowGRPOConfig) -> None:
         )
     elif not policy.has_lora:
         policy.add_lora(args.lora.rank, args.lora.alpha, args.lora.targets, args.seed)
+
+
+def load_trained(policy: Policy, place: str) -> None:
+    """Puts on what a run has trained: whatever `Policy.load_lora` takes, or a checkpoint.
+
+    Of a checkpoint it is the moving average, where it has one, as that is what a run evaluates and saves. ValueError as there, or
+    if the checkpoint is damaged.
+    """
+    folder = Path(place)
+    if not (folder / checkpoint.SEAL).is_file():
+        policy.load_lora(place)
+        return
+    state = checkpoint.read(folder.parent, int(folder.name.removeprefix("step_")))
+    args = FlowGRPOConfig.read(folder.parent.parent / hub.CONFIG)
+    if args.lora and args.lora.start:
+        policy.load_lora(args.lora.start)
+    add_trained(policy, args)
+    if policy.trains_all:
+        policy.keep_base("cpu")
+    policy.load_adapter_state(state["ema"] or state["adapter"])

@@ -4,6 +4,7 @@ A reward is a callable `reward(images, prompts, **metadata)`: images are float32
 strings, metadata lists of B values by name. It returns B floats, a tensor or a list; higher is better.
 """
 
+import ast
 import difflib
 import importlib
 import importlib.util
@@ -173,6 +174,18 @@ def locate(kind: str, name: str, names: dict[str, str] | None = None) -> Callabl
     if not hasattr(module, attribute):
         raise ValueError(f"{kind} {name}: {path} has no {attribute}.")
     return getattr(module, attribute)
+
+
+def docstring(name: str) -> str:
+    """The docstring of a reward of ours, read from its file: importing them all would load every model library. "" of others."""
+    module, _, target = NAMES.get(name, "").partition(":")
+    spec = importlib.util.find_spec(module) if module else None
+    if spec is None or spec.origin is None:
+        return ""
+    for node in ast.parse(Path(spec.origin).read_text(encoding="utf-8")).body:
+        if isinstance(node, ast.FunctionDef | ast.ClassDef) and node.name == target:
+            return ast.get_docstring(node) or ""
+    return ""
 
 
 def _import_module(kind: str, name: str, path: str) -> Any:

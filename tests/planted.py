@@ -29,8 +29,8 @@ BUGS = [
     (
         "the next LoRA that is evaluated joins the one before",
         "flow_grpo/measures.py",
-        "        policy.drop_lora()\n",
-        "        pass\n",
+        "    policy.strip()\n",
+        "    pass\n",
         "tests/test_eval.py -k run_lora_and_checkpoint",
     ),
     (
@@ -46,6 +46,41 @@ BUGS = [
         'value.lstrip(" ").startswith(FORMULA)',
         'value == "="',
         "tests/test_eval.py -k markdown_and_csv",
+    ),
+    (
+        "a tracker that fails is told again at every step",
+        "flow_grpo/tracking.py",
+        "                self._boards.remove(board)\n",
+        "",
+        "tests/test_dashboards.py -k mid_run",
+    ),
+    (
+        "TensorBoard shows the steps that a resumed run does anew twice",
+        "flow_grpo/dashboards.py",
+        "0 if step is None else step + 1",
+        "None",
+        "tests/test_dashboards.py -k resumed",
+    ),
+    (
+        "a prompt on a model card is markup",
+        "flow_grpo/card.py",
+        'fence = "`" * (1 + max(map(len, re.findall("`+", inside)), default=0))',
+        'fence = "`"',
+        "tests/test_export.py -k stay_text",
+    ),
+    (
+        "a checkpoint's LoRA is the trained one, not its moving average",
+        "flow_grpo/trainable.py",
+        'policy.load_adapter_state(state["ema"] or state["adapter"])',
+        'policy.load_adapter_state(state["adapter"])',
+        "tests/test_export.py -k found_wherever",
+    ),
+    (
+        "an export deletes whatever its folder's list names",
+        "flow_grpo/export.py",
+        "    return [file for file in files if file.resolve().is_relative_to(out.resolve())]",
+        "    return files",
+        "tests/test_export.py -k replaces_its_own",
     ),
     (
         "the report's template escapes nothing",

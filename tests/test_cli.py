@@ -224,7 +224,7 @@ def test_a_mistake_gets_one_sentence(trained, words, sentence):
 
 def test_help_names_every_verb_with_a_sentence(trained):
     output = run("--help", cwd=trained)
-    for verb in ("train", "sample", "eval", "score", "compare", "doctor"):
+    for verb in ("train", "sample", "eval", "score", "compare", "doctor", "export"):
         assert re.search(rf"{verb}\s+\w+", output)
         assert "flow-grpo" in run(verb, "--help", cwd=trained)
 
@@ -289,7 +289,7 @@ def test_every_command_of_the_readme_parses_and_its_configs_are_valid(command):
     from flow_grpo.config import FlowGRPOConfig
 
     _, verb, *words = shlex.split(command)
-    assert verb in ("train", "sample", "eval", "score", "compare", "doctor")
+    assert verb in ("train", "sample", "eval", "score", "compare", "doctor", "export")
     if verb == "train":
         plain = [word for word in words if not word.startswith("--")]
         config = plain.pop(0) if plain and "=" not in plain[0] else "tiny_ocr"

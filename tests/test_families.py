@@ -11,6 +11,7 @@ from sample_rewards import brightness
 
 from flow_grpo import contract, sampling, sde
 from flow_grpo.config import FlowGRPOConfig
+from flow_grpo.merging import save_whole
 from flow_grpo.policy import WEIGHTS, Policy, load_policy
 from flow_grpo.train import FlowGRPOTrainer
 
@@ -149,6 +150,23 @@ def test_the_adapter_is_the_base_when_off_and_the_same_picture_when_saved(folder
     again = loaded(folders, name)
     again.load_lora(tmp_path)
     torch.testing.assert_close(ours(again, state), expected, rtol=0, atol=5e-5)
+
+
+@pytest.mark.parametrize("name", ["prx", "omnigen"])  # transformers that know nothing of adapters; one's encoder is wrapped
+def test_a_merged_model_draws_what_its_lora_drew(folders, name, tmp_path):
+    policy = loaded(folders, name)
+    policy.add_lora(2, 4, None, seed=0)
+    stir(policy)
+    state = noise(policy)
+    with policy.reference():
+        base = ours(policy, state)
+    expected = ours(policy, state)
+    save_whole(policy, tmp_path, str(folders(name)))
+    size = {"height": TINY[name].size[0], "width": TINY[name].size[1]}
+    merged = load_policy(str(tmp_path), "cpu", "fp32", **size, **TINY[name].call)
+    assert not merged.has_lora
+    torch.testing.assert_close(ours(merged, state), expected, rtol=0, atol=5e-5)
+    assert (expected - base).abs().max() > 1e-3
 
 
 @pytest.mark.parametrize("name", TINY)

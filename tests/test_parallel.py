@@ -124,6 +124,7 @@ def test_processes_do_what_one_does(alone, tmp_path, processes, setting, launche
     output = finished(start(config(tmp_path, setting), processes, launcher=launcher))
     same(alone, tmp_path)
     assert output.count("held out: ") == 2, "one of them speaks"
+    assert len(list((tmp_path / "run" / "tensorboard").glob("events*"))) == 1, "and tracks"
     assert (tmp_path / "run" / "before_after.png").exists()
 
 
