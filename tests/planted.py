@@ -156,8 +156,8 @@ BUGS = [
     (
         "a run resumed between two stages has the wrong optimizer",
         "flow_grpo/train.py",
-        'self._enter_at(state["begin"])',
-        "self._enter_at(self.step)",
+        'self.enter_at(state["begin"])',
+        "self.enter_at(self.step)",
         "tests/test_methods.py -k one_run",
     ),
     (

@@ -51,7 +51,7 @@ def test_imports(file):
     assert "open_clip" not in found, "open_clip stays in rewards"
     if room not in ("cli", "__init__", "__main__"):
         assert not imports(file) & {"flow_grpo.cli"}
-    if room not in ("cli", "__init__", "train", "evaluate", "compare", "doctor", "plan"):
+    if room not in ("cli", "__init__", "train", "evaluate", "compare", "doctor", "checkup", "plan"):
         assert not imports(file) & {"flow_grpo.train", "flow_grpo.evaluate"}
 
 
