@@ -151,6 +151,13 @@ def test_the_adapter_is_the_base_when_off_and_the_same_picture_when_saved(folder
     torch.testing.assert_close(ours(again, state), expected, rtol=0, atol=5e-5)
 
 
+def test_a_quoted_word_does_not_pad_the_prompts_beside_it(folders):
+    prompts = ['a sign "CAT"', "a big dog"]
+    beside, alone = loaded(folders, "glm_image").encode(prompts), loaded(folders, "glm_image").encode(prompts[1:])
+    for (_, one), (_, other) in zip(beside.take(ROWS[1:])[1], alone.take(ROWS[:1])[1], strict=True):
+        assert torch.equal(one[0], other[0])
+
+
 @pytest.mark.parametrize("name", TINY)
 def test_doctor_says_that_it_can_be_trained(folders, name):
     found = list(contract.examine(loaded(folders, name)))
