@@ -20,7 +20,7 @@ from flow_grpo.config import FlowGRPOConfig
 from flow_grpo.experience import Rollouts
 from flow_grpo.memory import peak_bytes
 from flow_grpo.pairs import load_sources
-from flow_grpo.plan import Forecast, Plan, matmul_speed
+from flow_grpo.plan import UTILISATION, Forecast, Plan, matmul_speed
 from flow_grpo.policy import DTYPES, Policy
 from flow_grpo.prompts import Dealer
 from flow_grpo.terms import ClipRange, StepTerms
@@ -33,6 +33,7 @@ from flow_grpo.verdicts import Verdict
 
 MOST = 128  # images that are looked at, of whole groups
 PACKAGES = ("torch", "diffusers", "transformers", "peft", "accelerate")
+SPENT = ("rollout", "decode", "reward", "update", "step")  # what a step's metrics have the seconds of
 Section = tuple[str, list[Verdict]]
 
 
@@ -43,9 +44,10 @@ def examine(args: FlowGRPOConfig) -> Iterator[Section]:
         ValueError: the run could not even begin.
     """
     trainer = FlowGRPOTrainer(args=args)
-    yield "machine", machine(trainer.policy)
+    speed = matmul_speed(trainer.policy.device, trainer.policy.dtype)
+    yield "machine", machine(trainer.policy, speed)
     yield "prompts", prompts(trainer)
-    speeds: list[dict[str, float]] = []
+    steps: list[dict[str, float]] = []
     scoring = 0.0
     for number, (begin, part) in enumerate(trainer.parts, 1):
         stage = f" of stage {number}, {part.objective.name}" if args.stages else ""
@@ -63,22 +65,22 @@ def examine(args: FlowGRPOConfig) -> Iterator[Section]:
         yield f"an update{stage}", found
         if metrics is None:
             return
-        speeds.append(metrics)
-    yield "what it takes", costs(trainer, speeds, scoring)
+        steps.append(metrics)
+    yield "what it takes", costs(trainer, steps, scoring, speed)
 
 
 # -- the machine and the prompts --------------------------------------------------------------------------------------
 
 
-def machine(policy: Policy) -> list[Verdict]:
+def machine(policy: Policy, speed: float) -> list[Verdict]:
+    """speed: floating point operations a second of a large matrix product in the policy's dtype."""
     kind, dtype = policy.device.type, next(name for name, value in DTYPES.items() if value == policy.dtype)
-    plain = matmul_speed(policy.device, torch.float32)
-    speed = plain if policy.dtype == torch.float32 else matmul_speed(policy.device, policy.dtype)
+    plain = speed if policy.dtype == torch.float32 else matmul_speed(policy.device, torch.float32)
     found = [verdicts.device(kind, dtype, speed, plain, torch.cuda.is_available())]
     if kind == "cpu":
         found.append(verdicts.threads(torch.get_num_threads(), os.cpu_count() or 1))
     there = ", ".join(f"{name} {importlib.metadata.version(name)}" for name in PACKAGES)
-    return [*found, Verdict("packages", f"{len(PACKAGES)}", verdicts.FINE, there)]
+    return [*found, Verdict("packages", "", verdicts.FINE, there)]
 
 
 def prompts(trainer: FlowGRPOTrainer) -> list[Verdict]:
@@ -333,25 +335,21 @@ class Gradients:
 # -- what it takes ----------------------------------------------------------------------------------------------------
 
 
-def costs(trainer: FlowGRPOTrainer, speeds: list[dict[str, float]], scoring: float) -> list[Verdict]:
-    """speeds: metrics of a step of each part; scoring: seconds that all rewards take for an image."""
+def costs(trainer: FlowGRPOTrainer, steps: list[dict[str, float]], scoring: float, speed: float) -> list[Verdict]:
+    """steps: metrics of one of each part; scoring: seconds that all rewards take for an image; speed: as for `machine`."""
     args, policy, device = trainer.args, trainer.policy, trainer.policy.device
-    parts = [part for _, part in trainer.parts]
-    found, forecast = [], forecast_of(trainer.part)
-    for number, speed in enumerate(speeds, 1):
-        whole = speed["time/step"]
-        named = {name: speed.get(f"time/{name}", 0.0) / whole for name in ("rollout", "decode", "reward", "update")}
-        says = ", ".join(f"{name} {share:.0%}" for name, share in named.items() if share >= 0.005)
-        found.append(
-            Verdict(f"a step of stage {number}" if args.stages else "a step", f"{whole:.1f} s", verdicts.FINE, says)
-        )
-    training = sum(part.steps * speed["time/step"] for part, speed in zip(parts, speeds, strict=True))
+    parts, cuda, found = [part for _, part in trainer.parts], device.type == "cuda", []
+    forecasts = [forecast_of(part, cuda) for part in parts]
+    for number, (step, forecast) in enumerate(zip(steps, forecasts, strict=True), 1):
+        seconds = {name: step[f"time/{name}"] for name in SPENT if f"time/{name}" in step}
+        predicted = None if forecast is None else forecast.operations / (speed * UTILISATION[cuda])
+        found.append(verdicts.step_time(f"a step of stage {number}" if args.stages else "a step", seconds, predicted))
+    training = sum(part.steps * step["time/step"] for part, step in zip(parts, steps, strict=True))
     evaluating, times = evaluations(trainer, scoring)
     says = f"{args.steps} steps and {times} evaluations" if times else f"{args.steps} steps"
     found.append(Verdict("the run", f"{(training + evaluating) / 60:.0f} minutes", verdicts.FINE, says))
-    cuda = device.type == "cuda"
     there = torch.cuda.get_device_properties(device).total_memory if cuda else psutil.virtual_memory().total
-    predicted = None if forecast is None else forecast.peak - forecast.staying.get("CUDA", 0.0)
+    predicted = max((one.peak - one.staying.get("CUDA", 0.0) for one in forecasts if one is not None), default=None)
     found.append(verdicts.memory(peak_bytes(device), there, predicted, alone=not cuda))
     adapter = 4 * sum(parameter.numel() for parameter in policy.parameters().values())
     copies = 3 + bool(policy.ema) + ("old" in policy.adapters)  # with Adam's two moments
@@ -360,10 +358,10 @@ def costs(trainer: FlowGRPOTrainer, speeds: list[dict[str, float]], scoring: flo
     return [*found, verdicts.run_folder(str(args.output), bool(read_metrics(trainer.folder)))]
 
 
-def forecast_of(part: FlowGRPOConfig) -> Forecast | None:
+def forecast_of(part: FlowGRPOConfig, cuda: bool) -> Forecast | None:
     """None for a model that `plan` can't follow."""
     try:
-        return Plan(part, torch.cuda.is_available()).forecast(part.microbatch)
+        return Plan(part, cuda).forecast(part.microbatch)
     except (ValueError, OSError):
         return None
 

@@ -17,6 +17,7 @@ WRONG: Level = "wrong"
 FEW_IMAGES = 4  # of a prompt: fewer hardly tell good from lucky
 FEW_HELD_OUT = 8  # prompts, below which the monitor can't tell a change from noise
 OFTEN = 50  # times that a prompt can come up before its pictures may be learnt by heart
+SLOW = 3.0  # times the predicted seconds of a step
 GB = 1e9
 
 
@@ -134,7 +135,8 @@ def values(name: str, found: Tensor, drops: bool, constant: Level) -> Verdict:
         return Verdict(check, f"{missing} of {len(found)}", level, says)
     low, high = found.min(), found.max()
     if low == high:
-        return Verdict(check, f"{low:.3g}", constant, "all are the same, so it tells no picture from another.")
+        says = "all are the same" + ("" if constant == FINE else ", so it tells no picture from another.")
+        return Verdict(check, f"{low:.3g}", constant, says)
     number, solved, hopeless = f"{low:.3g} to {high:.3g}", (found == high).float().mean(), (found == low).float().mean()
     if constant != FINE and solved >= 0.9:
         return Verdict(check, number, WARNING, f"{solved:.0%} get the highest: take harder prompts or a stricter reward.")
@@ -342,6 +344,20 @@ def reach(norm: dict[str, float]) -> Verdict:
 
 
 # -- what it takes --------------------------------------------------------------------------------------------------
+
+
+def step_time(check: str, seconds: dict[str, float], predicted: float | None) -> Verdict:
+    """seconds: of the parts of a step, `step` the whole; predicted: by `plan`, for all but the rewards."""
+    whole = seconds["step"]
+    shares = ", ".join(
+        f"{name} {value / whole:.0%}" for name, value in seconds.items() if name != "step" and value > 0.005 * whole
+    )
+    if predicted is None or whole - seconds.get("reward", 0.0) < SLOW * predicted:
+        return Verdict(check, f"{whole:.1f} s", FINE, shares)
+    says = (
+        f"but for rewards {predicted:.1f} s were expected ({shares}): see what else runs here, or set a larger microbatch."
+    )
+    return Verdict(check, f"{whole:.1f} s", WARNING, says)
 
 
 def memory(used: float, there: float, predicted: float | None, alone: bool) -> Verdict:

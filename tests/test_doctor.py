@@ -66,7 +66,7 @@ def levels(found: list[Verdict]) -> dict[str, str]:
 
 def test_a_healthy_run_has_nothing_wrong_and_nothing_is_written(tmp_path):
     settings = [
-        "prompts_per_step=8", "microbatch=16", "updates=2", "sampling.steps=6", "sampling.window={kind: fixed, size: 2}",
+        "prompts_per_step=6", "microbatch=12", "updates=2", "sampling.steps=6", "sampling.window={kind: fixed, size: 2}",
         "evaluation={prompts: prompts/signs_eval.txt, limit: 8, steps: 4}", f"output={tmp_path / 'run'}",
     ]  # fmt: skip
     sections = list(checkup.examine(FlowGRPOConfig.read("tiny_grpo", settings)))
@@ -255,6 +255,8 @@ SOLVED = torch.tensor([[1.0, 1.0], [1.0, 1.0], [0.2, 1.0]])
         (verdicts.reach(dict.fromkeys(NORM, 0.0)), WRONG),
         (verdicts.reach({**NORM, **dict.fromkeys(list(NORM)[:3], 0.0)}), WARNING),
         (verdicts.reach({**NORM, "blocks.9.to_q.lora_A.weight": 0.0}), FINE),
+        (verdicts.step_time("a step", {"reward": 1.0, "update": 9.0, "step": 10.0}, 2.0), WARNING),
+        (verdicts.step_time("a step", {"reward": 9.0, "update": 1.0, "step": 10.0}, 2.0), FINE),
         (verdicts.memory(15.5e9, 16e9, None, alone=True), WARNING),
         (verdicts.memory(2e9, 16e9, 1e9, alone=False), FINE),
         (verdicts.disk(2e9, 1e9), WRONG),
