@@ -150,15 +150,17 @@ def measure(folder: str, overrides: list[str]) -> dict[str, float]:
 
 
 def print_table(folder: str, settings: dict[str, list[str]], more: list[str]) -> None:
-    for number, (name, overrides) in enumerate(settings.items()):
+    headed = False
+    for name, overrides in settings.items():
         command = [sys.executable, __file__, "measure", folder, *overrides, *more]
         ran = subprocess.run(command, capture_output=True, text=True, check=False)
         if ran.returncode:
             print(f"| {name} | failed: {(ran.stderr.strip().splitlines() or ['?'])[-1][:150]} |", flush=True)
             continue
         row = json.loads(ran.stdout.splitlines()[-1])
-        if number == 0:
+        if not headed:
             print("| setting | " + " | ".join(row) + " |\n" + "|---" * (len(row) + 1) + "|")
+            headed = True
         print(f"| {name} | " + " | ".join(f"{value:.3g}" for value in row.values()) + " |", flush=True)
 
 
