@@ -304,6 +304,8 @@ def judge_drift(part: FlowGRPOConfig, trajectory: Trajectory, moved: dict[int, T
             clip = min(low, high)
             found.append(verdicts.clip_range(torch.cat(list(moved.values())), low, high, part.updates * part.epochs))
     sigmas = trajectory.schedule.sigmas
+    if len(moved) > 1:
+        found.append(verdicts.even(moved, o.step_weight == "std"))
     return [*found, *(verdicts.drift(step, sigmas[step].item(), values, clip) for step, values in moved.items())]
 
 

@@ -61,7 +61,7 @@ def _table(console: Console, section: str, found: list[verdicts.Verdict]) -> Tab
     """A section in columns of one width, so that all of them stand under each other."""
     table = Table(box=None, pad_edge=False, show_header=bool(section), header_style="bold", width=min(console.width, WIDEST))
     table.add_column(section, ratio=CHECK)
-    table.add_column("", ratio=NUMBER)
+    table.add_column("", ratio=NUMBER, overflow="fold")
     table.add_column("", ratio=100 - CHECK - NUMBER, overflow="fold")
     for verdict in found:
         word = verdict.level.upper() if verdict.level == verdicts.WRONG else verdict.level

@@ -17,6 +17,7 @@ WRONG: Level = "wrong"
 FEW_IMAGES = 4  # of a prompt: fewer hardly tell good from lucky
 FEW_HELD_OUT = 8  # prompts, below which the monitor can't tell a change from noise
 OFTEN = 50  # times that a prompt can come up before its pictures may be learnt by heart
+UNEVEN = 100.0  # times that a step's ratio moves further than another's
 SLOW = 3.0  # times the predicted seconds of a step
 GB = 1e9
 
@@ -307,6 +308,20 @@ def drift(step: int, sigma: float, moved: Tensor, clip: float | None) -> Verdict
     usual = moved.quantile(0.9).item()
     says = f"{usual / clip:.2g} of its clip range" if clip else ""
     return Verdict(f"step {step} at sigma {sigma:.2f}", f"ratio {usual:.1e} off", FINE, says)
+
+
+def even(moved: dict[int, Tensor], weighed: bool) -> Verdict:
+    """moved: as in `drift`, by step; weighed: whether step_weight makes up for steps that move further than others."""
+    usual = {step: values.quantile(0.9).item() for step, values in moved.items()}
+    most, least = max(usual, key=lambda step: usual[step]), min(usual, key=lambda step: usual[step])
+    times = usual[most] / max(usual[least], 1e-12)
+    check, number = "the furthest step", f"{times:.2g} x the nearest"
+    if times < UNEVEN or weighed:
+        return Verdict(check, number, FINE)
+    says = (
+        f"step {most} drowns step {least}: leave it out by sampling.window, or set objective.step_weight=std or grpo_guard."
+    )
+    return Verdict(check, number, WARNING, says)
 
 
 def gradient(norm: dict[str, float], count: int, eps: float, kept: float, overflow: bool) -> Verdict:

@@ -207,6 +207,12 @@ def test_adams_eps_and_clip_ranges(trainer):
     assert after_an_update(trainer("objective={clip_low: 1.0e-9, clip_high: 1.0e-9}"))["clip range"] == FINE, "it never acts"
 
 
+def test_a_late_step_that_drowns_the_early_ones(trainer):
+    assert after_an_update(trainer())["the furthest step"] == WARNING
+    assert after_an_update(trainer("objective.step_weight=std"))["the furthest step"] == FINE
+    assert after_an_update(trainer("sampling.window={kind: all, last: 1}"))["the furthest step"] == FINE
+
+
 def test_a_step_that_fails_says_why(policy, trainer):
     linear = policy.pipe.transformer.proj_out
     policy.pipe.transformer.proj_out = torch.nn.Sequential(linear, torch.nn.Dropout(0.5).train())
@@ -281,7 +287,7 @@ def test_silent_groups_are_told_apart():
 
 def test_the_command(tmp_path):
     """A table of 80 columns, verdicts in a file, the exit status of something wrong, and no word more after Ctrl-C."""
-    reward = f"{Path(__file__).parent / 'sample_rewards.py'}:flat"
+    reward = f"{Path(__file__).parent / 'sample_rewards.py'}:nan"
     args = short_run(tmp_path / "run", f"rewards={{{reward}: 1}}")
     (tmp_path / "short.yaml").write_text(args.dump())
     words = [sys.executable, "-m", "flow_grpo", "doctor", "short.yaml"]
@@ -289,12 +295,12 @@ def test_the_command(tmp_path):
     assert done.returncode == 1, done.stdout + done.stderr
     table, (sentence, file) = done.stdout.splitlines()[:-2], done.stdout.splitlines()[-2:]
     assert all(len(line) <= 80 for line in table)
-    assert any("WRONG: all are the same" in line for line in table)
+    assert any("WRONG: are not finite" in line for line in table)
     content = json.loads((tmp_path / "look/found.json").read_text())
     assert content["conclusion"] == sentence
     assert "mend that before you train" in sentence
     wrong = [row["check"] for row in content["verdicts"] if row["level"] == WRONG]
-    assert wrong[0] == "sample_rewards.py:flat: values"
+    assert wrong == ["sample_rewards.py:nan: values"]
     assert file == "verdicts: look/found.json"
     assert {path.name for path in tmp_path.iterdir()} == {"short.yaml", "look"}
 
