@@ -17,6 +17,8 @@ import diffusers
 import torch
 import transformers
 
+from flow_grpo.quiet import quiet_libraries
+
 STEPS = 3
 SIZE = ["height=512", "width=512", "pipeline={max_sequence_length: 128}", "dtype=bf16"]
 RUN = [
@@ -24,6 +26,7 @@ RUN = [
     "sampling={steps: 10, transition: cps, noise_level: 0.8, window: {kind: random, size: 3, last: 5}}",
     "objective={name: grpo, clip_low: 1.0e-5, clip_high: 1.0e-5}",
 ]  # fmt: skip
+SMALL = ["height=64", "width=64", "microbatch=4", "images_per_prompt=2"]
 SETTINGS = {
     "sd35_medium": {
         "plain": [],
@@ -147,19 +150,22 @@ def measure(folder: str, overrides: list[str]) -> dict[str, float]:
 
 
 def print_table(folder: str, settings: dict[str, list[str]], more: list[str]) -> None:
-    for number, (name, overrides) in enumerate(settings.items()):
+    headed = False
+    for name, overrides in settings.items():
         command = [sys.executable, __file__, "measure", folder, *overrides, *more]
         ran = subprocess.run(command, capture_output=True, text=True, check=False)
         if ran.returncode:
             print(f"| {name} | failed: {(ran.stderr.strip().splitlines() or ['?'])[-1][:150]} |", flush=True)
             continue
         row = json.loads(ran.stdout.splitlines()[-1])
-        if number == 0:
+        if not headed:
             print("| setting | " + " | ".join(row) + " |\n" + "|---" * (len(row) + 1) + "|")
+            headed = True
         print(f"| {name} | " + " | ".join(f"{value:.3g}" for value in row.values()) + " |", flush=True)
 
 
 def main() -> None:
+    quiet_libraries()
     words = [word for word in sys.argv[1:] if word != "--small"]
     small = "--small" in sys.argv
     if words[:1] == ["measure"]:
@@ -175,10 +181,8 @@ def main() -> None:
         with tempfile.TemporaryDirectory() as folder:
             torch.manual_seed(0)
             build(kind, small).save_pretrained(folder)
-            print(f"\n## {kind}, 512 px, random weights\n", flush=True)
-            print_table(
-                folder, SETTINGS[kind], ["height=64", "width=64", "microbatch=4", "images_per_prompt=2"] if small else []
-            )
+            print(f"\n## {kind}, {64 if small else 512} px, random weights\n", flush=True)
+            print_table(folder, SETTINGS[kind], SMALL if small else [])
 
 
 if __name__ == "__main__":

@@ -214,8 +214,13 @@ def doctor(
         str | None,
         typer.Option(help="A folder or hub id: can this pipeline be trained, check by check?", show_default=False),
     ] = None,
+    json_file: Annotated[
+        Path | None, typer.Option("--json", help="Also write the verdicts to this file.", show_default=False)
+    ] = None,
 ) -> None:
-    """Look at a config on this machine before training: two steps' ratio, gradient, signal and seconds; or what explores; or a model.
+    """Look at a run before it starts: machine, prompts, rewards, groups, two updates, costs; or what explores; or a model.
+
+    Each check has a verdict: fine, warning or wrong, and then what to do. If anything is wrong the exit status is 1.
 
     [bold]flow-grpo doctor tiny_grpo[/bold]
     [bold]flow-grpo doctor --model ./my-model height=512 width=512[/bold]
@@ -225,17 +230,21 @@ def doctor(
     from flow_grpo.quiet import quiet_libraries
 
     quiet_libraries()
-    if model is not None:
-        settings = FlowGRPOConfig.of(model, [*([config] if "=" in config else []), *(overrides or [])])
-        if not checks.model(console, _policy(settings, model, None, None)):
-            raise typer.Exit(1)
-        return
-    args = FlowGRPOConfig.read(config, overrides)
-    if explore:
-        names = [name.strip() for name in transitions.split(",")]
-        checks.explore(console, args, names, [_number(level) for level in noise_levels.split(",")], out)
-    else:
-        checks.examine(console, args)
+    try:
+        if model is not None:
+            settings = FlowGRPOConfig.of(model, [*([config] if "=" in config else []), *(overrides or [])])
+            well = checks.model(console, _policy(settings, model, None, None), json_file)
+        elif explore:
+            names = [name.strip() for name in transitions.split(",")]
+            levels = [_number(level) for level in noise_levels.split(",")]
+            checks.explore(console, FlowGRPOConfig.read(config, overrides), names, levels, out)
+            well = True
+        else:
+            well = checks.examine(console, FlowGRPOConfig.read(config, overrides), json_file)
+    except KeyboardInterrupt:
+        raise typer.Exit(INTERRUPTED) from None
+    if not well:
+        raise typer.Exit(1)
 
 
 def _number(text: str) -> float:

@@ -1,60 +1,73 @@
-"""Looks before a run: what two training steps say of a config, and which sampling steps explore. Nothing is written."""
+"""Looks before a run, shown: whether a config will train, whether a model can be trained, which sampling steps explore."""
 
+import dataclasses
+import json
+from collections.abc import Iterator
 from pathlib import Path
 
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from flow_grpo import contract
+from flow_grpo import checkup, contract, verdicts
 from flow_grpo.config import FlowGRPOConfig
 from flow_grpo.explore import Owned, best_window, owned_variance
 from flow_grpo.policy import Policy
 from flow_grpo.sde import TRANSITIONS
 from flow_grpo.train import FlowGRPOTrainer
 
-
-def examine(console: Console, args: FlowGRPOConfig) -> None:
-    """Two training steps, and a verdict on each of their numbers. The first warms the machine up."""
-    trainer = FlowGRPOTrainer(args=args)
-    args = trainer.part
-    trainer.training_step()
-    metrics = trainer.training_step()
-    rows: list[tuple[str, str, str]] = []
-    deviation = metrics.get("ratio/first_update_max_deviation")
-    if deviation is not None:
-        rows.append(
-            ("ratio before the first update, deviation from 1", f"{deviation:.1e}", "exact" if deviation == 0 else "wrong")
-        )
-    if "grad_rms" in metrics:
-        rms, eps = metrics["grad_rms"], args.optimizer.eps
-        fine = rms > 10 * eps
-        rows.append(
-            ("gradient RMS", f"{rms:.1e}", f"above Adam's eps of {eps:.0e}" if fine else "set optimizer.eps below it")
-        )
-    silent = metrics.get("frac_reward_zero_std", 0.0)
-    advice = "fine" if silent < 0.5 else "most groups say nothing: more noise, harder prompts, or resample"
-    rows.append(("groups without signal", f"{silent:.0%}", advice))
-    seconds = metrics["time/step"]
-    rows.append(
-        ("seconds a step", f"{seconds:.1f}", f"about {seconds * args.steps / 60:.0f} minutes for {args.steps} steps")
-    )
-    table = Table("check", "number", "verdict", title=f"{args.model}, {args.objective.name}", title_justify="left")
-    for row in rows:
-        table.add_row(*row)
-    console.print(table)
+STYLES = {verdicts.FINE: None, verdicts.WARNING: "yellow", verdicts.WRONG: "bold red"}
+WIDEST = 110  # columns of a table
+CHECK, NUMBER = 37, 24  # of a hundred, the first two columns
 
 
-def model(console: Console, policy: Policy) -> bool:
-    """Whether a model can be trained, check by check: a table. Returns whether all are fine."""
-    table = Table("check", "number", "verdict", title=type(policy.pipe).__name__, title_justify="left")
-    found = []
-    for check in contract.examine(policy):
-        found.append(check.fine)
-        table.add_row(check.name, check.number, escape(check.verdict), style=None if check.fine else "bold red")
-    console.print(table)
-    console.print("It can be trained." if all(found) else "It can't be trained as it is.")
-    return all(found)
+def examine(console: Console, args: FlowGRPOConfig, file: Path | None = None) -> bool:
+    """A look at a run before it starts: a table of verdicts, and a JSON file if one is given. Returns whether nothing is wrong."""
+    return _show(console, f"{args.model}, {args.objective.name}", checkup.examine(args), file)
+
+
+def model(console: Console, policy: Policy, file: Path | None = None) -> bool:
+    """Whether a model can be trained, check by check, likewise."""
+
+    def found() -> Iterator[checkup.Section]:
+        for check in contract.examine(policy):
+            level, says = (verdicts.FINE, "") if check.fine else (verdicts.WRONG, check.verdict)
+            yield "", [verdicts.Verdict(check.name, check.number, level, says)]
+
+    return _show(console, type(policy.pipe).__name__, found(), file)
+
+
+def _show(console: Console, title: str, sections: Iterator[checkup.Section], file: Path | None) -> bool:
+    """Each section as soon as it is there, and a sentence at the end."""
+    console.print(title, style="bold", highlight=False, markup=False)
+    seen: list[dict[str, str]] = []
+    everything: list[verdicts.Verdict] = []
+    for section, found in sections:
+        console.print(_table(console, section, found))
+        if section:
+            console.print()
+        seen += [{"section": section, **dataclasses.asdict(verdict)} for verdict in found]
+        everything += found
+    sentence = verdicts.conclusion(everything)
+    console.print(sentence, highlight=False, markup=False, soft_wrap=True)
+    if file is not None:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(json.dumps({"title": title, "conclusion": sentence, "verdicts": seen}, indent=2))
+        console.print(f"verdicts: {file}", highlight=False, markup=False, soft_wrap=True)
+    return all(verdict.level != verdicts.WRONG for verdict in everything)
+
+
+def _table(console: Console, section: str, found: list[verdicts.Verdict]) -> Table:
+    """A section in columns of one width, so that all of them stand under each other."""
+    table = Table(box=None, pad_edge=False, show_header=bool(section), header_style="bold", width=min(console.width, WIDEST))
+    table.add_column(section, ratio=CHECK)
+    table.add_column("", ratio=NUMBER, overflow="fold")
+    table.add_column("", ratio=100 - CHECK - NUMBER, overflow="fold")
+    for verdict in found:
+        word = verdict.level.upper() if verdict.level == verdicts.WRONG else verdict.level
+        says = f"{word}: {verdict.says}" if verdict.says else word
+        table.add_row(escape(verdict.check), escape(verdict.number), escape(says), style=STYLES[verdict.level])
+    return table
 
 
 def explore(console: Console, args: FlowGRPOConfig, transitions: list[str], noise_levels: list[float], out: Path) -> None:

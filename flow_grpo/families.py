@@ -43,7 +43,8 @@ FAMILIES = {
     "Krea2Pipeline": Family(unguided=0.0),
     "SanaPipeline": Family(call={"use_resolution_binning": False}),
     "Lumina2Pipeline": Family(refused={"cfg_trunc_ratio": BY_STEP}),
-    "GlmImagePipeline": Family(encoders=("generate_prior_tokens", "encode_prompt")),
+    # a prompt's prior is drawn once, from seed 0, and its quoted letters would be padded by those of others
+    "GlmImagePipeline": Family(encoders=("generate_prior_tokens", "encode_prompt"), alone=True),
     "HunyuanImagePipeline": Family(guidance="", guiders=("guider", "ocr_guider"), alone=True),
     "HiDreamImagePipeline": Family(targets=(*ATTENTION, "to_out", "to_q_t", "to_k_t", "to_v_t", "to_out_t")),
     "PRXPipeline": Family(

@@ -153,7 +153,7 @@ class FlowGRPOTrainer:
     def training_step(self) -> dict[str, float]:
         """One step: rollout, rewards, advantages, updates. Returns its metrics and counts `self.step` up."""
         started = time.perf_counter()
-        self._enter_at(self.step)
+        self.enter_at(self.step)
         metrics: dict[str, float] | None = None
         while metrics is None:
             memory = self._memory()
@@ -206,7 +206,8 @@ class FlowGRPOTrainer:
         if self.critic is not None:
             self.critic.load(memory["critic"])
 
-    def _enter_at(self, step: int) -> None:
+    def enter_at(self, step: int) -> None:
+        """Goes over to the part of the run that this step belongs to."""
         begin, part = [one for one in self.parts if one[0] <= step][-1]
         if part is not self.part:
             self._enter(begin, part)
@@ -283,7 +284,7 @@ class FlowGRPOTrainer:
     def restore(self, state: dict[str, Any]) -> None:
         """Puts the run where a checkpoint left it."""
         self.step = state["step"]
-        self._enter_at(state["begin"])  # between two parts, the optimizer may be the former's or the latter's
+        self.enter_at(state["begin"])  # between two parts, the optimizer may be the former's or the latter's
         self.policy.load_adapter_state(state["adapter"])
         self.policy.load_ema_state(state["ema"])
         self.update.load(state)

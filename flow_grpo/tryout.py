@@ -1,5 +1,6 @@
 """What a reward likes, seen before anyone trains on it: pictures as they are and spoiled, its time, its memory, its whims."""
 
+import inspect
 import statistics
 import sys
 import time
@@ -21,6 +22,7 @@ import rewards
 from flow_grpo.grid import Cell, from_bytes, save_grid, to_bytes
 
 BINS, BAR = 10, 32
+AGAIN = 32  # pictures that `look_at` scores once more
 PLAIN = "as they are"
 
 
@@ -39,6 +41,15 @@ class Pictures:
         columns = {name: [values[i] for i in rows] for name, values in self.columns.items()}
         return Pictures(self.images[rows], [self.prompts[i] for i in rows], columns)
 
+    def mismatched(self) -> "Pictures | None":
+        """Each with the prompt of another picture, if there is more than one prompt."""
+        different = list(dict.fromkeys(self.prompts))
+        if len(different) < 2:
+            return None
+        following = dict(zip(different, different[1:] + different[:1], strict=True))
+        others = self.take([self.prompts.index(following[prompt]) for prompt in self.prompts])
+        return Pictures(self.images, others.prompts, others.columns)
+
     def spoiled(self) -> dict[str, "Pictures"]:
         """Blurred, noisy, and each with the prompt of another picture, if there is more than one prompt."""
         radius = max(1.0, min(self.images.shape[-2:]) / 32)
@@ -48,12 +59,9 @@ class Pictures:
             "blurred": Pictures(from_bytes(np.stack([np.asarray(s) for s in soft])), self.prompts, self.columns),
             "noisy": Pictures((self.images + 0.1 * noise).clamp(0, 1), self.prompts, self.columns),
         }
-        different = list(dict.fromkeys(self.prompts))
-        if len(different) > 1:
-            following = dict(zip(different, different[1:] + different[:1], strict=True))
-            rows = [self.prompts.index(following[prompt]) for prompt in self.prompts]
-            others = self.take(rows)
-            found["wrong prompt"] = Pictures(self.images, others.prompts, others.columns)
+        mismatched = self.mismatched()
+        if mismatched is not None:
+            found["wrong prompt"] = mismatched
         return found
 
 
@@ -86,6 +94,65 @@ def examine(name: str, load: Callable[[], rewards.Reward], pictures: Pictures) -
         torch.equal(plain, again),
         float((torch.cat([v for _, v in alone]) - plain[: len(alone)]).abs().max()),
     )
+
+
+@dataclass(frozen=True)
+class Look:
+    """What a reward says of B images, and of n of them: twice, and with the prompts of others."""
+
+    values: Tensor  # (B,)
+    once: Tensor  # (n,)
+    again: Tensor  # (n,)
+    mismatched: Tensor | None  # (n,), if there is more than one prompt
+    seconds: float  # an image
+    changed: bool  # it wrote into its images
+    gradient: bool  # its values carry one
+
+    @property
+    def constant(self) -> bool:
+        return bool(self.values.min() == self.values.max())
+
+    @property
+    def usable(self) -> bool:
+        return bool(self.values.isfinite().all())
+
+    @property
+    def reads(self) -> bool:
+        """Whether the prompt moves it, by more than chance does."""
+        if self.mismatched is None:
+            return False
+        return bool((self.mismatched - self.once).abs().mean() > 2 * (self.again - self.once).abs().mean())
+
+
+def look_at(name: str, reward: rewards.Reward, pictures: Pictures) -> Look:
+    """Scores the pictures a few times. ValueError as of `rewards.raw_score`."""
+    count, notes = len(pictures.prompts), {"changed": False, "gradient": False}
+
+    def scored(of: Pictures) -> Tensor:
+        given = of.images.clone()
+        found = rewards.raw_score(name, _noting(reward, notes), given, of.prompts, of.columns)
+        notes["changed"] |= not torch.equal(given, of.images)
+        return found
+
+    some = pictures.take(list(range(0, count, -(-count // AGAIN))))
+    once, again, mixed = scored(some), scored(some), some.mismatched()  # the first call loads what it needs
+    mismatched = None if mixed is None else scored(mixed)
+    started = time.perf_counter()
+    values = scored(pictures)
+    return Look(values, once, again, mismatched, (time.perf_counter() - started) / count, **notes)
+
+
+def _noting(reward: rewards.Reward, notes: dict[str, bool]) -> rewards.Reward:
+    """The reward, which notes whether its values carry a gradient."""
+
+    def call(images: Tensor, prompts: list[str], **metadata: Any) -> Any:
+        found = reward(images, prompts, **metadata)
+        notes["gradient"] |= isinstance(found, Tensor) and found.requires_grad
+        return found
+
+    what = reward.forward if isinstance(reward, torch.nn.Module) else reward
+    call.__signature__ = inspect.signature(what)  # type: ignore[attr-defined]  # it says which metadata the reward takes
+    return call
 
 
 def show(console: Console, title: str, found: Findings) -> None:

@@ -287,6 +287,33 @@ def cogview4() -> d.CogView4Pipeline:
     )  # fmt: skip
 
 
+def glm_image() -> d.GlmImagePipeline:
+    """Its prior is sampled by a language model; this one always takes the likeliest token, so that two calls can be compared."""
+    marks = {"bos_token": "<|start|>", "image_token": "<|image|>", "grid_bos_token": "<sop>", "grid_eos_token": "<eop>"}
+    vocab = {token: i for i, token in enumerate(["<|endoftext|>", *marks.values(), *sorted(ByteLevel.alphabet())])}
+    bos = marks.pop("bos_token")
+    tokenizer = t.Qwen2Tokenizer(vocab=vocab, merges=[], bos_token=bos, padding_side="left", extra_special_tokens=marks)
+    rope, codes = {"rope_type": "default", "mrope_section": [2, 3, 3], "rope_theta": 1e4}, 64
+    text = {**decoder(len(tokenizer), 1), "rope_parameters": rope, "vision_vocab_size": codes, "eos_token_id": codes}
+    prior = t.GlmImageForConditionalGeneration(t.GlmImageConfig(
+        text_config={**text, "pad_token_id": 0}, image_token_id=vocab["<|image|>"], image_start_token_id=vocab[bos],
+        vision_config={"depth": 1, "hidden_size": 16, "num_heads": 1, "intermediate_size": 16, "image_size": 32},
+        vq_config={"embed_dim": 16, "num_embeddings": codes, "latent_channels": 16}, image_end_token_id=codes,
+    ))  # fmt: skip
+    prior.generation_config.do_sample, prior.generation_config.top_k = True, 1
+    byt5 = t.ByT5Tokenizer(extra_ids=0)
+    glyphs = t.T5Config(vocab_size=len(byt5), d_model=WIDTH, d_kv=16, d_ff=WIDTH, num_layers=1, num_heads=2)
+    return d.GlmImagePipeline(
+        scheduler=flow(), tokenizer=byt5, text_encoder=t.T5EncoderModel(glyphs), vision_language_encoder=prior,
+        processor=t.GlmImageProcessor(t.GlmImageImageProcessor(), tokenizer, chat_template=CHAT),
+        vae=vae(4, latents_mean=[0.0, 0.1, 0.2, 0.3], latents_std=[1.0, 1.1, 1.2, 1.3]),
+        transformer=d.GlmImageTransformer2DModel(
+            in_channels=4, out_channels=4, num_layers=1, attention_head_dim=16, num_attention_heads=2, text_embed_dim=WIDTH,
+            time_embed_dim=8, condition_dim=4, prior_vq_quantizer_codebook_size=codes,
+        ),
+    )  # fmt: skip
+
+
 def hunyuan_image() -> d.HunyuanImagePipeline:
     tokenizer = byte_tokenizer()
     byt5 = t.ByT5Tokenizer(extra_ids=0)
@@ -491,6 +518,7 @@ TINY = {
     "aura_flow": Tiny(aura_flow, {"max_sequence_length": 16}, size=(32, 32)),
     "chroma": Tiny(chroma, {"max_sequence_length": 16}),
     "cogview4": Tiny(cogview4, SHORT),
+    "glm_image": Tiny(glm_image, SHORT, size=(32, 64)),
     "hunyuan_image": Tiny(hunyuan_image),
     "hidream": Tiny(hidream, {"max_sequence_length": 32}, size=(32, 32), attributes={"default_sample_size": 16}),
     "prx": Tiny(prx, guidance=None),

@@ -226,8 +226,8 @@ BUGS = [
     (
         "a run resumed between two stages has the wrong optimizer",
         "flow_grpo/train.py",
-        'self._enter_at(state["begin"])',
-        "self._enter_at(self.step)",
+        'self.enter_at(state["begin"])',
+        "self.enter_at(self.step)",
         "tests/test_methods.py -k one_run",
     ),
     (
@@ -355,6 +355,41 @@ BUGS = [
         "offset.append(centre[0] - centre[1])",
         "offset.append(centre[1] - centre[0])",
         "tests/test_geneval.py -k position",
+    ),
+    (
+        "the doctor overlooks Adam's eps",
+        "flow_grpo/checkup.py",
+        "(size / (size + self.eps))",
+        "(size / size)",
+        "tests/test_doctor.py -k adams_eps",
+    ),
+    (
+        "the doctor holds noisy pictures against noisy ones",
+        "flow_grpo/checkup.py",
+        "plain = draw(trainer, source, window=[])",
+        "plain = draw(trainer, source)",
+        "tests/test_doctor.py -k destroys",
+    ),
+    (
+        "the doctor calls a reward of chance repeatable",
+        "flow_grpo/tryout.py",
+        "once, again, mixed = scored(some), scored(some), some.mismatched()",
+        "mixed = some.mismatched()\n    once = again = scored(some)",
+        "tests/test_doctor.py -k about_a_reward",
+    ),
+    (
+        "the doctor measures the ratio before the update",
+        "flow_grpo/checkup.py",
+        "Update(trainer.policy, single, begin, trainer.processes)(experience, begin)",
+        "Update(trainer.policy, single, begin, trainer.processes)",
+        "tests/test_doctor.py -k adams_eps",
+    ),
+    (
+        "quoted words of one prompt pad the prompts beside it",
+        "flow_grpo/families.py",
+        'encoders=("generate_prior_tokens", "encode_prompt"), alone=True)',
+        'encoders=("generate_prior_tokens", "encode_prompt"))',
+        "tests/test_families.py -k quoted_word",
     ),
 ]
 

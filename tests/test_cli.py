@@ -181,13 +181,10 @@ def test_compare_ends_runs_at_their_target(trained):
     assert len((trained / "stopped" / "short" / "seed0" / "curve.jsonl").read_text().splitlines()) == 1
 
 
-def test_doctor_explores_and_examines(trained):
+def test_doctor_explores(trained):
     output = run("doctor", "short.yaml", "--explore", "--transitions", "cps", "--noise-levels", "0.8", cwd=trained)
     assert "reward variance owned by each step" in output
     assert (trained / "explore.png").stat().st_size > 10_000
-    output = run("doctor", "short.yaml", cwd=trained)
-    assert "exact" in output
-    assert "seconds a step" in output
 
 
 @pytest.mark.parametrize(

@@ -169,6 +169,13 @@ def test_a_merged_model_draws_what_its_lora_drew(folders, name, tmp_path):
     assert (expected - base).abs().max() > 1e-3
 
 
+def test_a_quoted_word_does_not_pad_the_prompts_beside_it(folders):
+    prompts = ['a sign "CAT"', "a big dog"]
+    beside, alone = loaded(folders, "glm_image").encode(prompts), loaded(folders, "glm_image").encode(prompts[1:])
+    for (_, one), (_, other) in zip(beside.take(ROWS[1:])[1], alone.take(ROWS[:1])[1], strict=True):
+        assert torch.equal(one[0], other[0])
+
+
 @pytest.mark.parametrize("name", TINY)
 def test_doctor_says_that_it_can_be_trained(folders, name):
     found = list(contract.examine(loaded(folders, name)))

@@ -51,7 +51,8 @@ def test_imports(file):
     assert "open_clip" not in found, "open_clip stays in rewards"
     if room not in ("cli", "__init__", "__main__"):
         assert not imports(file) & {"flow_grpo.cli"}
-    if room not in ("cli", "eval_cli", "__init__", "train", "evaluate", "measures", "compare", "doctor", "plan"):
+    drivers = ("train", "evaluate", "measures", "compare", "doctor", "checkup", "plan")
+    if room not in ("cli", "eval_cli", "__init__", *drivers):
         assert not imports(file) & {"flow_grpo.train", "flow_grpo.evaluate"}
 
 

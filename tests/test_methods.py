@@ -440,7 +440,7 @@ def test_nft_after_another_stage_begins_with_that_stages_policy_as_the_old_one(t
     for _ in range(2):
         trainer.training_step()
     trained = trainer.policy.adapter_state()
-    trainer._enter_at(2)
+    trainer.enter_at(2)
     old = trainer.policy.adapter_state("old")
     assert any(value.abs().max() > 0 for name, value in trained.items() if "lora_B" in name)
     assert all(torch.equal(value, old[name.replace(".default.", ".old.")]) for name, value in trained.items())

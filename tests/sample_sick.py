@@ -1,0 +1,34 @@
+"""Rewards that are ill, for the doctor's tests."""
+
+import torch
+
+
+def random(images, prompts):
+    return torch.rand(len(prompts))
+
+
+def shaky(images, prompts):
+    """Brightness with a little chance in it."""
+    return images.mean((1, 2, 3)) + 1e-4 * torch.rand(len(prompts))
+
+
+def length(images, prompts):
+    """Looks at the prompt and never at the picture."""
+    return [float(len(prompt)) for prompt in prompts]
+
+
+def inverts(images, prompts):
+    """Writes into the images that it was given."""
+    return images.neg_().add_(1).mean((1, 2, 3))
+
+
+def with_gradient(images, prompts):
+    with torch.enable_grad():
+        return images.mean((1, 2, 3)) * torch.ones(1, requires_grad=True)
+
+
+def dark(images, prompts):
+    """At its lowest for nearly all pictures."""
+    values = torch.zeros(len(prompts))
+    values[0] = 1
+    return values
