@@ -37,6 +37,8 @@ def test_a_held_out_reward_that_falls_while_the_trained_one_rises_is_caught():
 def test_what_falls_together_with_the_trained_reward_is_not_hacking():
     assert monitor.falls([reading(0, 0.5, 0.8), reading(10, 0.5, 0.6)]) == {}
     assert monitor.falls([reading(0, 0.5, 0.8), reading(10, 0.3, 0.6)]) == {}
+    setback = [reading(0, 0.5, 0.8), reading(10, 0.9, 0.9), reading(20, 0.8, 0.7)]
+    assert monitor.falls(setback) == {}, "both are above the first, and have fallen since"
 
 
 def test_a_trifle_that_all_prompts_share_does_not_warn():
@@ -94,7 +96,7 @@ def test_sharpness_is_what_a_blur_takes_away_and_distance_is_symmetric():
 
 
 def recorded(name: str) -> list[Reading]:
-    """128 held-out prompts of a run of `tiny_ocr` with other rewards, as it kept them: 24 steps, seed 0."""
+    """128 held-out prompts of a run of `compare/awm` with other rewards, as it kept them: 24 steps, seed 0."""
     rows = json.loads((RECORDED / f"{name}.json").read_text())
     looks = [{SHARPNESS: row["sharpness"], DIVERSITY: row["diversity"]} for row in rows]
     return [Reading(row["step"], row["reward"], row["held_out"], look) for row, look in zip(rows, looks, strict=True)]

@@ -102,7 +102,11 @@ def test_a_fresh_adapter_and_a_switched_off_one_are_the_base():
         assert torch.equal(base.velocity(LATENTS, torch.tensor(500.0), conditioning, ROWS), moved)
 
 
-def test_the_saved_lora_gives_the_same_picture_in_plain_diffusers(policy, tmp_path):
+@pytest.mark.parametrize("targets", [["to_q", "to_out.0"], "all"])
+def test_the_saved_lora_gives_the_same_picture_in_plain_diffusers(targets, tmp_path):
+    policy = tiny_policy()
+    policy.add_lora(4, 8, targets, seed=0)
+    stir(policy)
     file = policy.save_lora(tmp_path)
     assert file.name == "pytorch_lora_weights.safetensors"
     plain = StableDiffusion3Pipeline.from_pretrained(SHIPPED["tiny"], torch_dtype=torch.float32)
