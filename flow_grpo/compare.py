@@ -261,7 +261,8 @@ def _same_as_before(run: Run, overrides: list[str]) -> None:
     args, file = _settings(run, overrides), run.folder / "config.yaml"
     if args.evaluation.prompts is None:
         raise ValueError(f"{run.config} names no held-out prompts to compare on: set evaluation.prompts.")
-    if run.points() and file.exists() and FlowGRPOConfig.read(file) != args:
+    elsewhere = {"output": args.output}  # the folder may have been moved, or be named from another one
+    if run.points() and file.exists() and FlowGRPOConfig.read(file).model_copy(update=elsewhere) != args:
         raise ValueError(f"{run.folder} was begun with other settings: give another folder by --out.")
     run.folder.mkdir(parents=True, exist_ok=True)
     file.write_text(args.dump())

@@ -11,7 +11,9 @@ from pathlib import Path
 
 import pytest
 from conftest import short_run
+from forked import begin, run
 
+from flow_grpo.compare import Budget, compare
 from flow_grpo.grid import read_grid
 
 ROOT = Path(__file__).parent.parent
@@ -19,8 +21,8 @@ REWARD = Path(__file__).parent / "sample_rewards.py"
 CAT = 'red text "CAT" on a blue background'
 
 
-def run(*words: str, cwd: Path, code: int = 0) -> str:
-    """Runs flow-grpo and returns everything it wrote."""
+def run_anew(*words: str, cwd: Path, code: int = 0) -> str:
+    """Runs flow-grpo in an interpreter of its own and returns everything it wrote."""
     done = subprocess.run([sys.executable, "-m", "flow_grpo", *words], cwd=cwd, capture_output=True, text=True)
     output = done.stdout + done.stderr
     assert done.returncode == code, output
@@ -33,7 +35,7 @@ def trained(tmp_path_factory) -> Path:
     """A folder in which a short run was trained."""
     folder = tmp_path_factory.mktemp("cli")
     (folder / "short.yaml").write_text(short_run(folder / "runs" / "short").dump())
-    output = run("train", "short.yaml", cwd=folder)
+    output = run_anew("train", "short.yaml", cwd=folder)
     for foreign in ("warning", "Warning", "deprecat", "INFO", "Loading", "it/s"):
         assert foreign not in output, output
     return folder
@@ -128,9 +130,16 @@ def compare_words(folder: Path) -> list[str]:
     return ["compare", "short.yaml", "other.yaml", "--seeds", "1", "--budget", "images=16", "--slices", "2"]
 
 
+def compared(folder: Path, out: str, images: int = 16, slices: int = 2, **more) -> None:
+    """What the command does with `compare_words`."""
+    compare_words(folder)
+    configs = [str(folder / "short.yaml"), str(folder / "other.yaml")]
+    compare(configs, 1, Budget(images, "images", slices), folder / out, [], "reward", say=lambda line: None, **more)
+
+
 def test_compare_gives_every_run_the_same_budget_and_goes_on_where_it_was(trained):
     words = [*compare_words(trained), "--measure", "reward", "--target", "0.0"]
-    output = run(*words, "--out", "whole", cwd=trained)
+    output = run_anew(*words, "--out", "whole", cwd=trained)
     assert "deprecat" not in output, "other libraries keep quiet in the runs' own processes too"
     assert all(len(line) <= 80 for line in output.splitlines() if "│" in line)
     assert "to target, s" in output
@@ -146,16 +155,11 @@ def test_compare_gives_every_run_the_same_budget_and_goes_on_where_it_was(traine
     assert (trained / "whole" / "compare.png").stat().st_size > 10_000
     assert json.loads((trained / "whole" / "compare.json").read_text())["short"]["seeds"] == 1
 
-    process = subprocess.Popen(
-        [sys.executable, "-m", "flow_grpo", *words, "--out", "parts"], cwd=trained, stdout=subprocess.DEVNULL
-    )
-    deadline = time.monotonic() + 120
-    while not (trained / "parts" / "other" / "seed0" / "curve.jsonl").exists() and process.poll() is None:
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
-    process.kill()
-    process.wait()
-    run(*words, "--out", "parts", cwd=trained)
+    command = begin(*words, "--out", "parts", cwd=trained)
+    command.wait_for((trained / "parts" / "other" / "seed0" / "curve.jsonl").exists)
+    command.process.kill()
+    command.process.join()
+    compared(trained, "parts")
     for name, points in curves.items():
         lines = (trained / "parts" / name / "seed0" / "curve.jsonl").read_text().splitlines()
         assert [json.loads(line)["values"] for line in lines] == [point["values"] for point in points]
@@ -169,15 +173,13 @@ def test_compare_says_at_once_what_does_not_fit_its_folder(trained):
 
 
 def test_a_comparison_goes_on_with_a_larger_budget_of_the_same_slices(trained):
-    words = [*compare_words(trained), "--measure", "reward", "--out", "whole"]
-    words[words.index("images=16")], words[words.index("2")] = "images=24", "3"
-    run(*words, cwd=trained)
+    compared(trained, "whole", images=24, slices=3)
     lines = (trained / "whole" / "short" / "seed0" / "curve.jsonl").read_text().splitlines()
     assert [json.loads(line)["images"] for line in lines] == [0, 8, 16, 24]
 
 
 def test_compare_ends_runs_at_their_target(trained):
-    run(*compare_words(trained), "--measure", "reward", "--target", "0.0", "--stop", "--out", "stopped", cwd=trained)
+    compared(trained, "stopped", target=0.0, stop=True)
     assert len((trained / "stopped" / "short" / "seed0" / "curve.jsonl").read_text().splitlines()) == 1
 
 

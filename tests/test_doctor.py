@@ -3,14 +3,13 @@
 import json
 import os
 import signal
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import sample_sick as sick
 import torch
 from conftest import CALL, short_run
+from forked import begin, run
 from sample_rewards import brightness, flat, nan, raises
 
 import rewards
@@ -290,10 +289,8 @@ def test_the_command(tmp_path):
     reward = f"{Path(__file__).parent / 'sample_rewards.py'}:nan"
     args = short_run(tmp_path / "run", f"rewards={{{reward}: 1}}")
     (tmp_path / "short.yaml").write_text(args.dump())
-    words = [sys.executable, "-m", "flow_grpo", "doctor", "short.yaml"]
-    done = subprocess.run([*words, "--json", "look/found.json"], cwd=tmp_path, capture_output=True, text=True)
-    assert done.returncode == 1, done.stdout + done.stderr
-    table, (sentence, file) = done.stdout.splitlines()[:-2], done.stdout.splitlines()[-2:]
+    lines = run("doctor", "short.yaml", "--json", "look/found.json", cwd=tmp_path, code=1).splitlines()
+    table, (sentence, file) = lines[:-2], lines[-2:]
     assert all(len(line) <= 80 for line in table)
     assert any("WRONG: are not finite" in line for line in table)
     content = json.loads((tmp_path / "look/found.json").read_text())
@@ -304,14 +301,10 @@ def test_the_command(tmp_path):
     assert file == "verdicts: look/found.json"
     assert {path.name for path in tmp_path.iterdir()} == {"short.yaml", "look"}
 
-    process = subprocess.Popen(words, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env={
-        **os.environ, "PYTHONUNBUFFERED": "1",
-    })  # fmt: skip
-    assert process.stdout
-    assert process.stdout.readline().startswith("tiny, grpo")
-    process.send_signal(signal.SIGINT)
-    assert process.wait(timeout=60) == 130
-    assert "Traceback" not in process.stdout.read()
+    command = begin("doctor", "short.yaml", cwd=tmp_path)
+    command.wait_for(lambda: command.output.startswith("tiny, grpo"))
+    os.kill(command.process.pid, signal.SIGINT)
+    command.finish(130)
 
 
 def test_the_shipped_prompts_are_clean():

@@ -3,14 +3,12 @@
 import json
 import os
 import signal
-import subprocess
-import sys
-import time
 from pathlib import Path
 
 import pytest
 import torch
 from conftest import short_run, tiny_policy
+from forked import begin
 from safetensors.torch import load_file
 
 from flow_grpo.config import FlowGRPOConfig
@@ -80,13 +78,10 @@ def test_a_killed_run_resumes_to_the_same_numbers(tmp_path):
     config = tmp_path / "run.yaml"
     args = short_run(tmp_path / "killed", *common)
     config.write_text(args.dump())
-    process = subprocess.Popen([sys.executable, "-m", "flow_grpo", "train", str(config)], stdout=subprocess.DEVNULL)
-    deadline = time.monotonic() + 120
-    while not (tmp_path / "killed" / "checkpoints" / "step_000002").exists() and process.poll() is None:
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
-    process.send_signal(signal.SIGKILL)
-    process.wait()
+    command = begin("train", str(config), cwd=tmp_path)
+    command.wait_for((tmp_path / "killed" / "checkpoints" / "step_000002").exists)
+    command.process.kill()
+    command.process.join()
     FlowGRPOTrainer(args=args).train(resume=True)
     assert numbers(tmp_path / "killed") == numbers(tmp_path / "whole")
     assert same(weights(tmp_path / "killed"), weights(tmp_path / "whole"))
@@ -96,21 +91,10 @@ def test_a_killed_run_resumes_to_the_same_numbers(tmp_path):
 def test_a_signal_saves_and_says_how_to_go_on(tmp_path, number):
     config = tmp_path / "run.yaml"
     config.write_text(short_run(tmp_path / "run", "steps=200", "save_every=200").dump())
-    process = subprocess.Popen(
-        [sys.executable, "-m", "flow_grpo", "train", str(config)],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
-    deadline = time.monotonic() + 120
-    while len(read_metrics(tmp_path / "run")) < 3 and process.poll() is None:
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
-    os.kill(process.pid, number)
-    output, _ = process.communicate(timeout=60)
-    assert process.returncode == 130, output
-    assert "--resume" in output
-    assert "Traceback" not in output
+    command = begin("train", str(config), cwd=tmp_path)
+    command.wait_for(lambda: len(read_metrics(tmp_path / "run")) >= 3)
+    os.kill(command.process.pid, number)
+    assert "--resume" in command.finish(130)
     logged = [row["step"] for row in read_metrics(tmp_path / "run") if "reward" in row]
     saved = sorted((tmp_path / "run" / "checkpoints").iterdir())[-1].name
     assert saved == f"step_{logged[-1]:06d}"

@@ -1,12 +1,11 @@
 """`rewards list | info | test`: what people see of a reward before they train on it."""
 
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
+from forked import run
 from PIL import Image
 
 import rewards
@@ -18,12 +17,6 @@ ROOT = Path(__file__).parent.parent
 PROMPTS = [f'red text "{word}" on a {color} background' for word in ("CAT", "HORSE") for color in ("blue", "white")]
 
 
-def run(*words: str, cwd: Path = ROOT) -> str:
-    done = subprocess.run([sys.executable, "-m", "flow_grpo", *words], cwd=cwd, capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
-
-
 @pytest.fixture(scope="module")
 def signs() -> Pictures:
     return Pictures(
@@ -32,7 +25,7 @@ def signs() -> Pictures:
 
 
 def test_every_reward_is_listed_with_what_it_measures():
-    output = run("rewards", "list")
+    output = run("rewards", "list", cwd=ROOT)
     for name in rewards.NAMES:
         line = re.search(rf"^{name} +(\S.*)$", output, re.MULTILINE)
         assert line, output
@@ -40,10 +33,10 @@ def test_every_reward_is_listed_with_what_it_measures():
 
 
 def test_info_has_the_docstring_and_the_options():
-    output = run("rewards", "info", "judge")
+    output = run("rewards", "info", "judge", cwd=ROOT)
     for part in ("VQAScore (arXiv 2404.01291)", "Gamed by", "Apache-2.0", "concurrency", "16", "to be given", "{prompt}"):
         assert part in output, output
-    own = run("rewards", "info", f"{Path(__file__).parent / 'sample_rewards.py'}:scaled")
+    own = run("rewards", "info", f"{Path(__file__).parent / 'sample_rewards.py'}:scaled", cwd=ROOT)
     assert "factor" in own
     assert "1.0" in own
 
