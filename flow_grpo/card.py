@@ -53,6 +53,7 @@ def write(folder: Path, run: Story, args: FlowGRPOConfig, step: int, merged: boo
     content = {
         "code": code,
         "words": words,
+        "linked": linked,
         "fenced": fenced,
         "short": summary.short,
         "name": source.rpartition("/")[2],
@@ -196,6 +197,11 @@ def code(text: Any) -> str:
     inside = plain(text).strip().replace("|", "\\|") or " "
     fence = "`" * (1 + max(map(len, re.findall("`+", inside)), default=0))
     return f"{fence} {inside} {fence}" if "`" in inside else f"{fence}{inside}{fence}"
+
+
+def linked(address: str) -> str:
+    """A link, where it is nothing but an address."""
+    return f"<{address}>" if re.fullmatch(r"https://[^\s<>\"'`]+", address) else code(address)
 
 
 def words(text: Any) -> str:

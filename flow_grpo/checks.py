@@ -110,6 +110,10 @@ def check_whole(args: "FlowGRPOConfig") -> None:
             f"memory.quantize={args.memory.quantize} is for base weights that are not trained, and lora=null trains all of them: "
             "leave one of the two out."
         )
+    if args.memory.shard and args.optimizer.name == "adamw_8bit":
+        raise ValueError(
+            "optimizer.name=adamw_8bit can't take weights in shares: with lora=null set memory.shard=false, or adamw."
+        )
 
 
 def check_window(o: "ObjectiveConfig", s: "SamplingConfig") -> None:

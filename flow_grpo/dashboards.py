@@ -49,7 +49,7 @@ def start(folder: Path, args: FlowGRPOConfig, say: Callable[[str], None], step: 
     """
     os.environ.update({key: value for key, value in QUIET.items() if key not in os.environ})
     file, found = folder / IDENTITIES, []
-    known = json.loads(file.read_text()) if step is not None and file.is_file() else {}
+    known = _known(file) if step is not None else {}
     for name, options in args.trackers.items():
         identity = known.get(name)
         try:
@@ -66,6 +66,14 @@ def start(folder: Path, args: FlowGRPOConfig, say: Callable[[str], None], step: 
         known[name] = board.identity
     file.write_text(json.dumps(known))
     return found
+
+
+def _known(file: Path) -> dict[str, str]:
+    """By which names the services know the run; without them, or with half of them written, it is a new one to them."""
+    try:
+        return dict(json.loads(file.read_text()))
+    except (OSError, ValueError, TypeError):
+        return {}
 
 
 class Board:

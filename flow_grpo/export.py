@@ -148,6 +148,8 @@ def check_push(repo: str) -> None:
     """ValueError if the hub can't take it: no user/name, or no token."""
     try:
         validate_repo_id(repo)
+        if repo.count("/") != 1:
+            raise HFValidationError("no user")
     except HFValidationError as error:
         raise ValueError(f"{repo!r} is no name for the hub: give --push user/name.") from error
     if get_token() is None:
@@ -163,6 +165,8 @@ def push(folder: Path, repo: str, private: bool) -> str:
     disable_progress_bars()
     try:
         made = api.create_repo(repo, private=private or None, exist_ok=True)
+        if private and not api.repo_info(made.repo_id).private:  # it was there before
+            raise ValueError("the repository is public: make it private on its page, or push to another one.")
         message = f"{content['run']}, step {content['step']}, by flow-grpo {content['flow_grpo']}"
         api.upload_folder(repo_id=made.repo_id, folder_path=folder, commit_message=message, allow_patterns=content["files"])
     except (OSError, ValueError, httpx.HTTPError) as error:

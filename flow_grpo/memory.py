@@ -86,6 +86,16 @@ def gathered(value: Tensor) -> Tensor:
     return value.full_tensor() if isinstance(value, DTensor) else value
 
 
+def gathered_on_cpu(values: dict[str, Tensor], keep: bool = True) -> dict[str, Tensor]:
+    """Whole copies on the CPU, one after another: a process that only helps the others to theirs keeps none."""
+    found = {}
+    for name, value in values.items():
+        whole = gathered(value.detach())
+        if keep:
+            found[name] = whole.to("cpu", copy=True)
+    return found
+
+
 def spread_like(value: Tensor, like: Tensor) -> Tensor:
     """A whole tensor, in shares on all processes where `like` is."""
     if isinstance(like, DTensor) and not isinstance(value, DTensor):

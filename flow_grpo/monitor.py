@@ -4,7 +4,7 @@ Every evaluation draws the same held-out prompts from the same seeds, so two of 
 is the mean of the prompts' own differences, its standard error their standard deviation over the root of their number. The rule,
 at each evaluation:
 
-    the trained reward has risen    above the first evaluation's by more than 3 standard errors, and since the best one below, and
+    the trained reward has risen    above the first evaluation's by more than 3 standard errors, not fallen since the best one below, and
     a watched measure has fallen    below its best evaluation so far by more than 3 standard errors, and by more than a share of
                                     its size, the root mean square over the prompts at that best one: a fiftieth of a reward
                                     that is not trained on, a third of the sharpness, three quarters of the diversity.
@@ -52,7 +52,7 @@ def falls(history: list[Reading]) -> dict[str, tuple[int, float]]:
     for name, values in {**now.held_out, **now.looks}.items():
         of = {reading.step: {**reading.held_out, **reading.looks}.get(name, []) for reading in history}
         best = max(of, key=lambda step: _mean(of[step]))
-        if rewards[now.step] <= rewards[best]:
+        if rewards[now.step] < rewards[best]:
             continue
         loss, error = difference(of[best], values)
         size = _size(of[best])

@@ -22,7 +22,7 @@ from torch import Tensor
 from flow_grpo import hub
 from flow_grpo.embeddings import Embeddings
 from flow_grpo.hub import PEFT_WEIGHTS, WEIGHTS
-from flow_grpo.memory import arrange, compile_blocks, gathered, quantization, shard, spread_like
+from flow_grpo.memory import arrange, compile_blocks, gathered_on_cpu, quantization, shard, spread_like
 from flow_grpo.parallel import Processes
 from flow_grpo.pipeline import ENCODERS, PROBES, FlowPipeline
 from flow_grpo.probe import first_line
@@ -53,8 +53,8 @@ class Policy(FlowPipeline):
 
     def train_all(self) -> None:
         """From here on all weights of the transformer are trained. They are float32; autocast lowers what is computed."""
-        self.pipe.transformer.float().requires_grad_(True)
-        self.whole = Whole(self.pipe.transformer, self.dtype)
+        self.whole = Whole(self.pipe.transformer)
+        self.whole.train()
 
     @property
     def trains_all(self) -> bool:
@@ -118,8 +118,9 @@ class Policy(FlowPipeline):
         source = str(folder if folder.exists() else path)
         try:
             if Whole.lies_in(folder):
-                self.whole = Whole(self.pipe.transformer, self.dtype)
-                self.whole.load(folder)
+                whole = Whole(self.pipe.transformer)
+                whole.load(folder)
+                self.whole = whole
                 return
             if self.loads_loras:
                 self.pipe.load_lora_weights(source, weight_name=name, adapter_name="default")
@@ -294,13 +295,13 @@ class Policy(FlowPipeline):
             return folder / PEFT_WEIGHTS
         return folder / WEIGHTS
 
-    def adapter_state(self, adapter: str = "default") -> dict[str, Tensor]:
-        """The trained parameters, whole, on the CPU. Where they are spread, all processes must ask."""
-        return {name: gathered(p.detach()).cpu().clone() for name, p in self.parameters(adapter).items()}
+    def adapter_state(self, adapter: str = "default", keep: bool = True) -> dict[str, Tensor]:
+        """The trained parameters, whole, on the CPU. Where they are spread, all processes must ask, and need not `keep` them."""
+        return gathered_on_cpu(dict(self.parameters(adapter)), keep)
 
-    def ema_state(self) -> dict[str, Tensor]:
+    def ema_state(self, keep: bool = True) -> dict[str, Tensor]:
         """Their moving average, likewise."""
-        return {name: gathered(value).cpu() for name, value in self.ema.items()}
+        return gathered_on_cpu(self.ema, keep)
 
     def load_ema_state(self, state: dict[str, Tensor]) -> None:
         own = self.parameters()

@@ -1,6 +1,7 @@
 """The loop: deal prompts, roll out, score, compare within groups, update the adapter."""
 
 import copy
+import shutil
 import signal
 import time
 from collections.abc import Iterator
@@ -216,17 +217,18 @@ class FlowGRPOTrainer:
         """Writes a checkpoint of everything that the next step depends on. All hold the same, or a share of it, and one writes."""
         if not self.processes.first and not self.policy.spread:
             return
+        keep = self.processes.first
         state = {
             "step": self.step,
-            "adapter": self.policy.adapter_state(),
-            "ema": self.policy.ema_state(),
-            **self.update.state(),
+            "adapter": self.policy.adapter_state(keep=keep),
+            "ema": self.policy.ema_state(keep),
+            **self.update.state(keep),
             "begin": self.begin,
             "memory": self._memory(),
         }
         if "old" in self.policy.adapters:
             state["old"] = self.policy.adapter_state("old")
-        if self.processes.first:
+        if keep:
             checkpoint.save(self.folder / "checkpoints", self.step, state, self.args.keep)
 
     def _may_stop_now(self) -> bool:
@@ -275,6 +277,9 @@ class FlowGRPOTrainer:
         self.processes.everyone(None)  # all have read
         if self.processes.first:
             checkpoint.drop_after(self.folder / "checkpoints", self.step)
+            if self.step < self.args.steps:  # what an end at an earlier step has left is no longer the last
+                shutil.rmtree(self.folder / self._result, ignore_errors=True)
+            (self.folder / "config.yaml").write_text(self.args.dump())  # some settings may change
         tracker.resume(self.step)
         if self.record is not None:
             self.record.resume(self.step)
@@ -309,12 +314,15 @@ class FlowGRPOTrainer:
 
     def _finish(self, tracker: Tracker) -> dict[str, float]:
         with self.policy.averaged():
-            trained = self.policy.save(
-                self.folder / ("transformer" if self.policy.trains_all else "lora"), self.processes.first
-            )
+            trained = self.policy.save(self.folder / self._result, self.processes.first)
         if not self.processes.first:
             return {}
         return tracker.conclude(trained, report.write([self.folder], self.folder / report.FILE))
+
+    @property
+    def _result(self) -> str:
+        """Name of the folder that a finished run leaves."""
+        return "transformer" if self.policy.trains_all else "lora"
 
     def _due(self) -> bool:
         """Whether this step is evaluated: the first, the last, and every so many."""
@@ -327,18 +335,21 @@ class FlowGRPOTrainer:
             return
         started = time.perf_counter()
         found = self.evaluate()
-        best = self.record is not None and self._note(tracker, found, time.perf_counter() - started)
-        if self.processes.everyone(best)[0]:
+        seconds = time.perf_counter() - started
+        prompts, seed = self.eval_set.prompts, self.args.evaluation.seed
+        trained = [name for name, weight in self.held_out.weights.items() if weight]
+        history = self.record.evaluation(self.step, found, prompts, seed, trained) if self.record else []
+        if self.processes.everyone(bool(history) and monitor.best(history) == self.step)[0]:  # before the metrics name it
             with self.policy.averaged():
                 self.policy.save(self.folder / "best", self.processes.first)
+        if self.record is not None:
+            self._note(tracker, found, history, seconds)
 
-    def _note(self, tracker: Tracker, found: Evaluation, seconds: float) -> bool:
-        """Writes and says what an evaluation found; whether it is the best one so far."""
+    def _note(self, tracker: Tracker, found: Evaluation, history: list[monitor.Reading], seconds: float) -> None:
+        """Writes and says what an evaluation found."""
         assert self.record
         assert self.eval_set
         prompts, seed = self.eval_set.prompts, self.args.evaluation.seed
-        trained = [name for name, weight in self.held_out.weights.items() if weight]
-        history = self.record.evaluation(self.step, found, prompts, seed, trained)
         if self.step in (0, self.args.steps):
             before_after(self.folder, self.step == 0, found.pictures, prompts[:PREVIEWS], seed, self.args.model)
         more = {**monitor.numbers(history), "time/evaluation": seconds}
@@ -346,7 +357,6 @@ class FlowGRPOTrainer:
         for name, sentence in monitor.warnings(history).items():
             tracker.warn(self.step, sentence, fallen=name)
         report.write([self.folder], self.folder / report.FILE)
-        return monitor.best(history) == self.step
 
     def evaluate(self) -> Evaluation:
         """The held-out prompts, drawn by the averaged adapter and measured."""

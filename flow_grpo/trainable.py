@@ -43,6 +43,8 @@ def add_trained(policy: Policy, args: FlowGRPOConfig) -> None:
         if policy.has_lora:
             raise ValueError("lora=null trains all weights, but the policy that was given carries a LoRA: give one without.")
         policy.train_all()
+    elif policy.trains_all and args.lora.start is None:
+        raise ValueError("the policy that was given trains all weights: set lora=null, or give one that does not.")
     elif policy.trains_all:
         raise ValueError(
             f"lora.start={args.lora.start} holds a whole transformer: merge it into a model by `flow-grpo export`, and set model."
@@ -57,12 +59,15 @@ def load_trained(policy: Policy, place: str) -> None:
     Of a checkpoint it is the moving average, where it has one, as that is what a run evaluates and saves. ValueError as there, or
     if the checkpoint is damaged.
     """
-    folder = Path(place)
+    folder = Path(place).resolve()
     if not (folder / checkpoint.SEAL).is_file():
         policy.load_lora(place)
         return
-    state = checkpoint.read(folder.parent, int(folder.name.removeprefix("step_")))
-    args = FlowGRPOConfig.read(folder.parent.parent / hub.CONFIG)
+    config, step = folder.parent.parent / hub.CONFIG, folder.name.removeprefix("step_")
+    if not config.is_file() or not step.isdecimal():
+        raise ValueError(f"the checkpoint {place} is not where its run left it, as checkpoints/step_000100 of a run folder.")
+    state = checkpoint.read(folder.parent, int(step))
+    args = FlowGRPOConfig.read(config)
     if args.lora and args.lora.start:
         policy.load_lora(args.lora.start)
     add_trained(policy, args)

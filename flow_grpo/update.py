@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from flow_grpo.config import FlowGRPOConfig
-from flow_grpo.memory import gathered, spread_like
+from flow_grpo.memory import gathered, gathered_on_cpu, spread_like
 from flow_grpo.parallel import Processes
 from flow_grpo.policy import Policy
 from flow_grpo.sections import OptimizerConfig
@@ -80,16 +80,21 @@ class Update:
         self.optimizer.zero_grad(set_to_none=True)
         self.clip.forget()
 
-    def state(self) -> dict[str, Any]:
-        """Whole, also of parameters in shares: then all processes must ask."""
-        optimizer = self.optimizer.state_dict()
-        moments = {p: {n: gathered(v) for n, v in values.items()} for p, values in optimizer["state"].items()}
+    def state(self, keep: bool = True) -> dict[str, Any]:
+        """Whole, also of parameters in shares: then all processes must ask, and need not `keep` the moments."""
+        optimizer, moments = self.optimizer.state_dict(), {}
+        for place, values in optimizer["state"].items():
+            tensors = {name: value for name, value in values.items() if isinstance(value, Tensor)}
+            moments[place] = {**values, **gathered_on_cpu(tensors, keep)}
         return {"optimizer": {**optimizer, "state": moments}, "scaler": self.scaler.state_dict(), "packs": self.packs}
 
     def load(self, state: dict[str, Any]) -> None:
-        self.optimizer.load_state_dict(state["optimizer"])
-        for parameter, values in self.optimizer.state.items():
-            values.update({n: spread_like(v, parameter) for n, v in values.items() if v.shape == parameter.shape})
+        own = [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
+        moments = {
+            place: {n: spread_like(v, own[place]) if _of_shape(v, own[place]) else v for n, v in values.items()}
+            for place, values in state["optimizer"]["state"].items()
+        }
+        self.optimizer.load_state_dict({**state["optimizer"], "state": moments})
         self.scaler.load_state_dict(state["scaler"])
         self.packs = state["packs"]
 
@@ -175,6 +180,10 @@ class Update:
         if self.args.ema_decay and finite:
             self.policy.update_ema(min(self.args.ema_decay, (1 + step) / (10 + step)))
         return {"grad_norm": norm, "grad_rms": norm / count**0.5} if finite else {"grad_overflow": 1.0}
+
+
+def _of_shape(value: Any, parameter: Tensor) -> bool:
+    return isinstance(value, Tensor) and value.shape == parameter.shape
 
 
 def _optimizer(parameters: list[torch.nn.Parameter], o: OptimizerConfig) -> torch.optim.Optimizer:

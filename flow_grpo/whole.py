@@ -1,5 +1,6 @@
 """A transformer whose weights are all other than the base model's, which are kept beside them."""
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -7,24 +8,23 @@ import torch
 from huggingface_hub import save_torch_state_dict
 from torch import Tensor
 
-from flow_grpo.memory import gathered
+from flow_grpo.memory import gathered_on_cpu
 
 NAMED = "diffusion_pytorch_model"  # how diffusers begins the names of a transformer's files
+CONFIG = "config.json"
 
 
 class Whole:
     """All weights of a transformer, in place of a LoRA on it.
 
-    Args:
-        dtype: in which they are written: that of the base model.
-
     Attributes:
         base: the base model's weights by name, once they were kept; while `swap` has exchanged them, the others.
     """
 
-    def __init__(self, transformer: Any, dtype: torch.dtype) -> None:
-        self.transformer, self.dtype = transformer, dtype
+    def __init__(self, transformer: Any) -> None:
+        self.transformer, self.kind = transformer, type(transformer).__name__  # which sharding changes
         self.base: dict[str, Tensor] = {}
+        self._dtypes = {name: value.dtype for name, value in self._values()}  # some families keep a few modules in float32
 
     @staticmethod
     def lies_in(folder: Path) -> bool:
@@ -33,34 +33,52 @@ class Whole:
     def parameters(self) -> dict[str, torch.nn.Parameter]:
         return dict(self.transformer.named_parameters())
 
+    def train(self) -> None:
+        """All weights are float32 and want gradients."""
+        self.transformer.float().requires_grad_(True)
+
     def keep_base(self, device: torch.device | str | None) -> None:
         """Keeps the weights as they are now, as those of the base model: there, or where they are."""
         parameters = self.parameters().items()
         self.base = {n: p.detach().clone() if device is None else p.detach().to(device, copy=True) for n, p in parameters}
 
-    @torch.no_grad()
     def swap(self) -> None:
-        """The base model's weights in place of these, or back. Past autograd, which would not go back through weights that were
-        touched: when it does, they are what they were."""
-        parameters = self.parameters()
-        for name, kept in self.base.items():
-            here = parameters[name].data.clone()
-            parameters[name].data.copy_(kept)
-            kept.copy_(here)
+        """The base model's weights in place of these, or back; all or, if memory runs out, none."""
+        done: list[str] = []
+        try:
+            for name in self.base:
+                self._exchange(name)
+                done.append(name)
+        except BaseException:
+            for name in done:
+                self._exchange(name)
+            raise
+
+    @torch.no_grad()
+    def _exchange(self, name: str) -> None:
+        """Past autograd, which would not go back through weights that were touched: when it does, they are what they were."""
+        own, kept = self.transformer.get_parameter(name).data, self.base[name]
+        here = own.to(kept.device, copy=True)
+        own.copy_(kept)
+        kept.copy_(here)
 
     def leave(self) -> None:
-        """Puts the base model's weights back, for good."""
+        """Puts the base model's weights back, for good, as they were loaded."""
         self.swap()
         self.base = {}
-        self.transformer.to(self.dtype).requires_grad_(False)
+        self.transformer.requires_grad_(False)
+        for name, value in self._values():
+            value.data = value.data.to(self._dtypes[name])
 
     def save(self, folder: Path, write: bool) -> Path:
         """Writes it as diffusers reads it. Where it lies in shares on all processes, all must ask, and one writes."""
-        state = {name: gathered(value).cpu() for name, value in self.transformer.state_dict().items()}
+        state = gathered_on_cpu(self.transformer.state_dict(), write)
         if write:
             folder.mkdir(parents=True, exist_ok=True)
             self.transformer.save_config(folder)
-            state = {n: v.to(self.dtype) if v.is_floating_point() else v for n, v in state.items()}
+            config = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
+            (folder / CONFIG).write_text(json.dumps({**config, "_class_name": self.kind}, indent=2), encoding="utf-8")
+            state = {name: value.to(self._dtypes[name]) for name, value in state.items()}
             save_torch_state_dict(state, folder, filename_pattern=NAMED + "{suffix}.safetensors")
         return folder
 
@@ -72,3 +90,6 @@ class Whole:
             raise ValueError("it is of another model")
         self.keep_base("cpu")
         self.transformer.load_state_dict(loaded)
+
+    def _values(self) -> list[tuple[str, Tensor]]:
+        return [*self.transformer.named_parameters(), *self.transformer.named_buffers()]

@@ -230,6 +230,8 @@ def test_what_is_not_there_is_a_sentence(run, tmp_path, monkeypatch):
         check_push("me/signs")
     with pytest.raises(ValueError, match="is no name for the hub"):
         check_push("me/my signs/x")
+    with pytest.raises(ValueError, match="is no name for the hub"):
+        check_push("signs")
 
 
 def test_the_card_says_what_the_monitor_said_and_what_is_not_known(tmp_path):
@@ -276,7 +278,8 @@ class Hub(BaseHTTPRequestHandler):
             self.answer({"commitOid": "1", "commitUrl": f"http://{self.headers['Host']}/me/signs/commit/1", "success": True})
 
     def do_GET(self):
-        self.answer({"id": "me/signs", "sha": "0", "siblings": [], "name": "me", "type": "user", "auth": {}})
+        who = {"id": "me/signs", "sha": "0", "siblings": [], "name": "me", "type": "user", "auth": {}}
+        self.answer({**who, "private": "/known" not in self.path})
 
     def answer(self, content: dict, status: int = 200):
         text = json.dumps(content).encode()
@@ -314,8 +317,9 @@ def test_pushing_gives_the_hub_the_exports_files_and_a_refusal_is_a_sentence(run
     assert sent.keys() == set(json.loads((tmp_path / "signs" / hub.EXPORT).read_text())["files"])
     assert sent[hub.WEIGHTS] == (run / "lora" / hub.WEIGHTS).read_bytes()
     assert b"load_lora_weights('me/signs'" in sent[card.CARD]
-    refused = pushed("them/signs")
+    refused, public = pushed("them/signs"), pushed("known/signs")
     server.shutdown()
+    assert "the repository is public: make it private" in public.stderr
     assert refused.returncode == 2
     assert "but the hub did not take it as them/signs: " in refused.stderr
     assert len(refused.stderr.strip().splitlines()) == 1

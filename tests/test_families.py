@@ -169,6 +169,19 @@ def test_a_merged_model_draws_what_its_lora_drew(folders, name, tmp_path):
     assert (expected - base).abs().max() > 1e-3
 
 
+@pytest.mark.parametrize("name", [name for name, tiny in TINY.items() if not tiny.attributes])
+def test_all_weights_can_be_trained_and_the_base_model_comes_back_as_it_was_loaded(folders, name):
+    """Some keep a few modules in float32."""
+    policy = loaded(folders, name, dtype="bf16")
+    before = {n: v.clone() for n, v in policy.pipe.transformer.state_dict().items()}
+    policy.train_all()
+    policy.keep_base("cpu")
+    assert {p.dtype for p in policy.parameters().values()} == {torch.float32}
+    policy.strip()
+    after = policy.pipe.transformer.state_dict()
+    assert all(torch.equal(after[n], v) and after[n].dtype == v.dtype for n, v in before.items())
+
+
 def test_a_quoted_word_does_not_pad_the_prompts_beside_it(folders):
     prompts = ['a sign "CAT"', "a big dog"]
     beside, alone = loaded(folders, "glm_image").encode(prompts), loaded(folders, "glm_image").encode(prompts[1:])

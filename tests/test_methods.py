@@ -54,13 +54,13 @@ def test_every_objective_raises_its_reward(tmp_path, name):
             tmp_path / str(sign),
             *objective(name),
             f"rewards={{'{BRIGHT}': {sign}}}",
-            "steps=8",
+            "steps=4",
             "images_per_prompt=8",
             "microbatch=16",
             "optimizer.lr=8e-3",
         )
         trainer = FlowGRPOTrainer(args=run)
-        for _ in range(8):
+        for _ in range(4):
             trainer.training_step()
         ends.append(trainer.evaluate().means()[BRIGHT])
     assert ends[0] - ends[1] > 0.005

@@ -5,8 +5,8 @@ import shutil
 import pytest
 import torch
 from conftest import CALL, PROMPTS, short_run, tiny_policy
-from diffusers import DiffusionPipeline
-from test_parallel import adapter, config, finished, run_alone, same, start
+from diffusers import AutoModel, DiffusionPipeline
+from test_parallel import config, finished, run_alone, same, start
 
 from flow_grpo import checkpoint, measures, targets
 from flow_grpo.evaluate import draw
@@ -94,6 +94,34 @@ def test_the_saved_transformer_is_what_was_trained_here_and_in_plain_diffusers(t
     assert (before - draw(again, PROMPTS, [0, 1], 3)).abs().max() > 1e-3
 
 
+def test_a_swap_that_fails_half_way_leaves_the_weights_as_they_were():
+    policy = tiny_policy()
+    policy.train_all()
+    policy.keep_base("cpu")
+    with torch.no_grad():
+        for parameter in policy.parameters().values():
+            parameter.add_(1)
+    now, name = weights(policy), list(policy.whole.base)[20]
+    kept = policy.whole.base[name]
+    policy.whole.base[name] = kept[..., :0]  # stands for memory that runs out
+    with pytest.raises(RuntimeError), policy.reference():
+        pass
+    assert equal(weights(policy), now)
+
+
+def test_an_optimizer_with_plain_numbers_in_its_state_is_restored(tmp_path):
+    """As the 8-bit one's step is."""
+    trainer = FlowGRPOTrainer(args=short_run(tmp_path))
+    trainer.training_step()
+    state = trainer.update.state()
+    for values in state["optimizer"]["state"].values():
+        values["step"] = 1
+    trainer.update.load(state)
+    restored = trainer.update.state()["optimizer"]["state"].values()
+    assert {values["step"] for values in restored} == {1}
+    assert any(values["exp_avg"].any() for values in restored)
+
+
 def test_eval_puts_a_run_and_a_checkpoint_on_and_takes_them_off(trained):
     trainer, _, _, folder = trained
     policy = load_policy("tiny", "cpu", "bf16", **CALL)
@@ -135,7 +163,11 @@ def test_two_processes_that_share_the_weights_do_what_one_does(tmp_path):
         shutil.copytree(tmp_path / "2" / "run", folder / "run")
         shutil.rmtree(folder / "run" / "checkpoints" / "step_000002")
         run_alone(file, resume=True) if processes == 1 else finished(start(file, processes, "--resume"))
-        torch.testing.assert_close(adapter(folder), adapter(tmp_path / "1"), rtol=0, atol=2e-5)
+        found, expected = (checkpoint.latest(place / "run" / "checkpoints")[0] for place in (folder, tmp_path / "1"))
+        for part in ("adapter", "ema"):
+            torch.testing.assert_close(found[part], expected[part], rtol=0, atol=2e-5)
+    shared, alone = (AutoModel.from_pretrained(str(tmp_path / place / "run" / "transformer")) for place in "21")
+    torch.testing.assert_close(shared.state_dict(), alone.state_dict(), rtol=0, atol=2e-5)
 
 
 @pytest.mark.parametrize(
