@@ -153,6 +153,7 @@ def read_metrics(folder: Path) -> list[dict]:
 def plot_curves(folder: Path) -> Path | None:
     """Draws reward.png: the trained reward with its spread, and the held-out measures, over the training steps."""
     from matplotlib.figure import Figure
+    from matplotlib.ticker import MaxNLocator
 
     rows = read_metrics(folder)
     train = [row for row in rows if "reward" in row]
@@ -181,6 +182,7 @@ def plot_curves(folder: Path) -> Path | None:
         points = [(row["step"], row[name]) for row in held_out if name in row]
         axes.plot(*zip(*points, strict=True), marker="o", color=f"C{i + 1}", label=f"held out: {name[5:]}")
     axes.set_xlabel("training step")
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     axes.grid(alpha=0.25)
     axes.spines[["top", "right"]].set_visible(False)
     axes.legend(frameon=False, loc="lower right")
