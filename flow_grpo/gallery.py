@@ -154,7 +154,7 @@ def _inside(manifest: Path, name: object) -> Path:
 def _seed(manifest: Path, value: object) -> int | None:
     if value is None or value != value:  # a table's empty number is NaN
         return None
-    if isinstance(value, bool) or not isinstance(value, int | float) or int(value) != value:
+    if isinstance(value, bool) or not isinstance(value, int | float) or value % 1 != 0:
         raise ValueError(f"{manifest} has the seed {value!r}, which is no whole number.")
     return int(value)
 
