@@ -1,6 +1,8 @@
 """The command line of measuring: eval, score."""
 
 import json
+import re
+import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -21,6 +23,7 @@ if TYPE_CHECKING:
     from rewards import WeightedSum
 
 console = Console()
+SETTING = re.compile(r"[\w.:-]+=")  # a path with an equals sign is told from it by a slash before that: ./a=b
 Targets = Annotated[
     list[str] | None,
     typer.Argument(
@@ -94,20 +97,21 @@ def evaluate(
     from flow_grpo.targets import Model, Reading, find
 
     quiet_libraries()
-    words = [word for word in targets or [] if "=" not in word or Path(word).exists()]
-    overrides = [word for word in targets or [] if word not in words]
+    words = [word for word in targets or [] if not SETTING.match(word)]
+    overrides = [word for word in targets or [] if SETTING.match(word)]
     known = _prompts(prompts)
-    how = Reading(config, overrides, _prompt_set(known), _sheet(rows, columns, padding))
+    how = Reading(config, overrides, _prompt_set(known), _sheet(rows, columns, padding), limit)
     found = find(words if words or lora else ["tiny_ocr"], how, lora)
     models = [target for target in found if isinstance(target, Model)]
     args = models[0].args if models else FlowGRPOConfig.read(config, overrides) if config else None
     kit, total = _rewards(reward, args)
     steps = steps or (args.evaluation.steps if args else None)
+    folder = out or next((Path(word) for word in words if (Path(word) / "config.yaml").is_file()), Path())
+    _make(folder)
     card = _measured(found, _asked(known, args, seeds, limit) if models and args else None, kit, total, steps)
     tables.show(console, card)
     for warning in dict.fromkeys(kit.dropped):
         console.print(f"warning: {visible(warning)}", highlight=False, markup=False, soft_wrap=True)
-    folder = out or next((Path(word) for word in words if (Path(word) / "config.yaml").is_file()), Path())
     settings: dict[str, Any] = {"prompts": prompts or (args and args.evaluation.prompts)}
     if models and args:
         settings |= {"seeds": seeds, "first_seed": args.evaluation.seed, "steps": steps}
@@ -141,6 +145,8 @@ def score(
     from flow_grpo.tracking import print_table
 
     shown = gallery.read(images, load_prompts(prompts) if prompts else None, _sheet(rows, columns, padding))
+    if out is not None:
+        _make(out.parent)
     pictures, metadata = shown.images(), shown.columns()
     values = {
         name: rewards.score(name, rewards.load(name, **options), pictures, shown.prompts, **metadata).tolist()
@@ -158,6 +164,16 @@ def score(
     if out is not None:
         content = [{"picture": n, "prompt": t, **{r: values[r][i] for r in values}} for i, (n, t) in enumerate(places)]
         out.write_text(json.dumps(content, indent=2))
+
+
+def _make(folder: Path) -> None:
+    """The folder of the numbers is there and can be written to, or a ValueError says so before anything is measured."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        raise ValueError(f"nothing can be written to {folder} ({error.strerror}): give another place by --out.") from error
 
 
 def _sheet(rows: int | None, columns: int | None, padding: int) -> "Sheet | None":
@@ -214,7 +230,7 @@ def _asked(known: "PromptSet | Rows | None", args: FlowGRPOConfig, seeds: int, l
             raise ValueError("the pictures of --prompts say which seeds to draw: leave --seeds out.")
         if None in known.seeds:
             raise ValueError("the pictures of --prompts don't say which seeds to draw: give those of flow-grpo sample.")
-        return Rows(known.labels[:limit], known.prompts[:limit], known.seeds[:limit], known.metadata[:limit])
+        return known.head(limit)
     if known is None:
         if settings.prompts is None:
             raise ValueError("there is nothing to draw: name prompts by --prompts, or by evaluation.prompts in the config.")

@@ -54,6 +54,7 @@ class Reading:
         overrides: `key.sub=value` over every config.
         prompts: of pictures that don't carry them, or metadata for those that do.
         sheet: how sheets that don't say it are cut.
+        limit: of pictures at most those of so many prompts.
         beside: a config that is a target too, for LoRAs and models that have none of their own.
     """
 
@@ -61,6 +62,7 @@ class Reading:
     overrides: list[str] = field(default_factory=list)
     prompts: PromptSet | None = None
     sheet: gallery.Sheet | None = None
+    limit: int | None = None
     beside: str | None = None
 
 
@@ -192,7 +194,8 @@ def _model(name: str, how: Reading) -> Model:
 
 
 def _pictures(path: Path, how: Reading) -> Pictures:
-    return Pictures("/".join(path.parts[-2:]), f"pictures of {path}", gallery.read(path, how.prompts, how.sheet))
+    shown = gallery.read(path, how.prompts, how.sheet).head(how.limit)
+    return Pictures("/".join(path.parts[-2:]), f"pictures of {path}", shown)
 
 
 def _is_config(word: str) -> bool:

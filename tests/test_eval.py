@@ -18,6 +18,7 @@ import rewards
 from flow_grpo import checkpoint, harmless, measures, tables
 from flow_grpo.config import FlowGRPOConfig
 from flow_grpo.eval_cli import evaluate as eval_command
+from flow_grpo.eval_cli import score as score_command
 from flow_grpo.evaluate import draw, evaluate
 from flow_grpo.gallery import Rows
 from flow_grpo.grid import Cell, save_grid, save_image
@@ -27,6 +28,7 @@ from flow_grpo.scorecard import DISTANCE, DIVERSITY, FREQUENCIES, Measured, by_p
 from flow_grpo.targets import Model, Reading, find, reference
 
 SIGNS = ['red text "CAT" on a blue background', 'white text "STRAWBERRY" on a black background']
+REWARDS = Path(__file__).parent / "sample_rewards.py"
 KIT = rewards.WeightedSum({"brightness": brightness}, {"brightness": 1.0})
 HOSTILE = '=1+1 | <script>alert(1)</script> `x` [a](b) "CAT" \x1b[31m\u202e'
 
@@ -132,6 +134,16 @@ def base(tmp_path) -> Path:
     (tmp_path / "base" / "lora" / "a.safetensors").write_bytes(b"")
     (tmp_path / "base" / "config.yaml").write_text(short_run(tmp_path).dump())
     return tmp_path / "base"
+
+
+def test_a_merged_export_is_called_as_its_run_was_and_a_checkpoint_is_found_from_anywhere(tmp_path, run, monkeypatch):
+    for name in ("model_index.json", "flow_grpo.json"):
+        (tmp_path / name).write_text("{}")
+    (tmp_path / "config.yaml").write_text(short_run(tmp_path, "width=96").dump())
+    merged = find([str(tmp_path)], Reading())[0].args
+    assert (merged.model, merged.width) == (str(tmp_path), 96)
+    monkeypatch.chdir(run)
+    assert find(["checkpoints/step_000002"], Reading())[1].checkpoint == run / "checkpoints" / "step_000002"
 
 
 def test_names_differ_even_from_those_of_base_models(base):
@@ -261,6 +273,25 @@ def test_chunks_keep_a_prompts_pictures_together():
     assert [{prompts[i] for i in rows} for rows in found] == [{"a"}, {"b"}, {"c", "d"}]
 
 
+def test_a_limit_is_of_prompts_and_of_pictures_too(sheet):
+    shown = find([str(sheet / "grid.png")], Reading(limit=1))[0].gallery
+    assert (shown.prompts, shown.seeds) == ([SIGNS[0]] * 2, [0, 1])
+    assert torch.equal(shown.pixels, find([str(sheet)], Reading())[0].gallery.pixels[:2])
+
+
+def test_a_place_that_cant_be_written_is_said_before_anything_is_measured(sheet, tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ValueError, match=r"^nothing can be written to .*file/out \(.*--out\.$"):
+        eval_command([str(sheet)], reward=[f"{REWARDS}:nan"], out=tmp_path / "file" / "out")
+    score_command(sheet, reward=[f"{REWARDS}:brightness"], out=tmp_path / "new" / "deep" / "x.json")
+    assert len(json.loads((tmp_path / "new" / "deep" / "x.json").read_text())) == 4
+
+
+def test_a_setting_may_be_longer_than_a_files_name():
+    with pytest.raises(ValueError, match=r"tiny_ocr\.yaml: .*evaluation"):
+        eval_command([f"evaluation.prompt={'x' * 5000}"])
+
+
 def test_a_score_that_is_no_number_stops_or_is_left_out_and_is_never_a_zero(sheet):
     target = find([str(sheet)], Reading())
     with pytest.raises(ValueError, match="reward bad returned nan for the prompt"):
@@ -308,6 +339,11 @@ def test_hostile_text_stays_text_in_markdown_and_csv(hostile):
     assert rows[1][2] == f"'{HOSTILE}"
     assert rows[4][-1] == "-0.3", "numbers stay numbers"
     assert not [cell for row in rows for cell in row[:-1] if cell.startswith(harmless.FORMULA)]
+
+
+def test_markdown_links_mentions_and_computes_nothing():
+    text = harmless.markdown("https://a.b WWW.a.b @me me@a.b $x$ at 1:2")
+    assert text == "https\\://a.b WWW\\.a.b @\u2060me me@\u2060a.b \\$x\\$ at 1:2"
 
 
 def test_genevals_own_prompts_come_with_what_its_reward_needs():
