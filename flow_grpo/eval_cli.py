@@ -1,6 +1,8 @@
 """The command line of measuring: eval, score."""
 
 import json
+import re
+import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -21,6 +23,7 @@ if TYPE_CHECKING:
     from rewards import WeightedSum
 
 console = Console()
+SETTING = re.compile(r"[\w.:-]+=")  # a path with an equals sign is told from it by a slash before that: ./a=b
 Targets = Annotated[
     list[str] | None,
     typer.Argument(
@@ -52,6 +55,12 @@ Config = Annotated[
     str | None, typer.Option(help="Config of LoRAs and models, which have none of their own.", show_default=False)
 ]
 Limit = Annotated[int | None, typer.Option(min=1, help="At most so many prompts, from the first on.", show_default=False)]
+Steps = Annotated[
+    int | None,
+    typer.Option(
+        min=1, help="Sampling steps of every model; by default those of the first one's evaluation.", show_default=False
+    ),
+]
 SheetRows = Annotated[int | None, typer.Option(min=1, help="Of a sheet that `sample` did not write.", show_default=False)]
 SheetColumns = Annotated[int | None, typer.Option(min=1, help="Of such a sheet.", show_default=False)]
 Padding = Annotated[int, typer.Option(min=0, help="Pixels around each picture of such a sheet; torchvision leaves 2.")]
@@ -70,6 +79,7 @@ def evaluate(
     reward: RewardNames = None,
     seeds: Annotated[int, typer.Option(min=1, help="Pictures of each prompt; two or more show how diverse they are.")] = 1,
     limit: Limit = None,
+    steps: Steps = None,
     config: Config = None,
     rows: SheetRows = None,
     columns: SheetColumns = None,
@@ -87,22 +97,24 @@ def evaluate(
     from flow_grpo.targets import Model, Reading, find
 
     quiet_libraries()
-    words = [word for word in targets or [] if "=" not in word or Path(word).exists()]
-    overrides = [word for word in targets or [] if word not in words]
+    words = [word for word in targets or [] if not SETTING.match(word)]
+    overrides = [word for word in targets or [] if SETTING.match(word)]
     known = _prompts(prompts)
-    how = Reading(config, overrides, _prompt_set(known), _sheet(rows, columns, padding))
-    found = find(words or ["tiny_ocr"], how, lora)
+    how = Reading(config, overrides, _prompt_set(known), _sheet(rows, columns, padding), limit)
+    found = find(words if words or lora else ["tiny_ocr"], how, lora)
     models = [target for target in found if isinstance(target, Model)]
     args = models[0].args if models else FlowGRPOConfig.read(config, overrides) if config else None
     kit, total = _rewards(reward, args)
-    card = _measured(found, _asked(known, args, seeds, limit) if models and args else None, kit, total)
+    steps = steps or (args.evaluation.steps if args else None)
+    folder = out or next((Path(word) for word in words if (Path(word) / "config.yaml").is_file()), Path())
+    _make(folder)
+    card = _measured(found, _asked(known, args, seeds, limit) if models and args else None, kit, total, steps)
     tables.show(console, card)
     for warning in dict.fromkeys(kit.dropped):
         console.print(f"warning: {visible(warning)}", highlight=False, markup=False, soft_wrap=True)
-    folder = out or next((Path(word) for word in words if (Path(word) / "config.yaml").is_file()), Path())
     settings: dict[str, Any] = {"prompts": prompts or (args and args.evaluation.prompts)}
     if models and args:
-        settings |= {"seeds": seeds, "first_seed": args.evaluation.seed, "steps": args.evaluation.steps}
+        settings |= {"seeds": seeds, "first_seed": args.evaluation.seed, "steps": steps}
     tables.write(folder, card, settings)
     files = ", ".join(str(folder / name) for name in (tables.JSON, tables.MARKDOWN, tables.CSV))
     console.print(f"numbers: {files}", highlight=False, markup=False, soft_wrap=True)
@@ -133,6 +145,8 @@ def score(
     from flow_grpo.tracking import print_table
 
     shown = gallery.read(images, load_prompts(prompts) if prompts else None, _sheet(rows, columns, padding))
+    if out is not None:
+        _make(out.parent)
     pictures, metadata = shown.images(), shown.columns()
     values = {
         name: rewards.score(name, rewards.load(name, **options), pictures, shown.prompts, **metadata).tolist()
@@ -150,6 +164,16 @@ def score(
     if out is not None:
         content = [{"picture": n, "prompt": t, **{r: values[r][i] for r in values}} for i, (n, t) in enumerate(places)]
         out.write_text(json.dumps(content, indent=2))
+
+
+def _make(folder: Path) -> None:
+    """The folder of the numbers is there and can be written to, or a ValueError says so before anything is measured."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        raise ValueError(f"nothing can be written to {folder} ({error.strerror}): give another place by --out.") from error
 
 
 def _sheet(rows: int | None, columns: int | None, padding: int) -> "Sheet | None":
@@ -175,7 +199,9 @@ def _prompt_set(known: "PromptSet | Rows | None") -> "PromptSet | None":
     return None if known is None else PromptSet(known.prompts, known.metadata)
 
 
-def _measured(found: "list[Target]", asked: "Rows | None", kit: "WeightedSum", total: bool) -> "Scorecard":
+def _measured(
+    found: "list[Target]", asked: "Rows | None", kit: "WeightedSum", total: bool, steps: int | None
+) -> "Scorecard":
     from flow_grpo.measures import measure
     from flow_grpo.scorecard import compile_card
     from flow_grpo.targets import reference
@@ -185,7 +211,7 @@ def _measured(found: "list[Target]", asked: "Rows | None", kit: "WeightedSum", t
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
         tasks = {target.name: bar.add_task(escape(visible(target.name)), total=None) for target in found}
         for target in measure(
-            found, asked, kit, total, lambda t, done, all: bar.update(tasks[t.name], completed=done, total=all)
+            found, asked, kit, total, steps, lambda t, done, all: bar.update(tasks[t.name], completed=done, total=all)
         ):
             measured.append(target)
             bar.print(f"{escape(visible(target.name))}: {len(target.rows)} pictures", highlight=False)
@@ -204,7 +230,7 @@ def _asked(known: "PromptSet | Rows | None", args: FlowGRPOConfig, seeds: int, l
             raise ValueError("the pictures of --prompts say which seeds to draw: leave --seeds out.")
         if None in known.seeds:
             raise ValueError("the pictures of --prompts don't say which seeds to draw: give those of flow-grpo sample.")
-        return Rows(known.labels[:limit], known.prompts[:limit], known.seeds[:limit], known.metadata[:limit])
+        return known.head(limit)
     if known is None:
         if settings.prompts is None:
             raise ValueError("there is nothing to draw: name prompts by --prompts, or by evaluation.prompts in the config.")

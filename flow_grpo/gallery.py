@@ -1,8 +1,9 @@
 """Pictures that lie on disk, and what each shows: sheets and single pictures, ours or others', and folders of them."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Self
 
 import numpy as np
 import torch
@@ -33,6 +34,16 @@ class Rows:
         """The metadata of these rows, by default of all, as rewards take it: a list by name."""
         return PromptSet(self.prompts, self.metadata).take(range(len(self)) if rows is None else rows, 1).columns()
 
+    def take(self, rows: list[int]) -> Self:
+        labels, prompts = [self.labels[i] for i in rows], [self.prompts[i] for i in rows]
+        seeds, metadata = [self.seeds[i] for i in rows], [self.metadata[i] for i in rows]
+        return replace(self, labels=labels, prompts=prompts, seeds=seeds, metadata=metadata)
+
+    def head(self, count: int | None) -> Self:
+        """All pictures of so many different prompts, from the first on, by default of all."""
+        first = set(list(dict.fromkeys(self.prompts))[:count])
+        return self.take([i for i, prompt in enumerate(self.prompts) if prompt in first])
+
 
 @dataclass(frozen=True)
 class Gallery(Rows):
@@ -43,6 +54,9 @@ class Gallery(Rows):
     def images(self, rows: Sequence[int] | None = None) -> Tensor:
         """These rows, by default all: (n, 3, H, W) in [0, 1]."""
         return (self.pixels if rows is None else self.pixels[list(rows)]).float() / 255
+
+    def take(self, rows: list[int]) -> Self:
+        return replace(super().take(rows), pixels=self.pixels[rows])
 
 
 @dataclass(frozen=True)
@@ -154,7 +168,7 @@ def _inside(manifest: Path, name: object) -> Path:
 def _seed(manifest: Path, value: object) -> int | None:
     if value is None or value != value:  # a table's empty number is NaN
         return None
-    if isinstance(value, bool) or not isinstance(value, int | float) or int(value) != value:
+    if isinstance(value, bool) or not isinstance(value, int | float) or value % 1 != 0:
         raise ValueError(f"{manifest} has the seed {value!r}, which is no whole number.")
     return int(value)
 

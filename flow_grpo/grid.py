@@ -95,14 +95,15 @@ def cells_of(sheet: Image.Image, path: Path) -> tuple[Tensor, list[Cell]]:
         scale, entries = int(content["scale"]), content["cells"]
         boxes = [(int(x), int(y), int(w), int(h)) for x, y, w, h in (entry["box"] for entry in entries)]
         cells = [Cell(str(e["prompt"]), int(e["seed"]), str(e["model"])) for e in entries]
-    except (KeyError, TypeError, ValueError, RecursionError) as error:
+    except (KeyError, TypeError, ValueError, OverflowError, RecursionError) as error:
         raise ValueError(f"{path} does not say what is in its cells: it was not written by flow-grpo sample.") from error
-    if scale < 1 or sum(w * h for _, _, w, h in boxes) > sheet.width * sheet.height:
+    if not all(0 <= x < x + w <= sheet.width and 0 <= y < y + h <= sheet.height for x, y, w, h in boxes):
+        raise ValueError(f"{path} is damaged: its cells lie outside of the picture.")
+    one_size = len({(w, h) for _, _, w, h in boxes}) == 1
+    if scale < 1 or not one_size or sum(w * h for _, _, w, h in boxes) > sheet.width * sheet.height:
         raise ValueError(f"{path} is damaged: its cells are not those of a sheet.")
     pixels = np.asarray(sheet)
     pictures = [pixels[y : y + h : scale, x : x + w : scale] for x, y, w, h in boxes]
-    if len({p.shape for p in pictures}) != 1 or 0 in pictures[0].shape:
-        raise ValueError(f"{path} is damaged: its cells lie outside of the picture.")
     return from_bytes(np.stack(pictures)), cells
 
 

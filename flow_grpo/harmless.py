@@ -12,8 +12,13 @@ def visible(text: object) -> str:
 
 
 def markdown(text: object) -> str:
-    """As a cell of a Markdown table shows it: neither HTML nor markup, and no end of the cell."""
-    return re.sub(r"([\\`*_\[\]|~#])", r"\\\1", html.escape(visible(text).strip(), quote=False))
+    """As a cell of a Markdown table shows it: no HTML, markup, formula, link or mention, and no end of the cell.
+
+    After an @ comes an invisible word joiner, as a mention can't be escaped.
+    """
+    shown = html.escape(visible(text).strip(), quote=False)
+    escaped = re.sub(r"([\\`*_\[\]|~#$]|:(?=//)|(?<=www)\.)", r"\\\1", shown, flags=re.IGNORECASE)
+    return escaped.replace("@", "@\u2060")
 
 
 def spreadsheet(value: object) -> object:

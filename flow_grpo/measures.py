@@ -34,15 +34,18 @@ def measure(
     rows: Rows | None,
     rewards: WeightedSum,
     total: bool,
+    steps: int | None = None,
     progress: Progress = lambda target, done, all: None,
 ) -> Iterator[Measured]:
     """Each target measured, a model on `rows`. A base model is loaded once for all its LoRAs that follow each other.
 
     Args:
         total: whether the rewards' weighted sum is a measure, by the name reward.
+        steps: of every model's sampling, by default those of the first: a difference must not be the sampler's.
         progress: is told the target, how many of its pictures are done, and how many there are.
     """
     policy, loaded = None, None
+    steps = steps or next((t.args.evaluation.steps for t in targets if isinstance(t, Model)), None)
     for target in targets:
         counted = partial(progress, target)
         if not isinstance(target, Model):
@@ -50,6 +53,7 @@ def measure(
             yield Measured(target.name, target.what, target.gallery, values)
             continue
         assert rows is not None
+        assert steps is not None
         if policy is None or loaded != target.pipeline:
             policy = None  # its memory is free before another one is loaded
             policy = load_policy(
@@ -57,7 +61,8 @@ def measure(
             )
             loaded = target.pipeline
         dress(policy, target)
-        yield Measured(target.name, target.what, rows, _of_model(policy, target, rows, rewards, total, counted))
+        values = _of_model(policy, target, rows, rewards, total, steps, counted)
+        yield Measured(target.name, target.what, rows, values)
 
 
 def dress(policy: Policy, model: Model) -> None:
@@ -69,9 +74,15 @@ def dress(policy: Policy, model: Model) -> None:
 
 
 def _of_model(
-    policy: Policy, model: Model, rows: Rows, rewards: WeightedSum, total: bool, counted: Callable[[int, int], None]
+    policy: Policy,
+    model: Model,
+    rows: Rows,
+    rewards: WeightedSum,
+    total: bool,
+    steps: int,
+    counted: Callable[[int, int], None],
 ) -> dict[str, list[float]]:
-    steps, microbatch = model.args.evaluation.steps, model.args.microbatch
+    microbatch = model.args.microbatch
 
     def drawn(places: Sequence[int]) -> Tensor:
         seeds = [seed for i in places if (seed := rows.seeds[i]) is not None]

@@ -42,6 +42,7 @@ class Change:
     p: float
     adjusted: float  # for all tests of the scorecard, by Holm
     prompts: int  # paired, or 0
+    pairs: int  # of one prompt and seed, with a number each, or 0
 
     @property
     def significant(self) -> bool:
@@ -83,6 +84,7 @@ class Scorecard:
 def compile_card(measured: list[Measured], against: dict[str, str]) -> Scorecard:
     """The scorecard of targets measured; `against` is by target the name of the one it is compared with."""
     by_name = {target.name: target for target in measured}
+    assert len(by_name) == len(measured), "two targets of one name"
     means = {target.name: {name: _mean(target, name) for name in target.values} for target in measured}
     changes, pairing = {}, {}
     for name, other in against.items():
@@ -125,7 +127,21 @@ def _keys(target: Measured) -> dict[tuple[str, int | None], int]:
     return {key: row for row, key in enumerate(zip(target.rows.prompts, target.rows.seeds, strict=True))}
 
 
-Pairs = tuple[list[int], list[int]]  # the rows of a target and of the other one that are compared, prompt by prompt
+@dataclass(frozen=True)
+class Pairs:
+    """The rows of a target and of the other one that are compared, prompt by prompt; by seed, they go together one by one."""
+
+    mine: list[int]
+    theirs: list[int]
+    by_seed: bool
+
+    def with_numbers(self, mine: list[float], theirs: list[float]) -> "Pairs":
+        """By seed, those where both values are numbers: a prompt's mean is of the same noise on both sides."""
+        if not self.by_seed:
+            return self
+        rows = zip(self.mine, self.theirs, strict=True)
+        kept = [(one, two) for one, two in rows if math.isfinite(mine[one]) and math.isfinite(theirs[two])]
+        return Pairs([one for one, _ in kept], [two for _, two in kept], True)
 
 
 def _pairing(target: Measured, other: Measured) -> tuple[Pairs | None, str]:
@@ -135,24 +151,26 @@ def _pairing(target: Measured, other: Measured) -> tuple[Pairs | None, str]:
     prompts = len({prompt for prompt, _ in both})
     if both:
         rows = [mine[key] for key in both], [theirs[key] for key in both]
-        return rows, f"{prompts} prompts, {len(both)} pairs of one prompt and seed"
+        return Pairs(*rows, by_seed=True), f"{prompts} prompts, {len(both)} pairs of one prompt and seed"
     shared = set(target.rows.prompts) & set(other.rows.prompts)
     if shared:
         one, two = ([i for i, prompt in enumerate(t.rows.prompts) if prompt in shared] for t in (target, other))
-        return (one, two), f"{len(shared)} prompts, not by seed: they share none"
+        return Pairs(one, two, by_seed=False), f"{len(shared)} prompts, not by seed: they share none"
     return None, "unpaired: no prompt is in both"
 
 
 def _change(target: Measured, other: Measured, measure: str, shared: Pairs | None) -> Change:
-    mine, theirs = (by_prompt(t, measure, shared and shared[i]) for i, t in enumerate((target, other)))
     if shared is None:
-        found, paired = significance.unpaired([*mine.values()], [*theirs.values()]), 0
-    else:
-        prompts = [prompt for prompt in mine if prompt in theirs]
-        if not prompts:
-            return Change(Estimate(math.nan, math.nan, math.nan), 1.0, 1.0, 0)
-        found, paired = significance.paired([mine[p] for p in prompts], [theirs[p] for p in prompts]), len(prompts)
-    return Change(found.difference, found.p, found.p, paired)
+        mine, theirs = by_prompt(target, measure), by_prompt(other, measure)
+        found = significance.unpaired([*mine.values()], [*theirs.values()])
+        return Change(found.difference, found.p, found.p, prompts=0, pairs=0)
+    kept = shared.with_numbers(target.values[measure], other.values[measure])
+    mine, theirs = by_prompt(target, measure, kept.mine), by_prompt(other, measure, kept.theirs)
+    prompts = [prompt for prompt in mine if prompt in theirs]
+    if not prompts:
+        return Change(Estimate(math.nan, math.nan, math.nan), 1.0, 1.0, prompts=0, pairs=0)
+    found = significance.paired([mine[p] for p in prompts], [theirs[p] for p in prompts])
+    return Change(found.difference, found.p, found.p, len(prompts), len(kept.mine) if kept.by_seed else 0)
 
 
 def _adjusted(changes: dict[str, dict[str, Change]]) -> dict[str, dict[str, Change]]:

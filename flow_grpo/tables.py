@@ -81,7 +81,13 @@ def as_json(card: Scorecard, settings: dict[str, Any]) -> dict[str, Any]:
         found: dict[str, Any] = {"what": target.what, "measures": means}
         if target.name in card.against:
             changes = {
-                m: {**_numbers(c.difference), "p": c.p, "p_adjusted": c.adjusted, "paired_prompts": c.prompts}
+                m: {
+                    **_numbers(c.difference),
+                    "p": c.p,
+                    "p_adjusted": c.adjusted,
+                    "paired_prompts": c.prompts,
+                    "pairs": c.pairs,
+                }
                 for m, c in card.changes[target.name].items()
             }
             found |= {"against": card.against[target.name], "pairing": card.pairing[target.name], "differences": changes}

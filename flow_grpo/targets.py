@@ -1,5 +1,6 @@
 """What `eval` measures, by the word that a user gives for it: a run, a checkpoint, a LoRA, a model, or pictures that are there."""
 
+import itertools
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -29,7 +30,7 @@ class Model:
     def pipeline(self) -> tuple:
         """What tells its base model, and how that is called, from another."""
         args = self.args
-        return args.model, args.device, args.dtype, repr(args.memory), repr(args.call())
+        return args.model, args.device, args.dtype, repr(args.memory), repr(sorted(args.call().items()))
 
 
 @dataclass(frozen=True)
@@ -49,20 +50,26 @@ class Reading:
     """How words are read.
 
     Attributes:
-        config: of LoRAs and models, which have none of their own, unless a LoRA lies in its run's folder.
+        config: of all LoRAs and models, whatever lies beside them.
         overrides: `key.sub=value` over every config.
         prompts: of pictures that don't carry them, or metadata for those that do.
         sheet: how sheets that don't say it are cut.
+        limit: of pictures at most those of so many prompts.
+        beside: a config that is a target too, for LoRAs and models that have none of their own.
     """
 
     config: str | None = None
     overrides: list[str] = field(default_factory=list)
     prompts: PromptSet | None = None
     sheet: gallery.Sheet | None = None
+    limit: int | None = None
+    beside: str | None = None
 
 
 def find(words: list[str], how: Reading, loras: list[str] | None = None) -> list[Target]:
-    """What the words stand for. The base model of every LoRA comes first, given or not; names differ.
+    """What the words stand for. The base model of every LoRA comes first, given or not, with the settings of the first of them.
+
+    Names differ.
 
     Args:
         loras: further words, which are not models where they are hub ids.
@@ -70,16 +77,17 @@ def find(words: list[str], how: Reading, loras: list[str] | None = None) -> list
     Raises:
         ValueError: a word that stands for nothing, or what it lacks.
     """
-    if how.config is None:
-        how = replace(how, config=next((word for word in words if _is_config(word)), None))
+    how = replace(how, beside=next((word for word in words if _is_config(word)), None))
     everything = [*words, *(loras or [])]
     if len(set(everything)) < len(everything):
         raise ValueError(f"{next(w for w in everything if everything.count(w) > 1)} is given twice: give each target once.")
     found = [_one(word, how) for word in words]
     found += [_folder(Path(word), how) if Path(word).is_dir() else _lora(Path(word), how) for word in loras or []]
+    _refuse_twins(found, everything)
     short = [target.name for target in found]
     named = [replace(t, name=word) if short.count(t.name) > 1 else t for t, word in zip(found, everything, strict=True)]
-    return _with_bases(named)
+    whole = _with_bases(named)
+    return [replace(t, name=name) for t, name in zip(whole, _distinct([t.name for t in whole]), strict=True)]
 
 
 def reference(target: Target, targets: list[Target]) -> Target:
@@ -90,16 +98,30 @@ def reference(target: Target, targets: list[Target]) -> Target:
     return targets[0]
 
 
+def _refuse_twins(targets: list[Target], words: list[str]) -> None:
+    first: dict[tuple, str] = {}
+    for target, word in zip(targets, words, strict=True):
+        if isinstance(target, Model) and target.is_base and first.setdefault(target.pipeline, word) != word:
+            raise ValueError(f"{first[target.pipeline]} and {word} are one base model, called in one way: give one of them.")
+
+
+def _distinct(names: list[str]) -> list[str]:
+    """The names, with a number from the second on where several are one."""
+    found: list[str] = []
+    for name in names:
+        numbered = itertools.chain([name], (f"{name} ({n})" for n in itertools.count(2)))
+        found.append(next(candidate for candidate in numbered if candidate not in found))
+    return found
+
+
 def _with_bases(targets: list[Target]) -> list[Target]:
     models = [t for t in targets if isinstance(t, Model)]
-    bases = {model.pipeline: model for model in models if model.is_base}
-    for model in models:  # those of LoRAs whose base was not asked for
-        what = f"base model {model.args.model}"
-        bases.setdefault(model.pipeline, Model(model.args.model, what, model.args))
+    bases: dict[tuple, Model] = {}
+    for model in models:  # in their order: the first one's settings hold, those of a LoRA whose base was not asked for too
+        base = Model(model.args.model, f"base model {model.args.model}", model.args)
+        bases.setdefault(model.pipeline, model if model.is_base else base)
     if len(bases) == 1:
         bases = {pipeline: replace(model, name="base") for pipeline, model in bases.items()}
-    elif len({model.name for model in bases.values()}) < len(bases):
-        bases = {key: replace(m, name=f"{m.name} ({n})") for n, (key, m) in enumerate(bases.items(), 1)}
     if all(model.is_base for model in models):  # nothing was added: they stay where they are
         return [bases[t.pipeline] if isinstance(t, Model) else t for t in targets]
     return [*bases.values(), *(t for t in targets if not (isinstance(t, Model) and t.is_base))]
@@ -146,32 +168,34 @@ def _run(path: Path, how: Reading) -> Model:
 
 
 def _checkpoint(path: Path, how: Reading) -> Model:
-    run = path.resolve().parent.parent
+    place = path.resolve()
+    run = place.parent.parent
     if not (run / RUN).is_file():
         raise ValueError(f"the checkpoint {path} does not lie in its run's folder, whose {RUN} says what it is of.")
-    name = f"{run.name}/{path.resolve().name}"
-    return Model(name, f"checkpoint {path}", FlowGRPOConfig.read(run / RUN, how.overrides), checkpoint=path)
+    args = FlowGRPOConfig.read(run / RUN, how.overrides)
+    return Model(f"{run.name}/{place.name}", f"checkpoint {path}", args, checkpoint=place)
 
 
 def _lora(path: Path, how: Reading) -> Model:
     folder = path.resolve() if path.is_dir() else path.resolve().parent
-    own = next((str(file) for file in (folder / RUN, folder.parent / RUN) if file.is_file()), None)
-    config = how.config or own
+    places = (folder / RUN, folder.parent / RUN) if path.exists() else ()
+    own = next((str(file) for file in places if file.is_file()), None)
+    config = how.config or own or how.beside
     if config is None:
         raise ValueError(f"the LoRA {path} does not say which model it is for: give a config of that model by --config.")
     return Model("/".join(path.parts[-2:]), f"LoRA {path}", FlowGRPOConfig.read(config, how.overrides), str(path))
 
 
 def _model(name: str, how: Reading) -> Model:
-    if how.config is None:
-        args = FlowGRPOConfig.of(name, how.overrides)
-    else:
-        args = FlowGRPOConfig.read(how.config, [*how.overrides, f"model={name}"])
+    config = how.config or hub.config_of(name) or how.beside
+    own = [*how.overrides, f"model={name}"]
+    args = FlowGRPOConfig.read(config, own) if config else FlowGRPOConfig.of(name, how.overrides)
     return Model(name, f"base model {name}", args)
 
 
 def _pictures(path: Path, how: Reading) -> Pictures:
-    return Pictures("/".join(path.parts[-2:]), f"pictures of {path}", gallery.read(path, how.prompts, how.sheet))
+    shown = gallery.read(path, how.prompts, how.sheet).head(how.limit)
+    return Pictures("/".join(path.parts[-2:]), f"pictures of {path}", shown)
 
 
 def _is_config(word: str) -> bool:

@@ -41,6 +41,27 @@ BUGS = [
         "tests/test_gallery.py -k manifest_that_is_wrong",
     ),
     (
+        "a prompt's mean of one target has a seed that the other one's lacks",
+        "flow_grpo/scorecard.py",
+        "math.isfinite(mine[one]) and math.isfinite(theirs[two])",
+        "True",
+        "tests/test_eval.py -k a_pair_needs",
+    ),
+    (
+        "models are evaluated with steps of their own",
+        "flow_grpo/measures.py",
+        "rows, rewards, total, steps, counted)",
+        "rows, rewards, total, target.args.evaluation.steps, counted)",
+        "tests/test_eval.py -k run_lora_and_checkpoint",
+    ),
+    (
+        "a LoRA is called as the config beside it rather than as its run's",
+        "flow_grpo/targets.py",
+        "how.config or own or how.beside",
+        "how.config or how.beside or own",
+        "tests/test_eval.py -k called_as_its_run",
+    ),
+    (
         "a prompt that is a formula is computed by a spreadsheet",
         "flow_grpo/harmless.py",
         'value.lstrip(" ").startswith(FORMULA)',

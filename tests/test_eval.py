@@ -5,6 +5,7 @@ import io
 import json
 import math
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,8 @@ from sample_rewards import brightness, nan, sometimes_nan
 import rewards
 from flow_grpo import checkpoint, harmless, measures, tables
 from flow_grpo.config import FlowGRPOConfig
+from flow_grpo.eval_cli import evaluate as eval_command
+from flow_grpo.eval_cli import score as score_command
 from flow_grpo.evaluate import draw, evaluate
 from flow_grpo.gallery import Rows
 from flow_grpo.grid import Cell, save_grid, save_image
@@ -25,6 +28,7 @@ from flow_grpo.scorecard import DISTANCE, DIVERSITY, FREQUENCIES, Measured, by_p
 from flow_grpo.targets import Model, Reading, find, reference
 
 SIGNS = ['red text "CAT" on a blue background', 'white text "STRAWBERRY" on a black background']
+REWARDS = Path(__file__).parent / "sample_rewards.py"
 KIT = rewards.WeightedSum({"brightness": brightness}, {"brightness": 1.0})
 HOSTILE = '=1+1 | <script>alert(1)</script> `x` [a](b) "CAT" \x1b[31m\u202e'
 
@@ -50,9 +54,11 @@ def run(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def drawn(run):
-    """Two seeds of two prompts by the run and by its parts, measured."""
+    """Two seeds of two prompts by the run and by its parts, measured; a LoRA's config has other steps than its run's."""
     words = [run, run / "lora" / "pytorch_lora_weights.safetensors", run / "other", run / "checkpoints" / "step_000002"]
     targets = find([str(word) for word in words], Reading())
+    fewer = targets[2].args.evaluation.model_copy(update={"steps": 1})
+    targets[2] = replace(targets[2], args=targets[2].args.model_copy(update={"evaluation": fewer}))
     return targets, list(measure(targets, measures.asked(PromptSet(SIGNS, [{}, {}]), 2, 1234), KIT, total=True))
 
 
@@ -99,7 +105,7 @@ def test_run_lora_and_checkpoint_are_one_and_the_base_is_none_of_them(drawn):
         "run/step_000002",
     ]
     base, own, lora, other, state = found
-    assert own.values == lora.values == state.values, "whatever was on the pipeline before"
+    assert own.values == lora.values == state.values, "whatever was on the pipeline before, with the steps of the first"
     assert len({str(t.values["brightness"]) for t in (base, own, other)}) == 3
     assert DISTANCE not in base.values
     assert min(own.values[DISTANCE]) > 0
@@ -119,6 +125,61 @@ def test_every_lora_is_compared_with_its_own_base(run, drawn):
     targets[1] = Model("other", "", targets[2].args, lora="x")
     assert reference(targets[1], targets).name == "b2"
     assert [t.name for t in find(["tiny"], Reading())] == ["base"]
+
+
+@pytest.fixture
+def base(tmp_path) -> Path:
+    """A run folder of that name, with a LoRA that is never loaded."""
+    (tmp_path / "base" / "lora").mkdir(parents=True)
+    (tmp_path / "base" / "lora" / "a.safetensors").write_bytes(b"")
+    (tmp_path / "base" / "config.yaml").write_text(short_run(tmp_path).dump())
+    return tmp_path / "base"
+
+
+def test_a_merged_export_is_called_as_its_run_was_and_a_checkpoint_is_found_from_anywhere(tmp_path, run, monkeypatch):
+    for name in ("model_index.json", "flow_grpo.json"):
+        (tmp_path / name).write_text("{}")
+    (tmp_path / "config.yaml").write_text(short_run(tmp_path, "width=96").dump())
+    merged = find([str(tmp_path)], Reading())[0].args
+    assert (merged.model, merged.width) == (str(tmp_path), 96)
+    monkeypatch.chdir(run)
+    assert find(["checkpoints/step_000002"], Reading())[1].checkpoint == run / "checkpoints" / "step_000002"
+
+
+def test_names_differ_even_from_those_of_base_models(base):
+    found = find([str(base)], Reading())
+    assert [(t.name, t.is_base) for t in found] == [("base", True), ("base (2)", False)]
+    wide = FlowGRPOConfig.read(base / "config.yaml", ["width=96"])
+    (base.parent / "wide.yaml").write_text(wide.dump())
+    others = find([str(base), str(base.parent / "wide.yaml")], Reading())
+    assert [t.name for t in others] == ["tiny", "tiny (2)", "base"]
+    with pytest.raises(AssertionError, match="two targets of one name"):
+        compile_card([measured("a", [0.0], ["x"])] * 2, {})
+
+
+def test_one_base_model_by_two_configs_is_refused():
+    with pytest.raises(ValueError, match=r"^tiny_ocr and tiny_grpo are one base model, .* give one of them\.$"):
+        find(["tiny_ocr", "tiny_grpo"], Reading())
+
+
+def test_a_pipeline_is_told_by_what_it_is_called_with_in_any_order():
+    one, two = (FlowGRPOConfig.of("tiny", [f"pipeline={{{call}}}"]) for call in ("a: 1, b: 2", "b: 2, a: 1"))
+    assert Model("x", "", one).pipeline == Model("y", "", two).pipeline
+
+
+def test_a_lora_is_called_as_its_run_was_unless_a_config_is_given_for_it(base):
+    given, target = (base.parent / f"{name}.yaml" for name in ("given", "target"))
+    for file, width in ((given, 96), (target, 112)):
+        file.write_text(FlowGRPOConfig.read("tiny_ocr", [f"width={width}"]).dump())
+    loose = base.parent / "loose"
+    (base / "lora").rename(loose)
+    (base / "lora").mkdir()
+    (base / "lora" / "a.safetensors").write_bytes(b"")
+    words, own = [str(target), str(base / "lora"), str(loose)], FlowGRPOConfig.read(base / "config.yaml").width
+    assert [t.args.width for t in find(words, Reading()) if not t.is_base] == [own, 112]
+    assert [t.args.width for t in find(words, Reading(str(given))) if not t.is_base] == [96, 96]
+    with pytest.raises(ValueError, match="does not say which model it is for"):
+        eval_command(lora=[str(loose)])
 
 
 @pytest.mark.parametrize(
@@ -172,6 +233,17 @@ def test_pairs_are_of_one_prompt_and_seed_wherever_they_stand():
     assert compile_card([first, elsewhere], {"c": "a"}).pairing["c"] == "10 prompts, not by seed: they share none"
 
 
+def test_a_pair_needs_a_number_on_both_sides():
+    prompts, seeds = ["x", "x", "y", "y"], [0, 1, 0, 1]
+    first = measured("a", [0.0, 1.0, 0.5, 0.7], prompts, seeds)
+    second = measured("b", [math.nan, 1.1, 0.6, 0.8], prompts, seeds)
+    second.values["other"] = first.values["other"] = [0.0] * 4
+    card = compile_card([first, second], {"b": "a"})
+    assert card.changes["b"]["m"].difference.mean == pytest.approx(0.1), "not that of x's two seeds"
+    assert [(name, c.prompts, c.pairs) for name, c in card.changes["b"].items()] == [("m", 2, 3), ("other", 2, 4)]
+    assert tables.as_json(card, {})["targets"]["b"]["differences"]["m"]["pairs"] == 3
+
+
 def test_other_prompts_are_compared_unpaired_and_that_is_said():
     card = compile_card([measured("a", [0.0] * 6, list("abcdef")), measured("b", [1.0] * 5, list("vwxyz"))], {"b": "a"})
     assert card.pairing["b"] == "unpaired: no prompt is in both"
@@ -199,6 +271,25 @@ def test_chunks_keep_a_prompts_pictures_together():
     found = list(measures.chunks(prompts, 3))
     assert sorted(i for rows in found for i in rows) == list(range(8))
     assert [{prompts[i] for i in rows} for rows in found] == [{"a"}, {"b"}, {"c", "d"}]
+
+
+def test_a_limit_is_of_prompts_and_of_pictures_too(sheet):
+    shown = find([str(sheet / "grid.png")], Reading(limit=1))[0].gallery
+    assert (shown.prompts, shown.seeds) == ([SIGNS[0]] * 2, [0, 1])
+    assert torch.equal(shown.pixels, find([str(sheet)], Reading())[0].gallery.pixels[:2])
+
+
+def test_a_place_that_cant_be_written_is_said_before_anything_is_measured(sheet, tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ValueError, match=r"^nothing can be written to .*file/out \(.*--out\.$"):
+        eval_command([str(sheet)], reward=[f"{REWARDS}:nan"], out=tmp_path / "file" / "out")
+    score_command(sheet, reward=[f"{REWARDS}:brightness"], out=tmp_path / "new" / "deep" / "x.json")
+    assert len(json.loads((tmp_path / "new" / "deep" / "x.json").read_text())) == 4
+
+
+def test_a_setting_may_be_longer_than_a_files_name():
+    with pytest.raises(ValueError, match=r"tiny_ocr\.yaml: .*evaluation"):
+        eval_command([f"evaluation.prompt={'x' * 5000}"])
 
 
 def test_a_score_that_is_no_number_stops_or_is_left_out_and_is_never_a_zero(sheet):
@@ -248,6 +339,11 @@ def test_hostile_text_stays_text_in_markdown_and_csv(hostile):
     assert rows[1][2] == f"'{HOSTILE}"
     assert rows[4][-1] == "-0.3", "numbers stay numbers"
     assert not [cell for row in rows for cell in row[:-1] if cell.startswith(harmless.FORMULA)]
+
+
+def test_markdown_links_mentions_and_computes_nothing():
+    text = harmless.markdown("https://a.b WWW.a.b @me me@a.b $x$ at 1:2")
+    assert text == "https\\://a.b WWW\\.a.b @\u2060me me@\u2060a.b \\$x\\$ at 1:2"
 
 
 def test_genevals_own_prompts_come_with_what_its_reward_needs():

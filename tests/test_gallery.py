@@ -84,6 +84,7 @@ def test_a_manifest_says_what_the_pictures_are(tmp_path):
         ({"file_name": ""}, "where a picture's path should stand"),
         ({"picture": "0.png"}, "no column `file_name`"),
         ({"file_name": "0.png", "seed": 1.5}, "no whole number"),
+        ({"file_name": "0.png", "seed": 1e400}, "no whole number"),
     ],
 )
 def test_a_manifest_that_is_wrong_gets_a_sentence(tmp_path, row, sentence):

@@ -1,6 +1,7 @@
 """Contact sheets give back the very pictures and their cells; hostile files get a sentence."""
 
 import json
+import math
 import struct
 import zlib
 
@@ -61,6 +62,11 @@ def test_a_truncated_sheet_gets_a_sentence(tmp_path):
         json.dumps({"scale": 0, "cells": [{"box": [0, 0, 8, 8], "prompt": "a", "seed": 0, "model": "m"}]}),
         json.dumps({"scale": 1, "cells": [{"box": [0, 0, 8, 8], "prompt": "a", "seed": 0, "model": "m"}] * 1000}),
         json.dumps({"scale": 1, "cells": [{"box": [0, 0, 8], "prompt": "a", "seed": 0, "model": "m"}]}),
+        json.dumps({"scale": 1, "cells": [{"box": [0, 0, -1, -1], "prompt": "a", "seed": 0, "model": "m"}] * 1000}),
+        json.dumps({"scale": 1, "cells": [{"box": [4, 0, 8, 8], "prompt": "a", "seed": 0, "model": "m"}]}),
+        json.dumps({"scale": 1, "cells": []}),
+        json.dumps({"scale": math.inf, "cells": []}),
+        json.dumps({"scale": 1, "cells": [{"box": [0, 0, 8, 8], "prompt": "a", "seed": math.inf, "model": "m"}]}),
     ],
 )
 def test_a_sheet_that_lies_about_its_cells_gets_a_sentence(tmp_path, content):
