@@ -373,8 +373,8 @@ BUGS = [
     (
         "the doctor calls a reward of chance repeatable",
         "flow_grpo/tryout.py",
-        "once, again, mixed = scored(some), scored(some), some.mismatched()",
-        "mixed = some.mismatched()\n    once = again = scored(some)",
+        "once.values, again.values, mismatched)",
+        "once.values, once.values, mismatched)",
         "tests/test_doctor.py -k about_a_reward",
     ),
     (
