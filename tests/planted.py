@@ -378,6 +378,27 @@ BUGS = [
         "tests/test_doctor.py -k about_a_reward",
     ),
     (
+        "the doctor looks at an objective of one's own without gradients",
+        "flow_grpo/checkup.py",
+        '{"name": "reinforce"} if ":" in part.objective.name else {}',
+        "{}",
+        "tests/test_doctor.py -k ones_own",
+    ),
+    (
+        "the doctor takes the mean of a solved group for its rewards",
+        "flow_grpo/verdicts.py",
+        "reward[~speaks].amax(1)",
+        "reward[~speaks].mean(1)",
+        "tests/test_doctor.py -k silent_groups",
+    ),
+    (
+        "the doctor asks a person",
+        "flow_grpo/checkup.py",
+        "trainer.rewards.rewards[PERSON] = by_brightness",
+        "pass",
+        "tests/test_doctor.py -k person",
+    ),
+    (
         "the doctor measures the ratio before the update",
         "flow_grpo/checkup.py",
         "Update(trainer.policy, single, begin, trainer.processes)(experience, begin)",
