@@ -1,6 +1,7 @@
 """A look at each reward before a run: what it says of pictures of the run, and a verdict on each of its ills."""
 
 from collections.abc import Collection
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -53,7 +54,7 @@ def scores(
     return looks, found
 
 
-def by_brightness(images: Tensor, prompts: list[str]) -> Tensor:
+def by_brightness(images: Tensor, prompts: list[str], **metadata: Any) -> Tensor:
     """In a person's place, for whom nothing is shown: of a prompt's pictures the brightest is the best."""
     return images.mean((1, 2, 3))
 
