@@ -15,7 +15,7 @@ import psutil
 import torch
 from torch import Tensor
 
-from flow_grpo import advantages, contract, evaluate, verdicts
+from flow_grpo import advantages, contract, evaluate, reward_checkup, verdicts
 from flow_grpo.config import FlowGRPOConfig
 from flow_grpo.experience import Rollouts
 from flow_grpo.memory import peak_bytes
@@ -23,10 +23,11 @@ from flow_grpo.pairs import load_sources
 from flow_grpo.plan import UTILISATION, Forecast, Plan, matmul_speed
 from flow_grpo.policy import DTYPES, Policy
 from flow_grpo.prompts import Dealer
+from flow_grpo.reward_checkup import PERSON, by_brightness
 from flow_grpo.terms import ClipRange, StepTerms
 from flow_grpo.tracking import read_metrics
 from flow_grpo.train import TWICE, FlowGRPOTrainer
-from flow_grpo.tryout import Look, Pictures, look_at
+from flow_grpo.tryout import Glance, Pictures
 from flow_grpo.types import Experience, PromptBatch, Trajectory
 from flow_grpo.update import Update
 from flow_grpo.verdicts import Verdict
@@ -47,25 +48,32 @@ def examine(args: FlowGRPOConfig) -> Iterator[Section]:
     speed = matmul_speed(trainer.policy.device, trainer.policy.dtype)
     yield "machine", machine(trainer.policy, speed)
     yield "prompts", prompts(trainer)
+    ask_nobody(trainer)
     steps: list[dict[str, float]] = []
-    scoring = 0.0
+    looks: dict[str, Glance] | None = None  # at the rewards, which are the same in all stages
     for number, (begin, part) in enumerate(trainer.parts, 1):
         stage = f" of stage {number}, {part.objective.name}" if args.stages else ""
-        trainer.step = begin
-        trainer.enter_at(begin)
-        if isinstance(trainer.source, Rollouts):
-            drawn = draw(trainer, trainer.source)
-            looks, found = scores(trainer, drawn)
-            yield f"rewards{stage}", found
-            if not all(name in looks and (looks[name].usable or drops(args, name)) for name in trainer.rewards.rewards):
-                return
-            scoring = sum(look.seconds for look in looks.values())
-            yield f"groups{stage}", groups(trainer, trainer.source, drawn, looks)
+        try:
+            trainer.step = begin
+            trainer.enter_at(begin)
+            if isinstance(trainer.source, Rollouts):
+                drawn, seen = draw(trainer, trainer.source), None
+                if looks is None:
+                    looks, found = scores(trainer, drawn)
+                    yield "rewards", found
+                    if not can_score(trainer, looks):
+                        return
+                    seen = {name: look.values for name, look in looks.items()}
+                yield f"groups{stage}", groups(trainer, trainer.source, drawn, seen)
+        except (ValueError, torch.OutOfMemoryError) as error:
+            yield f"groups{stage}", [verdicts.stopped("a rollout", error)]
+            return
         metrics, found = update(trainer)
         yield f"an update{stage}", found
         if metrics is None:
             return
         steps.append(metrics)
+    scoring = sum(look.seconds for look in (looks or {}).values())
     yield "what it takes", costs(trainer, steps, scoring, speed)
 
 
@@ -78,7 +86,8 @@ def machine(policy: Policy, speed: float) -> list[Verdict]:
     plain = speed if policy.dtype == torch.float32 else matmul_speed(policy.device, torch.float32)
     found = [verdicts.device(kind, dtype, speed, plain, torch.cuda.is_available())]
     if kind == "cpu":
-        found.append(verdicts.threads(torch.get_num_threads(), os.cpu_count() or 1))
+        allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+        found.append(verdicts.threads(torch.get_num_threads(), allowed, psutil.cpu_count(logical=False)))
     there = ", ".join(f"{name} {importlib.metadata.version(name)}" for name in PACKAGES)
     return [*found, Verdict("packages", "", verdicts.FINE, there)]
 
@@ -126,7 +135,7 @@ def _tensors(structure: Any) -> Iterator[Tensor]:
             yield from _tensors(part)
 
 
-# -- rewards ----------------------------------------------------------------------------------------------------------
+# -- pictures ---------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -149,64 +158,40 @@ def draw(trainer: FlowGRPOTrainer, source: Rollouts, window: list[int] | None = 
     return Drawn(batch, trajectory, images, time.perf_counter() - started)
 
 
-def scores(trainer: FlowGRPOTrainer, drawn: Drawn) -> tuple[dict[str, Look], list[Verdict]]:
-    """Looks at each reward that could score the images, those of evaluation too, and the verdicts on all."""
-    pictures = Pictures(drawn.images, drawn.batch.prompts, drawn.batch.columns())
-    looks, broken = {}, {}
-    trained, images = trainer.rewards.weights, trainer.part.images_per_prompt
-    names = sorted(trainer.held_out.rewards, key=lambda name: not trained[name])  # the trained ones first
-    for name in names:
-        try:
-            looks[name] = look_at(name, trainer.held_out.rewards[name], pictures)
-        except ValueError as error:
-            broken[name] = str(error)
-    whole = drawn.seconds + sum(look.seconds for look in looks.values()) * len(pictures.prompts)
-    found = []
-    for name in names:
-        title, drop = name.rpartition("/")[2], drops(trainer.args, name)
-        if name in broken:
-            found.append(verdicts.failed(title, broken[name], drop))
-            continue
-        look, others = looks[name], [looks[other] for other in looks if other != name and trained[other]]
-        share = look.seconds * len(pictures.prompts) / whole
-        found += judge_trained(title, look, images, drop, others) if trained[name] else judge_watched(title, look, drop)
-        found.append(verdicts.latency(title, look.seconds, share))
-    return looks, found
+def ask_nobody(trainer: FlowGRPOTrainer) -> None:
+    """A person who is a reward has no part in the look: no picture of it is to be ranked, and no vote on one is kept."""
+    if PERSON in trainer.rewards.rewards:
+        trainer.rewards.rewards[PERSON] = by_brightness
 
 
-def judge_trained(title: str, look: Look, images: int, drop: bool, others: list[Look]) -> list[Verdict]:
-    """The verdicts on a reward that is trained on: `images` in a group, `others` that are trained on beside it."""
-    alone = all(other.constant for other in others)
-    found = [verdicts.values(title, look.values, drop, verdicts.WRONG if alone else verdicts.WARNING)]
-    if look.usable and not look.constant:
-        by_group = look.values.view(-1, images)
-        within = by_group.std(1, correction=0).mean().item()
-        found += [verdicts.spread(title, by_group), verdicts.repeats(title, look.once, look.again, within)]
-    if look.usable and look.mismatched is not None:
-        change = (look.mismatched - look.once).mean().item()
-        found.append(verdicts.reads_prompt(title, look.reads, change, any(other.reads for other in others)))
-    return [*found, verdicts.keeps_pictures(title, look.changed, look.gradient)]
+def scores(trainer: FlowGRPOTrainer, drawn: Drawn) -> tuple[dict[str, Glance], list[Verdict]]:
+    """What each reward says of the images, those of evaluation too, and the verdicts on all."""
+    pictures, images = Pictures(drawn.images, drawn.batch.prompts, drawn.batch.columns()), trainer.part.images_per_prompt
+    return reward_checkup.scores(trainer.held_out, trainer.rewards.rewards, pictures, images, drawn.seconds)
 
 
-def judge_watched(title: str, look: Look, drop: bool) -> list[Verdict]:
-    """Of a reward that is measured and not trained on."""
-    found = [verdicts.values(title, look.values, drop, verdicts.FINE)]
-    return [*found, verdicts.keeps_pictures(title, True, False)] if look.changed else found
-
-
-def drops(args: FlowGRPOConfig, name: str) -> bool:
-    """Whether a reward's settings leave out what it can't score."""
-    setting = args.rewards.get(name) or args.evaluation.rewards.get(name)
-    return setting is not None and setting.on_error == "drop"
+def can_score(trainer: FlowGRPOTrainer, looks: dict[str, Glance]) -> bool:
+    """Whether a rollout would get over its rewards."""
+    called = [name for name in trainer.rewards.rewards if name != PERSON]
+    return all(name in looks and (looks[name].usable or name in trainer.held_out.drop) for name in called)
 
 
 # -- groups -----------------------------------------------------------------------------------------------------------
 
 
-def groups(trainer: FlowGRPOTrainer, source: Rollouts, drawn: Drawn, looks: dict[str, Look]) -> list[Verdict]:
-    """Whether there is something to learn in the images of a prompt, and from what it comes."""
+def groups(
+    trainer: FlowGRPOTrainer, source: Rollouts, drawn: Drawn, values: dict[str, Tensor] | None = None
+) -> list[Verdict]:
+    """Whether there is something to learn in the images of a prompt, and from what it comes.
+
+    values: of the images, (B,) by reward, if they are scored already.
+    """
     weights = {name: trainer.rewards.weights[name] for name in trainer.rewards.rewards if trainer.rewards.weights[name]}
-    seen = torch.stack([looks[name].values for name in weights], 1)
+    if PERSON in weights:  # nobody knows what the person will say
+        return [batch_free(trainer, source, drawn)]
+    if values is None:
+        values = source.score(drawn.batch, drawn.images).by_name
+    seen = torch.stack([values[name] for name in weights], 1)
     weight, images = torch.tensor(list(weights.values())), trainer.part.images_per_prompt
     total = advantages.weighted_sum(seen, weight).view(-1, images)
     whole = total.isfinite().all(1)  # without the groups of a reward that was dropped
@@ -266,22 +251,27 @@ def update(trainer: FlowGRPOTrainer) -> tuple[dict[str, float] | None, list[Verd
         moved = drift(trainer, experience)
         gradients = Gradients(trainer)
         metrics = trainer.training_step()
-    except ValueError as error:
-        return None, [Verdict("a training step", "fails", verdicts.WRONG, str(error))]
+    except (ValueError, torch.OutOfMemoryError) as error:
+        return None, [verdicts.stopped("a training step", error)]
     found = []
     if "ratio/first_update_max_deviation" in metrics:
         found.append(verdicts.ratio(metrics["ratio/first_update_max_deviation"]))
     found += judge_drift(part, experience.trajectory, moved)
     overflow = "grad_overflow" in metrics
     found.append(verdicts.gradient(gradients.norm, gradients.count, part.optimizer.eps, gradients.kept, overflow))
-    return metrics, [*found, *([verdicts.reach(gradients.norm)] if gradients.norm else [])]
+    reached = [verdicts.reach(gradients.norm, trainer.policy.trains_all)] if gradients.norm else []
+    return metrics, [*found, *reached]
 
 
 @torch.no_grad()
 def drift(trainer: FlowGRPOTrainer, experience: Experience) -> dict[int, Tensor]:
-    """|ratio - 1| (n,) of each trained step, as the objective sees it, on the rows of at most two micro-batches."""
+    """|ratio - 1| (n,) of each trained step, as the objective sees it, on the rows of at most two micro-batches.
+
+    One of the user's own, which may want gradients, gets the ratio of log-probabilities, as reinforce does.
+    """
     part, trajectory, found = trainer.part, experience.trajectory, {}
-    o = part.objective.model_copy(update={"kl_weight": 0.0})
+    own = {"name": "reinforce"} if ":" in part.objective.name else {}
+    o = part.objective.model_copy(update={"kl_weight": 0.0, **own})
     rows = experience.rows[: 2 * part.microbatch]
     if trajectory.steps and len(rows):
         conditioning = trainer.policy.encode(experience.batch.prompts)
@@ -313,7 +303,7 @@ class Gradients:
     """What the trainer's optimizer is given in its next step.
 
     Attributes:
-        norm: of each LoRA parameter's gradient, by name; empty as long as there was no step.
+        norm: of each trained parameter's gradient, by name; empty as long as there was no step.
         count: numbers in all of them.
         kept: the share of Adam's first step that its eps leaves, mean over the gradients that are not 0.
     """
@@ -348,7 +338,7 @@ def costs(trainer: FlowGRPOTrainer, steps: list[dict[str, float]], scoring: floa
         found.append(verdicts.step_time(f"a step of stage {number}" if args.stages else "a step", seconds, predicted))
     training = sum(part.steps * step["time/step"] for part, step in zip(parts, steps, strict=True))
     evaluating, times = evaluations(trainer, scoring)
-    says = f"{args.steps} steps and {times} evaluations" if times else f"{args.steps} steps"
+    says = f"{args.steps} steps" + (f" and {times} evaluations" if times else "") + ", on this one process"
     found.append(Verdict("the run", f"{(training + evaluating) / 60:.0f} minutes", verdicts.FINE, says))
     there = torch.cuda.get_device_properties(device).total_memory if cuda else psutil.virtual_memory().total
     predicted = max((one.peak - one.staying.get("CUDA", 0.0) for one in forecasts if one is not None), default=None)

@@ -12,6 +12,7 @@ from rich.table import Table
 from flow_grpo import checkup, contract, verdicts
 from flow_grpo.config import FlowGRPOConfig
 from flow_grpo.explore import Owned, best_window, owned_variance
+from flow_grpo.harmless import visible
 from flow_grpo.policy import Policy
 from flow_grpo.sde import TRANSITIONS
 from flow_grpo.train import FlowGRPOTrainer
@@ -39,20 +40,24 @@ def model(console: Console, policy: Policy, file: Path | None = None) -> bool:
 
 def _show(console: Console, title: str, sections: Iterator[checkup.Section], file: Path | None) -> bool:
     """Each section as soon as it is there, and a sentence at the end."""
-    console.print(title, style="bold", highlight=False, markup=False)
+    console.print(visible(title), style="bold", highlight=False, markup=False)
     seen: list[dict[str, str]] = []
     everything: list[verdicts.Verdict] = []
-    for section, found in sections:
-        console.print(_table(console, section, found))
-        if section:
-            console.print()
-        seen += [{"section": section, **dataclasses.asdict(verdict)} for verdict in found]
-        everything += found
-    sentence = verdicts.conclusion(everything)
-    console.print(sentence, highlight=False, markup=False, soft_wrap=True)
+    sentence = "The look was not finished."
+    try:
+        for section, found in sections:
+            console.print(_table(console, section, found))
+            if section:
+                console.print()
+            seen += [{"section": section, **dataclasses.asdict(verdict)} for verdict in found]
+            everything += found
+        sentence = verdicts.conclusion(everything)
+        console.print(sentence, highlight=False, markup=False, soft_wrap=True)
+    finally:  # whatever ended the look, what it found is kept
+        if file is not None:
+            file.parent.mkdir(parents=True, exist_ok=True)
+            file.write_text(json.dumps({"title": title, "conclusion": sentence, "verdicts": seen}, indent=2))
     if file is not None:
-        file.parent.mkdir(parents=True, exist_ok=True)
-        file.write_text(json.dumps({"title": title, "conclusion": sentence, "verdicts": seen}, indent=2))
         console.print(f"verdicts: {file}", highlight=False, markup=False, soft_wrap=True)
     return all(verdict.level != verdicts.WRONG for verdict in everything)
 
@@ -60,14 +65,19 @@ def _show(console: Console, title: str, sections: Iterator[checkup.Section], fil
 def _table(console: Console, section: str, found: list[verdicts.Verdict]) -> Table:
     """A section in columns of one width, so that all of them stand under each other."""
     table = Table(box=None, pad_edge=False, show_header=bool(section), header_style="bold", width=min(console.width, WIDEST))
-    table.add_column(section, ratio=CHECK)
+    table.add_column(_shown(section), ratio=CHECK)
     table.add_column("", ratio=NUMBER, overflow="fold")
     table.add_column("", ratio=100 - CHECK - NUMBER, overflow="fold")
     for verdict in found:
         word = verdict.level.upper() if verdict.level == verdicts.WRONG else verdict.level
         says = f"{word}: {verdict.says}" if verdict.says else word
-        table.add_row(escape(verdict.check), escape(verdict.number), escape(says), style=STYLES[verdict.level])
+        table.add_row(_shown(verdict.check), _shown(verdict.number), _shown(says), style=STYLES[verdict.level])
     return table
+
+
+def _shown(text: str) -> str:
+    """Text from anybody in a cell: neither markup nor what a terminal would do."""
+    return escape(visible(text))
 
 
 def explore(console: Console, args: FlowGRPOConfig, transitions: list[str], noise_levels: list[float], out: Path) -> None:

@@ -97,13 +97,10 @@ def examine(name: str, load: Callable[[], rewards.Reward], pictures: Pictures) -
 
 
 @dataclass(frozen=True)
-class Look:
-    """What a reward says of B images, and of n of them: twice, and with the prompts of others."""
+class Glance:
+    """What a reward says of B images, by one call."""
 
     values: Tensor  # (B,)
-    once: Tensor  # (n,)
-    again: Tensor  # (n,)
-    mismatched: Tensor | None  # (n,), if there is more than one prompt
     seconds: float  # an image
     changed: bool  # it wrote into its images
     gradient: bool  # its values carry one
@@ -116,6 +113,15 @@ class Look:
     def usable(self) -> bool:
         return bool(self.values.isfinite().all())
 
+
+@dataclass(frozen=True)
+class Look(Glance):
+    """And of n of them: twice, and with the prompts of others."""
+
+    once: Tensor  # (n,)
+    again: Tensor  # (n,)
+    mismatched: Tensor | None  # (n,), if there is more than one prompt
+
     @property
     def reads(self) -> bool:
         """Whether the prompt moves it, by more than chance does."""
@@ -124,22 +130,27 @@ class Look:
         return bool((self.mismatched - self.once).abs().mean() > 2 * (self.again - self.once).abs().mean())
 
 
+def glance_at(name: str, reward: rewards.Reward, pictures: Pictures) -> Glance:
+    """Scores the pictures once. ValueError as of `rewards.raw_score`."""
+    given, notes = pictures.images.clone(), {"gradient": False}
+    seconds, values = _timed(
+        lambda: rewards.raw_score(name, _noting(reward, notes), given, pictures.prompts, pictures.columns)
+    )
+    changed = not torch.equal(given, pictures.images)
+    return Glance(values, seconds / len(pictures.prompts), changed, notes["gradient"])
+
+
 def look_at(name: str, reward: rewards.Reward, pictures: Pictures) -> Look:
     """Scores the pictures a few times. ValueError as of `rewards.raw_score`."""
-    count, notes = len(pictures.prompts), {"changed": False, "gradient": False}
-
-    def scored(of: Pictures) -> Tensor:
-        given = of.images.clone()
-        found = rewards.raw_score(name, _noting(reward, notes), given, of.prompts, of.columns)
-        notes["changed"] |= not torch.equal(given, of.images)
-        return found
-
+    count = len(pictures.prompts)
     some = pictures.take(list(range(0, count, -(-count // AGAIN))))
-    once, again, mixed = scored(some), scored(some), some.mismatched()  # the first call loads what it needs
-    mismatched = None if mixed is None else scored(mixed)
-    started = time.perf_counter()
-    values = scored(pictures)
-    return Look(values, once, again, mismatched, (time.perf_counter() - started) / count, **notes)
+    mixed = some.mismatched()
+    # the first call loads what it needs, the last one is timed
+    once, again, *wrong, whole = [glance_at(name, reward, of) for of in (some, some, mixed, pictures) if of is not None]
+    seen = [once, again, *wrong, whole]
+    changed, gradient = any(one.changed for one in seen), any(one.gradient for one in seen)
+    mismatched = wrong[0].values if wrong else None
+    return Look(whole.values, whole.seconds, changed, gradient, once.values, again.values, mismatched)
 
 
 def _noting(reward: rewards.Reward, notes: dict[str, bool]) -> rewards.Reward:

@@ -55,10 +55,11 @@ def device(kind: str, dtype: str, speed: float, plain: float, has_gpu: bool) -> 
     return Verdict(check, number, FINE, says)
 
 
-def threads(count: int, cores: int) -> Verdict:
-    """Of torch on a CPU, whose cores the process may all use."""
-    number = f"{count} of {cores} cores"
-    if count == cores:
+def threads(count: int, allowed: int, physical: int | None) -> Verdict:
+    """Of torch on a CPU. allowed: logical cores that the process may use; physical: cores of the machine, if they are known."""
+    cores = min(allowed, physical or allowed)  # two threads on one core compute no faster than one
+    number = f"{count} on {cores} cores"
+    if count >= cores:
         return Verdict("threads", number, FINE)
     return Verdict("threads", number, WARNING, f"set the environment variable OMP_NUM_THREADS={cores}.")
 
@@ -96,7 +97,12 @@ def enough(count: int, per_step: int, steps: int) -> Verdict:
     times = per_step * steps / count
     if times <= OFTEN and count >= 2 * per_step:
         return Verdict("training prompts", f"{count}", FINE, f"each comes up {times:.1f} times in the run")
-    says = f"each comes up {times:.0f} times in the run, and may be learnt by heart: add some, or set fewer steps."
+    if times > OFTEN:
+        says = f"each comes up {times:.0f} times in the run, and may be learnt by heart: add some, or set fewer steps."
+    else:
+        says = (
+            f"a step takes {per_step} of them, so that all steps are much the same: add some, or set prompts_per_step lower."
+        )
     return Verdict("training prompts", f"{count}", WARNING, says)
 
 
@@ -117,91 +123,6 @@ def _texts(prompts: list[str]) -> set[str]:
     return {_text(prompt) for prompt in prompts}
 
 
-# -- a reward -------------------------------------------------------------------------------------------------------
-
-
-def failed(name: str, error: str, drops: bool) -> Verdict:
-    """drops: whether its on_error leaves out what it can't score."""
-    more = "" if drops else " Mend it; on_error=drop leaves out what it can't score now and then."
-    return Verdict(f"{name}: values", "none", WRONG, f"{error.rstrip('.')}.{more}")
-
-
-def values(name: str, found: Tensor, drops: bool, constant: Level) -> Verdict:
-    """found (B,): of pictures of several prompts; constant: how bad it is if all are the same, FINE for one that is not trained on."""
-    check, finite = f"{name}: values", found[found.isfinite()]
-    missing = len(found) - len(finite)
-    if missing:
-        level = WARNING if drops and len(finite) else WRONG
-        says = "are not finite: " + ("those groups are left out." if drops else "mend it, or set its on_error=drop.")
-        return Verdict(check, f"{missing} of {len(found)}", level, says)
-    low, high = found.min(), found.max()
-    if low == high:
-        says = "all are the same" + ("" if constant == FINE else ", so it tells no picture from another.")
-        return Verdict(check, f"{low:.3g}", constant, says)
-    number, solved, hopeless = f"{low:.3g} to {high:.3g}", (found == high).float().mean(), (found == low).float().mean()
-    if constant != FINE and solved >= 0.9:
-        return Verdict(check, number, WARNING, f"{solved:.0%} get the highest: take harder prompts or a stricter reward.")
-    if constant != FINE and hopeless >= 0.9:
-        says = f"{hopeless:.0%} get the lowest: take easier prompts or a milder reward, or fine-tune first (`stages`)."
-        return Verdict(check, number, WARNING, says)
-    return Verdict(check, number, FINE, f"mean {found.mean():.3g}")
-
-
-def spread(name: str, found: Tensor) -> Verdict:
-    """found (P, G), not all the same: whether there are differences between the images of a prompt, which alone can be learnt from."""
-    check, within, whole = f"{name}: within a group", found.std(1, correction=0).mean(), found.std(correction=0)
-    number = f"std {within:.2g}"
-    if within > 1e-5 * whole:
-        return Verdict(check, number, FINE, f"of {whole:.2g} in all")
-    return Verdict(
-        check, number, WRONG, "the images of a prompt all get the same: it looks at the prompt, not at the picture."
-    )
-
-
-def repeats(name: str, once: Tensor, again: Tensor, within: float) -> Verdict:
-    """once, again (n,): of the very same pictures; within: std of the reward within a group."""
-    check = f"{name}: scored twice"
-    if torch.equal(once, again):
-        return Verdict(check, "the same", FINE)
-    noise = ((once - again).square().mean() / 2).sqrt().item()
-    number = f"std {noise:.2g}"
-    if noise**2 > 0.5 * within**2:
-        return Verdict(check, number, WRONG, "most of what tells images apart is its own chance: seed it, or average calls.")
-    says = f"chance, beside {within:.2g} within a group: seed it if you can."
-    return Verdict(check, number, WARNING, says)
-
-
-def reads_prompt(name: str, reads: bool, change: float, others: bool) -> Verdict:
-    """change: what another picture's prompt does to it on average; others: whether another trained reward reads prompts."""
-    check = f"{name}: reads the prompt"
-    if reads:
-        return Verdict(check, "yes", FINE, f"{change:+.2g} with a wrong prompt")
-    if others:
-        return Verdict(check, "no", FINE, "another one does")
-    says = "pictures may forget what was asked for: add a reward that reads it, such as clip, or a kl_weight."
-    return Verdict(check, "no", WARNING, says)
-
-
-def keeps_pictures(name: str, changed: bool, gradient: bool) -> Verdict:
-    """changed: whether it wrote into the images that it was given; gradient: whether its values carry one."""
-    check = f"{name}: side effects"
-    if changed:
-        return Verdict(
-            check, "images changed", WRONG, "it writes into its images, which other rewards see: let it copy them."
-        )
-    if gradient:
-        return Verdict(check, "a gradient", WARNING, "its values keep a graph that nothing uses: run it under no_grad.")
-    return Verdict(check, "none", FINE)
-
-
-def latency(name: str, seconds: float, share: float) -> Verdict:
-    """seconds: of a picture; share: of the time that drawing and scoring take."""
-    check, number = f"{name}: a picture", f"{1000 * seconds:.1f} ms"
-    if share <= 0.5:
-        return Verdict(check, number, FINE, f"{share:.0%} of a rollout")
-    return Verdict(check, number, WARNING, f"{share:.0%} of a rollout: score in larger batches, or elsewhere by `remote`.")
-
-
 # -- the groups -----------------------------------------------------------------------------------------------------
 
 
@@ -218,7 +139,7 @@ def signal(speaks: Tensor, reward: Tensor) -> Verdict:
     check, number = "groups without signal", f"{silent:.0%} of {len(speaks)}"
     if silent < 0.5:
         return Verdict(check, number, FINE)
-    level, quiet = WRONG if silent == 1 else WARNING, reward[~speaks].mean(1)
+    level, quiet = WRONG if silent == 1 else WARNING, reward[~speaks].amax(1)
     if reward.min() < reward.max() and (quiet == reward.max()).float().mean() > 0.5:
         return Verdict(
             check, number, level, "most of them are solved: take harder prompts, or let those rest (resting.after)."
@@ -292,6 +213,9 @@ def clip_range(moved: Tensor, low: float, high: float, passes: int) -> Verdict:
     """moved (n,): |ratio - 1| after one update, of all trained steps; low, high: what clips it; passes: updates on a rollout."""
     check, usual = "clip range", moved.quantile(0.9).item()
     number, clip = f"{low:.0e}" if low == high else f"{low:.0e}, {high:.0e}", min(low, high)
+    if not moved.any():
+        says = "one update moves no ratio at all: raise optimizer.lr, or see the gradient below."
+        return Verdict(check, number, WARNING, says)
     if passes == 1:
         return Verdict(check, number, FINE, "of no effect: with one update on a rollout the ratio is always 1")
     beyond, advice = (moved > clip).float().mean(), f"set clip_low and clip_high near {usual:.0e}, or to auto."
@@ -328,7 +252,7 @@ def gradient(norm: dict[str, float], count: int, eps: float, kept: float, overfl
     """What Adam was given.
 
     Args:
-        norm: of each LoRA parameter's gradient, of `count` numbers in all; empty if there was no step.
+        norm: of each trained parameter's gradient, of `count` numbers in all; empty if there was no step.
         kept: the share of Adam's step that its eps leaves.
         overflow: whether an fp16 gradient overflowed, so that there was none.
     """
@@ -345,17 +269,24 @@ def gradient(norm: dict[str, float], count: int, eps: float, kept: float, overfl
     return Verdict(check, number, WRONG if kept < 0.5 else WARNING, says)
 
 
-def reach(norm: dict[str, float]) -> Verdict:
-    """norm: of each LoRA parameter's gradient, by name."""
+def reach(norm: dict[str, float], whole: bool) -> Verdict:
+    """norm: of each trained parameter's gradient, by name; whole: whether all weights are trained in place of a LoRA."""
     silent = [name for name, value in norm.items() if not value > 0]
-    check, number = "LoRA parameters with gradient", f"{len(norm) - len(silent)} of {len(norm)}"
+    check, number = f"{'weights' if whole else 'LoRA parameters'} with gradient", f"{len(norm) - len(silent)} of {len(norm)}"
     if not silent:
         return Verdict(check, number, FINE)
     where = silent[0].partition(".lora_")[0]
     if len(silent) <= 0.2 * len(norm):
         return Verdict(check, number, FINE, f"none at {where}, whose output may not be used")
-    level = WRONG if len(silent) == len(norm) else WARNING
-    return Verdict(check, number, level, f"none at {where}: set lora.targets to modules that the velocity depends on.")
+    says = "look whether the model uses them." if whole else "set lora.targets to modules that the velocity depends on."
+    return Verdict(check, number, WRONG if len(silent) == len(norm) else WARNING, f"none at {where}: {says}")
+
+
+def stopped(check: str, error: Exception) -> Verdict:
+    """A part of the look that an error ended: for want of memory, or with a sentence of its own."""
+    if isinstance(error, torch.OutOfMemoryError):
+        return Verdict(check, "out of memory", WRONG, "set a smaller microbatch, or memory.checkpointing.")
+    return Verdict(check, "fails", WRONG, str(error))
 
 
 # -- what it takes --------------------------------------------------------------------------------------------------

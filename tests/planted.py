@@ -394,9 +394,30 @@ BUGS = [
     (
         "the doctor calls a reward of chance repeatable",
         "flow_grpo/tryout.py",
-        "once, again, mixed = scored(some), scored(some), some.mismatched()",
-        "mixed = some.mismatched()\n    once = again = scored(some)",
+        "once.values, again.values, mismatched)",
+        "once.values, once.values, mismatched)",
         "tests/test_doctor.py -k about_a_reward",
+    ),
+    (
+        "the doctor looks at an objective of one's own without gradients",
+        "flow_grpo/checkup.py",
+        '{"name": "reinforce"} if ":" in part.objective.name else {}',
+        "{}",
+        "tests/test_doctor.py -k ones_own",
+    ),
+    (
+        "the doctor takes the mean of a solved group for its rewards",
+        "flow_grpo/verdicts.py",
+        "reward[~speaks].amax(1)",
+        "reward[~speaks].mean(1)",
+        "tests/test_doctor.py -k silent_groups",
+    ),
+    (
+        "the doctor asks a person",
+        "flow_grpo/checkup.py",
+        "trainer.rewards.rewards[PERSON] = by_brightness",
+        "pass",
+        "tests/test_doctor.py -k person",
     ),
     (
         "the doctor measures the ratio before the update",

@@ -1,5 +1,6 @@
 """The doctor: each verdict flips at an illness planted into the real parts, and a healthy run has nothing wrong."""
 
+import io
 import json
 import os
 import signal
@@ -10,10 +11,11 @@ import sample_sick as sick
 import torch
 from conftest import CALL, short_run
 from forked import begin, run
+from rich.console import Console
 from sample_rewards import brightness, flat, nan, raises
 
 import rewards
-from flow_grpo import checkup, verdicts
+from flow_grpo import checkup, doctor, reward_checkup, verdicts
 from flow_grpo.config import FlowGRPOConfig
 from flow_grpo.grid import Cell, save_grid
 from flow_grpo.policy import Policy, load_policy
@@ -22,6 +24,7 @@ from flow_grpo.tiny import pretrain, world
 from flow_grpo.train import FlowGRPOTrainer
 from flow_grpo.tryout import Pictures, look_at
 from flow_grpo.verdicts import FINE, WARNING, WRONG, Verdict
+from rewards import WeightedSum
 
 OFTEN_SEEN = [
     f'red text "{word}" on a blue background' for word in ("CAT", "HORSE", "FOX", "EMU", "OWL", "BEE", "ANT", "COW")
@@ -90,7 +93,8 @@ def test_stages_of_given_images_final_latents_and_a_critic_are_looked_at_without
     sections = dict(checkup.examine(short_run(tmp_path / "run", f"stages={json.dumps(stages)}")))
     assert not [verdict for found in sections.values() for verdict in found if verdict.level == WRONG]
     first, second, third = "stage 1, sft", "stage 2, awm", "stage 3, ppo"
-    assert f"rewards of {first}" not in sections
+    assert [title for title in sections if title.startswith("rewards")] == ["rewards"], "they are the same in all stages"
+    assert f"groups of {first}" not in sections
     checks = {title: levels(found) for title, found in sections.items()}
     assert "made by the trained steps" not in checks[f"groups of {second}"]
     assert "made by the trained steps" in checks[f"groups of {third}"]
@@ -124,15 +128,15 @@ def test_stages_of_given_images_final_latents_and_a_critic_are_looked_at_without
 )
 def test_what_is_ill_about_a_reward(signs, reward, check, level):
     look = look_at("r", reward, signs)
-    assert levels(checkup.judge_trained("r", look, 2, False, []))[f"r: {check}"] == level
+    assert levels(reward_checkup.judge_trained("r", look, 2, False, []))[f"r: {check}"] == level
 
 
 def test_a_reward_among_others(signs):
     """One that says nothing may stand beside one that does, and one that ignores the prompt beside one that reads it."""
     color, bright, still = (look_at("r", one, signs) for one in (rewards.load("color"), brightness, flat))
-    assert levels(checkup.judge_trained("r", still, 2, False, [color]))["r: values"] == WARNING
-    assert levels(checkup.judge_trained("r", still, 2, False, [still]))["r: values"] == WRONG
-    assert levels(checkup.judge_trained("r", bright, 2, False, [color]))["r: reads the prompt"] == FINE
+    assert levels(reward_checkup.judge_trained("r", still, 2, False, [color]))["r: values"] == WARNING
+    assert levels(reward_checkup.judge_trained("r", still, 2, False, [still]))["r: values"] == WRONG
+    assert levels(reward_checkup.judge_trained("r", bright, 2, False, [color]))["r: reads the prompt"] == FINE
 
 
 @pytest.mark.parametrize("reward", [raises, nan])
@@ -144,6 +148,49 @@ def test_a_broken_reward_ends_the_look_with_its_name(policy, tmp_path, reward):
     assert broken.check == f"sample_rewards.py:{reward.__name__}: values"
     if reward is raises:
         assert "the camera is off" in broken.says
+
+
+def test_a_reward_of_evaluations_alone_is_called_once_and_not_billed_to_the_rollout(signs):
+    calls = {"trained": 0, "watched": 0}
+
+    def counted(name: str):
+        def reward(images, prompts):
+            calls[name] += 1
+            return images.mean((1, 2, 3))
+
+        return reward
+
+    sums = WeightedSum({name: counted(name) for name in calls}, {"trained": 1.0, "watched": 0.0})
+    looks, found = reward_checkup.scores(sums, ["trained"], signs, 2, drawing=0.0)
+    assert calls == {"trained": 4, "watched": 1}
+    assert torch.equal(looks["watched"].values, looks["trained"].values)
+    says = {verdict.check: verdict.says for verdict in found}
+    assert says["trained: a picture"].startswith("100% of a rollout")
+    assert "rollout" not in says["watched: a picture"]
+
+
+def test_a_person_is_not_asked(trainer):
+    def human(images, prompts):
+        raise AssertionError("somebody was asked")
+
+    built = trainer(reward=human)
+    checkup.ask_nobody(built)
+    drawn = checkup.draw(built, built.source)
+    looks, (row,) = checkup.scores(built, drawn)
+    assert (looks, row.check, row.number) == ({}, "human: values", "not asked")
+    assert checkup.can_score(built, looks)
+    assert list(levels(checkup.groups(built, built.source, drawn))) == ["another micro-batch"]
+    assert checkup.update(built)[0] is not None
+
+
+def test_a_rollout_that_fails_has_a_verdict(tmp_path):
+    """Where the trained steps are chosen by what a reward says, it fails before anybody looks at it."""
+    name = f"{Path(__file__).parent / 'sample_rewards.py'}:raises"
+    window = "sampling.window={kind: auto, size: 2}"
+    sections = dict(checkup.examine(short_run(tmp_path, f"rewards={{{name}: 1}}", window)))
+    (failed,) = sections["groups"]
+    assert (failed.check, failed.level) == ("a rollout", WRONG)
+    assert "the camera is off" in failed.says
 
 
 # -- prompts, groups, updates -------------------------------------------------------------------------------------------
@@ -164,8 +211,7 @@ def test_prompts_that_come_twice_leak_are_few_or_cut_off(trainer):
 
 def in_groups(trainer: FlowGRPOTrainer) -> dict[str, str]:
     drawn = checkup.draw(trainer, trainer.source)
-    looks, _ = checkup.scores(trainer, drawn)
-    return levels(checkup.groups(trainer, trainer.source, drawn, looks))
+    return levels(checkup.groups(trainer, trainer.source, drawn))
 
 
 def test_noise_that_changes_nothing_or_destroys_the_pictures(trainer):
@@ -224,6 +270,25 @@ def test_a_step_that_fails_says_why(policy, trainer):
     assert "deviates from 1" in failed.says
 
 
+def test_memory_that_runs_out_says_what_to_set(trainer, monkeypatch):
+    def collect(step):
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    built = trainer()
+    monkeypatch.setattr(built.source, "collect", collect)
+    metrics, (failed,) = checkup.update(built)
+    assert metrics is None
+    assert failed.level == WRONG
+    assert "a smaller microbatch" in failed.says
+
+
+def test_an_objective_of_ones_own_moves_ratios_as_any_other(trainer):
+    own = f"{Path(__file__).parent / 'sample_objectives.py'}:sigmoid"
+    found = after_an_update(trainer(f"objective={{name: '{own}'}}"))
+    assert WRONG not in found.values()
+    assert len([check for check in found if check.startswith("step ")]) == 3
+
+
 def test_no_signal_no_update(trainer):
     _, found = checkup.update(trainer(reward=flat))
     assert levels(found)["gradient against Adam's eps"] == WRONG
@@ -241,15 +306,18 @@ SOLVED = torch.tensor([[1.0, 1.0], [1.0, 1.0], [0.2, 1.0]])
         (verdicts.device("cpu", "bf16", 1e10, 1e12, False), WARNING),
         (verdicts.device("cpu", "fp32", 1e12, 1e12, True), WARNING),
         (verdicts.device("cuda", "bf16", 9e14, 5e13, True), FINE),
-        (verdicts.threads(1, 16), WARNING),
-        (verdicts.threads(16, 16), FINE),
-        (verdicts.values("r", torch.tensor([1.0] * 19 + [0.0]), False, WRONG), WARNING),
-        (verdicts.values("r", torch.tensor([0.0] * 19 + [1.0]), False, WRONG), WARNING),
-        (verdicts.values("r", torch.tensor([0.0, 0.5, 1.0]), False, WRONG), FINE),
-        (verdicts.values("r", torch.tensor([0.0, 0.5, torch.nan]), True, WRONG), WARNING),
-        (verdicts.values("r", torch.tensor([torch.nan] * 3), True, WRONG), WRONG),
-        (verdicts.latency("r", 2.0, 0.8), WARNING),
-        (verdicts.latency("r", 2.0, 0.3), FINE),
+        (verdicts.threads(1, 16, 8), WARNING),
+        (verdicts.threads(8, 16, 8), FINE),
+        (verdicts.threads(16, 16, 8), FINE),
+        (verdicts.threads(2, 2, 8), FINE),
+        (verdicts.threads(15, 16, None), WARNING),
+        (reward_checkup.values("r", torch.tensor([1.0] * 19 + [0.0]), False, WRONG), WARNING),
+        (reward_checkup.values("r", torch.tensor([0.0] * 19 + [1.0]), False, WRONG), WARNING),
+        (reward_checkup.values("r", torch.tensor([0.0, 0.5, 1.0]), False, WRONG), FINE),
+        (reward_checkup.values("r", torch.tensor([0.0, 0.5, torch.nan]), True, WRONG), WARNING),
+        (reward_checkup.values("r", torch.tensor([torch.nan] * 3), True, WRONG), WRONG),
+        (reward_checkup.latency("r", 2.0, 0.8), WARNING),
+        (reward_checkup.latency("r", 2.0, 0.3), FINE),
         (verdicts.signal(torch.tensor([False, False, True]), SOLVED), WARNING),
         (verdicts.signal(torch.tensor([False, True, True]), SOLVED), FINE),
         (verdicts.batch_free(0.2, 1e-3), WARNING),
@@ -257,9 +325,11 @@ SOLVED = torch.tensor([[1.0, 1.0], [1.0, 1.0], [0.2, 1.0]])
         (verdicts.ratio(1e-6), WRONG),
         (verdicts.ratio(0.0), FINE),
         (verdicts.gradient(NORM, 1000, 1e-15, 1.0, overflow=True), WARNING),
-        (verdicts.reach(dict.fromkeys(NORM, 0.0)), WRONG),
-        (verdicts.reach({**NORM, **dict.fromkeys(list(NORM)[:3], 0.0)}), WARNING),
-        (verdicts.reach({**NORM, "blocks.9.to_q.lora_A.weight": 0.0}), FINE),
+        (verdicts.clip_range(torch.zeros(8), 1e-3, 1e-3, 2), WARNING),
+        (verdicts.reach(dict.fromkeys(NORM, 0.0), whole=False), WRONG),
+        (verdicts.reach({**NORM, **dict.fromkeys(list(NORM)[:3], 0.0)}, whole=False), WARNING),
+        (verdicts.reach({**NORM, **dict.fromkeys(list(NORM)[:3], 0.0)}, whole=True), WARNING),
+        (verdicts.reach({**NORM, "blocks.9.to_q.lora_A.weight": 0.0}, whole=False), FINE),
         (verdicts.step_time("a step", {"reward": 1.0, "update": 9.0, "step": 10.0}, 2.0), WARNING),
         (verdicts.step_time("a step", {"reward": 9.0, "update": 1.0, "step": 10.0}, 2.0), FINE),
         (verdicts.memory(15.5e9, 16e9, None, alone=True), WARNING),
@@ -279,6 +349,22 @@ def test_silent_groups_are_told_apart():
     silent = torch.tensor([False, False, True])
     assert "solved" in verdicts.signal(silent, SOLVED).says
     assert "hopeless" in verdicts.signal(silent, 1.2 - SOLVED).says
+    rounded = torch.full((3, 16), 0.9)
+    rounded[2, 0] = 0.1
+    assert rounded[0].mean() != rounded.max(), "a mean of equal numbers is off by rounding"
+    assert "solved" in verdicts.signal(silent, rounded).says
+
+
+def test_advice_fits_what_it_is_given_for():
+    assert "near 0" not in verdicts.clip_range(torch.zeros(8), 1e-3, 1e-3, 2).says
+    lora, weights = (verdicts.reach(dict.fromkeys(NORM, 0.0), whole) for whole in (False, True))
+    assert (lora.check, weights.check) == ("LoRA parameters with gradient", "weights with gradient")
+    assert "lora.targets" in lora.says
+    assert "lora" not in weights.says.partition(": ")[2]
+    often, few = verdicts.enough(10, 2, 1000), verdicts.enough(10, 8, 2)
+    assert often.level == few.level == WARNING
+    assert "by heart" in often.says
+    assert "by heart" not in few.says
 
 
 # -- what is seen -----------------------------------------------------------------------------------------------------
@@ -305,6 +391,26 @@ def test_the_command(tmp_path):
     command.wait_for(lambda: command.output.startswith("tiny, grpo"))
     os.kill(command.process.pid, signal.SIGINT)
     command.finish(130)
+
+
+def test_what_was_found_is_kept_and_no_text_of_others_reaches_the_terminal_as_it_is(tmp_path, monkeypatch):
+    """A look that ends by an error, of a run whose names and sentences hold escape sequences and markup."""
+    evil = "\x1b[7m[b]x[/c]"
+
+    def sections(args):
+        yield f"groups of {evil}", [Verdict(evil, evil, WRONG, f"{evil}.")]
+        raise ValueError("the camera is off")
+
+    monkeypatch.setattr(checkup, "examine", sections)
+    shown, file = io.StringIO(), tmp_path / "found.json"
+    args = short_run(tmp_path).model_copy(update={"model": evil})
+    with pytest.raises(ValueError, match="the camera is off"):
+        doctor.examine(Console(file=shown, width=300), args, file)
+    assert "\x1b" not in shown.getvalue()
+    assert shown.getvalue().count(r"\x1b[7m[b]x[/c]") == 5
+    content = json.loads(file.read_text())
+    assert [verdict["level"] for verdict in content["verdicts"]] == [WRONG]
+    assert content["conclusion"] == "The look was not finished."
 
 
 def test_the_shipped_prompts_are_clean():
