@@ -144,7 +144,7 @@ def sample(
     ]
     if not all(text.strip() for text in texts):
         raise ValueError("an empty prompt was given.")
-    source = config or hub.config_of(model or lora)
+    source = config or hub.config_of(lora) or hub.config_of(model)
     args = FlowGRPOConfig(model=model) if model and not source else FlowGRPOConfig.read(source)
     model = model or args.model
     policy = _policy(args, model, lora, guidance)

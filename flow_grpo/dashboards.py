@@ -31,7 +31,8 @@ QUIET = {"WANDB_SILENT": "true", "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "2", "GIT_PY
 def check_installed(trackers: Iterable[str]) -> None:
     """ValueError if one of these services is not installed."""
     for name in trackers:
-        if importlib.util.find_spec(name) is None:
+        found = importlib.util.find_spec(name)
+        if found is None or found.origin is None:  # a folder of that name is no package
             raise ValueError(
                 f"trackers: {name} needs the package {name}, which is not installed: pip install {name}, or name others, such "
                 "as trackers=[] for none."

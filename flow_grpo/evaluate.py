@@ -77,13 +77,13 @@ def distance_from_base(policy: Policy, prompts: list[str], steps: int, microbatc
     velocity = policy.along(schedule, conditioning)
     found: list[float] = []
     for rows in torch.arange(len(prompts)).split(microbatch):
-        x, apart = torch.stack([sampling.noise(shape, place, "distance") for place in rows.tolist()]), torch.zeros(len(rows))
+        x, way = torch.stack([sampling.noise(shape, place, "distance") for place in rows.tolist()]), []
         for i in range(len(schedule)):
-            v = velocity(x, i, rows)
-            with policy.reference():
-                apart += (v - velocity(x, i, rows)).square().flatten(1).mean(1)
-            x = x + (schedule.sigmas[i + 1] - schedule.sigmas[i]) * v
-        found += (apart / len(schedule)).tolist()
+            way.append((x, velocity(x, i, rows)))
+            x = x + (schedule.sigmas[i + 1] - schedule.sigmas[i]) * way[-1][1]
+        with policy.reference():  # once: of a whole transformer, all weights change places
+            apart = [(v - velocity(x, i, rows)).square().flatten(1).mean(1) for i, (x, v) in enumerate(way)]
+        found += torch.stack(apart).mean(0).tolist()
     return found
 
 

@@ -86,6 +86,11 @@ def gathered(value: Tensor) -> Tensor:
     return value.full_tensor() if isinstance(value, DTensor) else value
 
 
+def own_share(value: Tensor) -> Tensor:
+    """The part of a tensor that lies on this process: all of it, but for shared ones."""
+    return value.to_local() if isinstance(value, DTensor) else value
+
+
 def gathered_on_cpu(values: dict[str, Tensor], keep: bool = True) -> dict[str, Tensor]:
     """Whole copies on the CPU, one after another: a process that only helps the others to theirs keeps none."""
     found = {}

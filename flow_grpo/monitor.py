@@ -76,7 +76,9 @@ def best(history: list[Reading]) -> int:
 
 def warnings(history: list[Reading]) -> dict[str, str]:
     """A sentence for each measure that has fallen at the last of these evaluations."""
-    end = f"while the trained reward rose: look at the pictures for cheating. best/ holds the LoRA of step {best(history)}."
+    end = (
+        f"while the trained reward rose: look at the pictures for cheating. best/ holds the weights of step {best(history)}."
+    )
     return {
         name: f"{name}, which is not trained on, has fallen by {share:.0%} since step {since} {end}"
         for name, (since, share) in falls(history).items()

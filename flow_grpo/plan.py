@@ -45,7 +45,7 @@ GPUS = {
 }
 UTILISATION = {True: 0.45, False: 0.12}  # of that peak, on a GPU and by the embedded model on a CPU
 CUDA_CONTEXT = 0.6 * GB  # of torch's own, before the first tensor
-DOING = {"rollout": "images are drawn", "update": "the adapter is trained", "decoding": "images are decoded"}
+DOING = {"rollout": "images are drawn", "update": "the weights are trained", "decoding": "images are decoded"}
 BITS = {"int8": 8.1, "int4": 4.5, "nf4": 4.5}  # of a weight, with its share of the scales
 
 

@@ -62,9 +62,9 @@ class Policy(FlowPipeline):
         return self.whole is not None
 
     def keep_base(self, device: torch.device | str) -> None:
-        """Keeps the weights as they are now, there, as those of the base model. What is sharded stays where it is."""
+        """Keeps the weights as they are now, there, as those of the base model."""
         assert self.whole
-        self.whole.keep_base(None if self.sharded else device)
+        self.whole.keep_base(device)
 
     @property
     def spread(self) -> bool:

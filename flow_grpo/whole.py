@@ -8,7 +8,7 @@ import torch
 from huggingface_hub import save_torch_state_dict
 from torch import Tensor
 
-from flow_grpo.memory import gathered_on_cpu
+from flow_grpo.memory import gathered_on_cpu, own_share
 
 NAMED = "diffusion_pytorch_model"  # how diffusers begins the names of a transformer's files
 CONFIG = "config.json"
@@ -37,10 +37,9 @@ class Whole:
         """All weights are float32 and want gradients."""
         self.transformer.float().requires_grad_(True)
 
-    def keep_base(self, device: torch.device | str | None) -> None:
-        """Keeps the weights as they are now, as those of the base model: there, or where they are."""
-        parameters = self.parameters().items()
-        self.base = {n: p.detach().clone() if device is None else p.detach().to(device, copy=True) for n, p in parameters}
+    def keep_base(self, device: torch.device | str) -> None:
+        """Keeps the weights as they are now, there, as those of the base model; of shared ones each process its own."""
+        self.base = {name: own_share(p.detach()).to(device, copy=True) for name, p in self.parameters().items()}
 
     def swap(self) -> None:
         """The base model's weights in place of these, or back; all or, if memory runs out, none."""
@@ -57,7 +56,7 @@ class Whole:
     @torch.no_grad()
     def _exchange(self, name: str) -> None:
         """Past autograd, which would not go back through weights that were touched: when it does, they are what they were."""
-        own, kept = self.transformer.get_parameter(name).data, self.base[name]
+        own, kept = own_share(self.transformer.get_parameter(name).data), self.base[name]
         here = own.to(kept.device, copy=True)
         own.copy_(kept)
         kept.copy_(here)

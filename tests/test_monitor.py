@@ -31,7 +31,7 @@ def test_a_held_out_reward_that_falls_while_the_trained_one_rises_is_caught():
     assert share == pytest.approx(0.05 / 1.0, rel=0.05)
     sentence = monitor.warnings(history)["clip"]
     assert "clip, which is not trained on, has fallen by 5% since step 10" in sentence
-    assert "best/ holds the LoRA of step 10" in sentence
+    assert "best/ holds the weights of step 10" in sentence
 
 
 def test_what_falls_together_with_the_trained_reward_is_not_hacking():
