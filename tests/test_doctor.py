@@ -387,7 +387,8 @@ def test_the_command(tmp_path):
     assert file == "verdicts: look/found.json"
     assert {path.name for path in tmp_path.iterdir()} == {"short.yaml", "look"}
 
-    command = begin("doctor", "short.yaml", cwd=tmp_path)
+    (tmp_path / "long.yaml").write_text(short_run(tmp_path / "run").dump())  # nothing ends this look early
+    command = begin("doctor", "long.yaml", cwd=tmp_path)
     command.wait_for(lambda: command.output.startswith("tiny, grpo"))
     os.kill(command.process.pid, signal.SIGINT)
     command.finish(130)
