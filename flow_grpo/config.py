@@ -217,6 +217,13 @@ class FlowGRPOConfig(Section):
         given = {"height": self.height, "width": self.width}
         return {"guidance": self.guidance, **{k: v for k, v in given.items() if v is not None}, **self.pipeline}
 
+    def changes(self, now: "FlowGRPOConfig") -> dict[str, tuple[Any, Any]]:
+        """The settings that change a run's numbers and differ, here and `now`: not its length, its places, or what only looks at it."""
+        free: Any = dict.fromkeys(("steps", "output", "save_every", "keep", "device", "evaluation", "trackers"), True)
+        free["rewards"] = {"__all__": {"remote", "isolate", "python"}}  # where a reward runs is not what it says
+        here, there = self.model_dump(exclude=free), now.model_dump(exclude=free)
+        return {name: (here[name], there[name]) for name in there if there[name] != here[name]}
+
     def dump(self) -> str:
         """As YAML, every field with its value."""
         return yaml.safe_dump(self.model_dump(mode="json"), sort_keys=False)

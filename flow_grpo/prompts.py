@@ -112,15 +112,17 @@ class Dealer:
         return [p for p in range(self.place, len(order)) if self.until.get(texts[order[p]], 0) <= step]
 
 
-def load_prompts(source: str | Path | list[str]) -> PromptSet:
-    """A prompt set: a list, a name of flow_grpo/prompt_sets.py, a .txt file (one a line), a .jsonl, .csv, .tsv or .parquet file,
-    the https address of one, or a hub data set.
+def load_prompts(source: PromptSet | str | Path | list[str]) -> PromptSet:
+    """A prompt set: one as it is, a list, a name of flow_grpo/prompt_sets.py, a .txt file (one a line), a .jsonl, .csv, .tsv or
+    .parquet file, the https address of one, or a hub data set.
 
     Tables have a column `prompt`, or Prompt or prompts; the others become metadata.
 
     Raises:
         ValueError: no such file or data set, no prompts in it, or no column `prompt`.
     """
+    if isinstance(source, PromptSet):
+        return source
     if isinstance(source, list):
         return _checked(source, [{} for _ in source], "the list")
     place = str(source) if Path(source).is_file() else source_of(str(source))

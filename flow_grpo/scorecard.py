@@ -108,11 +108,10 @@ def by_prompt(target: Measured, measure: str, rows: Iterable[int] | None = None)
 def category_columns(measured: list[Measured]) -> list[str]:
     """The metadata columns that sort prompts into a few categories."""
     found: dict[str, set] = {}
-    for target in measured:
-        for row in target.rows.metadata:
-            for column, value in row.items():
-                if column.lower() in CATEGORIES and isinstance(value, str):
-                    found.setdefault(column, set()).add(value)
+    cells = (cell for target in measured for row in target.rows.metadata for cell in row.items())
+    for column, value in cells:
+        if column.lower() in CATEGORIES and isinstance(value, str):
+            found.setdefault(column, set()).add(value)
     return [column for column, values in found.items() if 1 < len(values) <= MOST]
 
 
@@ -180,16 +179,21 @@ def _adjusted(changes: dict[str, dict[str, Change]]) -> dict[str, dict[str, Chan
     return {name: {measure: adjusted[name, measure] for measure in found} for name, found in changes.items()}
 
 
+def _rows_of(target: Measured, column: str) -> dict[str, list[int]]:
+    """The rows of each category that a column of the metadata names."""
+    found: dict[str, list[int]] = {}
+    for row, metadata in enumerate(target.rows.metadata):
+        if isinstance(metadata.get(column), str):
+            found.setdefault(metadata[column], []).append(row)
+    return found
+
+
 def _by_category(measured: Sequence[Measured], column: str) -> dict[str, dict[str, dict[str, Estimate]]]:
     found: dict[str, dict[str, dict[str, Estimate]]] = {}
     for target in measured:
-        rows_of: dict[str, list[int]] = {}
-        for row, metadata in enumerate(target.rows.metadata):
-            if isinstance(metadata.get(column), str):
-                rows_of.setdefault(metadata[column], []).append(row)
-        for category, rows in rows_of.items():
-            for measure in target.values:
-                of_prompts = [*by_prompt(target, measure, rows).values()]
-                if of_prompts:
-                    found.setdefault(category, {}).setdefault(target.name, {})[measure] = significance.estimate(of_prompts)
+        for category, rows in _rows_of(target, column).items():
+            values = {measure: [*by_prompt(target, measure, rows).values()] for measure in target.values}
+            known = {measure: significance.estimate(of_prompts) for measure, of_prompts in values.items() if of_prompts}
+            if known:
+                found.setdefault(category, {})[target.name] = known
     return found

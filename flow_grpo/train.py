@@ -1,4 +1,4 @@
-"""The loop: deal prompts, roll out, score, compare within groups, update the adapter."""
+"""The loop: deal prompts, roll out, score, compare within groups, update what is trained."""
 
 import copy
 import shutil
@@ -61,9 +61,9 @@ class FlowGRPOTrainer:
         dashboards.check_installed(args.trackers)
         self.held_out, trained = build_rewards(args, reward_funcs)
         self.rewards = self.held_out.only(trained)
-        self.train_set = _prompts(train_dataset if train_dataset is not None else args.prompts)
+        self.train_set = load_prompts(train_dataset if train_dataset is not None else args.prompts)
         wanted = eval_dataset if eval_dataset is not None else args.evaluation.prompts
-        self.eval_set = None if wanted is None else _prompts(wanted).head(args.evaluation.limit)
+        self.eval_set = None if wanted is None else load_prompts(wanted).head(args.evaluation.limit)
         self.parts = args.parts()
         self.processes = Processes.here(args.device)
         if self.eval_set is not None and len(self.eval_set) < self.processes.count:
@@ -302,14 +302,10 @@ class FlowGRPOTrainer:
         """ValueError if a setting that changes the numbers is not what the run folder's config says."""
         file = self.folder / "config.yaml"
         former = FlowGRPOConfig.read(file) if file.exists() else self.args
-        free: Any = dict.fromkeys(("steps", "output", "save_every", "keep", "device", "evaluation", "trackers"), True)
-        free["rewards"] = {"__all__": {"remote", "isolate", "python"}}  # where a reward runs is not what it says
-        then, now = former.model_dump(exclude=free), self.args.model_dump(exclude=free)
-        changed = [name for name in now if now[name] != then[name]]
-        if changed:
+        for name, (then, now) in former.changes(self.args).items():
             raise ValueError(
-                f"{self.folder} was begun with {changed[0]}={then[changed[0]]!r}, not {now[changed[0]]!r}: resume it with the "
-                "same settings, or start another run by output=..."
+                f"{self.folder} was begun with {name}={then!r}, not {now!r}: resume it with the same settings, or start another "
+                "run by output=..."
             )
 
     def _finish(self, tracker: Tracker) -> dict[str, float]:
@@ -400,7 +396,3 @@ class FlowGRPOTrainer:
             return list(range(self.window_place, self.window_place + w.size))
         last = s.steps - 2 if w.last is None else w.last
         return sampling.window(w.kind, s.steps, w.size, w.first, last, w.every, self.part.seed, step)
-
-
-def _prompts(source: Any) -> PromptSet:
-    return source if isinstance(source, PromptSet) else load_prompts(source)

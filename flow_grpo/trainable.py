@@ -38,7 +38,7 @@ def make_trainable(policy: Policy, args: FlowGRPOConfig, processes: Processes) -
 
 
 def add_trained(policy: Policy, args: FlowGRPOConfig) -> None:
-    """What the config trains, unless the policy has it."""
+    """What the config trains. A LoRA that the policy carries already stays."""
     if args.lora is None:
         if policy.has_lora:
             raise ValueError("lora=null trains all weights, but the policy that was given carries a LoRA: give one without.")

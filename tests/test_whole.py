@@ -11,7 +11,7 @@ from test_parallel import config, finished, run_alone, same, start
 from flow_grpo import checkpoint, measures, targets
 from flow_grpo.evaluate import draw
 from flow_grpo.plan import Plan
-from flow_grpo.policy import load_policy
+from flow_grpo.policy import Policy, load_policy
 from flow_grpo.targets import Model
 from flow_grpo.train import FlowGRPOTrainer
 
@@ -54,14 +54,20 @@ def test_every_weight_is_trained_and_the_base_model_comes_back_to_the_last_bit(t
     assert equal(weights(trainer.policy), now)
 
 
-def test_the_base_model_may_come_and_go_between_a_pass_and_its_gradient():
-    """The same gradient, although the weights were others in between."""
+def moved() -> Policy:
+    """All weights other than the base model's."""
     policy = tiny_policy()
     policy.train_all()
     policy.keep_base("cpu")
     with torch.no_grad():
         for parameter in policy.parameters().values():
-            parameter.mul_(1.01)
+            parameter.mul_(1.01).add_(0.001)
+    return policy
+
+
+def test_the_base_model_may_come_and_go_between_a_pass_and_its_gradient():
+    """The same gradient, although the weights were others in between."""
+    policy = moved()
     schedule, shape = policy.schedule(4)
     conditioning, rows = policy.encode(PROMPTS), torch.arange(2)
     x = torch.randn(2, *shape, generator=torch.Generator().manual_seed(0))
@@ -95,12 +101,7 @@ def test_the_saved_transformer_is_what_was_trained_here_and_in_plain_diffusers(t
 
 
 def test_a_swap_that_fails_half_way_leaves_the_weights_as_they_were():
-    policy = tiny_policy()
-    policy.train_all()
-    policy.keep_base("cpu")
-    with torch.no_grad():
-        for parameter in policy.parameters().values():
-            parameter.add_(1)
+    policy = moved()
     now, name = weights(policy), list(policy.whole.base)[20]
     kept = policy.whole.base[name]
     policy.whole.base[name] = kept[..., :0]  # stands for memory that runs out
