@@ -52,6 +52,7 @@ def write(folder: Path, run: Story, args: FlowGRPOConfig, step: int, merged: boo
     prompts = run.evaluations[-1]["prompts"] if run.evaluations else []
     content = {
         "code": code,
+        "cell": cell,
         "words": words,
         "linked": linked,
         "fenced": fenced,
@@ -193,10 +194,15 @@ def _loading(folder: Path, source: str) -> list[str]:
 
 
 def code(text: Any) -> str:
-    """Text as inline code, in a table too: no mark in it means anything."""
-    inside = plain(text).strip().replace("|", "\\|") or " "
+    """Text as inline code: no mark in it means anything."""
+    inside = plain(text).strip() or " "
     fence = "`" * (1 + max(map(len, re.findall("`+", inside)), default=0))
     return f"{fence} {inside} {fence}" if "`" in inside else f"{fence}{inside}{fence}"
+
+
+def cell(text: Any) -> str:
+    """Text as inline code within a table, whose columns it can't break."""
+    return code(text).replace("|", "\\|")
 
 
 def linked(address: str) -> str:

@@ -50,31 +50,47 @@ def examine(args: FlowGRPOConfig) -> Iterator[Section]:
     yield "prompts", prompts(trainer)
     ask_nobody(trainer)
     steps: list[dict[str, float]] = []
-    looks: dict[str, Glance] | None = None  # at the rewards, which are the same in all stages
+    looks: dict[str, Glance] = {}  # at the rewards, which are the same in all stages
     for number, (begin, part) in enumerate(trainer.parts, 1):
-        stage = f" of stage {number}, {part.objective.name}" if args.stages else ""
-        try:
-            trainer.step = begin
-            trainer.enter_at(begin)
-            if isinstance(trainer.source, Rollouts):
-                drawn, seen = draw(trainer, trainer.source), None
-                if looks is None:
-                    looks, found = scores(trainer, drawn)
-                    yield "rewards", found
-                    if not can_score(trainer, looks):
-                        return
-                    seen = {name: look.values for name, look in looks.items()}
-                yield f"groups{stage}", groups(trainer, trainer.source, drawn, seen)
-        except (ValueError, torch.OutOfMemoryError) as error:
-            yield f"groups{stage}", [verdicts.stopped("a rollout", error)]
+        trainer.step = begin
+        yield from stage(trainer, looks, steps, f" of stage {number}, {part.objective.name}" if args.stages else "")
+        if len(steps) < number:
             return
-        metrics, found = update(trainer)
-        yield f"an update{stage}", found
-        if metrics is None:
-            return
+    scoring = sum(look.seconds for look in looks.values())
+    try:
+        yield "what it takes", costs(trainer, steps, scoring, speed)
+    except torch.OutOfMemoryError as error:
+        yield "what it takes", [verdicts.stopped("an evaluation", error)]
+
+
+def stage(
+    trainer: FlowGRPOTrainer, looks: dict[str, Glance], steps: list[dict[str, float]], title: str
+) -> Iterator[Section]:
+    """A look at the part of the run that the trainer's step belongs to.
+
+    Args:
+        looks: at the rewards, if they were looked at; else filled here.
+        steps: get the metrics of this part's training step, if it gets over it.
+    """
+    try:
+        trainer.enter_at(trainer.step)
+        if isinstance(trainer.source, Rollouts):
+            drawn, seen = draw(trainer, trainer.source), None
+            if not looks:
+                own, found = scores(trainer, drawn)
+                looks |= own
+                yield "rewards", found
+                if not can_score(trainer, looks):
+                    return
+                seen = {name: look.values for name, look in looks.items()}
+            yield f"groups{title}", groups(trainer, trainer.source, drawn, seen)
+    except (ValueError, torch.OutOfMemoryError) as error:
+        yield f"groups{title}", [verdicts.stopped("a rollout", error)]
+        return
+    metrics, found = update(trainer)
+    yield f"an update{title}", found
+    if metrics is not None:
         steps.append(metrics)
-    scoring = sum(look.seconds for look in (looks or {}).values())
-    yield "what it takes", costs(trainer, steps, scoring, speed)
 
 
 # -- the machine and the prompts --------------------------------------------------------------------------------------

@@ -90,7 +90,8 @@ class Board:
         PartialState()  # which accelerate's trackers ask who they are
         given: dict[str, Any]
         project, run = options.pop("project", PROJECT), folder.resolve().name
-        self.name, self.identity, self._texts = name, identity or uuid.uuid4().hex[:8], 0
+        self.name, self.identity = name, identity or uuid.uuid4().hex[:8]
+        self._warned: tuple[int, list[str]] = (-1, [])  # a step, and its warnings so far
         if name == "tensorboard":  # steps that the run does anew replace the former ones
             given = {"purge_step": 0 if step is None else step + 1, **options}
             self.tracker: Any = tracking.TensorBoardTracker(name, folder, **given)
@@ -122,11 +123,14 @@ class Board:
         self.tracker.log({shown(name): value for name, value in metrics.items()}, step=step)
 
     def warn(self, step: int, message: str) -> None:
-        self._texts += 1
+        """All warnings of a step are one text, since services keep only the last of several."""
+        same, former = self._warned[0] == step, self._warned[1]
+        self._warned = step, [*(former if same else []), message]
+        text = "\n".join(self._warned[1])
         if self.name == "mlflow":
-            self._service().log_text(message, f"warnings/step_{step:06d}_{self._texts}.txt")
+            self._service().log_text(text, f"warnings/step_{step:06d}.txt")
         else:
-            self.tracker.log({"warning": self._service().Text(message) if self.name == "swanlab" else message}, step=step)
+            self.tracker.log({"warning": self._service().Text(text) if self.name == "swanlab" else text}, step=step)
 
     def pictures(self, step: int, kept: list[tuple[str, Path]]) -> None:
         """The pictures of prompts, each with its prompt."""

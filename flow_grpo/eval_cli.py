@@ -235,7 +235,7 @@ def _asked(known: "PromptSet | Rows | None", args: FlowGRPOConfig, seeds: int, l
         if settings.prompts is None:
             raise ValueError("there is nothing to draw: name prompts by --prompts, or by evaluation.prompts in the config.")
         known = load_prompts(settings.prompts).head(settings.limit)
-    return measures.asked(known.head(limit), seeds, settings.seed)
+    return measures.asked(known, seeds, settings.seed).head(limit)
 
 
 def _rewards(names: list[str] | None, args: FlowGRPOConfig | None) -> "tuple[WeightedSum, bool]":

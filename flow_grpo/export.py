@@ -4,6 +4,7 @@ A folder is written beside its place and moved there when it is complete. It hol
 of another choice knows what it may replace.
 """
 
+import glob
 import json
 import shutil
 from pathlib import Path
@@ -168,8 +169,18 @@ def push(folder: Path, repo: str, private: bool) -> str:
         if private and not api.repo_info(made.repo_id).private:  # it was there before
             raise ValueError("the repository is public: make it private on its page, or push to another one.")
         message = f"{content['run']}, step {content['step']}, by flow-grpo {content['flow_grpo']}"
-        api.upload_folder(repo_id=made.repo_id, folder_path=folder, commit_message=message, allow_patterns=content["files"])
+        given = {"allow_patterns": content["files"], "delete_patterns": _stale(api, made.repo_id, content["files"])}
+        api.upload_folder(repo_id=made.repo_id, folder_path=folder, commit_message=message, **given)
     except (OSError, ValueError, httpx.HTTPError) as error:
         said = next(iter(str(error).strip().splitlines()), type(error).__name__)
         raise ValueError(f"the export lies in {folder}, but the hub did not take it as {repo}: {said}") from error
     return str(made)
+
+
+def _stale(api: HfApi, repo: str, files: list[str]) -> list[str]:
+    """Patterns of what an export pushed earlier has left on the hub and this one does not replace, such as a merged model's weights."""
+    if not api.file_exists(repo, hub.EXPORT):
+        return []
+    with TemporaryDirectory() as place:
+        former = json.loads(Path(api.hf_hub_download(repo, hub.EXPORT, local_dir=place)).read_text())
+    return [glob.escape(name) for name in former["files"] if name not in files]

@@ -114,7 +114,7 @@ def open_image(path: Path) -> Image.Image:
             if image.width * image.height > MAX_PIXELS:
                 raise ValueError(f"it has {image.width} x {image.height} pixels")
             info = dict(getattr(image, "text", {}))
-            picture = image.convert("RGB")
+            picture = batches.to_rgb(image)
     except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
         raise ValueError(f"the picture {path} could not be read: {error}.") from error
     picture.info = info

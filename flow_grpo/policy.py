@@ -53,7 +53,7 @@ class Policy(FlowPipeline):
 
     def train_all(self) -> None:
         """From here on all weights of the transformer are trained. They are float32; autocast lowers what is computed."""
-        self.whole = Whole(self.pipe.transformer)
+        self.whole = self.whole or Whole(self.pipe.transformer)
         self.whole.train()
 
     @property
@@ -62,7 +62,7 @@ class Policy(FlowPipeline):
         return self.whole is not None
 
     def keep_base(self, device: torch.device | str) -> None:
-        """Keeps the weights as they are now, there, as those of the base model."""
+        """Keeps the base model's weights there; those of now, unless others were loaded in their place."""
         assert self.whole
         self.whole.keep_base(device)
 

@@ -12,7 +12,7 @@ import platform
 import shutil
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from PIL import Image
@@ -54,7 +54,7 @@ class Record:
             "torch": torch.__version__,
             "flow_grpo": __version__,
         }
-        _write(self.folder / story.MACHINE, content)
+        write_whole(self.folder / story.MACHINE, json.dumps(content))
 
     def resume(self, step: int) -> None:
         """Drops what lies after the checkpoint that the run goes on from."""
@@ -81,7 +81,7 @@ class Record:
             "diversity": found.diversity.tolist(),
             "extremes": ends,
         }
-        _write(self._place(step) / story.EVALUATION, content)
+        write_whole(self._place(step) / story.EVALUATION, json.dumps(content))
         return self._history()
 
     def kept(self, step: int, prompts: list[str]) -> list[tuple[str, Path]]:
@@ -109,7 +109,7 @@ class Record:
                     "advantage": advantage[rows].tolist(),
                 }
             )
-        _write(self._place(step) / story.GROUPS, {"groups": content})
+        write_whole(self._place(step) / story.GROUPS, json.dumps({"groups": content}))
 
     def _history(self) -> list[monitor.Reading]:
         found = []
@@ -148,11 +148,11 @@ def telling(reward: Tensor, group: Tensor) -> list[Tensor]:
     return [rows for _, rows in sorted(found, key=lambda pair: -pair[0])[:GROUPS]]
 
 
-def _write(file: Path, content: dict[str, Any]) -> None:
-    """The file is whole or not there."""
+def write_whole(file: Path, text: str) -> None:
+    """The file is whole or, if something comes between, as it was."""
     file.parent.mkdir(parents=True, exist_ok=True)
     partial = file.with_suffix(".partial")
-    partial.write_text(json.dumps(content), encoding="utf-8")
+    partial.write_text(text, encoding="utf-8")
     partial.replace(file)
 
 

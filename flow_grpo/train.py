@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from flow_grpo import checkpoint, dashboards, monitor, report, sampling
+from flow_grpo import checkpoint, dashboards, hub, monitor, report, sampling
 from flow_grpo.config import FlowGRPOConfig
 from flow_grpo.critic import Critic
 from flow_grpo.evaluate import before_after, build_rewards, evaluate
@@ -21,7 +21,7 @@ from flow_grpo.pairs import GivenImages
 from flow_grpo.parallel import Processes
 from flow_grpo.policy import Policy
 from flow_grpo.prompts import Dealer, PromptSet, load_prompts
-from flow_grpo.record import Record
+from flow_grpo.record import Record, write_whole
 from flow_grpo.terms import own_function
 from flow_grpo.tracking import Tracker, read_metrics
 from flow_grpo.trainable import loaded, make_trainable
@@ -250,7 +250,7 @@ class FlowGRPOTrainer:
                 raise ValueError(
                     f"{self.folder} already holds a run: go on with it by --resume, or set another folder by output=..."
                 )
-            (self.folder / "config.yaml").write_text(self.args.dump())
+            write_whole(self.folder / hub.CONFIG, self.args.dump())
             assert self.record
             self.record.begin(self.policy, self.processes.count)
             args, policy = self.args, self.policy
@@ -279,7 +279,7 @@ class FlowGRPOTrainer:
             checkpoint.drop_after(self.folder / "checkpoints", self.step)
             if self.step < self.args.steps:  # what an end at an earlier step has left is no longer the last
                 shutil.rmtree(self.folder / self._result, ignore_errors=True)
-            (self.folder / "config.yaml").write_text(self.args.dump())  # some settings may change
+            write_whole(self.folder / hub.CONFIG, self.args.dump())  # some settings may change
         tracker.resume(self.step)
         if self.record is not None:
             self.record.resume(self.step)
@@ -300,7 +300,7 @@ class FlowGRPOTrainer:
 
     def _same_settings(self) -> None:
         """ValueError if a setting that changes the numbers is not what the run folder's config says."""
-        file = self.folder / "config.yaml"
+        file = self.folder / hub.CONFIG
         former = FlowGRPOConfig.read(file) if file.exists() else self.args
         for name, (then, now) in former.changes(self.args).items():
             raise ValueError(

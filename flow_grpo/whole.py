@@ -8,7 +8,7 @@ import torch
 from huggingface_hub import save_torch_state_dict
 from torch import Tensor
 
-from flow_grpo.memory import gathered_on_cpu, own_share
+from flow_grpo.memory import gathered_on_cpu, own_share, spread_like
 
 NAMED = "diffusion_pytorch_model"  # how diffusers begins the names of a transformer's files
 CONFIG = "config.json"
@@ -34,12 +34,16 @@ class Whole:
         return dict(self.transformer.named_parameters())
 
     def train(self) -> None:
-        """All weights are float32 and want gradients."""
+        """All weights are float32 and want gradients; so is the base, if it is kept, which changes places with them."""
         self.transformer.float().requires_grad_(True)
+        self.base = {name: value.float() for name, value in self.base.items()}
 
     def keep_base(self, device: torch.device | str) -> None:
-        """Keeps the weights as they are now, there, as those of the base model; of shared ones each process its own."""
-        self.base = {name: own_share(p.detach()).to(device, copy=True) for name, p in self.parameters().items()}
+        """Keeps the base model's weights there: unless they are kept already, those of now. Of shared ones each process its own."""
+        own = self.parameters()
+        for name, value in (self.base or own).items():
+            whole = value.detach() if value.shape != own[name].shape else spread_like(value.detach(), own[name])
+            self.base[name] = own_share(whole).to(device, copy=True)
 
     def swap(self) -> None:
         """The base model's weights in place of these, or back; all or, if memory runs out, none."""

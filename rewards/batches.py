@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 
+import numpy as np
 import torch
 from PIL import Image
 from torch import Tensor
@@ -15,6 +16,13 @@ def to_bytes(images: Tensor) -> Tensor:
 def to_pil(images: Tensor) -> list[Image.Image]:
     """images (B, 3, H, W) in [0, 1] as RGB pictures, as if read from a PNG file: what every published transform takes."""
     return [Image.fromarray(image.permute(1, 2, 0).contiguous().numpy()) for image in to_bytes(images)]
+
+
+def to_rgb(picture: Image.Image) -> Image.Image:
+    """A picture of any kind in RGB of 8 bits; of greys of 16 bits, which Pillow would clip, the upper ones, as of 16-bit colours."""
+    if picture.mode == "I" or picture.mode.startswith("I;16"):
+        picture = Image.fromarray((np.asarray(picture).clip(0, 0xFFFF) >> 8).astype(np.uint8))
+    return picture.convert("RGB")
 
 
 @torch.no_grad()

@@ -16,7 +16,7 @@ from PIL import Image
 from safetensors.torch import save_file
 from torch import Tensor
 
-from rewards.batches import in_batches
+from rewards.batches import in_batches, to_rgb
 from rewards.checkpoints import check, read
 from rewards.clip import TINY, OpenCLIP
 
@@ -194,7 +194,7 @@ def _differences(embed: OpenCLIP, votes: list[Vote]) -> Tensor:
 
 def _picture(path: Path) -> Image.Image:
     try:
-        return Image.open(path).convert("RGB")
+        return to_rgb(Image.open(path))
     except Exception as error:  # truncated, no picture, or too many pixels for Pillow
         raise ValueError(f"preference_head: {path} can't be read as a picture ({type(error).__name__}).") from error
 

@@ -37,6 +37,7 @@ from starlette.concurrency import run_in_threadpool
 from torch import Tensor
 
 from rewards import Reward, load, raw_score
+from rewards.batches import to_rgb
 
 RAW = "application/x-safetensors"
 CONNECTIONS = 64  # at once; whoever comes then is told 503, and comes again
@@ -159,7 +160,7 @@ def _open(encoded: str) -> Image.Image:
 
 
 def _pixels(picture: Image.Image) -> Tensor:
-    return torch.from_numpy(np.asarray(picture.convert("RGB")).copy()).permute(2, 0, 1)[None].float() / 255
+    return torch.from_numpy(np.asarray(to_rgb(picture)).copy()).permute(2, 0, 1)[None].float() / 255
 
 
 def _floats(body: bytes) -> Tensor:

@@ -13,6 +13,27 @@ ROOT = Path(__file__).parent.parent
 # name, file, what stands there, what is planted, tests that must fail
 BUGS = [
     (
+        "weights that were loaded are taken for the base model's when they are trained further",
+        "flow_grpo/whole.py",
+        "(self.base or own).items()",
+        "own.items()",
+        "tests/test_whole.py -k saved_transformer",
+    ),
+    (
+        "the base model keeps its 16 bits, and rounds the trained weights that take its place",
+        "flow_grpo/whole.py",
+        "{name: value.float() for name, value in self.base.items()}",
+        "self.base",
+        "tests/test_whole.py -k saved_transformer",
+    ),
+    (
+        "a push deletes what somebody else has put beside the export",
+        "flow_grpo/export.py",
+        "[glob.escape(name) for name",
+        "[name for name",
+        "tests/test_export.py -k pushing",
+    ),
+    (
         "autograd sees the base model's weights come and go",
         "flow_grpo/whole.py",
         "own_share(self.transformer.get_parameter(name).data)",

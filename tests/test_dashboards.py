@@ -169,6 +169,7 @@ def test_each_service_gets_settings_numbers_pictures_and_warnings_and_the_same_r
             tracker.log(2, METRICS)
             tracker.evaluation(2, {"ocr": 0.5}, {}, [("a cat", picture), ("a\ndog", picture)])
             tracker.warn(2, "sharpness has fallen")
+            tracker.warn(2, "clip has too")
     (project, first), (_, again) = told("init")
     assert project == "signs"
     if name == "mlflow":
@@ -182,7 +183,8 @@ def test_each_service_gets_settings_numbers_pictures_and_warnings_and_the_same_r
     values = [(key, value, step) for logged, step in told("log") for key, value in logged.items()]
     assert values.count(("rewards/file.py_fn/mean", 0.2, 2)) == 2
     assert values.count(("eval/ocr", 0.5, 2)) == 2
-    assert [value for key, value, _ in values if key.startswith("warning")] == ["sharpness has fallen"] * 2
+    warned = [value for key, value, _ in values if key.startswith("warning")]
+    assert warned == ["sharpness has fallen", "sharpness has fallen\nclip has too"] * 2, "nothing of a step is written over"
     assert sum(isinstance(value, list) and value[:2] == ["picture", [8, 4]] for _, value, _ in values) == 4
     assert sum("a\\ndog" in json.dumps(value) for _, value, _ in values) == 2, "each with its prompt"
     assert len(told("finish")) == 2

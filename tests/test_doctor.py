@@ -282,6 +282,20 @@ def test_memory_that_runs_out_says_what_to_set(trainer, monkeypatch):
     assert "a smaller microbatch" in failed.says
 
 
+def test_memory_that_runs_out_in_an_evaluation_is_a_verdict_too(tmp_path, monkeypatch):
+    def draw(*_):
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    def stage(trainer, looks, steps, title):
+        steps.append({"time/step": 1.0})
+        yield from ()
+
+    monkeypatch.setattr(checkup, "stage", stage)
+    monkeypatch.setattr(checkup.evaluate, "draw", draw)
+    title, (failed,) = list(checkup.examine(short_run(tmp_path / "run")))[-1]
+    assert (title, failed.check, failed.level) == ("what it takes", "an evaluation", WRONG)
+
+
 def test_an_objective_of_ones_own_moves_ratios_as_any_other(trainer):
     own = f"{Path(__file__).parent / 'sample_objectives.py'}:sigmoid"
     found = after_an_update(trainer(f"objective={{name: '{own}'}}"))

@@ -17,6 +17,7 @@ from sample_rewards import brightness, nan, sometimes_nan
 import rewards
 from flow_grpo import checkpoint, harmless, measures, tables
 from flow_grpo.config import FlowGRPOConfig
+from flow_grpo.eval_cli import _asked
 from flow_grpo.eval_cli import evaluate as eval_command
 from flow_grpo.eval_cli import score as score_command
 from flow_grpo.evaluate import draw, evaluate
@@ -277,6 +278,11 @@ def test_a_limit_is_of_prompts_and_of_pictures_too(sheet):
     shown = find([str(sheet / "grid.png")], Reading(limit=1))[0].gallery
     assert (shown.prompts, shown.seeds) == ([SIGNS[0]] * 2, [0, 1])
     assert torch.equal(shown.pixels, find([str(sheet)], Reading())[0].gallery.pixels[:2])
+
+
+def test_a_limit_counts_different_prompts_although_a_file_repeats_them():
+    asked = _asked(PromptSet(list("aab"), [{}] * 3), FlowGRPOConfig.read("tiny_ocr"), 1, 1)
+    assert (asked.prompts, len(set(asked.seeds))) == (["a", "a"], 2)
 
 
 def test_a_place_that_cant_be_written_is_said_before_anything_is_measured(sheet, tmp_path):

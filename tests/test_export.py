@@ -261,6 +261,9 @@ def test_the_card_says_what_the_monitor_said_and_what_is_not_known(tmp_path):
     assert "see its page" in page
 
 
+FORMER = [hub.EXPORT, card.CARD, "transformer/m[1].safetensors"]  # of a merged export that was pushed there before
+
+
 class Hub(BaseHTTPRequestHandler):
     """As much of the hub's HTTP as an upload asks for."""
 
@@ -278,16 +281,28 @@ class Hub(BaseHTTPRequestHandler):
             self.answer({"commitOid": "1", "commitUrl": f"http://{self.headers['Host']}/me/signs/commit/1", "success": True})
 
     def do_GET(self):
+        if "/resolve/" in self.path:
+            self.answer({"files": FORMER})
+            return
+        if "/tree/" in self.path:
+            there = [*FORMER, "notes.md", "transformer/m1.safetensors"]
+            self.answer([{"type": "file", "path": name, "size": 1, "oid": "0"} for name in there])
+            return
         who = {"id": "me/signs", "sha": "0", "siblings": [], "name": "me", "type": "user", "auth": {}}
         self.answer({**who, "private": "/known" not in self.path})
 
-    def answer(self, content: dict, status: int = 200):
+    do_HEAD = do_GET
+
+    def answer(self, content: dict | list, status: int = 200):
         text = json.dumps(content).encode()
         self.send_response(status)
         self.send_header("Content-Type", "application/json")
         self.send_header("Content-Length", str(len(text)))
+        self.send_header("X-Repo-Commit", "0" * 40)
+        self.send_header("ETag", '"1"')
         self.end_headers()
-        self.wfile.write(text)
+        if self.command != "HEAD":
+            self.wfile.write(text)
 
     def log_message(self, *_):
         pass
@@ -317,6 +332,8 @@ def test_pushing_gives_the_hub_the_exports_files_and_a_refusal_is_a_sentence(run
     assert sent.keys() == set(json.loads((tmp_path / "signs" / hub.EXPORT).read_text())["files"])
     assert sent[hub.WEIGHTS] == (run / "lora" / hub.WEIGHTS).read_bytes()
     assert b"load_lora_weights('me/signs'" in sent[card.CARD]
+    dropped = [c["value"]["path"] for c in commit if c["key"] == "deletedFile"]
+    assert dropped == ["transformer/m[1].safetensors"], "what the former export alone has there, and nothing of anybody else"
     refused, public = pushed("them/signs"), pushed("known/signs")
     server.shutdown()
     assert "the repository is public: make it private" in public.stderr

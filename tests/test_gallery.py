@@ -2,6 +2,7 @@
 
 import json
 
+import numpy as np
 import pytest
 import torch
 from PIL import Image
@@ -107,6 +108,13 @@ def test_pictures_that_are_none_or_too_large_get_a_sentence(tmp_path):
         for source in (tmp_path / "bad", tmp_path / "bad.png"):
             with pytest.raises(ValueError, match=r"bad.*could not be read"):
                 gallery.read(source, named("one"))
+
+
+def test_greys_of_16_bits_keep_their_upper_ones(tmp_path):
+    levels = np.arange(0, 65536, 257, dtype=np.uint16).reshape(16, 16)
+    Image.fromarray(levels).save(tmp_path / "a.png")
+    found = gallery.read(tmp_path, named("one")).images() * 255
+    assert torch.equal(found, torch.arange(256.0).view(1, 1, 16, 16).expand(1, 3, 16, 16))
 
 
 def test_pictures_of_two_sizes_are_told_apart(tmp_path):

@@ -10,10 +10,12 @@ from test_parallel import config, finished, run_alone, same, start
 
 from flow_grpo import checkpoint, measures, targets
 from flow_grpo.evaluate import draw
+from flow_grpo.parallel import Processes
 from flow_grpo.plan import Plan
 from flow_grpo.policy import Policy, load_policy
 from flow_grpo.targets import Model
 from flow_grpo.train import FlowGRPOTrainer
+from flow_grpo.trainable import make_trainable
 
 WHOLE = ("lora=null", "optimizer.lr=1.0e-4")
 
@@ -98,6 +100,13 @@ def test_the_saved_transformer_is_what_was_trained_here_and_in_plain_diffusers(t
         assert equal(weights(again), rounded), "eval shows the base model beside it"
         before = draw(again, PROMPTS, [0, 1], 3)
     assert (before - draw(again, PROMPTS, [0, 1], 3)).abs().max() > 1e-3
+    make_trainable(again, trainer.args, Processes())
+    with torch.no_grad():
+        torch._foreach_mul_(list(again.parameters().values()), 1.001)
+    now = weights(again)
+    with again.reference():
+        assert equal(weights(again), {name: value.float() for name, value in rounded.items()}), "not what it begins with"
+    assert equal(weights(again), now)
 
 
 def test_a_swap_that_fails_half_way_leaves_the_weights_as_they_were():
