@@ -1,5 +1,6 @@
 """What the tests share: the embedded model as users load it, and short run configs."""
 
+import os
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,10 @@ from flow_grpo.policy import Policy, load_policy
 from flow_grpo.quiet import quiet_libraries
 
 quiet_libraries()
+if "PYTEST_XDIST_WORKER" in os.environ:  # workers share the cores, and the processes that they start share theirs
+    threads = max(1, (os.cpu_count() or 1) // int(os.environ["PYTEST_XDIST_WORKER_COUNT"]))
+    os.environ["OMP_NUM_THREADS"] = str(threads)
+    torch.set_num_threads(threads)
 CALL = {"height": 32, "width": 80, "guidance_scale": 1.0, "max_sequence_length": 14}
 PROMPTS = ['red text "CAT" on a blue background', 'white text "HORSE" on a black background']
 
