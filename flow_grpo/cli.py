@@ -86,7 +86,7 @@ def train(
 
         notes = rehearse(args, num_processes)
         console.print(args.dump(), highlight=False, markup=False)
-        for line in [*notes, "Everything fits; nothing was trained."]:
+        for line in [*notes, "The settings go together; nothing was trained."]:
             console.print(line, highlight=False, markup=False, soft_wrap=True)
         return
     from flow_grpo.train import FlowGRPOTrainer, Interrupted

@@ -52,8 +52,8 @@ class FlowGRPOConfig(Section):
     pipeline: dict[str, Any] = Field(default_factory=dict)
     """Further arguments of every pipeline call, such as max_sequence_length or negative_prompt."""
     prompts: str = "prompts/signs_train.txt"
-    """Training prompts: .txt (one a line), .jsonl, .csv, .tsv or .parquet (a column `prompt`, the others are metadata), a hub data set,
-    or a name of flow_grpo/prompt_sets.py, which are there to evaluate on."""
+    """Training prompts: .txt (one a line), .json, .jsonl, .csv, .tsv or .parquet (a column `prompt`, the others are metadata), also by
+    https; a hub data set; or a name of flow_grpo/prompt_sets.py, which are there to evaluate on."""
     rewards: dict[str, RewardConfig] = Field(default_factory=lambda: {"ocr": RewardConfig()})
     """Rewards by name or import path (`my_module:my_fn`, `path/file.py:fn`), each with a weight or with weight and options."""
 
@@ -64,8 +64,9 @@ class FlowGRPOConfig(Section):
     images_per_prompt: Annotated[int, Field(ge=2)] = 16
     """Images of a prompt: the group that an image's reward is compared with."""
     microbatch: PositiveInt = 64
-    """Images per forward pass, in the rollout and in the update alike, so that the first update's ratio is exactly 1; of several
-    processes each. One process goes on with half of it when memory runs out; `auto` begins with what divides a step, at most 64."""
+    """Images per forward pass, in the rollout and in the update alike, so that the first update's ratio is exactly 1; with
+    several processes, of each. A run on one process goes on with half of it when memory runs out; `auto` begins with the largest even
+    size up to 64 that divides a step."""
     updates: PositiveInt = 1
     """Optimizer steps on a rollout; each takes an equal share of its prompts."""
     epochs: PositiveInt = 1

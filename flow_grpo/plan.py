@@ -25,7 +25,8 @@ from flow_grpo.hollow import Alive, Encoder, Operations, hollow
 from flow_grpo.memory import arrange, peak_bytes
 from flow_grpo.parallel import Processes
 from flow_grpo.policy import DTYPES, Policy, fast_dtype
-from flow_grpo.prompts import Dealer, load_prompts
+from flow_grpo.prompt_sets import source_of
+from flow_grpo.prompts import REMOTE, Dealer, load_prompts
 from flow_grpo.terms import own_function
 from flow_grpo.trainable import add_trained
 
@@ -224,8 +225,9 @@ def rehearse(args: FlowGRPOConfig, count: int) -> list[str]:
     notes = []
     for source in (args.prompts, args.evaluation.prompts):
         if source is not None:
-            on_hub = not Path(source).suffix and hub.may_be_hub_id(source)
-            notes += _unless_offline(f"The prompts {source}", on_hub, functools.partial(load_prompts, source))
+            place = source_of(source)
+            away = place.startswith(REMOTE) or (not Path(place).suffix and hub.may_be_hub_id(place))
+            notes += _unless_offline(f"The prompts {source}", away, functools.partial(load_prompts, source))
     for _, part in args.parts():
         own_function("objective", part.objective.name)
         own_function("advantage", part.objective.advantage)
@@ -246,12 +248,12 @@ def rehearse(args: FlowGRPOConfig, count: int) -> list[str]:
     ]
 
 
-def _unless_offline(what: str, on_hub: bool, find: Callable[[], Any]) -> list[str]:
-    """Nothing to say if it is found; a sentence if it lies on a hub that can't be reached, and ValueError if it lies nowhere."""
+def _unless_offline(what: str, away: bool, find: Callable[[], Any]) -> list[str]:
+    """Nothing to say if it is found; a sentence if it lies where it can't be reached, and ValueError if it lies nowhere."""
     try:
         find()
     except ValueError as error:
-        if not on_hub:
+        if not away:
             raise
         return [f"{what} could not be looked at: {error}"]
     return []

@@ -36,7 +36,7 @@ class WindowConfig(Section):
     first: Annotated[int, Field(ge=0)] = 0
     """The first step that may be trained."""
     last: int | None = None
-    """The last step that may be trained; by default the last but one, since the step to sigma 0 carries no picture."""
+    """The last step that may be trained; by default the last but one, since the step to sigma 0 may have no noise to learn from."""
     every: PositiveInt = 25
     """A sliding window moves on by one every so many training steps."""
 
@@ -92,11 +92,12 @@ class ObjectiveConfig(Section):
     """Weight of the KL to the base model."""
     kl: Literal["gaussian", "k3", "flow_grpo", "velocity"] | None = None
     """Which KL: of the transitions (`gaussian`, the default on steps), DeepSeekMath's estimator from log-probabilities (`k3`), the
-    published code's, without the step's length (`flow_grpo`), or the distance of the velocities (`velocity`, on final latents)."""
+    published code's, without the step's length (`flow_grpo`), or the distance of the velocities (`velocity`, the only one on final
+    latents)."""
     data: str | None = None
     """sft, dpo: images to train on in place of rollouts, see flow_grpo/pairs.py."""
     draws: PositiveInt = 1
-    """On final latents: noise levels drawn for each image and update."""
+    """On final latents: noise levels drawn for each prompt of a step; all its images and all epochs have the same."""
     sigma_range: tuple[Share, Share] = (0.0, 1.0)
     """On final latents: the range those noise levels are drawn from, before the schedule's shift."""
     weight: Literal["uniform", "ghuber"] = "uniform"

@@ -96,7 +96,7 @@ def test_sharpness_is_what_a_blur_takes_away_and_distance_is_symmetric():
 
 
 def recorded(name: str) -> list[Reading]:
-    """128 held-out prompts of a run of `compare/awm` with other rewards, as it kept them: 24 steps, seed 0."""
+    """128 held-out prompts of a run of `compare/awm_attention` with other rewards, as it kept them: 24 steps, seed 0."""
     rows = json.loads((RECORDED / f"{name}.json").read_text())
     looks = [{SHARPNESS: row["sharpness"], DIVERSITY: row["diversity"]} for row in rows]
     return [Reading(row["step"], row["reward"], row["held_out"], look) for row, look in zip(rows, looks, strict=True)]

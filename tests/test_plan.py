@@ -104,7 +104,7 @@ def test_a_preset_passes_a_dry_run_on_the_configs_of_its_model(configs_alone, pr
     result = CliRunner().invoke(cli.app, ["train", preset, f"model={folder}", "microbatch=2", *size, "--dry-run"])
     assert result.exit_code == 0, result.output
     assert "The model will take" in result.output
-    assert "Everything fits; nothing was trained." in result.output
+    assert "The settings go together; nothing was trained." in result.output
 
 
 @pytest.mark.parametrize("preset", PRESETS)
@@ -113,7 +113,7 @@ def test_every_preset_passes_a_dry_run_where_the_hub_is_out_of_reach(preset, mon
     monkeypatch.setattr("datasets.config.HF_HUB_OFFLINE", True)
     result = CliRunner().invoke(cli.app, ["train", preset, "--dry-run"])
     assert result.exit_code == 0, result.output
-    assert "Everything fits" in result.output
+    assert "The settings go together" in result.output
 
 
 def test_plan_says_what_a_gpu_will_hold():
