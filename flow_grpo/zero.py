@@ -66,7 +66,10 @@ class Zero:
         for place, parameter in enumerate(self.parameters if self.adamw.state else ()):
             whole = {name: safe_get_full_optimizer_state(parameter, name) for name in MOMENTS}
             if keep:
-                moments[place] = {"step": self._own()["step"].clone(), **{name: v.cpu() for name, v in whole.items()}}
+                moments[place] = {
+                    "step": self.adamw.state[self._share]["step"].clone(),
+                    **{name: v.cpu() for name, v in whole.items()},
+                }
         groups = [{**g, "params": list(range(len(self.parameters)))} for g in self.adamw.state_dict()["param_groups"]]
         return {"optimizer": {"state": moments, "param_groups": groups}, "scaler": {}}
 
@@ -75,20 +78,20 @@ class Zero:
         from deepspeed.utils import lazy_init_hp_params_optimizer_state, safe_set_full_optimizer_state
 
         self.engine.optimizer.refresh_fp32_params()  # it moves a copy of its share of the weights, which were loaded since
-        [share] = self.adamw.param_groups[0]["params"]
+        share, found = self._share, state["optimizer"]["state"]
         if not self.adamw.state:  # AdamW makes its moments in the first step
             self.adamw.state[share] = {"step": torch.zeros(()), **{name: torch.zeros_like(share) for name in MOMENTS}}
             lazy_init_hp_params_optimizer_state(self.parameters, share, self.adamw.state)
-        found = state["optimizer"]["state"]
-        self._own()["step"].fill_(max((float(values["step"]) for values in found.values()), default=0.0))
+        self.adamw.state[share]["step"].fill_(max((float(values["step"]) for values in found.values()), default=0.0))
         for place, parameter in enumerate(self.parameters):
             for name in MOMENTS:
                 value = found[place][name] if place in found else torch.zeros_like(parameter)
                 safe_set_full_optimizer_state(parameter, value, name)
 
-    def _own(self) -> dict[str, Any]:
-        """AdamW's state of this process's share."""
-        return self.adamw.state[self.adamw.param_groups[0]["params"][0]]
+    @property
+    def _share(self) -> Tensor:
+        """What this process moves of the weights, in one row: the only parameter that its AdamW knows."""
+        return self.adamw.param_groups[0]["params"][0]
 
 
 def library(shard: str, device: torch.device) -> Any:

@@ -239,8 +239,8 @@ BUGS = [
     ),
     (
         "the optimizer's state is not restored",
-        "flow_grpo/update.py",
-        '        self.optimizer.load_state_dict({**state["optimizer"], "state": moments})\n',
+        "flow_grpo/optimizer.py",
+        '        self.adamw.load_state_dict({**state["optimizer"], "state": moments})\n',
         "",
         "tests/test_train.py -k resumes_to_the_same",
     ),

@@ -118,9 +118,10 @@ def test_a_checkpoint_of_one_kind_is_resumed_by_the_other(runs, place):
     for part in ("adapter", "ema"):
         torch.testing.assert_close(found[part], expected[part], rtol=0, atol=2e-5)
     moments, others = (state["optimizer"]["state"] for state in (found, expected))
-    for number, values in others.items():
-        assert moments[number]["step"] == values["step"] == 2
-        torch.testing.assert_close(moments[number]["exp_avg"], values["exp_avg"], rtol=1e-2, atol=1e-7)
+    assert {float(values["step"]) for values in moments.values()} == {2}
+    for name in ("exp_avg", "exp_avg_sq"):
+        one, other = (torch.cat([state[number][name].flatten() for number in others]) for state in (moments, others))
+        assert (one - other).norm() < 1e-3 * other.norm()
 
 
 @pytest.mark.parametrize(
@@ -161,26 +162,21 @@ def test_a_missing_deepspeed_is_said_before_anything_is_loaded(tmp_path, monkeyp
         rehearse(args, 2)
 
 
-@pytest.mark.parametrize("setting", ["lora=null", "lora.rank=4"])
-def test_the_plan_counts_shares(tmp_path, setting):
+def test_the_plan_counts_shares(tmp_path):
     """Weights and their average on each of two, a copy to move and two moments in halves; then gradients in halves too."""
-    whole, (none, one, two, fsdp) = (
-        setting == "lora=null",
-        [
-            Plan(short_run(tmp_path, setting, f"memory.shard={shard}"), cuda=True, count=2).forecast(8)
-            for shard in ("false", "zero1", "zero2", "fsdp2")
-        ],
+    none, one, two = (
+        Plan(short_run(tmp_path, *WHOLE, f"memory.shard={shard}"), cuda=True, count=2).forecast(8)
+        for shard in ("false", "zero1", "zero2")
     )
-    part = "transformer" if whole else "adapter"
-    trained = none.staying[part] / 4
-    assert one.staying[part] == two.staying[part] == trained * 3.5
-    assert fsdp.staying[part] == trained * (2 if whole else 4)
+    trained = none.staying["transformer"] / 4
+    assert one.staying["transformer"] == two.staying["transformer"] == trained * 3.5
     assert two.staying["gradients"] == trained / 2
     assert "gradients" not in one.staying
     assert one.passing == none.passing
-    assert none.passing["update"] - trained <= two.passing["update"] <= none.passing["update"]
-    assert (two.passing["update"] == fsdp.passing["update"] < none.passing["update"]) == whole
-    assert one.staying["base weights"] == none.staying["base weights"]
+    assert none.passing["update"] - trained <= two.passing["update"] < none.passing["update"]
+    lora = Plan(short_run(tmp_path, "memory.shard=zero2"), cuda=True, count=2).forecast(8)
+    assert lora.staying["adapter"] == 7 * lora.staying["gradients"]
+    assert lora.staying["base weights"] > 100 * lora.staying["adapter"], "whole on each"
 
 
 @pytest.mark.parametrize(
