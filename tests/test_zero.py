@@ -176,7 +176,7 @@ def test_the_plan_counts_shares(tmp_path):
     assert none.passing["update"] - trained <= two.passing["update"] < none.passing["update"]
     lora = Plan(short_run(tmp_path, "memory.shard=zero2"), cuda=True, count=2).forecast(8)
     assert lora.staying["adapter"] == 7 * lora.staying["gradients"]
-    assert lora.staying["base weights"] > 100 * lora.staying["adapter"], "whole on each"
+    assert lora.staying["base weights"] >= trained, "whole on each"
 
 
 @pytest.mark.parametrize(
