@@ -110,10 +110,22 @@ def check_whole(args: "FlowGRPOConfig") -> None:
             f"memory.quantize={args.memory.quantize} is for base weights that are not trained, and lora=null trains all of them: "
             "leave one of the two out."
         )
-    if args.memory.shard and args.optimizer.name == "adamw_8bit":
+    if args.memory.shard == "fsdp2" and args.optimizer.name == "adamw_8bit":
         raise ValueError(
             "optimizer.name=adamw_8bit can't take weights in shares: with lora=null set memory.shard=false, or adamw."
         )
+
+
+def check_zero(args: "FlowGRPOConfig") -> None:
+    """What does not go with DeepSpeed's ZeRO."""
+    if args.memory.shard not in ("zero1", "zero2"):
+        return
+    if args.optimizer.name != "adamw":
+        raise ValueError(
+            f"memory.shard={args.memory.shard} shares out AdamW's moments in float32: set optimizer.name=adamw."
+        )
+    if args.dtype == "fp16":
+        raise ValueError(f"memory.shard={args.memory.shard} has no loss scale, which dtype=fp16 needs: set bf16, or fsdp2.")
 
 
 def check_window(o: "ObjectiveConfig", s: "SamplingConfig") -> None:

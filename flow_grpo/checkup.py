@@ -328,7 +328,7 @@ class Gradients:
         self.norm: dict[str, float] = {}
         self.parameters, self.eps = trainer.policy.parameters(), trainer.part.optimizer.eps
         self.count, self.kept = sum(p.numel() for p in self.parameters.values()), 1.0
-        trainer.update.optimizer.register_step_pre_hook(lambda *_: self._note())
+        trainer.update.optimizer.adamw.register_step_pre_hook(lambda *_: self._note())
 
     @torch.no_grad()
     def _note(self) -> None:

@@ -3,6 +3,7 @@
 Each field's documentation stands below it.
 """
 
+import os
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
 
@@ -155,6 +156,7 @@ class FlowGRPOConfig(Section):
             checks.check_objective(self.objective, self.sampling)
             checks.check_window(self.objective, self.sampling)
             checks.check_whole(self)
+            checks.check_zero(self)
         return self
 
     def parts(self) -> list[tuple[int, "FlowGRPOConfig"]]:
@@ -213,6 +215,25 @@ class FlowGRPOConfig(Section):
         except ValidationError as error:
             raise ValueError(_sentence(error)) from error
 
+    def as_launched(self) -> "FlowGRPOConfig":
+        """With the shares that `accelerate launch --use_deepspeed` or `--use_fsdp` asked for, whose other settings are the config's.
+
+        ValueError if the config asks for others, or does not go with them.
+        """
+        stage = os.environ.get("ACCELERATE_DEEPSPEED_ZERO_STAGE", "2")
+        told = {"ACCELERATE_USE_DEEPSPEED": f"zero{stage}", "ACCELERATE_USE_FSDP": "fsdp2"}
+        asked = next((shares for name, shares in told.items() if os.environ.get(name) == "true"), "zero0")
+        if asked in ("zero0", self.memory.shard):
+            return self
+        if self.memory.shard is not None:
+            raise ValueError(
+                f"memory.shard={self.memory.shard}, but accelerate was launched with {asked}: leave one of them out."
+            )
+        try:
+            return FlowGRPOConfig.model_validate(_merged(self.model_dump(), {"memory": {"shard": asked}}))
+        except ValidationError as error:
+            raise ValueError(_sentence(error)) from error
+
     def call(self) -> dict[str, Any]:
         """The arguments of every pipeline call."""
         given = {"height": self.height, "width": self.width}
@@ -221,6 +242,7 @@ class FlowGRPOConfig(Section):
     def changes(self, now: "FlowGRPOConfig") -> dict[str, tuple[Any, Any]]:
         """The settings that change a run's numbers and differ, here and `now`: not its length, its places, or what only looks at it."""
         free: Any = dict.fromkeys(("steps", "output", "save_every", "keep", "device", "evaluation", "trackers"), True)
+        free["memory"] = {"shard"}  # whose processes' shares a checkpoint does not know
         free["rewards"] = {"__all__": {"remote", "isolate", "python"}}  # where a reward runs is not what it says
         here, there = self.model_dump(exclude=free), now.model_dump(exclude=free)
         return {name: (here[name], there[name]) for name in there if there[name] != here[name]}

@@ -123,9 +123,15 @@ class Followed:
         return copy.deepcopy(found).to_empty(device="cpu") if isinstance(found, torch.nn.Module) else found
 
     @contextmanager
-    def counted(self, counter: Any, backward: bool) -> Iterator[None]:
-        """Within it the network's calls are counted, and at its end a backward pass through all of them."""
+    def counted(self, counter: Any, backward: bool, leave: bool = False) -> Iterator[None]:
+        """Within it the network's calls are counted, and at its end a backward pass through all of them.
+
+        Args:
+            leave: a gradient that is there goes at once, to where it is added to the other processes'.
+        """
         self._counter, self._outputs = counter, []
+        trained = [parameter for parameter in self._network.parameters() if leave and parameter.requires_grad]
+        hooks = [parameter.register_post_accumulate_grad_hook(_forget_gradient) for parameter in trained]
         try:
             with torch.set_grad_enabled(backward):
                 yield
@@ -135,8 +141,10 @@ class Followed:
                     torch.autograd.backward(loss)
         finally:
             self._counter, self._outputs = nullcontext(), []
+            for hook in hooks:
+                hook.remove()
             for parameter in self._network.parameters():
-                parameter.grad = None
+                _forget_gradient(parameter)
 
     def _follow(self, call: Any, args: Any, kwargs: Any) -> Any:
         args, kwargs = tree_map(_without_numbers, (args, kwargs))
@@ -144,6 +152,10 @@ class Followed:
             found = call(*args, **kwargs)
         self._outputs += [leaf for leaf in tree_leaves(found) if isinstance(leaf, Tensor)]
         return tree_map(lambda leaf: torch.zeros(leaf.shape, dtype=leaf.dtype) if isinstance(leaf, Tensor) else leaf, found)
+
+
+def _forget_gradient(parameter: Tensor) -> None:
+    parameter.grad = None
 
 
 def _without_numbers(value: Any) -> Any:

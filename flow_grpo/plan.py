@@ -29,6 +29,7 @@ from flow_grpo.prompt_sets import source_of
 from flow_grpo.prompts import REMOTE, Dealer, load_prompts
 from flow_grpo.terms import own_function
 from flow_grpo.trainable import add_trained
+from flow_grpo.zero import STAGES, library
 
 GB = 1e9
 # memory in GB and dense bf16 TFLOP/s of the makers' data sheets
@@ -104,7 +105,7 @@ class Plan:
 
     Args:
         cuda: for a GPU; else for a CPU, where rewards and libraries lie in the same memory.
-        count: devices, which share the weights where the config says so.
+        count: devices, which share weights, gradients or moments where the config says so.
 
     Raises:
         NotFollowed: the model's code can't be followed without its numbers.
@@ -113,12 +114,20 @@ class Plan:
     """
 
     def __init__(self, args: FlowGRPOConfig, cuda: bool, count: int = 1) -> None:
-        self.args, self.cuda, self.shares = args, cuda, count if args.memory.shard else 1
+        self.args, self.cuda, shard = args, cuda, args.memory.shard if count > 1 else None
         self.dtype = _dtype(args.dtype, cuda)
         pipe = hollow(hub.locate(args.model), self.dtype, cuda)
         arrange(pipe, args.memory.model_copy(update={"attention": None}))  # a kernel that only the GPU's machine has
         self.policy = Policy(pipe, self.dtype, **args.call())
         add_trained(self.policy, args)
+        whole = self.policy.trains_all
+        self.shares = {  # in which there lie, of what is meant by each
+            "base": count if shard == "fsdp2" else 1,
+            "trained": count if shard == "fsdp2" and whole else 1,
+            "gradients": count if shard == "zero2" or (shard == "fsdp2" and whole) else 1,
+            "moments": count if shard in STAGES or (shard == "fsdp2" and whole) else 1,
+        }
+        self.copied = shard in STAGES  # DeepSpeed moves a copy of each process's share of what is trained
         prompts = load_prompts(args.prompts).prompts
         self.prompt = max(prompts, key=len)
         try:
@@ -157,7 +166,7 @@ class Plan:
         policy = self.policy
         conditioning = policy.encode([self.prompt] * rows)
         x, index = torch.zeros(rows, *self.state_shape), torch.arange(rows)
-        with policy.pipe.transformer.counted(counter, training):
+        with policy.pipe.transformer.counted(counter, training, self.shares["gradients"] > 1):
             policy.velocity(x, self.schedule.timesteps[0], conditioning, index)
         return _count(counter)
 
@@ -168,17 +177,18 @@ class Plan:
 
     def _staying(self) -> dict[str, float]:
         args, memory, transformer = self.args, self.args.memory, self.policy.pipe.transformer
-        trained = sum(p.numel() for p in self.policy.parameters().values())
-        moments = 2 * (8 / 32 if args.optimizer.name == "adamw_8bit" else 1)
-        copies = 1 + moments + bool(args.ema_decay) + (args.objective.name == "nft")
-        whole = self.policy.trains_all
+        trained = 4 * sum(p.numel() for p in self.policy.parameters().values())
+        moments = 2 * (8 / 32 if args.optimizer.name == "adamw_8bit" else 1) + self.copied
+        copies = 1 + bool(args.ema_decay) + (args.objective.name == "nft")
+        whole, shares = self.policy.trains_all, self.shares
         kept = whole and (not self.cuda or self._references)  # the base model's, which is else on the CPU
         encoders = 0 if memory.offload_encoders or memory.embeddings else self._encoders()
         return {
-            "base weights": (4 * trained * kept if whole else _weights(transformer, memory.quantize)) / self.shares,
+            "base weights": (trained * kept if whole else _weights(transformer, memory.quantize)) / shares["base"],
             "text encoders": encoders,
             "VAE": _weights(self.policy.pipe.vae, None),
-            ("transformer" if whole else "adapter"): 4 * trained * copies / (self.shares if whole else 1),
+            ("transformer" if whole else "adapter"): trained * (copies / shares["trained"] + moments / shares["moments"]),
+            **({"gradients": trained / shares["gradients"]} if shares["gradients"] > 1 else {}),  # else among what passes
             **({"CUDA": CUDA_CONTEXT} if self.cuda else {}),
         }
 
@@ -222,6 +232,8 @@ def rehearse(args: FlowGRPOConfig, count: int) -> list[str]:
     for name, setting in settings.items():
         if setting.remote is None and not setting.isolate:  # else it is at home in another environment
             reward_kit.check(name, **setting.options)
+    if args.memory.shard in STAGES and count > 1:
+        library(args.memory.shard, torch.device("cuda" if torch.cuda.is_available() else "cpu"))
     notes = []
     for source in (args.prompts, args.evaluation.prompts):
         if source is not None:

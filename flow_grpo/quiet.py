@@ -4,7 +4,15 @@ import logging
 import os
 import warnings
 
-LOGGERS = ("huggingface_hub", "peft", "accelerate", "bitsandbytes", "torchao", "torch.utils._pytree")
+LOGGERS = (
+    "huggingface_hub",
+    "peft",
+    "accelerate",
+    "bitsandbytes",
+    "torchao",
+    "torch.utils._pytree",
+    "torch.utils.cpp_extension",
+)
 
 
 def before_imports() -> None:

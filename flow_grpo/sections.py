@@ -2,7 +2,7 @@
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 from flow_grpo import checks
 
@@ -197,8 +197,9 @@ class MemoryConfig(Section):
     """Base weights of the transformer in 8 or 4 bit, under the float32 LoRA: int8 and int4 by torchao, nf4 by bitsandbytes."""
     checkpointing: bool = False
     """Gradient checkpointing: activations of a block are computed again in the backward pass, for a third more time."""
-    shard: bool = False
-    """Several processes: each holds a share of the base weights, and a block's are put together while it computes (FSDP2)."""
+    shard: Literal["fsdp2", "zero1", "zero2"] | None = None
+    """Several processes: what each holds a share of. `fsdp2`, or true: of the weights, but a LoRA's, and a block's are put together while
+    it computes. `zero1`: of AdamW's moments, `zero2`: of gradients too, by DeepSpeed (ZeRO, arXiv 1910.02054)."""
     compile: bool = False
     """torch.compile of the transformer's repeated blocks."""
     attention: str | None = None
@@ -207,3 +208,12 @@ class MemoryConfig(Section):
     """Decodes one picture at a time."""
     vae_tiling: bool = False
     """Decodes large pictures in tiles, whose seams can show."""
+
+    @field_validator("shard", mode="before")
+    @classmethod
+    def _by_name(cls, value: Any) -> Any:
+        if value == "zero3":
+            raise ValueError(
+                "memory.shard=zero3 is not there: set fsdp2, which spreads weights, gradients and moments as it does."
+            )
+        return "fsdp2" if value is True else None if value is False else value

@@ -54,7 +54,7 @@ class FlowGRPOTrainer:
         train_dataset: PromptSet | list[str] | str | None = None,
         eval_dataset: PromptSet | list[str] | str | None = None,
     ) -> None:
-        args = args or FlowGRPOConfig()
+        args = (args or FlowGRPOConfig()).as_launched()
         if isinstance(model, str):
             args = args.model_copy(update={"model": model})
         self.args = args
@@ -129,7 +129,7 @@ class FlowGRPOTrainer:
             try:
                 self._loop(tracker)
             except (Interrupted, ValueError) as error:
-                together = isinstance(error, Interrupted) or not self.policy.spread  # one process alone can't gather
+                together = isinstance(error, Interrupted) or not self.update.spread  # one process alone can't gather
                 if together and not self.update.unfinished:  # half a step can't be resumed
                     self.save()
                 raise
@@ -215,7 +215,7 @@ class FlowGRPOTrainer:
 
     def save(self) -> None:
         """Writes a checkpoint of everything that the next step depends on. All hold the same, or a share of it, and one writes."""
-        if not self.processes.first and not self.policy.spread:
+        if not self.processes.first and not self.update.spread:
             return
         keep = self.processes.first
         state = {

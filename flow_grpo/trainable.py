@@ -28,7 +28,7 @@ def make_trainable(policy: Policy, args: FlowGRPOConfig, processes: Processes) -
         policy.compile()
     if any(objective.name == "nft" for objective in objectives):
         policy.add_copy("old")
-    if args.memory.shard and processes.count > 1:
+    if args.memory.shard == "fsdp2" and processes.count > 1:
         policy.shard(processes)
     if args.ema_decay:
         policy.start_ema()

@@ -8,12 +8,12 @@ import torch
 from torch import Tensor
 
 from flow_grpo.config import FlowGRPOConfig
-from flow_grpo.memory import gathered, gathered_on_cpu, spread_like
+from flow_grpo.optimizer import Optimizer
 from flow_grpo.parallel import Processes
 from flow_grpo.policy import Policy
-from flow_grpo.sections import OptimizerConfig
 from flow_grpo.terms import ClipRange, FinalTerms, Means, StepTerms
 from flow_grpo.types import Experience
+from flow_grpo.zero import STAGES, Zero
 
 
 class Update:
@@ -26,11 +26,8 @@ class Update:
     """
 
     def __init__(self, policy: Policy, args: FlowGRPOConfig, begin: int, processes: Processes) -> None:
-        self.policy, self.args, self.begin, o = policy, args, begin, args.optimizer
-        self.processes = processes
-        self.optimizer = _optimizer(list(policy.parameters().values()), o)
-        self.scaler = torch.amp.GradScaler(policy.device.type, enabled=policy.dtype == torch.float16)
-        self.scaler.scale(torch.zeros((), device=policy.device))  # it begins here, also where no row has signal
+        self.policy, self.args, self.begin, self.processes = policy, args, begin, processes
+        self.optimizer = _optimizer(policy, args, processes)
         self.clip = ClipRange(args.objective.clip_quantile)
         self.unfinished = False
         self.packs = True
@@ -71,31 +68,26 @@ class Update:
         """Adds the gradient of a chunk's rows, weighed, and what they report; only one term's graph is there at a time."""
         for loss in terms.losses(chunk, weight > 0):
             value = (loss.value * weight).sum() / terms.count
-            self.scaler.scale(value.to(self.policy.device)).backward()
+            self.optimizer.backward(value.to(self.policy.device))
             if weight.any():
                 totals.add(loss, weight / terms.count)
 
     def give_up(self) -> None:
         """Forgets the gradients and ratios of updates that have not happened."""
-        self.optimizer.zero_grad(set_to_none=True)
+        self.optimizer.forget()
         self.clip.forget()
 
+    @property
+    def spread(self) -> bool:
+        """Whether each process holds a share of what is trained or of its optimizer, so that all must help to gather it."""
+        return self.optimizer.spread
+
     def state(self, keep: bool = True) -> dict[str, Any]:
-        """Whole, also of parameters in shares: then all processes must ask, and need not `keep` the moments."""
-        optimizer, moments = self.optimizer.state_dict(), {}
-        for place, values in optimizer["state"].items():
-            tensors = {name: value for name, value in values.items() if isinstance(value, Tensor)}
-            moments[place] = {**values, **gathered_on_cpu(tensors, keep)}
-        return {"optimizer": {**optimizer, "state": moments}, "scaler": self.scaler.state_dict(), "packs": self.packs}
+        """Whole: where it is spread all processes must ask, and need not `keep` it."""
+        return {**self.optimizer.state(keep), "packs": self.packs}
 
     def load(self, state: dict[str, Any]) -> None:
-        own = [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
-        moments = {
-            place: {n: spread_like(v, own[place]) if _of_shape(v, own[place]) else v for n, v in values.items()}
-            for place, values in state["optimizer"]["state"].items()
-        }
-        self.optimizer.load_state_dict({**state["optimizer"], "state": moments})
-        self.scaler.load_state_dict(state["scaler"])
+        self.optimizer.load(state)
         self.packs = state["packs"]
 
     def _terms(self, experience: Experience, step: int) -> StepTerms | FinalTerms:
@@ -126,8 +118,8 @@ class Update:
             yield torch.cat([chunk, chunk[:1].expand(missing)]), weight
 
     def _more(self, count: int, rows: int) -> list[tuple[Tensor, Tensor]]:
-        """Chunks that weigh nothing, where the base weights are shared and other processes have more than `count` chunks."""
-        if not self.policy.sharded:
+        """Chunks that weigh nothing, where processes go in step and others have more than `count` chunks."""
+        if not self.optimizer.in_step:
             return []
         chunk = torch.arange(min(self.args.microbatch, rows))
         return [(chunk, torch.zeros(len(chunk)))] * (max(self.processes.everyone(count)) - count)
@@ -160,40 +152,23 @@ class Update:
 
     def _step(self, step: int) -> dict[str, float]:
         """One optimizer step, and one of the moving average."""
-        for group in self.optimizer.param_groups:
-            group["lr"] = self._learning_rate(step)
-        parameters = list(self.policy.parameters().values())
-        self.processes.add_gradients(parameters, self.policy.spread)
-        self.scaler.unscale_(self.optimizer)
-        count = sum(p.numel() for p in parameters)
-        norm = gathered(torch.nn.utils.clip_grad_norm_(parameters, self.args.optimizer.max_grad_norm)).item()
+        moved, self.unfinished = self.unfinished, True  # also if memory runs out half-way
+        norm = self.optimizer.step(self._learning_rate(step))
         finite = math.isfinite(norm)
-        if not finite and not self.scaler.is_enabled():
+        if not finite and self.policy.dtype != torch.float16:
+            self.unfinished = moved
             raise ValueError(
                 f"the gradient of step {step + 1} is not finite: look at the last lines of metrics.jsonl, and set a smaller "
                 "optimizer.lr or dtype=fp32."
             )
-        self.unfinished = True
-        self.scaler.step(self.optimizer)  # which passes over a step whose fp16 gradients overflowed
-        self.scaler.update()
-        self.optimizer.zero_grad(set_to_none=True)
         if self.args.ema_decay and finite:
             self.policy.update_ema(min(self.args.ema_decay, (1 + step) / (10 + step)))
+        count = sum(p.numel() for p in self.policy.parameters().values())
         return {"grad_norm": norm, "grad_rms": norm / count**0.5} if finite else {"grad_overflow": 1.0}
 
 
-def _of_shape(value: Any, parameter: Tensor) -> bool:
-    return isinstance(value, Tensor) and value.shape == parameter.shape
-
-
-def _optimizer(parameters: list[torch.nn.Parameter], o: OptimizerConfig) -> torch.optim.Optimizer:
-    settings: Any = {"lr": o.lr, "betas": o.betas, "eps": o.eps, "weight_decay": o.weight_decay}
-    if o.name == "adamw":
-        return torch.optim.AdamW(parameters, **settings)
-    try:
-        from bitsandbytes.optim import AdamW8bit
-    except ImportError as error:
-        raise ValueError(
-            "optimizer.name=adamw_8bit needs bitsandbytes, which is not installed: pip install bitsandbytes."
-        ) from error
-    return AdamW8bit(parameters, **settings)
+def _optimizer(policy: Policy, args: FlowGRPOConfig, processes: Processes) -> Optimizer | Zero:
+    shard = args.memory.shard
+    if shard and shard in STAGES and processes.count > 1:
+        return Zero(policy, args.optimizer, processes, shard)
+    return Optimizer(policy, args.optimizer, processes)
