@@ -136,8 +136,9 @@ def _centred(reward: Tensor, group: Tensor, size: Tensor) -> Tensor:
 
 
 def _group_mean(value: Tensor, group: Tensor, size: Tensor) -> Tensor:
-    """(B,): for each row the mean of its group."""
-    return (value.new_zeros(len(size)).index_add(0, group, value) / size)[group]
+    """(B,): for each row the mean of its group, summed in float64: equal values are their own mean, to the last bit."""
+    total = torch.zeros(len(size), dtype=torch.float64, device=value.device).index_add(0, group, value.double())
+    return (total / size)[group].to(value.dtype)
 
 
 def _checked(advantage: Tensor, rows: int) -> Tensor:

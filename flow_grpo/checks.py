@@ -44,7 +44,7 @@ def check_sizes(args: "FlowGRPOConfig") -> None:
     if "auto" in (o.clip_low, o.clip_high) and passes == 1:
         raise ValueError("objective.clip_low=auto has no ratios to learn from: with one update on a rollout they are all 1.")
     if o.data is not None and args.resample:
-        raise ValueError(f"resample={args.resample} with objective.data: given images are not drawn again, leave it out.")
+        raise ValueError(f"resample={args.resample} with objective.data: given images are not drawn again; set resample=0.")
     if args.objective.name == "dpo" and min(args.microbatch, rows) % 2:
         raise ValueError(f"microbatch={args.microbatch} is odd, but dpo compares pairs of rows: set an even one.")
 

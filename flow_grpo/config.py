@@ -31,6 +31,7 @@ STAGED = (
     "optimizer",
     "prompts_per_step",
     "images_per_prompt",
+    "resample",
     "microbatch",
     "updates",
     "epochs",
@@ -135,6 +136,9 @@ class FlowGRPOConfig(Section):
     @classmethod
     def _auto_microbatch(cls, values: Any) -> Any:
         if isinstance(values, dict) and values.get("microbatch") == "auto":
+            if isinstance(stages := values.get("stages"), list):
+                stages = [{"microbatch": "auto", **one} if isinstance(one, dict) else one for one in stages]
+                values = {**values, "stages": stages}
             sizes = [values.get(name, cls.model_fields[name].default) for name in ("prompts_per_step", "images_per_prompt")]
             if all(isinstance(size, int) and size > 0 for size in sizes):
                 rows = sizes[0] * sizes[1]
@@ -241,7 +245,8 @@ class FlowGRPOConfig(Section):
 
     def changes(self, now: "FlowGRPOConfig") -> dict[str, tuple[Any, Any]]:
         """The settings that change a run's numbers and differ, here and `now`: not its length, its places, or what only looks at it."""
-        free: Any = dict.fromkeys(("steps", "output", "save_every", "keep", "device", "evaluation", "trackers"), True)
+        free: Any = dict.fromkeys(("steps", "output", "save_every", "keep", "device", "trackers"), True)
+        free["evaluation"] = {"every", "pictures", "rewards"}  # the others make evaluations that can't be compared
         free["memory"] = {"shard"}  # whose processes' shares a checkpoint does not know
         free["rewards"] = {"__all__": {"remote", "isolate", "python"}}  # where a reward runs is not what it says
         here, there = self.model_dump(exclude=free), now.model_dump(exclude=free)

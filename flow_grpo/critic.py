@@ -6,6 +6,7 @@ import math
 import torch
 from torch import Tensor, nn
 
+from flow_grpo.advantages import CLAMP
 from flow_grpo.sections import CriticConfig
 from flow_grpo.types import Trajectory
 
@@ -60,14 +61,15 @@ class Critic(nn.Module):
         return torch.stack(columns, 1)
 
     def advantages(self, trajectory: Trajectory, reward: Tensor, text: Tensor) -> tuple[Tensor, dict[str, float]]:
-        """Normalised advantages (B, K) by the critic as it is; then the critic learns from this rollout."""
+        """Normalised advantages (B, K), clamped to +-5, by the critic as it is; then the critic learns from this rollout."""
         values = self.values(trajectory, text)
         advantage = gae(values, reward, self.settings.gae_lambda)
         target = advantage + values
         losses = [self._learn(trajectory, text, target) for _ in range(EPOCHS)]
         unexplained = (target - values).var() / target.var().clamp_min(1e-12)
         metrics = {"critic/loss": losses[0], "critic/explained_variance": 1 - unexplained.item()}
-        return (advantage - advantage.mean()) / (advantage.std(correction=0) + 1e-4), metrics
+        normalised = (advantage - advantage.mean()) / (advantage.std(correction=0) + 1e-4)
+        return normalised.clamp(-CLAMP, CLAMP), metrics
 
     def _learn(self, trajectory: Trajectory, text: Tensor, target: Tensor) -> float:
         """A step of AdamW for each trained step; returns the mean squared error."""

@@ -64,7 +64,7 @@ class Rollouts:
         rows, per_group = chosen_rows(self.args.objective.name, scores.total, batch.group, signal)
         self.seconds["reward"] += time.perf_counter() - started
         metrics |= {**more, **{f"time/{name}": value for name, value in self.seconds.items()}}
-        groups, place = batch.group[chosen].unique(), own.cumsum(0) - 1  # where a row is among our own
+        groups, place = batch.group[whole].unique(), own.cumsum(0) - 1  # where a row is among our own
         mine = batch.take(own.nonzero()[:, 0])
         ours = place[rows[own[rows]]]
         return Experience(mine, trajectory, advantage[own], ours, per_group, groups, metrics, scores.take(own))
@@ -149,8 +149,8 @@ class Rollouts:
                 scores = self._together(scored, batch.group)
             rounds.append((batch, trajectory, scores))
             drawn += count
-            signal = _signal(scores, batch.group)
-            self.dealer.heard(step, batch, signal | ~_whole_groups(scores.total, batch.group))  # no score is not silence
+            signal, whole = _signal(scores, batch.group), _whole_groups(scores.total, batch.group).nonzero()[:, 0]
+            self.dealer.heard(step, batch.take(whole), signal[whole])  # no score is neither speech nor silence
             missing -= int(signal.sum()) // images
             if missing <= 0:
                 break
@@ -161,7 +161,8 @@ class Rollouts:
             metrics["resample/rounds"] = float(len(rounds))
         if self.dealer.rest_after:
             metrics["prompts_resting"] = float(self.dealer.resting(step + 1))
-        first = (~_signal(scores, batch.group)).int().sort(stable=True).indices  # groups with signal come first
+        silent, lost = ~_signal(scores, batch.group), ~_whole_groups(scores.total, batch.group)
+        first = (silent.int() + lost.int()).sort(stable=True).indices  # groups with signal first, without a score last
         chosen = torch.zeros(len(batch.prompts), dtype=torch.bool)
         chosen[first[: wanted * images]] = True
         return batch, trajectory, scores, chosen, metrics

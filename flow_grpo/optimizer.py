@@ -32,7 +32,10 @@ class Optimizer:
         self.scaler.scale(loss).backward()
 
     def step(self, lr: float) -> float:
-        """Moves the weights, and forgets the gradients. Returns their norm; if it is not finite, nothing has moved."""
+        """Moves the weights, and forgets the gradients. Returns their norm; if it is not finite, nothing has moved.
+
+        ValueError if that goes on in fp16.
+        """
         for group in self.adamw.param_groups:
             group["lr"] = lr
         self.processes.add_gradients(self.parameters, self.spread)
@@ -42,6 +45,8 @@ class Optimizer:
             self.scaler.step(self.adamw)  # which passes over a step whose fp16 gradients overflowed
             self.scaler.update()
         self.forget()
+        if self.scaler.is_enabled() and self.scaler.get_scale() < 1:
+            raise ValueError("gradients in fp16 overflow however small the loss is scaled: set dtype=bf16 or fp32.")
         return norm
 
     def forget(self) -> None:

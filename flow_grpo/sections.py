@@ -30,7 +30,7 @@ class LoraConfig(Section):
 class WindowConfig(Section):
     kind: Literal["all", "fixed", "random", "sliding", "auto"] = "all"
     """Which steps are stochastic and trained: all of first..last, a fixed run, one drawn at random, one that slides, or, `auto`,
-    the run of steps whose noise moves the reward most, measured before the first training step."""
+    the run of steps whose noise moves the reward most, measured before the first training step on images that are not counted."""
     size: PositiveInt = 3
     """Steps in the window; `all` ignores it."""
     first: Annotated[int, Field(ge=0)] = 0
@@ -127,7 +127,8 @@ class OptimizerConfig(Section):
     warmup: Annotated[int, Field(ge=0)] = 0
     """Steps in which the learning rate rises to lr."""
     final_lr: Share = 1.0
-    """The learning rate falls linearly to this share of lr at the last step; 1 keeps it constant."""
+    """The learning rate falls linearly to this share of lr at the last step; 1 keeps it constant. With more steps, a resumed run goes on
+    along the longer way down."""
     betas: tuple[Share, Share] = (0.9, 0.999)
     """AdamW's decay rates of the gradient's first and second moment."""
     eps: Annotated[float, Field(ge=0)] = 1e-15
@@ -139,7 +140,7 @@ class OptimizerConfig(Section):
 
 
 class RewardConfig(Section):
-    weight: float = 1.0
+    weight: Annotated[float, Field(allow_inf_nan=False)] = 1.0
     """Weight in the sum; 0 only reports it."""
     options: dict[str, Any] = {}
     """Arguments of the reward's constructor."""

@@ -51,6 +51,7 @@ class ClipRange:
                 seen.setdefault(step, []).extend(parts)
         for step, parts in sorted(seen.items()):
             deviation = torch.cat(parts)
+            deviation = deviation[deviation.isfinite()]  # fp16 may overflow
             if deviation.any():
                 found = deviation.quantile(self.quantile).item()
                 former = self.state.get(step, found)

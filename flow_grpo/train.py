@@ -395,4 +395,5 @@ class FlowGRPOTrainer:
                 self.window_place = self.processes.everyone(best_window(owned, w.size))[0]
             return list(range(self.window_place, self.window_place + w.size))
         last = s.steps - 2 if w.last is None else w.last
-        return sampling.window(w.kind, s.steps, w.size, w.first, last, w.every, self.part.seed, step)
+        place = step - self.begin if w.kind == "sliding" else step
+        return sampling.window(w.kind, s.steps, w.size, w.first, last, w.every, self.part.seed, place)

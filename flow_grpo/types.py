@@ -169,7 +169,7 @@ class Experience:
     advantage: Tensor  # (B,), or (B, K) if each trained step has its own
     rows: Tensor  # the rows of the batch that have something to say; for dpo better and worse image in turns
     rows_per_group: int  # how many each group would give, had all of them something to say
-    groups: Tensor  # the groups that the mean is over, those of all processes; DAPO's further rounds leave some out
+    groups: Tensor  # the groups that the mean is over, of all processes: not those that were dropped, or that others replace
     metrics: dict[str, float]
     scores: Scores | None = None  # given images have none
 

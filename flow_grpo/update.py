@@ -31,7 +31,6 @@ class Update:
         self.clip = ClipRange(args.objective.clip_quantile)
         self.unfinished = False
         self.packs = True
-        self._ratio_checked = False
 
     def __call__(self, experience: Experience, step: int) -> dict[str, float]:
         """The updates and epochs of training step `step`, each update on an equal share of the groups. Returns metrics.
@@ -44,7 +43,7 @@ class Update:
         totals, self.unfinished = Means(), False
         for share in list(experience.groups.chunk(args.updates)) * args.epochs:
             rows = experience.rows[torch.isin(batch.group[experience.rows], share)]
-            each = 1 / (len(share) * experience.rows_per_group)
+            each = 1 / (max(1, len(share)) * experience.rows_per_group)  # no group at all if every reward was dropped
             in_place = terms.compares and not self.packs
             chunks = list(self._chunks(rows, each, len(batch.prompts) if in_place else None))
             for chunk, weight in chunks + self._more(len(chunks), len(batch.prompts)):
@@ -128,7 +127,7 @@ class Update:
         """Notes how far the ratio is from 1 before the first update. False if it is not 1 and packing may be why.
 
         Raises:
-            ValueError: it is not 1 with every row in its place, in the first step that this object makes.
+            ValueError: it is not 1 with every row in its place.
         """
         own = totals.largest.get("ratio/max_deviation")
         if own is not None:
@@ -136,13 +135,12 @@ class Update:
         deviation = max(self.processes.everyone(own or 0.0), key=lambda d: math.inf if math.isnan(d) else d)
         if deviation != 0 and self.packs:
             return False
-        if deviation != 0 and not self._ratio_checked:
+        if deviation != 0:
             raise ValueError(
                 f"before the first update the ratio of new to old probability deviates from 1 by {deviation:.1e}: the update "
                 "does not compute what the rollout did. Look for dropout or train mode, another dtype or batch shape, or a "
                 "compiled model; dtype=fp32 tells rounding from a mistake."
             )
-        self._ratio_checked = True
         return True
 
     def _learning_rate(self, step: int) -> float:

@@ -13,6 +13,48 @@ ROOT = Path(__file__).parent.parent
 # name, file, what stands there, what is planted, tests that must fail
 BUGS = [
     (
+        "groups that a failing reward took away stay in the mean",
+        "flow_grpo/experience.py",
+        "batch.group[whole].unique(), own",
+        "batch.group[chosen].unique(), own",
+        "tests/test_methods.py -k takes_its_groups_out",
+    ),
+    (
+        "ppo's advantages have no bound",
+        "flow_grpo/critic.py",
+        "return normalised.clamp(-CLAMP, CLAMP), metrics",
+        "return normalised, metrics",
+        "tests/test_methods.py -k rare_reward",
+    ),
+    (
+        "one overflow spoils a calibrated clip range for ever",
+        "flow_grpo/terms.py",
+        "deviation = deviation[deviation.isfinite()]",
+        "pass",
+        "tests/test_methods.py -k quantile_of_the_ratios",
+    ),
+    (
+        "a sliding window counts from the first step of the run, not of its stage",
+        "flow_grpo/train.py",
+        'step - self.begin if w.kind == "sliding" else step',
+        "step",
+        "tests/test_methods.py -k what_is_its_own",
+    ),
+    (
+        "the images whose variance is a step's own begin with noise of their own",
+        "flow_grpo/explore.py",
+        '"shared_start": True',
+        '"shared_start": False',
+        "tests/test_methods.py -k auto_window",
+    ),
+    (
+        "a large reward that is the same for all pushes a whole group",
+        "flow_grpo/advantages.py",
+        "dtype=torch.float64, device=value.device).index_add(0, group, value.double())",
+        "dtype=value.dtype, device=value.device).index_add(0, group, value)",
+        "tests/test_advantages.py -k same_for_all",
+    ),
+    (
         "weights that were loaded are taken for the base model's when they are trained further",
         "flow_grpo/whole.py",
         "(self.base or own).items()",

@@ -127,6 +127,14 @@ def test_a_better_image_has_a_larger_advantage_and_equal_rewards_have_none():
     assert float(same.abs().max()) < 1e-3
 
 
+def test_a_large_reward_that_is_the_same_for_all_says_nothing_beside_another():
+    """In float32 the mean of 24 equal numbers is another number, and its distance, over an eps, an advantage."""
+    group, other = torch.arange(2).repeat_interleave(24), torch.arange(48.0).remainder(7)
+    constant = torch.full((48,), -180.432)
+    both = group_advantages(torch.stack([constant, other], 1), group, "gdpo")
+    torch.testing.assert_close(both, group_advantages(other[:, None], group, "gdpo"), rtol=0, atol=0)
+
+
 def test_groups_without_signal_are_found():
     reward = torch.tensor([1.0, 1.0, 0.0, 1.0])
     group = torch.tensor([0, 0, 1, 1])

@@ -206,6 +206,10 @@ def test_doctor_explores(trained):
         (["score", "short.yaml"], "could not be read"),
         (["eval", "runs"], "not a run folder"),
         (["compare", "short.yaml", "--budget", "soon"], "--budget soon is none of 120s, 20m or images=5000"),
+        (
+            "compare short.yaml --budget images=9 --set objective.name=sft --set objective.data=x --set sampling.transition=ode".split(),
+            "trains on given images and draws none: give a budget in seconds",
+        ),
         (["compare", "short.yaml", "short.yaml"], "two of the configs have one file name"),
         (["compare", "short.yaml", "--set", "evaluation.prompts=null"], "names no held-out prompts"),
         (["doctor", "short.yaml", "--explore", "--transitions", "cp"], "cp is no stochastic transition"),

@@ -66,6 +66,7 @@ def test_overrides_reach_into_sections():
         ("objective.name=grpo sampling.transition=cps objective.clip_high=auto", "they are all 1"),
         ("objective.name=grpo sampling.transition=cps objective.kl=flow_grpo", "cps has none"),
         ("rewards.ocr=0", "nothing to train on"),
+        ("rewards.ocr=.nan", "rewards.ocr.weight is nan"),
         ("steps", "not of the form key.sub=value"),
         ("steps.more=1", "steps is a single value"),
         ("dtype=fp8", "dtype is 'fp8'"),

@@ -4,9 +4,11 @@ them, resampling, resting prompts, stages, given images, own functions, does wha
 import json
 import math
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
+import yaml
 from conftest import short_run, tiny_policy
 from test_train import numbers, same, weights
 
@@ -14,9 +16,11 @@ from flow_grpo import experience
 from flow_grpo.config import FlowGRPOConfig
 from flow_grpo.critic import Critic, gae
 from flow_grpo.evaluate import draw
+from flow_grpo.explore import best_window, owned_variance
 from flow_grpo.grid import Cell, save_grid, save_image
+from flow_grpo.optimizer import Optimizer
 from flow_grpo.parallel import Processes
-from flow_grpo.sections import CriticConfig
+from flow_grpo.sections import CriticConfig, OptimizerConfig
 from flow_grpo.terms import ClipRange
 from flow_grpo.train import FlowGRPOTrainer
 
@@ -85,6 +89,15 @@ def test_gae_is_the_sum_of_discounted_surprises():
     torch.testing.assert_close(gae(values, reward, 0.0), torch.tensor([[2.0, -1.0, 3.0]]))
 
 
+def test_a_rare_reward_does_not_drown_all_else_in_ppo_either():
+    critic = Critic(torch.Size([2, 2, 2]), 3, CriticConfig(width=8), seed=0)
+    schedule = SimpleNamespace(sigmas=torch.tensor([1.0, 0.5, 0.0]))
+    states = torch.zeros(400, 1, 2, 2, 2)
+    trajectory = SimpleNamespace(x=states, steps=[0], schedule=schedule)
+    advantage, _ = critic.advantages(trajectory, (torch.arange(400) == 7).float(), torch.zeros(400, 3))
+    assert advantage.max() == advantage[7] == 5
+
+
 def test_the_critic_takes_packed_latents_too():
     critic = Critic(torch.Size([10, 4]), 3, CriticConfig(width=8), seed=0)
     assert critic(torch.randn(2, 10, 4), torch.rand(2), torch.randn(2, 3)).shape == (2,)
@@ -151,7 +164,7 @@ def test_auto_clip_ranges_are_the_quantile_of_the_ratios_seen():
     clip.saw(3, torch.linspace(0.5, 1, 6))  # two micro-batches of one update
     clip.learn(Processes())
     assert clip.at(3) == pytest.approx(0.9)
-    clip.saw(3, torch.linspace(0, 2, 11))
+    clip.saw(3, torch.cat([torch.linspace(0, 2, 11), torch.tensor([math.nan, math.inf])]))  # fp16 overflows
     clip.learn(Processes())
     assert clip.at(3) == pytest.approx(0.9 * 0.9 + 0.1 * 1.8)
     assert clip.at(2) == math.inf
@@ -253,6 +266,7 @@ def test_a_reward_that_may_be_dropped_takes_its_groups_out_of_the_step_alone(tmp
     assert (found.advantage[~kept] == 0).all()
     assert (found.advantage[kept] != 0).all()
     assert found.rows.tolist() == kept.nonzero()[:, 0].tolist()
+    assert found.groups.tolist() == [g for g in range(4) if g not in dropped], "the mean is over those that are left"
     assert found.metrics["frac_reward_dropped"] == len(dropped) / 4
     total = 2 * torch.tensor([float(v) for v in found_brightness(trainer, found)])[kept]
     mean = total.view(-1, 4).mean(1, keepdim=True).expand(-1, 4).flatten()
@@ -343,14 +357,14 @@ def test_an_own_objective_that_is_not_there_is_said_before_the_run(tmp_path, nam
 
 
 def test_an_auto_window_lies_where_the_reward_varies(tmp_path):
-    """A reward that reads the state's last steps only: the window goes to the step whose noise moves it most."""
+    """The images of a prompt share all but one step's noise: without it they are one picture, however much prompts differ."""
     auto = "sampling={steps: 6, transition: cps, noise_level: 0.8, window: {kind: auto, size: 2}}"
     trainer = FlowGRPOTrainer(args=short_run(tmp_path, auto, "images_per_prompt=8", "microbatch=16"))
-    from flow_grpo.explore import best_window, owned_variance
-
     part = trainer.part
+    still = owned_variance(trainer.policy, part, trainer.train_set, trainer.rewards, "cps", 1e-4)
     owned = owned_variance(trainer.policy, part, trainer.train_set, trainer.rewards, "cps", 0.8)
     assert [one.step for one in owned] == [0, 1, 2, 3, 4]
+    assert max(one.variance for one in still) < 1e-4 * min(one.variance for one in owned)
     sums = [owned[k].variance + owned[k + 1].variance for k in range(4)]
     window = trainer._window(0)
     assert window == [best_window(owned, 2), best_window(owned, 2) + 1]
@@ -532,6 +546,56 @@ def test_stages_that_make_no_sense_are_refused(tmp_path):
         ([{"objective": {"name": "nft"}}], "stage 1 has no steps"),
         ([{"steps": 2, "model": "other"}], "stage 1 can't set model"),
         ([{"steps": 2, "objective": {"name": "nft"}}], "set sampling.transition=ode"),
+        ([{"steps": 2, "objective": {"name": "sft", "data": "x"}, "sampling": {"transition": "ode"}}], "set resample=0"),
     ):
         with pytest.raises(ValueError, match=words):
-            FlowGRPOConfig.read("tiny_grpo", [f"stages={json.dumps(stages)}"])
+            FlowGRPOConfig.read("tiny_grpo", [f"stages={json.dumps(stages)}", "resample=1"])
+
+
+def test_a_stage_has_what_is_its_own(tmp_path):
+    """Micro-batches that divide its rows, no resampling of given images, and a sliding window that begins with it."""
+    first = {"steps": 2, "objective": {"name": "sft", "data": "x"}, "sampling": {"transition": "ode"}, "resample": 0}
+    second = {"steps": 4, "prompts_per_step": 3}
+    both = ["resample=1", "microbatch=auto", "prompts_per_step=8", "images_per_prompt=6"]
+    slides = "sampling.window={kind: sliding, size: 1, every: 2, last: 2}"
+    given = FlowGRPOConfig.read("tiny_grpo", [*both, slides, f"stages={json.dumps([first, second])}"])
+    parts = [part for _, part in given.parts()]
+    assert [(part.resample, part.microbatch) for part in parts] == [(0, 48), (1, 18)]
+    assert FlowGRPOConfig.model_validate(yaml.safe_load(given.dump())) == given, "as a run folder keeps it"
+    trainer = FlowGRPOTrainer(args=short_run(tmp_path, slides, f"stages={json.dumps([{'steps': 3}, {'steps': 4}])}"))
+    windows = []
+    for step in range(3, 7):
+        trainer.enter_at(step)
+        windows += trainer._window(step)
+    assert windows == [0, 0, 1, 1]
+
+
+def test_per_step_credit_is_given_where_the_images_of_a_prompt_part(tmp_path):
+    """One noise for a group up to the trained step; the update replays it exactly, and learns."""
+    window = "sampling={steps: 4, transition: cps, noise_level: 0.8, shared_start: true, window: {kind: fixed, size: 1, first: 1}}"
+    trainer = FlowGRPOTrainer(args=short_run(tmp_path, window))
+    found = trainer.source.collect(0).trajectory
+    states = found.x[:, 0].view(2, 4, *found.x.shape[2:])
+    assert torch.equal(states, states[:, :1].expand_as(states)), "the same picture so far"
+    assert (found.final[0] - found.final[1]).abs().max() > 0.01
+    metrics = trainer.training_step()
+    assert metrics["ratio/first_update_max_deviation"] == 0
+    assert metrics["grad_norm"] > 0
+
+
+def test_fp16_that_overflows_for_ever_is_a_sentence():
+    weight = torch.nn.Parameter(torch.ones(2))
+    policy = SimpleNamespace(
+        parameters=lambda: {"w": weight}, spread=False, sharded=False, device=torch.device("cpu"), dtype=torch.float16
+    )
+    optimizer, norms = Optimizer(policy, OptimizerConfig(), Processes()), []
+
+    def until_it_stops() -> None:
+        for _ in range(40):
+            optimizer.backward((weight * torch.inf).sum())
+            norms.append(optimizer.step(1e-3))
+
+    with pytest.raises(ValueError, match="overflow however small the loss is scaled: set dtype=bf16 or fp32"):
+        until_it_stops()
+    assert len(norms) == 16, "65536 halved until it is below 1"
+    assert torch.equal(weight, torch.ones(2))

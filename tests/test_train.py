@@ -152,6 +152,9 @@ def test_a_run_is_not_resumed_with_other_settings(tmp_path):
     FlowGRPOTrainer(args=args).train()
     with pytest.raises(ValueError, match="was begun with seed=0, not 5"):
         FlowGRPOTrainer(args=args.model_copy(update={"seed": 5})).train(resume=True)
+    changed = short_run(tmp_path / "run", "evaluation.seed=7")
+    assert list(args.changes(changed)) == ["evaluation"], "the monitor compares pictures of the same prompts and seeds"
+    assert not args.changes(short_run(tmp_path / "run", "evaluation.every=1", "steps=9", "evaluation.rewards=[color]"))
 
 
 def test_a_run_lost_in_its_first_step_can_be_resumed(tmp_path, monkeypatch):
@@ -249,8 +252,9 @@ def test_rows_keep_their_place_where_the_kernel_depends_on_it(tmp_path):
 
 
 def test_a_ratio_that_is_not_1_stops_the_run(tmp_path):
-    """Dropout makes the update's forward pass another one than the rollout's."""
+    """Dropout makes the update's forward pass another one than the rollout's, from the second step on."""
     trainer = FlowGRPOTrainer(args=short_run(tmp_path / "run"))
+    trainer.training_step()
     for module in trainer.policy.pipe.transformer.modules():
         if isinstance(module, torch.nn.Dropout):
             module.p = 0.2
