@@ -19,6 +19,7 @@ from flow_grpo.grid import read_grid
 ROOT = Path(__file__).parent.parent
 REWARD = Path(__file__).parent / "sample_rewards.py"
 CAT = 'red text "CAT" on a blue background'
+GIVEN = ["--set", "objective={name: sft, data: x}", "--set", "sampling={transition: ode}"]  # images, and no rollouts
 
 
 def run_anew(*words: str, cwd: Path, code: int = 0) -> str:
@@ -207,7 +208,7 @@ def test_doctor_explores(trained):
         (["eval", "runs"], "not a run folder"),
         (["compare", "short.yaml", "--budget", "soon"], "--budget soon is none of 120s, 20m or images=5000"),
         (
-            "compare short.yaml --budget images=9 --set objective.name=sft --set objective.data=x --set sampling.transition=ode".split(),
+            ["compare", "short.yaml", "--budget", "images=9", *GIVEN],
             "trains on given images and draws none: give a budget in seconds",
         ),
         (["compare", "short.yaml", "short.yaml"], "two of the configs have one file name"),
