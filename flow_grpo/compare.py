@@ -104,7 +104,7 @@ def compare(
     for config in configs:
         if budget.unit == "images" and FlowGRPOConfig.read(config, overrides).parts()[-1][1].objective.data is not None:
             raise ValueError(
-                f"{config} trains on given images and draws none: give a budget in seconds, such as --budget 120s."
+                f"{config} ends on given images, which are not drawn: give a budget in seconds, such as --budget 120s."
             )
     _same_budget(out / "budget.json", budget)
     runs = [Run(config, seed, out / Path(config).stem / f"seed{seed}") for seed in range(seeds) for config in configs]

@@ -135,16 +135,11 @@ class FlowGRPOConfig(Section):
     @model_validator(mode="before")
     @classmethod
     def _auto_microbatch(cls, values: Any) -> Any:
-        if isinstance(values, dict) and values.get("microbatch") == "auto":
-            if isinstance(stages := values.get("stages"), list):
-                stages = [{"microbatch": "auto", **one} if isinstance(one, dict) else one for one in stages]
-                values = {**values, "stages": stages}
-            sizes = [values.get(name, cls.model_fields[name].default) for name in ("prompts_per_step", "images_per_prompt")]
-            if all(isinstance(size, int) and size > 0 for size in sizes):
-                rows = sizes[0] * sizes[1]
-                even = [n for n in range(2, 65, 2) if rows % n == 0]
-                values = {**values, "microbatch": max(even or [n for n in range(1, 65) if rows % n == 0])}
-        return values
+        if not isinstance(values, dict) or values.get("microbatch") != "auto" or (size := _dividing(values)) is None:
+            return values
+        if isinstance(stages := values.get("stages"), list):
+            values = {**values, "stages": [_with_own_microbatch(stage, values, size) for stage in stages]}
+        return {**values, "microbatch": size}
 
     @model_validator(mode="after")
     def _consistent(self) -> "FlowGRPOConfig":
@@ -225,6 +220,8 @@ class FlowGRPOConfig(Section):
         ValueError if the config asks for others, or does not go with them.
         """
         stage = os.environ.get("ACCELERATE_DEEPSPEED_ZERO_STAGE", "2")
+        if os.environ.get("ACCELERATE_USE_DEEPSPEED") == "true" and "ACCELERATE_DEEPSPEED_CONFIG_FILE" in os.environ:
+            raise ValueError("DeepSpeed's config file is not read here: launch with --zero_stage, or set memory.shard.")
         told = {"ACCELERATE_USE_DEEPSPEED": f"zero{stage}", "ACCELERATE_USE_FSDP": "fsdp2"}
         asked = next((shares for name, shares in told.items() if os.environ.get(name) == "true"), "zero0")
         if asked in ("zero0", self.memory.shard):
@@ -255,6 +252,25 @@ class FlowGRPOConfig(Section):
     def dump(self) -> str:
         """As YAML, every field with its value."""
         return yaml.safe_dump(self.model_dump(mode="json"), sort_keys=False)
+
+
+def _dividing(values: dict[str, Any]) -> int | None:
+    """The largest even micro-batch up to 64 that divides a step; None if the step's sizes are no numbers."""
+    sizes = [
+        values.get(name, FlowGRPOConfig.model_fields[name].default) for name in ("prompts_per_step", "images_per_prompt")
+    ]
+    if not all(isinstance(size, int) and size > 0 for size in sizes):
+        return None
+    rows = sizes[0] * sizes[1]
+    even = [n for n in range(2, 65, 2) if rows % n == 0]
+    return max(even or [n for n in range(1, 65) if rows % n == 0])
+
+
+def _with_own_microbatch(stage: Any, values: dict[str, Any], size: int) -> Any:
+    """A stage whose steps are of other sizes, with the micro-batch that divides them, unless it names one."""
+    if not isinstance(stage, dict) or "microbatch" in stage or (own := _dividing({**values, **stage})) in (None, size):
+        return stage
+    return {**stage, "microbatch": own}
 
 
 def _merged(base: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:

@@ -182,5 +182,8 @@ def _stale(api: HfApi, repo: str, files: list[str]) -> list[str]:
     if not api.file_exists(repo, hub.EXPORT):
         return []
     with TemporaryDirectory() as place:
-        former = json.loads(Path(api.hf_hub_download(repo, hub.EXPORT, local_dir=place)).read_text())
-    return [glob.escape(name) for name in former["files"] if name not in files]
+        former = Path(api.hf_hub_download(repo, hub.EXPORT, local_dir=place)).read_text()
+    try:
+        return [glob.escape(name) for name in json.loads(former)["files"] if name not in files]
+    except (ValueError, KeyError, TypeError):  # somebody else's file of that name
+        return []

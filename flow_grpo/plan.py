@@ -23,7 +23,7 @@ from flow_grpo.dashboards import check_installed
 from flow_grpo.evaluate import build_rewards
 from flow_grpo.hollow import Alive, Encoder, Operations, hollow
 from flow_grpo.memory import arrange, peak_bytes
-from flow_grpo.parallel import Processes
+from flow_grpo.parallel import MESSAGE, Processes
 from flow_grpo.policy import DTYPES, Policy, fast_dtype
 from flow_grpo.prompt_sets import source_of
 from flow_grpo.prompts import REMOTE, Dealer, load_prompts
@@ -128,6 +128,7 @@ class Plan:
             "moments": count if shard in STAGES or (shard == "fsdp2" and whole) else 1,
         }
         self.copied = shard in STAGES  # DeepSpeed moves a copy of each process's share of what is trained
+        self.sums = 2 if shard == "zero2" else 1  # it adds the newest gradients to the sum of those before
         prompts = load_prompts(args.prompts).prompts
         self.prompt = max(prompts, key=len)
         try:
@@ -188,7 +189,8 @@ class Plan:
             "text encoders": encoders,
             "VAE": _weights(self.policy.pipe.vae, None),
             ("transformer" if whole else "adapter"): trained * (copies / shares["trained"] + moments / shares["moments"]),
-            **({"gradients": trained / shares["gradients"]} if shares["gradients"] > 1 else {}),  # else among what passes
+            **({"gradients": trained * self.sums / shares["gradients"]} if shares["gradients"] > 1 else {}),  # else passing
+            **({"messages": min(trained, 4 * MESSAGE)} if self.copied else {}),
             **({"CUDA": CUDA_CONTEXT} if self.cuda else {}),
         }
 

@@ -41,9 +41,12 @@ class Update:
         args, batch = self.args, experience.batch
         terms = self._terms(experience, step)
         totals, self.unfinished = Means(), False
-        for share in list(experience.groups.chunk(args.updates)) * args.epochs:
+        shares = [
+            share for share in experience.groups.tensor_split(args.updates) if len(share)
+        ]  # even, if no reward was dropped
+        for share in shares * args.epochs:
             rows = experience.rows[torch.isin(batch.group[experience.rows], share)]
-            each = 1 / (max(1, len(share)) * experience.rows_per_group)  # no group at all if every reward was dropped
+            each = 1 / (len(share) * experience.rows_per_group)
             in_place = terms.compares and not self.packs
             chunks = list(self._chunks(rows, each, len(batch.prompts) if in_place else None))
             for chunk, weight in chunks + self._more(len(chunks), len(batch.prompts)):
@@ -60,7 +63,7 @@ class Update:
             self.policy.follow("old", args.objective.old_decay)
         self.unfinished = False
         totals = Means.join(self.processes.everyone(totals))
-        mean = totals.loss / (args.updates * args.epochs)
+        mean = totals.loss / max(1, len(shares) * args.epochs)
         return {"loss": mean, **totals.metrics(), **self.clip.metrics(), "lr": self._learning_rate(step)}
 
     def _backward(self, terms: StepTerms | FinalTerms, chunk: Tensor, weight: Tensor, totals: Means) -> None:
@@ -151,7 +154,11 @@ class Update:
     def _step(self, step: int) -> dict[str, float]:
         """One optimizer step, and one of the moving average."""
         moved, self.unfinished = self.unfinished, True  # also if memory runs out half-way
-        norm = self.optimizer.step(self._learning_rate(step))
+        try:
+            norm = self.optimizer.step(self._learning_rate(step))
+        except ValueError:
+            self.unfinished = moved
+            raise
         finite = math.isfinite(norm)
         if not finite and self.policy.dtype != torch.float16:
             self.unfinished = moved

@@ -1,5 +1,6 @@
 """DeepSpeed's ZeRO, stages 1 and 2 (arXiv 1910.02054): AdamW's moments lie in shares on the processes, then gradients too."""
 
+import gc
 import os
 from typing import Any, ClassVar
 
@@ -22,13 +23,15 @@ class Zero:
     Stage 1 adds gradients up once a step, stage 2 in each backward pass, of which a process then keeps its share.
 
     Raises:
-        ValueError: DeepSpeed is not installed.
+        ValueError: DeepSpeed is not installed, or the policy is in fp16.
     """
 
     spread = in_step = True
-    _engine: ClassVar[Any] = None  # of this process; its hooks stay on the weights until it is destroyed
+    _now: ClassVar["Zero | None"] = None  # in this process, whose hooks stay on the weights until it leaves them
 
     def __init__(self, policy: Policy, o: OptimizerConfig, processes: Processes, shard: str) -> None:
+        if policy.dtype == torch.float16:
+            raise ValueError(f"memory.shard={shard} scales no loss, as fp16 needs: load the policy in bf16 or fp32.")
         self.parameters, self.processes = list(policy.parameters().values()), processes
         self.adamw = adamw(self.parameters, o)
         bucket = min(MESSAGE, sum(p.numel() for p in self.parameters) + 1 & ~1)  # DeepSpeed wants an even number
@@ -39,11 +42,18 @@ class Zero:
             "zero_optimization": {"stage": STAGES[shard], "reduce_bucket_size": bucket, "allgather_bucket_size": bucket},
         }
         deepspeed = library(shard, policy.device)
-        if Zero._engine is not None:
-            Zero._engine.destroy()
+        if Zero._now is not None:
+            Zero._now.leave()
         # the pipeline calls the transformer by itself, so the engine need know no more of it than what is trained
         trained = torch.nn.ParameterList(self.parameters)
-        Zero._engine = self.engine = deepspeed.initialize(model=trained, optimizer=self.adamw, config=config)[0]
+        self.engine = deepspeed.initialize(model=trained, optimizer=self.adamw, config=config)[0]
+        Zero._now = self
+
+    def leave(self) -> None:
+        """Lets go of the weights and of all that it held, for another one to take them over."""
+        self.engine.destroy()
+        del self.engine, self.adamw
+        gc.collect()  # which DeepSpeed's engine waits for
 
     def backward(self, loss: Tensor) -> None:
         self.engine.backward(loss * self.processes.count)  # it takes the mean of all processes' gradients, not their sum

@@ -209,7 +209,7 @@ def test_doctor_explores(trained):
         (["compare", "short.yaml", "--budget", "soon"], "--budget soon is none of 120s, 20m or images=5000"),
         (
             ["compare", "short.yaml", "--budget", "images=9", *GIVEN],
-            "trains on given images and draws none: give a budget in seconds",
+            "ends on given images, which are not drawn: give a budget in seconds",
         ),
         (["compare", "short.yaml", "short.yaml"], "two of the configs have one file name"),
         (["compare", "short.yaml", "--set", "evaluation.prompts=null"], "names no held-out prompts"),

@@ -561,6 +561,7 @@ def test_a_stage_has_what_is_its_own(tmp_path):
     given = FlowGRPOConfig.read("tiny_grpo", [*both, slides, f"stages={json.dumps([first, second])}"])
     parts = [part for _, part in given.parts()]
     assert [(part.resample, part.microbatch) for part in parts] == [(0, 48), (1, 18)]
+    assert [stage.get("microbatch") for stage in given.stages] == [None, 18]
     assert FlowGRPOConfig.model_validate(yaml.safe_load(given.dump())) == given, "as a run folder keeps it"
     trainer = FlowGRPOTrainer(args=short_run(tmp_path, slides, f"stages={json.dumps([{'steps': 3}, {'steps': 4}])}"))
     windows = []
