@@ -243,7 +243,7 @@ def commands() -> list[str]:
 def test_the_readme_has_the_two_commands():
     text = (ROOT / "README.md").read_text()
     assert "pip install -e . && flow-grpo train\n" in text
-    assert "pip install -e '.[test]' && pytest\n" in text
+    assert "pip install -e '.[test]' && pytest -n 2 --dist loadfile\n" in text
 
 
 def test_the_readmes_python_runs(tmp_path):
