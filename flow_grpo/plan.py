@@ -47,6 +47,8 @@ GPUS = {
 }
 UTILISATION = {True: 0.45, False: 0.12}  # of that peak, on a GPU and by the embedded model on a CPU
 CUDA_CONTEXT = 0.6 * GB  # of torch's own, before the first tensor
+# times what passes: a CPU's allocator keeps pieces of it, and its kernels pack copies of their own
+HELD = {True: 1.0, False: 1.3}
 DOING = {"rollout": "images are drawn", "update": "the weights are trained", "decoding": "images are decoded"}
 BITS = {"int8": 8.1, "int4": 4.5, "nf4": 4.5}  # of a weight, with its share of the scales
 
@@ -133,7 +135,7 @@ class Plan:
         self.prompt = max(prompts, key=len)
         try:
             self.schedule, self.state_shape = self.policy.schedule(args.sampling.steps)
-            two, four = (self._passing(rows, Alive) for rows in (2, 4))
+            two, four = ({name: HELD[cuda] * v for name, v in self._passing(rows, Alive).items()} for rows in (2, 4))
             self.operations = self._passing(2, Operations)
         except (RuntimeError, TypeError, AttributeError, ValueError, IndexError, KeyError) as error:
             reason = (str(error).splitlines() or [type(error).__name__])[0]
