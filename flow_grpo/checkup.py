@@ -7,7 +7,7 @@ import importlib.metadata
 import os
 import shutil
 import time
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -74,23 +74,32 @@ def stage(
     """
     try:
         trainer.enter_at(trainer.step)
-        if isinstance(trainer.source, Rollouts):
-            drawn, seen = draw(trainer, trainer.source), None
-            if not looks:
-                own, found = scores(trainer, drawn)
-                looks |= own
-                yield "rewards", found
-                if not can_score(trainer, looks):
-                    return
-                seen = {name: look.values for name, look in looks.items()}
-            yield f"groups{title}", groups(trainer, trainer.source, drawn, seen)
+        scored = not isinstance(trainer.source, Rollouts) or (yield from rollout(trainer, trainer.source, looks, title))
     except (ValueError, torch.OutOfMemoryError) as error:
         yield f"groups{title}", [verdicts.stopped("a rollout", error)]
+        return
+    if not scored:
         return
     metrics, found = update(trainer)
     yield f"an update{title}", found
     if metrics is not None:
         steps.append(metrics)
+
+
+def rollout(
+    trainer: FlowGRPOTrainer, source: Rollouts, looks: dict[str, Glance], title: str
+) -> Generator[Section, None, bool]:
+    """A look at the images of a step; returns whether its rewards can score them. `looks` as for `stage`."""
+    drawn, seen = draw(trainer, source), None
+    if not looks:
+        own, found = scores(trainer, drawn)
+        looks |= own
+        yield "rewards", found
+        if not can_score(trainer, looks):
+            return False
+        seen = {name: look.values for name, look in looks.items()}
+    yield f"groups{title}", groups(trainer, source, drawn, seen)
+    return True
 
 
 # -- the machine and the prompts --------------------------------------------------------------------------------------

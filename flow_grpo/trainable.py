@@ -39,17 +39,18 @@ def make_trainable(policy: Policy, args: FlowGRPOConfig, processes: Processes) -
 
 def add_trained(policy: Policy, args: FlowGRPOConfig) -> None:
     """What the config trains. A LoRA that the policy carries already stays."""
+    if args.lora is None and policy.has_lora:
+        raise ValueError("lora=null trains all weights, but the policy that was given carries a LoRA: give one without.")
     if args.lora is None:
-        if policy.has_lora:
-            raise ValueError("lora=null trains all weights, but the policy that was given carries a LoRA: give one without.")
         policy.train_all()
-    elif policy.trains_all and args.lora.start is None:
+        return
+    if policy.trains_all and args.lora.start is None:
         raise ValueError("the policy that was given trains all weights: set lora=null, or give one that does not.")
-    elif policy.trains_all:
+    if policy.trains_all:
         raise ValueError(
             f"lora.start={args.lora.start} holds a whole transformer: merge it into a model by `flow-grpo export`, and set model."
         )
-    elif not policy.has_lora:
+    if not policy.has_lora:
         policy.add_lora(args.lora.rank, args.lora.alpha, args.lora.targets, args.seed)
 
 
