@@ -106,7 +106,7 @@ def shares(reward: Tensor, weights: Tensor, group: Tensor, method: str | Method 
 
 
 def has_signal(reward: Tensor, group: Tensor, method: str | Method = "grpo") -> Tensor:
-    """(B,) bool: the rows whose group has rewards (B,) or (B, R) that differ. Updates leave out the others, of advantage 0.
+    """(B,) bool: the rows whose group has rewards (B,) or (B, R) that differ. The advantage of the others is 0.
 
     `reinforce_pp` and functions of one's own may compare with the whole batch, so there it is all rows or none.
     """

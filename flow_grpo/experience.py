@@ -72,7 +72,7 @@ class Rollouts:
     def _by_group(
         self, batch: PromptBatch, trajectory: Trajectory, scores: Scores, whole: Tensor
     ) -> tuple[Tensor, Tensor, dict[str, float]]:
-        """Advantage (B,) against the own group, 0 outside the rows of `whole`; the rows that have signal; metrics."""
+        """Advantage (B,) against the own group, 0 outside the rows of `whole`; the rows that have a loss; metrics."""
         advantage, signal = torch.zeros(len(whole)), torch.zeros(len(whole), dtype=torch.bool)
         if not whole.any():
             return advantage, signal, {}
@@ -80,7 +80,9 @@ class Rollouts:
         seen = torch.stack([scores.by_name[name][whole] for name in weighed], 1)
         weights, group = torch.tensor([self.rewards.weights[name] for name in weighed]), batch.group[whole]
         advantage[whole] = advantages.group_advantages(seen, group, self.method, weights=weights)
-        if self.args.objective.name in ("sft", "dpo"):  # they choose images of groups in which the sum differs
+        if self.args.objective.needs_silent_groups:
+            signal = whole
+        elif self.args.objective.name in ("sft", "dpo"):  # they choose images of groups in which the sum differs
             signal = whole & _signal(scores, batch.group)
         else:
             shown = seen if self.args.objective.advantage == "gdpo" else scores.total[whole]
@@ -216,9 +218,9 @@ def _background() -> Iterator[ThreadPoolExecutor]:
 
 
 def chosen_rows(objective: str, reward: Tensor, group: Tensor, signal: Tensor) -> tuple[Tensor, int]:
-    """The rows that an objective trains on, and how many a group with signal gives.
+    """The rows that an objective trains on, and how many rows a group of `signal` (B,) gives.
 
-    sft: the best image of each group; dpo: best and worst in turns; the others: all images of groups with signal.
+    sft: the best image of each group; dpo: best and worst in turns; the others: all images of these groups.
     """
     if objective not in ("sft", "dpo"):
         return signal.nonzero()[:, 0], int((group == group[0]).sum())

@@ -89,7 +89,8 @@ class ObjectiveConfig(Section):
     """Objectives on steps: weight of a step's loss; `std` weighs by the transition's std (TempFlow, arXiv 2508.04324), which makes
     up for the 1 / std in the gradient of a log-probability."""
     kl_weight: Annotated[float, Field(ge=0)] = 0.0
-    """Weight of the KL to the base model."""
+    """Weight of the KL to the base model, whose mean is over all images of a step, also of groups whose rewards are all equal (for sft
+    and dpo over the images they train on)."""
     kl: Literal["gaussian", "k3", "flow_grpo", "velocity"] | None = None
     """Which KL: of the transitions (`gaussian`, the default on steps), DeepSeekMath's estimator from log-probabilities (`k3`), the
     published code's, without the step's length (`flow_grpo`), or the distance of the velocities (`velocity`, the only one on final
@@ -117,6 +118,12 @@ class ObjectiveConfig(Section):
     def on_steps(self) -> bool | None:
         """Whether it takes trained steps, or final latents; None for one's own function, which takes what there is."""
         return None if ":" in self.name else self.name in checks.ON_STEPS
+
+    @property
+    def needs_silent_groups(self) -> bool:
+        """Whether images of a group without signal have a loss: by the KL, or since the objective is not 0 at advantage 0."""
+        chooses = self.name in ("sft", "dpo")  # images of groups with signal, and their loss is of those alone
+        return not chooses and bool(self.kl_weight or self.name not in checks.ZERO_WITHOUT_ADVANTAGE)
 
 
 class OptimizerConfig(Section):

@@ -167,8 +167,8 @@ class Experience:
     batch: PromptBatch
     trajectory: Trajectory
     advantage: Tensor  # (B,), or (B, K) if each trained step has its own
-    rows: Tensor  # the rows of the batch that have something to say; for dpo better and worse image in turns
-    rows_per_group: int  # how many each group would give, had all of them something to say
+    rows: Tensor  # the rows of the batch that have a loss; for dpo better and worse image in turns
+    rows_per_group: int  # how many each group would give, had all of them a loss
     groups: Tensor  # the groups that the mean is over, of all processes: not those that were dropped, or that others replace
     metrics: dict[str, float]
     scores: Scores | None = None  # given images have none

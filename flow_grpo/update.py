@@ -21,7 +21,7 @@ class Update:
 
     Attributes:
         unfinished: whether the adapter has moved in a training step that is not over.
-        packs: whether rows without signal are left out and the others packed into fewer chunks. A kernel whose last bits depend on
+        packs: whether rows without a loss are left out and the others packed into fewer chunks. A kernel whose last bits depend on
             a row's place in the chunk shows in the ratio before the first update; from then on each row keeps its place.
     """
 

@@ -13,6 +13,11 @@ def matching(seen, advantage):
     return advantage * seen.error(seen.v)
 
 
+def towards_the_sample(seen, advantage):
+    """A loss that is not 0 where the advantage is."""
+    return -(1 + advantage) * seen.log_prob
+
+
 def sign(reward, group):
     """1 for images better than their group's mean, -1 for the others."""
     means = torch.stack([reward[group == g].mean() for g in group])

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import short_run, tiny_policy
+from conftest import short_run, stir, tiny_policy
 from forked import begin
 from safetensors.torch import load_file
 
@@ -197,18 +197,28 @@ def test_groups_without_signal_are_skipped_and_counted(tmp_path):
     assert all(torch.equal(value, start[name]) for name, value in trainer.policy.adapter_state().items())
 
 
-def test_skipping_leaves_the_gradient_as_it_is_without_skipping(tmp_path, monkeypatch):
-    """Half of the groups have no signal: the adapter moves as if they had been computed with advantage 0."""
+OBJECTIVES = {  # what a row without advantage adds to the gradient: nothing, its KL, or its own loss
+    "grpo": ["objective.kl_weight=0"],
+    "grpo with a KL": ["objective.kl_weight=0.3"],
+    "awm with a KL": ["sampling={steps: 3, transition: ode}", "objective={name: awm, kl_weight: 0.3}"],
+    "nft": ["sampling={steps: 3, transition: ode}", "objective={name: nft}"],
+    "a function of one's own": [f"objective={{name: '{Path(__file__).parent / 'sample_objectives.py'}:towards_the_sample'}}"],
+}
+
+
+@pytest.mark.parametrize("objective", OBJECTIVES)
+def test_skipping_leaves_the_gradient_as_it_is_without_skipping(tmp_path, monkeypatch, objective):
+    """Three of four groups have no signal: the adapter moves as if all rows had been computed, those with advantage 0."""
     from flow_grpo import experience
 
     moved, norms = {}, {}
     for name in ("skipping", "not"):
         reward = f"{REWARDS}:brightness"
-        trainer = FlowGRPOTrainer(
-            args=short_run(tmp_path / name, "prompts_per_step=4", "microbatch=4", f"rewards={{'{reward}': 1}}")
-        )
+        common = ("prompts_per_step=4", "microbatch=4", "optimizer.max_grad_norm=1e9", f"rewards={{'{reward}': 1}}")
+        trainer = FlowGRPOTrainer(args=short_run(tmp_path / name, *common, *OBJECTIVES[objective]))
+        stir(trainer.policy)  # away from the base model, and from nft's old policy
         mine = trainer.rewards.rewards[reward]
-        trainer.rewards.rewards[reward] = lambda x, p, mine=mine: mine(x, p) * (torch.arange(16) < 8)
+        trainer.rewards.rewards[reward] = lambda x, p, mine=mine: mine(x, p) * (torch.arange(16) < 4)
         if name == "not":
             everything = lambda reward, *_: torch.ones(len(reward), dtype=torch.bool)  # noqa: E731
             monkeypatch.setattr(experience.advantages, "has_signal", everything)
