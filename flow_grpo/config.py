@@ -38,6 +38,13 @@ STAGED = (
 )
 
 
+EMBEDDED = {"tiny": "prompts/signs_train.txt"}  # the training prompts of models that draw nothing else
+
+
+def _embedded_prompts(values: dict[str, Any]) -> str | None:
+    return EMBEDDED.get(values.get("model", ""))
+
+
 class FlowGRPOConfig(Section):
     """A run. Build it from a YAML file with `FlowGRPOConfig.read(path, overrides)`."""
 
@@ -53,9 +60,9 @@ class FlowGRPOConfig(Section):
     """Guidance scale in rollout, training and evaluation; 1 is off."""
     pipeline: dict[str, Any] = Field(default_factory=dict)
     """Further arguments of every pipeline call, such as max_sequence_length or negative_prompt."""
-    prompts: str = "prompts/signs_train.txt"
+    prompts: str | None = Field(default_factory=_embedded_prompts)
     """Training prompts: .txt (one a line), .json, .jsonl, .csv, .tsv or .parquet (a column `prompt`, the others are metadata), also by
-    https; a hub data set; or a name of flow_grpo/prompt_sets.py, which are there to evaluate on."""
+    https; a hub data set; or a name of flow_grpo/prompt_sets.py. Required, except for the embedded model, which has its own."""
     rewards: dict[str, RewardConfig] = Field(default_factory=lambda: {"ocr": RewardConfig()})
     """Rewards by name or import path (`my_module:my_fn`, `path/file.py:fn`), each with a weight or with weight and options."""
 
@@ -157,6 +164,21 @@ class FlowGRPOConfig(Section):
             checks.check_whole(self)
             checks.check_zero(self)
         return self
+
+    def for_model(self, model: str) -> "FlowGRPOConfig":
+        """The settings for another model. Prompts that nobody has set are those of the model."""
+        own = {} if "prompts" in self.model_fields_set else {"prompts": EMBEDDED.get(model)}
+        return self.model_copy(update={"model": model, **own})
+
+    @property
+    def training_prompts(self) -> str:
+        """`prompts`. ValueError if there are none."""
+        if self.prompts is None:
+            raise ValueError(
+                f"there are no prompts to train {self.model} on: set prompts to a file of them or a hub data set; "
+                "prompts/ocr_train.txt and prompts/geneval_train.jsonl are shipped."
+            )
+        return self.prompts
 
     def parts(self) -> list[tuple[int, "FlowGRPOConfig"]]:
         """The run's parts: the training step at which each begins, and its settings. Without `stages`, the run itself."""

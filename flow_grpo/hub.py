@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 from huggingface_hub import HfApi, hf_hub_download, try_to_load_from_cache
 
@@ -37,6 +38,12 @@ def locate(name: str) -> str:
                 f"({type(error).__name__})."
             ) from error
     return name
+
+
+def name_of(pipe: Any) -> str:
+    """What a pipeline was loaded from: a shipped name, a folder or a hub id; its class if it was built in memory."""
+    source = pipe.name_or_path
+    return next((name for name, folder in SHIPPED.items() if str(folder) == source), source or type(pipe).__name__)
 
 
 def fingerprint(source: str) -> list:

@@ -131,7 +131,7 @@ class Plan:
         }
         self.copied = shard in STAGES  # DeepSpeed moves a copy of each process's share of what is trained
         self.sums = 2 if shard == "zero2" else 1  # it adds the newest gradients to the sum of those before
-        prompts = load_prompts(args.prompts).prompts
+        prompts = load_prompts(args.training_prompts).prompts
         self.prompt = max(prompts, key=len)
         try:
             self.schedule, self.state_shape = self.policy.schedule(args.sampling.steps)
@@ -239,7 +239,7 @@ def rehearse(args: FlowGRPOConfig, count: int) -> list[str]:
     if args.memory.shard in STAGES and count > 1:
         library(args.memory.shard, torch.device("cuda" if torch.cuda.is_available() else "cpu"))
     notes = []
-    for source in (args.prompts, args.evaluation.prompts):
+    for source in (args.training_prompts, args.evaluation.prompts):
         if source is not None:
             place = source_of(source)
             away = place.startswith(REMOTE) or (not Path(place).suffix and hub.may_be_hub_id(place))
@@ -250,7 +250,7 @@ def rehearse(args: FlowGRPOConfig, count: int) -> list[str]:
         pairs = part.objective.name == "dpo"
         Processes(0, count).check_sizes(part.prompts_per_step, part.images_per_prompt, part.microbatch, part.updates, pairs)
         if part.objective.data is None and not notes:
-            Dealer(load_prompts(args.prompts), part.seed).deal(0, part.prompts_per_step, 1)
+            Dealer(load_prompts(args.training_prompts), part.seed).deal(0, part.prompts_per_step, 1)
     notes += _unless_offline("The model", hub.may_be_hub_id(args.model), functools.partial(hub.locate, args.model))
     if notes:
         return notes
@@ -322,7 +322,7 @@ def occupied(args: FlowGRPOConfig) -> float:
     What they give back is not there for the model: each allocator keeps what it once had.
     """
     rewards, _ = build_rewards(args)
-    texts = [p for p in load_prompts(args.prompts).prompts[: args.prompts_per_step] for _ in range(args.images_per_prompt)]
+    texts = [p for p in load_prompts(args.training_prompts).prompts[: args.prompts_per_step] for _ in range(args.images_per_prompt)]
     rewards(torch.rand(len(texts), 3, args.height or 512, args.width or 512), texts)
     return peak_bytes(torch.device("cpu"))
 

@@ -54,14 +54,13 @@ class FlowGRPOTrainer:
         train_dataset: PromptSet | list[str] | str | None = None,
         eval_dataset: PromptSet | list[str] | str | None = None,
     ) -> None:
-        args = (args or FlowGRPOConfig()).as_launched()
-        if isinstance(model, str):
-            args = args.model_copy(update={"model": model})
-        self.args = args
+        args = args or FlowGRPOConfig()
+        named = args.for_model(hub.name_of(model.pipe) if isinstance(model, Policy) else model or args.model)
+        self.train_set = load_prompts(named.training_prompts if train_dataset is None else train_dataset)
+        self.args = args = (named if isinstance(model, str) else args).as_launched()
         dashboards.check_installed(args.trackers)
         self.held_out, trained = build_rewards(args, reward_funcs)
         self.rewards = self.held_out.only(trained)
-        self.train_set = load_prompts(train_dataset if train_dataset is not None else args.prompts)
         wanted = eval_dataset if eval_dataset is not None else args.evaluation.prompts
         self.eval_set = None if wanted is None else load_prompts(wanted).head(args.evaluation.limit)
         self.parts = args.parts()

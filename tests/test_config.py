@@ -3,9 +3,16 @@
 from pathlib import Path
 
 import pytest
+import torch
+from conftest import tiny_policy
+from families import TINY
+from forked import run
 
-from flow_grpo.config import FlowGRPOConfig, shipped
+from flow_grpo import hub
+from flow_grpo.config import EMBEDDED, FlowGRPOConfig, shipped
+from flow_grpo.policy import Policy
 from flow_grpo.prompts import load_prompts
+from flow_grpo.train import FlowGRPOTrainer
 
 
 @pytest.mark.parametrize("name", sorted(str(p.relative_to(shipped("")))[:-5] for p in shipped("").rglob("*.yaml")))
@@ -80,6 +87,33 @@ def test_every_mistake_is_a_sentence(override, words):
     message = " ".join(str(error.value).split())
     assert words in message
     assert len(message) < 300
+
+
+def test_only_an_embedded_model_has_training_prompts_of_its_own():
+    assert EMBEDDED.keys() == hub.SHIPPED.keys()
+    assert FlowGRPOConfig().training_prompts == FlowGRPOConfig(model="tiny").training_prompts == "prompts/signs_train.txt"
+    other = FlowGRPOConfig.of("me/model", ["steps=3"])
+    assert other.for_model("tiny").training_prompts == "prompts/signs_train.txt"
+    for args in (other, FlowGRPOConfig().for_model("me/model"), FlowGRPOConfig(prompts=None)):
+        with pytest.raises(ValueError, match=f"no prompts to train {args.model} on: set prompts to a file"):
+            _ = args.training_prompts
+    assert FlowGRPOConfig(prompts="mine.txt").for_model("me/model").training_prompts == "mine.txt"
+
+
+@pytest.mark.parametrize("words", [["train"], ["train", "--dry-run"], ["plan", "--gpu", "H100"], ["doctor"]])
+def test_a_config_without_prompts_is_refused_for_another_model(tmp_path, words):
+    (tmp_path / "own.yaml").write_text(f"model: {hub.SHIPPED['tiny']}\nrewards: {{jpeg_size: 1}}\n")
+    said = run(words[0], "own.yaml", *words[1:], cwd=tmp_path, code=2)
+    assert said.count("error: there are no prompts to train") == 1
+
+
+def test_from_python_prompts_are_those_that_are_given_or_the_embedded_models():
+    with pytest.raises(ValueError, match="no prompts to train me/model on"):
+        FlowGRPOTrainer("me/model", ["jpeg_size"])
+    with pytest.raises(ValueError, match="no prompts to train FluxPipeline on"):
+        FlowGRPOTrainer(Policy(TINY["flux"].build(), torch.float32), ["jpeg_size"])
+    found = [FlowGRPOTrainer(tiny_policy(), ["jpeg_size"], train_dataset=given).train_set for given in (None, ["a"] * 8)]
+    assert [set_.prompts for set_ in found] == [load_prompts("prompts/signs_train.txt").prompts, ["a"] * 8]
 
 
 def test_a_missing_or_broken_file_is_a_sentence(tmp_path):
