@@ -17,6 +17,7 @@ from torch import Tensor
 
 from flow_grpo import advantages, contract, evaluate, reward_checkup, verdicts
 from flow_grpo.config import FlowGRPOConfig
+from flow_grpo.data.prompt_overlap import benchmark_overlap
 from flow_grpo.experience import Rollouts
 from flow_grpo.memory import peak_bytes
 from flow_grpo.pairs import load_sources
@@ -134,6 +135,7 @@ def prompts(trainer: FlowGRPOTrainer) -> list[Verdict]:
     found.append(verdicts.held_out(len(held_out)))
     if held_out:
         found.append(verdicts.leaked([*dealt, *given], held_out))
+    found.append(verdicts.benchmarks(benchmark_overlap([*dealt, *given], held_out, trainer.train_source if dealt else None)))
     text = max([*dealt, *given], key=len)
     if trainer.args.memory.embeddings is None and len(text.split()) > 1:  # else the encoders may not be there
         found.append(verdicts.end_is_read(text, end_is_read(trainer.policy, text)))

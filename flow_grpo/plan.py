@@ -322,7 +322,11 @@ def occupied(args: FlowGRPOConfig) -> float:
     What they give back is not there for the model: each allocator keeps what it once had.
     """
     rewards, _ = build_rewards(args)
-    texts = [p for p in load_prompts(args.training_prompts).prompts[: args.prompts_per_step] for _ in range(args.images_per_prompt)]
+    texts = [
+        p
+        for p in load_prompts(args.training_prompts).prompts[: args.prompts_per_step]
+        for _ in range(args.images_per_prompt)
+    ]
     rewards(torch.rand(len(texts), 3, args.height or 512, args.width or 512), texts)
     return peak_bytes(torch.device("cpu"))
 

@@ -14,6 +14,7 @@ import torch
 from flow_grpo import checkpoint, dashboards, hub, monitor, report, sampling
 from flow_grpo.config import FlowGRPOConfig
 from flow_grpo.critic import Critic
+from flow_grpo.data import prompt_overlap
 from flow_grpo.evaluate import before_after, build_rewards, evaluate
 from flow_grpo.experience import Interrupted, Rollouts
 from flow_grpo.explore import best_window, owned_variance
@@ -56,7 +57,8 @@ class FlowGRPOTrainer:
     ) -> None:
         args = args or FlowGRPOConfig()
         named = args.for_model(hub.name_of(model.pipe) if isinstance(model, Policy) else model or args.model)
-        self.train_set = load_prompts(named.training_prompts if train_dataset is None else train_dataset)
+        prompts = named.training_prompts if train_dataset is None else train_dataset
+        self.train_set, self.train_source = load_prompts(prompts), prompts if isinstance(prompts, str) else None
         self.args = args = (named if isinstance(model, str) else args).as_launched()
         dashboards.check_installed(args.trackers)
         self.held_out, trained = build_rewards(args, reward_funcs)
@@ -258,6 +260,15 @@ class FlowGRPOTrainer:
                 f"{args.model} on {policy.device} in {str(policy.dtype).removeprefix('torch.')}: {args.steps} steps of "
                 f"{args.prompts_per_step} prompts x {args.images_per_prompt} images; run folder {self.folder}"
             )
+            for sentence in self._overlaps():
+                tracker.warn(0, sentence)
+
+    def _overlaps(self) -> list[str]:
+        """Sentences on prompts that the run both trains on and is measured by."""
+        if all(part.objective.data is not None for _, part in self.parts):  # given images have prompts of their own
+            return []
+        held_out = [] if self.eval_set is None else self.eval_set.prompts
+        return prompt_overlap.sentences(self.train_set.prompts, held_out, self.train_source)
 
     def _resume(self, tracker: Tracker) -> None:
         state, warnings = checkpoint.latest(self.folder / "checkpoints")

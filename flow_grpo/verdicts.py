@@ -10,6 +10,8 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from flow_grpo.data.prompt_overlap import held_out_overlap
+
 Level = Literal["fine", "warning", "wrong"]
 FINE: Level = "fine"
 WARNING: Level = "warning"
@@ -75,14 +77,22 @@ def repeated(prompts: list[str]) -> Verdict:
 
 
 def leaked(prompts: list[str], held_out: list[str]) -> Verdict:
-    """Held-out prompts that are trained on, up to case and spaces."""
-    trained = _texts(prompts)
-    count = sum(text in trained for text in map(_text, held_out))
+    """Held-out prompts that are trained on."""
+    count = held_out_overlap(prompts, held_out)
     if not count:
         return Verdict("held-out prompts trained on", "0", FINE)
     level = WRONG if 2 * count >= len(held_out) else WARNING
     says = "leave them out of `prompts`: what they measure is memory."
     return Verdict("held-out prompts trained on", f"{count} of {len(held_out)}", level, says)
+
+
+def benchmarks(overlap: dict[str, int]) -> Verdict:
+    """overlap: of each test set with a name, the prompts that are trained on."""
+    if not overlap:
+        return Verdict("test sets trained on", "none", FINE)
+    number = ", ".join(f"{count} of {name}" for name, count in overlap.items())
+    says = "leave them out of `prompts`: results on these sets can't be compared with others'."
+    return Verdict("test sets trained on", number, WARNING, says)
 
 
 def held_out(count: int) -> Verdict:
@@ -96,7 +106,10 @@ def enough(count: int, per_step: int, steps: int) -> Verdict:
     """per_step of `count` prompts are dealt in each of `steps` steps."""
     times = per_step * steps / count
     if times <= OFTEN and count >= 2 * per_step:
-        return Verdict("training prompts", f"{count}", FINE, f"each comes up {times:.1f} times in the run")
+        says = (
+            f"each comes up {times:.1f} times in the run" if times >= 1 else f"the run takes {per_step * steps} of them once"
+        )
+        return Verdict("training prompts", f"{count}", FINE, says)
     if times > OFTEN:
         says = f"each comes up {times:.0f} times in the run, and may be learnt by heart: add some, or set fewer steps."
     else:
@@ -115,12 +128,9 @@ def end_is_read(longest: str, read: bool) -> Verdict:
     return Verdict("the longest prompt's end", number, WARNING, says)
 
 
-def _text(prompt: str) -> str:
-    return " ".join(prompt.casefold().split())
-
-
 def _texts(prompts: list[str]) -> set[str]:
-    return {_text(prompt) for prompt in prompts}
+    """The different ones, up to case and spaces."""
+    return {" ".join(prompt.casefold().split()) for prompt in prompts}
 
 
 # -- the groups -----------------------------------------------------------------------------------------------------

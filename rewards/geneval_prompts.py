@@ -1,8 +1,9 @@
 """Prompts of GenEval's harder tasks with the metadata that the reward `geneval` reads, by its templates (arXiv 2310.11513).
 
-    python -m rewards.geneval_prompts 2000 train.jsonl 240 eval.jsonl
+    python -m rewards.geneval_prompts 1500 train.jsonl 240 eval.jsonl --without geneval.jsonl
 
-GenEval's own 553 prompts are its benchmark; these are others of the same kind, to train and to evaluate on, none in both files.
+GenEval's own 553 prompts are its benchmark. These are others of the same kind, to train and to evaluate on: no prompt of one file is in
+another one, nor is it there with its objects in another order.
 """
 
 import argparse
@@ -17,21 +18,36 @@ from rewards.detection import CLASSES, COLORS
 
 NUMBERS = {2: "two", 3: "three", 4: "four"}
 POSITIONS = ("left of", "right of", "above", "below")
+OPPOSITE = {"right of": "left of", "below": "above"}
 NOT_COUNTED = ("skis", "scissors", "computer mouse")  # their plurals are not formed by a rule
 NOT_COLORED = ("person",)
 Row = dict[str, Any]
+Meaning = frozenset | tuple
 
 
-def rows(count: int, seed: int) -> list[Row]:
-    """So many different prompts, the tasks in turns."""
-    draw = random.Random(seed)
-    found: dict[str, Row] = {}
+def rows(count: int, seed: int, without: list[Row]) -> list[Row]:
+    """`count` prompts that differ from each other and from those of `without`, the tasks in equal numbers as far as possible."""
+    draw, taken = random.Random(seed), {meaning(row) for row in without}
+    found: dict[Meaning, Row] = {}
     for attempt in itertools.count():  # there are few things to count, so the other tasks fill up
         row = TASKS[attempt % len(TASKS)](draw)
-        found.setdefault(row["prompt"], row)
+        if meaning(row) not in taken:
+            found.setdefault(meaning(row), row)
         if len(found) == count:
             break
-    return list(found.values())
+    mixed = list(found.values())
+    draw.shuffle(mixed)
+    return mixed
+
+
+def meaning(row: Row) -> Meaning:
+    """What a prompt asks for: the same for `a cat and a dog` and `a dog and a cat`, or for `left of` and `right of` the other way."""
+    things = [(thing["class"], thing.get("color"), thing["count"]) for thing in row["include"]]
+    where = row["include"][-1].get("position")
+    if where is None:
+        return frozenset(things)
+    other, one = things if where[0] not in OPPOSITE else reversed(things)
+    return OPPOSITE.get(where[0], where[0]), one, other
 
 
 def two_object(draw: random.Random) -> Row:
@@ -95,9 +111,11 @@ def main() -> None:
     for name in ("train", "eval"):
         parser.add_argument(f"{name}_count", type=int)
         parser.add_argument(f"{name}_file", type=Path)
+    parser.add_argument("--without", type=Path, action="append", default=[], help="Prompts to leave out, a .jsonl file.")
     parser.add_argument("--seed", type=int, default=0)
     words = parser.parse_args()
-    made = rows(words.train_count + words.eval_count, words.seed)
+    without = [json.loads(line) for file in words.without for line in file.read_text().splitlines()]
+    made = rows(words.train_count + words.eval_count, words.seed, without)
     for file, part in ((words.train_file, made[: words.train_count]), (words.eval_file, made[words.train_count :])):
         file.write_text("".join(json.dumps(row) + "\n" for row in part))
 

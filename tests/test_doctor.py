@@ -203,6 +203,9 @@ def test_prompts_that_come_twice_leak_are_few_or_cut_off(trainer):
     assert twice["prompts that come twice"] == WARNING
     leaks = [levels(checkup.prompts(trainer(held_out=[*HELD_OUT[n:], *OFTEN_SEEN[:n]]))) for n in (1, 4)]
     assert [found["held-out prompts trained on"] for found in leaks] == [WARNING, WRONG]
+    bench = levels(checkup.prompts(trainer(train=[*OFTEN_SEEN, "a photo of a bench"])))
+    assert bench["test sets trained on"] == WARNING
+    assert bench["held-out prompts trained on"] == FINE
     assert levels(checkup.prompts(trainer("steps=2000")))["training prompts"] == WARNING
     assert levels(checkup.prompts(trainer(held_out=HELD_OUT[:7])))["held-out prompts"] == WARNING
     long = 'red text "CAT" on a blue background' + " and on a red one" * 20
@@ -426,6 +429,12 @@ def test_what_was_found_is_kept_and_no_text_of_others_reaches_the_terminal_as_it
     content = json.loads(file.read_text())
     assert [verdict["level"] for verdict in content["verdicts"]] == [WRONG]
     assert content["conclusion"] == "The look was not finished."
+
+
+def test_prompts_that_are_not_all_asked_for_are_counted():
+    assert verdicts.enough(5000, 8, 2).says == "the run takes 16 of them once"
+    assert verdicts.enough(16, 8, 2).says == "each comes up 1.0 times in the run"
+    assert "up 0" not in "".join(verdicts.enough(count, 2, steps).says for count in range(4, 60) for steps in range(1, 60))
 
 
 def test_the_shipped_prompts_are_clean():
