@@ -36,7 +36,7 @@ Targets = Annotated[
 Prompts = Annotated[
     str | None,
     typer.Option(
-        help="A set by name (ocr, ocr_paper, geneval, partiprompts, drawbench), a file, a hub data set, or pictures of `sample`, "
+        help="A set by name (ocr, ocr_test, ocr_paper, geneval, partiprompts, drawbench), a file, a hub data set, or pictures of `sample`, "
         "whose prompts and seeds are drawn again. By default the config's evaluation.prompts.",
         show_default=False,
     ),

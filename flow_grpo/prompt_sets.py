@@ -22,6 +22,7 @@ class NamedSet:
 
 NAMED = {
     "ocr": NamedSet("prompts/signs_eval.txt", "256 signs for the embedded model; ours, Apache-2.0"),
+    "ocr_test": NamedSet("prompts/ocr_test.txt", "512 scenes with a text in quotes; ours, Apache-2.0"),
     "ocr_paper": NamedSet(
         "https://raw.githubusercontent.com/yifan123/flow_grpo/main/dataset/ocr/test.txt",
         "the OCR test prompts of Flow-GRPO (arXiv 2505.05470); github.com/yifan123/flow_grpo, MIT",

@@ -1,0 +1,134 @@
+"""Prompts with a quoted text that the picture is to show, for the reward `ocr`: signs, covers, screens, cakes and other scenes.
+
+    python -m rewards.ocr_prompts 4096 train.txt 512 test.txt
+
+They are in the style of Flow-GRPO's OCR prompts (arXiv 2505.05470). Every text is quoted once in all of them, so no text of one file is
+in the other, and has one to six words. The vocabulary is ocr_scenes.yaml.
+"""
+
+import argparse
+import random
+import re
+from pathlib import Path
+from typing import Any
+
+VOCABULARY = Path(__file__).with_name("ocr_scenes.yaml")
+SAYS = "that reads / that says / with the words / reading / saying / with the text"
+FRAMES = (  # what stands around the thing, the place and the text; `on` fits only where the thing is a surface
+    "{thing} {where} {says} {text}",
+    "{thing} {says} {text} {where}",
+    "{thing} {says} {text} {how}, {where}",
+    "{thing} {where}, with {text} {made} {how}",
+    "{thing} {says} {text} {where}, {light}",
+    "{thing} {where} {says} {text}, {after}",
+    "{where}, {thing} {says} {text}",
+    "{where}, {thing} {says} {text} {how}",
+    "{before} of {thing} {where} {says} {text}",
+    "{before} of {thing} {says} {text} {how}, {where}",
+    "{thing} {where}, {light}. The text {text} is {made} {how}.",
+    "{text} {made} {how} on {thing} {where}",
+    "{before} of {text} {made} {how} on {thing}, {light}",
+)
+ARTICLE = re.compile(r"\b(A|a)n? (?=([\w-]+))")
+AN = re.compile(r"(?!one|uni|euro|use)[aeiou8]|honest|hour", re.IGNORECASE)
+IRREGULAR = {"Wolf": "Wolves", "Moose": "Moose", "Salmon": "Salmon", "Mango": "Mangoes", "Echo": "Echoes"}
+
+
+def prompts(count: int, seed: int) -> list[str]:
+    """So many prompts, the scenes in turns, then shuffled. ValueError if the vocabulary has fewer texts."""
+    import yaml
+
+    words = yaml.safe_load(VOCABULARY.read_text(encoding="utf-8"))
+    draw, found, texts = random.Random(seed), list[str](), set[str]()
+    while len(found) < count:
+        before = len(found)
+        for scene in words["scenes"].values():
+            text = _new_text(draw, scene["texts"], words["words"], texts)
+            if text is not None:
+                found.append(_prompt(draw, scene, text, words))
+        if len(found) == before:
+            raise ValueError(f"the vocabulary has only {len(found)} different texts, not {count}.")
+    found = found[:count]
+    draw.shuffle(found)
+    return found
+
+
+def same_text(text: str) -> str:
+    """What two texts have in common that a reader can't tell apart: letters and digits, in any case."""
+    return re.sub(r"[^a-z0-9]", "", text.lower())
+
+
+def _new_text(draw: random.Random, texts: str, words: dict[str, str], known: set[str]) -> str | None:
+    """A text that is not `known` yet, added to it, now a short one, now a long one; None if none turns up."""
+    for _ in range(30):
+        some = [_articles(_filled(draw, _one(draw, texts), words)) for _ in range(6)]
+        text = sorted(some, key=lambda text: len(text.split()))[draw.choice((0, 2, 3, 5))]
+        if same_text(text) not in known:
+            known.add(same_text(text))
+            return text
+    return None
+
+
+def _prompt(draw: random.Random, scene: dict[str, Any], text: str, words: dict[str, Any]) -> str:
+    frames = [frame for frame in FRAMES if scene.get("surface", True) or " on {thing}" not in frame]
+    says = _one(draw, scene.get("says", SAYS))
+    parts = {
+        "thing": _one(draw, scene["things"]),
+        "where": _one(draw, scene["where"]),
+        "says": says if " " in text else says.replace("the words", "the word"),
+        "how": _one(draw, scene["how"]),
+        "made": _one(draw, scene["made"]),
+        "light": _one(draw, words["light"][scene["light"]]),
+        "before": _one(draw, words["styles"]["before"]),
+        "after": _one(draw, words["styles"]["after"]),
+        "text": "{}",  # the quoted text has articles and capitals of its own
+    }
+    prompt = _articles(draw.choice(frames).format(**parts))
+    return (prompt[0].upper() + prompt[1:]).replace("{}", f'"{text}"')
+
+
+def _one(draw: random.Random, alternatives: str) -> str:
+    """One of the alternatives, and one of each [a|b] in it."""
+    chosen = draw.choice(alternatives.split(" / ")).strip()
+    return re.sub(r"\[([^]]*)\]", lambda match: draw.choice(match[1].split("|")), chosen)
+
+
+def _filled(draw: random.Random, template: str, words: dict[str, str]) -> str:
+    """The template with a word in place of each {slot}, no word twice; {slot}s is its plural."""
+    used: set[str] = set()
+
+    def word(match: re.Match) -> str:
+        chosen = draw.choice([one for one in words[match[1]].split(" / ") if one not in used])
+        used.add(chosen)
+        return plural(chosen) if match[2] else chosen
+
+    return re.sub(r"\{(\w+)\}(s\b)?", word, template)
+
+
+def plural(noun: str) -> str:
+    if noun in IRREGULAR:
+        return IRREGULAR[noun]
+    if re.search(r"[^aeiou]y$", noun):
+        return noun[:-1] + "ies"
+    return noun + ("es" if noun.endswith(("s", "x", "z", "ch", "sh")) else "s")
+
+
+def _articles(text: str) -> str:
+    """`an` where the next word sounds like a vowel, else `a`."""
+    return ARTICLE.sub(lambda match: match[1] + ("n " if AN.match(match[2]) else " "), text)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    for name in ("train", "test"):
+        parser.add_argument(f"{name}_count", type=int)
+        parser.add_argument(f"{name}_file", type=Path)
+    parser.add_argument("--seed", type=int, default=0)
+    words = parser.parse_args()
+    made = prompts(words.train_count + words.test_count, words.seed)
+    for file, part in ((words.train_file, made[: words.train_count]), (words.test_file, made[words.train_count :])):
+        file.write_text("".join(f"{prompt}\n" for prompt in part), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
