@@ -93,6 +93,8 @@ class FlowGRPOConfig(Section):
     memory: MemoryConfig = MemoryConfig()
     ema_decay: Annotated[float, Field(ge=0, lt=1)] = 0.9
     """Decay of the moving average of the adapter that is evaluated and saved; 0 is none."""
+    ema_every: PositiveInt = 1
+    """Optimizer steps between two updates of that moving average."""
     evaluation: EvaluationConfig = EvaluationConfig()
     stages: list[dict[str, Any]] = Field(default_factory=list)
     """Parts of the run, one after another, each a set of settings over the others with its own `steps`: supervised

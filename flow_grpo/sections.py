@@ -67,6 +67,19 @@ class CriticConfig(Section):
     """Generalised advantage estimation: 1 trusts the reward alone, 0 the critic's next value alone."""
 
 
+class DecayRamp(Section):
+    rate: PositiveFloat
+    """How much the decay grows with every optimizer step."""
+    max: Share
+    """Largest decay."""
+    after: Annotated[int, Field(ge=0)] = 0
+    """Optimizer steps before it begins to grow from 0."""
+
+    def at(self, steps: int) -> float:
+        """The decay after so many optimizer steps."""
+        return min(self.max, self.rate * max(0, steps - self.after))
+
+
 class ObjectiveConfig(Section):
     name: str = "grpo"
     """On per-step log-probabilities: grpo, reinforce, grpo_guard, dppo, ppo. On final latents noised afresh: awm, nft, sft, dpo.
@@ -83,8 +96,8 @@ class ObjectiveConfig(Section):
     """The ratio is clipped at 1 + clip_high; above clip_low it is DAPO's clip-higher."""
     clip_quantile: Annotated[float, Field(gt=0, lt=1)] = 0.9
     """auto: the share of ratios that the clip range leaves alone."""
-    threshold: Annotated[float, Field(ge=0)] = 1e-4
-    """dppo: the divergence of new and old step from which on an update may not push further."""
+    threshold: Annotated[float, Field(ge=0)] = 1e-5
+    """dppo: the divergence of new and old step from which on an update may not push further. Published: 1e-5 and 1e-6."""
     step_weight: Literal["uniform", "std"] = "uniform"
     """Objectives on steps: weight of a step's loss; `std` weighs by the transition's std (TempFlow, arXiv 2508.04324), which makes
     up for the 1 / std in the gradient of a log-probability."""
@@ -107,12 +120,20 @@ class ObjectiveConfig(Section):
     """nft: how far the implicit policies lie from the old one."""
     advantage_max: PositiveFloat = 5.0
     """nft: the advantage that counts as surely good."""
-    old_decay: Share = 0.5
-    """nft: how slowly the old policy follows the trained one."""
+    old_decay: Share | DecayRamp = 0.5
+    """nft: how slowly the old policy follows the trained one after each training step: 0 at once, 1 never. Or a ramp: the published one
+    is {rate: 0.001, max: 0.5}, for OCR {after: 75, rate: 0.0075, max: 0.999}."""
     dpo_beta: PositiveFloat = 500.0
     """dpo: how sharply the difference of two matching errors decides."""
     critic: CriticConfig = CriticConfig()
     """ppo: its critic."""
+
+    @field_validator("old_decay", mode="before")
+    @classmethod
+    def _number_or_ramp(cls, value: Any) -> Any:
+        if isinstance(value, dict) and not {"rate", "max"} <= value.keys() <= {"rate", "max", "after"}:
+            raise ValueError(f"objective.old_decay is {value}: give a number, or a ramp such as {{rate: 0.001, max: 0.5}}.")
+        return value
 
     @property
     def on_steps(self) -> bool | None:

@@ -11,6 +11,7 @@ from flow_grpo.config import FlowGRPOConfig
 from flow_grpo.optimizer import Optimizer
 from flow_grpo.parallel import Processes
 from flow_grpo.policy import Policy
+from flow_grpo.sections import DecayRamp
 from flow_grpo.terms import ClipRange, FinalTerms, Means, StepTerms
 from flow_grpo.types import Experience
 from flow_grpo.zero import STAGES, Zero
@@ -44,7 +45,7 @@ class Update:
         shares = [
             share for share in experience.groups.tensor_split(args.updates) if len(share)
         ]  # even, if no reward was dropped
-        for share in shares * args.epochs:
+        for number, share in enumerate(shares * args.epochs, self._steps_before(step) + 1):
             rows = experience.rows[torch.isin(batch.group[experience.rows], share)]
             each = 1 / (len(share) * experience.rows_per_group)
             in_place = terms.compares and not self.packs
@@ -57,10 +58,11 @@ class Update:
                 self.packs = False
                 self.give_up()
                 return self(experience, step)
-            totals.numbers.update(self._step(step))
+            totals.numbers.update(self._step(step, number))
             self.clip.learn(self.processes)
         if args.objective.name == "nft":
-            self.policy.follow("old", args.objective.old_decay)
+            decay = args.objective.old_decay
+            self.policy.follow("old", decay.at(self._steps_before(step + 1)) if isinstance(decay, DecayRamp) else decay)
         self.unfinished = False
         totals = Means.join(self.processes.everyone(totals))
         mean = totals.loss / max(1, len(shares) * args.epochs)
@@ -151,8 +153,12 @@ class Update:
         warm = min(1.0, (step + 1) / o.warmup) if o.warmup else 1.0
         return o.lr * warm * (1 - (1 - o.final_lr) * min(1.0, step / max(1, self.args.steps - 1)))
 
-    def _step(self, step: int) -> dict[str, float]:
-        """One optimizer step, and one of the moving average."""
+    def _steps_before(self, step: int) -> int:
+        """Optimizer steps of this part of the run before training step `step`, if every update had rows."""
+        return (step - self.begin) * self.args.updates * self.args.epochs
+
+    def _step(self, step: int, number: int) -> dict[str, float]:
+        """One optimizer step, the `number`-th of this part of the run, and where it is due one of the moving average."""
         moved, self.unfinished = self.unfinished, True  # also if memory runs out half-way
         try:
             norm = self.optimizer.step(self._learning_rate(step))
@@ -166,7 +172,7 @@ class Update:
                 f"the gradient of step {step + 1} is not finite: look at the last lines of metrics.jsonl, and set a smaller "
                 "optimizer.lr or dtype=fp32."
             )
-        if self.args.ema_decay and finite:
+        if self.args.ema_decay and finite and number % self.args.ema_every == 0:
             self.policy.update_ema(min(self.args.ema_decay, (1 + step) / (10 + step)))
         count = sum(p.numel() for p in self.policy.parameters().values())
         return {"grad_norm": norm, "grad_rms": norm / count**0.5} if finite else {"grad_overflow": 1.0}

@@ -13,6 +13,34 @@ ROOT = Path(__file__).parent.parent
 # name, file, what stands there, what is planted, tests that must fail
 BUGS = [
     (
+        "another model is trained on the embedded one's prompts",
+        "flow_grpo/config.py",
+        'own = {} if "prompts" in self.model_fields_set else {"prompts": EMBEDDED.get(model)}',
+        "own = {}",
+        "tests/test_config.py -k from_python",
+    ),
+    (
+        "two objects in another order make another prompt",
+        "flow_grpo/data/prompt_overlap.py",
+        'sorted(things.split(" and "))',
+        'things.split(" and ")',
+        "tests/test_prompt_overlap.py -k order_of_a_pair",
+    ),
+    (
+        "the moving average takes in the weights after every optimizer step",
+        "flow_grpo/update.py",
+        " and number % self.args.ema_every == 0",
+        "",
+        "tests/test_methods.py -k moving_average_takes",
+    ),
+    (
+        "the ramp of nft's old policy counts training steps",
+        "flow_grpo/update.py",
+        "return (step - self.begin) * self.args.updates * self.args.epochs",
+        "return step - self.begin",
+        "tests/test_methods.py -k by_a_ramp",
+    ),
+    (
         "groups that a failing reward took away stay in the mean",
         "flow_grpo/experience.py",
         "batch.group[whole].unique(), own",

@@ -52,6 +52,8 @@ def test_overrides_reach_into_sections():
         ),
         ("objective.name=grpo sampling.transition=cps sampling.window={kind: fixed, size: 9, first: 3}", "does not fit"),
         ("objective.sigma_range=[0.5,0.5]", "must rise"),
+        ("objective.old_decay=2", "objective.old_decay is 2, but it should be less than or equal to 1"),
+        ("objective.old_decay={rat:1}", "give a number, or a ramp such as {rate: 0.001, max: 0.5}"),
         ("objective.name=grppo", "there is no objective grppo. Did you mean grpo?"),
         ("objective.advantage=rlo", "there is no advantage rlo. Did you mean rloo?"),
         (

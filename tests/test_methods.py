@@ -20,7 +20,7 @@ from flow_grpo.explore import best_window, owned_variance
 from flow_grpo.grid import Cell, save_grid, save_image
 from flow_grpo.optimizer import Optimizer
 from flow_grpo.parallel import Processes
-from flow_grpo.sections import CriticConfig, OptimizerConfig
+from flow_grpo.sections import CriticConfig, DecayRamp, OptimizerConfig
 from flow_grpo.terms import ClipRange
 from flow_grpo.train import FlowGRPOTrainer
 
@@ -458,6 +458,47 @@ def test_nft_after_another_stage_begins_with_that_stages_policy_as_the_old_one(t
     old = trainer.policy.adapter_state("old")
     assert any(value.abs().max() > 0 for name, value in trained.items() if "lora_B" in name)
     assert all(torch.equal(value, old[name.replace(".default.", ".old.")]) for name, value in trained.items())
+
+
+@pytest.mark.parametrize(
+    ("ramp", "decays"),
+    [
+        (DecayRamp(rate=0.001, max=0.5), {0: 0, 1: 0.001, 100: 0.1, 500: 0.5, 900: 0.5}),
+        (DecayRamp(after=75, rate=0.0075, max=0.999), {74: 0, 75: 0, 85: 0.075, 208: 0.9975, 209: 0.999, 9000: 0.999}),
+    ],
+)
+def test_the_published_ramps_of_nfts_old_policy(ramp, decays):
+    assert {steps: ramp.at(steps) for steps in decays} == pytest.approx(decays)
+
+
+def test_nfts_old_policy_follows_by_a_ramp_of_optimizer_steps(tmp_path):
+    ramp = {"rate": 0.1, "max": 0.35}
+    run = short_run(tmp_path, *objective("nft", old_decay=ramp), "updates=2", "optimizer.lr=0.01")
+    trainer = FlowGRPOTrainer(args=run)
+    expected = trainer.policy.adapter_state("old")
+    for decay in (0.2, 0.35):  # after 2 and 4 optimizer steps
+        trainer.training_step()
+        trained = trainer.policy.adapter_state()
+        expected = {
+            name: decay * old + (1 - decay) * trained[name.replace(".old.", ".default.")] for name, old in expected.items()
+        }
+        for name, value in trainer.policy.adapter_state("old").items():
+            torch.testing.assert_close(value, expected[name])
+    assert any(not torch.equal(old, trained[name.replace(".old.", ".default.")]) for name, old in expected.items())
+
+
+def test_the_moving_average_takes_in_the_weights_every_so_many_optimizer_steps(tmp_path):
+    """Two updates a training step, every third of them counted: the first of step 2 and the second of step 3."""
+    trainer = FlowGRPOTrainer(args=short_run(tmp_path, "updates=2", "ema_every=3", "ema_decay=0.15", "steps=3"))
+    expected, steps = trainer.policy.ema_state(), []
+    trainer.update.optimizer.adamw.register_step_post_hook(lambda *_: steps.append(trainer.policy.adapter_state()))
+    for _ in range(3):
+        trainer.training_step()
+    assert len(steps) == 6
+    for taken in (steps[2], steps[5]):
+        expected = {name: 0.15 * value + 0.85 * taken[name] for name, value in expected.items()}
+    for name, value in trainer.policy.ema_state().items():
+        torch.testing.assert_close(value, expected[name])
 
 
 def test_training_on_given_images_can_be_stopped(tmp_path):
