@@ -1,14 +1,12 @@
 """The config: every shipped one is valid, every mistake is one sentence that says what to set instead."""
 
-from pathlib import Path
-
 import pytest
 import torch
 from conftest import tiny_policy
 from families import TINY
 from forked import run
 
-from flow_grpo import hub
+from flow_grpo import hub, sampling
 from flow_grpo.config import EMBEDDED, FlowGRPOConfig, shipped
 from flow_grpo.policy import Policy
 from flow_grpo.prompts import load_prompts
@@ -18,10 +16,40 @@ from flow_grpo.train import FlowGRPOTrainer
 @pytest.mark.parametrize("name", sorted(str(p.relative_to(shipped("")))[:-5] for p in shipped("").rglob("*.yaml")))
 def test_every_shipped_config_is_valid_and_names_prompts_that_exist(name, tmp_path):
     args = FlowGRPOConfig.read(name)
-    if Path(args.prompts).suffix:  # the others lie on the hub
-        assert load_prompts(args.prompts).prompts
+    for source in (args.training_prompts, args.evaluation.prompts):
+        if source.startswith("prompts/"):  # the others are on the web
+            assert load_prompts(source).prompts
     (tmp_path / "again.yaml").write_text(args.dump())
     assert FlowGRPOConfig.read(tmp_path / "again.yaml") == args
+
+
+PRESETS = {file.stem: FlowGRPOConfig.read(file) for file in sorted(shipped("").glob("*.yaml"))}
+REAL = {name: args for name, args in PRESETS.items() if args.model != "tiny"}
+
+
+def test_presets_of_real_models_use_prompts_that_suit_their_reward():
+    prompts = {"ocr": ("prompts/ocr_train.txt", "prompts/ocr_test.txt")}
+    prompts["geneval"] = ("prompts/geneval_train.jsonl", "prompts/geneval_eval.jsonl")
+    for name, args in REAL.items():
+        (reward,) = args.rewards
+        used = (args.prompts, args.evaluation.prompts)
+        assert used == prompts.get(reward) or (reward == "pickscore" and "/pickscore_sfw/train.txt" in used[0]), name
+    assert {args.objective.name for args in REAL.values()} == {"grpo", "awm", "nft"}
+
+
+def test_presets_train_the_published_steps():
+    """Flow-GRPO draws the window's start up to sde_window_range[1] - size, half of the steps; Flow-Factory one of steps 1 to 3."""
+    for name, args in REAL.items():
+        window, steps = args.sampling.window, args.sampling.steps
+        if window.kind == "random":
+            last = 3 if name in ("flux2_klein_ocr", "z_image_ocr") else steps // 2 - 1
+            assert window.last == last, name
+            trained = {
+                step
+                for k in range(200)
+                for step in sampling.window("random", steps, window.size, window.first, last, 1, 0, k)
+            }
+            assert trained == set(range(window.first, last + 1)), name
 
 
 def test_overrides_reach_into_sections():

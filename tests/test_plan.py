@@ -15,6 +15,8 @@ from flow_grpo.plan import GB, Machine, Plan, fitting
 PRESETS = sorted(file.stem for file in shipped("").glob("*.yaml"))
 FAMILIES = {
     "sd35_medium_ocr_24gb": "sd3",
+    "sd35_medium_ocr_awm": "sd3",
+    "sd35_medium_ocr_nft": "sd3",
     "flux_dev_ocr": "flux",
     "flux2_klein_ocr": "flux2_klein",
     "qwen_image_ocr": "qwen_image",
@@ -105,6 +107,14 @@ def test_a_preset_passes_a_dry_run_on_the_configs_of_its_model(configs_alone, pr
     assert result.exit_code == 0, result.output
     assert "The model will take" in result.output
     assert "The settings go together; nothing was trained." in result.output
+
+
+@pytest.mark.parametrize("preset", [name for name in FAMILIES if FlowGRPOConfig.read(name).lora.targets])
+def test_every_lora_target_of_a_preset_is_a_layer_of_its_model(preset):
+    modules = TINY[FAMILIES[preset]].build().transformer.named_modules()
+    layers = [f".{name}" for name, module in modules if isinstance(module, torch.nn.Linear)]
+    for target in FlowGRPOConfig.read(preset).lora.targets:
+        assert any(name.endswith(f".{target}") for name in layers), target
 
 
 @pytest.mark.parametrize("preset", PRESETS)
