@@ -91,8 +91,12 @@ def nft(image: NoisedImage, advantage: Tensor, beta: float, advantage_max: float
         v+ = beta v + (1 - beta) v_old          v- = (1 + beta) v_old - beta v
         advantage_max / beta [r |x0+ - x0|^2 / w+ + (1 - r) |x0- - x0|^2 / w-],  w = stop_grad mean |x0_hat - x0|
 
-    Two departures of this package's runs from the published ones: rollouts are drawn by the trained adapter, not by its slow
-    copy, and the published term 1e-4 |v - v_ref|^2 is there only if kl_weight says so.
+    The loss is the published one. Runs of this package depart from the published code in these:
+        - images are drawn by the trained adapter, not by its slow copy v_old, and by Euler or Heun, not by DPM-Solver;
+        - the copy's decay is constant by default, not a ramp (`old_decay`);
+        - an image is noised to `draws` levels, one by default, drawn uniformly from `sigma_range`, not to nine of its rollout's ten;
+        - eps and sigma are shared by the images of a group, and by all epochs, not drawn for each image;
+        - the term 1e-4 |v - v_ref|^2 is there only if `kl_weight` says so.
     """
     assert image.v_old is not None
     v, v_old = image.v.float(), image.v_old.float()

@@ -77,7 +77,11 @@ def dance_sde(x, v, sigma, sigma_next, noise_level, sigma_max):
 
 
 def cps(x, v, sigma, sigma_next, noise_level, sigma_max):
-    """Flow-CPS, arXiv 2509.05952: coefficients-preserving, so x_next has exactly the noise that sigma_next says."""
+    """Flow-CPS, arXiv 2509.05952: coefficients-preserving, so x_next has exactly the noise that sigma_next says.
+
+    A step replaces the same share of the noise however short it is: with more steps, samples do not come closer to the data's
+    distribution. See docs/methods.md.
+    """
     std = sigma_next * math.sin(noise_level * math.pi / 2)
     kept = (sigma_next**2 - std**2).clamp_min(0).sqrt()
     return (1 - sigma_next) * _x0_hat(x, v, sigma) + kept * _eps_hat(x, v, sigma), std
@@ -86,7 +90,8 @@ def cps(x, v, sigma, sigma_next, noise_level, sigma_max):
 def exact_sde(x, v, sigma, sigma_next, noise_level, sigma_max):
     """The exact counterpart of flow_sde (cf. arXiv 2605.23522): x0_hat frozen over the step, the rest is an OU process.
 
-    Marginals are kept exactly and, for a given noise_level, do not depend on the number of steps.
+    As long as x0_hat is the same all the way, as for data of a single point, marginals are exact and, for a given noise_level, do not
+    depend on the number of steps. Of other data, freezing it is an error, which vanishes with more steps.
     """
     rho = (sigma_next * (1 - sigma) / (sigma * (1 - sigma_next))) ** (noise_level**2 / 2)
     mean = (1 - sigma_next) * _x0_hat(x, v, sigma) + sigma_next * rho * _eps_hat(x, v, sigma)

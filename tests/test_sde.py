@@ -74,6 +74,42 @@ def test_gaussian_data_is_reached_in_the_limit_of_many_steps(name):
     assert errors[1] / errors[2] > 1.8, f"at least about first order: {errors}"
 
 
+MODES, WIDTH, SHARES = torch.tensor([-1.5, 1.5]).double(), 0.3, torch.tensor([0.7, 0.3]).double()
+
+
+def velocity_of_two_gaussians(x, sigma):
+    """E[eps - x0 | x], x (n, 1), for x0 of two Gaussians."""
+    var = (1 - sigma) ** 2 * WIDTH**2 + sigma**2
+    chance = torch.softmax(SHARES.log() - (x - (1 - sigma) * MODES) ** 2 / (2 * var), 1)
+    return (chance * velocity_of_gaussian(x, sigma, MODES, WIDTH**2)).sum(1, keepdim=True)
+
+
+def distance_from_two_gaussians(name: str, steps: int, count: int = 4000) -> tuple[float, float]:
+    """Wasserstein-1 distance of samples, at noise level 0.8, from the data; the share of samples in the first mode."""
+    sigmas, even = shifted(steps), (torch.arange(count).double() + 0.5) / count
+    x, generator = torch.special.ndtri(even)[:, None], torch.Generator().manual_seed(0)
+    for sigma, sigma_next in zip(sigmas[:-1], sigmas[1:], strict=True):
+        mean, std = sde.transition(name, x, velocity_of_two_gaussians(x, sigma), sigma, sigma_next, 0.8, sigmas[1])
+        x = mean + std * torch.randn(count, 1, generator=generator, dtype=torch.float64)
+    line = torch.linspace(-5, 5, 5001, dtype=torch.float64)
+    data = (SHARES * torch.special.ndtr((line[:, None] - MODES) / WIDTH)).sum(1)
+    drawn = torch.searchsorted(x[:, 0].sort().values, line) / count
+    return float((data - drawn).abs().mean() * 10), float((x < 0).double().mean())
+
+
+def test_ode_and_exact_sde_converge_to_the_data_with_more_steps_and_cps_does_not():
+    """As docs/methods.md says: cps keeps a bias in how often it shows the larger mode."""
+    ode = [distance_from_two_gaussians("ode", steps)[0] for steps in (10, 40, 160)]
+    assert ode[1] < ode[0] / 3
+    assert ode[2] < ode[1] / 3
+    exact = [distance_from_two_gaussians("exact_sde", steps)[0] for steps in (10, 160)]
+    assert exact[1] < exact[0] / 2
+    for steps in (40, 160):
+        distance, share = distance_from_two_gaussians("cps", steps)
+        assert distance > 0.12
+        assert share > 0.73
+
+
 def test_flow_sde_inflates_its_noise_as_the_formula_predicts():
     sigmas, level = shifted(10), 0.7
     predicted = 1.0  # variance around the point mass at 0
