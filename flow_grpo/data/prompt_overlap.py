@@ -5,21 +5,19 @@ Two prompts are the same up to case, spaces, articles, a full stop and the order
 """
 
 import json
-import re
 
 from flow_grpo.config import shipped
 from flow_grpo.prompt_sets import NAMED, source_of
 
 ARTICLES = {"a", "an", "the"}
-JOINED = re.compile(r"(.*\bof )?(.+)")  # what stands before the things that `and` joins, and these
 SHIPPED = {name: known.source for name, known in NAMED.items() if known.source.startswith("prompts/")}
 
 
 def normal_form(prompt: str) -> str:
     """The same text for prompts that ask for the same."""
     words = [word for word in prompt.casefold().rstrip(". \n").split() if word not in ARTICLES]
-    before, things = JOINED.fullmatch(" ".join(words)).groups("") if words else ("", "")
-    return before + " and ".join(sorted(things.split(" and ")))
+    before, of, things = " ".join(words).rpartition(" of ")
+    return before + of + " and ".join(sorted(things.split(" and ")))
 
 
 def held_out_overlap(trained: list[str], held_out: list[str]) -> int:
