@@ -98,7 +98,7 @@ def front_matter(
     if len(run.held_out) > 1 and args.evaluation.prompts is not None:
         data_set = Path(args.evaluation.prompts).stem
         results = [
-            EvalResult("text-to-image", data_set, data_set, plain(summary.short(m)), run.held_out[-1][f"eval/{m}"])
+            EvalResult("text-to-image", data_set, data_set, plain(summary.short(m)), summary.change(run, m)["last"])
             for m in run.measures
         ]
     tags = ["text-to-image", "diffusers", "flow-grpo", "reinforcement-learning"]

@@ -3,69 +3,86 @@
 import hashlib
 import io
 import json
-import shutil
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from flow_grpo.files import remove, whole_folder
+
 STATE, SEAL = "state.pt", "checkpoint.json"
 
 
 def save(folder: Path, step: int, state: dict[str, Any], keep: int) -> Path:
-    """Writes `folder/step_000100` with the state and a seal that holds its checksum; then drops the oldest beyond `keep`.
-
-    Everything goes to a folder of another name first, which is renamed when it is complete.
-    """
-    target, partial = folder / f"step_{step:06d}", folder / f".partial_{step:06d}"
-    shutil.rmtree(partial, ignore_errors=True)
-    partial.mkdir(parents=True)
+    """Writes `folder/step_000100` with the state and a seal that holds its checksum; then drops the oldest beyond `keep`."""
+    target = place(folder, step)
+    for stale in folder.glob(".step_*"):  # of a process that was killed while it wrote
+        remove(stale)
     buffer = io.BytesIO()
     torch.save(state, buffer)
-    (partial / STATE).write_bytes(buffer.getvalue())
-    seal = {"step": step, "sha256": hashlib.sha256(buffer.getvalue()).hexdigest()}
-    (partial / SEAL).write_text(json.dumps(seal))
-    shutil.rmtree(target, ignore_errors=True)
-    partial.rename(target)
-    for old in [other for other in _folders(folder) if other != target][keep - 1 :]:
-        shutil.rmtree(old)
+    with whole_folder(target) as made:
+        (made / STATE).write_bytes(buffer.getbuffer())
+        seal = {"step": step, "sha256": hashlib.sha256(buffer.getbuffer()).hexdigest()}
+        (made / SEAL).write_text(json.dumps(seal))
+    for old in [other for other in steps(folder) if other != step][keep - 1 :]:
+        remove(place(folder, old))
     return target
+
+
+def place(folder: Path, step: int) -> Path:
+    """Where the checkpoint of a step lies, or would."""
+    return folder / f"step_{step:06d}"
+
+
+def steps(folder: Path) -> list[int]:
+    """The steps that have a checkpoint, damaged or not, the newest first."""
+    names = [other.name.removeprefix("step_") for other in folder.glob("step_*") if other.is_dir()]
+    numbers = {int(name) for name in names if name.isascii() and name.isdecimal()}
+    return sorted((number for number in numbers if place(folder, number).is_dir()), reverse=True)
 
 
 def drop_after(folder: Path, step: int) -> None:
     """Deletes the checkpoints of later steps: a run that goes on from `step` writes them anew."""
-    for later in _folders(folder):
-        if later.name > f"step_{step:06d}":
-            shutil.rmtree(later)
+    for later in steps(folder):
+        if later > step:
+            remove(place(folder, later))
 
 
 def latest(folder: Path) -> tuple[dict[str, Any] | None, list[str]]:
     """The state of the newest whole checkpoint, or None, and a warning for each damaged one that was passed over."""
     warnings: list[str] = []
-    for candidate in _folders(folder):
+    for step in steps(folder):
         try:
-            return _read(candidate), warnings
-        except (OSError, ValueError, KeyError) as error:
-            warnings.append(f"the checkpoint {candidate} is damaged ({error}) and was passed over for the one before.")
+            return _read(folder, step), warnings
+        except ValueError as error:
+            warnings.append(
+                f"the checkpoint {place(folder, step)} is damaged ({error}) and was passed over for the one before."
+            )
     return None, warnings
 
 
 def read(folder: Path, step: int) -> dict[str, Any]:
     """The state of that step's checkpoint; ValueError if it is not there or damaged."""
     try:
-        return _read(folder / f"step_{step:06d}")
-    except (OSError, ValueError, KeyError) as error:
-        raise ValueError(f"{folder} has no whole checkpoint of step {step}.") from error
+        return _read(folder, step)
+    except ValueError as error:
+        raise ValueError(f"{folder} has no whole checkpoint of step {step}: {error}.") from error
 
 
-def _read(folder: Path) -> dict[str, Any]:
-    content = (folder / STATE).read_bytes()
-    seal = json.loads((folder / SEAL).read_text())
-    if hashlib.sha256(content).hexdigest() != seal["sha256"]:
+def _read(folder: Path, step: int) -> dict[str, Any]:
+    """ValueError, with a few words, for whatever is wrong with it."""
+    files = place(folder, step)
+    try:
+        content = (files / STATE).read_bytes()
+        seal = json.loads((files / SEAL).read_bytes())
+    except (OSError, ValueError, RecursionError) as error:
+        raise ValueError("a file is missing or unreadable") from error
+    if not isinstance(seal, dict) or hashlib.sha256(content).hexdigest() != seal.get("sha256"):
         raise ValueError("its checksum is wrong")
-    return torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
-
-
-def _folders(folder: Path) -> list[Path]:
-    """Checkpoints, the newest first."""
-    return sorted(folder.glob("step_*"), reverse=True)
+    try:
+        state = torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
+    except Exception as error:  # whatever torch raises for a file that it has not written
+        raise ValueError(f"torch can't read it, {type(error).__name__}") from error
+    if not isinstance(state, dict) or state.get("step") != step:
+        raise ValueError("it holds something else than the state of that step")
+    return state

@@ -26,7 +26,7 @@ from flow_grpo.policy import DTYPES, Policy
 from flow_grpo.prompts import Dealer
 from flow_grpo.reward_checkup import PERSON, by_brightness
 from flow_grpo.terms import ClipRange, StepTerms
-from flow_grpo.tracking import read_metrics
+from flow_grpo.text import counted
 from flow_grpo.train import TWICE, FlowGRPOTrainer
 from flow_grpo.tryout import Glance, Pictures
 from flow_grpo.types import Experience, PromptBatch, Trajectory
@@ -365,8 +365,8 @@ def costs(trainer: FlowGRPOTrainer, steps: list[dict[str, float]], scoring: floa
         found.append(verdicts.step_time(f"a step of stage {number}" if args.stages else "a step", seconds, predicted))
     training = sum(part.steps * step["time/step"] for part, step in zip(parts, steps, strict=True))
     evaluating, times = evaluations(trainer, scoring)
-    says = f"{args.steps} steps" + (f" and {times} evaluations" if times else "") + ", on this one process"
-    found.append(Verdict("the run", f"{(training + evaluating) / 60:.0f} minutes", verdicts.FINE, says))
+    says = counted(args.steps, "step") + (f" and {counted(times, 'evaluation')}" if times else "") + ", on this one process"
+    found.append(Verdict("the run", counted(round((training + evaluating) / 60), "minute"), verdicts.FINE, says))
     there = torch.cuda.get_device_properties(device).total_memory if cuda else psutil.virtual_memory().total
     predicted = max((one.peak - one.staying.get("CUDA", 0.0) for one in forecasts if one is not None), default=None)
     found.append(verdicts.memory(peak_bytes(device), there, predicted, alone=not cuda))
@@ -374,7 +374,7 @@ def costs(trainer: FlowGRPOTrainer, steps: list[dict[str, float]], scoring: floa
     copies = 3 + bool(policy.ema) + ("old" in policy.adapters)  # with Adam's two moments
     folder = next(place for place in (trainer.folder, *trainer.folder.resolve().parents) if place.is_dir())
     found.append(verdicts.disk(adapter * (copies * (args.keep + 1) + 2), shutil.disk_usage(folder).free))
-    return [*found, verdicts.run_folder(str(args.output), bool(read_metrics(trainer.folder)))]
+    return [*found, verdicts.run_folder(str(args.output), trainer.begun)]
 
 
 def forecast_of(part: FlowGRPOConfig, cuda: bool) -> Forecast | None:

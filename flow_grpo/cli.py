@@ -15,8 +15,11 @@ from rich.markup import escape
 
 from flow_grpo import around_cli, eval_cli, reward_cli
 from flow_grpo.config import FlowGRPOConfig
+from flow_grpo.distributed.parent import end_with_launcher
+from flow_grpo.files import write_whole
 from flow_grpo.harmless import visible
 from flow_grpo.quiet import before_imports
+from flow_grpo.text import counted
 
 app = typer.Typer(
     help="Fine-tune a text-to-image flow model with a reward: any diffusers flow pipeline, any Python function as reward.",
@@ -75,9 +78,8 @@ def train(
         config, overrides = "tiny_ocr", [config, *(overrides or [])]
     args = FlowGRPOConfig.read(config, overrides)
     if num_processes > 1 and "RANK" not in os.environ and not dry_run:
-        from flow_grpo.launch import launch
-
-        raise typer.Exit(launch(num_processes, ["train", config, *(overrides or []), *(["--resume"] if resume else [])]))
+        raise typer.Exit(_launch(num_processes, config, overrides or [], resume, Path(args.output)))
+    end_with_launcher()
     from flow_grpo.quiet import quiet_libraries
 
     quiet_libraries()
@@ -96,12 +98,30 @@ def train(
         trainer.train(resume)
     except Interrupted:
         if trainer.processes.first:
-            processes = [] if trainer.processes.count == 1 else ["--num-processes", str(trainer.processes.count)]
-            again = shlex.join(["flow-grpo", "train", config, *(overrides or []), "--resume", *processes])
+            again = _command(config, overrides or [], True, trainer.processes.count)
             console.print(f"\nStopped; the run is saved. Go on with: {again}", highlight=False, markup=False)
         trainer.processes.leave()
         raise typer.Exit(INTERRUPTED) from None
     trainer.processes.leave()
+
+
+def _launch(count: int, config: str, overrides: list[str], resume: bool, folder: Path) -> int:
+    """Trains in several processes; ValueError, with how to go on, if one of them dies."""
+    from flow_grpo import checkpoint
+    from flow_grpo.launch import RankDied, launch
+
+    try:
+        return launch(count, ["train", config, *overrides, *(["--resume"] if resume else [])])
+    except RankDied as error:
+        saved = checkpoint.steps(folder / "checkpoints")
+        kept = f"The checkpoint of step {saved[0]} is saved. Go on with" if saved else "Nothing was saved. Start again with"
+        raise ValueError(f"{error} {kept}: {_command(config, overrides, bool(saved), count)}") from None
+
+
+def _command(config: str, overrides: list[str], resume: bool, processes: int) -> str:
+    """The command line that starts or resumes a run."""
+    several = [] if processes == 1 else ["--num-processes", str(processes)]
+    return shlex.join(["flow-grpo", "train", config, *overrides, *(["--resume"] if resume else []), *several])
 
 
 @app.command()
@@ -156,7 +176,7 @@ def sample(
     save_grid(out / "grid.png", images, cells, columns=seeds if len(texts) > 1 else min(seeds, 8))
     for i, (image, cell) in enumerate(zip(images, cells, strict=True)):
         save_image(out / f"{i:04d}_seed{cell.seed}.png", image, cell)
-    console.print(f"{len(images)} pictures: {out / 'grid.png'}", highlight=False, markup=False)
+    console.print(f"{counted(len(images), 'picture')}: {out / 'grid.png'}", highlight=False, markup=False)
 
 
 @app.command()
@@ -184,17 +204,19 @@ def compare(
     [bold]flow-grpo compare tiny_ocr tiny_grpo --seeds 3 --budget 5m --measure ocr_exact --target 0.92[/bold]
     """
     from flow_grpo import compare as comparison
+    from flow_grpo.run_folder.lock import locked
 
     def say(line: str) -> None:
         console.print(line, highlight=False, markup=False)
 
     limits = comparison.parse_budget(budget, slices)
-    runs = comparison.compare(configs, seeds, limits, out, set_ or [], measure, target, stop, say)
+    with locked(out, say):
+        runs = comparison.compare(configs, seeds, limits, out, set_ or [], measure, target, stop, say)
     rows = comparison.summary(runs, measure, target)
     comparison.print_summary(console, rows, measure, target)
     comparison.plot(runs, measure, target, out / "compare.png")
-    (out / "compare.md").write_text(comparison.markdown(rows))
-    (out / "compare.json").write_text(json.dumps(rows, indent=2))
+    write_whole(out / "compare.md", comparison.markdown(rows))
+    write_whole(out / "compare.json", json.dumps(rows, indent=2))
     say(f"curves: {out / 'compare.png'}, table: {out / 'compare.md'}, numbers: {out / 'compare.json'}")
 
 
@@ -278,9 +300,13 @@ def run() -> None:
     except (ValueError, OSError) as error:
         _fail(str(error))
     except RuntimeError as error:
-        if os.environ.get("WORLD_SIZE", "1") != "1" and any(word in str(error) for word in ("gloo", "NCCL", "onnection")):
-            time.sleep(5)  # another process has failed, and says why: by then the launcher knows, and ends this one
-            sys.exit(1)
+        if os.environ.get("WORLD_SIZE", "1") != "1":
+            from flow_grpo.parallel import LOST, lost_another
+
+            if lost_another(error):
+                time.sleep(1)  # by then the launcher knows which one it was
+                sys.stdout.flush()
+                os._exit(LOST)  # the interpreter's own end would wait for the other process
         if type(error).__name__ != "OutOfMemoryError":
             raise
         _fail("the device ran out of memory: set a smaller microbatch, or smaller pictures by height and width.")

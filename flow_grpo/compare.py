@@ -14,14 +14,17 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
+from pydantic import TypeAdapter
 from rich.console import Console
 from rich.table import Table
 
 from flow_grpo import checkpoint
 from flow_grpo.config import FlowGRPOConfig
 from flow_grpo.evaluate import distance_from_base
+from flow_grpo.files import write_whole
 from flow_grpo.memory import peak_bytes
 from flow_grpo.quiet import quiet_libraries
+from flow_grpo.text import counted
 
 CURVE = "curve.jsonl"
 SHOWN = ("end", "spread", "reached", "to target, s", "per 100 s", "peak MB")  # on the console; the files have them all
@@ -66,8 +69,21 @@ class Run:
         return Path(self.config).stem
 
     def points(self) -> list[Point]:
+        """The finished slices, up to the first that can't be read."""
+        found: list[Point] = []
         file = self.folder / CURVE
-        return [Point(**json.loads(line)) for line in file.read_text().splitlines()] if file.exists() else []
+        for line in file.read_bytes().splitlines() if file.is_file() else []:
+            try:
+                point = TypeAdapter(Point).validate_json(line)
+            except ValueError:  # cut off, or written by something else
+                continue
+            if point.slice == len(found):
+                found.append(point)
+        return found
+
+    def add(self, point: Point) -> None:
+        """Notes a finished slice."""
+        write_whole(self.folder / CURVE, "".join(json.dumps(asdict(one)) + "\n" for one in [*self.points(), point]))
 
 
 def parse_budget(text: str, slices: int) -> Budget:
@@ -126,7 +142,7 @@ def compare(
             if process.exitcode or len(points) <= number:
                 raise ValueError(f"the run {run.folder} failed; its last lines stand above. The others are kept.")
             now = ", ".join(f"{name} {value:.3f}" for name, value in points[-1].values.items() if name == measure)
-            say(f"{run.name} seed {run.seed}: {points[-1].seconds:.0f} s, {points[-1].images} images, {now}")
+            say(f"{run.name} seed {run.seed}: {points[-1].seconds:.0f} s, {counted(points[-1].images, 'image')}, {now}")
     return runs
 
 
@@ -162,9 +178,7 @@ def run_slice(run: Run, number: int, budget: Budget, overrides: list[str]) -> No
     _stay_with_the_parent()
     peak = peak_bytes(trainer.policy.device) / 1e6
     critic = 0 if trainer.critic is None else sum(p.numel() for p in trainer.critic.parameters())
-    point = Point(number, trainer.step, spent["seconds"], int(spent["images"]), kl, peak, critic, values)
-    with (run.folder / CURVE).open("a") as file:
-        file.write(json.dumps(asdict(point)) + "\n")
+    run.add(Point(number, trainer.step, spent["seconds"], int(spent["images"]), kl, peak, critic, values))
 
 
 def summary(runs: list[Run], measure: str, target: float | None) -> dict[str, dict[str, float | None]]:
@@ -270,7 +284,7 @@ def _same_as_before(run: Run, overrides: list[str]) -> None:
     if run.points() and file.exists() and FlowGRPOConfig.read(file).model_copy(update=elsewhere) != args:
         raise ValueError(f"{run.folder} was begun with other settings: give another folder by --out.")
     run.folder.mkdir(parents=True, exist_ok=True)
-    file.write_text(args.dump())
+    write_whole(file, args.dump())
 
 
 def _same_budget(file: Path, budget: Budget) -> None:
@@ -282,8 +296,7 @@ def _same_budget(file: Path, budget: Budget) -> None:
                 f"{file.parent} was begun with slices of {former.mark(1):g} {former.unit}, not {budget.mark(1):g} {budget.unit}: "
                 "give a --budget and --slices that make them so, or another folder by --out."
             )
-    file.parent.mkdir(parents=True, exist_ok=True)
-    file.write_text(json.dumps(asdict(budget)))
+    write_whole(file, json.dumps(asdict(budget)))
 
 
 def _reached(point: Point, measure: str, target: float | None) -> bool:

@@ -86,5 +86,8 @@ class Critic(nn.Module):
         return {"weights": self.state_dict(), "optimizer": self.optimizer.state_dict()}
 
     def load(self, state: dict) -> None:
-        self.load_state_dict(state["weights"])
+        try:
+            self.load_state_dict(state["weights"])
+        except RuntimeError as error:
+            raise ValueError("the checkpoint's critic has another shape than the config asks for") from error
         self.optimizer.load_state_dict(copy.deepcopy(state["optimizer"]))  # which would take its tensors as they are

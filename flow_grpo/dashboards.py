@@ -21,6 +21,7 @@ import numpy as np
 from PIL import Image
 
 from flow_grpo.config import FlowGRPOConfig
+from flow_grpo.files import write_whole
 from flow_grpo.summary import flat
 
 IDENTITIES = "trackers.json"  # in the run folder: by which name each service knows the run
@@ -65,7 +66,7 @@ def start(folder: Path, args: FlowGRPOConfig, say: Callable[[str], None], step: 
             continue
         found.append(board)
         known[name] = board.identity
-    file.write_text(json.dumps(known))
+    write_whole(file, json.dumps(known))
     return found
 
 

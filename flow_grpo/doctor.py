@@ -15,6 +15,7 @@ from flow_grpo.explore import Owned, best_window, owned_variance
 from flow_grpo.harmless import visible
 from flow_grpo.policy import Policy
 from flow_grpo.sde import TRANSITIONS
+from flow_grpo.text import counted
 from flow_grpo.train import FlowGRPOTrainer
 
 STYLES = {verdicts.FINE: None, verdicts.WARNING: "yellow", verdicts.WRONG: "bold red"}
@@ -98,7 +99,7 @@ def explore(console: Console, args: FlowGRPOConfig, transitions: list[str], nois
         for level in noise_levels
     ]
     size = args.sampling.window.size
-    prompts = f"{args.prompts_per_step} prompts x {args.images_per_prompt} images"
+    prompts = f"{counted(args.prompts_per_step, 'prompt')} x {counted(args.images_per_prompt, 'image')}"
     console.print(f"reward variance owned by each step, x 1000 ({prompts})")
     table = Table()
     table.add_column("step (sigma)")

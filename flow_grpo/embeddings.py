@@ -1,13 +1,15 @@
 """Recordings of prompts, kept: the last ones in memory, and all of them on disk if a folder is given."""
 
 import hashlib
-import os
+import io
 import pickle
 from collections import OrderedDict
 from pathlib import Path
 from typing import Any
 
 import torch
+
+from flow_grpo.files import write_whole
 
 IN_MEMORY = 512  # recordings: 3 MB each for SD3.5
 LAYOUT = "\0layout"  # what is known of all recordings: their batch axes, and whether they are of one length
@@ -40,10 +42,9 @@ class Embeddings:
         self._hold(text, recording)
         if self.folder is None:
             return
-        self.folder.mkdir(parents=True, exist_ok=True)
-        part = self.folder / f"{_digest(text)}.{os.getpid()}.part"
-        torch.save(recording, part)
-        part.replace(self._file(text))  # whole or not there, also when several processes write it
+        content = io.BytesIO()
+        torch.save(recording, content)
+        write_whole(self._file(text), content.getvalue())
 
     def complete(self, texts: list[str]) -> bool:
         """Whether all of them can be read from disk, so that no encoder is needed."""

@@ -14,6 +14,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from flow_grpo.config import FlowGRPOConfig
 from flow_grpo.harmless import visible
 from flow_grpo.reward_cli import with_options
+from flow_grpo.text import counted
 
 if TYPE_CHECKING:
     from flow_grpo.gallery import Rows, Sheet
@@ -160,7 +161,7 @@ def score(
         }
         for name, row in values.items()
     }
-    print_table(console, f"{len(shown)} pictures of {images}", table)
+    print_table(console, f"{counted(len(shown), 'picture')} of {images}", table)
     if out is not None:
         content = [{"picture": n, "prompt": t, **{r: values[r][i] for r in values}} for i, (n, t) in enumerate(places)]
         out.write_text(json.dumps(content, indent=2))
@@ -214,7 +215,7 @@ def _measured(
             found, asked, kit, total, steps, lambda t, done, all: bar.update(tasks[t.name], completed=done, total=all)
         ):
             measured.append(target)
-            bar.print(f"{escape(visible(target.name))}: {len(target.rows)} pictures", highlight=False)
+            bar.print(f"{escape(visible(target.name))}: {counted(len(target.rows), 'picture')}", highlight=False)
     return compile_card(measured, {target.name: reference(target, found).name for target in found[1:]})
 
 

@@ -71,10 +71,9 @@ def chosen(run: Story, best: bool, checkpoint: int | None) -> tuple[Path, int]:
             raise ValueError(f"{folder} keeps no checkpoint of step {checkpoint}; it has {there}.")
         return place, checkpoint
     if best:
-        steps = [int(row["monitor/best_step"]) for row in run.held_out if "monitor/best_step" in row]
-        if not steps or not (folder / "best").is_dir():
+        if run.best_step is None or not (folder / "best").is_dir():
             raise ValueError(f"{folder} has no best/, since nothing was evaluated: export a --checkpoint.")
-        return folder / "best", steps[-1]
+        return folder / "best", run.best_step
     found = next((folder / name for name in ("lora", "transformer") if (folder / name).is_dir()), None)
     if found is None:
         raise ValueError(f"{folder} is not finished, so it has no lora/: export --best, or a --checkpoint.")
@@ -86,7 +85,7 @@ def _weights(args: FlowGRPOConfig, run: Story, source: Path, folder: Path, merge
     if not merge and source.parent.name != "checkpoints":
         for file in (hub.WEIGHTS, hub.PEFT_WEIGHTS, "adapter_config.json"):
             if (source / file).is_file():
-                shutil.copy(source / file, folder / file)
+                shutil.copyfile(source / file, folder / file)  # not its mode
         return []
     from flow_grpo.merging import save_whole
     from flow_grpo.policy import load_policy

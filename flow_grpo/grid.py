@@ -15,6 +15,7 @@ from PIL import Image, ImageDraw, ImageFont
 from PIL.PngImagePlugin import PngInfo
 from torch import Tensor
 
+from flow_grpo.files import naming, whole_file
 from rewards import batches
 
 CHUNK = "flow_grpo"
@@ -61,8 +62,8 @@ def save_grid(path: Path, images: Tensor, cells: list[Cell], columns: int, notes
     info = PngInfo()
     content = {"scale": scale, "cells": [{**asdict(c), "box": b} for c, b in zip(cells, boxes, strict=True)]}
     info.add_itxt(CHUNK, json.dumps(content))
-    path.parent.mkdir(parents=True, exist_ok=True)
-    sheet.save(path, pnginfo=info)
+    with whole_file(path) as file:
+        sheet.save(file, pnginfo=info)
 
 
 def save_image(path: Path, image: Tensor, cell: Cell) -> None:
@@ -70,8 +71,9 @@ def save_image(path: Path, image: Tensor, cell: Cell) -> None:
     info = PngInfo()
     content = {"scale": 1, "cells": [{**asdict(cell), "box": [0, 0, image.shape[2], image.shape[1]]}]}
     info.add_itxt(CHUNK, json.dumps(content))
-    path.parent.mkdir(parents=True, exist_ok=True)
-    Image.fromarray(to_bytes(image[None])[0]).save(path, pnginfo=info)
+    with naming(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        Image.fromarray(to_bytes(image[None])[0]).save(path, pnginfo=info)
 
 
 def read_grid(path: Path) -> tuple[Tensor, list[Cell]]:

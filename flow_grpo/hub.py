@@ -6,12 +6,14 @@ from typing import Any
 
 from huggingface_hub import HfApi, hf_hub_download, try_to_load_from_cache
 
+from flow_grpo.run_folder.metrics_file import METRICS
+
 SHIPPED = {"tiny": Path(__file__).parent / "tiny" / "pipeline"}
 WEIGHTS, PEFT_WEIGHTS = (
     "pytorch_lora_weights.safetensors",
     "adapter_model.safetensors",
 )  # a LoRA's file, diffusers' and peft's
-INDEX, METRICS, CONFIG = "model_index.json", "metrics.jsonl", "config.yaml"
+INDEX, CONFIG = "model_index.json", "config.yaml"
 EXPORT = "flow_grpo.json"  # what `flow-grpo export` wrote holds it
 
 

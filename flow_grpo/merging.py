@@ -7,6 +7,7 @@ from diffusers import DiffusionPipeline
 from diffusers.utils.peft_utils import recurse_remove_peft_layers
 
 from flow_grpo import hub
+from flow_grpo.files import finish_weights
 from flow_grpo.policy import Policy
 
 
@@ -21,12 +22,14 @@ def save_whole(policy: Policy, folder: Path, base: str) -> None:
     else:
         merge(policy)
         policy.pipe.transformer.save_pretrained(folder / "transformer")
+        for file in (folder / "transformer").glob("*.safetensors"):
+            finish_weights(file)
     source = hub.locate(base)
     place = Path(source if Path(source).is_dir() else DiffusionPipeline.download(source))
-    shutil.copy(place / hub.INDEX, folder)
+    shutil.copyfile(place / hub.INDEX, folder / hub.INDEX)
     for part in hub.components(str(place), ("",)):
         if part != "transformer" and (place / part).is_dir():
-            shutil.copytree(place / part, folder / part)
+            shutil.copytree(place / part, folder / part, copy_function=shutil.copyfile)
 
 
 def merge(policy: Policy) -> None:

@@ -12,6 +12,9 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
+from flow_grpo.distributed.parent import end_with_launcher
+
+LOST = 75  # exit status of a process that has lost another one
 Value = TypeVar("Value")
 MESSAGE = 2**26  # numbers in a message between processes, about, which is copied once
 
@@ -24,12 +27,25 @@ class Processes:
 
     @classmethod
     def here(cls, device: str | None = None) -> "Processes":
-        """As the launcher's environment says; joins the others, on a device of its own."""
+        """As the launcher's environment says; joins the others, on a device of its own. Ends with the launcher.
+
+        Raises:
+            ValueError: the processes don't find each other.
+        """
         if int(os.environ.get("WORLD_SIZE", "1")) < 2:
             return cls(device=device)
+        end_with_launcher()
         from accelerate import PartialState
 
-        state = PartialState(cpu=device == "cpu" or not torch.cuda.is_available())
+        try:
+            state = PartialState(cpu=device == "cpu" or not torch.cuda.is_available())
+        except RuntimeError as error:
+            address = ":".join(os.environ.get(name, "?") for name in ("MASTER_ADDR", "MASTER_PORT"))
+            said = str(error).strip().splitlines()[0].rstrip(".")
+            raise ValueError(
+                f"the {os.environ['WORLD_SIZE']} processes of the run don't meet at {address} ({said}): set MASTER_PORT to a port "
+                "that no other program uses, and MASTER_ADDR to the machine of rank 0."
+            ) from error
         return cls(state.process_index, state.num_processes, str(state.device))
 
     @property
@@ -115,6 +131,11 @@ class Processes:
         if not fitting:
             raise ValueError(f"dpo compares pairs of rows, but a process has {rows} of them: set other sizes of a step.")
         return fitting[-1]
+
+
+def lost_another(error: RuntimeError) -> bool:
+    """Whether an error of torch says that another process of the run is gone."""
+    return any(word in str(error) for word in ("gloo", "NCCL", "onnection"))
 
 
 def _together(gradients: list[Tensor]) -> Iterator[list[Tensor]]:

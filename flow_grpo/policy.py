@@ -1,7 +1,7 @@
 """A flow pipeline whose transformer is trained, by a LoRA or all of it: its copies, its files, and how a model is loaded."""
 
 import inspect
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal
@@ -21,6 +21,7 @@ from torch import Tensor
 
 from flow_grpo import hub
 from flow_grpo.embeddings import Embeddings
+from flow_grpo.files import finish_weights
 from flow_grpo.hub import PEFT_WEIGHTS, WEIGHTS
 from flow_grpo.memory import arrange, compile_blocks, gathered_on_cpu, quantization, shard, spread_like
 from flow_grpo.parallel import Processes
@@ -281,8 +282,10 @@ class Policy(FlowPipeline):
         nothing of adapters either, peft's (`PeftModel.from_pretrained`).
         """
         folder.mkdir(parents=True, exist_ok=True)
-        transformer = self.pipe.transformer
+        transformer, file = self.pipe.transformer, folder / WEIGHTS
         state, config = get_peft_model_state_dict(transformer, adapter_name="default"), transformer.peft_config["default"]
+        if isinstance(config.target_modules, set):
+            config.target_modules = sorted(config.target_modules)  # else they are written in an order of the process
         if self.loads_loras:
             type(self.pipe).save_lora_weights(
                 folder, transformer_lora_layers=state, transformer_lora_adapter_metadata=config.to_dict()
@@ -290,10 +293,11 @@ class Policy(FlowPipeline):
         elif hasattr(transformer, "save_lora_adapter"):
             transformer.save_lora_adapter(folder, adapter_name="default", weight_name=WEIGHTS)
         else:
-            save_file({f"{PEFT_PREFIX}{name}": value.contiguous() for name, value in state.items()}, folder / PEFT_WEIGHTS)
+            file = folder / PEFT_WEIGHTS
+            save_file({f"{PEFT_PREFIX}{name}": value.contiguous() for name, value in state.items()}, file)
             config.save_pretrained(str(folder))
-            return folder / PEFT_WEIGHTS
-        return folder / WEIGHTS
+        finish_weights(file)
+        return file
 
     def adapter_state(self, adapter: str = "default", keep: bool = True) -> dict[str, Tensor]:
         """The trained parameters, whole, on the CPU. Where they are spread, all processes must ask, and need not `keep` them."""
@@ -305,12 +309,11 @@ class Policy(FlowPipeline):
 
     def load_ema_state(self, state: dict[str, Tensor]) -> None:
         own = self.parameters()
+        _check_fit(state, own if self.ema else {})
         self.ema = {name: spread_like(value.to(self.device), own[name].detach()) for name, value in state.items()}
 
     def load_adapter_state(self, state: dict[str, Tensor], adapter: str = "default") -> None:
-        own = self.parameters(adapter)
-        if own.keys() != state.keys():
-            raise ValueError("the checkpoint's adapter has other modules or another rank than the config asks for.")
+        _check_fit(state, self.parameters(adapter))
         self._assign(state, adapter)
 
     @torch.no_grad()
@@ -373,6 +376,12 @@ def load_policy(
     if lora is not None:
         policy.load_lora(lora)
     return policy
+
+
+def _check_fit(state: dict[str, Tensor], own: Mapping[str, Tensor]) -> None:
+    """ValueError if a checkpoint holds other tensors than these."""
+    if {name: value.shape for name, value in state.items()} != {name: value.shape for name, value in own.items()}:
+        raise ValueError("the checkpoint's adapter has other modules or another rank than the config asks for.")
 
 
 def fast_dtype(device: str) -> torch.dtype:

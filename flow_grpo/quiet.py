@@ -2,6 +2,7 @@
 
 import logging
 import os
+import threading
 import warnings
 
 LOGGERS = (
@@ -33,3 +34,10 @@ def quiet_libraries() -> None:
     for chatty in (diffusers_logging, transformers_logging):
         chatty.set_verbosity_error()
         chatty.disable_progress_bar()
+    threading.excepthook = _thread_failed
+
+
+def _thread_failed(args: threading.ExceptHookArgs) -> None:
+    """TensorBoard's thread that writes raises again where it is asked next, which is then said in a sentence."""
+    if not type(args.thread).__module__.startswith("tensorboard."):
+        threading.__excepthook__(args)

@@ -9,7 +9,6 @@ import json
 import math
 import os
 import platform
-import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -19,6 +18,7 @@ from PIL import Image
 from torch import Tensor
 
 from flow_grpo import __version__, monitor, story
+from flow_grpo.files import naming, remove, write_whole
 from flow_grpo.grid import to_bytes
 from flow_grpo.types import Evaluation, Experience
 
@@ -60,7 +60,7 @@ class Record:
         """Drops what lies after the checkpoint that the run goes on from."""
         for later, place in story.recorded(self.folder):
             if later > step:
-                shutil.rmtree(place)
+                remove(place)
 
     def evaluation(
         self, step: int, found: Evaluation, prompts: list[str], seed: int, trained: list[str]
@@ -125,8 +125,10 @@ class Record:
     def _save(self, step: int, name: str, picture: Tensor, width: int) -> None:
         image = Image.fromarray(to_bytes(picture[None])[0])
         image.thumbnail((width, width), Image.Resampling.LANCZOS)
-        self._place(step).mkdir(parents=True, exist_ok=True)
-        image.save(self._place(step) / name, "WEBP", quality=82, lossless=max(image.size) <= SMALL)
+        file = self._place(step) / name
+        with naming(file):
+            file.parent.mkdir(parents=True, exist_ok=True)
+            image.save(file, "WEBP", quality=82, lossless=max(image.size) <= SMALL)
 
 
 def extremes(reward: list[float]) -> list[int]:
@@ -146,14 +148,6 @@ def telling(reward: Tensor, group: Tensor) -> list[Tensor]:
             places = torch.linspace(0, len(rows) - 1, min(IMAGES, len(rows))).round().long()
             found.append((spread, order[places].sort().values))
     return [rows for _, rows in sorted(found, key=lambda pair: -pair[0])[:GROUPS]]
-
-
-def write_whole(file: Path, text: str) -> None:
-    """The file is whole or, if something comes between, as it was."""
-    file.parent.mkdir(parents=True, exist_ok=True)
-    partial = file.with_suffix(".partial")
-    partial.write_text(text, encoding="utf-8")
-    partial.replace(file)
 
 
 def _cpu() -> str:

@@ -17,6 +17,7 @@ from PIL import Image, UnidentifiedImageError
 
 from flow_grpo import story, summary
 from flow_grpo.charts import Line, draw, number, rounded, smooth
+from flow_grpo.files import write_whole
 from flow_grpo.story import Story
 
 FILE = "report.html"
@@ -39,10 +40,7 @@ HIDDEN = dict.fromkeys([*range(0x202A, 0x202F), *range(0x2066, 0x206A), 0x200E, 
 def write(folders: list[Path], out: Path) -> Path:
     """Writes the report of these runs as one file. ValueError if one of the folders holds no run."""
     page = render([Story(folder) for folder in folders])
-    out.parent.mkdir(parents=True, exist_ok=True)
-    partial = out.with_suffix(".partial")
-    partial.write_bytes(page.encode("utf-8"))
-    partial.replace(out)  # whoever looks during training sees a whole page
+    write_whole(out, page)  # whoever looks during training sees a whole page
     return out
 
 

@@ -12,6 +12,8 @@ from rich.markup import escape
 from rich.padding import Padding
 from rich.table import Table
 
+from flow_grpo.text import counted
+
 app = typer.Typer(help="What rewards there are, and what they like.", no_args_is_help=True, rich_markup_mode="rich")
 console = Console()
 
@@ -114,7 +116,7 @@ def examine_command(
     shown = gallery.read(images, load_prompts(prompts) if prompts is not None else None)
     given = tryout.Pictures(shown.images(), shown.prompts, shown.columns())
     found = tryout.examine(reward, lambda: rewards.load(reward, **options), given)
-    tryout.show(console, f"{reward} on {len(shown)} pictures of {images}", found)
+    tryout.show(console, f"{reward} on {counted(len(shown), 'picture')} of {images}", found)
     file = out or Path(f"reward_{re.sub(r'[^A-Za-z0-9]+', '_', reward)}.png")
     tryout.sheet(file, reward, given, shown.labels, found.values[tryout.PLAIN])
     console.print(f"best to worst: {file}", highlight=False, markup=False, soft_wrap=True)
@@ -146,7 +148,7 @@ def fit(
     found = preference_head.fit(votes, out, name, pretrained, weight_decay, held_out, seed, device)
     unseen = "" if found.held_out_accuracy is None else f", {found.held_out_accuracy:.3f} of {found.held_out_votes} held out"
     for line in (
-        f"agrees with {found.accuracy:.3f} of {found.votes - found.held_out_votes} votes{unseen}: {out}",
+        f"agrees with {found.accuracy:.3f} of {counted(found.votes - found.held_out_votes, 'vote')}{unseen}: {out}",
         f"as a reward: 'rewards={{preference_head: {{options: {{weights: {out}}}}}}}'",
     ):
         console.print(line, highlight=False, markup=False, soft_wrap=True)

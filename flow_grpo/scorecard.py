@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from flow_grpo import significance
 from flow_grpo.gallery import Rows
 from flow_grpo.significance import Estimate
+from flow_grpo.text import counted
 
 FREQUENCIES, DIVERSITY, DISTANCE = "high-frequency power", "diversity", "distance from base"
 LEVEL = 1 - significance.LEVEL  # of a p-value that counts
@@ -150,11 +151,13 @@ def _pairing(target: Measured, other: Measured) -> tuple[Pairs | None, str]:
     prompts = len({prompt for prompt, _ in both})
     if both:
         rows = [mine[key] for key in both], [theirs[key] for key in both]
-        return Pairs(*rows, by_seed=True), f"{prompts} prompts, {len(both)} pairs of one prompt and seed"
+        return Pairs(
+            *rows, by_seed=True
+        ), f"{counted(prompts, 'prompt')}, {counted(len(both), 'pair')} of one prompt and seed"
     shared = set(target.rows.prompts) & set(other.rows.prompts)
     if shared:
         one, two = ([i for i, prompt in enumerate(t.rows.prompts) if prompt in shared] for t in (target, other))
-        return Pairs(one, two, by_seed=False), f"{len(shared)} prompts, not by seed: they share none"
+        return Pairs(one, two, by_seed=False), f"{counted(len(shared), 'prompt')}, not by seed: they share none"
     return None, "unpaired: no prompt is in both"
 
 

@@ -10,12 +10,13 @@
 
 import copy
 import json
+import math
 from pathlib import Path
 from typing import Any
 
 import yaml
 
-from flow_grpo.tracking import METRICS, read_metrics
+from flow_grpo.run_folder.metrics_file import METRICS, read_metrics
 
 PICTURES, MACHINE, EVALUATION, GROUPS = "pictures", "machine.json", "evaluation.json", "groups.json"
 
@@ -74,8 +75,14 @@ class Story:
         weight = self.config.get("rewards", {}).get(weighed[0], {}).get("weight", 1.0) if len(weighed) == 1 else None
         return alone if weight == 1.0 else ["reward", *alone]  # one reward alone is the sum
 
+    @property
+    def best_step(self) -> int | None:
+        """The step of the best evaluation, as the last one saw it."""
+        found = [row["monitor/best_step"] for row in self.held_out if math.isfinite(row.get("monitor/best_step", math.nan))]
+        return int(found[-1]) if found else None
+
     def total(self, key: str) -> float:
-        return sum(row[key] for row in self.rows if isinstance(row.get(key), int | float))
+        return sum(row[key] for row in self.rows if math.isfinite(row.get(key, math.nan)))
 
 
 def read_all(folder: Path, name: str) -> list[dict]:
@@ -90,8 +97,8 @@ def read_all(folder: Path, name: str) -> list[dict]:
 
 def recorded(folder: Path) -> list[tuple[int, Path]]:
     """The steps that have a folder of pictures, in order."""
-    places = [(place.name.removeprefix("step_"), place) for place in (folder / PICTURES).glob("step_*")]
-    return sorted((int(number), place) for number, place in places if number.isdigit())
+    places = [(place.name.removeprefix("step_"), place) for place in (folder / PICTURES).glob("step_*") if place.is_dir()]
+    return sorted((int(number), place) for number, place in places if number.isascii() and number.isdecimal())
 
 
 def prompt_picture(place: int) -> str:

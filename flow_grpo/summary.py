@@ -8,6 +8,7 @@ from flow_grpo.charts import number
 from flow_grpo.config import FlowGRPOConfig
 from flow_grpo.sections import RewardConfig
 from flow_grpo.story import Story
+from flow_grpo.text import counted
 
 ERRORS = 2.0  # standard errors from which on a change is called one
 LEAST = 0.06  # share of the time from which on a part of it is named
@@ -24,7 +25,7 @@ def sentence(run: Story) -> str:
     steps, wanted = max([row["step"] for row in run.steps], default=0), run.config.get("steps", 0)
     names = [short(name) for name in run.trained]
     rewards = names[0] if len(names) == 1 else f"{', '.join(names[:-1])} and {names[-1]}" if names else "given pictures"
-    done = f"{steps} steps" if steps >= wanted else f"{steps} of {wanted} steps so far"
+    done = counted(steps, "step") if steps >= wanted else f"{steps} of {counted(wanted, 'step')} so far"
     start = f"{short(run.config.get('model', 'A model'))} was trained on {rewards} for {done}"
     if len(run.held_out) < 2:
         first, last = _ends([row["reward"] for row in run.steps if "reward" in row])
@@ -33,7 +34,7 @@ def sentence(run: Story) -> str:
     told = change(run, measure)
     what = "the sum of its rewards" if measure == "reward" else "it" if short(measure) == rewards else short(measure)
     count = len(run.evaluations[-1]["prompts"]) if run.evaluations else None
-    on = f"on {count} held-out prompts" if count else "on held-out prompts"
+    on = f"on {counted(count, 'held-out prompt')}" if count else "on held-out prompts"
     if told["verb"] == "held":
         return f"{start}: {on} {what} stayed at {number(told['last'])}."
     return f"{start}: {on} {what} {told['verb']} from {number(told['first'])} to {number(told['last'])}."
@@ -68,11 +69,10 @@ def table(run: Story) -> dict[str, Any]:
     """The evaluations: a row for each, a column for each measure, and the change in the last row."""
     names = run.measures
     looks = [key for key in ("monitor/sharpness", "monitor/diversity") if any(key in row for row in run.held_out)]
-    best = next((int(row["monitor/best_step"]) for row in reversed(run.held_out) if "monitor/best_step" in row), None)
     rows = [
         {
             "step": row["step"],
-            "best": row["step"] == best,
+            "best": row["step"] == run.best_step,
             "values": [number(row.get(f"eval/{name}", math.nan)) for name in names]
             + [f"{row.get(key, math.nan):.4f}" for key in looks],
         }

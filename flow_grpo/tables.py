@@ -17,6 +17,7 @@ from flow_grpo.harmless import markdown, spreadsheet, visible
 from flow_grpo.scorecard import Scorecard, by_prompt, category_columns
 from flow_grpo.significance import Estimate
 from flow_grpo.summary import short
+from flow_grpo.text import counted
 
 JSON, CSV, MARKDOWN = "eval.json", "eval.csv", "eval.md"
 PROMPTS = 100  # of the Markdown table, those that differ most
@@ -55,7 +56,7 @@ def write(folder: Path, card: Scorecard, settings: dict[str, Any]) -> None:
 def title(card: Scorecard) -> str:
     counts = {len(set(target.rows.prompts)) for target in card.measured}
     pictures = {len(target.rows) for target in card.measured}
-    return f"{_span(counts)} prompts, {_span(pictures)} pictures of each target"
+    return f"{_span(counts, 'prompt')}, {_span(pictures, 'picture')} of each target"
 
 
 def notes(card: Scorecard) -> list[str]:
@@ -230,5 +231,5 @@ def _numbers(found: Estimate) -> dict[str, float | None]:
     return {"mean": _number(found.mean), "low": _number(found.low), "high": _number(found.high)}
 
 
-def _span(counts: set[int]) -> str:
-    return f"{min(counts)}" if len(counts) == 1 else f"{min(counts)} to {max(counts)}"
+def _span(counts: set[int], noun: str) -> str:
+    return ("" if len(counts) == 1 else f"{min(counts)} to ") + counted(max(counts), noun)

@@ -1,8 +1,8 @@
 """What a run says and leaves behind: the console, metrics.jsonl, the curves, and what other trackers show. Nothing else logs."""
 
-import json
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -11,10 +11,11 @@ from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
 
+from flow_grpo.files import whole_file
+from flow_grpo.run_folder.metrics_file import append_row, read_metrics, rewind
+
 if TYPE_CHECKING:
     from flow_grpo.dashboards import Board
-
-METRICS = "metrics.jsonl"
 
 
 class Tracker:
@@ -43,7 +44,8 @@ class Tracker:
         return self
 
     def __exit__(self, *_: Any) -> None:
-        self._progress.stop()
+        with suppress(OSError):  # the disk of a console that is a file may be full, which something has said already
+            self._progress.stop()
         self._show(lambda board: board.finish())
 
     def watched_by(self, boards: "list[Board]") -> None:
@@ -55,14 +57,15 @@ class Tracker:
 
     def resume(self, step: int) -> None:
         """Drops what was logged after the checkpoint that the run goes on from."""
-        kept = [row for row in read_metrics(self.folder) if row["step"] <= step]
-        self._write(kept, "w")
+        moved = None if self.silent else rewind(self.folder, step)
+        if moved:
+            self.say(f"warning: {moved}")
         self._progress.update(self._task, completed=step)
         self._started, self._first = time.monotonic(), step
 
     def log(self, step: int, metrics: dict[str, float]) -> None:
         """Appends the numbers of a finished training step (1 is the first) or of an evaluation (`eval/...`)."""
-        self._write([{"step": step, **metrics}], "a")
+        self._append({"step": step, **metrics})
         self._show(lambda board: board.log(step, metrics))
         if "time/step" in metrics:
             scored = "reward" in metrics  # given images have none
@@ -87,7 +90,7 @@ class Tracker:
         if fallen is not None and any(row.get("fallen") == fallen for row in read_metrics(self.folder)):
             return
         self.say(f"warning: {message}")
-        self._write([{"step": step, "warning": message, **({"fallen": fallen} if fallen else {})}], "a")
+        self._append({"step": step, "warning": message, **({"fallen": fallen} if fallen else {})})
         self._show(lambda board: board.warn(step, message))
 
     def evaluated(self, step: int) -> bool:
@@ -121,11 +124,9 @@ class Tracker:
                     f"warning: the tracker {board.name} failed and is off from here on ({type(error).__name__}: {said})."
                 )
 
-    def _write(self, rows: list[dict], mode: str) -> None:
-        if self.silent:
-            return
-        with (self.folder / METRICS).open(mode) as file:
-            file.writelines(json.dumps(row) + "\n" for row in rows)
+    def _append(self, row: dict[str, Any]) -> None:
+        if not self.silent:
+            append_row(self.folder, row)
 
 
 def print_table(console: Console, title: str, columns: dict[str, dict[str, float]]) -> None:
@@ -136,18 +137,6 @@ def print_table(console: Console, title: str, columns: dict[str, dict[str, float
     for row in dict.fromkeys(key for values in columns.values() for key in values):
         table.add_row(escape(row), *(f"{values[row]:.4f}" if row in values else "" for values in columns.values()))
     console.print(table)
-
-
-def read_metrics(folder: Path) -> list[dict]:
-    """The rows of a run's metrics.jsonl; a last line that was cut off is left out."""
-    file = folder / METRICS
-    rows = []
-    for line in file.read_text().splitlines() if file.exists() else []:
-        try:
-            rows.append(json.loads(line))
-        except json.JSONDecodeError:
-            break
-    return rows
 
 
 def plot_curves(folder: Path) -> Path | None:
@@ -164,7 +153,7 @@ def plot_curves(folder: Path) -> Path | None:
     axes = figure.subplots()
     steps = [row["step"] for row in train]
     rewards = [row["reward"] for row in train]
-    spread = [row["reward_std"] for row in train]
+    spread = [row.get("reward_std", 0.0) for row in train]
     axes.fill_between(
         steps,
         [r - s for r, s in zip(rewards, spread, strict=True)],
@@ -186,5 +175,6 @@ def plot_curves(folder: Path) -> Path | None:
     axes.grid(alpha=0.25)
     axes.spines[["top", "right"]].set_visible(False)
     axes.legend(frameon=False, loc="lower right")
-    figure.savefig(folder / "reward.png", dpi=120)
+    with whole_file(folder / "reward.png") as file:
+        figure.savefig(file, dpi=120)
     return folder / "reward.png"

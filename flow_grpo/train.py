@@ -1,11 +1,10 @@
 """The loop: deal prompts, roll out, score, compare within groups, update what is trained."""
 
 import copy
-import shutil
 import signal
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -18,17 +17,23 @@ from flow_grpo.data import prompt_overlap
 from flow_grpo.evaluate import before_after, build_rewards, evaluate
 from flow_grpo.experience import Interrupted, Rollouts
 from flow_grpo.explore import best_window, owned_variance
+from flow_grpo.files import NotWritten, remove, whole_folder, write_whole
 from flow_grpo.pairs import GivenImages
 from flow_grpo.parallel import Processes
 from flow_grpo.policy import Policy
+from flow_grpo.probe import first_line
 from flow_grpo.prompts import Dealer, PromptSet, load_prompts
-from flow_grpo.record import Record, write_whole
+from flow_grpo.record import Record
+from flow_grpo.run_folder.lock import locked
+from flow_grpo.run_folder.metrics_file import has_metrics
 from flow_grpo.terms import own_function
-from flow_grpo.tracking import Tracker, read_metrics
+from flow_grpo.text import counted
+from flow_grpo.tracking import Tracker
 from flow_grpo.trainable import loaded, make_trainable
 from flow_grpo.types import Evaluation
 from flow_grpo.update import Update
 
+CHECKPOINTS, BEST = "checkpoints", "best"  # folders of a run
 PREVIEWS = 16  # held-out prompts in the before and after grids
 TWICE = 16  # held-out prompts that are drawn twice, to see how much the pictures of one differ
 
@@ -121,18 +126,25 @@ class FlowGRPOTrainer:
 
         Raises:
             Interrupted: after Ctrl-C or SIGTERM, with a checkpoint saved.
-            ValueError: a reward failed, or the ratio check, or the gradient is not finite, with a checkpoint saved.
+            ValueError: a reward failed, or the ratio check, or the gradient is not finite, with a checkpoint saved; or something
+                could not be written.
         """
         silent = not self.processes.first
         self.record = None if silent else Record(self.folder, self.args.evaluation.pictures)
-        with Tracker(self.folder, self.args.steps, silent=silent) as tracker, self._signals():
-            self._begin(tracker, resume)
+        with (
+            self._disk(),
+            ExitStack() as lock,
+            Tracker(self.folder, self.args.steps, silent=silent) as tracker,
+            self._signals(),
+        ):
+            self._begin(tracker, resume, lock)
             try:
                 self._loop(tracker)
             except (Interrupted, ValueError) as error:
                 together = isinstance(error, Interrupted) or not self.update.spread  # one process alone can't gather
-                if together and not self.update.unfinished:  # half a step can't be resumed
-                    self.save()
+                whole = not self.update.unfinished  # half a step can't be resumed
+                if together and whole and not isinstance(error, NotWritten):
+                    self._save_after(error)
                 raise
             return self._finish(tracker)
 
@@ -230,24 +242,51 @@ class FlowGRPOTrainer:
         if "old" in self.policy.adapters:
             state["old"] = self.policy.adapter_state("old")
         if keep:
-            checkpoint.save(self.folder / "checkpoints", self.step, state, self.args.keep)
+            checkpoint.save(self.folder / CHECKPOINTS, self.step, state, self.args.keep)
+
+    def _save_after(self, error: Exception) -> None:
+        """Saves on the way out, and keeps what the error says if there is no room."""
+        try:
+            self.save()
+        except NotWritten as full:
+            raise NotWritten(f"{error} {full}".strip()) from error
+
+    @contextmanager
+    def _disk(self) -> Iterator[None]:
+        """Says what is left of the run when something could not be written within it."""
+        try:
+            yield
+        except (NotWritten, OSError) as error:
+            what = str(error) if isinstance(error, NotWritten) else f"the system refused to read or write: {error}."
+            saved = checkpoint.steps(self.folder / CHECKPOINTS)
+            lost = f"What came after the checkpoint of step {saved[0]} is lost" if saved else "Nothing is saved yet"
+            again = "go on with --resume" if saved else "start the run again"
+            raise ValueError(f"{what} {lost}: when it can be written, {again}.") from error
 
     def _may_stop_now(self) -> bool:
         """Whether a rollout is to be left. Several processes stop together, between steps."""
         return self._stopping and self.processes.count == 1
 
-    def _begin(self, tracker: Tracker, resume: bool) -> None:
-        self.processes.agree(lambda: self._open(tracker, resume) if self.processes.first else None)
+    def _begin(self, tracker: Tracker, resume: bool, lock: ExitStack) -> None:
+        self.processes.agree(lambda: self._open(tracker, resume, lock) if self.processes.first else None)
         if resume:
             self._resume(tracker)
         else:
             self.save()  # a run that is lost before its first checkpoint can be resumed too
 
-    def _open(self, tracker: Tracker, resume: bool) -> None:
-        """Makes the run folder, or sees that there is one to go on with."""
-        self.folder.mkdir(parents=True, exist_ok=True)
+    @property
+    def begun(self) -> bool:
+        """Whether the run folder holds a run: metrics, readable or not, or a checkpoint after the start."""
+        return has_metrics(self.folder) or any(checkpoint.steps(self.folder / CHECKPOINTS))
+
+    def _open(self, tracker: Tracker, resume: bool, lock: ExitStack) -> None:
+        """Makes the run folder, or sees that there is one to go on with, and takes its lock until `lock` is left."""
+        if resume and not checkpoint.steps(self.folder / CHECKPOINTS):
+            again = "set another folder by output=..." if self.begun else "start the run without --resume"
+            raise ValueError(f"{self.folder} has no checkpoint to resume from: {again}, or see whether output=... is right.")
+        lock.enter_context(locked(self.folder, tracker.say))
         if not resume:
-            if read_metrics(self.folder):
+            if self.begun:
                 raise ValueError(
                     f"{self.folder} already holds a run: go on with it by --resume, or set another folder by output=..."
                 )
@@ -257,8 +296,8 @@ class FlowGRPOTrainer:
             args, policy = self.args, self.policy
             tracker.watched_by(dashboards.start(self.folder, args, tracker.say))
             tracker.say(
-                f"{args.model} on {policy.device} in {str(policy.dtype).removeprefix('torch.')}: {args.steps} steps of "
-                f"{args.prompts_per_step} prompts x {args.images_per_prompt} images; run folder {self.folder}"
+                f"{args.model} on {policy.device} in {str(policy.dtype).removeprefix('torch.')}: {counted(args.steps, 'step')} of "
+                f"{counted(args.prompts_per_step, 'prompt')} x {counted(args.images_per_prompt, 'image')}; run folder {self.folder}"
             )
             for sentence in self._overlaps():
                 tracker.warn(0, sentence)
@@ -271,13 +310,11 @@ class FlowGRPOTrainer:
         return prompt_overlap.sentences(self.train_set.prompts, held_out, self.train_source)
 
     def _resume(self, tracker: Tracker) -> None:
-        state, warnings = checkpoint.latest(self.folder / "checkpoints")
+        state, warnings = checkpoint.latest(self.folder / CHECKPOINTS)
         for warning in warnings:
             tracker.say(f"warning: {warning}")
         if state is None:
-            raise ValueError(
-                f"{self.folder} has no checkpoint to resume from; delete the folder and start the run without --resume."
-            )
+            raise ValueError(f"all checkpoints of {self.folder} are damaged: start another run by output=...")
         self._same_settings()
         if "microbatch" not in state.get("memory", {}):
             raise ValueError(
@@ -286,9 +323,9 @@ class FlowGRPOTrainer:
         self.restore(state)
         self.processes.everyone(None)  # all have read
         if self.processes.first:
-            checkpoint.drop_after(self.folder / "checkpoints", self.step)
+            checkpoint.drop_after(self.folder / CHECKPOINTS, self.step)
             if self.step < self.args.steps:  # what an end at an earlier step has left is no longer the last
-                shutil.rmtree(self.folder / self._result, ignore_errors=True)
+                remove(self.folder / self._result)
             write_whole(self.folder / hub.CONFIG, self.args.dump())  # some settings may change
         tracker.resume(self.step)
         if self.record is not None:
@@ -297,7 +334,17 @@ class FlowGRPOTrainer:
         tracker.say(f"resumed at step {self.step} of {self.args.steps}")
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Puts the run where a checkpoint left it."""
+        """Puts the run where a checkpoint left it. ValueError if it is one of other settings."""
+        try:
+            self._restore(state)
+        except (LookupError, TypeError, ValueError, AttributeError) as error:
+            said = first_line(error).rstrip(".")
+            raise ValueError(
+                f"the checkpoint of step {state['step']} is not one of this run's settings ({said}): resume with the settings "
+                "that it was written with, or start another run by output=..."
+            ) from error
+
+    def _restore(self, state: dict[str, Any]) -> None:
         self.step = state["step"]
         self.enter_at(state["begin"])  # between two parts, the optimizer may be the former's or the latter's
         self.policy.load_adapter_state(state["adapter"])
@@ -319,11 +366,19 @@ class FlowGRPOTrainer:
             )
 
     def _finish(self, tracker: Tracker) -> dict[str, float]:
-        with self.policy.averaged():
-            trained = self.policy.save(self.folder / self._result, self.processes.first)
+        trained = self._save_trained(self._result)
         if not self.processes.first:
             return {}
         return tracker.conclude(trained, report.write([self.folder], self.folder / report.FILE))
+
+    def _save_trained(self, name: str) -> Path:
+        """Writes the moving average of what is trained to that folder of the run; returns the file, or the folder of several."""
+        folder = self.folder / name
+        with self.policy.averaged():
+            if not self.processes.first:
+                return self.policy.save(folder, write=False)
+            with whole_folder(folder) as made:
+                return folder / self.policy.save(made).relative_to(made)
 
     @property
     def _result(self) -> str:
@@ -346,8 +401,7 @@ class FlowGRPOTrainer:
         trained = [name for name, weight in self.held_out.weights.items() if weight]
         history = self.record.evaluation(self.step, found, prompts, seed, trained) if self.record else []
         if self.processes.everyone(bool(history) and monitor.best(history) == self.step)[0]:  # before the metrics name it
-            with self.policy.averaged():
-                self.policy.save(self.folder / "best", self.processes.first)
+            self._save_trained(BEST)
         if self.record is not None:
             self._note(tracker, found, history, seconds)
 

@@ -74,4 +74,6 @@ def load_trained(policy: Policy, place: str) -> None:
     add_trained(policy, args)
     if policy.trains_all:
         policy.keep_base("cpu")
-    policy.load_adapter_state(state["ema"] or state["adapter"])
+    if not isinstance(state.get("adapter"), dict):
+        raise ValueError(f"the checkpoint {place} was not written by flow-grpo: it holds no adapter.")
+    policy.load_adapter_state(state.get("ema") or state["adapter"])

@@ -8,6 +8,7 @@ import torch
 from huggingface_hub import save_torch_state_dict
 from torch import Tensor
 
+from flow_grpo.files import finish_weights
 from flow_grpo.memory import gathered_on_cpu, own_share, spread_like
 
 NAMED = "diffusion_pytorch_model"  # how diffusers begins the names of a transformer's files
@@ -83,6 +84,8 @@ class Whole:
             (folder / CONFIG).write_text(json.dumps({**config, "_class_name": self.kind}, indent=2), encoding="utf-8")
             state = {name: value.to(self._dtypes[name]) for name, value in state.items()}
             save_torch_state_dict(state, folder, filename_pattern=NAMED + "{suffix}.safetensors")
+            for file in folder.glob(f"{NAMED}*.safetensors"):
+                finish_weights(file)
         return folder
 
     def load(self, folder: Path) -> None:

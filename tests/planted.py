@@ -239,7 +239,7 @@ BUGS = [
     (
         "a checkpoint's LoRA is the trained one, not its moving average",
         "flow_grpo/trainable.py",
-        'policy.load_adapter_state(state["ema"] or state["adapter"])',
+        'policy.load_adapter_state(state.get("ema") or state["adapter"])',
         'policy.load_adapter_state(state["adapter"])',
         "tests/test_export.py -k found_wherever",
     ),
@@ -579,6 +579,53 @@ BUGS = [
         'encoders=("generate_prior_tokens", "encode_prompt"), alone=True)',
         'encoders=("generate_prior_tokens", "encode_prompt"))',
         "tests/test_families.py -k quoted_word",
+    ),
+    (
+        "a torn line of the metrics ends them",
+        "flow_grpo/run_folder/metrics_file.py",
+        "    return [row for line in _lines(folder / METRICS) if (row := parsed(line)) is not None]",
+        "    return [row for line in _lines(folder / METRICS) if (row := json.loads(line))]",
+        "tests/test_run_folder.py -k put_aside",
+    ),
+    (
+        "a file that does not fit on the disk takes the place of the former one",
+        "flow_grpo/files.py",
+        """            yield partial
+            _sync(partial)
+            partial.replace(file)
+""",
+        """            yield file
+            _sync(file)
+""",
+        "tests/test_run_folder.py -k leaves_what_was_there",
+    ),
+    (
+        "a run folder has no lock",
+        "flow_grpo/train.py",
+        "        lock.enter_context(locked(self.folder, tracker.say))\n",
+        "",
+        "tests/test_run_folder.py -k in_use",
+    ),
+    (
+        "ranks outlive their launcher",
+        "flow_grpo/distributed/parent.py",
+        '    if "TORCHELASTIC_RUN_ID" not in os.environ:',
+        "    if os.environ:",
+        "tests/test_parallel.py -k launcher_that_is_killed",
+    ),
+    (
+        "a rank that lost the others is taken for the one that died",
+        "flow_grpo/launch.py",
+        "if status not in (LOST, -signal.SIGTERM)]",
+        "if status]",
+        "tests/test_parallel.py -k died_first",
+    ),
+    (
+        "equal weights are unequal files",
+        "flow_grpo/files.py",
+        "json.dumps(header, sort_keys=True, ",
+        "json.dumps(header, ",
+        "tests/test_run_folder.py -k equal_files",
     ),
 ]
 

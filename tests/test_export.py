@@ -3,6 +3,7 @@
 import base64
 import json
 import re
+import shutil
 import subprocess
 import sys
 import threading
@@ -79,6 +80,24 @@ def test_the_lora_is_the_runs_and_the_hub_reads_what_it_is(run, shared):
     for one, prompt in zip(data.widget, HOSTILE, strict=False):
         assert one["text"] == plain(prompt)
         assert Image.open(shared / one["output"]["url"]).size == (240, 96)
+
+
+def test_a_run_with_odd_rows_is_exported_all_the_same(run, tmp_path):
+    shutil.copytree(run, tmp_path / "run")
+    lines = (run / "metrics.jsonl").read_text().splitlines()
+    last = json.loads(lines[-1])
+    assert "eval/reward" in last
+    lone = {"step": last["step"], "eval/reward": 0.5, "monitor/best_step": float("nan")}  # without the other measures
+    odd = [
+        {**last, "monitor/best_step": "two", "time/evaluation": 1e308},
+        lone,
+        [1],
+        {"reward": 1},
+        {"step": 2, "loss": None},
+    ]
+    (tmp_path / "run" / "metrics.jsonl").write_text("\n".join([*lines, *map(json.dumps, odd), '{"step": 2, "rew']))
+    export(tmp_path / "run", tmp_path / "out", best=True)
+    assert json.loads((tmp_path / "out" / hub.EXPORT).read_text())["step"] == last["monitor/best_step"]
 
 
 def test_prompts_stay_text_wherever_they_stand(shared):

@@ -4,6 +4,7 @@ import json
 import os
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -13,11 +14,14 @@ import psutil
 import pytest
 import torch
 from conftest import short_run
+from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 from flow_grpo import checkpoint
 from flow_grpo.config import FlowGRPOConfig
-from flow_grpo.parallel import Processes
+from flow_grpo.launch import first_dead
+from flow_grpo.parallel import LOST, Processes
 from flow_grpo.prompts import Dealer, load_prompts
+from flow_grpo.run_folder.lock import locked
 from flow_grpo.train import FlowGRPOTrainer
 
 BROKEN = """
@@ -34,6 +38,15 @@ def uneven(images, prompts):
     words = open(__file__.replace("uneven.py", "loud.txt")).read().splitlines()
     return [float(x.mean()) if p in words else 0.0 for x, p in zip(images, prompts)]
 """
+LEAVES = """
+import os
+
+
+def leaves(images, prompts):
+    if os.environ["RANK"] == "1" and os.path.exists("run/checkpoints/step_000001"):
+        os._exit(0)
+    return list(range(len(prompts)))
+"""
 SETTINGS = [
     "steps=2",
     "prompts_per_step=6",
@@ -47,7 +60,15 @@ SETTINGS = [
 ]
 
 
-ACCELERATE = ("accelerate.commands.launch", "--num_processes=2", "--mixed_precision=no", "--dynamo_backend=no")
+# without a GPU it starts two processes only when told that there are several
+ACCELERATE = (
+    "accelerate.commands.launch",
+    "--multi_gpu",
+    "--num_machines=1",
+    "--num_processes=2",
+    "--mixed_precision=no",
+    "--dynamo_backend=no",
+)
 
 
 def start(config: Path, processes: int, *more: str, launcher: tuple[str, ...] = ()) -> subprocess.Popen:
@@ -123,6 +144,7 @@ def alone(tmp_path_factory):
 def test_processes_do_what_one_does(alone, tmp_path, processes, setting, launcher):
     output = finished(start(config(tmp_path, setting), processes, launcher=launcher))
     same(alone, tmp_path)
+    assert json.loads((tmp_path / "run" / "machine.json").read_text())["processes"] == processes
     assert output.count("held out: ") == 2, "one of them speaks"
     assert len(list((tmp_path / "run" / "tensorboard").glob("events*"))) == 1, "and tracks"
     assert (tmp_path / "run" / "before_after.png").exists()
@@ -141,14 +163,89 @@ def test_a_checkpoint_of_2_is_resumed_by_1_and_by_3(alone, tmp_path):
             torch.testing.assert_close(right[name], value, rtol=0, atol=2e-5)
 
 
-def test_one_that_dies_ends_all_within_a_minute(tmp_path):
-    process = start(config(tmp_path, "steps=500"), 2)
+def ranks(launcher: subprocess.Popen) -> list[psutil.Process]:
+    """The processes of the run, by rank."""
+    found = [child for child in psutil.Process(launcher.pid).children() if "RANK" in child.environ()]
+    return sorted(found, key=lambda child: int(child.environ()["RANK"]))
+
+
+def go_on(file: Path, step: int) -> str:
+    command = f"flow-grpo train {file} --resume --num-processes 2"
+    return f"which ended the run. The checkpoint of step {step} is saved. Go on with: {command}\n"
+
+
+def test_one_that_is_killed_ends_all_and_is_named_with_the_command_to_go_on(tmp_path):
+    file = config(tmp_path, "steps=500", "save_every=500")
+    process = start(file, 2)
     in_step(process, tmp_path)
-    psutil.Process(process.pid).children()[-1].kill()
-    died = time.monotonic()
-    process.communicate(timeout=60)
-    assert time.monotonic() - died < 60
-    assert process.returncode != 0
+    ranks(process)[1].kill()
+    output = finished(process, code=2, seconds=60)
+    assert "error: rank 1 of 2 was ended by SIGKILL (as the system does when memory runs out), " + go_on(file, 0) in output
+    assert "Traceback" not in output
+
+
+def test_one_that_ends_early_as_if_all_were_well_is_named_too(tmp_path):
+    file = tmp_path / "leaves.py"
+    file.write_text(LEAVES)
+    settings = config(tmp_path, f"rewards={{'{file}:leaves': 1}}", "evaluation.prompts=null")
+    output = finished(start(settings, 2), code=2, seconds=60)
+    assert "error: rank 1 of 2 ended early with exit status 0, " + go_on(settings, 1) in output
+    assert "Traceback" not in output
+
+
+@pytest.mark.parametrize("launcher", [(), ACCELERATE])
+def test_ranks_end_with_a_launcher_that_is_killed_and_leave_the_folder_free(tmp_path, launcher):
+    process = start(config(tmp_path, "steps=500"), 2, launcher=launcher)
+    in_step(process, tmp_path)
+    left = ranks(process)
+    assert len(left) == 2
+    with pytest.raises(ValueError, match=f"is in use by process {left[0].pid} on "), locked(tmp_path / "run", print):
+        pass
+    process.kill()
+    _, alive = psutil.wait_procs(left, timeout=60)
+    assert not alive
+    process.communicate()
+    with locked(tmp_path / "run", print):
+        pass
+
+
+def test_a_rank_looks_at_its_launcher_where_the_system_does_not_end_it(tmp_path):
+    """The thread that other systems than Linux rely on."""
+    script = "import os, sys, time; sys.platform = 'other'; from flow_grpo.distributed.parent import end_with_launcher"
+    rank = f"{script}; end_with_launcher(); print(os.getpid(), flush=True); time.sleep(600)"
+    launcher = f"import subprocess, sys; subprocess.Popen([sys.executable, '-c', {rank!r}]).wait()"
+    env = {**os.environ, "TORCHELASTIC_RUN_ID": "a", "PYTHONPATH": str(Path(__file__).parent.parent)}
+    process = subprocess.Popen([sys.executable, "-c", launcher], env=env, stdout=subprocess.PIPE, text=True)
+    child = psutil.Process(int(process.stdout.readline()))
+    process.kill()
+    child.wait(60)
+    process.communicate()
+
+
+def test_the_rank_that_died_first_is_told_from_those_that_it_took_along():
+    def failures(**statuses: int) -> dict[int, ProcessFailure]:
+        return {int(rank[1:]): ProcessFailure(int(rank[1:]), 1, status, "") for rank, status in statuses.items()}
+
+    assert first_dead(failures(r0=LOST, r1=-9), 2) == (1, -9)
+    assert first_dead(failures(r0=-15, r1=3, r2=LOST), 3) == (1, 3)
+    assert first_dead(failures(r0=LOST, r2=-15), 3) == (1, 0), "it ended without a failure"
+    assert first_dead(failures(r0=LOST, r1=-15), 2) == (0, LOST)
+    assert first_dead(failures(r0=-15, r1=-15), 2) == (0, -15), "somebody ended both"
+
+
+def test_a_port_in_use_is_said_in_a_sentence(tmp_path):
+    with socket.create_server(("", 0)) as server:
+        port = server.getsockname()[1]
+        env = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "MASTER_ADDR": "localhost", "MASTER_PORT": str(port)}
+        words = [sys.executable, "-m", "flow_grpo", "train", str(config(tmp_path)), "evaluation.prompts=null"]
+        path = {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parent.parent)}
+        done = subprocess.run(words, env={**os.environ, **path, **env}, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 2
+    said = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
+    assert len(said) == 1
+    assert f"the 2 processes of the run don't meet at localhost:{port} (" in said[0]
+    assert "set MASTER_PORT to a port that no other program uses" in said[0]
+    assert "Traceback" not in done.stderr
 
 
 def test_ctrl_c_stops_all_between_two_steps_and_saves(tmp_path):

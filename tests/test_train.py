@@ -1,6 +1,5 @@
 """The loop on the embedded model: determinism, resume, signals, what goes wrong."""
 
-import json
 import os
 import signal
 from pathlib import Path
@@ -26,6 +25,12 @@ def numbers(folder: Path) -> list[dict]:
 
 def weights(folder: Path) -> dict[str, torch.Tensor]:
     return load_file(folder / "lora" / "pytorch_lora_weights.safetensors")
+
+
+def files(folder: Path) -> dict[str, bytes]:
+    found = {str(file.relative_to(folder)): file.read_bytes() for file in folder.rglob("*") if file.is_file()}
+    assert found
+    return found
 
 
 def same(one: dict, other: dict) -> bool:
@@ -57,7 +62,8 @@ def test_the_same_config_gives_the_same_numbers_and_the_micro_batch_changes_none
     for name, more in {"a": [], "b": [], "c": ["microbatch=2"]}.items():
         FlowGRPOTrainer(args=short_run(tmp_path / name, *extra, *more)).train()
     assert numbers(tmp_path / "a") == numbers(tmp_path / "b")
-    assert same(weights(tmp_path / "a"), weights(tmp_path / "b"))
+    for name in ("lora", "best", "checkpoints"):
+        assert files(tmp_path / "a" / name) == files(tmp_path / "b" / name), "to the last byte"
     for one, other in zip(numbers(tmp_path / "a"), numbers(tmp_path / "c"), strict=True):
         assert one == pytest.approx(other, rel=1e-3, abs=1e-4)  # the loss of grpo is a sum of advantages, that is 0
         if "grad_norm" in one:
@@ -122,18 +128,6 @@ def test_a_damaged_checkpoint_is_passed_over_with_a_warning(tmp_path, capsys):
     assert "step_000002 is damaged" in output
     assert "resumed at step 1 of 2" in output
     assert numbers(tmp_path / "run") == before
-
-
-def test_a_checkpoint_is_whole_or_not_there(tmp_path, monkeypatch):
-    trainer = FlowGRPOTrainer(args=short_run(tmp_path / "run"))
-
-    def fail(*_):
-        raise OSError("disk full")
-
-    monkeypatch.setattr(Path, "write_text", fail)
-    with pytest.raises(OSError, match="disk full"):
-        trainer.save()
-    assert not list((tmp_path / "run" / "checkpoints").glob("step_*"))
 
 
 def test_a_ratio_that_is_not_a_number_stops_the_run(tmp_path, monkeypatch):
@@ -379,8 +373,3 @@ def test_an_old_run_is_not_overwritten(tmp_path):
         FlowGRPOTrainer(args=args).train()
     with pytest.raises(ValueError, match="no checkpoint"):
         FlowGRPOTrainer(args=short_run(tmp_path / "new")).train(resume=True)
-
-
-def test_metrics_survive_a_line_that_was_cut_off(tmp_path):
-    (tmp_path / "metrics.jsonl").write_text(json.dumps({"step": 1, "reward": 0.5}) + '\n{"step": 2, "rew')
-    assert read_metrics(tmp_path) == [{"step": 1, "reward": 0.5}]

@@ -1,0 +1,81 @@
+"""metrics.jsonl: a row of numbers for each training step and each evaluation, and rows with warnings.
+
+    {"step": 3, "reward": 0.61, "loss": -0.02, ...}     a training step, which has `loss`
+    {"step": 4, "eval/reward": 0.63, ...}               an evaluation, which has `eval/reward`
+    {"step": 4, "warning": "...", "fallen": "clip"}     a warning
+
+A crash, a full disk or another program can leave lines that are no rows. They end nothing: reading passes over them, and a run
+that is resumed moves them to metrics.torn.jsonl.
+"""
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+from flow_grpo.files import append, write_whole
+
+METRICS, TORN = "metrics.jsonl", "metrics.torn.jsonl"
+TEXTS = ("warning", "fallen")  # all other values are numbers
+LAST = 10**12  # no run has more steps
+LARGE = 1e100  # what is larger counts as infinite, so that sums and squares of metrics stay numbers
+
+
+def read_metrics(folder: Path) -> list[dict]:
+    """All rows of a run's metrics that can be read, in the file's order."""
+    return [row for line in _lines(folder / METRICS) if (row := parsed(line)) is not None]
+
+
+def has_metrics(folder: Path) -> bool:
+    """Whether a run has written anything there, readable or not."""
+    return bool(_lines(folder / METRICS))
+
+
+def append_row(folder: Path, row: dict[str, Any]) -> None:
+    """Adds a row, which is on disk when this returns."""
+    append(folder / METRICS, json.dumps(row))
+
+
+def rewind(folder: Path, step: int) -> str | None:
+    """Drops the rows after a step, and moves lines that are no rows to metrics.torn.jsonl.
+
+    Returns a sentence that says how many were moved, if any were.
+    """
+    file, torn = folder / METRICS, folder / TORN
+    lines = _lines(file)
+    rows = [(line, row) for line in lines if (row := parsed(line)) is not None]
+    foreign = [line for line in lines if parsed(line) is None]
+    if foreign:
+        former = _lines(torn)
+        write_whole(torn, _joined(former + [line for line in foreign if line not in former]))
+    write_whole(file, _joined([line for line, row in rows if row["step"] <= step]))
+    if not foreign:
+        return None
+    what = "1 line that is no row" if len(foreign) == 1 else f"{len(foreign)} lines that are no rows"
+    return f"{file} had {what} of metrics, cut off or written by something else: moved to {torn}."
+
+
+def parsed(line: bytes) -> dict[str, Any] | None:
+    """A line as a row with its numbers and texts, or None if it is none: no JSON object, or one without a step."""
+    try:
+        row = json.loads(line.decode())
+    except (ValueError, RecursionError):  # ValueError: cut off, not UTF-8, or a number of thousands of digits
+        return None
+    step = row.get("step") if isinstance(row, dict) else None
+    if isinstance(step, bool) or not isinstance(step, int) or not 0 <= step <= LAST:
+        return None
+    numbers = {key: _bounded(value) for key, value in row.items() if isinstance(value, int | float) and key not in TEXTS}
+    return {**numbers, **{key: row[key] for key in TEXTS if isinstance(row.get(key), str)}}
+
+
+def _bounded(value: float) -> float:
+    return value if not abs(value) > LARGE else math.inf if value > 0 else -math.inf
+
+
+def _lines(file: Path) -> list[bytes]:
+    """The lines of a file that are not blank."""
+    return [line for line in file.read_bytes().split(b"\n") if line.strip()] if file.is_file() else []
+
+
+def _joined(lines: list[bytes]) -> bytes:
+    return b"".join(line + b"\n" for line in lines)
