@@ -71,6 +71,7 @@ def write(folder: Path, run: Story, args: FlowGRPOConfig, step: int, merged: boo
         "shown": shown,
         "warnings": [(row["step"], row["warning"]) for row in run.warnings],
         "watched": bool(ends) and len(prompts) >= monitor.LEAST,
+        "limits": monitor.limits(),
         "gamed": {name: _sentence(name, "Gamed") for name in trained},
         "snippet": snippet(folder, args, run, merged, source),
         "options": {name: reward.options for name, reward in {**args.evaluation.rewards, **args.rewards}.items()},

@@ -5,7 +5,7 @@ Paths lie in a box of 1000 x 1000; ticks come as shares of the box with their la
 
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 Point = tuple[float, float]
 BOX = 1000.0
@@ -21,7 +21,6 @@ class Line:
     points: list[Point]
     kind: str = "line"
     run: int = 0
-    band: list[tuple[float, float, float]] = field(default_factory=list)  # x, low, high
 
 
 def draw(title: str, lines: Iterable[Line], note: str = "", marks: Iterable[tuple[int, int]] = ()) -> dict | None:
@@ -34,9 +33,8 @@ def draw(title: str, lines: Iterable[Line], note: str = "", marks: Iterable[tupl
     ys = [y for line in lines for _, y in line.points]
     if max((len(line.points) for line in lines), default=0) < 2 or max(ys) - min(ys) <= STILL * max(map(abs, ys)):
         return None
-    edges = [edge for line in lines for _, *both in line.band for edge in both]
     left, right = 0.0, max(x for line in lines for x, _ in line.points)
-    low, high = _room(min(ys + edges), max(ys + edges))
+    low, high = _room(min(ys), max(ys))
 
     def place(x: float, y: float) -> str:
         return f"{BOX * (x - left) / (right - left):.1f} {BOX * (high - y) / (high - low):.1f}"
@@ -47,9 +45,6 @@ def draw(title: str, lines: Iterable[Line], note: str = "", marks: Iterable[tupl
         shape = {"kind": line.kind, "run": line.run, "path": "M" + "L".join(place(x, y) for x, y in points)}
         if line.kind == "dots":
             shape["dots"] = "".join(f"M{place(x, y)}h0" for x, y in points)
-        if line.band:
-            upper, lower = thin([(x, b) for x, _, b in line.band]), thin([(x, a) for x, a, _ in line.band])
-            shape["band"] = "M" + "L".join(place(x, y) for x, y in [*upper, *lower[::-1]]) + "Z"
         drawn.append(shape)
     read = [line for line in lines if line.kind != "faint"]
     ends = [f"{line.label} from {number(line.points[0][1])} to {number(line.points[-1][1])}" for line in read]
@@ -59,7 +54,7 @@ def draw(title: str, lines: Iterable[Line], note: str = "", marks: Iterable[tupl
         "label": f"{title}, steps {left:.0f} to {right:.0f}: {'; '.join(ends)}",
         "lines": drawn,
         "marks": [{"run": run, "x": _percent(step, left, right)} for run, step in marks],
-        "x": [{"at": _percent(x, left, right), "text": text} for x, text in ticks(left, right, 4) if float(x).is_integer()],
+        "x": [{"at": _percent(x, left, right), "text": text} for x, text in ticks(left, right, min(4, right - left))],
         "y": [{"at": _percent(y, high, low), "text": text} for y, text in ticks(low, high, 4)],
         "last": right,
         "data": [{"label": line.label, "run": line.run, "points": [rounded(p) for p in thin(line.points)]} for line in read],

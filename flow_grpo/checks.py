@@ -10,7 +10,13 @@ if TYPE_CHECKING:
 
 ON_STEPS = ("grpo", "reinforce", "grpo_guard", "dppo", "ppo")
 ON_FINALS = ("awm", "nft", "sft", "dpo")
-ZERO_WITHOUT_ADVANTAGE = ("grpo", "reinforce", "grpo_guard", "dppo", "awm")  # the loss of a row is 0 where its advantage is 0
+ZERO_WITHOUT_ADVANTAGE = (
+    "grpo",
+    "reinforce",
+    "grpo_guard",
+    "dppo",
+    "awm",
+)  # the loss of a row is 0 where its advantage is 0
 ADVANTAGES = ("grpo", "batch_std", "dr_grpo", "rloo", "reinforce_pp", "gdpo", "rank")
 TRACKERS = ("tensorboard", "wandb", "mlflow", "trackio", "swanlab")
 

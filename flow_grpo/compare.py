@@ -247,13 +247,14 @@ def plot(runs: list[Run], measure: str, target: float | None, file: Path) -> Non
     for axes, (label, x) in zip(panels, axes_of.items(), strict=True):
         for number, name in enumerate(names):
             curves = [run.points() for run in runs if run.name == name]
-            style = {"color": f"C{number % 10}", "linestyle": "-" if number < 10 else "--"}
+            style = {"color": f"C{number % 10}", "linestyle": ("-", "--", "-.", ":")[number % 4]}
             for points in curves:
                 axes.plot([x(p) for p in points], [p.values[measure] for p in points], linewidth=0.8, alpha=0.35, **style)
             together = list(zip(*curves, strict=False))  # as far as the shortest goes
             xs = [statistics.mean(x(p) for p in points) for points in together]
             ys = [statistics.mean(p.values[measure] for p in points) for points in together]
-            axes.plot(xs, ys, label=name, linewidth=1.8, **style)
+            # the first ones are wider, so that a curve that lies on another one hides nothing
+            axes.plot(xs, ys, label=name, linewidth=1.6 + 4 * (1 - (number + 1) / len(names)), **style)
         if target is not None:
             axes.axhline(target, color="0.5", linewidth=0.8, linestyle=":")
         axes.set_xlabel(label)

@@ -7,11 +7,12 @@ at each evaluation:
     the trained reward has risen    above the first evaluation's by more than 3 standard errors, not fallen since the best one below, and
     a watched measure has fallen    below its best evaluation so far by more than 3 standard errors, and by more than a share of
                                     its size, the root mean square over the prompts at that best one: a fiftieth of a reward
-                                    that is not trained on, a third of the sharpness, three quarters of the diversity.
+                                    that is not trained on, a third of the high-frequency power, three quarters of the
+                                    diversity.
 
 So neither noise nor a trifle warns, and what falls together with the trained reward is a run that fails, not one that cheats.
 Pictures that all do as they are told differ less: the embedded model's diversity halves while it learns to spell. So diversity has
-to collapse, and sharpness to be lost as blur loses it, before either warns.
+to collapse, and high-frequency power to be lost as blur loses it, before either warns.
 
 The best evaluation is the one whose rewards that are not trained on, each as its change since the first evaluation in shares of
 its size there, have the largest mean; without such rewards it is the trained reward's best.
@@ -27,7 +28,7 @@ from torch import Tensor
 ERRORS = 3.0  # standard errors that noise does not reach
 LEAST = 8  # prompts: fewer say nothing
 SHARE = 0.02
-SHARPNESS, DIVERSITY = "sharpness of the pictures", "diversity of the pictures"
+SHARPNESS, DIVERSITY = "high-frequency power of the images", "diversity of the images"
 SHARES = {SHARPNESS: 1 / 3, DIVERSITY: 3 / 4}
 
 
@@ -38,7 +39,7 @@ class Reading:
     step: int
     reward: list[float]  # the trained sum
     held_out: dict[str, list[float]]  # rewards that are not trained on
-    looks: dict[str, list[float]]  # sharpness and diversity
+    looks: dict[str, list[float]]  # high-frequency power and diversity
 
 
 def falls(history: list[Reading]) -> dict[str, tuple[int, float]]:
@@ -83,6 +84,15 @@ def warnings(history: list[Reading]) -> dict[str, str]:
         name: f"{name}, which is not trained on, has fallen by {share:.0%} since step {since} {end}"
         for name, (since, share) in falls(history).items()
     }
+
+
+def limits() -> str:
+    """What the monitor watches and from where on it warns, as one sentence."""
+    return (
+        f"The monitor warns when, while the trained reward rises, a reward that is not trained on falls by more than {SHARE:.0%}, "
+        f"the {SHARPNESS} by more than {SHARES[SHARPNESS]:.0%} or their diversity by more than {SHARES[DIVERSITY]:.0%} of its best "
+        "value, and by more than noise explains."
+    )
 
 
 def numbers(history: list[Reading]) -> dict[str, float]:

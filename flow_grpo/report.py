@@ -27,11 +27,12 @@ SHOWN = 8  # prompts with a film
 SIGNALS = {
     "kl": ("Distance from the base model", "KL of the trained model to the base"),
     "frac_reward_zero_std": ("Groups without signal", "share whose images all got one reward"),
-    "ratio/max_deviation": ("Largest ratio", "how far new over old probability went from 1"),
+    "reward_std": ("Spread within a group", "standard deviation of the rewards of a prompt's images"),
+    "ratio/max_deviation": ("Largest deviation of the ratio from 1", "of new over old probability"),
     "clip_ratio": ("Clipped", "share of ratios beyond the clip range"),
     "grad_norm": ("Gradient", "its norm before clipping"),
-    "monitor/sharpness": ("Sharpness", "high-frequency power of the held-out pictures"),
-    "monitor/diversity": ("Diversity", "how much two pictures of a prompt differ"),
+    "monitor/sharpness": ("High-frequency power", "of the held-out images: blur loses it, grain adds it"),
+    "monitor/diversity": ("Diversity", "how much two images of a prompt differ"),
 }
 OF_EVALUATIONS = ("monitor/sharpness", "monitor/diversity")
 HIDDEN = dict.fromkeys([*range(0x202A, 0x202F), *range(0x2066, 0x206A), 0x200E, 0x200F, 0xFEFF], "\ufffd")
@@ -77,7 +78,7 @@ def view(run: Story, name: str) -> dict[str, Any]:
         "name": name,
         "sentence": summary.sentence(run),
         "others": summary.others(run),
-        "watched": len(run.held_out) > 1 and not any("fallen" in row for row in run.warnings),
+        "monitored": "" if any("fallen" in row for row in run.warnings) else summary.monitored(run),
         "cost": summary.cost(run),
         "table": summary.table(run),
         "ends": ends(run),
@@ -116,33 +117,32 @@ def charts(runs: list[Story], names: list[str]) -> tuple[list[dict], list[dict],
         chart = draw(summary.short(name), lines, note if trained else "not trained on", marks.get(name, ()))
         found.append(chart)
         if not chart and lines[0].points:
-            flat.append(f"{summary.short(name)} {number(lines[0].points[-1][1])}")
+            flat.append(f"{summary.short(name)}: {number(lines[0].points[-1][1])}")
     signals = []
     for key, (title, note) in SIGNALS.items():
         rows = [run.held_out if key in OF_EVALUATIONS else run.steps for run in runs]
         kind = "dots" if key in OF_EVALUATIONS else "line"
         lines = [Line(labels[i] or title.lower(), series(rows[i], key), kind, i) for i in range(len(runs))]
-        chart = draw(title, lines, note, marks.get(f"{title.lower()} of the pictures", ()))
+        fallen = [f"{title.lower()} of the {images}" for images in ("images", "pictures")]  # pictures: runs of 0.3
+        chart = draw(title, lines, note, [mark for name in fallen for mark in marks.get(name, ())])
         values = {y for line in lines for _, y in line.points}
         if chart:
             signals.append(chart)
         elif len(values) == 1:
-            flat.append(f"{title.lower()} {values.pop():g}")
+            flat.append(f"{title[0].lower()}{title[1:]}: {values.pop():g}")
     return [chart for chart in found if chart], signals, flat
 
 
 def reward_lines(runs: list[Story], labels: list[str]) -> tuple[str, list[Line], str]:
-    """Title, lines and note of the reward in training and held out; one run alone shows its spread too."""
+    """Title, lines and note of the reward in training and held out; one run alone shows each step too."""
     lines = []
     for i, run in enumerate(runs):
         points = series(run.steps, "reward")
         if len(runs) == 1:
-            band = [(x, y - s, y + s) for (x, y), (_, s) in zip(points, series(run.steps, "reward_std"), strict=False)]
-            lines.append(Line("", points, "faint", i, band))
+            lines.append(Line("", points, "faint", i))
         lines.append(Line(f"{labels[i]} in training".strip(), smooth(points), "soft", i))
         lines.append(Line(f"{labels[i]} held out".strip(), series(run.held_out, "eval/reward"), "dots", i))
-    spread = ", with the spread within a group" if len(runs) == 1 else ""
-    return "Reward", lines, f"line: in training{spread}; dots: held out"
+    return "Reward", lines, "line: in training; dots: held out"
 
 
 def series(rows: list[dict], key: str) -> list[tuple[float, float]]:
@@ -196,10 +196,10 @@ def group(folder: Path, place: int, content: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def ends(run: Story) -> dict[str, list[dict]]:
-    """The best and the worst held-out prompts of the last evaluation, with how they did at the first."""
+def ends(run: Story) -> list[dict[str, Any]]:
+    """The best and the worst held-out prompts of the last evaluation, with how they did at the first, under a title each."""
     if not run.evaluations:
-        return {}
+        return []
     first, last = run.evaluations[0], run.evaluations[-1]
     order, now, then = last["extremes"], last["values"]["reward"], first["values"]["reward"]
     rows = [
@@ -212,7 +212,19 @@ def ends(run: Story) -> dict[str, list[dict]]:
         for place in order
     ]
     half = len(rows) // 2
-    return {"Best": rows[:half], "Worst": rows[half:][::-1]} if half else {}
+    if half and rows[0]["now"] == rows[-1]["now"]:
+        return [
+            {"title": f"All {len(now)} prompts have the reward {number(rows[0]['now'])}", "note": "", "rows": rows[:half]}
+        ]
+    parts = {"Best": rows[:half], "Worst": rows[half:][::-1]} if half else {}
+    return [{"title": title, "note": _tied(part, now), "rows": part} for title, part in parts.items()]
+
+
+def _tied(rows: list[dict[str, Any]], values: list[float]) -> str:
+    """Says how many prompts share the reward of the last row, if some of them are not shown."""
+    reward = rows[-1]["now"]
+    count, shown = sum(value == reward for value in values), sum(row["now"] == reward for row in rows)
+    return f"{count} prompts have {number(reward)}; {shown} of them are shown" if count > shown else ""
 
 
 def picture(file: Path) -> str | None:

@@ -6,12 +6,15 @@ from typing import Any
 
 from flow_grpo.charts import number
 from flow_grpo.config import FlowGRPOConfig
+from flow_grpo.monitor import DIVERSITY, SHARPNESS, limits
 from flow_grpo.sections import RewardConfig
 from flow_grpo.story import Story
 from flow_grpo.text import counted
 
 ERRORS = 2.0  # standard errors from which on a change is called one
 LEAST = 0.06  # share of the time from which on a part of it is named
+TOLD = 0.1  # share of its best value from which on a fall of the images' own measures is told
+LOOKS = {"monitor/sharpness": SHARPNESS, "monitor/diversity": DIVERSITY}
 PARTS = {"rollout": "drawing", "decode": "decoding", "reward": "scoring", "update": "updating"}
 
 
@@ -28,8 +31,7 @@ def sentence(run: Story) -> str:
     done = counted(steps, "step") if steps >= wanted else f"{steps} of {counted(wanted, 'step')} so far"
     start = f"{short(run.config.get('model', 'A model'))} was trained on {rewards} for {done}"
     if len(run.held_out) < 2:
-        first, last = _ends([row["reward"] for row in run.steps if "reward" in row])
-        return f"{start}." if first is None else f"{start}: the reward went from {number(first)} to {number(last)}."
+        return f"{start}{_in_training([row['reward'] for row in run.steps if 'reward' in row])}."
     measure = run.measures[0]
     told = change(run, measure)
     what = "the sum of its rewards" if measure == "reward" else "it" if short(measure) == rewards else short(measure)
@@ -68,7 +70,7 @@ def paired_error(run: Story, measure: str) -> float | None:
 def table(run: Story) -> dict[str, Any]:
     """The evaluations: a row for each, a column for each measure, and the change in the last row."""
     names = run.measures
-    looks = [key for key in ("monitor/sharpness", "monitor/diversity") if any(key in row for row in run.held_out)]
+    looks = [key for key in LOOKS if any(key in row for row in run.held_out)]
     rows = [
         {
             "step": row["step"],
@@ -81,7 +83,7 @@ def table(run: Story) -> dict[str, Any]:
     changes = [change(run, name) for name in names] if len(rows) > 1 else []
     return {
         "columns": [{"name": short(name), "trained": name in run.trained or name == "reward"} for name in names]
-        + [{"name": key.removeprefix("monitor/"), "trained": False} for key in looks],
+        + [{"name": LOOKS[key].removesuffix(" of the images"), "trained": False} for key in looks],
         "rows": rows,
         "changes": [signed(c["by"]) + (f" ± {number(c['error'])}" if c["error"] is not None else "") for c in changes]
         + [f"{_gain(run.held_out, key):+.4f}".replace("-", "−") for key in looks if changes],
@@ -179,7 +181,26 @@ def _gain(rows: list[dict], key: str) -> float:
     return rows[-1].get(key, math.nan) - rows[0].get(key, math.nan)
 
 
-def _ends(values: list[float]) -> tuple[float | None, float]:
-    """The means of the first and of the last tenth."""
-    part = max(1, len(values) // 10)
-    return (statistics.fmean(values[:part]), statistics.fmean(values[-part:])) if values else (None, math.nan)
+def _in_training(rewards: list[float]) -> str:
+    """What the rewards of the training steps say: each step has prompts of its own, so single steps can't be compared."""
+    if len(rewards) < 2:
+        return f": the mean reward in training was {number(rewards[0])}" if rewards else ""
+    part = max(1, len(rewards) // 4)
+    first, last = statistics.fmean(rewards[:part]), statistics.fmean(rewards[-part:])
+    steps = f"{part} steps" if part > 1 else "step"
+    return (
+        f": without held-out prompts, only the mean reward in training is known, on prompts that differ from step to step: {number(first)} "
+        f"in the first {steps}, {number(last)} in the last {steps}"
+    )
+
+
+def monitored(run: Story) -> str:
+    """What the monitor has to say of a run that it did not warn of."""
+    if len(run.held_out) < 2:
+        return ""
+    said = [f"{limits()} It has not warned."]
+    for key, name in LOOKS.items():
+        values = [row[key] for row in run.held_out if key in row]
+        if len(values) > 1 and values[-1] < (1 - TOLD) * max(values):
+            said.append(f"The {name} fell by {1 - values[-1] / max(values):.0%}.")
+    return " ".join(said)

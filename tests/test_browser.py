@@ -150,7 +150,7 @@ def test_the_curves_are_read_by_pointer_and_arrow_keys(open_page, file):
     assert page.locator(".lead output").inner_text().startswith("step 20:")
     page.mouse.move(0, 0)
     assert page.locator(".lead output").inner_text() == ""
-    clip = page.locator(".chart", has_text="Sharpness").locator("svg path")
+    clip = page.locator(".chart", has_text="High-frequency power").locator("svg path")
     assert clip.first.bounding_box()["width"] > 150, "the line spans the chart"
 
 

@@ -133,12 +133,63 @@ def test_the_film_has_its_first_and_last_picture_and_no_more_than_a_page_bears(t
 
 
 def test_best_and_worst_prompts_are_those_of_the_last_evaluation(tmp_path):
-    found = report.ends(Story(synthetic_run(tmp_path / "run")))
-    assert [row["prompt"] for row in found["Best"]] == PROMPTS[:-5:-1]
-    assert [row["prompt"] for row in found["Worst"]] == PROMPTS[:4]
-    assert found["Worst"][0]["then"] == pytest.approx(0.5)
-    assert found["Worst"][0]["now"] == pytest.approx(0.6)
-    assert found["Best"][0]["picture"].startswith("data:image/webp;base64,")
+    best, worst = report.ends(Story(synthetic_run(tmp_path / "run")))
+    assert (best["title"], worst["title"]) == ("Best", "Worst")
+    assert [row["prompt"] for row in best["rows"]] == PROMPTS[:-5:-1]
+    assert [row["prompt"] for row in worst["rows"]] == PROMPTS[:4]
+    assert worst["rows"][0]["then"] == pytest.approx(0.5)
+    assert worst["rows"][0]["now"] == pytest.approx(0.6)
+    assert best["rows"][0]["picture"].startswith("data:image/webp;base64,")
+    assert best["note"] == worst["note"] == ""
+
+
+def test_prompts_with_equal_rewards_are_said_to_be_equal(tmp_path):
+    """Of twenty prompts, twelve have the best reward; then all of them."""
+    folder = synthetic_run(tmp_path / "run")
+    for count, titles in ((12, ["Best", "Worst"]), (20, ["All 20 prompts have the reward 1.000"])):
+        for file in folder.glob("pictures/*/evaluation.json"):
+            content = json.loads(file.read_text())
+            content["values"]["reward"] = [1.0] * count + [0.01 * i for i in range(20 - count)]
+            content["extremes"] = [0, 1, 2, 3, *range(16, 20)][: 8 if count < 20 else 4] + (
+                [] if count < 20 else [16, 17, 18, 19]
+            )
+            file.write_text(json.dumps(content))
+        found = report.ends(Story(folder))
+        assert [part["title"] for part in found] == titles
+        assert found[0]["note"] == ("12 prompts have 1.000; 4 of them are shown" if count < 20 else "")
+
+
+def test_the_report_says_what_the_monitor_watches_and_what_fell_without_a_warning(tmp_path):
+    folder = synthetic_run(tmp_path / "run")
+    said = page(tmp_path, folder).text
+    assert "diversity by more than 75%" in said
+    assert "It has not warned." in said
+    assert "diversity of the images fell" not in said
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    for row in rows:
+        if "monitor/diversity" in row:
+            row["monitor/diversity"] = 0.2 - 0.0031 * row["step"]
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert "The diversity of the images fell by 62%." in page(tmp_path, folder).text
+    warned = synthetic_run(tmp_path / "warned", warning="clip has fallen")
+    assert "has not warned" not in page(tmp_path, warned).text
+
+
+def test_the_report_names_a_measure_the_same_way_everywhere(tmp_path):
+    said = page(tmp_path, synthetic_run(tmp_path / "run")).text.lower()
+    assert "high-frequency power" in said
+    assert "sharpness" not in said
+
+
+def test_a_ratio_of_exactly_1_is_said_to_deviate_by_0(tmp_path):
+    assert "largest deviation of the ratio from 1: 0" in page(tmp_path, synthetic_run(tmp_path / "run")).text
+
+
+def test_steps_are_whole_numbers_on_the_axis():
+    for last in (1, 2, 3, 7, 40):
+        chart = charts.draw("x", [charts.Line("up", [(float(x), float(x)) for x in range(last + 1)])])
+        assert all(tick["text"].isdigit() for tick in chart["x"]), chart["x"]
+        assert chart["x"][0]["text"] == "0"
 
 
 def test_the_settings_are_those_that_differ_from_the_default(tmp_path):
@@ -182,7 +233,9 @@ def test_a_run_without_pictures_or_evaluations_has_a_report_too(tmp_path):
     assert found.data["runs"][0]["frames"] == []
     rows = [training_row(step, 0.1 * step) for step in range(1, 4)]
     (bare / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    assert "for 3 of 40 steps so far: the reward went from 0.100 to 0.300" in page(tmp_path, bare).text
+    said = page(tmp_path, bare).text
+    assert "for 3 of 40 steps so far: without held-out prompts, only the mean reward in training is known" in said
+    assert "0.100 in the first step, 0.300 in the last step" in said
     (bare / "metrics.jsonl").write_text("")
     assert "No training step or evaluation has been logged yet" in page(tmp_path, bare).text
 

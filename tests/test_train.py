@@ -196,7 +196,9 @@ OBJECTIVES = {  # what a row without advantage adds to the gradient: nothing, it
     "grpo with a KL": ["objective.kl_weight=0.3"],
     "awm with a KL": ["sampling={steps: 3, transition: ode}", "objective={name: awm, kl_weight: 0.3}"],
     "nft": ["sampling={steps: 3, transition: ode}", "objective={name: nft}"],
-    "a function of one's own": [f"objective={{name: '{Path(__file__).parent / 'sample_objectives.py'}:towards_the_sample'}}"],
+    "a function of one's own": [
+        f"objective={{name: '{Path(__file__).parent / 'sample_objectives.py'}:towards_the_sample'}}"
+    ],
 }
 
 
