@@ -26,6 +26,7 @@ from flow_grpo.memory import arrange, compile_blocks, gathered_on_cpu, quantizat
 from flow_grpo.parallel import Processes
 from flow_grpo.pipeline import ENCODERS, PROBES, FlowPipeline
 from flow_grpo.probe import first_line
+from flow_grpo.quiet import quietly
 from flow_grpo.sections import MemoryConfig
 from flow_grpo.whole import Whole
 
@@ -320,6 +321,7 @@ class Policy(FlowPipeline):
             own[name].copy_(spread_like(value, own[name]))
 
 
+@quietly()
 def load_policy(
     path_or_name: str,
     device: str | None = None,
@@ -349,7 +351,7 @@ def load_policy(
     if dtype not in ("auto", *DTYPES):
         raise ValueError(f"unknown dtype {dtype!r}; choose one of auto, {', '.join(DTYPES)}.")
     source = hub.locate(path_or_name)
-    device = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    device = device or default_device()
     try:
         torch.empty(0, device=device)
     except (RuntimeError, AssertionError) as error:
@@ -373,6 +375,13 @@ def load_policy(
     if lora is not None:
         policy.load_lora(lora)
     return policy
+
+
+def default_device() -> str:
+    """cuda, else mps (untested: no such machine was at hand), else cpu."""
+    if torch.cuda.is_available():
+        return "cuda"
+    return "mps" if torch.backends.mps.is_available() else "cpu"
 
 
 def fast_dtype(device: str) -> torch.dtype:
