@@ -30,7 +30,15 @@ app = typer.Typer(
 )
 console = Console()
 errors = Console(stderr=True)
-for verb in (eval_cli.score, around_cli.plan, around_cli.report, around_cli.export, reward_cli.serve):
+for verb in (
+    eval_cli.score,
+    around_cli.init,
+    around_cli.schema,
+    around_cli.plan,
+    around_cli.report,
+    around_cli.export,
+    reward_cli.serve,
+):
     app.command()(verb)
 app.command("eval")(eval_cli.evaluate)
 app.add_typer(reward_cli.app, name="rewards")

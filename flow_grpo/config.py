@@ -106,6 +106,9 @@ class FlowGRPOConfig(Section):
     """Run folder. Read from a file, it is runs/NAME with the config's file name; `{name}` stands for it in one's own."""
     save_every: PositiveInt = 25
     """Training steps between checkpoints."""
+    sample_every: Annotated[int, Field(ge=0)] = 0
+    """Training steps between grids of images in RUN/samples, of the first held-out (or training) prompts with fixed seeds; they are not
+    scored. 0 draws none."""
     keep: PositiveInt = 2
     """Checkpoints kept."""
     device: str | None = None
@@ -113,6 +116,13 @@ class FlowGRPOConfig(Section):
     trackers: dict[str, dict[str, Any]] = Field(default={"tensorboard": {}})
     """Programs that show the run as well, through accelerate: tensorboard (its files in RUN/tensorboard), wandb, mlflow, trackio,
     swanlab. A list of them, or each with arguments of its own, {wandb: {project: signs, entity: me}}; [] is none."""
+
+    def __init__(self, **settings: Any) -> None:
+        """Takes the settings as keywords. ValueError: one sentence on what is wrong."""
+        try:
+            super().__init__(**settings)
+        except ValidationError as error:
+            raise ValueError(_sentence(error)) from None
 
     @model_validator(mode="before")
     @classmethod
@@ -266,7 +276,7 @@ class FlowGRPOConfig(Section):
 
     def changes(self, now: "FlowGRPOConfig") -> dict[str, tuple[Any, Any]]:
         """The settings that change a run's numbers and differ, here and `now`: not its length, its places, or what only looks at it."""
-        free: Any = dict.fromkeys(("steps", "output", "save_every", "keep", "device", "trackers"), True)
+        free: Any = dict.fromkeys(("steps", "output", "save_every", "sample_every", "keep", "device", "trackers"), True)
         free["evaluation"] = {"every", "pictures", "rewards"}  # the others make evaluations that can't be compared
         free["memory"] = {"shard"}  # whose processes' shares a checkpoint does not know
         free["rewards"] = {"__all__": {"remote", "isolate", "python"}}  # where a reward runs is not what it says

@@ -27,6 +27,7 @@ from flow_grpo.memory import arrange, compile_blocks, gathered_on_cpu, quantizat
 from flow_grpo.parallel import Processes
 from flow_grpo.pipeline import ENCODERS, PROBES, FlowPipeline
 from flow_grpo.probe import first_line
+from flow_grpo.quiet import quietly
 from flow_grpo.sections import MemoryConfig
 from flow_grpo.whole import Whole
 
@@ -323,6 +324,7 @@ class Policy(FlowPipeline):
             own[name].copy_(spread_like(value, own[name]))
 
 
+@quietly()
 def load_policy(
     path_or_name: str,
     device: str | None = None,
@@ -352,7 +354,7 @@ def load_policy(
     if dtype not in ("auto", *DTYPES):
         raise ValueError(f"unknown dtype {dtype!r}; choose one of auto, {', '.join(DTYPES)}.")
     source = hub.locate(path_or_name)
-    device = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    device = device or default_device()
     try:
         torch.empty(0, device=device)
     except (RuntimeError, AssertionError) as error:
@@ -382,6 +384,13 @@ def _check_fit(state: dict[str, Tensor], own: Mapping[str, Tensor]) -> None:
     """ValueError if a checkpoint holds other tensors than these."""
     if {name: value.shape for name, value in state.items()} != {name: value.shape for name, value in own.items()}:
         raise ValueError("the checkpoint's adapter has other modules or another rank than the config asks for.")
+
+
+def default_device() -> str:
+    """cuda, else mps (untested: no such machine was at hand), else cpu."""
+    if torch.cuda.is_available():
+        return "cuda"
+    return "mps" if torch.backends.mps.is_available() else "cpu"
 
 
 def fast_dtype(device: str) -> torch.dtype:

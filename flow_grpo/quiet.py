@@ -4,6 +4,9 @@ import logging
 import os
 import threading
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
 
 LOGGERS = (
     "huggingface_hub",
@@ -28,13 +31,35 @@ def before_imports() -> None:
 def quiet_libraries() -> None:
     """And what they say later. Imports them."""
     before_imports()
+    for library in _libraries():
+        library.set_verbosity_error()
+        library.disable_progress_bar()
+    threading.excepthook = _thread_failed
+
+
+@contextmanager
+def quietly() -> Iterator[None]:
+    """Keep warnings, log lines and progress bars out while a pipeline is loaded and probed; afterwards all is as it was."""
+    before = [(library, library.get_verbosity(), library.is_progress_bar_enabled()) for library in _libraries()]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        try:
+            for library, _, _ in before:
+                library.set_verbosity_error()
+                library.disable_progress_bar()
+            yield
+        finally:
+            for library, verbosity, enabled in before:
+                library.set_verbosity(verbosity)
+                if enabled:
+                    library.enable_progress_bar()
+
+
+def _libraries() -> list[Any]:
     from diffusers.utils import logging as diffusers_logging
     from transformers.utils import logging as transformers_logging
 
-    for chatty in (diffusers_logging, transformers_logging):
-        chatty.set_verbosity_error()
-        chatty.disable_progress_bar()
-    threading.excepthook = _thread_failed
+    return [diffusers_logging, transformers_logging]
 
 
 def _thread_failed(args: threading.ExceptHookArgs) -> None:

@@ -16,6 +16,7 @@ from flow_grpo.run_folder.metrics_file import append_row, read_metrics, rewind
 
 if TYPE_CHECKING:
     from flow_grpo.dashboards import Board
+    from flow_grpo.training.callbacks import CallbackList
 
 
 class Tracker:
@@ -37,15 +38,17 @@ class Tracker:
         self._task = self._progress.add_task("training", total=total_steps, numbers="")
         self._started, self._first = time.monotonic(), 0
         self._boards: list[Board] = []
+        self.callbacks: CallbackList | None = None
 
     def __enter__(self) -> "Tracker":
-        if self.console.is_terminal:
+        if self.console.is_terminal or self.console.is_jupyter:
             self._progress.start()
         return self
 
     def __exit__(self, *_: Any) -> None:
-        with suppress(OSError):  # the disk of a console that is a file may be full, which something has said already
-            self._progress.stop()
+        if self._progress.live.is_started:  # else it would print an empty line
+            with suppress(OSError):  # the disk of a console that is a file may be full, which something has said already
+                self._progress.stop()
         self._show(lambda board: board.finish())
 
     def watched_by(self, boards: "list[Board]") -> None:
@@ -67,6 +70,8 @@ class Tracker:
         """Appends the numbers of a finished training step (1 is the first) or of an evaluation (`eval/...`)."""
         self._append({"step": step, **metrics})
         self._show(lambda board: board.log(step, metrics))
+        if self.callbacks is not None:
+            self.callbacks.log(step, metrics, evaluation="eval/reward" in metrics)
         if "time/step" in metrics:
             scored = "reward" in metrics  # given images have none
             numbers = (

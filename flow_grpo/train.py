@@ -3,7 +3,7 @@
 import copy
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
@@ -14,10 +14,11 @@ from flow_grpo import checkpoint, dashboards, hub, monitor, report, sampling
 from flow_grpo.config import FlowGRPOConfig
 from flow_grpo.critic import Critic
 from flow_grpo.data import prompt_overlap
-from flow_grpo.evaluate import before_after, build_rewards, evaluate
+from flow_grpo.evaluate import before_after, build_rewards, draw, evaluate
 from flow_grpo.experience import Interrupted, Rollouts
 from flow_grpo.explore import best_window, owned_variance
 from flow_grpo.files import NotWritten, remove, whole_folder, write_whole
+from flow_grpo.grid import Cell, save_grid
 from flow_grpo.pairs import GivenImages
 from flow_grpo.parallel import Processes
 from flow_grpo.policy import Policy
@@ -30,10 +31,12 @@ from flow_grpo.terms import own_function
 from flow_grpo.text import counted
 from flow_grpo.tracking import Tracker
 from flow_grpo.trainable import loaded, make_trainable
+from flow_grpo.training.callbacks import CallbackList
 from flow_grpo.types import Evaluation
 from flow_grpo.update import Update
 
 CHECKPOINTS, BEST = "checkpoints", "best"  # folders of a run
+NUM_SAMPLES = 8  # prompts in a grid of RUN/samples
 PREVIEWS = 16  # held-out prompts in the before and after grids
 TWICE = 16  # held-out prompts that are drawn twice, to see how much the pictures of one differ
 
@@ -47,6 +50,7 @@ class FlowGRPOTrainer:
         args: the run's settings.
         train_dataset: prompts: a `PromptSet`, a list of strings or a file; by default `args.prompts`.
         eval_dataset: held-out prompts, likewise; by default `args.evaluation.prompts`.
+        callbacks: objects with methods such as `on_step_end`, see flow_grpo/training/callbacks.py; a `transformers.TrainerCallback` is one.
 
     Raises:
         ValueError: in one sentence, whatever does not fit.
@@ -59,6 +63,7 @@ class FlowGRPOTrainer:
         args: FlowGRPOConfig | None = None,
         train_dataset: PromptSet | list[str] | str | None = None,
         eval_dataset: PromptSet | list[str] | str | None = None,
+        callbacks: Sequence[Any] = (),
     ) -> None:
         args = args or FlowGRPOConfig()
         named = args.for_model(hub.name_of(model.pipe) if isinstance(model, Policy) else model or args.model)
@@ -80,6 +85,7 @@ class FlowGRPOTrainer:
             held_out = [] if self.eval_set is None else self.eval_set.prompts
             self.policy = loaded(args, self.processes.device, [*self.train_set.prompts, *held_out])
         make_trainable(self.policy, args, self.processes)
+        self.callbacks = CallbackList(callbacks, args, self.policy, self.processes)
         self.dealer = Dealer(self.train_set, args.seed, args.resting.after, args.resting.steps)
         self.folder = Path(args.output)
         self.step = 0
@@ -137,7 +143,10 @@ class FlowGRPOTrainer:
             Tracker(self.folder, self.args.steps, silent=silent) as tracker,
             self._signals(),
         ):
+            tracker.callbacks = self.callbacks
             self._begin(tracker, resume, lock)
+            self.callbacks.state.global_step = self.step
+            self.callbacks.call("on_train_begin")
             try:
                 self._loop(tracker)
             except (Interrupted, ValueError) as error:
@@ -153,16 +162,21 @@ class FlowGRPOTrainer:
         while self.step < self.args.steps:
             if self.processes.any(self._stopping):
                 raise Interrupted
+            self.callbacks.call("on_step_begin")
             tracker.log(self.step + 1, self.training_step())
+            self.callbacks.call("on_step_end")
+            asked = self.callbacks.requested()
             for notes in self.processes.everyone([*self.rewards.dropped, *self.notes]):
                 for note in notes:
                     tracker.warn(self.step, note)
             self.rewards.dropped.clear()
             self.notes.clear()
-            due = self.step == self.args.steps or self.step % self.args.save_every == 0
-            if due:
+            if self.step == self.args.steps or self.step % self.args.save_every == 0 or asked.should_save:
                 self.save()
-            self._evaluate_if_due(tracker)
+            self._evaluate_if_due(tracker, asked.should_evaluate)
+            self._draw_samples_if_due()
+            if asked.should_training_stop:
+                break
 
     def training_step(self) -> dict[str, float]:
         """One step: rollout, rewards, advantages, updates. Returns its metrics and counts `self.step` up."""
@@ -243,6 +257,7 @@ class FlowGRPOTrainer:
             state["old"] = self.policy.adapter_state("old")
         if keep:
             checkpoint.save(self.folder / CHECKPOINTS, self.step, state, self.args.keep)
+            self.callbacks.call("on_save")
 
     def _save_after(self, error: Exception) -> None:
         """Saves on the way out, and keeps what the error says if there is no room."""
@@ -365,8 +380,37 @@ class FlowGRPOTrainer:
                 "run by output=..."
             )
 
+    def save_model(self, output_dir: str | Path) -> Path:
+        """Writes the trained weights (their moving average, if the run keeps one) as diffusers loads them.
+
+        With several processes every one must call it, and the main one writes.
+
+        Returns:
+            The LoRA's file, or the folder of the whole transformer.
+        """
+        with self.policy.averaged():
+            return self.policy.save(Path(output_dir), self.processes.first)
+
+    def push_to_hub(self, repo_id: str, private: bool = False, best: bool = False) -> str:
+        """Uploads the finished run's LoRA with its model card, as `flow-grpo export RUN --push` does; returns the page's address.
+
+        Args:
+            repo_id: user/name. It is created where there is none.
+            best: the weights of the best evaluation in place of the last ones.
+
+        Raises:
+            ValueError: the run is not finished, there is no token, or the hub refuses.
+        """
+        from flow_grpo import export
+
+        export.check_push(repo_id)
+        out = self.folder / "export"
+        export.export(self.folder, out, best=best, repo=repo_id)
+        return export.push(out, repo_id, private)
+
     def _finish(self, tracker: Tracker) -> dict[str, float]:
         trained = self._save_trained(self._result)
+        self.callbacks.call("on_train_end")
         if not self.processes.first:
             return {}
         return tracker.conclude(trained, report.write([self.folder], self.folder / report.FILE))
@@ -390,13 +434,27 @@ class FlowGRPOTrainer:
         every = self.args.evaluation.every
         return self.step in (0, self.args.steps) or bool(every and self.step % every == 0)
 
-    def _evaluate_if_due(self, tracker: Tracker) -> None:
+    def _draw_samples_if_due(self) -> None:
+        """Draws a grid of the first prompts with fixed seeds, every `sample_every` steps."""
+        if not self.args.sample_every or self.step % self.args.sample_every:
+            return
+        prompts = (self.eval_set or self.train_set).prompts[:NUM_SAMPLES]
+        steps = self.args.evaluation.steps
+        with self.policy.averaged():  # on every process: they may hold shares of the weights
+            images = draw(self.policy, prompts, list(range(len(prompts))), steps, self.part.microbatch)
+        if self.processes.first:
+            cells = [Cell(prompt, seed, f"{self.args.model}, step {self.step}") for seed, prompt in enumerate(prompts)]
+            save_grid(self.folder / "samples" / f"step_{self.step:06d}.png", images, cells, columns=4)
+
+    def _evaluate_if_due(self, tracker: Tracker, asked: bool = False) -> None:
         """Not again what a resumed run has in its metrics."""
-        if self.eval_set is None or not self._due() or self.processes.everyone(tracker.evaluated(self.step))[0]:
+        due = self.eval_set is not None and (asked or self._due())
+        if not due or self.processes.everyone(tracker.evaluated(self.step))[0]:
             return
         started = time.perf_counter()
         found = self.evaluate()
         seconds = time.perf_counter() - started
+        assert self.eval_set
         prompts, seed = self.eval_set.prompts, self.args.evaluation.seed
         trained = [name for name, weight in self.held_out.weights.items() if weight]
         history = self.record.evaluation(self.step, found, prompts, seed, trained) if self.record else []

@@ -6,6 +6,7 @@ strings, metadata lists of B values by name. It returns B floats, a tensor or a 
 
 import ast
 import difflib
+import functools
 import importlib
 import importlib.util
 import inspect
@@ -59,6 +60,24 @@ def load(name: str, **options: Any) -> Reward:
         reward = _with_options(target, options)
     if not callable(reward):
         raise ValueError(f"reward {name} is not callable: it must be `reward(images, prompts, **metadata)`.")
+    return reward
+
+
+def takes_pil(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Decorate a reward, or a class's `__call__`, that takes a list of PIL images (RGB, 8 bits) in place of the tensor.
+
+    @rewards.takes_pil
+    def reward(images, prompts, **metadata):
+        return [image.getpixel((0, 0))[0] / 255 for image in images]
+    """
+
+    @functools.wraps(function)  # its signature stays, so it gets the metadata that it names
+    def reward(*arguments: Any, **metadata: Any) -> torch.Tensor | list[float]:
+        from rewards.batches import to_pil
+
+        *instance, images, prompts = arguments
+        return function(*instance, to_pil(images), prompts, **metadata)
+
     return reward
 
 

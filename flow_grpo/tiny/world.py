@@ -1,8 +1,8 @@
 """The embedded model's world: coloured signs with one word of three to five capital letters.
 
-A prompt has exactly the form `red text "CAT" on a blue background`, with `a` before `orange` too: the model was trained on nothing else,
-and misspelt all of 32 signs whose prompt said `an orange`. A picture is 32 x 80 pixels (height x width), or the same sign in the middle of an
-80 x 80 square, which is what a diffusers user gets who names no size.
+A prompt has exactly the form `red text "CAT" on a blue background`, with `a` before `orange` too: the model was trained on
+nothing else, and misspelt all of 32 signs whose prompt said `an orange`. A picture is 32 x 80 pixels (height x width), or
+the same sign in the middle of an 80 x 80 square, which is what a diffusers user gets who names no size.
 """
 
 import functools

@@ -1,0 +1,76 @@
+"""Callbacks of a run: objects with methods such as `on_step_end(args, state, control, **kwargs)`, the shape of transformers' and TRL's.
+
+A `transformers.TrainerCallback` works as it is, and so does any object that has one of the methods in `EVENTS`. The calls are made on
+the main process; what a callback asks for in `control` is done by all processes.
+"""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from flow_grpo.parallel import Processes
+
+EVENTS = ("on_train_begin", "on_step_begin", "on_step_end", "on_log", "on_evaluate", "on_save", "on_train_end")
+
+
+@dataclass
+class TrainerState:
+    """How far a run is. The names are those of transformers.
+
+    Attributes:
+        global_step: training steps that are done.
+        log_history: the rows of metrics that this process has logged, `eval/...` among them.
+    """
+
+    global_step: int = 0
+    max_steps: int = 0
+    is_world_process_zero: bool = True
+    log_history: list[dict[str, float]] = field(default_factory=list)
+
+
+@dataclass
+class TrainerControl:
+    """What a callback asks for, at the end of the step: set a field to True. The trainer resets it."""
+
+    should_training_stop: bool = False
+    should_save: bool = False
+    should_evaluate: bool = False
+
+
+class CallbackList:
+    """Calls each callback in turn.
+
+    Raises:
+        ValueError: a callback without any of the methods in `EVENTS`.
+    """
+
+    def __init__(self, callbacks: list[Any], args: Any, model: Any, processes: Processes) -> None:
+        self.callbacks, self.args, self.model, self.processes = list(callbacks), args, model, processes
+        self.state = TrainerState(max_steps=args.steps, is_world_process_zero=processes.first)
+        self.control = TrainerControl()
+        for callback in self.callbacks:
+            if isinstance(callback, type) or not any(hasattr(callback, event) for event in EVENTS):
+                raise ValueError(
+                    f"the callback {callback!r} has none of the methods {', '.join(EVENTS)}: give an object of a class that has one."
+                )
+
+    def call(self, event: str, **details: Any) -> None:
+        """Calls the method `event` of all callbacks that have it, with `details` as keyword arguments."""
+        if not self.processes.first:
+            return
+        for callback in self.callbacks:
+            method = getattr(callback, event, None)
+            if method is not None:
+                method(self.args, self.state, self.control, model=self.model, **details)
+
+    def log(self, step: int, metrics: dict[str, float], evaluation: bool = False) -> None:
+        """Records a row of metrics and calls `on_log`; for an evaluation also `on_evaluate`."""
+        self.state.global_step = step
+        self.state.log_history.append({"step": step, **metrics})
+        self.call("on_log", logs=metrics)
+        if evaluation:
+            self.call("on_evaluate", metrics=metrics)
+
+    def requested(self) -> TrainerControl:
+        """What the callbacks have asked for since the last call, equal on all processes. Every process must call it."""
+        asked, self.control = self.control, TrainerControl()
+        return self.processes.everyone(asked)[0] if self.callbacks else asked

@@ -1,0 +1,148 @@
+"""The trainer from Python: callbacks, what it saves and shares, and what it prints."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+from conftest import short_run
+
+import rewards
+from flow_grpo import FlowGRPOConfig
+from flow_grpo.tracking import read_metrics
+from flow_grpo.train import FlowGRPOTrainer
+
+
+class Recorder:
+    """Writes down which events came, and at which step."""
+
+    def __init__(self):
+        self.events = []
+
+    def on_train_begin(self, args, state, control, **kwargs):
+        self.events.append(("begin", state.global_step))
+
+    def on_log(self, args, state, control, logs, **kwargs):
+        self.events.append(("log", state.global_step, "eval/reward" in logs))
+
+    def on_evaluate(self, args, state, control, metrics, **kwargs):
+        self.events.append(("evaluate", metrics["eval/reward"]))
+
+    def on_save(self, args, state, control, **kwargs):
+        self.events.append(("save", state.global_step))
+
+    def on_train_end(self, args, state, control, model, **kwargs):
+        self.events.append(("end", state.global_step, model))
+
+
+def test_a_callback_sees_every_row_of_metrics_in_its_order(tmp_path):
+    recorder = Recorder()
+    trainer = FlowGRPOTrainer(args=short_run(tmp_path / "run"), callbacks=[recorder])
+    measures = trainer.train()
+    rows = read_metrics(tmp_path / "run")
+    logged = [event[1:] for event in recorder.events if event[0] == "log"]
+    assert logged == [(row["step"], "eval/reward" in row) for row in rows]
+    assert trainer.callbacks.state.log_history == rows
+    assert [event[1] for event in recorder.events if event[0] == "evaluate"][-1] == measures["reward"]
+    assert [event[1] for event in recorder.events if event[0] == "save"] == [0, 2]
+    assert recorder.events[0] == ("save", 0)
+    assert recorder.events[-1] == ("end", 2, trainer.policy)
+
+
+class StopAfterOne(transformers.TrainerCallback):
+    """As users of transformers write it."""
+
+    def on_step_end(self, args, state, control, **kwargs):
+        control.should_training_stop = control.should_save = control.should_evaluate = state.global_step == 1
+
+
+def test_a_transformers_callback_stops_saves_and_evaluates(tmp_path):
+    trainer = FlowGRPOTrainer(args=short_run(tmp_path / "run", "steps=4"), callbacks=[StopAfterOne()])
+    trainer.train()
+    assert trainer.step == 1
+    assert (tmp_path / "run" / "checkpoints" / "step_000001").is_dir()
+    assert [row["step"] for row in read_metrics(tmp_path / "run") if "eval/reward" in row] == [0, 1]
+    assert (tmp_path / "run" / "lora" / "pytorch_lora_weights.safetensors").is_file()
+
+
+def test_an_object_that_is_no_callback_is_refused(tmp_path):
+    with pytest.raises(ValueError, match="has none of the methods on_train_begin"):
+        FlowGRPOTrainer(args=short_run(tmp_path / "run"), callbacks=[print])
+    with pytest.raises(ValueError, match="give an object"):
+        FlowGRPOTrainer(args=short_run(tmp_path / "run"), callbacks=[StopAfterOne])
+
+
+def test_save_model_writes_what_the_run_leaves(tmp_path):
+    trainer = FlowGRPOTrainer(args=short_run(tmp_path / "run"))
+    trainer.train()
+    file = trainer.save_model(tmp_path / "mine")
+    assert file.read_bytes() == (tmp_path / "run" / "lora" / file.name).read_bytes()
+
+
+def test_push_to_hub_needs_a_name_and_a_token(tmp_path, monkeypatch):
+    monkeypatch.setattr("flow_grpo.export.get_token", lambda: None)
+    trainer = FlowGRPOTrainer(args=short_run(tmp_path / "run"))
+    with pytest.raises(ValueError, match="is no name for the hub"):
+        trainer.push_to_hub("signs")
+    with pytest.raises(ValueError, match="needs a token"):
+        trainer.push_to_hub("me/signs")
+
+
+def test_samples_are_drawn_without_held_out_prompts(tmp_path):
+    args = short_run(tmp_path / "run", "steps=4", "evaluation={prompts: null, steps: 2}", "sample_every=2")
+    FlowGRPOTrainer(args=args).train()
+    drawn = sorted(file.name for file in (tmp_path / "run" / "samples").iterdir())
+    assert drawn == ["step_000002.png", "step_000004.png"]
+    from flow_grpo.grid import read_grid
+
+    images, cells = read_grid(tmp_path / "run" / "samples" / "step_000004.png")
+    assert len(images) == 8
+    assert [cell.seed for cell in cells] == list(range(8))
+    former, _ = read_grid(tmp_path / "run" / "samples" / "step_000002.png")
+    assert not torch.equal(former, images), "the adapter has moved"
+
+
+def test_a_setting_that_does_not_exist_is_one_sentence():
+    with pytest.raises(ValueError, match="there is no setting lr") as error:
+        FlowGRPOConfig(lr=1e-3)
+    assert type(error.value) is ValueError
+    assert error.value.__cause__ is None
+    assert error.value.__suppress_context__
+
+
+def test_a_reward_takes_pil_images():
+    @rewards.takes_pil
+    def red(images, prompts, level):
+        return [level[i] * image.getpixel((0, 0))[0] for i, image in enumerate(images)]
+
+    class Green:
+        @rewards.takes_pil
+        def __call__(self, images, prompts):
+            return [image.getpixel((0, 0))[1] for image in images]
+
+    images = torch.zeros(2, 3, 4, 5)
+    images[0, 0], images[1, 1] = 1.0, 0.5
+    assert rewards.score("red", red, images, ["a", "b"], level=[2.0, 3.0], other=[0, 0]).tolist() == [510, 0]
+    assert rewards.score("green", Green(), images, ["a", "b"], level=[2.0, 3.0]).tolist() == [0, 128]
+
+
+def test_the_trainer_prints_its_own_lines_alone(tmp_path):
+    """In a new interpreter, as a script of a user's own runs, without the command line's settings for other libraries."""
+    script = tmp_path / "script.py"
+    settings = {"height": 32, "width": 80, "steps": 1, "prompts_per_step": 2, "images_per_prompt": 2, "microbatch": 4}
+    script.write_text(
+        "from flow_grpo import FlowGRPOConfig, FlowGRPOTrainer\n"
+        "def redness(images, prompts):\n    return images[:, 0].mean((1, 2))\n"
+        f"args = FlowGRPOConfig(**{json.dumps(settings)}, sampling={{'transition': 'cps', 'steps': 2}}, output='run')\n"
+        "FlowGRPOTrainer('tiny', redness, args, ['a red fox', 'a street at night']).train()\n"
+    )
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parent.parent)}
+    found = subprocess.run([sys.executable, script], cwd=tmp_path, capture_output=True, text=True, env=environment)
+    assert found.returncode == 0, found.stderr
+    assert found.stderr == ""
+    for line in found.stdout.splitlines():
+        assert line.startswith(("tiny on", "step 1/1", "LoRA:", "curve:", "report:")), found.stdout
