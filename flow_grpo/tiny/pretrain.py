@@ -1,10 +1,12 @@
 """The embedded model's recipe: `python -m flow_grpo.tiny.pretrain`, about an hour on two CPU cores, resumable.
 
-Four stages, each from the result of the one before:
+Five stages, each from the result of the one before:
   vae    the autoencoder on random signs
   clean  transformer and text encoders together by flow matching (arXiv 2210.02747), random words, true captions
   noisy  the same with each letter of the caption wrong with some probability: the model keeps its crisp letters but spells
          about 0.6 of the words, as one of its modes. This is the skill that reinforcement learning can bring back.
+  shapes the same skill in the shapes that plain diffusers draws by default: squares of 80 x 80 pixels, and captions padded to 256
+         T5 tokens. The velocity of `noisy` at the run configs' 32 x 80 pixels and 14 tokens is the target for every other length.
   clip   the open_clip model of the `clip` reward, on the same world
 
 Every batch is drawn from (seed, stage, step), so a recipe that was stopped goes on to the same weights.
@@ -16,6 +18,7 @@ import logging
 import math
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Annotated, Any
@@ -34,13 +37,16 @@ from rewards import clip
 from rewards.ocr import OCR, ExactOCR
 
 HERE = Path(__file__).parent
-STEPS = {"vae": 1000, "clean": 1100, "noisy": 400, "clip": 800}
+STEPS = {"vae": 1000, "clean": 1100, "noisy": 400, "clip": 800, "shapes": 300}  # a stage's place names its random numbers
 HORIZON = {"clean": 2000}  # steps of the cosine, where it is not the stage's: `noisy` goes on from a warm `clean`
-PEAK_LR = {"vae": 2e-3, "clean": 1.5e-3, "noisy": 6e-4, "clip": 1e-3}
-MUON_LR = {"clean": 4e-3, "noisy": 1.5e-3, "clip": 3e-3}  # for the matrices of these stages
+PEAK_LR = {"vae": 2e-3, "clean": 1.5e-3, "noisy": 6e-4, "clip": 1e-3, "shapes": 6e-4}
+MUON_LR = {"clean": 4e-3, "noisy": 1.5e-3, "clip": 3e-3, "shapes": 1.5e-3}  # for the matrices of these stages
 BATCH = 64
 VAE_BATCH = 32
 WRONG_LETTER = 0.2  # probability that a letter of a caption is wrong in the noisy stage
+WRONG_LETTER_SQUARE = (
+    0.135  # the same for squares in `shapes`: they are to be spelled as well as the others, about 0.6 of them
+)
 NO_CAPTION = 0.1  # probability of an empty caption: the unconditional half of guidance
 SQUARE_EVERY = 16  # every so many batches is a small one in a diffusers user's default shapes: 80 x 80, 256 T5 tokens
 EVALUATE_EVERY = 200
@@ -173,30 +179,9 @@ def train_transformer(name: str, pipe: StableDiffusion3Pipeline, folder: Path, s
 
     def loss(rng: np.random.Generator, step: int) -> torch.Tensor:
         square = step % SQUARE_EVERY == SQUARE_EVERY - 1
-        size, height, text_length = BATCH, world.HEIGHT, architecture.T5_LENGTH
         if square:
-            size, height, text_length = BATCH // 8, world.WIDTH, 256
-        signs = [world.random_sign(rng) for _ in range(size)]
-        captions = [world.misspell(sign, rng, wrong).prompt if rng.random() > NO_CAPTION else "" for sign in signs]
-        with _autocast():
-            with torch.no_grad():
-                latents = pipe.vae.encode(pictures(signs, height)).latent_dist.mean
-            x0 = ((latents - pipe.vae.config.shift_factor) * pipe.vae.config.scaling_factor).float()
-            embeds, _, pooled, _ = pipe.encode_prompt(
-                captions, None, None, do_classifier_free_guidance=False, max_sequence_length=text_length
-            )
-            # logit-normal noise levels, shifted by 2 towards noise, where the letters are decided (arXiv 2403.03206)
-            u = torch.sigmoid(1.2 * torch.randn(size))
-            sigma = (2 * u / (1 + u)).view(-1, 1, 1, 1)
-            eps = torch.randn_like(x0)
-            v = pipe.transformer(
-                hidden_states=(1 - sigma) * x0 + sigma * eps,
-                timestep=1000 * sigma.flatten(),
-                encoder_hidden_states=embeds,
-                pooled_projections=pooled,
-                return_dict=False,
-            )[0]
-        return F.mse_loss(v.float(), eps - x0)
+            return flow_matching(pipe, noised(pipe, rng, BATCH // 8, world.WIDTH, wrong), 256)
+        return flow_matching(pipe, noised(pipe, rng, BATCH, world.HEIGHT, wrong), architecture.T5_LENGTH)
 
     ocr, exact = OCR(), ExactOCR()
 
@@ -211,6 +196,74 @@ def train_transformer(name: str, pipe: StableDiffusion3Pipeline, folder: Path, s
 
     stage.run(loss, evaluate)
     return stage.ema
+
+
+def train_shapes(pipe: StableDiffusion3Pipeline, folder: Path, seed: int) -> StableDiffusion3Pipeline:
+    """The stage `shapes`: what the model draws on 32 x 80 pixels with 14 tokens, with any number of tokens and on squares."""
+    teacher = copy.deepcopy(pipe)
+    stage = Stage("shapes", pipe, ["transformer", "text_encoder", "text_encoder_2", "text_encoder_3"], folder, seed)
+
+    def loss(rng: np.random.Generator, step: int) -> torch.Tensor:
+        # every length but the longest is cheap: a quarter of the signs pays for the 256 tokens, and squares are what is new
+        noisy = noised(pipe, rng, BATCH // 8, world.HEIGHT, 0.0)
+        with torch.no_grad():
+            target = velocity(teacher, noisy, architecture.T5_LENGTH)
+        distance = sum(F.mse_loss(velocity(pipe, noisy, length), target) for length in (architecture.T5_LENGTH, 256))
+        square = noised(pipe, rng, BATCH // 4, world.WIDTH, WRONG_LETTER_SQUARE)
+        return 2 * distance + flow_matching(pipe, square, int(rng.choice([architecture.T5_LENGTH, 256])))
+
+    def evaluate() -> dict:
+        prompts, exact = [sign.prompt for sign in held_out_signs(64)], ExactOCR()
+        shapes = {f"{height} x 80, {length} tokens": (height, length) for height in (32, 80) for length in (14, 256)}
+        found = {name: exact(draw(stage.ema, prompts, 1, *shape), prompts) for name, shape in shapes.items()}
+        return {name: round(values.mean().item(), 4) for name, values in found.items()}
+
+    stage.run(loss, evaluate)
+    return stage.ema
+
+
+@dataclass(frozen=True)
+class Noised:
+    """Captions, and the latents x0 (B, ...) of their signs with noise eps at noise level sigma (B, 1, 1, 1)."""
+
+    captions: list[str]
+    x0: torch.Tensor
+    eps: torch.Tensor
+    sigma: torch.Tensor
+
+
+@torch.no_grad()
+def noised(pipe: StableDiffusion3Pipeline, rng: np.random.Generator, size: int, height: int, wrong: float) -> Noised:
+    """`size` random signs, each letter of their captions wrong with probability `wrong`."""
+    signs = [world.random_sign(rng) for _ in range(size)]
+    captions = [world.misspell(sign, rng, wrong).prompt if rng.random() > NO_CAPTION else "" for sign in signs]
+    with _autocast():
+        latents = pipe.vae.encode(pictures(signs, height)).latent_dist.mean
+    x0 = ((latents - pipe.vae.config.shift_factor) * pipe.vae.config.scaling_factor).float()
+    # logit-normal noise levels, shifted by 2 towards noise, where the letters are decided (arXiv 2403.03206)
+    u = torch.sigmoid(1.2 * torch.randn(size))
+    return Noised(captions, x0, torch.randn_like(x0), (2 * u / (1 + u)).view(-1, 1, 1, 1))
+
+
+def velocity(pipe: StableDiffusion3Pipeline, noisy: Noised, text_length: int) -> torch.Tensor:
+    """The pipeline's velocity, its captions padded to `text_length` T5 tokens."""
+    with _autocast():
+        embeds, _, pooled, _ = pipe.encode_prompt(
+            noisy.captions, None, None, do_classifier_free_guidance=False, max_sequence_length=text_length
+        )
+        v = pipe.transformer(
+            hidden_states=(1 - noisy.sigma) * noisy.x0 + noisy.sigma * noisy.eps,
+            timestep=1000 * noisy.sigma.flatten(),
+            encoder_hidden_states=embeds,
+            pooled_projections=pooled,
+            return_dict=False,
+        )[0]
+    return v.float()
+
+
+def flow_matching(pipe: StableDiffusion3Pipeline, noisy: Noised, text_length: int) -> torch.Tensor:
+    """The flow-matching loss (arXiv 2210.02747)."""
+    return F.mse_loss(velocity(pipe, noisy, text_length), noisy.eps - noisy.x0)
 
 
 def train_clip(folder: Path, seed: int) -> torch.nn.Module:
@@ -245,17 +298,23 @@ def train_clip(folder: Path, seed: int) -> torch.nn.Module:
 
 
 @torch.no_grad()
-def draw(pipe: StableDiffusion3Pipeline, prompts: list[str], guidance: float) -> torch.Tensor:
-    """Pictures (B, 3, 32, 80) in [0, 1] by plain diffusers, 10 steps, fixed seed."""
+def draw(
+    pipe: StableDiffusion3Pipeline,
+    prompts: list[str],
+    guidance: float,
+    height: int = world.HEIGHT,
+    text_length: int = architecture.T5_LENGTH,
+) -> torch.Tensor:
+    """Pictures (B, 3, height, 80) in [0, 1] by plain diffusers, 10 steps, fixed seed."""
     pipe.set_progress_bar_config(disable=True)
     with _autocast():
         return pipe(
             prompts,
-            height=world.HEIGHT,
+            height=height,
             width=world.WIDTH,
             num_inference_steps=10,
             guidance_scale=guidance,
-            max_sequence_length=architecture.T5_LENGTH,
+            max_sequence_length=text_length,
             generator=torch.Generator().manual_seed(0),
             output_type="pt",
         ).images.float()
@@ -301,6 +360,7 @@ def main(
     pipe.vae.requires_grad_(False)
     pipe = train_transformer("clean", pipe, work, seed)
     pipe = train_transformer("noisy", pipe, work, seed)
+    pipe = train_shapes(pipe, work, seed)
     save_pipeline(pipe, out)
     weights = {name: value.half().contiguous() for name, value in train_clip(work, seed).state_dict().items()}
     save_file(weights, clip.FOLDER / "open_clip_model.safetensors")
