@@ -72,6 +72,7 @@ DROPPED = {
 OTHER_NAMES = {"min": "max", "amin": "amax", "minimum": "maximum", "any": "all", "mean": "sum", "clamp_min": "clamp_max"}
 OTHER_NAMES |= {"floor": "ceil", "sin": "cos", "argmin": "argmax", "zeros_like": "ones_like", "zeros": "ones"}
 OTHER_NAMES |= {other: name for name, other in OTHER_NAMES.items()}
+CHECKS = {"strict"}  # arguments that only assert something
 UNSWAPPED = {"isinstance", "issubclass", "getattr", "hasattr", "setattr", "print", "warn"}
 
 
@@ -196,7 +197,7 @@ def calls(source: Source, node: ast.AST, above: list[ast.AST]) -> Iterator[Edit]
                 swapped = source.text(right) + between + source.text(left)
                 yield Edit("arguments swapped", source.start(left), source.end(right), swapped)
     parts = [*node.args, *node.keywords]
-    for keyword in node.keywords:
+    for keyword in (one for one in node.keywords if one.arg not in CHECKS):
         yield source.without(
             "argument dropped", sorted(parts, key=source.start), sorted(parts, key=source.start).index(keyword)
         )
@@ -324,6 +325,8 @@ def _mutated_children(node: ast.AST) -> list[ast.AST]:
         skipped.append(node.returns)
     if isinstance(node, ast.arg | ast.AnnAssign):
         skipped.append(node.annotation)
+    if isinstance(node, ast.keyword) and node.arg in CHECKS:
+        return []
     return [child for child in ast.iter_child_nodes(node) if child not in skipped]
 
 

@@ -85,7 +85,7 @@ def test_tests_that_fail_without_a_mutant_stop_the_run(tmp_path):
         ),
         ("a = 1e-4, 0.5, True", {"a = 0.001, 0.5, True", "a = 1e-4, 1.0, True", "a = 1e-4, 0.5, False"}),
         ("a = b == 'all'", {"a = b != 'all'", "a = b == 'all_'"}),
-        ("a = f(b, c, d=e)", {"a = f(c, b, d=e)", "a = f(b, c)"}),
+        ("a = f(b, c, d=e, strict=True)", {"a = f(c, b, d=e, strict=True)", "a = f(b, c, strict=True)"}),
         ("a = f(d=(e), **g)", {"a = f(**g)", "a = f(d=(e))"}),
         ("a = (b - c).detach()", {"a = (b + c).detach()", "a = (b - c)"}),
         ("a = b.clamp(c, d)", {"a = b", "a = b.clamp(d, c)", "a = b.clamp(max=d)", "a = b.clamp(min=c)"}),
