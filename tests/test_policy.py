@@ -222,10 +222,13 @@ def test_what_is_switched_for_a_while_comes_back_after_an_error(policy, context)
         with torch.no_grad():
             return policy.velocity(LATENTS, torch.tensor(500.0), conditioning, ROWS)
 
-    before, inside = velocity(), []
-    with pytest.raises(KeyError), context(policy):
+    def fail():
         inside.append(velocity())
         raise KeyError
+
+    before, inside = velocity(), []
+    with pytest.raises(KeyError), context(policy):
+        fail()
     assert not torch.equal(inside[0], before)
     assert torch.equal(velocity(), before)
     assert all(parameter.requires_grad for parameter in policy.parameters().values())
