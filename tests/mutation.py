@@ -5,7 +5,8 @@
     python tests/mutation.py --id 3fa9c1d2                   # one mutant
     python tests/mutation.py --list --file sde               # show the mutants, run nothing
 
-`mutation.yaml` says which tests are meant for which file. A mutant is caught when one of them fails, or when they take too long.
+`mutation.yaml` says which tests are meant for which file. A mutant is caught when one of them fails, or when they take too long,
+in seconds of the processor, so that a busy machine makes no difference.
 What survives is printed as a diff. A mutant that no test can catch is listed by its id, with the reason, in
 `mutation_equivalent.txt`.
 
@@ -28,9 +29,11 @@ import importlib.machinery
 import importlib.util
 import io
 import json
+import math
 import os
 import random
 import re
+import resource
 import shlex
 import signal
 import sys
@@ -46,7 +49,8 @@ from types import CodeType
 import yaml
 
 ROOT = Path(__file__).parent.parent
-SHORTEST_LIMIT, TIMES_UNMUTATED = 60, 5  # seconds for a mutant, whichever is more
+SHORTEST_LIMIT, TIMES_UNMUTATED = 30, 5  # processor seconds for a mutant, whichever is more
+HANGS = 20  # times as many seconds of the clock: it waits for something that does not come
 GOAL = 95  # percent
 
 OPERATORS = {ast.Add: "-", ast.Sub: "+", ast.Mult: "/", ast.Div: "*", ast.FloorDiv: "/", ast.Mod: "*", ast.Pow: "*"}
@@ -72,8 +76,19 @@ DROPPED = {
 OTHER_NAMES = {"min": "max", "amin": "amax", "minimum": "maximum", "any": "all", "mean": "sum", "clamp_min": "clamp_max"}
 OTHER_NAMES |= {"floor": "ceil", "sin": "cos", "argmin": "argmax", "zeros_like": "ones_like", "zeros": "ones"}
 OTHER_NAMES |= {other: name for name, other in OTHER_NAMES.items()}
-CHECKS = {"strict"}  # arguments that only assert something
-UNSWAPPED = {"isinstance", "issubclass", "getattr", "hasattr", "setattr", "print", "warn"}
+CHECKS = {"strict", "frozen"}  # arguments that only assert something
+COMMUTING = {"min", "max", "minimum", "maximum", "equal", "isclose"}
+UNSWAPPED = COMMUTING | {
+    "isinstance",
+    "issubclass",
+    "getattr",
+    "hasattr",
+    "setattr",
+    "__setattr__",
+    "__delattr__",
+    "print",
+    "warn",
+}
 
 
 @dataclass(frozen=True)
@@ -191,8 +206,7 @@ def calls(source: Source, node: ast.AST, above: list[ast.AST]) -> Iterator[Edit]
             yield Edit("one bound", source.start(node.args[0]), source.end(node.args[1]), word + b"=" + source.text(bound))
     if name not in UNSWAPPED:
         for left, right in zip(node.args[:-1], node.args[1:], strict=True):
-            starred = isinstance(left, ast.Starred) or isinstance(right, ast.Starred)
-            if not starred and source.text(left) != source.text(right):
+            if _kind(left) == _kind(right) and source.text(left) != source.text(right):
                 between = source.bytes[source.end(left) : source.start(right)]
                 swapped = source.text(right) + between + source.text(left)
                 yield Edit("arguments swapped", source.start(left), source.end(right), swapped)
@@ -244,6 +258,14 @@ def _symbol(op: ast.AST) -> str:
     return ast.unparse(ast.Compare(left, [op], [left]))[1:-1].strip()
 
 
+def _kind(argument: ast.AST) -> type:
+    """Arguments of one kind may be swapped: a text and a list never make sense for each other."""
+    if isinstance(argument, ast.Constant):
+        return float if type(argument.value) in (int, float) else type(argument.value)
+    made = (ast.List, ast.Tuple, ast.Dict, ast.ListComp, ast.DictComp, ast.GeneratorExp, ast.Lambda, ast.Starred)
+    return type(argument) if isinstance(argument, made) else float
+
+
 def _parts(target: ast.AST) -> list[ast.AST]:
     return list(target.elts) if isinstance(target, ast.Tuple) else [target]
 
@@ -280,16 +302,15 @@ def mutants_of(root: Path, file: str) -> list[Mutant]:
     source = Source((root / file).read_bytes())
     found: dict[bytes, Mutant] = {}
     seen: Counter[str] = Counter()
-    same = ast.dump(source.tree)
     for name, edit in _edits(source):
         after = source.bytes[: edit.start] + edit.new + source.bytes[edit.end :]
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")
-                changed = ast.dump(ast.parse(after)) != same
+                ast.parse(after)
         except SyntaxError:
             continue
-        if not changed or after in found:
+        if after in found:
             continue
         first = source.bytes.count(b"\n", 0, edit.start)
         last = source.bytes.count(b"\n", 0, edit.end)
@@ -361,7 +382,7 @@ class FirstFailure:
 
 @dataclass
 class Outcome:
-    """What became of a child: the exit status of pytest (None: it took too long), its seconds, and the test that failed."""
+    """What became of a child: the exit status of pytest (None: it took too long), processor seconds, and the test that failed."""
 
     status: int | None
     seconds: float
@@ -374,9 +395,10 @@ class Outcome:
         return "timed out" if self.status is None else "survived" if self.status == 0 else "caught"
 
 
-def _child(root: Path, folder: Path, selections: list[str], mutant: Mutant | None) -> None:
+def _child(root: Path, folder: Path, selections: list[str], mutant: Mutant | None, limit: int) -> None:
     """Runs the tests in a forked process, with the mutant in place, and leaves what came of it in the folder. Never returns."""
-    os.setsid()  # so that what the tests start ends with it
+    os.setpgid(0, 0)  # so that what the tests start ends with it
+    resource.setrlimit(resource.RLIMIT_CPU, (limit, limit + 5))
     out = os.open(folder / "output", os.O_WRONLY | os.O_CREAT)
     os.dup2(out, 1)
     os.dup2(out, 2)
@@ -404,9 +426,9 @@ def _child(root: Path, folder: Path, selections: list[str], mutant: Mutant | Non
 
 
 def run(
-    root: Path, selections: list[str], mutants: list[Mutant | None], jobs: int, limit: float
+    root: Path, selections: list[str], mutants: list[Mutant | None], jobs: int, limit: int
 ) -> Iterator[tuple[Mutant | None, Outcome]]:
-    """Gives each mutant's outcome as soon as it is known; None is the file as it is."""
+    """Gives each mutant's outcome as soon as it is known; None is the file as it is. The limit is in processor seconds."""
     waiting, alive = list(reversed(mutants)), {}
     try:
         while waiting or alive:
@@ -415,17 +437,17 @@ def run(
                 sys.stdout.flush()
                 child = os.fork()
                 if not child:
-                    _child(root, Path(folder.name), selections, mutant)
-                alive[child] = mutant, folder, time.monotonic()
+                    _child(root, Path(folder.name), selections, mutant, limit)
+                alive[child] = mutant, folder, time.monotonic() + HANGS * limit
             time.sleep(0.02)
-            for child, (mutant, folder, start) in list(alive.items()):
-                ended, status = os.waitpid(child, os.WNOHANG)
-                seconds = time.monotonic() - start
-                if not ended and seconds < limit:
+            for child, (mutant, folder, deadline) in list(alive.items()):
+                ended, status, used = os.wait4(child, os.WNOHANG)
+                if not ended and time.monotonic() < deadline:
                     continue
                 del alive[child]
                 _end(child, bool(ended))
-                yield mutant, _outcome(Path(folder.name), os.waitstatus_to_exitcode(status) if ended else None, seconds)
+                exit_code = os.waitstatus_to_exitcode(status) if ended else None
+                yield mutant, _outcome(Path(folder.name), exit_code, used.ru_utime + used.ru_stime)
                 folder.cleanup()
     finally:
         for child in alive:
@@ -444,6 +466,8 @@ def _end(child: int, ended: bool) -> None:
 
 def _outcome(folder: Path, status: int | None, seconds: float) -> Outcome:
     output = (folder / "output").read_text(errors="replace") if (folder / "output").exists() else ""
+    if status == -signal.SIGXCPU:
+        status = None
     if status is None or not (folder / "result.json").exists():
         return Outcome(status, seconds, output=output)
     test, modules = json.loads((folder / "result.json").read_text())
@@ -451,7 +475,7 @@ def _outcome(folder: Path, status: int | None, seconds: float) -> Outcome:
 
 
 def unmutated(root: Path, file: str, selections: list[str]) -> float:
-    """Seconds of the tests without a mutant, which must pass. Imports the libraries that they need, so that children need not."""
+    """Processor seconds of the tests without a mutant, which must pass. Imports what they import, so that children need not."""
     ((_, first),) = run(root, selections, [None], 1, 3600)
     if first.status != 0:
         raise SystemExit(f"the tests meant for {file} fail as it is:\n{first.output}")
@@ -490,21 +514,22 @@ class Score:
 HEADER = f"{'file':<28} {'mutants':>8} {'caught':>9} {'timed out':>9} {'survived':>9} {'equivalent':>10} {'percent':>8} {'seconds':>8}"
 
 
-def equivalents(root: Path) -> dict[str, str]:
-    """Reason by id, of the lines `ID reason` of the list."""
-    file = root / "tests" / "mutation_equivalent.txt"
-    lines = file.read_text().splitlines() if file.exists() else []
-    return dict(line.split(maxsplit=1) for line in lines if line.strip() and not line.startswith("#"))
+def equivalents(root: Path, file: str) -> set[str]:
+    """Ids of a file's mutants that no test can catch, of the lines `ID FILE REASON` of the list."""
+    known = root / "tests" / "mutation_equivalent.txt"
+    lines = known.read_text().splitlines() if known.exists() else []
+    rows = [line.split(maxsplit=2) for line in lines if line.strip() and not line.startswith("#")]
+    return {number for number, name, reason in rows if name == file and reason}
 
 
 def measure(root: Path, file: str, mutants: list[Mutant], selections: list[str], asked: argparse.Namespace) -> Score:
     """Runs a file's mutants and prints those that survive."""
-    known = equivalents(root)
+    known = equivalents(root, file)
     left = [mutant for mutant in mutants if asked.id or mutant.id not in known]
     if asked.sample is not None and asked.sample < len(left):
         left = random.Random(asked.seed).sample(left, asked.sample)
     seconds = unmutated(root, file, selections)
-    limit = max(asked.shortest, TIMES_UNMUTATED * seconds)
+    limit = math.ceil(max(asked.shortest, TIMES_UNMUTATED * seconds))
     score = Score(file, seconds, len(mutants) - len([m for m in mutants if m.id not in known]), {})
     for mutant, outcome in run(root, selections, left, asked.jobs, limit):
         score.outcomes[mutant.id] = outcome
@@ -543,7 +568,9 @@ def arguments(words: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--sample", type=int, help="number of mutants of each file; all by default")
     parser.add_argument("--seed", type=int, default=0, help="seed of the sample")
     parser.add_argument("--jobs", type=int, default=2, help="mutants at a time")
-    parser.add_argument("--shortest", type=float, default=SHORTEST_LIMIT, help="least time limit of a mutant, in seconds")
+    parser.add_argument(
+        "--shortest", type=float, default=SHORTEST_LIMIT, help="least limit of a mutant, in processor seconds"
+    )
     parser.add_argument("--list", action="store_true", help="show the mutants, run nothing")
     parser.add_argument("--verbose", action="store_true", help="show the mutants that are caught, too")
     parser.add_argument("--json", type=Path, help="file for the outcome of every mutant")
@@ -556,14 +583,16 @@ def main(words: list[str] | None = None) -> int:
     asked = arguments(words)
     root = asked.root.resolve()
     table = yaml.safe_load((root / "tests" / "mutation.yaml").read_text())
-    every = {file: mutants_of(root, file) for file in table}
-    by_id = {mutant.id: mutant for mutants in every.values() for mutant in mutants}
-    for stale in equivalents(root).keys() - by_id.keys():
-        print(f"STALE  {stale} of mutation_equivalent.txt is no mutant any more; delete the line or find the new id")
-    scores = []
-    for file, mutants in every.items():
+    scores, by_id = [], {}
+    for file in table:
+        if asked.file and Path(file).stem not in asked.file:
+            continue
+        mutants = mutants_of(root, file)
+        by_id |= {mutant.id: mutant for mutant in mutants}
+        for stale in sorted(equivalents(root, file) - by_id.keys()):
+            print(f"STALE  {stale}  {file}: no mutant any more; delete it from mutation_equivalent.txt or find its new id")
         chosen = [mutant for mutant in mutants if not asked.id or mutant.id in asked.id]
-        if not chosen or (asked.file and Path(file).stem not in asked.file):
+        if not chosen:
             continue
         if asked.list:
             print("\n\n".join(f"{mutant}\n{mutant.diff()}" for mutant in chosen))

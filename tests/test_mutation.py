@@ -16,7 +16,7 @@ def countdown(n):
 
 
 def positive(x):
-    return max(x, 0)
+    return x if x > 0 else 0
 """
 TESTS = """
 from small import countdown, positive
@@ -39,20 +39,22 @@ def planted(folder: Path, text: str) -> list[mutation.Mutant]:
 def test_mutants_are_caught_survive_time_out_or_are_known_to_be_equivalent(tmp_path):
     by_text = {mutant.after.decode(): mutant.id for mutant in planted(tmp_path, SMALL)}
     endless = by_text[SMALL.replace("n -= 1", "n = 1")]
-    equivalent = by_text[SMALL.replace("max(x, 0)", "max(0, x)")]
-    missed, other = (by_text[SMALL.replace("max(x, 0)", text)] for text in ("max(x, 1)", "x"))
+    equivalent = by_text[SMALL.replace("x > 0", "x >= 0")]
+    missed, other = by_text[SMALL.replace("x > 0", "x > 1")], by_text[SMALL.replace("else 0", "else 1")]
     (tmp_path / "tests").mkdir()
     (tmp_path / "tests" / "test_small.py").write_text(TESTS)
     (tmp_path / "tests" / "mutation.yaml").write_text("small.py: [tests/test_small.py]")
-    (tmp_path / "tests" / "mutation_equivalent.txt").write_text(f"# a list\n{equivalent} the larger of two\n00000000 gone\n")
-    command = [sys.executable, mutation.__file__, "--root", tmp_path, "--json", tmp_path / "found.json", "--shortest", "5"]
+    (tmp_path / "tests" / "mutation_equivalent.txt").write_text(
+        f"# a list\n{equivalent} small.py 0 is 0\n00000000 small.py gone\n"
+    )
+    command = [sys.executable, mutation.__file__, "--root", tmp_path, "--json", tmp_path / "found.json", "--shortest", "3"]
     done = subprocess.run(list(map(str, command)), capture_output=True, text=True)
     found = {row["id"]: row["outcome"] for row in json.loads((tmp_path / "found.json").read_text())}
     assert found.keys() == set(by_text.values()) - {equivalent}
     assert found.pop(endless) == "timed out"
     assert {one for one, outcome in found.items() if outcome == "survived"} == {missed, other}
     assert f"SURVIVED  {missed}  small.py:9" in done.stdout
-    assert "-    return max(x, 0)\n+    return max(x, 1)" in done.stdout
+    assert "-    return x if x > 0 else 0\n+    return x if x > 1 else 0" in done.stdout
     assert "STALE  00000000" in done.stdout
     assert done.returncode == 1, "a file is below the goal"
 
@@ -86,6 +88,7 @@ def test_tests_that_fail_without_a_mutant_stop_the_run(tmp_path):
         ("a = 1e-4, 0.5, True", {"a = 0.001, 0.5, True", "a = 1e-4, 1.0, True", "a = 1e-4, 0.5, False"}),
         ("a = b == 'all'", {"a = b != 'all'", "a = b == 'all_'"}),
         ("a = f(b, c, d=e, strict=True)", {"a = f(c, b, d=e, strict=True)", "a = f(b, c, strict=True)"}),
+        ("a = f(b, 'c', *d)", {"a = f(b, 'c_', *d)"}),
         ("a = f(d=(e), **g)", {"a = f(**g)", "a = f(d=(e))"}),
         ("a = (b - c).detach()", {"a = (b + c).detach()", "a = (b - c)"}),
         ("a = b.clamp(c, d)", {"a = b", "a = b.clamp(d, c)", "a = b.clamp(max=d)", "a = b.clamp(min=c)"}),
