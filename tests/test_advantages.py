@@ -28,6 +28,26 @@ def test_by_hand(method, expected):
     )
 
 
+@pytest.mark.parametrize(
+    ("method", "expected"),
+    [("grpo", 1 / 1.1), ("batch_std", 1 / 1.1), ("reinforce_pp", 1 / 1.1), ("gdpo", 1 / (1 + 1.1e-4))],
+)
+def test_eps_is_added_to_the_std_not_to_the_variance(method, expected):
+    """Rewards 0 and 0.002 have a std of 0.001, ten times eps. gdpo divides twice, the second time by 1 / 1.1."""
+    reward = torch.tensor([0.0, 0.002]).repeat(2)
+    found = group_advantages(reward, torch.tensor([0, 0, 1, 1]), method)
+    torch.testing.assert_close(found, expected * torch.tensor([-1.0, 1, -1, 1]), rtol=1e-6, atol=0)
+    free = group_advantages(reward, torch.tensor([0, 0, 1, 1]), method, eps=0.0)
+    torch.testing.assert_close(free, torch.tensor([-1.0, 1, -1, 1]), rtol=1e-5, atol=0)
+
+
+def test_advantages_are_clamped_on_both_sides():
+    reward = torch.tensor([-9.0, 9, -5, 5, -4, 4])
+    found = group_advantages(reward, torch.tensor([0, 0, 1, 1, 2, 2]), "dr_grpo")
+    assert found.tolist() == [-5, 5, -5, 5, -4, 4]
+    assert group_advantages(reward, GROUP, lambda r, g: r).tolist() == [-5, 5, -5, 5, -4, 4]
+
+
 @pytest.mark.parametrize("method", [m for m in METHODS if m != "reinforce_pp"])
 def test_only_the_own_group_counts_for_the_mean(method):
     shifted = REWARD + torch.tensor([0.0, 0, 0, 7, 7, 7])
@@ -107,15 +127,36 @@ def test_shares_sum_to_1_and_find_the_reward_that_drowns_the_others():
     torch.testing.assert_close(correlation[0, 1], expected)
 
 
+@pytest.mark.parametrize("unit", [1.0, 1e-6])
+def test_a_share_is_the_part_of_the_variance_within_groups_that_comes_with_the_reward(unit):
+    """Cov(w_r r, sum) / Var(sum), in any unit; two rewards that oppose each other share below 0 and above 1."""
+    first = torch.tensor([1.0, -1, 2, -2])
+    both, group = torch.stack([100 * unit + unit * first, -0.5 * unit * first], 1).double(), torch.tensor([0, 0, 1, 1])
+    share, correlation = shares(both.float(), torch.tensor([1.0, 1.0]), group)
+    torch.testing.assert_close(share, torch.tensor([2.0, -1.0]), rtol=1e-3, atol=0)
+    assert float(share.sum()) == pytest.approx(1, abs=1e-5)
+    torch.testing.assert_close(correlation, torch.tensor([[1.0, -1], [-1, 1]]), rtol=1e-3, atol=0)
+
+
+def test_shares_for_gdpo_are_those_of_rewards_over_their_std_in_the_group():
+    reward = torch.tensor([[0.0, 0.0], [0.002, 0.0], [0.0, 1.0], [0.002, 1.0]])  # a std of 0.001, ten times eps, and of 0.5
+    share, _ = shares(reward, torch.tensor([1.0, 2.0]), torch.tensor([7, 7, 7, 7]), "gdpo")
+    first, second = (1 / 1.1) ** 2, (2 * 0.5 / 0.5001) ** 2  # they are uncorrelated
+    torch.testing.assert_close(share, torch.tensor([first, second]) / (first + second))
+
+
 def test_a_reward_without_spread_has_no_share():
     share, correlation = shares(torch.stack([REWARD, torch.ones(6)], 1), torch.ones(2), GROUP)
     torch.testing.assert_close(share, torch.tensor([1.0, 0.0]))
     assert float(correlation[0, 1]) == 0
+    share, correlation = shares(torch.ones(6, 2), torch.ones(2), GROUP)
+    assert share.tolist() == [0, 0]
+    assert correlation.tolist() == [[0, 0], [0, 0]]
 
 
 def test_a_function_of_ones_own_is_clamped_and_checked():
     assert group_advantages(REWARD, GROUP, lambda reward, group: reward).tolist() == [1, 2, 3, 5, 5, 5]
-    for wrong in (lambda r, g: r[:2], lambda r, g: r * float("nan")):
+    for wrong in (lambda r, g: r[:2], lambda r, g: r * float("nan"), lambda r, g: r.where(r > 1, torch.inf)):
         with pytest.raises(ValueError, match="must return 6 finite numbers"):
             group_advantages(REWARD, GROUP, wrong)
 
@@ -135,11 +176,46 @@ def test_a_large_reward_that_is_the_same_for_all_says_nothing_beside_another():
     torch.testing.assert_close(both, group_advantages(other[:, None], group, "gdpo"), rtol=0, atol=0)
 
 
-def test_groups_without_signal_are_found():
-    reward = torch.tensor([1.0, 1.0, 0.0, 1.0])
-    group = torch.tensor([0, 0, 1, 1])
+@pytest.mark.parametrize("sign", [1, -1])
+def test_groups_without_signal_are_found(sign):
+    reward = sign * torch.tensor([3.0, 3.0, 0.0, 1.0])
+    group = torch.tensor([2, 2, 8, 8])
     assert has_signal(reward, group).tolist() == [False, False, True, True]
-    assert has_signal(reward, group, "reinforce_pp").tolist() == [True] * 4
+    for whole in ("reinforce_pp", lambda reward, group: reward):
+        assert has_signal(reward, group, whole).tolist() == [True] * 4
+        assert has_signal(torch.ones(4), group, whole).tolist() == [False] * 4
+
+
+def test_a_group_has_signal_if_one_of_several_rewards_differs():
+    reward = torch.tensor([[1.0, 5], [1, 5], [1, 5], [2, 5], [1, 5], [2, 6]])
+    group = torch.tensor([0, 0, 1, 1, 2, 2])
+    assert has_signal(reward, group, "gdpo").tolist() == [False, False, True, True, True, True]
+    assert has_signal(reward[:2], group[:2], "reinforce_pp").tolist() == [False, False]
+    assert has_signal(reward[:4], group[:4], "reinforce_pp").tolist() == [True] * 4
+
+
+def test_advantages_are_float32_whatever_the_rewards_are():
+    for method in (*METHODS, "gdpo"):
+        assert group_advantages(REWARD.double(), GROUP, method).dtype == torch.float32
+        both = torch.stack([REWARD, REWARD], 1).double()
+        for weights in (None, torch.ones(2)):
+            assert group_advantages(both, GROUP, method, weights=weights).dtype == torch.float32
+        whole = torch.tensor([1, 2, 3, 10, 10, 16])
+        assert group_advantages(whole, GROUP, method).equal(group_advantages(REWARD, GROUP, method))
+    assert group_advantages(REWARD, GROUP, lambda reward, group: [1, 2, 3, 4, 5, 0]).tolist() == [1, 2, 3, 4, 5, 0]
+    assert group_advantages(REWARD, GROUP, lambda reward, group: reward.double()).dtype == torch.float32
+    both, weights = two_rewards()
+    for one, other in zip(
+        shares((10 * both).long(), weights, GROUP), shares((10 * both).long().float(), weights, GROUP), strict=True
+    ):
+        assert one.equal(other)
+
+
+def test_advantages_are_computed_where_the_rewards_are():
+    """On `meta`, a device without numbers: a tensor made elsewhere can't be mixed with one of it."""
+    reward, group, size = (t.to("meta") for t in (REWARD, GROUP, torch.tensor([3, 3])))
+    for method in METHODS.values():
+        assert method(reward, group, size, 1e-4).device.type == "meta"
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ import rewards
 import rewards.clip
 from flow_grpo.prompts import load_prompts
 from rewards.detection import CLASSES, COLORS, ColorNames, Detection, Detector, crop, instances
-from rewards.geneval import MOST, kept, partial, published, relation, strict
+from rewards.geneval import MOST, GenEval, kept, partial, published, relation, strict
 
 EMPTY = torch.zeros(1, 1, dtype=torch.bool)
 
@@ -110,6 +110,45 @@ def test_a_position_refers_to_a_demand_that_is_met():
     assert scores(things(at(-50, 0), at(0, 0, "dog")), ask) == [1, 1, 1]
     assert scores(things(at(50, 0), at(0, 0, "dog")), ask) == [0, 0, pytest.approx(2 / 3)]
     assert scores(things(at(-50, 0)), ask) == [0, 0, pytest.approx(1 / 3)], "there is no dog to be left of"
+
+
+@pytest.mark.parametrize(
+    ("places", "holds"), [((-50, -70), True), ((-50, 50), False), ((50, -50), False), ((50, 70), False)]
+)
+def test_a_position_holds_for_all_things_of_both_classes(places, holds):
+    cats, dog = [at(x, 0) for x in places], at(0, 0, "dog")
+    ask = [{"class": "dog", "count": 1}, {"class": "cat", "count": 2, "position": ["left of", 0]}]
+    assert scores(things(*cats, dog), ask) == [holds, holds, pytest.approx(1 if holds else 2 / 3)]
+    cats, dogs = [at(0, 0)], [at(-x, 0, "dog") for x in places]
+    ask = [{"class": "dog", "count": 2}, {"class": "cat", "count": 1, "position": ["left of", 0]}]
+    assert scores(things(*cats, *dogs), ask) == [holds, holds, pytest.approx(1 if holds else 2 / 3)]
+
+
+def test_colours_count_only_where_the_number_is_exact():
+    ask = [{"class": "cat", "count": 2, "color": "red"}]
+    one, two, three = ([at(50 * i, 0) for i in range(n)] for n in (1, 2, 3))
+    assert scores(things(*two), ask) == [1, 1, 1]
+    assert scores(things(*one), ask) == [0, 0, 0.25], "half of the number, none of the colours"
+    assert scores(things(*three), ask) == [1, 0, 0.25]
+
+    def second_blue(detections, name):
+        return ["red" if d.box[0] < 20 else "blue" for d in detections]
+
+    assert scores(things(*two), ask, colors=second_blue) == [0, 0, 0.75], "the number, and half of the colours"
+
+
+@pytest.mark.parametrize(
+    ("tag", "score", "counts"), [("counting", 0.89, 0), ("counting", 0.91, 1), ("position", 0.31, 1), ("position", 0.29, 0)]
+)
+def test_things_that_are_counted_must_be_surer(tag, score, counts):
+    """The rules of the reward on the detections that it is given; no model runs."""
+    reward = object.__new__(GenEval)
+    reward.scoring, reward.names = published, lambda image, detections, name: red(detections, name)
+    reward.detector = lambda images: [[at(0, 0, score=score)] for _ in images]
+    asked = {"tag": [tag] * 2, "include": [[{"class": "cat", "count": 1, "color": "red"}]] * 2}
+    assert reward(torch.zeros(2, 3, 8, 8), ["a", "b"], **asked).tolist() == [counts] * 2
+    crowded = reward(torch.zeros(2, 3, 8, 8), ["a", "b"], **asked, exclude=[None, [{"class": "cat", "count": 1}]])
+    assert crowded.tolist() == [counts, 0]
 
 
 def test_instances_are_scored_as_mmdet_does():

@@ -122,6 +122,84 @@ def test_dppo_masks_all_that_pushes_further_at_threshold_0_and_nothing_at_infini
     torch.testing.assert_close(free, gradient(objectives.grpo(step, advantage, math.inf, math.inf), step))
 
 
+def test_dppo_masks_from_the_threshold_on():
+    step, advantage, _ = transitions()
+    ratio = (step.log_prob - step.old_log_prob).exp().detach()
+    divergence = sde.kl(step.mean, step.old_mean, step.std).detach()
+    row = int((advantage * (ratio - 1) > 0).nonzero()[0])
+    assert objectives.dppo(step, advantage, float(divergence[row])).metrics["dppo/masked"][row] == 1
+    assert objectives.dppo(step, advantage, float(divergence[row]) * 1.001).metrics["dppo/masked"][row] == 0
+
+
+def test_before_any_update_nothing_is_clipped_or_masked_however_narrow_the_range():
+    step, advantage, _ = transitions(moved=0.0)
+    expected = gradient(objectives.reinforce(step, advantage), step)
+    dppo = objectives.dppo(step, advantage, 0.0)
+    torch.testing.assert_close(gradient(dppo, step), expected)
+    assert not dppo.metrics["dppo/masked"].any()
+    clipped = objectives.grpo(step, advantage, 0.0, 0.0).metrics
+    assert not clipped["clip_ratio/low_mean"].any()
+    assert not clipped["clip_ratio/high_mean"].any()
+
+
+def test_a_row_without_advantage_is_not_counted_as_clipped():
+    step, _, _ = transitions()
+    metrics = objectives.grpo(step, torch.zeros(24, dtype=torch.float64), 1e-9, 1e-9).metrics
+    assert (metrics["ratio/max_deviation"] > 1e-9).all()
+    assert not metrics["clip_ratio/low_mean"].any()
+    assert not metrics["clip_ratio/high_mean"].any()
+
+
+CLIP = {"clip_ratio/low_mean", "clip_ratio/high_mean"}
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "reported"),
+    [
+        ("grpo", (0.002, 0.004), CLIP),
+        ("reinforce", (), set()),
+        ("grpo_guard", (0.002, 0.004), CLIP),
+        ("dppo", (1e-3,), {"dppo/divergence", "dppo/masked"}),
+    ],
+)
+def test_objectives_on_steps_report_their_ratio_as_detached_numbers_of_each_row(name, options, reported):
+    step, advantage, _ = transitions()
+    loss = getattr(objectives, name)(step, advantage, *options)
+    assert set(loss.metrics) == {"ratio/mean", "ratio/max_deviation"} | reported
+    for value in loss.metrics.values():
+        assert (value.shape, value.requires_grad, value.is_floating_point()) == ((24,), False, True)
+    if name != "grpo_guard":  # whose ratio is centred
+        torch.testing.assert_close(loss.metrics["ratio/mean"], (step.log_prob - step.old_log_prob).exp().detach())
+    ratio = loss.metrics["ratio/mean"]
+    assert float(ratio.min()) < 1 < float(ratio.max())
+    torch.testing.assert_close(loss.metrics["ratio/max_deviation"], torch.maximum(ratio - 1, 1 - ratio))
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "reported"),
+    [
+        ("awm", (0.2, 0.2), CLIP | {"ratio/mean", "ratio/max_deviation"}),
+        ("nft", (0.5, 5.0), {"nft/positive", "nft/negative"}),
+        ("sft", (), {"sft/error"}),
+        ("dpo", (3.0,), {"dpo/margin", "dpo/accuracy"}),
+    ],
+)
+def test_forward_objectives_report_detached_numbers_of_each_row(name, options, reported):
+    image, advantage = forward_process(n=6), [torch.linspace(-1, 1, 6)] if name in ("awm", "nft") else []
+    loss = getattr(objectives, name)(image, *advantage, *options)
+    assert set(loss.metrics) == reported
+    for value in (loss.value.detach(), *loss.metrics.values()):
+        assert (value.shape, value.requires_grad, value.is_floating_point()) == ((6,), False, True)
+
+
+def test_velocity_kl_is_the_mean_square_of_the_difference():
+    v, v_ref = torch.randn(2, 3, 4, 5, generator=torch.Generator().manual_seed(0)).bfloat16()
+    expected = (v.double() - v_ref.double()).square().mean((1, 2))
+    torch.testing.assert_close(objectives.velocity_kl(v, v_ref).double(), expected, rtol=1e-5, atol=0)
+    for one, other in ((v.double(), v_ref), (v, v_ref.double())):
+        assert objectives.velocity_kl(one, other).dtype == torch.float32
+
+
 def test_k3_is_exact_in_float32_where_log_probabilities_are_means():
     d = torch.tensor([1e-4, -3e-4, 2e-5])
     found = objectives.k3(torch.zeros(3), d)
@@ -178,11 +256,11 @@ def test_the_gradient_of_the_whole_chain_is_the_finite_difference(name, objectiv
     assert float(found) == pytest.approx(float(loss(0.02 + h) - loss(0.02 - h)) / (2 * h), rel=1e-5)
 
 
-def forward_process(seed=0):
-    """Five noised images in float64, each at a sigma of its own."""
+def forward_process(seed=0, n=5):
+    """Noised images in float64, each at a sigma of its own."""
     generator = torch.Generator().manual_seed(seed)
-    x0, eps, error, old, ref = torch.randn(5, 5, 2, 3, generator=generator, dtype=torch.float64)
-    sigma = torch.rand(5, generator=generator, dtype=torch.float64) * 0.8 + 0.1
+    x0, eps, error, old, ref = torch.randn(5, n, 2, 3, generator=generator, dtype=torch.float64)
+    sigma = torch.rand(n, generator=generator, dtype=torch.float64) * 0.8 + 0.1
     v = (eps - x0 + 0.3 * error).requires_grad_(True)
     return NoisedImage(x0, eps, sigma, v, eps - x0 + 0.31 * error, eps - x0 + 0.3 * old, eps - x0 + 0.3 * ref)
 
@@ -207,9 +285,35 @@ def test_awm_is_the_clipped_ratio_of_matching_losses():
         objectives.awm_log_prob(now, image.sigma, "hubber")
 
 
+def test_the_log_probability_of_awm_is_the_error_itself_or_a_root_of_it_from_0_on():
+    error, sigma = torch.tensor([0.0, 1e-10, 2.0], dtype=torch.float64), torch.tensor([0.5, 0.5, 0.8], dtype=torch.float64)
+    assert torch.equal(objectives.awm_log_prob(error, sigma), -error)
+    root = objectives.awm_log_prob(error, sigma, "ghuber")
+    small = -2 * ((2e-10) ** 0.25 - 1e-10**0.25)
+    expected = torch.tensor([0.0, small, -3.2 * (2**0.25 - 1e-10**0.25)], dtype=torch.float64)
+    torch.testing.assert_close(root, expected, rtol=1e-6, atol=1e-15)
+
+
+@pytest.mark.parametrize(("off", "distance"), [(0.0, 0.0), (1e-6, 1e-7), (0.1, 0.1)])
+def test_the_weight_of_nft_is_the_mean_error_but_at_least_1e_5(off, distance):
+    zeros, sigma = torch.zeros(1, 2, 3), torch.tensor([0.5])
+    v = torch.full_like(zeros, -off / 0.5)  # then x0_hat is `off` away from x0
+    loss = objectives.nft(NoisedImage(zeros, zeros, sigma, v, v, v), torch.zeros(1), 0.5, 5.0)
+    assert float(loss.value) == pytest.approx(5.0 / 0.5 * distance, rel=1e-5)
+    assert float(loss.metrics["nft/positive"]) == pytest.approx(distance, rel=1e-5)
+
+
+def test_nft_computes_in_float32_what_the_network_says_in_half_precision():
+    image = forward_process()
+    half = replace(image, v=image.v.detach().bfloat16(), v_old=image.v_old.bfloat16())
+    exact = replace(half, v=half.v.double(), v_old=half.v_old.double())
+    found, expected = (objectives.nft(one, torch.linspace(-5, 5, 5), 0.3, 5.0).value for one in (half, exact))
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=0)
+
+
 def test_nft_is_its_formula():
     image = forward_process()
-    advantage, beta, top = torch.tensor([-3.0, -1, 0, 2, 9], dtype=torch.float64), 0.4, 5.0
+    advantage, beta, top = torch.tensor([-8.0, -1, 0, 2, 9], dtype=torch.float64), 0.4, 5.0
     v, old, column = image.v.detach(), image.v_old, image.sigma.view(-1, 1, 1)
     x = (1 - column) * image.x0 + column * image.eps
     expected = []
@@ -240,16 +344,20 @@ def test_sft_is_the_matching_loss_and_least_at_the_true_velocity():
 
 
 def test_dpo_is_its_formula_and_log_2_at_the_reference():
-    rows = forward_process()
-    image = NoisedImage(*(t[:4] for t in (rows.x0, rows.eps, rows.sigma, rows.v, rows.v_rollout, rows.v_old, rows.v_ref)))
+    image = forward_process(n=6)
     gain = errors(image, image.v) - errors(image, image.v_ref)
-    margin = -30.0 * (gain[0::2] - gain[1::2])
-    expected = (1 + (-margin).exp()).log().repeat_interleave(2)
-    loss = objectives.dpo(image, 30.0)
-    torch.testing.assert_close(loss.value.detach().double(), expected, rtol=1e-4, atol=1e-5)
-    assert loss.metrics["dpo/accuracy"].bool().tolist() == (margin > 0).repeat_interleave(2).tolist()
-    same = objectives.dpo(replace(image, v=image.v_ref), 30.0).value
-    torch.testing.assert_close(same.double(), torch.full((4,), math.log(2), dtype=torch.float64))
+    for beta in (30.0, 1.0):
+        margin = -beta * (gain[0::2] - gain[1::2])
+        expected = (1 + (-margin).exp()).log().repeat_interleave(2)
+        loss = objectives.dpo(image, beta)
+        torch.testing.assert_close(loss.value.detach().double(), expected, rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(loss.metrics["dpo/margin"].double(), margin.repeat_interleave(2), rtol=1e-4, atol=1e-5)
+        assert loss.metrics["dpo/accuracy"].bool().tolist() == (margin > 0).repeat_interleave(2).tolist()
+    assert ((margin > 0) & (margin < 1)).any()
+    assert (margin < 0).any()
+    same = objectives.dpo(replace(image, v=image.v_ref), 30.0)
+    torch.testing.assert_close(same.value.double(), torch.full((6,), math.log(2), dtype=torch.float64))
+    assert not same.metrics["dpo/accuracy"].any()
 
 
 @pytest.mark.parametrize("name", ["awm", "nft", "sft", "dpo"])

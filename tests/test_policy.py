@@ -3,13 +3,19 @@
 import pytest
 import torch
 from conftest import CALL, PROMPTS, stir, tiny_policy
-from diffusers import EulerDiscreteScheduler, FlowMatchEulerDiscreteScheduler, StableDiffusion3Pipeline
+from diffusers import DiffusionPipeline, EulerDiscreteScheduler, FlowMatchEulerDiscreteScheduler, StableDiffusion3Pipeline
+from peft.tuners.tuners_utils import BaseTunerLayer
 
+from flow_grpo import policy as policy_module
 from flow_grpo import sampling, sde
 from flow_grpo.evaluate import draw
+from flow_grpo.families import ATTENTION
 from flow_grpo.hub import SHIPPED
-from flow_grpo.policy import Policy, load_policy
+from flow_grpo.parallel import Processes
+from flow_grpo.pipeline import PROBES
+from flow_grpo.policy import WEIGHTS, Policy, fast_dtype, load_policy
 from flow_grpo.prompts import PromptSet
+from flow_grpo.sections import MemoryConfig
 
 LATENTS = torch.randn(2, 8, 8, 20, generator=torch.Generator().manual_seed(0))
 ROWS = torch.arange(2)
@@ -129,6 +135,236 @@ def test_the_lora_is_float32_whatever_the_model_is():
     assert v.dtype == torch.float32
 
 
+def adapted(policy: Policy) -> list[str]:
+    """Names of the layers that a LoRA is on."""
+    return [name for name, module in policy.pipe.transformer.named_modules() if isinstance(module, BaseTunerLayer)]
+
+
+def test_a_lora_is_scaled_by_alpha_over_its_rank():
+    policy = tiny_policy()
+    policy.add_lora(4, 6, ["to_q"], seed=0)
+    for layer in policy.layers():
+        assert layer.lora_A["default"].weight.shape[0] == layer.lora_B["default"].weight.shape[1] == 4
+        assert layer.scaling["default"] == 6 / 4
+    assert policy.pipe.transformer.peft_config["default"].lora_alpha == 6
+
+
+def test_a_lora_begins_gaussian_from_a_seed_of_its_own():
+    started = []
+    for seed in (0, 0, 1):
+        policy = tiny_policy()
+        before = torch.random.get_rng_state()
+        policy.add_lora(4, 8, ["to_q"], seed)
+        assert torch.equal(torch.random.get_rng_state(), before), "the global stream stays as it was"
+        started.append(torch.cat([p.detach().flatten() for n, p in policy.parameters().items() if "lora_A" in n]))
+        assert not any(p.any() for n, p in policy.parameters().items() if "lora_B" in n)
+    assert torch.equal(started[0], started[1])
+    assert not torch.equal(started[0], started[2])
+    assert float(started[0].std()) == pytest.approx(1 / 4, rel=0.05), "peft's gaussian has a std of 1 / rank"
+
+
+def test_a_lora_is_on_the_layers_that_were_asked_for():
+    linear = [name for name, module in tiny_policy().pipe.transformer.named_modules() if isinstance(module, torch.nn.Linear)]
+    for targets, expected in (
+        (["to_q", "no_such"], [name for name in linear if name.endswith(".to_q")]),
+        (None, [name for name in linear if name.split("attn.")[-1] in ATTENTION]),
+        ("all", linear),
+    ):
+        policy = tiny_policy()
+        policy.add_lora(2, 4, targets, seed=0)
+        assert adapted(policy) == expected
+        assert policy.adapters == ["default"]
+        policy.drop_lora()
+        assert not policy.has_lora
+        policy.add_lora(2, 4, "all", seed=0)  # the layers of the first are wrapped from then on
+        assert adapted(policy) == linear
+
+
+def test_what_could_have_been_a_target_is_named():
+    policy = tiny_policy()
+    with pytest.raises(ValueError, match=r"no linear layer .* is named to_nothing: set lora\.targets") as error:
+        policy.add_lora(4, 8, ["to_nothing"], seed=0)
+    named = str(error.value).removesuffix(".").split("some of ")[1].split(", ")
+    assert named == sorted(named)
+    assert {"to_q", "to_out.0", "add_q_proj", "proj_out", "net.2"} <= set(named)
+    assert not any(name.startswith("attn") or name.isdigit() for name in named)
+    policy.add_lora(2, 4, named, seed=0)
+    linear = [name for name, module in tiny_policy().pipe.transformer.named_modules() if isinstance(module, torch.nn.Linear)]
+    assert set(linear) <= set(adapted(policy)), "each layer has a name among them"
+
+
+def test_a_lora_that_is_taken_off_leaves_the_base_model(policy):
+    conditioning = policy.encode(PROMPTS)
+    with torch.no_grad(), policy.reference():
+        base = policy.velocity(LATENTS, torch.tensor(500.0), conditioning, ROWS)
+    policy.strip()
+    assert policy.parameters() == {}
+    policy.strip()  # nothing is left to take off
+    with torch.no_grad():
+        assert torch.equal(policy.velocity(LATENTS, torch.tensor(500.0), conditioning, ROWS), base)
+
+
+@pytest.mark.parametrize(("dtype", "cast"), [("fp32", True), ("bf16", False)])
+def test_inputs_are_cast_by_peft_only_without_autocast(dtype, cast):
+    policy = tiny_policy(dtype)
+    policy.add_lora(4, 8, ["to_q"], seed=0)
+    assert {layer.cast_input_dtype_enabled for layer in policy.layers()} == {cast}
+
+
+@pytest.mark.parametrize("context", [lambda p: p.reference(), lambda p: p.averaged(), lambda p: p.using("old")])
+def test_what_is_switched_for_a_while_comes_back_after_an_error(policy, context):
+    policy.add_copy("old")
+    policy.start_ema()
+    stir(policy, seed=1)
+    conditioning = policy.encode(PROMPTS)
+
+    def velocity():
+        with torch.no_grad():
+            return policy.velocity(LATENTS, torch.tensor(500.0), conditioning, ROWS)
+
+    def fail():
+        inside.append(velocity())
+        raise KeyError
+
+    before, inside = velocity(), []
+    with pytest.raises(KeyError), context(policy):
+        fail()
+    assert not torch.equal(inside[0], before)
+    assert torch.equal(velocity(), before)
+    assert all(parameter.requires_grad for parameter in policy.parameters().values())
+
+
+def test_without_an_average_what_is_trained_stands_for_it(policy):
+    before = policy.adapter_state()
+    with policy.averaged():
+        assert all(torch.equal(value, before[name]) for name, value in policy.adapter_state().items())
+    assert policy.ema_state() == {}
+
+
+def test_states_are_copies_that_can_be_put_back(policy):
+    policy.add_copy("old")
+    policy.start_ema()
+    kept = policy.adapter_state(), policy.adapter_state("old"), policy.ema_state()
+    assert all(kept)
+    assert policy.adapter_state(keep=False) == policy.ema_state(keep=False) == {}
+    stir(policy, seed=1)
+    policy.update_ema(0.5)
+    policy.follow("old", 0.5)
+    now = policy.adapter_state(), policy.adapter_state("old"), policy.ema_state()
+    for before, after in zip(kept, now, strict=True):
+        assert not any(torch.equal(before[name], value) for name, value in after.items() if value.any())
+    assert not any(value.requires_grad for value in policy.ema.values())
+    policy.load_adapter_state(kept[0])
+    policy.load_adapter_state(kept[1], "old")
+    policy.load_ema_state(kept[2])
+    assert not any(value.requires_grad for value in policy.ema.values())
+    for before, after in zip(kept, (policy.adapter_state(), policy.adapter_state("old"), policy.ema_state()), strict=True):
+        assert before.keys() == after.keys()
+        assert all(torch.equal(before[name], value) for name, value in after.items())
+    with pytest.raises(ValueError, match="other modules or another rank"):
+        policy.load_adapter_state({name: value for name, value in kept[0].items() if "to_q" in name})
+
+
+def test_an_average_that_is_loaded_moves_on_by_itself(policy):
+    policy.load_ema_state(policy.adapter_state())
+    trained = policy.adapter_state()
+    for value in policy.ema.values():
+        value.zero_()
+    assert all(torch.equal(value, trained[name]) for name, value in policy.adapter_state().items())
+
+
+def test_a_save_that_only_helps_others_writes_nothing(policy, tmp_path):
+    assert policy.save(tmp_path / "none", write=False) == tmp_path / "none"
+    assert not (tmp_path / "none").exists()
+    for _ in range(2):  # over what is there
+        assert policy.save(tmp_path / "a" / "b") == tmp_path / "a" / "b" / WEIGHTS
+    assert (tmp_path / "a" / "b" / WEIGHTS).is_file()
+
+
+@pytest.mark.parametrize("name", [WEIGHTS, "other.safetensors"])
+def test_a_lora_is_loaded_by_its_folder_or_its_file(policy, name, tmp_path):
+    file = policy.save(tmp_path / "lora")
+    file.rename(file.with_name(name))
+    again = load_policy("tiny", "cpu", "fp32", lora=file.parent if name == WEIGHTS else file.with_name(name), **CALL)
+    saved = policy.adapter_state()
+    assert all(torch.equal(value, saved[n]) for n, value in again.adapter_state().items())
+    assert len(saved) == len(again.parameters())
+    assert all(parameter.requires_grad and parameter.dtype == torch.float32 for parameter in again.parameters().values())
+    assert {layer.scaling["default"] for layer in again.layers()} == {2.0}
+
+
+def test_a_damaged_lora_is_a_sentence(tmp_path):
+    (tmp_path / WEIGHTS).write_bytes(b"no weights")
+    with pytest.raises(ValueError, match=r"the LoRA .* could not be loaded"):
+        tiny_policy().load_lora(tmp_path)
+    with pytest.raises(ValueError, match="there is no LoRA at"):
+        tiny_policy().load_lora("./missing")
+
+
+def test_the_blocks_that_repeat_are_compiled(policy):
+    assert not policy.compiled
+    policy.compile()
+    assert policy.compiled
+    compiled = [module for module in policy.pipe.transformer.modules() if module._compiled_call_impl is not None]
+    assert compiled == list(policy.pipe.transformer.transformer_blocks)
+
+
+def test_sharded_processes_call_the_transformer_as_often_as_the_one_that_needs_most(policy, monkeypatch):
+    """What spreads the weights stands still here: two processes do it in test_whole.py."""
+    given, asked = [], []
+
+    class Others(Processes):
+        def everyone(self, value):
+            asked.append(value)
+            return [value, 3]
+
+    monkeypatch.setattr(policy_module, "shard", lambda transformer, whole: given.append((transformer, whole)))
+    conditioning = policy.encode(PROMPTS)
+    calls = []
+    with torch.no_grad():
+        expected = policy.velocity(LATENTS, torch.tensor(500.0), conditioning, ROWS)
+    policy.takes_timesteps = None
+    policy.shard(Others())
+    assert policy.takes_timesteps is not None, "it was tried while all processes are alike"
+    assert given == [(policy.pipe.transformer, set(policy.parameters().values()))]
+    assert policy.sharded
+    assert not policy.spread, "a LoRA is whole on every process"
+    policy.pipe.transformer.register_forward_hook(lambda *_: calls.append(1))
+    with torch.no_grad():
+        assert torch.equal(policy.velocity(LATENTS, torch.tensor(500.0), conditioning, ROWS), expected)
+    assert (len(calls), asked) == (3, [1])
+    assert not tiny_policy().sharded
+
+
+def test_all_weights_can_be_trained_in_place_of_a_lora(tmp_path):
+    policy = tiny_policy()
+    assert not policy.trains_all
+    policy.train_all()
+    first = policy.whole
+    policy.train_all()
+    assert policy.whole is first
+    assert policy.trains_all
+    assert not policy.spread
+    assert policy.parameters().keys() == dict(policy.pipe.transformer.named_parameters()).keys()
+    assert all(parameter.requires_grad for parameter in policy.parameters().values())
+    policy.keep_base("cpu")
+    base = policy.adapter_state()
+    with torch.no_grad():
+        for parameter in policy.parameters().values():
+            parameter.add_(0.01)
+    assert policy.save(tmp_path / "none", write=False) == tmp_path / "none"
+    assert not (tmp_path / "none").exists()
+    again = load_policy("tiny", "cpu", "fp32", lora=policy.save(tmp_path / "whole"), **CALL)
+    assert again.trains_all
+    trained = policy.adapter_state()
+    assert not any(torch.equal(value, base[name]) for name, value in trained.items())
+    for one in (policy, again):
+        assert all(torch.equal(value, trained[name]) for name, value in one.adapter_state().items())
+        one.strip()
+        assert not one.trains_all
+        assert all(torch.equal(value, base[name]) for name, value in one.pipe.transformer.named_parameters())
+
+
 def test_the_average_is_in_place_only_within_its_context(policy):
     policy.start_ema()
     before = policy.adapter_state()
@@ -246,6 +482,64 @@ def test_a_lora_for_other_modules_and_unknown_targets_are_refused(policy, tmp_pa
         tiny_policy().add_lora(4, 8, ["to_nothing"], seed=0)
     with pytest.raises(ValueError, match="there is no LoRA"):
         tiny_policy().load_lora(tmp_path / "a" / "missing")
+
+
+def test_the_model_is_loaded_in_the_dtype_and_with_the_guidance_that_were_asked_for():
+    for name, dtype in (("fp32", torch.float32), ("bf16", torch.bfloat16), ("fp16", torch.float16)):
+        policy = load_policy("tiny", "cpu", name, height=32, width=80)
+        assert policy.pipe.transformer.dtype == policy.pipe.vae.dtype == policy.dtype == dtype
+        assert policy.call == {"guidance_scale": 1.0, "height": 32, "width": 80}
+    guided = load_policy("tiny", dtype="fp32", guidance=1.5)
+    assert guided.call["guidance_scale"] == 1.5
+    assert guided.device.type == ("cuda" if torch.cuda.is_available() else "cpu")
+    with pytest.raises(ValueError, match="unknown dtype 'fp8'; choose one of auto, fp32, bf16, fp16"):
+        load_policy("tiny", dtype="fp8")
+
+
+def test_prompts_that_were_kept_without_guidance_are_encoded_anew_with_it(tmp_path):
+    memory, call = MemoryConfig(embeddings=str(tmp_path)), {"height": 32, "width": 80, "max_sequence_length": 14}
+    load_policy("tiny", "cpu", "fp32", memory=memory, **call).encode([*PROBES[:1], *PROMPTS])
+    for guidance, known in ((1.0, True), (1.5, False)):
+        policy = load_policy("tiny", "cpu", "fp32", guidance=guidance, memory=memory, prompts=PROMPTS, **call)
+        assert (policy.pipe.text_encoder is None) == known
+
+
+def test_encoders_that_are_offloaded_are_not_moved_to_the_device(monkeypatch):
+    moved, to = [], torch.nn.Module.to
+    monkeypatch.setattr(
+        torch.nn.Module, "to", lambda self, *a, **k: moved.append((type(self).__name__, a)) or to(self, *a, **k)
+    )
+    for offload in (False, True):
+        moved.clear()
+        tiny_policy(memory=MemoryConfig(offload_encoders=offload))
+        there = {name for name, where in moved if where == ("cpu",)}
+        assert {"SD3Transformer2DModel", "AutoencoderKL"} <= there
+        assert ("T5EncoderModel" in there) != offload
+
+
+def test_the_base_is_quantised_as_the_settings_say(monkeypatch):
+    """torchao and bitsandbytes need not be here: what diffusers is asked for is looked at."""
+    asked, load = [], DiffusionPipeline.from_pretrained
+
+    def from_pretrained(source, quantization_config=None, **more):
+        asked.append(quantization_config)
+        return load(source, **more)
+
+    monkeypatch.setattr(policy_module, "quantization", lambda kind, dtype: (kind, dtype))
+    monkeypatch.setattr(DiffusionPipeline, "from_pretrained", from_pretrained)
+    tiny_policy(memory=MemoryConfig(quantize="int8"))
+    tiny_policy()
+    assert asked == [("int8", torch.float32), None]
+
+
+def test_auto_is_bf16_where_there_are_instructions_for_it(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation=True: including_emulation)
+    assert fast_dtype("cuda") == torch.float32, "emulation is no instruction"
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation=True: True)
+    assert fast_dtype("cuda:1") == torch.bfloat16
+    assert fast_dtype("mps") == torch.float32
+    monkeypatch.delattr(torch.cpu, "_is_avx512_bf16_supported")
+    assert fast_dtype("cpu") == torch.float32, "a torch that can't tell"
 
 
 @pytest.mark.parametrize(("native", "dtype"), [(True, torch.bfloat16), (False, torch.float32)])

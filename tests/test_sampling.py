@@ -49,6 +49,27 @@ def test_each_stream_of_noise_belongs_to_its_name_alone():
     assert not any(torch.equal(one, other) for other in others)
 
 
+def test_the_streams_are_those_of_earlier_versions():
+    """A run that is resumed, or repeated from its config, meets the same noise again."""
+    torch.testing.assert_close(
+        sampling.noise((4,), 0, "start", 3, 1), torch.tensor([-1.3631324, -0.0940343, -0.4452363, -0.9594598])
+    )
+    starts = [sampling.window("random", 8, 2, 1, 5, 1, 0, step)[0] for step in range(12)]
+    assert starts == [2, 3, 3, 4, 1, 2, 3, 1, 4, 2, 3, 1]
+    seeds = [sampling.generator(i).initial_seed() for i in range(64)]
+    assert 2**62 < max(seeds) < 2**63, "what a generator can take, and all of it"
+
+
+def test_each_image_has_a_stream_of_its_own_for_each_prompt_training_step_and_step():
+    rows = PromptBatch(["a", "b", "b"], [{}] * 3, torch.tensor([4, 9, 9]), torch.tensor([0, 0, 1]))
+    names = [("start", 0), ("start", 1), ("step", 0, 0), ("step", 0, 1), ("step", 1, 0)]
+    drawn = torch.cat([sampling.batch_noise((3,), rows, 5, *name) for name in names])
+    assert len(drawn.unique(dim=0)) == len(drawn)
+    assert torch.equal(drawn[2], sampling.noise((3,), 5, "start", 0, 9, 1)), "named by the prompt, then by the image"
+    shared = sampling.batch_noise((3,), rows, 5, "start", 0, shared=True)
+    assert torch.equal(shared, torch.stack([sampling.noise((3,), 5, "start", 0, p) for p in (4, 9, 9)]))
+
+
 def test_noise_is_standard_normal_across_streams():
     drawn = torch.stack([sampling.noise((8,), 0, "start", i) for i in range(2000)])
     assert abs(float(drawn.mean())) < 4 / 16000**0.5
@@ -84,9 +105,18 @@ def test_a_random_window_depends_on_seed_and_step_and_covers_every_place():
     assert windows != [tuple(sampling.window("random", 8, 2, 1, 5, 1, 1, step)) for step in range(100)]
 
 
-def test_a_window_that_does_not_fit_is_refused():
+def test_a_window_ends_with_the_schedule_and_may_fill_it():
+    assert sampling.window("all", 4, 1, 1, 9, 1, 0, 0) == [1, 2, 3]
+    for kind in ("fixed", "random", "sliding"):
+        assert sampling.window(kind, 4, 4, 0, 9, 1, 0, 7) == [0, 1, 2, 3]
+
+
+@pytest.mark.parametrize("kind", ["fixed", "random", "sliding"])
+def test_a_window_that_does_not_fit_is_refused(kind):
     with pytest.raises(ValueError, match="does not fit"):
-        sampling.window("random", 8, 4, 3, 5, 1, 0, 0)
+        sampling.window(kind, 8, 4, 3, 5, 1, 0, 0)
+    with pytest.raises(ValueError, match="unknown window 'fixt'"):
+        sampling.window("fixt", 8, 1, 3, 5, 1, 0, 0)
 
 
 @pytest.mark.parametrize("microbatch", [1, 2, 4, 6])
@@ -107,16 +137,58 @@ def test_stored_steps_are_what_was_scored_and_stepped_from():
 
 
 @pytest.mark.parametrize("transition", ["flow_sde", "dance_sde", "cps", "exact_sde"])
+def test_a_trained_step_is_its_mean_plus_std_times_the_noise_of_that_step(transition):
+    """And the steps that are not trained are Euler's."""
+    found, x = roll([0, 2], transition=transition), sampling.batch_noise(SHAPE, batch(), 0, "start", 0)
+    for i in range(5):
+        v = velocity(x, i, torch.arange(6))
+        if i not in found.steps:
+            x = x + (SIGMAS[i + 1] - SIGMAS[i]) * v
+            continue
+        k = found.steps.index(i)
+        mean, std = sde.transition(transition, x, v, SIGMAS[i], SIGMAS[i + 1], 0.7, SIGMAS[1])
+        assert torch.equal(found.x[:, k], x)
+        assert torch.equal(found.mean[:, k], mean)
+        x = mean + std * sampling.batch_noise(SHAPE, batch(), 0, "step", 0, i)
+        torch.testing.assert_close(found.x_next[:, k], x, rtol=0, atol=1e-6)
+    torch.testing.assert_close(found.final, x, rtol=0, atol=1e-5)
+
+
+def test_a_rollout_is_float32_without_gradients_and_scored_as_asked():
+    weight = torch.ones(1, requires_grad=True)
+    start = sampling.batch_noise(SHAPE, batch(), 0, "start", 0).double()
+    arguments = (lambda x, i, rows: weight * x, SCHEDULE, start, [1], "cps", 0.7, lambda i: start, 4)
+    found = sampling.rollout(*arguments, log_prob="unnormalized")
+    for part in (found.x, found.x_next, found.mean, found.log_prob_BK, found.final):
+        assert part.dtype == torch.float32
+        assert not part.requires_grad
+    assert torch.equal(
+        found.log_prob_BK[:, 0], sde.log_prob_unnormalized(found.x_next[:, 0], found.mean[:, 0], torch.ones(1))
+    )
+    gaussian = sampling.rollout(*arguments)
+    std = sde.transition("cps", gaussian.x[:, 0], gaussian.x[:, 0], 0.9, 0.7, 0.7)[1]
+    torch.testing.assert_close(gaussian.log_prob_BK[:, 0], sde.log_prob(gaussian.x_next[:, 0], gaussian.mean[:, 0], std))
+
+
+def test_without_trained_steps_a_trajectory_has_room_for_none():
+    found = roll([])
+    assert [getattr(found, name).shape for name in ("x", "x_next", "mean", "log_prob_BK")] == [(6, 0)] * 4
+    assert found.steps == []
+
+
+@pytest.mark.parametrize("transition", ["flow_sde", "dance_sde", "cps", "exact_sde"])
 def test_replaying_gives_a_ratio_of_exactly_1(transition):
     found = roll([0, 1, 3], transition=transition)
-    for k in range(3):
-        rows = torch.arange(6)
-        _, mean, std = sampling.replay(velocity, found, k, rows, transition, 0.7)
-        ratio = (sde.log_prob(found.x_next[:, k], mean, std) - found.log_prob_BK[:, k]).exp()
-        assert torch.equal(ratio, torch.ones(6))
+    for k, i in enumerate(found.steps):
+        rows = torch.tensor([5, 0, 3])
+        v, mean, std = sampling.replay(velocity, found, k, rows, transition, 0.7)
+        assert torch.equal(v, velocity(found.x[rows, k], i, rows))
+        ratio = (sde.log_prob(found.x_next[rows, k], mean, std) - found.log_prob_BK[rows, k]).exp()
+        assert torch.equal(ratio, torch.ones(3))
 
 
-def test_a_shared_start_gives_the_pictures_that_separate_prefixes_would_and_costs_less():
+@pytest.mark.parametrize(("trained", "cost"), [([2], 2 * 2 + 3 * 6), ([1, 3], 2 + 4 * 6), ([0], 5 * 6), ([], 5 * 6)])
+def test_a_shared_start_gives_the_pictures_that_separate_prefixes_would_and_costs_less(trained, cost):
     calls = []
 
     def counting(x, i, rows):
@@ -125,14 +197,13 @@ def test_a_shared_start_gives_the_pictures_that_separate_prefixes_would_and_cost
 
     rows = batch()
     start = sampling.batch_noise(SHAPE, rows, 0, "start", 0, shared=True)
-    arguments = (SCHEDULE, start, [2], "cps", 0.7, lambda i: sampling.batch_noise(SHAPE, rows, 0, "step", 0, i), 6)
+    arguments = (SCHEDULE, start, trained, "cps", 0.7, lambda i: sampling.batch_noise(SHAPE, rows, 0, "step", 0, i), 6)
     shared = sampling.rollout(counting, *arguments, rows.group)
-    cost = sum(calls)
-    calls.clear()
+    assert sum(calls) == cost
     separate = sampling.rollout(counting, *arguments, None)
+    assert sum(calls) == cost + 5 * 6
     assert torch.equal(shared.final, separate.final)
     assert torch.equal(shared.log_prob_BK, separate.log_prob_BK)
-    assert (cost, sum(calls)) == (2 * 2 + 3 * 6, 5 * 6)
 
 
 def test_without_a_window_a_rollout_is_the_ode():

@@ -1,12 +1,14 @@
 """The transitions against closed forms: Euler, a point mass, Gaussian data with its known velocity, torch.distributions."""
 
 import math
+from typing import get_args
 
 import pytest
 import torch
 from torch.distributions import Normal, kl_divergence
 
 from flow_grpo import sde
+from flow_grpo.sections import SamplingConfig
 
 STOCHASTIC = ["flow_sde", "dance_sde", "cps", "exact_sde"]
 KEEP_MARGINALS = ["cps", "exact_sde"]
@@ -145,6 +147,40 @@ def test_the_published_std_of_flow_sde():
     assert float(std) == pytest.approx(0.7 * math.sqrt(0.8 / 0.2) * math.sqrt(0.2), rel=1e-6)
 
 
+def test_at_a_sigma_of_1_the_published_std_of_flow_sde_has_the_second_sigma_in_its_denominator():
+    """`sqrt(sigma / (1 - where(sigma == 1, sigmas[1], sigma))) * noise_level`, arXiv 2505.05470; the drift has the same g."""
+    x, v = torch.randn(2, 1, 4, dtype=torch.float64)
+    mean, std = sde.transition("flow_sde", x, v, 1.0, 0.96, 0.7, sigma_max=0.9)
+    g = 0.7 * math.sqrt(1 / (1 - 0.9))
+    assert float(std) == pytest.approx(g * math.sqrt(0.04), rel=1e-12)
+    torch.testing.assert_close(mean, x * (1 - g**2 * 0.04 / 2) - v * 0.04, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize(("level", "share"), [(1 / 3, 0.5), (0.5, 0.5**0.5), (1.0, 1.0)])
+def test_the_noise_of_cps_is_the_sine_of_a_right_angle_times_its_level(level, share):
+    """std = sigma_next sin(noise_level pi / 2), arXiv 2509.05952: at level 1 all the noise of x_next is fresh."""
+    x, v = torch.randn(2, 1, 4, dtype=torch.float64)
+    mean, std = sde.transition("cps", x, v, 0.8, 0.6, level)
+    assert float(std) == pytest.approx(0.6 * share, rel=1e-12)
+    kept = 0.6 * math.sqrt(1 - share**2)
+    torch.testing.assert_close(mean, 0.4 * (x - 0.8 * v) + kept * (x + 0.2 * v), rtol=0, atol=1e-7)
+
+
+@pytest.mark.parametrize("level", [0.3, 0.7, 1.2])
+def test_exact_sde_keeps_as_much_of_the_noise_as_flow_sde_does_in_many_small_steps(level):
+    """On a point mass at 0, where v = x / sigma: both solve the same equation, of which flow_sde's steps are Euler's."""
+    sigmas = torch.linspace(0.9, 0.2, 100_001, dtype=torch.float64)
+    x = torch.ones(100_000, 1, dtype=torch.float64)  # a row for each step: the slopes multiply
+    slopes, _ = sde.transition("flow_sde", x, x / sigmas[:-1, None], sigmas[:-1], sigmas[1:], level)
+    kept = float(slopes.log().sum().exp())
+    one = torch.ones(1, 1, dtype=torch.float64)
+    mean, std = sde.transition("exact_sde", one, one / 0.9, 0.9, 0.2, level)
+    rho = (0.2 * 0.1 / (0.9 * 0.8)) ** (level**2 / 2)
+    assert float(mean) == pytest.approx(0.2 / 0.9 * rho, rel=1e-12)
+    assert float(std) == pytest.approx(0.2 * math.sqrt(1 - rho**2), rel=1e-12)
+    assert kept == pytest.approx(float(mean), rel=1e-4)
+
+
 def test_exact_sde_does_not_depend_on_the_number_of_steps():
     """For a point mass the correlation of noise over a stretch is that of one step, however it is cut."""
 
@@ -212,3 +248,32 @@ def test_what_makes_no_sense_is_refused(arguments, words):
     name, sigma, sigma_next, level = arguments
     with pytest.raises(ValueError, match=words):
         sde.transition(name, torch.zeros(1, 2), torch.zeros(1, 2), sigma, sigma_next, level)
+
+
+def test_one_row_at_a_sigma_of_1_is_enough_to_need_the_second_sigma():
+    sigma, zeros = torch.tensor([1.0, 0.5]), torch.zeros(2, 3)
+    for second in (None, torch.tensor([math.nan, 0.9])):
+        with pytest.raises(ValueError, match="sigma_max"):
+            sde.transition("flow_sde", zeros, zeros, sigma, sigma - 0.1, 0.7, second)
+
+
+def test_the_names_are_those_of_the_settings():
+    annotations = SamplingConfig.model_fields
+    assert list(sde.TRANSITIONS) == list(get_args(annotations["transition"].annotation))
+    assert list(sde.LOG_PROBS) == list(get_args(annotations["log_prob"].annotation))
+    x, mean = torch.randn(2, 3, 4)
+    assert torch.equal(sde.LOG_PROBS["gaussian"](x, mean, torch.ones(1)), sde.log_prob(x, mean, torch.ones(1)))
+    assert torch.equal(sde.LOG_PROBS["unnormalized"](x, mean, torch.ones(1)), -(x - mean).square().mean(1))
+
+
+def test_those_without_noise_in_the_last_step_are_listed():
+    x, v = torch.randn(2, 1, 4)
+    last = {name: sde.transition(name, x, v, 0.2, 0.0, 0.7)[1] for name in sde.TRANSITIONS}
+    assert [name for name, std in last.items() if not std.any()] == list(sde.NOISELESS_AT_ZERO)
+
+
+def test_a_step_is_computed_where_the_state_is():
+    """On `meta`, a device without numbers: a tensor made elsewhere can't be mixed with one of it."""
+    x = torch.zeros(2, 3, device="meta")
+    mean, std = sde.transition("cps", x, x, 0.7, 0.6, 0.5)
+    assert (mean.device.type, std.device.type, mean.shape, std.shape) == ("meta", "meta", (2, 3), (1, 1))
