@@ -3,6 +3,7 @@
 The tests of the loop and its parts run on it. `settings` are those of a run whose steps are as small.
 """
 
+import functools
 from typing import Any
 
 import diffusers as d
@@ -11,10 +12,11 @@ import torch
 from torch import Tensor
 
 from flow_grpo.config import FlowGRPOConfig
-from flow_grpo.policy import Policy
-from flow_grpo.prompts import Dealer, PromptSet
+from flow_grpo.embeddings import Embeddings
 from flow_grpo.experience import Rollouts
 from flow_grpo.parallel import Processes
+from flow_grpo.policy import Policy
+from flow_grpo.prompts import Dealer, PromptSet
 from flow_grpo.types import Experience
 from rewards import WeightedSum
 
@@ -33,25 +35,32 @@ DEFAULTS: dict[str, Any] = {
 }
 
 
-def pipeline() -> d.StableDiffusion3Pipeline:
-    """The same random weights each time."""
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        tokenizer = families.clip_tokenizer()
-        return d.StableDiffusion3Pipeline(
-            transformer=d.SD3Transformer2DModel(
-                sample_size=4, in_channels=2, out_channels=2, num_layers=2, attention_head_dim=8, num_attention_heads=1,
-                joint_attention_dim=64, caption_projection_dim=8, pooled_projection_dim=64, pos_embed_max_size=4,
-            ),
-            vae=families.vae(channels=2), scheduler=families.flow(), text_encoder=families.clip(tokenizer, True),
-            tokenizer=tokenizer, text_encoder_2=families.clip(tokenizer, True), tokenizer_2=tokenizer, text_encoder_3=None,
-            tokenizer_3=None,
-        )  # fmt: skip
+@functools.cache
+def frozen() -> dict[str, Any]:
+    """What all policies share."""
+    tokenizer = families.clip_tokenizer()
+    encoders = {"text_encoder": families.clip(tokenizer, True), "text_encoder_2": families.clip(tokenizer, True)}
+    tokenizers = {"tokenizer": tokenizer, "tokenizer_2": tokenizer}
+    return {**encoders, **tokenizers, "text_encoder_3": None, "tokenizer_3": None, "vae": families.vae(channels=2)}
+
+
+@functools.cache
+def embeddings(dtype: torch.dtype) -> Embeddings:
+    return Embeddings()
 
 
 def policy(dtype: torch.dtype = torch.float32, lora: bool = True) -> Policy:
-    """With a LoRA that already does something, unless it is the base model that is asked for."""
-    made = Policy(pipeline(), dtype, height=8, width=8)
+    """The same random weights each time, with a LoRA that already does something, unless it is the base model that is asked for."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        parts = frozen()
+        torch.manual_seed(0)
+        transformer = d.SD3Transformer2DModel(
+            sample_size=4, in_channels=2, out_channels=2, num_layers=2, attention_head_dim=8, num_attention_heads=1,
+            joint_attention_dim=64, caption_projection_dim=8, pooled_projection_dim=64, pos_embed_max_size=4,
+        )  # fmt: skip
+    pipe = d.StableDiffusion3Pipeline(transformer=transformer, scheduler=families.flow(), **parts)
+    made = Policy(pipe, dtype, embeddings=embeddings(dtype), height=8, width=8)
     if lora:
         made.add_lora(2, 4, ["to_q", "to_out.0"], seed=0)
         move(made)
@@ -68,8 +77,10 @@ def move(policy: Policy, by: float = 0.3, seed: int = 0, adapter: str = "default
 
 def settings(**changes: Any) -> FlowGRPOConfig:
     """The defaults with these changes, section by section."""
-    both = {k: {**v, **changes.pop(k, {})} if isinstance(v, dict) and k in changes else v for k, v in DEFAULTS.items()}
-    return FlowGRPOConfig.model_validate({**both, **changes})
+    both = {k: {**v, **changes[k]} if isinstance(v, dict) and changes.get(k) else v for k, v in DEFAULTS.items()}
+    return FlowGRPOConfig.model_validate(
+        {**changes, **both, **{k: v for k, v in changes.items() if not isinstance(v, dict)}}
+    )
 
 
 def rollouts(

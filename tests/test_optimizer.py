@@ -2,11 +2,16 @@
 
 import copy
 import math
+import sys
+from types import SimpleNamespace
 
 import by_hand
 import pytest
 import small
 import torch
+from torch import distributed
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from flow_grpo.optimizer import Optimizer, adamw
 from flow_grpo.parallel import Processes
@@ -168,6 +173,60 @@ def test_processes_go_in_step_where_weights_lie_in_shares():
     policy.sharded = True
     optimizer = Optimizer(policy, SETTINGS, Processes())
     assert (optimizer.in_step, optimizer.spread) == (True, False), "a LoRA is whole on each"
+
+
+@pytest.fixture
+def mesh():
+    """A mesh of this process alone."""
+    distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
+    yield DeviceMesh("cpu", [0])
+    distributed.destroy_process_group()
+
+
+def test_weights_in_shares_give_their_moments_whole_and_take_them_back(mesh):
+    def spread(seed):
+        generator = torch.Generator().manual_seed(seed)
+        values = [torch.randn(4, 3, generator=generator), torch.randn(1, generator=generator)]
+        weights = {str(i): torch.nn.Parameter(distribute_tensor(v, mesh, [Shard(0)])) for i, v in enumerate(values)}
+        device, dtype = torch.device("cpu"), torch.float32
+        policy = SimpleNamespace(parameters=lambda: weights, spread=True, sharded=True, device=device, dtype=dtype)
+        return Optimizer(policy, SETTINGS, Processes())
+
+    def move(optimizer, seed):
+        optimizer.backward(sum((p * float(seed + 1)).square().sum().full_tensor() for p in optimizer.parameters))
+        return optimizer.step(0.1)
+
+    one, other = spread(0), spread(0)
+    assert (one.spread, one.in_step) == (True, True)
+    assert isinstance(move(one, 0), float)
+    state = one.state()
+    moments = [value for values in state["optimizer"]["state"].values() for value in values.values()]
+    assert len(moments) == 6
+    assert not any(isinstance(value, DTensor) for value in moments)
+    with torch.no_grad():
+        for p, q in zip(one.parameters, other.parameters, strict=True):
+            q.copy_(p)
+    other.load(copy.deepcopy(state))
+    kept = list(other.adamw.state_dict()["state"].values())
+    for values, p in zip(kept, other.parameters, strict=True):
+        assert values["exp_avg"].placements == values["exp_avg_sq"].placements == p.placements
+        assert not isinstance(values["step"], DTensor)
+    assert move(one, 1) == move(other, 1)
+    assert all(torch.equal(p.to_local(), q.to_local()) for p, q in zip(one.parameters, other.parameters, strict=True))
+
+
+def test_adamw_in_8_bit_is_the_librarys_with_the_same_settings(monkeypatch):
+    class AdamW8bit(torch.optim.AdamW):
+        pass
+
+    monkeypatch.setitem(sys.modules, "bitsandbytes", SimpleNamespace())
+    monkeypatch.setitem(sys.modules, "bitsandbytes.optim", SimpleNamespace(AdamW8bit=AdamW8bit))
+    weight = torch.nn.Parameter(torch.ones(1))
+    found = adamw([weight], SETTINGS.model_copy(update={"name": "adamw_8bit"}))
+    assert isinstance(found, AdamW8bit)
+    [group], [plain] = found.param_groups, adamw([weight], SETTINGS).param_groups
+    assert group == plain
+    assert not isinstance(adamw([weight], SETTINGS), AdamW8bit)
 
 
 def test_the_settings_reach_adamw():

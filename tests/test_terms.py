@@ -7,7 +7,7 @@ import small
 import torch
 from scipy import stats
 
-from flow_grpo import objectives, sampling, sde
+from flow_grpo import sde
 from flow_grpo.terms import ClipRange, FinalTerms, Means, StepTerms, own_function
 from flow_grpo.types import Loss, Schedule, Trajectory
 
@@ -341,7 +341,7 @@ def test_the_velocity_before_the_updates_is_kept_where_an_objective_compares_wit
 
 
 def test_nft_pulls_to_the_old_adapters_velocity_and_not_to_the_trained_ones():
-    policy, args, found, terms, _ = finals("nft", objective={"beta": 0.3, "advantage_max": 0.6})
+    policy, _, found, terms, _ = finals("nft", objective={"beta": 0.3, "advantage_max": 0.6})
     for draw, loss in enumerate(terms.losses(torch.arange(8), torch.ones(8, dtype=torch.bool))):
         eps, _, sigma = terms.draws[draw]
         v = velocity(policy, terms, draw)
@@ -381,7 +381,7 @@ def test_dpo_compares_pairs_with_the_base_model():
 
 @pytest.mark.parametrize("name", ["awm", "sft"])
 def test_the_kl_of_images_is_the_distance_from_the_base_models_velocity(name):
-    policy, _, found, terms, _ = finals(name, kl_weight=2.0)
+    policy, _, _, terms, _ = finals(name, kl_weight=2.0)
     _, _, _, without, _ = finals(name)
     pairs = zip(
         terms.losses(torch.arange(8), torch.ones(8, dtype=torch.bool)), without.losses(torch.arange(8), ALL), strict=True

@@ -434,7 +434,7 @@ def test_an_overflow_in_fp16_is_counted_and_passed_over():
 
 
 def test_giving_up_forgets_gradients_and_ratios():
-    policy, args, ours = made(objective={"clip_low": "auto", "clip_high": "auto"}, epochs=2)
+    policy, _, ours = made(objective={"clip_low": "auto", "clip_high": "auto"}, epochs=2)
     ours.optimizer.backward(sum(p.sum() for p in policy.parameters().values()))
     ours.clip.saw(1, torch.ones(3))
     ours.give_up()
@@ -474,7 +474,7 @@ def test_an_update_goes_on_from_a_state():
 
 def test_the_rows_of_other_processes_count_in_the_mean_and_in_the_numbers():
     """The other process has the same rows once more, with gradients three times as large."""
-    policy, args, ours = made(optimizer={"max_grad_norm": 1e9})
+    policy, args, _ = made(optimizer={"max_grad_norm": 1e9})
     given = small.experience(policy, args, ADVANTAGE, WINDOW)
     alone = made(optimizer={"max_grad_norm": 1e9})[2](given, 0)
     pair = Update(policy, args, 0, small.Two())
