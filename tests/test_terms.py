@@ -7,7 +7,7 @@ import small
 import torch
 from scipy import stats
 
-from flow_grpo import sde
+from flow_grpo import sampling, sde
 from flow_grpo.terms import ClipRange, FinalTerms, Means, StepTerms, own_function
 from flow_grpo.types import Loss, Schedule, Trajectory
 
@@ -272,6 +272,14 @@ def test_noise_belongs_to_draw_step_prompt_and_seed_and_is_shared_in_a_group():
     assert float(noises.std()) == pytest.approx(1, abs=0.15)
 
 
+def test_noise_is_of_the_streams_by_these_names_so_that_a_run_can_be_repeated_by_another_version():
+    [(eps, _, sigma)] = drawn((16,), prompts=2, step=5, seed=7).draws
+    for p in (0, 1):
+        assert torch.equal(eps[p], sampling.noise((16,), 7, "eps", 5, 0, p))
+        u = stats.norm.cdf(float(sampling.noise((1,), 7, "sigma", 5, 0, p)))
+        assert float(sigma[p]) == pytest.approx(u, abs=1e-6)
+
+
 def finals(name, moved=0.2, kl_weight=0.0, **changes):
     """A policy that has moved since it drew the images, with an old one that is another again."""
     policy = small.policy()
@@ -338,6 +346,34 @@ def test_the_velocity_before_the_updates_is_kept_where_an_objective_compares_wit
         torch.testing.assert_close(image.v_rollout.double(), expected[[6, 1]].detach(), rtol=1e-4, atol=1e-5)
         torch.testing.assert_close(image.v.double(), now[[6, 1]], rtol=1e-4, atol=1e-5)
         assert not image.v_rollout.requires_grad
+
+
+def test_the_velocity_before_the_updates_is_computed_by_the_kernel_that_is_compared():
+    """A compiled forward pass with gradients may be another one than without."""
+    policy, args, found, _, before = finals("awm", updates=2, moved=0.0)
+    calls, velocity_of = [], policy.velocity
+    policy.velocity = lambda x, *rest: calls.append((len(x), torch.is_grad_enabled())) or velocity_of(x, *rest)
+    given = policy.encode(found.batch.prompts), found.trajectory, found.advantage, found.batch
+    for compiled in (False, True):
+        policy.compiled = compiled
+        calls.clear()
+        terms = FinalTerms(policy, args, *given, 3)
+        assert calls == [(4, compiled)] * 4, "two micro-batches for each noise level"
+        for draw in range(2):
+            assert not terms.v_rollout[draw].requires_grad
+            torch.testing.assert_close(terms.v_rollout[draw].double(), before[draw], rtol=1e-4, atol=1e-5)
+
+
+def test_no_gradient_flows_to_the_base_model_where_all_weights_are_trained():
+    policy = small.policy(lora=False)
+    policy.train_all()
+    policy.keep_base("cpu")
+    args = small.settings(sampling={"transition": "ode"}, objective={"name": "sft", "kl_weight": 1.0}, lora=None)
+    found = small.experience(policy, args, ADVANTAGE, [])
+    terms = FinalTerms(policy, args, policy.encode(found.batch.prompts), found.trajectory, found.advantage, found.batch, 0)
+    image = terms._image(0, torch.arange(2))
+    assert image.v.requires_grad
+    assert not image.v_ref.requires_grad
 
 
 def test_nft_pulls_to_the_old_adapters_velocity_and_not_to_the_trained_ones():

@@ -200,11 +200,14 @@ def test_a_chunk_without_any_signal_is_not_computed_where_rows_keep_their_places
 
 
 def test_rows_that_fill_up_a_chunk_count_in_no_number():
-    policy, args, ours = made(epochs=2, microbatch=4)
+    auto = {"clip_low": "auto", "clip_high": "auto", "clip_quantile": 0.5}
+    changes = {"epochs": 3, "objective": auto, "optimizer": {"lr": 0.1}}
+    policy, args, ours = made(microbatch=4, **changes)
     given = small.experience(policy, args, ADVANTAGE, WINDOW)
     assert len(given.rows) == 9
     metrics = ours(given, 0)
-    _, whole = made(epochs=2, microbatch=3)[1:]
+    assert metrics["clip_range/step_0"] > 1e-5
+    _, whole = made(microbatch=3, **changes)[1:]
     expected = whole(small.experience(whole.policy, whole.args, ADVANTAGE, WINDOW), 0)
     assert metrics == pytest.approx(expected, rel=1e-3, abs=1e-5)
 
@@ -218,6 +221,7 @@ def test_updates_share_the_groups_evenly_and_what_is_missing_is_no_update():
     values, _ = surrogate(policy, args, given, kept)
     expected = [float(values[rows].sum()) / 3 / 2 for rows in (slice(0, 3), slice(3, 6))]
     seen = gradients_of(ours)
+    assert not ours.unfinished, "it has not begun"
     metrics = ours(given, 0)
     assert len(seen) == 2
     assert metrics["loss"] == pytest.approx(sum(expected) / 2, abs=1e-5)
@@ -362,6 +366,13 @@ def test_an_objective_that_compares_with_nothing_has_no_ratio_to_check():
     assert metrics["grad_norm"] > 0
 
 
+def test_a_single_row_is_enough_for_an_update():
+    policy, args, ours = made(sampling={"transition": "ode"}, objective={"name": "sft"})
+    given = small.experience(policy, args, ADVANTAGE, [])
+    given = given.__class__(**{**vars(given), "rows": torch.tensor([5]), "rows_per_group": 1})
+    assert ours(given, 0)["grad_norm"] > 0
+
+
 def test_where_nothing_is_compared_rows_are_packed_in_any_case():
     policy, args, ours = made(sampling={"transition": "ode"}, objective={"name": "sft"}, microbatch=3)
     ours.packs = False
@@ -464,12 +475,15 @@ def test_an_update_goes_on_from_a_state():
     ours(small.experience(policy, args, ADVANTAGE, WINDOW), 0)
     ours.packs = False
     state = ours.state()
+    kept = state["optimizer"]["state"][0]["exp_avg"].clone()
     _, _, other = made(policy=policy, optimizer={"lr": 0.05})
     other.load(state)
     assert not other.packs
     moments = zip(*(one.optimizer.adamw.state_dict()["state"].values() for one in (ours, other)), strict=True)
     assert all(torch.equal(a[name], b[name]) for a, b in moments for name in ("exp_avg", "exp_avg_sq", "step"))
     assert Update(policy, args, 0, Processes()).packs
+    ours(small.experience(policy, args, ADVANTAGE, WINDOW), 0)
+    assert torch.equal(state["optimizer"]["state"][0]["exp_avg"], kept), "it is a copy"
 
 
 def test_the_rows_of_other_processes_count_in_the_mean_and_in_the_numbers():
@@ -497,14 +511,14 @@ def test_a_process_without_signal_takes_part_in_the_step_of_the_others():
 
 @pytest.mark.parametrize("in_step", [True, False])
 def test_processes_in_step_go_backward_as_often_as_the_one_with_most_rows(in_step):
-    policy, args, ours = made(processes=small.Two(lambda value: value + 2 if type(value) is int else value), microbatch=3)
+    policy, args, ours = made(processes=small.Two(lambda value: 5 if type(value) is int else value), microbatch=3)
     given, sizes, velocity = small.experience(policy, args, ADVANTAGE, WINDOW), [], policy.velocity
     values, _ = surrogate(policy, args, given, torch.arange(12))
     expected = torch.cat([g.flatten() for g in gradient(policy, values.sum() / 12 / 2)])
     policy.velocity = lambda x, *rest: sizes.append(len(x)) or velocity(x, *rest)
     ours.optimizer.in_step = in_step
     metrics = ours(given, 0)
-    assert sizes == [3] * 2 * (3 + 2 * in_step), "two more chunks, which weigh nothing, for both trained steps"
+    assert sizes == [3] * 2 * (5 if in_step else 3), "two more chunks, which weigh nothing, for both trained steps"
     assert metrics["grad_norm"] == pytest.approx(4 * float(expected.norm()), rel=1e-3)
     assert metrics["ratio/mean"] == pytest.approx(1)
 
