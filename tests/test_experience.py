@@ -3,6 +3,7 @@
 import copy
 import math
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
 import pytest
@@ -235,6 +236,21 @@ def test_chosen_rows_of_no_group_are_none():
     for name, each in (("sft", 1), ("dpo", 2), ("grpo", 2)):
         rows, per_group = chosen_rows(name, reward, group, torch.zeros(4, dtype=torch.bool))
         assert (rows.tolist(), rows.dtype, per_group) == ([], torch.int64, each)
+
+
+def test_a_reward_gets_the_metadata_of_each_images_prompt():
+    prompts = small.PromptSet(["a cat", "a dog"], [{"answer": 3.0}, {"answer": 5.0}])
+    seen = []
+
+    def reward(images, prompts, answer):
+        seen.append((prompts, answer))
+        return [a + i % 3 for i, a in enumerate(answer)]
+
+    rolls = source(prompts=prompts, prompts_per_step=2)
+    rolls.rewards.rewards["main"] = reward
+    found = rolls.collect(0)
+    assert seen == [(found.batch.prompts, [3.0 if p == "a cat" else 5.0 for p in found.batch.prompts])]
+    assert found.scores.total.tolist() == [a + i % 3 for i, a in enumerate(seen[0][1])]
 
 
 def test_an_advantage_of_ones_own_gets_the_sum_and_the_groups():
@@ -480,27 +496,40 @@ def test_a_reward_that_fails_leaves_no_thread_behind():
     assert threading.active_count() == threads
 
 
-def test_what_comes_after_a_failure_is_not_scored():
-    rolls, calls, drawn = source(drop=(), microbatch=3), [], threading.Event()
-    rolls.beside, decode = True, rolls.policy.decode
+def test_rewards_are_called_one_after_another_and_not_at_all_after_a_failure(monkeypatch):
+    """The first part is being scored and the second waits when the third can't be decoded."""
+    failed, workers, calls = threading.Event(), [], []
+
+    class Pool(ThreadPoolExecutor):
+        def __init__(self, count):
+            workers.append(count)
+            super().__init__(count)
+
+        def shutdown(self, wait=True, *, cancel_futures=False):
+            super().shutdown(wait=False, cancel_futures=cancel_futures)
+            failed.set()
+            super().shutdown()
 
     def slow(images, prompts):
-        calls.append(1)
-        assert drawn.wait(60)
+        calls.append(len(images))
+        assert failed.wait(60)
         return scripted()(images, prompts)
 
     def broken(latents, *rest):
-        if len(calls) and rolls.policy.decode.count == 2:
-            drawn.set()
+        decoded.append(len(latents))
+        if len(decoded) == 3:
             raise torch.OutOfMemoryError("no memory")
-        rolls.policy.decode.count += 1
         return decode(latents, *rest)
 
-    broken.count = 0
+    monkeypatch.setattr(experience, "ThreadPoolExecutor", Pool)
+    rolls, decoded = source(drop=(), microbatch=3), []
+    rolls.beside, decode = True, rolls.policy.decode
     rolls.policy.decode, rolls.rewards.rewards["main"] = broken, slow
     with pytest.raises(torch.OutOfMemoryError):
         rolls.collect(0)
-    assert len(calls) <= 2
+    assert decoded == [3, 3, 3]
+    assert calls == [3]
+    assert workers == [1]
 
 
 def test_the_seconds_of_a_step_are_those_of_its_parts(monkeypatch):
@@ -515,17 +544,17 @@ def test_the_seconds_of_a_step_are_those_of_its_parts(monkeypatch):
 
         return slow
 
-    rolls = source(prompts=FOUR)
+    rolls = source(resample=1)
+    rolls.rewards.rewards["main"] = Rounds("111s", "ss", "1111")
     rolls.trajectory = takes(5.0, rolls.trajectory)
     rolls.policy.decode = takes(3.0, rolls.policy.decode)
-    rolls.rewards.rewards["main"] = takes(0.0, scripted())
     rolls._by_group = takes(2.0, rolls._by_group)
     together = rolls.processes.agree
     rolls.processes.agree = takes(7.0, together)
-    for step in (0, 1):
+    for step, rounds in ((0, 2), (1, 1)):
         metrics = rolls.collect(step).metrics
         seconds = {k: v for k, v in metrics.items() if k.startswith("time/")}
-        assert seconds == {"time/rollout": 5.0, "time/decode": 3.0, "time/reward": 9.0}, "of this step alone"
+        assert seconds == {"time/rollout": 5.0 * rounds, "time/decode": 3.0 * rounds, "time/reward": 7.0 * rounds + 2}
 
 
 def test_the_advantage_is_computed_by_the_settings_method():

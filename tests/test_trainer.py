@@ -17,6 +17,7 @@ from flow_grpo.advantages import group_advantages
 from flow_grpo.evaluate import draw
 from flow_grpo.experience import Interrupted
 from flow_grpo.explore import best_window, owned_variance
+from flow_grpo.grid import Cell, read_grid, save_image
 from flow_grpo.tiny import architecture
 from flow_grpo.tracking import read_metrics
 from flow_grpo.train import FlowGRPOTrainer
@@ -243,6 +244,32 @@ def test_memory_that_runs_out_after_the_weights_have_moved_or_on_one_of_several_
     assert several.part.microbatch == 6
 
 
+def test_what_a_failed_step_held_of_a_gpu_is_given_back_before_it_is_done_again(tmp_path, monkeypatch):
+    """On a CPU there is nothing to give back."""
+    trainer, given_back = made(tmp_path / "run"), []
+    scarce(trainer, 3)
+    cpu, velocity = trainer.policy.device, trainer.policy.velocity
+
+    def on_a_gpu(*args):
+        try:
+            return velocity(*args)
+        except torch.OutOfMemoryError:
+            trainer.policy.device = torch.device("cuda")
+            raise
+
+    def empty():
+        given_back.append(trainer.update.optimizer.parameters[0].grad)
+        trainer.policy.device = cpu
+
+    monkeypatch.setattr(torch.cuda, "empty_cache", empty)
+    trainer.training_step()
+    assert not given_back
+    trainer.part.microbatch, trainer.policy.velocity = 6, on_a_gpu
+    trainer.training_step()
+    assert given_back == [None]
+    assert trainer.part.microbatch == 3
+
+
 # -- checkpoints ------------------------------------------------------------------------------------------------------------
 
 
@@ -342,8 +369,8 @@ def test_a_run_saved_by_one_process_fits_its_micro_batch_to_more(tmp_path):
 
 
 def test_every_so_many_steps_are_saved_and_so_many_are_kept(tmp_path):
-    made(tmp_path / "all", steps=5, save_every=2, keep=9).train()
-    assert saved(tmp_path / "all") == [0, 2, 4, 5]
+    made(tmp_path / "a" / "b" / "all", steps=5, save_every=2, keep=9).train()
+    assert saved(tmp_path / "a" / "b" / "all") == [0, 2, 4, 5]
     made(tmp_path / "few", steps=3, save_every=1, keep=2).train()
     assert saved(tmp_path / "few") == [2, 3]
     assert latest(tmp_path / "few")["step"] == 3
@@ -352,16 +379,25 @@ def test_every_so_many_steps_are_saved_and_so_many_are_kept(tmp_path):
 def test_only_the_first_process_writes_and_the_others_help_where_weights_are_spread(tmp_path):
     trainer = made(tmp_path / "run")
     trainer.processes = small.Two(rank=1)
-    asked, state = [], trainer.update.optimizer.state
-    trainer.update.optimizer.state = lambda keep: asked.append(keep) or state(keep)
+    asked = []
+
+    def asking(gather):
+        def gathering(adapter="default", keep=True):
+            asked.append(adapter if isinstance(adapter, bool) else keep)
+            return gather(adapter) if isinstance(adapter, bool) else gather(adapter, keep)
+
+        return gathering
+
+    trainer.update.optimizer.state = asking(trainer.update.optimizer.state)
+    trainer.policy.adapter_state = asking(trainer.policy.adapter_state)
     trainer.save()
     assert not asked
     trainer.update.optimizer.spread = True
     trainer.save()
-    assert asked == [False]
+    assert asked == [False, False]
     trainer.processes = small.Two()
     trainer.save()
-    assert asked == [False, True]
+    assert asked == [False, False, True, True]
     assert saved(tmp_path / "run") == [0]
 
 
@@ -411,6 +447,22 @@ def test_it_is_the_moving_average_that_is_evaluated_and_saved(tmp_path):
     file = load_file(tmp_path / "run" / "lora" / "pytorch_lora_weights.safetensors")
     kept = torch.cat([v.flatten() for v in file.values()])
     assert sorted(kept.tolist()) == pytest.approx(sorted(mean.tolist()))
+
+
+def test_sixteen_prompts_are_shown_before_and_after_and_drawn_twice(tmp_path):
+    held_out = small.PromptSet([f"a {n}" for n in range(18)], [{}] * 18)
+    trainer = made(tmp_path / "run", held_out=held_out, steps=1, evaluation={"steps": 1, "seed": 40})
+    trainer.train()
+    for name in ("before", "after"):
+        _, cells = read_grid(tmp_path / "run" / f"{name}.png")
+        assert cells == [Cell(f"a {n}", 40 + n, f"tiny, {name} training") for n in range(16)]
+    _, cells = read_grid(tmp_path / "run" / "before_after.png")
+    assert [cell.seed for cell in cells] == [40 + n for n in range(16) for _ in range(2)]
+    found = trainer.evaluate()
+    assert len(found.diversity) == 16
+    assert set(found.pictures) >= set(range(16))
+    shown = made(tmp_path / "more", held_out=held_out, evaluation={"steps": 1, "pictures": 18}).evaluate()
+    assert set(shown.pictures) == set(range(18))
 
 
 def test_the_weights_of_the_best_evaluation_are_kept_as_they_were_drawn(tmp_path):
@@ -546,6 +598,21 @@ def test_a_stage_begins_with_an_optimizer_a_window_and_an_old_policy_of_its_own(
     update = trainer.update
     trainer.enter_at(8)
     assert trainer.update is update, "within a stage nothing begins anew"
+
+
+def test_a_part_may_train_on_given_images(tmp_path):
+    images = draw(small.policy(), ["a cat", "a dog"], [0, 1], 2)
+    for i, image in enumerate(images):
+        save_image(tmp_path / f"{i}.png", image, Cell("", i, "small"))
+    table = [{"prompt": f"a {word}", "image": f"{i}.png"} for i, word in enumerate(("cat", "dog"))]
+    (tmp_path / "table.jsonl").write_text("\n".join(map(json.dumps, table)))
+    given = {"objective": {"name": "sft", "data": str(tmp_path / "table.jsonl")}, "sampling": {"transition": "ode"}}
+    trainer = made(tmp_path / "run", steps=2, prompts=["a b"], **given)  # fewer than a step deals, and none is dealt
+    trainer.train()
+    told = rows(tmp_path / "run")
+    assert [row["images"] for row in told] == [0.0, 0.0]
+    assert all(row["sft/error"] > 0 and row["grad_norm"] > 0 for row in told)
+    assert not list((tmp_path / "run").rglob("groups.json"))
 
 
 # -- what is said at once -----------------------------------------------------------------------------------------------------
@@ -798,6 +865,9 @@ def test_a_signal_leaves_a_rollout_at_once_and_an_update_at_its_end(tmp_path, nu
     assert [row["step"] for row in rows(tmp_path / "run")] == list(range(1, expected + 1))
     if place == "velocity":
         assert len(calls) == 2
+    made(tmp_path / "run", steps=3).train(resume=True)
+    made(tmp_path / "whole", steps=3).train()
+    assert rows(tmp_path / "run") == rows(tmp_path / "whole")
 
 
 def test_a_second_ctrl_c_ends_a_run_at_once(tmp_path):
