@@ -898,15 +898,15 @@ def test_a_run_in_a_thread_leaves_signals_alone(tmp_path):
 @pytest.mark.parametrize("half", [False, True])
 def test_what_fails_is_saved_before_its_step_but_never_half_of_one(tmp_path, half):
     trainer = made(tmp_path / "run", steps=5, updates=2, microbatch=3)
-    learn, calls = trainer.update._step, []
+    move, calls = trainer.update.optimizer.step, []
 
-    def fails(step):
-        calls.append(step)
+    def fails(lr):
+        calls.append(lr)
         if len(calls) == (4 if half else 3):
             next(iter(trainer.policy.parameters().values())).grad.fill_(math.nan)
-        return learn(step)
+        return move(lr)
 
-    trainer.update._step = fails
+    trainer.update.optimizer.step = fails
     with pytest.raises(ValueError, match="gradient of step 2 is not finite"):
         trainer.train()
     assert saved(tmp_path / "run") == ([0] if half else [0, 1])
