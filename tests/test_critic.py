@@ -1,0 +1,129 @@
+"""PPO's critic by itself: its advantages against sums by hand, and how it learns against AdamW on a copy."""
+
+import copy
+
+import pytest
+import torch
+
+from flow_grpo.critic import Critic, gae
+from flow_grpo.sections import CriticConfig
+from flow_grpo.types import Schedule, Trajectory
+
+SETTINGS = CriticConfig(width=8, lr=0.01, gae_lambda=0.7)
+SIGMAS = torch.tensor([1.0, 0.8, 0.5, 0.0])
+
+
+def trajectory(rows=5, shape=(2, 2, 3), steps=(0, 2)):
+    x = torch.randn(rows, len(steps), *shape, generator=torch.Generator().manual_seed(0))
+    return Trajectory(Schedule(1000 * SIGMAS[:-1], SIGMAS), list(steps), x, x, x, x.flatten(2).mean(2), x[:, 0])
+
+
+def made(shape=(2, 2, 3), seed=0):
+    return Critic(torch.Size(shape), 3, SETTINGS, seed)
+
+
+def given(rows=5):
+    generator = torch.Generator().manual_seed(1)
+    return torch.rand(rows, generator=generator), torch.randn(rows, 3, generator=generator)
+
+
+@pytest.mark.parametrize("share", [0.0, 0.7, 1.0])
+def test_gae_is_the_sum_of_discounted_surprises(share):
+    values, reward = torch.randn(4, 3, generator=torch.Generator().manual_seed(0)), torch.arange(4.0)
+    following = torch.cat([values, reward[:, None]], 1)
+    surprise = following[:, 1:] - following[:, :-1]
+    expected = [sum(share**j * surprise[:, k + j] for j in range(3 - k)) for k in range(3)]
+    torch.testing.assert_close(gae(values, reward, share), torch.stack(expected, 1))
+
+
+@pytest.mark.parametrize("shape", [(2, 2, 3), (6, 2)])
+def test_a_value_is_of_a_state_its_noise_level_and_the_prompt(shape):
+    """Latents as pictures and packed ones; every part of what is given matters, and a row depends on itself alone."""
+    critic, t, (_, text) = made(shape), trajectory(shape=shape), given()
+    values = critic.values(t, text)
+    assert values.shape == (5, 2)
+    assert not values.requires_grad
+    for k, step in enumerate(t.steps):
+        torch.testing.assert_close(values[:, k], critic(t.x[:, k], SIGMAS[step].expand(5), text).detach())
+    x, sigma = t.x[:, 0], torch.full((5,), 0.5)
+    base = critic(x, sigma, text)
+    torch.testing.assert_close(critic(x[2:3], sigma[:1], text[2:3]), base[2:3])
+    for other in (
+        critic(x.roll(1, -1), sigma, text),
+        critic(2 * x, sigma, text),
+        critic(x, 0.9 * sigma, text),
+        critic(x, sigma, 2 * text),
+    ):
+        assert ((other - base).abs() > 1e-5).all()
+
+
+def test_the_advantages_are_of_the_critic_as_it_was_normalised_over_rows_and_steps():
+    critic, t, (reward, text) = made(), trajectory(), given()
+    values = critic.values(t, text)
+    raw = gae(values, reward, 0.7)
+    expected = (raw - raw.mean()) / (raw.std(correction=0) + 1e-4)
+    found, _ = critic.advantages(t, reward, text)
+    torch.testing.assert_close(found, expected)
+    assert not found.requires_grad
+    rare, _ = made().advantages(trajectory(400), (torch.arange(400) == 7).float(), torch.zeros(400, 3))
+    assert rare.max() == 5
+    lost, _ = made().advantages(trajectory(400), -1000 * (torch.arange(400) == 7).float(), torch.zeros(400, 3))
+    assert lost.min() == -5
+
+
+def test_the_critic_learns_what_it_should_have_said_four_times_over():
+    critic, t, (reward, text) = made(), trajectory(), given()
+    copied = copy.deepcopy(critic)
+    adamw = torch.optim.AdamW(copied.parameters(), lr=0.01)
+    values = copied.values(t, text)
+    target, losses = values + gae(values, reward, 0.7), []
+    for _ in range(4):
+        errors = []
+        for k, step in enumerate(t.steps):
+            error = (copied(t.x[:, k], SIGMAS[step].expand(5), text) - target[:, k]).square().mean()
+            adamw.zero_grad()
+            error.backward()
+            adamw.step()
+            errors.append(float(error))
+        losses.append(sum(errors) / 2)
+    _, metrics = critic.advantages(t, reward, text)
+    assert all(torch.equal(p, q) for p, q in zip(critic.parameters(), copied.parameters(), strict=True))
+    unexplained = (target - values).var() / target.var()
+    assert metrics == pytest.approx(
+        {"critic/loss": losses[0], "critic/explained_variance": float(1 - unexplained)}, rel=1e-5
+    )
+
+
+def test_a_critic_that_says_the_same_reward_of_all_explains_nothing_and_divides_by_nothing():
+    critic, t = made(), trajectory(shape=(2, 2, 3))
+    with torch.no_grad():
+        for p in critic.value[-1].parameters():
+            p.zero_()
+    found, metrics = critic.advantages(t, torch.zeros(5), given()[1])
+    assert not found.any()
+    assert metrics["critic/explained_variance"] == 1
+
+
+def test_a_critic_is_its_seeds_and_leaves_the_global_stream_alone():
+    torch.manual_seed(3)
+    expected = torch.rand(2)
+    torch.manual_seed(3)
+    one, same, other = made(), made(), made(seed=1)
+    assert torch.equal(torch.rand(2), expected)
+    assert all(torch.equal(p, q) for p, q in zip(one.parameters(), same.parameters(), strict=True))
+    assert not torch.equal(one.embed.weight, other.embed.weight)
+    assert one.place.shape == (6, 8)
+    assert 0.01 < float(one.place.std()) < 0.03, "it begins small"
+
+
+def test_a_critic_goes_on_from_a_state_that_later_steps_leave_alone():
+    one, other, t, (reward, text) = made(), made(seed=1), trajectory(), given()
+    one.advantages(t, reward, text)
+    state = copy.deepcopy(one.state())
+    other.load(state)
+    former = copy.deepcopy(state)
+    for critic in (one, other):
+        critic.advantages(t, 2 * reward, text)
+    assert all(torch.equal(p, q) for p, q in zip(one.parameters(), other.parameters(), strict=True))
+    moments = zip(former["optimizer"]["state"].values(), state["optimizer"]["state"].values(), strict=True)
+    assert all(torch.equal(a[name], b[name]) for a, b in moments for name in a)

@@ -1,0 +1,953 @@
+"""The loop on a small policy: what each of its settings does, what a checkpoint holds, and what is left when a step fails."""
+
+import json
+import math
+import os
+import signal
+import threading
+from pathlib import Path
+
+import pytest
+import small
+import torch
+from safetensors.torch import load_file
+
+from flow_grpo import checkpoint, evaluate, report, sampling, tracking
+from flow_grpo.advantages import group_advantages
+from flow_grpo.evaluate import draw
+from flow_grpo.experience import Interrupted
+from flow_grpo.explore import best_window, owned_variance
+from flow_grpo.grid import Cell, read_grid, save_image
+from flow_grpo.tiny import architecture
+from flow_grpo.tracking import read_metrics
+from flow_grpo.train import FlowGRPOTrainer
+
+HELD_OUT = small.PromptSet(["a moon", "a fish", "a ship"], [{}] * 3)
+
+
+def bright(images, prompts):
+    return images.mean((1, 2, 3))
+
+
+@pytest.fixture(autouse=True)
+def _plain(request, monkeypatch):
+    """The report and the curves take most of a short run's time and have tests of their own; one test here has them drawn."""
+    if "real_report" not in request.keywords:
+        monkeypatch.setattr(report, "write", lambda folders, out: out)
+        monkeypatch.setattr(tracking, "plot_curves", lambda folder: None)
+
+
+def made(folder, reward=bright, policy=None, held_out=None, prompts=small.PROMPTS, **changes):
+    """A trainer with a run folder there."""
+    evaluation = {"steps": 2, "every": 0, "pictures": 0, **changes.pop("evaluation", {})}
+    optimizer = {"lr": 0.02, "eps": 0.005, **changes.pop("optimizer", {})}
+    args = small.settings(output=str(folder), evaluation=evaluation, optimizer=optimizer, **changes)
+    return FlowGRPOTrainer(policy or small.policy(lora=args.lora is not None), reward, args, prompts, held_out)
+
+
+def weights(policy, adapter="default"):
+    return torch.cat([p.detach().flatten() for p in policy.parameters(adapter).values()]).clone()
+
+
+def averaged(policy):
+    return torch.cat([policy.ema[name].flatten() for name in policy.parameters()]).clone()
+
+
+def numbers(metrics):
+    return {name: value for name, value in metrics.items() if not name.startswith("time/")}
+
+
+def rows(folder):
+    return [numbers(row) for row in read_metrics(Path(folder))]
+
+
+def saved(folder):
+    return sorted(int(place.name.removeprefix("step_")) for place in (Path(folder) / "checkpoints").iterdir())
+
+
+def latest(folder):
+    return checkpoint.latest(Path(folder) / "checkpoints")[0]
+
+
+# -- a step -----------------------------------------------------------------------------------------------------------------
+
+
+def test_a_step_is_collected_and_learned_from_and_tells_its_numbers_and_seconds(tmp_path, monkeypatch):
+    clock = [50.0]
+    monkeypatch.setattr("flow_grpo.train.time.perf_counter", lambda: clock[0])
+
+    def takes(seconds, call):
+        def slow(*args):
+            clock[0] += seconds
+            return call(*args)
+
+        return slow
+
+    trainer = made(tmp_path / "run")
+    same = made(tmp_path / "same")
+    trainer.source.collect = takes(5.0, trainer.source.collect)
+    learn = trainer.update.__class__.__call__
+    monkeypatch.setattr(trainer.update.__class__, "__call__", takes(7.0, learn))
+    for step in (0, 1):
+        assert trainer.step == step
+        before = weights(trainer.policy)
+        metrics = trainer.training_step()
+        found = same.source.collect(step)
+        expected = {**found.metrics, **learn(same.update, found, step)}
+        assert numbers(metrics) == numbers(expected)
+        assert metrics["time/update"] == 7.0
+        assert metrics["time/step"] == 12.0
+        assert {name for name in metrics if name.startswith("time/")} == {
+            f"time/{name}" for name in ("rollout", "decode", "reward", "update", "step")
+        }
+        assert not torch.equal(weights(trainer.policy), before)
+        assert torch.equal(weights(trainer.policy), weights(same.policy))
+    assert not (tmp_path / "run").exists(), "nothing is written before the run begins"
+
+
+def state_of(trainer):
+    """All that a step that has not happened leaves as it was."""
+    critic = trainer.critic and [p.clone() for p in trainer.critic.parameters()]
+    return {
+        "step": trainer.step,
+        "weights": weights(trainer.policy),
+        "average": averaged(trainer.policy),
+        "dealer": trainer.dealer.state(),
+        "clip": dict(trainer.update.clip.state),
+        "window": trainer.window_place,
+        "microbatch": trainer.part.microbatch,
+        "critic": critic,
+        "moments": [v["exp_avg"].clone() for v in trainer.update.optimizer.adamw.state.values()],
+        "gradients": [p.grad for p in trainer.policy.parameters().values() if p.grad is not None],
+    }
+
+
+def alike(one, other):
+    if isinstance(one, torch.Tensor):
+        return torch.equal(one, other)
+    if isinstance(one, list):
+        return len(one) == len(other) and all(map(alike, one, other))
+    return one == other
+
+
+RICH = {
+    "sampling": {"window": {"kind": "auto", "size": 2}},
+    "objective": {"clip_low": "auto", "clip_high": "auto"},
+    "epochs": 2,
+    "resample": 1,
+    "resting": {"after": 1, "steps": 3},
+}
+PPO = {"objective": {"name": "ppo", "critic": {"lr": 0.01, "width": 8}}, "sampling": {"window": {"kind": "all"}}}
+
+
+@pytest.mark.parametrize("changes", [RICH, PPO])
+@pytest.mark.parametrize("failure", ["stopped", "reward", "memory", "gradient"])
+def test_a_step_that_fails_has_not_happened(tmp_path, changes, failure):
+    """Whether the rollout is left, the reward fails, memory runs out at micro-batches of 1, or the gradient is no number."""
+    same, trainer = (made(tmp_path / name, **changes) for name in ("same", "run"))
+    for one in (same, trainer):
+        one.training_step()
+    expected, before = same.training_step(), state_of(trainer)
+    reward, velocity, step, hits = (
+        trainer.rewards.rewards["bright"],
+        trainer.policy.velocity,
+        trainer.update.optimizer.step,
+        [],
+    )
+
+    def fails(*args):
+        hits.append(1)
+        if failure == "stopped":
+            trainer._stopping = True
+        if failure == "memory" and torch.is_grad_enabled():
+            raise torch.OutOfMemoryError("CUDA out of memory.")
+        return velocity(*args)
+
+    def spoiled(lr):
+        for p in trainer.policy.parameters().values():
+            p.grad.fill_(math.nan)
+        return step(lr)
+
+    trainer.policy.velocity = fails
+    if failure == "reward":
+        trainer.rewards.rewards["bright"] = lambda images, prompts: [math.nan] * len(prompts)
+    if failure == "gradient":
+        trainer.update.optimizer.step = spoiled
+    kind = {"stopped": Interrupted, "memory": torch.OutOfMemoryError}.get(failure, ValueError)
+    with pytest.raises(kind):
+        trainer.training_step()
+    assert hits
+    after = state_of(trainer)
+    if failure == "memory":
+        assert after.pop("microbatch") == 1
+        before.pop("microbatch")
+        trainer.part.microbatch = 6
+    for name, value in before.items():
+        assert alike(value, after[name]), name
+    trainer._stopping, trainer.rewards.rewards["bright"] = False, reward
+    trainer.policy.velocity, trainer.update.optimizer.step = velocity, step
+    assert numbers(trainer.training_step()) == numbers(expected)
+
+
+def scarce(trainer, most, when=torch.is_grad_enabled):
+    """Memory for micro-batches of `most` rows."""
+    velocity = trainer.policy.velocity
+
+    def limited(x, *rest):
+        if len(x) > most and when():
+            raise torch.OutOfMemoryError("CUDA out of memory.")
+        return velocity(x, *rest)
+
+    trainer.policy.velocity = limited
+
+
+def test_memory_that_runs_out_halves_the_micro_batch_from_there_on(tmp_path):
+    """12 rows: 12, then the largest that divides them up to 6, up to 3."""
+    trainer = made(tmp_path / "run", prompts_per_step=4, microbatch=12)
+    plain = made(tmp_path / "plain", prompts_per_step=4, microbatch=3)
+    scarce(trainer, 3)
+    for step in (0, 1):
+        told = numbers(trainer.training_step()), numbers(plain.training_step())
+        assert told[0] == told[1]
+        assert trainer.step == step + 1
+    assert trainer.part.microbatch == 3
+    assert trainer.notes == [
+        f"memory ran out with microbatch={former}; the run goes on with {now}." for former, now in ((12, 6), (6, 3))
+    ]
+    assert torch.equal(weights(trainer.policy), weights(plain.policy))
+
+
+def test_pairs_are_never_parted(tmp_path):
+    dpo = {"objective": {"name": "dpo"}, "sampling": {"transition": "ode"}}
+    trainer = made(tmp_path / "run", prompts_per_step=4, images_per_prompt=4, microbatch=16, **dpo)
+    scarce(trainer, 1)
+    with pytest.raises(torch.OutOfMemoryError):
+        trainer.training_step()
+    assert trainer.part.microbatch == 2
+    assert len(trainer.notes) == 3
+
+
+def test_memory_that_runs_out_after_the_weights_have_moved_or_on_one_of_several_ends_the_run(tmp_path):
+    trainer = made(tmp_path / "run", updates=2, prompts_per_step=4, microbatch=6)
+    moves, step = [], trainer.update.optimizer.step
+    trainer.update.optimizer.step = lambda lr: moves.append(lr) or step(lr)
+    scarce(trainer, 0, lambda: bool(moves) and torch.is_grad_enabled())
+    with pytest.raises(torch.OutOfMemoryError):
+        trainer.training_step()
+    assert trainer.part.microbatch == 6
+    assert not trainer.notes
+    several = made(tmp_path / "several")
+    several.processes = small.Two()
+    scarce(several, 0)
+    with pytest.raises(torch.OutOfMemoryError):
+        several.training_step()
+    assert several.part.microbatch == 6
+
+
+def test_what_a_failed_step_held_of_a_gpu_is_given_back_before_it_is_done_again(tmp_path, monkeypatch):
+    """On a CPU there is nothing to give back."""
+    trainer, given_back = made(tmp_path / "run"), []
+    scarce(trainer, 3)
+    cpu, velocity = trainer.policy.device, trainer.policy.velocity
+
+    def on_a_gpu(*args):
+        try:
+            return velocity(*args)
+        except torch.OutOfMemoryError:
+            trainer.policy.device = torch.device("cuda")
+            raise
+
+    def empty():
+        given_back.append(trainer.update.optimizer.parameters[0].grad)
+        trainer.policy.device = cpu
+
+    monkeypatch.setattr(torch.cuda, "empty_cache", empty)
+    trainer.training_step()
+    assert not given_back
+    trainer.part.microbatch, trainer.policy.velocity = 6, on_a_gpu
+    trainer.training_step()
+    assert given_back == [None]
+    assert trainer.part.microbatch == 3
+
+
+# -- checkpoints ------------------------------------------------------------------------------------------------------------
+
+
+def loud_prompts(images, prompts):
+    """Half of the prompts have no signal."""
+    values = bright(images, prompts)
+    return torch.where(torch.tensor([len(p) % 2 == 0 for p in prompts]), torch.zeros(()), values)
+
+
+STAGES = [
+    {"steps": 2, "objective": {"name": "sft"}, "sampling": {"transition": "ode"}},
+    {"steps": 3, "objective": {"name": "grpo"}, "optimizer": {"lr": 0.05}},
+]
+RUNS = {
+    "rich": ({**RICH, "microbatch": 12, "prompts_per_step": 4}, loud_prompts),
+    "ppo": (PPO, bright),
+    "nft": ({"objective": {"name": "nft"}, "sampling": {"transition": "ode"}, "ema_decay": 0}, bright),
+    "stages": ({"stages": STAGES}, bright),
+    "fp16": ({"dtype": "fp16"}, bright),
+    "whole": ({"lora": None, "objective": {"kl_weight": 1.0}, "epochs": 2}, bright),
+}
+
+
+@pytest.mark.parametrize("name", RUNS)
+@pytest.mark.parametrize("stop", [2, 3])
+def test_a_checkpoint_holds_all_that_the_next_steps_depend_on(tmp_path, name, stop):
+    changes, reward = RUNS[name]
+    dtype = torch.float16 if name == "fp16" else torch.float32
+
+    def trainer(folder):
+        policy = small.policy(dtype, lora=name != "whole")
+        return made(tmp_path / folder, reward, policy=policy, **changes)
+
+    first, second = trainer("run"), trainer("other")
+    if name == "rich":
+        scarce(first, 6)
+        first.update.packs = False
+    if name == "fp16":  # one overflow
+        first.update.optimizer.scaler.update(1024.0)
+    for _ in range(stop):
+        first.training_step()
+    first.save()
+    second.restore(latest(tmp_path / "run"))
+    assert second.step == stop
+    for step in (stop, stop + 1):
+        told = numbers(first.training_step()), numbers(second.training_step())
+        assert told[0] == told[1]
+        assert torch.equal(weights(first.policy), weights(second.policy)), step
+    assert first.policy.ema.keys() == second.policy.ema.keys()
+    assert bool(first.policy.ema) == (name != "nft")
+    if name != "nft":
+        assert torch.equal(averaged(first.policy), averaged(second.policy))
+    for one in (first, second):
+        one.save()
+    one, other = (latest(tmp_path / folder) for folder in ("run", "other"))
+    one["memory"].pop("critic")
+    other["memory"].pop("critic")
+    assert one["memory"] == other["memory"]
+    assert one.keys() == other.keys()
+    assert ("old" in one) == (name == "nft")
+    if name == "nft":
+        assert torch.equal(weights(first.policy, "old"), weights(second.policy, "old"))
+    if name == "rich":
+        assert one["memory"]["microbatch"] == 6
+        assert one["memory"]["clip"]
+        assert one["memory"]["window"] is not None
+        assert one["memory"]["prompts"]["until"]
+        assert one["packs"] is False
+
+
+def test_a_checkpoint_between_two_stages_belongs_to_the_one_that_has_ended(tmp_path):
+    first = made(tmp_path / "run", stages=STAGES)
+    for _ in range(2):
+        first.training_step()
+    first.save()
+    assert latest(tmp_path / "run")["begin"] == 0
+    second = made(tmp_path / "other", stages=STAGES)
+    second.restore(latest(tmp_path / "run"))
+    assert second.part.objective.name == "sft"
+    assert second.update.state()["optimizer"]["state"], "its moments"
+    first.training_step()
+    first.save()
+    assert latest(tmp_path / "run")["begin"] == 2
+    second.training_step()
+    assert second.part.objective.name == "grpo"
+    assert torch.equal(weights(first.policy), weights(second.policy))
+
+
+def test_a_run_saved_by_one_process_fits_its_micro_batch_to_more(tmp_path):
+    trainer = made(tmp_path / "run", prompts_per_step=4, microbatch=12)
+    trainer.training_step()
+    trainer.save()
+    more = made(tmp_path / "more", prompts_per_step=4, microbatch=12)
+    more.processes = small.Two()
+    more.restore(latest(tmp_path / "run"))
+    assert more.part.microbatch == 6
+
+
+def test_every_so_many_steps_are_saved_and_so_many_are_kept(tmp_path):
+    made(tmp_path / "a" / "b" / "all", steps=5, save_every=2, keep=9).train()
+    assert saved(tmp_path / "a" / "b" / "all") == [0, 2, 4, 5]
+    made(tmp_path / "few", steps=3, save_every=1, keep=2).train()
+    assert saved(tmp_path / "few") == [2, 3]
+    assert latest(tmp_path / "few")["step"] == 3
+
+
+def test_only_the_first_process_writes_and_the_others_help_where_weights_are_spread(tmp_path):
+    trainer = made(tmp_path / "run")
+    trainer.processes = small.Two(rank=1)
+    asked = []
+
+    def asking(gather):
+        def gathering(adapter="default", keep=True):
+            asked.append(adapter if isinstance(adapter, bool) else keep)
+            return gather(adapter) if isinstance(adapter, bool) else gather(adapter, keep)
+
+        return gathering
+
+    trainer.update.optimizer.state = asking(trainer.update.optimizer.state)
+    trainer.policy.adapter_state = asking(trainer.policy.adapter_state)
+    trainer.save()
+    assert not asked
+    trainer.update.optimizer.spread = True
+    trainer.save()
+    assert asked == [False, False]
+    trainer.processes = small.Two()
+    trainer.save()
+    assert asked == [False, False, True, True]
+    assert saved(tmp_path / "run") == [0]
+
+
+# -- evaluation -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.real_report
+def test_a_report_is_written_at_each_evaluation(tmp_path):
+    trainer, seen = made(tmp_path / "run", held_out=HELD_OUT, steps=1), []
+    step = trainer.training_step
+    trainer.training_step = lambda: seen.append((tmp_path / "run" / "report.html").exists()) or step()
+    trainer.train()
+    assert seen == [True]
+
+
+@pytest.mark.parametrize(("every", "expected"), [(2, [0, 2, 4, 5]), (0, [0, 5]), (5, [0, 5])])
+def test_held_out_prompts_are_drawn_before_and_after_and_every_so_many_steps(tmp_path, every, expected):
+    found = made(tmp_path / "run", held_out=HELD_OUT, steps=5, evaluation={"every": every, "limit": 2}).train()
+    told = [row for row in rows(tmp_path / "run") if "eval/reward" in row]
+    assert [row["step"] for row in told] == expected
+    assert {f"eval/{name}": value for name, value in found.items()}.items() <= told[-1].items()
+    assert found["reward"] == pytest.approx(found["bright"])
+    content = json.loads((tmp_path / "run" / "pictures" / "step_000000" / "evaluation.json").read_text())
+    assert content["prompts"] == ["a moon", "a fish"]
+    assert content["seed"] == 1234
+    assert content["trained"] == ["bright"]
+    assert (tmp_path / "run" / "before_after.png").exists()
+
+
+def test_it_is_the_moving_average_that_is_evaluated_and_saved(tmp_path):
+    settings = {"evaluation": {"steps": 3, "seed": 7}, "steps": 3, "ema_decay": 0.7, "optimizer": {"lr": 0.3}}
+    trainer = made(tmp_path / "run", held_out=HELD_OUT, **settings)
+    found = trainer.train()
+    mean, now = averaged(trainer.policy), weights(trainer.policy)
+    assert (mean - now).abs().max() > 0.05
+    other = small.policy()
+    with torch.no_grad():
+        for name, parameter in other.parameters().items():
+            parameter.copy_(trainer.policy.ema[name])
+    expected = draw(other, HELD_OUT.prompts, [7, 8, 9], 3).mean((1, 2, 3))
+    assert found["reward"] == pytest.approx(float(expected.mean()), abs=1e-6)
+    values = trainer.evaluate()
+    torch.testing.assert_close(values.values["bright"], expected, rtol=0, atol=1e-6)
+    assert len(values.diversity) == 3
+    assert sorted(values.pictures) == [0, 1, 2]
+    assert torch.equal(weights(trainer.policy), now), "training goes on from where it was"
+    file = load_file(tmp_path / "run" / "lora" / "pytorch_lora_weights.safetensors")
+    kept = torch.cat([v.flatten() for v in file.values()])
+    assert sorted(kept.tolist()) == pytest.approx(sorted(mean.tolist()))
+
+
+def test_sixteen_prompts_are_shown_before_and_after_and_drawn_twice(tmp_path):
+    held_out = small.PromptSet([f"a {n}" for n in range(18)], [{}] * 18)
+    trainer = made(tmp_path / "run", held_out=held_out, steps=1, evaluation={"steps": 1, "seed": 40})
+    trainer.train()
+    for name in ("before", "after"):
+        _, cells = read_grid(tmp_path / "run" / f"{name}.png")
+        assert cells == [Cell(f"a {n}", 40 + n, f"tiny, {name} training") for n in range(16)]
+    _, cells = read_grid(tmp_path / "run" / "before_after.png")
+    assert [cell.seed for cell in cells] == [40 + n for n in range(16) for _ in range(2)]
+    found = trainer.evaluate()
+    assert len(found.diversity) == 16
+    assert set(found.pictures) >= set(range(16))
+    shown = made(tmp_path / "more", held_out=held_out, evaluation={"steps": 1, "pictures": 18}).evaluate()
+    assert set(shown.pictures) == set(range(18))
+
+
+def test_the_weights_of_the_best_evaluation_are_kept_as_they_were_drawn(tmp_path):
+    """The first prompts are the brightest in step 1 by a measure that is not trained on."""
+    trainer = made(
+        tmp_path / "run", held_out=HELD_OUT, steps=3, evaluation={"every": 1}, ema_decay=0.7, optimizer={"lr": 0.3}
+    )
+    averages, evaluated = {}, trainer.evaluate
+
+    def scripted():
+        found = evaluated()
+        averages[trainer.step] = averaged(trainer.policy)
+        values = torch.tensor([[0.1, 0.9, 0.4, 0.2][trainer.step]] * 3)
+        return type(found)(**{**vars(found), "values": {"reward": values, "bright": values}})
+
+    trainer.evaluate = scripted
+    trainer.train()
+    file = load_file(tmp_path / "run" / "best" / "pytorch_lora_weights.safetensors")
+    assert sorted(torch.cat([v.flatten() for v in file.values()]).tolist()) == pytest.approx(sorted(averages[1].tolist()))
+    told = [row for row in rows(tmp_path / "run") if "eval/reward" in row]
+    assert [row["monitor/best_step"] for row in told] == [0, 1, 1, 1]
+
+
+def test_what_is_measured_and_not_trained_on_is_in_no_sum(tmp_path):
+    trainer = made(
+        tmp_path / "run", held_out=HELD_OUT, prompts_per_step=1, evaluation={"rewards": {"jpeg_size": 1.0}, "steps": 2}
+    )
+    assert list(trainer.rewards.rewards) == ["bright"]
+    assert sorted(trainer.held_out.rewards) == ["bright", "jpeg_size"]
+    means = trainer.evaluate().means()
+    assert means["reward"] == pytest.approx(means["bright"])
+    assert "rewards/jpeg_size/mean" not in trainer.training_step()
+    with pytest.raises(ValueError, match=r"no held-out prompts: set evaluation\.prompts"):
+        made(tmp_path / "without").evaluate()
+
+
+def test_pictures_are_kept_of_the_first_step_and_of_those_that_are_evaluated(tmp_path):
+    evaluation = {"every": 2, "pictures": 1}
+    trainer = made(tmp_path / "run", held_out=HELD_OUT, steps=5, evaluation=evaluation)
+    trainer.train()
+    kept = sorted(place.parent.name for place in (tmp_path / "run" / "pictures").glob("*/groups.json"))
+    assert kept == [f"step_{step:06d}" for step in (1, 2, 4, 5)]
+    groups = json.loads((tmp_path / "run" / "pictures" / "step_000001" / "groups.json").read_text())["groups"]
+    rewards = torch.tensor([group["reward"] for group in groups])
+    told = next(row for row in rows(tmp_path / "run") if row["step"] == 1)
+    assert told["reward"] == pytest.approx(float(rewards.mean()), abs=1e-6)
+    expected = group_advantages(rewards.flatten(), torch.arange(6) // 3)
+    assert [a for group in groups for a in group["advantage"]] == pytest.approx(expected.tolist(), abs=1e-4)
+    first = json.loads((tmp_path / "run" / "pictures" / "step_000000" / "evaluation.json").read_text())
+    assert first["values"]["reward"]
+    assert sorted(p.name for p in (tmp_path / "run" / "pictures" / "step_000000").glob("*.webp"))
+
+
+# -- windows and stages -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("window", "expected"), [
+    ({"kind": "all"}, [[0, 1, 2, 3]] * 6),
+    ({"kind": "all", "first": 1, "last": 2}, [[1, 2]] * 6),
+    ({"kind": "fixed", "size": 2, "first": 1}, [[1, 2]] * 6),
+    ({"kind": "sliding", "size": 2, "every": 2}, [[0, 1], [0, 1], [1, 2], [1, 2], [2, 3], [2, 3]]),
+    ({"kind": "sliding", "size": 1, "every": 1, "first": 1, "last": 2}, [[1], [2], [1], [2], [1], [2]]),
+])  # fmt: skip
+def test_windows_by_hand(tmp_path, window, expected):
+    trainer = made(tmp_path / "run", sampling={"steps": 5, "window": window})
+    assert [trainer._window(step) for step in range(6)] == expected
+    assert trainer.source.collect(3).trajectory.steps == expected[3]
+
+
+def test_a_random_window_is_drawn_from_seed_and_step_and_the_ode_has_none(tmp_path):
+    window = {"kind": "random", "size": 2, "first": 1}
+    trainers = [made(tmp_path, sampling={"steps": 6, "window": window}, seed=seed) for seed in (0, 5)]
+    drawn = [trainer._window(step) for trainer in trainers for step in range(9)]
+    expected = [sampling.window("random", 6, 2, 1, 4, 25, seed, step) for seed in (0, 5) for step in range(9)]
+    assert drawn == expected
+    assert {tuple(w) for w in drawn} == {(1, 2), (2, 3), (3, 4)}
+    trainer = made(tmp_path, objective={"name": "sft"}, sampling={"transition": "ode", "window": window, "steps": 5})
+    assert trainer._window(0) == []
+
+
+def test_an_auto_window_is_measured_once_where_the_reward_varies_most(tmp_path):
+    window = {"kind": "auto", "size": 2}
+    trainer = made(tmp_path / "run", sampling={"steps": 5, "window": window, "noise_level": 0.6}, prompts_per_step=4)
+    parts = (trainer.policy, trainer.part, trainer.train_set, trainer.rewards)
+    place = best_window(owned_variance(*parts, "cps", 0.6), 2)
+    assert trainer._window(0) == [place, place + 1]
+    trainer.window_place = 1 - place if place < 2 else 0
+    assert trainer._window(9) == [trainer.window_place, trainer.window_place + 1], "it is not measured again"
+    trainer.window_place, trainer._stopping = None, True
+    with pytest.raises(Interrupted):
+        trainer._window(0)
+
+
+def test_several_processes_agree_on_the_first_ones_auto_window(tmp_path):
+    trainer = made(tmp_path / "run", sampling={"window": {"kind": "auto", "size": 1}})
+    trainer.processes = small.Two(lambda place: 2 if isinstance(place, int) else place, rank=1)
+    trainer._stopping = True  # several stop between steps alone
+    assert trainer._window(0) == [2]
+
+
+def test_a_stage_begins_with_an_optimizer_a_window_and_an_old_policy_of_its_own(tmp_path):
+    slides = {"kind": "sliding", "size": 1, "every": 2}
+    stages = [
+        {"steps": 3, "objective": {"name": "ppo"}},
+        {"steps": 4, "sampling": {"window": slides}, "optimizer": {"warmup": 4, "lr": 0.08}, "microbatch": 3},
+        {"steps": 2, "objective": {"name": "nft"}, "sampling": {"transition": "ode"}},
+    ]
+    trainer = made(tmp_path / "run", stages=stages)
+    assert trainer.args.steps == 9
+    assert (trainer.begin, trainer.part.objective.name) == (0, "ppo")
+    assert trainer.critic is not None
+    for _ in range(3):
+        trainer.training_step()
+    assert trainer.update.state()["optimizer"]["state"]
+    trainer.window_place = 3
+    windows, rates = [], []
+    for step in range(3, 7):
+        metrics = trainer.training_step()
+        windows.append(trainer._window(step))
+        rates.append(metrics["lr"])
+        assert (trainer.begin, trainer.part.microbatch) == (3, 3)
+    assert trainer.critic is None
+    assert trainer.window_place is None
+    assert windows == [[0], [0], [1], [1]]
+    assert rates == pytest.approx([0.02, 0.04, 0.06, 0.08])
+    moments = trainer.update.state()["optimizer"]["state"]
+    assert all(float(value["step"]) == 4 for value in moments.values()), "of this stage alone"
+    trained = weights(trainer.policy)
+    assert not torch.equal(weights(trainer.policy, "old"), trained)
+    trainer.enter_at(7)
+    assert torch.equal(weights(trainer.policy, "old"), trained)
+    assert trainer.begin == 7
+    update = trainer.update
+    trainer.enter_at(8)
+    assert trainer.update is update, "within a stage nothing begins anew"
+
+
+def test_a_part_may_train_on_given_images(tmp_path):
+    images = draw(small.policy(), ["a cat", "a dog"], [0, 1], 2)
+    for i, image in enumerate(images):
+        save_image(tmp_path / f"{i}.png", image, Cell("", i, "small"))
+    table = [{"prompt": f"a {word}", "image": f"{i}.png"} for i, word in enumerate(("cat", "dog"))]
+    (tmp_path / "table.jsonl").write_text("\n".join(map(json.dumps, table)))
+    given = {"objective": {"name": "sft", "data": str(tmp_path / "table.jsonl")}, "sampling": {"transition": "ode"}}
+    trainer = made(tmp_path / "run", steps=2, prompts=["a b"], **given)  # fewer than a step deals, and none is dealt
+    trainer.train()
+    told = rows(tmp_path / "run")
+    assert [row["images"] for row in told] == [0.0, 0.0]
+    assert all(row["sft/error"] > 0 and row["grad_norm"] > 0 for row in told)
+    assert not list((tmp_path / "run").rglob("groups.json"))
+
+
+# -- what is said at once -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("changes", "words"), [
+    ({"prompts_per_step": 7, "microbatch": 3}, "prompts_per_step=7, but there are only 6 prompts"),
+    ({"stages": [{"steps": 1}, {"steps": 1, "prompts_per_step": 7, "microbatch": 3}]}, "prompts_per_step=7, but"),
+    ({"objective": {"name": "nowhere.py:mine"}}, "there is no objective file nowhere.py"),
+    ({"objective": {"advantage": "nowhere.py:mine"}}, "there is no advantage file nowhere.py"),
+    ({"trackers": {"swanlab": {}}}, "trackers: swanlab needs the package"),
+    ({"images_per_prompt": 3, "prompts_per_step": 3, "microbatch": 9, "objective": {"name": "dpo"},
+      "sampling": {"transition": "ode"}}, "odd|pairs"),
+])  # fmt: skip
+def test_what_does_not_fit_is_said_before_the_run(tmp_path, changes, words):
+    with pytest.raises(ValueError, match=words):
+        made(tmp_path / "run", **changes)
+
+
+def test_several_processes_need_a_held_out_prompt_each_and_no_critic(tmp_path, monkeypatch):
+    monkeypatch.setattr("flow_grpo.train.Processes.here", lambda device: small.Two())
+    with pytest.raises(ValueError, match="fewer held-out prompts than processes, which are 2"):
+        made(tmp_path / "run", held_out=HELD_OUT.head(1))
+    with pytest.raises(ValueError, match=r"objective ppo.* on one process"):
+        made(tmp_path / "run", held_out=HELD_OUT.head(2), **PPO)
+    assert made(tmp_path / "run", held_out=HELD_OUT.head(2)).part.microbatch == 3, "of 3 rows each"
+
+
+def test_the_critic_has_the_settings_and_the_seed_of_its_part(tmp_path):
+    critics = [made(tmp_path, **{**PPO, "seed": seed}).critic for seed in (0, 0, 4)]
+    first = [next(critic.parameters()) for critic in critics]
+    assert torch.equal(first[0], first[1])
+    assert not torch.equal(first[0], first[2])
+    assert critics[0].settings.width == 8
+    assert critics[0].optimizer.param_groups[0]["lr"] == 0.01
+
+
+def test_a_models_place_may_be_given_and_its_prompts_alone_are_encoded(tmp_path):
+    """Once all prompts of a run, held out ones too, have their embeddings on disk, the text encoders are not loaded."""
+    architecture.pipeline().save_pretrained(tmp_path / "model")
+    size = {"height": 32, "width": 80, "pipeline": {"max_sequence_length": 14}}
+    args = small.settings(memory={"embeddings": str(tmp_path / "kept")}, device="cpu", evaluation={"steps": 2}, **size)
+    given = str(tmp_path / "model"), [bright], args, ["a cat", "a dog"], ["a moon"]
+    first = FlowGRPOTrainer(*given)
+    assert first.args.model == given[0]
+    assert args.model == "tiny", "settings that were given stay as they were"
+    assert first.policy.pipe.text_encoder is not None
+    expected = first.evaluate().means()
+    first.training_step()
+    again = FlowGRPOTrainer(*given)
+    assert again.policy.pipe.text_encoder is None
+    assert again.evaluate().means() == expected
+    more = FlowGRPOTrainer(*given[:4], ["a ship"])
+    assert more.policy.pipe.text_encoder is not None
+
+
+def test_settings_name_what_is_not_given(tmp_path):
+    (tmp_path / "train.txt").write_text("a cat\na dog\na sun\n")
+    (tmp_path / "held_out.txt").write_text("a moon\na ship\n")
+    evaluation = {"prompts": str(tmp_path / "held_out.txt"), "limit": 1}
+    args = small.settings(
+        prompts=str(tmp_path / "train.txt"),
+        rewards={"jpeg_size": 2.0},
+        evaluation=evaluation,
+        resting={"after": 2, "steps": 9},
+    )
+    trainer = FlowGRPOTrainer(small.policy(), args=args)
+    assert trainer.train_set.prompts == ["a cat", "a dog", "a sun"]
+    assert trainer.eval_set.prompts == ["a moon"]
+    assert trainer.rewards.weights["jpeg_size"] == 2.0
+    assert (trainer.dealer.rest_after, trainer.dealer.rest_for) == (2, 9)
+    assert trainer.dealer.seed == 0
+
+
+# -- the run folder -----------------------------------------------------------------------------------------------------------
+
+
+def test_a_run_goes_on_where_it_stopped_with_the_same_numbers(tmp_path, capsys):
+    """Also after its end, with more steps: what the earlier end has left is no longer the last."""
+    settings = {"held_out": HELD_OUT, "save_every": 1, "keep": 9, "evaluation": {"every": 2}}
+    made(tmp_path / "whole", steps=4, **settings).train()
+    made(tmp_path / "run", steps=2, **settings).train()
+    assert (tmp_path / "run" / "lora").exists()
+    assert "LoRA: " in capsys.readouterr().out
+    again = made(tmp_path / "run", steps=4, **settings)
+    trained = []
+    step = again.training_step
+    again.training_step = lambda: (trained.append((tmp_path / "run" / "lora").exists()), step())[1]
+    again.train(resume=True)
+    assert trained == [False, False]
+    assert "resumed at step 2 of 4" in capsys.readouterr().out
+    assert rows(tmp_path / "run") == rows(tmp_path / "whole")
+    files = [load_file(tmp_path / name / "lora" / "pytorch_lora_weights.safetensors") for name in ("run", "whole")]
+    assert all(torch.equal(files[0][name], files[1][name]) for name in files[0])
+    done = made(tmp_path / "run", steps=4, **settings)
+    done._finish = lambda tracker: {"lora": (tmp_path / "run" / "lora").exists()}
+    assert done.train(resume=True) == {"lora": True}, "a run that is over stays so"
+    assert rows(tmp_path / "run") == rows(tmp_path / "whole")
+
+
+def test_a_damaged_checkpoint_is_passed_over_and_what_came_after_is_dropped(tmp_path, capsys):
+    settings = {"held_out": HELD_OUT, "save_every": 1, "keep": 9, "evaluation": {"every": 1}, "steps": 3}
+    made(tmp_path / "run", **settings).train()
+    expected = rows(tmp_path / "run")
+    state = tmp_path / "run" / "checkpoints" / "step_000003" / "state.pt"
+    state.write_bytes(state.read_bytes()[:-9])
+    again = made(tmp_path / "run", **settings)
+    seen, step = [], again.training_step
+
+    def look():
+        pictures = sorted(place.name for place in (tmp_path / "run" / "pictures").iterdir())
+        seen.append((saved(tmp_path / "run"), [row["step"] for row in rows(tmp_path / "run")], pictures))
+        return step()
+
+    again.training_step = look
+    again.train(resume=True)
+    [(checkpoints, told, pictures)] = seen
+    assert checkpoints == [0, 1, 2]
+    assert max(told) == 2
+    assert pictures == [f"step_{n:06d}" for n in range(3)]
+    output = " ".join(capsys.readouterr().out.split())
+    assert "warning: " in output
+    assert "step_000003 is damaged" in output
+    assert rows(tmp_path / "run") == expected
+
+
+def test_what_can_not_be_begun_or_gone_on_with_is_said(tmp_path):
+    with pytest.raises(ValueError, match="has no checkpoint to resume from"):
+        made(tmp_path / "none").train(resume=True)
+    made(tmp_path / "run", steps=1).train()
+    with pytest.raises(ValueError, match="already holds a run: go on with it by --resume"):
+        made(tmp_path / "run", steps=1).train()
+    with pytest.raises(ValueError, match="was begun with seed=0, not 3"):
+        made(tmp_path / "run", steps=1, seed=3).train(resume=True)
+    state = latest(tmp_path / "run")
+    for spoiled in ({**state, "memory": {}}, {k: v for k, v in state.items() if k != "memory"}):
+        checkpoint.save(tmp_path / "run" / "checkpoints", 1, spoiled, 1)
+        with pytest.raises(ValueError, match=r"written by flow-grpo 0\.2 or before"):
+            made(tmp_path / "run", steps=1).train(resume=True)
+
+
+def test_settings_that_may_change_are_written_anew(tmp_path):
+    made(tmp_path / "run", steps=1).train()
+    made(tmp_path / "run", steps=2, save_every=7).train(resume=True)
+    config = (tmp_path / "run" / "config.yaml").read_text()
+    assert "save_every: 7" in config
+    assert "steps: 2" in config
+    (tmp_path / "run" / "config.yaml").unlink()
+    made(tmp_path / "run", steps=2, save_every=7).train(resume=True)
+    assert (tmp_path / "run" / "config.yaml").exists()
+
+
+def test_a_run_says_what_it_trains_where(tmp_path, capsys):
+    made(tmp_path / "run", steps=2).train()
+    output = " ".join(capsys.readouterr().out.split())
+    assert f"tiny on cpu in float32: 2 steps of 2 prompts x 3 images; run folder {tmp_path / 'run'}" in output
+    machine = json.loads((tmp_path / "run" / "machine.json").read_text())
+    assert machine["processes"] == 1
+    assert (tmp_path / "run" / "config.yaml").read_text() == made(tmp_path / "run", steps=2).args.dump()
+
+
+@pytest.mark.real_report
+def test_without_held_out_prompts_a_run_ends_with_weights_and_a_report(tmp_path):
+    assert made(tmp_path / "run", steps=1).train() == {}
+    assert (tmp_path / "run" / "lora" / "pytorch_lora_weights.safetensors").exists()
+    assert (tmp_path / "run" / "report.html").exists()
+
+
+def test_all_weights_of_a_transformer_are_saved_as_one(tmp_path):
+    trainer = made(tmp_path / "run", steps=1, lora=None)
+    trainer.train()
+    assert (tmp_path / "run" / "transformer" / "config.json").exists()
+    assert not (tmp_path / "run" / "lora").exists()
+
+
+def test_the_trackers_of_a_run_get_its_numbers(tmp_path):
+    made(tmp_path / "run", steps=1, trackers={"tensorboard": {}}).train()
+    first = list((tmp_path / "run").rglob("events.out*"))
+    assert first
+    made(tmp_path / "run", steps=2, trackers={"tensorboard": {}}).train(resume=True)
+    assert len(list((tmp_path / "run").rglob("events.out*"))) > len(first)
+
+
+def test_what_was_dropped_or_noted_is_said_once_with_its_step(tmp_path):
+    def flaky(images, prompts):
+        flaky.calls += 1
+        return [math.nan if flaky.calls == 2 and i == 0 else float(v) for i, v in enumerate(images.mean((1, 2, 3)))]
+
+    flaky.calls = 0
+    trainer = made(tmp_path / "run", flaky, steps=3)
+    trainer.rewards.drop.add("flaky")
+    trainer.notes.append("a note")
+    trainer.train()
+    told = [(row["step"], row["warning"]) for row in rows(tmp_path / "run") if "warning" in row]
+    assert told == [(1, "a note"), (2, "reward flaky gave no finite number for 1 of 6 images, whose groups were left out.")]
+    assert not trainer.notes
+    assert not trainer.rewards.dropped
+
+
+def test_a_measure_that_falls_while_the_reward_rises_is_warned_of_once(tmp_path):
+    held_out = small.PromptSet([f"a {n}" for n in range(8)], [{}] * 8)
+    trainer = made(tmp_path / "run", held_out=held_out, steps=3, evaluation={"every": 1, "rewards": {"jpeg_size": 1.0}})
+    evaluated = trainer.evaluate
+
+    def scripted():
+        found, step = evaluated(), trainer.step
+        jitter = 1e-3 * torch.arange(8)
+        values = {"reward": step + jitter, "bright": step + jitter, "jpeg_size": 10.0 - step + jitter}
+        return type(found)(**{**vars(found), "values": values})
+
+    trainer.evaluate = scripted
+    trainer.train()
+    told = [row for row in rows(tmp_path / "run") if row.get("fallen") == "jpeg_size"]
+    assert [row["step"] for row in told] == [1]
+    assert "jpeg_size, which is not trained on, has fallen by 10%" in told[0]["warning"]
+    assert all("time/evaluation" in row for row in read_metrics(tmp_path / "run") if "eval/reward" in row)
+
+
+# -- how a run is stopped -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("number", "place", "expected"), [
+    (signal.SIGINT, "velocity", 1), (signal.SIGTERM, "velocity", 1), (signal.SIGINT, "reward", 2),
+])  # fmt: skip
+def test_a_signal_leaves_a_rollout_at_once_and_an_update_at_its_end(tmp_path, number, place, expected):
+    trainer = made(tmp_path / "run", steps=9)
+    velocity, calls = trainer.policy.velocity, []
+
+    def stops(*args):
+        if trainer.step == 1 and not torch.is_grad_enabled():
+            calls.append(1)
+            if len(calls) == 2:
+                os.kill(os.getpid(), number)
+        return velocity(*args)
+
+    def reward(images, prompts):
+        if trainer.step == 1:
+            os.kill(os.getpid(), number)
+        return bright(images, prompts)
+
+    if place == "velocity":
+        trainer.policy.velocity = stops
+    else:
+        trainer.rewards.rewards["bright"] = reward
+    before = signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)
+    with pytest.raises(Interrupted):
+        trainer.train()
+    assert (signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)) == before
+    assert saved(tmp_path / "run")[-1] == expected
+    assert [row["step"] for row in rows(tmp_path / "run")] == list(range(1, expected + 1))
+    if place == "velocity":
+        assert len(calls) == 2
+    made(tmp_path / "run", steps=3).train(resume=True)
+    made(tmp_path / "whole", steps=3).train()
+    assert rows(tmp_path / "run") == rows(tmp_path / "whole")
+
+
+def test_a_second_ctrl_c_ends_a_run_at_once(tmp_path):
+    trainer = made(tmp_path / "run", steps=9)
+    velocity = trainer.policy.velocity
+
+    def stops(*args):
+        os.kill(os.getpid(), signal.SIGINT)
+        assert trainer._stopping
+        os.kill(os.getpid(), signal.SIGINT)
+        return velocity(*args)
+
+    trainer.policy.velocity = stops
+    with pytest.raises(KeyboardInterrupt):
+        trainer.train()
+
+
+def test_a_run_in_a_thread_leaves_signals_alone(tmp_path):
+    found, before = [], signal.getsignal(signal.SIGINT)
+    trainer = made(tmp_path / "run", steps=1)
+    thread = threading.Thread(target=lambda: found.append(trainer.train()))
+    thread.start()
+    thread.join()
+    assert found == [{}]
+    assert signal.getsignal(signal.SIGINT) == before
+
+
+@pytest.mark.parametrize("half", [False, True])
+def test_what_fails_is_saved_before_its_step_but_never_half_of_one(tmp_path, half):
+    trainer = made(tmp_path / "run", steps=5, updates=2, microbatch=3)
+    move, calls = trainer.update.optimizer.step, []
+
+    def fails(lr):
+        calls.append(lr)
+        if len(calls) == (4 if half else 3):
+            next(iter(trainer.policy.parameters().values())).grad.fill_(math.nan)
+        return move(lr)
+
+    trainer.update.optimizer.step = fails
+    with pytest.raises(ValueError, match="gradient of step 2 is not finite"):
+        trainer.train()
+    assert saved(tmp_path / "run") == ([0] if half else [0, 1])
+
+
+@pytest.mark.parametrize("kind", ["stopped", "failed"])
+def test_where_weights_are_spread_only_what_stops_together_is_saved(tmp_path, kind):
+    trainer = made(tmp_path / "run", steps=5)
+    trainer.update.optimizer.spread = True
+
+    def reward(images, prompts):
+        if trainer.step == 1 and kind == "failed":
+            return [math.nan] * len(prompts)
+        trainer._stopping = trainer.step == 1
+        return bright(images, prompts)
+
+    trainer.rewards.rewards["bright"] = reward
+    with pytest.raises(Interrupted if kind == "stopped" else ValueError):
+        trainer.train()
+    assert saved(tmp_path / "run") == ([0, 2] if kind == "stopped" else [0])
+
+
+# -- several processes ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_of_several_processes_the_first_alone_writes_and_speaks(tmp_path, rank, monkeypatch, capsys):
+    """The other one has the same rows once more, and the pictures of the prompts between."""
+
+    def other(value):
+        pictures = isinstance(value, dict) and value and all(isinstance(place, int) for place in value)
+        return {place + 1 - 2 * rank: picture for place, picture in value.items()} if pictures else value
+
+    monkeypatch.setattr("flow_grpo.train.Processes.here", lambda device: small.Two(other, rank))
+    trainer = made(tmp_path / "run", held_out=HELD_OUT.head(2), steps=1, ema_decay=0)
+    monkeypatch.setattr(evaluate, "extremes", lambda values: [])
+    found = trainer.train()
+    files = sorted(place.name for place in (tmp_path / "run").iterdir()) if (tmp_path / "run").exists() else []
+    assert ("config.yaml" in files) == (rank == 0)
+    assert ("checkpoints" in files) == (rank == 0)
+    assert ("lora" in files) == (rank == 0)
+    assert ("metrics.jsonl" in files) == (rank == 0)
+    assert bool(found) == (rank == 0)
+    assert bool(capsys.readouterr().out) == (rank == 0)
