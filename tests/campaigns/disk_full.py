@@ -1,0 +1,66 @@
+"""Trains on a disk that fills up: `python tests/campaigns/disk_full.py` (Linux, as root, for a tmpfs of a few MB; elsewhere it says so).
+
+Runs of several sizes of disk end with one sentence that names a path, exit status 2 and no traceback, whatever was being written. Then the
+disk grows, as if somebody had cleared it, and `--resume` (or the same command, where no checkpoint had been written) must lead to the
+LoRA and the metrics of an undisturbed run.
+"""
+
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parent.parent)]
+
+from forked import begin
+from kills import differences, started
+
+SIZES = [100, 300, 600, 1000, 1500, 2000, 2500, 3000, 4000, 5000]  # KB; the run leaves about 2 MB with the settings below
+
+
+def mount(folder: Path, kilobytes: int, remount: bool = False) -> bool:
+    options = f"size={kilobytes}k" + (",remount" if remount else "")
+    words = ["mount", "-t", "tmpfs", "-o", options, "tmpfs", str(folder)]
+    return subprocess.run(words, capture_output=True).returncode == 0
+
+
+def main() -> None:
+    lost, refused = [], 0
+    with tempfile.TemporaryDirectory() as place:
+        folder = Path(place)
+        config, reference = started(folder, "reference", [])
+        begin("train", str(config), cwd=folder).finish(0, 3600)
+        for size in SIZES:
+            disk = folder / f"disk_{size}"
+            disk.mkdir()
+            if not mount(disk, size):
+                print("no tmpfs can be mounted here: run this as root on Linux.")
+                sys.exit(77)
+            try:
+                config, output = started(folder, f"disk_{size}/run", [])
+            except OSError:
+                config = folder / f"run_{size}.yaml"  # not even the config fits: it lies elsewhere
+                config.write_text((folder / "reference.yaml").read_text().replace(str(reference), str(disk / "run")))
+                output = disk / "run"
+            try:
+                command = begin("train", str(config), cwd=folder)
+                command.process.join(3600)
+                if command.process.exitcode != 0:
+                    refused += 1
+                    if "Traceback" in command.output or str(disk) not in command.output or command.process.exitcode not in (1, 2):
+                        lost.append(f"{size} KB: exit {command.process.exitcode}: {command.output[-800:]}")
+                    assert mount(disk, 50_000, remount=True)
+                    resume = ["--resume"] if list(output.glob("checkpoints/step_*/checkpoint.json")) else []
+                    begin("train", str(config), *resume, cwd=folder).finish(0, 3600)
+                lost += [f"{size} KB: {what}" for what in differences(output, reference)]
+            except AssertionError as error:
+                lost.append(f"{size} KB: {error}")
+            finally:
+                subprocess.run(["umount", str(disk)], check=False)
+    print(f"{len(SIZES)} disks, {refused} of them full, {len(lost)} differences")
+    print("\n".join(lost) or "nothing lost")
+    sys.exit(bool(lost))
+
+
+if __name__ == "__main__":
+    main()
