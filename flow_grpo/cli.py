@@ -6,6 +6,7 @@ import os
 import shlex
 import sys
 import time
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -18,6 +19,7 @@ from flow_grpo.config import FlowGRPOConfig
 from flow_grpo.distributed.parent import end_with_launcher
 from flow_grpo.files import write_whole
 from flow_grpo.harmless import visible
+from flow_grpo.progress import reported
 from flow_grpo.quiet import before_imports
 from flow_grpo.text import counted
 
@@ -304,7 +306,8 @@ def run() -> None:
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     before_imports()
     try:
-        app(standalone_mode=True)
+        with reported(errors) if os.environ.get("RANK", "0") == "0" else nullcontext():
+            app(standalone_mode=True)
     except (ValueError, OSError) as error:
         _fail(str(error))
     except RuntimeError as error:

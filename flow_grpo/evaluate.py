@@ -12,6 +12,7 @@ from flow_grpo.config import FlowGRPOConfig
 from flow_grpo.grid import Cell, read_grid, save_grid
 from flow_grpo.parallel import Processes
 from flow_grpo.policy import Policy
+from flow_grpo.progress import phase
 from flow_grpo.prompts import PromptSet
 from flow_grpo.record import extremes
 from flow_grpo.sections import RewardConfig
@@ -57,15 +58,24 @@ def _placed(name: str, setting: RewardConfig) -> Reward:
 
 
 @torch.no_grad()
-def draw(policy: Policy, prompts: list[str], seeds: list[int], steps: int, microbatch: int = 64) -> Tensor:
-    """Images (B, 3, H, W) in [0, 1] of B prompts by the ODE, each from the noise of its seed alone."""
+def draw(
+    policy: Policy, prompts: list[str], seeds: list[int], steps: int, microbatch: int = 64, what: str = "drawing images"
+) -> Tensor:
+    """Images (B, 3, H, W) in [0, 1] of B prompts by the ODE, each from the noise of its seed alone; `what` names the phase."""
     schedule, shape = policy.schedule(steps)
-    conditioning = policy.encode(prompts)
+    with phase("encoding prompts"):
+        conditioning = policy.encode(prompts)
     start = torch.stack([sampling.noise(shape, seed, "sample") for seed in seeds])
-
     velocity = policy.along(schedule, conditioning)
-    trajectory = sampling.rollout(velocity, schedule, start, [], "ode", 0.0, lambda i: start, microbatch)
-    return policy.decode(trajectory.final, microbatch)
+
+    with phase(what, total=len(prompts) * len(schedule)) as steps_done:
+
+        def counted(x: Tensor, i: int, rows: Tensor) -> Tensor:
+            steps_done.advance(len(rows))
+            return velocity(x, i, rows)
+
+        trajectory = sampling.rollout(counted, schedule, start, [], "ode", 0.0, lambda i: start, microbatch)
+        return policy.decode(trajectory.final, microbatch)
 
 
 @torch.no_grad()
@@ -113,13 +123,15 @@ def evaluate(
         mine, most = [i for i in own if i < count], -(-count // processes.count)
         places = mine + own[:1] * (most - len(mine))
         seeds = [seed + shift + i for i in places]
-        return draw(policy, prompts.take(places, 1).prompts, seeds, steps, microbatch)[: len(mine)]
+        what = "drawing held-out images (sampling steps)"
+        return draw(policy, prompts.take(places, 1).prompts, seeds, steps, microbatch, what)[: len(mine)]
 
     images = drawn(len(prompts), 0)
     others = drawn(min(twice, len(prompts)), SECOND) if twice else images[:0]
 
     def scored() -> dict[str, Tensor]:
-        total, by_name = rewards(images, batch.prompts, **batch.columns())
+        with phase(f"scoring {len(images)} held-out images"):
+            total, by_name = rewards(images, batch.prompts, **batch.columns())
         return {"reward": total, **by_name}
 
     def whole(parts: list[Tensor]) -> Tensor:

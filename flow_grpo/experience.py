@@ -17,8 +17,10 @@ from flow_grpo.config import FlowGRPOConfig
 from flow_grpo.critic import Critic
 from flow_grpo.parallel import Processes
 from flow_grpo.policy import Policy
+from flow_grpo.progress import phase
 from flow_grpo.prompts import Dealer
 from flow_grpo.terms import own_function
+from flow_grpo.text import counted
 from flow_grpo.types import Experience, PromptBatch, Scores, Trajectory
 from rewards import WeightedSum
 
@@ -175,9 +177,10 @@ class Rollouts:
         size = math.lcm(self.args.microbatch, self.args.images_per_prompt) if self.beside else len(own.prompts)
         for rows in torch.arange(len(own.prompts)).split(size):
             part, started = own.take(rows), time.perf_counter()
-            trajectories.append(self.trajectory(step, part, window))
-            drawn = time.perf_counter()
-            images = self.policy.decode(trajectories[-1].final, self.args.microbatch)
+            with phase(f"step {step + 1}, drawing {counted(len(part.prompts), 'image')}"):
+                trajectories.append(self.trajectory(step, part, window))
+                drawn = time.perf_counter()
+                images = self.policy.decode(trajectories[-1].final, self.args.microbatch)
             scored.append(scorer.submit(self.score, part, images))
             self.seconds["rollout"] += drawn - started
             self.seconds["decode"] += time.perf_counter() - drawn
@@ -186,7 +189,8 @@ class Rollouts:
     def _together(self, scored: list[Future[Scores]], group: Tensor) -> Scores:
         """The scores of all rows, from those that each process gives to the groups of its own."""
         started = time.perf_counter()
-        parts = Scores.join(self.processes.agree(lambda: Scores.join([part.result() for part in scored])))
+        with phase(f"scoring {counted(len(group), 'image')}"):
+            parts = Scores.join(self.processes.agree(lambda: Scores.join([part.result() for part in scored])))
         self.seconds["reward"] += time.perf_counter() - started  # what was not done beside the drawing
         order = self.processes.owner(group).argsort(stable=True).argsort()
         return parts.take(order)

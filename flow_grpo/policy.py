@@ -27,6 +27,7 @@ from flow_grpo.memory import arrange, compile_blocks, gathered_on_cpu, quantizat
 from flow_grpo.parallel import Processes
 from flow_grpo.pipeline import ENCODERS, PROBES, FlowPipeline
 from flow_grpo.probe import first_line
+from flow_grpo.progress import phase
 from flow_grpo.quiet import quietly
 from flow_grpo.sections import MemoryConfig
 from flow_grpo.whole import Whole
@@ -367,7 +368,8 @@ def load_policy(
     if memory.quantize is not None:
         more["quantization_config"] = quantization(memory.quantize, weights)
     try:
-        pipe = DiffusionPipeline.from_pretrained(source, torch_dtype=weights, **more)
+        with phase(f"loading {path_or_name}"):
+            pipe = DiffusionPipeline.from_pretrained(source, torch_dtype=weights, **more)
     except (OSError, ValueError, KeyError, AttributeError, ImportError, RuntimeError) as error:
         raise ValueError(f"the model {path_or_name} could not be loaded: {first_line(error)}") from error
     for name, part in pipe.components.items():

@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -12,11 +12,14 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from flow_grpo.files import whole_file
+from flow_grpo.progress import reported
 from flow_grpo.run_folder.metrics_file import append_row, read_metrics, rewind
 
 if TYPE_CHECKING:
     from flow_grpo.dashboards import Board
     from flow_grpo.training.callbacks import CallbackList
+
+SILENCE = 20.0  # seconds after which the next training step is said, though it is not a tenth one
 
 
 class Tracker:
@@ -36,16 +39,20 @@ class Tracker:
             console=self.console,
         )
         self._task = self._progress.add_task("training", total=total_steps, numbers="")
-        self._started, self._first = time.monotonic(), 0
+        self._started, self._first, self._said = time.monotonic(), 0, time.monotonic()
+        self._phases = ExitStack()
         self._boards: list[Board] = []
         self.callbacks: CallbackList | None = None
 
     def __enter__(self) -> "Tracker":
         if self.console.is_terminal or self.console.is_jupyter:
             self._progress.start()
+        if not self.silent:
+            self._phases.enter_context(reported(self.console))
         return self
 
     def __exit__(self, *_: Any) -> None:
+        self._phases.close()
         if self._progress.live.is_started:  # else it would print an empty line
             with suppress(OSError):  # the disk of a console that is a file may be full, which something has said already
                 self._progress.stop()
@@ -78,7 +85,9 @@ class Tracker:
                 f"reward {metrics['reward']:.3f} ± {metrics['reward_std']:.3f}" if scored else f"loss {metrics['loss']:.4f}"
             )
             self._progress.update(self._task, completed=step, numbers=numbers)
-            if not self.console.is_terminal and (step % 10 == 0 or step == self.total_steps):
+            due = step % 10 == 0 or step == self.total_steps or time.monotonic() - self._said > SILENCE
+            if not self.console.is_terminal and due:
+                self._said = time.monotonic()
                 left = (time.monotonic() - self._started) / (step - self._first) * (self.total_steps - step)
                 self.say(
                     f"step {step}/{self.total_steps}  {numbers}  {metrics['time/step']:.1f} s a step, {left:.0f} s left"

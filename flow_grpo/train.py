@@ -23,6 +23,7 @@ from flow_grpo.pairs import GivenImages
 from flow_grpo.parallel import Processes
 from flow_grpo.policy import Policy
 from flow_grpo.probe import first_line
+from flow_grpo.progress import phase
 from flow_grpo.prompts import Dealer, PromptSet, load_prompts
 from flow_grpo.record import Record
 from flow_grpo.run_folder.lock import locked
@@ -188,7 +189,8 @@ class FlowGRPOTrainer:
             try:
                 experience = self.source.collect(self.step)
                 collected = time.perf_counter()
-                metrics = self.update(experience, self.step)
+                with phase(f"step {self.step + 1}, updating"):
+                    metrics = self.update(experience, self.step)
             except (Interrupted, ValueError, torch.OutOfMemoryError) as error:  # this step has not happened
                 self._recall(memory)
                 self.update.give_up()

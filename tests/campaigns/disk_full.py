@@ -47,7 +47,11 @@ def main() -> None:
                 command.process.join(3600)
                 if command.process.exitcode != 0:
                     refused += 1
-                    if "Traceback" in command.output or str(disk) not in command.output or command.process.exitcode not in (1, 2):
+                    if (
+                        "Traceback" in command.output
+                        or str(disk) not in command.output
+                        or command.process.exitcode not in (1, 2)
+                    ):
                         lost.append(f"{size} KB: exit {command.process.exitcode}: {command.output[-800:]}")
                     assert mount(disk, 50_000, remount=True)
                     resume = ["--resume"] if list(output.glob("checkpoints/step_*/checkpoint.json")) else []

@@ -1,0 +1,78 @@
+"""Long phases are said, with and without a terminal."""
+
+import io
+import threading
+import time
+
+import pytest
+from conftest import short_run
+from rich.console import Console
+
+from flow_grpo import progress
+from flow_grpo.progress import due_line, phase, reported
+from flow_grpo.train import FlowGRPOTrainer
+
+
+def test_a_phase_is_said_after_two_seconds_and_every_ten():
+    with phase("scoring", total=8) as one:
+        start = one.started
+        assert due_line(start + 1.5) is None
+        one.advance(3)
+        assert due_line(start + 2.5) == "scoring: 3 of 8, 2 s"
+        assert due_line(start + 12) is None
+        assert due_line(start + 13) == "scoring: 3 of 8, 13 s"
+    assert due_line(start + 99) is None
+
+
+def test_the_innermost_phase_is_said_and_the_outer_one_waits_after_it():
+    with phase("outer") as outer:
+        with phase("inner") as inner:
+            assert due_line(inner.started + 3).startswith("inner")
+        assert due_line(time.monotonic()) is None, "it has just been seen to go on"
+        assert due_line(outer.due) is not None
+
+
+@pytest.mark.parametrize("terminal", [False, True])
+def test_a_slow_phase_is_said_while_it_lasts(monkeypatch, terminal):
+    monkeypatch.setattr(progress, "PATIENCE", 0.0)
+    console, ended = Console(file=io.StringIO(), force_terminal=terminal), threading.Event()
+    with reported(console), reported(console), phase("loading a model"):
+        deadline = time.monotonic() + 60
+        while "loading a model" not in console.file.getvalue():
+            assert time.monotonic() < deadline
+            ended.wait(0.01)
+    with phase("outside"):
+        ended.wait(0.5)
+    assert "outside" not in console.file.getvalue()
+
+
+def test_a_run_says_its_first_evaluation_and_a_slow_reward(tmp_path, monkeypatch, capsys):
+    """The reward lasts until the run has said that it is being waited for."""
+    monkeypatch.setattr(progress, "PATIENCE", 0.0)
+    monkeypatch.setattr(progress, "INTERVAL", 0.2)
+    trainer, seen, said = FlowGRPOTrainer(args=short_run(tmp_path / "run", "steps=1")), [], []
+    real = progress.due_line
+
+    def noted(now):
+        line = real(now)
+        if line:
+            said.append(line)
+        return line
+
+    monkeypatch.setattr(progress, "due_line", noted)
+
+    def slow(images, prompts):
+        count, deadline = len(said), time.monotonic() + 60
+        while not any("scoring" in line for line in said[count:]):
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        seen.append(len(prompts))
+        return images.mean((1, 2, 3))
+
+    (name,) = trainer.rewards.rewards
+    trainer.rewards.rewards[name] = trainer.held_out.rewards[name] = slow
+    trainer.train()
+    output = capsys.readouterr().out
+    assert seen == [2, 8, 2]
+    assert "scoring 2 held-out images" in output
+    assert "scoring 8 images" in output
