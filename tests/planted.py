@@ -609,8 +609,8 @@ BUGS = [
     (
         "ranks outlive their launcher",
         "flow_grpo/distributed/parent.py",
-        '    if "TORCHELASTIC_RUN_ID" not in os.environ:',
-        "    if os.environ:",
+        '    if "TORCHELASTIC_RUN_ID" in os.environ:',
+        "    if not os.environ:",
         "tests/test_parallel.py -k launcher_that_is_killed",
     ),
     (

@@ -1,5 +1,6 @@
 """The run folder: one process at a time writes it, nothing in it is ever half written, and nothing that lies in it ends a run."""
 
+import errno
 import hashlib
 import io
 import json
@@ -123,7 +124,7 @@ def test_the_lock_is_given_back_after_an_error_and_is_not_taken_twice_in_one_pro
 
 def test_a_file_system_without_locks_is_said_and_used(tmp_path, monkeypatch):
     def refuse(self):
-        raise OSError(37, os.strerror(37))  # ENOLCK, as NFS without a lock server
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))  # as NFS without a lock server
 
     monkeypatch.setattr(FileLock, "acquire", refuse)
     said = []

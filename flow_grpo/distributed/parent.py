@@ -12,7 +12,6 @@ LAUNCHER = "FLOW_GRPO_LAUNCHER"  # process id of our own launcher, in the enviro
 PR_SET_PDEATHSIG = 1
 
 
-@functools.cache
 def end_with_launcher() -> None:
     """Ends this process, if a launcher of ranks started it, within a second of the launcher's end.
 
@@ -20,9 +19,12 @@ def end_with_launcher() -> None:
     Linux kills the rank whatever it does. Elsewhere a thread sees that the parent is another one, when the interpreter gives it a
     turn. Not tested on macOS; on Windows a process keeps the id of a parent that has ended, so that nothing is noticed.
     """
-    if "TORCHELASTIC_RUN_ID" not in os.environ:
-        return
-    launcher = int(os.environ.get(LAUNCHER, os.getppid()))
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        _end_with(int(os.environ.get(LAUNCHER, os.getppid())))
+
+
+@functools.cache
+def _end_with(launcher: int) -> None:
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
