@@ -114,7 +114,7 @@ def evaluate(
         console.print(f"warning: {visible(warning)}", highlight=False, markup=False, soft_wrap=True)
     settings: dict[str, Any] = {"prompts": prompts or (args and args.evaluation.prompts)}
     if models and args:
-        settings |= {"seeds": seeds, "first_seed": args.evaluation.seed, "steps": steps}
+        settings |= {"seeds": seeds, "seed": args.evaluation.seed, "steps": steps}
     tables.write(folder, card, settings)
     files = ", ".join(str(folder / name) for name in (tables.JSON, tables.MARKDOWN, tables.CSV))
     console.print(f"numbers: {files}", highlight=False, markup=False, soft_wrap=True)

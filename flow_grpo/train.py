@@ -14,7 +14,7 @@ import torch
 from flow_grpo import checkpoint, dashboards, hub, monitor, report, sampling
 from flow_grpo.config import FlowGRPOConfig
 from flow_grpo.critic import Critic
-from flow_grpo.evaluate import before_after, build_rewards, evaluate
+from flow_grpo.evaluate import before_after, build_rewards, evaluate, image_seed
 from flow_grpo.experience import Interrupted, Rollouts
 from flow_grpo.explore import best_window, owned_variance
 from flow_grpo.pairs import GivenImages
@@ -283,6 +283,8 @@ class FlowGRPOTrainer:
         tracker.resume(self.step)
         if self.record is not None:
             self.record.resume(self.step)
+            if self.record.drew_other_noise:
+                tracker.say("note: flow-grpo 0.3 drew the evaluations so far from other noise than those to come.")
             tracker.watched_by(dashboards.start(self.folder, self.args, tracker.say, self.step))
         tracker.say(f"resumed at step {self.step} of {self.args.steps}")
 
@@ -332,9 +334,10 @@ class FlowGRPOTrainer:
         started = time.perf_counter()
         found = self.evaluate()
         seconds = time.perf_counter() - started
-        prompts, seed = self.eval_set.prompts, self.args.evaluation.seed
+        prompts = self.eval_set.prompts
+        seeds = [image_seed(self.args.evaluation.seed, place) for place in range(len(prompts))]
         trained = [name for name, weight in self.held_out.weights.items() if weight]
-        history = self.record.evaluation(self.step, found, prompts, seed, trained) if self.record else []
+        history = self.record.evaluation(self.step, found, prompts, seeds, trained) if self.record else []
         if self.processes.everyone(bool(history) and monitor.best(history) == self.step)[0]:  # before the metrics name it
             with self.policy.averaged():
                 self.policy.save(self.folder / "best", self.processes.first)
