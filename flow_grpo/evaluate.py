@@ -107,7 +107,9 @@ def evaluate(
     keep: int = 0,
     twice: int = 0,
 ) -> Evaluation:
-    """Draws each prompt from the noise of `image_seed(seed, its place)` and scores it by every reward. Several processes take the prompts in turns.
+    """Draws each prompt from the noise of `image_seed(seed, its place)` and scores it by every reward.
+
+    Several processes take the prompts in turns.
 
     Args:
         keep: the pictures of so many prompts, from the first on, are in the result, and of the best and worst by `reward`.

@@ -6,11 +6,12 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-import yaml
 from rich.console import Console
 from rich.markup import escape
 from rich.padding import Padding
 from rich.table import Table
+
+from flow_grpo.loading import parse_yaml
 
 app = typer.Typer(help="What rewards there are, and what they like.", no_args_is_help=True, rich_markup_mode="rich")
 console = Console()
@@ -172,8 +173,8 @@ def _first_sentence(text: str) -> str:
 def with_options(text: str) -> tuple[str, dict[str, Any]]:
     """`clip={model: ViT-L-14}` is the reward clip with the option model."""
     name, equals, rest = text.partition("={")
-    try:
-        options = yaml.safe_load("{" + rest) if equals else {}
-    except yaml.YAMLError as error:
-        raise ValueError(f"the options of {text!r} are not valid YAML: write NAME={{key: value, ...}}.") from error
+    options = parse_yaml("{" + rest, repr(text)) if equals else {}
+    odd = next((key for key in options if not isinstance(key, str)), None)
+    if odd is not None:
+        raise ValueError(f"{text!r} has the option {odd!r}, which is no name: write NAME={{key: value, ...}}.")
     return name, options
