@@ -432,12 +432,10 @@ def test_sets_that_are_not_shipped_are_asked_for_by_their_hub_ids(monkeypatch):
     asked = []
 
     def load_dataset(name, **options):
-        asked.append((name, options.get("data_files")))
-        return datasets.Dataset.from_list([{"text" if name == "text" else "Prompts": "a dog", "Category": "x"}])
+        asked.append(name)
+        return datasets.Dataset.from_list([{"Prompts": "a dog", "Category": "x"}])
 
     monkeypatch.setattr(datasets, "load_dataset", load_dataset)
     assert load_prompts("DrawBench").metadata == [{"Category": "x"}]
     load_prompts("partiprompts")
-    load_prompts("ocr_paper")
-    paper = "https://raw.githubusercontent.com/yifan123/flow_grpo/main/dataset/ocr/test.txt"
-    assert asked == [("sayakpaul/drawbench", None), ("nateraw/parti-prompts", None), ("text", paper)]
+    assert asked == ["sayakpaul/drawbench", "nateraw/parti-prompts"]
