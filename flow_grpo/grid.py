@@ -65,6 +65,12 @@ def save_grid(path: Path, images: Tensor, cells: list[Cell], columns: int, notes
     sheet.save(path, pnginfo=info)
 
 
+def fits(count: int, height: int, width: int) -> bool:
+    """Whether a sheet of so many pictures has few enough pixels to be read again."""
+    scale = max(1, -(-SMALLEST_CELL // width))
+    return count * (height * scale + 3 * LINE + 6 + GAP) * (width * scale + GAP) <= MAX_PIXELS
+
+
 def save_image(path: Path, image: Tensor, cell: Cell) -> None:
     """Writes one picture (3, H, W) in [0, 1] as PNG, its prompt, seed and model inside."""
     info = PngInfo()

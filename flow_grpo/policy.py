@@ -1,6 +1,7 @@
 """A flow pipeline whose transformer is trained, by a LoRA or all of it: its copies, its files, and how a model is loaded."""
 
 import inspect
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -348,6 +349,8 @@ def load_policy(
     memory = memory or MemoryConfig()
     if dtype not in ("auto", *DTYPES):
         raise ValueError(f"unknown dtype {dtype!r}; choose one of auto, {', '.join(DTYPES)}.")
+    if not math.isfinite(guidance):
+        raise ValueError(f"guidance={guidance} is not a finite number: set one, or 1 for none.")
     source = hub.locate(path_or_name)
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
     try:

@@ -121,7 +121,9 @@ def test_a_bad_prompt_file_is_a_sentence(tmp_path, name, content, words):
         load_prompts(tmp_path / name)
 
 
-BOMB = "a: &a [x, x]\n" + "".join(f"{new}: &{new} [{', '.join([f'*{old}'] * 9)}]\n" for old, new in zip("abcdef", "bcdefg"))
+BOMB = "a: &a [x, x]\n" + "".join(
+    f"{new}: &{new} [{', '.join([f'*{old}'] * 9)}]\n" for old, new in zip("abcdef", "bcdefg", strict=True)
+)
 
 
 @pytest.mark.parametrize(
