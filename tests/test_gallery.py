@@ -215,8 +215,18 @@ def test_pictures_that_are_none_or_too_large_get_a_sentence(tmp_path):
             place.parent.mkdir(exist_ok=True)
             place.write_bytes(content)
         for source in (tmp_path / "bad", tmp_path / "bad.png"):
-            with pytest.raises(ValueError, match=r"bad.*could not be read"):
+            with pytest.raises(ValueError, match=r"bad.*(could not be read|more than 178 million)"):
                 gallery.read(source, named("one"))
+
+
+def test_a_picture_with_too_many_pixels_is_a_sentence_and_a_large_one_no_warning(tmp_path, recwarn, monkeypatch):
+    monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 1000)  # Pillow warns from there on, and refuses twice as many
+    Image.new("1", (60, 60)).save(tmp_path / "large.png")
+    with pytest.raises(ValueError, match=r"large\.png has more than 178 million pixels: make it smaller\."):
+        gallery.read(tmp_path / "large.png", "a fox")
+    Image.new("1", (40, 40)).save(tmp_path / "some.png")
+    assert gallery.read(tmp_path / "some.png", "a fox").pixels.shape == (1, 3, 40, 40)
+    assert not recwarn.list
 
 
 def test_greys_of_16_bits_keep_their_upper_ones(tmp_path):

@@ -203,8 +203,8 @@ def _line_colors(pixels: np.ndarray, tolerance: int) -> list[np.ndarray]:
     counts: Counter[tuple[int, ...]] = Counter()
     for axis in (0, 1):
         plain = np.ptp(pixels, axis=axis).max(-1) <= tolerance
-        middle = np.median(pixels.compress(plain, axis=1 - axis), axis=axis) if plain.any() else np.zeros((0, 3))
-        counts.update(tuple(int(value) for value in color) for color in middle)
+        means = pixels.compress(plain, axis=1 - axis).mean(axis, dtype=np.float32)
+        counts.update(tuple(int(value) for value in color) for color in means.round())
     return [np.array(color, np.uint8) for color, _ in counts.most_common(COLORS)]
 
 
