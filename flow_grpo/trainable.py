@@ -4,6 +4,7 @@ from pathlib import Path
 
 from flow_grpo import checkpoint, hub
 from flow_grpo.config import FlowGRPOConfig
+from flow_grpo.finite import check_weights
 from flow_grpo.parallel import Processes
 from flow_grpo.policy import Policy, load_policy
 
@@ -74,4 +75,6 @@ def load_trained(policy: Policy, place: str) -> None:
     add_trained(policy, args)
     if policy.trains_all:
         policy.keep_base("cpu")
-    policy.load_adapter_state(state["ema"] or state["adapter"])
+    trained = state["ema"] or state["adapter"]
+    check_weights(trained, f"the checkpoint {place}")
+    policy.load_adapter_state(trained)

@@ -59,7 +59,7 @@ def bordered(draw) -> tuple[np.ndarray, int, int, tuple[int, int, int]]:
     return images, columns, draw(st.integers(1, 12)), color
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(made=bordered())
 def test_a_grid_of_torchvision_is_cut_into_its_very_images_or_refused(made):
     images, columns, padding, color = made
@@ -76,7 +76,7 @@ def test_a_grid_of_torchvision_is_cut_into_its_very_images_or_refused(made):
     assert np.array_equal(exact.cut(pixels)[: len(images)], images), "whatever the images, --padding cuts them"
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     count=st.integers(2, 9),
     columns=st.integers(1, 5),
@@ -262,7 +262,7 @@ def test_a_user_may_crop_and_say_the_gutters():
         layout_of(pixels, Sheet(crop=(70, 0, 70, 0)), "x.png", single=False)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(pixels=st.tuples(st.integers(1, 40), st.integers(1, 40), st.integers(0, 999), st.sampled_from([2, 3])))
 def test_no_picture_makes_the_detection_fail(pixels):
     height, width, seed, levels = pixels

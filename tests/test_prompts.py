@@ -48,7 +48,7 @@ def written(folder: Path, suffix: str, texts: list[str]) -> Path:
     return file
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(texts=st.lists(ONE_LINE, min_size=1, max_size=6), end=st.sampled_from(["\n", "\r\n"]), mark=st.booleans())
 def test_every_line_of_a_text_file_is_a_prompt(folder, texts, end, mark):
     (folder / "p.txt").write_bytes((b"\xef\xbb\xbf" if mark else b"") + end.join(texts).encode())
@@ -57,7 +57,7 @@ def test_every_line_of_a_text_file_is_a_prompt(folder, texts, end, mark):
 
 
 @pytest.mark.parametrize("suffix", [".jsonl", ".json", ".csv", ".parquet"])
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(texts=st.lists(ANY, min_size=1, max_size=5))
 def test_every_row_of_a_table_is_a_prompt_with_its_metadata(folder, suffix, texts):
     found = load_prompts(written(folder, suffix, texts))
