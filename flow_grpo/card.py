@@ -17,7 +17,7 @@ import rewards
 from flow_grpo import hub, monitor, story, summary
 from flow_grpo.config import FlowGRPOConfig
 from flow_grpo.families import family
-from flow_grpo.grid import SMALLEST_CELL
+from flow_grpo.grid import SMALLEST_CELL, open_image
 from flow_grpo.report import PAGE, plain
 from flow_grpo.story import Story
 
@@ -129,8 +129,11 @@ def gallery(folder: Path, run: Story) -> list[dict[str, Any]]:
         if not all(file.is_file() for file in files):
             break
         one: dict[str, Any] = {"prompt": prompt, "values": [end["values"][measure][place] for end in ends]}
-        for when, file in zip(("before", "after"), files, strict=True):
-            picture = Image.open(file).convert("RGB")
+        try:
+            pictures = [open_image(file) for file in files]
+        except ValueError:
+            break
+        for when, picture in zip(("before", "after"), pictures, strict=True):
             scale = max(1, -(-SMALLEST_CELL // picture.width))
             one[when] = f"{PICTURES}/{place}_{when}.png"
             (folder / PICTURES).mkdir(exist_ok=True)

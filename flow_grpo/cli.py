@@ -2,6 +2,7 @@
 reward_cli."""
 
 import json
+import math
 import os
 import shlex
 import sys
@@ -19,6 +20,7 @@ from flow_grpo.config import FlowGRPOConfig
 from flow_grpo.distributed.parent import end_with_launcher
 from flow_grpo.files import write_whole
 from flow_grpo.harmless import visible
+from flow_grpo.output import prepare_file, prepare_folder
 from flow_grpo.progress import reported
 from flow_grpo.quiet import before_imports
 from flow_grpo.text import counted
@@ -150,10 +152,11 @@ def sample(
             show_default=False,
         ),
     ] = None,
-    seeds: Annotated[int, typer.Option(min=1, help="Pictures of each prompt, from this many seeds.")] = 4,
+    seeds: Annotated[int, typer.Option(min=1, max=10_000, help="Pictures of each prompt, from this many seeds.")] = 4,
     first_seed: Annotated[int, typer.Option(help="The first seed.")] = 0,
     steps: Annotated[
-        int | None, typer.Option(min=1, help="Sampling steps; by default those of evaluation.", show_default=False)
+        int | None,
+        typer.Option(min=1, max=10_000, help="Sampling steps; by default those of evaluation.", show_default=False),
     ] = None,
     guidance: Annotated[float | None, typer.Option(help="Guidance scale; 1 is off.", show_default=False)] = None,
     out: Annotated[Path, typer.Option(help="Folder for grid.png and the single pictures.")] = Path("samples"),
@@ -162,31 +165,32 @@ def sample(
 
     [bold]flow-grpo sample 'red text "CAT" on a blue background' --seeds 4[/bold]
     """
+    import torch
+
     from flow_grpo import hub
     from flow_grpo.evaluate import draw
-    from flow_grpo.grid import Cell, save_grid, save_image
-    from flow_grpo.prompts import load_prompts
+    from flow_grpo.grid import Cell, fits, save_grid, save_image
 
-    texts = [
-        t
-        for p in prompts
-        for t in (load_prompts(p).prompts if Path(p).suffix in (".txt", ".jsonl", ".csv", ".parquet") else [p])
-    ]
-    if not all(text.strip() for text in texts):
-        raise ValueError("an empty prompt was given.")
+    texts = _texts(prompts)
     source = config or hub.config_of(lora) or hub.config_of(model)
     args = FlowGRPOConfig(model=model) if model and not source else FlowGRPOConfig.read(source)
     model = model or args.model
+    prepare_folder(out)
     policy = _policy(args, model, lora, guidance)
-    rows = [text for text in texts for _ in range(seeds)]
-    numbers = [first_seed + n for _ in texts for n in range(seeds)]
-    images = draw(policy, rows, numbers, steps or args.evaluation.steps, args.microbatch)
     name = model if lora is None else f"{model} + {lora}"
-    cells = [Cell(prompt, seed, name) for prompt, seed in zip(rows, numbers, strict=True)]
-    save_grid(out / "grid.png", images, cells, columns=seeds if len(texts) > 1 else min(seeds, 8))
-    for i, (image, cell) in enumerate(zip(images, cells, strict=True)):
-        save_image(out / f"{i:04d}_seed{cell.seed}.png", image, cell)
-    console.print(f"{counted(len(images), 'picture')}: {out / 'grid.png'}", highlight=False, markup=False)
+    cells = [Cell(prompt, first_seed + n, name) for prompt in texts for n in range(seeds)]
+    kept: list[Any] = []
+    for begin in range(0, len(cells), args.microbatch):
+        some = cells[begin : begin + args.microbatch]
+        images = draw(policy, [c.prompt for c in some], [c.seed for c in some], steps or args.evaluation.steps, len(some))
+        for i, (image, cell) in enumerate(zip(images, some, strict=True), begin):
+            save_image(out / f"{i:04d}_seed{cell.seed}.png", image, cell)
+        if fits(len(cells), *images.shape[-2:]):
+            kept.append(images)
+    if kept:
+        save_grid(out / "grid.png", torch.cat(kept), cells, columns=seeds if len(texts) > 1 else min(seeds, 8))
+    where = out / "grid.png" if kept else f"{out}, without a grid.png, which would be too large"
+    console.print(f"{counted(len(cells), 'picture')}: {where}", highlight=False, markup=False)
 
 
 @app.command()
@@ -216,10 +220,14 @@ def compare(
     from flow_grpo import compare as comparison
     from flow_grpo.run_folder.lock import locked
 
+    if target is not None and not math.isfinite(target):
+        raise ValueError(f"--target {target} is not a number that a measure reaches: give a finite one.")
+
     def say(line: str) -> None:
         console.print(line, highlight=False, markup=False)
 
     limits = comparison.parse_budget(budget, slices)
+    prepare_folder(out)
     with locked(out, say):
         runs = comparison.compare(configs, seeds, limits, out, set_ or [], measure, target, stop, say)
     rows = comparison.summary(runs, measure, target)
@@ -262,6 +270,10 @@ def doctor(
     from flow_grpo.quiet import quiet_libraries
 
     quiet_libraries()
+    if json_file is not None:
+        prepare_file(json_file, "--json")
+    if explore and model is None:
+        prepare_file(out)
     try:
         if model is not None:
             settings = FlowGRPOConfig.of(model, [*([config] if "=" in config else []), *(overrides or [])])
@@ -279,9 +291,28 @@ def doctor(
         raise typer.Exit(1)
 
 
+def _texts(words: list[str]) -> list[str]:
+    """The prompts that words stand for, each a prompt or a file of prompts."""
+    from flow_grpo.data.prompt_files import SUFFIXES
+    from flow_grpo.prompts import load_prompts
+
+    files = [word for word in words if Path(word).suffix.lower() in SUFFIXES]
+    if not all(word.strip() for word in words):
+        raise ValueError("an empty prompt was given.")
+    if sum(word not in files and len(word.split()) == 1 for word in words) > 1:
+        raise ValueError(
+            f"{len(words)} prompts were given, some of one word: put quotes around a prompt of several words, as in "
+            f"{shlex.quote(' '.join(words))}, and prompts of one word into a file, one a line."
+        )
+    return [text for word in words for text in (load_prompts(word).prompts if word in files else [word])]
+
+
 def _number(text: str) -> float:
     try:
-        return float(text)
+        level = float(text)
+        if not math.isfinite(level):
+            raise ValueError
+        return level
     except ValueError:
         raise ValueError(f"{text!r} is not a noise level: give numbers with commas between, such as 0.4,0.7.") from None
 

@@ -11,6 +11,7 @@ import yaml
 from pydantic import Field, ValidationError, model_validator
 
 from flow_grpo import checks
+from flow_grpo.loading import parse_yaml, read_yaml
 from flow_grpo.sections import (
     EvaluationConfig,
     LoraConfig,
@@ -222,10 +223,7 @@ class FlowGRPOConfig(Section):
             ValueError: one sentence on what is wrong, and where.
         """
         file = find(path or "tiny_ocr")
-        try:
-            values = yaml.safe_load(file.read_text()) or {}
-        except yaml.YAMLError as error:
-            raise ValueError(f"{file} is not valid YAML: {' '.join(str(error).split())}.") from error
+        values = read_yaml(file) or {}
         if not isinstance(values, dict):
             raise ValueError(f"{file} must hold `key: value` lines.")
         for pair in overrides or []:
@@ -341,10 +339,7 @@ def _override(values: dict, pair: str) -> None:
         values = values.setdefault(parent, {})
         if not isinstance(values, dict):
             raise ValueError(f"{pair!r}: {parent} is a single value, it has no {last}.")
-    try:
-        value = yaml.safe_load(text)
-    except yaml.YAMLError as error:
-        raise ValueError(f"{pair!r}: the value is not valid YAML.") from error
+    value = parse_yaml(text, f"the value of {key}")
     values[last] = float(value) if isinstance(value, str) and _is_number(value) else value
 
 

@@ -1,8 +1,10 @@
 """The command line of measuring: eval, score."""
 
+import csv
+import io
 import json
 import re
-import tempfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -12,12 +14,14 @@ from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from flow_grpo.config import FlowGRPOConfig
-from flow_grpo.harmless import visible
+from flow_grpo.harmless import spreadsheet, visible
+from flow_grpo.image_options import Crop, Padding, Prompt, Prompts, SheetColumns, SheetRows, given, sheet
+from flow_grpo.output import prepare_file, prepare_folder
 from flow_grpo.reward_cli import with_options
 from flow_grpo.text import counted
 
 if TYPE_CHECKING:
-    from flow_grpo.gallery import Rows, Sheet
+    from flow_grpo.gallery import Rows
     from flow_grpo.prompts import PromptSet
     from flow_grpo.scorecard import Scorecard
     from flow_grpo.targets import Target
@@ -34,7 +38,8 @@ Targets = Annotated[
         show_default=False,
     ),
 ]
-Prompts = Annotated[
+MOST_SEEDS = 1000  # pictures of a prompt, which are in memory together
+PromptSource = Annotated[
     str | None,
     typer.Option(
         help="A set by name (ocr, ocr_test, ocr_paper, geneval, partiprompts, drawbench), a file, a hub data set, or pictures of `sample`, "
@@ -62,9 +67,6 @@ Steps = Annotated[
         min=1, help="Sampling steps of every model; by default those of the first one's evaluation.", show_default=False
     ),
 ]
-SheetRows = Annotated[int | None, typer.Option(min=1, help="Of a sheet that `sample` did not write.", show_default=False)]
-SheetColumns = Annotated[int | None, typer.Option(min=1, help="Of such a sheet.", show_default=False)]
-Padding = Annotated[int, typer.Option(min=0, help="Pixels around each picture of such a sheet; torchvision leaves 2.")]
 Out = Annotated[
     Path | None,
     typer.Option(
@@ -76,46 +78,52 @@ Out = Annotated[
 def evaluate(
     targets: Targets = None,
     lora: Lora = None,
-    prompts: Prompts = None,
+    prompts: PromptSource = None,
+    prompt: Prompt = None,
     reward: RewardNames = None,
-    seeds: Annotated[int, typer.Option(min=1, help="Pictures of each prompt; two or more show how diverse they are.")] = 1,
+    seeds: Annotated[
+        int, typer.Option(min=1, max=MOST_SEEDS, help="Pictures of each prompt; two or more show how diverse they are.")
+    ] = 1,
     limit: Limit = None,
     steps: Steps = None,
     config: Config = None,
     rows: SheetRows = None,
     columns: SheetColumns = None,
-    padding: Padding = 0,
+    padding: Padding = None,
+    crop: Crop = None,
     out: Out = None,
 ) -> None:
     """Measure models or pictures side by side: rewards, detail, diversity, distance from the base model, with intervals and tests.
 
     [bold]flow-grpo eval runs/tiny_ocr[/bold]  (held-out prompts, with and without the run's LoRA)
     [bold]flow-grpo eval runs/tiny_ocr runs/red --prompts geneval --seeds 4 --reward geneval_exact[/bold]
-    [bold]flow-grpo eval samples/grid.png other.png --reward ocr --rows 2 --columns 4 --prompts prompts.txt[/bold]
+    [bold]flow-grpo eval samples/grid.png other.png --reward ocr --prompts prompts.txt[/bold]
     """
     from flow_grpo import tables
     from flow_grpo.quiet import quiet_libraries
-    from flow_grpo.targets import Model, Reading, find
+    from flow_grpo.targets import Model, Pictures, Reading, find
 
     quiet_libraries()
     words = [word for word in targets or [] if not SETTING.match(word)]
     overrides = [word for word in targets or [] if SETTING.match(word)]
-    known = _prompts(prompts)
-    how = Reading(config, overrides, _prompt_set(known), _sheet(rows, columns, padding), limit)
+    known = _prompts(prompts, prompt)
+    how = Reading(config, overrides, prompt or _prompt_set(known), sheet(rows, columns, padding, crop), limit)
     found = find(words if words or lora else ["tiny_ocr"], how, lora)
+    for note in [target.gallery.note for target in found if isinstance(target, Pictures) and target.gallery.note]:
+        console.print(visible(note), highlight=False, markup=False, soft_wrap=True)
     models = [target for target in found if isinstance(target, Model)]
     args = models[0].args if models else FlowGRPOConfig.read(config, overrides) if config else None
     kit, total = _rewards(reward, args)
     steps = steps or (args.evaluation.steps if args else None)
     folder = out or next((Path(word) for word in words if (Path(word) / "config.yaml").is_file()), Path())
-    _make(folder)
+    prepare_folder(folder)
     card = _measured(found, _asked(known, args, seeds, limit) if models and args else None, kit, total, steps)
     tables.show(console, card)
     for warning in dict.fromkeys(kit.dropped):
         console.print(f"warning: {visible(warning)}", highlight=False, markup=False, soft_wrap=True)
     settings: dict[str, Any] = {"prompts": prompts or (args and args.evaluation.prompts)}
     if models and args:
-        settings |= {"seeds": seeds, "first_seed": args.evaluation.seed, "steps": steps}
+        settings |= {"seeds": seeds, "seed": args.evaluation.seed, "steps": steps}
     tables.write(folder, card, settings)
     files = ", ".join(str(folder / name) for name in (tables.JSON, tables.MARKDOWN, tables.CSV))
     console.print(f"numbers: {files}", highlight=False, markup=False, soft_wrap=True)
@@ -124,34 +132,38 @@ def evaluate(
 def score(
     images: Annotated[Path, typer.Argument(help="A grid or picture that `sample` wrote, or a folder of pictures.")],
     reward: RewardNames = None,
-    prompts: Annotated[
-        str | None,
-        typer.Option(
-            help="Prompts of the pictures in the order of their names or cells, if they don't carry them.",
-            show_default=False,
-        ),
-    ] = None,
+    prompts: Prompts = None,
+    prompt: Prompt = None,
     rows: SheetRows = None,
     columns: SheetColumns = None,
-    padding: Padding = 0,
-    out: Annotated[Path | None, typer.Option(help="JSON file for the numbers of each picture.", show_default=False)] = None,
+    padding: Padding = None,
+    crop: Crop = None,
+    out: Annotated[
+        Path | None, typer.Option(help=".json or .csv file for the numbers of each picture.", show_default=False)
+    ] = None,
 ) -> None:
     """Score pictures by any reward, by default ocr: each cell of a grid, or each picture of a folder.
 
     [bold]flow-grpo score samples/grid.png --reward ocr --reward color[/bold]
+    [bold]flow-grpo score sheet.png --prompt 'a red fox' --reward clip[/bold]
     """
     import rewards
     from flow_grpo import gallery
-    from flow_grpo.prompts import load_prompts
     from flow_grpo.tracking import print_table
 
-    shown = gallery.read(images, load_prompts(prompts) if prompts else None, _sheet(rows, columns, padding))
+    asked = list(map(with_options, reward or ["ocr"]))
+    promptless = not any(rewards.reads_prompts(name) for name, _ in asked)
+    if out is not None and out.suffix not in WRITERS:
+        raise ValueError(f"--out {out} is neither a .json nor a .csv file.")
+    shown = gallery.read(images, given(prompts, prompt), sheet(rows, columns, padding, crop), promptless)
+    if shown.note:
+        console.print(visible(shown.note), highlight=False, markup=False, soft_wrap=True)
     if out is not None:
-        _make(out.parent)
+        prepare_file(out)
     pictures, metadata = shown.images(), shown.columns()
     values = {
         name: rewards.score(name, rewards.load(name, **options), pictures, shown.prompts, **metadata).tolist()
-        for name, options in map(with_options, reward or ["ocr"])
+        for name, options in asked
     }
     places = list(zip(shown.labels, shown.prompts, strict=True))
     table = {
@@ -164,34 +176,32 @@ def score(
     print_table(console, f"{counted(len(shown), 'picture')} of {images}", table)
     if out is not None:
         content = [{"picture": n, "prompt": t, **{r: values[r][i] for r in values}} for i, (n, t) in enumerate(places)]
-        out.write_text(json.dumps(content, indent=2))
+        out.write_text(WRITERS[out.suffix](content), encoding="utf-8", newline="")
 
 
-def _make(folder: Path) -> None:
-    """The folder of the numbers is there and can be written to, or a ValueError says so before anything is measured."""
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=folder):
-            pass
-    except OSError as error:
-        raise ValueError(f"nothing can be written to {folder} ({error.strerror}): give another place by --out.") from error
+def _as_csv(rows: list[dict[str, Any]]) -> str:
+    buffer = io.StringIO()
+    writer = csv.writer(buffer)
+    writer.writerow(map(spreadsheet, rows[0]))
+    writer.writerows([spreadsheet(value) for value in row.values()] for row in rows)
+    return buffer.getvalue()
 
 
-def _sheet(rows: int | None, columns: int | None, padding: int) -> "Sheet | None":
-    from flow_grpo.gallery import Sheet
+WRITERS: dict[str, Callable[[list[dict[str, Any]]], str]] = {
+    ".json": lambda rows: json.dumps(rows, indent=2),
+    ".csv": _as_csv,
+}
 
-    return Sheet(rows or 1, columns or 1, padding) if rows or columns or padding else None
 
-
-def _prompts(source: str | None) -> "PromptSet | Rows | None":
+def _prompts(source: str | None, prompt: str | None) -> "PromptSet | Rows | None":
     """A prompt set, or pictures that carry their prompts and seeds."""
     from flow_grpo import gallery
     from flow_grpo.prompts import load_prompts
 
-    if source is None:
-        return None
-    path = Path(source)
-    return gallery.read(path) if gallery.is_picture(path) or path.is_dir() else load_prompts(source)
+    if source is not None and prompt is None and (gallery.is_picture(Path(source)) or Path(source).is_dir()):
+        return gallery.read(Path(source))
+    found = given(source, prompt)
+    return load_prompts([found]) if isinstance(found, str) else found
 
 
 def _prompt_set(known: "PromptSet | Rows | None") -> "PromptSet | None":

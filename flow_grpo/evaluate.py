@@ -19,7 +19,16 @@ from flow_grpo.sections import RewardConfig
 from flow_grpo.types import Evaluation
 from rewards import Reward, WeightedSum
 
-SECOND = 1_000_000  # a prompt's second picture is from the noise of so many seeds further on
+
+def image_seed(seed: int, place: int, number: int = 0) -> int:
+    """The seed of an evaluation's image, by which `sample` draws it again.
+
+    Args:
+        seed: of the evaluation; two evaluations with different seeds share no noise.
+        place: of the prompt in its file.
+        number: of the image among those of its prompt.
+    """
+    return sampling.derived_seed(seed, "evaluation", place, number)
 
 
 def build_rewards(args: FlowGRPOConfig, given: Any = None) -> tuple[WeightedSum, list[str]]:
@@ -108,7 +117,9 @@ def evaluate(
     keep: int = 0,
     twice: int = 0,
 ) -> Evaluation:
-    """Draws prompt i from the noise of seed + i and scores it by every reward. Several processes take the prompts in turns.
+    """Draws each prompt from the noise of `image_seed(seed, its place)` and scores it by every reward.
+
+    Several processes take the prompts in turns.
 
     Args:
         keep: the pictures of so many prompts, from the first on, are in the result, and of the best and worst by `reward`.
@@ -118,16 +129,16 @@ def evaluate(
     own = list(range(processes.rank, len(prompts), processes.count))
     batch = prompts.take(own, 1)
 
-    def drawn(count: int, shift: int) -> Tensor:
+    def drawn(count: int, number: int) -> Tensor:
         """Our own ones of the first `count` prompts. All processes draw as many, as they must where they share weights."""
         mine, most = [i for i in own if i < count], -(-count // processes.count)
         places = mine + own[:1] * (most - len(mine))
-        seeds = [seed + shift + i for i in places]
+        seeds = [image_seed(seed, i, number) for i in places]
         what = "drawing held-out images (sampling steps)"
         return draw(policy, prompts.take(places, 1).prompts, seeds, steps, microbatch, what)[: len(mine)]
 
     images = drawn(len(prompts), 0)
-    others = drawn(min(twice, len(prompts)), SECOND) if twice else images[:0]
+    others = drawn(min(twice, len(prompts)), 1) if twice else images[:0]
 
     def scored() -> dict[str, Tensor]:
         with phase(f"scoring {len(images)} held-out images"):
@@ -156,11 +167,13 @@ def before_after(folder: Path, first: bool, drawn: dict[int, Tensor], prompts: l
     """
     images = torch.stack([drawn[place] for place in range(len(prompts))])
     when = "before" if first else "after"
-    cells = [Cell(prompt, seed + i, f"{model}, {when} training") for i, prompt in enumerate(prompts)]
+    cells = [Cell(prompt, image_seed(seed, i), f"{model}, {when} training") for i, prompt in enumerate(prompts)]
     save_grid(folder / f"{when}.png", images, cells, columns=4)
     if first or not (folder / "before.png").exists():
         return
     former, former_cells = read_grid(folder / "before.png")
+    if [(cell.prompt, cell.seed) for cell in former_cells] != [(cell.prompt, cell.seed) for cell in cells]:
+        return  # an earlier version drew it from other noise
     pairs = [i for pair in zip(range(len(prompts)), range(len(prompts), 2 * len(prompts)), strict=True) for i in pair]
     both, both_cells = torch.cat([former, images]), former_cells + cells
     save_grid(folder / "before_after.png", both[pairs], [both_cells[i] for i in pairs], columns=4, notes=["before", "after"])

@@ -16,6 +16,7 @@ from huggingface_hub.utils import HFValidationError, disable_progress_bars, vali
 
 from flow_grpo import __version__, card, hub
 from flow_grpo.config import FlowGRPOConfig
+from flow_grpo.finite import check_file
 from flow_grpo.story import Story
 from flow_grpo.tracking import plot_curves
 
@@ -86,6 +87,10 @@ def _weights(args: FlowGRPOConfig, run: Story, source: Path, folder: Path, merge
         for file in (hub.WEIGHTS, hub.PEFT_WEIGHTS, "adapter_config.json"):
             if (source / file).is_file():
                 shutil.copyfile(source / file, folder / file)  # not its mode
+        copied = [file for file in (hub.WEIGHTS, hub.PEFT_WEIGHTS) if (source / file).is_file()]
+        if not copied:
+            raise ValueError(f"{source} holds no LoRA: neither {hub.WEIGHTS} nor {hub.PEFT_WEIGHTS} is in it.")
+        check_file(source / copied[0])
         return []
     from flow_grpo.merging import save_whole
     from flow_grpo.policy import load_policy

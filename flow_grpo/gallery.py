@@ -9,13 +9,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from flow_grpo.data.grid_detection import Layout
+from flow_grpo.data.sheet_layout import Sheet, layout_of
 from flow_grpo.grid import Cell, cells_of, open_image, remembers, to_bytes
 from flow_grpo.prompts import PromptSet, load_prompts
 
 SUFFIXES = (".png", ".jpg", ".jpeg", ".webp")
 MANIFESTS = ("metadata.jsonl", "metadata.csv", "manifest.jsonl", "manifest.csv")
 FILE_COLUMNS = ("file_name", "file")
-HOW = "give --prompts, a file with a prompt for each, or a metadata.jsonl beside them with the columns file_name and prompt"
+HOW = "give --prompt, --prompts with a row for each, or a metadata.jsonl beside them with the columns file_name and prompt"
 
 
 @dataclass(frozen=True)
@@ -47,9 +49,14 @@ class Rows:
 
 @dataclass(frozen=True)
 class Gallery(Rows):
-    """B pictures of one size."""
+    """B pictures of one size.
+
+    Attributes:
+        note: how a sheet that `sample` did not write was cut, to be shown.
+    """
 
     pixels: Tensor  # (B, 3, H, W) uint8
+    note: str = ""
 
     def images(self, rows: Sequence[int] | None = None) -> Tensor:
         """These rows, by default all: (n, 3, H, W) in [0, 1]."""
@@ -59,87 +66,137 @@ class Gallery(Rows):
         return replace(super().take(rows), pixels=self.pixels[rows])
 
 
-@dataclass(frozen=True)
-class Sheet:
-    """How a sheet that was not written by us is cut into pictures.
-
-    Attributes:
-        padding: pixels around every picture, as torchvision's `make_grid` leaves them: 2 by default there.
-    """
-
-    rows: int = 1
-    columns: int = 1
-    padding: int = 0
-
-
-def read(source: Path, prompts: PromptSet | None = None, sheet: Sheet | None = None) -> Gallery:
+def read(
+    source: Path, prompts: PromptSet | str | None = None, sheet: Sheet | None = None, promptless: bool = False
+) -> Gallery:
     """A sheet, a picture, or a folder of pictures.
 
     What `sample` wrote says itself what it shows, and a folder may have a manifest: metadata.jsonl or .csv as for the ImageFolder of
-    `datasets`, with the columns file_name and prompt, perhaps seed, the rest metadata. `prompts` then only adds metadata to prompts
-    that it knows. Otherwise there is one of `prompts` for each picture, in the order of their names, or of a sheet's cells row by
-    row, or for each row of a sheet.
+    `datasets`, with the columns file_name and prompt, perhaps seed, the rest metadata. The images of other sheets are found by their
+    gutters, or cut as `sheet` says.
+
+    Args:
+        prompts: a row for each picture, in the order of their names, or of a sheet's cells row by row; or with the column file_name;
+            or, for pictures that say their prompts, metadata of prompts. Of a sheet also one prompt for all or for each of its rows.
+            A text is the prompt of all pictures.
+        promptless: whether pictures without a prompt are taken, with an empty one.
 
     Raises:
-        ValueError: what is missing, unreadable, outside of its folder, or of another size than the rest.
+        ValueError: what is missing, unreadable, ambiguous, outside of its folder, or of another size than the rest.
     """
     if source.is_file():
-        return _of_sheet(source, prompts, sheet)
+        return _of_sheet(source, prompts, sheet or Sheet(), promptless)
     if not source.is_dir():
         raise ValueError(f"there is no picture or folder {source}.")
     manifest = next((source / name for name in MANIFESTS if (source / name).is_file()), None)
-    return _of_folder(source, prompts) if manifest is None else _of_manifest(manifest, prompts)
+    return _of_folder(source, prompts, promptless) if manifest is None else _of_manifest(manifest, prompts)
 
 
-def _of_sheet(file: Path, prompts: PromptSet | None, sheet: Sheet | None) -> Gallery:
+def _of_sheet(file: Path, prompts: PromptSet | str | None, sheet: Sheet, promptless: bool) -> Gallery:
     picture = open_image(file)
     if remembers(picture):
-        images, cells = cells_of(picture, file)
-        pixels = torch.from_numpy(to_bytes(images)).permute(0, 3, 1, 2)
-        texts = [cell.prompt for cell in cells]
-        seeds: list[int | None] = [cell.seed for cell in cells]
-        return Gallery(_numbered(file, len(cells)), texts, seeds, _known(texts, prompts), pixels)
-    if prompts is None:
+        drawn, cells = cells_of(picture, file)
+        pixels = torch.from_numpy(to_bytes(drawn)).permute(0, 3, 1, 2)
+        labels = _numbered(file, len(cells))
+        texts, metadata = _joined(labels, [cell.prompt for cell in cells], prompts, file)
+        return Gallery(labels, texts, [cell.seed for cell in cells], metadata, pixels)
+    if prompts is None and not promptless:
         raise ValueError(
-            f"{file} does not say what is in its cells: it was not written by flow-grpo sample. Give --prompts, and of a sheet "
-            "--rows and --columns."
+            f"{file} does not say what it shows: it was not written by flow-grpo sample. Give --prompt, or --prompts with a row for "
+            "each of its images."
         )
-    sheet = sheet or Sheet()
-    pixels = _cut(np.asarray(picture), sheet, file)
-    places = _dealt(len(pixels), sheet.rows, len(prompts), file)
-    count = len(places)
-    texts, metadata = [prompts.prompts[i] for i in places], [prompts.metadata[i] for i in places]
-    return Gallery(_numbered(file, count), texts, [None] * count, metadata, pixels[:count])
+    given = PromptSet([prompts or ""], [{}]) if prompts is None or isinstance(prompts, str) else prompts
+    array = np.asarray(picture)
+    layout = layout_of(array, sheet, str(file), single=len(given) == 1)
+    images = layout.cut(array)
+    places = _dealt(layout, images, len(given), file)
+    pixels = torch.from_numpy(images[: len(places)]).permute(0, 3, 1, 2)
+    texts, metadata = [given.prompts[i] for i in places], [given.metadata[i] for i in places]
+    alone = layout.rows == layout.columns == 1
+    note = f"one image of {layout.width} x {layout.height} pixels" if alone else str(layout)
+    return Gallery(_numbered(file, len(places)), texts, [None] * len(places), metadata, pixels, f"{file.name}: {note}")
 
 
-def _cut(pixels: np.ndarray, sheet: Sheet, file: Path) -> Tensor:
-    """(H, W, 3) -> (rows * columns, 3, h, w), row by row."""
-    sizes = []
-    for whole, count in zip(pixels.shape[:2], (sheet.rows, sheet.columns), strict=True):
-        size, rest = divmod(whole - sheet.padding * (count + 1), count)
-        if size < 1 or rest:
-            raise ValueError(
-                f"{file} has {pixels.shape[1]} x {pixels.shape[0]} pixels, which are not {sheet.columns} columns x {sheet.rows} rows of "
-                f"pictures with {sheet.padding} pixels around each: give --rows, --columns and --padding as it was made."
-            )
-        sizes.append(size)
-    (high, wide), pad = sizes, sheet.padding
-    corners = [(pad + r * (high + pad), pad + c * (wide + pad)) for r in range(sheet.rows) for c in range(sheet.columns)]
-    return torch.from_numpy(np.stack([pixels[y : y + high, x : x + wide] for y, x in corners])).permute(0, 3, 1, 2)
-
-
-def _dealt(cells: int, rows: int, prompts: int, file: Path) -> list[int]:
-    """The place of each cell's prompt. The last row of a sheet may be half empty, so that there are fewer prompts than cells."""
-    if prompts == rows:
-        return [cell * rows // cells for cell in range(cells)]
-    if cells - cells // rows < prompts <= cells:
+def _dealt(layout: Layout, images: np.ndarray, prompts: int, file: Path) -> list[int]:
+    """The place of each image's prompt. The last row of a sheet may end early, so that there are fewer images than cells."""
+    cells = layout.rows * layout.columns
+    if layout.filled <= prompts <= cells:
+        return list(range(prompts))
+    if prompts == 1:
+        return [0] * layout.filled
+    if prompts == layout.rows:
+        return [cell // layout.columns for cell in range(layout.filled)]
+    if cells - layout.columns < prompts < cells and all(not np.ptp(cell, axis=(0, 1)).any() for cell in images[prompts:]):
         return list(range(prompts))
     raise ValueError(
-        f"there are {prompts} prompts for the {cells} pictures in {rows} rows of {file}: give one for each picture or each row."
+        f"there are {prompts} prompts for the {layout.filled} images in {layout.rows} rows of {file}: give one for each image, "
+        "one for each row, or one for all."
     )
 
 
-def _of_manifest(manifest: Path, prompts: PromptSet | None) -> Gallery:
+def _joined(
+    labels: list[str], shown: Sequence[str | None], given: PromptSet | str | None, place: Path
+) -> tuple[list[str], list[dict]]:
+    """The prompt and the metadata of each picture: by its file's name, by its place, or by its prompt where that is unambiguous.
+
+    Args:
+        shown: the prompts that pictures say themselves.
+    """
+    if given is None:
+        return [text or "" for text in shown], [{} for _ in shown]
+    if isinstance(given, str):
+        given = PromptSet([given] * len(labels), [{}] * len(labels))
+    column = next((name for name in FILE_COLUMNS if name in given.metadata[0]), None)
+    if column is not None and place.is_dir():
+        rows = _by_name(labels, [row[column] for row in given.metadata], place)
+    elif len(given) == len(labels):
+        rows = list(range(len(labels)))
+    else:
+        return _by_prompt(labels, shown, given, place)
+    for label, text, row in zip(labels, shown, rows, strict=True):
+        if text is not None and text != given.prompts[row]:
+            raise ValueError(
+                f"{label} in {place} shows {text!r}, but the prompt that is given for it, row {row + 1}, is {given.prompts[row]!r}: "
+                "give the rows in the order of the images."
+            )
+    metadata = [{key: value for key, value in given.metadata[i].items() if key != column} for i in rows]
+    return [given.prompts[i] for i in rows], metadata
+
+
+def _by_name(labels: list[str], names: list[object], folder: Path) -> list[int]:
+    """The row of each picture, by the column of file names."""
+    places: dict[object, int] = {}
+    for row, name in enumerate(names):
+        if places.setdefault(name, row) != row:
+            raise ValueError(
+                f"the rows {places[name] + 1} and {row + 1} of the prompts are both of {name}: keep one of them."
+            )
+    missing = next((label for label in labels if label not in places), None)
+    if missing is not None:
+        raise ValueError(f"the prompts have no row whose file name is {missing}, which is in {folder}.")
+    return [places[label] for label in labels]
+
+
+def _by_prompt(
+    labels: list[str], shown: Sequence[str | None], given: PromptSet, place: Path
+) -> tuple[list[str], list[dict]]:
+    """The metadata of each picture's prompt, of those that are among the given ones."""
+    counts = f"there are {len(given)} prompts for {len(labels)} pictures in {place}"
+    texts = [text for text in shown if text is not None]
+    if len(texts) < len(labels):
+        raise ValueError(f"{counts}: {HOW}.")
+    known: dict[str, dict] = {}
+    for text, row in zip(given.prompts, given.metadata, strict=True):
+        if text in texts and known.setdefault(text, row) != row:
+            raise ValueError(
+                f"{counts}, and several with the text {text!r} but other metadata: give a row for each picture, in their order."
+            )
+    if any(given.metadata) and not known:
+        raise ValueError(f"{counts}, none of which is a prompt of theirs: give a row for each picture, in their order.")
+    return texts, [known.get(text, {}) for text in texts]
+
+
+def _of_manifest(manifest: Path, prompts: PromptSet | str | None) -> Gallery:
     table, folder = load_prompts(manifest), manifest.parent
     column = next((name for name in FILE_COLUMNS if name in table.metadata[0]), None)
     if column is None:
@@ -147,8 +204,8 @@ def _of_manifest(manifest: Path, prompts: PromptSet | None) -> Gallery:
     metadata = [dict(row) for row in table.metadata]
     files = [_inside(manifest, row.pop(column)) for row in metadata]
     seeds = [_seed(manifest, row.pop("seed", None)) for row in metadata]
-    known = _known(table.prompts, prompts)
     labels = [str(file.relative_to(folder)) for file in files]
+    _, known = _joined(labels, table.prompts, prompts, folder)
     pixels = _stacked(files, [np.asarray(open_image(file)) for file in files])
     return Gallery(labels, table.prompts, seeds, [a | b for a, b in zip(known, metadata, strict=True)], pixels)
 
@@ -173,23 +230,19 @@ def _seed(manifest: Path, value: object) -> int | None:
     return int(value)
 
 
-def _of_folder(folder: Path, prompts: PromptSet | None) -> Gallery:
+def _of_folder(folder: Path, prompts: PromptSet | str | None, promptless: bool) -> Gallery:
     files = sorted(f for f in folder.iterdir() if f.suffix.lower() in SUFFIXES and f.name != "grid.png")
     if not files:
         raise ValueError(f"the folder {folder} holds no pictures.")
     labels, opened = [file.name for file in files], [_first(file) for file in files]
-    pixels, cells = _stacked(files, [array for array, _ in opened]), [cell for _, cell in opened if cell is not None]
-    if len(cells) == len(files):
-        texts = [cell.prompt for cell in cells]
-        return Gallery(labels, texts, [cell.seed for cell in cells], _known(texts, prompts), pixels)
-    if prompts is None:
-        odd = next(file for file, (_, cell) in zip(files, opened, strict=True) if cell is None)
+    pixels, cells = _stacked(files, [array for array, _ in opened]), [cell for _, cell in opened]
+    odd = next((file for file, cell in zip(files, cells, strict=True) if cell is None), None)
+    if odd is not None and prompts is None and not promptless:
         raise ValueError(
             f"{odd} does not say what it shows: it was not written by flow-grpo sample. Of such pictures {HOW}."
         )
-    if len(prompts) != len(files):
-        raise ValueError(f"there are {len(prompts)} prompts for {len(files)} pictures in {folder}: {HOW}.")
-    return Gallery(labels, prompts.prompts, [None] * len(files), prompts.metadata, pixels)
+    texts, metadata = _joined(labels, [None if cell is None else cell.prompt for cell in cells], prompts, folder)
+    return Gallery(labels, texts, [None if cell is None else cell.seed for cell in cells], metadata, pixels)
 
 
 def _first(file: Path) -> tuple[np.ndarray, Cell | None]:
@@ -207,12 +260,6 @@ def _stacked(files: list[Path], arrays: list[np.ndarray]) -> Tensor:
     if odd is not None:
         raise ValueError(f"{odd} is of another size than {files[0]}: score pictures of one size at a time.")
     return torch.from_numpy(np.stack(arrays)).permute(0, 3, 1, 2)
-
-
-def _known(texts: list[str], prompts: PromptSet | None) -> list[dict]:
-    """The metadata of these prompts, as far as `prompts` knows them."""
-    table = {} if prompts is None else dict(zip(prompts.prompts, prompts.metadata, strict=True))
-    return [table.get(text, {}) for text in texts]
 
 
 def _numbered(file: Path, count: int) -> list[str]:

@@ -6,6 +6,7 @@ pixels lie; pictures are enlarged by whole factors, so that `read_grid` gives ba
 
 import json
 import textwrap
+import warnings
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -23,7 +24,7 @@ GAP = 10
 SMALLEST_CELL = 192  # pixels: narrower pictures are enlarged to about this width
 LINE = 15
 INK, PAPER = (70, 70, 76), (250, 250, 250)
-MAX_PIXELS = 200_000_000
+MAX_PIXELS = 178_956_970  # where Pillow begins to refuse
 
 
 @dataclass(frozen=True)
@@ -64,6 +65,12 @@ def save_grid(path: Path, images: Tensor, cells: list[Cell], columns: int, notes
     info.add_itxt(CHUNK, json.dumps(content))
     with whole_file(path) as file:
         sheet.save(file, pnginfo=info)
+
+
+def fits(count: int, height: int, width: int) -> bool:
+    """Whether a sheet of so many pictures has few enough pixels to be read again."""
+    scale = max(1, -(-SMALLEST_CELL // width))
+    return count * (height * scale + 3 * LINE + 6 + GAP) * (width * scale + GAP) <= MAX_PIXELS
 
 
 def save_image(path: Path, image: Tensor, cell: Cell) -> None:
@@ -110,15 +117,19 @@ def cells_of(sheet: Image.Image, path: Path) -> tuple[Tensor, list[Cell]]:
 
 
 def open_image(path: Path) -> Image.Image:
-    """A picture as RGB; ValueError in one sentence if it can't be read or has more than 200 million pixels."""
+    """A picture as RGB; ValueError in one sentence if it can't be read or has more than 178 million pixels."""
     try:
-        with Image.open(path) as image:
-            if image.width * image.height > MAX_PIXELS:
-                raise ValueError(f"it has {image.width} x {image.height} pixels")
-            info = dict(getattr(image, "text", {}))
-            picture = batches.to_rgb(image)
-    except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
-        raise ValueError(f"the picture {path} could not be read: {error}.") from error
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", Image.DecompressionBombWarning)  # of half as many
+            with Image.open(path) as image:
+                info = dict(getattr(image, "text", {}))
+                picture = batches.to_rgb(image)
+    except Image.DecompressionBombError as error:
+        raise ValueError(
+            f"the picture {path} has more than {MAX_PIXELS // 1_000_000} million pixels: make it smaller."
+        ) from error
+    except (OSError, ValueError, SyntaxError) as error:
+        raise ValueError(f"the picture {path} could not be read: {' '.join(str(error).split()).rstrip('.')}.") from error
     picture.info = info
     return picture
 

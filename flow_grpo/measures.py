@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from flow_grpo import monitor
-from flow_grpo.evaluate import SECOND, distance_from_base, draw
+from flow_grpo.evaluate import distance_from_base, draw, image_seed
 from flow_grpo.gallery import Rows
 from flow_grpo.policy import Policy, load_policy
 from flow_grpo.prompts import PromptSet
@@ -22,9 +22,9 @@ Progress = Callable[[Target, int, int], None]
 PROBED = 32  # prompts, from the first on, whose distance from the base model is measured
 
 
-def asked(prompts: PromptSet, seeds: int, first_seed: int) -> Rows:
-    """What models are to draw: of prompt i one from the noise of first_seed + i, as training's evaluations, the next 1,000,000 on."""
-    numbers: list[int | None] = [first_seed + i + n * SECOND for i in range(len(prompts)) for n in range(seeds)]
+def asked(prompts: PromptSet, seeds: int, seed: int) -> Rows:
+    """What models are to draw: `seeds` images of each prompt, the first of them as training's evaluations with that seed."""
+    numbers: list[int | None] = [image_seed(seed, i, n) for i in range(len(prompts)) for n in range(seeds)]
     batch = prompts.repeat(seeds)
     return Rows([f"seed {number}" for number in numbers], batch.prompts, numbers, batch.metadata)
 

@@ -1,6 +1,7 @@
 """A flow pipeline whose transformer is trained, by a LoRA or all of it: its copies, its files, and how a model is loaded."""
 
 import inspect
+import math
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -16,12 +17,14 @@ from peft import (
     set_peft_model_state_dict,
 )
 from peft.tuners.tuners_utils import BaseTunerLayer
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
 from flow_grpo import hub
 from flow_grpo.embeddings import Embeddings
 from flow_grpo.files import finish_weights
+from flow_grpo.finite import check_weights
 from flow_grpo.hub import PEFT_WEIGHTS, WEIGHTS
 from flow_grpo.memory import arrange, compile_blocks, gathered_on_cpu, quantization, shard, spread_like
 from flow_grpo.parallel import Processes
@@ -124,6 +127,7 @@ class Policy(FlowPipeline):
                 whole = Whole(self.pipe.transformer)
                 whole.load(folder)
                 self.whole = whole
+                self._check_loaded(f"the transformer {path}")
                 return
             if self.loads_loras:
                 self.pipe.load_lora_weights(source, weight_name=name, adapter_name="default")
@@ -133,9 +137,21 @@ class Policy(FlowPipeline):
                 )
             else:
                 self._load_with_peft(source)
-        except (OSError, ValueError, KeyError, RuntimeError) as error:
+        except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
             raise ValueError(f"the LoRA {path} could not be loaded: {first_line(error)}") from error
         self._finish_adapter()
+        self._check_loaded(f"the LoRA {path}")
+
+    def _check_loaded(self, source: str) -> None:
+        """Takes off again what holds nothing, or values that are not finite, and raises ValueError."""
+        scales = [scale for layer in self.layers() for scale in layer.scaling.values()]
+        try:
+            check_weights(self.parameters(), source)
+            if not all(map(math.isfinite, scales)):
+                raise ValueError(f"{source} has an alpha that is not finite: take an earlier checkpoint of the run.")
+        except ValueError:
+            self.strip()
+            raise
 
     def strip(self) -> None:
         """Takes off what was loaded or trained, if anything was: the base model is left, and something else can be loaded."""
@@ -354,6 +370,8 @@ def load_policy(
     memory = memory or MemoryConfig()
     if dtype not in ("auto", *DTYPES):
         raise ValueError(f"unknown dtype {dtype!r}; choose one of auto, {', '.join(DTYPES)}.")
+    if not math.isfinite(guidance):
+        raise ValueError(f"guidance={guidance} is not a finite number: set one, or 1 for none.")
     source = hub.locate(path_or_name)
     device = device or default_device()
     try:

@@ -1,7 +1,7 @@
 """Prompt sets by name, for `evaluation.prompts=geneval` or `eval --prompts geneval`.
 
-Shipped is what its licence allows and could be had whole. The others are loaded from where their authors or the hub keep them,
-through the library `datasets`, which keeps a copy; without a network, give a local file of the same columns.
+Shipped is what its licence allows and could be had whole. The others are loaded from where their authors or the hub keep them, and
+a copy is kept; without a network or a copy, give a local file of the same columns.
 """
 
 from dataclasses import dataclass

@@ -1,6 +1,8 @@
 """Prompt sets, and how they are dealt: P prompts x G images a step, the same whatever happened before."""
 
-import csv
+import hashlib
+import re
+import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,21 +11,15 @@ import torch
 from torch import Tensor
 
 from flow_grpo.config import shipped
+from flow_grpo.data.prompt_files import COLUMNS, SUFFIXES, Table, read_table
 from flow_grpo.prompt_sets import sentence, source_of
 from flow_grpo.sampling import generator
 from flow_grpo.types import PromptBatch
 
-COLUMNS = ("prompt", "prompts")  # what the prompts' column is called, in capitals or not
 REMOTE = "https://"
-TABS = {"sep": "\t", "quoting": csv.QUOTE_NONE, "keep_default_na": False}  # as PartiPrompts' own file has it
-FORMATS: dict[str, tuple[str, dict]] = {
-    ".txt": ("text", {}),
-    ".jsonl": ("json", {}),
-    ".json": ("json", {}),
-    ".csv": ("csv", {}),
-    ".tsv": ("csv", TABS),
-    ".parquet": ("parquet", {}),
-}
+DATA_SET = re.compile(r"[\w.-]+/[\w.-]+|[\w-]+")  # what the hub calls a data set
+MOST_BYTES = 256 << 20  # of a file at an address
+ARGUMENTS = ("images", "prompts")  # what a reward is given beside metadata
 
 
 @dataclass(frozen=True)
@@ -113,58 +109,118 @@ class Dealer:
 
 
 def load_prompts(source: PromptSet | str | Path | list[str]) -> PromptSet:
-    """A prompt set: one as it is, a list, a name of flow_grpo/prompt_sets.py, a .txt file (one a line), a .jsonl, .csv, .tsv or
-    .parquet file, the https address of one, or a hub data set.
+    """A prompt set: one as it is, a list, a name of flow_grpo/prompt_sets.py, a .txt file (one a line), a .json, .jsonl, .csv, .tsv
+    or .parquet file, the https address of one, or a hub data set.
 
-    Tables have a column `prompt`, or Prompt or prompts; the others become metadata.
+    Tables have a column `prompt`, or Prompt or prompts; the others become metadata. No row is left out.
 
     Raises:
-        ValueError: no such file or data set, no prompts in it, or no column `prompt`.
+        ValueError: no such file or data set, no prompts in it, no column `prompt`, or what is no prompt and where.
     """
     if isinstance(source, PromptSet):
         return source
     if isinstance(source, list):
-        return _checked(source, [{} for _ in source], "the list")
-    place = str(source) if Path(source).is_file() else source_of(str(source))
-    file = next((f for f in (Path(place), shipped(place)) if f.is_file()), None)
-    if file is None and Path(place).suffix and not place.startswith(REMOTE):
-        raise ValueError(f"there is no prompt file {source}.")
-    if file is not None and file.suffix == ".txt":
-        lines = [line.strip() for line in file.read_text(encoding="utf-8").splitlines() if line.strip()]
-        return _checked(lines, [{} for _ in lines], str(source))
-    rows = _read_table(place, file)
-    if not rows:
-        raise ValueError(f"{source} holds no prompts.")
-    columns = ("text",) if place.endswith(".txt") else COLUMNS  # that of lines
-    column = next((name for wanted in columns for name in rows[0] if name.lower() == wanted), None)
+        return _prompt_set(source, [{} for _ in source], "the list")
+    name = str(source)
+    table = _table(name)
+    column = next((column for wanted in COLUMNS for column in table.columns if column.lower() == wanted), None)
+    if not table.columns or (column and not table.rows):
+        raise ValueError(f"{name} holds no prompts.")
     if column is None:
-        raise ValueError(f"{source} has no column `prompt`; it has {', '.join(rows[0])}.")
-    return _checked([row.pop(column) for row in rows], rows, str(source))
+        raise ValueError(f"{name} has no column `prompt`; it has {', '.join(table.columns)[:200]}.")
+    clash = next((other for other in ARGUMENTS if other in table.columns and other != column), None)
+    if clash is not None:
+        raise ValueError(f"{name} has a column `{clash}`, which is not metadata for rewards: give it another name.")
+    metadata = [{key: value for key, value in row.items() if key != column} for row in table.rows]
+    return _prompt_set([row[column] for row in table.rows], metadata, name, table.places)
 
 
-def _read_table(place: str, file: Path | None) -> list[dict]:
+def _table(name: str) -> Table:
+    """The rows of a file, of the file at an address, or of a hub data set."""
+    file = _local(name)
+    if file is not None:
+        return read_table(file, name, file.suffix.lower())
+    place = source_of(name)
+    if place.startswith(REMOTE):
+        return read_table(_downloaded(place), name, Path(place).suffix.lower())
+    return _data_set(place)
+
+
+def _local(name: str) -> Path | None:
+    """The file that a name stands for. ValueError if it stands for none and for no data set either."""
+    place = source_of(name)
+    try:
+        file = next((f for f in (Path(name), Path(place), shipped(place)) if f.is_file()), None)
+        folder = place == name != "" and Path(name).is_dir()
+    except (OSError, ValueError):  # longer than any file's name
+        file, folder = None, False
+    if file is not None or place.startswith(REMOTE):
+        return file
+    if folder:
+        raise ValueError(f"{name} is a folder: give a prompt file in it.")
+    if Path(place).suffix.lower() in SUFFIXES:
+        raise ValueError(f"there is no prompt file {name}.")
+    if not DATA_SET.fullmatch(place):
+        raise ValueError(
+            f"{name[:200]!r} is no prompt file, no address and no data set: write prompts into a file, one a line."
+        )
+    return None
+
+
+def _downloaded(address: str) -> Path:
+    """The file at an address: as it is there now or, without a network, the copy of the last time."""
+    import httpx
+
+    copy = Path("~/.cache/flow-grpo/prompts").expanduser() / hashlib.sha256(address.encode()).hexdigest()
+    try:
+        content = bytearray()
+        with httpx.stream("GET", address, follow_redirects=True, timeout=30) as response:
+            response.raise_for_status()
+            for part in response.iter_bytes():
+                content += part
+                if len(content) > MOST_BYTES:
+                    raise ValueError(f"it has more than {MOST_BYTES >> 20} MB")
+    except (httpx.HTTPError, httpx.InvalidURL, ValueError) as error:
+        if copy.is_file() and isinstance(error, httpx.TransportError):
+            return copy
+        raise ValueError(_unreachable(address, error)) from error
+    copy.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.NamedTemporaryFile(dir=copy.parent, delete=False) as partial:
+        partial.write(content)
+    Path(partial.name).replace(copy)
+    return copy
+
+
+def _data_set(place: str) -> Table:
     import datasets
 
     datasets.disable_progress_bars()
-    address = place if file is None else str(file)
     try:
-        if file is None and not place.startswith(REMOTE):
-            return datasets.load_dataset(place, split="train").to_list()
-        if Path(address).suffix not in FORMATS:
-            raise ValueError(f"{place} is none of .txt, .jsonl, .csv, .tsv or .parquet.")
-        builder, options = FORMATS[Path(address).suffix]
-        return datasets.load_dataset(builder, data_files=address, split="train", **options).to_list()
-    except ValueError:
-        raise
+        found = datasets.load_dataset(place, split="train")
+        rows = found.to_list()
     except Exception as error:
-        known = "" if file else f". Without a network give a local file of them; the sets known by name are {sentence()}."
-        raise ValueError(f"the prompts {place} could not be read: {str(error).splitlines()[0]}{known}") from error
+        raise ValueError(_unreachable(place, error)) from error
+    return Table(found.column_names, rows, [f"row {n}" for n in range(1, len(rows) + 1)])
 
 
-def _checked(prompts: list, metadata: list[dict], source: str) -> PromptSet:
+def _unreachable(place: str, error: Exception) -> str:
+    reason = next(iter(str(error).splitlines()), type(error).__name__).rstrip(".")
+    return (
+        f"the prompts {place} could not be read: {reason}. Without a network give a local file of them; the sets known by name "
+        f"are {sentence()}."
+    )
+
+
+def _prompt_set(prompts: list, metadata: list[dict], source: str, places: list[str] | None = None) -> PromptSet:
     if not prompts:
         raise ValueError(f"{source} holds no prompts.")
-    wrong = next((p for p in prompts if not isinstance(p, str) or not p.strip()), None)
-    if wrong is not None or None in prompts:
-        raise ValueError(f"{source}: {wrong!r} is not a prompt; every prompt must be a text.")
+    wrong = next((i for i, prompt in enumerate(prompts) if not _is_prompt(prompt)), None)
+    if wrong is not None:
+        where = f"{source}, {places[wrong]}" if places else source
+        raise ValueError(f"{where}: {repr(prompts[wrong])[:80]} is not a prompt; every prompt must be a text.")
     return PromptSet(list(prompts), metadata)
+
+
+def _is_prompt(value: object) -> bool:
+    """Whether it is text that isn't blank, and that a file or a tokenizer can hold: no half of a surrogate pair."""
+    return isinstance(value, str) and bool(value.strip()) and not any("\ud800" <= letter <= "\udfff" for letter in value)

@@ -62,8 +62,13 @@ class Record:
             if later > step:
                 remove(place)
 
+    @property
+    def drew_other_noise(self) -> bool:
+        """Whether an evaluation is here of flow-grpo 0.3 or before, which named no image's seed and drew other noise."""
+        return any("seeds" not in evaluation for evaluation in story.read_all(self.folder, story.EVALUATION))
+
     def evaluation(
-        self, step: int, found: Evaluation, prompts: list[str], seed: int, trained: list[str]
+        self, step: int, found: Evaluation, prompts: list[str], seeds: list[int], trained: list[str]
     ) -> list[monitor.Reading]:
         """Keeps an evaluation, and returns all of them so far."""
         values = {name: value.tolist() for name, value in found.values.items()}
@@ -73,7 +78,7 @@ class Record:
             if place in shown:
                 self._save(step, story.prompt_picture(place), picture, WIDE)
         content = {
-            "seed": seed,
+            "seeds": seeds,
             "trained": trained,
             "prompts": prompts,
             "values": values,

@@ -13,7 +13,7 @@ from typing import Any
 
 from jinja2 import Environment, FileSystemLoader
 from markupsafe import Markup
-from PIL import Image, UnidentifiedImageError
+from PIL import Image
 
 from flow_grpo import story, summary
 from flow_grpo.charts import Line, draw, number, rounded, smooth
@@ -232,7 +232,7 @@ def picture(file: Path) -> str | None:
     try:
         with Image.open(file) as image:
             kind = image.format
-    except (OSError, UnidentifiedImageError):
+    except (OSError, ValueError, SyntaxError, Image.DecompressionBombError):
         return None
     return f"data:image/{str(kind).lower()};base64,{base64.b64encode(file.read_bytes()).decode()}"
 

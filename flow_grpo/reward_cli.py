@@ -6,12 +6,15 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-import yaml
 from rich.console import Console
 from rich.markup import escape
-from rich.padding import Padding
+from rich.padding import Padding as Indented
 from rich.table import Table
 
+from flow_grpo.harmless import visible
+from flow_grpo.image_options import Crop, Padding, Prompt, Prompts, SheetColumns, SheetRows, given, sheet
+from flow_grpo.loading import parse_yaml
+from flow_grpo.output import prepare_file, prepare_folder
 from flow_grpo.text import counted
 
 app = typer.Typer(help="What rewards there are, and what they like.", no_args_is_help=True, rich_markup_mode="rich")
@@ -75,7 +78,7 @@ def info(name: Annotated[str, typer.Argument(help="A reward by name, module:func
     console.print()
     for line in _flowing(inspect.getdoc(target) or "It has no docstring."):
         indent = len(line) - len(line.lstrip())
-        console.print(Padding(escape(line.strip()), (0, 0, 0, 2 + indent)), highlight=False)
+        console.print(Indented(escape(line.strip()), (0, 0, 0, 2 + indent)), highlight=False)
     console.print()
     given = ("images", "prompts")
     parameters = [
@@ -94,12 +97,12 @@ def info(name: Annotated[str, typer.Argument(help="A reward by name, module:func
 def examine_command(
     name: Annotated[str, typer.Argument(help="A reward, with options as NAME={key: value}.")],
     images: Annotated[Path, typer.Option(help="A grid or picture that `sample` wrote, or a folder of pictures.")],
-    prompts: Annotated[
-        Path | None,
-        typer.Option(
-            help="Prompts of a folder's pictures in their order; a table's columns are metadata.", show_default=False
-        ),
-    ] = None,
+    prompts: Prompts = None,
+    prompt: Prompt = None,
+    rows: SheetRows = None,
+    columns: SheetColumns = None,
+    padding: Padding = None,
+    crop: Crop = None,
     out: Annotated[
         Path | None, typer.Option(help="Contact sheet, best first; by default reward_NAME.png.", show_default=False)
     ] = None,
@@ -110,15 +113,18 @@ def examine_command(
     """
     import rewards
     from flow_grpo import gallery, tryout
-    from flow_grpo.prompts import load_prompts
 
     reward, options = with_options(name)
-    shown = gallery.read(images, load_prompts(prompts) if prompts is not None else None)
-    given = tryout.Pictures(shown.images(), shown.prompts, shown.columns())
-    found = tryout.examine(reward, lambda: rewards.load(reward, **options), given)
-    tryout.show(console, f"{reward} on {counted(len(shown), 'picture')} of {images}", found)
+    promptless = not rewards.reads_prompts(reward)
+    shown = gallery.read(images, given(prompts, prompt), sheet(rows, columns, padding, crop), promptless)
+    if shown.note:
+        console.print(visible(shown.note), highlight=False, markup=False, soft_wrap=True)
     file = out or Path(f"reward_{re.sub(r'[^A-Za-z0-9]+', '_', reward)}.png")
-    tryout.sheet(file, reward, given, shown.labels, found.values[tryout.PLAIN])
+    prepare_file(file)
+    pictures = tryout.Pictures(shown.images(), shown.prompts, shown.columns())
+    found = tryout.examine(reward, lambda: rewards.load(reward, **options), pictures)
+    tryout.show(console, f"{reward} on {counted(len(shown), 'picture')} of {images}", found)
+    tryout.sheet(file, reward, pictures, shown.labels, found.values[tryout.PLAIN])
     console.print(f"best to worst: {file}", highlight=False, markup=False, soft_wrap=True)
 
 
@@ -144,6 +150,7 @@ def fit(
     """
     from rewards import preference_head
 
+    prepare_folder(out)
     name = preference_head.TINY if model is None else model
     found = preference_head.fit(votes, out, name, pretrained, weight_decay, held_out, seed, device)
     unseen = "" if found.held_out_accuracy is None else f", {found.held_out_accuracy:.3f} of {found.held_out_votes} held out"
@@ -174,8 +181,8 @@ def _first_sentence(text: str) -> str:
 def with_options(text: str) -> tuple[str, dict[str, Any]]:
     """`clip={model: ViT-L-14}` is the reward clip with the option model."""
     name, equals, rest = text.partition("={")
-    try:
-        options = yaml.safe_load("{" + rest) if equals else {}
-    except yaml.YAMLError as error:
-        raise ValueError(f"the options of {text!r} are not valid YAML: write NAME={{key: value, ...}}.") from error
+    options = parse_yaml("{" + rest, repr(text)) if equals else {}
+    odd = next((key for key in options if not isinstance(key, str)), None)
+    if odd is not None:
+        raise ValueError(f"{text!r} has the option {odd!r}, which is no name: write NAME={{key: value, ...}}.")
     return name, options

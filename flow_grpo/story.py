@@ -14,8 +14,7 @@ import math
 from pathlib import Path
 from typing import Any
 
-import yaml
-
+from flow_grpo.loading import parse_yaml
 from flow_grpo.run_folder.metrics_file import METRICS, read_metrics
 
 PICTURES, MACHINE, EVALUATION, GROUPS = "pictures", "machine.json", "evaluation.json", "groups.json"
@@ -123,7 +122,7 @@ def _json(file: Path) -> dict[str, Any]:
 
 def _yaml(text: str) -> dict[str, Any]:
     try:
-        content = yaml.safe_load(text)
-    except yaml.YAMLError:
+        content = parse_yaml(text, "")
+    except ValueError:
         return {}
     return content if isinstance(content, dict) else {}

@@ -6,6 +6,7 @@ from pathlib import Path
 
 from flow_grpo import checkpoint, gallery, hub
 from flow_grpo.config import FlowGRPOConfig, shipped
+from flow_grpo.data.sheet_layout import Sheet
 from flow_grpo.prompts import PromptSet
 
 RUN = "config.yaml"  # what a run's folder holds
@@ -52,7 +53,7 @@ class Reading:
     Attributes:
         config: of all LoRAs and models, whatever lies beside them.
         overrides: `key.sub=value` over every config.
-        prompts: of pictures that don't carry them, or metadata for those that do.
+        prompts: of pictures that don't carry them, or metadata for those that do; a text is the prompt of all.
         sheet: how sheets that don't say it are cut.
         limit: of pictures at most those of so many prompts.
         beside: a config that is a target too, for LoRAs and models that have none of their own.
@@ -60,8 +61,8 @@ class Reading:
 
     config: str | None = None
     overrides: list[str] = field(default_factory=list)
-    prompts: PromptSet | None = None
-    sheet: gallery.Sheet | None = None
+    prompts: PromptSet | str | None = None
+    sheet: Sheet | None = None
     limit: int | None = None
     beside: str | None = None
 

@@ -14,7 +14,7 @@ from flow_grpo import checkpoint, dashboards, hub, monitor, report, sampling
 from flow_grpo.config import FlowGRPOConfig
 from flow_grpo.critic import Critic
 from flow_grpo.data import prompt_overlap
-from flow_grpo.evaluate import before_after, build_rewards, draw, evaluate
+from flow_grpo.evaluate import before_after, build_rewards, draw, evaluate, image_seed
 from flow_grpo.experience import Interrupted, Rollouts
 from flow_grpo.explore import best_window, owned_variance
 from flow_grpo.files import NotWritten, remove, whole_folder, write_whole
@@ -347,6 +347,8 @@ class FlowGRPOTrainer:
         tracker.resume(self.step)
         if self.record is not None:
             self.record.resume(self.step)
+            if self.record.drew_other_noise:
+                tracker.say("note: flow-grpo 0.3 drew the evaluations so far from other noise than those to come.")
             tracker.watched_by(dashboards.start(self.folder, self.args, tracker.say, self.step))
         tracker.say(f"resumed at step {self.step} of {self.args.steps}")
 
@@ -457,9 +459,10 @@ class FlowGRPOTrainer:
         found = self.evaluate()
         seconds = time.perf_counter() - started
         assert self.eval_set
-        prompts, seed = self.eval_set.prompts, self.args.evaluation.seed
+        prompts = self.eval_set.prompts
+        seeds = [image_seed(self.args.evaluation.seed, place) for place in range(len(prompts))]
         trained = [name for name, weight in self.held_out.weights.items() if weight]
-        history = self.record.evaluation(self.step, found, prompts, seed, trained) if self.record else []
+        history = self.record.evaluation(self.step, found, prompts, seeds, trained) if self.record else []
         if self.processes.everyone(bool(history) and monitor.best(history) == self.step)[0]:  # before the metrics name it
             self._save_trained(BEST)
         if self.record is not None:

@@ -4,6 +4,7 @@ from pathlib import Path
 
 from flow_grpo import checkpoint, hub
 from flow_grpo.config import FlowGRPOConfig
+from flow_grpo.finite import check_weights
 from flow_grpo.parallel import Processes
 from flow_grpo.policy import Policy, load_policy
 
@@ -76,4 +77,6 @@ def load_trained(policy: Policy, place: str) -> None:
         policy.keep_base("cpu")
     if not isinstance(state.get("adapter"), dict):
         raise ValueError(f"the checkpoint {place} was not written by flow-grpo: it holds no adapter.")
-    policy.load_adapter_state(state.get("ema") or state["adapter"])
+    trained = state.get("ema") or state["adapter"]
+    check_weights(trained, f"the checkpoint {place}")
+    policy.load_adapter_state(trained)

@@ -81,6 +81,11 @@ def takes_pil(function: Callable[..., Any]) -> Callable[..., Any]:
     return reward
 
 
+def reads_prompts(name: str) -> bool:
+    """Whether a reward needs prompts: one with an attribute `reads_prompts = False` scores images alone. ValueError as in `load`."""
+    return getattr(locate("reward", name, NAMES), "reads_prompts", True)
+
+
 def check(name: str, **options: Any) -> Callable[..., Any]:
     """The class or function of a reward, which takes these options; builds nothing. ValueError as in `load`."""
     target = locate("reward", name, NAMES)

@@ -41,6 +41,8 @@ class Aesthetic(nn.Module):
     1.8 GB. Gamed by dropping what the prompt asks for: painterly haze, sunsets and portraits score high alone.
     """
 
+    reads_prompts = False
+
     def __init__(
         self, weights: str | None = None, pretrained: str = "openai", device: str = "cpu", batch_size: int = 64
     ) -> None:

@@ -34,6 +34,9 @@ def jpeg_size(images: torch.Tensor, prompts: list[str], quality: int = 95, **met
     return torch.tensor(sizes)
 
 
+jpeg_size.reads_prompts = False  # type: ignore[attr-defined]
+
+
 def sharpness(images: torch.Tensor, prompts: list[str], measure: str = "laplacian", **metadata: Any) -> torch.Tensor:
     """How much fine detail the picture has, sharp or noisy, in its luminance y = 0.299 R + 0.587 G + 0.114 B.
 
@@ -55,6 +58,9 @@ def sharpness(images: torch.Tensor, prompts: list[str], measure: str = "laplacia
     frequency = torch.hypot(*torch.meshgrid(torch.fft.fftfreq(height), torch.fft.fftfreq(width), indexing="ij"))
     power = torch.fft.fft2(luminance).abs().square() / (height * width) ** 2
     return (power * (frequency >= 0.25)).sum((1, 2))
+
+
+sharpness.reads_prompts = False  # type: ignore[attr-defined]
 
 
 class Color:

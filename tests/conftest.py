@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from hypothesis import HealthCheck, settings
 
 from flow_grpo.config import FlowGRPOConfig
 from flow_grpo.policy import Policy, load_policy
@@ -15,6 +16,8 @@ if "PYTEST_XDIST_WORKER" in os.environ:  # workers share the cores, and the proc
     threads = max(1, (os.cpu_count() or 1) // int(os.environ["PYTEST_XDIST_WORKER_COUNT"]))
     os.environ["OMP_NUM_THREADS"] = str(threads)
     torch.set_num_threads(threads)
+settings.register_profile("ours", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("ours")  # as fast as the machine is, and the same examples each time
 CALL = {"height": 32, "width": 80, "guidance_scale": 1.0, "max_sequence_length": 14}
 PROMPTS = ['red text "CAT" on a blue background', 'white text "HORSE" on a black background']
 

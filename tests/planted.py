@@ -627,6 +627,55 @@ BUGS = [
         "json.dumps(header, ",
         "tests/test_run_folder.py -k equal_files",
     ),
+    (
+        "two evaluation seeds share nearly all their noise",
+        "flow_grpo/evaluate.py",
+        'return sampling.derived_seed(seed, "evaluation", place, number)',
+        "return seed + place + 1_000_000 * number",
+        "tests/test_eval.py -k share_no_noise",
+    ),
+    (
+        "rare line breaks of Unicode split a prompt",
+        "flow_grpo/data/prompt_files.py",
+        'enumerate(text.split("\\n"), 1)',
+        "enumerate(text.splitlines(), 1)",
+        "tests/test_prompts.py -k every_line",
+    ),
+    (
+        "of two equal keys in a config the last wins",
+        "flow_grpo/loading.py",
+        "            if key in lines:",
+        "            if False:",
+        "tests/test_config.py -k no_yaml_for_us",
+    ),
+    (
+        "of several rows with one prompt all images get the first",
+        "flow_grpo/gallery.py",
+        "rows = list(range(len(labels)))",
+        "rows = [given.prompts.index(text) for text in given.prompts]",
+        "tests/test_gallery.py -k although_the_prompt_is_one",
+    ),
+    (
+        "the blur of a JPEG is taken for an edge of its images",
+        "flow_grpo/data/grid_detection.py",
+        "return exact if exact == lossy else _sharper(pixels, exact, lossy)",
+        "return exact",
+        "tests/test_grid_detection.py -k cut_to_the_pixel",
+    ),
+    (
+        "images with borders of the gutters' color lose them",
+        "flow_grpo/data/grid_detection.py",
+        "    _check_borders(found, [",
+        "    assert all([",
+        "tests/test_grid_detection.py -k very_images_or_refused",
+    ),
+    (
+        "a LoRA with NaN draws black pictures",
+        "flow_grpo/finite.py",
+        "    if broken:",
+        "    if False:",
+        "tests/test_lora_files.py -k taken_off",
+    ),
 ]
 
 

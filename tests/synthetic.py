@@ -81,7 +81,7 @@ def evaluation(
     values = {"reward": scores, reward: scores, "clip": [0.9] * len(prompts)}
     order = sorted(range(len(prompts)), key=lambda i: -scores[i])
     content = {
-        "seed": 1234,
+        "seeds": list(range(len(prompts))),
         "trained": [reward],
         "prompts": prompts,
         "values": values,

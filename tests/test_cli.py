@@ -13,6 +13,7 @@ import pytest
 from conftest import short_run
 from forked import begin, run
 
+from flow_grpo import cli, grid
 from flow_grpo.compare import Budget, compare
 from flow_grpo.grid import read_grid
 
@@ -211,6 +212,17 @@ def test_doctor_explores(trained):
             ["compare", "short.yaml", "--budget", "images=9", *GIVEN],
             "ends on given images, which are not drawn: give a budget in seconds",
         ),
+        (["sample", "red", "text", "CAT"], "put quotes around a prompt of several words, as in 'red text CAT'"),
+        (["sample", "red", "text", "a CAT"], "3 prompts were given, some of one word"),
+        (["sample", "a cat", " "], "an empty prompt was given"),
+        (["sample", CAT, "--guidance", "nan"], "guidance=nan is not a finite number"),
+        (["sample", CAT, "--guidance", "-inf"], "guidance=-inf is not a finite number"),
+        (["sample", CAT, "--model", "no/such/folder", "--out", "/proc/x"], "nothing can be written to /proc/x"),
+        (["doctor", "short.yaml", "--json", "/proc/x/y.json"], "nothing can be written to /proc/x"),
+        (["doctor", "short.yaml", "--explore", "--out", "/proc/x/y.png"], "nothing can be written to /proc/x"),
+        (["doctor", "short.yaml", "--explore", "--noise-levels", "nan"], "'nan' is not a noise level"),
+        (["compare", "short.yaml", "--out", "/proc/x"], "nothing can be written to /proc/x"),
+        (["compare", "short.yaml", "--target", "nan"], "--target nan is not a number that a measure reaches"),
         (["compare", "short.yaml", "short.yaml"], "two of the configs have one file name"),
         (["compare", "short.yaml", "--set", "evaluation.prompts=null"], "names no held-out prompts"),
         (["doctor", "short.yaml", "--explore", "--transitions", "cp"], "cp is no stochastic transition"),
@@ -224,6 +236,37 @@ def test_a_mistake_gets_one_sentence(trained, words, sentence):
     assert sentence in " ".join(output.split())
     assert len(output.strip().splitlines()) == 1
     assert time.monotonic() - started < 30
+
+
+@pytest.mark.parametrize("words", [["sample", CAT], ["eval", "tiny_ocr"]])
+def test_more_seeds_than_memory_holds_are_refused_at_once(trained, words):
+    output = run(*words, "--seeds", "99999999999", cwd=trained, code=2)
+    assert re.search(r"--seeds.*\b1000", " ".join(output.split())), "the most that it may be"
+
+
+def test_one_word_is_a_prompt_and_so_are_several_in_a_file(tmp_path):
+    (tmp_path / "words.txt").write_text("cat\ndog\n")
+    assert cli._texts(["cat"]) == ["cat"]
+    assert cli._texts(["a red fox", "cat", str(tmp_path / "words.txt")]) == ["a red fox", "cat", "cat", "dog"]
+
+
+def test_pictures_are_written_a_few_at_a_time_and_no_sheet_that_nobody_could_read(trained, tmp_path, monkeypatch):
+    prompts = [CAT, 'white text "HORSE" on a black background']
+    config = str(trained / "short.yaml")
+    few = tmp_path / "few.yaml"
+    few.write_text((trained / "short.yaml").read_text().replace("microbatch: 8", "microbatch: 2"))
+    for name, source in (("whole", config), ("few", str(few))):
+        cli.sample(prompts, config=source, seeds=3, steps=2, out=tmp_path / name)
+    files = sorted(file.name for file in (tmp_path / "whole").glob("*.png"))
+    assert len(files) == 7
+    for name in files:
+        one, other = (read_grid(tmp_path / folder / name) for folder in ("whole", "few"))
+        assert one[1] == other[1]
+        assert (one[0] - other[0]).abs().max() <= 1.01 / 255
+    monkeypatch.setattr(grid, "MAX_PIXELS", 6 * 32 * 80)
+    cli.sample(prompts, config=config, seeds=3, steps=1, out=tmp_path / "none")
+    assert len(list((tmp_path / "none").glob("*.png"))) == 6
+    assert not (tmp_path / "none" / "grid.png").exists()
 
 
 def test_help_names_every_verb_with_a_sentence(trained):

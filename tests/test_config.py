@@ -10,6 +10,7 @@ from flow_grpo import hub, sampling
 from flow_grpo.config import EMBEDDED, FlowGRPOConfig, shipped
 from flow_grpo.policy import Policy
 from flow_grpo.prompts import load_prompts
+from flow_grpo.reward_cli import with_options
 from flow_grpo.train import FlowGRPOTrainer
 
 
@@ -182,3 +183,54 @@ def test_a_bad_prompt_file_is_a_sentence(tmp_path, name, content, words):
         (tmp_path / name).write_text(content)
     with pytest.raises(ValueError, match=words):
         load_prompts(tmp_path / name)
+
+
+BOMB = "a: &a [x, x]\n" + "".join(
+    f"{new}: &{new} [{', '.join([f'*{old}'] * 9)}]\n" for old, new in zip("abcdef", "bcdefg", strict=True)
+)
+
+
+@pytest.mark.parametrize(
+    ("content", "sentence"),
+    [
+        (b"steps: 5\nseed: 1\nsteps: 7\n", r"bad\.yaml has the key 'steps' twice, in lines 1 and 3: keep one of them\."),
+        (b"optimizer: {lr: 1, lr: 2}", r"has the key 'lr' twice, in line 1"),
+        (b"optimizer:\n  lr: 1\n  eps: 2\n  'lr': 3\n", r"has the key 'lr' twice, in lines 2 and 4"),
+        (b"steps: " + b"[" * 20_000, "nested too deeply"),
+        (b"".join(b" " * i + b"a:\n" for i in range(1000)), "nested too deeply"),
+        (BOMB.encode(), "holds more than 100,000 values"),
+        (b"rewards: &a {ocr: *a}", "has an alias of itself, in line 1"),
+        (b"optimizer:\n\tlr: 1\n", "line 2: lines are indented by spaces, and this one has a tab"),
+        (b"- 1", "must hold `key: value` lines"),
+        (b"just words", "must hold `key: value` lines"),
+        (b"steps: 1\n---\nsteps: 2\n", "found another document"),
+        ("prompts: Kätzchen.txt".encode("latin-1"), r"bad\.yaml is not UTF-8 text: line 1 has the byte 0xe4"),
+        ("steps: 1".encode("utf-16"), r"bad\.yaml is UTF-16 text: save it as UTF-8"),
+        ("steps: 1".encode("utf-16-le"), "zero bytes"),
+        (b"output: \x01", "special characters are not allowed"),
+        (b"output: 2024-13-45", "not valid YAML"),
+        (b"steps: !!python/object/apply:os.getcwd []", "could not determine a constructor"),
+    ],
+)
+def test_a_config_that_is_no_yaml_for_us_is_a_sentence(tmp_path, content, sentence):
+    (tmp_path / "bad.yaml").write_bytes(content)
+    with pytest.raises(ValueError, match=sentence) as error:
+        FlowGRPOConfig.read(tmp_path / "bad.yaml")
+    assert len(str(error.value)) < 300
+
+
+def test_a_config_may_have_a_byte_order_mark_umlauts_and_merged_sections(tmp_path):
+    text = "\ufeffoutput: runs/Kätzchen\nsampling: &s {steps: 4, transition: ode}\nstages:\n- {steps: 3, sampling: {<<: *s, steps: 5}}\n"
+    (tmp_path / "good.yaml").write_text(text, encoding="utf-8")
+    args = FlowGRPOConfig.read(tmp_path / "good.yaml", ["objective.name=awm"])
+    assert args.output == "runs/Kätzchen"
+    assert (args.sampling.steps, args.parts()[0][1].sampling.steps) == (4, 5)
+
+
+def test_a_key_that_stands_twice_in_an_override_or_in_options_is_a_sentence():
+    with pytest.raises(ValueError, match=r"the value of rewards has the key 'ocr' twice"):
+        FlowGRPOConfig.read("tiny_ocr", ["rewards={ocr: 1, ocr: 2}"])
+    with pytest.raises(ValueError, match="has the key 'case' twice"):
+        with_options("ocr={case: true, case: false}")
+    with pytest.raises(ValueError, match="has the option 1, which is no name"):
+        with_options("ocr={1: 2}")

@@ -8,6 +8,7 @@ import re
 from dataclasses import replace
 from pathlib import Path
 
+import forked
 import pytest
 import rich.console
 import torch
@@ -15,14 +16,14 @@ from conftest import short_run, stir, tiny_policy
 from sample_rewards import brightness, nan, sometimes_nan
 
 import rewards
-from flow_grpo import checkpoint, harmless, measures, tables
+from flow_grpo import checkpoint, harmless, measures, sampling, tables
 from flow_grpo.config import FlowGRPOConfig
 from flow_grpo.eval_cli import _asked
 from flow_grpo.eval_cli import evaluate as eval_command
 from flow_grpo.eval_cli import score as score_command
-from flow_grpo.evaluate import draw, evaluate
+from flow_grpo.evaluate import before_after, draw, evaluate
 from flow_grpo.gallery import Rows
-from flow_grpo.grid import Cell, save_grid, save_image
+from flow_grpo.grid import Cell, read_grid, save_grid, save_image
 from flow_grpo.measures import measure
 from flow_grpo.prompts import PromptSet, load_prompts
 from flow_grpo.scorecard import DISTANCE, DIVERSITY, FREQUENCIES, Measured, by_prompt, compile_card
@@ -118,6 +119,52 @@ def test_its_first_pictures_are_those_of_the_evaluation_in_training(run, drawn):
     policy.load_lora(run / "lora")
     expected = evaluate(policy, PromptSet(SIGNS, [{}, {}]), KIT, 3, 1234, 8)
     assert drawn[1][1].values["brightness"][::2] == pytest.approx(expected.values["brightness"].tolist(), abs=1e-6)
+
+
+def test_two_evaluation_seeds_share_no_noise(monkeypatch):
+    used = []
+    noise = sampling.noise
+    monkeypatch.setattr(sampling, "noise", lambda shape, *name: used.append(noise(shape, *name)) or used[-1])
+    policy, prompts = tiny_policy(), PromptSet(SIGNS * 2, [{}] * 4)
+    for seed in (1234, 1235):
+        evaluate(policy, prompts, KIT, 1, seed, 8, twice=2)
+    assert len(used) == 2 * (4 + 2)
+    for i, one in enumerate(used):
+        assert not any(torch.equal(one, other) for other in used[i + 1 :])
+    drawn = [set(measures.asked(prompts, 3, seed).seeds) for seed in range(1000, 1100)]
+    assert len(set.union(*drawn)) == 100 * 4 * 3
+
+
+def test_sample_draws_an_evaluations_image_again_by_the_seed_that_is_kept_of_it(tmp_path):
+    policy, prompts = tiny_policy(), PromptSet(SIGNS, [{}, {}])
+    found = evaluate(policy, prompts, KIT, 2, 1234, 8, keep=2)
+    before_after(tmp_path, True, found.pictures, prompts.prompts, 1234, "tiny")
+    images, cells = read_grid(tmp_path / "before.png")
+    words = [
+        "sample",
+        cells[1].prompt,
+        "--first-seed",
+        str(cells[1].seed),
+        "--seeds",
+        "1",
+        "--steps",
+        "2",
+        "--config",
+        "c.yaml",
+    ]
+    (tmp_path / "c.yaml").write_text(short_run(tmp_path).dump())
+    forked.run(*words, cwd=tmp_path)
+    again, (cell,) = read_grid(tmp_path / "samples" / "grid.png")
+    assert cell.seed == cells[1].seed
+    assert (again[0] - images[1]).abs().max() <= 1 / 255 + 1e-6, "but for rounding to the file's eight bits"
+
+
+def test_pictures_of_before_and_after_from_different_noise_are_not_put_side_by_side(tmp_path):
+    pictures = dict(enumerate(torch.rand(2, 3, 8, 8, generator=torch.Generator().manual_seed(0))))
+    for seed, expected in ((1, False), (2, True)):  # the seed of before
+        before_after(tmp_path, True, pictures, SIGNS, seed, "tiny")
+        before_after(tmp_path, False, pictures, SIGNS, 2, "tiny")
+        assert (tmp_path / "before_after.png").exists() == expected
 
 
 def test_every_lora_is_compared_with_its_own_base(run, drawn):
@@ -385,12 +432,10 @@ def test_sets_that_are_not_shipped_are_asked_for_by_their_hub_ids(monkeypatch):
     asked = []
 
     def load_dataset(name, **options):
-        asked.append((name, options.get("data_files")))
-        return datasets.Dataset.from_list([{"text" if name == "text" else "Prompts": "a dog", "Category": "x"}])
+        asked.append(name)
+        return datasets.Dataset.from_list([{"Prompts": "a dog", "Category": "x"}])
 
     monkeypatch.setattr(datasets, "load_dataset", load_dataset)
     assert load_prompts("DrawBench").metadata == [{"Category": "x"}]
     load_prompts("partiprompts")
-    load_prompts("ocr_paper")
-    paper = "https://raw.githubusercontent.com/yifan123/flow_grpo/main/dataset/ocr/test.txt"
-    assert asked == [("sayakpaul/drawbench", None), ("nateraw/parti-prompts", None), ("text", paper)]
+    assert asked == ["sayakpaul/drawbench", "nateraw/parti-prompts"]

@@ -17,6 +17,7 @@ from conftest import CALL, short_run, stir, tiny_policy
 from huggingface_hub import ModelCard
 from markdown_it import MarkdownIt
 from PIL import Image
+from safetensors.torch import save_file
 from synthetic import synthetic_run
 
 from flow_grpo import card, hub
@@ -256,7 +257,7 @@ def test_what_is_not_there_is_a_sentence(run, tmp_path, monkeypatch):
 def test_the_card_says_what_the_monitor_said_and_what_is_not_known(tmp_path):
     folder = synthetic_run(tmp_path / "run", warning="clip has <b>fallen</b>", reward="my_reward.py:redness")
     (folder / "lora").mkdir()
-    (folder / "lora" / hub.WEIGHTS).write_bytes((8).to_bytes(8, "little") + b"{}      ")
+    save_file({"a": torch.zeros(1)}, folder / "lora" / hub.WEIGHTS)
     settings = (folder / "config.yaml").read_text()
     for model, licence, link in (
         ("stabilityai/stable-diffusion-3.5-medium", "other", "/stable-diffusion-3.5-medium/blob/main/LICENSE.md"),

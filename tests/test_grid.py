@@ -43,7 +43,7 @@ def header(width, height):
 @pytest.mark.parametrize("content", [b"", b"no picture", header(50_000, 50_000), header(8, 8)])
 def test_a_file_that_is_no_picture_gets_a_sentence(tmp_path, content):
     (tmp_path / "bad.png").write_bytes(content)
-    with pytest.raises(ValueError, match="could not be read"):
+    with pytest.raises(ValueError, match=r"could not be read|more than 178 million pixels"):
         read_grid(tmp_path / "bad.png")
 
 

@@ -13,7 +13,7 @@ from PIL import Image
 from safetensors.torch import load_file
 
 from flow_grpo import record, story
-from flow_grpo.evaluate import draw
+from flow_grpo.evaluate import draw, image_seed
 from flow_grpo.grid import to_bytes
 from flow_grpo.tracking import read_metrics
 from flow_grpo.train import FlowGRPOTrainer
@@ -44,7 +44,9 @@ def test_what_is_kept_is_what_was_drawn_scored_and_compared(tmp_path):
     args = short_run(tmp_path / "run", LIMIT, "evaluation.pictures=2")
     trainer = FlowGRPOTrainer(args=args)
     with trainer.policy.averaged():
-        image = draw(trainer.policy, trainer.eval_set.prompts[:1], [args.evaluation.seed], args.evaluation.steps)
+        image = draw(
+            trainer.policy, trainer.eval_set.prompts[:1], [image_seed(args.evaluation.seed, 0)], args.evaluation.steps
+        )
     experience = trainer.source.collect(0)
     FlowGRPOTrainer(args=args).train()
     first = story.read_all(tmp_path / "run", story.EVALUATION)[0]

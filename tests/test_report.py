@@ -9,9 +9,10 @@ from pathlib import Path
 
 import pytest
 from conftest import short_run
+from PIL import Image
 from synthetic import PROMPTS, synthetic_run, training_row
 
-from flow_grpo import charts, report, summary
+from flow_grpo import card, charts, report, summary
 from flow_grpo.story import Story
 from flow_grpo.train import FlowGRPOTrainer
 
@@ -238,6 +239,18 @@ def test_a_run_without_pictures_or_evaluations_has_a_report_too(tmp_path):
     assert "0.100 in the first step, 0.300 in the last step" in said
     (bare / "metrics.jsonl").write_text("")
     assert "No training step or evaluation has been logged yet" in page(tmp_path, bare).text
+
+
+def test_a_picture_that_is_none_or_too_large_is_left_out(tmp_path, monkeypatch):
+    run = synthetic_run(tmp_path / "run")
+    first, second = sorted((run / "pictures").glob("step_*/prompt_0001.webp"))[:2]
+    Image.new("RGB", (400, 400)).save(first)
+    monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 50_000)
+    second.write_bytes(b"RIFF no picture")
+    assert report.picture(first) is report.picture(second) is None
+    assert "data:image/webp" in page(tmp_path, run).source
+    prompts = [one["prompt"] for one in card.gallery(tmp_path, Story(run))]
+    assert prompts == PROMPTS[:1], "the card shows those before it"
 
 
 def test_a_folder_without_a_run_is_refused_in_a_sentence(tmp_path):

@@ -1,5 +1,6 @@
 """The loop on the embedded model: determinism, resume, signals, what goes wrong."""
 
+import json
 import os
 import signal
 from pathlib import Path
@@ -7,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from conftest import short_run, stir, tiny_policy
-from forked import begin
+from forked import begin, run
 from safetensors.torch import load_file
 
 from flow_grpo.config import FlowGRPOConfig
@@ -139,6 +140,18 @@ def test_a_ratio_that_is_not_a_number_stops_the_run(tmp_path, monkeypatch):
     with pytest.raises(ValueError, match="deviates from 1 by nan"):
         trainer.train()
     assert same(before, trainer.policy.adapter_state())
+
+
+def test_a_resumed_run_says_that_an_earlier_version_drew_its_evaluations_from_other_noise(tmp_path):
+    args = short_run(tmp_path / "run")
+    FlowGRPOTrainer(args=args.model_copy(update={"steps": 1})).train()
+    (tmp_path / "short.yaml").write_text(args.dump())
+    words = ["train", "short.yaml", "--resume"]
+    assert "from other noise" not in run(*words, cwd=tmp_path)
+    file = tmp_path / "run" / "pictures" / "step_000000" / "evaluation.json"
+    content = json.loads(file.read_text())
+    file.write_text(json.dumps({key: value for key, value in content.items() if key != "seeds"}))
+    assert "from other noise" in run(*words, cwd=tmp_path)
 
 
 def test_a_run_is_not_resumed_with_other_settings(tmp_path):

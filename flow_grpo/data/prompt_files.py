@@ -1,0 +1,166 @@
+"""Prompt files: all rows of a .txt, .jsonl, .json, .csv, .tsv or .parquet file, or one sentence on what is wrong and where."""
+
+import csv
+import io
+import json
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from flow_grpo.loading import read_text
+
+COLUMNS = ("prompt", "prompts")  # names of the prompts' column, in any case
+SUFFIXES = (".txt", ".jsonl", ".json", ".csv", ".tsv", ".parquet")
+WHOLE_NUMBER = re.compile(r"[+-]?\d{1,18}")
+NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?")
+CODE = re.compile(r"[+-]?0\d.*")  # 007 is text
+TRUTH = {"true": True, "false": False}
+
+
+@dataclass(frozen=True)
+class Table:
+    """The rows of a file, each with a value for every column, and where each stands in the file."""
+
+    columns: list[str]
+    rows: list[dict[str, Any]]
+    places: list[str]
+
+
+def read_table(file: Path, name: str, suffix: str) -> Table:
+    """All rows of a file. Lines without text are no rows; a .txt file has one column, `prompt`.
+
+    Args:
+        name: of the file in errors.
+        suffix: which of `SUFFIXES` the file is.
+
+    Raises:
+        ValueError: the file can't be read, or what is wrong in which of its lines.
+    """
+    if suffix == ".parquet":
+        return _parquet(file, name)
+    if suffix not in SUFFIXES:
+        raise ValueError(f"{name} is none of {', '.join(SUFFIXES[:-1])} or {SUFFIXES[-1]}.")
+    text = read_text(file)
+    if suffix == ".txt":
+        return _filled((f"line {n}", {COLUMNS[0]: line}) for n, line in _lines(text))
+    if suffix in (".csv", ".tsv"):
+        return _cells(text, name, tabs=suffix == ".tsv")
+    return _filled(_json_rows(text, name))
+
+
+def _lines(text: str) -> Iterator[tuple[int, str]]:
+    r"""The lines that hold text, and their numbers. Only \n and \r\n end a line, not the other line breaks of Unicode."""
+    for number, line in enumerate(text.split("\n"), 1):
+        if line.strip():
+            yield number, line.strip()
+
+
+def _filled(rows: Iterator[tuple[str, dict[str, Any]]]) -> Table:
+    found = list(rows)
+    columns = list(dict.fromkeys(key for _, row in found for key in row))
+    return Table(columns, [{key: row.get(key) for key in columns} for _, row in found], [place for place, _ in found])
+
+
+def _json_rows(text: str, name: str) -> Iterator[tuple[str, dict[str, Any]]]:
+    """The objects of JSON lines, or of one JSON list."""
+    if text.lstrip().startswith("["):
+        entries = [(f"entry {n}", row) for n, row in enumerate(_parsed(text, name), 1)]
+    else:
+        entries = [(f"line {n}", _parsed(line, f"{name}, line {n}")) for n, line in _lines(text)]
+    for place, row in entries:
+        if not isinstance(row, dict):
+            raise ValueError(f'{name}, {place}: give an object such as {{"prompt": "a red fox"}}, not {_short(row)}.')
+        yield place, row
+
+
+def _parsed(text: str, where: str) -> Any:
+    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        keys = [key for key, _ in pairs]
+        if len(set(keys)) < len(keys):
+            raise ValueError(f"the key {_short(next(k for k in keys if keys.count(k) > 1))} stands twice in an object")
+        return dict(pairs)
+
+    try:
+        return json.loads(text, object_pairs_hook=unique)
+    except (ValueError, RecursionError) as error:
+        problem = "it is nested too deeply" if isinstance(error, RecursionError) else error
+        raise ValueError(f"{where} is not valid JSON: {problem}.") from error
+
+
+def _cells(text: str, name: str, tabs: bool) -> Table:
+    """The rows of a table with a line of column names; `tabs` separates by tabs and has no quotes."""
+    numbered = list(_csv_rows(text, name, tabs))
+    if not numbered:
+        return Table([], [], [])
+    (_, header), *body = numbered
+    columns = [cell.strip() for cell in header]
+    _refuse_doubled(columns, name)
+    for number, cells in body:
+        if any(cells[len(columns) :]):
+            raise ValueError(
+                f"{name}, line {number}: it has {len(cells)} cells under {len(columns)} column names; put a text with "
+                f"{'tabs' if tabs else 'commas'} in double quotes{', in a .csv file' if tabs else ''}."
+            )
+    values = {}
+    for place, column in enumerate(columns):
+        if column:  # an index has no name
+            cells = [row[place] if place < len(row) else "" for _, row in body]
+            values[column] = cells if column.lower() in COLUMNS else _typed(cells)
+    rows = [{column: of[i] for column, of in values.items()} for i in range(len(body))]
+    return Table(list(values), rows, [f"line {number}" for number, _ in body])
+
+
+def _csv_rows(text: str, name: str, tabs: bool) -> Iterator[tuple[int, list[str]]]:
+    """Rows that are not blank, each with the number of its first line."""
+    dialect: dict[str, Any] = {"delimiter": "\t", "quoting": csv.QUOTE_NONE} if tabs else {"strict": True}
+    former = csv.field_size_limit(len(text) + 1)
+    try:
+        reader, first = csv.reader(io.StringIO(text, newline=""), **dialect), 1
+        for row in reader:
+            if row:
+                yield first, row
+            first = reader.line_num + 1
+    except csv.Error as error:
+        raise ValueError(f"{name}, line {reader.line_num}: not valid CSV, {error}.") from error
+    finally:
+        csv.field_size_limit(former)
+
+
+def _typed(cells: list[str]) -> list[Any]:
+    """A column's cells as numbers or truth values where all of them are such, else as text; None for empty ones."""
+    given = [cell for cell in cells if cell]
+    if all(cell.lower() in TRUTH for cell in given):
+        return [TRUTH[cell.lower()] if cell else None for cell in cells]
+    convert: type = str
+    if not any(CODE.fullmatch(cell) for cell in given):
+        if all(WHOLE_NUMBER.fullmatch(cell) for cell in given):
+            convert = int
+        elif all(NUMBER.fullmatch(cell) for cell in given):
+            convert = float
+    return [convert(cell) if cell else None for cell in cells]
+
+
+def _parquet(file: Path, name: str) -> Table:
+    import pyarrow
+    from pyarrow.parquet import ParquetFile
+
+    try:
+        table = ParquetFile(file).read()
+        rows = table.to_pylist()
+    except (pyarrow.ArrowException, OSError, ValueError) as error:
+        raise ValueError(f"{name} could not be read as Parquet: {' '.join(str(error).split())}") from error
+    _refuse_doubled(table.column_names, name)
+    return Table(table.column_names, rows, [f"row {n}" for n in range(1, len(rows) + 1)])
+
+
+def _refuse_doubled(columns: list[str], name: str) -> None:
+    twice = next((column for column in columns if column and columns.count(column) > 1), None)
+    if twice is not None:
+        raise ValueError(f"{name} has two columns `{twice}`: rename one of them.")
+
+
+def _short(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= 80 else f"{text[:77]}..."

@@ -1,0 +1,32 @@
+"""Weights that are loaded: all must be there, and be numbers."""
+
+from collections.abc import Mapping
+from pathlib import Path
+
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+from torch import Tensor
+
+
+def check_weights(weights: Mapping[str, Tensor], source: str) -> None:
+    """ValueError, which begins with the source, if there are no weights, or some are missing, NaN or infinite."""
+    if not any(value.numel() for value in weights.values()):
+        raise ValueError(f"{source} holds no weights for the transformer of this model.")
+    missing = [name for name, value in weights.items() if value.is_meta]
+    if missing:
+        raise ValueError(f"{source} lacks {len(missing)} of {len(weights)} tensors, of which {missing[0]} is the first.")
+    broken = [name for name, value in weights.items() if value.is_floating_point() and not bool(value.isfinite().all())]
+    if broken:
+        raise ValueError(
+            f"{source} holds values that are not finite, in {len(broken)} of {len(weights)} tensors, of which {broken[0]} is the "
+            "first: take an earlier checkpoint of the run."
+        )
+
+
+def check_file(file: Path) -> None:
+    """ValueError as of `check_weights` for a .safetensors file, or if it can't be read."""
+    try:
+        weights = load_file(file)
+    except (OSError, ValueError, SafetensorError) as error:
+        raise ValueError(f"{file} could not be read: {' '.join(str(error).split())}") from error
+    check_weights(weights, str(file))

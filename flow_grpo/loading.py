@@ -1,0 +1,122 @@
+"""Text and YAML from files that users wrote: one sentence on what is wrong with them, and where."""
+
+import codecs
+from collections.abc import Hashable
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+OTHER_ENCODINGS = {
+    codecs.BOM_UTF32_LE: "UTF-32",
+    codecs.BOM_UTF32_BE: "UTF-32",
+    codecs.BOM_UTF16_LE: "UTF-16",
+    codecs.BOM_UTF16_BE: "UTF-16",
+}
+MOST_NODES = 100_000  # of a YAML document with its aliases written out
+TOO_DEEP = "it is nested too deeply"
+
+
+def read_text(file: Path) -> str:
+    """The text of a UTF-8 file, without a byte order mark.
+
+    Raises:
+        ValueError: the file can't be read, has another encoding, or is no text.
+    """
+    try:
+        content = file.read_bytes()
+    except OSError as error:
+        raise ValueError(f"{file} could not be read: {error.strerror or error}.") from error
+    encoding = next((name for mark, name in OTHER_ENCODINGS.items() if content.startswith(mark)), None)
+    if encoding is not None:
+        raise ValueError(f"{file} is {encoding} text: save it as UTF-8.")
+    try:
+        text = content.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        line = content.count(b"\n", 0, error.start) + 1
+        raise ValueError(
+            f"{file} is not UTF-8 text: line {line} has the byte 0x{content[error.start]:02x}. Save it as UTF-8."
+        ) from error
+    if "\0" in text:
+        raise ValueError(f"{file} holds zero bytes, so it is not UTF-8 text: save it as UTF-8.")
+    return text
+
+
+def read_yaml(file: Path) -> Any:
+    """The content of a YAML file, as `parse_yaml`. ValueError as there, or as of `read_text`."""
+    return parse_yaml(read_text(file), str(file))
+
+
+def parse_yaml(text: str, source: str) -> Any:
+    """The content of a YAML text.
+
+    Args:
+        source: what the text is, with which the sentence of an error begins.
+
+    Raises:
+        ValueError: not YAML, a key that stands twice in one mapping, or a document that is too deep or grows too large.
+    """
+    try:
+        loader = _Loader(text)
+        node = loader.get_single_node()
+        if node is None:
+            return None
+        _check_size(node)
+        return loader.construct_document(node)
+    except _Refused as error:
+        raise ValueError(f"{source} {error}.") from error
+    except RecursionError:
+        raise ValueError(f"{source} is not a usable YAML document: {TOO_DEEP}.") from None
+    except yaml.MarkedYAMLError as error:
+        raise ValueError(f"{source} is not valid YAML{_explained(error)}.") from error
+    except (yaml.YAMLError, ValueError) as error:  # ValueError: a date that no calendar has
+        raise ValueError(f"{source} is not valid YAML: {' '.join(str(error).split())}.") from error
+
+
+class _Refused(Exception):
+    """What valid YAML may hold and no file of ours."""
+
+
+class _Loader(yaml.SafeLoader):
+    """PyYAML's safe loader, for which a key that stands twice is an error, as YAML 1.2 has it."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
+        lines: dict[Hashable, int] = {}
+        for key_node, _ in node.value:
+            merges = key_node.tag == "tag:yaml.org,2002:merge"
+            key = "<<" if merges else self.construct_object(key_node, deep=True)
+            line = key_node.start_mark.line + 1
+            if not isinstance(key, Hashable):
+                continue  # for which PyYAML has a sentence
+            if key in lines:
+                where = f"in line {line}" if lines[key] == line else f"in lines {lines[key]} and {line}"
+                raise _Refused(f"has the key {key!r} twice, {where}: keep one of them")
+            lines[key] = line
+        return super().construct_mapping(node, deep)
+
+
+def _check_size(root: yaml.Node) -> None:
+    """Refuses a document whose aliases refer to themselves, or that is too large once all aliases are written out."""
+    sizes: dict[int, int] = {}
+
+    def size(node: yaml.Node, above: frozenset[int]) -> int:
+        if id(node) in above:
+            raise _Refused(f"has an alias of itself, in line {node.start_mark.line + 1}")
+        if id(node) not in sizes:
+            parts = node.value if isinstance(node, yaml.CollectionNode) else []
+            inner = [part for pair in parts for part in pair] if isinstance(node, yaml.MappingNode) else parts
+            sizes[id(node)] = 1 + sum(size(part, above | {id(node)}) for part in inner)
+        return sizes[id(node)]
+
+    if size(root, frozenset()) > MOST_NODES:
+        raise _Refused(f"holds more than {MOST_NODES:,} values: its aliases are written out too often")
+
+
+def _explained(error: yaml.MarkedYAMLError) -> str:
+    """Where a YAML error is and what it is, as the end of a sentence."""
+    mark, problem = error.problem_mark or error.context_mark, error.problem or error.context or "it can't be parsed"
+    if problem.startswith("but "):
+        problem = f"{error.context}, {problem}"
+    if "\\t" in problem:
+        problem = "lines are indented by spaces, and this one has a tab"
+    return f", line {mark.line + 1}: {problem}" if mark else f": {problem}"
