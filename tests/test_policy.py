@@ -358,6 +358,8 @@ def test_all_weights_can_be_trained_in_place_of_a_lora(tmp_path):
     assert again.trains_all
     trained = policy.adapter_state()
     assert not any(torch.equal(value, base[name]) for name, value in trained.items())
+    with policy.reference():
+        assert all(torch.equal(value, base[name]) for name, value in policy.adapter_state().items())
     for one in (policy, again):
         assert all(torch.equal(value, trained[name]) for name, value in one.adapter_state().items())
         one.strip()
