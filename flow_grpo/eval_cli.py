@@ -24,7 +24,8 @@ if TYPE_CHECKING:
     from rewards import WeightedSum
 
 console = Console()
-SETTING = re.compile(r"[\w.:-]+=")  # a path with an equals sign is told from it by a slash before that: ./a=b
+# A path with an equals sign is told from it by a slash before that, ./a=b; only a reward's name may have one too.
+SETTING = re.compile(r"[\w.:-]+=|(evaluation\.)?rewards\.[^=]+=")
 Targets = Annotated[
     list[str] | None,
     typer.Argument(
