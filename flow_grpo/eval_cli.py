@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from flow_grpo.prompts import PromptSet
     from flow_grpo.scorecard import Scorecard
     from flow_grpo.targets import Target
-    from rewards import WeightedSum
+    from rewards import Reward, WeightedSum
 
 console = Console()
 # A path with an equals sign is told from it by a slash before that, ./a=b; only a reward's name may have one too.
@@ -151,8 +151,8 @@ def score(
         _make(out.parent)
     pictures, metadata = shown.images(), shown.columns()
     values = {
-        name: rewards.score(name, rewards.load(name, **options), pictures, shown.prompts, **metadata).tolist()
-        for name, options in map(with_options, reward or ["ocr"])
+        name: rewards.score(name, one, pictures, shown.prompts, **metadata).tolist()
+        for name, one in _loaded(reward or ["ocr"]).items()
     }
     places = list(zip(shown.labels, shown.prompts, strict=True))
     table = {
@@ -246,11 +246,20 @@ def _rewards(names: list[str] | None, args: FlowGRPOConfig | None) -> "tuple[Wei
     from flow_grpo.evaluate import build_rewards
 
     if names:
-        options_of = [with_options(name) for name in names]
-        if len(dict(options_of)) < len(names):
-            raise ValueError("a reward is given twice by --reward: give each once.")
-        loaded: dict[str, Any] = {name: rewards.load(name, **options) for name, options in options_of}
+        loaded = _loaded(names)
         return rewards.WeightedSum(loaded, dict.fromkeys(loaded, 0.0)), False
     if args is None:
         raise ValueError("pictures alone don't say what to measure: give --reward, for example --reward ocr, or --config.")
     return build_rewards(args)[0], True
+
+
+def _loaded(words: list[str]) -> "dict[str, Reward]":
+    """The rewards of --reward by their names in tables."""
+    import rewards
+    from flow_grpo.evaluate import MEASURES
+
+    options_of = [with_options(word) for word in words]
+    if len(dict(options_of)) < len(words):
+        raise ValueError("a reward is given twice by --reward: give each once.")
+    short = rewards.metric_names(dict(options_of), MEASURES)
+    return {short[name]: rewards.load(name, **options) for name, options in options_of}

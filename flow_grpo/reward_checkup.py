@@ -37,7 +37,7 @@ def scores(
     scoring = sum(look.seconds for name, look in looks.items() if name in rolled)
     whole, found = drawing / len(pictures.prompts) + scoring, []
     for name in names:
-        title, drop = name.rpartition("/")[2], name in sums.drop
+        title, drop = name, name in sums.drop
         if name == PERSON:
             found.append(not_asked(title))
             continue

@@ -10,6 +10,7 @@ import functools
 import importlib
 import importlib.util
 import inspect
+import itertools
 import math
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -95,7 +96,7 @@ def check(name: str, **options: Any) -> Callable[..., Any]:
     return target
 
 
-def score(name: str, reward: Reward, images: torch.Tensor, prompts: list[str], **metadata: Any) -> torch.Tensor:
+def score(name: str, reward: Reward, images: torch.Tensor, prompts: list[str], /, **metadata: Any) -> torch.Tensor:
     """The reward's values, (B,) float32 on the CPU, checked.
 
     Raises:
@@ -150,7 +151,7 @@ class WeightedSum:
         return WeightedSum({name: self.rewards[name] for name in names}, self.weights, self.drop, self.dropped)
 
     def __call__(
-        self, images: torch.Tensor, prompts: list[str], **metadata: Any
+        self, images: torch.Tensor, prompts: list[str], /, **metadata: Any
     ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         """The sum (B,) and each reward (B,) by name. ValueError as in `score`; one of `drop` is NaN where it failed."""
         by_name = {name: self._one(name, images, prompts, metadata) for name in self.rewards}
@@ -237,6 +238,20 @@ def _with_options(function: Callable[..., Any], options: dict[str, Any]) -> Rewa
         return function(images, prompts, **{**_accepted(function, metadata), **options})
 
     return reward
+
+def metric_names(names: Iterable[str], taken: Iterable[str] = ()) -> dict[str, str]:
+    """What the metrics call each of these rewards: a reward of ours by its name, a user's by that of its function or class.
+
+    A second one of a name gets a number, as does one that is called like a reward of ours, or like one of `taken`.
+    """
+    found: dict[str, str] = {}
+    for name in dict.fromkeys(names):
+        own = name.rpartition(":")[2] if name not in NAMES else name
+        others = {*taken, *found.values(), *(NAMES if name not in NAMES else ())}
+        numbered = itertools.chain([own], (f"{own}_{n}" for n in itertools.count(2)))
+        found[name] = next(candidate for candidate in numbered if candidate not in others)
+    return found
+
 
 
 def _accepted(reward: Reward, metadata: dict[str, Any]) -> dict[str, Any]:

@@ -145,7 +145,7 @@ def test_a_broken_reward_ends_the_look_with_its_name(policy, tmp_path, reward):
     sections = dict(checkup.examine(short_run(tmp_path, f"rewards={{{name}: 1}}")))
     assert list(sections)[-1] == "rewards"
     (broken,) = [verdict for verdict in sections["rewards"] if verdict.level == WRONG]
-    assert broken.check == f"sample_rewards.py:{reward.__name__}: values"
+    assert broken.check == f"{reward.__name__}: values"
     if reward is raises:
         assert "the camera is off" in broken.says
 
@@ -400,7 +400,7 @@ def test_the_command(tmp_path):
     assert content["conclusion"] == sentence
     assert "mend that before you train" in sentence
     wrong = [row["check"] for row in content["verdicts"] if row["level"] == WRONG]
-    assert wrong == ["sample_rewards.py:nan: values"]
+    assert wrong == ["nan: values"]
     assert file == "verdicts: look/found.json"
     assert {path.name for path in tmp_path.iterdir()} == {"short.yaml", "look"}
 

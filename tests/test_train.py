@@ -175,7 +175,7 @@ def test_training_raises_the_reward(tmp_path):
             "optimizer.lr=8e-3",
         )
         FlowGRPOTrainer(args=run.model_copy(update={"microbatch": 16})).train()
-        ends.append(numbers(tmp_path / str(weight))[-1][f"eval/{reward}"])
+        ends.append(numbers(tmp_path / str(weight))[-1]["eval/brightness"])
     assert ends[0] - ends[1] > 0.005
 
 
@@ -213,8 +213,8 @@ def test_skipping_leaves_the_gradient_as_it_is_without_skipping(tmp_path, monkey
         common = ("prompts_per_step=4", "microbatch=4", "optimizer.max_grad_norm=1e9", f"rewards={{'{reward}': 1}}")
         trainer = FlowGRPOTrainer(args=short_run(tmp_path / name, *common, *OBJECTIVES[objective]))
         stir(trainer.policy)  # away from the base model, and from nft's old policy
-        mine = trainer.rewards.rewards[reward]
-        trainer.rewards.rewards[reward] = lambda x, p, mine=mine: mine(x, p) * (torch.arange(16) < 4)
+        mine = trainer.rewards.rewards["brightness"]
+        trainer.rewards.rewards["brightness"] = lambda x, p, mine=mine: mine(x, p) * (torch.arange(16) < 4)
         if name == "not":
             everything = lambda reward, *_: torch.ones(len(reward), dtype=torch.bool)  # noqa: E731
             monkeypatch.setattr(experience.advantages, "has_signal", everything)
@@ -227,8 +227,8 @@ def test_skipping_leaves_the_gradient_as_it_is_without_skipping(tmp_path, monkey
 
 def _half_silent(trainer):
     """Every other group has rewards that are alike; returns the sizes of the update's forward passes."""
-    mine, velocity, sizes = trainer.rewards.rewards[f"{REWARDS}:brightness"], trainer.policy.velocity, []
-    trainer.rewards.rewards[f"{REWARDS}:brightness"] = lambda x, p: mine(x, p) * (torch.arange(len(p)) // 4 % 2)
+    mine, velocity, sizes = trainer.rewards.rewards["brightness"], trainer.policy.velocity, []
+    trainer.rewards.rewards["brightness"] = lambda x, p: mine(x, p) * (torch.arange(len(p)) // 4 % 2)
 
     def counted(x, *rest):
         if torch.is_grad_enabled():
