@@ -6,6 +6,7 @@ import os
 import shlex
 import sys
 import time
+import traceback
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Annotated, Any
@@ -59,6 +60,17 @@ Lora = Annotated[
     ),
 ]
 INTERRUPTED = 130
+TRACEBACK = "FLOW_GRPO_TRACEBACK"  # environment variable, which other processes of a run inherit
+
+
+@app.callback()
+def everywhere(
+    show_traceback: Annotated[
+        bool,
+        typer.Option("--traceback", help=f"Show whole tracebacks of errors, as {TRACEBACK}=1 in the environment does."),
+    ] = False,
+) -> None:
+    """Options of all commands; `run` has read them by now, wherever they stood."""
 
 
 @app.command()
@@ -305,10 +317,15 @@ def run() -> None:
     """The entry point: errors of the user's are one sentence, and other libraries keep quiet."""
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     before_imports()
+    words = [word for word in sys.argv[1:] if word != "--traceback"]
+    if len(words) < len(sys.argv[1:]):
+        os.environ[TRACEBACK] = "1"
     try:
         with reported(errors) if os.environ.get("RANK", "0") == "0" else nullcontext():
-            app(standalone_mode=True)
+            app(words, standalone_mode=True)
     except (ValueError, OSError) as error:
+        if os.environ.get(TRACEBACK) and type(error).__name__ != "UserCodeError":  # whose traceback stands above
+            traceback.print_exception(error)
         _fail(str(error))
     except RuntimeError as error:
         if os.environ.get("WORLD_SIZE", "1") != "1":

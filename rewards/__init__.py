@@ -18,6 +18,8 @@ from typing import Any, Protocol
 
 import torch
 
+from rewards.user_code import guarded
+
 NAMES = {
     "ocr": "rewards.ocr:OCR",
     "ocr_exact": "rewards.ocr:ExactOCR",
@@ -37,6 +39,7 @@ NAMES = {
     "judge": "rewards.judge:Judge",
     "remote": "rewards.remote:Remote",
 }
+SHOWN = 200  # characters of a prompt in an error
 
 
 class Reward(Protocol):
@@ -53,10 +56,8 @@ def load(name: str, **options: Any) -> Reward:
     """
     target = check(name, **options)
     if inspect.isclass(target):
-        try:
+        with guarded(f"reward {name}", lambda kind: f"reward {name} could not be built: {kind}"):
             reward = target(**options)
-        except Exception as error:
-            raise ValueError(f"reward {name} could not be built: {type(error).__name__}: {error}") from error
     else:
         reward = _with_options(target, options)
     if not callable(reward):
@@ -112,16 +113,10 @@ def score(name: str, reward: Reward, images: torch.Tensor, prompts: list[str], /
 
 def raw_score(name: str, reward: Reward, images: torch.Tensor, prompts: list[str], metadata: dict[str, Any]) -> torch.Tensor:
     """As `score`, but a value need not be finite."""
-    try:
-        with torch.no_grad():
-            values = reward(images, prompts, **_accepted(reward, metadata))
-        values = torch.as_tensor(values, dtype=torch.float32).detach().cpu()
-    except Exception as error:
-        reason = " ".join(str(error).split()) or "no message"
-        raise ValueError(
-            f"reward {name} raised {type(error).__name__} on {len(prompts)} images, the first for the prompt "
-            f"{prompts[0]!r}: {reason}"
-        ) from error
+    on = f"on {len(prompts)} images" + (f", the first for the prompt {prompts[0][:SHOWN]!r}" if prompts else "")
+    with guarded(f"reward {name}", lambda kind: f"reward {name} raised {kind} {on}"), torch.no_grad():
+        given = reward(images, prompts, **_accepted(reward, metadata))
+        values = torch.as_tensor(given, dtype=torch.float32, device="cpu").detach()
     if values.shape != (len(prompts),):
         raise ValueError(
             f"reward {name} returned shape {tuple(values.shape)} for {len(prompts)} images; it must return one number each."
@@ -209,10 +204,8 @@ def docstring(name: str) -> str:
 
 
 def _import_module(kind: str, name: str, path: str) -> Any:
-    try:
+    with guarded(f"{kind} {name}", lambda error: f"{kind} {name} could not be imported: {error}"):
         return importlib.import_module(path)
-    except Exception as error:
-        raise ValueError(f"{kind} {name} could not be imported: {type(error).__name__}: {error}") from error
 
 
 def _import_file(kind: str, path: str) -> Any:
@@ -223,10 +216,8 @@ def _import_file(kind: str, path: str) -> Any:
     assert spec
     assert spec.loader
     module = importlib.util.module_from_spec(spec)
-    try:
+    with guarded(f"the {kind} file {path}", lambda error: f"the {kind} file {path} could not be run: {error}"):
         spec.loader.exec_module(module)
-    except Exception as error:
-        raise ValueError(f"the {kind} file {path} could not be run: {type(error).__name__}: {error}") from error
     return module
 
 
@@ -238,6 +229,15 @@ def _with_options(function: Callable[..., Any], options: dict[str, Any]) -> Rewa
         return function(images, prompts, **{**_accepted(function, metadata), **options})
 
     return reward
+
+
+def _accepted(reward: Reward, metadata: dict[str, Any]) -> dict[str, Any]:
+    """The metadata that the reward's signature names, or all of it if it takes any."""
+    parameters = inspect.signature(reward.forward if isinstance(reward, torch.nn.Module) else reward).parameters
+    if any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
+        return metadata
+    return {key: value for key, value in metadata.items() if key in parameters}
+
 
 def metric_names(names: Iterable[str], taken: Iterable[str] = ()) -> dict[str, str]:
     """What the metrics call each of these rewards: a reward of ours by its name, a user's by that of its function or class.
@@ -251,15 +251,6 @@ def metric_names(names: Iterable[str], taken: Iterable[str] = ()) -> dict[str, s
         numbered = itertools.chain([own], (f"{own}_{n}" for n in itertools.count(2)))
         found[name] = next(candidate for candidate in numbered if candidate not in others)
     return found
-
-
-
-def _accepted(reward: Reward, metadata: dict[str, Any]) -> dict[str, Any]:
-    """The metadata that the reward's signature names, or all of it if it takes any."""
-    parameters = inspect.signature(reward.forward if isinstance(reward, torch.nn.Module) else reward).parameters
-    if any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
-        return metadata
-    return {key: value for key, value in metadata.items() if key in parameters}
 
 
 def _options(target: Callable[..., Any]) -> str:
