@@ -11,6 +11,7 @@ from forked import begin
 from safetensors.torch import load_file
 
 from flow_grpo.config import FlowGRPOConfig
+from flow_grpo.story import Story
 from flow_grpo.tracking import read_metrics
 from flow_grpo.train import FlowGRPOTrainer
 
@@ -282,6 +283,32 @@ def test_a_reward_that_fails_stops_the_run_by_name_and_saves(tmp_path, function,
     with pytest.raises(ValueError, match=f"{function} {words}"):
         FlowGRPOTrainer(args=args).train()
     assert (tmp_path / "run" / "checkpoints" / "step_000000").exists()
+
+
+def test_rewards_by_path_are_called_by_their_functions_and_one_that_ranks_a_group_is_said_to_mean_nothing_held_out(
+    tmp_path, capsys
+):
+    """In the metrics, the monitor's pictures and what is trained on; the config keeps the names as they were written."""
+    (tmp_path / "mine.py").write_text("def brightness(images, prompts):\n    return 2 * images.mean((1, 2, 3))\n")
+    names = {f"{REWARDS}:brightness": 1.0, f"{REWARDS}:rank": 0.5, f"{tmp_path / 'mine.py'}:brightness": 0.25}
+    args = short_run(tmp_path / "run", f"rewards={json.dumps(names)}", "evaluation.rewards=[jpeg_size]", "trackers=[]")
+    last = FlowGRPOTrainer(args=args).train()
+    assert set(last) == {"reward", "brightness", "brightness_2", "rank", "jpeg_size"}
+    rows = numbers(tmp_path / "run")
+    evaluations = [row for row in rows if "eval/reward" in row]
+    for row in evaluations:
+        assert row["eval/brightness_2"] == pytest.approx(2 * row["eval/brightness"])
+        assert row["eval/rank"] == 0, "no image has another one of its prompt"
+        assert row["eval/reward"] == pytest.approx(1.5 * row["eval/brightness"])
+    step = next(row for row in rows if "loss" in row)
+    assert {f"rewards/{name}/mean" for name in ("brightness", "brightness_2", "rank")} <= step.keys()
+    story = Story(tmp_path / "run")
+    assert story.trained == ["brightness", "rank", "brightness_2"]
+    assert story.measures[0] == "reward"
+    assert {name: one["weight"] for name, one in story.config["rewards"].items()} == names
+    (warning,) = [row["warning"] for row in rows if "warning" in row]
+    assert warning.startswith("reward rank: an image's value depends on the other images of its prompt")
+    assert warning in capsys.readouterr().out
 
 
 def test_kl_pulls_back_to_the_base_model(tmp_path):
