@@ -168,13 +168,14 @@ def sample(
         int | None, typer.Option(min=1, help="Sampling steps; by default those of evaluation.", show_default=False)
     ] = None,
     guidance: Annotated[float | None, typer.Option(help="Guidance scale; 1 is off.", show_default=False)] = None,
+    trust: eval_cli.Trust = False,
     out: Annotated[Path, typer.Option(help="Folder for grid.png and the single pictures.")] = Path("samples"),
 ) -> None:
     """Draw pictures: prompts x seeds as a grid PNG that remembers what is in each cell, and as single PNGs.
 
     [bold]flow-grpo sample 'red text "CAT" on a blue background' --seeds 4[/bold]
     """
-    from flow_grpo import hub
+    from flow_grpo import found_config, hub
     from flow_grpo.evaluate import draw
     from flow_grpo.grid import Cell, save_grid, save_image
     from flow_grpo.prompts import load_prompts
@@ -186,8 +187,11 @@ def sample(
     ]
     if not all(text.strip() for text in texts):
         raise ValueError("an empty prompt was given.")
-    source = config or hub.config_of(lora) or hub.config_of(model)
+    found = None if config else hub.config_of(lora) or hub.config_of(model)
+    source = config or found
     args = FlowGRPOConfig(model=model) if model and not source else FlowGRPOConfig.read(source)
+    if found is not None and not trust:
+        found_config.check(args, found, rewards=False, prompts=False)
     model = model or args.model
     policy = _policy(args, model, lora, guidance)
     rows = [text for text in texts for _ in range(seeds)]

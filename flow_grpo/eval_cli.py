@@ -66,6 +66,13 @@ Steps = Annotated[
 SheetRows = Annotated[int | None, typer.Option(min=1, help="Of a sheet that `sample` did not write.", show_default=False)]
 SheetColumns = Annotated[int | None, typer.Option(min=1, help="Of such a sheet.", show_default=False)]
 Padding = Annotated[int, typer.Option(min=0, help="Pixels around each picture of such a sheet; torchvision leaves 2.")]
+Trust = Annotated[
+    bool,
+    typer.Option(
+        "--trust",
+        help="Use all that a config.yaml beside the weights names: its author's code runs, and its servers get the pictures.",
+    ),
+]
 Out = Annotated[
     Path | None,
     typer.Option(
@@ -86,6 +93,7 @@ def evaluate(
     rows: SheetRows = None,
     columns: SheetColumns = None,
     padding: Padding = 0,
+    trust: Trust = False,
     out: Out = None,
 ) -> None:
     """Measure models or pictures side by side: rewards, detail, diversity, distance from the base model, with intervals and tests.
@@ -94,7 +102,7 @@ def evaluate(
     [bold]flow-grpo eval runs/tiny_ocr runs/red --prompts geneval --seeds 4 --reward geneval_exact[/bold]
     [bold]flow-grpo eval samples/grid.png other.png --reward ocr --rows 2 --columns 4 --prompts prompts.txt[/bold]
     """
-    from flow_grpo import tables
+    from flow_grpo import found_config, tables
     from flow_grpo.quiet import quiet_libraries
     from flow_grpo.targets import Model, Reading, find
 
@@ -105,6 +113,9 @@ def evaluate(
     how = Reading(config, overrides, _prompt_set(known), _sheet(rows, columns, padding), limit)
     found = find(words if words or lora else ["tiny_ocr"], how, lora)
     models = [target for target in found if isinstance(target, Model)]
+    for place, model in enumerate(models):  # the first one's config says what is measured, and on what
+        if model.found is not None and not trust:
+            found_config.check(model.args, model.found, rewards=not (place or reward), prompts=not (place or prompts))
     args = models[0].args if models else FlowGRPOConfig.read(config, overrides) if config else None
     kit, total = _rewards(reward, args)
     steps = steps or (args.evaluation.steps if args else None)

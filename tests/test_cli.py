@@ -99,7 +99,11 @@ def test_sample_score_and_eval_agree_cell_by_cell(trained):
 
 
 def test_eval_of_a_run_measures_with_and_without_its_lora(trained):
-    output = run("eval", "runs/short", cwd=trained)
+    refused = run("eval", "runs/short", cwd=trained, code=2)
+    assert "runs/short/config.yaml" in refused
+    assert "names the reward " in refused
+    assert "add --trust if you wrote it" in refused
+    output = run("eval", "runs/short", "--trust", cwd=trained)
     assert "base" in output
     assert "LoRA" in output
     found = json.loads((trained / "runs" / "short" / "eval.json").read_text())
