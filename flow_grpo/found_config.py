@@ -45,6 +45,8 @@ def _named(args: FlowGRPOConfig, rewards: bool, prompts: bool) -> Iterator[str]:
     """What runs code, reaches out or writes."""
     if args.memory.embeddings is not None:
         yield f"the folder {args.memory.embeddings} to keep embeddings in"
+    if "hub" in (args.memory.attention or ""):
+        yield f"the attention {args.memory.attention}, whose code is downloaded"
     if prompts and "://" in (args.evaluation.prompts or ""):
         yield f"the prompts {args.evaluation.prompts}"
     for name, setting in {**args.evaluation.rewards, **args.rewards}.items() if rewards else ():

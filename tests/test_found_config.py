@@ -107,6 +107,7 @@ NAMED = [
     ({"rewards": {"human": {"options": {"votes": "it_ran"}}}}, "the reward human"),
     ({"rewards": {"clip": {"options": {"pretrained": "URL"}}}}, "an address in the options of the reward clip"),
     ({"evaluation": {"prompts": "https://127.0.0.1:1/prompts.txt"}}, "the prompts https://127.0.0.1:1/prompts.txt"),
+    ({"memory": {"attention": "flash_hub"}}, "the attention flash_hub, whose code is downloaded"),
     ({"memory": {"embeddings": "it_ran"}}, "the folder it_ran to keep embeddings in"),
 ]  # fmt: skip
 
