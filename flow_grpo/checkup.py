@@ -247,8 +247,8 @@ def _signal(
     speaks = advantages.has_signal(seen if o.advantage == "gdpo" else total, group, source.method)
     found.append(verdicts.signal(speaks.view(-1, images)[:, 0], total.view(-1, images)))
     share, _ = advantages.shares(seen, weight, group, source.method)
-    titles, differ = [name.rpartition("/")[2] for name in names], seen.amax(0) > seen.amin(0)
-    several = {title: one for title, one, differs in zip(titles, share.tolist(), differ.tolist(), strict=True) if differs}
+    differ = seen.amax(0) > seen.amin(0)
+    several = {name: one for name, one, differs in zip(names, share.tolist(), differ.tolist(), strict=True) if differs}
     if len(several) > 1:
         found.append(verdicts.shares(several))
     return found

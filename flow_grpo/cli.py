@@ -7,6 +7,7 @@ import os
 import shlex
 import sys
 import time
+import traceback
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Annotated, Any
@@ -61,6 +62,17 @@ Lora = Annotated[
     ),
 ]
 INTERRUPTED = 130
+TRACEBACK = "FLOW_GRPO_TRACEBACK"  # environment variable, which other processes of a run inherit
+
+
+@app.callback()
+def everywhere(
+    show_traceback: Annotated[
+        bool,
+        typer.Option("--traceback", help=f"Show whole tracebacks of errors, as {TRACEBACK}=1 in the environment does."),
+    ] = False,
+) -> None:
+    """Options of all commands; `run` has read them by now, wherever they stood."""
 
 
 @app.command()
@@ -159,6 +171,7 @@ def sample(
         typer.Option(min=1, max=10_000, help="Sampling steps; by default those of evaluation.", show_default=False),
     ] = None,
     guidance: Annotated[float | None, typer.Option(help="Guidance scale; 1 is off.", show_default=False)] = None,
+    trust: eval_cli.Trust = False,
     out: Annotated[Path, typer.Option(help="Folder for grid.png and the single pictures.")] = Path("samples"),
 ) -> None:
     """Draw pictures: prompts x seeds as a grid PNG that remembers what is in each cell, and as single PNGs.
@@ -167,13 +180,16 @@ def sample(
     """
     import torch
 
-    from flow_grpo import hub
+    from flow_grpo import found_config, hub
     from flow_grpo.evaluate import draw
     from flow_grpo.grid import Cell, fits, save_grid, save_image
 
     texts = _texts(prompts)
-    source = config or hub.config_of(lora) or hub.config_of(model)
+    found = None if config else hub.config_of(lora) or hub.config_of(model)
+    source = config or found
     args = FlowGRPOConfig(model=model) if model and not source else FlowGRPOConfig.read(source)
+    if found is not None and not trust:
+        found_config.check(args, found, rewards=False, prompts=False)
     model = model or args.model
     prepare_folder(out)
     policy = _policy(args, model, lora, guidance)
@@ -336,10 +352,15 @@ def run() -> None:
     """The entry point: errors of the user's are one sentence, and other libraries keep quiet."""
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     before_imports()
+    words = [word for word in sys.argv[1:] if word != "--traceback"]
+    if len(words) < len(sys.argv[1:]):
+        os.environ[TRACEBACK] = "1"
     try:
         with reported(errors) if os.environ.get("RANK", "0") == "0" else nullcontext():
-            app(standalone_mode=True)
+            app(words, standalone_mode=True)
     except (ValueError, OSError) as error:
+        if os.environ.get(TRACEBACK) and type(error).__name__ != "UserCodeError":  # whose traceback stands above
+            traceback.print_exception(error)
         _fail(str(error))
     except RuntimeError as error:
         if os.environ.get("WORLD_SIZE", "1") != "1":

@@ -4,6 +4,7 @@ Each field's documentation stands below it.
 """
 
 import os
+import re
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
 
@@ -37,6 +38,8 @@ STAGED = (
     "updates",
     "epochs",
 )
+
+NAMED = [["rewards"], ["evaluation", "rewards"]]  # settings whose keys are names of rewards
 
 
 EMBEDDED = {"tiny": "prompts/signs_train.txt"}  # the training prompts of models that draw nothing else
@@ -130,15 +133,7 @@ class FlowGRPOConfig(Section):
     def _weights_alone(cls, values: Any) -> Any:
         """`ocr: 1.0` is short for `ocr: {weight: 1.0}`."""
         if isinstance(values, dict):
-            for holder in (values, values.get("evaluation")):
-                if not isinstance(holder, dict):
-                    continue
-                rewards = holder.get("rewards")
-                if isinstance(rewards, list):
-                    rewards = dict.fromkeys(rewards, 1.0)
-                if isinstance(rewards, dict):
-                    short = (int, float)
-                    holder["rewards"] = {k: {"weight": v} if isinstance(v, short) else v or {} for k, v in rewards.items()}
+            _spell_out_rewards(values)
         return values
 
     @model_validator(mode="before")
@@ -330,17 +325,59 @@ def find(path: str | Path) -> Path:
     raise ValueError(f"there is no config {path}.{checks.suggest(str(path), names)} Shipped ones: {', '.join(names)}.")
 
 
+def _spell_out_rewards(values: dict) -> None:
+    """Makes `{ocr: {weight: 1.0}}` of `[ocr]` and of `{ocr: 1.0}`."""
+    for holder in (values, values.get("evaluation")):
+        if not isinstance(holder, dict):
+            continue
+        rewards = holder.get("rewards")
+        if isinstance(rewards, list) and all(isinstance(name, str) for name in rewards):
+            rewards = dict.fromkeys(rewards, 1.0)
+        if isinstance(rewards, dict):
+            short = (int, float)
+            holder["rewards"] = {k: {"weight": v} if isinstance(v, short) else v or {} for k, v in rewards.items()}
+
+
 def _override(values: dict, pair: str) -> None:
-    key, equals, text = pair.partition("=")
+    key, equals, text = _key_and_value(pair)
     if not equals or not key:
         raise ValueError(f"{pair!r} is not of the form key.sub=value, for example optimizer.lr=1e-4.")
-    *parents, last = key.split(".")
+    _spell_out_rewards(values)
+    *parents, last = _steps(values, key)
     for parent in parents:
         values = values.setdefault(parent, {})
         if not isinstance(values, dict):
             raise ValueError(f"{pair!r}: {parent} is a single value, it has no {last}.")
     value = parse_yaml(text, f"the value of {key}")
-    values[last] = float(value) if isinstance(value, str) and _is_number(value) else value
+    value = float(value) if isinstance(value, str) and _is_number(value) else value
+    if parents in NAMED and isinstance(value, int | float) and isinstance(values.get(last), dict):
+        values, last = values[last], "weight"  # the reward's options stay
+    values[last] = value
+
+
+def _key_and_value(pair: str) -> tuple[str, str, str]:
+    """Splits at the first equals sign that is outside of quotes."""
+    found = re.match(r"""((?:"[^"]*"|'[^']*'|[^"'=])*)(=)(.*)""", pair, re.DOTALL)
+    return (found[1], found[2], found[3]) if found else (pair, "", "")
+
+
+def _steps(values: dict, key: str) -> list[str]:
+    """The keys that `a.b.c` goes through.
+
+    A reward's name may have dots: it is one of `values`, or quoted, or `path/my.py:function`.
+    """
+    holder = next((holder for holder in NAMED if key.startswith(f"{'.'.join(holder)}.")), None)
+    if holder is None:
+        return key.split(".")
+    known: Any = values
+    for step in holder:
+        known = known.get(step) if isinstance(known, dict) else None
+    names = [re.escape(name) for name in sorted(map(str, known), key=len, reverse=True)] if isinstance(known, dict) else []
+    name = "|".join([*names, '"[^"]+"', "'[^']+'", r".+:\w+", "[^.]+"])
+    found = re.fullmatch(rf"({name})(?:\.(.*))?", key.removeprefix(f"{'.'.join(holder)}."))
+    if found is None:
+        return key.split(".")
+    return [*holder, found[1].strip("\"'"), *(found[2].split(".") if found[2] else [])]
 
 
 def _is_number(text: str) -> bool:

@@ -25,10 +25,11 @@ if TYPE_CHECKING:
     from flow_grpo.prompts import PromptSet
     from flow_grpo.scorecard import Scorecard
     from flow_grpo.targets import Target
-    from rewards import WeightedSum
+    from rewards import Reward, WeightedSum
 
 console = Console()
-SETTING = re.compile(r"[\w.:-]+=")  # a path with an equals sign is told from it by a slash before that: ./a=b
+# A path with an equals sign is told from it by a slash before that, ./a=b; only a reward's name may have one too.
+SETTING = re.compile(r"[\w.:-]+=|(evaluation\.)?rewards\.[^=]+=")
 Targets = Annotated[
     list[str] | None,
     typer.Argument(
@@ -67,6 +68,13 @@ Steps = Annotated[
         min=1, help="Sampling steps of every model; by default those of the first one's evaluation.", show_default=False
     ),
 ]
+Trust = Annotated[
+    bool,
+    typer.Option(
+        "--trust",
+        help="Use all that a config.yaml beside the weights names: its author's code runs, and its servers get the pictures.",
+    ),
+]
 Out = Annotated[
     Path | None,
     typer.Option(
@@ -91,6 +99,7 @@ def evaluate(
     columns: SheetColumns = None,
     padding: Padding = None,
     crop: Crop = None,
+    trust: Trust = False,
     out: Out = None,
 ) -> None:
     """Measure models or pictures side by side: rewards, detail, diversity, distance from the base model, with intervals and tests.
@@ -99,7 +108,7 @@ def evaluate(
     [bold]flow-grpo eval runs/tiny_ocr runs/red --prompts geneval --seeds 4 --reward geneval_exact[/bold]
     [bold]flow-grpo eval samples/grid.png other.png --reward ocr --prompts prompts.txt[/bold]
     """
-    from flow_grpo import tables
+    from flow_grpo import found_config, tables
     from flow_grpo.quiet import quiet_libraries
     from flow_grpo.targets import Model, Pictures, Reading, find
 
@@ -112,6 +121,9 @@ def evaluate(
     for note in [target.gallery.note for target in found if isinstance(target, Pictures) and target.gallery.note]:
         console.print(visible(note), highlight=False, markup=False, soft_wrap=True)
     models = [target for target in found if isinstance(target, Model)]
+    for place, model in enumerate(models):  # the first one's config says what is measured, and on what
+        if model.found is not None and not trust:
+            found_config.check(model.args, model.found, rewards=not (place or reward), prompts=not (place or prompts))
     args = models[0].args if models else FlowGRPOConfig.read(config, overrides) if config else None
     kit, total = _rewards(reward, args)
     steps = steps or (args.evaluation.steps if args else None)
@@ -162,8 +174,8 @@ def score(
         prepare_file(out)
     pictures, metadata = shown.images(), shown.columns()
     values = {
-        name: rewards.score(name, rewards.load(name, **options), pictures, shown.prompts, **metadata).tolist()
-        for name, options in asked
+        name: rewards.score(name, one, pictures, shown.prompts, **metadata).tolist()
+        for name, one in _loaded(reward or ["ocr"]).items()
     }
     places = list(zip(shown.labels, shown.prompts, strict=True))
     table = {
@@ -255,11 +267,20 @@ def _rewards(names: list[str] | None, args: FlowGRPOConfig | None) -> "tuple[Wei
     from flow_grpo.evaluate import build_rewards
 
     if names:
-        options_of = [with_options(name) for name in names]
-        if len(dict(options_of)) < len(names):
-            raise ValueError("a reward is given twice by --reward: give each once.")
-        loaded: dict[str, Any] = {name: rewards.load(name, **options) for name, options in options_of}
+        loaded = _loaded(names)
         return rewards.WeightedSum(loaded, dict.fromkeys(loaded, 0.0)), False
     if args is None:
         raise ValueError("pictures alone don't say what to measure: give --reward, for example --reward ocr, or --config.")
     return build_rewards(args)[0], True
+
+
+def _loaded(words: list[str]) -> "dict[str, Reward]":
+    """The rewards of --reward by their names in tables."""
+    import rewards
+    from flow_grpo.evaluate import MEASURES
+
+    options_of = [with_options(word) for word in words]
+    if len(dict(options_of)) < len(words):
+        raise ValueError("a reward is given twice by --reward: give each once.")
+    short = rewards.metric_names(dict(options_of), MEASURES)
+    return {short[name]: rewards.load(name, **options) for name, options in options_of}

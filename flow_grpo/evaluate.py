@@ -19,6 +19,8 @@ from flow_grpo.sections import RewardConfig
 from flow_grpo.types import Evaluation
 from rewards import Reward, WeightedSum
 
+MEASURES = ("reward", "diversity")  # what is measured beside the rewards, and might be the name of a function
+
 
 def image_seed(seed: int, place: int, number: int = 0) -> int:
     """The seed of an evaluation's image, by which `sample` draws it again.
@@ -32,7 +34,7 @@ def image_seed(seed: int, place: int, number: int = 0) -> int:
 
 
 def build_rewards(args: FlowGRPOConfig, given: Any = None) -> tuple[WeightedSum, list[str]]:
-    """All rewards that an evaluation measures, and the names of those that are trained on. Each is built once.
+    """All rewards that an evaluation measures, and the names of those that are trained on, as metrics have them. Each is built once.
 
     The sum is the trained reward: the others have weight 0 in it. `given` are a trainer's `reward_funcs`.
     """
@@ -44,15 +46,16 @@ def build_rewards(args: FlowGRPOConfig, given: Any = None) -> tuple[WeightedSum,
         if len(trained) < len(items):
             raise ValueError("two of reward_funcs have one name: give each function or class a name of its own.")
     measured = {name: (name, setting) for name, setting in args.evaluation.rewards.items()}
+    short = reward_kit.metric_names([*trained, *measured], MEASURES)
     loaded = {
-        name: _placed(item, setting) if isinstance(item, str) else item
+        short[name]: _placed(item, setting) if isinstance(item, str) else item
         for name, (item, setting) in {**measured, **trained}.items()
     }
-    weights = {name: args.rewards[name].weight if name in args.rewards else float(name in trained) for name in loaded}
+    weights = dict.fromkeys(loaded, 0.0)
+    weights |= {short[name]: args.rewards[name].weight if name in args.rewards else 1.0 for name in trained}
     settings = {**args.evaluation.rewards, **args.rewards}
-    drop = [name for name, setting in settings.items() if setting.on_error == "drop"]
-    sums = WeightedSum(loaded, {name: weights[name] if name in trained else 0.0 for name in loaded}, drop)
-    return sums, list(trained)
+    drop = [short[name] for name, setting in settings.items() if setting.on_error == "drop" and name in short]
+    return WeightedSum(loaded, weights, drop), [short[name] for name in trained]
 
 
 def _placed(name: str, setting: RewardConfig) -> Reward:

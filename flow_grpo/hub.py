@@ -25,6 +25,7 @@ def locate(name: str) -> str:
     if folder.is_dir():
         if not (folder / "model_index.json").exists():
             raise ValueError(f"the folder {name} has no model_index.json, so it is not a diffusers pipeline.")
+        _check_no_code(folder)
         return name
     if not may_be_hub_id(name):
         raise ValueError(
@@ -46,6 +47,22 @@ def name_of(pipe: Any) -> str:
     """What a pipeline was loaded from: a shipped name, a folder or a hub id; its class if it was built in memory."""
     source = pipe.name_or_path
     return next((name for name, folder in SHIPPED.items() if str(folder) == source), source or type(pipe).__name__)
+
+
+def _check_no_code(folder: Path) -> None:
+    """ValueError if diffusers would run Python files of the folder: weights may come from anybody, and so would their code."""
+    try:
+        index = dict(json.loads((folder / INDEX).read_text(encoding="utf-8")))
+    except (OSError, ValueError, TypeError):  # loading it says what is wrong
+        return
+    entries = {name: entry for name, entry in index.items() if isinstance(entry, list) and entry}
+    files = [folder / ("" if name == "_class_name" else name) / f"{entry[0]}.py" for name, entry in entries.items()]
+    code = next((file for file in files if file.is_file()), None)
+    if code is not None:
+        raise ValueError(
+            f"the model {folder} brings code of its own, {code}, which is not run: read it, load the pipeline in Python, and give "
+            "FlowGRPOTrainer a flow_grpo.Policy of it."
+        )
 
 
 def fingerprint(source: str) -> list:

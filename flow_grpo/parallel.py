@@ -77,11 +77,11 @@ class Processes:
         try:
             made = call()
         except ValueError as raised:
-            error = str(raised)
-        parts = self.everyone((made, error))
+            error = raised
+        parts = self.everyone((made, None if error is None else str(error)))
         failed = next((text for _, text in parts if text is not None), None)
         if failed is not None:
-            raise ValueError(failed)
+            raise ValueError(failed) from error
         return [value for value, _ in parts]  # type: ignore[misc]
 
     def leave(self) -> None:

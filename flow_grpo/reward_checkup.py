@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flow_grpo.tryout import Glance, Look, Pictures, glance_at, look_at
+from flow_grpo.tryout import BY_GROUP, Glance, Look, Pictures, glance_at, look_at
 from flow_grpo.verdicts import FINE, WARNING, WRONG, Level, Verdict
 from rewards import WeightedSum
 
@@ -37,7 +37,7 @@ def scores(
     scoring = sum(look.seconds for name, look in looks.items() if name in rolled)
     whole, found = drawing / len(pictures.prompts) + scoring, []
     for name in names:
-        title, drop = name.rpartition("/")[2], name in sums.drop
+        title, drop = name, name in sums.drop
         if name == PERSON:
             found.append(not_asked(title))
             continue
@@ -70,13 +70,13 @@ def judge_trained(title: str, look: Look, images: int, drop: bool, others: list[
     if look.usable and look.mismatched is not None:
         change = (look.mismatched - look.once).mean().item()
         found.append(reads_prompt(title, look.reads, change, any(other.reads for other in others)))
-    return [*found, keeps_pictures(title, look.changed, look.gradient)]
+    return [*found, group_free(title, look.by_group), side_effects(title, look)]
 
 
 def judge_watched(title: str, look: Glance, drop: bool) -> list[Verdict]:
     """Of a reward that is measured and not trained on."""
     found = [values(title, look.values, drop, FINE)]
-    return [*found, keeps_pictures(title, True, False)] if look.changed else found
+    return [*found, side_effects(title, look)] if look.changed or look.settings else found
 
 
 # -- from numbers to verdicts -----------------------------------------------------------------------------------------
@@ -149,14 +149,23 @@ def reads_prompt(name: str, reads: bool, change: float, others: bool) -> Verdict
     return Verdict(check, "no", WARNING, says)
 
 
-def keeps_pictures(name: str, changed: bool, gradient: bool) -> Verdict:
-    """changed: whether it wrote into the images that it was given; gradient: whether its values carry one."""
+def group_free(name: str, by_group: bool) -> Verdict:
+    """by_group: whether an image's value depends on the other images of its prompt."""
+    check = f"{name}: other images of a prompt"
+    return Verdict(check, "matter", WARNING, BY_GROUP) if by_group else Verdict(check, "don't matter", FINE)
+
+
+def side_effects(name: str, look: Glance) -> Verdict:
+    """Whether it wrote into the images that it was given, changed the process, or keeps a graph."""
     check = f"{name}: side effects"
-    if changed:
+    if look.changed:
         return Verdict(
             check, "images changed", WRONG, "it writes into its images, which other rewards see: let it copy them."
         )
-    if gradient:
+    if look.settings:
+        says = f"it changes {', '.join(look.settings)} for the whole process, which is set back after each call."
+        return Verdict(check, "settings changed", WARNING, says)
+    if look.gradient:
         return Verdict(check, "a gradient", WARNING, "its values keep a graph that nothing uses: run it under no_grad.")
     return Verdict(check, "none", FINE)
 

@@ -178,7 +178,7 @@ class RewardConfig(Section):
     """Address of a server, or of several, on which `flow-grpo serve` runs this reward; options are then those of the client,
     rewards/remote.py. The servers' token comes from the environment variable REWARD_TOKEN."""
     isolate: bool = False
-    """Whether it runs in a process of its own."""
+    """Whether it runs in a process of its own. If that process exits or crashes, the run stops with an error and a checkpoint."""
     python: str | None = None
     """isolate: the interpreter of the environment it runs in; by default this one."""
 

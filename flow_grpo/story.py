@@ -71,8 +71,10 @@ class Story:
         alone = [name for name in names if name != "reward"]
         alone.sort(key=lambda name: name not in self.trained)
         weighed = [name for name in self.trained if name in alone]
-        weight = self.config.get("rewards", {}).get(weighed[0], {}).get("weight", 1.0) if len(weighed) == 1 else None
-        return alone if weight == 1.0 else ["reward", *alone]  # one reward alone is the sum
+        settings = list(self.config.get("rewards", {}).values())
+        weights = [one.get("weight", 1.0) if isinstance(one, dict) else one for one in settings]
+        by_itself = len(weighed) == 1 and [weight for weight in weights if weight] in ([1.0], [])
+        return alone if by_itself else ["reward", *alone]  # one reward alone is the sum
 
     @property
     def best_step(self) -> int | None:

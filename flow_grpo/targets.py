@@ -15,13 +15,18 @@ WHAT = "a run folder, a checkpoint, a LoRA, a model, a config, a sheet or a fold
 
 @dataclass(frozen=True)
 class Model:
-    """A model that draws: a base model, or one with a LoRA or a checkpoint's adapter on it."""
+    """A model that draws: a base model, or one with a LoRA or a checkpoint's adapter on it.
+
+    Attributes:
+        found: the file of `args`, if it lay beside the weights and was not named by the user.
+    """
 
     name: str
     what: str
     args: FlowGRPOConfig
     lora: str | None = None
     checkpoint: Path | None = None
+    found: Path | None = None
 
     @property
     def is_base(self) -> bool:
@@ -119,7 +124,7 @@ def _with_bases(targets: list[Target]) -> list[Target]:
     models = [t for t in targets if isinstance(t, Model)]
     bases: dict[tuple, Model] = {}
     for model in models:  # in their order: the first one's settings hold, those of a LoRA whose base was not asked for too
-        base = Model(model.args.model, f"base model {model.args.model}", model.args)
+        base = Model(model.args.model, f"base model {model.args.model}", model.args, found=model.found)
         bases.setdefault(model.pipeline, model if model.is_base else base)
     if len(bases) == 1:
         bases = {pipeline: replace(model, name="base") for pipeline, model in bases.items()}
@@ -165,7 +170,7 @@ def _run(path: Path, how: Reading) -> Model:
     what, folder = ("transformer", path / "transformer") if args.lora is None else ("LoRA", path / "lora")
     if not folder.is_dir():
         raise ValueError(f"the run {path} has no {what} yet: give one of its checkpoints, in {path / 'checkpoints'}.")
-    return Model(path.resolve().name, f"{what} {folder}", args, str(folder))
+    return Model(path.resolve().name, f"{what} {folder}", args, str(folder), found=path / RUN)
 
 
 def _checkpoint(path: Path, how: Reading) -> Model:
@@ -174,24 +179,26 @@ def _checkpoint(path: Path, how: Reading) -> Model:
     if not (run / RUN).is_file():
         raise ValueError(f"the checkpoint {path} does not lie in its run's folder, whose {RUN} says what it is of.")
     args = FlowGRPOConfig.read(run / RUN, how.overrides)
-    return Model(f"{run.name}/{place.name}", f"checkpoint {path}", args, checkpoint=place)
+    return Model(f"{run.name}/{place.name}", f"checkpoint {path}", args, checkpoint=place, found=run / RUN)
 
 
 def _lora(path: Path, how: Reading) -> Model:
     folder = path.resolve() if path.is_dir() else path.resolve().parent
     places = (folder / RUN, folder.parent / RUN) if path.exists() else ()
-    own = next((str(file) for file in places if file.is_file()), None)
+    own = next((file for file in places if file.is_file()), None) if how.config is None else None
     config = how.config or own or how.beside
     if config is None:
         raise ValueError(f"the LoRA {path} does not say which model it is for: give a config of that model by --config.")
-    return Model("/".join(path.parts[-2:]), f"LoRA {path}", FlowGRPOConfig.read(config, how.overrides), str(path))
+    args = FlowGRPOConfig.read(config, how.overrides)
+    return Model("/".join(path.parts[-2:]), f"LoRA {path}", args, str(path), found=own)
 
 
 def _model(name: str, how: Reading) -> Model:
-    config = how.config or hub.config_of(name) or how.beside
+    found = hub.config_of(name) if how.config is None else None
+    config = how.config or found or how.beside
     own = [*how.overrides, f"model={name}"]
     args = FlowGRPOConfig.read(config, own) if config else FlowGRPOConfig.of(name, how.overrides)
-    return Model(name, f"base model {name}", args)
+    return Model(name, f"base model {name}", args, found=found)
 
 
 def _pictures(path: Path, how: Reading) -> Pictures:

@@ -21,6 +21,7 @@ from flow_grpo.parallel import Processes
 from flow_grpo.policy import Policy
 from flow_grpo.sections import ObjectiveConfig
 from flow_grpo.types import Loss, NoisedImage, PromptBatch, TrainedStep, Trajectory
+from rewards.user_code import guarded
 
 
 class ClipRange:
@@ -263,13 +264,11 @@ def own_function(kind: str, name: str) -> Callable | None:
     if not callable(function):
         raise ValueError(f"{kind} {name} is not a function.")
 
-    def guarded(*args: Any, **kwargs: Any) -> Any:
-        try:
+    def called(*args: Any, **kwargs: Any) -> Any:
+        with guarded(f"{kind} {name}", lambda error: f"{kind} {name} raised {error}"):
             return function(*args, **kwargs)
-        except Exception as error:
-            raise ValueError(f"{kind} {name} raised {type(error).__name__}: {error}") from error
 
-    return guarded
+    return called
 
 
 def _own(o: ObjectiveConfig, seen: TrainedStep | NoisedImage, advantage: Tensor) -> Loss:

@@ -33,6 +33,7 @@ from flow_grpo.text import counted
 from flow_grpo.tracking import Tracker
 from flow_grpo.trainable import loaded, make_trainable
 from flow_grpo.training.callbacks import CallbackList
+from flow_grpo.tryout import BY_GROUP, FEW, Pictures, depends_on_group
 from flow_grpo.types import Evaluation
 from flow_grpo.update import Update
 
@@ -479,7 +480,20 @@ class FlowGRPOTrainer:
         tracker.evaluation(self.step, found.means(), more, self.record.kept(self.step, prompts))
         for name, sentence in monitor.warnings(history).items():
             tracker.warn(self.step, sentence, fallen=name)
+        for sentence in self._by_group(found) if self.step == 0 else ():
+            tracker.warn(self.step, sentence)
         report.write([self.folder], self.folder / report.FILE)
+
+    def _by_group(self, found: Evaluation) -> list[str]:
+        """A sentence for each reward whose held-out values say nothing, as they depend on other images of a prompt."""
+        assert self.eval_set
+        batch = self.eval_set.take(list(found.pictures)[:FEW], 1)
+        pictures = Pictures(torch.stack(list(found.pictures.values())[:FEW]), batch.prompts, batch.columns())
+        return [
+            f"reward {name}: {BY_GROUP}"
+            for name, reward in self.held_out.rewards.items()
+            if depends_on_group(name, reward, pictures)
+        ]
 
     def evaluate(self) -> Evaluation:
         """The held-out prompts, drawn by the averaged adapter and measured."""

@@ -20,10 +20,19 @@ from torch import Tensor
 
 import rewards
 from flow_grpo.grid import Cell, from_bytes, save_grid, to_bytes
+from rewards import user_code
 
 BINS, BAR = 10, 32
 AGAIN = 32  # pictures that `look_at` scores once more
+FEW = 4  # pictures that are scored alone and together
+COSTLY = ("human", "judge")  # rewards that a person or a paid service answers: they are not called only to be looked at
+CHANCE = 5  # times its own chance, from which on a difference comes from the other images of a call
+ROUNDING, SHARE = 2**-7, 0.25  # of the largest value (bf16 has 8 bits), and of the spread: smaller differences are rounding
 PLAIN = "as they are"
+BY_GROUP = (
+    "an image's value depends on the other images of its prompt, and an evaluation has one image of each: its held-out values say "
+    "nothing. Train on it if you want to, and follow another reward by evaluation.rewards."
+)
 
 
 @dataclass(frozen=True)
@@ -75,6 +84,7 @@ class Findings:
     megabytes: float  # how much the most that this process ever took grew, by loading and scoring
     repeats: bool  # the same pictures twice give the same bits
     batch_matters: float  # the largest difference between a picture alone and among the others
+    by_group: bool  # a picture's value depends on the other pictures of its prompt
 
 
 def examine(name: str, load: Callable[[], rewards.Reward], pictures: Pictures) -> Findings:
@@ -93,7 +103,29 @@ def examine(name: str, load: Callable[[], rewards.Reward], pictures: Pictures) -
         _most_megabytes() - before,
         torch.equal(plain, again),
         float((torch.cat([v for _, v in alone]) - plain[: len(alone)]).abs().max()),
+        depends_on_group(name, reward, pictures),
     )
+
+
+def depends_on_group(name: str, reward: rewards.Reward, pictures: Pictures) -> bool:
+    """Whether a picture's value depends on the others that are scored with it: some pictures as one prompt's group, and each alone.
+
+    An evaluation draws one picture of each prompt, so such a reward says nothing there. False for one that a person or a paid service
+    answers, and for one that can't score these pictures. Chance and the rounding of other batch sizes are left out of account.
+    """
+    if name in COSTLY or len(pictures.prompts) < 2:
+        return False
+    rows = list(range(min(FEW, len(pictures.prompts))))
+    first = pictures.take([0] * len(rows))
+    group = Pictures(pictures.images[rows], first.prompts, first.columns)
+    try:  # each call has images of its own, which a reward may write into
+        together, again = (group.take(rows).scored(name, reward) for _ in range(2))
+        alone = torch.cat([group.take([i]).scored(name, reward) for i in rows])
+    except ValueError:
+        return False
+    both = torch.cat([together, alone])
+    chance, spread, largest = (together - again).square().mean().sqrt(), both.std(correction=0), both.abs().max()
+    return bool((together - alone).square().mean().sqrt() > CHANCE * chance + SHARE * spread + ROUNDING * largest)
 
 
 @dataclass(frozen=True)
@@ -104,6 +136,7 @@ class Glance:
     seconds: float  # an image
     changed: bool  # it wrote into its images
     gradient: bool  # its values carry one
+    settings: tuple[str, ...]  # of the whole process, that it changed
 
     @property
     def constant(self) -> bool:
@@ -121,6 +154,7 @@ class Look(Glance):
     once: Tensor  # (n,)
     again: Tensor  # (n,)
     mismatched: Tensor | None  # (n,), if there is more than one prompt
+    by_group: bool  # a picture's value depends on the other pictures of its prompt
 
     @property
     def reads(self) -> bool:
@@ -137,7 +171,8 @@ def glance_at(name: str, reward: rewards.Reward, pictures: Pictures) -> Glance:
         lambda: rewards.raw_score(name, _noting(reward, notes), given, pictures.prompts, pictures.columns)
     )
     changed = not torch.equal(given, pictures.images)
-    return Glance(values, seconds / len(pictures.prompts), changed, notes["gradient"])
+    settings = tuple(user_code.changed.get(f"reward {name}", ()))
+    return Glance(values, seconds / len(pictures.prompts), changed, notes["gradient"], settings)
 
 
 def look_at(name: str, reward: rewards.Reward, pictures: Pictures) -> Look:
@@ -150,7 +185,17 @@ def look_at(name: str, reward: rewards.Reward, pictures: Pictures) -> Look:
     seen = [once, again, *wrong, whole]
     changed, gradient = any(one.changed for one in seen), any(one.gradient for one in seen)
     mismatched = wrong[0].values if wrong else None
-    return Look(whole.values, whole.seconds, changed, gradient, once.values, again.values, mismatched)
+    return Look(
+        values=whole.values,
+        seconds=whole.seconds,
+        changed=changed,
+        gradient=gradient,
+        settings=whole.settings,
+        once=once.values,
+        again=again.values,
+        mismatched=mismatched,
+        by_group=depends_on_group(name, reward, pictures),
+    )
 
 
 def _noting(reward: rewards.Reward, notes: dict[str, bool]) -> rewards.Reward:
@@ -182,12 +227,14 @@ def show(console: Console, title: str, found: Findings) -> None:
         bar = "█" * round(BAR * count / len(plain)) or ("▏" if count else "")
         console.print(f"{low:10.4f} … {high:<10.4f} [cyan]{bar}[/cyan] {count or ''}", highlight=False)
     count = len(plain)
-    lines = (
+    lines = [
         f"one picture {found.seconds_alone * 1000:.1f} ms, {count} together {count / found.seconds_together:.1f} a second",
         f"{found.megabytes:.0f} MB more memory",
         "the same pictures give the same values" if found.repeats else "[bold]the same pictures give other values[/bold]",
         f"a picture alone differs from itself in a batch by at most {found.batch_matters:.2g}",
-    )
+    ]
+    if found.by_group:
+        lines.append(f"[bold]warning: {BY_GROUP}[/bold]")
     console.print("\n" + "\n".join(lines), highlight=False)
 
 

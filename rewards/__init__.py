@@ -10,12 +10,15 @@ import functools
 import importlib
 import importlib.util
 import inspect
+import itertools
 import math
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, Protocol
 
 import torch
+
+from rewards.user_code import guarded
 
 NAMES = {
     "ocr": "rewards.ocr:OCR",
@@ -36,6 +39,7 @@ NAMES = {
     "judge": "rewards.judge:Judge",
     "remote": "rewards.remote:Remote",
 }
+SHOWN = 200  # characters of a prompt in an error
 
 
 class Reward(Protocol):
@@ -52,10 +56,8 @@ def load(name: str, **options: Any) -> Reward:
     """
     target = check(name, **options)
     if inspect.isclass(target):
-        try:
+        with guarded(f"reward {name}", lambda kind: f"reward {name} could not be built: {kind}"):
             reward = target(**options)
-        except Exception as error:
-            raise ValueError(f"reward {name} could not be built: {type(error).__name__}: {error}") from error
     else:
         reward = _with_options(target, options)
     if not callable(reward):
@@ -100,7 +102,7 @@ def check(name: str, **options: Any) -> Callable[..., Any]:
     return target
 
 
-def score(name: str, reward: Reward, images: torch.Tensor, prompts: list[str], **metadata: Any) -> torch.Tensor:
+def score(name: str, reward: Reward, images: torch.Tensor, prompts: list[str], /, **metadata: Any) -> torch.Tensor:
     """The reward's values, (B,) float32 on the CPU, checked.
 
     Raises:
@@ -116,16 +118,10 @@ def score(name: str, reward: Reward, images: torch.Tensor, prompts: list[str], *
 
 def raw_score(name: str, reward: Reward, images: torch.Tensor, prompts: list[str], metadata: dict[str, Any]) -> torch.Tensor:
     """As `score`, but a value need not be finite."""
-    try:
-        with torch.no_grad():
-            values = reward(images, prompts, **_accepted(reward, metadata))
-        values = torch.as_tensor(values, dtype=torch.float32).detach().cpu()
-    except Exception as error:
-        reason = " ".join(str(error).split()) or "no message"
-        raise ValueError(
-            f"reward {name} raised {type(error).__name__} on {len(prompts)} images, the first for the prompt "
-            f"{prompts[0]!r}: {reason}"
-        ) from error
+    on = f"on {len(prompts)} images" + (f", the first for the prompt {prompts[0][:SHOWN]!r}" if prompts else "")
+    with guarded(f"reward {name}", lambda kind: f"reward {name} raised {kind} {on}"), torch.no_grad():
+        given = reward(images, prompts, **_accepted(reward, metadata))
+        values = torch.as_tensor(given, dtype=torch.float32, device="cpu").detach()
     if values.shape != (len(prompts),):
         raise ValueError(
             f"reward {name} returned shape {tuple(values.shape)} for {len(prompts)} images; it must return one number each."
@@ -155,7 +151,7 @@ class WeightedSum:
         return WeightedSum({name: self.rewards[name] for name in names}, self.weights, self.drop, self.dropped)
 
     def __call__(
-        self, images: torch.Tensor, prompts: list[str], **metadata: Any
+        self, images: torch.Tensor, prompts: list[str], /, **metadata: Any
     ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         """The sum (B,) and each reward (B,) by name. ValueError as in `score`; one of `drop` is NaN where it failed."""
         by_name = {name: self._one(name, images, prompts, metadata) for name in self.rewards}
@@ -213,10 +209,8 @@ def docstring(name: str) -> str:
 
 
 def _import_module(kind: str, name: str, path: str) -> Any:
-    try:
+    with guarded(f"{kind} {name}", lambda error: f"{kind} {name} could not be imported: {error}"):
         return importlib.import_module(path)
-    except Exception as error:
-        raise ValueError(f"{kind} {name} could not be imported: {type(error).__name__}: {error}") from error
 
 
 def _import_file(kind: str, path: str) -> Any:
@@ -227,10 +221,8 @@ def _import_file(kind: str, path: str) -> Any:
     assert spec
     assert spec.loader
     module = importlib.util.module_from_spec(spec)
-    try:
+    with guarded(f"the {kind} file {path}", lambda error: f"the {kind} file {path} could not be run: {error}"):
         spec.loader.exec_module(module)
-    except Exception as error:
-        raise ValueError(f"the {kind} file {path} could not be run: {type(error).__name__}: {error}") from error
     return module
 
 
@@ -250,6 +242,20 @@ def _accepted(reward: Reward, metadata: dict[str, Any]) -> dict[str, Any]:
     if any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
         return metadata
     return {key: value for key, value in metadata.items() if key in parameters}
+
+
+def metric_names(names: Iterable[str], taken: Iterable[str] = ()) -> dict[str, str]:
+    """What the metrics call each of these rewards: a reward of ours by its name, a user's by that of its function or class.
+
+    A second one of a name gets a number, as does one that is called like a reward of ours, or like one of `taken`.
+    """
+    found: dict[str, str] = {}
+    for name in dict.fromkeys(names):
+        own = name.rpartition(":")[2] if name not in NAMES else name
+        others = {*taken, *found.values(), *(NAMES if name not in NAMES else ())}
+        numbered = itertools.chain([own], (f"{own}_{n}" for n in itertools.count(2)))
+        found[name] = next(candidate for candidate in numbered if candidate not in others)
+    return found
 
 
 def _options(target: Callable[..., Any]) -> str:

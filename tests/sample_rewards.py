@@ -38,3 +38,22 @@ def sometimes_nan(images, prompts):
         if "U" in prompt and prompt not in prompts[:i]:
             values[i] = float("nan")
     return values
+
+
+def rank(images, prompts):
+    """1 for the brightest image of each prompt, 0 for the others, so that an image alone has nothing to be compared with."""
+    bright = images.mean((1, 2, 3))
+    return [float(sum(p == prompt for p in prompts) > 1 and bright[i] == bright[[p == prompt for p in prompts]].max())
+            for i, prompt in enumerate(prompts)]  # fmt: skip
+
+
+def z_score(images, prompts):
+    """Brightness against all images of a call."""
+    bright = images.mean((1, 2, 3))
+    return (bright - bright.mean()) / (bright.std(correction=0) + 1e-6)
+
+
+def in_bf16(images, prompts):
+    """Brightness as a network in 16 bits has it: rounded, and by another order of sums in each size of a batch."""
+    weights = torch.linspace(0.5, 1.5, images[0].numel(), dtype=torch.bfloat16)
+    return 0.8 + (images.flatten(1).bfloat16() @ weights) / images[0].numel() * (1 + 2**-8 * (len(prompts) % 2))

@@ -87,8 +87,8 @@ def test_sample_score_and_eval_agree_cell_by_cell(trained):
         output = run("score", source, "--reward", reward, "--reward", "color", "--out", out, cwd=trained)
         assert "mean" in output
     by_grid, by_folder = (json.loads((trained / name).read_text()) for name in ("grid.json", "folder.json"))
-    assert [row[reward] for row in by_grid] == [row[reward] for row in by_folder]
-    assert [row[reward] for row in by_grid] == pytest.approx(images.mean((1, 2, 3)).tolist())
+    assert [row["brightness"] for row in by_grid] == [row["brightness"] for row in by_folder]
+    assert [row["brightness"] for row in by_grid] == pytest.approx(images.mean((1, 2, 3)).tolist())
     assert [row["prompt"] for row in by_grid] == [cell.prompt for cell in cells]
     output = run(
         "eval", "samples/grid.png", "samples", "--reward", reward, "--reward", "color", "--out", "eval", cwd=trained
@@ -96,11 +96,15 @@ def test_sample_score_and_eval_agree_cell_by_cell(trained):
     assert "samples against samples/grid.png: 2 prompts, 4 pairs of one prompt and seed" in " ".join(output.split())
     grid, folder = json.loads((trained / "eval" / "eval.json").read_text())["targets"].values()
     assert grid["measures"] == folder["measures"]
-    assert grid["measures"][reward]["mean"] == pytest.approx(images.mean().item())
+    assert grid["measures"]["brightness"]["mean"] == pytest.approx(images.mean().item())
 
 
 def test_eval_of_a_run_measures_with_and_without_its_lora(trained):
-    output = run("eval", "runs/short", cwd=trained)
+    refused = run("eval", "runs/short", cwd=trained, code=2)
+    assert "runs/short/config.yaml" in refused
+    assert "names the reward " in refused
+    assert "add --trust if you wrote it" in refused
+    output = run("eval", "runs/short", "--trust", cwd=trained)
     assert "base" in output
     assert "LoRA" in output
     found = json.loads((trained / "runs" / "short" / "eval.json").read_text())
@@ -169,7 +173,7 @@ def test_compare_gives_every_run_the_same_budget_and_goes_on_where_it_was(traine
 
 def test_compare_says_at_once_what_does_not_fit_its_folder(trained):
     words = [*compare_words(trained), "--out", "whole"]
-    assert "no held-out measure orc" in run(*words, "--measure", "orc", cwd=trained, code=2)
+    assert "no held-out measure orc; it has reward, brightness." in run(*words, "--measure", "orc", cwd=trained, code=2)
     words[words.index("images=16")] = "images=24"
     assert "begun with slices of 8 images, not 12 images" in run(*words, cwd=trained, code=2)
 

@@ -234,3 +234,31 @@ def test_a_key_that_stands_twice_in_an_override_or_in_options_is_a_sentence():
         with_options("ocr={case: true, case: false}")
     with pytest.raises(ValueError, match="has the option 1, which is no name"):
         with_options("ocr={1: 2}")
+
+
+@pytest.mark.parametrize(
+    ("pairs", "found"),
+    [
+        (["rewards.my.py:redness=0.5"], {"my.py:redness": 0.5}),
+        (['rewards."my.py:redness"=0.5'], {"my.py:redness": 0.5}),
+        (["rewards.'a=b/my.py:redness'.weight=0.5"], {"a=b/my.py:redness": 0.5}),
+        (["rewards.../a.b/my.py:redness.weight=0.5"], {"../a.b/my.py:redness": 0.5}),
+        (["rewards.my_package.colors:redness=1e-1"], {"my_package.colors:redness": 0.1}),
+        (["rewards={v1.5: {isolate: true}}", "rewards.v1.5=2"], {"v1.5": 2.0}),
+        (["rewards=[ocr, a.py:f]", "rewards.ocr.weight=2", "rewards.a.py:f=3"], {"ocr": 2.0, "a.py:f": 3.0}),
+        (["rewards.a.py:f=1", "rewards.a.py:f_2=2"], {"a.py:f": 1.0, "a.py:f_2": 2.0}),
+    ],
+)
+def test_a_rewards_name_may_have_dots_in_an_override(pairs, found):
+    args = FlowGRPOConfig.read("tiny_grpo", pairs)
+    assert found.items() <= {name: reward.weight for name, reward in args.rewards.items()}.items()
+    moved = FlowGRPOConfig.read("tiny_grpo", [f"evaluation.{pair}" for pair in pairs])
+    assert found.items() <= {name: reward.weight for name, reward in moved.evaluation.rewards.items()}.items()
+
+
+def test_a_weight_given_by_an_override_leaves_the_rewards_options_alone():
+    pairs = ["rewards={a.py:f: {isolate: true, options: {x: 1}}}", "rewards.a.py:f=0.5", "rewards.a.py:f.options.y=2"]
+    (reward,) = FlowGRPOConfig.read("tiny_grpo", pairs).rewards.values()
+    assert (reward.weight, reward.isolate, reward.options) == (0.5, True, {"x": 1, "y": 2})
+    with pytest.raises(ValueError, match=r"no setting rewards.a.py:f.wieght. Did you mean weight"):
+        FlowGRPOConfig.read("tiny_grpo", ["rewards.a.py:f.wieght=0.5"])

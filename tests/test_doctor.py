@@ -12,7 +12,7 @@ import torch
 from conftest import CALL, short_run
 from forked import begin, run
 from rich.console import Console
-from sample_rewards import brightness, flat, nan, raises
+from sample_rewards import brightness, flat, nan, raises, rank
 
 import rewards
 from flow_grpo import checkup, doctor, reward_checkup, verdicts
@@ -77,8 +77,10 @@ def test_a_healthy_run_has_nothing_wrong_and_nothing_is_written(tmp_path):
     assert not [verdict for verdict in found.values() if verdict.level == WRONG]
     assert verdicts.conclusion(found.values()).startswith("Nothing is wrong")
     for check in ("ratio before the first update", "gradient against Adam's eps", "made by the trained steps", "clip range",
-                  "another micro-batch", "the longest prompt's end", "ocr: reads the prompt", "ocr: scored twice"):  # fmt: skip
+                  "another micro-batch", "the longest prompt's end", "ocr: reads the prompt", "ocr: scored twice",
+                  "ocr: other images of a prompt", "ocr: side effects", "color: side effects"):  # fmt: skip
         assert found[check].level == FINE, found[check]
+    assert "clip: side effects" not in found, "of one that is not trained on, only what is wrong is said"
     assert {check for check in found if check.startswith("step ")} == {"step 0 at sigma 1.00", "step 1 at sigma 0.92"}
     assert not (tmp_path / "run").exists()
 
@@ -121,13 +123,16 @@ def test_stages_of_given_images_final_latents_and_a_critic_are_looked_at_without
         (rewards.load("color"), "reads the prompt", FINE),
         (sick.length, "within a group", WRONG),
         (brightness, "within a group", FINE),
+        (rank, "other images of a prompt", WARNING),
+        (brightness, "other images of a prompt", FINE),
         (sick.inverts, "side effects", WRONG),
+        (sick.doubles, "side effects", WARNING),
         (sick.with_gradient, "side effects", WARNING),
         (brightness, "side effects", FINE),
     ],
 )
 def test_what_is_ill_about_a_reward(signs, reward, check, level):
-    look = look_at("r", reward, signs)
+    look = look_at(getattr(reward, "__name__", "r"), reward, signs)
     assert levels(reward_checkup.judge_trained("r", look, 2, False, []))[f"r: {check}"] == level
 
 
@@ -145,7 +150,7 @@ def test_a_broken_reward_ends_the_look_with_its_name(policy, tmp_path, reward):
     sections = dict(checkup.examine(short_run(tmp_path, f"rewards={{{name}: 1}}")))
     assert list(sections)[-1] == "rewards"
     (broken,) = [verdict for verdict in sections["rewards"] if verdict.level == WRONG]
-    assert broken.check == f"sample_rewards.py:{reward.__name__}: values"
+    assert broken.check == f"{reward.__name__}: values"
     if reward is raises:
         assert "the camera is off" in broken.says
 
@@ -162,7 +167,7 @@ def test_a_reward_of_evaluations_alone_is_called_once_and_not_billed_to_the_roll
 
     sums = WeightedSum({name: counted(name) for name in calls}, {"trained": 1.0, "watched": 0.0})
     looks, found = reward_checkup.scores(sums, ["trained"], signs, 2, drawing=0.0)
-    assert calls == {"trained": 4, "watched": 1}
+    assert calls == {"trained": 10, "watched": 1}, "four times all or some, a group twice, and its four images alone"
     assert torch.equal(looks["watched"].values, looks["trained"].values)
     says = {verdict.check: verdict.says for verdict in found}
     assert says["trained: a picture"].startswith("100% of a rollout")
@@ -400,7 +405,7 @@ def test_the_command(tmp_path):
     assert content["conclusion"] == sentence
     assert "mend that before you train" in sentence
     wrong = [row["check"] for row in content["verdicts"] if row["level"] == WRONG]
-    assert wrong == ["sample_rewards.py:nan: values"]
+    assert wrong == ["nan: values"]
     assert file == "verdicts: look/found.json"
     assert {path.name for path in tmp_path.iterdir()} == {"short.yaml", "look"}
 

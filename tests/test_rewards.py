@@ -233,6 +233,37 @@ def test_a_reward_that_is_not_there_is_said_in_a_sentence(name, options, words):
         rewards.load(name, **options)
 
 
+def test_a_reward_is_called_by_its_function_in_the_metrics():
+    names = [
+        "a/b.py:brightness",
+        "ocr",
+        "c.py:brightness",
+        "my.mod:brightness",
+        "x.py:ocr",
+        "y.py:clip",
+        "z.py:reward",
+        "v1.5",
+    ]
+    assert rewards.metric_names(names, ["reward"]) == {
+        "a/b.py:brightness": "brightness",
+        "ocr": "ocr",
+        "c.py:brightness": "brightness_2",
+        "my.mod:brightness": "brightness_3",
+        "x.py:ocr": "ocr_2",
+        "y.py:clip": "clip_2",  # what a run calls clip is ours in every run
+        "z.py:reward": "reward_2",
+        "v1.5": "v1.5",
+    }
+
+
+def test_columns_of_the_metadata_may_have_any_name():
+    def mine(images, prompts, name, reward):
+        return [float(one) + other for one, other in zip(name, reward, strict=True)]
+
+    columns = {"name": [1, 2], "reward": [10, 20]}
+    assert rewards.score("mine", mine, torch.zeros(2, 3, 4, 4), ["a", "b"], **columns).tolist() == [11, 22]
+
+
 @pytest.mark.parametrize(
     ("function", "words"), [("raises", "the camera is off"), ("nan", "returned nan"), ("wrong_shape", "shape")]
 )

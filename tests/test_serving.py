@@ -362,7 +362,7 @@ def test_a_run_with_two_servers_of_which_one_is_killed_has_the_metrics_of_one_wi
     assert numbers(tmp_path / "killed") == numbers(tmp_path / "whole")
 
     (first.folder / "die").write_text("")
-    with pytest.raises(ValueError, match=r"reward mine.py:slow raised ValueError .*no server is left"):
+    with pytest.raises(ValueError, match=r"reward slow raised ValueError .*no server is left for the reward mine.py:slow"):
         run("stopped", [first.url]).train()
     assert list((tmp_path / "stopped" / "checkpoints").iterdir())
     (first.folder / "die").unlink()

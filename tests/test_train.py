@@ -12,6 +12,7 @@ from forked import begin, run
 from safetensors.torch import load_file
 
 from flow_grpo.config import FlowGRPOConfig
+from flow_grpo.story import Story
 from flow_grpo.tracking import read_metrics
 from flow_grpo.train import FlowGRPOTrainer
 
@@ -188,7 +189,7 @@ def test_training_raises_the_reward(tmp_path):
             "optimizer.lr=8e-3",
         )
         FlowGRPOTrainer(args=run.model_copy(update={"microbatch": 16})).train()
-        ends.append(numbers(tmp_path / str(weight))[-1][f"eval/{reward}"])
+        ends.append(numbers(tmp_path / str(weight))[-1]["eval/brightness"])
     assert ends[0] - ends[1] > 0.005
 
 
@@ -226,8 +227,8 @@ def test_skipping_leaves_the_gradient_as_it_is_without_skipping(tmp_path, monkey
         common = ("prompts_per_step=4", "microbatch=4", "optimizer.max_grad_norm=1e9", f"rewards={{'{reward}': 1}}")
         trainer = FlowGRPOTrainer(args=short_run(tmp_path / name, *common, *OBJECTIVES[objective]))
         stir(trainer.policy)  # away from the base model, and from nft's old policy
-        mine = trainer.rewards.rewards[reward]
-        trainer.rewards.rewards[reward] = lambda x, p, mine=mine: mine(x, p) * (torch.arange(16) < 4)
+        mine = trainer.rewards.rewards["brightness"]
+        trainer.rewards.rewards["brightness"] = lambda x, p, mine=mine: mine(x, p) * (torch.arange(16) < 4)
         if name == "not":
             everything = lambda reward, *_: torch.ones(len(reward), dtype=torch.bool)  # noqa: E731
             monkeypatch.setattr(experience.advantages, "has_signal", everything)
@@ -240,8 +241,8 @@ def test_skipping_leaves_the_gradient_as_it_is_without_skipping(tmp_path, monkey
 
 def _half_silent(trainer):
     """Every other group has rewards that are alike; returns the sizes of the update's forward passes."""
-    mine, velocity, sizes = trainer.rewards.rewards[f"{REWARDS}:brightness"], trainer.policy.velocity, []
-    trainer.rewards.rewards[f"{REWARDS}:brightness"] = lambda x, p: mine(x, p) * (torch.arange(len(p)) // 4 % 2)
+    mine, velocity, sizes = trainer.rewards.rewards["brightness"], trainer.policy.velocity, []
+    trainer.rewards.rewards["brightness"] = lambda x, p: mine(x, p) * (torch.arange(len(p)) // 4 % 2)
 
     def counted(x, *rest):
         if torch.is_grad_enabled():
@@ -295,6 +296,32 @@ def test_a_reward_that_fails_stops_the_run_by_name_and_saves(tmp_path, function,
     with pytest.raises(ValueError, match=f"{function} {words}"):
         FlowGRPOTrainer(args=args).train()
     assert (tmp_path / "run" / "checkpoints" / "step_000000").exists()
+
+
+def test_rewards_by_path_are_called_by_their_functions_and_one_that_ranks_a_group_is_said_to_mean_nothing_held_out(
+    tmp_path, capsys
+):
+    """In the metrics, the monitor's pictures and what is trained on; the config keeps the names as they were written."""
+    (tmp_path / "mine.py").write_text("def brightness(images, prompts):\n    return 2 * images.mean((1, 2, 3))\n")
+    names = {f"{REWARDS}:brightness": 1.0, f"{REWARDS}:rank": 0.5, f"{tmp_path / 'mine.py'}:brightness": 0.25}
+    args = short_run(tmp_path / "run", f"rewards={json.dumps(names)}", "evaluation.rewards=[jpeg_size]", "trackers=[]")
+    last = FlowGRPOTrainer(args=args).train()
+    assert set(last) == {"reward", "brightness", "brightness_2", "rank", "jpeg_size"}
+    rows = numbers(tmp_path / "run")
+    evaluations = [row for row in rows if "eval/reward" in row]
+    for row in evaluations:
+        assert row["eval/brightness_2"] == pytest.approx(2 * row["eval/brightness"])
+        assert row["eval/rank"] == 0, "no image has another one of its prompt"
+        assert row["eval/reward"] == pytest.approx(1.5 * row["eval/brightness"])
+    step = next(row for row in rows if "loss" in row)
+    assert {f"rewards/{name}/mean" for name in ("brightness", "brightness_2", "rank")} <= step.keys()
+    story = Story(tmp_path / "run")
+    assert story.trained == ["brightness", "rank", "brightness_2"]
+    assert story.measures[0] == "reward"
+    assert {name: one["weight"] for name, one in story.config["rewards"].items()} == names
+    (warning,) = [row["warning"] for row in rows if "warning" in row]
+    assert warning.startswith("reward rank: an image's value depends on the other images of its prompt")
+    assert warning in capsys.readouterr().out
 
 
 def test_kl_pulls_back_to_the_base_model(tmp_path):

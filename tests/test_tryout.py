@@ -4,11 +4,14 @@ import re
 from pathlib import Path
 
 import pytest
+import sample_rewards as sample
+import sample_sick as sick
 import torch
 from forked import run
 from PIL import Image
 
 import rewards
+from flow_grpo import tryout
 from flow_grpo.grid import Cell, read_grid, save_grid
 from flow_grpo.tiny import pretrain, world
 from flow_grpo.tryout import PLAIN, Pictures, examine, histogram, sheet
@@ -72,11 +75,44 @@ def test_what_is_found_of_a_reward(signs):
     assert found.repeats
     assert found.batch_matters == pytest.approx(0.5)
     assert set(found.values) == {PLAIN, "blurred", "noisy", "wrong prompt"}
+    assert found.by_group
 
     def whimsical(images, prompts):
         return torch.rand(len(prompts))
 
     assert not examine("mine", lambda: whimsical, signs).repeats
+
+
+@pytest.mark.parametrize(
+    ("reward", "depends"),
+    [
+        (sample.rank, True),
+        (sample.z_score, True),
+        (sick.dark, True),
+        (sample.brightness, False),
+        (sample.flat, False),
+        (sample.in_bf16, False),
+        (sample.raises, False),
+        (sick.random, False),
+        (sick.shaky, False),
+        (sick.length, False),
+        (sick.inverts, False),
+    ],
+)
+def test_a_reward_that_depends_on_the_other_images_is_found(reward, depends):
+    for seed in range(10):
+        torch.manual_seed(seed)  # chance must not look like it
+        images = torch.rand(8, 3, 1, 1).expand(8, 3, 8, 8) * torch.rand(8, 3, 8, 8)
+        pictures = Pictures(images, list("aabbccdd"), {})
+        assert tryout.depends_on_group("r", reward, pictures) == depends
+
+
+def test_nobody_is_asked_and_nothing_is_paid_to_find_that_out():
+    def asked(images, prompts):
+        raise AssertionError("somebody was asked")
+
+    for name in ("human", "judge"):
+        assert not tryout.depends_on_group(name, asked, Pictures(torch.rand(4, 3, 8, 8), list("aabb"), {}))
 
 
 def test_a_histogram_counts_all():
@@ -100,6 +136,7 @@ def test_the_verb_on_a_grid_and_on_a_folder_with_metadata(signs, tmp_path):
     output = run("rewards", "test", "color={palette: {teal: [0, 128, 128]}}", "--images", "grid.png", cwd=tmp_path)
     for part in ("as they are", "blurred", "noisy", "wrong prompt", "█", " ms", "a second", "MB more memory", "same values"):
         assert part in output, output
+    assert "warning" not in output
     assert Image.open(tmp_path / "reward_color.png").size > (100, 100)
 
     folder = tmp_path / "folder"
@@ -108,6 +145,11 @@ def test_the_verb_on_a_grid_and_on_a_folder_with_metadata(signs, tmp_path):
         Image.new("RGB", (8, 8), (100 * i, 0, 0)).save(folder / f"{i}.png")
     (tmp_path / "prompts.jsonl").write_text('{"prompt": "a", "answer": 3}\n{"prompt": "[b]", "answer": 4}\n')
     own = f"{Path(__file__).parent / 'sample_rewards.py'}:uses_metadata"
+    ranks = own.replace("uses_metadata", "rank")
+    output = run(
+        "rewards", "test", ranks, "--images", "folder", "--prompts", "prompts.jsonl", "--out", "x.png", cwd=tmp_path
+    )
+    assert "warning: an image's value depends on the other images of its prompt" in " ".join(output.split())
     output = run("rewards", "test", own, "--images", "folder", "--prompts", "prompts.jsonl", "--out", "x.png", cwd=tmp_path)
     assert re.search(r"as they are\W+3\.5000\W+0\.5000\W+3\.0000\W+4\.0000", output), output
     assert read_grid(tmp_path / "x.png")[1][0].prompt == "[b]", "the higher score comes first"

@@ -1,0 +1,194 @@
+"""Runs code that a user wrote, such as a reward, so that it can neither end the run nor change it without a word.
+
+What the code raises, `sys.exit` included, becomes a `UserCodeError`: one sentence with the file, the line and the source of the line.
+What it changes for the whole process (see `SETTINGS`) is set back, and a warning on stderr names it once. Random numbers that
+it draws from the global generators of torch, numpy and random come from streams of its own.
+
+What Python cannot catch: native code that exits or crashes, `os.execv`, and `os._exit` in a thread that the code started.
+A reward with `isolate: true` takes only a process of its own with it, which is reported.
+"""
+
+import linecache
+import os
+import random
+import sys
+import threading
+import traceback
+import zlib
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from types import FrameType
+from typing import Any, NoReturn
+
+import numpy as np
+import torch
+
+TRACEBACK = "FLOW_GRPO_TRACEBACK"  # environment variable: print whole tracebacks
+LONGEST_LINE = 120  # characters of a source line that are shown
+LIBRARIES = {"site-packages", "dist-packages"}  # folders whose files are not the user's
+OURS = {"rewards", "flow_grpo"}
+# what a process has one of: how it is read, and how it is set
+SETTINGS: dict[str, tuple[Callable[[], Any], Callable[[Any], object]]] = {
+    "torch's default dtype": (torch.get_default_dtype, torch.set_default_dtype),
+    "torch's default device": (
+        torch.get_default_device,
+        lambda device: torch.set_default_device(None if device.type == "cpu" else device),
+    ),
+    "torch's number of threads": (torch.get_num_threads, torch.set_num_threads),
+    "torch's grad mode": (torch.is_grad_enabled, torch.set_grad_enabled),
+    "torch.use_deterministic_algorithms": (torch.get_deterministic_debug_mode, torch.set_deterministic_debug_mode),
+    "torch's float32 matmul precision": (torch.get_float32_matmul_precision, torch.set_float32_matmul_precision),
+    **{
+        f"torch.backends.cudnn.{name}": (
+            partial(getattr, torch.backends.cudnn, name),
+            partial(setattr, torch.backends.cudnn, name),
+        )
+        for name in ("enabled", "benchmark", "deterministic", "allow_tf32")
+    },
+    "the working directory": (os.getcwd, os.chdir),
+}
+changed: dict[str, list[str]] = {}  # the settings that code has changed, by its name
+_streams: dict[str, tuple] = {}  # the global generators as code finds them, by its name
+_exit, _running = os._exit, threading.local()
+
+
+class UserCodeError(ValueError):
+    """What a user's code raised, as one sentence; the exception itself is the cause."""
+
+
+@contextmanager
+def guarded(name: str, sentence: Callable[[str], str]) -> Iterator[None]:
+    """A context for code of a user.
+
+    Args:
+        name: what the code is, "reward redness" for example.
+        sentence: the beginning of the error's sentence, for the name of an exception's class.
+
+    Raises:
+        UserCodeError: the code raised anything but the KeyboardInterrupt of Ctrl-C.
+    """
+    with _one_sentence(sentence), _settings_kept(name), _own_random_numbers(name), _no_exit():
+        yield
+
+
+# -- what it raises ---------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def _one_sentence(sentence: Callable[[str], str]) -> Iterator[None]:
+    try:
+        yield
+    except BaseException as error:
+        if isinstance(error, KeyboardInterrupt) and threading.current_thread() is threading.main_thread():
+            raise  # Ctrl-C arrives there alone
+        if os.environ.get(TRACEBACK):
+            traceback.print_exception(error)
+        reason = " ".join(str(error).split()) or "no message"
+        raise UserCodeError(f"{sentence(type(error).__name__)}: {reason}{_place(error)}") from error
+
+
+def _place(error: BaseException) -> str:
+    """Where in a user's file it was raised: the innermost line that is in no library; "" if there is none."""
+    if isinstance(error, SyntaxError) and error.filename:
+        return _shown(error.filename, error.lineno or 1, "<module>")
+    found = [(frame.f_code, line) for frame, line in traceback.walk_tb(error.__traceback__) if _is_users(frame)]
+    if not found:
+        return ""
+    code, line = found[-1]
+    return _shown(code.co_filename, line, getattr(code, "co_qualname", code.co_name))
+
+
+def _is_users(frame: FrameType) -> bool:
+    module, file = str(frame.f_globals.get("__name__")).partition(".")[0], frame.f_code.co_filename
+    return module not in OURS | sys.stdlib_module_names and not LIBRARIES & set(Path(file).parts)
+
+
+def _shown(file: str, line: int, function: str) -> str:
+    """` (my_reward.py:7 in redness: `x = metadata["oops"]`)`, the path from the working directory if the file is in it."""
+    source = linecache.getline(file, line).strip()
+    place = f"{file.removeprefix(f'{_read(os.getcwd)}{os.sep}')}:{line}" + (
+        "" if function == "<module>" else f" in {function}"
+    )
+    return f" ({place}: `{source[:LONGEST_LINE]}`)" if source else f" ({place})"
+
+
+# -- what it changes --------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def _settings_kept(name: str) -> Iterator[None]:
+    before = {what: _read(get) for what, (get, _) in SETTINGS.items()}
+    try:
+        yield
+    finally:
+        for what, (get, put) in SETTINGS.items():
+            now = _read(get)
+            if before[what] is not None and now != before[what]:
+                put(before[what])
+                _warn(name, what, f"from {before[what]} to {now}")
+
+
+def _read(get: Callable[[], Any]) -> Any:
+    """None for what can't be read now: a folder that is gone, or torch's two ways to set a precision, mixed."""
+    try:
+        return get()
+    except (OSError, RuntimeError):
+        return None
+
+
+def _warn(name: str, what: str, how: str) -> None:
+    """Once for each setting, and of several processes by the first."""
+    known = changed.setdefault(name, [])
+    if what not in known:
+        known.append(what)
+        if os.environ.get("RANK", "0") == "0":
+            print(
+                f"warning: {name} changed {what} {how} for the whole process; it was set back.", file=sys.stderr, flush=True
+            )
+
+
+@contextmanager
+def _own_random_numbers(name: str) -> Iterator[None]:
+    """A seed that the code sets is a seed of its own streams, which go on where its last call left them."""
+    outside: tuple[Any, Any, Any] = torch.get_rng_state(), np.random.get_state(), random.getstate()
+    if name in _streams:
+        _set_random_state(*_streams[name])
+    else:
+        numbers = outside[0].numpy().tobytes() + outside[1][1].tobytes() + str(outside[2]).encode()
+        seed = zlib.crc32(name.encode() + numbers)
+        random.seed(seed)
+        np.random.seed(seed)
+        torch.default_generator.manual_seed(seed)
+    try:
+        yield
+    finally:
+        _streams[name] = torch.get_rng_state(), np.random.get_state(), random.getstate()
+        _set_random_state(*outside)
+
+
+def _set_random_state(torch_state: torch.Tensor, numpy_state: Any, python_state: Any) -> None:
+    torch.set_rng_state(torch_state)
+    np.random.set_state(numpy_state)
+    random.setstate(python_state)
+
+
+# -- how it may end the process ---------------------------------------------------------------------------------------
+
+
+@contextmanager
+def _no_exit() -> Iterator[None]:
+    """Within it, in this thread and process, `os._exit` raises SystemExit: else the run would end at once, and as a success."""
+    former, outside = os._exit, getattr(_running, "process", None)
+    os._exit, _running.process = _refuse, os.getpid()
+    try:
+        yield
+    finally:
+        os._exit, _running.process = former, outside
+
+
+def _refuse(status: int) -> NoReturn:
+    if getattr(_running, "process", None) == os.getpid():  # a forked child may end as it wants
+        raise SystemExit(f"os._exit({status})")
+    _exit(status)
