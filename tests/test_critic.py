@@ -4,6 +4,7 @@ import copy
 
 import pytest
 import torch
+from torch.nn import functional
 
 from flow_grpo.critic import Critic, gae
 from flow_grpo.sections import CriticConfig
@@ -57,6 +58,26 @@ def test_a_value_is_of_a_state_its_noise_level_and_the_prompt(shape):
         assert ((other - base).abs() > 1e-5).all()
 
 
+@pytest.mark.parametrize("shape", [(2, 2, 3), (6, 2)])
+def test_the_network_is_this_one(shape):
+    """So that a critic in a checkpoint means the same to a later version."""
+    critic, t, (_, text) = made(shape), trajectory(shape=shape), given()
+    w = dict(critic.named_parameters())
+
+    def layer(name, x):
+        return functional.linear(x, w[f"{name}.weight"], w[f"{name}.bias"])
+
+    def two_layers(name, x):
+        normed = functional.layer_norm(x, x.shape[-1:], w[f"{name}.0.weight"], w[f"{name}.0.bias"])
+        return layer(f"{name}.3", functional.gelu(layer(f"{name}.1", normed)))
+
+    x, sigma = t.x[:, 0], torch.linspace(0.1, 0.9, 5)
+    tokens = x.reshape(5, 2, 6).transpose(1, 2) if len(shape) == 3 else x
+    picture = two_layers("read", layer("embed", tokens) + w["place"]).mean(1)
+    prompt = layer("condition", torch.cat([text, torch.stack([sigma, 1 - sigma], 1)], 1))
+    torch.testing.assert_close(critic(x, sigma, text), two_layers("value", torch.cat([picture, prompt], 1))[:, 0])
+
+
 def test_the_advantages_are_of_the_critic_as_it_was_normalised_over_rows_and_steps():
     critic, t, (reward, text) = made(), trajectory(), given()
     values = critic.values(t, text)
@@ -102,6 +123,14 @@ def test_a_critic_that_says_the_same_reward_of_all_explains_nothing_and_divides_
     found, metrics = critic.advantages(t, torch.zeros(5), given()[1])
     assert not found.any()
     assert metrics["critic/explained_variance"] == 1
+
+
+def test_a_variance_of_nothing_is_not_divided_by():
+    """At lambda 1 the target is the reward, here the same for all."""
+    critic = Critic(torch.Size([2, 2, 3]), 3, SETTINGS.model_copy(update={"gae_lambda": 1.0}), 0)
+    values = critic.values(trajectory(), given()[1])
+    _, metrics = critic.advantages(trajectory(), torch.ones(5), given()[1])
+    assert metrics["critic/explained_variance"] == pytest.approx(1 - float(values.var()) / 1e-12, rel=1e-3)
 
 
 def test_a_critic_is_its_seeds_and_leaves_the_global_stream_alone():
