@@ -8,10 +8,11 @@ import re
 from pathlib import Path
 from typing import Any
 
-from huggingface_hub import EvalResult, ModelCard, ModelCardData, try_to_load_from_cache
+from huggingface_hub import EvalResult, ModelCard, ModelCardData, metadata_load, try_to_load_from_cache
 from jinja2 import Environment, FileSystemLoader
 from PIL import Image
 from safetensors import safe_open
+from yaml import YAMLError
 
 import rewards
 from flow_grpo import hub, monitor, story, summary
@@ -149,13 +150,21 @@ def base_licence(model: str) -> dict[str, str]:
     cached = try_to_load_from_cache(model, CARD) if _on_hub(model) else str(Path(model) / CARD)
     known = dict(zip(LICENCE_KEYS, LICENCES.get(model, ()), strict=False))
     if isinstance(cached, str) and Path(cached).is_file():
-        stated = ModelCard.load(cached, ignore_metadata_errors=True).data
-        own = {key: str(value) for key in LICENCE_KEYS if (value := getattr(stated, key, None))}
+        stated = _metadata(Path(cached))
+        own = {key: plain(value) for key in LICENCE_KEYS if isinstance(value := stated.get(key), str) and value}
         known = own if "license" in own else known
     link = known.get("license_link", "")
     if link and "://" not in link and _on_hub(model):
         known["license_link"] = f"{HUB}/{model}/blob/main/{link}"
     return known
+
+
+def _metadata(card: Path) -> dict[str, Any]:
+    """The front matter of somebody's card, whatever its names are; empty where it can't be read."""
+    try:
+        return metadata_load(card) or {}
+    except (OSError, ValueError, YAMLError, RecursionError):
+        return {}
 
 
 def snippet(folder: Path, args: FlowGRPOConfig, run: Story, merged: bool, source: str) -> str:

@@ -272,7 +272,7 @@ class FlowGRPOConfig(Section):
         free: Any = dict.fromkeys(("steps", "output", "save_every", "sample_every", "keep", "device", "trackers"), True)
         free["evaluation"] = {"every", "pictures", "rewards"}  # the others make evaluations that can't be compared
         free["memory"] = {"shard"}  # whose processes' shares a checkpoint does not know
-        free["rewards"] = {"__all__": {"remote", "isolate", "python"}}  # where a reward runs is not what it says
+        free["rewards"] = {"__all__": {"remote", "isolate", "python", "timeout"}}  # where a reward runs is not what it says
         here, there = self.model_dump(exclude=free), now.model_dump(exclude=free)
         return {name: (here[name], there[name]) for name in there if there[name] != here[name]}
 

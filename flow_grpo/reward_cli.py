@@ -74,6 +74,9 @@ def info(name: Annotated[str, typer.Argument(help="A reward by name, module:func
     import rewards
 
     target = rewards.locate("reward", name, rewards.NAMES)
+    if not callable(target):
+        kind = type(target).__name__
+        raise ValueError(f"reward {name} is not callable but {kind}: it must be `reward(images, prompts, **metadata)`.")
     console.print(f"[bold]{escape(name)}[/bold]  {escape(rewards.NAMES.get(name, ''))}", highlight=False)
     console.print()
     for line in _flowing(inspect.getdoc(target) or "It has no docstring."):
@@ -81,9 +84,11 @@ def info(name: Annotated[str, typer.Argument(help="A reward by name, module:func
         console.print(Indented(escape(line.strip()), (0, 0, 0, 2 + indent)), highlight=False)
     console.print()
     given = ("images", "prompts")
-    parameters = [
-        p for p in inspect.signature(target).parameters.values() if p.name not in given and p.kind != p.VAR_KEYWORD
-    ]
+    try:
+        taken = inspect.signature(target).parameters.values()
+    except (ValueError, TypeError) as error:
+        raise ValueError(f"reward {name} does not say what it takes: wrap it in a function(images, prompts).") from error
+    parameters = [p for p in taken if p.name not in given and p.kind != p.VAR_KEYWORD]
     table = Table(box=None, show_header=False, padding=(0, 2, 0, 2))
     for p in parameters:
         default = "to be given" if p.default is p.empty else repr(p.default)

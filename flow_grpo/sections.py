@@ -181,6 +181,9 @@ class RewardConfig(Section):
     """Whether it runs in a process of its own. If that process exits or crashes, the run stops with an error and a checkpoint."""
     python: str | None = None
     """isolate: the interpreter of the environment it runs in; by default this one."""
+    timeout: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
+    """isolate: seconds that loading it may take, and each call, before its process is killed; by default an hour. A remote reward has an
+    option of that name."""
 
     @model_validator(mode="after")
     def _one_place(self) -> "RewardConfig":
@@ -188,6 +191,10 @@ class RewardConfig(Section):
             raise ValueError("a reward is either remote or isolated here: set one of `remote` and `isolate`.")
         if self.python is not None and not self.isolate:
             raise ValueError(f"python={self.python} is for a reward in a process of its own: set isolate=true as well.")
+        if self.timeout is not None and not self.isolate:
+            raise ValueError(
+                "timeout is for a reward in a process of its own: set isolate=true, or for a remote one options.timeout."
+            )
         return self
 
 

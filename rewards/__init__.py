@@ -46,14 +46,32 @@ class Reward(Protocol):
     def __call__(self, images: torch.Tensor, prompts: list[str], **metadata: Any) -> torch.Tensor | list[float]: ...
 
 
-def load(name: str, **options: Any) -> Reward:
+def load(
+    name: str, *, remote: str | list[str] | None = None, isolate: bool = False, python: str | None = None, **options: Any
+) -> Reward:
     """A reward by name, by import path (`my_module:my_fn`) or by file (`path/to/file.py:fn`).
 
     A class is built with the options; a function gets them as keyword arguments of every call.
 
+    Args:
+        remote: the address of a server that runs it, or of several; the options are then those of the client, `rewards.remote`.
+        isolate: whether it runs in a process of its own; an option `timeout` is then that process's, `rewards.isolated`.
+        python: isolate: the interpreter of the environment it runs in.
+
     Raises:
-        ValueError: there is no such reward, or it does not take these options.
+        ValueError: there is no such reward, it does not take these options, or it can't be run there.
     """
+    if remote is not None and isolate:
+        raise ValueError(f"reward {name} is either remote or isolated: give one of `remote` and `isolate`.")
+    if python is not None and not isolate:
+        raise ValueError(f"reward {name}: `python` is for a reward in a process of its own: give isolate=true as well.")
+    if remote is not None:
+        return load("remote", **{"urls": remote, "reward": name, **options})
+    if isolate:
+        from rewards.isolated import Isolated
+
+        own = {"timeout": options.pop("timeout")} if "timeout" in options else {}
+        return Isolated(name, options, python, **own)
     target = check(name, **options)
     if inspect.isclass(target):
         with guarded(f"reward {name}", lambda kind: f"reward {name} could not be built: {kind}"):

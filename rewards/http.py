@@ -1,7 +1,14 @@
-"""A question to a server that may be slow, busy or gone: asked again with growing pauses, then said what it was."""
+"""Requests to servers that may be slow, busy or gone: each has one deadline, and is made again after growing pauses.
 
-import time
-from collections.abc import Callable
+They run in an event loop of a daemon thread: whoever waits for them can be interrupted, and leaves none behind.
+"""
+
+import asyncio
+import functools
+import os
+import threading
+import weakref
+from collections.abc import Callable, Coroutine, Iterable
 from typing import Any, TypeVar
 
 import httpx
@@ -10,6 +17,7 @@ Answer = TypeVar("Answer")
 BUSY = (408, 425, 429, 500, 502, 503, 504)
 CONNECT = 5.0  # seconds: a machine that is there accepts a connection at once
 LONGEST_PAUSE = 30.0  # seconds
+LONGEST_ANSWER = 16_000_000  # bytes
 
 
 class Unanswered(Exception):
@@ -20,15 +28,54 @@ class Unusable(Exception):
     """An answer that can't be made sense of: worth asking again."""
 
 
-def client(token: str | None, timeout: float, connections: int = 100) -> httpx.Client:
-    """Proxies of the environment are not for servers of one's own."""
-    headers = {} if token is None else {"Authorization": f"Bearer {token}"}
-    limits = httpx.Limits(max_connections=connections)
-    return httpx.Client(headers=headers, timeout=httpx.Timeout(timeout, connect=CONNECT), limits=limits, trust_env=False)
+class Client:
+    """An HTTP client whose requests take `timeout` seconds at most, from the connection to the last byte of the answer.
+
+    Proxies of the environment are not for servers of one's own.
+    """
+
+    def __init__(self, token: str | None, timeout: float, connections: int = 100, keep: bool = True) -> None:
+        headers = {"Accept-Encoding": "identity", **({"Authorization": f"Bearer {token}"} if token else {})}
+        limits = httpx.Limits(max_connections=connections, max_keepalive_connections=connections if keep else 0)
+        waits = httpx.Timeout(None, connect=CONNECT)
+        self.timeout, self.loop = timeout, _loop(os.getpid())
+        self.client = httpx.AsyncClient(headers=headers, timeout=waits, limits=limits, trust_env=False)
+        weakref.finalize(self, _close, self.loop, self.client).atexit = False
+
+    def run(self, work: Coroutine[Any, Any, Answer]) -> Answer:
+        """Wait for work on this client; an error that ends the wait, such as a KeyboardInterrupt, ends the work."""
+        future = asyncio.run_coroutine_threadsafe(work, self.loop)
+        try:
+            return future.result()
+        finally:
+            future.cancel()
+
+    async def request(self, method: str, url: str, timeout: float | None = None, **more: Any) -> httpx.Response:
+        """The whole answer.
+
+        Raises:
+            httpx.HTTPError: there was none in time.
+            Unusable: it is too long.
+        """
+        seconds = self.timeout if timeout is None else timeout
+        try:
+            return await asyncio.wait_for(self._whole(method, url, **more), seconds)
+        except asyncio.TimeoutError as error:
+            raise httpx.ReadTimeout(f"no whole answer within {seconds:g} seconds") from error
+
+    async def _whole(self, method: str, url: str, **more: Any) -> httpx.Response:
+        body = bytearray()
+        async with self.client.stream(method, url, **more) as response:
+            async for part in response.aiter_bytes():
+                body += part
+                if len(body) > LONGEST_ANSWER:
+                    raise Unusable(f"its answer is longer than {LONGEST_ANSWER:,} bytes")
+        kept = {name: response.headers[name] for name in ("content-type", "retry-after") if name in response.headers}
+        return httpx.Response(response.status_code, headers=kept, content=bytes(body))
 
 
-def ask(
-    client: httpx.Client,
+async def ask(
+    client: Client,
     url: str,
     request: Callable[[int], dict[str, Any]],
     read: Callable[[httpx.Response], Answer],
@@ -42,24 +89,33 @@ def ask(
     """
     reason, pause = "", 0.0
     for attempt in range(attempts):
-        time.sleep(pause)
+        await asyncio.sleep(pause)
         pause = min(0.5 * 2**attempt, LONGEST_PAUSE)
         try:
-            response = client.post(url, **request(attempt))
+            response = await client.request("POST", url, **request(attempt))
+            if response.status_code in BUSY:
+                reason = f"it answered {response.status_code} {sentence(response)}".strip()
+                pause = max(pause, _retry_after(response))
+                continue
+            if not response.is_success:
+                raise ValueError(f"{url} refused the request with {response.status_code}: {sentence(response)}")
+            return read(response)
         except httpx.HTTPError as error:
             reason = f"{type(error).__name__} {error}".strip()
-            continue
-        if response.status_code in BUSY:
-            reason = f"it answered {response.status_code} {sentence(response)}".strip()
-            pause = max(pause, _retry_after(response))
-            continue
-        if not response.is_success:
-            raise ValueError(f"{url} refused the request with {response.status_code}: {sentence(response)}")
-        try:
-            return read(response)
         except Unusable as error:
             reason = str(error)
     raise Unanswered(f"{url} gave no usable answer in {attempts} attempts, lastly: {reason}")
+
+
+async def together(works: Iterable[Coroutine[Any, Any, Answer]]) -> list[Answer]:
+    """The results of all, in their order; the first error, or an end from outside, ends the others."""
+    tasks = [asyncio.ensure_future(work) for work in works]
+    try:
+        return await asyncio.gather(*tasks)
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
 
 
 def sentence(response: httpx.Response) -> str:
@@ -67,7 +123,7 @@ def sentence(response: httpx.Response) -> str:
     try:
         content = response.json()
         text = content.get("detail") or content["error"]["message"]
-    except (ValueError, KeyError, TypeError, AttributeError):
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         text = response.text
     return " ".join(str(text).split())[:500]
 
@@ -76,3 +132,16 @@ def _retry_after(response: httpx.Response) -> float:
     """Seconds that the server asks to wait; it may also give a date, which is not worth the trouble."""
     text = response.headers.get("retry-after", "")
     return min(float(text), LONGEST_PAUSE) if text.isdecimal() else 0.0
+
+
+@functools.cache
+def _loop(process: int) -> asyncio.AbstractEventLoop:
+    """The loop of this process: a forked one has not got its parent's threads."""
+    loop = asyncio.new_event_loop()
+    threading.Thread(target=loop.run_forever, name="http", daemon=True).start()
+    return loop
+
+
+def _close(loop: asyncio.AbstractEventLoop, client: httpx.AsyncClient) -> None:
+    """Closes the connections of a client that nobody has any more."""
+    asyncio.run_coroutine_threadsafe(client.aclose(), loop)

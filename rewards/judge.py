@@ -1,16 +1,16 @@
 """A vision-language model as judge, behind an OpenAI-compatible endpoint (vLLM, SGLang, or a hosted one)."""
 
+import asyncio
 import base64
 import math
 import os
 import re
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Literal
 
 import httpx
 import torch
 
-from rewards.http import Unanswered, Unusable, ask, client
+from rewards.http import Client, Unanswered, Unusable, ask, together
 from rewards.remote import png
 
 QUESTIONS = {
@@ -44,7 +44,7 @@ class Judge:
         model: the model's name there.
         question: one's own question in place of the built-in one.
         concurrency: questions asked at a time.
-        timeout: seconds to wait for an answer.
+        timeout: seconds that a question may take as a whole, from the connection to the last byte of the answer.
     """
 
     def __init__(
@@ -66,27 +66,35 @@ class Judge:
         self.url, self.model, self.answer = f"{url.rstrip('/')}/chat/completions", model, answer
         self.question = QUESTIONS[answer] if question is None else question
         self.low, self.high, self.concurrency, self.attempts = low, high, concurrency, attempts
-        self.client = client(os.environ.get("OPENAI_API_KEY"), timeout, concurrency)
+        if not timeout > 0 or attempts < 1 or concurrency < 1:
+            raise ValueError("judge: timeout, attempts and concurrency must be positive.")
+        self.client = Client(os.environ.get("OPENAI_API_KEY"), timeout, concurrency)
 
     def __call__(self, images: torch.Tensor, prompts: list[str], **metadata: Any) -> torch.Tensor:
         """images (B, 3, H, W) in [0, 1]; returns (B,). ValueError if an image got no usable answer."""
         given = [{name: column[i] for name, column in metadata.items()} for i in range(len(prompts))]
         questions = [self._question({**more, "prompt": prompt}) for more, prompt in zip(given, prompts, strict=True)]
-        with ThreadPoolExecutor(self.concurrency) as pool:
-            asked = [pool.submit(self._judge, image, question) for image, question in zip(images, questions, strict=True)]
-            try:
-                return torch.tensor([answer.result() for answer in asked])
-            except Unanswered as error:
-                pool.shutdown(wait=False, cancel_futures=True)
-                raise ValueError(f"the judge {self.model} gives up on an image: {error}") from error
+        try:
+            return torch.tensor(self.client.run(self._all(images, questions)))
+        except Unanswered as error:
+            raise ValueError(f"the judge {self.model} gives up on an image: {error}") from error
+
+    async def _all(self, images: torch.Tensor, questions: list[str]) -> list[float]:
+        turns = asyncio.Semaphore(self.concurrency)
+
+        async def judged(image: torch.Tensor, question: str) -> float:
+            async with turns:
+                return await self._judge(image, question)
+
+        return await together([judged(image, question) for image, question in zip(images, questions, strict=True)])
 
     def _question(self, words: dict[str, Any]) -> str:
         """The question with every {word} that is known; braces of the prompt's own stay what they are."""
         known = {"low": f"{self.low:g}", "high": f"{self.high:g}", **words}
         return re.sub(r"\{(\w+)\}", lambda m: str(known.get(m[1], m[0])), self.question)
 
-    def _judge(self, image: torch.Tensor, question: str) -> float:
-        picture = f"data:image/png;base64,{base64.b64encode(png(image)).decode()}"
+    async def _judge(self, image: torch.Tensor, question: str) -> float:
+        picture = f"data:image/png;base64,{base64.b64encode(await asyncio.to_thread(png, image)).decode()}"
         content = [{"type": "image_url", "image_url": {"url": picture}}, {"type": "text", "text": question}]
         request: dict[str, Any] = {"model": self.model, "messages": [{"role": "user", "content": content}]}
         if self.answer == "yes_no":
@@ -97,7 +105,7 @@ class Judge:
         def attempt(number: int) -> dict[str, Any]:
             return {"json": {**request, "temperature": 0.0 if number == 0 else 0.7, "seed": number}}
 
-        return ask(self.client, self.url, attempt, self._read, self.attempts)
+        return await ask(self.client, self.url, attempt, self._read, self.attempts)
 
     def _read(self, response: httpx.Response) -> float:
         try:
@@ -105,7 +113,7 @@ class Judge:
             if self.answer == "yes_no":
                 return yes_share(choice["logprobs"]["content"][0]["top_logprobs"])
             return (number(choice["message"]["content"], self.low, self.high) - self.low) / (self.high - self.low)
-        except (ValueError, LookupError, TypeError, AttributeError) as error:
+        except (ValueError, LookupError, TypeError, AttributeError, OverflowError, RecursionError) as error:
             raise Unusable(f"it answered {response.text[:300]!r}") from error
 
 

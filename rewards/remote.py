@@ -1,11 +1,11 @@
 """A reward that runs on other machines: the client of `rewards.server`, for one server or several."""
 
+import asyncio
 import base64
 import io
 import json
 import os
 from collections import deque
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Literal
 
 import httpx
@@ -14,7 +14,11 @@ import torch
 from torch import Tensor
 
 from rewards.batches import to_pil
-from rewards.http import CONNECT, Unanswered, Unusable, ask, client, sentence
+from rewards.http import CONNECT, Client, Unanswered, Unusable, ask, sentence, together
+
+
+class NoServer(ValueError):
+    """No server of a reward is left."""
 
 
 class Remote:
@@ -32,9 +36,11 @@ class Remote:
         urls: a server's address, http://host:port, or a list of them.
         reward: the reward's name there; may be left out if it is the only one.
         token: the servers' token; by default the environment variable REWARD_TOKEN, which no config file shows.
-        timeout: seconds to wait for the values of a chunk.
+        timeout: seconds that a request may take as a whole, from the connection to the last byte of the values of a chunk.
         encoding: images travel as float32, or as PNG: 8 bits a channel, a tenth of the size.
     """
+
+    keep = True  # whether a connection is used again
 
     def __init__(
         self,
@@ -53,81 +59,91 @@ class Remote:
         if encoding not in ("float", "png"):
             raise ValueError(f"remote: encoding={encoding!r} is neither float nor png.")
         self.reward, self.batch_size, self.attempts, self.encoding = reward, batch_size, attempts, encoding
-        self.client = client(token or os.environ.get("REWARD_TOKEN"), timeout)
-        self.down = {url: reason for url in self.urls if (reason := self._trouble(url))}
+        if not timeout > 0 or attempts < 1 or batch_size < 1:
+            raise ValueError("remote: timeout, attempts and batch_size must be positive.")
+        self.client = Client(token or os.environ.get("REWARD_TOKEN"), timeout, keep=self.keep)
+        troubles = self.client.run(together([self._trouble(url) for url in self.urls]))
+        self.down = {url: trouble for url, trouble in zip(self.urls, troubles, strict=True) if trouble}
         if len(self.down) == len(set(self.urls)):
-            raise ValueError(f"no server for the reward {reward or 'remote'} answers: {self._reasons()}.")
+            raise NoServer(f"no server for the reward {reward or 'remote'} answers: {self._reasons()}.")
 
     def __call__(self, images: Tensor, prompts: list[str], **metadata: Any) -> Tensor:
         """images (B, 3, H, W) in [0, 1]; returns (B,). ValueError if no server is left, or one refuses what it is asked."""
+        return self.client.run(self._all(images, prompts, metadata))
+
+    async def _all(self, images: Tensor, prompts: list[str], metadata: dict[str, list]) -> Tensor:
         todo = deque(range(0, len(prompts), self.batch_size))
         values: dict[int, list[float]] = {}
 
-        def work(url: str) -> bool:
+        async def work(url: str) -> bool:
             """Takes chunks until none is left; False if the server has failed and its chunk went back."""
-            if url in self.down and not self._is_back(url):
+            if url in self.down and not await self._is_back(url):
                 return False
-            while True:
-                try:
-                    first = todo.popleft()
-                except IndexError:
-                    return True
+            while todo:
+                first = todo.popleft()
                 rows = slice(first, first + self.batch_size)
                 columns = {name: column[rows] for name, column in metadata.items()}
                 try:
-                    values[first] = self._score(url, images[rows], prompts[rows], columns)
+                    values[first] = await self._score(url, images[rows], prompts[rows], columns)
                 except Unanswered as error:
                     self.down[url] = str(error)
                     todo.append(first)
                     return False
-                except ValueError:
-                    todo.clear()  # the others need not go on
-                    raise
+            return True
 
         left = self.urls
         while todo:
             if not left:
-                raise ValueError(f"no server is left for the reward {self.reward or 'remote'}: {self._reasons()}.")
-            with ThreadPoolExecutor(len(left)) as pool:
-                left = [url for url, good in zip(left, pool.map(work, left), strict=True) if good]
+                raise NoServer(f"no server is left for the reward {self.reward or 'remote'}: {self._reasons()}.")
+            good = await together([work(url) for url in left])
+            left = [url for url, fine in zip(left, good, strict=True) if fine]
         return torch.tensor([value for first in sorted(values) for value in values[first]])
 
-    def _score(self, url: str, images: Tensor, prompts: list[str], metadata: dict[str, list]) -> list[float]:
+    async def _score(self, url: str, images: Tensor, prompts: list[str], metadata: dict[str, list]) -> list[float]:
         def read(response: httpx.Response) -> list[float]:
             try:
                 values = [float(value) for value in response.json()["values"]]
-            except (KeyError, TypeError, ValueError) as error:
+            except (KeyError, TypeError, ValueError, RecursionError) as error:
                 raise Unusable(f"it answered {response.text[:100]!r}") from error
             if len(values) != len(prompts):
                 raise Unusable(f"it gave {len(values)} values for {len(prompts)} images")
             return values
 
-        sent = encode(images, {"reward": self.reward, "prompts": prompts, "metadata": metadata}, self.encoding)
-        return ask(self.client, f"{url}/score", lambda attempt: sent, read, self.attempts)
+        request = {"reward": self.reward, "prompts": prompts, "metadata": metadata}
+        sent = await asyncio.to_thread(encode, images, request, self.encoding)
+        return await ask(self.client, f"{url}/score", lambda attempt: sent, read, self.attempts)
 
-    def _is_back(self, url: str) -> bool:
+    async def _is_back(self, url: str) -> bool:
         try:
-            trouble = self._trouble(url)
+            trouble = await self._trouble(url)
         except ValueError as error:  # it came back as another: no reason to stop as long as there are others
             trouble = str(error)
         if trouble:
             self.down[url] = trouble
         else:
-            del self.down[url]
+            self.down.pop(url, None)
         return not trouble
 
-    def _trouble(self, url: str) -> str:
+    async def _trouble(self, url: str) -> str:
         """Why a server does not answer; empty if it does. ValueError if it refuses, or has not this reward."""
         try:
-            response = self.client.get(f"{url}/health", timeout=CONNECT)
+            response = await self.client.request("GET", f"{url}/health", CONNECT)
             if response.is_server_error:
                 return f"{url} answered {response.status_code}"
             if not response.is_success:
                 raise ValueError(f"{url} refused with {response.status_code}: {sentence(response)}")
-            names = response.json()["rewards"]
+            names = [str(name) for name in response.json()["rewards"]]
         except httpx.InvalidURL as error:
             raise ValueError(f"remote: {url} is no address of a server: {error}.") from error
-        except (httpx.HTTPError, json.JSONDecodeError, KeyError, TypeError) as error:
+        except (
+            httpx.HTTPError,
+            Unusable,
+            json.JSONDecodeError,
+            UnicodeDecodeError,
+            KeyError,
+            TypeError,
+            RecursionError,
+        ) as error:
             return f"{url}: {type(error).__name__} {error}".strip()
         if self.reward is not None and self.reward not in names:
             raise ValueError(f"{url} does not serve the reward {self.reward}, but {', '.join(names)}.")

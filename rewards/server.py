@@ -7,10 +7,11 @@
                   Answers {"values": [B numbers]}; one that is not finite is "nan", "inf" or "-inf".
     GET /health   {"rewards": [names], "versions": {...}}
 
-Errors are 4xx with one sentence as `detail`. Nothing is ever unpickled. The token travels in the clear: where others may listen,
-go through TLS or an ssh tunnel.
+Errors are 4xx with one sentence as `detail`. Without the token no body is read; head and body of a request have deadlines. Nothing
+is ever unpickled. The token travels in the clear: where others may listen, go through TLS or an ssh tunnel.
 """
 
+import asyncio
 import base64
 import io
 import ipaddress
@@ -21,9 +22,9 @@ import platform
 import secrets
 import socket
 import sys
-import threading
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from importlib import metadata
 from typing import Any
 
@@ -34,21 +35,28 @@ import uvicorn
 from fastapi import Depends, FastAPI, HTTPException, Request
 from PIL import Image
 from starlette.concurrency import run_in_threadpool
+from starlette.requests import ClientDisconnect
 from torch import Tensor
 
 from rewards import Reward, load, raw_score
 from rewards.batches import to_rgb
+from rewards.interrupt import DaemonThread, end_with
+from rewards.serving.connections import bounded
 
 RAW = "application/x-safetensors"
-CONNECTIONS = 64  # at once; whoever comes then is told 503, and comes again
+REQUESTS = 64  # at once; whoever comes then is told 503, and comes again
+ENDING = 5  # seconds that requests have to finish once the server is told to end
 
 
 @dataclass(frozen=True)
 class Limits:
-    """Of a request: bytes of its body, and pixels of its pictures, which are counted before any is decoded."""
+    """Of a request: bytes of its body, pixels of its pictures and values of its JSON, which are counted before any is decoded, and
+    seconds until its body is there."""
 
     body: int = 256_000_000
     pixels: int = 100_000_000
+    values: int = 1_000_000
+    seconds: float = 120.0
 
 
 def serve(
@@ -62,15 +70,23 @@ def serve(
     """Serves until it is stopped; `ready` hears the address, at port 0 with the port that the system chose.
 
     Raises:
-        ValueError: others could reach it without a token.
+        ValueError: others could reach it without a token, or the token can't be sent.
     """
-    if token is None and not _is_loopback(host):
+    if not token and not _is_loopback(host):
         raise ValueError(
             f"without a token anyone who reaches {host} could use the server: give --token, or set REWARD_TOKEN."
         )
+    if token and not (token.isascii() and token.isprintable() and " " not in token):
+        raise ValueError("the token can't be sent in a header: give --token ASCII characters without spaces.")
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     with socket.create_server((host, port), family=family) as listening:
-        config = uvicorn.Config(application(rewards, token, limits), log_level="warning", limit_concurrency=CONNECTIONS)
+        config = uvicorn.Config(
+            application(rewards, token or None, limits),
+            log_level="warning",
+            http=bounded(),
+            ws="none",
+            timeout_graceful_shutdown=ENDING,
+        )
         name = f"[{host}]" if family == socket.AF_INET6 else host
         ready(f"http://{name}:{listening.getsockname()[1]}")
         uvicorn.Server(config).run(sockets=[listening])
@@ -78,47 +94,71 @@ def serve(
 
 def application(rewards: dict[str, Reward], token: str | None, limits: Limits) -> FastAPI:
     app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None)
-    turn = threading.Lock()  # a reward is not made for several threads
+    thread = DaemonThread()  # a reward is not made for several threads, and may hang
+    turn, requests, versions = asyncio.Lock(), 0, _versions()
 
     def admit(request: Request) -> None:
         given = request.headers.get("authorization", "").encode()
         if token is not None and not secrets.compare_digest(given, f"Bearer {token}".encode()):
-            raise HTTPException(401, "this server wants its token, as the header `Authorization: Bearer TOKEN`.")
-
-    def answer(kind: str, body: bytes) -> dict[str, Any]:
-        request, images = _decode(kind, body, limits)
-        name, prompts, columns = _checked(request, len(images), list(rewards))
-        try:
-            with turn:
-                values = raw_score(name, rewards[name], images, prompts, columns).tolist()
-        except ValueError as error:
-            raise HTTPException(422, str(error)) from error
-        return {"values": [value if math.isfinite(value) else str(value) for value in values]}
+            raise _refused(401, "this server wants its token, as the header `Authorization: Bearer TOKEN`.")
 
     @app.get("/health", dependencies=[Depends(admit)])
-    def health() -> dict[str, Any]:
-        return {"rewards": list(rewards), "versions": _versions()}
+    async def health() -> dict[str, Any]:
+        return {"rewards": list(rewards), "versions": versions}
 
     @app.post("/score", dependencies=[Depends(admit)])
     async def score(request: Request) -> dict[str, Any]:
-        body = await _body(request, limits.body)
+        nonlocal requests
+        if requests >= REQUESTS:
+            raise _refused(503, f"{REQUESTS} requests are being answered: come again later.")
+        requests += 1
+        try:
+            return {"values": await values_of(request)}
+        finally:
+            requests -= 1
+
+    async def values_of(request: Request) -> list[float | str]:
+        body = await _body(request, limits)
         kind = request.headers.get("content-type", "").partition(";")[0].strip()
-        return await run_in_threadpool(answer, kind, body)
+        asked, images = await run_in_threadpool(_decode, kind, body, limits)
+        name, prompts, columns = _checked(asked, len(images), list(rewards))
+        call = partial(raw_score, name, rewards[name], images, prompts, columns)
+        async with turn:
+            if await request.is_disconnected():  # it has gone while others had their turn
+                return []
+            try:
+                values = (await asyncio.wrap_future(thread.submit(call))).tolist()
+            except ValueError as error:
+                raise _refused(422, str(error)) from error
+        return [value if math.isfinite(value) else str(value) for value in values]
 
     return app
 
 
-async def _body(request: Request, limit: int) -> bytes:
-    """The body, given up as soon as it is known to be too long."""
-    too_long = HTTPException(413, f"the body is longer than {limit:,} bytes: send fewer pictures at a time.")
-    length = request.headers.get("content-length", "0")
-    if length.isdecimal() and int(length) > limit:
+def _refused(status: int, sentence: str) -> HTTPException:
+    """What a request gets that is not answered: the sentence, of whatever text, in characters that any JSON can hold."""
+    return HTTPException(status, sentence.encode("utf-8", "backslashreplace").decode())
+
+
+async def _body(request: Request, limits: Limits) -> bytes:
+    """The body, given up as soon as it is known to be too long, or too late."""
+    too_long = _refused(413, f"the body is longer than {limits.body:,} bytes: send fewer pictures at a time.")
+    if int(request.headers.get("content-length", "0")) > limits.body:  # digits: the protocol has seen to that
         raise too_long
     body = bytearray()
-    async for part in request.stream():
-        body += part
-        if len(body) > limit:
-            raise too_long
+
+    async def read() -> None:
+        async for part in request.stream():
+            body.extend(part)
+            if len(body) > limits.body:
+                raise too_long
+
+    try:
+        await asyncio.wait_for(read(), limits.seconds)
+    except asyncio.TimeoutError as error:
+        raise _refused(408, f"the body was not there within {limits.seconds:g} seconds.") from error
+    except ClientDisconnect as error:
+        raise _refused(400, "the body was broken off.") from error
     return bytes(body)
 
 
@@ -126,32 +166,65 @@ def _decode(kind: str, body: bytes, limits: Limits) -> tuple[dict[str, Any], Ten
     """The request's JSON, and images (B, 3, H, W)."""
     try:
         if kind == RAW:
-            header = json.loads(body[8 : 8 + int.from_bytes(body[:8], "little")])
-            request = json.loads(header["__metadata__"]["request"])
-            count, channels, height, width = header["images"]["shape"]
-            pixels, alike = int(count) * int(height) * int(width), channels == 3
+            request, pixels = _header(body, limits)
         elif kind == "application/json":
-            request = json.loads(body)
-            pictures = [_open(encoded) for encoded in request["images"]]
+            request = _json(body, limits)
+            pictures = [_open(encoded) for encoded in _list(request.get("images"), "`images`")]
             pixels = sum(picture.width * picture.height for picture in pictures)
-            alike = len({picture.size for picture in pictures}) == 1
+            if len({picture.size for picture in pictures}) > 1:
+                raise ValueError("the images are not of one size")
         else:
-            raise HTTPException(415, f"the content type {kind[:100]!r} is neither {RAW} nor application/json.")
-        if not isinstance(request, dict):
-            raise TypeError("it is no JSON object")
+            raise _refused(415, f"the content type {kind[:100]!r} is neither {RAW} nor application/json.")
     except Image.DecompressionBombError as error:
-        raise HTTPException(413, f"a picture is too large: {error}") from error
-    except (KeyError, TypeError, ValueError, OSError, SyntaxError, RecursionError) as error:
-        raise HTTPException(400, f"the request can't be read: {type(error).__name__}: {str(error)[:200]}") from error
+        raise _refused(413, f"a picture is too large: {error}") from error
+    except (TypeError, ValueError, OSError, SyntaxError, RecursionError) as error:
+        raise _refused(400, f"the request can't be read: {type(error).__name__}: {str(error)[:200]}") from error
     if pixels > limits.pixels:
-        raise HTTPException(413, f"the pictures have more than {limits.pixels:,} pixels together: send fewer at a time.")
-    if not pixels or not alike:
-        raise HTTPException(400, "there must be at least one image, and all in RGB and of one size.")
+        raise _refused(413, f"the pictures have more than {limits.pixels:,} pixels together: send fewer at a time.")
+    if not pixels:
+        raise _refused(400, "there must be at least one image.")
     try:  # only what was found small enough is decoded
-        images = _floats(body) if kind == RAW else torch.cat([_pixels(picture) for picture in pictures])
+        images = safetensors.torch.load(body)["images"] if kind == RAW else torch.cat([_pixels(one) for one in pictures])
     except Exception as error:  # whatever a decoder makes of hostile bytes
-        raise HTTPException(400, f"the images can't be decoded: {type(error).__name__}: {str(error)[:200]}") from error
+        raise _refused(400, f"the images can't be decoded: {type(error).__name__}: {str(error)[:200]}") from error
     return request, images
+
+
+def _header(body: bytes, limits: Limits) -> tuple[dict[str, Any], int]:
+    """The request's JSON and the number of pixels, from the head of a safetensors file that holds nothing but the images."""
+    end = 8 + int.from_bytes(body[:8], "little")
+    if end > len(body):
+        raise ValueError("the header is longer than the body")
+    header = _json(body[8:end], limits)
+    images, more = _object(header.get("images"), "`images`"), _object(header.get("__metadata__"), "`__metadata__`")
+    shape = _list(images.get("shape"), "the shape of `images`")
+    if images.get("dtype") != "F32" or len(shape) != 4 or not all(type(size) is int and size >= 0 for size in shape):
+        raise ValueError("`images` must be of dtype F32 and have a shape of four sizes")
+    count, channels, height, width = shape
+    if channels != 3:
+        raise ValueError("the images must have three channels")
+    if not isinstance(more.get("request"), str):
+        raise TypeError("`__metadata__` must have the text `request`")
+    return _json(more["request"].encode(), limits), count * height * width
+
+
+def _json(text: bytes, limits: Limits) -> dict[str, Any]:
+    """A JSON object. Its values are counted first, by the marks between them: those of a short text can fill the memory."""
+    if sum(text.count(mark) for mark in (b",", b"[", b"{")) > limits.values:
+        raise ValueError(f"there are more than {limits.values:,} values")
+    return _object(json.loads(text), "the JSON")
+
+
+def _object(value: Any, name: str) -> dict[str, Any]:
+    if not isinstance(value, dict):
+        raise TypeError(f"{name} must be an object")
+    return value
+
+
+def _list(value: Any, name: str) -> list:
+    if not isinstance(value, list):
+        raise TypeError(f"{name} must be a list")
+    return value
 
 
 def _open(encoded: str) -> Image.Image:
@@ -163,24 +236,26 @@ def _pixels(picture: Image.Image) -> Tensor:
     return torch.from_numpy(np.asarray(to_rgb(picture)).copy()).permute(2, 0, 1)[None].float() / 255
 
 
-def _floats(body: bytes) -> Tensor:
-    images = safetensors.torch.load(body)["images"]
-    if images.dtype != torch.float32:
-        raise ValueError(f"they are {images.dtype}, not float32")
-    return images
-
-
 def _checked(request: dict[str, Any], count: int, names: list[str]) -> tuple[str, list[str], dict[str, list]]:
     """The reward's name, the prompts and the metadata of a request for so many images."""
-    name = request.get("reward") or names[0]
-    if name not in names or (len(names) > 1 and not request.get("reward")):
-        raise HTTPException(404, f"there is no reward {str(name)[:100]!r} here; name one of {', '.join(names)}.")
-    prompts, columns = request.get("prompts"), request.get("metadata") or {}
-    if not isinstance(prompts, list) or len(prompts) != count or not all(isinstance(p, str) for p in prompts):
-        raise HTTPException(400, f"`prompts` must be a list of {count} texts, one for each image.")
+    name = request.get("reward")
+    if name is None and len(names) == 1:
+        name = names[0]
+    if name not in names:
+        raise _refused(404, f"there is no reward {str(name)[:100]!r} here; name one of {', '.join(names)}.")
+    prompts, columns = request.get("prompts"), {} if request.get("metadata") is None else request["metadata"]
+    if not isinstance(prompts, list) or len(prompts) != count or not all(map(_is_text, prompts)):
+        raise _refused(400, f"`prompts` must be a list of {count} texts, one for each image.")
     if not isinstance(columns, dict) or not all(isinstance(c, list) and len(c) == count for c in columns.values()):
-        raise HTTPException(400, f"`metadata` must have lists of {count} values, one for each image.")
+        raise _refused(400, f"`metadata` must have lists of {count} values, one for each image.")
+    if {"images", "prompts"} & columns.keys():
+        raise _refused(400, "no column of `metadata` may be called images or prompts.")
     return name, prompts, columns
+
+
+def _is_text(value: Any) -> bool:
+    """Whether it is a string of whole characters: JSON can also hold halves of them, which no file or tokenizer takes."""
+    return isinstance(value, str) and not any("\ud800" <= c <= "\udfff" for c in value)
 
 
 def _versions() -> dict[str, str]:
@@ -198,23 +273,18 @@ def _is_loopback(host: str) -> bool:
 def serve_parent() -> None:
     """What a process of `rewards.isolated` does: reads one line of JSON, loads the reward, says its address, serves.
 
-    It ends when its standard input does, which the system sees to however the parent dies.
+    It ends when its standard input does.
     """
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # whatever the reward prints is not an answer
     order = json.loads(sys.stdin.readline())
-
-    def end_with_parent() -> None:
-        sys.stdin.read()
-        os._exit(0)
-
-    threading.Thread(target=end_with_parent, daemon=True).start()
+    end_with(sys.stdin.fileno())
     try:
         reward = load(order["reward"], **order["options"])
     except ValueError as error:
         print(json.dumps({"error": str(error)}), file=answers, flush=True)
         return
-    boundless = Limits(sys.maxsize, sys.maxsize)
+    boundless = Limits(sys.maxsize, sys.maxsize, sys.maxsize, 3600.0)
     serve(
         {order["reward"]: reward},
         "127.0.0.1",

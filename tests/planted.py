@@ -3,6 +3,7 @@
 These are the mistakes that others have shipped with green tests, and some of our own making.
 """
 
+import os
 import shutil
 import subprocess
 import sys
@@ -555,9 +556,58 @@ BUGS = [
     (
         "an image is decoded before its size is known",
         "rewards/server.py",
-        'pictures = [_open(encoded) for encoded in request["images"]]',
-        'pictures = [_open(encoded).convert("RGB") for encoded in request["images"]]',
+        "pictures = [_open(encoded) for",
+        'pictures = [_open(encoded).convert("RGB") for',
         "tests/test_serving.py -k bad_request",
+    ),
+    (
+        "images of infinite size",
+        "rewards/server.py",
+        "or not all(type(size) is int and size >= 0 for size in shape)",
+        "",
+        "tests/test_serving.py -k bad_request",
+    ),
+    (
+        "the body of a request has no deadline",
+        "rewards/server.py",
+        "await asyncio.wait_for(read(), limits.seconds)",
+        "await asyncio.wait_for(read(), 600)",
+        "tests/test_serving.py -k have_deadlines",
+    ),
+    (
+        "connections that send nothing keep others out",
+        "rewards/serving/connections.py",
+        "if len(idle) > waiting:",
+        "if False:",
+        "tests/test_serving.py -k beyond_its_bound",
+    ),
+    (
+        "an answer may be of any length",
+        "rewards/http.py",
+        "if len(body) > LONGEST_ANSWER:",
+        "if False:",
+        "tests/test_serving.py -k ends_in_its_time",
+    ),
+    (
+        "a step that is made anew calls a reward that is still at the last one",
+        "flow_grpo/training/interrupt.py",
+        "        wait(thread.close(), stopping)  # no reward is called twice at a time\n        raise",
+        "        thread.close()\n        raise",
+        "tests/test_interrupt.py -k under_way",
+    ),
+    (
+        "one Ctrl-C that is heard twice kills",
+        "flow_grpo/training/interrupt.py",
+        "elif number == signal.SIGINT and now - former > ONE:",
+        "elif number == signal.SIGINT and former < math.inf:",
+        "tests/test_interrupt.py -k guard",
+    ),
+    (
+        "a reward's process that died is said to serve no more, and not why",
+        "rewards/isolated.py",
+        'raise ValueError(f"{self._ended(self._silence())}.") from error',
+        "raise",
+        "tests/test_serving.py -k may_die",
     ),
     (
         "the judge's answer without a number is a 0",
@@ -739,7 +789,8 @@ def caught(file: str, old: str, new: str, tests: str) -> bool:
             raise SystemExit(f"{file} no longer holds exactly one {old!r}; mend the list.")
         target.write_text(text.replace(old, new))
         command = f"{sys.executable} -m pytest -x -q -p no:cacheprovider {tests}"
-        done = subprocess.run(command, shell=True, cwd=copy, capture_output=True, text=True)
+        env = {**os.environ, "PYTHONPATH": str(copy)}  # also for the processes that the tests start
+        done = subprocess.run(command, shell=True, cwd=copy, env=env, capture_output=True, text=True)
         if done.returncode not in (0, 1):
             raise SystemExit(done.stdout + done.stderr)
         return done.returncode == 1

@@ -281,6 +281,27 @@ def test_the_card_says_what_the_monitor_said_and_what_is_not_known(tmp_path):
     assert "see its page" in page
 
 
+@pytest.mark.parametrize(
+    ("metadata", "licence"),
+    [
+        ("self: 1\nlicense: mit", "mit"),
+        ("1: 2\nnull: 3\nlicense: mit", "mit"),
+        ("[a, b]: 4\nlicense: mit", None),
+        ("ignore_metadata_errors: true\nmodel-index: [1]\nlicense: mit", "mit"),
+        ("license: [mit]\nlicense_link: {a: b}", None),
+        ("- license", None),
+        ("license: {{", None),
+        ("license: " + "[" * 2000, None),
+        ("license: 'mit\n\n  ---\n\n  # <b>'", "mit --- # <b>"),
+    ],
+)
+def test_the_base_models_card_may_hold_any_names(tmp_path, metadata, licence):
+    (tmp_path / card.CARD).write_text(f"---\n{metadata}\n---\ntext")
+    found = card.base_licence(str(tmp_path))
+    assert " ".join(found.get("license", "").split()) == (licence or "")
+    assert found.keys() <= {"license"}
+
+
 FORMER = [hub.EXPORT, card.CARD, "transformer/m[1].safetensors"]  # of a merged export that was pushed there before
 
 

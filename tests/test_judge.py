@@ -151,7 +151,7 @@ def test_a_limit_of_requests_is_waited_for(endpoint):
 
 def test_a_slow_answer_is_given_up(endpoint):
     there = endpoint(lambda text, attempt: time.sleep(0.6) or "1")
-    with pytest.raises(ValueError, match="ReadTimeout"):
+    with pytest.raises(ValueError, match=r"ReadTimeout no whole answer within 0\.2 seconds"):
         Judge(f"{there.url}/v1", "vlm", timeout=0.2, attempts=1)(images(1), ["a"])
 
 
@@ -175,3 +175,6 @@ def test_options_that_make_no_sense():
         Judge("http://x/v1", "vlm", answer="stars")
     with pytest.raises(ValueError, match="must be below"):
         Judge("http://x/v1", "vlm", low=3, high=3)
+    for wrong in ({"timeout": 0}, {"attempts": 0}, {"concurrency": 0}):
+        with pytest.raises(ValueError, match="must be positive"):
+            Judge("http://x/v1", "vlm", **wrong)

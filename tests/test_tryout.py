@@ -44,6 +44,12 @@ def test_info_has_the_docstring_and_the_options():
     assert "1.0" in own
 
 
+def test_info_on_what_is_no_reward_is_a_sentence(tmp_path):
+    (tmp_path / "mine.py").write_text("import functools\nnumber = 5\nodd = functools.partial(dict.fromkeys)\n")
+    assert "reward mine.py:number is not callable but int" in run("rewards", "info", "mine.py:number", cwd=tmp_path, code=2)
+    run("rewards", "info", "mine.py:odd", cwd=tmp_path)
+
+
 def test_every_docstring_says_what_a_user_must_know():
     for name in rewards.NAMES:
         if name in ("ocr_exact", "remote"):  # these point to another reward
