@@ -184,7 +184,7 @@ def test_training_raises_the_reward(tmp_path):
         run = short_run(
             tmp_path / str(weight),
             f"rewards={{'{reward}': {weight}}}",
-            "steps=8",
+            "steps=16",
             "images_per_prompt=8",
             "optimizer.lr=8e-3",
         )

@@ -4,6 +4,7 @@ A `transformers.TrainerCallback` works as it is, and so does any object that has
 the main process; what a callback asks for in `control` is done by all processes.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -43,7 +44,7 @@ class CallbackList:
         ValueError: a callback without any of the methods in `EVENTS`.
     """
 
-    def __init__(self, callbacks: list[Any], args: Any, model: Any, processes: Processes) -> None:
+    def __init__(self, callbacks: Sequence[Any], args: Any, model: Any, processes: Processes) -> None:
         self.callbacks, self.args, self.model, self.processes = list(callbacks), args, model, processes
         self.state = TrainerState(max_steps=args.steps, is_world_process_zero=processes.first)
         self.control = TrainerControl()
