@@ -5,6 +5,7 @@ import json
 import math
 import os
 import shlex
+import signal
 import sys
 import time
 import traceback
@@ -25,6 +26,7 @@ from flow_grpo.output import prepare_file, prepare_folder
 from flow_grpo.progress import reported
 from flow_grpo.quiet import before_imports
 from flow_grpo.text import counted
+from flow_grpo.training import interrupt
 
 app = typer.Typer(
     help="Fine-tune a text-to-image flow model with a reward: any diffusers flow pipeline, any Python function as reward.",
@@ -61,7 +63,6 @@ Lora = Annotated[
         show_default=False,
     ),
 ]
-INTERRUPTED = 130
 TRACEBACK = "FLOW_GRPO_TRACEBACK"  # environment variable, which other processes of a run inherit
 
 
@@ -125,7 +126,7 @@ def train(
             again = _command(config, overrides or [], True, trainer.processes.count)
             console.print(f"\nStopped; the run is saved. Go on with: {again}", highlight=False, markup=False)
         trainer.processes.leave()
-        raise typer.Exit(INTERRUPTED) from None
+        raise typer.Exit(interrupt.INTERRUPTED) from None
     trainer.processes.leave()
 
 
@@ -302,7 +303,7 @@ def doctor(
         else:
             well = checks.examine(console, FlowGRPOConfig.read(config, overrides), json_file)
     except KeyboardInterrupt:
-        raise typer.Exit(INTERRUPTED) from None
+        raise typer.Exit(interrupt.INTERRUPTED) from None
     if not well:
         raise typer.Exit(1)
 
@@ -349,9 +350,24 @@ def _policy(args: FlowGRPOConfig, model: str, lora: str | None, guidance: float 
 
 
 def run() -> None:
-    """The entry point: errors of the user's are one sentence, and other libraries keep quiet."""
+    """The entry point: errors of the user's are one sentence, other libraries keep quiet, and nothing that hangs keeps it from ending."""
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     before_imports()
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        interrupt.guard()
+        interrupt.second_ends(_interrupted)
+    try:
+        _run()
+    except SystemExit as end:
+        interrupt.leave(end.code if isinstance(end.code, int) else int(end.code is not None))
+        raise
+
+
+def _interrupted() -> None:
+    raise KeyboardInterrupt
+
+
+def _run() -> None:
     words = [word for word in sys.argv[1:] if word != "--traceback"]
     if len(words) < len(sys.argv[1:]):
         os.environ[TRACEBACK] = "1"

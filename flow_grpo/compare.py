@@ -25,6 +25,7 @@ from flow_grpo.files import write_whole
 from flow_grpo.memory import peak_bytes
 from flow_grpo.quiet import quiet_libraries
 from flow_grpo.text import counted
+from rewards.interrupt import end_with
 
 CURVE = "curve.jsonl"
 SHOWN = ("end", "spread", "reached", "to target, s", "per 100 s", "peak MB")  # on the console; the files have them all
@@ -137,7 +138,11 @@ def compare(
                 continue
             process = context.Process(target=run_slice, args=(run, number, budget, overrides))
             process.start()
-            process.join()
+            try:
+                process.join()
+            except KeyboardInterrupt:
+                process.kill()  # it may hang; its slice has not happened
+                raise
             points = run.points()
             if process.exitcode or len(points) <= number:
                 raise ValueError(f"the run {run.folder} failed; its last lines stand above. The others are kept.")
@@ -151,6 +156,9 @@ def run_slice(run: Run, number: int, budget: Budget, overrides: list[str]) -> No
     from flow_grpo.train import FlowGRPOTrainer
 
     quiet_libraries()
+    parent = multiprocessing.parent_process()
+    if parent is not None:  # were it killed, the comparison that goes on in its place would do the slice anew
+        end_with(parent.sentinel)
     try:
         trainer = FlowGRPOTrainer(args=_settings(run, overrides))
         points = run.points()
@@ -160,7 +168,6 @@ def run_slice(run: Run, number: int, budget: Budget, overrides: list[str]) -> No
             checkpoint.drop_after(run.folder / "checkpoints", points[-1].step)
         spent = {"seconds": seconds, "images": float(images)}
         while spent[budget.unit] < budget.mark(number):
-            _stay_with_the_parent()
             metrics = trainer.training_step()
             spent["seconds"] += metrics["time/step"]
             spent["images"] += metrics["images"]
@@ -175,7 +182,6 @@ def run_slice(run: Run, number: int, budget: Budget, overrides: list[str]) -> No
         sys.exit(2)
     except KeyboardInterrupt:  # the parent process gets it too
         sys.exit(130)
-    _stay_with_the_parent()
     peak = peak_bytes(trainer.policy.device) / 1e6
     critic = 0 if trainer.critic is None else sum(p.numel() for p in trainer.critic.parameters())
     run.add(Point(number, trainer.step, spent["seconds"], int(spent["images"]), kl, peak, critic, values))
@@ -267,13 +273,6 @@ def plot(runs: list[Run], measure: str, target: float | None, file: Path) -> Non
 
 def _settings(run: Run, overrides: list[str]) -> FlowGRPOConfig:
     return FlowGRPOConfig.read(run.config, [*overrides, f"seed={run.seed}", f"output={run.folder}", "keep=3"])
-
-
-def _stay_with_the_parent() -> None:
-    """Ends this process if the comparison that began it was killed: one that goes on in its place does the slice anew."""
-    parent = multiprocessing.parent_process()
-    if parent is not None and not parent.is_alive():
-        sys.exit(1)
 
 
 def _same_as_before(run: Run, overrides: list[str]) -> None:

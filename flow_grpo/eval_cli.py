@@ -164,7 +164,7 @@ def score(
     from flow_grpo.tracking import print_table
 
     asked = list(map(with_options, reward or ["ocr"]))
-    promptless = not any(rewards.reads_prompts(name) for name, _ in asked)
+    promptless = not any(rewards.reads_prompts(name, **options) for name, options in asked)
     if out is not None and out.suffix not in WRITERS:
         raise ValueError(f"--out {out} is neither a .json nor a .csv file.")
     shown = gallery.read(images, given(prompts, prompt), sheet(rows, columns, padding, crop), promptless)

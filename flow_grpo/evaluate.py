@@ -1,5 +1,6 @@
 """Held-out prompts with fixed seeds, scored: what `eval` runs, and training every so often."""
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from flow_grpo.progress import phase
 from flow_grpo.prompts import PromptSet
 from flow_grpo.record import extremes
 from flow_grpo.sections import RewardConfig
+from flow_grpo.training.interrupt import Interrupted, call, interruptible
 from flow_grpo.types import Evaluation
 from rewards import Reward, WeightedSum
 
@@ -60,25 +62,34 @@ def build_rewards(args: FlowGRPOConfig, given: Any = None) -> tuple[WeightedSum,
 
 def _placed(name: str, setting: RewardConfig) -> Reward:
     """A reward where its setting wants it: on other machines, in a process of its own, or here."""
-    if setting.remote is not None:
-        return reward_kit.load("remote", urls=setting.remote, **{"reward": name, **setting.options})
     if setting.isolate:
         from rewards.isolated import Isolated
 
-        return Isolated(name, setting.options, setting.python)
-    return reward_kit.load(name, **setting.options)
+        return Isolated(name, setting.options, setting.python, **({"timeout": setting.timeout} if setting.timeout else {}))
+    return reward_kit.load(name, **{"remote": setting.remote, **setting.options})
 
 
 @torch.no_grad()
 def draw(
-    policy: Policy, prompts: list[str], seeds: list[int], steps: int, microbatch: int = 64, what: str = "drawing images"
+    policy: Policy,
+    prompts: list[str],
+    seeds: list[int],
+    steps: int,
+    microbatch: int = 64,
+    what: str = "drawing images",
+    stopping: Callable[[], bool] = lambda: False,
 ) -> Tensor:
-    """Images (B, 3, H, W) in [0, 1] of B prompts by the ODE, each from the noise of its seed alone; `what` names the phase."""
+    """Images (B, 3, H, W) in [0, 1] of B prompts by the ODE, each from the noise of its seed alone.
+
+    Args:
+        what: names the phase.
+        stopping: `Interrupted` leaves it before a forward pass if it says so.
+    """
     schedule, shape = policy.schedule(steps)
     with phase("encoding prompts"):
         conditioning = policy.encode(prompts)
     start = torch.stack([sampling.noise(shape, seed, "sample") for seed in seeds])
-    velocity = policy.along(schedule, conditioning)
+    velocity = interruptible(policy.along(schedule, conditioning), stopping)
 
     with phase(what, total=len(prompts) * len(schedule)) as steps_done:
 
@@ -119,6 +130,7 @@ def evaluate(
     processes: Processes | None = None,
     keep: int = 0,
     twice: int = 0,
+    stopping: Callable[[], bool] = lambda: False,
 ) -> Evaluation:
     """Draws each prompt from the noise of `image_seed(seed, its place)` and scores it by every reward.
 
@@ -127,8 +139,10 @@ def evaluate(
     Args:
         keep: the pictures of so many prompts, from the first on, are in the result, and of the best and worst by `reward`.
         twice: so many prompts, from the first on, are drawn from a second noise too, to see how much their pictures differ.
+        stopping: `Interrupted` leaves the evaluation if it says so, as in `Rollouts`.
     """
     processes = processes or Processes()
+    alone = processes.count == 1
     own = list(range(processes.rank, len(prompts), processes.count))
     batch = prompts.take(own, 1)
 
@@ -138,14 +152,14 @@ def evaluate(
         places = mine + own[:1] * (most - len(mine))
         seeds = [image_seed(seed, i, number) for i in places]
         what = "drawing held-out images (sampling steps)"
-        return draw(policy, prompts.take(places, 1).prompts, seeds, steps, microbatch, what)[: len(mine)]
+        texts = prompts.take(places, 1).prompts
+        return draw(policy, texts, seeds, steps, microbatch, what, lambda: alone and stopping())[: len(mine)]
 
     images = drawn(len(prompts), 0)
     others = drawn(min(twice, len(prompts)), 1) if twice else images[:0]
 
     def scored() -> dict[str, Tensor]:
-        with phase(f"scoring {len(images)} held-out images"):
-            total, by_name = rewards(images, batch.prompts, **batch.columns())
+        total, by_name = rewards(images, batch.prompts, **batch.columns())
         return {"reward": total, **by_name}
 
     def whole(parts: list[Tensor]) -> Tensor:
@@ -153,7 +167,8 @@ def evaluate(
         places = [rank + i * processes.count for rank, part in enumerate(parts) for i in range(len(part))]
         return torch.cat(parts)[torch.tensor(places, dtype=torch.long).argsort()]
 
-    by_process = processes.agree(scored)
+    with phase(f"scoring {len(images)} held-out images"):
+        by_process = processes.agree(lambda: call(scored, stopping), (ValueError, Interrupted))
     values = {name: whole([part[name] for part in by_process]) for name in by_process[0]}
     looks = processes.everyone((monitor.sharpness(images), monitor.distance(images[: len(others)], others)))
     shown = {*range(keep), *(extremes(values["reward"].tolist()) if keep else ())}

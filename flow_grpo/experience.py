@@ -5,9 +5,9 @@
 
 import math
 import time
-from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
+from collections.abc import Callable
+from concurrent.futures import Future
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -21,8 +21,10 @@ from flow_grpo.progress import phase
 from flow_grpo.prompts import Dealer
 from flow_grpo.terms import own_function
 from flow_grpo.text import counted
+from flow_grpo.training.interrupt import Interrupted, background, interruptible, wait
 from flow_grpo.types import Experience, PromptBatch, Scores, Trajectory
 from rewards import WeightedSum
+from rewards.interrupt import DaemonThread
 
 
 class Rollouts:
@@ -30,7 +32,8 @@ class Rollouts:
 
     Args:
         window: the steps of the schedule that are stochastic and trained, for a training step.
-        stopping: asked before each forward pass; `Interrupted` leaves the rollout if it says so.
+        stopping: whether the run is to stop. `Interrupted` then leaves the rollout: before a forward pass, if there is one process
+            alone, and while it waits for rewards.
         processes: those that share each step; all get the same prompts dealt and draw the groups that are theirs.
     """
 
@@ -109,16 +112,14 @@ class Rollouts:
         s, seed = self.args.sampling, self.args.seed
         velocity = self.policy.along(self.schedule, self.policy.encode(batch.prompts))
 
-        def interruptible(x: Tensor, i: int, rows: Tensor) -> Tensor:
-            if self.stopping():  # nothing of this step has touched the adapter yet
-                raise Interrupted
+        def detached(x: Tensor, i: int, rows: Tensor) -> Tensor:
             # what is replayed with gradients is drawn with them, where that is another kernel
             with torch.set_grad_enabled(self.policy.compiled and i in window):
                 return velocity(x, i, rows).detach()
 
         start = sampling.batch_noise(self.state_shape, batch, seed, "start", step, shared=s.shared_start)
         return sampling.rollout(
-            interruptible,
+            interruptible(detached, self.may_stop_alone),  # nothing of this step has touched the adapter yet
             self.schedule,
             start,
             window,
@@ -130,6 +131,10 @@ class Rollouts:
             s.log_prob,
             self.solver,
         )
+
+    def may_stop_alone(self) -> bool:
+        """Whether to leave a rollout between two forward passes. Several processes stop together, where they talk."""
+        return self.processes.count == 1 and self.stopping()
 
     def score(self, batch: PromptBatch, images: Tensor) -> Scores:
         return Scores(*self.rewards(images, batch.prompts, **batch.columns()))
@@ -148,7 +153,7 @@ class Rollouts:
             count = min(wanted, -(-missing // unit) * unit)
             batch = self.dealer.deal(step, count, images, first_group=drawn)
             own = batch.take(self.processes.owns(batch.group).nonzero()[:, 0])
-            with _background() as scorer:
+            with background(self.stopping) as scorer:
                 trajectory, scored = self._drawn(step, own, scorer)
                 scores = self._together(scored, batch.group)
             rounds.append((batch, trajectory, scores))
@@ -171,7 +176,7 @@ class Rollouts:
         chosen[first[: wanted * images]] = True
         return batch, trajectory, scores, chosen, metrics
 
-    def _drawn(self, step: int, own: PromptBatch, scorer: ThreadPoolExecutor) -> tuple[Trajectory, list[Future[Scores]]]:
+    def _drawn(self, step: int, own: PromptBatch, scorer: DaemonThread) -> tuple[Trajectory, list[Future[Scores]]]:
         """Images drawn part by part, each of whole groups and micro-batches, and scored while the next part is drawn."""
         window, trajectories, scored = self.window(step), [], []
         size = math.lcm(self.args.microbatch, self.args.images_per_prompt) if self.beside else len(own.prompts)
@@ -181,7 +186,7 @@ class Rollouts:
                 trajectories.append(self.trajectory(step, part, window))
                 drawn = time.perf_counter()
                 images = self.policy.decode(trajectories[-1].final, self.args.microbatch)
-            scored.append(scorer.submit(self.score, part, images))
+            scored.append(scorer.submit(partial(self.score, part, images)))
             self.seconds["rollout"] += drawn - started
             self.seconds["decode"] += time.perf_counter() - drawn
         return Trajectory.join(trajectories), scored
@@ -189,8 +194,12 @@ class Rollouts:
     def _together(self, scored: list[Future[Scores]], group: Tensor) -> Scores:
         """The scores of all rows, from those that each process gives to the groups of its own."""
         started = time.perf_counter()
+
+        def awaited() -> Scores:
+            return Scores.join([wait(part, self.stopping) for part in scored])
+
         with phase(f"scoring {counted(len(group), 'image')}"):
-            parts = Scores.join(self.processes.agree(lambda: Scores.join([part.result() for part in scored])))
+            parts = Scores.join(self.processes.agree(awaited, (ValueError, Interrupted)))
         self.seconds["reward"] += time.perf_counter() - started  # what was not done beside the drawing
         order = self.processes.owner(group).argsort(stable=True).argsort()
         return parts.take(order)
@@ -205,20 +214,6 @@ class Rollouts:
             **{f"advantage/share/{name}": value for name, value in zip(names, share.tolist(), strict=True)},
             **{f"advantage/correlation/{names[j]}/{names[i]}": correlation[i, j].item() for i, j in pairs},
         }
-
-
-class Interrupted(Exception):
-    """Ctrl-C or SIGTERM."""
-
-
-@contextmanager
-def _background() -> Iterator[ThreadPoolExecutor]:
-    """One thread for rewards, which are called one after another; whatever ends the rollout, none is left in it."""
-    pool = ThreadPoolExecutor(1)
-    try:
-        yield pool
-    finally:
-        pool.shutdown(cancel_futures=True)
 
 
 def chosen_rows(objective: str, reward: Tensor, group: Tensor, signal: Tensor) -> tuple[Tensor, int]:

@@ -2,13 +2,16 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
 from flow_grpo.config import FlowGRPOConfig
 from flow_grpo.experience import Rollouts
+from flow_grpo.parallel import Processes
 from flow_grpo.policy import Policy
 from flow_grpo.prompts import Dealer, PromptSet
+from flow_grpo.training.interrupt import call
 from rewards import WeightedSum
 
 
@@ -31,25 +34,26 @@ def owned_variance(
     transition: str,
     noise_level: float,
     stopping: Callable[[], bool] = lambda: False,
+    processes: Processes | None = None,
 ) -> list[Owned]:
     """One `Owned` for each trainable step: the images of a prompt start from one noise and part at that step alone.
 
     Uses prompts_per_step prompts with images_per_prompt images, the very same for all steps, transitions and noise levels.
-    `stopping` is asked as in `Rollouts`. ValueError if no prompt's images could all be scored.
+    `stopping` and `processes` are those of `Rollouts`. ValueError if no prompt's images could all be scored.
     """
     sampling = args.sampling.model_copy(
         update={"shared_start": True, "transition": transition, "noise_level": noise_level, "solver": "euler"}
     )
     settings = args.model_copy(update={"sampling": sampling})
     dealer = Dealer(prompts, args.seed)
-    source = Rollouts(policy, settings, dealer, rewards, None, lambda step: [], stopping)
+    source = Rollouts(policy, settings, dealer, rewards, None, lambda step: [], stopping, processes)
     batch = dealer.deal(0, args.prompts_per_step, args.images_per_prompt)
     window = args.sampling.window
     last = args.sampling.steps - 2 if window.last is None else window.last
     found = []
     for step in range(window.first, last + 1):
         images = policy.decode(source.trajectory(0, batch, [step]).final, settings.microbatch)
-        total = source.score(batch, images).total.view(args.prompts_per_step, -1)
+        total = call(partial(source.score, batch, images), stopping).total.view(args.prompts_per_step, -1)
         total = total[total.isfinite().all(1)]  # without groups of a reward that was dropped
         if not len(total):
             raise ValueError("the rewards gave no finite number for any prompt, so no step's share can be measured.")

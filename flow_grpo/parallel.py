@@ -69,19 +69,20 @@ class Processes:
         torch.distributed.all_gather_object(found, value)
         return found
 
-    def agree(self, call: Callable[[], Value]) -> list[Value]:
-        """What `call` returns in each process, by rank; a ValueError of one is raised by all, so that none waits for it."""
+    def agree(self, call: Callable[[], Value], errors: tuple[type[Exception], ...] = (ValueError,)) -> list[Value]:
+        """What `call` returns in each process, by rank; an error of one of these kinds is raised by all, so that none waits for it."""
         if self.count == 1:
             return [call()]
-        made, error = None, None
+        made, error, said = None, None, None
         try:
             made = call()
-        except ValueError as raised:
-            error = raised
-        parts = self.everyone((made, None if error is None else str(error)))
-        failed = next((text for _, text in parts if text is not None), None)
+        except errors as raised:
+            error, said = raised, (next(kind for kind in errors if isinstance(raised, kind)), str(raised))
+        parts = self.everyone((made, said))
+        failed = next((found for _, found in parts if found is not None), None)
         if failed is not None:
-            raise ValueError(failed) from error
+            kind, text = failed
+            raise kind(text) from error
         return [value for value, _ in parts]  # type: ignore[misc]
 
     def leave(self) -> None:

@@ -120,7 +120,7 @@ def examine_command(
     from flow_grpo import gallery, tryout
 
     reward, options = with_options(name)
-    promptless = not rewards.reads_prompts(reward)
+    promptless = not rewards.reads_prompts(reward, **options)
     shown = gallery.read(images, given(prompts, prompt), sheet(rows, columns, padding, crop), promptless)
     if shown.note:
         console.print(visible(shown.note), highlight=False, markup=False, soft_wrap=True)

@@ -1,10 +1,10 @@
 """The loop: deal prompts, roll out, score, compare within groups, update what is trained."""
 
 import copy
-import signal
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,7 @@ from flow_grpo.config import FlowGRPOConfig
 from flow_grpo.critic import Critic
 from flow_grpo.data import prompt_overlap
 from flow_grpo.evaluate import before_after, build_rewards, draw, evaluate, image_seed
-from flow_grpo.experience import Interrupted, Rollouts
+from flow_grpo.experience import Rollouts
 from flow_grpo.explore import best_window, owned_variance
 from flow_grpo.files import NotWritten, remove, whole_folder, write_whole
 from flow_grpo.grid import Cell, save_grid
@@ -33,6 +33,7 @@ from flow_grpo.text import counted
 from flow_grpo.tracking import Tracker
 from flow_grpo.trainable import loaded, make_trainable
 from flow_grpo.training.callbacks import CallbackList
+from flow_grpo.training.interrupt import Interrupted, call, signals
 from flow_grpo.tryout import BY_GROUP, FEW, Pictures, depends_on_group
 from flow_grpo.types import Evaluation
 from flow_grpo.update import Update
@@ -114,7 +115,7 @@ class FlowGRPOTrainer:
             self.source = GivenImages(self.policy, part, self.processes)
         else:
             ours = (self.policy, part, self.dealer, self.rewards, self.critic)
-            self.source = Rollouts(*ours, self._window, self._may_stop_now, self.processes)
+            self.source = Rollouts(*ours, self._window, self._asked_to_stop, self.processes)
             Dealer(self.train_set, part.seed).deal(0, part.prompts_per_step, 1)  # says at once if there are too few prompts
         if objective.name == "nft":
             self.policy.follow("old", 0.0)  # whatever was trained before, its old policy begins as the one of now
@@ -133,17 +134,17 @@ class FlowGRPOTrainer:
         """Runs to the last step, from the newest checkpoint if `resume`; returns the last evaluation's numbers.
 
         Raises:
-            Interrupted: after Ctrl-C or SIGTERM, with a checkpoint saved.
+            Interrupted: after Ctrl-C or SIGTERM, with a checkpoint saved. A second Ctrl-C ends a command at once.
             ValueError: a reward failed, or the ratio check, or the gradient is not finite, with a checkpoint saved; or something
                 could not be written.
         """
-        silent = not self.processes.first
+        silent, self._stopping = not self.processes.first, False
         self.record = None if silent else Record(self.folder, self.args.evaluation.pictures)
         with (
             self._disk(),
             ExitStack() as lock,
             Tracker(self.folder, self.args.steps, silent=silent) as tracker,
-            self._signals(),
+            signals(self._stop),
         ):
             tracker.callbacks = self.callbacks
             self._begin(tracker, resume, lock)
@@ -281,9 +282,11 @@ class FlowGRPOTrainer:
             again = "go on with --resume" if saved else "start the run again"
             raise ValueError(f"{what} {lost}: when it can be written, {again}.") from error
 
-    def _may_stop_now(self) -> bool:
-        """Whether a rollout is to be left. Several processes stop together, between steps."""
-        return self._stopping and self.processes.count == 1
+    def _stop(self) -> None:
+        self._stopping = True
+
+    def _asked_to_stop(self) -> bool:
+        return self._stopping
 
     def _begin(self, tracker: Tracker, resume: bool, lock: ExitStack) -> None:
         self.processes.agree(lambda: self._open(tracker, resume, lock) if self.processes.first else None)
@@ -446,7 +449,9 @@ class FlowGRPOTrainer:
         prompts = (self.eval_set or self.train_set).prompts[:NUM_SAMPLES]
         steps = self.args.evaluation.steps
         with self.policy.averaged():  # on every process: they may hold shares of the weights
-            images = draw(self.policy, prompts, list(range(len(prompts))), steps, self.part.microbatch)
+            alone = self.processes.count == 1
+            stopping = {"stopping": lambda: alone and self._stopping}
+            images = draw(self.policy, prompts, list(range(len(prompts))), steps, self.part.microbatch, **stopping)
         if self.processes.first:
             cells = [Cell(prompt, seed, f"{self.args.model}, step {self.step}") for seed, prompt in enumerate(prompts)]
             save_grid(self.folder / "samples" / f"step_{self.step:06d}.png", images, cells, columns=4)
@@ -466,10 +471,14 @@ class FlowGRPOTrainer:
         history = self.record.evaluation(self.step, found, prompts, seeds, trained) if self.record else []
         if self.processes.everyone(bool(history) and monitor.best(history) == self.step)[0]:  # before the metrics name it
             self._save_trained(BEST)
+        first = self.step == 0 and self.record is not None
+        by_group = self.processes.agree(lambda: self._by_group(found) if first else [], (ValueError, Interrupted))[0]
         if self.record is not None:
-            self._note(tracker, found, history, seconds)
+            self._note(tracker, found, history, seconds, by_group)
 
-    def _note(self, tracker: Tracker, found: Evaluation, history: list[monitor.Reading], seconds: float) -> None:
+    def _note(
+        self, tracker: Tracker, found: Evaluation, history: list[monitor.Reading], seconds: float, by_group: list[str]
+    ) -> None:
         """Writes and says what an evaluation found."""
         assert self.record
         assert self.eval_set
@@ -480,7 +489,7 @@ class FlowGRPOTrainer:
         tracker.evaluation(self.step, found.means(), more, self.record.kept(self.step, prompts))
         for name, sentence in monitor.warnings(history).items():
             tracker.warn(self.step, sentence, fallen=name)
-        for sentence in self._by_group(found) if self.step == 0 else ():
+        for sentence in by_group:
             tracker.warn(self.step, sentence)
         report.write([self.folder], self.folder / report.FILE)
 
@@ -492,7 +501,7 @@ class FlowGRPOTrainer:
         return [
             f"reward {name}: {BY_GROUP}"
             for name, reward in self.held_out.rewards.items()
-            if depends_on_group(name, reward, pictures)
+            if call(partial(depends_on_group, name, reward, pictures), self._asked_to_stop)
         ]
 
     def evaluate(self) -> Evaluation:
@@ -502,25 +511,8 @@ class FlowGRPOTrainer:
         settings = self.args.evaluation
         with self.policy.averaged():
             drawn = (self.policy, self.eval_set, self.held_out, settings.steps, settings.seed, self.part.microbatch)
-            return evaluate(*drawn, self.processes, max(PREVIEWS, settings.pictures), TWICE)
-
-    @contextmanager
-    def _signals(self) -> Iterator[None]:
-        """Within it, Ctrl-C and SIGTERM end the run in order; a second Ctrl-C ends it at once."""
-
-        def stop(number: int, frame: Any) -> None:
-            self._stopping = True
-            signal.signal(signal.SIGINT, signal.default_int_handler)
-
-        try:
-            former = {number: signal.signal(number, stop) for number in (signal.SIGINT, signal.SIGTERM)}
-        except ValueError:  # not the main thread: whoever runs us there handles signals
-            former = {}
-        try:
-            yield
-        finally:
-            for number, handler in former.items():
-                signal.signal(number, handler)
+            keep = max(PREVIEWS, settings.pictures)
+            return evaluate(*drawn, self.processes, keep, TWICE, self._asked_to_stop)
 
     # -- a step -----------------------------------------------------------------------------------------------------
 
@@ -531,10 +523,14 @@ class FlowGRPOTrainer:
             return []
         if w.kind == "auto":
             if self.window_place is None:
-                parts = (self.policy, self.part, self.train_set, self.rewards)
-                owned = owned_variance(*parts, s.transition, s.noise_level, self._may_stop_now)
-                self.window_place = self.processes.everyone(best_window(owned, w.size))[0]
+                self.window_place = self.processes.agree(self._best_window, (ValueError, Interrupted))[0]
             return list(range(self.window_place, self.window_place + w.size))
         last = s.steps - 2 if w.last is None else w.last
         place = step - self.begin if w.kind == "sliding" else step
         return sampling.window(w.kind, s.steps, w.size, w.first, last, w.every, self.part.seed, place)
+
+    def _best_window(self) -> int:
+        """Where the steps begin that own the most variance of the reward."""
+        parts, s = (self.policy, self.part, self.train_set, self.rewards), self.part.sampling
+        owned = owned_variance(*parts, s.transition, s.noise_level, self._asked_to_stop, self.processes)
+        return best_window(owned, s.window.size)

@@ -101,9 +101,12 @@ def takes_pil(function: Callable[..., Any]) -> Callable[..., Any]:
     return reward
 
 
-def reads_prompts(name: str) -> bool:
-    """Whether a reward needs prompts: one with an attribute `reads_prompts = False` scores images alone. ValueError as in `load`."""
-    return getattr(locate("reward", name, NAMES), "reads_prompts", True)
+def reads_prompts(name: str, remote: str | list[str] | None = None, **options: Any) -> bool:
+    """Whether a reward, with the options of `load`, needs prompts: one with an attribute `reads_prompts = False` scores images alone.
+
+    What another machine runs, that one alone knows, so it gets prompts. ValueError as in `load`.
+    """
+    return remote is not None or getattr(locate("reward", name, NAMES), "reads_prompts", True)
 
 
 def check(name: str, **options: Any) -> Callable[..., Any]:

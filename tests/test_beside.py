@@ -59,4 +59,7 @@ def test_an_error_in_the_background_stops_the_run_and_leaves_nothing_behind(tmp_
     with pytest.raises(ValueError, match=r"reward fails raised RuntimeError on 4 images.*the camera is off"):
         trainer.train()
     assert list((tmp_path / "checkpoints").iterdir())
-    assert not [t for t in threading.enumerate() if "ThreadPoolExecutor" in t.name and t not in before]
+    left = [thread for thread in threading.enumerate() if thread.name == "rewards" and thread not in before]
+    for thread in left:
+        thread.join(60)
+    assert not [thread for thread in left if thread.is_alive()]

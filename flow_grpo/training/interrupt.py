@@ -1,0 +1,201 @@
+"""Stop a run by Ctrl-C or SIGTERM: at the next forward pass or while it waits for rewards, and at once at the second Ctrl-C.
+
+The command line imports this file before it knows what it will do, so nothing large is imported here at the top.
+"""
+
+import concurrent.futures
+import math
+import os
+import select
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, TypeVar
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from rewards.interrupt import DaemonThread
+
+Result = TypeVar("Result")
+INTERRUPTED = 130  # exit status, as a shell's
+POLL = 0.2  # seconds between two looks at whether a wait is to end
+ONE = 0.5  # seconds within which two signals are one: `timeout`, for example, sends each twice
+PATIENCE = {signal.SIGINT: 1.0, signal.SIGTERM: 60.0}  # seconds until a process that does not answer is killed
+ANSWER = b"\0"
+SHOW_CURSOR = b"\x1b[?25h"
+
+
+class Interrupted(Exception):
+    """Ctrl-C or SIGTERM."""
+
+
+# -- within a run -------------------------------------------------------------------------------------------------------
+
+
+def wait(future: "Future[Result]", stopping: Callable[[], bool]) -> Result:
+    """Return the future's result. `Interrupted` if `stopping` says so before there is one."""
+    while not concurrent.futures.wait([future], POLL).done:
+        if stopping():
+            raise Interrupted
+    return future.result()
+
+
+@contextmanager
+def background(stopping: Callable[[], bool]) -> "Iterator[DaemonThread]":
+    """Open a thread for calls that may hang, and leave it when it is idle, or at once if the run is interrupted."""
+    from rewards.interrupt import DaemonThread
+
+    thread = DaemonThread()
+    try:
+        yield thread
+    except (Interrupted, KeyboardInterrupt):
+        thread.close()
+        raise
+    except BaseException:
+        wait(thread.close(), stopping)  # no reward is called twice at a time
+        raise
+    wait(thread.close(), stopping)
+
+
+def call(function: Callable[[], Result], stopping: Callable[[], bool]) -> Result:
+    """Call a function that may hang, in a thread, and return its result. `Interrupted` as of `wait`."""
+    with background(stopping) as thread:
+        return wait(thread.submit(function), stopping)
+
+
+def interruptible(velocity: "Callable[..., Tensor]", stopping: Callable[[], bool]) -> "Callable[..., Tensor]":
+    """Return the velocity function, which raises `Interrupted` if `stopping` says so before a forward pass."""
+
+    def asked(*given: Any) -> "Tensor":
+        if stopping():
+            raise Interrupted
+        return velocity(*given)
+
+    return asked
+
+
+@contextmanager
+def signals(stop: Callable[[], None]) -> Iterator[None]:
+    """Call `stop` at Ctrl-C and SIGTERM, within the context. The second Ctrl-C ends a command at once.
+
+    In a notebook or a script of the user's own, where Ctrl-C is a KeyboardInterrupt, the second one is that.
+    """
+    own = signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+    def interrupt(number: int, frame: Any) -> None:
+        signal.signal(number, signal.default_int_handler)
+        stop()
+
+    def terminate(number: int, frame: Any) -> None:
+        answer()
+        stop()
+
+    try:
+        former = {
+            signal.SIGINT: signal.signal(signal.SIGINT, interrupt) if own else second_ends(stop),
+            signal.SIGTERM: signal.signal(signal.SIGTERM, terminate),
+        }
+    except ValueError:  # not the main thread: whoever runs us there handles signals
+        former = {}
+    try:
+        yield
+    finally:
+        for number, handler in former.items():
+            signal.signal(number, handler)
+
+
+# -- the process --------------------------------------------------------------------------------------------------------
+
+
+def second_ends(first: Callable[[], None]) -> Any:
+    """Call `first` at the next Ctrl-C and end the process at the one after; return the former handler."""
+    began = math.inf
+
+    def handler(number: int, frame: Any) -> None:
+        nonlocal began
+        if began == math.inf:
+            began = time.monotonic()
+            first()
+        elif time.monotonic() - began > ONE:
+            end_at_once()
+
+    return signal.signal(signal.SIGINT, handler)
+
+
+def end_at_once() -> None:
+    """End the process here and now, with its terminal as it was before."""
+    for stream in (1, 2):
+        if os.isatty(stream):
+            os.write(stream, SHOW_CURSOR + b"\n")
+    os._exit(INTERRUPTED)
+
+
+def leave(code: int) -> None:
+    """End the process with this status if a reward is still within a call, which nobody waits for; else return."""
+    loaded = sys.modules.get("rewards.interrupt")
+    if loaded is not None and loaded.DaemonThread.any_busy():
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+
+
+def guard() -> None:
+    """Start a small process that kills this one where python's own handlers get no turn: at the second Ctrl-C, or after SIGTERM.
+
+    A call that never gives the interpreter back, such as a regular expression that backtracks for years, keeps all handlers from
+    running. What python does at once is to write the signal's number to a pipe; the other process reads it.
+    """
+    if not hasattr(os, "fork"):
+        return
+    reading, writing = os.pipe()
+    process = os.getpid()
+    if os.fork():
+        os.close(reading)
+        os.set_blocking(writing, False)
+        signal.set_wakeup_fd(writing, warn_on_full_buffer=False)
+        return
+    try:
+        os.close(writing)
+        os.setsid()  # Ctrl-C is not for this one
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        null = os.open(os.devnull, os.O_RDWR)
+        for stream in range(3):
+            os.dup2(null, stream)
+        launched = {signal.SIGTERM: math.inf} if "RANK" in os.environ else {}  # the launcher kills its processes itself
+        if _unanswered(reading, {**PATIENCE, **launched}) and os.getppid() == process:
+            os.kill(process, signal.SIGKILL)
+    finally:
+        os._exit(0)
+
+
+def answer() -> None:
+    """Tell the guard that this process can handle its signals."""
+    writing = signal.set_wakeup_fd(-1)
+    if writing >= 0:
+        signal.set_wakeup_fd(writing, warn_on_full_buffer=False)
+        os.write(writing, ANSWER)
+
+
+def _unanswered(reading: int, patience: dict[signal.Signals, float]) -> bool:
+    """Wait until the guarded process has not answered in time, or is gone, which is False."""
+    former, deadline = math.inf, math.inf
+    while True:
+        left = None if deadline == math.inf else max(0.0, deadline - time.monotonic())
+        if not select.select([reading], [], [], left)[0]:
+            return True
+        numbers, now = os.read(reading, 64), time.monotonic()
+        if not numbers:
+            return False
+        for number in numbers:
+            if number == ANSWER[0]:
+                deadline = math.inf
+            elif number == signal.SIGTERM:
+                deadline = min(deadline, now + patience[signal.SIGTERM])
+            elif number == signal.SIGINT and now - former > ONE:
+                deadline = min(deadline, now + patience[signal.SIGINT])
+            elif number == signal.SIGINT:
+                former = min(former, now)
