@@ -522,11 +522,11 @@ def test_half_a_step_is_not_saved(tmp_path, monkeypatch):
     trainer = FlowGRPOTrainer(args=short_run(tmp_path / "run", "updates=2", "save_every=1", "evaluation.prompts=null"))
     update, calls = trainer.update._step, []
 
-    def spoiled(step: int) -> dict:
+    def spoiled(step: int, number: int) -> dict:
         calls.append(1)
         if len(calls) == 4:
             next(iter(trainer.policy.parameters().values())).grad.fill_(math.nan)
-        return update(step)
+        return update(step, number)
 
     monkeypatch.setattr(trainer.update, "_step", spoiled)
     with pytest.raises(ValueError, match="gradient of step 2 is not finite"):
