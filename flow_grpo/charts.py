@@ -54,7 +54,10 @@ def draw(title: str, lines: Iterable[Line], note: str = "", marks: Iterable[tupl
         "label": f"{title}, steps {left:.0f} to {right:.0f}: {'; '.join(ends)}",
         "lines": drawn,
         "marks": [{"run": run, "x": _percent(step, left, right)} for run, step in marks],
-        "x": [{"at": _percent(x, left, right), "text": text} for x, text in ticks(left, right, max(1, min(4, int(right - left))))],
+        "x": [
+            {"at": _percent(x, left, right), "text": text}
+            for x, text in ticks(left, right, max(1, min(4, int(right - left))))
+        ],
         "y": [{"at": _percent(y, high, low), "text": text} for y, text in ticks(low, high, 4)],
         "last": right,
         "data": [{"label": line.label, "run": line.run, "points": [rounded(p) for p in thin(line.points)]} for line in read],

@@ -450,8 +450,14 @@ class FlowGRPOTrainer:
         steps = self.args.evaluation.steps
         with self.policy.averaged():  # on every process: they may hold shares of the weights
             alone = self.processes.count == 1
-            stopping = {"stopping": lambda: alone and self._stopping}
-            images = draw(self.policy, prompts, list(range(len(prompts))), steps, self.part.microbatch, **stopping)
+            images = draw(
+                self.policy,
+                prompts,
+                seeds=list(range(len(prompts))),
+                steps=steps,
+                microbatch=self.part.microbatch,
+                stopping=lambda: alone and self._stopping,
+            )
         if self.processes.first:
             cells = [Cell(prompt, seed, f"{self.args.model}, step {self.step}") for seed, prompt in enumerate(prompts)]
             save_grid(self.folder / "samples" / f"step_{self.step:06d}.png", images, cells, columns=4)
