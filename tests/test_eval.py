@@ -49,7 +49,7 @@ def run(tmp_path_factory) -> Path:
     for seed, name in ((1, "other"), (0, "lora")):
         stir(policy, seed)
         policy.save_lora(folder / name)
-    checkpoint.save(folder / "checkpoints", 2, {"adapter": policy.adapter_state(), "ema": {}}, keep=1)
+    checkpoint.save(folder / "checkpoints", 2, {"step": 2, "adapter": policy.adapter_state(), "ema": {}}, keep=1)
     (folder / "config.yaml").write_text(short_run(folder).dump())
     return folder
 

@@ -554,7 +554,7 @@ def test_the_command_line_scores_by_a_reward_that_runs_elsewhere(pair, tmp_path)
     save_grid(tmp_path / "grid.png", pictures(2), [Cell("a", 0, "m"), Cell("b", 0, "m")], columns=2)
     word = f"mine.py:slow={{remote: '{pair[0].url}', batch_size: 1}}"
     run("score", "grid.png", "--reward", word, "--out", "scores.json", cwd=tmp_path)
-    found = [row["mine.py:slow"] for row in json.loads((tmp_path / "scores.json").read_text())]
+    found = [row["slow"] for row in json.loads((tmp_path / "scores.json").read_text())]
     assert found == pytest.approx(pictures(2).mean((1, 2, 3)).tolist(), abs=1e-2)
     assert "timeot" in run("score", "grid.png", "--reward", word.replace("batch_size", "timeot"), cwd=tmp_path, code=2)
     assert "give isolate=true" in run("score", "grid.png", "--reward", "ocr={python: /bin/true}", cwd=tmp_path, code=2)
@@ -661,7 +661,11 @@ def test_an_isolated_reward_that_hangs_is_killed_with_its_process_and_one_that_e
     """The next call has another process."""
     monkeypatch.setattr(rewards.isolated, "DYING", 0.5)
     (tmp_path / "mine.py").write_text(
-        "import os, time\ndef mine(images, prompts):\n    time.sleep(3600) if prompts[0] == 'hang' else os._exit(7)\n"
+        "import os, threading, time\n"
+        "def mine(images, prompts):\n"
+        "    if prompts[0] != 'hang':\n"
+        "        threading.Thread(target=lambda: os._exit(7)).start()\n"
+        "    time.sleep(3600)\n"
     )
     isolated = Isolated(f"{tmp_path / 'mine.py'}:mine", timeout=60)
     isolated.seconds = isolated.client.timeout = 0.5
