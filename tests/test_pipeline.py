@@ -73,7 +73,10 @@ class Calls:
 def test_the_guidance_is_the_pipelines_own(guidance):
     pipe = StableDiffusion3Pipeline.from_pretrained(SHIPPED["tiny"])
     policy = Policy(pipe, guidance=guidance, negative_prompt="ugly", **SIZE)
+    encode, given = pipe.encode_prompt, []
+    pipe.encode_prompt = lambda *a, **k: given.append((k["prompt"], k["negative_prompt"])) or encode(*a, **k)
     found = drawn(policy, LATENTS[:2], PROMPTS)
+    assert all(negative == ["ugly"] * len(prompts) for prompts, negative in given), "some pipelines take no single one"
     pipe.set_progress_bar_config(disable=True)
     call = {**SIZE, "num_inference_steps": 3, "output_type": "pt", "negative_prompt": ["ugly"] * 2}
     expected = pipe(PROMPTS, latents=LATENTS[:2], guidance_scale=guidance, **call).images
@@ -346,6 +349,7 @@ def test_pictures_are_float32_between_0_and_1_without_gradients(monkeypatch):
     policy = tiny_policy("bf16")
     process = policy.pipe.image_processor.postprocess
     monkeypatch.setattr(policy.pipe.image_processor, "postprocess", lambda *a, **k: 3 * process(*a, **k) - 1)
+    assert policy.velocity(LATENTS[:2], MIDDLE, policy.encode(PROMPTS), torch.arange(2)).dtype == torch.float32
     own = policy.own_picture(PROMPTS[0], 2, seed=0)
     for images in (policy.decode(3 * LATENTS), own):
         assert images.dtype == torch.float32

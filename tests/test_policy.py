@@ -133,6 +133,8 @@ def test_the_lora_is_float32_whatever_the_model_is():
     assert {p.dtype for p in policy.parameters().values()} == {torch.float32}
     v = policy.velocity(LATENTS, torch.tensor(500.0), policy.encode(PROMPTS), ROWS)
     assert v.dtype == torch.float32
+    policy.add_copy("old")
+    assert {p.dtype for p in policy.parameters("old").values()} == {torch.float32}
 
 
 def adapted(policy: Policy) -> list[str]:
@@ -253,7 +255,7 @@ def test_states_are_copies_that_can_be_put_back(policy):
     now = policy.adapter_state(), policy.adapter_state("old"), policy.ema_state()
     for before, after in zip(kept, now, strict=True):
         assert not any(torch.equal(before[name], value) for name, value in after.items() if value.any())
-    assert not any(value.requires_grad for value in policy.ema.values())
+    assert not any(value.requires_grad for value in [*policy.ema.values(), *policy.parameters("old").values()])
     policy.load_adapter_state(kept[0])
     policy.load_adapter_state(kept[1], "old")
     policy.load_ema_state(kept[2])
@@ -282,13 +284,18 @@ def test_a_save_that_only_helps_others_writes_nothing(policy, tmp_path):
 
 
 @pytest.mark.parametrize("name", [WEIGHTS, "other.safetensors"])
-def test_a_lora_is_loaded_by_its_folder_or_its_file(policy, name, tmp_path):
-    file = policy.save(tmp_path / "lora")
-    file.rename(file.with_name(name))
-    again = load_policy("tiny", "cpu", "fp32", lora=file.parent if name == WEIGHTS else file.with_name(name), **CALL)
-    saved = policy.adapter_state()
-    assert all(torch.equal(value, saved[n]) for n, value in again.adapter_state().items())
-    assert len(saved) == len(again.parameters())
+@pytest.mark.parametrize("by_pipeline", [True, False])
+def test_a_lora_is_loaded_by_its_folder_or_its_file(policy, by_pipeline, name, tmp_path, monkeypatch):
+    """By the pipeline's method or, where it has none, by the transformer's; whatever else is in the folder."""
+    monkeypatch.setattr(Policy, "loads_loras", by_pipeline)
+    saved, file = policy.adapter_state(), policy.save(tmp_path)
+    file.rename(tmp_path / "other.safetensors")
+    stir(policy, seed=1)
+    policy.save(tmp_path)
+    expected = policy.adapter_state() if name == WEIGHTS else saved
+    again = load_policy("tiny", "cpu", "fp32", lora=tmp_path if name == WEIGHTS else tmp_path / name, **CALL)
+    assert again.adapter_state().keys() == saved.keys()
+    assert all(torch.equal(value, expected[n]) for n, value in again.adapter_state().items())
     assert all(parameter.requires_grad and parameter.dtype == torch.float32 for parameter in again.parameters().values())
     assert {layer.scaling["default"] for layer in again.layers()} == {2.0}
 
@@ -445,9 +452,13 @@ def test_an_unknown_argument_of_the_pipeline_is_a_sentence():
         tiny_policy(max_lenght=3)
 
 
-def test_a_device_that_is_not_there_is_a_sentence():
+def test_a_device_that_is_not_there_is_a_sentence(monkeypatch):
     with pytest.raises(ValueError, match="device=warp can't be used here"):
         load_policy("tiny", "warp")
+    if not torch.cuda.is_available():
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+        with pytest.raises(ValueError, match="device=cuda can't be used here"):
+            load_policy("tiny")
 
 
 def test_pictures_depend_on_their_own_seed_alone():
