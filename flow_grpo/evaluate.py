@@ -21,11 +21,17 @@ from rewards import Reward, WeightedSum
 SECOND = 1_000_000  # a prompt's second picture is from the noise of so many seeds further on
 
 
-def build_rewards(args: FlowGRPOConfig, given: Any = None) -> tuple[WeightedSum, list[str]]:
-    """All rewards that an evaluation measures, and the names of those that are trained on. Each is built once.
+def build_rewards(args: FlowGRPOConfig, given: Any = None, held_out: bool | None = None) -> tuple[WeightedSum, list[str]]:
+    """All rewards that a run measures, and the names of those that are trained on. Each is built once.
 
-    The sum is the trained reward: the others have weight 0 in it. `given` are a trainer's `reward_funcs`.
+    The sum is the trained reward: the others have weight 0 in it.
+
+    Args:
+        given: a trainer's `reward_funcs`.
+        held_out: whether there are prompts to evaluate on, by default whether `args` names some; else rewards that are only measured
+            are left out.
     """
+    held_out = args.evaluation.prompts is not None if held_out is None else held_out
     if given is None:
         trained: dict[str, Any] = {name: (name, setting) for name, setting in args.rewards.items()}
     else:
@@ -33,9 +39,9 @@ def build_rewards(args: FlowGRPOConfig, given: Any = None) -> tuple[WeightedSum,
         trained = {i if isinstance(i, str) else getattr(i, "__name__", type(i).__name__): (i, RewardConfig()) for i in items}
         if len(trained) < len(items):
             raise ValueError("two of reward_funcs have one name: give each function or class a name of its own.")
-    measured = {name: (name, setting) for name, setting in args.evaluation.rewards.items()}
+    measured = {name: (name, setting) for name, setting in args.evaluation.rewards.items() if held_out}
     loaded = {
-        name: _placed(item, setting) if isinstance(item, str) else item
+        name: placed(item, setting) if isinstance(item, str) else item
         for name, (item, setting) in {**measured, **trained}.items()
     }
     weights = {name: args.rewards[name].weight if name in args.rewards else float(name in trained) for name in loaded}
@@ -45,7 +51,7 @@ def build_rewards(args: FlowGRPOConfig, given: Any = None) -> tuple[WeightedSum,
     return sums, list(trained)
 
 
-def _placed(name: str, setting: RewardConfig) -> Reward:
+def placed(name: str, setting: RewardConfig) -> Reward:
     """A reward where its setting wants it: on other machines, in a process of its own, or here."""
     if setting.remote is not None:
         return reward_kit.load("remote", urls=setting.remote, **{"reward": name, **setting.options})

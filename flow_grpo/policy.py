@@ -1,11 +1,12 @@
 """A flow pipeline whose transformer is trained, by a LoRA or all of it: its copies, its files, and how a model is loaded."""
 
 import inspect
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal
 
+import psutil
 import torch
 from diffusers import DiffusionPipeline
 from peft import (
@@ -23,11 +24,13 @@ from flow_grpo import hub
 from flow_grpo.embeddings import Embeddings
 from flow_grpo.hub import PEFT_WEIGHTS, WEIGHTS
 from flow_grpo.memory import arrange, compile_blocks, gathered_on_cpu, quantization, shard, spread_like
+from flow_grpo.model_files import check_weights, telling
 from flow_grpo.parallel import Processes
 from flow_grpo.pipeline import ENCODERS, PROBES, FlowPipeline
 from flow_grpo.probe import first_line
 from flow_grpo.sections import MemoryConfig
 from flow_grpo.whole import Whole
+from rewards.downloads import downloads
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 PEFT_PREFIX = "base_model.model."
@@ -91,10 +94,26 @@ class Policy(FlowPipeline):
                 f"no linear layer of {type(transformer).__name__} is named {', '.join(wanted)}: set lora.targets to some of "
                 f"{', '.join(there)}."
             )
+        self._check_memory(rank, found)
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
             self._inject(LoraConfig(r=rank, lora_alpha=alpha, target_modules=found, init_lora_weights="gaussian"), "default")
         self._finish_adapter()
+
+    def _check_memory(self, rank: int, targets: Sequence[str]) -> None:
+        """ValueError if a LoRA of that rank on modules with these endings would alone fill this machine's memory."""
+        layers = [
+            module
+            for name, module in self.pipe.transformer.named_modules()
+            if isinstance(module, torch.nn.Linear)
+            and f".{name.removesuffix('.base_layer')}".endswith(tuple(f".{t}" for t in targets))
+        ]
+        needed, there = 4 * rank * sum(sum(layer.weight.shape) for layer in layers), psutil.virtual_memory().total
+        if needed > there:
+            raise ValueError(
+                f"lora.rank={rank}: the LoRA alone would take {needed / 1e9:,.0f} GB, and this machine has {there / 1e9:.0f}: set a "
+                "smaller rank, such as 32."
+            )
 
     def _inject(self, config: LoraConfig, adapter: str) -> None:
         transformer = self.pipe.transformer
@@ -122,17 +141,19 @@ class Policy(FlowPipeline):
                 whole.load(folder)
                 self.whole = whole
                 return
-            if self.loads_loras:
-                self.pipe.load_lora_weights(source, weight_name=name, adapter_name="default")
-            elif hasattr(self.pipe.transformer, "load_lora_adapter"):
-                self.pipe.transformer.load_lora_adapter(
-                    source, weight_name=name or WEIGHTS, adapter_name="default", prefix=None
-                )
-            else:
-                self._load_with_peft(source)
+            with downloads(source):
+                self._load_adapter(source, name)
         except (OSError, ValueError, KeyError, RuntimeError) as error:
             raise ValueError(f"the LoRA {path} could not be loaded: {first_line(error)}") from error
         self._finish_adapter()
+
+    def _load_adapter(self, source: str, name: str | None) -> None:
+        if self.loads_loras:
+            self.pipe.load_lora_weights(source, weight_name=name, adapter_name="default")
+        elif hasattr(self.pipe.transformer, "load_lora_adapter"):
+            self.pipe.transformer.load_lora_adapter(source, weight_name=name or WEIGHTS, adapter_name="default", prefix=None)
+        else:
+            self._load_with_peft(source)
 
     def strip(self) -> None:
         """Takes off what was loaded or trained, if anything was: the base model is left, and something else can be loaded."""
@@ -349,11 +370,7 @@ def load_policy(
     if dtype not in ("auto", *DTYPES):
         raise ValueError(f"unknown dtype {dtype!r}; choose one of auto, {', '.join(DTYPES)}.")
     source = hub.locate(path_or_name)
-    device = device or ("cuda" if torch.cuda.is_available() else "cpu")
-    try:
-        torch.empty(0, device=device)
-    except (RuntimeError, AssertionError) as error:
-        raise ValueError(f"device={device} can't be used here: {first_line(error)}") from error
+    device = usable(device)
     weights = fast_dtype(device) if dtype == "auto" else DTYPES[dtype]
     embeddings = Embeddings(memory.embeddings, [hub.fingerprint(source), str(weights), guidance > 1, sorted(call.items())])
     more: dict[str, Any] = {}
@@ -361,10 +378,10 @@ def load_policy(
         more |= dict.fromkeys(hub.components(source, ENCODERS))
     if memory.quantize is not None:
         more["quantization_config"] = quantization(memory.quantize, weights)
-    try:
+    if Path(source).is_dir():
+        check_weights(source, [name for name, part in more.items() if part is None])
+    with telling(path_or_name), downloads(source):
         pipe = DiffusionPipeline.from_pretrained(source, torch_dtype=weights, **more)
-    except (OSError, ValueError, KeyError, AttributeError, ImportError, RuntimeError) as error:
-        raise ValueError(f"the model {path_or_name} could not be loaded: {first_line(error)}") from error
     for name, part in pipe.components.items():
         if isinstance(part, torch.nn.Module) and not (memory.offload_encoders and name.startswith(ENCODERS)):
             part.to(device)
@@ -373,6 +390,16 @@ def load_policy(
     if lora is not None:
         policy.load_lora(lora)
     return policy
+
+
+def usable(device: str | None) -> str:
+    """The device, by default the accelerator if there is one, else the CPU. ValueError if torch can't use it here."""
+    device = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError, NotImplementedError) as error:
+        raise ValueError(f"device={device} can't be used here: {first_line(error)}") from error
+    return device
 
 
 def fast_dtype(device: str) -> torch.dtype:

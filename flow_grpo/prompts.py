@@ -12,6 +12,7 @@ from flow_grpo.config import shipped
 from flow_grpo.prompt_sets import sentence, source_of
 from flow_grpo.sampling import generator
 from flow_grpo.types import PromptBatch
+from rewards.downloads import HubUnreachable, downloads
 
 COLUMNS = ("prompt", "prompts")  # what the prompts' column is called, in capitals or not
 REMOTE = "https://"
@@ -149,11 +150,16 @@ def _read_table(place: str, file: Path | None) -> list[dict]:
     address = place if file is None else str(file)
     try:
         if file is None and not place.startswith(REMOTE):
-            return datasets.load_dataset(place, split="train").to_list()
+            with downloads(place):
+                return datasets.load_dataset(place, split="train").to_list()
         if Path(address).suffix not in FORMATS:
             raise ValueError(f"{place} is none of .txt, .jsonl, .csv, .tsv or .parquet.")
         builder, options = FORMATS[Path(address).suffix]
         return datasets.load_dataset(builder, data_files=address, split="train", **options).to_list()
+    except HubUnreachable as error:
+        raise HubUnreachable(
+            f"the prompts {error} Give a local file of them; the sets known by name are {sentence()}."
+        ) from error
     except ValueError:
         raise
     except Exception as error:

@@ -22,9 +22,9 @@ from flow_grpo.parallel import Processes
 from flow_grpo.policy import Policy
 from flow_grpo.prompts import Dealer, PromptSet, load_prompts
 from flow_grpo.record import Record, write_whole
-from flow_grpo.terms import own_function
-from flow_grpo.tracking import Tracker, read_metrics
+from flow_grpo.tracking import Tracker
 from flow_grpo.trainable import loaded, make_trainable
+from flow_grpo.training import early_checks
 from flow_grpo.types import Evaluation
 from flow_grpo.update import Update
 
@@ -58,16 +58,15 @@ class FlowGRPOTrainer:
         if isinstance(model, str):
             args = args.model_copy(update={"model": model})
         self.args = args
-        dashboards.check_installed(args.trackers)
-        self.held_out, trained = build_rewards(args, reward_funcs)
-        self.rewards = self.held_out.only(trained)
         self.train_set = load_prompts(train_dataset if train_dataset is not None else args.prompts)
         wanted = eval_dataset if eval_dataset is not None else args.evaluation.prompts
         self.eval_set = None if wanted is None else load_prompts(wanted).head(args.evaluation.limit)
         self.parts = args.parts()
         self.processes = Processes.here(args.device)
-        if self.eval_set is not None and len(self.eval_set) < self.processes.count:
-            raise ValueError(f"there are fewer held-out prompts than processes, which are {self.processes.count}.")
+        early_checks.check_settings(args, self.processes.count)
+        early_checks.check_prompts(args, self.train_set, self.eval_set, self.processes.count)
+        self.held_out, trained = build_rewards(args, reward_funcs, held_out=self.eval_set is not None)
+        self.rewards = self.held_out.only(trained)
         if isinstance(model, Policy):
             self.policy = model
         else:
@@ -90,8 +89,6 @@ class FlowGRPOTrainer:
         self.update = Update(self.policy, part, begin, self.processes)
         self.critic: Critic | None = None
         if objective.name == "ppo":
-            if self.processes.count > 1:
-                raise ValueError("objective ppo, which exists to be compared, trains its critic on one process: start one.")
             _, shape = self.policy.schedule(part.sampling.steps)
             text = self.policy.encode(self.train_set.prompts[:1]).pooled().shape[1]
             self.critic = Critic(shape, text, objective.critic, part.seed)
@@ -101,10 +98,8 @@ class FlowGRPOTrainer:
         else:
             ours = (self.policy, part, self.dealer, self.rewards, self.critic)
             self.source = Rollouts(*ours, self._window, self._may_stop_now, self.processes)
-            Dealer(self.train_set, part.seed).deal(0, part.prompts_per_step, 1)  # says at once if there are too few prompts
         if objective.name == "nft":
             self.policy.follow("old", 0.0)  # whatever was trained before, its old policy begins as the one of now
-        own_function("objective", objective.name)
         self.window_place: int | None = None  # where an `auto` window lies, once measured
 
     def _fit(self, part: FlowGRPOConfig, microbatch: int) -> None:
@@ -244,12 +239,9 @@ class FlowGRPOTrainer:
 
     def _open(self, tracker: Tracker, resume: bool) -> None:
         """Makes the run folder, or sees that there is one to go on with."""
+        early_checks.check_output(self.folder, resume)
         self.folder.mkdir(parents=True, exist_ok=True)
         if not resume:
-            if read_metrics(self.folder):
-                raise ValueError(
-                    f"{self.folder} already holds a run: go on with it by --resume, or set another folder by output=..."
-                )
             write_whole(self.folder / hub.CONFIG, self.args.dump())
             assert self.record
             self.record.begin(self.policy, self.processes.count)
