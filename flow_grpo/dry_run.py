@@ -61,7 +61,7 @@ def dry_run(args: FlowGRPOConfig, count: int = 1, resume: bool = False) -> list[
     found.checked.append(f"the run folder {args.output}")
     prompts = _prompts(args, count, found)
     plan = _model(args, count, found, prompts)
-    size = (args.height or UNKNOWN, args.width or UNKNOWN) if plan is None else plan.picture
+    size = (args.height or UNKNOWN, args.width or UNKNOWN) if plan is None else (plan.picture[0], plan.picture[1])
     _rewards(args, prompts, size, found)
     return found.lines()
 

@@ -158,7 +158,8 @@ class Followed:
 
         def keep(block: torch.nn.Module, args: Any, kwargs: Any) -> None:
             if all(call.block is not block for call in found):
-                found.append(BlockCall(block, *tree_map(_alone, (args, kwargs)), counts[block]))
+                alone_args, alone_kwargs = tree_map(_alone, (args, kwargs))
+                found.append(BlockCall(block, alone_args, alone_kwargs, counts[block]))
 
         hooks = [block.register_forward_pre_hook(keep, with_kwargs=True) for block in counts]
         try:

@@ -49,13 +49,11 @@ def read_index(folder: str | Path) -> Index:
         kind = getattr(diffusers, name, None) if isinstance(name, str) else None
         if not isinstance(kind, type) or not issubclass(kind, DiffusionPipeline):
             raise ValueError(f"{INDEX} has _class_name {name!r}, which is no pipeline of diffusers {diffusers.__version__}")
-        arguments = {
-            name: p for name, p in signature(kind.__init__).parameters.items() if p.kind is not Parameter.VAR_KEYWORD
-        }
+        arguments = {name: p for name, p in signature(kind).parameters.items() if p.kind is not Parameter.VAR_KEYWORD}
         entries = {name: found[name] for name in arguments if name in found}
         parts = {name: _class(name, entry) for name, entry in entries.items() if isinstance(entry, list)}
-        for name, argument in list(arguments.items())[1:]:
-            needed = argument.default is Parameter.empty and name not in kind._optional_components
+        for name, argument in arguments.items():
+            needed = argument.default is Parameter.empty and name not in getattr(kind, "_optional_components", ())
             if needed and parts.get(name) is None:
                 raise ValueError(f"{INDEX} names no {name} with its library and class, and {kind.__name__} needs one")
         for name, part in parts.items():

@@ -92,7 +92,7 @@ class Loading:
             size, built = (part.bytes, 0.0) if isinstance(part, Encoder) else (_weights(part, None), part.buffer_bytes)
             here = stored_bytes(folder / name, dtype)
             published = 0.0 if dtype == torch.bfloat16 else size * 2 / dtype.itemsize  # most are in 16 bits
-            files = here or [(published, 0.0)]
+            files: list[tuple[float, float]] = [(float(copied), float(used)) for copied, used in here] or [(published, 0.0)]
             weights += size
             stays += sum(copied for copied, used in files if used)
             passes.append(built + sum(copied for copied, used in files if not used))

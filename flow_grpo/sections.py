@@ -30,7 +30,8 @@ class Section(BaseModel):
 
 def _numbers(values: Any) -> Iterator[tuple[list[str], float]]:
     """The floats of plain values, however deep, each with the keys that lead to it."""
-    left, seen = [([], values)], set()  # YAML's references may form a ring
+    left: list[tuple[list[str], Any]] = [([], values)]
+    seen: set[int] = set()  # YAML's references may form a ring
     while left:
         place, value = left.pop()
         if isinstance(value, float):
