@@ -179,7 +179,7 @@ def test_one_that_is_killed_ends_all_and_is_named_with_the_command_to_go_on(tmp_
     process = start(file, 2)
     in_step(process, tmp_path)
     ranks(process)[1].kill()
-    output = finished(process, code=2, seconds=60)
+    output = finished(process, code=2)
     assert "error: rank 1 of 2 was ended by SIGKILL (as the system does when memory runs out), " + go_on(file, 0) in output
     assert "Traceback" not in output
 
@@ -187,9 +187,10 @@ def test_one_that_is_killed_ends_all_and_is_named_with_the_command_to_go_on(tmp_
 def test_one_that_ends_early_as_if_all_were_well_is_named_too(tmp_path):
     file = tmp_path / "leaves.py"
     file.write_text(LEAVES)
-    settings = config(tmp_path, f"rewards={{'{file}:leaves': 1}}", "evaluation.prompts=null")
-    output = finished(start(settings, 2), code=2, seconds=60)
-    assert "error: rank 1 of 2 ended early with exit status 0, " + go_on(settings, 1) in output
+    settings = config(tmp_path, f"rewards={{'{file}:leaves': 1}}", "evaluation.prompts=null", "steps=500")
+    output = finished(start(settings, 2), code=2)
+    newest = checkpoint.steps(tmp_path / "run" / "checkpoints")[0]
+    assert "error: rank 1 of 2 ended early with exit status 0, " + go_on(settings, newest) in output
     assert "Traceback" not in output
 
 
