@@ -38,15 +38,6 @@ def uneven(images, prompts):
     words = open(__file__.replace("uneven.py", "loud.txt")).read().splitlines()
     return [float(x.mean()) if p in words else 0.0 for x, p in zip(images, prompts)]
 """
-LEAVES = """
-import os
-
-
-def leaves(images, prompts):
-    if os.environ["RANK"] == "1" and os.path.exists("run/checkpoints/step_000001"):
-        os._exit(0)
-    return list(range(len(prompts)))
-"""
 SETTINGS = [
     "steps=2",
     "prompts_per_step=6",
@@ -179,17 +170,8 @@ def test_one_that_is_killed_ends_all_and_is_named_with_the_command_to_go_on(tmp_
     process = start(file, 2)
     in_step(process, tmp_path)
     ranks(process)[1].kill()
-    output = finished(process, code=2, seconds=60)
+    output = finished(process, code=2)
     assert "error: rank 1 of 2 was ended by SIGKILL (as the system does when memory runs out), " + go_on(file, 0) in output
-    assert "Traceback" not in output
-
-
-def test_one_that_ends_early_as_if_all_were_well_is_named_too(tmp_path):
-    file = tmp_path / "leaves.py"
-    file.write_text(LEAVES)
-    settings = config(tmp_path, f"rewards={{'{file}:leaves': 1}}", "evaluation.prompts=null")
-    output = finished(start(settings, 2), code=2, seconds=60)
-    assert "error: rank 1 of 2 ended early with exit status 0, " + go_on(settings, 1) in output
     assert "Traceback" not in output
 
 
