@@ -1,6 +1,7 @@
 """What the tests share: the embedded model as users load it, and short run configs."""
 
 import os
+import signal
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,8 @@ from flow_grpo.policy import Policy, load_policy
 from flow_grpo.quiet import quiet_libraries
 
 quiet_libraries()
+# A job that a shell starts in the background ignores Ctrl-C, and so would every command that the tests start and interrupt.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 if "PYTEST_XDIST_WORKER" in os.environ:  # workers share the cores, and the processes that they start share theirs
     threads = max(1, (os.cpu_count() or 1) // int(os.environ["PYTEST_XDIST_WORKER_COUNT"]))
     os.environ["OMP_NUM_THREADS"] = str(threads)
