@@ -26,6 +26,7 @@ RUN = [
     "sampling={steps: 10, transition: cps, noise_level: 0.8, window: {kind: random, size: 3, last: 5}}",
     "objective={name: grpo, clip_low: 1.0e-5, clip_high: 1.0e-5}",
 ]  # fmt: skip
+SD3 = {"sd35_medium": (24, 24, 13), "sd3_450m": (12, 16, 0)}  # layers, heads, and layers with two attentions
 SMALL = ["height=64", "width=64", "microbatch=4", "images_per_prompt=2"]
 SETTINGS = {
     "sd35_medium": {
@@ -77,13 +78,15 @@ def build(kind: str, small: bool) -> diffusers.DiffusionPipeline:
     scheduler = diffusers.FlowMatchEulerDiscreteScheduler(shift=3.0)
     torch.set_default_dtype(torch.bfloat16)
     try:
-        if kind == "sd35_medium":
+        if kind in SD3:
+            deep, wide, dual = SD3[kind]
+            heads = heads if small else wide
             first, second = (16, 32) if small else (768, 1280)
             transformer = diffusers.SD3Transformer2DModel(
-                sample_size=128, num_layers=layers or 24, attention_head_dim=64, num_attention_heads=heads,
+                sample_size=128, num_layers=layers or deep, attention_head_dim=64, num_attention_heads=heads,
                 joint_attention_dim=width, caption_projection_dim=heads * 64, pooled_projection_dim=first + second,
                 out_channels=16, pos_embed_max_size=384, qk_norm="rms_norm",
-                dual_attention_layers=tuple(range(layers or 13)),
+                dual_attention_layers=tuple(range(layers or dual)),
             )  # fmt: skip
             encoders = {
                 "text_encoder": clip_text(first, True),
@@ -108,8 +111,9 @@ def brightness(images, prompts):
 def measure(folder: str, overrides: list[str]) -> dict[str, float]:
     """One setting, in this process."""
     from flow_grpo.config import FlowGRPOConfig
+    from flow_grpo.hardware import matmul_speed
     from flow_grpo.memory import peak_bytes
-    from flow_grpo.plan import Plan, matmul_speed
+    from flow_grpo.plan import Plan
     from flow_grpo.train import FlowGRPOTrainer
 
     with tempfile.TemporaryDirectory() as out:

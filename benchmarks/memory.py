@@ -1,11 +1,16 @@
-"""What `plan` says of a CPU's memory, beside what a run takes: peak of the process, each in a process of its own.
+"""What `plan` says of a CPU, beside what a run takes: the most memory of the process, and the seconds of a step.
 
-python benchmarks/memory.py
+    python benchmarks/memory.py              # five runs of the embedded model
+    python benchmarks/memory.py sd3_450m     # an SD3 of 0.45 B random numbers, saved in bf16, trained in float32; 7 GB
+    python benchmarks/memory.py sd35_medium  # the shape of SD3.5-M; 20 GB
+
+Each prediction and each run is a process of its own. Seconds are predicted by the run's process, between its steps.
 """
 
 import json
 import subprocess
 import sys
+import tempfile
 
 CONFIGS = {
     "tiny_ocr": ["tiny_ocr"],
@@ -14,41 +19,79 @@ CONFIGS = {
     "all weights": ["tiny_ocr", "lora=null", "optimizer.lr=1e-4"],
     "pictures of 64 x 160, checkpointing": ["tiny_ocr", "height=64", "width=160", "memory.checkpointing=true"],
 }
+LARGE = [
+    "dtype=fp32", "height=128", "width=128", "pipeline={max_sequence_length: 32}", "guidance=1.0", "rewards={jpeg_size: 1}",
+    "prompts_per_step=1", "images_per_prompt=2", "microbatch=2", "updates=1", "lora={rank: 32, alpha: 64}",
+    "evaluation.prompts=null", "trackers=[]",
+    "sampling={steps: 2, transition: cps, noise_level: 0.8, window: {kind: fixed, size: 1, first: 0, last: 0}}",
+]  # fmt: skip
 
 
-def predicted(words: list[str]) -> float:
+def predicted(words: list[str]) -> dict[str, float]:
     from flow_grpo.config import FlowGRPOConfig
     from flow_grpo.plan import Plan, occupied
 
     args = FlowGRPOConfig.read(words[0], words[1:])
     base = occupied(args)
-    return Plan(args, cuda=False).forecast(args.microbatch, base).peak
+    return {"bytes": Plan(args, cuda=False).forecast(args.microbatch, base).peak}
 
 
-def measured(words: list[str]) -> float:
+def measured(words: list[str]) -> dict[str, float]:
     from flow_grpo.config import FlowGRPOConfig
     from flow_grpo.memory import peak_bytes
+    from flow_grpo.plan import Plan
     from flow_grpo.train import FlowGRPOTrainer
 
-    trainer = FlowGRPOTrainer(args=FlowGRPOConfig.read(words[0], words[1:]))
-    for _ in range(2):
-        trainer.training_step()
-    return peak_bytes(trainer.policy.device)
+    args = FlowGRPOConfig.read(words[0], words[1:])
+    trainer = FlowGRPOTrainer(args=args)
+    steps = [trainer.training_step() for _ in range(2)]
+    peak = peak_bytes(trainer.policy.device)
+    plan = Plan(args, cuda=False)
+    seconds = plan.forecast(args.microbatch).seconds(plan.rates(args.microbatch))
+    steps.append(trainer.training_step())
+    taken = min(step["time/step"] - step["time/reward"] for step in steps[1:])
+    return {"bytes": peak, "predicted seconds": seconds, "seconds": taken}
+
+
+def compare(name: str, words: list[str]) -> None:
+    found: dict[str, float] = {}
+    for what in ("predicted", "measured"):
+        ran = subprocess.run([sys.executable, __file__, what, *words], capture_output=True, text=True, check=True)
+        found |= {
+            f"{what} {key}".replace("measured predicted", "predicted"): v
+            for key, v in json.loads(ran.stdout.splitlines()[-1]).items()
+        }
+    print(name + ": " + "; ".join(_ratio(found, unit) for unit in ("bytes", "seconds")), flush=True)
+
+
+def _ratio(found: dict[str, float], unit: str) -> str:
+    said, was = found[f"predicted {unit}"], found[f"measured {unit}"]
+    scale, name = (1e6, "MB") if unit == "bytes" else (1, "s")
+    return f"predicted {said / scale:.4g} {name}, measured {was / scale:.4g} {name}, ratio {said / was:.3f}"
+
+
+def large(kind: str) -> None:
+    """A checkpoint of random numbers, for as long as it is looked at."""
+    with tempfile.TemporaryDirectory() as folder:
+        subprocess.run([sys.executable, __file__, "build", kind, folder], check=True)
+        compare(kind, ["tiny_grpo", f"model={folder}", f"output={folder}/run", *LARGE])
+
+
+def build(words: list[str]) -> None:
+    import torch
+    from gpu import build as pipeline
+
+    pipeline(words[0], False).to(torch.bfloat16).save_pretrained(words[1])
 
 
 def main() -> None:
-    if len(sys.argv) > 1:
+    if len(sys.argv) > 2:
         print(json.dumps(globals()[sys.argv[1]](sys.argv[2:])))
-        return
-    for name, words in CONFIGS.items():
-        both = []
-        for what in ("predicted", "measured"):
-            ran = subprocess.run([sys.executable, __file__, what, *words], capture_output=True, text=True, check=True)
-            both.append(json.loads(ran.stdout.splitlines()[-1]))
-        print(
-            f"{name}: predicted {both[0] / 1e6:.0f} MB, measured {both[1] / 1e6:.0f} MB, ratio {both[0] / both[1]:.3f}",
-            flush=True,
-        )
+    elif len(sys.argv) > 1:
+        large(sys.argv[1])
+    else:
+        for name, words in CONFIGS.items():
+            compare(name, words)
 
 
 if __name__ == "__main__":

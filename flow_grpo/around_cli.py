@@ -1,6 +1,7 @@
 """The command line before and after a run: init, schema, plan, report, export."""
 
 import json
+import math
 from pathlib import Path
 from typing import Annotated
 
@@ -75,7 +76,11 @@ def plan(
         typer.Option(help="A GPU by name, such as 'RTX 4090' or H100; by default what is here.", show_default=False),
     ] = None,
     gpu_memory: Annotated[
-        float | None, typer.Option(min=1, help="Its memory in GB, if it is another.", show_default=False)
+        float | None, typer.Option(min=1, max=1e6, help="Override the GPU's memory, in GB.", show_default=False)
+    ] = None,
+    gpu_tflops: Annotated[
+        float | None,
+        typer.Option(min=1e-3, max=1e6, help="Override its peak in dense bf16 TFLOP/s; with --gpu.", show_default=False),
     ] = None,
     gpus: Annotated[int, typer.Option(min=1, help="How many of them.")] = 1,
 ) -> None:
@@ -85,11 +90,19 @@ def plan(
     [bold]flow-grpo plan flux_dev_ocr memory.quantize=nf4 --gpu H100 --gpus 8[/bold]
     """
     from flow_grpo import plan as planning
+    from flow_grpo.policy import usable
     from flow_grpo.quiet import quiet_libraries
 
     quiet_libraries()
     args = FlowGRPOConfig.read(config, overrides)
-    machine = planning.Machine.named(gpu, gpu_memory, gpus) if gpu else planning.Machine.here(args.dtype, gpu_memory, gpus)
+    if any(math.isnan(number) for number in (gpu_memory, gpu_tflops) if number is not None):
+        raise ValueError("--gpu-memory and --gpu-tflops should be numbers.")
+    if gpu_tflops is not None and gpu is None:
+        raise ValueError("--gpu-tflops is for --gpu NAME; the speed of this machine is measured.")
+    if gpu is not None:
+        machine = planning.Machine.named(gpu, gpu_memory, gpus, gpu_tflops)
+    else:
+        machine = planning.Machine.here(usable(args.device), gpu_memory, gpus)
     base = 0.0 if machine.cuda else planning.occupied(args)
     if not planning.print_plan(console, args, machine, base):
         raise typer.Exit(1)

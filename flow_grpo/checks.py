@@ -1,7 +1,7 @@
 """What in a config goes together: each check says in one sentence what does not, and what to set instead."""
 
 import difflib
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable, Mapping
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -150,6 +150,7 @@ def check_window(o: "ObjectiveConfig", s: "SamplingConfig") -> None:
         raise ValueError(f"sampling.window.size={w.size} does not fit into steps {w.first} to {last}.")
 
 
-def suggest(word: str, known: list[str]) -> str:
+def suggest(word: str, known: Mapping[str, str] | Collection[str]) -> str:
+    """A question with the known word that is most like this one; a mapping says what to call it."""
     close = difflib.get_close_matches(word.lower(), known, n=1)
-    return f" Did you mean {close[0]}?" if close else ""
+    return f" Did you mean {known[close[0]] if isinstance(known, Mapping) else close[0]}?" if close else ""

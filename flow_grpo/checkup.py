@@ -19,9 +19,10 @@ from flow_grpo import advantages, contract, evaluate, reward_checkup, verdicts
 from flow_grpo.config import FlowGRPOConfig
 from flow_grpo.data.prompt_overlap import benchmark_overlap
 from flow_grpo.experience import Rollouts
+from flow_grpo.hardware import matmul_speed
 from flow_grpo.memory import peak_bytes
 from flow_grpo.pairs import load_sources
-from flow_grpo.plan import UTILISATION, Forecast, Plan, matmul_speed
+from flow_grpo.plan import Forecast, Plan
 from flow_grpo.policy import DTYPES, Policy
 from flow_grpo.prompts import Dealer
 from flow_grpo.reward_checkup import PERSON, by_brightness
@@ -59,7 +60,7 @@ def examine(args: FlowGRPOConfig) -> Iterator[Section]:
             return
     scoring = sum(look.seconds for look in looks.values())
     try:
-        yield "what it takes", costs(trainer, steps, scoring, speed)
+        yield "what it takes", costs(trainer, steps, scoring)
     except torch.OutOfMemoryError as error:
         yield "what it takes", [verdicts.stopped("an evaluation", error)]
 
@@ -354,21 +355,21 @@ class Gradients:
 # -- what it takes ----------------------------------------------------------------------------------------------------
 
 
-def costs(trainer: FlowGRPOTrainer, steps: list[dict[str, float]], scoring: float, speed: float) -> list[Verdict]:
-    """steps: metrics of one of each part; scoring: seconds that all rewards take for an image; speed: as for `machine`."""
+def costs(trainer: FlowGRPOTrainer, steps: list[dict[str, float]], scoring: float) -> list[Verdict]:
+    """steps: metrics of one of each part; scoring: seconds that all rewards take for an image."""
     args, policy, device = trainer.args, trainer.policy, trainer.policy.device
     parts, cuda, found = [part for _, part in trainer.parts], device.type == "cuda", []
     forecasts = [forecast_of(part, cuda) for part in parts]
     for number, (step, forecast) in enumerate(zip(steps, forecasts, strict=True), 1):
         seconds = {name: step[f"time/{name}"] for name in SPENT if f"time/{name}" in step}
-        predicted = None if forecast is None else forecast.operations / (speed * UTILISATION[cuda])
+        predicted = None if forecast is None else forecast[1]
         found.append(verdicts.step_time(f"a step of stage {number}" if args.stages else "a step", seconds, predicted))
     training = sum(part.steps * step["time/step"] for part, step in zip(parts, steps, strict=True))
     evaluating, times = evaluations(trainer, scoring)
     says = counted(args.steps, "step") + (f" and {counted(times, 'evaluation')}" if times else "") + ", on this one process"
     found.append(Verdict("the run", counted(round((training + evaluating) / 60), "minute"), verdicts.FINE, says))
     there = torch.cuda.get_device_properties(device).total_memory if cuda else psutil.virtual_memory().total
-    predicted = max((one.peak - one.staying.get("CUDA", 0.0) for one in forecasts if one is not None), default=None)
+    predicted = max((one[0].peak - one[0].staying.get("CUDA", 0.0) for one in forecasts if one is not None), default=None)
     found.append(verdicts.memory(peak_bytes(device), there, predicted, alone=not cuda))
     adapter = 4 * sum(parameter.numel() for parameter in policy.parameters().values())
     copies = 3 + bool(policy.ema) + ("old" in policy.adapters)  # with Adam's two moments
@@ -377,12 +378,14 @@ def costs(trainer: FlowGRPOTrainer, steps: list[dict[str, float]], scoring: floa
     return [*found, verdicts.run_folder(str(args.output), trainer.begun)]
 
 
-def forecast_of(part: FlowGRPOConfig, cuda: bool) -> Forecast | None:
-    """None for a model that `plan` can't follow."""
+def forecast_of(part: FlowGRPOConfig, cuda: bool) -> tuple[Forecast, float] | None:
+    """And the seconds of a step by it; None for a model that `plan` can't follow."""
     try:
-        return Plan(part, cuda).forecast(part.microbatch)
+        plan = Plan(part, cuda)
     except (ValueError, OSError):
         return None
+    forecast = plan.forecast(part.microbatch)
+    return forecast, forecast.seconds(plan.rates(part.microbatch))
 
 
 def evaluations(trainer: FlowGRPOTrainer, scoring: float) -> tuple[float, int]:

@@ -86,8 +86,12 @@ def train(
     dry_run: Annotated[
         bool,
         typer.Option(
-            "--dry-run", help="Check everything by the model's configs alone, print the resolved config, train nothing."
+            "--dry-run",
+            help="Check settings, prompts, rewards, model files and sizes; say what a step takes; train nothing.",
         ),
+    ] = False,
+    show_config: Annotated[
+        bool, typer.Option("--show-config", help="Print the resolved config; alone, train nothing.")
     ] = False,
     num_processes: Annotated[
         int, typer.Option("--num-processes", min=1, help="Processes on this machine, one for each of its GPUs.")
@@ -102,6 +106,10 @@ def train(
     if "=" in config:  # settings alone go over the default config
         config, overrides = "tiny_ocr", [config, *(overrides or [])]
     args = FlowGRPOConfig.read(config, overrides)
+    if show_config:
+        console.print(args.dump(), highlight=False, markup=False)
+        if not dry_run:
+            return
     if num_processes > 1 and "RANK" not in os.environ and not dry_run:
         raise typer.Exit(_launch(num_processes, config, overrides or [], resume, Path(args.output)))
     end_with_launcher()
@@ -109,15 +117,15 @@ def train(
 
     quiet_libraries()
     if dry_run:
-        from flow_grpo.plan import rehearse
+        from flow_grpo.dry_run import dry_run as check
 
-        notes = rehearse(args, num_processes)
-        console.print(args.dump(), highlight=False, markup=False)
-        for line in [*notes, "The settings go together; nothing was trained."]:
+        for line in check(args, num_processes, resume):
             console.print(line, highlight=False, markup=False, soft_wrap=True)
         return
     from flow_grpo.train import FlowGRPOTrainer, Interrupted
+    from flow_grpo.training.early_checks import check_output
 
+    check_output(Path(args.output), resume)
     trainer = FlowGRPOTrainer(args=args)
     try:
         trainer.train(resume)

@@ -5,11 +5,13 @@ Each field's documentation stands below it.
 
 import os
 import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
 
 import yaml
 from pydantic import Field, ValidationError, model_validator
+from pydantic.fields import FieldInfo
 
 from flow_grpo import checks
 from flow_grpo.loading import parse_yaml, read_yaml
@@ -19,6 +21,7 @@ from flow_grpo.sections import (
     MemoryConfig,
     ObjectiveConfig,
     OptimizerConfig,
+    Pixels,
     PositiveInt,
     RestingConfig,
     RewardConfig,
@@ -56,9 +59,9 @@ class FlowGRPOConfig(Section):
     """A diffusers folder, a hub id, or the name of a shipped model."""
     dtype: Literal["auto", "fp32", "bf16", "fp16"] = "auto"
     """Dtype of the base weights and of autocast; `auto` is bf16 where the device computes in it, else fp32. LoRA: float32."""
-    height: PositiveInt | None = None
+    height: Pixels | None = None
     """Height of the pictures in pixels; the pipeline's own if not given."""
-    width: PositiveInt | None = None
+    width: Pixels | None = None
     """Width of the pictures in pixels."""
     guidance: float = 1.0
     """Guidance scale in rollout, training and evaluation; 1 is off."""
@@ -395,14 +398,37 @@ def _sentence(error: ValidationError) -> str:
         str(part) for part in first["loc"] if str(part).isidentifier() or ":" in str(part)
     )  # not pydantic's own
     if first["type"] == "extra_forbidden":
-        section: Any = FlowGRPOConfig
-        for part in first["loc"][:-1]:
-            field = getattr(section, "model_fields", {}).get(part)
-            kinds = (field.annotation, *get_args(field.annotation)) if field else (section,)  # lora may be null too
-            section = next((kind for kind in kinds if hasattr(kind, "model_fields")), None)
-        known = list(getattr(section, "model_fields", {}))
-        return f"there is no setting {where}.{checks.suggest(str(first['loc'][-1]), known)}"
+        return f"there is no setting {where}.{_did_you_mean([str(part) for part in first['loc']])}"
     if first["type"] == "value_error":
         return str(first["ctx"]["error"])
     message = first["msg"].replace("Input should", "it should")
     return f"{where} is {first['input']!r}, but {message}."
+
+
+def _did_you_mean(place: list[str]) -> str:
+    """What an unknown setting may have been meant to be: one of its very name elsewhere, else one like it, here or elsewhere."""
+    *parents, word = place
+    paths = sorted(_paths(FlowGRPOConfig), key=len, reverse=True)
+    named = [".".join(path) for path in reversed(paths) if path[-1] == word]
+    if named:
+        return f" Did you mean {' or '.join(named)}?"
+    section: type[Section] = FlowGRPOConfig
+    for part in parents:
+        section = next(iter(_sections(section.model_fields.get(part))), section)
+    elsewhere = {path[-1]: ".".join(path) for path in paths}
+    return checks.suggest(word, list(section.model_fields)) or checks.suggest(word, elsewhere)
+
+
+def _paths(section: type[Section], above: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
+    """All settings as the keys that lead to them, those of a reward left out, which has a name of its own."""
+    for name, field in section.model_fields.items():
+        yield (*above, name)
+        for inner in _sections(field):
+            if inner is not RewardConfig:
+                yield from _paths(inner, (*above, name))
+
+
+def _sections(field: FieldInfo | None) -> list[type[Section]]:
+    """The section that a setting is, or holds: lora may be null too, and rewards have names."""
+    kinds = (field.annotation, *get_args(field.annotation)) if field else ()
+    return [kind for kind in kinds if isinstance(kind, type) and issubclass(kind, Section)]

@@ -271,7 +271,7 @@ def _rewards(names: list[str] | None, args: FlowGRPOConfig | None) -> "tuple[Wei
         return rewards.WeightedSum(loaded, dict.fromkeys(loaded, 0.0)), False
     if args is None:
         raise ValueError("pictures alone don't say what to measure: give --reward, for example --reward ocr, or --config.")
-    return build_rewards(args)[0], True
+    return build_rewards(args, held_out=True)[0], True
 
 
 def _loaded(words: list[str]) -> "dict[str, Reward]":

@@ -35,11 +35,17 @@ def image_seed(seed: int, place: int, number: int = 0) -> int:
     return sampling.derived_seed(seed, "evaluation", place, number)
 
 
-def build_rewards(args: FlowGRPOConfig, given: Any = None) -> tuple[WeightedSum, list[str]]:
-    """All rewards that an evaluation measures, and the names of those that are trained on, as metrics have them. Each is built once.
+def build_rewards(args: FlowGRPOConfig, given: Any = None, held_out: bool | None = None) -> tuple[WeightedSum, list[str]]:
+    """All rewards that a run measures, and the names of those that are trained on, as metrics have them. Each is built once.
 
-    The sum is the trained reward: the others have weight 0 in it. `given` are a trainer's `reward_funcs`.
+    The sum is the trained reward: the others have weight 0 in it.
+
+    Args:
+        given: a trainer's `reward_funcs`.
+        held_out: whether there are prompts to evaluate on, by default whether `args` names some; else rewards that are only measured
+            are left out.
     """
+    held_out = args.evaluation.prompts is not None if held_out is None else held_out
     if given is None:
         trained: dict[str, Any] = {name: (name, setting) for name, setting in args.rewards.items()}
     else:
@@ -47,10 +53,10 @@ def build_rewards(args: FlowGRPOConfig, given: Any = None) -> tuple[WeightedSum,
         trained = {i if isinstance(i, str) else getattr(i, "__name__", type(i).__name__): (i, RewardConfig()) for i in items}
         if len(trained) < len(items):
             raise ValueError("two of reward_funcs have one name: give each function or class a name of its own.")
-    measured = {name: (name, setting) for name, setting in args.evaluation.rewards.items()}
+    measured = {name: (name, setting) for name, setting in args.evaluation.rewards.items() if held_out}
     short = reward_kit.metric_names([*trained, *measured], MEASURES)
     loaded = {
-        short[name]: _placed(item, setting) if isinstance(item, str) else item
+        short[name]: placed(item, setting) if isinstance(item, str) else item
         for name, (item, setting) in {**measured, **trained}.items()
     }
     weights = dict.fromkeys(loaded, 0.0)
@@ -60,7 +66,7 @@ def build_rewards(args: FlowGRPOConfig, given: Any = None) -> tuple[WeightedSum,
     return WeightedSum(loaded, weights, drop), [short[name] for name in trained]
 
 
-def _placed(name: str, setting: RewardConfig) -> Reward:
+def placed(name: str, setting: RewardConfig) -> Reward:
     """A reward where its setting wants it: on other machines, in a process of its own, or here."""
     if setting.isolate:
         from rewards.isolated import Isolated

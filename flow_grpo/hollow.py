@@ -13,10 +13,8 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import diffusers
 import torch
 import torch.nn.functional as F
-import transformers
 from diffusers import DiffusionPipeline, ModelMixin
 from huggingface_hub import snapshot_download
 from torch import Tensor
@@ -28,7 +26,11 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers.modeling_outputs import BaseModelOutputWithPooling
 from transformers.models.clip.modeling_clip import CLIPTextModelOutput
 
+from flow_grpo.block_speed import BlockCall
+from flow_grpo.memory import repeated_blocks
+from flow_grpo.model_files import read_index, telling
 from flow_grpo.pipeline import ENCODERS
+from rewards.downloads import downloads
 
 NO_WEIGHTS = ["*.json", "*.txt", "*.model", "*.jinja", "*.py"]
 
@@ -40,30 +42,29 @@ def hollow(source: str, dtype: torch.dtype, cuda: bool) -> DiffusionPipeline:
         cuda: follow what CUDA's autocast does, which computes some operations in float32 where the CPU's does not.
 
     Raises:
-        ValueError: it names a class that the installed diffusers does not have.
-        OSError: the hub can't be reached.
+        ValueError: its configs are damaged, name a class that is not installed, or can't be had.
     """
-    folder = Path(source) if Path(source).is_dir() else Path(snapshot_download(source, allow_patterns=NO_WEIGHTS))
-    index = json.loads((folder / "model_index.json").read_text())
-    kind = getattr(diffusers, index["_class_name"], None)
-    if kind is None:
-        raise ValueError(f"{source} is a {index['_class_name']}, which diffusers {diffusers.__version__} does not know.")
-    parts = {name: _part(folder, name, entry, dtype, cuda) for name, entry in index.items() if not name.startswith("_")}
-    return kind(**parts)
+    folder = Path(source)
+    if not folder.is_dir():
+        with downloads(source):
+            folder = Path(snapshot_download(source, allow_patterns=NO_WEIGHTS))
+    index = read_index(folder)
+    parts = {name: made and _part(folder, name, made, dtype, cuda) for name, made in index.parts.items()}
+    with telling(folder):
+        pipe = index.kind(**parts, **index.settings)
+    pipe.register_to_config(_name_or_path=str(folder))
+    return pipe
 
 
-def _part(folder: Path, name: str, entry: Any, dtype: torch.dtype, cuda: bool) -> Any:
-    if not isinstance(entry, list) or not all(isinstance(word, str) for word in entry):
-        return None if isinstance(entry, list) else entry  # an argument of the pipeline
-    library, kind = entry
-    made = getattr(diffusers if library == "diffusers" else transformers, kind)
-    if name.startswith(ENCODERS):
-        return Encoder(made, json.loads((folder / name / "config.json").read_text()), dtype)
-    if not issubclass(made, ModelMixin):
-        return made.from_pretrained(folder, subfolder=name)
-    with torch.device("meta"):
-        network = made.from_config(made.load_config(folder, subfolder=name)).to(dtype)
-    return Followed(network.requires_grad_(False).eval(), dtype, cuda)
+def _part(folder: Path, name: str, made: Any, dtype: torch.dtype, cuda: bool) -> Any:
+    with telling(folder, name):
+        if name.startswith(ENCODERS):
+            return Encoder(made, json.loads((folder / name / "config.json").read_text(encoding="utf-8")), dtype)
+        if not issubclass(made, ModelMixin):
+            return made.from_pretrained(folder, subfolder=name)
+        with torch.device("meta"):
+            network = made.from_config(made.load_config(folder, subfolder=name)).to(dtype)
+        return Followed(network.requires_grad_(False).eval(), dtype, cuda)
 
 
 class Encoder(torch.nn.Module):
@@ -146,6 +147,37 @@ class Followed:
             for parameter in self._network.parameters():
                 _forget_gradient(parameter)
 
+    @contextmanager
+    def block_calls(self) -> Iterator[list[BlockCall]]:
+        """Within it, the first call of one block of each kind that repeats goes into the list. ValueError if none are known."""
+        kinds: dict[type, list[torch.nn.Module]] = {}
+        for block in repeated_blocks(self._network, "plan"):
+            kinds.setdefault(type(block), []).append(block)
+        found: list[BlockCall] = []
+        counts = {blocks[len(blocks) // 2]: len(blocks) for blocks in kinds.values()}
+
+        def keep(block: torch.nn.Module, args: Any, kwargs: Any) -> None:
+            if all(call.block is not block for call in found):
+                alone_args, alone_kwargs = tree_map(_alone, (args, kwargs))
+                found.append(BlockCall(block, alone_args, alone_kwargs, counts[block]))
+
+        hooks = [block.register_forward_pre_hook(keep, with_kwargs=True) for block in counts]
+        try:
+            yield found
+        finally:
+            for hook in hooks:
+                hook.remove()
+
+    @property
+    def buffer_bytes(self) -> int:
+        """Bytes of the buffers that building the network computes, in float32, before its files are read."""
+        return sum(4 * buffer.numel() for buffer in self._network.buffers())
+
+    @property
+    def cast(self) -> TorchFunctionMode:
+        """What the network's calls on the meta device need around them."""
+        return self._cast
+
     def _follow(self, call: Any, args: Any, kwargs: Any) -> Any:
         args, kwargs = tree_map(_without_numbers, (args, kwargs))
         with self._counter, self._cast:
@@ -156,6 +188,11 @@ class Followed:
 
 def _forget_gradient(parameter: Tensor) -> None:
     parameter.grad = None
+
+
+def _alone(value: Any) -> Any:
+    """A tensor of the same kind that no graph belongs to."""
+    return value.detach().requires_grad_(value.requires_grad) if isinstance(value, Tensor) else value
 
 
 def _without_numbers(value: Any) -> Any:

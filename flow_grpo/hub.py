@@ -4,9 +4,10 @@ import json
 from pathlib import Path
 from typing import Any
 
-from huggingface_hub import HfApi, hf_hub_download, try_to_load_from_cache
+from huggingface_hub import HfApi, try_to_load_from_cache
 
 from flow_grpo.run_folder.metrics_file import METRICS
+from rewards.downloads import HubUnreachable, downloads, hub_file
 
 SHIPPED = {"tiny": Path(__file__).parent / "tiny" / "pipeline"}
 WEIGHTS, PEFT_WEIGHTS = (
@@ -34,11 +35,13 @@ def locate(name: str) -> str:
         )
     if not isinstance(try_to_load_from_cache(name, "model_index.json"), str):
         try:
-            HfApi().model_info(name, timeout=5)
+            with downloads(name):
+                HfApi().model_info(name, timeout=5)
+        except HubUnreachable as error:
+            raise HubUnreachable(f"there is no model folder {error}") from error
         except Exception as error:
             raise ValueError(
-                f"there is no model folder {name}, and the hub has no such model or can't be reached or wants a login "
-                f"({type(error).__name__})."
+                f"there is no model folder {name}, and the hub has no such model or wants a login ({type(error).__name__})."
             ) from error
     return name
 
@@ -82,7 +85,7 @@ def components(source: str, beginnings: tuple[str, ...]) -> list[str]:
     """Names of a pipeline's components that begin so, from its model_index.json."""
     file = Path(source) / "model_index.json"
     if not file.exists():
-        file = Path(hf_hub_download(source, "model_index.json"))
+        file = Path(hub_file(source, "model_index.json"))
     return [name for name in json.loads(file.read_text()) if name.startswith(beginnings)]
 
 

@@ -58,7 +58,7 @@ def arrange(pipe: DiffusionPipeline, memory: MemoryConfig) -> None:
 
 def compile_blocks(transformer: torch.nn.Module) -> None:
     """torch.compile of the blocks that repeat. ValueError if diffusers does not say which those are."""
-    for block in _blocks(transformer, "memory.compile"):
+    for block in repeated_blocks(transformer, "memory.compile"):
         block.compile()
 
 
@@ -75,7 +75,7 @@ def shard(transformer: torch.nn.Module, whole: set[torch.nn.Parameter]) -> None:
 
     if "ignored_params" not in inspect.signature(fully_shard).parameters:
         raise ValueError(f"memory.shard needs torch 2.7 or later, and this is {torch.__version__}.")
-    for block in _blocks(transformer, "memory.shard"):
+    for block in repeated_blocks(transformer, "memory.shard"):
         fully_shard(block, ignored_params=whole)
     # shared again after each pass: a process that saves by itself must not leave the others with another state
     fully_shard(transformer, ignored_params=whole, reshard_after_forward=True)
@@ -108,7 +108,7 @@ def spread_like(value: Tensor, like: Tensor) -> Tensor:
     return value
 
 
-def _blocks(transformer: torch.nn.Module, setting: str) -> list[torch.nn.Module]:
+def repeated_blocks(transformer: torch.nn.Module, setting: str) -> list[torch.nn.Module]:
     """The modules that repeat, as diffusers names their classes."""
     names = getattr(transformer, "_repeated_blocks", None) or getattr(transformer, "_no_split_modules", None) or []
     found = [module for module in transformer.modules() if type(module).__name__ in names]

@@ -177,9 +177,19 @@ class FlowPipeline:
 
     @torch.no_grad()
     def schedule(self, steps: int) -> tuple[Schedule, torch.Size]:
-        """The pipeline's own timesteps and sigmas for that many steps, and the shape of one state without the batch."""
+        """The pipeline's own timesteps and sigmas for that many steps, and the shape of one state without the batch.
+
+        It is the first call that a run makes: ValueError if the pipeline can't be called with these arguments.
+        """
         rows = torch.zeros(1, dtype=torch.long)
-        stop = self._denoise(self.encode([PROBES[0]]), rows, None, None, num_inference_steps=steps)
+        try:
+            stop = self._denoise(self.encode([PROBES[0]]), rows, None, None, num_inference_steps=steps)
+        except torch.OutOfMemoryError:
+            raise
+        except Exception as error:  # each pipeline has its own
+            call = ", ".join(f"{name}={value!r}" for name, value in self.call.items())
+            reason = first_line(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {first_line(error)}"
+            raise ValueError(f"{type(self.pipe).__name__} can't be called with {call}: {reason}") from error
         timesteps, sigmas = self._probe.timesteps.float().cpu(), self._probe.sigmas.float().cpu()
         return Schedule(timesteps, sigmas), stop.sample.shape[1:]
 

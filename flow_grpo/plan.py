@@ -4,98 +4,99 @@ The pipeline's own code is followed without numbers (see `flow_grpo.hollow`), so
 checkpointing and its adapter.
 """
 
-import functools
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import psutil
 import torch
 from rich.console import Console
 from rich.table import Table
 
-import rewards as reward_kit
-from flow_grpo import hub
+from flow_grpo import block_speed, hub
+from flow_grpo.block_speed import BlockCall
 from flow_grpo.config import FlowGRPOConfig
-from flow_grpo.dashboards import check_installed
 from flow_grpo.evaluate import build_rewards
-from flow_grpo.hollow import Alive, Encoder, Operations, hollow
+from flow_grpo.hardware import GB, TERA, Machine, Rates, matmul_speed
+from flow_grpo.hollow import Alive, Encoder, Followed, Operations, hollow
 from flow_grpo.memory import arrange, peak_bytes
+from flow_grpo.model_files import stored_bytes
 from flow_grpo.parallel import MESSAGE, Processes
 from flow_grpo.policy import DTYPES, Policy, fast_dtype
-from flow_grpo.prompt_sets import source_of
-from flow_grpo.prompts import REMOTE, Dealer, load_prompts
-from flow_grpo.terms import own_function
+from flow_grpo.probe import first_line
+from flow_grpo.prompts import load_prompts
 from flow_grpo.trainable import add_trained
-from flow_grpo.zero import STAGES, library
+from flow_grpo.zero import STAGES
 
-GB = 1e9
-# memory in GB and dense bf16 TFLOP/s of the makers' data sheets
-GPUS = {
-    "A100": (80, 312),
-    "A100-40GB": (40, 312),
-    "H100": (80, 989),
-    "H200": (141, 989),
-    "B200": (180, 2250),
-    "L4": (24, 121),
-    "L40S": (48, 362),
-    "RTX 3090": (24, 71),
-    "RTX 4090": (24, 165),
-    "RTX 5090": (32, 210),
-}
-UTILISATION = {True: 0.45, False: 0.12}  # of that peak, on a GPU and by the embedded model on a CPU
 CUDA_CONTEXT = 0.6 * GB  # of torch's own, before the first tensor
 # times what passes: a CPU's allocator keeps pieces of it, and its kernels pack copies of their own
 HELD = {True: 1.0, False: 1.3}
-DOING = {"rollout": "images are drawn", "update": "the weights are trained", "decoding": "images are decoded"}
+BLOCK_OPERATIONS = {True: 2e13, False: 2e10}  # of a forward pass of a block whose speed is measured, on a GPU and on a CPU
+SCORED = 128  # images that the rewards get while their memory is measured
+SLOWER = 3.0  # times, from which on another dtype is worth a sentence
+DOING = {
+    "rollout": "images are drawn",
+    "update": "the weights are trained",
+    "decoding": "images are decoded",
+    "loading": "the model is loaded",
+}
 BITS = {"int8": 8.1, "int4": 4.5, "nf4": 4.5}  # of a weight, with its share of the scales
 
 
 @dataclass(frozen=True)
-class Machine:
-    """What a run is planned for: `count` devices with so many bytes and floating point operations a second, each."""
-
-    name: str
-    memory: float
-    speed: float
-    count: int = 1
-    cuda: bool = True
-
-    @classmethod
-    def named(cls, gpu: str, memory_gb: float | None, count: int) -> "Machine":
-        """A GPU by its name. ValueError if it is not known."""
-        known = {name.lower(): (name, *numbers) for name, numbers in GPUS.items()}
-        if gpu.lower() not in known:
-            raise ValueError(
-                f"there is no GPU {gpu} in the list: give one of {', '.join(GPUS)}, and --gpu-memory if yours has other."
-            )
-        name, memory, speed = known[gpu.lower()]
-        return cls(name, (memory_gb or memory) * GB, speed * 1e12, count)
-
-    @classmethod
-    def here(cls, dtype: str, memory_gb: float | None, count: int) -> "Machine":
-        """This machine's GPU, or its CPU. `dtype` as in the config."""
-        cuda = torch.cuda.is_available()
-        device = torch.device("cuda" if cuda else "cpu")
-        name = torch.cuda.get_device_name() if cuda else "this CPU"
-        memory = torch.cuda.get_device_properties(0).total_memory if cuda else psutil.virtual_memory().total
-        return cls(name, memory_gb * GB if memory_gb else memory, matmul_speed(device, _dtype(dtype, cuda)), count, cuda)
-
-
-@dataclass(frozen=True)
 class Forecast:
-    """Of a training step on one device: bytes that stay, by part, and bytes that come and go, by what is done then."""
+    """Of a training step on one device: bytes that stay, by part, and bytes that come and go, by what is done then.
+
+    Attributes:
+        forward: floating point operations of all devices, of passes without a backward pass.
+        update: those of passes with one.
+    """
 
     microbatch: int
     staying: dict[str, float]
     passing: dict[str, float]
-    operations: float  # of all devices
+    forward: float
+    update: float
+
+    @property
+    def operations(self) -> float:
+        return self.forward + self.update
+
+    def seconds(self, rates: Rates) -> float:
+        """Of a step, the rewards' left out, on one device of these rates."""
+        return self.forward / rates.forward + self.update / rates.update
 
     @property
     def peak(self) -> float:
         return sum(self.staying.values()) + max(self.passing.values())
+
+
+@dataclass(frozen=True)
+class Loading:
+    """What loading a model takes of a CPU's memory. A network's files are mapped, and numbers of another dtype are copied.
+
+    Attributes:
+        stays: bytes of mapped numbers that were copied and stay: others of their file are used as they are in it.
+        peak: bytes of all weights, and of what is there beside them while a network is loaded.
+    """
+
+    stays: float
+    peak: float
+
+    @classmethod
+    def of(cls, pipe: Any, dtype: torch.dtype, without_encoders: bool) -> "Loading":
+        folder, stays, passes, weights = Path(pipe.name_or_path), 0.0, [0.0], 0.0
+        for name, part in pipe.components.items():
+            if not isinstance(part, Followed | Encoder) or (without_encoders and isinstance(part, Encoder)):
+                continue
+            size, built = (part.bytes, 0.0) if isinstance(part, Encoder) else (_weights(part, None), part.buffer_bytes)
+            here = stored_bytes(folder / name, dtype)
+            published = 0.0 if dtype == torch.bfloat16 else size * 2 / dtype.itemsize  # most are in 16 bits
+            files: list[tuple[float, float]] = [(float(copied), float(used)) for copied, used in here] or [(published, 0.0)]
+            weights += size
+            stays += sum(copied for copied, used in files if used)
+            passes.append(built + sum(copied for copied, used in files if not used))
+        return cls(stays, weights + stays + max(passes))
 
 
 class NotFollowed(ValueError):
@@ -109,19 +110,23 @@ class Plan:
         cuda: for a GPU; else for a CPU, where rewards and libraries lie in the same memory.
         count: devices, which share weights, gradients or moments where the config says so.
 
+    Attributes:
+        picture: height and width of what the model draws.
+
     Raises:
         NotFollowed: the model's code can't be followed without its numbers.
-        ValueError: the model can't be trained so.
-        OSError: its configs can't be had.
+        ValueError: the model can't be trained so, or its configs are damaged or can't be had.
     """
 
     def __init__(self, args: FlowGRPOConfig, cuda: bool, count: int = 1) -> None:
         self.args, self.cuda, shard = args, cuda, args.memory.shard if count > 1 else None
-        self.dtype = _dtype(args.dtype, cuda)
+        self.dtype = dtype_of(args, cuda)
         pipe = hollow(hub.locate(args.model), self.dtype, cuda)
         arrange(pipe, args.memory.model_copy(update={"attention": None}))  # a kernel that only the GPU's machine has
+        self.loading = Loading.of(pipe, self.dtype, bool(args.memory.embeddings)) if not cuda else Loading(0.0, 0.0)
         self.policy = Policy(pipe, self.dtype, **args.call())
-        add_trained(self.policy, args)
+        with torch.device("meta"):
+            add_trained(self.policy, args)
         whole = self.policy.trains_all
         self.shares = {  # in which there lie, of what is meant by each
             "base": count if shard == "fsdp2" else 1,
@@ -135,11 +140,14 @@ class Plan:
         self.prompt = max(prompts, key=len)
         try:
             self.schedule, self.state_shape = self.policy.schedule(args.sampling.steps)
+            self.picture = self._decoded(2)
             two, four = ({name: HELD[cuda] * v for name, v in self._passing(rows, Alive).items()} for rows in (2, 4))
             self.operations = self._passing(2, Operations)
-        except (RuntimeError, TypeError, AttributeError, ValueError, IndexError, KeyError) as error:
-            reason = (str(error).splitlines() or [type(error).__name__])[0]
-            raise NotFollowed(f"{type(pipe).__name__} can't be followed without its weights: {reason}") from error
+        except Exception as error:  # of the pipeline's own code
+            if self._follows_without_settings():
+                sentence = f"{type(pipe).__name__} can't be trained with these settings: {type(error).__name__}: {first_line(error)}"
+                raise ValueError(str(error) if isinstance(error, ValueError) else sentence) from error
+            raise NotFollowed(f"{type(pipe).__name__} can't be followed without its weights: {first_line(error)}") from error
         if self._references:
             for one in (two, four):
                 one["update"] += one["rollout"]  # the reference is computed while the graph is there
@@ -150,11 +158,15 @@ class Plan:
         """Of a step with that micro-batch, in which bytes are linear; `base` is what else lies in the memory."""
         passing = {name: self._start[name] + microbatch * slope for name, slope in self._slope.items()}
         more = {"libraries and rewards": base} if base else {}
-        return Forecast(microbatch, {**self._staying(), **more}, passing, self._operations())
+        staying = {**self._staying(), **more}
+        passing["loading"] = max(0.0, base + self.loading.peak - sum(staying.values()))
+        return Forecast(microbatch, staying, passing, *self._operations())
 
     def largest(self, memory: float, base: float = 0.0) -> int:
         """The largest micro-batch that fits, 0 if none does."""
         left = memory - base - sum(self._staying().values())
+        if base + self.loading.peak > memory:
+            return 0
         return max(0, int(min((left - self._start[name]) / slope for name, slope in self._slope.items())))
 
     def _passing(self, rows: int, counter: Callable[[], Any]) -> dict[str, float]:
@@ -175,8 +187,40 @@ class Plan:
 
     def _decoding(self, rows: int, counter: Any) -> float:
         with self.policy.pipe.vae.counted(counter, False):
-            self.policy.decode(torch.zeros(rows, *self.state_shape), rows)
+            self._decoded(rows)
         return _count(counter)
+
+    def _decoded(self, rows: int) -> torch.Size:
+        return self.policy.decode(torch.zeros(rows, *self.state_shape), rows).shape[-2:]
+
+    def _follows_without_settings(self) -> bool:
+        """Whether the model's code can be followed as the pipeline calls it by itself: then its settings are to blame."""
+        try:
+            self.policy = Policy(self.policy.pipe, self.dtype)
+            self.schedule, self.state_shape = self.policy.schedule(2)
+            self._velocity(2, Operations(), False)
+        except Exception:
+            return False
+        return True
+
+    def rates(self, microbatch: int, dtype: torch.dtype | None = None) -> Rates:
+        """The speed of this machine at the model's own blocks, in the plan's dtype or another one.
+
+        Where they are not known or can't be measured, a share of that of a large matrix product.
+        """
+        device, dtype = torch.device("cuda" if self.cuda else "cpu"), dtype or self.dtype
+        try:
+            blocks = self._blocks(2)
+            share = self.operations["rollout"] / 2 / sum(block.count for block in blocks)  # of a row in a block
+            rows = max(1, min(microbatch, int(BLOCK_OPERATIONS[self.cuda] / share)))
+            return block_speed.measured(self._blocks(rows), device, dtype, self.policy.pipe.transformer.cast)
+        except Exception:  # a block that can't be called alone, or none
+            return Rates.of_peak(matmul_speed(device, dtype))
+
+    def _blocks(self, rows: int) -> list[BlockCall]:
+        with self.policy.pipe.transformer.block_calls() as found:
+            self._velocity(rows, Operations(), True)
+        return found
 
     def _staying(self) -> dict[str, float]:
         args, memory, transformer = self.args, self.args.memory, self.policy.pipe.transformer
@@ -190,6 +234,7 @@ class Plan:
             "base weights": (trained * kept if whole else _weights(transformer, memory.quantize)) / shares["base"],
             "text encoders": encoders,
             "VAE": _weights(self.policy.pipe.vae, None),
+            **({"files in another dtype": self.loading.stays} if self.loading.stays else {}),
             ("transformer" if whole else "adapter"): trained * (copies / shares["trained"] + moments / shares["moments"]),
             **({"gradients": trained * self.sums / shares["gradients"]} if shares["gradients"] > 1 else {}),  # else passing
             **({"messages": min(trained, 4 * MESSAGE)} if self.copied else {}),
@@ -205,16 +250,16 @@ class Plan:
         o = self.args.objective
         return bool(o.kl_weight or o.name == "dpo") + (o.name == "nft")
 
-    def _operations(self) -> float:
-        """Of a step in which every group has signal."""
+    def _operations(self) -> tuple[float, float]:
+        """Of a step in which every group has signal: in passes without a backward pass, and in those with one."""
         args = self.args
         s, o = args.sampling, args.objective
         w, last = s.window, s.steps - 2 if s.window.last is None else s.window.last
         trained = o.draws if s.transition == "ode" else last - w.first + 1 if w.kind == "all" else w.size
         drawn = 0 if o.data else (2 * s.steps - 1 if s.solver == "heun" else s.steps)
         forward, both, decoding = (count / 2 for count in self.operations.values())  # of a row
-        update = args.epochs * trained * (both + self._references * forward)
-        return args.prompts_per_step * args.images_per_prompt * (drawn * forward + decoding + update)
+        images, passes = args.prompts_per_step * args.images_per_prompt, args.epochs * trained
+        return images * (drawn * forward + decoding + passes * self._references * forward), images * passes * both
 
 
 def fitting(args: FlowGRPOConfig, largest: int, count: int) -> FlowGRPOConfig:
@@ -226,81 +271,36 @@ def fitting(args: FlowGRPOConfig, largest: int, count: int) -> FlowGRPOConfig:
     return args.model_copy(update={"prompts_per_step": prompts, "microbatch": microbatch})
 
 
-def rehearse(args: FlowGRPOConfig, count: int) -> list[str]:
-    """Looks at all that a run of `count` processes would begin with, and loads of the model its configs alone.
-
-    Returns what there is to say of it, sentences for the user. ValueError for what does not fit.
-    """
-    check_installed(args.trackers)
-    settings = {**args.evaluation.rewards, **args.rewards}
-    for name, setting in settings.items():
-        if setting.remote is None and not setting.isolate:  # else it is at home in another environment
-            reward_kit.check(name, **setting.options)
-    if args.memory.shard in STAGES and count > 1:
-        library(args.memory.shard, torch.device("cuda" if torch.cuda.is_available() else "cpu"))
-    notes = []
-    for source in (args.training_prompts, args.evaluation.prompts):
-        if source is not None:
-            place = source_of(source)
-            away = place.startswith(REMOTE) or (not Path(place).suffix and hub.may_be_hub_id(place))
-            notes += _unless_offline(f"The prompts {source}", away, functools.partial(load_prompts, source))
-    for _, part in args.parts():
-        own_function("objective", part.objective.name)
-        own_function("advantage", part.objective.advantage)
-        pairs = part.objective.name == "dpo"
-        Processes(0, count).check_sizes(part.prompts_per_step, part.images_per_prompt, part.microbatch, part.updates, pairs)
-        if part.objective.data is None and not notes:
-            Dealer(load_prompts(args.training_prompts), part.seed).deal(0, part.prompts_per_step, 1)
-    notes += _unless_offline("The model", hub.may_be_hub_id(args.model), functools.partial(hub.locate, args.model))
-    if notes:
-        return notes
-    try:
-        forecast = Plan(args, cuda := torch.cuda.is_available(), count).forecast(args.microbatch)
-    except NotFollowed as error:
-        return [f"Its memory is not known: {error}."]
-    where = "on the GPU" if cuda else "of a CPU, beside libraries and rewards"
-    return [
-        f"The model will take {forecast.peak / GB:.2f} GB {where}, with microbatch={args.microbatch}; `flow-grpo plan` has more."
-    ]
-
-
-def _unless_offline(what: str, away: bool, find: Callable[[], Any]) -> list[str]:
-    """Nothing to say if it is found; a sentence if it lies where it can't be reached, and ValueError if it lies nowhere."""
-    try:
-        find()
-    except ValueError as error:
-        if not away:
-            raise
-        return [f"{what} could not be looked at: {error}"]
-    return []
-
-
 def print_plan(console: Console, args: FlowGRPOConfig, machine: Machine, base: float = 0.0) -> bool:
     """Says what the run will need on that machine; False if it does not fit."""
     plan = Plan(args, machine.cuda, machine.count)
     largest = plan.largest(machine.memory, base)
     here = f"{machine.count} x {machine.name}" if machine.count > 1 else machine.name
-    console.print(
-        f"{args.model} on {here}, {machine.memory / GB:.0f} GB and {machine.speed / 1e12:.3g} TFLOP/s each", highlight=False
-    )
+    peak = "" if machine.speed is None else f" and {machine.speed / TERA:.3g} TFLOP/s"
+    _say(console, f"{args.model} on {here}, {machine.memory / GB:.0f} GB{peak}{' each' if machine.count > 1 else ''}")
+    if machine.assumed:
+        _say(console, machine.assumed)
     if not largest:
-        console.print(
-            "It does not fit: set memory.checkpointing, memory.quantize=nf4, memory.offload_encoders, or a smaller size."
+        _say(
+            console,
+            "It does not fit: set memory.checkpointing, memory.quantize=nf4, memory.offload_encoders, or a smaller size.",
         )
         return False
     sizes, most = fitting(args, min(args.microbatch, largest), machine.count), fitting(args, largest, machine.count)
     forecast = plan.forecast(sizes.microbatch, base)
     console.print(_table(forecast))
-    operations = forecast.operations * sizes.prompts_per_step / args.prompts_per_step
-    share = UTILISATION[machine.cuda]
-    seconds = operations / (machine.speed * machine.count * share)
-    for line in (
-        f"a step: {seconds:.3g} s at {share:.0%} of the peak, without rewards, if every group has signal",
-        f"largest microbatch: {largest}; of those that divide: {most.microbatch}",
+    rates = rates_of(plan, machine, sizes.microbatch)
+    seconds = forecast.seconds(rates[plan.dtype]) * sizes.prompts_per_step / args.prompts_per_step / machine.count
+    how = rates[plan.dtype].how
+    _say(console, f"a step: {seconds:.3g} s, without rewards, if every group has signal ({how})")
+    if slower := slower_dtype(rates, plan.dtype):
+        _say(console, slower)
+    _say(console, f"largest microbatch: {largest}; of those that divide: {most.microbatch}")
+    _say(
+        console,
         f"sizes that divide: prompts_per_step={sizes.prompts_per_step} images_per_prompt={args.images_per_prompt} "
         f"microbatch={most.microbatch} updates={args.updates} --num-processes {machine.count}",
-    ):
-        console.print(line, highlight=False, soft_wrap=True)
+    )
     return True
 
 
@@ -311,9 +311,31 @@ def _table(forecast: Forecast) -> Table:
     for name, size in forecast.staying.items():
         table.add_row(name, f"{size / GB:.2f}")
     for name, size in forecast.passing.items():
+        if name == "loading" and not size:
+            continue
         table.add_row(f"while {DOING[name]}", f"{size / GB:.2f}", style="dim")
     table.add_row("peak", f"{forecast.peak / GB:.2f}", style="bold")
     return table
+
+
+def rates_of(plan: Plan, machine: Machine, microbatch: int) -> dict[torch.dtype, Rates]:
+    """The machine's rates at a plan's dtype, and at float32 too if another one was asked for on a CPU."""
+    if machine.speed is not None:
+        return {plan.dtype: Rates.of_peak(machine.speed)}
+    asked = plan.args.dtype != "auto" and not machine.cuda
+    dtypes = dict.fromkeys((plan.dtype, torch.float32) if asked else (plan.dtype,))
+    return {dtype: plan.rates(microbatch, dtype) for dtype in dtypes}
+
+
+def slower_dtype(rates: dict[torch.dtype, Rates], dtype: torch.dtype) -> str:
+    """A sentence for a dtype that a CPU is much slower in than in another one; "" if it is not."""
+    best = max(rates, key=lambda one: rates[one].update)
+    times = rates[best].update / rates[dtype].update
+    if times < SLOWER:
+        return ""
+    names = {value: name for name, value in DTYPES.items()}
+    wanted = f"auto, which is {names[best]} here" if fast_dtype("cpu") == best else names[best]
+    return f"{names[dtype]} is {times:.1f} times as slow as {names[best]} on this CPU: set dtype={wanted}."
 
 
 def occupied(args: FlowGRPOConfig) -> float:
@@ -322,27 +344,12 @@ def occupied(args: FlowGRPOConfig) -> float:
     What they give back is not there for the model: each allocator keeps what it once had.
     """
     rewards, _ = build_rewards(args)
-    texts = [
-        p
-        for p in load_prompts(args.training_prompts).prompts[: args.prompts_per_step]
-        for _ in range(args.images_per_prompt)
-    ]
-    rewards(torch.rand(len(texts), 3, args.height or 512, args.width or 512), texts)
-    return peak_bytes(torch.device("cpu"))
-
-
-def matmul_speed(device: torch.device, dtype: torch.dtype, seconds: float = 0.5) -> float:
-    """Floating point operations per second of a large matrix product on this device."""
-    n = 8192 if device.type == "cuda" else 1024
-    a = torch.randn(n, n, device=device).to(dtype)
-    a @ a  # the first one chooses its kernel
-    started, count = time.perf_counter(), 0
-    while time.perf_counter() - started < seconds:
-        a @ a
-        count += 1
-        if device.type == "cuda":
-            torch.cuda.synchronize()
-    return 2 * n**3 * count / (time.perf_counter() - started)
+    images = args.prompts_per_step * args.images_per_prompt
+    prompts, rows = load_prompts(args.training_prompts), range(min(images, SCORED))
+    batch = prompts.take([row // args.images_per_prompt % len(prompts) for row in rows], 1)
+    pictures = torch.rand(len(batch.prompts), 3, args.height or 512, args.width or 512)
+    rewards(pictures, batch.prompts, **batch.columns())
+    return peak_bytes(torch.device("cpu")) + (images / len(pictures) - 1) * pictures.nbytes
 
 
 def _count(counter: Any) -> float:
@@ -359,7 +366,11 @@ def _weights(network: Any, quantize: str | None) -> float:
     return total
 
 
-def _dtype(name: str, cuda: bool) -> torch.dtype:
-    if name != "auto":
-        return DTYPES[name]
+def dtype_of(args: FlowGRPOConfig, cuda: bool) -> torch.dtype:
+    if args.dtype != "auto":
+        return DTYPES[args.dtype]
     return torch.bfloat16 if cuda else fast_dtype("cpu")
+
+
+def _say(console: Console, line: str) -> None:
+    console.print(line, highlight=False, markup=False, soft_wrap=True)

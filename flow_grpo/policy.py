@@ -2,11 +2,12 @@
 
 import inspect
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal
 
+import psutil
 import torch
 from diffusers import DiffusionPipeline
 from peft import (
@@ -27,6 +28,8 @@ from flow_grpo.files import finish_weights
 from flow_grpo.finite import check_weights
 from flow_grpo.hub import PEFT_WEIGHTS, WEIGHTS
 from flow_grpo.memory import arrange, compile_blocks, gathered_on_cpu, quantization, shard, spread_like
+from flow_grpo.model_files import check_weights as check_files
+from flow_grpo.model_files import telling
 from flow_grpo.parallel import Processes
 from flow_grpo.pipeline import ENCODERS, PROBES, FlowPipeline
 from flow_grpo.probe import first_line
@@ -34,6 +37,7 @@ from flow_grpo.progress import phase
 from flow_grpo.quiet import quietly
 from flow_grpo.sections import MemoryConfig
 from flow_grpo.whole import Whole
+from rewards.downloads import downloads
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 PEFT_PREFIX = "base_model.model."
@@ -97,10 +101,26 @@ class Policy(FlowPipeline):
                 f"no linear layer of {type(transformer).__name__} is named {', '.join(wanted)}: set lora.targets to some of "
                 f"{', '.join(there)}."
             )
+        self._check_memory(rank, found)
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
             self._inject(LoraConfig(r=rank, lora_alpha=alpha, target_modules=found, init_lora_weights="gaussian"), "default")
         self._finish_adapter()
+
+    def _check_memory(self, rank: int, targets: Sequence[str]) -> None:
+        """ValueError if a LoRA of that rank on modules with these endings would alone fill this machine's memory."""
+        layers = [
+            module
+            for name, module in self.pipe.transformer.named_modules()
+            if isinstance(module, torch.nn.Linear)
+            and f".{name.removesuffix('.base_layer')}".endswith(tuple(f".{t}" for t in targets))
+        ]
+        needed, there = 4 * rank * sum(sum(layer.weight.shape) for layer in layers), psutil.virtual_memory().total
+        if needed > there:
+            raise ValueError(
+                f"lora.rank={rank}: the LoRA alone would take {needed / 1e9:,.0f} GB, and this machine has {there / 1e9:.0f}: set a "
+                "smaller rank, such as 32."
+            )
 
     def _inject(self, config: LoraConfig, adapter: str) -> None:
         transformer = self.pipe.transformer
@@ -129,14 +149,8 @@ class Policy(FlowPipeline):
                 self.whole = whole
                 self._check_loaded(f"the transformer {path}")
                 return
-            if self.loads_loras:
-                self.pipe.load_lora_weights(source, weight_name=name, adapter_name="default")
-            elif hasattr(self.pipe.transformer, "load_lora_adapter"):
-                self.pipe.transformer.load_lora_adapter(
-                    source, weight_name=name or WEIGHTS, adapter_name="default", prefix=None
-                )
-            else:
-                self._load_with_peft(source)
+            with downloads(source):
+                self._load_adapter(source, name)
         except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
             raise ValueError(f"the LoRA {path} could not be loaded: {first_line(error)}") from error
         self._finish_adapter()
@@ -152,6 +166,14 @@ class Policy(FlowPipeline):
         except ValueError:
             self.strip()
             raise
+
+    def _load_adapter(self, source: str, name: str | None) -> None:
+        if self.loads_loras:
+            self.pipe.load_lora_weights(source, weight_name=name, adapter_name="default")
+        elif hasattr(self.pipe.transformer, "load_lora_adapter"):
+            self.pipe.transformer.load_lora_adapter(source, weight_name=name or WEIGHTS, adapter_name="default", prefix=None)
+        else:
+            self._load_with_peft(source)
 
     def strip(self) -> None:
         """Takes off what was loaded or trained, if anything was: the base model is left, and something else can be loaded."""
@@ -373,11 +395,7 @@ def load_policy(
     if not math.isfinite(guidance):
         raise ValueError(f"guidance={guidance} is not a finite number: set one, or 1 for none.")
     source = hub.locate(path_or_name)
-    device = device or default_device()
-    try:
-        torch.empty(0, device=device)
-    except (RuntimeError, AssertionError) as error:
-        raise ValueError(f"device={device} can't be used here: {first_line(error)}") from error
+    device = usable(device)
     weights = fast_dtype(device) if dtype == "auto" else DTYPES[dtype]
     embeddings = Embeddings(memory.embeddings, [hub.fingerprint(source), str(weights), guidance > 1, sorted(call.items())])
     more: dict[str, Any] = {}
@@ -385,11 +403,10 @@ def load_policy(
         more |= dict.fromkeys(hub.components(source, ENCODERS))
     if memory.quantize is not None:
         more["quantization_config"] = quantization(memory.quantize, weights)
-    try:
-        with phase(f"loading {path_or_name}"):
-            pipe = DiffusionPipeline.from_pretrained(source, torch_dtype=weights, **more)
-    except (OSError, ValueError, KeyError, AttributeError, ImportError, RuntimeError) as error:
-        raise ValueError(f"the model {path_or_name} could not be loaded: {first_line(error)}") from error
+    if Path(source).is_dir():
+        check_files(source, [name for name, part in more.items() if part is None])
+    with phase(f"loading {path_or_name}"), telling(path_or_name), downloads(source):
+        pipe = DiffusionPipeline.from_pretrained(source, torch_dtype=weights, **more)
     for name, part in pipe.components.items():
         if isinstance(part, torch.nn.Module) and not (memory.offload_encoders and name.startswith(ENCODERS)):
             part.to(device)
@@ -404,6 +421,16 @@ def _check_fit(state: dict[str, Tensor], own: Mapping[str, Tensor]) -> None:
     """ValueError if a checkpoint holds other tensors than these."""
     if {name: value.shape for name, value in state.items()} != {name: value.shape for name, value in own.items()}:
         raise ValueError("the checkpoint's adapter has other modules or another rank than the config asks for.")
+
+
+def usable(device: str | None) -> str:
+    """The device, by default the accelerator if there is one, else the CPU. ValueError if torch can't use it here."""
+    device = device or default_device()
+    try:
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError, NotImplementedError) as error:
+        raise ValueError(f"device={device} can't be used here: {first_line(error)}") from error
+    return device
 
 
 def default_device() -> str:

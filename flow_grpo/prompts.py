@@ -15,6 +15,7 @@ from flow_grpo.data.prompt_files import COLUMNS, SUFFIXES, Table, read_table
 from flow_grpo.prompt_sets import sentence, source_of
 from flow_grpo.sampling import generator
 from flow_grpo.types import PromptBatch
+from rewards.downloads import HubUnreachable, downloads
 
 REMOTE = "https://"
 DATA_SET = re.compile(r"[\w.-]+/[\w.-]+|[\w-]+")  # what the hub calls a data set
@@ -196,8 +197,13 @@ def _data_set(place: str) -> Table:
 
     datasets.disable_progress_bars()
     try:
-        found = datasets.load_dataset(place, split="train")
+        with downloads(place):
+            found = datasets.load_dataset(place, split="train")
         rows = found.to_list()
+    except HubUnreachable as error:
+        raise HubUnreachable(
+            f"the prompts {error} Give a local file of them; the sets known by name are {sentence()}."
+        ) from error
     except Exception as error:
         raise ValueError(_unreachable(place, error)) from error
     return Table(found.column_names, rows, [f"row {n}" for n in range(1, len(rows) + 1)])

@@ -1,5 +1,7 @@
 """The sections of a run config. Each field's documentation stands below it."""
 
+import math
+from collections.abc import Iterator
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
@@ -9,10 +11,35 @@ from flow_grpo import checks
 PositiveInt = Annotated[int, Field(gt=0)]
 PositiveFloat = Annotated[float, Field(gt=0)]
 Share = Annotated[float, Field(ge=0, le=1)]
+Pixels = Annotated[int, Field(gt=0, le=2**14)]
 
 
 class Section(BaseModel):
-    model_config = ConfigDict(extra="forbid", use_attribute_docstrings=True)
+    """A part of the config. No setting is unknown, and every number is finite, in fields that take anything as well."""
+
+    model_config = ConfigDict(extra="forbid", use_attribute_docstrings=True, allow_inf_nan=False)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _finite(cls, values: Any) -> Any:
+        for place, value in _numbers(values):
+            if not math.isfinite(value):
+                raise ValueError(f"{'.'.join(place)} is {value}, but it should be a finite number.")
+        return values
+
+
+def _numbers(values: Any) -> Iterator[tuple[list[str], float]]:
+    """The floats of plain values, however deep, each with the keys that lead to it."""
+    left: list[tuple[list[str], Any]] = [([], values)]
+    seen: set[int] = set()  # YAML's references may form a ring
+    while left:
+        place, value = left.pop()
+        if isinstance(value, float):
+            yield place, value
+        elif isinstance(value, dict | list | tuple) and id(value) not in seen:
+            seen.add(id(value))
+            inner = value.items() if isinstance(value, dict) else enumerate(value)
+            left += [([*place, str(key)], part) for key, part in inner]
 
 
 class LoraConfig(Section):
@@ -168,7 +195,7 @@ class OptimizerConfig(Section):
 
 
 class RewardConfig(Section):
-    weight: Annotated[float, Field(allow_inf_nan=False)] = 1.0
+    weight: float = 1.0
     """Weight in the sum; 0 only reports it."""
     options: dict[str, Any] = {}
     """Arguments of the reward's constructor."""

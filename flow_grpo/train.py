@@ -28,10 +28,10 @@ from flow_grpo.prompts import Dealer, PromptSet, load_prompts
 from flow_grpo.record import Record
 from flow_grpo.run_folder.lock import locked
 from flow_grpo.run_folder.metrics_file import has_metrics
-from flow_grpo.terms import own_function
 from flow_grpo.text import counted
 from flow_grpo.tracking import Tracker
 from flow_grpo.trainable import loaded, make_trainable
+from flow_grpo.training import early_checks
 from flow_grpo.training.callbacks import CallbackList
 from flow_grpo.training.interrupt import Interrupted, call, signals
 from flow_grpo.tryout import BY_GROUP, FEW, Pictures, depends_on_group
@@ -73,15 +73,14 @@ class FlowGRPOTrainer:
         prompts = named.training_prompts if train_dataset is None else train_dataset
         self.train_set, self.train_source = load_prompts(prompts), prompts if isinstance(prompts, str) else None
         self.args = args = (named if isinstance(model, str) else args).as_launched()
-        dashboards.check_installed(args.trackers)
-        self.held_out, trained = build_rewards(args, reward_funcs)
-        self.rewards = self.held_out.only(trained)
         wanted = eval_dataset if eval_dataset is not None else args.evaluation.prompts
         self.eval_set = None if wanted is None else load_prompts(wanted).head(args.evaluation.limit)
         self.parts = args.parts()
         self.processes = Processes.here(args.device)
-        if self.eval_set is not None and len(self.eval_set) < self.processes.count:
-            raise ValueError(f"there are fewer held-out prompts than processes, which are {self.processes.count}.")
+        early_checks.check_settings(args, self.processes.count)
+        early_checks.check_prompts(args, self.train_set, self.eval_set, self.processes.count)
+        self.held_out, trained = build_rewards(args, reward_funcs, held_out=self.eval_set is not None)
+        self.rewards = self.held_out.only(trained)
         if isinstance(model, Policy):
             self.policy = model
         else:
@@ -105,8 +104,6 @@ class FlowGRPOTrainer:
         self.update = Update(self.policy, part, begin, self.processes)
         self.critic: Critic | None = None
         if objective.name == "ppo":
-            if self.processes.count > 1:
-                raise ValueError("objective ppo, which exists to be compared, trains its critic on one process: start one.")
             _, shape = self.policy.schedule(part.sampling.steps)
             text = self.policy.encode(self.train_set.prompts[:1]).pooled().shape[1]
             self.critic = Critic(shape, text, objective.critic, part.seed)
@@ -116,10 +113,8 @@ class FlowGRPOTrainer:
         else:
             ours = (self.policy, part, self.dealer, self.rewards, self.critic)
             self.source = Rollouts(*ours, self._window, self._asked_to_stop, self.processes)
-            Dealer(self.train_set, part.seed).deal(0, part.prompts_per_step, 1)  # says at once if there are too few prompts
         if objective.name == "nft":
             self.policy.follow("old", 0.0)  # whatever was trained before, its old policy begins as the one of now
-        own_function("objective", objective.name)
         self.window_place: int | None = None  # where an `auto` window lies, once measured
 
     def _fit(self, part: FlowGRPOConfig, microbatch: int) -> None:

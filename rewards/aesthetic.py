@@ -1,11 +1,15 @@
 """LAION's aesthetic score: a small head on CLIP's picture embedding. It does not read the prompt."""
 
+from pathlib import Path
+
 import torch
+from huggingface_hub import constants
 from torch import Tensor, nn
 
 from rewards.batches import in_batches
 from rewards.checkpoints import fill, read
 from rewards.clip import OpenCLIP
+from rewards.downloads import HubUnreachable
 
 FILE = "sac+logos+ava1-l14-linearMSE.pth"
 URL = f"https://github.com/christophschuhmann/improved-aesthetic-predictor/raw/main/{FILE.replace('+', '%2B')}"
@@ -33,6 +37,15 @@ class LinearHead(nn.Module):
         return self.layers(features).squeeze(-1)
 
 
+def _published() -> dict[str, Tensor]:
+    try:
+        if constants.HF_HUB_OFFLINE and not Path(torch.hub.get_dir(), "checkpoints", FILE).is_file():
+            raise ConnectionError("nothing may be downloaded")
+        return torch.hub.load_state_dict_from_url(URL, map_location="cpu", file_name=FILE, weights_only=True, progress=False)
+    except OSError as error:
+        raise HubUnreachable(f"{URL}: not in the cache, and it can't be downloaded.") from error
+
+
 class Aesthetic(nn.Module):
     """LAION's aesthetic predictor v2 (arXiv 2210.08402): the rating people would give the picture, whatever the prompt.
 
@@ -47,10 +60,7 @@ class Aesthetic(nn.Module):
         self, weights: str | None = None, pretrained: str = "openai", device: str = "cpu", batch_size: int = 64
     ) -> None:
         super().__init__()
-        if weights is None:
-            state = torch.hub.load_state_dict_from_url(URL, map_location="cpu", file_name=FILE, weights_only=True)
-        else:
-            state = read("aesthetic", weights)
+        state = _published() if weights is None else read("aesthetic", weights)
         self.embed = OpenCLIP("aesthetic", MODEL, pretrained, device)
         self.head = LinearHead(768)
         fill("aesthetic", self.head, state, weights or FILE)

@@ -16,6 +16,7 @@ from PIL import Image
 from torch import Tensor
 
 from rewards.batches import distinct, in_batches
+from rewards.downloads import HubUnreachable, downloads
 
 TINY = "flow-grpo-tiny"
 FOLDER = Path(__file__).parent / "tiny_clip"
@@ -36,11 +37,19 @@ class OpenCLIP(torch.nn.Module):
             tags = open_clip.list_pretrained_tags_by_model(model)
             known = f"give pretrained= one of {', '.join(tags)}" if tags else "open_clip knows no such model"
             raise ValueError(f"{reward}: model {model} without weights: {known}, or a checkpoint file.")
+        here = model.startswith("local-dir:") or Path(str(pretrained)).exists()
         try:
-            self.model, _, self.preprocess = open_clip.create_model_and_transforms(
-                model, pretrained=pretrained, device=device, **_settings(model, pretrained)
-            )
-            self.tokenizer = open_clip.get_tokenizer(model)
+            with downloads(None if here else f"{model} {pretrained or ''}".strip()):
+                if pretrained in open_clip.list_pretrained_tags_by_model(
+                    model
+                ):  # before the model is built, which takes a while
+                    open_clip.download_pretrained(open_clip.get_pretrained_cfg(model, pretrained))
+                self.model, _, self.preprocess = open_clip.create_model_and_transforms(
+                    model, pretrained=pretrained, device=device, **_settings(model, pretrained)
+                )
+                self.tokenizer = open_clip.get_tokenizer(model)
+        except HubUnreachable:
+            raise
         except Exception as error:
             reason = " ".join(str(error).split())[:300]
             raise ValueError(

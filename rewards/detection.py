@@ -10,6 +10,7 @@ from transformers import Mask2FormerForUniversalSegmentation, Mask2FormerImagePr
 
 from rewards.batches import to_pil
 from rewards.clip import OpenCLIP
+from rewards.downloads import downloads
 
 # COCO's 80 classes in their order, as GenEval calls them: computer mouse, tv remote, computer keyboard.
 CLASSES = (  # noqa: SIM905
@@ -36,8 +37,9 @@ class Detector:
     """Mask2Former's instances (arXiv 2112.01527): the 100 likeliest pairs of query and class, scored as mmdet does."""
 
     def __init__(self, model: str, device: str, batch_size: int) -> None:
-        self.processor = Mask2FormerImageProcessor.from_pretrained(model)
-        self.model = Mask2FormerForUniversalSegmentation.from_pretrained(model).to(device).eval()
+        with downloads(model):
+            self.processor = Mask2FormerImageProcessor.from_pretrained(model)
+            self.model = Mask2FormerForUniversalSegmentation.from_pretrained(model).to(device).eval()
         if self.model.config.num_labels != len(CLASSES):
             raise ValueError(f"geneval: {model} has {self.model.config.num_labels} classes, not COCO's {len(CLASSES)}.")
         self.device, self.batch_size = device, batch_size

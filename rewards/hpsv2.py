@@ -1,12 +1,12 @@
 """HPSv2.1: CLIP tuned on people's choices between generated pictures."""
 
 import torchvision.transforms.functional as pixels
-from huggingface_hub import hf_hub_download
 from PIL import Image
 from torch import Tensor, nn
 
 from rewards.batches import in_batches
 from rewards.clip import OpenCLIP
+from rewards.downloads import hub_file
 
 MODEL = "ViT-H-14"
 MEAN, STD = [0.48145466, 0.4578275, 0.40821073], [0.26862954, 0.26130258, 0.27577711]
@@ -21,7 +21,7 @@ class HPSv2(nn.Module):
 
     def __init__(self, weights: str | None = None, device: str = "cpu", batch_size: int = 32) -> None:
         super().__init__()
-        self.embed = OpenCLIP("hpsv2", MODEL, weights or hf_hub_download("xswu/HPSv2", "HPS_v2.1_compressed.pt"), device)
+        self.embed = OpenCLIP("hpsv2", MODEL, weights or hub_file("xswu/HPSv2", "HPS_v2.1_compressed.pt"), device)
         self.embed.preprocess = self._preprocess
         self.batch_size = batch_size
 

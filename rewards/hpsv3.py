@@ -3,7 +3,6 @@
 import re
 
 import torch
-from huggingface_hub import hf_hub_download
 from PIL import Image
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoProcessor, Qwen2VLModel
@@ -11,6 +10,7 @@ from transformers.models.qwen2_vl.image_processing_qwen2_vl import smart_resize
 
 from rewards.batches import in_batches
 from rewards.checkpoints import check, fill, read
+from rewards.downloads import downloads, hub_file
 
 TOKEN = "<|Reward|>"
 EMBEDDING = "language_model.embed_tokens.weight"
@@ -66,10 +66,12 @@ class HPSv3(nn.Module):
         batch_size: int = 8,
     ) -> None:
         super().__init__()
-        file = weights or hf_hub_download("MizzenAI/HPSv3", "HPSv3.safetensors")
+        file = weights or hub_file("MizzenAI/HPSv3", "HPSv3.safetensors")
         body, head = _parts(read("hpsv3", file))
         check("hpsv3", file, missing={EMBEDDING} - body.keys())
-        config = AutoConfig.from_pretrained(processor)
+        with downloads(processor):
+            config = AutoConfig.from_pretrained(processor)
+            self.processor = AutoProcessor.from_pretrained(processor, padding_side="right")
         config.text_config.vocab_size = len(body[EMBEDDING])  # with the reward token
         dtype = torch.float32 if torch.device(device).type == "cpu" else torch.bfloat16
         self.model, found = Qwen2VLModel.from_pretrained(
@@ -81,7 +83,6 @@ class HPSv3(nn.Module):
             nn.Linear(width, 1024), nn.ReLU(), nn.Dropout(0.05), nn.Linear(1024, 16), nn.ReLU(), nn.Linear(16, 2)
         )
         fill("hpsv3", self.head, head, file)
-        self.processor = AutoProcessor.from_pretrained(processor, padding_side="right")
         self.processor.tokenizer.add_tokens([TOKEN], special_tokens=True)
         self.token = self.processor.tokenizer.convert_tokens_to_ids(TOKEN)
         self.to(device).eval().requires_grad_(False)

@@ -4,7 +4,6 @@ import re
 from pathlib import Path
 
 import torch
-from huggingface_hub import hf_hub_download
 from PIL import Image
 from torch import Tensor, nn
 from torchvision.transforms import CenterCrop, Compose, InterpolationMode, Normalize, Resize, ToTensor
@@ -13,6 +12,7 @@ from transformers import AutoTokenizer, BlipTextConfig, BlipTextModel, BlipVisio
 from rewards.aesthetic import LinearHead
 from rewards.batches import in_batches
 from rewards.checkpoints import fill, read
+from rewards.downloads import downloads, hub_file
 
 MEAN, STD = 0.16717362830052426, 1.0333394966054072  # of the raw scores on the authors' test set
 TOKENS = 35  # every prompt is padded or cut to this
@@ -43,14 +43,15 @@ class ImageReward(nn.Module):
         self, weights: str | None = None, tokenizer: str = "bert-base-uncased", device: str = "cpu", batch_size: int = 32
     ) -> None:
         super().__init__()
-        file = weights or hf_hub_download("THUDM/ImageReward", "ImageReward.pt")
+        file = weights or hub_file("THUDM/ImageReward", "ImageReward.pt")
         state = _renamed(read("imagereward", file))
         vision, text = _configs(state, file)
         self.vision = BlipVisionModel(vision)
         self.text = BlipTextModel(text, add_pooling_layer=False)
         self.mlp = LinearHead(text.hidden_size)
         fill("imagereward", self, state, file)
-        self.tokenizer = AutoTokenizer.from_pretrained(tokenizer)
+        with downloads(tokenizer):
+            self.tokenizer = AutoTokenizer.from_pretrained(tokenizer)
         self.preprocess = Compose(
             [
                 Resize(vision.image_size, interpolation=InterpolationMode.BICUBIC),

@@ -6,6 +6,7 @@ from transformers import AutoProcessor, CLIPModel
 
 from rewards.batches import distinct, in_batches
 from rewards.checkpoints import check
+from rewards.downloads import HubUnreachable, downloads
 
 
 class PickScore(nn.Module):
@@ -25,8 +26,11 @@ class PickScore(nn.Module):
     ) -> None:
         super().__init__()
         try:
-            self.processor = AutoProcessor.from_pretrained(processor)
-            self.model, found = CLIPModel.from_pretrained(weights, output_loading_info=True)
+            with downloads(weights, processor):
+                self.processor = AutoProcessor.from_pretrained(processor)
+                self.model, found = CLIPModel.from_pretrained(weights, output_loading_info=True)
+        except HubUnreachable:
+            raise
         except Exception as error:
             reason = " ".join(str(error).split())[:300]
             raise ValueError(

@@ -56,11 +56,20 @@ def test_train_says_what_it_did_and_where_it_is(trained):
         assert part in output.replace("\n", ""), output
 
 
-def test_dry_run_checks_everything_and_trains_nothing(trained):
+def test_dry_run_says_in_a_few_lines_what_it_checked_and_trains_nothing(trained):
     output = run("train", "short.yaml", "output=runs/dry", "optimizer.lr=0.25", "--dry-run", cwd=trained)
-    assert "lr: 0.25" in output
+    assert "2232 prompts, 2 held-out prompts, the model's files" in output
+    assert "brightness, each on 2 images" in output
+    assert re.search(r"a step: 8 images of 32 x 80 in \S+ s without rewards, \S+ GB", output)
     assert "nothing was trained" in output
-    assert not (trained / "runs" / "dry" / "metrics.jsonl").exists()
+    assert len(output.splitlines()) < 6
+    assert not (trained / "runs" / "dry").exists()
+
+
+def test_show_config_prints_every_setting_and_trains_nothing(trained):
+    output = run("train", "short.yaml", "output=runs/dry", "optimizer.lr=0.25", "--show-config", cwd=trained)
+    assert "lr: 0.25" in output
+    assert not (trained / "runs" / "dry").exists()
 
 
 def test_sample_score_and_eval_agree_cell_by_cell(trained):

@@ -15,8 +15,9 @@ from test_whole import WHOLE
 
 from flow_grpo import checkpoint
 from flow_grpo.config import FlowGRPOConfig
-from flow_grpo.plan import Plan, rehearse
+from flow_grpo.plan import Plan
 from flow_grpo.prompts import Dealer, load_prompts
+from flow_grpo.training.early_checks import check_settings
 
 # one start of two processes for all runs, as importing takes longer than running
 RUNS = """
@@ -169,7 +170,7 @@ def test_a_missing_deepspeed_is_said_before_anything_is_loaded(tmp_path, monkeyp
     monkeypatch.setitem(sys.modules, "deepspeed", None)
     args = short_run(tmp_path, "memory.shard=zero2")
     with pytest.raises(ValueError, match=r"memory.shard=zero2 needs DeepSpeed.* pip install 'deepspeed"):
-        rehearse(args, 2)
+        check_settings(args, 2)
 
 
 def test_the_plan_counts_shares(tmp_path):

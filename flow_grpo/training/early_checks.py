@@ -1,0 +1,58 @@
+"""What a run checks before it loads its model, and `--dry-run` too: each check needs no weights, and says in one sentence what is wrong."""
+
+import tempfile
+from pathlib import Path
+
+import torch
+
+from flow_grpo import dashboards
+from flow_grpo.config import FlowGRPOConfig
+from flow_grpo.parallel import Processes
+from flow_grpo.policy import usable
+from flow_grpo.prompts import Dealer, PromptSet
+from flow_grpo.terms import own_function
+from flow_grpo.tracking import read_metrics
+from flow_grpo.zero import STAGES, library
+
+
+def check_settings(args: FlowGRPOConfig, count: int) -> None:
+    """What a run of `count` processes needs installed, its device, its own functions, and sizes that they can share."""
+    dashboards.check_installed(args.trackers)
+    device = usable(args.device)
+    if args.memory.shard in STAGES and count > 1:
+        library(args.memory.shard, torch.device(device))
+    for _, part in args.parts():
+        own_function("objective", part.objective.name)
+        own_function("advantage", part.objective.advantage)
+        pairs = part.objective.name == "dpo"
+        Processes(0, count).check_sizes(part.prompts_per_step, part.images_per_prompt, part.microbatch, part.updates, pairs)
+        if part.objective.name == "ppo" and count > 1:
+            raise ValueError("objective ppo, which exists to be compared, trains its critic on one process: start one.")
+
+
+def check_prompts(args: FlowGRPOConfig, prompts: PromptSet, held_out: PromptSet | None, count: int) -> None:
+    """That a step has enough prompts, and each of `count` processes a held-out one."""
+    if held_out is not None and len(held_out) < count:
+        raise ValueError(f"there are fewer held-out prompts than processes, which are {count}.")
+    for _, part in args.parts():
+        if part.objective.data is None:
+            Dealer(prompts, part.seed).deal(0, part.prompts_per_step, 1)
+
+
+def check_output(folder: Path, resume: bool) -> None:
+    """That the run folder can be written, and that it holds a run if one is to be resumed, and else none."""
+    place = folder.absolute()
+    try:
+        while not place.exists():
+            place = place.parent
+        with tempfile.TemporaryDirectory(dir=place):
+            pass
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise ValueError(
+            f"output={folder}: nothing can be written to {place} ({reason}); set another folder by output=..."
+        ) from error
+    if not resume and read_metrics(folder):
+        raise ValueError(f"{folder} already holds a run: go on with it by --resume, or set another folder by output=...")
+    if resume and not (folder / "checkpoints").is_dir():
+        raise ValueError(f"{folder} has no checkpoint to resume from: start the run without --resume.")

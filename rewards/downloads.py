@@ -1,0 +1,94 @@
+"""Files from the hub: cached, or downloaded; where the hub can't be reached, an error of one sentence at once."""
+
+import functools
+import logging
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import httpx
+from huggingface_hub import constants, hf_hub_download
+
+VARIABLE = "HF_HUB_OFFLINE"
+PATIENCE = 5.0  # seconds: a hub that is there answers at once
+
+
+class HubUnreachable(ValueError):
+    """Something is not in the cache, and can't be downloaded."""
+
+
+@contextmanager
+def downloads(*names: str | Path | None) -> Iterator[None]:
+    """A context for code that loads these files, folders, hub ids or addresses.
+
+    The hub's library would ask a hub that can't be reached six times for each file, with growing pauses and log lines. Here the hub is
+    asked once in a process; if it does not answer, only the cache is looked at.
+
+    Raises:
+        HubUnreachable: a name is neither a file nor in the cache, and the hub can't be reached.
+    """
+    away = [str(name) for name in names if name is not None and not Path(name).exists()]
+    offline, disabled = constants.HF_HUB_OFFLINE, logging.root.manager.disable
+    unreachable = bool(away) and (offline or not _answers(constants.ENDPOINT))
+    constants.HF_HUB_OFFLINE = unreachable or offline
+    logging.disable(logging.CRITICAL)
+    try:
+        yield
+    except Exception as error:
+        if unreachable and any(isinstance(one, OSError) for one in _causes(error)):
+            raise HubUnreachable(
+                f"{' or '.join(away)}: not in the cache, and the hub ({constants.ENDPOINT}) can't be reached."
+            ) from error
+        raise
+    finally:
+        constants.HF_HUB_OFFLINE = offline
+        logging.disable(disabled)
+
+
+def hub_file(repo: str, name: str) -> str:
+    """The path of a file of a hub repository."""
+    with downloads(f"{name} of {repo}"):
+        return hf_hub_download(repo, name)
+
+
+def hub_answers() -> bool:
+    """Whether the hub can be reached, and may be."""
+    return not constants.HF_HUB_OFFLINE and _answers(constants.ENDPOINT)
+
+
+@contextmanager
+def cache_alone() -> Iterator[None]:
+    """A context in which nothing is downloaded from the hub, in processes that it starts neither."""
+    offline, variable = constants.HF_HUB_OFFLINE, os.environ.get(VARIABLE)
+    constants.HF_HUB_OFFLINE, os.environ[VARIABLE] = True, "1"  # which processes of its own inherit
+    try:
+        yield
+    finally:
+        constants.HF_HUB_OFFLINE = offline
+        if variable is None:
+            del os.environ[VARIABLE]
+        else:
+            os.environ[VARIABLE] = variable
+
+
+def lacks_download(error: BaseException) -> bool:
+    """Whether an error comes from something that is not in the cache and was not to be downloaded."""
+    names = ("HubUnreachable", "LocalEntryNotFoundError", "OfflineModeIsEnabled")
+    return any(type(one).__name__ in names or names[0] in str(one) for one in _causes(error))
+
+
+@functools.cache
+def _answers(endpoint: str) -> bool:
+    try:
+        httpx.head(endpoint, timeout=PATIENCE)
+    except httpx.HTTPError:
+        return False
+    return True
+
+
+def _causes(error: BaseException | None) -> Iterator[BaseException]:
+    """The error, what it came from, and so on."""
+    while error is not None:
+        yield error
+        error = error.__cause__ or error.__context__

@@ -1,0 +1,147 @@
+"""A damaged or partial model folder is refused in one sentence: before anything large is read, by `train` and `plan` alike."""
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from flow_grpo import model_files
+from flow_grpo.hollow import hollow
+from flow_grpo.hub import SHIPPED
+from flow_grpo.policy import load_policy
+from flow_grpo.quiet import quiet_libraries
+
+quiet_libraries()
+TRANSFORMER = "transformer/diffusion_pytorch_model.safetensors"
+TEXT = "text_encoder/model.safetensors"
+LAST = 1000  # bytes that a broken download lacks
+Damage = Callable[[Path], object]
+
+
+@pytest.fixture
+def model(tmp_path) -> Path:
+    return Path(shutil.copytree(SHIPPED["tiny"], tmp_path / "model"))
+
+
+def with_values(file: str, **values: object) -> Damage:
+    """The JSON file with other values; None takes one out."""
+
+    def damage(model: Path) -> None:
+        found = {**json.loads((model / file).read_text()), **values}
+        (model / file).write_text(json.dumps({name: value for name, value in found.items() if value is not None}))
+
+    return damage
+
+
+def cut(file: str, last: int = LAST) -> Damage:
+    return lambda model: (model / file).write_bytes((model / file).read_bytes()[:-last])
+
+
+def written(file: str, text: str) -> Damage:
+    return lambda model: (model / file).write_text(text)
+
+
+def gone(file: str) -> Damage:
+    return lambda model: shutil.rmtree(model / file) if (model / file).is_dir() else (model / file).unlink()
+
+
+def without_a_tensor(file: str) -> Damage:
+    def damage(model: Path) -> None:
+        tensors = load_file(model / file)
+        tensors.pop(sorted(tensors)[0])
+        save_file(tensors, model / file, {"format": "pt"})
+
+    return damage
+
+
+def in_shards(file: str, damage: Damage = lambda model: None) -> Damage:
+    """The weights in two files with an index, and then the damage."""
+
+    def split(model: Path) -> None:
+        whole, tensors = model / file, load_file(model / file)
+        names = [f"{whole.stem}-{part:05}-of-00002.safetensors" for part in (1, 2)]
+        shards = {name: names[place % 2] for place, name in enumerate(tensors)}
+        for shard in names:
+            save_file({n: t for n, t in tensors.items() if shards[n] == shard}, whole.parent / shard, {"format": "pt"})
+        whole.unlink()
+        (model / f"{file}.index.json").write_text(json.dumps({"metadata": {}, "weight_map": shards}))
+        damage(model)
+
+    return split
+
+
+INDEX = "model_index.json"
+CONFIGS = [
+    (written(INDEX, ""), "model_index.json is not valid JSON"),
+    (written(INDEX, "[]"), "model_index.json holds no JSON object"),
+    (lambda model: (model / INDEX).write_bytes(b"\xff\xfe\x00"), "model_index.json is not valid JSON"),
+    (with_values(INDEX, _class_name=None), "_class_name None, which is no pipeline"),
+    (with_values(INDEX, _class_name=5), "_class_name 5, which is no pipeline"),
+    (with_values(INDEX, _class_name="AutoencoderKL"), "'AutoencoderKL', which is no pipeline"),
+    (with_values(INDEX, transformer=["diffusers", "Foo"]), "diffusers.Foo as transformer, and there is no such class"),
+    (with_values(INDEX, transformer=["os", "system"]), "os.system as transformer, and there is no such class"),
+    (with_values(INDEX, transformer=[1, 2]), r"names \[1, 2\] as transformer"),
+    (with_values(INDEX, transformer="x"), "names no transformer"),
+    (with_values(INDEX, vae=None), "names no vae"),
+    (with_values(INDEX, tokenizer=[None, None]), "names no tokenizer"),
+    (with_values(INDEX, text_encoder=["transformers", "BertTokenizer"]), "BertTokenizer as text_encoder, and that is no network"),
+    (gone("tokenizer"), "names tokenizer, and its folder is missing or empty"),
+    (gone("scheduler"), "names scheduler, and its folder is missing or empty"),
+    (gone("transformer/config.json"), "there is no transformer/config.json"),
+    (cut("transformer/config.json", 100), "transformer/config.json is not valid JSON"),
+    (written("vae/config.json", "[]"), "vae/config.json holds no JSON object"),
+    (written("scheduler/scheduler_config.json", "[]"), "scheduler_config.json holds no JSON object"),
+    (with_values("transformer/config.json", num_layers="x"), "transformer: TypeError"),
+    (with_values("text_encoder/config.json", hidden_size="x"), "text_encoder: .*hidden_size"),
+]  # fmt: skip
+WEIGHTS = [
+    (gone(TRANSFORMER), "no weights in the folder transformer"),
+    (cut(TRANSFORMER), f"{TRANSFORMER} is damaged"),
+    (written(TRANSFORMER, ""), f"{TRANSFORMER} is damaged"),
+    (without_a_tensor(TRANSFORMER), "transformer: its weights lack context_embedder.bias; copy or download"),
+    (with_values("transformer/config.json", num_layers=1), "transformer: .*expected shape"),
+    (in_shards(TRANSFORMER, gone(TRANSFORMER.replace(".s", "-00002-of-00002.s"))), "-00002-of-00002.safetensors, which"),
+    (in_shards(TRANSFORMER, written(f"{TRANSFORMER}.index.json", "{")), "index.json is not valid JSON"),
+    (in_shards(TRANSFORMER, written(f"{TRANSFORMER}.index.json", "{}")), "has no weight_map"),
+    (gone(TEXT), "no weights in the folder text_encoder"),
+    (cut(TEXT), f"{TEXT} is damaged"),
+    (without_a_tensor(TEXT), "text_encoder: its weights lack text_model.embeddings.position_embedding.weight"),
+    (with_values("text_encoder/config.json", num_hidden_layers=3), "text_encoder: its weights lack .* and 15 others"),
+    (in_shards(TEXT, gone(TEXT.replace(".s", "-00001-of-00002.s"))), "there is no text_encoder/model-00001-of-00002"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("damage", "sentence"), CONFIGS, ids=[sentence for _, sentence in CONFIGS])
+def test_a_damaged_index_or_config_is_one_sentence_of_train_and_plan(model, damage, sentence):
+    damage(model)
+    for look in (lambda: load_policy(str(model), "cpu", "fp32"), lambda: hollow(str(model), torch.float32, cuda=False)):
+        with pytest.raises(ValueError, match=f"the model {model} could not be loaded: .*{sentence}") as error:
+            look()
+        assert len(str(error.value).splitlines()) == 1
+
+
+@pytest.mark.parametrize(("damage", "sentence"), WEIGHTS, ids=[sentence for _, sentence in WEIGHTS])
+def test_damaged_or_partial_weights_are_one_sentence_before_any_are_read(model, monkeypatch, damage, sentence):
+    damage(model)
+    monkeypatch.setattr(model_files.DiffusionPipeline, "from_pretrained", lambda *a, **k: pytest.fail("it was loaded"))
+    with pytest.raises(ValueError, match=f"the model {model} could not be loaded: .*{sentence}") as error:
+        load_policy(str(model), "cpu", "fp32")
+    assert len(str(error.value).splitlines()) == 1
+
+
+def test_whole_folders_pass_in_one_file_or_in_shards(model):
+    for file in (TRANSFORMER, TEXT):
+        in_shards(file)(model)
+    model_files.check_weights(model)
+    gone("text_encoder")(model)
+    with pytest.raises(ValueError, match="text_encoder"):
+        model_files.check_weights(model)
+
+
+def test_parts_that_will_not_be_loaded_need_no_weights(model):
+    gone(TEXT)(model)
+    model_files.check_weights(model, left_out=["text_encoder"])
