@@ -8,6 +8,7 @@ import torch
 import rewards as reward_kit
 from flow_grpo import hub
 from flow_grpo.config import FlowGRPOConfig
+from flow_grpo.data import prompt_overlap
 from flow_grpo.evaluate import placed
 from flow_grpo.hardware import GB, Machine
 from flow_grpo.model_files import check_weights
@@ -68,7 +69,7 @@ def dry_run(args: FlowGRPOConfig, count: int = 1, resume: bool = False) -> list[
 
 def _prompts(args: FlowGRPOConfig, count: int, found: Findings) -> PromptSet | None:
     sets: list[PromptSet | None] = []
-    for source in (args.prompts, args.evaluation.prompts):
+    for source in (args.training_prompts, args.evaluation.prompts):
         try:
             sets.append(None if source is None else load_prompts(source))
         except ValueError as error:
@@ -80,6 +81,8 @@ def _prompts(args: FlowGRPOConfig, count: int, found: Findings) -> PromptSet | N
     if prompts is not None:
         early_checks.check_prompts(args, prompts, held_out, count)
         found.checked.append(f"{len(prompts)} prompts")
+        overlap = prompt_overlap.sentences(prompts.prompts, held_out.prompts if held_out else [], args.prompts)
+        found.notes += [f"warning: {sentence}" for sentence in overlap]
     if held_out is not None:
         found.checked.append(f"{len(held_out)} held-out prompts")
     for _, part in args.parts():

@@ -184,7 +184,8 @@ def _downloaded(address: str) -> Path:
     except (httpx.HTTPError, httpx.InvalidURL, ValueError) as error:
         if copy.is_file() and isinstance(error, httpx.TransportError):
             return copy
-        raise ValueError(_unreachable(address, error)) from error
+        kind = HubUnreachable if isinstance(error, httpx.TransportError) else ValueError
+        raise kind(_unreachable(address, error)) from error
     copy.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.NamedTemporaryFile(dir=copy.parent, delete=False) as partial:
         partial.write(content)

@@ -25,7 +25,7 @@ from rewards import user_code
 BINS, BAR = 10, 32
 AGAIN = 32  # pictures that `look_at` scores once more
 FEW = 4  # pictures that are scored alone and together
-COSTLY = ("human", "judge")  # rewards that a person or a paid service answers: they are not called only to be looked at
+COSTLY = ("human", "judge")  # rewards that a person or a paid service answers, wherever they run; else they have `costly`
 CHANCE = 5  # times its own chance, from which on a difference comes from the other images of a call
 ROUNDING, SHARE = 2**-7, 0.25  # of the largest value (bf16 has 8 bits), and of the spread: smaller differences are rounding
 PLAIN = "as they are"
@@ -113,7 +113,7 @@ def depends_on_group(name: str, reward: rewards.Reward, pictures: Pictures) -> b
     An evaluation draws one picture of each prompt, so such a reward says nothing there. False for one that a person or a paid service
     answers, and for one that can't score these pictures. Chance and the rounding of other batch sizes are left out of account.
     """
-    if name in COSTLY or len(pictures.prompts) < 2:
+    if name in COSTLY or getattr(reward, "costly", False) or len(pictures.prompts) < 2:
         return False
     rows = list(range(min(FEW, len(pictures.prompts))))
     first = pictures.take([0] * len(rows))

@@ -47,6 +47,8 @@ class Judge:
         timeout: seconds that a question may take as a whole, from the connection to the last byte of the answer.
     """
 
+    costly = True  # no call only to see what it returns
+
     def __init__(
         self,
         url: str,

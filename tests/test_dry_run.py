@@ -104,6 +104,14 @@ def test_a_run_folder_that_cant_be_written_or_is_taken_is_refused_and_left_as_it
     assert not (tmp_path / "a").exists()
 
 
+def test_held_out_prompts_that_are_trained_on_are_a_warning(tmp_path):
+    (tmp_path / "words.txt").write_text("one\ntwo\nthree\n")
+    lines = dry_run(
+        short_run(tmp_path / "run", *[f"{key}={tmp_path / 'words.txt'}" for key in ("prompts", "evaluation.prompts")])
+    )
+    assert any(line.startswith("warning: the training prompts include 2 of the 2 held-out prompts") for line in lines)
+
+
 def test_a_damaged_model_folder_is_refused(tmp_path):
     model = shutil.copytree(SHIPPED["tiny"], tmp_path / "model")
     weights = model / "vae" / "diffusion_pytorch_model.safetensors"
@@ -195,10 +203,11 @@ def dead_hub(monkeypatch):
     monkeypatch.setattr(
         "huggingface_hub.constants.HUGGINGFACE_CO_URL_TEMPLATE", hub.url + "/{repo_id}/{revision}/{filename}"
     )
-    downloads._answers.cache_clear()
+    remembered = downloads._answers  # which a test may replace
+    remembered.cache_clear()
     yield hub
     hub.close()
-    downloads._answers.cache_clear()
+    remembered.cache_clear()
 
 
 def test_a_dead_hub_is_asked_once_and_named_in_one_line(dead_hub, tmp_path, capfd):

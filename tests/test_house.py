@@ -51,7 +51,7 @@ def test_imports(file):
     assert "open_clip" not in found, "open_clip stays in rewards"
     if room not in ("cli", "__init__", "__main__"):
         assert not imports(file) & {"flow_grpo.cli"}
-    drivers = ("train", "evaluate", "measures", "compare", "doctor", "checkup", "plan")
+    drivers = ("train", "evaluate", "measures", "compare", "doctor", "checkup", "plan", "dry_run")
     if room not in ("cli", "eval_cli", "__init__", *drivers):
         assert not imports(file) & {"flow_grpo.train", "flow_grpo.evaluate"}
 

@@ -100,7 +100,9 @@ def test_a_preset_is_planned_on_the_configs_of_its_model_alone_and_tried_on_this
     monkeypatch.setattr(block_speed, "SECONDS", 0.0)
     result = CliRunner().invoke(cli.app, ["train", *words, "--dry-run"])
     assert result.exit_code == 0, result.output
-    assert f"a step: 192 images of {tiny.size[0]} x {tiny.size[1]}" in " ".join(result.output.split())
+    args = FlowGRPOConfig.read(preset)
+    images = args.prompts_per_step * args.images_per_prompt
+    assert f"a step: {images} images of {tiny.size[0]} x {tiny.size[1]}" in " ".join(result.output.split())
     assert "The settings go together; nothing was trained." in result.output
     for kind in WEIGHTS:
         for file in tmp_path.rglob(kind):
