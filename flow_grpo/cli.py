@@ -17,7 +17,7 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 
-from flow_grpo import around_cli, eval_cli, reward_cli
+from flow_grpo import __version__, around_cli, eval_cli, reward_cli
 from flow_grpo.config import FlowGRPOConfig
 from flow_grpo.distributed.parent import end_with_launcher
 from flow_grpo.files import write_whole
@@ -37,18 +37,6 @@ app = typer.Typer(
 )
 console = Console()
 errors = Console(stderr=True)
-for verb in (
-    eval_cli.score,
-    around_cli.init,
-    around_cli.schema,
-    around_cli.plan,
-    around_cli.report,
-    around_cli.export,
-    reward_cli.serve,
-):
-    app.command()(verb)
-app.command("eval")(eval_cli.evaluate)
-app.add_typer(reward_cli.app, name="rewards")
 
 Overrides = Annotated[
     list[str] | None,
@@ -66,11 +54,20 @@ Lora = Annotated[
 TRACEBACK = "FLOW_GRPO_TRACEBACK"  # environment variable, which other processes of a run inherit
 
 
+def _show_version(wanted: bool) -> None:
+    if wanted:
+        print(f"flow-grpo {__version__}")
+        raise typer.Exit
+
+
 @app.callback()
 def everywhere(
     show_traceback: Annotated[
         bool,
         typer.Option("--traceback", help=f"Show whole tracebacks of errors, as {TRACEBACK}=1 in the environment does."),
+    ] = False,
+    version: Annotated[
+        bool, typer.Option("--version", help="Print the version and exit.", callback=_show_version, is_eager=True)
     ] = False,
 ) -> None:
     """Options of all commands; `run` has read them by now, wherever they stood."""
@@ -355,6 +352,20 @@ def _policy(args: FlowGRPOConfig, model: str, lora: str | None, guidance: float 
     if lora is not None:
         load_trained(policy, lora)
     return policy
+
+
+app.command("eval")(eval_cli.evaluate)
+for verb in (
+    eval_cli.score,
+    around_cli.report,
+    around_cli.export,
+    around_cli.plan,
+    around_cli.init,
+    around_cli.schema,
+    reward_cli.serve,
+):
+    app.command()(verb)
+app.add_typer(reward_cli.app, name="rewards")
 
 
 def run() -> None:

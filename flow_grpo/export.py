@@ -39,7 +39,7 @@ def export(
     """
     run = Story(folder)
     source, step = chosen(run, best, checkpoint)
-    former = _former(out)
+    former, replaced = _former(out)
     args = FlowGRPOConfig.read(folder / hub.CONFIG)
     merge = merge or args.lora is None  # all weights were trained
     out.parent.mkdir(parents=True, exist_ok=True)
@@ -56,7 +56,7 @@ def export(
         (made / hub.EXPORT).write_text(json.dumps(content, indent=1))
         _replace(former, made, out)
     what = "the whole model" if merge else "LoRA"
-    return [*notes, f"{what} of step {step}: {out}", f"model card: {out / card.CARD}"]
+    return [*notes, *replaced, f"{what} of step {step}: {out}", f"model card: {out / card.CARD}"]
 
 
 def chosen(run: Story, best: bool, checkpoint: int | None) -> tuple[Path, int]:
@@ -133,20 +133,21 @@ def _forget_places(folder: Path) -> None:
             file.write_text(json.dumps(content, indent=2), encoding="utf-8")
 
 
-def _former(out: Path) -> list[Path]:
-    """The files of an earlier export there. ValueError if the folder holds anything that is no export."""
+def _former(out: Path) -> tuple[list[Path], list[str]]:
+    """The files of an earlier export there, and a sentence on it. ValueError if the folder holds anything that is no export."""
     if not out.exists():
-        return []
+        return [], []
     if not out.is_dir():
         raise ValueError(f"{out} is a file: give a folder by --out.")
     if not any(out.iterdir()):
-        return []
+        return [], []
     try:
-        names = json.loads((out / hub.EXPORT).read_text())["files"]
-        files = [out / name for name in names]
+        content = json.loads((out / hub.EXPORT).read_text())
+        files, earlier = [out / name for name in content["files"]], f"step {content['step']} of the run {content['run']}"
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ValueError(f"{out} holds files that no export wrote: give an empty or new folder by --out.") from error
-    return [file for file in files if file.resolve().is_relative_to(out.resolve())]
+    inside = [file for file in files if file.resolve().is_relative_to(out.resolve())]
+    return inside, [f"replaced: the earlier export of {earlier} in {out}"]
 
 
 def check_push(repo: str) -> None:

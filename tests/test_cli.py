@@ -13,7 +13,7 @@ import pytest
 from conftest import short_run
 from forked import begin, run
 
-from flow_grpo import cli, grid
+from flow_grpo import __version__, cli, grid
 from flow_grpo.compare import Budget, compare
 from flow_grpo.grid import read_grid
 
@@ -64,6 +64,10 @@ def test_dry_run_says_in_a_few_lines_what_it_checked_and_trains_nothing(trained)
     assert "nothing was trained" in output
     assert len(output.splitlines()) < 6
     assert not (trained / "runs" / "dry").exists()
+
+
+def test_the_version_is_the_packages(tmp_path):
+    assert run("--version", cwd=tmp_path) == f"flow-grpo {__version__}\n"
 
 
 def test_show_config_prints_every_setting_and_trains_nothing(trained):

@@ -213,9 +213,9 @@ def test_merging_rounds_once_to_the_dtype_of_the_base(tmp_path):
 
 def test_an_export_replaces_its_own_files_alone(run, tmp_path):
     out = tmp_path / "out"
-    export(run, out, merge=True)
+    assert not any("replaced" in line for line in export(run, out, merge=True))
     (out / "notes.txt").write_text("mine")
-    export(run, out)
+    assert f"replaced: the earlier export of step 2 of the run {run.name} in {out}" in export(run, out)
     assert (out / "notes.txt").read_text() == "mine"
     assert (out / hub.WEIGHTS).is_file()
     assert {file.name for file in out.iterdir() if file.is_dir()} == {"pictures"}, "nothing of the former export is left"
@@ -225,7 +225,7 @@ def test_an_export_replaces_its_own_files_alone(run, tmp_path):
     (theirs / "README.md").write_text("theirs")
     with pytest.raises(ValueError, match="holds files that no export wrote: give an empty or new folder"):
         export(run, theirs)
-    (theirs / hub.EXPORT).write_text(json.dumps({"files": ["../out/notes.txt"]}))
+    (theirs / hub.EXPORT).write_text(json.dumps({"files": ["../out/notes.txt"], "step": 1, "run": "a"}))
     export(run, theirs)
     assert (out / "notes.txt").is_file(), "a list of files reaches no other folder"
 
