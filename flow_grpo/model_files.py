@@ -51,10 +51,15 @@ def read_index(folder: str | Path) -> Index:
             raise ValueError(f"{INDEX} has _class_name {name!r}, which is no pipeline of diffusers {diffusers.__version__}")
         arguments = {name: p for name, p in signature(kind).parameters.items() if p.kind is not Parameter.VAR_KEYWORD}
         entries = {name: found[name] for name in arguments if name in found}
-        parts = {name: _class(name, entry) for name, entry in entries.items() if isinstance(entry, list)}
-        for name, argument in arguments.items():
-            needed = argument.default is Parameter.empty and name not in getattr(kind, "_optional_components", ())
-            if needed and parts.get(name) is None:
+        optional = getattr(kind, "_optional_components", ())
+        settings = {name for name, argument in arguments.items() if argument.default is not Parameter.empty} - {*optional}
+        parts = {
+            name: _class(name, entry)
+            for name, entry in entries.items()
+            if isinstance(entry, list) and (name not in settings or _names_class(entry))
+        }
+        for name in arguments:
+            if name not in settings and name not in optional and parts.get(name) is None:
                 raise ValueError(f"{INDEX} names no {name} with its library and class, and {kind.__name__} needs one")
         for name, part in parts.items():
             if part is not None:
@@ -79,7 +84,7 @@ def check_weights(folder: str | Path, left_out: Collection[str] = ()) -> None:
         with telling(folder):
             _check_files(folder / name)
         with telling(folder, name):
-            _, report = part.from_pretrained(folder, subfolder=name, device_map="meta", output_loading_info=True)
+            _, report = part.from_pretrained(folder / name, device_map="meta", output_loading_info=True)
             if missing := sorted(report["missing_keys"]):
                 more = f" and {len(missing) - 1} others" if len(missing) > 1 else ""
                 raise ValueError(f"its weights lack {missing[0]}{more}; copy or download them again")
@@ -128,10 +133,14 @@ def _object(file: Path) -> dict[str, Any]:
     return found
 
 
+def _names_class(entry: list[Any]) -> bool:
+    return len(entry) == 2 and all(isinstance(word, str) for word in entry)
+
+
 def _class(name: str, entry: list[Any]) -> Any:
     if entry == [None, None]:
         return None
-    if len(entry) != 2 or not all(isinstance(word, str) for word in entry):
+    if not _names_class(entry):
         raise ValueError(f"{INDEX} names {entry} as {name}, which should be a library and a class")
     library, kind = entry
     home = getattr(diffusers.pipelines, library, sys.modules.get(library))  # as diffusers looks for it

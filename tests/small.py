@@ -111,7 +111,7 @@ class Two(Processes):
     def everyone(self, value: Any) -> list:
         return [value, self.other(value)][:: -1 if self.rank else 1]
 
-    def agree(self, call: Any) -> list:
+    def agree(self, call: Any, errors: Any = ()) -> list:
         return self.everyone(call())
 
     def add_gradients(self, parameters: list, spread: bool = False) -> None:

@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 
 from flow_grpo import checkpoint, evaluate, report, sampling, tracking
 from flow_grpo.advantages import group_advantages
-from flow_grpo.evaluate import draw
+from flow_grpo.evaluate import draw, image_seed
 from flow_grpo.experience import Interrupted
 from flow_grpo.explore import best_window, owned_variance
 from flow_grpo.grid import Cell, read_grid, save_image
@@ -422,7 +422,7 @@ def test_held_out_prompts_are_drawn_before_and_after_and_every_so_many_steps(tmp
     assert found["reward"] == pytest.approx(found["bright"])
     content = json.loads((tmp_path / "run" / "pictures" / "step_000000" / "evaluation.json").read_text())
     assert content["prompts"] == ["a moon", "a fish"]
-    assert content["seed"] == 1234
+    assert content["seeds"] == [image_seed(1234, place) for place in range(2)]
     assert content["trained"] == ["bright"]
     assert (tmp_path / "run" / "before_after.png").exists()
 
@@ -437,7 +437,7 @@ def test_it_is_the_moving_average_that_is_evaluated_and_saved(tmp_path):
     with torch.no_grad():
         for name, parameter in other.parameters().items():
             parameter.copy_(trainer.policy.ema[name])
-    expected = draw(other, HELD_OUT.prompts, [7, 8, 9], 3).mean((1, 2, 3))
+    expected = draw(other, HELD_OUT.prompts, [image_seed(7, place) for place in range(3)], 3).mean((1, 2, 3))
     assert found["reward"] == pytest.approx(float(expected.mean()), abs=1e-6)
     values = trainer.evaluate()
     torch.testing.assert_close(values.values["bright"], expected, rtol=0, atol=1e-6)
@@ -455,9 +455,9 @@ def test_sixteen_prompts_are_shown_before_and_after_and_drawn_twice(tmp_path):
     trainer.train()
     for name in ("before", "after"):
         _, cells = read_grid(tmp_path / "run" / f"{name}.png")
-        assert cells == [Cell(f"a {n}", 40 + n, f"tiny, {name} training") for n in range(16)]
+        assert cells == [Cell(f"a {n}", image_seed(40, n), f"tiny, {name} training") for n in range(16)]
     _, cells = read_grid(tmp_path / "run" / "before_after.png")
-    assert [cell.seed for cell in cells] == [40 + n for n in range(16) for _ in range(2)]
+    assert [cell.seed for cell in cells] == [image_seed(40, n) for n in range(16) for _ in range(2)]
     found = trainer.evaluate()
     assert len(found.diversity) == 16
     assert set(found.pictures) >= set(range(16))
