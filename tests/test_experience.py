@@ -3,7 +3,6 @@
 import copy
 import math
 import threading
-from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
 import pytest
@@ -17,6 +16,7 @@ from flow_grpo.prompts import Dealer
 from flow_grpo.sections import CriticConfig
 from flow_grpo.types import Scores
 from rewards import WeightedSum
+from rewards.interrupt import DaemonThread
 
 WINDOW = [0, 2]
 SCRIPT = {  # what the images of each prompt get, in their order
@@ -131,16 +131,23 @@ def test_the_forward_passes_of_a_rollout_are_micro_batches_without_gradients():
     assert not found.final.requires_grad
 
 
+def end(threads):
+    """Waits for threads that have nothing more to do."""
+    for thread in threads:
+        thread.join(60)
+        assert not thread.is_alive()
+
+
 @pytest.mark.parametrize("after", [0, 5])
 def test_a_rollout_is_left_before_its_next_forward_pass(after):
     policy, calls = small.policy(), []
     velocity = policy.velocity
     policy.velocity = lambda x, *rest: calls.append(1) or velocity(x, *rest)
-    rolls, threads = source(policy, stopping=lambda: len(calls) >= after), threading.active_count()
+    rolls, threads = source(policy, stopping=lambda: len(calls) >= after), set(threading.enumerate())
     with pytest.raises(Interrupted):
         rolls.collect(0)
     assert len(calls) == after
-    assert threading.active_count() == threads
+    end(set(threading.enumerate()) - threads)
 
 
 # -- what the images are worth ----------------------------------------------------------------------------------------------
@@ -498,17 +505,12 @@ def test_a_reward_that_fails_leaves_no_thread_behind():
 
 def test_rewards_are_called_one_after_another_and_not_at_all_after_a_failure(monkeypatch):
     """The first part is being scored and the second waits when the third can't be decoded."""
-    failed, workers, calls = threading.Event(), [], []
+    failed, calls, close = threading.Event(), [], DaemonThread.close
 
-    class Pool(ThreadPoolExecutor):
-        def __init__(self, count):
-            workers.append(count)
-            super().__init__(count)
-
-        def shutdown(self, wait=True, *, cancel_futures=False):
-            super().shutdown(wait=False, cancel_futures=cancel_futures)
-            failed.set()
-            super().shutdown()
+    def closed(self):
+        idle = close(self)
+        failed.set()
+        return idle
 
     def slow(images, prompts):
         calls.append(len(images))
@@ -521,15 +523,16 @@ def test_rewards_are_called_one_after_another_and_not_at_all_after_a_failure(mon
             raise torch.OutOfMemoryError("no memory")
         return decode(latents, *rest)
 
-    monkeypatch.setattr(experience, "ThreadPoolExecutor", Pool)
+    monkeypatch.setattr(DaemonThread, "close", closed)
+    threads = set(threading.enumerate())
     rolls, decoded = source(drop=(), microbatch=3), []
     rolls.beside, decode = True, rolls.policy.decode
     rolls.policy.decode, rolls.rewards.rewards["main"] = broken, slow
     with pytest.raises(torch.OutOfMemoryError):
         rolls.collect(0)
+    end(set(threading.enumerate()) - threads)
     assert decoded == [3, 3, 3]
     assert calls == [3]
-    assert workers == [1]
 
 
 def test_the_seconds_of_a_step_are_those_of_its_parts(monkeypatch):

@@ -268,6 +268,7 @@ def test_states_are_copies_that_can_be_put_back(policy):
 
 
 def test_an_average_that_is_loaded_moves_on_by_itself(policy):
+    policy.start_ema()
     policy.load_ema_state(policy.adapter_state())
     trained = policy.adapter_state()
     for value in policy.ema.values():
