@@ -40,9 +40,8 @@ class OpenCLIP(torch.nn.Module):
         here = model.startswith("local-dir:") or Path(str(pretrained)).exists()
         try:
             with downloads(None if here else f"{model} {pretrained or ''}".strip()):
-                if pretrained in open_clip.list_pretrained_tags_by_model(
-                    model
-                ):  # before the model is built, which takes a while
+                if pretrained in open_clip.list_pretrained_tags_by_model(model):
+                    # first, since the model takes a while to build
                     open_clip.download_pretrained(open_clip.get_pretrained_cfg(model, pretrained))
                 self.model, _, self.preprocess = open_clip.create_model_and_transforms(
                     model, pretrained=pretrained, device=device, **_settings(model, pretrained)

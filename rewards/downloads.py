@@ -11,6 +11,7 @@ import httpx
 from huggingface_hub import constants, hf_hub_download
 
 VARIABLE = "HF_HUB_OFFLINE"
+PATHS = ("/", "./", "../", "~")  # how a name begins that is no hub id
 PATIENCE = 5.0  # seconds: a hub that is there answers at once
 
 
@@ -26,9 +27,12 @@ def downloads(*names: str | Path | None) -> Iterator[None]:
     asked once in a process; if it does not answer, only the cache is looked at.
 
     Raises:
+        FileNotFoundError: a name can only be a path, and nothing is there.
         HubUnreachable: a name is neither a file nor in the cache, and the hub can't be reached.
     """
     away = [str(name) for name in names if name is not None and not Path(name).exists()]
+    if gone := next((name for name in away if name.startswith(PATHS)), None):
+        raise FileNotFoundError(f"there is no {gone}")
     offline, disabled = constants.HF_HUB_OFFLINE, logging.root.manager.disable
     unreachable = bool(away) and (offline or not _answers(constants.ENDPOINT))
     constants.HF_HUB_OFFLINE = unreachable or offline

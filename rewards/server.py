@@ -83,6 +83,7 @@ def serve(
         config = uvicorn.Config(
             application(rewards, token or None, limits),
             log_level="warning",
+            loop="asyncio",  # others take the descriptor by which python tells of signals
             http=bounded(),
             ws="none",
             timeout_graceful_shutdown=ENDING,

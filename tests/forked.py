@@ -48,10 +48,10 @@ class Command:
 
 def begin(*words: str, cwd: Path) -> Command:
     """Starts flow-grpo with these words."""
-    before_imports()  # what it sets in the environment, the process that is forked inherits
+    before_imports()
     with tempfile.NamedTemporaryFile(delete=False) as file:
         written = Path(file.name)
-    process = FORKS.Process(target=_run, args=(words, str(cwd), str(written)))
+    process = FORKS.Process(target=_run, args=(words, str(cwd), str(written), dict(os.environ)))
     process.start()
     return Command(process, written)
 
@@ -61,7 +61,9 @@ def run(*words: str, cwd: Path, code: int = 0) -> str:
     return begin(*words, cwd=cwd).finish(code)
 
 
-def _run(words: tuple[str, ...], cwd: str, written: str) -> None:
+def _run(words: tuple[str, ...], cwd: str, written: str, environment: dict[str, str]) -> None:
+    os.environ.clear()  # of the time when the first command was begun
+    os.environ.update(environment)
     stream = os.open(written, os.O_WRONLY | os.O_APPEND)
     for standard in (sys.stdout, sys.stderr):
         standard.flush()

@@ -34,7 +34,7 @@ def folder(tmp_path) -> Path:
 
 def test_score_and_rewards_test_give_each_image_the_metadata_of_its_row(folder):
     run("score", "grid.png", "--prompts", "meta.csv", "--reward", f"{OWN}:uses_metadata", "--out", "x.json", cwd=folder)
-    assert [row[f"{OWN}:uses_metadata"] for row in json.loads((folder / "x.json").read_text())] == [1, 2, 3, 4]
+    assert [row["uses_metadata"] for row in json.loads((folder / "x.json").read_text())] == [1, 2, 3, 4]
     output = run("rewards", "test", f"{OWN}:uses_metadata", "--images", "grid.png", "--prompts", "meta.csv", cwd=folder)
     line = next(line for line in output.splitlines() if line.strip().startswith("as they are"))
     assert line.split()[3:7] == ["2.5000", "1.1180", "1.0000", "4.0000"]
@@ -46,11 +46,11 @@ def test_one_prompt_scores_all_images_of_a_sheet_and_what_was_found_is_said(fold
     assert "sheet.png: 2 rows x 3 columns of images with 40 x 24 pixels, margins of 2 left" in output
     rows = list(csv.DictReader((folder / "x.csv").open(encoding="utf-8", newline="")))
     assert [row["picture"] for row in rows] == [f"sheet.png[{i}]" for i in range(5)]
-    assert [float(row[f"{OWN}:brightness"]) * 255 for row in rows] == pytest.approx(LEVELS, abs=1.5)
+    assert [float(row["brightness"]) * 255 for row in rows] == pytest.approx(LEVELS, abs=1.5)
     output = run("eval", *words, "--out", "numbers", cwd=folder)
     assert "sheet.png: 2 rows x 3 columns" in output
     (found,) = json.loads((folder / "numbers" / "eval.json").read_text())["targets"].values()
-    assert found["measures"][f"{OWN}:brightness"]["mean"] * 255 == pytest.approx(120, abs=1)
+    assert found["measures"]["brightness"]["mean"] * 255 == pytest.approx(120, abs=1)
     words = ["--images", "sheet.png", "--prompt", "a face", "--rows", "2", "--columns", "3", "--padding", "2"]
     output = run("rewards", "test", f"{OWN}:brightness", *words, cwd=folder)
     assert "on 5 pictures of sheet.png" in " ".join(output.split())

@@ -268,9 +268,10 @@ INT, TERM, ANSWER = bytes([signal.SIGINT]), bytes([signal.SIGTERM]), interrupt.A
         ((INT,), False),
         ((INT + INT,), False),  # one key, heard twice
         ((INT, INT), True),
-        ((TERM,), True),
-        ((TERM + ANSWER,), False),
-        ((INT, TERM + ANSWER), False),
+        ((TERM,), False),  # a launcher's business
+        ((ANSWER, TERM), True),
+        ((ANSWER, TERM + ANSWER), False),
+        ((ANSWER, INT, TERM + ANSWER), False),
         ((bytes([signal.SIGCHLD]),), False),
     ],
 )

@@ -247,7 +247,7 @@ def test_an_error_of_one_is_said_once_and_ends_all(tmp_path):
     file = tmp_path / "broken.py"
     file.write_text(BROKEN)
     output = finished(start(config(tmp_path, f"rewards={{'{file}:broken': 1}}"), 2), code=2)
-    assert output.count("no paper") == 1
+    assert output.count("no paper (broken.py:") == 1
     assert "Traceback" not in output
 
 

@@ -297,7 +297,8 @@ def test_siglip_is_squashed_to_its_own_pixels_and_gives_its_probability(images, 
 def test_clip_takes_the_activation_that_a_tag_was_trained_with(images, tmp_path, monkeypatch):
     """open_clip itself only warns that its ViT-L-14 is GELU and OpenAI's weights are QuickGELU."""
     file = published.open_clip_file("ViT-L-14", tmp_path / "openai.pt")
-    monkeypatch.setattr(open_clip.factory, "download_pretrained", lambda tag, cache_dir=None: str(file))
+    for module in (open_clip, open_clip.factory):
+        monkeypatch.setattr(module, "download_pretrained", lambda tag, cache_dir=None: str(file))
     tag = rewards.load("clip", model="ViT-L-14", pretrained="openai")(images, PROMPTS)
     named = rewards.load("clip", model="ViT-L-14-quickgelu", pretrained=str(file))(images, PROMPTS)
     assert torch.equal(tag, named)

@@ -12,7 +12,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from os import _exit  # the real one, also while a reward runs, whose own os._exit is refused
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -100,6 +100,7 @@ def signals(stop: Callable[[], None]) -> Iterator[None]:
             signal.SIGINT: signal.signal(signal.SIGINT, interrupt) if own else second_ends(stop),
             signal.SIGTERM: signal.signal(signal.SIGTERM, terminate),
         }
+        answer()
     except ValueError:  # not the main thread: whoever runs us there handles signals
         former = {}
     try:
@@ -145,7 +146,7 @@ def leave(code: int) -> None:
 
 
 def guard() -> None:
-    """Start a small process that kills this one where python's own handlers get no turn: at the second Ctrl-C, or after SIGTERM.
+    """Start a small process that kills this one where python's own handlers get no turn: at the second Ctrl-C, or after SIGTERM in a run.
 
     A call that never gives the interpreter back, such as a regular expression that backtracks for years, keeps all handlers from
     running. What python does at once is to write the signal's number to a pipe; the other process reads it.
@@ -166,24 +167,26 @@ def guard() -> None:
         null = os.open(os.devnull, os.O_RDWR)
         for stream in range(3):
             os.dup2(null, stream)
-        launched = {signal.SIGTERM: math.inf} if "RANK" in os.environ else {}  # the launcher kills its processes itself
-        if _unanswered(reading, {**PATIENCE, **launched}) and os.getppid() == process:
+        if _unanswered(reading, PATIENCE) and os.getppid() == process:
             os.kill(process, signal.SIGKILL)
     finally:
         _exit(0)
 
 
 def answer() -> None:
-    """Tell the guard that this process can handle its signals."""
+    """Tell the guard that this process answers SIGTERM, as it has now and will again. Those of a launcher are killed by it."""
+    if "RANK" in os.environ:
+        return
     writing = signal.set_wakeup_fd(-1)
     if writing >= 0:
         signal.set_wakeup_fd(writing, warn_on_full_buffer=False)
-        os.write(writing, ANSWER)
+        with suppress(OSError):  # the guard itself is gone
+            os.write(writing, ANSWER)
 
 
 def _unanswered(reading: int, patience: dict[signal.Signals, float]) -> bool:
     """Wait until the guarded process has not answered in time, or is gone, which is False."""
-    former, deadline = math.inf, math.inf
+    former, deadline, answers = math.inf, math.inf, False
     while True:
         left = None if deadline == math.inf else max(0.0, deadline - time.monotonic())
         if not select.select([reading], [], [], left)[0]:
@@ -193,8 +196,8 @@ def _unanswered(reading: int, patience: dict[signal.Signals, float]) -> bool:
             return False
         for number in numbers:
             if number == ANSWER[0]:
-                deadline = math.inf
-            elif number == signal.SIGTERM:
+                deadline, answers = math.inf, True
+            elif number == signal.SIGTERM and answers:
                 deadline = min(deadline, now + patience[signal.SIGTERM])
             elif number == signal.SIGINT and now - former > ONE:
                 deadline = min(deadline, now + patience[signal.SIGINT])
