@@ -499,11 +499,12 @@ class FlowGRPOTrainer:
         assert self.eval_set
         batch = self.eval_set.take(list(found.pictures)[:FEW], 1)
         pictures = Pictures(torch.stack(list(found.pictures.values())[:FEW]), batch.prompts, batch.columns())
-        return [
-            f"reward {name}: {BY_GROUP}"
-            for name, reward in self.held_out.rewards.items()
-            if call(partial(depends_on_group, name, reward, pictures), self._asked_to_stop)
-        ]
+        with phase(f"scoring {counted(len(batch.prompts), 'held-out image')} together and alone"):
+            return [
+                f"reward {name}: {BY_GROUP}"
+                for name, reward in self.held_out.rewards.items()
+                if call(partial(depends_on_group, name, reward, pictures), self._asked_to_stop)
+            ]
 
     def evaluate(self) -> Evaluation:
         """The held-out prompts, drawn by the averaged adapter and measured."""

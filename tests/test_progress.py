@@ -73,6 +73,6 @@ def test_a_run_says_its_first_evaluation_and_a_slow_reward(tmp_path, monkeypatch
     trainer.rewards.rewards[name] = trainer.held_out.rewards[name] = slow
     trainer.train()
     output = capsys.readouterr().out
-    assert seen == [2, 8, 2]
+    assert seen == [2, 2, 2, 1, 1, 8, 2], "the first evaluation's, together again, alone, a step's, the last evaluation's"
     assert "scoring 2 held-out images" in output
     assert "scoring 8 images" in output

@@ -61,7 +61,7 @@ def test_plain_diffusers_spells_with_captions_of_256_tokens_and_on_squares(shape
     """Before it was trained for these shapes, the model spelled 0.34 of such signs and 0.13 of such squares."""
     pipe = StableDiffusion3Pipeline.from_pretrained(FOLDER)
     pipe.set_progress_bar_config(disable=True)
-    prompts = load_prompts("prompts/signs_eval.txt").prompts[:48]
+    prompts = load_prompts("prompts/signs_eval.txt").prompts[:24]
     call = {"num_inference_steps": 10, "guidance_scale": 1.0, "output_type": "pt", **shape}
     images = pipe(prompts, generator=torch.Generator().manual_seed(0), **call).images
     assert rewards.load("ocr_exact")(images, prompts).mean() >= least
@@ -71,9 +71,9 @@ def test_it_leaves_work_to_reinforcement_learning():
     prompts = load_prompts("prompts/signs_eval.txt")
     exact = rewards.WeightedSum({"exact": rewards.load("ocr_exact")}, {"exact": 1.0})
     score = {}
-    for guidance in (1.0, 3.0):
+    for guidance, count in ((1.0, 160), (3.0, 64)):
         policy = tiny_policy("auto", guidance_scale=guidance)
-        score[guidance] = evaluate(policy, prompts, exact, steps=10, seed=1234).means()["exact"]
+        score[guidance] = evaluate(policy, prompts.head(count), exact, steps=10, seed=1234).means()["exact"]
     assert 0.55 <= score[1.0] <= 0.72
     assert score[3.0] >= 0.85, "the right word is one of its modes: guidance finds it"
 
