@@ -20,8 +20,6 @@ from flow_grpo.plan import Plan, fitting, slower_dtype
 PRESETS = sorted(file.stem for file in shipped("").glob("*.yaml"))
 FAMILIES = {
     "sd35_medium_ocr_24gb": "sd3",
-    "sd35_medium_ocr_awm": "sd3",
-    "sd35_medium_ocr_nft": "sd3",
     "flux_dev_ocr": "flux",
     "flux2_klein_ocr": "flux2_klein",
     "qwen_image_ocr": "qwen_image",
