@@ -51,6 +51,7 @@ Lora = Annotated[
         show_default=False,
     ),
 ]
+PROCESSES_PER_CORE = 4  # more would only wait for each other
 TRACEBACK = "FLOW_GRPO_TRACEBACK"  # environment variable, which other processes of a run inherit
 
 
@@ -107,6 +108,8 @@ def train(
         console.print(args.dump(), highlight=False, markup=False)
         if not dry_run:
             return
+    if num_processes > (most := PROCESSES_PER_CORE * (os.cpu_count() or 1)):
+        raise ValueError(f"--num-processes={num_processes} is too many for the cores of this machine: give at most {most}.")
     if num_processes > 1 and "RANK" not in os.environ and not dry_run:
         raise typer.Exit(_launch(num_processes, config, overrides or [], resume, Path(args.output)))
     end_with_launcher()

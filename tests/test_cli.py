@@ -70,6 +70,10 @@ def test_the_version_is_the_packages(tmp_path):
     assert run("--version", cwd=tmp_path) == f"flow-grpo {__version__}\n"
 
 
+def test_more_processes_than_a_machine_can_run_are_refused(tmp_path):
+    assert "--num-processes=99999 is too many" in run("train", "--num-processes", "99999", cwd=tmp_path, code=2)
+
+
 def test_show_config_prints_every_setting_and_trains_nothing(trained):
     output = run("train", "short.yaml", "output=runs/dry", "optimizer.lr=0.25", "--show-config", cwd=trained)
     assert "lr: 0.25" in output

@@ -1,0 +1,326 @@
+"""Gives every verb hostile arguments and damaged files: `python tests/campaigns/hostile_inputs.py --cases 300`.
+
+A case is one command in a folder of its own, with a small run, a grid, prompts, a config, votes and a copy of the embedded model. Either
+one of the verb's options or arguments gets a hostile value, or one file is damaged: cut, emptied, with other bytes or, in JSON and YAML,
+with another value somewhere. The command must end by itself, with exit status 0, 1 or 2, without a traceback, and say something if it
+failed.
+
+Prints the cases that broke this, each with the number that repeats it (`--only N`), and the counts by verb; exits with 1 if there were any.
+"""
+
+import argparse
+import collections
+import concurrent.futures
+import json
+import random
+import re
+import resource
+import shutil
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+import typer
+import yaml
+
+sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parent.parent)]
+
+from conftest import short_run
+from forked import begin
+
+from flow_grpo import cli
+from flow_grpo.config import FlowGRPOConfig
+from flow_grpo.grid import Cell, save_grid
+from flow_grpo.hub import SHIPPED
+
+MEMORY = 12 << 30  # bytes that a command may take; a value of the user's must not bring a machine down
+SECONDS = 300.0  # a command takes less than ten
+WORDS = [
+    *[
+        "",
+        " ",
+        "-1",
+        "0",
+        "1e309",
+        "nan",
+        "-inf",
+        "9" * 20,
+        "1.5",
+        "true",
+        "null",
+        "[",
+        "{",
+        "[]",
+        "{}",
+        "a: b",
+        "é",
+        "\u2028",
+        "\udcff",
+    ],
+    *[
+        "%s",
+        "../../x",
+        "/dev/null",
+        "/proc/self/mem",
+        "/nonexistent/x",
+        ".",
+        "a" * 5000,
+        "--",
+        "-",
+        "=",
+        "=1",
+        "x=",
+        "[/bold]",
+        "\x1b[31m",
+    ],
+    *[
+        "http://127.0.0.1:9",
+        "tiny",
+        "short.yaml",
+        "grid.png",
+        "runs/short",
+        "model",
+        "mine.py",
+        "mine.py:brightness",
+        "prompts.csv",
+    ],
+]
+VALUES: list[Any] = [
+    *[
+        None,
+        True,
+        -1,
+        0,
+        1e300,
+        float("nan"),
+        float("inf"),
+        10**30,
+        "",
+        "é",
+        "a" * 5000,
+        [],
+        {},
+        [[]],
+        {"a": {}},
+        [None] * 9,
+        "../../x",
+    ],
+]
+SMALL = ["--steps", "1"]
+VERBS = {  # what works, in the folder that `world` makes
+    "train": ["short.yaml", "output=runs/new"],
+    "sample": ["a b", "--seeds", "1", *SMALL, "--out", "out.png"],
+    "compare": ["short.yaml", "--seeds", "1", "--budget", "1s", "--out", "compared"],
+    "doctor": ["short.yaml"],
+    "eval": ["grid.png", "--reward", "color"],
+    "score": ["grid.png", "--reward", "color", "--out", "scores.json"],
+    "report": ["runs/short"],
+    "export": ["runs/short"],
+    "plan": ["short.yaml"],
+    "init": ["new.yaml"],
+    "schema": [],
+    "serve": ["color", "--port", "0"],
+    "rewards list": [],
+    "rewards info": ["color"],
+    "rewards test": ["color", "--images", "grid.png"],
+    "rewards fit": ["votes/votes.jsonl"],
+}
+READERS = {  # what reads the files of that folder
+    "runs": ["report runs/short", "export runs/short", "export runs/short --merge --out merged", "train short.yaml --resume",
+             "sample ab --seeds 1 --steps 1 --lora runs/short", "eval runs/short --steps 1 --limit 1 --trust"],
+    "grid.png": ["score grid.png --reward color", "eval grid.png --reward color", "rewards test color --images grid.png"],
+    "prompts": ["train short.yaml --dry-run prompts={file}", "score grid.png --reward color --prompts {file}",
+                "eval tiny --steps 1 --limit 1 --reward color --prompts {file}"],
+    "short.yaml": ["train short.yaml --dry-run", "plan short.yaml", "doctor short.yaml", "train short.yaml output=runs/new"],
+    "model": ["sample ab --seeds 1 --steps 1 --model model", "train short.yaml model=model output=runs/new", "plan short.yaml model=model",
+              "train short.yaml --dry-run model=model"],
+    "mine.py": ["score grid.png --reward mine.py:brightness", "rewards info mine.py:brightness"],
+    "votes": ["rewards fit votes/votes.jsonl"],
+}  # fmt: skip
+
+
+def world(folder: Path) -> None:
+    """Valid inputs of every kind."""
+    config = short_run(Path("runs/short"), "steps=1", "save_every=1", "rewards={color: 1}").dump()
+    (folder / "short.yaml").write_text(config)
+    begin("train", "short.yaml", cwd=folder).finish(0, 600)
+    cells = [Cell(text, 0, "m") for text in ("red a", "blue b")]
+    save_grid(folder / "grid.png", torch.rand(2, 3, 32, 80), cells, columns=2)
+    (folder / "prompts.txt").write_text("red a\nblue b\n")
+    (folder / "prompts.csv").write_text("prompt,answer\nred a,1\nblue b,2\n")
+    (folder / "prompts.jsonl").write_text('{"prompt": "red a", "answer": 1}\n{"prompt": "blue b", "answer": 2}\n')
+    (folder / "mine.py").write_text("def brightness(images, prompts):\n    return images.mean((1, 2, 3))\n")
+    votes = folder / "votes" / "pictures"
+    votes.mkdir(parents=True)
+    pairs = []
+    for i in range(8):
+        for kind in ("good", "bad"):
+            save_grid(votes / f"{kind}{i}.png", torch.rand(1, 3, 16, 16), [Cell("a", i, "m")], columns=1)
+        pairs.append({"prompt": f"a {i % 4}", "better": f"pictures/good{i}.png", "worse": f"pictures/bad{i}.png"})
+    (folder / "votes" / "votes.jsonl").write_text("".join(json.dumps(pair) + "\n" for pair in pairs))
+    shutil.copytree(SHIPPED["tiny"], folder / "model")
+
+
+def options() -> dict[str, list[Any]]:
+    """The parameters of every verb, as typer knows them."""
+    found: dict[str, list[Any]] = {}
+
+    def walk(command: Any, name: str) -> None:
+        for word, one in getattr(command, "commands", {}).items():
+            walk(one, f"{name} {word}".strip())
+        if not hasattr(command, "commands"):
+            found[name] = command.params
+
+    walk(typer.main.get_command(cli.app), "")
+    return found
+
+
+def keys(content: Any, above: str = "") -> list[str]:
+    """All settings of a config, dotted."""
+    if not isinstance(content, dict):
+        return [above]
+    return [above, *(found for key, value in content.items() for found in keys(value, f"{above}.{key}".strip(".")))]
+
+
+SETTINGS = [key for key in keys(FlowGRPOConfig.read("tiny_ocr").model_dump()) if key]
+
+
+def hostile_words(rng: random.Random, verb: str, parameters: list[Any]) -> list[str]:
+    """The verb with one hostile option, argument or setting."""
+    words = list(VERBS[verb])
+    chosen = rng.choice([*parameters, None])
+    value = rng.choice(WORDS)
+    if chosen is None or "overrides" in chosen.opts:
+        given = rng.choice([value, json.dumps(rng.choice(VALUES))])
+        if verb in ("train", "doctor", "plan"):
+            words.append(f"{rng.choice(SETTINGS)}={given}")
+            return [*verb.split(), *words, *(["--dry-run"] if verb == "train" and rng.random() < 0.7 else [])]
+        return [*verb.split(), *words, value]
+    name = chosen.opts[0]
+    if not name.startswith("-"):
+        return [*verb.split(), value, *words[1:]]
+    if getattr(chosen, "is_flag", False):
+        return [*verb.split(), *words, name]
+    return [*verb.split(), *words, name, value]
+
+
+def damage(rng: random.Random, file: Path) -> str:
+    """Spoils a file; returns how."""
+    content = file.read_bytes()
+    ways = ["empty", "cut", "bytes", "noise", "twice", "utf-16", "deep", "gone"]
+    if file.suffix in (".json", ".jsonl", ".yaml"):
+        ways += ["value"] * 12
+    how = rng.choice(ways)
+    place = rng.randrange(len(content) + 1)
+    if how == "value":
+        content = _other_value(rng, file, content.decode())
+    spoiled = {
+        "empty": b"",
+        "cut": content[:place],
+        "bytes": content[:place] + rng.randbytes(rng.choice([1, 8, 64])) + content[place + 8 :],
+        "noise": rng.randbytes(200),
+        "twice": content + content,
+        "utf-16": content.decode("latin-1").encode("utf-16"),
+        "deep": b"[" * 20000,
+        "value": content,
+    }
+    file.unlink()
+    if how != "gone":
+        file.write_bytes(spoiled[how])
+    return how
+
+
+def _other_value(rng: random.Random, file: Path, text: str) -> bytes:
+    """One value of a JSON or YAML text, anywhere in it, becomes another, or is gone."""
+    lines = text.splitlines() if file.suffix == ".jsonl" else [text]
+    row = rng.randrange(len(lines))
+    read = yaml.safe_load if file.suffix == ".yaml" else json.loads
+    content = {"": read(lines[row])}
+    places: list[tuple[Any, Any]] = []
+
+    def walk(one: Any) -> None:
+        for key in list(one) if isinstance(one, dict) else range(len(one)):
+            places.append((one, key))
+            if isinstance(one[key], dict | list):
+                walk(one[key])
+
+    walk(content)
+    holder, key = rng.choice(places)
+    if key != "" and rng.random() < 0.2:
+        del holder[key]
+    else:
+        holder[key] = rng.choice(VALUES)
+    found = content[""]
+    lines[row] = yaml.safe_dump(found) if file.suffix == ".yaml" else json.dumps(found)
+    return "\n".join([*lines, ""]).encode("utf-8", "surrogatepass")
+
+
+def case(number: int, seed: int, valid: Path, verbs: dict[str, list[Any]]) -> tuple[list[str], str, str]:
+    """One command: its words, what was done to its inputs, and what was wrong with it or ""."""
+    rng = random.Random(f"{seed} {number}")
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as place:
+        folder = Path(place) / "here"
+        shutil.copytree(valid, folder)
+        if rng.random() < 0.5:
+            verb = rng.choice(list(verbs))
+            words, done = hostile_words(rng, verb, verbs[verb]), ""
+        else:
+            kind = rng.choice(list(READERS))
+            files = sorted(f for f in folder.rglob("*") if f.is_file() and str(f.relative_to(folder)).startswith(kind))
+            file = rng.choice(files)
+            words = [word.format(file=file.name) for word in rng.choice(READERS[kind]).split()]
+            done = f"{file.relative_to(folder)}: {damage(rng, file)}"
+        return words, done, run(words, folder)
+
+
+def run(words: list[str], folder: Path) -> str:
+    """What was wrong with a command, or ""."""
+    command = begin(*words, cwd=folder)
+    command.process.join(20 if words[0] == "serve" else SECONDS)
+    if command.process.is_alive():
+        command.process.terminate()
+        command.process.join(30)
+        alive = command.process.is_alive()
+        command.process.kill()
+        return "" if words[0] == "serve" and not alive else f"still ran after {SECONDS:.0f} s: {command.output[-500:]}"
+    output, code = command.written.read_bytes().decode("utf-8", "replace"), command.process.exitcode
+    command.written.unlink()
+    if "Traceback (most recent" in output:
+        return f"traceback: {output[-1500:]}"
+    if code not in (0, 1, 2):
+        return f"exit status {code}: {output[-500:]}"
+    if code and not re.search(r"\w", output):
+        return f"exit status {code} without a word"
+    return ""
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--cases", type=int, default=300)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--only", type=int, help="repeat this case alone")
+    given = parser.parse_args()
+    resource.setrlimit(resource.RLIMIT_DATA, (MEMORY, MEMORY))
+    verbs, counts, broken = options(), collections.Counter[str](), 0
+    assert set(verbs) == set(VERBS), "each verb has words that work"
+    numbers = range(given.cases) if given.only is None else [given.only]
+    with tempfile.TemporaryDirectory() as place, concurrent.futures.ThreadPoolExecutor(2) as pool:
+        valid = Path(place) / "valid"
+        valid.mkdir()
+        world(valid)
+        for number, (words, done, wrong) in zip(
+            numbers, pool.map(lambda n: case(n, given.seed, valid, verbs), numbers), strict=True
+        ):
+            counts[" ".join(words[: 2 if words[0] == "rewards" else 1])] += 1
+            if wrong:
+                broken += 1
+                print(f"case {number}: {[word[:80] for word in words]} {done}\n  {wrong}", flush=True)
+    print(", ".join(f"{verb} {count}" for verb, count in sorted(counts.items())))
+    print(f"{len(numbers)} cases, {broken} broken")
+    sys.exit(bool(broken))
+
+
+if __name__ == "__main__":
+    main()
