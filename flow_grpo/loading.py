@@ -80,6 +80,14 @@ class _Refused(Exception):
 class _Loader(yaml.SafeLoader):
     """PyYAML's safe loader, for which a key that stands twice is an error, as YAML 1.2 has it."""
 
+    def construct_scalar(self, node: yaml.ScalarNode) -> Any:
+        """The text, in which JSON's two escapes of one character are that character."""
+        text = super().construct_scalar(node)
+        try:
+            return text.encode("utf-16", "surrogatepass").decode("utf-16") if isinstance(text, str) else text
+        except UnicodeDecodeError:
+            raise _Refused(f"has the escape of half a character in line {node.start_mark.line + 1}") from None
+
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
         lines: dict[Hashable, int] = {}
         for key_node, _ in node.value:
