@@ -56,12 +56,12 @@ def test_plain_diffusers_draws_signs_with_its_defaults_and_without_guidance():
         assert (np.abs(band - 1).max(-1) < 0.15).mean() > 0.1, "white letters in the middle"
 
 
-@pytest.mark.parametrize(("shape", "least"), [({"height": 32, "width": 80}, 0.5), ({}, 0.3)])
-def test_plain_diffusers_spells_with_captions_of_256_tokens_and_on_squares(shape, least):
+@pytest.mark.parametrize(("shape", "count", "least"), [({"height": 32, "width": 80}, 24, 0.5), ({}, 12, 0.3)])
+def test_plain_diffusers_spells_with_captions_of_256_tokens_and_on_squares(shape, count, least):
     """Before it was trained for these shapes, the model spelled 0.34 of such signs and 0.13 of such squares."""
     pipe = StableDiffusion3Pipeline.from_pretrained(FOLDER)
     pipe.set_progress_bar_config(disable=True)
-    prompts = load_prompts("prompts/signs_eval.txt").prompts[:24]
+    prompts = load_prompts("prompts/signs_eval.txt").prompts[:count]
     call = {"num_inference_steps": 10, "guidance_scale": 1.0, "output_type": "pt", **shape}
     images = pipe(prompts, generator=torch.Generator().manual_seed(0), **call).images
     assert rewards.load("ocr_exact")(images, prompts).mean() >= least
