@@ -69,6 +69,8 @@ OBJECTIVES = {
     "sft": Objective(False, (*NOISED, "data"), rows="best"),
     "dpo": Objective(False, (*NOISED, "data", "dpo_beta"), rows="best_and_worst", reference=True),
 }
+STEPWISE_SAMPLING = ("noise_level", "window", "log_prob", "shared_start")  # settings of the config's section `sampling`
+FORWARD_SAMPLING = ("solver",)
 CUSTOM_SETTINGS = {True: ("options", "step_weight"), False: ("options", *NOISED)}  # of one's own function, by `stepwise`
 
 
@@ -131,6 +133,19 @@ def objective(name: str, stepwise: bool) -> Objective:
     if ":" in name:
         return Objective(stepwise, CUSTOM_SETTINGS[stepwise], ratio=True)
     return OBJECTIVES[name]
+
+
+def takes_each_reward(advantage: str) -> bool:
+    """Whether an advantage takes several rewards one by one, not their weighted sum. One's own function, by import path, does not."""
+    return ":" not in advantage and ADVANTAGES[advantage].each_reward
+
+
+def reads(method: Objective, section: str, setting: str) -> bool:
+    """Whether an objective reads a setting of the config's section `objective` or `sampling`."""
+    if section == "sampling":
+        return setting not in (FORWARD_SAMPLING if method.stepwise else STEPWISE_SAMPLING)
+    known = {name for row in OBJECTIVES.values() for name in row.settings} | {"options"}
+    return setting in method.settings or setting not in known
 
 
 def readers(setting: str) -> Iterator[str]:
