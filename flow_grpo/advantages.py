@@ -5,6 +5,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from flow_grpo.methods import ADVANTAGES
+
 CLAMP = 5.0
 Method = Callable[[Tensor, Tensor], Tensor]
 
@@ -17,7 +19,7 @@ def group_advantages(
     Args:
         reward: (B,), finite; or (B, R), several rewards, of which all methods but `gdpo` take the weighted sum.
         group: (B,) int64, which prompt a row belongs to; at least two rows each.
-        method: one of `METHODS`, `gdpo`, or a function of one's own: (reward (B,), group (B,)) -> (B,).
+        method: one of `methods.ADVANTAGES`, or a function of one's own: (reward (B,), group (B,)) -> (B,).
         eps: added to a standard deviation before dividing by it.
         weights: (R,) of several rewards, 1 each if not given.
 
@@ -25,17 +27,17 @@ def group_advantages(
         ValueError: an unknown method, a group of one image (whose advantage would always be 0), a reward that is not
             finite, or a function of one's own that does not return B finite numbers.
     """
-    if not callable(method) and method not in (*METHODS, "gdpo"):
-        raise ValueError(f"unknown advantage {method!r}; choose one of {', '.join((*METHODS, 'gdpo'))}.")
+    if not callable(method) and method not in ADVANTAGES:
+        raise ValueError(f"unknown advantage {method!r}; choose one of {', '.join(ADVANTAGES)}.")
     if not torch.isfinite(reward).all():
         raise ValueError("rewards must be finite numbers; one is NaN or infinite.")
     _, group, size = group.unique(return_inverse=True, return_counts=True)
     if (size < 2).any():
         raise ValueError("a group of one image has no advantage: draw at least two images per prompt.")
-    if method == "gdpo":
-        found = gdpo(reward.float().reshape(len(reward), -1), group, size, eps, weights)
-    elif callable(method):
+    if callable(method):
         found = _checked(method(weighted_sum(reward, weights), group), len(group))
+    elif ADVANTAGES[method].each_reward:
+        found = EACH_REWARD[method](reward.float().reshape(len(reward), -1), group, size, eps, weights)
     else:
         found = METHODS[method](weighted_sum(reward, weights), group, size, eps)
     return found.clamp(-CLAMP, CLAMP)
@@ -112,7 +114,7 @@ def has_signal(reward: Tensor, group: Tensor, method: str | Method = "grpo") -> 
     """
     if reward.ndim == 2:
         return torch.stack([has_signal(column, group, method) for column in reward.unbind(1)]).any(0)
-    if method == "reinforce_pp" or callable(method):
+    if callable(method) or ADVANTAGES[method].over_batch:
         group = torch.zeros_like(group)
     _, group = group.unique(return_inverse=True)
     limit = reward.new_full((int(group.max()) + 1,), torch.inf)
@@ -121,6 +123,7 @@ def has_signal(reward: Tensor, group: Tensor, method: str | Method = "grpo") -> 
     return (high > low)[group]
 
 
+EACH_REWARD = {"gdpo": gdpo}  # those that take several rewards one by one
 METHODS = {
     "grpo": grpo,
     "batch_std": batch_std,

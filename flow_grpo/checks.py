@@ -4,20 +4,12 @@ import difflib
 from collections.abc import Collection, Iterable, Mapping
 from typing import TYPE_CHECKING
 
+from flow_grpo import methods
+
 if TYPE_CHECKING:
     from flow_grpo.config import FlowGRPOConfig
     from flow_grpo.sections import ObjectiveConfig, SamplingConfig
 
-ON_STEPS = ("grpo", "reinforce", "grpo_guard", "dppo", "ppo")
-ON_FINALS = ("awm", "nft", "sft", "dpo")
-ZERO_WITHOUT_ADVANTAGE = (
-    "grpo",
-    "reinforce",
-    "grpo_guard",
-    "dppo",
-    "awm",
-)  # the loss of a row is 0 where its advantage is 0
-ADVANTAGES = ("grpo", "batch_std", "dr_grpo", "rloo", "reinforce_pp", "gdpo", "rank")
 TRACKERS = ("tensorboard", "wandb", "mlflow", "trackio", "swanlab")
 
 
@@ -41,37 +33,40 @@ def check_sizes(args: "FlowGRPOConfig") -> None:
             f"microbatch={args.microbatch} does not divide prompts_per_step x images_per_prompt = {rows}: all forward passes "
             "need one shape."
         )
-    o, passes = args.objective, args.updates * args.epochs
-    if o.name == "dpo" and o.data is not None and (rows // 2) % args.updates:
+    o, passes, method = args.objective, args.updates * args.epochs, args.method
+    pairs = method.rows_per_pair == 2
+    if pairs and o.data is not None and (rows // 2) % args.updates:
         raise ValueError(f"updates={args.updates} does not divide the {rows // 2} pairs of a step.")
-    if o.name == "reinforce" and passes > 1:
+    if method.single_update and passes > 1:
         raise ValueError(
-            "objective reinforce has no ratio, so it is for one update on a rollout: set updates=1 and epochs=1."
+            f"objective {o.name} has no ratio, so it is for one update on a rollout: set updates=1 and epochs=1."
         )
     if "auto" in (o.clip_low, o.clip_high) and passes == 1:
         raise ValueError("objective.clip_low=auto has no ratios to learn from: with one update on a rollout they are all 1.")
     if o.data is not None and args.resample:
         raise ValueError(f"resample={args.resample} with objective.data: given images are not drawn again; set resample=0.")
-    if args.objective.name == "dpo" and min(args.microbatch, rows) % 2:
-        raise ValueError(f"microbatch={args.microbatch} is odd, but dpo compares pairs of rows: set an even one.")
+    if pairs and min(args.microbatch, rows) % 2:
+        raise ValueError(f"microbatch={args.microbatch} is odd, but {o.name} compares pairs of rows: set an even one.")
 
 
 def check_objective(o: "ObjectiveConfig", s: "SamplingConfig") -> None:
     """What an objective needs of the sampler, and which of its settings go together."""
-    known = (*ON_STEPS, *ON_FINALS)
-    if ":" not in o.name and o.name not in known:
-        raise ValueError(f"there is no objective {o.name}.{suggest(o.name, list(known))} Choose one of {', '.join(known)}.")
-    if ":" not in o.advantage and o.advantage not in ADVANTAGES:
-        close = suggest(o.advantage, list(ADVANTAGES))
-        raise ValueError(f"there is no advantage {o.advantage}.{close} Choose one of {', '.join(ADVANTAGES)}.")
-    on_steps = o.on_steps if o.on_steps is not None else s.transition != "ode"
-    if on_steps and s.transition == "ode":
+    for kind, name, table in (("objective", o.name, methods.OBJECTIVES), ("advantage", o.advantage, methods.ADVANTAGES)):
+        if ":" not in name and name not in table:
+            close = suggest(name, list(table))
+            raise ValueError(f"there is no {kind} {name}.{close} Choose one of {', '.join(table)}.")
+    transition = methods.TRANSITIONS[s.transition]
+    method = methods.objective(o.name, transition.stochastic)
+    on_steps = method.stepwise
+    if on_steps and not transition.stochastic:
         raise ValueError(f"objective {o.name} needs a stochastic transition: set sampling.transition to cps or flow_sde.")
     if on_steps and s.noise_level == 0:
         raise ValueError("sampling.noise_level=0 is the ODE, which has no log-probability to train: set it above 0.")
-    if s.transition == "cps" and s.noise_level > 1:
-        raise ValueError(f"sampling.noise_level={s.noise_level}, but for cps it is at most 1.")
-    if not on_steps and s.transition != "ode":
+    if transition.stochastic and s.noise_level > transition.max_noise_level:
+        raise ValueError(
+            f"sampling.noise_level={s.noise_level}, but for {s.transition} it is at most {transition.max_noise_level:g}."
+        )
+    if not on_steps and transition.stochastic:
         raise ValueError(f"objective {o.name} trains on final latents, which the ODE draws: set sampling.transition=ode.")
     if not on_steps and s.shared_start:
         raise ValueError(
@@ -81,37 +76,76 @@ def check_objective(o: "ObjectiveConfig", s: "SamplingConfig") -> None:
         raise ValueError(
             f"sampling.solver={s.solver} with objective {o.name}: the steps around the trained ones are Euler's."
         )
-    if o.data is not None and o.name not in ("sft", "dpo"):
-        raise ValueError(f"objective.data is for sft and dpo; {o.name} draws its own images: leave it out.")
-    if on_steps and o.name in ("grpo_guard", "dppo") and s.log_prob != "gaussian":
+    if o.data is not None and not method.offline:
+        readers = " and ".join(methods.readers("data"))
+        raise ValueError(f"objective.data is for {readers}; {o.name} draws its own images: leave it out.")
+    if method.gaussian and s.log_prob != "gaussian":
         raise ValueError(f"objective {o.name} is made for Gaussian log-probabilities: set sampling.log_prob=gaussian.")
     if on_steps and o.kl == "k3" and s.log_prob != "gaussian":
         raise ValueError("objective.kl=k3 is an estimate from log-probabilities: set sampling.log_prob=gaussian.")
     if on_steps and o.step_weight == "std" and s.log_prob != "gaussian":
         raise ValueError("objective.step_weight=std makes up for a Gaussian's 1 / std: set sampling.log_prob=gaussian.")
-    if on_steps and o.kl == "flow_grpo" and s.transition not in ("flow_sde", "dance_sde"):
-        raise ValueError(f"objective.kl=flow_grpo divides by the g of flow_sde or dance_sde; {s.transition} has none.")
-    if o.name == "grpo_guard" and o.step_weight != "uniform":
-        raise ValueError("objective.step_weight=std with grpo_guard: its loss is of one scale at every step already.")
+    if on_steps and o.kl == "flow_grpo" and not transition.has_g:
+        with_g = " or ".join(name for name, one in methods.TRANSITIONS.items() if one.has_g)
+        raise ValueError(f"objective.kl=flow_grpo divides by the g of {with_g}; {s.transition} has none.")
+    if on_steps and o.step_weight != "uniform" and not methods.reads(method, "objective", "step_weight"):
+        raise ValueError(
+            f"objective.step_weight is {_readers('objective', 'step_weight')}, and {o.name} does not read it: leave it out."
+        )
     if not on_steps and o.kl not in (None, "velocity"):
         raise ValueError(f"objective.kl={o.kl} is of trained steps, and {o.name} has none: set objective.kl=velocity.")
-    clipped = o.name in ("grpo", "grpo_guard", "ppo")
-    if "auto" in (o.clip_low, o.clip_high) and not clipped:
+    if "auto" in (o.clip_low, o.clip_high) and not method.auto_clip:
+        *names, last = methods.readers("clip_quantile")
         raise ValueError(
-            f"objective.clip_low=auto is calibrated at each trained step, for grpo, grpo_guard and ppo, not {o.name}."
+            f"objective.clip_low=auto is calibrated at each trained step, for {', '.join(names)} and {last}, not {o.name}."
         )
-    if o.name == "ppo" and o.advantage != "grpo":
-        raise ValueError(f"objective.advantage={o.advantage} with ppo: its critic makes the advantages; leave it out.")
+    if method.critic and o.advantage != "grpo":
+        raise ValueError(f"objective.advantage={o.advantage} with {o.name}: its critic makes the advantages; leave it out.")
     if o.sigma_range[0] >= o.sigma_range[1]:
         raise ValueError("objective.sigma_range must rise, for example [0, 1].")
+
+
+def check_all_read(args: "FlowGRPOConfig") -> None:
+    """That the objective reads every setting of `objective` and `sampling` that has another value than the default's.
+
+    One's own function is not asked, as its name is often set over the config of another objective.
+    """
+    if args.stages:
+        given = [(part, stage) for stage, (_, part) in zip(args.stages, args.parts(), strict=True)]
+    else:
+        given = [(args, {"objective": args.objective.changed(), "sampling": args.sampling.changed()})]
+    for part, sections in given:
+        name, method = part.objective.name, part.method
+        if ":" in name:
+            continue
+        for section, first in (("objective", f"name: {name}"), ("sampling", f"transition: {part.sampling.transition}")):
+            for setting in sections.get(section) or ():
+                if not methods.reads(method, section, setting):
+                    raise ValueError(
+                        f"{section}.{setting} is {_readers(section, setting)}, and {name} does not read it: leave it out, or give "
+                        f"the whole section, {section}={{{first}}}."
+                    )
+
+
+def _readers(section: str, setting: str) -> str:
+    """For which objectives a setting is."""
+    if section == "sampling":
+        where = "trained steps" if setting in methods.STEPWISE_SAMPLING else "the ODE of objectives on final latents"
+        return f"a setting of {where}"
+    names = list(methods.readers(setting))
+    if not names:
+        return "for one's own function"
+    return f"for {', '.join(names[:-1])} and {names[-1]}" if len(names) > 1 else f"for {names[0]}"
 
 
 def check_whole(args: "FlowGRPOConfig") -> None:
     """What does not go with `lora: null`, which trains all weights."""
     if args.lora is not None:
         return
-    if args.objective.name == "nft":
-        raise ValueError("objective nft keeps its old policy as a second LoRA, and lora=null has none: set lora={rank: 32}.")
+    if args.method.old_policy:
+        raise ValueError(
+            f"objective {args.objective.name} keeps its old policy as a second LoRA, and lora=null has none: set lora={{rank: 32}}."
+        )
     if args.memory.quantize is not None:
         raise ValueError(
             f"memory.quantize={args.memory.quantize} is for base weights that are not trained, and lora=null trains all of them: "
@@ -137,10 +171,11 @@ def check_zero(args: "FlowGRPOConfig") -> None:
 
 def check_window(o: "ObjectiveConfig", s: "SamplingConfig") -> None:
     w = s.window
-    if s.transition == "ode":
+    transition = methods.TRANSITIONS[s.transition]
+    if not transition.stochastic:
         return
     last = s.steps - 2 if w.last is None else w.last
-    latest = s.steps - 2 if s.transition in ("cps", "exact_sde") else s.steps - 1
+    latest = s.steps - 1 if transition.noise_at_end else s.steps - 2
     if not w.first <= last <= latest:
         raise ValueError(
             f"sampling.window trains steps {w.first} to {last}, but with {s.steps} sampling steps of {s.transition} the "

@@ -21,6 +21,7 @@ from flow_grpo.data.prompt_overlap import benchmark_overlap
 from flow_grpo.experience import Rollouts
 from flow_grpo.hardware import matmul_speed
 from flow_grpo.memory import peak_bytes
+from flow_grpo.methods import takes_each_reward
 from flow_grpo.pairs import load_sources
 from flow_grpo.plan import Forecast, Plan
 from flow_grpo.policy import DTYPES, Policy
@@ -145,7 +146,7 @@ def prompts(trainer: FlowGRPOTrainer) -> list[Verdict]:
 
 def _given(part: FlowGRPOConfig) -> list[str]:
     assert part.objective.data
-    return load_sources(part.objective.data, 2 if part.objective.name == "dpo" else 1).prompts
+    return load_sources(part.objective.data, part.method.rows_per_pair).prompts
 
 
 def end_is_read(policy: Policy, prompt: str) -> bool:
@@ -243,9 +244,9 @@ def _signal(
     """seen (n, R): of whole groups, by the rewards of these names."""
     o, images = trainer.part.objective, trainer.part.images_per_prompt
     found, total = [], advantages.weighted_sum(seen, weight)
-    if o.name not in ("sft", "dpo"):  # they choose the best of a group, or best and worst
+    if trainer.part.method.rows == "all":  # others choose the best of a group, or best and worst
         found.append(verdicts.group_size(images))
-    speaks = advantages.has_signal(seen if o.advantage == "gdpo" else total, group, source.method)
+    speaks = advantages.has_signal(seen if takes_each_reward(o.advantage) else total, group, source.method)
     found.append(verdicts.signal(speaks.view(-1, images)[:, 0], total.view(-1, images)))
     share, _ = advantages.shares(seen, weight, group, source.method)
     differ = seen.amax(0) > seen.amin(0)
@@ -314,7 +315,7 @@ def drift(trainer: FlowGRPOTrainer, experience: Experience) -> dict[int, Tensor]
 def judge_drift(part: FlowGRPOConfig, trajectory: Trajectory, moved: dict[int, Tensor]) -> list[Verdict]:
     """moved: of each trained step, as `drift` has it."""
     o, found, clip = part.objective, [], None
-    if moved and o.name in ("grpo", "grpo_guard", "ppo"):
+    if moved and part.method.auto_clip:
         low, high = o.clip_low, o.clip_high
         if low == "auto" or high == "auto":
             found.append(Verdict("clip range", "auto", verdicts.FINE, "calibrated at each step"))

@@ -13,7 +13,7 @@ import yaml
 from pydantic import Field, ValidationError, model_validator
 from pydantic.fields import FieldInfo
 
-from flow_grpo import checks
+from flow_grpo import checks, methods
 from flow_grpo.loading import parse_yaml, read_yaml
 from flow_grpo.sections import (
     EvaluationConfig,
@@ -169,8 +169,8 @@ class FlowGRPOConfig(Section):
         if self.stages:
             self.steps = sum(stage.steps for _, stage in self.parts())  # each part is checked as it is built
         else:
-            checks.check_sizes(self)
             checks.check_objective(self.objective, self.sampling)
+            checks.check_sizes(self)
             checks.check_window(self.objective, self.sampling)
             checks.check_whole(self)
             checks.check_zero(self)
@@ -190,6 +190,17 @@ class FlowGRPOConfig(Section):
                 "prompts/ocr_train.txt and prompts/geneval_train.jsonl are shipped."
             )
         return self.prompts
+
+    @property
+    def method(self) -> methods.Objective:
+        """What the objective needs of the run."""
+        return methods.objective(self.objective.name, methods.TRANSITIONS[self.sampling.transition].stochastic)
+
+    @property
+    def trains_on_silent_groups(self) -> bool:
+        """Whether images of a group without signal have a loss: by the KL, or since the objective is not 0 at advantage 0."""
+        method = self.method
+        return method.rows == "all" and bool(self.objective.kl_weight or not method.zero_at_zero_advantage)
 
     def parts(self) -> list[tuple[int, "FlowGRPOConfig"]]:
         """The run's parts: the training step at which each begins, and its settings. Without `stages`, the run itself."""

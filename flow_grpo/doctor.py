@@ -13,8 +13,8 @@ from flow_grpo import checkup, contract, verdicts
 from flow_grpo.config import FlowGRPOConfig
 from flow_grpo.explore import Owned, best_window, owned_variance
 from flow_grpo.harmless import visible
+from flow_grpo.methods import TRANSITIONS
 from flow_grpo.policy import Policy
-from flow_grpo.sde import TRANSITIONS
 from flow_grpo.text import counted
 from flow_grpo.train import FlowGRPOTrainer
 
@@ -83,13 +83,13 @@ def _shown(text: str) -> str:
 
 def explore(console: Console, args: FlowGRPOConfig, transitions: list[str], noise_levels: list[float], out: Path) -> None:
     """The reward variance that each step owns, per transition and noise level: a table and a picture."""
-    known = [name for name in TRANSITIONS if name != "ode"]
+    known = [name for name, transition in TRANSITIONS.items() if transition.stochastic]
     unknown = next((name for name in transitions if name not in known), None)
     if unknown is not None:
         raise ValueError(f"{unknown} is no stochastic transition; choose from {', '.join(known)}.")
     trainer = FlowGRPOTrainer(args=args)
     args = trainer.part
-    if args.sampling.transition == "ode":
+    if not args.method.stepwise:
         raise ValueError(
             f"objective {args.objective.name} samples the ODE, where no step explores: give a config of trained steps."
         )

@@ -87,7 +87,7 @@ def _prompts(args: FlowGRPOConfig, count: int, found: Findings) -> PromptSet | N
         found.checked.append(f"{len(held_out)} held-out prompts")
     for _, part in args.parts():
         if part.objective.data is not None:
-            given = load_sources(part.objective.data, 2 if part.objective.name == "dpo" else 1)
+            given = load_sources(part.objective.data, part.method.rows_per_pair)
             found.checked.append(f"{len(given.prompts)} given images")
     return prompts
 

@@ -15,6 +15,7 @@ from torch import Tensor
 from flow_grpo import advantages, sampling
 from flow_grpo.config import FlowGRPOConfig
 from flow_grpo.critic import Critic
+from flow_grpo.methods import takes_each_reward
 from flow_grpo.parallel import Processes
 from flow_grpo.policy import Policy
 from flow_grpo.progress import phase
@@ -66,7 +67,7 @@ class Rollouts:
         whole = _whole_groups(scores.total, batch.group) & chosen
         compare = self._by_group if self.critic is None else self._by_critic
         advantage, signal, more = compare(batch, trajectory, scores, whole)
-        rows, per_group = chosen_rows(self.args.objective.name, scores.total, batch.group, signal)
+        rows, per_group = chosen_rows(self.args.method.rows, scores.total, batch.group, signal)
         self.seconds["reward"] += time.perf_counter() - started
         metrics |= {**more, **{f"time/{name}": value for name, value in self.seconds.items()}}
         groups, place = batch.group[whole].unique(), own.cumsum(0) - 1  # where a row is among our own
@@ -85,12 +86,12 @@ class Rollouts:
         seen = torch.stack([scores.by_name[name][whole] for name in weighed], 1)
         weights, group = torch.tensor([self.rewards.weights[name] for name in weighed]), batch.group[whole]
         advantage[whole] = advantages.group_advantages(seen, group, self.method, weights=weights)
-        if self.args.objective.needs_silent_groups:
+        if self.args.trains_on_silent_groups:
             signal = whole
-        elif self.args.objective.name in ("sft", "dpo"):  # they choose images of groups in which the sum differs
+        elif self.args.method.rows != "all":  # images are chosen of groups in which the sum differs
             signal = whole & _signal(scores, batch.group)
         else:
-            shown = seen if self.args.objective.advantage == "gdpo" else scores.total[whole]
+            shown = seen if takes_each_reward(self.args.objective.advantage) else scores.total[whole]
             signal[whole] = advantages.has_signal(shown, group, self.method)
         return advantage, signal, self._shares(weighed, seen, weights, group)
 
@@ -216,20 +217,21 @@ class Rollouts:
         }
 
 
-def chosen_rows(objective: str, reward: Tensor, group: Tensor, signal: Tensor) -> tuple[Tensor, int]:
+def chosen_rows(rows_of_group: str, reward: Tensor, group: Tensor, signal: Tensor) -> tuple[Tensor, int]:
     """The rows that an objective trains on, and how many rows a group of `signal` (B,) gives.
 
-    sft: the best image of each group; dpo: best and worst in turns; the others: all images of these groups.
+    Args:
+        rows_of_group: "best", the best image of each group; "best_and_worst", these two in turns; "all" images of these groups.
     """
-    if objective not in ("sft", "dpo"):
+    if rows_of_group == "all":
         return signal.nonzero()[:, 0], int((group == group[0]).sum())
     rows = []
     for g in group[signal].unique().tolist():
         members = (group == g).nonzero()[:, 0]
         best = members[reward[members].argmax()]
-        rows += [best] if objective == "sft" else [best, members[reward[members].argmin()]]
+        rows += [best] if rows_of_group == "best" else [best, members[reward[members].argmin()]]
     chosen = torch.stack(rows) if rows else torch.zeros(0, dtype=torch.long)
-    return chosen, 1 if objective == "sft" else 2
+    return chosen, 1 if rows_of_group == "best" else 2
 
 
 def _whole_groups(reward: Tensor, group: Tensor) -> Tensor:

@@ -80,7 +80,7 @@ class _Refused(Exception):
 class _Loader(yaml.SafeLoader):
     """PyYAML's safe loader, for which a key that stands twice is an error, as YAML 1.2 has it."""
 
-    def construct_scalar(self, node: yaml.ScalarNode) -> Any:
+    def construct_scalar(self, node: yaml.ScalarNode | yaml.MappingNode) -> Any:
         """The text, in which JSON's two escapes of one character are that character."""
         text = super().construct_scalar(node)
         try:

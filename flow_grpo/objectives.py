@@ -119,17 +119,17 @@ def sft(image: NoisedImage) -> Loss:
     return Loss(error, {"sft/error": error.detach()})
 
 
-def dpo(image: NoisedImage, beta: float) -> Loss:
+def dpo(image: NoisedImage, dpo_beta: float) -> Loss:
     """Diffusion-DPO in flow form, arXiv 2311.12908: rows 2j and 2j + 1 are the better and the worse image of a pair.
 
         -log sigmoid(-beta [(e_better - e_ref_better) - (e_worse - e_ref_worse)])
 
     e is the mean squared error of the velocity, at the (sigma, eps) that a pair shares; the paper's T omega(lambda) is in
-    beta. Both rows of a pair carry its loss, half each.
+    beta = dpo_beta. Both rows of a pair carry its loss, half each.
     """
     assert image.v_ref is not None
     gain = (image.error(image.v) - image.error(image.v_ref)).view(-1, 2)
-    margin = -beta * (gain[:, 0] - gain[:, 1])
+    margin = -dpo_beta * (gain[:, 0] - gain[:, 1])
     value = -torch.nn.functional.logsigmoid(margin).repeat_interleave(2)
     right = (margin.detach() > 0).float().repeat_interleave(2)
     return Loss(value, {"dpo/margin": margin.detach().repeat_interleave(2), "dpo/accuracy": right})

@@ -51,7 +51,7 @@ class Optimizer:
 
     def forget(self) -> None:
         """Drops gradients that no step was made with."""
-        self.adamw.zero_grad(set_to_none=True)
+        self.adamw.zero_grad()
 
     def state(self, keep: bool = True) -> dict[str, Any]:
         """Whole, also of parameters in shares: then all processes must ask, and need not `keep` the moments."""

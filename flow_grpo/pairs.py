@@ -36,7 +36,7 @@ class GivenImages:
     def __init__(self, policy: Policy, args: FlowGRPOConfig, processes: Processes) -> None:
         assert args.objective.data
         self.policy, self.args, self.processes = policy, args, processes
-        self.each = 2 if args.objective.name == "dpo" else 1
+        self.each = args.method.rows_per_pair
         self.sources = load_sources(args.objective.data, self.each)
         self.schedule, shape = policy.schedule(args.sampling.steps)
         blank = policy.decode(torch.zeros(1, *shape))

@@ -226,7 +226,7 @@ class Plan:
         args, memory, transformer = self.args, self.args.memory, self.policy.pipe.transformer
         trained = 4 * sum(p.numel() for p in self.policy.parameters().values())
         moments = 2 * (8 / 32 if args.optimizer.name == "adamw_8bit" else 1) + self.copied
-        copies = 1 + bool(args.ema_decay) + (args.objective.name == "nft")
+        copies = 1 + bool(args.ema_decay) + args.method.old_policy
         whole, shares = self.policy.trains_all, self.shares
         kept = whole and (not self.cuda or self._references)  # the base model's, which is else on the CPU
         encoders = 0 if memory.offload_encoders or memory.embeddings else self._encoders()
@@ -247,15 +247,16 @@ class Plan:
     @property
     def _references(self) -> int:
         """Forward passes without a gradient beside each one with it."""
-        o = self.args.objective
-        return bool(o.kl_weight or o.name == "dpo") + (o.name == "nft")
+        method = self.args.method
+        return bool(self.args.objective.kl_weight or method.reference) + method.old_policy
 
     def _operations(self) -> tuple[float, float]:
         """Of a step in which every group has signal: in passes without a backward pass, and in those with one."""
         args = self.args
         s, o = args.sampling, args.objective
         w, last = s.window, s.steps - 2 if s.window.last is None else s.window.last
-        trained = o.draws if s.transition == "ode" else last - w.first + 1 if w.kind == "all" else w.size
+        steps = last - w.first + 1 if w.kind == "all" else w.size
+        trained = steps if args.method.stepwise else o.draws
         drawn = 0 if o.data else (2 * s.steps - 1 if s.solver == "heun" else s.steps)
         forward, both, decoding = (count / 2 for count in self.operations.values())  # of a row
         images, passes = args.prompts_per_step * args.images_per_prompt, args.epochs * trained
@@ -266,7 +267,7 @@ def fitting(args: FlowGRPOConfig, largest: int, count: int) -> FlowGRPOConfig:
     """The config with sizes of a step that divide, on so many processes: prompts rounded up, and the largest micro-batch that fits."""
     share = args.updates * count
     prompts = -(-args.prompts_per_step // share) * share
-    pairs = args.objective.name == "dpo"
+    pairs = args.method.rows_per_pair == 2
     microbatch = Processes(0, count).check_sizes(prompts, args.images_per_prompt, largest, args.updates, pairs)
     return args.model_copy(update={"prompts_per_step": prompts, "microbatch": microbatch})
 

@@ -105,7 +105,6 @@ TRANSITIONS: dict[str, Transition] = {
     "cps": cps,
     "exact_sde": exact_sde,
 }
-NOISELESS_AT_ZERO = ("ode", "cps", "exact_sde")  # std is 0 for the step to sigma_next = 0, so it has no log-probability
 
 
 def log_prob(x_next: Tensor, mean: Tensor, std: Tensor) -> Tensor:

@@ -6,7 +6,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
-from flow_grpo import checks
+from flow_grpo.checks import suggest
+from flow_grpo.methods import TRANSITIONS
 
 PositiveInt = Annotated[int, Field(gt=0)]
 PositiveFloat = Annotated[float, Field(gt=0)]
@@ -26,6 +27,10 @@ class Section(BaseModel):
             if not math.isfinite(value):
                 raise ValueError(f"{'.'.join(place)} is {value}, but it should be a finite number.")
         return values
+
+    def changed(self) -> list[str]:
+        """The fields with another value than their default."""
+        return [name for name, field in type(self).model_fields.items() if getattr(self, name) != field.get_default()]
 
 
 def _numbers(values: Any) -> Iterator[tuple[list[str], float]]:
@@ -71,7 +76,7 @@ class WindowConfig(Section):
 class SamplingConfig(Section):
     steps: Annotated[int, Field(ge=2)] = 10
     """Sampling steps in training."""
-    transition: Literal["ode", "flow_sde", "dance_sde", "cps", "exact_sde"] = "flow_sde"
+    transition: Annotated[str, Field(json_schema_extra={"enum": list(TRANSITIONS)})] = "flow_sde"
     """The transition of the trained steps, see flow_grpo/sde.py; forward-process objectives need `ode`."""
     noise_level: Annotated[float, Field(ge=0)] = 0.7
     """How much noise a trained step adds."""
@@ -83,6 +88,14 @@ class SamplingConfig(Section):
     a window of one step, that step alone makes the difference and owns its advantage (TempFlow, arXiv 2508.04324)."""
     solver: Literal["euler", "heun"] = "euler"
     """Forward-process objectives: how the ODE is solved in rollouts; `heun` is of order 2, with two velocities a step."""
+
+    @field_validator("transition")
+    @classmethod
+    def _known(cls, name: str) -> str:
+        if name not in TRANSITIONS:
+            close = suggest(name, list(TRANSITIONS))
+            raise ValueError(f"sampling.transition={name} is no transition.{close} Choose one of {', '.join(TRANSITIONS)}.")
+        return name
 
 
 class CriticConfig(Section):
@@ -161,17 +174,6 @@ class ObjectiveConfig(Section):
         if isinstance(value, dict) and not {"rate", "max"} <= value.keys() <= {"rate", "max", "after"}:
             raise ValueError(f"objective.old_decay is {value}: give a number, or a ramp such as {{rate: 0.001, max: 0.5}}.")
         return value
-
-    @property
-    def on_steps(self) -> bool | None:
-        """Whether it takes trained steps, or final latents; None for one's own function, which takes what there is."""
-        return None if ":" in self.name else self.name in checks.ON_STEPS
-
-    @property
-    def needs_silent_groups(self) -> bool:
-        """Whether images of a group without signal have a loss: by the KL, or since the objective is not 0 at advantage 0."""
-        chooses = self.name in ("sft", "dpo")  # images of groups with signal, and their loss is of those alone
-        return not chooses and bool(self.kl_weight or self.name not in checks.ZERO_WITHOUT_ADVANTAGE)
 
 
 class OptimizerConfig(Section):

@@ -8,13 +8,14 @@ collects what the losses report.
 import functools
 import math
 from collections.abc import Callable, Iterator
+from inspect import signature
 from typing import Any
 
 import torch
 from torch import Tensor
 
 import rewards as reward_kit
-from flow_grpo import objectives, sampling, sde
+from flow_grpo import methods, objectives, sampling, sde
 from flow_grpo.conditioning import Conditioning
 from flow_grpo.config import FlowGRPOConfig
 from flow_grpo.parallel import Processes
@@ -80,6 +81,7 @@ class StepTerms:
         clip: ClipRange,
     ) -> None:
         self.policy, self.o, self.s = policy, args.objective, args.sampling
+        self.loss = loss_function(args)
         self.velocity = policy.along(trajectory.schedule, conditioning)
         self.trajectory, self.clip = trajectory, clip
         self.count = len(trajectory.steps)
@@ -109,17 +111,8 @@ class StepTerms:
         return v, TrainedStep(log_prob, t.log_prob_BK[rows, k], mean, t.mean[rows, k], std, delta)
 
     def _objective(self, i: int, step: TrainedStep, advantage: Tensor) -> Loss:
-        o = self.o
-        low, high = (self.clip.at(i) if c == "auto" else c for c in (o.clip_low, o.clip_high))
-        if o.name in ("grpo", "ppo"):
-            return objectives.grpo(step, advantage, low, high)
-        if o.name == "grpo_guard":
-            return objectives.grpo_guard(step, advantage, low, high)
-        if o.name == "dppo":
-            return objectives.dppo(step, advantage, o.threshold)
-        if o.name == "reinforce":
-            return objectives.reinforce(step, advantage)
-        return _own(o, step, advantage)
+        calibrated = {name: self.clip.at(i) for name in methods.CLIP if getattr(self.o, name) == "auto"}
+        return self.loss(step, advantage, **calibrated)
 
     def _kl(self, k: int, rows: Tensor, v: Tensor, step: TrainedStep) -> Tensor:
         with torch.no_grad(), self.policy.reference():
@@ -146,10 +139,11 @@ class FinalTerms:
         step: int,
     ) -> None:
         self.policy, self.o, self.advantage = policy, args.objective, advantage
+        self.method, self.loss = args.method, loss_function(args)
         self.conditioning, self.x0 = conditioning, trajectory.final
         self.count = self.o.draws
         self.draws = [self._draw(trajectory, batch, args.seed, step, draw) for draw in range(self.count)]
-        off_policy = args.updates * args.epochs > 1 and (self.o.name == "awm" or self.o.on_steps is None)
+        off_policy = args.updates * args.epochs > 1 and self.method.ratio
         self.v_rollout = self._before_updates(args.microbatch) if off_policy else None
         self.compares = off_policy  # its ratio is with those
 
@@ -164,18 +158,7 @@ class FinalTerms:
             yield loss
 
     def _objective(self, image: NoisedImage, advantage: Tensor) -> Loss:
-        o = self.o
-        if o.name == "nft":
-            return objectives.nft(image, advantage, o.beta, o.advantage_max)
-        if o.name == "awm":
-            assert o.clip_low != "auto"
-            assert o.clip_high != "auto"
-            return objectives.awm(image, advantage, o.clip_low, o.clip_high, o.weight)
-        if o.name == "sft":
-            return objectives.sft(image)
-        if o.name == "dpo":
-            return objectives.dpo(image, o.dpo_beta)
-        return _own(o, image, advantage)
+        return self.loss(image, advantage)
 
     def _image(self, draw: int, rows: Tensor) -> NoisedImage:
         eps, timestep, sigma = (t[rows] for t in self.draws[draw])
@@ -186,10 +169,10 @@ class FinalTerms:
 
         v, v_old, v_ref = velocity(), None, None
         with torch.no_grad():
-            if self.o.name == "nft":
+            if self.method.old_policy:
                 with self.policy.using("old"):
                     v_old = velocity()
-            if self.o.kl_weight or self.o.name == "dpo":
+            if self.o.kl_weight or self.method.reference:
                 with self.policy.reference():
                     v_ref = velocity()
         v_rollout = v.detach() if self.v_rollout is None else self.v_rollout[draw][rows]
@@ -269,6 +252,22 @@ def own_function(kind: str, name: str) -> Callable | None:
             return function(*args, **kwargs)
 
     return called
+
+
+def loss_function(args: FlowGRPOConfig) -> Callable[..., Loss]:
+    """The run's objective as a function of rows and their advantages, with the settings that it reads; others come as keywords."""
+    o, method = args.objective, args.method
+    if ":" in o.name:
+        return functools.partial(_own, o)
+    function = getattr(objectives, method.function or o.name)
+    takes = signature(function).parameters
+    settings = {name: getattr(o, name) for name in takes if name in method.settings}
+
+    def loss(rows: TrainedStep | NoisedImage, advantage: Tensor, **more: float) -> Loss:
+        given = {"advantage": advantage} if "advantage" in takes else {}
+        return function(rows, **given, **{**settings, **more})
+
+    return loss
 
 
 def _own(o: ObjectiveConfig, seen: TrainedStep | NoisedImage, advantage: Tensor) -> Loss:

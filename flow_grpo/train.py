@@ -103,7 +103,7 @@ class FlowGRPOTrainer:
         self.begin, self.part, objective = begin, part, part.objective
         self.update = Update(self.policy, part, begin, self.processes)
         self.critic: Critic | None = None
-        if objective.name == "ppo":
+        if part.method.critic:
             _, shape = self.policy.schedule(part.sampling.steps)
             text = self.policy.encode(self.train_set.prompts[:1]).pooled().shape[1]
             self.critic = Critic(shape, text, objective.critic, part.seed)
@@ -113,13 +113,13 @@ class FlowGRPOTrainer:
         else:
             ours = (self.policy, part, self.dealer, self.rewards, self.critic)
             self.source = Rollouts(*ours, self._window, self._asked_to_stop, self.processes)
-        if objective.name == "nft":
+        if part.method.old_policy:
             self.policy.follow("old", 0.0)  # whatever was trained before, its old policy begins as the one of now
         self.window_place: int | None = None  # where an `auto` window lies, once measured
 
     def _fit(self, part: FlowGRPOConfig, microbatch: int) -> None:
         """Gives a part the micro-batch of a process, at most that large."""
-        pairs = part.objective.name == "dpo"
+        pairs = part.method.rows_per_pair == 2
         sizes = (part.prompts_per_step, part.images_per_prompt, microbatch, part.updates)
         part.microbatch = self.processes.check_sizes(*sizes, pairs)
 
@@ -208,7 +208,7 @@ class FlowGRPOTrainer:
 
     def _halve(self) -> bool:
         """After memory ran out: smaller micro-batches from here on. False if there are none, or others would not know of it."""
-        former, least = self.part.microbatch, 2 if self.part.objective.name == "dpo" else 1
+        former, least = self.part.microbatch, self.part.method.rows_per_pair
         if former <= least or self.update.unfinished or self.processes.count > 1:
             return False
         self._fit(self.part, former // 2)
@@ -521,7 +521,7 @@ class FlowGRPOTrainer:
     def _window(self, step: int) -> list[int]:
         """The steps of the schedule that are stochastic and trained."""
         s, w = self.part.sampling, self.part.sampling.window
-        if s.transition == "ode":
+        if not self.part.method.stepwise:
             return []
         if w.kind == "auto":
             if self.window_place is None:

@@ -23,18 +23,18 @@ def make_trainable(policy: Policy, args: FlowGRPOConfig, processes: Processes) -
     Raises:
         ValueError: the policy carries something else already.
     """
-    objectives = [part.objective for _, part in args.parts()]
+    parts = [part for _, part in args.parts()]
     add_trained(policy, args)
     if args.memory.compile:
         policy.compile()
-    if any(objective.name == "nft" for objective in objectives):
+    if any(part.method.old_policy for part in parts):
         policy.add_copy("old")
     if args.memory.shard == "fsdp2" and processes.count > 1:
         policy.shard(processes)
     if args.ema_decay:
         policy.start_ema()
     if policy.trains_all:
-        often = any(objective.kl_weight or objective.name == "dpo" for objective in objectives)
+        often = any(part.objective.kl_weight or part.method.reference for part in parts)
         policy.keep_base(policy.device if often else "cpu")
 
 

@@ -60,7 +60,7 @@ class Update:
                 return self(experience, step)
             totals.numbers.update(self._step(step, number))
             self.clip.learn(self.processes)
-        if args.objective.name == "nft":
+        if args.method.old_policy:
             decay = args.objective.old_decay
             self.policy.follow("old", decay.at(self._steps_before(step + 1)) if isinstance(decay, DecayRamp) else decay)
         self.unfinished = False

@@ -78,6 +78,10 @@ def move(policy: Policy, by: float = 0.3, seed: int = 0, adapter: str = "default
 def settings(**changes: Any) -> FlowGRPOConfig:
     """The defaults with these changes, section by section."""
     both = {k: {**v, **changes[k]} if isinstance(v, dict) and changes.get(k) else v for k, v in DEFAULTS.items()}
+    if both["objective"].get("name", "grpo") in ("nft", "sft", "dpo"):  # which have no clip range
+        both["objective"] = changes["objective"]
+    if both["sampling"]["transition"] == "ode":
+        both["sampling"] = {"steps": 4, **changes["sampling"]}
     return FlowGRPOConfig.model_validate(
         {**changes, **both, **{k: v for k, v in changes.items() if not isinstance(v, dict)}}
     )

@@ -92,7 +92,7 @@ def test_overrides_reach_into_sections():
         ("objective.name=grpo sampling.transition=cps sampling.log_prob=unnormalized objective.kl=k3", "objective.kl=k3"),
         ("objective.kl=gaussian", "set objective.kl=velocity"),
         ("objective.name=dppo sampling.transition=cps objective.clip_low=auto updates=2", "not dppo"),
-        ("objective.name=grpo_guard sampling.transition=cps objective.step_weight=std", "of one scale at every step"),
+        ("objective.name=grpo_guard sampling.transition=cps objective.step_weight=std", "grpo_guard does not read it"),
         ("objective.name=grpo sampling.transition=cps sampling.solver=heun", "are Euler's"),
         ("objective.name=ppo sampling.transition=cps objective.advantage=rloo", "its critic makes the advantages"),
         ("objective.data=pictures", "objective.data is for sft and dpo"),

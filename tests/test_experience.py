@@ -240,7 +240,7 @@ def test_the_best_and_the_worst_of_a_group_by_the_sum_are_what_is_copied_and_com
 
 def test_chosen_rows_of_no_group_are_none():
     reward, group = torch.zeros(4), torch.tensor([0, 0, 1, 1])
-    for name, each in (("sft", 1), ("dpo", 2), ("grpo", 2)):
+    for name, each in (("best", 1), ("best_and_worst", 2), ("all", 2)):
         rows, per_group = chosen_rows(name, reward, group, torch.zeros(4, dtype=torch.bool))
         assert (rows.tolist(), rows.dtype, per_group) == ([], torch.int64, each)
 

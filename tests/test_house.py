@@ -10,9 +10,10 @@ import pytest
 ROOT = Path(__file__).parent.parent
 FILES = [*sorted((ROOT / "flow_grpo").glob("*.py")), *sorted((ROOT / "rewards").glob("*.py"))]
 PURE = {
+    "methods": set(),
     "types": set(),
     "sde": set(),
-    "advantages": set(),
+    "advantages": {"flow_grpo.methods"},
     "objectives": {"flow_grpo.types", "flow_grpo.sde", "flow_grpo"},
     "sampling": {"flow_grpo.types", "flow_grpo.sde", "flow_grpo.advantages", "flow_grpo.objectives", "flow_grpo"},
 }

@@ -301,3 +301,9 @@ def test_the_solvers_have_their_order_of_convergence(solver, order):
         return float((found - exact).abs().mean())
 
     assert error(8) / error(16) == pytest.approx(2**order, rel=0.2)
+
+
+def test_a_derived_seed_has_48_bits_of_which_all_vary():
+    seeds = [sampling.derived_seed(seed, "evaluation", place) for seed in range(8) for place in range(8)]
+    assert len(set(seeds)) == 64
+    assert [bit for bit in range(64) if len({seed >> bit & 1 for seed in seeds}) == 2] == list(range(48))

@@ -8,6 +8,7 @@ import torch
 from torch.distributions import Normal, kl_divergence
 
 from flow_grpo import sde
+from flow_grpo.methods import TRANSITIONS
 from flow_grpo.sections import SamplingConfig
 
 STOCHASTIC = ["flow_sde", "dance_sde", "cps", "exact_sde"]
@@ -258,9 +259,8 @@ def test_one_row_at_a_sigma_of_1_is_enough_to_need_the_second_sigma():
 
 
 def test_the_names_are_those_of_the_settings():
-    annotations = SamplingConfig.model_fields
-    assert list(sde.TRANSITIONS) == list(get_args(annotations["transition"].annotation))
-    assert list(sde.LOG_PROBS) == list(get_args(annotations["log_prob"].annotation))
+    assert list(sde.TRANSITIONS) == list(TRANSITIONS)
+    assert list(sde.LOG_PROBS) == list(get_args(SamplingConfig.model_fields["log_prob"].annotation))
     x, mean = torch.randn(2, 3, 4)
     assert torch.equal(sde.LOG_PROBS["gaussian"](x, mean, torch.ones(1)), sde.log_prob(x, mean, torch.ones(1)))
     assert torch.equal(sde.LOG_PROBS["unnormalized"](x, mean, torch.ones(1)), -(x - mean).square().mean(1))
@@ -269,7 +269,7 @@ def test_the_names_are_those_of_the_settings():
 def test_those_without_noise_in_the_last_step_are_listed():
     x, v = torch.randn(2, 1, 4)
     last = {name: sde.transition(name, x, v, 0.2, 0.0, 0.7)[1] for name in sde.TRANSITIONS}
-    assert [name for name, std in last.items() if not std.any()] == list(sde.NOISELESS_AT_ZERO)
+    assert {name: bool(std.any()) for name, std in last.items()} == {n: one.noise_at_end for n, one in TRANSITIONS.items()}
 
 
 def test_a_step_is_computed_where_the_state_is():

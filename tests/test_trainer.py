@@ -539,7 +539,7 @@ def test_a_random_window_is_drawn_from_seed_and_step_and_the_ode_has_none(tmp_pa
     expected = [sampling.window("random", 6, 2, 1, 4, 25, seed, step) for seed in (0, 5) for step in range(9)]
     assert drawn == expected
     assert {tuple(w) for w in drawn} == {(1, 2), (2, 3), (3, 4)}
-    trainer = made(tmp_path, objective={"name": "sft"}, sampling={"transition": "ode", "window": window, "steps": 5})
+    trainer = made(tmp_path, objective={"name": "sft"}, sampling={"transition": "ode", "steps": 5})
     assert trainer._window(0) == []
 
 

@@ -6,17 +6,20 @@ from pathlib import Path
 import torch
 
 from flow_grpo import dashboards
+from flow_grpo.checks import check_all_read
 from flow_grpo.config import FlowGRPOConfig
 from flow_grpo.parallel import Processes
 from flow_grpo.policy import usable
 from flow_grpo.prompts import Dealer, PromptSet
+from flow_grpo.run_folder.metrics_file import has_metrics
 from flow_grpo.terms import own_function
-from flow_grpo.tracking import read_metrics
 from flow_grpo.zero import STAGES, library
 
 
 def check_settings(args: FlowGRPOConfig, count: int) -> None:
     """What a run of `count` processes needs installed, its device, its own functions, and sizes that they can share."""
+    if not has_metrics(Path(args.output)):  # a run that is resumed may have been begun when such settings were let pass
+        check_all_read(args)
     dashboards.check_installed(args.trackers)
     device = usable(args.device)
     if args.memory.shard in STAGES and count > 1:
@@ -24,10 +27,12 @@ def check_settings(args: FlowGRPOConfig, count: int) -> None:
     for _, part in args.parts():
         own_function("objective", part.objective.name)
         own_function("advantage", part.objective.advantage)
-        pairs = part.objective.name == "dpo"
+        pairs = part.method.rows_per_pair == 2
         Processes(0, count).check_sizes(part.prompts_per_step, part.images_per_prompt, part.microbatch, part.updates, pairs)
-        if part.objective.name == "ppo" and count > 1:
-            raise ValueError("objective ppo, which exists to be compared, trains its critic on one process: start one.")
+        if part.method.critic and count > 1:
+            raise ValueError(
+                f"objective {part.objective.name}, which exists to be compared, trains its critic on one process: start one."
+            )
 
 
 def check_prompts(args: FlowGRPOConfig, prompts: PromptSet, held_out: PromptSet | None, count: int) -> None:
@@ -52,7 +57,7 @@ def check_output(folder: Path, resume: bool) -> None:
         raise ValueError(
             f"output={folder}: nothing can be written to {place} ({reason}); set another folder by output=..."
         ) from error
-    if not resume and read_metrics(folder):
+    if not resume and has_metrics(folder):
         raise ValueError(f"{folder} already holds a run: go on with it by --resume, or set another folder by output=...")
     if resume and not (folder / "checkpoints").is_dir():
         raise ValueError(f"{folder} has no checkpoint to resume from: start the run without --resume.")

@@ -1,0 +1,153 @@
+"""What each objective, advantage and transition needs of the rest of the program, and which settings it reads.
+
+The formulas are in `objectives.py`, `advantages.py` and `sde.py`. A new one is a function there and a row here.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Literal
+
+CLIP = ("clip_low", "clip_high")
+AUTO_CLIP = (*CLIP, "clip_quantile")
+NOISED = ("draws", "sigma_range")  # of objectives on noised final latents
+
+
+@dataclass(frozen=True)
+class Objective:
+    """What training must provide.
+
+    Attributes:
+        stepwise: it is computed from the per-step log-probabilities of an SDE rollout; else from noised final latents of an ODE rollout.
+        settings: the fields of the config's section `objective` that it reads, beside those that all read.
+        function: the name of its function in `objectives.py`; "" if it has the objective's own name.
+        ratio: it compares with the policy that drew the images.
+        zero_at_zero_advantage: a row's loss is 0 where its advantage is 0.
+        gaussian: its formula holds for Gaussian log-probabilities alone.
+        single_update: it is right for one update on a rollout alone.
+        rows: the images of a group that it trains on.
+        reference: it needs the velocity of the base model, also without a KL.
+        old_policy: it needs an adapter that slowly follows the trained one.
+        critic: its advantages come from a critic.
+    """
+
+    stepwise: bool
+    settings: tuple[str, ...] = ()
+    function: str = ""
+    ratio: bool = False
+    zero_at_zero_advantage: bool = False
+    gaussian: bool = False
+    single_update: bool = False
+    rows: Literal["all", "best", "best_and_worst"] = "all"
+    reference: bool = False
+    old_policy: bool = False
+    critic: bool = False
+
+    @property
+    def offline(self) -> bool:
+        """Whether it can train on given images."""
+        return "data" in self.settings
+
+    @property
+    def auto_clip(self) -> bool:
+        """Whether its clip range can be taken from the ratios seen at each step."""
+        return "clip_quantile" in self.settings
+
+    @property
+    def rows_per_pair(self) -> int:
+        """The rows that must stay together in one forward pass."""
+        return 2 if self.rows == "best_and_worst" else 1
+
+
+OBJECTIVES = {
+    "grpo": Objective(True, (*AUTO_CLIP, "step_weight"), ratio=True, zero_at_zero_advantage=True),
+    "reinforce": Objective(True, ("step_weight",), zero_at_zero_advantage=True, single_update=True),
+    "grpo_guard": Objective(True, AUTO_CLIP, ratio=True, zero_at_zero_advantage=True, gaussian=True),
+    "dppo": Objective(True, ("threshold", "step_weight"), ratio=True, zero_at_zero_advantage=True, gaussian=True),
+    "ppo": Objective(True, (*AUTO_CLIP, "step_weight", "critic"), "grpo", ratio=True, critic=True),
+    "awm": Objective(False, (*NOISED, *CLIP, "weight"), ratio=True, zero_at_zero_advantage=True),
+    "nft": Objective(False, (*NOISED, "beta", "advantage_max", "old_decay"), old_policy=True),
+    "sft": Objective(False, (*NOISED, "data"), rows="best"),
+    "dpo": Objective(False, (*NOISED, "data", "dpo_beta"), rows="best_and_worst", reference=True),
+}
+STEPWISE_SAMPLING = ("noise_level", "window", "log_prob", "shared_start")  # settings of the config's section `sampling`
+FORWARD_SAMPLING = ("solver",)
+CUSTOM_SETTINGS = {True: ("options", "step_weight"), False: ("options", *NOISED)}  # of one's own function, by `stepwise`
+
+
+@dataclass(frozen=True)
+class Advantage:
+    """How rewards of a group are compared.
+
+    Attributes:
+        over_batch: it compares with the whole batch, so that a group whose rewards are equal has advantages all the same.
+        each_reward: it takes several rewards one by one, not their weighted sum.
+    """
+
+    over_batch: bool = False
+    each_reward: bool = False
+
+
+ADVANTAGES = {
+    "grpo": Advantage(),
+    "batch_std": Advantage(),
+    "dr_grpo": Advantage(),
+    "rloo": Advantage(),
+    "reinforce_pp": Advantage(over_batch=True),
+    "gdpo": Advantage(each_reward=True),
+    "rank": Advantage(),
+}
+
+
+@dataclass(frozen=True)
+class Transition:
+    """A sampling step.
+
+    Attributes:
+        stochastic: it adds noise, so that it has a log-probability.
+        noise_at_end: also the step to sigma 0 adds noise.
+        max_noise_level: the largest `noise_level` that it is defined for.
+        has_g: it is an Euler step of an SDE with a diffusion coefficient g.
+    """
+
+    stochastic: bool = True
+    noise_at_end: bool = False
+    max_noise_level: float = float("inf")
+    has_g: bool = False
+
+
+TRANSITIONS = {
+    "ode": Transition(stochastic=False),
+    "flow_sde": Transition(noise_at_end=True, has_g=True),
+    "dance_sde": Transition(noise_at_end=True, has_g=True),
+    "cps": Transition(max_noise_level=1.0),
+    "exact_sde": Transition(),
+}
+
+
+def objective(name: str, stepwise: bool) -> Objective:
+    """The row of an objective; of one's own function, by import path, what can be known of it.
+
+    Args:
+        stepwise: whether the run trains on steps, which decides for one's own function.
+    """
+    if ":" in name:
+        return Objective(stepwise, CUSTOM_SETTINGS[stepwise], ratio=True)
+    return OBJECTIVES[name]
+
+
+def takes_each_reward(advantage: str) -> bool:
+    """Whether an advantage takes several rewards one by one, not their weighted sum. One's own function, by import path, does not."""
+    return ":" not in advantage and ADVANTAGES[advantage].each_reward
+
+
+def reads(method: Objective, section: str, setting: str) -> bool:
+    """Whether an objective reads a setting of the config's section `objective` or `sampling`."""
+    if section == "sampling":
+        return setting not in (FORWARD_SAMPLING if method.stepwise else STEPWISE_SAMPLING)
+    known = {name for row in OBJECTIVES.values() for name in row.settings} | {"options"}
+    return setting in method.settings or setting not in known
+
+
+def readers(setting: str) -> Iterator[str]:
+    """The objectives that read a setting; none for a setting that all read."""
+    yield from (name for name, row in OBJECTIVES.items() if setting in row.settings)
