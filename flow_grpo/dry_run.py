@@ -15,6 +15,7 @@ from flow_grpo.model_files import check_weights
 from flow_grpo.pairs import load_sources
 from flow_grpo.plan import NotFollowed, Plan, rates_of, slower_dtype
 from flow_grpo.policy import usable
+from flow_grpo.progress import phase
 from flow_grpo.prompts import PromptSet, load_prompts
 from flow_grpo.reward_checkup import PERSON
 from flow_grpo.sections import RewardConfig
@@ -152,7 +153,7 @@ def _rewards(args: FlowGRPOConfig, prompts: PromptSet | None, size: tuple[int, i
     images = torch.rand(IMAGES, 3, *size, generator=torch.Generator().manual_seed(0))
     for name, setting in {**measured, **args.rewards}.items():
         try:
-            with cache_alone():
+            with phase(f"calling reward {name}"), cache_alone():
                 called = _call(name, setting, images, batch)
         except ValueError as error:
             if not lacks_download(error):

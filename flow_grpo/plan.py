@@ -24,6 +24,7 @@ from flow_grpo.model_files import stored_bytes
 from flow_grpo.parallel import MESSAGE, Processes
 from flow_grpo.policy import DTYPES, Policy, fast_dtype
 from flow_grpo.probe import first_line
+from flow_grpo.progress import phase
 from flow_grpo.prompts import load_prompts
 from flow_grpo.trainable import add_trained
 from flow_grpo.zero import STAGES
@@ -139,10 +140,11 @@ class Plan:
         prompts = load_prompts(args.training_prompts).prompts
         self.prompt = max(prompts, key=len)
         try:
-            self.schedule, self.state_shape = self.policy.schedule(args.sampling.steps)
-            self.picture = self._decoded(2)
-            two, four = ({name: HELD[cuda] * v for name, v in self._passing(rows, Alive).items()} for rows in (2, 4))
-            self.operations = self._passing(2, Operations)
+            with phase(f"following the code of {args.model}"):
+                self.schedule, self.state_shape = self.policy.schedule(args.sampling.steps)
+                self.picture = self._decoded(2)
+                two, four = ({name: HELD[cuda] * v for name, v in self._passing(rows, Alive).items()} for rows in (2, 4))
+                self.operations = self._passing(2, Operations)
         except Exception as error:  # of the pipeline's own code
             if self._follows_without_settings():
                 sentence = f"{type(pipe).__name__} can't be trained with these settings: {type(error).__name__}: {first_line(error)}"
@@ -213,7 +215,8 @@ class Plan:
             blocks = self._blocks(2)
             share = self.operations["rollout"] / 2 / sum(block.count for block in blocks)  # of a row in a block
             rows = max(1, min(microbatch, int(BLOCK_OPERATIONS[self.cuda] / share)))
-            return block_speed.measured(self._blocks(rows), device, dtype, self.policy.pipe.transformer.cast)
+            with phase("measuring this machine"):
+                return block_speed.measured(self._blocks(rows), device, dtype, self.policy.pipe.transformer.cast)
         except Exception:  # a block that can't be called alone, or none
             return Rates.of_peak(matmul_speed(device, dtype))
 
@@ -349,7 +352,8 @@ def occupied(args: FlowGRPOConfig) -> float:
     prompts, rows = load_prompts(args.training_prompts), range(min(images, SCORED))
     batch = prompts.take([row // args.images_per_prompt % len(prompts) for row in rows], 1)
     pictures = torch.rand(len(batch.prompts), 3, args.height or 512, args.width or 512)
-    rewards(pictures, batch.prompts, **batch.columns())
+    with phase("measuring the memory of the rewards"):
+        rewards(pictures, batch.prompts, **batch.columns())
     return peak_bytes(torch.device("cpu")) + (images / len(pictures) - 1) * pictures.nbytes
 
 

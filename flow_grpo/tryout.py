@@ -20,6 +20,8 @@ from torch import Tensor
 
 import rewards
 from flow_grpo.grid import Cell, from_bytes, save_grid, to_bytes
+from flow_grpo.progress import phase
+from flow_grpo.text import counted
 from rewards import user_code
 
 BINS, BAR = 10, 32
@@ -90,12 +92,14 @@ class Findings:
 def examine(name: str, load: Callable[[], rewards.Reward], pictures: Pictures) -> Findings:
     """Loads a reward and measures it. ValueError as of `rewards.score`."""
     before = _most_megabytes()
-    reward = load()
-    plain = pictures.scored(name, reward)  # the first call loads what it needs
-    seconds, again = _timed(lambda: pictures.scored(name, reward))
-    few = [pictures.take([i]) for i in range(min(5, len(plain)))]
-    alone = [_timed(lambda one=one: one.scored(name, reward)) for one in few]  # type: ignore[misc]
-    values = {PLAIN: plain, **{how: spoiled.scored(name, reward) for how, spoiled in pictures.spoiled().items()}}
+    with phase(f"loading reward {name}"):
+        reward = load()
+    with phase(f"scoring {counted(len(pictures.prompts), 'image')} by {name}, as they are and spoiled"):
+        plain = pictures.scored(name, reward)  # the first call loads what it needs
+        seconds, again = _timed(lambda: pictures.scored(name, reward))
+        few = [pictures.take([i]) for i in range(min(5, len(plain)))]
+        alone = [_timed(lambda one=one: one.scored(name, reward)) for one in few]  # type: ignore[misc]
+        values = {PLAIN: plain, **{how: spoiled.scored(name, reward) for how, spoiled in pictures.spoiled().items()}}
     return Findings(
         values,
         statistics.median(s for s, _ in alone),

@@ -3,13 +3,16 @@
 import io
 import threading
 import time
+from pathlib import Path
 
 import pytest
+import torch
 from conftest import short_run
 from rich.console import Console
 
-from flow_grpo import progress
-from flow_grpo.progress import due_line, phase, reported
+from flow_grpo import block_speed, progress, tryout
+from flow_grpo.dry_run import dry_run
+from flow_grpo.progress import Phase, due_line, phase, reported
 from flow_grpo.train import FlowGRPOTrainer
 
 
@@ -76,3 +79,26 @@ def test_a_run_says_its_first_evaluation_and_a_slow_reward(tmp_path, monkeypatch
     assert seen == [2, 2, 2, 1, 1, 8, 2], "the first evaluation's, together again, alone, a step's, the last evaluation's"
     assert "scoring 2 held-out images" in output
     assert "scoring 8 images" in output
+
+
+def test_plan_a_dry_run_and_the_look_at_a_reward_say_what_they_are_at(tmp_path, monkeypatch):
+    names = []
+
+    def noted(name, total=None):
+        names.append(name)
+        return Phase(name, total)
+
+    monkeypatch.setattr(progress, "Phase", noted)
+    monkeypatch.setattr(block_speed, "SECONDS", 0.0)
+    dry_run(short_run(tmp_path / "run"))
+    pictures = tryout.Pictures(torch.rand(2, 3, 8, 8), ["a", "b"], {})
+    tryout.examine("own", lambda: lambda images, prompts: images.mean((1, 2, 3)), pictures)
+    brightness = f"{Path(__file__).parent / 'sample_rewards.py'}:brightness"
+    for what in (
+        "following the code of tiny",
+        "measuring this machine",
+        f"calling reward {brightness}",
+        "loading reward own",
+    ):
+        assert what in names
+    assert "scoring 2 images by own, as they are and spoiled" in names

@@ -37,7 +37,14 @@ from flow_grpo.hub import SHIPPED
 
 MEMORY = 12 << 30  # bytes that a command may take; a value of the user's must not bring a machine down
 SECONDS = 60.0  # a command takes less than ten
-LONG = ("train", "compare", "sample", "eval", "doctor", "serve")  # which may have been given long work: it must end at SIGTERM
+LONG = (
+    "train",
+    "compare",
+    "sample",
+    "eval",
+    "doctor",
+    "serve",
+)  # which may have been given long work: it must end at SIGTERM
 WORDS = [
     *[
         "",
