@@ -8,7 +8,7 @@ from conftest import short_run
 
 from flow_grpo import advantages, methods, objectives, sde
 from flow_grpo.checks import check_all_read
-from flow_grpo.config import FlowGRPOConfig
+from flow_grpo.config import FlowGRPOConfig, shipped
 from flow_grpo.methods import Advantage, Objective, Transition
 from flow_grpo.sections import ObjectiveConfig, SamplingConfig
 from flow_grpo.train import FlowGRPOTrainer
@@ -139,6 +139,11 @@ def test_what_final_latents_need_is_refused_on_steps(setting):
     with pytest.raises(ValueError, match="and grpo does not read it"):
         check_all_read(FlowGRPOConfig.read("tiny_grpo", [setting]))
     check_all_read(FlowGRPOConfig.read("tiny_ocr", [setting]))
+
+
+def test_every_shipped_config_sets_what_its_objective_reads_alone():
+    for file in shipped("").rglob("*.yaml"):
+        check_all_read(FlowGRPOConfig.read(file))
 
 
 def test_a_stage_is_asked_for_its_own_settings_alone():
