@@ -148,7 +148,7 @@ def test_report_writes_one_file_of_one_run_or_several(trained):
 
 
 def compare_words(folder: Path) -> list[str]:
-    other = (folder / "short.yaml").read_text().replace("lr: 0.001", "lr: 0.003")
+    other = (folder / "short.yaml").read_text().replace("lr: 0.001\n  warmup", "lr: 0.003\n  warmup")
     (folder / "other.yaml").write_text(other)
     return ["compare", "short.yaml", "other.yaml", "--seeds", "1", "--budget", "images=16", "--slices", "2"]
 
