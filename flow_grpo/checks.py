@@ -77,8 +77,7 @@ def check_objective(o: "ObjectiveConfig", s: "SamplingConfig") -> None:
             f"sampling.solver={s.solver} with objective {o.name}: the steps around the trained ones are Euler's."
         )
     if o.data is not None and not method.offline:
-        readers = " and ".join(methods.readers("data"))
-        raise ValueError(f"objective.data is for {readers}; {o.name} draws its own images: leave it out.")
+        raise ValueError(f"objective.data is {_readers('objective', 'data')}; {o.name} draws its own images: leave it out.")
     if method.gaussian and s.log_prob != "gaussian":
         raise ValueError(f"objective {o.name} is made for Gaussian log-probabilities: set sampling.log_prob=gaussian.")
     if on_steps and o.kl == "k3" and s.log_prob != "gaussian":
@@ -95,10 +94,8 @@ def check_objective(o: "ObjectiveConfig", s: "SamplingConfig") -> None:
     if not on_steps and o.kl not in (None, "velocity"):
         raise ValueError(f"objective.kl={o.kl} is of trained steps, and {o.name} has none: set objective.kl=velocity.")
     if "auto" in (o.clip_low, o.clip_high) and not method.auto_clip:
-        *names, last = methods.readers("clip_quantile")
-        raise ValueError(
-            f"objective.clip_low=auto is calibrated at each trained step, for {', '.join(names)} and {last}, not {o.name}."
-        )
+        readers = _readers("objective", "clip_quantile")
+        raise ValueError(f"objective.clip_low=auto is calibrated at each trained step, {readers}, not {o.name}.")
     if method.critic and o.advantage != "grpo":
         raise ValueError(f"objective.advantage={o.advantage} with {o.name}: its critic makes the advantages; leave it out.")
     if o.sigma_range[0] >= o.sigma_range[1]:
@@ -116,15 +113,15 @@ def check_all_read(args: "FlowGRPOConfig") -> None:
         given = [(args, {"objective": args.objective.changed(), "sampling": args.sampling.changed()})]
     for part, sections in given:
         name, method = part.objective.name, part.method
-        if ":" in name:
-            continue
-        for section, first in (("objective", f"name: {name}"), ("sampling", f"transition: {part.sampling.transition}")):
-            for setting in sections.get(section) or ():
-                if not methods.reads(method, section, setting):
-                    raise ValueError(
-                        f"{section}.{setting} is {_readers(section, setting)}, and {name} does not read it: leave it out, or give "
-                        f"the whole section, {section}={{{first}}}."
-                    )
+        pairs = [(section, setting) for section in ("objective", "sampling") for setting in sections.get(section) or ()]
+        unread = next((pair for pair in pairs if ":" not in name and not methods.reads(method, *pair)), None)
+        if unread is not None:
+            section, setting = unread
+            first = f"name: {name}" if section == "objective" else f"transition: {part.sampling.transition}"
+            raise ValueError(
+                f"{section}.{setting} is {_readers(section, setting)}, and {name} does not read it: leave it out, or give the whole "
+                f"section, {section}={{{first}}}."
+            )
 
 
 def _readers(section: str, setting: str) -> str:

@@ -20,11 +20,11 @@ from flow_grpo.prompts import PromptSet, load_prompts
 from flow_grpo.reward_checkup import PERSON
 from flow_grpo.sections import RewardConfig
 from flow_grpo.training import early_checks
+from flow_grpo.tryout import COSTLY
 from flow_grpo.types import PromptBatch
 from rewards.downloads import cache_alone, hub_answers, lacks_download
 
 IMAGES, UNKNOWN = 2, 512  # that each reward gets, and their pixels where the model's are not known
-NOT_CALLED = {PERSON: "a person ranks its images", "judge": "each answer may cost money"}
 
 
 @dataclass
@@ -166,7 +166,7 @@ def _rewards(args: FlowGRPOConfig, prompts: PromptSet | None, size: tuple[int, i
         if called:
             found.rewards.append(name)
         else:
-            found.notes.append(f"the reward {name} was not called: {NOT_CALLED[name]}")
+            found.notes.append(f"the reward {name} was not called: {COSTLY[name]}")
 
 
 def _call(name: str, setting: RewardConfig, images: torch.Tensor, batch: PromptBatch) -> bool:
@@ -175,7 +175,7 @@ def _call(name: str, setting: RewardConfig, images: torch.Tensor, batch: PromptB
         reward_kit.check(name, **setting.options)  # building it would open a page
         return False
     reward = placed(name, setting)
-    if name in NOT_CALLED:
+    if name in COSTLY:
         return False
     reward_kit.score(name, reward, images, batch.prompts, **batch.columns())
     return True

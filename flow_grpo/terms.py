@@ -151,14 +151,11 @@ class FinalTerms:
         """One loss per noise level, its values those of `rows` (n,)."""
         for draw in range(self.count):
             image = self._image(draw, rows)
-            loss = self._objective(image, self.advantage[rows])
+            loss = self.loss(image, self.advantage[rows])
             if self.o.kl_weight:
                 assert image.v_ref is not None
                 loss = _with_kl(loss, objectives.velocity_kl(image.v, image.v_ref), self.o.kl_weight)
             yield loss
-
-    def _objective(self, image: NoisedImage, advantage: Tensor) -> Loss:
-        return self.loss(image, advantage)
 
     def _image(self, draw: int, rows: Tensor) -> NoisedImage:
         eps, timestep, sigma = (t[rows] for t in self.draws[draw])

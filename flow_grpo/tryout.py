@@ -27,7 +27,8 @@ from rewards import user_code
 BINS, BAR = 10, 32
 AGAIN = 32  # pictures that `look_at` scores once more
 FEW = 4  # pictures that are scored alone and together
-COSTLY = ("human", "judge")  # rewards that a person or a paid service answers, wherever they run; else they have `costly`
+# why these rewards, wherever they run, are not called only to be looked at; one's own says so by an attribute `costly`
+COSTLY = {"human": "a person ranks its images", "judge": "each answer may cost money"}
 CHANCE = 5  # times its own chance, from which on a difference comes from the other images of a call
 ROUNDING, SHARE = 2**-7, 0.25  # of the largest value (bf16 has 8 bits), and of the spread: smaller differences are rounding
 PLAIN = "as they are"
