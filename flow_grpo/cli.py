@@ -108,8 +108,6 @@ def train(
         console.print(args.dump(), highlight=False, markup=False)
         if not dry_run:
             return
-    if num_processes > (most := PROCESSES_PER_CORE * (os.cpu_count() or 1)):
-        raise ValueError(f"--num-processes={num_processes} is too many for the cores of this machine: give at most {most}.")
     if num_processes > 1 and "RANK" not in os.environ and not dry_run:
         raise typer.Exit(_launch(num_processes, config, overrides or [], resume, Path(args.output)))
     end_with_launcher()
@@ -143,6 +141,8 @@ def _launch(count: int, config: str, overrides: list[str], resume: bool, folder:
     from flow_grpo import checkpoint
     from flow_grpo.launch import RankDied, launch
 
+    if count > (most := PROCESSES_PER_CORE * (os.cpu_count() or 1)):
+        raise ValueError(f"--num-processes={count} is too many for the cores of this machine: give at most {most}.")
     try:
         return launch(count, ["train", config, *overrides, *(["--resume"] if resume else [])])
     except RankDied as error:

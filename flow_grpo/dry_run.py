@@ -156,12 +156,12 @@ def _rewards(args: FlowGRPOConfig, prompts: PromptSet | None, size: tuple[int, i
             with phase(f"calling reward {name}"), cache_alone():
                 called = _call(name, setting, images, batch)
         except ValueError as error:
-            if not lacks_download(error):
-                if setting.on_error == "stop":
-                    raise
+            if lacks_download(error):
+                found.missing.append(f"the reward {name}")
+            elif setting.on_error == "stop":
+                raise
+            else:
                 found.notes.append(f"warning: {error}")
-                continue
-            found.missing.append(f"the reward {name}")
             continue
         if called:
             found.rewards.append(name)
