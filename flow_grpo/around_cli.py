@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from flow_grpo.checks import check_all_read
+from flow_grpo.checks import check_unused_settings
 from flow_grpo.config import FlowGRPOConfig
 
 console = Console()
@@ -96,7 +96,7 @@ def plan(
 
     quiet_libraries()
     args = FlowGRPOConfig.read(config, overrides)
-    check_all_read(args)
+    check_unused_settings(args)
     if any(math.isnan(number) for number in (gpu_memory, gpu_tflops) if number is not None):
         raise ValueError("--gpu-memory and --gpu-tflops should be numbers.")
     if gpu_tflops is not None and gpu is None:

@@ -102,8 +102,8 @@ def check_objective(o: "ObjectiveConfig", s: "SamplingConfig") -> None:
         raise ValueError("objective.sigma_range must rise, for example [0, 1].")
 
 
-def check_all_read(args: "FlowGRPOConfig") -> None:
-    """That the objective reads every setting of `objective` and `sampling` that has another value than the default's.
+def check_unused_settings(args: "FlowGRPOConfig") -> None:
+    """Refuse a setting of `objective` or `sampling` that is not the default and that the objective does not read (ValueError).
 
     One's own function is not asked, as its name is often set over the config of another objective.
     """

@@ -6,7 +6,7 @@ from pathlib import Path
 import torch
 
 from flow_grpo import dashboards
-from flow_grpo.checks import check_all_read
+from flow_grpo.checks import check_unused_settings
 from flow_grpo.config import FlowGRPOConfig
 from flow_grpo.parallel import Processes
 from flow_grpo.policy import usable
@@ -19,7 +19,7 @@ from flow_grpo.zero import STAGES, library
 def check_settings(args: FlowGRPOConfig, count: int) -> None:
     """What a run of `count` processes needs installed, its device, its own functions, and sizes that they can share."""
     if not has_metrics(Path(args.output)):  # a run that is resumed may have been begun when such settings were let pass
-        check_all_read(args)
+        check_unused_settings(args)
     dashboards.check_installed(args.trackers)
     device = usable(args.device)
     if args.memory.shard in STAGES and count > 1:
