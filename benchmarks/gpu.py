@@ -17,7 +17,7 @@ import diffusers
 import torch
 import transformers
 
-from flow_grpo.quiet import quiet_libraries
+from flow_grpo.policy.library_logging import quiet_libraries
 
 STEPS = 3
 SIZE = ["height=512", "width=512", "pipeline={max_sequence_length: 128}", "dtype=bf16"]
@@ -111,10 +111,10 @@ def brightness(images, prompts):
 def measure(folder: str, overrides: list[str]) -> dict[str, float]:
     """One setting, in this process."""
     from flow_grpo.config import FlowGRPOConfig
-    from flow_grpo.hardware import matmul_speed
-    from flow_grpo.memory import peak_bytes
-    from flow_grpo.plan import Plan
-    from flow_grpo.train import FlowGRPOTrainer
+    from flow_grpo.plan.estimate import Plan
+    from flow_grpo.plan.hardware import matmul_speed
+    from flow_grpo.policy.memory import peak_bytes
+    from flow_grpo.trainer import FlowGRPOTrainer
 
     with tempfile.TemporaryDirectory() as out:
         args = FlowGRPOConfig.of(folder, [*SIZE, *RUN, *overrides, f"output={out}"])

@@ -29,7 +29,7 @@ LARGE = [
 
 def predicted(words: list[str]) -> dict[str, float]:
     from flow_grpo.config import FlowGRPOConfig
-    from flow_grpo.plan import Plan, occupied
+    from flow_grpo.plan.estimate import Plan, occupied
 
     args = FlowGRPOConfig.read(words[0], words[1:])
     base = occupied(args)
@@ -38,9 +38,9 @@ def predicted(words: list[str]) -> dict[str, float]:
 
 def measured(words: list[str]) -> dict[str, float]:
     from flow_grpo.config import FlowGRPOConfig
-    from flow_grpo.memory import peak_bytes
-    from flow_grpo.plan import Plan
-    from flow_grpo.train import FlowGRPOTrainer
+    from flow_grpo.plan.estimate import Plan
+    from flow_grpo.policy.memory import peak_bytes
+    from flow_grpo.trainer import FlowGRPOTrainer
 
     args = FlowGRPOConfig.read(words[0], words[1:])
     trainer = FlowGRPOTrainer(args=args)

@@ -15,8 +15,8 @@ from rich.console import Console
 from rich.table import Table
 
 from flow_grpo.config import FlowGRPOConfig
-from flow_grpo.quiet import quiet_libraries
-from flow_grpo.train import FlowGRPOTrainer
+from flow_grpo.policy.library_logging import quiet_libraries
+from flow_grpo.trainer import FlowGRPOTrainer
 
 ROUNDS = 12
 WARMUP = 3

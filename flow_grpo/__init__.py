@@ -8,17 +8,17 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from flow_grpo.config import FlowGRPOConfig
-    from flow_grpo.policy import Policy, load_policy
-    from flow_grpo.train import FlowGRPOTrainer
+    from flow_grpo.policy.policy import Policy, load_policy
+    from flow_grpo.trainer import FlowGRPOTrainer
 
 __version__ = "0.3.0"
 __all__ = ["FlowGRPOConfig", "FlowGRPOTrainer", "Policy", "load_policy"]
 
 _HOMES = {
     "FlowGRPOConfig": "flow_grpo.config",
-    "FlowGRPOTrainer": "flow_grpo.train",
-    "Policy": "flow_grpo.policy",
-    "load_policy": "flow_grpo.policy",
+    "FlowGRPOTrainer": "flow_grpo.trainer",
+    "Policy": "flow_grpo.policy.policy",
+    "load_policy": "flow_grpo.policy.policy",
 }
 
 

@@ -1,4 +1,4 @@
-from flow_grpo.cli import run
+from flow_grpo.cli.app import run
 
 if __name__ == "__main__":
     run()

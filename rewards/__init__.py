@@ -33,11 +33,11 @@ NAMES = {
     "jpeg_size": "rewards.pixels:jpeg_size",
     "sharpness": "rewards.pixels:sharpness",
     "color": "rewards.pixels:Color",
-    "geneval": "rewards.geneval:GenEval",
-    "geneval_exact": "rewards.geneval:ExactGenEval",
+    "geneval": "rewards.geneval.rules:GenEval",
+    "geneval_exact": "rewards.geneval.rules:ExactGenEval",
     "human": "rewards.human:Human",
     "judge": "rewards.judge:Judge",
-    "remote": "rewards.remote:Remote",
+    "remote": "rewards.serving.client:Remote",
 }
 SHOWN = 200  # characters of a prompt in an error
 
@@ -54,8 +54,8 @@ def load(
     A class is built with the options; a function gets them as keyword arguments of every call.
 
     Args:
-        remote: the address of a server that runs it, or of several; the options are then those of the client, `rewards.remote`.
-        isolate: whether it runs in a process of its own; an option `timeout` is then that process's, `rewards.isolated`.
+        remote: the address of a server that runs it, or of several; the options are then those of the client, `rewards.serving.client`.
+        isolate: whether it runs in a process of its own; an option `timeout` is then that process's, `rewards.serving.subprocess`.
         python: isolate: the interpreter of the environment it runs in.
 
     Raises:
@@ -68,7 +68,7 @@ def load(
     if remote is not None:
         return load("remote", **{"urls": remote, "reward": name, **options})
     if isolate:
-        from rewards.isolated import Isolated
+        from rewards.serving.subprocess import Isolated
 
         own = {"timeout": options.pop("timeout")} if "timeout" in options else {}
         return Isolated(name, options, python, **own)
@@ -93,7 +93,7 @@ def takes_pil(function: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(function)  # its signature stays, so it gets the metadata that it names
     def reward(*arguments: Any, **metadata: Any) -> torch.Tensor | list[float]:
-        from rewards.batches import to_pil
+        from rewards.images import to_pil
 
         *instance, images, prompts = arguments
         return function(*instance, to_pil(images), prompts, **metadata)

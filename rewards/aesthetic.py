@@ -6,10 +6,10 @@ import torch
 from huggingface_hub import constants
 from torch import Tensor, nn
 
-from rewards.batches import in_batches
-from rewards.checkpoints import fill, read
 from rewards.clip import OpenCLIP
 from rewards.downloads import HubUnreachable
+from rewards.images import in_batches
+from rewards.weights import fill, read
 
 FILE = "sac+logos+ava1-l14-linearMSE.pth"
 URL = f"https://github.com/christophschuhmann/improved-aesthetic-predictor/raw/main/{FILE.replace('+', '%2B')}"

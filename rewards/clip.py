@@ -15,8 +15,8 @@ import torch.nn.functional as F
 from PIL import Image
 from torch import Tensor
 
-from rewards.batches import distinct, in_batches
 from rewards.downloads import HubUnreachable, downloads
+from rewards.images import distinct, in_batches
 
 TINY = "flow-grpo-tiny"
 FOLDER = Path(__file__).parent / "tiny_clip"

@@ -8,9 +8,9 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoProcessor, Qwen2VLModel
 from transformers.models.qwen2_vl.image_processing_qwen2_vl import smart_resize
 
-from rewards.batches import in_batches
-from rewards.checkpoints import check, fill, read
 from rewards.downloads import downloads, hub_file
+from rewards.images import in_batches
+from rewards.weights import check, fill, read
 
 TOKEN = "<|Reward|>"
 EMBEDDING = "language_model.embed_tokens.weight"

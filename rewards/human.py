@@ -17,7 +17,7 @@ import torch
 import uvicorn
 from fastapi import FastAPI, HTTPException, Request, Response
 
-from rewards.remote import png
+from rewards.serving.client import png
 
 KEYS = "123456789abcdefghijklmnopqrstuvwxyz"
 TEMPLATE = Path(__file__).parent / "human.html"

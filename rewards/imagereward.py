@@ -10,9 +10,9 @@ from torchvision.transforms import CenterCrop, Compose, InterpolationMode, Norma
 from transformers import AutoTokenizer, BlipTextConfig, BlipTextModel, BlipVisionConfig, BlipVisionModel
 
 from rewards.aesthetic import LinearHead
-from rewards.batches import in_batches
-from rewards.checkpoints import fill, read
 from rewards.downloads import downloads, hub_file
+from rewards.images import in_batches
+from rewards.weights import fill, read
 
 MEAN, STD = 0.16717362830052426, 1.0333394966054072  # of the raw scores on the authors' test set
 TOKENS = 35  # every prompt is padded or cut to this

@@ -10,8 +10,8 @@ from typing import Any, Literal
 import httpx
 import torch
 
-from rewards.http import Client, Unanswered, Unusable, ask, together
-from rewards.remote import png
+from rewards.serving.client import png
+from rewards.serving.retry import Client, Unanswered, Unusable, ask, together
 
 QUESTIONS = {
     "number": (

@@ -7,7 +7,7 @@ import onnxruntime
 import torch
 from rapidfuzz.distance import Levenshtein
 
-from rewards.batches import to_bytes
+from rewards.images import to_bytes
 
 QUOTED = re.compile(r'"([^"]+)"')
 LINE_HEIGHT = 48  # pixels: what PP-OCR's recogniser scales every line to

@@ -4,9 +4,9 @@ from PIL import Image
 from torch import Tensor, nn
 from transformers import AutoProcessor, CLIPModel
 
-from rewards.batches import distinct, in_batches
-from rewards.checkpoints import check
 from rewards.downloads import HubUnreachable, downloads
+from rewards.images import distinct, in_batches
+from rewards.weights import check
 
 
 class PickScore(nn.Module):

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from rewards.batches import to_pil
+from rewards.images import to_pil
 
 PALETTE = {
     "red": (214, 40, 40),

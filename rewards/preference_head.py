@@ -16,9 +16,9 @@ from PIL import Image
 from safetensors.torch import save_file
 from torch import Tensor
 
-from rewards.batches import in_batches, to_rgb
-from rewards.checkpoints import check, read
 from rewards.clip import TINY, OpenCLIP
+from rewards.images import in_batches, to_rgb
+from rewards.weights import check, read
 
 
 @dataclass

@@ -9,8 +9,8 @@ import torch
 from hypothesis import HealthCheck, settings
 
 from flow_grpo.config import FlowGRPOConfig
-from flow_grpo.policy import Policy, load_policy
-from flow_grpo.quiet import quiet_libraries
+from flow_grpo.policy.library_logging import quiet_libraries
+from flow_grpo.policy.policy import Policy, load_policy
 
 quiet_libraries()
 # A job that a shell starts in the background ignores Ctrl-C, and so would every command that the tests start and interrupt.

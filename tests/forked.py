@@ -13,10 +13,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from flow_grpo.quiet import before_imports
+from flow_grpo.policy.library_logging import before_imports
 
 FORKS = multiprocessing.get_context("forkserver")
-FORKS.set_forkserver_preload(["flow_grpo.train", "flow_grpo.compare", "flow_grpo.measures", "matplotlib.figure"])
+FORKS.set_forkserver_preload(
+    ["flow_grpo.trainer", "flow_grpo.compare.runs", "flow_grpo.evaluation.measure", "matplotlib.figure"]
+)
 
 
 @dataclass
@@ -71,6 +73,6 @@ def _run(words: tuple[str, ...], cwd: str, written: str, environment: dict[str, 
         standard.reconfigure(line_buffering=True)
     os.chdir(cwd)
     sys.argv = ["flow-grpo", *words]
-    from flow_grpo import cli
+    from flow_grpo.cli import app as cli
 
     cli.run()

@@ -12,11 +12,11 @@ import torch
 from torch import Tensor
 
 from flow_grpo.config import FlowGRPOConfig
-from flow_grpo.embeddings import Embeddings
-from flow_grpo.experience import Rollouts
-from flow_grpo.parallel import Processes
-from flow_grpo.policy import Policy
-from flow_grpo.prompts import Dealer, PromptSet
+from flow_grpo.data.prompts import Dealer, PromptSet
+from flow_grpo.distributed.processes import Processes
+from flow_grpo.policy.embedding_cache import Embeddings
+from flow_grpo.policy.policy import Policy
+from flow_grpo.training.rollouts import Rollouts
 from flow_grpo.types import Experience
 from rewards import WeightedSum
 

@@ -8,10 +8,11 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from flow_grpo import checkpoint, gallery
 from flow_grpo.config import FlowGRPOConfig
-from flow_grpo.grid import Cell, read_grid, save_grid
-from flow_grpo.loading import parse_yaml
+from flow_grpo.config.loading import parse_yaml
+from flow_grpo.data import image_sets
+from flow_grpo.data.grid import Cell, read_grid, save_grid
+from flow_grpo.run_folder import checkpoint
 from flow_grpo.run_folder.metrics_file import METRICS, TORN, read_metrics, rewind
 
 LEAVES = st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=20)
@@ -140,7 +141,7 @@ def test_any_manifest_is_refused_in_a_sentence_or_gives_a_prompt_to_each_picture
     (tmp_path / "a.png").write_bytes(grid[1])
     (tmp_path / "metadata.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     try:
-        found = gallery.read(tmp_path)
+        found = image_sets.read(tmp_path)
     except ValueError as error:
         one_sentence(error)
     else:

@@ -6,7 +6,7 @@ import pytest
 from conftest import short_run
 
 from flow_grpo import FlowGRPOTrainer
-from flow_grpo.tracking import read_metrics
+from flow_grpo.tracking.tracker import read_metrics
 
 PARTS = ("microbatch=4", "steps=1", "evaluation={prompts: null, pictures: 0}")  # two prompts, each a part
 

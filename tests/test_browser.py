@@ -8,7 +8,7 @@ import pytest
 from PIL import Image
 from synthetic import AFTER, BEFORE, PROMPTS, synthetic_run
 
-from flow_grpo import report
+from flow_grpo.report import page as report
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")

@@ -13,9 +13,11 @@ import pytest
 from conftest import short_run
 from forked import begin, run
 
-from flow_grpo import __version__, cli, grid
-from flow_grpo.compare import Budget, compare
-from flow_grpo.grid import read_grid
+from flow_grpo import __version__
+from flow_grpo.cli import app as cli
+from flow_grpo.compare.runs import Budget, compare
+from flow_grpo.data import grid
+from flow_grpo.data.grid import read_grid
 
 ROOT = Path(__file__).parent.parent
 REWARD = Path(__file__).parent / "sample_rewards.py"

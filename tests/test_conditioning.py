@@ -3,7 +3,18 @@
 import pytest
 import torch
 
-from flow_grpo.conditioning import ABSENT, CUMULATIVE, ROWS, SHARED, axes_of, conditioning, joined, merged, moved, row_of
+from flow_grpo.policy.conditioning import (
+    ABSENT,
+    CUMULATIVE,
+    ROWS,
+    SHARED,
+    axes_of,
+    conditioning,
+    joined,
+    merged,
+    moved,
+    row_of,
+)
 
 
 def encoded(lengths: list[int], seed: int = 0) -> tuple:

@@ -6,12 +6,13 @@ from conftest import tiny_policy
 from families import TINY
 from forked import run
 
-from flow_grpo import hub, sampling
-from flow_grpo.config import EMBEDDED, FlowGRPOConfig, shipped
-from flow_grpo.policy import Policy
-from flow_grpo.prompts import load_prompts
-from flow_grpo.reward_cli import with_options
-from flow_grpo.train import FlowGRPOTrainer
+from flow_grpo import sampling
+from flow_grpo.cli.rewards import with_options
+from flow_grpo.config.run_config import EMBEDDED, FlowGRPOConfig, shipped
+from flow_grpo.data.prompts import load_prompts
+from flow_grpo.policy import hub
+from flow_grpo.policy.policy import Policy
+from flow_grpo.trainer import FlowGRPOTrainer
 
 
 @pytest.mark.parametrize("name", sorted(str(p.relative_to(shipped("")))[:-5] for p in shipped("").rglob("*.yaml")))

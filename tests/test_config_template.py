@@ -7,8 +7,8 @@ import pytest
 import yaml
 from forked import run
 
-from flow_grpo.config import FlowGRPOConfig, shipped
-from flow_grpo.config_template import json_schema, template
+from flow_grpo.config.run_config import FlowGRPOConfig, shipped
+from flow_grpo.config.template import json_schema, template
 
 CONFIGS = [file for folder in ("", "compare") for file in sorted(shipped(folder).glob("*.yaml"))]
 MODELS = ["tiny", "stabilityai/stable-diffusion-3.5-medium", "black-forest-labs/FLUX.1-dev", "./my-own-folder"]

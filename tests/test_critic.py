@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch.nn import functional
 
-from flow_grpo.critic import Critic, gae
-from flow_grpo.sections import CriticConfig
+from flow_grpo.config.sections import CriticConfig
+from flow_grpo.training.critic import Critic, gae
 from flow_grpo.types import Schedule, Trajectory
 
 SETTINGS = CriticConfig(width=8, lr=0.01, gae_lambda=0.7)

@@ -6,9 +6,9 @@ from conftest import short_run
 from families import TINY, awake
 
 from flow_grpo.config import FlowGRPOConfig
-from flow_grpo.memory import peak_bytes
-from flow_grpo.plan import Plan
-from flow_grpo.train import FlowGRPOTrainer
+from flow_grpo.plan.estimate import Plan
+from flow_grpo.policy.memory import peak_bytes
+from flow_grpo.trainer import FlowGRPOTrainer
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 

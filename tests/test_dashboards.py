@@ -14,10 +14,11 @@ from PIL import Image
 from rich.console import Console
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from flow_grpo import checks, dashboards, story
-from flow_grpo.config import FlowGRPOConfig
-from flow_grpo.tracking import Tracker, read_metrics
-from flow_grpo.train import FlowGRPOTrainer
+from flow_grpo.config import FlowGRPOConfig, validation
+from flow_grpo.run_folder import reader
+from flow_grpo.tracking import services
+from flow_grpo.tracking.tracker import Tracker, read_metrics
+from flow_grpo.trainer import FlowGRPOTrainer
 
 SERVICE = """
 import json, os
@@ -69,7 +70,7 @@ log_text = lambda text, artifact_file: note("log", {artifact_file: text}, None)
 log_dict = lambda values, artifact_file: note("log", {artifact_file: values}, None)
 end_run = lambda: Run().finish()
 """
-OTHERS = [name for name in checks.TRACKERS if name != "tensorboard"]
+OTHERS = [name for name in validation.TRACKERS if name != "tensorboard"]
 METRICS = {"reward": 0.1, "rewards//my/../file.py:fn/mean": 0.2}
 
 
@@ -113,7 +114,7 @@ def test_tensorboard_holds_the_very_numbers_once_although_the_run_was_resumed(tr
     for row in read_metrics(trained):
         for name, value in row.items():
             if name != "step":
-                wanted.setdefault(dashboards.shown(name), []).append((row["step"], float(np.float32(value))))
+                wanted.setdefault(services.shown(name), []).append((row["step"], float(np.float32(value))))
     assert {len(points) for points in wanted.values()} >= {3, 4}, "training steps, and evaluations from step 0 on"
     config = found.Tensors("config/text_summary")[0].tensor_proto.string_val[0].decode()
     assert "    prompts_per_step: 2\n" in config
@@ -128,11 +129,11 @@ def test_tensorboard_has_each_evaluations_picture_of_the_same_prompt_pixel_by_pi
     pictures = found.Images("pictures/0")
     assert [picture.step for picture in pictures] == [0, 1, 2, 3]
     for picture in pictures:
-        kept = trained / "pictures" / f"step_{picture.step:06d}" / story.prompt_picture(0)
+        kept = trained / "pictures" / f"step_{picture.step:06d}" / reader.prompt_picture(0)
         ours, theirs = Image.open(kept).convert("RGB"), Image.open(io.BytesIO(picture.encoded_image_string))
         assert np.array_equal(np.asarray(ours), np.asarray(theirs))
     text = found.Tensors("prompts/0/text_summary")[0].tensor_proto.string_val[0].decode()
-    assert text == story.read_all(trained, story.EVALUATION)[0]["prompts"][0]
+    assert text == reader.read_all(trained, reader.EVALUATION)[0]["prompts"][0]
 
 
 def test_a_service_that_fails_in_mid_run_changes_no_number_and_warns_once(tmp_path, service, monkeypatch, capsys):
@@ -165,7 +166,7 @@ def test_each_service_gets_settings_numbers_pictures_and_warnings_and_the_same_r
     Image.new("RGB", (8, 4)).save(picture)
     for step in (None, 1):
         with Tracker(tmp_path, 2, Console(file=io.StringIO())) as tracker:
-            tracker.watched_by(dashboards.start(tmp_path, args, tracker.say, step))
+            tracker.watched_by(services.start(tmp_path, args, tracker.say, step))
             tracker.log(2, METRICS)
             tracker.evaluation(2, {"ocr": 0.5}, {}, [("a cat", picture), ("a\ndog", picture)])
             tracker.warn(2, "sharpness has fallen")
@@ -197,20 +198,20 @@ def test_a_service_that_does_not_start_stops_a_new_run_and_not_one_that_goes_on(
     monkeypatch.setenv("REFUSES", "1")
     args = FlowGRPOConfig.read("tiny_ocr", ["trackers=wandb"])
     with pytest.raises(ValueError, match=r"tracker wandb could not be started: ConnectionError: no login\. Mend that"):
-        dashboards.start(tmp_path, args, print)
+        services.start(tmp_path, args, print)
     said: list[str] = []
-    assert dashboards.start(tmp_path, args, said.append, 5) == []
+    assert services.start(tmp_path, args, said.append, 5) == []
     assert said == [
         "warning: the tracker wandb could not be started: ConnectionError: no login; the run goes on without it."
     ]
 
 
 def test_names_are_accelerates_and_others_are_a_sentence(monkeypatch):
-    assert set(checks.TRACKERS) <= LOGGER_TYPE_TO_CLASS.keys()
+    assert set(validation.TRACKERS) <= LOGGER_TYPE_TO_CLASS.keys()
     with pytest.raises(ValueError, match=r"there is no tracker tensorbord\. Did you mean tensorboard\?"):
         FlowGRPOConfig.read("tiny_ocr", ["trackers=[tensorbord]"])
     assert FlowGRPOConfig.read("tiny_ocr", ["trackers=[wandb, mlflow]"]).trackers == {"wandb": {}, "mlflow": {}}
     assert FlowGRPOConfig.read("tiny_ocr", ["trackers=[]"]).trackers == {}
-    monkeypatch.setattr(dashboards.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(services.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(ValueError, match="needs the package swanlab, which is not installed: pip install swanlab"):
         FlowGRPOTrainer(args=FlowGRPOConfig.read("tiny_ocr", ["trackers=[swanlab]"]))

@@ -15,15 +15,18 @@ from rich.console import Console
 from sample_rewards import brightness, flat, nan, raises, rank
 
 import rewards
-from flow_grpo import checkup, doctor, reward_checkup, verdicts
 from flow_grpo.config import FlowGRPOConfig
-from flow_grpo.grid import Cell, save_grid
-from flow_grpo.policy import Policy, load_policy
-from flow_grpo.prompts import load_prompts
+from flow_grpo.data.grid import Cell, save_grid
+from flow_grpo.data.prompts import load_prompts
+from flow_grpo.doctor import result
+from flow_grpo.doctor import rewards as reward_checkup
+from flow_grpo.doctor import run as checkup
+from flow_grpo.doctor import show as doctor
+from flow_grpo.doctor.result import FINE, WARNING, WRONG, Verdict
+from flow_grpo.doctor.reward_probe import Pictures, look_at
+from flow_grpo.policy.policy import Policy, load_policy
 from flow_grpo.tiny import pretrain, world
-from flow_grpo.train import FlowGRPOTrainer
-from flow_grpo.tryout import Pictures, look_at
-from flow_grpo.verdicts import FINE, WARNING, WRONG, Verdict
+from flow_grpo.trainer import FlowGRPOTrainer
 from rewards import WeightedSum
 
 OFTEN_SEEN = [
@@ -75,7 +78,7 @@ def test_a_healthy_run_has_nothing_wrong_and_nothing_is_written(tmp_path):
     assert [title for title, _ in sections] == ["machine", "prompts", "rewards", "groups", "an update", "what it takes"]
     found = {verdict.check: verdict for _, part in sections for verdict in part}
     assert not [verdict for verdict in found.values() if verdict.level == WRONG]
-    assert verdicts.conclusion(found.values()).startswith("Nothing is wrong")
+    assert result.conclusion(found.values()).startswith("Nothing is wrong")
     for check in ("ratio before the first update", "gradient against Adam's eps", "made by the trained steps", "clip range",
                   "another micro-batch", "the longest prompt's end", "ocr: reads the prompt", "ocr: scored twice",
                   "ocr: other images of a prompt", "ocr: side effects", "color: side effects"):  # fmt: skip
@@ -326,14 +329,14 @@ SOLVED = torch.tensor([[1.0, 1.0], [1.0, 1.0], [0.2, 1.0]])
 @pytest.mark.parametrize(
     ("verdict", "level"),
     [
-        (verdicts.device("cpu", "bf16", 1e10, 1e12, False), WARNING),
-        (verdicts.device("cpu", "fp32", 1e12, 1e12, True), WARNING),
-        (verdicts.device("cuda", "bf16", 9e14, 5e13, True), FINE),
-        (verdicts.threads(1, 16, 8), WARNING),
-        (verdicts.threads(8, 16, 8), FINE),
-        (verdicts.threads(16, 16, 8), FINE),
-        (verdicts.threads(2, 2, 8), FINE),
-        (verdicts.threads(15, 16, None), WARNING),
+        (result.device("cpu", "bf16", 1e10, 1e12, False), WARNING),
+        (result.device("cpu", "fp32", 1e12, 1e12, True), WARNING),
+        (result.device("cuda", "bf16", 9e14, 5e13, True), FINE),
+        (result.threads(1, 16, 8), WARNING),
+        (result.threads(8, 16, 8), FINE),
+        (result.threads(16, 16, 8), FINE),
+        (result.threads(2, 2, 8), FINE),
+        (result.threads(15, 16, None), WARNING),
         (reward_checkup.values("r", torch.tensor([1.0] * 19 + [0.0]), False, WRONG), WARNING),
         (reward_checkup.values("r", torch.tensor([0.0] * 19 + [1.0]), False, WRONG), WARNING),
         (reward_checkup.values("r", torch.tensor([0.0, 0.5, 1.0]), False, WRONG), FINE),
@@ -341,26 +344,26 @@ SOLVED = torch.tensor([[1.0, 1.0], [1.0, 1.0], [0.2, 1.0]])
         (reward_checkup.values("r", torch.tensor([torch.nan] * 3), True, WRONG), WRONG),
         (reward_checkup.latency("r", 2.0, 0.8), WARNING),
         (reward_checkup.latency("r", 2.0, 0.3), FINE),
-        (verdicts.signal(torch.tensor([False, False, True]), SOLVED), WARNING),
-        (verdicts.signal(torch.tensor([False, True, True]), SOLVED), FINE),
-        (verdicts.batch_free(0.2, 1e-3), WARNING),
-        (verdicts.batch_free(1e-5, 1e-3), FINE),
-        (verdicts.ratio(1e-6), WRONG),
-        (verdicts.ratio(0.0), FINE),
-        (verdicts.gradient(NORM, 1000, 1e-15, 1.0, overflow=True), WARNING),
-        (verdicts.clip_range(torch.zeros(8), 1e-3, 1e-3, 2), WARNING),
-        (verdicts.reach(dict.fromkeys(NORM, 0.0), whole=False), WRONG),
-        (verdicts.reach({**NORM, **dict.fromkeys(list(NORM)[:3], 0.0)}, whole=False), WARNING),
-        (verdicts.reach({**NORM, **dict.fromkeys(list(NORM)[:3], 0.0)}, whole=True), WARNING),
-        (verdicts.reach({**NORM, "blocks.9.to_q.lora_A.weight": 0.0}, whole=False), FINE),
-        (verdicts.step_time("a step", {"reward": 1.0, "update": 9.0, "step": 10.0}, 2.0), WARNING),
-        (verdicts.step_time("a step", {"reward": 9.0, "update": 1.0, "step": 10.0}, 2.0), FINE),
-        (verdicts.memory(15.5e9, 16e9, None, alone=True), WARNING),
-        (verdicts.memory(2e9, 16e9, 1e9, alone=False), FINE),
-        (verdicts.disk(2e9, 1e9), WRONG),
-        (verdicts.disk(1e8, 1e9), FINE),
-        (verdicts.run_folder("runs/x", begun=True), WARNING),
-        (verdicts.run_folder("runs/x", begun=False), FINE),
+        (result.signal(torch.tensor([False, False, True]), SOLVED), WARNING),
+        (result.signal(torch.tensor([False, True, True]), SOLVED), FINE),
+        (result.batch_free(0.2, 1e-3), WARNING),
+        (result.batch_free(1e-5, 1e-3), FINE),
+        (result.ratio(1e-6), WRONG),
+        (result.ratio(0.0), FINE),
+        (result.gradient(NORM, 1000, 1e-15, 1.0, overflow=True), WARNING),
+        (result.clip_range(torch.zeros(8), 1e-3, 1e-3, 2), WARNING),
+        (result.reach(dict.fromkeys(NORM, 0.0), whole=False), WRONG),
+        (result.reach({**NORM, **dict.fromkeys(list(NORM)[:3], 0.0)}, whole=False), WARNING),
+        (result.reach({**NORM, **dict.fromkeys(list(NORM)[:3], 0.0)}, whole=True), WARNING),
+        (result.reach({**NORM, "blocks.9.to_q.lora_A.weight": 0.0}, whole=False), FINE),
+        (result.step_time("a step", {"reward": 1.0, "update": 9.0, "step": 10.0}, 2.0), WARNING),
+        (result.step_time("a step", {"reward": 9.0, "update": 1.0, "step": 10.0}, 2.0), FINE),
+        (result.memory(15.5e9, 16e9, None, alone=True), WARNING),
+        (result.memory(2e9, 16e9, 1e9, alone=False), FINE),
+        (result.disk(2e9, 1e9), WRONG),
+        (result.disk(1e8, 1e9), FINE),
+        (result.run_folder("runs/x", begun=True), WARNING),
+        (result.run_folder("runs/x", begun=False), FINE),
     ],
 )
 def test_numbers_and_their_verdicts(verdict, level):
@@ -370,21 +373,21 @@ def test_numbers_and_their_verdicts(verdict, level):
 
 def test_silent_groups_are_told_apart():
     silent = torch.tensor([False, False, True])
-    assert "solved" in verdicts.signal(silent, SOLVED).says
-    assert "hopeless" in verdicts.signal(silent, 1.2 - SOLVED).says
+    assert "solved" in result.signal(silent, SOLVED).says
+    assert "hopeless" in result.signal(silent, 1.2 - SOLVED).says
     rounded = torch.full((3, 16), 0.9)
     rounded[2, 0] = 0.1
     assert rounded[0].mean() != rounded.max(), "a mean of equal numbers is off by rounding"
-    assert "solved" in verdicts.signal(silent, rounded).says
+    assert "solved" in result.signal(silent, rounded).says
 
 
 def test_advice_fits_what_it_is_given_for():
-    assert "near 0" not in verdicts.clip_range(torch.zeros(8), 1e-3, 1e-3, 2).says
-    lora, weights = (verdicts.reach(dict.fromkeys(NORM, 0.0), whole) for whole in (False, True))
+    assert "near 0" not in result.clip_range(torch.zeros(8), 1e-3, 1e-3, 2).says
+    lora, weights = (result.reach(dict.fromkeys(NORM, 0.0), whole) for whole in (False, True))
     assert (lora.check, weights.check) == ("LoRA parameters with gradient", "weights with gradient")
     assert "lora.targets" in lora.says
     assert "lora" not in weights.says.partition(": ")[2]
-    often, few = verdicts.enough(10, 2, 1000), verdicts.enough(10, 8, 2)
+    often, few = result.enough(10, 2, 1000), result.enough(10, 8, 2)
     assert often.level == few.level == WARNING
     assert "by heart" in often.says
     assert "by heart" not in few.says
@@ -438,11 +441,11 @@ def test_what_was_found_is_kept_and_no_text_of_others_reaches_the_terminal_as_it
 
 
 def test_prompts_that_are_not_all_asked_for_are_counted():
-    assert verdicts.enough(5000, 8, 2).says == "the run takes 16 of them once"
-    assert verdicts.enough(16, 8, 2).says == "each comes up 1.0 times in the run"
-    assert "up 0" not in "".join(verdicts.enough(count, 2, steps).says for count in range(4, 60) for steps in range(1, 60))
+    assert result.enough(5000, 8, 2).says == "the run takes 16 of them once"
+    assert result.enough(16, 8, 2).says == "each comes up 1.0 times in the run"
+    assert "up 0" not in "".join(result.enough(count, 2, steps).says for count in range(4, 60) for steps in range(1, 60))
 
 
 def test_the_shipped_prompts_are_clean():
     train, held_out = (load_prompts(f"prompts/signs_{name}.txt").prompts for name in ("train", "eval"))
-    assert verdicts.repeated(train).level == verdicts.leaked(train, held_out).level == FINE
+    assert result.repeated(train).level == result.leaked(train, held_out).level == FINE

@@ -10,12 +10,13 @@ import torch
 from conftest import short_run
 from serving import Stub
 
-from flow_grpo import block_speed, policy
 from flow_grpo.config import FlowGRPOConfig
-from flow_grpo.dry_run import dry_run
-from flow_grpo.hub import SHIPPED
-from flow_grpo.plan import Plan
-from flow_grpo.train import FlowGRPOTrainer
+from flow_grpo.plan import block_speed
+from flow_grpo.plan.dry_run import dry_run
+from flow_grpo.plan.estimate import Plan
+from flow_grpo.policy import policy
+from flow_grpo.policy.hub import SHIPPED
+from flow_grpo.trainer import FlowGRPOTrainer
 from flow_grpo.training.early_checks import check_output
 from rewards import downloads
 

@@ -16,18 +16,21 @@ from conftest import short_run, stir, tiny_policy
 from sample_rewards import brightness, nan, sometimes_nan
 
 import rewards
-from flow_grpo import checkpoint, harmless, measures, sampling, tables
+from flow_grpo import harmless, sampling
+from flow_grpo.cli.evaluate import _asked
+from flow_grpo.cli.evaluate import evaluate as eval_command
+from flow_grpo.cli.evaluate import score as score_command
 from flow_grpo.config import FlowGRPOConfig
-from flow_grpo.eval_cli import _asked
-from flow_grpo.eval_cli import evaluate as eval_command
-from flow_grpo.eval_cli import score as score_command
-from flow_grpo.evaluate import before_after, draw, evaluate
-from flow_grpo.gallery import Rows
-from flow_grpo.grid import Cell, read_grid, save_grid, save_image
-from flow_grpo.measures import measure
-from flow_grpo.prompts import PromptSet, load_prompts
-from flow_grpo.scorecard import DISTANCE, DIVERSITY, FREQUENCIES, Measured, by_prompt, compile_card
-from flow_grpo.targets import Model, Reading, find, reference
+from flow_grpo.data.grid import Cell, read_grid, save_grid, save_image
+from flow_grpo.data.image_sets import Rows
+from flow_grpo.data.prompts import PromptSet, load_prompts
+from flow_grpo.evaluation import measure as measures
+from flow_grpo.evaluation import tables
+from flow_grpo.evaluation.held_out import before_after, draw, evaluate
+from flow_grpo.evaluation.measure import measure
+from flow_grpo.evaluation.scorecard import DISTANCE, DIVERSITY, FREQUENCIES, Measured, by_prompt, compile_card
+from flow_grpo.evaluation.targets import Model, Reading, find, reference
+from flow_grpo.run_folder import checkpoint
 
 SIGNS = ['red text "CAT" on a blue background', 'white text "STRAWBERRY" on a black background']
 REWARDS = Path(__file__).parent / "sample_rewards.py"

@@ -9,11 +9,12 @@ import pytest
 import small
 import torch
 
-from flow_grpo import advantages, experience, sampling
-from flow_grpo.critic import Critic
-from flow_grpo.experience import Interrupted, Rollouts, chosen_rows
-from flow_grpo.prompts import Dealer
-from flow_grpo.sections import CriticConfig
+from flow_grpo import advantages, sampling
+from flow_grpo.config.sections import CriticConfig
+from flow_grpo.data.prompts import Dealer
+from flow_grpo.training import rollouts
+from flow_grpo.training.critic import Critic
+from flow_grpo.training.rollouts import Interrupted, Rollouts, chosen_rows
 from flow_grpo.types import Scores
 from rewards import WeightedSum
 from rewards.interrupt import DaemonThread
@@ -538,7 +539,7 @@ def test_rewards_are_called_one_after_another_and_not_at_all_after_a_failure(mon
 def test_the_seconds_of_a_step_are_those_of_its_parts(monkeypatch):
     """On a clock that stands still but where the parts are at work."""
     clock = [100.0]
-    monkeypatch.setattr(experience.time, "perf_counter", lambda: clock[0])
+    monkeypatch.setattr(rollouts.time, "perf_counter", lambda: clock[0])
 
     def takes(seconds, call):
         def slow(*args, **kwargs):

@@ -20,15 +20,16 @@ from PIL import Image
 from safetensors.torch import save_file
 from synthetic import synthetic_run
 
-from flow_grpo import card, hub
-from flow_grpo.evaluate import draw
-from flow_grpo.export import check_push, export
-from flow_grpo.merging import save_whole
-from flow_grpo.policy import load_policy
-from flow_grpo.report import plain
-from flow_grpo.tracking import read_metrics
-from flow_grpo.train import FlowGRPOTrainer
-from flow_grpo.trainable import load_trained
+from flow_grpo.evaluation.held_out import draw
+from flow_grpo.export import model_card
+from flow_grpo.export.export import check_push, export
+from flow_grpo.policy import hub
+from flow_grpo.policy.merge import save_whole
+from flow_grpo.policy.policy import load_policy
+from flow_grpo.report.page import plain
+from flow_grpo.tracking.tracker import read_metrics
+from flow_grpo.trainer import FlowGRPOTrainer
+from flow_grpo.training.setup import load_trained
 
 HOSTILE = [
     "<script>alert(1)</script> | `x` ```",
@@ -64,13 +65,13 @@ def merged(run) -> Path:
 
 
 def html(folder: Path) -> str:
-    text = ModelCard.load(folder / card.CARD).text
+    text = ModelCard.load(folder / model_card.CARD).text
     return MarkdownIt("commonmark", {"html": True}).enable("table").render(text)
 
 
 def test_the_lora_is_the_runs_and_the_hub_reads_what_it_is(run, shared):
     assert (shared / hub.WEIGHTS).read_bytes() == (run / "lora" / hub.WEIGHTS).read_bytes()
-    data = ModelCard.load(shared / card.CARD).data
+    data = ModelCard.load(shared / model_card.CARD).data
     assert (data.library_name, data.pipeline_tag, data.base_model_relation) == ("diffusers", "text-to-image", "adapter")
     assert data.license == "apache-2.0"
     assert "base_model" not in data.to_dict(), "the embedded model is not on the hub"
@@ -108,18 +109,18 @@ def test_prompts_stay_text_wherever_they_stand(shared):
     assert "&lt;script&gt;alert(1)&lt;/script&gt; | `x` ```</code>" in page
     rows = re.findall(r"<tr>.*?</tr>", page, re.DOTALL)
     assert {row.count("<td") + row.count("<th") for row in rows} == {3, 5}, "no prompt broke a table"
-    assert "injected" not in ModelCard.load(shared / card.CARD).data.to_dict()
+    assert "injected" not in ModelCard.load(shared / model_card.CARD).data.to_dict()
     assert yaml_of(shared) == (shared / "config.yaml").read_text().strip()
 
 
 def yaml_of(folder: Path) -> str:
-    text = ModelCard.load(folder / card.CARD).text
+    text = ModelCard.load(folder / model_card.CARD).text
     return re.search(r"```yaml\n(.*?)\n```", text, re.DOTALL).group(1)
 
 
 def test_the_cards_python_loads_it_and_draws_its_pictures(run, shared, monkeypatch):
     monkeypatch.chdir(shared.parent)
-    text = re.search(r"(`{3,})python\n(.*?)\n\1", (shared / card.CARD).read_text(), re.DOTALL).group(2)
+    text = re.search(r"(`{3,})python\n(.*?)\n\1", (shared / model_card.CARD).read_text(), re.DOTALL).group(2)
     found: dict = {}
     exec(text, found)
     policy = load_policy("tiny", "cpu", "fp32", str(run / "lora"))
@@ -168,13 +169,13 @@ def test_the_merged_model_draws_the_loras_pictures_and_has_no_adapter(run, merge
     torch.testing.assert_close(pictures[0], pictures[1], rtol=0, atol=2e-5)
     with with_lora.reference():
         assert (draw(with_lora, CAT * 2, [1, 2], 4) - pictures[0]).abs().max() > 1e-2
-    data = ModelCard.load(merged / card.CARD).data
+    data = ModelCard.load(merged / model_card.CARD).data
     assert not any(str(hub.SHIPPED["tiny"]) in file.read_text() for file in merged.rglob("*.json")), (
         "where it lay is private"
     )
     assert data.base_model_relation == "finetune"
     assert "lora" not in data.tags
-    assert f"StableDiffusion3Pipeline.from_pretrained('{merged.name}'" in (merged / card.CARD).read_text()
+    assert f"StableDiffusion3Pipeline.from_pretrained('{merged.name}'" in (merged / model_card.CARD).read_text()
     with pytest.raises(ValueError, match="is a whole model, not a LoRA: give it as --model"):
         with_lora.load_lora(merged)
 
@@ -188,7 +189,7 @@ def test_a_run_of_all_weights_is_exported_as_the_model_that_it_trained(tmp_path)
     with trainer.policy.averaged():
         trained = trainer.policy.pipe.transformer.state_dict()
         assert all(torch.equal(whole[name], value) for name, value in trained.items())
-    assert "All weights of the transformer" in (tmp_path / "out" / card.CARD).read_text()
+    assert "All weights of the transformer" in (tmp_path / "out" / model_card.CARD).read_text()
 
 
 def test_merging_rounds_once_to_the_dtype_of_the_base(tmp_path):
@@ -245,7 +246,7 @@ def test_what_is_not_there_is_a_sentence(run, tmp_path, monkeypatch):
     with pytest.raises(ValueError, match="is not finished, so it has no lora/: give"):
         tiny_policy().load_lora(bare)
     monkeypatch.setenv("HF_TOKEN", "")
-    monkeypatch.setattr("flow_grpo.export.get_token", lambda: None)
+    monkeypatch.setattr("flow_grpo.export.export.get_token", lambda: None)
     with pytest.raises(ValueError, match="needs a token: log in by `hf auth login`, or set HF_TOKEN"):
         check_push("me/signs")
     with pytest.raises(ValueError, match="is no name for the hub"):
@@ -266,7 +267,7 @@ def test_the_card_says_what_the_monitor_said_and_what_is_not_known(tmp_path):
     ):
         (folder / "config.yaml").write_text(settings.replace("model: tiny", f"model: {model}"))
         export(folder, tmp_path / "out")
-        data, page = ModelCard.load(tmp_path / "out" / card.CARD).data, html(tmp_path / "out")
+        data, page = ModelCard.load(tmp_path / "out" / model_card.CARD).data, html(tmp_path / "out")
         assert (data.base_model, data.license) == (model, licence)
         assert (data.license_link or "").endswith(link or "")
         assert "&lt;b&gt;fallen&lt;/b&gt;" in page
@@ -296,13 +297,13 @@ def test_the_card_says_what_the_monitor_said_and_what_is_not_known(tmp_path):
     ],
 )
 def test_the_base_models_card_may_hold_any_names(tmp_path, metadata, licence):
-    (tmp_path / card.CARD).write_text(f"---\n{metadata}\n---\ntext")
-    found = card.base_licence(str(tmp_path))
+    (tmp_path / model_card.CARD).write_text(f"---\n{metadata}\n---\ntext")
+    found = model_card.base_licence(str(tmp_path))
     assert " ".join(found.get("license", "").split()) == (licence or "")
     assert found.keys() <= {"license"}
 
 
-FORMER = [hub.EXPORT, card.CARD, "transformer/m[1].safetensors"]  # of a merged export that was pushed there before
+FORMER = [hub.EXPORT, model_card.CARD, "transformer/m[1].safetensors"]  # of a merged export that was pushed there before
 
 
 class Hub(BaseHTTPRequestHandler):
@@ -354,7 +355,7 @@ def test_pushing_gives_the_hub_the_exports_files_and_a_refusal_is_a_sentence(run
     server.asked = []
     threading.Thread(target=server.serve_forever, daemon=True).start()
     hub_here = {"HF_ENDPOINT": f"http://127.0.0.1:{server.server_port}", "HF_TOKEN": "hf_secret", "HF_HUB_DISABLE_XET": "1"}
-    environment = {"PATH": "", "HOME": str(tmp_path), "PYTHONPATH": str(Path(card.__file__).parent.parent), **hub_here}
+    environment = {"PATH": "", "HOME": str(tmp_path), "PYTHONPATH": str(Path(model_card.__file__).parent.parent), **hub_here}
 
     def pushed(name: str) -> subprocess.CompletedProcess:
         words = ["export", str(run), "--out", str(tmp_path / "signs"), "--push", name, "--private"]
@@ -372,7 +373,7 @@ def test_pushing_gives_the_hub_the_exports_files_and_a_refusal_is_a_sentence(run
     sent = {c["value"]["path"]: base64.b64decode(c["value"]["content"]) for c in commit if c["key"] == "file"}
     assert sent.keys() == set(json.loads((tmp_path / "signs" / hub.EXPORT).read_text())["files"])
     assert sent[hub.WEIGHTS] == (run / "lora" / hub.WEIGHTS).read_bytes()
-    assert b"load_lora_weights('me/signs'" in sent[card.CARD]
+    assert b"load_lora_weights('me/signs'" in sent[model_card.CARD]
     dropped = [c["value"]["path"] for c in commit if c["key"] == "deletedFile"]
     assert dropped == ["transformer/m[1].safetensors"], "what the former export alone has there, and nothing of anybody else"
     refused, public = pushed("them/signs"), pushed("known/signs")

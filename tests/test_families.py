@@ -9,11 +9,12 @@ from families import TINY, Tiny, awake
 from peft import PeftModel
 from sample_rewards import brightness
 
-from flow_grpo import contract, sampling, sde
+from flow_grpo import sampling, sde
 from flow_grpo.config import FlowGRPOConfig
-from flow_grpo.merging import save_whole
-from flow_grpo.policy import WEIGHTS, Policy, load_policy
-from flow_grpo.train import FlowGRPOTrainer
+from flow_grpo.doctor import model as contract
+from flow_grpo.policy.merge import save_whole
+from flow_grpo.policy.policy import WEIGHTS, Policy, load_policy
+from flow_grpo.trainer import FlowGRPOTrainer
 
 PROMPTS = ["a red cat", "a big dog"]  # of one length, so that pipelines encode both in one batch without padding
 ROWS = torch.arange(2)

@@ -12,9 +12,10 @@ from forked import run
 from serving import Stub
 from synthetic import synthetic_run
 
-from flow_grpo import checkpoint, hub
 from flow_grpo.config import FlowGRPOConfig
-from flow_grpo.policy import load_policy
+from flow_grpo.policy import hub
+from flow_grpo.policy.policy import load_policy
+from flow_grpo.run_folder import checkpoint
 
 EVIL = """
 from pathlib import Path

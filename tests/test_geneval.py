@@ -8,9 +8,9 @@ from transformers import Mask2FormerConfig, Mask2FormerForUniversalSegmentation,
 
 import rewards
 import rewards.clip
-from flow_grpo.prompts import load_prompts
-from rewards.detection import CLASSES, COLORS, ColorNames, Detection, Detector, crop, instances
-from rewards.geneval import MOST, GenEval, kept, partial, published, relation, strict
+from flow_grpo.data.prompts import load_prompts
+from rewards.geneval.detection import CLASSES, COLORS, ColorNames, Detection, Detector, crop, instances
+from rewards.geneval.rules import MOST, GenEval, kept, partial, published, relation, strict
 
 EMPTY = torch.zeros(1, 1, dtype=torch.bool)
 

@@ -10,7 +10,7 @@ import torch
 from PIL import Image
 from PIL.PngImagePlugin import PngInfo
 
-from flow_grpo.grid import Cell, read_grid, save_grid, save_image
+from flow_grpo.data.grid import Cell, read_grid, save_grid, save_image
 
 
 def pictures(count=5, height=6, width=10):

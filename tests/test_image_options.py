@@ -12,9 +12,9 @@ from PIL import Image
 from torchvision.utils import make_grid
 
 import rewards
-from flow_grpo import image_options
+from flow_grpo.cli import image_options
+from flow_grpo.data.grid import Cell, from_bytes, save_grid
 from flow_grpo.data.sheet_layout import Sheet
-from flow_grpo.grid import Cell, from_bytes, save_grid
 
 OWN = Path(__file__).parent / "sample_rewards.py"
 LEVELS = [200, 40, 160, 80, 120]

@@ -18,9 +18,9 @@ from safetensors.torch import load_file
 from serving import Server, serving
 
 from flow_grpo.config import FlowGRPOConfig
-from flow_grpo.grid import Cell, save_grid
-from flow_grpo.tracking import read_metrics
-from flow_grpo.train import FlowGRPOTrainer
+from flow_grpo.data.grid import Cell, save_grid
+from flow_grpo.tracking.tracker import read_metrics
+from flow_grpo.trainer import FlowGRPOTrainer
 from flow_grpo.training import interrupt
 from flow_grpo.training.interrupt import Interrupted, background, wait
 from rewards.interrupt import DaemonThread

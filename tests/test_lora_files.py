@@ -11,11 +11,11 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from synthetic import synthetic_run
 
-from flow_grpo import checkpoint
-from flow_grpo.export import export
-from flow_grpo.hub import WEIGHTS
-from flow_grpo.train import FlowGRPOTrainer
-from flow_grpo.trainable import load_trained
+from flow_grpo.export.export import export
+from flow_grpo.policy.hub import WEIGHTS
+from flow_grpo.run_folder import checkpoint
+from flow_grpo.trainer import FlowGRPOTrainer
+from flow_grpo.training.setup import load_trained
 
 
 @pytest.fixture(scope="module")

@@ -8,10 +8,10 @@ import torch
 from conftest import PROMPTS, short_run, stir, tiny_policy
 from families import TINY, awake
 
-from flow_grpo import hub
-from flow_grpo.policy import load_policy
-from flow_grpo.sections import MemoryConfig
-from flow_grpo.train import FlowGRPOTrainer
+from flow_grpo.config.sections import MemoryConfig
+from flow_grpo.policy import hub
+from flow_grpo.policy.policy import load_policy
+from flow_grpo.trainer import FlowGRPOTrainer
 
 ROWS = torch.arange(2)
 

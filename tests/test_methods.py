@@ -7,11 +7,11 @@ import torch
 from conftest import short_run
 
 from flow_grpo import advantages, methods, objectives, sde
-from flow_grpo.checks import check_unused_settings
-from flow_grpo.config import FlowGRPOConfig, shipped
+from flow_grpo.config.run_config import FlowGRPOConfig, shipped
+from flow_grpo.config.sections import ObjectiveConfig, SamplingConfig
+from flow_grpo.config.validation import check_unused_settings
 from flow_grpo.methods import Advantage, Objective, Transition
-from flow_grpo.sections import ObjectiveConfig, SamplingConfig
-from flow_grpo.train import FlowGRPOTrainer
+from flow_grpo.trainer import FlowGRPOTrainer
 from flow_grpo.training.early_checks import check_settings
 from flow_grpo.types import NoisedImage, TrainedStep
 

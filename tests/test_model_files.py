@@ -9,11 +9,11 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from flow_grpo import model_files
-from flow_grpo.hollow import hollow
-from flow_grpo.hub import SHIPPED
-from flow_grpo.policy import load_policy
-from flow_grpo.quiet import quiet_libraries
+from flow_grpo.plan.meta_pipeline import hollow
+from flow_grpo.policy import model_files
+from flow_grpo.policy.hub import SHIPPED
+from flow_grpo.policy.library_logging import quiet_libraries
+from flow_grpo.policy.policy import load_policy
 
 quiet_libraries()
 TRANSFORMER = "transformer/diffusion_pytorch_model.safetensors"

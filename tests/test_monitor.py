@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from flow_grpo import monitor
-from flow_grpo.monitor import DIVERSITY, SHARPNESS, Reading
+from flow_grpo.evaluation import hacking
+from flow_grpo.evaluation.hacking import DIVERSITY, SHARPNESS, Reading
 
 RECORDED = Path(__file__).parent / "recorded"
 
@@ -24,44 +24,44 @@ def reading(step: int, reward: float, clip: float, noise: float = 0.0, seed: int
 
 def test_a_held_out_reward_that_falls_while_the_trained_one_rises_is_caught():
     history = [reading(0, 0.5, 0.80), reading(10, 0.6, 0.85), reading(20, 0.7, 0.80)]
-    assert monitor.falls(history[:2]) == {}
-    assert list(monitor.falls(history)) == ["clip"]
-    since, share = monitor.falls(history)["clip"]
+    assert hacking.falls(history[:2]) == {}
+    assert list(hacking.falls(history)) == ["clip"]
+    since, share = hacking.falls(history)["clip"]
     assert since == 10, "its best evaluation"
     assert share == pytest.approx(0.05 / 1.0, rel=0.05)
-    sentence = monitor.warnings(history)["clip"]
+    sentence = hacking.warnings(history)["clip"]
     assert "clip, which is not trained on, has fallen by 5% since step 10" in sentence
     assert "best/ holds the weights of step 10" in sentence
 
 
 def test_what_falls_together_with_the_trained_reward_is_not_hacking():
-    assert monitor.falls([reading(0, 0.5, 0.8), reading(10, 0.5, 0.6)]) == {}
-    assert monitor.falls([reading(0, 0.5, 0.8), reading(10, 0.3, 0.6)]) == {}
+    assert hacking.falls([reading(0, 0.5, 0.8), reading(10, 0.5, 0.6)]) == {}
+    assert hacking.falls([reading(0, 0.5, 0.8), reading(10, 0.3, 0.6)]) == {}
     setback = [reading(0, 0.5, 0.8), reading(10, 0.9, 0.9), reading(20, 0.8, 0.7)]
-    assert monitor.falls(setback) == {}, "both are above the first, and have fallen since"
+    assert hacking.falls(setback) == {}, "both are above the first, and have fallen since"
 
 
 def test_a_trifle_that_all_prompts_share_does_not_warn():
-    assert monitor.falls([reading(0, 0.5, 0.8), reading(10, 0.7, 0.79)]) == {}
+    assert hacking.falls([reading(0, 0.5, 0.8), reading(10, 0.7, 0.79)]) == {}
 
 
 def test_noise_does_not_warn():
     """A trained reward that rises, and a measure that only trembles by 12 % of its size from prompt to prompt, in 10 evaluations."""
     runs = 300
     histories = [[reading(step, 0.5 + 0.02 * step, 0.8, 0.12, seed) for step in range(10)] for seed in range(runs)]
-    caught = sum(any(monitor.falls(history[: n + 1]) for n in range(1, 10)) for history in histories)
+    caught = sum(any(hacking.falls(history[: n + 1]) for n in range(1, 10)) for history in histories)
     assert caught / runs < 0.05
     fallen = [[*history[:9], reading(9, 0.68, 0.8 - 0.12, 0.12, seed)] for seed, history in enumerate(histories)]
-    assert sum("clip" in monitor.falls(history) for history in fallen) / runs > 0.95, "and a fall of that size is seen in it"
+    assert sum("clip" in hacking.falls(history) for history in fallen) / runs > 0.95, "and a fall of that size is seen in it"
 
 
 def test_few_prompts_say_nothing_and_prompts_without_a_number_are_left_out():
     few = [reading(0, 0.5, 0.8, prompts=7), reading(10, 0.7, 0.4, prompts=7)]
-    assert monitor.falls(few) == {}
+    assert hacking.falls(few) == {}
     history = [reading(0, 0.5, 0.8), reading(10, 0.7, 0.7)]
     history[1].held_out["clip"][0] = float("nan")
     history[0].reward[1] = float("nan")
-    assert list(monitor.falls(history)) == ["clip"]
+    assert list(hacking.falls(history)) == ["clip"]
 
 
 @pytest.mark.parametrize(("name", "enough", "trifle"), [(SHARPNESS, 0.6, 0.7), (DIVERSITY, 0.2, 0.3)])
@@ -69,30 +69,30 @@ def test_pictures_that_lose_their_looks_are_caught(name, enough, trifle):
     for factor, caught in ((enough, [name]), (trifle, [])):
         history = [reading(0, 0.5, 0.8), reading(10, 0.7, 0.8)]
         history[1].looks[name] = [factor * value for value in history[0].looks[name]]
-        assert list(monitor.falls(history)) == caught
+        assert list(hacking.falls(history)) == caught
 
 
 def test_the_best_evaluation_is_that_of_the_rewards_that_are_not_trained_on():
     history = [reading(0, 0.5, 0.8), reading(10, 0.6, 0.9), reading(20, 0.9, 0.7)]
-    assert monitor.best(history) == 10
-    assert monitor.best([reading(0, 0.5, 0.8), reading(10, 0.9, 0.7)]) == 0, "the base model"
+    assert hacking.best(history) == 10
+    assert hacking.best([reading(0, 0.5, 0.8), reading(10, 0.9, 0.7)]) == 0, "the base model"
     alone = [Reading(r.step, r.reward, {}, r.looks) for r in history]
-    assert monitor.best(alone) == 20, "without others, the trained one decides"
-    assert monitor.best([history[0], reading(10, 0.5, 0.8)]) == 0, "the earliest of equals"
+    assert hacking.best(alone) == 20, "without others, the trained one decides"
+    assert hacking.best([history[0], reading(10, 0.5, 0.8)]) == 0, "the earliest of equals"
 
 
 def test_sharpness_is_what_a_blur_takes_away_and_distance_is_symmetric():
     generator = torch.Generator().manual_seed(0)
     images = torch.rand(3, 3, 24, 24, generator=generator)
     blurred = torch.nn.functional.avg_pool2d(images, 3, 1, 1, count_include_pad=False)
-    assert (monitor.sharpness(blurred) < 0.5 * monitor.sharpness(images)).all()
-    assert monitor.sharpness(torch.full((2, 3, 8, 8), 0.7)).abs().max() < 1e-6
+    assert (hacking.sharpness(blurred) < 0.5 * hacking.sharpness(images)).all()
+    assert hacking.sharpness(torch.full((2, 3, 8, 8), 0.7)).abs().max() < 1e-6
     edge = torch.zeros(1, 3, 6, 6)
     edge[..., 3:] = 1.0
-    assert monitor.sharpness(edge).item() == pytest.approx((2 / 6 * (1 / 3) ** 2) ** 0.5, rel=1e-5)
+    assert hacking.sharpness(edge).item() == pytest.approx((2 / 6 * (1 / 3) ** 2) ** 0.5, rel=1e-5)
     other = images.flip(0)
-    assert torch.equal(monitor.distance(images, other), monitor.distance(other, images))
-    assert monitor.distance(images, images + 0.25).tolist() == pytest.approx([0.25] * 3, rel=1e-5)
+    assert torch.equal(hacking.distance(images, other), hacking.distance(other, images))
+    assert hacking.distance(images, images + 0.25).tolist() == pytest.approx([0.25] * 3, rel=1e-5)
 
 
 def recorded(name: str) -> list[Reading]:
@@ -104,17 +104,17 @@ def recorded(name: str) -> list[Reading]:
 
 def test_a_run_on_jpeg_size_alone_is_caught_before_ocr_has_lost_a_tenth():
     history = recorded("jpeg_size")
-    caught = [n for n in range(1, len(history)) if monitor.falls(history[: n + 1])]
+    caught = [n for n in range(1, len(history)) if hacking.falls(history[: n + 1])]
     assert caught
     ocr = [sum(reading.held_out["ocr"]) / len(reading.held_out["ocr"]) for reading in history]
     assert 0.9 * ocr[0] < ocr[caught[0]] < ocr[0]
     assert ocr[-1] < ocr[caught[0]], "and it goes on to fall"
-    assert all("ocr" in monitor.falls(history[: n + 1]) for n in caught)
+    assert all("ocr" in hacking.falls(history[: n + 1]) for n in caught)
 
 
 def test_a_run_on_ocr_and_clip_is_not_flagged():
     history = recorded("ocr_clip")
     assert history[-1].held_out["ocr_exact"].count(1.0) > 1.3 * history[0].held_out["ocr_exact"].count(1.0), "it learned"
     for n in range(1, len(history)):
-        assert monitor.falls(history[: n + 1]) == {}
-    assert monitor.best(history) == 24
+        assert hacking.falls(history[: n + 1]) == {}
+    assert hacking.best(history) == 24

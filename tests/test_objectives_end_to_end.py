@@ -12,17 +12,17 @@ import yaml
 from conftest import short_run, tiny_policy
 from test_train import numbers, same, weights
 
-from flow_grpo import experience
 from flow_grpo.config import FlowGRPOConfig
-from flow_grpo.critic import Critic, gae
-from flow_grpo.evaluate import draw
-from flow_grpo.explore import best_window, owned_variance
-from flow_grpo.grid import Cell, save_grid, save_image
-from flow_grpo.optimizer import Optimizer
-from flow_grpo.parallel import Processes
-from flow_grpo.sections import CriticConfig, DecayRamp, OptimizerConfig
-from flow_grpo.terms import ClipRange
-from flow_grpo.train import FlowGRPOTrainer
+from flow_grpo.config.sections import CriticConfig, DecayRamp, OptimizerConfig
+from flow_grpo.data.grid import Cell, save_grid, save_image
+from flow_grpo.distributed.processes import Processes
+from flow_grpo.evaluation.held_out import draw
+from flow_grpo.trainer import FlowGRPOTrainer
+from flow_grpo.training import rollouts
+from flow_grpo.training.critic import Critic, gae
+from flow_grpo.training.losses import ClipRange
+from flow_grpo.training.optimizer import Optimizer
+from flow_grpo.training.windows import best_window, owned_variance
 
 HERE = Path(__file__).parent
 BRIGHT = f"{HERE / 'sample_rewards.py'}:brightness"
@@ -442,7 +442,7 @@ def test_a_run_can_be_stopped_and_resumed_in_the_first_step_of_a_stage(tmp_path)
         return step()
 
     trainer.training_step = stopped
-    with pytest.raises(experience.Interrupted):
+    with pytest.raises(rollouts.Interrupted):
         trainer.train()
     FlowGRPOTrainer(args=parts).train(resume=True)
     assert same(weights(tmp_path / "parts"), weights(tmp_path / "whole"))
@@ -512,7 +512,7 @@ def test_training_on_given_images_can_be_stopped(tmp_path):
         return step()
 
     trainer.training_step = stopped
-    with pytest.raises(experience.Interrupted):
+    with pytest.raises(rollouts.Interrupted):
         trainer.train()
     assert (tmp_path / "run" / "checkpoints" / "step_000002").exists()
 
@@ -576,9 +576,9 @@ def test_best_and_worst_are_chosen_among_groups_with_signal():
     reward = torch.tensor([0.1, 0.9, 0.5, 0.3, 0.3, 0.3, 2.0, 3.0, 1.0])
     group = torch.tensor([0, 0, 0, 1, 1, 1, 2, 2, 2])
     signal = group != 1
-    assert experience.chosen_rows("best", reward, group, signal)[0].tolist() == [1, 7]
-    assert experience.chosen_rows("best_and_worst", reward, group, signal)[0].tolist() == [1, 0, 7, 8]
-    rows, per_group = experience.chosen_rows("all", reward, group, signal)
+    assert rollouts.chosen_rows("best", reward, group, signal)[0].tolist() == [1, 7]
+    assert rollouts.chosen_rows("best_and_worst", reward, group, signal)[0].tolist() == [1, 0, 7, 8]
+    rows, per_group = rollouts.chosen_rows("all", reward, group, signal)
     assert (rows.tolist(), per_group) == ([0, 1, 2, 6, 7, 8], 3)
 
 

@@ -6,8 +6,8 @@ import sys
 import pytest
 import yaml
 
-from flow_grpo.config import shipped
-from flow_grpo.prompts import load_prompts
+from flow_grpo.config.run_config import shipped
+from flow_grpo.data.prompts import load_prompts
 from rewards import ocr_prompts
 from rewards.ocr import OCR, QUOTED
 

@@ -16,13 +16,13 @@ import torch
 from conftest import short_run
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
-from flow_grpo import checkpoint
 from flow_grpo.config import FlowGRPOConfig
-from flow_grpo.launch import first_dead
-from flow_grpo.parallel import LOST, Processes
-from flow_grpo.prompts import Dealer, load_prompts
+from flow_grpo.data.prompts import Dealer, load_prompts
+from flow_grpo.distributed.launch import first_dead
+from flow_grpo.distributed.processes import LOST, Processes
+from flow_grpo.run_folder import checkpoint
 from flow_grpo.run_folder.lock import locked
-from flow_grpo.train import FlowGRPOTrainer
+from flow_grpo.trainer import FlowGRPOTrainer
 
 BROKEN = """
 import os

@@ -10,12 +10,13 @@ from diffusers import FlowMatchHeunDiscreteScheduler, StableDiffusion3Pipeline
 from diffusers.guiders import ClassifierFreeGuidance
 from families import TINY, awake
 
-from flow_grpo import pipeline, sampling
-from flow_grpo.families import Family
-from flow_grpo.hub import SHIPPED
-from flow_grpo.pipeline import ENCODED_AT_ONCE, ENCODERS
-from flow_grpo.policy import Policy
-from flow_grpo.prompts import PromptSet
+from flow_grpo import sampling
+from flow_grpo.data.prompts import PromptSet
+from flow_grpo.policy import pipeline
+from flow_grpo.policy.families import Family
+from flow_grpo.policy.hub import SHIPPED
+from flow_grpo.policy.pipeline import ENCODED_AT_ONCE, ENCODERS
+from flow_grpo.policy.policy import Policy
 
 LATENTS = torch.randn(3, 8, 8, 20, generator=torch.Generator().manual_seed(0))
 MIDDLE = torch.tensor(500.0)

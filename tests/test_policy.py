@@ -6,16 +6,16 @@ from conftest import CALL, PROMPTS, stir, tiny_policy
 from diffusers import DiffusionPipeline, EulerDiscreteScheduler, FlowMatchEulerDiscreteScheduler, StableDiffusion3Pipeline
 from peft.tuners.tuners_utils import BaseTunerLayer
 
-from flow_grpo import policy as policy_module
 from flow_grpo import sampling, sde
-from flow_grpo.evaluate import draw
-from flow_grpo.families import ATTENTION
-from flow_grpo.hub import SHIPPED
-from flow_grpo.parallel import Processes
-from flow_grpo.pipeline import PROBES
-from flow_grpo.policy import WEIGHTS, Policy, fast_dtype, load_policy
-from flow_grpo.prompts import PromptSet
-from flow_grpo.sections import MemoryConfig
+from flow_grpo.config.sections import MemoryConfig
+from flow_grpo.data.prompts import PromptSet
+from flow_grpo.distributed.processes import Processes
+from flow_grpo.evaluation.held_out import draw
+from flow_grpo.policy import policy as policy_module
+from flow_grpo.policy.families import ATTENTION
+from flow_grpo.policy.hub import SHIPPED
+from flow_grpo.policy.pipeline import PROBES
+from flow_grpo.policy.policy import WEIGHTS, Policy, fast_dtype, load_policy
 
 LATENTS = torch.randn(2, 8, 8, 20, generator=torch.Generator().manual_seed(0))
 ROWS = torch.arange(2)

@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 from typer.testing import CliRunner
 
 import rewards
-from flow_grpo import reward_cli
+from flow_grpo.cli import rewards as reward_cli
 from flow_grpo.tiny import pretrain
 from rewards.clip import TINY, OpenCLIP
 from rewards.preference_head import bradley_terry, features, fit

@@ -10,10 +10,12 @@ import torch
 from conftest import short_run
 from rich.console import Console
 
-from flow_grpo import block_speed, progress, tryout
-from flow_grpo.dry_run import dry_run
+from flow_grpo import progress
+from flow_grpo.doctor import reward_probe
+from flow_grpo.plan import block_speed
+from flow_grpo.plan.dry_run import dry_run
 from flow_grpo.progress import Phase, due_line, phase, reported
-from flow_grpo.train import FlowGRPOTrainer
+from flow_grpo.trainer import FlowGRPOTrainer
 
 
 def test_a_phase_is_said_after_two_seconds_and_every_ten():
@@ -91,8 +93,8 @@ def test_plan_a_dry_run_and_the_look_at_a_reward_say_what_they_are_at(tmp_path, 
     monkeypatch.setattr(progress, "Phase", noted)
     monkeypatch.setattr(block_speed, "SECONDS", 0.0)
     dry_run(short_run(tmp_path / "run"))
-    pictures = tryout.Pictures(torch.rand(2, 3, 8, 8), ["a", "b"], {})
-    tryout.examine("own", lambda: lambda images, prompts: images.mean((1, 2, 3)), pictures)
+    pictures = reward_probe.Pictures(torch.rand(2, 3, 8, 8), ["a", "b"], {})
+    reward_probe.examine("own", lambda: lambda images, prompts: images.mean((1, 2, 3)), pictures)
     brightness = f"{Path(__file__).parent / 'sample_rewards.py'}:brightness"
     for what in (
         "following the code of tiny",

@@ -7,12 +7,12 @@ import sys
 import pytest
 from conftest import short_run
 
-from flow_grpo.config import shipped
+from flow_grpo.config.run_config import shipped
 from flow_grpo.data.prompt_overlap import benchmark_overlap, held_out_overlap, normal_form, sentences
-from flow_grpo.prompts import load_prompts
-from flow_grpo.tracking import read_metrics
-from flow_grpo.train import FlowGRPOTrainer
-from rewards import geneval_prompts
+from flow_grpo.data.prompts import load_prompts
+from flow_grpo.tracking.tracker import read_metrics
+from flow_grpo.trainer import FlowGRPOTrainer
+from rewards.geneval import prompts as geneval_prompts
 
 FILES = sorted(file.name for file in shipped("prompts").iterdir() if file.suffix in (".txt", ".jsonl"))
 

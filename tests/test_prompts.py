@@ -13,8 +13,8 @@ from forked import run
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from flow_grpo import prompts
-from flow_grpo.prompts import load_prompts
+from flow_grpo.data import prompts
+from flow_grpo.data.prompts import load_prompts
 
 LETTERS = st.characters(exclude_categories=["Cs"], exclude_characters="\0") | st.sampled_from(
     "\u2028\u2029\x85\x0b\x0c\x1c\x1d\x1e\ufeff\t,\"'\\{}[]#; äé猫\U0001f431"

@@ -13,8 +13,8 @@ from conftest import short_run
 
 import rewards
 from flow_grpo import FlowGRPOConfig
-from flow_grpo.tracking import read_metrics
-from flow_grpo.train import FlowGRPOTrainer
+from flow_grpo.tracking.tracker import read_metrics
+from flow_grpo.trainer import FlowGRPOTrainer
 
 
 class Recorder:
@@ -84,7 +84,7 @@ def test_save_model_writes_what_the_run_leaves(tmp_path):
 
 
 def test_push_to_hub_needs_a_name_and_a_token(tmp_path, monkeypatch):
-    monkeypatch.setattr("flow_grpo.export.get_token", lambda: None)
+    monkeypatch.setattr("flow_grpo.export.export.get_token", lambda: None)
     trainer = FlowGRPOTrainer(args=short_run(tmp_path / "run"))
     with pytest.raises(ValueError, match="is no name for the hub"):
         trainer.push_to_hub("signs")
@@ -97,7 +97,7 @@ def test_samples_are_drawn_without_held_out_prompts(tmp_path):
     FlowGRPOTrainer(args=args).train()
     drawn = sorted(file.name for file in (tmp_path / "run" / "samples").iterdir())
     assert drawn == ["step_000002.png", "step_000004.png"]
-    from flow_grpo.grid import read_grid
+    from flow_grpo.data.grid import read_grid
 
     images, cells = read_grid(tmp_path / "run" / "samples" / "step_000004.png")
     assert len(images) == 8

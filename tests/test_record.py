@@ -12,11 +12,11 @@ from conftest import short_run
 from PIL import Image
 from safetensors.torch import load_file
 
-from flow_grpo import record, story
-from flow_grpo.evaluate import draw, image_seed
-from flow_grpo.grid import to_bytes
-from flow_grpo.tracking import read_metrics
-from flow_grpo.train import FlowGRPOTrainer
+from flow_grpo.data.grid import to_bytes
+from flow_grpo.evaluation.held_out import draw, image_seed
+from flow_grpo.run_folder import reader, samples
+from flow_grpo.tracking.tracker import read_metrics
+from flow_grpo.trainer import FlowGRPOTrainer
 
 LIMIT = "evaluation.limit=10"
 
@@ -49,12 +49,12 @@ def test_what_is_kept_is_what_was_drawn_scored_and_compared(tmp_path):
         )
     experience = trainer.source.collect(0)
     FlowGRPOTrainer(args=args).train()
-    first = story.read_all(tmp_path / "run", story.EVALUATION)[0]
-    seen = np.asarray(Image.open(first["folder"] / story.prompt_picture(0)).convert("RGB")).astype(int)
+    first = reader.read_all(tmp_path / "run", reader.EVALUATION)[0]
+    seen = np.asarray(Image.open(first["folder"] / reader.prompt_picture(0)).convert("RGB")).astype(int)
     assert np.abs(seen - to_bytes(image)[0].astype(int)).max() <= 1, "lossless, up to the rows it was drawn with"
     mean = sum(first["values"]["reward"]) / 10
     assert mean == pytest.approx(read_metrics(tmp_path / "run")[0]["eval/reward"], rel=1e-6)
-    (groups,) = [g for g in story.read_all(tmp_path / "run", story.GROUPS) if g["step"] == 1]
+    (groups,) = [g for g in reader.read_all(tmp_path / "run", reader.GROUPS) if g["step"] == 1]
     by_prompt = {group["prompt"]: group for group in groups["groups"]}
     for number in (0, 1):
         rows = (experience.batch.group == number).nonzero()[:, 0]
@@ -88,7 +88,7 @@ def test_two_processes_keep_one_record(tmp_path):
     assert done.returncode == 0, done.stdout + done.stderr
     alone = short_run(tmp_path / "alone", LIMIT, "steps=1", "microbatch=4", "prompts_per_step=4")
     FlowGRPOTrainer(args=alone).train()
-    ours, theirs = (story.read_all(tmp_path / name, story.EVALUATION) for name in ("alone", "run"))
+    ours, theirs = (reader.read_all(tmp_path / name, reader.EVALUATION) for name in ("alone", "run"))
     for one, other in zip(ours, theirs, strict=True):
         assert one["prompts"] == other["prompts"]
         for name, values in one["values"].items():
@@ -96,9 +96,9 @@ def test_two_processes_keep_one_record(tmp_path):
         for name in ("sharpness", "diversity"):
             assert one[name] == pytest.approx(other[name], abs=1e-5), name
         assert len(one["diversity"]) == 10
-    (groups,) = story.read_all(tmp_path / "run", story.GROUPS)
+    (groups,) = reader.read_all(tmp_path / "run", reader.GROUPS)
     assert len(groups["groups"]) == 2, "the first process's own"
-    assert story.Story(tmp_path / "run").machine["processes"] == 2
+    assert reader.Story(tmp_path / "run").machine["processes"] == 2
 
 
 def test_the_lora_of_the_best_evaluation_is_kept(tmp_path):
@@ -124,28 +124,28 @@ def test_the_lora_of_the_best_evaluation_is_kept(tmp_path):
 def test_of_a_large_group_some_images_from_the_best_to_the_worst_are_kept():
     group = torch.arange(3).repeat_interleave(20)
     reward = torch.cat([torch.linspace(0, 1, 20).flip(0), torch.full((20,), 0.5), torch.linspace(0, 3, 20)])
-    wide, narrow, none = record.telling(reward, group)
+    wide, narrow, none = samples.telling(reward, group)
     assert group[wide].unique().tolist() == [2], "the group whose rewards differ most comes first"
     assert group[narrow].unique().tolist() == [0]
     assert group[none].unique().tolist() == [1]
-    assert len(wide) == record.IMAGES
+    assert len(wide) == samples.IMAGES
     assert {reward[wide].min().item(), reward[wide].max().item()} == {0.0, 3.0}
     assert wide.tolist() == sorted(wide.tolist()), "in the order they were drawn"
     reward[40] = float("nan")
-    assert len(record.telling(reward, group)) == 2, "a group with a dropped reward says nothing"
+    assert len(samples.telling(reward, group)) == 2, "a group with a dropped reward says nothing"
 
 
 def test_best_and_worst_prompts_are_those_with_a_number():
     reward = [0.1 * i for i in range(20)]
     reward[19] = float("nan")
-    assert record.extremes(reward) == [18, 17, 16, 15, 3, 2, 1, 0]
-    assert record.extremes([0.2, float("nan"), 0.3]) == [2, 0]
+    assert samples.extremes(reward) == [18, 17, 16, 15, 3, 2, 1, 0]
+    assert samples.extremes([0.2, float("nan"), 0.3]) == [2, 0]
 
 
 def test_large_pictures_are_kept_small(tmp_path):
-    kept_at = record.Record(tmp_path, 1)
+    kept_at = samples.Record(tmp_path, 1)
     noise = torch.rand(3, 1024, 768, generator=torch.Generator().manual_seed(0))
-    kept_at._save(1, "x.webp", noise, record.WIDE)
+    kept_at._save(1, "x.webp", noise, samples.WIDE)
     file = tmp_path / "pictures" / "step_000001" / "x.webp"
     assert Image.open(file).size == (384, 512)
     assert file.stat().st_size < 200_000, "even of noise"

@@ -12,9 +12,11 @@ from conftest import short_run
 from PIL import Image
 from synthetic import PROMPTS, synthetic_run, training_row
 
-from flow_grpo import card, charts, report, summary
-from flow_grpo.story import Story
-from flow_grpo.train import FlowGRPOTrainer
+from flow_grpo.export import model_card
+from flow_grpo.report import charts, summary
+from flow_grpo.report import page as report
+from flow_grpo.run_folder.reader import Story
+from flow_grpo.trainer import FlowGRPOTrainer
 
 HOSTILE = "</script><script>alert(1)</script><img src=x onerror=alert(2)>\"'>{{ 7*7 }}\x1b[31mred\x1b[0m\u202eback\ud800"
 
@@ -249,7 +251,7 @@ def test_a_picture_that_is_none_or_too_large_is_left_out(tmp_path, monkeypatch):
     second.write_bytes(b"RIFF no picture")
     assert report.picture(first) is report.picture(second) is None
     assert "data:image/webp" in page(tmp_path, run).source
-    prompts = [one["prompt"] for one in card.gallery(tmp_path, Story(run))]
+    prompts = [one["prompt"] for one in model_card.gallery(tmp_path, Story(run))]
     assert prompts == PROMPTS[:1], "the card shows those before it"
 
 

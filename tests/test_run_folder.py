@@ -21,17 +21,19 @@ from forked import begin, run
 from safetensors.torch import load_file
 from synthetic import synthetic_run
 
-from flow_grpo import checkpoint, dashboards, report
-from flow_grpo.compare import CURVE, Point, Run
+from flow_grpo.compare.runs import CURVE, Point, Run
 from flow_grpo.config import FlowGRPOConfig
 from flow_grpo.files import NotWritten, append, whole_folder, write_whole
-from flow_grpo.hub import WEIGHTS
+from flow_grpo.policy.hub import WEIGHTS
+from flow_grpo.report import page
+from flow_grpo.run_folder import checkpoint
 from flow_grpo.run_folder.lock import locked
 from flow_grpo.run_folder.metrics_file import METRICS, TORN, read_metrics, rewind
 from flow_grpo.text import counted
-from flow_grpo.tracking import Tracker, plot_curves
-from flow_grpo.train import FlowGRPOTrainer
-from flow_grpo.trainable import load_trained
+from flow_grpo.tracking import services
+from flow_grpo.tracking.tracker import Tracker, plot_curves
+from flow_grpo.trainer import FlowGRPOTrainer
+from flow_grpo.training.setup import load_trained
 
 NO_ROWS = {
     "cut off": b'{"step": 2, "rew',
@@ -99,7 +101,7 @@ def test_a_folder_in_use_is_refused_with_its_owner_and_free_when_that_is_killed(
     for resume in (False, True):
         with pytest.raises(ValueError, match=f"is in use by process {owner.process.pid} on {socket.gethostname()}, since "):
             FlowGRPOTrainer(args=args).train(resume)
-    report.write([tmp_path / "run"], tmp_path / "report.html")  # reading needs no lock
+    page.write([tmp_path / "run"], tmp_path / "report.html")  # reading needs no lock
     assert owner.process.is_alive()
     owner.process.kill()
     owner.process.join()
@@ -211,7 +213,7 @@ def test_reports_and_curves_are_drawn_of_whatever_rows_there_are(tmp_path):
             row.pop(draw.choice(list(row)))
         draw.shuffle(changed)
         (folder / METRICS).write_text("\n".join(map(json.dumps, changed[: draw.randint(0, len(changed))])))
-        report.write([folder], tmp_path / "report.html")
+        page.write([folder], tmp_path / "report.html")
         if number % 5 == 0:
             plot_curves(folder)
 
@@ -428,7 +430,7 @@ def test_what_a_reward_said_is_not_lost_when_the_checkpoint_after_it_finds_no_ro
 
 def test_a_tracker_that_finds_no_room_is_left_out_without_a_traceback(tmp_path, capfd):
     with Tracker(tmp_path, 400) as tracker:
-        tracker.watched_by(dashboards.start(tmp_path, FlowGRPOConfig.read("tiny_grpo", [f"output={tmp_path}"]), tracker.say))
+        tracker.watched_by(services.start(tmp_path, FlowGRPOConfig.read("tiny_grpo", [f"output={tmp_path}"]), tracker.say))
         with full_disk(5000):
             while tracker._boards:  # its thread writes when it likes
                 tracker._show(lambda board: board.log(1, {"x": 1.0}))

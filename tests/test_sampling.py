@@ -7,7 +7,7 @@ import torch
 from conftest import tiny_policy
 
 from flow_grpo import sampling, sde
-from flow_grpo.prompts import Dealer, PromptSet
+from flow_grpo.data.prompts import Dealer, PromptSet
 from flow_grpo.types import PromptBatch, Schedule
 
 SIGMAS = torch.tensor([1.0, 0.9, 0.7, 0.4, 0.1, 0.0])

@@ -8,8 +8,8 @@ import torch
 from torch.distributions import Normal, kl_divergence
 
 from flow_grpo import sde
+from flow_grpo.config.sections import SamplingConfig
 from flow_grpo.methods import TRANSITIONS
-from flow_grpo.sections import SamplingConfig
 
 STOCHASTIC = ["flow_sde", "dance_sde", "cps", "exact_sde"]
 KEEP_MARGINALS = ["cps", "exact_sde"]

@@ -30,15 +30,15 @@ from serving import Server, Stub, serving
 import rewards
 from flow_grpo import FlowGRPOTrainer
 from flow_grpo.config import FlowGRPOConfig
-from flow_grpo.grid import Cell, save_grid
+from flow_grpo.data.grid import Cell, save_grid
 from flow_grpo.tiny import pretrain, world
-from flow_grpo.tracking import read_metrics
+from flow_grpo.tracking.tracker import read_metrics
 from rewards.interrupt import DaemonThread
-from rewards.isolated import Isolated
 from rewards.judge import Judge
-from rewards.remote import Remote, png
-from rewards.server import RAW, Limits, _checked, _decode, application, serve
+from rewards.serving.client import Remote, png
 from rewards.serving.connections import bounded
+from rewards.serving.server import RAW, Limits, _checked, _decode, application, serve
+from rewards.serving.subprocess import Isolated
 
 HERE = Path(__file__).parent
 SAMPLES = HERE / "sample_rewards.py"

@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
-from flow_grpo import significance
-from flow_grpo.significance import estimate, holm, paired, unpaired
+from flow_grpo.evaluation import significance
+from flow_grpo.evaluation.significance import estimate, holm, paired, unpaired
 
 
 def test_the_interval_of_a_share_is_the_binomials():

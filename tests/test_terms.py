@@ -8,7 +8,7 @@ import torch
 from scipy import stats
 
 from flow_grpo import sampling, sde
-from flow_grpo.terms import ClipRange, FinalTerms, Means, StepTerms, own_function
+from flow_grpo.training.losses import ClipRange, FinalTerms, Means, StepTerms, own_function
 from flow_grpo.types import Loss, Schedule, Trajectory
 
 OWN = "tests/sample_objectives.py"

@@ -11,9 +11,9 @@ from diffusers import AutoencoderKL, SD3Transformer2DModel, StableDiffusion3Pipe
 from transformers import CLIPTextModelWithProjection, T5EncoderModel
 
 import rewards
-from flow_grpo.evaluate import evaluate
-from flow_grpo.hub import SHIPPED
-from flow_grpo.prompts import load_prompts
+from flow_grpo.data.prompts import load_prompts
+from flow_grpo.evaluation.held_out import evaluate
+from flow_grpo.policy.hub import SHIPPED
 from flow_grpo.tiny import architecture, pretrain, world
 from rewards.clip import FOLDER as CLIP_FOLDER
 

@@ -12,9 +12,9 @@ from forked import begin, run
 from safetensors.torch import load_file
 
 from flow_grpo.config import FlowGRPOConfig
-from flow_grpo.story import Story
-from flow_grpo.tracking import read_metrics
-from flow_grpo.train import FlowGRPOTrainer
+from flow_grpo.run_folder.reader import Story
+from flow_grpo.tracking.tracker import read_metrics
+from flow_grpo.trainer import FlowGRPOTrainer
 
 HERE = Path(__file__).parent
 REWARDS = HERE / "sample_rewards.py"
@@ -216,7 +216,7 @@ OBJECTIVES = {  # what a row without advantage adds to the gradient: nothing, it
 @pytest.mark.parametrize("objective", OBJECTIVES)
 def test_skipping_leaves_the_gradient_as_it_is_without_skipping(tmp_path, monkeypatch, objective):
     """Three of four groups have no signal: the adapter moves as if all rows had been computed, those with advantage 0."""
-    from flow_grpo import experience
+    from flow_grpo.training import rollouts
 
     moved, norms = {}, {}
     for name in ("skipping", "not"):
@@ -228,7 +228,7 @@ def test_skipping_leaves_the_gradient_as_it_is_without_skipping(tmp_path, monkey
         trainer.rewards.rewards["brightness"] = lambda x, p, mine=mine: mine(x, p) * (torch.arange(16) < 4)
         if name == "not":
             everything = lambda reward, *_: torch.ones(len(reward), dtype=torch.bool)  # noqa: E731
-            monkeypatch.setattr(experience.advantages, "has_signal", everything)
+            monkeypatch.setattr(rollouts.advantages, "has_signal", everything)
         norms[name] = trainer.training_step()["grad_norm"]  # AdamW's first step would hide a factor
         moved[name] = trainer.policy.adapter_state()
     assert norms["skipping"] == pytest.approx(norms["not"], rel=1e-3)

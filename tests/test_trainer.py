@@ -12,15 +12,19 @@ import small
 import torch
 from safetensors.torch import load_file
 
-from flow_grpo import checkpoint, evaluate, report, sampling, tracking
+from flow_grpo import sampling
 from flow_grpo.advantages import group_advantages
-from flow_grpo.evaluate import draw, image_seed
-from flow_grpo.experience import Interrupted
-from flow_grpo.explore import best_window, owned_variance
-from flow_grpo.grid import Cell, read_grid, save_image
+from flow_grpo.data.grid import Cell, read_grid, save_image
+from flow_grpo.evaluation import held_out as evaluate
+from flow_grpo.evaluation.held_out import draw, image_seed
+from flow_grpo.report import page
+from flow_grpo.run_folder import checkpoint
 from flow_grpo.tiny import architecture
-from flow_grpo.tracking import read_metrics
-from flow_grpo.train import FlowGRPOTrainer
+from flow_grpo.tracking import tracker as tracking
+from flow_grpo.tracking.tracker import read_metrics
+from flow_grpo.trainer import FlowGRPOTrainer
+from flow_grpo.training.rollouts import Interrupted
+from flow_grpo.training.windows import best_window, owned_variance
 
 HELD_OUT = small.PromptSet(["a moon", "a fish", "a ship"], [{}] * 3)
 
@@ -33,7 +37,7 @@ def bright(images, prompts):
 def _plain(request, monkeypatch):
     """The report and the curves take most of a short run's time and have tests of their own; one test here has them drawn."""
     if "real_report" not in request.keywords:
-        monkeypatch.setattr(report, "write", lambda folders, out: out)
+        monkeypatch.setattr(page, "write", lambda folders, out: out)
         monkeypatch.setattr(tracking, "plot_curves", lambda folder: None)
 
 
@@ -74,7 +78,7 @@ def latest(folder):
 
 def test_a_step_is_collected_and_learned_from_and_tells_its_numbers_and_seconds(tmp_path, monkeypatch):
     clock = [50.0]
-    monkeypatch.setattr("flow_grpo.train.time.perf_counter", lambda: clock[0])
+    monkeypatch.setattr("flow_grpo.trainer.time.perf_counter", lambda: clock[0])
 
     def takes(seconds, call):
         def slow(*args):
@@ -633,7 +637,7 @@ def test_what_does_not_fit_is_said_before_the_run(tmp_path, changes, words):
 
 
 def test_several_processes_need_a_held_out_prompt_each_and_no_critic(tmp_path, monkeypatch):
-    monkeypatch.setattr("flow_grpo.train.Processes.here", lambda device: small.Two())
+    monkeypatch.setattr("flow_grpo.trainer.Processes.here", lambda device: small.Two())
     with pytest.raises(ValueError, match="fewer held-out prompts than processes, which are 2"):
         made(tmp_path / "run", held_out=HELD_OUT.head(1))
     with pytest.raises(ValueError, match=r"objective ppo.* on one process"):
@@ -940,7 +944,7 @@ def test_of_several_processes_the_first_alone_writes_and_speaks(tmp_path, rank, 
         pictures = isinstance(value, dict) and value and all(isinstance(place, int) for place in value)
         return {place + 1 - 2 * rank: picture for place, picture in value.items()} if pictures else value
 
-    monkeypatch.setattr("flow_grpo.train.Processes.here", lambda device: small.Two(other, rank))
+    monkeypatch.setattr("flow_grpo.trainer.Processes.here", lambda device: small.Two(other, rank))
     trainer = made(tmp_path / "run", held_out=HELD_OUT.head(2), steps=1, ema_decay=0)
     monkeypatch.setattr(evaluate, "extremes", lambda values: [])
     found = trainer.train()

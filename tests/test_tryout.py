@@ -11,10 +11,10 @@ from forked import run
 from PIL import Image
 
 import rewards
-from flow_grpo import tryout
-from flow_grpo.grid import Cell, read_grid, save_grid
+from flow_grpo.data.grid import Cell, read_grid, save_grid
+from flow_grpo.doctor import reward_probe
+from flow_grpo.doctor.reward_probe import PLAIN, Pictures, examine, histogram, sheet
 from flow_grpo.tiny import pretrain, world
-from flow_grpo.tryout import PLAIN, Pictures, examine, histogram, sheet
 
 ROOT = Path(__file__).parent.parent
 PROMPTS = [f'red text "{word}" on a {color} background' for word in ("CAT", "HORSE") for color in ("blue", "white")]
@@ -110,7 +110,7 @@ def test_a_reward_that_depends_on_the_other_images_is_found(reward, depends):
         torch.manual_seed(seed)  # chance must not look like it
         images = torch.rand(8, 3, 1, 1).expand(8, 3, 8, 8) * torch.rand(8, 3, 8, 8)
         pictures = Pictures(images, list("aabbccdd"), {})
-        assert tryout.depends_on_group("r", reward, pictures) == depends
+        assert reward_probe.depends_on_group("r", reward, pictures) == depends
 
 
 def test_nobody_is_asked_and_nothing_is_paid_to_find_that_out():
@@ -118,7 +118,7 @@ def test_nobody_is_asked_and_nothing_is_paid_to_find_that_out():
         raise AssertionError("somebody was asked")
 
     for name in ("human", "judge"):
-        assert not tryout.depends_on_group(name, asked, Pictures(torch.rand(4, 3, 8, 8), list("aabb"), {}))
+        assert not reward_probe.depends_on_group(name, asked, Pictures(torch.rand(4, 3, 8, 8), list("aabb"), {}))
 
 
 def test_a_histogram_counts_all():

@@ -7,11 +7,12 @@ import pytest
 import small
 import torch
 
-from flow_grpo import sde, update
-from flow_grpo.parallel import Processes
-from flow_grpo.sections import OptimizerConfig
-from flow_grpo.terms import FinalTerms
-from flow_grpo.update import Update
+from flow_grpo import sde
+from flow_grpo.config.sections import OptimizerConfig
+from flow_grpo.distributed.processes import Processes
+from flow_grpo.training import update
+from flow_grpo.training.losses import FinalTerms
+from flow_grpo.training.update import Update
 
 WINDOW = [0, 1]
 ADVANTAGE = torch.tensor([[1.0, -0.5, -0.7], [0.3, 0.4, -0.8], [-1.2, 0.9, 0.1], [0.0, 0.0, 0.0]])

@@ -16,11 +16,12 @@ from PIL import Image
 from starlette.testclient import TestClient
 
 import rewards
-from flow_grpo.terms import own_function
-from flow_grpo.train import FlowGRPOTrainer
-from rewards import server, user_code
-from rewards.isolated import Isolated
-from rewards.remote import encode
+from flow_grpo.trainer import FlowGRPOTrainer
+from flow_grpo.training.losses import own_function
+from rewards import user_code
+from rewards.serving import server
+from rewards.serving.client import encode
+from rewards.serving.subprocess import Isolated
 from rewards.user_code import UserCodeError
 
 IMAGES, PROMPTS = torch.zeros(2, 3, 4, 4), ["a fox", "a cat"]

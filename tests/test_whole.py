@@ -8,14 +8,15 @@ from conftest import CALL, PROMPTS, short_run, tiny_policy
 from diffusers import AutoModel, DiffusionPipeline
 from test_parallel import config, finished, run_alone, same, start
 
-from flow_grpo import checkpoint, measures, targets
-from flow_grpo.evaluate import draw
-from flow_grpo.parallel import Processes
-from flow_grpo.plan import Plan
-from flow_grpo.policy import Policy, load_policy
-from flow_grpo.targets import Model
-from flow_grpo.train import FlowGRPOTrainer
-from flow_grpo.trainable import make_trainable
+from flow_grpo.distributed.processes import Processes
+from flow_grpo.evaluation import measure, targets
+from flow_grpo.evaluation.held_out import draw
+from flow_grpo.evaluation.targets import Model
+from flow_grpo.plan.estimate import Plan
+from flow_grpo.policy.policy import Policy, load_policy
+from flow_grpo.run_folder import checkpoint
+from flow_grpo.trainer import FlowGRPOTrainer
+from flow_grpo.training.setup import make_trainable
 
 WHOLE = ("lora=null", "optimizer.lr=1.0e-4")
 
@@ -145,7 +146,7 @@ def test_eval_puts_a_run_and_a_checkpoint_on_and_takes_them_off(trained):
         (Model("checkpoint", "", trainer.args, checkpoint=folder / "checkpoints" / "step_000002"), averaged),
         (base, plain),
     ):
-        measures.dress(policy, target)
+        measure.dress(policy, target)
         assert equal(weights(policy), expected), target.name
 
 

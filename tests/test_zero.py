@@ -13,10 +13,10 @@ from conftest import short_run
 from test_parallel import ACCELERATE, UNEVEN, config, run_alone, same
 from test_whole import WHOLE
 
-from flow_grpo import checkpoint
 from flow_grpo.config import FlowGRPOConfig
-from flow_grpo.plan import Plan
-from flow_grpo.prompts import Dealer, load_prompts
+from flow_grpo.data.prompts import Dealer, load_prompts
+from flow_grpo.plan.estimate import Plan
+from flow_grpo.run_folder import checkpoint
 from flow_grpo.training.early_checks import check_settings
 
 # one start of two processes for all runs, as importing takes longer than running

@@ -10,11 +10,11 @@ import small
 import torch
 from torch import distributed
 
-from flow_grpo import zero
-from flow_grpo.optimizer import Optimizer
-from flow_grpo.parallel import Processes
-from flow_grpo.sections import OptimizerConfig
-from flow_grpo.zero import Zero
+from flow_grpo.config.sections import OptimizerConfig
+from flow_grpo.distributed.processes import Processes
+from flow_grpo.training import zero
+from flow_grpo.training.optimizer import Optimizer
+from flow_grpo.training.zero import Zero
 
 SETTINGS = OptimizerConfig(lr=9.0, betas=(0.6, 0.8), eps=0.02, weight_decay=0.3, max_grad_norm=1.5)
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from flow_grpo.loading import read_text
+from flow_grpo.config.loading import read_text
 
 COLUMNS = ("prompt", "prompts")  # names of the prompts' column, in any case
 SUFFIXES = (".txt", ".jsonl", ".json", ".csv", ".tsv", ".parquet")

@@ -6,8 +6,8 @@ Two prompts are the same up to case, spaces, articles, a full stop and the order
 
 import json
 
-from flow_grpo.config import shipped
-from flow_grpo.prompt_sets import NAMED, source_of
+from flow_grpo.config.run_config import shipped
+from flow_grpo.data.prompt_sets import NAMED, source_of
 
 ARTICLES = {"a", "an", "the"}
 SHIPPED = {name: known.source for name, known in NAMED.items() if known.source.startswith("prompts/")}

@@ -30,8 +30,8 @@ import typer
 from diffusers import StableDiffusion3Pipeline
 from safetensors.torch import save_file
 
-from flow_grpo.config import shipped
-from flow_grpo.policy import fast_dtype
+from flow_grpo.config.run_config import shipped
+from flow_grpo.policy.policy import fast_dtype
 from flow_grpo.tiny import architecture, world
 from rewards import clip
 from rewards.ocr import OCR, ExactOCR

@@ -5,22 +5,22 @@ from pathlib import Path
 
 import torch
 
-from flow_grpo import dashboards
-from flow_grpo.checks import check_unused_settings
 from flow_grpo.config import FlowGRPOConfig
-from flow_grpo.parallel import Processes
-from flow_grpo.policy import usable
-from flow_grpo.prompts import Dealer, PromptSet
+from flow_grpo.config.validation import check_unused_settings
+from flow_grpo.data.prompts import Dealer, PromptSet
+from flow_grpo.distributed.processes import Processes
+from flow_grpo.policy.policy import usable
 from flow_grpo.run_folder.metrics_file import has_metrics
-from flow_grpo.terms import own_function
-from flow_grpo.zero import STAGES, library
+from flow_grpo.tracking import services
+from flow_grpo.training.losses import own_function
+from flow_grpo.training.zero import STAGES, library
 
 
 def check_settings(args: FlowGRPOConfig, count: int) -> None:
     """What a run of `count` processes needs installed, its device, its own functions, and sizes that they can share."""
     if not has_metrics(Path(args.output)):  # a run that is resumed may have been begun when such settings were let pass
         check_unused_settings(args)
-    dashboards.check_installed(args.trackers)
+    services.check_installed(args.trackers)
     device = usable(args.device)
     if args.memory.shard in STAGES and count > 1:
         library(args.memory.shard, torch.device(device))

@@ -30,10 +30,10 @@ sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parent.parent)]
 from conftest import short_run
 from forked import begin
 
-from flow_grpo import cli
+from flow_grpo.cli import app as cli
 from flow_grpo.config import FlowGRPOConfig
-from flow_grpo.grid import Cell, save_grid
-from flow_grpo.hub import SHIPPED
+from flow_grpo.data.grid import Cell, save_grid
+from flow_grpo.policy.hub import SHIPPED
 
 MEMORY = 12 << 30  # bytes that a command may take; a value of the user's must not bring a machine down
 SECONDS = 60.0  # a command takes less than ten

@@ -25,7 +25,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 from conftest import short_run
 from forked import begin
 
-from flow_grpo import checkpoint
+from flow_grpo.run_folder import checkpoint
 from flow_grpo.run_folder.metrics_file import read_metrics
 
 ODE = "sampling={steps: 3, transition: ode}"

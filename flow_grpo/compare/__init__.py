@@ -1,0 +1,1 @@
+"""Several configs on one budget."""

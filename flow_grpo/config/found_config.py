@@ -1,0 +1,64 @@
+"""What a config may do that lies beside weights and that the user did not name: it may come from anybody.
+
+Every run folder and every export holds a config.yaml, so a downloaded LoRA brings its author's. Reading it is harmless. What it names
+is not: a reward's file is code, and so is the `python` of an isolated one; a server gets the pictures; a folder is written to.
+So it may name rewards of this package alone, unless the user trusts it. What the user overrides is the user's own.
+
+`objective`, `trackers`, `output` and the training prompts are read by training alone, whose config is always named by the user.
+"""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+from flow_grpo.config import FlowGRPOConfig
+from flow_grpo.config.sections import RewardConfig
+
+REACHING_OUT = ("human", "judge", "remote")  # rewards of ours that ask a person, or send pictures away
+
+
+def check(args: FlowGRPOConfig, found: Path, rewards: bool, prompts: bool) -> None:
+    """Refuses what the config `found` would do by itself.
+
+    Args:
+        args: the config with the user's overrides.
+        rewards: whether its rewards are going to be built.
+        prompts: whether its held-out prompts are going to be loaded.
+
+    Raises:
+        ValueError: it names code, an address or a folder to write to.
+    """
+    try:
+        theirs = set(_named(FlowGRPOConfig.read(found), rewards, prompts))
+    except ValueError:  # valid with the overrides alone, so nothing tells what is the user's
+        theirs = set(_named(args, rewards, prompts))
+    refused = [what for what in _named(args, rewards, prompts) if what in theirs]
+    if refused:
+        others = [flag for flag, used in (("--reward", rewards), ("--prompts", prompts)) if used]
+        instead = f", or give others by {' and '.join(others)}" if others else ""
+        raise ValueError(
+            f"{found} lies beside the weights, was not named by you, and names {', '.join(refused)}: add --trust if you wrote it"
+            f"{instead}."
+        )
+
+
+def _named(args: FlowGRPOConfig, rewards: bool, prompts: bool) -> Iterator[str]:
+    """What runs code, reaches out or writes."""
+    if args.memory.embeddings is not None:
+        yield f"the folder {args.memory.embeddings} to keep embeddings in"
+    if "hub" in (args.memory.attention or ""):
+        yield f"the attention {args.memory.attention}, whose code is downloaded"
+    if prompts and "://" in (args.evaluation.prompts or ""):
+        yield f"the prompts {args.evaluation.prompts}"
+    for name, setting in {**args.evaluation.rewards, **args.rewards}.items() if rewards else ():
+        yield from _of_reward(name, setting)
+
+
+def _of_reward(name: str, setting: RewardConfig) -> Iterator[str]:
+    if ":" in name or name in REACHING_OUT:
+        yield f"the reward {name}"
+    if setting.python is not None:
+        yield f"the program {setting.python} for the reward {name}"
+    if setting.remote is not None:
+        yield f"the server {setting.remote} for the reward {name}"
+    if "://" in str(setting.options):
+        yield f"an address in the options of the reward {name}"

@@ -1,0 +1,284 @@
+"""The sections of a run config. Each field's documentation stands below it."""
+
+import math
+from collections.abc import Iterator
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+
+from flow_grpo.config.validation import suggest
+from flow_grpo.methods import TRANSITIONS
+
+PositiveInt = Annotated[int, Field(gt=0)]
+PositiveFloat = Annotated[float, Field(gt=0)]
+Share = Annotated[float, Field(ge=0, le=1)]
+Pixels = Annotated[int, Field(gt=0, le=2**14)]
+
+
+class Section(BaseModel):
+    """A part of the config. No setting is unknown, and every number is finite, in fields that take anything as well."""
+
+    model_config = ConfigDict(extra="forbid", use_attribute_docstrings=True, allow_inf_nan=False)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _finite(cls, values: Any) -> Any:
+        for place, value in _numbers(values):
+            if not math.isfinite(value):
+                raise ValueError(f"{'.'.join(place)} is {value}, but it should be a finite number.")
+        return values
+
+    def changed(self) -> list[str]:
+        """The fields with another value than their default."""
+        return [name for name, field in type(self).model_fields.items() if getattr(self, name) != field.get_default()]
+
+
+def _numbers(values: Any) -> Iterator[tuple[list[str], float]]:
+    """The floats of plain values, however deep, each with the keys that lead to it."""
+    left: list[tuple[list[str], Any]] = [([], values)]
+    seen: set[int] = set()  # YAML's references may form a ring
+    while left:
+        place, value = left.pop()
+        if isinstance(value, float):
+            yield place, value
+        elif isinstance(value, dict | list | tuple) and id(value) not in seen:
+            seen.add(id(value))
+            inner = value.items() if isinstance(value, dict) else enumerate(value)
+            left += [([*place, str(key)], part) for key, part in inner]
+
+
+class LoraConfig(Section):
+    rank: PositiveInt = 32
+    """Rank of the low-rank matrices."""
+    alpha: float = 64
+    """Their product is scaled by alpha / rank."""
+    targets: list[str] | Literal["all"] | None = None
+    """Modules of the transformer that get one, by the end of their name; by default the attention projections; `all` are all linear
+    layers, which learn faster and take more memory."""
+    start: str | None = None
+    """A saved LoRA to go on from: a folder, a .safetensors file or a hub id."""
+
+
+class WindowConfig(Section):
+    kind: Literal["all", "fixed", "random", "sliding", "auto"] = "all"
+    """Which steps are stochastic and trained: all of first..last, a fixed run, one drawn at random, one that slides, or, `auto`,
+    the run of steps whose noise moves the reward most, measured before the first training step on images that are not counted."""
+    size: PositiveInt = 3
+    """Steps in the window; `all` ignores it."""
+    first: Annotated[int, Field(ge=0)] = 0
+    """The first step that may be trained."""
+    last: int | None = None
+    """The last step that may be trained; by default the last but one, since the step to sigma 0 may have no noise to learn from."""
+    every: PositiveInt = 25
+    """A sliding window moves on by one every so many training steps."""
+
+
+class SamplingConfig(Section):
+    steps: Annotated[int, Field(ge=2)] = 10
+    """Sampling steps in training."""
+    transition: Annotated[str, Field(json_schema_extra={"enum": list(TRANSITIONS)})] = "flow_sde"
+    """The transition of the trained steps, see flow_grpo/sde.py; forward-process objectives need `ode`."""
+    noise_level: Annotated[float, Field(ge=0)] = 0.7
+    """How much noise a trained step adds."""
+    window: WindowConfig = WindowConfig()
+    log_prob: Literal["gaussian", "unnormalized"] = "gaussian"
+    """The log-probability of a step; `unnormalized` is what Flow-CPS published."""
+    shared_start: bool = False
+    """Whether the images of a group start from one noise; the steps before the window are then computed once per group. With
+    a window of one step, that step alone makes the difference and owns its advantage (TempFlow, arXiv 2508.04324)."""
+    solver: Literal["euler", "heun"] = "euler"
+    """Forward-process objectives: how the ODE is solved in rollouts; `heun` is of order 2, with two velocities a step."""
+
+    @field_validator("transition")
+    @classmethod
+    def _known(cls, name: str) -> str:
+        if name not in TRANSITIONS:
+            close = suggest(name, list(TRANSITIONS))
+            raise ValueError(f"sampling.transition={name} is no transition.{close} Choose one of {', '.join(TRANSITIONS)}.")
+        return name
+
+
+class CriticConfig(Section):
+    lr: PositiveFloat = 1e-3
+    """Learning rate of the critic's AdamW."""
+    width: PositiveInt = 128
+    """Channels of the critic."""
+    gae_lambda: Share = 0.95
+    """Generalised advantage estimation: 1 trusts the reward alone, 0 the critic's next value alone."""
+
+
+class DecayRamp(Section):
+    rate: PositiveFloat
+    """How much the decay grows with every optimizer step."""
+    max: Share
+    """Largest decay."""
+    after: Annotated[int, Field(ge=0)] = 0
+    """Optimizer steps before it begins to grow from 0."""
+
+    def at(self, steps: int) -> float:
+        """The decay after so many optimizer steps."""
+        return min(self.max, self.rate * max(0, steps - self.after))
+
+
+class ObjectiveConfig(Section):
+    name: str = "grpo"
+    """On per-step log-probabilities: grpo, reinforce, grpo_guard, dppo, ppo. On final latents noised afresh: awm, nft, sft, dpo.
+    Or one's own function as my_module:my_fn or file.py:my_fn, on steps if the transition is stochastic, else on final latents."""
+    options: dict[str, Any] = {}
+    """Keyword arguments of one's own function."""
+    advantage: str = "grpo"
+    """How rewards become advantages, see flow_grpo/advantages.py: grpo, batch_std, dr_grpo, rloo, reinforce_pp, gdpo, rank, or
+    one's own function (reward (B,), group (B,)) -> (B,) as my_module:my_fn or file.py:my_fn."""
+    clip_low: PositiveFloat | Literal["auto"] = 1e-4
+    """The ratio is clipped at 1 - clip_low; log-probabilities are means, so the range is small. `auto` takes it from the ratios
+    seen at each step."""
+    clip_high: PositiveFloat | Literal["auto"] = 1e-4
+    """The ratio is clipped at 1 + clip_high; above clip_low it is DAPO's clip-higher."""
+    clip_quantile: Annotated[float, Field(gt=0, lt=1)] = 0.9
+    """auto: the share of ratios that the clip range leaves alone."""
+    threshold: Annotated[float, Field(ge=0)] = 1e-5
+    """dppo: the divergence of new and old step from which on an update may not push further. Published: 1e-5 and 1e-6."""
+    step_weight: Literal["uniform", "std"] = "uniform"
+    """Objectives on steps: weight of a step's loss; `std` weighs by the transition's std (TempFlow, arXiv 2508.04324), which makes
+    up for the 1 / std in the gradient of a log-probability."""
+    kl_weight: Annotated[float, Field(ge=0)] = 0.0
+    """Weight of the KL to the base model, whose mean is over all images of a step, also of groups whose rewards are all equal (for sft
+    and dpo over the images they train on)."""
+    kl: Literal["gaussian", "k3", "flow_grpo", "velocity"] | None = None
+    """Which KL: of the transitions (`gaussian`, the default on steps), DeepSeekMath's estimator from log-probabilities (`k3`), the
+    published code's, without the step's length (`flow_grpo`), or the distance of the velocities (`velocity`, the only one on final
+    latents)."""
+    data: str | None = None
+    """sft, dpo: images to train on in place of rollouts, see flow_grpo/training/offline.py."""
+    draws: PositiveInt = 1
+    """On final latents: noise levels drawn for each prompt of a step; all its images and all epochs have the same."""
+    sigma_range: tuple[Share, Share] = (0.0, 1.0)
+    """On final latents: the range those noise levels are drawn from, before the schedule's shift."""
+    weight: Literal["uniform", "ghuber"] = "uniform"
+    """awm: weight of the matching loss."""
+    beta: PositiveFloat = 1.0
+    """nft: how far the implicit policies lie from the old one."""
+    advantage_max: PositiveFloat = 5.0
+    """nft: the advantage that counts as surely good."""
+    old_decay: Share | DecayRamp = 0.5
+    """nft: how slowly the old policy follows the trained one after each training step: 0 at once, 1 never. Or a ramp: the published one
+    is {rate: 0.001, max: 0.5}, for OCR {after: 75, rate: 0.0075, max: 0.999}."""
+    dpo_beta: PositiveFloat = 500.0
+    """dpo: how sharply the difference of two matching errors decides."""
+    critic: CriticConfig = CriticConfig()
+    """ppo: its critic."""
+
+    @field_validator("old_decay", mode="before")
+    @classmethod
+    def _number_or_ramp(cls, value: Any) -> Any:
+        if isinstance(value, dict) and not {"rate", "max"} <= value.keys() <= {"rate", "max", "after"}:
+            raise ValueError(f"objective.old_decay is {value}: give a number, or a ramp such as {{rate: 0.001, max: 0.5}}.")
+        return value
+
+
+class OptimizerConfig(Section):
+    name: Literal["adamw", "adamw_8bit"] = "adamw"
+    """AdamW, or the one of bitsandbytes that keeps its two moments in 8 bit, on a GPU."""
+    lr: PositiveFloat = 3e-4
+    """Learning rate of AdamW."""
+    warmup: Annotated[int, Field(ge=0)] = 0
+    """Steps in which the learning rate rises to lr."""
+    final_lr: Share = 1.0
+    """The learning rate falls linearly to this share of lr at the last step; 1 keeps it constant. With more steps, a resumed run goes on
+    along the longer way down."""
+    betas: tuple[Share, Share] = (0.9, 0.999)
+    """AdamW's decay rates of the gradient's first and second moment."""
+    eps: Annotated[float, Field(ge=0)] = 1e-15
+    """Added to the root of the second moment. Gradients of mean log-probabilities can be 5e-9, below the usual 1e-8."""
+    weight_decay: Annotated[float, Field(ge=0)] = 1e-4
+    """AdamW's weight decay."""
+    max_grad_norm: PositiveFloat = 1.0
+    """Gradients are clipped to this norm."""
+
+
+class RewardConfig(Section):
+    weight: float = 1.0
+    """Weight in the sum; 0 only reports it."""
+    options: dict[str, Any] = {}
+    """Arguments of the reward's constructor."""
+    on_error: Literal["stop", "drop"] = "stop"
+    """What to do when it raises or returns no finite number: stop the run, or leave those groups out of the step."""
+    remote: str | list[str] | None = None
+    """Address of a server, or of several, on which `flow-grpo serve` runs this reward; options are then those of the client,
+    rewards/serving/client.py. The servers' token comes from the environment variable REWARD_TOKEN."""
+    isolate: bool = False
+    """Whether it runs in a process of its own. If that process exits or crashes, the run stops with an error and a checkpoint."""
+    python: str | None = None
+    """isolate: the interpreter of the environment it runs in; by default this one."""
+    timeout: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
+    """isolate: seconds that loading it may take, and each call, before its process is killed; by default an hour. A remote reward has an
+    option of that name."""
+
+    @model_validator(mode="after")
+    def _one_place(self) -> "RewardConfig":
+        if self.remote is not None and self.isolate:
+            raise ValueError("a reward is either remote or isolated here: set one of `remote` and `isolate`.")
+        if self.python is not None and not self.isolate:
+            raise ValueError(f"python={self.python} is for a reward in a process of its own: set isolate=true as well.")
+        if self.timeout is not None and not self.isolate:
+            raise ValueError(
+                "timeout is for a reward in a process of its own: set isolate=true, or for a remote one options.timeout."
+            )
+        return self
+
+
+class RestingConfig(Section):
+    after: Annotated[int, Field(ge=0)] = 0
+    """A prompt rests once its group had no signal, all solved or all hopeless, so many times in a row; 0 lets none rest."""
+    steps: PositiveInt = 25
+    """Training steps for which it rests before it is asked again."""
+
+
+class EvaluationConfig(Section):
+    prompts: str | None = None
+    """Held-out prompts: as in `prompts`, or none."""
+    limit: PositiveInt | None = 256
+    """At most so many of them, from the first on."""
+    every: Annotated[int, Field(ge=0)] = 50
+    """Training steps between evaluations; 0 evaluates only before and after."""
+    steps: Annotated[int, Field(ge=1)] = 40
+    """Sampling steps in evaluation, of the deterministic ODE."""
+    seed: int = 1234
+    """Each held-out prompt's picture starts from the noise of (this seed, its place in the file)."""
+    pictures: Annotated[int, Field(ge=0)] = 8
+    """Held-out prompts, from the first on, whose pictures each evaluation keeps in the run folder for the report, beside the best
+    and worst ones' and some groups of training images; 0 keeps none. A picture is at most 512 pixels wide."""
+    rewards: dict[str, RewardConfig] = {}
+    """Rewards that are measured but not trained on, beside the trained ones."""
+
+
+class MemoryConfig(Section):
+    embeddings: str | None = None
+    """Folder that keeps the embeddings of prompts from one run to the next, such as ~/.cache/flow-grpo. Once it has all prompts of
+    a run, the text encoders are not loaded."""
+    offload_encoders: bool = False
+    """Text encoders are on the CPU while no prompt is encoded."""
+    quantize: Literal["int8", "int4", "nf4"] | None = None
+    """Base weights of the transformer in 8 or 4 bit, under the float32 LoRA: int8 and int4 by torchao, nf4 by bitsandbytes."""
+    checkpointing: bool = False
+    """Gradient checkpointing: activations of a block are computed again in the backward pass, for a third more time."""
+    shard: Literal["fsdp2", "zero1", "zero2"] | None = None
+    """Several processes: what each holds a share of. `fsdp2`, or true: of the weights, but a LoRA's, and a block's are put together while
+    it computes. `zero1`: of AdamW's moments, `zero2`: of gradients too, by DeepSpeed (ZeRO, arXiv 1910.02054)."""
+    compile: bool = False
+    """torch.compile of the transformer's repeated blocks."""
+    attention: str | None = None
+    """Attention backend of diffusers, such as flash or _native_cudnn; by default torch's own choice."""
+    vae_slicing: bool = False
+    """Decodes one picture at a time."""
+    vae_tiling: bool = False
+    """Decodes large pictures in tiles, whose seams can show."""
+
+    @field_validator("shard", mode="before")
+    @classmethod
+    def _by_name(cls, value: Any) -> Any:
+        if value == "zero3":
+            raise ValueError(
+                "memory.shard=zero3 is not there: set fsdp2, which spreads weights, gradients and moments as it does."
+            )
+        return "fsdp2" if value is True else None if value is False else value

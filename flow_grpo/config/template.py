@@ -1,0 +1,106 @@
+"""A commented config for a model and rewards, and the JSON schema by which an editor checks one: `flow-grpo init` and `schema`."""
+
+import re
+from typing import Any
+
+import yaml
+
+from flow_grpo.config.run_config import FlowGRPOConfig, shipped
+from flow_grpo.policy.hub import SHIPPED
+
+BASE = "sd35_medium_ocr"  # the settings for a model that no shipped config trains
+OCR_PROMPTS = ("prompts/ocr_train.txt", "prompts/ocr_test.txt")
+OBJECT_PROMPTS = ("prompts/geneval_train.jsonl", "prompts/geneval_eval.jsonl")  # for rewards that read no text
+# the settings that a new config shows, in this order; a list names those of a section
+SHOWN: dict[str, list[str]] = {
+    "model": [],
+    "dtype": [],
+    "height": [],
+    "width": [],
+    "guidance": [],
+    "pipeline": [],
+    "prompts": [],
+    "rewards": [],
+    "steps": [],
+    "prompts_per_step": [],
+    "images_per_prompt": [],
+    "microbatch": [],
+    "updates": [],
+    "sampling": ["steps", "transition", "noise_level", "window"],
+    "objective": ["name", "advantage", "clip_low", "clip_high", "kl_weight"],
+    "lora": ["rank", "alpha", "targets"],
+    "optimizer": ["lr"],
+    "ema_decay": [],
+    "memory": ["offload_encoders", "quantize", "checkpointing"],
+    "evaluation": ["prompts", "limit", "every", "steps", "rewards"],
+    "save_every": [],
+}
+
+
+def template(model: str, rewards: list[str]) -> str:
+    """The YAML text of a config that trains `model` on `rewards`, each setting with a comment that explains it.
+
+    The values are those of a shipped config for that model, if there is one, else those for SD3.5-M.
+    """
+    name = _preset(model)
+    args = FlowGRPOConfig.read(name)
+    values = args.model_dump(mode="json")
+    values |= {"model": model, "rewards": dict.fromkeys(rewards, 1.0)}
+    if model not in SHIPPED and not any(reward.startswith("ocr") for reward in rewards):
+        values["prompts"], values["evaluation"]["prompts"] = OBJECT_PROMPTS
+    measured = {k: v for k, v in values["evaluation"]["rewards"].items() if not k.startswith("ocr")}
+    values["evaluation"]["rewards"] = {k: {"options": v["options"]} if v["options"] else {} for k, v in measured.items()}
+    lines = [
+        f"# Trains {model}: flow-grpo train THIS_FILE. The values are those of the shipped config {name}.",
+        "# All settings: flow-grpo schema. Check them without training: flow-grpo train THIS_FILE --dry-run.",
+    ]
+    for key, inner in SHOWN.items():
+        field = FlowGRPOConfig.model_fields[key]
+        if not inner:
+            lines += _setting(key, values[key], field.description)
+        elif values[key] is not None:
+            section: Any = type(getattr(args, key))
+            lines += ["", f"{key}:"]
+            for name_ in inner:
+                lines += _setting(name_, values[key][name_], section.model_fields[name_].description, "  ")
+    return "\n".join(lines) + "\n"
+
+
+def json_schema() -> dict[str, Any]:
+    """The JSON schema (draft 2020-12) of a config file, the short forms of rewards and trackers included."""
+    schema = FlowGRPOConfig.model_json_schema()
+    reward = {"anyOf": [{"type": "number"}, {"type": "null"}, {"$ref": "#/$defs/RewardConfig"}]}
+    short = {"anyOf": [{"type": "array", "items": {"type": "string"}}, {"type": "object", "additionalProperties": reward}]}
+    for section in (schema, schema["$defs"]["EvaluationConfig"]):
+        section["properties"]["rewards"] |= short
+        section["properties"]["rewards"].pop("additionalProperties", None)
+        section["properties"]["rewards"].pop("type", None)
+    named = {"type": "object", "additionalProperties": {"type": ["object", "null"]}}
+    trackers = schema["properties"]["trackers"]
+    for key in ("type", "additionalProperties"):
+        trackers.pop(key, None)
+    trackers["anyOf"] = [{"type": "string"}, {"type": "array", "items": {"type": "string"}}, named]
+    microbatch = schema["properties"]["microbatch"]
+    microbatch["anyOf"] = [{"type": "integer", "exclusiveMinimum": 0}, {"const": "auto"}]
+    microbatch.pop("type"), microbatch.pop("exclusiveMinimum")
+    shard = schema["$defs"]["MemoryConfig"]["properties"]["shard"]
+    shard["anyOf"] = [*shard["anyOf"], {"type": "boolean"}]
+    return {"$schema": "https://json-schema.org/draft/2020-12/schema", **schema}
+
+
+def _preset(model: str) -> str:
+    """The name of the shipped config to begin with."""
+    if model in SHIPPED:
+        return "tiny_ocr"
+    trained = [(file.stem, yaml.safe_load(file.read_text())["model"]) for file in sorted(shipped("").glob("*.yaml"))]
+    names = [name for name, of in trained if of == model]
+    plain = [name for name in names if name.endswith("_ocr")]
+    return next(iter([*plain, *names]), BASE)
+
+
+def _setting(key: str, value: Any, description: str | None, indent: str = "") -> list[str]:
+    """A comment of the description's first sentence, and the setting in one line below it."""
+    sentence = re.split(r"(?<=[.;:])\s", " ".join((description or "").split()))[0].rstrip(";:.")
+    text = yaml.safe_dump({key: value}, default_flow_style=True, sort_keys=False, width=10**6, allow_unicode=True)
+    comment = [f"{indent}# {sentence}"] if sentence else []
+    return [*comment, f"{indent}{text.strip()[1:-1]}"]

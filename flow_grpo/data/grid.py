@@ -1,0 +1,149 @@
+"""Contact sheets that remember what is in each cell, and pictures that remember their prompt.
+
+A sheet is an ordinary PNG. Its text chunk `flow_grpo` says for each cell the prompt, the seed, the model, and where its
+pixels lie; pictures are enlarged by whole factors, so that `read_grid` gives back the very pixels.
+"""
+
+import json
+import textwrap
+import warnings
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from PIL import Image, ImageDraw, ImageFont
+from PIL.PngImagePlugin import PngInfo
+from torch import Tensor
+
+from flow_grpo.files import naming, whole_file
+from rewards import images as batches
+
+CHUNK = "flow_grpo"
+GAP = 10
+SMALLEST_CELL = 192  # pixels: narrower pictures are enlarged to about this width
+LINE = 15
+INK, PAPER = (70, 70, 76), (250, 250, 250)
+MAX_PIXELS = 178_956_970  # where Pillow begins to refuse
+
+
+@dataclass(frozen=True)
+class Cell:
+    """What a picture is: its prompt, the seed of its noise, and the model that drew it."""
+
+    prompt: str
+    seed: int
+    model: str
+
+
+def save_grid(path: Path, images: Tensor, cells: list[Cell], columns: int, notes: list[str] | None = None) -> None:
+    """Writes images (B, 3, H, W) in [0, 1] as a sheet of that many columns, a caption under each.
+
+    `notes` are repeated over the cells and stand in the caption in place of the seed.
+    """
+    height, width = images.shape[-2:]
+    scale = max(1, -(-SMALLEST_CELL // width))
+    wide, high = width * scale, height * scale
+    captions = [
+        _caption(cell, notes[i % len(notes)] if notes else f"seed {cell.seed}", wide) for i, cell in enumerate(cells)
+    ]
+    caption_height = LINE * max(len(lines) for lines in captions) + 6
+    rows = -(-len(cells) // columns)
+    columns = min(columns, len(cells))
+    sheet = Image.new("RGB", (GAP + columns * (wide + GAP), GAP + rows * (high + caption_height + GAP)), PAPER)
+    pen, font = ImageDraw.Draw(sheet), ImageFont.load_default(11)
+    boxes = []
+    for i, (pixels, lines) in enumerate(zip(to_bytes(images), captions, strict=True)):
+        x = GAP + i % columns * (wide + GAP)
+        y = GAP + i // columns * (high + caption_height + GAP)
+        sheet.paste(Image.fromarray(pixels).resize((wide, high), Image.Resampling.NEAREST), (x, y))
+        for n, line in enumerate(lines):
+            pen.text((x, y + high + 4 + n * LINE), line, fill=INK, font=font)
+        boxes.append([x, y, wide, high])
+    info = PngInfo()
+    content = {"scale": scale, "cells": [{**asdict(c), "box": b} for c, b in zip(cells, boxes, strict=True)]}
+    info.add_itxt(CHUNK, json.dumps(content))
+    with whole_file(path) as file:
+        sheet.save(file, pnginfo=info)
+
+
+def fits(count: int, height: int, width: int) -> bool:
+    """Whether a sheet of so many pictures has few enough pixels to be read again."""
+    scale = max(1, -(-SMALLEST_CELL // width))
+    return count * (height * scale + 3 * LINE + 6 + GAP) * (width * scale + GAP) <= MAX_PIXELS
+
+
+def save_image(path: Path, image: Tensor, cell: Cell) -> None:
+    """Writes one picture (3, H, W) in [0, 1] as PNG, its prompt, seed and model inside."""
+    info = PngInfo()
+    content = {"scale": 1, "cells": [{**asdict(cell), "box": [0, 0, image.shape[2], image.shape[1]]}]}
+    info.add_itxt(CHUNK, json.dumps(content))
+    with naming(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        Image.fromarray(to_bytes(image[None])[0]).save(path, pnginfo=info)
+
+
+def read_grid(path: Path) -> tuple[Tensor, list[Cell]]:
+    """The pictures (B, 3, H, W) in [0, 1] and cells of a sheet or a single picture that this module wrote.
+
+    Raises:
+        ValueError: not a PNG, damaged, too large, or written by something else.
+    """
+    return cells_of(open_image(path), path)
+
+
+def remembers(picture: Image.Image) -> bool:
+    """Whether an opened picture says what is in it."""
+    return CHUNK in picture.info
+
+
+def cells_of(sheet: Image.Image, path: Path) -> tuple[Tensor, list[Cell]]:
+    """As `read_grid`, of a sheet that `open_image` has opened."""
+    try:
+        content = json.loads(sheet.info[CHUNK])
+        scale, entries = int(content["scale"]), content["cells"]
+        boxes = [(int(x), int(y), int(w), int(h)) for x, y, w, h in (entry["box"] for entry in entries)]
+        cells = [Cell(str(e["prompt"]), int(e["seed"]), str(e["model"])) for e in entries]
+    except (KeyError, TypeError, ValueError, OverflowError, RecursionError) as error:
+        raise ValueError(f"{path} does not say what is in its cells: it was not written by flow-grpo sample.") from error
+    if not all(0 <= x < x + w <= sheet.width and 0 <= y < y + h <= sheet.height for x, y, w, h in boxes):
+        raise ValueError(f"{path} is damaged: its cells lie outside of the picture.")
+    one_size = len({(w, h) for _, _, w, h in boxes}) == 1
+    if scale < 1 or not one_size or sum(w * h for _, _, w, h in boxes) > sheet.width * sheet.height:
+        raise ValueError(f"{path} is damaged: its cells are not those of a sheet.")
+    pixels = np.asarray(sheet)
+    pictures = [pixels[y : y + h : scale, x : x + w : scale] for x, y, w, h in boxes]
+    return from_bytes(np.stack(pictures)), cells
+
+
+def open_image(path: Path) -> Image.Image:
+    """A picture as RGB; ValueError in one sentence if it can't be read or has more than 178 million pixels."""
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", Image.DecompressionBombWarning)  # of half as many
+            with Image.open(path) as image:
+                info = dict(getattr(image, "text", {}))
+                picture = batches.to_rgb(image)
+    except Image.DecompressionBombError as error:
+        raise ValueError(
+            f"the picture {path} has more than {MAX_PIXELS // 1_000_000} million pixels: make it smaller."
+        ) from error
+    except (OSError, ValueError, SyntaxError) as error:
+        raise ValueError(f"the picture {path} could not be read: {' '.join(str(error).split()).rstrip('.')}.") from error
+    picture.info = info
+    return picture
+
+
+def to_bytes(images: Tensor) -> np.ndarray:
+    """(B, 3, H, W) in [0, 1] -> (B, H, W, 3) uint8."""
+    return batches.to_bytes(images).permute(0, 2, 3, 1).numpy()
+
+
+def from_bytes(pixels: np.ndarray) -> Tensor:
+    """(B, H, W, 3) uint8 -> (B, 3, H, W) in [0, 1]."""
+    return torch.from_numpy(pixels.copy()).permute(0, 3, 1, 2).float() / 255
+
+
+def _caption(cell: Cell, note: str, width: int) -> list[str]:
+    lines = textwrap.wrap(" ".join(cell.prompt.split()), max(12, width // 6), max_lines=2, placeholder=" …") or [""]
+    return [*lines, note]

@@ -1,0 +1,233 @@
+"""Prompt sets, and how they are dealt: P prompts x G images a step, the same whatever happened before."""
+
+import hashlib
+import re
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from flow_grpo.config.run_config import shipped
+from flow_grpo.data.prompt_files import COLUMNS, SUFFIXES, Table, read_table
+from flow_grpo.data.prompt_sets import sentence, source_of
+from flow_grpo.sampling import generator
+from flow_grpo.types import PromptBatch
+from rewards.downloads import HubUnreachable, downloads
+
+REMOTE = "https://"
+DATA_SET = re.compile(r"[\w.-]+/[\w.-]+|[\w-]+")  # what the hub calls a data set
+MOST_BYTES = 256 << 20  # of a file at an address
+ARGUMENTS = ("images", "prompts")  # what a reward is given beside metadata
+
+
+@dataclass(frozen=True)
+class PromptSet:
+    """Prompts, each with a dict of metadata that rewards receive as keyword arguments."""
+
+    prompts: list[str]
+    metadata: list[dict]
+
+    def __len__(self) -> int:
+        return len(self.prompts)
+
+    def head(self, count: int | None) -> "PromptSet":
+        return PromptSet(self.prompts[:count], self.metadata[:count])
+
+    def repeat(self, images: int) -> PromptBatch:
+        """All prompts with so many images each."""
+        return self.take(range(len(self)), images)
+
+    def take(self, chosen: Sequence[int], images: int, first_group: int = 0) -> PromptBatch:
+        """The prompts at these places with so many images each, their groups counted from `first_group`."""
+        rows = [i for i in chosen for _ in range(images)]
+        return PromptBatch(
+            [self.prompts[i] for i in rows],
+            [self.metadata[i] for i in rows],
+            torch.arange(len(rows)) // images + first_group,
+            torch.arange(len(rows)) % images,
+        )
+
+
+class Dealer:
+    """Deals the prompts of training steps: shuffled epochs, and a rest for prompts that say nothing for the moment.
+
+    Every epoch is a permutation drawn from (seed, epoch); what does not fill a last step is left out of it. A prompt whose
+    group had no signal `rest_after` times in a row is not dealt for `rest_for` steps; 0 lets none rest.
+    """
+
+    def __init__(self, prompts: PromptSet, seed: int, rest_after: int = 0, rest_for: int = 0) -> None:
+        self.prompts, self.seed, self.rest_after, self.rest_for = prompts, seed, rest_after, rest_for
+        self.epoch, self.place = 0, 0
+        self.silent: dict[str, int] = {}  # how many times in a row a prompt's group had no signal
+        self.until: dict[str, int] = {}  # the step at which a resting prompt is asked again
+
+    def deal(self, step: int, prompts: int, images: int, first_group: int = 0) -> PromptBatch:
+        """`prompts` different prompts with `images` images each; the groups are numbered from `first_group`."""
+        if prompts > len(self.prompts):
+            raise ValueError(f"prompts_per_step={prompts}, but there are only {len(self.prompts)} prompts.")
+        left = self._awake(step)
+        if len(left) < prompts:
+            self.epoch, self.place = self.epoch + 1, 0
+            left = self._awake(step)
+        if len(left) < prompts:  # nearly all rest: ask them all again
+            self.until = {}
+            left = self._awake(step)
+        places = left[:prompts]
+        order = self._order()
+        self.place = places[-1] + 1
+        return self.prompts.take([order[place] for place in places], images, first_group)
+
+    def heard(self, step: int, batch: PromptBatch, signal: Tensor) -> None:
+        """Takes in which rows (B,) of a batch belong to groups with signal."""
+        if not self.rest_after:
+            return
+        for prompt, spoke in dict(zip(batch.prompts, signal.tolist(), strict=True)).items():
+            self.silent[prompt] = 0 if spoke else self.silent.get(prompt, 0) + 1
+            if self.silent[prompt] >= self.rest_after:
+                self.until[prompt] = step + 1 + self.rest_for
+                self.silent[prompt] = self.rest_after - 1  # one more silence after the rest, and it rests again
+
+    def resting(self, step: int) -> int:
+        return sum(until > step for until in self.until.values())
+
+    def state(self) -> dict:
+        return {"epoch": self.epoch, "place": self.place, "silent": dict(self.silent), "until": dict(self.until)}
+
+    def load(self, state: dict) -> None:
+        self.epoch, self.place = state["epoch"], state["place"]
+        self.silent, self.until = dict(state["silent"]), dict(state["until"])
+
+    def _order(self) -> list[int]:
+        return torch.randperm(len(self.prompts), generator=generator(self.seed, "prompts", self.epoch)).tolist()
+
+    def _awake(self, step: int) -> list[int]:
+        """The places of this epoch that are still to come and whose prompts don't rest."""
+        order, texts = self._order(), self.prompts.prompts
+        return [p for p in range(self.place, len(order)) if self.until.get(texts[order[p]], 0) <= step]
+
+
+def load_prompts(source: PromptSet | str | Path | list[str]) -> PromptSet:
+    """A prompt set: one as it is, a list, a name of flow_grpo/data/prompt_sets.py, a .txt file (one a line), a .json, .jsonl, .csv, .tsv
+    or .parquet file, the https address of one, or a hub data set.
+
+    Tables have a column `prompt`, or Prompt or prompts; the others become metadata. No row is left out.
+
+    Raises:
+        ValueError: no such file or data set, no prompts in it, no column `prompt`, or what is no prompt and where.
+    """
+    if isinstance(source, PromptSet):
+        return source
+    if isinstance(source, list):
+        return _prompt_set(source, [{} for _ in source], "the list")
+    name = str(source)
+    table = _table(name)
+    column = next((column for wanted in COLUMNS for column in table.columns if column.lower() == wanted), None)
+    if not table.columns or (column and not table.rows):
+        raise ValueError(f"{name} holds no prompts.")
+    if column is None:
+        raise ValueError(f"{name} has no column `prompt`; it has {', '.join(table.columns)[:200]}.")
+    clash = next((other for other in ARGUMENTS if other in table.columns and other != column), None)
+    if clash is not None:
+        raise ValueError(f"{name} has a column `{clash}`, which is not metadata for rewards: give it another name.")
+    metadata = [{key: value for key, value in row.items() if key != column} for row in table.rows]
+    return _prompt_set([row[column] for row in table.rows], metadata, name, table.places)
+
+
+def _table(name: str) -> Table:
+    """The rows of a file, of the file at an address, or of a hub data set."""
+    file = _local(name)
+    if file is not None:
+        return read_table(file, name, file.suffix.lower())
+    place = source_of(name)
+    if place.startswith(REMOTE):
+        return read_table(_downloaded(place), name, Path(place).suffix.lower())
+    return _data_set(place)
+
+
+def _local(name: str) -> Path | None:
+    """The file that a name stands for. ValueError if it stands for none and for no data set either."""
+    place = source_of(name)
+    try:
+        file = next((f for f in (Path(name), Path(place), shipped(place)) if f.is_file()), None)
+        folder = place == name != "" and Path(name).is_dir()
+    except (OSError, ValueError):  # longer than any file's name
+        file, folder = None, False
+    if file is not None or place.startswith(REMOTE):
+        return file
+    if folder:
+        raise ValueError(f"{name} is a folder: give a prompt file in it.")
+    if Path(place).suffix.lower() in SUFFIXES:
+        raise ValueError(f"there is no prompt file {name}.")
+    if not DATA_SET.fullmatch(place):
+        raise ValueError(
+            f"{name[:200]!r} is no prompt file, no address and no data set: write prompts into a file, one a line."
+        )
+    return None
+
+
+def _downloaded(address: str) -> Path:
+    """The file at an address: as it is there now or, without a network, the copy of the last time."""
+    import httpx
+
+    copy = Path("~/.cache/flow-grpo/prompts").expanduser() / hashlib.sha256(address.encode()).hexdigest()
+    try:
+        content = bytearray()
+        with httpx.stream("GET", address, follow_redirects=True, timeout=30) as response:
+            response.raise_for_status()
+            for part in response.iter_bytes():
+                content += part
+                if len(content) > MOST_BYTES:
+                    raise ValueError(f"it has more than {MOST_BYTES >> 20} MB")
+    except (httpx.HTTPError, httpx.InvalidURL, ValueError) as error:
+        if copy.is_file() and isinstance(error, httpx.TransportError):
+            return copy
+        kind = HubUnreachable if isinstance(error, httpx.TransportError) else ValueError
+        raise kind(_unreachable(address, error)) from error
+    copy.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.NamedTemporaryFile(dir=copy.parent, delete=False) as partial:
+        partial.write(content)
+    Path(partial.name).replace(copy)
+    return copy
+
+
+def _data_set(place: str) -> Table:
+    import datasets
+
+    datasets.disable_progress_bars()
+    try:
+        with downloads(place):
+            found = datasets.load_dataset(place, split="train")
+        rows = found.to_list()
+    except HubUnreachable as error:
+        raise HubUnreachable(
+            f"the prompts {error} Give a local file of them; the sets known by name are {sentence()}."
+        ) from error
+    except Exception as error:
+        raise ValueError(_unreachable(place, error)) from error
+    return Table(found.column_names, rows, [f"row {n}" for n in range(1, len(rows) + 1)])
+
+
+def _unreachable(place: str, error: Exception) -> str:
+    reason = next(iter(str(error).splitlines()), type(error).__name__).rstrip(".")
+    return (
+        f"the prompts {place} could not be read: {reason}. Without a network give a local file of them; the sets known by name "
+        f"are {sentence()}."
+    )
+
+
+def _prompt_set(prompts: list, metadata: list[dict], source: str, places: list[str] | None = None) -> PromptSet:
+    if not prompts:
+        raise ValueError(f"{source} holds no prompts.")
+    wrong = next((i for i, prompt in enumerate(prompts) if not _is_prompt(prompt)), None)
+    if wrong is not None:
+        where = f"{source}, {places[wrong]}" if places else source
+        raise ValueError(f"{where}: {repr(prompts[wrong])[:80]} is not a prompt; every prompt must be a text.")
+    return PromptSet(list(prompts), metadata)
+
+
+def _is_prompt(value: object) -> bool:
+    """Whether it is text that isn't blank, and that a file or a tokenizer can hold: no half of a surrogate pair."""
+    return isinstance(value, str) and bool(value.strip()) and not any("\ud800" <= letter <= "\udfff" for letter in value)

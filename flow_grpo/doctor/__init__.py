@@ -1,0 +1,1 @@
+"""Checks before a run. Each file measures and judges one topic."""

@@ -1,0 +1,1 @@
+"""Held-out images: generated, measured and compared."""

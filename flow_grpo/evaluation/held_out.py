@@ -1,0 +1,204 @@
+"""Held-out prompts with fixed seeds, scored: what `eval` runs, and training every so often."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import rewards as reward_kit
+from flow_grpo import sampling
+from flow_grpo.config import FlowGRPOConfig
+from flow_grpo.config.sections import RewardConfig
+from flow_grpo.data.grid import Cell, read_grid, save_grid
+from flow_grpo.data.prompts import PromptSet
+from flow_grpo.distributed.processes import Processes
+from flow_grpo.evaluation import hacking
+from flow_grpo.policy.policy import Policy
+from flow_grpo.progress import phase
+from flow_grpo.run_folder.samples import extremes
+from flow_grpo.training.interrupt import Interrupted, call, interruptible
+from flow_grpo.types import Evaluation
+from rewards import Reward, WeightedSum
+
+MEASURES = ("reward", "diversity")  # what is measured beside the rewards, and might be the name of a function
+
+
+def image_seed(seed: int, place: int, number: int = 0) -> int:
+    """The seed of an evaluation's image, by which `sample` draws it again.
+
+    Args:
+        seed: of the evaluation; two evaluations with different seeds share no noise.
+        place: of the prompt in its file.
+        number: of the image among those of its prompt.
+    """
+    return sampling.derived_seed(seed, "evaluation", place, number)
+
+
+def build_rewards(args: FlowGRPOConfig, given: Any = None, held_out: bool | None = None) -> tuple[WeightedSum, list[str]]:
+    """All rewards that a run measures, and the names of those that are trained on, as metrics have them. Each is built once.
+
+    The sum is the trained reward: the others have weight 0 in it.
+
+    Args:
+        given: a trainer's `reward_funcs`.
+        held_out: whether there are prompts to evaluate on, by default whether `args` names some; else rewards that are only measured
+            are left out.
+    """
+    held_out = args.evaluation.prompts is not None if held_out is None else held_out
+    if given is None:
+        trained: dict[str, Any] = {name: (name, setting) for name, setting in args.rewards.items()}
+    else:
+        items = given if isinstance(given, list) else [given]
+        trained = {i if isinstance(i, str) else getattr(i, "__name__", type(i).__name__): (i, RewardConfig()) for i in items}
+        if len(trained) < len(items):
+            raise ValueError("two of reward_funcs have one name: give each function or class a name of its own.")
+    measured = {name: (name, setting) for name, setting in args.evaluation.rewards.items() if held_out}
+    short = reward_kit.metric_names([*trained, *measured], MEASURES)
+    loaded = {
+        short[name]: placed(item, setting) if isinstance(item, str) else item
+        for name, (item, setting) in {**measured, **trained}.items()
+    }
+    weights = dict.fromkeys(loaded, 0.0)
+    weights |= {short[name]: args.rewards[name].weight if name in args.rewards else 1.0 for name in trained}
+    settings = {**args.evaluation.rewards, **args.rewards}
+    drop = [short[name] for name, setting in settings.items() if setting.on_error == "drop" and name in short]
+    return WeightedSum(loaded, weights, drop), [short[name] for name in trained]
+
+
+def placed(name: str, setting: RewardConfig) -> Reward:
+    """A reward where its setting wants it: on other machines, in a process of its own, or here."""
+    if setting.isolate:
+        from rewards.serving.subprocess import Isolated
+
+        return Isolated(name, setting.options, setting.python, **({"timeout": setting.timeout} if setting.timeout else {}))
+    return reward_kit.load(name, **{"remote": setting.remote, **setting.options})
+
+
+@torch.no_grad()
+def draw(
+    policy: Policy,
+    prompts: list[str],
+    seeds: list[int],
+    steps: int,
+    microbatch: int = 64,
+    what: str = "drawing images",
+    stopping: Callable[[], bool] = lambda: False,
+) -> Tensor:
+    """Images (B, 3, H, W) in [0, 1] of B prompts by the ODE, each from the noise of its seed alone.
+
+    Args:
+        what: names the phase.
+        stopping: `Interrupted` leaves it before a forward pass if it says so.
+    """
+    schedule, shape = policy.schedule(steps)
+    with phase("encoding prompts"):
+        conditioning = policy.encode(prompts)
+    start = torch.stack([sampling.noise(shape, seed, "sample") for seed in seeds])
+    velocity = interruptible(policy.along(schedule, conditioning), stopping)
+
+    with phase(what, total=len(prompts) * len(schedule)) as steps_done:
+
+        def counted(x: Tensor, i: int, rows: Tensor) -> Tensor:
+            steps_done.advance(len(rows))
+            return velocity(x, i, rows)
+
+        trajectory = sampling.rollout(counted, schedule, start, [], "ode", 0.0, lambda i: start, microbatch)
+        return policy.decode(trajectory.final, microbatch)
+
+
+@torch.no_grad()
+def distance_from_base(policy: Policy, prompts: list[str], steps: int, microbatch: int) -> list[float]:
+    """For each prompt the mean squared distance of the policy's velocity from the base model's, on the policy's own way from noise
+    to image."""
+    schedule, shape = policy.schedule(steps)
+    conditioning = policy.encode(prompts)
+    velocity = policy.along(schedule, conditioning)
+    found: list[float] = []
+    for rows in torch.arange(len(prompts)).split(microbatch):
+        x, way = torch.stack([sampling.noise(shape, place, "distance") for place in rows.tolist()]), []
+        for i in range(len(schedule)):
+            way.append((x, velocity(x, i, rows)))
+            x = x + (schedule.sigmas[i + 1] - schedule.sigmas[i]) * way[-1][1]
+        with policy.reference():  # once: of a whole transformer, all weights change places
+            apart = [(v - velocity(x, i, rows)).square().flatten(1).mean(1) for i, (x, v) in enumerate(way)]
+        found += torch.stack(apart).mean(0).tolist()
+    return found
+
+
+def evaluate(
+    policy: Policy,
+    prompts: PromptSet,
+    rewards: WeightedSum,
+    steps: int,
+    seed: int,
+    microbatch: int = 64,
+    processes: Processes | None = None,
+    keep: int = 0,
+    twice: int = 0,
+    stopping: Callable[[], bool] = lambda: False,
+) -> Evaluation:
+    """Draws each prompt from the noise of `image_seed(seed, its place)` and scores it by every reward.
+
+    Several processes take the prompts in turns.
+
+    Args:
+        keep: the pictures of so many prompts, from the first on, are in the result, and of the best and worst by `reward`.
+        twice: so many prompts, from the first on, are drawn from a second noise too, to see how much their pictures differ.
+        stopping: `Interrupted` leaves the evaluation if it says so, as in `Rollouts`.
+    """
+    processes = processes or Processes()
+    alone = processes.count == 1
+    own = list(range(processes.rank, len(prompts), processes.count))
+    batch = prompts.take(own, 1)
+
+    def drawn(count: int, number: int) -> Tensor:
+        """Our own ones of the first `count` prompts. All processes draw as many, as they must where they share weights."""
+        mine, most = [i for i in own if i < count], -(-count // processes.count)
+        places = mine + own[:1] * (most - len(mine))
+        seeds = [image_seed(seed, i, number) for i in places]
+        what = "drawing held-out images (sampling steps)"
+        texts = prompts.take(places, 1).prompts
+        return draw(policy, texts, seeds, steps, microbatch, what, lambda: alone and stopping())[: len(mine)]
+
+    images = drawn(len(prompts), 0)
+    others = drawn(min(twice, len(prompts)), 1) if twice else images[:0]
+
+    def scored() -> dict[str, Tensor]:
+        total, by_name = rewards(images, batch.prompts, **batch.columns())
+        return {"reward": total, **by_name}
+
+    def whole(parts: list[Tensor]) -> Tensor:
+        """What the processes found of prompts from the first on, in the prompts' order."""
+        places = [rank + i * processes.count for rank, part in enumerate(parts) for i in range(len(part))]
+        return torch.cat(parts)[torch.tensor(places, dtype=torch.long).argsort()]
+
+    with phase(f"scoring {len(images)} held-out images"):
+        by_process = processes.agree(lambda: call(scored, stopping), (ValueError, Interrupted))
+    values = {name: whole([part[name] for part in by_process]) for name in by_process[0]}
+    looks = processes.everyone((hacking.sharpness(images), hacking.distance(images[: len(others)], others)))
+    shown = {*range(keep), *(extremes(values["reward"].tolist()) if keep else ())}
+    kept = processes.everyone({place: images[i].clone() for i, place in enumerate(own) if place in shown})
+    pictures = {place: picture for part in kept for place, picture in part.items()}
+    return Evaluation(values, whole([s for s, _ in looks]), whole([d for _, d in looks]), pictures)
+
+
+def before_after(folder: Path, first: bool, drawn: dict[int, Tensor], prompts: list[str], seed: int, model: str) -> None:
+    """Writes before.png, or after.png and both side by side as before_after.png: the same prompts and seeds.
+
+    Args:
+        drawn: an evaluation's pictures, by the prompt's place.
+    """
+    images = torch.stack([drawn[place] for place in range(len(prompts))])
+    when = "before" if first else "after"
+    cells = [Cell(prompt, image_seed(seed, i), f"{model}, {when} training") for i, prompt in enumerate(prompts)]
+    save_grid(folder / f"{when}.png", images, cells, columns=4)
+    if first or not (folder / "before.png").exists():
+        return
+    former, former_cells = read_grid(folder / "before.png")
+    if [(cell.prompt, cell.seed) for cell in former_cells] != [(cell.prompt, cell.seed) for cell in cells]:
+        return  # an earlier version drew it from other noise
+    pairs = [i for pair in zip(range(len(prompts)), range(len(prompts), 2 * len(prompts)), strict=True) for i in pair]
+    both, both_cells = torch.cat([former, images]), former_cells + cells
+    save_grid(folder / "before_after.png", both[pairs], [both_cells[i] for i in pairs], columns=4, notes=["before", "after"])

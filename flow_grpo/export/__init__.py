@@ -1,0 +1,1 @@
+"""Trained weights for others, with a model card."""

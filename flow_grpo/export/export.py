@@ -1,0 +1,196 @@
+"""What a run is shared as: its LoRA as diffusers loads it, or the whole model, with a model card; and the way to the hub.
+
+A folder is written beside its place and moved there when it is complete. It holds a list of its own files, by which a later export
+of another choice knows what it may replace.
+"""
+
+import glob
+import json
+import shutil
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import httpx
+from huggingface_hub import HfApi, get_token
+from huggingface_hub.utils import HFValidationError, disable_progress_bars, validate_repo_id
+
+from flow_grpo import __version__
+from flow_grpo.config import FlowGRPOConfig
+from flow_grpo.export import model_card
+from flow_grpo.policy import hub
+from flow_grpo.policy.weight_checks import check_file
+from flow_grpo.run_folder.reader import Story
+from flow_grpo.tracking.tracker import plot_curves
+
+DTYPES = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
+
+
+def export(
+    folder: Path, out: Path, best: bool = False, checkpoint: int | None = None, merge: bool = False, repo: str | None = None
+) -> list[str]:
+    """Writes the export of the run in `folder` to `out`; returns what there is to say of it.
+
+    Args:
+        best: the LoRA of the best evaluation, in place of the last one.
+        checkpoint: the LoRA of that step's checkpoint.
+        merge: the whole model, the LoRA added to its weights, in the dtype of the run.
+        repo: the hub's name for it, user/name, which the card then shows.
+
+    Raises:
+        ValueError: there is no such run or LoRA, the base model is not here, or `out` holds something else.
+    """
+    run = Story(folder)
+    source, step = chosen(run, best, checkpoint)
+    former, replaced = _former(out)
+    args = FlowGRPOConfig.read(folder / hub.CONFIG)
+    merge = merge or args.lora is None  # all weights were trained
+    out.parent.mkdir(parents=True, exist_ok=True)
+    with TemporaryDirectory(prefix=".export_", dir=out.parent) as place:
+        made = Path(place)
+        notes = _weights(args, run, source, made, merge)
+        (made / hub.CONFIG).write_text(run.source, encoding="utf-8")
+        curve = plot_curves(folder)
+        if curve is not None:
+            shutil.copy(curve, made / model_card.CURVE)
+        model_card.write(made, run.until(step), args, step, merge, repo or out.resolve().name)
+        files = sorted(str(file.relative_to(made)) for file in made.rglob("*") if file.is_file())
+        content = {"flow_grpo": __version__, "run": run.name, "step": step, "merged": merge, "files": [*files, hub.EXPORT]}
+        (made / hub.EXPORT).write_text(json.dumps(content, indent=1))
+        _replace(former, made, out)
+    what = "the whole model" if merge else "LoRA"
+    return [*notes, *replaced, f"{what} of step {step}: {out}", f"model card: {out / model_card.CARD}"]
+
+
+def chosen(run: Story, best: bool, checkpoint: int | None) -> tuple[Path, int]:
+    """Where the LoRA lies and the step it is of. ValueError if it is not there."""
+    folder = run.folder
+    if best and checkpoint is not None:
+        raise ValueError("--best and --checkpoint name two LoRAs: give one of them.")
+    if checkpoint is not None:
+        place = folder / "checkpoints" / f"step_{checkpoint:06d}"
+        if not place.is_dir():
+            kept = [str(int(other.name.removeprefix("step_"))) for other in sorted(place.parent.glob("step_*"))]
+            there = f"those of steps {', '.join(kept)}" if kept else "none"
+            raise ValueError(f"{folder} keeps no checkpoint of step {checkpoint}; it has {there}.")
+        return place, checkpoint
+    if best:
+        if run.best_step is None or not (folder / "best").is_dir():
+            raise ValueError(f"{folder} has no best/, since nothing was evaluated: export a --checkpoint.")
+        return folder / "best", run.best_step
+    found = next((folder / name for name in ("lora", "transformer") if (folder / name).is_dir()), None)
+    if found is None:
+        raise ValueError(f"{folder} is not finished, so it has no lora/: export --best, or a --checkpoint.")
+    return found, max([row["step"] for row in run.steps], default=0)
+
+
+def _weights(args: FlowGRPOConfig, run: Story, source: Path, folder: Path, merge: bool) -> list[str]:
+    """Writes the weights; the model is loaded where it takes more than a copy."""
+    if not merge and source.parent.name != "checkpoints":
+        for file in (hub.WEIGHTS, hub.PEFT_WEIGHTS, "adapter_config.json"):
+            if (source / file).is_file():
+                shutil.copyfile(source / file, folder / file)  # not its mode
+        copied = [file for file in (hub.WEIGHTS, hub.PEFT_WEIGHTS) if (source / file).is_file()]
+        if not copied:
+            raise ValueError(f"{source} holds no LoRA: neither {hub.WEIGHTS} nor {hub.PEFT_WEIGHTS} is in it.")
+        check_file(source / copied[0])
+        return []
+    from flow_grpo.policy.library_logging import quiet_libraries
+    from flow_grpo.policy.merge import save_whole
+    from flow_grpo.policy.policy import load_policy
+    from flow_grpo.training.setup import load_trained
+
+    quiet_libraries()
+    policy = load_policy(args.model, "cpu", DTYPES[run.machine.get("dtype", "float32")])
+    load_trained(policy, str(source))
+    if not merge:
+        policy.save_lora(folder)
+        return []
+    save_whole(policy, folder, args.model)
+    _forget_places(folder)
+    if args.memory.quantize is None:
+        return []
+    return [
+        f"trained on base weights in {args.memory.quantize}, merged into the unquantised ones: pictures may differ a little."
+    ]
+
+
+def _replace(former: list[Path], made: Path, out: Path) -> None:
+    """Moves what was made to its place, where the files of the former export go first, and folders that held nothing else."""
+    for old in former:
+        old.unlink(missing_ok=True)
+    for folder in {old.parent for old in former} - {out}:
+        if folder.is_dir() and not any(folder.iterdir()):
+            folder.rmdir()
+    for file in [file for file in made.rglob("*") if file.is_file()]:
+        target = out / file.relative_to(made)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        file.replace(target)
+
+
+def _forget_places(folder: Path) -> None:
+    """Takes out of a saved pipeline's configs where on this machine the base model lay, which concerns nobody else."""
+    for file in folder.rglob("*.json"):
+        content = json.loads(file.read_text(encoding="utf-8"))
+        if isinstance(content, dict) and content.pop("_name_or_path", None) is not None:
+            file.write_text(json.dumps(content, indent=2), encoding="utf-8")
+
+
+def _former(out: Path) -> tuple[list[Path], list[str]]:
+    """The files of an earlier export there, and a sentence on it. ValueError if the folder holds anything that is no export."""
+    if not out.exists():
+        return [], []
+    if not out.is_dir():
+        raise ValueError(f"{out} is a file: give a folder by --out.")
+    if not any(out.iterdir()):
+        return [], []
+    try:
+        content = json.loads((out / hub.EXPORT).read_text())
+        files, earlier = [out / name for name in content["files"]], f"step {content['step']} of the run {content['run']}"
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ValueError(f"{out} holds files that no export wrote: give an empty or new folder by --out.") from error
+    inside = [file for file in files if file.resolve().is_relative_to(out.resolve())]
+    return inside, [f"replaced: the earlier export of {earlier} in {out}"]
+
+
+def check_push(repo: str) -> None:
+    """ValueError if the hub can't take it: no user/name, or no token."""
+    try:
+        validate_repo_id(repo)
+        if repo.count("/") != 1:
+            raise HFValidationError("no user")
+    except HFValidationError as error:
+        raise ValueError(f"{repo!r} is no name for the hub: give --push user/name.") from error
+    if get_token() is None:
+        raise ValueError("pushing to the hub needs a token: log in by `hf auth login`, or set HF_TOKEN.")
+
+
+def push(folder: Path, repo: str, private: bool) -> str:
+    """Uploads an export by the hub's own client, making the repository if there is none; returns the address of its page.
+
+    ValueError if the hub refuses or can't be reached.
+    """
+    api, content = HfApi(), json.loads((folder / hub.EXPORT).read_text())
+    disable_progress_bars()
+    try:
+        made = api.create_repo(repo, private=private or None, exist_ok=True)
+        if private and not api.repo_info(made.repo_id).private:  # it was there before
+            raise ValueError("the repository is public: make it private on its page, or push to another one.")
+        message = f"{content['run']}, step {content['step']}, by flow-grpo {content['flow_grpo']}"
+        given = {"allow_patterns": content["files"], "delete_patterns": _stale(api, made.repo_id, content["files"])}
+        api.upload_folder(repo_id=made.repo_id, folder_path=folder, commit_message=message, **given)
+    except (OSError, ValueError, httpx.HTTPError) as error:
+        said = next(iter(str(error).strip().splitlines()), type(error).__name__)
+        raise ValueError(f"the export lies in {folder}, but the hub did not take it as {repo}: {said}") from error
+    return str(made)
+
+
+def _stale(api: HfApi, repo: str, files: list[str]) -> list[str]:
+    """Patterns of what an export pushed earlier has left on the hub and this one does not replace, such as a merged model's weights."""
+    if not api.file_exists(repo, hub.EXPORT):
+        return []
+    with TemporaryDirectory() as place:
+        former = Path(api.hf_hub_download(repo, hub.EXPORT, local_dir=place)).read_text()
+    try:
+        return [glob.escape(name) for name in json.loads(former)["files"] if name not in files]
+    except (ValueError, KeyError, TypeError):  # somebody else's file of that name
+        return []

@@ -1,0 +1,86 @@
+"""The speed of this machine at a model's own work: one block of each kind, with random numbers, as a run computes it."""
+
+import copy
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils.flop_counter import FlopCounterMode
+
+from flow_grpo.plan.hardware import TERA, Rates, fastest
+
+SECONDS = 0.2  # of each of the measurements, at least
+
+
+@dataclass(frozen=True)
+class BlockCall:
+    """A block on the meta device and the arguments that it was called with; `count` blocks of the model are of its kind."""
+
+    block: torch.nn.Module
+    args: Any
+    kwargs: Any
+    count: int
+
+
+def measured(calls: list[BlockCall], device: torch.device, dtype: torch.dtype, meta: AbstractContextManager) -> Rates:
+    """The rates of all blocks together, in forward passes and in those with a backward pass.
+
+    Args:
+        dtype: of autocast, and of all numbers that are not float32.
+        meta: a context in which the blocks compute on the meta device, where their operations are counted.
+    """
+    operations, seconds = {False: 0.0, True: 0.0}, {False: 0.0, True: 0.0}
+    for call in calls:
+        with FlopCounterMode(display=False) as counter, meta:
+            _run(call, False)
+        forward = counter.get_total_flops()
+        with counter, meta:
+            _run(call, True)
+        real = _real(call, device, dtype)
+        for training, count in ((False, forward), (True, counter.get_total_flops())):
+            with torch.autocast(device.type, dtype, enabled=dtype != torch.float32):
+                took = fastest(lambda: _run(real, training), device, SECONDS)  # noqa: B023
+            operations[training] += call.count * count
+            seconds[training] += call.count * took
+    rates = {training: operations[training] / seconds[training] for training in operations}
+    how = f"{rates[True] / TERA:.3g} TFLOP/s, measured on blocks of the model"
+    threads = f" with {torch.get_num_threads()} threads" if device.type == "cpu" else ""
+    return Rates(rates[False], rates[True], how + threads)
+
+
+def _run(call: BlockCall, training: bool) -> None:
+    """A forward pass, and a backward pass to what wants gradients."""
+    with torch.set_grad_enabled(training):
+        found = call.block(*call.args, **call.kwargs)
+    outputs = [leaf for leaf in _tensors(found) if leaf.requires_grad]
+    if training and outputs:
+        torch.autograd.backward(outputs, [torch.ones_like(output) for output in outputs])
+    for leaf in (*call.block.parameters(), *_tensors((call.args, call.kwargs))):
+        leaf.grad = None
+
+
+def _real(call: BlockCall, device: torch.device, dtype: torch.dtype) -> BlockCall:
+    """The call on a device, with random numbers."""
+
+    def numbers(leaf: Any) -> Any:
+        if not isinstance(leaf, Tensor):
+            return leaf
+        if not (leaf.is_floating_point() or leaf.is_complex()):
+            return torch.ones(leaf.shape, dtype=leaf.dtype, device=device)
+        kind = leaf.dtype if leaf.dtype == torch.float32 or leaf.is_complex() else dtype
+        return torch.randn(leaf.shape, dtype=kind, device=device).requires_grad_(leaf.requires_grad)
+
+    block = copy.deepcopy(call.block).to_empty(device=device)
+    for value in (*block.parameters(), *block.buffers()):
+        if value.is_floating_point():
+            torch.nn.init.normal_(value, std=0.02)
+            value.data = value.data.to(torch.float32 if value.dtype == torch.float32 else dtype)
+    args, kwargs = tree_map(numbers, (call.args, call.kwargs))
+    return BlockCall(block, args, kwargs, call.count)
+
+
+def _tensors(values: Any) -> list[Tensor]:
+    return [leaf for leaf in tree_leaves(values) if isinstance(leaf, Tensor)]

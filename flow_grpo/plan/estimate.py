@@ -1,0 +1,382 @@
+"""Before a run: what it will need of memory and time, from the model's configs alone.
+
+The pipeline's own code is followed without numbers (see `flow_grpo.plan.meta_pipeline`), so the forecast knows any family, with its
+guidance, its checkpointing and its adapter.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from flow_grpo.config import FlowGRPOConfig
+from flow_grpo.data.prompts import load_prompts
+from flow_grpo.distributed.processes import MESSAGE, Processes
+from flow_grpo.evaluation.held_out import build_rewards
+from flow_grpo.plan import block_speed
+from flow_grpo.plan.block_speed import BlockCall
+from flow_grpo.plan.hardware import GB, TERA, Machine, Rates, matmul_speed
+from flow_grpo.plan.meta_pipeline import Alive, Encoder, Followed, Operations, hollow
+from flow_grpo.policy import hub
+from flow_grpo.policy.interception import first_line
+from flow_grpo.policy.memory import arrange, peak_bytes
+from flow_grpo.policy.model_files import stored_bytes
+from flow_grpo.policy.policy import DTYPES, Policy, fast_dtype
+from flow_grpo.progress import phase
+from flow_grpo.training.setup import add_trained
+from flow_grpo.training.zero import STAGES
+
+CUDA_CONTEXT = 0.6 * GB  # of torch's own, before the first tensor
+# times what passes: a CPU's allocator keeps pieces of it, and its kernels pack copies of their own
+HELD = {True: 1.0, False: 1.3}
+BLOCK_OPERATIONS = {True: 2e13, False: 2e10}  # of a forward pass of a block whose speed is measured, on a GPU and on a CPU
+SCORED = 128  # images that the rewards get while their memory is measured
+SLOWER = 3.0  # times, from which on another dtype is worth a sentence
+DOING = {
+    "rollout": "images are drawn",
+    "update": "the weights are trained",
+    "decoding": "images are decoded",
+    "loading": "the model is loaded",
+}
+BITS = {"int8": 8.1, "int4": 4.5, "nf4": 4.5}  # of a weight, with its share of the scales
+
+
+@dataclass(frozen=True)
+class Forecast:
+    """Of a training step on one device: bytes that stay, by part, and bytes that come and go, by what is done then.
+
+    Attributes:
+        forward: floating point operations of all devices, of passes without a backward pass.
+        update: those of passes with one.
+    """
+
+    microbatch: int
+    staying: dict[str, float]
+    passing: dict[str, float]
+    forward: float
+    update: float
+
+    @property
+    def operations(self) -> float:
+        return self.forward + self.update
+
+    def seconds(self, rates: Rates) -> float:
+        """Of a step, the rewards' left out, on one device of these rates."""
+        return self.forward / rates.forward + self.update / rates.update
+
+    @property
+    def peak(self) -> float:
+        return sum(self.staying.values()) + max(self.passing.values())
+
+
+@dataclass(frozen=True)
+class Loading:
+    """What loading a model takes of a CPU's memory. A network's files are mapped, and numbers of another dtype are copied.
+
+    Attributes:
+        stays: bytes of mapped numbers that were copied and stay: others of their file are used as they are in it.
+        peak: bytes of all weights, and of what is there beside them while a network is loaded.
+    """
+
+    stays: float
+    peak: float
+
+    @classmethod
+    def of(cls, pipe: Any, dtype: torch.dtype, without_encoders: bool) -> "Loading":
+        folder, stays, passes, weights = Path(pipe.name_or_path), 0.0, [0.0], 0.0
+        for name, part in pipe.components.items():
+            if not isinstance(part, Followed | Encoder) or (without_encoders and isinstance(part, Encoder)):
+                continue
+            size, built = (part.bytes, 0.0) if isinstance(part, Encoder) else (_weights(part, None), part.buffer_bytes)
+            here = stored_bytes(folder / name, dtype)
+            published = 0.0 if dtype == torch.bfloat16 else size * 2 / dtype.itemsize  # most are in 16 bits
+            files: list[tuple[float, float]] = [(float(copied), float(used)) for copied, used in here] or [(published, 0.0)]
+            weights += size
+            stays += sum(copied for copied, used in files if used)
+            passes.append(built + sum(copied for copied, used in files if not used))
+        return cls(stays, weights + stays + max(passes))
+
+
+class NotFollowed(ValueError):
+    """A model whose code needs its numbers."""
+
+
+class Plan:
+    """Forecasts for a config.
+
+    Args:
+        cuda: for a GPU; else for a CPU, where rewards and libraries lie in the same memory.
+        count: devices, which share weights, gradients or moments where the config says so.
+
+    Attributes:
+        picture: height and width of what the model draws.
+
+    Raises:
+        NotFollowed: the model's code can't be followed without its numbers.
+        ValueError: the model can't be trained so, or its configs are damaged or can't be had.
+    """
+
+    def __init__(self, args: FlowGRPOConfig, cuda: bool, count: int = 1) -> None:
+        self.args, self.cuda, shard = args, cuda, args.memory.shard if count > 1 else None
+        self.dtype = dtype_of(args, cuda)
+        pipe = hollow(hub.locate(args.model), self.dtype, cuda)
+        arrange(pipe, args.memory.model_copy(update={"attention": None}))  # a kernel that only the GPU's machine has
+        self.loading = Loading.of(pipe, self.dtype, bool(args.memory.embeddings)) if not cuda else Loading(0.0, 0.0)
+        self.policy = Policy(pipe, self.dtype, **args.call())
+        with torch.device("meta"):
+            add_trained(self.policy, args)
+        whole = self.policy.trains_all
+        self.shares = {  # in which there lie, of what is meant by each
+            "base": count if shard == "fsdp2" else 1,
+            "trained": count if shard == "fsdp2" and whole else 1,
+            "gradients": count if shard == "zero2" or (shard == "fsdp2" and whole) else 1,
+            "moments": count if shard in STAGES or (shard == "fsdp2" and whole) else 1,
+        }
+        self.copied = shard in STAGES  # DeepSpeed moves a copy of each process's share of what is trained
+        self.sums = 2 if shard == "zero2" else 1  # it adds the newest gradients to the sum of those before
+        prompts = load_prompts(args.training_prompts).prompts
+        self.prompt = max(prompts, key=len)
+        try:
+            with phase(f"following the code of {args.model}"):
+                self.schedule, self.state_shape = self.policy.schedule(args.sampling.steps)
+                self.picture = self._decoded(2)
+                two, four = ({name: HELD[cuda] * v for name, v in self._passing(rows, Alive).items()} for rows in (2, 4))
+                self.operations = self._passing(2, Operations)
+        except Exception as error:  # of the pipeline's own code
+            if self._follows_without_settings():
+                sentence = f"{type(pipe).__name__} can't be trained with these settings: {type(error).__name__}: {first_line(error)}"
+                raise ValueError(str(error) if isinstance(error, ValueError) else sentence) from error
+            raise NotFollowed(f"{type(pipe).__name__} can't be followed without its weights: {first_line(error)}") from error
+        if self._references:
+            for one in (two, four):
+                one["update"] += one["rollout"]  # the reference is computed while the graph is there
+        self._slope = {name: (four[name] - two[name]) / 2 for name in two}
+        self._start = {name: two[name] - 2 * self._slope[name] for name in two}
+
+    def forecast(self, microbatch: int, base: float = 0.0) -> Forecast:
+        """Of a step with that micro-batch, in which bytes are linear; `base` is what else lies in the memory."""
+        passing = {name: self._start[name] + microbatch * slope for name, slope in self._slope.items()}
+        more = {"libraries and rewards": base} if base else {}
+        staying = {**self._staying(), **more}
+        passing["loading"] = max(0.0, base + self.loading.peak - sum(staying.values()))
+        return Forecast(microbatch, staying, passing, *self._operations())
+
+    def largest(self, memory: float, base: float = 0.0) -> int:
+        """The largest micro-batch that fits, 0 if none does."""
+        left = memory - base - sum(self._staying().values())
+        if base + self.loading.peak > memory:
+            return 0
+        return max(0, int(min((left - self._start[name]) / slope for name, slope in self._slope.items())))
+
+    def _passing(self, rows: int, counter: Callable[[], Any]) -> dict[str, float]:
+        """What a counter finds of so many rows: in a forward pass without gradients, in one with its backward pass, in decoding."""
+        return {
+            "rollout": self._velocity(rows, counter(), False),
+            "update": self._velocity(rows, counter(), True),
+            "decoding": self._decoding(rows, counter()),
+        }
+
+    def _velocity(self, rows: int, counter: Any, training: bool) -> float:
+        policy = self.policy
+        conditioning = policy.encode([self.prompt] * rows)
+        x, index = torch.zeros(rows, *self.state_shape), torch.arange(rows)
+        with policy.pipe.transformer.counted(counter, training, self.shares["gradients"] > 1):
+            policy.velocity(x, self.schedule.timesteps[0], conditioning, index)
+        return _count(counter)
+
+    def _decoding(self, rows: int, counter: Any) -> float:
+        with self.policy.pipe.vae.counted(counter, False):
+            self._decoded(rows)
+        return _count(counter)
+
+    def _decoded(self, rows: int) -> torch.Size:
+        return self.policy.decode(torch.zeros(rows, *self.state_shape), rows).shape[-2:]
+
+    def _follows_without_settings(self) -> bool:
+        """Whether the model's code can be followed as the pipeline calls it by itself: then its settings are to blame."""
+        try:
+            self.policy = Policy(self.policy.pipe, self.dtype)
+            self.schedule, self.state_shape = self.policy.schedule(2)
+            self._velocity(2, Operations(), False)
+        except Exception:
+            return False
+        return True
+
+    def rates(self, microbatch: int, dtype: torch.dtype | None = None) -> Rates:
+        """The speed of this machine at the model's own blocks, in the plan's dtype or another one.
+
+        Where they are not known or can't be measured, a share of that of a large matrix product.
+        """
+        device, dtype = torch.device("cuda" if self.cuda else "cpu"), dtype or self.dtype
+        try:
+            blocks = self._blocks(2)
+            share = self.operations["rollout"] / 2 / sum(block.count for block in blocks)  # of a row in a block
+            rows = max(1, min(microbatch, int(BLOCK_OPERATIONS[self.cuda] / share)))
+            with phase("measuring this machine"):
+                return block_speed.measured(self._blocks(rows), device, dtype, self.policy.pipe.transformer.cast)
+        except Exception:  # a block that can't be called alone, or none
+            return Rates.of_peak(matmul_speed(device, dtype))
+
+    def _blocks(self, rows: int) -> list[BlockCall]:
+        with self.policy.pipe.transformer.block_calls() as found:
+            self._velocity(rows, Operations(), True)
+        return found
+
+    def _staying(self) -> dict[str, float]:
+        args, memory, transformer = self.args, self.args.memory, self.policy.pipe.transformer
+        trained = 4 * sum(p.numel() for p in self.policy.parameters().values())
+        moments = 2 * (8 / 32 if args.optimizer.name == "adamw_8bit" else 1) + self.copied
+        copies = 1 + bool(args.ema_decay) + args.method.old_policy
+        whole, shares = self.policy.trains_all, self.shares
+        kept = whole and (not self.cuda or self._references)  # the base model's, which is else on the CPU
+        encoders = 0 if memory.offload_encoders or memory.embeddings else self._encoders()
+        return {
+            "base weights": (trained * kept if whole else _weights(transformer, memory.quantize)) / shares["base"],
+            "text encoders": encoders,
+            "VAE": _weights(self.policy.pipe.vae, None),
+            **({"files in another dtype": self.loading.stays} if self.loading.stays else {}),
+            ("transformer" if whole else "adapter"): trained * (copies / shares["trained"] + moments / shares["moments"]),
+            **({"gradients": trained * self.sums / shares["gradients"]} if shares["gradients"] > 1 else {}),  # else passing
+            **({"messages": min(trained, 4 * MESSAGE)} if self.copied else {}),
+            **({"CUDA": CUDA_CONTEXT} if self.cuda else {}),
+        }
+
+    def _encoders(self) -> float:
+        return sum(part.bytes for part in self.policy.pipe.components.values() if isinstance(part, Encoder))
+
+    @property
+    def _references(self) -> int:
+        """Forward passes without a gradient beside each one with it."""
+        method = self.args.method
+        return bool(self.args.objective.kl_weight or method.reference) + method.old_policy
+
+    def _operations(self) -> tuple[float, float]:
+        """Of a step in which every group has signal: in passes without a backward pass, and in those with one."""
+        args = self.args
+        s, o = args.sampling, args.objective
+        w, last = s.window, s.steps - 2 if s.window.last is None else s.window.last
+        steps = last - w.first + 1 if w.kind == "all" else w.size
+        trained = steps if args.method.stepwise else o.draws
+        drawn = 0 if o.data else (2 * s.steps - 1 if s.solver == "heun" else s.steps)
+        forward, both, decoding = (count / 2 for count in self.operations.values())  # of a row
+        images, passes = args.prompts_per_step * args.images_per_prompt, args.epochs * trained
+        return images * (drawn * forward + decoding + passes * self._references * forward), images * passes * both
+
+
+def fitting(args: FlowGRPOConfig, largest: int, count: int) -> FlowGRPOConfig:
+    """The config with sizes of a step that divide, on so many processes: prompts rounded up, and the largest micro-batch that fits."""
+    share = args.updates * count
+    prompts = -(-args.prompts_per_step // share) * share
+    pairs = args.method.rows_per_pair == 2
+    microbatch = Processes(0, count).check_sizes(prompts, args.images_per_prompt, largest, args.updates, pairs)
+    return args.model_copy(update={"prompts_per_step": prompts, "microbatch": microbatch})
+
+
+def print_plan(console: Console, args: FlowGRPOConfig, machine: Machine, base: float = 0.0) -> bool:
+    """Says what the run will need on that machine; False if it does not fit."""
+    plan = Plan(args, machine.cuda, machine.count)
+    largest = plan.largest(machine.memory, base)
+    here = f"{machine.count} x {machine.name}" if machine.count > 1 else machine.name
+    peak = "" if machine.speed is None else f" and {machine.speed / TERA:.3g} TFLOP/s"
+    _say(console, f"{args.model} on {here}, {machine.memory / GB:.0f} GB{peak}{' each' if machine.count > 1 else ''}")
+    if machine.assumed:
+        _say(console, machine.assumed)
+    if not largest:
+        _say(
+            console,
+            "It does not fit: set memory.checkpointing, memory.quantize=nf4, memory.offload_encoders, or a smaller size.",
+        )
+        return False
+    sizes, most = fitting(args, min(args.microbatch, largest), machine.count), fitting(args, largest, machine.count)
+    forecast = plan.forecast(sizes.microbatch, base)
+    console.print(_table(forecast))
+    rates = rates_of(plan, machine, sizes.microbatch)
+    seconds = forecast.seconds(rates[plan.dtype]) * sizes.prompts_per_step / args.prompts_per_step / machine.count
+    how = rates[plan.dtype].how
+    _say(console, f"a step: {seconds:.3g} s, without rewards, if every group has signal ({how})")
+    if slower := slower_dtype(rates, plan.dtype):
+        _say(console, slower)
+    _say(console, f"largest microbatch: {largest}; of those that divide: {most.microbatch}")
+    _say(
+        console,
+        f"sizes that divide: prompts_per_step={sizes.prompts_per_step} images_per_prompt={args.images_per_prompt} "
+        f"microbatch={most.microbatch} updates={args.updates} --num-processes {machine.count}",
+    )
+    return True
+
+
+def _table(forecast: Forecast) -> Table:
+    table = Table(box=None, pad_edge=False)
+    table.add_column(f"memory with microbatch={forecast.microbatch}")
+    table.add_column("GB", justify="right")
+    for name, size in forecast.staying.items():
+        table.add_row(name, f"{size / GB:.2f}")
+    for name, size in forecast.passing.items():
+        if name == "loading" and not size:
+            continue
+        table.add_row(f"while {DOING[name]}", f"{size / GB:.2f}", style="dim")
+    table.add_row("peak", f"{forecast.peak / GB:.2f}", style="bold")
+    return table
+
+
+def rates_of(plan: Plan, machine: Machine, microbatch: int) -> dict[torch.dtype, Rates]:
+    """The machine's rates at a plan's dtype, and at float32 too if another one was asked for on a CPU."""
+    if machine.speed is not None:
+        return {plan.dtype: Rates.of_peak(machine.speed)}
+    asked = plan.args.dtype != "auto" and not machine.cuda
+    dtypes = dict.fromkeys((plan.dtype, torch.float32) if asked else (plan.dtype,))
+    return {dtype: plan.rates(microbatch, dtype) for dtype in dtypes}
+
+
+def slower_dtype(rates: dict[torch.dtype, Rates], dtype: torch.dtype) -> str:
+    """A sentence for a dtype that a CPU is much slower in than in another one; "" if it is not."""
+    best = max(rates, key=lambda one: rates[one].update)
+    times = rates[best].update / rates[dtype].update
+    if times < SLOWER:
+        return ""
+    names = {value: name for name, value in DTYPES.items()}
+    wanted = f"auto, which is {names[best]} here" if fast_dtype("cpu") == best else names[best]
+    return f"{names[dtype]} is {times:.1f} times as slow as {names[best]} on this CPU: set dtype={wanted}."
+
+
+def occupied(args: FlowGRPOConfig) -> float:
+    """Bytes that libraries and rewards take on a CPU at their most, while a step's pictures are scored.
+
+    What they give back is not there for the model: each allocator keeps what it once had.
+    """
+    rewards, _ = build_rewards(args)
+    images = args.prompts_per_step * args.images_per_prompt
+    prompts, rows = load_prompts(args.training_prompts), range(min(images, SCORED))
+    batch = prompts.take([row // args.images_per_prompt % len(prompts) for row in rows], 1)
+    pictures = torch.rand(len(batch.prompts), 3, args.height or 512, args.width or 512)
+    with phase("measuring the memory of the rewards"):
+        rewards(pictures, batch.prompts, **batch.columns())
+    return peak_bytes(torch.device("cpu")) + (images / len(pictures) - 1) * pictures.nbytes
+
+
+def _count(counter: Any) -> float:
+    return counter.peak if isinstance(counter, Alive) else counter.total
+
+
+def _weights(network: Any, quantize: str | None) -> float:
+    """Bytes of a network's weights, the adapter's left out; those of linear layers quantised."""
+    total = 0.0
+    for name, parameter in [*network.named_parameters(), *network.named_buffers()]:
+        if "lora_" not in name:
+            linear = quantize is not None and parameter.ndim == 2 and name.endswith("weight")
+            total += parameter.numel() * (BITS[quantize] / 8 if linear and quantize else parameter.element_size())
+    return total
+
+
+def dtype_of(args: FlowGRPOConfig, cuda: bool) -> torch.dtype:
+    if args.dtype != "auto":
+        return DTYPES[args.dtype]
+    return torch.bfloat16 if cuda else fast_dtype("cpu")
+
+
+def _say(console: Console, line: str) -> None:
+    console.print(line, highlight=False, markup=False, soft_wrap=True)

@@ -1,0 +1,126 @@
+"""What a run is planned for: a GPU of the makers' data sheets, or this machine."""
+
+import re
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import psutil
+import torch
+
+from flow_grpo.config.validation import suggest
+
+GB, TERA = 1e9, 1e12
+# memory in GB and dense bf16 TFLOP/s of the makers' data sheets
+GPUS = {
+    "A100": (80, 312),
+    "H100": (80, 989),
+    "H200": (141, 989),
+    "B200": (180, 2250),
+    "L4": (24, 121),
+    "L40S": (48, 362),
+    "RTX 3090": (24, 71),
+    "RTX 4090": (24, 165),
+    "RTX 5090": (32, 210),
+}
+OTHERS = ("nvidia", "geforce", "tesla", "pcie", "sxm", "hbm", "nvl")  # words that a name may have or not, by their beginning
+UTILISATION = 0.45  # of such a peak, where nothing could be measured
+
+
+@dataclass(frozen=True)
+class Rates:
+    """Floating point operations a second: in forward passes, and in those with their backward pass; `how` they are known."""
+
+    forward: float
+    update: float
+    how: str = "as measured"
+
+    @classmethod
+    def of_peak(cls, peak: float) -> "Rates":
+        return cls(UTILISATION * peak, UTILISATION * peak, f"{UTILISATION:.0%} of the peak of {peak / TERA:.3g} TFLOP/s")
+
+
+@dataclass(frozen=True)
+class Machine:
+    """What a run is planned for.
+
+    Attributes:
+        memory: bytes of each device.
+        speed: the peak of each in floating point operations a second; None for this machine, where it is measured.
+        count: devices.
+        assumed: a sentence on what nobody has said of it; "" if there is nothing.
+    """
+
+    name: str
+    memory: float
+    speed: float | None
+    count: int = 1
+    cuda: bool = True
+    assumed: str = ""
+
+    @classmethod
+    def named(cls, gpu: str, memory_gb: float | None = None, count: int = 1, tflops: float | None = None) -> "Machine":
+        """A GPU by its name, in capitals or not, with the maker's or without, with its memory or without, or by its number alone.
+
+        ValueError if it is not known, and nothing says how much memory it has.
+        """
+        plain, own_gb = _plain(gpu)
+        listed = {_plain(name)[0]: name for name in GPUS}
+        found = (
+            [listed[plain]] if plain in listed else [n for p, n in listed.items() if len(plain) > 2 and p.endswith(plain)]
+        )
+        memory_gb = memory_gb or own_gb
+        if len(found) == 1:
+            memory, speed = GPUS[found[0]]
+            return cls(found[0], (memory_gb or memory) * GB, (tflops or speed) * TERA, count)
+        if memory_gb is None:
+            raise ValueError(
+                f"there is no GPU {gpu} in the list.{suggest(plain, listed)} Give one of {', '.join(GPUS)}; or of another one "
+                "--gpu-memory, and --gpu-tflops if you know it."
+            )
+        if tflops is not None:
+            return cls(gpu, memory_gb * GB, tflops * TERA, count)
+        like = min(GPUS, key=lambda name: (abs(GPUS[name][0] - memory_gb), GPUS[name][1]))
+        assumed = (
+            f"{gpu} is not in the list: it is assumed to be as fast as the {like}, {GPUS[like][1]} TFLOP/s in bf16; --gpu-tflops "
+            "says it better."
+        )
+        return cls(gpu, memory_gb * GB, GPUS[like][1] * TERA, count, assumed=assumed)
+
+    @classmethod
+    def here(cls, device: str, memory_gb: float | None = None, count: int = 1) -> "Machine":
+        """This machine's GPU, or its CPU, whichever the device is."""
+        cuda = torch.device(device).type == "cuda"
+        name = torch.cuda.get_device_name() if cuda else "this CPU"
+        memory = torch.cuda.get_device_properties(0).total_memory if cuda else psutil.virtual_memory().total
+        return cls(name, memory_gb * GB if memory_gb else memory, None, count, cuda)
+
+
+def _plain(name: str) -> tuple[str, float | None]:
+    """A GPU's name without what is often left out, and the memory in GB that it names."""
+    words = re.findall(r"[a-z0-9]+", re.sub(r"(\d+) *gb\b", r"\1gb", name.lower()))
+    sizes = [float(word[:-2]) for word in words if re.fullmatch(r"\d+gb", word)]
+    kept = [word for word in words if not word.startswith(OTHERS) and not re.fullmatch(r"\d+gb", word)]
+    return "".join(kept), next(iter(sizes), None)
+
+
+def matmul_speed(device: torch.device, dtype: torch.dtype, seconds: float = 0.5) -> float:
+    """Floating point operations per second of a large matrix product on this device, by the fastest of several."""
+    n = 8192 if device.type == "cuda" else 1024
+    a = torch.randn(n, n, device=device).to(dtype)
+    return 2 * n**3 / fastest(lambda: a @ a, device, seconds)
+
+
+def fastest(work: Callable[[], object], device: torch.device, seconds: float) -> float:
+    """The seconds that `work` takes once it is warm, by the fastest of as many times as fit into `seconds`, at least two."""
+    work()  # the first one chooses its kernels
+    took: list[float] = []
+    while len(took) < 2 or sum(took) < seconds:
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+        started = time.perf_counter()
+        work()
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+        took.append(time.perf_counter() - started)
+    return min(took)

@@ -1,0 +1,285 @@
+"""A pipeline without its weights: what can be known of it from its configs, before anything large is read.
+
+The text encoders answer zeros. Transformer and VAE answer zeros too, and carry the shapes of what they are called with through
+their own code on torch's meta device: so the bytes that would be alive and the floating point operations can be counted.
+"""
+
+import copy
+import json
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from diffusers import DiffusionPipeline, ModelMixin
+from huggingface_hub import snapshot_download
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils.checkpoint import checkpoint
+from torch.utils.flop_counter import FlopCounterMode
+from transformers.modeling_outputs import BaseModelOutputWithPooling
+from transformers.models.clip.modeling_clip import CLIPTextModelOutput
+
+from flow_grpo.plan.block_speed import BlockCall
+from flow_grpo.policy.memory import repeated_blocks
+from flow_grpo.policy.model_files import read_index, telling
+from flow_grpo.policy.pipeline import ENCODERS
+from rewards.downloads import downloads
+
+NO_WEIGHTS = ["*.json", "*.txt", "*.model", "*.jinja", "*.py"]
+
+
+def hollow(source: str, dtype: torch.dtype, cuda: bool) -> DiffusionPipeline:
+    """The pipeline of a folder or hub id: its encoders are `Encoder`s, its networks `Followed`.
+
+    Args:
+        cuda: follow what CUDA's autocast does, which computes some operations in float32 where the CPU's does not.
+
+    Raises:
+        ValueError: its configs are damaged, name a class that is not installed, or can't be had.
+    """
+    folder = Path(source)
+    if not folder.is_dir():
+        with downloads(source):
+            folder = Path(snapshot_download(source, allow_patterns=NO_WEIGHTS))
+    index = read_index(folder)
+    parts = {name: made and _part(folder, name, made, dtype, cuda) for name, made in index.parts.items()}
+    with telling(folder):
+        pipe = index.kind(**parts, **index.settings)
+    pipe.register_to_config(_name_or_path=str(folder))
+    return pipe
+
+
+def _part(folder: Path, name: str, made: Any, dtype: torch.dtype, cuda: bool) -> Any:
+    with telling(folder, name):
+        if name.startswith(ENCODERS):
+            return Encoder(made, json.loads((folder / name / "config.json").read_text(encoding="utf-8")), dtype)
+        if not issubclass(made, ModelMixin):
+            return made.from_pretrained(folder, subfolder=name)
+        with torch.device("meta"):
+            network = made.from_config(made.load_config(folder, subfolder=name)).to(dtype)
+        return Followed(network.requires_grad_(False).eval(), dtype, cuda)
+
+
+class Encoder(torch.nn.Module):
+    """Says zeros of the right shape in place of a text encoder, from its config alone.
+
+    Attributes:
+        bytes: what the weights of the encoder would take.
+    """
+
+    def __init__(self, made: Any, config: dict[str, Any], dtype: torch.dtype) -> None:
+        super().__init__()
+        with torch.device("meta"):
+            network = made(made.config_class.from_dict(config))
+        self.bytes = sum(p.numel() for p in network.parameters()) * dtype.itemsize
+        text = config.get("text_config", config)
+        self.config, self.dtype, self.device = SimpleNamespace(**config), dtype, torch.device("cpu")
+        self.projected = made.__name__.endswith("WithProjection")
+        self.width = text.get("hidden_size") or text.get("d_model")
+        self.layers = text.get("num_hidden_layers") or text.get("num_layers")
+        self.projection = text.get("projection_dim")
+
+    def forward(self, input_ids: Tensor, *args: Any, **kwargs: Any) -> Any:
+        hidden = torch.zeros(*input_ids.shape, self.width, dtype=self.dtype)
+        states = (hidden,) * (self.layers + 1)
+        if self.projected:
+            pooled = torch.zeros(len(input_ids), self.projection, dtype=self.dtype)
+            return CLIPTextModelOutput(text_embeds=pooled, last_hidden_state=hidden, hidden_states=states)
+        return BaseModelOutputWithPooling(last_hidden_state=hidden, pooler_output=hidden[:, 0], hidden_states=states)
+
+
+class Followed:
+    """Stands in for a network on the meta device: it follows the shapes of what it is called with, and answers zeros."""
+
+    device = torch.device("cpu")  # the pipeline's own tensors have numbers
+
+    def __init__(self, network: torch.nn.Module, dtype: torch.dtype, cuda: bool) -> None:
+        self._network: Any = network
+        self._cast = _Cast(dtype, cuda)
+        self._counter: Any = nullcontext()
+        self._outputs: list[Tensor] = []
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._follow(self._network, args, kwargs)
+
+    def decode(self, *args: Any, **kwargs: Any) -> Any:
+        return self._follow(self._network.decode, args, kwargs)
+
+    def enable_gradient_checkpointing(self) -> None:
+        def checkpointed(block: Any, *args: Any) -> Any:
+            contexts = lambda: (nullcontext(), self._cast)  # noqa: E731  (what is computed again is cast too)
+            return checkpoint(block, *args, use_reentrant=False, context_fn=contexts)
+
+        self._network.enable_gradient_checkpointing(checkpointed)
+
+    def __getattr__(self, name: str) -> Any:
+        found = getattr(self._network, name)  # a module, when the pipeline computes with it itself
+        return copy.deepcopy(found).to_empty(device="cpu") if isinstance(found, torch.nn.Module) else found
+
+    @contextmanager
+    def counted(self, counter: Any, backward: bool, leave: bool = False) -> Iterator[None]:
+        """Within it the network's calls are counted, and at its end a backward pass through all of them.
+
+        Args:
+            leave: a gradient that is there goes at once, to where it is added to the other processes'.
+        """
+        self._counter, self._outputs = counter, []
+        trained = [parameter for parameter in self._network.parameters() if leave and parameter.requires_grad]
+        hooks = [parameter.register_post_accumulate_grad_hook(_forget_gradient) for parameter in trained]
+        try:
+            with torch.set_grad_enabled(backward):
+                yield
+            if backward:
+                with counter:
+                    loss = torch.stack([output.float().square().mean() for output in self._outputs]).sum()
+                    torch.autograd.backward(loss)
+        finally:
+            self._counter, self._outputs = nullcontext(), []
+            for hook in hooks:
+                hook.remove()
+            for parameter in self._network.parameters():
+                _forget_gradient(parameter)
+
+    @contextmanager
+    def block_calls(self) -> Iterator[list[BlockCall]]:
+        """Within it, the first call of one block of each kind that repeats goes into the list. ValueError if none are known."""
+        kinds: dict[type, list[torch.nn.Module]] = {}
+        for block in repeated_blocks(self._network, "plan"):
+            kinds.setdefault(type(block), []).append(block)
+        found: list[BlockCall] = []
+        counts = {blocks[len(blocks) // 2]: len(blocks) for blocks in kinds.values()}
+
+        def keep(block: torch.nn.Module, args: Any, kwargs: Any) -> None:
+            if all(call.block is not block for call in found):
+                alone_args, alone_kwargs = tree_map(_alone, (args, kwargs))
+                found.append(BlockCall(block, alone_args, alone_kwargs, counts[block]))
+
+        hooks = [block.register_forward_pre_hook(keep, with_kwargs=True) for block in counts]
+        try:
+            yield found
+        finally:
+            for hook in hooks:
+                hook.remove()
+
+    @property
+    def buffer_bytes(self) -> int:
+        """Bytes of the buffers that building the network computes, in float32, before its files are read."""
+        return sum(4 * buffer.numel() for buffer in self._network.buffers())
+
+    @property
+    def cast(self) -> TorchFunctionMode:
+        """What the network's calls on the meta device need around them."""
+        return self._cast
+
+    def _follow(self, call: Any, args: Any, kwargs: Any) -> Any:
+        args, kwargs = tree_map(_without_numbers, (args, kwargs))
+        with self._counter, self._cast:
+            found = call(*args, **kwargs)
+        self._outputs += [leaf for leaf in tree_leaves(found) if isinstance(leaf, Tensor)]
+        return tree_map(lambda leaf: torch.zeros(leaf.shape, dtype=leaf.dtype) if isinstance(leaf, Tensor) else leaf, found)
+
+
+def _forget_gradient(parameter: Tensor) -> None:
+    parameter.grad = None
+
+
+def _alone(value: Any) -> Any:
+    """A tensor of the same kind that no graph belongs to."""
+    return value.detach().requires_grad_(value.requires_grad) if isinstance(value, Tensor) else value
+
+
+def _without_numbers(value: Any) -> Any:
+    return value.to("meta") if isinstance(value, Tensor) else value
+
+
+class _Cast(TorchFunctionMode):
+    """Autocast, which knows nothing of the meta device, and the attention kernels that don't write out their matrix."""
+
+    LOWERED = (F.linear, F.conv2d, torch.matmul, torch.bmm, torch.baddbmm, Tensor.matmul, Tensor.__matmul__)
+    RAISED = (F.layer_norm, F.group_norm, F.softmax, torch.softmax, Tensor.softmax)  # on CUDA, not on a CPU
+
+    def __init__(self, dtype: torch.dtype, cuda: bool) -> None:
+        super().__init__()
+        self.dtype, self.raised = dtype, self.RAISED if cuda else ()
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func is F.scaled_dot_product_attention:
+            return self._attention(*args, **kwargs)
+        if self.dtype != torch.float32 and func in self.LOWERED:
+            args, kwargs = self._in(self.dtype, args), self._in(self.dtype, kwargs)
+        elif self.dtype != torch.float32 and func in self.raised:
+            args, kwargs = self._in(torch.float32, args), self._in(torch.float32, kwargs)
+        return func(*args, **kwargs)
+
+    def _attention(
+        self, query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, dropout_p: float = 0.0,
+        is_causal: bool = False, scale: float | None = None, enable_gqa: bool = False,
+    ) -> Tensor:  # fmt: skip
+        heads = [self._in(self.dtype, t) if self.dtype != torch.float32 else t for t in (query, key, value)]
+        if enable_gqa:
+            heads[1:] = [t.repeat_interleave(query.shape[-3] // t.shape[-3], -3) for t in heads[1:]]
+        mask = attn_mask.to(heads[0].dtype) if attn_mask is not None and attn_mask.dtype == torch.bool else attn_mask
+        flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+        return flash(*heads, dropout_p, is_causal, attn_mask=mask, scale=scale)[0]
+
+    @staticmethod
+    def _in(dtype: torch.dtype, values: Any) -> Any:
+        return tree_map(lambda v: v.to(dtype) if isinstance(v, Tensor) and v.is_floating_point() else v, values)
+
+
+class Alive(TorchDispatchMode):
+    """Counts the bytes of the tensors that are alive, each storage once, and the most there were."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now = self.peak = 0
+        self._seen: set[int] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        found = func(*args, **(kwargs or {}))
+        given = _storages((args, kwargs))  # a view of something is nothing new
+        for key, storage in _storages(found).items():
+            if key not in given:
+                self._count(key, storage)
+        return found
+
+    def _count(self, key: int, storage: Any) -> None:
+        size = storage.nbytes()
+        if key in self._seen:
+            return
+        self._seen.add(key)
+        self.now += size
+        self.peak = max(self.peak, self.now)
+        weakref.finalize(storage, self._forget, key, size)
+
+    def _forget(self, key: int, size: int) -> None:
+        self._seen.discard(key)
+        self.now -= size
+
+
+def _storages(values: Any) -> dict[int, Any]:
+    leaves = [leaf.untyped_storage() for leaf in tree_leaves(values) if isinstance(leaf, Tensor)]
+    return {storage._cdata: storage for storage in leaves}
+
+
+class Operations:
+    """Counts floating point operations. Not beside `Alive`: torch's counter holds on to tensors."""
+
+    def __init__(self) -> None:
+        self.total = 0
+
+    def __enter__(self) -> None:
+        self._counter = FlopCounterMode(display=False)  # a new one, since entering clears it
+        self._counter.__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        self._counter.__exit__(*error)
+        self.total += self._counter.get_total_flops()

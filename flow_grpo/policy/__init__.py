@@ -1,0 +1,1 @@
+"""A diffusers pipeline as a trainable velocity function."""

@@ -1,0 +1,102 @@
+"""What a pipeline is given in place of its own parts, so that its call ends where we want it to."""
+
+from typing import Any
+
+import numpy as np
+import torch
+from diffusers import DiffusionPipeline, FlowMatchEulerDiscreteScheduler
+from torch import Tensor
+
+from flow_grpo.policy.families import Family
+
+OURS = ("prompt", "latents", "num_inference_steps", "num_images_per_prompt", "output_type", "return_dict", "generator")
+
+
+class Stop(Exception):
+    """Leaves the pipeline's call with what we came for: nothing after it runs."""
+
+    def __init__(self, output: Any = None, sample: Tensor | None = None) -> None:
+        self.output, self.sample = output, sample
+
+
+class Probe(FlowMatchEulerDiscreteScheduler):
+    """The pipeline's scheduler with timesteps on demand and a `step` that stops the call."""
+
+    asked: Tensor | None = None
+
+    @classmethod
+    def of(cls, scheduler: Any) -> "Probe":
+        """The Euler scheduler of the same flow; a folder may name a solver of higher order for it."""
+        config = dict(scheduler.config)
+        if "flow_shift" in config:
+            config["shift"] = config["flow_shift"]
+        return cls.from_config(config)
+
+    def scale_model_input(self, sample, timestep=None):
+        return sample
+
+    def set_timesteps(self, num_inference_steps=None, device=None, sigmas=None, mu=None, timesteps=None):
+        # the pipelines look for these argument names
+        if self.asked is None:
+            super().set_timesteps(num_inference_steps, device=device, sigmas=sigmas, mu=mu, timesteps=timesteps)
+        else:
+            self.timesteps = self.asked
+
+    def step(self, model_output, timestep, sample, **kwargs):
+        raise Stop(output=model_output, sample=sample)
+
+
+class Threshold:
+    """Stands in for the transformer while prompts are encoded: a call of it ends the pipeline's."""
+
+    def __init__(self, transformer: torch.nn.Module) -> None:
+        self._transformer = transformer
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        raise Stop
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._transformer, name)
+
+
+def computing_on(kind: type, device: torch.device) -> type:
+    """The pipeline's class, which computes on that device wherever some of its parts may be."""
+    where = property(lambda self: device)
+    return type(kind.__name__, (kind,), {"_execution_device": where, "device": where})
+
+
+def check_flow(pipe: DiffusionPipeline, known: Any) -> None:
+    """ValueError if a pipeline is no velocity function that can be asked at any state."""
+    scheduler, name = type(pipe.scheduler).__name__ if hasattr(pipe, "scheduler") else "no scheduler", type(pipe).__name__
+    config = getattr(getattr(pipe, "scheduler", None), "config", {})
+    flow = "FlowMatch" in scheduler or (config.get("prediction_type") == "flow_prediction" and config.get("use_flow_sigmas"))
+    if not flow or not hasattr(pipe, "transformer"):
+        raise ValueError(
+            f"{name} with {scheduler} does not sample a flow: give a pipeline with a transformer and a "
+            "FlowMatchEulerDiscreteScheduler, such as Stable Diffusion 3.5 or FLUX.1."
+        )
+    if "latents" not in known:
+        raise ValueError(f"{name} takes no latents, so it can't be asked for its velocity at a state of ours.")
+
+
+def check_call(name: str, family: Family, known: Any, call: dict[str, Any]) -> None:
+    for argument in call:
+        if argument in OURS:
+            raise ValueError(f"{argument} can't be set in pipeline: it is what this package calls the pipeline with.")
+        if argument in family.refused:
+            raise ValueError(f"{argument} of {name} can't be used: {family.refused[argument]}.")
+        if argument not in known:
+            raise ValueError(f"{name} takes no argument {argument}; it takes {', '.join(list(known)[1:])}.")
+
+
+def as_tensor(images: Any) -> Tensor:
+    """(B, 3, H, W) of what pipelines hand back as pictures: tensors, or PIL images where they know nothing else."""
+    if isinstance(images, Tensor):
+        return images
+    return torch.stack(
+        [torch.from_numpy(np.asarray(image.convert("RGB")).copy()).permute(2, 0, 1) / 255 for image in images]
+    )
+
+
+def first_line(error: Exception) -> str:
+    return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__

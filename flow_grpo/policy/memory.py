@@ -1,0 +1,125 @@
+"""What of a model is where, and in how many bits: the settings of `memory`, applied to a pipeline."""
+
+import inspect
+import resource
+import sys
+from typing import Any
+
+import torch
+from diffusers import BitsAndBytesConfig as BitsAndBytes
+from diffusers import DiffusionPipeline, PipelineQuantizationConfig, TorchAoConfig
+from torch import Tensor
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+from flow_grpo.config.sections import MemoryConfig
+
+
+def quantization(kind: str, dtype: torch.dtype) -> PipelineQuantizationConfig:
+    """How `from_pretrained` quantises the base weights of the transformer: int8 and int4 by torchao, nf4 by bitsandbytes."""
+    try:
+        if kind == "nf4":
+            import bitsandbytes  # noqa: F401
+
+            how: Any = BitsAndBytes(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=dtype)
+        else:
+            from torchao.quantization import Int4WeightOnlyConfig, Int8WeightOnlyConfig
+
+            how = TorchAoConfig(Int8WeightOnlyConfig() if kind == "int8" else Int4WeightOnlyConfig())
+    except ImportError as error:
+        package = "bitsandbytes" if kind == "nf4" else "torchao"
+        raise ValueError(
+            f"memory.quantize={kind} needs {package}, which is not installed: pip install {package}."
+        ) from error
+    return PipelineQuantizationConfig(quant_mapping={"transformer": how})
+
+
+def arrange(pipe: DiffusionPipeline, memory: MemoryConfig) -> None:
+    """Checkpointing, attention backend, slicing and tiling of a loaded pipeline.
+
+    Raises:
+        ValueError: the transformer or the VAE cannot do what is asked for.
+    """
+    transformer, name = pipe.transformer, type(pipe.transformer).__name__
+    if memory.checkpointing:
+        if not getattr(transformer, "_supports_gradient_checkpointing", False):
+            raise ValueError(f"memory.checkpointing: {name} has no gradient checkpointing.")
+        transformer.enable_gradient_checkpointing()
+    if memory.attention is not None:
+        try:
+            transformer.set_attention_backend(memory.attention)
+        except (ValueError, RuntimeError, ImportError, AttributeError) as error:
+            raise ValueError(f"memory.attention={memory.attention}: {str(error).splitlines()[0]}") from error
+    for wanted, method in ((memory.vae_slicing, "enable_slicing"), (memory.vae_tiling, "enable_tiling")):
+        if wanted:
+            if not hasattr(pipe.vae, method):
+                raise ValueError(f"{type(pipe.vae).__name__} has no {method}: leave memory.vae_slicing and vae_tiling out.")
+            getattr(pipe.vae, method)()
+
+
+def compile_blocks(transformer: torch.nn.Module) -> None:
+    """torch.compile of the blocks that repeat. ValueError if diffusers does not say which those are."""
+    for block in repeated_blocks(transformer, "memory.compile"):
+        block.compile()
+
+
+def shard(transformer: torch.nn.Module, whole: set[torch.nn.Parameter]) -> None:
+    """Spreads the weights over the processes (FSDP2, arXiv 2304.11277): each holds a share of a block's until it computes.
+
+    Args:
+        whole: parameters that every process keeps: an adapter's, which is small.
+
+    Raises:
+        ValueError: diffusers does not say which blocks repeat, or this torch shards all parameters or none.
+    """
+    from torch.distributed.fsdp import fully_shard
+
+    if "ignored_params" not in inspect.signature(fully_shard).parameters:
+        raise ValueError(f"memory.shard needs torch 2.7 or later, and this is {torch.__version__}.")
+    for block in repeated_blocks(transformer, "memory.shard"):
+        fully_shard(block, ignored_params=whole)
+    # shared again after each pass: a process that saves by itself must not leave the others with another state
+    fully_shard(transformer, ignored_params=whole, reshard_after_forward=True)
+
+
+def gathered(value: Tensor) -> Tensor:
+    """The whole of a tensor that may lie in shares on all processes, which then all must ask."""
+    return value.full_tensor() if isinstance(value, DTensor) else value
+
+
+def own_share(value: Tensor) -> Tensor:
+    """The part of a tensor that lies on this process: all of it, but for shared ones."""
+    return value.to_local() if isinstance(value, DTensor) else value
+
+
+def gathered_on_cpu(values: dict[str, Tensor], keep: bool = True) -> dict[str, Tensor]:
+    """Whole copies on the CPU, one after another: a process that only helps the others to theirs keeps none."""
+    found = {}
+    for name, value in values.items():
+        whole = gathered(value.detach())
+        if keep:
+            found[name] = whole.to("cpu", copy=True)
+    return found
+
+
+def spread_like(value: Tensor, like: Tensor) -> Tensor:
+    """A whole tensor, in shares on all processes where `like` is."""
+    if isinstance(like, DTensor) and not isinstance(value, DTensor):
+        return distribute_tensor(value.to(like.device), like.device_mesh, like.placements)
+    return value
+
+
+def repeated_blocks(transformer: torch.nn.Module, setting: str) -> list[torch.nn.Module]:
+    """The modules that repeat, as diffusers names their classes."""
+    names = getattr(transformer, "_repeated_blocks", None) or getattr(transformer, "_no_split_modules", None) or []
+    found = [module for module in transformer.modules() if type(module).__name__ in names]
+    if not found:
+        raise ValueError(f"{setting}: diffusers does not say which blocks of {type(transformer).__name__} repeat.")
+    return found
+
+
+def peak_bytes(device: torch.device) -> float:
+    """The most that this process has had on the GPU or, on a CPU, in all."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024

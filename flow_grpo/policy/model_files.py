@@ -1,0 +1,185 @@
+"""A diffusers folder, read without the numbers in it: what its model_index.json names, and whether each part can be loaded."""
+
+import json
+import math
+import re
+import sys
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from inspect import Parameter, signature
+from pathlib import Path
+from textwrap import shorten
+from typing import Any
+
+import diffusers
+import torch
+from diffusers import DiffusionPipeline
+from safetensors import SafetensorError, safe_open
+
+from flow_grpo.policy.hub import INDEX
+
+LONGEST = 250  # characters of another library's error
+NETWORKS = ("transformer", "vae", "text_encoder")  # what is a network in every pipeline, by the beginning of its name
+WEIGHTS = re.compile(r"(diffusion_pytorch_model|model)(-\d+-of-\d+)?\.safetensors")
+DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}  # safetensors' names
+
+
+@dataclass(frozen=True)
+class Index:
+    """What a model_index.json names.
+
+    Attributes:
+        kind: the pipeline's class.
+        parts: the class of each part; None for one that is left out.
+        settings: other arguments of the pipeline.
+    """
+
+    kind: type[DiffusionPipeline]
+    parts: dict[str, Any]
+    settings: dict[str, Any]
+
+
+def read_index(folder: str | Path) -> Index:
+    """The index of a folder whose parts are there and have readable configs. ValueError in one sentence if not."""
+    folder = Path(folder)
+    with telling(folder):
+        found = _object(folder / INDEX)
+        name = found.get("_class_name")
+        kind = getattr(diffusers, name, None) if isinstance(name, str) else None
+        if not isinstance(kind, type) or not issubclass(kind, DiffusionPipeline):
+            raise ValueError(f"{INDEX} has _class_name {name!r}, which is no pipeline of diffusers {diffusers.__version__}")
+        arguments = {name: p for name, p in signature(kind).parameters.items() if p.kind is not Parameter.VAR_KEYWORD}
+        entries = {name: found[name] for name in arguments if name in found}
+        optional = getattr(kind, "_optional_components", ())
+        settings = {name for name, argument in arguments.items() if argument.default is not Parameter.empty} - {*optional}
+        parts = {
+            name: _class(name, entry)
+            for name, entry in entries.items()
+            if isinstance(entry, list) and (name not in settings or _names_class(entry))
+        }
+        for name in arguments:
+            if name not in settings and name not in optional and parts.get(name) is None:
+                raise ValueError(f"{INDEX} names no {name} with its library and class, and {kind.__name__} needs one")
+        for name, part in parts.items():
+            if part is not None:
+                _check_configs(folder / name, part)
+    return Index(kind, parts, {name: entry for name, entry in entries.items() if name not in parts})
+
+
+def check_weights(folder: str | Path, left_out: Collection[str] = ()) -> None:
+    """Loads all networks as they will be loaded, but without their numbers.
+
+    Args:
+        left_out: parts that will not be loaded.
+
+    Raises:
+        ValueError: one of them could not be loaded, or would keep random numbers for want of tensors in its files.
+    """
+    folder = Path(folder)
+    for name, part in networks(read_index(folder)).items():
+        quantised = "quantization_config" in _object(folder / name / "config.json")
+        if name in left_out or quantised:  # the library that quantised it may want a GPU
+            continue
+        with telling(folder):
+            _check_files(folder / name)
+        with telling(folder, name):
+            _, report = part.from_pretrained(folder / name, device_map="meta", output_loading_info=True)
+            if missing := sorted(report["missing_keys"]):
+                more = f" and {len(missing) - 1} others" if len(missing) > 1 else ""
+                raise ValueError(f"its weights lack {missing[0]}{more}; copy or download them again")
+
+
+def networks(index: Index) -> dict[str, Any]:
+    """The classes of the parts that have weights."""
+    return {name: part for name, part in index.parts.items() if part and issubclass(part, torch.nn.Module)}
+
+
+def stored_bytes(folder: Path, dtype: torch.dtype) -> list[tuple[int, int]]:
+    """Bytes in each weights file of a network: of the numbers that loading converts to `dtype`, and of all others."""
+    found = []
+    for file in sorted(file for file in folder.glob("*.safetensors") if WEIGHTS.fullmatch(file.name)):
+        converted, kept = 0, 0
+        with safe_open(file, "pt") as tensors:
+            for name in tensors.keys():  # noqa: SIM118
+                tensor = tensors.get_slice(name)
+                kind = DTYPES.get(tensor.get_dtype())
+                size = math.prod(tensor.get_shape()) * (kind.itemsize if kind else 1)
+                converted, kept = (converted + size, kept) if kind not in (None, dtype) else (converted, kept + size)
+        found.append((converted, kept))
+    return found
+
+
+@contextmanager
+def telling(folder: str | Path, part: str = "") -> Iterator[None]:
+    """Within it, whatever a library raises about the model becomes a ValueError of one sentence."""
+    try:
+        yield
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as error:
+        named = "" if isinstance(error, ValueError | OSError | ImportError) else f"{type(error).__name__}: "
+        reason = shorten(f"{named}{error}", LONGEST).rstrip(".")
+        raise ValueError(f"the model {folder} could not be loaded: {part and f'{part}: '}{reason}.") from error
+
+
+def _object(file: Path) -> dict[str, Any]:
+    try:
+        found = json.loads(file.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{_short(file)} is not valid JSON") from error
+    if not isinstance(found, dict):
+        raise ValueError(f"{_short(file)} holds no JSON object")
+    return found
+
+
+def _names_class(entry: list[Any]) -> bool:
+    return len(entry) == 2 and all(isinstance(word, str) for word in entry)
+
+
+def _class(name: str, entry: list[Any]) -> Any:
+    if entry == [None, None]:
+        return None
+    if not _names_class(entry):
+        raise ValueError(f"{INDEX} names {entry} as {name}, which should be a library and a class")
+    library, kind = entry
+    home = getattr(diffusers.pipelines, library, sys.modules.get(library))  # as diffusers looks for it
+    made = getattr(home, kind, None)
+    if not isinstance(made, type):
+        raise ValueError(f"{INDEX} names {library}.{kind} as {name}, and there is no such class")
+    if name.startswith(NETWORKS) and not issubclass(made, torch.nn.Module):
+        raise ValueError(f"{INDEX} names {library}.{kind} as {name}, and that is no network")
+    return made
+
+
+def _check_configs(folder: Path, part: Any) -> None:
+    if not folder.is_dir() or not any(folder.iterdir()):
+        raise ValueError(f"{INDEX} names {folder.name}, and its folder is missing or empty")
+    if issubclass(part, torch.nn.Module) and not (folder / "config.json").is_file():
+        raise ValueError(f"there is no {folder.name}/config.json")
+    for file in folder.glob("*config.json"):
+        _object(file)
+
+
+def _check_files(folder: Path) -> None:
+    """ValueError if a network's weights are missing, cut off or not all of their shards there."""
+    for index in folder.glob("*.index.json"):
+        shards = _object(index).get("weight_map")
+        if not isinstance(shards, dict):
+            raise ValueError(f"{_short(index)} has no weight_map")
+        if gone := next((shard for shard in shards.values() if not (folder / str(shard)).is_file()), None):
+            raise ValueError(f"there is no {folder.name}/{gone}, which {index.name} names; copy or download it again")
+    files = [file for file in folder.iterdir() if file.suffix in (".safetensors", ".bin")]
+    if not files:
+        raise ValueError(f"there are no weights in the folder {folder.name}; copy or download them again")
+    for file in files:
+        try:
+            if file.suffix == ".safetensors":
+                with safe_open(file, "pt"):
+                    pass
+        except SafetensorError as error:
+            raise ValueError(f"{_short(file)} is damaged ({error}); copy or download it again") from error
+
+
+def _short(file: Path) -> str:
+    return file.name if file.name == INDEX else f"{file.parent.name}/{file.name}"

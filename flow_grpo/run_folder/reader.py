@@ -1,0 +1,130 @@
+"""What a run folder tells: its config, its metrics, and what lies in RUN/pictures/step_000040 of an evaluation or training step.
+
+    evaluation.json   the held-out prompts, and each measure's value of each of them
+    prompt_0003.webp  the picture of the prompt at place 3: of the first prompts, of the best and of the worst
+    groups.json       some groups of the training step with each image's rewards and advantage
+    group_1_02.webp   image 2 of group 1 among them
+
+`flow_grpo/run_folder/samples.py` writes these; reading them needs no model library.
+"""
+
+import copy
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+from flow_grpo.config.loading import parse_yaml
+from flow_grpo.run_folder.metrics_file import METRICS, read_metrics
+
+PICTURES, MACHINE, EVALUATION, GROUPS = "pictures", "machine.json", "evaluation.json", "groups.json"
+
+
+class Story:
+    """A run as its folder tells it, finished or not. ValueError if the folder holds no run."""
+
+    def __init__(self, folder: Path) -> None:
+        if not (folder / METRICS).is_file():
+            raise ValueError(
+                f"{folder} is not a run folder: it has no {METRICS}. Give the folder that `flow-grpo train` wrote."
+            )
+        self.folder, self.name = folder, folder.resolve().name
+        self.rows = read_metrics(folder)
+        self.source = _text(folder / "config.yaml")
+        self.config = _yaml(self.source)
+        self.machine = _json(folder / MACHINE)
+        self.evaluations = read_all(folder, EVALUATION)
+        self.groups = read_all(folder, GROUPS)
+
+    def until(self, step: int) -> "Story":
+        """What the run had come to by then."""
+        earlier = copy.copy(self)
+        earlier.rows = [row for row in self.rows if row["step"] <= step]
+        earlier.evaluations = [e for e in self.evaluations if e["step"] <= step]
+        earlier.groups = [g for g in self.groups if g["step"] <= step]
+        return earlier
+
+    @property
+    def steps(self) -> list[dict]:
+        """The rows of training steps."""
+        return [row for row in self.rows if "loss" in row]
+
+    @property
+    def held_out(self) -> list[dict]:
+        """The rows of evaluations."""
+        return [row for row in self.rows if "eval/reward" in row]
+
+    @property
+    def warnings(self) -> list[dict]:
+        return [row for row in self.rows if "warning" in row]
+
+    @property
+    def trained(self) -> list[str]:
+        """The rewards that it was trained on."""
+        known = self.evaluations[-1]["trained"] if self.evaluations else list(self.config.get("rewards", {}))
+        return [name for name in known if isinstance(name, str)]
+
+    @property
+    def measures(self) -> list[str]:
+        """What evaluations measure: the trained sum, then the rewards alone, those that were trained on first."""
+        names = list(dict.fromkeys(key[5:] for row in self.held_out for key in row if key.startswith("eval/")))
+        alone = [name for name in names if name != "reward"]
+        alone.sort(key=lambda name: name not in self.trained)
+        weighed = [name for name in self.trained if name in alone]
+        settings = list(self.config.get("rewards", {}).values())
+        weights = [one.get("weight", 1.0) if isinstance(one, dict) else one for one in settings]
+        by_itself = len(weighed) == 1 and [weight for weight in weights if weight] in ([1.0], [])
+        return alone if by_itself else ["reward", *alone]  # one reward alone is the sum
+
+    @property
+    def best_step(self) -> int | None:
+        """The step of the best evaluation, as the last one saw it."""
+        found = [row["monitor/best_step"] for row in self.held_out if math.isfinite(row.get("monitor/best_step", math.nan))]
+        return int(found[-1]) if found else None
+
+    def total(self, key: str) -> float:
+        return sum(row[key] for row in self.rows if math.isfinite(row.get(key, math.nan)))
+
+
+def read_all(folder: Path, name: str) -> list[dict]:
+    """Those files of all recorded steps, in order; each has its own folder's path under `folder`."""
+    found = []
+    for step, place in recorded(folder):
+        content = _json(place / name)
+        if content:
+            found.append({**content, "step": step, "folder": place})
+    return found
+
+
+def recorded(folder: Path) -> list[tuple[int, Path]]:
+    """The steps that have a folder of pictures, in order."""
+    places = [(place.name.removeprefix("step_"), place) for place in (folder / PICTURES).glob("step_*") if place.is_dir()]
+    return sorted((int(number), place) for number, place in places if number.isascii() and number.isdecimal())
+
+
+def prompt_picture(place: int) -> str:
+    return f"prompt_{place:04d}.webp"
+
+
+def group_picture(group: int, image: int) -> str:
+    return f"group_{group}_{image:02d}.webp"
+
+
+def _text(file: Path) -> str:
+    return file.read_text(encoding="utf-8") if file.is_file() else ""
+
+
+def _json(file: Path) -> dict[str, Any]:
+    try:
+        content = json.loads(_text(file) or "{}")
+    except ValueError:  # cut off
+        return {}
+    return content if isinstance(content, dict) else {}
+
+
+def _yaml(text: str) -> dict[str, Any]:
+    try:
+        content = parse_yaml(text, "")
+    except ValueError:
+        return {}
+    return content if isinstance(content, dict) else {}

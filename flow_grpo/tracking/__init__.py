@@ -1,0 +1,1 @@
+"""Console, metrics, plots and outside tracking services."""

@@ -1,0 +1,190 @@
+"""What a run says and leaves behind: the console, metrics.jsonl, the curves, and what other trackers show. Nothing else logs."""
+
+import time
+from collections.abc import Callable
+from contextlib import ExitStack, suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console
+from rich.markup import escape
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.table import Table
+
+from flow_grpo.files import whole_file
+from flow_grpo.progress import reported
+from flow_grpo.run_folder.metrics_file import append_row, read_metrics, rewind
+
+if TYPE_CHECKING:
+    from flow_grpo.tracking.services import Board
+    from flow_grpo.training.callbacks import CallbackList
+
+SILENCE = 20.0  # seconds after which the next training step is said, though it is not a tenth one
+
+
+class Tracker:
+    """One run's console and folder. Use as a context: the progress bar lives within it. A silent one says and writes nothing."""
+
+    def __init__(self, folder: Path, total_steps: int, console: Console | None = None, silent: bool = False) -> None:
+        self.folder, self.console, self.silent = folder, console or Console(quiet=silent), silent
+        self.total_steps = total_steps
+        self._progress = Progress(
+            TextColumn("training"),
+            BarColumn(bar_width=24),
+            MofNCompleteColumn(),
+            TextColumn("{task.fields[numbers]}"),
+            TimeElapsedColumn(),
+            TextColumn("left"),
+            TimeRemainingColumn(),
+            console=self.console,
+        )
+        self._task = self._progress.add_task("training", total=total_steps, numbers="")
+        self._started, self._first, self._said = time.monotonic(), 0, time.monotonic()
+        self._phases = ExitStack()
+        self._boards: list[Board] = []
+        self.callbacks: CallbackList | None = None
+
+    def __enter__(self) -> "Tracker":
+        if self.console.is_terminal or self.console.is_jupyter:
+            self._progress.start()
+        if not self.silent:
+            self._phases.enter_context(reported(self.console))
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        self._phases.close()
+        if self._progress.live.is_started:  # else it would print an empty line
+            with suppress(OSError):  # the disk of a console that is a file may be full, which something has said already
+                self._progress.stop()
+        self._show(lambda board: board.finish())
+
+    def watched_by(self, boards: "list[Board]") -> None:
+        """From here on these get the metrics, too."""
+        self._boards = boards
+
+    def say(self, message: str) -> None:
+        self.console.print(message, highlight=False, markup=False, soft_wrap=True)
+
+    def resume(self, step: int) -> None:
+        """Drops what was logged after the checkpoint that the run goes on from."""
+        moved = None if self.silent else rewind(self.folder, step)
+        if moved:
+            self.say(f"warning: {moved}")
+        self._progress.update(self._task, completed=step)
+        self._started, self._first = time.monotonic(), step
+
+    def log(self, step: int, metrics: dict[str, float]) -> None:
+        """Appends the numbers of a finished training step (1 is the first) or of an evaluation (`eval/...`)."""
+        self._append({"step": step, **metrics})
+        self._show(lambda board: board.log(step, metrics))
+        if self.callbacks is not None:
+            self.callbacks.log(step, metrics, evaluation="eval/reward" in metrics)
+        if "time/step" in metrics:
+            scored = "reward" in metrics  # given images have none
+            numbers = (
+                f"reward {metrics['reward']:.3f} ± {metrics['reward_std']:.3f}" if scored else f"loss {metrics['loss']:.4f}"
+            )
+            self._progress.update(self._task, completed=step, numbers=numbers)
+            due = step % 10 == 0 or step == self.total_steps or time.monotonic() - self._said > SILENCE
+            if not self.console.is_terminal and due:
+                self._said = time.monotonic()
+                left = (time.monotonic() - self._started) / (step - self._first) * (self.total_steps - step)
+                self.say(
+                    f"step {step}/{self.total_steps}  {numbers}  {metrics['time/step']:.1f} s a step, {left:.0f} s left"
+                )
+
+    def evaluation(self, step: int, metrics: dict[str, float], more: dict[str, float], kept: list[tuple[str, Path]]) -> None:
+        """Logs an evaluation's measures as `eval/...`, more numbers that the console does not say, and prompts with their pictures."""
+        self._show(lambda board: board.pictures(step, kept))
+        self.log(step, {**{f"eval/{name}": value for name, value in metrics.items()}, **more})
+        self.say(f"step {step}  held out: " + "  ".join(f"{name} {value:.3f}" for name, value in metrics.items()))
+
+    def warn(self, step: int, message: str, fallen: str | None = None) -> None:
+        """Says a warning and notes it in the metrics; of a measure that has `fallen` once in a run."""
+        if fallen is not None and any(row.get("fallen") == fallen for row in read_metrics(self.folder)):
+            return
+        self.say(f"warning: {message}")
+        self._append({"step": step, "warning": message, **({"fallen": fallen} if fallen else {})})
+        self._show(lambda board: board.warn(step, message))
+
+    def evaluated(self, step: int) -> bool:
+        """Whether the metrics hold an evaluation of that step."""
+        return any(row["step"] == step and "eval/reward" in row for row in read_metrics(self.folder))
+
+    def conclude(self, trained: Path, report: Path) -> dict[str, float]:
+        """Draws the curves and says what the run came to and where it lies; returns the last evaluation's measures."""
+        curve = plot_curves(self.folder)
+        rows = [row for row in read_metrics(self.folder) if "eval/reward" in row]
+        measures = [{key[5:]: value for key, value in row.items() if key.startswith("eval/")} for row in rows]
+        if rows:
+            print_table(self.console, "held-out prompts", {"before": measures[0], "after": measures[-1]})
+        self.say(f"{'transformer' if trained.is_dir() else 'LoRA'}: {trained}")
+        if rows:
+            self.say(f"pictures: {self.folder / 'before_after.png'}")
+        if curve:
+            self.say(f"curve: {curve}")
+        self.say(f"report: {report}")
+        return measures[-1] if rows else {}
+
+    def _show(self, call: "Callable[[Board], None]") -> None:
+        """Tells the other trackers; one that fails is off from here on, and the run goes on."""
+        for board in list(self._boards):
+            try:
+                call(board)
+            except Exception as error:  # whatever the service raises
+                self._boards.remove(board)
+                said = " ".join(str(error).split())
+                self.say(
+                    f"warning: the tracker {board.name} failed and is off from here on ({type(error).__name__}: {said})."
+                )
+
+    def _append(self, row: dict[str, Any]) -> None:
+        if not self.silent:
+            append_row(self.folder, row)
+
+
+def print_table(console: Console, title: str, columns: dict[str, dict[str, float]]) -> None:
+    table = Table(title=escape(title), title_justify="left")
+    table.add_column("")
+    for name in columns:
+        table.add_column(escape(name), justify="right")
+    for row in dict.fromkeys(key for values in columns.values() for key in values):
+        table.add_row(escape(row), *(f"{values[row]:.4f}" if row in values else "" for values in columns.values()))
+    console.print(table)
+
+
+def plot_curves(folder: Path) -> Path | None:
+    """Draws reward.png: the trained reward, the held-out measures, and below them the spread within a group, over the training steps."""
+    from matplotlib.figure import Figure
+    from matplotlib.ticker import MaxNLocator
+
+    rows = read_metrics(folder)
+    train = [row for row in rows if "reward" in row]
+    held_out = [row for row in rows if any(key.startswith("eval/") for key in row)]
+    if not train:
+        return None
+    figure = Figure(figsize=(8, 5.5), layout="constrained")
+    axes, below = figure.subplots(2, 1, sharex=True, height_ratios=(4, 1))
+    steps = [row["step"] for row in train]
+    axes.set_title(
+        f"{folder.resolve().name}: the trained reward, and what is measured on held-out prompts", loc="left", fontsize=10
+    )
+    axes.plot(steps, [row["reward"] for row in train], color="C0", linewidth=1.2, label="reward in training")
+    below.plot(steps, [row.get("reward_std", 0.0) for row in train], color="C0", linewidth=1.2)
+    below.set_ylabel("std within\na group", fontsize=8)
+    below.set_ylim(bottom=0)
+    names = [
+        k for k in dict.fromkeys(key for row in held_out for key in row) if k.startswith("eval/") and k != "eval/reward"
+    ]
+    for i, name in enumerate(names):
+        points = [(row["step"], row[name]) for row in held_out if name in row]
+        axes.plot(*zip(*points, strict=True), marker="o", color=f"C{i + 1}", label=f"held out: {name[5:]}")
+    below.set_xlabel("training step")
+    below.xaxis.set_major_locator(MaxNLocator(integer=True))
+    for panel in (axes, below):
+        panel.grid(alpha=0.25)
+        panel.spines[["top", "right"]].set_visible(False)
+    axes.legend(frameon=False, loc="lower right")
+    with whole_file(folder / "reward.png") as file:
+        figure.savefig(file, dpi=120)
+    return folder / "reward.png"

@@ -1,0 +1,543 @@
+"""The loop: deal prompts, roll out, score, compare within groups, update what is trained."""
+
+import copy
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from flow_grpo import sampling
+from flow_grpo.config import FlowGRPOConfig
+from flow_grpo.data import prompt_overlap
+from flow_grpo.data.grid import Cell, save_grid
+from flow_grpo.data.prompts import Dealer, PromptSet, load_prompts
+from flow_grpo.distributed.processes import Processes
+from flow_grpo.doctor.reward_probe import BY_GROUP, FEW, Pictures, depends_on_group
+from flow_grpo.evaluation import hacking
+from flow_grpo.evaluation.held_out import before_after, build_rewards, draw, evaluate, image_seed
+from flow_grpo.files import NotWritten, remove, whole_folder, write_whole
+from flow_grpo.policy import hub
+from flow_grpo.policy.interception import first_line
+from flow_grpo.policy.policy import Policy
+from flow_grpo.progress import phase
+from flow_grpo.report import page
+from flow_grpo.run_folder import checkpoint
+from flow_grpo.run_folder.lock import locked
+from flow_grpo.run_folder.metrics_file import has_metrics
+from flow_grpo.run_folder.samples import Record
+from flow_grpo.text import counted
+from flow_grpo.tracking import services
+from flow_grpo.tracking.tracker import Tracker
+from flow_grpo.training import early_checks
+from flow_grpo.training.callbacks import CallbackList
+from flow_grpo.training.critic import Critic
+from flow_grpo.training.interrupt import Interrupted, call, signals
+from flow_grpo.training.offline import GivenImages
+from flow_grpo.training.rollouts import Rollouts
+from flow_grpo.training.setup import loaded, make_trainable
+from flow_grpo.training.update import Update
+from flow_grpo.training.windows import best_window, owned_variance
+from flow_grpo.types import Evaluation
+
+CHECKPOINTS, BEST = "checkpoints", "best"  # folders of a run
+NUM_SAMPLES = 8  # prompts in a grid of RUN/samples
+PREVIEWS = 16  # held-out prompts in the before and after grids
+TWICE = 16  # held-out prompts that are drawn twice, to see how much the pictures of one differ
+
+
+class FlowGRPOTrainer:
+    """Fine-tunes a flow-matching text-to-image model with rewards.
+
+    Args:
+        model: a folder, hub id or shipped name, by default `args.model`; or a `Policy`, which is then called as it says itself.
+        reward_funcs: rewards by name, or a list of names, import paths or callables; by default `args.rewards`.
+        args: the run's settings.
+        train_dataset: prompts: a `PromptSet`, a list of strings or a file; by default `args.prompts`.
+        eval_dataset: held-out prompts, likewise; by default `args.evaluation.prompts`.
+        callbacks: objects with methods such as `on_step_end`, see flow_grpo/training/callbacks.py; a `transformers.TrainerCallback` is one.
+
+    Raises:
+        ValueError: in one sentence, whatever does not fit.
+    """
+
+    def __init__(
+        self,
+        model: str | Policy | None = None,
+        reward_funcs: Any = None,
+        args: FlowGRPOConfig | None = None,
+        train_dataset: PromptSet | list[str] | str | None = None,
+        eval_dataset: PromptSet | list[str] | str | None = None,
+        callbacks: Sequence[Any] = (),
+    ) -> None:
+        args = args or FlowGRPOConfig()
+        named = args.for_model(hub.name_of(model.pipe) if isinstance(model, Policy) else model or args.model)
+        prompts = named.training_prompts if train_dataset is None else train_dataset
+        self.train_set, self.train_source = load_prompts(prompts), prompts if isinstance(prompts, str) else None
+        self.args = args = (named if isinstance(model, str) else args).as_launched()
+        wanted = eval_dataset if eval_dataset is not None else args.evaluation.prompts
+        self.eval_set = None if wanted is None else load_prompts(wanted).head(args.evaluation.limit)
+        self.parts = args.parts()
+        self.processes = Processes.here(args.device)
+        early_checks.check_settings(args, self.processes.count)
+        early_checks.check_prompts(args, self.train_set, self.eval_set, self.processes.count)
+        self.held_out, trained = build_rewards(args, reward_funcs, held_out=self.eval_set is not None)
+        self.rewards = self.held_out.only(trained)
+        if isinstance(model, Policy):
+            self.policy = model
+        else:
+            held_out = [] if self.eval_set is None else self.eval_set.prompts
+            self.policy = loaded(args, self.processes.device, [*self.train_set.prompts, *held_out])
+        make_trainable(self.policy, args, self.processes)
+        self.callbacks = CallbackList(callbacks, args, self.policy, self.processes)
+        self.dealer = Dealer(self.train_set, args.seed, args.resting.after, args.resting.steps)
+        self.folder = Path(args.output)
+        self.step = 0
+        self.notes: list[str] = []  # what the console is still to say
+        self.record: Record | None = None  # of the process that writes, once it trains
+        self._stopping = False
+        for begin, part in reversed(self.parts):  # each says at once what does not fit; the first is the one to begin with
+            self._enter(begin, part)
+
+    def _enter(self, begin: int, part: FlowGRPOConfig) -> None:
+        """Begins a part of the run: its objective, what it learns from, and an optimizer that knows nothing of the last one's."""
+        self._fit(part, part.microbatch)
+        self.begin, self.part, objective = begin, part, part.objective
+        self.update = Update(self.policy, part, begin, self.processes)
+        self.critic: Critic | None = None
+        if part.method.critic:
+            _, shape = self.policy.schedule(part.sampling.steps)
+            text = self.policy.encode(self.train_set.prompts[:1]).pooled().shape[1]
+            self.critic = Critic(shape, text, objective.critic, part.seed)
+        self.source: Rollouts | GivenImages
+        if objective.data is not None:
+            self.source = GivenImages(self.policy, part, self.processes)
+        else:
+            ours = (self.policy, part, self.dealer, self.rewards, self.critic)
+            self.source = Rollouts(*ours, self._window, self._asked_to_stop, self.processes)
+        if part.method.old_policy:
+            self.policy.follow("old", 0.0)  # whatever was trained before, its old policy begins as the one of now
+        self.window_place: int | None = None  # where an `auto` window lies, once measured
+
+    def _fit(self, part: FlowGRPOConfig, microbatch: int) -> None:
+        """Gives a part the micro-batch of a process, at most that large."""
+        pairs = part.method.rows_per_pair == 2
+        sizes = (part.prompts_per_step, part.images_per_prompt, microbatch, part.updates)
+        part.microbatch = self.processes.check_sizes(*sizes, pairs)
+
+    # -- the run ----------------------------------------------------------------------------------------------------
+
+    def train(self, resume: bool = False) -> dict[str, float]:
+        """Runs to the last step, from the newest checkpoint if `resume`; returns the last evaluation's numbers.
+
+        Raises:
+            Interrupted: after Ctrl-C or SIGTERM, with a checkpoint saved. A second Ctrl-C ends a command at once.
+            ValueError: a reward failed, or the ratio check, or the gradient is not finite, with a checkpoint saved; or something
+                could not be written.
+        """
+        silent, self._stopping = not self.processes.first, False
+        self.record = None if silent else Record(self.folder, self.args.evaluation.pictures)
+        with (
+            self._disk(),
+            ExitStack() as lock,
+            Tracker(self.folder, self.args.steps, silent=silent) as tracker,
+            signals(self._stop),
+        ):
+            tracker.callbacks = self.callbacks
+            self._begin(tracker, resume, lock)
+            self.callbacks.state.global_step = self.step
+            self.callbacks.call("on_train_begin")
+            try:
+                self._loop(tracker)
+            except (Interrupted, ValueError) as error:
+                together = isinstance(error, Interrupted) or not self.update.spread  # one process alone can't gather
+                whole = not self.update.unfinished  # half a step can't be resumed
+                if together and whole and not isinstance(error, NotWritten):
+                    self._save_after(error)
+                raise
+            return self._finish(tracker)
+
+    def _loop(self, tracker: Tracker) -> None:
+        self._evaluate_if_due(tracker)
+        while self.step < self.args.steps:
+            if self.processes.any(self._stopping):
+                raise Interrupted
+            self.callbacks.call("on_step_begin")
+            tracker.log(self.step + 1, self.training_step())
+            self.callbacks.call("on_step_end")
+            asked = self.callbacks.requested()
+            for notes in self.processes.everyone([*self.rewards.dropped, *self.notes]):
+                for note in notes:
+                    tracker.warn(self.step, note)
+            self.rewards.dropped.clear()
+            self.notes.clear()
+            if self.step == self.args.steps or self.step % self.args.save_every == 0 or asked.should_save:
+                self.save()
+            self._evaluate_if_due(tracker, asked.should_evaluate)
+            self._draw_samples_if_due()
+            if asked.should_training_stop:
+                break
+
+    def training_step(self) -> dict[str, float]:
+        """One step: rollout, rewards, advantages, updates. Returns its metrics and counts `self.step` up."""
+        started = time.perf_counter()
+        self.enter_at(self.step)
+        metrics: dict[str, float] | None = None
+        while metrics is None:
+            memory = self._memory()
+            try:
+                experience = self.source.collect(self.step)
+                collected = time.perf_counter()
+                with phase(f"step {self.step + 1}, updating"):
+                    metrics = self.update(experience, self.step)
+            except (Interrupted, ValueError, torch.OutOfMemoryError) as error:  # this step has not happened
+                self._recall(memory)
+                self.update.give_up()
+                if not isinstance(error, torch.OutOfMemoryError) or not self._halve():
+                    raise
+            if metrics is None and self.policy.device.type == "cuda":
+                torch.cuda.empty_cache()  # the error is gone, and with it what it held
+        finished = time.perf_counter()
+        self.step += 1
+        if self.record is not None and (self.step == 1 or self._due()):
+            self.record.groups(self.step, experience, self.policy.decode)
+        return {
+            **experience.metrics,
+            **metrics,
+            "time/update": finished - collected,
+            "time/step": finished - started,
+        }
+
+    def _halve(self) -> bool:
+        """After memory ran out: smaller micro-batches from here on. False if there are none, or others would not know of it."""
+        former, least = self.part.microbatch, self.part.method.rows_per_pair
+        if former <= least or self.update.unfinished or self.processes.count > 1:
+            return False
+        self._fit(self.part, former // 2)
+        self.notes.append(f"memory ran out with microbatch={former}; the run goes on with {self.part.microbatch}.")
+        return True
+
+    def _memory(self) -> dict[str, Any]:
+        """What steps leave behind beside the adapter and its optimizer."""
+        critic = None if self.critic is None else copy.deepcopy(self.critic.state())
+        return {
+            "prompts": self.dealer.state(),
+            "clip": dict(self.update.clip.state),
+            "window": self.window_place,
+            "microbatch": self.part.microbatch,
+            "critic": critic,
+        }
+
+    def _recall(self, memory: dict[str, Any]) -> None:
+        self.dealer.load(memory["prompts"])
+        self.part.microbatch = memory["microbatch"]
+        self.update.clip.state, self.window_place = dict(memory["clip"]), memory["window"]
+        if self.critic is not None:
+            self.critic.load(memory["critic"])
+
+    def enter_at(self, step: int) -> None:
+        """Goes over to the part of the run that this step belongs to."""
+        begin, part = [one for one in self.parts if one[0] <= step][-1]
+        if part is not self.part:
+            self._enter(begin, part)
+
+    def save(self) -> None:
+        """Writes a checkpoint of everything that the next step depends on. All hold the same, or a share of it, and one writes."""
+        if not self.processes.first and not self.update.spread:
+            return
+        keep = self.processes.first
+        state = {
+            "step": self.step,
+            "adapter": self.policy.adapter_state(keep=keep),
+            "ema": self.policy.ema_state(keep),
+            **self.update.state(keep),
+            "begin": self.begin,
+            "memory": self._memory(),
+        }
+        if "old" in self.policy.adapters:
+            state["old"] = self.policy.adapter_state("old")
+        if keep:
+            checkpoint.save(self.folder / CHECKPOINTS, self.step, state, self.args.keep)
+            self.callbacks.call("on_save")
+
+    def _save_after(self, error: Exception) -> None:
+        """Saves on the way out, and keeps what the error says if there is no room."""
+        try:
+            self.save()
+        except NotWritten as full:
+            raise NotWritten(f"{error} {full}".strip()) from error
+
+    @contextmanager
+    def _disk(self) -> Iterator[None]:
+        """Says what is left of the run when something could not be written within it."""
+        try:
+            yield
+        except (NotWritten, OSError) as error:
+            what = str(error) if isinstance(error, NotWritten) else f"the system refused to read or write: {error}."
+            saved = checkpoint.steps(self.folder / CHECKPOINTS)
+            lost = f"What came after the checkpoint of step {saved[0]} is lost" if saved else "Nothing is saved yet"
+            again = "go on with --resume" if saved else "start the run again"
+            raise ValueError(f"{what} {lost}: when it can be written, {again}.") from error
+
+    def _stop(self) -> None:
+        self._stopping = True
+
+    def _asked_to_stop(self) -> bool:
+        return self._stopping
+
+    def _begin(self, tracker: Tracker, resume: bool, lock: ExitStack) -> None:
+        self.processes.agree(lambda: self._open(tracker, resume, lock) if self.processes.first else None)
+        if resume:
+            self._resume(tracker)
+        else:
+            self.save()  # a run that is lost before its first checkpoint can be resumed too
+
+    @property
+    def begun(self) -> bool:
+        """Whether the run folder holds a run: metrics, readable or not, or a checkpoint after the start."""
+        return has_metrics(self.folder) or any(checkpoint.steps(self.folder / CHECKPOINTS))
+
+    def _open(self, tracker: Tracker, resume: bool, lock: ExitStack) -> None:
+        """Makes the run folder, or sees that there is one to go on with, and takes its lock until `lock` is left."""
+        if resume and not checkpoint.steps(self.folder / CHECKPOINTS):
+            again = "set another folder by output=..." if self.begun else "start the run without --resume"
+            raise ValueError(f"{self.folder} has no checkpoint to resume from: {again}, or see whether output=... is right.")
+        lock.enter_context(locked(self.folder, tracker.say))
+        if not resume:
+            if self.begun:
+                raise ValueError(
+                    f"{self.folder} already holds a run: go on with it by --resume, or set another folder by output=..."
+                )
+            write_whole(self.folder / hub.CONFIG, self.args.dump())
+            assert self.record
+            self.record.begin(self.policy, self.processes.count)
+            args, policy = self.args, self.policy
+            tracker.watched_by(services.start(self.folder, args, tracker.say))
+            tracker.say(
+                f"{args.model} on {policy.device} in {str(policy.dtype).removeprefix('torch.')}: {counted(args.steps, 'step')} of "
+                f"{counted(args.prompts_per_step, 'prompt')} x {counted(args.images_per_prompt, 'image')}; run folder {self.folder}"
+            )
+            for sentence in self._overlaps():
+                tracker.warn(0, sentence)
+
+    def _overlaps(self) -> list[str]:
+        """Sentences on prompts that the run both trains on and is measured by."""
+        if all(part.objective.data is not None for _, part in self.parts):  # given images have prompts of their own
+            return []
+        held_out = [] if self.eval_set is None else self.eval_set.prompts
+        return prompt_overlap.sentences(self.train_set.prompts, held_out, self.train_source)
+
+    def _resume(self, tracker: Tracker) -> None:
+        state, warnings = checkpoint.latest(self.folder / CHECKPOINTS)
+        for warning in warnings:
+            tracker.say(f"warning: {warning}")
+        if state is None:
+            raise ValueError(f"all checkpoints of {self.folder} are damaged: start another run by output=...")
+        self._same_settings()
+        if "microbatch" not in state.get("memory", {}):
+            raise ValueError(
+                f"{self.folder} was written by flow-grpo 0.2 or before, which this version can't go on with: start a new run."
+            )
+        self.restore(state)
+        self.processes.everyone(None)  # all have read
+        if self.processes.first:
+            checkpoint.drop_after(self.folder / CHECKPOINTS, self.step)
+            if self.step < self.args.steps:  # what an end at an earlier step has left is no longer the last
+                remove(self.folder / self._result)
+            write_whole(self.folder / hub.CONFIG, self.args.dump())  # some settings may change
+        tracker.resume(self.step)
+        if self.record is not None:
+            self.record.resume(self.step)
+            if self.record.drew_other_noise:
+                tracker.say("note: flow-grpo 0.3 drew the evaluations so far from other noise than those to come.")
+            tracker.watched_by(services.start(self.folder, self.args, tracker.say, self.step))
+        tracker.say(f"resumed at step {self.step} of {self.args.steps}")
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """Puts the run where a checkpoint left it. ValueError if it is one of other settings."""
+        try:
+            self._restore(state)
+        except (LookupError, TypeError, ValueError, AttributeError) as error:
+            said = first_line(error).rstrip(".")
+            raise ValueError(
+                f"the checkpoint of step {state['step']} is not one of this run's settings ({said}): resume with the settings "
+                "that it was written with, or start another run by output=..."
+            ) from error
+
+    def _restore(self, state: dict[str, Any]) -> None:
+        self.step = state["step"]
+        self.enter_at(state["begin"])  # between two parts, the optimizer may be the former's or the latter's
+        self.policy.load_adapter_state(state["adapter"])
+        self.policy.load_ema_state(state["ema"])
+        self.update.load(state)
+        self._recall(state["memory"])
+        self._fit(self.part, self.part.microbatch)  # it may have been saved by fewer processes
+        if "old" in state:
+            self.policy.load_adapter_state(state["old"], "old")
+
+    def _same_settings(self) -> None:
+        """ValueError if a setting that changes the numbers is not what the run folder's config says."""
+        file = self.folder / hub.CONFIG
+        former = FlowGRPOConfig.read(file) if file.exists() else self.args
+        for name, (then, now) in former.changes(self.args).items():
+            raise ValueError(
+                f"{self.folder} was begun with {name}={then!r}, not {now!r}: resume it with the same settings, or start another "
+                "run by output=..."
+            )
+
+    def save_model(self, output_dir: str | Path) -> Path:
+        """Writes the trained weights (their moving average, if the run keeps one) as diffusers loads them.
+
+        With several processes every one must call it, and the main one writes.
+
+        Returns:
+            The LoRA's file, or the folder of the whole transformer.
+        """
+        with self.policy.averaged():
+            return self.policy.save(Path(output_dir), self.processes.first)
+
+    def push_to_hub(self, repo_id: str, private: bool = False, best: bool = False) -> str:
+        """Uploads the finished run's LoRA with its model card, as `flow-grpo export RUN --push` does; returns the page's address.
+
+        Args:
+            repo_id: user/name. It is created where there is none.
+            best: the weights of the best evaluation in place of the last ones.
+
+        Raises:
+            ValueError: the run is not finished, there is no token, or the hub refuses.
+        """
+        from flow_grpo.export import export
+
+        export.check_push(repo_id)
+        out = self.folder / "export"
+        export.export(self.folder, out, best=best, repo=repo_id)
+        return export.push(out, repo_id, private)
+
+    def _finish(self, tracker: Tracker) -> dict[str, float]:
+        trained = self._save_trained(self._result)
+        self.callbacks.call("on_train_end")
+        if not self.processes.first:
+            return {}
+        return tracker.conclude(trained, page.write([self.folder], self.folder / page.FILE))
+
+    def _save_trained(self, name: str) -> Path:
+        """Writes the moving average of what is trained to that folder of the run; returns the file, or the folder of several."""
+        folder = self.folder / name
+        with self.policy.averaged():
+            if not self.processes.first:
+                return self.policy.save(folder, write=False)
+            with whole_folder(folder) as made:
+                return folder / self.policy.save(made).relative_to(made)
+
+    @property
+    def _result(self) -> str:
+        """Name of the folder that a finished run leaves."""
+        return "transformer" if self.policy.trains_all else "lora"
+
+    def _due(self) -> bool:
+        """Whether this step is evaluated: the first, the last, and every so many."""
+        every = self.args.evaluation.every
+        return self.step in (0, self.args.steps) or bool(every and self.step % every == 0)
+
+    def _draw_samples_if_due(self) -> None:
+        """Draws a grid of the first prompts with fixed seeds, every `sample_every` steps."""
+        if not self.args.sample_every or self.step % self.args.sample_every:
+            return
+        prompts = (self.eval_set or self.train_set).prompts[:NUM_SAMPLES]
+        steps = self.args.evaluation.steps
+        with self.policy.averaged():  # on every process: they may hold shares of the weights
+            alone = self.processes.count == 1
+            images = draw(
+                self.policy,
+                prompts,
+                seeds=list(range(len(prompts))),
+                steps=steps,
+                microbatch=self.part.microbatch,
+                stopping=lambda: alone and self._stopping,
+            )
+        if self.processes.first:
+            cells = [Cell(prompt, seed, f"{self.args.model}, step {self.step}") for seed, prompt in enumerate(prompts)]
+            save_grid(self.folder / "samples" / f"step_{self.step:06d}.png", images, cells, columns=4)
+
+    def _evaluate_if_due(self, tracker: Tracker, asked: bool = False) -> None:
+        """Not again what a resumed run has in its metrics."""
+        due = self.eval_set is not None and (asked or self._due())
+        if not due or self.processes.everyone(tracker.evaluated(self.step))[0]:
+            return
+        started = time.perf_counter()
+        found = self.evaluate()
+        seconds = time.perf_counter() - started
+        assert self.eval_set
+        prompts = self.eval_set.prompts
+        seeds = [image_seed(self.args.evaluation.seed, place) for place in range(len(prompts))]
+        trained = [name for name, weight in self.held_out.weights.items() if weight]
+        history = self.record.evaluation(self.step, found, prompts, seeds, trained) if self.record else []
+        if self.processes.everyone(bool(history) and hacking.best(history) == self.step)[0]:  # before the metrics name it
+            self._save_trained(BEST)
+        first = self.step == 0 and self.record is not None
+        by_group = self.processes.agree(lambda: self._by_group(found) if first else [], (ValueError, Interrupted))[0]
+        if self.record is not None:
+            self._note(tracker, found, history, seconds, by_group)
+
+    def _note(
+        self, tracker: Tracker, found: Evaluation, history: list[hacking.Reading], seconds: float, by_group: list[str]
+    ) -> None:
+        """Writes and says what an evaluation found."""
+        assert self.record
+        assert self.eval_set
+        prompts, seed = self.eval_set.prompts, self.args.evaluation.seed
+        if self.step in (0, self.args.steps):
+            before_after(self.folder, self.step == 0, found.pictures, prompts[:PREVIEWS], seed, self.args.model)
+        more = {**hacking.numbers(history), "time/evaluation": seconds}
+        tracker.evaluation(self.step, found.means(), more, self.record.kept(self.step, prompts))
+        for name, sentence in hacking.warnings(history).items():
+            tracker.warn(self.step, sentence, fallen=name)
+        for sentence in by_group:
+            tracker.warn(self.step, sentence)
+        page.write([self.folder], self.folder / page.FILE)
+
+    def _by_group(self, found: Evaluation) -> list[str]:
+        """A sentence for each reward whose held-out values say nothing, as they depend on other images of a prompt."""
+        assert self.eval_set
+        batch = self.eval_set.take(list(found.pictures)[:FEW], 1)
+        pictures = Pictures(torch.stack(list(found.pictures.values())[:FEW]), batch.prompts, batch.columns())
+        with phase(f"scoring {counted(len(batch.prompts), 'held-out image')} together and alone"):
+            return [
+                f"reward {name}: {BY_GROUP}"
+                for name, reward in self.held_out.rewards.items()
+                if call(partial(depends_on_group, name, reward, pictures), self._asked_to_stop)
+            ]
+
+    def evaluate(self) -> Evaluation:
+        """The held-out prompts, drawn by the averaged adapter and measured."""
+        if self.eval_set is None:
+            raise ValueError("there are no held-out prompts: set evaluation.prompts.")
+        settings = self.args.evaluation
+        with self.policy.averaged():
+            drawn = (self.policy, self.eval_set, self.held_out, settings.steps, settings.seed, self.part.microbatch)
+            keep = max(PREVIEWS, settings.pictures)
+            return evaluate(*drawn, self.processes, keep, TWICE, self._asked_to_stop)
+
+    # -- a step -----------------------------------------------------------------------------------------------------
+
+    def _window(self, step: int) -> list[int]:
+        """The steps of the schedule that are stochastic and trained."""
+        s, w = self.part.sampling, self.part.sampling.window
+        if not self.part.method.stepwise:
+            return []
+        if w.kind == "auto":
+            if self.window_place is None:
+                self.window_place = self.processes.agree(self._best_window, (ValueError, Interrupted))[0]
+            return list(range(self.window_place, self.window_place + w.size))
+        last = s.steps - 2 if w.last is None else w.last
+        place = step - self.begin if w.kind == "sliding" else step
+        return sampling.window(w.kind, s.steps, w.size, w.first, last, w.every, self.part.seed, place)
+
+    def _best_window(self) -> int:
+        """Where the steps begin that own the most variance of the reward."""
+        parts, s = (self.policy, self.part, self.train_set, self.rewards), self.part.sampling
+        owned = owned_variance(*parts, s.transition, s.noise_level, self._asked_to_stop, self.processes)
+        return best_window(owned, s.window.size)

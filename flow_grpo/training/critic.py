@@ -1,0 +1,93 @@
+"""PPO's critic on the latents, and generalised advantage estimation: what group-relative advantages do without."""
+
+import copy
+import math
+
+import torch
+from torch import Tensor, nn
+
+from flow_grpo.advantages import CLAMP
+from flow_grpo.config.sections import CriticConfig
+from flow_grpo.types import Trajectory
+
+EPOCHS = 4  # times that the critic goes through a rollout
+
+
+def gae(values: Tensor, reward: Tensor, gae_lambda: float) -> Tensor:
+    """Generalised advantage estimation, arXiv 1506.02438, without discount and with the reward (B,) after the last step.
+
+    values (B, K) are the critic's, of the states before the K steps. Returns the advantages (B, K); plus the values they are
+    what the critic should have said.
+    """
+    following = torch.cat([values[:, 1:], reward[:, None]], 1)
+    surprise = following - values
+    advantage, later = torch.empty_like(values), torch.zeros_like(reward)
+    for k in reversed(range(values.shape[1])):
+        later = surprise[:, k] + gae_lambda * later
+        advantage[:, k] = later
+    return advantage
+
+
+class Critic(nn.Module):
+    """The expected reward of a state: latents (n, C, H, W) or (n, L, C), their sigma (n,), and the prompt's mean embedding."""
+
+    def __init__(self, state_shape: torch.Size, text_channels: int, settings: CriticConfig, seed: int) -> None:
+        super().__init__()
+        self.settings = settings
+        tokens = math.prod(state_shape[1:]) if len(state_shape) == 3 else state_shape[0]
+        channels = state_shape[0] if len(state_shape) == 3 else state_shape[1]
+        width = settings.width
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            self.embed = nn.Linear(channels, width)
+            self.place = nn.Parameter(0.02 * torch.randn(tokens, width))
+            self.read = nn.Sequential(nn.LayerNorm(width), nn.Linear(width, width), nn.GELU(), nn.Linear(width, width))
+            self.condition = nn.Linear(text_channels + 2, width)
+            self.value = nn.Sequential(nn.LayerNorm(2 * width), nn.Linear(2 * width, width), nn.GELU(), nn.Linear(width, 1))
+        self.optimizer = torch.optim.AdamW(self.parameters(), lr=settings.lr)
+
+    def forward(self, x: Tensor, sigma: Tensor, text: Tensor) -> Tensor:
+        """Values (n,)."""
+        tokens = x.flatten(2).transpose(1, 2) if x.ndim == 4 else x
+        picture = self.read(self.embed(tokens) + self.place).mean(1)
+        given = self.condition(torch.cat([text, sigma[:, None], 1 - sigma[:, None]], 1))
+        return self.value(torch.cat([picture, given], 1))[:, 0]
+
+    @torch.no_grad()
+    def values(self, trajectory: Trajectory, text: Tensor) -> Tensor:
+        """(B, K), of the states before the trained steps."""
+        sigmas = trajectory.schedule.sigmas[trajectory.steps]
+        columns = [self(trajectory.x[:, k], sigma.expand(len(text)), text) for k, sigma in enumerate(sigmas)]
+        return torch.stack(columns, 1)
+
+    def advantages(self, trajectory: Trajectory, reward: Tensor, text: Tensor) -> tuple[Tensor, dict[str, float]]:
+        """Normalised advantages (B, K), clamped to +-5, by the critic as it is; then the critic learns from this rollout."""
+        values = self.values(trajectory, text)
+        advantage = gae(values, reward, self.settings.gae_lambda)
+        target = advantage + values
+        losses = [self._learn(trajectory, text, target) for _ in range(EPOCHS)]
+        unexplained = (target - values).var() / target.var().clamp_min(1e-12)
+        metrics = {"critic/loss": losses[0], "critic/explained_variance": 1 - unexplained.item()}
+        normalised = (advantage - advantage.mean()) / (advantage.std(correction=0) + 1e-4)
+        return normalised.clamp(-CLAMP, CLAMP), metrics
+
+    def _learn(self, trajectory: Trajectory, text: Tensor, target: Tensor) -> float:
+        """A step of AdamW for each trained step; returns the mean squared error."""
+        errors = []
+        for k, sigma in enumerate(trajectory.schedule.sigmas[trajectory.steps]):
+            loss = (self(trajectory.x[:, k], sigma.expand(len(text)), text) - target[:, k]).square().mean()
+            self.optimizer.zero_grad(set_to_none=True)
+            loss.backward()
+            self.optimizer.step()
+            errors.append(loss.item())
+        return sum(errors) / len(errors)
+
+    def state(self) -> dict:
+        return {"weights": self.state_dict(), "optimizer": self.optimizer.state_dict()}
+
+    def load(self, state: dict) -> None:
+        try:
+            self.load_state_dict(state["weights"])
+        except RuntimeError as error:
+            raise ValueError("the checkpoint's critic has another shape than the config asks for") from error
+        self.optimizer.load_state_dict(copy.deepcopy(state["optimizer"]))  # which would take its tensors as they are

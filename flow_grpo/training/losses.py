@@ -1,0 +1,288 @@
+"""What one update minimises, term by term: the policy run again on a batch's rows, and an objective of what it says.
+
+`StepTerms` replays the trained transitions, `FinalTerms` noises the final latents afresh. Both hand out one `Loss` for each
+of their `count` terms; the trainer weighs the rows, runs backward and forgets the graph before it asks for the next. `Means`
+collects what the losses report.
+"""
+
+import functools
+import math
+from collections.abc import Callable, Iterator
+from inspect import signature
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import rewards as reward_kit
+from flow_grpo import methods, objectives, sampling, sde
+from flow_grpo.config import FlowGRPOConfig
+from flow_grpo.config.sections import ObjectiveConfig
+from flow_grpo.distributed.processes import Processes
+from flow_grpo.policy.conditioning import Conditioning
+from flow_grpo.policy.policy import Policy
+from flow_grpo.types import Loss, NoisedImage, PromptBatch, TrainedStep, Trajectory
+from rewards.user_code import guarded
+
+
+class ClipRange:
+    """Clip ranges that are calibrated: of each step of the schedule, from the ratios seen there.
+
+    A range is the moving average of the quantile of |ratio - 1|. A step whose ratios nobody has seen yet is not clipped.
+    """
+
+    DECAY = 0.9
+
+    def __init__(self, quantile: float) -> None:
+        self.quantile = quantile
+        self.state: dict[int, float] = {}
+        self._seen: dict[int, list[Tensor]] = {}
+
+    def at(self, step: int) -> float:
+        return self.state.get(step, math.inf)
+
+    def saw(self, step: int, deviation: Tensor) -> None:
+        """Takes note of |ratio - 1| (n,) in an update."""
+        self._seen.setdefault(step, []).append(deviation)
+
+    def learn(self, processes: Processes) -> None:
+        """After an update: moves the ranges by what all processes saw. Exact ratios, as before the first, say nothing."""
+        seen: dict[int, list[Tensor]] = {}
+        for one in processes.everyone(self._seen):
+            for step, parts in one.items():
+                seen.setdefault(step, []).extend(parts)
+        for step, parts in sorted(seen.items()):
+            deviation = torch.cat(parts)
+            deviation = deviation[deviation.isfinite()]  # fp16 may overflow
+            if deviation.any():
+                found = deviation.quantile(self.quantile).item()
+                former = self.state.get(step, found)
+                self.state[step] = self.DECAY * former + (1 - self.DECAY) * found
+        self.forget()
+
+    def forget(self) -> None:
+        """What was seen since the last update counts no more."""
+        self._seen = {}
+
+    def metrics(self) -> dict[str, float]:
+        return {f"clip_range/step_{step}": value for step, value in sorted(self.state.items())}
+
+
+class StepTerms:
+    """The terms of objectives on per-step log-probabilities: one per trained step. `advantage` is (B,) or (B, K)."""
+
+    def __init__(
+        self,
+        policy: Policy,
+        args: FlowGRPOConfig,
+        conditioning: Conditioning,
+        trajectory: Trajectory,
+        advantage: Tensor,
+        clip: ClipRange,
+    ) -> None:
+        self.policy, self.o, self.s = policy, args.objective, args.sampling
+        self.loss = loss_function(args)
+        self.velocity = policy.along(trajectory.schedule, conditioning)
+        self.trajectory, self.clip = trajectory, clip
+        self.count = len(trajectory.steps)
+        self.advantage = advantage if advantage.ndim == 2 else advantage[:, None].expand(-1, self.count)
+
+    compares = True  # its ratio is with the rollout's probabilities, so the same numbers must come out again
+
+    def losses(self, rows: Tensor, seen: Tensor) -> Iterator[Loss]:
+        """One loss per trained step, its values those of `rows` (n,); only the rows marked in `seen` (n,) are calibrated on."""
+        for k, i in enumerate(self.trajectory.steps):
+            v, step = self._step(k, rows)
+            loss = self._objective(i, step, self.advantage[rows, k])
+            if "auto" in (self.o.clip_low, self.o.clip_high):
+                self.clip.saw(i, loss.metrics["ratio/max_deviation"][seen])
+            if self.o.step_weight == "std":
+                loss = Loss(loss.value * step.std.flatten(1)[:, 0], loss.metrics)
+            if self.o.kl_weight:
+                loss = _with_kl(loss, self._kl(k, rows, v, step), self.o.kl_weight)
+            yield loss
+
+    def _step(self, k: int, rows: Tensor) -> tuple[Tensor, TrainedStep]:
+        """Velocity and transition of the k-th trained step, as the policy is now."""
+        t, i = self.trajectory, self.trajectory.steps[k]
+        v, mean, std = sampling.replay(self.velocity, t, k, rows, self.s.transition, self.s.noise_level)
+        log_prob = sde.LOG_PROBS[self.s.log_prob](t.x_next[rows, k], mean, std)
+        delta = t.schedule.sigmas[i + 1] - t.schedule.sigmas[i]
+        return v, TrainedStep(log_prob, t.log_prob_BK[rows, k], mean, t.mean[rows, k], std, delta)
+
+    def _objective(self, i: int, step: TrainedStep, advantage: Tensor) -> Loss:
+        calibrated = {name: self.clip.at(i) for name in methods.CLIP if getattr(self.o, name) == "auto"}
+        return self.loss(step, advantage, **calibrated)
+
+    def _kl(self, k: int, rows: Tensor, v: Tensor, step: TrainedStep) -> Tensor:
+        with torch.no_grad(), self.policy.reference():
+            v_ref, reference = self._step(k, rows)
+        if self.o.kl == "velocity":
+            return objectives.velocity_kl(v, v_ref)
+        if self.o.kl == "k3":
+            return objectives.k3(step.log_prob, reference.log_prob)
+        gaussian = sde.kl(step.mean, reference.mean, step.std)
+        return gaussian * -step.delta if self.o.kl == "flow_grpo" else gaussian  # std^2 = g^2 (-delta), theirs is g^2
+
+
+class FinalTerms:
+    """The terms of objectives on final latents: one per noise level, which a group shares with its noise."""
+
+    def __init__(
+        self,
+        policy: Policy,
+        args: FlowGRPOConfig,
+        conditioning: Conditioning,
+        trajectory: Trajectory,
+        advantage: Tensor,
+        batch: PromptBatch,
+        step: int,
+    ) -> None:
+        self.policy, self.o, self.advantage = policy, args.objective, advantage
+        self.method, self.loss = args.method, loss_function(args)
+        self.conditioning, self.x0 = conditioning, trajectory.final
+        self.count = self.o.draws
+        self.draws = [self._draw(trajectory, batch, args.seed, step, draw) for draw in range(self.count)]
+        off_policy = args.updates * args.epochs > 1 and self.method.ratio
+        self.v_rollout = self._before_updates(args.microbatch) if off_policy else None
+        self.compares = off_policy  # its ratio is with those
+
+    def losses(self, rows: Tensor, seen: Tensor) -> Iterator[Loss]:
+        """One loss per noise level, its values those of `rows` (n,)."""
+        for draw in range(self.count):
+            image = self._image(draw, rows)
+            loss = self.loss(image, self.advantage[rows])
+            if self.o.kl_weight:
+                assert image.v_ref is not None
+                loss = _with_kl(loss, objectives.velocity_kl(image.v, image.v_ref), self.o.kl_weight)
+            yield loss
+
+    def _image(self, draw: int, rows: Tensor) -> NoisedImage:
+        eps, timestep, sigma = (t[rows] for t in self.draws[draw])
+        noised = NoisedImage(self.x0[rows], eps, sigma, eps, eps)  # its velocities come now
+
+        def velocity() -> Tensor:
+            return self.policy.velocity(noised.x, timestep, self.conditioning, rows).cpu()
+
+        v, v_old, v_ref = velocity(), None, None
+        with torch.no_grad():
+            if self.method.old_policy:
+                with self.policy.using("old"):
+                    v_old = velocity()
+            if self.o.kl_weight or self.method.reference:
+                with self.policy.reference():
+                    v_ref = velocity()
+        v_rollout = v.detach() if self.v_rollout is None else self.v_rollout[draw][rows]
+        return NoisedImage(noised.x0, eps, sigma, v, v_rollout, v_old, v_ref)
+
+    def _draw(self, trajectory: Trajectory, batch: PromptBatch, seed: int, step: int, draw: int) -> tuple[Tensor, ...]:
+        """Noise (B, ...), timestep (B,) and sigma (B,) of a term: sigma at a uniform place of the schedule's range."""
+        eps = sampling.batch_noise(trajectory.final.shape[1:], batch, seed, "eps", step, draw, shared=True)
+        low, high = self.o.sigma_range
+        normal = sampling.batch_noise((1,), batch, seed, "sigma", step, draw, shared=True)[:, 0]
+        u = low + (high - low) * torch.special.ndtr(normal)  # uniform in the range
+        return eps, *trajectory.schedule.at((1 - u) * len(trajectory.schedule))
+
+    @torch.no_grad()
+    def _before_updates(self, microbatch: int) -> list[Tensor]:
+        """The velocity (B, ...) of each term under the policy that drew the images."""
+        chunks = torch.arange(len(self.x0)).split(microbatch)
+        self.v_rollout = None
+        with torch.set_grad_enabled(self.policy.compiled):  # where that is another kernel
+            return [torch.cat([self._image(draw, chunk).v.detach() for chunk in chunks]) for draw in range(self.count)]
+
+
+class Means:
+    """Weighted means and largest values of what losses report."""
+
+    def __init__(self) -> None:
+        self.loss = 0.0
+        self.sums: dict[str, float] = {}
+        self.largest: dict[str, float] = {}
+        self.weight = 0.0
+        self.numbers: dict[str, float] = {}
+
+    def add(self, loss: Loss, weight: Tensor) -> None:
+        self.loss += (loss.value.detach() * weight).sum().item()
+        self.weight += weight.sum().item()
+        for name, values in loss.metrics.items():
+            self.sums[name] = self.sums.get(name, 0.0) + (values * weight).sum().item()
+            largest = values[weight > 0].max()
+            self.largest[name] = torch.maximum(largest, largest.new_tensor(self.largest.get(name, 0.0))).item()  # NaN stays
+
+    @staticmethod
+    def join(parts: "list[Means]") -> "Means":
+        """What several processes have seen, as if one had."""
+        whole = Means()
+        for part in parts:
+            whole.loss, whole.weight = whole.loss + part.loss, whole.weight + part.weight
+            for name, value in part.sums.items():
+                whole.sums[name] = whole.sums.get(name, 0.0) + value
+            _keep_largest(whole.largest, part.largest)
+            _keep_largest(whole.numbers, part.numbers)
+        return whole
+
+    def metrics(self) -> dict[str, float]:
+        means = {name: total / self.weight for name, total in self.sums.items() if not name.endswith("max_deviation")}
+        largest = {name: value for name, value in self.largest.items() if name.endswith("max_deviation")}
+        return {**means, **largest, **self.numbers}
+
+
+def _keep_largest(ours: dict[str, float], theirs: dict[str, float]) -> None:
+    """The larger number of each name, or NaN."""
+    for name, value in theirs.items():
+        if name not in ours or value > ours[name] or math.isnan(value):
+            ours[name] = value
+
+
+@functools.cache
+def own_function(kind: str, name: str) -> Callable | None:
+    """A function of the user's own, by import path or file, that raises ValueError alone; None for a name of ours."""
+    if ":" not in name:
+        return None
+    function = reward_kit.locate(kind, name)
+    if not callable(function):
+        raise ValueError(f"{kind} {name} is not a function.")
+
+    def called(*args: Any, **kwargs: Any) -> Any:
+        with guarded(f"{kind} {name}", lambda error: f"{kind} {name} raised {error}"):
+            return function(*args, **kwargs)
+
+    return called
+
+
+def loss_function(args: FlowGRPOConfig) -> Callable[..., Loss]:
+    """The run's objective as a function of rows and their advantages, with the settings that it reads; others come as keywords."""
+    o, method = args.objective, args.method
+    if ":" in o.name:
+        return functools.partial(_own, o)
+    function = getattr(objectives, method.function or o.name)
+    takes = signature(function).parameters
+    settings = {name: getattr(o, name) for name in takes if name in method.settings}
+
+    def loss(rows: TrainedStep | NoisedImage, advantage: Tensor, **more: float) -> Loss:
+        given = {"advantage": advantage} if "advantage" in takes else {}
+        return function(rows, **given, **{**settings, **more})
+
+    return loss
+
+
+def _own(o: ObjectiveConfig, seen: TrainedStep | NoisedImage, advantage: Tensor) -> Loss:
+    """The user's objective: it returns a Loss, or the values (n,) alone."""
+    function = own_function("objective", o.name)
+    assert function
+    found = function(seen, advantage, **o.options)
+    value = found.value if isinstance(found, Loss) else found
+    if not isinstance(value, Tensor) or value.shape != advantage.shape or not value.requires_grad:
+        raise ValueError(
+            f"objective {o.name} must return a tensor of {len(advantage)} values that carries a gradient, one for each row, or a "
+            "Loss of them."
+        )
+    metrics = dict(found.metrics) if isinstance(found, Loss) else {}
+    if isinstance(seen, TrainedStep):
+        metrics["ratio/max_deviation"] = (seen.log_prob - seen.old_log_prob).detach().exp().sub(1).abs()
+    return Loss(value, metrics)
+
+
+def _with_kl(loss: Loss, kl: Tensor, weight: float) -> Loss:
+    return Loss(loss.value + weight * kl, {**loss.metrics, "kl": kl.detach()})

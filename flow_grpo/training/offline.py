@@ -1,0 +1,108 @@
+"""Given images in place of rollouts: supervised fine-tuning on image-caption pairs, DPO on preferences."""
+
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from PIL import Image, ImageOps
+from torch import Tensor
+
+from flow_grpo import sampling
+from flow_grpo.config import FlowGRPOConfig
+from flow_grpo.data import image_sets
+from flow_grpo.data.grid import from_bytes, open_image, to_bytes
+from flow_grpo.data.prompts import load_prompts
+from flow_grpo.distributed.processes import Processes
+from flow_grpo.policy.policy import Policy
+from flow_grpo.types import Experience, PromptBatch, Trajectory
+
+
+@dataclass(frozen=True)
+class Sources:
+    """Prompts, and for each its pictures: one to copy, or the better and the worse one."""
+
+    prompts: list[str]
+    pictures: list[tuple[Path | Tensor, ...]]
+
+
+class GivenImages:
+    """Deals given images to training steps: `prompts_per_step` x `images_per_prompt` of them (for dpo half as many pairs).
+
+    `data` is a table (.jsonl, .csv, .parquet) with the columns prompt and image, for dpo prompt, chosen and rejected, paths
+    relative to the file; or, for sft, a folder of pictures or a sheet as `sample` writes them, prompts inside.
+    """
+
+    def __init__(self, policy: Policy, args: FlowGRPOConfig, processes: Processes) -> None:
+        assert args.objective.data
+        self.policy, self.args, self.processes = policy, args, processes
+        self.each = args.method.rows_per_pair
+        self.sources = load_sources(args.objective.data, self.each)
+        self.schedule, shape = policy.schedule(args.sampling.steps)
+        blank = policy.decode(torch.zeros(1, *shape))
+        policy.latents(blank)  # says at once if this pipeline can't
+        self.size = (blank.shape[3], blank.shape[2])  # width and height, as PIL has them
+
+    def collect(self, step: int) -> Experience:
+        started = time.perf_counter()
+        count = self.args.prompts_per_step * self.args.images_per_prompt // self.each
+        groups = torch.arange(count)
+        own = groups[self.processes.owns(groups)]
+        dealt = self._deal(step, count)
+        places = [dealt[group] for group in own.tolist()]
+        pictures = [self._picture(picture) for place in places for picture in self.sources.pictures[place]]
+        prompts = [self.sources.prompts[place] for place in places for _ in range(self.each)]
+        rows = torch.arange(len(prompts))
+        batch = PromptBatch(prompts, [{} for _ in prompts], own[rows // self.each], rows % self.each)
+        final = self.policy.latents(torch.stack(pictures), self.args.microbatch)
+        none = final.new_zeros(len(final), 0)
+        trajectory = Trajectory(self.schedule, [], none, none, none, none, final)
+        return Experience(
+            batch,
+            trajectory,
+            torch.zeros(len(rows)),
+            rows,
+            self.each,
+            groups,
+            {"images": 0.0, "time/rollout": time.perf_counter() - started},
+        )
+
+    def _deal(self, step: int, count: int) -> list[int]:
+        """`count` places of an endless row of shuffled epochs, from step * count on."""
+        found: list[int] = []
+        place = step * count
+        while len(found) < count:
+            epoch, first = divmod(place + len(found), len(self.sources.prompts))
+            order = torch.randperm(len(self.sources.prompts), generator=sampling.generator(self.args.seed, "data", epoch))
+            found += order[first : first + count - len(found)].tolist()
+        return found
+
+    def _picture(self, source: Path | Tensor) -> Tensor:
+        """(3, H, W) in [0, 1], cut and scaled to the policy's size."""
+        image = Image.fromarray(to_bytes(source[None])[0]) if isinstance(source, Tensor) else open_image(source)
+        return from_bytes(np.asarray(ImageOps.fit(image, self.size, Image.Resampling.LANCZOS))[None])[0]
+
+
+def load_sources(data: str, each: int) -> Sources:
+    """ValueError: no such file, a column that is missing, or a picture that is not there."""
+    source = Path(data)
+    if source.is_dir() or source.suffix.lower() in (".png", ".jpg", ".jpeg", ".webp"):
+        if each == 2:
+            raise ValueError(f"objective.data={data}: dpo needs a table with the columns prompt, chosen and rejected.")
+        given = image_sets.read(source)
+        return Sources(given.prompts, [(image,) for image in given.images()])
+    columns = ("image",) if each == 1 else ("chosen", "rejected")
+    table = load_prompts(data)
+    missing = [name for name in columns if name not in table.metadata[0]]
+    if missing:
+        raise ValueError(f"{data} has no column `{missing[0]}`: give prompt, {' and '.join(columns)}.")
+    cells = [row[name] for row in table.metadata for name in columns]
+    odd = [cell for cell in cells if not isinstance(cell, str)]
+    if odd:
+        raise ValueError(f"{data} has {odd[0]!r} where the path of a picture should stand.")
+    pictures = [tuple(source.parent / row[name] for name in columns) for row in table.metadata]
+    lost = next((p for row in pictures for p in row if not p.is_file()), None)
+    if lost is not None:
+        raise ValueError(f"{data} names the picture {lost}, which is not there.")
+    return Sources(table.prompts, list(pictures))

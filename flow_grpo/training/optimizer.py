@@ -1,0 +1,90 @@
+"""How what is trained moves: the gradients of all processes are added up, clipped, and followed by AdamW."""
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flow_grpo.config.sections import OptimizerConfig
+from flow_grpo.distributed.processes import Processes
+from flow_grpo.policy.memory import gathered, gathered_on_cpu, spread_like
+from flow_grpo.policy.policy import Policy
+
+
+class Optimizer:
+    """AdamW on every process alike or, where the weights lie in shares (FSDP2), on each process's own ones.
+
+    Attributes:
+        spread: whether each process holds a share of what `state` gathers, so that all must ask for it.
+        in_step: whether all processes must go backward equally often.
+    """
+
+    def __init__(self, policy: Policy, o: OptimizerConfig, processes: Processes) -> None:
+        self.parameters, self.max_norm, self.processes = list(policy.parameters().values()), o.max_grad_norm, processes
+        self.spread, self.in_step = policy.spread, policy.sharded
+        self.adamw = adamw(self.parameters, o)
+        self.scaler = torch.amp.GradScaler(policy.device.type, enabled=policy.dtype == torch.float16)
+        self.scaler.scale(torch.zeros((), device=policy.device))  # it begins here, also where no row has signal
+
+    def backward(self, loss: Tensor) -> None:
+        """Adds a part of the loss's gradient to what is there."""
+        self.scaler.scale(loss).backward()
+
+    def step(self, lr: float) -> float:
+        """Moves the weights, and forgets the gradients. Returns their norm; if it is not finite, nothing has moved.
+
+        ValueError if that goes on in fp16.
+        """
+        for group in self.adamw.param_groups:
+            group["lr"] = lr
+        self.processes.add_gradients(self.parameters, self.spread)
+        self.scaler.unscale_(self.adamw)
+        norm = gathered(torch.nn.utils.clip_grad_norm_(self.parameters, self.max_norm)).item()
+        if math.isfinite(norm) or self.scaler.is_enabled():
+            self.scaler.step(self.adamw)  # which passes over a step whose fp16 gradients overflowed
+            self.scaler.update()
+        self.forget()
+        if self.scaler.is_enabled() and self.scaler.get_scale() < 1:
+            raise ValueError("gradients in fp16 overflow however small the loss is scaled: set dtype=bf16 or fp32.")
+        return norm
+
+    def forget(self) -> None:
+        """Drops gradients that no step was made with."""
+        self.adamw.zero_grad()
+
+    def state(self, keep: bool = True) -> dict[str, Any]:
+        """Whole, also of parameters in shares: then all processes must ask, and need not `keep` the moments."""
+        optimizer, moments = self.adamw.state_dict(), {}
+        for place, values in optimizer["state"].items():
+            tensors = {name: value for name, value in values.items() if isinstance(value, Tensor)}
+            moments[place] = {**values, **gathered_on_cpu(tensors, keep)}
+        return {"optimizer": {**optimizer, "state": moments}, "scaler": self.scaler.state_dict()}
+
+    def load(self, state: dict[str, Any]) -> None:
+        """What `state` gave, of as many processes as there were."""
+        own = self.parameters
+        moments = {
+            place: {n: spread_like(v, own[place]) if _of_shape(v, own[place]) else v for n, v in values.items()}
+            for place, values in state["optimizer"]["state"].items()
+        }
+        self.adamw.load_state_dict({**state["optimizer"], "state": moments})
+        self.scaler.load_state_dict(state["scaler"])
+
+
+def _of_shape(value: Any, parameter: Tensor) -> bool:
+    return isinstance(value, Tensor) and value.shape == parameter.shape
+
+
+def adamw(parameters: list[torch.nn.Parameter], o: OptimizerConfig) -> torch.optim.Optimizer:
+    """The config's. ValueError if its package is not installed."""
+    settings: Any = {"lr": o.lr, "betas": o.betas, "eps": o.eps, "weight_decay": o.weight_decay}
+    if o.name == "adamw":
+        return torch.optim.AdamW(parameters, **settings)
+    try:
+        from bitsandbytes.optim import AdamW8bit
+    except ImportError as error:
+        raise ValueError(
+            "optimizer.name=adamw_8bit needs bitsandbytes, which is not installed: pip install bitsandbytes."
+        ) from error
+    return AdamW8bit(parameters, **settings)

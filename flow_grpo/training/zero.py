@@ -1,0 +1,121 @@
+"""DeepSpeed's ZeRO, stages 1 and 2 (arXiv 1910.02054): AdamW's moments lie in shares on the processes, then gradients too."""
+
+import gc
+import os
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from flow_grpo.config.sections import OptimizerConfig
+from flow_grpo.distributed.processes import MESSAGE, Processes
+from flow_grpo.policy.interception import first_line
+from flow_grpo.policy.policy import Policy
+from flow_grpo.training.optimizer import adamw
+
+STAGES = {"zero1": 1, "zero2": 2}  # of `memory.shard`
+MOMENTS = ("exp_avg", "exp_avg_sq")
+
+
+class Zero:
+    """In place of `Optimizer`: each process moves its share of the weights and gets the others' from the others.
+
+    Stage 1 adds gradients up once a step, stage 2 in each backward pass, of which a process then keeps its share.
+
+    Raises:
+        ValueError: DeepSpeed is not installed, or the policy is in fp16.
+    """
+
+    spread = in_step = True
+    _now: ClassVar["Zero | None"] = None  # in this process, whose hooks stay on the weights until it leaves them
+
+    def __init__(self, policy: Policy, o: OptimizerConfig, processes: Processes, shard: str) -> None:
+        if policy.dtype == torch.float16:
+            raise ValueError(f"memory.shard={shard} scales no loss, as fp16 needs: load the policy in bf16 or fp32.")
+        self.parameters, self.processes = list(policy.parameters().values()), processes
+        self.adamw = adamw(self.parameters, o)
+        bucket = min(MESSAGE, sum(p.numel() for p in self.parameters) + 1 & ~1)  # DeepSpeed wants an even number
+        config = {
+            "train_micro_batch_size_per_gpu": 1,  # which it must be told, and makes no use of
+            "managed_gradient_accumulation": False,  # a step has as many backward passes as there are before `step`
+            "gradient_clipping": o.max_grad_norm,
+            "zero_optimization": {"stage": STAGES[shard], "reduce_bucket_size": bucket, "allgather_bucket_size": bucket},
+        }
+        deepspeed = library(shard, policy.device)
+        if Zero._now is not None:
+            Zero._now.leave()
+        # the pipeline calls the transformer by itself, so the engine need know no more of it than what is trained
+        trained = torch.nn.ParameterList(self.parameters)
+        self.engine = deepspeed.initialize(model=trained, optimizer=self.adamw, config=config)[0]
+        Zero._now = self
+
+    def leave(self) -> None:
+        """Lets go of the weights and of all that it held, for another one to take them over."""
+        self.engine.destroy()
+        del self.engine, self.adamw
+        gc.collect()  # which DeepSpeed's engine waits for
+
+    def backward(self, loss: Tensor) -> None:
+        self.engine.backward(loss * self.processes.count)  # it takes the mean of all processes' gradients, not their sum
+
+    def step(self, lr: float) -> float:
+        for group in self.adamw.param_groups:
+            group["lr"] = lr
+        self.engine.step()  # which passes over gradients that are not finite
+        return float(self.engine.get_global_grad_norm())
+
+    def forget(self) -> None:
+        self.engine.optimizer.zero_grad()
+        self.engine.optimizer.all_grad_tensors.clear()  # stage 2's own sums
+
+    def state(self, keep: bool = True) -> dict[str, Any]:
+        """As `Optimizer`'s, which can go on with it."""
+        from deepspeed.utils import safe_get_full_optimizer_state
+
+        moments = {}
+        for place, parameter in enumerate(self.parameters if self.adamw.state else ()):
+            whole = {name: safe_get_full_optimizer_state(parameter, name) for name in MOMENTS}
+            if keep:
+                moments[place] = {
+                    "step": self.adamw.state[self._share]["step"].clone(),
+                    **{name: v.cpu() for name, v in whole.items()},
+                }
+        groups = [{**g, "params": list(range(len(self.parameters)))} for g in self.adamw.state_dict()["param_groups"]]
+        return {"optimizer": {"state": moments, "param_groups": groups}, "scaler": {}}
+
+    def load(self, state: dict[str, Any]) -> None:
+        """Also an `Optimizer`'s, which has no moments of a weight without a gradient."""
+        from deepspeed.utils import lazy_init_hp_params_optimizer_state, safe_set_full_optimizer_state
+
+        self.engine.optimizer.refresh_fp32_params()  # it moves a copy of its share of the weights, which were loaded since
+        share, found = self._share, state["optimizer"]["state"]
+        if not self.adamw.state:  # AdamW makes its moments in the first step
+            self.adamw.state[share] = {"step": torch.zeros(()), **{name: torch.zeros_like(share) for name in MOMENTS}}
+            lazy_init_hp_params_optimizer_state(self.parameters, share, self.adamw.state)
+        self.adamw.state[share]["step"].fill_(max((float(values["step"]) for values in found.values()), default=0.0))
+        for place, parameter in enumerate(self.parameters):
+            for name in MOMENTS:
+                value = found[place][name] if place in found else torch.zeros_like(parameter)
+                safe_set_full_optimizer_state(parameter, value, name)
+
+    @property
+    def _share(self) -> Tensor:
+        """What this process moves of the weights, in one row: the only parameter that its AdamW knows."""
+        return self.adamw.param_groups[0]["params"][0]
+
+
+def library(shard: str, device: torch.device) -> Any:
+    """DeepSpeed, which is then quiet and compiles nothing. ValueError if it is not installed."""
+    if device.type == "cpu":
+        os.environ.setdefault("DS_ACCELERATOR", "cpu")  # else it takes a GPU that is there
+    try:
+        import deepspeed
+    except ImportError as error:
+        raise ValueError(
+            f"memory.shard={shard} needs DeepSpeed, which can't be imported ({first_line(error)}): "
+            "pip install 'deepspeed>=0.19.8', or set memory.shard=fsdp2."
+        ) from error
+    deepspeed.utils.logger.setLevel("ERROR")  # a step that is passed over is told by whoever asked for it
+    if device.type == "cpu":
+        deepspeed.ops.__compatible_ops__ = {}  # else it first compiles an exchange of its own; gloo's is there
+    return deepspeed

@@ -1,0 +1,112 @@
+"""Things in pictures, by Mask2Former, and their colours, by CLIP: what GenEval's rules are applied to."""
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from PIL import Image
+from torch import Tensor
+from transformers import Mask2FormerForUniversalSegmentation, Mask2FormerImageProcessor
+
+from rewards.clip import OpenCLIP
+from rewards.downloads import downloads
+from rewards.images import to_pil
+
+# COCO's 80 classes in their order, as GenEval calls them: computer mouse, tv remote, computer keyboard.
+CLASSES = (  # noqa: SIM905
+    "person,bicycle,car,motorcycle,airplane,bus,train,truck,boat,traffic light,fire hydrant,stop sign,parking meter,bench,bird,"
+    "cat,dog,horse,sheep,cow,elephant,bear,zebra,giraffe,backpack,umbrella,handbag,tie,suitcase,frisbee,skis,snowboard,"
+    "sports ball,kite,baseball bat,baseball glove,skateboard,surfboard,tennis racket,bottle,wine glass,cup,fork,knife,spoon,"
+    "bowl,banana,apple,sandwich,orange,broccoli,carrot,hot dog,pizza,donut,cake,chair,couch,potted plant,bed,dining table,"
+    "toilet,tv,laptop,computer mouse,tv remote,computer keyboard,cell phone,microwave,oven,toaster,sink,refrigerator,book,"
+    "clock,vase,scissors,teddy bear,hair drier,toothbrush"
+).split(",")
+COLORS = ["red", "orange", "yellow", "green", "blue", "purple", "pink", "brown", "black", "white"]
+AROUND = 0x99 / 255  # the grey that takes the place of everything but the thing
+
+
+@dataclass(frozen=True)
+class Detection:
+    name: str
+    score: float
+    box: tuple[int, int, int, int]  # left, top, right, bottom in pixels, the last two just outside
+    mask: Tensor  # (H, W) bool
+
+
+class Detector:
+    """Mask2Former's instances (arXiv 2112.01527): the 100 likeliest pairs of query and class, scored as mmdet does."""
+
+    def __init__(self, model: str, device: str, batch_size: int) -> None:
+        with downloads(model):
+            self.processor = Mask2FormerImageProcessor.from_pretrained(model)
+            self.model = Mask2FormerForUniversalSegmentation.from_pretrained(model).to(device).eval()
+        if self.model.config.num_labels != len(CLASSES):
+            raise ValueError(f"geneval: {model} has {self.model.config.num_labels} classes, not COCO's {len(CLASSES)}.")
+        self.device, self.batch_size = device, batch_size
+
+    @torch.no_grad()
+    def __call__(self, images: Tensor) -> list[list[Detection]]:
+        """What is found in each of images (B, 3, H, W) in [0, 1]."""
+        found = []
+        for part in images.detach().float().clamp(0, 1).split(self.batch_size):
+            inputs = self.processor(list(part.cpu()), do_rescale=False, return_tensors="pt").to(self.device)
+            output = self.model(pixel_values=inputs["pixel_values"])
+            rows = zip(output.class_queries_logits, output.masks_queries_logits, strict=True)
+            found += [instances(classes, masks, (images.shape[-2], images.shape[-1])) for classes, masks in rows]
+        return found
+
+
+def instances(class_logits: Tensor, mask_logits: Tensor, size: tuple[int, int]) -> list[Detection]:
+    """Of one picture, from the logits of classes (Q, 81), the last of them "nothing", and masks (Q, h, w).
+
+    The score is the class's probability times the mean probability of the pixels in the mask; the box is that of the mask.
+    """
+    chances = class_logits.softmax(-1)[:, :-1]
+    best, places = chances.flatten().topk(min(100, chances.numel()))
+    masks = F.interpolate(mask_logits[None], size=size, mode="bilinear", align_corners=False)[0]
+    found = []
+    for chance, place in zip(best.tolist(), places.tolist(), strict=True):
+        query, label = divmod(place, chances.shape[1])
+        mask = masks[query] > 0
+        if mask.any():
+            score = chance * masks[query][mask].sigmoid().mean().item()
+            rows, columns = mask.any(1).nonzero(), mask.any(0).nonzero()
+            box = (int(columns[0]), int(rows[0]), int(columns[-1]) + 1, int(rows[-1]) + 1)
+            found.append(Detection(CLASSES[label], score, box, mask.cpu()))
+    return found
+
+
+class ColorNames:
+    """The colour of a thing by CLIP, zero-shot, as in GenEval: its box, with everything around the thing greyed."""
+
+    def __init__(self, model: str, weights: str, device: str) -> None:
+        self.embed, self.texts = OpenCLIP("geneval", model, weights, device), dict[str, Tensor]()
+
+    @torch.no_grad()
+    def __call__(self, image: Tensor, detections: list[Detection], name: str) -> list[str]:
+        """One of COLORS for each detection of the class `name` in image (3, H, W) in [0, 1]."""
+        if not detections:
+            return []
+        features = self.embed.pictures([crop(image, detection) for detection in detections])
+        return [COLORS[i] for i in (features @ self._classes(name).T).argmax(1).tolist()]
+
+    def _classes(self, name: str) -> Tensor:
+        """(10, D): for each colour, the mean of three sentences about such a thing."""
+        if name not in self.texts:
+            means = []
+            for color in COLORS:
+                sentences = [
+                    f"a photo of a {color} {name}",
+                    f"a photo of a {color}-colored {name}",
+                    f"a photo of a {color} object",
+                ]
+                means.append(self.embed.prompts(sentences).mean(0))
+            self.texts[name] = F.normalize(torch.stack(means), dim=-1)
+        return self.texts[name]
+
+
+def crop(image: Tensor, detection: Detection) -> Image.Image:
+    """The box of a thing in image (3, H, W), grey around the thing."""
+    left, top, right, bottom = detection.box
+    alone = image.detach().float().cpu().where(detection.mask, torch.tensor(AROUND))[:, top:bottom, left:right]
+    return to_pil(alone[None])[0]

@@ -1,0 +1,124 @@
+"""Prompts of GenEval's harder tasks with the metadata that the reward `geneval` reads, by its templates (arXiv 2310.11513).
+
+    python -m rewards.geneval_prompts 1500 train.jsonl 240 eval.jsonl --without geneval.jsonl
+
+GenEval's own 553 prompts are its benchmark. These are others of the same kind, to train and to evaluate on: no prompt of one file is in
+another one, nor is it there with its objects in another order.
+"""
+
+import argparse
+import itertools
+import json
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from rewards.geneval.detection import CLASSES, COLORS
+
+NUMBERS = {2: "two", 3: "three", 4: "four"}
+POSITIONS = ("left of", "right of", "above", "below")
+OPPOSITE = {"right of": "left of", "below": "above"}
+NOT_COUNTED = ("skis", "scissors", "computer mouse")  # their plurals are not formed by a rule
+NOT_COLORED = ("person",)
+Row = dict[str, Any]
+Meaning = frozenset | tuple
+
+
+def rows(count: int, seed: int, without: list[Row]) -> list[Row]:
+    """`count` prompts that differ from each other and from those of `without`, the tasks in equal numbers as far as possible."""
+    draw, taken = random.Random(seed), {meaning(row) for row in without}
+    found: dict[Meaning, Row] = {}
+    for attempt in itertools.count():  # there are few things to count, so the other tasks fill up
+        row = TASKS[attempt % len(TASKS)](draw)
+        if meaning(row) not in taken:
+            found.setdefault(meaning(row), row)
+        if len(found) == count:
+            break
+    mixed = list(found.values())
+    draw.shuffle(mixed)
+    return mixed
+
+
+def meaning(row: Row) -> Meaning:
+    """What a prompt asks for: the same for `a cat and a dog` and `a dog and a cat`, or for `left of` and `right of` the other way."""
+    things = [(thing["class"], thing.get("color"), thing["count"]) for thing in row["include"]]
+    where = row["include"][-1].get("position")
+    if where is None:
+        return frozenset(things)
+    other, one = things if where[0] not in OPPOSITE else reversed(things)
+    return OPPOSITE.get(where[0], where[0]), one, other
+
+
+def two_object(draw: random.Random) -> Row:
+    one, other = draw.sample(CLASSES, 2)
+    return {"tag": "two_object", "include": [thing(one), thing(other)], "prompt": f"a photo of {a(one)} and {a(other)}"}
+
+
+def counting(draw: random.Random) -> Row:
+    name, number = draw.choice([c for c in CLASSES if c not in NOT_COUNTED]), draw.choice(list(NUMBERS))
+    more = [{"class": name, "count": number + 1}]
+    return {
+        "tag": "counting",
+        "include": [thing(name, number)],
+        "exclude": more,
+        "prompt": f"a photo of {NUMBERS[number]} {plural(name)}",
+    }
+
+
+def colors(draw: random.Random) -> Row:
+    name, color = draw.choice([c for c in CLASSES if c not in NOT_COLORED]), draw.choice(COLORS)
+    return {"tag": "colors", "include": [thing(name, color=color)], "prompt": f"a photo of {a(f'{color} {name}')}"}
+
+
+def position(draw: random.Random) -> Row:
+    (one, other), where = draw.sample(CLASSES, 2), draw.choice(POSITIONS)
+    include = [thing(other), thing(one, position=[where, 0])]
+    return {"tag": "position", "include": include, "prompt": f"a photo of {a(one)} {where} {a(other)}"}
+
+
+def color_attr(draw: random.Random) -> Row:
+    names, (one, other) = draw.sample([c for c in CLASSES if c not in NOT_COLORED], 2), draw.sample(COLORS, 2)
+    include = [thing(names[0], color=one), thing(names[1], color=other)]
+    return {
+        "tag": "color_attr",
+        "include": include,
+        "prompt": f"a photo of {a(f'{one} {names[0]}')} and {a(f'{other} {names[1]}')}",
+    }
+
+
+TASKS: list[Callable[[random.Random], Row]] = [two_object, counting, colors, position, color_attr]
+
+
+def thing(name: str, count: int = 1, **more: Any) -> Row:
+    return {"class": name, "count": count, **more}
+
+
+def a(words: str) -> str:
+    return f"{'an' if words[0] in 'aeiou' else 'a'} {words}"
+
+
+def plural(name: str) -> str:
+    if name == "person":
+        return "people"
+    if name.endswith("knife"):
+        return name[:-2] + "ves"
+    return name + ("es" if name.endswith(("s", "sh", "ch", "x")) else "s")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    for name in ("train", "eval"):
+        parser.add_argument(f"{name}_count", type=int)
+        parser.add_argument(f"{name}_file", type=Path)
+    parser.add_argument("--without", type=Path, action="append", default=[], help="Prompts to leave out, a .jsonl file.")
+    parser.add_argument("--seed", type=int, default=0)
+    words = parser.parse_args()
+    without = [json.loads(line) for file in words.without for line in file.read_text().splitlines()]
+    made = rows(words.train_count + words.eval_count, words.seed, without)
+    for file, part in ((words.train_file, made[: words.train_count]), (words.eval_file, made[words.train_count :])):
+        file.write_text("".join(json.dumps(row) + "\n" for row in part))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,296 @@
+"""Any reward behind HTTP, so that it can live in an environment or on a machine of its own.
+
+    POST /score   application/x-safetensors: the tensor `images` (B, 3, H, W), float32 in [0, 1], bit for bit, and in the
+                  file's own metadata `request`, the JSON below; or application/json: the same JSON with `images`, B PNGs
+                  in base64.
+                  {"reward": name, "prompts": [B texts], "metadata": {column: [B values]}}; one reward needs no name.
+                  Answers {"values": [B numbers]}; one that is not finite is "nan", "inf" or "-inf".
+    GET /health   {"rewards": [names], "versions": {...}}
+
+Errors are 4xx with one sentence as `detail`. Without the token no body is read; head and body of a request have deadlines. Nothing
+is ever unpickled. The token travels in the clear: where others may listen, go through TLS or an ssh tunnel.
+"""
+
+import asyncio
+import base64
+import io
+import ipaddress
+import json
+import math
+import os
+import platform
+import secrets
+import socket
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from importlib import metadata
+from typing import Any
+
+import numpy as np
+import safetensors.torch
+import torch
+import uvicorn
+from fastapi import Depends, FastAPI, HTTPException, Request
+from PIL import Image
+from starlette.concurrency import run_in_threadpool
+from starlette.requests import ClientDisconnect
+from torch import Tensor
+
+from rewards import Reward, load, raw_score
+from rewards.images import to_rgb
+from rewards.interrupt import DaemonThread, end_with
+from rewards.serving.connections import bounded
+
+RAW = "application/x-safetensors"
+REQUESTS = 64  # at once; whoever comes then is told 503, and comes again
+ENDING = 5  # seconds that requests have to finish once the server is told to end
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Of a request: bytes of its body, pixels of its pictures and values of its JSON, which are counted before any is decoded, and
+    seconds until its body is there."""
+
+    body: int = 256_000_000
+    pixels: int = 100_000_000
+    values: int = 1_000_000
+    seconds: float = 120.0
+
+
+def serve(
+    rewards: dict[str, Reward],
+    host: str,
+    port: int,
+    token: str | None,
+    limits: Limits,
+    ready: Callable[[str], object],
+) -> None:
+    """Serves until it is stopped; `ready` hears the address, at port 0 with the port that the system chose.
+
+    Raises:
+        ValueError: others could reach it without a token, or the token can't be sent.
+    """
+    if not token and not _is_loopback(host):
+        raise ValueError(
+            f"without a token anyone who reaches {host} could use the server: give --token, or set REWARD_TOKEN."
+        )
+    if token and not (token.isascii() and token.isprintable() and " " not in token):
+        raise ValueError("the token can't be sent in a header: give --token ASCII characters without spaces.")
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.create_server((host, port), family=family) as listening:
+        config = uvicorn.Config(
+            application(rewards, token or None, limits),
+            log_level="warning",
+            loop="asyncio",  # others take the descriptor by which python tells of signals
+            http=bounded(),
+            ws="none",
+            timeout_graceful_shutdown=ENDING,
+        )
+        name = f"[{host}]" if family == socket.AF_INET6 else host
+        ready(f"http://{name}:{listening.getsockname()[1]}")
+        uvicorn.Server(config).run(sockets=[listening])
+
+
+def application(rewards: dict[str, Reward], token: str | None, limits: Limits) -> FastAPI:
+    app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None)
+    thread = DaemonThread()  # a reward is not made for several threads, and may hang
+    turn, requests, versions = asyncio.Lock(), 0, _versions()
+
+    def admit(request: Request) -> None:
+        given = request.headers.get("authorization", "").encode()
+        if token is not None and not secrets.compare_digest(given, f"Bearer {token}".encode()):
+            raise _refused(401, "this server wants its token, as the header `Authorization: Bearer TOKEN`.")
+
+    @app.get("/health", dependencies=[Depends(admit)])
+    async def health() -> dict[str, Any]:
+        return {"rewards": list(rewards), "versions": versions}
+
+    @app.post("/score", dependencies=[Depends(admit)])
+    async def score(request: Request) -> dict[str, Any]:
+        nonlocal requests
+        if requests >= REQUESTS:
+            raise _refused(503, f"{REQUESTS} requests are being answered: come again later.")
+        requests += 1
+        try:
+            return {"values": await values_of(request)}
+        finally:
+            requests -= 1
+
+    async def values_of(request: Request) -> list[float | str]:
+        body = await _body(request, limits)
+        kind = request.headers.get("content-type", "").partition(";")[0].strip()
+        asked, images = await run_in_threadpool(_decode, kind, body, limits)
+        name, prompts, columns = _checked(asked, len(images), list(rewards))
+        call = partial(raw_score, name, rewards[name], images, prompts, columns)
+        async with turn:
+            if await request.is_disconnected():  # it has gone while others had their turn
+                return []
+            try:
+                values = (await asyncio.wrap_future(thread.submit(call))).tolist()
+            except ValueError as error:
+                raise _refused(422, str(error)) from error
+        return [value if math.isfinite(value) else str(value) for value in values]
+
+    return app
+
+
+def _refused(status: int, sentence: str) -> HTTPException:
+    """What a request gets that is not answered: the sentence, of whatever text, in characters that any JSON can hold."""
+    return HTTPException(status, sentence.encode("utf-8", "backslashreplace").decode())
+
+
+async def _body(request: Request, limits: Limits) -> bytes:
+    """The body, given up as soon as it is known to be too long, or too late."""
+    too_long = _refused(413, f"the body is longer than {limits.body:,} bytes: send fewer pictures at a time.")
+    if int(request.headers.get("content-length", "0")) > limits.body:  # digits: the protocol has seen to that
+        raise too_long
+    body = bytearray()
+
+    async def read() -> None:
+        async for part in request.stream():
+            body.extend(part)
+            if len(body) > limits.body:
+                raise too_long
+
+    try:
+        await asyncio.wait_for(read(), limits.seconds)
+    except asyncio.TimeoutError as error:
+        raise _refused(408, f"the body was not there within {limits.seconds:g} seconds.") from error
+    except ClientDisconnect as error:
+        raise _refused(400, "the body was broken off.") from error
+    return bytes(body)
+
+
+def _decode(kind: str, body: bytes, limits: Limits) -> tuple[dict[str, Any], Tensor]:
+    """The request's JSON, and images (B, 3, H, W)."""
+    try:
+        if kind == RAW:
+            request, pixels = _header(body, limits)
+        elif kind == "application/json":
+            request = _json(body, limits)
+            pictures = [_open(encoded) for encoded in _list(request.get("images"), "`images`")]
+            pixels = sum(picture.width * picture.height for picture in pictures)
+            if len({picture.size for picture in pictures}) > 1:
+                raise ValueError("the images are not of one size")
+        else:
+            raise _refused(415, f"the content type {kind[:100]!r} is neither {RAW} nor application/json.")
+    except Image.DecompressionBombError as error:
+        raise _refused(413, f"a picture is too large: {error}") from error
+    except (TypeError, ValueError, OSError, SyntaxError, RecursionError) as error:
+        raise _refused(400, f"the request can't be read: {type(error).__name__}: {str(error)[:200]}") from error
+    if pixels > limits.pixels:
+        raise _refused(413, f"the pictures have more than {limits.pixels:,} pixels together: send fewer at a time.")
+    if not pixels:
+        raise _refused(400, "there must be at least one image.")
+    try:  # only what was found small enough is decoded
+        images = safetensors.torch.load(body)["images"] if kind == RAW else torch.cat([_pixels(one) for one in pictures])
+    except Exception as error:  # whatever a decoder makes of hostile bytes
+        raise _refused(400, f"the images can't be decoded: {type(error).__name__}: {str(error)[:200]}") from error
+    return request, images
+
+
+def _header(body: bytes, limits: Limits) -> tuple[dict[str, Any], int]:
+    """The request's JSON and the number of pixels, from the head of a safetensors file that holds nothing but the images."""
+    end = 8 + int.from_bytes(body[:8], "little")
+    if end > len(body):
+        raise ValueError("the header is longer than the body")
+    header = _json(body[8:end], limits)
+    images, more = _object(header.get("images"), "`images`"), _object(header.get("__metadata__"), "`__metadata__`")
+    shape = _list(images.get("shape"), "the shape of `images`")
+    if images.get("dtype") != "F32" or len(shape) != 4 or not all(type(size) is int and size >= 0 for size in shape):
+        raise ValueError("`images` must be of dtype F32 and have a shape of four sizes")
+    count, channels, height, width = shape
+    if channels != 3:
+        raise ValueError("the images must have three channels")
+    if not isinstance(more.get("request"), str):
+        raise TypeError("`__metadata__` must have the text `request`")
+    return _json(more["request"].encode(), limits), count * height * width
+
+
+def _json(text: bytes, limits: Limits) -> dict[str, Any]:
+    """A JSON object. Its values are counted first, by the marks between them: those of a short text can fill the memory."""
+    if sum(text.count(mark) for mark in (b",", b"[", b"{")) > limits.values:
+        raise ValueError(f"there are more than {limits.values:,} values")
+    return _object(json.loads(text), "the JSON")
+
+
+def _object(value: Any, name: str) -> dict[str, Any]:
+    if not isinstance(value, dict):
+        raise TypeError(f"{name} must be an object")
+    return value
+
+
+def _list(value: Any, name: str) -> list:
+    if not isinstance(value, list):
+        raise TypeError(f"{name} must be a list")
+    return value
+
+
+def _open(encoded: str) -> Image.Image:
+    """A PNG of which only the header has been read."""
+    return Image.open(io.BytesIO(base64.b64decode(encoded, validate=True)), formats=["PNG"])
+
+
+def _pixels(picture: Image.Image) -> Tensor:
+    return torch.from_numpy(np.asarray(to_rgb(picture)).copy()).permute(2, 0, 1)[None].float() / 255
+
+
+def _checked(request: dict[str, Any], count: int, names: list[str]) -> tuple[str, list[str], dict[str, list]]:
+    """The reward's name, the prompts and the metadata of a request for so many images."""
+    name = request.get("reward")
+    if name is None and len(names) == 1:
+        name = names[0]
+    if name not in names:
+        raise _refused(404, f"there is no reward {str(name)[:100]!r} here; name one of {', '.join(names)}.")
+    prompts, columns = request.get("prompts"), {} if request.get("metadata") is None else request["metadata"]
+    if not isinstance(prompts, list) or len(prompts) != count or not all(map(_is_text, prompts)):
+        raise _refused(400, f"`prompts` must be a list of {count} texts, one for each image.")
+    if not isinstance(columns, dict) or not all(isinstance(c, list) and len(c) == count for c in columns.values()):
+        raise _refused(400, f"`metadata` must have lists of {count} values, one for each image.")
+    if {"images", "prompts"} & columns.keys():
+        raise _refused(400, "no column of `metadata` may be called images or prompts.")
+    return name, prompts, columns
+
+
+def _is_text(value: Any) -> bool:
+    """Whether it is a string of whole characters: JSON can also hold halves of them, which no file or tokenizer takes."""
+    return isinstance(value, str) and not any("\ud800" <= c <= "\udfff" for c in value)
+
+
+def _versions() -> dict[str, str]:
+    found = {d.metadata["Name"]: d.version for d in metadata.distributions(name="flow-grpo")}
+    return {**found, "torch": torch.__version__, "python": platform.python_version()}
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return host == "localhost" or ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+def serve_parent() -> None:
+    """What a process of `rewards.serving.subprocess` does: reads one line of JSON, loads the reward, says its address, serves.
+
+    It ends when its standard input does.
+    """
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # whatever the reward prints is not an answer
+    order = json.loads(sys.stdin.readline())
+    end_with(sys.stdin.fileno())
+    try:
+        reward = load(order["reward"], **order["options"])
+    except ValueError as error:
+        print(json.dumps({"error": str(error)}), file=answers, flush=True)
+        return
+    boundless = Limits(sys.maxsize, sys.maxsize, sys.maxsize, 3600.0)
+    serve(
+        {order["reward"]: reward},
+        "127.0.0.1",
+        0,
+        order["token"],
+        boundless,
+        lambda url: print(json.dumps({"url": url}), file=answers, flush=True),
+    )

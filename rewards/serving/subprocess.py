@@ -1,0 +1,148 @@
+"""A reward in a process of its own, by the python of an environment of its own."""
+
+import concurrent.futures
+import contextlib
+import json
+import math
+import os
+import secrets
+import signal
+import subprocess
+import sys
+import weakref
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from rewards.interrupt import DaemonThread
+from rewards.serving.client import NoServer, Remote
+
+# This package alone is handed over: were its folder on the path, everything installed beside it would come along.
+START = """
+import json, sys
+try:
+    import importlib.util
+    spec = importlib.util.spec_from_file_location("rewards", sys.argv[1])
+    sys.modules["rewards"] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(sys.modules["rewards"])
+    from rewards.serving.server import serve_parent
+except Exception as error:
+    print(json.dumps({"unable": "%s: %s" % (type(error).__name__, error)}))
+    sys.exit(1)
+serve_parent()
+"""
+NEEDS = "`python` must be an interpreter whose environment has torch, safetensors, pillow, fastapi, uvicorn and what the reward needs"
+DYING = 2.0  # seconds that a process has to end once its connection broke, before it counts as hanging
+
+
+class Isolated(Remote):
+    """A reward by name in a subprocess, so that what it needs installed and what it does to its process stay there.
+
+    The process serves on a loopback port with a random token, gets all images at once as float32, and ends with this one. Its
+    python needs torch, safetensors, pillow, fastapi, uvicorn and what the reward itself needs, but not this package. One that hangs
+    is killed; after an error that ended the process, the next call starts another.
+
+    Range, weights, licence, memory and how it is gamed: those of the reward.
+
+    Args:
+        reward: a reward by name, import path or file.
+        options: its options.
+        python: the interpreter of another environment, by default this one.
+        timeout: seconds that loading the reward may take, and each call of it.
+    """
+
+    keep = False  # a connection for each call: none of an earlier one can break
+
+    def __init__(
+        self, reward: str, options: dict[str, Any] | None = None, python: str | None = None, timeout: float = 3600.0
+    ) -> None:
+        if not 0 < timeout < math.inf:
+            raise ValueError(f"reward {reward}: timeout={timeout} must be a positive number of seconds.")
+        self.name, self.options, self.python, self.seconds = reward, options or {}, python or sys.executable, timeout
+        self._start()
+
+    def __call__(self, images: Tensor, prompts: list[str], **metadata: Any) -> Tensor:
+        """images (B, 3, H, W) in [0, 1]; returns (B,). ValueError if the process hangs, has ended, or says that the reward failed."""
+        if self.process is None:
+            self._start()
+        try:
+            return super().__call__(images, prompts, **metadata)
+        except NoServer as error:
+            raise ValueError(f"{self._ended(self._silence())}.") from error
+
+    def _start(self) -> None:
+        token = secrets.token_hex(16)
+        package = Path(__file__).parent.parent / "__init__.py"
+        try:
+            process = subprocess.Popen(
+                [self.python, "-c", START, str(package)],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                bufsize=0,
+                start_new_session=True,  # Ctrl-C is for this process, which may still have images to score
+            )
+        except (OSError, ValueError) as error:
+            reason = getattr(error, "strerror", None) or str(error)
+            raise ValueError(
+                f"reward {self.name}: {self.python} can't be run: {reason}; set `python` to an interpreter."
+            ) from error
+        self.process: subprocess.Popen | None = process
+        self._kill = weakref.finalize(self, _end, process)
+        said = self._first_word({"reward": self.name, "options": self.options, "token": token})
+        try:
+            super().__init__(said, self.name, token, batch_size=sys.maxsize, timeout=self.seconds, attempts=1)
+        except NoServer as error:
+            raise ValueError(f"{self._ended('did not serve')}.") from error
+
+    def _first_word(self, order: dict[str, Any]) -> str:
+        """Sends the order and returns the address that the process answers. ValueError if it answers something else, or nothing."""
+        process = self.process
+        assert process
+
+        def exchange() -> bytes:
+            assert process.stdin
+            assert process.stdout
+            process.stdin.write(json.dumps(order).encode() + b"\n")
+            return process.stdout.readline(2**16)
+
+        thread = DaemonThread()
+        answer = thread.submit(exchange)
+        answered = concurrent.futures.wait([answer], self.seconds).done
+        thread.close()
+        if not answered:
+            raise ValueError(f"{self._ended(self._silence())} before it could serve; {NEEDS}.")
+        try:
+            said = json.loads(answer.result())
+            if "error" in said:  # a sentence on the reward
+                raise ValueError(said["error"])
+            if "unable" in said:
+                raise ValueError(f"reward {self.name}: {self.python} can't serve it: {said['unable']}; {NEEDS}.")
+            return said["url"]
+        except (OSError, json.JSONDecodeError, UnicodeDecodeError, TypeError, KeyError) as error:
+            raise ValueError(f"{self._ended('is no python')} before it could serve; {NEEDS}.") from error
+
+    def _silence(self) -> str:
+        return f"gave no answer in {self.seconds:g} seconds"
+
+    def _ended(self, alive: str) -> str:
+        """A sentence on how the process ended. One that has not is killed, for the reason `alive`."""
+        process = self.process
+        assert process
+        try:
+            code = process.wait(DYING)
+            how = f"ended with code {code}" if code >= 0 else f"was killed by signal {-code} ({signal.strsignal(-code)})"
+        except subprocess.TimeoutExpired:
+            how = f"{alive} and was killed"
+        self._kill()
+        self.process = None
+        return f"reward {self.name}: its process {how}"
+
+
+def _end(process: subprocess.Popen) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)  # with whatever it has started
+    process.wait()
+    for stream in (process.stdin, process.stdout):
+        if stream:
+            stream.close()
