@@ -2,8 +2,8 @@
 
 import pytest
 import torch
-from conftest import short_run
-from families import TINY, awake
+from support.embedded import short_run
+from support.families import TINY, awake
 
 from flow_grpo.config import FlowGRPOConfig
 from flow_grpo.plan.estimate import Plan

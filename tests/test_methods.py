@@ -4,7 +4,7 @@ import inspect
 
 import pytest
 import torch
-from conftest import short_run
+from support.embedded import short_run
 
 from flow_grpo import advantages, methods, objectives, sde
 from flow_grpo.config.run_config import FlowGRPOConfig, shipped

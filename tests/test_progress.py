@@ -3,12 +3,12 @@
 import io
 import threading
 import time
-from pathlib import Path
 
 import pytest
 import torch
-from conftest import short_run
 from rich.console import Console
+from support.embedded import short_run
+from support.paths import SAMPLE_REWARDS
 
 from flow_grpo import progress
 from flow_grpo.doctor import reward_probe
@@ -95,7 +95,7 @@ def test_plan_a_dry_run_and_the_look_at_a_reward_say_what_they_are_at(tmp_path, 
     dry_run(short_run(tmp_path / "run"))
     pictures = reward_probe.Pictures(torch.rand(2, 3, 8, 8), ["a", "b"], {})
     reward_probe.examine("own", lambda: lambda images, prompts: images.mean((1, 2, 3)), pictures)
-    brightness = f"{Path(__file__).parent / 'sample_rewards.py'}:brightness"
+    brightness = f"{SAMPLE_REWARDS}:brightness"
     for what in (
         "following the code of tiny",
         "measuring this machine",

@@ -4,12 +4,12 @@ import json
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import torch
 import transformers
-from conftest import short_run
+from support.embedded import short_run
+from support.paths import ROOT
 
 import rewards
 from flow_grpo import FlowGRPOConfig
@@ -140,7 +140,7 @@ def test_the_trainer_prints_its_own_lines_alone(tmp_path):
         f"args = FlowGRPOConfig(**{json.dumps(settings)}, sampling={{'transition': 'cps', 'steps': 2}}, output='run')\n"
         "FlowGRPOTrainer('tiny', redness, args, ['a red fox', 'a street at night']).train()\n"
     )
-    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parent.parent)}
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     found = subprocess.run([sys.executable, script], cwd=tmp_path, capture_output=True, text=True, env=environment)
     assert found.returncode == 0, found.stderr
     assert found.stderr == ""

@@ -4,7 +4,7 @@ import json
 
 import pytest
 import torch
-from conftest import tiny_policy
+from support.embedded import tiny_policy
 
 from flow_grpo import sampling, sde
 from flow_grpo.data.prompts import Dealer, PromptSet

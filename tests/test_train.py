@@ -7,36 +7,23 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import short_run, stir, tiny_policy
-from forked import begin, run
-from safetensors.torch import load_file
+from support.cli_process import begin, run
+from support.embedded import short_run, stir, tiny_policy
+from support.paths import SAMPLE_OBJECTIVES, SAMPLE_REWARDS
+from support.run_contents import numbers, same, weights
 
 from flow_grpo.config import FlowGRPOConfig
 from flow_grpo.run_folder.reader import Story
 from flow_grpo.tracking.tracker import read_metrics
 from flow_grpo.trainer import FlowGRPOTrainer
 
-HERE = Path(__file__).parent
-REWARDS = HERE / "sample_rewards.py"
-
-
-def numbers(folder: Path) -> list[dict]:
-    """The metrics without the seconds, which no run repeats."""
-    return [{k: v for k, v in row.items() if not k.startswith("time/")} for row in read_metrics(folder)]
-
-
-def weights(folder: Path) -> dict[str, torch.Tensor]:
-    return load_file(folder / "lora" / "pytorch_lora_weights.safetensors")
+REWARDS = SAMPLE_REWARDS
 
 
 def files(folder: Path) -> dict[str, bytes]:
     found = {str(file.relative_to(folder)): file.read_bytes() for file in folder.rglob("*") if file.is_file()}
     assert found
     return found
-
-
-def same(one: dict, other: dict) -> bool:
-    return one.keys() == other.keys() and all(torch.equal(one[k], other[k]) for k in one)
 
 
 def test_a_run_leaves_all_its_files_and_a_ratio_of_exactly_1(tmp_path):
@@ -207,9 +194,7 @@ OBJECTIVES = {  # what a row without advantage adds to the gradient: nothing, it
     "grpo with a KL": ["objective.kl_weight=0.3"],
     "awm with a KL": ["sampling={steps: 3, transition: ode}", "objective={name: awm, kl_weight: 0.3}"],
     "nft": ["sampling={steps: 3, transition: ode}", "objective={name: nft}"],
-    "a function of one's own": [
-        f"objective={{name: '{Path(__file__).parent / 'sample_objectives.py'}:towards_the_sample'}}"
-    ],
+    "a function of one's own": [f"objective={{name: '{SAMPLE_OBJECTIVES}:towards_the_sample'}}"],
 }
 
 

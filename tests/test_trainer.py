@@ -8,9 +8,9 @@ import threading
 from pathlib import Path
 
 import pytest
-import small
 import torch
 from safetensors.torch import load_file
+from support import small_policy as small
 
 from flow_grpo import sampling
 from flow_grpo.advantages import group_advantages

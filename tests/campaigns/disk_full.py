@@ -12,8 +12,8 @@ from pathlib import Path
 
 sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parent.parent)]
 
-from forked import begin
 from kills import differences, started
+from support.cli_process import begin
 
 SIZES = [100, 300, 600, 1000, 1500, 2000, 2500, 3000, 4000, 5000]  # KB; the run leaves about 2 MB with the settings below
 

@@ -27,8 +27,8 @@ import yaml
 
 sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parent.parent)]
 
-from conftest import short_run
-from forked import begin
+from support.cli_process import begin
+from support.embedded import short_run
 
 from flow_grpo.cli import app as cli
 from flow_grpo.config import FlowGRPOConfig

@@ -22,8 +22,8 @@ from safetensors.torch import load_file
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-from conftest import short_run
-from forked import begin
+from support.cli_process import begin
+from support.embedded import short_run
 
 from flow_grpo.run_folder import checkpoint
 from flow_grpo.run_folder.metrics_file import read_metrics

@@ -22,10 +22,10 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-from conftest import short_run
-from forked import begin
 from kills import differences
-from serving import Server
+from support.cli_process import begin
+from support.embedded import short_run
+from support.reward_servers import Server
 
 REWARD = "import time\ndef mine(images, prompts):\n    time.sleep(0.1)\n    return images.mean((1, 2, 3))\n"
 SETTINGS = ["steps=4", "save_every=1", "evaluation.every=2", "microbatch=4", "trackers=[]"]

@@ -1,0 +1,265 @@
+"""The config: every shipped one is valid, every mistake is one sentence that says what to set instead."""
+
+import pytest
+import torch
+from support.cli_process import run
+from support.embedded import tiny_policy
+from support.families import TINY
+
+from flow_grpo import sampling
+from flow_grpo.cli.rewards import with_options
+from flow_grpo.config.run_config import EMBEDDED, FlowGRPOConfig, shipped
+from flow_grpo.data.prompts import load_prompts
+from flow_grpo.policy import hub
+from flow_grpo.policy.policy import Policy
+from flow_grpo.trainer import FlowGRPOTrainer
+
+
+@pytest.mark.parametrize("name", sorted(str(p.relative_to(shipped("")))[:-5] for p in shipped("").rglob("*.yaml")))
+def test_every_shipped_config_is_valid_and_names_prompts_that_exist(name, tmp_path):
+    args = FlowGRPOConfig.read(name)
+    for source in (args.training_prompts, args.evaluation.prompts):
+        if source.startswith("prompts/"):  # the others are on the web
+            assert load_prompts(source).prompts
+    (tmp_path / "again.yaml").write_text(args.dump())
+    assert FlowGRPOConfig.read(tmp_path / "again.yaml") == args
+
+
+PRESETS = {file.stem: FlowGRPOConfig.read(file) for file in sorted(shipped("").glob("*.yaml"))}
+REAL = {name: args for name, args in PRESETS.items() if args.model != "tiny"}
+
+
+def test_presets_of_real_models_use_prompts_that_suit_their_reward():
+    prompts = {"ocr": ("prompts/ocr_train.txt", "prompts/ocr_test.txt")}
+    prompts["geneval"] = ("prompts/geneval_train.jsonl", "prompts/geneval_eval.jsonl")
+    for name, args in REAL.items():
+        (reward,) = args.rewards
+        used = (args.prompts, args.evaluation.prompts)
+        assert used == prompts.get(reward) or (reward == "pickscore" and "/pickscore_sfw/train.txt" in used[0]), name
+    assert {args.objective.name for args in REAL.values()} == {"grpo", "awm", "nft"}
+
+
+def test_presets_train_the_published_steps():
+    """Flow-GRPO draws the window's start up to sde_window_range[1] - size, half of the steps; Flow-Factory one of steps 1 to 3."""
+    for name, args in REAL.items():
+        window, steps = args.sampling.window, args.sampling.steps
+        if window.kind == "random":
+            last = 3 if name in ("flux2_klein_ocr", "z_image_ocr") else steps // 2 - 1
+            assert window.last == last, name
+            trained = {
+                step
+                for k in range(200)
+                for step in sampling.window("random", steps, window.size, window.first, last, 1, 0, k)
+            }
+            assert trained == set(range(window.first, last + 1)), name
+
+
+def test_overrides_reach_into_sections():
+    args = FlowGRPOConfig.read("tiny_ocr", ["optimizer.lr=1e-4", "rewards.color=0.5", "steps=7", "evaluation.every=0"])
+    assert args.optimizer.lr == 1e-4
+    assert args.rewards["color"].weight == 0.5
+    assert args.rewards["ocr"].weight == 1.0
+    assert (args.steps, args.evaluation.every, args.output) == (7, 0, "runs/tiny_ocr")
+
+
+@pytest.mark.parametrize(
+    ("override", "words"),
+    [
+        ("optimiser.lr=1", "there is no setting optimiser. Did you mean optimizer?"),
+        ("optimizer.Lr=1", "there is no setting optimizer.Lr. Did you mean lr?"),
+        ("steps=0", "steps is 0, but it should be greater than 0"),
+        ("steps=many", "steps is 'many'"),
+        ("images_per_prompt=1", "images_per_prompt is 1"),
+        ("updates=3", "does not divide prompts_per_step"),
+        ("rewards={}", "rewards is empty"),
+        ("sampling.transition=ode objective.name=grpo", "needs a stochastic transition"),
+        ("sampling.transition=cps objective.name=nft", "set sampling.transition=ode"),
+        ("objective.name=grpo sampling.transition=cps sampling.noise_level=0", "no log-probability"),
+        ("objective.name=grpo sampling.transition=cps sampling.noise_level=1.5", "at most 1"),
+        (
+            "objective.name=grpo sampling.steps=10 sampling.transition=cps sampling.window.last=9",
+            "the trainable ones are 0 to 8",
+        ),
+        ("objective.name=grpo sampling.transition=cps sampling.window={kind: fixed, size: 9, first: 3}", "does not fit"),
+        ("objective.sigma_range=[0.5,0.5]", "must rise"),
+        ("objective.old_decay=2", "objective.old_decay is 2, but it should be less than or equal to 1"),
+        ("objective.old_decay={rat:1}", "give a number, or a ramp such as {rate: 0.001, max: 0.5}"),
+        ("objective.name=grppo", "there is no objective grppo. Did you mean grpo?"),
+        ("objective.advantage=rlo", "there is no advantage rlo. Did you mean rloo?"),
+        (
+            "objective.name=dppo sampling.transition=cps sampling.log_prob=unnormalized",
+            "made for Gaussian log-probabilities",
+        ),
+        ("objective.name=grpo sampling.transition=cps sampling.log_prob=unnormalized objective.kl=k3", "objective.kl=k3"),
+        ("objective.kl=gaussian", "set objective.kl=velocity"),
+        ("objective.name=dppo sampling.transition=cps objective.clip_low=auto updates=2", "not dppo"),
+        ("objective.name=grpo_guard sampling.transition=cps objective.step_weight=std", "grpo_guard does not read it"),
+        ("objective.name=grpo sampling.transition=cps sampling.solver=heun", "are Euler's"),
+        ("objective.name=ppo sampling.transition=cps objective.advantage=rloo", "its critic makes the advantages"),
+        ("objective.data=pictures", "objective.data is for sft and dpo"),
+        ("objective.name=dpo microbatch=1", "set an even one"),
+        ("microbatch=5", "does not divide prompts_per_step x images_per_prompt = 128"),
+        ("sampling.shared_start=true", "would draw the same image for a whole group"),
+        ("objective.clip_low=abc", "objective.clip_low is 'abc', but"),
+        ("objective.name=reinforce sampling.transition=cps updates=2", "set updates=1 and epochs=1"),
+        ("objective.name=grpo sampling.transition=cps objective.clip_high=auto", "they are all 1"),
+        ("objective.name=grpo sampling.transition=cps objective.kl=flow_grpo", "cps has none"),
+        ("rewards.ocr=0", "nothing to train on"),
+        ("rewards.ocr=.nan", "rewards.ocr.weight is nan"),
+        ("steps", "not of the form key.sub=value"),
+        ("steps.more=1", "steps is a single value"),
+        ("dtype=fp8", "dtype is 'fp8'"),
+    ],
+)
+def test_every_mistake_is_a_sentence(override, words):
+    pairs = override.replace("{kind: fixed, size: 9, first: 3}", "{kind:fixed,size:9,first:3}").split(" ")
+    pairs = [p.replace(",", ", ").replace(":", ": ") for p in pairs]
+    with pytest.raises(ValueError) as error:  # noqa: PT011
+        FlowGRPOConfig.read("tiny_ocr", pairs)
+    message = " ".join(str(error.value).split())
+    assert words in message
+    assert len(message) < 300
+
+
+def test_only_an_embedded_model_has_training_prompts_of_its_own():
+    assert EMBEDDED.keys() == hub.SHIPPED.keys()
+    assert FlowGRPOConfig().training_prompts == FlowGRPOConfig(model="tiny").training_prompts == "prompts/signs_train.txt"
+    other = FlowGRPOConfig.of("me/model", ["steps=3"])
+    assert other.for_model("tiny").training_prompts == "prompts/signs_train.txt"
+    for args in (other, FlowGRPOConfig().for_model("me/model"), FlowGRPOConfig(prompts=None)):
+        with pytest.raises(ValueError, match=f"no prompts to train {args.model} on: set prompts to a file"):
+            _ = args.training_prompts
+    assert FlowGRPOConfig(prompts="mine.txt").for_model("me/model").training_prompts == "mine.txt"
+
+
+@pytest.mark.parametrize("words", [["train"], ["train", "--dry-run"], ["plan", "--gpu", "H100"], ["doctor"]])
+def test_a_config_without_prompts_is_refused_for_another_model(tmp_path, words):
+    (tmp_path / "own.yaml").write_text(f"model: {hub.SHIPPED['tiny']}\nrewards: {{jpeg_size: 1}}\n")
+    said = run(words[0], "own.yaml", *words[1:], cwd=tmp_path, code=2)
+    assert said.count("error: there are no prompts to train") == 1
+
+
+def test_from_python_prompts_are_those_that_are_given_or_the_embedded_models():
+    with pytest.raises(ValueError, match="no prompts to train me/model on"):
+        FlowGRPOTrainer("me/model", ["jpeg_size"])
+    with pytest.raises(ValueError, match="no prompts to train FluxPipeline on"):
+        FlowGRPOTrainer(Policy(TINY["flux"].build(), torch.float32), ["jpeg_size"])
+    found = [FlowGRPOTrainer(tiny_policy(), ["jpeg_size"], train_dataset=given).train_set for given in (None, ["a"] * 8)]
+    assert [set_.prompts for set_ in found] == [load_prompts("prompts/signs_train.txt").prompts, ["a"] * 8]
+
+
+def test_a_missing_or_broken_file_is_a_sentence(tmp_path):
+    with pytest.raises(ValueError, match=r"there is no config tiny_orc\. Did you mean tiny_ocr\?"):
+        FlowGRPOConfig.read("tiny_orc")
+    (tmp_path / "bad.yaml").write_text("steps: [1,")
+    with pytest.raises(ValueError, match="not valid YAML"):
+        FlowGRPOConfig.read(tmp_path / "bad.yaml")
+    (tmp_path / "list.yaml").write_text("- 1")
+    with pytest.raises(ValueError, match="key: value"):
+        FlowGRPOConfig.read(tmp_path / "list.yaml")
+
+
+def test_prompt_files_of_every_kind(tmp_path):
+    (tmp_path / "p.txt").write_text("one\n\ntwo\n")
+    (tmp_path / "p.jsonl").write_text('{"prompt": "one", "n": 1}\n{"prompt": "two", "n": 2}\n')
+    (tmp_path / "p.csv").write_text("prompt,n\none,1\ntwo,2\n")
+    for name in ("p.txt", "p.jsonl", "p.csv"):
+        found = load_prompts(tmp_path / name)
+        assert found.prompts == ["one", "two"]
+        assert name == "p.txt" or found.metadata == [{"n": 1}, {"n": 2}]
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "words"),
+    [
+        ("p.txt", "", "holds no prompts"),
+        ("p.jsonl", '{"text": "one"}\n', "no column `prompt`"),
+        ("p.jsonl", '{"prompt": "  "}\n', "is not a prompt"),
+        ("p.docx", "x", "none of"),
+        ("missing.txt", None, "there is no prompt file"),
+    ],
+)
+def test_a_bad_prompt_file_is_a_sentence(tmp_path, name, content, words):
+    if content is not None:
+        (tmp_path / name).write_text(content)
+    with pytest.raises(ValueError, match=words):
+        load_prompts(tmp_path / name)
+
+
+BOMB = "a: &a [x, x]\n" + "".join(
+    f"{new}: &{new} [{', '.join([f'*{old}'] * 9)}]\n" for old, new in zip("abcdef", "bcdefg", strict=True)
+)
+
+
+@pytest.mark.parametrize(
+    ("content", "sentence"),
+    [
+        (b"steps: 5\nseed: 1\nsteps: 7\n", r"bad\.yaml has the key 'steps' twice, in lines 1 and 3: keep one of them\."),
+        (b"optimizer: {lr: 1, lr: 2}", r"has the key 'lr' twice, in line 1"),
+        (b"optimizer:\n  lr: 1\n  eps: 2\n  'lr': 3\n", r"has the key 'lr' twice, in lines 2 and 4"),
+        (b"steps: " + b"[" * 20_000, "nested too deeply"),
+        (b"".join(b" " * i + b"a:\n" for i in range(1000)), "nested too deeply"),
+        (BOMB.encode(), "holds more than 100,000 values"),
+        (b"rewards: &a {ocr: *a}", "has an alias of itself, in line 1"),
+        (b"optimizer:\n\tlr: 1\n", "line 2: lines are indented by spaces, and this one has a tab"),
+        (b"- 1", "must hold `key: value` lines"),
+        (b"just words", "must hold `key: value` lines"),
+        (b"steps: 1\n---\nsteps: 2\n", "found another document"),
+        ("prompts: Kätzchen.txt".encode("latin-1"), r"bad\.yaml is not UTF-8 text: line 1 has the byte 0xe4"),
+        ("steps: 1".encode("utf-16"), r"bad\.yaml is UTF-16 text: save it as UTF-8"),
+        ("steps: 1".encode("utf-16-le"), "zero bytes"),
+        (b"output: \x01", "special characters are not allowed"),
+        (b"output: 2024-13-45", "not valid YAML"),
+        (b"steps: !!python/object/apply:os.getcwd []", "could not determine a constructor"),
+    ],
+)
+def test_a_config_that_is_no_yaml_for_us_is_a_sentence(tmp_path, content, sentence):
+    (tmp_path / "bad.yaml").write_bytes(content)
+    with pytest.raises(ValueError, match=sentence) as error:
+        FlowGRPOConfig.read(tmp_path / "bad.yaml")
+    assert len(str(error.value)) < 300
+
+
+def test_a_config_may_have_a_byte_order_mark_umlauts_and_merged_sections(tmp_path):
+    text = "\ufeffoutput: runs/Kätzchen\nsampling: &s {steps: 4, transition: ode}\nstages:\n- {steps: 3, sampling: {<<: *s, steps: 5}}\n"
+    (tmp_path / "good.yaml").write_text(text, encoding="utf-8")
+    args = FlowGRPOConfig.read(tmp_path / "good.yaml", ["objective.name=awm"])
+    assert args.output == "runs/Kätzchen"
+    assert (args.sampling.steps, args.parts()[0][1].sampling.steps) == (4, 5)
+
+
+def test_a_key_that_stands_twice_in_an_override_or_in_options_is_a_sentence():
+    with pytest.raises(ValueError, match=r"the value of rewards has the key 'ocr' twice"):
+        FlowGRPOConfig.read("tiny_ocr", ["rewards={ocr: 1, ocr: 2}"])
+    with pytest.raises(ValueError, match="has the key 'case' twice"):
+        with_options("ocr={case: true, case: false}")
+    with pytest.raises(ValueError, match="has the option 1, which is no name"):
+        with_options("ocr={1: 2}")
+
+
+@pytest.mark.parametrize(
+    ("pairs", "found"),
+    [
+        (["rewards.my.py:redness=0.5"], {"my.py:redness": 0.5}),
+        (['rewards."my.py:redness"=0.5'], {"my.py:redness": 0.5}),
+        (["rewards.'a=b/my.py:redness'.weight=0.5"], {"a=b/my.py:redness": 0.5}),
+        (["rewards.../a.b/my.py:redness.weight=0.5"], {"../a.b/my.py:redness": 0.5}),
+        (["rewards.my_package.colors:redness=1e-1"], {"my_package.colors:redness": 0.1}),
+        (["rewards={v1.5: {isolate: true}}", "rewards.v1.5=2"], {"v1.5": 2.0}),
+        (["rewards=[ocr, a.py:f]", "rewards.ocr.weight=2", "rewards.a.py:f=3"], {"ocr": 2.0, "a.py:f": 3.0}),
+        (["rewards.a.py:f=1", "rewards.a.py:f_2=2"], {"a.py:f": 1.0, "a.py:f_2": 2.0}),
+    ],
+)
+def test_a_rewards_name_may_have_dots_in_an_override(pairs, found):
+    args = FlowGRPOConfig.read("tiny_grpo", pairs)
+    assert found.items() <= {name: reward.weight for name, reward in args.rewards.items()}.items()
+    moved = FlowGRPOConfig.read("tiny_grpo", [f"evaluation.{pair}" for pair in pairs])
+    assert found.items() <= {name: reward.weight for name, reward in moved.evaluation.rewards.items()}.items()
+
+
+def test_a_weight_given_by_an_override_leaves_the_rewards_options_alone():
+    pairs = ["rewards={a.py:f: {isolate: true, options: {x: 1}}}", "rewards.a.py:f=0.5", "rewards.a.py:f.options.y=2"]
+    (reward,) = FlowGRPOConfig.read("tiny_grpo", pairs).rewards.values()
+    assert (reward.weight, reward.isolate, reward.options) == (0.5, True, {"x": 1, "y": 2})
+    with pytest.raises(ValueError, match=r"no setting rewards.a.py:f.wieght. Did you mean weight"):
+        FlowGRPOConfig.read("tiny_grpo", ["rewards.a.py:f.wieght=0.5"])

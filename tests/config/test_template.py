@@ -1,0 +1,59 @@
+"""The config that `flow-grpo init` writes, and the JSON schema of `flow-grpo schema`."""
+
+import json
+from pathlib import Path
+
+import pytest
+import yaml
+from support.cli_process import run
+
+from flow_grpo.config.run_config import FlowGRPOConfig, shipped
+from flow_grpo.config.template import json_schema, template
+
+CONFIGS = [file for folder in ("", "compare") for file in sorted(shipped(folder).glob("*.yaml"))]
+MODELS = ["tiny", "stabilityai/stable-diffusion-3.5-medium", "black-forest-labs/FLUX.1-dev", "./my-own-folder"]
+
+
+@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("rewards", [["ocr"], ["jpeg_size", "my_reward.py:redness"]])
+def test_a_new_config_is_read_as_the_preset_with_its_model_and_rewards(tmp_path, model, rewards):
+    file = tmp_path / "new.yaml"
+    file.write_text(template(model, rewards))
+    args = FlowGRPOConfig.read(file)
+    assert args.model == model
+    assert list(args.rewards) == rewards
+    name = {"tiny": "tiny_ocr", "black-forest-labs/FLUX.1-dev": "flux_dev_ocr"}.get(model, "sd35_medium_ocr")
+    preset = FlowGRPOConfig.read(name)
+    assert args.sampling == preset.sampling
+    assert args.prompts_per_step == preset.prompts_per_step
+    assert args.evaluation.every == preset.evaluation.every
+    if model != "tiny" and rewards != ["ocr"]:
+        assert "ocr" not in args.prompts, "objects, which need no letters"
+
+
+def test_each_setting_of_a_new_config_has_a_comment():
+    lines = template("tiny", ["ocr"]).splitlines()
+    for before, line in zip(lines, lines[1:], strict=False):
+        if line.strip() and not line.strip().startswith("#") and not line.endswith(":"):
+            assert before.strip().startswith("# ") or "window" in line, line
+
+
+def test_init_refuses_to_overwrite_and_names_a_reward_that_is_not_there(tmp_path):
+    assert "config: a.yaml" in run("init", "a.yaml", cwd=tmp_path)
+    assert "a.yaml exists" in run("init", "a.yaml", cwd=tmp_path, code=2)
+    assert "there is no reward ocrr. Did you mean ocr?" in run("init", "b.yaml", "--reward", "ocrr", cwd=tmp_path, code=2)
+    assert not (tmp_path / "b.yaml").exists()
+    run("init", "a.yaml", "--force", cwd=tmp_path)
+
+
+def test_the_schema_accepts_every_shipped_config_and_names_every_setting(tmp_path):
+    jsonschema = pytest.importorskip("jsonschema")
+    schema = json.loads(run("schema", cwd=tmp_path))
+    assert schema == json_schema()
+    validator = jsonschema.Draft202012Validator(schema)
+    for file in CONFIGS:
+        errors = [error.message for error in validator.iter_errors(yaml.safe_load(Path(file).read_text()))]
+        assert not errors, f"{file.name}: {errors[0]}"
+    assert set(schema["properties"]) == set(FlowGRPOConfig.model_fields)
+    for wrong in ({"lr": 1e-3}, {"steps": 0}, {"sampling": {"transition": "sde"}}, {"rewards": {"ocr": "much"}}):
+        assert list(validator.iter_errors(wrong)), wrong

@@ -1,0 +1,246 @@
+"""Pictures on disk: ours and others', sheets, folders and manifests; what hostile ones are told."""
+
+import json
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from support.grids import CELLS, header, pictures
+from torchvision.utils import save_image as save_as_torchvision
+
+from flow_grpo.data import image_sets
+from flow_grpo.data.grid import Cell, save_grid, save_image
+from flow_grpo.data.prompts import PromptSet
+from flow_grpo.data.sheet_layout import Sheet
+
+BYTES = (pictures() * 255).round()
+
+
+def named(*prompts: str) -> PromptSet:
+    return PromptSet(list(prompts), [{"tag": prompt.upper()} for prompt in prompts])
+
+
+def test_a_folder_is_read_in_the_order_of_its_names_and_is_its_sheet(tmp_path):
+    for i, cell in enumerate(CELLS):
+        save_image(tmp_path / f"{i}.png", pictures()[i], cell)
+    save_grid(tmp_path / "grid.png", pictures(), CELLS, 2)
+    folder, sheet = image_sets.read(tmp_path), image_sets.read(tmp_path / "grid.png")
+    assert folder.labels == [f"{i}.png" for i in range(5)]
+    assert folder.prompts == sheet.prompts == [cell.prompt for cell in CELLS]
+    assert folder.seeds == sheet.seeds == [0, 1, 2, 3, 4]
+    assert torch.equal(folder.pixels, sheet.pixels)
+    assert torch.equal(folder.images() * 255, BYTES)
+    known = image_sets.read(tmp_path, PromptSet([CELLS[1].prompt], [{"tag": "two"}]))
+    assert [row.get("tag") for row in known.metadata] == [None, "two", None, None, None]
+
+
+def test_pictures_of_others_take_their_prompts_in_order(tmp_path):
+    Image.new("RGB", (8, 8)).save(tmp_path / "a.png")
+    assert image_sets.read(tmp_path, named("one")).prompts == ["one"]
+    assert image_sets.read(tmp_path / "a.png", named("one")).columns() == {"tag": ["ONE"]}
+    for source in (tmp_path, tmp_path / "a.png"):
+        with pytest.raises(ValueError, match=r"not written by flow-grpo sample. .*--prompts"):
+            image_sets.read(source)
+    with pytest.raises(ValueError, match="2 prompts for 1 pictures"):
+        image_sets.read(tmp_path, named("one", "two"))
+
+
+def test_a_sheet_of_torchvisions_is_cut_into_the_very_pictures(tmp_path):
+    save_as_torchvision(pictures(), tmp_path / "sheet.png", nrow=3)
+    how = Sheet(2, 3, (2, 2))
+    of_cells = image_sets.read(tmp_path / "sheet.png", named(*"abcde"), how)
+    assert of_cells.prompts == list("abcde"), "the last cell is empty"
+    assert (of_cells.pixels.float() - BYTES).abs().max() <= 1, "torchvision rounds in its own way"
+    assert image_sets.read(tmp_path / "sheet.png", named("a", "b"), how).prompts == list("aaabb")
+    with pytest.raises(ValueError, match="3 prompts for the 5 images in 2 rows"):
+        image_sets.read(tmp_path / "sheet.png", named(*"abc"), how)
+    with pytest.raises(ValueError, match=r"38 x 18 pixels, which are not 3 columns x 2 rows .* with 1 and 1 pixels"):
+        image_sets.read(tmp_path / "sheet.png", named(*"abcde"), Sheet(2, 3, (1, 1)))
+
+
+@pytest.fixture
+def foreign(tmp_path):
+    """Five images of 24 x 16 pixels in a sheet of two rows that torchvision made, and their bytes."""
+    images = pictures(5, 16, 24)
+    save_as_torchvision(images, tmp_path / "sheet.png", nrow=3, padding=3)
+    return tmp_path / "sheet.png", images
+
+
+def test_a_foreign_sheet_is_cut_where_its_images_are_and_that_is_said(foreign):
+    file, images = foreign
+    found = image_sets.read(file, named(*"abcde"))
+    assert (found.prompts, found.columns()) == (list("abcde"), {"tag": list("ABCDE")})
+    assert (found.images() - images).abs().max() <= 1.01 / 255
+    assert found.note.startswith("sheet.png: 2 rows x 3 columns of images with 24 x 16 pixels, margins of 3 left")
+    for prompts, expected in (("a fox", ["a fox"] * 5), (named("one"), ["one"] * 5), (named("a", "b"), list("aaabb"))):
+        assert image_sets.read(file, prompts).prompts == expected
+    assert image_sets.read(file, named(*"abcdef")).prompts == list("abcdef"), "the last may be a black image"
+    for count in (3, 4, 7):
+        with pytest.raises(ValueError, match=f"there are {count} prompts for the 5 images in 2 rows of .*sheet.png"):
+            image_sets.read(file, named(*"abcdefg"[:count]))
+
+
+def test_a_foreign_picture_alone_is_one_image_unless_it_is_a_sheet(tmp_path, foreign):
+    Image.fromarray(np.random.default_rng(0).integers(0, 255, (64, 64, 3), np.uint8)).save(tmp_path / "a.png")
+    found = image_sets.read(tmp_path / "a.png", "a fox")
+    assert (len(found), found.note) == (1, "a.png: one image of 64 x 64 pixels")
+    assert len(image_sets.read(tmp_path / "a.png", "a fox", Sheet(2, 2))) == 4, "a sheet without gutters, by its number"
+    with pytest.raises(ValueError, match="has no gutters between images"):
+        image_sets.read(tmp_path / "a.png", named(*"abcd"))
+    assert len(image_sets.read(foreign[0], "a fox", Sheet(1, 1))) == 1, "if its user says so"
+
+
+def test_an_image_at_the_end_is_not_left_out_because_a_prompt_is_missing(tmp_path):
+    Image.fromarray(np.random.default_rng(0).integers(0, 255, (32, 32, 3), np.uint8)).save(tmp_path / "a.png")
+    with pytest.raises(ValueError, match="3 prompts for the 4 images"):
+        image_sets.read(tmp_path / "a.png", named(*"abc"), Sheet(2, 2))
+
+
+def table(*rows: tuple[str, object], file: bool = False) -> PromptSet:
+    """Rows of prompt and answer, by the file's name if it is there."""
+    metadata = [{"answer": answer, **({"file_name": f"{i}.png"} if file else {})} for i, (_, answer) in enumerate(rows)]
+    return PromptSet([prompt for prompt, _ in rows], metadata)
+
+
+def drawn(folder, prompts: list[str]):
+    """A grid and a folder of single images, as `sample` writes them."""
+    for i, prompt in enumerate(prompts):
+        save_image(folder / "single" / f"{i}.png", pictures()[i], Cell(prompt, i, "tiny"))
+    save_grid(folder / "grid.png", pictures()[: len(prompts)], [Cell(p, i, "tiny") for i, p in enumerate(prompts)], 2)
+    return folder / "grid.png", folder / "single"
+
+
+def test_rows_reach_images_in_their_order_although_the_prompt_is_one(tmp_path):
+    rows = table(("a", "bright"), ("a", "dark"), ("a", "bright"), ("a", "dark"))
+    for source in drawn(tmp_path, ["a"] * 4):
+        assert image_sets.read(source, rows).columns() == {"answer": ["bright", "dark"] * 2}
+    for i in range(4):  # and without prompts in them
+        Image.new("RGB", (8, 8)).save(tmp_path / "single" / f"{i}.png")
+    assert image_sets.read(tmp_path / "single", rows).columns() == {"answer": ["bright", "dark"] * 2}
+
+
+def test_rows_that_name_files_reach_them_whatever_the_order(tmp_path):
+    single = drawn(tmp_path, ["a", "a", "b"])[1]
+    rows = table(("a", 0), ("a", 1), ("b", 2), ("c", 3), file=True)
+    turned = PromptSet(rows.prompts[::-1], rows.metadata[::-1])
+    found = image_sets.read(single, turned)
+    assert (found.prompts, found.columns()) == (["a", "a", "b"], {"answer": [0, 1, 2]})
+    missing = PromptSet(rows.prompts[:2], rows.metadata[:2])
+    with pytest.raises(ValueError, match=r"no row whose file name is 2\.png, which is in .*single"):
+        image_sets.read(single, missing)
+    twice = PromptSet(["a"] * 3, [rows.metadata[0]] * 3)
+    with pytest.raises(ValueError, match=r"rows 1 and 2 of the prompts are both of 0\.png"):
+        image_sets.read(single, twice)
+    with pytest.raises(ValueError, match=r"2\.png in .* shows 'b', but .* row 3, is 'x'"):
+        image_sets.read(single, table(("a", 0), ("a", 1), ("x", 2), file=True))
+
+
+def test_rows_of_another_number_reach_images_by_their_prompt_if_that_is_unambiguous(tmp_path):
+    for source in drawn(tmp_path, ["a", "a", "b", "b"]):
+        assert image_sets.read(source, table(("b", 2), ("a", 1))).columns() == {"answer": [1, 1, 2, 2]}
+        assert image_sets.read(source, table(("a", 1), ("a", 1), ("c", 3))).columns() == {"answer": [1, 1, None, None]}
+        with pytest.raises(
+            ValueError, match=r"3 prompts for 4 pictures in .*, and several with the text 'a' but other metadata"
+        ):
+            image_sets.read(source, table(("a", 1), ("a", 2), ("b", 2)))
+        with pytest.raises(ValueError, match=r"3 prompts for 4 pictures in .*, none of which is a prompt of theirs"):
+            image_sets.read(source, table(("x", 1), ("y", 2), ("z", 2)))
+        with pytest.raises(
+            ValueError, match=r"shows 'a', but the prompt that is given for it, row 2, is 'b'.* in the order"
+        ):
+            image_sets.read(source, table(("a", 1), ("b", 2), ("a", 1), ("b", 2)))
+        with pytest.raises(ValueError, match="shows 'a', but the prompt that is given"):
+            image_sets.read(source, "a fox")
+
+
+def test_a_manifests_rows_are_joined_by_the_same_rule(tmp_path):
+    for i in (0, 1, 2):
+        save_image(tmp_path / f"{i}.png", pictures()[i], CELLS[i])
+    manifest(tmp_path, *[{"file_name": f"{i}.png", "prompt": "a", "own": i} for i in (0, 1, 2)])
+    assert image_sets.read(tmp_path, table(("a", 5), ("a", 6), ("a", 7))).columns() == {
+        "answer": [5, 6, 7],
+        "own": [0, 1, 2],
+    }
+
+
+def test_images_without_prompts_are_taken_for_rewards_that_read_none(tmp_path):
+    Image.new("RGB", (8, 8)).save(tmp_path / "a.png")
+    for source in (tmp_path, tmp_path / "a.png"):
+        found = image_sets.read(source, promptless=True)
+        assert (found.prompts, len(found)) == ([""], 1)
+
+
+def manifest(folder, *rows, name="metadata.jsonl"):
+    (folder / name).write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return folder
+
+
+def test_a_manifest_says_what_the_pictures_are(tmp_path):
+    (tmp_path / "deep").mkdir()
+    for i in (0, 1):
+        save_image(tmp_path / "deep" / f"{i}.png", pictures()[i], CELLS[i])
+    rows = [{"file_name": f"deep/{i}.png", "prompt": f"p{i}", "seed": 7 + i, "tag": "t"} for i in (1, 0)]
+    found = image_sets.read(manifest(tmp_path, *rows))
+    assert (found.labels, found.prompts, found.seeds) == (["deep/1.png", "deep/0.png"], ["p1", "p0"], [8, 7])
+    assert torch.equal(found.images() * 255, BYTES[[1, 0]])
+    assert found.columns() == {"tag": ["t", "t"]}
+
+
+@pytest.mark.parametrize(
+    ("row", "sentence"),
+    [
+        ({"file_name": "../outside.png"}, "lies outside of its folder"),
+        ({"file_name": "link.png"}, "lies outside of its folder"),
+        ({"file_name": "ABSOLUTE"}, "lies outside of its folder"),
+        ({"file_name": "missing.png"}, "which is not there"),
+        ({"file_name": ""}, "where a picture's path should stand"),
+        ({"picture": "0.png"}, "no column `file_name`"),
+        ({"file_name": "0.png", "seed": 1.5}, "no whole number"),
+        ({"file_name": "0.png", "seed": 1e400}, "no whole number"),
+    ],
+)
+def test_a_manifest_that_is_wrong_gets_a_sentence(tmp_path, row, sentence):
+    folder = tmp_path / "folder"
+    for place in (tmp_path / "outside.png", folder / "0.png"):
+        save_image(place, pictures()[0], CELLS[0])
+    (folder / "link.png").symlink_to(tmp_path / "outside.png")
+    given = {k: str(tmp_path / "outside.png") if v == "ABSOLUTE" else v for k, v in row.items()}
+    with pytest.raises(ValueError, match=sentence):
+        image_sets.read(manifest(folder, {**given, "prompt": "a"}))
+
+
+def test_pictures_that_are_none_or_too_large_get_a_sentence(tmp_path):
+    save_grid(tmp_path / "whole.png", pictures(), CELLS, 2)
+    cut = (tmp_path / "whole.png").read_bytes()[:-400]
+    for content in (header(50_000, 50_000), cut, b"GIF89a", b""):
+        for place in (tmp_path / "bad" / "a.png", tmp_path / "bad.png"):
+            place.parent.mkdir(exist_ok=True)
+            place.write_bytes(content)
+        for source in (tmp_path / "bad", tmp_path / "bad.png"):
+            with pytest.raises(ValueError, match=r"bad.*(could not be read|more than 178 million)"):
+                image_sets.read(source, named("one"))
+
+
+def test_a_picture_with_too_many_pixels_is_a_sentence_and_a_large_one_no_warning(tmp_path, recwarn, monkeypatch):
+    monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 1000)  # Pillow warns from there on, and refuses twice as many
+    Image.new("1", (60, 60)).save(tmp_path / "large.png")
+    with pytest.raises(ValueError, match=r"large\.png has more than 178 million pixels: make it smaller\."):
+        image_sets.read(tmp_path / "large.png", "a fox")
+    Image.new("1", (40, 40)).save(tmp_path / "some.png")
+    assert image_sets.read(tmp_path / "some.png", "a fox").pixels.shape == (1, 3, 40, 40)
+    assert not recwarn.list
+
+
+def test_greys_of_16_bits_keep_their_upper_ones(tmp_path):
+    levels = np.arange(0, 65536, 257, dtype=np.uint16).reshape(16, 16)
+    Image.fromarray(levels).save(tmp_path / "a.png")
+    found = image_sets.read(tmp_path, named("one")).images() * 255
+    assert torch.equal(found, torch.arange(256.0).view(1, 1, 16, 16).expand(1, 3, 16, 16))
+
+
+def test_pictures_of_two_sizes_are_told_apart(tmp_path):
+    for width in (8, 9):
+        Image.new("RGB", (width, 8)).save(tmp_path / f"{width}.png")
+    with pytest.raises(ValueError, match=r"9\.png is of another size"):
+        image_sets.read(tmp_path, named("one", "two"))

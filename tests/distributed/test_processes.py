@@ -1,0 +1,230 @@
+"""Several processes on one CPU by gloo: what they do is what one process does, up to the order of additions."""
+
+import json
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+from support.paths import ROOT
+from support.process_runs import ACCELERATE, UNEVEN, adapter, config, finished, rows, run_alone, same, start
+from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
+
+from flow_grpo.config import FlowGRPOConfig
+from flow_grpo.data.prompts import Dealer, load_prompts
+from flow_grpo.distributed.launch import first_dead
+from flow_grpo.distributed.processes import LOST, Processes
+from flow_grpo.run_folder import checkpoint
+from flow_grpo.run_folder.lock import locked
+
+BROKEN = """
+import os
+
+
+def broken(images, prompts):
+    if os.environ["RANK"] == "1":
+        raise OSError("no paper")
+    return [0.0] * len(prompts)
+"""
+
+
+def in_step(process: subprocess.Popen, folder: Path) -> None:
+    """Waits until the run has made a step."""
+    deadline = time.monotonic() + 120
+    while not (folder / "run" / "metrics.jsonl").exists() or len(rows(folder)) < 2:
+        assert process.poll() is None
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("alone")
+    run_alone(config(folder))
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("processes", "setting", "launcher"),
+    [(2, "memory.shard=true", ()), (2, "memory.shard=false", ACCELERATE), (3, "memory.shard=false", ())],
+)
+def test_processes_do_what_one_does(alone, tmp_path, processes, setting, launcher):
+    output = finished(start(config(tmp_path, setting), processes, launcher=launcher))
+    same(alone, tmp_path)
+    assert json.loads((tmp_path / "run" / "machine.json").read_text())["processes"] == processes
+    assert output.count("held out: ") == 2, "one of them speaks"
+    assert len(list((tmp_path / "run" / "tensorboard").glob("events*"))) == 1, "and tracks"
+    assert (tmp_path / "run" / "before_after.png").exists()
+
+
+def test_a_checkpoint_of_2_is_resumed_by_1_and_by_3(alone, tmp_path):
+    finished(start(config(tmp_path / "first"), 2, "steps=1"))
+    for processes in (1, 3):
+        folder = tmp_path / str(processes)
+        file = config(folder)
+        shutil.copytree(tmp_path / "first" / "run", folder / "run")
+        run_alone(file, resume=True) if processes == 1 else finished(start(file, processes, "--resume"))
+        assert [row["step"] for row in rows(folder) if "loss" in row] == [1, 2]
+        left, right = adapter(alone), adapter(folder)
+        for name, value in left.items():
+            torch.testing.assert_close(right[name], value, rtol=0, atol=2e-5)
+
+
+def ranks(launcher: subprocess.Popen) -> list[psutil.Process]:
+    """The processes of the run, by rank."""
+    found = [child for child in psutil.Process(launcher.pid).children() if "RANK" in child.environ()]
+    return sorted(found, key=lambda child: int(child.environ()["RANK"]))
+
+
+def go_on(file: Path, step: int) -> str:
+    command = f"flow-grpo train {file} --resume --num-processes 2"
+    return f"which ended the run. The checkpoint of step {step} is saved. Go on with: {command}\n"
+
+
+def test_one_that_is_killed_ends_all_and_is_named_with_the_command_to_go_on(tmp_path):
+    file = config(tmp_path, "steps=500", "save_every=500")
+    process = start(file, 2)
+    in_step(process, tmp_path)
+    ranks(process)[1].kill()
+    output = finished(process, code=2)
+    assert "error: rank 1 of 2 was ended by SIGKILL (as the system does when memory runs out), " + go_on(file, 0) in output
+    assert "Traceback" not in output
+
+
+@pytest.mark.parametrize("launcher", [(), ACCELERATE])
+def test_ranks_end_with_a_launcher_that_is_killed_and_leave_the_folder_free(tmp_path, launcher):
+    process = start(config(tmp_path, "steps=500"), 2, launcher=launcher)
+    in_step(process, tmp_path)
+    left = ranks(process)
+    assert len(left) == 2
+    with pytest.raises(ValueError, match=f"is in use by process {left[0].pid} on "), locked(tmp_path / "run", print):
+        pass
+    process.kill()
+    _, alive = psutil.wait_procs(left, timeout=60)
+    assert not alive
+    process.communicate()
+    with locked(tmp_path / "run", print):
+        pass
+
+
+def test_a_rank_looks_at_its_launcher_where_the_system_does_not_end_it(tmp_path):
+    """The thread that other systems than Linux rely on."""
+    script = "import os, sys, time; sys.platform = 'other'; from flow_grpo.distributed.parent import end_with_launcher"
+    rank = f"{script}; end_with_launcher(); print(os.getpid(), flush=True); time.sleep(600)"
+    launcher = f"import subprocess, sys; subprocess.Popen([sys.executable, '-c', {rank!r}]).wait()"
+    env = {**os.environ, "TORCHELASTIC_RUN_ID": "a", "PYTHONPATH": str(ROOT)}
+    process = subprocess.Popen([sys.executable, "-c", launcher], env=env, stdout=subprocess.PIPE, text=True)
+    child = psutil.Process(int(process.stdout.readline()))
+    process.kill()
+    child.wait(60)
+    process.communicate()
+
+
+def test_the_rank_that_died_first_is_told_from_those_that_it_took_along():
+    def failures(**statuses: int) -> dict[int, ProcessFailure]:
+        return {int(rank[1:]): ProcessFailure(int(rank[1:]), 1, status, "") for rank, status in statuses.items()}
+
+    assert first_dead(failures(r0=LOST, r1=-9), 2) == (1, -9)
+    assert first_dead(failures(r0=-15, r1=3, r2=LOST), 3) == (1, 3)
+    assert first_dead(failures(r0=LOST, r2=-15), 3) == (1, 0), "it ended without a failure"
+    assert first_dead(failures(r0=LOST, r1=-15), 2) == (0, LOST)
+    assert first_dead(failures(r0=-15, r1=-15), 2) == (0, -15), "somebody ended both"
+
+
+def test_a_port_in_use_is_said_in_a_sentence(tmp_path):
+    with socket.create_server(("", 0)) as server:
+        port = server.getsockname()[1]
+        env = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "MASTER_ADDR": "localhost", "MASTER_PORT": str(port)}
+        words = [sys.executable, "-m", "flow_grpo", "train", str(config(tmp_path)), "evaluation.prompts=null"]
+        path = {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+        done = subprocess.run(words, env={**os.environ, **path, **env}, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 2
+    said = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
+    assert len(said) == 1
+    assert f"the 2 processes of the run don't meet at localhost:{port} (" in said[0]
+    assert "set MASTER_PORT to a port that no other program uses" in said[0]
+    assert "Traceback" not in done.stderr
+
+
+def test_ctrl_c_stops_all_between_two_steps_and_saves(tmp_path):
+    process = start(config(tmp_path, "steps=500", "save_every=500"), 2)
+    in_step(process, tmp_path)
+    os.killpg(process.pid, signal.SIGINT)
+    output = finished(process, code=130, seconds=60)
+    assert output.count("Stopped; the run is saved. Go on with:") == 1
+    assert "Traceback" not in output
+    state, warnings = checkpoint.latest(tmp_path / "run" / "checkpoints")
+    assert not warnings
+    assert state
+    assert state["step"] == rows(tmp_path)[-1]["step"] > 0
+
+
+def test_an_error_of_one_is_said_once_and_ends_all(tmp_path):
+    file = tmp_path / "broken.py"
+    file.write_text(BROKEN)
+    output = finished(start(config(tmp_path, f"rewards={{'{file}:broken': 1}}"), 2), code=2)
+    assert output.count("no paper (broken.py:") == 1
+    assert "Traceback" not in output
+
+
+def test_a_process_without_signal_neither_stops_nor_biases_the_others(tmp_path):
+    """Only the groups of the first process have rewards that differ: with three as with one."""
+    file = tmp_path / "uneven.py"
+    file.write_text(UNEVEN)
+    args = FlowGRPOConfig.read(config(tmp_path / "look"))
+    dealt = Dealer(load_prompts(args.prompts), args.seed).deal(0, 6, 1).prompts
+    (tmp_path / "loud.txt").write_text("\n".join([dealt[0], dealt[3]]))  # groups 0 and 3 are the first of three's
+    settings = [f"rewards={{'{file}:uneven': 1}}", "steps=1"]
+    run_alone(config(tmp_path / "1", *settings))
+    finished(start(config(tmp_path / "3", *settings), 3))
+    same(tmp_path / "1", tmp_path / "3")
+    assert rows(tmp_path / "1")[1]["frac_reward_zero_std"] == pytest.approx(2 / 3)
+
+
+def test_an_uneven_share_is_refused_in_a_sentence(tmp_path):
+    output = finished(start(config(tmp_path, "prompts_per_step=4"), 3), code=2)
+    assert "prompts_per_step=4 is not divisible by updates x processes = 1 x 3" in output
+
+
+def test_a_process_takes_the_largest_micro_batch_that_divides_its_rows():
+    assert Processes(0, 2).check_sizes(4, 3, 4, 1) == 3
+    assert Processes(0, 2).check_sizes(4, 3, 4, 1, pairs=True) == 2
+    with pytest.raises(ValueError, match="dpo compares pairs of rows, but a process has 3"):
+        Processes(0, 2).check_sizes(2, 3, 4, 1, pairs=True)
+
+
+ADDED = """
+import torch
+from flow_grpo.parallel import Processes
+
+processes = Processes.here("cpu")
+assert processes.count == 2
+one, other = torch.nn.Parameter(torch.zeros(3)), torch.nn.Parameter(torch.zeros(2, 2))
+one.grad = torch.full((3,), float(processes.rank + 1))
+if processes.rank == 1:
+    other.grad = torch.ones(2, 2)
+processes.add_gradients([one, other])
+assert one.grad.tolist() == [3, 3, 3] and other.grad.tolist() == [[1, 1], [1, 1]]
+assert processes.everyone(processes.rank) == [0, 1] and processes.any(processes.rank == 1)
+try:
+    processes.agree(lambda: int("x") if processes.rank else 0)
+    raise SystemExit("no error")
+except ValueError as error:
+    assert "invalid literal" in str(error)
+processes.leave()
+"""
+
+
+def test_gradients_add_up_missing_ones_count_as_0_and_errors_are_shared(tmp_path):
+    (tmp_path / "added.py").write_text(ADDED)
+    words = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", str(tmp_path / "added.py")]
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    found = subprocess.run(words, capture_output=True, text=True, env=env, timeout=120)
+    assert found.returncode == 0, found.stderr

@@ -1,0 +1,160 @@
+"""`rewards list | info | test`: what people see of a reward before they train on it."""
+
+import re
+
+import pytest
+import torch
+from PIL import Image
+from support import broken_rewards as sick
+from support import sample_rewards as sample
+from support.cli_process import run
+from support.paths import ROOT, SAMPLE_REWARDS
+
+import rewards
+from flow_grpo.data.grid import Cell, read_grid, save_grid
+from flow_grpo.doctor import reward_probe
+from flow_grpo.doctor.reward_probe import PLAIN, Pictures, examine, histogram, sheet
+from flow_grpo.tiny import pretrain, world
+
+PROMPTS = [f'red text "{word}" on a {color} background' for word in ("CAT", "HORSE") for color in ("blue", "white")]
+
+
+@pytest.fixture(scope="module")
+def signs() -> Pictures:
+    return Pictures(
+        pretrain.pictures([world.parse(prompt) for prompt in PROMPTS]) / 2 + 0.5, PROMPTS, {"place": [0, 1, 2, 3]}
+    )
+
+
+def test_every_reward_is_listed_with_what_it_measures():
+    output = run("rewards", "list", cwd=ROOT)
+    for name in rewards.NAMES:
+        line = re.search(rf"^{name} +(\S.*)$", output, re.MULTILINE)
+        assert line, output
+        assert len(line[1]) > 20
+
+
+def test_info_has_the_docstring_and_the_options():
+    output = run("rewards", "info", "judge", cwd=ROOT)
+    for part in ("VQAScore (arXiv 2404.01291)", "Gamed by", "Apache-2.0", "concurrency", "16", "to be given", "{prompt}"):
+        assert part in output, output
+    own = run("rewards", "info", f"{SAMPLE_REWARDS}:scaled", cwd=ROOT)
+    assert "factor" in own
+    assert "1.0" in own
+
+
+def test_info_on_what_is_no_reward_is_a_sentence(tmp_path):
+    (tmp_path / "mine.py").write_text("import functools\nnumber = 5\nodd = functools.partial(dict.fromkeys)\n")
+    assert "reward mine.py:number is not callable but int" in run("rewards", "info", "mine.py:number", cwd=tmp_path, code=2)
+    run("rewards", "info", "mine.py:odd", cwd=tmp_path)
+
+
+def test_every_docstring_says_what_a_user_must_know():
+    for name in rewards.NAMES:
+        if name in ("ocr_exact", "remote"):  # these point to another reward
+            continue
+        said = rewards.locate("reward", name, rewards.NAMES).__doc__
+        for word in ("Range", "Gamed", "eight"):
+            assert word in said or (word == "eight" and "o weights" in said), f"{name}: {word}"
+
+
+def test_spoiled_pictures_and_prompts(signs):
+    spoiled = signs.spoiled()
+    edges = {how: p.images.diff(dim=-1).abs().mean().item() for how, p in {PLAIN: signs, **spoiled}.items()}
+    assert edges["blurred"] < edges[PLAIN] < edges["noisy"]
+    wrong = spoiled["wrong prompt"]
+    assert all(a != b for a, b in zip(wrong.prompts, PROMPTS, strict=True))
+    assert [PROMPTS.index(p) for p in wrong.prompts] == wrong.columns["place"], "the metadata goes with the prompt"
+    assert "wrong prompt" not in Pictures(signs.images[:2], ["a", "a"], {}).spoiled()
+
+
+def test_what_is_found_of_a_reward(signs):
+    calls = []
+
+    def brightness(images, prompts):
+        calls.append(len(prompts))
+        return images.mean((1, 2, 3)) + (0.5 if len(prompts) == 1 else 0)
+
+    found = examine("mine", lambda: brightness, signs)
+    assert torch.equal(found.values[PLAIN], signs.images.mean((1, 2, 3)))
+    assert found.repeats
+    assert found.batch_matters == pytest.approx(0.5)
+    assert set(found.values) == {PLAIN, "blurred", "noisy", "wrong prompt"}
+    assert found.by_group
+
+    def whimsical(images, prompts):
+        return torch.rand(len(prompts))
+
+    assert not examine("mine", lambda: whimsical, signs).repeats
+
+
+@pytest.mark.parametrize(
+    ("reward", "depends"),
+    [
+        (sample.rank, True),
+        (sample.z_score, True),
+        (sick.dark, True),
+        (sample.brightness, False),
+        (sample.flat, False),
+        (sample.in_bf16, False),
+        (sample.raises, False),
+        (sick.random, False),
+        (sick.shaky, False),
+        (sick.length, False),
+        (sick.inverts, False),
+    ],
+)
+def test_a_reward_that_depends_on_the_other_images_is_found(reward, depends):
+    for seed in range(10):
+        torch.manual_seed(seed)  # chance must not look like it
+        images = torch.rand(8, 3, 1, 1).expand(8, 3, 8, 8) * torch.rand(8, 3, 8, 8)
+        pictures = Pictures(images, list("aabbccdd"), {})
+        assert reward_probe.depends_on_group("r", reward, pictures) == depends
+
+
+def test_nobody_is_asked_and_nothing_is_paid_to_find_that_out():
+    def asked(images, prompts):
+        raise AssertionError("somebody was asked")
+
+    for name in ("human", "judge"):
+        assert not reward_probe.depends_on_group(name, asked, Pictures(torch.rand(4, 3, 8, 8), list("aabb"), {}))
+
+
+def test_a_histogram_counts_all():
+    bins = histogram(torch.tensor([0.0, 0.05, 0.5, 1.0]))
+    assert sum(count for *_, count in bins) == 4
+    assert (bins[0][2], bins[-1][2], bins[0][0], bins[-1][1]) == (2, 1, 0, 1)
+    assert histogram(torch.tensor([2.0, 2.0])) == [(2, 2, 2)]
+
+
+def test_the_sheet_is_sorted_by_score(signs, tmp_path):
+    values = torch.tensor([0.1, 0.4, 0.3, 0.2])
+    sheet(tmp_path / "sheet.png", "mine", signs, list("abcd"), values)
+    images, cells = read_grid(tmp_path / "sheet.png")
+    assert [cell.model for cell in cells] == ["b", "c", "d", "a"]
+    assert torch.allclose(images, signs.images[[1, 2, 3, 0]], atol=1 / 255)
+
+
+def test_the_verb_on_a_grid_and_on_a_folder_with_metadata(signs, tmp_path):
+    cells = [Cell(prompt, seed, "[red]tiny") for seed, prompt in enumerate(PROMPTS)]
+    save_grid(tmp_path / "grid.png", signs.images, cells, columns=2)
+    output = run("rewards", "test", "color={palette: {teal: [0, 128, 128]}}", "--images", "grid.png", cwd=tmp_path)
+    for part in ("as they are", "blurred", "noisy", "wrong prompt", "█", " ms", "a second", "MB more memory", "same values"):
+        assert part in output, output
+    assert "warning" not in output
+    assert Image.open(tmp_path / "reward_color.png").size > (100, 100)
+
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    for i in range(2):
+        Image.new("RGB", (8, 8), (100 * i, 0, 0)).save(folder / f"{i}.png")
+    (tmp_path / "prompts.jsonl").write_text('{"prompt": "a", "answer": 3}\n{"prompt": "[b]", "answer": 4}\n')
+    own = f"{SAMPLE_REWARDS}:uses_metadata"
+    ranks = own.replace("uses_metadata", "rank")
+    output = run(
+        "rewards", "test", ranks, "--images", "folder", "--prompts", "prompts.jsonl", "--out", "x.png", cwd=tmp_path
+    )
+    assert "warning: an image's value depends on the other images of its prompt" in " ".join(output.split())
+    output = run("rewards", "test", own, "--images", "folder", "--prompts", "prompts.jsonl", "--out", "x.png", cwd=tmp_path)
+    assert re.search(r"as they are\W+3\.5000\W+0\.5000\W+3\.0000\W+4\.0000", output), output
+    assert read_grid(tmp_path / "x.png")[1][0].prompt == "[b]", "the higher score comes first"

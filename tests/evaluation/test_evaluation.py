@@ -1,0 +1,445 @@
+"""What `eval` measures: every kind of target, pairs, categories, and tables that hostile text can't break."""
+
+import csv
+import io
+import json
+import math
+import re
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import rich.console
+import torch
+from support import cli_process as forked
+from support.embedded import short_run, stir, tiny_policy
+from support.paths import SAMPLE_REWARDS
+from support.sample_rewards import brightness, nan, sometimes_nan
+
+import rewards
+from flow_grpo import harmless, sampling
+from flow_grpo.cli.evaluate import _asked
+from flow_grpo.cli.evaluate import evaluate as eval_command
+from flow_grpo.cli.evaluate import score as score_command
+from flow_grpo.config import FlowGRPOConfig
+from flow_grpo.data.grid import Cell, read_grid, save_grid, save_image
+from flow_grpo.data.image_sets import Rows
+from flow_grpo.data.prompts import PromptSet, load_prompts
+from flow_grpo.evaluation import measure as measures
+from flow_grpo.evaluation import tables
+from flow_grpo.evaluation.held_out import before_after, draw, evaluate
+from flow_grpo.evaluation.measure import measure
+from flow_grpo.evaluation.scorecard import DISTANCE, DIVERSITY, FREQUENCIES, Measured, by_prompt, compile_card
+from flow_grpo.evaluation.targets import Model, Reading, find, reference
+from flow_grpo.run_folder import checkpoint
+
+SIGNS = ['red text "CAT" on a blue background', 'white text "STRAWBERRY" on a black background']
+REWARDS = SAMPLE_REWARDS
+KIT = rewards.WeightedSum({"brightness": brightness}, {"brightness": 1.0})
+HOSTILE = '=1+1 | <script>alert(1)</script> `x` [a](b) "CAT" \x1b[31m\u202e'
+
+
+def card_of(targets, rows=None, kit=KIT):
+    measured = list(measure(targets, rows, kit, total=False))
+    return compile_card(measured, {t.name: reference(t, targets).name for t in targets[1:]})
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory) -> Path:
+    """A run folder as training leaves it: config, a LoRA that does something, and that as a checkpoint; a second LoRA beside it."""
+    folder = tmp_path_factory.mktemp("eval") / "run"
+    policy = tiny_policy()
+    policy.add_lora(4, 8, ["to_q", "to_out.0"], seed=0)
+    for seed, name in ((1, "other"), (0, "lora")):
+        stir(policy, seed)
+        policy.save_lora(folder / name)
+    checkpoint.save(folder / "checkpoints", 2, {"step": 2, "adapter": policy.adapter_state(), "ema": {}}, keep=1)
+    (folder / "config.yaml").write_text(short_run(folder).dump())
+    return folder
+
+
+@pytest.fixture(scope="module")
+def drawn(run):
+    """Two seeds of two prompts by the run and by its parts, measured; a LoRA's config has other steps than its run's."""
+    words = [run, run / "lora" / "pytorch_lora_weights.safetensors", run / "other", run / "checkpoints" / "step_000002"]
+    targets = find([str(word) for word in words], Reading())
+    fewer = targets[2].args.evaluation.model_copy(update={"steps": 1})
+    targets[2] = replace(targets[2], args=targets[2].args.model_copy(update={"evaluation": fewer}))
+    return targets, list(measure(targets, measures.asked(PromptSet(SIGNS, [{}, {}]), 2, 1234), KIT, total=True))
+
+
+@pytest.fixture(scope="module")
+def sheet(tmp_path_factory) -> Path:
+    """What `sample` writes: two seeds of two prompts, as a sheet and alone."""
+    folder = tmp_path_factory.mktemp("sheet") / "samples"
+    rows = [(prompt, seed) for prompt in SIGNS for seed in (0, 1)]
+    images = draw(tiny_policy(), [p for p, _ in rows], [s for _, s in rows], 1)
+    cells = [Cell(prompt, seed, "tiny") for prompt, seed in rows]
+    save_grid(folder / "grid.png", images, cells, 2)
+    for i, (image, cell) in enumerate(zip(images, cells, strict=True)):
+        save_image(folder / f"{i}.png", image, cell)
+    return folder
+
+
+def test_a_sheet_scores_as_its_single_pictures_do(sheet):
+    names = ["ocr", "ocr_exact", "color"]
+    kit = rewards.WeightedSum({name: rewards.load(name) for name in names}, dict.fromkeys(names, 0.0))
+    grid, folder = measure(find([str(sheet / "grid.png"), str(sheet)], Reading()), None, kit, total=False)
+    assert grid.values == folder.values
+    assert list(grid.values) == [*names, FREQUENCIES, DIVERSITY]
+    assert len(set(grid.values["ocr"])) > 1
+    for i, prompt in enumerate(grid.rows.prompts):
+        alone = measures.score(Rows(["0"], [prompt], [0], [{}]), lambda _, i=i: grid.rows.images([i]), kit, 1)
+        assert [alone[name][0] for name in names] == [grid.values[name][i] for name in names]
+
+
+def test_a_model_on_a_sheets_prompts_and_seeds_is_the_sheet(sheet):
+    grid, model = find([str(sheet / "grid.png"), "tiny_ocr"], Reading(overrides=["evaluation.steps=1", "dtype=fp32"]))
+    card = card_of([grid, model], grid.gallery)
+    found = card.changes["base"]["brightness"]
+    assert abs(found.difference.mean) < 0.5 / 255, "but for the file's eight bits"
+    assert card.pairing == {"base": "2 prompts, 4 pairs of one prompt and seed"}
+
+
+def test_run_lora_and_checkpoint_are_one_and_the_base_is_none_of_them(drawn):
+    targets, found = drawn
+    assert [t.name for t in targets] == [
+        "base",
+        "run",
+        "lora/pytorch_lora_weights.safetensors",
+        "run/other",
+        "run/step_000002",
+    ]
+    base, own, lora, other, state = found
+    assert own.values == lora.values == state.values, "whatever was on the pipeline before, with the steps of the first"
+    assert len({str(t.values["brightness"]) for t in (base, own, other)}) == 3
+    assert DISTANCE not in base.values
+    assert min(own.values[DISTANCE]) > 0
+    assert all(t.values["reward"] == t.values["brightness"] for t in found)
+
+
+def test_its_first_pictures_are_those_of_the_evaluation_in_training(run, drawn):
+    policy = tiny_policy()
+    policy.load_lora(run / "lora")
+    expected = evaluate(policy, PromptSet(SIGNS, [{}, {}]), KIT, 3, 1234, 8)
+    assert drawn[1][1].values["brightness"][::2] == pytest.approx(expected.values["brightness"].tolist(), abs=1e-6)
+
+
+def test_two_evaluation_seeds_share_no_noise(monkeypatch):
+    used = []
+    noise = sampling.noise
+    monkeypatch.setattr(sampling, "noise", lambda shape, *name: used.append(noise(shape, *name)) or used[-1])
+    policy, prompts = tiny_policy(), PromptSet(SIGNS * 2, [{}] * 4)
+    for seed in (1234, 1235):
+        evaluate(policy, prompts, KIT, 1, seed, 8, twice=2)
+    assert len(used) == 2 * (4 + 2)
+    for i, one in enumerate(used):
+        assert not any(torch.equal(one, other) for other in used[i + 1 :])
+    drawn = [set(measures.asked(prompts, 3, seed).seeds) for seed in range(1000, 1100)]
+    assert len(set.union(*drawn)) == 100 * 4 * 3
+
+
+def test_sample_draws_an_evaluations_image_again_by_the_seed_that_is_kept_of_it(tmp_path):
+    policy, prompts = tiny_policy(), PromptSet(SIGNS, [{}, {}])
+    found = evaluate(policy, prompts, KIT, 2, 1234, 8, keep=2)
+    before_after(tmp_path, True, found.pictures, prompts.prompts, 1234, "tiny")
+    images, cells = read_grid(tmp_path / "before.png")
+    words = [
+        "sample",
+        cells[1].prompt,
+        "--first-seed",
+        str(cells[1].seed),
+        "--seeds",
+        "1",
+        "--steps",
+        "2",
+        "--config",
+        "c.yaml",
+    ]
+    (tmp_path / "c.yaml").write_text(short_run(tmp_path).dump())
+    forked.run(*words, cwd=tmp_path)
+    again, (cell,) = read_grid(tmp_path / "samples" / "grid.png")
+    assert cell.seed == cells[1].seed
+    assert (again[0] - images[1]).abs().max() <= 1 / 255 + 1e-6, "but for rounding to the file's eight bits"
+
+
+def test_pictures_of_before_and_after_from_different_noise_are_not_put_side_by_side(tmp_path):
+    pictures = dict(enumerate(torch.rand(2, 3, 8, 8, generator=torch.Generator().manual_seed(0))))
+    for seed, expected in ((1, False), (2, True)):  # the seed of before
+        before_after(tmp_path, True, pictures, SIGNS, seed, "tiny")
+        before_after(tmp_path, False, pictures, SIGNS, 2, "tiny")
+        assert (tmp_path / "before_after.png").exists() == expected
+
+
+def test_every_lora_is_compared_with_its_own_base(run, drawn):
+    targets = [*drawn[0][:2], Model("b2", "", FlowGRPOConfig.read("tiny_ocr", ["width=96"])), drawn[0][3]]
+    assert [reference(t, targets).name for t in targets[1:]] == ["base", "base", "base"]
+    targets[1] = Model("other", "", targets[2].args, lora="x")
+    assert reference(targets[1], targets).name == "b2"
+    assert [t.name for t in find(["tiny"], Reading())] == ["base"]
+
+
+@pytest.fixture
+def base(tmp_path) -> Path:
+    """A run folder of that name, with a LoRA that is never loaded."""
+    (tmp_path / "base" / "lora").mkdir(parents=True)
+    (tmp_path / "base" / "lora" / "a.safetensors").write_bytes(b"")
+    (tmp_path / "base" / "config.yaml").write_text(short_run(tmp_path).dump())
+    return tmp_path / "base"
+
+
+def test_a_merged_export_is_called_as_its_run_was_and_a_checkpoint_is_found_from_anywhere(tmp_path, run, monkeypatch):
+    for name in ("model_index.json", "flow_grpo.json"):
+        (tmp_path / name).write_text("{}")
+    (tmp_path / "config.yaml").write_text(short_run(tmp_path, "width=96").dump())
+    merged = find([str(tmp_path)], Reading())[0].args
+    assert (merged.model, merged.width) == (str(tmp_path), 96)
+    monkeypatch.chdir(run)
+    assert find(["checkpoints/step_000002"], Reading())[1].checkpoint == run / "checkpoints" / "step_000002"
+
+
+def test_names_differ_even_from_those_of_base_models(base):
+    found = find([str(base)], Reading())
+    assert [(t.name, t.is_base) for t in found] == [("base", True), ("base (2)", False)]
+    wide = FlowGRPOConfig.read(base / "config.yaml", ["width=96"])
+    (base.parent / "wide.yaml").write_text(wide.dump())
+    others = find([str(base), str(base.parent / "wide.yaml")], Reading())
+    assert [t.name for t in others] == ["tiny", "tiny (2)", "base"]
+    with pytest.raises(AssertionError, match="two targets of one name"):
+        compile_card([measured("a", [0.0], ["x"])] * 2, {})
+
+
+def test_one_base_model_by_two_configs_is_refused():
+    with pytest.raises(ValueError, match=r"^tiny_ocr and tiny_grpo are one base model, .* give one of them\.$"):
+        find(["tiny_ocr", "tiny_grpo"], Reading())
+
+
+def test_a_pipeline_is_told_by_what_it_is_called_with_in_any_order():
+    one, two = (FlowGRPOConfig.of("tiny", [f"pipeline={{{call}}}"]) for call in ("a: 1, b: 2", "b: 2, a: 1"))
+    assert Model("x", "", one).pipeline == Model("y", "", two).pipeline
+
+
+def test_a_lora_is_called_as_its_run_was_unless_a_config_is_given_for_it(base):
+    given, target = (base.parent / f"{name}.yaml" for name in ("given", "target"))
+    for file, width in ((given, 96), (target, 112)):
+        file.write_text(FlowGRPOConfig.read("tiny_ocr", [f"width={width}"]).dump())
+    loose = base.parent / "loose"
+    (base / "lora").rename(loose)
+    (base / "lora").mkdir()
+    (base / "lora" / "a.safetensors").write_bytes(b"")
+    words, own = [str(target), str(base / "lora"), str(loose)], FlowGRPOConfig.read(base / "config.yaml").width
+    assert [t.args.width for t in find(words, Reading()) if not t.is_base] == [own, 112]
+    assert [t.args.width for t in find(words, Reading(str(given))) if not t.is_base] == [96, 96]
+    with pytest.raises(ValueError, match="does not say which model it is for"):
+        eval_command(lora=[str(loose)])
+
+
+@pytest.mark.parametrize(
+    ("word", "sentence"),
+    [
+        ("no_such", "there is no no_such: give a run folder"),
+        ("EMPTY", "is not a run folder, a checkpoint"),
+        ("NEW", "has no LoRA yet: give one of its checkpoints"),
+        ("LORA", "does not say which model it is for: give a config of that model by --config"),
+    ],
+)
+def test_a_word_that_stands_for_nothing_gets_a_sentence(tmp_path, run, word, sentence):
+    for name in ("EMPTY", "NEW", "LORA"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "NEW" / "config.yaml").write_text((run / "config.yaml").read_text())
+    (tmp_path / "LORA" / "a.safetensors").write_bytes(b"")
+    with pytest.raises(ValueError, match=sentence):
+        find([str(tmp_path / word) if word.isupper() else word], Reading())
+    with pytest.raises(ValueError, match="is given twice"):
+        find(["tiny_ocr", "tiny_ocr"], Reading())
+
+
+def measured(name, values, prompts, seeds=None, metadata=None):
+    rows = Rows(
+        [f"{i}.png" for i in range(len(prompts))], prompts, seeds or [None] * len(prompts), metadata or [{}] * len(prompts)
+    )
+    return Measured(name, "pictures", rows, {"m": values})
+
+
+def test_prompts_count_and_not_pictures():
+    once = measured("a", [0.1, 0.2, 0.6], ["x", "y", "z"])
+    often = measured("b", [0.1] * 5 + [0.2] + [0.6] * 2, ["x"] * 5 + ["y"] + ["z"] * 2)
+    card = compile_card([once, often], {"b": "a"})
+    assert card.means["a"]["m"].estimate == pytest.approx(card.means["b"]["m"].estimate)
+    assert card.means["b"]["m"].prompts == 3
+    assert card.means["b"]["m"].pictures == 8
+
+
+def test_pairs_are_of_one_prompt_and_seed_wherever_they_stand():
+    keys = [(f"p{i}", seed) for i in range(10) for seed in (0, 1)]
+    values = {key: 0.1 * i + 0.03 * key[1] for i, key in enumerate(keys)}
+    first = measured("a", [values[k] for k in keys], [p for p, _ in keys], [s for _, s in keys])
+    turned = [("p0", 2), *keys[::-1]]  # and one that the first has not
+    second = measured("b", [values.get(k, 99.0) + 0.01 for k in turned], [p for p, _ in turned], [s for _, s in turned])
+    card = compile_card([first, second], {"b": "a"})
+    found = card.changes["b"]["m"]
+    assert (found.difference.mean, found.difference.half) == pytest.approx((0.01, 0))
+    assert (found.prompts, card.pairing["b"]) == (10, "10 prompts, 20 pairs of one prompt and seed")
+    assert found.significant
+    elsewhere = measured("c", first.values["m"], [p for p, _ in keys], [s + 5 for _, s in keys])
+    assert compile_card([first, elsewhere], {"c": "a"}).pairing["c"] == "10 prompts, not by seed: they share none"
+
+
+def test_a_pair_needs_a_number_on_both_sides():
+    prompts, seeds = ["x", "x", "y", "y"], [0, 1, 0, 1]
+    first = measured("a", [0.0, 1.0, 0.5, 0.7], prompts, seeds)
+    second = measured("b", [math.nan, 1.1, 0.6, 0.8], prompts, seeds)
+    second.values["other"] = first.values["other"] = [0.0] * 4
+    card = compile_card([first, second], {"b": "a"})
+    assert card.changes["b"]["m"].difference.mean == pytest.approx(0.1), "not that of x's two seeds"
+    assert [(name, c.prompts, c.pairs) for name, c in card.changes["b"].items()] == [("m", 2, 3), ("other", 2, 4)]
+    assert tables.as_json(card, {})["targets"]["b"]["differences"]["m"]["pairs"] == 3
+
+
+def test_other_prompts_are_compared_unpaired_and_that_is_said():
+    card = compile_card([measured("a", [0.0] * 6, list("abcdef")), measured("b", [1.0] * 5, list("vwxyz"))], {"b": "a"})
+    assert card.pairing["b"] == "unpaired: no prompt is in both"
+    assert card.changes["b"]["m"].prompts == 0
+    assert card.changes["b"]["m"].p == pytest.approx(2 / math.comb(11, 5))
+
+
+def test_categories_count_alike_whatever_their_size():
+    tags = [{"tag": tag, "include": []} for tag in ("one", "two", "two", "two")]
+    card = compile_card([measured("a", [1.0, 0.0, 0.0, 0.3], list("wxyz"), metadata=tags)], {})
+    assert card.categories["tag"]["two"]["a"]["m"].mean == pytest.approx(0.1)
+    assert card.over_categories("tag", "a", "m") == pytest.approx(0.55)
+    assert list(card.categories) == ["tag"], "a list is no category"
+
+
+def test_diversity_is_the_mean_over_a_prompts_pairs():
+    images = torch.stack([torch.full((3, 4, 4), level) for level in (0.0, 0.3, 0.9, 0.5)])
+    found = measures.diversity(images, ["a", "a", "a", "b"])
+    assert found[:3].mean().item() == pytest.approx((0.3 + 0.9 + 0.6) / 3)
+    assert found[3].isnan()
+
+
+def test_chunks_keep_a_prompts_pictures_together():
+    prompts = list("abacbbdd")
+    found = list(measures.chunks(prompts, 3))
+    assert sorted(i for rows in found for i in rows) == list(range(8))
+    assert [{prompts[i] for i in rows} for rows in found] == [{"a"}, {"b"}, {"c", "d"}]
+
+
+def test_a_limit_is_of_prompts_and_of_pictures_too(sheet):
+    shown = find([str(sheet / "grid.png")], Reading(limit=1))[0].gallery
+    assert (shown.prompts, shown.seeds) == ([SIGNS[0]] * 2, [0, 1])
+    assert torch.equal(shown.pixels, find([str(sheet)], Reading())[0].gallery.pixels[:2])
+
+
+def test_a_limit_counts_different_prompts_although_a_file_repeats_them():
+    asked = _asked(PromptSet(list("aab"), [{}] * 3), FlowGRPOConfig.read("tiny_ocr"), 1, 1)
+    assert (asked.prompts, len(set(asked.seeds))) == (["a", "a"], 2)
+
+
+def test_a_place_that_cant_be_written_is_said_before_anything_is_measured(sheet, tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ValueError, match=r"^nothing can be written to .*file/out \(.*--out\.$"):
+        eval_command([str(sheet)], reward=[f"{REWARDS}:nan"], out=tmp_path / "file" / "out")
+    score_command(sheet, reward=[f"{REWARDS}:brightness"], out=tmp_path / "new" / "deep" / "x.json")
+    assert len(json.loads((tmp_path / "new" / "deep" / "x.json").read_text())) == 4
+
+
+def test_a_setting_may_be_longer_than_a_files_name():
+    with pytest.raises(ValueError, match=r"tiny_ocr\.yaml: .*evaluation"):
+        eval_command([f"evaluation.prompt={'x' * 5000}"])
+
+
+def test_a_score_that_is_no_number_stops_or_is_left_out_and_is_never_a_zero(sheet):
+    target = find([str(sheet)], Reading())
+    with pytest.raises(ValueError, match="reward bad returned nan for the prompt"):
+        list(measure(target, None, rewards.WeightedSum({"bad": nan}, {"bad": 0.0}), total=False))
+    kit = rewards.WeightedSum({"u": sometimes_nan, "nan": nan}, {"u": 0.0, "nan": 0.0}, drop=["u", "nan"])
+    prompts = [prompt.replace("STRAWBERRY", "BUS") for prompt in target[0].gallery.prompts]
+    rows = Rows(target[0].gallery.labels, prompts, target[0].gallery.seeds, target[0].gallery.metadata)
+    found = Measured("a", "", rows, measures.score(rows, target[0].gallery.images, kit, 64))
+    card = compile_card([found], {})
+    assert "nan" not in card.measures
+    assert card.means["a"]["u"].pictures == 3
+    assert by_prompt(found, "u")[prompts[3]] == found.values["u"][3]
+    assert [row["u"] for row in csv.DictReader(io.StringIO(tables.as_csv(card)))].count("") == 1
+    assert "NaN" not in json.dumps(tables.as_json(card, {}), allow_nan=False)
+    assert len(kit.dropped) == 2
+
+
+@pytest.fixture
+def hostile(tmp_path):
+    """A card whose target, prompt and category are hostile, beside a harmless one."""
+    metadata = [{"category": HOSTILE}, {"category": "good"}]
+    values = [
+        measured(name, [0.1, shift], [HOSTILE, "fine"], [0, 0], metadata) for name, shift in ((HOSTILE, 0.2), ("b", -0.3))
+    ]
+    return compile_card(values, {"b": HOSTILE})
+
+
+def test_hostile_text_stays_text_on_the_console(hostile):
+    console = rich.console.Console(file=io.StringIO(), width=80, force_terminal=True, color_system=None)
+    tables.show(console, hostile)
+    written = console.file.getvalue()
+    assert not re.findall(r"\x1b|\u202e", re.sub(r"\x1b\[[01]m", "", written)), "but for bold of our own"
+    assert "\\x1b[31m" in written
+    assert max(len(line) for line in written.splitlines()) <= 80
+
+
+def test_hostile_text_stays_text_in_markdown_and_csv(hostile):
+    page = tables.as_markdown(hostile)
+    assert not re.findall(r"<script|\x1b|\u202e|(?<!\\)`|(?<!\\)\]\(", page)
+    blocks = [[line for line in block.splitlines() if line.startswith("|")] for block in page.split("\n\n")]
+    for lines in filter(None, blocks):
+        assert len({len(re.findall(r"(?<!\\)\|", line)) for line in lines}) == 1, lines
+    rows = list(csv.reader(io.StringIO(tables.as_csv(hostile))))
+    assert len(rows) == 5
+    assert rows[1][2] == f"'{HOSTILE}"
+    assert rows[4][-1] == "-0.3", "numbers stay numbers"
+    assert not [cell for row in rows for cell in row[:-1] if cell.startswith(harmless.FORMULA)]
+
+
+def test_markdown_links_mentions_and_computes_nothing():
+    text = harmless.markdown("https://a.b WWW.a.b @me me@a.b $x$ at 1:2")
+    assert text == "https\\://a.b WWW\\.a.b @\u2060me me@\u2060a.b \\$x\\$ at 1:2"
+
+
+def test_genevals_own_prompts_come_with_what_its_reward_needs():
+    found = load_prompts("GenEval")
+    tags = [row["tag"] for row in found.metadata]
+    sizes = {"single_object": 80, "two_object": 99, "counting": 80, "colors": 94, "position": 100, "color_attr": 100}
+    assert {tag: tags.count(tag) for tag in tags} == sizes
+    annotated = {33: "a train", 108: "a skateboard and a sink", 208: "three zebras", 316: "a yellow orange"}
+    annotated |= {457: "a pink oven and a green motorcycle", 469: "a black kite and a green bear"}
+    for place, what in annotated.items():  # as the published human annotations number them
+        assert found.prompts[place] == f"a photo of {what}"
+    assert found.metadata[208]["include"][0]["count"] == 3
+    assert found.metadata[208]["exclude"][0]["count"] == 4
+    assert load_prompts("ocr").prompts == load_prompts("prompts/signs_eval.txt").prompts
+
+
+def test_a_local_file_of_a_published_set_is_read_as_it_is_published(tmp_path):
+    parti = tmp_path / "PartiPrompts.tsv"
+    parti.write_text(
+        'Prompt\tCategory\tChallenge\tNote\n42\tAbstract\tBasic\tSimple numbers\n"Hi" on a wall\tArts\tComplex\t\n'
+    )
+    found = load_prompts(str(parti))
+    assert found.prompts == ["42", '"Hi" on a wall']
+    assert [row["Category"] for row in found.metadata] == ["Abstract", "Arts"]
+    bench = tmp_path / "drawbench.csv"
+    bench.write_text('Prompts,Category\nA red car.,Colors\n"Two cats, one dog.",Counting\n')
+    assert load_prompts(str(bench)).prompts == ["A red car.", "Two cats, one dog."]
+
+
+def test_sets_that_are_not_shipped_are_asked_for_by_their_hub_ids(monkeypatch):
+    import datasets
+
+    asked = []
+
+    def load_dataset(name, **options):
+        asked.append(name)
+        return datasets.Dataset.from_list([{"Prompts": "a dog", "Category": "x"}])
+
+    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
+    assert load_prompts("DrawBench").metadata == [{"Category": "x"}]
+    load_prompts("partiprompts")
+    assert asked == ["sayakpaul/drawbench", "nateraw/parti-prompts"]

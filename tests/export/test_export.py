@@ -1,0 +1,385 @@
+"""What a run is shared as: it loads where people load such things, its card tells what is so, and nobody's files are lost."""
+
+import base64
+import json
+import re
+import shutil
+import subprocess
+import sys
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from huggingface_hub import ModelCard
+from markdown_it import MarkdownIt
+from PIL import Image
+from safetensors.torch import save_file
+from support.embedded import CALL, short_run, stir, tiny_policy
+from support.fake_run import synthetic_run
+from support.paths import ROOT
+
+from flow_grpo.evaluation.held_out import draw
+from flow_grpo.export import model_card
+from flow_grpo.export.export import check_push, export
+from flow_grpo.policy import hub
+from flow_grpo.policy.merge import save_whole
+from flow_grpo.policy.policy import load_policy
+from flow_grpo.report.page import plain
+from flow_grpo.tracking.tracker import read_metrics
+from flow_grpo.trainer import FlowGRPOTrainer
+from flow_grpo.training.setup import load_trained
+
+HOSTILE = [
+    "<script>alert(1)</script> | `x` ```",
+    "---\\ninjected: true | [a](http://evil.example) ![b](http://evil.example/x.png)",
+    "yaml: {a: [1], b: *c} # ' \" %",
+    "<img src=x onerror=alert(1)> **bold** \u202eback",
+]
+CAT = ['red text "CAT" on a blue background']
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory) -> Path:
+    """A finished run of two steps, of which the first is a checkpoint, too."""
+    folder = tmp_path_factory.mktemp("share")
+    prompts = [*HOSTILE, *(f'red text "WORD{i}" on a blue background' for i in range(4))]
+    (folder / "held_out.txt").write_text("\n".join(prompts))
+    settings = ["save_every=1", "keep=3", f"evaluation.prompts={folder / 'held_out.txt'}", "evaluation.limit=8"]
+    more = ["evaluation.pictures=5", "evaluation.every=1", "optimizer.lr=0.01", "trackers=[]", "ema_decay=0.5"]
+    FlowGRPOTrainer(args=short_run(folder / "run", *settings, *more)).train()
+    return folder / "run"
+
+
+@pytest.fixture(scope="module")
+def shared(run) -> Path:
+    export(run, run.parent / "signs")
+    return run.parent / "signs"
+
+
+@pytest.fixture(scope="module")
+def merged(run) -> Path:
+    export(run, run.parent / "whole", merge=True)
+    return run.parent / "whole"
+
+
+def html(folder: Path) -> str:
+    text = ModelCard.load(folder / model_card.CARD).text
+    return MarkdownIt("commonmark", {"html": True}).enable("table").render(text)
+
+
+def test_the_lora_is_the_runs_and_the_hub_reads_what_it_is(run, shared):
+    assert (shared / hub.WEIGHTS).read_bytes() == (run / "lora" / hub.WEIGHTS).read_bytes()
+    data = ModelCard.load(shared / model_card.CARD).data
+    assert (data.library_name, data.pipeline_tag, data.base_model_relation) == ("diffusers", "text-to-image", "adapter")
+    assert data.license == "apache-2.0"
+    assert "base_model" not in data.to_dict(), "the embedded model is not on the hub"
+    assert {"lora", "flow-grpo"} <= set(data.tags)
+    last = [row for row in read_metrics(run) if "eval/reward" in row][-1]
+    found = {result.metric_type: result.metric_value for result in data.eval_results}
+    assert found == {"brightness": last["eval/reward"]}, "no path of this machine in its name"
+    for one, prompt in zip(data.widget, HOSTILE, strict=False):
+        assert one["text"] == plain(prompt)
+        assert Image.open(shared / one["output"]["url"]).size == (240, 96)
+
+
+def test_a_run_with_odd_rows_is_exported_all_the_same(run, tmp_path):
+    shutil.copytree(run, tmp_path / "run")
+    lines = (run / "metrics.jsonl").read_text().splitlines()
+    last = json.loads(lines[-1])
+    assert "eval/reward" in last
+    lone = {"step": last["step"], "eval/reward": 0.5, "monitor/best_step": float("nan")}  # without the other measures
+    odd = [
+        {**last, "monitor/best_step": "two", "time/evaluation": 1e308},
+        lone,
+        [1],
+        {"reward": 1},
+        {"step": 2, "loss": None},
+    ]
+    (tmp_path / "run" / "metrics.jsonl").write_text("\n".join([*lines, *map(json.dumps, odd), '{"step": 2, "rew']))
+    export(tmp_path / "run", tmp_path / "out", best=True)
+    assert json.loads((tmp_path / "out" / hub.EXPORT).read_text())["step"] == last["monitor/best_step"]
+
+
+def test_prompts_stay_text_wherever_they_stand(shared):
+    page = html(shared)
+    for tag in ("<script", "<img src=x", "<strong>bold", 'href="http://evil', 'src="http://evil', "\u202e"):
+        assert tag not in page, tag
+    assert "&lt;script&gt;alert(1)&lt;/script&gt; | `x` ```</code>" in page
+    rows = re.findall(r"<tr>.*?</tr>", page, re.DOTALL)
+    assert {row.count("<td") + row.count("<th") for row in rows} == {3, 5}, "no prompt broke a table"
+    assert "injected" not in ModelCard.load(shared / model_card.CARD).data.to_dict()
+    assert yaml_of(shared) == (shared / "config.yaml").read_text().strip()
+
+
+def yaml_of(folder: Path) -> str:
+    text = ModelCard.load(folder / model_card.CARD).text
+    return re.search(r"```yaml\n(.*?)\n```", text, re.DOTALL).group(1)
+
+
+def test_the_cards_python_loads_it_and_draws_its_pictures(run, shared, monkeypatch):
+    monkeypatch.chdir(shared.parent)
+    text = re.search(r"(`{3,})python\n(.*?)\n\1", (shared / model_card.CARD).read_text(), re.DOTALL).group(2)
+    found: dict = {}
+    exec(text, found)
+    policy = load_policy("tiny", "cpu", "fp32", str(run / "lora"))
+    policy.pipe.set_progress_bar_config(disable=True)
+    call = {**CALL, "num_inference_steps": 3, "generator": torch.Generator().manual_seed(0)}
+    expected = policy.pipe(plain(HOSTILE[0]), **call).images[0]
+    assert np.array_equal(np.asarray(found["image"]), np.asarray(expected))
+    found["pipe"].set_adapters("flow_grpo", 0.0)
+    base = found["pipe"](plain(HOSTILE[0]), **{**call, "generator": torch.Generator().manual_seed(0)}).images[0]
+    assert not np.array_equal(np.asarray(base), np.asarray(expected))
+
+
+def test_a_lora_is_found_wherever_a_run_or_an_export_has_it(run, shared, tmp_path):
+    policy = tiny_policy()
+
+    def state(place: Path) -> dict[str, torch.Tensor]:
+        if policy.has_lora:
+            policy.drop_lora()
+        load_trained(policy, str(place))
+        return policy.adapter_state()
+
+    last = state(run / "lora")
+    for place in (run, shared, shared / hub.WEIGHTS, run / "checkpoints" / "step_000002"):
+        again = state(place)
+        assert all(torch.equal(again[name], value) for name, value in last.items()), place
+    first = state(run / "checkpoints" / "step_000001")
+    assert any(not torch.equal(first[name], value) for name, value in last.items())
+    export(run, tmp_path / "first", checkpoint=1)
+    export(run, tmp_path / "best", best=True)
+    for place, other in ((tmp_path / "first", first), (tmp_path / "best", state(run / "best"))):
+        again = state(place)
+        assert all(torch.equal(again[name], value) for name, value in other.items()), place
+    assert "for 1 of 2 steps so far" in html(tmp_path / "first")
+    for place in (run, run / "best", run / "checkpoints" / "step_000001", shared, shared / hub.WEIGHTS):
+        assert hub.config_of(str(place)).read_text() == (run / "config.yaml").read_text()
+    assert hub.config_of("someone/lora") is None
+
+
+def test_the_merged_model_draws_the_loras_pictures_and_has_no_adapter(run, merged):
+    with_lora = load_policy("tiny", "cpu", "fp32", str(run), **CALL)
+    whole = load_policy(str(merged), "cpu", "fp32", **CALL)
+    assert not whole.has_lora
+    for part in ("vae/diffusion_pytorch_model.safetensors", "tokenizer/tokenizer.json", "model_index.json"):
+        assert (merged / part).read_bytes() == (hub.SHIPPED["tiny"] / part).read_bytes(), "the rest is the base's own"
+    pictures = [draw(policy, CAT * 2, [1, 2], 4) for policy in (with_lora, whole)]
+    torch.testing.assert_close(pictures[0], pictures[1], rtol=0, atol=2e-5)
+    with with_lora.reference():
+        assert (draw(with_lora, CAT * 2, [1, 2], 4) - pictures[0]).abs().max() > 1e-2
+    data = ModelCard.load(merged / model_card.CARD).data
+    assert not any(str(hub.SHIPPED["tiny"]) in file.read_text() for file in merged.rglob("*.json")), (
+        "where it lay is private"
+    )
+    assert data.base_model_relation == "finetune"
+    assert "lora" not in data.tags
+    assert f"StableDiffusion3Pipeline.from_pretrained('{merged.name}'" in (merged / model_card.CARD).read_text()
+    with pytest.raises(ValueError, match="is a whole model, not a LoRA: give it as --model"):
+        with_lora.load_lora(merged)
+
+
+def test_a_run_of_all_weights_is_exported_as_the_model_that_it_trained(tmp_path):
+    args = short_run(tmp_path / "run", "lora=null", "optimizer.lr=1.0e-3", "trackers=[]", "steps=1")
+    trainer = FlowGRPOTrainer(args=args)
+    trainer.train()
+    export(tmp_path / "run", tmp_path / "out")
+    whole = load_policy(str(tmp_path / "out"), "cpu", "fp32").pipe.transformer.state_dict()
+    with trainer.policy.averaged():
+        trained = trainer.policy.pipe.transformer.state_dict()
+        assert all(torch.equal(whole[name], value) for name, value in trained.items())
+    assert "All weights of the transformer" in (tmp_path / "out" / model_card.CARD).read_text()
+
+
+def test_merging_rounds_once_to_the_dtype_of_the_base(tmp_path):
+    policy = tiny_policy("bf16")
+    policy.add_lora(4, 8, ["to_q"], seed=0)
+    stir(policy)
+    parts = policy.parameters()
+    wanted = {}
+    for name, down in parts.items():
+        if ".lora_A." in name:
+            layer = name.partition(".lora_A.")[0]
+            base = policy.pipe.transformer.get_submodule(layer).get_base_layer().weight.float()
+            wanted[f"{layer}.weight"] = (base + 2 * parts[name.replace("lora_A", "lora_B")] @ down).bfloat16()
+    save_whole(policy, tmp_path, "tiny")
+    merged = load_policy(str(tmp_path), "cpu", "bf16").pipe.transformer.state_dict()
+    assert wanted
+    for name, value in wanted.items():
+        off = (merged[name].float() - value.float()).abs()
+        assert (off > 0).float().mean() < 1e-3, "but for sums that lie between two bf16 numbers"
+        assert (off <= 2**-8 * value.float().abs() + 1e-30).all()
+
+
+def test_an_export_replaces_its_own_files_alone(run, tmp_path):
+    out = tmp_path / "out"
+    assert not any("replaced" in line for line in export(run, out, merge=True))
+    (out / "notes.txt").write_text("mine")
+    assert f"replaced: the earlier export of step 2 of the run {run.name} in {out}" in export(run, out)
+    assert (out / "notes.txt").read_text() == "mine"
+    assert (out / hub.WEIGHTS).is_file()
+    assert {file.name for file in out.iterdir() if file.is_dir()} == {"pictures"}, "nothing of the former export is left"
+    assert not list(tmp_path.glob(".*")), "nor what it was made in"
+    theirs = tmp_path / "theirs"
+    theirs.mkdir()
+    (theirs / "README.md").write_text("theirs")
+    with pytest.raises(ValueError, match="holds files that no export wrote: give an empty or new folder"):
+        export(run, theirs)
+    (theirs / hub.EXPORT).write_text(json.dumps({"files": ["../out/notes.txt"], "step": 1, "run": "a"}))
+    export(run, theirs)
+    assert (out / "notes.txt").is_file(), "a list of files reaches no other folder"
+
+
+def test_what_is_not_there_is_a_sentence(run, tmp_path, monkeypatch):
+    bare = synthetic_run(tmp_path / "bare")
+    for words, sentence in (
+        ({}, "is not finished, so it has no lora/: export --best, or a --checkpoint"),
+        ({"best": True}, "has no best/"),
+        ({"checkpoint": 7}, "keeps no checkpoint of step 7; it has none"),
+        ({"best": True, "checkpoint": 7}, "give one of them"),
+    ):
+        with pytest.raises(ValueError, match=sentence):
+            export(bare, tmp_path / "out", **words)
+    with pytest.raises(ValueError, match="it has those of steps 0, 1, 2"):
+        export(run, tmp_path / "out", checkpoint=7)
+    with pytest.raises(ValueError, match="is not finished, so it has no lora/: give"):
+        tiny_policy().load_lora(bare)
+    monkeypatch.setenv("HF_TOKEN", "")
+    monkeypatch.setattr("flow_grpo.export.export.get_token", lambda: None)
+    with pytest.raises(ValueError, match="needs a token: log in by `hf auth login`, or set HF_TOKEN"):
+        check_push("me/signs")
+    with pytest.raises(ValueError, match="is no name for the hub"):
+        check_push("me/my signs/x")
+    with pytest.raises(ValueError, match="is no name for the hub"):
+        check_push("signs")
+
+
+def test_the_card_says_what_the_monitor_said_and_what_is_not_known(tmp_path):
+    folder = synthetic_run(tmp_path / "run", warning="clip has <b>fallen</b>", reward="my_reward.py:redness")
+    (folder / "lora").mkdir()
+    save_file({"a": torch.zeros(1)}, folder / "lora" / hub.WEIGHTS)
+    settings = (folder / "config.yaml").read_text()
+    for model, licence, link in (
+        ("stabilityai/stable-diffusion-3.5-medium", "other", "/stable-diffusion-3.5-medium/blob/main/LICENSE.md"),
+        ("Qwen/Qwen-Image", "apache-2.0", None),
+        ("someone/model", None, None),
+    ):
+        (folder / "config.yaml").write_text(settings.replace("model: tiny", f"model: {model}"))
+        export(folder, tmp_path / "out")
+        data, page = ModelCard.load(tmp_path / "out" / model_card.CARD).data, html(tmp_path / "out")
+        assert (data.base_model, data.license) == (model, licence)
+        assert (data.license_link or "").endswith(link or "")
+        assert "&lt;b&gt;fallen&lt;/b&gt;" in page
+        assert "<b>" not in page
+        assert "no reward that it was not trained on" not in page
+        assert "0.595</td>" in page
+        assert "0.695</td>" in page
+        assert "<code>redness</code>: a reward of the author's own; its licence is not known here." in page.replace(
+            "&#x27;", "'"
+        )
+        assert "this package's licence" in page.replace("&#x27;", "'"), "clip's"
+    assert "see its page" in page
+
+
+@pytest.mark.parametrize(
+    ("metadata", "licence"),
+    [
+        ("self: 1\nlicense: mit", "mit"),
+        ("1: 2\nnull: 3\nlicense: mit", "mit"),
+        ("[a, b]: 4\nlicense: mit", None),
+        ("ignore_metadata_errors: true\nmodel-index: [1]\nlicense: mit", "mit"),
+        ("license: [mit]\nlicense_link: {a: b}", None),
+        ("- license", None),
+        ("license: {{", None),
+        ("license: " + "[" * 2000, None),
+        ("license: 'mit\n\n  ---\n\n  # <b>'", "mit --- # <b>"),
+    ],
+)
+def test_the_base_models_card_may_hold_any_names(tmp_path, metadata, licence):
+    (tmp_path / model_card.CARD).write_text(f"---\n{metadata}\n---\ntext")
+    found = model_card.base_licence(str(tmp_path))
+    assert " ".join(found.get("license", "").split()) == (licence or "")
+    assert found.keys() <= {"license"}
+
+
+FORMER = [hub.EXPORT, model_card.CARD, "transformer/m[1].safetensors"]  # of a merged export that was pushed there before
+
+
+class Hub(BaseHTTPRequestHandler):
+    """As much of the hub's HTTP as an upload asks for."""
+
+    def do_POST(self):
+        body = self.rfile.read(int(self.headers["Content-Length"]))
+        self.server.asked.append((self.path, self.headers["Authorization"], body))
+        if self.path == "/api/repos/create":
+            self.answer({"url": f"http://{self.headers['Host']}/{json.loads(body).get('organization', 'me')}/signs"})
+        elif "/them/" in self.path:
+            self.answer({"error": "not yours"}, 403)
+        elif "/preupload/" in self.path:
+            files = [{"path": f["path"], "uploadMode": "regular", "shouldIgnore": False} for f in json.loads(body)["files"]]
+            self.answer({"files": files})
+        else:
+            self.answer({"commitOid": "1", "commitUrl": f"http://{self.headers['Host']}/me/signs/commit/1", "success": True})
+
+    def do_GET(self):
+        if "/resolve/" in self.path:
+            self.answer({"files": FORMER})
+            return
+        if "/tree/" in self.path:
+            there = [*FORMER, "notes.md", "transformer/m1.safetensors"]
+            self.answer([{"type": "file", "path": name, "size": 1, "oid": "0"} for name in there])
+            return
+        who = {"id": "me/signs", "sha": "0", "siblings": [], "name": "me", "type": "user", "auth": {}}
+        self.answer({**who, "private": "/known" not in self.path})
+
+    do_HEAD = do_GET
+
+    def answer(self, content: dict | list, status: int = 200):
+        text = json.dumps(content).encode()
+        self.send_response(status)
+        self.send_header("Content-Type", "application/json")
+        self.send_header("Content-Length", str(len(text)))
+        self.send_header("X-Repo-Commit", "0" * 40)
+        self.send_header("ETag", '"1"')
+        self.end_headers()
+        if self.command != "HEAD":
+            self.wfile.write(text)
+
+    def log_message(self, *_):
+        pass
+
+
+def test_pushing_gives_the_hub_the_exports_files_and_a_refusal_is_a_sentence(run, tmp_path):
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Hub)
+    server.asked = []
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    hub_here = {"HF_ENDPOINT": f"http://127.0.0.1:{server.server_port}", "HF_TOKEN": "hf_secret", "HF_HUB_DISABLE_XET": "1"}
+    environment = {"PATH": "", "HOME": str(tmp_path), "PYTHONPATH": str(ROOT), **hub_here}
+
+    def pushed(name: str) -> subprocess.CompletedProcess:
+        words = ["export", str(run), "--out", str(tmp_path / "signs"), "--push", name, "--private"]
+        command = [sys.executable, "-m", "flow_grpo", *words]
+        return subprocess.run(command, capture_output=True, text=True, env=environment)
+
+    done = pushed("me/signs")
+    assert done.returncode == 0, done.stderr
+    assert "/me/signs" in done.stdout.splitlines()[-1]
+    assert not done.stderr
+    (_, token, made), *_ = [one for one in server.asked if one[0] == "/api/repos/create"]
+    assert token == "Bearer hf_secret"
+    assert {"private": True, "visibility": "private"}.items() & json.loads(made).items(), "as the client's version says it"
+    commit = [json.loads(line) for path, _, body in server.asked if "/commit/" in path for line in body.splitlines()]
+    sent = {c["value"]["path"]: base64.b64decode(c["value"]["content"]) for c in commit if c["key"] == "file"}
+    assert sent.keys() == set(json.loads((tmp_path / "signs" / hub.EXPORT).read_text())["files"])
+    assert sent[hub.WEIGHTS] == (run / "lora" / hub.WEIGHTS).read_bytes()
+    assert b"load_lora_weights('me/signs'" in sent[model_card.CARD]
+    dropped = [c["value"]["path"] for c in commit if c["key"] == "deletedFile"]
+    assert dropped == ["transformer/m[1].safetensors"], "what the former export alone has there, and nothing of anybody else"
+    refused, public = pushed("them/signs"), pushed("known/signs")
+    server.shutdown()
+    assert "the repository is public: make it private" in public.stderr
+    assert refused.returncode == 2
+    assert "but the hub did not take it as them/signs: " in refused.stderr
+    assert len(refused.stderr.strip().splitlines()) == 1

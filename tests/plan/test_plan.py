@@ -1,0 +1,360 @@
+"""What a run will need is known from configs alone: bytes and operations are counted by hand, and nothing is loaded."""
+
+import contextlib
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from diffusers import StableDiffusion3Pipeline
+from safetensors.torch import load_file, save_file
+from support.families import TINY
+from typer.testing import CliRunner
+
+from flow_grpo.cli import app as cli
+from flow_grpo.config.run_config import FlowGRPOConfig, shipped
+from flow_grpo.plan import block_speed, estimate, meta_pipeline
+from flow_grpo.plan.estimate import Plan, fitting, slower_dtype
+from flow_grpo.plan.hardware import GB, Machine, Rates
+from flow_grpo.policy.hub import SHIPPED
+
+PRESETS = sorted(file.stem for file in shipped("").glob("*.yaml"))
+FAMILIES = {
+    "sd35_medium_ocr_24gb": "sd3",
+    "flux_dev_ocr": "flux",
+    "flux2_klein_ocr": "flux2_klein",
+    "qwen_image_ocr": "qwen_image",
+    "z_image_ocr": "z_image",
+    "sana_ocr": "sana",
+}
+WEIGHTS = ("*.safetensors", "*.bin", "*.onnx")
+
+
+def follow(network: torch.nn.Module, x: torch.Tensor, backward: bool) -> tuple[int, int]:
+    followed, alive, counter = (
+        meta_pipeline.Followed(network.to("meta"), torch.float32, cuda=False),
+        meta_pipeline.Alive(),
+        meta_pipeline.Operations(),
+    )
+    for mode in (alive, counter):
+        with followed.counted(mode, backward):
+            out = followed(x)
+    assert out.shape == (len(x), 5)
+    assert not out.any()
+    return alive.peak, counter.total
+
+
+def test_bytes_and_operations_are_those_of_the_matrices():
+    layers = torch.nn.Sequential(torch.nn.Linear(7, 11, bias=False), torch.nn.Linear(11, 5, bias=False)).requires_grad_(
+        False
+    )
+    x = torch.zeros(3, 7)
+    peak, operations = follow(layers, x, backward=False)
+    assert operations == 2 * 3 * (7 * 11 + 11 * 5)
+    assert peak == 4 * 3 * (11 + 5), "the hidden values and the output"
+    layers[0].weight.requires_grad_(True)
+    _, both = follow(layers, x, backward=True)
+    assert both == operations + 2 * 3 * 11 * 5 + 2 * 3 * 7 * 11, "back through the second, and the first one's gradient"
+
+
+def test_checkpointing_takes_less_memory_and_more_operations():
+    found = {}
+    for checkpointing in (False, True):
+        args = FlowGRPOConfig.read("tiny_ocr", [f"memory.checkpointing={checkpointing}"])
+        found[checkpointing] = Plan(args, cuda=True).forecast(64)
+    assert found[True].passing["update"] < 0.7 * found[False].passing["update"]
+    assert found[True].operations > 1.05 * found[False].operations
+
+
+def test_a_forecast_is_linear_in_the_rows_and_the_largest_fits():
+    forecasts = Plan(FlowGRPOConfig.read("tiny_ocr"), cuda=True)
+    for memory in (0.8 * GB, 1.5 * GB):
+        largest = forecasts.largest(memory)
+        assert forecasts.forecast(largest).peak <= memory < forecasts.forecast(largest + 2).peak
+
+
+@pytest.mark.parametrize(("count", "updates"), [(1, 1), (3, 2), (8, 1)])
+def test_sizes_divide(count, updates):
+    args = fitting(FlowGRPOConfig.read("tiny_ocr", [f"updates={updates}"]), 50, count)
+    assert args.prompts_per_step % (count * updates) == 0
+    assert args.prompts_per_step * args.images_per_prompt // count % args.microbatch == 0
+    assert args.microbatch <= 50
+
+
+def test_a_kl_needs_the_reference_beside_the_graph():
+    without, with_kl = (Plan(FlowGRPOConfig.read("tiny_ocr", [f"objective.kl_weight={w}"]), cuda=True) for w in (0, 0.1))
+    one, other = without.forecast(8), with_kl.forecast(8)
+    assert other.passing["update"] == one.passing["update"] + one.passing["rollout"]
+    assert other.operations > one.operations
+
+
+@pytest.fixture
+def small_model(tmp_path):
+    """Saves a small model of a preset's family; returns the preset's settings for it."""
+
+    def saved(preset: str) -> list[str]:
+        tiny = TINY[FAMILIES[preset]]
+        torch.manual_seed(0)
+        tiny.build().save_pretrained(tmp_path)
+        size = [f"height={tiny.size[0]}", f"width={tiny.size[1]}", f"pipeline={json.dumps(tiny.call)}"]
+        return [f"model={tmp_path}", "microbatch=2", "evaluation.prompts=null", "rewards={jpeg_size: 1}", *size]
+
+    return saved
+
+
+@pytest.mark.parametrize("preset", FAMILIES)
+def test_a_preset_is_planned_on_the_configs_of_its_model_alone(preset, small_model, tmp_path, monkeypatch):
+    """The real config with a small model of its family in place of the hub's."""
+    words = small_model(preset)
+    monkeypatch.setattr(block_speed, "SECONDS", 0.0)
+    for kind in WEIGHTS:
+        for file in tmp_path.rglob(kind):
+            file.unlink()
+    forecasts = Plan(FlowGRPOConfig.read(preset, words), cuda=False)
+    assert forecasts.forecast(2).peak > 0
+    assert "blocks of the model" in forecasts.rates(2).how, "each family's own blocks were timed"
+
+
+@pytest.mark.parametrize("preset", ["flux_dev_ocr", "sana_ocr"])
+def test_a_preset_is_tried_on_this_machine(preset, small_model, monkeypatch):
+    monkeypatch.setattr(block_speed, "SECONDS", 0.0)
+    result = CliRunner().invoke(cli.app, ["train", preset, *small_model(preset), "--dry-run"])
+    assert result.exit_code == 0, result.output
+    args, size = FlowGRPOConfig.read(preset), TINY[FAMILIES[preset]].size
+    images = args.prompts_per_step * args.images_per_prompt
+    assert f"a step: {images} images of {size[0]} x {size[1]}" in " ".join(result.output.split())
+    assert "The settings go together; nothing was trained." in result.output
+
+
+@pytest.mark.parametrize("preset", [name for name in FAMILIES if FlowGRPOConfig.read(name).lora.targets])
+def test_every_lora_target_of_a_preset_is_a_layer_of_its_model(preset):
+    modules = TINY[FAMILIES[preset]].build().transformer.named_modules()
+    layers = [f".{name}" for name, module in modules if isinstance(module, torch.nn.Linear)]
+    for target in FlowGRPOConfig.read(preset).lora.targets:
+        assert any(name.endswith(f".{target}") for name in layers), target
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_every_preset_passes_a_dry_run_where_the_hub_is_out_of_reach(preset, monkeypatch):
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    monkeypatch.setattr("datasets.config.HF_HUB_OFFLINE", True)
+    monkeypatch.setattr(block_speed, "SECONDS", 0.0)
+    result = CliRunner().invoke(cli.app, ["train", preset, "--dry-run"])
+    assert result.exit_code == 0, result.output
+    assert "The settings go together" in result.output
+    args = FlowGRPOConfig.read(preset)
+    away = [] if args.model == "tiny" else [f"the model {args.model}"]
+    assert all(name in " ".join(result.output.split()) for name in away), "what could not be looked at is named"
+    assert len(result.output.splitlines()) < 8
+
+
+def test_plan_says_what_a_gpu_will_hold():
+    result = CliRunner().invoke(cli.app, ["plan", "tiny_grpo", "--gpu", "rtx 4090", "--gpus", "3"])
+    assert result.exit_code == 0, result.output
+    assert "3 x RTX 4090, 24 GB" in result.output
+    assert "prompts_per_step=33" in result.output, "the next number that three processes can share"
+
+
+@pytest.mark.parametrize(
+    ("name", "known", "gigabytes"),
+    [
+        ("RTX4090", "RTX 4090", 24),
+        ("rtx 4090", "RTX 4090", 24),
+        ("4090", "RTX 4090", 24),
+        ("NVIDIA GeForce RTX 4090", "RTX 4090", 24),
+        ("A100-SXM4-40GB", "A100", 40),
+        ("NVIDIA H100 80GB HBM3", "H100", 80),
+        ("l4", "L4", 24),
+    ],
+)
+def test_a_gpu_is_known_however_its_name_is_written(name, known, gigabytes):
+    machine = Machine.named(name)
+    assert (machine.name, machine.memory) == (known, gigabytes * GB)
+
+
+def test_an_unknown_gpu_is_refused_in_a_sentence_unless_its_memory_is_given():
+    with pytest.raises(ValueError, match=r"there is no GPU Voodoo in the list. Give one of A100.*--gpu-memory"):
+        Machine.named("Voodoo")
+    with pytest.raises(ValueError, match=r"no GPU RTX 4090 Laptop in the list. Did you mean RTX 4090\?"):
+        Machine.named("RTX 4090 Laptop")
+    with pytest.raises(ValueError, match="no GPU 100 "):
+        Machine.named("100")
+    given = Machine.named("Voodoo", 30.0)
+    assert given.memory == 30 * GB
+    assert given.speed == 210e12, "of those with the nearest memory"
+    assert "as fast as the RTX 5090, 210 TFLOP/s" in given.assumed
+    assert Machine.named("Voodoo", 30.0, tflops=50.0) == Machine("Voodoo", 30 * GB, 50e12)
+    result = CliRunner().invoke(cli.app, ["plan", "tiny_grpo", "--gpu", "Voodoo", "--gpu-memory", "24"])
+    assert result.exit_code == 0, result.output
+    assert "it is assumed to be as fast as the RTX 3090" in " ".join(result.output.split())
+
+
+def test_nothing_fits_into_no_memory(capsys):
+    small = Machine("small", 0.5 * GB, 1e12)
+    from rich.console import Console
+
+    assert not estimate.print_plan(Console(), FlowGRPOConfig.read("tiny_ocr"), small)
+    assert "It does not fit" in capsys.readouterr().out
+
+
+def test_no_weights_are_read(monkeypatch):
+    """Not of the model: a plan opens its json files alone."""
+    import safetensors.torch
+
+    monkeypatch.setattr(safetensors.torch, "load_file", lambda *a, **k: pytest.fail("weights were read"))
+    opened = []
+    real = Path.open
+    monkeypatch.setattr(Path, "open", lambda self, *a, **k: opened.append(self) or real(self, *a, **k))
+    Plan(FlowGRPOConfig.read("tiny_ocr"), cuda=False)
+    assert not [file for file in opened if file.suffix == ".safetensors"]
+
+
+class Block(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.frozen = torch.nn.Linear(7, 11, bias=False).requires_grad_(False)
+        self.trained = torch.nn.Linear(11, 5, bias=False)
+
+    def forward(self, x, places=None):
+        assert places is None or places.dtype == torch.long
+        return self.trained(self.frozen(x))
+
+
+def test_the_speed_of_blocks_is_their_operations_by_their_seconds(monkeypatch):
+    """Two kinds of blocks, one of them three times: forward, and back to the trained weights and the block before."""
+    took = iter([2.0, 4.0, 10.0, 20.0])
+    ran = []
+    monkeypatch.setattr(block_speed, "fastest", lambda work, device, seconds: (ran.append(work()), next(took))[1])
+    x, places = torch.zeros(3, 7, device="meta", requires_grad=True), torch.zeros(3, dtype=torch.long, device="meta")
+    block = Block().to("meta")
+    calls = [block_speed.BlockCall(block, (x,), {"places": places}, 1), block_speed.BlockCall(block, (x[:2],), {}, 3)]
+    rates = block_speed.measured(calls, torch.device("cpu"), torch.float32, contextlib.nullcontext())
+    forward = 2 * (7 * 11 + 11 * 5)
+    update = forward + 2 * (7 * 11 + 2 * 11 * 5)
+    assert rates.forward == (3 * forward + 3 * 2 * forward) / (2 + 3 * 10)
+    assert rates.update == (3 * update + 3 * 2 * update) / (4 + 3 * 20)
+    assert len(ran) == 4, "each of them was run"
+    assert all(parameter.grad is None for parameter in block.parameters())
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_blocks_are_timed_with_the_runs_shapes_and_dtype(followed, monkeypatch, dtype):
+    """A plan in bf16, and the same blocks in float32 to compare with; the LoRA is float32 in both."""
+    seen = []
+    real = block_speed._real
+
+    def noted(call, device, kind):
+        made = real(call, device, kind)
+        seen.append(made)
+        return made
+
+    monkeypatch.setattr(block_speed, "_real", noted)
+    monkeypatch.setattr(block_speed, "SECONDS", 0.0)
+    rates = followed.rates(6, dtype)
+    assert "blocks of the model" in rates.how
+    (call,) = seen
+    assert call.count == 6, "the embedded model's blocks are of one kind"
+    assert call.kwargs["hidden_states"].shape == (6, 40, 128)
+    kinds = {name: parameter.dtype for name, parameter in call.block.named_parameters()}
+    assert {kind for name, kind in kinds.items() if "lora_" not in name} == {dtype}
+    assert {kind for name, kind in kinds.items() if "lora_" in name} == {torch.float32}
+    trained = [name for name, parameter in call.block.named_parameters() if parameter.requires_grad]
+    assert trained
+    assert all("lora_" in name for name in trained)
+    assert call.kwargs["hidden_states"].requires_grad, "the gradient goes back through the block"
+
+
+@pytest.fixture(scope="module")
+def followed() -> Plan:
+    """The embedded model in bf16 on a CPU."""
+    return Plan(FlowGRPOConfig.read("tiny_grpo", ["dtype=bf16"]), cuda=False)
+
+
+def test_a_step_takes_its_operations_by_the_rates(followed, monkeypatch):
+    forecast = followed.forecast(64)
+    assert forecast.seconds(Rates(1e9, 1e12)) == pytest.approx(forecast.forward / 1e9 + forecast.update / 1e12)
+    monkeypatch.setattr(followed, "args", FlowGRPOConfig.read("tiny_grpo", ["images_per_prompt=8"]))
+    assert followed.forecast(64).forward == 2 * forecast.forward
+    monkeypatch.setattr(followed, "args", FlowGRPOConfig.read("tiny_grpo", ["sampling.steps=20"]))
+    assert followed.forecast(64).update == forecast.update, "as many steps are trained"
+    assert followed.forecast(64).forward > 1.8 * forecast.forward
+
+
+def test_a_dtype_that_the_cpu_is_slow_in_is_said_with_the_one_to_set(monkeypatch):
+    rates = {torch.bfloat16: Rates(45e9, 40e9), torch.float32: Rates(300e9, 240e9)}
+    monkeypatch.setattr(estimate, "fast_dtype", lambda device: torch.float32)
+    assert slower_dtype(rates, torch.bfloat16) == (
+        "bf16 is 6.0 times as slow as fp32 on this CPU: set dtype=auto, which is fp32 here."
+    )
+    monkeypatch.setattr(estimate, "fast_dtype", lambda device: torch.bfloat16)
+    assert slower_dtype(rates, torch.bfloat16).endswith("set dtype=fp32.")
+    assert not slower_dtype(rates, torch.float32)
+    assert not slower_dtype({torch.bfloat16: Rates(45e9, 40e9), torch.float32: Rates(90e9, 80e9)}, torch.bfloat16)
+    assert not slower_dtype({torch.bfloat16: Rates(45e9, 40e9)}, torch.bfloat16), "nothing to compare with"
+
+
+def test_plan_of_this_machine_says_what_was_measured_and_which_dtype_is_faster(followed, monkeypatch):
+    rates = {torch.bfloat16: Rates(1e9, 1e9, "as injected"), torch.float32: Rates(9e9, 9e9)}
+    monkeypatch.setattr(Plan, "rates", lambda self, microbatch, dtype=None: rates[dtype or self.dtype])
+    words = ["plan", "tiny_grpo", "rewards={jpeg_size: 1}", "evaluation.prompts=null", "prompts_per_step=2"]
+    output = " ".join(CliRunner().invoke(cli.app, [*words, "dtype=bf16"]).output.split())
+    seconds = followed.forecast(8).operations / 16 / 1e9  # of 2 prompts in place of 32
+    assert f"a step: {seconds:.3g} s, without rewards, if every group has signal (as injected)" in output
+    assert "bf16 is 9.0 times as slow as fp32 on this CPU: set dtype=" in output
+    assert "as slow" not in CliRunner().invoke(cli.app, [*words, "dtype=fp32"]).output
+
+
+def saved(dtype: torch.dtype, folder: Path) -> Path:
+    """The embedded model in files of that dtype."""
+    StableDiffusion3Pipeline.from_pretrained(SHIPPED["tiny"], torch_dtype=dtype).save_pretrained(folder)
+    return folder
+
+
+def test_loading_counts_files_in_another_dtype_beside_the_converted_weights(tmp_path):
+    """bf16 files read to float32: all weights, and at the most one network's files and the buffers that building it makes.
+
+    Where a file holds float32 too, that is used as it is in the file: so the rest of the file stays mapped.
+    """
+
+    def loading(folder: Path) -> estimate.Loading:
+        return estimate.Loading.of(
+            meta_pipeline.hollow(str(folder), torch.float32, cuda=False), torch.float32, without_encoders=False
+        )
+
+    folder = saved(torch.bfloat16, tmp_path / "bf16")
+    pipe = StableDiffusion3Pipeline.from_pretrained(folder, torch_dtype=torch.float32)
+    networks = [part for part in pipe.components.values() if isinstance(part, torch.nn.Module)]
+    position, transformer = (
+        pipe.transformer.pos_embed.pos_embed.numel(),
+        sum(p.numel() for p in pipe.transformer.parameters()),
+    )
+    weights = 4 * (position + sum(p.numel() for network in networks for p in network.parameters()))
+    assert loading(folder) == estimate.Loading(0, weights + 2 * (transformer + position) + 4 * position)
+    file = folder / "transformer" / "diffusion_pytorch_model.safetensors"
+    tensors = load_file(file)
+    save_file({**tensors, "pos_embed.pos_embed": tensors["pos_embed.pos_embed"].float()}, file, {"format": "pt"})
+    vae = sum(p.numel() for p in pipe.vae.parameters())
+    assert 2 * vae > 4 * position, "then the VAE's file is the most that comes and goes"
+    assert loading(folder) == estimate.Loading(2 * transformer, weights + 2 * transformer + 2 * vae)
+    whole = saved(torch.float32, tmp_path / "fp32")
+    assert loading(whole) == estimate.Loading(0, weights + 4 * position), "nothing of float32 files is copied"
+
+
+def test_what_does_not_fit_while_it_is_loaded_does_not_fit(followed, monkeypatch):
+    monkeypatch.setattr(followed, "loading", estimate.Loading(0.0, 3 * GB))
+    assert followed.largest(4 * GB) > 0
+    assert followed.largest(2.9 * GB) == 0
+    forecast = followed.forecast(8)
+    assert forecast.peak == 3 * GB
+    assert forecast.passing["loading"] == 3 * GB - sum(forecast.staying.values())
+
+
+def test_rewards_are_measured_on_few_images_however_many_a_step_has(monkeypatch):
+    counts = []
+    monkeypatch.setattr(estimate, "peak_bytes", lambda device: 5.0)
+    monkeypatch.setattr(
+        estimate, "build_rewards", lambda args: (lambda images, *rest, **more: counts.append(len(images)), [])
+    )
+    args = FlowGRPOConfig.read("tiny_grpo", ["images_per_prompt=1000000", "microbatch=64"])
+    assert estimate.occupied(args) == 5 + (32_000_000 - 128) * 3 * 32 * 80 * 4
+    assert counts == [128]

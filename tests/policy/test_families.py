@@ -1,0 +1,223 @@
+"""The contract, for every family of pipelines: the pipeline is the model, and its LoRA goes where people use LoRAs."""
+
+import pytest
+import torch
+from diffusers import DiffusionPipeline
+from diffusers.guiders import ClassifierFreeGuidance
+from peft import PeftModel
+from support.embedded import stir
+from support.families import TINY, Tiny, awake
+from support.sample_rewards import brightness
+
+from flow_grpo import sampling, sde
+from flow_grpo.config import FlowGRPOConfig
+from flow_grpo.doctor import model as contract
+from flow_grpo.policy.merge import save_whole
+from flow_grpo.policy.policy import WEIGHTS, Policy, load_policy
+from flow_grpo.trainer import FlowGRPOTrainer
+
+PROMPTS = ["a red cat", "a big dog"]  # of one length, so that pipelines encode both in one batch without padding
+ROWS = torch.arange(2)
+UNGUIDED = pytest.param(1.0, id="unguided")
+GUIDED = pytest.param(3.0, id="guided")
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    """The checkpoint of a family, built when it is first asked for."""
+    made = {}
+
+    def folder(name: str):
+        if name not in made:
+            torch.manual_seed(0)
+            made[name] = tmp_path_factory.mktemp(name)
+            awake(TINY[name].build()).save_pretrained(made[name])
+        return made[name]
+
+    return folder
+
+
+def loaded(folders, name: str, guidance: float = 1.0, dtype: str = "fp32") -> Policy:
+    tiny = TINY[name]
+    size = {"height": tiny.size[0], "width": tiny.size[1]}
+    if tiny.attributes:
+        return Policy(from_folder(folders(name), tiny), guidance=guidance, **size, **tiny.call)
+    return load_policy(str(folders(name)), "cpu", dtype, guidance=guidance, **size, **tiny.call)
+
+
+def from_folder(folder, tiny: Tiny) -> DiffusionPipeline:
+    pipe = DiffusionPipeline.from_pretrained(folder)
+    for attribute, value in tiny.attributes.items():
+        setattr(pipe, attribute, value)
+    return pipe
+
+
+def noise(policy: Policy, seed: int = 0) -> torch.Tensor:
+    _, shape = policy.schedule(3)
+    return torch.randn(2, *shape, generator=torch.Generator().manual_seed(seed))
+
+
+def plain(pipe: DiffusionPipeline, name: str, policy: Policy, state: torch.Tensor, guidance: float = 1.0) -> torch.Tensor:
+    """What a user's own call of the pipeline draws from the same noise."""
+    pipe.set_progress_bar_config(disable=True)
+    call = {**policy.call, "latents": state.clone()}
+    if name.startswith("flux2"):  # they take unpacked latents
+        height, width = (side // 4 for side in TINY[name].size)
+        call["latents"] = state.transpose(1, 2).unflatten(2, (height, width))
+    if "negative_prompt" in call:
+        call["negative_prompt"] = [call["negative_prompt"]] * 2
+    if name == "hunyuan_image":
+        pipe.guider = ClassifierFreeGuidance(guidance) if guidance > 1 else None
+    out = pipe(prompt=list(PROMPTS), num_inference_steps=3, output_type="pt", **call)
+    return out[0].float()
+
+
+def ours(policy: Policy, state: torch.Tensor) -> torch.Tensor:
+    schedule, _ = policy.schedule(3)
+    velocity = policy.along(schedule, policy.encode(PROMPTS))
+    return policy.decode(sampling.rollout(velocity, schedule, state, [], "ode", 0.0, lambda i: state, 2).final)
+
+
+@pytest.mark.parametrize("name", TINY)
+@pytest.mark.parametrize("guidance", [UNGUIDED, GUIDED])
+def test_noise_0_is_the_pipelines_own_call(folders, name, guidance):
+    if guidance > 1 and TINY[name].guidance is None:
+        pytest.skip(f"guidance of {name} fails in diffusers itself for more than one prompt")
+    policy = loaded(folders, name, guidance)
+    state = noise(policy)
+    expected = plain(from_folder(folders(name), TINY[name]), name, policy, state, guidance)
+    torch.testing.assert_close(ours(policy, state), expected.clamp(0, 1), rtol=0, atol=2e-4)
+    assert (expected[0] - expected[1]).abs().max() > 1e-3, "the prompts and their noise make a difference"
+
+
+@pytest.mark.parametrize("name", TINY)
+def test_stored_steps_replay_to_a_ratio_of_exactly_1_with_gradients(folders, name):
+    policy = loaded(folders, name)
+    policy.add_lora(2, 4, None, seed=0)
+    stir(policy)
+    schedule, shape = policy.schedule(3)
+    prompts = [PROMPTS[0], PROMPTS[1], "a very long prompt about a dog"]
+    velocity = policy.along(schedule, policy.encode(prompts))
+    start, step = torch.randn(2, 3, *shape, generator=torch.Generator().manual_seed(0))
+    trajectory = sampling.rollout(velocity, schedule, start, [0, 1], "cps", 0.7, lambda i: step, microbatch=3)
+    rows = torch.arange(3)
+    for k in range(2):
+        _, mean, std = sampling.replay(velocity, trajectory, k, rows, "cps", 0.7)
+        log_prob = sde.log_prob(trajectory.x_next[rows, k], mean, std)
+        assert torch.equal(log_prob, trajectory.log_prob_BK[rows, k])
+    log_prob.sum().backward()
+    silent = [n for n, p in policy.parameters().items() if p.grad is None or not p.grad.any()]
+    assert not [n for n in silent if not any(dead in n for dead in TINY[name].dead)]
+
+
+@pytest.mark.parametrize("name", TINY)
+def test_a_timestep_per_sample_equals_one_call_each(folders, name):
+    policy = loaded(folders, name)
+    schedule, _ = policy.schedule(4)
+    x, conditioning = noise(policy), policy.encode(PROMPTS)
+    timesteps = schedule.timesteps[[1, 3]]
+    with torch.no_grad():
+        both = policy.velocity(x, timesteps, conditioning, ROWS)
+        for i in range(2):
+            alone = policy.velocity(x[i : i + 1], timesteps[i], conditioning, ROWS[i : i + 1])
+            torch.testing.assert_close(both[i : i + 1], alone, rtol=0, atol=2e-5)
+        swapped = policy.velocity(x, timesteps.flip(0), conditioning, ROWS)
+    assert (both - swapped).abs().max() > 1e-4
+
+
+@pytest.mark.parametrize("name", TINY)
+def test_the_adapter_is_the_base_when_off_and_the_same_picture_when_saved(folders, name, tmp_path):
+    policy = loaded(folders, name)
+    state, schedule = noise(policy), policy.schedule(3)[0]
+    conditioning = policy.encode(PROMPTS)
+    with torch.no_grad():
+        base = policy.velocity(state, schedule.timesteps[0], conditioning, ROWS)
+        policy.add_lora(2, 4, None, seed=0)
+        assert torch.equal(policy.velocity(state, schedule.timesteps[0], conditioning, ROWS), base)
+        stir(policy)
+        assert (policy.velocity(state, schedule.timesteps[0], conditioning, ROWS) - base).abs().max() > 1e-4
+        with policy.reference():
+            assert torch.equal(policy.velocity(state, schedule.timesteps[0], conditioning, ROWS), base)
+    policy.save_lora(tmp_path)
+    pipe = from_folder(folders(name), TINY[name])
+    if policy.loads_loras:
+        pipe.load_lora_weights(str(tmp_path))
+    elif hasattr(pipe.transformer, "load_lora_adapter"):
+        pipe.transformer.load_lora_adapter(str(tmp_path), prefix=None, weight_name=WEIGHTS)
+    else:
+        PeftModel.from_pretrained(pipe.transformer, str(tmp_path))
+    expected = ours(policy, state)
+    torch.testing.assert_close(plain(pipe, name, policy, state).clamp(0, 1), expected, rtol=0, atol=2e-4)
+    again = loaded(folders, name)
+    again.load_lora(tmp_path)
+    torch.testing.assert_close(ours(again, state), expected, rtol=0, atol=5e-5)
+
+
+@pytest.mark.parametrize("name", ["prx", "omnigen"])  # transformers that know nothing of adapters; one's encoder is wrapped
+def test_a_merged_model_draws_what_its_lora_drew(folders, name, tmp_path):
+    policy = loaded(folders, name)
+    policy.add_lora(2, 4, None, seed=0)
+    stir(policy)
+    state = noise(policy)
+    with policy.reference():
+        base = ours(policy, state)
+    expected = ours(policy, state)
+    save_whole(policy, tmp_path, str(folders(name)))
+    size = {"height": TINY[name].size[0], "width": TINY[name].size[1]}
+    merged = load_policy(str(tmp_path), "cpu", "fp32", **size, **TINY[name].call)
+    assert not merged.has_lora
+    torch.testing.assert_close(ours(merged, state), expected, rtol=0, atol=5e-5)
+    assert (expected - base).abs().max() > 1e-3
+
+
+@pytest.mark.parametrize("name", [name for name, tiny in TINY.items() if not tiny.attributes])
+def test_all_weights_can_be_trained_and_the_base_model_comes_back_as_it_was_loaded(folders, name):
+    """Some keep a few modules in float32."""
+    policy = loaded(folders, name, dtype="bf16")
+    before = {n: v.clone() for n, v in policy.pipe.transformer.state_dict().items()}
+    policy.train_all()
+    policy.keep_base("cpu")
+    assert {p.dtype for p in policy.parameters().values()} == {torch.float32}
+    policy.strip()
+    after = policy.pipe.transformer.state_dict()
+    assert all(torch.equal(after[n], v) and after[n].dtype == v.dtype for n, v in before.items())
+
+
+def test_a_quoted_word_does_not_pad_the_prompts_beside_it(folders):
+    prompts = ['a sign "CAT"', "a big dog"]
+    beside, alone = loaded(folders, "glm_image").encode(prompts), loaded(folders, "glm_image").encode(prompts[1:])
+    for (_, one), (_, other) in zip(beside.take(ROWS[1:])[1], alone.take(ROWS[:1])[1], strict=True):
+        assert torch.equal(one[0], other[0])
+
+
+@pytest.mark.parametrize("name", TINY)
+def test_doctor_says_that_it_can_be_trained(folders, name):
+    found = list(contract.examine(loaded(folders, name)))
+    assert len(found) == 7
+    assert all(check.fine for check in found), [check for check in found if not check.fine]
+
+
+def test_doctor_says_what_is_wrong_with_a_pipeline(folders):
+    policy = loaded(folders, "flux")
+    policy.pipe.transformer.proj_out = torch.nn.Sequential(policy.pipe.transformer.proj_out, torch.nn.Dropout(0.5).train())
+    wrong = [check for check in contract.examine(policy) if not check.fine]
+    assert "A stored step, computed again, has a ratio of exactly 1" in [check.name for check in wrong]
+
+
+@pytest.mark.parametrize("name", TINY)
+def test_two_training_steps(folders, name, tmp_path):
+    args = FlowGRPOConfig(
+        steps=2,
+        prompts_per_step=2,
+        images_per_prompt=2,
+        microbatch=2,
+        sampling={"steps": 3, "transition": "cps"},
+        lora={"rank": 2, "alpha": 4},
+        output=str(tmp_path),
+    )
+    trainer = FlowGRPOTrainer(loaded(folders, name), [brightness], args, PROMPTS)
+    for _ in range(2):
+        metrics = trainer.training_step()
+        assert metrics["ratio/first_update_max_deviation"] == 0
+        assert torch.isfinite(torch.tensor(metrics["loss"]))
+        assert metrics["grad_norm"] > 0

@@ -1,0 +1,137 @@
+"""The settings of `memory`: less of it, and the same numbers."""
+
+import shutil
+import sys
+
+import pytest
+import torch
+from support.embedded import PROMPTS, short_run, stir, tiny_policy
+from support.families import TINY, awake
+
+from flow_grpo.config.sections import MemoryConfig
+from flow_grpo.policy import hub
+from flow_grpo.policy.policy import load_policy
+from flow_grpo.trainer import FlowGRPOTrainer
+
+ROWS = torch.arange(2)
+
+
+@pytest.fixture(scope="module")
+def flux(tmp_path_factory):
+    torch.manual_seed(0)
+    folder = tmp_path_factory.mktemp("flux")
+    awake(TINY["flux"].build()).save_pretrained(folder)
+    return folder
+
+
+def velocity(policy, seed: int = 0) -> torch.Tensor:
+    schedule, shape = policy.schedule(3)
+    x = torch.randn(2, *shape, generator=torch.Generator().manual_seed(seed))
+    return policy.velocity(x, schedule.timesteps[1], policy.encode(PROMPTS), ROWS)
+
+
+def test_prompts_of_a_former_run_need_no_encoder(tmp_path):
+    memory = MemoryConfig(embeddings=str(tmp_path))
+    first = tiny_policy(memory=memory)
+    expected = velocity(first)
+    second = tiny_policy(memory=memory, prompts=PROMPTS)
+    assert second.pipe.text_encoder is second.pipe.text_encoder_2 is second.pipe.text_encoder_3 is None
+    assert torch.equal(velocity(second), expected)
+    assert tiny_policy(memory=memory, prompts=[*PROMPTS, "another"]).pipe.text_encoder is not None
+    other = tiny_policy(memory=memory, prompts=PROMPTS, max_sequence_length=10)
+    assert other.pipe.text_encoder is not None, "a prompt of another length becomes something else"
+
+
+def test_a_damaged_or_changed_store_is_written_anew(tmp_path):
+    memory, model = MemoryConfig(embeddings=str(tmp_path / "store")), tmp_path / "model"
+    shutil.copytree(hub.SHIPPED["tiny"], model)
+
+    def load():
+        return load_policy(str(model), "cpu", "fp32", memory=memory, height=32, width=80, max_sequence_length=14)
+
+    expected = velocity(load())
+    files = sorted((tmp_path / "store").rglob("*.pt"))
+    assert len(files) == len(PROMPTS) + 2, "the prompts, the probe and the layout"
+    for file in files:
+        file.write_bytes(file.read_bytes()[:100])
+    assert torch.equal(velocity(load()), expected)
+    assert all(file.stat().st_size > 100 for file in files)
+    (model / "model_index.json").touch()
+    velocity(load())
+    assert len(list((tmp_path / "store").iterdir())) == 2, "the model was touched, so its prompts have a new place"
+
+
+def test_checkpointing_changes_no_bit_of_the_gradient():
+    gradients = []
+    for checkpointing in (False, True):
+        policy = tiny_policy(memory=MemoryConfig(checkpointing=checkpointing))
+        policy.add_lora(4, 8, ["to_q", "to_out.0"], seed=0)
+        stir(policy)
+        kept: list[int] = []
+
+        def keep(tensor, kept=kept):
+            kept.append(tensor.nbytes)
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+            v = velocity(policy)
+        v.square().mean().backward()
+        gradients.append(({n: p.grad for n, p in policy.parameters().items()}, sum(kept)))
+    (plain, whole), (recomputed, less) = gradients
+    assert all(torch.equal(plain[name], recomputed[name]) for name in plain)
+    assert less < whole / 2
+
+
+def test_a_run_with_compiled_and_checkpointed_blocks_has_a_ratio_of_exactly_1(flux, tmp_path):
+    if shutil.which("c++") is None:
+        pytest.skip("torch.compile needs a C++ compiler")
+    size = {"model": str(flux), "pipeline": "{max_sequence_length: 16}", "height": 32, "width": 48}
+    pairs = ["memory={compile: true, checkpointing: true}", *(f"{key}={value}" for key, value in size.items())]
+    trainer = FlowGRPOTrainer(args=short_run(tmp_path, *pairs, "lora.targets=null"))
+    for _ in range(2):
+        assert trainer.training_step()["ratio/first_update_max_deviation"] == 0
+
+
+def test_attention_backends_are_diffusers_own(flux):
+    call = {"height": 32, "width": 48, "max_sequence_length": 16}
+    expected = velocity(load_policy(str(flux), "cpu", "fp32", **call))
+    math = load_policy(str(flux), "cpu", "fp32", memory=MemoryConfig(attention="_native_math"), **call)
+    torch.testing.assert_close(velocity(math), expected, rtol=0, atol=1e-4)
+    with pytest.raises(ValueError, match=r"memory\.attention=lightning"):
+        load_policy(str(flux), "cpu", "fp32", memory=MemoryConfig(attention="lightning"), **call)
+
+
+def test_slices_are_the_same_pictures():
+    latents = torch.randn(3, 8, 8, 20, generator=torch.Generator().manual_seed(0))
+    sliced = tiny_policy(memory=MemoryConfig(vae_slicing=True, vae_tiling=True))
+    torch.testing.assert_close(sliced.decode(latents), tiny_policy().decode(latents), rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("kind", ["int8", "nf4"])
+def test_a_quantised_base_is_near_the_whole_one_and_trains(flux, tmp_path, kind):
+    pytest.importorskip("torchao" if kind == "int8" else "bitsandbytes")
+    if kind == "nf4" and not torch.cuda.is_available():
+        pytest.skip("bitsandbytes quantises on a GPU alone")
+    call = {"height": 32, "width": 48, "max_sequence_length": 16}
+    expected = velocity(load_policy(str(flux), "cpu", "fp32", **call))
+    quantised = load_policy(str(flux), "cpu", "fp32", memory=MemoryConfig(quantize=kind), **call)
+    off = (velocity(quantised) - expected).norm() / expected.norm()
+    assert 0 < off < (0.05 if kind == "int8" else 0.4)
+    size = ["height=32", "width=48", f"model={flux}", "pipeline={max_sequence_length: 16}"]
+    trainer = FlowGRPOTrainer(args=short_run(tmp_path, *size, f"memory={{quantize: {kind}}}", "lora.targets=null"))
+    assert trainer.training_step()["ratio/first_update_max_deviation"] == 0
+    assert all(parameter.dtype == torch.float32 for parameter in trainer.policy.parameters().values())
+
+
+@pytest.mark.parametrize("kind", ["int8", "int4", "nf4"])
+def test_a_quantised_base_needs_its_package(flux, kind, monkeypatch):
+    for package in ("torchao", "torchao.quantization", "bitsandbytes"):
+        monkeypatch.setitem(sys.modules, package, None)
+    with pytest.raises(ValueError, match=r"torchao|bitsandbytes"):
+        load_policy(str(flux), "cpu", "fp32", memory=MemoryConfig(quantize=kind))
+
+
+def test_8_bit_adam_needs_its_package(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "bitsandbytes.optim", None)
+    with pytest.raises(ValueError, match=r"adamw_8bit needs bitsandbytes.*pip install bitsandbytes"):
+        FlowGRPOTrainer(args=short_run(tmp_path, "optimizer.name=adamw_8bit"))

@@ -1,0 +1,406 @@
+"""The pipeline as a velocity function: what it is called with, how rows share a call, and that nothing outside is touched."""
+
+import inspect
+
+import diffusers
+import pytest
+import torch
+from diffusers import FlowMatchHeunDiscreteScheduler, StableDiffusion3Pipeline
+from diffusers.guiders import ClassifierFreeGuidance
+from support.embedded import CALL, PROMPTS, tiny_policy
+from support.families import TINY, awake
+
+from flow_grpo import sampling
+from flow_grpo.data.prompts import PromptSet
+from flow_grpo.policy import pipeline
+from flow_grpo.policy.families import Family
+from flow_grpo.policy.hub import SHIPPED
+from flow_grpo.policy.pipeline import ENCODED_AT_ONCE, ENCODERS
+from flow_grpo.policy.policy import Policy
+
+LATENTS = torch.randn(3, 8, 8, 20, generator=torch.Generator().manual_seed(0))
+MIDDLE = torch.tensor(500.0)
+SIZE = {"height": 32, "width": 80, "max_sequence_length": 14}
+
+
+@pytest.fixture(scope="module")
+def shared() -> Policy:
+    """The embedded model, for tests that leave it as it is."""
+    return tiny_policy()
+
+
+@pytest.fixture
+def as_family(monkeypatch):
+    """Makes the embedded model another family's."""
+
+    def make(scale: float = 1.0, **particular) -> Policy:
+        monkeypatch.setattr(pipeline, "family", lambda name: Family(**particular))
+        return Policy(StableDiffusion3Pipeline.from_pretrained(SHIPPED["tiny"]), guidance=scale, **SIZE)
+
+    return make
+
+
+def of_family(name: str) -> Policy:
+    torch.manual_seed(0)
+    height, width = TINY[name].size
+    return Policy(awake(TINY[name].build()), height=height, width=width, **TINY[name].call)
+
+
+def drawn(policy: Policy, latents: torch.Tensor, prompts: list[str], steps: int = 3) -> torch.Tensor:
+    """The ODE from these latents, through our path."""
+    schedule, _ = policy.schedule(steps)
+    velocity = policy.along(schedule, policy.encode(prompts))
+    return policy.decode(sampling.rollout(velocity, schedule, latents, [], "ode", 0.0, lambda i: latents, 8).final)
+
+
+class Calls:
+    """Notes the rows of each call of a policy's transformer, and of its encoders."""
+
+    def __init__(self, policy: Policy) -> None:
+        self.transformer: list[int] = []
+        self.encoders: list[int] = []
+        policy.pipe.transformer.register_forward_hook(lambda _, a, kwargs, out: self.note(kwargs), with_kwargs=True)
+        encode = policy.pipe.encode_prompt
+        policy.pipe.encode_prompt = lambda *a, **k: self.encoders.append(len(k["prompt"])) or encode(*a, **k)
+
+    def note(self, kwargs: dict) -> None:
+        self.transformer.append(len(kwargs["hidden_states"]))
+
+
+# -- what it is called with -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("guidance", [1.0, 1.5])
+def test_the_guidance_is_the_pipelines_own(guidance):
+    pipe = StableDiffusion3Pipeline.from_pretrained(SHIPPED["tiny"])
+    policy = Policy(pipe, guidance=guidance, negative_prompt="ugly", **SIZE)
+    encode, given = pipe.encode_prompt, []
+    pipe.encode_prompt = lambda *a, **k: given.append((k["prompt"], k["negative_prompt"])) or encode(*a, **k)
+    found = drawn(policy, LATENTS[:2], PROMPTS)
+    assert all(negative == ["ugly"] * len(prompts) for prompts, negative in given), "some pipelines take no single one"
+    pipe.set_progress_bar_config(disable=True)
+    call = {**SIZE, "num_inference_steps": 3, "output_type": "pt", "negative_prompt": ["ugly"] * 2}
+    expected = pipe(PROMPTS, latents=LATENTS[:2], guidance_scale=guidance, **call).images
+    torch.testing.assert_close(found, expected, rtol=0, atol=2e-5)
+    if guidance > 1:
+        plain = pipe(PROMPTS, latents=LATENTS[:2], guidance_scale=1.0, **call).images
+        assert (plain - expected).abs().max() > 1e-3
+
+
+def test_without_a_word_there_is_no_guidance_and_no_offloading(shared):
+    policy = Policy(shared.pipe)
+    assert policy.call == {"guidance_scale": 1.0}
+    assert policy.dtype == torch.float32
+    assert not policy._offload
+
+
+@pytest.mark.parametrize(("guidance", "value"), [(1.0, 0.0), (0.5, 0.0), (1.5, 1.5)])
+def test_guidance_is_off_as_the_family_has_it(as_family, guidance, value):
+    policy = as_family(guidance, guidance="guidance_scale", unguided=0.0)
+    assert policy.call == {"guidance_scale": value, **SIZE}
+
+
+def test_a_family_has_arguments_of_every_call_and_guiders_in_place_of_one(as_family):
+    """Arguments that this version of the pipeline does not know are left out."""
+    for guidance in (1.0, 1.5):
+        policy = as_family(guidance, guidance="", guiders=("guider",), call={"negative_prompt": " ", "no_such": 1})
+        assert policy.call == {"negative_prompt": " ", **SIZE}
+        guider = policy._view.guider
+        assert guider is None if guidance == 1 else isinstance(guider, ClassifierFreeGuidance)
+    assert guider.guidance_scale == 1.5
+
+
+def test_what_can_not_be_called_so_is_refused():
+    for wrong, words in (({"steps": 3}, "takes no argument steps"), ({"latents": 0}, "latents can't be set in pipeline")):
+        with pytest.raises(ValueError, match=words):
+            tiny_policy(**wrong)
+
+
+def test_the_transformer_alone_is_frozen():
+    pipe = StableDiffusion3Pipeline.from_pretrained(SHIPPED["tiny"])
+    pipe.transformer.train()
+    pipe.vae.train()
+    Policy(pipe)
+    assert not pipe.transformer.training
+    assert not any(parameter.requires_grad for parameter in pipe.transformer.parameters())
+    assert pipe.vae.training
+    assert all(parameter.requires_grad for parameter in pipe.vae.parameters())
+
+
+def test_what_only_prompts_need_is_known_by_its_name():
+    """What the constructors call it: an encoder of pictures stays."""
+    named = {}
+    for kind in ("StableDiffusion3Pipeline", "GlmImagePipeline"):
+        components = inspect.signature(getattr(diffusers, kind)).parameters
+        named[kind] = {name for name in components if name.startswith(ENCODERS)}
+    assert named["StableDiffusion3Pipeline"] == {"text_encoder", "text_encoder_2", "text_encoder_3"}
+    assert named["GlmImagePipeline"] == {"text_encoder", "vision_language_encoder"}
+
+
+# -- prompts --------------------------------------------------------------------------------------------------------------
+
+
+def test_prompts_are_encoded_in_passes_of_one_size(as_family):
+    """All are padded to one length, so they share passes; where each needs a call of its own, or lengths differ, they do not."""
+    prompts = [f"prompt {i}" for i in range(ENCODED_AT_ONCE + 3)]
+    for alone, expected in ((False, [ENCODED_AT_ONCE] * 2), (True, [1] * len(prompts))):
+        policy = as_family(alone=alone)
+        policy.schedule(2)
+        calls = Calls(policy)
+        policy.encode(prompts)
+        assert calls.encoders == expected
+        assert policy.encode([*prompts, *prompts]).place.tolist() == [*range(len(prompts))] * 2
+        assert calls.encoders == expected, "they are kept"
+    policy = as_family()
+    policy.encode(prompts[:1])
+    policy._one_length = False  # as after encoding a short and a long prompt that became of different lengths
+    calls = Calls(policy)
+    policy.encode(prompts[1:4])
+    assert calls.encoders == [1, 1, 1]
+
+
+def test_whether_all_prompts_become_of_one_length_is_found_out(shared):
+    shared.encode(PROMPTS)
+    assert shared._one_length
+    uneven = of_family("z_image")
+    uneven.encode(PROMPTS)
+    assert not uneven._one_length
+
+
+def test_encoding_leaves_the_global_stream_and_keeps_no_graph(shared):
+    """Some encoders sample."""
+    policy = Policy(shared.pipe, **SIZE)
+    encode = policy.pipe.encode_prompt
+    try:
+        policy.pipe.encode_prompt = lambda *a, **k: torch.rand(1) is None or encode(*a, **k)
+        before = torch.random.get_rng_state()
+        _, recording = policy.encode(PROMPTS).take(torch.arange(2))
+        assert torch.equal(torch.random.get_rng_state(), before)
+    finally:
+        del policy.pipe.encode_prompt
+    assert not any(isinstance(part, torch.Tensor) and part.requires_grad for _, output in recording for part in output)
+
+
+def test_offloaded_encoders_come_to_the_device_for_each_encoding_and_leave_it(monkeypatch):
+    for offload in (False, True):
+        policy = Policy(StableDiffusion3Pipeline.from_pretrained(SHIPPED["tiny"]), offload=offload, **SIZE)
+        events, to, encode = [], torch.nn.Module.to, policy.pipe.encode_prompt
+        encoders = (policy.pipe.text_encoder, policy.pipe.text_encoder_2, policy.pipe.text_encoder_3)
+
+        def moved(self, where, events=events, to=to):
+            events.append((self, str(where)))
+            return to(self, where)
+
+        monkeypatch.setattr(torch.nn.Module, "to", moved)
+        policy.pipe.encode_prompt = lambda *a, encode=encode, events=events, **k: events.append("encode") or encode(*a, **k)
+        trip = [(encoder, "cpu") for encoder in encoders] if offload else []
+        policy.encode(PROMPTS[:1])
+        assert events == [*trip, *["encode"] * 4, *trip, *trip, "encode", *trip], (
+            "two probes, alone and twice, then the prompt"
+        )
+        events.clear()
+        policy.own_picture(PROMPTS[0], 2, seed=0)
+        assert events == [*trip, "encode", *trip]
+        monkeypatch.undo()
+
+
+# -- the velocity ---------------------------------------------------------------------------------------------------------
+
+
+def test_rows_that_can_not_share_a_call_go_into_calls_filled_up_to_all_rows(as_family, shared):
+    policy, rows = as_family(alone=True), torch.tensor([0, 1, 0])
+    calls = Calls(policy)
+    conditioning = policy.encode(PROMPTS)
+    calls.transformer.clear()
+    with torch.no_grad():
+        found = policy.velocity(LATENTS, MIDDLE, conditioning, rows)
+        expected = shared.velocity(LATENTS, MIDDLE, shared.encode(PROMPTS), rows)
+    assert calls.transformer == [3, 3], "with the shape of a call its last bits would change"
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-4)
+    assert policy.takes_timesteps is None, "it was not asked"
+    policy._calls = lambda calls: 4  # of another process, which needs more of them
+    calls.transformer.clear()
+    with torch.no_grad():
+        assert torch.equal(policy.velocity(LATENTS, MIDDLE, conditioning, rows), found)
+    assert calls.transformer == [3, 3, 3, 3]
+
+
+@pytest.mark.parametrize("alone", [False, True])
+def test_timesteps_that_can_not_share_a_call_go_into_calls_of_their_own(as_family, shared, alone):
+    policy, rows, timesteps = as_family(alone=alone), torch.tensor([0, 1, 0]), torch.tensor([900.0, 900.0, 300.0])
+    policy.takes_timesteps = False
+    calls = Calls(policy)
+    conditioning = policy.encode(PROMPTS)
+    calls.transformer.clear()
+    with torch.no_grad():
+        found = policy.velocity(LATENTS, timesteps, conditioning, rows)
+        assert calls.transformer == ([3, 3, 3] if alone else [3, 3])
+        for i in range(3):
+            one = shared.velocity(LATENTS[i : i + 1], timesteps[i], shared.encode(PROMPTS), rows[i : i + 1])
+            torch.testing.assert_close(found[i : i + 1], one, rtol=0, atol=1e-5)
+
+
+def test_a_pipeline_that_takes_timesteps_is_found_out_once(as_family):
+    policy = as_family()
+    calls, conditioning = Calls(policy), policy.encode(PROMPTS)
+    for expected in (4, 1):  # the two ends alone, both together, and what was asked; then that only
+        calls.transformer.clear()
+        policy.velocity(LATENTS[:2], torch.tensor([900.0, 300.0]), conditioning, torch.arange(2))
+        assert len(calls.transformer) == expected
+    assert policy.takes_timesteps is True
+
+
+@pytest.mark.parametrize(("share", "takes"), [(0.01, True), (0.03, False), (None, False)])
+def test_a_pipeline_takes_timesteps_if_each_row_is_within_a_fiftieth_of_what_it_is_alone(as_family, share, takes):
+    """A transformer with a known answer: one number is off, or the call fails, where the rows have different timesteps."""
+    policy, timesteps = as_family(), torch.tensor([800.0, 900.0])
+    conditioning = policy.encode(PROMPTS)
+    for sign, row in ((1, 0), (1, 1), (-1, 0), (-1, 1)):
+        ramp = torch.linspace(0, sign, 8 * 8 * 20).reshape(8, 8, 20)
+
+        def answer(_, args, kwargs, out, sign=sign, row=row, ramp=ramp):
+            timestep = kwargs["timestep"]
+            v = (850 - timestep).reshape(-1, 1, 1, 1) * ramp
+            if (timestep != timestep[0]).any():
+                if share is None:
+                    raise RuntimeError("one timestep, please")
+                v[row, 0, 0, 0] -= sign * share * 100  # the answers at 800 and at 900 are up to 100 apart, and opposite
+            return (v,)
+
+        policy.takes_timesteps = None
+        hook = policy.pipe.transformer.register_forward_hook(answer, with_kwargs=True)
+        v = policy.velocity(LATENTS[:2], timesteps, conditioning, torch.arange(2))
+        hook.remove()
+        assert policy.takes_timesteps is takes
+        if not takes:
+            torch.testing.assert_close(v, (850 - timesteps).reshape(-1, 1, 1, 1) * ramp)
+
+
+def test_a_velocity_leaves_the_global_stream_and_the_next_noise_is_the_pipelines_own(as_family):
+    policy, before = as_family(), torch.random.get_rng_state()
+    start = policy.noise(PROMPTS, seed=3)
+    policy.velocity(LATENTS[:2], MIDDLE, policy.encode(PROMPTS), torch.arange(2))
+    policy.decode(LATENTS[:1])
+    policy.schedule(3)
+    assert torch.equal(torch.random.get_rng_state(), before)
+    assert torch.equal(policy.noise(PROMPTS, seed=3), start)
+    assert not torch.equal(policy.noise(PROMPTS, seed=4), start)
+    assert torch.equal(start, torch.randn(2, 8, 8, 20, generator=torch.Generator().manual_seed(3)))
+
+
+@pytest.mark.parametrize("name", ["flux", "flux2_klein", "ernie"])
+def test_states_of_any_shape_are_given_to_the_pipeline(name):
+    """Packed states with ids beside them, `prepare_latents` by keywords, and a pipeline without that method."""
+    policy = of_family(name)
+    (schedule, shape), rows = policy.schedule(3), torch.arange(2)
+    x = torch.randn(2, *shape, generator=torch.Generator().manual_seed(0))
+    conditioning = policy.encode(["a red cat", "a big dog"])
+    with torch.no_grad():
+        v = policy.velocity(x, schedule.timesteps[1], conditioning, rows)
+        assert v.shape == x.shape
+        alone = [policy.velocity(x[i : i + 1], schedule.timesteps[1], conditioning, rows[i : i + 1]) for i in range(2)]
+    torch.testing.assert_close(v, torch.cat(alone), rtol=0, atol=1e-5)
+    assert (policy.velocity(2 * x, schedule.timesteps[1], conditioning, rows) - v).abs().max() > 1e-4
+    assert not torch.equal(policy.noise(["a red cat", "a big dog"], seed=1), x)
+
+
+def test_heun_asks_twice_a_step_but_for_the_last(shared):
+    schedule, _ = shared.schedule(3)
+    assert shared.heun(schedule).calls == [0, 1, 1, 2, 2]
+
+
+# -- pictures -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_the_pipelines_own_picture_is_what_anyone_would_draw(dtype, capsys):
+    """Also from a folder that names another solver of the same flow; the policy's path leads to the same picture."""
+    policy = tiny_policy(dtype)
+    policy.add_lora(2, 4, ["to_q"], seed=0)
+    found = policy.own_picture(PROMPTS[0], 3, seed=5)
+    assert (found.dtype, found.requires_grad, found.device.type) == (torch.float32, False, "cpu")
+    assert capsys.readouterr().err == "", "no progress bar"
+    if dtype == "bf16":
+        return
+    torch.testing.assert_close(drawn(policy, policy.noise(PROMPTS[:1], seed=5), PROMPTS[:1]), found, rtol=0, atol=2e-5)
+    generator = torch.Generator().manual_seed(5)
+    plain = policy.pipe([PROMPTS[0]], num_inference_steps=3, generator=generator, output_type="pt", **CALL).images
+    torch.testing.assert_close(found, plain, rtol=0, atol=1e-6)
+    capsys.readouterr()
+    other = StableDiffusion3Pipeline.from_pretrained(SHIPPED["tiny"])
+    other.scheduler = FlowMatchHeunDiscreteScheduler.from_config(other.scheduler.config)
+    torch.testing.assert_close(Policy(other, **CALL).own_picture(PROMPTS[0], 3, seed=5), found, rtol=0, atol=1e-6)
+
+
+def test_a_picture_is_drawn_by_the_guider_of_the_policy():
+    policy = of_family("hunyuan_image")
+    found = []
+    policy._view.guider = policy._view.ocr_guider = mark = ClassifierFreeGuidance(2.0)
+    kind = type(policy.pipe)
+    call = kind.__call__
+    try:
+        kind.__call__ = lambda self, **more: found.append((self.guider, self.ocr_guider)) or (torch.zeros(1, 3, 8, 8),)
+        policy.own_picture("a red cat", 2, seed=0)
+    finally:
+        kind.__call__ = call
+    assert found == [(mark, mark)]
+
+
+def test_pictures_are_float32_between_0_and_1_without_gradients(monkeypatch):
+    policy = tiny_policy("bf16")
+    process = policy.pipe.image_processor.postprocess
+    monkeypatch.setattr(policy.pipe.image_processor, "postprocess", lambda *a, **k: 3 * process(*a, **k) - 1)
+    assert policy.velocity(LATENTS[:2], MIDDLE, policy.encode(PROMPTS), torch.arange(2)).dtype == torch.float32
+    own = policy.own_picture(PROMPTS[0], 2, seed=0)
+    for images in (policy.decode(3 * LATENTS), own):
+        assert images.dtype == torch.float32
+        assert not images.requires_grad
+        assert (float(images.min()), float(images.max())) == (0, 1)
+        assert ((images > 0) & (images < 1)).any()
+
+
+def test_pictures_do_not_depend_on_the_micro_batch_of_decoding(shared):
+    torch.testing.assert_close(shared.decode(LATENTS, 2), shared.decode(LATENTS), rtol=0, atol=1e-5)
+
+
+def test_the_latents_of_a_picture_are_its_vaes_shifted_and_scaled(shared):
+    images = torch.rand(3, 3, 32, 80, generator=torch.Generator().manual_seed(0))
+    vae = shared.pipe.vae
+    z = vae.encode(2 * images - 1).latent_dist.mode()
+    assert vae.config.shift_factor
+    found = shared.latents(images, 2)
+    torch.testing.assert_close(found, (z - vae.config.shift_factor) * vae.config.scaling_factor, rtol=0, atol=1e-5)
+    assert (found.dtype, found.requires_grad) == (torch.float32, False)
+    assert tiny_policy("bf16").latents(images).dtype == torch.float32
+    with pytest.raises(ValueError, match=r"given images of \(16, 40\) pixels: they become latents of shape \(8, 4, 10\)"):
+        shared.latents(images[..., :16, :40])
+
+
+def test_packed_latents_are_packed_by_the_pipeline():
+    """And a VAE without a shift has none."""
+    policy = of_family("flux")
+    policy.pipe.vae.register_to_config(shift_factor=None)
+    images = torch.rand(2, 3, *TINY["flux"].size, generator=torch.Generator().manual_seed(0))
+    _, shape = policy.schedule(2)
+    found = policy.latents(images)
+    assert found.shape == (2, *shape)
+    with torch.no_grad():
+        z = policy.pipe.vae.encode(2 * images - 1).latent_dist.mode() * policy.pipe.vae.config.scaling_factor
+    torch.testing.assert_close(policy.pipe._unpack_latents(found, *TINY["flux"].size, policy.pipe.vae_scale_factor), z)
+
+
+def test_a_pipeline_whose_state_is_no_latent_of_its_vae_says_so(shared):
+    policy = Policy(shared.pipe, **SIZE)
+    policy.pipe.vae, vae = torch.nn.Identity(), policy.pipe.vae
+    try:
+        with pytest.raises(ValueError, match="StableDiffusion3Pipeline can't be trained on given images"):
+            policy.latents(torch.rand(1, 3, 32, 80))
+    finally:
+        policy.pipe.vae = vae
+
+
+def test_a_prompt_is_drawn_the_same_in_any_company(shared):
+    batch = PromptSet(PROMPTS, [{}] * 2).repeat(1)
+    start = sampling.batch_noise((8, 8, 20), batch, 0, "start")
+    both, alone = drawn(shared, start, PROMPTS), drawn(shared, start[1:], PROMPTS[1:])
+    torch.testing.assert_close(both[1:], alone, rtol=0, atol=1e-5)

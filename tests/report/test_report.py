@@ -1,0 +1,306 @@
+"""The report as a file: what it says, that it holds everything itself, and that no text of a run can do anything in it."""
+
+import base64
+import hashlib
+import json
+import random
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+from PIL import Image
+from support.embedded import short_run
+from support.fake_run import PROMPTS, synthetic_run, training_row
+from support.paths import SAMPLE_REWARDS
+
+from flow_grpo.export import model_card
+from flow_grpo.report import charts, summary
+from flow_grpo.report import page as report
+from flow_grpo.run_folder.reader import Story
+from flow_grpo.trainer import FlowGRPOTrainer
+
+HOSTILE = "</script><script>alert(1)</script><img src=x onerror=alert(2)>\"'>{{ 7*7 }}\x1b[31mred\x1b[0m\u202eback\ud800"
+
+
+class Page(HTMLParser):
+    """The elements of a page with their attributes, the text of its scripts, and all its text."""
+
+    def __init__(self, file: Path) -> None:
+        super().__init__()
+        self.elements, self.scripts, self.text, self.inside = [], [], "", ""
+        self.source = file.read_text(encoding="utf-8")
+        self.feed(self.source)
+
+    def handle_starttag(self, tag, attrs):
+        self.elements.append((tag, dict(attrs)))
+        self.inside = tag
+
+    def handle_data(self, data):
+        if self.inside == "script":
+            self.scripts.append(data)
+        elif self.inside != "style":
+            self.text += data
+
+    def handle_endtag(self, tag):
+        self.inside = ""
+
+    @property
+    def data(self) -> dict:
+        return json.loads(self.scripts[0], parse_constant=lambda name: pytest.fail(f"{name} is not JSON"))
+
+
+def page(tmp_path: Path, *runs: Path) -> Page:
+    return Page(report.write(list(runs), tmp_path / "report.html"))
+
+
+def test_the_first_sentence_says_what_was_trained_and_what_came_of_it(tmp_path):
+    risen = synthetic_run(tmp_path / "risen")
+    assert (
+        summary.sentence(Story(risen))
+        == "tiny was trained on ocr for 40 steps: on 20 held-out prompts it rose from 0.595 to 0.695."
+    )
+    assert "fell from 0.595 to 0.395" in summary.sentence(Story(synthetic_run(tmp_path / "fallen", rise=-0.2)))
+    assert "it stayed at 0.595" in summary.sentence(Story(synthetic_run(tmp_path / "held", rise=0.0)))
+    (row,) = summary.others(Story(risen))
+    assert (row["name"], row["verb"], row["last"]) == ("clip", "held", pytest.approx(0.9))
+
+
+def test_a_change_within_its_standard_error_is_no_change(tmp_path):
+    folder = synthetic_run(tmp_path / "run", rise=0.01)
+    assert summary.change(Story(folder), "ocr")["verb"] == "rose", "every prompt alike"
+    file = folder / "pictures" / "step_000040" / "evaluation.json"
+    content = json.loads(file.read_text())
+    content["values"]["ocr"] = [v + (0.5 if i % 2 else -0.5) for i, v in enumerate(content["values"]["ocr"])]
+    file.write_text(json.dumps(content))
+    told = summary.change(Story(folder), "ocr")
+    assert told["verb"] == "held", "the same mean, of prompts that went up and down by 0.5"
+    assert told["error"] == pytest.approx(0.5 / 19**0.5, rel=1e-6)
+
+
+def test_the_page_asks_nothing_of_the_network_and_lets_only_its_own_script_run(tmp_path):
+    found = page(tmp_path, synthetic_run(tmp_path / "run", warning="clip has fallen"))
+    for tag, attributes in found.elements:
+        assert tag not in ("link", "iframe", "object", "embed", "form", "base")
+        for name in ("src", "href", "srcset", "action", "data"):
+            assert (attributes.get(name) or "data:").startswith(("data:image/", "data:", "#")), (tag, attributes)
+    assert "url(" not in found.source
+    assert "@import" not in found.source
+    policy = next(a["content"] for tag, a in found.elements if a.get("http-equiv") == "Content-Security-Policy")
+    _, script = found.scripts
+    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+    assert f"script-src 'sha256-{digest}'" in policy
+    assert "default-src 'none'" in policy
+
+
+def test_no_text_of_a_run_becomes_a_part_of_the_page(tmp_path):
+    prompts = [HOSTILE, *PROMPTS]
+    folder = synthetic_run(tmp_path / "<b>run", prompts=prompts, reward=f"x.py:{HOSTILE[:20]}", warning=HOSTILE)
+    clean = page(tmp_path / "clean", synthetic_run(tmp_path / "run", warning="a word"))
+    found = page(tmp_path, folder)
+    tags = [tag for tag, _ in found.elements]
+    assert tags.count("script") == 2
+    assert tags.count("img") == [tag for tag, _ in clean.elements].count("img")
+    assert not [name for _, attributes in found.elements for name in attributes if name.startswith("on")]
+    assert {c for c in found.source if ord(c) < 32} == {"\n"}
+    assert "\u202e" not in found.source
+    shown = report.plain(HOSTILE)
+    assert "alert(1)</script>" in shown
+    assert "␛[31mred" in shown
+    assert "{{ 7*7 }}" in shown
+    assert shown in found.data["runs"][0]["prompts"]
+    assert shown in found.text
+    assert "49" not in shown
+
+
+def test_the_data_of_the_script_are_json_whatever_the_metrics_hold(tmp_path):
+    folder = synthetic_run(tmp_path / "run")
+    with (folder / "metrics.jsonl").open("a") as file:
+        row = training_row(41, float("nan")) | {"kl": float("inf")}
+        file.write(json.dumps(row) + "\n" + '{"step": 42, "rew')
+    file = folder / "pictures" / "step_000040" / "groups.json"
+    content = json.loads(file.read_text())
+    content["groups"][0]["rewards"]["clip"][0] = float("nan")
+    file.write_text(json.dumps(content))
+    items = page(tmp_path, folder).data["runs"][0]["groups"][-1]["groups"][0]["items"]
+    assert items[0]["rewards"]["clip"] is None
+    assert items[1]["rewards"]["clip"] == 0.5
+
+
+def test_the_film_has_its_first_and_last_picture_and_no_more_than_a_page_bears(tmp_path):
+    folder = synthetic_run(tmp_path / "run", steps=60, every=1)
+    run = page(tmp_path, folder).data["runs"][0]
+    steps = [frame["step"] for frame in run["frames"]]
+    assert (steps[0], steps[-1], len(steps)) == (0, 60, report.FRAMES)
+    assert steps == sorted(set(steps))
+    assert len(run["groups"]) == report.GROUP_STEPS
+    assert all(len(frame["pictures"]) == len(run["prompts"]) == 8 for frame in run["frames"])
+
+
+def test_best_and_worst_prompts_are_those_of_the_last_evaluation(tmp_path):
+    best, worst = report.ends(Story(synthetic_run(tmp_path / "run")))
+    assert (best["title"], worst["title"]) == ("Best", "Worst")
+    assert [row["prompt"] for row in best["rows"]] == PROMPTS[:-5:-1]
+    assert [row["prompt"] for row in worst["rows"]] == PROMPTS[:4]
+    assert worst["rows"][0]["then"] == pytest.approx(0.5)
+    assert worst["rows"][0]["now"] == pytest.approx(0.6)
+    assert best["rows"][0]["picture"].startswith("data:image/webp;base64,")
+    assert best["note"] == worst["note"] == ""
+
+
+def test_prompts_with_equal_rewards_are_said_to_be_equal(tmp_path):
+    """Of twenty prompts, twelve have the best reward; then all of them."""
+    folder = synthetic_run(tmp_path / "run")
+    for count, titles in ((12, ["Best", "Worst"]), (20, ["All 20 prompts have the reward 1.000"])):
+        for file in folder.glob("pictures/*/evaluation.json"):
+            content = json.loads(file.read_text())
+            content["values"]["reward"] = [1.0] * count + [0.01 * i for i in range(20 - count)]
+            content["extremes"] = [0, 1, 2, 3, *range(16, 20)][: 8 if count < 20 else 4] + (
+                [] if count < 20 else [16, 17, 18, 19]
+            )
+            file.write_text(json.dumps(content))
+        found = report.ends(Story(folder))
+        assert [part["title"] for part in found] == titles
+        assert found[0]["note"] == ("12 prompts have 1.000; 4 of them are shown" if count < 20 else "")
+
+
+def test_the_report_says_what_the_monitor_watches_and_what_fell_without_a_warning(tmp_path):
+    folder = synthetic_run(tmp_path / "run")
+    said = page(tmp_path, folder).text
+    assert "diversity by more than 75%" in said
+    assert "It has not warned." in said
+    assert "diversity of the images fell" not in said
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    for row in rows:
+        if "monitor/diversity" in row:
+            row["monitor/diversity"] = 0.2 - 0.0031 * row["step"]
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert "The diversity of the images fell by 62%." in page(tmp_path, folder).text
+    warned = synthetic_run(tmp_path / "warned", warning="clip has fallen")
+    assert "has not warned" not in page(tmp_path, warned).text
+
+
+def test_the_report_names_a_measure_the_same_way_everywhere(tmp_path):
+    said = page(tmp_path, synthetic_run(tmp_path / "run")).text.lower()
+    assert "high-frequency power" in said
+    assert "sharpness" not in said
+
+
+def test_a_ratio_of_exactly_1_is_said_to_deviate_by_0(tmp_path):
+    assert "largest deviation of the ratio from 1: 0" in page(tmp_path, synthetic_run(tmp_path / "run")).text
+
+
+def test_steps_are_whole_numbers_on_the_axis():
+    for last in (1, 2, 3, 7, 40):
+        chart = charts.draw("x", [charts.Line("up", [(float(x), float(x)) for x in range(last + 1)])])
+        assert all(tick["text"].isdigit() for tick in chart["x"]), chart["x"]
+        assert chart["x"][0]["text"] == "0"
+
+
+def test_the_settings_are_those_that_differ_from_the_default(tmp_path):
+    one, other = synthetic_run(tmp_path / "one"), synthetic_run(tmp_path / "other", steps=20)
+    rows = {row["name"]: row for row in summary.settings([Story(one), Story(other)])}
+    assert rows["steps"] == {"name": "steps", "cells": ["40", "20"], "default": "100", "differ": True}
+    assert rows["objective.name"]["cells"] == ["awm", "awm"]
+    assert not rows["objective.name"]["differ"]
+    assert "seed" not in rows
+    assert "evaluation.rewards.clip.on_error" not in rows
+
+
+def test_several_runs_share_the_curves_and_stand_side_by_side(tmp_path):
+    one, other = synthetic_run(tmp_path / "a" / "run"), synthetic_run(tmp_path / "b" / "run", rise=0.3)
+    stories = [Story(one), Story(other)]
+    assert report.run_names(stories) == ["a/run", "b/run"]
+    found = page(tmp_path, one, other)
+    assert "Two runs, side by side" in found.text
+    curves, signals, _ = report.charts(stories, ["a/run", "b/run"])
+    for chart in (*curves, *signals):
+        assert {line["run"] for line in chart["lines"]} == {0, 1}, chart["title"]
+    cells = {row["name"]: [cell["text"] for cell in row["cells"]] for row in summary.comparison(stories)}
+    assert cells["ocr"] == ["0.595 → 0.695", "0.595 → 0.895"]
+    assert cells["training images"] == ["1,280", "1,280"]
+
+
+def test_cost_is_the_sum_of_the_steps(tmp_path):
+    told = summary.cost(Story(synthetic_run(tmp_path / "run")))
+    assert told["facts"]["time"] == "1 min 25 s", "40 steps of 2 seconds and 5 evaluations of 1"
+    assert told["facts"]["training images"] == "1,280"
+    assert told["facts"]["images a second"] == "16.0"
+    assert sum(part["share"] for part in told["shares"]) == pytest.approx(100)
+    assert summary.duration(3 * 3600 + 125) == "3 h 2 min"
+    assert summary.duration(3599.8) == "1 h 0 min"
+
+
+def test_a_run_without_pictures_or_evaluations_has_a_report_too(tmp_path):
+    bare = synthetic_run(tmp_path / "bare", pictures=False)
+    found = page(tmp_path, bare)
+    assert "rose from 0.595 to 0.695" in found.text
+    assert found.data["runs"][0]["frames"] == []
+    rows = [training_row(step, 0.1 * step) for step in range(1, 4)]
+    (bare / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    said = page(tmp_path, bare).text
+    assert "for 3 of 40 steps so far: without held-out prompts, only the mean reward in training is known" in said
+    assert "0.100 in the first step, 0.300 in the last step" in said
+    (bare / "metrics.jsonl").write_text("")
+    assert "No training step or evaluation has been logged yet" in page(tmp_path, bare).text
+
+
+def test_a_picture_that_is_none_or_too_large_is_left_out(tmp_path, monkeypatch):
+    run = synthetic_run(tmp_path / "run")
+    first, second = sorted((run / "pictures").glob("step_*/prompt_0001.webp"))[:2]
+    Image.new("RGB", (400, 400)).save(first)
+    monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 50_000)
+    second.write_bytes(b"RIFF no picture")
+    assert report.picture(first) is report.picture(second) is None
+    assert "data:image/webp" in page(tmp_path, run).source
+    prompts = [one["prompt"] for one in model_card.gallery(tmp_path, Story(run))]
+    assert prompts == PROMPTS[:1], "the card shows those before it"
+
+
+def test_a_folder_without_a_run_is_refused_in_a_sentence(tmp_path):
+    with pytest.raises(ValueError, match=r"is not a run folder: it has no metrics\.jsonl"):
+        report.write([tmp_path], tmp_path / "report.html")
+    assert not (tmp_path / "report.html").exists()
+
+
+def test_a_real_run_writes_its_report_at_each_evaluation(tmp_path):
+    args = short_run(tmp_path / "run", "steps=4", "evaluation.every=2", "evaluation.limit=10")
+    FlowGRPOTrainer(args=args.model_copy(update={"steps": 2})).train()
+    early = Page(tmp_path / "run" / "report.html").data["runs"][0]
+    assert [frame["step"] for frame in early["frames"]] == [0, 2]
+    FlowGRPOTrainer(args=args).train(resume=True)
+    found = Page(tmp_path / "run" / "report.html")
+    run = found.data["runs"][0]
+    assert [frame["step"] for frame in run["frames"]] == [0, 2, 4]
+    assert [step["step"] for step in run["groups"]] == [1, 2, 4]
+    assert run["size"] == [80, 32]
+    assert len(run["groups"][0]["groups"]) == 2
+    for group in run["groups"][0]["groups"]:
+        assert len(group["items"]) == 4
+        assert sum(item["advantage"] for item in group["items"]) == pytest.approx(0, abs=1e-3)
+        assert all(item["picture"].startswith("data:image/webp") for item in group["items"])
+    assert "brightness" in found.text
+    assert str(SAMPLE_REWARDS.parent) not in summary.sentence(Story(tmp_path / "run"))
+
+
+def test_ticks_are_round_numbers_that_span_the_axis():
+    draw = random.Random(0)
+    for _ in range(500):
+        low = draw.uniform(-1, 1) * 10 ** draw.randint(-4, 4)
+        high = low + abs(draw.gauss(0, 1)) * 10 ** draw.randint(-4, 4) + 1e-9 * abs(low) + 1e-12
+        found = charts.ticks(low, high, 4)
+        assert 2 <= len(found) <= 6
+        assert len({text for _, text in found}) == len(found), found
+        slack = 1e-6 * (high - low)
+        assert all(low - slack <= value <= high + slack for value, _ in found)
+
+
+def test_a_line_keeps_its_ends_and_its_order_however_long_it_is():
+    points = [(float(i), float((i * 7919) % 101)) for i in range(5000)]
+    kept = charts.thin(points)
+    assert len(kept) == charts.MOST
+    assert (kept[0], kept[-1]) == (points[0], points[-1])
+    assert [x for x, _ in kept] == sorted(x for x, _ in kept)
+    chart = charts.draw("x", [charts.Line("up", [(0.0, 1.0), (1.0, 3.0), (2.0, 2.0)])])
+    heights = [float(pair.split()[1]) for pair in chart["lines"][0]["path"][1:].split("L")]
+    assert heights[1] < heights[2] < heights[0], "an SVG counts from the top"
+    assert charts.draw("x", [charts.Line("flat", [(0.0, 1.0), (1.0, 1.0)])]) is None

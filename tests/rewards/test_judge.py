@@ -1,0 +1,180 @@
+"""The judge against an endpoint that speaks the OpenAI protocol, and does not always speak well."""
+
+import base64
+import io
+import json
+import math
+import threading
+import time
+
+import pytest
+import torch
+from PIL import Image
+from support.reward_servers import Stub
+
+import rewards
+from rewards.judge import Judge, number, yes_share
+
+EVIL = '<b>{model}</b> {low} \x1b[31m"answer 10" {unknown}'
+
+
+class Endpoint(Stub):
+    """Says of each question what `say(text, attempt)` returns: words, a dict of first tokens' chances, or (status, body)."""
+
+    def __init__(self, say) -> None:
+        super().__init__()
+        self.say, self.requests, self.lock = say, [], threading.Lock()
+        self.now = self.most = 0
+
+    def answer(self, path: str, body: bytes):
+        assert path == "/v1/chat/completions"
+        request = json.loads(body)
+        text = request["messages"][0]["content"][1]["text"]
+        with self.lock:
+            attempt = sum(text == r["messages"][0]["content"][1]["text"] for r in self.requests)
+            self.requests.append(request)
+            self.now += 1
+            self.most = max(self.most, self.now)
+        try:
+            said = self.say(text, attempt)
+        finally:
+            with self.lock:
+                self.now -= 1
+        if isinstance(said, tuple):
+            return said
+        if isinstance(said, dict):
+            tokens = [{"token": token, "logprob": math.log(chance)} for token, chance in said.items()]
+            choice = {
+                "message": {"content": tokens[0]["token"]},
+                "logprobs": {"content": [{**tokens[0], "top_logprobs": tokens}]},
+            }
+        else:
+            choice = {"message": {"content": said}, "logprobs": None}
+        return 200, {"choices": [{"index": 0, "finish_reason": "stop", **choice}]}
+
+
+@pytest.fixture
+def endpoint():
+    stubs = []
+
+    def make(say) -> Endpoint:
+        stubs.append(Endpoint(say))
+        return stubs[-1]
+
+    yield make
+    for stub in stubs:
+        stub.close()
+
+
+def images(count: int) -> torch.Tensor:
+    return torch.arange(count).view(-1, 1, 1, 1).expand(-1, 3, 8, 8) / 255
+
+
+def test_yes_against_no_by_their_probabilities(endpoint):
+    there = endpoint(lambda text, attempt: {"Yes": 0.6, " yes": 0.1, "No": 0.2, "no.": 0.1, "Maybe": 0.0001})
+    judge = rewards.load("judge", url=f"{there.url}/v1/", model="vlm")
+    assert rewards.score("judge", judge, images(2), ["a fox", "a cat"]).tolist() == pytest.approx([0.7, 0.7])
+    request = there.requests[0]
+    assert (request["model"], request["max_tokens"], request["logprobs"], request["temperature"]) == ("vlm", 1, True, 0)
+    sent = {r["messages"][0]["content"][0]["image_url"]["url"] for r in there.requests}
+    pixels = [Image.open(io.BytesIO(base64.b64decode(url.partition(",")[2]))).getpixel((0, 0)) for url in sent]
+    assert sorted(pixels) == [(0, 0, 0), (1, 1, 1)], "each picture travels as it is"
+
+
+def test_the_rows_keep_their_order_however_long_each_takes(endpoint):
+    def say(text, attempt):
+        i = int(text.split("#")[1][0])
+        time.sleep(0.02 * (8 - i))
+        return f"{i}"
+
+    there = endpoint(say)
+    judge = Judge(f"{there.url}/v1", "vlm", answer="number", question="#{prompt}", concurrency=3)
+    assert judge(images(8), list("01234567")).tolist() == pytest.approx([i / 10 for i in range(8)])
+    assert 1 < there.most <= 3, "so many questions at a time, and no more"
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [("7", 7), (" 7.5\n", 7.5), ("Score: 7/10", 7), ("7 out of 10.", 7), ("**3**", 3), ("10", 10), ("10/10", 10), ("0", 0)],
+)
+def test_a_number_in_an_answer(text, value):
+    assert number(text, 0, 10) == value
+
+
+@pytest.mark.parametrize(
+    "text", ["", "good", "11", "-1", "7 or 8", "1.2.3", "nan", "inf", "7/100", "I give 8, not 3", "v2", "1e5"]
+)
+def test_no_number_is_guessed(text):
+    with pytest.raises(ValueError, match="not one number"):
+        number(text, 0, 10)
+
+
+def test_neither_yes_nor_no_is_no_score():
+    with pytest.raises(ValueError, match="neither"):
+        yes_share([{"token": "Maybe", "logprob": 0.0}])
+    assert yes_share([{"token": "YES", "logprob": -5.0}]) == 1
+
+
+@pytest.mark.parametrize(
+    "bad",
+    [
+        "hm",
+        (200, "<html>"),
+        (200, {}),
+        (200, {"choices": []}),
+        (200, {"choices": [{"message": {"content": None}}]}),
+        (503, ""),
+    ],
+    ids=str,
+)
+def test_a_malformed_answer_is_asked_again_warmer_and_by_another_seed(endpoint, bad):
+    there = endpoint(lambda text, attempt: bad if attempt == 0 else "9")
+    judge = Judge(f"{there.url}/v1", "vlm", answer="number")
+    assert judge(images(1), ["a fox"]).tolist() == pytest.approx([0.9])
+    assert [(r["temperature"], r["seed"]) for r in there.requests] == [(0, 0), (0.7, 1)]
+
+
+def test_answers_that_stay_malformed_are_an_error_and_never_a_score(endpoint):
+    there = endpoint(lambda text, attempt: "as an AI I can't" if "bad" in text else "5")
+    judge = Judge(f"{there.url}/v1", "vlm", answer="number", attempts=2)
+    with pytest.raises(ValueError, match=r"the judge vlm gives up on an image: .*in 2 attempts.*as an AI") as error:
+        rewards.score("judge", judge, images(3), ["good", "bad", "good"])
+    assert "\n" not in str(error.value)
+
+
+def test_a_limit_of_requests_is_waited_for(endpoint):
+    there = endpoint(lambda text, attempt: (429, {"error": {"message": "slow down"}}) if attempt == 0 else {"No": 1.0})
+    started = time.monotonic()
+    assert Judge(f"{there.url}/v1", "vlm")(images(2), ["a", "b"]).tolist() == [0, 0]
+    assert 0.9 < time.monotonic() - started < 4, "as long as Retry-After says"
+
+
+def test_a_slow_answer_is_given_up(endpoint):
+    there = endpoint(lambda text, attempt: time.sleep(0.6) or "1")
+    with pytest.raises(ValueError, match=r"ReadTimeout no whole answer within 0\.2 seconds"):
+        Judge(f"{there.url}/v1", "vlm", timeout=0.2, attempts=1)(images(1), ["a"])
+
+
+def test_a_refusal_is_said_at_once(endpoint):
+    there = endpoint(lambda text, attempt: (404, {"error": {"message": "no model vlm"}}))
+    with pytest.raises(ValueError, match="refused the request with 404: no model vlm"):
+        Judge(f"{there.url}/v1", "vlm")(images(1), ["a"])
+    assert len(there.requests) == 1
+
+
+def test_a_prompt_can_fill_in_nothing(endpoint):
+    """Braces in a prompt are not words of the question, and columns of metadata are."""
+    there = endpoint(lambda text, attempt: "5")
+    judge = Judge(f"{there.url}/v1", "vlm", answer="number", question="{prompt}|{style}|{low}-{high}|{other}", high=5)
+    assert judge(images(1), [EVIL], style=["oil"]).tolist() == [1]
+    assert there.requests[0]["messages"][0]["content"][1]["text"] == f"{EVIL}|oil|0-5|{{other}}"
+
+
+def test_options_that_make_no_sense():
+    with pytest.raises(ValueError, match="neither yes_no nor number"):
+        Judge("http://x/v1", "vlm", answer="stars")
+    with pytest.raises(ValueError, match="must be below"):
+        Judge("http://x/v1", "vlm", low=3, high=3)
+    for wrong in ({"timeout": 0}, {"attempts": 0}, {"concurrency": 0}):
+        with pytest.raises(ValueError, match="must be positive"):
+            Judge("http://x/v1", "vlm", **wrong)

@@ -1,0 +1,732 @@
+"""Rewards behind HTTP and in processes of their own: real servers, killed in mid-run, and requests that mean no good."""
+
+import base64
+import contextlib
+import json
+import math
+import os
+import pickle
+import random
+import signal
+import socket
+import struct
+import subprocess
+import sys
+import threading
+import time
+import zlib
+from pathlib import Path
+
+import httpx
+import pytest
+import safetensors.torch
+import torch
+import uvicorn
+from fastapi import HTTPException
+from support.cli_process import begin, run
+from support.embedded import short_run
+from support.paths import SAMPLE_REWARDS
+from support.reward_servers import Server, Stub, serving
+
+import rewards
+from flow_grpo import FlowGRPOTrainer
+from flow_grpo.config import FlowGRPOConfig
+from flow_grpo.data.grid import Cell, save_grid
+from flow_grpo.tiny import pretrain, world
+from flow_grpo.tracking.tracker import read_metrics
+from rewards.interrupt import DaemonThread
+from rewards.judge import Judge
+from rewards.serving.client import Remote, png
+from rewards.serving.connections import bounded
+from rewards.serving.server import RAW, Limits, _checked, _decode, application, serve
+from rewards.serving.subprocess import Isolated
+
+SAMPLES = SAMPLE_REWARDS
+TOKEN = "not-a-secret"
+EVIL = '<script>alert(1)</script> \x1b[31mred\x1b[0m text "CAT" on a blue background'
+MINE = """
+import os, pathlib, signal, time
+def slow(images, prompts):
+    '''Brightness a little late. Once a file `die` is there, the second call from then on kills its process.'''
+    die = pathlib.Path("die")
+    if die.exists():
+        if die.read_text():
+            os.kill(os.getpid(), signal.SIGKILL)
+        die.write_text("at the next call")
+    time.sleep(0.05)
+    return images.mean((1, 2, 3))
+"""
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory):
+    """Two servers of one reward, each in a folder of its own; the first has others too, and takes 10 MB at most."""
+    folders = [tmp_path_factory.mktemp(name) for name in ("a", "b")]
+    for folder in folders:
+        (folder / "mine.py").write_text(MINE)
+    more = ["ocr", "color={palette: {teal: [0, 128, 128]}}", *(f"{SAMPLES}:{f}" for f in ("nan", "raises", "uses_metadata"))]
+    first = Server("mine.py:slow", *more, "--max-megabytes", "10", folder=folders[0], token=TOKEN)
+    with serving(first, Server("mine.py:slow", folder=folders[1], token=TOKEN)) as servers:
+        yield servers
+
+
+@pytest.fixture(autouse=True)
+def token(monkeypatch):
+    monkeypatch.setenv("REWARD_TOKEN", TOKEN)
+
+
+def pictures(count: int, seed: int = 0) -> torch.Tensor:
+    return torch.rand(count, 3, 24, 32, generator=torch.Generator().manual_seed(seed))
+
+
+def chunk(kind: bytes, content: bytes) -> bytes:
+    return struct.pack(">I", len(content)) + kind + content + struct.pack(">I", zlib.crc32(kind + content))
+
+
+def png_header(width: int, height: int) -> bytes:
+    """A PNG that claims a size and has a few bytes of pixels."""
+    head = chunk(b"IHDR", struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0))
+    return b"\x89PNG\r\n\x1a\n" + head + chunk(b"IDAT", zlib.compress(bytes(1000))) + chunk(b"IEND", b"")
+
+
+# -- values -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("name", "options"), [("ocr", {}), ("color", {"palette": {"teal": [0, 128, 128]}})])
+def test_values_are_the_local_ones_bit_for_bit(pair, name, options):
+    shown, prompts = (
+        [f'red text "{word}" on a {color} background' for word, color in zip(words, ("blue", "white", "blue"), strict=True)]
+        for words in (("CAT", "HOUSE", "RIVER"), ("CUT", "MOUSE", "RAVEN"))
+    )
+    images = pretrain.pictures([world.parse(prompt) for prompt in shown]) / 2 + 0.5
+    images = images + 0.2 * torch.rand(images.shape, generator=torch.Generator().manual_seed(0))
+    local = rewards.score(name, rewards.load(name, **options), images, prompts)
+    assert local.unique().numel() > 1
+    for batch_size in (16, 2):
+        there = rewards.load("remote", urls=pair[0].url, reward=name, batch_size=batch_size)
+        assert torch.equal(rewards.score("remote", there, images, prompts), local)
+
+
+def test_png_gives_the_values_of_eight_bits(pair):
+    images = (pictures(4) * 255).round() / 255
+    there = Remote(pair[0].url, "mine.py:slow", encoding="png")
+    assert torch.allclose(there(images, ["a"] * 4), images.mean((1, 2, 3)), atol=1e-7)
+
+
+def test_metadata_reaches_the_reward_in_the_rows_of_its_images(pair):
+    there = Remote(pair[0].url, f"{SAMPLES}:uses_metadata", batch_size=2)
+    values = rewards.score("m", there, pictures(5), list("abcde"), answer=[5, 4, 3, 2, 1], other=[{"x": [None]}] * 5)
+    assert values.tolist() == [5, 4, 3, 2, 1]
+
+
+def test_a_score_that_is_not_a_number_stays_one(pair):
+    there = Remote(pair[0].url, f"{SAMPLES}:nan")
+    assert there(pictures(2), ["a", "b"]).isnan().all()
+    with pytest.raises(ValueError, match="reward mine returned nan for the prompt 'a'"):
+        rewards.score("mine", there, pictures(2), ["a", "b"])
+
+
+def test_an_error_of_the_reward_is_said_and_not_tried_elsewhere(pair):
+    there = Remote([pair[0].url], f"{SAMPLES}:raises")
+    started = time.monotonic()
+    with pytest.raises(ValueError, match="the camera is off") as error:
+        rewards.score("mine", there, pictures(2), [EVIL, EVIL])
+    assert "\x1b" not in str(error.value)
+    assert time.monotonic() - started < 2
+
+
+def test_health_says_what_is_served(pair):
+    health = httpx.get(f"{pair[0].url}/health", headers={"Authorization": f"Bearer {TOKEN}"}).json()
+    assert health["rewards"][:3] == ["mine.py:slow", "ocr", "color"]
+    assert health["versions"]["torch"] == torch.__version__
+
+
+# -- hostile requests -------------------------------------------------------------------------------------------------
+
+
+def asked(count=1, images=None, **more) -> dict:
+    return {"json": {"reward": "mine.py:slow", "prompts": ["a"] * count, "images": images, **more}}
+
+
+def raw(content: bytes) -> dict:
+    return {"content": content, "headers": {"Content-Type": "application/x-safetensors"}}
+
+
+def in_base64(content: bytes) -> list[str]:
+    return [base64.b64encode(content).decode()]
+
+
+GOOD = png(torch.zeros(3, 8, 8))
+SHAPE = b'{"images":{"dtype":"F32","shape":[%s],"data_offsets":[0,12]},"__metadata__":{"request":"{}"}}'
+
+
+def with_header(header: bytes) -> dict:
+    return raw(struct.pack("<Q", len(header)) + header + bytes(12))
+
+
+def with_images(**more) -> dict:
+    """A file of one black pixel, but for what is given."""
+    images = {"dtype": "F32", "shape": [1, 3, 1, 1], "data_offsets": [0, 12], **more}
+    return with_header(json.dumps({"images": images, "__metadata__": {"request": "{}"}}).encode())
+
+
+def with_request(request: str | bytes) -> dict:
+    return raw(safetensors.torch.save({"images": torch.zeros(1, 3, 1, 1)}, {"request": request}))
+
+
+HUGE = SHAPE % b"900000000000,3,100,100"
+LIE = SHAPE % b"1,3,64,64"
+EMPTY = SHAPE % b"0,3,64,64"
+HOSTILE = {
+    "a PNG header of 50,000 x 50,000": (asked(1, in_base64(png_header(50_000, 50_000))), 413),
+    "a PNG header of 12,000 x 12,000": (asked(1, in_base64(png_header(12_000, 12_000))), 413),
+    "a truncated PNG": (asked(1, in_base64(GOOD[:-30])), 400),
+    "a PNG whose pixels are missing": (asked(1, in_base64(png_header(64, 64))), 400),
+    "no PNG": (asked(1, in_base64(b"GIF89a" + bytes(100))), 400),
+    "no base64": (asked(1, ["%%%"]), 400),
+    "11 MB": (raw(bytes(11_000_000)), 413),
+    "11 MB in parts": ({"content": (bytes(1_000_000) for _ in range(11))}, 413),
+    "a pickle": ({"content": pickle.dumps([1]), "headers": {"Content-Type": "application/octet-stream"}}, 415),
+    "a pickle as tensors": (raw(pickle.dumps([1])), 400),
+    "a tensor of petabytes": (raw(struct.pack("<Q", len(HUGE)) + HUGE + bytes(12)), 413),
+    "a tensor larger than its bytes": (raw(struct.pack("<Q", len(LIE)) + LIE + bytes(12)), 400),
+    "no images": (raw(struct.pack("<Q", len(EMPTY)) + EMPTY), 400),
+    "a header longer than the body": (raw(struct.pack("<Q", 2**63) + b"{}"), 400),
+    "brackets without end": ({"content": b"[" * 100_000, "headers": {"Content-Type": "application/json"}}, 400),
+    "a list in place of an object": ({"json": ["images"]}, 400),
+    "no body": ({"headers": {"Content-Type": "application/json"}}, 400),
+    "more prompts than images": (asked(2, in_base64(GOOD)), 400),
+    "a short column of metadata": (asked(1, in_base64(GOOD), metadata={"answer": []}), 400),
+    "an unknown reward": (asked(1, in_base64(GOOD), reward="../../etc/passwd"), 404),
+    "float64": (raw(safetensors.torch.save({"images": torch.zeros(1, 3, 8, 8).double()}, {"request": "{}"})), 400),
+    "an infinite size": (with_header(SHAPE % b"Infinity, 3, 1, 1"), 400),
+    "a size that is no number": (with_header(SHAPE % b"NaN, 3, 1, 1"), 400),
+    "a size of 10^400": (with_header(SHAPE % (b"1" + b"0" * 400 + b",3,1,1")), 413),
+    "a size of 10,000 digits": (with_header(SHAPE % (b"1" * 10_000 + b",3,1,1")), 400),
+    "a broken size": (with_images(shape=[1.5, 3, 1, 1]), 400),
+    "a negative size": (with_images(shape=[-1, 3, -1, 1]), 400),
+    "a size as text": (with_images(shape=["1", 3, 1, 1]), 400),
+    "true as size": (with_images(shape=[True, 3, 1, 1]), 400),
+    "a list as size": (with_images(shape=[[1], 3, 1, 1]), 400),
+    "three sizes": (with_images(shape=[3, 1, 1]), 400),
+    "a shape that is a text": (with_images(shape="1311"), 400),
+    "one channel": (with_images(shape=[3, 1, 1, 1]), 400),
+    "an unknown dtype": (with_images(dtype="F33"), 400),
+    "a list as dtype": (with_images(dtype=["F32"]), 400),
+    "offsets beyond the end": (with_images(data_offsets=[0, 2**63]), 400),
+    "offsets from behind": (with_images(data_offsets=[12, 0]), 400),
+    "infinite offsets": (with_images(data_offsets=[0, math.inf]), 400),
+    "no offsets": (with_images(data_offsets=None), 400),
+    "a list as header": (with_header(b"[]"), 400),
+    "a number as header": (with_header(b"1e999"), 400),
+    "a header in another encoding": (with_header("{}".encode("utf-16")), 400),
+    "a header of brackets": (with_header(b"[" * 100_000), 400),
+    "a list as images": (with_header(b'{"images":[],"__metadata__":{"request":"{}"}}'), 400),
+    "no metadata": (with_header(b'{"images":{"dtype":"F32","shape":[1,3,1,1],"data_offsets":[0,12]}}'), 400),
+    "metadata that is a text": (with_header(b'{"images":{"shape":[1,3,1,1]},"__metadata__":"request"}'), 400),
+    "no header": (raw(b""), 400),
+    "half a length": (raw(b"\x02\x00\x00"), 400),
+    "a request that is no JSON": (with_request("request"), 400),
+    "a request that is NaN": (with_request("NaN"), 400),
+    "a nested request": (with_request('{"metadata":' + "[" * 100_000 + "]" * 100_000 + "}"), 400),
+    "two million values": (asked(1, in_base64(GOOD), metadata={"answer": [[0] * 2_000_000]}), 400),
+    "half a character in a prompt": (with_request('{"reward": "mine.py:slow", "prompts": ["\\ud800"]}'), 400),
+    "half a character as reward": (with_request('{"reward": "\\ud800", "prompts": ["a"]}'), 404),
+    "a list as reward": (asked(1, in_base64(GOOD), reward=["ocr"]), 404),
+    "prompts that are numbers": (asked(1, in_base64(GOOD), prompts=[1]), 400),
+    "a text as prompts": (asked(1, in_base64(GOOD), prompts="a"), 400),
+    "a column of prompts": (asked(1, in_base64(GOOD), metadata={"prompts": ["b"]}), 400),
+    "a list as metadata": (asked(1, in_base64(GOOD), metadata=[1]), 400),
+    "a text as column": (asked(1, in_base64(GOOD), metadata={"answer": "b"}), 400),
+    "numbers as images": (asked(1, [1, None]), 400),
+    "an object as images": (asked(1, {"0": "a"}), 400),
+}
+
+
+@pytest.mark.parametrize("what", HOSTILE)
+def test_a_bad_request_is_refused_in_a_sentence(pair, what):
+    request, status = HOSTILE[what]
+    headers = {"Authorization": f"Bearer {TOKEN}", **request.get("headers", {})}
+    response = httpx.post(f"{pair[0].url}/score", **{**request, "headers": headers}, trust_env=False)
+    assert response.status_code == status, response.text
+    assert response.json()["detail"].rstrip(".")
+    assert "\n" not in response.json()["detail"]
+
+
+@pytest.mark.parametrize("header", [{}, {"Authorization": "Bearer wrong"}, {"Authorization": f"Basic {TOKEN}"}])
+def test_nothing_without_the_token(pair, header):
+    for response in (
+        httpx.get(f"{pair[0].url}/health", headers=header),
+        httpx.post(f"{pair[0].url}/score", headers=header, content=bytes(11_000_000)),
+    ):
+        assert response.status_code == 401
+        assert "Authorization: Bearer TOKEN" in response.json()["detail"]
+    with pytest.raises(ValueError, match="refused with 401"):
+        Remote(pair[0].url, token="wrong")
+
+
+@pytest.mark.parametrize("token", [None, ""])
+def test_others_are_not_listened_to_without_a_token(token):
+    for host in ("0.0.0.0", "::", "10.1.2.3", "example.com"):
+        with pytest.raises(ValueError, match="give --token"):
+            serve({}, host, 0, token, Limits(), print)
+
+
+def test_a_token_that_no_header_can_hold_is_refused():
+    for token in ("two words", "\n", "pässe"):
+        with pytest.raises(ValueError, match="can't be sent"):
+            serve({}, "127.0.0.1", 0, token, Limits(), print)
+
+
+def test_whatever_arrives_is_an_answer_or_refused():
+    """Good requests with some bytes changed, cut or repeated: the decoder raises nothing but refusals."""
+    chance = random.Random(0)
+    text = json.dumps({"reward": "a", "prompts": ["x", "y"], "metadata": {"n": [1, math.nan]}})
+    good = {
+        RAW: safetensors.torch.save({"images": torch.zeros(2, 3, 2, 2)}, {"request": text}),
+        "application/json": json.dumps({"prompts": ["x"], "images": in_base64(GOOD)}).encode(),
+    }
+    seen = []
+    for _ in range(3000):
+        kind = chance.choice(list(good))
+        body = bytearray(good[kind])
+        for _ in range(chance.randint(1, 3)):
+            i, j = sorted(chance.choices(range(len(body)), k=2))
+            how = chance.random()
+            if how < 0.6:
+                body[i] = chance.choice(b'[]{}",:0123456789-.eNI\x00\xff')
+            else:
+                body[i:j] = b"" if how < 0.8 else body[i:j] * 2
+        try:
+            request, images = _decode(kind, bytes(body), Limits())
+            _checked(request, len(images), ["a"])
+            seen.append(200)
+        except HTTPException as error:
+            json.dumps(error.detail).encode()
+            seen.append(error.status_code)
+    assert set(seen) <= {200, 400, 404, 413}
+    assert {200, 400} <= set(seen)
+
+
+# -- connections ------------------------------------------------------------------------------------------------------
+
+
+def sends(url: str, content: bytes) -> socket.socket:
+    """A connection that has sent this."""
+    host, port = url.removeprefix("http://").split(":")
+    connection = socket.create_connection((host, int(port)), timeout=60)
+    connection.sendall(content)
+    return connection
+
+
+HALF = b"POST /score HTTP/1.1\r\nHost: x\r\nContent-Le"
+
+
+def test_half_sent_requests_without_a_token_keep_nobody_out(pair):
+    waiting = [sends(pair[0].url, HALF) for _ in range(200)]
+    there = Remote(pair[0].url, "mine.py:slow", attempts=1)
+    assert there(pictures(2), ["a", "b"]).tolist() == pictures(2).mean((1, 2, 3)).tolist()
+    for connection in waiting:
+        connection.close()
+
+
+def test_without_a_token_the_body_is_not_waited_for(pair):
+    with sends(pair[0].url, b"POST /score HTTP/1.1\r\nHost: x\r\nContent-Length: 1000000\r\n\r\n") as connection:
+        assert connection.recv(100).startswith(b"HTTP/1.1 401")
+
+
+@contextlib.contextmanager
+def bounded_server(seconds: float):
+    """The address of a server with this deadline for the head of a request and for its body, and two connections without a head."""
+    app = application({"bright": lambda images, prompts: images.mean((1, 2, 3))}, None, Limits(seconds=seconds))
+    config = uvicorn.Config(app, log_level="error", http=bounded(seconds, 2), lifespan="off", timeout_graceful_shutdown=1)
+    server = uvicorn.Server(config)
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        thread = threading.Thread(target=server.run, kwargs={"sockets": [listening]})
+        thread.start()
+        try:
+            yield f"http://127.0.0.1:{listening.getsockname()[1]}"
+        finally:
+            server.should_exit = True
+            thread.join()
+
+
+def test_beyond_its_bound_the_oldest_connection_that_waits_gives_way():
+    with bounded_server(3600) as url:
+        waiting = [sends(url, HALF) for _ in range(3)]
+        assert is_closed(waiting[0])
+        assert Remote(url)(pictures(1), ["a"]).tolist() == pictures(1).mean((1, 2, 3)).tolist()
+        for connection in waiting:
+            connection.close()
+
+
+def is_closed(connection: socket.socket) -> bool:
+    """Whether the other side ends a connection without a word."""
+    try:
+        return connection.recv(1) == b""
+    except ConnectionResetError:
+        return True
+
+
+def is_broken_off(connection: socket.socket) -> bool:
+    """Whether the other side ends a connection through which bytes drip."""
+    deadline = time.monotonic() + 60
+    while time.monotonic() < deadline:
+        try:
+            connection.sendall(b"x")
+        except OSError:
+            return True
+        time.sleep(0.1)
+    return False
+
+
+def test_head_and_body_of_a_request_have_deadlines_whatever_drips():
+    head = b"POST /score HTTP/1.1\r\nHost: x\r\nContent-Length: 100\r\n\r\n{"
+    with bounded_server(0.3) as url:
+        assert is_closed(sends(url, b""))
+        assert is_broken_off(sends(url, HALF))
+        with sends(url, head) as late:
+            assert late.recv(100).startswith(b"HTTP/1.1 408")
+        refused = sends(url, head.replace(b"/score", b"/nowhere"))  # an answer, and then the rest of the body for ever
+        assert refused.recv(2**16).startswith(b"HTTP/1.1 404")
+        assert is_broken_off(refused)
+        assert Remote(url)(pictures(1), ["a"]).tolist() == pictures(1).mean((1, 2, 3)).tolist()
+
+
+# -- servers that come and go -----------------------------------------------------------------------------------------
+
+
+class Scripted(Stub):
+    """Serves a reward `stub`: its n-th answer to /score is `script[n]`, the last one for ever: a status or values."""
+
+    def __init__(self, *script, port: int = 0) -> None:
+        super().__init__(port)
+        self.script, self.asked = script, 0
+
+    def answer(self, path: str, body: bytes) -> tuple[int, dict]:
+        if path == "/health":
+            return 200, {"rewards": ["stub"]}
+        said = self.script[min(self.asked, len(self.script) - 1)]
+        self.asked += 1
+        return (said, {"detail": "busy"}) if isinstance(said, int) else (200, {"values": said})
+
+
+def test_a_busy_server_and_a_senseless_answer_are_asked_again():
+    stub = Scripted(503, [1.0, 2.0], "nonsense", [0.5])
+    assert Remote(stub.url, "stub")(pictures(1), ["a"]).tolist() == [0.5]
+    assert stub.asked == 4
+    stub.close()
+
+
+def test_values_keep_the_order_of_their_images_whoever_is_first():
+    class Echo(Stub):
+        """Scores an image by its prompt, the first ones last."""
+
+        def answer(self, path: str, body: bytes) -> tuple[int, dict]:
+            if path == "/health":
+                return 200, {"rewards": ["stub"]}
+            prompts = json.loads(body)["prompts"]
+            time.sleep(0.2 if "0" in prompts else 0)
+            return 200, {"values": prompts}
+
+    servers = [Echo(), Echo()]
+    there = Remote([server.url for server in servers], "stub", batch_size=2, encoding="png")
+    assert there(pictures(7), list("0123456")).tolist() == [0, 1, 2, 3, 4, 5, 6]
+    for server in servers:
+        server.close()
+
+
+def test_a_server_that_fails_is_replaced_and_looked_after_when_it_is_back():
+    good, gone = Scripted([1.0]), Scripted([1.0])
+    there = Remote([good.url, gone.url], "stub", batch_size=1, attempts=1)
+    gone.close()
+    assert there(pictures(6), list("abcdef")).tolist() == [1.0] * 6
+    assert list(there.down) == [gone.url]
+    back = Scripted([1.0], port=gone.server_port)
+    assert there(pictures(6), list("abcdef")).tolist() == [1.0] * 6
+    assert there.down == {}
+    good.close()
+    back.close()
+
+
+def test_when_no_server_is_left_it_is_an_error_and_never_a_score():
+    healthy_but_failing = Scripted(500)
+    there = Remote(healthy_but_failing.url, "stub", attempts=2)
+    with pytest.raises(
+        ValueError, match=r"no server is left for the reward stub: .*in 2 attempts, lastly: it answered 500 busy"
+    ):
+        there(pictures(2), ["a", "b"])
+    healthy_but_failing.close()
+    with pytest.raises(ValueError, match="no server for the reward stub answers"):
+        Remote(healthy_but_failing.url, "stub")
+    with pytest.raises(ValueError, match="is no address of a server"):
+        Remote("localhost:8000")
+
+
+def dripping(connection: socket.socket) -> None:
+    connection.sendall(b"HTTP/1.1 200 OK\r\nContent-Length: 100000\r\n\r\n")
+    while True:
+        connection.sendall(b" ")
+        time.sleep(0.1)
+
+
+def dripping_head(connection: socket.socket) -> None:
+    connection.sendall(b"HTTP/1.1 200 OK\r\nX: ")
+    while True:
+        connection.sendall(b"x")
+        time.sleep(0.1)
+
+
+def endless(connection: socket.socket) -> None:
+    connection.sendall(b"HTTP/1.1 200 OK\r\nContent-Length: 8000000000\r\n\r\n")
+    while True:
+        connection.sendall(b" " * 100_000)
+
+
+def garbage(connection: socket.socket) -> None:
+    connection.sendall(bytes(range(256)))
+
+
+BAD = {
+    "drips": (dripping, "no whole answer within 0.4 seconds"),
+    "drips its head": (dripping_head, "no whole answer within 0.4 seconds"),
+    "sends 8 GB": (endless, "its answer is longer than 16,000,000 bytes"),
+    "reads nothing": (lambda connection: time.sleep(3600), "no whole answer within 0.4 seconds"),
+    "sends garbage": (garbage, "RemoteProtocolError"),
+}
+
+
+@pytest.mark.parametrize("what", BAD)
+def test_a_request_ends_in_its_time_whatever_the_server_does(monkeypatch, what):
+    """As a server, as one that is asked for its health, and as a judge's endpoint."""
+    misbehaves, reason = BAD[what]
+
+    def handle(connection: socket.socket) -> None:
+        with connection, contextlib.suppress(OSError), connection.makefile("rb") as sent:
+            if what != "reads nothing":
+                length = [
+                    int(line[16:]) for line in iter(sent.readline, b"\r\n") if line.lower().startswith(b"content-length")
+                ]
+                sent.read(*length or [0])
+            misbehaves(connection)
+
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+
+        def accept() -> None:
+            with contextlib.suppress(OSError):
+                while True:
+                    threading.Thread(target=handle, args=[listening.accept()[0]], daemon=True).start()
+
+        threading.Thread(target=accept, daemon=True).start()
+        url, good = f"http://127.0.0.1:{listening.getsockname()[1]}", Scripted([1.0])
+        there = Remote(good.url, "stub", timeout=0.4, attempts=2)
+        there.urls = [url]
+        images = torch.zeros(1, 3, 1000, 1000)  # more than a connection holds that nobody reads
+        with pytest.raises(ValueError, match=f"in 2 attempts, lastly: .*{reason}"):
+            there(images, ["a"])
+        with pytest.raises(ValueError, match=f"gives up on an image: .*{reason}"):
+            Judge(url, "vlm", timeout=0.4, attempts=1)(torch.rand(1, 3, 800, 800), ["a"])
+        monkeypatch.setattr(rewards.remote, "CONNECT", 0.4)
+        with pytest.raises(ValueError, match=f"no server for the reward remote answers: .*{reason}"):
+            Remote(url)
+        good.close()
+
+
+def test_ctrl_c_ends_a_command_that_waits_for_a_server(tmp_path):
+    class Silent(Scripted):
+        def answer(self, path: str, body: bytes) -> tuple[int, dict]:
+            if path == "/score":
+                (tmp_path / "asked").touch()
+                time.sleep(3600)
+            return super().answer(path, body)
+
+    silent = Silent()
+    save_grid(tmp_path / "grid.png", pictures(1), [Cell("a", 0, "m")], columns=1)
+    command = begin("score", "grid.png", "--reward", f"stub={{remote: {silent.url}}}", cwd=tmp_path)
+    command.wait_for((tmp_path / "asked").exists)
+    os.kill(command.process.pid, signal.SIGINT)
+    command.finish(130)
+    silent.close()
+
+
+def test_the_command_line_scores_by_a_reward_that_runs_elsewhere(pair, tmp_path):
+    """`remote` says where, any other option is the client's."""
+    save_grid(tmp_path / "grid.png", pictures(2), [Cell("a", 0, "m"), Cell("b", 0, "m")], columns=2)
+    word = f"mine.py:slow={{remote: '{pair[0].url}', batch_size: 1}}"
+    run("score", "grid.png", "--reward", word, "--out", "scores.json", cwd=tmp_path)
+    found = [row["slow"] for row in json.loads((tmp_path / "scores.json").read_text())]
+    assert found == pytest.approx(pictures(2).mean((1, 2, 3)).tolist(), abs=1e-2)
+    assert "timeot" in run("score", "grid.png", "--reward", word.replace("batch_size", "timeot"), cwd=tmp_path, code=2)
+    assert "give isolate=true" in run("score", "grid.png", "--reward", "ocr={python: /bin/true}", cwd=tmp_path, code=2)
+
+
+def test_a_server_ends_at_sigterm_though_its_reward_hangs(tmp_path):
+    (tmp_path / "mine.py").write_text(
+        "import pathlib, time\ndef mine(images, prompts):\n    pathlib.Path('asked').touch()\n    time.sleep(3600)\n"
+    )
+    with serving(Server("mine.py:mine", folder=tmp_path)) as (server,):
+        there = Remote(server.url, attempts=1)
+        thread = DaemonThread()
+        asked = thread.submit(lambda: there(pictures(1), ["a"]))
+        deadline = time.monotonic() + 60
+        while not (tmp_path / "asked").exists():
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+        server.process.terminate()
+        assert server.process.wait(60) == -signal.SIGTERM
+        assert isinstance(asked.exception(60), ValueError)
+        thread.close()
+
+
+def test_a_server_that_never_answers_is_given_up_after_its_time():
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        silent_url, good = f"http://127.0.0.1:{silent.getsockname()[1]}", Scripted([1.0])
+        there = Remote([good.url, good.url], "stub", batch_size=1, timeout=0.3, attempts=1)
+        there.urls[1] = silent_url
+        assert there(pictures(4), list("abcd")).tolist() == [1.0] * 4
+        good.close()
+
+
+# -- isolated -----------------------------------------------------------------------------------------------------------
+
+
+def test_an_isolated_reward_has_the_local_values_in_another_process_that_may_die(tmp_path):
+    (tmp_path / "mine.py").write_text(
+        "import os\ndef pid(images, prompts):\n    print('noise')\n    return [os.getpid()] * len(prompts)\n"
+    )
+    isolated = Isolated(f"{tmp_path / 'mine.py'}:pid")
+    assert isolated(pictures(2), ["a", "b"]).tolist() == [float(isolated.process.pid)] * 2
+    isolated.process.send_signal(signal.SIGKILL)
+    with pytest.raises(ValueError, match=r"mine.py:pid: its process was killed by signal 9 \(Killed\)"):
+        isolated(pictures(2), ["a", "b"])
+    with pytest.raises(ValueError, match="Did you mean ocr"):
+        Isolated("orc")
+
+
+def test_an_isolated_reward_ends_when_its_parent_is_killed():
+    code = "from rewards.isolated import Isolated; import time; r = Isolated('jpeg_size'); print(r.process.pid, flush=True); time.sleep(60)"
+    parent = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
+    child = int(parent.stdout.readline())
+    parent.kill()
+    parent.wait()
+    parent.stdout.close()
+    deadline = time.monotonic() + 10
+    while time.monotonic() < deadline and _alive(child):
+        time.sleep(0.05)
+    assert not _alive(child)
+
+
+def _alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().split()[2] != "Z" if Path("/proc").exists() else not os.kill(pid, 0)
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+
+
+def test_another_environment_is_really_another(tmp_path):
+    """Nothing that is installed beside this package is seen by the other python."""
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(tmp_path)], check=True)
+    with pytest.raises(ValueError, match=r"bin/python can't serve it: ModuleNotFoundError.*whose environment has torch"):
+        Isolated("jpeg_size", python=str(tmp_path / "bin" / "python"))
+
+
+NOT_PYTHON = {
+    "missing": (None, "No such file or directory; set `python` to an interpreter"),
+    "a folder": ("", "Permission denied; set `python` to an interpreter"),
+    "a text": ("hello", "Permission denied|Exec format error"),
+    "an executable text": ("hello", "Exec format error; set `python` to an interpreter"),
+    "one that ends": ("#!/bin/sh\nexit 3\n", "its process ended with code 3 before it could serve; `python` must be"),
+    "one that is killed": ("#!/bin/sh\nkill -9 $$\n", "its process was killed by signal 9"),
+    "one that says a word": ("#!/bin/sh\necho hello\nsleep 3600\n", "its process is no python and was killed before"),
+    "one that says a number": ("#!/bin/sh\necho 5\nsleep 3600\n", "its process is no python and was killed before"),
+    "one that says nothing": ("#!/bin/sh\nsleep 3600\n", "its process gave no answer in 0.5 seconds and was killed before"),
+}
+
+
+@pytest.mark.parametrize("what", NOT_PYTHON)
+def test_a_python_that_is_none_is_said_to_be_none(tmp_path, monkeypatch, what):
+    monkeypatch.setattr(rewards.isolated, "DYING", 0.5)
+    content, sentence = NOT_PYTHON[what]
+    file = tmp_path / "python"
+    if content:
+        file.write_text(content)
+        file.chmod(0o644 if what == "a text" else 0o755)
+    elif content is not None:
+        file.mkdir()
+    with pytest.raises(ValueError, match=sentence):
+        Isolated("jpeg_size", python=str(file), timeout=0.5 if "nothing" in what else 60)
+
+
+def test_an_isolated_reward_that_hangs_is_killed_with_its_process_and_one_that_exits_is_named(tmp_path, monkeypatch):
+    """The next call has another process."""
+    monkeypatch.setattr(rewards.isolated, "DYING", 0.5)
+    (tmp_path / "mine.py").write_text(
+        "import os, threading, time\n"
+        "def mine(images, prompts):\n"
+        "    if prompts[0] != 'hang':\n"
+        "        threading.Thread(target=lambda: os._exit(7)).start()\n"
+        "    time.sleep(3600)\n"
+    )
+    isolated = Isolated(f"{tmp_path / 'mine.py'}:mine", timeout=60)
+    isolated.seconds = isolated.client.timeout = 0.5
+    first = isolated.process.pid
+    with pytest.raises(ValueError, match=r"its process gave no answer in 0\.5 seconds and was killed"):
+        isolated(pictures(1), ["hang"])
+    assert not _alive(first)
+    isolated.seconds = 60
+    with pytest.raises(ValueError, match="its process ended with code 7"):
+        isolated(pictures(1), ["exit"])
+
+
+def test_where_a_reward_runs_is_one_place():
+    for setting, words in (
+        ("{remote: 'http://x', isolate: true}", "set one of `remote` and `isolate`"),
+        ("{python: /usr/bin/python3}", "set isolate=true as well"),
+        ("{timeout: 5}", "set isolate=true"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            FlowGRPOConfig.read("tiny_ocr", [f"rewards={{ocr: {setting}}}"])
+    with pytest.raises(ValueError, match="either remote or isolated"):
+        rewards.load("ocr", remote="http://x", isolate=True)
+    with pytest.raises(ValueError, match="give isolate=true as well"):
+        rewards.load("ocr", python="/usr/bin/python3")
+
+
+# -- training -----------------------------------------------------------------------------------------------------------
+
+
+def numbers(folder: Path) -> list[dict]:
+    return [{k: v for k, v in row.items() if not k.startswith("time/")} for row in read_metrics(folder)]
+
+
+def test_a_run_with_two_servers_of_which_one_is_killed_has_the_metrics_of_one_without(pair, tmp_path):
+    """Then the other is killed too: the run stops with a checkpoint, and goes on with a server elsewhere."""
+    first, second = pair
+
+    def run(name: str, urls: list[str]) -> FlowGRPOTrainer:
+        where = f"{{weight: 1, remote: [{', '.join(urls)}], options: {{batch_size: 2, attempts: 2}}}}"
+        trainer = FlowGRPOTrainer(args=short_run(tmp_path / name, f"rewards={{'mine.py:slow': {where}}}", "microbatch=4"))
+        assert trainer.source.beside, "the servers score while the next images are drawn"
+        return trainer
+
+    run("whole", [first.url, second.url]).train()
+    (second.folder / "die").write_text("")
+    run("killed", [first.url, second.url]).train()
+    assert second.process.wait(10) == -signal.SIGKILL
+    assert numbers(tmp_path / "killed") == numbers(tmp_path / "whole")
+
+    (first.folder / "die").write_text("")
+    with pytest.raises(ValueError, match=r"reward slow raised NoServer .*no server is left for the reward mine.py:slow"):
+        run("stopped", [first.url]).train()
+    assert list((tmp_path / "stopped" / "checkpoints").iterdir())
+    (first.folder / "die").unlink()
+    with serving(Server("mine.py:slow", folder=first.folder, token=TOKEN)) as (third,):
+        run("stopped", [third.url]).train(resume=True)
+    assert numbers(tmp_path / "stopped") == numbers(tmp_path / "whole")
+
+
+def test_a_run_with_an_isolated_reward_has_the_metrics_of_one_without(tmp_path):
+    name = f"{SAMPLES}:brightness"
+    for where, setting in (("here", "1"), ("apart", "{isolate: true}")):
+        FlowGRPOTrainer(args=short_run(tmp_path / where, f"rewards={{{name}: {setting}}}", "steps=1")).train()
+    assert numbers(tmp_path / "here") == numbers(tmp_path / "apart")

@@ -1,0 +1,1 @@
+"""Fixtures, fakes and functions that several test files use."""

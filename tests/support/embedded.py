@@ -1,0 +1,44 @@
+"""The embedded model as users load it, and configs of short runs with it."""
+
+from pathlib import Path
+
+import torch
+
+from flow_grpo.config import FlowGRPOConfig
+from flow_grpo.policy.policy import Policy, load_policy
+from support.paths import SAMPLE_REWARDS
+
+CALL = {"height": 32, "width": 80, "guidance_scale": 1.0, "max_sequence_length": 14}
+PROMPTS = ['red text "CAT" on a blue background', 'white text "HORSE" on a black background']
+
+
+def tiny_policy(dtype: str = "fp32", **call) -> Policy:
+    return load_policy("tiny", "cpu", dtype, **{**CALL, **call})
+
+
+def stir(policy: Policy, seed: int = 0) -> None:
+    """Moves every LoRA parameter, so that the adapter changes the velocity."""
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in policy.parameters().values():
+            parameter.add_(0.05 * torch.randn(parameter.shape, generator=generator))
+
+
+def short_run(output: Path, *overrides: str) -> FlowGRPOConfig:
+    """The shipped config cut down to seconds; brightness as reward, so that no OCR runs."""
+    reward = f"{SAMPLE_REWARDS}:brightness"
+    common = [
+        f"output={output}",
+        "steps=2",
+        "prompts_per_step=2",
+        "images_per_prompt=4",
+        "microbatch=8",
+        f"rewards={{{reward}: 1}}",
+        "evaluation={prompts: prompts/signs_eval.txt, limit: 2, every: 0, steps: 3}",
+        "sampling={steps: 4, transition: cps, noise_level: 0.8, window: {kind: all}}",
+        "objective={name: grpo, clip_low: 1.0e-3, clip_high: 1.0e-3}",
+        "lora={rank: 4, alpha: 8, targets: [to_q, to_out.0]}",
+        "optimizer={lr: 1.0e-3}",
+        "dtype=fp32",
+    ]
+    return FlowGRPOConfig.read("tiny_ocr", [*common, *overrides])

@@ -1,0 +1,126 @@
+"""A real policy that computes a step in milliseconds: Stable Diffusion 3 with two blocks of 8 channels, on pictures of 8 x 8 pixels.
+
+The tests of the loop and its parts run on it. `settings` are those of a run whose steps are as small.
+"""
+
+import functools
+from typing import Any
+
+import diffusers as d
+import torch
+from torch import Tensor
+
+from flow_grpo.config import FlowGRPOConfig
+from flow_grpo.data.prompts import Dealer, PromptSet
+from flow_grpo.distributed.processes import Processes
+from flow_grpo.policy.embedding_cache import Embeddings
+from flow_grpo.policy.policy import Policy
+from flow_grpo.training.rollouts import Rollouts
+from flow_grpo.types import Experience
+from rewards import WeightedSum
+from support import families
+
+PROMPTS = PromptSet([f"a {word}" for word in ("cat", "dog", "sun", "owl", "tree", "boat")], [{} for _ in range(6)])
+SHAPE = (2, 4, 4)  # of a state
+DEFAULTS: dict[str, Any] = {
+    "steps": 10,
+    "prompts_per_step": 2,
+    "images_per_prompt": 3,
+    "microbatch": 6,
+    "sampling": {"steps": 4, "transition": "cps", "noise_level": 0.8},
+    "objective": {"clip_low": 0.1, "clip_high": 0.1},
+    "lora": {"rank": 2, "alpha": 4},
+    "dtype": "fp32",
+    "trackers": {},
+}
+
+
+@functools.cache
+def frozen() -> dict[str, Any]:
+    """What all policies share."""
+    tokenizer = families.clip_tokenizer()
+    encoders = {"text_encoder": families.clip(tokenizer, True), "text_encoder_2": families.clip(tokenizer, True)}
+    tokenizers = {"tokenizer": tokenizer, "tokenizer_2": tokenizer}
+    return {**encoders, **tokenizers, "text_encoder_3": None, "tokenizer_3": None, "vae": families.vae(channels=2)}
+
+
+@functools.cache
+def embeddings(dtype: torch.dtype) -> Embeddings:
+    return Embeddings()
+
+
+def policy(dtype: torch.dtype = torch.float32, lora: bool = True) -> Policy:
+    """The same random weights each time, with a LoRA that already does something, unless it is the base model that is asked for."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        parts = frozen()
+        torch.manual_seed(0)
+        transformer = d.SD3Transformer2DModel(
+            sample_size=4, in_channels=2, out_channels=2, num_layers=2, attention_head_dim=8, num_attention_heads=1,
+            joint_attention_dim=64, caption_projection_dim=8, pooled_projection_dim=64, pos_embed_max_size=4,
+        )  # fmt: skip
+    pipe = d.StableDiffusion3Pipeline(transformer=transformer, scheduler=families.flow(), **parts)
+    made = Policy(pipe, dtype, embeddings=embeddings(dtype), height=8, width=8)
+    if lora:
+        made.add_lora(2, 4, ["to_q", "to_out.0"], seed=0)
+        move(made)
+    return made
+
+
+def move(policy: Policy, by: float = 0.3, seed: int = 0, adapter: str = "default") -> None:
+    """Moves every trained parameter."""
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in policy.parameters(adapter).values():
+            parameter.add_(by * torch.randn(parameter.shape, generator=generator))
+
+
+def settings(**changes: Any) -> FlowGRPOConfig:
+    """The defaults with these changes, section by section."""
+    both = {k: {**v, **changes[k]} if isinstance(v, dict) and changes.get(k) else v for k, v in DEFAULTS.items()}
+    if both["objective"].get("name", "grpo") in ("nft", "sft", "dpo"):  # which have no clip range
+        both["objective"] = changes["objective"]
+    if both["sampling"]["transition"] == "ode":
+        both["sampling"] = {"steps": 4, **changes["sampling"]}
+    return FlowGRPOConfig.model_validate(
+        {**changes, **both, **{k: v for k, v in changes.items() if not isinstance(v, dict)}}
+    )
+
+
+def rollouts(
+    policy: Policy, args: FlowGRPOConfig, window: list[int], rewards: WeightedSum | None = None, **more: Any
+) -> Rollouts:
+    """The rollouts of these prompts; by default without rewards."""
+    found = {"critic": None, "processes": Processes(), "stopping": lambda: False, "prompts": PROMPTS, **more}
+    dealer = Dealer(found.pop("prompts"), args.seed, args.resting.after, args.resting.steps)
+    return Rollouts(policy, args, dealer, rewards or WeightedSum({}, {}), window=lambda step: window, **found)
+
+
+def experience(policy: Policy, args: FlowGRPOConfig, advantage: Tensor, window: list[int], step: int = 0) -> Experience:
+    """Images of the first prompts with advantages (P, G) that are given; a group of zeros has no signal."""
+    prompts, images = advantage.shape[:2]
+    batch = PROMPTS.head(prompts).repeat(images)
+    trajectory = rollouts(policy, args, window).trajectory(step, batch, window)
+    signal = advantage.flatten(1).any(1).repeat_interleave(images)
+    return Experience(batch, trajectory, advantage.flatten(0, 1), signal.nonzero()[:, 0], images, torch.arange(prompts), {})
+
+
+class Two(Processes):
+    """The first of two processes, of which the other gives what a function makes of this one's value; nothing is shared else."""
+
+    def __init__(self, other: Any = lambda value: value, rank: int = 0) -> None:
+        super().__init__(rank, 2)
+        self.other = other
+
+    def everyone(self, value: Any) -> list:
+        return [value, self.other(value)][:: -1 if self.rank else 1]
+
+    def agree(self, call: Any, errors: Any = ()) -> list:
+        return self.everyone(call())
+
+    def add_gradients(self, parameters: list, spread: bool = False) -> None:
+        """The other one's gradients are three times as large."""
+        assert not spread
+        for parameter in parameters:
+            if parameter.grad is not None:
+                parameter.grad.mul_(4)

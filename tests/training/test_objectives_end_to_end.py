@@ -1,0 +1,641 @@
+"""The family of methods on the embedded model: every objective learns, every combination starts at ratio 1, and what surrounds
+them, resampling, resting prompts, stages, given images, own functions, does what it says."""
+
+import json
+import math
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+import yaml
+from support.embedded import short_run, tiny_policy
+from support.paths import SAMPLE_OBJECTIVES, SAMPLE_REWARDS
+from support.run_contents import numbers, same, weights
+
+from flow_grpo.config import FlowGRPOConfig
+from flow_grpo.config.sections import CriticConfig, DecayRamp, OptimizerConfig
+from flow_grpo.data.grid import Cell, save_grid, save_image
+from flow_grpo.distributed.processes import Processes
+from flow_grpo.evaluation.held_out import draw
+from flow_grpo.trainer import FlowGRPOTrainer
+from flow_grpo.training import rollouts
+from flow_grpo.training.critic import Critic, gae
+from flow_grpo.training.losses import ClipRange
+from flow_grpo.training.optimizer import Optimizer
+from flow_grpo.training.windows import best_window, owned_variance
+
+BRIGHT = f"{SAMPLE_REWARDS}:brightness"
+OWN = SAMPLE_OBJECTIVES
+ODE = "sampling={steps: 4, transition: ode}"
+STEPS = ["grpo", "reinforce", "grpo_guard", "dppo", "ppo", f"{OWN}:sigmoid"]
+FINALS = ["awm", "nft", "sft", "dpo", f"{OWN}:matching"]
+
+
+def objective(name: str, **settings) -> list[str]:
+    wide = {} if name in FINALS or name in ("dppo", "reinforce") else {"clip_low": 0.1, "clip_high": 0.1}
+    text = json.dumps({"name": name, **wide, **settings})
+    return [f"objective={text}", *([ODE] if name in FINALS else [])]
+
+
+@pytest.mark.parametrize("transition", ["flow_sde", "dance_sde", "cps", "exact_sde"])
+@pytest.mark.parametrize("name", STEPS)
+def test_the_ratio_is_exactly_1_for_every_combination(tmp_path, name, transition):
+    dtype = "bf16" if transition in ("cps", "flow_sde") else "fp32"
+    several = [] if name == "reinforce" else ["updates=2", "epochs=2"]
+    run = short_run(tmp_path, *objective(name), f"sampling.transition={transition}", *several, f"dtype={dtype}")
+    metrics = FlowGRPOTrainer(args=run).training_step()
+    assert metrics["ratio/first_update_max_deviation"] == 0
+    assert (metrics["ratio/max_deviation"] > 0) == bool(several), "later updates see a policy that has moved"
+
+
+@pytest.mark.parametrize("name", [n for n in STEPS + FINALS if "sigmoid" not in n])
+def test_every_objective_raises_its_reward(tmp_path, name):
+    """Of two short runs that differ in the sign of the reward, the one that is paid for brightness draws brighter images."""
+    ends = []
+    for sign in (1, -1):
+        run = short_run(
+            tmp_path / str(sign),
+            *objective(name),
+            f"rewards={{'{BRIGHT}': {sign}}}",
+            "steps=4",
+            "images_per_prompt=8",
+            "microbatch=16",
+            "optimizer.lr=8e-3",
+        )
+        trainer = FlowGRPOTrainer(args=run)
+        for _ in range(4):
+            trainer.training_step()
+        ends.append(trainer.evaluate().means()["brightness"])
+    assert ends[0] - ends[1] > 0.005
+
+
+def test_the_critic_learns_the_mean_reward_and_its_advantages_are_normalised(tmp_path):
+    trainer = FlowGRPOTrainer(args=short_run(tmp_path, *objective("ppo"), "images_per_prompt=8", "microbatch=16"))
+    losses = [trainer.training_step()["critic/loss"] for _ in range(8)]
+    assert losses[-1] < 0.2 * losses[0]
+    advantage = trainer.source.collect(8).advantage
+    assert advantage.shape == (16, 3)
+    assert abs(float(advantage.mean())) < 1e-5
+    assert float(advantage.std(correction=0)) == pytest.approx(1, abs=1e-2)
+
+
+def test_gae_is_the_sum_of_discounted_surprises():
+    values, reward = torch.tensor([[1.0, 3.0, 2.0]]), torch.tensor([5.0])
+    surprises = [3 - 1, 2 - 3, 5 - 2]
+    expected = [surprises[0] + 0.5 * surprises[1] + 0.25 * surprises[2], surprises[1] + 0.5 * surprises[2], surprises[2]]
+    torch.testing.assert_close(gae(values, reward, 0.5), torch.tensor([expected]))
+    torch.testing.assert_close(gae(values, reward, 1.0), reward[:, None] - values)
+    torch.testing.assert_close(gae(values, reward, 0.0), torch.tensor([[2.0, -1.0, 3.0]]))
+
+
+def test_a_rare_reward_does_not_drown_all_else_in_ppo_either():
+    critic = Critic(torch.Size([2, 2, 2]), 3, CriticConfig(width=8), seed=0)
+    schedule = SimpleNamespace(sigmas=torch.tensor([1.0, 0.5, 0.0]))
+    states = torch.zeros(400, 1, 2, 2, 2)
+    trajectory = SimpleNamespace(x=states, steps=[0], schedule=schedule)
+    advantage, _ = critic.advantages(trajectory, (torch.arange(400) == 7).float(), torch.zeros(400, 3))
+    assert advantage.max() == advantage[7] == 5
+
+
+def test_the_critic_takes_packed_latents_too():
+    critic = Critic(torch.Size([10, 4]), 3, CriticConfig(width=8), seed=0)
+    assert critic(torch.randn(2, 10, 4), torch.rand(2), torch.randn(2, 3)).shape == (2,)
+
+
+def test_step_weight_std_multiplies_the_gradient_of_a_step_by_its_std(tmp_path):
+    """With a window of one step the whole gradient is that step's, so its norm is multiplied by the transition's std."""
+    one = "sampling={steps: 4, transition: cps, noise_level: 0.8, window: {kind: fixed, size: 1, first: 1}}"
+    norms = []
+    for weight in ("uniform", "std"):
+        trainer = FlowGRPOTrainer(args=short_run(tmp_path / weight, one, f"objective.step_weight={weight}"))
+        norms.append(trainer.training_step()["grad_norm"])
+    std = float(trainer.source.schedule.sigmas[2]) * math.sin(0.8 * math.pi / 2)
+    assert norms[1] / norms[0] == pytest.approx(std, rel=1e-4)
+
+
+@pytest.mark.parametrize("kl", ["gaussian", "velocity"])
+def test_each_kl_is_0_at_the_base_model_and_pulls_back_to_it(tmp_path, kl):
+    strength = 100
+    distances = []
+    for weight in (0.0, strength):
+        run = short_run(tmp_path / str(weight), f"objective.kl={kl}", f"objective.kl_weight={weight}", "steps=6")
+        trainer = FlowGRPOTrainer(args=run)
+        trainer.train()
+        distances.append(sum(float((v**2).sum()) for k, v in trainer.policy.adapter_state().items() if "lora_B" in k))
+    found = [row["kl"] for row in numbers(tmp_path / str(strength)) if "kl" in row]
+    assert found[0] == pytest.approx(0, abs=1e-7)
+    assert found[-1] > 0
+    assert distances[1] < 0.95 * distances[0]
+
+
+def test_k3_is_measured_and_has_a_gradient(tmp_path):
+    """Its terms are squares of mean log-ratios, so its weight is a large one, and its pull a noisy one."""
+    ends = []
+    for weight in (0.0, 1e6):
+        run = short_run(tmp_path / str(weight), "objective.kl=k3", f"objective.kl_weight={weight}", "steps=3")
+        trainer = FlowGRPOTrainer(args=run)
+        trainer.train()
+        ends.append(trainer.policy.adapter_state())
+    found = [row["kl"] for row in numbers(tmp_path / "1000000.0") if "kl" in row]
+    assert found[0] == pytest.approx(0, abs=1e-7)
+    assert found[-1] > 0
+    assert not same(*ends)
+
+
+def test_the_published_kl_is_the_gaussian_one_times_the_length_of_the_step(tmp_path):
+    one = "sampling={steps: 4, transition: flow_sde, noise_level: 0.8, window: {kind: fixed, size: 1, first: 1}}"
+    found = {}
+    for kl in ("gaussian", "flow_grpo"):
+        run = short_run(tmp_path / kl, one, f"objective.kl={kl}", "objective.kl_weight=1e-9", "updates=2")
+        trainer = FlowGRPOTrainer(args=run)
+        found[kl] = trainer.training_step()["kl"]
+    sigmas = trainer.source.schedule.sigmas
+    assert found["flow_grpo"] / found["gaussian"] == pytest.approx(float(sigmas[1] - sigmas[2]), rel=1e-3)
+
+
+def test_auto_clip_ranges_are_the_quantile_of_the_ratios_seen():
+    clip = ClipRange(0.9)
+    assert clip.at(3) == math.inf
+    clip.saw(3, torch.zeros(5))
+    clip.learn(Processes())
+    assert clip.at(3) == math.inf, "ratios before the first update say nothing"
+    clip.saw(3, torch.linspace(0, 0.4, 5))
+    clip.saw(3, torch.linspace(0.5, 1, 6))  # two micro-batches of one update
+    clip.learn(Processes())
+    assert clip.at(3) == pytest.approx(0.9)
+    clip.saw(3, torch.cat([torch.linspace(0, 2, 11), torch.tensor([math.nan, math.inf])]))  # fp16 overflows
+    clip.learn(Processes())
+    assert clip.at(3) == pytest.approx(0.9 * 0.9 + 0.1 * 1.8)
+    assert clip.at(2) == math.inf
+
+
+def test_auto_clip_ranges_clip_about_the_share_they_are_asked_to_and_are_resumed(tmp_path):
+    auto = objective("grpo", clip_low="auto", clip_high="auto", clip_quantile=0.7)
+    args = short_run(tmp_path / "whole", *auto, "updates=2", "epochs=2", "steps=6", "save_every=1", "images_per_prompt=8")
+    trainer = FlowGRPOTrainer(args=args)
+    trainer.train()
+    rows = [row for row in numbers(tmp_path / "whole") if "loss" in row][2:]
+    assert all(f"clip_range/step_{step}" in rows[0] for step in (0, 1, 2))
+    clipped = sum(row["clip_ratio/low_mean"] + row["clip_ratio/high_mean"] for row in rows) / len(rows)
+    assert 0 < clipped < 0.3, "of the 0.3 outside, those that would be pushed further, in three updates of four"
+    parts = args.model_copy(update={"output": str(tmp_path / "parts")})
+    FlowGRPOTrainer(args=parts.model_copy(update={"steps": 3})).train()
+    FlowGRPOTrainer(args=parts).train(resume=True)
+    assert same(weights(tmp_path / "parts"), weights(tmp_path / "whole"))
+
+
+@pytest.mark.parametrize("name", ["ppo", "dppo"])
+def test_resting_resampling_and_the_critic_resume_exactly(tmp_path, name):
+    common = [
+        "resample=2",
+        "resting={after: 1, steps: 2}",
+        "save_every=1",
+        "steps=4",
+        "evaluation.every=2",
+        *objective(name),
+    ]
+    FlowGRPOTrainer(args=short_run(tmp_path / "whole", *common)).train()
+    args = short_run(tmp_path / "parts", *common)
+    FlowGRPOTrainer(args=args.model_copy(update={"steps": 2})).train()
+    FlowGRPOTrainer(args=args).train(resume=True)
+    assert same(weights(tmp_path / "parts"), weights(tmp_path / "whole"))
+    assert numbers(tmp_path / "parts")[-2:] == numbers(tmp_path / "whole")[-2:]
+
+
+def half_flat(images, prompts):
+    """Prompts of an even number of letters have no signal."""
+    values = images.mean((1, 2, 3))
+    return torch.where(torch.tensor([len(p) % 2 == 0 for p in prompts]), torch.zeros(()), values)
+
+
+def test_resampling_draws_prompts_until_every_group_has_signal(tmp_path):
+    args = short_run(tmp_path, "resample=20", "evaluation.prompts=null")
+    trainer = FlowGRPOTrainer(args=args, reward_funcs=half_flat)
+    rounds = []
+    for step in range(6):
+        found = trainer.source.collect(step)
+        rounds.append(found.metrics["resample/rounds"])
+        assert len(found.batch.prompts) == len(found.trajectory.final) == 8 * rounds[-1], "all that was drawn, in its place"
+        assert len(found.groups) == 2
+        assert found.batch.group[found.rows].unique().tolist() == found.groups.tolist()
+        assert all(len(found.batch.prompts[row]) % 2 for row in found.rows)
+        assert len(found.rows) == 8
+        assert not found.advantage[~torch.isin(found.batch.group, found.groups)].any()
+    assert max(rounds) > 1
+
+
+def test_resampling_stops_at_its_bound_and_fills_up(tmp_path):
+    args = short_run(tmp_path, "resample=2", "evaluation.prompts=null")
+    trainer = FlowGRPOTrainer(args=args, reward_funcs=lambda images, prompts: [0.5] * len(prompts))
+    found = trainer.source.collect(0)
+    assert found.metrics["resample/rounds"] == 3
+    assert found.metrics["frac_reward_zero_std"] == 1
+    assert (len(found.groups), len(found.rows)) == (2, 0)
+
+
+def test_images_of_further_rounds_start_from_noise_of_their_own(tmp_path):
+    """The groups of a second round are numbered on, so no picture repeats the noise of the first."""
+    trainer = FlowGRPOTrainer(args=short_run(tmp_path))
+    one = trainer.source.trajectory(0, trainer.dealer.prompts.take([0, 1], 4), [1])
+    other = trainer.source.trajectory(0, trainer.dealer.prompts.take([0, 1], 4, first_group=2), [1])
+    assert not torch.isclose(one.final, other.final).all(dim=(1, 2, 3)).any()
+
+
+def test_prompts_that_say_nothing_rest(tmp_path):
+    args = short_run(tmp_path, "resting={after: 1, steps: 50}", "prompts_per_step=2", "evaluation.prompts=null")
+    trainer = FlowGRPOTrainer(args=args, reward_funcs=half_flat, train_dataset=[f"word {'x' * n}" for n in range(12)])
+    seen = [trainer.source.collect(step) for step in range(9)]
+    silent = [p for found in seen for p in set(found.batch.prompts) if len(p) % 2 == 0]
+    spoken = [p for found in seen for p in set(found.batch.prompts) if len(p) % 2]
+    assert len(silent) == len(set(silent)), "once silent, a prompt is not asked again within 50 steps"
+    assert len(spoken) > len(set(spoken))
+    assert seen[-1].metrics["prompts_resting"] == len(silent)
+
+
+def test_a_reward_that_may_be_dropped_takes_its_groups_out_of_the_step_alone(tmp_path, capsys):
+    flaky = SAMPLE_REWARDS
+    rewards = f"rewards={{'{BRIGHT}': 1, '{flaky}:sometimes_nan': {{weight: 1, on_error: drop}}}}"
+    common = ["prompts_per_step=4", "microbatch=4", "evaluation.prompts=null", "objective.advantage=batch_std"]
+    trainer = FlowGRPOTrainer(args=short_run(tmp_path / "run", rewards, *common))
+    found = trainer.source.collect(0)
+    dropped = [g for g in range(4) if "U" in found.batch.prompts[4 * g]]
+    assert 0 < len(dropped) < 4, "the example must drop some groups and keep some"
+    kept = ~torch.isin(found.batch.group, torch.tensor(dropped))
+    assert torch.isfinite(found.advantage).all()
+    assert (found.advantage[~kept] == 0).all()
+    assert (found.advantage[kept] != 0).all()
+    assert found.rows.tolist() == kept.nonzero()[:, 0].tolist()
+    assert found.groups.tolist() == [g for g in range(4) if g not in dropped], "the mean is over those that are left"
+    assert found.metrics["frac_reward_dropped"] == len(dropped) / 4
+    total = 2 * torch.tensor([float(v) for v in found_brightness(trainer, found)])[kept]
+    mean = total.view(-1, 4).mean(1, keepdim=True).expand(-1, 4).flatten()
+    torch.testing.assert_close(
+        found.advantage[kept], (total - mean) / (total.std(correction=0) + 1e-4), rtol=1e-3, atol=1e-3
+    )
+    FlowGRPOTrainer(args=short_run(tmp_path / "run", rewards, *common)).train()
+    assert "warning: reward" in capsys.readouterr().out
+
+
+def found_brightness(trainer, found):
+    return trainer.policy.decode(found.trajectory.final).mean((1, 2, 3))
+
+
+def test_the_critic_is_spared_what_was_dropped(tmp_path):
+    rewards = f"rewards={{'{SAMPLE_REWARDS}:sometimes_nan': {{weight: 1, on_error: drop}}}}"
+    run = short_run(tmp_path, rewards, *objective("ppo"), "prompts_per_step=4", "microbatch=4", "evaluation.prompts=null")
+    trainer = FlowGRPOTrainer(args=run)
+    metrics = trainer.training_step()
+    assert 0 < metrics["frac_reward_dropped"] < 1
+    assert math.isfinite(metrics["critic/loss"])
+    assert metrics["grad_rms"] > 0
+
+
+def test_a_dropped_reward_of_weight_0_spoils_nothing(tmp_path):
+    flaky = SAMPLE_REWARDS
+    rewards = f"rewards={{'{BRIGHT}': 1, '{flaky}:sometimes_nan': {{weight: 0, on_error: drop}}}}"
+    run = short_run(tmp_path, rewards, "prompts_per_step=4", "microbatch=4", "evaluation.prompts=null")
+    found = FlowGRPOTrainer(args=run).source.collect(0)
+    assert len(found.rows) == 16
+    assert math.isfinite(found.metrics["rewards/sometimes_nan/mean"])
+
+
+def test_a_reward_that_raises_and_may_be_dropped_leaves_the_adapter_alone(tmp_path):
+    rewards = f"rewards={{'{SAMPLE_REWARDS}:raises': {{weight: 1, on_error: drop}}}}"
+    trainer = FlowGRPOTrainer(args=short_run(tmp_path, rewards, "evaluation.prompts=null"))
+    start = trainer.policy.adapter_state()
+    metrics = trainer.training_step()
+    assert metrics["frac_reward_dropped"] == 1
+    assert same(start, trainer.policy.adapter_state())
+    assert "the camera is off" in trainer.rewards.dropped[0]
+
+
+def test_several_rewards_report_their_shares_of_the_advantage(tmp_path):
+    rewards = f"rewards={{'{BRIGHT}': 1, jpeg_size: 0.001}}"
+    run = short_run(tmp_path, rewards, "objective.advantage=gdpo", "evaluation.prompts=null")
+    metrics = FlowGRPOTrainer(args=run).training_step()
+    shares = [value for name, value in metrics.items() if name.startswith("advantage/share/")]
+    assert sum(shares) == pytest.approx(1, abs=1e-4)
+    assert -1 <= metrics["advantage/correlation/brightness/jpeg_size"] <= 1
+
+
+def test_an_own_objective_and_an_own_advantage_by_file(tmp_path):
+    own = objective(f"{OWN}:sigmoid", options={"sharpness": 2.0}, advantage=f"{OWN}:sign")
+    trainer = FlowGRPOTrainer(args=short_run(tmp_path, *own))
+    found = trainer.source.collect(0)
+    assert set(found.advantage.tolist()) <= {-1.0, 1.0}
+    assert trainer.training_step()["grad_rms"] > 0
+    assert len(SAMPLE_OBJECTIVES.read_text().split("def matching")[0].split("def sigmoid")[1].splitlines()) < 20
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        (f"{OWN}:without_gradient", "carries a gradient"),
+        (f"{OWN}:raises", "raised KeyError"),
+    ],
+)
+def test_an_own_objective_that_fails_is_a_sentence(tmp_path, name, words):
+    trainer = FlowGRPOTrainer(args=short_run(tmp_path, *objective(name)))
+    with pytest.raises(ValueError, match=words):
+        trainer.training_step()
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        (f"{OWN}:missing", "has no missing"),
+        (f"{OWN}:torch", "is not a function"),
+        ("nowhere.py:fn", "there is no objective file nowhere.py"),
+    ],
+)
+def test_an_own_objective_that_is_not_there_is_said_before_the_run(tmp_path, name, words):
+    with pytest.raises(ValueError, match=words):
+        FlowGRPOTrainer(args=short_run(tmp_path, *objective(name)))
+
+
+def test_an_auto_window_lies_where_the_reward_varies(tmp_path):
+    """The images of a prompt share all but one step's noise: without it they are one picture, however much prompts differ."""
+    auto = "sampling={steps: 6, transition: cps, noise_level: 0.8, window: {kind: auto, size: 2}}"
+    trainer = FlowGRPOTrainer(args=short_run(tmp_path, auto, "images_per_prompt=8", "microbatch=16"))
+    part = trainer.part
+    still = owned_variance(trainer.policy, part, trainer.train_set, trainer.rewards, "cps", 1e-4)
+    owned = owned_variance(trainer.policy, part, trainer.train_set, trainer.rewards, "cps", 0.8)
+    assert [one.step for one in owned] == [0, 1, 2, 3, 4]
+    assert max(one.variance for one in still) < 1e-4 * max(one.variance for one in owned)
+    sums = [owned[k].variance + owned[k + 1].variance for k in range(4)]
+    window = trainer._window(0)
+    assert window == [best_window(owned, 2), best_window(owned, 2) + 1]
+    assert sums[window[0]] == max(sums)
+    assert trainer._window(7) == window
+
+
+def test_a_solver_of_order_2_draws_the_rollouts(tmp_path):
+    finals = {}
+    for solver in ("euler", "heun"):
+        run = short_run(tmp_path / solver, *objective("nft"), f"sampling.solver={solver}")
+        finals[solver] = FlowGRPOTrainer(args=run).source.collect(0).trajectory.final
+    distance = (finals["euler"] - finals["heun"]).abs().mean()
+    assert 0 < float(distance) < 0.5
+
+
+def pictures(folder: Path, count: int = 4) -> tuple[list[str], torch.Tensor]:
+    prompts = [f'red text "{word}" on a blue background' for word in ("CAT", "DOG", "SUN", "OWL")][:count]
+    images = draw(tiny_policy(), prompts, list(range(count)), 4)
+    folder.mkdir(parents=True)
+    for i, (prompt, image) in enumerate(zip(prompts, images, strict=True)):
+        save_image(folder / f"{i}.png", image, Cell(prompt, i, "tiny"))
+    return prompts, images
+
+
+def test_latents_are_what_decoding_turns_into_the_images():
+    policy = tiny_policy()
+    images = draw(policy, ['red text "CAT" on a blue background'] * 2, [0, 1], 10)
+    again = policy.decode(policy.latents(images))
+    assert float((again - images).abs().mean()) < 0.05
+
+
+def test_sft_on_given_images_learns_them(tmp_path):
+    pictures(tmp_path / "pictures")
+    given = objective("sft", data=str(tmp_path / "pictures"), draws=2)
+    trainer = FlowGRPOTrainer(args=short_run(tmp_path / "run", *given, "steps=12", "optimizer.lr=5e-3"))
+    errors = [trainer.training_step()["sft/error"] for _ in range(12)]
+    assert sum(errors[-4:]) < 0.95 * sum(errors[:4])
+
+
+def test_supervised_fine_tuning_then_grpo_is_one_run(tmp_path):
+    """The second stage is bit-identical to a run of its own that starts from the first one's adapter."""
+    pictures(tmp_path / "pictures")
+    stages = [
+        {"steps": 2, "objective": {"name": "sft", "data": str(tmp_path / "pictures")}, "sampling": {"transition": "ode"}},
+        {"steps": 2, "objective": {"name": "grpo"}},
+    ]
+    args = short_run(tmp_path / "whole", f"stages={json.dumps(stages)}", "save_every=1")
+    assert args.steps == 4
+    FlowGRPOTrainer(args=args).train()
+    rows = [row for row in numbers(tmp_path / "whole") if "loss" in row]
+    assert ["sft/error" in row for row in rows] == [True, True, False, False]
+    assert rows[2]["ratio/first_update_max_deviation"] == 0
+    for stop in (1, 2, 3):
+        parts = args.model_copy(update={"output": str(tmp_path / f"parts{stop}")})
+        trainer = FlowGRPOTrainer(args=parts)
+        for _ in range(stop):
+            trainer.training_step()
+        trainer.save()
+        (tmp_path / f"parts{stop}" / "config.yaml").write_text(parts.dump())
+        FlowGRPOTrainer(args=parts).train(resume=True)
+        assert same(weights(tmp_path / f"parts{stop}"), weights(tmp_path / "whole"))
+
+
+def test_a_run_can_be_stopped_and_resumed_in_the_first_step_of_a_stage(tmp_path):
+    stages = [{"steps": 1, "objective": {"name": "ppo"}}, {"steps": 2, "objective": {"name": "grpo"}}]
+    args = short_run(tmp_path / "whole", f"stages={json.dumps(stages)}", "save_every=1", "evaluation.prompts=null")
+    FlowGRPOTrainer(args=args).train()
+    parts = args.model_copy(update={"output": str(tmp_path / "parts")})
+    trainer = FlowGRPOTrainer(args=parts)
+    step = trainer.training_step
+
+    def stopped() -> dict:
+        trainer._stopping = trainer.step == 1  # within the second stage's first rollout
+        return step()
+
+    trainer.training_step = stopped
+    with pytest.raises(rollouts.Interrupted):
+        trainer.train()
+    FlowGRPOTrainer(args=parts).train(resume=True)
+    assert same(weights(tmp_path / "parts"), weights(tmp_path / "whole"))
+
+
+def test_nft_after_another_stage_begins_with_that_stages_policy_as_the_old_one(tmp_path):
+    stages = [{"steps": 2, "objective": {"name": "sft"}}, {"steps": 2, "objective": {"name": "nft"}}]
+    trainer = FlowGRPOTrainer(args=short_run(tmp_path, ODE, f"stages={json.dumps(stages)}"))
+    for _ in range(2):
+        trainer.training_step()
+    trained = trainer.policy.adapter_state()
+    trainer.enter_at(2)
+    old = trainer.policy.adapter_state("old")
+    assert any(value.abs().max() > 0 for name, value in trained.items() if "lora_B" in name)
+    assert all(torch.equal(value, old[name.replace(".default.", ".old.")]) for name, value in trained.items())
+
+
+@pytest.mark.parametrize(
+    ("ramp", "decays"),
+    [
+        (DecayRamp(rate=0.001, max=0.5), {0: 0, 1: 0.001, 100: 0.1, 500: 0.5, 900: 0.5}),
+        (DecayRamp(after=75, rate=0.0075, max=0.999), {74: 0, 75: 0, 85: 0.075, 208: 0.9975, 209: 0.999, 9000: 0.999}),
+    ],
+)
+def test_the_published_ramps_of_nfts_old_policy(ramp, decays):
+    assert {steps: ramp.at(steps) for steps in decays} == pytest.approx(decays)
+
+
+def test_nfts_old_policy_follows_by_a_ramp_of_optimizer_steps(tmp_path):
+    ramp = {"rate": 0.1, "max": 0.35}
+    run = short_run(tmp_path, *objective("nft", old_decay=ramp), "updates=2", "optimizer.lr=0.01")
+    trainer = FlowGRPOTrainer(args=run)
+    expected = trainer.policy.adapter_state("old")
+    for decay in (0.2, 0.35):  # after 2 and 4 optimizer steps
+        trainer.training_step()
+        trained = trainer.policy.adapter_state()
+        expected = {
+            name: decay * old + (1 - decay) * trained[name.replace(".old.", ".default.")] for name, old in expected.items()
+        }
+        for name, value in trainer.policy.adapter_state("old").items():
+            torch.testing.assert_close(value, expected[name])
+    assert any(not torch.equal(old, trained[name.replace(".old.", ".default.")]) for name, old in expected.items())
+
+
+def test_the_moving_average_takes_in_the_weights_every_so_many_optimizer_steps(tmp_path):
+    """Two updates a training step, every third of them counted: the first of step 2 and the second of step 3."""
+    trainer = FlowGRPOTrainer(args=short_run(tmp_path, "updates=2", "ema_every=3", "ema_decay=0.15", "steps=3"))
+    expected, steps = trainer.policy.ema_state(), []
+    trainer.update.optimizer.adamw.register_step_post_hook(lambda *_: steps.append(trainer.policy.adapter_state()))
+    for _ in range(3):
+        trainer.training_step()
+    assert len(steps) == 6
+    for taken in (steps[2], steps[5]):
+        expected = {name: 0.15 * value + 0.85 * taken[name] for name, value in expected.items()}
+    for name, value in trainer.policy.ema_state().items():
+        torch.testing.assert_close(value, expected[name])
+
+
+def test_training_on_given_images_can_be_stopped(tmp_path):
+    pictures(tmp_path / "pictures")
+    run = short_run(tmp_path / "run", *objective("sft", data=str(tmp_path / "pictures")), "steps=50")
+    trainer = FlowGRPOTrainer(args=run)
+    step = trainer.training_step
+
+    def stopped() -> dict:
+        trainer._stopping = trainer.step == 1
+        return step()
+
+    trainer.training_step = stopped
+    with pytest.raises(rollouts.Interrupted):
+        trainer.train()
+    assert (tmp_path / "run" / "checkpoints" / "step_000002").exists()
+
+
+def test_half_a_step_is_not_saved(tmp_path, monkeypatch):
+    """A gradient that is no number in the second update of a step: the checkpoint before that step stays the newest."""
+    trainer = FlowGRPOTrainer(args=short_run(tmp_path / "run", "updates=2", "save_every=1", "evaluation.prompts=null"))
+    update, calls = trainer.update._step, []
+
+    def spoiled(step: int, number: int) -> dict:
+        calls.append(1)
+        if len(calls) == 4:
+            next(iter(trainer.policy.parameters().values())).grad.fill_(math.nan)
+        return update(step, number)
+
+    monkeypatch.setattr(trainer.update, "_step", spoiled)
+    with pytest.raises(ValueError, match="gradient of step 2 is not finite"):
+        trainer.train()
+    whole = short_run(tmp_path / "whole", "updates=2", "save_every=1", "evaluation.prompts=null")
+    FlowGRPOTrainer(args=whole).train()
+    FlowGRPOTrainer(args=whole.model_copy(update={"output": str(tmp_path / "run")})).train(resume=True)
+    assert same(weights(tmp_path / "run"), weights(tmp_path / "whole"))
+
+
+def test_offline_dpo_learns_which_picture_is_preferred(tmp_path):
+    prompts, images = pictures(tmp_path / "pictures")
+    for i, image in enumerate(images):
+        save_image(tmp_path / "pictures" / f"{i}_bad.png", 1 - image, Cell(prompts[i], i, "tiny"))
+    rows = [{"prompt": p, "chosen": f"pictures/{i}.png", "rejected": f"pictures/{i}_bad.png"} for i, p in enumerate(prompts)]
+    table = tmp_path / "votes.jsonl"
+    table.write_text("\n".join(map(json.dumps, rows)))
+    run = short_run(tmp_path / "run", *objective("dpo", data=str(table), dpo_beta=5.0), "optimizer.lr=3e-3")
+    trainer = FlowGRPOTrainer(args=run)
+    losses = [trainer.training_step()["loss"] for _ in range(10)]
+    assert losses[0] == pytest.approx(math.log(2), abs=1e-4), "at the base model nothing is preferred yet"
+    assert sum(losses[-3:]) / 3 < 0.9 * math.log(2)
+
+
+@pytest.mark.parametrize(
+    ("rows", "words"),
+    [
+        ([{"prompt": "a", "image": "x.png"}], "no column `chosen`"),
+        ([{"prompt": "a", "chosen": "x.png", "rejected": "y.png"}], "x.png, which is not there"),
+    ],
+)
+def test_given_images_that_do_not_fit_are_a_sentence(tmp_path, rows, words):
+    (tmp_path / "votes.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    with pytest.raises(ValueError, match=words):
+        FlowGRPOTrainer(args=short_run(tmp_path / "run", *objective("dpo", data=str(tmp_path / "votes.jsonl"))))
+
+
+def test_a_sheet_can_be_learned_from(tmp_path):
+    prompts, images = pictures(tmp_path / "pictures")
+    save_grid(tmp_path / "sheet.png", images, [Cell(p, 0, "tiny") for p in prompts], columns=2)
+    run = short_run(tmp_path / "run", *objective("sft", data=str(tmp_path / "sheet.png")))
+    found = FlowGRPOTrainer(args=run).source.collect(0)
+    assert set(found.batch.prompts) == set(prompts)
+
+
+def test_best_and_worst_are_chosen_among_groups_with_signal():
+    reward = torch.tensor([0.1, 0.9, 0.5, 0.3, 0.3, 0.3, 2.0, 3.0, 1.0])
+    group = torch.tensor([0, 0, 0, 1, 1, 1, 2, 2, 2])
+    signal = group != 1
+    assert rollouts.chosen_rows("best", reward, group, signal)[0].tolist() == [1, 7]
+    assert rollouts.chosen_rows("best_and_worst", reward, group, signal)[0].tolist() == [1, 0, 7, 8]
+    rows, per_group = rollouts.chosen_rows("all", reward, group, signal)
+    assert (rows.tolist(), per_group) == ([0, 1, 2, 6, 7, 8], 3)
+
+
+def test_stages_that_make_no_sense_are_refused(tmp_path):
+    for stages, words in (
+        ([{"objective": {"name": "nft"}}], "stage 1 has no steps"),
+        ([{"steps": 2, "model": "other"}], "stage 1 can't set model"),
+        ([{"steps": 2, "objective": {"name": "nft"}}], "set sampling.transition=ode"),
+        ([{"steps": 2, "objective": {"name": "sft", "data": "x"}, "sampling": {"transition": "ode"}}], "set resample=0"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            FlowGRPOConfig.read("tiny_grpo", [f"stages={json.dumps(stages)}", "resample=1"])
+
+
+def test_a_stage_has_what_is_its_own(tmp_path):
+    """Micro-batches that divide its rows, no resampling of given images, and a sliding window that begins with it."""
+    first = {"steps": 2, "objective": {"name": "sft", "data": "x"}, "sampling": {"transition": "ode"}, "resample": 0}
+    second = {"steps": 4, "prompts_per_step": 3}
+    both = ["resample=1", "microbatch=auto", "prompts_per_step=8", "images_per_prompt=6"]
+    slides = "sampling.window={kind: sliding, size: 1, every: 2, last: 2}"
+    given = FlowGRPOConfig.read("tiny_grpo", [*both, slides, f"stages={json.dumps([first, second])}"])
+    parts = [part for _, part in given.parts()]
+    assert [(part.resample, part.microbatch) for part in parts] == [(0, 48), (1, 18)]
+    assert [stage.get("microbatch") for stage in given.stages] == [None, 18]
+    assert FlowGRPOConfig.model_validate(yaml.safe_load(given.dump())) == given, "as a run folder keeps it"
+    trainer = FlowGRPOTrainer(args=short_run(tmp_path, slides, f"stages={json.dumps([{'steps': 3}, {'steps': 4}])}"))
+    windows = []
+    for step in range(3, 7):
+        trainer.enter_at(step)
+        windows += trainer._window(step)
+    assert windows == [0, 0, 1, 1]
+
+
+def test_per_step_credit_is_given_where_the_images_of_a_prompt_part(tmp_path):
+    """One noise for a group up to the trained step; the update replays it exactly, and learns."""
+    window = "sampling={steps: 4, transition: cps, noise_level: 0.8, shared_start: true, window: {kind: fixed, size: 1, first: 1}}"
+    trainer = FlowGRPOTrainer(args=short_run(tmp_path, window))
+    found = trainer.source.collect(0).trajectory
+    states = found.x[:, 0].view(2, 4, *found.x.shape[2:])
+    assert torch.equal(states, states[:, :1].expand_as(states)), "the same picture so far"
+    assert (found.final[0] - found.final[1]).abs().max() > 0.01
+    metrics = trainer.training_step()
+    assert metrics["ratio/first_update_max_deviation"] == 0
+    assert metrics["grad_norm"] > 0
+
+
+def test_fp16_that_overflows_for_ever_is_a_sentence():
+    weight = torch.nn.Parameter(torch.ones(2))
+    policy = SimpleNamespace(
+        parameters=lambda: {"w": weight}, spread=False, sharded=False, device=torch.device("cpu"), dtype=torch.float16
+    )
+    optimizer, norms = Optimizer(policy, OptimizerConfig(), Processes()), []
+
+    def until_it_stops() -> None:
+        for _ in range(40):
+            optimizer.backward((weight * torch.inf).sum())
+            norms.append(optimizer.step(1e-3))
+
+    with pytest.raises(ValueError, match="overflow however small the loss is scaled: set dtype=bf16 or fp32"):
+        until_it_stops()
+    assert len(norms) == 16, "65536 halved until it is below 1"
+    assert torch.equal(weight, torch.ones(2))

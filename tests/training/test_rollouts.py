@@ -1,0 +1,569 @@
+"""What a training step learns from, on a small policy: which noise draws the images, what they are worth, and which count."""
+
+import copy
+import math
+import threading
+from types import SimpleNamespace
+
+import pytest
+import torch
+from support import small_policy as small
+
+from flow_grpo import advantages, sampling
+from flow_grpo.config.sections import CriticConfig
+from flow_grpo.data.prompts import Dealer
+from flow_grpo.training import rollouts
+from flow_grpo.training.critic import Critic
+from flow_grpo.training.rollouts import Interrupted, Rollouts, chosen_rows
+from flow_grpo.types import Scores
+from rewards import WeightedSum
+from rewards.interrupt import DaemonThread
+
+WINDOW = [0, 2]
+SCRIPT = {  # what the images of each prompt get, in their order
+    "a cat": [0.1, 0.5, 0.9],
+    "a dog": [0.4, 0.4, 0.4],
+    "a sun": [0.9, 0.2, 0.3],
+    "a owl": [0.0, 0.6, 0.8],
+    "a tree": [0.7, 0.7, 0.7],
+    "a boat": [0.3, math.nan, 0.1],
+}
+
+
+def scripted(script=SCRIPT):
+    def reward(images, prompts):
+        return [script[p][prompts[:i].count(p) % 3] for i, p in enumerate(prompts)]
+
+    return reward
+
+
+def source(
+    policy=None, script=SCRIPT, weights=None, rewards=None, drop=("main",), window=WINDOW, prompts=small.PROMPTS, **more
+):
+    """Rollouts of a small policy whose main reward is scripted."""
+    rewards = {"main": scripted(script), **(rewards or {})}
+    weighted = WeightedSum(rewards, weights or dict.fromkeys(rewards, 1.0), drop)
+    own = {name: more.pop(name) for name in ("critic", "processes", "stopping") if name in more}
+    args = small.settings(**{"prompts_per_step": 4, "microbatch": 6, **more})
+    return small.rollouts(policy or small.policy(), args, window, weighted, prompts=prompts, **own)
+
+
+def some(*names):
+    """A set of prompts, dealt in whatever order."""
+    return small.PromptSet([f"a {name}" for name in names], [{} for _ in names])
+
+
+FOUR = some("cat", "dog", "sun", "owl")
+
+
+def columns(found):
+    """Rewards (P, 3) of a batch by the script, in its order."""
+    return torch.tensor([SCRIPT[prompt] for prompt in found.batch.prompts[::3]])
+
+
+# -- noise ------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("seed", [0, 3])
+def test_every_image_starts_from_noise_of_its_own_and_each_trained_step_adds_noise_of_its_own(seed):
+    rolls, batch = source(seed=seed), small.PROMPTS.take([4, 2], 3)
+    starts, noises = [], []
+    for step in (0, 1):
+        t = rolls.trajectory(step, batch, WINDOW)
+        assert t.steps == WINDOW
+        for row, (p, g) in enumerate(zip(batch.group.tolist(), batch.image.tolist(), strict=True)):
+            starts.append(sampling.noise(small.SHAPE, seed, "start", step, p, g))
+            assert torch.equal(t.x[row, 0], starts[-1])
+            for k, i in enumerate(WINDOW):
+                std = t.schedule.sigmas[i + 1] * math.sin(0.8 * math.pi / 2)
+                noises.append(sampling.noise(small.SHAPE, seed, "step", step, i, p, g))
+                assert torch.equal(t.x_next[row, k], t.mean[row, k] + std * noises[-1])
+    every = torch.stack([*starts, *noises]).flatten(1)
+    assert len(every.unique(dim=0)) == len(every) == 12 + 24
+    assert not (torch.corrcoef(every) - torch.eye(36)).abs().max() > 0.8
+
+
+@pytest.mark.parametrize("seed", [0, 3])
+def test_images_of_a_group_may_share_their_start_and_part_at_the_first_trained_step(seed):
+    rolls, batch = source(seed=seed, sampling={"shared_start": True}, window=[1]), small.PROMPTS.take([4, 2], 3)
+    states = torch.stack([rolls.trajectory(step, batch, [1]).x[:, 0].view(2, 3, *small.SHAPE) for step in (0, 1)])
+    assert torch.equal(states, states[:, :, :1].expand_as(states))
+    assert len(states.flatten(3).flatten(0, 2).unique(dim=0)) == 4
+    first = rolls.trajectory(0, batch, [0])
+    for row, p in enumerate(batch.group.tolist()):
+        assert torch.equal(first.x[row, 0], sampling.noise(small.SHAPE, seed, "start", 0, p))
+    assert len(first.final.flatten(1).unique(dim=0)) == 6
+
+
+@pytest.mark.parametrize("shared", [True, False])
+def test_a_group_is_drawn_alike_whoever_draws_it(shared):
+    """Group 3 of a batch alone, as one of several processes draws it."""
+    rolls, batch = source(sampling={"shared_start": shared}, microbatch=3), small.PROMPTS.take([4, 2, 1, 0], 3)
+    whole, own = rolls.trajectory(5, batch, [1, 2]), batch.take(torch.tensor([3, 4, 5, 9, 10, 11]))
+    part = rolls.trajectory(5, own, [1, 2])
+    torch.testing.assert_close(part.final, whole.final[[3, 4, 5, 9, 10, 11]], rtol=0, atol=1e-5)
+
+
+def test_a_rollout_is_scored_and_solved_as_the_settings_say():
+    batch = small.PROMPTS.take([4, 2], 3)
+    t = source(sampling={"log_prob": "unnormalized", "noise_level": 0.3}).trajectory(0, batch, [1])
+    residual = (t.x_next - t.mean).square().flatten(2).mean(2)
+    torch.testing.assert_close(t.log_prob_BK, -residual)
+    std = t.schedule.sigmas[2] * math.sin(0.3 * math.pi / 2)
+    assert float(residual.mean()) == pytest.approx(float(std**2), rel=0.3)
+    ode = {"objective": {"name": "sft"}, "window": []}
+    euler, heun = (source(sampling={"transition": "ode", "solver": s}, **ode) for s in ("euler", "heun"))
+    assert euler.solver is None
+    one, other = (rolls.trajectory(0, batch, []).final for rolls in (euler, heun))
+    assert 1e-3 < float((one - other).abs().mean()) < 0.5
+
+
+def test_the_forward_passes_of_a_rollout_are_micro_batches_without_gradients():
+    policy, batch = small.policy(), small.PROMPTS.take([4, 2], 3)
+    calls, velocity = [], policy.velocity
+    policy.velocity = lambda x, *rest: calls.append((len(x), torch.is_grad_enabled())) or velocity(x, *rest)
+    rolls = source(policy, microbatch=3)
+    rolls.trajectory(0, batch, WINDOW)
+    assert calls == [(3, False)] * 8
+    calls.clear()
+    policy.compiled = True
+    found = rolls.trajectory(0, batch, WINDOW)
+    assert calls == [(3, i in WINDOW) for _ in range(2) for i in range(4)], "a compiled kernel is the one that is replayed"
+    assert not found.final.requires_grad
+
+
+def end(threads):
+    """Waits for threads that have nothing more to do."""
+    for thread in threads:
+        thread.join(60)
+        assert not thread.is_alive()
+
+
+@pytest.mark.parametrize("after", [0, 5])
+def test_a_rollout_is_left_before_its_next_forward_pass(after):
+    policy, calls = small.policy(), []
+    velocity = policy.velocity
+    policy.velocity = lambda x, *rest: calls.append(1) or velocity(x, *rest)
+    rolls, threads = source(policy, stopping=lambda: len(calls) >= after), set(threading.enumerate())
+    with pytest.raises(Interrupted):
+        rolls.collect(0)
+    assert len(calls) == after
+    end(set(threading.enumerate()) - threads)
+
+
+# -- what the images are worth ----------------------------------------------------------------------------------------------
+
+
+def contrast(images, prompts):
+    return images.std((1, 2, 3))
+
+
+def test_the_advantage_is_the_weighted_sum_of_the_rewards_against_the_group():
+    """A reward of weight 0 is measured and counts for nothing."""
+    weights = {"main": 2.0, "contrast": -30.0, "noise": 0.0}
+    other = {"contrast": contrast, "noise": lambda images, prompts: [float(i) for i in range(len(prompts))]}
+    rolls = source(prompts=FOUR, weights=weights, rewards=other)
+    found = rolls.collect(2)
+    images = rolls.policy.decode(found.trajectory.final)
+    main, apart = columns(found), contrast(images, None).view(4, 3)
+    total = (2 * main - 30 * apart).double()
+    spread = total.std(1, correction=0, keepdim=True)
+    expected = (total - total.mean(1, keepdim=True)) / (spread + 1e-4)
+    torch.testing.assert_close(found.advantage.double(), expected.flatten(), rtol=1e-4, atol=1e-4)
+    assert found.rows.tolist() == list(range(12))
+    assert found.rows_per_group == 3
+    assert found.groups.tolist() == [0, 1, 2, 3]
+    torch.testing.assert_close(found.scores.total.double(), total.flatten(), rtol=1e-5, atol=1e-6)
+    parts = torch.stack([2 * main, -30 * apart]).double()
+    parts = (parts - parts.mean(2, keepdim=True)).flatten(1)
+    products = parts @ parts.T
+    assert {name: value for name, value in found.metrics.items() if not name.startswith("time/")} == pytest.approx(
+        {
+            "reward": float(total.mean()),
+            "reward_std": float(spread.mean()),
+            "frac_reward_zero_std": 0.0,
+            "rewards/main/mean": float(main.mean()),
+            "rewards/contrast/mean": float(apart.mean()),
+            "rewards/noise/mean": 5.5,
+            "images": 12.0,
+            "advantage/share/main": float(products[0].sum() / products.sum()),
+            "advantage/share/contrast": float(products[1].sum() / products.sum()),
+            "advantage/correlation/main/contrast": float(products[0, 1] / (products[0, 0] * products[1, 1]).sqrt()),
+        },
+        rel=1e-3,
+        abs=1e-5,
+    )
+
+
+def test_groups_whose_rewards_are_alike_have_no_signal_and_are_counted():
+    found = source(prompts=FOUR).collect(0)
+    silent = [i for i, prompt in enumerate(found.batch.prompts) if prompt == "a dog"]
+    assert found.rows.tolist() == [i for i in range(12) if i not in silent]
+    assert (found.advantage[silent] == 0).all()
+    assert found.groups.tolist() == [0, 1, 2, 3], "they stay in the mean"
+    assert found.metrics["frac_reward_zero_std"] == 0.25
+    assert found.metrics["reward"] == pytest.approx(float(columns(found).mean()))
+    assert found.metrics["reward_std"] == pytest.approx(float(columns(found).std(1, correction=0).mean()))
+    assert not any(name.startswith("advantage/") for name in found.metrics), "of one reward there are no shares"
+
+
+def opposite(images, prompts):
+    """Makes up for what the main reward gives to two prompts."""
+    values = scripted()(images, prompts)
+    return [-v if p in ("a cat", "a owl") else 0.0 for v, p in zip(values, prompts, strict=True)]
+
+
+@pytest.mark.parametrize(("name", "advantage", "silent"), [
+    ("grpo", "grpo", {"a cat", "a dog", "a owl"}), ("grpo", "gdpo", {"a dog"}), ("grpo", "reinforce_pp", set()),
+    ("sft", "reinforce_pp", {"a cat", "a dog", "a owl"}), ("dpo", "gdpo", {"a cat", "a dog", "a owl"}),
+])  # fmt: skip
+def test_which_groups_have_signal_is_the_advantages_own_matter(name, advantage, silent):
+    """Of two rewards that cancel, gdpo sees both; reinforce_pp compares with the whole batch; sft and dpo choose by the sum."""
+    ode = {"sampling": {"transition": "ode"}, "window": []} if name in ("sft", "dpo") else {}
+    objective = {"name": name, "advantage": advantage}
+    found = source(prompts=FOUR, rewards={"opposite": opposite}, objective=objective, **ode).collect(0)
+    assert {p for i, p in enumerate(found.batch.prompts) if i not in found.rows and name == "grpo"} <= silent
+    speaking = {found.batch.prompts[row] for row in found.rows}
+    assert speaking == {p for p in FOUR.prompts if p not in silent}
+
+
+@pytest.mark.parametrize("name", ["sft", "dpo"])
+def test_the_best_and_the_worst_of_a_group_by_the_sum_are_what_is_copied_and_compared(name):
+    ode = {"sampling": {"transition": "ode"}, "window": []}
+    found = source(prompts=FOUR, objective={"name": name}, **ode).collect(0)
+    values, expected = columns(found), []
+    for p, row in enumerate(values):
+        if row.max() > row.min():
+            expected += [3 * p + int(row.argmax())] + [3 * p + int(row.argmin())] * (name == "dpo")
+    assert found.rows.tolist() == expected
+    assert found.rows_per_group == (1 if name == "sft" else 2)
+
+
+def test_chosen_rows_of_no_group_are_none():
+    reward, group = torch.zeros(4), torch.tensor([0, 0, 1, 1])
+    for name, each in (("best", 1), ("best_and_worst", 2), ("all", 2)):
+        rows, per_group = chosen_rows(name, reward, group, torch.zeros(4, dtype=torch.bool))
+        assert (rows.tolist(), rows.dtype, per_group) == ([], torch.int64, each)
+
+
+def test_a_reward_gets_the_metadata_of_each_images_prompt():
+    prompts = small.PromptSet(["a cat", "a dog"], [{"answer": 3.0}, {"answer": 5.0}])
+    seen = []
+
+    def reward(images, prompts, answer):
+        seen.append((prompts, answer))
+        return [a + i % 3 for i, a in enumerate(answer)]
+
+    rolls = source(prompts=prompts, prompts_per_step=2)
+    rolls.rewards.rewards["main"] = reward
+    found = rolls.collect(0)
+    assert seen == [(found.batch.prompts, [3.0 if p == "a cat" else 5.0 for p in found.batch.prompts])]
+    assert found.scores.total.tolist() == [a + i % 3 for i, a in enumerate(seen[0][1])]
+
+
+def test_an_advantage_of_ones_own_gets_the_sum_and_the_groups():
+    own = {"advantage": "tests/support/sample_objectives.py:sign"}
+    found = source(prompts=FOUR, weights={"main": 2.0}, objective=own).collect(0)
+    values = columns(found)
+    assert found.advantage.view(4, 3).tolist() == torch.sign(values - values.mean(1, keepdim=True)).tolist()
+    assert len(found.rows) == 12, "it may compare with the whole batch"
+
+
+# -- what was dropped -------------------------------------------------------------------------------------------------------
+
+
+def test_a_group_with_a_reward_that_is_no_number_is_left_out_of_all_but_the_count():
+    prompts = some("cat", "dog", "sun", "boat")
+    found = source(prompts=prompts, objective={"advantage": "batch_std"}).collect(0)
+    lost = [p for p in range(4) if found.batch.prompts[3 * p] == "a boat"]
+    kept = [p for p in range(4) if p not in lost]
+    values = columns(found)[kept].double()
+    expected = (values - values.mean(1, keepdim=True)) / (values.std(correction=0) + 1e-4)
+    torch.testing.assert_close(found.advantage.view(4, 3)[kept].double(), expected, rtol=1e-4, atol=1e-5)
+    assert (found.advantage.view(4, 3)[lost] == 0).all()
+    assert found.groups.tolist() == kept
+    silent = [p for p in kept if found.batch.prompts[3 * p] == "a dog"]
+    assert found.rows.tolist() == [3 * p + g for p in kept if p not in silent for g in range(3)]
+    numbers = {k: v for k, v in found.metrics.items() if not k.startswith("time/")}
+    assert numbers == pytest.approx(
+        {
+            "frac_reward_dropped": 0.25,
+            "frac_reward_zero_std": 1 / 3,
+            "reward": float(values.mean()),
+            "reward_std": float(values.std(1, correction=0).mean()),
+            "rewards/main/mean": float(values.mean()),
+            "images": 12.0,
+        }
+    )
+
+
+def test_a_step_of_which_nothing_is_left_says_so():
+    script = dict.fromkeys(SCRIPT, [math.nan] * 3)
+    for critic in (None, Critic(torch.Size(small.SHAPE), 64, CriticConfig(), 0)):
+        found = source(prompts=FOUR, script=script, critic=critic).collect(0)
+        numbers = {k: v for k, v in found.metrics.items() if not k.startswith("time/")}
+        assert numbers == {"frac_reward_dropped": 1.0, "images": 12.0}
+        assert (len(found.rows), len(found.groups)) == (0, 0)
+        assert not found.advantage.any()
+        assert found.rows_per_group == 3
+
+
+# -- further rounds, and rest -----------------------------------------------------------------------------------------------
+
+
+def dealt(rolls):
+    """What the dealer is asked for: prompts and the number of the first group, of each round."""
+    asked, deal = [], rolls.dealer.deal
+
+    def recording(step, prompts, images, first_group=0):
+        asked.append((step, prompts, images, first_group))
+        return deal(step, prompts, images, first_group)
+
+    rolls.dealer.deal = recording
+    return asked
+
+
+class Rounds:
+    """A reward by rounds of rollouts: in each, whether the groups are silent ('s'), lost ('l') or have signal (any digit)."""
+
+    def __init__(self, *rounds):
+        self.rounds, self.calls = rounds, 0
+
+    def __call__(self, images, prompts):
+        kinds = self.rounds[self.calls]
+        self.calls += 1
+        table = {"s": [0.5] * 3, "l": [0.1, math.nan, 0.3], "1": [0.1, 0.5, 0.6]}
+        return [value for kind in kinds for value in table[kind]]
+
+
+@pytest.mark.parametrize(("rounds", "counts", "chosen"), [
+    (["1111"], [4], [0, 1, 2, 3]),
+    (["1s11", "s1"], [4, 2], [0, 2, 3, 5]),
+    (["1s11", "ss", "1s"], [4, 2, 2], [0, 2, 3, 6]),
+    (["ssls", "1ss1", "ss"], [4, 4, 2], [4, 7, 0, 1]),
+    (["llsl", "llll", "lsls"], [4, 4, 4], [2, 9, 11, 0]),
+    (["sss1", "111l"], [4, 4], [3, 4, 5, 6]),
+])  # fmt: skip
+def test_rounds_go_on_until_all_groups_have_signal_and_the_rest_fills_up(rounds, counts, chosen):
+    """Silent groups fill the step up before lost ones, in the order they were drawn; a round fills micro-batches."""
+    rolls = source(resample=2, drop=("main",))
+    rolls.rewards.rewards["main"] = Rounds(*rounds)
+    asked = dealt(rolls)
+    found = rolls.collect(7)
+    assert asked == [(7, count, 3, sum(counts[:i])) for i, count in enumerate(counts)]
+    assert len(found.batch.prompts) == len(found.trajectory.final) == len(found.advantage) == 3 * sum(counts)
+    assert found.batch.group.tolist() == [g for g in range(sum(counts)) for _ in range(3)]
+    kinds = "".join(rounds)
+    assert found.groups.tolist() == sorted(g for g in chosen if kinds[g] != "l")
+    speak = sorted(g for g in chosen if kinds[g] == "1")
+    assert found.rows.tolist() == [3 * g + i for g in speak for i in range(3)]
+    outside = torch.ones(len(kinds), dtype=torch.bool)
+    outside[speak] = False
+    assert not found.advantage.view(-1, 3)[outside].any()
+    assert found.metrics["resample/rounds"] == len(counts)
+    assert found.metrics["images"] == 3 * sum(counts)
+    assert found.metrics.get("frac_reward_dropped", 0.0) == pytest.approx(kinds.count("l") / len(kinds))
+    if set(kinds) != {"l"}:
+        assert found.metrics["frac_reward_zero_std"] == pytest.approx(kinds.count("s") / (len(kinds) - kinds.count("l")))
+
+
+@pytest.mark.parametrize(("microbatch", "processes", "count"), [(12, 1, 4), (6, 1, 2), (4, 1, 4), (3, 1, 1), (3, 2, 2)])
+def test_a_further_round_fills_the_micro_batches_of_all_processes(microbatch, processes, count):
+    rolls = source(resample=1, microbatch=microbatch)
+    rolls.rewards.rewards["main"] = Rounds("111s", "s" * count)
+    if processes == 2:
+        rolls.processes = small.Two(lambda scores: scores)
+        rolls.rewards.rewards["main"] = Rounds("1s", "s")
+        rolls.processes.other = silent_once()
+    asked = dealt(rolls)
+    rolls.collect(0)
+    assert [prompts for _, prompts, _, _ in asked] == [4, count]
+
+
+def silent_once():
+    """The other process's scores: two groups with signal at first, then a silent one."""
+    table = iter([[0.1, 0.5, 0.6] * 2, [0.5] * 3])
+
+    def scores(own):
+        values = torch.tensor(next(table))
+        return Scores(values, {"main": values})
+
+    return scores
+
+
+def test_without_further_rounds_nothing_is_said_of_them():
+    rolls = source()
+    rolls.rewards.rewards["main"] = Rounds("ssss", "1111")
+    found = rolls.collect(0)
+    assert rolls.rewards.rewards["main"].calls == 1
+    assert "resample/rounds" not in found.metrics
+    assert "prompts_resting" not in found.metrics
+    assert found.groups.tolist() == [0, 1, 2, 3]
+
+
+def test_silent_prompts_rest_and_lost_ones_do_not():
+    rolls = source(resting={"after": 1, "steps": 3})
+    rolls.rewards.rewards["main"] = Rounds("1sls")
+    found = rolls.collect(4)
+    silent = [found.batch.prompts[3 * p] for p in (1, 3)]
+    assert rolls.dealer.until == dict.fromkeys(silent, 4 + 1 + 3)
+    assert found.metrics["prompts_resting"] == 2
+    assert rolls.dealer.silent[found.batch.prompts[0]] == 0
+    assert found.batch.prompts[6] not in rolls.dealer.silent
+
+
+def test_how_many_rest_is_said_of_the_next_step():
+    rolls = source(resting={"after": 1, "steps": 3})
+    rolls.dealer.until = {"x": 5, "y": 6}
+    rolls.rewards.rewards["main"] = Rounds("1111")
+    assert rolls.collect(4).metrics["prompts_resting"] == 1
+
+
+# -- the critic -------------------------------------------------------------------------------------------------------------
+
+
+def test_the_critic_sees_states_rewards_and_prompts_of_the_rows_that_count():
+    prompts = some("cat", "dog", "sun", "boat")
+    critic, policy = Critic(torch.Size(small.SHAPE), 64, CriticConfig(width=8), 0), small.policy()
+    rolls = source(policy, prompts=prompts, critic=critic, objective={"name": "ppo"})
+    same = copy.deepcopy(critic)
+    same.optimizer = torch.optim.AdamW(same.parameters(), lr=1e-3)
+    found = rolls.collect(0)
+    rows = torch.tensor([i for i, p in enumerate(found.batch.prompts) if p != "a boat"])
+    text, total = policy.encode(found.batch.prompts).pooled(), columns(found).flatten()
+    expected, metrics = same.advantages(found.trajectory.take(rows), total[rows], text[rows])
+    assert found.advantage.shape == (12, 2)
+    torch.testing.assert_close(found.advantage[rows], expected)
+    others = [i for i in range(12) if i not in rows]
+    assert not found.advantage[others].any()
+    assert found.rows.tolist() == rows.tolist(), "also of prompts whose rewards are alike"
+    assert len(found.groups) == 3
+    assert {k: v for k, v in found.metrics.items() if k.startswith("critic/")} == pytest.approx(metrics)
+    assert all(torch.equal(a, b) for a, b in zip(critic.parameters(), same.parameters(), strict=True))
+
+
+# -- several processes, and rewards beside the drawing ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_process_has_its_own_groups_and_knows_all_scores(rank):
+    whole = source(prompts=some("cat", "dog", "sun", "boat"), microbatch=3).collect(1)
+    own, others = (torch.tensor([i for i in range(12) if i // 3 % 2 == r]) for r in (rank, 1 - rank))
+    rolls = source(prompts=some("cat", "dog", "sun", "boat"), microbatch=3)
+    rolls.processes = small.Two(lambda _: whole.scores.take(others), rank)
+    found = rolls.collect(1)
+    assert found.batch.prompts == [whole.batch.prompts[i] for i in own]
+    assert found.batch.group.tolist() == whole.batch.group[own].tolist()
+    torch.testing.assert_close(found.trajectory.final, whole.trajectory.final[own], rtol=0, atol=1e-5)
+    torch.testing.assert_close(found.advantage, whole.advantage[own])
+    assert own[found.rows].tolist() == [i for i in whole.rows.tolist() if i in own]
+    assert found.groups.tolist() == whole.groups.tolist()
+    torch.testing.assert_close(found.scores.total, whole.scores.total[own], equal_nan=True)
+    assert found.metrics["reward"] == pytest.approx(whole.metrics["reward"])
+
+
+def test_images_are_scored_in_parts_of_whole_groups_and_micro_batches_where_that_saves_time():
+    found, sizes = {}, {}
+    for beside in (False, True):
+        sizes[beside], reward = [], scripted()
+        rolls = source(microbatch=6, prompts=FOUR)
+        rolls.rewards.rewards["main"] = lambda x, p, s=sizes[beside], r=reward: s.append(len(x)) or r(x, p)
+        assert not rolls.beside
+        rolls.beside = beside
+        found[beside] = rolls.collect(3)
+    assert sizes == {False: [12], True: [6, 6]}
+    assert torch.equal(found[True].advantage, found[False].advantage)
+    assert torch.equal(found[True].trajectory.final, found[False].trajectory.final)
+    assert found[True].batch.prompts == found[False].batch.prompts
+    rolls = source(microbatch=4, prompts=FOUR)
+    rolls.beside, whole = True, []
+    rolls.rewards.rewards["main"] = lambda x, p: whole.append(len(x)) or scripted()(x, p)
+    rolls.collect(3)
+    assert whole == [12], "4 rows are no whole groups of 3"
+
+
+def test_on_a_cpu_only_what_other_machines_score_goes_beside_the_drawing():
+    far, near = {"remote": "http://127.0.0.1:1"}, {"weight": 1.0}
+    policy = small.policy()
+    for rewards, expected in (({"a": far}, True), ({"a": far, "b": near}, False), ({"b": near}, False)):
+        rolls = Rollouts(policy, small.settings(rewards=rewards), Dealer(small.PROMPTS, 0), None, None, None, None)
+        assert rolls.beside == expected
+        assert rolls.processes.count == 1
+    elsewhere = SimpleNamespace(device=torch.device("cuda"), schedule=policy.schedule)
+    assert Rollouts(elsewhere, small.settings(rewards={"b": near}), Dealer(small.PROMPTS, 0), None, None, None, None).beside
+
+
+def test_a_reward_that_fails_leaves_no_thread_behind():
+    def fails(images, prompts):
+        raise RuntimeError("no paper")
+
+    rolls, threads = source(drop=()), threading.active_count()
+    rolls.rewards.rewards["main"] = fails
+    with pytest.raises(ValueError, match=r"reward main raised RuntimeError.*no paper"):
+        rolls.collect(0)
+    assert threading.active_count() == threads
+
+
+def test_rewards_are_called_one_after_another_and_not_at_all_after_a_failure(monkeypatch):
+    """The first part is being scored and the second waits when the third can't be decoded."""
+    failed, calls, close = threading.Event(), [], DaemonThread.close
+
+    def closed(self):
+        idle = close(self)
+        failed.set()
+        return idle
+
+    def slow(images, prompts):
+        calls.append(len(images))
+        assert failed.wait(60)
+        return scripted()(images, prompts)
+
+    def broken(latents, *rest):
+        decoded.append(len(latents))
+        if len(decoded) == 3:
+            raise torch.OutOfMemoryError("no memory")
+        return decode(latents, *rest)
+
+    monkeypatch.setattr(DaemonThread, "close", closed)
+    threads = set(threading.enumerate())
+    rolls, decoded = source(drop=(), microbatch=3), []
+    rolls.beside, decode = True, rolls.policy.decode
+    rolls.policy.decode, rolls.rewards.rewards["main"] = broken, slow
+    with pytest.raises(torch.OutOfMemoryError):
+        rolls.collect(0)
+    end(set(threading.enumerate()) - threads)
+    assert decoded == [3, 3, 3]
+    assert calls == [3]
+
+
+def test_the_seconds_of_a_step_are_those_of_its_parts(monkeypatch):
+    """On a clock that stands still but where the parts are at work."""
+    clock = [100.0]
+    monkeypatch.setattr(rollouts.time, "perf_counter", lambda: clock[0])
+
+    def takes(seconds, call):
+        def slow(*args, **kwargs):
+            clock[0] += seconds
+            return call(*args, **kwargs)
+
+        return slow
+
+    rolls = source(resample=1)
+    rolls.rewards.rewards["main"] = Rounds("111s", "ss", "1111")
+    rolls.trajectory = takes(5.0, rolls.trajectory)
+    rolls.policy.decode = takes(3.0, rolls.policy.decode)
+    rolls._by_group = takes(2.0, rolls._by_group)
+    together = rolls.processes.agree
+    rolls.processes.agree = takes(7.0, together)
+    for step, rounds in ((0, 2), (1, 1)):
+        metrics = rolls.collect(step).metrics
+        seconds = {k: v for k, v in metrics.items() if k.startswith("time/")}
+        assert seconds == {"time/rollout": 5.0 * rounds, "time/decode": 3.0 * rounds, "time/reward": 7.0 * rounds + 2}
+
+
+def test_the_advantage_is_computed_by_the_settings_method():
+    for method in ("dr_grpo", "rank"):
+        found = source(prompts=FOUR, objective={"advantage": method}).collect(0)
+        group = found.batch.group
+        expected = advantages.group_advantages(columns(found).flatten(), group, method)
+        torch.testing.assert_close(found.advantage, expected)

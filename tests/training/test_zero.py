@@ -1,0 +1,211 @@
+"""DeepSpeed's ZeRO on two processes: what one process does, with shares of the moments and gradients."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from support.embedded import short_run
+from support.paths import ROOT
+from support.process_runs import ACCELERATE, UNEVEN, WHOLE, config, run_alone, same
+
+from flow_grpo.config import FlowGRPOConfig
+from flow_grpo.data.prompts import Dealer, load_prompts
+from flow_grpo.plan.estimate import Plan
+from flow_grpo.run_folder import checkpoint
+from flow_grpo.training.early_checks import check_settings
+
+# one start of two processes for all runs, as importing takes longer than running
+RUNS = """
+import json
+import os
+import sys
+from pathlib import Path
+
+import torch
+
+from flow_grpo.config import FlowGRPOConfig
+from flow_grpo.train import FlowGRPOTrainer
+
+for folder in map(Path, sys.argv[1:]):
+    args = FlowGRPOConfig.read(folder / "run.yaml")
+    if args.memory.shard == "zero1":  # for the others it is accelerate that says what to share
+        os.environ.pop("ACCELERATE_USE_DEEPSPEED", None)
+    trainer = FlowGRPOTrainer(args=args)
+    trainer.train(resume=folder.name == "resumed")
+    optimizer, parameters = trainer.update.optimizer, list(trainer.policy.parameters().values())
+
+    def everywhere(number):
+        return sum((p * number).sum() for p in parameters)
+
+    found = {"all": sum(p.numel() for p in parameters)}
+    [moments] = optimizer.adamw.state.values()
+    found["moments"] = [moments[name].numel() for name in ("exp_avg", "exp_avg_sq")]
+    optimizer.backward(everywhere(1.0))
+    kept = optimizer.engine.optimizer.all_grad_tensors.get(0) or []  # in stage 2
+    found["gradients"] = sum(g.numel() for g in kept) + sum(p.grad.numel() for p in parameters if p.grad is not None)
+    found["largest"] = max(p.numel() for p in parameters)
+    optimizer.forget()
+    optimizer.backward(everywhere(0.0))
+    found["forgotten"] = optimizer.step(0.0)
+    before = [p.detach().clone() for p in parameters]
+    optimizer.backward(everywhere(float("nan") if trainer.processes.first else 1.0))
+    found["not_finite"] = optimizer.step(1.0) == float("inf")
+    found["moved"] = any(not torch.equal(p, former) for p, former in zip(parameters, before))
+    (folder / f"found_{trainer.processes.rank}.json").write_text(json.dumps(found))
+trainer.processes.leave()
+"""
+FEW = (
+    "evaluation.prompts=null",
+    "microbatch=6",
+    "sampling={steps: 2, transition: cps, noise_level: 0.8, window: {kind: all}}",
+)
+STAGES = "stages=[{steps: 1}, {steps: 1, optimizer: {lr: 5.0e-4}}]"
+
+
+def launched(folder: Path, *words: str, code: int = 0, **more: str) -> str:
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), **more}
+    found = subprocess.run([sys.executable, "-m", *words], cwd=folder, env=env, capture_output=True, text=True, timeout=180)
+    assert found.returncode == code, found.stdout + found.stderr
+    return found.stdout + found.stderr
+
+
+def half(folder: Path, into: Path, *settings: str) -> None:
+    """A run's first of two steps, to be gone on with by other processes."""
+    config(into, *settings)
+    shutil.copytree(folder / "run", into / "run")
+    shutil.rmtree(into / "run" / "checkpoints" / "step_000002")
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
+    """Each run by one process, and by two with ZeRO; and what was left half-way, gone on with by the others."""
+    pytest.importorskip("deepspeed", reason="DeepSpeed is not installed: pip install '.[deepspeed]'")
+    root = tmp_path_factory.mktemp("zero")
+    uneven = root / "uneven.py"
+    uneven.write_text(UNEVEN)
+    args = FlowGRPOConfig.read(config(root / "look"))
+    dealt = Dealer(load_prompts(args.prompts), args.seed).deal(0, 6, 1).prompts
+    (root / "loud.txt").write_text("\n".join([dealt[0], dealt[2]]))  # both of the first process
+    settings = {
+        "lora": ["updates=3", STAGES],
+        "whole": [*WHOLE, "objective.kl_weight=0.1"],
+        "uneven": [f"rewards={{'{uneven}:uneven': 1}}"],
+        "first": ["memory.shard=zero1", "updates=3"],
+    }
+    for name, more in settings.items():
+        for place in ("alone", "both"):
+            config(root / place / name, *FEW, *more)
+        run_alone(root / "alone" / name / "run.yaml")
+    half(root / "alone" / "whole", root / "both" / "resumed", *FEW, *settings["whole"], "memory.shard=zero1")
+    (root / "runs.py").write_text(RUNS)
+    folders = [str(root / "both" / name) for name in (*settings, "resumed")]
+    launcher = [
+        word for word in ACCELERATE if word != "--multi_gpu"
+    ]  # which accelerate takes for another kind than DeepSpeed
+    output = launched(root, *launcher, "--use_deepspeed", "--zero_stage=2", str(root / "runs.py"), *folders)
+    assert "DeepSpeed" not in output, "it keeps quiet"
+    half(root / "both" / "whole", root / "alone" / "resumed", *FEW, *settings["whole"])
+    run_alone(root / "alone" / "resumed" / "run.yaml", resume=True)
+    return root
+
+
+@pytest.mark.parametrize("name", ["lora", "whole", "uneven", "first"])
+def test_two_processes_with_zero_do_what_one_does(runs, name):
+    same(runs / "alone" / name, runs / "both" / name)
+
+
+@pytest.mark.parametrize("place", ["alone", "both"])
+def test_a_checkpoint_of_one_kind_is_resumed_by_the_other(runs, place):
+    found, expected = (checkpoint.latest(runs / at / "run" / "checkpoints")[0] for at in (f"{place}/resumed", "alone/whole"))
+    for part in ("adapter", "ema"):
+        torch.testing.assert_close(found[part], expected[part], rtol=0, atol=2e-5)
+    moments, others = (state["optimizer"]["state"] for state in (found, expected))
+    assert {float(values["step"]) for values in moments.values()} == {2}
+    for name in ("exp_avg", "exp_avg_sq"):
+        one, other = (torch.cat([state[number][name].flatten() for number in others]) for state in (moments, others))
+        assert (one - other).norm() < 1e-3 * other.norm()
+
+
+@pytest.mark.parametrize(
+    ("name", "shares_gradients"),
+    [("first", False), ("uneven", True), ("lora", True), ("whole", True), ("resumed", False)],
+)
+def test_a_process_holds_half(runs, name, shares_gradients):
+    found = [json.loads((runs / "both" / name / f"found_{rank}.json").read_text()) for rank in (0, 1)]
+    for one in found:
+        assert all(one["all"] / 2 <= count <= one["all"] / 2 + 2 for count in one["moments"])
+        if shares_gradients:  # a parameter on the border is kept by both
+            assert one["all"] / 2 - one["largest"] <= one["gradients"] <= one["all"] / 2 + one["largest"]
+        else:
+            assert one["gradients"] == one["all"]
+        assert one["forgotten"] == 0, "what was given up is not in the next step"
+        assert one["not_finite"]
+        assert not one["moved"]
+
+
+def test_accelerate_asks_for_it(tmp_path, monkeypatch):
+    monkeypatch.setenv("ACCELERATE_USE_DEEPSPEED", "true")
+    plain = short_run(tmp_path)
+    assert plain.as_launched().memory.shard == "zero2", "accelerate's own default"
+    for stage, shares in (("0", None), ("1", "zero1")):
+        monkeypatch.setenv("ACCELERATE_DEEPSPEED_ZERO_STAGE", stage)
+        assert plain.as_launched().memory.shard == shares
+    with pytest.raises(ValueError, match=r"memory.shard=zero2, but accelerate was launched with zero1"):
+        short_run(tmp_path, "memory.shard=zero2").as_launched()
+    monkeypatch.setenv("ACCELERATE_DEEPSPEED_ZERO_STAGE", "3")
+    with pytest.raises(ValueError, match="set fsdp2"):
+        plain.as_launched()
+    monkeypatch.setenv("ACCELERATE_DEEPSPEED_CONFIG_FILE", "ds.json")
+    with pytest.raises(ValueError, match="DeepSpeed's config file is not read here"):
+        plain.as_launched()
+    monkeypatch.delenv("ACCELERATE_USE_DEEPSPEED")
+    assert plain.as_launched() is plain
+    monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
+    assert plain.as_launched().memory.shard == "fsdp2"
+
+
+def test_a_missing_deepspeed_is_said_before_anything_is_loaded(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "deepspeed", None)
+    args = short_run(tmp_path, "memory.shard=zero2")
+    with pytest.raises(ValueError, match=r"memory.shard=zero2 needs DeepSpeed.* pip install 'deepspeed"):
+        check_settings(args, 2)
+
+
+def test_the_plan_counts_shares(tmp_path):
+    """Weights and their average on each of two, a copy to move and two moments in halves; then gradients in halves too."""
+    none, one, two = (
+        Plan(short_run(tmp_path, *WHOLE, f"memory.shard={shard}"), cuda=True, count=2).forecast(8)
+        for shard in ("false", "zero1", "zero2")
+    )
+    trained = none.staying["transformer"] / 4
+    assert one.staying["transformer"] == two.staying["transformer"] == trained * 3.5
+    assert two.staying["gradients"] == 2 * trained / 2, "the newest, and the sum so far"
+    assert "gradients" not in one.staying
+    assert one.passing == none.passing
+    assert none.passing["update"] - trained <= two.passing["update"] < none.passing["update"]
+    lora = Plan(short_run(tmp_path, "memory.shard=zero2"), cuda=True, count=2).forecast(8)
+    assert lora.staying["adapter"] == 3.5 * lora.staying["gradients"]
+    assert lora.staying["base weights"] >= trained, "whole on each"
+
+
+@pytest.mark.parametrize(
+    ("settings", "sentence"),
+    [
+        (["memory.shard=zero3"], "set fsdp2, which spreads weights, gradients and moments"),
+        (["memory.shard=zero2", "dtype=fp16"], "dtype=fp16 needs"),
+        (["memory.shard=zero1", "optimizer.name=adamw_8bit"], "set optimizer.name=adamw"),
+    ],
+)
+def test_what_zero_does_not_do_is_refused(tmp_path, settings, sentence):
+    with pytest.raises(ValueError, match=sentence):
+        short_run(tmp_path, *settings)
+
+
+def test_true_is_fsdp2_and_false_nothing(tmp_path):
+    assert short_run(tmp_path, "memory.shard=true").memory.shard == "fsdp2"
+    assert short_run(tmp_path, "memory.shard=false").memory.shard is None
