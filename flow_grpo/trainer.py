@@ -18,7 +18,7 @@ from flow_grpo.data.prompts import Dealer, PromptSet, load_prompts
 from flow_grpo.distributed.processes import Processes
 from flow_grpo.doctor.reward_probe import BY_GROUP, FEW, Pictures, depends_on_group
 from flow_grpo.evaluation import hacking
-from flow_grpo.evaluation.held_out import before_after, build_rewards, draw, evaluate, image_seed
+from flow_grpo.evaluation.held_out import before_after, draw, evaluate, image_seed
 from flow_grpo.files import NotWritten, remove, whole_folder, write_whole
 from flow_grpo.policy import hub
 from flow_grpo.policy.interception import first_line
@@ -37,6 +37,7 @@ from flow_grpo.training.callbacks import CallbackList
 from flow_grpo.training.critic import Critic
 from flow_grpo.training.interrupt import Interrupted, call, signals
 from flow_grpo.training.offline import GivenImages
+from flow_grpo.training.rewards import build_rewards
 from flow_grpo.training.rollouts import Rollouts
 from flow_grpo.training.setup import loaded, make_trainable
 from flow_grpo.training.update import Update

@@ -265,7 +265,7 @@ def _asked(known: "PromptSet | Rows | None", args: FlowGRPOConfig, seeds: int, l
 def _rewards(names: list[str] | None, args: FlowGRPOConfig | None) -> "tuple[WeightedSum, bool]":
     """The rewards, and whether their weighted sum means something: that of a config does."""
     import rewards
-    from flow_grpo.evaluation.held_out import build_rewards
+    from flow_grpo.training.rewards import build_rewards
 
     if names:
         loaded = _loaded(names)
@@ -278,7 +278,7 @@ def _rewards(names: list[str] | None, args: FlowGRPOConfig | None) -> "tuple[Wei
 def _loaded(words: list[str]) -> "dict[str, Reward]":
     """The rewards of --reward by their names in tables."""
     import rewards
-    from flow_grpo.evaluation.held_out import MEASURES
+    from flow_grpo.training.rewards import MEASURES
 
     options_of = [with_options(word) for word in words]
     if len(dict(options_of)) < len(words):

@@ -12,7 +12,6 @@ from flow_grpo.data import prompt_overlap
 from flow_grpo.data.prompts import PromptSet, load_prompts
 from flow_grpo.doctor.reward_probe import COSTLY
 from flow_grpo.doctor.rewards import PERSON
-from flow_grpo.evaluation.held_out import placed
 from flow_grpo.plan.estimate import NotFollowed, Plan, rates_of, slower_dtype
 from flow_grpo.plan.hardware import GB, Machine
 from flow_grpo.policy import hub
@@ -21,6 +20,7 @@ from flow_grpo.policy.policy import usable
 from flow_grpo.progress import phase
 from flow_grpo.training import early_checks
 from flow_grpo.training.offline import load_sources
+from flow_grpo.training.rewards import placed
 from flow_grpo.types import PromptBatch
 from rewards.downloads import cache_alone, hub_answers, lacks_download
 

@@ -16,7 +16,6 @@ from rich.table import Table
 from flow_grpo.config import FlowGRPOConfig
 from flow_grpo.data.prompts import load_prompts
 from flow_grpo.distributed.processes import MESSAGE, Processes
-from flow_grpo.evaluation.held_out import build_rewards
 from flow_grpo.plan import block_speed
 from flow_grpo.plan.block_speed import BlockCall
 from flow_grpo.plan.hardware import GB, TERA, Machine, Rates, matmul_speed
@@ -27,6 +26,7 @@ from flow_grpo.policy.memory import arrange, peak_bytes
 from flow_grpo.policy.model_files import stored_bytes
 from flow_grpo.policy.policy import DTYPES, Policy, fast_dtype
 from flow_grpo.progress import phase
+from flow_grpo.training.rewards import build_rewards
 from flow_grpo.training.setup import add_trained
 from flow_grpo.training.zero import STAGES
 
