@@ -85,7 +85,7 @@ class FlowGRPOTrainer:
         self.processes = Processes.here(args.device)
         early_checks.check_settings(args, self.processes.count)
         early_checks.check_prompts(args, self.train_set, self.eval_set, self.processes.count)
-        self.held_out, trained = build_rewards(args, reward_funcs, held_out=self.eval_set is not None)
+        self.held_out, trained = build_rewards(args, reward_funcs, monitored=self.eval_set is not None)
         self.rewards = self.held_out.only(trained)
         if isinstance(model, Policy):
             self.policy = model

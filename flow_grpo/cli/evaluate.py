@@ -272,16 +272,16 @@ def _rewards(names: list[str] | None, args: FlowGRPOConfig | None) -> "tuple[Wei
         return rewards.WeightedSum(loaded, dict.fromkeys(loaded, 0.0)), False
     if args is None:
         raise ValueError("pictures alone don't say what to measure: give --reward, for example --reward ocr, or --config.")
-    return build_rewards(args, held_out=True)[0], True
+    return build_rewards(args, monitored=True)[0], True
 
 
 def _loaded(words: list[str]) -> "dict[str, Reward]":
     """The rewards of --reward by their names in tables."""
     import rewards
-    from flow_grpo.training.rewards import MEASURES
+    from flow_grpo.training.rewards import RESERVED_NAMES
 
     options_of = [with_options(word) for word in words]
     if len(dict(options_of)) < len(words):
         raise ValueError("a reward is given twice by --reward: give each once.")
-    short = rewards.metric_names(dict(options_of), MEASURES)
+    short = rewards.metric_names(dict(options_of), RESERVED_NAMES)
     return {short[name]: rewards.load(name, **options) for name, options in options_of}

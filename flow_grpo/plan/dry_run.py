@@ -20,7 +20,7 @@ from flow_grpo.policy.policy import usable
 from flow_grpo.progress import phase
 from flow_grpo.training import early_checks
 from flow_grpo.training.offline import load_sources
-from flow_grpo.training.rewards import placed
+from flow_grpo.training.rewards import load_reward
 from flow_grpo.types import PromptBatch
 from rewards.downloads import cache_alone, hub_answers, lacks_download
 
@@ -174,7 +174,7 @@ def _call(name: str, setting: RewardConfig, images: torch.Tensor, batch: PromptB
     if name == PERSON and setting.remote is None:
         reward_kit.check(name, **setting.options)  # building it would open a page
         return False
-    reward = placed(name, setting)
+    reward = load_reward(name, setting)
     if name in COSTLY:
         return False
     reward_kit.score(name, reward, images, batch.prompts, **batch.columns())

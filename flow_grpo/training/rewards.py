@@ -7,42 +7,54 @@ from flow_grpo.config import FlowGRPOConfig
 from flow_grpo.config.sections import RewardConfig
 from rewards import Reward, WeightedSum
 
-MEASURES = ("reward", "diversity")  # what is measured beside the rewards, and might be the name of a function
+RESERVED_NAMES = ("reward", "diversity")  # other metrics, which a reward function might be named like
 
 
-def build_rewards(args: FlowGRPOConfig, given: Any = None, held_out: bool | None = None) -> tuple[WeightedSum, list[str]]:
-    """All rewards that a run measures, and the names of those that are trained on, as metrics have them. Each is built once.
+def build_rewards(
+    args: FlowGRPOConfig, reward_funcs: Any = None, monitored: bool | None = None
+) -> tuple[WeightedSum, list[str]]:
+    """All rewards that a run measures, and the names of the trained ones, as in the metrics. Each reward is built once.
 
-    The sum is the trained reward: the others have weight 0 in it.
+    The weighted sum is the trained reward: rewards that are only measured have weight 0.
 
     Args:
-        given: a trainer's `reward_funcs`.
-        held_out: whether there are prompts to evaluate on, by default whether `args` names some; else rewards that are only measured
-            are left out.
+        reward_funcs: as given to the trainer; by default `args.rewards`.
+        monitored: whether to build `args.evaluation.rewards` too, which are measured on held-out prompts. By default, if the config
+            names such prompts.
     """
-    held_out = args.evaluation.prompts is not None if held_out is None else held_out
-    if given is None:
-        trained: dict[str, Any] = {name: (name, setting) for name, setting in args.rewards.items()}
-    else:
-        items = given if isinstance(given, list) else [given]
-        trained = {i if isinstance(i, str) else getattr(i, "__name__", type(i).__name__): (i, RewardConfig()) for i in items}
-        if len(trained) < len(items):
-            raise ValueError("two of reward_funcs have one name: give each function or class a name of its own.")
-    measured = {name: (name, setting) for name, setting in args.evaluation.rewards.items() if held_out}
-    short = reward_kit.metric_names([*trained, *measured], MEASURES)
-    loaded = {
-        short[name]: placed(item, setting) if isinstance(item, str) else item
+    if monitored is None:
+        monitored = args.evaluation.prompts is not None
+    trained = _trained_rewards(args, reward_funcs)
+    measured = {name: (name, setting) for name, setting in args.evaluation.rewards.items() if monitored}
+    metric_name = reward_kit.metric_names([*trained, *measured], RESERVED_NAMES)
+    functions = {
+        metric_name[name]: load_reward(item, setting) if isinstance(item, str) else item
         for name, (item, setting) in {**measured, **trained}.items()
     }
-    weights = dict.fromkeys(loaded, 0.0)
-    weights |= {short[name]: args.rewards[name].weight if name in args.rewards else 1.0 for name in trained}
+    weights = dict.fromkeys(functions, 0.0)
+    weights |= {metric_name[name]: args.rewards[name].weight if name in args.rewards else 1.0 for name in trained}
     settings = {**args.evaluation.rewards, **args.rewards}
-    drop = [short[name] for name, setting in settings.items() if setting.on_error == "drop" and name in short]
-    return WeightedSum(loaded, weights, drop), [short[name] for name in trained]
+    drop = [metric_name[name] for name, setting in settings.items() if setting.on_error == "drop" and name in metric_name]
+    return WeightedSum(functions, weights, drop), [metric_name[name] for name in trained]
 
 
-def placed(name: str, setting: RewardConfig) -> Reward:
-    """A reward where its setting wants it: on other machines, in a process of its own, or here."""
+def _trained_rewards(args: FlowGRPOConfig, reward_funcs: Any) -> dict[str, tuple[Any, RewardConfig]]:
+    """Name -> function, class or importable name, and its settings."""
+    if reward_funcs is None:
+        return {name: (name, setting) for name, setting in args.rewards.items()}
+    functions = reward_funcs if isinstance(reward_funcs, list) else [reward_funcs]
+    trained = {_name_of(function): (function, RewardConfig()) for function in functions}
+    if len(trained) < len(functions):
+        raise ValueError("two of reward_funcs have the same name: give each function or class its own name.")
+    return trained
+
+
+def _name_of(function: Any) -> str:
+    return function if isinstance(function, str) else getattr(function, "__name__", type(function).__name__)
+
+
+def load_reward(name: str, setting: RewardConfig) -> Reward:
+    """A reward that runs where its settings say: on other machines, in a process of its own, or in this process."""
     if setting.isolate:
         from rewards.serving.subprocess import Isolated
 
