@@ -13,8 +13,8 @@ import torch
 from flow_grpo import sampling
 from flow_grpo.config import FlowGRPOConfig
 from flow_grpo.data import prompt_overlap
-from flow_grpo.data.grid import Cell, save_grid
-from flow_grpo.data.prompts import Dealer, PromptSet, load_prompts
+from flow_grpo.data.grid import ImageInfo, save_grid
+from flow_grpo.data.prompts import PromptSampler, PromptSet, load_prompts
 from flow_grpo.distributed.processes import Processes
 from flow_grpo.doctor.reward_probe import BY_GROUP, FEW, Pictures, depends_on_group
 from flow_grpo.evaluation import hacking
@@ -94,7 +94,7 @@ class FlowGRPOTrainer:
             self.policy = loaded(args, self.processes.device, [*self.train_set.prompts, *held_out])
         make_trainable(self.policy, args, self.processes)
         self.callbacks = CallbackList(callbacks, args, self.policy, self.processes)
-        self.dealer = Dealer(self.train_set, args.seed, args.resting.after, args.resting.steps)
+        self.prompt_sampler = PromptSampler(self.train_set, args.seed, args.resting.after, args.resting.steps)
         self.folder = Path(args.output)
         self.step = 0
         self.notes: list[str] = []  # what the console is still to say
@@ -117,7 +117,7 @@ class FlowGRPOTrainer:
         if objective.data is not None:
             self.source = GivenImages(self.policy, part, self.processes)
         else:
-            ours = (self.policy, part, self.dealer, self.rewards, self.critic)
+            ours = (self.policy, part, self.prompt_sampler, self.rewards, self.critic)
             self.source = Rollouts(*ours, self._window, self._asked_to_stop, self.processes)
         if part.method.old_policy:
             self.policy.follow("old", 0.0)  # whatever was trained before, its old policy begins as the one of now
@@ -225,7 +225,7 @@ class FlowGRPOTrainer:
         """What steps leave behind beside the adapter and its optimizer."""
         critic = None if self.critic is None else copy.deepcopy(self.critic.state())
         return {
-            "prompts": self.dealer.state(),
+            "prompts": self.prompt_sampler.state_dict(),
             "clip": dict(self.update.clip.state),
             "window": self.window_place,
             "microbatch": self.part.microbatch,
@@ -233,7 +233,7 @@ class FlowGRPOTrainer:
         }
 
     def _recall(self, memory: dict[str, Any]) -> None:
-        self.dealer.load(memory["prompts"])
+        self.prompt_sampler.load_state_dict(memory["prompts"])
         self.part.microbatch = memory["microbatch"]
         self.update.clip.state, self.window_place = dict(memory["clip"]), memory["window"]
         if self.critic is not None:
@@ -460,7 +460,7 @@ class FlowGRPOTrainer:
                 stopping=lambda: alone and self._stopping,
             )
         if self.processes.first:
-            cells = [Cell(prompt, seed, f"{self.args.model}, step {self.step}") for seed, prompt in enumerate(prompts)]
+            cells = [ImageInfo(prompt, seed, f"{self.args.model}, step {self.step}") for seed, prompt in enumerate(prompts)]
             save_grid(self.folder / "samples" / f"step_{self.step:06d}.png", images, cells, columns=4)
 
     def _evaluate_if_due(self, tracker: Tracker, asked: bool = False) -> None:

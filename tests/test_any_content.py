@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from flow_grpo.config import FlowGRPOConfig
 from flow_grpo.config.loading import parse_yaml
 from flow_grpo.data import image_sets
-from flow_grpo.data.grid import Cell, read_grid, save_grid
+from flow_grpo.data.grid import ImageInfo, read_grid, save_grid
 from flow_grpo.run_folder import checkpoint
 from flow_grpo.run_folder.metrics_file import METRICS, TORN, read_metrics, rewind
 
@@ -112,7 +112,7 @@ def test_a_spoiled_checkpoint_is_passed_over_for_the_one_before(saved, data):
 @pytest.fixture(scope="module")
 def grid(tmp_path_factory):
     file = tmp_path_factory.mktemp("grid") / "grid.png"
-    cells = [Cell("a", 0, "m"), Cell("b", 1, "m")]
+    cells = [ImageInfo("a", 0, "m"), ImageInfo("b", 1, "m")]
     save_grid(file, torch.rand(2, 3, 8, 8, generator=torch.Generator().manual_seed(0)), cells, columns=2)
     return file, file.read_bytes(), read_grid(file)
 

@@ -7,7 +7,7 @@ import torch
 from support.embedded import tiny_policy
 
 from flow_grpo import sampling, sde
-from flow_grpo.data.prompts import Dealer, PromptSet
+from flow_grpo.data.prompts import PromptSampler, PromptSet
 from flow_grpo.types import PromptBatch, Schedule
 
 SIGMAS = torch.tensor([1.0, 0.9, 0.7, 0.4, 0.1, 0.0])
@@ -226,8 +226,8 @@ def ten_prompts() -> PromptSet:
 
 
 def test_prompts_are_dealt_whole_epochs_without_repeats():
-    dealer = Dealer(ten_prompts(), seed=0)
-    steps = [dealer.deal(step, 3, 2) for step in range(6)]
+    prompt_sampler = PromptSampler(ten_prompts(), seed=0)
+    steps = [prompt_sampler.sample(step, 3, 2) for step in range(6)]
     for step in steps:
         assert len(set(step.prompts)) == 3
         assert step.group.tolist() == [0, 0, 1, 1, 2, 2]
@@ -235,31 +235,35 @@ def test_prompts_are_dealt_whole_epochs_without_repeats():
         assert step.columns()["n"] == [int(p[1:]) for p in step.prompts]
     epoch = [p for step in steps[:3] for p in step.prompts[::2]]
     assert len(set(epoch)) == 9
-    assert Dealer(ten_prompts(), seed=1).deal(0, 3, 2).prompts != steps[0].prompts
+    assert PromptSampler(ten_prompts(), seed=1).sample(0, 3, 2).prompts != steps[0].prompts
     with pytest.raises(ValueError, match="only 10 prompts"):
-        dealer.deal(0, 11, 2)
+        prompt_sampler.sample(0, 11, 2)
 
 
 def test_a_dealer_goes_on_from_its_state():
-    whole, former = Dealer(ten_prompts(), 0, 1, 2), Dealer(ten_prompts(), 0, 1, 2)
+    whole, former = PromptSampler(ten_prompts(), 0, 1, 2), PromptSampler(ten_prompts(), 0, 1, 2)
     for step in range(3):
-        for dealer in (whole, former):
-            dealer.heard(step, dealer.deal(step, 3, 2), torch.tensor([True, True, False, False, True, True]))
-    later = Dealer(ten_prompts(), 0, 1, 2)
-    later.load(json.loads(json.dumps(former.state())))
-    assert [later.deal(step, 3, 2).prompts for step in (3, 4, 5)] == [whole.deal(step, 3, 2).prompts for step in (3, 4, 5)]
+        for prompt_sampler in (whole, former):
+            prompt_sampler.observe_signal(
+                step, prompt_sampler.sample(step, 3, 2), torch.tensor([True, True, False, False, True, True])
+            )
+    later = PromptSampler(ten_prompts(), 0, 1, 2)
+    later.load_state_dict(json.loads(json.dumps(former.state_dict())))
+    assert [later.sample(step, 3, 2).prompts for step in (3, 4, 5)] == [
+        whole.sample(step, 3, 2).prompts for step in (3, 4, 5)
+    ]
 
 
 def test_prompts_without_signal_rest_and_come_back():
-    dealer = Dealer(ten_prompts(), seed=0, rest_after=2, rest_for=6)
+    prompt_sampler = PromptSampler(ten_prompts(), seed=0, patience=2, skip_steps=6)
     asked = []
     for step in range(20):
-        batch = dealer.deal(step, 2, 2)
+        batch = prompt_sampler.sample(step, 2, 2)
         asked.append(set(batch.prompts))
-        dealer.heard(step, batch, torch.tensor([p != "p4" for p in batch.prompts]))  # p4 never has signal
+        prompt_sampler.observe_signal(step, batch, torch.tensor([p != "p4" for p in batch.prompts]))  # p4 never has signal
     silent = [step for step, prompts in enumerate(asked) if "p4" in prompts]
     assert len(silent) >= 3
-    assert dealer.until["p4"] > silent[1]
+    assert prompt_sampler.skipped_until["p4"] > silent[1]
     for before, after in zip(silent[1:], silent[2:], strict=False):
         assert after - before > 6, "it rests for six steps after its second silence and after each one since"
     others = [sum(f"p{i}" in prompts for prompts in asked) for i in range(10) if i != 4]
@@ -267,11 +271,11 @@ def test_prompts_without_signal_rest_and_come_back():
 
 
 def test_when_nearly_all_prompts_rest_they_are_asked_again():
-    dealer = Dealer(ten_prompts(), seed=0, rest_after=1, rest_for=100)
+    prompt_sampler = PromptSampler(ten_prompts(), seed=0, patience=1, skip_steps=100)
     for step in range(9):
-        batch = dealer.deal(step, 3, 2)
+        batch = prompt_sampler.sample(step, 3, 2)
         assert len(set(batch.prompts)) == 3
-        dealer.heard(step, batch, torch.zeros(6, dtype=torch.bool))
+        prompt_sampler.observe_signal(step, batch, torch.zeros(6, dtype=torch.bool))
 
 
 @pytest.mark.parametrize(("solver", "order"), [(False, 1), (True, 2)])

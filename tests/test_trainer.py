@@ -14,7 +14,7 @@ from support import small_policy as small
 
 from flow_grpo import sampling
 from flow_grpo.advantages import group_advantages
-from flow_grpo.data.grid import Cell, read_grid, save_image
+from flow_grpo.data.grid import ImageInfo, read_grid, save_image
 from flow_grpo.evaluation import held_out as evaluate
 from flow_grpo.evaluation.held_out import draw, image_seed
 from flow_grpo.report import page
@@ -116,7 +116,7 @@ def state_of(trainer):
         "step": trainer.step,
         "weights": weights(trainer.policy),
         "average": averaged(trainer.policy),
-        "dealer": trainer.dealer.state(),
+        "dealer": trainer.prompt_sampler.state_dict(),
         "clip": dict(trainer.update.clip.state),
         "window": trainer.window_place,
         "microbatch": trainer.part.microbatch,
@@ -459,7 +459,7 @@ def test_sixteen_prompts_are_shown_before_and_after_and_drawn_twice(tmp_path):
     trainer.train()
     for name in ("before", "after"):
         _, cells = read_grid(tmp_path / "run" / f"{name}.png")
-        assert cells == [Cell(f"a {n}", image_seed(40, n), f"tiny, {name} training") for n in range(16)]
+        assert cells == [ImageInfo(f"a {n}", image_seed(40, n), f"tiny, {name} training") for n in range(16)]
     _, cells = read_grid(tmp_path / "run" / "before_after.png")
     assert [cell.seed for cell in cells] == [image_seed(40, n) for n in range(16) for _ in range(2)]
     found = trainer.evaluate()
@@ -607,7 +607,7 @@ def test_a_stage_begins_with_an_optimizer_a_window_and_an_old_policy_of_its_own(
 def test_a_part_may_train_on_given_images(tmp_path):
     images = draw(small.policy(), ["a cat", "a dog"], [0, 1], 2)
     for i, image in enumerate(images):
-        save_image(tmp_path / f"{i}.png", image, Cell("", i, "small"))
+        save_image(tmp_path / f"{i}.png", image, ImageInfo("", i, "small"))
     table = [{"prompt": f"a {word}", "image": f"{i}.png"} for i, word in enumerate(("cat", "dog"))]
     (tmp_path / "table.jsonl").write_text("\n".join(map(json.dumps, table)))
     given = {"objective": {"name": "sft", "data": str(tmp_path / "table.jsonl")}, "sampling": {"transition": "ode"}}
@@ -687,8 +687,8 @@ def test_settings_name_what_is_not_given(tmp_path):
     assert trainer.train_set.prompts == ["a cat", "a dog", "a sun"]
     assert trainer.eval_set.prompts == ["a moon"]
     assert trainer.rewards.weights["jpeg_size"] == 2.0
-    assert (trainer.dealer.rest_after, trainer.dealer.rest_for) == (2, 9)
-    assert trainer.dealer.seed == 0
+    assert (trainer.prompt_sampler.patience, trainer.prompt_sampler.skip_steps) == (2, 9)
+    assert trainer.prompt_sampler.seed == 0
 
 
 # -- the run folder -----------------------------------------------------------------------------------------------------------

@@ -193,7 +193,7 @@ def sample(
     import torch
 
     from flow_grpo.config import found_config
-    from flow_grpo.data.grid import Cell, fits, save_grid, save_image
+    from flow_grpo.data.grid import ImageInfo, fits, save_grid, save_image
     from flow_grpo.evaluation.held_out import draw
     from flow_grpo.policy import hub
 
@@ -207,7 +207,7 @@ def sample(
     prepare_folder(out)
     policy = _policy(args, model, lora, guidance)
     name = model if lora is None else f"{model} + {lora}"
-    cells = [Cell(prompt, first_seed + n, name) for prompt in texts for n in range(seeds)]
+    cells = [ImageInfo(prompt, first_seed + n, name) for prompt in texts for n in range(seeds)]
     kept: list[Any] = []
     for begin in range(0, len(cells), args.microbatch):
         some = cells[begin : begin + args.microbatch]

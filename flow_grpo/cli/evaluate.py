@@ -21,7 +21,7 @@ from flow_grpo.harmless import spreadsheet, visible
 from flow_grpo.text import counted
 
 if TYPE_CHECKING:
-    from flow_grpo.data.image_sets import Rows
+    from flow_grpo.data.image_sets import ImageRecords
     from flow_grpo.data.prompts import PromptSet
     from flow_grpo.evaluation.scorecard import Scorecard
     from flow_grpo.evaluation.targets import Target
@@ -206,7 +206,7 @@ WRITERS: dict[str, Callable[[list[dict[str, Any]]], str]] = {
 }
 
 
-def _prompts(source: str | None, prompt: str | None) -> "PromptSet | Rows | None":
+def _prompts(source: str | None, prompt: str | None) -> "PromptSet | ImageRecords | None":
     """A prompt set, or pictures that carry their prompts and seeds."""
     from flow_grpo.data import image_sets
     from flow_grpo.data.prompts import load_prompts
@@ -217,14 +217,14 @@ def _prompts(source: str | None, prompt: str | None) -> "PromptSet | Rows | None
     return load_prompts([found]) if isinstance(found, str) else found
 
 
-def _prompt_set(known: "PromptSet | Rows | None") -> "PromptSet | None":
+def _prompt_set(known: "PromptSet | ImageRecords | None") -> "PromptSet | None":
     from flow_grpo.data.prompts import PromptSet
 
     return None if known is None else PromptSet(known.prompts, known.metadata)
 
 
 def _measured(
-    found: "list[Target]", asked: "Rows | None", kit: "WeightedSum", total: bool, steps: int | None
+    found: "list[Target]", asked: "ImageRecords | None", kit: "WeightedSum", total: bool, steps: int | None
 ) -> "Scorecard":
     from flow_grpo.evaluation.measure import measure
     from flow_grpo.evaluation.scorecard import compile_card
@@ -242,14 +242,14 @@ def _measured(
     return compile_card(measured, {target.name: reference(target, found).name for target in found[1:]})
 
 
-def _asked(known: "PromptSet | Rows | None", args: FlowGRPOConfig, seeds: int, limit: int | None) -> "Rows":
+def _asked(known: "PromptSet | ImageRecords | None", args: FlowGRPOConfig, seeds: int, limit: int | None) -> "ImageRecords":
     """What the models draw."""
-    from flow_grpo.data.image_sets import Rows
+    from flow_grpo.data.image_sets import ImageRecords
     from flow_grpo.data.prompts import load_prompts
     from flow_grpo.evaluation import measure as measures
 
     settings = args.evaluation
-    if isinstance(known, Rows):
+    if isinstance(known, ImageRecords):
         if seeds > 1:
             raise ValueError("the pictures of --prompts say which seeds to draw: leave --seeds out.")
         if None in known.seeds:

@@ -7,7 +7,7 @@ import typer
 
 if TYPE_CHECKING:
     from flow_grpo.data.prompts import PromptSet
-    from flow_grpo.data.sheet_layout import Sheet
+    from flow_grpo.data.sheet_layout import GridOptions
 
 Prompt = Annotated[str | None, typer.Option(help="One prompt for all images, in words.", show_default=False)]
 Prompts = Annotated[
@@ -37,11 +37,11 @@ Crop = Annotated[
 ]
 
 
-def sheet(rows: int | None, columns: int | None, padding: str | None, crop: str | None) -> "Sheet":
+def sheet(rows: int | None, columns: int | None, padding: str | None, crop: str | None) -> "GridOptions":
     """What the options say of a sheet. ValueError if they are no numbers of pixels."""
-    from flow_grpo.data.sheet_layout import Sheet
+    from flow_grpo.data.sheet_layout import GridOptions
 
-    return Sheet(rows, columns, _pixels("--padding", padding, 2), _pixels("--crop", crop, 4))
+    return GridOptions(rows, columns, _pixels("--padding", padding, 2), _pixels("--crop", crop, 4))
 
 
 def given(prompts: str | None, prompt: str | None) -> "PromptSet | str | None":

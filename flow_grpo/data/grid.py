@@ -28,7 +28,7 @@ MAX_PIXELS = 178_956_970  # where Pillow begins to refuse
 
 
 @dataclass(frozen=True)
-class Cell:
+class ImageInfo:
     """What a picture is: its prompt, the seed of its noise, and the model that drew it."""
 
     prompt: str
@@ -36,7 +36,7 @@ class Cell:
     model: str
 
 
-def save_grid(path: Path, images: Tensor, cells: list[Cell], columns: int, notes: list[str] | None = None) -> None:
+def save_grid(path: Path, images: Tensor, cells: list[ImageInfo], columns: int, notes: list[str] | None = None) -> None:
     """Writes images (B, 3, H, W) in [0, 1] as a sheet of that many columns, a caption under each.
 
     `notes` are repeated over the cells and stand in the caption in place of the seed.
@@ -73,7 +73,7 @@ def fits(count: int, height: int, width: int) -> bool:
     return count * (height * scale + 3 * LINE + 6 + GAP) * (width * scale + GAP) <= MAX_PIXELS
 
 
-def save_image(path: Path, image: Tensor, cell: Cell) -> None:
+def save_image(path: Path, image: Tensor, cell: ImageInfo) -> None:
     """Writes one picture (3, H, W) in [0, 1] as PNG, its prompt, seed and model inside."""
     info = PngInfo()
     content = {"scale": 1, "cells": [{**asdict(cell), "box": [0, 0, image.shape[2], image.shape[1]]}]}
@@ -83,27 +83,27 @@ def save_image(path: Path, image: Tensor, cell: Cell) -> None:
         Image.fromarray(to_bytes(image[None])[0]).save(path, pnginfo=info)
 
 
-def read_grid(path: Path) -> tuple[Tensor, list[Cell]]:
+def read_grid(path: Path) -> tuple[Tensor, list[ImageInfo]]:
     """The pictures (B, 3, H, W) in [0, 1] and cells of a sheet or a single picture that this module wrote.
 
     Raises:
         ValueError: not a PNG, damaged, too large, or written by something else.
     """
-    return cells_of(open_image(path), path)
+    return read_cells(open_image(path), path)
 
 
-def remembers(picture: Image.Image) -> bool:
+def has_prompts(picture: Image.Image) -> bool:
     """Whether an opened picture says what is in it."""
     return CHUNK in picture.info
 
 
-def cells_of(sheet: Image.Image, path: Path) -> tuple[Tensor, list[Cell]]:
+def read_cells(sheet: Image.Image, path: Path) -> tuple[Tensor, list[ImageInfo]]:
     """As `read_grid`, of a sheet that `open_image` has opened."""
     try:
         content = json.loads(sheet.info[CHUNK])
         scale, entries = int(content["scale"]), content["cells"]
         boxes = [(int(x), int(y), int(w), int(h)) for x, y, w, h in (entry["box"] for entry in entries)]
-        cells = [Cell(str(e["prompt"]), int(e["seed"]), str(e["model"])) for e in entries]
+        cells = [ImageInfo(str(e["prompt"]), int(e["seed"]), str(e["model"])) for e in entries]
     except (KeyError, TypeError, ValueError, OverflowError, RecursionError) as error:
         raise ValueError(f"{path} does not say what is in its cells: it was not written by flow-grpo sample.") from error
     if not all(0 <= x < x + w <= sheet.width and 0 <= y < y + h <= sheet.height for x, y, w, h in boxes):
@@ -144,6 +144,6 @@ def from_bytes(pixels: np.ndarray) -> Tensor:
     return torch.from_numpy(pixels.copy()).permute(0, 3, 1, 2).float() / 255
 
 
-def _caption(cell: Cell, note: str, width: int) -> list[str]:
+def _caption(cell: ImageInfo, note: str, width: int) -> list[str]:
     lines = textwrap.wrap(" ".join(cell.prompt.split()), max(12, width // 6), max_lines=2, placeholder=" …") or [""]
     return [*lines, note]

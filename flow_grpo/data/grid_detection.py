@@ -63,7 +63,7 @@ class Box:
 
 
 @dataclass(frozen=True)
-class Layout:
+class GridLayout:
     """The cells of a sheet.
 
     Attributes:
@@ -106,10 +106,10 @@ class Layout:
         """(H, W, 3) -> (rows * columns, height, width, 3), row by row."""
         return np.stack([box.of(pixels) for box in self.boxes()])
 
-    def shifted(self, top: int, left: int, size: tuple[int, int]) -> "Layout":
+    def shifted(self, top: int, left: int, size: tuple[int, int]) -> "GridLayout":
         """The same cells in the larger sheet whose part at (top, left) this is the layout of."""
         tops, lefts = tuple(y + top for y in self.tops), tuple(x + left for x in self.lefts)
-        return Layout(size, tops, lefts, self.height, self.width, self.filled)
+        return GridLayout(size, tops, lefts, self.height, self.width, self.filled)
 
     def __str__(self) -> str:
         across, down = self.gutters()
@@ -121,12 +121,12 @@ class Layout:
         return f"{counts} of images with {self.width} x {self.height} pixels, {margins}{gutters}"
 
 
-def whole(size: tuple[int, int]) -> Layout:
+def whole(size: tuple[int, int]) -> GridLayout:
     """A sheet that is one image."""
-    return Layout(size, (0,), (0,), *size, 1)
+    return GridLayout(size, (0,), (0,), *size, 1)
 
 
-def split(size: tuple[int, int], rows: int, columns: int, padding: tuple[int, ...], around: bool) -> Layout | None:
+def split(size: tuple[int, int], rows: int, columns: int, padding: tuple[int, ...], around: bool) -> GridLayout | None:
     """Cells of equal size with `padding` pixels between columns and between rows, and `around` them all too; None if some are left."""
     starts: list[tuple[int, ...]] = []
     sides = []
@@ -137,10 +137,10 @@ def split(size: tuple[int, int], rows: int, columns: int, padding: tuple[int, ..
             return None
         starts.append(tuple(begin + i * (side + pad) for i in range(count)))
         sides.append(side)
-    return Layout(size, starts[0], starts[1], sides[0], sides[1], rows * columns)
+    return GridLayout(size, starts[0], starts[1], sides[0], sides[1], rows * columns)
 
 
-def detect(pixels: np.ndarray) -> Layout | None:
+def detect(pixels: np.ndarray) -> GridLayout | None:
     """The grid of a sheet (H, W, 3) uint8 with at least two images; None if nothing in it looks like gutters.
 
     Raises:
@@ -150,11 +150,11 @@ def detect(pixels: np.ndarray) -> Layout | None:
     if isinstance(exact, NotAGrid) and exact.images:
         raise exact
     lossy = _attempt(pixels, LOSSY)
-    if isinstance(exact, Layout) and isinstance(lossy, Layout):
+    if isinstance(exact, GridLayout) and isinstance(lossy, GridLayout):
         return exact if exact == lossy else _sharper(pixels, exact, lossy)
     problems = []
     for attempt in (exact, lossy):
-        if isinstance(attempt, Layout):
+        if isinstance(attempt, GridLayout):
             return attempt
         if attempt is not None:
             problems.append(attempt)
@@ -163,7 +163,7 @@ def detect(pixels: np.ndarray) -> Layout | None:
     return None
 
 
-def _attempt(pixels: np.ndarray, tolerance: int) -> "Layout | NotAGrid | None":
+def _attempt(pixels: np.ndarray, tolerance: int) -> "GridLayout | NotAGrid | None":
     """The grid on a background that differs so much from one color, or the most telling reason why there is none."""
     problems = []
     for color in _line_colors(pixels, tolerance):
@@ -177,7 +177,7 @@ def _attempt(pixels: np.ndarray, tolerance: int) -> "Layout | NotAGrid | None":
     return max(problems, key=lambda problem: problem.images, default=None)
 
 
-def _sharper(pixels: np.ndarray, exact: Layout, lossy: Layout) -> Layout:
+def _sharper(pixels: np.ndarray, exact: GridLayout, lossy: GridLayout) -> GridLayout:
     """Of two layouts the lossy one, if the other differs by what a JPEG has blurred. NotAGrid if it may be a border of the images."""
     pairs = list(zip(exact.boxes(), lossy.boxes(), strict=False))
     if (exact.rows, exact.columns) == (lossy.rows, lossy.columns) and all(
@@ -208,7 +208,7 @@ def _line_colors(pixels: np.ndarray, tolerance: int) -> list[np.ndarray]:
     return [np.array(color, np.uint8) for color, _ in counts.most_common(COLORS)]
 
 
-def _layout(pixels: np.ndarray, color: np.ndarray, tolerance: int) -> Layout | None:
+def _layout(pixels: np.ndarray, color: np.ndarray, tolerance: int) -> GridLayout | None:
     """The grid on a background of that color. None if the sheet has a single part."""
     apart = (np.maximum(pixels, color) - np.minimum(pixels, color)).max(-1)
     parts = _parts(apart <= tolerance)
@@ -220,12 +220,12 @@ def _layout(pixels: np.ndarray, color: np.ndarray, tolerance: int) -> Layout | N
         raise NotAGrid("its parts have no straight edges as images have", images=False)
     tops, height = _regular([(i.top, i.bottom) for i in images], "rows")
     lefts, width = _regular([(i.left, i.right) for i in images], "columns")
-    found = Layout((pixels.shape[0], pixels.shape[1]), tops, lefts, height, width, len(tops) * len(lefts))
+    found = GridLayout((pixels.shape[0], pixels.shape[1]), tops, lefts, height, width, len(tops) * len(lefts))
     _check_parts(found, images, parts)
     _check_room(found, apart)
     _check_borders(found, [part for part in parts if not any(part.meets(box) for box in found.boxes())])
     full = [i for i, box in enumerate(found.boxes()) if (box.of(apart) > tolerance).any()]
-    return Layout(found.size, tops, lefts, height, width, full[-1] + 1)
+    return GridLayout(found.size, tops, lefts, height, width, full[-1] + 1)
 
 
 def _parts(background: np.ndarray) -> list[Box]:
@@ -309,7 +309,7 @@ def _regular(spans: Iterable[tuple[int, int]], what: str) -> tuple[tuple[int, ..
     return starts, min(end - start for start, end in zip(starts, ends, strict=True))
 
 
-def _check_parts(found: Layout, images: Sequence[Box], parts: Sequence[Box]) -> None:
+def _check_parts(found: GridLayout, images: Sequence[Box], parts: Sequence[Box]) -> None:
     """NotAGrid if a part crosses the edge of a cell without an image, or is outside of all cells and large enough for an image."""
     boxes = found.boxes()
     for part in parts:
@@ -320,7 +320,7 @@ def _check_parts(found: Layout, images: Sequence[Box], parts: Sequence[Box]) -> 
             raise NotAGrid("a part of it beside the cells is as large as an image")
 
 
-def _check_room(found: Layout, apart: np.ndarray) -> None:
+def _check_room(found: GridLayout, apart: np.ndarray) -> None:
     """NotAGrid if something is to be seen where a sheet of several rows (or columns) has room for one more."""
     left, top, right, bottom = found.margins()
     across, down = found.gutters()
@@ -336,7 +336,7 @@ def _check_room(found: Layout, apart: np.ndarray) -> None:
         raise NotAGrid("something else is where another row or column of images has room")
 
 
-def _check_borders(found: Layout, others: Sequence[Box]) -> None:
+def _check_borders(found: GridLayout, others: Sequence[Box]) -> None:
     """NotAGrid if it may as well be torchvision's `make_grid` of images with borders of the gutters' color."""
     if others:
         return  # captions are not within images

@@ -9,10 +9,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from flow_grpo.data.grid import Cell, cells_of, open_image, remembers, to_bytes
-from flow_grpo.data.grid_detection import Layout
+from flow_grpo.data.grid import ImageInfo, has_prompts, open_image, read_cells, to_bytes
+from flow_grpo.data.grid_detection import GridLayout
 from flow_grpo.data.prompts import PromptSet, load_prompts
-from flow_grpo.data.sheet_layout import Sheet, layout_of
+from flow_grpo.data.sheet_layout import GridOptions, layout_of
 
 SUFFIXES = (".png", ".jpg", ".jpeg", ".webp")
 MANIFESTS = ("metadata.jsonl", "metadata.csv", "manifest.jsonl", "manifest.csv")
@@ -21,7 +21,7 @@ HOW = "give --prompt, --prompts with a row for each, or a metadata.jsonl beside 
 
 
 @dataclass(frozen=True)
-class Rows:
+class ImageRecords:
     """B pictures, there or still to be drawn: what each is. A seed is None where nothing says from which noise one was drawn."""
 
     labels: list[str]
@@ -48,7 +48,7 @@ class Rows:
 
 
 @dataclass(frozen=True)
-class Gallery(Rows):
+class ImageSet(ImageRecords):
     """B pictures of one size.
 
     Attributes:
@@ -67,8 +67,8 @@ class Gallery(Rows):
 
 
 def read(
-    source: Path, prompts: PromptSet | str | None = None, sheet: Sheet | None = None, promptless: bool = False
-) -> Gallery:
+    source: Path, prompts: PromptSet | str | None = None, sheet: GridOptions | None = None, promptless: bool = False
+) -> ImageSet:
     """A sheet, a picture, or a folder of pictures.
 
     What `sample` wrote says itself what it shows, and a folder may have a manifest: metadata.jsonl or .csv as for the ImageFolder of
@@ -85,21 +85,21 @@ def read(
         ValueError: what is missing, unreadable, ambiguous, outside of its folder, or of another size than the rest.
     """
     if source.is_file():
-        return _of_sheet(source, prompts, sheet or Sheet(), promptless)
+        return _of_sheet(source, prompts, sheet or GridOptions(), promptless)
     if not source.is_dir():
         raise ValueError(f"there is no picture or folder {source}.")
     manifest = next((source / name for name in MANIFESTS if (source / name).is_file()), None)
     return _of_folder(source, prompts, promptless) if manifest is None else _of_manifest(manifest, prompts)
 
 
-def _of_sheet(file: Path, prompts: PromptSet | str | None, sheet: Sheet, promptless: bool) -> Gallery:
+def _of_sheet(file: Path, prompts: PromptSet | str | None, sheet: GridOptions, promptless: bool) -> ImageSet:
     picture = open_image(file)
-    if remembers(picture):
-        drawn, cells = cells_of(picture, file)
+    if has_prompts(picture):
+        drawn, cells = read_cells(picture, file)
         pixels = torch.from_numpy(to_bytes(drawn)).permute(0, 3, 1, 2)
         labels = _numbered(file, len(cells))
         texts, metadata = _joined(labels, [cell.prompt for cell in cells], prompts, file)
-        return Gallery(labels, texts, [cell.seed for cell in cells], metadata, pixels)
+        return ImageSet(labels, texts, [cell.seed for cell in cells], metadata, pixels)
     if prompts is None and not promptless:
         raise ValueError(
             f"{file} does not say what it shows: it was not written by flow-grpo sample. Give --prompt, or --prompts with a row for "
@@ -114,10 +114,10 @@ def _of_sheet(file: Path, prompts: PromptSet | str | None, sheet: Sheet, promptl
     texts, metadata = [given.prompts[i] for i in places], [given.metadata[i] for i in places]
     alone = layout.rows == layout.columns == 1
     note = f"one image of {layout.width} x {layout.height} pixels" if alone else str(layout)
-    return Gallery(_numbered(file, len(places)), texts, [None] * len(places), metadata, pixels, f"{file.name}: {note}")
+    return ImageSet(_numbered(file, len(places)), texts, [None] * len(places), metadata, pixels, f"{file.name}: {note}")
 
 
-def _dealt(layout: Layout, images: np.ndarray, prompts: int, file: Path) -> list[int]:
+def _dealt(layout: GridLayout, images: np.ndarray, prompts: int, file: Path) -> list[int]:
     """The place of each image's prompt. The last row of a sheet may end early, so that there are fewer images than cells."""
     cells = layout.rows * layout.columns
     if layout.filled <= prompts <= cells:
@@ -196,7 +196,7 @@ def _by_prompt(
     return texts, [known.get(text, {}) for text in texts]
 
 
-def _of_manifest(manifest: Path, prompts: PromptSet | str | None) -> Gallery:
+def _of_manifest(manifest: Path, prompts: PromptSet | str | None) -> ImageSet:
     table, folder = load_prompts(manifest), manifest.parent
     column = next((name for name in FILE_COLUMNS if name in table.metadata[0]), None)
     if column is None:
@@ -207,7 +207,7 @@ def _of_manifest(manifest: Path, prompts: PromptSet | str | None) -> Gallery:
     labels = [str(file.relative_to(folder)) for file in files]
     _, known = _joined(labels, table.prompts, prompts, folder)
     pixels = _stacked(files, [np.asarray(open_image(file)) for file in files])
-    return Gallery(labels, table.prompts, seeds, [a | b for a, b in zip(known, metadata, strict=True)], pixels)
+    return ImageSet(labels, table.prompts, seeds, [a | b for a, b in zip(known, metadata, strict=True)], pixels)
 
 
 def _inside(manifest: Path, name: object) -> Path:
@@ -230,7 +230,7 @@ def _seed(manifest: Path, value: object) -> int | None:
     return int(value)
 
 
-def _of_folder(folder: Path, prompts: PromptSet | str | None, promptless: bool) -> Gallery:
+def _of_folder(folder: Path, prompts: PromptSet | str | None, promptless: bool) -> ImageSet:
     files = sorted(f for f in folder.iterdir() if f.suffix.lower() in SUFFIXES and f.name != "grid.png")
     if not files:
         raise ValueError(f"the folder {folder} holds no pictures.")
@@ -242,15 +242,15 @@ def _of_folder(folder: Path, prompts: PromptSet | str | None, promptless: bool) 
             f"{odd} does not say what it shows: it was not written by flow-grpo sample. Of such pictures {HOW}."
         )
     texts, metadata = _joined(labels, [None if cell is None else cell.prompt for cell in cells], prompts, folder)
-    return Gallery(labels, texts, [None if cell is None else cell.seed for cell in cells], metadata, pixels)
+    return ImageSet(labels, texts, [None if cell is None else cell.seed for cell in cells], metadata, pixels)
 
 
-def _first(file: Path) -> tuple[np.ndarray, Cell | None]:
+def _first(file: Path) -> tuple[np.ndarray, ImageInfo | None]:
     """A picture as (H, W, 3) uint8, and what it says of itself; of a sheet its first cell."""
     picture = open_image(file)
-    if not remembers(picture):
+    if not has_prompts(picture):
         return np.asarray(picture), None
-    images, cells = cells_of(picture, file)
+    images, cells = read_cells(picture, file)
     return to_bytes(images[:1])[0], cells[0]
 
 

@@ -7,10 +7,10 @@ Two prompts are the same up to case, spaces, articles, a full stop and the order
 import json
 
 from flow_grpo.config.run_config import shipped
-from flow_grpo.data.prompt_sets import NAMED, source_of
+from flow_grpo.data.prompt_sets import PROMPT_SETS, source_of
 
 ARTICLES = {"a", "an", "the"}
-SHIPPED = {name: known.source for name, known in NAMED.items() if known.source.startswith("prompts/")}
+SHIPPED = {name: known.source for name, known in PROMPT_SETS.items() if known.source.startswith("prompts/")}
 
 
 def normal_form(prompt: str) -> str:
@@ -36,7 +36,7 @@ def benchmark_overlap(trained: list[str], held_out: list[str], source: str | Non
     """
     known = {normal_form(prompt) for prompt in trained} - {normal_form(prompt) for prompt in held_out}
     found = {name: sum(normal_form(prompt) in known for prompt in _shipped(file)) for name, file in SHIPPED.items()}
-    away = {name: len(trained) for name, one in NAMED.items() if source and one.source == source_of(source)}
+    away = {name: len(trained) for name, one in PROMPT_SETS.items() if source and one.source == source_of(source)}
     return {name: count for name, count in {**away, **found}.items() if count}
 
 

@@ -1,4 +1,4 @@
-"""Prompt sets, and how they are dealt: P prompts x G images a step, the same whatever happened before."""
+"""Prompt sets, and the sampling of P prompts x G images for each training step."""
 
 import hashlib
 import re
@@ -17,7 +17,7 @@ from flow_grpo.sampling import generator
 from flow_grpo.types import PromptBatch
 from rewards.downloads import HubUnreachable, downloads
 
-REMOTE = "https://"
+HTTPS = "https://"
 DATA_SET = re.compile(r"[\w.-]+/[\w.-]+|[\w-]+")  # what the hub calls a data set
 MOST_BYTES = 256 << 20  # of a file at an address
 ARGUMENTS = ("images", "prompts")  # what a reward is given beside metadata
@@ -51,62 +51,63 @@ class PromptSet:
         )
 
 
-class Dealer:
-    """Deals the prompts of training steps: shuffled epochs, and a rest for prompts that say nothing for the moment.
+class PromptSampler:
+    """Samples the prompts of training steps: shuffled epochs, without prompts that are skipped for having no signal.
 
-    Every epoch is a permutation drawn from (seed, epoch); what does not fill a last step is left out of it. A prompt whose
-    group had no signal `rest_after` times in a row is not dealt for `rest_for` steps; 0 lets none rest.
+    Every epoch is a permutation drawn from (seed, epoch); prompts that don't fill a last step are left out of it. A prompt whose
+    group had no signal `patience` times in a row is skipped for `skip_steps` steps; patience 0 skips none.
     """
 
-    def __init__(self, prompts: PromptSet, seed: int, rest_after: int = 0, rest_for: int = 0) -> None:
-        self.prompts, self.seed, self.rest_after, self.rest_for = prompts, seed, rest_after, rest_for
+    def __init__(self, prompts: PromptSet, seed: int, patience: int = 0, skip_steps: int = 0) -> None:
+        self.prompts, self.seed, self.patience, self.skip_steps = prompts, seed, patience, skip_steps
         self.epoch, self.place = 0, 0
-        self.silent: dict[str, int] = {}  # how many times in a row a prompt's group had no signal
-        self.until: dict[str, int] = {}  # the step at which a resting prompt is asked again
+        self.zero_std_streak: dict[str, int] = {}  # by prompt: how many times in a row its group had no signal
+        self.skipped_until: dict[str, int] = {}  # by prompt: the first step at which it may be sampled again
 
-    def deal(self, step: int, prompts: int, images: int, first_group: int = 0) -> PromptBatch:
+    def sample(self, step: int, prompts: int, images: int, first_group: int = 0) -> PromptBatch:
         """`prompts` different prompts with `images` images each; the groups are numbered from `first_group`."""
         if prompts > len(self.prompts):
             raise ValueError(f"prompts_per_step={prompts}, but there are only {len(self.prompts)} prompts.")
-        left = self._awake(step)
+        left = self._available(step)
         if len(left) < prompts:
             self.epoch, self.place = self.epoch + 1, 0
-            left = self._awake(step)
-        if len(left) < prompts:  # nearly all rest: ask them all again
-            self.until = {}
-            left = self._awake(step)
+            left = self._available(step)
+        if len(left) < prompts:  # nearly all are skipped: use them all again
+            self.skipped_until = {}
+            left = self._available(step)
         places = left[:prompts]
         order = self._order()
         self.place = places[-1] + 1
         return self.prompts.take([order[place] for place in places], images, first_group)
 
-    def heard(self, step: int, batch: PromptBatch, signal: Tensor) -> None:
-        """Takes in which rows (B,) of a batch belong to groups with signal."""
-        if not self.rest_after:
+    def observe_signal(self, step: int, batch: PromptBatch, signal: Tensor) -> None:
+        """Records which rows (B,) of a batch belong to groups with signal."""
+        if not self.patience:
             return
-        for prompt, spoke in dict(zip(batch.prompts, signal.tolist(), strict=True)).items():
-            self.silent[prompt] = 0 if spoke else self.silent.get(prompt, 0) + 1
-            if self.silent[prompt] >= self.rest_after:
-                self.until[prompt] = step + 1 + self.rest_for
-                self.silent[prompt] = self.rest_after - 1  # one more silence after the rest, and it rests again
+        for prompt, has_signal in dict(zip(batch.prompts, signal.tolist(), strict=True)).items():
+            self.zero_std_streak[prompt] = 0 if has_signal else self.zero_std_streak.get(prompt, 0) + 1
+            if self.zero_std_streak[prompt] >= self.patience:
+                self.skipped_until[prompt] = step + 1 + self.skip_steps
+                self.zero_std_streak[prompt] = self.patience - 1  # without signal once more, it is skipped again
 
-    def resting(self, step: int) -> int:
-        return sum(until > step for until in self.until.values())
+    def num_skipped(self, step: int) -> int:
+        return sum(until > step for until in self.skipped_until.values())
 
-    def state(self) -> dict:
-        return {"epoch": self.epoch, "place": self.place, "silent": dict(self.silent), "until": dict(self.until)}
+    def state_dict(self) -> dict:
+        streak, until = dict(self.zero_std_streak), dict(self.skipped_until)
+        return {"epoch": self.epoch, "place": self.place, "silent": streak, "until": until}  # names that 0.3 wrote
 
-    def load(self, state: dict) -> None:
+    def load_state_dict(self, state: dict) -> None:
         self.epoch, self.place = state["epoch"], state["place"]
-        self.silent, self.until = dict(state["silent"]), dict(state["until"])
+        self.zero_std_streak, self.skipped_until = dict(state["silent"]), dict(state["until"])
 
     def _order(self) -> list[int]:
         return torch.randperm(len(self.prompts), generator=generator(self.seed, "prompts", self.epoch)).tolist()
 
-    def _awake(self, step: int) -> list[int]:
-        """The places of this epoch that are still to come and whose prompts don't rest."""
+    def _available(self, step: int) -> list[int]:
+        """The places of this epoch that are still to come and whose prompts are not skipped."""
         order, texts = self._order(), self.prompts.prompts
-        return [p for p in range(self.place, len(order)) if self.until.get(texts[order[p]], 0) <= step]
+        return [p for p in range(self.place, len(order)) if self.skipped_until.get(texts[order[p]], 0) <= step]
 
 
 def load_prompts(source: PromptSet | str | Path | list[str]) -> PromptSet:
@@ -142,7 +143,7 @@ def _table(name: str) -> Table:
     if file is not None:
         return read_table(file, name, file.suffix.lower())
     place = source_of(name)
-    if place.startswith(REMOTE):
+    if place.startswith(HTTPS):
         return read_table(_downloaded(place), name, Path(place).suffix.lower())
     return _data_set(place)
 
@@ -155,7 +156,7 @@ def _local(name: str) -> Path | None:
         folder = place == name != "" and Path(name).is_dir()
     except (OSError, ValueError):  # longer than any file's name
         file, folder = None, False
-    if file is not None or place.startswith(REMOTE):
+    if file is not None or place.startswith(HTTPS):
         return file
     if folder:
         raise ValueError(f"{name} is a folder: give a prompt file in it.")

@@ -4,7 +4,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from flow_grpo.data.grid_detection import Layout, NotAGrid, detect, split, whole
+from flow_grpo.data.grid_detection import GridLayout, NotAGrid, detect, split, whole
 
 ADVICE = (
     "Give --rows and --columns with --padding, or with --crop, as it was made; --rows 1 --columns 1 takes it as one image"
@@ -12,7 +12,7 @@ ADVICE = (
 
 
 @dataclass(frozen=True)
-class Sheet:
+class GridOptions:
     """What a user says of a sheet; the rest is found.
 
     Attributes:
@@ -29,10 +29,10 @@ class Sheet:
     @property
     def is_open(self) -> bool:
         """Whether nothing is said."""
-        return self == Sheet()
+        return self == GridOptions()
 
 
-def layout_of(pixels: np.ndarray, said: Sheet, name: str, single: bool) -> Layout:
+def layout_of(pixels: np.ndarray, said: GridOptions, name: str, single: bool) -> GridLayout:
     """Where the images of a sheet (H, W, 3) uint8 are.
 
     Args:
@@ -50,7 +50,7 @@ def layout_of(pixels: np.ndarray, said: Sheet, name: str, single: bool) -> Layou
     return _within(area, said, name, single and said.is_open).shifted(top, left, (height, width))
 
 
-def _within(area: np.ndarray, said: Sheet, name: str, single: bool) -> Layout:
+def _within(area: np.ndarray, said: GridOptions, name: str, single: bool) -> GridLayout:
     known = said.rows is not None and said.columns is not None
     if known and (said.padding is not None or said.rows == said.columns == 1):
         return _split(area, said, name)
@@ -70,11 +70,11 @@ def _within(area: np.ndarray, said: Sheet, name: str, single: bool) -> Layout:
     if said.rows not in (None, found.rows) or said.columns not in (None, found.columns):
         raise ValueError(f"{name} has {found}, which is not the number that --rows and --columns say. {ADVICE}.")
     if said.padding is not None:
-        return _split(area, Sheet(found.rows, found.columns, said.padding, said.crop), name)
+        return _split(area, GridOptions(found.rows, found.columns, said.padding, said.crop), name)
     return found
 
 
-def _split(area: np.ndarray, said: Sheet, name: str) -> Layout:
+def _split(area: np.ndarray, said: GridOptions, name: str) -> GridLayout:
     assert said.rows
     assert said.columns
     padding = said.padding or (0, 0)
@@ -89,7 +89,7 @@ def _split(area: np.ndarray, said: Sheet, name: str) -> Layout:
     return replace(found, filled=_filled(found, area))
 
 
-def _filled(found: Layout, area: np.ndarray) -> int:
+def _filled(found: GridLayout, area: np.ndarray) -> int:
     """The number of cells without those at the end of the last row that have the gutters' one color."""
     boxes, between = found.boxes(), np.ones(area.shape[:2], bool)
     for box in boxes:

@@ -19,7 +19,7 @@ from rich.table import Table
 from torch import Tensor
 
 import rewards
-from flow_grpo.data.grid import Cell, from_bytes, save_grid, to_bytes
+from flow_grpo.data.grid import ImageInfo, from_bytes, save_grid, to_bytes
 from flow_grpo.progress import phase
 from flow_grpo.text import counted
 from rewards import user_code
@@ -258,7 +258,7 @@ def histogram(values: Tensor) -> list[tuple[float, float, int]]:
 def sheet(path: Path, name: str, pictures: Pictures, names: list[str], values: Tensor) -> None:
     """The pictures from the best to the worst, each with its value."""
     order = values.argsort(descending=True, stable=True).tolist()
-    cells = [Cell(pictures.prompts[i], i, names[i]) for i in order]
+    cells = [ImageInfo(pictures.prompts[i], i, names[i]) for i in order]
     notes = [f"{name} {values[i]:.4f}" for i in order]
     save_grid(path, pictures.images[order], cells, columns=min(8, len(order)), notes=notes)
 

@@ -18,7 +18,7 @@ from torch import Tensor
 from flow_grpo import advantages
 from flow_grpo.config import FlowGRPOConfig
 from flow_grpo.data.prompt_overlap import benchmark_overlap
-from flow_grpo.data.prompts import Dealer
+from flow_grpo.data.prompts import PromptSampler
 from flow_grpo.doctor import model as contract
 from flow_grpo.doctor import result
 from flow_grpo.doctor import rewards as reward_checkup
@@ -185,7 +185,7 @@ def draw(trainer: FlowGRPOTrainer, source: Rollouts, window: list[int] | None = 
     """The first images of the step that the trainer is at, at most 128; `window` in place of its own."""
     part, started = trainer.part, time.perf_counter()
     count = max(1, min(part.prompts_per_step, MOST // part.images_per_prompt))
-    batch = Dealer(trainer.train_set, part.seed).deal(trainer.step, count, part.images_per_prompt)
+    batch = PromptSampler(trainer.train_set, part.seed).sample(trainer.step, count, part.images_per_prompt)
     trajectory = source.trajectory(trainer.step, batch, source.window(trainer.step) if window is None else window)
     images = trainer.policy.decode(trajectory.final, part.microbatch)
     return Drawn(batch, trajectory, images, time.perf_counter() - started)
@@ -264,7 +264,7 @@ def batch_free(trainer: FlowGRPOTrainer, source: Rollouts, drawn: Drawn) -> Verd
     """Two of the images again, in micro-batches of another size."""
     size = 2 if trainer.part.microbatch == 1 else 1
     part, rows = trainer.part.model_copy(update={"microbatch": size}), torch.arange(2)
-    other = Rollouts(trainer.policy, part, source.dealer, source.rewards, None, source.window, source.stopping)
+    other = Rollouts(trainer.policy, part, source.prompt_sampler, source.rewards, None, source.window, source.stopping)
     final = other.trajectory(trainer.step, drawn.batch.take(rows), drawn.trajectory.steps).final
     off = (trainer.policy.decode(final, size) - drawn.images[rows]).abs().max().item()
     return result.batch_free(off, contract.CLOSE[trainer.policy.dtype])

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from flow_grpo import sampling
-from flow_grpo.data.grid import Cell, read_grid, save_grid
+from flow_grpo.data.grid import ImageInfo, read_grid, save_grid
 from flow_grpo.data.prompts import PromptSet
 from flow_grpo.distributed.processes import Processes
 from flow_grpo.evaluation import hacking
@@ -146,7 +146,7 @@ def before_after(folder: Path, first: bool, drawn: dict[int, Tensor], prompts: l
     """
     images = torch.stack([drawn[place] for place in range(len(prompts))])
     when = "before" if first else "after"
-    cells = [Cell(prompt, image_seed(seed, i), f"{model}, {when} training") for i, prompt in enumerate(prompts)]
+    cells = [ImageInfo(prompt, image_seed(seed, i), f"{model}, {when} training") for i, prompt in enumerate(prompts)]
     save_grid(folder / f"{when}.png", images, cells, columns=4)
     if first or not (folder / "before.png").exists():
         return

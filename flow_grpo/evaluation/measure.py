@@ -7,7 +7,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from flow_grpo.data.image_sets import Rows
+from flow_grpo.data.image_sets import ImageRecords
 from flow_grpo.data.prompts import PromptSet
 from flow_grpo.evaluation import hacking
 from flow_grpo.evaluation.held_out import distance_from_base, draw, image_seed
@@ -22,16 +22,16 @@ Progress = Callable[[Target, int, int], None]
 PROBED = 32  # prompts, from the first on, whose distance from the base model is measured
 
 
-def asked(prompts: PromptSet, seeds: int, seed: int) -> Rows:
+def asked(prompts: PromptSet, seeds: int, seed: int) -> ImageRecords:
     """What models are to draw: `seeds` images of each prompt, the first of them as training's evaluations with that seed."""
     numbers: list[int | None] = [image_seed(seed, i, n) for i in range(len(prompts)) for n in range(seeds)]
     batch = prompts.repeat(seeds)
-    return Rows([f"seed {number}" for number in numbers], batch.prompts, numbers, batch.metadata)
+    return ImageRecords([f"seed {number}" for number in numbers], batch.prompts, numbers, batch.metadata)
 
 
 def measure(
     targets: list[Target],
-    rows: Rows | None,
+    rows: ImageRecords | None,
     rewards: WeightedSum,
     total: bool,
     steps: int | None = None,
@@ -76,7 +76,7 @@ def dress(policy: Policy, model: Model) -> None:
 def _of_model(
     policy: Policy,
     model: Model,
-    rows: Rows,
+    rows: ImageRecords,
     rewards: WeightedSum,
     total: bool,
     steps: int,
@@ -97,7 +97,7 @@ def _of_model(
 
 
 def score(
-    rows: Rows,
+    rows: ImageRecords,
     images_of: Callable[[Sequence[int]], Tensor],
     rewards: WeightedSum,
     at_once: int,

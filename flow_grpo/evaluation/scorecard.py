@@ -5,7 +5,7 @@ import statistics
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
-from flow_grpo.data.image_sets import Rows
+from flow_grpo.data.image_sets import ImageRecords
 from flow_grpo.evaluation import significance
 from flow_grpo.evaluation.significance import Estimate
 from flow_grpo.text import counted
@@ -22,7 +22,7 @@ class Measured:
 
     name: str
     what: str
-    rows: Rows
+    rows: ImageRecords
     values: dict[str, list[float]]
 
 

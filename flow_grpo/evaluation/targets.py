@@ -7,7 +7,7 @@ from pathlib import Path
 from flow_grpo.config.run_config import FlowGRPOConfig, shipped
 from flow_grpo.data import image_sets as gallery
 from flow_grpo.data.prompts import PromptSet
-from flow_grpo.data.sheet_layout import Sheet
+from flow_grpo.data.sheet_layout import GridOptions
 from flow_grpo.policy import hub
 from flow_grpo.run_folder import checkpoint
 
@@ -47,7 +47,7 @@ class Pictures:
 
     name: str
     what: str
-    gallery: gallery.Gallery
+    gallery: gallery.ImageSet
 
 
 Target = Model | Pictures
@@ -69,7 +69,7 @@ class Reading:
     config: str | None = None
     overrides: list[str] = field(default_factory=list)
     prompts: PromptSet | str | None = None
-    sheet: Sheet | None = None
+    sheet: GridOptions | None = None
     limit: int | None = None
     beside: str | None = None
 

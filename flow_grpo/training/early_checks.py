@@ -7,7 +7,7 @@ import torch
 
 from flow_grpo.config import FlowGRPOConfig
 from flow_grpo.config.validation import check_unused_settings
-from flow_grpo.data.prompts import Dealer, PromptSet
+from flow_grpo.data.prompts import PromptSampler, PromptSet
 from flow_grpo.distributed.processes import Processes
 from flow_grpo.policy.policy import usable
 from flow_grpo.run_folder.metrics_file import has_metrics
@@ -41,7 +41,7 @@ def check_prompts(args: FlowGRPOConfig, prompts: PromptSet, held_out: PromptSet 
         raise ValueError(f"there are fewer held-out prompts than processes, which are {count}.")
     for _, part in args.parts():
         if part.objective.data is None:
-            Dealer(prompts, part.seed).deal(0, part.prompts_per_step, 1)
+            PromptSampler(prompts, part.seed).sample(0, part.prompts_per_step, 1)
 
 
 def check_output(folder: Path, resume: bool) -> None:

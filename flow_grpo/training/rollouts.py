@@ -14,7 +14,7 @@ from torch import Tensor
 
 from flow_grpo import advantages, sampling
 from flow_grpo.config import FlowGRPOConfig
-from flow_grpo.data.prompts import Dealer
+from flow_grpo.data.prompts import PromptSampler
 from flow_grpo.distributed.processes import Processes
 from flow_grpo.methods import takes_each_reward
 from flow_grpo.policy.policy import Policy
@@ -42,7 +42,7 @@ class Rollouts:
         self,
         policy: Policy,
         args: FlowGRPOConfig,
-        dealer: Dealer,
+        prompt_sampler: PromptSampler,
         rewards: WeightedSum,
         critic: Critic | None,
         window: Callable[[int], list[int]],
@@ -50,7 +50,13 @@ class Rollouts:
         processes: Processes | None = None,
     ) -> None:
         self.processes = processes or Processes()
-        self.policy, self.args, self.dealer, self.rewards, self.critic = policy, args, dealer, rewards, critic
+        self.policy, self.args, self.prompt_sampler, self.rewards, self.critic = (
+            policy,
+            args,
+            prompt_sampler,
+            rewards,
+            critic,
+        )
         self.window, self.stopping = window, stopping
         self.schedule, self.state_shape = policy.schedule(args.sampling.steps)
         self.solver = policy.heun(self.schedule) if args.sampling.solver == "heun" else None
@@ -152,7 +158,7 @@ class Rollouts:
         rounds, missing, drawn = [], wanted, 0
         for _ in range(1 + args.resample):
             count = min(wanted, -(-missing // unit) * unit)
-            batch = self.dealer.deal(step, count, images, first_group=drawn)
+            batch = self.prompt_sampler.sample(step, count, images, first_group=drawn)
             own = batch.take(self.processes.owns(batch.group).nonzero()[:, 0])
             with background(self.stopping) as scorer:
                 trajectory, scored = self._drawn(step, own, scorer)
@@ -160,7 +166,9 @@ class Rollouts:
             rounds.append((batch, trajectory, scores))
             drawn += count
             signal, whole = _signal(scores, batch.group), _whole_groups(scores.total, batch.group).nonzero()[:, 0]
-            self.dealer.heard(step, batch.take(whole), signal[whole])  # no score is neither speech nor silence
+            self.prompt_sampler.observe_signal(
+                step, batch.take(whole), signal[whole]
+            )  # no score is neither speech nor silence
             missing -= int(signal.sum()) // images
             if missing <= 0:
                 break
@@ -169,8 +177,8 @@ class Rollouts:
         metrics = {**_reward_metrics(scores, batch.group), "images": float(len(batch.prompts))}
         if args.resample:
             metrics["resample/rounds"] = float(len(rounds))
-        if self.dealer.rest_after:
-            metrics["prompts_resting"] = float(self.dealer.resting(step + 1))
+        if self.prompt_sampler.patience:
+            metrics["prompts_resting"] = float(self.prompt_sampler.num_skipped(step + 1))
         silent, lost = ~_signal(scores, batch.group), ~_whole_groups(scores.total, batch.group)
         first = (silent.int() + lost.int()).sort(stable=True).indices  # groups with signal first, without a score last
         chosen = torch.zeros(len(batch.prompts), dtype=torch.bool)

@@ -7,7 +7,7 @@ from functools import partial
 import torch
 
 from flow_grpo.config import FlowGRPOConfig
-from flow_grpo.data.prompts import Dealer, PromptSet
+from flow_grpo.data.prompts import PromptSampler, PromptSet
 from flow_grpo.distributed.processes import Processes
 from flow_grpo.policy.policy import Policy
 from flow_grpo.training.interrupt import call
@@ -45,9 +45,9 @@ def owned_variance(
         update={"shared_start": True, "transition": transition, "noise_level": noise_level, "solver": "euler"}
     )
     settings = args.model_copy(update={"sampling": sampling})
-    dealer = Dealer(prompts, args.seed)
-    source = Rollouts(policy, settings, dealer, rewards, None, lambda step: [], stopping, processes)
-    batch = dealer.deal(0, args.prompts_per_step, args.images_per_prompt)
+    prompt_sampler = PromptSampler(prompts, args.seed)
+    source = Rollouts(policy, settings, prompt_sampler, rewards, None, lambda step: [], stopping, processes)
+    batch = prompt_sampler.sample(0, args.prompts_per_step, args.images_per_prompt)
     window = args.sampling.window
     last = args.sampling.steps - 2 if window.last is None else window.last
     found = []

@@ -32,7 +32,7 @@ from support.embedded import short_run
 
 from flow_grpo.cli import app as cli
 from flow_grpo.config import FlowGRPOConfig
-from flow_grpo.data.grid import Cell, save_grid
+from flow_grpo.data.grid import ImageInfo, save_grid
 from flow_grpo.policy.hub import SHIPPED
 
 MEMORY = 12 << 30  # bytes that a command may take; a value of the user's must not bring a machine down
@@ -154,7 +154,7 @@ def world(folder: Path) -> None:
     config = short_run(Path("runs/short"), "steps=1", "save_every=1", "rewards={color: 1}").dump()
     (folder / "short.yaml").write_text(config)
     begin("train", "short.yaml", cwd=folder).finish(0, 600)
-    cells = [Cell(text, 0, "m") for text in ("red a", "blue b")]
+    cells = [ImageInfo(text, 0, "m") for text in ("red a", "blue b")]
     save_grid(folder / "grid.png", torch.rand(2, 3, 32, 80), cells, columns=2)
     (folder / "prompts.txt").write_text("red a\nblue b\n")
     (folder / "prompts.csv").write_text("prompt,answer\nred a,1\nblue b,2\n")
@@ -165,7 +165,7 @@ def world(folder: Path) -> None:
     pairs = []
     for i in range(8):
         for kind in ("good", "bad"):
-            save_grid(votes / f"{kind}{i}.png", torch.rand(1, 3, 16, 16), [Cell("a", i, "m")], columns=1)
+            save_grid(votes / f"{kind}{i}.png", torch.rand(1, 3, 16, 16), [ImageInfo("a", i, "m")], columns=1)
         pairs.append({"prompt": f"a {i % 4}", "better": f"pictures/good{i}.png", "worse": f"pictures/bad{i}.png"})
     (folder / "votes" / "votes.jsonl").write_text("".join(json.dumps(pair) + "\n" for pair in pairs))
     shutil.copytree(SHIPPED["tiny"], folder / "model")

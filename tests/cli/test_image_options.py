@@ -14,8 +14,8 @@ from torchvision.utils import make_grid
 
 import rewards
 from flow_grpo.cli import image_options
-from flow_grpo.data.grid import Cell, from_bytes, save_grid
-from flow_grpo.data.sheet_layout import Sheet
+from flow_grpo.data.grid import ImageInfo, from_bytes, save_grid
+from flow_grpo.data.sheet_layout import GridOptions
 
 OWN = SAMPLE_REWARDS
 LEVELS = [200, 40, 160, 80, 120]
@@ -26,7 +26,7 @@ def folder(tmp_path) -> Path:
     """A grid of four images of one prompt, a table with a row for each, and a sheet of torchvision's with five."""
     noise = np.random.default_rng(0).integers(-20, 20, (5, 24, 40, 3))
     images = from_bytes((noise + np.array(LEVELS)[:, None, None, None]).astype(np.uint8))
-    save_grid(tmp_path / "grid.png", images[:4], [Cell("a face", i, "tiny") for i in range(4)], 2)
+    save_grid(tmp_path / "grid.png", images[:4], [ImageInfo("a face", i, "tiny") for i in range(4)], 2)
     sheet = make_grid((images * 255).round().byte(), nrow=3, padding=2).permute(1, 2, 0).numpy()
     Image.fromarray(sheet).save(tmp_path / "sheet.png")
     (tmp_path / "meta.csv").write_text("prompt,answer\n" + "".join(f"a face,{n}\n" for n in (1, 2, 3, 4)))
@@ -105,15 +105,15 @@ def test_what_does_not_go_is_one_sentence(folder, words, sentence):
 
 
 def test_a_csv_of_scores_computes_nothing_in_a_spreadsheet(folder):
-    save_grid(folder / "grid.png", from_bytes(np.zeros((1, 8, 8, 3), np.uint8)), [Cell("=1+1", 0, "tiny")], 1)
+    save_grid(folder / "grid.png", from_bytes(np.zeros((1, 8, 8, 3), np.uint8)), [ImageInfo("=1+1", 0, "tiny")], 1)
     run("score", "grid.png", "--reward", f"{OWN}:brightness", "--out", "x.csv", cwd=folder)
     assert next(csv.DictReader((folder / "x.csv").open(newline="")))["prompt"] == "'=1+1"
 
 
 def test_pixels_are_one_number_or_one_for_each_side():
-    assert image_options.sheet(None, 3, None, None) == Sheet(columns=3)
-    assert image_options.sheet(2, 3, "2", "4") == Sheet(2, 3, (2, 2), (4, 4, 4, 4))
-    assert image_options.sheet(2, 3, "2, 5", "1,2,3,4") == Sheet(2, 3, (2, 5), (1, 2, 3, 4))
+    assert image_options.sheet(None, 3, None, None) == GridOptions(columns=3)
+    assert image_options.sheet(2, 3, "2", "4") == GridOptions(2, 3, (2, 2), (4, 4, 4, 4))
+    assert image_options.sheet(2, 3, "2, 5", "1,2,3,4") == GridOptions(2, 3, (2, 5), (1, 2, 3, 4))
     for wrong in ("", "-1", "1.5", "1,2,3", "nan", "9999999", "²"):
         with pytest.raises(ValueError, match="is not a number of pixels"):
             image_options.sheet(None, None, wrong, None)

@@ -13,7 +13,7 @@ from scipy.ndimage import gaussian_filter
 from torchvision.utils import make_grid
 
 from flow_grpo.data.grid_detection import NotAGrid, detect
-from flow_grpo.data.sheet_layout import Sheet, layout_of
+from flow_grpo.data.sheet_layout import GridOptions, layout_of
 
 
 def noise(count: int, height: int, width: int, seed: int = 0, low: int = 0, high: int = 256) -> np.ndarray:
@@ -72,7 +72,9 @@ def test_a_grid_of_torchvision_is_cut_into_its_very_images_or_refused(made):
         cells = found.cut(pixels)
         assert np.array_equal(cells[: len(images)], images)
         assert found.filled == len(images)
-    exact = layout_of(pixels, Sheet(-(-len(images) // columns), min(columns, len(images)), (padding, padding)), "", False)
+    exact = layout_of(
+        pixels, GridOptions(-(-len(images) // columns), min(columns, len(images)), (padding, padding)), "", False
+    )
     assert np.array_equal(exact.cut(pixels)[: len(images)], images), "whatever the images, --padding cuts them"
 
 
@@ -120,7 +122,7 @@ def test_gutters_of_two_sizes_and_no_margins_are_found(gutters, color):
         found = detect(pixels)
         assert (found.rows, found.columns) == ((2, 1) if across == 0 else (1, 3))
         with pytest.raises(ValueError, match="which is not the number that --rows and --columns say"):
-            layout_of(pixels, Sheet(2, 3), "x.png", False)
+            layout_of(pixels, GridOptions(2, 3), "x.png", False)
         return
     found = detect(pixels)
     assert found.gutters() == gutters
@@ -215,7 +217,7 @@ REFUSED = {
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_is_no_plain_grid_is_refused_with_the_options_that_help(name):
     pixels, reason = REFUSED[name]
-    for said in (Sheet(), Sheet(rows=2), Sheet(2, 3)):
+    for said in (GridOptions(), GridOptions(rows=2), GridOptions(2, 3)):
         with pytest.raises(ValueError, match=rf"^x\.png can't be cut into images: .*({reason}).*--rows.*\.$"):
             layout_of(pixels, said, "x.png", single=False)
 
@@ -235,31 +237,31 @@ def test_a_title_that_clings_to_one_image_is_cut_off_and_titles_on_all_are_refus
 
 @pytest.mark.parametrize("pixels", [letters(), noise(1, 100, 100)[0], np.zeros((40, 40, 3), np.uint8), noise(1, 1, 1)[0]])
 def test_a_picture_alone_stays_one(pixels):
-    found = layout_of(pixels, Sheet(), "x.png", single=True)
+    found = layout_of(pixels, GridOptions(), "x.png", single=True)
     assert np.array_equal(found.cut(pixels), pixels[None])
     with pytest.raises(ValueError, match="--rows"):
-        layout_of(pixels, Sheet(), "x.png", single=False)
+        layout_of(pixels, GridOptions(), "x.png", single=False)
 
 
 def test_images_without_gutters_are_cut_by_their_number_if_they_are_equal():
     pixels = noise(1, 64, 64)[0]
-    found = layout_of(pixels, Sheet(2, 2), "x.png", single=True)
+    found = layout_of(pixels, GridOptions(2, 2), "x.png", single=True)
     assert np.array_equal(found.cut(pixels)[3], pixels[32:, 32:])
     with pytest.raises(ValueError, match="64 x 64 pixels, which are not 3 columns x 2 rows of equal images"):
-        layout_of(pixels, Sheet(2, 3), "x.png", single=True)
+        layout_of(pixels, GridOptions(2, 3), "x.png", single=True)
 
 
 def test_a_user_may_crop_and_say_the_gutters():
     pixels = collage((100, 140), (30, 11, 40, 50), (30, 70, 40, 50))
     pixels[5:20, 5:100] = noise(1, 15, 95)[0]  # a banner
     with pytest.raises(ValueError, match=r"--crop"):
-        layout_of(pixels, Sheet(), "x.png", single=False)
-    for said in (Sheet(crop=(0, 25, 0, 0)), Sheet(1, 2, (9, 0), (11, 30, 20, 30))):
+        layout_of(pixels, GridOptions(), "x.png", single=False)
+    for said in (GridOptions(crop=(0, 25, 0, 0)), GridOptions(1, 2, (9, 0), (11, 30, 20, 30))):
         found = layout_of(pixels, said, "x.png", single=False)
         assert [(b.top, b.left, b.bottom, b.right) for b in found.boxes()] == [(30, 11, 70, 61), (30, 70, 70, 120)]
         assert found.size == (100, 140)
     with pytest.raises(ValueError, match=r"--crop 70,0,70,0 leaves none"):
-        layout_of(pixels, Sheet(crop=(70, 0, 70, 0)), "x.png", single=False)
+        layout_of(pixels, GridOptions(crop=(70, 0, 70, 0)), "x.png", single=False)
 
 
 @settings(max_examples=40)

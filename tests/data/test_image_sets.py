@@ -10,9 +10,9 @@ from support.grids import CELLS, header, pictures
 from torchvision.utils import save_image as save_as_torchvision
 
 from flow_grpo.data import image_sets
-from flow_grpo.data.grid import Cell, save_grid, save_image
+from flow_grpo.data.grid import ImageInfo, save_grid, save_image
 from flow_grpo.data.prompts import PromptSet
-from flow_grpo.data.sheet_layout import Sheet
+from flow_grpo.data.sheet_layout import GridOptions
 
 BYTES = (pictures() * 255).round()
 
@@ -48,7 +48,7 @@ def test_pictures_of_others_take_their_prompts_in_order(tmp_path):
 
 def test_a_sheet_of_torchvisions_is_cut_into_the_very_pictures(tmp_path):
     save_as_torchvision(pictures(), tmp_path / "sheet.png", nrow=3)
-    how = Sheet(2, 3, (2, 2))
+    how = GridOptions(2, 3, (2, 2))
     of_cells = image_sets.read(tmp_path / "sheet.png", named(*"abcde"), how)
     assert of_cells.prompts == list("abcde"), "the last cell is empty"
     assert (of_cells.pixels.float() - BYTES).abs().max() <= 1, "torchvision rounds in its own way"
@@ -56,7 +56,7 @@ def test_a_sheet_of_torchvisions_is_cut_into_the_very_pictures(tmp_path):
     with pytest.raises(ValueError, match="3 prompts for the 5 images in 2 rows"):
         image_sets.read(tmp_path / "sheet.png", named(*"abc"), how)
     with pytest.raises(ValueError, match=r"38 x 18 pixels, which are not 3 columns x 2 rows .* with 1 and 1 pixels"):
-        image_sets.read(tmp_path / "sheet.png", named(*"abcde"), Sheet(2, 3, (1, 1)))
+        image_sets.read(tmp_path / "sheet.png", named(*"abcde"), GridOptions(2, 3, (1, 1)))
 
 
 @pytest.fixture
@@ -85,16 +85,18 @@ def test_a_foreign_picture_alone_is_one_image_unless_it_is_a_sheet(tmp_path, for
     Image.fromarray(np.random.default_rng(0).integers(0, 255, (64, 64, 3), np.uint8)).save(tmp_path / "a.png")
     found = image_sets.read(tmp_path / "a.png", "a fox")
     assert (len(found), found.note) == (1, "a.png: one image of 64 x 64 pixels")
-    assert len(image_sets.read(tmp_path / "a.png", "a fox", Sheet(2, 2))) == 4, "a sheet without gutters, by its number"
+    assert len(image_sets.read(tmp_path / "a.png", "a fox", GridOptions(2, 2))) == 4, (
+        "a sheet without gutters, by its number"
+    )
     with pytest.raises(ValueError, match="has no gutters between images"):
         image_sets.read(tmp_path / "a.png", named(*"abcd"))
-    assert len(image_sets.read(foreign[0], "a fox", Sheet(1, 1))) == 1, "if its user says so"
+    assert len(image_sets.read(foreign[0], "a fox", GridOptions(1, 1))) == 1, "if its user says so"
 
 
 def test_an_image_at_the_end_is_not_left_out_because_a_prompt_is_missing(tmp_path):
     Image.fromarray(np.random.default_rng(0).integers(0, 255, (32, 32, 3), np.uint8)).save(tmp_path / "a.png")
     with pytest.raises(ValueError, match="3 prompts for the 4 images"):
-        image_sets.read(tmp_path / "a.png", named(*"abc"), Sheet(2, 2))
+        image_sets.read(tmp_path / "a.png", named(*"abc"), GridOptions(2, 2))
 
 
 def table(*rows: tuple[str, object], file: bool = False) -> PromptSet:
@@ -106,8 +108,8 @@ def table(*rows: tuple[str, object], file: bool = False) -> PromptSet:
 def drawn(folder, prompts: list[str]):
     """A grid and a folder of single images, as `sample` writes them."""
     for i, prompt in enumerate(prompts):
-        save_image(folder / "single" / f"{i}.png", pictures()[i], Cell(prompt, i, "tiny"))
-    save_grid(folder / "grid.png", pictures()[: len(prompts)], [Cell(p, i, "tiny") for i, p in enumerate(prompts)], 2)
+        save_image(folder / "single" / f"{i}.png", pictures()[i], ImageInfo(prompt, i, "tiny"))
+    save_grid(folder / "grid.png", pictures()[: len(prompts)], [ImageInfo(p, i, "tiny") for i, p in enumerate(prompts)], 2)
     return folder / "grid.png", folder / "single"
 
 

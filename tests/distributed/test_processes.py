@@ -18,7 +18,7 @@ from support.process_runs import ACCELERATE, UNEVEN, adapter, config, finished, 
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 from flow_grpo.config import FlowGRPOConfig
-from flow_grpo.data.prompts import Dealer, load_prompts
+from flow_grpo.data.prompts import PromptSampler, load_prompts
 from flow_grpo.distributed.launch import first_dead
 from flow_grpo.distributed.processes import LOST, Processes
 from flow_grpo.run_folder import checkpoint
@@ -179,7 +179,7 @@ def test_a_process_without_signal_neither_stops_nor_biases_the_others(tmp_path):
     file = tmp_path / "uneven.py"
     file.write_text(UNEVEN)
     args = FlowGRPOConfig.read(config(tmp_path / "look"))
-    dealt = Dealer(load_prompts(args.prompts), args.seed).deal(0, 6, 1).prompts
+    dealt = PromptSampler(load_prompts(args.prompts), args.seed).sample(0, 6, 1).prompts
     (tmp_path / "loud.txt").write_text("\n".join([dealt[0], dealt[3]]))  # groups 0 and 3 are the first of three's
     settings = [f"rewards={{'{file}:uneven': 1}}", "steps=1"]
     run_alone(config(tmp_path / "1", *settings))

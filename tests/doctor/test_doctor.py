@@ -16,7 +16,7 @@ from support.sample_rewards import brightness, flat, nan, raises, rank
 
 import rewards
 from flow_grpo.config import FlowGRPOConfig
-from flow_grpo.data.grid import Cell, save_grid
+from flow_grpo.data.grid import ImageInfo, save_grid
 from flow_grpo.data.prompts import load_prompts
 from flow_grpo.doctor import result
 from flow_grpo.doctor import rewards as reward_checkup
@@ -89,7 +89,7 @@ def test_a_healthy_run_has_nothing_wrong_and_nothing_is_written(tmp_path):
 
 
 def test_stages_of_given_images_final_latents_and_a_critic_are_looked_at_without_what_they_lack(tmp_path, signs):
-    save_grid(tmp_path / "signs.png", signs.images, [Cell(prompt, 0, "") for prompt in signs.prompts], columns=2)
+    save_grid(tmp_path / "signs.png", signs.images, [ImageInfo(prompt, 0, "") for prompt in signs.prompts], columns=2)
     stages = [
         {"steps": 1, "objective": {"name": "sft", "data": str(tmp_path / "signs.png")}, "sampling": {"transition": "ode"}},
         {"steps": 1, "objective": {"name": "awm"}, "sampling": {"transition": "ode"}},

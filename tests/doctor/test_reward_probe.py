@@ -11,7 +11,7 @@ from support.cli_process import run
 from support.paths import ROOT, SAMPLE_REWARDS
 
 import rewards
-from flow_grpo.data.grid import Cell, read_grid, save_grid
+from flow_grpo.data.grid import ImageInfo, read_grid, save_grid
 from flow_grpo.doctor import reward_probe
 from flow_grpo.doctor.reward_probe import PLAIN, Pictures, examine, histogram, sheet
 from flow_grpo.tiny import pretrain, world
@@ -136,7 +136,7 @@ def test_the_sheet_is_sorted_by_score(signs, tmp_path):
 
 
 def test_the_verb_on_a_grid_and_on_a_folder_with_metadata(signs, tmp_path):
-    cells = [Cell(prompt, seed, "[red]tiny") for seed, prompt in enumerate(PROMPTS)]
+    cells = [ImageInfo(prompt, seed, "[red]tiny") for seed, prompt in enumerate(PROMPTS)]
     save_grid(tmp_path / "grid.png", signs.images, cells, columns=2)
     output = run("rewards", "test", "color={palette: {teal: [0, 128, 128]}}", "--images", "grid.png", cwd=tmp_path)
     for part in ("as they are", "blurred", "noisy", "wrong prompt", "█", " ms", "a second", "MB more memory", "same values"):

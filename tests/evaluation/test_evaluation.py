@@ -22,8 +22,8 @@ from flow_grpo.cli.evaluate import _asked
 from flow_grpo.cli.evaluate import evaluate as eval_command
 from flow_grpo.cli.evaluate import score as score_command
 from flow_grpo.config import FlowGRPOConfig
-from flow_grpo.data.grid import Cell, read_grid, save_grid, save_image
-from flow_grpo.data.image_sets import Rows
+from flow_grpo.data.grid import ImageInfo, read_grid, save_grid, save_image
+from flow_grpo.data.image_sets import ImageRecords
 from flow_grpo.data.prompts import PromptSet, load_prompts
 from flow_grpo.evaluation import measure as measures
 from flow_grpo.evaluation import tables
@@ -74,7 +74,7 @@ def sheet(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("sheet") / "samples"
     rows = [(prompt, seed) for prompt in SIGNS for seed in (0, 1)]
     images = draw(tiny_policy(), [p for p, _ in rows], [s for _, s in rows], 1)
-    cells = [Cell(prompt, seed, "tiny") for prompt, seed in rows]
+    cells = [ImageInfo(prompt, seed, "tiny") for prompt, seed in rows]
     save_grid(folder / "grid.png", images, cells, 2)
     for i, (image, cell) in enumerate(zip(images, cells, strict=True)):
         save_image(folder / f"{i}.png", image, cell)
@@ -89,7 +89,7 @@ def test_a_sheet_scores_as_its_single_pictures_do(sheet):
     assert list(grid.values) == [*names, FREQUENCIES, DIVERSITY]
     assert len(set(grid.values["ocr"])) > 1
     for i, prompt in enumerate(grid.rows.prompts):
-        alone = measures.score(Rows(["0"], [prompt], [0], [{}]), lambda _, i=i: grid.rows.images([i]), kit, 1)
+        alone = measures.score(ImageRecords(["0"], [prompt], [0], [{}]), lambda _, i=i: grid.rows.images([i]), kit, 1)
         assert [alone[name][0] for name in names] == [grid.values[name][i] for name in names]
 
 
@@ -255,7 +255,7 @@ def test_a_word_that_stands_for_nothing_gets_a_sentence(tmp_path, run, word, sen
 
 
 def measured(name, values, prompts, seeds=None, metadata=None):
-    rows = Rows(
+    rows = ImageRecords(
         [f"{i}.png" for i in range(len(prompts))], prompts, seeds or [None] * len(prompts), metadata or [{}] * len(prompts)
     )
     return Measured(name, "pictures", rows, {"m": values})
@@ -355,7 +355,7 @@ def test_a_score_that_is_no_number_stops_or_is_left_out_and_is_never_a_zero(shee
         list(measure(target, None, rewards.WeightedSum({"bad": nan}, {"bad": 0.0}), total=False))
     kit = rewards.WeightedSum({"u": sometimes_nan, "nan": nan}, {"u": 0.0, "nan": 0.0}, drop=["u", "nan"])
     prompts = [prompt.replace("STRAWBERRY", "BUS") for prompt in target[0].gallery.prompts]
-    rows = Rows(target[0].gallery.labels, prompts, target[0].gallery.seeds, target[0].gallery.metadata)
+    rows = ImageRecords(target[0].gallery.labels, prompts, target[0].gallery.seeds, target[0].gallery.metadata)
     found = Measured("a", "", rows, measures.score(rows, target[0].gallery.images, kit, 64))
     card = compile_card([found], {})
     assert "nan" not in card.measures

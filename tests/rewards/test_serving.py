@@ -31,7 +31,7 @@ from support.reward_servers import Server, Stub, serving
 import rewards
 from flow_grpo import FlowGRPOTrainer
 from flow_grpo.config import FlowGRPOConfig
-from flow_grpo.data.grid import Cell, save_grid
+from flow_grpo.data.grid import ImageInfo, save_grid
 from flow_grpo.tiny import pretrain, world
 from flow_grpo.tracking.tracker import read_metrics
 from rewards.interrupt import DaemonThread
@@ -541,7 +541,7 @@ def test_ctrl_c_ends_a_command_that_waits_for_a_server(tmp_path):
             return super().answer(path, body)
 
     silent = Silent()
-    save_grid(tmp_path / "grid.png", pictures(1), [Cell("a", 0, "m")], columns=1)
+    save_grid(tmp_path / "grid.png", pictures(1), [ImageInfo("a", 0, "m")], columns=1)
     command = begin("score", "grid.png", "--reward", f"stub={{remote: {silent.url}}}", cwd=tmp_path)
     command.wait_for((tmp_path / "asked").exists)
     os.kill(command.process.pid, signal.SIGINT)
@@ -551,7 +551,7 @@ def test_ctrl_c_ends_a_command_that_waits_for_a_server(tmp_path):
 
 def test_the_command_line_scores_by_a_reward_that_runs_elsewhere(pair, tmp_path):
     """`remote` says where, any other option is the client's."""
-    save_grid(tmp_path / "grid.png", pictures(2), [Cell("a", 0, "m"), Cell("b", 0, "m")], columns=2)
+    save_grid(tmp_path / "grid.png", pictures(2), [ImageInfo("a", 0, "m"), ImageInfo("b", 0, "m")], columns=2)
     word = f"mine.py:slow={{remote: '{pair[0].url}', batch_size: 1}}"
     run("score", "grid.png", "--reward", word, "--out", "scores.json", cwd=tmp_path)
     found = [row["slow"] for row in json.loads((tmp_path / "scores.json").read_text())]

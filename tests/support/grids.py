@@ -5,14 +5,14 @@ import zlib
 
 import torch
 
-from flow_grpo.data.grid import Cell
+from flow_grpo.data.grid import ImageInfo
 
 
 def pictures(count=5, height=6, width=10):
     return torch.randint(0, 256, (count, 3, height, width), generator=torch.Generator().manual_seed(0)) / 255
 
 
-CELLS = [Cell(f'prompt "{i}" <b>é</b> \x1b[31m', i, "tiny") for i in range(5)]
+CELLS = [ImageInfo(f'prompt "{i}" <b>é</b> \x1b[31m', i, "tiny") for i in range(5)]
 
 
 def header(width, height):

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from flow_grpo.config import FlowGRPOConfig
-from flow_grpo.data.prompts import Dealer, PromptSet
+from flow_grpo.data.prompts import PromptSampler, PromptSet
 from flow_grpo.distributed.processes import Processes
 from flow_grpo.policy.embedding_cache import Embeddings
 from flow_grpo.policy.policy import Policy
@@ -92,8 +92,8 @@ def rollouts(
 ) -> Rollouts:
     """The rollouts of these prompts; by default without rewards."""
     found = {"critic": None, "processes": Processes(), "stopping": lambda: False, "prompts": PROMPTS, **more}
-    dealer = Dealer(found.pop("prompts"), args.seed, args.resting.after, args.resting.steps)
-    return Rollouts(policy, args, dealer, rewards or WeightedSum({}, {}), window=lambda step: window, **found)
+    prompt_sampler = PromptSampler(found.pop("prompts"), args.seed, args.resting.after, args.resting.steps)
+    return Rollouts(policy, args, prompt_sampler, rewards or WeightedSum({}, {}), window=lambda step: window, **found)
 
 
 def experience(policy: Policy, args: FlowGRPOConfig, advantage: Tensor, window: list[int], step: int = 0) -> Experience:

@@ -19,7 +19,7 @@ from support.paths import ROOT
 from support.reward_servers import Server, serving
 
 from flow_grpo.config import FlowGRPOConfig
-from flow_grpo.data.grid import Cell, save_grid
+from flow_grpo.data.grid import ImageInfo, save_grid
 from flow_grpo.tracking.tracker import read_metrics
 from flow_grpo.trainer import FlowGRPOTrainer
 from flow_grpo.training import interrupt
@@ -147,7 +147,7 @@ def test_the_second_ctrl_c_ends_a_run_whose_reward_never_gives_python_back(tmp_p
 
 def test_the_second_ctrl_c_ends_a_command_that_does_not_heed_the_first(tmp_path):
     name = write(tmp_path, "1 deaf")
-    save_grid(tmp_path / "grid.png", torch.rand(1, 3, 32, 80), [Cell("a", 0, "m")], columns=1)
+    save_grid(tmp_path / "grid.png", torch.rand(1, 3, 32, 80), [ImageInfo("a", 0, "m")], columns=1)
     command = begin("score", "grid.png", "--reward", name, cwd=tmp_path)
     in_it(command, tmp_path)
     os.kill(command.process.pid, signal.SIGINT)
@@ -160,7 +160,7 @@ def test_the_second_ctrl_c_ends_a_command_that_does_not_heed_the_first(tmp_path)
 @pytest.mark.parametrize("verb", ["score", "rewards test", "eval", "doctor", "compare"])
 def test_the_first_ctrl_c_ends_the_other_commands(tmp_path, verb):
     name = write(tmp_path, "1 asleep")
-    save_grid(tmp_path / "grid.png", torch.rand(2, 3, 32, 80), [Cell("a", 0, "m"), Cell("b", 0, "m")], columns=2)
+    save_grid(tmp_path / "grid.png", torch.rand(2, 3, 32, 80), [ImageInfo("a", 0, "m"), ImageInfo("b", 0, "m")], columns=2)
     (tmp_path / "run.yaml").write_text(settings(tmp_path).dump())
     words = {
         "score": ("score", "grid.png", "--reward", name),

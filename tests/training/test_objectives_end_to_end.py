@@ -15,7 +15,7 @@ from support.run_contents import numbers, same, weights
 
 from flow_grpo.config import FlowGRPOConfig
 from flow_grpo.config.sections import CriticConfig, DecayRamp, OptimizerConfig
-from flow_grpo.data.grid import Cell, save_grid, save_image
+from flow_grpo.data.grid import ImageInfo, save_grid, save_image
 from flow_grpo.distributed.processes import Processes
 from flow_grpo.evaluation.held_out import draw
 from flow_grpo.trainer import FlowGRPOTrainer
@@ -237,8 +237,8 @@ def test_resampling_stops_at_its_bound_and_fills_up(tmp_path):
 def test_images_of_further_rounds_start_from_noise_of_their_own(tmp_path):
     """The groups of a second round are numbered on, so no picture repeats the noise of the first."""
     trainer = FlowGRPOTrainer(args=short_run(tmp_path))
-    one = trainer.source.trajectory(0, trainer.dealer.prompts.take([0, 1], 4), [1])
-    other = trainer.source.trajectory(0, trainer.dealer.prompts.take([0, 1], 4, first_group=2), [1])
+    one = trainer.source.trajectory(0, trainer.prompt_sampler.prompts.take([0, 1], 4), [1])
+    other = trainer.source.trajectory(0, trainer.prompt_sampler.prompts.take([0, 1], 4, first_group=2), [1])
     assert not torch.isclose(one.final, other.final).all(dim=(1, 2, 3)).any()
 
 
@@ -384,7 +384,7 @@ def pictures(folder: Path, count: int = 4) -> tuple[list[str], torch.Tensor]:
     images = draw(tiny_policy(), prompts, list(range(count)), 4)
     folder.mkdir(parents=True)
     for i, (prompt, image) in enumerate(zip(prompts, images, strict=True)):
-        save_image(folder / f"{i}.png", image, Cell(prompt, i, "tiny"))
+        save_image(folder / f"{i}.png", image, ImageInfo(prompt, i, "tiny"))
     return prompts, images
 
 
@@ -538,7 +538,7 @@ def test_half_a_step_is_not_saved(tmp_path, monkeypatch):
 def test_offline_dpo_learns_which_picture_is_preferred(tmp_path):
     prompts, images = pictures(tmp_path / "pictures")
     for i, image in enumerate(images):
-        save_image(tmp_path / "pictures" / f"{i}_bad.png", 1 - image, Cell(prompts[i], i, "tiny"))
+        save_image(tmp_path / "pictures" / f"{i}_bad.png", 1 - image, ImageInfo(prompts[i], i, "tiny"))
     rows = [{"prompt": p, "chosen": f"pictures/{i}.png", "rejected": f"pictures/{i}_bad.png"} for i, p in enumerate(prompts)]
     table = tmp_path / "votes.jsonl"
     table.write_text("\n".join(map(json.dumps, rows)))
@@ -564,7 +564,7 @@ def test_given_images_that_do_not_fit_are_a_sentence(tmp_path, rows, words):
 
 def test_a_sheet_can_be_learned_from(tmp_path):
     prompts, images = pictures(tmp_path / "pictures")
-    save_grid(tmp_path / "sheet.png", images, [Cell(p, 0, "tiny") for p in prompts], columns=2)
+    save_grid(tmp_path / "sheet.png", images, [ImageInfo(p, 0, "tiny") for p in prompts], columns=2)
     run = short_run(tmp_path / "run", *objective("sft", data=str(tmp_path / "sheet.png")))
     found = FlowGRPOTrainer(args=run).source.collect(0)
     assert set(found.batch.prompts) == set(prompts)

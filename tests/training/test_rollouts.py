@@ -11,7 +11,7 @@ from support import small_policy as small
 
 from flow_grpo import advantages, sampling
 from flow_grpo.config.sections import CriticConfig
-from flow_grpo.data.prompts import Dealer
+from flow_grpo.data.prompts import PromptSampler
 from flow_grpo.training import rollouts
 from flow_grpo.training.critic import Critic
 from flow_grpo.training.rollouts import Interrupted, Rollouts, chosen_rows
@@ -312,14 +312,14 @@ def test_a_step_of_which_nothing_is_left_says_so():
 
 
 def dealt(rolls):
-    """What the dealer is asked for: prompts and the number of the first group, of each round."""
-    asked, deal = [], rolls.dealer.deal
+    """What the sampler is asked for: prompts and the number of the first group, of each round."""
+    asked, deal = [], rolls.prompt_sampler.sample
 
     def recording(step, prompts, images, first_group=0):
         asked.append((step, prompts, images, first_group))
         return deal(step, prompts, images, first_group)
 
-    rolls.dealer.deal = recording
+    rolls.prompt_sampler.sample = recording
     return asked
 
 
@@ -406,15 +406,15 @@ def test_silent_prompts_rest_and_lost_ones_do_not():
     rolls.rewards.rewards["main"] = Rounds("1sls")
     found = rolls.collect(4)
     silent = [found.batch.prompts[3 * p] for p in (1, 3)]
-    assert rolls.dealer.until == dict.fromkeys(silent, 4 + 1 + 3)
+    assert rolls.prompt_sampler.skipped_until == dict.fromkeys(silent, 4 + 1 + 3)
     assert found.metrics["prompts_resting"] == 2
-    assert rolls.dealer.silent[found.batch.prompts[0]] == 0
-    assert found.batch.prompts[6] not in rolls.dealer.silent
+    assert rolls.prompt_sampler.zero_std_streak[found.batch.prompts[0]] == 0
+    assert found.batch.prompts[6] not in rolls.prompt_sampler.zero_std_streak
 
 
 def test_how_many_rest_is_said_of_the_next_step():
     rolls = source(resting={"after": 1, "steps": 3})
-    rolls.dealer.until = {"x": 5, "y": 6}
+    rolls.prompt_sampler.skipped_until = {"x": 5, "y": 6}
     rolls.rewards.rewards["main"] = Rounds("1111")
     assert rolls.collect(4).metrics["prompts_resting"] == 1
 
@@ -486,11 +486,13 @@ def test_on_a_cpu_only_what_other_machines_score_goes_beside_the_drawing():
     far, near = {"remote": "http://127.0.0.1:1"}, {"weight": 1.0}
     policy = small.policy()
     for rewards, expected in (({"a": far}, True), ({"a": far, "b": near}, False), ({"b": near}, False)):
-        rolls = Rollouts(policy, small.settings(rewards=rewards), Dealer(small.PROMPTS, 0), None, None, None, None)
+        rolls = Rollouts(policy, small.settings(rewards=rewards), PromptSampler(small.PROMPTS, 0), None, None, None, None)
         assert rolls.beside == expected
         assert rolls.processes.count == 1
     elsewhere = SimpleNamespace(device=torch.device("cuda"), schedule=policy.schedule)
-    assert Rollouts(elsewhere, small.settings(rewards={"b": near}), Dealer(small.PROMPTS, 0), None, None, None, None).beside
+    assert Rollouts(
+        elsewhere, small.settings(rewards={"b": near}), PromptSampler(small.PROMPTS, 0), None, None, None, None
+    ).beside
 
 
 def test_a_reward_that_fails_leaves_no_thread_behind():

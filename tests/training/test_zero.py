@@ -14,7 +14,7 @@ from support.paths import ROOT
 from support.process_runs import ACCELERATE, UNEVEN, WHOLE, config, run_alone, same
 
 from flow_grpo.config import FlowGRPOConfig
-from flow_grpo.data.prompts import Dealer, load_prompts
+from flow_grpo.data.prompts import PromptSampler, load_prompts
 from flow_grpo.plan.estimate import Plan
 from flow_grpo.run_folder import checkpoint
 from flow_grpo.training.early_checks import check_settings
@@ -89,7 +89,7 @@ def runs(tmp_path_factory):
     uneven = root / "uneven.py"
     uneven.write_text(UNEVEN)
     args = FlowGRPOConfig.read(config(root / "look"))
-    dealt = Dealer(load_prompts(args.prompts), args.seed).deal(0, 6, 1).prompts
+    dealt = PromptSampler(load_prompts(args.prompts), args.seed).sample(0, 6, 1).prompts
     (root / "loud.txt").write_text("\n".join([dealt[0], dealt[2]]))  # both of the first process
     settings = {
         "lora": ["updates=3", STAGES],
