@@ -4,7 +4,6 @@ import copy
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +15,8 @@ from flow_grpo.data import prompt_overlap
 from flow_grpo.data.grid import ImageInfo, save_grid
 from flow_grpo.data.prompts import PromptSampler, PromptSet, load_prompts
 from flow_grpo.distributed.processes import Processes
-from flow_grpo.doctor.reward_probe import BY_GROUP, FEW, Pictures, depends_on_group
 from flow_grpo.evaluation import hacking
+from flow_grpo.evaluation.group_dependence import group_dependence_warnings
 from flow_grpo.evaluation.held_out import before_after, draw, evaluate, image_seed
 from flow_grpo.files import NotWritten, remove, whole_folder, write_whole
 from flow_grpo.policy import hub
@@ -35,7 +34,7 @@ from flow_grpo.tracking.tracker import Tracker
 from flow_grpo.training import early_checks
 from flow_grpo.training.callbacks import CallbackList
 from flow_grpo.training.critic import Critic
-from flow_grpo.training.interrupt import Interrupted, call, signals
+from flow_grpo.training.interrupt import Interrupted, signals
 from flow_grpo.training.offline import GivenImages
 from flow_grpo.training.rewards import build_rewards
 from flow_grpo.training.rollouts import Rollouts
@@ -501,16 +500,9 @@ class FlowGRPOTrainer:
         page.write([self.folder], self.folder / page.FILE)
 
     def _by_group(self, found: Evaluation) -> list[str]:
-        """A sentence for each reward whose held-out values say nothing, as they depend on other images of a prompt."""
+        """A sentence for each reward whose held-out values mean nothing, since they depend on other images of a prompt."""
         assert self.eval_set
-        batch = self.eval_set.take(list(found.pictures)[:FEW], 1)
-        pictures = Pictures(torch.stack(list(found.pictures.values())[:FEW]), batch.prompts, batch.columns())
-        with phase(f"scoring {counted(len(batch.prompts), 'held-out image')} together and alone"):
-            return [
-                f"reward {name}: {BY_GROUP}"
-                for name, reward in self.held_out.rewards.items()
-                if call(partial(depends_on_group, name, reward, pictures), self._asked_to_stop)
-            ]
+        return group_dependence_warnings(self.held_out.rewards, self.eval_set, found.pictures, self._asked_to_stop)
 
     def evaluate(self) -> Evaluation:
         """The held-out prompts, drawn by the averaged adapter and measured."""

@@ -78,10 +78,10 @@ BUGS = [
     ),
     (
         "chance is taken for the other images of a call",
-        "flow_grpo/doctor/reward_probe.py",
-        "CHANCE * chance + SHARE",
-        "SHARE",
-        "tests/doctor/test_reward_probe.py -k depends_on_the_other",
+        "flow_grpo/evaluation/group_dependence.py",
+        "NOISE_FACTOR * noise + STD_TOLERANCE",
+        "STD_TOLERANCE",
+        "tests/evaluation/test_group_dependence.py -k depends_on_the_other",
     ),
     (
         "a user's own reward is called as one of ours in the metrics",

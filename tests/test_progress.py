@@ -12,6 +12,7 @@ from support.paths import SAMPLE_REWARDS
 
 from flow_grpo import progress
 from flow_grpo.doctor import reward_probe
+from flow_grpo.evaluation.group_dependence import RewardInputs
 from flow_grpo.plan import block_speed
 from flow_grpo.plan.dry_run import dry_run
 from flow_grpo.progress import Phase, due_line, phase, reported
@@ -93,7 +94,7 @@ def test_plan_a_dry_run_and_the_look_at_a_reward_say_what_they_are_at(tmp_path, 
     monkeypatch.setattr(progress, "Phase", noted)
     monkeypatch.setattr(block_speed, "SECONDS", 0.0)
     dry_run(short_run(tmp_path / "run"))
-    pictures = reward_probe.Pictures(torch.rand(2, 3, 8, 8), ["a", "b"], {})
+    pictures = RewardInputs(torch.rand(2, 3, 8, 8), ["a", "b"], {})
     reward_probe.examine("own", lambda: lambda images, prompts: images.mean((1, 2, 3)), pictures)
     brightness = f"{SAMPLE_REWARDS}:brightness"
     for what in (

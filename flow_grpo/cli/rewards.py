@@ -119,6 +119,7 @@ def examine_command(
     import rewards
     from flow_grpo.data import image_sets
     from flow_grpo.doctor import reward_probe
+    from flow_grpo.evaluation.group_dependence import RewardInputs
 
     reward, options = with_options(name)
     promptless = not rewards.reads_prompts(reward, **options)
@@ -127,7 +128,7 @@ def examine_command(
         console.print(visible(shown.note), highlight=False, markup=False, soft_wrap=True)
     file = out or Path(f"reward_{re.sub(r'[^A-Za-z0-9]+', '_', reward)}.png")
     prepare_file(file)
-    pictures = reward_probe.Pictures(shown.images(), shown.prompts, shown.columns())
+    pictures = RewardInputs(shown.images(), shown.prompts, shown.columns())
     found = reward_probe.examine(reward, lambda: rewards.load(reward, **options), pictures)
     reward_probe.show(console, f"{reward} on {counted(len(shown), 'picture')} of {images}", found)
     reward_probe.sheet(file, reward, pictures, shown.labels, found.values[reward_probe.PLAIN])

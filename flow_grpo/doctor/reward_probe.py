@@ -20,61 +20,39 @@ from torch import Tensor
 
 import rewards
 from flow_grpo.data.grid import ImageInfo, from_bytes, save_grid, to_bytes
+from flow_grpo.evaluation.group_dependence import GROUP_DEPENDENT, RewardInputs, depends_on_group
 from flow_grpo.progress import phase
 from flow_grpo.text import counted
 from rewards import user_code
 
 BINS, BAR = 10, 32
 AGAIN = 32  # pictures that `look_at` scores once more
-FEW = 4  # pictures that are scored alone and together
-# why these rewards, wherever they run, are not called only to be looked at; one's own says so by an attribute `costly`
-COSTLY = {"human": "a person ranks its images", "judge": "each answer may cost money"}
-CHANCE = 5  # times its own chance, from which on a difference comes from the other images of a call
-ROUNDING, SHARE = 2**-7, 0.25  # of the largest value (bf16 has 8 bits), and of the spread: smaller differences are rounding
 PLAIN = "as they are"
-BY_GROUP = (
-    "an image's value depends on the other images of its prompt, and an evaluation has one image of each: its held-out values say "
-    "nothing. Train on it if you want to, and follow another reward by evaluation.rewards."
-)
 
 
-@dataclass(frozen=True)
-class Pictures:
-    """What a reward is given: images (B, 3, H, W) in [0, 1], prompts, and metadata as B values by name."""
+def mismatched(inputs: RewardInputs) -> RewardInputs | None:
+    """Each image with the prompt of another one. None if there is one prompt only."""
+    different = list(dict.fromkeys(inputs.prompts))
+    if len(different) < 2:
+        return None
+    following = dict(zip(different, different[1:] + different[:1], strict=True))
+    others = inputs.take([inputs.prompts.index(following[prompt]) for prompt in inputs.prompts])
+    return RewardInputs(inputs.images, others.prompts, others.columns)
 
-    images: Tensor
-    prompts: list[str]
-    columns: dict[str, list]
 
-    def scored(self, name: str, reward: rewards.Reward) -> Tensor:
-        return rewards.score(name, reward, self.images, self.prompts, **self.columns)
-
-    def take(self, rows: list[int]) -> "Pictures":
-        columns = {name: [values[i] for i in rows] for name, values in self.columns.items()}
-        return Pictures(self.images[rows], [self.prompts[i] for i in rows], columns)
-
-    def mismatched(self) -> "Pictures | None":
-        """Each with the prompt of another picture, if there is more than one prompt."""
-        different = list(dict.fromkeys(self.prompts))
-        if len(different) < 2:
-            return None
-        following = dict(zip(different, different[1:] + different[:1], strict=True))
-        others = self.take([self.prompts.index(following[prompt]) for prompt in self.prompts])
-        return Pictures(self.images, others.prompts, others.columns)
-
-    def spoiled(self) -> dict[str, "Pictures"]:
-        """Blurred, noisy, and each with the prompt of another picture, if there is more than one prompt."""
-        radius = max(1.0, min(self.images.shape[-2:]) / 32)
-        soft = [Image.fromarray(pixels).filter(ImageFilter.GaussianBlur(radius)) for pixels in to_bytes(self.images)]
-        noise = torch.randn(self.images.shape, generator=torch.Generator().manual_seed(0))
-        found = {
-            "blurred": Pictures(from_bytes(np.stack([np.asarray(s) for s in soft])), self.prompts, self.columns),
-            "noisy": Pictures((self.images + 0.1 * noise).clamp(0, 1), self.prompts, self.columns),
-        }
-        mismatched = self.mismatched()
-        if mismatched is not None:
-            found["wrong prompt"] = mismatched
-        return found
+def perturbed(inputs: RewardInputs) -> dict[str, RewardInputs]:
+    """The images blurred, noisy, and each with the prompt of another one, if there is more than one prompt."""
+    radius = max(1.0, min(inputs.images.shape[-2:]) / 32)
+    soft = [Image.fromarray(pixels).filter(ImageFilter.GaussianBlur(radius)) for pixels in to_bytes(inputs.images)]
+    noise = torch.randn(inputs.images.shape, generator=torch.Generator().manual_seed(0))
+    found = {
+        "blurred": RewardInputs(from_bytes(np.stack([np.asarray(s) for s in soft])), inputs.prompts, inputs.columns),
+        "noisy": RewardInputs((inputs.images + 0.1 * noise).clamp(0, 1), inputs.prompts, inputs.columns),
+    }
+    wrong = mismatched(inputs)
+    if wrong is not None:
+        found["wrong prompt"] = wrong
+    return found
 
 
 @dataclass(frozen=True)
@@ -90,17 +68,17 @@ class Findings:
     by_group: bool  # a picture's value depends on the other pictures of its prompt
 
 
-def examine(name: str, load: Callable[[], rewards.Reward], pictures: Pictures) -> Findings:
+def examine(name: str, load: Callable[[], rewards.Reward], pictures: RewardInputs) -> Findings:
     """Loads a reward and measures it. ValueError as of `rewards.score`."""
     before = _most_megabytes()
     with phase(f"loading reward {name}"):
         reward = load()
     with phase(f"scoring {counted(len(pictures.prompts), 'image')} by {name}, as they are and spoiled"):
-        plain = pictures.scored(name, reward)  # the first call loads what it needs
-        seconds, again = _timed(lambda: pictures.scored(name, reward))
+        plain = pictures.score(name, reward)  # the first call loads what it needs
+        seconds, again = _timed(lambda: pictures.score(name, reward))
         few = [pictures.take([i]) for i in range(min(5, len(plain)))]
-        alone = [_timed(lambda one=one: one.scored(name, reward)) for one in few]  # type: ignore[misc]
-        values = {PLAIN: plain, **{how: spoiled.scored(name, reward) for how, spoiled in pictures.spoiled().items()}}
+        alone = [_timed(lambda one=one: one.score(name, reward)) for one in few]  # type: ignore[misc]
+        values = {PLAIN: plain, **{how: wrong.score(name, reward) for how, wrong in perturbed(pictures).items()}}
     return Findings(
         values,
         statistics.median(s for s, _ in alone),
@@ -110,27 +88,6 @@ def examine(name: str, load: Callable[[], rewards.Reward], pictures: Pictures) -
         float((torch.cat([v for _, v in alone]) - plain[: len(alone)]).abs().max()),
         depends_on_group(name, reward, pictures),
     )
-
-
-def depends_on_group(name: str, reward: rewards.Reward, pictures: Pictures) -> bool:
-    """Whether a picture's value depends on the others that are scored with it: some pictures as one prompt's group, and each alone.
-
-    An evaluation draws one picture of each prompt, so such a reward says nothing there. False for one that a person or a paid service
-    answers, and for one that can't score these pictures. Chance and the rounding of other batch sizes are left out of account.
-    """
-    if name in COSTLY or getattr(reward, "costly", False) or len(pictures.prompts) < 2:
-        return False
-    rows = list(range(min(FEW, len(pictures.prompts))))
-    first = pictures.take([0] * len(rows))
-    group = Pictures(pictures.images[rows], first.prompts, first.columns)
-    try:  # each call has images of its own, which a reward may write into
-        together, again = (group.take(rows).scored(name, reward) for _ in range(2))
-        alone = torch.cat([group.take([i]).scored(name, reward) for i in rows])
-    except ValueError:
-        return False
-    both = torch.cat([together, alone])
-    chance, spread, largest = (together - again).square().mean().sqrt(), both.std(correction=0), both.abs().max()
-    return bool((together - alone).square().mean().sqrt() > CHANCE * chance + SHARE * spread + ROUNDING * largest)
 
 
 @dataclass(frozen=True)
@@ -169,7 +126,7 @@ class Look(Glance):
         return bool((self.mismatched - self.once).abs().mean() > 2 * (self.again - self.once).abs().mean())
 
 
-def glance_at(name: str, reward: rewards.Reward, pictures: Pictures) -> Glance:
+def glance_at(name: str, reward: rewards.Reward, pictures: RewardInputs) -> Glance:
     """Scores the pictures once. ValueError as of `rewards.raw_score`."""
     given, notes = pictures.images.clone(), {"gradient": False}
     seconds, values = _timed(
@@ -180,16 +137,16 @@ def glance_at(name: str, reward: rewards.Reward, pictures: Pictures) -> Glance:
     return Glance(values, seconds / len(pictures.prompts), changed, notes["gradient"], settings)
 
 
-def look_at(name: str, reward: rewards.Reward, pictures: Pictures) -> Look:
+def look_at(name: str, reward: rewards.Reward, pictures: RewardInputs) -> Look:
     """Scores the pictures a few times. ValueError as of `rewards.raw_score`."""
     count = len(pictures.prompts)
     some = pictures.take(list(range(0, count, -(-count // AGAIN))))
-    mixed = some.mismatched()
+    mixed = mismatched(some)
     # the first call loads what it needs, the last one is timed
     once, again, *wrong, whole = [glance_at(name, reward, of) for of in (some, some, mixed, pictures) if of is not None]
     seen = [once, again, *wrong, whole]
     changed, gradient = any(one.changed for one in seen), any(one.gradient for one in seen)
-    mismatched = wrong[0].values if wrong else None
+    mismatch = wrong[0].values if wrong else None
     return Look(
         values=whole.values,
         seconds=whole.seconds,
@@ -198,7 +155,7 @@ def look_at(name: str, reward: rewards.Reward, pictures: Pictures) -> Look:
         settings=whole.settings,
         once=once.values,
         again=again.values,
-        mismatched=mismatched,
+        mismatched=mismatch,
         by_group=depends_on_group(name, reward, pictures),
     )
 
@@ -239,7 +196,7 @@ def show(console: Console, title: str, found: Findings) -> None:
         f"a picture alone differs from itself in a batch by at most {found.batch_matters:.2g}",
     ]
     if found.by_group:
-        lines.append(f"[bold]warning: {BY_GROUP}[/bold]")
+        lines.append(f"[bold]warning: {GROUP_DEPENDENT}[/bold]")
     console.print("\n" + "\n".join(lines), highlight=False)
 
 
@@ -255,7 +212,7 @@ def histogram(values: Tensor) -> list[tuple[float, float, int]]:
     return list(zip(edges[:-1], edges[1:], counts, strict=True))
 
 
-def sheet(path: Path, name: str, pictures: Pictures, names: list[str], values: Tensor) -> None:
+def sheet(path: Path, name: str, pictures: RewardInputs, names: list[str], values: Tensor) -> None:
     """The pictures from the best to the worst, each with its value."""
     order = values.argsort(descending=True, stable=True).tolist()
     cells = [ImageInfo(pictures.prompts[i], i, names[i]) for i in order]

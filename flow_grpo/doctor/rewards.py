@@ -7,14 +7,15 @@ import torch
 from torch import Tensor
 
 from flow_grpo.doctor.result import FINE, WARNING, WRONG, Level, Verdict
-from flow_grpo.doctor.reward_probe import BY_GROUP, Glance, Look, Pictures, glance_at, look_at
+from flow_grpo.doctor.reward_probe import Glance, Look, glance_at, look_at
+from flow_grpo.evaluation.group_dependence import GROUP_DEPENDENT, RewardInputs
 from rewards import WeightedSum
 
 PERSON = "human"  # the reward that is never looked at
 
 
 def scores(
-    sums: WeightedSum, rolled: Collection[str], pictures: Pictures, images: int, drawing: float
+    sums: WeightedSum, rolled: Collection[str], pictures: RewardInputs, images: int, drawing: float
 ) -> tuple[dict[str, Glance], list[Verdict]]:
     """What each reward that could score the pictures says of them, and the verdicts on all. A person is not asked.
 
@@ -152,7 +153,7 @@ def reads_prompt(name: str, reads: bool, change: float, others: bool) -> Verdict
 def group_free(name: str, by_group: bool) -> Verdict:
     """by_group: whether an image's value depends on the other images of its prompt."""
     check = f"{name}: other images of a prompt"
-    return Verdict(check, "matter", WARNING, BY_GROUP) if by_group else Verdict(check, "don't matter", FINE)
+    return Verdict(check, "matter", WARNING, GROUP_DEPENDENT) if by_group else Verdict(check, "don't matter", FINE)
 
 
 def side_effects(name: str, look: Glance) -> Verdict:

@@ -23,9 +23,10 @@ from flow_grpo.doctor import model as contract
 from flow_grpo.doctor import result
 from flow_grpo.doctor import rewards as reward_checkup
 from flow_grpo.doctor.result import Verdict
-from flow_grpo.doctor.reward_probe import Glance, Pictures
+from flow_grpo.doctor.reward_probe import Glance
 from flow_grpo.doctor.rewards import PERSON, by_brightness
 from flow_grpo.evaluation import held_out as evaluate
+from flow_grpo.evaluation.group_dependence import RewardInputs
 from flow_grpo.methods import takes_each_reward
 from flow_grpo.plan.estimate import Forecast, Plan
 from flow_grpo.plan.hardware import matmul_speed
@@ -199,7 +200,7 @@ def ask_nobody(trainer: FlowGRPOTrainer) -> None:
 
 def scores(trainer: FlowGRPOTrainer, drawn: Drawn) -> tuple[dict[str, Glance], list[Verdict]]:
     """What each reward says of the images, those of evaluation too, and the verdicts on all."""
-    pictures, images = Pictures(drawn.images, drawn.batch.prompts, drawn.batch.columns()), trainer.part.images_per_prompt
+    pictures, images = RewardInputs(drawn.images, drawn.batch.prompts, drawn.batch.columns()), trainer.part.images_per_prompt
     return reward_checkup.scores(trainer.held_out, trainer.rewards.rewards, pictures, images, drawn.seconds)
 
 

@@ -10,8 +10,8 @@ from flow_grpo.config import FlowGRPOConfig
 from flow_grpo.config.sections import RewardConfig
 from flow_grpo.data import prompt_overlap
 from flow_grpo.data.prompts import PromptSet, load_prompts
-from flow_grpo.doctor.reward_probe import COSTLY
 from flow_grpo.doctor.rewards import PERSON
+from flow_grpo.evaluation.group_dependence import COSTLY
 from flow_grpo.plan.estimate import NotFollowed, Plan, rates_of, slower_dtype
 from flow_grpo.plan.hardware import GB, Machine
 from flow_grpo.policy import hub

@@ -23,7 +23,8 @@ from flow_grpo.doctor import rewards as reward_checkup
 from flow_grpo.doctor import run as checkup
 from flow_grpo.doctor import show as doctor
 from flow_grpo.doctor.result import FINE, WARNING, WRONG, Verdict
-from flow_grpo.doctor.reward_probe import Pictures, look_at
+from flow_grpo.doctor.reward_probe import look_at
+from flow_grpo.evaluation.group_dependence import RewardInputs
 from flow_grpo.policy.policy import Policy, load_policy
 from flow_grpo.tiny import pretrain, world
 from flow_grpo.trainer import FlowGRPOTrainer
@@ -53,13 +54,13 @@ def trainer(policy, tmp_path):
 
 
 @pytest.fixture(scope="module")
-def signs() -> Pictures:
+def signs() -> RewardInputs:
     """Two signs for each of four prompts: its own, and that of the prompt before."""
     colors = (("red", "blue"), ("white", "black"), ("blue", "white"), ("black", "red"))
     prompts = [f'{ink} text "CAT" on a {ground} background' for ink, ground in colors for _ in range(2)]
     images = pretrain.pictures([world.parse(prompt) for prompt in prompts]) / 2 + 0.5
     images[1::2] = images[::2].roll(1, 0)
-    return Pictures(images, prompts, {})
+    return RewardInputs(images, prompts, {})
 
 
 def levels(found: list[Verdict]) -> dict[str, str]:

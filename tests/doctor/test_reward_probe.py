@@ -5,23 +5,21 @@ import re
 import pytest
 import torch
 from PIL import Image
-from support import broken_rewards as sick
-from support import sample_rewards as sample
 from support.cli_process import run
 from support.paths import ROOT, SAMPLE_REWARDS
 
 import rewards
 from flow_grpo.data.grid import ImageInfo, read_grid, save_grid
-from flow_grpo.doctor import reward_probe
-from flow_grpo.doctor.reward_probe import PLAIN, Pictures, examine, histogram, sheet
+from flow_grpo.doctor.reward_probe import PLAIN, examine, histogram, perturbed, sheet
+from flow_grpo.evaluation.group_dependence import RewardInputs
 from flow_grpo.tiny import pretrain, world
 
 PROMPTS = [f'red text "{word}" on a {color} background' for word in ("CAT", "HORSE") for color in ("blue", "white")]
 
 
 @pytest.fixture(scope="module")
-def signs() -> Pictures:
-    return Pictures(
+def signs() -> RewardInputs:
+    return RewardInputs(
         pretrain.pictures([world.parse(prompt) for prompt in PROMPTS]) / 2 + 0.5, PROMPTS, {"place": [0, 1, 2, 3]}
     )
 
@@ -59,13 +57,13 @@ def test_every_docstring_says_what_a_user_must_know():
 
 
 def test_spoiled_pictures_and_prompts(signs):
-    spoiled = signs.spoiled()
+    spoiled = perturbed(signs)
     edges = {how: p.images.diff(dim=-1).abs().mean().item() for how, p in {PLAIN: signs, **spoiled}.items()}
     assert edges["blurred"] < edges[PLAIN] < edges["noisy"]
     wrong = spoiled["wrong prompt"]
     assert all(a != b for a, b in zip(wrong.prompts, PROMPTS, strict=True))
     assert [PROMPTS.index(p) for p in wrong.prompts] == wrong.columns["place"], "the metadata goes with the prompt"
-    assert "wrong prompt" not in Pictures(signs.images[:2], ["a", "a"], {}).spoiled()
+    assert "wrong prompt" not in perturbed(RewardInputs(signs.images[:2], ["a", "a"], {}))
 
 
 def test_what_is_found_of_a_reward(signs):
@@ -86,38 +84,6 @@ def test_what_is_found_of_a_reward(signs):
         return torch.rand(len(prompts))
 
     assert not examine("mine", lambda: whimsical, signs).repeats
-
-
-@pytest.mark.parametrize(
-    ("reward", "depends"),
-    [
-        (sample.rank, True),
-        (sample.z_score, True),
-        (sick.dark, True),
-        (sample.brightness, False),
-        (sample.flat, False),
-        (sample.in_bf16, False),
-        (sample.raises, False),
-        (sick.random, False),
-        (sick.shaky, False),
-        (sick.length, False),
-        (sick.inverts, False),
-    ],
-)
-def test_a_reward_that_depends_on_the_other_images_is_found(reward, depends):
-    for seed in range(10):
-        torch.manual_seed(seed)  # chance must not look like it
-        images = torch.rand(8, 3, 1, 1).expand(8, 3, 8, 8) * torch.rand(8, 3, 8, 8)
-        pictures = Pictures(images, list("aabbccdd"), {})
-        assert reward_probe.depends_on_group("r", reward, pictures) == depends
-
-
-def test_nobody_is_asked_and_nothing_is_paid_to_find_that_out():
-    def asked(images, prompts):
-        raise AssertionError("somebody was asked")
-
-    for name in ("human", "judge"):
-        assert not reward_probe.depends_on_group(name, asked, Pictures(torch.rand(4, 3, 8, 8), list("aabb"), {}))
 
 
 def test_a_histogram_counts_all():

@@ -1,0 +1,87 @@
+"""Whether a reward depends on the other images of its batch, as a rank within the group does: then its held-out values mean nothing."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import Tensor
+
+import rewards
+from flow_grpo.data.prompts import PromptSet
+from flow_grpo.progress import phase
+from flow_grpo.text import counted
+from flow_grpo.training.interrupt import call
+
+NUM_IMAGES = 4  # scored together, and each alone
+NOISE_FACTOR = 5  # a difference counts from this many times the reward's own noise on
+STD_TOLERANCE = 0.25  # smaller differences, in standard deviations of the reward, are rounding
+ROUNDING_TOLERANCE = 2**-7  # the same as a share of the largest value: bf16 has 8 bits
+# Rewards that no check calls, wherever they run. A reward of the user's own says the same by an attribute `costly`.
+COSTLY = {"human": "a person ranks its images", "judge": "each answer may cost money"}
+GROUP_DEPENDENT = (
+    "an image's value depends on the other images of its prompt, but an evaluation has one image of each prompt, so that its "
+    "held-out values mean nothing. You can train on it; add another reward to evaluation.rewards to measure progress."
+)
+
+
+@dataclass(frozen=True)
+class RewardInputs:
+    """What a reward is called with: images (B, 3, H, W) in [0, 1], prompts, and metadata as B values by name."""
+
+    images: Tensor
+    prompts: list[str]
+    columns: dict[str, list]
+
+    def take(self, rows: list[int]) -> "RewardInputs":
+        columns = {name: [values[i] for i in rows] for name, values in self.columns.items()}
+        return RewardInputs(self.images[rows], [self.prompts[i] for i in rows], columns)
+
+    def score(self, name: str, reward: rewards.Reward) -> Tensor:
+        """Values (B,). ValueError as of `rewards.score`."""
+        return rewards.score(name, reward, self.images, self.prompts, **self.columns)
+
+
+def depends_on_group(name: str, reward: rewards.Reward, inputs: RewardInputs) -> bool:
+    """Scores the first images as the group of one prompt, and each alone; returns whether the values differ.
+
+    False for a reward that a person or a paid service answers, which is not called, and for one that can't score these images. The
+    reward's own noise and the rounding of another batch size don't count as a difference.
+    """
+    if name in COSTLY or getattr(reward, "costly", False) or len(inputs.prompts) < 2:
+        return False
+    rows = list(range(min(NUM_IMAGES, len(inputs.prompts))))
+    first = inputs.take([0] * len(rows))
+    group = RewardInputs(inputs.images[rows], first.prompts, first.columns)
+    try:  # each call gets its own copy of the images, since a reward may write into them
+        together, again = (group.take(rows).score(name, reward) for _ in range(2))
+        alone = torch.cat([group.take([i]).score(name, reward) for i in rows])
+    except ValueError:
+        return False
+    both = torch.cat([together, alone])
+    noise, std, largest = (together - again).square().mean().sqrt(), both.std(correction=0), both.abs().max()
+    tolerance = NOISE_FACTOR * noise + STD_TOLERANCE * std + ROUNDING_TOLERANCE * largest
+    return bool((together - alone).square().mean().sqrt() > tolerance)
+
+
+def group_dependence_warnings(
+    reward_funcs: dict[str, rewards.Reward],
+    prompts: PromptSet,
+    images: dict[int, Tensor],
+    should_stop: Callable[[], bool] = lambda: False,
+) -> list[str]:
+    """A sentence for each reward that depends on the other images of its batch.
+
+    Args:
+        images: held-out images by their prompt's place in `prompts`.
+        should_stop: `Interrupted` leaves the check if it returns True.
+    """
+    places = list(images)[:NUM_IMAGES]
+    batch = prompts.take(places, 1)
+    inputs = RewardInputs(torch.stack([images[place] for place in places]), batch.prompts, batch.columns())
+    with phase(f"scoring {counted(len(places), 'held-out image')} together and alone"):
+        return [
+            f"reward {name}: {GROUP_DEPENDENT}"
+            for name, reward in reward_funcs.items()
+            if call(partial(depends_on_group, name, reward, inputs), should_stop)
+        ]

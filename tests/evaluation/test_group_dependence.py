@@ -1,0 +1,40 @@
+"""A reward that depends on the other images of its batch is found, whatever its noise; costly rewards are not called for it."""
+
+import pytest
+import torch
+from support import broken_rewards as sick
+from support import sample_rewards as sample
+
+from flow_grpo.evaluation.group_dependence import RewardInputs, depends_on_group
+
+
+@pytest.mark.parametrize(
+    ("reward", "depends"),
+    [
+        (sample.rank, True),
+        (sample.z_score, True),
+        (sick.dark, True),
+        (sample.brightness, False),
+        (sample.flat, False),
+        (sample.in_bf16, False),
+        (sample.raises, False),
+        (sick.random, False),
+        (sick.shaky, False),
+        (sick.length, False),
+        (sick.inverts, False),
+    ],
+)
+def test_a_reward_that_depends_on_the_other_images_is_found(reward, depends):
+    for seed in range(10):
+        torch.manual_seed(seed)  # chance must not look like it
+        images = torch.rand(8, 3, 1, 1).expand(8, 3, 8, 8) * torch.rand(8, 3, 8, 8)
+        inputs = RewardInputs(images, list("aabbccdd"), {})
+        assert depends_on_group("r", reward, inputs) == depends
+
+
+def test_nobody_is_asked_and_nothing_is_paid_to_find_that_out():
+    def asked(images, prompts):
+        raise AssertionError("somebody was asked")
+
+    for name in ("human", "judge"):
+        assert not depends_on_group(name, asked, RewardInputs(torch.rand(4, 3, 8, 8), list("aabb"), {}))
