@@ -183,7 +183,7 @@ def snippet(folder: Path, args: FlowGRPOConfig, run: Story, merged: bool, source
     base = f"locate({args.model!r})" if args.model in hub.SHIPPED else repr(args.model)
     lines = ["import torch", f"from diffusers import {kind}"]
     lines += (
-        ["from flow_grpo.hub import locate  # where the embedded model lies"]
+        ["from flow_grpo.policy.hub import locate  # where the embedded model lies"]
         if args.model in hub.SHIPPED and not merged
         else []
     )

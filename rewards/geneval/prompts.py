@@ -1,6 +1,6 @@
 """Prompts of GenEval's harder tasks with the metadata that the reward `geneval` reads, by its templates (arXiv 2310.11513).
 
-    python -m rewards.geneval_prompts 1500 train.jsonl 240 eval.jsonl --without geneval.jsonl
+    python -m rewards.geneval.prompts 1500 train.jsonl 240 eval.jsonl --without geneval.jsonl
 
 GenEval's own 553 prompts are its benchmark. These are others of the same kind, to train and to evaluate on: no prompt of one file is in
 another one, nor is it there with its objects in another order.

@@ -202,7 +202,7 @@ def test_a_process_takes_the_largest_micro_batch_that_divides_its_rows():
 
 ADDED = """
 import torch
-from flow_grpo.parallel import Processes
+from flow_grpo.distributed.processes import Processes
 
 processes = Processes.here("cpu")
 assert processes.count == 2

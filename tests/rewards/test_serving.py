@@ -526,7 +526,7 @@ def test_a_request_ends_in_its_time_whatever_the_server_does(monkeypatch, what):
             there(images, ["a"])
         with pytest.raises(ValueError, match=f"gives up on an image: .*{reason}"):
             Judge(url, "vlm", timeout=0.4, attempts=1)(torch.rand(1, 3, 800, 800), ["a"])
-        monkeypatch.setattr(rewards.remote, "CONNECT", 0.4)
+        monkeypatch.setattr(rewards.serving.client, "CONNECT", 0.4)
         with pytest.raises(ValueError, match=f"no server for the reward remote answers: .*{reason}"):
             Remote(url)
         good.close()
@@ -604,7 +604,7 @@ def test_an_isolated_reward_has_the_local_values_in_another_process_that_may_die
 
 
 def test_an_isolated_reward_ends_when_its_parent_is_killed():
-    code = "from rewards.isolated import Isolated; import time; r = Isolated('jpeg_size'); print(r.process.pid, flush=True); time.sleep(60)"
+    code = "from rewards.serving.subprocess import Isolated; import time; r = Isolated('jpeg_size'); print(r.process.pid, flush=True); time.sleep(60)"
     parent = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
     child = int(parent.stdout.readline())
     parent.kill()
@@ -645,7 +645,7 @@ NOT_PYTHON = {
 
 @pytest.mark.parametrize("what", NOT_PYTHON)
 def test_a_python_that_is_none_is_said_to_be_none(tmp_path, monkeypatch, what):
-    monkeypatch.setattr(rewards.isolated, "DYING", 0.5)
+    monkeypatch.setattr(rewards.serving.subprocess, "DYING", 0.5)
     content, sentence = NOT_PYTHON[what]
     file = tmp_path / "python"
     if content:
@@ -659,7 +659,7 @@ def test_a_python_that_is_none_is_said_to_be_none(tmp_path, monkeypatch, what):
 
 def test_an_isolated_reward_that_hangs_is_killed_with_its_process_and_one_that_exits_is_named(tmp_path, monkeypatch):
     """The next call has another process."""
-    monkeypatch.setattr(rewards.isolated, "DYING", 0.5)
+    monkeypatch.setattr(rewards.serving.subprocess, "DYING", 0.5)
     (tmp_path / "mine.py").write_text(
         "import os, threading, time\n"
         "def mine(images, prompts):\n"

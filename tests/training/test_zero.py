@@ -29,7 +29,7 @@ from pathlib import Path
 import torch
 
 from flow_grpo.config import FlowGRPOConfig
-from flow_grpo.train import FlowGRPOTrainer
+from flow_grpo.trainer import FlowGRPOTrainer
 
 for folder in map(Path, sys.argv[1:]):
     args = FlowGRPOConfig.read(folder / "run.yaml")
