@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from flow_grpo import sde
-from flow_grpo.types import PromptBatch, Schedule, Trajectory
+from flow_grpo.types import PromptBatch, SampledStep, Schedule, Trajectory
 
 # x (n, ...), schedule index, rows (n,) of the batch -> velocity (n, ...)
 Velocity = Callable[[Tensor, int, Tensor], Tensor]
@@ -87,92 +87,80 @@ def rollout(
     velocity: Velocity,
     schedule: Schedule,
     start: Tensor,
-    trained: list[int],
-    transition: str,
-    noise_level: float,
-    step_noise: Callable[[int], Tensor],
+    *,
     microbatch: int,
-    group: Tensor | None = None,
+    trained: Sequence[int] = (),
+    transition: str = "ode",
+    noise_level: float = 0.0,
+    step_noise: Callable[[int], Tensor] | None = None,
     log_prob: str = "gaussian",
+    group: Tensor | None = None,
     solver: Solver | None = None,
 ) -> Trajectory:
-    """Samples B images from `start` (B, ...): `transition` at the trained steps, Euler's step at the others.
+    """Sample B images from `start` (B, ...): `transition` at the trained steps, Euler's step of the ODE at the others.
 
     Args:
-        step_noise: gives the standard normal noise (B, ...) of a trained step.
         microbatch: rows per forward pass; the update must use the same, so that its ratio is exactly 1.
-        group: (B,) when the images of a group share their start: then the steps before the window, the same for all
-            of a group, are computed once per group.
-        solver: without trained steps, what solves the ODE in place of Euler.
+        trained: steps of the schedule that are stochastic and recorded.
+        step_noise: returns the standard normal noise (B, ...) of a trained step.
+        log_prob: name of a function of `sde.LOG_PROBS`.
+        group: (B,), 0..P-1, if the images of a group share their start: the steps before the first trained one, equal for all
+            images of a group, are then computed once per group.
+        solver: ODE solver in place of Euler; without trained steps only.
     """
-    x = start.float()
-    first = min(trained, default=0)
-    if group is not None and first > 0:
-        lead = torch.stack([(group == p).nonzero()[0, 0] for p in range(int(group.max()) + 1)])
-        x = _euler(velocity, schedule, x[lead], lead, range(first), microbatch)[group]
-    else:
-        first = 0
-    rows = torch.arange(len(x))
-    if not trained:
-        empty = x.new_zeros(len(x), 0)
-        if solver is not None:
-            final = _solve(velocity, x, rows, microbatch, solver)
-        else:
-            final = _euler(velocity, schedule, x, rows, range(len(schedule)), microbatch)
-        return Trajectory(schedule, [], empty, empty, empty, empty, final)
-    finals, xs, nexts, means, log_probs = [], [], [], [], []
-    noises = {i: step_noise(i) for i in trained}
-    for chunk in rows.split(microbatch):
-        state, kept, kept_next, kept_mean, scored = x[chunk], [], [], [], []
-        for i in range(first, len(schedule)):
-            v = velocity(state, i, chunk)
-            if i not in noises:
-                state = _step("ode", schedule, i, state, v, 0.0)[0]
+    noise_of = {i: step_noise(i) for i in trained} if step_noise else {}
+
+    def sample(x: Tensor, steps: range, rows: Tensor) -> tuple[Tensor, list[SampledStep]]:
+        """Take x (n, ...), states of `rows`, through `steps`. Returns the last state, and a record of each trained step."""
+        records = []
+        for i in steps:
+            v = velocity(x, i, rows)
+            if i not in noise_of:
+                x, _ = _transition("ode", schedule, i, x, v)
                 continue
-            mean, std = _step(transition, schedule, i, state, v, noise_level)
-            kept.append(state)
-            kept_mean.append(mean)
-            state = mean + std * noises[i][chunk].to(mean)  # float32, and the very tensor that is scored and stored
-            kept_next.append(state)
-            scored.append(sde.LOG_PROBS[log_prob](state, mean, std))
-        finals.append(state)
-        xs.append(torch.stack(kept, 1))
-        nexts.append(torch.stack(kept_next, 1))
-        means.append(torch.stack(kept_mean, 1))
-        log_probs.append(torch.stack(scored, 1))
-    return Trajectory(schedule, list(trained), *(torch.cat(t) for t in (xs, nexts, means, log_probs, finals)))
+            mean, std = _transition(transition, schedule, i, x, v, noise_level)
+            x_next = mean + std * noise_of[i][rows].to(mean)  # float32, and the very tensor that is scored and stored
+            records.append(SampledStep(x, x_next, mean, sde.LOG_PROBS[log_prob](x_next, mean, std)))
+            x = x_next
+        return x, records
+
+    x, first = start.float(), 0
+    if group is not None and trained:
+        first = min(trained)
+        leaders = torch.stack([(group == p).nonzero()[0, 0] for p in range(int(group.max()) + 1)])
+        x = torch.cat([sample(x[rows], range(first), rows)[0] for rows in leaders.split(microbatch)])[group]
+    parts = []
+    for rows in torch.arange(len(x)).split(microbatch):
+        if solver is None:
+            final, records = sample(x[rows], range(first, len(schedule)), rows)
+        else:
+            final, records = _solve(velocity, x[rows], rows, solver), []
+        parts.append(Trajectory.from_steps(schedule, list(trained), records, final))
+    return Trajectory.join(parts)
 
 
 def replay(
     velocity: Velocity, trajectory: Trajectory, k: int, rows: Tensor, transition: str, noise_level: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The k-th trained step again, under the velocity as it is now: v (n, ...), mean (n, ...) and std (n, 1, ...)."""
+    """Repeat the k-th trained step with the velocity as it is now. Returns v (n, ...), mean (n, ...) and std (n, 1, ...)."""
     i = trajectory.steps[k]
     x = trajectory.x[rows, k]
     v = velocity(x, i, rows)
-    return v, *_step(transition, trajectory.schedule, i, x, v, noise_level)
+    mean, std = _transition(transition, trajectory.schedule, i, x, v, noise_level)
+    return v, mean, std
 
 
-def _step(name: str, schedule: Schedule, i: int, x: Tensor, v: Tensor, noise_level: float) -> tuple[Tensor, Tensor]:
-    return sde.transition(name, x, v, schedule.sigmas[i], schedule.sigmas[i + 1], noise_level, sigma_max=schedule.sigma_max)
+def _transition(
+    name: str, schedule: Schedule, i: int, x: Tensor, v: Tensor, noise_level: float = 0.0
+) -> tuple[Tensor, Tensor]:
+    """Mean and std of step i of the schedule from x (n, ...) with velocity v (n, ...)."""
+    sigma, sigma_next = schedule.sigmas[i], schedule.sigmas[i + 1]
+    return sde.transition(name, x, v, sigma, sigma_next, noise_level=noise_level, sigma_max=schedule.sigma_max)
 
 
-def _solve(velocity: Velocity, x: Tensor, rows: Tensor, microbatch: int, solver: Solver) -> Tensor:
-    """x (n, ...), states of `rows`, carried from noise to image by the solver."""
-    done = []
-    for state, chunk in zip(x.split(microbatch), rows.split(microbatch), strict=True):
-        advance = solver.start()
-        for i in solver.calls:
-            state = advance(state, velocity(state, i, chunk))
-        done.append(state)
-    return torch.cat(done)
-
-
-def _euler(velocity: Velocity, schedule: Schedule, x: Tensor, rows: Tensor, steps: range, microbatch: int) -> Tensor:
-    """x (n, ...), states of `rows`, carried through `steps` of the ODE."""
-    done = []
-    for state, chunk in zip(x.split(microbatch), rows.split(microbatch), strict=True):
-        for i in steps:
-            state = _step("ode", schedule, i, state, velocity(state, i, chunk), 0.0)[0]
-        done.append(state)
-    return torch.cat(done)
+def _solve(velocity: Velocity, x: Tensor, rows: Tensor, solver: Solver) -> Tensor:
+    """Take x (n, ...), states of `rows`, from noise to image by the solver."""
+    advance = solver.start()
+    for i in solver.calls:
+        x = advance(x, velocity(x, i, rows))
+    return x

@@ -69,16 +69,42 @@ class Schedule:
 
 
 @dataclass(frozen=True)
+class SampledStep:
+    """One stochastic step of a rollout, for n rows."""
+
+    x: Tensor  # (n, ...) float32, the state before it
+    x_next: Tensor  # (n, ...) float32, the state after it: the tensor that was scored and stepped from
+    mean: Tensor  # (n, ...) float32, the mean of the transition that drew it
+    log_prob: Tensor  # (n,)
+
+
+@dataclass(frozen=True)
 class Trajectory:
-    """What a rollout leaves for the update: K trained transitions of each of B images, and where they ended."""
+    """What a rollout leaves for the update: K trained steps of each of B images, and the latents that they ended with."""
 
     schedule: Schedule
     steps: list[int]  # (K,) indices into the schedule
-    x: Tensor  # (B, K, ...) float32, the state before each trained step
-    x_next: Tensor  # (B, K, ...) float32, the state after it: the tensor that was scored and stepped from
-    mean: Tensor  # (B, K, ...) float32, the mean of the transition that drew it
+    x: Tensor  # (B, K, ...), see SampledStep
+    x_next: Tensor  # (B, K, ...)
+    mean: Tensor  # (B, K, ...)
     log_prob_BK: Tensor  # (B, K)
     final: Tensor  # (B, ...) float32 latents of the images
+
+    @staticmethod
+    def from_steps(schedule: Schedule, steps: list[int], records: list[SampledStep], final: Tensor) -> "Trajectory":
+        """Stack one record per trained step; without any the tensors are (B, 0)."""
+        if not records:
+            empty = final.new_zeros(len(final), 0)
+            return Trajectory(schedule, [], x=empty, x_next=empty, mean=empty, log_prob_BK=empty, final=final)
+        return Trajectory(
+            schedule,
+            steps,
+            x=torch.stack([step.x for step in records], 1),
+            x_next=torch.stack([step.x_next for step in records], 1),
+            mean=torch.stack([step.mean for step in records], 1),
+            log_prob_BK=torch.stack([step.log_prob for step in records], 1),
+            final=final,
+        )
 
     def take(self, rows: Tensor) -> "Trajectory":
         t = (self.x, self.x_next, self.mean, self.log_prob_BK, self.final)

@@ -345,9 +345,9 @@ BUGS = [
     (
         "the state is rounded after it was scored",
         "flow_grpo/sampling.py",
-        "            kept_next.append(state)\n            scored.append(sde.LOG_PROBS[log_prob](state, mean, std))",
-        "            scored.append(sde.LOG_PROBS[log_prob](state, mean, std))\n            state = state.bfloat16().float()\n"
-        "            kept_next.append(state)",
+        "            records.append(SampledStep(x, x_next, mean, sde.LOG_PROBS[log_prob](x_next, mean, std)))\n            x = x_next\n",
+        "            log_prob_now = sde.LOG_PROBS[log_prob](x_next, mean, std)\n            x = x_next.bfloat16().float()\n"
+        "            records.append(SampledStep(x, x, mean, log_prob_now))\n",
         "tests/policy/test_policy.py -k replaying",
     ),
     (

@@ -1,5 +1,6 @@
 """Rollouts with a toy velocity: windows, streams of noise, shared prefixes, micro-batches."""
 
+import functools
 import json
 
 import pytest
@@ -30,12 +31,12 @@ def roll(trained, microbatch=6, shared=False, transition="cps", seed=0):
         velocity,
         SCHEDULE,
         start,
-        trained,
-        transition,
-        0.7,
-        lambda i: sampling.batch_noise(SHAPE, rows, seed, "step", 0, i),
-        microbatch,
-        rows.group if shared else None,
+        microbatch=microbatch,
+        trained=trained,
+        transition=transition,
+        noise_level=0.7,
+        step_noise=lambda i: sampling.batch_noise(SHAPE, rows, seed, "step", 0, i),
+        group=rows.group if shared else None,
     )
 
 
@@ -157,15 +158,16 @@ def test_a_trained_step_is_its_mean_plus_std_times_the_noise_of_that_step(transi
 def test_a_rollout_is_float32_without_gradients_and_scored_as_asked():
     weight = torch.ones(1, requires_grad=True)
     start = sampling.batch_noise(SHAPE, batch(), 0, "start", 0).double()
-    arguments = (lambda x, i, rows: weight * x, SCHEDULE, start, [1], "cps", 0.7, lambda i: start, 4)
-    found = sampling.rollout(*arguments, log_prob="unnormalized")
+    drawn = functools.partial(sampling.rollout, lambda x, i, rows: weight * x, SCHEDULE, start, microbatch=4, trained=[1])
+    drawn = functools.partial(drawn, transition="cps", noise_level=0.7, step_noise=lambda i: start)
+    found = drawn(log_prob="unnormalized")
     for part in (found.x, found.x_next, found.mean, found.log_prob_BK, found.final):
         assert part.dtype == torch.float32
         assert not part.requires_grad
     assert torch.equal(
         found.log_prob_BK[:, 0], sde.log_prob_unnormalized(found.x_next[:, 0], found.mean[:, 0], torch.ones(1))
     )
-    gaussian = sampling.rollout(*arguments)
+    gaussian = drawn()
     std = sde.transition("cps", gaussian.x[:, 0], gaussian.x[:, 0], 0.9, 0.7, 0.7)[1]
     torch.testing.assert_close(gaussian.log_prob_BK[:, 0], sde.log_prob(gaussian.x_next[:, 0], gaussian.mean[:, 0], std))
 
@@ -197,10 +199,13 @@ def test_a_shared_start_gives_the_pictures_that_separate_prefixes_would_and_cost
 
     rows = batch()
     start = sampling.batch_noise(SHAPE, rows, 0, "start", 0, shared=True)
-    arguments = (SCHEDULE, start, trained, "cps", 0.7, lambda i: sampling.batch_noise(SHAPE, rows, 0, "step", 0, i), 6)
-    shared = sampling.rollout(counting, *arguments, rows.group)
+    drawn = functools.partial(sampling.rollout, counting, SCHEDULE, start, microbatch=6, trained=trained, transition="cps")
+    drawn = functools.partial(
+        drawn, noise_level=0.7, step_noise=lambda i: sampling.batch_noise(SHAPE, rows, 0, "step", 0, i)
+    )
+    shared = drawn(group=rows.group)
     assert sum(calls) == cost
-    separate = sampling.rollout(counting, *arguments, None)
+    separate = drawn(group=None)
     assert sum(calls) == cost + 5 * 6
     assert torch.equal(shared.final, separate.final)
     assert torch.equal(shared.log_prob_BK, separate.log_prob_BK)
@@ -301,7 +306,7 @@ def test_the_solvers_have_their_order_of_convergence(solver, order):
         start = torch.randn(64, 4, generator=torch.Generator().manual_seed(0))
         exact = 0.8 * mean + scale(0.2) * start
         heun = policy.heun(schedule) if solver else None
-        found = sampling.rollout(velocity, schedule, start, [], "ode", 0.0, lambda i: start, 16, solver=heun).final
+        found = sampling.rollout(velocity, schedule, start, microbatch=16, solver=heun).final
         return float((found - exact).abs().mean())
 
     assert error(8) / error(16) == pytest.approx(2**order, rel=0.2)

@@ -57,7 +57,7 @@ class _Look:
 
     def _pictures(self, start: Tensor) -> Tensor:
         schedule, velocity = self._velocity()
-        trajectory = sampling.rollout(velocity, schedule, start, [], "ode", 0.0, lambda i: start, 1)
+        trajectory = sampling.rollout(velocity, schedule, start, microbatch=1)
         return self.policy.decode(trajectory.final, 1)
 
     def own_call(self) -> Check:
@@ -104,7 +104,16 @@ class _Look:
         schedule, velocity = self._velocity()
         start = self._start(PROMPTS)
         noise = sampling.noise(start.shape, 0, "doctor")
-        trajectory = sampling.rollout(velocity, schedule, start, [0], "cps", 0.7, lambda i: noise, 2)
+        trajectory = sampling.rollout(
+            velocity,
+            schedule,
+            start,
+            microbatch=2,
+            trained=[0],
+            transition="cps",
+            noise_level=0.7,
+            step_noise=lambda i: noise,
+        )
         _, mean, std = sampling.replay(velocity, trajectory, 0, torch.arange(2), "cps", 0.7)
         ratio = (sde.log_prob(trajectory.x_next[:, 0], mean, std) - trajectory.log_prob_BK[:, 0]).exp()
         off = (ratio - 1).abs().max().item()

@@ -58,7 +58,7 @@ def draw(
             steps_done.advance(len(rows))
             return velocity(x, i, rows)
 
-        trajectory = sampling.rollout(counted, schedule, start, [], "ode", 0.0, lambda i: start, microbatch)
+        trajectory = sampling.rollout(counted, schedule, start, microbatch=microbatch)
         return policy.decode(trajectory.final, microbatch)
 
 

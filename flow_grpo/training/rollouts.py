@@ -129,14 +129,14 @@ class Rollouts:
             interruptible(detached, self.may_stop_alone),  # nothing of this step has touched the adapter yet
             self.schedule,
             start,
-            window,
-            s.transition,
-            s.noise_level,
-            lambda i: sampling.batch_noise(self.state_shape, batch, seed, "step", step, i),
-            self.args.microbatch,
-            batch.group.unique(return_inverse=True)[1] if s.shared_start else None,
-            s.log_prob,
-            self.solver,
+            microbatch=self.args.microbatch,
+            trained=window,
+            transition=s.transition,
+            noise_level=s.noise_level,
+            step_noise=lambda i: sampling.batch_noise(self.state_shape, batch, seed, "step", step, i),
+            log_prob=s.log_prob,
+            group=batch.group.unique(return_inverse=True)[1] if s.shared_start else None,
+            solver=None if window else self.solver,
         )
 
     def may_stop_alone(self) -> bool:

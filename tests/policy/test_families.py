@@ -75,7 +75,7 @@ def plain(pipe: DiffusionPipeline, name: str, policy: Policy, state: torch.Tenso
 def ours(policy: Policy, state: torch.Tensor) -> torch.Tensor:
     schedule, _ = policy.schedule(3)
     velocity = policy.along(schedule, policy.encode(PROMPTS))
-    return policy.decode(sampling.rollout(velocity, schedule, state, [], "ode", 0.0, lambda i: state, 2).final)
+    return policy.decode(sampling.rollout(velocity, schedule, state, microbatch=2).final)
 
 
 @pytest.mark.parametrize("name", TINY)
@@ -99,7 +99,8 @@ def test_stored_steps_replay_to_a_ratio_of_exactly_1_with_gradients(folders, nam
     prompts = [PROMPTS[0], PROMPTS[1], "a very long prompt about a dog"]
     velocity = policy.along(schedule, policy.encode(prompts))
     start, step = torch.randn(2, 3, *shape, generator=torch.Generator().manual_seed(0))
-    trajectory = sampling.rollout(velocity, schedule, start, [0, 1], "cps", 0.7, lambda i: step, microbatch=3)
+    noise = {"transition": "cps", "noise_level": 0.7, "step_noise": lambda i: step}
+    trajectory = sampling.rollout(velocity, schedule, start, microbatch=3, trained=[0, 1], **noise)
     rows = torch.arange(3)
     for k in range(2):
         _, mean, std = sampling.replay(velocity, trajectory, k, rows, "cps", 0.7)

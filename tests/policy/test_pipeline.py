@@ -50,7 +50,7 @@ def drawn(policy: Policy, latents: torch.Tensor, prompts: list[str], steps: int 
     """The ODE from these latents, through our path."""
     schedule, _ = policy.schedule(steps)
     velocity = policy.along(schedule, policy.encode(prompts))
-    return policy.decode(sampling.rollout(velocity, schedule, latents, [], "ode", 0.0, lambda i: latents, 8).final)
+    return policy.decode(sampling.rollout(velocity, schedule, latents, microbatch=8).final)
 
 
 class Calls:

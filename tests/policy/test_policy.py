@@ -29,7 +29,7 @@ def euler(policy: Policy, latents: torch.Tensor, steps: int) -> torch.Tensor:
     def velocity(x, i, rows):
         return policy.velocity(x, schedule.timesteps[i], conditioning, rows)
 
-    final = sampling.rollout(velocity, schedule, latents, [], "ode", 0.0, lambda i: latents, microbatch=2).final
+    final = sampling.rollout(velocity, schedule, latents, microbatch=2).final
     return policy.decode(final)
 
 
@@ -59,11 +59,11 @@ def test_replaying_stored_steps_with_gradients_gives_a_ratio_of_exactly_1(dtype,
         velocity,
         schedule,
         sampling.batch_noise(shape, batch, 0, "start"),
-        [0, 1, 2],
-        transition,
-        0.7,
-        lambda i: sampling.batch_noise(shape, batch, 0, "step", i),
         microbatch=3,
+        trained=[0, 1, 2],
+        transition=transition,
+        noise_level=0.7,
+        step_noise=lambda i: sampling.batch_noise(shape, batch, 0, "step", i),
     )
     for k in range(3):
         for rows in torch.arange(6).split(3):
@@ -439,7 +439,17 @@ def test_replay_does_not_depend_on_the_micro_batch(policy):
     velocity = policy.along(schedule, policy.encode(PROMPTS * 2))
     start, noise = torch.randn(2, 4, *shape, generator=torch.Generator().manual_seed(0))
     trajectories = [
-        sampling.rollout(velocity, schedule, start, [0, 1], "cps", 0.7, lambda i: noise, microbatch) for microbatch in (4, 1)
+        sampling.rollout(
+            velocity,
+            schedule,
+            start,
+            microbatch=microbatch,
+            trained=[0, 1],
+            transition="cps",
+            noise_level=0.7,
+            step_noise=lambda i: noise,
+        )
+        for microbatch in (4, 1)
     ]
     torch.testing.assert_close(trajectories[0].final, trajectories[1].final, rtol=0, atol=1e-4)
     rows = torch.arange(4)
