@@ -604,7 +604,8 @@ def test_an_isolated_reward_has_the_local_values_in_another_process_that_may_die
 
 
 def test_an_isolated_reward_ends_when_its_parent_is_killed():
-    code = "from rewards.serving.subprocess import Isolated; import time; r = Isolated('jpeg_size'); print(r.process.pid, flush=True); time.sleep(60)"
+    start = "from rewards.serving.subprocess import Isolated; import time; r = Isolated('jpeg_size')"
+    code = f"{start}; print(r.process.pid, flush=True); time.sleep(60)"
     parent = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
     child = int(parent.stdout.readline())
     parent.kill()
