@@ -117,7 +117,7 @@ def measure(folder: str, overrides: list[str]) -> dict[str, float]:
     from flow_grpo.trainer import FlowGRPOTrainer
 
     with tempfile.TemporaryDirectory() as out:
-        args = FlowGRPOConfig.of(folder, [*SIZE, *RUN, *overrides, f"output={out}"])
+        args = FlowGRPOConfig.for_model(folder, [*SIZE, *RUN, *overrides, f"output={out}"])
         forecast = Plan(args, torch.cuda.is_available()).forecast(args.microbatch)
         trainer = FlowGRPOTrainer(args=args, reward_funcs=[brightness])
         device = trainer.policy.device

@@ -31,7 +31,7 @@ def predicted(words: list[str]) -> dict[str, float]:
     from flow_grpo.config import FlowGRPOConfig
     from flow_grpo.plan.estimate import Plan, occupied
 
-    args = FlowGRPOConfig.read(words[0], words[1:])
+    args = FlowGRPOConfig.from_yaml(words[0], words[1:])
     base = occupied(args)
     return {"bytes": Plan(args, cuda=False).forecast(args.microbatch, base).peak}
 
@@ -42,7 +42,7 @@ def measured(words: list[str]) -> dict[str, float]:
     from flow_grpo.policy.memory import peak_bytes
     from flow_grpo.trainer import FlowGRPOTrainer
 
-    args = FlowGRPOConfig.read(words[0], words[1:])
+    args = FlowGRPOConfig.from_yaml(words[0], words[1:])
     trainer = FlowGRPOTrainer(args=args)
     steps = [trainer.training_step() for _ in range(2)]
     peak = peak_bytes(trainer.policy.device)

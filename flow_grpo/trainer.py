@@ -74,13 +74,13 @@ class FlowGRPOTrainer:
         callbacks: Sequence[Any] = (),
     ) -> None:
         args = args or FlowGRPOConfig()
-        named = args.for_model(hub.name_of(model.pipe) if isinstance(model, Policy) else model or args.model)
+        named = args.with_model(hub.name_of(model.pipe) if isinstance(model, Policy) else model or args.model)
         prompts = named.training_prompts if train_dataset is None else train_dataset
         self.train_set, self.train_source = load_prompts(prompts), prompts if isinstance(prompts, str) else None
-        self.args = args = (named if isinstance(model, str) else args).as_launched()
+        self.args = args = (named if isinstance(model, str) else args).with_launcher_settings()
         wanted = eval_dataset if eval_dataset is not None else args.evaluation.prompts
         self.eval_set = None if wanted is None else load_prompts(wanted).head(args.evaluation.limit)
-        self.parts = args.parts()
+        self.parts = args.resolved_stages()
         self.processes = Processes.here(args.device)
         early_checks.check_settings(args, self.processes.count)
         early_checks.check_prompts(args, self.train_set, self.eval_set, self.processes.count)
@@ -311,7 +311,7 @@ class FlowGRPOTrainer:
                 raise ValueError(
                     f"{self.folder} already holds a run: go on with it by --resume, or set another folder by output=..."
                 )
-            write_whole(self.folder / hub.CONFIG, self.args.dump())
+            write_whole(self.folder / hub.CONFIG, self.args.to_yaml())
             assert self.record
             self.record.begin(self.policy, self.processes.count)
             args, policy = self.args, self.policy
@@ -347,7 +347,7 @@ class FlowGRPOTrainer:
             checkpoint.drop_after(self.folder / CHECKPOINTS, self.step)
             if self.step < self.args.steps:  # what an end at an earlier step has left is no longer the last
                 remove(self.folder / self._result)
-            write_whole(self.folder / hub.CONFIG, self.args.dump())  # some settings may change
+            write_whole(self.folder / hub.CONFIG, self.args.to_yaml())  # some settings may change
         tracker.resume(self.step)
         if self.record is not None:
             self.record.resume(self.step)
@@ -381,8 +381,8 @@ class FlowGRPOTrainer:
     def _same_settings(self) -> None:
         """ValueError if a setting that changes the numbers is not what the run folder's config says."""
         file = self.folder / hub.CONFIG
-        former = FlowGRPOConfig.read(file) if file.exists() else self.args
-        for name, (then, now) in former.changes(self.args).items():
+        former = FlowGRPOConfig.from_yaml(file) if file.exists() else self.args
+        for name, (then, now) in former.differences(self.args).items():
             raise ValueError(
                 f"{self.folder} was begun with {name}={then!r}, not {now!r}: resume it with the same settings, or start another "
                 "run by output=..."

@@ -165,12 +165,12 @@ SETTINGS = settings_of(FlowGRPOConfig().model_dump())
 @given(setting=st.sampled_from(SETTINGS), value=ANYTHING)
 def test_any_value_of_a_setting_is_taken_or_refused_in_a_sentence_that_names_it(setting, value):
     try:
-        args = FlowGRPOConfig.read("tiny_ocr", [f"{setting}={json.dumps(value)}"])
+        args = FlowGRPOConfig.from_yaml("tiny_ocr", [f"{setting}={json.dumps(value)}"])
     except ValueError as refused:
         error = refused
     else:
-        again = FlowGRPOConfig.model_validate(parse_yaml(args.dump(), "the dump"))
-        assert again.dump() == args.dump(), "what is taken is written and read back"
+        again = FlowGRPOConfig.model_validate(parse_yaml(args.to_yaml(), "the dump"))
+        assert again.to_yaml() == args.to_yaml(), "what is taken is written and read back"
         return
     one_sentence(error)
     assert setting.split(".")[0].rstrip("s") in str(error)
@@ -181,6 +181,6 @@ def test_any_value_of_a_setting_is_taken_or_refused_in_a_sentence_that_names_it(
 def test_any_text_of_a_config_is_taken_or_refused_in_a_sentence(tmp_path, text):
     (tmp_path / "own.yaml").write_text(text, encoding="utf-8")
     try:
-        FlowGRPOConfig.read(str(tmp_path / "own.yaml"))
+        FlowGRPOConfig.from_yaml(str(tmp_path / "own.yaml"))
     except ValueError as error:
         one_sentence(error)

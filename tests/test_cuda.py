@@ -51,7 +51,7 @@ def test_8_bit_adam_moves_the_adapter(flux, tmp_path):
 
 @pytest.mark.parametrize("overrides", [["microbatch=64"], ["microbatch=64", "memory.checkpointing=true"]])
 def test_memory_stays_within_the_plan(tmp_path, overrides):
-    args = FlowGRPOConfig.read("tiny_grpo", ["rewards={color: 1}", f"output={tmp_path}", *overrides])
+    args = FlowGRPOConfig.from_yaml("tiny_grpo", ["rewards={color: 1}", f"output={tmp_path}", *overrides])
     forecast = Plan(args, cuda=True).forecast(args.microbatch)
     trainer = FlowGRPOTrainer(args=args)
     torch.cuda.reset_peak_memory_stats()

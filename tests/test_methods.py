@@ -125,7 +125,7 @@ UNREAD = {
 
 @pytest.mark.parametrize("setting", UNREAD)
 def test_a_setting_that_the_objective_does_not_read_is_refused(setting):
-    args = FlowGRPOConfig.read("tiny_ocr", [AWM, setting])
+    args = FlowGRPOConfig.from_yaml("tiny_ocr", [AWM, setting])
     with pytest.raises(
         ValueError,
         match=r"and awm does not read it: leave it out, or give the whole section, (objective=\{name: awm\}|sampling=\{tr.*)\.$",
@@ -137,20 +137,20 @@ def test_a_setting_that_the_objective_does_not_read_is_refused(setting):
 @pytest.mark.parametrize("setting", ["objective.draws=2", "objective.sigma_range=[0, 0.5]", "objective.weight=ghuber"])
 def test_what_final_latents_need_is_refused_on_steps(setting):
     with pytest.raises(ValueError, match="and grpo does not read it"):
-        check_unused_settings(FlowGRPOConfig.read("tiny_grpo", [setting]))
-    check_unused_settings(FlowGRPOConfig.read("tiny_ocr", [setting]))
+        check_unused_settings(FlowGRPOConfig.from_yaml("tiny_grpo", [setting]))
+    check_unused_settings(FlowGRPOConfig.from_yaml("tiny_ocr", [setting]))
 
 
 def test_every_shipped_config_sets_what_its_objective_reads_alone():
     for file in shipped("").rglob("*.yaml"):
-        check_unused_settings(FlowGRPOConfig.read(file))
+        check_unused_settings(FlowGRPOConfig.from_yaml(file))
 
 
 def test_a_stage_is_asked_for_its_own_settings_alone():
     stages = "stages=[{{steps: 1, objective: {{name: nft{}}}, sampling: {{transition: ode}}}}, {{steps: 1}}]"
-    check_unused_settings(FlowGRPOConfig.read("tiny_grpo", [stages.format("")]))
+    check_unused_settings(FlowGRPOConfig.from_yaml("tiny_grpo", [stages.format("")]))
     with pytest.raises(ValueError, match="threshold is for dppo, and nft"):
-        check_unused_settings(FlowGRPOConfig.read("tiny_grpo", [stages.format(", threshold: 2")]))
+        check_unused_settings(FlowGRPOConfig.from_yaml("tiny_grpo", [stages.format(", threshold: 2")]))
 
 
 def test_a_new_run_is_refused_and_one_that_is_there_goes_on(tmp_path):

@@ -31,7 +31,7 @@ def test_a_run_leaves_all_its_files_and_a_ratio_of_exactly_1(tmp_path):
     folder = tmp_path / "run"
     for name in ("config.yaml", "metrics.jsonl", "before.png", "after.png", "before_after.png", "reward.png"):
         assert (folder / name).stat().st_size > 0, name
-    assert FlowGRPOConfig.read(folder / "config.yaml").output == str(folder)
+    assert FlowGRPOConfig.from_yaml(folder / "config.yaml").output == str(folder)
     steps = [row for row in numbers(folder) if "reward" in row]
     assert [row["step"] for row in steps] == [1, 2]
     for row in steps:
@@ -69,7 +69,7 @@ def test_a_killed_run_resumes_to_the_same_numbers(tmp_path):
     FlowGRPOTrainer(args=short_run(tmp_path / "whole", *common)).train()
     config = tmp_path / "run.yaml"
     args = short_run(tmp_path / "killed", *common)
-    config.write_text(args.dump())
+    config.write_text(args.to_yaml())
     command = begin("train", str(config), cwd=tmp_path)
     command.wait_for((tmp_path / "killed" / "checkpoints" / "step_000002").exists)
     command.process.kill()
@@ -82,7 +82,7 @@ def test_a_killed_run_resumes_to_the_same_numbers(tmp_path):
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_saves_and_says_how_to_go_on(tmp_path, number):
     config = tmp_path / "run.yaml"
-    config.write_text(short_run(tmp_path / "run", "steps=200", "save_every=200").dump())
+    config.write_text(short_run(tmp_path / "run", "steps=200", "save_every=200").to_yaml())
     command = begin("train", str(config), cwd=tmp_path)
     command.wait_for(lambda: len(read_metrics(tmp_path / "run")) >= 3)
     os.kill(command.process.pid, number)
@@ -130,7 +130,7 @@ def test_a_ratio_that_is_not_a_number_stops_the_run(tmp_path, monkeypatch):
 def test_a_resumed_run_says_that_an_earlier_version_drew_its_evaluations_from_other_noise(tmp_path):
     args = short_run(tmp_path / "run")
     FlowGRPOTrainer(args=args.model_copy(update={"steps": 1})).train()
-    (tmp_path / "short.yaml").write_text(args.dump())
+    (tmp_path / "short.yaml").write_text(args.to_yaml())
     words = ["train", "short.yaml", "--resume"]
     assert "from other noise" not in run(*words, cwd=tmp_path)
     file = tmp_path / "run" / "pictures" / "step_000000" / "evaluation.json"
@@ -145,8 +145,8 @@ def test_a_run_is_not_resumed_with_other_settings(tmp_path):
     with pytest.raises(ValueError, match="was begun with seed=0, not 5"):
         FlowGRPOTrainer(args=args.model_copy(update={"seed": 5})).train(resume=True)
     changed = short_run(tmp_path / "run", "evaluation.seed=7")
-    assert list(args.changes(changed)) == ["evaluation"], "the monitor compares pictures of the same prompts and seeds"
-    assert not args.changes(short_run(tmp_path / "run", "evaluation.every=1", "steps=9", "evaluation.rewards=[color]"))
+    assert list(args.differences(changed)) == ["evaluation"], "the monitor compares pictures of the same prompts and seeds"
+    assert not args.differences(short_run(tmp_path / "run", "evaluation.every=1", "steps=9", "evaluation.rewards=[color]"))
 
 
 def test_a_run_lost_in_its_first_step_can_be_resumed(tmp_path, monkeypatch):

@@ -775,7 +775,7 @@ def test_a_run_says_what_it_trains_where(tmp_path, capsys):
     assert f"tiny on cpu in float32: 2 steps of 2 prompts x 3 images; run folder {tmp_path / 'run'}" in output
     machine = json.loads((tmp_path / "run" / "machine.json").read_text())
     assert machine["processes"] == 1
-    assert (tmp_path / "run" / "config.yaml").read_text() == made(tmp_path / "run", steps=2).args.dump()
+    assert (tmp_path / "run" / "config.yaml").read_text() == made(tmp_path / "run", steps=2).args.to_yaml()
 
 
 @pytest.mark.real_report

@@ -106,9 +106,9 @@ def train(
     """
     if "=" in config:  # settings alone go over the default config
         config, overrides = "tiny_ocr", [config, *(overrides or [])]
-    args = FlowGRPOConfig.read(config, overrides)
+    args = FlowGRPOConfig.from_yaml(config, overrides)
     if show_config:
-        console.print(args.dump(), highlight=False, markup=False)
+        console.print(args.to_yaml(), highlight=False, markup=False)
         if not dry_run:
             return
     if num_processes > 1 and "RANK" not in os.environ and not dry_run:
@@ -200,7 +200,7 @@ def sample(
     texts = _texts(prompts)
     found = None if config else hub.config_of(lora) or hub.config_of(model)
     source = config or found
-    args = FlowGRPOConfig(model=model) if model and not source else FlowGRPOConfig.read(source)
+    args = FlowGRPOConfig(model=model) if model and not source else FlowGRPOConfig.from_yaml(source)
     if found is not None and not trust:
         found_config.check(args, found, rewards=False, prompts=False)
     model = model or args.model
@@ -305,15 +305,15 @@ def doctor(
         prepare_file(out)
     try:
         if model is not None:
-            settings = FlowGRPOConfig.of(model, [*([config] if "=" in config else []), *(overrides or [])])
+            settings = FlowGRPOConfig.for_model(model, [*([config] if "=" in config else []), *(overrides or [])])
             well = checks.model(console, _policy(settings, model, None, None), json_file)
         elif explore:
             names = [name.strip() for name in transitions.split(",")]
             levels = [_number(level) for level in noise_levels.split(",")]
-            checks.explore(console, FlowGRPOConfig.read(config, overrides), names, levels, out)
+            checks.explore(console, FlowGRPOConfig.from_yaml(config, overrides), names, levels, out)
             well = True
         else:
-            well = checks.examine(console, FlowGRPOConfig.read(config, overrides), json_file)
+            well = checks.examine(console, FlowGRPOConfig.from_yaml(config, overrides), json_file)
     except KeyboardInterrupt:
         raise typer.Exit(interrupt.INTERRUPTED) from None
     if not well:
@@ -352,7 +352,7 @@ def _policy(args: FlowGRPOConfig, model: str, lora: str | None, guidance: float 
     from flow_grpo.training.setup import load_trained
 
     quiet_libraries()
-    call = args.call()
+    call = args.pipeline_call_kwargs()
     if guidance is not None:
         call["guidance"] = guidance
     policy = load_policy(model, args.device, args.dtype, memory=args.memory, **call)

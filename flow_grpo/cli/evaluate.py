@@ -125,7 +125,7 @@ def evaluate(
     for place, model in enumerate(models):  # the first one's config says what is measured, and on what
         if model.found is not None and not trust:
             found_config.check(model.args, model.found, rewards=not (place or reward), prompts=not (place or prompts))
-    args = models[0].args if models else FlowGRPOConfig.read(config, overrides) if config else None
+    args = models[0].args if models else FlowGRPOConfig.from_yaml(config, overrides) if config else None
     kit, total = _rewards(reward, args)
     steps = steps or (args.evaluation.steps if args else None)
     folder = out or next((Path(word) for word in words if (Path(word) / "config.yaml").is_file()), Path())

@@ -35,7 +35,7 @@ def init(
         rewards.check(name)
     file.parent.mkdir(parents=True, exist_ok=True)
     file.write_text(template(model, reward or ["ocr"]), encoding="utf-8")
-    FlowGRPOConfig.read(file)
+    FlowGRPOConfig.from_yaml(file)
     console.print(f"config: {file}; train it by: flow-grpo train {file}", highlight=False, markup=False, soft_wrap=True)
 
 
@@ -95,7 +95,7 @@ def plan(
     from flow_grpo.policy.policy import usable
 
     quiet_libraries()
-    args = FlowGRPOConfig.read(config, overrides)
+    args = FlowGRPOConfig.from_yaml(config, overrides)
     check_unused_settings(args)
     if any(math.isnan(number) for number in (gpu_memory, gpu_tflops) if number is not None):
         raise ValueError("--gpu-memory and --gpu-tflops should be numbers.")

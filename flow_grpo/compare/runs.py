@@ -119,7 +119,10 @@ def compare(
     if len({Path(config).stem for config in configs}) < len(configs):
         raise ValueError("two of the configs have one file name: rename one, since runs are kept by that name.")
     for config in configs:
-        if budget.unit == "images" and FlowGRPOConfig.read(config, overrides).parts()[-1][1].objective.data is not None:
+        if (
+            budget.unit == "images"
+            and FlowGRPOConfig.from_yaml(config, overrides).resolved_stages()[-1][1].objective.data is not None
+        ):
             raise ValueError(
                 f"{config} ends on given images, which are not drawn: give a budget in seconds, such as --budget 120s."
             )
@@ -272,7 +275,7 @@ def plot(runs: list[Run], measure: str, target: float | None, file: Path) -> Non
 
 
 def _settings(run: Run, overrides: list[str]) -> FlowGRPOConfig:
-    return FlowGRPOConfig.read(run.config, [*overrides, f"seed={run.seed}", f"output={run.folder}", "keep=3"])
+    return FlowGRPOConfig.from_yaml(run.config, [*overrides, f"seed={run.seed}", f"output={run.folder}", "keep=3"])
 
 
 def _same_as_before(run: Run, overrides: list[str]) -> None:
@@ -281,10 +284,10 @@ def _same_as_before(run: Run, overrides: list[str]) -> None:
     if args.evaluation.prompts is None:
         raise ValueError(f"{run.config} names no held-out prompts to compare on: set evaluation.prompts.")
     elsewhere = {"output": args.output}  # the folder may have been moved, or be named from another one
-    if run.points() and file.exists() and FlowGRPOConfig.read(file).model_copy(update=elsewhere) != args:
+    if run.points() and file.exists() and FlowGRPOConfig.from_yaml(file).model_copy(update=elsewhere) != args:
         raise ValueError(f"{run.folder} was begun with other settings: give another folder by --out.")
     run.folder.mkdir(parents=True, exist_ok=True)
-    write_whole(file, args.dump())
+    write_whole(file, args.to_yaml())
 
 
 def _same_budget(file: Path, budget: Budget) -> None:

@@ -28,7 +28,7 @@ def check(args: FlowGRPOConfig, found: Path, rewards: bool, prompts: bool) -> No
         ValueError: it names code, an address or a folder to write to.
     """
     try:
-        theirs = set(_named(FlowGRPOConfig.read(found), rewards, prompts))
+        theirs = set(_named(FlowGRPOConfig.from_yaml(found), rewards, prompts))
     except ValueError:  # valid with the overrides alone, so nothing tells what is the user's
         theirs = set(_named(args, rewards, prompts))
     refused = [what for what in _named(args, rewards, prompts) if what in theirs]

@@ -17,6 +17,7 @@ from flow_grpo import methods
 from flow_grpo.config import validation
 from flow_grpo.config.loading import parse_yaml, read_yaml
 from flow_grpo.config.sections import (
+    ConfigSection,
     EvaluationConfig,
     LoraConfig,
     MemoryConfig,
@@ -24,10 +25,9 @@ from flow_grpo.config.sections import (
     OptimizerConfig,
     Pixels,
     PositiveInt,
-    RestingConfig,
+    PromptSkippingConfig,
     RewardConfig,
     SamplingConfig,
-    Section,
 )
 
 STAGED = (
@@ -53,8 +53,8 @@ def _embedded_prompts(values: dict[str, Any]) -> str | None:
     return EMBEDDED.get(values.get("model", ""))
 
 
-class FlowGRPOConfig(Section):
-    """A run. Build it from a YAML file with `FlowGRPOConfig.read(path, overrides)`."""
+class FlowGRPOConfig(ConfigSection):
+    """A run. Build it from a YAML file with `FlowGRPOConfig.from_yaml(path, overrides)`."""
 
     model: str = "tiny"
     """A diffusers folder, a hub id, or the name of a shipped model."""
@@ -90,7 +90,7 @@ class FlowGRPOConfig(Section):
     """Times that a rollout is gone through."""
     resample: Annotated[int, Field(ge=0)] = 0
     """Further rounds of prompts drawn at most in a step until all its groups have signal (DAPO, arXiv 2503.14476); 0 is none."""
-    resting: RestingConfig = RestingConfig()
+    resting: PromptSkippingConfig = PromptSkippingConfig()
     """Prompts that say nothing for the moment are left out for a while."""
 
     sampling: SamplingConfig = SamplingConfig()
@@ -168,7 +168,7 @@ class FlowGRPOConfig(Section):
             raise ValueError("every reward has weight 0, so there is nothing to train on: give one a weight.")
         validation.check_trackers(self.trackers)
         if self.stages:
-            self.steps = sum(stage.steps for _, stage in self.parts())  # each part is checked as it is built
+            self.steps = sum(stage.steps for _, stage in self.resolved_stages())  # each part is checked as it is built
         else:
             validation.check_objective(self.objective, self.sampling)
             validation.check_sizes(self)
@@ -177,7 +177,7 @@ class FlowGRPOConfig(Section):
             validation.check_zero(self)
         return self
 
-    def for_model(self, model: str) -> "FlowGRPOConfig":
+    def with_model(self, model: str) -> "FlowGRPOConfig":
         """The settings for another model. Prompts that nobody has set are those of the model."""
         own = {} if "prompts" in self.model_fields_set else {"prompts": EMBEDDED.get(model)}
         return self.model_copy(update={"model": model, **own})
@@ -198,12 +198,12 @@ class FlowGRPOConfig(Section):
         return methods.objective(self.objective.name, methods.TRANSITIONS[self.sampling.transition].stochastic)
 
     @property
-    def trains_on_silent_groups(self) -> bool:
+    def trains_on_zero_std_groups(self) -> bool:
         """Whether images of a group without signal have a loss: by the KL, or since the objective is not 0 at advantage 0."""
         method = self.method
         return method.rows == "all" and bool(self.objective.kl_weight or not method.zero_at_zero_advantage)
 
-    def parts(self) -> list[tuple[int, "FlowGRPOConfig"]]:
+    def resolved_stages(self) -> list[tuple[int, "FlowGRPOConfig"]]:
         """The run's parts: the training step at which each begins, and its settings. Without `stages`, the run itself."""
         if not self.stages:
             return [(0, self._fitted())]
@@ -226,7 +226,7 @@ class FlowGRPOConfig(Section):
         return self.model_copy(update={"microbatch": min(self.microbatch, self.prompts_per_step * self.images_per_prompt)})
 
     @classmethod
-    def read(cls, path: str | Path | None = None, overrides: list[str] | None = None) -> "FlowGRPOConfig":
+    def from_yaml(cls, path: str | Path | None = None, overrides: list[str] | None = None) -> "FlowGRPOConfig":
         """The config of a YAML file, or of a shipped one by name, with `key.sub=value` pairs over it.
 
         Raises:
@@ -246,8 +246,8 @@ class FlowGRPOConfig(Section):
             raise ValueError(f"{file.name}: {_sentence(error)}") from error
 
     @classmethod
-    def of(cls, model: str, overrides: list[str] | None = None) -> "FlowGRPOConfig":
-        """The defaults for a model, with `key.sub=value` pairs over them. ValueError as for `read`."""
+    def for_model(cls, model: str, overrides: list[str] | None = None) -> "FlowGRPOConfig":
+        """The defaults for a model, with `key.sub=value` pairs over them. ValueError as for `from_yaml`."""
         values: dict[str, Any] = {"model": model}
         for pair in overrides or []:
             _override(values, pair)
@@ -256,7 +256,7 @@ class FlowGRPOConfig(Section):
         except ValidationError as error:
             raise ValueError(_sentence(error)) from error
 
-    def as_launched(self) -> "FlowGRPOConfig":
+    def with_launcher_settings(self) -> "FlowGRPOConfig":
         """With the shares that `accelerate launch --use_deepspeed` or `--use_fsdp` asked for, whose other settings are the config's.
 
         ValueError if the config asks for others, or does not go with them.
@@ -277,12 +277,12 @@ class FlowGRPOConfig(Section):
         except ValidationError as error:
             raise ValueError(_sentence(error)) from error
 
-    def call(self) -> dict[str, Any]:
+    def pipeline_call_kwargs(self) -> dict[str, Any]:
         """The arguments of every pipeline call."""
         given = {"height": self.height, "width": self.width}
         return {"guidance": self.guidance, **{k: v for k, v in given.items() if v is not None}, **self.pipeline}
 
-    def changes(self, now: "FlowGRPOConfig") -> dict[str, tuple[Any, Any]]:
+    def differences(self, now: "FlowGRPOConfig") -> dict[str, tuple[Any, Any]]:
         """The settings that change a run's numbers and differ, here and `now`: not its length, its places, or what only looks at it."""
         free: Any = dict.fromkeys(("steps", "output", "save_every", "sample_every", "keep", "device", "trackers"), True)
         free["evaluation"] = {"every", "pictures", "rewards"}  # the others make evaluations that can't be compared
@@ -291,7 +291,7 @@ class FlowGRPOConfig(Section):
         here, there = self.model_dump(exclude=free), now.model_dump(exclude=free)
         return {name: (here[name], there[name]) for name in there if there[name] != here[name]}
 
-    def dump(self) -> str:
+    def to_yaml(self) -> str:
         """As YAML, every field with its value."""
         return yaml.safe_dump(self.model_dump(mode="json"), sort_keys=False)
 
@@ -424,14 +424,14 @@ def _did_you_mean(place: list[str]) -> str:
     named = [".".join(path) for path in reversed(paths) if path[-1] == word]
     if named:
         return f" Did you mean {' or '.join(named)}?"
-    section: type[Section] = FlowGRPOConfig
+    section: type[ConfigSection] = FlowGRPOConfig
     for part in parents:
         section = next(iter(_sections(section.model_fields.get(part))), section)
     elsewhere = {path[-1]: ".".join(path) for path in paths}
     return validation.suggest(word, list(section.model_fields)) or validation.suggest(word, elsewhere)
 
 
-def _paths(section: type[Section], above: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
+def _paths(section: type[ConfigSection], above: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
     """All settings as the keys that lead to them, those of a reward left out, which has a name of its own."""
     for name, field in section.model_fields.items():
         yield (*above, name)
@@ -440,7 +440,7 @@ def _paths(section: type[Section], above: tuple[str, ...] = ()) -> Iterator[tupl
                 yield from _paths(inner, (*above, name))
 
 
-def _sections(field: FieldInfo | None) -> list[type[Section]]:
+def _sections(field: FieldInfo | None) -> list[type[ConfigSection]]:
     """The section that a setting is, or holds: lora may be null too, and rewards have names."""
     kinds = (field.annotation, *get_args(field.annotation)) if field else ()
-    return [kind for kind in kinds if isinstance(kind, type) and issubclass(kind, Section)]
+    return [kind for kind in kinds if isinstance(kind, type) and issubclass(kind, ConfigSection)]

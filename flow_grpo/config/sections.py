@@ -15,7 +15,7 @@ Share = Annotated[float, Field(ge=0, le=1)]
 Pixels = Annotated[int, Field(gt=0, le=2**14)]
 
 
-class Section(BaseModel):
+class ConfigSection(BaseModel):
     """A part of the config. No setting is unknown, and every number is finite, in fields that take anything as well."""
 
     model_config = ConfigDict(extra="forbid", use_attribute_docstrings=True, allow_inf_nan=False)
@@ -47,7 +47,7 @@ def _numbers(values: Any) -> Iterator[tuple[list[str], float]]:
             left += [([*place, str(key)], part) for key, part in inner]
 
 
-class LoraConfig(Section):
+class LoraConfig(ConfigSection):
     rank: PositiveInt = 32
     """Rank of the low-rank matrices."""
     alpha: float = 64
@@ -59,7 +59,7 @@ class LoraConfig(Section):
     """A saved LoRA to go on from: a folder, a .safetensors file or a hub id."""
 
 
-class WindowConfig(Section):
+class WindowConfig(ConfigSection):
     kind: Literal["all", "fixed", "random", "sliding", "auto"] = "all"
     """Which steps are stochastic and trained: all of first..last, a fixed run, one drawn at random, one that slides, or, `auto`,
     the run of steps whose noise moves the reward most, measured before the first training step on images that are not counted."""
@@ -73,7 +73,7 @@ class WindowConfig(Section):
     """A sliding window moves on by one every so many training steps."""
 
 
-class SamplingConfig(Section):
+class SamplingConfig(ConfigSection):
     steps: Annotated[int, Field(ge=2)] = 10
     """Sampling steps in training."""
     transition: Annotated[str, Field(json_schema_extra={"enum": list(TRANSITIONS)})] = "flow_sde"
@@ -98,7 +98,7 @@ class SamplingConfig(Section):
         return name
 
 
-class CriticConfig(Section):
+class CriticConfig(ConfigSection):
     lr: PositiveFloat = 1e-3
     """Learning rate of the critic's AdamW."""
     width: PositiveInt = 128
@@ -107,7 +107,7 @@ class CriticConfig(Section):
     """Generalised advantage estimation: 1 trusts the reward alone, 0 the critic's next value alone."""
 
 
-class DecayRamp(Section):
+class DecayRamp(ConfigSection):
     rate: PositiveFloat
     """How much the decay grows with every optimizer step."""
     max: Share
@@ -120,7 +120,7 @@ class DecayRamp(Section):
         return min(self.max, self.rate * max(0, steps - self.after))
 
 
-class ObjectiveConfig(Section):
+class ObjectiveConfig(ConfigSection):
     name: str = "grpo"
     """On per-step log-probabilities: grpo, reinforce, grpo_guard, dppo, ppo. On final latents noised afresh: awm, nft, sft, dpo.
     Or one's own function as my_module:my_fn or file.py:my_fn, on steps if the transition is stochastic, else on final latents."""
@@ -176,7 +176,7 @@ class ObjectiveConfig(Section):
         return value
 
 
-class OptimizerConfig(Section):
+class OptimizerConfig(ConfigSection):
     name: Literal["adamw", "adamw_8bit"] = "adamw"
     """AdamW, or the one of bitsandbytes that keeps its two moments in 8 bit, on a GPU."""
     lr: PositiveFloat = 3e-4
@@ -196,7 +196,7 @@ class OptimizerConfig(Section):
     """Gradients are clipped to this norm."""
 
 
-class RewardConfig(Section):
+class RewardConfig(ConfigSection):
     weight: float = 1.0
     """Weight in the sum; 0 only reports it."""
     options: dict[str, Any] = {}
@@ -227,14 +227,14 @@ class RewardConfig(Section):
         return self
 
 
-class RestingConfig(Section):
+class PromptSkippingConfig(ConfigSection):
     after: Annotated[int, Field(ge=0)] = 0
     """A prompt rests once its group had no signal, all solved or all hopeless, so many times in a row; 0 lets none rest."""
     steps: PositiveInt = 25
     """Training steps for which it rests before it is asked again."""
 
 
-class EvaluationConfig(Section):
+class EvaluationConfig(ConfigSection):
     prompts: str | None = None
     """Held-out prompts: as in `prompts`, or none."""
     limit: PositiveInt | None = 256
@@ -252,7 +252,7 @@ class EvaluationConfig(Section):
     """Rewards that are measured but not trained on, beside the trained ones."""
 
 
-class MemoryConfig(Section):
+class MemoryConfig(ConfigSection):
     embeddings: str | None = None
     """Folder that keeps the embeddings of prompts from one run to the next, such as ~/.cache/flow-grpo. Once it has all prompts of
     a run, the text encoders are not loaded."""

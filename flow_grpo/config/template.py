@@ -43,7 +43,7 @@ def template(model: str, rewards: list[str]) -> str:
     The values are those of a shipped config for that model, if there is one, else those for SD3.5-M.
     """
     name = _preset(model)
-    args = FlowGRPOConfig.read(name)
+    args = FlowGRPOConfig.from_yaml(name)
     values = args.model_dump(mode="json")
     values |= {"model": model, "rewards": dict.fromkeys(rewards, 1.0)}
     if model not in SHIPPED and not any(reward.startswith("ocr") for reward in rewards):

@@ -108,7 +108,7 @@ def check_unused_settings(args: "FlowGRPOConfig") -> None:
     One's own function is not asked, as its name is often set over the config of another objective.
     """
     if args.stages:
-        given = [(part, stage) for stage, (_, part) in zip(args.stages, args.parts(), strict=True)]
+        given = [(part, stage) for stage, (_, part) in zip(args.stages, args.resolved_stages(), strict=True)]
     else:
         given = [(args, {"objective": args.objective.changed(), "sampling": args.sampling.changed()})]
     for part, sections in given:

@@ -57,7 +57,11 @@ def measure(
         if policy is None or loaded != target.pipeline:
             policy = None  # its memory is free before another one is loaded
             policy = load_policy(
-                target.args.model, target.args.device, target.args.dtype, memory=target.args.memory, **target.args.call()
+                target.args.model,
+                target.args.device,
+                target.args.dtype,
+                memory=target.args.memory,
+                **target.args.pipeline_call_kwargs(),
             )
             loaded = target.pipeline
         dress(policy, target)

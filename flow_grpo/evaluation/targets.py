@@ -38,7 +38,7 @@ class Model:
     def pipeline(self) -> tuple:
         """What tells its base model, and how that is called, from another."""
         args = self.args
-        return args.model, args.device, args.dtype, repr(args.memory), repr(sorted(args.call().items()))
+        return args.model, args.device, args.dtype, repr(args.memory), repr(sorted(args.pipeline_call_kwargs().items()))
 
 
 @dataclass(frozen=True)
@@ -138,7 +138,7 @@ def _with_bases(targets: list[Target]) -> list[Target]:
 def _one(word: str, how: Reading) -> Target:
     path = Path(word)
     if _is_config(word):
-        args = FlowGRPOConfig.read(word, how.overrides)
+        args = FlowGRPOConfig.from_yaml(word, how.overrides)
         return Model(args.model, f"base model {args.model}", args)
     if gallery.is_picture(path):
         return _pictures(path, how)
@@ -168,7 +168,7 @@ def _folder(path: Path, how: Reading) -> Target:
 
 
 def _run(path: Path, how: Reading) -> Model:
-    args = FlowGRPOConfig.read(path / RUN, how.overrides)
+    args = FlowGRPOConfig.from_yaml(path / RUN, how.overrides)
     what, folder = ("transformer", path / "transformer") if args.lora is None else ("LoRA", path / "lora")
     if not folder.is_dir():
         raise ValueError(f"the run {path} has no {what} yet: give one of its checkpoints, in {path / 'checkpoints'}.")
@@ -180,7 +180,7 @@ def _checkpoint(path: Path, how: Reading) -> Model:
     run = place.parent.parent
     if not (run / RUN).is_file():
         raise ValueError(f"the checkpoint {path} does not lie in its run's folder, whose {RUN} says what it is of.")
-    args = FlowGRPOConfig.read(run / RUN, how.overrides)
+    args = FlowGRPOConfig.from_yaml(run / RUN, how.overrides)
     return Model(f"{run.name}/{place.name}", f"checkpoint {path}", args, checkpoint=place, found=run / RUN)
 
 
@@ -191,7 +191,7 @@ def _lora(path: Path, how: Reading) -> Model:
     config = how.config or own or how.beside
     if config is None:
         raise ValueError(f"the LoRA {path} does not say which model it is for: give a config of that model by --config.")
-    args = FlowGRPOConfig.read(config, how.overrides)
+    args = FlowGRPOConfig.from_yaml(config, how.overrides)
     return Model("/".join(path.parts[-2:]), f"LoRA {path}", args, str(path), found=own)
 
 
@@ -199,7 +199,7 @@ def _model(name: str, how: Reading) -> Model:
     found = hub.config_of(name) if how.config is None else None
     config = how.config or found or how.beside
     own = [*how.overrides, f"model={name}"]
-    args = FlowGRPOConfig.read(config, own) if config else FlowGRPOConfig.of(name, how.overrides)
+    args = FlowGRPOConfig.from_yaml(config, own) if config else FlowGRPOConfig.for_model(name, how.overrides)
     return Model(name, f"base model {name}", args, found=found)
 
 

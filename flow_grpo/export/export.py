@@ -42,7 +42,7 @@ def export(
     run = Story(folder)
     source, step = chosen(run, best, checkpoint)
     former, replaced = _former(out)
-    args = FlowGRPOConfig.read(folder / hub.CONFIG)
+    args = FlowGRPOConfig.from_yaml(folder / hub.CONFIG)
     merge = merge or args.lora is None  # all weights were trained
     out.parent.mkdir(parents=True, exist_ok=True)
     with TemporaryDirectory(prefix=".export_", dir=out.parent) as place:

@@ -85,7 +85,7 @@ def write(folder: Path, run: Story, args: FlowGRPOConfig, step: int, merged: boo
         "licence": licence,
         "reward_licences": {name: _sentence(name, "Weights", "No weights") for name in dict.fromkeys([*trained, *measured])},
         "args": args,
-        "parts": [part for _, part in args.parts()],
+        "parts": [part for _, part in args.resolved_stages()],
         "facts": summary.cost(run)["facts"],
         "prompts": len(prompts),
         "config": run.source,
@@ -178,7 +178,7 @@ def snippet(folder: Path, args: FlowGRPOConfig, run: Story, merged: bool, source
     call = {"num_inference_steps": args.evaluation.steps, **differs.call}
     if differs.guidance:
         call[differs.guidance] = args.guidance if args.guidance > 1 else differs.unguided
-    call |= {key: value for key, value in args.call().items() if key != "guidance"}
+    call |= {key: value for key, value in args.pipeline_call_kwargs().items() if key != "guidance"}
     prompt = plain(run.evaluations[0]["prompts"][0]) if run.evaluations else "a photo of a cat"
     base = f"locate({args.model!r})" if args.model in hub.SHIPPED else repr(args.model)
     lines = ["import torch", f"from diffusers import {kind}"]

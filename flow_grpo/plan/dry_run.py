@@ -86,7 +86,7 @@ def _prompts(args: FlowGRPOConfig, count: int, found: Findings) -> PromptSet | N
         found.notes += [f"warning: {sentence}" for sentence in overlap]
     if held_out is not None:
         found.checked.append(f"{len(held_out)} held-out prompts")
-    for _, part in args.parts():
+    for _, part in args.resolved_stages():
         if part.objective.data is not None:
             given = load_sources(part.objective.data, part.method.rows_per_pair)
             found.checked.append(f"{len(given.prompts)} given images")

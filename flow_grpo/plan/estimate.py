@@ -126,7 +126,7 @@ class Plan:
         pipe = hollow(hub.locate(args.model), self.dtype, cuda)
         arrange(pipe, args.memory.model_copy(update={"attention": None}))  # a kernel that only the GPU's machine has
         self.loading = Loading.of(pipe, self.dtype, bool(args.memory.embeddings)) if not cuda else Loading(0.0, 0.0)
-        self.policy = Policy(pipe, self.dtype, **args.call())
+        self.policy = Policy(pipe, self.dtype, **args.pipeline_call_kwargs())
         with torch.device("meta"):
             add_trained(self.policy, args)
         whole = self.policy.trains_all

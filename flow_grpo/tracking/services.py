@@ -114,7 +114,7 @@ class Board:
     def configure(self, args: FlowGRPOConfig) -> None:
         """Shows the run's settings."""
         if self.name == "tensorboard":  # as text: accelerate's way would be a second run beside this one, named by the clock
-            self.tracker.log({"config": "\n".join(f"    {line}" for line in args.dump().splitlines())}, step=0)
+            self.tracker.log({"config": "\n".join(f"    {line}" for line in args.to_yaml().splitlines())}, step=0)
             return
         plain = (bool, int, float, str)
         settings = flat(args.model_dump(mode="json", exclude={"trackers"}))

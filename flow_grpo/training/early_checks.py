@@ -24,7 +24,7 @@ def check_settings(args: FlowGRPOConfig, count: int) -> None:
     device = usable(args.device)
     if args.memory.shard in STAGES and count > 1:
         library(args.memory.shard, torch.device(device))
-    for _, part in args.parts():
+    for _, part in args.resolved_stages():
         own_function("objective", part.objective.name)
         own_function("advantage", part.objective.advantage)
         pairs = part.method.rows_per_pair == 2
@@ -39,7 +39,7 @@ def check_prompts(args: FlowGRPOConfig, prompts: PromptSet, held_out: PromptSet 
     """That a step has enough prompts, and each of `count` processes a held-out one."""
     if held_out is not None and len(held_out) < count:
         raise ValueError(f"there are fewer held-out prompts than processes, which are {count}.")
-    for _, part in args.parts():
+    for _, part in args.resolved_stages():
         if part.objective.data is None:
             PromptSampler(prompts, part.seed).sample(0, part.prompts_per_step, 1)
 

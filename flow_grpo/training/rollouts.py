@@ -92,7 +92,7 @@ class Rollouts:
         seen = torch.stack([scores.by_name[name][whole] for name in weighed], 1)
         weights, group = torch.tensor([self.rewards.weights[name] for name in weighed]), batch.group[whole]
         advantage[whole] = advantages.group_advantages(seen, group, self.method, weights=weights)
-        if self.args.trains_on_silent_groups:
+        if self.args.trains_on_zero_std_groups:
             signal = whole
         elif self.args.method.rows != "all":  # images are chosen of groups in which the sum differs
             signal = whole & _signal(scores, batch.group)

@@ -12,10 +12,12 @@ from flow_grpo.run_folder import checkpoint
 
 def loaded(args: FlowGRPOConfig, device: str | None, prompts: list[str]) -> Policy:
     """The config's model, for those prompts alone unless the run brings images with prompts of their own."""
-    given = any(part.objective.data is not None for _, part in args.parts())
+    given = any(part.objective.data is not None for _, part in args.resolved_stages())
     start = args.lora.start if args.lora else None
     asked = None if given else prompts
-    return load_policy(args.model, device, args.dtype, start, memory=args.memory, prompts=asked, **args.call())
+    return load_policy(
+        args.model, device, args.dtype, start, memory=args.memory, prompts=asked, **args.pipeline_call_kwargs()
+    )
 
 
 def make_trainable(policy: Policy, args: FlowGRPOConfig, processes: Processes) -> None:
@@ -24,7 +26,7 @@ def make_trainable(policy: Policy, args: FlowGRPOConfig, processes: Processes) -
     Raises:
         ValueError: the policy carries something else already.
     """
-    parts = [part for _, part in args.parts()]
+    parts = [part for _, part in args.resolved_stages()]
     add_trained(policy, args)
     if args.memory.compile:
         policy.compile()
@@ -70,7 +72,7 @@ def load_trained(policy: Policy, place: str) -> None:
     if not config.is_file() or not step.isdecimal():
         raise ValueError(f"the checkpoint {place} is not where its run left it, as checkpoints/step_000100 of a run folder.")
     state = checkpoint.read(folder.parent, int(step))
-    args = FlowGRPOConfig.read(config)
+    args = FlowGRPOConfig.from_yaml(config)
     if args.lora and args.lora.start:
         policy.load_lora(args.lora.start)
     add_trained(policy, args)

@@ -151,7 +151,7 @@ READERS = {  # what reads the files of that folder
 
 def world(folder: Path) -> None:
     """Valid inputs of every kind."""
-    config = short_run(Path("runs/short"), "steps=1", "save_every=1", "rewards={color: 1}").dump()
+    config = short_run(Path("runs/short"), "steps=1", "save_every=1", "rewards={color: 1}").to_yaml()
     (folder / "short.yaml").write_text(config)
     begin("train", "short.yaml", cwd=folder).finish(0, 600)
     cells = [ImageInfo(text, 0, "m") for text in ("red a", "blue b")]
@@ -192,7 +192,7 @@ def keys(content: Any, above: str = "") -> list[str]:
     return [above, *(found for key, value in content.items() for found in keys(value, f"{above}.{key}".strip(".")))]
 
 
-SETTINGS = [key for key in keys(FlowGRPOConfig.read("tiny_ocr").model_dump()) if key]
+SETTINGS = [key for key in keys(FlowGRPOConfig.from_yaml("tiny_ocr").model_dump()) if key]
 
 
 def hostile_words(rng: random.Random, verb: str, parameters: list[Any]) -> list[str]:

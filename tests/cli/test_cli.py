@@ -38,7 +38,7 @@ def run_anew(*words: str, cwd: Path, code: int = 0) -> str:
 def trained(tmp_path_factory) -> Path:
     """A folder in which a short run was trained."""
     folder = tmp_path_factory.mktemp("cli")
-    (folder / "short.yaml").write_text(short_run(folder / "runs" / "short").dump())
+    (folder / "short.yaml").write_text(short_run(folder / "runs" / "short").to_yaml())
     output = run_anew("train", "short.yaml", cwd=folder)
     for foreign in ("warning", "Warning", "deprecat", "INFO", "Loading", "it/s"):
         assert foreign not in output, output
@@ -335,12 +335,12 @@ def test_the_readmes_own_objective_trains(tmp_path):
     (tmp_path / "my_objective.py").write_text(objective)
     words = next(shlex.split(c) for c in commands() if "my_objective.py" in c)
     short = short_run(tmp_path / "run")
-    (tmp_path / "short.yaml").write_text(short.dump())
+    (tmp_path / "short.yaml").write_text(short.to_yaml())
     run("train", "short.yaml", words[3], "steps=1", cwd=tmp_path)
     row = json.loads((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()[1])
     assert row["ratio/first_update_max_deviation"] == 0
     assert row["grad_rms"] > 0
-    assert FlowGRPOConfig.read("tiny_grpo", [words[3]]).objective.options == {"sharpness": 2}
+    assert FlowGRPOConfig.from_yaml("tiny_grpo", [words[3]]).objective.options == {"sharpness": 2}
 
 
 def test_the_readmes_stages_are_valid():
@@ -349,8 +349,8 @@ def test_the_readmes_stages_are_valid():
     from flow_grpo.config import FlowGRPOConfig
 
     block = re.findall(r"```yaml\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)[0]
-    args = FlowGRPOConfig.read("tiny_grpo", [f"stages={json.dumps(yaml.safe_load(block)['stages'])}"])
-    assert [(begin, part.objective.name) for begin, part in args.parts()] == [(0, "sft"), (20, "grpo")]
+    args = FlowGRPOConfig.from_yaml("tiny_grpo", [f"stages={json.dumps(yaml.safe_load(block)['stages'])}"])
+    assert [(begin, part.objective.name) for begin, part in args.resolved_stages()] == [(0, "sft"), (20, "grpo")]
 
 
 @pytest.mark.parametrize("command", commands())
@@ -363,7 +363,7 @@ def test_every_command_of_the_readme_parses_and_its_configs_are_valid(command):
     if verb == "train":
         plain = [word for word in words if not word.startswith("--")]
         config = plain.pop(0) if plain and "=" not in plain[0] else "tiny_ocr"
-        FlowGRPOConfig.read(config, plain)
+        FlowGRPOConfig.from_yaml(config, plain)
     listed = subprocess.run([sys.executable, "-m", "flow_grpo", verb, "--help"], capture_output=True, text=True, check=True)
     for word in words:
         if word.startswith("--"):

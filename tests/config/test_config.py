@@ -17,15 +17,15 @@ from flow_grpo.trainer import FlowGRPOTrainer
 
 @pytest.mark.parametrize("name", sorted(str(p.relative_to(shipped("")))[:-5] for p in shipped("").rglob("*.yaml")))
 def test_every_shipped_config_is_valid_and_names_prompts_that_exist(name, tmp_path):
-    args = FlowGRPOConfig.read(name)
+    args = FlowGRPOConfig.from_yaml(name)
     for source in (args.training_prompts, args.evaluation.prompts):
         if source.startswith("prompts/"):  # the others are on the web
             assert load_prompts(source).prompts
-    (tmp_path / "again.yaml").write_text(args.dump())
-    assert FlowGRPOConfig.read(tmp_path / "again.yaml") == args
+    (tmp_path / "again.yaml").write_text(args.to_yaml())
+    assert FlowGRPOConfig.from_yaml(tmp_path / "again.yaml") == args
 
 
-PRESETS = {file.stem: FlowGRPOConfig.read(file) for file in sorted(shipped("").glob("*.yaml"))}
+PRESETS = {file.stem: FlowGRPOConfig.from_yaml(file) for file in sorted(shipped("").glob("*.yaml"))}
 REAL = {name: args for name, args in PRESETS.items() if args.model != "tiny"}
 
 
@@ -55,7 +55,7 @@ def test_presets_train_the_published_steps():
 
 
 def test_overrides_reach_into_sections():
-    args = FlowGRPOConfig.read("tiny_ocr", ["optimizer.lr=1e-4", "rewards.color=0.5", "steps=7", "evaluation.every=0"])
+    args = FlowGRPOConfig.from_yaml("tiny_ocr", ["optimizer.lr=1e-4", "rewards.color=0.5", "steps=7", "evaluation.every=0"])
     assert args.optimizer.lr == 1e-4
     assert args.rewards["color"].weight == 0.5
     assert args.rewards["ocr"].weight == 1.0
@@ -115,7 +115,7 @@ def test_every_mistake_is_a_sentence(override, words):
     pairs = override.replace("{kind: fixed, size: 9, first: 3}", "{kind:fixed,size:9,first:3}").split(" ")
     pairs = [p.replace(",", ", ").replace(":", ": ") for p in pairs]
     with pytest.raises(ValueError) as error:  # noqa: PT011
-        FlowGRPOConfig.read("tiny_ocr", pairs)
+        FlowGRPOConfig.from_yaml("tiny_ocr", pairs)
     message = " ".join(str(error.value).split())
     assert words in message
     assert len(message) < 300
@@ -124,12 +124,12 @@ def test_every_mistake_is_a_sentence(override, words):
 def test_only_an_embedded_model_has_training_prompts_of_its_own():
     assert EMBEDDED.keys() == hub.SHIPPED.keys()
     assert FlowGRPOConfig().training_prompts == FlowGRPOConfig(model="tiny").training_prompts == "prompts/signs_train.txt"
-    other = FlowGRPOConfig.of("me/model", ["steps=3"])
-    assert other.for_model("tiny").training_prompts == "prompts/signs_train.txt"
-    for args in (other, FlowGRPOConfig().for_model("me/model"), FlowGRPOConfig(prompts=None)):
+    other = FlowGRPOConfig.for_model("me/model", ["steps=3"])
+    assert other.with_model("tiny").training_prompts == "prompts/signs_train.txt"
+    for args in (other, FlowGRPOConfig().with_model("me/model"), FlowGRPOConfig(prompts=None)):
         with pytest.raises(ValueError, match=f"no prompts to train {args.model} on: set prompts to a file"):
             _ = args.training_prompts
-    assert FlowGRPOConfig(prompts="mine.txt").for_model("me/model").training_prompts == "mine.txt"
+    assert FlowGRPOConfig(prompts="mine.txt").with_model("me/model").training_prompts == "mine.txt"
 
 
 @pytest.mark.parametrize("words", [["train"], ["train", "--dry-run"], ["plan", "--gpu", "H100"], ["doctor"]])
@@ -150,13 +150,13 @@ def test_from_python_prompts_are_those_that_are_given_or_the_embedded_models():
 
 def test_a_missing_or_broken_file_is_a_sentence(tmp_path):
     with pytest.raises(ValueError, match=r"there is no config tiny_orc\. Did you mean tiny_ocr\?"):
-        FlowGRPOConfig.read("tiny_orc")
+        FlowGRPOConfig.from_yaml("tiny_orc")
     (tmp_path / "bad.yaml").write_text("steps: [1,")
     with pytest.raises(ValueError, match="not valid YAML"):
-        FlowGRPOConfig.read(tmp_path / "bad.yaml")
+        FlowGRPOConfig.from_yaml(tmp_path / "bad.yaml")
     (tmp_path / "list.yaml").write_text("- 1")
     with pytest.raises(ValueError, match="key: value"):
-        FlowGRPOConfig.read(tmp_path / "list.yaml")
+        FlowGRPOConfig.from_yaml(tmp_path / "list.yaml")
 
 
 def test_prompt_files_of_every_kind(tmp_path):
@@ -216,21 +216,21 @@ BOMB = "a: &a [x, x]\n" + "".join(
 def test_a_config_that_is_no_yaml_for_us_is_a_sentence(tmp_path, content, sentence):
     (tmp_path / "bad.yaml").write_bytes(content)
     with pytest.raises(ValueError, match=sentence) as error:
-        FlowGRPOConfig.read(tmp_path / "bad.yaml")
+        FlowGRPOConfig.from_yaml(tmp_path / "bad.yaml")
     assert len(str(error.value)) < 300
 
 
 def test_a_config_may_have_a_byte_order_mark_umlauts_and_merged_sections(tmp_path):
     text = "\ufeffoutput: runs/Kätzchen\nsampling: &s {steps: 4, transition: ode}\nstages:\n- {steps: 3, sampling: {<<: *s, steps: 5}}\n"
     (tmp_path / "good.yaml").write_text(text, encoding="utf-8")
-    args = FlowGRPOConfig.read(tmp_path / "good.yaml", ["objective.name=awm"])
+    args = FlowGRPOConfig.from_yaml(tmp_path / "good.yaml", ["objective.name=awm"])
     assert args.output == "runs/Kätzchen"
-    assert (args.sampling.steps, args.parts()[0][1].sampling.steps) == (4, 5)
+    assert (args.sampling.steps, args.resolved_stages()[0][1].sampling.steps) == (4, 5)
 
 
 def test_a_key_that_stands_twice_in_an_override_or_in_options_is_a_sentence():
     with pytest.raises(ValueError, match=r"the value of rewards has the key 'ocr' twice"):
-        FlowGRPOConfig.read("tiny_ocr", ["rewards={ocr: 1, ocr: 2}"])
+        FlowGRPOConfig.from_yaml("tiny_ocr", ["rewards={ocr: 1, ocr: 2}"])
     with pytest.raises(ValueError, match="has the key 'case' twice"):
         with_options("ocr={case: true, case: false}")
     with pytest.raises(ValueError, match="has the option 1, which is no name"):
@@ -251,15 +251,15 @@ def test_a_key_that_stands_twice_in_an_override_or_in_options_is_a_sentence():
     ],
 )
 def test_a_rewards_name_may_have_dots_in_an_override(pairs, found):
-    args = FlowGRPOConfig.read("tiny_grpo", pairs)
+    args = FlowGRPOConfig.from_yaml("tiny_grpo", pairs)
     assert found.items() <= {name: reward.weight for name, reward in args.rewards.items()}.items()
-    moved = FlowGRPOConfig.read("tiny_grpo", [f"evaluation.{pair}" for pair in pairs])
+    moved = FlowGRPOConfig.from_yaml("tiny_grpo", [f"evaluation.{pair}" for pair in pairs])
     assert found.items() <= {name: reward.weight for name, reward in moved.evaluation.rewards.items()}.items()
 
 
 def test_a_weight_given_by_an_override_leaves_the_rewards_options_alone():
     pairs = ["rewards={a.py:f: {isolate: true, options: {x: 1}}}", "rewards.a.py:f=0.5", "rewards.a.py:f.options.y=2"]
-    (reward,) = FlowGRPOConfig.read("tiny_grpo", pairs).rewards.values()
+    (reward,) = FlowGRPOConfig.from_yaml("tiny_grpo", pairs).rewards.values()
     assert (reward.weight, reward.isolate, reward.options) == (0.5, True, {"x": 1, "y": 2})
     with pytest.raises(ValueError, match=r"no setting rewards.a.py:f.wieght. Did you mean weight"):
-        FlowGRPOConfig.read("tiny_grpo", ["rewards.a.py:f.wieght=0.5"])
+        FlowGRPOConfig.from_yaml("tiny_grpo", ["rewards.a.py:f.wieght=0.5"])

@@ -68,7 +68,7 @@ def found(weights, tmp_path):
     (tmp_path / "evil.sh").chmod(0o755)
 
     def made(**settings) -> Path:
-        plain = FlowGRPOConfig.read(
+        plain = FlowGRPOConfig.from_yaml(
             "tiny_grpo", ["trackers=[]", "microbatch=4", "lora={rank: 4, alpha: 8, targets: [to_q]}"]
         )
         values = plain.model_dump(mode="json")

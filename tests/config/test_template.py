@@ -19,11 +19,11 @@ MODELS = ["tiny", "stabilityai/stable-diffusion-3.5-medium", "black-forest-labs/
 def test_a_new_config_is_read_as_the_preset_with_its_model_and_rewards(tmp_path, model, rewards):
     file = tmp_path / "new.yaml"
     file.write_text(template(model, rewards))
-    args = FlowGRPOConfig.read(file)
+    args = FlowGRPOConfig.from_yaml(file)
     assert args.model == model
     assert list(args.rewards) == rewards
     name = {"tiny": "tiny_ocr", "black-forest-labs/FLUX.1-dev": "flux_dev_ocr"}.get(model, "sd35_medium_ocr")
-    preset = FlowGRPOConfig.read(name)
+    preset = FlowGRPOConfig.from_yaml(name)
     assert args.sampling == preset.sampling
     assert args.prompts_per_step == preset.prompts_per_step
     assert args.evaluation.every == preset.evaluation.every

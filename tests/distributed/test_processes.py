@@ -178,7 +178,7 @@ def test_a_process_without_signal_neither_stops_nor_biases_the_others(tmp_path):
     """Only the groups of the first process have rewards that differ: with three as with one."""
     file = tmp_path / "uneven.py"
     file.write_text(UNEVEN)
-    args = FlowGRPOConfig.read(config(tmp_path / "look"))
+    args = FlowGRPOConfig.from_yaml(config(tmp_path / "look"))
     dealt = PromptSampler(load_prompts(args.prompts), args.seed).sample(0, 6, 1).prompts
     (tmp_path / "loud.txt").write_text("\n".join([dealt[0], dealt[3]]))  # groups 0 and 3 are the first of three's
     settings = [f"rewards={{'{file}:uneven': 1}}", "steps=1"]

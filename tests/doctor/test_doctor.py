@@ -75,7 +75,7 @@ def test_a_healthy_run_has_nothing_wrong_and_nothing_is_written(tmp_path):
         "prompts_per_step=6", "microbatch=12", "updates=2", "sampling.steps=6", "sampling.window={kind: fixed, size: 2}",
         "evaluation={prompts: prompts/signs_eval.txt, limit: 8, steps: 4}", f"output={tmp_path / 'run'}",
     ]  # fmt: skip
-    sections = list(checkup.examine(FlowGRPOConfig.read("tiny_grpo", settings)))
+    sections = list(checkup.examine(FlowGRPOConfig.from_yaml("tiny_grpo", settings)))
     assert [title for title, _ in sections] == ["machine", "prompts", "rewards", "groups", "an update", "what it takes"]
     found = {verdict.check: verdict for _, part in sections for verdict in part}
     assert not [verdict for verdict in found.values() if verdict.level == WRONG]
@@ -401,7 +401,7 @@ def test_the_command(tmp_path):
     """A table of 80 columns, verdicts in a file, the exit status of something wrong, and no word more after Ctrl-C."""
     reward = f"{SAMPLE_REWARDS}:nan"
     args = short_run(tmp_path / "run", f"rewards={{{reward}: 1}}")
-    (tmp_path / "short.yaml").write_text(args.dump())
+    (tmp_path / "short.yaml").write_text(args.to_yaml())
     lines = run("doctor", "short.yaml", "--json", "look/found.json", cwd=tmp_path, code=1).splitlines()
     table, (sentence, file) = lines[:-2], lines[-2:]
     assert all(len(line) <= 80 for line in table)
@@ -414,7 +414,7 @@ def test_the_command(tmp_path):
     assert file == "verdicts: look/found.json"
     assert {path.name for path in tmp_path.iterdir()} == {"short.yaml", "look"}
 
-    (tmp_path / "long.yaml").write_text(short_run(tmp_path / "run").dump())  # nothing ends this look early
+    (tmp_path / "long.yaml").write_text(short_run(tmp_path / "run").to_yaml())  # nothing ends this look early
     command = begin("doctor", "long.yaml", cwd=tmp_path)
     command.wait_for(lambda: command.output.startswith("tiny, grpo"))
     os.kill(command.process.pid, signal.SIGINT)

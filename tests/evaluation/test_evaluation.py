@@ -54,7 +54,7 @@ def run(tmp_path_factory) -> Path:
         stir(policy, seed)
         policy.save_lora(folder / name)
     checkpoint.save(folder / "checkpoints", 2, {"step": 2, "adapter": policy.adapter_state(), "ema": {}}, keep=1)
-    (folder / "config.yaml").write_text(short_run(folder).dump())
+    (folder / "config.yaml").write_text(short_run(folder).to_yaml())
     return folder
 
 
@@ -156,7 +156,7 @@ def test_sample_draws_an_evaluations_image_again_by_the_seed_that_is_kept_of_it(
         "--config",
         "c.yaml",
     ]
-    (tmp_path / "c.yaml").write_text(short_run(tmp_path).dump())
+    (tmp_path / "c.yaml").write_text(short_run(tmp_path).to_yaml())
     forked.run(*words, cwd=tmp_path)
     again, (cell,) = read_grid(tmp_path / "samples" / "grid.png")
     assert cell.seed == cells[1].seed
@@ -172,7 +172,7 @@ def test_pictures_of_before_and_after_from_different_noise_are_not_put_side_by_s
 
 
 def test_every_lora_is_compared_with_its_own_base(run, drawn):
-    targets = [*drawn[0][:2], Model("b2", "", FlowGRPOConfig.read("tiny_ocr", ["width=96"])), drawn[0][3]]
+    targets = [*drawn[0][:2], Model("b2", "", FlowGRPOConfig.from_yaml("tiny_ocr", ["width=96"])), drawn[0][3]]
     assert [reference(t, targets).name for t in targets[1:]] == ["base", "base", "base"]
     targets[1] = Model("other", "", targets[2].args, lora="x")
     assert reference(targets[1], targets).name == "b2"
@@ -184,14 +184,14 @@ def base(tmp_path) -> Path:
     """A run folder of that name, with a LoRA that is never loaded."""
     (tmp_path / "base" / "lora").mkdir(parents=True)
     (tmp_path / "base" / "lora" / "a.safetensors").write_bytes(b"")
-    (tmp_path / "base" / "config.yaml").write_text(short_run(tmp_path).dump())
+    (tmp_path / "base" / "config.yaml").write_text(short_run(tmp_path).to_yaml())
     return tmp_path / "base"
 
 
 def test_a_merged_export_is_called_as_its_run_was_and_a_checkpoint_is_found_from_anywhere(tmp_path, run, monkeypatch):
     for name in ("model_index.json", "flow_grpo.json"):
         (tmp_path / name).write_text("{}")
-    (tmp_path / "config.yaml").write_text(short_run(tmp_path, "width=96").dump())
+    (tmp_path / "config.yaml").write_text(short_run(tmp_path, "width=96").to_yaml())
     merged = find([str(tmp_path)], Reading())[0].args
     assert (merged.model, merged.width) == (str(tmp_path), 96)
     monkeypatch.chdir(run)
@@ -201,8 +201,8 @@ def test_a_merged_export_is_called_as_its_run_was_and_a_checkpoint_is_found_from
 def test_names_differ_even_from_those_of_base_models(base):
     found = find([str(base)], Reading())
     assert [(t.name, t.is_base) for t in found] == [("base", True), ("base (2)", False)]
-    wide = FlowGRPOConfig.read(base / "config.yaml", ["width=96"])
-    (base.parent / "wide.yaml").write_text(wide.dump())
+    wide = FlowGRPOConfig.from_yaml(base / "config.yaml", ["width=96"])
+    (base.parent / "wide.yaml").write_text(wide.to_yaml())
     others = find([str(base), str(base.parent / "wide.yaml")], Reading())
     assert [t.name for t in others] == ["tiny", "tiny (2)", "base"]
     with pytest.raises(AssertionError, match="two targets of one name"):
@@ -215,19 +215,19 @@ def test_one_base_model_by_two_configs_is_refused():
 
 
 def test_a_pipeline_is_told_by_what_it_is_called_with_in_any_order():
-    one, two = (FlowGRPOConfig.of("tiny", [f"pipeline={{{call}}}"]) for call in ("a: 1, b: 2", "b: 2, a: 1"))
+    one, two = (FlowGRPOConfig.for_model("tiny", [f"pipeline={{{call}}}"]) for call in ("a: 1, b: 2", "b: 2, a: 1"))
     assert Model("x", "", one).pipeline == Model("y", "", two).pipeline
 
 
 def test_a_lora_is_called_as_its_run_was_unless_a_config_is_given_for_it(base):
     given, target = (base.parent / f"{name}.yaml" for name in ("given", "target"))
     for file, width in ((given, 96), (target, 112)):
-        file.write_text(FlowGRPOConfig.read("tiny_ocr", [f"width={width}"]).dump())
+        file.write_text(FlowGRPOConfig.from_yaml("tiny_ocr", [f"width={width}"]).to_yaml())
     loose = base.parent / "loose"
     (base / "lora").rename(loose)
     (base / "lora").mkdir()
     (base / "lora" / "a.safetensors").write_bytes(b"")
-    words, own = [str(target), str(base / "lora"), str(loose)], FlowGRPOConfig.read(base / "config.yaml").width
+    words, own = [str(target), str(base / "lora"), str(loose)], FlowGRPOConfig.from_yaml(base / "config.yaml").width
     assert [t.args.width for t in find(words, Reading()) if not t.is_base] == [own, 112]
     assert [t.args.width for t in find(words, Reading(str(given))) if not t.is_base] == [96, 96]
     with pytest.raises(ValueError, match="does not say which model it is for"):
@@ -332,7 +332,7 @@ def test_a_limit_is_of_prompts_and_of_pictures_too(sheet):
 
 
 def test_a_limit_counts_different_prompts_although_a_file_repeats_them():
-    asked = _asked(PromptSet(list("aab"), [{}] * 3), FlowGRPOConfig.read("tiny_ocr"), 1, 1)
+    asked = _asked(PromptSet(list("aab"), [{}] * 3), FlowGRPOConfig.from_yaml("tiny_ocr"), 1, 1)
     assert (asked.prompts, len(set(asked.seeds))) == (["a", "a"], 2)
 
 

@@ -92,7 +92,7 @@ def test_the_loaded_model_refuses_them_in_a_sentence_too(setting, tmp_path):
 def test_a_run_folder_that_cant_be_written_or_is_taken_is_refused_and_left_as_it_was(tmp_path):
     (tmp_path / "file").write_text("")
     for output in ("/dev/null", "/proc/nothing/here", str(tmp_path / "file" / "run")):
-        args = FlowGRPOConfig.read("tiny_grpo", [f"output={output}"])
+        args = FlowGRPOConfig.from_yaml("tiny_grpo", [f"output={output}"])
         assert f"output={output}: nothing can be written" in refused(args)
     taken = tmp_path / "taken"
     taken.mkdir()

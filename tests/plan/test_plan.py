@@ -60,14 +60,14 @@ def test_bytes_and_operations_are_those_of_the_matrices():
 def test_checkpointing_takes_less_memory_and_more_operations():
     found = {}
     for checkpointing in (False, True):
-        args = FlowGRPOConfig.read("tiny_ocr", [f"memory.checkpointing={checkpointing}"])
+        args = FlowGRPOConfig.from_yaml("tiny_ocr", [f"memory.checkpointing={checkpointing}"])
         found[checkpointing] = Plan(args, cuda=True).forecast(64)
     assert found[True].passing["update"] < 0.7 * found[False].passing["update"]
     assert found[True].operations > 1.05 * found[False].operations
 
 
 def test_a_forecast_is_linear_in_the_rows_and_the_largest_fits():
-    forecasts = Plan(FlowGRPOConfig.read("tiny_ocr"), cuda=True)
+    forecasts = Plan(FlowGRPOConfig.from_yaml("tiny_ocr"), cuda=True)
     for memory in (0.8 * GB, 1.5 * GB):
         largest = forecasts.largest(memory)
         assert forecasts.forecast(largest).peak <= memory < forecasts.forecast(largest + 2).peak
@@ -75,14 +75,16 @@ def test_a_forecast_is_linear_in_the_rows_and_the_largest_fits():
 
 @pytest.mark.parametrize(("count", "updates"), [(1, 1), (3, 2), (8, 1)])
 def test_sizes_divide(count, updates):
-    args = fitting(FlowGRPOConfig.read("tiny_ocr", [f"updates={updates}"]), 50, count)
+    args = fitting(FlowGRPOConfig.from_yaml("tiny_ocr", [f"updates={updates}"]), 50, count)
     assert args.prompts_per_step % (count * updates) == 0
     assert args.prompts_per_step * args.images_per_prompt // count % args.microbatch == 0
     assert args.microbatch <= 50
 
 
 def test_a_kl_needs_the_reference_beside_the_graph():
-    without, with_kl = (Plan(FlowGRPOConfig.read("tiny_ocr", [f"objective.kl_weight={w}"]), cuda=True) for w in (0, 0.1))
+    without, with_kl = (
+        Plan(FlowGRPOConfig.from_yaml("tiny_ocr", [f"objective.kl_weight={w}"]), cuda=True) for w in (0, 0.1)
+    )
     one, other = without.forecast(8), with_kl.forecast(8)
     assert other.passing["update"] == one.passing["update"] + one.passing["rollout"]
     assert other.operations > one.operations
@@ -110,7 +112,7 @@ def test_a_preset_is_planned_on_the_configs_of_its_model_alone(preset, small_mod
     for kind in WEIGHTS:
         for file in tmp_path.rglob(kind):
             file.unlink()
-    forecasts = Plan(FlowGRPOConfig.read(preset, words), cuda=False)
+    forecasts = Plan(FlowGRPOConfig.from_yaml(preset, words), cuda=False)
     assert forecasts.forecast(2).peak > 0
     assert "blocks of the model" in forecasts.rates(2).how, "each family's own blocks were timed"
 
@@ -120,17 +122,17 @@ def test_a_preset_is_tried_on_this_machine(preset, small_model, monkeypatch):
     monkeypatch.setattr(block_speed, "SECONDS", 0.0)
     result = CliRunner().invoke(cli.app, ["train", preset, *small_model(preset), "--dry-run"])
     assert result.exit_code == 0, result.output
-    args, size = FlowGRPOConfig.read(preset), TINY[FAMILIES[preset]].size
+    args, size = FlowGRPOConfig.from_yaml(preset), TINY[FAMILIES[preset]].size
     images = args.prompts_per_step * args.images_per_prompt
     assert f"a step: {images} images of {size[0]} x {size[1]}" in " ".join(result.output.split())
     assert "The settings go together; nothing was trained." in result.output
 
 
-@pytest.mark.parametrize("preset", [name for name in FAMILIES if FlowGRPOConfig.read(name).lora.targets])
+@pytest.mark.parametrize("preset", [name for name in FAMILIES if FlowGRPOConfig.from_yaml(name).lora.targets])
 def test_every_lora_target_of_a_preset_is_a_layer_of_its_model(preset):
     modules = TINY[FAMILIES[preset]].build().transformer.named_modules()
     layers = [f".{name}" for name, module in modules if isinstance(module, torch.nn.Linear)]
-    for target in FlowGRPOConfig.read(preset).lora.targets:
+    for target in FlowGRPOConfig.from_yaml(preset).lora.targets:
         assert any(name.endswith(f".{target}") for name in layers), target
 
 
@@ -142,7 +144,7 @@ def test_every_preset_passes_a_dry_run_where_the_hub_is_out_of_reach(preset, mon
     result = CliRunner().invoke(cli.app, ["train", preset, "--dry-run"])
     assert result.exit_code == 0, result.output
     assert "The settings go together" in result.output
-    args = FlowGRPOConfig.read(preset)
+    args = FlowGRPOConfig.from_yaml(preset)
     away = [] if args.model == "tiny" else [f"the model {args.model}"]
     assert all(name in " ".join(result.output.split()) for name in away), "what could not be looked at is named"
     assert len(result.output.splitlines()) < 8
@@ -193,7 +195,7 @@ def test_nothing_fits_into_no_memory(capsys):
     small = Machine("small", 0.5 * GB, 1e12)
     from rich.console import Console
 
-    assert not estimate.print_plan(Console(), FlowGRPOConfig.read("tiny_ocr"), small)
+    assert not estimate.print_plan(Console(), FlowGRPOConfig.from_yaml("tiny_ocr"), small)
     assert "It does not fit" in capsys.readouterr().out
 
 
@@ -205,7 +207,7 @@ def test_no_weights_are_read(monkeypatch):
     opened = []
     real = Path.open
     monkeypatch.setattr(Path, "open", lambda self, *a, **k: opened.append(self) or real(self, *a, **k))
-    Plan(FlowGRPOConfig.read("tiny_ocr"), cuda=False)
+    Plan(FlowGRPOConfig.from_yaml("tiny_ocr"), cuda=False)
     assert not [file for file in opened if file.suffix == ".safetensors"]
 
 
@@ -267,15 +269,15 @@ def test_blocks_are_timed_with_the_runs_shapes_and_dtype(followed, monkeypatch, 
 @pytest.fixture(scope="module")
 def followed() -> Plan:
     """The embedded model in bf16 on a CPU."""
-    return Plan(FlowGRPOConfig.read("tiny_grpo", ["dtype=bf16"]), cuda=False)
+    return Plan(FlowGRPOConfig.from_yaml("tiny_grpo", ["dtype=bf16"]), cuda=False)
 
 
 def test_a_step_takes_its_operations_by_the_rates(followed, monkeypatch):
     forecast = followed.forecast(64)
     assert forecast.seconds(Rates(1e9, 1e12)) == pytest.approx(forecast.forward / 1e9 + forecast.update / 1e12)
-    monkeypatch.setattr(followed, "args", FlowGRPOConfig.read("tiny_grpo", ["images_per_prompt=8"]))
+    monkeypatch.setattr(followed, "args", FlowGRPOConfig.from_yaml("tiny_grpo", ["images_per_prompt=8"]))
     assert followed.forecast(64).forward == 2 * forecast.forward
-    monkeypatch.setattr(followed, "args", FlowGRPOConfig.read("tiny_grpo", ["sampling.steps=20"]))
+    monkeypatch.setattr(followed, "args", FlowGRPOConfig.from_yaml("tiny_grpo", ["sampling.steps=20"]))
     assert followed.forecast(64).update == forecast.update, "as many steps are trained"
     assert followed.forecast(64).forward > 1.8 * forecast.forward
 
@@ -355,6 +357,6 @@ def test_rewards_are_measured_on_few_images_however_many_a_step_has(monkeypatch)
     monkeypatch.setattr(
         estimate, "build_rewards", lambda args: (lambda images, *rest, **more: counts.append(len(images)), [])
     )
-    args = FlowGRPOConfig.read("tiny_grpo", ["images_per_prompt=1000000", "microbatch=64"])
+    args = FlowGRPOConfig.from_yaml("tiny_grpo", ["images_per_prompt=1000000", "microbatch=64"])
     assert estimate.occupied(args) == 5 + (32_000_000 - 128) * 3 * 32 * 80 * 4
     assert counts == [128]

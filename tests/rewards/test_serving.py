@@ -686,7 +686,7 @@ def test_where_a_reward_runs_is_one_place():
         ("{timeout: 5}", "set isolate=true"),
     ):
         with pytest.raises(ValueError, match=words):
-            FlowGRPOConfig.read("tiny_ocr", [f"rewards={{ocr: {setting}}}"])
+            FlowGRPOConfig.from_yaml("tiny_ocr", [f"rewards={{ocr: {setting}}}"])
     with pytest.raises(ValueError, match="either remote or isolated"):
         rewards.load("ocr", remote="http://x", isolate=True)
     with pytest.raises(ValueError, match="give isolate=true as well"):

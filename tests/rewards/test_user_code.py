@@ -50,7 +50,7 @@ def folder(tmp_path, monkeypatch) -> Path:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "exits.py").write_text(EXITS)
     (tmp_path / "at_import.py").write_text(AT_IMPORT)
-    (tmp_path / "short.yaml").write_text(short_run(tmp_path / "run").dump())
+    (tmp_path / "short.yaml").write_text(short_run(tmp_path / "run").to_yaml())
     return tmp_path
 
 

@@ -95,7 +95,7 @@ def trainer(folder: Path, *overrides: str) -> FlowGRPOTrainer:
 
 def test_a_folder_in_use_is_refused_with_its_owner_and_free_when_that_is_killed(tmp_path):
     args = short_run(tmp_path / "run", "steps=400", "save_every=1", "evaluation.prompts=null", "trackers=[]")
-    (tmp_path / "run.yaml").write_text(args.dump())
+    (tmp_path / "run.yaml").write_text(args.to_yaml())
     owner = begin("train", "run.yaml", cwd=tmp_path)
     owner.wait_for(lambda: len(read_metrics(tmp_path / "run")) >= 2)
     for resume in (False, True):
@@ -430,7 +430,9 @@ def test_what_a_reward_said_is_not_lost_when_the_checkpoint_after_it_finds_no_ro
 
 def test_a_tracker_that_finds_no_room_is_left_out_without_a_traceback(tmp_path, capfd):
     with Tracker(tmp_path, 400) as tracker:
-        tracker.watched_by(services.start(tmp_path, FlowGRPOConfig.read("tiny_grpo", [f"output={tmp_path}"]), tracker.say))
+        tracker.watched_by(
+            services.start(tmp_path, FlowGRPOConfig.from_yaml("tiny_grpo", [f"output={tmp_path}"]), tracker.say)
+        )
         with full_disk(5000):
             while tracker._boards:  # its thread writes when it likes
                 tracker._show(lambda board: board.log(1, {"x": 1.0}))

@@ -82,7 +82,7 @@ def test_a_resumed_run_keeps_what_one_run_keeps(tmp_path):
 
 def test_two_processes_keep_one_record(tmp_path):
     file = tmp_path / "run.yaml"
-    file.write_text(short_run(tmp_path / "run", LIMIT, "steps=1", "microbatch=4", "prompts_per_step=4").dump())
+    file.write_text(short_run(tmp_path / "run", LIMIT, "steps=1", "microbatch=4", "prompts_per_step=4").to_yaml())
     words = [sys.executable, "-m", "flow_grpo", "train", str(file), "--num-processes", "2"]
     env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""}
     done = subprocess.run(words, env=env, capture_output=True, text=True, timeout=180)

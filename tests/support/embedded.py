@@ -41,4 +41,4 @@ def short_run(output: Path, *overrides: str) -> FlowGRPOConfig:
         "optimizer={lr: 1.0e-3}",
         "dtype=fp32",
     ]
-    return FlowGRPOConfig.read("tiny_ocr", [*common, *overrides])
+    return FlowGRPOConfig.from_yaml("tiny_ocr", [*common, *overrides])

@@ -30,7 +30,9 @@ def synthetic_run(
     Pictures go from red to blue; prompt i scores 0.01 i above the first.
     """
     folder.mkdir(parents=True)
-    config = FlowGRPOConfig.read("tiny_ocr", [f"steps={steps}", f"evaluation.every={every}", f"rewards={{'{reward}': 1.0}}"])
+    config = FlowGRPOConfig.from_yaml(
+        "tiny_ocr", [f"steps={steps}", f"evaluation.every={every}", f"rewards={{'{reward}': 1.0}}"]
+    )
     (folder / "config.yaml").write_text(yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False))
     machine = {"device": "A CPU", "cores": 2, "processes": 1, "dtype": "float32", "flow_grpo": "0", "torch": "2"}
     (folder / "machine.json").write_text(json.dumps(machine))

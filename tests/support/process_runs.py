@@ -63,13 +63,13 @@ def finished(process: subprocess.Popen, code: int = 0, seconds: float = 180) -> 
 
 def run_alone(config: Path, resume: bool = False) -> None:
     """One process, which is this one."""
-    FlowGRPOTrainer(args=FlowGRPOConfig.read(config)).train(resume)
+    FlowGRPOTrainer(args=FlowGRPOConfig.from_yaml(config)).train(resume)
 
 
 def config(folder: Path, *overrides: str) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     file = folder / "run.yaml"
-    file.write_text(short_run(folder / "run", *SETTINGS, *overrides).dump())
+    file.write_text(short_run(folder / "run", *SETTINGS, *overrides).to_yaml())
     return file
 
 

@@ -161,7 +161,7 @@ def test_each_service_gets_settings_numbers_pictures_and_warnings_and_the_same_r
     install, told = service
     install(name)
     PartialState._reset_state()  # as in a process that has met no other tracker
-    args = FlowGRPOConfig.read("tiny_ocr", [f"trackers={{{name}: {{project: signs}}}}"])
+    args = FlowGRPOConfig.from_yaml("tiny_ocr", [f"trackers={{{name}: {{project: signs}}}}"])
     picture = tmp_path / "picture.webp"
     Image.new("RGB", (8, 4)).save(picture)
     for step in (None, 1):
@@ -196,7 +196,7 @@ def test_a_service_that_does_not_start_stops_a_new_run_and_not_one_that_goes_on(
     install, _ = service
     install("wandb")
     monkeypatch.setenv("REFUSES", "1")
-    args = FlowGRPOConfig.read("tiny_ocr", ["trackers=wandb"])
+    args = FlowGRPOConfig.from_yaml("tiny_ocr", ["trackers=wandb"])
     with pytest.raises(ValueError, match=r"tracker wandb could not be started: ConnectionError: no login\. Mend that"):
         services.start(tmp_path, args, print)
     said: list[str] = []
@@ -209,9 +209,9 @@ def test_a_service_that_does_not_start_stops_a_new_run_and_not_one_that_goes_on(
 def test_names_are_accelerates_and_others_are_a_sentence(monkeypatch):
     assert set(validation.TRACKERS) <= LOGGER_TYPE_TO_CLASS.keys()
     with pytest.raises(ValueError, match=r"there is no tracker tensorbord\. Did you mean tensorboard\?"):
-        FlowGRPOConfig.read("tiny_ocr", ["trackers=[tensorbord]"])
-    assert FlowGRPOConfig.read("tiny_ocr", ["trackers=[wandb, mlflow]"]).trackers == {"wandb": {}, "mlflow": {}}
-    assert FlowGRPOConfig.read("tiny_ocr", ["trackers=[]"]).trackers == {}
+        FlowGRPOConfig.from_yaml("tiny_ocr", ["trackers=[tensorbord]"])
+    assert FlowGRPOConfig.from_yaml("tiny_ocr", ["trackers=[wandb, mlflow]"]).trackers == {"wandb": {}, "mlflow": {}}
+    assert FlowGRPOConfig.from_yaml("tiny_ocr", ["trackers=[]"]).trackers == {}
     monkeypatch.setattr(services.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(ValueError, match="needs the package swanlab, which is not installed: pip install swanlab"):
-        FlowGRPOTrainer(args=FlowGRPOConfig.read("tiny_ocr", ["trackers=[swanlab]"]))
+        FlowGRPOTrainer(args=FlowGRPOConfig.from_yaml("tiny_ocr", ["trackers=[swanlab]"]))

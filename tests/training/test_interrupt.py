@@ -65,7 +65,7 @@ def settings(folder: Path, where: str = "1", *more: str) -> FlowGRPOConfig:
 
 def start(folder: Path, where: str = "1", *more: str):
     """The command that trains."""
-    (folder / "run.yaml").write_text(settings(folder, where, *more).dump())
+    (folder / "run.yaml").write_text(settings(folder, where, *more).to_yaml())
     return begin("train", str(folder / "run.yaml"), cwd=folder)
 
 
@@ -161,7 +161,7 @@ def test_the_second_ctrl_c_ends_a_command_that_does_not_heed_the_first(tmp_path)
 def test_the_first_ctrl_c_ends_the_other_commands(tmp_path, verb):
     name = write(tmp_path, "1 asleep")
     save_grid(tmp_path / "grid.png", torch.rand(2, 3, 32, 80), [ImageInfo("a", 0, "m"), ImageInfo("b", 0, "m")], columns=2)
-    (tmp_path / "run.yaml").write_text(settings(tmp_path).dump())
+    (tmp_path / "run.yaml").write_text(settings(tmp_path).to_yaml())
     words = {
         "score": ("score", "grid.png", "--reward", name),
         "rewards test": ("rewards", "test", name, "--images", "grid.png"),
@@ -178,7 +178,7 @@ def test_the_first_ctrl_c_ends_the_other_commands(tmp_path, verb):
 
 def test_a_slice_ends_with_a_comparison_that_is_terminated(tmp_path):
     write(tmp_path, "1 for_years")
-    (tmp_path / "run.yaml").write_text(settings(tmp_path).dump())
+    (tmp_path / "run.yaml").write_text(settings(tmp_path).to_yaml())
     command = begin("compare", "run.yaml", "--seeds", "1", "--budget", "images=8", "--slices", "1", cwd=tmp_path)
     hanging = in_it(command, tmp_path)
     os.kill(command.process.pid, signal.SIGTERM)
@@ -191,7 +191,7 @@ def test_one_ctrl_c_stops_two_processes_of_which_one_hangs(tmp_path):
     """The other waits for the first's rewards."""
     write(tmp_path, "2 asleep")
     more = ("device=cpu", "prompts_per_step=4", "save_every=500", "steps=500")
-    (tmp_path / "run.yaml").write_text(settings(tmp_path, "1", *more).dump())
+    (tmp_path / "run.yaml").write_text(settings(tmp_path, "1", *more).to_yaml())
     words = [sys.executable, "-m", "flow_grpo", "train", "run.yaml", "--num-processes=2"]
     env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
     streams = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}

@@ -422,7 +422,7 @@ def test_supervised_fine_tuning_then_grpo_is_one_run(tmp_path):
         for _ in range(stop):
             trainer.training_step()
         trainer.save()
-        (tmp_path / f"parts{stop}" / "config.yaml").write_text(parts.dump())
+        (tmp_path / f"parts{stop}" / "config.yaml").write_text(parts.to_yaml())
         FlowGRPOTrainer(args=parts).train(resume=True)
         assert same(weights(tmp_path / f"parts{stop}"), weights(tmp_path / "whole"))
 
@@ -588,7 +588,7 @@ def test_stages_that_make_no_sense_are_refused(tmp_path):
         ([{"steps": 2, "objective": {"name": "sft", "data": "x"}, "sampling": {"transition": "ode"}}], "set resample=0"),
     ):
         with pytest.raises(ValueError, match=words):
-            FlowGRPOConfig.read("tiny_grpo", [f"stages={json.dumps(stages)}", "resample=1"])
+            FlowGRPOConfig.from_yaml("tiny_grpo", [f"stages={json.dumps(stages)}", "resample=1"])
 
 
 def test_a_stage_has_what_is_its_own(tmp_path):
@@ -597,11 +597,11 @@ def test_a_stage_has_what_is_its_own(tmp_path):
     second = {"steps": 4, "prompts_per_step": 3}
     both = ["resample=1", "microbatch=auto", "prompts_per_step=8", "images_per_prompt=6"]
     slides = "sampling.window={kind: sliding, size: 1, every: 2, last: 2}"
-    given = FlowGRPOConfig.read("tiny_grpo", [*both, slides, f"stages={json.dumps([first, second])}"])
-    parts = [part for _, part in given.parts()]
+    given = FlowGRPOConfig.from_yaml("tiny_grpo", [*both, slides, f"stages={json.dumps([first, second])}"])
+    parts = [part for _, part in given.resolved_stages()]
     assert [(part.resample, part.microbatch) for part in parts] == [(0, 48), (1, 18)]
     assert [stage.get("microbatch") for stage in given.stages] == [None, 18]
-    assert FlowGRPOConfig.model_validate(yaml.safe_load(given.dump())) == given, "as a run folder keeps it"
+    assert FlowGRPOConfig.model_validate(yaml.safe_load(given.to_yaml())) == given, "as a run folder keeps it"
     trainer = FlowGRPOTrainer(args=short_run(tmp_path, slides, f"stages={json.dumps([{'steps': 3}, {'steps': 4}])}"))
     windows = []
     for step in range(3, 7):

@@ -32,7 +32,7 @@ from flow_grpo.config import FlowGRPOConfig
 from flow_grpo.trainer import FlowGRPOTrainer
 
 for folder in map(Path, sys.argv[1:]):
-    args = FlowGRPOConfig.read(folder / "run.yaml")
+    args = FlowGRPOConfig.from_yaml(folder / "run.yaml")
     if args.memory.shard == "zero1":  # for the others it is accelerate that says what to share
         os.environ.pop("ACCELERATE_USE_DEEPSPEED", None)
     trainer = FlowGRPOTrainer(args=args)
@@ -88,7 +88,7 @@ def runs(tmp_path_factory):
     root = tmp_path_factory.mktemp("zero")
     uneven = root / "uneven.py"
     uneven.write_text(UNEVEN)
-    args = FlowGRPOConfig.read(config(root / "look"))
+    args = FlowGRPOConfig.from_yaml(config(root / "look"))
     dealt = PromptSampler(load_prompts(args.prompts), args.seed).sample(0, 6, 1).prompts
     (root / "loud.txt").write_text("\n".join([dealt[0], dealt[2]]))  # both of the first process
     settings = {
@@ -151,22 +151,22 @@ def test_a_process_holds_half(runs, name, shares_gradients):
 def test_accelerate_asks_for_it(tmp_path, monkeypatch):
     monkeypatch.setenv("ACCELERATE_USE_DEEPSPEED", "true")
     plain = short_run(tmp_path)
-    assert plain.as_launched().memory.shard == "zero2", "accelerate's own default"
+    assert plain.with_launcher_settings().memory.shard == "zero2", "accelerate's own default"
     for stage, shares in (("0", None), ("1", "zero1")):
         monkeypatch.setenv("ACCELERATE_DEEPSPEED_ZERO_STAGE", stage)
-        assert plain.as_launched().memory.shard == shares
+        assert plain.with_launcher_settings().memory.shard == shares
     with pytest.raises(ValueError, match=r"memory.shard=zero2, but accelerate was launched with zero1"):
-        short_run(tmp_path, "memory.shard=zero2").as_launched()
+        short_run(tmp_path, "memory.shard=zero2").with_launcher_settings()
     monkeypatch.setenv("ACCELERATE_DEEPSPEED_ZERO_STAGE", "3")
     with pytest.raises(ValueError, match="set fsdp2"):
-        plain.as_launched()
+        plain.with_launcher_settings()
     monkeypatch.setenv("ACCELERATE_DEEPSPEED_CONFIG_FILE", "ds.json")
     with pytest.raises(ValueError, match="DeepSpeed's config file is not read here"):
-        plain.as_launched()
+        plain.with_launcher_settings()
     monkeypatch.delenv("ACCELERATE_USE_DEEPSPEED")
-    assert plain.as_launched() is plain
+    assert plain.with_launcher_settings() is plain
     monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
-    assert plain.as_launched().memory.shard == "fsdp2"
+    assert plain.with_launcher_settings().memory.shard == "fsdp2"
 
 
 def test_a_missing_deepspeed_is_said_before_anything_is_loaded(tmp_path, monkeypatch):
