@@ -81,9 +81,9 @@ class FlowGRPOTrainer:
         wanted = eval_dataset if eval_dataset is not None else args.evaluation.prompts
         self.eval_set = None if wanted is None else load_prompts(wanted).head(args.evaluation.limit)
         self.parts = args.resolved_stages()
-        self.processes = Processes.here(args.device)
-        early_checks.check_settings(args, self.processes.count)
-        early_checks.check_prompts(args, self.train_set, self.eval_set, self.processes.count)
+        self.processes = Processes.from_environment(args.device)
+        early_checks.check_settings(args, self.processes.world_size)
+        early_checks.check_prompts(args, self.train_set, self.eval_set, self.processes.world_size)
         self.held_out, trained = build_rewards(args, reward_funcs, monitored=self.eval_set is not None)
         self.rewards = self.held_out.only(trained)
         if isinstance(model, Policy):
@@ -126,7 +126,7 @@ class FlowGRPOTrainer:
         """Gives a part the micro-batch of a process, at most that large."""
         pairs = part.method.rows_per_pair == 2
         sizes = (part.prompts_per_step, part.images_per_prompt, microbatch, part.updates)
-        part.microbatch = self.processes.check_sizes(*sizes, pairs)
+        part.microbatch = self.processes.local_microbatch(*sizes, pairs)
 
     # -- the run ----------------------------------------------------------------------------------------------------
 
@@ -138,7 +138,7 @@ class FlowGRPOTrainer:
             ValueError: a reward failed, or the ratio check, or the gradient is not finite, with a checkpoint saved; or something
                 could not be written.
         """
-        silent, self._stopping = not self.processes.first, False
+        silent, self._stopping = not self.processes.is_main, False
         self.record = None if silent else Record(self.folder, self.args.evaluation.pictures)
         with (
             self._disk(),
@@ -169,7 +169,7 @@ class FlowGRPOTrainer:
             tracker.log(self.step + 1, self.training_step())
             self.callbacks.call("on_step_end")
             asked = self.callbacks.requested()
-            for notes in self.processes.everyone([*self.rewards.dropped, *self.notes]):
+            for notes in self.processes.all_gather([*self.rewards.dropped, *self.notes]):
                 for note in notes:
                     tracker.warn(self.step, note)
             self.rewards.dropped.clear()
@@ -214,7 +214,7 @@ class FlowGRPOTrainer:
     def _halve(self) -> bool:
         """After memory ran out: smaller micro-batches from here on. False if there are none, or others would not know of it."""
         former, least = self.part.microbatch, self.part.method.rows_per_pair
-        if former <= least or self.update.unfinished or self.processes.count > 1:
+        if former <= least or self.update.unfinished or self.processes.world_size > 1:
             return False
         self._fit(self.part, former // 2)
         self.notes.append(f"memory ran out with microbatch={former}; the run goes on with {self.part.microbatch}.")
@@ -246,9 +246,9 @@ class FlowGRPOTrainer:
 
     def save(self) -> None:
         """Writes a checkpoint of everything that the next step depends on. All hold the same, or a share of it, and one writes."""
-        if not self.processes.first and not self.update.spread:
+        if not self.processes.is_main and not self.update.spread:
             return
-        keep = self.processes.first
+        keep = self.processes.is_main
         state = {
             "step": self.step,
             "adapter": self.policy.adapter_state(keep=keep),
@@ -289,7 +289,7 @@ class FlowGRPOTrainer:
         return self._stopping
 
     def _begin(self, tracker: Tracker, resume: bool, lock: ExitStack) -> None:
-        self.processes.agree(lambda: self._open(tracker, resume, lock) if self.processes.first else None)
+        self.processes.gather_or_raise(lambda: self._open(tracker, resume, lock) if self.processes.is_main else None)
         if resume:
             self._resume(tracker)
         else:
@@ -313,7 +313,7 @@ class FlowGRPOTrainer:
                 )
             write_whole(self.folder / hub.CONFIG, self.args.to_yaml())
             assert self.record
-            self.record.begin(self.policy, self.processes.count)
+            self.record.begin(self.policy, self.processes.world_size)
             args, policy = self.args, self.policy
             tracker.watched_by(services.start(self.folder, args, tracker.say))
             tracker.say(
@@ -342,8 +342,8 @@ class FlowGRPOTrainer:
                 f"{self.folder} was written by flow-grpo 0.2 or before, which this version can't go on with: start a new run."
             )
         self.restore(state)
-        self.processes.everyone(None)  # all have read
-        if self.processes.first:
+        self.processes.all_gather(None)  # all have read
+        if self.processes.is_main:
             checkpoint.drop_after(self.folder / CHECKPOINTS, self.step)
             if self.step < self.args.steps:  # what an end at an earlier step has left is no longer the last
                 remove(self.folder / self._result)
@@ -397,7 +397,7 @@ class FlowGRPOTrainer:
             The LoRA's file, or the folder of the whole transformer.
         """
         with self.policy.averaged():
-            return self.policy.save(Path(output_dir), self.processes.first)
+            return self.policy.save(Path(output_dir), self.processes.is_main)
 
     def push_to_hub(self, repo_id: str, private: bool = False, best: bool = False) -> str:
         """Uploads the finished run's LoRA with its model card, as `flow-grpo export RUN --push` does; returns the page's address.
@@ -419,7 +419,7 @@ class FlowGRPOTrainer:
     def _finish(self, tracker: Tracker) -> dict[str, float]:
         trained = self._save_trained(self._result)
         self.callbacks.call("on_train_end")
-        if not self.processes.first:
+        if not self.processes.is_main:
             return {}
         return tracker.conclude(trained, page.write([self.folder], self.folder / page.FILE))
 
@@ -427,7 +427,7 @@ class FlowGRPOTrainer:
         """Writes the moving average of what is trained to that folder of the run; returns the file, or the folder of several."""
         folder = self.folder / name
         with self.policy.averaged():
-            if not self.processes.first:
+            if not self.processes.is_main:
                 return self.policy.save(folder, write=False)
             with whole_folder(folder) as made:
                 return folder / self.policy.save(made).relative_to(made)
@@ -449,7 +449,7 @@ class FlowGRPOTrainer:
         prompts = (self.eval_set or self.train_set).prompts[:NUM_SAMPLES]
         steps = self.args.evaluation.steps
         with self.policy.averaged():  # on every process: they may hold shares of the weights
-            alone = self.processes.count == 1
+            alone = self.processes.world_size == 1
             images = draw(
                 self.policy,
                 prompts,
@@ -458,14 +458,14 @@ class FlowGRPOTrainer:
                 microbatch=self.part.microbatch,
                 stopping=lambda: alone and self._stopping,
             )
-        if self.processes.first:
+        if self.processes.is_main:
             cells = [ImageInfo(prompt, seed, f"{self.args.model}, step {self.step}") for seed, prompt in enumerate(prompts)]
             save_grid(self.folder / "samples" / f"step_{self.step:06d}.png", images, cells, columns=4)
 
     def _evaluate_if_due(self, tracker: Tracker, asked: bool = False) -> None:
         """Not again what a resumed run has in its metrics."""
         due = self.eval_set is not None and (asked or self._due())
-        if not due or self.processes.everyone(tracker.evaluated(self.step))[0]:
+        if not due or self.processes.all_gather(tracker.evaluated(self.step))[0]:
             return
         started = time.perf_counter()
         found = self.evaluate()
@@ -475,10 +475,12 @@ class FlowGRPOTrainer:
         seeds = [image_seed(self.args.evaluation.seed, place) for place in range(len(prompts))]
         trained = [name for name, weight in self.held_out.weights.items() if weight]
         history = self.record.evaluation(self.step, found, prompts, seeds, trained) if self.record else []
-        if self.processes.everyone(bool(history) and hacking.best(history) == self.step)[0]:  # before the metrics name it
+        if self.processes.all_gather(bool(history) and hacking.best(history) == self.step)[0]:  # before the metrics name it
             self._save_trained(BEST)
         first = self.step == 0 and self.record is not None
-        by_group = self.processes.agree(lambda: self._by_group(found) if first else [], (ValueError, Interrupted))[0]
+        by_group = self.processes.gather_or_raise(lambda: self._by_group(found) if first else [], (ValueError, Interrupted))[
+            0
+        ]
         if self.record is not None:
             self._note(tracker, found, history, seconds, by_group)
 
@@ -523,7 +525,7 @@ class FlowGRPOTrainer:
             return []
         if w.kind == "auto":
             if self.window_place is None:
-                self.window_place = self.processes.agree(self._best_window, (ValueError, Interrupted))[0]
+                self.window_place = self.processes.gather_or_raise(self._best_window, (ValueError, Interrupted))[0]
             return list(range(self.window_place, self.window_place + w.size))
         last = s.steps - 2 if w.last is None else w.last
         place = step - self.begin if w.kind == "sliding" else step

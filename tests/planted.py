@@ -170,14 +170,14 @@ BUGS = [
     (
         "gradients in shares stay means, not sums",
         "flow_grpo/distributed/processes.py",
-        "                    parameter.grad.mul_(self.count)\n",
+        "                    parameter.grad.mul_(self.world_size)\n",
         "                    pass\n",
         "tests/policy/test_full_finetuning.py -k share_the_weights",
     ),
     (
         "ZeRO follows the mean of the processes' gradients, not their sum",
         "flow_grpo/training/zero.py",
-        "self.engine.backward(loss * self.processes.count)",
+        "self.engine.backward(loss * self.processes.world_size)",
         "self.engine.backward(loss)",
         "tests/training/test_zero.py -k do_what_one_does",
     ),
@@ -715,7 +715,7 @@ BUGS = [
     (
         "a rank that lost the others is taken for the one that died",
         "flow_grpo/distributed/launch.py",
-        "if status not in (LOST, -signal.SIGTERM)]",
+        "if status not in (PEER_LOST, -signal.SIGTERM)]",
         "if status]",
         "tests/distributed/test_processes.py -k died_first",
     ),

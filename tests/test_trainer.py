@@ -637,7 +637,7 @@ def test_what_does_not_fit_is_said_before_the_run(tmp_path, changes, words):
 
 
 def test_several_processes_need_a_held_out_prompt_each_and_no_critic(tmp_path, monkeypatch):
-    monkeypatch.setattr("flow_grpo.trainer.Processes.here", lambda device: small.Two())
+    monkeypatch.setattr("flow_grpo.trainer.Processes.from_environment", lambda device: small.Two())
     with pytest.raises(ValueError, match="fewer held-out prompts than processes, which are 2"):
         made(tmp_path / "run", held_out=HELD_OUT.head(1))
     with pytest.raises(ValueError, match=r"objective ppo.* on one process"):
@@ -944,7 +944,7 @@ def test_of_several_processes_the_first_alone_writes_and_speaks(tmp_path, rank, 
         pictures = isinstance(value, dict) and value and all(isinstance(place, int) for place in value)
         return {place + 1 - 2 * rank: picture for place, picture in value.items()} if pictures else value
 
-    monkeypatch.setattr("flow_grpo.trainer.Processes.here", lambda device: small.Two(other, rank))
+    monkeypatch.setattr("flow_grpo.trainer.Processes.from_environment", lambda device: small.Two(other, rank))
     trainer = made(tmp_path / "run", held_out=HELD_OUT.head(2), steps=1, ema_decay=0)
     monkeypatch.setattr(evaluate, "extremes", lambda values: [])
     found = trainer.train()

@@ -131,12 +131,12 @@ def train(
     try:
         trainer.train(resume)
     except Interrupted:
-        if trainer.processes.first:
-            again = _command(config, overrides or [], True, trainer.processes.count)
+        if trainer.processes.is_main:
+            again = _command(config, overrides or [], True, trainer.processes.world_size)
             console.print(f"\nStopped; the run is saved. Go on with: {again}", highlight=False, markup=False)
-        trainer.processes.leave()
+        trainer.processes.destroy()
         raise typer.Exit(interrupt.INTERRUPTED) from None
-    trainer.processes.leave()
+    trainer.processes.destroy()
 
 
 def _launch(count: int, config: str, overrides: list[str], resume: bool, folder: Path) -> int:
@@ -406,12 +406,12 @@ def _run() -> None:
         _fail(str(error))
     except RuntimeError as error:
         if os.environ.get("WORLD_SIZE", "1") != "1":
-            from flow_grpo.distributed.processes import LOST, lost_another
+            from flow_grpo.distributed.processes import PEER_LOST, is_peer_lost
 
-            if lost_another(error):
+            if is_peer_lost(error):
                 time.sleep(1)  # by then the launcher knows which one it was
                 sys.stdout.flush()
-                os._exit(LOST)  # the interpreter's own end would wait for the other process
+                os._exit(PEER_LOST)  # the interpreter's own end would wait for the other process
         if type(error).__name__ != "OutOfMemoryError":
             raise
         _fail("the device ran out of memory: set a smaller microbatch, or smaller pictures by height and width.")

@@ -9,7 +9,7 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, P
 from torch.distributed.run import parse_args, run
 
 from flow_grpo.distributed.parent import LAUNCHER
-from flow_grpo.distributed.processes import LOST
+from flow_grpo.distributed.processes import PEER_LOST
 
 INTERRUPTED = 130
 TOLD = 2  # exit status of a rank that has said in a sentence what is wrong
@@ -49,7 +49,7 @@ def first_dead(failures: dict[int, ProcessFailure], count: int) -> tuple[int, in
     ones, it is a rank that is not among them: one that ended as if all were well.
     """
     statuses = {rank: failure.exitcode for rank, failure in sorted(failures.items(), key=lambda item: item[1].timestamp)}
-    own = [rank for rank, status in statuses.items() if status not in (LOST, -signal.SIGTERM)]
+    own = [rank for rank, status in statuses.items() if status not in (PEER_LOST, -signal.SIGTERM)]
     early = [rank for rank in range(count) if rank not in statuses]
     rank = [*own, *early, *statuses][0]
     return rank, statuses.get(rank, 0)

@@ -14,19 +14,19 @@ from torch import Tensor
 
 from flow_grpo.distributed.parent import end_with_launcher
 
-LOST = 75  # exit status of a process that has lost another one
+PEER_LOST = 75  # exit status of a process that has lost another one
 Value = TypeVar("Value")
-MESSAGE = 2**26  # numbers in a message between processes, about, which is copied once
+BUCKET_NUMEL = 2**26  # numbers in a message between processes, about, which is copied once
 
 
 class Processes:
-    """This process among `count`, the first having `rank` 0. Made once, by `here`, or `Processes()` for one by itself."""
+    """This process among `world_size`, the first having `rank` 0. Made once, by `from_environment`, or `Processes()` for one by itself."""
 
-    def __init__(self, rank: int = 0, count: int = 1, device: str | None = None) -> None:
-        self.rank, self.count, self.device = rank, count, device
+    def __init__(self, rank: int = 0, world_size: int = 1, device: str | None = None) -> None:
+        self.rank, self.world_size, self.device = rank, world_size, device
 
     @classmethod
-    def here(cls, device: str | None = None) -> "Processes":
+    def from_environment(cls, device: str | None = None) -> "Processes":
         """As the launcher's environment says; joins the others, on a device of its own. Ends with the launcher.
 
         Raises:
@@ -49,101 +49,101 @@ class Processes:
         return cls(state.process_index, state.num_processes, str(state.device))
 
     @property
-    def first(self) -> bool:
+    def is_main(self) -> bool:
         """Whether this is the process that writes and speaks."""
         return self.rank == 0
 
     def owner(self, group: Tensor) -> Tensor:
         """Rank of the process that each group belongs to: taken in turns, so that all shares of a step are even."""
-        return group % self.count
+        return group % self.world_size
 
     def owns(self, group: Tensor) -> Tensor:
         """Whether each group is this process's own."""
         return self.owner(group) == self.rank
 
-    def everyone(self, value: Value) -> list[Value]:
+    def all_gather(self, value: Value) -> list[Value]:
         """The value that each process gives, by rank. All must ask."""
-        if self.count == 1:
+        if self.world_size == 1:
             return [value]
-        found: list[Any] = [None] * self.count
+        found: list[Any] = [None] * self.world_size
         torch.distributed.all_gather_object(found, value)
         return found
 
-    def agree(self, call: Callable[[], Value], errors: tuple[type[Exception], ...] = (ValueError,)) -> list[Value]:
+    def gather_or_raise(self, call: Callable[[], Value], errors: tuple[type[Exception], ...] = (ValueError,)) -> list[Value]:
         """What `call` returns in each process, by rank; an error of one of these kinds is raised by all, so that none waits for it."""
-        if self.count == 1:
+        if self.world_size == 1:
             return [call()]
         made, error, said = None, None, None
         try:
             made = call()
         except errors as raised:
             error, said = raised, (next(kind for kind in errors if isinstance(raised, kind)), str(raised))
-        parts = self.everyone((made, said))
+        parts = self.all_gather((made, said))
         failed = next((found for _, found in parts if found is not None), None)
         if failed is not None:
             kind, text = failed
             raise kind(text) from error
         return [value for value, _ in parts]  # type: ignore[misc]
 
-    def leave(self) -> None:
+    def destroy(self) -> None:
         """At the end of a run."""
-        if self.count > 1:
+        if self.world_size > 1:
             torch.distributed.destroy_process_group()
 
     def any(self, value: bool) -> bool:
-        return any(self.everyone(value))
+        return any(self.all_gather(value))
 
     @torch.no_grad()
-    def add_gradients(self, parameters: list[torch.nn.Parameter], spread: bool = False) -> None:
+    def all_reduce_gradients(self, parameters: list[torch.nn.Parameter], spread: bool = False) -> None:
         """Each gradient becomes the sum of all processes' ones; one that is missing counts as 0.
 
         Args:
             spread: each process holds shares of the parameters, whose gradients are the mean of all processes' ones already.
         """
-        if self.count == 1:
+        if self.world_size == 1:
             return
         if spread:
             for parameter in parameters:
                 if parameter.grad is not None:
-                    parameter.grad.mul_(self.count)
+                    parameter.grad.mul_(self.world_size)
             return
         for parameter in parameters:
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
         gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
-        for some in _together(gradients):
+        for some in _buckets(gradients):
             whole = torch.cat([gradient.flatten() for gradient in some])
             torch.distributed.all_reduce(whole)
             for gradient, part in zip(some, whole.split([g.numel() for g in some]), strict=True):
                 gradient.copy_(part.view_as(gradient))
 
-    def check_sizes(self, prompts: int, images: int, microbatch: int, updates: int, pairs: bool = False) -> int:
+    def local_microbatch(self, prompts: int, images: int, microbatch: int, updates: int, pairs: bool = False) -> int:
         """The micro-batch of a process: the largest that divides its rows, at most `microbatch`, even for pairs of rows.
 
         ValueError if a step can't be shared evenly.
         """
-        if self.count > 1 and prompts % (updates * self.count):
+        if self.world_size > 1 and prompts % (updates * self.world_size):
             raise ValueError(
-                f"prompts_per_step={prompts} is not divisible by updates x processes = {updates} x {self.count}: every process takes "
+                f"prompts_per_step={prompts} is not divisible by updates x processes = {updates} x {self.world_size}: every process takes "
                 "an equal share of each update."
             )
-        rows = prompts * images // self.count
+        rows = prompts * images // self.world_size
         fitting = [n for n in range(1, min(microbatch, rows) + 1) if rows % n == 0 and not (pairs and n % 2)]
         if not fitting:
             raise ValueError(f"dpo compares pairs of rows, but a process has {rows} of them: set other sizes of a step.")
         return fitting[-1]
 
 
-def lost_another(error: RuntimeError) -> bool:
+def is_peer_lost(error: RuntimeError) -> bool:
     """Whether an error of torch says that another process of the run is gone."""
     return any(word in str(error) for word in ("gloo", "NCCL", "onnection"))
 
 
-def _together(gradients: list[Tensor]) -> Iterator[list[Tensor]]:
+def _buckets(gradients: list[Tensor]) -> Iterator[list[Tensor]]:
     """A few messages in place of hundreds, none much larger than its largest part."""
     some: list[Tensor] = []
     for gradient in gradients:
-        if some and sum(g.numel() for g in some) + gradient.numel() > MESSAGE:
+        if some and sum(g.numel() for g in some) + gradient.numel() > BUCKET_NUMEL:
             yield some
             some = []
         some.append(gradient)

@@ -103,13 +103,13 @@ def evaluate(
         stopping: `Interrupted` leaves the evaluation if it says so, as in `Rollouts`.
     """
     processes = processes or Processes()
-    alone = processes.count == 1
-    own = list(range(processes.rank, len(prompts), processes.count))
+    alone = processes.world_size == 1
+    own = list(range(processes.rank, len(prompts), processes.world_size))
     batch = prompts.take(own, 1)
 
     def drawn(count: int, number: int) -> Tensor:
         """Our own ones of the first `count` prompts. All processes draw as many, as they must where they share weights."""
-        mine, most = [i for i in own if i < count], -(-count // processes.count)
+        mine, most = [i for i in own if i < count], -(-count // processes.world_size)
         places = mine + own[:1] * (most - len(mine))
         seeds = [image_seed(seed, i, number) for i in places]
         what = "drawing held-out images (sampling steps)"
@@ -125,15 +125,15 @@ def evaluate(
 
     def whole(parts: list[Tensor]) -> Tensor:
         """What the processes found of prompts from the first on, in the prompts' order."""
-        places = [rank + i * processes.count for rank, part in enumerate(parts) for i in range(len(part))]
+        places = [rank + i * processes.world_size for rank, part in enumerate(parts) for i in range(len(part))]
         return torch.cat(parts)[torch.tensor(places, dtype=torch.long).argsort()]
 
     with phase(f"scoring {len(images)} held-out images"):
-        by_process = processes.agree(lambda: call(scored, stopping), (ValueError, Interrupted))
+        by_process = processes.gather_or_raise(lambda: call(scored, stopping), (ValueError, Interrupted))
     values = {name: whole([part[name] for part in by_process]) for name in by_process[0]}
-    looks = processes.everyone((hacking.sharpness(images), hacking.distance(images[: len(others)], others)))
+    looks = processes.all_gather((hacking.sharpness(images), hacking.distance(images[: len(others)], others)))
     shown = {*range(keep), *(extremes(values["reward"].tolist()) if keep else ())}
-    kept = processes.everyone({place: images[i].clone() for i, place in enumerate(own) if place in shown})
+    kept = processes.all_gather({place: images[i].clone() for i, place in enumerate(own) if place in shown})
     pictures = {place: picture for part in kept for place, picture in part.items()}
     return Evaluation(values, whole([s for s, _ in looks]), whole([d for _, d in looks]), pictures)
 

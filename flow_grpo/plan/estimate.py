@@ -15,7 +15,7 @@ from rich.table import Table
 
 from flow_grpo.config import FlowGRPOConfig
 from flow_grpo.data.prompts import load_prompts
-from flow_grpo.distributed.processes import MESSAGE, Processes
+from flow_grpo.distributed.processes import BUCKET_NUMEL, Processes
 from flow_grpo.plan import block_speed
 from flow_grpo.plan.block_speed import BlockCall
 from flow_grpo.plan.hardware import GB, TERA, Machine, Rates, matmul_speed
@@ -241,7 +241,7 @@ class Plan:
             **({"files in another dtype": self.loading.stays} if self.loading.stays else {}),
             ("transformer" if whole else "adapter"): trained * (copies / shares["trained"] + moments / shares["moments"]),
             **({"gradients": trained * self.sums / shares["gradients"]} if shares["gradients"] > 1 else {}),  # else passing
-            **({"messages": min(trained, 4 * MESSAGE)} if self.copied else {}),
+            **({"messages": min(trained, 4 * BUCKET_NUMEL)} if self.copied else {}),
             **({"CUDA": CUDA_CONTEXT} if self.cuda else {}),
         }
 
@@ -272,7 +272,7 @@ def fitting(args: FlowGRPOConfig, largest: int, count: int) -> FlowGRPOConfig:
     share = args.updates * count
     prompts = -(-args.prompts_per_step // share) * share
     pairs = args.method.rows_per_pair == 2
-    microbatch = Processes(0, count).check_sizes(prompts, args.images_per_prompt, largest, args.updates, pairs)
+    microbatch = Processes(0, count).local_microbatch(prompts, args.images_per_prompt, largest, args.updates, pairs)
     return args.model_copy(update={"prompts_per_step": prompts, "microbatch": microbatch})
 
 

@@ -239,7 +239,7 @@ class Policy(FlowPipeline):
             torch.zeros(2, *shape), schedule.timesteps, conditioning, torch.arange(2)
         )  # while all are alike
         shard(self.pipe.transformer, {p for name, p in self.pipe.transformer.named_parameters() if "lora_" in name})
-        self.sharded, self._calls = True, lambda calls: max(processes.everyone(calls))
+        self.sharded, self._calls = True, lambda calls: max(processes.all_gather(calls))
 
     @contextmanager
     def reference(self) -> Iterator[None]:

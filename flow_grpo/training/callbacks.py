@@ -46,7 +46,7 @@ class CallbackList:
 
     def __init__(self, callbacks: Sequence[Any], args: Any, model: Any, processes: Processes) -> None:
         self.callbacks, self.args, self.model, self.processes = list(callbacks), args, model, processes
-        self.state = TrainerState(max_steps=args.steps, is_world_process_zero=processes.first)
+        self.state = TrainerState(max_steps=args.steps, is_world_process_zero=processes.is_main)
         self.control = TrainerControl()
         for callback in self.callbacks:
             if isinstance(callback, type) or not any(hasattr(callback, event) for event in EVENTS):
@@ -56,7 +56,7 @@ class CallbackList:
 
     def call(self, event: str, **details: Any) -> None:
         """Calls the method `event` of all callbacks that have it, with `details` as keyword arguments."""
-        if not self.processes.first:
+        if not self.processes.is_main:
             return
         for callback in self.callbacks:
             method = getattr(callback, event, None)
@@ -74,4 +74,4 @@ class CallbackList:
     def requested(self) -> TrainerControl:
         """What the callbacks have asked for since the last call, equal on all processes. Every process must call it."""
         asked, self.control = self.control, TrainerControl()
-        return self.processes.everyone(asked)[0] if self.callbacks else asked
+        return self.processes.all_gather(asked)[0] if self.callbacks else asked

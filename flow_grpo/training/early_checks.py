@@ -28,7 +28,9 @@ def check_settings(args: FlowGRPOConfig, count: int) -> None:
         own_function("objective", part.objective.name)
         own_function("advantage", part.objective.advantage)
         pairs = part.method.rows_per_pair == 2
-        Processes(0, count).check_sizes(part.prompts_per_step, part.images_per_prompt, part.microbatch, part.updates, pairs)
+        Processes(0, count).local_microbatch(
+            part.prompts_per_step, part.images_per_prompt, part.microbatch, part.updates, pairs
+        )
         if part.method.critic and count > 1:
             raise ValueError(
                 f"objective {part.objective.name}, which exists to be compared, trains its critic on one process: start one."

@@ -48,7 +48,7 @@ class ClipRange:
     def learn(self, processes: Processes) -> None:
         """After an update: moves the ranges by what all processes saw. Exact ratios, as before the first, say nothing."""
         seen: dict[int, list[Tensor]] = {}
-        for one in processes.everyone(self._seen):
+        for one in processes.all_gather(self._seen):
             for step, parts in one.items():
                 seen.setdefault(step, []).extend(parts)
         for step, parts in sorted(seen.items()):

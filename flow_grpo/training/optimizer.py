@@ -38,7 +38,7 @@ class Optimizer:
         """
         for group in self.adamw.param_groups:
             group["lr"] = lr
-        self.processes.add_gradients(self.parameters, self.spread)
+        self.processes.all_reduce_gradients(self.parameters, self.spread)
         self.scaler.unscale_(self.adamw)
         norm = gathered(torch.nn.utils.clip_grad_norm_(self.parameters, self.max_norm)).item()
         if math.isfinite(norm) or self.scaler.is_enabled():

@@ -141,7 +141,7 @@ class Rollouts:
 
     def may_stop_alone(self) -> bool:
         """Whether to leave a rollout between two forward passes. Several processes stop together, where they talk."""
-        return self.processes.count == 1 and self.stopping()
+        return self.processes.world_size == 1 and self.stopping()
 
     def score(self, batch: PromptBatch, images: Tensor) -> Scores:
         return Scores(*self.rewards(images, batch.prompts, **batch.columns()))
@@ -154,7 +154,9 @@ class Rollouts:
         """
         args = self.args
         wanted, images = args.prompts_per_step, args.images_per_prompt
-        unit = self.processes.count * math.lcm(args.microbatch, images) // images  # prompts whose images fill micro-batches
+        unit = (
+            self.processes.world_size * math.lcm(args.microbatch, images) // images
+        )  # prompts whose images fill micro-batches
         rounds, missing, drawn = [], wanted, 0
         for _ in range(1 + args.resample):
             count = min(wanted, -(-missing // unit) * unit)
@@ -208,7 +210,7 @@ class Rollouts:
             return Scores.join([wait(part, self.stopping) for part in scored])
 
         with phase(f"scoring {counted(len(group), 'image')}"):
-            parts = Scores.join(self.processes.agree(awaited, (ValueError, Interrupted)))
+            parts = Scores.join(self.processes.gather_or_raise(awaited, (ValueError, Interrupted)))
         self.seconds["reward"] += time.perf_counter() - started  # what was not done beside the drawing
         order = self.processes.owner(group).argsort(stable=True).argsort()
         return parts.take(order)

@@ -32,7 +32,7 @@ def make_trainable(policy: Policy, args: FlowGRPOConfig, processes: Processes) -
         policy.compile()
     if any(part.method.old_policy for part in parts):
         policy.add_copy("old")
-    if args.memory.shard == "fsdp2" and processes.count > 1:
+    if args.memory.shard == "fsdp2" and processes.world_size > 1:
         policy.shard(processes)
     if args.ema_decay:
         policy.start_ema()

@@ -64,7 +64,7 @@ class Update:
             decay = args.objective.old_decay
             self.policy.follow("old", decay.at(self._steps_before(step + 1)) if isinstance(decay, DecayRamp) else decay)
         self.unfinished = False
-        totals = Means.join(self.processes.everyone(totals))
+        totals = Means.join(self.processes.all_gather(totals))
         mean = totals.loss / max(1, len(shares) * args.epochs)
         return {"loss": mean, **totals.metrics(), **self.clip.metrics(), "lr": self._learning_rate(step)}
 
@@ -126,7 +126,7 @@ class Update:
         if not self.optimizer.in_step:
             return []
         chunk = torch.arange(min(self.args.microbatch, rows))
-        return [(chunk, torch.zeros(len(chunk)))] * (max(self.processes.everyone(count)) - count)
+        return [(chunk, torch.zeros(len(chunk)))] * (max(self.processes.all_gather(count)) - count)
 
     def _ratio_is_one(self, totals: Means) -> bool:
         """Notes how far the ratio is from 1 before the first update. False if it is not 1 and packing may be why.
@@ -137,7 +137,7 @@ class Update:
         own = totals.largest.get("ratio/max_deviation")
         if own is not None:
             totals.numbers["ratio/first_update_max_deviation"] = own
-        deviation = max(self.processes.everyone(own or 0.0), key=lambda d: math.inf if math.isnan(d) else d)
+        deviation = max(self.processes.all_gather(own or 0.0), key=lambda d: math.inf if math.isnan(d) else d)
         if deviation != 0 and self.packs:
             return False
         if deviation != 0:
@@ -180,6 +180,6 @@ class Update:
 
 def _optimizer(policy: Policy, args: FlowGRPOConfig, processes: Processes) -> Optimizer | Zero:
     shard = args.memory.shard
-    if shard and shard in STAGES and processes.count > 1:
+    if shard and shard in STAGES and processes.world_size > 1:
         return Zero(policy, args.optimizer, processes, shard)
     return Optimizer(policy, args.optimizer, processes)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from flow_grpo.config.sections import OptimizerConfig
-from flow_grpo.distributed.processes import MESSAGE, Processes
+from flow_grpo.distributed.processes import BUCKET_NUMEL, Processes
 from flow_grpo.policy.interception import first_line
 from flow_grpo.policy.policy import Policy
 from flow_grpo.training.optimizer import adamw
@@ -34,7 +34,7 @@ class Zero:
             raise ValueError(f"memory.shard={shard} scales no loss, as fp16 needs: load the policy in bf16 or fp32.")
         self.parameters, self.processes = list(policy.parameters().values()), processes
         self.adamw = adamw(self.parameters, o)
-        bucket = min(MESSAGE, sum(p.numel() for p in self.parameters) + 1 & ~1)  # DeepSpeed wants an even number
+        bucket = min(BUCKET_NUMEL, sum(p.numel() for p in self.parameters) + 1 & ~1)  # DeepSpeed wants an even number
         config = {
             "train_micro_batch_size_per_gpu": 1,  # which it must be told, and makes no use of
             "managed_gradient_accumulation": False,  # a step has as many backward passes as there are before `step`
@@ -56,7 +56,8 @@ class Zero:
         gc.collect()  # which DeepSpeed's engine waits for
 
     def backward(self, loss: Tensor) -> None:
-        self.engine.backward(loss * self.processes.count)  # it takes the mean of all processes' gradients, not their sum
+        # DeepSpeed averages the gradients of all processes; we need their sum
+        self.engine.backward(loss * self.processes.world_size)
 
     def step(self, lr: float) -> float:
         for group in self.adamw.param_groups:

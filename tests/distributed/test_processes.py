@@ -20,7 +20,7 @@ from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 from flow_grpo.config import FlowGRPOConfig
 from flow_grpo.data.prompts import PromptSampler, load_prompts
 from flow_grpo.distributed.launch import first_dead
-from flow_grpo.distributed.processes import LOST, Processes
+from flow_grpo.distributed.processes import PEER_LOST, Processes
 from flow_grpo.run_folder import checkpoint
 from flow_grpo.run_folder.lock import locked
 
@@ -131,10 +131,10 @@ def test_the_rank_that_died_first_is_told_from_those_that_it_took_along():
     def failures(**statuses: int) -> dict[int, ProcessFailure]:
         return {int(rank[1:]): ProcessFailure(int(rank[1:]), 1, status, "") for rank, status in statuses.items()}
 
-    assert first_dead(failures(r0=LOST, r1=-9), 2) == (1, -9)
-    assert first_dead(failures(r0=-15, r1=3, r2=LOST), 3) == (1, 3)
-    assert first_dead(failures(r0=LOST, r2=-15), 3) == (1, 0), "it ended without a failure"
-    assert first_dead(failures(r0=LOST, r1=-15), 2) == (0, LOST)
+    assert first_dead(failures(r0=PEER_LOST, r1=-9), 2) == (1, -9)
+    assert first_dead(failures(r0=-15, r1=3, r2=PEER_LOST), 3) == (1, 3)
+    assert first_dead(failures(r0=PEER_LOST, r2=-15), 3) == (1, 0), "it ended without a failure"
+    assert first_dead(failures(r0=PEER_LOST, r1=-15), 2) == (0, PEER_LOST)
     assert first_dead(failures(r0=-15, r1=-15), 2) == (0, -15), "somebody ended both"
 
 
@@ -194,31 +194,31 @@ def test_an_uneven_share_is_refused_in_a_sentence(tmp_path):
 
 
 def test_a_process_takes_the_largest_micro_batch_that_divides_its_rows():
-    assert Processes(0, 2).check_sizes(4, 3, 4, 1) == 3
-    assert Processes(0, 2).check_sizes(4, 3, 4, 1, pairs=True) == 2
+    assert Processes(0, 2).local_microbatch(4, 3, 4, 1) == 3
+    assert Processes(0, 2).local_microbatch(4, 3, 4, 1, pairs=True) == 2
     with pytest.raises(ValueError, match="dpo compares pairs of rows, but a process has 3"):
-        Processes(0, 2).check_sizes(2, 3, 4, 1, pairs=True)
+        Processes(0, 2).local_microbatch(2, 3, 4, 1, pairs=True)
 
 
 ADDED = """
 import torch
 from flow_grpo.distributed.processes import Processes
 
-processes = Processes.here("cpu")
-assert processes.count == 2
+processes = Processes.from_environment("cpu")
+assert processes.world_size == 2
 one, other = torch.nn.Parameter(torch.zeros(3)), torch.nn.Parameter(torch.zeros(2, 2))
 one.grad = torch.full((3,), float(processes.rank + 1))
 if processes.rank == 1:
     other.grad = torch.ones(2, 2)
-processes.add_gradients([one, other])
+processes.all_reduce_gradients([one, other])
 assert one.grad.tolist() == [3, 3, 3] and other.grad.tolist() == [[1, 1], [1, 1]]
-assert processes.everyone(processes.rank) == [0, 1] and processes.any(processes.rank == 1)
+assert processes.all_gather(processes.rank) == [0, 1] and processes.any(processes.rank == 1)
 try:
-    processes.agree(lambda: int("x") if processes.rank else 0)
+    processes.gather_or_raise(lambda: int("x") if processes.rank else 0)
     raise SystemExit("no error")
 except ValueError as error:
     assert "invalid literal" in str(error)
-processes.leave()
+processes.destroy()
 """
 
 

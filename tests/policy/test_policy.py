@@ -322,7 +322,7 @@ def test_sharded_processes_call_the_transformer_as_often_as_the_one_that_needs_m
     given, asked = [], []
 
     class Others(Processes):
-        def everyone(self, value):
+        def all_gather(self, value):
             asked.append(value)
             return [value, 3]
 

@@ -112,13 +112,13 @@ class Two(Processes):
         super().__init__(rank, 2)
         self.other = other
 
-    def everyone(self, value: Any) -> list:
+    def all_gather(self, value: Any) -> list:
         return [value, self.other(value)][:: -1 if self.rank else 1]
 
-    def agree(self, call: Any, errors: Any = ()) -> list:
-        return self.everyone(call())
+    def gather_or_raise(self, call: Any, errors: Any = ()) -> list:
+        return self.all_gather(call())
 
-    def add_gradients(self, parameters: list, spread: bool = False) -> None:
+    def all_reduce_gradients(self, parameters: list, spread: bool = False) -> None:
         """The other one's gradients are three times as large."""
         assert not spread
         for parameter in parameters:

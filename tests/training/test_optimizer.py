@@ -155,7 +155,7 @@ def test_the_last_scale_in_fp16_is_1():
 
 def test_a_process_whose_groups_are_all_silent_moves_as_the_others_do_also_in_fp16():
     class Others(small.Two):
-        def add_gradients(self, parameters: list, spread: bool = False) -> None:
+        def all_reduce_gradients(self, parameters: list, spread: bool = False) -> None:
             for p, g in zip(parameters, found, strict=True):
                 p.grad = 65536 * g
 

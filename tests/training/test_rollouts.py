@@ -488,7 +488,7 @@ def test_on_a_cpu_only_what_other_machines_score_goes_beside_the_drawing():
     for rewards, expected in (({"a": far}, True), ({"a": far, "b": near}, False), ({"b": near}, False)):
         rolls = Rollouts(policy, small.settings(rewards=rewards), PromptSampler(small.PROMPTS, 0), None, None, None, None)
         assert rolls.beside == expected
-        assert rolls.processes.count == 1
+        assert rolls.processes.world_size == 1
     elsewhere = SimpleNamespace(device=torch.device("cuda"), schedule=policy.schedule)
     assert Rollouts(
         elsewhere, small.settings(rewards={"b": near}), PromptSampler(small.PROMPTS, 0), None, None, None, None
@@ -555,8 +555,8 @@ def test_the_seconds_of_a_step_are_those_of_its_parts(monkeypatch):
     rolls.trajectory = takes(5.0, rolls.trajectory)
     rolls.policy.decode = takes(3.0, rolls.policy.decode)
     rolls._by_group = takes(2.0, rolls._by_group)
-    together = rolls.processes.agree
-    rolls.processes.agree = takes(7.0, together)
+    together = rolls.processes.gather_or_raise
+    rolls.processes.gather_or_raise = takes(7.0, together)
     for step, rounds in ((0, 2), (1, 1)):
         metrics = rolls.collect(step).metrics
         seconds = {k: v for k, v in metrics.items() if k.startswith("time/")}

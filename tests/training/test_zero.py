@@ -53,11 +53,11 @@ for folder in map(Path, sys.argv[1:]):
     optimizer.backward(everywhere(0.0))
     found["forgotten"] = optimizer.step(0.0)
     before = [p.detach().clone() for p in parameters]
-    optimizer.backward(everywhere(float("nan") if trainer.processes.first else 1.0))
+    optimizer.backward(everywhere(float("nan") if trainer.processes.is_main else 1.0))
     found["not_finite"] = optimizer.step(1.0) == float("inf")
     found["moved"] = any(not torch.equal(p, former) for p, former in zip(parameters, before))
     (folder / f"found_{trainer.processes.rank}.json").write_text(json.dumps(found))
-trainer.processes.leave()
+trainer.processes.destroy()
 """
 FEW = (
     "evaluation.prompts=null",
