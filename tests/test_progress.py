@@ -12,9 +12,9 @@ from support.paths import SAMPLE_REWARDS
 
 from flow_grpo import progress
 from flow_grpo.doctor import reward_probe
+from flow_grpo.doctor.dry_run import dry_run
 from flow_grpo.evaluation.group_dependence import RewardInputs
 from flow_grpo.plan import block_speed
-from flow_grpo.plan.dry_run import dry_run
 from flow_grpo.progress import Phase, due_line, phase, reported
 from flow_grpo.trainer import FlowGRPOTrainer
 

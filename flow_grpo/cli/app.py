@@ -118,7 +118,7 @@ def train(
 
     quiet_libraries()
     if dry_run:
-        from flow_grpo.plan.dry_run import dry_run as check
+        from flow_grpo.doctor.dry_run import dry_run as check
 
         for line in check(args, num_processes, resume):
             console.print(line, highlight=False, markup=False, soft_wrap=True)

@@ -11,8 +11,8 @@ from support.paths import SAMPLE_REWARDS
 from support.reward_servers import Stub
 
 from flow_grpo.config import FlowGRPOConfig
+from flow_grpo.doctor.dry_run import dry_run
 from flow_grpo.plan import block_speed
-from flow_grpo.plan.dry_run import dry_run
 from flow_grpo.plan.estimate import Plan
 from flow_grpo.policy import policy
 from flow_grpo.policy.hub import SHIPPED
