@@ -24,7 +24,7 @@ from flow_grpo.policy.interception import first_line
 from flow_grpo.policy.policy import Policy
 from flow_grpo.progress import phase
 from flow_grpo.report import page
-from flow_grpo.run_folder import checkpoint
+from flow_grpo.run_folder import checkpoint, layout
 from flow_grpo.run_folder.lock import locked
 from flow_grpo.run_folder.metrics_file import has_metrics
 from flow_grpo.run_folder.samples import Record
@@ -43,7 +43,6 @@ from flow_grpo.training.update import Update
 from flow_grpo.training.windows import best_window, owned_variance
 from flow_grpo.types import Evaluation
 
-CHECKPOINTS, BEST = "checkpoints", "best"  # folders of a run
 NUM_SAMPLES = 8  # prompts in a grid of RUN/samples
 PREVIEWS = 16  # held-out prompts in the before and after grids
 TWICE = 16  # held-out prompts that are drawn twice, to see how much the pictures of one differ
@@ -260,7 +259,7 @@ class FlowGRPOTrainer:
         if "old" in self.policy.adapters:
             state["old"] = self.policy.adapter_state("old")
         if keep:
-            checkpoint.save(self.folder / CHECKPOINTS, self.step, state, self.args.keep)
+            checkpoint.save(self.folder / layout.CHECKPOINTS, self.step, state, self.args.keep)
             self.callbacks.call("on_save")
 
     def _save_after(self, error: Exception) -> None:
@@ -277,7 +276,7 @@ class FlowGRPOTrainer:
             yield
         except (NotWritten, OSError) as error:
             what = str(error) if isinstance(error, NotWritten) else f"the system refused to read or write: {error}."
-            saved = checkpoint.steps(self.folder / CHECKPOINTS)
+            saved = checkpoint.steps(self.folder / layout.CHECKPOINTS)
             lost = f"What came after the checkpoint of step {saved[0]} is lost" if saved else "Nothing is saved yet"
             again = "go on with --resume" if saved else "start the run again"
             raise ValueError(f"{what} {lost}: when it can be written, {again}.") from error
@@ -298,11 +297,11 @@ class FlowGRPOTrainer:
     @property
     def begun(self) -> bool:
         """Whether the run folder holds a run: metrics, readable or not, or a checkpoint after the start."""
-        return has_metrics(self.folder) or any(checkpoint.steps(self.folder / CHECKPOINTS))
+        return has_metrics(self.folder) or any(checkpoint.steps(self.folder / layout.CHECKPOINTS))
 
     def _open(self, tracker: Tracker, resume: bool, lock: ExitStack) -> None:
         """Makes the run folder, or sees that there is one to go on with, and takes its lock until `lock` is left."""
-        if resume and not checkpoint.steps(self.folder / CHECKPOINTS):
+        if resume and not checkpoint.steps(self.folder / layout.CHECKPOINTS):
             again = "set another folder by output=..." if self.begun else "start the run without --resume"
             raise ValueError(f"{self.folder} has no checkpoint to resume from: {again}, or see whether output=... is right.")
         lock.enter_context(locked(self.folder, tracker.say))
@@ -311,7 +310,7 @@ class FlowGRPOTrainer:
                 raise ValueError(
                     f"{self.folder} already holds a run: go on with it by --resume, or set another folder by output=..."
                 )
-            write_whole(self.folder / hub.CONFIG, self.args.to_yaml())
+            write_whole(self.folder / layout.CONFIG, self.args.to_yaml())
             assert self.record
             self.record.begin(self.policy, self.processes.world_size)
             args, policy = self.args, self.policy
@@ -331,7 +330,7 @@ class FlowGRPOTrainer:
         return prompt_overlap.sentences(self.train_set.prompts, held_out, self.train_source)
 
     def _resume(self, tracker: Tracker) -> None:
-        state, warnings = checkpoint.latest(self.folder / CHECKPOINTS)
+        state, warnings = checkpoint.latest(self.folder / layout.CHECKPOINTS)
         for warning in warnings:
             tracker.say(f"warning: {warning}")
         if state is None:
@@ -344,10 +343,10 @@ class FlowGRPOTrainer:
         self.restore(state)
         self.processes.all_gather(None)  # all have read
         if self.processes.is_main:
-            checkpoint.drop_after(self.folder / CHECKPOINTS, self.step)
+            checkpoint.drop_after(self.folder / layout.CHECKPOINTS, self.step)
             if self.step < self.args.steps:  # what an end at an earlier step has left is no longer the last
                 remove(self.folder / self._result)
-            write_whole(self.folder / hub.CONFIG, self.args.to_yaml())  # some settings may change
+            write_whole(self.folder / layout.CONFIG, self.args.to_yaml())  # some settings may change
         tracker.resume(self.step)
         if self.record is not None:
             self.record.resume(self.step)
@@ -380,7 +379,7 @@ class FlowGRPOTrainer:
 
     def _same_settings(self) -> None:
         """ValueError if a setting that changes the numbers is not what the run folder's config says."""
-        file = self.folder / hub.CONFIG
+        file = self.folder / layout.CONFIG
         former = FlowGRPOConfig.from_yaml(file) if file.exists() else self.args
         for name, (then, now) in former.differences(self.args).items():
             raise ValueError(
@@ -412,7 +411,7 @@ class FlowGRPOTrainer:
         from flow_grpo.export import export
 
         export.check_push(repo_id)
-        out = self.folder / "export"
+        out = self.folder / layout.EXPORT
         export.export(self.folder, out, best=best, repo=repo_id)
         return export.push(out, repo_id, private)
 
@@ -421,7 +420,7 @@ class FlowGRPOTrainer:
         self.callbacks.call("on_train_end")
         if not self.processes.is_main:
             return {}
-        return tracker.conclude(trained, page.write([self.folder], self.folder / page.FILE))
+        return tracker.conclude(trained, page.write([self.folder], self.folder / layout.REPORT))
 
     def _save_trained(self, name: str) -> Path:
         """Writes the moving average of what is trained to that folder of the run; returns the file, or the folder of several."""
@@ -435,7 +434,7 @@ class FlowGRPOTrainer:
     @property
     def _result(self) -> str:
         """Name of the folder that a finished run leaves."""
-        return "transformer" if self.policy.trains_all else "lora"
+        return layout.TRANSFORMER if self.policy.trains_all else layout.LORA
 
     def _due(self) -> bool:
         """Whether this step is evaluated: the first, the last, and every so many."""
@@ -460,7 +459,7 @@ class FlowGRPOTrainer:
             )
         if self.processes.is_main:
             cells = [ImageInfo(prompt, seed, f"{self.args.model}, step {self.step}") for seed, prompt in enumerate(prompts)]
-            save_grid(self.folder / "samples" / f"step_{self.step:06d}.png", images, cells, columns=4)
+            save_grid(self.folder / layout.SAMPLES / layout.sample_grid(self.step), images, cells, columns=4)
 
     def _evaluate_if_due(self, tracker: Tracker, asked: bool = False) -> None:
         """Not again what a resumed run has in its metrics."""
@@ -476,7 +475,7 @@ class FlowGRPOTrainer:
         trained = [name for name, weight in self.held_out.weights.items() if weight]
         history = self.record.evaluation(self.step, found, prompts, seeds, trained) if self.record else []
         if self.processes.all_gather(bool(history) and hacking.best(history) == self.step)[0]:  # before the metrics name it
-            self._save_trained(BEST)
+            self._save_trained(layout.BEST)
         first = self.step == 0 and self.record is not None
         by_group = self.processes.gather_or_raise(lambda: self._by_group(found) if first else [], (ValueError, Interrupted))[
             0
@@ -499,7 +498,7 @@ class FlowGRPOTrainer:
             tracker.warn(self.step, sentence, fallen=name)
         for sentence in by_group:
             tracker.warn(self.step, sentence)
-        page.write([self.folder], self.folder / page.FILE)
+        page.write([self.folder], self.folder / layout.REPORT)
 
     def _by_group(self, found: Evaluation) -> list[str]:
         """A sentence for each reward whose held-out values mean nothing, since they depend on other images of a prompt."""

@@ -12,8 +12,9 @@ from flow_grpo.config import FlowGRPOConfig
 from flow_grpo.config.loading import parse_yaml
 from flow_grpo.data import image_sets
 from flow_grpo.data.grid import ImageInfo, read_grid, save_grid
-from flow_grpo.run_folder import checkpoint
-from flow_grpo.run_folder.metrics_file import METRICS, TORN, read_metrics, rewind
+from flow_grpo.run_folder import checkpoint, layout
+from flow_grpo.run_folder.layout import METRICS, TORN
+from flow_grpo.run_folder.metrics_file import read_metrics, rewind
 
 LEAVES = st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=20)
 ANYTHING = st.recursive(
@@ -82,7 +83,7 @@ def saved(tmp_path_factory):
     folder = tmp_path_factory.mktemp("checkpoints")
     for step in (1, 2):
         checkpoint.save(folder, step, {"step": step, "weights": torch.arange(4.0) + step}, keep=2)
-    return folder, {file: file.read_bytes() for file in checkpoint.place(folder, 2).iterdir()}
+    return folder, {file: file.read_bytes() for file in layout.step_folder(folder, 2).iterdir()}
 
 
 @FEW

@@ -142,14 +142,14 @@ def train(
 def _launch(count: int, config: str, overrides: list[str], resume: bool, folder: Path) -> int:
     """Trains in several processes; ValueError, with how to go on, if one of them dies."""
     from flow_grpo.distributed.launch import RankDied, launch
-    from flow_grpo.run_folder import checkpoint
+    from flow_grpo.run_folder import checkpoint, layout
 
     if count > (most := PROCESSES_PER_CORE * (os.cpu_count() or 1)):
         raise ValueError(f"--num-processes={count} is too many for the cores of this machine: give at most {most}.")
     try:
         return launch(count, ["train", config, *overrides, *(["--resume"] if resume else [])])
     except RankDied as error:
-        saved = checkpoint.steps(folder / "checkpoints")
+        saved = checkpoint.steps(folder / layout.CHECKPOINTS)
         kept = f"The checkpoint of step {saved[0]} is saved. Go on with" if saved else "Nothing was saved. Start again with"
         raise ValueError(f"{error} {kept}: {_command(config, overrides, bool(saved), count)}") from None
 

@@ -62,8 +62,9 @@ def report(
     [bold]flow-grpo report runs/tiny_ocr runs/red --out compared.html[/bold]
     """
     from flow_grpo.report import page
+    from flow_grpo.run_folder import layout
 
-    file = out or (runs[0] / page.FILE if len(runs) == 1 else Path(page.FILE))
+    file = out or (runs[0] / layout.REPORT if len(runs) == 1 else Path(layout.REPORT))
     console.print(f"report: {page.write(runs, file)}", highlight=False, markup=False, soft_wrap=True)
 
 

@@ -23,7 +23,7 @@ from flow_grpo.evaluation.held_out import distance_from_base
 from flow_grpo.files import write_whole
 from flow_grpo.policy.library_logging import quiet_libraries
 from flow_grpo.policy.memory import peak_bytes
-from flow_grpo.run_folder import checkpoint
+from flow_grpo.run_folder import checkpoint, layout
 from flow_grpo.text import counted
 from rewards.interrupt import end_with
 
@@ -167,8 +167,8 @@ def run_slice(run: Run, number: int, budget: Budget, overrides: list[str]) -> No
         points = run.points()
         seconds, images = (points[-1].seconds, points[-1].images) if points else (0.0, 0)
         if points:
-            trainer.restore(checkpoint.read(run.folder / "checkpoints", points[-1].step))
-            checkpoint.drop_after(run.folder / "checkpoints", points[-1].step)
+            trainer.restore(checkpoint.read(run.folder / layout.CHECKPOINTS, points[-1].step))
+            checkpoint.drop_after(run.folder / layout.CHECKPOINTS, points[-1].step)
         spent = {"seconds": seconds, "images": float(images)}
         while spent[budget.unit] < budget.mark(number):
             metrics = trainer.training_step()
@@ -280,7 +280,7 @@ def _settings(run: Run, overrides: list[str]) -> FlowGRPOConfig:
 
 def _same_as_before(run: Run, overrides: list[str]) -> None:
     """Notes the run's settings in its folder, or ValueError if it was begun with others."""
-    args, file = _settings(run, overrides), run.folder / "config.yaml"
+    args, file = _settings(run, overrides), run.folder / layout.CONFIG
     if args.evaluation.prompts is None:
         raise ValueError(f"{run.config} names no held-out prompts to compare on: set evaluation.prompts.")
     elsewhere = {"output": args.output}  # the folder may have been moved, or be named from another one

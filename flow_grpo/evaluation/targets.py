@@ -9,7 +9,7 @@ from flow_grpo.data import image_sets as gallery
 from flow_grpo.data.prompts import PromptSet
 from flow_grpo.data.sheet_layout import GridOptions
 from flow_grpo.policy import hub
-from flow_grpo.run_folder import checkpoint
+from flow_grpo.run_folder import layout
 
 RUN = "config.yaml"  # what a run's folder holds
 WHAT = "a run folder, a checkpoint, a LoRA, a model, a config, a sheet or a folder of pictures"
@@ -153,7 +153,7 @@ def _one(word: str, how: Reading) -> Target:
 
 
 def _folder(path: Path, how: Reading) -> Target:
-    if (path / checkpoint.STATE).is_file():
+    if (path / layout.STATE).is_file():
         return _checkpoint(path, how)
     if (path / "model_index.json").is_file():
         return _model(str(path), how)

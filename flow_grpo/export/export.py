@@ -19,6 +19,7 @@ from flow_grpo.config import FlowGRPOConfig
 from flow_grpo.export import model_card
 from flow_grpo.policy import hub
 from flow_grpo.policy.weight_checks import check_file
+from flow_grpo.run_folder import layout
 from flow_grpo.run_folder.reader import Story
 from flow_grpo.tracking.tracker import plot_curves
 
@@ -42,20 +43,26 @@ def export(
     run = Story(folder)
     source, step = chosen(run, best, checkpoint)
     former, replaced = _former(out)
-    args = FlowGRPOConfig.from_yaml(folder / hub.CONFIG)
+    args = FlowGRPOConfig.from_yaml(folder / layout.CONFIG)
     merge = merge or args.lora is None  # all weights were trained
     out.parent.mkdir(parents=True, exist_ok=True)
     with TemporaryDirectory(prefix=".export_", dir=out.parent) as place:
         made = Path(place)
         notes = _weights(args, run, source, made, merge)
-        (made / hub.CONFIG).write_text(run.source, encoding="utf-8")
+        (made / layout.CONFIG).write_text(run.source, encoding="utf-8")
         curve = plot_curves(folder)
         if curve is not None:
-            shutil.copy(curve, made / model_card.CURVE)
+            shutil.copy(curve, made / layout.CURVES)
         model_card.write(made, run.until(step), args, step, merge, repo or out.resolve().name)
         files = sorted(str(file.relative_to(made)) for file in made.rglob("*") if file.is_file())
-        content = {"flow_grpo": __version__, "run": run.name, "step": step, "merged": merge, "files": [*files, hub.EXPORT]}
-        (made / hub.EXPORT).write_text(json.dumps(content, indent=1))
+        content = {
+            "flow_grpo": __version__,
+            "run": run.name,
+            "step": step,
+            "merged": merge,
+            "files": [*files, layout.EXPORT_MANIFEST],
+        }
+        (made / layout.EXPORT_MANIFEST).write_text(json.dumps(content, indent=1))
         _replace(former, made, out)
     what = "the whole model" if merge else "LoRA"
     return [*notes, *replaced, f"{what} of step {step}: {out}", f"model card: {out / model_card.CARD}"]
@@ -67,17 +74,17 @@ def chosen(run: Story, best: bool, checkpoint: int | None) -> tuple[Path, int]:
     if best and checkpoint is not None:
         raise ValueError("--best and --checkpoint name two LoRAs: give one of them.")
     if checkpoint is not None:
-        place = folder / "checkpoints" / f"step_{checkpoint:06d}"
+        place = layout.step_folder(folder / layout.CHECKPOINTS, checkpoint)
         if not place.is_dir():
-            kept = [str(int(other.name.removeprefix("step_"))) for other in sorted(place.parent.glob("step_*"))]
+            kept = [str(step) for step, _ in layout.step_folders(place.parent)]
             there = f"those of steps {', '.join(kept)}" if kept else "none"
             raise ValueError(f"{folder} keeps no checkpoint of step {checkpoint}; it has {there}.")
         return place, checkpoint
     if best:
-        if run.best_step is None or not (folder / "best").is_dir():
+        if run.best_step is None or not (folder / layout.BEST).is_dir():
             raise ValueError(f"{folder} has no best/, since nothing was evaluated: export a --checkpoint.")
-        return folder / "best", run.best_step
-    found = next((folder / name for name in ("lora", "transformer") if (folder / name).is_dir()), None)
+        return folder / layout.BEST, run.best_step
+    found = layout.trained_weights(folder)
     if found is None:
         raise ValueError(f"{folder} is not finished, so it has no lora/: export --best, or a --checkpoint.")
     return found, max([row["step"] for row in run.steps], default=0)
@@ -85,7 +92,7 @@ def chosen(run: Story, best: bool, checkpoint: int | None) -> tuple[Path, int]:
 
 def _weights(args: FlowGRPOConfig, run: Story, source: Path, folder: Path, merge: bool) -> list[str]:
     """Writes the weights; the model is loaded where it takes more than a copy."""
-    if not merge and source.parent.name != "checkpoints":
+    if not merge and source.parent.name != layout.CHECKPOINTS:
         for file in (hub.WEIGHTS, hub.PEFT_WEIGHTS, "adapter_config.json"):
             if (source / file).is_file():
                 shutil.copyfile(source / file, folder / file)  # not its mode
@@ -144,7 +151,7 @@ def _former(out: Path) -> tuple[list[Path], list[str]]:
     if not any(out.iterdir()):
         return [], []
     try:
-        content = json.loads((out / hub.EXPORT).read_text())
+        content = json.loads((out / layout.EXPORT_MANIFEST).read_text())
         files, earlier = [out / name for name in content["files"]], f"step {content['step']} of the run {content['run']}"
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ValueError(f"{out} holds files that no export wrote: give an empty or new folder by --out.") from error
@@ -169,7 +176,7 @@ def push(folder: Path, repo: str, private: bool) -> str:
 
     ValueError if the hub refuses or can't be reached.
     """
-    api, content = HfApi(), json.loads((folder / hub.EXPORT).read_text())
+    api, content = HfApi(), json.loads((folder / layout.EXPORT_MANIFEST).read_text())
     disable_progress_bars()
     try:
         made = api.create_repo(repo, private=private or None, exist_ok=True)
@@ -186,10 +193,10 @@ def push(folder: Path, repo: str, private: bool) -> str:
 
 def _stale(api: HfApi, repo: str, files: list[str]) -> list[str]:
     """Patterns of what an export pushed earlier has left on the hub and this one does not replace, such as a merged model's weights."""
-    if not api.file_exists(repo, hub.EXPORT):
+    if not api.file_exists(repo, layout.EXPORT_MANIFEST):
         return []
     with TemporaryDirectory() as place:
-        former = Path(api.hf_hub_download(repo, hub.EXPORT, local_dir=place)).read_text()
+        former = Path(api.hf_hub_download(repo, layout.EXPORT_MANIFEST, local_dir=place)).read_text()
     try:
         return [glob.escape(name) for name in json.loads(former)["files"] if name not in files]
     except (ValueError, KeyError, TypeError):  # somebody else's file of that name

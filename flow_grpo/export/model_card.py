@@ -22,11 +22,11 @@ from flow_grpo.policy import hub
 from flow_grpo.policy.families import family
 from flow_grpo.report import summary
 from flow_grpo.report.page import plain
-from flow_grpo.run_folder import reader
+from flow_grpo.run_folder import layout
 from flow_grpo.run_folder.reader import Story
 
 TEMPLATES = Path(__file__).parent / "templates"
-CARD, CURVE, PICTURES = "README.md", "reward.png", "pictures"
+CARD, PICTURES = "README.md", "pictures"
 SHOWN = 8  # prompts with pictures
 HUB = "https://huggingface.co"
 # Licences of the models that our presets name, as their pages state them: licence, and name and file of one of their own.
@@ -72,7 +72,7 @@ def write(folder: Path, run: Story, args: FlowGRPOConfig, step: int, merged: boo
         "rows": [{"name": m, "trained": m in trained or m == "reward", **_told(run, m)} for m in run.measures]
         if ends
         else [],
-        "curve": (folder / CURVE).is_file(),
+        "curves": layout.CURVES if (folder / layout.CURVES).is_file() else None,
         "shown": shown,
         "warnings": [(row["step"], row["warning"]) for row in run.warnings],
         "watched": bool(ends) and len(prompts) >= hacking.LEAST,
@@ -130,7 +130,7 @@ def gallery(folder: Path, run: Story) -> list[dict[str, Any]]:
     ends, measure = (run.evaluations[0], run.evaluations[-1]), run.measures[0]
     found = []
     for place, prompt in enumerate(ends[0]["prompts"][:SHOWN]):
-        files = [end["folder"] / reader.prompt_picture(place) for end in ends]
+        files = [end["folder"] / layout.prompt_image(place) for end in ends]
         if not all(file.is_file() for file in files):
             break
         one: dict[str, Any] = {"prompt": prompt, "values": [end["values"][measure][place] for end in ends]}

@@ -18,10 +18,9 @@ from PIL import Image
 from flow_grpo.files import write_whole
 from flow_grpo.report import summary
 from flow_grpo.report.charts import Line, draw, number, rounded, smooth
-from flow_grpo.run_folder import reader
+from flow_grpo.run_folder import layout
 from flow_grpo.run_folder.reader import Story
 
-FILE = "report.html"
 TEMPLATES = Path(__file__).parent / "templates"
 FRAMES, GROUP_STEPS = 24, 6  # of a film, and of the steps whose groups are shown
 SHOWN = 8  # prompts with a film
@@ -155,11 +154,11 @@ def series(rows: list[dict], key: str) -> list[tuple[float, float]]:
 
 def pictures(run: Story, name: str) -> dict[str, Any]:
     """What the script shows of a run: the film of the first held-out prompts, and some steps' groups."""
-    evaluations = [e for e in run.evaluations if picture(e["folder"] / reader.prompt_picture(0))]
+    evaluations = [e for e in run.evaluations if picture(e["folder"] / layout.prompt_image(0))]
     frames = [evaluations[i] for i in spread(len(evaluations), FRAMES)]
-    places = [p for p in range(SHOWN) if frames and all((e["folder"] / reader.prompt_picture(p)).is_file() for e in frames)]
+    places = [p for p in range(SHOWN) if frames and all((e["folder"] / layout.prompt_image(p)).is_file() for e in frames)]
     measure = run.measures[0] if run.measures else "reward"
-    size = Image.open(frames[0]["folder"] / reader.prompt_picture(0)).size if frames else (1, 1)
+    size = Image.open(frames[0]["folder"] / layout.prompt_image(0)).size if frames else (1, 1)
     shown = [run.groups[i] for i in spread(len(run.groups), GROUP_STEPS)]
     return {
         "name": name,
@@ -169,7 +168,7 @@ def pictures(run: Story, name: str) -> dict[str, Any]:
         "frames": [
             {
                 "step": e["step"],
-                "pictures": [picture(e["folder"] / reader.prompt_picture(p)) for p in places],
+                "pictures": [picture(e["folder"] / layout.prompt_image(p)) for p in places],
                 "values": rounded(e["values"][measure][p] for p in places),
             }
             for e in frames
@@ -187,7 +186,7 @@ def group(folder: Path, place: int, content: dict[str, Any]) -> dict[str, Any]:
         "images": content["images"],
         "items": [
             {
-                "picture": picture(folder / reader.group_picture(place, i)),
+                "picture": picture(folder / layout.group_image(place, i)),
                 "reward": reward,
                 "advantage": content["advantage"][i],
                 "rewards": {plain(summary.short(name)): values[i] for name, values in content["rewards"].items()},
@@ -206,7 +205,7 @@ def ends(run: Story) -> list[dict[str, Any]]:
     rows = [
         {
             "prompt": last["prompts"][place],
-            "picture": picture(last["folder"] / reader.prompt_picture(place)),
+            "picture": picture(last["folder"] / layout.prompt_image(place)),
             "now": now[place],
             "then": then[place] if first is not last else None,
         }

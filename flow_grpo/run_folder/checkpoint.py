@@ -9,13 +9,12 @@ from typing import Any
 import torch
 
 from flow_grpo.files import remove, whole_folder
-
-STATE, SEAL = "state.pt", "checkpoint.json"
+from flow_grpo.run_folder.layout import MANIFEST, STATE, step_folder, step_folders
 
 
 def save(folder: Path, step: int, state: dict[str, Any], keep: int) -> Path:
     """Writes `folder/step_000100` with the state and a seal that holds its checksum; then drops the oldest beyond `keep`."""
-    target = place(folder, step)
+    target = step_folder(folder, step)
     for stale in folder.glob(".step_*"):  # of a process that was killed while it wrote
         remove(stale)
     buffer = io.BytesIO()
@@ -23,29 +22,22 @@ def save(folder: Path, step: int, state: dict[str, Any], keep: int) -> Path:
     with whole_folder(target) as made:
         (made / STATE).write_bytes(buffer.getbuffer())
         seal = {"step": step, "sha256": hashlib.sha256(buffer.getbuffer()).hexdigest()}
-        (made / SEAL).write_text(json.dumps(seal))
+        (made / MANIFEST).write_text(json.dumps(seal))
     for old in [other for other in steps(folder) if other != step][keep - 1 :]:
-        remove(place(folder, old))
+        remove(step_folder(folder, old))
     return target
-
-
-def place(folder: Path, step: int) -> Path:
-    """Where the checkpoint of a step lies, or would."""
-    return folder / f"step_{step:06d}"
 
 
 def steps(folder: Path) -> list[int]:
     """The steps that have a checkpoint, damaged or not, the newest first."""
-    names = [other.name.removeprefix("step_") for other in folder.glob("step_*") if other.is_dir()]
-    numbers = {int(name) for name in names if name.isascii() and name.isdecimal()}
-    return sorted((number for number in numbers if place(folder, number).is_dir()), reverse=True)
+    return [step for step, _ in reversed(step_folders(folder))]
 
 
 def drop_after(folder: Path, step: int) -> None:
     """Deletes the checkpoints of later steps: a run that goes on from `step` writes them anew."""
     for later in steps(folder):
         if later > step:
-            remove(place(folder, later))
+            remove(step_folder(folder, later))
 
 
 def latest(folder: Path) -> tuple[dict[str, Any] | None, list[str]]:
@@ -56,7 +48,7 @@ def latest(folder: Path) -> tuple[dict[str, Any] | None, list[str]]:
             return _read(folder, step), warnings
         except ValueError as error:
             warnings.append(
-                f"the checkpoint {place(folder, step)} is damaged ({error}) and was passed over for the one before."
+                f"the checkpoint {step_folder(folder, step)} is damaged ({error}) and was passed over for the one before."
             )
     return None, warnings
 
@@ -71,10 +63,10 @@ def read(folder: Path, step: int) -> dict[str, Any]:
 
 def _read(folder: Path, step: int) -> dict[str, Any]:
     """ValueError, with a few words, for whatever is wrong with it."""
-    files = place(folder, step)
+    files = step_folder(folder, step)
     try:
         content = (files / STATE).read_bytes()
-        seal = json.loads((files / SEAL).read_bytes())
+        seal = json.loads((files / MANIFEST).read_bytes())
     except (OSError, ValueError, RecursionError) as error:
         raise ValueError("a file is missing or unreadable") from error
     if not isinstance(seal, dict) or hashlib.sha256(content).hexdigest() != seal.get("sha256"):

@@ -18,8 +18,8 @@ from pathlib import Path
 from filelock import FileLock, Timeout
 
 from flow_grpo.files import naming, write_whole
+from flow_grpo.run_folder.layout import LOCK, OWNER  # two files, as a locked one can't be read everywhere
 
-LOCK, OWNER = ".lock", ".owner.json"  # the owner is noted beside the lock, as a locked file can't be read everywhere
 WITHOUT_LOCKS = {errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOLCK}
 
 

@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from flow_grpo.files import append, write_whole
+from flow_grpo.run_folder.layout import METRICS, TORN
 
-METRICS, TORN = "metrics.jsonl", "metrics.torn.jsonl"
 TEXTS = ("warning", "fallen")  # all other values are numbers
 LAST = 10**12  # no run has more steps
 LARGE = 1e100  # what is larger counts as infinite, so that sums and squares of metrics stay numbers

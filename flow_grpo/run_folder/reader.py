@@ -1,12 +1,4 @@
-"""What a run folder tells: its config, its metrics, and what lies in RUN/pictures/step_000040 of an evaluation or training step.
-
-    evaluation.json   the held-out prompts, and each measure's value of each of them
-    prompt_0003.webp  the picture of the prompt at place 3: of the first prompts, of the best and of the worst
-    groups.json       some groups of the training step with each image's rewards and advantage
-    group_1_02.webp   image 2 of group 1 among them
-
-`flow_grpo/run_folder/samples.py` writes these; reading them needs no model library.
-"""
+"""Reads a run folder: its config, metrics, evaluations and kept images. Needs no model library."""
 
 import copy
 import json
@@ -15,26 +7,25 @@ from pathlib import Path
 from typing import Any
 
 from flow_grpo.config.loading import parse_yaml
-from flow_grpo.run_folder.metrics_file import METRICS, read_metrics
-
-PICTURES, MACHINE, EVALUATION, GROUPS = "pictures", "machine.json", "evaluation.json", "groups.json"
+from flow_grpo.run_folder import layout
+from flow_grpo.run_folder.metrics_file import read_metrics
 
 
 class Story:
     """A run as its folder tells it, finished or not. ValueError if the folder holds no run."""
 
     def __init__(self, folder: Path) -> None:
-        if not (folder / METRICS).is_file():
+        if not layout.is_run(folder):
             raise ValueError(
-                f"{folder} is not a run folder: it has no {METRICS}. Give the folder that `flow-grpo train` wrote."
+                f"{folder} is not a run folder: it has no {layout.METRICS}. Give the folder that `flow-grpo train` wrote."
             )
         self.folder, self.name = folder, folder.resolve().name
         self.rows = read_metrics(folder)
-        self.source = _text(folder / "config.yaml")
+        self.source = _text(folder / layout.CONFIG)
         self.config = _yaml(self.source)
-        self.machine = _json(folder / MACHINE)
-        self.evaluations = read_all(folder, EVALUATION)
-        self.groups = read_all(folder, GROUPS)
+        self.machine = _json(folder / layout.MACHINE)
+        self.evaluations = read_all(folder, layout.EVALUATION)
+        self.groups = read_all(folder, layout.GROUPS)
 
     def until(self, step: int) -> "Story":
         """What the run had come to by then."""
@@ -89,25 +80,11 @@ class Story:
 def read_all(folder: Path, name: str) -> list[dict]:
     """Those files of all recorded steps, in order; each has its own folder's path under `folder`."""
     found = []
-    for step, place in recorded(folder):
+    for step, place in layout.step_folders(folder / layout.PICTURES):
         content = _json(place / name)
         if content:
             found.append({**content, "step": step, "folder": place})
     return found
-
-
-def recorded(folder: Path) -> list[tuple[int, Path]]:
-    """The steps that have a folder of pictures, in order."""
-    places = [(place.name.removeprefix("step_"), place) for place in (folder / PICTURES).glob("step_*") if place.is_dir()]
-    return sorted((int(number), place) for number, place in places if number.isascii() and number.isdecimal())
-
-
-def prompt_picture(place: int) -> str:
-    return f"prompt_{place:04d}.webp"
-
-
-def group_picture(group: int, image: int) -> str:
-    return f"group_{group}_{image:02d}.webp"
 
 
 def _text(file: Path) -> str:

@@ -21,7 +21,7 @@ from flow_grpo import __version__
 from flow_grpo.data.grid import to_bytes
 from flow_grpo.evaluation import hacking
 from flow_grpo.files import naming, remove, write_whole
-from flow_grpo.run_folder import reader
+from flow_grpo.run_folder import layout, reader
 from flow_grpo.types import Evaluation, Experience
 
 if TYPE_CHECKING:
@@ -56,18 +56,18 @@ class Record:
             "torch": torch.__version__,
             "flow_grpo": __version__,
         }
-        write_whole(self.folder / reader.MACHINE, json.dumps(content))
+        write_whole(self.folder / layout.MACHINE, json.dumps(content))
 
     def resume(self, step: int) -> None:
         """Drops what lies after the checkpoint that the run goes on from."""
-        for later, place in reader.recorded(self.folder):
+        for later, place in layout.step_folders(self.folder / layout.PICTURES):
             if later > step:
                 remove(place)
 
     @property
     def drew_other_noise(self) -> bool:
         """Whether an evaluation is here of flow-grpo 0.3 or before, which named no image's seed and drew other noise."""
-        return any("seeds" not in evaluation for evaluation in reader.read_all(self.folder, reader.EVALUATION))
+        return any("seeds" not in evaluation for evaluation in reader.read_all(self.folder, layout.EVALUATION))
 
     def evaluation(
         self, step: int, found: Evaluation, prompts: list[str], seeds: list[int], trained: list[str]
@@ -78,7 +78,7 @@ class Record:
         shown = {*range(self.pictures), *ends} if self.pictures else set()
         for place, picture in found.pictures.items():
             if place in shown:
-                self._save(step, reader.prompt_picture(place), picture, WIDE)
+                self._save(step, layout.prompt_image(place), picture, WIDE)
         content = {
             "seeds": seeds,
             "trained": trained,
@@ -88,13 +88,13 @@ class Record:
             "diversity": found.diversity.tolist(),
             "extremes": ends,
         }
-        write_whole(self._place(step) / reader.EVALUATION, json.dumps(content))
+        write_whole(self._place(step) / layout.EVALUATION, json.dumps(content))
         return self._history()
 
     def kept(self, step: int, prompts: list[str]) -> list[tuple[str, Path]]:
         """The first held-out prompts, which every evaluation draws anew, and the pictures kept of them."""
         first = enumerate(prompts[: self.pictures])
-        return [(prompt, self._place(step) / reader.prompt_picture(place)) for place, prompt in first]
+        return [(prompt, self._place(step) / layout.prompt_image(place)) for place, prompt in first]
 
     def groups(self, step: int, experience: Experience, decode: Callable[[Tensor, int], Tensor]) -> None:
         """The groups of a training step whose rewards differ most. Given images have no rewards, and no groups are kept."""
@@ -106,7 +106,7 @@ class Record:
         for number, rows in enumerate(telling(scores.total, batch.group)):
             images = decode(experience.trajectory.final[rows], len(rows))
             for i, image in enumerate(images):
-                self._save(step, reader.group_picture(number, i), image, NARROW)
+                self._save(step, layout.group_image(number, i), image, NARROW)
             content.append(
                 {
                     "prompt": batch.prompts[rows[0]],
@@ -116,18 +116,18 @@ class Record:
                     "advantage": advantage[rows].tolist(),
                 }
             )
-        write_whole(self._place(step) / reader.GROUPS, json.dumps({"groups": content}))
+        write_whole(self._place(step) / layout.GROUPS, json.dumps({"groups": content}))
 
     def _history(self) -> list[hacking.Reading]:
         found = []
-        for e in reader.read_all(self.folder, reader.EVALUATION):
+        for e in reader.read_all(self.folder, layout.EVALUATION):
             held_out = {n: v for n, v in e["values"].items() if n != "reward" and n not in e["trained"]}
             looks = {hacking.SHARPNESS: e["sharpness"], hacking.DIVERSITY: e["diversity"]}
             found.append(hacking.Reading(e["step"], e["values"]["reward"], held_out, looks))
         return found
 
     def _place(self, step: int) -> Path:
-        return self.folder / reader.PICTURES / f"step_{step:06d}"
+        return layout.step_folder(self.folder / layout.PICTURES, step)
 
     def _save(self, step: int, name: str, picture: Tensor, width: int) -> None:
         image = Image.fromarray(to_bytes(picture[None])[0])

@@ -23,8 +23,8 @@ from PIL import Image
 from flow_grpo.config import FlowGRPOConfig
 from flow_grpo.files import write_whole
 from flow_grpo.report.summary import flat
+from flow_grpo.run_folder.layout import TRACKERS
 
-IDENTITIES = "trackers.json"  # in the run folder: by which name each service knows the run
 PROJECT = "flow-grpo"
 QUIET = {"WANDB_SILENT": "true", "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "2", "GIT_PYTHON_REFRESH": "quiet"}
 
@@ -50,7 +50,7 @@ def start(folder: Path, args: FlowGRPOConfig, say: Callable[[str], None], step: 
         ValueError: a service of a new run does not start. A run that goes on does so without it, and `say` gets a warning.
     """
     os.environ.update({key: value for key, value in QUIET.items() if key not in os.environ})
-    file, found = folder / IDENTITIES, []
+    file, found = folder / TRACKERS, []
     known = _known(file) if step is not None else {}
     for name, options in args.trackers.items():
         identity = known.get(name)

@@ -13,6 +13,7 @@ from rich.table import Table
 
 from flow_grpo.files import whole_file
 from flow_grpo.progress import reported
+from flow_grpo.run_folder import layout
 from flow_grpo.run_folder.metrics_file import append_row, read_metrics, rewind
 
 if TYPE_CHECKING:
@@ -120,7 +121,7 @@ class Tracker:
             print_table(self.console, "held-out prompts", {"before": measures[0], "after": measures[-1]})
         self.say(f"{'transformer' if trained.is_dir() else 'LoRA'}: {trained}")
         if rows:
-            self.say(f"pictures: {self.folder / 'before_after.png'}")
+            self.say(f"pictures: {self.folder / layout.BEFORE_AFTER}")
         if curve:
             self.say(f"curve: {curve}")
         self.say(f"report: {report}")
@@ -185,6 +186,6 @@ def plot_curves(folder: Path) -> Path | None:
         panel.grid(alpha=0.25)
         panel.spines[["top", "right"]].set_visible(False)
     axes.legend(frameon=False, loc="lower right")
-    with whole_file(folder / "reward.png") as file:
+    with whole_file(folder / layout.CURVES) as file:
         figure.savefig(file, dpi=120)
-    return folder / "reward.png"
+    return folder / layout.CURVES

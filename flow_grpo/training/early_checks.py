@@ -10,6 +10,7 @@ from flow_grpo.config.validation import check_unused_settings
 from flow_grpo.data.prompts import PromptSampler, PromptSet
 from flow_grpo.distributed.processes import Processes
 from flow_grpo.policy.policy import usable
+from flow_grpo.run_folder.layout import CHECKPOINTS
 from flow_grpo.run_folder.metrics_file import has_metrics
 from flow_grpo.tracking import services
 from flow_grpo.training.losses import own_function
@@ -61,5 +62,5 @@ def check_output(folder: Path, resume: bool) -> None:
         ) from error
     if not resume and has_metrics(folder):
         raise ValueError(f"{folder} already holds a run: go on with it by --resume, or set another folder by output=...")
-    if resume and not (folder / "checkpoints").is_dir():
+    if resume and not (folder / CHECKPOINTS).is_dir():
         raise ValueError(f"{folder} has no checkpoint to resume from: start the run without --resume.")

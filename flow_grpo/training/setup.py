@@ -4,10 +4,9 @@ from pathlib import Path
 
 from flow_grpo.config import FlowGRPOConfig
 from flow_grpo.distributed.processes import Processes
-from flow_grpo.policy import hub
 from flow_grpo.policy.policy import Policy, load_policy
 from flow_grpo.policy.weight_checks import check_weights
-from flow_grpo.run_folder import checkpoint
+from flow_grpo.run_folder import checkpoint, layout
 
 
 def loaded(args: FlowGRPOConfig, device: str | None, prompts: list[str]) -> Policy:
@@ -65,13 +64,13 @@ def load_trained(policy: Policy, place: str) -> None:
     if the checkpoint is damaged.
     """
     folder = Path(place).resolve()
-    if not (folder / checkpoint.SEAL).is_file():
+    if not (folder / layout.MANIFEST).is_file():
         policy.load_lora(place)
         return
-    config, step = folder.parent.parent / hub.CONFIG, folder.name.removeprefix("step_")
-    if not config.is_file() or not step.isdecimal():
+    config, step = folder.parent.parent / layout.CONFIG, layout.step_of(folder)
+    if not config.is_file() or step is None:
         raise ValueError(f"the checkpoint {place} is not where its run left it, as checkpoints/step_000100 of a run folder.")
-    state = checkpoint.read(folder.parent, int(step))
+    state = checkpoint.read(folder.parent, step)
     args = FlowGRPOConfig.from_yaml(config)
     if args.lora and args.lora.start:
         policy.load_lora(args.lora.start)

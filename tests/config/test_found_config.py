@@ -15,7 +15,7 @@ from support.reward_servers import Stub
 from flow_grpo.config import FlowGRPOConfig
 from flow_grpo.policy import hub
 from flow_grpo.policy.policy import load_policy
-from flow_grpo.run_folder import checkpoint
+from flow_grpo.run_folder import checkpoint, layout
 
 EVIL = """
 from pathlib import Path
@@ -89,7 +89,7 @@ def kinds(folder: Path) -> list[str]:
     for place in (shared, model):
         place.mkdir()
         shutil.copy(folder / "run" / "config.yaml", place)
-        (place / hub.EXPORT).write_text("{}")
+        (place / layout.EXPORT_MANIFEST).write_text("{}")
     shutil.copy(folder / "run" / "lora" / hub.WEIGHTS, shared)
     shutil.copytree(hub.SHIPPED["tiny"], model, dirs_exist_ok=True)
     return ["run", "run/checkpoints/step_000002", "run/lora", f"run/lora/{hub.WEIGHTS}", "shared", "model"]

@@ -28,6 +28,7 @@ from flow_grpo.policy import hub
 from flow_grpo.policy.merge import save_whole
 from flow_grpo.policy.policy import load_policy
 from flow_grpo.report.page import plain
+from flow_grpo.run_folder import layout
 from flow_grpo.tracking.tracker import read_metrics
 from flow_grpo.trainer import FlowGRPOTrainer
 from flow_grpo.training.setup import load_trained
@@ -100,7 +101,7 @@ def test_a_run_with_odd_rows_is_exported_all_the_same(run, tmp_path):
     ]
     (tmp_path / "run" / "metrics.jsonl").write_text("\n".join([*lines, *map(json.dumps, odd), '{"step": 2, "rew']))
     export(tmp_path / "run", tmp_path / "out", best=True)
-    assert json.loads((tmp_path / "out" / hub.EXPORT).read_text())["step"] == last["monitor/best_step"]
+    assert json.loads((tmp_path / "out" / layout.EXPORT_MANIFEST).read_text())["step"] == last["monitor/best_step"]
 
 
 def test_prompts_stay_text_wherever_they_stand(shared):
@@ -227,7 +228,7 @@ def test_an_export_replaces_its_own_files_alone(run, tmp_path):
     (theirs / "README.md").write_text("theirs")
     with pytest.raises(ValueError, match="holds files that no export wrote: give an empty or new folder"):
         export(run, theirs)
-    (theirs / hub.EXPORT).write_text(json.dumps({"files": ["../out/notes.txt"], "step": 1, "run": "a"}))
+    (theirs / layout.EXPORT_MANIFEST).write_text(json.dumps({"files": ["../out/notes.txt"], "step": 1, "run": "a"}))
     export(run, theirs)
     assert (out / "notes.txt").is_file(), "a list of files reaches no other folder"
 
@@ -304,7 +305,11 @@ def test_the_base_models_card_may_hold_any_names(tmp_path, metadata, licence):
     assert found.keys() <= {"license"}
 
 
-FORMER = [hub.EXPORT, model_card.CARD, "transformer/m[1].safetensors"]  # of a merged export that was pushed there before
+FORMER = [
+    layout.EXPORT_MANIFEST,
+    model_card.CARD,
+    "transformer/m[1].safetensors",
+]  # of a merged export that was pushed there before
 
 
 class Hub(BaseHTTPRequestHandler):
@@ -372,7 +377,7 @@ def test_pushing_gives_the_hub_the_exports_files_and_a_refusal_is_a_sentence(run
     assert {"private": True, "visibility": "private"}.items() & json.loads(made).items(), "as the client's version says it"
     commit = [json.loads(line) for path, _, body in server.asked if "/commit/" in path for line in body.splitlines()]
     sent = {c["value"]["path"]: base64.b64decode(c["value"]["content"]) for c in commit if c["key"] == "file"}
-    assert sent.keys() == set(json.loads((tmp_path / "signs" / hub.EXPORT).read_text())["files"])
+    assert sent.keys() == set(json.loads((tmp_path / "signs" / layout.EXPORT_MANIFEST).read_text())["files"])
     assert sent[hub.WEIGHTS] == (run / "lora" / hub.WEIGHTS).read_bytes()
     assert b"load_lora_weights('me/signs'" in sent[model_card.CARD]
     dropped = [c["value"]["path"] for c in commit if c["key"] == "deletedFile"]

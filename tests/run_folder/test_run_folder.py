@@ -26,9 +26,10 @@ from flow_grpo.config import FlowGRPOConfig
 from flow_grpo.files import NotWritten, append, whole_folder, write_whole
 from flow_grpo.policy.hub import WEIGHTS
 from flow_grpo.report import page
-from flow_grpo.run_folder import checkpoint
+from flow_grpo.run_folder import checkpoint, layout
+from flow_grpo.run_folder.layout import METRICS, TORN
 from flow_grpo.run_folder.lock import locked
-from flow_grpo.run_folder.metrics_file import METRICS, TORN, read_metrics, rewind
+from flow_grpo.run_folder.metrics_file import read_metrics, rewind
 from flow_grpo.text import counted
 from flow_grpo.tracking import services
 from flow_grpo.tracking.tracker import Tracker, plot_curves
@@ -237,10 +238,10 @@ def test_a_comparison_reads_its_slices_up_to_the_first_torn_one(tmp_path):
 
 def sealed(folder: Path, step: int, content: bytes) -> None:
     """A checkpoint with that content, whose checksum is right."""
-    place = checkpoint.place(folder, step)
+    place = layout.step_folder(folder, step)
     place.mkdir(parents=True)
-    (place / checkpoint.STATE).write_bytes(content)
-    (place / checkpoint.SEAL).write_text(json.dumps({"step": step, "sha256": hashlib.sha256(content).hexdigest()}))
+    (place / layout.STATE).write_bytes(content)
+    (place / layout.MANIFEST).write_text(json.dumps({"step": step, "sha256": hashlib.sha256(content).hexdigest()}))
 
 
 def saved(value: object) -> bytes:
@@ -255,7 +256,7 @@ def test_what_is_no_checkpoint_of_its_step_is_passed_over(tmp_path):
         sealed(tmp_path, step, content)
     for step, seal in enumerate(("[1]", '"text"', "{}", "[" * 100_000, "{", '{"sha256": null}'), 7):
         checkpoint.save(tmp_path, step, {"step": step}, keep=20)
-        (checkpoint.place(tmp_path, step) / checkpoint.SEAL).write_text(seal)
+        (layout.step_folder(tmp_path, step) / layout.MANIFEST).write_text(seal)
     (tmp_path / "step_000020").mkdir()
     (tmp_path / "step_000021").write_text("a file")
     (tmp_path / "step_²").mkdir()

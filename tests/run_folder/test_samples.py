@@ -15,7 +15,7 @@ from support.paths import ROOT, SAMPLE_REWARDS
 
 from flow_grpo.data.grid import to_bytes
 from flow_grpo.evaluation.held_out import draw, image_seed
-from flow_grpo.run_folder import reader, samples
+from flow_grpo.run_folder import layout, reader, samples
 from flow_grpo.tracking.tracker import read_metrics
 from flow_grpo.trainer import FlowGRPOTrainer
 
@@ -50,12 +50,12 @@ def test_what_is_kept_is_what_was_drawn_scored_and_compared(tmp_path):
         )
     experience = trainer.source.collect(0)
     FlowGRPOTrainer(args=args).train()
-    first = reader.read_all(tmp_path / "run", reader.EVALUATION)[0]
-    seen = np.asarray(Image.open(first["folder"] / reader.prompt_picture(0)).convert("RGB")).astype(int)
+    first = reader.read_all(tmp_path / "run", layout.EVALUATION)[0]
+    seen = np.asarray(Image.open(first["folder"] / layout.prompt_image(0)).convert("RGB")).astype(int)
     assert np.abs(seen - to_bytes(image)[0].astype(int)).max() <= 1, "lossless, up to the rows it was drawn with"
     mean = sum(first["values"]["reward"]) / 10
     assert mean == pytest.approx(read_metrics(tmp_path / "run")[0]["eval/reward"], rel=1e-6)
-    (groups,) = [g for g in reader.read_all(tmp_path / "run", reader.GROUPS) if g["step"] == 1]
+    (groups,) = [g for g in reader.read_all(tmp_path / "run", layout.GROUPS) if g["step"] == 1]
     by_prompt = {group["prompt"]: group for group in groups["groups"]}
     for number in (0, 1):
         rows = (experience.batch.group == number).nonzero()[:, 0]
@@ -89,7 +89,7 @@ def test_two_processes_keep_one_record(tmp_path):
     assert done.returncode == 0, done.stdout + done.stderr
     alone = short_run(tmp_path / "alone", LIMIT, "steps=1", "microbatch=4", "prompts_per_step=4")
     FlowGRPOTrainer(args=alone).train()
-    ours, theirs = (reader.read_all(tmp_path / name, reader.EVALUATION) for name in ("alone", "run"))
+    ours, theirs = (reader.read_all(tmp_path / name, layout.EVALUATION) for name in ("alone", "run"))
     for one, other in zip(ours, theirs, strict=True):
         assert one["prompts"] == other["prompts"]
         for name, values in one["values"].items():
@@ -97,7 +97,7 @@ def test_two_processes_keep_one_record(tmp_path):
         for name in ("sharpness", "diversity"):
             assert one[name] == pytest.approx(other[name], abs=1e-5), name
         assert len(one["diversity"]) == 10
-    (groups,) = reader.read_all(tmp_path / "run", reader.GROUPS)
+    (groups,) = reader.read_all(tmp_path / "run", layout.GROUPS)
     assert len(groups["groups"]) == 2, "the first process's own"
     assert reader.Story(tmp_path / "run").machine["processes"] == 2
 

@@ -15,7 +15,7 @@ from support.embedded import short_run
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from flow_grpo.config import FlowGRPOConfig, validation
-from flow_grpo.run_folder import reader
+from flow_grpo.run_folder import layout, reader
 from flow_grpo.tracking import services
 from flow_grpo.tracking.tracker import Tracker, read_metrics
 from flow_grpo.trainer import FlowGRPOTrainer
@@ -129,11 +129,11 @@ def test_tensorboard_has_each_evaluations_picture_of_the_same_prompt_pixel_by_pi
     pictures = found.Images("pictures/0")
     assert [picture.step for picture in pictures] == [0, 1, 2, 3]
     for picture in pictures:
-        kept = trained / "pictures" / f"step_{picture.step:06d}" / reader.prompt_picture(0)
+        kept = trained / "pictures" / f"step_{picture.step:06d}" / layout.prompt_image(0)
         ours, theirs = Image.open(kept).convert("RGB"), Image.open(io.BytesIO(picture.encoded_image_string))
         assert np.array_equal(np.asarray(ours), np.asarray(theirs))
     text = found.Tensors("prompts/0/text_summary")[0].tensor_proto.string_val[0].decode()
-    assert text == reader.read_all(trained, reader.EVALUATION)[0]["prompts"][0]
+    assert text == reader.read_all(trained, layout.EVALUATION)[0]["prompts"][0]
 
 
 def test_a_service_that_fails_in_mid_run_changes_no_number_and_warns_once(tmp_path, service, monkeypatch, capsys):

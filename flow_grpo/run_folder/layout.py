@@ -1,0 +1,92 @@
+"""The names of all files and folders in a run folder. No other module spells them.
+
+    RUN/
+      config.yaml                     the settings
+      metrics.jsonl                   a row of numbers for each training step and evaluation (metrics_file.py)
+      metrics.torn.jsonl              lines that were no rows, moved away when the run was resumed
+      machine.json                    device, cores, processes, versions
+      trackers.json                   the run's id in each tracking service
+      checkpoints/step_000100/        state.pt, and checkpoint.json with its checksum (checkpoint.py)
+      lora/ or transformer/           the trained weights of a finished run
+      best/                           the weights of the best evaluation
+      pictures/step_000100/           images and numbers of an evaluation or training step (samples.py writes, reader.py reads)
+        evaluation.json               the held-out prompts with all their scores
+        prompt_0003.webp              the image of held-out prompt 3
+        groups.json                   some groups of the training step, with rewards and advantages
+        group_1_02.webp               image 2 of group 1
+      samples/step_000100.png         a grid of the first prompts, every `sample_every` steps
+      before.png, after.png           grids of the first held-out prompts before and after training
+      before_after.png                the two of them as pairs
+      reward.png                      the curves
+      report.html                     the report
+      export/                         what `push_to_hub` uploads
+      .lock, .owner.json              which process trains here (lock.py)
+
+An export has the run's config.yaml too, and flow_grpo.json with the list of its files.
+"""
+
+from pathlib import Path
+
+CONFIG = "config.yaml"
+METRICS, TORN = "metrics.jsonl", "metrics.torn.jsonl"
+MACHINE, TRACKERS = "machine.json", "trackers.json"
+CHECKPOINTS, STATE, MANIFEST = "checkpoints", "state.pt", "checkpoint.json"
+LORA, TRANSFORMER, BEST = "lora", "transformer", "best"
+PICTURES, EVALUATION, GROUPS = "pictures", "evaluation.json", "groups.json"
+SAMPLES, BEFORE, AFTER, BEFORE_AFTER = "samples", "before.png", "after.png", "before_after.png"
+CURVES, REPORT = "reward.png", "report.html"
+LOCK, OWNER = ".lock", ".owner.json"
+EXPORT, EXPORT_MANIFEST = "export", "flow_grpo.json"
+
+_STEP = "step_"
+
+
+def step_folder(folder: Path, step: int) -> Path:
+    """The folder of a step in RUN/checkpoints or RUN/pictures."""
+    return folder / f"{_STEP}{step:06d}"
+
+
+def step_folders(folder: Path) -> list[tuple[int, Path]]:
+    """The steps that have a folder there, in order, each with its folder."""
+    places = [(place.name.removeprefix(_STEP), place) for place in folder.glob(f"{_STEP}*") if place.is_dir()]
+    found = {int(number) for number, _ in places if number.isascii() and number.isdecimal()}
+    return [(step, step_folder(folder, step)) for step in sorted(found) if step_folder(folder, step).is_dir()]
+
+
+def step_of(folder: Path) -> int | None:
+    """The step that a folder of a checkpoint is named after; None for another name."""
+    number = folder.name.removeprefix(_STEP)
+    return int(number) if number != folder.name and number.isascii() and number.isdecimal() else None
+
+
+def prompt_image(place: int) -> str:
+    """The image of the held-out prompt at that place."""
+    return f"prompt_{place:04d}.webp"
+
+
+def group_image(group: int, image: int) -> str:
+    """An image of a group of a training step."""
+    return f"group_{group}_{image:02d}.webp"
+
+
+def sample_grid(step: int) -> str:
+    """The grid of images in RUN/samples of that step."""
+    return f"{_STEP}{step:06d}.png"
+
+
+def is_run(folder: Path) -> bool:
+    """Whether a run has written metrics there."""
+    return (folder / METRICS).is_file()
+
+
+def trained_weights(folder: Path) -> Path | None:
+    """The LoRA or transformer that a finished run has left; None if it is not finished."""
+    return next((folder / name for name in (LORA, TRANSFORMER) if (folder / name).is_dir()), None)
+
+
+def config_near(place: Path) -> Path | None:
+    """The config.yaml of the run or export that this file or folder belongs to; None outside of them."""
+    for folder in (place, place.parent, place.parent.parent):
+        if (folder / CONFIG).is_file() and any((folder / mark).is_file() for mark in (METRICS, EXPORT_MANIFEST)):
+            return folder / CONFIG
+    return None
