@@ -113,7 +113,7 @@ def measure(folder: str, overrides: list[str]) -> dict[str, float]:
     from flow_grpo.config import FlowGRPOConfig
     from flow_grpo.plan.estimate import Plan
     from flow_grpo.plan.hardware import matmul_speed
-    from flow_grpo.policy.memory import peak_bytes
+    from flow_grpo.policy.memory import peak_memory
     from flow_grpo.trainer import FlowGRPOTrainer
 
     with tempfile.TemporaryDirectory() as out:
@@ -147,7 +147,7 @@ def measure(folder: str, overrides: list[str]) -> dict[str, float]:
         "of the matrix peak": forecast.operations / seconds / speed,
         "forward passes": transformer[0] / forwards["time/step"],
         "decoding, rewards": outside / seconds,
-        "peak GB": peak_bytes(device) / 1e9,
+        "peak GB": peak_memory(device) / 1e9,
         "planned GB": (forecast.peak - forecast.staying.get("CUDA", 0.0)) / 1e9,
         "peak TFLOP/s": speed / 1e12,
     }

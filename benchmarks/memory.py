@@ -39,13 +39,13 @@ def predicted(words: list[str]) -> dict[str, float]:
 def measured(words: list[str]) -> dict[str, float]:
     from flow_grpo.config import FlowGRPOConfig
     from flow_grpo.plan.estimate import Plan
-    from flow_grpo.policy.memory import peak_bytes
+    from flow_grpo.policy.memory import peak_memory
     from flow_grpo.trainer import FlowGRPOTrainer
 
     args = FlowGRPOConfig.from_yaml(words[0], words[1:])
     trainer = FlowGRPOTrainer(args=args)
     steps = [trainer.training_step() for _ in range(2)]
-    peak = peak_bytes(trainer.policy.device)
+    peak = peak_memory(trainer.policy.device)
     plan = Plan(args, cuda=False)
     seconds = plan.forecast(args.microbatch).seconds(plan.rates(args.microbatch))
     steps.append(trainer.training_step())

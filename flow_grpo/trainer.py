@@ -73,7 +73,7 @@ class FlowGRPOTrainer:
         callbacks: Sequence[Any] = (),
     ) -> None:
         args = args or FlowGRPOConfig()
-        named = args.with_model(hub.name_of(model.pipe) if isinstance(model, Policy) else model or args.model)
+        named = args.with_model(hub.model_name(model.pipe) if isinstance(model, Policy) else model or args.model)
         prompts = named.training_prompts if train_dataset is None else train_dataset
         self.train_set, self.train_source = load_prompts(prompts), prompts if isinstance(prompts, str) else None
         self.args = args = (named if isinstance(model, str) else args).with_launcher_settings()
@@ -118,7 +118,9 @@ class FlowGRPOTrainer:
             ours = (self.policy, part, self.prompt_sampler, self.rewards, self.critic)
             self.source = Rollouts(*ours, self._window, self._asked_to_stop, self.processes)
         if part.method.old_policy:
-            self.policy.follow("old", 0.0)  # whatever was trained before, its old policy begins as the one of now
+            self.policy.update_adapter_copy(
+                "old", 0.0
+            )  # whatever was trained before, its old policy begins as the one of now
         self.window_place: int | None = None  # where an `auto` window lies, once measured
 
     def _fit(self, part: FlowGRPOConfig, microbatch: int) -> None:
@@ -395,7 +397,7 @@ class FlowGRPOTrainer:
         Returns:
             The LoRA's file, or the folder of the whole transformer.
         """
-        with self.policy.averaged():
+        with self.policy.ema_weights():
             return self.policy.save(Path(output_dir), self.processes.is_main)
 
     def push_to_hub(self, repo_id: str, private: bool = False, best: bool = False) -> str:
@@ -425,7 +427,7 @@ class FlowGRPOTrainer:
     def _save_trained(self, name: str) -> Path:
         """Writes the moving average of what is trained to that folder of the run; returns the file, or the folder of several."""
         folder = self.folder / name
-        with self.policy.averaged():
+        with self.policy.ema_weights():
             if not self.processes.is_main:
                 return self.policy.save(folder, write=False)
             with whole_folder(folder) as made:
@@ -434,7 +436,7 @@ class FlowGRPOTrainer:
     @property
     def _result(self) -> str:
         """Name of the folder that a finished run leaves."""
-        return layout.TRANSFORMER if self.policy.trains_all else layout.LORA
+        return layout.TRANSFORMER if self.policy.is_full_finetuning else layout.LORA
 
     def _due(self) -> bool:
         """Whether this step is evaluated: the first, the last, and every so many."""
@@ -447,7 +449,7 @@ class FlowGRPOTrainer:
             return
         prompts = (self.eval_set or self.train_set).prompts[:NUM_SAMPLES]
         steps = self.args.evaluation.steps
-        with self.policy.averaged():  # on every process: they may hold shares of the weights
+        with self.policy.ema_weights():  # on every process: they may hold shares of the weights
             alone = self.processes.world_size == 1
             images = draw(
                 self.policy,
@@ -510,7 +512,7 @@ class FlowGRPOTrainer:
         if self.eval_set is None:
             raise ValueError("there are no held-out prompts: set evaluation.prompts.")
         settings = self.args.evaluation
-        with self.policy.averaged():
+        with self.policy.ema_weights():
             drawn = (self.policy, self.eval_set, self.held_out, settings.steps, settings.seed, self.part.microbatch)
             keep = max(PREVIEWS, settings.pictures)
             return evaluate(*drawn, self.processes, keep, TWICE, self._asked_to_stop)

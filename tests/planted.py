@@ -156,8 +156,8 @@ BUGS = [
     (
         "autograd sees the base model's weights come and go",
         "flow_grpo/policy/full_weights.py",
-        "own_share(self.transformer.get_parameter(name).data)",
-        "own_share(self.transformer.get_parameter(name))",
+        "local_shard(self.transformer.get_parameter(name).data)",
+        "local_shard(self.transformer.get_parameter(name))",
         "tests/policy/test_full_finetuning.py -k come_and_go",
     ),
     (
@@ -226,7 +226,7 @@ BUGS = [
     (
         "the next LoRA that is evaluated joins the one before",
         "flow_grpo/evaluation/measure.py",
-        "    policy.strip()\n",
+        "    policy.reset_to_base()\n",
         "    pass\n",
         "tests/evaluation/test_evaluation.py -k run_lora_and_checkpoint",
     ),

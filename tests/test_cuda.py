@@ -7,7 +7,7 @@ from support.families import TINY, awake
 
 from flow_grpo.config import FlowGRPOConfig
 from flow_grpo.plan.estimate import Plan
-from flow_grpo.policy.memory import peak_bytes
+from flow_grpo.policy.memory import peak_memory
 from flow_grpo.trainer import FlowGRPOTrainer
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
@@ -38,7 +38,7 @@ def test_a_quantised_base_trains_with_a_ratio_of_exactly_1(flux, tmp_path, kind)
     pytest.importorskip("torchao" if kind == "int8" else "bitsandbytes")
     trainer = FlowGRPOTrainer(args=short_run(tmp_path, *flux, "dtype=bf16", f"memory={{quantize: {kind}}}"))
     assert trainer.training_step()["ratio/first_update_max_deviation"] == 0
-    assert all(parameter.dtype == torch.float32 for parameter in trainer.policy.parameters().values())
+    assert all(parameter.dtype == torch.float32 for parameter in trainer.policy.trainable_parameters().values())
 
 
 def test_8_bit_adam_moves_the_adapter(flux, tmp_path):
@@ -57,4 +57,4 @@ def test_memory_stays_within_the_plan(tmp_path, overrides):
     torch.cuda.reset_peak_memory_stats()
     for _ in range(2):
         trainer.training_step()
-    assert peak_bytes(trainer.policy.device) < 1.15 * (forecast.peak - forecast.staying["CUDA"])
+    assert peak_memory(trainer.policy.device) < 1.15 * (forecast.peak - forecast.staying["CUDA"])

@@ -305,7 +305,7 @@ def test_the_solvers_have_their_order_of_convergence(solver, order):
 
         start = torch.randn(64, 4, generator=torch.Generator().manual_seed(0))
         exact = 0.8 * mean + scale(0.2) * start
-        heun = policy.heun(schedule) if solver else None
+        heun = policy.heun_solver(schedule) if solver else None
         found = sampling.rollout(velocity, schedule, start, microbatch=16, solver=heun).final
         return float((found - exact).abs().mean())
 

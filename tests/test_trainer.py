@@ -50,11 +50,11 @@ def made(folder, reward=bright, policy=None, held_out=None, prompts=small.PROMPT
 
 
 def weights(policy, adapter="default"):
-    return torch.cat([p.detach().flatten() for p in policy.parameters(adapter).values()]).clone()
+    return torch.cat([p.detach().flatten() for p in policy.trainable_parameters(adapter).values()]).clone()
 
 
 def averaged(policy):
-    return torch.cat([policy.ema[name].flatten() for name in policy.parameters()]).clone()
+    return torch.cat([policy.ema[name].flatten() for name in policy.trainable_parameters()]).clone()
 
 
 def numbers(metrics):
@@ -122,7 +122,7 @@ def state_of(trainer):
         "microbatch": trainer.part.microbatch,
         "critic": critic,
         "moments": [v["exp_avg"].clone() for v in trainer.update.optimizer.adamw.state.values()],
-        "gradients": [p.grad for p in trainer.policy.parameters().values() if p.grad is not None],
+        "gradients": [p.grad for p in trainer.policy.trainable_parameters().values() if p.grad is not None],
     }
 
 
@@ -168,7 +168,7 @@ def test_a_step_that_fails_has_not_happened(tmp_path, changes, failure):
         return velocity(*args)
 
     def spoiled(lr):
-        for p in trainer.policy.parameters().values():
+        for p in trainer.policy.trainable_parameters().values():
             p.grad.fill_(math.nan)
         return step(lr)
 
@@ -439,7 +439,7 @@ def test_it_is_the_moving_average_that_is_evaluated_and_saved(tmp_path):
     assert (mean - now).abs().max() > 0.05
     other = small.policy()
     with torch.no_grad():
-        for name, parameter in other.parameters().items():
+        for name, parameter in other.trainable_parameters().items():
             parameter.copy_(trainer.policy.ema[name])
     expected = draw(other, HELD_OUT.prompts, [image_seed(7, place) for place in range(3)], 3).mean((1, 2, 3))
     assert found["reward"] == pytest.approx(float(expected.mean()), abs=1e-6)
@@ -907,7 +907,7 @@ def test_what_fails_is_saved_before_its_step_but_never_half_of_one(tmp_path, hal
     def fails(lr):
         calls.append(lr)
         if len(calls) == (4 if half else 3):
-            next(iter(trainer.policy.parameters().values())).grad.fill_(math.nan)
+            next(iter(trainer.policy.trainable_parameters().values())).grad.fill_(math.nan)
         return move(lr)
 
     trainer.update.optimizer.step = fails

@@ -198,7 +198,7 @@ def sample(
     from flow_grpo.policy import hub
 
     texts = _texts(prompts)
-    found = None if config else hub.config_of(lora) or hub.config_of(model)
+    found = None if config else hub.find_run_config(lora) or hub.find_run_config(model)
     source = config or found
     args = FlowGRPOConfig(model=model) if model and not source else FlowGRPOConfig.from_yaml(source)
     if found is not None and not trust:

@@ -93,7 +93,7 @@ def plan(
     """
     from flow_grpo.plan import estimate as planning
     from flow_grpo.policy.library_logging import quiet_libraries
-    from flow_grpo.policy.policy import usable
+    from flow_grpo.policy.policy import usable_device
 
     quiet_libraries()
     args = FlowGRPOConfig.from_yaml(config, overrides)
@@ -105,7 +105,7 @@ def plan(
     if gpu is not None:
         machine = planning.Machine.named(gpu, gpu_memory, gpus, gpu_tflops)
     else:
-        machine = planning.Machine.here(usable(args.device), gpu_memory, gpus)
+        machine = planning.Machine.here(usable_device(args.device), gpu_memory, gpus)
     base = 0.0 if machine.cuda else planning.occupied(args)
     if not planning.print_plan(console, args, machine, base):
         raise typer.Exit(1)

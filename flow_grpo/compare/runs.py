@@ -22,7 +22,7 @@ from flow_grpo.config import FlowGRPOConfig
 from flow_grpo.evaluation.held_out import distance_from_base
 from flow_grpo.files import write_whole
 from flow_grpo.policy.library_logging import quiet_libraries
-from flow_grpo.policy.memory import peak_bytes
+from flow_grpo.policy.memory import peak_memory
 from flow_grpo.run_folder import checkpoint, layout
 from flow_grpo.text import counted
 from rewards.interrupt import end_with
@@ -176,7 +176,7 @@ def run_slice(run: Run, number: int, budget: Budget, overrides: list[str]) -> No
             spent["images"] += metrics["images"]
         trainer.save()
         values = trainer.evaluate().means()
-        with trainer.policy.averaged():
+        with trainer.policy.ema_weights():
             assert trainer.eval_set
             prompts, steps = trainer.eval_set.prompts[:PROBED], trainer.args.evaluation.steps
             kl = statistics.mean(distance_from_base(trainer.policy, prompts, steps, trainer.args.microbatch))
@@ -185,7 +185,7 @@ def run_slice(run: Run, number: int, budget: Budget, overrides: list[str]) -> No
         sys.exit(2)
     except KeyboardInterrupt:  # the parent process gets it too
         sys.exit(130)
-    peak = peak_bytes(trainer.policy.device) / 1e6
+    peak = peak_memory(trainer.policy.device) / 1e6
     critic = 0 if trainer.critic is None else sum(p.numel() for p in trainer.critic.parameters())
     run.add(Point(number, trainer.step, spent["seconds"], int(spent["images"]), kl, peak, critic, values))
 

@@ -6,7 +6,7 @@ from typing import Any
 import yaml
 
 from flow_grpo.config.run_config import FlowGRPOConfig, shipped
-from flow_grpo.policy.hub import SHIPPED
+from flow_grpo.policy.hub import BUNDLED_MODELS
 
 BASE = "sd35_medium_ocr"  # the settings for a model that no shipped config trains
 OCR_PROMPTS = ("prompts/ocr_train.txt", "prompts/ocr_test.txt")
@@ -46,7 +46,7 @@ def template(model: str, rewards: list[str]) -> str:
     args = FlowGRPOConfig.from_yaml(name)
     values = args.model_dump(mode="json")
     values |= {"model": model, "rewards": dict.fromkeys(rewards, 1.0)}
-    if model not in SHIPPED and not any(reward.startswith("ocr") for reward in rewards):
+    if model not in BUNDLED_MODELS and not any(reward.startswith("ocr") for reward in rewards):
         values["prompts"], values["evaluation"]["prompts"] = OBJECT_PROMPTS
     measured = {k: v for k, v in values["evaluation"]["rewards"].items() if not k.startswith("ocr")}
     values["evaluation"]["rewards"] = {k: {"options": v["options"]} if v["options"] else {} for k, v in measured.items()}
@@ -90,7 +90,7 @@ def json_schema() -> dict[str, Any]:
 
 def _preset(model: str) -> str:
     """The name of the shipped config to begin with."""
-    if model in SHIPPED:
+    if model in BUNDLED_MODELS:
         return "tiny_ocr"
     trained = [(file.stem, yaml.safe_load(file.read_text())["model"]) for file in sorted(shipped("").glob("*.yaml"))]
     names = [name for name, of in trained if of == model]

@@ -16,7 +16,7 @@ from flow_grpo.plan.estimate import NotFollowed, Plan, rates_of, slower_dtype
 from flow_grpo.plan.hardware import GB, Machine
 from flow_grpo.policy import hub
 from flow_grpo.policy.model_files import check_weights
-from flow_grpo.policy.policy import usable
+from flow_grpo.policy.policy import usable_device
 from flow_grpo.progress import phase
 from flow_grpo.training import early_checks
 from flow_grpo.training.offline import load_sources
@@ -96,13 +96,13 @@ def _prompts(args: FlowGRPOConfig, count: int, found: Findings) -> PromptSet | N
 def _model(args: FlowGRPOConfig, count: int, found: Findings, prompts: PromptSet | None) -> Plan | None:
     """Checks the model's files and sizes, and says what a step takes. None if its code could not be followed."""
     try:
-        source = hub.locate(args.model)
+        source = hub.resolve_model(args.model)
         if Path(source).is_dir():
             check_weights(source)
             found.checked.append("the model's files")
         if prompts is None:
             return None
-        plan = Plan(args, torch.device(usable(args.device)).type == "cuda", count)
+        plan = Plan(args, torch.device(usable_device(args.device)).type == "cuda", count)
     except NotFollowed as error:
         found.notes.append(f"what a step takes is not known: {error}")
         return None
@@ -113,7 +113,7 @@ def _model(args: FlowGRPOConfig, count: int, found: Findings, prompts: PromptSet
         return None
     if not Path(source).is_dir() and not _is_cached(plan):
         found.missing.append(f"the weights of {args.model}")
-    found.notes += _takes(plan, args, Machine.here(usable(args.device), count=count))
+    found.notes += _takes(plan, args, Machine.here(usable_device(args.device), count=count))
     return plan
 
 

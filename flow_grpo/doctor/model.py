@@ -49,11 +49,11 @@ class _Look:
         self.close = CLOSE[policy.dtype]
 
     def _start(self, prompts: list[str]) -> Tensor:
-        return torch.cat([self.policy.noise([prompt], seed) for seed, prompt in enumerate(prompts)])
+        return torch.cat([self.policy.initial_latents([prompt], seed) for seed, prompt in enumerate(prompts)])
 
     def _velocity(self, steps: int = STEPS) -> tuple[Schedule, Callable[[Tensor, int, Tensor], Tensor]]:
         schedule, _ = self.policy.schedule(steps)
-        return schedule, self.policy.along(schedule, self.policy.encode(PROMPTS))
+        return schedule, self.policy.velocity_fn(schedule, self.policy.encode(PROMPTS))
 
     def _pictures(self, start: Tensor) -> Tensor:
         schedule, velocity = self._velocity()
@@ -62,7 +62,7 @@ class _Look:
 
     def own_call(self) -> Check:
         """Without noise it draws the pipeline's own picture."""
-        expected = self.policy.own_picture(PROMPTS[0], STEPS, seed=0)
+        expected = self.policy.diffusers_image(PROMPTS[0], STEPS, seed=0)
         off = (self._pictures(self._start(PROMPTS))[:1] - expected).abs().max().item()
         return self._verdict(
             self.own_call, f"{off:.1e}", off < self.close, "the velocity is not the one that it samples with"
@@ -76,12 +76,12 @@ class _Look:
             base = velocity(x, 0, rows)
             self.policy.add_lora(4, 8, None, seed=0)
             generator = torch.Generator().manual_seed(0)
-            for parameter in self.policy.parameters().values():
+            for parameter in self.policy.trainable_parameters().values():
                 parameter.add_(0.02 * torch.randn(parameter.shape, generator=generator).to(parameter))
             moved = (velocity(x, 0, rows) - base).abs().max().item()
             with self.policy.reference():
                 same = torch.equal(velocity(x, 0, rows), base)
-        count = sum("lora_A" in name for name in self.policy.parameters())
+        count = sum("lora_A" in name for name in self.policy.trainable_parameters())
         return self._verdict(
             self.lora, f"{count} modules", same and moved > 0, "switched off, it does not give the base model"
         )
@@ -90,8 +90,8 @@ class _Look:
         """Gradients reach the LoRA."""
         _, velocity = self._velocity()
         velocity(self._start(PROMPTS), 0, torch.arange(2)).square().mean().backward()
-        found = [p.grad is not None and bool(p.grad.any()) for p in self.policy.parameters().values()]
-        for parameter in self.policy.parameters().values():
+        found = [p.grad is not None and bool(p.grad.any()) for p in self.policy.trainable_parameters().values()]
+        for parameter in self.policy.trainable_parameters().values():
             parameter.grad = None
         share = sum(found) / len(found)
         # a last block may throw away what it computes of the text
@@ -128,7 +128,7 @@ class _Look:
             both = self.policy.velocity(x, timesteps, conditioning, rows)
             alone = [self.policy.velocity(x[i : i + 1], timesteps[i], conditioning, rows[i : i + 1]) for i in range(2)]
         off = ((both - torch.cat(alone)).abs().max() / both.abs().max()).item()
-        how = "in one call" if self.policy.takes_timesteps else "in calls of their own"
+        how = "in one call" if self.policy.supports_per_sample_timesteps else "in calls of their own"
         return self._verdict(self.timesteps, how, off < self.close, "they change each other's velocity")
 
     def prompts(self) -> Check:
@@ -148,9 +148,9 @@ class _Look:
         expected = self._pictures(start)[:1]
         with tempfile.TemporaryDirectory() as folder:
             file = self.policy.save_lora(Path(folder))
-            self.policy.drop_lora()
+            self.policy.remove_lora()
             self.policy.load_lora(folder)
-        found = self.policy.own_picture(PROMPTS[0], STEPS, seed=0)
+        found = self.policy.diffusers_image(PROMPTS[0], STEPS, seed=0)
         off = (found - expected).abs().max().item()
         return self._verdict(self.saved, file.name, off < self.close, f"its picture is off by {off:.1e}")
 

@@ -30,7 +30,7 @@ from flow_grpo.evaluation.group_dependence import RewardInputs
 from flow_grpo.methods import takes_each_reward
 from flow_grpo.plan.estimate import Forecast, Plan
 from flow_grpo.plan.hardware import matmul_speed
-from flow_grpo.policy.memory import peak_bytes
+from flow_grpo.policy.memory import peak_memory
 from flow_grpo.policy.policy import DTYPES, Policy
 from flow_grpo.text import counted
 from flow_grpo.trainer import TWICE, FlowGRPOTrainer
@@ -293,7 +293,7 @@ def update(trainer: FlowGRPOTrainer) -> tuple[dict[str, float] | None, list[Verd
     found += judge_drift(part, experience.trajectory, moved)
     overflow = "grad_overflow" in metrics
     found.append(result.gradient(gradients.norm, gradients.count, part.optimizer.eps, gradients.kept, overflow))
-    reached = [result.reach(gradients.norm, trainer.policy.trains_all)] if gradients.norm else []
+    reached = [result.reach(gradients.norm, trainer.policy.is_full_finetuning)] if gradients.norm else []
     return metrics, [*found, *reached]
 
 
@@ -344,7 +344,7 @@ class Gradients:
 
     def __init__(self, trainer: FlowGRPOTrainer) -> None:
         self.norm: dict[str, float] = {}
-        self.parameters, self.eps = trainer.policy.parameters(), trainer.part.optimizer.eps
+        self.parameters, self.eps = trainer.policy.trainable_parameters(), trainer.part.optimizer.eps
         self.count, self.kept = sum(p.numel() for p in self.parameters.values()), 1.0
         trainer.update.optimizer.adamw.register_step_pre_hook(lambda *_: self._note())
 
@@ -376,8 +376,8 @@ def costs(trainer: FlowGRPOTrainer, steps: list[dict[str, float]], scoring: floa
     found.append(Verdict("the run", counted(round((training + evaluating) / 60), "minute"), result.FINE, says))
     there = torch.cuda.get_device_properties(device).total_memory if cuda else psutil.virtual_memory().total
     predicted = max((one[0].peak - one[0].staying.get("CUDA", 0.0) for one in forecasts if one is not None), default=None)
-    found.append(result.memory(peak_bytes(device), there, predicted, alone=not cuda))
-    adapter = 4 * sum(parameter.numel() for parameter in policy.parameters().values())
+    found.append(result.memory(peak_memory(device), there, predicted, alone=not cuda))
+    adapter = 4 * sum(parameter.numel() for parameter in policy.trainable_parameters().values())
     copies = 3 + bool(policy.ema) + ("old" in policy.adapters)  # with Adam's two moments
     folder = next(place for place in (trainer.folder, *trainer.folder.resolve().parents) if place.is_dir())
     found.append(result.disk(adapter * (copies * (args.keep + 1) + 2), shutil.disk_usage(folder).free))

@@ -50,7 +50,7 @@ def draw(
     with phase("encoding prompts"):
         conditioning = policy.encode(prompts)
     start = torch.stack([sampling.noise(shape, seed, "sample") for seed in seeds])
-    velocity = interruptible(policy.along(schedule, conditioning), stopping)
+    velocity = interruptible(policy.velocity_fn(schedule, conditioning), stopping)
 
     with phase(what, total=len(prompts) * len(schedule)) as steps_done:
 
@@ -68,7 +68,7 @@ def distance_from_base(policy: Policy, prompts: list[str], steps: int, microbatc
     to image."""
     schedule, shape = policy.schedule(steps)
     conditioning = policy.encode(prompts)
-    velocity = policy.along(schedule, conditioning)
+    velocity = policy.velocity_fn(schedule, conditioning)
     found: list[float] = []
     for rows in torch.arange(len(prompts)).split(microbatch):
         x, way = torch.stack([sampling.noise(shape, place, "distance") for place in rows.tolist()]), []

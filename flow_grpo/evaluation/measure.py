@@ -71,7 +71,7 @@ def measure(
 
 def dress(policy: Policy, model: Model) -> None:
     """Puts on what the model was trained to, in place of what was there."""
-    policy.strip()
+    policy.reset_to_base()
     place = model.lora or model.checkpoint
     if place is not None:
         load_trained(policy, str(place))

@@ -146,7 +146,7 @@ def _one(word: str, how: Reading) -> Target:
         return _folder(path, how)
     if path.suffix == ".safetensors" and path.is_file():
         return _lora(path, how)
-    if not path.exists() and (word in hub.SHIPPED or hub.may_be_hub_id(word)):
+    if not path.exists() and (word in hub.BUNDLED_MODELS or hub.looks_like_hub_id(word)):
         return _model(word, how)
     there = f"{word} is not" if path.exists() else f"there is no {word}: give"
     raise ValueError(f"{there} {WHAT}.")
@@ -196,7 +196,7 @@ def _lora(path: Path, how: Reading) -> Model:
 
 
 def _model(name: str, how: Reading) -> Model:
-    found = hub.config_of(name) if how.config is None else None
+    found = hub.find_run_config(name) if how.config is None else None
     config = how.config or found or how.beside
     own = [*how.overrides, f"model={name}"]
     args = FlowGRPOConfig.from_yaml(config, own) if config else FlowGRPOConfig.for_model(name, how.overrides)

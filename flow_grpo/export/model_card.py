@@ -180,11 +180,11 @@ def snippet(folder: Path, args: FlowGRPOConfig, run: Story, merged: bool, source
         call[differs.guidance] = args.guidance if args.guidance > 1 else differs.unguided
     call |= {key: value for key, value in args.pipeline_call_kwargs().items() if key != "guidance"}
     prompt = plain(run.evaluations[0]["prompts"][0]) if run.evaluations else "a photo of a cat"
-    base = f"locate({args.model!r})" if args.model in hub.SHIPPED else repr(args.model)
+    base = f"resolve_model({args.model!r})" if args.model in hub.BUNDLED_MODELS else repr(args.model)
     lines = ["import torch", f"from diffusers import {kind}"]
     lines += (
         ["from flow_grpo.policy.hub import locate  # where the embedded model lies"]
-        if args.model in hub.SHIPPED and not merged
+        if args.model in hub.BUNDLED_MODELS and not merged
         else []
     )
     lines += [] if merged or not (folder / hub.PEFT_WEIGHTS).is_file() else ["from peft import PeftModel"]
@@ -255,4 +255,4 @@ def _sentence(reward: str, *beginnings: str) -> str:
 
 
 def _on_hub(model: str) -> bool:
-    return model not in hub.SHIPPED and not Path(model).exists() and hub.may_be_hub_id(model)
+    return model not in hub.BUNDLED_MODELS and not Path(model).exists() and hub.looks_like_hub_id(model)

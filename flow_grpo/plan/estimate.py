@@ -22,9 +22,9 @@ from flow_grpo.plan.hardware import GB, TERA, Machine, Rates, matmul_speed
 from flow_grpo.plan.meta_pipeline import Alive, Encoder, Followed, Operations, hollow
 from flow_grpo.policy import hub
 from flow_grpo.policy.interception import first_line
-from flow_grpo.policy.memory import arrange, peak_bytes
+from flow_grpo.policy.memory import apply_memory_settings, peak_memory
 from flow_grpo.policy.model_files import stored_bytes
-from flow_grpo.policy.policy import DTYPES, Policy, fast_dtype
+from flow_grpo.policy.policy import DTYPES, Policy, default_dtype
 from flow_grpo.progress import phase
 from flow_grpo.training.rewards import build_rewards
 from flow_grpo.training.setup import add_trained
@@ -123,13 +123,15 @@ class Plan:
     def __init__(self, args: FlowGRPOConfig, cuda: bool, count: int = 1) -> None:
         self.args, self.cuda, shard = args, cuda, args.memory.shard if count > 1 else None
         self.dtype = dtype_of(args, cuda)
-        pipe = hollow(hub.locate(args.model), self.dtype, cuda)
-        arrange(pipe, args.memory.model_copy(update={"attention": None}))  # a kernel that only the GPU's machine has
+        pipe = hollow(hub.resolve_model(args.model), self.dtype, cuda)
+        apply_memory_settings(
+            pipe, args.memory.model_copy(update={"attention": None})
+        )  # a kernel that only the GPU's machine has
         self.loading = Loading.of(pipe, self.dtype, bool(args.memory.embeddings)) if not cuda else Loading(0.0, 0.0)
         self.policy = Policy(pipe, self.dtype, **args.pipeline_call_kwargs())
         with torch.device("meta"):
             add_trained(self.policy, args)
-        whole = self.policy.trains_all
+        whole = self.policy.is_full_finetuning
         self.shares = {  # in which there lie, of what is meant by each
             "base": count if shard == "fsdp2" else 1,
             "trained": count if shard == "fsdp2" and whole else 1,
@@ -228,10 +230,10 @@ class Plan:
 
     def _staying(self) -> dict[str, float]:
         args, memory, transformer = self.args, self.args.memory, self.policy.pipe.transformer
-        trained = 4 * sum(p.numel() for p in self.policy.parameters().values())
+        trained = 4 * sum(p.numel() for p in self.policy.trainable_parameters().values())
         moments = 2 * (8 / 32 if args.optimizer.name == "adamw_8bit" else 1) + self.copied
         copies = 1 + bool(args.ema_decay) + args.method.old_policy
-        whole, shares = self.policy.trains_all, self.shares
+        whole, shares = self.policy.is_full_finetuning, self.shares
         kept = whole and (not self.cuda or self._references)  # the base model's, which is else on the CPU
         encoders = 0 if memory.offload_encoders or memory.embeddings else self._encoders()
         return {
@@ -339,7 +341,7 @@ def slower_dtype(rates: dict[torch.dtype, Rates], dtype: torch.dtype) -> str:
     if times < SLOWER:
         return ""
     names = {value: name for name, value in DTYPES.items()}
-    wanted = f"auto, which is {names[best]} here" if fast_dtype("cpu") == best else names[best]
+    wanted = f"auto, which is {names[best]} here" if default_dtype("cpu") == best else names[best]
     return f"{names[dtype]} is {times:.1f} times as slow as {names[best]} on this CPU: set dtype={wanted}."
 
 
@@ -355,7 +357,7 @@ def occupied(args: FlowGRPOConfig) -> float:
     pictures = torch.rand(len(batch.prompts), 3, args.height or 512, args.width or 512)
     with phase("measuring the memory of the rewards"):
         rewards(pictures, batch.prompts, **batch.columns())
-    return peak_bytes(torch.device("cpu")) + (images / len(pictures) - 1) * pictures.nbytes
+    return peak_memory(torch.device("cpu")) + (images / len(pictures) - 1) * pictures.nbytes
 
 
 def _count(counter: Any) -> float:
@@ -375,7 +377,7 @@ def _weights(network: Any, quantize: str | None) -> float:
 def dtype_of(args: FlowGRPOConfig, cuda: bool) -> torch.dtype:
     if args.dtype != "auto":
         return DTYPES[args.dtype]
-    return torch.bfloat16 if cuda else fast_dtype("cpu")
+    return torch.bfloat16 if cuda else default_dtype("cpu")
 
 
 def _say(console: Console, line: str) -> None:

@@ -15,7 +15,7 @@ IN_MEMORY = 512  # recordings: 3 MB each for SD3.5
 LAYOUT = "\0layout"  # what is known of all recordings: their batch axes, and whether they are of one length
 
 
-class Embeddings:
+class EmbeddingCache:
     """What prompts became, by their text.
 
     Args:

@@ -9,13 +9,13 @@ from huggingface_hub import save_torch_state_dict
 from torch import Tensor
 
 from flow_grpo.files import finish_weights
-from flow_grpo.policy.memory import gathered_on_cpu, own_share, spread_like
+from flow_grpo.policy.memory import gather_to_cpu, local_shard, shard_like
 
 NAMED = "diffusion_pytorch_model"  # how diffusers begins the names of a transformer's files
 CONFIG = "config.json"
 
 
-class Whole:
+class FullWeights:
     """All weights of a transformer, in place of a LoRA on it.
 
     Attributes:
@@ -39,12 +39,12 @@ class Whole:
         self.transformer.float().requires_grad_(True)
         self.base = {name: value.float() for name, value in self.base.items()}
 
-    def keep_base(self, device: torch.device | str) -> None:
+    def store_base_weights(self, device: torch.device | str) -> None:
         """Keeps the base model's weights there: unless they are kept already, those of now. Of shared ones each process its own."""
         own = self.parameters()
         for name, value in (self.base or own).items():
-            whole = value.detach() if value.shape != own[name].shape else spread_like(value.detach(), own[name])
-            self.base[name] = own_share(whole).to(device, copy=True)
+            whole = value.detach() if value.shape != own[name].shape else shard_like(value.detach(), own[name])
+            self.base[name] = local_shard(whole).to(device, copy=True)
 
     def swap(self) -> None:
         """The base model's weights in place of these, or back; all or, if memory runs out, none."""
@@ -61,7 +61,7 @@ class Whole:
     @torch.no_grad()
     def _exchange(self, name: str) -> None:
         """Past autograd, which would not go back through weights that were touched: when it does, they are what they were."""
-        own, kept = own_share(self.transformer.get_parameter(name).data), self.base[name]
+        own, kept = local_shard(self.transformer.get_parameter(name).data), self.base[name]
         here = own.to(kept.device, copy=True)
         own.copy_(kept)
         kept.copy_(here)
@@ -76,7 +76,7 @@ class Whole:
 
     def save(self, folder: Path, write: bool) -> Path:
         """Writes it as diffusers reads it. Where it lies in shares on all processes, all must ask, and one writes."""
-        state = gathered_on_cpu(self.transformer.state_dict(), write)
+        state = gather_to_cpu(self.transformer.state_dict(), write)
         if write:
             folder.mkdir(parents=True, exist_ok=True)
             self.transformer.save_config(folder)
@@ -94,7 +94,7 @@ class Whole:
         loaded = type(self.transformer).from_pretrained(folder, torch_dtype=self.transformer.dtype).state_dict()
         if {n: v.shape for n, v in loaded.items()} != {n: v.shape for n, v in own.items()}:
             raise ValueError("it is of another model")
-        self.keep_base("cpu")
+        self.store_base_weights("cpu")
         self.transformer.load_state_dict(loaded)
 
     def _values(self) -> list[tuple[str, Tensor]]:

@@ -9,7 +9,7 @@ from huggingface_hub import HfApi, try_to_load_from_cache
 from flow_grpo.run_folder.metrics_file import METRICS
 from rewards.downloads import HubUnreachable, downloads, hub_file
 
-SHIPPED = {"tiny": Path(__file__).parent.parent / "tiny" / "pipeline"}
+BUNDLED_MODELS = {"tiny": Path(__file__).parent.parent / "tiny" / "pipeline"}
 WEIGHTS, PEFT_WEIGHTS = (
     "pytorch_lora_weights.safetensors",
     "adapter_model.safetensors",
@@ -18,20 +18,20 @@ INDEX, CONFIG = "model_index.json", "config.yaml"
 EXPORT = "flow_grpo.json"  # what `flow-grpo export` wrote holds it
 
 
-def locate(name: str) -> str:
+def resolve_model(name: str) -> str:
     """The folder or hub id of a model; a folder that is not there is said to be so without asking the hub."""
-    if name in SHIPPED:
-        return str(SHIPPED[name])
+    if name in BUNDLED_MODELS:
+        return str(BUNDLED_MODELS[name])
     folder = Path(name)
     if folder.is_dir():
         if not (folder / "model_index.json").exists():
             raise ValueError(f"the folder {name} has no model_index.json, so it is not a diffusers pipeline.")
         _check_no_code(folder)
         return name
-    if not may_be_hub_id(name):
+    if not looks_like_hub_id(name):
         raise ValueError(
             f"there is no model folder {name}; give a diffusers folder, a hub id such as "
-            f"stabilityai/stable-diffusion-3.5-medium, or a shipped model: {', '.join(SHIPPED)}."
+            f"stabilityai/stable-diffusion-3.5-medium, or a shipped model: {', '.join(BUNDLED_MODELS)}."
         )
     if not isinstance(try_to_load_from_cache(name, "model_index.json"), str):
         try:
@@ -46,10 +46,10 @@ def locate(name: str) -> str:
     return name
 
 
-def name_of(pipe: Any) -> str:
+def model_name(pipe: Any) -> str:
     """What a pipeline was loaded from: a shipped name, a folder or a hub id; its class if it was built in memory."""
     source = pipe.name_or_path
-    return next((name for name, folder in SHIPPED.items() if str(folder) == source), source or type(pipe).__name__)
+    return next((name for name, folder in BUNDLED_MODELS.items() if str(folder) == source), source or type(pipe).__name__)
 
 
 def _check_no_code(folder: Path) -> None:
@@ -81,7 +81,7 @@ def fingerprint(source: str) -> list:
     return [source, Path(cached).parent.name if isinstance(cached, str) else None]
 
 
-def components(source: str, beginnings: tuple[str, ...]) -> list[str]:
+def component_names(source: str, beginnings: tuple[str, ...]) -> list[str]:
     """Names of a pipeline's components that begin so, from its model_index.json."""
     file = Path(source) / "model_index.json"
     if not file.exists():
@@ -91,15 +91,15 @@ def components(source: str, beginnings: tuple[str, ...]) -> list[str]:
 
 def pipeline_class(name: str) -> str:
     """What diffusers calls a model's pipeline, by the files at hand; without them DiffusionPipeline, which finds out by itself."""
-    cached = try_to_load_from_cache(name, INDEX) if may_be_hub_id(name) else None
-    file = Path(cached) if isinstance(cached, str) else SHIPPED.get(name, Path(name)) / INDEX
+    cached = try_to_load_from_cache(name, INDEX) if looks_like_hub_id(name) else None
+    file = Path(cached) if isinstance(cached, str) else BUNDLED_MODELS.get(name, Path(name)) / INDEX
     try:
         return str(json.loads(file.read_text())["_class_name"])
     except (OSError, ValueError, KeyError):
         return "DiffusionPipeline"
 
 
-def lora_of(name: str | Path) -> Path:
+def resolve_lora(name: str | Path) -> Path:
     """Where the LoRA lies: of a run folder it is lora/, or transformer/, else what was given. ValueError for what holds none."""
     folder = Path(name)
     if (folder / INDEX).is_file():
@@ -112,7 +112,7 @@ def lora_of(name: str | Path) -> Path:
     raise ValueError(f"the run {folder} is not finished, so it has no lora/: give {folder}/best or one of its checkpoints/.")
 
 
-def config_of(name: str | None) -> Path | None:
+def find_run_config(name: str | None) -> Path | None:
     """The config of the run that a LoRA or model comes from, where a run folder or an export holds it."""
     if name is None or not Path(name).exists():
         return None
@@ -123,7 +123,7 @@ def config_of(name: str | None) -> Path | None:
     return None
 
 
-def may_be_hub_id(name: str) -> bool:
+def looks_like_hub_id(name: str) -> bool:
     """Whether a name that is no file may be `owner/model`: a misspelt path is not looked up on the hub."""
     owner = name.partition("/")[0]
     return name.count("/") == 1 and not name.startswith((".", "/", "~")) and not Path(owner).is_dir()

@@ -33,7 +33,7 @@ def quantization(kind: str, dtype: torch.dtype) -> PipelineQuantizationConfig:
     return PipelineQuantizationConfig(quant_mapping={"transformer": how})
 
 
-def arrange(pipe: DiffusionPipeline, memory: MemoryConfig) -> None:
+def apply_memory_settings(pipe: DiffusionPipeline, memory: MemoryConfig) -> None:
     """Checkpointing, attention backend, slicing and tiling of a loaded pipeline.
 
     Raises:
@@ -62,7 +62,7 @@ def compile_blocks(transformer: torch.nn.Module) -> None:
         block.compile()
 
 
-def shard(transformer: torch.nn.Module, whole: set[torch.nn.Parameter]) -> None:
+def fully_shard_blocks(transformer: torch.nn.Module, whole: set[torch.nn.Parameter]) -> None:
     """Spreads the weights over the processes (FSDP2, arXiv 2304.11277): each holds a share of a block's until it computes.
 
     Args:
@@ -81,27 +81,27 @@ def shard(transformer: torch.nn.Module, whole: set[torch.nn.Parameter]) -> None:
     fully_shard(transformer, ignored_params=whole, reshard_after_forward=True)
 
 
-def gathered(value: Tensor) -> Tensor:
+def full_tensor(value: Tensor) -> Tensor:
     """The whole of a tensor that may lie in shares on all processes, which then all must ask."""
     return value.full_tensor() if isinstance(value, DTensor) else value
 
 
-def own_share(value: Tensor) -> Tensor:
+def local_shard(value: Tensor) -> Tensor:
     """The part of a tensor that lies on this process: all of it, but for shared ones."""
     return value.to_local() if isinstance(value, DTensor) else value
 
 
-def gathered_on_cpu(values: dict[str, Tensor], keep: bool = True) -> dict[str, Tensor]:
+def gather_to_cpu(values: dict[str, Tensor], keep: bool = True) -> dict[str, Tensor]:
     """Whole copies on the CPU, one after another: a process that only helps the others to theirs keeps none."""
     found = {}
     for name, value in values.items():
-        whole = gathered(value.detach())
+        whole = full_tensor(value.detach())
         if keep:
             found[name] = whole.to("cpu", copy=True)
     return found
 
 
-def spread_like(value: Tensor, like: Tensor) -> Tensor:
+def shard_like(value: Tensor, like: Tensor) -> Tensor:
     """A whole tensor, in shares on all processes where `like` is."""
     if isinstance(like, DTensor) and not isinstance(value, DTensor):
         return distribute_tensor(value.to(like.device), like.device_mesh, like.placements)
@@ -117,7 +117,7 @@ def repeated_blocks(transformer: torch.nn.Module, setting: str) -> list[torch.nn
     return found
 
 
-def peak_bytes(device: torch.device) -> float:
+def peak_memory(device: torch.device) -> float:
     """The most that this process has had on the GPU or, on a CPU, in all."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)

@@ -17,17 +17,17 @@ def save_whole(policy: Policy, folder: Path, base: str) -> None:
     The parts beside the transformer are copied from `base`, which the pipeline was loaded from: what diffusers saves of a part is not
     always what it loads. ValueError if a LoRA is on quantised weights.
     """
-    if policy.trains_all:
+    if policy.is_full_finetuning:
         policy.save(folder / "transformer")
     else:
         merge(policy)
         policy.pipe.transformer.save_pretrained(folder / "transformer")
         for file in (folder / "transformer").glob("*.safetensors"):
             finish_weights(file)
-    source = hub.locate(base)
+    source = hub.resolve_model(base)
     place = Path(source if Path(source).is_dir() else DiffusionPipeline.download(source))
     shutil.copyfile(place / hub.INDEX, folder / hub.INDEX)
-    for part in hub.components(str(place), ("",)):
+    for part in hub.component_names(str(place), ("",)):
         if part != "transformer" and (place / part).is_dir():
             shutil.copytree(place / part, folder / part, copy_function=shutil.copyfile)
 
@@ -39,7 +39,7 @@ def merge(policy: Policy) -> None:
         raise ValueError(
             "the base weights are quantised, and a LoRA can't be added to them: export the LoRA without merging."
         )
-    for layer in policy.layers():
+    for layer in policy.lora_layers():
         linear = layer.get_base_layer()
         dtype = linear.weight.dtype
         linear.float()

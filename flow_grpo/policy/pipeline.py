@@ -17,7 +17,7 @@ from diffusers.guiders import ClassifierFreeGuidance
 from torch import Tensor
 
 from flow_grpo.policy.conditioning import Conditioning, Recording, axes_of, conditioning, merged, moved, row_of, signature
-from flow_grpo.policy.embedding_cache import LAYOUT, Embeddings
+from flow_grpo.policy.embedding_cache import LAYOUT, EmbeddingCache
 from flow_grpo.policy.families import family
 from flow_grpo.policy.interception import Probe, Stop, Threshold, as_tensor, check_call, check_flow, computing_on, first_line
 from flow_grpo.sampling import Solver
@@ -41,7 +41,7 @@ class FlowPipeline:
     Attributes:
         pipe: the user's pipeline; it stays as it was, since scheduler and methods are replaced in a copy of it.
         call: arguments of every pipeline call, those of the family and of the guidance among them.
-        takes_timesteps: whether a call can have a timestep per row; None before that was tried.
+        supports_per_sample_timesteps: whether a call can have a timestep per row; None before that was tried.
     """
 
     def __init__(
@@ -49,7 +49,7 @@ class FlowPipeline:
         pipe: DiffusionPipeline,
         dtype: torch.dtype = torch.float32,
         guidance: float = 1.0,
-        embeddings: Embeddings | None = None,
+        embeddings: EmbeddingCache | None = None,
         offload: bool = False,
         **call: Any,
     ) -> None:
@@ -61,10 +61,10 @@ class FlowPipeline:
         ours = {argument: value for argument, value in self.family.call.items() if argument in known}
         self.call = {**ours, **self._guidance(guidance), **call}
         self._known = known
-        self._embeddings, self._offload = Embeddings() if embeddings is None else embeddings, offload
+        self._embeddings, self._offload = EmbeddingCache() if embeddings is None else embeddings, offload
         self._axes: list[Any] | None = None
         self._one_length = False  # whether the encoders pad all prompts to one length
-        self.takes_timesteps: bool | None = None
+        self.supports_per_sample_timesteps: bool | None = None
         self._calls: Callable[[int], int] = lambda calls: calls  # how many all processes make, of those that one needs
         self._probe = Probe.of(pipe.scheduler)
         self._view = copy.copy(pipe)
@@ -201,7 +201,7 @@ class FlowPipeline:
         """
         n, kind = len(rows), conditioning.kind[rows]
         timesteps = timestep.expand(n)
-        if (timesteps != timesteps[0]).any() and not self._takes_timesteps(x, timesteps, conditioning, rows):
+        if (timesteps != timesteps[0]).any() and not self._has_per_sample_timesteps(x, timesteps, conditioning, rows):
             kind = torch.stack([kind.double(), timesteps.double()], 1).unique(dim=0, return_inverse=True)[1]
         parts = [(kind == one).nonzero()[:, 0] for one in kind.unique()]
         found, more = [], parts[:1] * (self._calls(len(parts)) - len(parts))
@@ -216,9 +216,9 @@ class FlowPipeline:
         asked = timesteps[:1] if one else timesteps[None]  # the pipelines walk along the first axis
         return self._denoise(conditioning, rows, asked, x).output.float()
 
-    def _takes_timesteps(self, x: Tensor, timesteps: Tensor, conditioning: Conditioning, rows: Tensor) -> bool:
+    def _has_per_sample_timesteps(self, x: Tensor, timesteps: Tensor, conditioning: Conditioning, rows: Tensor) -> bool:
         """Whether one call can have a timestep per row: tried once, against calls with one each."""
-        if self.takes_timesteps is None:
+        if self.supports_per_sample_timesteps is None:
             row, pair = rows[:1].expand(2), torch.stack([timesteps.min(), timesteps.max()])
             states = x[:1].expand(2, *x.shape[1:])
             with torch.no_grad():
@@ -228,10 +228,10 @@ class FlowPipeline:
                     off = (both[0] - low).abs().max() + (both[1] - high).abs().max()
                 except (RuntimeError, ValueError, TypeError, IndexError, AssertionError):
                     off = (high - low).abs().max()
-            self.takes_timesteps = bool(off < 0.02 * (high - low).abs().max())
-        return self.takes_timesteps
+            self.supports_per_sample_timesteps = bool(off < 0.02 * (high - low).abs().max())
+        return self.supports_per_sample_timesteps
 
-    def along(self, schedule: Schedule, conditioning: Conditioning) -> Callable[[Tensor, int, Tensor], Tensor]:
+    def velocity_fn(self, schedule: Schedule, conditioning: Conditioning) -> Callable[[Tensor, int, Tensor], Tensor]:
         """The velocity at a step of a schedule, as `sampling` takes it: (x (n, ...), step, rows (n,)) -> v (n, ...)."""
 
         def velocity(x: Tensor, i: int, rows: Tensor) -> Tensor:
@@ -239,7 +239,7 @@ class FlowPipeline:
 
         return velocity
 
-    def heun(self, schedule: Schedule) -> Solver:
+    def heun_solver(self, schedule: Schedule) -> Solver:
         """diffusers' Heun solver on that schedule: order 2, two velocities a step, Euler at the last (arXiv 2206.00364)."""
 
         def doubled(values: Tensor) -> Tensor:
@@ -268,14 +268,14 @@ class FlowPipeline:
         return torch.cat(images)
 
     @torch.no_grad()
-    def noise(self, prompts: list[str], seed: int) -> Tensor:
+    def initial_latents(self, prompts: list[str], seed: int) -> Tensor:
         """The states (B, ...) float32 that the pipeline itself begins with, by a generator of that seed."""
         generator = torch.Generator(self.device).manual_seed(seed)
         rows = torch.arange(len(prompts))
         return self._denoise(self.encode(prompts), rows, None, None, generator=generator).sample.float().cpu()
 
     @torch.no_grad()
-    def own_picture(self, prompt: str, steps: int, seed: int) -> Tensor:
+    def diffusers_image(self, prompt: str, steps: int, seed: int) -> Tensor:
         """(1, 3, H, W): what the pipeline draws when it is called as anyone would, with the Euler scheduler of its flow."""
         pipe: Any = copy.copy(self.pipe)
         object.__setattr__(pipe, "scheduler", FlowMatchEulerDiscreteScheduler.from_config(self._probe.config))
@@ -288,7 +288,7 @@ class FlowPipeline:
         return as_tensor(out[0]).float().clamp(0, 1).cpu()
 
     @torch.no_grad()
-    def latents(self, images: Tensor, microbatch: int = 64) -> Tensor:
+    def encode_images(self, images: Tensor, microbatch: int = 64) -> Tensor:
         """States (B, ...) float32 whose pictures are `images` (B, 3, H, W) in [0, 1]: what `decode` turns round.
 
         Raises:
@@ -297,7 +297,7 @@ class FlowPipeline:
         _, shape = self.schedule(2)
         name = type(self.pipe).__name__
         try:
-            states = torch.cat([self._latents(chunk, shape) for chunk in images.split(microbatch)])
+            states = torch.cat([self._encode_images(chunk, shape) for chunk in images.split(microbatch)])
         except (AttributeError, TypeError, ValueError, RuntimeError) as error:
             raise ValueError(f"{name} can't be trained on given images: {first_line(error)}") from error
         if states.shape[1:] != shape:
@@ -307,7 +307,7 @@ class FlowPipeline:
             )
         return states
 
-    def _latents(self, images: Tensor, shape: torch.Size) -> Tensor:
+    def _encode_images(self, images: Tensor, shape: torch.Size) -> Tensor:
         vae = self.pipe.vae
         z = vae.encode((2 * images - 1).to(self.device, vae.dtype)).latent_dist.mode().float()
         z = (z - (getattr(vae.config, "shift_factor", None) or 0)) * vae.config.scaling_factor

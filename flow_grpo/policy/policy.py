@@ -26,12 +26,19 @@ from flow_grpo.config.sections import MemoryConfig
 from flow_grpo.distributed.processes import Processes
 from flow_grpo.files import finish_weights
 from flow_grpo.policy import hub
-from flow_grpo.policy.embedding_cache import Embeddings
-from flow_grpo.policy.full_weights import Whole
+from flow_grpo.policy.embedding_cache import EmbeddingCache
+from flow_grpo.policy.full_weights import FullWeights
 from flow_grpo.policy.hub import PEFT_WEIGHTS, WEIGHTS
 from flow_grpo.policy.interception import first_line
 from flow_grpo.policy.library_logging import quietly
-from flow_grpo.policy.memory import arrange, compile_blocks, gathered_on_cpu, quantization, shard, spread_like
+from flow_grpo.policy.memory import (
+    apply_memory_settings,
+    compile_blocks,
+    fully_shard_blocks,
+    gather_to_cpu,
+    quantization,
+    shard_like,
+)
 from flow_grpo.policy.model_files import check_weights as check_files
 from flow_grpo.policy.model_files import telling
 from flow_grpo.policy.pipeline import ENCODERS, PROBES, FlowPipeline
@@ -56,30 +63,30 @@ class Policy(FlowPipeline):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.ema: dict[str, Tensor] = {}
-        self.whole: Whole | None = None
-        self.compiled = self.sharded = False
+        self.whole: FullWeights | None = None
+        self.compiled = self.uses_fsdp = False
 
     # -- the whole transformer ----------------------------------------------------------------------------------------
 
-    def train_all(self) -> None:
+    def enable_full_finetuning(self) -> None:
         """From here on all weights of the transformer are trained. They are float32; autocast lowers what is computed."""
-        self.whole = self.whole or Whole(self.pipe.transformer)
+        self.whole = self.whole or FullWeights(self.pipe.transformer)
         self.whole.train()
 
     @property
-    def trains_all(self) -> bool:
+    def is_full_finetuning(self) -> bool:
         """Whether all weights of the transformer are trained, or were, in place of a LoRA on it."""
         return self.whole is not None
 
-    def keep_base(self, device: torch.device | str) -> None:
+    def store_base_weights(self, device: torch.device | str) -> None:
         """Keeps the base model's weights there; those of now, unless others were loaded in their place."""
         assert self.whole
-        self.whole.keep_base(device)
+        self.whole.store_base_weights(device)
 
     @property
-    def spread(self) -> bool:
+    def is_sharded(self) -> bool:
         """Whether each process holds a share of what is trained, so that all must help to gather it."""
-        return self.sharded and self.trains_all
+        return self.uses_fsdp and self.is_full_finetuning
 
     # -- the adapter ------------------------------------------------------------------------------------------------
 
@@ -135,16 +142,16 @@ class Policy(FlowPipeline):
 
         Or, from a folder with a whole transformer's weights, those in place of the base model's.
         """
-        path, name = hub.lora_of(path), None
+        path, name = hub.resolve_lora(path), None
         folder = Path(path)
         if folder.is_file():
             folder, name = folder.parent, folder.name
-        elif not folder.exists() and not hub.may_be_hub_id(str(path)):
+        elif not folder.exists() and not hub.looks_like_hub_id(str(path)):
             raise ValueError(f"there is no LoRA at {path}: give a folder with {WEIGHTS}, or that file.")
         source = str(folder if folder.exists() else path)
         try:
-            if Whole.lies_in(folder):
-                whole = Whole(self.pipe.transformer)
+            if FullWeights.lies_in(folder):
+                whole = FullWeights(self.pipe.transformer)
                 whole.load(folder)
                 self.whole = whole
                 self._check_loaded(f"the transformer {path}")
@@ -158,39 +165,39 @@ class Policy(FlowPipeline):
 
     def _check_loaded(self, source: str) -> None:
         """Takes off again what holds nothing, or values that are not finite, and raises ValueError."""
-        scales = [scale for layer in self.layers() for scale in layer.scaling.values()]
+        scales = [scale for layer in self.lora_layers() for scale in layer.scaling.values()]
         try:
-            check_weights(self.parameters(), source)
+            check_weights(self.trainable_parameters(), source)
             if not all(map(math.isfinite, scales)):
                 raise ValueError(f"{source} has an alpha that is not finite: take an earlier checkpoint of the run.")
         except ValueError:
-            self.strip()
+            self.reset_to_base()
             raise
 
     def _load_adapter(self, source: str, name: str | None) -> None:
-        if self.loads_loras:
+        if self.has_lora_loader:
             self.pipe.load_lora_weights(source, weight_name=name, adapter_name="default")
         elif hasattr(self.pipe.transformer, "load_lora_adapter"):
             self.pipe.transformer.load_lora_adapter(source, weight_name=name or WEIGHTS, adapter_name="default", prefix=None)
         else:
             self._load_with_peft(source)
 
-    def strip(self) -> None:
+    def reset_to_base(self) -> None:
         """Takes off what was loaded or trained, if anything was: the base model is left, and something else can be loaded."""
         if self.whole:
             self.whole.leave()
             self.whole = None
         if self.has_lora:
-            self.drop_lora()
+            self.remove_lora()
 
-    def drop_lora(self) -> None:
+    def remove_lora(self) -> None:
         """Takes the adapter off, so that another one can be loaded."""
-        for layer in self.layers():
+        for layer in self.lora_layers():
             layer.delete_adapter("default")
         self.pipe.transformer.peft_config.pop("default")
 
     @property
-    def loads_loras(self) -> bool:
+    def has_lora_loader(self) -> bool:
         """Whether the pipeline has `load_lora_weights` for its transformer; a few have none, or one for a UNet."""
         save = getattr(self.pipe, "save_lora_weights", None)
         return save is not None and "transformer_lora_layers" in inspect.signature(save).parameters
@@ -204,7 +211,7 @@ class Policy(FlowPipeline):
             if isinstance(module, BaseTunerLayer):
                 # peft would cast each input to the LoRA's float32, only for autocast to cast it back
                 module.cast_input_dtype_enabled = self.dtype == torch.float32
-        for parameter in self.parameters().values():
+        for parameter in self.trainable_parameters().values():
             parameter.data = parameter.data.float()
             parameter.requires_grad_(True)
 
@@ -217,14 +224,14 @@ class Policy(FlowPipeline):
         """Names of the adapters on the transformer."""
         return list(getattr(self.pipe.transformer, "peft_config", {}))
 
-    def parameters(self, adapter: str = "default") -> dict[str, torch.nn.Parameter]:
+    def trainable_parameters(self, adapter: str = "default") -> dict[str, torch.nn.Parameter]:
         """The adapter's parameters by name; all of the transformer's, where they are trained."""
         if self.whole:
             return self.whole.parameters()
         mark = f".{adapter}."
         return {n: p for n, p in self.pipe.transformer.named_parameters() if "lora_" in n and mark in n}
 
-    def layers(self) -> Iterator[BaseTunerLayer]:
+    def lora_layers(self) -> Iterator[BaseTunerLayer]:
         return (module for module in self.pipe.transformer.modules() if isinstance(module, BaseTunerLayer))
 
     def compile(self) -> None:
@@ -235,11 +242,13 @@ class Policy(FlowPipeline):
     def shard(self, processes: Processes) -> None:
         """Spreads the weights over the processes; from here on all of them call the transformer equally often."""
         conditioning, (schedule, shape) = self.encode(list(PROBES[:1] * 2)), self.schedule(2)
-        self._takes_timesteps(
+        self._has_per_sample_timesteps(
             torch.zeros(2, *shape), schedule.timesteps, conditioning, torch.arange(2)
         )  # while all are alike
-        shard(self.pipe.transformer, {p for name, p in self.pipe.transformer.named_parameters() if "lora_" in name})
-        self.sharded, self._calls = True, lambda calls: max(processes.all_gather(calls))
+        fully_shard_blocks(
+            self.pipe.transformer, {p for name, p in self.pipe.transformer.named_parameters() if "lora_" in name}
+        )
+        self.uses_fsdp, self._calls = True, lambda calls: max(processes.all_gather(calls))
 
     @contextmanager
     def reference(self) -> Iterator[None]:
@@ -253,44 +262,44 @@ class Policy(FlowPipeline):
     def _switch(self, on: bool) -> None:
         if self.whole:
             self.whole.swap()
-        for layer in self.layers():
+        for layer in self.lora_layers():
             layer.enable_adapters(on)
 
     def start_ema(self) -> None:
-        self.ema = {name: p.detach().clone() for name, p in self.parameters().items()}
+        self.ema = {name: p.detach().clone() for name, p in self.trainable_parameters().items()}
 
     @torch.no_grad()
     def update_ema(self, decay: float) -> None:
-        for name, parameter in self.parameters().items():
+        for name, parameter in self.trainable_parameters().items():
             self.ema[name].lerp_(parameter, 1 - decay)
 
     @contextmanager
-    def averaged(self) -> Iterator[None]:
+    def ema_weights(self) -> Iterator[None]:
         """Within it, the adapter holds its moving average, if there is one: what is evaluated and saved."""
-        current = {name: p.detach().clone() for name, p in self.parameters().items() if name in self.ema}
+        current = {name: p.detach().clone() for name, p in self.trainable_parameters().items() if name in self.ema}
         self._assign(self.ema)
         try:
             yield
         finally:
             self._assign(current)
 
-    def add_copy(self, adapter: str) -> None:
-        """A second adapter with the values of the first, not trained: `follow` moves it, `using` switches to it."""
+    def add_adapter_copy(self, adapter: str) -> None:
+        """A second adapter with the values of the first, not trained: `update_adapter_copy` moves it, `use_adapter` switches to it."""
         self._inject(self.pipe.transformer.peft_config["default"], adapter)
         self._use("default")
-        for parameter in self.parameters(adapter).values():
+        for parameter in self.trainable_parameters(adapter).values():
             parameter.data = parameter.data.float()
-        self.follow(adapter, 0.0)
+        self.update_adapter_copy(adapter, 0.0)
 
     @torch.no_grad()
-    def follow(self, adapter: str, decay: float) -> None:
+    def update_adapter_copy(self, adapter: str, decay: float) -> None:
         """Moves the copy towards the trained adapter: decay times itself plus the rest of the trained one."""
-        own = self.parameters(adapter)
-        for name, parameter in self.parameters().items():
+        own = self.trainable_parameters(adapter)
+        for name, parameter in self.trainable_parameters().items():
             own[name.replace(".default.", f".{adapter}.")].lerp_(parameter, 1 - decay)
 
     @contextmanager
-    def using(self, adapter: str) -> Iterator[None]:
+    def use_adapter(self, adapter: str) -> Iterator[None]:
         """Within it, that adapter is active instead of the trained one."""
         self._use(adapter)
         try:
@@ -299,7 +308,7 @@ class Policy(FlowPipeline):
             self._use("default")
 
     def _use(self, adapter: str) -> None:
-        for layer in self.layers():
+        for layer in self.lora_layers():
             layer.set_adapter(adapter)
         for name, parameter in self.pipe.transformer.named_parameters():
             if "lora_" in name:  # the trained one is always `default`, whichever is active
@@ -326,7 +335,7 @@ class Policy(FlowPipeline):
         state, config = get_peft_model_state_dict(transformer, adapter_name="default"), transformer.peft_config["default"]
         if isinstance(config.target_modules, set):
             config.target_modules = sorted(config.target_modules)  # else they are written in an order of the process
-        if self.loads_loras:
+        if self.has_lora_loader:
             type(self.pipe).save_lora_weights(
                 folder, transformer_lora_layers=state, transformer_lora_adapter_metadata=config.to_dict()
             )
@@ -341,26 +350,26 @@ class Policy(FlowPipeline):
 
     def adapter_state(self, adapter: str = "default", keep: bool = True) -> dict[str, Tensor]:
         """The trained parameters, whole, on the CPU. Where they are spread, all processes must ask, and need not `keep` them."""
-        return gathered_on_cpu(dict(self.parameters(adapter)), keep)
+        return gather_to_cpu(dict(self.trainable_parameters(adapter)), keep)
 
     def ema_state(self, keep: bool = True) -> dict[str, Tensor]:
         """Their moving average, likewise."""
-        return gathered_on_cpu(self.ema, keep)
+        return gather_to_cpu(self.ema, keep)
 
     def load_ema_state(self, state: dict[str, Tensor]) -> None:
-        own = self.parameters()
+        own = self.trainable_parameters()
         _check_fit(state, own if self.ema else {})
-        self.ema = {name: spread_like(value.to(self.device), own[name].detach()) for name, value in state.items()}
+        self.ema = {name: shard_like(value.to(self.device), own[name].detach()) for name, value in state.items()}
 
     def load_adapter_state(self, state: dict[str, Tensor], adapter: str = "default") -> None:
-        _check_fit(state, self.parameters(adapter))
+        _check_fit(state, self.trainable_parameters(adapter))
         self._assign(state, adapter)
 
     @torch.no_grad()
     def _assign(self, state: dict[str, Tensor], adapter: str = "default") -> None:
-        own = self.parameters(adapter)
+        own = self.trainable_parameters(adapter)
         for name, value in state.items():
-            own[name].copy_(spread_like(value, own[name]))
+            own[name].copy_(shard_like(value, own[name]))
 
 
 @quietly()
@@ -394,13 +403,15 @@ def load_policy(
         raise ValueError(f"unknown dtype {dtype!r}; choose one of auto, {', '.join(DTYPES)}.")
     if not math.isfinite(guidance):
         raise ValueError(f"guidance={guidance} is not a finite number: set one, or 1 for none.")
-    source = hub.locate(path_or_name)
-    device = usable(device)
-    weights = fast_dtype(device) if dtype == "auto" else DTYPES[dtype]
-    embeddings = Embeddings(memory.embeddings, [hub.fingerprint(source), str(weights), guidance > 1, sorted(call.items())])
+    source = hub.resolve_model(path_or_name)
+    device = usable_device(device)
+    weights = default_dtype(device) if dtype == "auto" else DTYPES[dtype]
+    embeddings = EmbeddingCache(
+        memory.embeddings, [hub.fingerprint(source), str(weights), guidance > 1, sorted(call.items())]
+    )
     more: dict[str, Any] = {}
     if prompts is not None and embeddings.complete([*PROBES[:1], *prompts]):
-        more |= dict.fromkeys(hub.components(source, ENCODERS))
+        more |= dict.fromkeys(hub.component_names(source, ENCODERS))
     if memory.quantize is not None:
         more["quantization_config"] = quantization(memory.quantize, weights)
     if Path(source).is_dir():
@@ -410,7 +421,7 @@ def load_policy(
     for name, part in pipe.components.items():
         if isinstance(part, torch.nn.Module) and not (memory.offload_encoders and name.startswith(ENCODERS)):
             part.to(device)
-    arrange(pipe, memory)
+    apply_memory_settings(pipe, memory)
     policy = Policy(pipe, weights, guidance, embeddings, memory.offload_encoders, **call)
     if lora is not None:
         policy.load_lora(lora)
@@ -423,7 +434,7 @@ def _check_fit(state: dict[str, Tensor], own: Mapping[str, Tensor]) -> None:
         raise ValueError("the checkpoint's adapter has other modules or another rank than the config asks for.")
 
 
-def usable(device: str | None) -> str:
+def usable_device(device: str | None) -> str:
     """The device, by default the accelerator if there is one, else the CPU. ValueError if torch can't use it here."""
     device = device or default_device()
     try:
@@ -440,7 +451,7 @@ def default_device() -> str:
     return "mps" if torch.backends.mps.is_available() else "cpu"
 
 
-def fast_dtype(device: str) -> torch.dtype:
+def default_dtype(device: str) -> torch.dtype:
     """bf16 where the device has instructions for it, else fp32: a CPU without them is a hundred times slower in bf16."""
     kind = torch.device(device).type
     if kind == "cpu":

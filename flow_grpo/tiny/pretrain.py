@@ -31,7 +31,7 @@ from diffusers import StableDiffusion3Pipeline
 from safetensors.torch import save_file
 
 from flow_grpo.config.run_config import shipped
-from flow_grpo.policy.policy import fast_dtype
+from flow_grpo.policy.policy import default_dtype
 from flow_grpo.tiny import architecture, world
 from rewards import clip
 from rewards.ocr import OCR, ExactOCR
@@ -335,7 +335,7 @@ def save_pipeline(pipe: StableDiffusion3Pipeline, out: Path) -> None:
 
 
 def _autocast() -> torch.autocast:
-    return torch.autocast("cpu", torch.bfloat16, enabled=fast_dtype("cpu") == torch.bfloat16)
+    return torch.autocast("cpu", torch.bfloat16, enabled=default_dtype("cpu") == torch.bfloat16)
 
 
 def held_out_signs(count: int) -> list[world.Sign]:

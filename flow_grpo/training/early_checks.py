@@ -9,7 +9,7 @@ from flow_grpo.config import FlowGRPOConfig
 from flow_grpo.config.validation import check_unused_settings
 from flow_grpo.data.prompts import PromptSampler, PromptSet
 from flow_grpo.distributed.processes import Processes
-from flow_grpo.policy.policy import usable
+from flow_grpo.policy.policy import usable_device
 from flow_grpo.run_folder.layout import CHECKPOINTS
 from flow_grpo.run_folder.metrics_file import has_metrics
 from flow_grpo.tracking import services
@@ -22,7 +22,7 @@ def check_settings(args: FlowGRPOConfig, count: int) -> None:
     if not has_metrics(Path(args.output)):  # a run that is resumed may have been begun when such settings were let pass
         check_unused_settings(args)
     services.check_installed(args.trackers)
-    device = usable(args.device)
+    device = usable_device(args.device)
     if args.memory.shard in STAGES and count > 1:
         library(args.memory.shard, torch.device(device))
     for _, part in args.resolved_stages():

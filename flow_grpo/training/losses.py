@@ -82,7 +82,7 @@ class StepTerms:
     ) -> None:
         self.policy, self.o, self.s = policy, args.objective, args.sampling
         self.loss = loss_function(args)
-        self.velocity = policy.along(trajectory.schedule, conditioning)
+        self.velocity = policy.velocity_fn(trajectory.schedule, conditioning)
         self.trajectory, self.clip = trajectory, clip
         self.count = len(trajectory.steps)
         self.advantage = advantage if advantage.ndim == 2 else advantage[:, None].expand(-1, self.count)
@@ -167,7 +167,7 @@ class FinalTerms:
         v, v_old, v_ref = velocity(), None, None
         with torch.no_grad():
             if self.method.old_policy:
-                with self.policy.using("old"):
+                with self.policy.use_adapter("old"):
                     v_old = velocity()
             if self.o.kl_weight or self.method.reference:
                 with self.policy.reference():

@@ -41,7 +41,7 @@ class GivenImages:
         self.sources = load_sources(args.objective.data, self.each)
         self.schedule, shape = policy.schedule(args.sampling.steps)
         blank = policy.decode(torch.zeros(1, *shape))
-        policy.latents(blank)  # says at once if this pipeline can't
+        policy.encode_images(blank)  # says at once if this pipeline can't
         self.size = (blank.shape[3], blank.shape[2])  # width and height, as PIL has them
 
     def collect(self, step: int) -> Experience:
@@ -55,7 +55,7 @@ class GivenImages:
         prompts = [self.sources.prompts[place] for place in places for _ in range(self.each)]
         rows = torch.arange(len(prompts))
         batch = PromptBatch(prompts, [{} for _ in prompts], own[rows // self.each], rows % self.each)
-        final = self.policy.latents(torch.stack(pictures), self.args.microbatch)
+        final = self.policy.encode_images(torch.stack(pictures), self.args.microbatch)
         none = final.new_zeros(len(final), 0)
         trajectory = Trajectory(self.schedule, [], none, none, none, none, final)
         return Experience(

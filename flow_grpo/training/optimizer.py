@@ -8,7 +8,7 @@ from torch import Tensor
 
 from flow_grpo.config.sections import OptimizerConfig
 from flow_grpo.distributed.processes import Processes
-from flow_grpo.policy.memory import gathered, gathered_on_cpu, spread_like
+from flow_grpo.policy.memory import full_tensor, gather_to_cpu, shard_like
 from flow_grpo.policy.policy import Policy
 
 
@@ -21,8 +21,12 @@ class Optimizer:
     """
 
     def __init__(self, policy: Policy, o: OptimizerConfig, processes: Processes) -> None:
-        self.parameters, self.max_norm, self.processes = list(policy.parameters().values()), o.max_grad_norm, processes
-        self.spread, self.in_step = policy.spread, policy.sharded
+        self.parameters, self.max_norm, self.processes = (
+            list(policy.trainable_parameters().values()),
+            o.max_grad_norm,
+            processes,
+        )
+        self.spread, self.in_step = policy.is_sharded, policy.uses_fsdp
         self.adamw = adamw(self.parameters, o)
         self.scaler = torch.amp.GradScaler(policy.device.type, enabled=policy.dtype == torch.float16)
         self.scaler.scale(torch.zeros((), device=policy.device))  # it begins here, also where no row has signal
@@ -40,7 +44,7 @@ class Optimizer:
             group["lr"] = lr
         self.processes.all_reduce_gradients(self.parameters, self.spread)
         self.scaler.unscale_(self.adamw)
-        norm = gathered(torch.nn.utils.clip_grad_norm_(self.parameters, self.max_norm)).item()
+        norm = full_tensor(torch.nn.utils.clip_grad_norm_(self.parameters, self.max_norm)).item()
         if math.isfinite(norm) or self.scaler.is_enabled():
             self.scaler.step(self.adamw)  # which passes over a step whose fp16 gradients overflowed
             self.scaler.update()
@@ -58,14 +62,14 @@ class Optimizer:
         optimizer, moments = self.adamw.state_dict(), {}
         for place, values in optimizer["state"].items():
             tensors = {name: value for name, value in values.items() if isinstance(value, Tensor)}
-            moments[place] = {**values, **gathered_on_cpu(tensors, keep)}
+            moments[place] = {**values, **gather_to_cpu(tensors, keep)}
         return {"optimizer": {**optimizer, "state": moments}, "scaler": self.scaler.state_dict()}
 
     def load(self, state: dict[str, Any]) -> None:
         """What `state` gave, of as many processes as there were."""
         own = self.parameters
         moments = {
-            place: {n: spread_like(v, own[place]) if _of_shape(v, own[place]) else v for n, v in values.items()}
+            place: {n: shard_like(v, own[place]) if _of_shape(v, own[place]) else v for n, v in values.items()}
             for place, values in state["optimizer"]["state"].items()
         }
         self.adamw.load_state_dict({**state["optimizer"], "state": moments})

@@ -59,7 +59,7 @@ class Rollouts:
         )
         self.window, self.stopping = window, stopping
         self.schedule, self.state_shape = policy.schedule(args.sampling.steps)
-        self.solver = policy.heun(self.schedule) if args.sampling.solver == "heun" else None
+        self.solver = policy.heun_solver(self.schedule) if args.sampling.solver == "heun" else None
         self.method = own_function("advantage", args.objective.advantage) or args.objective.advantage
         # On a CPU both would want all cores: beside it goes only what is scored on other machines.
         self.beside = policy.device.type != "cpu" or all(reward.remote is not None for reward in args.rewards.values())
@@ -117,7 +117,7 @@ class Rollouts:
     def trajectory(self, step: int, batch: PromptBatch, window: list[int]) -> Trajectory:
         """The images' way from noise, its streams of noise named by the batch's group numbers."""
         s, seed = self.args.sampling, self.args.seed
-        velocity = self.policy.along(self.schedule, self.policy.encode(batch.prompts))
+        velocity = self.policy.velocity_fn(self.schedule, self.policy.encode(batch.prompts))
 
         def detached(x: Tensor, i: int, rows: Tensor) -> Tensor:
             # what is replayed with gradients is drawn with them, where that is another kernel

@@ -30,14 +30,14 @@ def make_trainable(policy: Policy, args: FlowGRPOConfig, processes: Processes) -
     if args.memory.compile:
         policy.compile()
     if any(part.method.old_policy for part in parts):
-        policy.add_copy("old")
+        policy.add_adapter_copy("old")
     if args.memory.shard == "fsdp2" and processes.world_size > 1:
         policy.shard(processes)
     if args.ema_decay:
         policy.start_ema()
-    if policy.trains_all:
+    if policy.is_full_finetuning:
         often = any(part.objective.kl_weight or part.method.reference for part in parts)
-        policy.keep_base(policy.device if often else "cpu")
+        policy.store_base_weights(policy.device if often else "cpu")
 
 
 def add_trained(policy: Policy, args: FlowGRPOConfig) -> None:
@@ -45,11 +45,11 @@ def add_trained(policy: Policy, args: FlowGRPOConfig) -> None:
     if args.lora is None and policy.has_lora:
         raise ValueError("lora=null trains all weights, but the policy that was given carries a LoRA: give one without.")
     if args.lora is None:
-        policy.train_all()
+        policy.enable_full_finetuning()
         return
-    if policy.trains_all and args.lora.start is None:
+    if policy.is_full_finetuning and args.lora.start is None:
         raise ValueError("the policy that was given trains all weights: set lora=null, or give one that does not.")
-    if policy.trains_all:
+    if policy.is_full_finetuning:
         raise ValueError(
             f"lora.start={args.lora.start} holds a whole transformer: merge it into a model by `flow-grpo export`, and set model."
         )
@@ -75,8 +75,8 @@ def load_trained(policy: Policy, place: str) -> None:
     if args.lora and args.lora.start:
         policy.load_lora(args.lora.start)
     add_trained(policy, args)
-    if policy.trains_all:
-        policy.keep_base("cpu")
+    if policy.is_full_finetuning:
+        policy.store_base_weights("cpu")
     if not isinstance(state.get("adapter"), dict):
         raise ValueError(f"the checkpoint {place} was not written by flow-grpo: it holds no adapter.")
     trained = state.get("ema") or state["adapter"]

@@ -32,7 +32,7 @@ class Zero:
     def __init__(self, policy: Policy, o: OptimizerConfig, processes: Processes, shard: str) -> None:
         if policy.dtype == torch.float16:
             raise ValueError(f"memory.shard={shard} scales no loss, as fp16 needs: load the policy in bf16 or fp32.")
-        self.parameters, self.processes = list(policy.parameters().values()), processes
+        self.parameters, self.processes = list(policy.trainable_parameters().values()), processes
         self.adamw = adamw(self.parameters, o)
         bucket = min(BUCKET_NUMEL, sum(p.numel() for p in self.parameters) + 1 & ~1)  # DeepSpeed wants an even number
         config = {

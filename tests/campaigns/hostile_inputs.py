@@ -33,7 +33,7 @@ from support.embedded import short_run
 from flow_grpo.cli import app as cli
 from flow_grpo.config import FlowGRPOConfig
 from flow_grpo.data.grid import ImageInfo, save_grid
-from flow_grpo.policy.hub import SHIPPED
+from flow_grpo.policy.hub import BUNDLED_MODELS
 
 MEMORY = 12 << 30  # bytes that a command may take; a value of the user's must not bring a machine down
 SECONDS = 60.0  # a command takes less than ten
@@ -168,7 +168,7 @@ def world(folder: Path) -> None:
             save_grid(votes / f"{kind}{i}.png", torch.rand(1, 3, 16, 16), [ImageInfo("a", i, "m")], columns=1)
         pairs.append({"prompt": f"a {i % 4}", "better": f"pictures/good{i}.png", "worse": f"pictures/bad{i}.png"})
     (folder / "votes" / "votes.jsonl").write_text("".join(json.dumps(pair) + "\n" for pair in pairs))
-    shutil.copytree(SHIPPED["tiny"], folder / "model")
+    shutil.copytree(BUNDLED_MODELS["tiny"], folder / "model")
 
 
 def options() -> dict[str, list[Any]]:

@@ -122,7 +122,7 @@ def test_every_mistake_is_a_sentence(override, words):
 
 
 def test_only_an_embedded_model_has_training_prompts_of_its_own():
-    assert EMBEDDED.keys() == hub.SHIPPED.keys()
+    assert EMBEDDED.keys() == hub.BUNDLED_MODELS.keys()
     assert FlowGRPOConfig().training_prompts == FlowGRPOConfig(model="tiny").training_prompts == "prompts/signs_train.txt"
     other = FlowGRPOConfig.for_model("me/model", ["steps=3"])
     assert other.with_model("tiny").training_prompts == "prompts/signs_train.txt"
@@ -134,7 +134,7 @@ def test_only_an_embedded_model_has_training_prompts_of_its_own():
 
 @pytest.mark.parametrize("words", [["train"], ["train", "--dry-run"], ["plan", "--gpu", "H100"], ["doctor"]])
 def test_a_config_without_prompts_is_refused_for_another_model(tmp_path, words):
-    (tmp_path / "own.yaml").write_text(f"model: {hub.SHIPPED['tiny']}\nrewards: {{jpeg_size: 1}}\n")
+    (tmp_path / "own.yaml").write_text(f"model: {hub.BUNDLED_MODELS['tiny']}\nrewards: {{jpeg_size: 1}}\n")
     said = run(words[0], "own.yaml", *words[1:], cwd=tmp_path, code=2)
     assert said.count("error: there are no prompts to train") == 1
 

@@ -91,7 +91,7 @@ def kinds(folder: Path) -> list[str]:
         shutil.copy(folder / "run" / "config.yaml", place)
         (place / layout.EXPORT_MANIFEST).write_text("{}")
     shutil.copy(folder / "run" / "lora" / hub.WEIGHTS, shared)
-    shutil.copytree(hub.SHIPPED["tiny"], model, dirs_exist_ok=True)
+    shutil.copytree(hub.BUNDLED_MODELS["tiny"], model, dirs_exist_ok=True)
     return ["run", "run/checkpoints/step_000002", "run/lora", f"run/lora/{hub.WEIGHTS}", "shared", "model"]
 
 
@@ -216,7 +216,7 @@ def test_pictures_bring_prompts_and_no_rewards(found):
 )
 def test_the_code_of_a_model_folder_is_not_run(found, words, entry):
     folder = found()
-    shutil.copytree(hub.SHIPPED["tiny"], folder / "model")
+    shutil.copytree(hub.BUNDLED_MODELS["tiny"], folder / "model")
     component, library = entry
     index = json.loads((folder / "model" / hub.INDEX).read_text())
     index[component] = [library, "FlowMatchEulerDiscreteScheduler"]
@@ -247,7 +247,7 @@ def test_pickles_of_others_are_not_unpickled(tmp_path):
     policy = tiny_policy()
     with pytest.raises(ValueError, match="could not be loaded"):
         policy.load_lora(lora)
-    shutil.copytree(hub.SHIPPED["tiny"], tmp_path / "model")
+    shutil.copytree(hub.BUNDLED_MODELS["tiny"], tmp_path / "model")
     weights = tmp_path / "model" / "transformer" / "diffusion_pytorch_model.safetensors"
     weights.unlink()
     torch.save({"x": Mark(marker)}, weights.with_suffix(".bin"))

@@ -15,7 +15,7 @@ from flow_grpo.doctor.dry_run import dry_run
 from flow_grpo.plan import block_speed
 from flow_grpo.plan.estimate import Plan
 from flow_grpo.policy import policy
-from flow_grpo.policy.hub import SHIPPED
+from flow_grpo.policy.hub import BUNDLED_MODELS
 from flow_grpo.trainer import FlowGRPOTrainer
 from flow_grpo.training.early_checks import check_output
 from rewards import downloads
@@ -114,7 +114,7 @@ def test_held_out_prompts_that_are_trained_on_are_a_warning(tmp_path):
 
 
 def test_a_damaged_model_folder_is_refused(tmp_path):
-    model = shutil.copytree(SHIPPED["tiny"], tmp_path / "model")
+    model = shutil.copytree(BUNDLED_MODELS["tiny"], tmp_path / "model")
     weights = model / "vae" / "diffusion_pytorch_model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-1])
     assert "vae/diffusion_pytorch_model.safetensors is damaged" in refused(short_run(tmp_path / "run", f"model={model}"))

@@ -140,7 +140,7 @@ def test_a_lora_is_found_wherever_a_run_or_an_export_has_it(run, shared, tmp_pat
 
     def state(place: Path) -> dict[str, torch.Tensor]:
         if policy.has_lora:
-            policy.drop_lora()
+            policy.remove_lora()
         load_trained(policy, str(place))
         return policy.adapter_state()
 
@@ -157,8 +157,8 @@ def test_a_lora_is_found_wherever_a_run_or_an_export_has_it(run, shared, tmp_pat
         assert all(torch.equal(again[name], value) for name, value in other.items()), place
     assert "for 1 of 2 steps so far" in html(tmp_path / "first")
     for place in (run, run / "best", run / "checkpoints" / "step_000001", shared, shared / hub.WEIGHTS):
-        assert hub.config_of(str(place)).read_text() == (run / "config.yaml").read_text()
-    assert hub.config_of("someone/lora") is None
+        assert hub.find_run_config(str(place)).read_text() == (run / "config.yaml").read_text()
+    assert hub.find_run_config("someone/lora") is None
 
 
 def test_the_merged_model_draws_the_loras_pictures_and_has_no_adapter(run, merged):
@@ -166,13 +166,13 @@ def test_the_merged_model_draws_the_loras_pictures_and_has_no_adapter(run, merge
     whole = load_policy(str(merged), "cpu", "fp32", **CALL)
     assert not whole.has_lora
     for part in ("vae/diffusion_pytorch_model.safetensors", "tokenizer/tokenizer.json", "model_index.json"):
-        assert (merged / part).read_bytes() == (hub.SHIPPED["tiny"] / part).read_bytes(), "the rest is the base's own"
+        assert (merged / part).read_bytes() == (hub.BUNDLED_MODELS["tiny"] / part).read_bytes(), "the rest is the base's own"
     pictures = [draw(policy, CAT * 2, [1, 2], 4) for policy in (with_lora, whole)]
     torch.testing.assert_close(pictures[0], pictures[1], rtol=0, atol=2e-5)
     with with_lora.reference():
         assert (draw(with_lora, CAT * 2, [1, 2], 4) - pictures[0]).abs().max() > 1e-2
     data = ModelCard.load(merged / model_card.CARD).data
-    assert not any(str(hub.SHIPPED["tiny"]) in file.read_text() for file in merged.rglob("*.json")), (
+    assert not any(str(hub.BUNDLED_MODELS["tiny"]) in file.read_text() for file in merged.rglob("*.json")), (
         "where it lay is private"
     )
     assert data.base_model_relation == "finetune"
@@ -188,7 +188,7 @@ def test_a_run_of_all_weights_is_exported_as_the_model_that_it_trained(tmp_path)
     trainer.train()
     export(tmp_path / "run", tmp_path / "out")
     whole = load_policy(str(tmp_path / "out"), "cpu", "fp32").pipe.transformer.state_dict()
-    with trainer.policy.averaged():
+    with trainer.policy.ema_weights():
         trained = trainer.policy.pipe.transformer.state_dict()
         assert all(torch.equal(whole[name], value) for name, value in trained.items())
     assert "All weights of the transformer" in (tmp_path / "out" / model_card.CARD).read_text()
@@ -198,7 +198,7 @@ def test_merging_rounds_once_to_the_dtype_of_the_base(tmp_path):
     policy = tiny_policy("bf16")
     policy.add_lora(4, 8, ["to_q"], seed=0)
     stir(policy)
-    parts = policy.parameters()
+    parts = policy.trainable_parameters()
     wanted = {}
     for name, down in parts.items():
         if ".lora_A." in name:

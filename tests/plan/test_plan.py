@@ -16,7 +16,7 @@ from flow_grpo.config.run_config import FlowGRPOConfig, shipped
 from flow_grpo.plan import block_speed, estimate, meta_pipeline
 from flow_grpo.plan.estimate import Plan, fitting, slower_dtype
 from flow_grpo.plan.hardware import GB, Machine, Rates
-from flow_grpo.policy.hub import SHIPPED
+from flow_grpo.policy.hub import BUNDLED_MODELS
 
 PRESETS = sorted(file.stem for file in shipped("").glob("*.yaml"))
 FAMILIES = {
@@ -284,11 +284,11 @@ def test_a_step_takes_its_operations_by_the_rates(followed, monkeypatch):
 
 def test_a_dtype_that_the_cpu_is_slow_in_is_said_with_the_one_to_set(monkeypatch):
     rates = {torch.bfloat16: Rates(45e9, 40e9), torch.float32: Rates(300e9, 240e9)}
-    monkeypatch.setattr(estimate, "fast_dtype", lambda device: torch.float32)
+    monkeypatch.setattr(estimate, "default_dtype", lambda device: torch.float32)
     assert slower_dtype(rates, torch.bfloat16) == (
         "bf16 is 6.0 times as slow as fp32 on this CPU: set dtype=auto, which is fp32 here."
     )
-    monkeypatch.setattr(estimate, "fast_dtype", lambda device: torch.bfloat16)
+    monkeypatch.setattr(estimate, "default_dtype", lambda device: torch.bfloat16)
     assert slower_dtype(rates, torch.bfloat16).endswith("set dtype=fp32.")
     assert not slower_dtype(rates, torch.float32)
     assert not slower_dtype({torch.bfloat16: Rates(45e9, 40e9), torch.float32: Rates(90e9, 80e9)}, torch.bfloat16)
@@ -308,7 +308,7 @@ def test_plan_of_this_machine_says_what_was_measured_and_which_dtype_is_faster(f
 
 def saved(dtype: torch.dtype, folder: Path) -> Path:
     """The embedded model in files of that dtype."""
-    StableDiffusion3Pipeline.from_pretrained(SHIPPED["tiny"], torch_dtype=dtype).save_pretrained(folder)
+    StableDiffusion3Pipeline.from_pretrained(BUNDLED_MODELS["tiny"], torch_dtype=dtype).save_pretrained(folder)
     return folder
 
 
@@ -353,7 +353,7 @@ def test_what_does_not_fit_while_it_is_loaded_does_not_fit(followed, monkeypatch
 
 def test_rewards_are_measured_on_few_images_however_many_a_step_has(monkeypatch):
     counts = []
-    monkeypatch.setattr(estimate, "peak_bytes", lambda device: 5.0)
+    monkeypatch.setattr(estimate, "peak_memory", lambda device: 5.0)
     monkeypatch.setattr(
         estimate, "build_rewards", lambda args: (lambda images, *rest, **more: counts.append(len(images)), [])
     )

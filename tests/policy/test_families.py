@@ -74,7 +74,7 @@ def plain(pipe: DiffusionPipeline, name: str, policy: Policy, state: torch.Tenso
 
 def ours(policy: Policy, state: torch.Tensor) -> torch.Tensor:
     schedule, _ = policy.schedule(3)
-    velocity = policy.along(schedule, policy.encode(PROMPTS))
+    velocity = policy.velocity_fn(schedule, policy.encode(PROMPTS))
     return policy.decode(sampling.rollout(velocity, schedule, state, microbatch=2).final)
 
 
@@ -97,7 +97,7 @@ def test_stored_steps_replay_to_a_ratio_of_exactly_1_with_gradients(folders, nam
     stir(policy)
     schedule, shape = policy.schedule(3)
     prompts = [PROMPTS[0], PROMPTS[1], "a very long prompt about a dog"]
-    velocity = policy.along(schedule, policy.encode(prompts))
+    velocity = policy.velocity_fn(schedule, policy.encode(prompts))
     start, step = torch.randn(2, 3, *shape, generator=torch.Generator().manual_seed(0))
     noise = {"transition": "cps", "noise_level": 0.7, "step_noise": lambda i: step}
     trajectory = sampling.rollout(velocity, schedule, start, microbatch=3, trained=[0, 1], **noise)
@@ -107,7 +107,7 @@ def test_stored_steps_replay_to_a_ratio_of_exactly_1_with_gradients(folders, nam
         log_prob = sde.log_prob(trajectory.x_next[rows, k], mean, std)
         assert torch.equal(log_prob, trajectory.log_prob_BK[rows, k])
     log_prob.sum().backward()
-    silent = [n for n, p in policy.parameters().items() if p.grad is None or not p.grad.any()]
+    silent = [n for n, p in policy.trainable_parameters().items() if p.grad is None or not p.grad.any()]
     assert not [n for n in silent if not any(dead in n for dead in TINY[name].dead)]
 
 
@@ -141,7 +141,7 @@ def test_the_adapter_is_the_base_when_off_and_the_same_picture_when_saved(folder
             assert torch.equal(policy.velocity(state, schedule.timesteps[0], conditioning, ROWS), base)
     policy.save_lora(tmp_path)
     pipe = from_folder(folders(name), TINY[name])
-    if policy.loads_loras:
+    if policy.has_lora_loader:
         pipe.load_lora_weights(str(tmp_path))
     elif hasattr(pipe.transformer, "load_lora_adapter"):
         pipe.transformer.load_lora_adapter(str(tmp_path), prefix=None, weight_name=WEIGHTS)
@@ -176,10 +176,10 @@ def test_all_weights_can_be_trained_and_the_base_model_comes_back_as_it_was_load
     """Some keep a few modules in float32."""
     policy = loaded(folders, name, dtype="bf16")
     before = {n: v.clone() for n, v in policy.pipe.transformer.state_dict().items()}
-    policy.train_all()
-    policy.keep_base("cpu")
-    assert {p.dtype for p in policy.parameters().values()} == {torch.float32}
-    policy.strip()
+    policy.enable_full_finetuning()
+    policy.store_base_weights("cpu")
+    assert {p.dtype for p in policy.trainable_parameters().values()} == {torch.float32}
+    policy.reset_to_base()
     after = policy.pipe.transformer.state_dict()
     assert all(torch.equal(after[n], v) and after[n].dtype == v.dtype for n, v in before.items())
 

@@ -45,7 +45,7 @@ def trained(tmp_path_factory):
 def test_every_weight_is_trained_and_the_base_model_comes_back_to_the_last_bit(trained):
     trainer, base, numbers, _ = trained
     now = weights(trainer.policy)
-    still = {name for name in trainer.policy.parameters() if torch.equal(now[name], base[name])}
+    still = {name for name in trainer.policy.trainable_parameters() if torch.equal(now[name], base[name])}
     asks = {"add_q_proj.weight", "add_q_proj.bias", "norm_added_q.weight"}  # the last block throws away what the text asks
     assert still == {f"transformer_blocks.5.attn.{name}" for name in asks}
     assert all(value.dtype == torch.float32 for value in now.values() if value.is_floating_point())
@@ -60,10 +60,10 @@ def test_every_weight_is_trained_and_the_base_model_comes_back_to_the_last_bit(t
 def moved() -> Policy:
     """All weights other than the base model's."""
     policy = tiny_policy()
-    policy.train_all()
-    policy.keep_base("cpu")
+    policy.enable_full_finetuning()
+    policy.store_base_weights("cpu")
     with torch.no_grad():
-        for parameter in policy.parameters().values():
+        for parameter in policy.trainable_parameters().values():
             parameter.mul_(1.01).add_(0.001)
     return policy
 
@@ -78,7 +78,7 @@ def test_the_base_model_may_come_and_go_between_a_pass_and_its_gradient():
     def gradient(between) -> torch.Tensor:
         loss = policy.velocity(x, schedule.timesteps[1], conditioning, rows).square().mean()
         between()
-        return torch.cat([g.flatten() for g in torch.autograd.grad(loss, list(policy.parameters().values()))])
+        return torch.cat([g.flatten() for g in torch.autograd.grad(loss, list(policy.trainable_parameters().values()))])
 
     def look() -> None:
         with torch.no_grad(), policy.reference():
@@ -91,7 +91,7 @@ def test_the_saved_transformer_is_what_was_trained_here_and_in_plain_diffusers(t
     trainer, base, _, folder = trained
     plain = DiffusionPipeline.from_pretrained(trainer.policy.pipe.config._name_or_path, torch_dtype=torch.bfloat16)
     plain.transformer = type(plain.transformer).from_pretrained(folder / "transformer", torch_dtype=torch.bfloat16)
-    with trainer.policy.averaged():
+    with trainer.policy.ema_weights():
         expected = {name: value.bfloat16() for name, value in weights(trainer.policy).items()}
     assert equal(plain.transformer.state_dict(), expected)
     again = load_policy("tiny", "cpu", "bf16", lora=folder / "transformer", **CALL)
@@ -103,7 +103,7 @@ def test_the_saved_transformer_is_what_was_trained_here_and_in_plain_diffusers(t
     assert (before - draw(again, PROMPTS, [0, 1], 3)).abs().max() > 1e-3
     make_trainable(again, trainer.args, Processes())
     with torch.no_grad():
-        torch._foreach_mul_(list(again.parameters().values()), 1.001)
+        torch._foreach_mul_(list(again.trainable_parameters().values()), 1.001)
     now = weights(again)
     with again.reference():
         assert equal(weights(again), {name: value.float() for name, value in rounded.items()}), "not what it begins with"
@@ -137,7 +137,7 @@ def test_eval_puts_a_run_and_a_checkpoint_on_and_takes_them_off(trained):
     trainer, _, _, folder = trained
     policy = load_policy("tiny", "cpu", "bf16", **CALL)
     plain = weights(policy)
-    with trainer.policy.averaged():
+    with trainer.policy.ema_weights():
         averaged = weights(trainer.policy)
     base, run = Model("base", "", trainer.args), targets.find([str(folder)], targets.Reading())[-1]
     for target, expected in (
@@ -157,7 +157,7 @@ def test_a_resumed_run_is_the_same_to_the_last_bit(trained, tmp_path):
     found = again.training_step()
     assert {n: v for n, v in found.items() if "time/" not in n} == {n: v for n, v in numbers[1].items() if "time/" not in n}
     assert equal(weights(again.policy), weights(trainer.policy))
-    with again.policy.averaged(), trainer.policy.averaged():
+    with again.policy.ema_weights(), trainer.policy.ema_weights():
         assert equal(weights(again.policy), weights(trainer.policy))
 
 

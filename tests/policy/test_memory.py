@@ -44,7 +44,7 @@ def test_prompts_of_a_former_run_need_no_encoder(tmp_path):
 
 def test_a_damaged_or_changed_store_is_written_anew(tmp_path):
     memory, model = MemoryConfig(embeddings=str(tmp_path / "store")), tmp_path / "model"
-    shutil.copytree(hub.SHIPPED["tiny"], model)
+    shutil.copytree(hub.BUNDLED_MODELS["tiny"], model)
 
     def load():
         return load_policy(str(model), "cpu", "fp32", memory=memory, height=32, width=80, max_sequence_length=14)
@@ -76,7 +76,7 @@ def test_checkpointing_changes_no_bit_of_the_gradient():
         with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
             v = velocity(policy)
         v.square().mean().backward()
-        gradients.append(({n: p.grad for n, p in policy.parameters().items()}, sum(kept)))
+        gradients.append(({n: p.grad for n, p in policy.trainable_parameters().items()}, sum(kept)))
     (plain, whole), (recomputed, less) = gradients
     assert all(torch.equal(plain[name], recomputed[name]) for name in plain)
     assert less < whole / 2
@@ -120,7 +120,7 @@ def test_a_quantised_base_is_near_the_whole_one_and_trains(flux, tmp_path, kind)
     size = ["height=32", "width=48", f"model={flux}", "pipeline={max_sequence_length: 16}"]
     trainer = FlowGRPOTrainer(args=short_run(tmp_path, *size, f"memory={{quantize: {kind}}}", "lora.targets=null"))
     assert trainer.training_step()["ratio/first_update_max_deviation"] == 0
-    assert all(parameter.dtype == torch.float32 for parameter in trainer.policy.parameters().values())
+    assert all(parameter.dtype == torch.float32 for parameter in trainer.policy.trainable_parameters().values())
 
 
 @pytest.mark.parametrize("kind", ["int8", "int4", "nf4"])

@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 
 from flow_grpo.plan.meta_pipeline import hollow
 from flow_grpo.policy import model_files
-from flow_grpo.policy.hub import SHIPPED
+from flow_grpo.policy.hub import BUNDLED_MODELS
 from flow_grpo.policy.library_logging import quiet_libraries
 from flow_grpo.policy.policy import load_policy
 
@@ -24,7 +24,7 @@ Damage = Callable[[Path], object]
 
 @pytest.fixture
 def model(tmp_path) -> Path:
-    return Path(shutil.copytree(SHIPPED["tiny"], tmp_path / "model"))
+    return Path(shutil.copytree(BUNDLED_MODELS["tiny"], tmp_path / "model"))
 
 
 def with_values(file: str, **values: object) -> Damage:

@@ -14,7 +14,7 @@ from flow_grpo import sampling
 from flow_grpo.data.prompts import PromptSet
 from flow_grpo.policy import pipeline
 from flow_grpo.policy.families import Family
-from flow_grpo.policy.hub import SHIPPED
+from flow_grpo.policy.hub import BUNDLED_MODELS
 from flow_grpo.policy.pipeline import ENCODED_AT_ONCE, ENCODERS
 from flow_grpo.policy.policy import Policy
 
@@ -35,7 +35,7 @@ def as_family(monkeypatch):
 
     def make(scale: float = 1.0, **particular) -> Policy:
         monkeypatch.setattr(pipeline, "family", lambda name: Family(**particular))
-        return Policy(StableDiffusion3Pipeline.from_pretrained(SHIPPED["tiny"]), guidance=scale, **SIZE)
+        return Policy(StableDiffusion3Pipeline.from_pretrained(BUNDLED_MODELS["tiny"]), guidance=scale, **SIZE)
 
     return make
 
@@ -49,7 +49,7 @@ def of_family(name: str) -> Policy:
 def drawn(policy: Policy, latents: torch.Tensor, prompts: list[str], steps: int = 3) -> torch.Tensor:
     """The ODE from these latents, through our path."""
     schedule, _ = policy.schedule(steps)
-    velocity = policy.along(schedule, policy.encode(prompts))
+    velocity = policy.velocity_fn(schedule, policy.encode(prompts))
     return policy.decode(sampling.rollout(velocity, schedule, latents, microbatch=8).final)
 
 
@@ -72,7 +72,7 @@ class Calls:
 
 @pytest.mark.parametrize("guidance", [1.0, 1.5])
 def test_the_guidance_is_the_pipelines_own(guidance):
-    pipe = StableDiffusion3Pipeline.from_pretrained(SHIPPED["tiny"])
+    pipe = StableDiffusion3Pipeline.from_pretrained(BUNDLED_MODELS["tiny"])
     policy = Policy(pipe, guidance=guidance, negative_prompt="ugly", **SIZE)
     encode, given = pipe.encode_prompt, []
     pipe.encode_prompt = lambda *a, **k: given.append((k["prompt"], k["negative_prompt"])) or encode(*a, **k)
@@ -117,7 +117,7 @@ def test_what_can_not_be_called_so_is_refused():
 
 
 def test_the_transformer_alone_is_frozen():
-    pipe = StableDiffusion3Pipeline.from_pretrained(SHIPPED["tiny"])
+    pipe = StableDiffusion3Pipeline.from_pretrained(BUNDLED_MODELS["tiny"])
     pipe.transformer.train()
     pipe.vae.train()
     Policy(pipe)
@@ -183,7 +183,7 @@ def test_encoding_leaves_the_global_stream_and_keeps_no_graph(shared):
 
 def test_offloaded_encoders_come_to_the_device_for_each_encoding_and_leave_it(monkeypatch):
     for offload in (False, True):
-        policy = Policy(StableDiffusion3Pipeline.from_pretrained(SHIPPED["tiny"]), offload=offload, **SIZE)
+        policy = Policy(StableDiffusion3Pipeline.from_pretrained(BUNDLED_MODELS["tiny"]), offload=offload, **SIZE)
         events, to, encode = [], torch.nn.Module.to, policy.pipe.encode_prompt
         encoders = (policy.pipe.text_encoder, policy.pipe.text_encoder_2, policy.pipe.text_encoder_3)
 
@@ -199,7 +199,7 @@ def test_offloaded_encoders_come_to_the_device_for_each_encoding_and_leave_it(mo
             "two probes, alone and twice, then the prompt"
         )
         events.clear()
-        policy.own_picture(PROMPTS[0], 2, seed=0)
+        policy.diffusers_image(PROMPTS[0], 2, seed=0)
         assert events == [*trip, "encode", *trip]
         monkeypatch.undo()
 
@@ -217,7 +217,7 @@ def test_rows_that_can_not_share_a_call_go_into_calls_filled_up_to_all_rows(as_f
         expected = shared.velocity(LATENTS, MIDDLE, shared.encode(PROMPTS), rows)
     assert calls.transformer == [3, 3], "with the shape of a call its last bits would change"
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-4)
-    assert policy.takes_timesteps is None, "it was not asked"
+    assert policy.supports_per_sample_timesteps is None, "it was not asked"
     policy._calls = lambda calls: 4  # of another process, which needs more of them
     calls.transformer.clear()
     with torch.no_grad():
@@ -228,7 +228,7 @@ def test_rows_that_can_not_share_a_call_go_into_calls_filled_up_to_all_rows(as_f
 @pytest.mark.parametrize("alone", [False, True])
 def test_timesteps_that_can_not_share_a_call_go_into_calls_of_their_own(as_family, shared, alone):
     policy, rows, timesteps = as_family(alone=alone), torch.tensor([0, 1, 0]), torch.tensor([900.0, 900.0, 300.0])
-    policy.takes_timesteps = False
+    policy.supports_per_sample_timesteps = False
     calls = Calls(policy)
     conditioning = policy.encode(PROMPTS)
     calls.transformer.clear()
@@ -247,7 +247,7 @@ def test_a_pipeline_that_takes_timesteps_is_found_out_once(as_family):
         calls.transformer.clear()
         policy.velocity(LATENTS[:2], torch.tensor([900.0, 300.0]), conditioning, torch.arange(2))
         assert len(calls.transformer) == expected
-    assert policy.takes_timesteps is True
+    assert policy.supports_per_sample_timesteps is True
 
 
 @pytest.mark.parametrize(("share", "takes"), [(0.01, True), (0.03, False), (None, False)])
@@ -267,24 +267,24 @@ def test_a_pipeline_takes_timesteps_if_each_row_is_within_a_fiftieth_of_what_it_
                 v[row, 0, 0, 0] -= sign * share * 100  # the answers at 800 and at 900 are up to 100 apart, and opposite
             return (v,)
 
-        policy.takes_timesteps = None
+        policy.supports_per_sample_timesteps = None
         hook = policy.pipe.transformer.register_forward_hook(answer, with_kwargs=True)
         v = policy.velocity(LATENTS[:2], timesteps, conditioning, torch.arange(2))
         hook.remove()
-        assert policy.takes_timesteps is takes
+        assert policy.supports_per_sample_timesteps is takes
         if not takes:
             torch.testing.assert_close(v, (850 - timesteps).reshape(-1, 1, 1, 1) * ramp)
 
 
 def test_a_velocity_leaves_the_global_stream_and_the_next_noise_is_the_pipelines_own(as_family):
     policy, before = as_family(), torch.random.get_rng_state()
-    start = policy.noise(PROMPTS, seed=3)
+    start = policy.initial_latents(PROMPTS, seed=3)
     policy.velocity(LATENTS[:2], MIDDLE, policy.encode(PROMPTS), torch.arange(2))
     policy.decode(LATENTS[:1])
     policy.schedule(3)
     assert torch.equal(torch.random.get_rng_state(), before)
-    assert torch.equal(policy.noise(PROMPTS, seed=3), start)
-    assert not torch.equal(policy.noise(PROMPTS, seed=4), start)
+    assert torch.equal(policy.initial_latents(PROMPTS, seed=3), start)
+    assert not torch.equal(policy.initial_latents(PROMPTS, seed=4), start)
     assert torch.equal(start, torch.randn(2, 8, 8, 20, generator=torch.Generator().manual_seed(3)))
 
 
@@ -301,12 +301,12 @@ def test_states_of_any_shape_are_given_to_the_pipeline(name):
         alone = [policy.velocity(x[i : i + 1], schedule.timesteps[1], conditioning, rows[i : i + 1]) for i in range(2)]
     torch.testing.assert_close(v, torch.cat(alone), rtol=0, atol=1e-5)
     assert (policy.velocity(2 * x, schedule.timesteps[1], conditioning, rows) - v).abs().max() > 1e-4
-    assert not torch.equal(policy.noise(["a red cat", "a big dog"], seed=1), x)
+    assert not torch.equal(policy.initial_latents(["a red cat", "a big dog"], seed=1), x)
 
 
 def test_heun_asks_twice_a_step_but_for_the_last(shared):
     schedule, _ = shared.schedule(3)
-    assert shared.heun(schedule).calls == [0, 1, 1, 2, 2]
+    assert shared.heun_solver(schedule).calls == [0, 1, 1, 2, 2]
 
 
 # -- pictures -------------------------------------------------------------------------------------------------------------
@@ -317,19 +317,21 @@ def test_the_pipelines_own_picture_is_what_anyone_would_draw(dtype, capsys):
     """Also from a folder that names another solver of the same flow; the policy's path leads to the same picture."""
     policy = tiny_policy(dtype)
     policy.add_lora(2, 4, ["to_q"], seed=0)
-    found = policy.own_picture(PROMPTS[0], 3, seed=5)
+    found = policy.diffusers_image(PROMPTS[0], 3, seed=5)
     assert (found.dtype, found.requires_grad, found.device.type) == (torch.float32, False, "cpu")
     assert capsys.readouterr().err == "", "no progress bar"
     if dtype == "bf16":
         return
-    torch.testing.assert_close(drawn(policy, policy.noise(PROMPTS[:1], seed=5), PROMPTS[:1]), found, rtol=0, atol=2e-5)
+    torch.testing.assert_close(
+        drawn(policy, policy.initial_latents(PROMPTS[:1], seed=5), PROMPTS[:1]), found, rtol=0, atol=2e-5
+    )
     generator = torch.Generator().manual_seed(5)
     plain = policy.pipe([PROMPTS[0]], num_inference_steps=3, generator=generator, output_type="pt", **CALL).images
     torch.testing.assert_close(found, plain, rtol=0, atol=1e-6)
     capsys.readouterr()
-    other = StableDiffusion3Pipeline.from_pretrained(SHIPPED["tiny"])
+    other = StableDiffusion3Pipeline.from_pretrained(BUNDLED_MODELS["tiny"])
     other.scheduler = FlowMatchHeunDiscreteScheduler.from_config(other.scheduler.config)
-    torch.testing.assert_close(Policy(other, **CALL).own_picture(PROMPTS[0], 3, seed=5), found, rtol=0, atol=1e-6)
+    torch.testing.assert_close(Policy(other, **CALL).diffusers_image(PROMPTS[0], 3, seed=5), found, rtol=0, atol=1e-6)
 
 
 def test_a_picture_is_drawn_by_the_guider_of_the_policy():
@@ -340,7 +342,7 @@ def test_a_picture_is_drawn_by_the_guider_of_the_policy():
     call = kind.__call__
     try:
         kind.__call__ = lambda self, **more: found.append((self.guider, self.ocr_guider)) or (torch.zeros(1, 3, 8, 8),)
-        policy.own_picture("a red cat", 2, seed=0)
+        policy.diffusers_image("a red cat", 2, seed=0)
     finally:
         kind.__call__ = call
     assert found == [(mark, mark)]
@@ -351,7 +353,7 @@ def test_pictures_are_float32_between_0_and_1_without_gradients(monkeypatch):
     process = policy.pipe.image_processor.postprocess
     monkeypatch.setattr(policy.pipe.image_processor, "postprocess", lambda *a, **k: 3 * process(*a, **k) - 1)
     assert policy.velocity(LATENTS[:2], MIDDLE, policy.encode(PROMPTS), torch.arange(2)).dtype == torch.float32
-    own = policy.own_picture(PROMPTS[0], 2, seed=0)
+    own = policy.diffusers_image(PROMPTS[0], 2, seed=0)
     for images in (policy.decode(3 * LATENTS), own):
         assert images.dtype == torch.float32
         assert not images.requires_grad
@@ -368,12 +370,12 @@ def test_the_latents_of_a_picture_are_its_vaes_shifted_and_scaled(shared):
     vae = shared.pipe.vae
     z = vae.encode(2 * images - 1).latent_dist.mode()
     assert vae.config.shift_factor
-    found = shared.latents(images, 2)
+    found = shared.encode_images(images, 2)
     torch.testing.assert_close(found, (z - vae.config.shift_factor) * vae.config.scaling_factor, rtol=0, atol=1e-5)
     assert (found.dtype, found.requires_grad) == (torch.float32, False)
-    assert tiny_policy("bf16").latents(images).dtype == torch.float32
+    assert tiny_policy("bf16").encode_images(images).dtype == torch.float32
     with pytest.raises(ValueError, match=r"given images of \(16, 40\) pixels: they become latents of shape \(8, 4, 10\)"):
-        shared.latents(images[..., :16, :40])
+        shared.encode_images(images[..., :16, :40])
 
 
 def test_packed_latents_are_packed_by_the_pipeline():
@@ -382,7 +384,7 @@ def test_packed_latents_are_packed_by_the_pipeline():
     policy.pipe.vae.register_to_config(shift_factor=None)
     images = torch.rand(2, 3, *TINY["flux"].size, generator=torch.Generator().manual_seed(0))
     _, shape = policy.schedule(2)
-    found = policy.latents(images)
+    found = policy.encode_images(images)
     assert found.shape == (2, *shape)
     with torch.no_grad():
         z = policy.pipe.vae.encode(2 * images - 1).latent_dist.mode() * policy.pipe.vae.config.scaling_factor
@@ -394,7 +396,7 @@ def test_a_pipeline_whose_state_is_no_latent_of_its_vae_says_so(shared):
     policy.pipe.vae, vae = torch.nn.Identity(), policy.pipe.vae
     try:
         with pytest.raises(ValueError, match="StableDiffusion3Pipeline can't be trained on given images"):
-            policy.latents(torch.rand(1, 3, 32, 80))
+            policy.encode_images(torch.rand(1, 3, 32, 80))
     finally:
         policy.pipe.vae = vae
 

@@ -13,9 +13,9 @@ from flow_grpo.distributed.processes import Processes
 from flow_grpo.evaluation.held_out import draw
 from flow_grpo.policy import policy as policy_module
 from flow_grpo.policy.families import ATTENTION
-from flow_grpo.policy.hub import SHIPPED
+from flow_grpo.policy.hub import BUNDLED_MODELS
 from flow_grpo.policy.pipeline import PROBES
-from flow_grpo.policy.policy import WEIGHTS, Policy, fast_dtype, load_policy
+from flow_grpo.policy.policy import WEIGHTS, Policy, default_dtype, load_policy
 
 LATENTS = torch.randn(2, 8, 8, 20, generator=torch.Generator().manual_seed(0))
 ROWS = torch.arange(2)
@@ -88,8 +88,8 @@ def test_a_timestep_per_sample_equals_one_call_each(guidance):
 def test_gradients_reach_every_lora_parameter_and_no_other(policy):
     v = policy.velocity(LATENTS, torch.tensor(500.0), policy.encode(PROMPTS), ROWS)
     v.square().mean().backward()
-    assert all(p.grad is not None and p.grad.abs().max() > 0 for p in policy.parameters().values())
-    trained = {id(p) for p in policy.parameters().values()}
+    assert all(p.grad is not None and p.grad.abs().max() > 0 for p in policy.trainable_parameters().values())
+    trained = {id(p) for p in policy.trainable_parameters().values()}
     assert all(p.grad is None for p in policy.pipe.transformer.parameters() if id(p) not in trained)
 
 
@@ -115,7 +115,7 @@ def test_the_saved_lora_gives_the_same_picture_in_plain_diffusers(targets, tmp_p
     stir(policy)
     file = policy.save_lora(tmp_path)
     assert file.name == "pytorch_lora_weights.safetensors"
-    plain = StableDiffusion3Pipeline.from_pretrained(SHIPPED["tiny"], torch_dtype=torch.float32)
+    plain = StableDiffusion3Pipeline.from_pretrained(BUNDLED_MODELS["tiny"], torch_dtype=torch.float32)
     plain.set_progress_bar_config(disable=True)
     without = plain(PROMPTS, latents=LATENTS, num_inference_steps=4, output_type="pt", **CALL).images
     plain.load_lora_weights(str(tmp_path))
@@ -130,11 +130,11 @@ def test_the_lora_is_float32_whatever_the_model_is():
     policy = tiny_policy("bf16")
     policy.add_lora(4, 8, ["to_q"], seed=0)
     assert policy.pipe.transformer.dtype == torch.bfloat16 or policy.dtype == torch.bfloat16
-    assert {p.dtype for p in policy.parameters().values()} == {torch.float32}
+    assert {p.dtype for p in policy.trainable_parameters().values()} == {torch.float32}
     v = policy.velocity(LATENTS, torch.tensor(500.0), policy.encode(PROMPTS), ROWS)
     assert v.dtype == torch.float32
-    policy.add_copy("old")
-    assert {p.dtype for p in policy.parameters("old").values()} == {torch.float32}
+    policy.add_adapter_copy("old")
+    assert {p.dtype for p in policy.trainable_parameters("old").values()} == {torch.float32}
 
 
 def adapted(policy: Policy) -> list[str]:
@@ -145,7 +145,7 @@ def adapted(policy: Policy) -> list[str]:
 def test_a_lora_is_scaled_by_alpha_over_its_rank():
     policy = tiny_policy()
     policy.add_lora(4, 6, ["to_q"], seed=0)
-    for layer in policy.layers():
+    for layer in policy.lora_layers():
         assert layer.lora_A["default"].weight.shape[0] == layer.lora_B["default"].weight.shape[1] == 4
         assert layer.scaling["default"] == 6 / 4
     assert policy.pipe.transformer.peft_config["default"].lora_alpha == 6
@@ -158,8 +158,8 @@ def test_a_lora_begins_gaussian_from_a_seed_of_its_own():
         before = torch.random.get_rng_state()
         policy.add_lora(4, 8, ["to_q"], seed)
         assert torch.equal(torch.random.get_rng_state(), before), "the global stream stays as it was"
-        started.append(torch.cat([p.detach().flatten() for n, p in policy.parameters().items() if "lora_A" in n]))
-        assert not any(p.any() for n, p in policy.parameters().items() if "lora_B" in n)
+        started.append(torch.cat([p.detach().flatten() for n, p in policy.trainable_parameters().items() if "lora_A" in n]))
+        assert not any(p.any() for n, p in policy.trainable_parameters().items() if "lora_B" in n)
     assert torch.equal(started[0], started[1])
     assert not torch.equal(started[0], started[2])
     assert float(started[0].std()) == pytest.approx(1 / 4, rel=0.05), "peft's gaussian has a std of 1 / rank"
@@ -176,7 +176,7 @@ def test_a_lora_is_on_the_layers_that_were_asked_for():
         policy.add_lora(2, 4, targets, seed=0)
         assert adapted(policy) == expected
         assert policy.adapters == ["default"]
-        policy.drop_lora()
+        policy.remove_lora()
         assert not policy.has_lora
         policy.add_lora(2, 4, "all", seed=0)  # the layers of the first are wrapped from then on
         assert adapted(policy) == linear
@@ -199,9 +199,9 @@ def test_a_lora_that_is_taken_off_leaves_the_base_model(policy):
     conditioning = policy.encode(PROMPTS)
     with torch.no_grad(), policy.reference():
         base = policy.velocity(LATENTS, torch.tensor(500.0), conditioning, ROWS)
-    policy.strip()
-    assert policy.parameters() == {}
-    policy.strip()  # nothing is left to take off
+    policy.reset_to_base()
+    assert policy.trainable_parameters() == {}
+    policy.reset_to_base()  # nothing is left to take off
     with torch.no_grad():
         assert torch.equal(policy.velocity(LATENTS, torch.tensor(500.0), conditioning, ROWS), base)
 
@@ -210,12 +210,12 @@ def test_a_lora_that_is_taken_off_leaves_the_base_model(policy):
 def test_inputs_are_cast_by_peft_only_without_autocast(dtype, cast):
     policy = tiny_policy(dtype)
     policy.add_lora(4, 8, ["to_q"], seed=0)
-    assert {layer.cast_input_dtype_enabled for layer in policy.layers()} == {cast}
+    assert {layer.cast_input_dtype_enabled for layer in policy.lora_layers()} == {cast}
 
 
-@pytest.mark.parametrize("context", [lambda p: p.reference(), lambda p: p.averaged(), lambda p: p.using("old")])
+@pytest.mark.parametrize("context", [lambda p: p.reference(), lambda p: p.ema_weights(), lambda p: p.use_adapter("old")])
 def test_what_is_switched_for_a_while_comes_back_after_an_error(policy, context):
-    policy.add_copy("old")
+    policy.add_adapter_copy("old")
     policy.start_ema()
     stir(policy, seed=1)
     conditioning = policy.encode(PROMPTS)
@@ -233,29 +233,29 @@ def test_what_is_switched_for_a_while_comes_back_after_an_error(policy, context)
         fail()
     assert not torch.equal(inside[0], before)
     assert torch.equal(velocity(), before)
-    assert all(parameter.requires_grad for parameter in policy.parameters().values())
+    assert all(parameter.requires_grad for parameter in policy.trainable_parameters().values())
 
 
 def test_without_an_average_what_is_trained_stands_for_it(policy):
     before = policy.adapter_state()
-    with policy.averaged():
+    with policy.ema_weights():
         assert all(torch.equal(value, before[name]) for name, value in policy.adapter_state().items())
     assert policy.ema_state() == {}
 
 
 def test_states_are_copies_that_can_be_put_back(policy):
-    policy.add_copy("old")
+    policy.add_adapter_copy("old")
     policy.start_ema()
     kept = policy.adapter_state(), policy.adapter_state("old"), policy.ema_state()
     assert all(kept)
     assert policy.adapter_state(keep=False) == policy.ema_state(keep=False) == {}
     stir(policy, seed=1)
     policy.update_ema(0.5)
-    policy.follow("old", 0.5)
+    policy.update_adapter_copy("old", 0.5)
     now = policy.adapter_state(), policy.adapter_state("old"), policy.ema_state()
     for before, after in zip(kept, now, strict=True):
         assert not any(torch.equal(before[name], value) for name, value in after.items() if value.any())
-    assert not any(value.requires_grad for value in [*policy.ema.values(), *policy.parameters("old").values()])
+    assert not any(value.requires_grad for value in [*policy.ema.values(), *policy.trainable_parameters("old").values()])
     policy.load_adapter_state(kept[0])
     policy.load_adapter_state(kept[1], "old")
     policy.load_ema_state(kept[2])
@@ -288,7 +288,7 @@ def test_a_save_that_only_helps_others_writes_nothing(policy, tmp_path):
 @pytest.mark.parametrize("by_pipeline", [True, False])
 def test_a_lora_is_loaded_by_its_folder_or_its_file(policy, by_pipeline, name, tmp_path, monkeypatch):
     """By the pipeline's method or, where it has none, by the transformer's; whatever else is in the folder."""
-    monkeypatch.setattr(Policy, "loads_loras", by_pipeline)
+    monkeypatch.setattr(Policy, "has_lora_loader", by_pipeline)
     saved, file = policy.adapter_state(), policy.save(tmp_path)
     file.rename(tmp_path / "other.safetensors")
     stir(policy, seed=1)
@@ -297,8 +297,10 @@ def test_a_lora_is_loaded_by_its_folder_or_its_file(policy, by_pipeline, name, t
     again = load_policy("tiny", "cpu", "fp32", lora=tmp_path if name == WEIGHTS else tmp_path / name, **CALL)
     assert again.adapter_state().keys() == saved.keys()
     assert all(torch.equal(value, expected[n]) for n, value in again.adapter_state().items())
-    assert all(parameter.requires_grad and parameter.dtype == torch.float32 for parameter in again.parameters().values())
-    assert {layer.scaling["default"] for layer in again.layers()} == {2.0}
+    assert all(
+        parameter.requires_grad and parameter.dtype == torch.float32 for parameter in again.trainable_parameters().values()
+    )
+    assert {layer.scaling["default"] for layer in again.lora_layers()} == {2.0}
 
 
 def test_a_damaged_lora_is_a_sentence(tmp_path):
@@ -326,52 +328,52 @@ def test_sharded_processes_call_the_transformer_as_often_as_the_one_that_needs_m
             asked.append(value)
             return [value, 3]
 
-    monkeypatch.setattr(policy_module, "shard", lambda transformer, whole: given.append((transformer, whole)))
+    monkeypatch.setattr(policy_module, "fully_shard_blocks", lambda transformer, whole: given.append((transformer, whole)))
     conditioning = policy.encode(PROMPTS)
     calls = []
     with torch.no_grad():
         expected = policy.velocity(LATENTS, torch.tensor(500.0), conditioning, ROWS)
-    policy.takes_timesteps = None
+    policy.supports_per_sample_timesteps = None
     policy.shard(Others())
-    assert policy.takes_timesteps is not None, "it was tried while all processes are alike"
-    assert given == [(policy.pipe.transformer, set(policy.parameters().values()))]
-    assert policy.sharded
-    assert not policy.spread, "a LoRA is whole on every process"
+    assert policy.supports_per_sample_timesteps is not None, "it was tried while all processes are alike"
+    assert given == [(policy.pipe.transformer, set(policy.trainable_parameters().values()))]
+    assert policy.uses_fsdp
+    assert not policy.is_sharded, "a LoRA is whole on every process"
     policy.pipe.transformer.register_forward_hook(lambda *_: calls.append(1))
     with torch.no_grad():
         assert torch.equal(policy.velocity(LATENTS, torch.tensor(500.0), conditioning, ROWS), expected)
     assert (len(calls), asked) == (3, [1])
-    assert not tiny_policy().sharded
+    assert not tiny_policy().uses_fsdp
 
 
 def test_all_weights_can_be_trained_in_place_of_a_lora(tmp_path):
     policy = tiny_policy()
-    assert not policy.trains_all
-    policy.train_all()
+    assert not policy.is_full_finetuning
+    policy.enable_full_finetuning()
     first = policy.whole
-    policy.train_all()
+    policy.enable_full_finetuning()
     assert policy.whole is first
-    assert policy.trains_all
-    assert not policy.spread
-    assert policy.parameters().keys() == dict(policy.pipe.transformer.named_parameters()).keys()
-    assert all(parameter.requires_grad for parameter in policy.parameters().values())
-    policy.keep_base("cpu")
+    assert policy.is_full_finetuning
+    assert not policy.is_sharded
+    assert policy.trainable_parameters().keys() == dict(policy.pipe.transformer.named_parameters()).keys()
+    assert all(parameter.requires_grad for parameter in policy.trainable_parameters().values())
+    policy.store_base_weights("cpu")
     base = policy.adapter_state()
     with torch.no_grad():
-        for parameter in policy.parameters().values():
+        for parameter in policy.trainable_parameters().values():
             parameter.add_(0.01)
     assert policy.save(tmp_path / "none", write=False) == tmp_path / "none"
     assert not (tmp_path / "none").exists()
     again = load_policy("tiny", "cpu", "fp32", lora=policy.save(tmp_path / "whole"), **CALL)
-    assert again.trains_all
+    assert again.is_full_finetuning
     trained = policy.adapter_state()
     assert not any(torch.equal(value, base[name]) for name, value in trained.items())
     with policy.reference():
         assert all(torch.equal(value, base[name]) for name, value in policy.adapter_state().items())
     for one in (policy, again):
         assert all(torch.equal(value, trained[name]) for name, value in one.adapter_state().items())
-        one.strip()
-        assert not one.trains_all
+        one.reset_to_base()
+        assert not one.is_full_finetuning
         assert all(torch.equal(value, base[name]) for name, value in one.pipe.transformer.named_parameters())
 
 
@@ -381,32 +383,32 @@ def test_the_average_is_in_place_only_within_its_context(policy):
     stir(policy, seed=1)
     policy.update_ema(0.75)
     trained = policy.adapter_state()
-    with policy.averaged():
+    with policy.ema_weights():
         for name, value in policy.adapter_state().items():
             torch.testing.assert_close(value, 0.75 * before[name] + 0.25 * trained[name])
     assert all(torch.equal(value, trained[name]) for name, value in policy.adapter_state().items())
 
 
 def test_a_copy_of_the_adapter_follows_slowly_and_takes_no_gradient(policy):
-    policy.add_copy("old")
+    policy.add_adapter_copy("old")
     conditioning = policy.encode(PROMPTS)
     start = policy.adapter_state()
     with torch.no_grad():
         v = policy.velocity(LATENTS, torch.tensor(500.0), conditioning, ROWS)
-        with policy.using("old"):
+        with policy.use_adapter("old"):
             assert torch.equal(policy.velocity(LATENTS, torch.tensor(500.0), conditioning, ROWS), v)
     stir(policy, seed=1)
-    policy.follow("old", 0.9)
+    policy.update_adapter_copy("old", 0.9)
     moved, copied = policy.adapter_state(), policy.adapter_state("old")
     for name, value in moved.items():
         torch.testing.assert_close(copied[name.replace(".default.", ".old.")], 0.9 * start[name] + 0.1 * value)
     policy.velocity(LATENTS, torch.tensor(500.0), conditioning, ROWS).mean().backward()
-    assert all(p.grad is None for p in policy.parameters("old").values())
-    assert all(p.requires_grad for p in policy.parameters().values())
+    assert all(p.grad is None for p in policy.trainable_parameters("old").values())
+    assert all(p.requires_grad for p in policy.trainable_parameters().values())
 
 
 def test_the_users_pipeline_stays_as_it_was():
-    pipe = StableDiffusion3Pipeline.from_pretrained(SHIPPED["tiny"], torch_dtype=torch.float32)
+    pipe = StableDiffusion3Pipeline.from_pretrained(BUNDLED_MODELS["tiny"], torch_dtype=torch.float32)
     scheduler, encode_prompt, config = pipe.scheduler, pipe.encode_prompt, dict(pipe.config)
     policy = Policy(pipe, **CALL)
     euler(policy, LATENTS, 3)
@@ -436,7 +438,7 @@ def test_prompts_are_encoded_once_and_in_any_company():
 
 def test_replay_does_not_depend_on_the_micro_batch(policy):
     schedule, shape = policy.schedule(4)
-    velocity = policy.along(schedule, policy.encode(PROMPTS * 2))
+    velocity = policy.velocity_fn(schedule, policy.encode(PROMPTS * 2))
     start, noise = torch.randn(2, 4, *shape, generator=torch.Generator().manual_seed(0))
     trajectories = [
         sampling.rollout(
@@ -481,7 +483,7 @@ def test_pictures_depend_on_their_own_seed_alone():
 
 
 def test_what_is_no_flow_is_refused():
-    pipe = StableDiffusion3Pipeline.from_pretrained(SHIPPED["tiny"])
+    pipe = StableDiffusion3Pipeline.from_pretrained(BUNDLED_MODELS["tiny"])
     pipe.scheduler = EulerDiscreteScheduler()
     with pytest.raises(ValueError, match="does not sample a flow"):
         Policy(pipe)
@@ -558,12 +560,12 @@ def test_the_base_is_quantised_as_the_settings_say(monkeypatch):
 
 def test_auto_is_bf16_where_there_are_instructions_for_it(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation=True: including_emulation)
-    assert fast_dtype("cuda") == torch.float32, "emulation is no instruction"
+    assert default_dtype("cuda") == torch.float32, "emulation is no instruction"
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation=True: True)
-    assert fast_dtype("cuda:1") == torch.bfloat16
-    assert fast_dtype("mps") == torch.float32
+    assert default_dtype("cuda:1") == torch.bfloat16
+    assert default_dtype("mps") == torch.float32
     monkeypatch.delattr(torch.cpu, "_is_avx512_bf16_supported")
-    assert fast_dtype("cpu") == torch.float32, "a torch that can't tell"
+    assert default_dtype("cpu") == torch.float32, "a torch that can't tell"
 
 
 @pytest.mark.parametrize(("native", "dtype"), [(True, torch.bfloat16), (False, torch.float32)])

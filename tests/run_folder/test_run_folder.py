@@ -372,7 +372,7 @@ def test_equal_weights_are_equal_files_with_the_mode_of_any_file(tmp_path, mask)
 
 def test_a_whole_transformer_is_written_alike_too(tmp_path):
     policy = tiny_policy()
-    policy.train_all()
+    policy.enable_full_finetuning()
     for name in ("a", "b"):
         policy.save(tmp_path / name)
     assert names(tmp_path / "a") == names(tmp_path / "b") == ["config.json", "diffusion_pytorch_model.safetensors"]

@@ -20,7 +20,7 @@ def stir(policy: Policy, seed: int = 0) -> None:
     """Moves every LoRA parameter, so that the adapter changes the velocity."""
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
-        for parameter in policy.parameters().values():
+        for parameter in policy.trainable_parameters().values():
             parameter.add_(0.05 * torch.randn(parameter.shape, generator=generator))
 
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from flow_grpo.config import FlowGRPOConfig
 from flow_grpo.data.prompts import PromptSampler, PromptSet
 from flow_grpo.distributed.processes import Processes
-from flow_grpo.policy.embedding_cache import Embeddings
+from flow_grpo.policy.embedding_cache import EmbeddingCache
 from flow_grpo.policy.policy import Policy
 from flow_grpo.training.rollouts import Rollouts
 from flow_grpo.types import Experience
@@ -45,8 +45,8 @@ def frozen() -> dict[str, Any]:
 
 
 @functools.cache
-def embeddings(dtype: torch.dtype) -> Embeddings:
-    return Embeddings()
+def embeddings(dtype: torch.dtype) -> EmbeddingCache:
+    return EmbeddingCache()
 
 
 def policy(dtype: torch.dtype = torch.float32, lora: bool = True) -> Policy:
@@ -71,7 +71,7 @@ def move(policy: Policy, by: float = 0.3, seed: int = 0, adapter: str = "default
     """Moves every trained parameter."""
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
-        for parameter in policy.parameters(adapter).values():
+        for parameter in policy.trainable_parameters(adapter).values():
             parameter.add_(by * torch.randn(parameter.shape, generator=generator))
 
 

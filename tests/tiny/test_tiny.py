@@ -13,11 +13,11 @@ from transformers import CLIPTextModelWithProjection, T5EncoderModel
 import rewards
 from flow_grpo.data.prompts import load_prompts
 from flow_grpo.evaluation.held_out import evaluate
-from flow_grpo.policy.hub import SHIPPED
+from flow_grpo.policy.hub import BUNDLED_MODELS
 from flow_grpo.tiny import architecture, pretrain, world
 from rewards.clip import FOLDER as CLIP_FOLDER
 
-FOLDER = SHIPPED["tiny"]
+FOLDER = BUNDLED_MODELS["tiny"]
 
 
 def test_it_is_a_whole_sd35_pipeline_in_16_bit():

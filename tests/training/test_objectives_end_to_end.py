@@ -391,7 +391,7 @@ def pictures(folder: Path, count: int = 4) -> tuple[list[str], torch.Tensor]:
 def test_latents_are_what_decoding_turns_into_the_images():
     policy = tiny_policy()
     images = draw(policy, ['red text "CAT" on a blue background'] * 2, [0, 1], 10)
-    again = policy.decode(policy.latents(images))
+    again = policy.decode(policy.encode_images(images))
     assert float((again - images).abs().mean()) < 0.05
 
 
@@ -523,7 +523,7 @@ def test_half_a_step_is_not_saved(tmp_path, monkeypatch):
     def spoiled(step: int, number: int) -> dict:
         calls.append(1)
         if len(calls) == 4:
-            next(iter(trainer.policy.parameters().values())).grad.fill_(math.nan)
+            next(iter(trainer.policy.trainable_parameters().values())).grad.fill_(math.nan)
         return update(step, number)
 
     monkeypatch.setattr(trainer.update, "_step", spoiled)

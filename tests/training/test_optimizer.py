@@ -170,7 +170,7 @@ def test_a_process_whose_groups_are_all_silent_moves_as_the_others_do_also_in_fp
 def test_processes_go_in_step_where_weights_lie_in_shares():
     policy = small.policy()
     assert not Optimizer(policy, SETTINGS, Processes()).in_step
-    policy.sharded = True
+    policy.uses_fsdp = True
     optimizer = Optimizer(policy, SETTINGS, Processes())
     assert (optimizer.in_step, optimizer.spread) == (True, False), "a LoRA is whole on each"
 

@@ -25,7 +25,7 @@ def settings(**changes):
 
 
 def trained(policy):
-    return torch.cat([p.detach().flatten() for p in policy.parameters().values()]).clone()
+    return torch.cat([p.detach().flatten() for p in policy.trainable_parameters().values()]).clone()
 
 
 def made(begin=0, policy=None, processes=None, **changes):
@@ -64,7 +64,7 @@ def surrogate(policy, args, found, rows):
 
 
 def gradient(policy, value):
-    return [g.double() for g in torch.autograd.grad(value, list(policy.parameters().values()))]
+    return [g.double() for g in torch.autograd.grad(value, list(policy.trainable_parameters().values()))]
 
 
 # -- the whole of it ------------------------------------------------------------------------------------------------------
@@ -84,7 +84,7 @@ def test_several_steps_are_the_ones_by_hand():
     changes = {"updates": 2, "epochs": 2, "optimizer": o, "ema_decay": 0.6, "steps": 5}
     policy, args, ours = made(begin=2, **changes, objective={"clip_low": 0.0005, "clip_high": 0.002})
     theirs = small.policy()
-    weights = list(theirs.parameters().values())
+    weights = list(theirs.trainable_parameters().values())
     adamw = by_hand.AdamW(weights, (0.7, 0.9), 0.005, 0.2, 0.012)
     average, clips, beyond = [w.detach().double() for w in weights], [], 0
     rates = [0.04 / 3, 0.04 * 2 / 3 * (1 - 0.75 / 4), 0.04 * (1 - 0.75 * 2 / 4), 0.04 * (1 - 0.75 * 3 / 4), 0.01, 0.01]
@@ -115,7 +115,7 @@ def test_several_steps_are_the_ones_by_hand():
         assert metrics["ratio/max_deviation"] == pytest.approx(float((shares - 1).abs().max()), rel=2e-3)
         hand = torch.cat([w.flatten() for w in adamw.weights])
         torch.testing.assert_close(trained(policy).double(), hand, rtol=1e-3, atol=2e-5)
-        mean = torch.cat([policy.ema[name].flatten() for name in policy.parameters()])
+        mean = torch.cat([policy.ema[name].flatten() for name in policy.trainable_parameters()])
         torch.testing.assert_close(mean.double(), torch.cat([a.flatten() for a in average]), rtol=1e-3, atol=2e-5)
     assert any(clips)
     assert not all(clips)
@@ -142,7 +142,7 @@ def test_the_moving_average_follows_faster_at_the_beginning(decay):
         ours(small.experience(policy, args, ADVANTAGE, WINDOW, step), step)
         share = min(decay, (1 + step) / (10 + step))
         average = share * average + (1 - share) * trained(policy)
-        mean = torch.cat([policy.ema[name].flatten() for name in policy.parameters()])
+        mean = torch.cat([policy.ema[name].flatten() for name in policy.trainable_parameters()])
         torch.testing.assert_close(mean, average, rtol=1e-5, atol=1e-6)
 
 
@@ -250,7 +250,7 @@ def test_an_update_without_signal_moves_nothing_and_is_counted_in_the_loss():
     metrics = ours(small.experience(policy, args, torch.zeros(4, 3), WINDOW), 0)
     assert metrics == {"loss": 0.0, "lr": args.optimizer.lr}
     assert torch.equal(trained(policy), before)
-    assert torch.equal(torch.cat([policy.ema[name].flatten() for name in policy.parameters()]), before)
+    assert torch.equal(torch.cat([policy.ema[name].flatten() for name in policy.trainable_parameters()]), before)
     assert not seen
     half = small.experience(policy, args, torch.cat([ADVANTAGE[:2], torch.zeros(2, 3)]), WINDOW)
     values, _ = surrogate(policy, args, half, torch.arange(6))
@@ -287,29 +287,29 @@ def test_the_noise_of_an_objective_on_images_is_that_of_its_training_step():
 @pytest.mark.parametrize("decay", [0.25, 0.0, 1.0])
 def test_the_old_policy_of_nft_follows_once_a_step_after_its_updates(decay):
     policy = small.policy()
-    policy.add_copy("old")
+    policy.add_adapter_copy("old")
     small.move(policy, 0.3, seed=9, adapter="old")
     objective = {"name": "nft", "old_decay": decay}
     _, args, ours = made(
         policy=policy, sampling={"transition": "ode"}, objective=objective, updates=2, optimizer={"lr": 0.1}
     )
-    old = torch.cat([p.detach().flatten() for p in policy.parameters("old").values()]).clone()
+    old = torch.cat([p.detach().flatten() for p in policy.trainable_parameters("old").values()]).clone()
     for step in (0, 1):
         before = trained(policy)
         ours(small.experience(policy, args, ADVANTAGE, [], step), step)
         assert (trained(policy) - before).abs().max() > 0.01
         old = decay * old + (1 - decay) * trained(policy)
-        now = torch.cat([p.detach().flatten() for p in policy.parameters("old").values()])
+        now = torch.cat([p.detach().flatten() for p in policy.trainable_parameters("old").values()])
         torch.testing.assert_close(now, old, rtol=1e-5, atol=1e-6)
 
 
 def test_other_objectives_leave_an_old_policy_alone():
     policy = small.policy()
-    policy.add_copy("old")
+    policy.add_adapter_copy("old")
     _, args, ours = made(policy=policy, sampling={"transition": "ode"}, objective={"name": "awm"}, optimizer={"lr": 0.1})
-    old = torch.cat([p.detach().flatten() for p in policy.parameters("old").values()]).clone()
+    old = torch.cat([p.detach().flatten() for p in policy.trainable_parameters("old").values()]).clone()
     ours(small.experience(policy, args, ADVANTAGE, []), 0)
-    assert torch.equal(torch.cat([p.detach().flatten() for p in policy.parameters("old").values()]), old)
+    assert torch.equal(torch.cat([p.detach().flatten() for p in policy.trainable_parameters("old").values()]), old)
 
 
 # -- the ratio before the first update ----------------------------------------------------------------------------------------
@@ -408,7 +408,7 @@ def test_a_gradient_that_is_not_finite_stops_before_anything_has_moved():
         ours(small.experience(policy, args, ADVANTAGE, WINDOW), 3)
     assert torch.equal(trained(policy), before)
     assert not ours.unfinished, "the step has not begun"
-    assert torch.equal(torch.cat([policy.ema[name].flatten() for name in policy.parameters()]), before)
+    assert torch.equal(torch.cat([policy.ema[name].flatten() for name in policy.trainable_parameters()]), before)
     ours(small.experience(policy, args, ADVANTAGE, WINDOW), 3)
     assert not ours.unfinished
 
@@ -442,15 +442,15 @@ def test_an_overflow_in_fp16_is_counted_and_passed_over():
     assert metrics["grad_overflow"] == 1
     assert "grad_norm" not in metrics
     assert torch.equal(trained(policy), before)
-    assert torch.equal(torch.cat([policy.ema[name].flatten() for name in policy.parameters()]), before)
+    assert torch.equal(torch.cat([policy.ema[name].flatten() for name in policy.trainable_parameters()]), before)
 
 
 def test_giving_up_forgets_gradients_and_ratios():
     policy, _, ours = made(objective={"clip_low": "auto", "clip_high": "auto"}, epochs=2)
-    ours.optimizer.backward(sum(p.sum() for p in policy.parameters().values()))
+    ours.optimizer.backward(sum(p.sum() for p in policy.trainable_parameters().values()))
     ours.clip.saw(1, torch.ones(3))
     ours.give_up()
-    assert all(p.grad is None for p in policy.parameters().values())
+    assert all(p.grad is None for p in policy.trainable_parameters().values())
     ours.clip.learn(Processes())
     assert not ours.clip.state
 
