@@ -16,8 +16,9 @@ from flow_grpo.data.grid import ImageInfo, save_grid
 from flow_grpo.data.prompts import PromptSampler, PromptSet, load_prompts
 from flow_grpo.distributed.processes import Processes
 from flow_grpo.evaluation import hacking
+from flow_grpo.evaluation.generate import draw, image_seed
 from flow_grpo.evaluation.group_dependence import group_dependence_warnings
-from flow_grpo.evaluation.held_out import before_after, draw, evaluate, image_seed
+from flow_grpo.evaluation.held_out import before_after, evaluate
 from flow_grpo.files import NotWritten, remove, whole_folder, write_whole
 from flow_grpo.policy import hub
 from flow_grpo.policy.interception import first_line

@@ -728,7 +728,7 @@ BUGS = [
     ),
     (
         "two evaluation seeds share nearly all their noise",
-        "flow_grpo/evaluation/held_out.py",
+        "flow_grpo/evaluation/generate.py",
         'return sampling.derived_seed(seed, "evaluation", place, number)',
         "return seed + place + 1_000_000 * number",
         "tests/evaluation/test_evaluation.py -k share_no_noise",

@@ -15,8 +15,7 @@ from support import small_policy as small
 from flow_grpo import sampling
 from flow_grpo.advantages import group_advantages
 from flow_grpo.data.grid import ImageInfo, read_grid, save_image
-from flow_grpo.evaluation import held_out as evaluate
-from flow_grpo.evaluation.held_out import draw, image_seed
+from flow_grpo.evaluation.generate import draw, image_seed
 from flow_grpo.report import page
 from flow_grpo.run_folder import checkpoint
 from flow_grpo.tiny import architecture
@@ -946,7 +945,7 @@ def test_of_several_processes_the_first_alone_writes_and_speaks(tmp_path, rank, 
 
     monkeypatch.setattr("flow_grpo.trainer.Processes.from_environment", lambda device: small.Two(other, rank))
     trainer = made(tmp_path / "run", held_out=HELD_OUT.head(2), steps=1, ema_decay=0)
-    monkeypatch.setattr(evaluate, "extremes", lambda values: [])
+    monkeypatch.setattr("flow_grpo.evaluation.held_out.extremes", lambda values: [])
     found = trainer.train()
     files = sorted(place.name for place in (tmp_path / "run").iterdir()) if (tmp_path / "run").exists() else []
     assert ("config.yaml" in files) == (rank == 0)

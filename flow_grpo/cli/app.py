@@ -194,7 +194,7 @@ def sample(
 
     from flow_grpo.config import found_config
     from flow_grpo.data.grid import ImageInfo, fits, save_grid, save_image
-    from flow_grpo.evaluation.held_out import draw
+    from flow_grpo.evaluation.generate import draw
     from flow_grpo.policy import hub
 
     texts = _texts(prompts)

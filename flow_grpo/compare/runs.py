@@ -19,7 +19,7 @@ from rich.console import Console
 from rich.table import Table
 
 from flow_grpo.config import FlowGRPOConfig
-from flow_grpo.evaluation.held_out import distance_from_base
+from flow_grpo.evaluation.image_metrics import distance_from_base
 from flow_grpo.files import write_whole
 from flow_grpo.policy.library_logging import quiet_libraries
 from flow_grpo.policy.memory import peak_memory

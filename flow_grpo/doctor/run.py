@@ -25,7 +25,7 @@ from flow_grpo.doctor import rewards as reward_checkup
 from flow_grpo.doctor.result import Verdict
 from flow_grpo.doctor.reward_probe import Glance
 from flow_grpo.doctor.rewards import PERSON, by_brightness
-from flow_grpo.evaluation import held_out as evaluate
+from flow_grpo.evaluation.generate import draw as generate_images
 from flow_grpo.evaluation.group_dependence import RewardInputs
 from flow_grpo.methods import takes_each_reward
 from flow_grpo.plan.estimate import Forecast, Plan
@@ -403,7 +403,7 @@ def evaluations(trainer: FlowGRPOTrainer, scoring: float) -> tuple[float, int]:
     seconds = {}
     for count in (1, 1, 3):  # the first encodes the prompts
         started = time.perf_counter()
-        evaluate.draw(trainer.policy, texts, list(range(len(texts))), count, len(texts))
+        generate_images(trainer.policy, texts, list(range(len(texts))), count, len(texts))
         seconds[count] = time.perf_counter() - started
     image = (seconds[1] + (settings.steps - 1) * (seconds[3] - seconds[1]) / 2) / len(texts) + scoring
     times = len({0, steps, *(range(0, steps, settings.every) if settings.every else ())})

@@ -22,9 +22,6 @@ import math
 import statistics
 from dataclasses import dataclass
 
-import torch
-from torch import Tensor
-
 ERRORS = 3.0  # standard errors that noise does not reach
 LEAST = 8  # prompts: fewer say nothing
 SHARE = 0.02
@@ -108,17 +105,6 @@ def difference(now: list[float], then: list[float]) -> tuple[float, float]:
     if len(found) < LEAST:
         return _mean(found), math.inf
     return _mean(found), statistics.stdev(found) / math.sqrt(len(found))
-
-
-def sharpness(images: Tensor) -> Tensor:
-    """(B, 3, H, W) in [0, 1] -> (B,): high-frequency power, the root mean square of what a 3 x 3 mean takes away."""
-    smooth = torch.nn.functional.avg_pool2d(images.float(), 3, 1, 1, count_include_pad=False)
-    return (images.float() - smooth).square().mean((1, 2, 3)).sqrt().cpu()
-
-
-def distance(images: Tensor, others: Tensor) -> Tensor:
-    """Two times (B, 3, H, W) in [0, 1] -> (B,): root mean square difference of each pair, the diversity of two pictures."""
-    return (images.float() - others.float()).square().mean((1, 2, 3)).sqrt().cpu()
 
 
 def _mean(values: list[float]) -> float:

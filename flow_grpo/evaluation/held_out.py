@@ -6,79 +6,17 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from flow_grpo import sampling
 from flow_grpo.data.grid import ImageInfo, read_grid, save_grid
 from flow_grpo.data.prompts import PromptSet
 from flow_grpo.distributed.processes import Processes
-from flow_grpo.evaluation import hacking
+from flow_grpo.evaluation.generate import draw, image_seed
+from flow_grpo.evaluation.image_metrics import distance, sharpness
 from flow_grpo.policy.policy import Policy
 from flow_grpo.progress import phase
 from flow_grpo.run_folder.samples import extremes
-from flow_grpo.training.interrupt import Interrupted, call, interruptible
+from flow_grpo.training.interrupt import Interrupted, call
 from flow_grpo.types import Evaluation
 from rewards import WeightedSum
-
-
-def image_seed(seed: int, place: int, number: int = 0) -> int:
-    """The seed of an evaluation's image, by which `sample` draws it again.
-
-    Args:
-        seed: of the evaluation; two evaluations with different seeds share no noise.
-        place: of the prompt in its file.
-        number: of the image among those of its prompt.
-    """
-    return sampling.derived_seed(seed, "evaluation", place, number)
-
-
-@torch.no_grad()
-def draw(
-    policy: Policy,
-    prompts: list[str],
-    seeds: list[int],
-    steps: int,
-    microbatch: int = 64,
-    what: str = "drawing images",
-    stopping: Callable[[], bool] = lambda: False,
-) -> Tensor:
-    """Images (B, 3, H, W) in [0, 1] of B prompts by the ODE, each from the noise of its seed alone.
-
-    Args:
-        what: names the phase.
-        stopping: `Interrupted` leaves it before a forward pass if it says so.
-    """
-    schedule, shape = policy.schedule(steps)
-    with phase("encoding prompts"):
-        conditioning = policy.encode(prompts)
-    start = torch.stack([sampling.noise(shape, seed, "sample") for seed in seeds])
-    velocity = interruptible(policy.velocity_fn(schedule, conditioning), stopping)
-
-    with phase(what, total=len(prompts) * len(schedule)) as steps_done:
-
-        def counted(x: Tensor, i: int, rows: Tensor) -> Tensor:
-            steps_done.advance(len(rows))
-            return velocity(x, i, rows)
-
-        trajectory = sampling.rollout(counted, schedule, start, microbatch=microbatch)
-        return policy.decode(trajectory.final, microbatch)
-
-
-@torch.no_grad()
-def distance_from_base(policy: Policy, prompts: list[str], steps: int, microbatch: int) -> list[float]:
-    """For each prompt the mean squared distance of the policy's velocity from the base model's, on the policy's own way from noise
-    to image."""
-    schedule, shape = policy.schedule(steps)
-    conditioning = policy.encode(prompts)
-    velocity = policy.velocity_fn(schedule, conditioning)
-    found: list[float] = []
-    for rows in torch.arange(len(prompts)).split(microbatch):
-        x, way = torch.stack([sampling.noise(shape, place, "distance") for place in rows.tolist()]), []
-        for i in range(len(schedule)):
-            way.append((x, velocity(x, i, rows)))
-            x = x + (schedule.sigmas[i + 1] - schedule.sigmas[i]) * way[-1][1]
-        with policy.reference():  # once: of a whole transformer, all weights change places
-            apart = [(v - velocity(x, i, rows)).square().flatten(1).mean(1) for i, (x, v) in enumerate(way)]
-        found += torch.stack(apart).mean(0).tolist()
-    return found
 
 
 def evaluate(
@@ -131,7 +69,7 @@ def evaluate(
     with phase(f"scoring {len(images)} held-out images"):
         by_process = processes.gather_or_raise(lambda: call(scored, stopping), (ValueError, Interrupted))
     values = {name: whole([part[name] for part in by_process]) for name in by_process[0]}
-    looks = processes.all_gather((hacking.sharpness(images), hacking.distance(images[: len(others)], others)))
+    looks = processes.all_gather((sharpness(images), distance(images[: len(others)], others)))
     shown = {*range(keep), *(extremes(values["reward"].tolist()) if keep else ())}
     kept = processes.all_gather({place: images[i].clone() for i, place in enumerate(own) if place in shown})
     pictures = {place: picture for part in kept for place, picture in part.items()}

@@ -4,13 +4,12 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 
-import torch
 from torch import Tensor
 
 from flow_grpo.data.image_sets import ImageRecords
 from flow_grpo.data.prompts import PromptSet
-from flow_grpo.evaluation import hacking
-from flow_grpo.evaluation.held_out import distance_from_base, draw, image_seed
+from flow_grpo.evaluation.generate import draw, image_seed
+from flow_grpo.evaluation.image_metrics import distance_from_base, diversity, sharpness
 from flow_grpo.evaluation.scorecard import DISTANCE, DIVERSITY, FREQUENCIES, Measured
 from flow_grpo.evaluation.targets import Model, Target
 from flow_grpo.policy.policy import Policy, load_policy
@@ -118,7 +117,7 @@ def score(
     for places in chunks(rows.prompts, at_once):
         images, prompts = images_of(places), [rows.prompts[i] for i in places]
         whole, by_name = rewards(images, prompts, **rows.columns(places))
-        looks = {FREQUENCIES: hacking.sharpness(images), DIVERSITY: diversity(images, prompts)}
+        looks = {FREQUENCIES: sharpness(images), DIVERSITY: diversity(images, prompts)}
         for name, found in {**({"reward": whole} if total else {}), **by_name, **looks}.items():
             column = values.setdefault(name, [math.nan] * len(rows))
             for place, value in zip(places, found.tolist(), strict=True):
@@ -141,16 +140,3 @@ def chunks(prompts: Sequence[str], at_once: int) -> Iterator[list[int]]:
         held = held + places
     if held:
         yield held
-
-
-def diversity(images: Tensor, prompts: Sequence[str]) -> Tensor:
-    """(B, 3, H, W) in [0, 1] -> (B,): mean root mean square difference from the other pictures of the prompt, NaN where there are
-    none. Its mean over a prompt's pictures is that over their pairs."""
-    found = torch.full((len(prompts),), math.nan)
-    for prompt in dict.fromkeys(prompts):
-        places = [i for i, other in enumerate(prompts) if other == prompt]
-        group = images[places]
-        if len(places) > 1:
-            apart = torch.stack([hacking.distance(group, image.expand_as(group)).sum() for image in group])
-            found[places] = apart / (len(places) - 1)
-    return found

@@ -27,7 +27,8 @@ from flow_grpo.data.image_sets import ImageRecords
 from flow_grpo.data.prompts import PromptSet, load_prompts
 from flow_grpo.evaluation import measure as measures
 from flow_grpo.evaluation import tables
-from flow_grpo.evaluation.held_out import before_after, draw, evaluate
+from flow_grpo.evaluation.generate import draw
+from flow_grpo.evaluation.held_out import before_after, evaluate
 from flow_grpo.evaluation.measure import measure
 from flow_grpo.evaluation.scorecard import DISTANCE, DIVERSITY, FREQUENCIES, Measured, by_prompt, compile_card
 from flow_grpo.evaluation.targets import Model, Reading, find, reference

@@ -21,7 +21,7 @@ from support.embedded import CALL, short_run, stir, tiny_policy
 from support.fake_run import synthetic_run
 from support.paths import ROOT
 
-from flow_grpo.evaluation.held_out import draw
+from flow_grpo.evaluation.generate import draw
 from flow_grpo.export import model_card
 from flow_grpo.export.export import check_push, export
 from flow_grpo.policy import hub

@@ -10,7 +10,7 @@ from support.process_runs import config, finished, run_alone, same, start
 
 from flow_grpo.distributed.processes import Processes
 from flow_grpo.evaluation import measure, targets
-from flow_grpo.evaluation.held_out import draw
+from flow_grpo.evaluation.generate import draw
 from flow_grpo.evaluation.targets import Model
 from flow_grpo.plan.estimate import Plan
 from flow_grpo.policy.policy import Policy, load_policy

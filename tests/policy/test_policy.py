@@ -10,7 +10,7 @@ from flow_grpo import sampling, sde
 from flow_grpo.config.sections import MemoryConfig
 from flow_grpo.data.prompts import PromptSet
 from flow_grpo.distributed.processes import Processes
-from flow_grpo.evaluation.held_out import draw
+from flow_grpo.evaluation.generate import draw
 from flow_grpo.policy import policy as policy_module
 from flow_grpo.policy.families import ATTENTION
 from flow_grpo.policy.hub import BUNDLED_MODELS

@@ -14,7 +14,7 @@ from support.embedded import short_run
 from support.paths import ROOT, SAMPLE_REWARDS
 
 from flow_grpo.data.grid import to_bytes
-from flow_grpo.evaluation.held_out import draw, image_seed
+from flow_grpo.evaluation.generate import draw, image_seed
 from flow_grpo.run_folder import layout, reader, samples
 from flow_grpo.tracking.tracker import read_metrics
 from flow_grpo.trainer import FlowGRPOTrainer

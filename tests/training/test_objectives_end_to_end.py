@@ -17,7 +17,7 @@ from flow_grpo.config import FlowGRPOConfig
 from flow_grpo.config.sections import CriticConfig, DecayRamp, OptimizerConfig
 from flow_grpo.data.grid import ImageInfo, save_grid, save_image
 from flow_grpo.distributed.processes import Processes
-from flow_grpo.evaluation.held_out import draw
+from flow_grpo.evaluation.generate import draw
 from flow_grpo.trainer import FlowGRPOTrainer
 from flow_grpo.training import rollouts
 from flow_grpo.training.critic import Critic, gae
