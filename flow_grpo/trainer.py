@@ -16,9 +16,9 @@ from flow_grpo.data.grid import ImageInfo, save_grid
 from flow_grpo.data.prompts import PromptSampler, PromptSet, load_prompts
 from flow_grpo.distributed.processes import Processes
 from flow_grpo.evaluation import hacking
-from flow_grpo.evaluation.generate import draw, image_seed
+from flow_grpo.evaluation.generate import generate_images, image_seed
 from flow_grpo.evaluation.group_dependence import group_dependence_warnings
-from flow_grpo.evaluation.held_out import before_after, evaluate
+from flow_grpo.evaluation.held_out import evaluate, save_before_after
 from flow_grpo.files import NotWritten, remove, whole_folder, write_whole
 from flow_grpo.policy import hub
 from flow_grpo.policy.interception import first_line
@@ -452,7 +452,7 @@ class FlowGRPOTrainer:
         steps = self.args.evaluation.steps
         with self.policy.ema_weights():  # on every process: they may hold shares of the weights
             alone = self.processes.world_size == 1
-            images = draw(
+            images = generate_images(
                 self.policy,
                 prompts,
                 seeds=list(range(len(prompts))),
@@ -494,7 +494,7 @@ class FlowGRPOTrainer:
         assert self.eval_set
         prompts, seed = self.eval_set.prompts, self.args.evaluation.seed
         if self.step in (0, self.args.steps):
-            before_after(self.folder, self.step == 0, found.pictures, prompts[:PREVIEWS], seed, self.args.model)
+            save_before_after(self.folder, self.step == 0, found.pictures, prompts[:PREVIEWS], seed, self.args.model)
         more = {**hacking.numbers(history), "time/evaluation": seconds}
         tracker.evaluation(self.step, found.means(), more, self.record.kept(self.step, prompts))
         for name, sentence in hacking.warnings(history).items():

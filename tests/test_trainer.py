@@ -15,7 +15,7 @@ from support import small_policy as small
 from flow_grpo import sampling
 from flow_grpo.advantages import group_advantages
 from flow_grpo.data.grid import ImageInfo, read_grid, save_image
-from flow_grpo.evaluation.generate import draw, image_seed
+from flow_grpo.evaluation.generate import generate_images, image_seed
 from flow_grpo.report import page
 from flow_grpo.run_folder import checkpoint
 from flow_grpo.tiny import architecture
@@ -440,7 +440,7 @@ def test_it_is_the_moving_average_that_is_evaluated_and_saved(tmp_path):
     with torch.no_grad():
         for name, parameter in other.trainable_parameters().items():
             parameter.copy_(trainer.policy.ema[name])
-    expected = draw(other, HELD_OUT.prompts, [image_seed(7, place) for place in range(3)], 3).mean((1, 2, 3))
+    expected = generate_images(other, HELD_OUT.prompts, [image_seed(7, place) for place in range(3)], 3).mean((1, 2, 3))
     assert found["reward"] == pytest.approx(float(expected.mean()), abs=1e-6)
     values = trainer.evaluate()
     torch.testing.assert_close(values.values["bright"], expected, rtol=0, atol=1e-6)
@@ -604,7 +604,7 @@ def test_a_stage_begins_with_an_optimizer_a_window_and_an_old_policy_of_its_own(
 
 
 def test_a_part_may_train_on_given_images(tmp_path):
-    images = draw(small.policy(), ["a cat", "a dog"], [0, 1], 2)
+    images = generate_images(small.policy(), ["a cat", "a dog"], [0, 1], 2)
     for i, image in enumerate(images):
         save_image(tmp_path / f"{i}.png", image, ImageInfo("", i, "small"))
     table = [{"prompt": f"a {word}", "image": f"{i}.png"} for i, word in enumerate(("cat", "dog"))]

@@ -194,7 +194,7 @@ def sample(
 
     from flow_grpo.config import found_config
     from flow_grpo.data.grid import ImageInfo, fits, save_grid, save_image
-    from flow_grpo.evaluation.generate import draw
+    from flow_grpo.evaluation.generate import generate_images
     from flow_grpo.policy import hub
 
     texts = _texts(prompts)
@@ -211,7 +211,9 @@ def sample(
     kept: list[Any] = []
     for begin in range(0, len(cells), args.microbatch):
         some = cells[begin : begin + args.microbatch]
-        images = draw(policy, [c.prompt for c in some], [c.seed for c in some], steps or args.evaluation.steps, len(some))
+        images = generate_images(
+            policy, [c.prompt for c in some], [c.seed for c in some], steps or args.evaluation.steps, len(some)
+        )
         for i, (image, cell) in enumerate(zip(images, some, strict=True), begin):
             save_image(out / f"{i:04d}_seed{cell.seed}.png", image, cell)
         if fits(len(cells), *images.shape[-2:]):

@@ -25,7 +25,7 @@ from flow_grpo.doctor import rewards as reward_checkup
 from flow_grpo.doctor.result import Verdict
 from flow_grpo.doctor.reward_probe import Glance
 from flow_grpo.doctor.rewards import PERSON, by_brightness
-from flow_grpo.evaluation.generate import draw as generate_images
+from flow_grpo.evaluation.generate import generate_images
 from flow_grpo.evaluation.group_dependence import RewardInputs
 from flow_grpo.methods import takes_each_reward
 from flow_grpo.plan.estimate import Forecast, Plan

@@ -23,7 +23,7 @@ def image_seed(seed: int, place: int, number: int = 0) -> int:
 
 
 @torch.no_grad()
-def draw(
+def generate_images(
     policy: Policy,
     prompts: list[str],
     seeds: list[int],

@@ -9,8 +9,8 @@ from torch import Tensor
 from flow_grpo.data.grid import ImageInfo, read_grid, save_grid
 from flow_grpo.data.prompts import PromptSet
 from flow_grpo.distributed.processes import Processes
-from flow_grpo.evaluation.generate import draw, image_seed
-from flow_grpo.evaluation.image_metrics import distance, sharpness
+from flow_grpo.evaluation.generate import generate_images, image_seed
+from flow_grpo.evaluation.image_metrics import high_frequency_power, rms_difference
 from flow_grpo.policy.policy import Policy
 from flow_grpo.progress import phase
 from flow_grpo.run_folder.samples import extremes
@@ -52,7 +52,7 @@ def evaluate(
         seeds = [image_seed(seed, i, number) for i in places]
         what = "drawing held-out images (sampling steps)"
         texts = prompts.take(places, 1).prompts
-        return draw(policy, texts, seeds, steps, microbatch, what, lambda: alone and stopping())[: len(mine)]
+        return generate_images(policy, texts, seeds, steps, microbatch, what, lambda: alone and stopping())[: len(mine)]
 
     images = drawn(len(prompts), 0)
     others = drawn(min(twice, len(prompts)), 1) if twice else images[:0]
@@ -69,14 +69,16 @@ def evaluate(
     with phase(f"scoring {len(images)} held-out images"):
         by_process = processes.gather_or_raise(lambda: call(scored, stopping), (ValueError, Interrupted))
     values = {name: whole([part[name] for part in by_process]) for name in by_process[0]}
-    looks = processes.all_gather((sharpness(images), distance(images[: len(others)], others)))
+    looks = processes.all_gather((high_frequency_power(images), rms_difference(images[: len(others)], others)))
     shown = {*range(keep), *(extremes(values["reward"].tolist()) if keep else ())}
     kept = processes.all_gather({place: images[i].clone() for i, place in enumerate(own) if place in shown})
     pictures = {place: picture for part in kept for place, picture in part.items()}
     return Evaluation(values, whole([s for s, _ in looks]), whole([d for _, d in looks]), pictures)
 
 
-def before_after(folder: Path, first: bool, drawn: dict[int, Tensor], prompts: list[str], seed: int, model: str) -> None:
+def save_before_after(
+    folder: Path, first: bool, drawn: dict[int, Tensor], prompts: list[str], seed: int, model: str
+) -> None:
     """Writes before.png, or after.png and both side by side as before_after.png: the same prompts and seeds.
 
     Args:

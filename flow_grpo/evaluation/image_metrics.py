@@ -10,13 +10,13 @@ from flow_grpo import sampling
 from flow_grpo.policy.policy import Policy
 
 
-def sharpness(images: Tensor) -> Tensor:
+def high_frequency_power(images: Tensor) -> Tensor:
     """(B, 3, H, W) in [0, 1] -> (B,): high-frequency power, the root mean square of what a 3 x 3 mean takes away."""
     smooth = torch.nn.functional.avg_pool2d(images.float(), 3, 1, 1, count_include_pad=False)
     return (images.float() - smooth).square().mean((1, 2, 3)).sqrt().cpu()
 
 
-def distance(images: Tensor, others: Tensor) -> Tensor:
+def rms_difference(images: Tensor, others: Tensor) -> Tensor:
     """Two times (B, 3, H, W) in [0, 1] -> (B,): root mean square difference of each pair, the diversity of two pictures."""
     return (images.float() - others.float()).square().mean((1, 2, 3)).sqrt().cpu()
 
@@ -29,7 +29,7 @@ def diversity(images: Tensor, prompts: Sequence[str]) -> Tensor:
         places = [i for i, other in enumerate(prompts) if other == prompt]
         group = images[places]
         if len(places) > 1:
-            apart = torch.stack([distance(group, image.expand_as(group)).sum() for image in group])
+            apart = torch.stack([rms_difference(group, image.expand_as(group)).sum() for image in group])
             found[places] = apart / (len(places) - 1)
     return found
 

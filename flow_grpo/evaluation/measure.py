@@ -8,8 +8,8 @@ from torch import Tensor
 
 from flow_grpo.data.image_sets import ImageRecords
 from flow_grpo.data.prompts import PromptSet
-from flow_grpo.evaluation.generate import draw, image_seed
-from flow_grpo.evaluation.image_metrics import distance_from_base, diversity, sharpness
+from flow_grpo.evaluation.generate import generate_images, image_seed
+from flow_grpo.evaluation.image_metrics import distance_from_base, diversity, high_frequency_power
 from flow_grpo.evaluation.scorecard import DISTANCE, DIVERSITY, FREQUENCIES, Measured
 from flow_grpo.evaluation.targets import Model, Target
 from flow_grpo.policy.policy import Policy, load_policy
@@ -89,7 +89,7 @@ def _of_model(
 
     def drawn(places: Sequence[int]) -> Tensor:
         seeds = [seed for i in places if (seed := rows.seeds[i]) is not None]
-        return draw(policy, [rows.prompts[i] for i in places], seeds, steps, microbatch)
+        return generate_images(policy, [rows.prompts[i] for i in places], seeds, steps, microbatch)
 
     values = score(rows, drawn, rewards, microbatch, total, counted)
     if not model.is_base:
@@ -117,7 +117,7 @@ def score(
     for places in chunks(rows.prompts, at_once):
         images, prompts = images_of(places), [rows.prompts[i] for i in places]
         whole, by_name = rewards(images, prompts, **rows.columns(places))
-        looks = {FREQUENCIES: sharpness(images), DIVERSITY: diversity(images, prompts)}
+        looks = {FREQUENCIES: high_frequency_power(images), DIVERSITY: diversity(images, prompts)}
         for name, found in {**({"reward": whole} if total else {}), **by_name, **looks}.items():
             column = values.setdefault(name, [math.nan] * len(rows))
             for place, value in zip(places, found.tolist(), strict=True):

@@ -27,8 +27,8 @@ from flow_grpo.data.image_sets import ImageRecords
 from flow_grpo.data.prompts import PromptSet, load_prompts
 from flow_grpo.evaluation import measure as measures
 from flow_grpo.evaluation import tables
-from flow_grpo.evaluation.generate import draw
-from flow_grpo.evaluation.held_out import before_after, evaluate
+from flow_grpo.evaluation.generate import generate_images
+from flow_grpo.evaluation.held_out import evaluate, save_before_after
 from flow_grpo.evaluation.measure import measure
 from flow_grpo.evaluation.scorecard import DISTANCE, DIVERSITY, FREQUENCIES, Measured, by_prompt, compile_card
 from flow_grpo.evaluation.targets import Model, Reading, find, reference
@@ -74,7 +74,7 @@ def sheet(tmp_path_factory) -> Path:
     """What `sample` writes: two seeds of two prompts, as a sheet and alone."""
     folder = tmp_path_factory.mktemp("sheet") / "samples"
     rows = [(prompt, seed) for prompt in SIGNS for seed in (0, 1)]
-    images = draw(tiny_policy(), [p for p, _ in rows], [s for _, s in rows], 1)
+    images = generate_images(tiny_policy(), [p for p, _ in rows], [s for _, s in rows], 1)
     cells = [ImageInfo(prompt, seed, "tiny") for prompt, seed in rows]
     save_grid(folder / "grid.png", images, cells, 2)
     for i, (image, cell) in enumerate(zip(images, cells, strict=True)):
@@ -143,7 +143,7 @@ def test_two_evaluation_seeds_share_no_noise(monkeypatch):
 def test_sample_draws_an_evaluations_image_again_by_the_seed_that_is_kept_of_it(tmp_path):
     policy, prompts = tiny_policy(), PromptSet(SIGNS, [{}, {}])
     found = evaluate(policy, prompts, KIT, 2, 1234, 8, keep=2)
-    before_after(tmp_path, True, found.pictures, prompts.prompts, 1234, "tiny")
+    save_before_after(tmp_path, True, found.pictures, prompts.prompts, 1234, "tiny")
     images, cells = read_grid(tmp_path / "before.png")
     words = [
         "sample",
@@ -167,8 +167,8 @@ def test_sample_draws_an_evaluations_image_again_by_the_seed_that_is_kept_of_it(
 def test_pictures_of_before_and_after_from_different_noise_are_not_put_side_by_side(tmp_path):
     pictures = dict(enumerate(torch.rand(2, 3, 8, 8, generator=torch.Generator().manual_seed(0))))
     for seed, expected in ((1, False), (2, True)):  # the seed of before
-        before_after(tmp_path, True, pictures, SIGNS, seed, "tiny")
-        before_after(tmp_path, False, pictures, SIGNS, 2, "tiny")
+        save_before_after(tmp_path, True, pictures, SIGNS, seed, "tiny")
+        save_before_after(tmp_path, False, pictures, SIGNS, 2, "tiny")
         assert (tmp_path / "before_after.png").exists() == expected
 
 

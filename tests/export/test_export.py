@@ -21,7 +21,7 @@ from support.embedded import CALL, short_run, stir, tiny_policy
 from support.fake_run import synthetic_run
 from support.paths import ROOT
 
-from flow_grpo.evaluation.generate import draw
+from flow_grpo.evaluation.generate import generate_images
 from flow_grpo.export import model_card
 from flow_grpo.export.export import check_push, export
 from flow_grpo.policy import hub
@@ -167,10 +167,10 @@ def test_the_merged_model_draws_the_loras_pictures_and_has_no_adapter(run, merge
     assert not whole.has_lora
     for part in ("vae/diffusion_pytorch_model.safetensors", "tokenizer/tokenizer.json", "model_index.json"):
         assert (merged / part).read_bytes() == (hub.BUNDLED_MODELS["tiny"] / part).read_bytes(), "the rest is the base's own"
-    pictures = [draw(policy, CAT * 2, [1, 2], 4) for policy in (with_lora, whole)]
+    pictures = [generate_images(policy, CAT * 2, [1, 2], 4) for policy in (with_lora, whole)]
     torch.testing.assert_close(pictures[0], pictures[1], rtol=0, atol=2e-5)
     with with_lora.reference():
-        assert (draw(with_lora, CAT * 2, [1, 2], 4) - pictures[0]).abs().max() > 1e-2
+        assert (generate_images(with_lora, CAT * 2, [1, 2], 4) - pictures[0]).abs().max() > 1e-2
     data = ModelCard.load(merged / model_card.CARD).data
     assert not any(str(hub.BUNDLED_MODELS["tiny"]) in file.read_text() for file in merged.rglob("*.json")), (
         "where it lay is private"

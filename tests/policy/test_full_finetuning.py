@@ -10,7 +10,7 @@ from support.process_runs import config, finished, run_alone, same, start
 
 from flow_grpo.distributed.processes import Processes
 from flow_grpo.evaluation import measure, targets
-from flow_grpo.evaluation.generate import draw
+from flow_grpo.evaluation.generate import generate_images
 from flow_grpo.evaluation.targets import Model
 from flow_grpo.plan.estimate import Plan
 from flow_grpo.policy.policy import Policy, load_policy
@@ -99,8 +99,8 @@ def test_the_saved_transformer_is_what_was_trained_here_and_in_plain_diffusers(t
     with again.reference():
         rounded = {name: value.bfloat16() for name, value in base.items()}
         assert equal(weights(again), rounded), "eval shows the base model beside it"
-        before = draw(again, PROMPTS, [0, 1], 3)
-    assert (before - draw(again, PROMPTS, [0, 1], 3)).abs().max() > 1e-3
+        before = generate_images(again, PROMPTS, [0, 1], 3)
+    assert (before - generate_images(again, PROMPTS, [0, 1], 3)).abs().max() > 1e-3
     make_trainable(again, trainer.args, Processes())
     with torch.no_grad():
         torch._foreach_mul_(list(again.trainable_parameters().values()), 1.001)

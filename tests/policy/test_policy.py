@@ -10,7 +10,7 @@ from flow_grpo import sampling, sde
 from flow_grpo.config.sections import MemoryConfig
 from flow_grpo.data.prompts import PromptSet
 from flow_grpo.distributed.processes import Processes
-from flow_grpo.evaluation.generate import draw
+from flow_grpo.evaluation.generate import generate_images
 from flow_grpo.policy import policy as policy_module
 from flow_grpo.policy.families import ATTENTION
 from flow_grpo.policy.hub import BUNDLED_MODELS
@@ -476,8 +476,8 @@ def test_a_device_that_is_not_there_is_a_sentence(monkeypatch):
 
 def test_pictures_depend_on_their_own_seed_alone():
     policy = tiny_policy()
-    three = draw(policy, [PROMPTS[0]] * 3, [5, 6, 7], 3, microbatch=3)
-    one = draw(policy, [PROMPTS[0]], [6], 3)
+    three = generate_images(policy, [PROMPTS[0]] * 3, [5, 6, 7], 3, microbatch=3)
+    one = generate_images(policy, [PROMPTS[0]], [6], 3)
     torch.testing.assert_close(three[1:2], one, rtol=0, atol=1e-5)
     assert (three[0] - three[1]).abs().max() > 0.01
 

@@ -14,7 +14,7 @@ from support.embedded import short_run
 from support.paths import ROOT, SAMPLE_REWARDS
 
 from flow_grpo.data.grid import to_bytes
-from flow_grpo.evaluation.generate import draw, image_seed
+from flow_grpo.evaluation.generate import generate_images, image_seed
 from flow_grpo.run_folder import layout, reader, samples
 from flow_grpo.tracking.tracker import read_metrics
 from flow_grpo.trainer import FlowGRPOTrainer
@@ -45,7 +45,7 @@ def test_what_is_kept_is_what_was_drawn_scored_and_compared(tmp_path):
     args = short_run(tmp_path / "run", LIMIT, "evaluation.pictures=2")
     trainer = FlowGRPOTrainer(args=args)
     with trainer.policy.ema_weights():
-        image = draw(
+        image = generate_images(
             trainer.policy, trainer.eval_set.prompts[:1], [image_seed(args.evaluation.seed, 0)], args.evaluation.steps
         )
     experience = trainer.source.collect(0)

@@ -17,7 +17,7 @@ from flow_grpo.config import FlowGRPOConfig
 from flow_grpo.config.sections import CriticConfig, DecayRamp, OptimizerConfig
 from flow_grpo.data.grid import ImageInfo, save_grid, save_image
 from flow_grpo.distributed.processes import Processes
-from flow_grpo.evaluation.generate import draw
+from flow_grpo.evaluation.generate import generate_images
 from flow_grpo.trainer import FlowGRPOTrainer
 from flow_grpo.training import rollouts
 from flow_grpo.training.critic import Critic, gae
@@ -381,7 +381,7 @@ def test_a_solver_of_order_2_draws_the_rollouts(tmp_path):
 
 def pictures(folder: Path, count: int = 4) -> tuple[list[str], torch.Tensor]:
     prompts = [f'red text "{word}" on a blue background' for word in ("CAT", "DOG", "SUN", "OWL")][:count]
-    images = draw(tiny_policy(), prompts, list(range(count)), 4)
+    images = generate_images(tiny_policy(), prompts, list(range(count)), 4)
     folder.mkdir(parents=True)
     for i, (prompt, image) in enumerate(zip(prompts, images, strict=True)):
         save_image(folder / f"{i}.png", image, ImageInfo(prompt, i, "tiny"))
@@ -390,7 +390,7 @@ def pictures(folder: Path, count: int = 4) -> tuple[list[str], torch.Tensor]:
 
 def test_latents_are_what_decoding_turns_into_the_images():
     policy = tiny_policy()
-    images = draw(policy, ['red text "CAT" on a blue background'] * 2, [0, 1], 10)
+    images = generate_images(policy, ['red text "CAT" on a blue background'] * 2, [0, 1], 10)
     again = policy.decode(policy.encode_images(images))
     assert float((again - images).abs().mean()) < 0.05
 
