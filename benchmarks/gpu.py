@@ -111,14 +111,14 @@ def brightness(images, prompts):
 def measure(folder: str, overrides: list[str]) -> dict[str, float]:
     """One setting, in this process."""
     from flow_grpo.config import FlowGRPOConfig
-    from flow_grpo.plan.estimate import Plan
+    from flow_grpo.plan.estimate import StepEstimator
     from flow_grpo.plan.hardware import matmul_speed
     from flow_grpo.policy.memory import peak_memory
     from flow_grpo.trainer import FlowGRPOTrainer
 
     with tempfile.TemporaryDirectory() as out:
         args = FlowGRPOConfig.for_model(folder, [*SIZE, *RUN, *overrides, f"output={out}"])
-        forecast = Plan(args, torch.cuda.is_available()).forecast(args.microbatch)
+        forecast = StepEstimator(args, torch.cuda.is_available()).estimate(args.microbatch)
         trainer = FlowGRPOTrainer(args=args, reward_funcs=[brightness])
         device = trainer.policy.device
         transformer = [0.0]
@@ -148,7 +148,7 @@ def measure(folder: str, overrides: list[str]) -> dict[str, float]:
         "forward passes": transformer[0] / forwards["time/step"],
         "decoding, rewards": outside / seconds,
         "peak GB": peak_memory(device) / 1e9,
-        "planned GB": (forecast.peak - forecast.staying.get("CUDA", 0.0)) / 1e9,
+        "planned GB": (forecast.peak - forecast.persistent.get("CUDA", 0.0)) / 1e9,
         "peak TFLOP/s": speed / 1e12,
     }
 

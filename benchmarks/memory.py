@@ -29,16 +29,16 @@ LARGE = [
 
 def predicted(words: list[str]) -> dict[str, float]:
     from flow_grpo.config import FlowGRPOConfig
-    from flow_grpo.plan.estimate import Plan, occupied
+    from flow_grpo.plan.estimate import StepEstimator, baseline_memory
 
     args = FlowGRPOConfig.from_yaml(words[0], words[1:])
-    base = occupied(args)
-    return {"bytes": Plan(args, cuda=False).forecast(args.microbatch, base).peak}
+    base = baseline_memory(args)
+    return {"bytes": StepEstimator(args, cuda=False).estimate(args.microbatch, base).peak}
 
 
 def measured(words: list[str]) -> dict[str, float]:
     from flow_grpo.config import FlowGRPOConfig
-    from flow_grpo.plan.estimate import Plan
+    from flow_grpo.plan.estimate import StepEstimator
     from flow_grpo.policy.memory import peak_memory
     from flow_grpo.trainer import FlowGRPOTrainer
 
@@ -46,8 +46,8 @@ def measured(words: list[str]) -> dict[str, float]:
     trainer = FlowGRPOTrainer(args=args)
     steps = [trainer.training_step() for _ in range(2)]
     peak = peak_memory(trainer.policy.device)
-    plan = Plan(args, cuda=False)
-    seconds = plan.forecast(args.microbatch).seconds(plan.rates(args.microbatch))
+    plan = StepEstimator(args, cuda=False)
+    seconds = plan.estimate(args.microbatch).seconds(plan.rates(args.microbatch))
     steps.append(trainer.training_step())
     taken = min(step["time/step"] - step["time/reward"] for step in steps[1:])
     return {"bytes": peak, "predicted seconds": seconds, "seconds": taken}

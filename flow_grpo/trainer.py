@@ -21,7 +21,6 @@ from flow_grpo.evaluation.group_dependence import group_dependence_warnings
 from flow_grpo.evaluation.held_out import evaluate, save_before_after
 from flow_grpo.files import NotWritten, remove, whole_folder, write_whole
 from flow_grpo.policy import hub
-from flow_grpo.policy.interception import first_line
 from flow_grpo.policy.policy import Policy
 from flow_grpo.progress import phase
 from flow_grpo.report import page
@@ -29,7 +28,7 @@ from flow_grpo.run_folder import checkpoint, layout
 from flow_grpo.run_folder.lock import locked
 from flow_grpo.run_folder.metrics_file import has_metrics
 from flow_grpo.run_folder.samples import Record
-from flow_grpo.text import counted
+from flow_grpo.text import counted, first_line
 from flow_grpo.tracking import services
 from flow_grpo.tracking.tracker import Tracker
 from flow_grpo.training import early_checks

@@ -675,7 +675,7 @@ BUGS = [
     (
         "quoted words of one prompt pad the prompts beside it",
         "flow_grpo/policy/families.py",
-        'encoders=("generate_prior_tokens", "encode_prompt"), alone=True)',
+        'encoders=("generate_prior_tokens", "encode_prompt"), encode_separately=True)',
         'encoders=("generate_prior_tokens", "encode_prompt"))',
         "tests/policy/test_families.py -k quoted_word",
     ),

@@ -6,7 +6,7 @@ from support.embedded import short_run
 from support.families import TINY, awake
 
 from flow_grpo.config import FlowGRPOConfig
-from flow_grpo.plan.estimate import Plan
+from flow_grpo.plan.estimate import StepEstimator
 from flow_grpo.policy.memory import peak_memory
 from flow_grpo.trainer import FlowGRPOTrainer
 
@@ -52,9 +52,9 @@ def test_8_bit_adam_moves_the_adapter(flux, tmp_path):
 @pytest.mark.parametrize("overrides", [["microbatch=64"], ["microbatch=64", "memory.checkpointing=true"]])
 def test_memory_stays_within_the_plan(tmp_path, overrides):
     args = FlowGRPOConfig.from_yaml("tiny_grpo", ["rewards={color: 1}", f"output={tmp_path}", *overrides])
-    forecast = Plan(args, cuda=True).forecast(args.microbatch)
+    forecast = StepEstimator(args, cuda=True).estimate(args.microbatch)
     trainer = FlowGRPOTrainer(args=args)
     torch.cuda.reset_peak_memory_stats()
     for _ in range(2):
         trainer.training_step()
-    assert peak_memory(trainer.policy.device) < 1.15 * (forecast.peak - forecast.staying["CUDA"])
+    assert peak_memory(trainer.policy.device) < 1.15 * (forecast.peak - forecast.persistent["CUDA"])

@@ -103,10 +103,10 @@ def plan(
     if gpu_tflops is not None and gpu is None:
         raise ValueError("--gpu-tflops is for --gpu NAME; the speed of this machine is measured.")
     if gpu is not None:
-        machine = planning.Machine.named(gpu, gpu_memory, gpus, gpu_tflops)
+        machine = planning.Hardware.from_name(gpu, gpu_memory, gpus, gpu_tflops)
     else:
-        machine = planning.Machine.here(usable_device(args.device), gpu_memory, gpus)
-    base = 0.0 if machine.cuda else planning.occupied(args)
+        machine = planning.Hardware.of_this_machine(usable_device(args.device), gpu_memory, gpus)
+    base = 0.0 if machine.cuda else planning.baseline_memory(args)
     if not planning.print_plan(console, args, machine, base):
         raise typer.Exit(1)
 

@@ -12,8 +12,8 @@ from flow_grpo.data import prompt_overlap
 from flow_grpo.data.prompts import PromptSet, load_prompts
 from flow_grpo.doctor.rewards import PERSON
 from flow_grpo.evaluation.group_dependence import COSTLY
-from flow_grpo.plan.estimate import NotFollowed, Plan, rates_of, slower_dtype
-from flow_grpo.plan.hardware import GB, Machine
+from flow_grpo.plan.estimate import StepEstimator, UntraceableModel, rates_of, slower_dtype
+from flow_grpo.plan.hardware import GB, Hardware
 from flow_grpo.policy import hub
 from flow_grpo.policy.model_files import check_weights
 from flow_grpo.policy.policy import usable_device
@@ -63,7 +63,7 @@ def dry_run(args: FlowGRPOConfig, count: int = 1, resume: bool = False) -> list[
     found.checked.append(f"the run folder {args.output}")
     prompts = _prompts(args, count, found)
     plan = _model(args, count, found, prompts)
-    size = (args.height or UNKNOWN, args.width or UNKNOWN) if plan is None else (plan.picture[0], plan.picture[1])
+    size = (args.height or UNKNOWN, args.width or UNKNOWN) if plan is None else (plan.image_size[0], plan.image_size[1])
     _rewards(args, prompts, size, found)
     return found.lines()
 
@@ -93,7 +93,7 @@ def _prompts(args: FlowGRPOConfig, count: int, found: Findings) -> PromptSet | N
     return prompts
 
 
-def _model(args: FlowGRPOConfig, count: int, found: Findings, prompts: PromptSet | None) -> Plan | None:
+def _model(args: FlowGRPOConfig, count: int, found: Findings, prompts: PromptSet | None) -> StepEstimator | None:
     """Checks the model's files and sizes, and says what a step takes. None if its code could not be followed."""
     try:
         source = hub.resolve_model(args.model)
@@ -102,8 +102,8 @@ def _model(args: FlowGRPOConfig, count: int, found: Findings, prompts: PromptSet
             found.checked.append("the model's files")
         if prompts is None:
             return None
-        plan = Plan(args, torch.device(usable_device(args.device)).type == "cuda", count)
-    except NotFollowed as error:
+        plan = StepEstimator(args, torch.device(usable_device(args.device)).type == "cuda", count)
+    except UntraceableModel as error:
         found.notes.append(f"what a step takes is not known: {error}")
         return None
     except ValueError as error:
@@ -113,11 +113,11 @@ def _model(args: FlowGRPOConfig, count: int, found: Findings, prompts: PromptSet
         return None
     if not Path(source).is_dir() and not _is_cached(plan):
         found.missing.append(f"the weights of {args.model}")
-    found.notes += _takes(plan, args, Machine.here(usable_device(args.device), count=count))
+    found.notes += _takes(plan, args, Hardware.of_this_machine(usable_device(args.device), count=count))
     return plan
 
 
-def _is_cached(plan: Plan) -> bool:
+def _is_cached(plan: StepEstimator) -> bool:
     try:
         check_weights(plan.policy.pipe.name_or_path)
     except ValueError:
@@ -125,11 +125,11 @@ def _is_cached(plan: Plan) -> bool:
     return True
 
 
-def _takes(plan: Plan, args: FlowGRPOConfig, machine: Machine) -> list[str]:
+def _takes(plan: StepEstimator, args: FlowGRPOConfig, machine: Hardware) -> list[str]:
     """What a step takes on this machine, and what deserves a warning."""
-    forecast, rates = plan.forecast(args.microbatch), rates_of(plan, machine, args.microbatch)
+    forecast, rates = plan.estimate(args.microbatch), rates_of(plan, machine, args.microbatch)
     seconds = forecast.seconds(rates[plan.dtype]) / machine.count
-    images, (height, width) = args.prompts_per_step * args.images_per_prompt, plan.picture
+    images, (height, width) = args.prompts_per_step * args.images_per_prompt, plan.image_size
     place = "of the GPU" if plan.cuda else "beside libraries and rewards"
     lines = [
         f"a step: {images} images of {height} x {width} in {seconds:.3g} s without rewards, {forecast.peak / GB:.2f} GB {place}"

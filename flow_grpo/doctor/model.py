@@ -138,7 +138,7 @@ class _Look:
         with torch.no_grad():
             both, alone = velocity(x, 0, torch.arange(2)), velocity(x[same], 0, same)
         off = ((both[0] - alone[0]).abs().max() / alone[0].abs().max()).item()
-        kinds = len(self.policy.encode(PROMPTS).kind.unique())
+        kinds = len(self.policy.encode(PROMPTS).call_group.unique())
         how = "in one call" if kinds == 1 else "each length in calls of its own"
         return self._verdict(self.prompts, how, off < self.close, "rows of a call are mixed up")
 

@@ -28,7 +28,7 @@ from flow_grpo.doctor.rewards import PERSON, by_brightness
 from flow_grpo.evaluation.generate import generate_images
 from flow_grpo.evaluation.group_dependence import RewardInputs
 from flow_grpo.methods import takes_each_reward
-from flow_grpo.plan.estimate import Forecast, Plan
+from flow_grpo.plan.estimate import StepEstimate, StepEstimator
 from flow_grpo.plan.hardware import matmul_speed
 from flow_grpo.policy.memory import peak_memory
 from flow_grpo.policy.policy import DTYPES, Policy
@@ -156,7 +156,7 @@ def _given(part: FlowGRPOConfig) -> list[str]:
 
 def end_is_read(policy: Policy, prompt: str) -> bool:
     """Whether the text encoders return something else without the prompt's last word."""
-    one, other = policy.encode([prompt, prompt.rsplit(None, 1)[0]]).recordings
+    one, other = policy.encode([prompt, prompt.rsplit(None, 1)[0]]).encoder_outputs
     pairs = list(zip(_tensors(one), _tensors(other), strict=False))
     return any(a.shape != b.shape or not torch.allclose(a.float(), b.float(), rtol=1e-3, atol=1e-3) for a, b in pairs)
 
@@ -375,7 +375,7 @@ def costs(trainer: FlowGRPOTrainer, steps: list[dict[str, float]], scoring: floa
     says = counted(args.steps, "step") + (f" and {counted(times, 'evaluation')}" if times else "") + ", on this one process"
     found.append(Verdict("the run", counted(round((training + evaluating) / 60), "minute"), result.FINE, says))
     there = torch.cuda.get_device_properties(device).total_memory if cuda else psutil.virtual_memory().total
-    predicted = max((one[0].peak - one[0].staying.get("CUDA", 0.0) for one in forecasts if one is not None), default=None)
+    predicted = max((one[0].peak - one[0].persistent.get("CUDA", 0.0) for one in forecasts if one is not None), default=None)
     found.append(result.memory(peak_memory(device), there, predicted, alone=not cuda))
     adapter = 4 * sum(parameter.numel() for parameter in policy.trainable_parameters().values())
     copies = 3 + bool(policy.ema) + ("old" in policy.adapters)  # with Adam's two moments
@@ -384,13 +384,13 @@ def costs(trainer: FlowGRPOTrainer, steps: list[dict[str, float]], scoring: floa
     return [*found, result.run_folder(str(args.output), trainer.begun)]
 
 
-def forecast_of(part: FlowGRPOConfig, cuda: bool) -> tuple[Forecast, float] | None:
+def forecast_of(part: FlowGRPOConfig, cuda: bool) -> tuple[StepEstimate, float] | None:
     """And the seconds of a step by it; None for a model that `plan` can't follow."""
     try:
-        plan = Plan(part, cuda)
+        plan = StepEstimator(part, cuda)
     except (ValueError, OSError):
         return None
-    forecast = plan.forecast(part.microbatch)
+    forecast = plan.estimate(part.microbatch)
     return forecast, forecast.seconds(plan.rates(part.microbatch))
 
 

@@ -25,7 +25,7 @@ class BlockCall:
     count: int
 
 
-def measured(calls: list[BlockCall], device: torch.device, dtype: torch.dtype, meta: AbstractContextManager) -> Rates:
+def measure_rates(calls: list[BlockCall], device: torch.device, dtype: torch.dtype, meta: AbstractContextManager) -> Rates:
     """The rates of all blocks together, in forward passes and in those with a backward pass.
 
     Args:

@@ -18,25 +18,25 @@ from flow_grpo.data.prompts import load_prompts
 from flow_grpo.distributed.processes import BUCKET_NUMEL, Processes
 from flow_grpo.plan import block_speed
 from flow_grpo.plan.block_speed import BlockCall
-from flow_grpo.plan.hardware import GB, TERA, Machine, Rates, matmul_speed
-from flow_grpo.plan.meta_pipeline import Alive, Encoder, Followed, Operations, hollow
+from flow_grpo.plan.hardware import GB, TERA, Hardware, Rates, matmul_speed
+from flow_grpo.plan.meta_pipeline import FlopCounter, LiveBytesCounter, MetaModule, MetaTextEncoder, load_meta_pipeline
 from flow_grpo.policy import hub
-from flow_grpo.policy.interception import first_line
 from flow_grpo.policy.memory import apply_memory_settings, peak_memory
 from flow_grpo.policy.model_files import stored_bytes
 from flow_grpo.policy.policy import DTYPES, Policy, default_dtype
 from flow_grpo.progress import phase
+from flow_grpo.text import first_line
 from flow_grpo.training.rewards import build_rewards
 from flow_grpo.training.setup import add_trained
 from flow_grpo.training.zero import STAGES
 
 CUDA_CONTEXT = 0.6 * GB  # of torch's own, before the first tensor
 # times what passes: a CPU's allocator keeps pieces of it, and its kernels pack copies of their own
-HELD = {True: 1.0, False: 1.3}
+ALLOCATOR_OVERHEAD = {True: 1.0, False: 1.3}
 BLOCK_OPERATIONS = {True: 2e13, False: 2e10}  # of a forward pass of a block whose speed is measured, on a GPU and on a CPU
 SCORED = 128  # images that the rewards get while their memory is measured
 SLOWER = 3.0  # times, from which on another dtype is worth a sentence
-DOING = {
+PHASE_NAMES = {
     "rollout": "images are drawn",
     "update": "the weights are trained",
     "decoding": "images are decoded",
@@ -46,7 +46,7 @@ BITS = {"int8": 8.1, "int4": 4.5, "nf4": 4.5}  # of a weight, with its share of 
 
 
 @dataclass(frozen=True)
-class Forecast:
+class StepEstimate:
     """Of a training step on one device: bytes that stay, by part, and bytes that come and go, by what is done then.
 
     Attributes:
@@ -55,8 +55,8 @@ class Forecast:
     """
 
     microbatch: int
-    staying: dict[str, float]
-    passing: dict[str, float]
+    persistent: dict[str, float]
+    transient: dict[str, float]
     forward: float
     update: float
 
@@ -70,7 +70,7 @@ class Forecast:
 
     @property
     def peak(self) -> float:
-        return sum(self.staying.values()) + max(self.passing.values())
+        return sum(self.persistent.values()) + max(self.transient.values())
 
 
 @dataclass(frozen=True)
@@ -89,9 +89,13 @@ class Loading:
     def of(cls, pipe: Any, dtype: torch.dtype, without_encoders: bool) -> "Loading":
         folder, stays, passes, weights = Path(pipe.name_or_path), 0.0, [0.0], 0.0
         for name, part in pipe.components.items():
-            if not isinstance(part, Followed | Encoder) or (without_encoders and isinstance(part, Encoder)):
+            if not isinstance(part, MetaModule | MetaTextEncoder) or (
+                without_encoders and isinstance(part, MetaTextEncoder)
+            ):
                 continue
-            size, built = (part.bytes, 0.0) if isinstance(part, Encoder) else (_weights(part, None), part.buffer_bytes)
+            size, built = (
+                (part.bytes, 0.0) if isinstance(part, MetaTextEncoder) else (_weights(part, None), part.buffer_bytes)
+            )
             here = stored_bytes(folder / name, dtype)
             published = 0.0 if dtype == torch.bfloat16 else size * 2 / dtype.itemsize  # most are in 16 bits
             files: list[tuple[float, float]] = [(float(copied), float(used)) for copied, used in here] or [(published, 0.0)]
@@ -101,11 +105,11 @@ class Loading:
         return cls(stays, weights + stays + max(passes))
 
 
-class NotFollowed(ValueError):
+class UntraceableModel(ValueError):
     """A model whose code needs its numbers."""
 
 
-class Plan:
+class StepEstimator:
     """Forecasts for a config.
 
     Args:
@@ -113,17 +117,17 @@ class Plan:
         count: devices, which share weights, gradients or moments where the config says so.
 
     Attributes:
-        picture: height and width of what the model draws.
+        image_size: height and width of what the model draws.
 
     Raises:
-        NotFollowed: the model's code can't be followed without its numbers.
+        UntraceableModel: the model's code can't be followed without its numbers.
         ValueError: the model can't be trained so, or its configs are damaged or can't be had.
     """
 
     def __init__(self, args: FlowGRPOConfig, cuda: bool, count: int = 1) -> None:
         self.args, self.cuda, shard = args, cuda, args.memory.shard if count > 1 else None
         self.dtype = dtype_of(args, cuda)
-        pipe = hollow(hub.resolve_model(args.model), self.dtype, cuda)
+        pipe = load_meta_pipeline(hub.resolve_model(args.model), self.dtype, cuda)
         apply_memory_settings(
             pipe, args.memory.model_copy(update={"attention": None})
         )  # a kernel that only the GPU's machine has
@@ -145,29 +149,34 @@ class Plan:
         try:
             with phase(f"following the code of {args.model}"):
                 self.schedule, self.state_shape = self.policy.schedule(args.sampling.steps)
-                self.picture = self._decoded(2)
-                two, four = ({name: HELD[cuda] * v for name, v in self._passing(rows, Alive).items()} for rows in (2, 4))
-                self.operations = self._passing(2, Operations)
+                self.image_size = self._decoded(2)
+                two, four = (
+                    {name: ALLOCATOR_OVERHEAD[cuda] * v for name, v in self._passing(rows, LiveBytesCounter).items()}
+                    for rows in (2, 4)
+                )
+                self.operations = self._passing(2, FlopCounter)
         except Exception as error:  # of the pipeline's own code
             if self._follows_without_settings():
                 sentence = f"{type(pipe).__name__} can't be trained with these settings: {type(error).__name__}: {first_line(error)}"
                 raise ValueError(str(error) if isinstance(error, ValueError) else sentence) from error
-            raise NotFollowed(f"{type(pipe).__name__} can't be followed without its weights: {first_line(error)}") from error
+            raise UntraceableModel(
+                f"{type(pipe).__name__} can't be followed without its weights: {first_line(error)}"
+            ) from error
         if self._references:
             for one in (two, four):
                 one["update"] += one["rollout"]  # the reference is computed while the graph is there
         self._slope = {name: (four[name] - two[name]) / 2 for name in two}
         self._start = {name: two[name] - 2 * self._slope[name] for name in two}
 
-    def forecast(self, microbatch: int, base: float = 0.0) -> Forecast:
+    def estimate(self, microbatch: int, base: float = 0.0) -> StepEstimate:
         """Of a step with that micro-batch, in which bytes are linear; `base` is what else lies in the memory."""
         passing = {name: self._start[name] + microbatch * slope for name, slope in self._slope.items()}
         more = {"libraries and rewards": base} if base else {}
         staying = {**self._staying(), **more}
         passing["loading"] = max(0.0, base + self.loading.peak - sum(staying.values()))
-        return Forecast(microbatch, staying, passing, *self._operations())
+        return StepEstimate(microbatch, staying, passing, *self._operations())
 
-    def largest(self, memory: float, base: float = 0.0) -> int:
+    def largest_microbatch(self, memory: float, base: float = 0.0) -> int:
         """The largest micro-batch that fits, 0 if none does."""
         left = memory - base - sum(self._staying().values())
         if base + self.loading.peak > memory:
@@ -186,12 +195,12 @@ class Plan:
         policy = self.policy
         conditioning = policy.encode([self.prompt] * rows)
         x, index = torch.zeros(rows, *self.state_shape), torch.arange(rows)
-        with policy.pipe.transformer.counted(counter, training, self.shares["gradients"] > 1):
+        with policy.pipe.transformer.counting(counter, training, self.shares["gradients"] > 1):
             policy.velocity(x, self.schedule.timesteps[0], conditioning, index)
         return _count(counter)
 
     def _decoding(self, rows: int, counter: Any) -> float:
-        with self.policy.pipe.vae.counted(counter, False):
+        with self.policy.pipe.vae.counting(counter, False):
             self._decoded(rows)
         return _count(counter)
 
@@ -203,7 +212,7 @@ class Plan:
         try:
             self.policy = Policy(self.policy.pipe, self.dtype)
             self.schedule, self.state_shape = self.policy.schedule(2)
-            self._velocity(2, Operations(), False)
+            self._velocity(2, FlopCounter(), False)
         except Exception:
             return False
         return True
@@ -219,13 +228,13 @@ class Plan:
             share = self.operations["rollout"] / 2 / sum(block.count for block in blocks)  # of a row in a block
             rows = max(1, min(microbatch, int(BLOCK_OPERATIONS[self.cuda] / share)))
             with phase("measuring this machine"):
-                return block_speed.measured(self._blocks(rows), device, dtype, self.policy.pipe.transformer.cast)
+                return block_speed.measure_rates(self._blocks(rows), device, dtype, self.policy.pipe.transformer.cast)
         except Exception:  # a block that can't be called alone, or none
             return Rates.of_peak(matmul_speed(device, dtype))
 
     def _blocks(self, rows: int) -> list[BlockCall]:
         with self.policy.pipe.transformer.block_calls() as found:
-            self._velocity(rows, Operations(), True)
+            self._velocity(rows, FlopCounter(), True)
         return found
 
     def _staying(self) -> dict[str, float]:
@@ -248,7 +257,7 @@ class Plan:
         }
 
     def _encoders(self) -> float:
-        return sum(part.bytes for part in self.policy.pipe.components.values() if isinstance(part, Encoder))
+        return sum(part.bytes for part in self.policy.pipe.components.values() if isinstance(part, MetaTextEncoder))
 
     @property
     def _references(self) -> int:
@@ -269,7 +278,7 @@ class Plan:
         return images * (drawn * forward + decoding + passes * self._references * forward), images * passes * both
 
 
-def fitting(args: FlowGRPOConfig, largest: int, count: int) -> FlowGRPOConfig:
+def fit_batch_sizes(args: FlowGRPOConfig, largest: int, count: int) -> FlowGRPOConfig:
     """The config with sizes of a step that divide, on so many processes: prompts rounded up, and the largest micro-batch that fits."""
     share = args.updates * count
     prompts = -(-args.prompts_per_step // share) * share
@@ -278,23 +287,26 @@ def fitting(args: FlowGRPOConfig, largest: int, count: int) -> FlowGRPOConfig:
     return args.model_copy(update={"prompts_per_step": prompts, "microbatch": microbatch})
 
 
-def print_plan(console: Console, args: FlowGRPOConfig, machine: Machine, base: float = 0.0) -> bool:
+def print_plan(console: Console, args: FlowGRPOConfig, machine: Hardware, base: float = 0.0) -> bool:
     """Says what the run will need on that machine; False if it does not fit."""
-    plan = Plan(args, machine.cuda, machine.count)
-    largest = plan.largest(machine.memory, base)
+    plan = StepEstimator(args, machine.cuda, machine.count)
+    largest = plan.largest_microbatch(machine.memory, base)
     here = f"{machine.count} x {machine.name}" if machine.count > 1 else machine.name
-    peak = "" if machine.speed is None else f" and {machine.speed / TERA:.3g} TFLOP/s"
+    peak = "" if machine.peak_flops is None else f" and {machine.peak_flops / TERA:.3g} TFLOP/s"
     _say(console, f"{args.model} on {here}, {machine.memory / GB:.0f} GB{peak}{' each' if machine.count > 1 else ''}")
-    if machine.assumed:
-        _say(console, machine.assumed)
+    if machine.assumption:
+        _say(console, machine.assumption)
     if not largest:
         _say(
             console,
             "It does not fit: set memory.checkpointing, memory.quantize=nf4, memory.offload_encoders, or a smaller size.",
         )
         return False
-    sizes, most = fitting(args, min(args.microbatch, largest), machine.count), fitting(args, largest, machine.count)
-    forecast = plan.forecast(sizes.microbatch, base)
+    sizes, most = (
+        fit_batch_sizes(args, min(args.microbatch, largest), machine.count),
+        fit_batch_sizes(args, largest, machine.count),
+    )
+    forecast = plan.estimate(sizes.microbatch, base)
     console.print(_table(forecast))
     rates = rates_of(plan, machine, sizes.microbatch)
     seconds = forecast.seconds(rates[plan.dtype]) * sizes.prompts_per_step / args.prompts_per_step / machine.count
@@ -311,24 +323,24 @@ def print_plan(console: Console, args: FlowGRPOConfig, machine: Machine, base: f
     return True
 
 
-def _table(forecast: Forecast) -> Table:
+def _table(forecast: StepEstimate) -> Table:
     table = Table(box=None, pad_edge=False)
     table.add_column(f"memory with microbatch={forecast.microbatch}")
     table.add_column("GB", justify="right")
-    for name, size in forecast.staying.items():
+    for name, size in forecast.persistent.items():
         table.add_row(name, f"{size / GB:.2f}")
-    for name, size in forecast.passing.items():
+    for name, size in forecast.transient.items():
         if name == "loading" and not size:
             continue
-        table.add_row(f"while {DOING[name]}", f"{size / GB:.2f}", style="dim")
+        table.add_row(f"while {PHASE_NAMES[name]}", f"{size / GB:.2f}", style="dim")
     table.add_row("peak", f"{forecast.peak / GB:.2f}", style="bold")
     return table
 
 
-def rates_of(plan: Plan, machine: Machine, microbatch: int) -> dict[torch.dtype, Rates]:
+def rates_of(plan: StepEstimator, machine: Hardware, microbatch: int) -> dict[torch.dtype, Rates]:
     """The machine's rates at a plan's dtype, and at float32 too if another one was asked for on a CPU."""
-    if machine.speed is not None:
-        return {plan.dtype: Rates.of_peak(machine.speed)}
+    if machine.peak_flops is not None:
+        return {plan.dtype: Rates.of_peak(machine.peak_flops)}
     asked = plan.args.dtype != "auto" and not machine.cuda
     dtypes = dict.fromkeys((plan.dtype, torch.float32) if asked else (plan.dtype,))
     return {dtype: plan.rates(microbatch, dtype) for dtype in dtypes}
@@ -345,7 +357,7 @@ def slower_dtype(rates: dict[torch.dtype, Rates], dtype: torch.dtype) -> str:
     return f"{names[dtype]} is {times:.1f} times as slow as {names[best]} on this CPU: set dtype={wanted}."
 
 
-def occupied(args: FlowGRPOConfig) -> float:
+def baseline_memory(args: FlowGRPOConfig) -> float:
     """Bytes that libraries and rewards take on a CPU at their most, while a step's pictures are scored.
 
     What they give back is not there for the model: each allocator keeps what it once had.
@@ -361,7 +373,7 @@ def occupied(args: FlowGRPOConfig) -> float:
 
 
 def _count(counter: Any) -> float:
-    return counter.peak if isinstance(counter, Alive) else counter.total
+    return counter.peak if isinstance(counter, LiveBytesCounter) else counter.total
 
 
 def _weights(network: Any, quantize: str | None) -> float:

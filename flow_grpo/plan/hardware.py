@@ -41,25 +41,25 @@ class Rates:
 
 
 @dataclass(frozen=True)
-class Machine:
+class Hardware:
     """What a run is planned for.
 
     Attributes:
         memory: bytes of each device.
-        speed: the peak of each in floating point operations a second; None for this machine, where it is measured.
+        peak_flops: the peak of each in floating point operations a second; None for this machine, where it is measured.
         count: devices.
-        assumed: a sentence on what nobody has said of it; "" if there is nothing.
+        assumption: a sentence on what nobody has said of it; "" if there is nothing.
     """
 
     name: str
     memory: float
-    speed: float | None
+    peak_flops: float | None
     count: int = 1
     cuda: bool = True
-    assumed: str = ""
+    assumption: str = ""
 
     @classmethod
-    def named(cls, gpu: str, memory_gb: float | None = None, count: int = 1, tflops: float | None = None) -> "Machine":
+    def from_name(cls, gpu: str, memory_gb: float | None = None, count: int = 1, tflops: float | None = None) -> "Hardware":
         """A GPU by its name, in capitals or not, with the maker's or without, with its memory or without, or by its number alone.
 
         ValueError if it is not known, and nothing says how much memory it has.
@@ -81,14 +81,14 @@ class Machine:
         if tflops is not None:
             return cls(gpu, memory_gb * GB, tflops * TERA, count)
         like = min(GPUS, key=lambda name: (abs(GPUS[name][0] - memory_gb), GPUS[name][1]))
-        assumed = (
+        assumption = (
             f"{gpu} is not in the list: it is assumed to be as fast as the {like}, {GPUS[like][1]} TFLOP/s in bf16; --gpu-tflops "
             "says it better."
         )
-        return cls(gpu, memory_gb * GB, GPUS[like][1] * TERA, count, assumed=assumed)
+        return cls(gpu, memory_gb * GB, GPUS[like][1] * TERA, count, assumption=assumption)
 
     @classmethod
-    def here(cls, device: str, memory_gb: float | None = None, count: int = 1) -> "Machine":
+    def of_this_machine(cls, device: str, memory_gb: float | None = None, count: int = 1) -> "Hardware":
         """This machine's GPU, or its CPU, whichever the device is."""
         cuda = torch.device(device).type == "cuda"
         name = torch.cuda.get_device_name() if cuda else "this CPU"

@@ -29,14 +29,14 @@ from transformers.models.clip.modeling_clip import CLIPTextModelOutput
 from flow_grpo.plan.block_speed import BlockCall
 from flow_grpo.policy.memory import repeated_blocks
 from flow_grpo.policy.model_files import read_index, telling
-from flow_grpo.policy.pipeline import ENCODERS
+from flow_grpo.policy.pipeline import ENCODER_PREFIXES
 from rewards.downloads import downloads
 
 NO_WEIGHTS = ["*.json", "*.txt", "*.model", "*.jinja", "*.py"]
 
 
-def hollow(source: str, dtype: torch.dtype, cuda: bool) -> DiffusionPipeline:
-    """The pipeline of a folder or hub id: its encoders are `Encoder`s, its networks `Followed`.
+def load_meta_pipeline(source: str, dtype: torch.dtype, cuda: bool) -> DiffusionPipeline:
+    """The pipeline of a folder or hub id: its encoders are `MetaTextEncoder`s, its networks `MetaModule`.
 
     Args:
         cuda: follow what CUDA's autocast does, which computes some operations in float32 where the CPU's does not.
@@ -58,16 +58,16 @@ def hollow(source: str, dtype: torch.dtype, cuda: bool) -> DiffusionPipeline:
 
 def _part(folder: Path, name: str, made: Any, dtype: torch.dtype, cuda: bool) -> Any:
     with telling(folder, name):
-        if name.startswith(ENCODERS):
-            return Encoder(made, json.loads((folder / name / "config.json").read_text(encoding="utf-8")), dtype)
+        if name.startswith(ENCODER_PREFIXES):
+            return MetaTextEncoder(made, json.loads((folder / name / "config.json").read_text(encoding="utf-8")), dtype)
         if not issubclass(made, ModelMixin):
             return made.from_pretrained(folder, subfolder=name)
         with torch.device("meta"):
             network = made.from_config(made.load_config(folder, subfolder=name)).to(dtype)
-        return Followed(network.requires_grad_(False).eval(), dtype, cuda)
+        return MetaModule(network.requires_grad_(False).eval(), dtype, cuda)
 
 
-class Encoder(torch.nn.Module):
+class MetaTextEncoder(torch.nn.Module):
     """Says zeros of the right shape in place of a text encoder, from its config alone.
 
     Attributes:
@@ -95,7 +95,7 @@ class Encoder(torch.nn.Module):
         return BaseModelOutputWithPooling(last_hidden_state=hidden, pooler_output=hidden[:, 0], hidden_states=states)
 
 
-class Followed:
+class MetaModule:
     """Stands in for a network on the meta device: it follows the shapes of what it is called with, and answers zeros."""
 
     device = torch.device("cpu")  # the pipeline's own tensors have numbers
@@ -124,7 +124,7 @@ class Followed:
         return copy.deepcopy(found).to_empty(device="cpu") if isinstance(found, torch.nn.Module) else found
 
     @contextmanager
-    def counted(self, counter: Any, backward: bool, leave: bool = False) -> Iterator[None]:
+    def counting(self, counter: Any, backward: bool, leave: bool = False) -> Iterator[None]:
         """Within it the network's calls are counted, and at its end a backward pass through all of them.
 
         Args:
@@ -235,7 +235,7 @@ class _Cast(TorchFunctionMode):
         return tree_map(lambda v: v.to(dtype) if isinstance(v, Tensor) and v.is_floating_point() else v, values)
 
 
-class Alive(TorchDispatchMode):
+class LiveBytesCounter(TorchDispatchMode):
     """Counts the bytes of the tensors that are alive, each storage once, and the most there were."""
 
     def __init__(self) -> None:
@@ -270,8 +270,8 @@ def _storages(values: Any) -> dict[int, Any]:
     return {storage._cdata: storage for storage in leaves}
 
 
-class Operations:
-    """Counts floating point operations. Not beside `Alive`: torch's counter holds on to tensors."""
+class FlopCounter:
+    """Counts floating point operations. Not beside `LiveBytesCounter`: torch's counter holds on to tensors."""
 
     def __init__(self) -> None:
         self.total = 0

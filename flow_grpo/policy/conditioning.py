@@ -1,6 +1,6 @@
 """What a pipeline makes of a prompt before it denoises, recorded alone and put together for any batch.
 
-A pipeline encodes prompts by methods such as `encode_prompt`. What each call of them returned for one prompt is a `Recording`;
+A pipeline encodes prompts by methods such as `encode_prompt`. What each call of them returned for one prompt is an `EncoderOutputs`;
 where its tensors have their batch axis is learnt by encoding one prompt and then two, so no family of models needs a word on it.
 """
 
@@ -10,15 +10,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-Recording = list[tuple[str, Any]]  # (method, what it returned), in the order of the calls
-SHARED, ROWS, CUMULATIVE, ABSENT = "shared", "rows", "cumulative", "absent"  # in place of an axis, see `axes_of`
+EncoderOutputs = list[tuple[str, Any]]  # (method, what it returned), in the order of the calls
+SHARED, LIST, CUMULATIVE, ABSENT = "shared", "rows", "cumulative", "absent"  # in place of an axis, see `infer_batch_axes`
 
 
-def axes_of(one: Any, two: Any) -> Any:
+def infer_batch_axes(one: Any, two: Any) -> Any:
     """Where a structure grows with the batch: `one` was returned for a prompt, `two` for that prompt twice.
 
     Returns the same structure with, for each tensor, its batch axis, SHARED, or CUMULATIVE (lengths summed up, from 0 on); for a
-    list with an item per prompt, ROWS; for None, ABSENT; for anything else, SHARED.
+    list with an item per prompt, LIST; for None, ABSENT; for anything else, SHARED.
     """
     if one is None:
         return ABSENT
@@ -33,28 +33,28 @@ def axes_of(one: Any, two: Any) -> Any:
         raise ValueError(f"prompts become tensors of shape {tuple(one.shape)} alone and {tuple(two.shape)} in pairs.")
     if isinstance(one, (list, tuple)) and isinstance(two, (list, tuple)):
         if len(one) != len(two):
-            return ROWS
-        return [axes_of(a, b) for a, b in zip(one, two, strict=True)]
+            return LIST
+        return [infer_batch_axes(a, b) for a, b in zip(one, two, strict=True)]
     if isinstance(one, dict):
         raise ValueError(f"encoded prompts come as a {type(one).__name__}, of which only lists and tensors are understood.")
     return SHARED
 
 
-def merged(axes: Any, others: Any) -> Any:
+def merge_axes(axes: Any, others: Any) -> Any:
     """What two prompts say of the axes together: a mask that one of them does not need is absent there alone."""
     if axes == ABSENT:
         return others
     if isinstance(axes, list) and isinstance(others, list):
-        return [merged(a, b) for a, b in zip(axes, others, strict=True)]
+        return [merge_axes(a, b) for a, b in zip(axes, others, strict=True)]
     return axes
 
 
-def joined(parts: list, axes: Any) -> Any:
+def collate(parts: list, axes: Any) -> Any:
     """The structure of a batch from those of its rows."""
     first = parts[0]
     if first is None or axes in (SHARED, ABSENT):
         return first
-    if axes == ROWS:
+    if axes == LIST:
         return type(first)(item for part in parts for item in part)
     if axes == CUMULATIVE:
         steps = torch.cat([part.diff() for part in parts])
@@ -62,14 +62,14 @@ def joined(parts: list, axes: Any) -> Any:
     if isinstance(axes, int):
         return torch.cat(parts, axes)
     columns = zip(*parts, strict=True)
-    return type(first)(joined(list(column), axis) for column, axis in zip(columns, axes, strict=True))
+    return type(first)(collate(list(column), axis) for column, axis in zip(columns, axes, strict=True))
 
 
-def row_of(structure: Any, axes: Any, row: int, count: int) -> Any:
-    """What `joined` would take for one row of a structure of `count` rows: the way back."""
+def select_row(structure: Any, axes: Any, row: int, count: int) -> Any:
+    """What `collate` would take for one row of a structure of `count` rows: the way back."""
     if structure is None or axes in (SHARED, ABSENT):
         return structure
-    if axes == ROWS:
+    if axes == LIST:
         size = len(structure) // count
         return structure[row * size : (row + 1) * size]
     if axes == CUMULATIVE:
@@ -77,7 +77,7 @@ def row_of(structure: Any, axes: Any, row: int, count: int) -> Any:
     if isinstance(axes, int):
         size = structure.shape[axes] // count
         return structure.narrow(axes, row * size, size)
-    return type(structure)(row_of(part, axis, row, count) for part, axis in zip(structure, axes, strict=True))
+    return type(structure)(select_row(part, axis, row, count) for part, axis in zip(structure, axes, strict=True))
 
 
 def signature(structure: Any) -> Any:
@@ -89,12 +89,12 @@ def signature(structure: Any) -> Any:
     return None
 
 
-def moved(structure: Any, device: torch.device | str) -> Any:
+def to_device(structure: Any, device: torch.device | str) -> Any:
     """The same structure with its tensors on that device."""
     if isinstance(structure, Tensor):
         return structure.to(device)
     if isinstance(structure, (list, tuple)):
-        return type(structure)(moved(part, device) for part in structure)
+        return type(structure)(to_device(part, device) for part in structure)
     return structure
 
 
@@ -102,43 +102,45 @@ def moved(structure: Any, device: torch.device | str) -> Any:
 class Conditioning:
     """Embeddings of B rows: the recordings of the distinct prompts, and which row has which.
 
-    Rows can share a call of the pipeline if their `kind` (B,) is the same: prompts of another length would be padded, which
+    Rows can share a call of the pipeline if their `call_group` (B,) is the same: prompts of another length would be padded, which
     would change the last bits of the others, so they go into calls of their own.
     """
 
     prompts: list[str]  # of the B rows
-    recordings: list[Recording]  # of the distinct prompts
+    encoder_outputs: list[EncoderOutputs]  # of the distinct prompts
     axes: list[Any]  # of each recorded call
-    place: Tensor  # (B,) which of the recordings a row has
-    kind: Tensor  # (B,)
+    prompt_index: Tensor  # (B,) which of the recordings a row has
+    call_group: Tensor  # (B,)
 
-    def take(self, rows: Tensor) -> tuple[list[str], Recording]:
+    def select(self, rows: Tensor) -> tuple[list[str], EncoderOutputs]:
         """Prompts and recording of `rows` (n,), as the pipeline would return it for them."""
-        chosen = [self.recordings[place] for place in self.place[rows].tolist()]
+        chosen = [self.encoder_outputs[place] for place in self.prompt_index[rows].tolist()]
         calls = zip(*chosen, strict=True)
         recording = [
-            (call[0][0], joined([output for _, output in call], axis)) for call, axis in zip(calls, self.axes, strict=True)
+            (call[0][0], collate([output for _, output in call], axis)) for call, axis in zip(calls, self.axes, strict=True)
         ]
         return [self.prompts[row] for row in rows.tolist()], recording
 
     def pooled(self) -> Tensor:
         """(B, D) float32: each row's mean embedding."""
-        means = [_pooled(recording, self.axes) for recording in self.recordings]
-        return torch.stack(means)[self.place]
+        means = [_pooled(recording, self.axes) for recording in self.encoder_outputs]
+        return torch.stack(means)[self.prompt_index]
 
 
-def conditioning(prompts: list[str], recordings: dict[str, Recording], axes: list[Any], alone: bool) -> Conditioning:
-    """The conditioning of B prompts, from the recordings of (at least) the distinct ones; `alone`: one prompt to a call."""
+def conditioning(
+    prompts: list[str], recordings: dict[str, EncoderOutputs], axes: list[Any], encode_separately: bool
+) -> Conditioning:
+    """The conditioning of B prompts, from the recordings of (at least) the distinct ones; `encode_separately`: one prompt to a call."""
     distinct = list(dict.fromkeys(prompts))
     kinds: dict[Any, int] = {}
-    keys = [prompt if alone else signature([output for _, output in recordings[prompt]]) for prompt in distinct]
+    keys = [prompt if encode_separately else signature([output for _, output in recordings[prompt]]) for prompt in distinct]
     kind = torch.tensor([kinds.setdefault(key, len(kinds)) for key in keys])
     number = {prompt: i for i, prompt in enumerate(distinct)}
     place = torch.tensor([number[prompt] for prompt in prompts])
     return Conditioning(prompts, [recordings[prompt] for prompt in distinct], axes, place, kind[place])
 
 
-def _pooled(recording: Recording, axes: list[Any]) -> Tensor:
+def _pooled(recording: EncoderOutputs, axes: list[Any]) -> Tensor:
     for (_, output), axis in zip(recording, axes, strict=True):
         parts = zip(output, axis, strict=True) if isinstance(axis, list) else [(output, axis)]
         for part, where in parts:

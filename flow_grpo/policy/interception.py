@@ -9,23 +9,31 @@ from torch import Tensor
 
 from flow_grpo.policy.families import Family
 
-OURS = ("prompt", "latents", "num_inference_steps", "num_images_per_prompt", "output_type", "return_dict", "generator")
+RESERVED_ARGUMENTS = (
+    "prompt",
+    "latents",
+    "num_inference_steps",
+    "num_images_per_prompt",
+    "output_type",
+    "return_dict",
+    "generator",
+)
 
 
-class Stop(Exception):
+class StopPipeline(Exception):
     """Leaves the pipeline's call with what we came for: nothing after it runs."""
 
     def __init__(self, output: Any = None, sample: Tensor | None = None) -> None:
         self.output, self.sample = output, sample
 
 
-class Probe(FlowMatchEulerDiscreteScheduler):
+class InterceptingScheduler(FlowMatchEulerDiscreteScheduler):
     """The pipeline's scheduler with timesteps on demand and a `step` that stops the call."""
 
-    asked: Tensor | None = None
+    requested_timesteps: Tensor | None = None
 
     @classmethod
-    def of(cls, scheduler: Any) -> "Probe":
+    def of(cls, scheduler: Any) -> "InterceptingScheduler":
         """The Euler scheduler of the same flow; a folder may name a solver of higher order for it."""
         config = dict(scheduler.config)
         if "flow_shift" in config:
@@ -37,29 +45,29 @@ class Probe(FlowMatchEulerDiscreteScheduler):
 
     def set_timesteps(self, num_inference_steps=None, device=None, sigmas=None, mu=None, timesteps=None):
         # the pipelines look for these argument names
-        if self.asked is None:
+        if self.requested_timesteps is None:
             super().set_timesteps(num_inference_steps, device=device, sigmas=sigmas, mu=mu, timesteps=timesteps)
         else:
-            self.timesteps = self.asked
+            self.timesteps = self.requested_timesteps
 
     def step(self, model_output, timestep, sample, **kwargs):
-        raise Stop(output=model_output, sample=sample)
+        raise StopPipeline(output=model_output, sample=sample)
 
 
-class Threshold:
+class StopAtTransformer:
     """Stands in for the transformer while prompts are encoded: a call of it ends the pipeline's."""
 
     def __init__(self, transformer: torch.nn.Module) -> None:
         self._transformer = transformer
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        raise Stop
+        raise StopPipeline
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._transformer, name)
 
 
-def computing_on(kind: type, device: torch.device) -> type:
+def with_execution_device(kind: type, device: torch.device) -> type:
     """The pipeline's class, which computes on that device wherever some of its parts may be."""
     where = property(lambda self: device)
     return type(kind.__name__, (kind,), {"_execution_device": where, "device": where})
@@ -81,22 +89,18 @@ def check_flow(pipe: DiffusionPipeline, known: Any) -> None:
 
 def check_call(name: str, family: Family, known: Any, call: dict[str, Any]) -> None:
     for argument in call:
-        if argument in OURS:
+        if argument in RESERVED_ARGUMENTS:
             raise ValueError(f"{argument} can't be set in pipeline: it is what this package calls the pipeline with.")
-        if argument in family.refused:
-            raise ValueError(f"{argument} of {name} can't be used: {family.refused[argument]}.")
+        if argument in family.unsupported:
+            raise ValueError(f"{argument} of {name} can't be used: {family.unsupported[argument]}.")
         if argument not in known:
             raise ValueError(f"{name} takes no argument {argument}; it takes {', '.join(list(known)[1:])}.")
 
 
-def as_tensor(images: Any) -> Tensor:
+def images_to_tensor(images: Any) -> Tensor:
     """(B, 3, H, W) of what pipelines hand back as pictures: tensors, or PIL images where they know nothing else."""
     if isinstance(images, Tensor):
         return images
     return torch.stack(
         [torch.from_numpy(np.asarray(image.convert("RGB")).copy()).permute(2, 0, 1) / 255 for image in images]
     )
-
-
-def first_line(error: Exception) -> str:
-    return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__

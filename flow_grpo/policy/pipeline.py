@@ -16,16 +16,37 @@ from diffusers import DiffusionPipeline, FlowMatchEulerDiscreteScheduler, FlowMa
 from diffusers.guiders import ClassifierFreeGuidance
 from torch import Tensor
 
-from flow_grpo.policy.conditioning import Conditioning, Recording, axes_of, conditioning, merged, moved, row_of, signature
+from flow_grpo.policy.conditioning import (
+    Conditioning,
+    EncoderOutputs,
+    conditioning,
+    infer_batch_axes,
+    merge_axes,
+    select_row,
+    signature,
+    to_device,
+)
 from flow_grpo.policy.embedding_cache import LAYOUT, EmbeddingCache
 from flow_grpo.policy.families import family
-from flow_grpo.policy.interception import Probe, Stop, Threshold, as_tensor, check_call, check_flow, computing_on, first_line
+from flow_grpo.policy.interception import (
+    InterceptingScheduler,
+    StopAtTransformer,
+    StopPipeline,
+    check_call,
+    check_flow,
+    images_to_tensor,
+    with_execution_device,
+)
 from flow_grpo.sampling import Solver
+from flow_grpo.text import first_line
 from flow_grpo.types import Schedule
 
-ENCODED_AT_ONCE = 8  # prompts in a pass of the text encoders, where they are all padded to one length
-PROBES = ("a", "a photo of two cats and a dog under an old tree" * 8)  # a short prompt and a long one
-ENCODERS = ("text_encoder", "vision_language_encoder")  # components that only prompts need, by the beginning of their name
+ENCODE_BATCH = 8  # prompts in a pass of the text encoders, where they are all padded to one length
+PROBE_PROMPTS = ("a", "a photo of two cats and a dog under an old tree" * 8)  # a short prompt and a long one
+ENCODER_PREFIXES = (
+    "text_encoder",
+    "vision_language_encoder",
+)  # components that only prompts need, by the beginning of their name
 
 
 class FlowPipeline:
@@ -58,7 +79,7 @@ class FlowPipeline:
         check_flow(pipe, known)
         check_call(kind, self.family, known, call)
         self.pipe, self.dtype, self.device = pipe, dtype, pipe.transformer.device
-        ours = {argument: value for argument, value in self.family.call.items() if argument in known}
+        ours = {argument: value for argument, value in self.family.call_kwargs.items() if argument in known}
         self.call = {**ours, **self._guidance(guidance), **call}
         self._known = known
         self._embeddings, self._offload = EmbeddingCache() if embeddings is None else embeddings, offload
@@ -66,16 +87,16 @@ class FlowPipeline:
         self._one_length = False  # whether the encoders pad all prompts to one length
         self.supports_per_sample_timesteps: bool | None = None
         self._calls: Callable[[int], int] = lambda calls: calls  # how many all processes make, of those that one needs
-        self._probe = Probe.of(pipe.scheduler)
+        self._probe = InterceptingScheduler.of(pipe.scheduler)
         self._view = copy.copy(pipe)
-        self._view.__class__ = computing_on(type(pipe), self.device)
+        self._view.__class__ = with_execution_device(type(pipe), self.device)
         object.__setattr__(self._view, "scheduler", self._probe)
         self._view.set_progress_bar_config(disable=True)
         self._prepared: dict[int, tuple[Tensor, tuple]] = {}
         for guider in self.family.guiders:
             object.__setattr__(self._view, guider, ClassifierFreeGuidance(guidance) if guidance > 1 else None)
         self._encoding = copy.copy(self._view)  # stops where denoising would begin
-        object.__setattr__(self._encoding, "transformer", Threshold(pipe.transformer))
+        object.__setattr__(self._encoding, "transformer", StopAtTransformer(pipe.transformer))
         for name, part in pipe.components.items():
             if "transformer" in name and isinstance(part, torch.nn.Module):  # one has a second denoiser
                 part.requires_grad_(False).eval()
@@ -83,7 +104,7 @@ class FlowPipeline:
     def _guidance(self, guidance: float) -> dict[str, float]:
         if not self.family.guidance:
             return {}
-        return {self.family.guidance: guidance if guidance > 1 else self.family.unguided}
+        return {self.family.guidance: guidance if guidance > 1 else self.family.no_guidance_value}
 
     # -- prompts ----------------------------------------------------------------------------------------------------
 
@@ -95,22 +116,22 @@ class FlowPipeline:
         kept = {prompt: self._embeddings.get(prompt) for prompt in prompts}
         found = {prompt: recording for prompt, recording in kept.items() if recording is not None}
         missing = [prompt for prompt in kept if prompt not in found]
-        size = ENCODED_AT_ONCE if self._one_length and not self.family.alone else 1
+        size = ENCODE_BATCH if self._one_length and not self.family.encode_separately else 1
         if missing:
             with self._encoders_here():
                 for chunk in (missing[i : i + size] for i in range(0, len(missing), size)):
                     found |= self._encoded(chunk, size)
-        here = {prompt: moved(recording, self.device) for prompt, recording in found.items()}
-        return conditioning(prompts, here, self._axes, self.family.alone)
+        here = {prompt: to_device(recording, self.device) for prompt, recording in found.items()}
+        return conditioning(prompts, here, self._axes, self.family.encode_separately)
 
-    def _encoded(self, prompts: list[str], size: int) -> dict[str, Recording]:
+    def _encoded(self, prompts: list[str], size: int) -> dict[str, EncoderOutputs]:
         """Recordings of at most `size` prompts, in one pass that always has that many: its shape decides the last bits."""
         assert self._axes is not None
         together, found = self._record(prompts + prompts[:1] * (size - len(prompts))), {}
         for row, prompt in enumerate(prompts):
             calls = zip(together, self._axes, strict=True)
-            alone = [(method, row_of(output, axes, row, size)) for (method, output), axes in calls]
-            found[prompt] = moved(alone, "cpu")
+            alone = [(method, select_row(output, axes, row, size)) for (method, output), axes in calls]
+            found[prompt] = to_device(alone, "cpu")
             self._embeddings.put(prompt, found[prompt])
         return found
 
@@ -121,18 +142,19 @@ class FlowPipeline:
             self._axes, self._one_length = known
             return
         with self._encoders_here():
-            alone, doubled = ([self._record([prompt] * count) for prompt in PROBES] for count in (1, 2))
+            alone, doubled = ([self._record([prompt] * count) for prompt in PROBE_PROMPTS] for count in (1, 2))
         axes = [
-            [axes_of(a, b) for (_, a), (_, b) in zip(one, two, strict=True)] for one, two in zip(alone, doubled, strict=True)
+            [infer_batch_axes(a, b) for (_, a), (_, b) in zip(one, two, strict=True)]
+            for one, two in zip(alone, doubled, strict=True)
         ]
-        self._axes = [merged(short, long) for short, long in zip(*axes, strict=True)]
+        self._axes = [merge_axes(short, long) for short, long in zip(*axes, strict=True)]
         self._one_length = signature(alone[0]) == signature(alone[1])
         self._embeddings.put(LAYOUT, [self._axes, self._one_length])
 
     @torch.no_grad()
-    def _record(self, prompts: list[str]) -> Recording:
+    def _record(self, prompts: list[str]) -> EncoderOutputs:
         """What the encoders return in a call with these prompts."""
-        recording: Recording = []
+        recording: EncoderOutputs = []
 
         def recorded(name: str) -> Callable:
             method = getattr(self.pipe, name)
@@ -148,7 +170,7 @@ class FlowPipeline:
 
         for name in self._encoders:
             object.__setattr__(self._encoding, name, recorded(name))
-        self._probe.asked = torch.ones(1, device=self.device)
+        self._probe.requested_timesteps = torch.ones(1, device=self.device)
         with torch.random.fork_rng([self.device] if self.device.type == "cuda" else []):  # some encoders sample
             self._call(self._encoding, prompts)
         return recording
@@ -167,7 +189,7 @@ class FlowPipeline:
     @property
     def _text_encoders(self) -> list[torch.nn.Module]:
         parts = self.pipe.components.items()
-        return [part for name, part in parts if name.startswith(ENCODERS) and isinstance(part, torch.nn.Module)]
+        return [part for name, part in parts if name.startswith(ENCODER_PREFIXES) and isinstance(part, torch.nn.Module)]
 
     @property
     def _encoders(self) -> list[str]:
@@ -183,7 +205,7 @@ class FlowPipeline:
         """
         rows = torch.zeros(1, dtype=torch.long)
         try:
-            stop = self._denoise(self.encode([PROBES[0]]), rows, None, None, num_inference_steps=steps)
+            stop = self._denoise(self.encode([PROBE_PROMPTS[0]]), rows, None, None, num_inference_steps=steps)
         except torch.OutOfMemoryError:
             raise
         except Exception as error:  # each pipeline has its own
@@ -199,7 +221,7 @@ class FlowPipeline:
         Rows that can't share a call of the pipeline go into calls of their own, filled up to n rows: with the shape of a call
         its last bits would change.
         """
-        n, kind = len(rows), conditioning.kind[rows]
+        n, kind = len(rows), conditioning.call_group[rows]
         timesteps = timestep.expand(n)
         if (timesteps != timesteps[0]).any() and not self._has_per_sample_timesteps(x, timesteps, conditioning, rows):
             kind = torch.stack([kind.double(), timesteps.double()], 1).unique(dim=0, return_inverse=True)[1]
@@ -263,8 +285,8 @@ class FlowPipeline:
         for chunk in latents.split(microbatch):
             rows = torch.zeros(len(chunk), dtype=torch.long)
             no_step = torch.zeros(0, device=self.device)
-            out = self._denoise(self.encode([PROBES[0]]), rows, no_step, chunk, output_type="pt")
-            images.append(as_tensor(out[0]).float().clamp(0, 1).cpu())
+            out = self._denoise(self.encode([PROBE_PROMPTS[0]]), rows, no_step, chunk, output_type="pt")
+            images.append(images_to_tensor(out[0]).float().clamp(0, 1).cpu())
         return torch.cat(images)
 
     @torch.no_grad()
@@ -285,7 +307,7 @@ class FlowPipeline:
         generator = torch.Generator(self.device).manual_seed(seed)
         with self._autocast(), self._encoders_here():
             out = pipe(prompt=[prompt], num_inference_steps=steps, output_type="pt", generator=generator, **self.call)
-        return as_tensor(out[0]).float().clamp(0, 1).cpu()
+        return images_to_tensor(out[0]).float().clamp(0, 1).cpu()
 
     @torch.no_grad()
     def encode_images(self, images: Tensor, microbatch: int = 64) -> Tensor:
@@ -319,8 +341,8 @@ class FlowPipeline:
         self, conditioning: Conditioning, rows: Tensor, timesteps: Tensor | None, x: Tensor | None, **more: Any
     ) -> Any:
         """Calls the pipeline with recorded embeddings, at the asked timesteps or on its own schedule (None)."""
-        self._probe.asked = None if timesteps is None else timesteps.to(self.device)
-        prompts, recording = conditioning.take(rows)
+        self._probe.requested_timesteps = None if timesteps is None else timesteps.to(self.device)
+        prompts, recording = conditioning.select(rows)
         replies = iter(recording)
 
         def replayed(name: str) -> Callable:
@@ -369,5 +391,5 @@ class FlowPipeline:
             with self._autocast():
                 undecorated = inspect.unwrap(type(pipe).__call__)  # not under no_grad: gradients flow
                 return undecorated(pipe, **call)
-        except Stop as stop:
+        except StopPipeline as stop:
             return stop

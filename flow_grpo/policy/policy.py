@@ -29,7 +29,6 @@ from flow_grpo.policy import hub
 from flow_grpo.policy.embedding_cache import EmbeddingCache
 from flow_grpo.policy.full_weights import FullWeights
 from flow_grpo.policy.hub import PEFT_WEIGHTS, WEIGHTS
-from flow_grpo.policy.interception import first_line
 from flow_grpo.policy.library_logging import quietly
 from flow_grpo.policy.memory import (
     apply_memory_settings,
@@ -41,9 +40,10 @@ from flow_grpo.policy.memory import (
 )
 from flow_grpo.policy.model_files import check_weights as check_files
 from flow_grpo.policy.model_files import telling
-from flow_grpo.policy.pipeline import ENCODERS, PROBES, FlowPipeline
+from flow_grpo.policy.pipeline import ENCODER_PREFIXES, PROBE_PROMPTS, FlowPipeline
 from flow_grpo.policy.weight_checks import check_weights
 from flow_grpo.progress import phase
+from flow_grpo.text import first_line
 from rewards.downloads import downloads
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -98,7 +98,7 @@ class Policy(FlowPipeline):
         transformer = self.pipe.transformer
         modules = transformer.named_modules()
         linear = [name.removesuffix(".base_layer") for name, module in modules if isinstance(module, torch.nn.Linear)]
-        wanted = self.family.targets if targets is None else linear if targets == "all" else targets
+        wanted = self.family.lora_targets if targets is None else linear if targets == "all" else targets
         found = [target for target in wanted if any(f".{name}".endswith(f".{target}") for name in linear)]
         if not found:
             there = sorted(
@@ -241,7 +241,7 @@ class Policy(FlowPipeline):
 
     def shard(self, processes: Processes) -> None:
         """Spreads the weights over the processes; from here on all of them call the transformer equally often."""
-        conditioning, (schedule, shape) = self.encode(list(PROBES[:1] * 2)), self.schedule(2)
+        conditioning, (schedule, shape) = self.encode(list(PROBE_PROMPTS[:1] * 2)), self.schedule(2)
         self._has_per_sample_timesteps(
             torch.zeros(2, *shape), schedule.timesteps, conditioning, torch.arange(2)
         )  # while all are alike
@@ -410,8 +410,8 @@ def load_policy(
         memory.embeddings, [hub.fingerprint(source), str(weights), guidance > 1, sorted(call.items())]
     )
     more: dict[str, Any] = {}
-    if prompts is not None and embeddings.complete([*PROBES[:1], *prompts]):
-        more |= dict.fromkeys(hub.component_names(source, ENCODERS))
+    if prompts is not None and embeddings.complete([*PROBE_PROMPTS[:1], *prompts]):
+        more |= dict.fromkeys(hub.component_names(source, ENCODER_PREFIXES))
     if memory.quantize is not None:
         more["quantization_config"] = quantization(memory.quantize, weights)
     if Path(source).is_dir():
@@ -419,7 +419,7 @@ def load_policy(
     with phase(f"loading {path_or_name}"), telling(path_or_name), downloads(source):
         pipe = DiffusionPipeline.from_pretrained(source, torch_dtype=weights, **more)
     for name, part in pipe.components.items():
-        if isinstance(part, torch.nn.Module) and not (memory.offload_encoders and name.startswith(ENCODERS)):
+        if isinstance(part, torch.nn.Module) and not (memory.offload_encoders and name.startswith(ENCODER_PREFIXES)):
             part.to(device)
     apply_memory_settings(pipe, memory)
     policy = Policy(pipe, weights, guidance, embeddings, memory.offload_encoders, **call)

@@ -9,8 +9,8 @@ from torch import Tensor
 
 from flow_grpo.config.sections import OptimizerConfig
 from flow_grpo.distributed.processes import BUCKET_NUMEL, Processes
-from flow_grpo.policy.interception import first_line
 from flow_grpo.policy.policy import Policy
+from flow_grpo.text import first_line
 from flow_grpo.training.optimizer import adamw
 
 STAGES = {"zero1": 1, "zero2": 2}  # of `memory.shard`

@@ -14,8 +14,8 @@ from typer.testing import CliRunner
 from flow_grpo.cli import app as cli
 from flow_grpo.config.run_config import FlowGRPOConfig, shipped
 from flow_grpo.plan import block_speed, estimate, meta_pipeline
-from flow_grpo.plan.estimate import Plan, fitting, slower_dtype
-from flow_grpo.plan.hardware import GB, Machine, Rates
+from flow_grpo.plan.estimate import StepEstimator, fit_batch_sizes, slower_dtype
+from flow_grpo.plan.hardware import GB, Hardware, Rates
 from flow_grpo.policy.hub import BUNDLED_MODELS
 
 PRESETS = sorted(file.stem for file in shipped("").glob("*.yaml"))
@@ -32,12 +32,12 @@ WEIGHTS = ("*.safetensors", "*.bin", "*.onnx")
 
 def follow(network: torch.nn.Module, x: torch.Tensor, backward: bool) -> tuple[int, int]:
     followed, alive, counter = (
-        meta_pipeline.Followed(network.to("meta"), torch.float32, cuda=False),
-        meta_pipeline.Alive(),
-        meta_pipeline.Operations(),
+        meta_pipeline.MetaModule(network.to("meta"), torch.float32, cuda=False),
+        meta_pipeline.LiveBytesCounter(),
+        meta_pipeline.FlopCounter(),
     )
     for mode in (alive, counter):
-        with followed.counted(mode, backward):
+        with followed.counting(mode, backward):
             out = followed(x)
     assert out.shape == (len(x), 5)
     assert not out.any()
@@ -61,21 +61,21 @@ def test_checkpointing_takes_less_memory_and_more_operations():
     found = {}
     for checkpointing in (False, True):
         args = FlowGRPOConfig.from_yaml("tiny_ocr", [f"memory.checkpointing={checkpointing}"])
-        found[checkpointing] = Plan(args, cuda=True).forecast(64)
-    assert found[True].passing["update"] < 0.7 * found[False].passing["update"]
+        found[checkpointing] = StepEstimator(args, cuda=True).estimate(64)
+    assert found[True].transient["update"] < 0.7 * found[False].transient["update"]
     assert found[True].operations > 1.05 * found[False].operations
 
 
 def test_a_forecast_is_linear_in_the_rows_and_the_largest_fits():
-    forecasts = Plan(FlowGRPOConfig.from_yaml("tiny_ocr"), cuda=True)
+    forecasts = StepEstimator(FlowGRPOConfig.from_yaml("tiny_ocr"), cuda=True)
     for memory in (0.8 * GB, 1.5 * GB):
-        largest = forecasts.largest(memory)
-        assert forecasts.forecast(largest).peak <= memory < forecasts.forecast(largest + 2).peak
+        largest = forecasts.largest_microbatch(memory)
+        assert forecasts.estimate(largest).peak <= memory < forecasts.estimate(largest + 2).peak
 
 
 @pytest.mark.parametrize(("count", "updates"), [(1, 1), (3, 2), (8, 1)])
 def test_sizes_divide(count, updates):
-    args = fitting(FlowGRPOConfig.from_yaml("tiny_ocr", [f"updates={updates}"]), 50, count)
+    args = fit_batch_sizes(FlowGRPOConfig.from_yaml("tiny_ocr", [f"updates={updates}"]), 50, count)
     assert args.prompts_per_step % (count * updates) == 0
     assert args.prompts_per_step * args.images_per_prompt // count % args.microbatch == 0
     assert args.microbatch <= 50
@@ -83,10 +83,10 @@ def test_sizes_divide(count, updates):
 
 def test_a_kl_needs_the_reference_beside_the_graph():
     without, with_kl = (
-        Plan(FlowGRPOConfig.from_yaml("tiny_ocr", [f"objective.kl_weight={w}"]), cuda=True) for w in (0, 0.1)
+        StepEstimator(FlowGRPOConfig.from_yaml("tiny_ocr", [f"objective.kl_weight={w}"]), cuda=True) for w in (0, 0.1)
     )
-    one, other = without.forecast(8), with_kl.forecast(8)
-    assert other.passing["update"] == one.passing["update"] + one.passing["rollout"]
+    one, other = without.estimate(8), with_kl.estimate(8)
+    assert other.transient["update"] == one.transient["update"] + one.transient["rollout"]
     assert other.operations > one.operations
 
 
@@ -112,8 +112,8 @@ def test_a_preset_is_planned_on_the_configs_of_its_model_alone(preset, small_mod
     for kind in WEIGHTS:
         for file in tmp_path.rglob(kind):
             file.unlink()
-    forecasts = Plan(FlowGRPOConfig.from_yaml(preset, words), cuda=False)
-    assert forecasts.forecast(2).peak > 0
+    forecasts = StepEstimator(FlowGRPOConfig.from_yaml(preset, words), cuda=False)
+    assert forecasts.estimate(2).peak > 0
     assert "blocks of the model" in forecasts.rates(2).how, "each family's own blocks were timed"
 
 
@@ -170,29 +170,29 @@ def test_plan_says_what_a_gpu_will_hold():
     ],
 )
 def test_a_gpu_is_known_however_its_name_is_written(name, known, gigabytes):
-    machine = Machine.named(name)
+    machine = Hardware.from_name(name)
     assert (machine.name, machine.memory) == (known, gigabytes * GB)
 
 
 def test_an_unknown_gpu_is_refused_in_a_sentence_unless_its_memory_is_given():
     with pytest.raises(ValueError, match=r"there is no GPU Voodoo in the list. Give one of A100.*--gpu-memory"):
-        Machine.named("Voodoo")
+        Hardware.from_name("Voodoo")
     with pytest.raises(ValueError, match=r"no GPU RTX 4090 Laptop in the list. Did you mean RTX 4090\?"):
-        Machine.named("RTX 4090 Laptop")
+        Hardware.from_name("RTX 4090 Laptop")
     with pytest.raises(ValueError, match="no GPU 100 "):
-        Machine.named("100")
-    given = Machine.named("Voodoo", 30.0)
+        Hardware.from_name("100")
+    given = Hardware.from_name("Voodoo", 30.0)
     assert given.memory == 30 * GB
-    assert given.speed == 210e12, "of those with the nearest memory"
-    assert "as fast as the RTX 5090, 210 TFLOP/s" in given.assumed
-    assert Machine.named("Voodoo", 30.0, tflops=50.0) == Machine("Voodoo", 30 * GB, 50e12)
+    assert given.peak_flops == 210e12, "of those with the nearest memory"
+    assert "as fast as the RTX 5090, 210 TFLOP/s" in given.assumption
+    assert Hardware.from_name("Voodoo", 30.0, tflops=50.0) == Hardware("Voodoo", 30 * GB, 50e12)
     result = CliRunner().invoke(cli.app, ["plan", "tiny_grpo", "--gpu", "Voodoo", "--gpu-memory", "24"])
     assert result.exit_code == 0, result.output
     assert "it is assumed to be as fast as the RTX 3090" in " ".join(result.output.split())
 
 
 def test_nothing_fits_into_no_memory(capsys):
-    small = Machine("small", 0.5 * GB, 1e12)
+    small = Hardware("small", 0.5 * GB, 1e12)
     from rich.console import Console
 
     assert not estimate.print_plan(Console(), FlowGRPOConfig.from_yaml("tiny_ocr"), small)
@@ -207,7 +207,7 @@ def test_no_weights_are_read(monkeypatch):
     opened = []
     real = Path.open
     monkeypatch.setattr(Path, "open", lambda self, *a, **k: opened.append(self) or real(self, *a, **k))
-    Plan(FlowGRPOConfig.from_yaml("tiny_ocr"), cuda=False)
+    StepEstimator(FlowGRPOConfig.from_yaml("tiny_ocr"), cuda=False)
     assert not [file for file in opened if file.suffix == ".safetensors"]
 
 
@@ -230,7 +230,7 @@ def test_the_speed_of_blocks_is_their_operations_by_their_seconds(monkeypatch):
     x, places = torch.zeros(3, 7, device="meta", requires_grad=True), torch.zeros(3, dtype=torch.long, device="meta")
     block = Block().to("meta")
     calls = [block_speed.BlockCall(block, (x,), {"places": places}, 1), block_speed.BlockCall(block, (x[:2],), {}, 3)]
-    rates = block_speed.measured(calls, torch.device("cpu"), torch.float32, contextlib.nullcontext())
+    rates = block_speed.measure_rates(calls, torch.device("cpu"), torch.float32, contextlib.nullcontext())
     forward = 2 * (7 * 11 + 11 * 5)
     update = forward + 2 * (7 * 11 + 2 * 11 * 5)
     assert rates.forward == (3 * forward + 3 * 2 * forward) / (2 + 3 * 10)
@@ -267,19 +267,19 @@ def test_blocks_are_timed_with_the_runs_shapes_and_dtype(followed, monkeypatch, 
 
 
 @pytest.fixture(scope="module")
-def followed() -> Plan:
+def followed() -> StepEstimator:
     """The embedded model in bf16 on a CPU."""
-    return Plan(FlowGRPOConfig.from_yaml("tiny_grpo", ["dtype=bf16"]), cuda=False)
+    return StepEstimator(FlowGRPOConfig.from_yaml("tiny_grpo", ["dtype=bf16"]), cuda=False)
 
 
 def test_a_step_takes_its_operations_by_the_rates(followed, monkeypatch):
-    forecast = followed.forecast(64)
+    forecast = followed.estimate(64)
     assert forecast.seconds(Rates(1e9, 1e12)) == pytest.approx(forecast.forward / 1e9 + forecast.update / 1e12)
     monkeypatch.setattr(followed, "args", FlowGRPOConfig.from_yaml("tiny_grpo", ["images_per_prompt=8"]))
-    assert followed.forecast(64).forward == 2 * forecast.forward
+    assert followed.estimate(64).forward == 2 * forecast.forward
     monkeypatch.setattr(followed, "args", FlowGRPOConfig.from_yaml("tiny_grpo", ["sampling.steps=20"]))
-    assert followed.forecast(64).update == forecast.update, "as many steps are trained"
-    assert followed.forecast(64).forward > 1.8 * forecast.forward
+    assert followed.estimate(64).update == forecast.update, "as many steps are trained"
+    assert followed.estimate(64).forward > 1.8 * forecast.forward
 
 
 def test_a_dtype_that_the_cpu_is_slow_in_is_said_with_the_one_to_set(monkeypatch):
@@ -297,10 +297,10 @@ def test_a_dtype_that_the_cpu_is_slow_in_is_said_with_the_one_to_set(monkeypatch
 
 def test_plan_of_this_machine_says_what_was_measured_and_which_dtype_is_faster(followed, monkeypatch):
     rates = {torch.bfloat16: Rates(1e9, 1e9, "as injected"), torch.float32: Rates(9e9, 9e9)}
-    monkeypatch.setattr(Plan, "rates", lambda self, microbatch, dtype=None: rates[dtype or self.dtype])
+    monkeypatch.setattr(StepEstimator, "rates", lambda self, microbatch, dtype=None: rates[dtype or self.dtype])
     words = ["plan", "tiny_grpo", "rewards={jpeg_size: 1}", "evaluation.prompts=null", "prompts_per_step=2"]
     output = " ".join(CliRunner().invoke(cli.app, [*words, "dtype=bf16"]).output.split())
-    seconds = followed.forecast(8).operations / 16 / 1e9  # of 2 prompts in place of 32
+    seconds = followed.estimate(8).operations / 16 / 1e9  # of 2 prompts in place of 32
     assert f"a step: {seconds:.3g} s, without rewards, if every group has signal (as injected)" in output
     assert "bf16 is 9.0 times as slow as fp32 on this CPU: set dtype=" in output
     assert "as slow" not in CliRunner().invoke(cli.app, [*words, "dtype=fp32"]).output
@@ -320,7 +320,7 @@ def test_loading_counts_files_in_another_dtype_beside_the_converted_weights(tmp_
 
     def loading(folder: Path) -> estimate.Loading:
         return estimate.Loading.of(
-            meta_pipeline.hollow(str(folder), torch.float32, cuda=False), torch.float32, without_encoders=False
+            meta_pipeline.load_meta_pipeline(str(folder), torch.float32, cuda=False), torch.float32, without_encoders=False
         )
 
     folder = saved(torch.bfloat16, tmp_path / "bf16")
@@ -344,11 +344,11 @@ def test_loading_counts_files_in_another_dtype_beside_the_converted_weights(tmp_
 
 def test_what_does_not_fit_while_it_is_loaded_does_not_fit(followed, monkeypatch):
     monkeypatch.setattr(followed, "loading", estimate.Loading(0.0, 3 * GB))
-    assert followed.largest(4 * GB) > 0
-    assert followed.largest(2.9 * GB) == 0
-    forecast = followed.forecast(8)
+    assert followed.largest_microbatch(4 * GB) > 0
+    assert followed.largest_microbatch(2.9 * GB) == 0
+    forecast = followed.estimate(8)
     assert forecast.peak == 3 * GB
-    assert forecast.passing["loading"] == 3 * GB - sum(forecast.staying.values())
+    assert forecast.transient["loading"] == 3 * GB - sum(forecast.persistent.values())
 
 
 def test_rewards_are_measured_on_few_images_however_many_a_step_has(monkeypatch):
@@ -358,5 +358,5 @@ def test_rewards_are_measured_on_few_images_however_many_a_step_has(monkeypatch)
         estimate, "build_rewards", lambda args: (lambda images, *rest, **more: counts.append(len(images)), [])
     )
     args = FlowGRPOConfig.from_yaml("tiny_grpo", ["images_per_prompt=1000000", "microbatch=64"])
-    assert estimate.occupied(args) == 5 + (32_000_000 - 128) * 3 * 32 * 80 * 4
+    assert estimate.baseline_memory(args) == 5 + (32_000_000 - 128) * 3 * 32 * 80 * 4
     assert counts == [128]

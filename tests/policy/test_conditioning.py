@@ -6,14 +6,14 @@ import torch
 from flow_grpo.policy.conditioning import (
     ABSENT,
     CUMULATIVE,
-    ROWS,
+    LIST,
     SHARED,
-    axes_of,
+    collate,
     conditioning,
-    joined,
-    merged,
-    moved,
-    row_of,
+    infer_batch_axes,
+    merge_axes,
+    select_row,
+    to_device,
 )
 
 
@@ -36,39 +36,39 @@ def same(a, b) -> bool:
 
 
 def test_axes_are_found_by_doubling():
-    assert axes_of(encoded([5]), encoded([5, 5])) == [0, ROWS, CUMULATIVE, 1, SHARED, ABSENT, [0, 0], SHARED]
+    assert infer_batch_axes(encoded([5]), encoded([5, 5])) == [0, LIST, CUMULATIVE, 1, SHARED, ABSENT, [0, 0], SHARED]
     with pytest.raises(ValueError, match=r"\(3, 2\) alone and \(4, 2\) in pairs"):
-        axes_of(torch.zeros(3, 2), torch.zeros(4, 2))
+        infer_batch_axes(torch.zeros(3, 2), torch.zeros(4, 2))
 
 
 def test_rows_taken_apart_and_put_together_are_the_batch():
-    axes = axes_of(encoded([5]), encoded([5, 5]))
+    axes = infer_batch_axes(encoded([5]), encoded([5, 5]))
     batch = encoded([5, 5, 5])
-    rows = [row_of(batch, axes, row, 3) for row in range(3)]
+    rows = [select_row(batch, axes, row, 3) for row in range(3)]
     assert same(rows[0], encoded([5]))
-    assert same(joined(rows, axes), batch)
+    assert same(collate(rows, axes), batch)
 
 
 def test_a_mask_that_only_some_prompts_need_is_known_from_those():
-    axes = merged(axes_of([None], [None]), axes_of([torch.ones(1, 3)], [torch.ones(2, 3)]))
+    axes = merge_axes(infer_batch_axes([None], [None]), infer_batch_axes([torch.ones(1, 3)], [torch.ones(2, 3)]))
     assert axes == [0]
-    assert joined([[None], [None]], axes) == [None]
-    assert joined([[torch.ones(1, 3)]] * 2, axes)[0].shape == (2, 3)
+    assert collate([[None], [None]], axes) == [None]
+    assert collate([[torch.ones(1, 3)]] * 2, axes)[0].shape == (2, 3)
 
 
 def test_rows_of_one_shape_share_a_call_and_others_do_not():
-    axes = [axes_of(encoded([5]), encoded([5, 5]))]
+    axes = [infer_batch_axes(encoded([5]), encoded([5, 5]))]
     recordings = {"a": [("encode", encoded([5]))], "b": [("encode", encoded([5], seed=9))], "c": [("encode", encoded([6]))]}
-    made = conditioning(["c", "a", "b", "c"], recordings, axes, alone=False)
-    assert made.kind[0] == made.kind[3] != made.kind[1] == made.kind[2]
-    prompts, taken = made.take(torch.tensor([1, 2, 1]))
+    made = conditioning(["c", "a", "b", "c"], recordings, axes, encode_separately=False)
+    assert made.call_group[0] == made.call_group[3] != made.call_group[1] == made.call_group[2]
+    prompts, taken = made.select(torch.tensor([1, 2, 1]))
     assert prompts == ["a", "b", "a"]
     assert same(taken[0][1][0], torch.cat([recordings[name][0][1][0] for name in "aba"]))
-    assert len(conditioning(["a", "b"], recordings, axes, alone=True).kind.unique()) == 2
+    assert len(conditioning(["a", "b"], recordings, axes, encode_separately=True).call_group.unique()) == 2
     torch.testing.assert_close(made.pooled()[0], recordings["c"][0][1][0][0].mean(0))
 
 
 def test_recordings_move_whole():
-    there = moved([("encode", (torch.ones(2), [torch.ones(1), None], 3))], "meta")
+    there = to_device([("encode", (torch.ones(2), [torch.ones(1), None], 3))], "meta")
     assert there[0][1][0].device.type == there[0][1][1][0].device.type == "meta"
     assert there[0][1][1][1] is None

@@ -12,7 +12,7 @@ from flow_grpo.distributed.processes import Processes
 from flow_grpo.evaluation import measure, targets
 from flow_grpo.evaluation.generate import generate_images
 from flow_grpo.evaluation.targets import Model
-from flow_grpo.plan.estimate import Plan
+from flow_grpo.plan.estimate import StepEstimator
 from flow_grpo.policy.policy import Policy, load_policy
 from flow_grpo.run_folder import checkpoint
 from flow_grpo.trainer import FlowGRPOTrainer
@@ -199,5 +199,5 @@ def test_the_plan_knows_what_all_weights_take(tmp_path):
     args = short_run(tmp_path, *WHOLE, "memory.shard=true")
     count = sum(p.numel() for p in tiny_policy().pipe.transformer.parameters())
     for shares in (1, 2):
-        staying = Plan(args, cuda=False, count=shares).forecast(8).staying
+        staying = StepEstimator(args, cuda=False, count=shares).estimate(8).persistent
         assert staying["transformer"] + staying["base weights"] == pytest.approx(20 * count / shares)

@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from flow_grpo.plan.meta_pipeline import hollow
+from flow_grpo.plan.meta_pipeline import load_meta_pipeline
 from flow_grpo.policy import model_files
 from flow_grpo.policy.hub import BUNDLED_MODELS
 from flow_grpo.policy.library_logging import quiet_libraries
@@ -118,7 +118,10 @@ WEIGHTS = [
 @pytest.mark.parametrize(("damage", "sentence"), CONFIGS, ids=[sentence for _, sentence in CONFIGS])
 def test_a_damaged_index_or_config_is_one_sentence_of_train_and_plan(model, damage, sentence):
     damage(model)
-    for look in (lambda: load_policy(str(model), "cpu", "fp32"), lambda: hollow(str(model), torch.float32, cuda=False)):
+    for look in (
+        lambda: load_policy(str(model), "cpu", "fp32"),
+        lambda: load_meta_pipeline(str(model), torch.float32, cuda=False),
+    ):
         with pytest.raises(ValueError, match=f"the model {model} could not be loaded: .*{sentence}") as error:
             look()
         assert len(str(error.value).splitlines()) == 1

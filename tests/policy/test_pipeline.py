@@ -15,7 +15,7 @@ from flow_grpo.data.prompts import PromptSet
 from flow_grpo.policy import pipeline
 from flow_grpo.policy.families import Family
 from flow_grpo.policy.hub import BUNDLED_MODELS
-from flow_grpo.policy.pipeline import ENCODED_AT_ONCE, ENCODERS
+from flow_grpo.policy.pipeline import ENCODE_BATCH, ENCODER_PREFIXES
 from flow_grpo.policy.policy import Policy
 
 LATENTS = torch.randn(3, 8, 8, 20, generator=torch.Generator().manual_seed(0))
@@ -96,14 +96,14 @@ def test_without_a_word_there_is_no_guidance_and_no_offloading(shared):
 
 @pytest.mark.parametrize(("guidance", "value"), [(1.0, 0.0), (0.5, 0.0), (1.5, 1.5)])
 def test_guidance_is_off_as_the_family_has_it(as_family, guidance, value):
-    policy = as_family(guidance, guidance="guidance_scale", unguided=0.0)
+    policy = as_family(guidance, guidance="guidance_scale", no_guidance_value=0.0)
     assert policy.call == {"guidance_scale": value, **SIZE}
 
 
 def test_a_family_has_arguments_of_every_call_and_guiders_in_place_of_one(as_family):
     """Arguments that this version of the pipeline does not know are left out."""
     for guidance in (1.0, 1.5):
-        policy = as_family(guidance, guidance="", guiders=("guider",), call={"negative_prompt": " ", "no_such": 1})
+        policy = as_family(guidance, guidance="", guiders=("guider",), call_kwargs={"negative_prompt": " ", "no_such": 1})
         assert policy.call == {"negative_prompt": " ", **SIZE}
         guider = policy._view.guider
         assert guider is None if guidance == 1 else isinstance(guider, ClassifierFreeGuidance)
@@ -132,7 +132,7 @@ def test_what_only_prompts_need_is_known_by_its_name():
     named = {}
     for kind in ("StableDiffusion3Pipeline", "GlmImagePipeline"):
         components = inspect.signature(getattr(diffusers, kind)).parameters
-        named[kind] = {name for name in components if name.startswith(ENCODERS)}
+        named[kind] = {name for name in components if name.startswith(ENCODER_PREFIXES)}
     assert named["StableDiffusion3Pipeline"] == {"text_encoder", "text_encoder_2", "text_encoder_3"}
     assert named["GlmImagePipeline"] == {"text_encoder", "vision_language_encoder"}
 
@@ -142,14 +142,14 @@ def test_what_only_prompts_need_is_known_by_its_name():
 
 def test_prompts_are_encoded_in_passes_of_one_size(as_family):
     """All are padded to one length, so they share passes; where each needs a call of its own, or lengths differ, they do not."""
-    prompts = [f"prompt {i}" for i in range(ENCODED_AT_ONCE + 3)]
-    for alone, expected in ((False, [ENCODED_AT_ONCE] * 2), (True, [1] * len(prompts))):
-        policy = as_family(alone=alone)
+    prompts = [f"prompt {i}" for i in range(ENCODE_BATCH + 3)]
+    for alone, expected in ((False, [ENCODE_BATCH] * 2), (True, [1] * len(prompts))):
+        policy = as_family(encode_separately=alone)
         policy.schedule(2)
         calls = Calls(policy)
         policy.encode(prompts)
         assert calls.encoders == expected
-        assert policy.encode([*prompts, *prompts]).place.tolist() == [*range(len(prompts))] * 2
+        assert policy.encode([*prompts, *prompts]).prompt_index.tolist() == [*range(len(prompts))] * 2
         assert calls.encoders == expected, "they are kept"
     policy = as_family()
     policy.encode(prompts[:1])
@@ -174,7 +174,7 @@ def test_encoding_leaves_the_global_stream_and_keeps_no_graph(shared):
     try:
         policy.pipe.encode_prompt = lambda *a, **k: torch.rand(1) is None or encode(*a, **k)
         before = torch.random.get_rng_state()
-        _, recording = policy.encode(PROMPTS).take(torch.arange(2))
+        _, recording = policy.encode(PROMPTS).select(torch.arange(2))
         assert torch.equal(torch.random.get_rng_state(), before)
     finally:
         del policy.pipe.encode_prompt
@@ -208,7 +208,7 @@ def test_offloaded_encoders_come_to_the_device_for_each_encoding_and_leave_it(mo
 
 
 def test_rows_that_can_not_share_a_call_go_into_calls_filled_up_to_all_rows(as_family, shared):
-    policy, rows = as_family(alone=True), torch.tensor([0, 1, 0])
+    policy, rows = as_family(encode_separately=True), torch.tensor([0, 1, 0])
     calls = Calls(policy)
     conditioning = policy.encode(PROMPTS)
     calls.transformer.clear()
@@ -227,7 +227,11 @@ def test_rows_that_can_not_share_a_call_go_into_calls_filled_up_to_all_rows(as_f
 
 @pytest.mark.parametrize("alone", [False, True])
 def test_timesteps_that_can_not_share_a_call_go_into_calls_of_their_own(as_family, shared, alone):
-    policy, rows, timesteps = as_family(alone=alone), torch.tensor([0, 1, 0]), torch.tensor([900.0, 900.0, 300.0])
+    policy, rows, timesteps = (
+        as_family(encode_separately=alone),
+        torch.tensor([0, 1, 0]),
+        torch.tensor([900.0, 900.0, 300.0]),
+    )
     policy.supports_per_sample_timesteps = False
     calls = Calls(policy)
     conditioning = policy.encode(PROMPTS)

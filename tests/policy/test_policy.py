@@ -14,7 +14,7 @@ from flow_grpo.evaluation.generate import generate_images
 from flow_grpo.policy import policy as policy_module
 from flow_grpo.policy.families import ATTENTION
 from flow_grpo.policy.hub import BUNDLED_MODELS
-from flow_grpo.policy.pipeline import PROBES
+from flow_grpo.policy.pipeline import PROBE_PROMPTS
 from flow_grpo.policy.policy import WEIGHTS, Policy, default_dtype, load_policy
 
 LATENTS = torch.randn(2, 8, 8, 20, generator=torch.Generator().manual_seed(0))
@@ -420,11 +420,11 @@ def test_the_users_pipeline_stays_as_it_was():
 
 def test_prompts_are_encoded_once_and_in_any_company():
     policy = tiny_policy()
-    _, alone = policy.encode(PROMPTS[:1]).take(torch.tensor([0]))
+    _, alone = policy.encode(PROMPTS[:1]).select(torch.tensor([0]))
     others = [f'green text "{a}{b}{c}" on a white background' for a in "XYZ" for b in "XYZ" for c in "XY"]
     for place in (1, 3, 7, 12, 17):
         company = [*others[:place], PROMPTS[0], *others[place:]]
-        _, together = tiny_policy().encode(company).take(torch.tensor([place]))
+        _, together = tiny_policy().encode(company).select(torch.tensor([place]))
         for (_, a), (_, b) in zip(alone, together, strict=True):
             for x, y in zip(a, b, strict=True):
                 assert (x is None and y is None) or torch.equal(x, y), place
@@ -524,7 +524,7 @@ def test_the_model_is_loaded_in_the_dtype_and_with_the_guidance_that_were_asked_
 
 def test_prompts_that_were_kept_without_guidance_are_encoded_anew_with_it(tmp_path):
     memory, call = MemoryConfig(embeddings=str(tmp_path)), {"height": 32, "width": 80, "max_sequence_length": 14}
-    load_policy("tiny", "cpu", "fp32", memory=memory, **call).encode([*PROBES[:1], *PROMPTS])
+    load_policy("tiny", "cpu", "fp32", memory=memory, **call).encode([*PROBE_PROMPTS[:1], *PROMPTS])
     for guidance, known in ((1.0, True), (1.5, False)):
         policy = load_policy("tiny", "cpu", "fp32", guidance=guidance, memory=memory, prompts=PROMPTS, **call)
         assert (policy.pipe.text_encoder is None) == known

@@ -15,7 +15,7 @@ from support.process_runs import ACCELERATE, UNEVEN, WHOLE, config, run_alone, s
 
 from flow_grpo.config import FlowGRPOConfig
 from flow_grpo.data.prompts import PromptSampler, load_prompts
-from flow_grpo.plan.estimate import Plan
+from flow_grpo.plan.estimate import StepEstimator
 from flow_grpo.run_folder import checkpoint
 from flow_grpo.training.early_checks import check_settings
 
@@ -179,18 +179,18 @@ def test_a_missing_deepspeed_is_said_before_anything_is_loaded(tmp_path, monkeyp
 def test_the_plan_counts_shares(tmp_path):
     """Weights and their average on each of two, a copy to move and two moments in halves; then gradients in halves too."""
     none, one, two = (
-        Plan(short_run(tmp_path, *WHOLE, f"memory.shard={shard}"), cuda=True, count=2).forecast(8)
+        StepEstimator(short_run(tmp_path, *WHOLE, f"memory.shard={shard}"), cuda=True, count=2).estimate(8)
         for shard in ("false", "zero1", "zero2")
     )
-    trained = none.staying["transformer"] / 4
-    assert one.staying["transformer"] == two.staying["transformer"] == trained * 3.5
-    assert two.staying["gradients"] == 2 * trained / 2, "the newest, and the sum so far"
-    assert "gradients" not in one.staying
-    assert one.passing == none.passing
-    assert none.passing["update"] - trained <= two.passing["update"] < none.passing["update"]
-    lora = Plan(short_run(tmp_path, "memory.shard=zero2"), cuda=True, count=2).forecast(8)
-    assert lora.staying["adapter"] == 3.5 * lora.staying["gradients"]
-    assert lora.staying["base weights"] >= trained, "whole on each"
+    trained = none.persistent["transformer"] / 4
+    assert one.persistent["transformer"] == two.persistent["transformer"] == trained * 3.5
+    assert two.persistent["gradients"] == 2 * trained / 2, "the newest, and the sum so far"
+    assert "gradients" not in one.persistent
+    assert one.transient == none.transient
+    assert none.transient["update"] - trained <= two.transient["update"] < none.transient["update"]
+    lora = StepEstimator(short_run(tmp_path, "memory.shard=zero2"), cuda=True, count=2).estimate(8)
+    assert lora.persistent["adapter"] == 3.5 * lora.persistent["gradients"]
+    assert lora.persistent["base weights"] >= trained, "whole on each"
 
 
 @pytest.mark.parametrize(
