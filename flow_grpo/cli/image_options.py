@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 if TYPE_CHECKING:
+    from flow_grpo.data.grid_options import GridOptions
     from flow_grpo.data.prompts import PromptSet
-    from flow_grpo.data.sheet_layout import GridOptions
 
 Prompt = Annotated[str | None, typer.Option(help="One prompt for all images, in words.", show_default=False)]
 Prompts = Annotated[
@@ -39,7 +39,7 @@ Crop = Annotated[
 
 def sheet(rows: int | None, columns: int | None, padding: str | None, crop: str | None) -> "GridOptions":
     """What the options say of a sheet. ValueError if they are no numbers of pixels."""
-    from flow_grpo.data.sheet_layout import GridOptions
+    from flow_grpo.data.grid_options import GridOptions
 
     return GridOptions(rows, columns, _pixels("--padding", padding, 2), _pixels("--crop", crop, 4))
 

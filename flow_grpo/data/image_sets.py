@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from flow_grpo.data.grid import ImageInfo, has_prompts, open_image, read_cells, to_bytes
-from flow_grpo.data.grid_detection import GridLayout
+from flow_grpo.data.grid_layout import GridLayout
+from flow_grpo.data.grid_options import GridOptions, layout_of
 from flow_grpo.data.prompts import PromptSet, load_prompts
-from flow_grpo.data.sheet_layout import GridOptions, layout_of
 
 SUFFIXES = (".png", ".jpg", ".jpeg", ".webp")
 MANIFESTS = ("metadata.jsonl", "metadata.csv", "manifest.jsonl", "manifest.csv")

@@ -6,8 +6,8 @@ from pathlib import Path
 
 from flow_grpo.config.run_config import FlowGRPOConfig, shipped
 from flow_grpo.data import image_sets as gallery
+from flow_grpo.data.grid_options import GridOptions
 from flow_grpo.data.prompts import PromptSet
-from flow_grpo.data.sheet_layout import GridOptions
 from flow_grpo.policy import hub
 from flow_grpo.run_folder import layout
 

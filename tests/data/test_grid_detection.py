@@ -13,7 +13,7 @@ from scipy.ndimage import gaussian_filter
 from torchvision.utils import make_grid
 
 from flow_grpo.data.grid_detection import NotAGrid, detect
-from flow_grpo.data.sheet_layout import GridOptions, layout_of
+from flow_grpo.data.grid_options import GridOptions, layout_of
 
 
 def noise(count: int, height: int, width: int, seed: int = 0, low: int = 0, high: int = 256) -> np.ndarray:

@@ -4,7 +4,8 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from flow_grpo.data.grid_detection import GridLayout, NotAGrid, detect, split, whole
+from flow_grpo.data.grid_detection import NotAGrid, detect
+from flow_grpo.data.grid_layout import GridLayout, split, whole
 
 ADVICE = (
     "Give --rows and --columns with --padding, or with --crop, as it was made; --rows 1 --columns 1 takes it as one image"
