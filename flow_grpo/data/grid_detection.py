@@ -1,7 +1,7 @@
-"""Where the images of a sheet lie, from its pixels alone: cells of one size in rows and columns, with margins and gutters of one color.
+"""Finds the images of a grid image from its pixels: cells of one size in rows and columns, with margins and gutters of one color.
 
-The sheet is cut along lines of the background's color, again and again, into parts that no such line crosses (XY-cut). Parts with
-straight edges are images; titles, captions and labels have ragged ones.
+Recursive XY-cut: the grid image is cut along lines of the background's color until no such line crosses a part. Parts with straight
+edges are images; titles, captions and labels have ragged edges.
 """
 
 from collections import Counter
@@ -12,40 +12,40 @@ import numpy as np
 
 from flow_grpo.data.grid_layout import Box, GridLayout
 
-LOSSY = 64  # of 255: how far from its color a JPEG's background may be
-FAINT = 4  # what differs from the background by less makes no edge
-BLUR = 2  # pixels by which a JPEG blurs an edge
-SMALLEST = 8  # pixels of an image's height and width
-LETTER = 32  # pixels of a title's letters at most
-EDGE = 0.5  # share of an image's outermost lines that is not background
-MOST_PARTS = 4000
-COLORS = 3  # backgrounds that are tried
+JPEG_TOLERANCE = 64  # of 255: largest deviation of a JPEG's background from its color
+MIN_EDGE_CONTRAST = 4  # of 255: a smaller difference from the background is no edge
+JPEG_BLUR = 2  # pixels by which JPEG compression blurs an edge
+MIN_IMAGE_SIZE = 8  # pixels, of height and width
+MAX_LETTER_SIZE = 32  # pixels: letters of a title are no larger
+MIN_EDGE_CONTENT = 0.5  # share of an image's outermost lines that is not background, at least
+MAX_PARTS = 4000
+NUM_BACKGROUND_COLORS = 3  # most frequent colors that are tried as background
 
 
 class NotAGrid(ValueError):
-    """The sheet has parts, but not such that they are certainly the images of a grid.
+    """The image has several parts, but they may not be the images of a grid.
 
     Attributes:
-        images: whether several of the parts are certainly images.
+        has_images: whether several of the parts are certainly images.
     """
 
-    def __init__(self, problem: str, images: bool = True) -> None:
+    def __init__(self, problem: str, has_images: bool = True) -> None:
         super().__init__(problem)
-        self.images = images
+        self.has_images = has_images
 
 
 def detect(pixels: np.ndarray) -> GridLayout | None:
-    """The grid of a sheet (H, W, 3) uint8 with at least two images; None if nothing in it looks like gutters.
+    """The layout of a grid image (H, W, 3) uint8 with at least two images; None if it has no gutters.
 
     Raises:
-        NotAGrid: it has several parts, but they are not images of one size at equal distances, or may be cut in more than one way.
+        NotAGrid: it has several parts, but they are not images of one size at equal distances, or there is more than one way to cut it.
     """
-    exact = _attempt(pixels, 0)
-    if isinstance(exact, NotAGrid) and exact.images:
+    exact = _detect_with_tolerance(pixels, 0)
+    if isinstance(exact, NotAGrid) and exact.has_images:
         raise exact
-    lossy = _attempt(pixels, LOSSY)
+    lossy = _detect_with_tolerance(pixels, JPEG_TOLERANCE)
     if isinstance(exact, GridLayout) and isinstance(lossy, GridLayout):
-        return exact if exact == lossy else _sharper(pixels, exact, lossy)
+        return exact if exact == lossy else _without_jpeg_blur(pixels, exact, lossy)
     problems = []
     for attempt in (exact, lossy):
         if isinstance(attempt, GridLayout):
@@ -53,83 +53,84 @@ def detect(pixels: np.ndarray) -> GridLayout | None:
         if attempt is not None:
             problems.append(attempt)
     if problems:
-        raise max(problems, key=lambda problem: problem.images)
+        raise max(problems, key=lambda problem: problem.has_images)
     return None
 
 
-def _attempt(pixels: np.ndarray, tolerance: int) -> "GridLayout | NotAGrid | None":
-    """The grid on a background that differs so much from one color, or the most telling reason why there is none."""
+def _detect_with_tolerance(pixels: np.ndarray, tolerance: int) -> "GridLayout | NotAGrid | None":
+    """The layout if the background deviates from one color by at most `tolerance`, or the most specific reason why there is none."""
     problems = []
-    for color in _line_colors(pixels, tolerance):
+    for color in _background_colors(pixels, tolerance):
         try:
-            found = _layout(pixels, color, tolerance)
+            found = _detect_on_background(pixels, color, tolerance)
         except NotAGrid as error:
             problems.append(error)
             continue
         if found is not None:
             return found
-    return max(problems, key=lambda problem: problem.images, default=None)
+    return max(problems, key=lambda problem: problem.has_images, default=None)
 
 
-def _sharper(pixels: np.ndarray, exact: GridLayout, lossy: GridLayout) -> GridLayout:
-    """Of two layouts the lossy one, if the other differs by what a JPEG has blurred. NotAGrid if it may be a border of the images."""
+def _without_jpeg_blur(pixels: np.ndarray, exact: GridLayout, lossy: GridLayout) -> GridLayout:
+    """The lossy layout, if the exact one is larger by JPEG blur only. NotAGrid if the difference may be a border of the images."""
     pairs = list(zip(exact.boxes(), lossy.boxes(), strict=False))
     if (exact.rows, exact.columns) == (lossy.rows, lossy.columns) and all(
-        b.within(a) and a.within(b, BLUR) for a, b in pairs
+        b.is_within(a) and a.is_within(b, JPEG_BLUR) for a, b in pairs
     ):
-        outer = [line for a, b in pairs[: lossy.filled] for line in _outside(pixels, a, b)]
+        outer = [line for a, b in pairs[: lossy.filled] for line in _border_lines(pixels, a, b)]
         if all(np.ptp(line, axis=0).any() for line in outer):
             return lossy
-    raise NotAGrid("where its images end is not clear, as they have faint edges")
+    raise NotAGrid("the edges of its images are too faint to see where they end")
 
 
-def _outside(pixels: np.ndarray, outer: Box, inner: Box) -> list[np.ndarray]:
+def _border_lines(pixels: np.ndarray, outer: Box, inner: Box) -> list[np.ndarray]:
     """The first line of the outer box at each side on which it is larger."""
-    lines, cell = [], outer.of(pixels)
+    lines, cell = [], outer.crop(pixels)
     sides = ((inner.top > outer.top, cell[0]), (inner.bottom < outer.bottom, cell[-1]))
     across = ((inner.left > outer.left, cell[:, 0]), (inner.right < outer.right, cell[:, -1]))
     lines += [line for larger, line in (*sides, *across) if larger]
     return lines
 
 
-def _line_colors(pixels: np.ndarray, tolerance: int) -> list[np.ndarray]:
-    """The colors that lines across the whole sheet have, the most frequent first."""
+def _background_colors(pixels: np.ndarray, tolerance: int) -> list[np.ndarray]:
+    """The most frequent colors of single-color lines across the whole image."""
     counts: Counter[tuple[int, ...]] = Counter()
     for axis in (0, 1):
         plain = np.ptp(pixels, axis=axis).max(-1) <= tolerance
         means = pixels.compress(plain, axis=1 - axis).mean(axis, dtype=np.float32)
         counts.update(tuple(int(value) for value in color) for color in means.round())
-    return [np.array(color, np.uint8) for color, _ in counts.most_common(COLORS)]
+    return [np.array(color, np.uint8) for color, _ in counts.most_common(NUM_BACKGROUND_COLORS)]
 
 
-def _layout(pixels: np.ndarray, color: np.ndarray, tolerance: int) -> GridLayout | None:
-    """The grid on a background of that color. None if the sheet has a single part."""
-    apart = (np.maximum(pixels, color) - np.minimum(pixels, color)).max(-1)
-    parts = _parts(apart <= tolerance)
+def _detect_on_background(pixels: np.ndarray, color: np.ndarray, tolerance: int) -> GridLayout | None:
+    """The layout on a background of that color. None if there is a single part."""
+    contrast = (np.maximum(pixels, color) - np.minimum(pixels, color)).max(-1)
+    parts = _xy_cut(contrast <= tolerance)
     if len(parts) < 2:
         return None
-    images = _images(parts, apart > max(tolerance, FAINT), BLUR if tolerance else 0)
-    telling = [image for image in images if np.ptp(image.of(pixels), axis=(0, 1)).any()]  # a letter may be a plain rectangle
-    if len(telling) < 2:
-        raise NotAGrid("its parts have no straight edges as images have", images=False)
-    tops, height = _regular([(i.top, i.bottom) for i in images], "rows")
-    lefts, width = _regular([(i.left, i.right) for i in images], "columns")
+    images = _find_images(parts, contrast > max(tolerance, MIN_EDGE_CONTRAST), JPEG_BLUR if tolerance else 0)
+    textured = [image for image in images if np.ptp(image.crop(pixels), axis=(0, 1)).any()]  # a letter may have one color
+    if len(textured) < 2:
+        raise NotAGrid("its parts have no straight edges as images have", has_images=False)
+    tops, height = _regular_spacing([(i.top, i.bottom) for i in images], "rows")
+    lefts, width = _regular_spacing([(i.left, i.right) for i in images], "columns")
     found = GridLayout((pixels.shape[0], pixels.shape[1]), tops, lefts, height, width, len(tops) * len(lefts))
     _check_parts(found, images, parts)
-    _check_room(found, apart)
-    _check_borders(found, [part for part in parts if not any(part.meets(box) for box in found.boxes())])
-    full = [i for i, box in enumerate(found.boxes()) if (box.of(apart) > tolerance).any()]
+    _check_room(found, contrast)
+    _check_borders(found, [part for part in parts if not any(part.overlaps(box) for box in found.boxes())])
+    full = [i for i, box in enumerate(found.boxes()) if (box.crop(contrast) > tolerance).any()]
     return GridLayout(found.size, tops, lefts, height, width, full[-1] + 1)
 
 
-def _parts(background: np.ndarray) -> list[Box]:
-    """What is left when a sheet is cut along all lines of background, and its parts again, until no line crosses one."""
+def _xy_cut(background: np.ndarray) -> list[Box]:
+    """The parts of a grid image, cut along lines of background, and cut again until no such line crosses a part."""
     whole = Box(0, 0, *background.shape)
     found: list[Box] = []
-    waiting: list[tuple[Box, Literal[0, 1], bool]] = [(whole, 0, False)]  # to be cut along this axis; the other cut nothing
+    # a part, the axis of its next cut, and whether its last cut found nothing
+    waiting: list[tuple[Box, Literal[0, 1], bool]] = [(whole, 0, False)]
     while waiting:
         box, axis, settled = waiting.pop()
-        runs = _runs(np.logical_not(box.of(background).all(axis=1 - axis)))
+        runs = _runs(np.logical_not(box.crop(background).all(axis=1 - axis)))
         uncut = runs == [(0, box.height if axis == 0 else box.width)]
         if uncut and settled:
             found.append(box)
@@ -140,8 +141,8 @@ def _parts(background: np.ndarray) -> list[Box]:
             else:
                 part = Box(box.top, box.left + begin, box.bottom, box.left + end)
             waiting.append((part, 1 if axis == 0 else 0, uncut))
-        if len(found) + len(waiting) > MOST_PARTS:
-            raise NotAGrid("it has thousands of parts", images=False)
+        if len(found) + len(waiting) > MAX_PARTS:
+            raise NotAGrid("it has thousands of parts", has_images=False)
     return found
 
 
@@ -151,28 +152,28 @@ def _runs(lines: np.ndarray) -> list[tuple[int, int]]:
     return list(zip(np.flatnonzero(steps == 1).tolist(), np.flatnonzero(steps == -1).tolist(), strict=True))
 
 
-def _images(parts: list[Box], content: np.ndarray, blur: int) -> list[Box]:
-    """The parts with four straight edges, and what has such edges in a part to which a title clings, if it is as large as one of those.
+def _find_images(parts: list[Box], content: np.ndarray, blur: int) -> list[Box]:
+    """The parts with four straight edges, and images of the same size inside parts that include a title.
 
-    Small parts beside much larger ones are letters, of which some have straight edges.
+    Small parts next to much larger ones are letters, even if they have straight edges.
 
     Args:
-        content: (H, W), True where the sheet is not background.
-        blur: pixels that a straight edge may be away from the part's.
+        content: (H, W), True where the pixel is not background.
+        blur: largest distance in pixels between a straight edge and the part's.
     """
-    cores = [(part, core) for part in parts if (core := _core(part, content)) is not None]
-    plain = [core for part, core in cores if part.within(core, slack=blur)]
+    cores = [(part, core) for part in parts if (core := _trim(part, content)) is not None]
+    plain = [core for part, core in cores if part.is_within(core, slack=blur)]
     largest = max((min(image.height, image.width) for image in plain), default=0)
-    plain = [image for image in plain if max(image.height, image.width) >= min(LETTER, largest / 3)]
+    plain = [image for image in plain if max(image.height, image.width) >= min(MAX_LETTER_SIZE, largest / 3)]
     sizes = {(image.height, image.width) for image in plain}
     return plain + [core for _, core in cores if core not in plain and (core.height, core.width) in sizes]
 
 
-def _core(part: Box, content: np.ndarray) -> Box | None:
-    """The part without outer lines that are background for the most; None if too little is left for an image."""
-    while min(part.height, part.width) >= SMALLEST:
-        inside = part.of(content)
-        ragged = [edge.mean() < EDGE for edge in (inside[0], inside[:, 0], inside[-1], inside[:, -1])]
+def _trim(part: Box, content: np.ndarray) -> Box | None:
+    """The part without its outer lines that are mostly background; None if it is then too small for an image."""
+    while min(part.height, part.width) >= MIN_IMAGE_SIZE:
+        inside = part.crop(content)
+        ragged = [edge.mean() < MIN_EDGE_CONTENT for edge in (inside[0], inside[:, 0], inside[-1], inside[:, -1])]
         if not any(ragged):
             return part
         top, left, bottom, right = ragged
@@ -180,11 +181,11 @@ def _core(part: Box, content: np.ndarray) -> Box | None:
     return None
 
 
-def _regular(spans: Iterable[tuple[int, int]], what: str) -> tuple[tuple[int, ...], int]:
-    """Where rows (or columns) begin, and their size; both may differ by the one pixel to which programs round.
+def _regular_spacing(spans: Iterable[tuple[int, int]], what: str) -> tuple[tuple[int, ...], int]:
+    """The first pixels of all rows (or columns), and their size. Both may differ by one pixel, from rounding.
 
     Raises:
-        NotAGrid: they are of different sizes, or not at equal distances.
+        NotAGrid: they have different sizes, or are not at equal distances.
     """
     groups: list[list[tuple[int, int]]] = []
     for span in sorted(set(spans)):
@@ -194,7 +195,7 @@ def _regular(spans: Iterable[tuple[int, int]], what: str) -> tuple[tuple[int, ..
             groups.append([span])
     sizes = {end - begin for group in groups for begin, end in group}
     if max(sizes) - min(sizes) > 1:
-        raise NotAGrid(f"its {what} are of different sizes, {min(sizes)} to {max(sizes)} pixels")
+        raise NotAGrid(f"its {what} have different sizes, {min(sizes)} to {max(sizes)} pixels")
     starts = tuple(max(begin for begin, _ in group) for group in groups)
     ends = [min(end for _, end in group) for group in groups]
     steps = [b - a for a, b in zip(starts, starts[1:], strict=False)]
@@ -204,36 +205,36 @@ def _regular(spans: Iterable[tuple[int, int]], what: str) -> tuple[tuple[int, ..
 
 
 def _check_parts(found: GridLayout, images: Sequence[Box], parts: Sequence[Box]) -> None:
-    """NotAGrid if a part crosses the edge of a cell without an image, or is outside of all cells and large enough for an image."""
+    """NotAGrid if a part crosses the edge of a cell without an image, or is outside all cells and as large as an image."""
     boxes = found.boxes()
     for part in parts:
-        cell = next((box for box in boxes if part.meets(box)), None)
-        if cell is not None and not part.within(cell, slack=1) and not any(image.within(part) for image in images):
+        cell = next((box for box in boxes if part.overlaps(box)), None)
+        if cell is not None and not part.is_within(cell, slack=1) and not any(image.is_within(part) for image in images):
             raise NotAGrid("a part of it crosses the edges of the cells, such as a title within them")
         if cell is None and part.height > found.height / 2 and part.width > found.width / 2:
-            raise NotAGrid("a part of it beside the cells is as large as an image")
+            raise NotAGrid("a part of it outside the cells is as large as an image")
 
 
-def _check_room(found: GridLayout, apart: np.ndarray) -> None:
-    """NotAGrid if something is to be seen where a sheet of several rows (or columns) has room for one more."""
+def _check_room(found: GridLayout, contrast: np.ndarray) -> None:
+    """NotAGrid if there is content where a grid of several rows (or columns) has room for one more."""
     left, top, right, bottom = found.margins()
     across, down = found.gutters()
     height, width = found.size
     sides = []
     if down is not None:
         room = found.height + down
-        sides += [(top, room, apart[:top]), (bottom, room, apart[height - bottom :])]
+        sides += [(top, room, contrast[:top]), (bottom, room, contrast[height - bottom :])]
     if across is not None:
         room = found.width + across
-        sides += [(left, room, apart[:, :left]), (right, room, apart[:, width - right :])]
-    if any(margin >= room and (side > FAINT).any() for margin, room, side in sides):
-        raise NotAGrid("something else is where another row or column of images has room")
+        sides += [(left, room, contrast[:, :left]), (right, room, contrast[:, width - right :])]
+    if any(margin >= room and (side > MIN_EDGE_CONTRAST).any() for margin, room, side in sides):
+        raise NotAGrid("it has other content where there is room for another row or column of images")
 
 
 def _check_borders(found: GridLayout, others: Sequence[Box]) -> None:
-    """NotAGrid if it may as well be torchvision's `make_grid` of images with borders of the gutters' color."""
+    """NotAGrid if it could also be torchvision's `make_grid` of images that have borders in the gutters' color."""
     if others:
-        return  # captions are not within images
+        return  # these are captions, so that the cells are the images
     left, top, right, bottom = found.margins()
     across, down = found.gutters()
     given = {

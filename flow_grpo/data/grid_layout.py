@@ -7,7 +7,7 @@ import numpy as np
 
 @dataclass(frozen=True)
 class Box:
-    """Part of a sheet, in pixels; bottom and right are exclusive."""
+    """Part of an image, in pixels; bottom and right are exclusive."""
 
     top: int
     left: int
@@ -22,27 +22,27 @@ class Box:
     def width(self) -> int:
         return self.right - self.left
 
-    def of(self, pixels: np.ndarray) -> np.ndarray:
+    def crop(self, pixels: np.ndarray) -> np.ndarray:
         return pixels[self.top : self.bottom, self.left : self.right]
 
-    def meets(self, other: "Box") -> bool:
+    def overlaps(self, other: "Box") -> bool:
         rows = self.top < other.bottom and other.top < self.bottom
         return rows and self.left < other.right and other.left < self.right
 
-    def within(self, other: "Box", slack: int = 0) -> bool:
+    def is_within(self, other: "Box", slack: int = 0) -> bool:
         rows = other.top - slack <= self.top and self.bottom <= other.bottom + slack
         return rows and other.left - slack <= self.left and self.right <= other.right + slack
 
 
 @dataclass(frozen=True)
 class GridLayout:
-    """The cells of a sheet.
+    """The cells of a grid image.
 
     Attributes:
-        size: height and width of the sheet.
-        tops, lefts: where each row and each column of cells begins.
+        size: height and width of the grid image.
+        tops, lefts: the first pixel of each row and each column of cells.
         height, width: of a cell.
-        filled: cells up to the last that holds an image; what follows is the empty end of the last row.
+        filled: number of cells up to the last one with an image; the cells after it are the empty end of the last row.
     """
 
     size: tuple[int, int]
@@ -70,16 +70,16 @@ class GridLayout:
         return self.lefts[0], self.tops[0], self.size[1] - beside, self.size[0] - below
 
     def gutters(self) -> tuple[int | None, int | None]:
-        """Pixels between columns and between rows; None where there is one."""
+        """Pixels between columns and between rows; None for a single column or row."""
         across = self.lefts[1] - self.lefts[0] - self.width if self.columns > 1 else None
         return across, self.tops[1] - self.tops[0] - self.height if self.rows > 1 else None
 
-    def cut(self, pixels: np.ndarray) -> np.ndarray:
+    def crop_cells(self, pixels: np.ndarray) -> np.ndarray:
         """(H, W, 3) -> (rows * columns, height, width, 3), row by row."""
-        return np.stack([box.of(pixels) for box in self.boxes()])
+        return np.stack([box.crop(pixels) for box in self.boxes()])
 
     def shifted(self, top: int, left: int, size: tuple[int, int]) -> "GridLayout":
-        """The same cells in the larger sheet whose part at (top, left) this is the layout of."""
+        """The same cells in a larger image, in which this layout's image begins at (top, left)."""
         tops, lefts = tuple(y + top for y in self.tops), tuple(x + left for x in self.lefts)
         return GridLayout(size, tops, lefts, self.height, self.width, self.filled)
 
@@ -93,18 +93,23 @@ class GridLayout:
         return f"{counts} of images with {self.width} x {self.height} pixels, {margins}{gutters}"
 
 
-def whole(size: tuple[int, int]) -> GridLayout:
-    """A sheet that is one image."""
+def single_image(size: tuple[int, int]) -> GridLayout:
+    """The layout of an image that is not a grid."""
     return GridLayout(size, (0,), (0,), *size, 1)
 
 
-def split(size: tuple[int, int], rows: int, columns: int, padding: tuple[int, ...], around: bool) -> GridLayout | None:
-    """Cells of equal size with `padding` pixels between columns and between rows, and `around` them all too; None if some are left."""
+def equal_cells(size: tuple[int, int], rows: int, columns: int, padding: tuple[int, ...], around: bool) -> GridLayout | None:
+    """Cells of equal size, or None if `size` can't be divided into them.
+
+    Args:
+        padding: pixels between columns and between rows.
+        around: whether the same padding is around all cells too.
+    """
     starts: list[tuple[int, ...]] = []
     sides = []
-    for whole, count, pad in ((size[0], rows, padding[1]), (size[1], columns, padding[0])):
+    for total, count, pad in ((size[0], rows, padding[1]), (size[1], columns, padding[0])):
         begin = pad if around else 0
-        side, rest = divmod(whole - 2 * begin - pad * (count - 1), count)
+        side, rest = divmod(total - 2 * begin - pad * (count - 1), count)
         if side < 1 or rest:
             return None
         starts.append(tuple(begin + i * (side + pad) for i in range(count)))

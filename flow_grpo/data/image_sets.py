@@ -107,8 +107,8 @@ def _of_sheet(file: Path, prompts: PromptSet | str | None, sheet: GridOptions, p
         )
     given = PromptSet([prompts or ""], [{}]) if prompts is None or isinstance(prompts, str) else prompts
     array = np.asarray(picture)
-    layout = layout_of(array, sheet, str(file), single=len(given) == 1)
-    images = layout.cut(array)
+    layout = layout_of(array, sheet, str(file), allow_single=len(given) == 1)
+    images = layout.crop_cells(array)
     places = _dealt(layout, images, len(given), file)
     pixels = torch.from_numpy(images[: len(places)]).permute(0, 3, 1, 2)
     texts, metadata = [given.prompts[i] for i in places], [given.metadata[i] for i in places]

@@ -86,7 +86,7 @@ def test_a_reward_that_reads_no_prompt_scores_images_without_one(folder):
         (["eval", "sheet.png", "--reward", "clip", "--prompts", "a red fox"], "give them by --prompt."),
         (["score", "sheet.png", "--prompts", "meta.csv", "--prompt", "a"], "give one of the two"),
         (["score", "sheet.png", "--prompt", " "], "--prompt is empty"),
-        (["score", "sheet.png", "--prompt", "a", "--rows", "3"], "not the number that --rows and --columns say"),
+        (["score", "sheet.png", "--prompt", "a", "--rows", "3"], "but --rows and --columns give other numbers"),
         (["score", "sheet.png", "--prompt", "a", "--padding", "two"], "--padding two is not a number of pixels"),
         (["score", "sheet.png", "--prompt", "a", "--crop", "1,2"], "--crop 1,2 is not a number of pixels, nor 4 of them"),
         (["score", "grid.png", "--out", "x.xlsx"], "--out x.xlsx is neither a .json nor a .csv file"),

@@ -69,13 +69,13 @@ def test_a_grid_of_torchvision_is_cut_into_its_very_images_or_refused(made):
     except NotAGrid:
         found = None
     if found is not None:
-        cells = found.cut(pixels)
+        cells = found.crop_cells(pixels)
         assert np.array_equal(cells[: len(images)], images)
         assert found.filled == len(images)
     exact = layout_of(
         pixels, GridOptions(-(-len(images) // columns), min(columns, len(images)), (padding, padding)), "", False
     )
-    assert np.array_equal(exact.cut(pixels)[: len(images)], images), "whatever the images, --padding cuts them"
+    assert np.array_equal(exact.crop_cells(pixels)[: len(images)], images), "whatever the images, --padding cuts them"
 
 
 @settings(max_examples=60)
@@ -92,7 +92,7 @@ def test_a_grid_of_torchvision_with_any_padding_is_found(count, columns, size, p
     found = detect(pixels := sheet(images, columns, padding, color))
     assert found is not None
     assert (found.filled, found.columns) == (count, min(columns, count))
-    assert np.array_equal(found.cut(pixels)[:count], images)
+    assert np.array_equal(found.crop_cells(pixels)[:count], images)
     assert set(found.margins()) == {padding}
 
 
@@ -100,7 +100,7 @@ def test_dark_photographs_on_black_and_pale_ones_on_white_are_found():
     for low, high, color in ((0, 12, (0, 0, 0)), (244, 256, (255, 255, 255))):
         images = noise(6, 64, 48, 0, low, high)
         found = detect(pixels := sheet(images, 3, 2, color))
-        assert np.array_equal(found.cut(pixels), images)
+        assert np.array_equal(found.crop_cells(pixels), images)
 
 
 def test_a_black_image_keeps_its_cell_and_an_empty_end_is_none():
@@ -108,7 +108,7 @@ def test_a_black_image_keeps_its_cell_and_an_empty_end_is_none():
     images[1] = 0
     found = detect(pixels := sheet(images, 3, 2, (0, 0, 0)))
     assert (found.rows, found.columns, found.filled) == (3, 3, 7)
-    assert np.array_equal(found.cut(pixels)[:7], images)
+    assert np.array_equal(found.crop_cells(pixels)[:7], images)
 
 
 @pytest.mark.parametrize(("gutters", "color"), [((0, 7), 255), ((7, 0), 0), ((5, 9), 128)])
@@ -121,12 +121,12 @@ def test_gutters_of_two_sizes_and_no_margins_are_found(gutters, color):
     if min(gutters) == 0:  # images that touch are one part
         found = detect(pixels)
         assert (found.rows, found.columns) == ((2, 1) if across == 0 else (1, 3))
-        with pytest.raises(ValueError, match="which is not the number that --rows and --columns say"):
+        with pytest.raises(ValueError, match="but --rows and --columns give other numbers"):
             layout_of(pixels, GridOptions(2, 3), "x.png", False)
         return
     found = detect(pixels)
     assert found.gutters() == gutters
-    assert np.array_equal(found.cut(pixels), images)
+    assert np.array_equal(found.crop_cells(pixels), images)
 
 
 def figure(
@@ -155,7 +155,7 @@ def test_a_figure_of_matplotlib_is_cut_without_its_margins_and_titles(rows, colu
     background = np.array([255 if face == "white" else 0] * 3)
     rest = pixels.copy()
     for box in found.boxes():
-        assert (box.of(pixels) != background).any(-1).mean() > 0.95, "no margin is in a cell"
+        assert (box.crop(pixels) != background).any(-1).mean() > 0.95, "no margin is in a cell"
         rest[box.top - 1 : box.bottom + 1, box.left - 1 : box.right + 1] = background  # sizes are rounded to a pixel
     vivid = np.ptp(rest.astype(int), axis=-1) > 8  # of the images, and the red title over all
     assert not vivid[found.tops[0] - 1 :].any(), "and nothing of the images is beside them"
@@ -192,7 +192,7 @@ def letters() -> np.ndarray:
 
 
 REFUSED = {
-    "uneven": (collage((190, 270), (10, 10, 100, 150), (10, 170, 100, 90), (120, 10, 60, 250)), "of different sizes"),
+    "uneven": (collage((190, 270), (10, 10, 100, 150), (10, 170, 100, 90), (120, 10, 60, 250)), "have different sizes"),
     "a wide one over two": (
         collage((230, 230), (10, 10, 100, 210), (120, 10, 100, 100), (120, 120, 100, 100)),
         "different sizes",
@@ -206,7 +206,7 @@ REFUSED = {
         "not at equal distances",
     ),
     "a large picture beside": (collage((220, 200), *[(10, x, 40, 40) for x in (10, 60, 110)], (60, 10, 140, 180)), "sizes"),
-    "ticks": (figure(2, 3, ticks=True), "beside the cells|straight edges|equal distances"),
+    "ticks": (figure(2, 3, ticks=True), "outside the cells|straight edges|equal distances"),
     "a border of the gutters' color": (
         sheet(np.pad(noise(6, 26, 26), ((0, 0), (3, 3), (3, 3), (0, 0))), 3, 2, (0, 0, 0)),
         r"26 x 26 pixels or, with borders of the gutters' color, 32 x 32; .*--rows 2 --columns 3 --padding 2",
@@ -219,7 +219,7 @@ def test_what_is_no_plain_grid_is_refused_with_the_options_that_help(name):
     pixels, reason = REFUSED[name]
     for said in (GridOptions(), GridOptions(rows=2), GridOptions(2, 3)):
         with pytest.raises(ValueError, match=rf"^x\.png can't be cut into images: .*({reason}).*--rows.*\.$"):
-            layout_of(pixels, said, "x.png", single=False)
+            layout_of(pixels, said, "x.png", allow_single=False)
 
 
 def test_a_title_that_clings_to_one_image_is_cut_off_and_titles_on_all_are_refused():
@@ -229,7 +229,7 @@ def test_a_title_that_clings_to_one_image_is_cut_off_and_titles_on_all_are_refus
         ImageDraw.Draw(image).text((x + 2, y), "title", fill="gray")
         if (x, y) == (10, 71):  # the last one has none yet
             found = detect(pixels := np.asarray(image))
-            assert np.array_equal(found.cut(pixels)[3], images[3])
+            assert np.array_equal(found.crop_cells(pixels)[3], images[3])
             assert (found.margins(), found.gutters()) == ((10,) * 4, (10, 10))
     with pytest.raises(NotAGrid):
         detect(np.asarray(image))
@@ -237,31 +237,31 @@ def test_a_title_that_clings_to_one_image_is_cut_off_and_titles_on_all_are_refus
 
 @pytest.mark.parametrize("pixels", [letters(), noise(1, 100, 100)[0], np.zeros((40, 40, 3), np.uint8), noise(1, 1, 1)[0]])
 def test_a_picture_alone_stays_one(pixels):
-    found = layout_of(pixels, GridOptions(), "x.png", single=True)
-    assert np.array_equal(found.cut(pixels), pixels[None])
+    found = layout_of(pixels, GridOptions(), "x.png", allow_single=True)
+    assert np.array_equal(found.crop_cells(pixels), pixels[None])
     with pytest.raises(ValueError, match="--rows"):
-        layout_of(pixels, GridOptions(), "x.png", single=False)
+        layout_of(pixels, GridOptions(), "x.png", allow_single=False)
 
 
 def test_images_without_gutters_are_cut_by_their_number_if_they_are_equal():
     pixels = noise(1, 64, 64)[0]
-    found = layout_of(pixels, GridOptions(2, 2), "x.png", single=True)
-    assert np.array_equal(found.cut(pixels)[3], pixels[32:, 32:])
+    found = layout_of(pixels, GridOptions(2, 2), "x.png", allow_single=True)
+    assert np.array_equal(found.crop_cells(pixels)[3], pixels[32:, 32:])
     with pytest.raises(ValueError, match="64 x 64 pixels, which are not 3 columns x 2 rows of equal images"):
-        layout_of(pixels, GridOptions(2, 3), "x.png", single=True)
+        layout_of(pixels, GridOptions(2, 3), "x.png", allow_single=True)
 
 
 def test_a_user_may_crop_and_say_the_gutters():
     pixels = collage((100, 140), (30, 11, 40, 50), (30, 70, 40, 50))
     pixels[5:20, 5:100] = noise(1, 15, 95)[0]  # a banner
     with pytest.raises(ValueError, match=r"--crop"):
-        layout_of(pixels, GridOptions(), "x.png", single=False)
+        layout_of(pixels, GridOptions(), "x.png", allow_single=False)
     for said in (GridOptions(crop=(0, 25, 0, 0)), GridOptions(1, 2, (9, 0), (11, 30, 20, 30))):
-        found = layout_of(pixels, said, "x.png", single=False)
+        found = layout_of(pixels, said, "x.png", allow_single=False)
         assert [(b.top, b.left, b.bottom, b.right) for b in found.boxes()] == [(30, 11, 70, 61), (30, 70, 70, 120)]
         assert found.size == (100, 140)
     with pytest.raises(ValueError, match=r"--crop 70,0,70,0 leaves none"):
-        layout_of(pixels, GridOptions(crop=(70, 0, 70, 0)), "x.png", single=False)
+        layout_of(pixels, GridOptions(crop=(70, 0, 70, 0)), "x.png", allow_single=False)
 
 
 @settings(max_examples=40)
