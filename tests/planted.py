@@ -757,7 +757,7 @@ BUGS = [
     (
         "the blur of a JPEG is taken for an edge of its images",
         "flow_grpo/data/grid_detection.py",
-        "return exact if exact == lossy else _sharper(pixels, exact, lossy)",
+        "return exact if exact == lossy else _without_jpeg_blur(pixels, exact, lossy)",
         "return exact",
         "tests/data/test_grid_detection.py -k cut_to_the_pixel",
     ),
