@@ -1,6 +1,8 @@
 """What the rewards with a model share: pictures as 8 bits, a batch at a time, each distinct prompt once."""
 
+import functools
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import torch
@@ -39,3 +41,19 @@ def distinct(prompts: list[str]) -> tuple[list[str], list[int]]:
     """The prompts without repeats, and each prompt's place among them."""
     places = {prompt: place for place, prompt in enumerate(dict.fromkeys(prompts))}
     return list(places), [places[prompt] for prompt in prompts]
+
+
+def takes_pil(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Decorate a reward, or a class's `__call__`, that takes a list of PIL images (RGB, 8 bits) in place of the tensor.
+
+    @rewards.takes_pil
+    def reward(images, prompts, **metadata):
+        return [image.getpixel((0, 0))[0] / 255 for image in images]
+    """
+
+    @functools.wraps(function)  # its signature stays, so it gets the metadata that it names
+    def reward(*arguments: Any, **metadata: Any) -> Tensor | list[float]:
+        *instance, images, prompts = arguments
+        return function(*instance, to_pil(images), prompts, **metadata)
+
+    return reward

@@ -85,7 +85,7 @@ BUGS = [
     ),
     (
         "a user's own reward is called as one of ours in the metrics",
-        "rewards/__init__.py",
+        "rewards/loading.py",
         "*(NAMES if name not in NAMES else ())",
         "",
         "tests/rewards/test_rewards.py -k called_by_its_function",

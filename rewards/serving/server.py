@@ -38,9 +38,10 @@ from starlette.concurrency import run_in_threadpool
 from starlette.requests import ClientDisconnect
 from torch import Tensor
 
-from rewards import Reward, load, raw_score
 from rewards.images import to_rgb
 from rewards.interrupt import DaemonThread, end_with
+from rewards.loading import load
+from rewards.scoring import Reward, raw_score
 from rewards.serving.connections import bounded
 
 RAW = "application/x-safetensors"

@@ -1,0 +1,173 @@
+"""Find a reward by name, import path or file, and build it with its options."""
+
+import ast
+import difflib
+import importlib
+import importlib.util
+import inspect
+import itertools
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from rewards.scoring import Reward, accepted
+from rewards.user_code import guarded
+
+NAMES = {
+    "ocr": "rewards.ocr:OCR",
+    "ocr_exact": "rewards.ocr:ExactOCR",
+    "clip": "rewards.clip:CLIP",
+    "pickscore": "rewards.pickscore:PickScore",
+    "hpsv2": "rewards.hpsv2:HPSv2",
+    "hpsv3": "rewards.hpsv3:HPSv3",
+    "imagereward": "rewards.imagereward:ImageReward",
+    "aesthetic": "rewards.aesthetic:Aesthetic",
+    "preference_head": "rewards.preference_head:PreferenceHead",
+    "jpeg_size": "rewards.pixels:jpeg_size",
+    "sharpness": "rewards.pixels:sharpness",
+    "color": "rewards.pixels:Color",
+    "geneval": "rewards.geneval.rules:GenEval",
+    "geneval_exact": "rewards.geneval.rules:ExactGenEval",
+    "human": "rewards.human:Human",
+    "judge": "rewards.judge:Judge",
+    "remote": "rewards.serving.client:Remote",
+}
+
+
+def load(
+    name: str, *, remote: str | list[str] | None = None, isolate: bool = False, python: str | None = None, **options: Any
+) -> Reward:
+    """A reward by name, by import path (`my_module:my_fn`) or by file (`path/to/file.py:fn`).
+
+    A class is built with the options; a function gets them as keyword arguments of every call.
+
+    Args:
+        remote: the address of a server that runs it, or of several; the options are then those of the client, `rewards.serving.client`.
+        isolate: whether it runs in a process of its own; an option `timeout` is then that process's, `rewards.serving.subprocess`.
+        python: isolate: the interpreter of the environment it runs in.
+
+    Raises:
+        ValueError: there is no such reward, it does not take these options, or it can't be run there.
+    """
+    if remote is not None and isolate:
+        raise ValueError(f"reward {name} is either remote or isolated: give one of `remote` and `isolate`.")
+    if python is not None and not isolate:
+        raise ValueError(f"reward {name}: `python` is for a reward in a process of its own: give isolate=true as well.")
+    if remote is not None:
+        return load("remote", **{"urls": remote, "reward": name, **options})
+    if isolate:
+        from rewards.serving.subprocess import Isolated
+
+        own = {"timeout": options.pop("timeout")} if "timeout" in options else {}
+        return Isolated(name, options, python, **own)
+    target = check(name, **options)
+    if inspect.isclass(target):
+        with guarded(f"reward {name}", lambda kind: f"reward {name} could not be built: {kind}"):
+            reward = target(**options)
+    else:
+        reward = _with_options(target, options)
+    if not callable(reward):
+        raise ValueError(f"reward {name} is not callable: it must be `reward(images, prompts, **metadata)`.")
+    return reward
+
+
+def reads_prompts(name: str, remote: str | list[str] | None = None, **options: Any) -> bool:
+    """Whether a reward, with the options of `load`, needs prompts: one with an attribute `reads_prompts = False` scores images alone.
+
+    What another machine runs, that one alone knows, so it gets prompts. ValueError as in `load`.
+    """
+    return remote is not None or getattr(locate("reward", name, NAMES), "reads_prompts", True)
+
+
+def check(name: str, **options: Any) -> Callable[..., Any]:
+    """The class or function of a reward, which takes these options; builds nothing. ValueError as in `load`."""
+    target = locate("reward", name, NAMES)
+    try:
+        if inspect.isclass(target):
+            inspect.signature(target).bind(**options)
+        elif callable(target):
+            inspect.signature(target).bind_partial(None, None, **options)
+    except TypeError as error:
+        known = f"; its options are {_options(target)}" if inspect.isclass(target) else ""
+        raise ValueError(f"reward {name}: {error}{known}.") from error
+    return target
+
+
+def locate(kind: str, name: str, names: dict[str, str] | None = None) -> Callable[..., Any]:
+    """What an import path (`my_module:my_fn`), a file (`path/to/file.py:fn`) or one of `names` stands for.
+
+    Raises:
+        ValueError: a sentence that begins with `kind`, "reward" for example, if it is not there or can't be imported.
+    """
+    names = names or {}
+    path, colon, attribute = names.get(name, name).rpartition(":")
+    if not colon:
+        close = difflib.get_close_matches(name, names, n=1)
+        hint = f" Did you mean {close[0]}?" if close else ""
+        raise ValueError(
+            f"there is no {kind} {name}.{hint} Give one of {', '.join(names)}, or your own as my_module:my_fn or file.py:fn."
+        )
+    module = _import_file(kind, path) if path.endswith(".py") else _import_module(kind, name, path)
+    if not hasattr(module, attribute):
+        raise ValueError(f"{kind} {name}: {path} has no {attribute}.")
+    return getattr(module, attribute)
+
+
+def docstring(name: str) -> str:
+    """The docstring of a reward of ours, read from its file: importing them all would load every model library. "" of others."""
+    module, _, target = NAMES.get(name, "").partition(":")
+    spec = importlib.util.find_spec(module) if module else None
+    if spec is None or spec.origin is None:
+        return ""
+    for node in ast.parse(Path(spec.origin).read_text(encoding="utf-8")).body:
+        if isinstance(node, ast.FunctionDef | ast.ClassDef) and node.name == target:
+            return ast.get_docstring(node) or ""
+    return ""
+
+
+def _import_module(kind: str, name: str, path: str) -> Any:
+    with guarded(f"{kind} {name}", lambda error: f"{kind} {name} could not be imported: {error}"):
+        return importlib.import_module(path)
+
+
+def _import_file(kind: str, path: str) -> Any:
+    file = Path(path)
+    if not file.is_file():
+        raise ValueError(f"there is no {kind} file {path}.")
+    spec = importlib.util.spec_from_file_location(f"{kind}_{file.stem}", file)
+    assert spec
+    assert spec.loader
+    module = importlib.util.module_from_spec(spec)
+    with guarded(f"the {kind} file {path}", lambda error: f"the {kind} file {path} could not be run: {error}"):
+        spec.loader.exec_module(module)
+    return module
+
+
+def _with_options(function: Callable[..., Any], options: dict[str, Any]) -> Reward:
+    if not options:
+        return function
+
+    def reward(images: torch.Tensor, prompts: list[str], **metadata: Any) -> torch.Tensor | list[float]:
+        return function(images, prompts, **{**accepted(function, metadata), **options})
+
+    return reward
+
+
+def metric_names(names: Iterable[str], taken: Iterable[str] = ()) -> dict[str, str]:
+    """What the metrics call each of these rewards: a reward of ours by its name, a user's by that of its function or class.
+
+    A second one of a name gets a number, as does one that is called like a reward of ours, or like one of `taken`.
+    """
+    found: dict[str, str] = {}
+    for name in dict.fromkeys(names):
+        own = name.rpartition(":")[2] if name not in NAMES else name
+        others = {*taken, *found.values(), *(NAMES if name not in NAMES else ())}
+        numbered = itertools.chain([own], (f"{own}_{n}" for n in itertools.count(2)))
+        found[name] = next(candidate for candidate in numbered if candidate not in others)
+    return found
+
+
+def _options(target: Callable[..., Any]) -> str:
+    return ", ".join(inspect.signature(target).parameters) or "none"
