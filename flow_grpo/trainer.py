@@ -84,7 +84,7 @@ class FlowGRPOTrainer:
         early_checks.check_settings(args, self.processes.world_size)
         early_checks.check_prompts(args, self.train_set, self.eval_set, self.processes.world_size)
         self.held_out, trained = build_rewards(args, reward_funcs, monitored=self.eval_set is not None)
-        self.rewards = self.held_out.only(trained)
+        self.rewards = self.held_out.subset(trained)
         if isinstance(model, Policy):
             self.policy = model
         else:
@@ -170,10 +170,10 @@ class FlowGRPOTrainer:
             tracker.log(self.step + 1, self.training_step())
             self.callbacks.call("on_step_end")
             asked = self.callbacks.requested()
-            for notes in self.processes.all_gather([*self.rewards.dropped, *self.notes]):
+            for notes in self.processes.all_gather([*self.rewards.drop_messages, *self.notes]):
                 for note in notes:
                     tracker.warn(self.step, note)
-            self.rewards.dropped.clear()
+            self.rewards.drop_messages.clear()
             self.notes.clear()
             if self.step == self.args.steps or self.step % self.args.save_every == 0 or asked.should_save:
                 self.save()

@@ -5,19 +5,19 @@ strings, metadata lists of B values by name. It returns B floats, a tensor or a 
 """
 
 from rewards.images import takes_pil
-from rewards.loading import NAMES, check, docstring, load, locate, metric_names, reads_prompts
-from rewards.scoring import Reward, WeightedSum, raw_score, score
+from rewards.loading import REGISTRY, check_options, docstring, load, locate, metric_names, reads_prompts
+from rewards.scoring import Reward, WeightedSum, call_reward, score
 
 __all__ = [
-    "NAMES",
+    "REGISTRY",
     "Reward",
     "WeightedSum",
-    "check",
+    "call_reward",
+    "check_options",
     "docstring",
     "load",
     "locate",
     "metric_names",
-    "raw_score",
     "reads_prompts",
     "score",
     "takes_pil",

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from rewards.clip import OpenCLIP
 from rewards.downloads import HubUnreachable
 from rewards.images import in_batches
-from rewards.weights import fill, read
+from rewards.weights import load_exactly, load_tensors
 
 FILE = "sac+logos+ava1-l14-linearMSE.pth"
 URL = f"https://github.com/christophschuhmann/improved-aesthetic-predictor/raw/main/{FILE.replace('+', '%2B')}"
@@ -60,10 +60,10 @@ class Aesthetic(nn.Module):
         self, weights: str | None = None, pretrained: str = "openai", device: str = "cpu", batch_size: int = 64
     ) -> None:
         super().__init__()
-        state = _published() if weights is None else read("aesthetic", weights)
+        state = _published() if weights is None else load_tensors("aesthetic", weights)
         self.embed = OpenCLIP("aesthetic", MODEL, pretrained, device)
         self.head = LinearHead(768)
-        fill("aesthetic", self.head, state, weights or FILE)
+        load_exactly("aesthetic", self.head, state, weights or FILE)
         self.head.to(device).eval().requires_grad_(False)
         self.batch_size = batch_size
 

@@ -16,7 +16,7 @@ from PIL import Image
 from torch import Tensor
 
 from rewards.downloads import HubUnreachable, downloads
-from rewards.images import distinct, in_batches
+from rewards.images import in_batches, unique
 
 TINY = "flow-grpo-tiny"
 FOLDER = Path(__file__).parent / "tiny_clip"
@@ -62,7 +62,7 @@ class OpenCLIP(torch.nn.Module):
         return self.model.encode_image(inputs.to(self.device), normalize=True)
 
     def prompts(self, prompts: list[str]) -> Tensor:
-        texts, places = distinct(prompts)
+        texts, places = unique(prompts)
         return self.model.encode_text(self.tokenizer(texts).to(self.device), normalize=True)[places]
 
 

@@ -56,13 +56,13 @@ def hub_file(repo: str, name: str) -> str:
         return hf_hub_download(repo, name)
 
 
-def hub_answers() -> bool:
+def hub_is_reachable() -> bool:
     """Whether the hub can be reached, and may be."""
     return not constants.HF_HUB_OFFLINE and _answers(constants.ENDPOINT)
 
 
 @contextmanager
-def cache_alone() -> Iterator[None]:
+def offline_mode() -> Iterator[None]:
     """A context in which nothing is downloaded from the hub, in processes that it starts neither."""
     offline, variable = constants.HF_HUB_OFFLINE, os.environ.get(VARIABLE)
     constants.HF_HUB_OFFLINE, os.environ[VARIABLE] = True, "1"  # which processes of its own inherit
@@ -76,7 +76,7 @@ def cache_alone() -> Iterator[None]:
             os.environ[VARIABLE] = variable
 
 
-def lacks_download(error: BaseException) -> bool:
+def is_missing_download(error: BaseException) -> bool:
     """Whether an error comes from something that is not in the cache and was not to be downloaded."""
     names = ("HubUnreachable", "LocalEntryNotFoundError", "OfflineModeIsEnabled")
     return any(type(one).__name__ in names or names[0] in str(one) for one in _causes(error))

@@ -10,7 +10,7 @@ from transformers.models.qwen2_vl.image_processing_qwen2_vl import smart_resize
 
 from rewards.downloads import downloads, hub_file
 from rewards.images import in_batches
-from rewards.weights import check, fill, read
+from rewards.weights import check_keys, load_exactly, load_tensors
 
 TOKEN = "<|Reward|>"
 EMBEDDING = "language_model.embed_tokens.weight"
@@ -67,8 +67,8 @@ class HPSv3(nn.Module):
     ) -> None:
         super().__init__()
         file = weights or hub_file("MizzenAI/HPSv3", "HPSv3.safetensors")
-        body, head = _parts(read("hpsv3", file))
-        check("hpsv3", file, missing={EMBEDDING} - body.keys())
+        body, head = _parts(load_tensors("hpsv3", file))
+        check_keys("hpsv3", file, missing={EMBEDDING} - body.keys())
         with downloads(processor):
             config = AutoConfig.from_pretrained(processor)
             self.processor = AutoProcessor.from_pretrained(processor, padding_side="right")
@@ -77,12 +77,12 @@ class HPSv3(nn.Module):
         self.model, found = Qwen2VLModel.from_pretrained(
             None, config=config, state_dict=body, dtype=dtype, output_loading_info=True
         )
-        check("hpsv3", file, set(found["missing_keys"]), set(found["unexpected_keys"]))
+        check_keys("hpsv3", file, set(found["missing_keys"]), set(found["unexpected_keys"]))
         width = config.text_config.hidden_size
         self.head = nn.Sequential(
             nn.Linear(width, 1024), nn.ReLU(), nn.Dropout(0.05), nn.Linear(1024, 16), nn.ReLU(), nn.Linear(16, 2)
         )
-        fill("hpsv3", self.head, head, file)
+        load_exactly("hpsv3", self.head, head, file)
         self.processor.tokenizer.add_tokens([TOKEN], special_tokens=True)
         self.token = self.processor.tokenizer.convert_tokens_to_ids(TOKEN)
         self.to(device).eval().requires_grad_(False)

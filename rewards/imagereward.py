@@ -12,7 +12,7 @@ from transformers import AutoTokenizer, BlipTextConfig, BlipTextModel, BlipVisio
 from rewards.aesthetic import LinearHead
 from rewards.downloads import downloads, hub_file
 from rewards.images import in_batches
-from rewards.weights import fill, read
+from rewards.weights import load_exactly, load_tensors
 
 MEAN, STD = 0.16717362830052426, 1.0333394966054072  # of the raw scores on the authors' test set
 TOKENS = 35  # every prompt is padded or cut to this
@@ -44,12 +44,12 @@ class ImageReward(nn.Module):
     ) -> None:
         super().__init__()
         file = weights or hub_file("THUDM/ImageReward", "ImageReward.pt")
-        state = _renamed(read("imagereward", file))
+        state = _renamed(load_tensors("imagereward", file))
         vision, text = _configs(state, file)
         self.vision = BlipVisionModel(vision)
         self.text = BlipTextModel(text, add_pooling_layer=False)
         self.mlp = LinearHead(text.hidden_size)
-        fill("imagereward", self, state, file)
+        load_exactly("imagereward", self, state, file)
         with downloads(tokenizer):
             self.tokenizer = AutoTokenizer.from_pretrained(tokenizer)
         self.preprocess = Compose(

@@ -37,7 +37,7 @@ def in_batches(
     return torch.cat([chunk.float().cpu() for chunk in chunks])
 
 
-def distinct(prompts: list[str]) -> tuple[list[str], list[int]]:
+def unique(prompts: list[str]) -> tuple[list[str], list[int]]:
     """The prompts without repeats, and each prompt's place among them."""
     places = {prompt: place for place, prompt in enumerate(dict.fromkeys(prompts))}
     return list(places), [places[prompt] for prompt in prompts]

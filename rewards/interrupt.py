@@ -63,7 +63,7 @@ class DaemonThread:
             del job, future, call  # no image is kept while it waits for the next call
 
 
-def end_with(pipe: int) -> None:
+def exit_with_parent(pipe: int) -> None:
     """End this process when the other end of a pipe, through which nothing comes, is closed: its owner died, however it did."""
 
     def watch() -> None:

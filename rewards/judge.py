@@ -11,7 +11,7 @@ import httpx
 import torch
 
 from rewards.serving.client import png
-from rewards.serving.retry import Client, Unanswered, Unusable, ask, together
+from rewards.serving.retry import Client, InvalidResponse, NoResponse, gather, post_with_retries
 
 QUESTIONS = {
     "number": (
@@ -78,7 +78,7 @@ class Judge:
         questions = [self._question({**more, "prompt": prompt}) for more, prompt in zip(given, prompts, strict=True)]
         try:
             return torch.tensor(self.client.run(self._all(images, questions)))
-        except Unanswered as error:
+        except NoResponse as error:
             raise ValueError(f"the judge {self.model} gives up on an image: {error}") from error
 
     async def _all(self, images: torch.Tensor, questions: list[str]) -> list[float]:
@@ -88,7 +88,7 @@ class Judge:
             async with turns:
                 return await self._judge(image, question)
 
-        return await together([judged(image, question) for image, question in zip(images, questions, strict=True)])
+        return await gather([judged(image, question) for image, question in zip(images, questions, strict=True)])
 
     def _question(self, words: dict[str, Any]) -> str:
         """The question with every {word} that is known; braces of the prompt's own stay what they are."""
@@ -107,16 +107,16 @@ class Judge:
         def attempt(number: int) -> dict[str, Any]:
             return {"json": {**request, "temperature": 0.0 if number == 0 else 0.7, "seed": number}}
 
-        return await ask(self.client, self.url, attempt, self._read, self.attempts)
+        return await post_with_retries(self.client, self.url, attempt, self._read, self.attempts)
 
     def _read(self, response: httpx.Response) -> float:
         try:
             choice = response.json()["choices"][0]
             if self.answer == "yes_no":
                 return yes_share(choice["logprobs"]["content"][0]["top_logprobs"])
-            return (number(choice["message"]["content"], self.low, self.high) - self.low) / (self.high - self.low)
+            return (parse_number(choice["message"]["content"], self.low, self.high) - self.low) / (self.high - self.low)
         except (ValueError, LookupError, TypeError, AttributeError, OverflowError, RecursionError) as error:
-            raise Unusable(f"it answered {response.text[:300]!r}") from error
+            raise InvalidResponse(f"it answered {response.text[:300]!r}") from error
 
 
 def yes_share(tokens: list[dict[str, Any]]) -> float:
@@ -132,7 +132,7 @@ def yes_share(tokens: list[dict[str, Any]]) -> float:
     return share
 
 
-def number(text: str, low: float, high: float) -> float:
+def parse_number(text: str, low: float, high: float) -> float:
     """The one number from low to high in an answer, `7` or `Score: 7/10`. ValueError if there is none, or several."""
     rest, found = text, []
     while match := NUMBER.search(rest):

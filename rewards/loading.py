@@ -12,10 +12,10 @@ from typing import Any
 
 import torch
 
-from rewards.scoring import Reward, accepted
+from rewards.scoring import Reward, accepted_metadata
 from rewards.user_code import guarded
 
-NAMES = {
+REGISTRY = {
     "ocr": "rewards.ocr:OCR",
     "ocr_exact": "rewards.ocr:ExactOCR",
     "clip": "rewards.clip:CLIP",
@@ -62,7 +62,7 @@ def load(
 
         own = {"timeout": options.pop("timeout")} if "timeout" in options else {}
         return Isolated(name, options, python, **own)
-    target = check(name, **options)
+    target = check_options(name, **options)
     if inspect.isclass(target):
         with guarded(f"reward {name}", lambda kind: f"reward {name} could not be built: {kind}"):
             reward = target(**options)
@@ -78,12 +78,12 @@ def reads_prompts(name: str, remote: str | list[str] | None = None, **options: A
 
     What another machine runs, that one alone knows, so it gets prompts. ValueError as in `load`.
     """
-    return remote is not None or getattr(locate("reward", name, NAMES), "reads_prompts", True)
+    return remote is not None or getattr(locate("reward", name, REGISTRY), "reads_prompts", True)
 
 
-def check(name: str, **options: Any) -> Callable[..., Any]:
+def check_options(name: str, **options: Any) -> Callable[..., Any]:
     """The class or function of a reward, which takes these options; builds nothing. ValueError as in `load`."""
-    target = locate("reward", name, NAMES)
+    target = locate("reward", name, REGISTRY)
     try:
         if inspect.isclass(target):
             inspect.signature(target).bind(**options)
@@ -117,7 +117,7 @@ def locate(kind: str, name: str, names: dict[str, str] | None = None) -> Callabl
 
 def docstring(name: str) -> str:
     """The docstring of a reward of ours, read from its file: importing them all would load every model library. "" of others."""
-    module, _, target = NAMES.get(name, "").partition(":")
+    module, _, target = REGISTRY.get(name, "").partition(":")
     spec = importlib.util.find_spec(module) if module else None
     if spec is None or spec.origin is None:
         return ""
@@ -150,7 +150,7 @@ def _with_options(function: Callable[..., Any], options: dict[str, Any]) -> Rewa
         return function
 
     def reward(images: torch.Tensor, prompts: list[str], **metadata: Any) -> torch.Tensor | list[float]:
-        return function(images, prompts, **{**accepted(function, metadata), **options})
+        return function(images, prompts, **{**accepted_metadata(function, metadata), **options})
 
     return reward
 
@@ -162,8 +162,8 @@ def metric_names(names: Iterable[str], taken: Iterable[str] = ()) -> dict[str, s
     """
     found: dict[str, str] = {}
     for name in dict.fromkeys(names):
-        own = name.rpartition(":")[2] if name not in NAMES else name
-        others = {*taken, *found.values(), *(NAMES if name not in NAMES else ())}
+        own = name.rpartition(":")[2] if name not in REGISTRY else name
+        others = {*taken, *found.values(), *(REGISTRY if name not in REGISTRY else ())}
         numbered = itertools.chain([own], (f"{own}_{n}" for n in itertools.count(2)))
         found[name] = next(candidate for candidate in numbered if candidate not in others)
     return found

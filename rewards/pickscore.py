@@ -5,8 +5,8 @@ from torch import Tensor, nn
 from transformers import AutoProcessor, CLIPModel
 
 from rewards.downloads import HubUnreachable, downloads
-from rewards.images import distinct, in_batches
-from rewards.weights import check
+from rewards.images import in_batches, unique
+from rewards.weights import check_keys
 
 
 class PickScore(nn.Module):
@@ -36,7 +36,9 @@ class PickScore(nn.Module):
             raise ValueError(
                 f"pickscore: can't load weights={weights} with processor={processor}: {type(error).__name__}: {reason}"
             ) from error
-        check("pickscore", weights, missing=set(found["missing_keys"]))  # transformers would fill them with random numbers
+        check_keys(
+            "pickscore", weights, missing=set(found["missing_keys"])
+        )  # transformers would fill them with random numbers
         self.model.to(device).eval().requires_grad_(False)
         self.device, self.batch_size = device, batch_size
 
@@ -45,7 +47,7 @@ class PickScore(nn.Module):
         return in_batches(self._score, images, prompts, self.batch_size)
 
     def _score(self, pictures: list[Image.Image], prompts: list[str]) -> Tensor:
-        texts, places = distinct(prompts)
+        texts, places = unique(prompts)
         inputs = self.processor(
             text=texts, images=pictures, padding=True, truncation=True, max_length=77, return_tensors="pt"
         ).to(self.device)

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from rewards.clip import TINY, OpenCLIP
 from rewards.images import in_batches, to_rgb
-from rewards.weights import check, read
+from rewards.weights import check_keys, load_tensors
 
 
 @dataclass
@@ -53,8 +53,8 @@ class PreferenceHead(torch.nn.Module):
     def __init__(self, weights: str, device: str = "cpu", batch_size: int = 64) -> None:
         super().__init__()
         folder = Path(weights)
-        state = read("preference_head", folder / "head.safetensors")
-        check("preference_head", weights, missing={"weight"} - state.keys())
+        state = load_tensors("preference_head", folder / "head.safetensors")
+        check_keys("preference_head", weights, missing={"weight"} - state.keys())
         try:
             fitted = Fit(**json.loads((folder / "head.json").read_text()))
         except (OSError, ValueError, TypeError) as error:

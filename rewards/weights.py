@@ -8,7 +8,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 
-def read(reward: str, file: str | Path) -> dict[str, Tensor]:
+def load_tensors(reward: str, file: str | Path) -> dict[str, Tensor]:
     """The tensors of a .safetensors, .pt or .pth file by name.
 
     Raises:
@@ -29,7 +29,7 @@ def read(reward: str, file: str | Path) -> dict[str, Tensor]:
     return found
 
 
-def fill(reward: str, module: torch.nn.Module, state: dict[str, Tensor], file: str | Path) -> None:
+def load_exactly(reward: str, module: torch.nn.Module, state: dict[str, Tensor], file: str | Path) -> None:
     """Loads `state` into the module, which must be all of it and nothing else.
 
     Raises:
@@ -37,12 +37,12 @@ def fill(reward: str, module: torch.nn.Module, state: dict[str, Tensor], file: s
     """
     wanted = {name: value.shape for name, value in module.state_dict().items()}
     found = {name: value.shape for name, value in state.items()}
-    check(reward, file, missing=wanted.keys() - found.keys(), unknown=found.keys() - wanted.keys())
-    check(reward, file, missing={f"{name} {tuple(wanted[name])}" for name in wanted if wanted[name] != found[name]})
+    check_keys(reward, file, missing=wanted.keys() - found.keys(), unknown=found.keys() - wanted.keys())
+    check_keys(reward, file, missing={f"{name} {tuple(wanted[name])}" for name in wanted if wanted[name] != found[name]})
     module.load_state_dict(state)
 
 
-def check(reward: str, file: str | Path, missing: set[str], unknown: set[str] | None = None) -> None:
+def check_keys(reward: str, file: str | Path, missing: set[str], unknown: set[str] | None = None) -> None:
     """ValueError unless both are empty."""
     for verb, names in (("lacks", missing), ("has unknown", unknown or set())):
         if names:

@@ -86,7 +86,7 @@ BUGS = [
     (
         "a user's own reward is called as one of ours in the metrics",
         "rewards/loading.py",
-        "*(NAMES if name not in NAMES else ())",
+        "*(REGISTRY if name not in REGISTRY else ())",
         "",
         "tests/rewards/test_rewards.py -k called_by_its_function",
     ),
@@ -584,7 +584,7 @@ BUGS = [
     (
         "an answer may be of any length",
         "rewards/serving/retry.py",
-        "if len(body) > LONGEST_ANSWER:",
+        "if len(body) > MAX_RESPONSE_BYTES:",
         "if False:",
         "tests/rewards/test_serving.py -k ends_in_its_time",
     ),

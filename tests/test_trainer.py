@@ -806,13 +806,13 @@ def test_what_was_dropped_or_noted_is_said_once_with_its_step(tmp_path):
 
     flaky.calls = 0
     trainer = made(tmp_path / "run", flaky, steps=3)
-    trainer.rewards.drop.add("flaky")
+    trainer.rewards.drop_on_error.add("flaky")
     trainer.notes.append("a note")
     trainer.train()
     told = [(row["step"], row["warning"]) for row in rows(tmp_path / "run") if "warning" in row]
     assert told == [(1, "a note"), (2, "reward flaky gave no finite number for 1 of 6 images, whose groups were left out.")]
     assert not trainer.notes
-    assert not trainer.rewards.dropped
+    assert not trainer.rewards.drop_messages
 
 
 def test_a_measure_that_falls_while_the_reward_rises_is_warned_of_once(tmp_path):

@@ -132,7 +132,7 @@ def evaluate(
     prepare_folder(folder)
     card = _measured(found, _asked(known, args, seeds, limit) if models and args else None, kit, total, steps)
     tables.show(console, card)
-    for warning in dict.fromkeys(kit.dropped):
+    for warning in dict.fromkeys(kit.drop_messages):
         console.print(f"warning: {visible(warning)}", highlight=False, markup=False, soft_wrap=True)
     settings: dict[str, Any] = {"prompts": prompts or (args and args.evaluation.prompts)}
     if models and args:

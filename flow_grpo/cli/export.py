@@ -32,7 +32,7 @@ def init(
     if file.exists() and not force:
         raise ValueError(f"{file} exists: give another FILE, or --force to overwrite it.")
     for name in reward or ():
-        rewards.check(name)
+        rewards.check_options(name)
     file.parent.mkdir(parents=True, exist_ok=True)
     file.write_text(template(model, reward or ["ocr"]), encoding="utf-8")
     FlowGRPOConfig.from_yaml(file)

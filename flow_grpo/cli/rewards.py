@@ -54,7 +54,7 @@ def serve(
     def ready(url: str) -> None:
         console.print(f"{', '.join(loaded)} at {url}", highlight=False, markup=False, soft_wrap=True)
 
-    server.serve(loaded, host, port, token, limits, ready)
+    server.serve(loaded, host, port, token=token, limits=limits, ready=ready)
 
 
 @app.command("list")
@@ -63,7 +63,7 @@ def list_() -> None:
     import rewards
 
     table = Table(box=None, show_header=False, padding=(0, 2, 0, 0))
-    for name in rewards.NAMES:
+    for name in rewards.REGISTRY:
         table.add_row(f"[bold]{name}[/bold]", escape(_first_sentence(rewards.docstring(name))))
     console.print(table)
 
@@ -73,11 +73,11 @@ def info(name: Annotated[str, typer.Argument(help="A reward by name, module:func
     """What a reward measures, its range, weights, licence and memory, how it is gamed, and its options."""
     import rewards
 
-    target = rewards.locate("reward", name, rewards.NAMES)
+    target = rewards.locate("reward", name, rewards.REGISTRY)
     if not callable(target):
         kind = type(target).__name__
         raise ValueError(f"reward {name} is not callable but {kind}: it must be `reward(images, prompts, **metadata)`.")
-    console.print(f"[bold]{escape(name)}[/bold]  {escape(rewards.NAMES.get(name, ''))}", highlight=False)
+    console.print(f"[bold]{escape(name)}[/bold]  {escape(rewards.REGISTRY.get(name, ''))}", highlight=False)
     console.print()
     for line in _flowing(inspect.getdoc(target) or "It has no docstring."):
         indent = len(line) - len(line.lstrip())

@@ -25,7 +25,7 @@ from flow_grpo.policy.library_logging import quiet_libraries
 from flow_grpo.policy.memory import peak_memory
 from flow_grpo.run_folder import checkpoint, layout
 from flow_grpo.text import counted
-from rewards.interrupt import end_with
+from rewards.interrupt import exit_with_parent
 
 CURVE = "curve.jsonl"
 SHOWN = ("end", "spread", "reached", "to target, s", "per 100 s", "peak MB")  # on the console; the files have them all
@@ -161,7 +161,7 @@ def run_slice(run: Run, number: int, budget: Budget, overrides: list[str]) -> No
     quiet_libraries()
     parent = multiprocessing.parent_process()
     if parent is not None:  # were it killed, the comparison that goes on in its place would do the slice anew
-        end_with(parent.sentinel)
+        exit_with_parent(parent.sentinel)
     try:
         trainer = FlowGRPOTrainer(args=_settings(run, overrides))
         points = run.points()

@@ -22,7 +22,7 @@ from flow_grpo.training import early_checks
 from flow_grpo.training.offline import load_sources
 from flow_grpo.training.rewards import load_reward
 from flow_grpo.types import PromptBatch
-from rewards.downloads import cache_alone, hub_answers, lacks_download
+from rewards.downloads import hub_is_reachable, is_missing_download, offline_mode
 
 IMAGES, UNKNOWN = 2, 512  # that each reward gets, and their pixels where the model's are not known
 
@@ -41,7 +41,7 @@ class Findings:
         found = [f"checked: {', '.join(self.checked)}; {'; '.join(called)}".removesuffix("; "), *self.notes]
         if not self.missing:
             return [*found, "The settings go together; nothing was trained."]
-        hub_there = "the run will download it" if hub_answers() else "the hub can't be reached"
+        hub_there = "the run will download it" if hub_is_reachable() else "the hub can't be reached"
         found.append(f"not checked, as it is not in the cache and {hub_there}: {', '.join(self.missing)}")
         return [*found, "The settings go together, as far as they could be checked; nothing was trained."]
 
@@ -74,7 +74,7 @@ def _prompts(args: FlowGRPOConfig, count: int, found: Findings) -> PromptSet | N
         try:
             sets.append(None if source is None else load_prompts(source))
         except ValueError as error:
-            if not lacks_download(error):
+            if not is_missing_download(error):
                 raise
             found.missing.append(f"the prompts {source}")
             sets.append(None)
@@ -107,7 +107,7 @@ def _model(args: FlowGRPOConfig, count: int, found: Findings, prompts: PromptSet
         found.notes.append(f"what a step takes is not known: {error}")
         return None
     except ValueError as error:
-        if not lacks_download(error):
+        if not is_missing_download(error):
             raise
         found.missing.append(f"the model {args.model}")
         return None
@@ -153,10 +153,10 @@ def _rewards(args: FlowGRPOConfig, prompts: PromptSet | None, size: tuple[int, i
     images = torch.rand(IMAGES, 3, *size, generator=torch.Generator().manual_seed(0))
     for name, setting in {**measured, **args.rewards}.items():
         try:
-            with phase(f"calling reward {name}"), cache_alone():
+            with phase(f"calling reward {name}"), offline_mode():
                 called = _call(name, setting, images, batch)
         except ValueError as error:
-            if lacks_download(error):
+            if is_missing_download(error):
                 found.missing.append(f"the reward {name}")
             elif setting.on_error == "stop":
                 raise
@@ -172,7 +172,7 @@ def _rewards(args: FlowGRPOConfig, prompts: PromptSet | None, size: tuple[int, i
 def _call(name: str, setting: RewardConfig, images: torch.Tensor, batch: PromptBatch) -> bool:
     """Whether the reward was called."""
     if name == PERSON and setting.remote is None:
-        reward_kit.check(name, **setting.options)  # building it would open a page
+        reward_kit.check_options(name, **setting.options)  # building it would open a page
         return False
     reward = load_reward(name, setting)
     if name in COSTLY:

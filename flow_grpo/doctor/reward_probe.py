@@ -127,10 +127,10 @@ class Look(Glance):
 
 
 def glance_at(name: str, reward: rewards.Reward, pictures: RewardInputs) -> Glance:
-    """Scores the pictures once. ValueError as of `rewards.raw_score`."""
+    """Scores the pictures once. ValueError as of `rewards.call_reward`."""
     given, notes = pictures.images.clone(), {"gradient": False}
     seconds, values = _timed(
-        lambda: rewards.raw_score(name, _noting(reward, notes), given, pictures.prompts, pictures.columns)
+        lambda: rewards.call_reward(name, _noting(reward, notes), given, pictures.prompts, pictures.columns)
     )
     changed = not torch.equal(given, pictures.images)
     settings = tuple(user_code.changed.get(f"reward {name}", ()))
@@ -138,7 +138,7 @@ def glance_at(name: str, reward: rewards.Reward, pictures: RewardInputs) -> Glan
 
 
 def look_at(name: str, reward: rewards.Reward, pictures: RewardInputs) -> Look:
-    """Scores the pictures a few times. ValueError as of `rewards.raw_score`."""
+    """Scores the pictures a few times. ValueError as of `rewards.call_reward`."""
     count = len(pictures.prompts)
     some = pictures.take(list(range(0, count, -(-count // AGAIN))))
     mixed = mismatched(some)

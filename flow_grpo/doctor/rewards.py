@@ -38,7 +38,7 @@ def scores(
     scoring = sum(look.seconds for name, look in looks.items() if name in rolled)
     whole, found = drawing / len(pictures.prompts) + scoring, []
     for name in names:
-        title, drop = name, name in sums.drop
+        title, drop = name, name in sums.drop_on_error
         if name == PERSON:
             found.append(not_asked(title))
             continue

@@ -207,7 +207,7 @@ def scores(trainer: FlowGRPOTrainer, drawn: Drawn) -> tuple[dict[str, Glance], l
 def can_score(trainer: FlowGRPOTrainer, looks: dict[str, Glance]) -> bool:
     """Whether a rollout would get over its rewards."""
     called = [name for name in trainer.rewards.rewards if name != PERSON]
-    return all(name in looks and (looks[name].usable or name in trainer.held_out.drop) for name in called)
+    return all(name in looks and (looks[name].usable or name in trainer.held_out.drop_on_error) for name in called)
 
 
 # -- groups -----------------------------------------------------------------------------------------------------------

@@ -71,7 +71,7 @@ class GenEval:
         scores = []
         wanted = zip(images, self.detector(images), tag, include, exclude or [None] * len(tag), strict=True)
         for image, found, kind, asked, forbidden in wanted:
-            things = kept(found, COUNTING_THRESHOLD if kind == "counting" else THRESHOLD)
+            things = confident(found, COUNTING_THRESHOLD if kind == "counting" else THRESHOLD)
 
             def colors(detections: list[Detection], name: str, image: torch.Tensor = image) -> list[str]:
                 return self.names(image, detections, name)
@@ -90,7 +90,7 @@ class ExactGenEval(GenEval):
         super().__init__(scoring="published", **options)
 
 
-def kept(found: list[Detection], threshold: float) -> dict[str, list[Detection]]:
+def confident(found: list[Detection], threshold: float) -> dict[str, list[Detection]]:
     """By class, the surest first, those above the threshold and at most MOST."""
     things: dict[str, list[Detection]] = {}
     for detection in sorted(found, key=lambda d: -d.score):
@@ -115,7 +115,7 @@ def relation(a: Detection, b: Detection) -> set[str]:
     return {name for name, holds in held.items() if holds}
 
 
-def published(things: dict[str, list[Detection]], include: list[dict], exclude: list[dict], colors: Colors) -> float:
+def published_score(things: dict[str, list[Detection]], include: list[dict], exclude: list[dict], colors: Colors) -> float:
     groups: list[list[Detection] | None] = []  # of each demand that is met, for positions to refer to
     for demand in include:
         count = demand["count"]
@@ -130,7 +130,7 @@ def published(things: dict[str, list[Detection]], include: list[dict], exclude: 
     return float(None not in groups and not _crowded(things, exclude))
 
 
-def demands(things: dict[str, list[Detection]], include: list[dict], colors: Colors) -> list[float]:
+def requirement_scores(things: dict[str, list[Detection]], include: list[dict], colors: Colors) -> list[float]:
     """How nearly each is met, up to 1: the number of each class, and if it is exact the colours and the position."""
     met: list[float] = []
     groups: list[list[Detection] | None] = []
@@ -147,16 +147,16 @@ def demands(things: dict[str, list[Detection]], include: list[dict], colors: Col
     return met
 
 
-def strict(things: dict[str, list[Detection]], include: list[dict], exclude: list[dict], colors: Colors) -> float:
-    return float(all(part == 1 for part in demands(things, include, colors)) and not _crowded(things, exclude))
+def strict_score(things: dict[str, list[Detection]], include: list[dict], exclude: list[dict], colors: Colors) -> float:
+    return float(all(part == 1 for part in requirement_scores(things, include, colors)) and not _crowded(things, exclude))
 
 
-def partial(things: dict[str, list[Detection]], include: list[dict], exclude: list[dict], colors: Colors) -> float:
-    parts = demands(things, include, colors)
+def partial_score(things: dict[str, list[Detection]], include: list[dict], exclude: list[dict], colors: Colors) -> float:
+    parts = requirement_scores(things, include, colors)
     return sum(parts) / len(parts)
 
 
-SCORINGS = {"published": published, "strict": strict, "partial": partial}
+SCORINGS = {"published": published_score, "strict": strict_score, "partial": partial_score}
 
 
 def _placed(found: list[Detection], position: list, groups: list[list[Detection] | None]) -> bool:

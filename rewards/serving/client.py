@@ -14,7 +14,15 @@ import torch
 from torch import Tensor
 
 from rewards.images import to_pil
-from rewards.serving.retry import CONNECT, Client, Unanswered, Unusable, ask, sentence, together
+from rewards.serving.retry import (
+    CONNECT_TIMEOUT,
+    Client,
+    InvalidResponse,
+    NoResponse,
+    error_detail,
+    gather,
+    post_with_retries,
+)
 
 
 class NoServer(ValueError):
@@ -62,7 +70,7 @@ class Remote:
         if not timeout > 0 or attempts < 1 or batch_size < 1:
             raise ValueError("remote: timeout, attempts and batch_size must be positive.")
         self.client = Client(token or os.environ.get("REWARD_TOKEN"), timeout, keep=self.keep)
-        troubles = self.client.run(together([self._trouble(url) for url in self.urls]))
+        troubles = self.client.run(gather([self._trouble(url) for url in self.urls]))
         self.down = {url: trouble for url, trouble in zip(self.urls, troubles, strict=True) if trouble}
         if len(self.down) == len(set(self.urls)):
             raise NoServer(f"no server for the reward {reward or 'remote'} answers: {self._reasons()}.")
@@ -85,7 +93,7 @@ class Remote:
                 columns = {name: column[rows] for name, column in metadata.items()}
                 try:
                     values[first] = await self._score(url, images[rows], prompts[rows], columns)
-                except Unanswered as error:
+                except NoResponse as error:
                     self.down[url] = str(error)
                     todo.append(first)
                     return False
@@ -95,7 +103,7 @@ class Remote:
         while todo:
             if not left:
                 raise NoServer(f"no server is left for the reward {self.reward or 'remote'}: {self._reasons()}.")
-            good = await together([work(url) for url in left])
+            good = await gather([work(url) for url in left])
             left = [url for url, fine in zip(left, good, strict=True) if fine]
         return torch.tensor([value for first in sorted(values) for value in values[first]])
 
@@ -104,14 +112,14 @@ class Remote:
             try:
                 values = [float(value) for value in response.json()["values"]]
             except (KeyError, TypeError, ValueError, RecursionError) as error:
-                raise Unusable(f"it answered {response.text[:100]!r}") from error
+                raise InvalidResponse(f"it answered {response.text[:100]!r}") from error
             if len(values) != len(prompts):
-                raise Unusable(f"it gave {len(values)} values for {len(prompts)} images")
+                raise InvalidResponse(f"it gave {len(values)} values for {len(prompts)} images")
             return values
 
         request = {"reward": self.reward, "prompts": prompts, "metadata": metadata}
         sent = await asyncio.to_thread(encode, images, request, self.encoding)
-        return await ask(self.client, f"{url}/score", lambda attempt: sent, read, self.attempts)
+        return await post_with_retries(self.client, f"{url}/score", lambda attempt: sent, read, self.attempts)
 
     async def _is_back(self, url: str) -> bool:
         try:
@@ -127,17 +135,17 @@ class Remote:
     async def _trouble(self, url: str) -> str:
         """Why a server does not answer; empty if it does. ValueError if it refuses, or has not this reward."""
         try:
-            response = await self.client.request("GET", f"{url}/health", CONNECT)
+            response = await self.client.request("GET", f"{url}/health", CONNECT_TIMEOUT)
             if response.is_server_error:
                 return f"{url} answered {response.status_code}"
             if not response.is_success:
-                raise ValueError(f"{url} refused with {response.status_code}: {sentence(response)}")
+                raise ValueError(f"{url} refused with {response.status_code}: {error_detail(response)}")
             names = [str(name) for name in response.json()["rewards"]]
         except httpx.InvalidURL as error:
             raise ValueError(f"remote: {url} is no address of a server: {error}.") from error
         except (
             httpx.HTTPError,
-            Unusable,
+            InvalidResponse,
             json.JSONDecodeError,
             UnicodeDecodeError,
             KeyError,

@@ -14,17 +14,17 @@ from typing import Any, TypeVar
 import httpx
 
 Answer = TypeVar("Answer")
-BUSY = (408, 425, 429, 500, 502, 503, 504)
-CONNECT = 5.0  # seconds: a machine that is there accepts a connection at once
-LONGEST_PAUSE = 30.0  # seconds
-LONGEST_ANSWER = 16_000_000  # bytes
+RETRY_STATUSES = (408, 425, 429, 500, 502, 503, 504)
+CONNECT_TIMEOUT = 5.0  # seconds: a machine that is there accepts a connection at once
+MAX_PAUSE = 30.0  # seconds
+MAX_RESPONSE_BYTES = 16_000_000
 
 
-class Unanswered(Exception):
+class NoResponse(Exception):
     """No usable answer, however often it was asked."""
 
 
-class Unusable(Exception):
+class InvalidResponse(Exception):
     """An answer that can't be made sense of: worth asking again."""
 
 
@@ -37,7 +37,7 @@ class Client:
     def __init__(self, token: str | None, timeout: float, connections: int = 100, keep: bool = True) -> None:
         headers = {"Accept-Encoding": "identity", **({"Authorization": f"Bearer {token}"} if token else {})}
         limits = httpx.Limits(max_connections=connections, max_keepalive_connections=connections if keep else 0)
-        waits = httpx.Timeout(None, connect=CONNECT)
+        waits = httpx.Timeout(None, connect=CONNECT_TIMEOUT)
         self.timeout, self.loop = timeout, _loop(os.getpid())
         self.client = httpx.AsyncClient(headers=headers, timeout=waits, limits=limits, trust_env=False)
         weakref.finalize(self, _close, self.loop, self.client).atexit = False
@@ -55,7 +55,7 @@ class Client:
 
         Raises:
             httpx.HTTPError: there was none in time.
-            Unusable: it is too long.
+            InvalidResponse: it is too long.
         """
         seconds = self.timeout if timeout is None else timeout
         try:
@@ -68,13 +68,13 @@ class Client:
         async with self.client.stream(method, url, **more) as response:
             async for part in response.aiter_bytes():
                 body += part
-                if len(body) > LONGEST_ANSWER:
-                    raise Unusable(f"its answer is longer than {LONGEST_ANSWER:,} bytes")
+                if len(body) > MAX_RESPONSE_BYTES:
+                    raise InvalidResponse(f"its answer is longer than {MAX_RESPONSE_BYTES:,} bytes")
         kept = {name: response.headers[name] for name in ("content-type", "retry-after") if name in response.headers}
         return httpx.Response(response.status_code, headers=kept, content=bytes(body))
 
 
-async def ask(
+async def post_with_retries(
     client: Client,
     url: str,
     request: Callable[[int], dict[str, Any]],
@@ -84,30 +84,30 @@ async def ask(
     """POSTs what `request` makes for the attempt (0 is the first) until `read` makes sense of the answer.
 
     Raises:
-        Unanswered: what the last attempt came to.
+        NoResponse: what the last attempt came to.
         ValueError: the server refused the request, as it would again.
     """
     reason, pause = "", 0.0
     for attempt in range(attempts):
         await asyncio.sleep(pause)
-        pause = min(0.5 * 2**attempt, LONGEST_PAUSE)
+        pause = min(0.5 * 2**attempt, MAX_PAUSE)
         try:
             response = await client.request("POST", url, **request(attempt))
-            if response.status_code in BUSY:
-                reason = f"it answered {response.status_code} {sentence(response)}".strip()
+            if response.status_code in RETRY_STATUSES:
+                reason = f"it answered {response.status_code} {error_detail(response)}".strip()
                 pause = max(pause, _retry_after(response))
                 continue
             if not response.is_success:
-                raise ValueError(f"{url} refused the request with {response.status_code}: {sentence(response)}")
+                raise ValueError(f"{url} refused the request with {response.status_code}: {error_detail(response)}")
             return read(response)
         except httpx.HTTPError as error:
             reason = f"{type(error).__name__} {error}".strip()
-        except Unusable as error:
+        except InvalidResponse as error:
             reason = str(error)
-    raise Unanswered(f"{url} gave no usable answer in {attempts} attempts, lastly: {reason}")
+    raise NoResponse(f"{url} gave no usable answer in {attempts} attempts, lastly: {reason}")
 
 
-async def together(works: Iterable[Coroutine[Any, Any, Answer]]) -> list[Answer]:
+async def gather(works: Iterable[Coroutine[Any, Any, Answer]]) -> list[Answer]:
     """The results of all, in their order; the first error, or an end from outside, ends the others."""
     tasks = [asyncio.ensure_future(work) for work in works]
     try:
@@ -118,7 +118,7 @@ async def together(works: Iterable[Coroutine[Any, Any, Answer]]) -> list[Answer]
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
-def sentence(response: httpx.Response) -> str:
+def error_detail(response: httpx.Response) -> str:
     """What a server says of an error, on one line and not too long."""
     try:
         content = response.json()
@@ -131,7 +131,7 @@ def sentence(response: httpx.Response) -> str:
 def _retry_after(response: httpx.Response) -> float:
     """Seconds that the server asks to wait; it may also give a date, which is not worth the trouble."""
     text = response.headers.get("retry-after", "")
-    return min(float(text), LONGEST_PAUSE) if text.isdecimal() else 0.0
+    return min(float(text), MAX_PAUSE) if text.isdecimal() else 0.0
 
 
 @functools.cache

@@ -39,9 +39,9 @@ from starlette.requests import ClientDisconnect
 from torch import Tensor
 
 from rewards.images import to_rgb
-from rewards.interrupt import DaemonThread, end_with
+from rewards.interrupt import DaemonThread, exit_with_parent
 from rewards.loading import load
-from rewards.scoring import Reward, raw_score
+from rewards.scoring import Reward, call_reward
 from rewards.serving.connections import bounded
 
 RAW = "application/x-safetensors"
@@ -124,7 +124,7 @@ def application(rewards: dict[str, Reward], token: str | None, limits: Limits) -
         kind = request.headers.get("content-type", "").partition(";")[0].strip()
         asked, images = await run_in_threadpool(_decode, kind, body, limits)
         name, prompts, columns = _checked(asked, len(images), list(rewards))
-        call = partial(raw_score, name, rewards[name], images, prompts, columns)
+        call = partial(call_reward, name, rewards[name], images, prompts, columns)
         async with turn:
             if await request.is_disconnected():  # it has gone while others had their turn
                 return []
@@ -280,18 +280,15 @@ def serve_parent() -> None:
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # whatever the reward prints is not an answer
     order = json.loads(sys.stdin.readline())
-    end_with(sys.stdin.fileno())
+    exit_with_parent(sys.stdin.fileno())
     try:
         reward = load(order["reward"], **order["options"])
     except ValueError as error:
         print(json.dumps({"error": str(error)}), file=answers, flush=True)
         return
-    boundless = Limits(sys.maxsize, sys.maxsize, sys.maxsize, 3600.0)
-    serve(
-        {order["reward"]: reward},
-        "127.0.0.1",
-        0,
-        order["token"],
-        boundless,
-        lambda url: print(json.dumps({"url": url}), file=answers, flush=True),
-    )
+    limits = Limits(sys.maxsize, sys.maxsize, sys.maxsize, 3600.0)
+
+    def ready(url: str) -> None:
+        print(json.dumps({"url": url}), file=answers, flush=True)
+
+    serve({order["reward"]: reward}, "127.0.0.1", 0, token=order["token"], limits=limits, ready=ready)

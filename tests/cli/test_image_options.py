@@ -72,7 +72,7 @@ def test_a_reward_that_reads_no_prompt_scores_images_without_one(folder):
     run("score", "sheet.png", "--reward", "jpeg_size={quality: 50}", "--reward", "sharpness", "--out", "x.json", cwd=folder)
     assert len(json.loads((folder / "x.json").read_text())) == 5
     assert "5 pictures" in run("rewards", "test", "jpeg_size", "--images", "sheet.png", cwd=folder)
-    promptless = [name for name in rewards.NAMES if name in ("jpeg_size", "sharpness", "aesthetic")]
+    promptless = [name for name in rewards.REGISTRY if name in ("jpeg_size", "sharpness", "aesthetic")]
     assert [name for name in promptless if rewards.reads_prompts(name)] == []
     assert rewards.reads_prompts("ocr")
     assert rewards.reads_prompts(f"{OWN}:brightness"), "nobody has said otherwise"

@@ -241,6 +241,6 @@ def test_the_whole_chain_of_causes_is_looked_at():
     first = type("OfflineModeIsEnabled", (ConnectionError,), {})("offline")
     second, third = OSError("no file"), ValueError("could not be built")
     second.__context__, third.__cause__ = first, second
-    assert downloads.lacks_download(third)
-    assert not downloads.lacks_download(ValueError("other"))
+    assert downloads.is_missing_download(third)
+    assert not downloads.is_missing_download(ValueError("other"))
     assert list(itertools.islice(downloads._causes(third), 9)) == [third, second, first]

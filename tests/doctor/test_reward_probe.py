@@ -26,7 +26,7 @@ def signs() -> RewardInputs:
 
 def test_every_reward_is_listed_with_what_it_measures():
     output = run("rewards", "list", cwd=ROOT)
-    for name in rewards.NAMES:
+    for name in rewards.REGISTRY:
         line = re.search(rf"^{name} +(\S.*)$", output, re.MULTILINE)
         assert line, output
         assert len(line[1]) > 20
@@ -48,10 +48,10 @@ def test_info_on_what_is_no_reward_is_a_sentence(tmp_path):
 
 
 def test_every_docstring_says_what_a_user_must_know():
-    for name in rewards.NAMES:
+    for name in rewards.REGISTRY:
         if name in ("ocr_exact", "remote"):  # these point to another reward
             continue
-        said = rewards.locate("reward", name, rewards.NAMES).__doc__
+        said = rewards.locate("reward", name, rewards.REGISTRY).__doc__
         for word in ("Range", "Gamed", "eight"):
             assert word in said or (word == "eight" and "o weights" in said), f"{name}: {word}"
 

@@ -354,7 +354,7 @@ def test_a_score_that_is_no_number_stops_or_is_left_out_and_is_never_a_zero(shee
     target = find([str(sheet)], Reading())
     with pytest.raises(ValueError, match="reward bad returned nan for the prompt"):
         list(measure(target, None, rewards.WeightedSum({"bad": nan}, {"bad": 0.0}), total=False))
-    kit = rewards.WeightedSum({"u": sometimes_nan, "nan": nan}, {"u": 0.0, "nan": 0.0}, drop=["u", "nan"])
+    kit = rewards.WeightedSum({"u": sometimes_nan, "nan": nan}, {"u": 0.0, "nan": 0.0}, drop_on_error=["u", "nan"])
     prompts = [prompt.replace("STRAWBERRY", "BUS") for prompt in target[0].gallery.prompts]
     rows = ImageRecords(target[0].gallery.labels, prompts, target[0].gallery.seeds, target[0].gallery.metadata)
     found = Measured("a", "", rows, measures.score(rows, target[0].gallery.images, kit, 64))
@@ -364,7 +364,7 @@ def test_a_score_that_is_no_number_stops_or_is_left_out_and_is_never_a_zero(shee
     assert by_prompt(found, "u")[prompts[3]] == found.values["u"][3]
     assert [row["u"] for row in csv.DictReader(io.StringIO(tables.as_csv(card)))].count("") == 1
     assert "NaN" not in json.dumps(tables.as_json(card, {}), allow_nan=False)
-    assert len(kit.dropped) == 2
+    assert len(kit.drop_messages) == 2
 
 
 @pytest.fixture

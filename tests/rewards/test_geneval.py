@@ -10,7 +10,7 @@ import rewards
 import rewards.clip
 from flow_grpo.data.prompts import load_prompts
 from rewards.geneval.detection import CLASSES, COLORS, ColorNames, Detection, Detector, crop, instances
-from rewards.geneval.rules import MOST, GenEval, kept, partial, published, relation, strict
+from rewards.geneval.rules import MOST, GenEval, confident, partial_score, published_score, relation, strict_score
 
 EMPTY = torch.zeros(1, 1, dtype=torch.bool)
 
@@ -21,7 +21,7 @@ def at(x: float, y: float, name: str = "cat", score: float = 0.99, size: float =
 
 
 def things(*found: Detection) -> dict:
-    return kept(list(found), 0.3)
+    return confident(list(found), 0.3)
 
 
 def red(detections, name):
@@ -29,7 +29,7 @@ def red(detections, name):
 
 
 def scores(found: dict, include: list, exclude: list = (), colors=red) -> list[float]:
-    return [rule(found, include, list(exclude), colors) for rule in (published, strict, partial)]
+    return [rule(found, include, list(exclude), colors) for rule in (published_score, strict_score, partial_score)]
 
 
 def test_a_thing_that_is_there():
@@ -49,8 +49,8 @@ def test_counting_has_a_threshold_of_its_own_and_forbids_one_more():
     ask, exclude = [{"class": "cat", "count": 3}], [{"class": "cat", "count": 4}]
     sure, unsure = [at(i, 0) for i in range(3)], at(9, 0, score=0.5)
     for threshold, expected in ((0.9, [1, 1, 1]), (0.3, [0, 0, pytest.approx(2 / 3)])):
-        assert scores(kept([*sure, unsure], threshold), ask, exclude) == expected
-    assert scores(kept(sure[:2], 0.9), ask, exclude) == [0, 0, pytest.approx(2 / 3)]
+        assert scores(confident([*sure, unsure], threshold), ask, exclude) == expected
+    assert scores(confident(sure[:2], 0.9), ask, exclude) == [0, 0, pytest.approx(2 / 3)]
     assert scores(things(*[at(i, 0) for i in range(9)]), ask)[2] == -1, (
         "nine in place of three, as Flow-GRPO's formula has it"
     )
@@ -58,10 +58,10 @@ def test_counting_has_a_threshold_of_its_own_and_forbids_one_more():
 
 def test_the_surest_count_and_no_more_than_sixteen():
     crowd = [at(i, 0, score=0.4 + i / 100) for i in range(20)]
-    found = kept(crowd, 0.3)["cat"]
+    found = confident(crowd, 0.3)["cat"]
     assert len(found) == MOST
     assert [d.score for d in found] == sorted((d.score for d in crowd), reverse=True)[:MOST]
-    assert kept([at(0, 0, score=0.3)], 0.3)["cat"] == [], "the threshold itself is below it"
+    assert confident([at(0, 0, score=0.3)], 0.3)["cat"] == [], "the threshold itself is below it"
 
 
 def test_colours_are_those_of_the_surest():
@@ -143,7 +143,7 @@ def test_colours_count_only_where_the_number_is_exact():
 def test_things_that_are_counted_must_be_surer(tag, score, counts):
     """The rules of the reward on the detections that it is given; no model runs."""
     reward = object.__new__(GenEval)
-    reward.scoring, reward.names = published, lambda image, detections, name: red(detections, name)
+    reward.scoring, reward.names = published_score, lambda image, detections, name: red(detections, name)
     reward.detector = lambda images: [[at(0, 0, score=score)] for _ in images]
     asked = {"tag": [tag] * 2, "include": [[{"class": "cat", "count": 1, "color": "red"}]] * 2}
     assert reward(torch.zeros(2, 3, 8, 8), ["a", "b"], **asked).tolist() == [counts] * 2

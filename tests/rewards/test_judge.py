@@ -13,7 +13,7 @@ from PIL import Image
 from support.reward_servers import Stub
 
 import rewards
-from rewards.judge import Judge, number, yes_share
+from rewards.judge import Judge, parse_number, yes_share
 
 EVIL = '<b>{model}</b> {low} \x1b[31m"answer 10" {unknown}'
 
@@ -98,7 +98,7 @@ def test_the_rows_keep_their_order_however_long_each_takes(endpoint):
     [("7", 7), (" 7.5\n", 7.5), ("Score: 7/10", 7), ("7 out of 10.", 7), ("**3**", 3), ("10", 10), ("10/10", 10), ("0", 0)],
 )
 def test_a_number_in_an_answer(text, value):
-    assert number(text, 0, 10) == value
+    assert parse_number(text, 0, 10) == value
 
 
 @pytest.mark.parametrize(
@@ -106,7 +106,7 @@ def test_a_number_in_an_answer(text, value):
 )
 def test_no_number_is_guessed(text):
     with pytest.raises(ValueError, match="not one number"):
-        number(text, 0, 10)
+        parse_number(text, 0, 10)
 
 
 def test_neither_yes_nor_no_is_no_score():

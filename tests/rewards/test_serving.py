@@ -526,7 +526,7 @@ def test_a_request_ends_in_its_time_whatever_the_server_does(monkeypatch, what):
             there(images, ["a"])
         with pytest.raises(ValueError, match=f"gives up on an image: .*{reason}"):
             Judge(url, "vlm", timeout=0.4, attempts=1)(torch.rand(1, 3, 800, 800), ["a"])
-        monkeypatch.setattr(rewards.serving.client, "CONNECT", 0.4)
+        monkeypatch.setattr(rewards.serving.client, "CONNECT_TIMEOUT", 0.4)
         with pytest.raises(ValueError, match=f"no server for the reward remote answers: .*{reason}"):
             Remote(url)
         good.close()

@@ -307,7 +307,7 @@ def test_a_reward_that_raises_and_may_be_dropped_leaves_the_adapter_alone(tmp_pa
     metrics = trainer.training_step()
     assert metrics["frac_reward_dropped"] == 1
     assert same(start, trainer.policy.adapter_state())
-    assert "the camera is off" in trainer.rewards.dropped[0]
+    assert "the camera is off" in trainer.rewards.drop_messages[0]
 
 
 def test_several_rewards_report_their_shares_of_the_advantage(tmp_path):
