@@ -1,12 +1,151 @@
-"""Numbers and other libraries' errors in sentences."""
+"""Numbers, names and untrusted text, as the terminal, Markdown, CSV and HTML show them.
+
+Prompts, names of files and settings may come from anybody. `visible` makes them safe for a terminal, `plain` for HTML (the templates
+escape its marks), `escape_markdown`, `inline_code` and `code_block` for Markdown, `escape_formula` for CSV.
+"""
+
+import html
+import math
+import re
+import unicodedata
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+FORMULA = ("=", "+", "-", "@", "\t", "\r")  # the first characters that a spreadsheet takes for a formula
+# Characters that change the direction of the text around them, and the byte order mark.
+HIDDEN = dict.fromkeys([*range(0x202A, 0x202F), *range(0x2066, 0x206A), 0x061C, 0x200E, 0x200F, 0xFEFF], "\ufffd")
+
+# -- numbers ----------------------------------------------------------------------------------------------------------
 
 
-def counted(number: int, noun: str) -> str:
+def number(value: float | None, decimals: int = 3, large: float = 10.0, sign: bool = False) -> str:
+    """`decimals` digits after the point, one from `large` on, none from 1000 on; a power of ten for tiny ones; – for none.
+
+    Args:
+        sign: whether a positive number gets a plus.
+    """
+    if value is None or not math.isfinite(value):
+        return "–"
+    size = abs(value)
+    if 0 < size < 0.5 * 10**-decimals:
+        text = f"{value:.1e}".replace("e-0", "e-")
+    else:
+        text = f"{value:,.0f}" if size >= 1000 else f"{value:.{decimals if size < large else 1}f}"
+    return ("+" if sign and value > 0 else "") + text.replace("-", "−")
+
+
+def six_digits(values: Iterable[float]) -> list[float]:
+    """Numbers without the digits that no page shows."""
+    return [float(f"{value:.6g}") for value in values]
+
+
+def duration(seconds: float) -> str:
+    """`3 h 2 min`, `1 min 25 s`, `9 s`."""
+    whole = round(seconds)
+    hours, minutes = whole // 3600, whole // 60 % 60
+    if hours:
+        return f"{hours} h {minutes} min"
+    return f"{minutes} min {whole % 60} s" if minutes else f"{whole} s"
+
+
+def counted(count: int, noun: str) -> str:
     """`1 image`, `2 images`, `0 processes`."""
     plural = f"{noun}es" if noun.endswith("s") else f"{noun}s"
-    return f"{number} {noun if number == 1 else plural}"
+    return f"{count} {noun if count == 1 else plural}"
+
+
+def format_value(value: Any) -> str:
+    """A setting: numbers in short, – for none."""
+    if isinstance(value, float):
+        return f"{value:g}"
+    return "–" if value is None or value == {} else str(value)
+
+
+# -- names and errors -------------------------------------------------------------------------------------------------
+
+
+def short_name(name: str) -> str:
+    """`path/to/file.py:redness` is redness, and org/model is model."""
+    return str(name).rpartition(":")[2].rstrip("/").rpartition("/")[2]
 
 
 def first_line(error: Exception) -> str:
-    """The first line of an error's message; the error's class if it has none."""
-    return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+    """The first line of an error's message, or its class if it has none."""
+    return next(iter(str(error).strip().splitlines()), type(error).__name__)
+
+
+# -- untrusted text ---------------------------------------------------------------------------------------------------
+
+
+def visible(text: object) -> str:
+    r"""For a terminal: control characters, and those that turn the direction of text, as codes such as \x1b."""
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in str(text))
+
+
+def plain(text: object) -> str:
+    """For a page: one line that keeps its direction, with control characters as pictures such as ␛."""
+    return "".join(map(_plain_character, str(text).translate(HIDDEN)))
+
+
+def _plain_character(letter: str) -> str:
+    code, kind = ord(letter), unicodedata.category(letter)
+    if kind in ("Zl", "Zp") or letter in "\t\n\r":
+        return " "
+    if kind == "Cs":
+        return "\ufffd"
+    if kind != "Cc":
+        return letter
+    return chr(0x2400 + code) if code < 32 else "␡" if code == 127 else "\ufffd"
+
+
+def escape_formula(value: object) -> object:
+    """For CSV: a text that a spreadsheet would compute gets an apostrophe before it; anything else is unchanged."""
+    return f"'{value}" if isinstance(value, str) and value.lstrip(" ").startswith(FORMULA) else value
+
+
+# -- Markdown ---------------------------------------------------------------------------------------------------------
+
+
+def escape_markdown(text: object) -> str:
+    """Text in a paragraph or cell: no HTML, markup, formula, link or mention.
+
+    A mention can't be escaped, so an invisible word joiner follows each @.
+    """
+    shown = html.escape(plain(text).strip(), quote=False)
+    escaped = re.sub(r"([\\`*_{}\[\]|~#!$]|:(?=//)|(?<=www)\.)", r"\\\1", shown, flags=re.IGNORECASE)
+    return escaped.replace("@", "@\u2060")
+
+
+def inline_code(text: object) -> str:
+    """Text as code within a line, where no mark means anything."""
+    inside = plain(text).strip() or " "
+    fence = _fence(inside, 1)
+    return f"{fence} {inside} {fence}" if "`" in inside else f"{fence}{inside}{fence}"
+
+
+def code_block(text: str, language: str) -> str:
+    """A block of code, in a fence that no line of it can close."""
+    fence = _fence(text, 3)
+    lines = "\n".join(plain(line) if line.strip() else "" for line in text.strip("\n").split("\n"))
+    return f"{fence}{language}\n{lines}\n{fence}"
+
+
+def _fence(text: str, shortest: int) -> str:
+    """More backticks than the text has anywhere in a row."""
+    return "`" * max(shortest, 1 + max(map(len, re.findall("`+", text)), default=0))
+
+
+def link(address: str) -> str:
+    """A link, if the text is nothing but an address."""
+    return f"<{address}>" if re.fullmatch(r"https://[^\s<>\"'`]+", address) else inline_code(address)
+
+
+def markdown_table(heading: Sequence[str], rows: Iterable[Sequence[str]], left: int | None = None) -> str:
+    """A table of cells that are Markdown already. A | in a cell does not end it.
+
+    Args:
+        left: the number of columns before those of numbers, which are aligned to the right; by default no column is.
+    """
+    lines = ["| " + " | ".join(re.sub(r"(?<!\\)\|", r"\\|", cell) for cell in row) + " |" for row in [heading, *rows]]
+    texts = len(heading) if left is None else left
+    return "\n".join([lines[0], "|---" * texts + "|---:" * (len(heading) - texts) + "|", *lines[1:]])

@@ -260,7 +260,7 @@ BUGS = [
     ),
     (
         "a prompt that is a formula is computed by a spreadsheet",
-        "flow_grpo/harmless.py",
+        "flow_grpo/text.py",
         'value.lstrip(" ").startswith(FORMULA)',
         'value == "="',
         "tests/evaluation/test_evaluation.py -k markdown_and_csv",
@@ -281,9 +281,9 @@ BUGS = [
     ),
     (
         "a prompt on a model card is markup",
-        "flow_grpo/export/model_card.py",
-        'fence = "`" * (1 + max(map(len, re.findall("`+", inside)), default=0))',
-        'fence = "`"',
+        "flow_grpo/text.py",
+        'return "`" * max(shortest, 1 + max(map(len, re.findall("`+", text)), default=0))',
+        'return "`" * shortest',
         "tests/export/test_export.py -k stay_text",
     ),
     (

@@ -25,10 +25,9 @@ from flow_grpo.cli.output import prepare_file, prepare_folder
 from flow_grpo.config import FlowGRPOConfig
 from flow_grpo.distributed.parent import end_with_launcher
 from flow_grpo.files import write_whole
-from flow_grpo.harmless import visible
 from flow_grpo.policy.library_logging import before_imports
 from flow_grpo.progress import reported
-from flow_grpo.text import counted
+from flow_grpo.text import counted, visible
 from flow_grpo.training import interrupt
 
 app = typer.Typer(

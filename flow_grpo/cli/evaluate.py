@@ -17,8 +17,7 @@ from flow_grpo.cli.image_options import Crop, Padding, Prompt, Prompts, SheetCol
 from flow_grpo.cli.output import prepare_file, prepare_folder
 from flow_grpo.cli.rewards import with_options
 from flow_grpo.config import FlowGRPOConfig
-from flow_grpo.harmless import spreadsheet, visible
-from flow_grpo.text import counted
+from flow_grpo.text import counted, escape_formula, visible
 
 if TYPE_CHECKING:
     from flow_grpo.data.image_sets import ImageRecords
@@ -195,8 +194,8 @@ def score(
 def _as_csv(rows: list[dict[str, Any]]) -> str:
     buffer = io.StringIO()
     writer = csv.writer(buffer)
-    writer.writerow(map(spreadsheet, rows[0]))
-    writer.writerows([spreadsheet(value) for value in row.values()] for row in rows)
+    writer.writerow(map(escape_formula, rows[0]))
+    writer.writerows([escape_formula(value) for value in row.values()] for row in rows)
     return buffer.getvalue()
 
 

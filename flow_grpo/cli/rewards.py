@@ -14,8 +14,7 @@ from rich.table import Table
 from flow_grpo.cli.image_options import Crop, Padding, Prompt, Prompts, SheetColumns, SheetRows, given, sheet
 from flow_grpo.cli.output import prepare_file, prepare_folder
 from flow_grpo.config.loading import parse_yaml
-from flow_grpo.harmless import visible
-from flow_grpo.text import counted
+from flow_grpo.text import counted, visible
 
 app = typer.Typer(help="What rewards there are, and what they like.", no_args_is_help=True, rich_markup_mode="rich")
 console = Console()

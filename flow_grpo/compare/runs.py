@@ -24,7 +24,7 @@ from flow_grpo.files import write_whole
 from flow_grpo.policy.library_logging import quiet_libraries
 from flow_grpo.policy.memory import peak_memory
 from flow_grpo.run_folder import checkpoint, layout
-from flow_grpo.text import counted
+from flow_grpo.text import counted, markdown_table
 from rewards.interrupt import exit_with_parent
 
 CURVE = "curve.jsonl"
@@ -235,10 +235,8 @@ def print_summary(console: Console, rows: dict[str, dict[str, float | None]], me
 
 def markdown(rows: dict[str, dict[str, float | None]]) -> str:
     columns = list(dict.fromkeys(key for row in rows.values() for key in row))
-    lines = ["| config | " + " | ".join(columns) + " |", "|---" * (len(columns) + 1) + "|"]
-    for name, row in rows.items():
-        lines.append(f"| {name} | " + " | ".join(_written(row.get(column)) for column in columns) + " |")
-    return "\n".join(lines) + "\n"
+    lines = [[name, *(_written(row.get(column)) for column in columns)] for name, row in rows.items()]
+    return markdown_table(["config", *columns], lines) + "\n"
 
 
 def plot(runs: list[Run], measure: str, target: float | None, file: Path) -> None:

@@ -13,10 +13,9 @@ from flow_grpo.config import FlowGRPOConfig
 from flow_grpo.doctor import model as contract
 from flow_grpo.doctor import result
 from flow_grpo.doctor import run as checkup
-from flow_grpo.harmless import visible
 from flow_grpo.methods import TRANSITIONS
 from flow_grpo.policy.policy import Policy
-from flow_grpo.text import counted
+from flow_grpo.text import counted, visible
 from flow_grpo.trainer import FlowGRPOTrainer
 from flow_grpo.training.windows import Owned, best_window, owned_variance
 

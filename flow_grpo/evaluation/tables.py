@@ -15,9 +15,7 @@ from rich.text import Text
 from flow_grpo.evaluation import significance
 from flow_grpo.evaluation.scorecard import Scorecard, by_prompt, category_columns
 from flow_grpo.evaluation.significance import Estimate
-from flow_grpo.harmless import markdown, spreadsheet, visible
-from flow_grpo.report.summary import short
-from flow_grpo.text import counted
+from flow_grpo.text import counted, escape_formula, escape_markdown, markdown_table, number, short_name, visible
 
 JSON, CSV, MARKDOWN = "eval.json", "eval.csv", "eval.md"
 PROMPTS = 100  # of the Markdown table, those that differ most
@@ -34,7 +32,7 @@ def show(console: Console, card: Scorecard) -> None:
     for heading in headings:
         table.add_column(heading, justify="right", no_wrap=True)
     for measure in card.measures:
-        table.add_row(Text(visible(short(measure)), style="bold"))
+        table.add_row(Text(visible(short_name(measure)), style="bold"))
         for name, *numbers in _lines(card, measure):
             table.add_row(Text("  " + visible(name)), *numbers[: len(headings)])
     console.print(table)
@@ -120,13 +118,13 @@ def as_markdown(card: Scorecard) -> str:
     """Tables for people: all measures, then by category, then the prompts that differ most."""
     parts = [f"# {title(card)}", ""]
     rows = [(measure, *line) for measure in card.measures for line in _lines(card, measure)]
-    parts += _markdown(("measure", "target", "mean", "difference", "p"), rows)
-    parts += ["", *(f"- {markdown(line)}" for line in notes(card))]
+    parts += [_escaped_table(("measure", "target", "mean", "difference", "p"), rows)]
+    parts += ["", *(f"- {escape_markdown(line)}" for line in notes(card))]
     names = [target.name for target in card.measured]
     for column in card.categories:
-        parts += ["", f"## By {markdown(column)}", ""]
+        parts += ["", f"## By {escape_markdown(column)}", ""]
         lines = [(measure, *line) for measure in card.measures for line in _category_lines(card, column, measure, names)]
-        parts += _markdown(("measure", column, *names), lines)
+        parts += [_escaped_table(("measure", column, *names), lines)]
     return "\n".join([*parts, *_prompt_table(card)]) + "\n"
 
 
@@ -134,14 +132,14 @@ def as_csv(card: Scorecard) -> str:
     """A line for each picture of each target, its categories and all its numbers."""
     file, columns = io.StringIO(), category_columns(card.measured)
     writer = csv.writer(file)
-    writer.writerow(map(spreadsheet, ("target", "picture", "prompt", "seed", *columns, *card.measures)))
+    writer.writerow(map(escape_formula, ("target", "picture", "prompt", "seed", *columns, *card.measures)))
     for target in card.measured:
         rows = target.rows
         for i in range(len(rows)):
             categories = [rows.metadata[i].get(column) for column in columns]
             values = [_number(target.values.get(measure, [math.nan] * len(rows))[i]) for measure in card.measures]
             texts = (target.name, rows.labels[i], rows.prompts[i], rows.seeds[i], *categories)
-            writer.writerow([*map(spreadsheet, texts), *values])
+            writer.writerow([*map(escape_formula, texts), *values])
     return file.getvalue()
 
 
@@ -149,7 +147,7 @@ def _show_categories(console: Console, card: Scorecard, column: str) -> None:
     """The first measure by category; the files have them all."""
     measure, names = card.measures[0], [target.name for target in card.measured][:BESIDE]
     more = "" if len(card.measured) <= BESIDE else f", the first {BESIDE} targets"
-    heading = f"{visible(short(measure))} by {visible(column)}{more}"
+    heading = f"{visible(short_name(measure))} by {visible(column)}{more}"
     table = Table(title=Text(heading), title_justify="left", box=None, padding=(0, 1), show_edge=False)
     table.add_column("", no_wrap=True, overflow="ellipsis", max_width=NAME)
     for name in names:
@@ -163,7 +161,7 @@ def _category_lines(card: Scorecard, column: str, measure: str, names: list[str]
     """By category: its name and these targets' means; at the end the mean of the categories' means."""
     for category, found in card.categories[column].items():
         yield [category, *(_estimate(found.get(name, {}).get(measure)) for name in names)]
-    yield [OVERALL, *(_plain(card.over_categories(column, name, measure)) for name in names)]
+    yield [OVERALL, *(_score(card.over_categories(column, name, measure)) for name in names)]
 
 
 def _lines(card: Scorecard, measure: str) -> Iterable[tuple[str, str, str, str]]:
@@ -178,7 +176,7 @@ def _lines(card: Scorecard, measure: str) -> Iterable[tuple[str, str, str, str]]
             continue
         mark = "*" if change.significant else " "
         p = "<0.001" if change.adjusted < 0.001 else f"{change.adjusted:.3f}"
-        yield target.name, _estimate(mean.estimate), f"{_estimate(change.difference, sign='+')} {mark}", p
+        yield target.name, _estimate(mean.estimate), f"{_estimate(change.difference, sign=True)} {mark}", p
 
 
 def _prompt_table(card: Scorecard) -> list[str]:
@@ -191,8 +189,8 @@ def _prompt_table(card: Scorecard) -> list[str]:
 
     found = sorted(_of_prompts(card).items(), key=lambda pair: -spread(pair[1]))
     more = f", {PROMPTS} of {len(found)}; {CSV} has all" if len(found) > PROMPTS else ""
-    lines = [(prompt, *(_plain(of.get(name, {}).get(measure)) for name in names)) for prompt, of in found[:PROMPTS]]
-    return ["", f"## {markdown(measure)} by prompt{more}", "", *_markdown(("prompt", *names), lines)]
+    lines = [(prompt, *(_score(of.get(name, {}).get(measure)) for name in names)) for prompt, of in found[:PROMPTS]]
+    return ["", f"## {escape_markdown(measure)} by prompt{more}", "", _escaped_table(("prompt", *names), lines)]
 
 
 def _of_prompts(card: Scorecard) -> dict[str, dict[str, dict[str, float]]]:
@@ -205,22 +203,19 @@ def _of_prompts(card: Scorecard) -> dict[str, dict[str, dict[str, float]]]:
     return found
 
 
-def _markdown(heading: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
-    lines = ["| " + " | ".join(map(markdown, row)) + " |" for row in [heading, *rows]]
-    return [lines[0], "|---" * len(heading) + "|", *lines[1:]]
+def _escaped_table(heading: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    return markdown_table([*map(escape_markdown, heading)], ([*map(escape_markdown, row)] for row in rows))
 
 
-def _estimate(found: Estimate | None, sign: str = "") -> str:
+def _score(value: float | None, sign: bool = False) -> str:
+    return number(value, decimals=4, large=100.0, sign=sign)
+
+
+def _estimate(found: Estimate | None, sign: bool = False) -> str:
     if found is None:
         return "–"
-    width = "" if math.isnan(found.half) else f" ± {_plain(found.half)}"
-    return f"{_plain(found.mean, sign)}{width}"
-
-
-def _plain(value: float | None, sign: str = "") -> str:
-    if value is None or math.isnan(value):
-        return "–"
-    return f"{value:{sign}.4f}" if abs(value) < 100 else f"{value:{sign}.1f}"
+    width = "" if math.isnan(found.half) else f" ± {_score(found.half)}"
+    return f"{_score(found.mean, sign)}{width}"
 
 
 def _number(value: float) -> float | None:

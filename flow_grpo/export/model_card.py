@@ -21,9 +21,9 @@ from flow_grpo.evaluation import hacking
 from flow_grpo.policy import hub
 from flow_grpo.policy.families import family
 from flow_grpo.report import summary
-from flow_grpo.report.page import plain
 from flow_grpo.run_folder import layout
 from flow_grpo.run_folder.reader import Story
+from flow_grpo.text import code_block, escape_markdown, inline_code, link, markdown_table, number, plain, short_name
 
 TEMPLATES = Path(__file__).parent / "templates"
 CARD, PICTURES = "README.md", "pictures"
@@ -56,24 +56,20 @@ def write(folder: Path, run: Story, args: FlowGRPOConfig, step: int, merged: boo
     ends = [run.held_out[0]["step"], run.held_out[-1]["step"]] if len(run.held_out) > 1 else []
     prompts = run.evaluations[-1]["prompts"] if run.evaluations else []
     content = {
-        "code": code,
-        "cell": cell,
-        "words": words,
-        "linked": linked,
-        "fenced": fenced,
-        "short": summary.short,
+        "code": inline_code,
+        "escape": escape_markdown,
+        "link": link,
+        "code_block": code_block,
+        "short": short_name,
         "name": source.rpartition("/")[2],
         "sentence": summary.sentence(run),
         "others": summary.others(run),
         "merged": merged,
         "step": step,
         "steps": args.steps,
-        "ends": ends,
-        "rows": [{"name": m, "trained": m in trained or m == "reward", **_told(run, m)} for m in run.measures]
-        if ends
-        else [],
+        "scores": scores_table(run, ends, len(prompts)) if ends else None,
         "curves": layout.CURVES if (folder / layout.CURVES).is_file() else None,
-        "shown": shown,
+        "gallery": gallery_table(shown, ends) if shown else None,
         "warnings": [(row["step"], row["warning"]) for row in run.warnings],
         "watched": bool(ends) and len(prompts) >= hacking.LEAST,
         "limits": hacking.limits(),
@@ -87,7 +83,6 @@ def write(folder: Path, run: Story, args: FlowGRPOConfig, step: int, merged: boo
         "args": args,
         "parts": [part for _, part in args.resolved_stages()],
         "facts": summary.cost(run)["facts"],
-        "prompts": len(prompts),
         "config": run.source,
     }
     data = front_matter(run, args, merged, licence, content["name"], shown)
@@ -104,7 +99,7 @@ def front_matter(
     if len(run.held_out) > 1 and args.evaluation.prompts is not None:
         data_set = Path(args.evaluation.prompts).stem
         results = [
-            EvalResult("text-to-image", data_set, data_set, plain(summary.short(m)), summary.change(run, m)["last"])
+            EvalResult("text-to-image", data_set, data_set, plain(short_name(m)), summary.change(run, m)["last"])
             for m in run.measures
         ]
     tags = ["text-to-image", "diffusers", "flow-grpo", "reinforcement-learning"]
@@ -133,7 +128,8 @@ def gallery(folder: Path, run: Story) -> list[dict[str, Any]]:
         files = [end["folder"] / layout.prompt_image(place) for end in ends]
         if not all(file.is_file() for file in files):
             break
-        one: dict[str, Any] = {"prompt": prompt, "values": [end["values"][measure][place] for end in ends]}
+        values = [end["values"][measure][place] for end in ends]
+        one: dict[str, Any] = {"prompt": prompt, "values": dict(zip(("before", "after"), values, strict=True))}
         try:
             pictures = [open_image(file) for file in files]
         except ValueError:
@@ -210,41 +206,28 @@ def _loading(folder: Path, source: str) -> list[str]:
     return [loads, 'pipe.transformer.set_adapters("flow_grpo", 1.0)  # the LoRA\'s scale; 0 is the base model']
 
 
-def code(text: Any) -> str:
-    """Text as inline code: no mark in it means anything."""
-    inside = plain(text).strip() or " "
-    fence = "`" * (1 + max(map(len, re.findall("`+", inside)), default=0))
-    return f"{fence} {inside} {fence}" if "`" in inside else f"{fence}{inside}{fence}"
+def scores_table(run: Story, ends: list[int], prompts: int) -> str:
+    """The held-out scores at the first and the last evaluation, and their change."""
+    rows = []
+    for name in run.measures:
+        change = summary.change(run, name)
+        error = "" if change["error"] is None else f" ± {number(change['error'])}"
+        told = "the sum of the rewards" if name == "reward" else inline_code(short_name(name))
+        trained = "yes" if name in run.trained or name == "reward" else "no"
+        numbers = (number(change["first"]), number(change["last"]), number(change["by"], sign=True) + error)
+        rows.append((told, trained, *numbers))
+    heading = (f"{prompts or ''} held-out prompts".strip(), "trained on", f"step {ends[0]}", f"step {ends[1]}", "change")
+    return markdown_table(heading, rows, left=2)
 
 
-def cell(text: Any) -> str:
-    """Text as inline code within a table, whose columns it can't break."""
-    return code(text).replace("|", "\\|")
-
-
-def linked(address: str) -> str:
-    """A link, where it is nothing but an address."""
-    return f"<{address}>" if re.fullmatch(r"https://[^\s<>\"'`]+", address) else code(address)
-
-
-def words(text: Any) -> str:
-    """Text within a paragraph, every mark escaped that Markdown or HTML would read."""
-    return re.sub(r"([\\`*_{}\[\]<>#|~&!$])", r"\\\1", plain(text)).replace("://", "&#58;//").replace("www.", "www&#46;")
-
-
-def fenced(text: str, language: str) -> str:
-    """A block of code, behind a fence that nothing in it can close."""
-    fence = "`" * max(3, 1 + max(map(len, re.findall("`+", text)), default=0))
-    lines = "\n".join(plain(line) if line.strip() else "" for line in text.strip("\n").split("\n"))
-    return f"{fence}{language}\n{lines}\n{fence}"
-
-
-def _told(run: Story, measure: str) -> dict[str, str]:
-    """A row of the table, as text."""
-    change = summary.change(run, measure)
-    error = "" if change["error"] is None else f" ± {summary.number(change['error'])}"
-    first, last = summary.number(change["first"]), summary.number(change["last"])
-    return {"first": first, "last": last, "by": summary.signed(change["by"]) + error}
+def gallery_table(shown: list[dict[str, Any]], ends: list[int]) -> str:
+    """The first held-out prompts with their images and scores before and after."""
+    first, last = ends or (0, 0)
+    rows = [
+        (inline_code(one["prompt"]), *(f"![{when}]({one[when]}) {number(value)}" for when, value in one["values"].items()))
+        for one in shown
+    ]
+    return markdown_table(("prompt", f"step {first}", f"step {last}"), rows)
 
 
 def _sentence(reward: str, *beginnings: str) -> str:

@@ -7,6 +7,8 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from flow_grpo.text import number, six_digits
+
 Point = tuple[float, float]
 BOX = 1000.0
 MOST = 300  # points of a line
@@ -60,7 +62,9 @@ def draw(title: str, lines: Iterable[Line], note: str = "", marks: Iterable[tupl
         ],
         "y": [{"at": _percent(y, high, low), "text": text} for y, text in ticks(low, high, 4)],
         "last": right,
-        "data": [{"label": line.label, "run": line.run, "points": [rounded(p) for p in thin(line.points)]} for line in read],
+        "data": [
+            {"label": line.label, "run": line.run, "points": [six_digits(p) for p in thin(line.points)]} for line in read
+        ],
     }
 
 
@@ -95,22 +99,6 @@ def thin(points: list[Point]) -> list[Point]:
     parts = [inner[len(inner) * i // count : len(inner) * (i + 1) // count] for i in range(count)]
     means = [(sum(x for x, _ in part) / len(part), sum(y for _, y in part) / len(part)) for part in parts if part]
     return [points[0], *means, points[-1]]
-
-
-def number(value: float) -> str:
-    """As the page writes it: three decimals, fewer for large numbers, a power of ten for tiny ones."""
-    if not math.isfinite(value):
-        return "–"
-    size = abs(value)
-    if 0 < size < 0.0005:
-        return f"{value:.1e}".replace("e-0", "e-").replace("-", "−")
-    text = f"{value:,.0f}" if size >= 1000 else f"{value:.{3 if size < 10 else 1}f}"
-    return text.replace("-", "−")
-
-
-def rounded(values: Iterable[float]) -> list[float]:
-    """Six digits are enough for a page."""
-    return [float(f"{value:.6g}") for value in values]
 
 
 def _room(low: float, high: float) -> tuple[float, float]:

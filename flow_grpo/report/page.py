@@ -7,7 +7,6 @@ run and nothing be fetched.
 import base64
 import hashlib
 import math
-import unicodedata
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +16,10 @@ from PIL import Image
 
 from flow_grpo.files import write_whole
 from flow_grpo.report import summary
-from flow_grpo.report.charts import Line, draw, number, rounded, smooth
+from flow_grpo.report.charts import Line, draw, smooth
 from flow_grpo.run_folder import layout
 from flow_grpo.run_folder.reader import Story
+from flow_grpo.text import number, plain, short_name, six_digits
 
 TEMPLATES = Path(__file__).parent / "templates"
 FRAMES, GROUP_STEPS = 24, 6  # of a film, and of the steps whose groups are shown
@@ -35,7 +35,6 @@ SIGNALS = {
     "monitor/diversity": ("Diversity", "how much two images of a prompt differ"),
 }
 OF_EVALUATIONS = ("monitor/sharpness", "monitor/diversity")
-HIDDEN = dict.fromkeys([*range(0x202A, 0x202F), *range(0x2066, 0x206A), 0x200E, 0x200F, 0xFEFF], "\ufffd")
 
 
 def write(folders: list[Path], out: Path) -> Path:
@@ -49,7 +48,7 @@ def render(runs: list[Story]) -> str:
     names = run_names(runs)
     style, script = (Markup((TEMPLATES / name).read_text(encoding="utf-8")) for name in ("report.css", "report.js"))
     environment = Environment(loader=FileSystemLoader(TEMPLATES), autoescape=True, trim_blocks=True, lstrip_blocks=True)
-    environment.filters |= {"plain": plain, "number": number, "short": summary.short}
+    environment.filters |= {"plain": plain, "number": number, "short": short_name}
     curves, signals, flat = charts(runs, names)
     views = [view(run, name) for run, name in zip(runs, names, strict=True)]
     warnings = [
@@ -114,10 +113,10 @@ def charts(runs: list[Story], names: list[str]) -> tuple[list[dict], list[dict],
             Line(labels[i] or "held out", series(run.held_out, f"eval/{name}"), "dots", i) for i, run in enumerate(runs)
         ]
         note = "trained on" if alike else f"trained on by {' and '.join(names[i] for i in trained)}"
-        chart = draw(summary.short(name), lines, note if trained else "not trained on", marks.get(name, ()))
+        chart = draw(short_name(name), lines, note if trained else "not trained on", marks.get(name, ()))
         found.append(chart)
         if not chart and lines[0].points:
-            flat.append(f"{summary.short(name)}: {number(lines[0].points[-1][1])}")
+            flat.append(f"{short_name(name)}: {number(lines[0].points[-1][1])}")
     signals = []
     for key, (title, note) in SIGNALS.items():
         rows = [run.held_out if key in OF_EVALUATIONS else run.steps for run in runs]
@@ -163,13 +162,13 @@ def pictures(run: Story, name: str) -> dict[str, Any]:
     return {
         "name": name,
         "size": size,
-        "measure": summary.short(measure),
+        "measure": short_name(measure),
         "prompts": [plain(frames[0]["prompts"][p]) for p in places],
         "frames": [
             {
                 "step": e["step"],
                 "pictures": [picture(e["folder"] / layout.prompt_image(p)) for p in places],
-                "values": rounded(e["values"][measure][p] for p in places),
+                "values": six_digits(e["values"][measure][p] for p in places),
             }
             for e in frames
         ],
@@ -189,7 +188,7 @@ def group(folder: Path, place: int, content: dict[str, Any]) -> dict[str, Any]:
                 "picture": picture(folder / layout.group_image(place, i)),
                 "reward": reward,
                 "advantage": content["advantage"][i],
-                "rewards": {plain(summary.short(name)): values[i] for name, values in content["rewards"].items()},
+                "rewards": {plain(short_name(name)): values[i] for name, values in content["rewards"].items()},
             }
             for i, reward in enumerate(content["reward"])
         ],
@@ -242,18 +241,6 @@ def spread(count: int, most: int) -> list[int]:
     if count <= most:
         return list(range(count))
     return [round(i * (count - 1) / (most - 1)) for i in range(most)]
-
-
-def plain(text: Any) -> str:
-    """Text that stays on its line and in its direction: control characters are shown as pictures of themselves."""
-    found = []
-    for letter in str(text).translate(HIDDEN):
-        code = ord(letter)
-        kind = unicodedata.category(letter)
-        if kind == "Cc":
-            letter = " " if letter in "\t\n\r" else chr(0x2400 + code) if code < 32 else "␡" if code == 127 else "\ufffd"
-        found.append("\ufffd" if kind == "Cs" else letter)
-    return "".join(found)
 
 
 def clean(value: Any) -> Any:

@@ -7,9 +7,8 @@ from typing import Any
 from flow_grpo.config import FlowGRPOConfig
 from flow_grpo.config.sections import RewardConfig
 from flow_grpo.evaluation.hacking import DIVERSITY, SHARPNESS, limits
-from flow_grpo.report.charts import number
 from flow_grpo.run_folder.reader import Story
-from flow_grpo.text import counted
+from flow_grpo.text import counted, duration, format_value, number, short_name
 
 ERRORS = 2.0  # standard errors from which on a change is called one
 LEAST = 0.06  # share of the time from which on a part of it is named
@@ -18,23 +17,20 @@ LOOKS = {"monitor/sharpness": SHARPNESS, "monitor/diversity": DIVERSITY}
 PARTS = {"rollout": "drawing", "decode": "decoding", "reward": "scoring", "update": "updating"}
 
 
-def short(name: str) -> str:
-    """`path/to/file.py:redness` is redness, and org/model is model."""
-    return str(name).rpartition(":")[2].rstrip("/").rpartition("/")[2]
-
-
 def sentence(run: Story) -> str:
     """What was trained, and what came of it."""
     steps, wanted = max([row["step"] for row in run.steps], default=0), run.config.get("steps", 0)
-    names = [short(name) for name in run.trained]
+    names = [short_name(name) for name in run.trained]
     rewards = names[0] if len(names) == 1 else f"{', '.join(names[:-1])} and {names[-1]}" if names else "given pictures"
     done = counted(steps, "step") if steps >= wanted else f"{steps} of {counted(wanted, 'step')} so far"
-    start = f"{short(run.config.get('model', 'A model'))} was trained on {rewards} for {done}"
+    start = f"{short_name(run.config.get('model', 'A model'))} was trained on {rewards} for {done}"
     if len(run.held_out) < 2:
         return f"{start}{_in_training([row['reward'] for row in run.steps if 'reward' in row])}."
     measure = run.measures[0]
     told = change(run, measure)
-    what = "the sum of its rewards" if measure == "reward" else "it" if short(measure) == rewards else short(measure)
+    what = (
+        "the sum of its rewards" if measure == "reward" else "it" if short_name(measure) == rewards else short_name(measure)
+    )
     count = len(run.evaluations[-1]["prompts"]) if run.evaluations else None
     on = f"on {counted(count, 'held-out prompt')}" if count else "on held-out prompts"
     if told["verb"] == "held":
@@ -45,7 +41,7 @@ def sentence(run: Story) -> str:
 def others(run: Story) -> list[dict[str, Any]]:
     """How the measures that it was not trained on changed."""
     names = [name for name in run.measures[1:] if name not in run.trained] if len(run.held_out) > 1 else []
-    return [{"name": short(name), **change(run, name)} for name in names]
+    return [{"name": short_name(name), **change(run, name)} for name in names]
 
 
 def change(run: Story, measure: str) -> dict[str, Any]:
@@ -76,17 +72,19 @@ def table(run: Story) -> dict[str, Any]:
             "step": row["step"],
             "best": row["step"] == run.best_step,
             "values": [number(row.get(f"eval/{name}", math.nan)) for name in names]
-            + [f"{row.get(key, math.nan):.4f}" for key in looks],
+            + [number(row.get(key), decimals=4) for key in looks],
         }
         for row in run.held_out
     ]
     changes = [change(run, name) for name in names] if len(rows) > 1 else []
     return {
-        "columns": [{"name": short(name), "trained": name in run.trained or name == "reward"} for name in names]
+        "columns": [{"name": short_name(name), "trained": name in run.trained or name == "reward"} for name in names]
         + [{"name": LOOKS[key].removesuffix(" of the images"), "trained": False} for key in looks],
         "rows": rows,
-        "changes": [signed(c["by"]) + (f" ± {number(c['error'])}" if c["error"] is not None else "") for c in changes]
-        + [f"{_gain(run.held_out, key):+.4f}".replace("-", "−") for key in looks if changes],
+        "changes": [
+            number(c["by"], sign=True) + (f" ± {number(c['error'])}" if c["error"] is not None else "") for c in changes
+        ]
+        + [number(_gain(run.held_out, key), decimals=4, sign=True) for key in looks if changes],
     }
 
 
@@ -124,7 +122,7 @@ def comparison(runs: list[Story]) -> list[dict[str, Any]]:
             c = change(run, name) if there else None
             cells.append({"text": f"{number(c['first'])} → {number(c['last'])}", "value": c["last"]} if c else {"text": "–"})
         if any("value" in cell for cell in cells):
-            found.append({"name": "trained reward" if name == "reward" else short(name), "cells": cells})
+            found.append({"name": "trained reward" if name == "reward" else short_name(name), "cells": cells})
     costs = [cost(run)["facts"] for run in runs]
     for label in ("steps", "time", "training images", "images a second"):
         found.append({"name": label, "cells": [{"text": facts[label]} for facts in costs]})
@@ -145,8 +143,8 @@ def settings(runs: list[Story]) -> list[dict[str, Any]]:
         told = usual[last] if detail else default.get(key)
         if any(value != told for value in values if value is not None or (key in default and not detail)):
             differ = len({str(value) for value in values}) > 1
-            cells = [written(value) for value in values]
-            found.append({"name": key, "cells": cells, "default": written(default.get(key)), "differ": differ})
+            cells = [format_value(value) for value in values]
+            found.append({"name": key, "cells": cells, "default": format_value(default.get(key)), "differ": differ})
     return found
 
 
@@ -157,24 +155,6 @@ def flat(values: dict[str, Any], above: str = "") -> dict[str, Any]:
         inner = isinstance(value, dict) and value
         found |= flat(value, f"{above}{key}.") if inner else {f"{above}{key}": value}
     return found
-
-
-def written(value: Any) -> str:
-    if isinstance(value, float):
-        return f"{value:g}"
-    return "–" if value is None or value == {} else str(value)
-
-
-def signed(value: float) -> str:
-    return f"+{number(value)}" if value > 0 else number(value)
-
-
-def duration(seconds: float) -> str:
-    whole = round(seconds)
-    hours, minutes = whole // 3600, whole // 60 % 60
-    if hours:
-        return f"{hours} h {minutes} min"
-    return f"{minutes} min {whole % 60} s" if minutes else f"{whole} s"
 
 
 def _gain(rows: list[dict], key: str) -> float:

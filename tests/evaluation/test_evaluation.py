@@ -17,7 +17,7 @@ from support.paths import SAMPLE_REWARDS
 from support.sample_rewards import brightness, nan, sometimes_nan
 
 import rewards
-from flow_grpo import harmless, sampling
+from flow_grpo import sampling
 from flow_grpo.cli.evaluate import _asked
 from flow_grpo.cli.evaluate import evaluate as eval_command
 from flow_grpo.cli.evaluate import score as score_command
@@ -33,6 +33,7 @@ from flow_grpo.evaluation.measure import measure
 from flow_grpo.evaluation.scorecard import DISTANCE, DIVERSITY, FREQUENCIES, Measured, by_prompt, compile_card
 from flow_grpo.evaluation.targets import Model, Reading, find, reference
 from flow_grpo.run_folder import checkpoint
+from flow_grpo.text import FORMULA
 
 SIGNS = ['red text "CAT" on a blue background', 'white text "STRAWBERRY" on a black background']
 REWARDS = SAMPLE_REWARDS
@@ -396,12 +397,7 @@ def test_hostile_text_stays_text_in_markdown_and_csv(hostile):
     assert len(rows) == 5
     assert rows[1][2] == f"'{HOSTILE}"
     assert rows[4][-1] == "-0.3", "numbers stay numbers"
-    assert not [cell for row in rows for cell in row[:-1] if cell.startswith(harmless.FORMULA)]
-
-
-def test_markdown_links_mentions_and_computes_nothing():
-    text = harmless.markdown("https://a.b WWW.a.b @me me@a.b $x$ at 1:2")
-    assert text == "https\\://a.b WWW\\.a.b @\u2060me me@\u2060a.b \\$x\\$ at 1:2"
+    assert not [cell for row in rows for cell in row[:-1] if cell.startswith(FORMULA)]
 
 
 def test_genevals_own_prompts_come_with_what_its_reward_needs():

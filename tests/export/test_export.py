@@ -27,8 +27,8 @@ from flow_grpo.export.export import check_push, export
 from flow_grpo.policy import hub
 from flow_grpo.policy.merge import save_whole
 from flow_grpo.policy.policy import load_policy
-from flow_grpo.report.page import plain
 from flow_grpo.run_folder import layout
+from flow_grpo.text import plain
 from flow_grpo.tracking.tracker import read_metrics
 from flow_grpo.trainer import FlowGRPOTrainer
 from flow_grpo.training.setup import load_trained

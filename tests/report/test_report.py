@@ -17,6 +17,7 @@ from flow_grpo.export import model_card
 from flow_grpo.report import charts, summary
 from flow_grpo.report import page as report
 from flow_grpo.run_folder.reader import Story
+from flow_grpo.text import plain
 from flow_grpo.trainer import FlowGRPOTrainer
 
 HOSTILE = "</script><script>alert(1)</script><img src=x onerror=alert(2)>\"'>{{ 7*7 }}\x1b[31mred\x1b[0m\u202eback\ud800"
@@ -103,7 +104,7 @@ def test_no_text_of_a_run_becomes_a_part_of_the_page(tmp_path):
     assert not [name for _, attributes in found.elements for name in attributes if name.startswith("on")]
     assert {c for c in found.source if ord(c) < 32} == {"\n"}
     assert "\u202e" not in found.source
-    shown = report.plain(HOSTILE)
+    shown = plain(HOSTILE)
     assert "alert(1)</script>" in shown
     assert "␛[31mred" in shown
     assert "{{ 7*7 }}" in shown
@@ -226,8 +227,6 @@ def test_cost_is_the_sum_of_the_steps(tmp_path):
     assert told["facts"]["training images"] == "1,280"
     assert told["facts"]["images a second"] == "16.0"
     assert sum(part["share"] for part in told["shares"]) == pytest.approx(100)
-    assert summary.duration(3 * 3600 + 125) == "3 h 2 min"
-    assert summary.duration(3599.8) == "1 h 0 min"
 
 
 def test_a_run_without_pictures_or_evaluations_has_a_report_too(tmp_path):

@@ -30,7 +30,6 @@ from flow_grpo.run_folder import checkpoint, layout
 from flow_grpo.run_folder.layout import METRICS, TORN
 from flow_grpo.run_folder.lock import locked
 from flow_grpo.run_folder.metrics_file import read_metrics, rewind
-from flow_grpo.text import counted
 from flow_grpo.tracking import services
 from flow_grpo.tracking.tracker import Tracker, plot_curves
 from flow_grpo.trainer import FlowGRPOTrainer
@@ -440,8 +439,3 @@ def test_a_tracker_that_finds_no_room_is_left_out_without_a_traceback(tmp_path, 
     output, errors = capfd.readouterr()
     assert output.count("the tracker tensorboard failed and is off from here on (OSError: [Errno 27] File too large)") == 1
     assert errors == ""
-
-
-def test_one_is_not_several():
-    assert [counted(n, "image") for n in (0, 1, 2)] == ["0 images", "1 image", "2 images"]
-    assert counted(3, "process") == "3 processes"
