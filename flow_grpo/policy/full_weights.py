@@ -8,8 +8,8 @@ import torch
 from huggingface_hub import save_torch_state_dict
 from torch import Tensor
 
+from flow_grpo.distributed.sharding import gather_to_cpu, local_shard, shard_like
 from flow_grpo.files import finish_weights
-from flow_grpo.policy.memory import gather_to_cpu, local_shard, shard_like
 
 NAMED = "diffusion_pytorch_model"  # how diffusers begins the names of a transformer's files
 CONFIG = "config.json"

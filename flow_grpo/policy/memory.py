@@ -1,6 +1,5 @@
 """What of a model is where, and in how many bits: the settings of `memory`, applied to a pipeline."""
 
-import inspect
 import resource
 import sys
 from typing import Any
@@ -8,8 +7,6 @@ from typing import Any
 import torch
 from diffusers import BitsAndBytesConfig as BitsAndBytes
 from diffusers import DiffusionPipeline, PipelineQuantizationConfig, TorchAoConfig
-from torch import Tensor
-from torch.distributed.tensor import DTensor, distribute_tensor
 
 from flow_grpo.config.sections import MemoryConfig
 
@@ -60,52 +57,6 @@ def compile_blocks(transformer: torch.nn.Module) -> None:
     """torch.compile of the blocks that repeat. ValueError if diffusers does not say which those are."""
     for block in repeated_blocks(transformer, "memory.compile"):
         block.compile()
-
-
-def fully_shard_blocks(transformer: torch.nn.Module, whole: set[torch.nn.Parameter]) -> None:
-    """Spreads the weights over the processes (FSDP2, arXiv 2304.11277): each holds a share of a block's until it computes.
-
-    Args:
-        whole: parameters that every process keeps: an adapter's, which is small.
-
-    Raises:
-        ValueError: diffusers does not say which blocks repeat, or this torch shards all parameters or none.
-    """
-    from torch.distributed.fsdp import fully_shard
-
-    if "ignored_params" not in inspect.signature(fully_shard).parameters:
-        raise ValueError(f"memory.shard needs torch 2.7 or later, and this is {torch.__version__}.")
-    for block in repeated_blocks(transformer, "memory.shard"):
-        fully_shard(block, ignored_params=whole)
-    # shared again after each pass: a process that saves by itself must not leave the others with another state
-    fully_shard(transformer, ignored_params=whole, reshard_after_forward=True)
-
-
-def full_tensor(value: Tensor) -> Tensor:
-    """The whole of a tensor that may lie in shares on all processes, which then all must ask."""
-    return value.full_tensor() if isinstance(value, DTensor) else value
-
-
-def local_shard(value: Tensor) -> Tensor:
-    """The part of a tensor that lies on this process: all of it, but for shared ones."""
-    return value.to_local() if isinstance(value, DTensor) else value
-
-
-def gather_to_cpu(values: dict[str, Tensor], keep: bool = True) -> dict[str, Tensor]:
-    """Whole copies on the CPU, one after another: a process that only helps the others to theirs keeps none."""
-    found = {}
-    for name, value in values.items():
-        whole = full_tensor(value.detach())
-        if keep:
-            found[name] = whole.to("cpu", copy=True)
-    return found
-
-
-def shard_like(value: Tensor, like: Tensor) -> Tensor:
-    """A whole tensor, in shares on all processes where `like` is."""
-    if isinstance(like, DTensor) and not isinstance(value, DTensor):
-        return distribute_tensor(value.to(like.device), like.device_mesh, like.placements)
-    return value
 
 
 def repeated_blocks(transformer: torch.nn.Module, setting: str) -> list[torch.nn.Module]:

@@ -24,20 +24,14 @@ from torch import Tensor
 
 from flow_grpo.config.sections import MemoryConfig
 from flow_grpo.distributed.processes import Processes
+from flow_grpo.distributed.sharding import fully_shard_blocks, gather_to_cpu, shard_like
 from flow_grpo.files import finish_weights
 from flow_grpo.policy import hub
 from flow_grpo.policy.embedding_cache import EmbeddingCache
 from flow_grpo.policy.full_weights import FullWeights
 from flow_grpo.policy.hub import PEFT_WEIGHTS, WEIGHTS
 from flow_grpo.policy.library_logging import quietly
-from flow_grpo.policy.memory import (
-    apply_memory_settings,
-    compile_blocks,
-    fully_shard_blocks,
-    gather_to_cpu,
-    quantization,
-    shard_like,
-)
+from flow_grpo.policy.memory import apply_memory_settings, compile_blocks, quantization, repeated_blocks
 from flow_grpo.policy.model_files import check_weights as check_files
 from flow_grpo.policy.model_files import telling
 from flow_grpo.policy.pipeline import ENCODER_PREFIXES, PROBE_PROMPTS, FlowPipeline
@@ -245,9 +239,9 @@ class Policy(FlowPipeline):
         self._has_per_sample_timesteps(
             torch.zeros(2, *shape), schedule.timesteps, conditioning, torch.arange(2)
         )  # while all are alike
-        fully_shard_blocks(
-            self.pipe.transformer, {p for name, p in self.pipe.transformer.named_parameters() if "lora_" in name}
-        )
+        transformer = self.pipe.transformer
+        replicated = {p for name, p in transformer.named_parameters() if "lora_" in name}
+        fully_shard_blocks(transformer, repeated_blocks(transformer, "memory.shard"), replicated)
         self.uses_fsdp, self._calls = True, lambda calls: max(processes.all_gather(calls))
 
     @contextmanager

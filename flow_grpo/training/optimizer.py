@@ -8,7 +8,7 @@ from torch import Tensor
 
 from flow_grpo.config.sections import OptimizerConfig
 from flow_grpo.distributed.processes import Processes
-from flow_grpo.policy.memory import full_tensor, gather_to_cpu, shard_like
+from flow_grpo.distributed.sharding import full_tensor, gather_to_cpu, shard_like
 from flow_grpo.policy.policy import Policy
 
 

@@ -320,7 +320,7 @@ def test_the_blocks_that_repeat_are_compiled(policy):
 
 
 def test_sharded_processes_call_the_transformer_as_often_as_the_one_that_needs_most(policy, monkeypatch):
-    """What spreads the weights stands still here: two processes do it in test_whole.py."""
+    """Nothing is sharded here: two processes do it in test_full_finetuning.py."""
     given, asked = [], []
 
     class Others(Processes):
@@ -328,7 +328,7 @@ def test_sharded_processes_call_the_transformer_as_often_as_the_one_that_needs_m
             asked.append(value)
             return [value, 3]
 
-    monkeypatch.setattr(policy_module, "fully_shard_blocks", lambda transformer, whole: given.append((transformer, whole)))
+    monkeypatch.setattr(policy_module, "fully_shard_blocks", lambda *arguments: given.append(arguments))
     conditioning = policy.encode(PROMPTS)
     calls = []
     with torch.no_grad():
@@ -336,7 +336,8 @@ def test_sharded_processes_call_the_transformer_as_often_as_the_one_that_needs_m
     policy.supports_per_sample_timesteps = None
     policy.shard(Others())
     assert policy.supports_per_sample_timesteps is not None, "it was tried while all processes are alike"
-    assert given == [(policy.pipe.transformer, set(policy.trainable_parameters().values()))]
+    transformer = policy.pipe.transformer
+    assert given == [(transformer, list(transformer.transformer_blocks), set(policy.trainable_parameters().values()))]
     assert policy.uses_fsdp
     assert not policy.is_sharded, "a LoRA is whole on every process"
     policy.pipe.transformer.register_forward_hook(lambda *_: calls.append(1))

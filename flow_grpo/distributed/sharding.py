@@ -1,0 +1,67 @@
+"""Weights in shards, one on each process (FSDP2): splitting a network, and tensors that may be sharded or not."""
+
+import inspect
+from collections.abc import Iterable, Mapping
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+
+def fully_shard_blocks(
+    network: torch.nn.Module, blocks: Iterable[torch.nn.Module], replicated: set[torch.nn.Parameter]
+) -> None:
+    """Shard a network's weights over the processes (FSDP2, arXiv 2304.11277). A block is gathered while it computes.
+
+    Args:
+        blocks: the repeated blocks of the network.
+        replicated: parameters that every process keeps in full, such as those of a LoRA, which is small.
+
+    Raises:
+        ValueError: this torch cannot leave single parameters out.
+    """
+    from torch.distributed.fsdp import fully_shard
+
+    if "ignored_params" not in inspect.signature(fully_shard).parameters:
+        raise ValueError(f"memory.shard needs torch 2.7 or later, and this is {torch.__version__}.")
+    for block in blocks:
+        fully_shard(block, ignored_params=replicated)
+    # shard again after each pass: a process that saves a LoRA alone must not leave the others in another state
+    fully_shard(network, ignored_params=replicated, reshard_after_forward=True)
+
+
+def full_tensor(value: Tensor) -> Tensor:
+    """The full tensor. If it is sharded, every process must call this."""
+    return value.full_tensor() if isinstance(value, DTensor) else value
+
+
+def local_shard(value: Tensor) -> Tensor:
+    """This process's shard; the tensor itself if it is not sharded."""
+    return value.to_local() if isinstance(value, DTensor) else value
+
+
+def shard_like(value: Tensor, like: Tensor) -> Tensor:
+    """A full tensor sharded as `like` is. A tensor that is sharded already is returned as it is."""
+    if isinstance(like, DTensor) and not isinstance(value, DTensor):
+        return distribute_tensor(value.to(like.device), like.device_mesh, like.placements)
+    return value
+
+
+def gather_to_cpu(values: Mapping[str, Tensor], keep: bool = True) -> dict[str, Tensor]:
+    """Full copies on the CPU, made one after another.
+
+    If the tensors are sharded, every process must call this; pass keep=False on processes that discard the result.
+    """
+    found = {}
+    for name, value in values.items():
+        full = full_tensor(value.detach())
+        if keep:
+            found[name] = full.to("cpu", copy=True)
+    return found
+
+
+@torch.no_grad()
+def copy_into(parameters: Mapping[str, Tensor], values: Mapping[str, Tensor]) -> None:
+    """Copy values, full or sharded, into the parameters of the same names."""
+    for name, value in values.items():
+        parameters[name].copy_(shard_like(value, parameters[name]))
