@@ -1,57 +1,75 @@
-"""The options of the verbs that look at images on disk, score, eval and rewards test: what they show, and how sheets are cut."""
+"""Options of the commands that read images on disk (score, eval, rewards test): their prompts, and the layout of grid images."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from flow_grpo.cli.console import say
+
 if TYPE_CHECKING:
     from flow_grpo.data.grid_options import GridOptions
+    from flow_grpo.data.image_sets import ImageRecords, ImageSet
     from flow_grpo.data.prompts import PromptSet
 
-Prompt = Annotated[str | None, typer.Option(help="One prompt for all images, in words.", show_default=False)]
+Prompt = Annotated[str | None, typer.Option(help="One prompt for all images.", show_default=False)]
 Prompts = Annotated[
     str | None,
     typer.Option(
-        help="Prompts of the images: a row for each, in the order of their names or cells, or with a column file_name; "
-        "the other columns are metadata for rewards.",
+        help="File with the images' prompts: a row for each image, in the order of their names or cells, or with a column "
+        "file_name. Other columns are metadata for rewards.",
         show_default=False,
     ),
 ]
-SheetRows = Annotated[
+GridRows = Annotated[
     int | None,
-    typer.Option(min=1, help="Rows of a sheet that `sample` did not write; found by default.", show_default=False),
+    typer.Option(min=1, help="Rows of a grid image not written by `sample`; found by default.", show_default=False),
 ]
-SheetColumns = Annotated[int | None, typer.Option(min=1, help="Columns of such a sheet.", show_default=False)]
+GridColumns = Annotated[
+    int | None,
+    typer.Option(min=1, help="Columns of a grid image not written by `sample`; found by default.", show_default=False),
+]
 Padding = Annotated[
     str | None,
     typer.Option(
-        help="Pixels between the images of such a sheet, and around them unless --crop is given: N, or N,M between columns and "
-        "between rows. torchvision leaves 2.",
+        help="Pixels between the images of such a grid, and around it unless --crop is given: N, or N,M between columns and "
+        "between rows. torchvision uses 2.",
         show_default=False,
     ),
 ]
 Crop = Annotated[
     str | None,
-    typer.Option(help="Pixels to leave out at the edges of such a sheet: N, or LEFT,TOP,RIGHT,BOTTOM.", show_default=False),
+    typer.Option(help="Pixels to remove at the edges of such a grid: N, or LEFT,TOP,RIGHT,BOTTOM.", show_default=False),
 ]
 
 
-def sheet(rows: int | None, columns: int | None, padding: str | None, crop: str | None) -> "GridOptions":
-    """What the options say of a sheet. ValueError if they are no numbers of pixels."""
+def grid_layout(rows: int | None, columns: int | None, padding: str | None, crop: str | None) -> "GridOptions":
+    """The layout that the options describe. ValueError if --padding or --crop are not numbers of pixels."""
     from flow_grpo.data.grid_options import GridOptions
 
     return GridOptions(rows, columns, _pixels("--padding", padding, 2), _pixels("--crop", crop, 4))
 
 
-def given(prompts: str | None, prompt: str | None) -> "PromptSet | str | None":
-    """The prompts that --prompts or --prompt give: rows, or one text for all images."""
+def read_images(
+    images: Path, prompts: str | None, prompt: str | None, layout: "GridOptions", promptless: bool
+) -> "ImageSet":
+    """The images of a file or folder with their prompts. Prints how a grid image was cut."""
+    from flow_grpo.data import image_sets
+
+    found = image_sets.read(images, read_prompts(prompts, prompt), layout, promptless)
+    if found.note:
+        say(found.note)
+    return found
+
+
+def read_prompts(prompts: str | None, prompt: str | None) -> "PromptSet | str | None":
+    """The prompts of --prompts, a row for each image, or the text of --prompt, one for all images."""
     from flow_grpo.data.prompts import load_prompts
 
     if prompt is not None and prompts is not None:
         raise ValueError("--prompt is one prompt for all images and --prompts has a row for each: give one of the two.")
     if prompt is not None and not prompt.strip():
-        raise ValueError("--prompt is empty: say what the images show.")
+        raise ValueError("--prompt is empty: describe what the images show.")
     if prompts is None:
         return prompt
     try:
@@ -62,11 +80,29 @@ def given(prompts: str | None, prompt: str | None) -> "PromptSet | str | None":
         raise ValueError(f"{str(error).rstrip('.')}. If these are words of a prompt, give them by --prompt.") from error
 
 
+def read_prompt_source(source: str | None, prompt: str | None) -> "PromptSet | ImageRecords | None":
+    """The prompts of --prompts or --prompt; if --prompts names images of `sample`, their prompts and seeds."""
+    from flow_grpo.data import image_sets
+    from flow_grpo.data.prompts import load_prompts
+
+    if source is not None and prompt is None and (image_sets.is_picture(Path(source)) or Path(source).is_dir()):
+        return image_sets.read(Path(source))
+    found = read_prompts(source, prompt)
+    return load_prompts([found]) if isinstance(found, str) else found
+
+
+def prompt_set_of(known: "PromptSet | ImageRecords | None") -> "PromptSet | None":
+    """The prompts alone, without the seeds and images that they may come with."""
+    from flow_grpo.data.prompts import PromptSet
+
+    return None if known is None else PromptSet(known.prompts, known.metadata)
+
+
 def _pixels(option: str, text: str | None, count: int) -> tuple[int, ...] | None:
-    """`count` numbers, or one that stands for all."""
+    """`count` numbers; a single number is repeated."""
     if text is None:
         return None
     parts = [part.strip() for part in text.split(",")]
     if len(parts) not in (1, count) or not all(part.isascii() and part.isdecimal() and len(part) < 7 for part in parts):
-        raise ValueError(f"{option} {text} is not a number of pixels, nor {count} of them with commas between.")
+        raise ValueError(f"{option} {text} is not a number of pixels, nor {count} of them separated by commas.")
     return tuple(int(part) for part in parts) * (count // len(parts))

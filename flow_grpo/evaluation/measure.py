@@ -6,8 +6,9 @@ from functools import partial
 
 from torch import Tensor
 
+from flow_grpo.config.sections import EvaluationConfig
 from flow_grpo.data.image_sets import ImageRecords
-from flow_grpo.data.prompts import PromptSet
+from flow_grpo.data.prompts import PromptSet, load_prompts
 from flow_grpo.evaluation.generate import generate_images, image_seed
 from flow_grpo.evaluation.image_metrics import distance_from_base, diversity, high_frequency_power
 from flow_grpo.evaluation.scorecard import DISTANCE, DIVERSITY, FREQUENCIES, Measured
@@ -26,6 +27,23 @@ def asked(prompts: PromptSet, seeds: int, seed: int) -> ImageRecords:
     numbers: list[int | None] = [image_seed(seed, i, n) for i in range(len(prompts)) for n in range(seeds)]
     batch = prompts.repeat(seeds)
     return ImageRecords([f"seed {number}" for number in numbers], batch.prompts, numbers, batch.metadata)
+
+
+def rows_to_generate(
+    known: PromptSet | ImageRecords | None, settings: EvaluationConfig, seeds: int, limit: int | None
+) -> ImageRecords:
+    """The images that models generate: those prompts, with their seeds if they have any; by default the config's held-out prompts."""
+    if isinstance(known, ImageRecords):
+        if seeds > 1:
+            raise ValueError("the images of --prompts have seeds of their own: leave --seeds out.")
+        if None in known.seeds:
+            raise ValueError("some images of --prompts have no seeds: give images written by flow-grpo sample.")
+        return known.head(limit)
+    if known is None:
+        if settings.prompts is None:
+            raise ValueError("there are no prompts to measure on: give --prompts, or set evaluation.prompts in the config.")
+        known = load_prompts(settings.prompts).head(settings.limit)
+    return asked(known, seeds, settings.seed).head(limit)
 
 
 def measure(

@@ -15,7 +15,7 @@ from support.embedded import short_run
 from support.paths import ROOT, SAMPLE_REWARDS
 
 from flow_grpo import __version__
-from flow_grpo.cli import app as cli
+from flow_grpo.cli.sample import _read_prompts, sample
 from flow_grpo.compare.runs import Budget, compare
 from flow_grpo.data import grid
 from flow_grpo.data.grid import read_grid
@@ -245,7 +245,7 @@ def test_doctor_explores(trained):
         (["doctor", "short.yaml", "--explore", "--out", "/proc/x/y.png"], "nothing can be written to /proc/x"),
         (["doctor", "short.yaml", "--explore", "--noise-levels", "nan"], "'nan' is not a noise level"),
         (["compare", "short.yaml", "--out", "/proc/x"], "nothing can be written to /proc/x"),
-        (["compare", "short.yaml", "--target", "nan"], "--target nan is not a number that a measure reaches"),
+        (["compare", "short.yaml", "--target", "nan"], "--target nan is not a number that a metric reaches"),
         (["compare", "short.yaml", "short.yaml"], "two of the configs have one file name"),
         (["compare", "short.yaml", "--set", "evaluation.prompts=null"], "names no held-out prompts"),
         (["doctor", "short.yaml", "--explore", "--transitions", "cp"], "cp is no stochastic transition"),
@@ -269,8 +269,8 @@ def test_more_seeds_than_memory_holds_are_refused_at_once(trained, words):
 
 def test_one_word_is_a_prompt_and_so_are_several_in_a_file(tmp_path):
     (tmp_path / "words.txt").write_text("cat\ndog\n")
-    assert cli._texts(["cat"]) == ["cat"]
-    assert cli._texts(["a red fox", "cat", str(tmp_path / "words.txt")]) == ["a red fox", "cat", "cat", "dog"]
+    assert _read_prompts(["cat"]) == ["cat"]
+    assert _read_prompts(["a red fox", "cat", str(tmp_path / "words.txt")]) == ["a red fox", "cat", "cat", "dog"]
 
 
 def test_pictures_are_written_a_few_at_a_time_and_no_sheet_that_nobody_could_read(trained, tmp_path, monkeypatch):
@@ -279,7 +279,7 @@ def test_pictures_are_written_a_few_at_a_time_and_no_sheet_that_nobody_could_rea
     few = tmp_path / "few.yaml"
     few.write_text((trained / "short.yaml").read_text().replace("microbatch: 8", "microbatch: 2"))
     for name, source in (("whole", config), ("few", str(few))):
-        cli.sample(prompts, config=source, seeds=3, steps=2, out=tmp_path / name)
+        sample(prompts, config=source, seeds=3, steps=2, out=tmp_path / name)
     files = sorted(file.name for file in (tmp_path / "whole").glob("*.png"))
     assert len(files) == 7
     for name in files:
@@ -287,7 +287,7 @@ def test_pictures_are_written_a_few_at_a_time_and_no_sheet_that_nobody_could_rea
         assert one[1] == other[1]
         assert (one[0] - other[0]).abs().max() <= 1.01 / 255
     monkeypatch.setattr(grid, "MAX_PIXELS", 6 * 32 * 80)
-    cli.sample(prompts, config=config, seeds=3, steps=1, out=tmp_path / "none")
+    sample(prompts, config=config, seeds=3, steps=1, out=tmp_path / "none")
     assert len(list((tmp_path / "none").glob("*.png"))) == 6
     assert not (tmp_path / "none" / "grid.png").exists()
 

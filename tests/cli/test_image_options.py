@@ -54,7 +54,7 @@ def test_one_prompt_scores_all_images_of_a_sheet_and_what_was_found_is_said(fold
     assert found["measures"]["brightness"]["mean"] * 255 == pytest.approx(120, abs=1)
     words = ["--images", "sheet.png", "--prompt", "a face", "--rows", "2", "--columns", "3", "--padding", "2"]
     output = run("rewards", "test", f"{OWN}:brightness", *words, cwd=folder)
-    assert "on 5 pictures of sheet.png" in " ".join(output.split())
+    assert "on 5 images of sheet.png" in " ".join(output.split())
 
 
 def test_titles_of_a_matplotlib_figure_are_not_read_as_text_of_its_images(folder):
@@ -71,7 +71,7 @@ def test_titles_of_a_matplotlib_figure_are_not_read_as_text_of_its_images(folder
 def test_a_reward_that_reads_no_prompt_scores_images_without_one(folder):
     run("score", "sheet.png", "--reward", "jpeg_size={quality: 50}", "--reward", "sharpness", "--out", "x.json", cwd=folder)
     assert len(json.loads((folder / "x.json").read_text())) == 5
-    assert "5 pictures" in run("rewards", "test", "jpeg_size", "--images", "sheet.png", cwd=folder)
+    assert "5 images" in run("rewards", "test", "jpeg_size", "--images", "sheet.png", cwd=folder)
     promptless = [name for name in rewards.REGISTRY if name in ("jpeg_size", "sharpness", "aesthetic")]
     assert [name for name in promptless if rewards.reads_prompts(name)] == []
     assert rewards.reads_prompts("ocr")
@@ -111,9 +111,9 @@ def test_a_csv_of_scores_computes_nothing_in_a_spreadsheet(folder):
 
 
 def test_pixels_are_one_number_or_one_for_each_side():
-    assert image_options.sheet(None, 3, None, None) == GridOptions(columns=3)
-    assert image_options.sheet(2, 3, "2", "4") == GridOptions(2, 3, (2, 2), (4, 4, 4, 4))
-    assert image_options.sheet(2, 3, "2, 5", "1,2,3,4") == GridOptions(2, 3, (2, 5), (1, 2, 3, 4))
+    assert image_options.grid_layout(None, 3, None, None) == GridOptions(columns=3)
+    assert image_options.grid_layout(2, 3, "2", "4") == GridOptions(2, 3, (2, 2), (4, 4, 4, 4))
+    assert image_options.grid_layout(2, 3, "2, 5", "1,2,3,4") == GridOptions(2, 3, (2, 5), (1, 2, 3, 4))
     for wrong in ("", "-1", "1.5", "1,2,3", "nan", "9999999", "²"):
         with pytest.raises(ValueError, match="is not a number of pixels"):
-            image_options.sheet(None, None, wrong, None)
+            image_options.grid_layout(None, None, wrong, None)

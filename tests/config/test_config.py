@@ -7,7 +7,7 @@ from support.embedded import tiny_policy
 from support.families import TINY
 
 from flow_grpo import sampling
-from flow_grpo.cli.rewards import with_options
+from flow_grpo.cli.options import parse_reward
 from flow_grpo.config.run_config import EMBEDDED, FlowGRPOConfig, shipped
 from flow_grpo.data.prompts import load_prompts
 from flow_grpo.policy import hub
@@ -232,9 +232,9 @@ def test_a_key_that_stands_twice_in_an_override_or_in_options_is_a_sentence():
     with pytest.raises(ValueError, match=r"the value of rewards has the key 'ocr' twice"):
         FlowGRPOConfig.from_yaml("tiny_ocr", ["rewards={ocr: 1, ocr: 2}"])
     with pytest.raises(ValueError, match="has the key 'case' twice"):
-        with_options("ocr={case: true, case: false}")
-    with pytest.raises(ValueError, match="has the option 1, which is no name"):
-        with_options("ocr={1: 2}")
+        parse_reward("ocr={case: true, case: false}")
+    with pytest.raises(ValueError, match="has the option 1, which is not a name"):
+        parse_reward("ocr={1: 2}")
 
 
 @pytest.mark.parametrize(

@@ -18,9 +18,8 @@ from support.sample_rewards import brightness, nan, sometimes_nan
 
 import rewards
 from flow_grpo import sampling
-from flow_grpo.cli.evaluate import _asked
 from flow_grpo.cli.evaluate import evaluate as eval_command
-from flow_grpo.cli.evaluate import score as score_command
+from flow_grpo.cli.score import score as score_command
 from flow_grpo.config import FlowGRPOConfig
 from flow_grpo.data.grid import ImageInfo, read_grid, save_grid, save_image
 from flow_grpo.data.image_sets import ImageRecords
@@ -334,7 +333,8 @@ def test_a_limit_is_of_prompts_and_of_pictures_too(sheet):
 
 
 def test_a_limit_counts_different_prompts_although_a_file_repeats_them():
-    asked = _asked(PromptSet(list("aab"), [{}] * 3), FlowGRPOConfig.from_yaml("tiny_ocr"), 1, 1)
+    settings = FlowGRPOConfig.from_yaml("tiny_ocr").evaluation
+    asked = measures.rows_to_generate(PromptSet(list("aab"), [{}] * 3), settings, 1, 1)
     assert (asked.prompts, len(set(asked.seeds))) == (["a", "a"], 2)
 
 

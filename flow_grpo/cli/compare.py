@@ -1,0 +1,55 @@
+"""`flow-grpo compare`: several configs on one budget."""
+
+import json
+import math
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from flow_grpo.cli.console import console, say
+from flow_grpo.cli.options import prepare_folder
+
+
+def compare(
+    configs: Annotated[list[str], typer.Argument(help="Configs: files, or names of shipped configs.")],
+    seeds: Annotated[int, typer.Option(min=1, help="Seeds per config.")] = 3,
+    budget: Annotated[
+        str, typer.Option(help="Budget per run: seconds or minutes of training (120s, 20m), or images=N generated images.")
+    ] = "120s",
+    slices: Annotated[int, typer.Option(min=1, help="Evaluations per run. Runs take turns after each evaluation.")] = 6,
+    measure: Annotated[str, typer.Option(help="The held-out metric to compare by.")] = "reward",
+    target: Annotated[
+        float | None, typer.Option(help="Report the seconds until the metric reaches this value.", show_default=False)
+    ] = None,
+    stop: Annotated[bool, typer.Option("--stop", help="End a run when it reaches the target.")] = False,
+    set_: Annotated[
+        list[str] | None,
+        typer.Option("--set", help="key.sub=value, which overrides every config; may be repeated.", show_default=False),
+    ] = None,
+    out: Annotated[Path, typer.Option(help="Folder for the runs, compare.png, compare.md and compare.json.")] = Path(
+        "runs/compare"
+    ),
+) -> None:
+    """Compare configs on the same budget with several seeds. The runs take turns. If stopped, the same command continues.
+
+    [bold]flow-grpo compare tiny_ocr tiny_grpo --seeds 3 --budget 5m --measure ocr_exact --target 0.92[/bold]
+    """
+    from flow_grpo.compare import runs as comparison
+    from flow_grpo.files import write_whole
+    from flow_grpo.run_folder.lock import locked
+
+    if target is not None and not math.isfinite(target):
+        raise ValueError(f"--target {target} is not a number that a metric reaches: give a finite one.")
+    limits = comparison.parse_budget(budget, slices)
+    prepare_folder(out)
+    with locked(out, say):
+        runs = comparison.compare(
+            configs, seeds, limits, out, overrides=set_ or [], measure=measure, target=target, stop=stop, say=say
+        )
+    rows = comparison.summary(runs, measure, target)
+    comparison.print_summary(console, rows, measure, target)
+    comparison.plot(runs, measure, target, out / "compare.png")
+    write_whole(out / "compare.md", comparison.markdown(rows))
+    write_whole(out / "compare.json", json.dumps(rows, indent=2))
+    say(f"curves: {out / 'compare.png'}, table: {out / 'compare.md'}, numbers: {out / 'compare.json'}")

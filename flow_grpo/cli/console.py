@@ -1,0 +1,80 @@
+"""The one console of all commands, and how an error ends them: with one sentence."""
+
+import functools
+import os
+import sys
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import ParamSpec, TypeVar
+
+from rich.console import Console
+from rich.markup import escape
+
+from flow_grpo.text import visible
+
+TRACEBACK = "FLOW_GRPO_TRACEBACK"  # environment variable, which other processes of a run inherit
+RANK_ERROR_DELAY = 3.0  # seconds, within which the launcher ends the other ranks of a run in which one rank has failed
+Arguments = ParamSpec("Arguments")
+Result = TypeVar("Result")
+console = Console()
+errors = Console(stderr=True)
+
+
+def say(line: object) -> None:
+    """Print one line without markup or wrapping, with control characters escaped."""
+    console.print(visible(line), highlight=False, markup=False, soft_wrap=True)
+
+
+def escaped(text: object) -> str:
+    """Text from anybody for where rich reads markup: no markup of its own, control characters escaped."""
+    return escape(visible(text))
+
+
+def without_library_messages(command: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
+    """Decorate a function so that log lines and progress bars of other libraries are kept out of its output."""
+
+    @functools.wraps(command)
+    def quiet(*args: Arguments.args, **options: Arguments.kwargs) -> Result:
+        from flow_grpo.policy.library_logging import quiet_libraries
+
+        quiet_libraries()
+        return command(*args, **options)
+
+    return quiet
+
+
+@contextmanager
+def one_sentence_errors() -> Iterator[None]:
+    """Print an expected error as one sentence and exit with status 2. Other errors are bugs and keep their traceback."""
+    try:
+        yield
+    except (ValueError, OSError) as error:
+        if os.environ.get(TRACEBACK) and type(error).__name__ != "UserCodeError":  # which has printed its own
+            traceback.print_exception(error)
+        fail(str(error))
+    except RuntimeError as error:
+        _exit_if_another_rank_failed(error)
+        if type(error).__name__ != "OutOfMemoryError":
+            raise
+        fail("the device ran out of memory: set a smaller microbatch, or smaller images by height and width.")
+
+
+def fail(message: str) -> None:
+    """Print the error and exit with status 2. Ranks other than the first wait, so that an error of all ranks is printed once."""
+    if os.environ.get("RANK", "0") != "0":
+        time.sleep(RANK_ERROR_DELAY)
+    errors.print(f"[bold red]error[/bold red]: {escaped(' '.join(message.split()))}", highlight=False, soft_wrap=True)
+    sys.exit(2)
+
+
+def _exit_if_another_rank_failed(error: RuntimeError) -> None:
+    if os.environ.get("WORLD_SIZE", "1") == "1":
+        return
+    from flow_grpo.distributed.processes import PEER_LOST, is_peer_lost
+
+    if is_peer_lost(error):
+        time.sleep(1)  # by then the launcher knows which rank failed
+        sys.stdout.flush()
+        os._exit(PEER_LOST)  # a normal exit would wait for the other rank

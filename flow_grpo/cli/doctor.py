@@ -1,0 +1,90 @@
+"""`flow-grpo doctor`: checks before a run."""
+
+import math
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from flow_grpo.cli.console import console, without_library_messages
+from flow_grpo.cli.options import ConfigName, Overrides, prepare_file
+from flow_grpo.training.interrupt import INTERRUPTED
+
+if TYPE_CHECKING:
+    from flow_grpo.policy.policy import Policy
+
+
+@without_library_messages
+def doctor(
+    config: ConfigName = "tiny_grpo",
+    overrides: Overrides = None,
+    step_variance: Annotated[
+        bool, typer.Option("--step-variance", help="Measure the reward variance caused by the noise of each sampling step.")
+    ] = False,
+    explore: Annotated[bool, typer.Option("--explore", hidden=True)] = False,  # the name of --step-variance until 0.3
+    transitions: Annotated[str, typer.Option(help="Transitions for --step-variance, separated by commas.")] = "cps,flow_sde",
+    noise_levels: Annotated[
+        str, typer.Option(help="Noise levels for --step-variance, separated by commas.")
+    ] = "0.4,0.7,1.0",
+    out: Annotated[
+        Path | None,
+        typer.Option(help="PNG file for --step-variance; by default step_variance.png.", show_default=False),
+    ] = None,
+    model: Annotated[
+        str | None,
+        typer.Option(help="Folder or hub id of a pipeline: check whether it can be trained.", show_default=False),
+    ] = None,
+    json_file: Annotated[
+        Path | None, typer.Option("--json", help="Also write the results to this file.", show_default=False)
+    ] = None,
+) -> None:
+    """Check a run before it starts: machine, prompts, rewards, groups, two updates, costs. Or check a model, or measure step variance.
+
+    Each check has a verdict: fine, warning or wrong, and then what to do. If anything is wrong the exit status is 1.
+
+    [bold]flow-grpo doctor tiny_grpo[/bold]
+    [bold]flow-grpo doctor --model ./my-model height=512 width=512[/bold]
+    [bold]flow-grpo doctor tiny_grpo --step-variance --transitions cps --noise-levels 0.6,0.8[/bold]
+    """
+    from flow_grpo.config import FlowGRPOConfig
+    from flow_grpo.doctor import show
+
+    step_variance = (step_variance or explore) and model is None
+    out = out or Path("explore.png" if explore else "step_variance.png")
+    if json_file is not None:
+        prepare_file(json_file, "--json")
+    if step_variance:
+        prepare_file(out)
+    passed = True
+    try:
+        if model is not None:
+            settings = [*([config] if "=" in config else []), *(overrides or [])]
+            passed = show.model(console, _load(model, settings), json_file)
+        elif step_variance:
+            names = [name.strip() for name in transitions.split(",")]
+            levels = [_noise_level(level) for level in noise_levels.split(",")]
+            show.explore(console, FlowGRPOConfig.from_yaml(config, overrides), names, levels, out)
+        else:
+            passed = show.examine(console, FlowGRPOConfig.from_yaml(config, overrides), json_file)
+    except KeyboardInterrupt:
+        raise typer.Exit(INTERRUPTED) from None
+    if not passed:
+        raise typer.Exit(1)
+
+
+def _load(model: str, settings: list[str]) -> "Policy":
+    from flow_grpo.config import FlowGRPOConfig
+    from flow_grpo.policy.policy import load_policy
+
+    args = FlowGRPOConfig.for_model(model, settings)
+    return load_policy(model, args.device, args.dtype, memory=args.memory, **args.pipeline_call_kwargs())
+
+
+def _noise_level(text: str) -> float:
+    try:
+        level = float(text)
+        if not math.isfinite(level):
+            raise ValueError
+        return level
+    except ValueError:
+        raise ValueError(f"{text!r} is not a noise level: give numbers with commas between, such as 0.4,0.7.") from None

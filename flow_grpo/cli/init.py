@@ -1,0 +1,45 @@
+"""`flow-grpo init` and `flow-grpo schema`: a commented config file, and the JSON schema of config files."""
+
+import json
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from flow_grpo.cli.console import say
+
+
+def init(
+    file: Annotated[Path, typer.Argument(help="YAML file to write.", metavar="FILE")] = Path("config.yaml"),
+    model: Annotated[str, typer.Option(help="Diffusers folder, hub id or bundled model to train.")] = "tiny",
+    reward: Annotated[
+        list[str] | None, typer.Option(help="Reward to train on; may be repeated.", show_default="ocr")
+    ] = None,
+    force: Annotated[bool, typer.Option("--force", help="Overwrite the file.")] = False,
+) -> None:
+    """Write a commented config for a model and a reward.
+
+    [bold]flow-grpo init my.yaml --model stabilityai/stable-diffusion-3.5-medium --reward my_reward.py:redness[/bold]
+    """
+    import rewards
+    from flow_grpo.config import FlowGRPOConfig
+    from flow_grpo.config.template import template
+
+    if file.exists() and not force:
+        raise ValueError(f"{file} exists: give another FILE, or --force to overwrite it.")
+    for name in reward or ():
+        rewards.check_options(name)
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text(template(model, reward or ["ocr"]), encoding="utf-8")
+    FlowGRPOConfig.from_yaml(file)
+    say(f"config: {file}; train it by: flow-grpo train {file}")
+
+
+def schema() -> None:
+    """Print the JSON schema of config files, with the documentation of every setting, for editors.
+
+    [bold]flow-grpo schema > flow-grpo.schema.json[/bold]
+    """
+    from flow_grpo.config.template import json_schema
+
+    print(json.dumps(json_schema(), indent=2))

@@ -1,0 +1,91 @@
+"""Options that several commands share: their types, and the checks of their values."""
+
+import os
+import tempfile
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+if TYPE_CHECKING:
+    from flow_grpo.config import FlowGRPOConfig
+    from rewards import Reward, WeightedSum
+
+ConfigName = Annotated[str, typer.Argument(help="A YAML file, or the name of a shipped config.", metavar="CONFIG")]
+Overrides = Annotated[
+    list[str] | None,
+    typer.Argument(
+        help="Settings that override the config, [bold]key.sub=value[/bold], such as optimizer.lr=1e-4.", show_default=False
+    ),
+]
+Trust = Annotated[
+    bool,
+    typer.Option(
+        "--trust",
+        help="Trust a config.yaml found next to the weights: run the code that it names, and send images to its servers.",
+    ),
+]
+RewardNames = Annotated[
+    list[str] | None,
+    typer.Option(
+        help="Reward by name, module:function or file.py:function, with options as NAME={key: value}; may be repeated.",
+        show_default=False,
+    ),
+]
+
+
+def parse_reward(text: str) -> tuple[str, dict[str, Any]]:
+    """Split `clip={model: ViT-L-14}` into the reward's name and its options."""
+    from flow_grpo.config.loading import parse_yaml
+
+    name, equals, rest = text.partition("={")
+    options = parse_yaml("{" + rest, repr(text)) if equals else {}
+    odd = next((key for key in options if not isinstance(key, str)), None)
+    if odd is not None:
+        raise ValueError(f"{text!r} has the option {odd!r}, which is not a name: write NAME={{key: value, ...}}.")
+    return name, options
+
+
+def load_rewards(words: list[str]) -> "dict[str, Reward]":
+    """The rewards of --reward, by their names in tables."""
+    import rewards
+    from flow_grpo.training.rewards import RESERVED_NAMES
+
+    options_of = [parse_reward(word) for word in words]
+    if len(dict(options_of)) < len(words):
+        raise ValueError("a reward is given twice by --reward: give each once.")
+    short = rewards.metric_names(dict(options_of), RESERVED_NAMES)
+    return {short[name]: rewards.load(name, **options) for name, options in options_of}
+
+
+def rewards_to_measure(words: list[str] | None, args: "FlowGRPOConfig | None") -> "tuple[WeightedSum, bool]":
+    """The rewards of --reward, else of the config; and whether their weighted sum is a metric, as it is for a config's."""
+    import rewards
+    from flow_grpo.training.rewards import build_rewards
+
+    if words:
+        loaded = load_rewards(words)
+        return rewards.WeightedSum(loaded, dict.fromkeys(loaded, 0.0)), False
+    if args is None:
+        raise ValueError("images alone don't say what to measure: give --reward, for example --reward ocr, or --config.")
+    return build_rewards(args, monitored=True)[0], True
+
+
+def prepare_folder(folder: Path, option: str = "--out") -> None:
+    """Create the folder and check, before the work, that files can be written to it. ValueError, which names the option, if not."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise ValueError(f"nothing can be written to {folder} ({reason}): give another place by {option}.") from error
+
+
+def prepare_file(file: Path, option: str = "--out") -> None:
+    """Create the file's folder and check, before the work, that the file can be written. ValueError, which names the option, if not."""
+    prepare_folder(file.parent, option)
+    if file.is_dir():
+        raise ValueError(f"{file} is a folder: give a file by {option}.")
+    if file.exists() and not os.access(file, os.W_OK):
+        raise ValueError(f"{file} can't be written: give another file by {option}.")

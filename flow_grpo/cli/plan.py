@@ -1,0 +1,51 @@
+"""`flow-grpo plan`: memory and time before a run."""
+
+import math
+from typing import Annotated
+
+import typer
+
+from flow_grpo.cli.console import console, without_library_messages
+from flow_grpo.cli.options import ConfigName, Overrides
+
+
+@without_library_messages
+def plan(
+    config: ConfigName = "tiny_ocr",
+    overrides: Overrides = None,
+    gpu: Annotated[
+        str | None,
+        typer.Option(help="GPU by name, such as 'RTX 4090' or H100; by default this machine's.", show_default=False),
+    ] = None,
+    gpu_memory: Annotated[
+        float | None, typer.Option(min=1, max=1e6, help="Override the GPU's memory, in GB.", show_default=False)
+    ] = None,
+    gpu_tflops: Annotated[
+        float | None,
+        typer.Option(min=1e-3, max=1e6, help="Override the GPU's peak dense bf16 TFLOP/s; needs --gpu.", show_default=False),
+    ] = None,
+    gpus: Annotated[int, typer.Option(min=1, help="Number of GPUs.")] = 1,
+) -> None:
+    """Estimate what a run needs: memory by part, seconds per step, the largest micro-batch, sizes that divide. Loads no weights.
+
+    [bold]flow-grpo plan sd35_medium_ocr --gpu 'RTX 4090'[/bold]
+    [bold]flow-grpo plan flux_dev_ocr memory.quantize=nf4 --gpu H100 --gpus 8[/bold]
+    """
+    from flow_grpo.config import FlowGRPOConfig
+    from flow_grpo.config.validation import check_unused_settings
+    from flow_grpo.plan import estimate as planning
+    from flow_grpo.policy.policy import usable_device
+
+    args = FlowGRPOConfig.from_yaml(config, overrides)
+    check_unused_settings(args)
+    if any(math.isnan(number) for number in (gpu_memory, gpu_tflops) if number is not None):
+        raise ValueError("--gpu-memory and --gpu-tflops should be numbers.")
+    if gpu_tflops is not None and gpu is None:
+        raise ValueError("--gpu-tflops is for --gpu NAME; the speed of this machine is measured.")
+    if gpu is not None:
+        machine = planning.Hardware.from_name(gpu, gpu_memory, gpus, gpu_tflops)
+    else:
+        machine = planning.Hardware.of_this_machine(usable_device(args.device), gpu_memory, gpus)
+    base = 0.0 if machine.cuda else planning.baseline_memory(args)
+    if not planning.print_plan(console, args, machine, base):
+        raise typer.Exit(1)

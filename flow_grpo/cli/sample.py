@@ -1,0 +1,131 @@
+"""`flow-grpo sample`: images of prompts, as single files and as a grid."""
+
+import shlex
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from flow_grpo.cli.console import say, without_library_messages
+from flow_grpo.cli.options import Trust, prepare_folder
+from flow_grpo.text import counted
+
+if TYPE_CHECKING:
+    from flow_grpo.config import FlowGRPOConfig
+    from flow_grpo.data.grid import ImageInfo
+    from flow_grpo.policy.policy import Policy
+
+
+def sample(
+    prompts: Annotated[list[str], typer.Argument(help="Prompts, or files of prompts (.txt, .jsonl, .csv, .parquet).")],
+    model: Annotated[
+        str | None,
+        typer.Option(help="Diffusers folder, hub id or bundled model; by default the config's.", show_default=False),
+    ] = None,
+    lora: Annotated[
+        str | None,
+        typer.Option(
+            help="LoRA: a folder, a .safetensors file, a hub id, a run folder, its best/, a checkpoint, an export.",
+            show_default=False,
+        ),
+    ] = None,
+    config: Annotated[
+        str | None,
+        typer.Option(
+            help="Config with the model's call settings. By default the config.yaml found next to the LoRA or model; without one, "
+            "the pipeline's defaults (with --model) or tiny_ocr.",
+            show_default=False,
+        ),
+    ] = None,
+    seeds: Annotated[int, typer.Option(min=1, max=10_000, help="Images per prompt, each from its own seed.")] = 4,
+    first_seed: Annotated[int, typer.Option(help="The first seed.")] = 0,
+    steps: Annotated[
+        int | None,
+        typer.Option(min=1, max=10_000, help="Sampling steps; by default those of evaluation.", show_default=False),
+    ] = None,
+    guidance: Annotated[float | None, typer.Option(help="Guidance scale; 1 is off.", show_default=False)] = None,
+    trust: Trust = False,
+    out: Annotated[Path, typer.Option(help="Folder for grid.png and the single images.")] = Path("samples"),
+) -> None:
+    """Generate images: prompts x seeds as single PNGs and as a grid PNG, with prompt and seed stored in each file.
+
+    [bold]flow-grpo sample 'red text "CAT" on a blue background' --seeds 4[/bold]
+    """
+    from flow_grpo.data.grid import ImageInfo
+
+    texts = _read_prompts(prompts)
+    args = _read_config(config, model, lora, trust)
+    model = model or args.model
+    prepare_folder(out)
+    policy = _load_policy(args, model, lora, guidance)
+    name = model if lora is None else f"{model} + {lora}"
+    cells = [ImageInfo(prompt, first_seed + n, name) for prompt in texts for n in range(seeds)]
+    columns = seeds if len(texts) > 1 else min(seeds, 8)
+    has_grid = _generate(
+        policy, cells, steps=steps or args.evaluation.steps, microbatch=args.microbatch, columns=columns, folder=out
+    )
+    where = out / "grid.png" if has_grid else f"{out}, without a grid.png, which would be too large"
+    say(f"{counted(len(cells), 'image')}: {where}")
+
+
+def _read_prompts(words: list[str]) -> list[str]:
+    """The prompts, of which each word is one, or a file of several."""
+    from flow_grpo.data.prompt_files import SUFFIXES
+    from flow_grpo.data.prompts import load_prompts
+
+    files = [word for word in words if Path(word).suffix.lower() in SUFFIXES]
+    if not all(word.strip() for word in words):
+        raise ValueError("an empty prompt was given.")
+    if sum(word not in files and len(word.split()) == 1 for word in words) > 1:
+        raise ValueError(
+            f"{len(words)} prompts were given, some of one word: put quotes around a prompt of several words, as in "
+            f"{shlex.quote(' '.join(words))}, and prompts of one word into a file, one a line."
+        )
+    return [text for word in words for text in (load_prompts(word).prompts if word in files else [word])]
+
+
+def _read_config(config: str | None, model: str | None, lora: str | None, trust: bool) -> "FlowGRPOConfig":
+    """The given config, else the one found next to the LoRA or model, else the model's defaults."""
+    from flow_grpo.config import FlowGRPOConfig, found_config
+    from flow_grpo.policy import hub
+
+    found = None if config else hub.find_run_config(lora) or hub.find_run_config(model)
+    source = config or found
+    args = FlowGRPOConfig(model=model) if model and not source else FlowGRPOConfig.from_yaml(source)
+    if found is not None and not trust:
+        found_config.check(args, found, rewards=False, prompts=False)
+    return args
+
+
+@without_library_messages
+def _load_policy(args: "FlowGRPOConfig", model: str, lora: str | None, guidance: float | None) -> "Policy":
+    from flow_grpo.policy.policy import load_policy
+    from flow_grpo.training.setup import load_trained
+
+    call = args.pipeline_call_kwargs()
+    if guidance is not None:
+        call["guidance"] = guidance
+    policy = load_policy(model, args.device, args.dtype, memory=args.memory, **call)
+    if lora is not None:
+        load_trained(policy, lora)
+    return policy
+
+
+def _generate(policy: "Policy", cells: "list[ImageInfo]", steps: int, microbatch: int, columns: int, folder: Path) -> bool:
+    """Generate and save the images, a micro-batch at a time, then the grid. Returns whether a grid was written."""
+    import torch
+
+    from flow_grpo.data.grid import fits, save_grid, save_image
+    from flow_grpo.evaluation.generate import generate_images
+
+    kept: list[torch.Tensor] = []
+    for start in range(0, len(cells), microbatch):
+        batch = cells[start : start + microbatch]
+        images = generate_images(policy, [cell.prompt for cell in batch], [cell.seed for cell in batch], steps, len(batch))
+        for i, (image, cell) in enumerate(zip(images, batch, strict=True), start):
+            save_image(folder / f"{i:04d}_seed{cell.seed}.png", image, cell)
+        if fits(len(cells), *images.shape[-2:]):
+            kept.append(images)
+    if kept:
+        save_grid(folder / "grid.png", torch.cat(kept), cells, columns=columns)
+    return bool(kept)

@@ -1,0 +1,87 @@
+"""`flow-grpo score`: the rewards of images on disk."""
+
+import csv
+import io
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from flow_grpo.cli.console import console
+from flow_grpo.cli.image_options import (
+    Crop,
+    GridColumns,
+    GridRows,
+    Padding,
+    Prompt,
+    Prompts,
+    grid_layout,
+    read_images,
+)
+from flow_grpo.cli.options import RewardNames, load_rewards, parse_reward, prepare_file
+from flow_grpo.text import counted, escape_formula, visible
+
+
+def score(
+    images: Annotated[Path, typer.Argument(help="A grid or image written by `sample`, or a folder of images.")],
+    reward: RewardNames = None,
+    prompts: Prompts = None,
+    prompt: Prompt = None,
+    rows: GridRows = None,
+    columns: GridColumns = None,
+    padding: Padding = None,
+    crop: Crop = None,
+    out: Annotated[
+        Path | None, typer.Option(help=".json or .csv file for the values of each image.", show_default=False)
+    ] = None,
+) -> None:
+    """Score images with rewards (default: ocr): each cell of a grid, or each image of a folder.
+
+    [bold]flow-grpo score samples/grid.png --reward ocr --reward color[/bold]
+    [bold]flow-grpo score sheet.png --prompt 'a red fox' --reward clip[/bold]
+    """
+    import rewards
+    from flow_grpo.tracking.tracker import print_table
+
+    names = reward or ["ocr"]
+    if out is not None and out.suffix not in WRITERS:
+        raise ValueError(f"--out {out} is neither a .json nor a .csv file.")
+    reads_prompts = any(rewards.reads_prompts(name, **options) for name, options in map(parse_reward, names))
+    layout = grid_layout(rows, columns, padding, crop)
+    found = read_images(images, prompts, prompt, layout, promptless=not reads_prompts)
+    if out is not None:
+        prepare_file(out)
+    pixels, metadata = found.images(), found.columns()
+    values = {
+        name: rewards.score(name, function, pixels, found.prompts, **metadata).tolist()
+        for name, function in load_rewards(names).items()
+    }
+    rows_shown = [visible(f"{label}  {text}") for label, text in zip(found.labels, found.prompts, strict=True)]
+    table = {
+        name: dict(zip(rows_shown, column, strict=True)) | {"mean": sum(column) / len(column)}
+        for name, column in values.items()
+    }
+    print_table(console, f"{counted(len(found), 'image')} of {images}", table)
+    if out is not None:
+        records = [
+            {"picture": label, "prompt": text} | {name: values[name][i] for name in values}
+            for i, (label, text) in enumerate(zip(found.labels, found.prompts, strict=True))
+        ]
+        out.write_text(WRITERS[out.suffix](records), encoding="utf-8", newline="")
+
+
+def _to_csv(records: list[dict[str, Any]]) -> str:
+    buffer = io.StringIO()
+    writer = csv.writer(buffer)
+    writer.writerow(map(escape_formula, records[0]))
+    writer.writerows([escape_formula(value) for value in record.values()] for record in records)
+    return buffer.getvalue()
+
+
+def _to_json(records: list[dict[str, Any]]) -> str:
+    return json.dumps(records, indent=2)
+
+
+WRITERS: dict[str, Callable[[list[dict[str, Any]]], str]] = {".json": _to_json, ".csv": _to_csv}

@@ -1,0 +1,110 @@
+"""`flow-grpo train`: fine-tune a model by a config."""
+
+import os
+import shlex
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from flow_grpo.cli.console import say, without_library_messages
+from flow_grpo.cli.options import ConfigName, Overrides
+from flow_grpo.training.interrupt import INTERRUPTED
+
+if TYPE_CHECKING:
+    from flow_grpo.config import FlowGRPOConfig
+
+DEFAULT_CONFIG = "tiny_ocr"
+PROCESSES_PER_CORE = 4  # more would only wait for each other
+
+
+def train(
+    config: ConfigName = DEFAULT_CONFIG,
+    overrides: Overrides = None,
+    resume: Annotated[bool, typer.Option("--resume", help="Continue from the newest checkpoint in the run folder.")] = False,
+    dry_run: Annotated[
+        bool,
+        typer.Option(
+            "--dry-run",
+            help="Check settings, prompts, rewards, model files and sizes, and estimate the cost of a step. Trains nothing.",
+        ),
+    ] = False,
+    show_config: Annotated[
+        bool, typer.Option("--show-config", help="Print the resolved config. Trains nothing, unless with --dry-run.")
+    ] = False,
+    num_processes: Annotated[
+        int, typer.Option("--num-processes", min=1, help="Processes on this machine, one for each GPU.")
+    ] = 1,
+) -> None:
+    """Fine-tune a model. Without arguments, the embedded model learns to spell in minutes on a CPU.
+
+    [bold]flow-grpo train[/bold]
+    [bold]flow-grpo train tiny_ocr steps=20 rewards.color=0.5[/bold]
+    [bold]flow-grpo train my.yaml --resume[/bold]
+    """
+    from flow_grpo.config import FlowGRPOConfig
+    from flow_grpo.distributed.parent import end_with_launcher
+
+    overrides = overrides or []
+    if "=" in config:  # the first word is a setting: it overrides the default config
+        config, overrides = DEFAULT_CONFIG, [config, *overrides]
+    args = FlowGRPOConfig.from_yaml(config, overrides)
+    if show_config:
+        print(args.to_yaml())
+        if not dry_run:
+            return
+    if num_processes > 1 and "RANK" not in os.environ and not dry_run:
+        raise typer.Exit(_launch(num_processes, config, overrides, resume, Path(args.output)))
+    end_with_launcher()
+    if dry_run:
+        _check(args, num_processes, resume)
+    else:
+        _train(args, config, overrides, resume)
+
+
+@without_library_messages
+def _check(args: "FlowGRPOConfig", num_processes: int, resume: bool) -> None:
+    from flow_grpo.doctor.dry_run import dry_run
+
+    for line in dry_run(args, num_processes, resume):
+        say(line)
+
+
+@without_library_messages
+def _train(args: "FlowGRPOConfig", config: str, overrides: list[str], resume: bool) -> None:
+    """Train in this process. If the user stops it, say how to continue and exit with the status of an interrupt."""
+    from flow_grpo.trainer import FlowGRPOTrainer, Interrupted
+    from flow_grpo.training.early_checks import check_output
+
+    check_output(Path(args.output), resume)
+    trainer = FlowGRPOTrainer(args=args)
+    try:
+        trainer.train(resume)
+    except Interrupted:
+        if trainer.processes.is_main:
+            say("")
+            say(f"Stopped; the run is saved. Go on with: {_command(config, overrides, True, trainer.processes.world_size)}")
+        trainer.processes.destroy()
+        raise typer.Exit(INTERRUPTED) from None
+    trainer.processes.destroy()
+
+
+def _launch(count: int, config: str, overrides: list[str], resume: bool, folder: Path) -> int:
+    """Train in several processes and return their exit status. ValueError, which says how to continue, if one of them dies."""
+    from flow_grpo.distributed.launch import RankDied, launch
+    from flow_grpo.run_folder import checkpoint, layout
+
+    if count > (most := PROCESSES_PER_CORE * (os.cpu_count() or 1)):
+        raise ValueError(f"--num-processes={count} is too many for the cores of this machine: give at most {most}.")
+    try:
+        return launch(count, ["train", config, *overrides, *(["--resume"] if resume else [])])
+    except RankDied as error:
+        saved = checkpoint.steps(folder / layout.CHECKPOINTS)
+        kept = f"The checkpoint of step {saved[0]} is saved. Go on with" if saved else "Nothing was saved. Start again with"
+        raise ValueError(f"{error} {kept}: {_command(config, overrides, bool(saved), count)}") from None
+
+
+def _command(config: str, overrides: list[str], resume: bool, processes: int) -> str:
+    """The command line that starts or resumes a run."""
+    several = [] if processes == 1 else ["--num-processes", str(processes)]
+    return shlex.join(["flow-grpo", "train", config, *overrides, *(["--resume"] if resume else []), *several])
