@@ -13,7 +13,7 @@ from flow_grpo.policy.policy import usable_device
 from flow_grpo.run_folder.layout import CHECKPOINTS
 from flow_grpo.run_folder.metrics_file import has_metrics
 from flow_grpo.tracking import services
-from flow_grpo.training.losses import own_function
+from flow_grpo.training.custom import own_function
 from flow_grpo.training.zero import STAGES, library
 
 

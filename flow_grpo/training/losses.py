@@ -9,20 +9,17 @@ import functools
 import math
 from collections.abc import Callable, Iterator
 from inspect import signature
-from typing import Any
 
 import torch
 from torch import Tensor
 
-import rewards as reward_kit
 from flow_grpo import methods, objectives, sampling, sde
 from flow_grpo.config import FlowGRPOConfig
-from flow_grpo.config.sections import ObjectiveConfig
 from flow_grpo.distributed.processes import Processes
 from flow_grpo.policy.conditioning import Conditioning
 from flow_grpo.policy.policy import Policy
+from flow_grpo.training.custom import custom_loss
 from flow_grpo.types import Loss, NoisedImage, PromptBatch, TrainedStep, Trajectory
-from rewards.user_code import guarded
 
 
 class ClipRange:
@@ -235,27 +232,11 @@ def _keep_largest(ours: dict[str, float], theirs: dict[str, float]) -> None:
             ours[name] = value
 
 
-@functools.cache
-def own_function(kind: str, name: str) -> Callable | None:
-    """A function of the user's own, by import path or file, that raises ValueError alone; None for a name of ours."""
-    if ":" not in name:
-        return None
-    function = reward_kit.locate(kind, name)
-    if not callable(function):
-        raise ValueError(f"{kind} {name} is not a function.")
-
-    def called(*args: Any, **kwargs: Any) -> Any:
-        with guarded(f"{kind} {name}", lambda error: f"{kind} {name} raised {error}"):
-            return function(*args, **kwargs)
-
-    return called
-
-
 def loss_function(args: FlowGRPOConfig) -> Callable[..., Loss]:
     """The run's objective as a function of rows and their advantages, with the settings that it reads; others come as keywords."""
     o, method = args.objective, args.method
     if ":" in o.name:
-        return functools.partial(_own, o)
+        return functools.partial(custom_loss, o)
     function = getattr(objectives, method.function or o.name)
     takes = signature(function).parameters
     settings = {name: getattr(o, name) for name in takes if name in method.settings}
@@ -265,23 +246,6 @@ def loss_function(args: FlowGRPOConfig) -> Callable[..., Loss]:
         return function(rows, **given, **{**settings, **more})
 
     return loss
-
-
-def _own(o: ObjectiveConfig, seen: TrainedStep | NoisedImage, advantage: Tensor) -> Loss:
-    """The user's objective: it returns a Loss, or the values (n,) alone."""
-    function = own_function("objective", o.name)
-    assert function
-    found = function(seen, advantage, **o.options)
-    value = found.value if isinstance(found, Loss) else found
-    if not isinstance(value, Tensor) or value.shape != advantage.shape or not value.requires_grad:
-        raise ValueError(
-            f"objective {o.name} must return a tensor of {len(advantage)} values that carries a gradient, one for each row, or a "
-            "Loss of them."
-        )
-    metrics = dict(found.metrics) if isinstance(found, Loss) else {}
-    if isinstance(seen, TrainedStep):
-        metrics["ratio/max_deviation"] = (seen.log_prob - seen.old_log_prob).detach().exp().sub(1).abs()
-    return Loss(value, metrics)
 
 
 def _with_kl(loss: Loss, kl: Tensor, weight: float) -> Loss:

@@ -21,8 +21,8 @@ from flow_grpo.policy.policy import Policy
 from flow_grpo.progress import phase
 from flow_grpo.text import counted
 from flow_grpo.training.critic import Critic
+from flow_grpo.training.custom import own_function
 from flow_grpo.training.interrupt import Interrupted, background, interruptible, wait
-from flow_grpo.training.losses import own_function
 from flow_grpo.types import Experience, PromptBatch, Scores, Trajectory
 from rewards import WeightedSum
 from rewards.interrupt import DaemonThread

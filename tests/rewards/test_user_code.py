@@ -17,7 +17,7 @@ from support.embedded import short_run
 
 import rewards
 from flow_grpo.trainer import FlowGRPOTrainer
-from flow_grpo.training.losses import own_function
+from flow_grpo.training.custom import own_function
 from rewards import user_code
 from rewards.serving import server
 from rewards.serving.client import encode

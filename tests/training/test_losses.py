@@ -8,7 +8,8 @@ from scipy import stats
 from support import small_policy as small
 
 from flow_grpo import sampling, sde
-from flow_grpo.training.losses import ClipRange, FinalTerms, Means, StepTerms, own_function
+from flow_grpo.training.custom import own_function
+from flow_grpo.training.losses import ClipRange, FinalTerms, Means, StepTerms
 from flow_grpo.types import Loss, Schedule, Trajectory
 
 OWN = "tests/support/sample_objectives.py"

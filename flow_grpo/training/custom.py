@@ -1,0 +1,45 @@
+"""Objectives and advantages that a user brings: loaded by import path or file, with errors that name them."""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor
+
+import rewards as reward_kit
+from flow_grpo.config.sections import ObjectiveConfig
+from flow_grpo.types import Loss, NoisedImage, TrainedStep
+from rewards.user_code import guarded
+
+
+@functools.cache
+def own_function(kind: str, name: str) -> Callable | None:
+    """A function of the user's own, by import path or file, that raises ValueError alone; None for a name of ours."""
+    if ":" not in name:
+        return None
+    function = reward_kit.locate(kind, name)
+    if not callable(function):
+        raise ValueError(f"{kind} {name} is not a function.")
+
+    def called(*args: Any, **kwargs: Any) -> Any:
+        with guarded(f"{kind} {name}", lambda error: f"{kind} {name} raised {error}"):
+            return function(*args, **kwargs)
+
+    return called
+
+
+def custom_loss(o: ObjectiveConfig, seen: TrainedStep | NoisedImage, advantage: Tensor) -> Loss:
+    """The user's objective: it returns a Loss, or the values (n,) alone."""
+    function = own_function("objective", o.name)
+    assert function
+    found = function(seen, advantage, **o.options)
+    value = found.value if isinstance(found, Loss) else found
+    if not isinstance(value, Tensor) or value.shape != advantage.shape or not value.requires_grad:
+        raise ValueError(
+            f"objective {o.name} must return a tensor of {len(advantage)} values that carries a gradient, one for each row, or a "
+            "Loss of them."
+        )
+    metrics = dict(found.metrics) if isinstance(found, Loss) else {}
+    if isinstance(seen, TrainedStep):
+        metrics["ratio/max_deviation"] = (seen.log_prob - seen.old_log_prob).detach().exp().sub(1).abs()
+    return Loss(value, metrics)
