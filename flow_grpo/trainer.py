@@ -35,11 +35,11 @@ from flow_grpo.training import early_checks
 from flow_grpo.training.callbacks import CallbackList
 from flow_grpo.training.critic import Critic
 from flow_grpo.training.interrupt import Interrupted, signals
-from flow_grpo.training.offline import GivenImages
+from flow_grpo.training.offline import OfflineSource
 from flow_grpo.training.rewards import build_rewards
 from flow_grpo.training.rollouts import Rollouts
 from flow_grpo.training.setup import loaded, make_trainable
-from flow_grpo.training.update import Update
+from flow_grpo.training.update import PolicyUpdate
 from flow_grpo.training.windows import best_window, owned_variance
 from flow_grpo.types import Evaluation
 
@@ -105,15 +105,15 @@ class FlowGRPOTrainer:
         """Begins a part of the run: its objective, what it learns from, and an optimizer that knows nothing of the last one's."""
         self._fit(part, part.microbatch)
         self.begin, self.part, objective = begin, part, part.objective
-        self.update = Update(self.policy, part, begin, self.processes)
+        self.update = PolicyUpdate(self.policy, part, begin, self.processes)
         self.critic: Critic | None = None
         if part.method.critic:
             _, shape = self.policy.schedule(part.sampling.steps)
             text = self.policy.encode(self.train_set.prompts[:1]).pooled().shape[1]
             self.critic = Critic(shape, text, objective.critic, part.seed)
-        self.source: Rollouts | GivenImages
+        self.source: Rollouts | OfflineSource
         if objective.data is not None:
-            self.source = GivenImages(self.policy, part, self.processes)
+            self.source = OfflineSource(self.policy, part, self.processes)
         else:
             ours = (self.policy, part, self.prompt_sampler, self.rewards, self.critic)
             self.source = Rollouts(*ours, self._window, self._asked_to_stop, self.processes)
@@ -154,8 +154,8 @@ class FlowGRPOTrainer:
             try:
                 self._loop(tracker)
             except (Interrupted, ValueError) as error:
-                together = isinstance(error, Interrupted) or not self.update.spread  # one process alone can't gather
-                whole = not self.update.unfinished  # half a step can't be resumed
+                together = isinstance(error, Interrupted) or not self.update.is_sharded  # one process alone can't gather
+                whole = not self.update.mid_step  # half a step can't be resumed
                 if together and whole and not isinstance(error, NotWritten):
                     self._save_after(error)
                 raise
@@ -196,7 +196,7 @@ class FlowGRPOTrainer:
                     metrics = self.update(experience, self.step)
             except (Interrupted, ValueError, torch.OutOfMemoryError) as error:  # this step has not happened
                 self._recall(memory)
-                self.update.give_up()
+                self.update.discard()
                 if not isinstance(error, torch.OutOfMemoryError) or not self._halve():
                     raise
             if metrics is None and self.policy.device.type == "cuda":
@@ -215,7 +215,7 @@ class FlowGRPOTrainer:
     def _halve(self) -> bool:
         """After memory ran out: smaller micro-batches from here on. False if there are none, or others would not know of it."""
         former, least = self.part.microbatch, self.part.method.rows_per_pair
-        if former <= least or self.update.unfinished or self.processes.world_size > 1:
+        if former <= least or self.update.mid_step or self.processes.world_size > 1:
             return False
         self._fit(self.part, former // 2)
         self.notes.append(f"memory ran out with microbatch={former}; the run goes on with {self.part.microbatch}.")
@@ -223,7 +223,7 @@ class FlowGRPOTrainer:
 
     def _memory(self) -> dict[str, Any]:
         """What steps leave behind beside the adapter and its optimizer."""
-        critic = None if self.critic is None else copy.deepcopy(self.critic.state())
+        critic = None if self.critic is None else copy.deepcopy(self.critic.training_state())
         return {
             "prompts": self.prompt_sampler.state_dict(),
             "clip": dict(self.update.clip.state),
@@ -237,7 +237,7 @@ class FlowGRPOTrainer:
         self.part.microbatch = memory["microbatch"]
         self.update.clip.state, self.window_place = dict(memory["clip"]), memory["window"]
         if self.critic is not None:
-            self.critic.load(memory["critic"])
+            self.critic.load_training_state(memory["critic"])
 
     def enter_at(self, step: int) -> None:
         """Goes over to the part of the run that this step belongs to."""
@@ -247,14 +247,14 @@ class FlowGRPOTrainer:
 
     def save(self) -> None:
         """Writes a checkpoint of everything that the next step depends on. All hold the same, or a share of it, and one writes."""
-        if not self.processes.is_main and not self.update.spread:
+        if not self.processes.is_main and not self.update.is_sharded:
             return
         keep = self.processes.is_main
         state = {
             "step": self.step,
             "adapter": self.policy.adapter_state(keep=keep),
             "ema": self.policy.ema_state(keep),
-            **self.update.state(keep),
+            **self.update.state_dict(keep),
             "begin": self.begin,
             "memory": self._memory(),
         }
@@ -373,7 +373,7 @@ class FlowGRPOTrainer:
         self.enter_at(state["begin"])  # between two parts, the optimizer may be the former's or the latter's
         self.policy.load_adapter_state(state["adapter"])
         self.policy.load_ema_state(state["ema"])
-        self.update.load(state)
+        self.update.load_state_dict(state)
         self._recall(state["memory"])
         self._fit(self.part, self.part.microbatch)  # it may have been saved by fewer processes
         if "old" in state:

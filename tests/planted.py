@@ -324,8 +324,8 @@ BUGS = [
     (
         "the KL is computed under no_grad",
         "flow_grpo/training/losses.py",
-        "loss = _with_kl(loss, self._kl(k, rows, v, step), self.o.kl_weight)",
-        "loss = _with_kl(loss, self._kl(k, rows, v, step).detach(), self.o.kl_weight)",
+        "loss = _with_kl(loss, self._kl(k, rows, v, step), self.objective.kl_weight)",
+        "loss = _with_kl(loss, self._kl(k, rows, v, step).detach(), self.objective.kl_weight)",
         "tests/test_train.py -k kl_pulls",
     ),
     (
@@ -395,8 +395,8 @@ BUGS = [
     (
         "the mean is over the rows with signal, not over all",
         "flow_grpo/training/update.py",
-        "each = 1 / (len(share) * experience.rows_per_group)",
-        "each = 1 / max(1, len(rows))",
+        "row_weight = 1 / (len(share) * experience.rows_per_group)",
+        "row_weight = 1 / max(1, len(rows))",
         "tests/test_train.py -k skipping_leaves",
     ),
     (
@@ -668,8 +668,8 @@ BUGS = [
     (
         "the doctor measures the ratio before the update",
         "flow_grpo/doctor/run.py",
-        "Update(trainer.policy, single, begin, trainer.processes)(experience, begin)",
-        "Update(trainer.policy, single, begin, trainer.processes)",
+        "PolicyUpdate(trainer.policy, single, begin, trainer.processes)(experience, begin)",
+        "PolicyUpdate(trainer.policy, single, begin, trainer.processes)",
         "tests/doctor/test_doctor.py -k adams_eps",
     ),
     (

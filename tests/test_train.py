@@ -250,7 +250,7 @@ def test_rows_keep_their_place_where_the_kernel_depends_on_it(tmp_path):
     metrics = trainer.training_step()
     assert sizes == [8] * 3 + [8] * 6, "packed, then again in place"
     assert metrics["ratio/first_update_max_deviation"] == 0
-    assert trainer.update.state()["packs"] is False, "a run that is resumed need not find out again"
+    assert trainer.update.state_dict()["packs"] is False, "a run that is resumed need not find out again"
 
 
 def test_a_ratio_that_is_not_1_stops_the_run(tmp_path):

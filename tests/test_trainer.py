@@ -309,7 +309,7 @@ def test_a_checkpoint_holds_all_that_the_next_steps_depend_on(tmp_path, name, st
     first, second = trainer("run"), trainer("other")
     if name == "rich":
         scarce(first, 6)
-        first.update.packs = False
+        first.update.pack_rows = False
     if name == "fp16":  # one overflow
         first.update.optimizer.scaler.update(1024.0)
     for _ in range(stop):
@@ -352,7 +352,7 @@ def test_a_checkpoint_between_two_stages_belongs_to_the_one_that_has_ended(tmp_p
     second = made(tmp_path / "other", stages=STAGES)
     second.restore(latest(tmp_path / "run"))
     assert second.part.objective.name == "sft"
-    assert second.update.state()["optimizer"]["state"], "its moments"
+    assert second.update.state_dict()["optimizer"]["state"], "its moments"
     first.training_step()
     first.save()
     assert latest(tmp_path / "run")["begin"] == 2
@@ -391,11 +391,11 @@ def test_only_the_first_process_writes_and_the_others_help_where_weights_are_spr
 
         return gathering
 
-    trainer.update.optimizer.state = asking(trainer.update.optimizer.state)
+    trainer.update.optimizer.state_dict = asking(trainer.update.optimizer.state_dict)
     trainer.policy.adapter_state = asking(trainer.policy.adapter_state)
     trainer.save()
     assert not asked
-    trainer.update.optimizer.spread = True
+    trainer.update.optimizer.is_sharded = True
     trainer.save()
     assert asked == [False, False]
     trainer.processes = small.Two()
@@ -579,7 +579,7 @@ def test_a_stage_begins_with_an_optimizer_a_window_and_an_old_policy_of_its_own(
     assert trainer.critic is not None
     for _ in range(3):
         trainer.training_step()
-    assert trainer.update.state()["optimizer"]["state"]
+    assert trainer.update.state_dict()["optimizer"]["state"]
     trainer.window_place = 3
     windows, rates = [], []
     for step in range(3, 7):
@@ -591,7 +591,7 @@ def test_a_stage_begins_with_an_optimizer_a_window_and_an_old_policy_of_its_own(
     assert trainer.window_place is None
     assert windows == [[0], [0], [1], [1]]
     assert rates == pytest.approx([0.02, 0.04, 0.06, 0.08])
-    moments = trainer.update.state()["optimizer"]["state"]
+    moments = trainer.update.state_dict()["optimizer"]["state"]
     assert all(float(value["step"]) == 4 for value in moments.values()), "of this stage alone"
     trained = weights(trainer.policy)
     assert not torch.equal(weights(trainer.policy, "old"), trained)
@@ -918,7 +918,7 @@ def test_what_fails_is_saved_before_its_step_but_never_half_of_one(tmp_path, hal
 @pytest.mark.parametrize("kind", ["stopped", "failed"])
 def test_where_weights_are_spread_only_what_stops_together_is_saved(tmp_path, kind):
     trainer = made(tmp_path / "run", steps=5)
-    trainer.update.optimizer.spread = True
+    trainer.update.optimizer.is_sharded = True
 
     def reward(images, prompts):
         if trainer.step == 1 and kind == "failed":

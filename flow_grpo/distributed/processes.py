@@ -94,15 +94,15 @@ class Processes:
         return any(self.all_gather(value))
 
     @torch.no_grad()
-    def all_reduce_gradients(self, parameters: list[torch.nn.Parameter], spread: bool = False) -> None:
+    def all_reduce_gradients(self, parameters: list[torch.nn.Parameter], is_sharded: bool = False) -> None:
         """Each gradient becomes the sum of all processes' ones; one that is missing counts as 0.
 
         Args:
-            spread: each process holds shares of the parameters, whose gradients are the mean of all processes' ones already.
+            is_sharded: each process holds shares of the parameters, whose gradients are the mean of all processes' ones already.
         """
         if self.world_size == 1:
             return
-        if spread:
+        if is_sharded:
             for parameter in parameters:
                 if parameter.grad is not None:
                     parameter.grad.mul_(self.world_size)

@@ -19,7 +19,7 @@ from flow_grpo.policy.model_files import check_weights
 from flow_grpo.policy.policy import usable_device
 from flow_grpo.progress import phase
 from flow_grpo.training import early_checks
-from flow_grpo.training.offline import load_sources
+from flow_grpo.training.offline import load_examples
 from flow_grpo.training.rewards import load_reward
 from flow_grpo.types import PromptBatch
 from rewards.downloads import hub_is_reachable, is_missing_download, offline_mode
@@ -88,7 +88,7 @@ def _prompts(args: FlowGRPOConfig, count: int, found: Findings) -> PromptSet | N
         found.checked.append(f"{len(held_out)} held-out prompts")
     for _, part in args.resolved_stages():
         if part.objective.data is not None:
-            given = load_sources(part.objective.data, part.method.rows_per_pair)
+            given = load_examples(part.objective.data, part.method.rows_per_pair)
             found.checked.append(f"{len(given.prompts)} given images")
     return prompts
 

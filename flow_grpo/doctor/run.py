@@ -34,10 +34,10 @@ from flow_grpo.policy.memory import peak_memory
 from flow_grpo.policy.policy import DTYPES, Policy
 from flow_grpo.text import counted
 from flow_grpo.trainer import TWICE, FlowGRPOTrainer
-from flow_grpo.training.losses import ClipRange, StepTerms
-from flow_grpo.training.offline import load_sources
+from flow_grpo.training.losses import ClipRange, StepLoss
+from flow_grpo.training.offline import load_examples
 from flow_grpo.training.rollouts import Rollouts
-from flow_grpo.training.update import Update
+from flow_grpo.training.update import PolicyUpdate
 from flow_grpo.types import Experience, PromptBatch, Trajectory
 
 MOST = 128  # images that are looked at, of whole groups
@@ -151,7 +151,7 @@ def prompts(trainer: FlowGRPOTrainer) -> list[Verdict]:
 
 def _given(part: FlowGRPOConfig) -> list[str]:
     assert part.objective.data
-    return load_sources(part.objective.data, part.method.rows_per_pair).prompts
+    return load_examples(part.objective.data, part.method.rows_per_pair).prompts
 
 
 def end_is_read(policy: Policy, prompt: str) -> bool:
@@ -281,7 +281,7 @@ def update(trainer: FlowGRPOTrainer) -> tuple[dict[str, float] | None, list[Verd
     single = part.model_copy(update={"updates": 1, "epochs": 1, "optimizer": o})
     try:
         experience = trainer.source.collect(begin)
-        Update(trainer.policy, single, begin, trainer.processes)(experience, begin)
+        PolicyUpdate(trainer.policy, single, begin, trainer.processes)(experience, begin)
         moved = drift(trainer, experience)
         gradients = Gradients(trainer)
         metrics = trainer.training_step()
@@ -310,8 +310,8 @@ def drift(trainer: FlowGRPOTrainer, experience: Experience) -> dict[int, Tensor]
     if trajectory.steps and len(rows):
         conditioning = trainer.policy.encode(experience.batch.prompts)
         settings, clip = part.model_copy(update={"objective": o}), ClipRange(o.clip_quantile)
-        terms = StepTerms(trainer.policy, settings, conditioning, trajectory, experience.advantage, clip)
-        parts = [list(terms.losses(chunk, chunk >= 0)) for chunk in rows.split(part.microbatch)]
+        loss = StepLoss(trainer.policy, settings, experience, conditioning, clip)
+        parts = [list(loss.losses(chunk, chunk >= 0)) for chunk in rows.split(part.microbatch)]
         for step, losses in zip(trajectory.steps, zip(*parts, strict=True), strict=True):
             found[step] = torch.cat([loss.metrics["ratio/max_deviation"] for loss in losses])
     return found

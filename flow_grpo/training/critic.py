@@ -82,10 +82,10 @@ class Critic(nn.Module):
             errors.append(loss.item())
         return sum(errors) / len(errors)
 
-    def state(self) -> dict:
+    def training_state(self) -> dict:
         return {"weights": self.state_dict(), "optimizer": self.optimizer.state_dict()}
 
-    def load(self, state: dict) -> None:
+    def load_training_state(self, state: dict) -> None:
         try:
             self.load_state_dict(state["weights"])
         except RuntimeError as error:

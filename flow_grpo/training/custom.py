@@ -13,7 +13,7 @@ from rewards.user_code import guarded
 
 
 @functools.cache
-def own_function(kind: str, name: str) -> Callable | None:
+def load_custom_function(kind: str, name: str) -> Callable | None:
     """A function of the user's own, by import path or file, that raises ValueError alone; None for a name of ours."""
     if ":" not in name:
         return None
@@ -30,7 +30,7 @@ def own_function(kind: str, name: str) -> Callable | None:
 
 def custom_loss(o: ObjectiveConfig, seen: TrainedStep | NoisedImage, advantage: Tensor) -> Loss:
     """The user's objective: it returns a Loss, or the values (n,) alone."""
-    function = own_function("objective", o.name)
+    function = load_custom_function("objective", o.name)
     assert function
     found = function(seen, advantage, **o.options)
     value = found.value if isinstance(found, Loss) else found

@@ -13,8 +13,8 @@ from flow_grpo.policy.policy import usable_device
 from flow_grpo.run_folder.layout import CHECKPOINTS
 from flow_grpo.run_folder.metrics_file import has_metrics
 from flow_grpo.tracking import services
-from flow_grpo.training.custom import own_function
-from flow_grpo.training.zero import STAGES, library
+from flow_grpo.training.custom import load_custom_function
+from flow_grpo.training.zero import STAGES, import_deepspeed
 
 
 def check_settings(args: FlowGRPOConfig, count: int) -> None:
@@ -24,10 +24,10 @@ def check_settings(args: FlowGRPOConfig, count: int) -> None:
     services.check_installed(args.trackers)
     device = usable_device(args.device)
     if args.memory.shard in STAGES and count > 1:
-        library(args.memory.shard, torch.device(device))
+        import_deepspeed(args.memory.shard, torch.device(device))
     for _, part in args.resolved_stages():
-        own_function("objective", part.objective.name)
-        own_function("advantage", part.objective.advantage)
+        load_custom_function("objective", part.objective.name)
+        load_custom_function("advantage", part.objective.advantage)
         pairs = part.method.rows_per_pair == 2
         Processes(0, count).local_microbatch(
             part.prompts_per_step, part.images_per_prompt, part.microbatch, part.updates, pairs

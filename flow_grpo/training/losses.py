@@ -1,7 +1,7 @@
 """What one update minimises, term by term: the policy run again on a batch's rows, and an objective of what it says.
 
-`StepTerms` replays the trained transitions, `FinalTerms` noises the final latents afresh. Both hand out one `Loss` for each
-of their `count` terms; the trainer weighs the rows, runs backward and forgets the graph before it asks for the next. `Means`
+`StepLoss` replays the trained transitions, `ForwardProcessLoss` noises the final latents afresh. Both hand out one `Loss` for each
+of their `count` terms; the trainer weighs the rows, runs backward and forgets the graph before it asks for the next. `LossMetrics`
 collects what the losses report.
 """
 
@@ -19,7 +19,7 @@ from flow_grpo.distributed.processes import Processes
 from flow_grpo.policy.conditioning import Conditioning
 from flow_grpo.policy.policy import Policy
 from flow_grpo.training.custom import custom_loss
-from flow_grpo.types import Loss, NoisedImage, PromptBatch, TrainedStep, Trajectory
+from flow_grpo.types import Experience, Loss, NoisedImage, TrainedStep
 
 
 class ClipRange:
@@ -35,14 +35,14 @@ class ClipRange:
         self.state: dict[int, float] = {}
         self._seen: dict[int, list[Tensor]] = {}
 
-    def at(self, step: int) -> float:
+    def range_at(self, step: int) -> float:
         return self.state.get(step, math.inf)
 
-    def saw(self, step: int, deviation: Tensor) -> None:
+    def observe(self, step: int, deviation: Tensor) -> None:
         """Takes note of |ratio - 1| (n,) in an update."""
         self._seen.setdefault(step, []).append(deviation)
 
-    def learn(self, processes: Processes) -> None:
+    def update(self, processes: Processes) -> None:
         """After an update: moves the ranges by what all processes saw. Exact ratios, as before the first, say nothing."""
         seen: dict[int, list[Tensor]] = {}
         for one in processes.all_gather(self._seen):
@@ -55,9 +55,9 @@ class ClipRange:
                 found = deviation.quantile(self.quantile).item()
                 former = self.state.get(step, found)
                 self.state[step] = self.DECAY * former + (1 - self.DECAY) * found
-        self.forget()
+        self.reset()
 
-    def forget(self) -> None:
+    def reset(self) -> None:
         """What was seen since the last update counts no more."""
         self._seen = {}
 
@@ -65,93 +65,93 @@ class ClipRange:
         return {f"clip_range/step_{step}": value for step, value in sorted(self.state.items())}
 
 
-class StepTerms:
+class StepLoss:
     """The terms of objectives on per-step log-probabilities: one per trained step. `advantage` is (B,) or (B, K)."""
 
     def __init__(
         self,
         policy: Policy,
         args: FlowGRPOConfig,
+        experience: Experience,
         conditioning: Conditioning,
-        trajectory: Trajectory,
-        advantage: Tensor,
         clip: ClipRange,
     ) -> None:
-        self.policy, self.o, self.s = policy, args.objective, args.sampling
-        self.loss = loss_function(args)
+        trajectory, advantage = experience.trajectory, experience.advantage
+        self.policy, self.objective, self.sampling = policy, args.objective, args.sampling
+        self.loss = objective_function(args)
         self.velocity = policy.velocity_fn(trajectory.schedule, conditioning)
         self.trajectory, self.clip = trajectory, clip
         self.count = len(trajectory.steps)
         self.advantage = advantage if advantage.ndim == 2 else advantage[:, None].expand(-1, self.count)
 
-    compares = True  # its ratio is with the rollout's probabilities, so the same numbers must come out again
+    has_ratio = True  # its ratio is with the rollout's probabilities, so the same numbers must come out again
 
-    def losses(self, rows: Tensor, seen: Tensor) -> Iterator[Loss]:
-        """One loss per trained step, its values those of `rows` (n,); only the rows marked in `seen` (n,) are calibrated on."""
+    def losses(self, rows: Tensor, is_real: Tensor) -> Iterator[Loss]:
+        """One loss per trained step, its values those of `rows` (n,); only the rows marked in `is_real` (n,) are calibrated on."""
         for k, i in enumerate(self.trajectory.steps):
             v, step = self._step(k, rows)
             loss = self._objective(i, step, self.advantage[rows, k])
-            if "auto" in (self.o.clip_low, self.o.clip_high):
-                self.clip.saw(i, loss.metrics["ratio/max_deviation"][seen])
-            if self.o.step_weight == "std":
+            if "auto" in (self.objective.clip_low, self.objective.clip_high):
+                self.clip.observe(i, loss.metrics["ratio/max_deviation"][is_real])
+            if self.objective.step_weight == "std":
                 loss = Loss(loss.value * step.std.flatten(1)[:, 0], loss.metrics)
-            if self.o.kl_weight:
-                loss = _with_kl(loss, self._kl(k, rows, v, step), self.o.kl_weight)
+            if self.objective.kl_weight:
+                loss = _with_kl(loss, self._kl(k, rows, v, step), self.objective.kl_weight)
             yield loss
 
     def _step(self, k: int, rows: Tensor) -> tuple[Tensor, TrainedStep]:
         """Velocity and transition of the k-th trained step, as the policy is now."""
         t, i = self.trajectory, self.trajectory.steps[k]
-        v, mean, std = sampling.replay(self.velocity, t, k, rows, self.s.transition, self.s.noise_level)
-        log_prob = sde.LOG_PROBS[self.s.log_prob](t.x_next[rows, k], mean, std)
+        v, mean, std = sampling.replay(self.velocity, t, k, rows, self.sampling.transition, self.sampling.noise_level)
+        log_prob = sde.LOG_PROBS[self.sampling.log_prob](t.x_next[rows, k], mean, std)
         delta = t.schedule.sigmas[i + 1] - t.schedule.sigmas[i]
         return v, TrainedStep(log_prob, t.log_prob_BK[rows, k], mean, t.mean[rows, k], std, delta)
 
     def _objective(self, i: int, step: TrainedStep, advantage: Tensor) -> Loss:
-        calibrated = {name: self.clip.at(i) for name in methods.CLIP if getattr(self.o, name) == "auto"}
+        calibrated = {name: self.clip.range_at(i) for name in methods.CLIP if getattr(self.objective, name) == "auto"}
         return self.loss(step, advantage, **calibrated)
 
     def _kl(self, k: int, rows: Tensor, v: Tensor, step: TrainedStep) -> Tensor:
         with torch.no_grad(), self.policy.reference():
             v_ref, reference = self._step(k, rows)
-        if self.o.kl == "velocity":
+        if self.objective.kl == "velocity":
             return objectives.velocity_kl(v, v_ref)
-        if self.o.kl == "k3":
+        if self.objective.kl == "k3":
             return objectives.k3(step.log_prob, reference.log_prob)
         gaussian = sde.kl(step.mean, reference.mean, step.std)
-        return gaussian * -step.delta if self.o.kl == "flow_grpo" else gaussian  # std^2 = g^2 (-delta), theirs is g^2
+        if self.objective.kl == "flow_grpo":
+            return gaussian * -step.delta  # the paper divides by g^2, a Gaussian's KL by std^2 = g^2 (-delta)
+        return gaussian
 
 
-class FinalTerms:
+class ForwardProcessLoss:
     """The terms of objectives on final latents: one per noise level, which a group shares with its noise."""
 
     def __init__(
         self,
         policy: Policy,
         args: FlowGRPOConfig,
+        experience: Experience,
         conditioning: Conditioning,
-        trajectory: Trajectory,
-        advantage: Tensor,
-        batch: PromptBatch,
         step: int,
     ) -> None:
-        self.policy, self.o, self.advantage = policy, args.objective, advantage
-        self.method, self.loss = args.method, loss_function(args)
-        self.conditioning, self.x0 = conditioning, trajectory.final
-        self.count = self.o.draws
-        self.draws = [self._draw(trajectory, batch, args.seed, step, draw) for draw in range(self.count)]
+        self.policy, self.objective, self.advantage = policy, args.objective, experience.advantage
+        self.method, self.loss = args.method, objective_function(args)
+        self.conditioning, self.x0 = conditioning, experience.trajectory.final
+        self.count = self.objective.draws
+        self.draws = [self._draw(experience, args.seed, step, draw) for draw in range(self.count)]
         off_policy = args.updates * args.epochs > 1 and self.method.ratio
-        self.v_rollout = self._before_updates(args.microbatch) if off_policy else None
-        self.compares = off_policy  # its ratio is with those
+        self.v_rollout = self._rollout_velocities(args.microbatch) if off_policy else None
+        self.has_ratio = off_policy  # its ratio is with those
 
-    def losses(self, rows: Tensor, seen: Tensor) -> Iterator[Loss]:
+    def losses(self, rows: Tensor, is_real: Tensor) -> Iterator[Loss]:
         """One loss per noise level, its values those of `rows` (n,)."""
         for draw in range(self.count):
             image = self._image(draw, rows)
             loss = self.loss(image, self.advantage[rows])
-            if self.o.kl_weight:
+            if self.objective.kl_weight:
                 assert image.v_ref is not None
-                loss = _with_kl(loss, objectives.velocity_kl(image.v, image.v_ref), self.o.kl_weight)
+                loss = _with_kl(loss, objectives.velocity_kl(image.v, image.v_ref), self.objective.kl_weight)
             yield loss
 
     def _image(self, draw: int, rows: Tensor) -> NoisedImage:
@@ -166,22 +166,23 @@ class FinalTerms:
             if self.method.old_policy:
                 with self.policy.use_adapter("old"):
                     v_old = velocity()
-            if self.o.kl_weight or self.method.reference:
+            if self.objective.kl_weight or self.method.reference:
                 with self.policy.reference():
                     v_ref = velocity()
         v_rollout = v.detach() if self.v_rollout is None else self.v_rollout[draw][rows]
         return NoisedImage(noised.x0, eps, sigma, v, v_rollout, v_old, v_ref)
 
-    def _draw(self, trajectory: Trajectory, batch: PromptBatch, seed: int, step: int, draw: int) -> tuple[Tensor, ...]:
+    def _draw(self, experience: Experience, seed: int, step: int, draw: int) -> tuple[Tensor, ...]:
         """Noise (B, ...), timestep (B,) and sigma (B,) of a term: sigma at a uniform place of the schedule's range."""
+        trajectory, batch = experience.trajectory, experience.batch
         eps = sampling.batch_noise(trajectory.final.shape[1:], batch, seed, "eps", step, draw, shared=True)
-        low, high = self.o.sigma_range
+        low, high = self.objective.sigma_range
         normal = sampling.batch_noise((1,), batch, seed, "sigma", step, draw, shared=True)[:, 0]
         u = low + (high - low) * torch.special.ndtr(normal)  # uniform in the range
         return eps, *trajectory.schedule.at((1 - u) * len(trajectory.schedule))
 
     @torch.no_grad()
-    def _before_updates(self, microbatch: int) -> list[Tensor]:
+    def _rollout_velocities(self, microbatch: int) -> list[Tensor]:
         """The velocity (B, ...) of each term under the policy that drew the images."""
         chunks = torch.arange(len(self.x0)).split(microbatch)
         self.v_rollout = None
@@ -189,7 +190,7 @@ class FinalTerms:
             return [torch.cat([self._image(draw, chunk).v.detach() for chunk in chunks]) for draw in range(self.count)]
 
 
-class Means:
+class LossMetrics:
     """Weighted means and largest values of what losses report."""
 
     def __init__(self) -> None:
@@ -208,15 +209,15 @@ class Means:
             self.largest[name] = torch.maximum(largest, largest.new_tensor(self.largest.get(name, 0.0))).item()  # NaN stays
 
     @staticmethod
-    def join(parts: "list[Means]") -> "Means":
+    def merge(parts: "list[LossMetrics]") -> "LossMetrics":
         """What several processes have seen, as if one had."""
-        whole = Means()
+        whole = LossMetrics()
         for part in parts:
             whole.loss, whole.weight = whole.loss + part.loss, whole.weight + part.weight
             for name, value in part.sums.items():
                 whole.sums[name] = whole.sums.get(name, 0.0) + value
-            _keep_largest(whole.largest, part.largest)
-            _keep_largest(whole.numbers, part.numbers)
+            _merge_max(whole.largest, part.largest)
+            _merge_max(whole.numbers, part.numbers)
         return whole
 
     def metrics(self) -> dict[str, float]:
@@ -225,14 +226,14 @@ class Means:
         return {**means, **largest, **self.numbers}
 
 
-def _keep_largest(ours: dict[str, float], theirs: dict[str, float]) -> None:
+def _merge_max(ours: dict[str, float], theirs: dict[str, float]) -> None:
     """The larger number of each name, or NaN."""
     for name, value in theirs.items():
         if name not in ours or value > ours[name] or math.isnan(value):
             ours[name] = value
 
 
-def loss_function(args: FlowGRPOConfig) -> Callable[..., Loss]:
+def objective_function(args: FlowGRPOConfig) -> Callable[..., Loss]:
     """The run's objective as a function of rows and their advantages, with the settings that it reads; others come as keywords."""
     o, method = args.objective, args.method
     if ":" in o.name:

@@ -20,14 +20,14 @@ from flow_grpo.types import Experience, PromptBatch, Trajectory
 
 
 @dataclass(frozen=True)
-class Sources:
+class OfflineExamples:
     """Prompts, and for each its pictures: one to copy, or the better and the worse one."""
 
     prompts: list[str]
-    pictures: list[tuple[Path | Tensor, ...]]
+    images: list[tuple[Path | Tensor, ...]]
 
 
-class GivenImages:
+class OfflineSource:
     """Deals given images to training steps: `prompts_per_step` x `images_per_prompt` of them (for dpo half as many pairs).
 
     `data` is a table (.jsonl, .csv, .parquet) with the columns prompt and image, for dpo prompt, chosen and rejected, paths
@@ -37,8 +37,8 @@ class GivenImages:
     def __init__(self, policy: Policy, args: FlowGRPOConfig, processes: Processes) -> None:
         assert args.objective.data
         self.policy, self.args, self.processes = policy, args, processes
-        self.each = args.method.rows_per_pair
-        self.sources = load_sources(args.objective.data, self.each)
+        self.rows_per_pair = args.method.rows_per_pair
+        self.examples = load_examples(args.objective.data, self.rows_per_pair)
         self.schedule, shape = policy.schedule(args.sampling.steps)
         blank = policy.decode(torch.zeros(1, *shape))
         policy.encode_images(blank)  # says at once if this pipeline can't
@@ -46,16 +46,16 @@ class GivenImages:
 
     def collect(self, step: int) -> Experience:
         started = time.perf_counter()
-        count = self.args.prompts_per_step * self.args.images_per_prompt // self.each
+        count = self.args.prompts_per_step * self.args.images_per_prompt // self.rows_per_pair
         groups = torch.arange(count)
         own = groups[self.processes.owns(groups)]
-        dealt = self._deal(step, count)
-        places = [dealt[group] for group in own.tolist()]
-        pictures = [self._picture(picture) for place in places for picture in self.sources.pictures[place]]
-        prompts = [self.sources.prompts[place] for place in places for _ in range(self.each)]
+        indices = self._example_indices(step, count)
+        places = [indices[group] for group in own.tolist()]
+        images = [self._load_image(image) for place in places for image in self.examples.images[place]]
+        prompts = [self.examples.prompts[place] for place in places for _ in range(self.rows_per_pair)]
         rows = torch.arange(len(prompts))
-        batch = PromptBatch(prompts, [{} for _ in prompts], own[rows // self.each], rows % self.each)
-        final = self.policy.encode_images(torch.stack(pictures), self.args.microbatch)
+        batch = PromptBatch(prompts, [{} for _ in prompts], own[rows // self.rows_per_pair], rows % self.rows_per_pair)
+        final = self.policy.encode_images(torch.stack(images), self.args.microbatch)
         none = final.new_zeros(len(final), 0)
         trajectory = Trajectory(self.schedule, [], none, none, none, none, final)
         return Experience(
@@ -63,36 +63,36 @@ class GivenImages:
             trajectory,
             torch.zeros(len(rows)),
             rows,
-            self.each,
+            self.rows_per_pair,
             groups,
             {"images": 0.0, "time/rollout": time.perf_counter() - started},
         )
 
-    def _deal(self, step: int, count: int) -> list[int]:
+    def _example_indices(self, step: int, count: int) -> list[int]:
         """`count` places of an endless row of shuffled epochs, from step * count on."""
         found: list[int] = []
         place = step * count
         while len(found) < count:
-            epoch, first = divmod(place + len(found), len(self.sources.prompts))
-            order = torch.randperm(len(self.sources.prompts), generator=sampling.generator(self.args.seed, "data", epoch))
+            epoch, first = divmod(place + len(found), len(self.examples.prompts))
+            order = torch.randperm(len(self.examples.prompts), generator=sampling.generator(self.args.seed, "data", epoch))
             found += order[first : first + count - len(found)].tolist()
         return found
 
-    def _picture(self, source: Path | Tensor) -> Tensor:
+    def _load_image(self, source: Path | Tensor) -> Tensor:
         """(3, H, W) in [0, 1], cut and scaled to the policy's size."""
         image = Image.fromarray(to_bytes(source[None])[0]) if isinstance(source, Tensor) else open_image(source)
         return from_bytes(np.asarray(ImageOps.fit(image, self.size, Image.Resampling.LANCZOS))[None])[0]
 
 
-def load_sources(data: str, each: int) -> Sources:
+def load_examples(data: str, rows_per_pair: int) -> OfflineExamples:
     """ValueError: no such file, a column that is missing, or a picture that is not there."""
     source = Path(data)
     if source.is_dir() or source.suffix.lower() in (".png", ".jpg", ".jpeg", ".webp"):
-        if each == 2:
+        if rows_per_pair == 2:
             raise ValueError(f"objective.data={data}: dpo needs a table with the columns prompt, chosen and rejected.")
         given = image_sets.read(source)
-        return Sources(given.prompts, [(image,) for image in given.images()])
-    columns = ("image",) if each == 1 else ("chosen", "rejected")
+        return OfflineExamples(given.prompts, [(image,) for image in given.images()])
+    columns = ("image",) if rows_per_pair == 1 else ("chosen", "rejected")
     table = load_prompts(data)
     missing = [name for name in columns if name not in table.metadata[0]]
     if missing:
@@ -105,4 +105,4 @@ def load_sources(data: str, each: int) -> Sources:
     lost = next((p for row in pictures for p in row if not p.is_file()), None)
     if lost is not None:
         raise ValueError(f"{data} names the picture {lost}, which is not there.")
-    return Sources(table.prompts, list(pictures))
+    return OfflineExamples(table.prompts, list(pictures))

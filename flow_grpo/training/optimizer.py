@@ -16,8 +16,8 @@ class Optimizer:
     """AdamW on every process alike or, where the weights lie in shares (FSDP2), on each process's own ones.
 
     Attributes:
-        spread: whether each process holds a share of what `state` gathers, so that all must ask for it.
-        in_step: whether all processes must go backward equally often.
+        is_sharded: whether each process holds a share of what `state` gathers, so that all must ask for it.
+        synchronous_backward: whether all processes must go backward equally often.
     """
 
     def __init__(self, policy: Policy, o: OptimizerConfig, processes: Processes) -> None:
@@ -26,7 +26,7 @@ class Optimizer:
             o.max_grad_norm,
             processes,
         )
-        self.spread, self.in_step = policy.is_sharded, policy.uses_fsdp
+        self.is_sharded, self.synchronous_backward = policy.is_sharded, policy.uses_fsdp
         self.adamw = adamw(self.parameters, o)
         self.scaler = torch.amp.GradScaler(policy.device.type, enabled=policy.dtype == torch.float16)
         self.scaler.scale(torch.zeros((), device=policy.device))  # it begins here, also where no row has signal
@@ -42,41 +42,41 @@ class Optimizer:
         """
         for group in self.adamw.param_groups:
             group["lr"] = lr
-        self.processes.all_reduce_gradients(self.parameters, self.spread)
+        self.processes.all_reduce_gradients(self.parameters, self.is_sharded)
         self.scaler.unscale_(self.adamw)
         norm = full_tensor(torch.nn.utils.clip_grad_norm_(self.parameters, self.max_norm)).item()
         if math.isfinite(norm) or self.scaler.is_enabled():
             self.scaler.step(self.adamw)  # which passes over a step whose fp16 gradients overflowed
             self.scaler.update()
-        self.forget()
+        self.zero_grad()
         if self.scaler.is_enabled() and self.scaler.get_scale() < 1:
             raise ValueError("gradients in fp16 overflow however small the loss is scaled: set dtype=bf16 or fp32.")
         return norm
 
-    def forget(self) -> None:
+    def zero_grad(self) -> None:
         """Drops gradients that no step was made with."""
         self.adamw.zero_grad()
 
-    def state(self, keep: bool = True) -> dict[str, Any]:
-        """Whole, also of parameters in shares: then all processes must ask, and need not `keep` the moments."""
+    def state_dict(self, keep_on_this_rank: bool = True) -> dict[str, Any]:
+        """Whole, also of parameters in shares: then all processes must ask, and need not keep the moments."""
         optimizer, moments = self.adamw.state_dict(), {}
         for place, values in optimizer["state"].items():
             tensors = {name: value for name, value in values.items() if isinstance(value, Tensor)}
-            moments[place] = {**values, **gather_to_cpu(tensors, keep)}
+            moments[place] = {**values, **gather_to_cpu(tensors, keep_on_this_rank)}
         return {"optimizer": {**optimizer, "state": moments}, "scaler": self.scaler.state_dict()}
 
-    def load(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: dict[str, Any]) -> None:
         """What `state` gave, of as many processes as there were."""
         own = self.parameters
         moments = {
-            place: {n: shard_like(v, own[place]) if _of_shape(v, own[place]) else v for n, v in values.items()}
+            place: {n: shard_like(v, own[place]) if _same_shape(v, own[place]) else v for n, v in values.items()}
             for place, values in state["optimizer"]["state"].items()
         }
         self.adamw.load_state_dict({**state["optimizer"], "state": moments})
         self.scaler.load_state_dict(state["scaler"])
 
 
-def _of_shape(value: Any, parameter: Tensor) -> bool:
+def _same_shape(value: Any, parameter: Tensor) -> bool:
     return isinstance(value, Tensor) and value.shape == parameter.shape
 
 

@@ -1,6 +1,6 @@
 """What a training step learns from: prompts dealt, images drawn, scored and compared, until there is enough to say.
 
-`Rollouts` draws images; `flow_grpo.training.offline.GivenImages` takes given ones. Both `collect(step)` an `Experience`.
+`Rollouts` draws images; `flow_grpo.training.offline.OfflineSource` takes given ones. Both `collect(step)` an `Experience`.
 """
 
 import math
@@ -21,7 +21,7 @@ from flow_grpo.policy.policy import Policy
 from flow_grpo.progress import phase
 from flow_grpo.text import counted
 from flow_grpo.training.critic import Critic
-from flow_grpo.training.custom import own_function
+from flow_grpo.training.custom import load_custom_function
 from flow_grpo.training.interrupt import Interrupted, background, interruptible, wait
 from flow_grpo.types import Experience, PromptBatch, Scores, Trajectory
 from rewards import WeightedSum
@@ -60,7 +60,7 @@ class Rollouts:
         self.window, self.stopping = window, stopping
         self.schedule, self.state_shape = policy.schedule(args.sampling.steps)
         self.solver = policy.heun_solver(self.schedule) if args.sampling.solver == "heun" else None
-        self.method = own_function("advantage", args.objective.advantage) or args.objective.advantage
+        self.method = load_custom_function("advantage", args.objective.advantage) or args.objective.advantage
         # On a CPU both would want all cores: beside it goes only what is scored on other machines.
         self.beside = policy.device.type != "cpu" or all(reward.remote is not None for reward in args.rewards.values())
         self.seconds = {"rollout": 0.0, "decode": 0.0, "reward": 0.0}

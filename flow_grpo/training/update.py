@@ -11,18 +11,18 @@ from flow_grpo.config import FlowGRPOConfig
 from flow_grpo.config.sections import DecayRamp
 from flow_grpo.distributed.processes import Processes
 from flow_grpo.policy.policy import Policy
-from flow_grpo.training.losses import ClipRange, FinalTerms, Means, StepTerms
+from flow_grpo.training.losses import ClipRange, ForwardProcessLoss, LossMetrics, StepLoss
 from flow_grpo.training.optimizer import Optimizer
-from flow_grpo.training.zero import STAGES, Zero
+from flow_grpo.training.zero import STAGES, ZeroOptimizer
 from flow_grpo.types import Experience
 
 
-class Update:
+class PolicyUpdate:
     """AdamW on what is trained, for one part of a run.
 
     Attributes:
-        unfinished: whether the adapter has moved in a training step that is not over.
-        packs: whether rows without a loss are left out and the others packed into fewer chunks. A kernel whose last bits depend on
+        mid_step: whether the adapter has moved in a training step that is not over.
+        pack_rows: whether rows without a loss are left out and the others packed into fewer chunks. A kernel whose last bits depend on
             a row's place in the chunk shows in the ratio before the first update; from then on each row keeps its place.
     """
 
@@ -30,8 +30,8 @@ class Update:
         self.policy, self.args, self.begin, self.processes = policy, args, begin, processes
         self.optimizer = _optimizer(policy, args, processes)
         self.clip = ClipRange(args.objective.clip_quantile)
-        self.unfinished = False
-        self.packs = True
+        self.mid_step = False
+        self.pack_rows = True
 
     def __call__(self, experience: Experience, step: int) -> dict[str, float]:
         """The updates and epochs of training step `step`, each update on an equal share of the groups. Returns metrics.
@@ -40,71 +40,72 @@ class Update:
             ValueError: the ratio before the first update is not 1, or a gradient is not finite.
         """
         args, batch = self.args, experience.batch
-        terms = self._terms(experience, step)
-        totals, self.unfinished = Means(), False
+        batch_loss = self._batch_loss(experience, step)
+        totals, self.mid_step = LossMetrics(), False
         shares = [
             share for share in experience.groups.tensor_split(args.updates) if len(share)
         ]  # even, if no reward was dropped
         for number, share in enumerate(shares * args.epochs, self._steps_before(step) + 1):
             rows = experience.rows[torch.isin(batch.group[experience.rows], share)]
-            each = 1 / (len(share) * experience.rows_per_group)
-            in_place = terms.compares and not self.packs
-            chunks = list(self._chunks(rows, each, len(batch.prompts) if in_place else None))
-            for chunk, weight in chunks + self._more(len(chunks), len(batch.prompts)):
-                self._backward(terms, chunk, weight, totals)
+            row_weight = 1 / (len(share) * experience.rows_per_group)
+            in_place = batch_loss.has_ratio and not self.pack_rows
+            chunks = list(self._chunks(rows, row_weight, len(batch.prompts) if in_place else None))
+            for chunk, weight in chunks + self._padding_chunks(len(chunks), len(batch.prompts)):
+                self._backward(batch_loss, chunk, weight, totals)
             if not self.processes.any(len(rows) > 0):
                 continue
-            if not self.unfinished and not self._ratio_is_one(totals):
-                self.packs = False
-                self.give_up()
+            if not self.mid_step and not self._check_ratio(totals):
+                self.pack_rows = False
+                self.discard()
                 return self(experience, step)
             totals.numbers.update(self._step(step, number))
-            self.clip.learn(self.processes)
+            self.clip.update(self.processes)
         if args.method.old_policy:
             decay = args.objective.old_decay
             self.policy.update_adapter_copy(
                 "old", decay.at(self._steps_before(step + 1)) if isinstance(decay, DecayRamp) else decay
             )
-        self.unfinished = False
-        totals = Means.join(self.processes.all_gather(totals))
+        self.mid_step = False
+        totals = LossMetrics.merge(self.processes.all_gather(totals))
         mean = totals.loss / max(1, len(shares) * args.epochs)
         return {"loss": mean, **totals.metrics(), **self.clip.metrics(), "lr": self._learning_rate(step)}
 
-    def _backward(self, terms: StepTerms | FinalTerms, chunk: Tensor, weight: Tensor, totals: Means) -> None:
+    def _backward(
+        self, batch_loss: StepLoss | ForwardProcessLoss, chunk: Tensor, weight: Tensor, totals: LossMetrics
+    ) -> None:
         """Adds the gradient of a chunk's rows, weighed, and what they report; only one term's graph is there at a time."""
-        for loss in terms.losses(chunk, weight > 0):
-            value = (loss.value * weight).sum() / terms.count
+        for loss in batch_loss.losses(chunk, weight > 0):
+            value = (loss.value * weight).sum() / batch_loss.count
             self.optimizer.backward(value.to(self.policy.device))
             if weight.any():
-                totals.add(loss, weight / terms.count)
+                totals.add(loss, weight / batch_loss.count)
 
-    def give_up(self) -> None:
+    def discard(self) -> None:
         """Forgets the gradients and ratios of updates that have not happened."""
-        self.optimizer.forget()
-        self.clip.forget()
+        self.optimizer.zero_grad()
+        self.clip.reset()
 
     @property
-    def spread(self) -> bool:
+    def is_sharded(self) -> bool:
         """Whether each process holds a share of what is trained or of its optimizer, so that all must help to gather it."""
-        return self.optimizer.spread
+        return self.optimizer.is_sharded
 
-    def state(self, keep: bool = True) -> dict[str, Any]:
+    def state_dict(self, keep_on_this_rank: bool = True) -> dict[str, Any]:
         """Whole: where it is spread all processes must ask, and need not `keep` it."""
-        return {**self.optimizer.state(keep), "packs": self.packs}
+        return {**self.optimizer.state_dict(keep_on_this_rank), "packs": self.pack_rows}
 
-    def load(self, state: dict[str, Any]) -> None:
-        self.optimizer.load(state)
-        self.packs = state["packs"]
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.optimizer.load_state_dict(state)
+        self.pack_rows = state["packs"]
 
-    def _terms(self, experience: Experience, step: int) -> StepTerms | FinalTerms:
-        batch, trajectory, advantage = experience.batch, experience.trajectory, experience.advantage
-        conditioning = self.policy.encode(batch.prompts)
+    def _batch_loss(self, experience: Experience, step: int) -> StepLoss | ForwardProcessLoss:
+        conditioning = self.policy.encode(experience.batch.prompts)
         if self.args.sampling.transition != "ode":
-            return StepTerms(self.policy, self.args, conditioning, trajectory, advantage, self.clip)
-        return FinalTerms(self.policy, self.args, conditioning, trajectory, advantage, batch, step)
+            return StepLoss(self.policy, self.args, experience, conditioning, self.clip)
+        return ForwardProcessLoss(self.policy, self.args, experience, conditioning, step)
 
-    def _chunks(self, rows: Tensor, each: float, count: int | None) -> Iterator[tuple[Tensor, Tensor]]:
-        """`rows` in chunks of the micro-batch size, and the weights of their rows, `each` or 0.
+    def _chunks(self, rows: Tensor, row_weight: float, count: int | None) -> Iterator[tuple[Tensor, Tensor]]:
+        """`rows` in chunks of the micro-batch size, and the weights of their rows, `row_weight` or 0.
 
         Args:
             count: the rows of the whole batch, to keep each row in the chunk and place that it had in the rollout: only then do
@@ -113,24 +114,24 @@ class Update:
         size = self.args.microbatch
         if count is not None:
             weights = torch.zeros(count)
-            weights[rows] = each
+            weights[rows] = row_weight
             for chunk in torch.arange(count).split(size):
                 if weights[chunk].any():
                     yield chunk, weights[chunk]
             return
         for chunk in rows.split(size) if len(rows) else ():
             missing = size - len(chunk)
-            weight = torch.cat([torch.full((len(chunk),), each), torch.zeros(missing)])
+            weight = torch.cat([torch.full((len(chunk),), row_weight), torch.zeros(missing)])
             yield torch.cat([chunk, chunk[:1].expand(missing)]), weight
 
-    def _more(self, count: int, rows: int) -> list[tuple[Tensor, Tensor]]:
+    def _padding_chunks(self, count: int, rows: int) -> list[tuple[Tensor, Tensor]]:
         """Chunks that weigh nothing, where processes go in step and others have more than `count` chunks."""
-        if not self.optimizer.in_step:
+        if not self.optimizer.synchronous_backward:
             return []
         chunk = torch.arange(min(self.args.microbatch, rows))
         return [(chunk, torch.zeros(len(chunk)))] * (max(self.processes.all_gather(count)) - count)
 
-    def _ratio_is_one(self, totals: Means) -> bool:
+    def _check_ratio(self, totals: LossMetrics) -> bool:
         """Notes how far the ratio is from 1 before the first update. False if it is not 1 and packing may be why.
 
         Raises:
@@ -140,7 +141,7 @@ class Update:
         if own is not None:
             totals.numbers["ratio/first_update_max_deviation"] = own
         deviation = max(self.processes.all_gather(own or 0.0), key=lambda d: math.inf if math.isnan(d) else d)
-        if deviation != 0 and self.packs:
+        if deviation != 0 and self.pack_rows:
             return False
         if deviation != 0:
             raise ValueError(
@@ -161,15 +162,15 @@ class Update:
 
     def _step(self, step: int, number: int) -> dict[str, float]:
         """One optimizer step, the `number`-th of this part of the run, and where it is due one of the moving average."""
-        moved, self.unfinished = self.unfinished, True  # also if memory runs out half-way
+        moved, self.mid_step = self.mid_step, True  # also if memory runs out half-way
         try:
             norm = self.optimizer.step(self._learning_rate(step))
         except ValueError:
-            self.unfinished = moved
+            self.mid_step = moved
             raise
         finite = math.isfinite(norm)
         if not finite and self.policy.dtype != torch.float16:
-            self.unfinished = moved
+            self.mid_step = moved
             raise ValueError(
                 f"the gradient of step {step + 1} is not finite: look at the last lines of metrics.jsonl, and set a smaller "
                 "optimizer.lr or dtype=fp32."
@@ -180,8 +181,8 @@ class Update:
         return {"grad_norm": norm, "grad_rms": norm / count**0.5} if finite else {"grad_overflow": 1.0}
 
 
-def _optimizer(policy: Policy, args: FlowGRPOConfig, processes: Processes) -> Optimizer | Zero:
+def _optimizer(policy: Policy, args: FlowGRPOConfig, processes: Processes) -> Optimizer | ZeroOptimizer:
     shard = args.memory.shard
     if shard and shard in STAGES and processes.world_size > 1:
-        return Zero(policy, args.optimizer, processes, shard)
+        return ZeroOptimizer(policy, args.optimizer, processes, shard)
     return Optimizer(policy, args.optimizer, processes)

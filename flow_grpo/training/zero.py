@@ -17,7 +17,7 @@ STAGES = {"zero1": 1, "zero2": 2}  # of `memory.shard`
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
-class Zero:
+class ZeroOptimizer:
     """In place of `Optimizer`: each process moves its share of the weights and gets the others' from the others.
 
     Stage 1 adds gradients up once a step, stage 2 in each backward pass, of which a process then keeps its share.
@@ -26,8 +26,8 @@ class Zero:
         ValueError: DeepSpeed is not installed, or the policy is in fp16.
     """
 
-    spread = in_step = True
-    _now: ClassVar["Zero | None"] = None  # in this process, whose hooks stay on the weights until it leaves them
+    is_sharded = synchronous_backward = True
+    _active: ClassVar["ZeroOptimizer | None"] = None  # in this process, whose hooks stay on the weights until it leaves them
 
     def __init__(self, policy: Policy, o: OptimizerConfig, processes: Processes, shard: str) -> None:
         if policy.dtype == torch.float16:
@@ -41,15 +41,15 @@ class Zero:
             "gradient_clipping": o.max_grad_norm,
             "zero_optimization": {"stage": STAGES[shard], "reduce_bucket_size": bucket, "allgather_bucket_size": bucket},
         }
-        deepspeed = library(shard, policy.device)
-        if Zero._now is not None:
-            Zero._now.leave()
+        deepspeed = import_deepspeed(shard, policy.device)
+        if ZeroOptimizer._active is not None:
+            ZeroOptimizer._active.close()
         # the pipeline calls the transformer by itself, so the engine need know no more of it than what is trained
         trained = torch.nn.ParameterList(self.parameters)
         self.engine = deepspeed.initialize(model=trained, optimizer=self.adamw, config=config)[0]
-        Zero._now = self
+        ZeroOptimizer._active = self
 
-    def leave(self) -> None:
+    def close(self) -> None:
         """Lets go of the weights and of all that it held, for another one to take them over."""
         self.engine.destroy()
         del self.engine, self.adamw
@@ -65,31 +65,31 @@ class Zero:
         self.engine.step()  # which passes over gradients that are not finite
         return float(self.engine.get_global_grad_norm())
 
-    def forget(self) -> None:
+    def zero_grad(self) -> None:
         self.engine.optimizer.zero_grad()
         self.engine.optimizer.all_grad_tensors.clear()  # stage 2's own sums
 
-    def state(self, keep: bool = True) -> dict[str, Any]:
+    def state_dict(self, keep_on_this_rank: bool = True) -> dict[str, Any]:
         """As `Optimizer`'s, which can go on with it."""
         from deepspeed.utils import safe_get_full_optimizer_state
 
         moments = {}
         for place, parameter in enumerate(self.parameters if self.adamw.state else ()):
             whole = {name: safe_get_full_optimizer_state(parameter, name) for name in MOMENTS}
-            if keep:
+            if keep_on_this_rank:
                 moments[place] = {
-                    "step": self.adamw.state[self._share]["step"].clone(),
+                    "step": self.adamw.state[self._flat_shard]["step"].clone(),
                     **{name: v.cpu() for name, v in whole.items()},
                 }
         groups = [{**g, "params": list(range(len(self.parameters)))} for g in self.adamw.state_dict()["param_groups"]]
         return {"optimizer": {"state": moments, "param_groups": groups}, "scaler": {}}
 
-    def load(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: dict[str, Any]) -> None:
         """Also an `Optimizer`'s, which has no moments of a weight without a gradient."""
         from deepspeed.utils import lazy_init_hp_params_optimizer_state, safe_set_full_optimizer_state
 
         self.engine.optimizer.refresh_fp32_params()  # it moves a copy of its share of the weights, which were loaded since
-        share, found = self._share, state["optimizer"]["state"]
+        share, found = self._flat_shard, state["optimizer"]["state"]
         if not self.adamw.state:  # AdamW makes its moments in the first step
             self.adamw.state[share] = {"step": torch.zeros(()), **{name: torch.zeros_like(share) for name in MOMENTS}}
             lazy_init_hp_params_optimizer_state(self.parameters, share, self.adamw.state)
@@ -100,12 +100,12 @@ class Zero:
                 safe_set_full_optimizer_state(parameter, value, name)
 
     @property
-    def _share(self) -> Tensor:
+    def _flat_shard(self) -> Tensor:
         """What this process moves of the weights, in one row: the only parameter that its AdamW knows."""
         return self.adamw.param_groups[0]["params"][0]
 
 
-def library(shard: str, device: torch.device) -> Any:
+def import_deepspeed(shard: str, device: torch.device) -> Any:
     """DeepSpeed, which is then quiet and compiles nothing. ValueError if it is not installed."""
     if device.type == "cpu":
         os.environ.setdefault("DS_ACCELERATOR", "cpu")  # else it takes a GPU that is there

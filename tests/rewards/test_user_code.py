@@ -17,7 +17,7 @@ from support.embedded import short_run
 
 import rewards
 from flow_grpo.trainer import FlowGRPOTrainer
-from flow_grpo.training.custom import own_function
+from flow_grpo.training.custom import load_custom_function
 from rewards import user_code
 from rewards.serving import server
 from rewards.serving.client import encode
@@ -219,7 +219,7 @@ def test_an_error_of_a_reward_of_ours_shows_no_line_of_its_code():
 @pytest.mark.parametrize("kind", ["objective", "advantage"])
 def test_objectives_and_advantages_say_where_they_failed(folder, kind):
     file = written(folder, "def mine(one, other):\n    raise SystemExit(3)\n", f"my_{kind}")
-    function = own_function(kind, f"{file}:mine")
+    function = load_custom_function(kind, f"{file}:mine")
     with pytest.raises(ValueError, match=rf"{kind} .*:mine raised SystemExit: 3 \(my_{kind}.py:2 in mine: `raise"):
         function(None, None)
 

@@ -118,9 +118,9 @@ class Two(Processes):
     def gather_or_raise(self, call: Any, errors: Any = ()) -> list:
         return self.all_gather(call())
 
-    def all_reduce_gradients(self, parameters: list, spread: bool = False) -> None:
+    def all_reduce_gradients(self, parameters: list, is_sharded: bool = False) -> None:
         """The other one's gradients are three times as large."""
-        assert not spread
+        assert not is_sharded
         for parameter in parameters:
             if parameter.grad is not None:
                 parameter.grad.mul_(4)

@@ -148,11 +148,11 @@ def test_a_critic_is_its_seeds_and_leaves_the_global_stream_alone():
 def test_a_critic_goes_on_from_a_state_that_later_steps_leave_alone():
     one, other, t, (reward, text) = made(), made(seed=1), trajectory(), given()
     one.advantages(t, reward, text)
-    state = copy.deepcopy(one.state())
-    other.load(state)
+    state = copy.deepcopy(one.training_state())
+    other.load_training_state(state)
     former = copy.deepcopy(state)
     for critic in (one, other):
         critic.advantages(t, 2 * reward, text)
-    assert all(torch.equal(p, q) for p, q in zip(one.parameters(), other.trainable_parameters(), strict=True))
+    assert all(torch.equal(p, q) for p, q in zip(one.parameters(), other.parameters(), strict=True))
     moments = zip(former["optimizer"]["state"].values(), state["optimizer"]["state"].values(), strict=True)
     assert all(torch.equal(a[name], b[name]) for a, b in moments for name in a)

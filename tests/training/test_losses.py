@@ -8,9 +8,9 @@ from scipy import stats
 from support import small_policy as small
 
 from flow_grpo import sampling, sde
-from flow_grpo.training.custom import own_function
-from flow_grpo.training.losses import ClipRange, FinalTerms, Means, StepTerms
-from flow_grpo.types import Loss, Schedule, Trajectory
+from flow_grpo.training.custom import load_custom_function
+from flow_grpo.training.losses import ClipRange, ForwardProcessLoss, LossMetrics, StepLoss
+from flow_grpo.types import Experience, Loss, Schedule, Trajectory
 
 OWN = "tests/support/sample_objectives.py"
 WINDOW = [0, 1]
@@ -67,7 +67,7 @@ def collected(advantage=ADVANTAGE, moved=0.1, **changes):
 
 def step_terms(policy, args, found, clip=None):
     conditioning = policy.encode(found.batch.prompts)
-    return StepTerms(policy, args, conditioning, found.trajectory, found.advantage, clip or ClipRange(0.9))
+    return StepLoss(policy, args, found, conditioning, clip or ClipRange(0.9))
 
 
 def check(policy, loss, expected, rtol=1e-4):
@@ -84,7 +84,7 @@ def test_the_terms_of_objectives_on_steps_are_their_formulas(name):
     policy, args, found = collected(objective=objective)
     terms, advantage = step_terms(policy, args, found), found.advantage.double()
     assert terms.count == 2
-    assert terms.compares
+    assert terms.has_ratio
     for k, loss in enumerate(terms.losses(torch.arange(6), ALL)):
         seen = Seen(policy, args, found, k)
         std, ratio = seen.std, seen.ratio
@@ -176,18 +176,18 @@ def test_auto_clips_at_what_is_known_of_a_step_and_learns_from_the_rows_that_cou
             torch.maximum(torch.minimum(ratio, ratio.new_tensor(1 + high)), ratio.new_tensor(1 - low)) * found.advantage,
         )
         torch.testing.assert_close(loss.value.double(), expected, rtol=1e-4, atol=1e-6)
-    clip.learn(small.Processes())
+    clip.update(small.Processes())
     for k, i in enumerate(WINDOW):
         found_there = (Seen(policy, args, found, k).ratio - 1).abs()[seen].median()
         former = {0: 0.001}.get(i, float(found_there))
-        assert clip.at(i) == pytest.approx(0.9 * former + 0.1 * float(found_there), rel=1e-3)
+        assert clip.range_at(i) == pytest.approx(0.9 * former + 0.1 * float(found_there), rel=1e-3)
 
 
 def test_clip_ranges_that_are_given_learn_nothing():
     policy, args, found = collected()
     clip = ClipRange(0.5)
     list(step_terms(policy, args, found, clip).losses(torch.arange(6), ALL))
-    clip.learn(small.Processes())
+    clip.update(small.Processes())
     assert not clip.state
 
 
@@ -196,22 +196,22 @@ def test_clip_ranges_that_are_given_learn_nothing():
 
 def test_a_clip_range_is_the_moving_average_of_the_quantile_of_all_processes():
     clip = ClipRange(0.75)
-    assert clip.at(1) == math.inf
-    clip.saw(1, torch.tensor([0.0, 0.1]))
-    clip.saw(1, torch.tensor([0.2]))
-    clip.learn(small.Two(lambda seen: {1: [torch.tensor([0.3, 0.4])], 0: [torch.tensor([math.nan, 0.5, math.inf])]}))
+    assert clip.range_at(1) == math.inf
+    clip.observe(1, torch.tensor([0.0, 0.1]))
+    clip.observe(1, torch.tensor([0.2]))
+    clip.update(small.Two(lambda seen: {1: [torch.tensor([0.3, 0.4])], 0: [torch.tensor([math.nan, 0.5, math.inf])]}))
     assert clip.state == pytest.approx({0: 0.5, 1: 0.3})
     assert clip.metrics() == pytest.approx({"clip_range/step_0": 0.5, "clip_range/step_1": 0.3})
-    clip.saw(1, torch.tensor([1.0]))
-    clip.forget()
-    clip.saw(0, torch.zeros(3))
-    clip.learn(small.Processes())
+    clip.observe(1, torch.tensor([1.0]))
+    clip.reset()
+    clip.observe(0, torch.zeros(3))
+    clip.update(small.Processes())
     assert clip.state == pytest.approx({0: 0.5, 1: 0.3}), "ratios of exactly 1 and what is forgotten count for nothing"
-    clip.saw(0, torch.tensor([0.0, 0.0, 0.0, 0.0, 1.0]))
-    clip.saw(1, torch.tensor([1.0]))
-    clip.learn(small.Processes())
+    clip.observe(0, torch.tensor([0.0, 0.0, 0.0, 0.0, 1.0]))
+    clip.observe(1, torch.tensor([1.0]))
+    clip.update(small.Processes())
     assert clip.state == pytest.approx({0: 0.45, 1: 0.9 * 0.3 + 0.1})
-    clip.learn(small.Processes())
+    clip.update(small.Processes())
     assert clip.state == pytest.approx({0: 0.45, 1: 0.9 * 0.3 + 0.1}), "what was learned from is used up"
 
 
@@ -234,7 +234,9 @@ def drawn(shape=(1,), prompts=2, images=1, step=0, seed=0, schedule=None, **obje
     batch = small.PromptSet(["a"] * prompts, [{}] * prompts).repeat(images)
     args = small.settings(sampling={"transition": "ode"}, objective={"name": "sft", **objective}, seed=seed)
     final = torch.zeros(len(batch.prompts), *shape)
-    return FinalTerms(None, args, None, ended(final, schedule), torch.zeros(len(final)), batch, step)
+    rows = torch.arange(len(final))
+    found = Experience(batch, ended(final, schedule), torch.zeros(len(final)), rows, images, torch.arange(prompts), {})
+    return ForwardProcessLoss(None, args, found, None, step)
 
 
 def test_noise_levels_are_uniform_in_their_range_and_independent_of_the_noise():
@@ -292,7 +294,7 @@ def finals(name, moved=0.2, kl_weight=0.0, **changes):
     advantage = torch.tensor([[1.0, -0.5, -0.7, 0.2], [0.3, 0.4, -0.8, 0.1]])
     found = small.experience(policy, args, advantage, [])
     conditioning = policy.encode(found.batch.prompts)
-    terms = FinalTerms(policy, args, conditioning, found.trajectory, found.advantage, found.batch, 3)
+    terms = ForwardProcessLoss(policy, args, found, conditioning, 3)
     before = [velocity(policy, terms, draw).detach() for draw in range(2)]
     small.move(policy, moved, seed=1)
     return policy, args, found, terms, before
@@ -313,7 +315,7 @@ def error(found, terms, draw, v):
 
 def test_awm_is_the_clipped_ratio_of_errors_now_and_before_the_updates():
     policy, _, found, terms, before = finals("awm", updates=2, objective={"clip_low": 0.02, "clip_high": 0.04})
-    assert terms.compares
+    assert terms.has_ratio
     rows = torch.tensor([5, 1, 2])
     for draw, loss in enumerate(terms.losses(rows, ALL[:3])):
         ratio = (error(found, terms, draw, before[draw]) - error(found, terms, draw, velocity(policy, terms, draw))).exp()
@@ -324,7 +326,7 @@ def test_awm_is_the_clipped_ratio_of_errors_now_and_before_the_updates():
 @pytest.mark.parametrize("weight", ["uniform", "ghuber"])
 def test_awm_with_one_update_compares_with_itself(weight):
     policy, _, found, terms, _ = finals("awm", objective={"weight": weight})
-    assert not terms.compares
+    assert not terms.has_ratio
     for draw, loss in enumerate(terms.losses(torch.arange(8), torch.ones(8, dtype=torch.bool))):
         e, sigma = error(found, terms, draw, velocity(policy, terms, draw)), terms.draws[draw][2].double()
         weighed = e if weight == "uniform" else sigma / 0.25 * ((e + 1e-10) ** 0.25 - 1e-10**0.25)
@@ -338,7 +340,7 @@ def test_awm_with_one_update_compares_with_itself(weight):
 ])  # fmt: skip
 def test_the_velocity_before_the_updates_is_kept_where_an_objective_compares_with_it(name, updates, epochs, compares):
     policy, _, _, terms, before = finals(name, updates=updates, epochs=epochs)
-    assert terms.compares == compares
+    assert terms.has_ratio == compares
     for draw in range(2):
         image = terms._image(draw, torch.tensor([6, 1]))
         now = velocity(policy, terms, draw)
@@ -354,11 +356,10 @@ def test_the_velocity_before_the_updates_is_computed_by_the_kernel_that_is_compa
     policy, args, found, _, before = finals("awm", updates=2, moved=0.0)
     calls, velocity_of = [], policy.velocity
     policy.velocity = lambda x, *rest: calls.append((len(x), torch.is_grad_enabled())) or velocity_of(x, *rest)
-    given = policy.encode(found.batch.prompts), found.trajectory, found.advantage, found.batch
     for compiled in (False, True):
         policy.compiled = compiled
         calls.clear()
-        terms = FinalTerms(policy, args, *given, 3)
+        terms = ForwardProcessLoss(policy, args, found, policy.encode(found.batch.prompts), 3)
         assert calls == [(4, compiled)] * 4, "two micro-batches for each noise level"
         for draw in range(2):
             assert not terms.v_rollout[draw].requires_grad
@@ -371,7 +372,7 @@ def test_no_gradient_flows_to_the_base_model_where_all_weights_are_trained():
     policy.store_base_weights("cpu")
     args = small.settings(sampling={"transition": "ode"}, objective={"name": "sft", "kl_weight": 1.0}, lora=None)
     found = small.experience(policy, args, ADVANTAGE, [])
-    terms = FinalTerms(policy, args, policy.encode(found.batch.prompts), found.trajectory, found.advantage, found.batch, 0)
+    terms = ForwardProcessLoss(policy, args, found, policy.encode(found.batch.prompts), 0)
     image = terms._image(0, torch.arange(2))
     assert image.v.requires_grad
     assert not image.v_ref.requires_grad
@@ -438,7 +439,7 @@ def test_the_kl_of_images_is_the_distance_from_the_base_models_velocity(name):
 
 
 def test_means_are_weighed_and_the_largest_is_of_rows_that_count():
-    means = Means()
+    means = LossMetrics()
     one = {"a": torch.tensor([1.0, 2.0, 9.0]), "ratio/max_deviation": torch.tensor([0.3, 0.2, 9.0])}
     means.add(Loss(torch.tensor([1.0, 2.0, 50.0]), one), torch.tensor([0.5, 0.25, 0.0]))
     other = {"a": torch.tensor([4.0]), "ratio/max_deviation": torch.tensor([0.1])}
@@ -446,11 +447,11 @@ def test_means_are_weighed_and_the_largest_is_of_rows_that_count():
     assert means.loss == pytest.approx(0.5 + 0.5 + 0.75)
     assert means.metrics() == pytest.approx({"a": 0.5 + 0.5 + 1.0, "ratio/max_deviation": 0.3})
     means.numbers["grad_norm"] = 2.0
-    other_process = Means()
+    other_process = LossMetrics()
     later = {"b": torch.tensor([7.0]), "ratio/max_deviation": torch.tensor([0.7])}
     other_process.add(Loss(torch.tensor([4.0]), later), torch.tensor([1.0]))
     other_process.numbers |= {"grad_norm": 1.0, "only": 0.5}
-    whole = Means.join([means, other_process])
+    whole = LossMetrics.merge([means, other_process])
     assert whole.loss == pytest.approx(1.75 + 4)
     assert whole.metrics() == pytest.approx(
         {"a": 2.0 / 2, "b": 7.0 / 2, "ratio/max_deviation": 0.7, "grad_norm": 2.0, "only": 0.5}
@@ -458,26 +459,26 @@ def test_means_are_weighed_and_the_largest_is_of_rows_that_count():
 
 
 def test_a_largest_value_that_is_no_number_stays_one():
-    means = Means()
+    means = LossMetrics()
     for value in (0.1, math.nan, 0.2):
         means.add(Loss(torch.zeros(1), {"max_deviation": torch.tensor([value])}), torch.ones(1))
     assert math.isnan(means.metrics()["max_deviation"])
-    less = Means()
+    less = LossMetrics()
     less.add(Loss(torch.zeros(1), {"max_deviation": torch.tensor([0.5])}), torch.ones(1))
     for parts in ([means, less], [less, means]):
-        assert math.isnan(Means.join(parts).metrics()["max_deviation"])
+        assert math.isnan(LossMetrics.merge(parts).metrics()["max_deviation"])
 
 
 # -- functions of one's own -------------------------------------------------------------------------------------------------
 
 
 def test_a_function_of_ones_own_is_found_once_and_raises_sentences(tmp_path):
-    assert own_function("objective", "grpo") is None
-    assert own_function("objective", f"{OWN}:matching") is own_function("objective", f"{OWN}:matching")
+    assert load_custom_function("objective", "grpo") is None
+    assert load_custom_function("objective", f"{OWN}:matching") is load_custom_function("objective", f"{OWN}:matching")
     with pytest.raises(ValueError, match=r"objective .*:torch is not a function\."):
-        own_function("objective", f"{OWN}:torch")
+        load_custom_function("objective", f"{OWN}:torch")
     with pytest.raises(ValueError, match=r"advantage .*:raises raised KeyError: 'loss'"):
-        own_function("advantage", f"{OWN}:raises")(None, advantage=None)
+        load_custom_function("advantage", f"{OWN}:raises")(None, advantage=None)
 
 
 @pytest.mark.parametrize("name", ["scalar", "short", "numbers", "still"])

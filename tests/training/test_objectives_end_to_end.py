@@ -156,18 +156,18 @@ def test_the_published_kl_is_the_gaussian_one_times_the_length_of_the_step(tmp_p
 
 def test_auto_clip_ranges_are_the_quantile_of_the_ratios_seen():
     clip = ClipRange(0.9)
-    assert clip.at(3) == math.inf
-    clip.saw(3, torch.zeros(5))
-    clip.learn(Processes())
-    assert clip.at(3) == math.inf, "ratios before the first update say nothing"
-    clip.saw(3, torch.linspace(0, 0.4, 5))
-    clip.saw(3, torch.linspace(0.5, 1, 6))  # two micro-batches of one update
-    clip.learn(Processes())
-    assert clip.at(3) == pytest.approx(0.9)
-    clip.saw(3, torch.cat([torch.linspace(0, 2, 11), torch.tensor([math.nan, math.inf])]))  # fp16 overflows
-    clip.learn(Processes())
-    assert clip.at(3) == pytest.approx(0.9 * 0.9 + 0.1 * 1.8)
-    assert clip.at(2) == math.inf
+    assert clip.range_at(3) == math.inf
+    clip.observe(3, torch.zeros(5))
+    clip.update(Processes())
+    assert clip.range_at(3) == math.inf, "ratios before the first update say nothing"
+    clip.observe(3, torch.linspace(0, 0.4, 5))
+    clip.observe(3, torch.linspace(0.5, 1, 6))  # two micro-batches of one update
+    clip.update(Processes())
+    assert clip.range_at(3) == pytest.approx(0.9)
+    clip.observe(3, torch.cat([torch.linspace(0, 2, 11), torch.tensor([math.nan, math.inf])]))  # fp16 overflows
+    clip.update(Processes())
+    assert clip.range_at(3) == pytest.approx(0.9 * 0.9 + 0.1 * 1.8)
+    assert clip.range_at(2) == math.inf
 
 
 def test_auto_clip_ranges_clip_about_the_share_they_are_asked_to_and_are_resumed(tmp_path):

@@ -52,7 +52,7 @@ def test_steps_are_adamw_by_hand_with_the_gradient_clipped_and_the_rate_of_each_
 def test_gradients_that_are_forgotten_never_were():
     one, other = made(), made()
     one.backward(towards(one, gradients(one, 5.0, 0)))
-    one.forget()
+    one.zero_grad()
     for optimizer in (one, other):
         optimizer.backward(towards(optimizer, gradients(optimizer, 1.0, 1)))
         optimizer.step(0.1)
@@ -65,7 +65,7 @@ def test_what_no_loss_depends_on_keeps_its_value_and_has_no_moments():
     optimizer.backward(optimizer.parameters[0].sum())
     optimizer.step(0.1)
     assert torch.equal(optimizer.parameters[1], still)
-    assert list(optimizer.state()["optimizer"]["state"]) == [0]
+    assert list(optimizer.state_dict()["optimizer"]["state"]) == [0]
 
 
 def test_the_gradients_of_all_processes_are_added_up_before_they_are_clipped():
@@ -85,7 +85,7 @@ def test_a_gradient_that_is_no_number_moves_nothing_and_is_dropped():
     optimizer.backward(towards(optimizer, gradients(optimizer, math.nan, 0)))
     assert math.isnan(optimizer.step(0.1))
     assert all(torch.equal(p, former) for p, former in zip(optimizer.parameters, before, strict=True))
-    assert not optimizer.state()["optimizer"]["state"], "its moments are not spoiled either"
+    assert not optimizer.state_dict()["optimizer"]["state"], "its moments are not spoiled either"
     for one in (optimizer, plain):
         one.backward(towards(one, gradients(one, 1.0, 1)))
         assert one.step(0.1) == pytest.approx(1.0, rel=1e-5)
@@ -99,11 +99,11 @@ def test_an_optimizer_goes_on_from_a_state_as_if_nothing_had_been(dtype):
     for step, norm in enumerate((1.0, math.inf, 2.0) if dtype == torch.float16 else (1.0, 2.0)):
         one.backward(towards(one, gradients(one, 1.0, step)) * norm)
         one.step(0.1)
-    state = copy.deepcopy(one.state())
+    state = copy.deepcopy(one.state_dict())
     with torch.no_grad():
         for p, q in zip(one.parameters, other.parameters, strict=True):
             q.copy_(p)
-    other.load(state)
+    other.load_state_dict(state)
     assert other.scaler.state_dict() == one.scaler.state_dict()
     assert all(v["exp_avg"].device.type == "cpu" for v in state["optimizer"]["state"].values())
     for step in (3, 4):
@@ -117,7 +117,7 @@ def test_a_state_is_a_copy():
     optimizer = made()
     optimizer.backward(towards(optimizer, gradients(optimizer, 1.0, 0)))
     optimizer.step(0.1)
-    kept = optimizer.state()
+    kept = optimizer.state_dict()
     former = copy.deepcopy(kept)
     optimizer.backward(towards(optimizer, gradients(optimizer, 1.0, 1)))
     optimizer.step(0.1)
@@ -155,7 +155,7 @@ def test_the_last_scale_in_fp16_is_1():
 
 def test_a_process_whose_groups_are_all_silent_moves_as_the_others_do_also_in_fp16():
     class Others(small.Two):
-        def all_reduce_gradients(self, parameters: list, spread: bool = False) -> None:
+        def all_reduce_gradients(self, parameters: list, is_sharded: bool = False) -> None:
             for p, g in zip(parameters, found, strict=True):
                 p.grad = 65536 * g
 
@@ -169,10 +169,10 @@ def test_a_process_whose_groups_are_all_silent_moves_as_the_others_do_also_in_fp
 
 def test_processes_go_in_step_where_weights_lie_in_shares():
     policy = small.policy()
-    assert not Optimizer(policy, SETTINGS, Processes()).in_step
+    assert not Optimizer(policy, SETTINGS, Processes()).synchronous_backward
     policy.uses_fsdp = True
     optimizer = Optimizer(policy, SETTINGS, Processes())
-    assert (optimizer.in_step, optimizer.spread) == (True, False), "a LoRA is whole on each"
+    assert (optimizer.synchronous_backward, optimizer.is_sharded) == (True, False), "a LoRA is whole on each"
 
 
 @pytest.fixture
@@ -184,29 +184,31 @@ def mesh():
 
 
 def test_weights_in_shares_give_their_moments_whole_and_take_them_back(mesh):
-    def spread(seed):
+    def sharded(seed):
         generator = torch.Generator().manual_seed(seed)
         values = [torch.randn(4, 3, generator=generator), torch.randn(1, generator=generator)]
         weights = {str(i): torch.nn.Parameter(distribute_tensor(v, mesh, [Shard(0)])) for i, v in enumerate(values)}
         device, dtype = torch.device("cpu"), torch.float32
-        policy = SimpleNamespace(parameters=lambda: weights, spread=True, sharded=True, device=device, dtype=dtype)
+        policy = SimpleNamespace(
+            trainable_parameters=lambda: weights, is_sharded=True, uses_fsdp=True, device=device, dtype=dtype
+        )
         return Optimizer(policy, SETTINGS, Processes())
 
     def move(optimizer, seed):
         optimizer.backward(sum((p * float(seed + 1)).square().sum().full_tensor() for p in optimizer.parameters))
         return optimizer.step(0.1)
 
-    one, other = spread(0), spread(0)
-    assert (one.spread, one.in_step) == (True, True)
+    one, other = sharded(0), sharded(0)
+    assert (one.is_sharded, one.synchronous_backward) == (True, True)
     assert isinstance(move(one, 0), float)
-    state = one.state()
+    state = one.state_dict()
     moments = [value for values in state["optimizer"]["state"].values() for value in values.values()]
     assert len(moments) == 6
     assert not any(isinstance(value, DTensor) for value in moments)
     with torch.no_grad():
         for p, q in zip(one.parameters, other.parameters, strict=True):
             q.copy_(p)
-    other.load(copy.deepcopy(state))
+    other.load_state_dict(copy.deepcopy(state))
     kept = list(other.adamw.state_dict()["state"].values())
     for values, p in zip(kept, other.parameters, strict=True):
         assert values["exp_avg"].placements == values["exp_avg_sq"].placements == p.placements

@@ -11,8 +11,8 @@ from flow_grpo import sde
 from flow_grpo.config.sections import OptimizerConfig
 from flow_grpo.distributed.processes import Processes
 from flow_grpo.training import update
-from flow_grpo.training.losses import FinalTerms
-from flow_grpo.training.update import Update
+from flow_grpo.training.losses import ForwardProcessLoss
+from flow_grpo.training.update import PolicyUpdate
 
 WINDOW = [0, 1]
 ADVANTAGE = torch.tensor([[1.0, -0.5, -0.7], [0.3, 0.4, -0.8], [-1.2, 0.9, 0.1], [0.0, 0.0, 0.0]])
@@ -33,7 +33,7 @@ def made(begin=0, policy=None, processes=None, **changes):
     args = settings(**changes)
     if args.ema_decay:
         policy.start_ema()
-    return policy, args, Update(policy, args, begin, processes or Processes())
+    return policy, args, PolicyUpdate(policy, args, begin, processes or Processes())
 
 
 def gradients_of(found):
@@ -120,7 +120,7 @@ def test_several_steps_are_the_ones_by_hand():
     assert any(clips)
     assert not all(clips)
     assert beyond > 3, "the clip range matters"
-    assert not ours.unfinished
+    assert not ours.mid_step
 
 
 def test_the_learning_rate_rises_to_lr_then_falls_in_a_line_to_the_last_step_of_its_part():
@@ -173,7 +173,7 @@ def test_the_gradient_is_the_mean_over_all_groups_of_the_update_and_all_trained_
     advantage = torch.zeros(6, 4)  # 24 rows, of which 12 have signal
     advantage[[1, 3, 5]] = torch.cat([ADVANTAGE[:3], ADVANTAGE[:3, :1].flip(0)], 1)
     policy, args, ours = made(prompts_per_step=6, images_per_prompt=4, microbatch=8)
-    ours.packs = packs
+    ours.pack_rows = packs
     given, sizes, velocity = small.experience(policy, args, advantage, WINDOW), [], policy.velocity
     values, _ = surrogate(policy, args, given, torch.arange(24))
     expected = torch.cat([g.flatten() for g in gradient(policy, values.sum() / 24 / 2)])
@@ -188,12 +188,14 @@ def test_the_gradient_is_the_mean_over_all_groups_of_the_update_and_all_trained_
     assert metrics["grad_norm"] == pytest.approx(float(expected.norm()), rel=1e-3)
     torch.testing.assert_close(seen[0].double(), expected, rtol=1e-3, atol=1e-6)
     packed, in_place = [8] * 4, [8] * 6  # for both trained steps, and with rows that fill up
-    assert sizes == (packed if ours.packs else packed + in_place if packs else in_place), "as this machine's kernels allow"
+    assert sizes == (packed if ours.pack_rows else packed + in_place if packs else in_place), (
+        "as this machine's kernels allow"
+    )
 
 
 def test_a_chunk_without_any_signal_is_not_computed_where_rows_keep_their_places():
     policy, args, ours = made(microbatch=3)
-    ours.packs = False
+    ours.pack_rows = False
     given, sizes, velocity = small.experience(policy, args, ADVANTAGE.roll(1, 0), WINDOW), [], policy.velocity
     policy.velocity = lambda x, *rest: sizes.append(len(x)) or velocity(x, *rest)
     ours(given, 0)
@@ -222,7 +224,7 @@ def test_updates_share_the_groups_evenly_and_what_is_missing_is_no_update():
     values, _ = surrogate(policy, args, given, kept)
     expected = [float(values[rows].sum()) / 3 / 2 for rows in (slice(0, 3), slice(3, 6))]
     seen = gradients_of(ours)
-    assert not ours.unfinished, "it has not begun"
+    assert not ours.mid_step, "it has not begun"
     metrics = ours(given, 0)
     assert len(seen) == 2
     assert metrics["loss"] == pytest.approx(sum(expected) / 2, abs=1e-5)
@@ -263,7 +265,7 @@ def test_an_update_without_signal_moves_nothing_and_is_counted_in_the_loss():
 def test_the_loss_of_several_noise_levels_is_their_mean():
     policy, args, ours = made(sampling={"transition": "ode"}, objective={"name": "awm", "draws": 3})
     given = small.experience(policy, args, ADVANTAGE, [])
-    terms = FinalTerms(policy, args, policy.encode(given.batch.prompts), given.trajectory, given.advantage, given.batch, 4)
+    terms = ForwardProcessLoss(policy, args, given, policy.encode(given.batch.prompts), 4)
     values = torch.stack([loss.value for loss in terms.losses(torch.arange(12), torch.ones(12, dtype=torch.bool))])
     expected = torch.cat([g.flatten() for g in gradient(policy, values.mean())])
     seen = gradients_of(ours)
@@ -325,12 +327,12 @@ def test_rows_go_back_to_their_places_where_a_kernel_depends_on_them_and_nothing
     for packs in (True, False):
         policy, args, ours = made(objective={"clip_low": "auto", "clip_high": "auto"}, epochs=2)
         depends_on_place(policy)
-        ours.packs = packs
+        ours.pack_rows = packs
         given = small.experience(policy, args, ADVANTAGE.roll(1, 0), WINDOW)
         seen.append(gradients_of(ours))
         metrics.append(ours(given, 0))
-        assert not ours.packs
-        assert not ours.unfinished
+        assert not ours.pack_rows
+        assert not ours.mid_step
     assert len(seen[0]) == len(seen[1]) == 2
     assert all(torch.equal(one, other) for one, other in zip(*seen, strict=True))
     assert metrics[0] == metrics[1]
@@ -347,13 +349,13 @@ def test_a_ratio_that_is_not_1_in_its_place_is_an_error_that_leaves_nothing():
         ours(given, 0)
     assert torch.equal(trained(policy), moved)
     assert not torch.equal(before, moved)
-    assert not ours.unfinished
+    assert not ours.mid_step
 
 
 def test_another_processs_ratio_is_ones_own():
     for found in (0.5, math.nan):
         policy, args, ours = made(processes=small.Two(lambda value, found=found: found if value == 0.0 else value))
-        ours.packs = False
+        ours.pack_rows = False
         with pytest.raises(ValueError, match=r"deviates from 1 by (5.0e-01|nan)"):
             ours(small.experience(policy, args, ADVANTAGE, WINDOW), 0)
 
@@ -363,7 +365,7 @@ def test_an_objective_that_compares_with_nothing_has_no_ratio_to_check():
     depends_on_place(policy)
     metrics = ours(small.experience(policy, args, ADVANTAGE, []), 0)
     assert "ratio/first_update_max_deviation" not in metrics
-    assert ours.packs
+    assert ours.pack_rows
     assert metrics["grad_norm"] > 0
 
 
@@ -376,7 +378,7 @@ def test_a_single_row_is_enough_for_an_update():
 
 def test_where_nothing_is_compared_rows_are_packed_in_any_case():
     policy, args, ours = made(sampling={"transition": "ode"}, objective={"name": "sft"}, microbatch=3)
-    ours.packs = False
+    ours.pack_rows = False
     given, sizes, velocity = small.experience(policy, args, ADVANTAGE, []), [], policy.velocity
     given = given.__class__(**{**vars(given), "rows": torch.tensor([0, 4, 8]), "rows_per_group": 1})
     policy.velocity = lambda x, *rest: sizes.append(len(x)) or velocity(x, *rest)
@@ -407,10 +409,10 @@ def test_a_gradient_that_is_not_finite_stops_before_anything_has_moved():
     with pytest.raises(ValueError, match=r"the gradient of step 4 is not finite: look at the last lines of metrics\.jsonl"):
         ours(small.experience(policy, args, ADVANTAGE, WINDOW), 3)
     assert torch.equal(trained(policy), before)
-    assert not ours.unfinished, "the step has not begun"
+    assert not ours.mid_step, "the step has not begun"
     assert torch.equal(torch.cat([policy.ema[name].flatten() for name in policy.trainable_parameters()]), before)
     ours(small.experience(policy, args, ADVANTAGE, WINDOW), 3)
-    assert not ours.unfinished
+    assert not ours.mid_step
 
 
 def test_what_fails_in_the_second_update_leaves_half_a_step():
@@ -418,7 +420,7 @@ def test_what_fails_in_the_second_update_leaves_half_a_step():
     spoiled(ours, 2)
     with pytest.raises(ValueError, match="is not finite"):
         ours(small.experience(policy, args, ADVANTAGE, WINDOW), 0)
-    assert ours.unfinished
+    assert ours.mid_step
 
 
 @pytest.mark.parametrize("error", [torch.OutOfMemoryError("no memory"), ValueError("no scale")])
@@ -431,7 +433,7 @@ def test_memory_that_runs_out_within_a_move_leaves_half_a_step(error):
     ours.optimizer.step = fail
     with pytest.raises(type(error)):
         ours(small.experience(policy, args, ADVANTAGE, WINDOW), 0)
-    assert ours.unfinished == isinstance(error, torch.OutOfMemoryError)
+    assert ours.mid_step == isinstance(error, torch.OutOfMemoryError)
 
 
 def test_an_overflow_in_fp16_is_counted_and_passed_over():
@@ -448,17 +450,17 @@ def test_an_overflow_in_fp16_is_counted_and_passed_over():
 def test_giving_up_forgets_gradients_and_ratios():
     policy, _, ours = made(objective={"clip_low": "auto", "clip_high": "auto"}, epochs=2)
     ours.optimizer.backward(sum(p.sum() for p in policy.trainable_parameters().values()))
-    ours.clip.saw(1, torch.ones(3))
-    ours.give_up()
+    ours.clip.observe(1, torch.ones(3))
+    ours.discard()
     assert all(p.grad is None for p in policy.trainable_parameters().values())
-    ours.clip.learn(Processes())
+    ours.clip.update(Processes())
     assert not ours.clip.state
 
 
 def test_clip_ranges_learn_after_each_update_and_are_told():
     policy, args, ours = made(objective={"clip_low": "auto", "clip_high": "auto", "clip_quantile": 0.5}, epochs=3)
-    states, learn = [], ours.clip.learn
-    ours.clip.learn = lambda processes: (learn(processes), states.append(dict(ours.clip.state)))
+    states, learn = [], ours.clip.update
+    ours.clip.update = lambda processes: (learn(processes), states.append(dict(ours.clip.state)))
     metrics = ours(small.experience(policy, args, ADVANTAGE, WINDOW), 0)
     assert [sorted(state) for state in states] == [[], [0, 1], [0, 1]]
     assert states[1] != states[2]
@@ -474,15 +476,15 @@ def test_clip_ranges_learn_after_each_update_and_are_told():
 def test_an_update_goes_on_from_a_state():
     policy, args, ours = made(optimizer={"lr": 0.05})
     ours(small.experience(policy, args, ADVANTAGE, WINDOW), 0)
-    ours.packs = False
-    state = ours.state()
+    ours.pack_rows = False
+    state = ours.state_dict()
     kept = state["optimizer"]["state"][0]["exp_avg"].clone()
     _, _, other = made(policy=policy, optimizer={"lr": 0.05})
-    other.load(state)
-    assert not other.packs
+    other.load_state_dict(state)
+    assert not other.pack_rows
     moments = zip(*(one.optimizer.adamw.state_dict()["state"].values() for one in (ours, other)), strict=True)
     assert all(torch.equal(a[name], b[name]) for a, b in moments for name in ("exp_avg", "exp_avg_sq", "step"))
-    assert Update(policy, args, 0, Processes()).packs
+    assert PolicyUpdate(policy, args, 0, Processes()).pack_rows
     ours(small.experience(policy, args, ADVANTAGE, WINDOW), 0)
     assert torch.equal(state["optimizer"]["state"][0]["exp_avg"], kept), "it is a copy"
 
@@ -492,7 +494,7 @@ def test_the_rows_of_other_processes_count_in_the_mean_and_in_the_numbers():
     policy, args, _ = made(optimizer={"max_grad_norm": 1e9})
     given = small.experience(policy, args, ADVANTAGE, WINDOW)
     alone = made(optimizer={"max_grad_norm": 1e9})[2](given, 0)
-    pair = Update(policy, args, 0, small.Two())
+    pair = PolicyUpdate(policy, args, 0, small.Two())
     metrics = pair(given, 0)
     assert metrics["grad_norm"] == pytest.approx(4 * alone["grad_norm"], rel=1e-5)
     assert metrics["loss"] == pytest.approx(2 * alone["loss"], abs=1e-6)
@@ -510,28 +512,30 @@ def test_a_process_without_signal_takes_part_in_the_step_of_the_others():
     assert torch.equal(trained(policy), before)
 
 
-@pytest.mark.parametrize("in_step", [True, False])
-def test_processes_in_step_go_backward_as_often_as_the_one_with_most_rows(in_step):
+@pytest.mark.parametrize("synchronous_backward", [True, False])
+def test_processes_in_step_go_backward_as_often_as_the_one_with_most_rows(synchronous_backward):
     policy, args, ours = made(processes=small.Two(lambda value: 5 if type(value) is int else value), microbatch=3)
     given, sizes, velocity = small.experience(policy, args, ADVANTAGE, WINDOW), [], policy.velocity
     values, _ = surrogate(policy, args, given, torch.arange(12))
     expected = torch.cat([g.flatten() for g in gradient(policy, values.sum() / 12 / 2)])
     policy.velocity = lambda x, *rest: sizes.append(len(x)) or velocity(x, *rest)
-    ours.optimizer.in_step = in_step
+    ours.optimizer.synchronous_backward = synchronous_backward
     metrics = ours(given, 0)
-    assert sizes == [3] * 2 * (5 if in_step else 3), "two more chunks, which weigh nothing, for both trained steps"
+    assert sizes == [3] * 2 * (5 if synchronous_backward else 3), (
+        "two more chunks, which weigh nothing, for both trained steps"
+    )
     assert metrics["grad_norm"] == pytest.approx(4 * float(expected.norm()), rel=1e-3)
     assert metrics["ratio/mean"] == pytest.approx(1)
 
 
 def test_weights_are_shared_out_among_several_processes_alone(monkeypatch):
     class Shared:
-        spread = True
+        is_sharded = True
 
         def __init__(self, *given):
             self.given = given
 
-    monkeypatch.setattr(update, "Zero", Shared)
+    monkeypatch.setattr(update, "ZeroOptimizer", Shared)
     policy, processes = small.policy(), small.Two()
     for shard, count, expected in (
         ("zero1", 2, True),
@@ -542,9 +546,9 @@ def test_weights_are_shared_out_among_several_processes_alone(monkeypatch):
     ):
         args = settings(memory={"shard": shard}, optimizer={"name": "adamw"})
         where = processes if count == 2 else Processes()
-        ours = Update(policy, args, 0, where)
+        ours = PolicyUpdate(policy, args, 0, where)
         assert isinstance(ours.optimizer, Shared) == expected
-        assert ours.spread == expected
+        assert ours.is_sharded == expected
         if expected:
             assert ours.optimizer.given == (policy, args.optimizer, where, shard)
 

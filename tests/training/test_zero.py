@@ -49,7 +49,7 @@ for folder in map(Path, sys.argv[1:]):
     kept = optimizer.engine.optimizer.all_grad_tensors.get(0) or []  # in stage 2
     found["gradients"] = sum(g.numel() for g in kept) + sum(p.grad.numel() for p in parameters if p.grad is not None)
     found["largest"] = max(p.numel() for p in parameters)
-    optimizer.forget()
+    optimizer.zero_grad()
     optimizer.backward(everywhere(0.0))
     found["forgotten"] = optimizer.step(0.0)
     before = [p.detach().clone() for p in parameters]

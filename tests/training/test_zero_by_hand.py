@@ -14,7 +14,7 @@ from flow_grpo.config.sections import OptimizerConfig
 from flow_grpo.distributed.processes import Processes
 from flow_grpo.training import zero
 from flow_grpo.training.optimizer import Optimizer
-from flow_grpo.training.zero import Zero
+from flow_grpo.training.zero import ZeroOptimizer
 
 SETTINGS = OptimizerConfig(lr=9.0, betas=(0.6, 0.8), eps=0.02, weight_decay=0.3, max_grad_norm=1.5)
 
@@ -27,14 +27,14 @@ def _group():
         for name, value in {"RANK": "0", "LOCAL_RANK": "0", "DS_ACCELERATOR": "cpu"}.items():  # as a launcher sets them
             patch.setenv(name, value)
         yield
-    if Zero._now is not None:
-        Zero._now.leave()
-        Zero._now = None
+    if ZeroOptimizer._active is not None:
+        ZeroOptimizer._active.close()
+        ZeroOptimizer._active = None
     distributed.destroy_process_group()
 
 
 def made(shard, processes=None, policy=None):
-    return Zero(policy or small.policy(), SETTINGS, processes or Processes(), shard)
+    return ZeroOptimizer(policy or small.policy(), SETTINGS, processes or Processes(), shard)
 
 
 def gradients(optimizer, norm, seed):
@@ -57,7 +57,7 @@ def close(optimizer, expected):
 def test_steps_are_adamw_by_hand(shard):
     """Two processes' losses are a sum, where DeepSpeed takes a mean: of which there is one here, so gradients are doubled."""
     optimizer = made(shard, small.Two())
-    assert (optimizer.spread, optimizer.in_step) == (True, True)
+    assert (optimizer.is_sharded, optimizer.synchronous_backward) == (True, True)
     expected = by_hand.AdamW(optimizer.parameters, (0.6, 0.8), 0.02, 0.3, 1.5)
     for step, (norm, lr) in enumerate([(1.0, 0.1), (6.0, 0.02), (0.2, 0.3)]):
         parts = gradients(optimizer, norm, step), gradients(optimizer, norm / 3, step + 100)
@@ -74,7 +74,7 @@ def test_what_is_forgotten_and_what_is_no_number_never_was(shard):
     optimizer = made(shard)
     expected = by_hand.AdamW(optimizer.parameters, (0.6, 0.8), 0.02, 0.3, 1.5)
     optimizer.backward(towards(optimizer, gradients(optimizer, 5.0, 0)))
-    optimizer.forget()
+    optimizer.zero_grad()
     optimizer.backward(towards(optimizer, gradients(optimizer, math.nan, 0)))
     assert not math.isfinite(optimizer.step(0.1))
     close(optimizer, expected)
@@ -98,7 +98,7 @@ def test_each_goes_on_from_the_others_state(shard, of, to):
         one.backward(towards(one, found))
         one.step(0.1)
         expected.step(found, 0.1)
-    state = copy.deepcopy(one.state())
+    state = copy.deepcopy(one.state_dict())
     assert [float(values["step"]) for values in state["optimizer"]["state"].values()] == [2.0] * len(one.parameters)
     for name, hand in (("exp_avg", expected.first), ("exp_avg_sq", expected.second)):
         for values, value in zip(state["optimizer"]["state"].values(), hand, strict=True):
@@ -110,7 +110,7 @@ def test_each_goes_on_from_the_others_state(shard, of, to):
     with torch.no_grad():
         for p, value in zip(other.parameters, values, strict=True):
             p.copy_(value)
-    other.load({**state, "scaler": scaler})
+    other.load_state_dict({**state, "scaler": scaler})
     for step in (2, 3):
         found = gradients(other, 1.0, step)
         other.backward(towards(other, found))
@@ -122,16 +122,16 @@ def test_each_goes_on_from_the_others_state(shard, of, to):
 def test_a_state_without_moments_and_one_of_some_weights_alone_are_taken():
     """As the plain optimizer's are before its first step, or of a weight that had no gradient."""
     plain = Optimizer(small.policy(), SETTINGS, Processes())
-    empty = plain.state()
+    empty = plain.state_dict()
     plain.backward(plain.parameters[2].sum())
     plain.step(0.1)
-    some = plain.state()
+    some = plain.state_dict()
     assert list(some["optimizer"]["state"]) == [2]
     for state, before in ((empty, 0), (some, 1)):
         optimizer = made("zero1")
-        assert not optimizer.state()["optimizer"]["state"], "before the first step there are none"
-        optimizer.load(state)
-        found = optimizer.state()["optimizer"]["state"]
+        assert not optimizer.state_dict()["optimizer"]["state"], "before the first step there are none"
+        optimizer.load_state_dict(state)
+        found = optimizer.state_dict()["optimizer"]["state"]
         assert {float(values["step"]) for values in found.values()} == {float(before)}
         assert [bool(values["exp_avg"].any()) for values in found.values()] == [
             before == 1 and i == 2 for i in range(len(found))
@@ -145,8 +145,8 @@ def test_a_process_that_only_helps_to_gather_keeps_no_moments():
     optimizer = made("zero1")
     optimizer.backward(towards(optimizer, gradients(optimizer, 1.0, 0)))
     optimizer.step(0.1)
-    assert optimizer.state(keep=False)["optimizer"]["state"] == {}
-    assert len(optimizer.state()["optimizer"]["state"]) == len(optimizer.parameters)
+    assert optimizer.state_dict(keep_on_this_rank=False)["optimizer"]["state"] == {}
+    assert len(optimizer.state_dict()["optimizer"]["state"]) == len(optimizer.parameters)
 
 
 def test_a_new_one_takes_the_weights_over_from_the_last():
@@ -170,9 +170,9 @@ def test_fp16_is_refused():
 
 def test_the_library_is_quiet_compiles_nothing_and_stays_on_the_policys_device(monkeypatch):
     monkeypatch.delenv("DS_ACCELERATOR")
-    zero.library("zero1", torch.device("cuda"))
+    zero.import_deepspeed("zero1", torch.device("cuda"))
     assert "DS_ACCELERATOR" not in os.environ
-    deepspeed = zero.library("zero1", torch.device("cpu"))
+    deepspeed = zero.import_deepspeed("zero1", torch.device("cpu"))
     assert os.environ["DS_ACCELERATOR"] == "cpu"
     assert deepspeed.ops.__compatible_ops__ == {}
     assert deepspeed.utils.logger.level == 40
