@@ -147,7 +147,7 @@ class FlowGRPOTrainer:
             Tracker(self.folder, self.args.steps, silent=silent) as tracker,
             signals(self._stop),
         ):
-            tracker.callbacks = self.callbacks
+            tracker.on_log = self.callbacks.log
             self._begin(tracker, resume, lock)
             self.callbacks.state.global_step = self.step
             self.callbacks.call("on_train_begin")
@@ -475,7 +475,8 @@ class FlowGRPOTrainer:
         prompts = self.eval_set.prompts
         seeds = [image_seed(self.args.evaluation.seed, place) for place in range(len(prompts))]
         trained = [name for name, weight in self.held_out.weights.items() if weight]
-        history = self.record.evaluation(self.step, found, prompts, seeds, trained) if self.record else []
+        kept = self.record.evaluation(self.step, found, prompts, seeds, trained) if self.record else []
+        history = hacking.read_history(kept)
         if self.processes.all_gather(bool(history) and hacking.best(history) == self.step)[0]:  # before the metrics name it
             self._save_trained(layout.BEST)
         first = self.step == 0 and self.record is not None

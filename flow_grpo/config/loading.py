@@ -73,6 +73,15 @@ def parse_yaml(text: str, source: str) -> Any:
         raise ValueError(f"{source} is not valid YAML: {' '.join(str(error).split())}.") from error
 
 
+def flatten(values: dict[str, Any], above: str = "") -> dict[str, Any]:
+    """Settings by their dotted names: `{"a": {"b": 1}}` becomes `{"a.b": 1}`."""
+    found: dict[str, Any] = {}
+    for key, value in values.items():
+        inner = isinstance(value, dict) and value
+        found |= flatten(value, f"{above}{key}.") if inner else {f"{above}{key}": value}
+    return found
+
+
 class _Refused(Exception):
     """What valid YAML may hold and no file of ours."""
 

@@ -21,6 +21,7 @@ its size there, have the largest mean; without such rewards it is the trained re
 import math
 import statistics
 from dataclasses import dataclass
+from typing import Any
 
 ERRORS = 3.0  # standard errors that noise does not reach
 LEAST = 8  # prompts: fewer say nothing
@@ -37,6 +38,16 @@ class Reading:
     reward: list[float]  # the trained sum
     held_out: dict[str, list[float]]  # rewards that are not trained on
     looks: dict[str, list[float]]  # high-frequency power and diversity
+
+
+def read_history(evaluations: list[dict[str, Any]]) -> list[Reading]:
+    """The evaluation.json of each evaluation so far, as the rule compares them."""
+    found = []
+    for e in evaluations:
+        held_out = {name: values for name, values in e["values"].items() if name != "reward" and name not in e["trained"]}
+        looks = {SHARPNESS: e["sharpness"], DIVERSITY: e["diversity"]}
+        found.append(Reading(e["step"], e["values"]["reward"], held_out, looks))
+    return found
 
 
 def falls(history: list[Reading]) -> dict[str, tuple[int, float]]:

@@ -21,7 +21,7 @@ from flow_grpo.policy import hub
 from flow_grpo.policy.weight_checks import check_file
 from flow_grpo.run_folder import layout
 from flow_grpo.run_folder.reader import Story
-from flow_grpo.tracking.tracker import plot_curves
+from flow_grpo.tracking.plots import plot_curves
 
 DTYPES = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
 

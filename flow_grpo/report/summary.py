@@ -5,6 +5,7 @@ import statistics
 from typing import Any
 
 from flow_grpo.config import FlowGRPOConfig
+from flow_grpo.config.loading import flatten
 from flow_grpo.config.sections import RewardConfig
 from flow_grpo.evaluation.hacking import DIVERSITY, SHARPNESS, limits
 from flow_grpo.run_folder.reader import Story
@@ -132,9 +133,9 @@ def comparison(runs: list[Story]) -> list[dict[str, Any]]:
 def settings(runs: list[Story]) -> list[dict[str, Any]]:
     """The settings in which a run differs from the default."""
 
-    default = flat(FlowGRPOConfig().model_dump(mode="json"))
+    default = flatten(FlowGRPOConfig().model_dump(mode="json"))
     usual = RewardConfig().model_dump(mode="json")  # of a reward that the default does not have, its weight says enough
-    own = [flat(run.config) for run in runs]
+    own = [flatten(run.config) for run in runs]
     found = []
     for key in dict.fromkeys(key for settings in own for key in settings):
         values = [settings.get(key) for settings in own]
@@ -145,15 +146,6 @@ def settings(runs: list[Story]) -> list[dict[str, Any]]:
             differ = len({str(value) for value in values}) > 1
             cells = [format_value(value) for value in values]
             found.append({"name": key, "cells": cells, "default": format_value(default.get(key)), "differ": differ})
-    return found
-
-
-def flat(values: dict[str, Any], above: str = "") -> dict[str, Any]:
-    """`{"a": {"b": 1}}` is `{"a.b": 1}`."""
-    found: dict[str, Any] = {}
-    for key, value in values.items():
-        inner = isinstance(value, dict) and value
-        found |= flat(value, f"{above}{key}.") if inner else {f"{above}{key}": value}
     return found
 
 

@@ -11,7 +11,7 @@ import os
 import platform
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from PIL import Image
@@ -19,7 +19,6 @@ from torch import Tensor
 
 from flow_grpo import __version__
 from flow_grpo.data.grid import to_bytes
-from flow_grpo.evaluation import hacking
 from flow_grpo.files import naming, remove, write_whole
 from flow_grpo.run_folder import layout, reader
 from flow_grpo.types import Evaluation, Experience
@@ -71,7 +70,7 @@ class Record:
 
     def evaluation(
         self, step: int, found: Evaluation, prompts: list[str], seeds: list[int], trained: list[str]
-    ) -> list[hacking.Reading]:
+    ) -> list[dict[str, Any]]:
         """Keeps an evaluation, and returns all of them so far."""
         values = {name: value.tolist() for name, value in found.values.items()}
         ends = extremes(values["reward"])
@@ -89,7 +88,7 @@ class Record:
             "extremes": ends,
         }
         write_whole(self._place(step) / layout.EVALUATION, json.dumps(content))
-        return self._history()
+        return reader.read_all(self.folder, layout.EVALUATION)
 
     def kept(self, step: int, prompts: list[str]) -> list[tuple[str, Path]]:
         """The first held-out prompts, which every evaluation draws anew, and the pictures kept of them."""
@@ -117,14 +116,6 @@ class Record:
                 }
             )
         write_whole(self._place(step) / layout.GROUPS, json.dumps({"groups": content}))
-
-    def _history(self) -> list[hacking.Reading]:
-        found = []
-        for e in reader.read_all(self.folder, layout.EVALUATION):
-            held_out = {n: v for n, v in e["values"].items() if n != "reward" and n not in e["trained"]}
-            looks = {hacking.SHARPNESS: e["sharpness"], hacking.DIVERSITY: e["diversity"]}
-            found.append(hacking.Reading(e["step"], e["values"]["reward"], held_out, looks))
-        return found
 
     def _place(self, step: int) -> Path:
         return layout.step_folder(self.folder / layout.PICTURES, step)

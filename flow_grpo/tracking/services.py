@@ -21,8 +21,8 @@ import numpy as np
 from PIL import Image
 
 from flow_grpo.config import FlowGRPOConfig
+from flow_grpo.config.loading import flatten
 from flow_grpo.files import write_whole
-from flow_grpo.report.summary import flat
 from flow_grpo.run_folder.layout import TRACKERS
 
 PROJECT = "flow-grpo"
@@ -117,7 +117,7 @@ class Board:
             self.tracker.log({"config": "\n".join(f"    {line}" for line in args.to_yaml().splitlines())}, step=0)
             return
         plain = (bool, int, float, str)
-        settings = flat(args.model_dump(mode="json", exclude={"trackers"}))
+        settings = flatten(args.model_dump(mode="json", exclude={"trackers"}))
         self.tracker.store_init_configuration({k: v if isinstance(v, plain) else str(v) for k, v in settings.items()})
 
     def log(self, step: int, metrics: dict[str, float]) -> None:

@@ -11,14 +11,13 @@ from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
 
-from flow_grpo.files import whole_file
 from flow_grpo.progress import reported
 from flow_grpo.run_folder import layout
 from flow_grpo.run_folder.metrics_file import append_row, read_metrics, rewind
+from flow_grpo.tracking.plots import plot_curves
 
 if TYPE_CHECKING:
     from flow_grpo.tracking.services import Board
-    from flow_grpo.training.callbacks import CallbackList
 
 SILENCE = 20.0  # seconds after which the next training step is said, though it is not a tenth one
 
@@ -43,7 +42,7 @@ class Tracker:
         self._started, self._first, self._said = time.monotonic(), 0, time.monotonic()
         self._phases = ExitStack()
         self._boards: list[Board] = []
-        self.callbacks: CallbackList | None = None
+        self.on_log: Callable[[int, dict[str, float], bool], None] | None = None  # step, metrics, whether of an evaluation
 
     def __enter__(self) -> "Tracker":
         if self.console.is_terminal or self.console.is_jupyter:
@@ -78,8 +77,8 @@ class Tracker:
         """Appends the numbers of a finished training step (1 is the first) or of an evaluation (`eval/...`)."""
         self._append({"step": step, **metrics})
         self._show(lambda board: board.log(step, metrics))
-        if self.callbacks is not None:
-            self.callbacks.log(step, metrics, evaluation="eval/reward" in metrics)
+        if self.on_log is not None:
+            self.on_log(step, metrics, "eval/reward" in metrics)
         if "time/step" in metrics:
             scored = "reward" in metrics  # given images have none
             numbers = (
@@ -152,40 +151,3 @@ def print_table(console: Console, title: str, columns: dict[str, dict[str, float
     for row in dict.fromkeys(key for values in columns.values() for key in values):
         table.add_row(escape(row), *(f"{values[row]:.4f}" if row in values else "" for values in columns.values()))
     console.print(table)
-
-
-def plot_curves(folder: Path) -> Path | None:
-    """Draws reward.png: the trained reward, the held-out measures, and below them the spread within a group, over the training steps."""
-    from matplotlib.figure import Figure
-    from matplotlib.ticker import MaxNLocator
-
-    rows = read_metrics(folder)
-    train = [row for row in rows if "reward" in row]
-    held_out = [row for row in rows if any(key.startswith("eval/") for key in row)]
-    if not train:
-        return None
-    figure = Figure(figsize=(8, 5.5), layout="constrained")
-    axes, below = figure.subplots(2, 1, sharex=True, height_ratios=(4, 1))
-    steps = [row["step"] for row in train]
-    axes.set_title(
-        f"{folder.resolve().name}: the trained reward, and what is measured on held-out prompts", loc="left", fontsize=10
-    )
-    axes.plot(steps, [row["reward"] for row in train], color="C0", linewidth=1.2, label="reward in training")
-    below.plot(steps, [row.get("reward_std", 0.0) for row in train], color="C0", linewidth=1.2)
-    below.set_ylabel("std within\na group", fontsize=8)
-    below.set_ylim(bottom=0)
-    names = [
-        k for k in dict.fromkeys(key for row in held_out for key in row) if k.startswith("eval/") and k != "eval/reward"
-    ]
-    for i, name in enumerate(names):
-        points = [(row["step"], row[name]) for row in held_out if name in row]
-        axes.plot(*zip(*points, strict=True), marker="o", color=f"C{i + 1}", label=f"held out: {name[5:]}")
-    below.set_xlabel("training step")
-    below.xaxis.set_major_locator(MaxNLocator(integer=True))
-    for panel in (axes, below):
-        panel.grid(alpha=0.25)
-        panel.spines[["top", "right"]].set_visible(False)
-    axes.legend(frameon=False, loc="lower right")
-    with whole_file(folder / layout.CURVES) as file:
-        figure.savefig(file, dpi=120)
-    return folder / layout.CURVES

@@ -31,7 +31,8 @@ from flow_grpo.run_folder.layout import METRICS, TORN
 from flow_grpo.run_folder.lock import locked
 from flow_grpo.run_folder.metrics_file import read_metrics, rewind
 from flow_grpo.tracking import services
-from flow_grpo.tracking.tracker import Tracker, plot_curves
+from flow_grpo.tracking.plots import plot_curves
+from flow_grpo.tracking.tracker import Tracker
 from flow_grpo.trainer import FlowGRPOTrainer
 from flow_grpo.training.setup import load_trained
 
