@@ -11,21 +11,21 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 
-class NotWritten(ValueError):
+class WriteError(ValueError):
     """A file or folder could not be written. The message is a sentence with its path and the system's reason."""
 
 
-def write_whole(file: Path, content: str | bytes) -> None:
+def write_atomic(file: Path, content: str | bytes) -> None:
     """Writes a file that then holds this content, or what it held before: also after a kill -9 or a loss of power."""
-    with whole_file(file) as partial:
+    with atomic_file(file) as partial:
         partial.write_bytes(content.encode() if isinstance(content, str) else content)
 
 
 @contextmanager
-def whole_file(file: Path) -> Iterator[Path]:
+def atomic_file(file: Path) -> Iterator[Path]:
     """Yields the name of a file to write, which takes the place of `file` when the block ends without an error."""
     partial = file.with_name(f".{file.stem}.{os.getpid()}.partial{file.suffix}")
-    with naming(file):
+    with write_errors(file):
         if file.exists() and not file.is_file():  # /dev/stdout, whose place nothing may take
             yield file
             return
@@ -41,9 +41,9 @@ def whole_file(file: Path) -> Iterator[Path]:
         _sync(file.parent)
 
 
-def append(file: Path, line: str) -> None:
+def append_line(file: Path, line: str) -> None:
     """Adds a line to the end of a file. One that does not fit on the disk is taken away again."""
-    with naming(file), file.open("ab", buffering=0) as stream:
+    with write_errors(file), file.open("ab", buffering=0) as stream:
         end = stream.tell()
         content = f"{line}\n".encode()
         try:
@@ -56,13 +56,13 @@ def append(file: Path, line: str) -> None:
 
 
 @contextmanager
-def whole_folder(target: Path) -> Iterator[Path]:
+def atomic_folder(target: Path) -> Iterator[Path]:
     """Yields an empty folder, which takes the place of `target` when the block ends without an error.
 
     One process at a time may write a `target`. Its files are on disk before it gets its name.
     """
     partial, former = (target.with_name(f".{target.name}.{kind}") for kind in ("partial", "former"))
-    with naming(target):
+    with write_errors(target):
         try:
             remove(partial)
             partial.mkdir(parents=True)
@@ -89,7 +89,7 @@ def remove(place: Path) -> None:
         place.unlink(missing_ok=True)
 
 
-def finish_weights(file: Path) -> None:
+def normalize_safetensors(file: Path) -> None:
     """Gives a safetensors file that was just written the mode of other files, and sorts its header: equal weights are equal files.
 
     Its writer gives the mode 0600, and leaves the metadata in random order.
@@ -108,18 +108,18 @@ def finish_weights(file: Path) -> None:
 
 
 @contextmanager
-def naming(place: Path) -> Iterator[None]:
-    """Raises `NotWritten` with the path for what the system refuses within the block."""
+def write_errors(place: Path) -> Iterator[None]:
+    """Raises `WriteError` with the path for what the system refuses within the block."""
     try:
         yield
-    except NotWritten:
+    except WriteError:
         raise
     except Exception as error:
         code = re.search(r"os error (\d+)", str(error))  # safetensors' own kind of error
         if not isinstance(error, OSError) and code is None:
             raise
         reason = os.strerror(int(code[1])) if code else getattr(error, "strerror", None) or str(error)
-        raise NotWritten(f"{place} could not be written: {reason[:1].lower()}{reason[1:]}.") from error
+        raise WriteError(f"{place} could not be written: {reason[:1].lower()}{reason[1:]}.") from error
 
 
 def _sync(place: Path) -> None:

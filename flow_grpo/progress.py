@@ -1,6 +1,6 @@
 """The phase that a command is in, said when it takes long: loading the model, drawing held-out images, scoring them.
 
-Code that may take long works within `phase(...)`; a command that wants its phases said runs within `reported(console)`. A phase that
+Code that may take long works within `phase(...)`; a command that wants its phases said runs within `show_phases(console)`. A phase that
 lasts for 2 seconds is said, and again every 10 seconds with how much of it is done.
 """
 
@@ -60,7 +60,7 @@ def due_line(now: float) -> str | None:
 
 
 @contextmanager
-def reported(console: Console) -> Iterator[None]:
+def show_phases(console: Console) -> Iterator[None]:
     """Says the phases within it on that console. The outermost of several such contexts does it."""
     if not _reporting.acquire(blocking=False):
         yield

@@ -19,7 +19,7 @@ from flow_grpo.evaluation import hacking
 from flow_grpo.evaluation.generate import generate_images, image_seed
 from flow_grpo.evaluation.group_dependence import group_dependence_warnings
 from flow_grpo.evaluation.held_out import evaluate, save_before_after
-from flow_grpo.files import NotWritten, remove, whole_folder, write_whole
+from flow_grpo.files import WriteError, atomic_folder, remove, write_atomic
 from flow_grpo.policy import hub
 from flow_grpo.policy.policy import Policy
 from flow_grpo.progress import phase
@@ -27,7 +27,7 @@ from flow_grpo.report import page
 from flow_grpo.run_folder import checkpoint, layout
 from flow_grpo.run_folder.lock import locked
 from flow_grpo.run_folder.metrics_file import has_metrics
-from flow_grpo.run_folder.samples import Record
+from flow_grpo.run_folder.samples import SampleRecorder
 from flow_grpo.text import counted, first_line
 from flow_grpo.tracking import services
 from flow_grpo.tracking.tracker import Tracker
@@ -96,7 +96,7 @@ class FlowGRPOTrainer:
         self.folder = Path(args.output)
         self.step = 0
         self.notes: list[str] = []  # what the console is still to say
-        self.record: Record | None = None  # of the process that writes, once it trains
+        self.record: SampleRecorder | None = None  # of the process that writes, once it trains
         self._stopping = False
         for begin, part in reversed(self.parts):  # each says at once what does not fit; the first is the one to begin with
             self._enter(begin, part)
@@ -140,7 +140,7 @@ class FlowGRPOTrainer:
                 could not be written.
         """
         silent, self._stopping = not self.processes.is_main, False
-        self.record = None if silent else Record(self.folder, self.args.evaluation.pictures)
+        self.record = None if silent else SampleRecorder(self.folder, self.args.evaluation.pictures)
         with (
             self._disk(),
             ExitStack() as lock,
@@ -156,7 +156,7 @@ class FlowGRPOTrainer:
             except (Interrupted, ValueError) as error:
                 together = isinstance(error, Interrupted) or not self.update.is_sharded  # one process alone can't gather
                 whole = not self.update.mid_step  # half a step can't be resumed
-                if together and whole and not isinstance(error, NotWritten):
+                if together and whole and not isinstance(error, WriteError):
                     self._save_after(error)
                 raise
             return self._finish(tracker)
@@ -204,7 +204,7 @@ class FlowGRPOTrainer:
         finished = time.perf_counter()
         self.step += 1
         if self.record is not None and (self.step == 1 or self._due()):
-            self.record.groups(self.step, experience, self.policy.decode)
+            self.record.save_groups(self.step, experience, self.policy.decode)
         return {
             **experience.metrics,
             **metrics,
@@ -268,16 +268,16 @@ class FlowGRPOTrainer:
         """Saves on the way out, and keeps what the error says if there is no room."""
         try:
             self.save()
-        except NotWritten as full:
-            raise NotWritten(f"{error} {full}".strip()) from error
+        except WriteError as full:
+            raise WriteError(f"{error} {full}".strip()) from error
 
     @contextmanager
     def _disk(self) -> Iterator[None]:
         """Says what is left of the run when something could not be written within it."""
         try:
             yield
-        except (NotWritten, OSError) as error:
-            what = str(error) if isinstance(error, NotWritten) else f"the system refused to read or write: {error}."
+        except (WriteError, OSError) as error:
+            what = str(error) if isinstance(error, WriteError) else f"the system refused to read or write: {error}."
             saved = checkpoint.steps(self.folder / layout.CHECKPOINTS)
             lost = f"What came after the checkpoint of step {saved[0]} is lost" if saved else "Nothing is saved yet"
             again = "go on with --resume" if saved else "start the run again"
@@ -306,18 +306,18 @@ class FlowGRPOTrainer:
         if resume and not checkpoint.steps(self.folder / layout.CHECKPOINTS):
             again = "set another folder by output=..." if self.begun else "start the run without --resume"
             raise ValueError(f"{self.folder} has no checkpoint to resume from: {again}, or see whether output=... is right.")
-        lock.enter_context(locked(self.folder, tracker.say))
+        lock.enter_context(locked(self.folder, tracker.info))
         if not resume:
             if self.begun:
                 raise ValueError(
                     f"{self.folder} already holds a run: go on with it by --resume, or set another folder by output=..."
                 )
-            write_whole(self.folder / layout.CONFIG, self.args.to_yaml())
+            write_atomic(self.folder / layout.CONFIG, self.args.to_yaml())
             assert self.record
-            self.record.begin(self.policy, self.processes.world_size)
+            self.record.start(self.policy, self.processes.world_size)
             args, policy = self.args, self.policy
-            tracker.watched_by(services.start(self.folder, args, tracker.say))
-            tracker.say(
+            tracker.attach(services.open_services(self.folder, args, tracker.info))
+            tracker.info(
                 f"{args.model} on {policy.device} in {str(policy.dtype).removeprefix('torch.')}: {counted(args.steps, 'step')} of "
                 f"{counted(args.prompts_per_step, 'prompt')} x {counted(args.images_per_prompt, 'image')}; run folder {self.folder}"
             )
@@ -334,7 +334,7 @@ class FlowGRPOTrainer:
     def _resume(self, tracker: Tracker) -> None:
         state, warnings = checkpoint.latest(self.folder / layout.CHECKPOINTS)
         for warning in warnings:
-            tracker.say(f"warning: {warning}")
+            tracker.info(f"warning: {warning}")
         if state is None:
             raise ValueError(f"all checkpoints of {self.folder} are damaged: start another run by output=...")
         self._same_settings()
@@ -345,17 +345,17 @@ class FlowGRPOTrainer:
         self.restore(state)
         self.processes.all_gather(None)  # all have read
         if self.processes.is_main:
-            checkpoint.drop_after(self.folder / layout.CHECKPOINTS, self.step)
+            checkpoint.delete_after(self.folder / layout.CHECKPOINTS, self.step)
             if self.step < self.args.steps:  # what an end at an earlier step has left is no longer the last
                 remove(self.folder / self._result)
-            write_whole(self.folder / layout.CONFIG, self.args.to_yaml())  # some settings may change
+            write_atomic(self.folder / layout.CONFIG, self.args.to_yaml())  # some settings may change
         tracker.resume(self.step)
         if self.record is not None:
-            self.record.resume(self.step)
-            if self.record.drew_other_noise:
-                tracker.say("note: flow-grpo 0.3 drew the evaluations so far from other noise than those to come.")
-            tracker.watched_by(services.start(self.folder, self.args, tracker.say, self.step))
-        tracker.say(f"resumed at step {self.step} of {self.args.steps}")
+            self.record.delete_after(self.step)
+            if self.record.used_other_noise:
+                tracker.info("note: flow-grpo 0.3 drew the evaluations so far from other noise than those to come.")
+            tracker.attach(services.open_services(self.folder, self.args, tracker.info, self.step))
+        tracker.info(f"resumed at step {self.step} of {self.args.steps}")
 
     def restore(self, state: dict[str, Any]) -> None:
         """Puts the run where a checkpoint left it. ValueError if it is one of other settings."""
@@ -422,7 +422,7 @@ class FlowGRPOTrainer:
         self.callbacks.call("on_train_end")
         if not self.processes.is_main:
             return {}
-        return tracker.conclude(trained, page.write([self.folder], self.folder / layout.REPORT))
+        return tracker.finish(trained, page.write([self.folder], self.folder / layout.REPORT))
 
     def _save_trained(self, name: str) -> Path:
         """Writes the moving average of what is trained to that folder of the run; returns the file, or the folder of several."""
@@ -430,7 +430,7 @@ class FlowGRPOTrainer:
         with self.policy.ema_weights():
             if not self.processes.is_main:
                 return self.policy.save(folder, write=False)
-            with whole_folder(folder) as made:
+            with atomic_folder(folder) as made:
                 return folder / self.policy.save(made).relative_to(made)
 
     @property
@@ -475,7 +475,7 @@ class FlowGRPOTrainer:
         prompts = self.eval_set.prompts
         seeds = [image_seed(self.args.evaluation.seed, place) for place in range(len(prompts))]
         trained = [name for name, weight in self.held_out.weights.items() if weight]
-        kept = self.record.evaluation(self.step, found, prompts, seeds, trained) if self.record else []
+        kept = self.record.save_evaluation(self.step, found, prompts, seeds, trained) if self.record else []
         history = hacking.read_history(kept)
         if self.processes.all_gather(bool(history) and hacking.best(history) == self.step)[0]:  # before the metrics name it
             self._save_trained(layout.BEST)
@@ -496,7 +496,7 @@ class FlowGRPOTrainer:
         if self.step in (0, self.args.steps):
             save_before_after(self.folder, self.step == 0, found.pictures, prompts[:PREVIEWS], seed, self.args.model)
         more = {**hacking.numbers(history), "time/evaluation": seconds}
-        tracker.evaluation(self.step, found.means(), more, self.record.kept(self.step, prompts))
+        tracker.evaluation(self.step, found.means(), more, self.record.preview_images(self.step, prompts))
         for name, sentence in hacking.warnings(history).items():
             tracker.warn(self.step, sentence, fallen=name)
         for sentence in by_group:

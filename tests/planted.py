@@ -268,7 +268,7 @@ BUGS = [
     (
         "a tracker that fails is told again at every step",
         "flow_grpo/tracking/tracker.py",
-        "                self._boards.remove(board)\n",
+        "                self._services.remove(board)\n",
         "",
         "tests/tracking/test_services.py -k mid_run",
     ),
@@ -682,7 +682,7 @@ BUGS = [
     (
         "a torn line of the metrics ends them",
         "flow_grpo/run_folder/metrics_file.py",
-        "    return [row for line in _lines(folder / METRICS) if (row := parsed(line)) is not None]",
+        "    return [row for line in _lines(folder / METRICS) if (row := parse_row(line)) is not None]",
         "    return [row for line in _lines(folder / METRICS) if (row := json.loads(line))]",
         "tests/run_folder/test_run_folder.py -k put_aside",
     ),
@@ -701,7 +701,7 @@ BUGS = [
     (
         "a run folder has no lock",
         "flow_grpo/trainer.py",
-        "        lock.enter_context(locked(self.folder, tracker.say))\n",
+        "        lock.enter_context(locked(self.folder, tracker.info))\n",
         "",
         "tests/run_folder/test_run_folder.py -k in_use",
     ),

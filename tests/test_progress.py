@@ -15,7 +15,7 @@ from flow_grpo.doctor import reward_probe
 from flow_grpo.doctor.dry_run import dry_run
 from flow_grpo.evaluation.group_dependence import RewardInputs
 from flow_grpo.plan import block_speed
-from flow_grpo.progress import Phase, due_line, phase, reported
+from flow_grpo.progress import Phase, due_line, phase, show_phases
 from flow_grpo.trainer import FlowGRPOTrainer
 
 
@@ -42,7 +42,7 @@ def test_the_innermost_phase_is_said_and_the_outer_one_waits_after_it():
 def test_a_slow_phase_is_said_while_it_lasts(monkeypatch, terminal):
     monkeypatch.setattr(progress, "PATIENCE", 0.0)
     console, ended = Console(file=io.StringIO(), force_terminal=terminal), threading.Event()
-    with reported(console), reported(console), phase("loading a model"):
+    with show_phases(console), show_phases(console), phase("loading a model"):
         deadline = time.monotonic() + 60
         while "loading a model" not in console.file.getvalue():
             assert time.monotonic() < deadline

@@ -13,7 +13,7 @@ from support.paths import SAMPLE_OBJECTIVES, SAMPLE_REWARDS
 from support.run_contents import numbers, same, weights
 
 from flow_grpo.config import FlowGRPOConfig
-from flow_grpo.run_folder.reader import Story
+from flow_grpo.run_folder.reader import RunReader
 from flow_grpo.tracking.tracker import read_metrics
 from flow_grpo.trainer import FlowGRPOTrainer
 
@@ -297,7 +297,7 @@ def test_rewards_by_path_are_called_by_their_functions_and_one_that_ranks_a_grou
         assert row["eval/reward"] == pytest.approx(1.5 * row["eval/brightness"])
     step = next(row for row in rows if "loss" in row)
     assert {f"rewards/{name}/mean" for name in ("brightness", "brightness_2", "rank")} <= step.keys()
-    story = Story(tmp_path / "run")
+    story = RunReader(tmp_path / "run")
     assert story.trained == ["brightness", "rank", "brightness_2"]
     assert story.measures[0] == "reward"
     assert {name: one["weight"] for name, one in story.config["rewards"].items()} == names

@@ -24,7 +24,7 @@ from flow_grpo.cli.score import score
 from flow_grpo.cli.serve import serve
 from flow_grpo.cli.train import train
 from flow_grpo.policy.library_logging import before_imports
-from flow_grpo.progress import reported
+from flow_grpo.progress import show_phases
 from flow_grpo.training import interrupt
 
 COMMANDS: dict[str, Callable[..., None]] = {  # in the order of --help
@@ -85,7 +85,7 @@ def run() -> None:
         os.environ[TRACEBACK] = "1"
     is_main_rank = os.environ.get("RANK", "0") == "0"
     try:
-        with one_sentence_errors(), reported(errors) if is_main_rank else nullcontext():
+        with one_sentence_errors(), show_phases(errors) if is_main_rank else nullcontext():
             app(words, standalone_mode=True)
     except SystemExit as end:
         interrupt.leave(end.code if isinstance(end.code, int) else int(end.code is not None))

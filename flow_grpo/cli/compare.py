@@ -36,7 +36,7 @@ def compare(
     [bold]flow-grpo compare tiny_ocr tiny_grpo --seeds 3 --budget 5m --measure ocr_exact --target 0.92[/bold]
     """
     from flow_grpo.compare import runs as comparison
-    from flow_grpo.files import write_whole
+    from flow_grpo.files import write_atomic
     from flow_grpo.run_folder.lock import locked
 
     if target is not None and not math.isfinite(target):
@@ -50,6 +50,6 @@ def compare(
     rows = comparison.summary(runs, measure, target)
     comparison.print_summary(console, rows, measure, target)
     comparison.plot(runs, measure, target, out / "compare.png")
-    write_whole(out / "compare.md", comparison.markdown(rows))
-    write_whole(out / "compare.json", json.dumps(rows, indent=2))
+    write_atomic(out / "compare.md", comparison.markdown(rows))
+    write_atomic(out / "compare.json", json.dumps(rows, indent=2))
     say(f"curves: {out / 'compare.png'}, table: {out / 'compare.md'}, numbers: {out / 'compare.json'}")

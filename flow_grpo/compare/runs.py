@@ -20,7 +20,7 @@ from rich.table import Table
 
 from flow_grpo.config import FlowGRPOConfig
 from flow_grpo.evaluation.image_metrics import distance_from_base
-from flow_grpo.files import write_whole
+from flow_grpo.files import write_atomic
 from flow_grpo.policy.library_logging import quiet_libraries
 from flow_grpo.policy.memory import peak_memory
 from flow_grpo.run_folder import checkpoint, layout
@@ -84,7 +84,7 @@ class Run:
 
     def add(self, point: Point) -> None:
         """Notes a finished slice."""
-        write_whole(self.folder / CURVE, "".join(json.dumps(asdict(one)) + "\n" for one in [*self.points(), point]))
+        write_atomic(self.folder / CURVE, "".join(json.dumps(asdict(one)) + "\n" for one in [*self.points(), point]))
 
 
 def parse_budget(text: str, slices: int) -> Budget:
@@ -168,7 +168,7 @@ def run_slice(run: Run, number: int, budget: Budget, overrides: list[str]) -> No
         seconds, images = (points[-1].seconds, points[-1].images) if points else (0.0, 0)
         if points:
             trainer.restore(checkpoint.read(run.folder / layout.CHECKPOINTS, points[-1].step))
-            checkpoint.drop_after(run.folder / layout.CHECKPOINTS, points[-1].step)
+            checkpoint.delete_after(run.folder / layout.CHECKPOINTS, points[-1].step)
         spent = {"seconds": seconds, "images": float(images)}
         while spent[budget.unit] < budget.mark(number):
             metrics = trainer.training_step()
@@ -285,7 +285,7 @@ def _same_as_before(run: Run, overrides: list[str]) -> None:
     if run.points() and file.exists() and FlowGRPOConfig.from_yaml(file).model_copy(update=elsewhere) != args:
         raise ValueError(f"{run.folder} was begun with other settings: give another folder by --out.")
     run.folder.mkdir(parents=True, exist_ok=True)
-    write_whole(file, args.to_yaml())
+    write_atomic(file, args.to_yaml())
 
 
 def _same_budget(file: Path, budget: Budget) -> None:
@@ -297,7 +297,7 @@ def _same_budget(file: Path, budget: Budget) -> None:
                 f"{file.parent} was begun with slices of {former.mark(1):g} {former.unit}, not {budget.mark(1):g} {budget.unit}: "
                 "give a --budget and --slices that make them so, or another folder by --out."
             )
-    write_whole(file, json.dumps(asdict(budget)))
+    write_atomic(file, json.dumps(asdict(budget)))
 
 
 def _reached(point: Point, measure: str, target: float | None) -> bool:

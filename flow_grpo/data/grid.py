@@ -16,7 +16,7 @@ from PIL import Image, ImageDraw, ImageFont
 from PIL.PngImagePlugin import PngInfo
 from torch import Tensor
 
-from flow_grpo.files import naming, whole_file
+from flow_grpo.files import atomic_file, write_errors
 from rewards import images as batches
 
 CHUNK = "flow_grpo"
@@ -63,7 +63,7 @@ def save_grid(path: Path, images: Tensor, cells: list[ImageInfo], columns: int, 
     info = PngInfo()
     content = {"scale": scale, "cells": [{**asdict(c), "box": b} for c, b in zip(cells, boxes, strict=True)]}
     info.add_itxt(CHUNK, json.dumps(content))
-    with whole_file(path) as file:
+    with atomic_file(path) as file:
         sheet.save(file, pnginfo=info)
 
 
@@ -78,7 +78,7 @@ def save_image(path: Path, image: Tensor, cell: ImageInfo) -> None:
     info = PngInfo()
     content = {"scale": 1, "cells": [{**asdict(cell), "box": [0, 0, image.shape[2], image.shape[1]]}]}
     info.add_itxt(CHUNK, json.dumps(content))
-    with naming(path):
+    with write_errors(path):
         path.parent.mkdir(parents=True, exist_ok=True)
         Image.fromarray(to_bytes(image[None])[0]).save(path, pnginfo=info)
 

@@ -13,7 +13,7 @@ from flow_grpo.evaluation.generate import generate_images, image_seed
 from flow_grpo.evaluation.image_metrics import high_frequency_power, rms_difference
 from flow_grpo.policy.policy import Policy
 from flow_grpo.progress import phase
-from flow_grpo.run_folder.samples import extremes
+from flow_grpo.run_folder.samples import best_and_worst
 from flow_grpo.training.interrupt import Interrupted, call
 from flow_grpo.types import Evaluation
 from rewards import WeightedSum
@@ -70,7 +70,7 @@ def evaluate(
         by_process = processes.gather_or_raise(lambda: call(scored, stopping), (ValueError, Interrupted))
     values = {name: whole([part[name] for part in by_process]) for name in by_process[0]}
     looks = processes.all_gather((high_frequency_power(images), rms_difference(images[: len(others)], others)))
-    shown = {*range(keep), *(extremes(values["reward"].tolist()) if keep else ())}
+    shown = {*range(keep), *(best_and_worst(values["reward"].tolist()) if keep else ())}
     kept = processes.all_gather({place: images[i].clone() for i, place in enumerate(own) if place in shown})
     pictures = {place: picture for part in kept for place, picture in part.items()}
     return Evaluation(values, whole([s for s, _ in looks]), whole([d for _, d in looks]), pictures)

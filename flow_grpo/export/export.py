@@ -20,7 +20,7 @@ from flow_grpo.export import model_card
 from flow_grpo.policy import hub
 from flow_grpo.policy.weight_checks import check_file
 from flow_grpo.run_folder import layout
-from flow_grpo.run_folder.reader import Story
+from flow_grpo.run_folder.reader import RunReader
 from flow_grpo.tracking.plots import plot_curves
 
 DTYPES = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
@@ -40,9 +40,9 @@ def export(
     Raises:
         ValueError: there is no such run or LoRA, the base model is not here, or `out` holds something else.
     """
-    run = Story(folder)
-    source, step = chosen(run, best, checkpoint)
-    former, replaced = _former(out)
+    run = RunReader(folder)
+    source, step = select_weights(run, best, checkpoint)
+    former, replaced = _previous_files(out)
     args = FlowGRPOConfig.from_yaml(folder / layout.CONFIG)
     merge = merge or args.lora is None  # all weights were trained
     out.parent.mkdir(parents=True, exist_ok=True)
@@ -53,7 +53,7 @@ def export(
         curve = plot_curves(folder)
         if curve is not None:
             shutil.copy(curve, made / layout.CURVES)
-        model_card.write(made, run.until(step), args, step, merge, repo or out.resolve().name)
+        model_card.write(made, run.up_to_step(step), args, step, merge, repo or out.resolve().name)
         files = sorted(str(file.relative_to(made)) for file in made.rglob("*") if file.is_file())
         content = {
             "flow_grpo": __version__,
@@ -68,7 +68,7 @@ def export(
     return [*notes, *replaced, f"{what} of step {step}: {out}", f"model card: {out / model_card.CARD}"]
 
 
-def chosen(run: Story, best: bool, checkpoint: int | None) -> tuple[Path, int]:
+def select_weights(run: RunReader, best: bool, checkpoint: int | None) -> tuple[Path, int]:
     """Where the LoRA lies and the step it is of. ValueError if it is not there."""
     folder = run.folder
     if best and checkpoint is not None:
@@ -90,7 +90,7 @@ def chosen(run: Story, best: bool, checkpoint: int | None) -> tuple[Path, int]:
     return found, max([row["step"] for row in run.steps], default=0)
 
 
-def _weights(args: FlowGRPOConfig, run: Story, source: Path, folder: Path, merge: bool) -> list[str]:
+def _weights(args: FlowGRPOConfig, run: RunReader, source: Path, folder: Path, merge: bool) -> list[str]:
     """Writes the weights; the model is loaded where it takes more than a copy."""
     if not merge and source.parent.name != layout.CHECKPOINTS:
         for file in (hub.WEIGHTS, hub.PEFT_WEIGHTS, "adapter_config.json"):
@@ -113,7 +113,7 @@ def _weights(args: FlowGRPOConfig, run: Story, source: Path, folder: Path, merge
         policy.save_lora(folder)
         return []
     save_whole(policy, folder, args.model)
-    _forget_places(folder)
+    _strip_local_paths(folder)
     if args.memory.quantize is None:
         return []
     return [
@@ -134,7 +134,7 @@ def _replace(former: list[Path], made: Path, out: Path) -> None:
         file.replace(target)
 
 
-def _forget_places(folder: Path) -> None:
+def _strip_local_paths(folder: Path) -> None:
     """Takes out of a saved pipeline's configs where on this machine the base model lay, which concerns nobody else."""
     for file in folder.rglob("*.json"):
         content = json.loads(file.read_text(encoding="utf-8"))
@@ -142,7 +142,7 @@ def _forget_places(folder: Path) -> None:
             file.write_text(json.dumps(content, indent=2), encoding="utf-8")
 
 
-def _former(out: Path) -> tuple[list[Path], list[str]]:
+def _previous_files(out: Path) -> tuple[list[Path], list[str]]:
     """The files of an earlier export there, and a sentence on it. ValueError if the folder holds anything that is no export."""
     if not out.exists():
         return [], []
@@ -183,7 +183,10 @@ def push(folder: Path, repo: str, private: bool) -> str:
         if private and not api.repo_info(made.repo_id).private:  # it was there before
             raise ValueError("the repository is public: make it private on its page, or push to another one.")
         message = f"{content['run']}, step {content['step']}, by flow-grpo {content['flow_grpo']}"
-        given = {"allow_patterns": content["files"], "delete_patterns": _stale(api, made.repo_id, content["files"])}
+        given = {
+            "allow_patterns": content["files"],
+            "delete_patterns": _files_to_delete(api, made.repo_id, content["files"]),
+        }
         api.upload_folder(repo_id=made.repo_id, folder_path=folder, commit_message=message, **given)
     except (OSError, ValueError, httpx.HTTPError) as error:
         said = next(iter(str(error).strip().splitlines()), type(error).__name__)
@@ -191,7 +194,7 @@ def push(folder: Path, repo: str, private: bool) -> str:
     return str(made)
 
 
-def _stale(api: HfApi, repo: str, files: list[str]) -> list[str]:
+def _files_to_delete(api: HfApi, repo: str, files: list[str]) -> list[str]:
     """Patterns of what an export pushed earlier has left on the hub and this one does not replace, such as a merged model's weights."""
     if not api.file_exists(repo, layout.EXPORT_MANIFEST):
         return []

@@ -22,12 +22,12 @@ from flow_grpo.policy import hub
 from flow_grpo.policy.families import family
 from flow_grpo.report import summary
 from flow_grpo.run_folder import layout
-from flow_grpo.run_folder.reader import Story
+from flow_grpo.run_folder.reader import RunReader
 from flow_grpo.text import code_block, escape_markdown, inline_code, link, markdown_table, number, plain, short_name
 
 TEMPLATES = Path(__file__).parent / "templates"
 CARD, PICTURES = "README.md", "pictures"
-SHOWN = 8  # prompts with pictures
+MAX_PROMPTS = 8  # prompts with pictures
 HUB = "https://huggingface.co"
 # Licences of the models that our presets name, as their pages state them: licence, and name and file of one of their own.
 LICENCES: dict[str, tuple[str, ...]] = {
@@ -43,7 +43,7 @@ LICENCES: dict[str, tuple[str, ...]] = {
 LICENCE_KEYS = ("license", "license_name", "license_link")
 
 
-def write(folder: Path, run: Story, args: FlowGRPOConfig, step: int, merged: bool, source: str) -> None:
+def write(folder: Path, run: RunReader, args: FlowGRPOConfig, step: int, merged: bool, source: str) -> None:
     """Writes README.md and the pictures it shows into an export whose weights lie there already.
 
     Args:
@@ -62,8 +62,8 @@ def write(folder: Path, run: Story, args: FlowGRPOConfig, step: int, merged: boo
         "code_block": code_block,
         "short": short_name,
         "name": source.rpartition("/")[2],
-        "sentence": summary.sentence(run),
-        "others": summary.others(run),
+        "sentence": summary.headline(run),
+        "others": summary.untrained_metrics(run),
         "merged": merged,
         "step": step,
         "steps": args.steps,
@@ -74,7 +74,7 @@ def write(folder: Path, run: Story, args: FlowGRPOConfig, step: int, merged: boo
         "watched": bool(ends) and len(prompts) >= hacking.LEAST,
         "limits": hacking.limits(),
         "gamed": {name: _sentence(name, "Gamed") for name in trained},
-        "snippet": snippet(folder, args, run, merged, source),
+        "usage_code": usage_code(folder, args, run, merged, source),
         "options": {name: reward.options for name, reward in {**args.evaluation.rewards, **args.rewards}.items()},
         "base": args.model,
         "base_page": f"{HUB}/{args.model}" if _on_hub(args.model) else None,
@@ -92,7 +92,7 @@ def write(folder: Path, run: Story, args: FlowGRPOConfig, step: int, merged: boo
 
 
 def front_matter(
-    run: Story, args: FlowGRPOConfig, merged: bool, licence: dict[str, str], name: str, shown: list[dict[str, Any]]
+    run: RunReader, args: FlowGRPOConfig, merged: bool, licence: dict[str, str], name: str, shown: list[dict[str, Any]]
 ) -> ModelCardData:
     """What the hub reads of the card."""
     results = []
@@ -118,13 +118,13 @@ def front_matter(
     )
 
 
-def gallery(folder: Path, run: Story) -> list[dict[str, Any]]:
+def gallery(folder: Path, run: RunReader) -> list[dict[str, Any]]:
     """The first held-out prompts before and after, their pictures written into `folder` as PNG; small ones are enlarged."""
     if not run.evaluations:
         return []
     ends, measure = (run.evaluations[0], run.evaluations[-1]), run.measures[0]
     found = []
-    for place, prompt in enumerate(ends[0]["prompts"][:SHOWN]):
+    for place, prompt in enumerate(ends[0]["prompts"][:MAX_PROMPTS]):
         files = [end["folder"] / layout.prompt_image(place) for end in ends]
         if not all(file.is_file() for file in files):
             break
@@ -167,7 +167,7 @@ def _metadata(card: Path) -> dict[str, Any]:
         return {}
 
 
-def snippet(folder: Path, args: FlowGRPOConfig, run: Story, merged: bool, source: str) -> str:
+def usage_code(folder: Path, args: FlowGRPOConfig, run: RunReader, merged: bool, source: str) -> str:
     """Python that loads the export and draws a picture as the run's evaluations do."""
     kind = hub.pipeline_class(args.model)
     differs = family(kind)
@@ -206,7 +206,7 @@ def _loading(folder: Path, source: str) -> list[str]:
     return [loads, 'pipe.transformer.set_adapters("flow_grpo", 1.0)  # the LoRA\'s scale; 0 is the base model']
 
 
-def scores_table(run: Story, ends: list[int], prompts: int) -> str:
+def scores_table(run: RunReader, ends: list[int], prompts: int) -> str:
     """The held-out scores at the first and the last evaluation, and their change."""
     rows = []
     for name in run.measures:

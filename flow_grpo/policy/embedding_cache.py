@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from flow_grpo.files import write_whole
+from flow_grpo.files import write_atomic
 
 IN_MEMORY = 512  # recordings: 3 MB each for SD3.5
 LAYOUT = "\0layout"  # what is known of all recordings: their batch axes, and whether they are of one length
@@ -44,7 +44,7 @@ class EmbeddingCache:
             return
         content = io.BytesIO()
         torch.save(recording, content)
-        write_whole(self._file(text), content.getvalue())
+        write_atomic(self._file(text), content.getvalue())
 
     def complete(self, texts: list[str]) -> bool:
         """Whether all of them can be read from disk, so that no encoder is needed."""

@@ -9,7 +9,7 @@ from huggingface_hub import save_torch_state_dict
 from torch import Tensor
 
 from flow_grpo.distributed.sharding import gather_to_cpu, local_shard, shard_like
-from flow_grpo.files import finish_weights
+from flow_grpo.files import normalize_safetensors
 
 NAMED = "diffusion_pytorch_model"  # how diffusers begins the names of a transformer's files
 CONFIG = "config.json"
@@ -85,7 +85,7 @@ class FullWeights:
             state = {name: value.to(self._dtypes[name]) for name, value in state.items()}
             save_torch_state_dict(state, folder, filename_pattern=NAMED + "{suffix}.safetensors")
             for file in folder.glob(f"{NAMED}*.safetensors"):
-                finish_weights(file)
+                normalize_safetensors(file)
         return folder
 
     def load(self, folder: Path) -> None:

@@ -6,7 +6,7 @@ from pathlib import Path
 from diffusers import DiffusionPipeline
 from diffusers.utils.peft_utils import recurse_remove_peft_layers
 
-from flow_grpo.files import finish_weights
+from flow_grpo.files import normalize_safetensors
 from flow_grpo.policy import hub
 from flow_grpo.policy.policy import Policy
 
@@ -23,7 +23,7 @@ def save_whole(policy: Policy, folder: Path, base: str) -> None:
         merge(policy)
         policy.pipe.transformer.save_pretrained(folder / "transformer")
         for file in (folder / "transformer").glob("*.safetensors"):
-            finish_weights(file)
+            normalize_safetensors(file)
     source = hub.resolve_model(base)
     place = Path(source if Path(source).is_dir() else DiffusionPipeline.download(source))
     shutil.copyfile(place / hub.INDEX, folder / hub.INDEX)

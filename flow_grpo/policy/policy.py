@@ -25,7 +25,7 @@ from torch import Tensor
 from flow_grpo.config.sections import MemoryConfig
 from flow_grpo.distributed.processes import Processes
 from flow_grpo.distributed.sharding import fully_shard_blocks, gather_to_cpu, shard_like
-from flow_grpo.files import finish_weights
+from flow_grpo.files import normalize_safetensors
 from flow_grpo.policy import hub
 from flow_grpo.policy.embedding_cache import EmbeddingCache
 from flow_grpo.policy.full_weights import FullWeights
@@ -339,7 +339,7 @@ class Policy(FlowPipeline):
             file = folder / PEFT_WEIGHTS
             save_file({f"{PEFT_PREFIX}{name}": value.contiguous() for name, value in state.items()}, file)
             config.save_pretrained(str(folder))
-        finish_weights(file)
+        normalize_safetensors(file)
         return file
 
     def adapter_state(self, adapter: str = "default", keep: bool = True) -> dict[str, Tensor]:

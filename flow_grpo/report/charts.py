@@ -11,8 +11,8 @@ from flow_grpo.text import number, six_digits
 
 Point = tuple[float, float]
 BOX = 1000.0
-MOST = 300  # points of a line
-STILL = 1e-3  # of its size, within which a line does not move
+MAX_POINTS = 300  # points of a line
+FLAT_TOLERANCE = 1e-3  # of its size, within which a line does not move
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ def draw(title: str, lines: Iterable[Line], note: str = "", marks: Iterable[tupl
     """
     lines = [line for line in lines if line.points]
     ys = [y for line in lines for _, y in line.points]
-    if max((len(line.points) for line in lines), default=0) < 2 or max(ys) - min(ys) <= STILL * max(map(abs, ys)):
+    if max((len(line.points) for line in lines), default=0) < 2 or max(ys) - min(ys) <= FLAT_TOLERANCE * max(map(abs, ys)):
         return None
     left, right = 0.0, max(x for line in lines for x, _ in line.points)
     low, high = _room(min(ys), max(ys))
@@ -43,7 +43,7 @@ def draw(title: str, lines: Iterable[Line], note: str = "", marks: Iterable[tupl
 
     drawn = []
     for line in lines:
-        points = thin(line.points)
+        points = downsample(line.points)
         shape = {"kind": line.kind, "run": line.run, "path": "M" + "L".join(place(x, y) for x, y in points)}
         if line.kind == "dots":
             shape["dots"] = "".join(f"M{place(x, y)}h0" for x, y in points)
@@ -63,7 +63,8 @@ def draw(title: str, lines: Iterable[Line], note: str = "", marks: Iterable[tupl
         "y": [{"at": _percent(y, high, low), "text": text} for y, text in ticks(low, high, 4)],
         "last": right,
         "data": [
-            {"label": line.label, "run": line.run, "points": [six_digits(p) for p in thin(line.points)]} for line in read
+            {"label": line.label, "run": line.run, "points": [six_digits(p) for p in downsample(line.points)]}
+            for line in read
         ],
     }
 
@@ -91,11 +92,11 @@ def smooth(points: list[Point]) -> list[Point]:
     return found
 
 
-def thin(points: list[Point]) -> list[Point]:
+def downsample(points: list[Point]) -> list[Point]:
     """At most 300 points, each the mean of its neighbours; the first and the last stay."""
-    if len(points) <= MOST:
+    if len(points) <= MAX_POINTS:
         return points
-    inner, count = points[1:-1], MOST - 2
+    inner, count = points[1:-1], MAX_POINTS - 2
     parts = [inner[len(inner) * i // count : len(inner) * (i + 1) // count] for i in range(count)]
     means = [(sum(x for x, _ in part) / len(part), sum(y for _, y in part) / len(part)) for part in parts if part]
     return [points[0], *means, points[-1]]

@@ -14,16 +14,16 @@ from jinja2 import Environment, FileSystemLoader
 from markupsafe import Markup
 from PIL import Image
 
-from flow_grpo.files import write_whole
+from flow_grpo.files import write_atomic
 from flow_grpo.report import summary
 from flow_grpo.report.charts import Line, draw, smooth
 from flow_grpo.run_folder import layout
-from flow_grpo.run_folder.reader import Story
+from flow_grpo.run_folder.reader import RunReader
 from flow_grpo.text import number, plain, short_name, six_digits
 
 TEMPLATES = Path(__file__).parent / "templates"
-FRAMES, GROUP_STEPS = 24, 6  # of a film, and of the steps whose groups are shown
-SHOWN = 8  # prompts with a film
+MAX_FRAMES, MAX_GROUP_STEPS = 24, 6  # of a film, and of the steps whose groups are shown
+MAX_PROMPTS = 8  # prompts with a film
 SIGNALS = {
     "kl": ("Distance from the base model", "KL of the trained model to the base"),
     "frac_reward_zero_std": ("Groups without signal", "share whose images all got one reward"),
@@ -39,18 +39,18 @@ OF_EVALUATIONS = ("monitor/sharpness", "monitor/diversity")
 
 def write(folders: list[Path], out: Path) -> Path:
     """Writes the report of these runs as one file. ValueError if one of the folders holds no run."""
-    page = render([Story(folder) for folder in folders])
-    write_whole(out, page)  # whoever looks during training sees a whole page
+    page = render([RunReader(folder) for folder in folders])
+    write_atomic(out, page)  # whoever looks during training sees a whole page
     return out
 
 
-def render(runs: list[Story]) -> str:
+def render(runs: list[RunReader]) -> str:
     names = run_names(runs)
     style, script = (Markup((TEMPLATES / name).read_text(encoding="utf-8")) for name in ("report.css", "report.js"))
     environment = Environment(loader=FileSystemLoader(TEMPLATES), autoescape=True, trim_blocks=True, lstrip_blocks=True)
     environment.filters |= {"plain": plain, "number": number, "short": short_name}
     curves, signals, flat = charts(runs, names)
-    views = [view(run, name) for run, name in zip(runs, names, strict=True)]
+    views = [run_context(run, name) for run, name in zip(runs, names, strict=True)]
     warnings = [
         {"run": n, "step": w["step"], "text": w["warning"]} for run, n in zip(runs, names, strict=True) for w in run.warnings
     ]
@@ -66,26 +66,26 @@ def render(runs: list[Story]) -> str:
         "flat": flat,
         "comparison": summary.comparison(runs) if len(runs) > 1 else None,
         "settings": summary.settings(runs),
-        "data": clean({"runs": [pictures(run, name) for run, name in zip(runs, names, strict=True)]}),
+        "data": json_safe({"runs": [pictures(run, name) for run, name in zip(runs, names, strict=True)]}),
     }
     return environment.get_template("report.html.jinja").render(content)
 
 
-def view(run: Story, name: str) -> dict[str, Any]:
+def run_context(run: RunReader, name: str) -> dict[str, Any]:
     """What the template says of a run."""
     return {
         "name": name,
-        "sentence": summary.sentence(run),
-        "others": summary.others(run),
+        "sentence": summary.headline(run),
+        "others": summary.untrained_metrics(run),
         "monitored": "" if any("fallen" in row for row in run.warnings) else summary.monitored(run),
         "cost": summary.cost(run),
         "table": summary.table(run),
-        "ends": ends(run),
+        "ends": best_and_worst(run),
         "config": "\n".join(plain(line) for line in run.source.splitlines()),
     }
 
 
-def run_names(runs: list[Story]) -> list[str]:
+def run_names(runs: list[RunReader]) -> list[str]:
     """Folder names, with as much of the path before them as tells them apart."""
     paths = [run.folder.resolve() for run in runs]
     for count in range(1, max(len(path.parts) for path in paths)):
@@ -95,7 +95,7 @@ def run_names(runs: list[Story]) -> list[str]:
     return [plain(name) for name in names]
 
 
-def charts(runs: list[Story], names: list[str]) -> tuple[list[dict], list[dict], list[str]]:
+def charts(runs: list[RunReader], names: list[str]) -> tuple[list[dict], list[dict], list[str]]:
     """The reward's and the measures' charts, those of the signals, and what did not move."""
     labels = names if len(runs) > 1 else [""]
     marks: dict[str, list[tuple[int, int]]] = {}
@@ -132,7 +132,7 @@ def charts(runs: list[Story], names: list[str]) -> tuple[list[dict], list[dict],
     return [chart for chart in found if chart], signals, flat
 
 
-def reward_lines(runs: list[Story], labels: list[str]) -> tuple[str, list[Line], str]:
+def reward_lines(runs: list[RunReader], labels: list[str]) -> tuple[str, list[Line], str]:
     """Title, lines and note of the reward in training and held out; one run alone shows each step too."""
     lines = []
     for i, run in enumerate(runs):
@@ -151,14 +151,16 @@ def series(rows: list[dict], key: str) -> list[tuple[float, float]]:
     return [(float(step), float(value)) for step, value in found]
 
 
-def pictures(run: Story, name: str) -> dict[str, Any]:
+def pictures(run: RunReader, name: str) -> dict[str, Any]:
     """What the script shows of a run: the film of the first held-out prompts, and some steps' groups."""
     evaluations = [e for e in run.evaluations if picture(e["folder"] / layout.prompt_image(0))]
-    frames = [evaluations[i] for i in spread(len(evaluations), FRAMES)]
-    places = [p for p in range(SHOWN) if frames and all((e["folder"] / layout.prompt_image(p)).is_file() for e in frames)]
+    frames = [evaluations[i] for i in evenly_spaced(len(evaluations), MAX_FRAMES)]
+    places = [
+        p for p in range(MAX_PROMPTS) if frames and all((e["folder"] / layout.prompt_image(p)).is_file() for e in frames)
+    ]
     measure = run.measures[0] if run.measures else "reward"
     size = Image.open(frames[0]["folder"] / layout.prompt_image(0)).size if frames else (1, 1)
-    shown = [run.groups[i] for i in spread(len(run.groups), GROUP_STEPS)]
+    shown = [run.groups[i] for i in evenly_spaced(len(run.groups), MAX_GROUP_STEPS)]
     return {
         "name": name,
         "size": size,
@@ -195,7 +197,7 @@ def group(folder: Path, place: int, content: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def ends(run: Story) -> list[dict[str, Any]]:
+def best_and_worst(run: RunReader) -> list[dict[str, Any]]:
     """The best and the worst held-out prompts of the last evaluation, with how they did at the first, under a title each."""
     if not run.evaluations:
         return []
@@ -236,19 +238,19 @@ def picture(file: Path) -> str | None:
     return f"data:image/{str(kind).lower()};base64,{base64.b64encode(file.read_bytes()).decode()}"
 
 
-def spread(count: int, most: int) -> list[int]:
+def evenly_spaced(count: int, most: int) -> list[int]:
     """At most so many places of `count`, evenly, the first and the last among them."""
     if count <= most:
         return list(range(count))
     return [round(i * (count - 1) / (most - 1)) for i in range(most)]
 
 
-def clean(value: Any) -> Any:
+def json_safe(value: Any) -> Any:
     """Without numbers that JSON does not know."""
     if isinstance(value, dict):
-        return {key: clean(inner) for key, inner in value.items()}
+        return {key: json_safe(inner) for key, inner in value.items()}
     if isinstance(value, list | tuple):
-        return [clean(inner) for inner in value]
+        return [json_safe(inner) for inner in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 

@@ -8,17 +8,17 @@ from flow_grpo.config import FlowGRPOConfig
 from flow_grpo.config.loading import flatten
 from flow_grpo.config.sections import RewardConfig
 from flow_grpo.evaluation.hacking import DIVERSITY, SHARPNESS, limits
-from flow_grpo.run_folder.reader import Story
+from flow_grpo.run_folder.reader import RunReader
 from flow_grpo.text import counted, duration, format_value, number, short_name
 
 ERRORS = 2.0  # standard errors from which on a change is called one
 LEAST = 0.06  # share of the time from which on a part of it is named
-TOLD = 0.1  # share of its best value from which on a fall of the images' own measures is told
+TOLD = 0.1  # share of its best value from which on a fall of the images' own metrics is mentioned
 LOOKS = {"monitor/sharpness": SHARPNESS, "monitor/diversity": DIVERSITY}
 PARTS = {"rollout": "drawing", "decode": "decoding", "reward": "scoring", "update": "updating"}
 
 
-def sentence(run: Story) -> str:
+def headline(run: RunReader) -> str:
     """What was trained, and what came of it."""
     steps, wanted = max([row["step"] for row in run.steps], default=0), run.config.get("steps", 0)
     names = [short_name(name) for name in run.trained]
@@ -28,24 +28,24 @@ def sentence(run: Story) -> str:
     if len(run.held_out) < 2:
         return f"{start}{_in_training([row['reward'] for row in run.steps if 'reward' in row])}."
     measure = run.measures[0]
-    told = change(run, measure)
+    changed = change(run, measure)
     what = (
         "the sum of its rewards" if measure == "reward" else "it" if short_name(measure) == rewards else short_name(measure)
     )
     count = len(run.evaluations[-1]["prompts"]) if run.evaluations else None
     on = f"on {counted(count, 'held-out prompt')}" if count else "on held-out prompts"
-    if told["verb"] == "held":
-        return f"{start}: {on} {what} stayed at {number(told['last'])}."
-    return f"{start}: {on} {what} {told['verb']} from {number(told['first'])} to {number(told['last'])}."
+    if changed["verb"] == "held":
+        return f"{start}: {on} {what} stayed at {number(changed['last'])}."
+    return f"{start}: {on} {what} {changed['verb']} from {number(changed['first'])} to {number(changed['last'])}."
 
 
-def others(run: Story) -> list[dict[str, Any]]:
+def untrained_metrics(run: RunReader) -> list[dict[str, Any]]:
     """How the measures that it was not trained on changed."""
     names = [name for name in run.measures[1:] if name not in run.trained] if len(run.held_out) > 1 else []
     return [{"name": short_name(name), **change(run, name)} for name in names]
 
 
-def change(run: Story, measure: str) -> dict[str, Any]:
+def change(run: RunReader, measure: str) -> dict[str, Any]:
     """First and last value of a held-out measure, the difference, its standard error, and a word for it."""
     values = [row[f"eval/{measure}"] for row in run.held_out if f"eval/{measure}" in row]
     first, last = values[0], values[-1]
@@ -55,7 +55,7 @@ def change(run: Story, measure: str) -> dict[str, Any]:
     return {"first": first, "last": last, "by": last - first, "error": error, "verb": verb}
 
 
-def paired_error(run: Story, measure: str) -> float | None:
+def paired_error(run: RunReader, measure: str) -> float | None:
     """Standard error of the change from the first to the last evaluation, from the prompts' own changes."""
     if len(run.evaluations) < 2:
         return None
@@ -64,7 +64,7 @@ def paired_error(run: Story, measure: str) -> float | None:
     return statistics.stdev(found) / math.sqrt(len(found)) if len(found) > 1 else None
 
 
-def table(run: Story) -> dict[str, Any]:
+def table(run: RunReader) -> dict[str, Any]:
     """The evaluations: a row for each, a column for each measure, and the change in the last row."""
     names = run.measures
     looks = [key for key in LOOKS if any(key in row for row in run.held_out)]
@@ -89,10 +89,10 @@ def table(run: Story) -> dict[str, Any]:
     }
 
 
-def cost(run: Story) -> dict[str, Any]:
+def cost(run: RunReader) -> dict[str, Any]:
     """Seconds, pictures, and where the time went."""
-    training, images, evaluating = run.total("time/step"), run.total("images"), run.total("time/evaluation")
-    parts = {label: run.total(f"time/{key}") for key, label in PARTS.items()}
+    training, images, evaluating = run.sum_of("time/step"), run.sum_of("images"), run.sum_of("time/evaluation")
+    parts = {label: run.sum_of(f"time/{key}") for key, label in PARTS.items()}
     parts["evaluating"] = evaluating
     whole = training + evaluating
     parts = {label: seconds for label, seconds in parts.items() if seconds >= LEAST * whole > 0}
@@ -113,7 +113,7 @@ def cost(run: Story) -> dict[str, Any]:
     return {"facts": facts, "shares": shares, "images": images, "seconds": training}
 
 
-def comparison(runs: list[Story]) -> list[dict[str, Any]]:
+def comparison(runs: list[RunReader]) -> list[dict[str, Any]]:
     """A row for each measure and cost, with what each run has of it."""
     found = []
     for name in dict.fromkeys(name for run in runs for name in ["reward", *run.measures]):
@@ -130,7 +130,7 @@ def comparison(runs: list[Story]) -> list[dict[str, Any]]:
     return found
 
 
-def settings(runs: list[Story]) -> list[dict[str, Any]]:
+def settings(runs: list[RunReader]) -> list[dict[str, Any]]:
     """The settings in which a run differs from the default."""
 
     default = flatten(FlowGRPOConfig().model_dump(mode="json"))
@@ -141,8 +141,8 @@ def settings(runs: list[Story]) -> list[dict[str, Any]]:
         values = [settings.get(key) for settings in own]
         last = key.rpartition(".")[2]
         detail = "rewards." in key and last in ("options", "on_error")
-        told = usual[last] if detail else default.get(key)
-        if any(value != told for value in values if value is not None or (key in default and not detail)):
+        standard = usual[last] if detail else default.get(key)
+        if any(value != standard for value in values if value is not None or (key in default and not detail)):
             differ = len({str(value) for value in values}) > 1
             cells = [format_value(value) for value in values]
             found.append({"name": key, "cells": cells, "default": format_value(default.get(key)), "differ": differ})
@@ -166,7 +166,7 @@ def _in_training(rewards: list[float]) -> str:
     )
 
 
-def monitored(run: Story) -> str:
+def monitored(run: RunReader) -> str:
     """What the monitor has to say of a run that it did not warn of."""
     if len(run.held_out) < 2:
         return ""

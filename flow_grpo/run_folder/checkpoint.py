@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from flow_grpo.files import remove, whole_folder
+from flow_grpo.files import atomic_folder, remove
 from flow_grpo.run_folder.layout import MANIFEST, STATE, step_folder, step_folders
 
 
@@ -19,7 +19,7 @@ def save(folder: Path, step: int, state: dict[str, Any], keep: int) -> Path:
         remove(stale)
     buffer = io.BytesIO()
     torch.save(state, buffer)
-    with whole_folder(target) as made:
+    with atomic_folder(target) as made:
         (made / STATE).write_bytes(buffer.getbuffer())
         seal = {"step": step, "sha256": hashlib.sha256(buffer.getbuffer()).hexdigest()}
         (made / MANIFEST).write_text(json.dumps(seal))
@@ -33,7 +33,7 @@ def steps(folder: Path) -> list[int]:
     return [step for step, _ in reversed(step_folders(folder))]
 
 
-def drop_after(folder: Path, step: int) -> None:
+def delete_after(folder: Path, step: int) -> None:
     """Deletes the checkpoints of later steps: a run that goes on from `step` writes them anew."""
     for later in steps(folder):
         if later > step:

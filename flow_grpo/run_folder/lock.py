@@ -17,7 +17,7 @@ from pathlib import Path
 
 from filelock import FileLock, Timeout
 
-from flow_grpo.files import naming, write_whole
+from flow_grpo.files import write_atomic, write_errors
 from flow_grpo.run_folder.layout import LOCK, OWNER  # two files, as a locked one can't be read everywhere
 
 WITHOUT_LOCKS = {errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOLCK}
@@ -30,7 +30,7 @@ def locked(folder: Path, say: Callable[[str], None]) -> Iterator[None]:
     Raises:
         ValueError: another process holds it; the sentence names it.
     """
-    with naming(folder):
+    with write_errors(folder):
         folder.mkdir(parents=True, exist_ok=True)
     lock = FileLock(folder / LOCK, timeout=0)
     try:
@@ -47,7 +47,7 @@ def locked(folder: Path, say: Callable[[str], None]) -> Iterator[None]:
         return
     try:
         owner = {"pid": os.getpid(), "host": platform.node(), "since": time.strftime("%Y-%m-%d %H:%M:%S")}
-        write_whole(folder / OWNER, json.dumps(owner))
+        write_atomic(folder / OWNER, json.dumps(owner))
         yield
     finally:
         lock.release()

@@ -13,17 +13,17 @@ import math
 from pathlib import Path
 from typing import Any
 
-from flow_grpo.files import append, write_whole
+from flow_grpo.files import append_line, write_atomic
 from flow_grpo.run_folder.layout import METRICS, TORN
 
-TEXTS = ("warning", "fallen")  # all other values are numbers
-LAST = 10**12  # no run has more steps
+TEXT_FIELDS = ("warning", "fallen")  # all other values are numbers
+MAX_STEP = 10**12  # no run has more steps
 LARGE = 1e100  # what is larger counts as infinite, so that sums and squares of metrics stay numbers
 
 
 def read_metrics(folder: Path) -> list[dict]:
     """All rows of a run's metrics that can be read, in the file's order."""
-    return [row for line in _lines(folder / METRICS) if (row := parsed(line)) is not None]
+    return [row for line in _lines(folder / METRICS) if (row := parse_row(line)) is not None]
 
 
 def has_metrics(folder: Path) -> bool:
@@ -33,7 +33,7 @@ def has_metrics(folder: Path) -> bool:
 
 def append_row(folder: Path, row: dict[str, Any]) -> None:
     """Adds a row, which is on disk when this returns."""
-    append(folder / METRICS, json.dumps(row))
+    append_line(folder / METRICS, json.dumps(row))
 
 
 def rewind(folder: Path, step: int) -> str | None:
@@ -43,29 +43,31 @@ def rewind(folder: Path, step: int) -> str | None:
     """
     file, torn = folder / METRICS, folder / TORN
     lines = _lines(file)
-    rows = [(line, row) for line in lines if (row := parsed(line)) is not None]
-    foreign = [line for line in lines if parsed(line) is None]
+    rows = [(line, row) for line in lines if (row := parse_row(line)) is not None]
+    foreign = [line for line in lines if parse_row(line) is None]
     if foreign:
         former = _lines(torn)
-        write_whole(torn, _joined(former + [line for line in foreign if line not in former]))
-    write_whole(file, _joined([line for line, row in rows if row["step"] <= step]))
+        write_atomic(torn, _joined(former + [line for line in foreign if line not in former]))
+    write_atomic(file, _joined([line for line, row in rows if row["step"] <= step]))
     if not foreign:
         return None
     what = "1 line that is no row" if len(foreign) == 1 else f"{len(foreign)} lines that are no rows"
     return f"{file} had {what} of metrics, cut off or written by something else: moved to {torn}."
 
 
-def parsed(line: bytes) -> dict[str, Any] | None:
+def parse_row(line: bytes) -> dict[str, Any] | None:
     """A line as a row with its numbers and texts, or None if it is none: no JSON object, or one without a step."""
     try:
         row = json.loads(line.decode())
     except (ValueError, RecursionError):  # ValueError: cut off, not UTF-8, or a number of thousands of digits
         return None
     step = row.get("step") if isinstance(row, dict) else None
-    if isinstance(step, bool) or not isinstance(step, int) or not 0 <= step <= LAST:
+    if isinstance(step, bool) or not isinstance(step, int) or not 0 <= step <= MAX_STEP:
         return None
-    numbers = {key: _bounded(value) for key, value in row.items() if isinstance(value, int | float) and key not in TEXTS}
-    return {**numbers, **{key: row[key] for key in TEXTS if isinstance(row.get(key), str)}}
+    numbers = {
+        key: _bounded(value) for key, value in row.items() if isinstance(value, int | float) and key not in TEXT_FIELDS
+    }
+    return {**numbers, **{key: row[key] for key in TEXT_FIELDS if isinstance(row.get(key), str)}}
 
 
 def _bounded(value: float) -> float:

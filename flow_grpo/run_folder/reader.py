@@ -11,7 +11,7 @@ from flow_grpo.run_folder import layout
 from flow_grpo.run_folder.metrics_file import read_metrics
 
 
-class Story:
+class RunReader:
     """A run as its folder tells it, finished or not. ValueError if the folder holds no run."""
 
     def __init__(self, folder: Path) -> None:
@@ -27,7 +27,7 @@ class Story:
         self.evaluations = read_all(folder, layout.EVALUATION)
         self.groups = read_all(folder, layout.GROUPS)
 
-    def until(self, step: int) -> "Story":
+    def up_to_step(self, step: int) -> "RunReader":
         """What the run had come to by then."""
         earlier = copy.copy(self)
         earlier.rows = [row for row in self.rows if row["step"] <= step]
@@ -73,7 +73,7 @@ class Story:
         found = [row["monitor/best_step"] for row in self.held_out if math.isfinite(row.get("monitor/best_step", math.nan))]
         return int(found[-1]) if found else None
 
-    def total(self, key: str) -> float:
+    def sum_of(self, key: str) -> float:
         return sum(row[key] for row in self.rows if math.isfinite(row.get(key, math.nan)))
 
 

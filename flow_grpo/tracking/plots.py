@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from flow_grpo.files import whole_file
+from flow_grpo.files import atomic_file
 from flow_grpo.run_folder import layout
 from flow_grpo.run_folder.metrics_file import read_metrics
 
@@ -39,6 +39,6 @@ def plot_curves(folder: Path) -> Path | None:
         panel.grid(alpha=0.25)
         panel.spines[["top", "right"]].set_visible(False)
     axes.legend(frameon=False, loc="lower right")
-    with whole_file(folder / layout.CURVES) as file:
+    with atomic_file(folder / layout.CURVES) as file:
         figure.savefig(file, dpi=120)
     return folder / layout.CURVES

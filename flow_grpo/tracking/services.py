@@ -22,7 +22,7 @@ from PIL import Image
 
 from flow_grpo.config import FlowGRPOConfig
 from flow_grpo.config.loading import flatten
-from flow_grpo.files import write_whole
+from flow_grpo.files import write_atomic
 from flow_grpo.run_folder.layout import TRACKERS
 
 PROJECT = "flow-grpo"
@@ -40,7 +40,9 @@ def check_installed(trackers: Iterable[str]) -> None:
             )
 
 
-def start(folder: Path, args: FlowGRPOConfig, say: Callable[[str], None], step: int | None = None) -> list["Board"]:
+def open_services(
+    folder: Path, args: FlowGRPOConfig, say: Callable[[str], None], step: int | None = None
+) -> list["TrackingService"]:
     """Opens the trackers of a run's settings.
 
     Args:
@@ -55,7 +57,7 @@ def start(folder: Path, args: FlowGRPOConfig, say: Callable[[str], None], step: 
     for name, options in args.trackers.items():
         identity = known.get(name)
         try:
-            board = Board(name, folder, dict(options), identity, step)
+            board = TrackingService(name, folder, dict(options), identity, step)
             if step is None:
                 board.configure(args)
         except Exception as error:  # whatever the service raises
@@ -66,7 +68,7 @@ def start(folder: Path, args: FlowGRPOConfig, say: Callable[[str], None], step: 
             continue
         found.append(board)
         known[name] = board.identity
-    write_whole(file, json.dumps(known))
+    write_atomic(file, json.dumps(known))
     return found
 
 
@@ -78,7 +80,7 @@ def _known(file: Path) -> dict[str, str]:
         return {}
 
 
-class Board:
+class TrackingService:
     """One service's view of the run. What it raises is the service's own.
 
     Attributes:
@@ -121,7 +123,7 @@ class Board:
         self.tracker.store_init_configuration({k: v if isinstance(v, plain) else str(v) for k, v in settings.items()})
 
     def log(self, step: int, metrics: dict[str, float]) -> None:
-        self.tracker.log({shown(name): value for name, value in metrics.items()}, step=step)
+        self.tracker.log({metric_name(name): value for name, value in metrics.items()}, step=step)
 
     def warn(self, step: int, message: str) -> None:
         """All warnings of a step are one text, since services keep only the last of several."""
@@ -158,7 +160,7 @@ class Board:
         return importlib.import_module(self.name)
 
 
-def shown(metric: str) -> str:
+def metric_name(metric: str) -> str:
     """A metric's name as all services take it: ours, but without the colons, `..` and doubled slashes of a file's path."""
     return posixpath.normpath(re.sub(r"[^\w./ -]", "_", metric)).lstrip("./")
 

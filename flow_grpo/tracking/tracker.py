@@ -11,13 +11,13 @@ from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
 
-from flow_grpo.progress import reported
+from flow_grpo.progress import show_phases
 from flow_grpo.run_folder import layout
 from flow_grpo.run_folder.metrics_file import append_row, read_metrics, rewind
 from flow_grpo.tracking.plots import plot_curves
 
 if TYPE_CHECKING:
-    from flow_grpo.tracking.services import Board
+    from flow_grpo.tracking.services import TrackingService
 
 SILENCE = 20.0  # seconds after which the next training step is said, though it is not a tenth one
 
@@ -41,14 +41,14 @@ class Tracker:
         self._task = self._progress.add_task("training", total=total_steps, numbers="")
         self._started, self._first, self._said = time.monotonic(), 0, time.monotonic()
         self._phases = ExitStack()
-        self._boards: list[Board] = []
+        self._services: list[TrackingService] = []
         self.on_log: Callable[[int, dict[str, float], bool], None] | None = None  # step, metrics, whether of an evaluation
 
     def __enter__(self) -> "Tracker":
         if self.console.is_terminal or self.console.is_jupyter:
             self._progress.start()
         if not self.silent:
-            self._phases.enter_context(reported(self.console))
+            self._phases.enter_context(show_phases(self.console))
         return self
 
     def __exit__(self, *_: Any) -> None:
@@ -56,27 +56,27 @@ class Tracker:
         if self._progress.live.is_started:  # else it would print an empty line
             with suppress(OSError):  # the disk of a console that is a file may be full, which something has said already
                 self._progress.stop()
-        self._show(lambda board: board.finish())
+        self._notify(lambda board: board.finish())
 
-    def watched_by(self, boards: "list[Board]") -> None:
+    def attach(self, boards: "list[TrackingService]") -> None:
         """From here on these get the metrics, too."""
-        self._boards = boards
+        self._services = boards
 
-    def say(self, message: str) -> None:
+    def info(self, message: str) -> None:
         self.console.print(message, highlight=False, markup=False, soft_wrap=True)
 
     def resume(self, step: int) -> None:
         """Drops what was logged after the checkpoint that the run goes on from."""
         moved = None if self.silent else rewind(self.folder, step)
         if moved:
-            self.say(f"warning: {moved}")
+            self.info(f"warning: {moved}")
         self._progress.update(self._task, completed=step)
         self._started, self._first = time.monotonic(), step
 
     def log(self, step: int, metrics: dict[str, float]) -> None:
         """Appends the numbers of a finished training step (1 is the first) or of an evaluation (`eval/...`)."""
         self._append({"step": step, **metrics})
-        self._show(lambda board: board.log(step, metrics))
+        self._notify(lambda board: board.log(step, metrics))
         if self.on_log is not None:
             self.on_log(step, metrics, "eval/reward" in metrics)
         if "time/step" in metrics:
@@ -89,52 +89,52 @@ class Tracker:
             if not self.console.is_terminal and due:
                 self._said = time.monotonic()
                 left = (time.monotonic() - self._started) / (step - self._first) * (self.total_steps - step)
-                self.say(
+                self.info(
                     f"step {step}/{self.total_steps}  {numbers}  {metrics['time/step']:.1f} s a step, {left:.0f} s left"
                 )
 
     def evaluation(self, step: int, metrics: dict[str, float], more: dict[str, float], kept: list[tuple[str, Path]]) -> None:
-        """Logs an evaluation's measures as `eval/...`, more numbers that the console does not say, and prompts with their pictures."""
-        self._show(lambda board: board.pictures(step, kept))
+        """Logs an evaluation's measures as `eval/...`, more numbers that the console does not info, and prompts with their pictures."""
+        self._notify(lambda board: board.pictures(step, kept))
         self.log(step, {**{f"eval/{name}": value for name, value in metrics.items()}, **more})
-        self.say(f"step {step}  held out: " + "  ".join(f"{name} {value:.3f}" for name, value in metrics.items()))
+        self.info(f"step {step}  held out: " + "  ".join(f"{name} {value:.3f}" for name, value in metrics.items()))
 
     def warn(self, step: int, message: str, fallen: str | None = None) -> None:
         """Says a warning and notes it in the metrics; of a measure that has `fallen` once in a run."""
         if fallen is not None and any(row.get("fallen") == fallen for row in read_metrics(self.folder)):
             return
-        self.say(f"warning: {message}")
+        self.info(f"warning: {message}")
         self._append({"step": step, "warning": message, **({"fallen": fallen} if fallen else {})})
-        self._show(lambda board: board.warn(step, message))
+        self._notify(lambda board: board.warn(step, message))
 
     def evaluated(self, step: int) -> bool:
         """Whether the metrics hold an evaluation of that step."""
         return any(row["step"] == step and "eval/reward" in row for row in read_metrics(self.folder))
 
-    def conclude(self, trained: Path, report: Path) -> dict[str, float]:
+    def finish(self, trained: Path, report: Path) -> dict[str, float]:
         """Draws the curves and says what the run came to and where it lies; returns the last evaluation's measures."""
         curve = plot_curves(self.folder)
         rows = [row for row in read_metrics(self.folder) if "eval/reward" in row]
         measures = [{key[5:]: value for key, value in row.items() if key.startswith("eval/")} for row in rows]
         if rows:
             print_table(self.console, "held-out prompts", {"before": measures[0], "after": measures[-1]})
-        self.say(f"{'transformer' if trained.is_dir() else 'LoRA'}: {trained}")
+        self.info(f"{'transformer' if trained.is_dir() else 'LoRA'}: {trained}")
         if rows:
-            self.say(f"pictures: {self.folder / layout.BEFORE_AFTER}")
+            self.info(f"pictures: {self.folder / layout.BEFORE_AFTER}")
         if curve:
-            self.say(f"curve: {curve}")
-        self.say(f"report: {report}")
+            self.info(f"curve: {curve}")
+        self.info(f"report: {report}")
         return measures[-1] if rows else {}
 
-    def _show(self, call: "Callable[[Board], None]") -> None:
+    def _notify(self, call: "Callable[[TrackingService], None]") -> None:
         """Tells the other trackers; one that fails is off from here on, and the run goes on."""
-        for board in list(self._boards):
+        for board in list(self._services):
             try:
                 call(board)
             except Exception as error:  # whatever the service raises
-                self._boards.remove(board)
+                self._services.remove(board)
                 said = " ".join(str(error).split())
-                self.say(
+                self.info(
                     f"warning: the tracker {board.name} failed and is off from here on ({type(error).__name__}: {said})."
                 )
 

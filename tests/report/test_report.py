@@ -16,7 +16,7 @@ from support.paths import SAMPLE_REWARDS
 from flow_grpo.export import model_card
 from flow_grpo.report import charts, summary
 from flow_grpo.report import page as report
-from flow_grpo.run_folder.reader import Story
+from flow_grpo.run_folder.reader import RunReader
 from flow_grpo.text import plain
 from flow_grpo.trainer import FlowGRPOTrainer
 
@@ -57,23 +57,23 @@ def page(tmp_path: Path, *runs: Path) -> Page:
 def test_the_first_sentence_says_what_was_trained_and_what_came_of_it(tmp_path):
     risen = synthetic_run(tmp_path / "risen")
     assert (
-        summary.sentence(Story(risen))
+        summary.headline(RunReader(risen))
         == "tiny was trained on ocr for 40 steps: on 20 held-out prompts it rose from 0.595 to 0.695."
     )
-    assert "fell from 0.595 to 0.395" in summary.sentence(Story(synthetic_run(tmp_path / "fallen", rise=-0.2)))
-    assert "it stayed at 0.595" in summary.sentence(Story(synthetic_run(tmp_path / "held", rise=0.0)))
-    (row,) = summary.others(Story(risen))
+    assert "fell from 0.595 to 0.395" in summary.headline(RunReader(synthetic_run(tmp_path / "fallen", rise=-0.2)))
+    assert "it stayed at 0.595" in summary.headline(RunReader(synthetic_run(tmp_path / "held", rise=0.0)))
+    (row,) = summary.untrained_metrics(RunReader(risen))
     assert (row["name"], row["verb"], row["last"]) == ("clip", "held", pytest.approx(0.9))
 
 
 def test_a_change_within_its_standard_error_is_no_change(tmp_path):
     folder = synthetic_run(tmp_path / "run", rise=0.01)
-    assert summary.change(Story(folder), "ocr")["verb"] == "rose", "every prompt alike"
+    assert summary.change(RunReader(folder), "ocr")["verb"] == "rose", "every prompt alike"
     file = folder / "pictures" / "step_000040" / "evaluation.json"
     content = json.loads(file.read_text())
     content["values"]["ocr"] = [v + (0.5 if i % 2 else -0.5) for i, v in enumerate(content["values"]["ocr"])]
     file.write_text(json.dumps(content))
-    told = summary.change(Story(folder), "ocr")
+    told = summary.change(RunReader(folder), "ocr")
     assert told["verb"] == "held", "the same mean, of prompts that went up and down by 0.5"
     assert told["error"] == pytest.approx(0.5 / 19**0.5, rel=1e-6)
 
@@ -131,14 +131,14 @@ def test_the_film_has_its_first_and_last_picture_and_no_more_than_a_page_bears(t
     folder = synthetic_run(tmp_path / "run", steps=60, every=1)
     run = page(tmp_path, folder).data["runs"][0]
     steps = [frame["step"] for frame in run["frames"]]
-    assert (steps[0], steps[-1], len(steps)) == (0, 60, report.FRAMES)
+    assert (steps[0], steps[-1], len(steps)) == (0, 60, report.MAX_FRAMES)
     assert steps == sorted(set(steps))
-    assert len(run["groups"]) == report.GROUP_STEPS
+    assert len(run["groups"]) == report.MAX_GROUP_STEPS
     assert all(len(frame["pictures"]) == len(run["prompts"]) == 8 for frame in run["frames"])
 
 
 def test_best_and_worst_prompts_are_those_of_the_last_evaluation(tmp_path):
-    best, worst = report.ends(Story(synthetic_run(tmp_path / "run")))
+    best, worst = report.best_and_worst(RunReader(synthetic_run(tmp_path / "run")))
     assert (best["title"], worst["title"]) == ("Best", "Worst")
     assert [row["prompt"] for row in best["rows"]] == PROMPTS[:-5:-1]
     assert [row["prompt"] for row in worst["rows"]] == PROMPTS[:4]
@@ -159,7 +159,7 @@ def test_prompts_with_equal_rewards_are_said_to_be_equal(tmp_path):
                 [] if count < 20 else [16, 17, 18, 19]
             )
             file.write_text(json.dumps(content))
-        found = report.ends(Story(folder))
+        found = report.best_and_worst(RunReader(folder))
         assert [part["title"] for part in found] == titles
         assert found[0]["note"] == ("12 prompts have 1.000; 4 of them are shown" if count < 20 else "")
 
@@ -199,7 +199,7 @@ def test_steps_are_whole_numbers_on_the_axis():
 
 def test_the_settings_are_those_that_differ_from_the_default(tmp_path):
     one, other = synthetic_run(tmp_path / "one"), synthetic_run(tmp_path / "other", steps=20)
-    rows = {row["name"]: row for row in summary.settings([Story(one), Story(other)])}
+    rows = {row["name"]: row for row in summary.settings([RunReader(one), RunReader(other)])}
     assert rows["steps"] == {"name": "steps", "cells": ["40", "20"], "default": "100", "differ": True}
     assert rows["objective.name"]["cells"] == ["awm", "awm"]
     assert not rows["objective.name"]["differ"]
@@ -209,7 +209,7 @@ def test_the_settings_are_those_that_differ_from_the_default(tmp_path):
 
 def test_several_runs_share_the_curves_and_stand_side_by_side(tmp_path):
     one, other = synthetic_run(tmp_path / "a" / "run"), synthetic_run(tmp_path / "b" / "run", rise=0.3)
-    stories = [Story(one), Story(other)]
+    stories = [RunReader(one), RunReader(other)]
     assert report.run_names(stories) == ["a/run", "b/run"]
     found = page(tmp_path, one, other)
     assert "Two runs, side by side" in found.text
@@ -222,7 +222,7 @@ def test_several_runs_share_the_curves_and_stand_side_by_side(tmp_path):
 
 
 def test_cost_is_the_sum_of_the_steps(tmp_path):
-    told = summary.cost(Story(synthetic_run(tmp_path / "run")))
+    told = summary.cost(RunReader(synthetic_run(tmp_path / "run")))
     assert told["facts"]["time"] == "1 min 25 s", "40 steps of 2 seconds and 5 evaluations of 1"
     assert told["facts"]["training images"] == "1,280"
     assert told["facts"]["images a second"] == "16.0"
@@ -251,7 +251,7 @@ def test_a_picture_that_is_none_or_too_large_is_left_out(tmp_path, monkeypatch):
     second.write_bytes(b"RIFF no picture")
     assert report.picture(first) is report.picture(second) is None
     assert "data:image/webp" in page(tmp_path, run).source
-    prompts = [one["prompt"] for one in model_card.gallery(tmp_path, Story(run))]
+    prompts = [one["prompt"] for one in model_card.gallery(tmp_path, RunReader(run))]
     assert prompts == PROMPTS[:1], "the card shows those before it"
 
 
@@ -278,7 +278,7 @@ def test_a_real_run_writes_its_report_at_each_evaluation(tmp_path):
         assert sum(item["advantage"] for item in group["items"]) == pytest.approx(0, abs=1e-3)
         assert all(item["picture"].startswith("data:image/webp") for item in group["items"])
     assert "brightness" in found.text
-    assert str(SAMPLE_REWARDS.parent) not in summary.sentence(Story(tmp_path / "run"))
+    assert str(SAMPLE_REWARDS.parent) not in summary.headline(RunReader(tmp_path / "run"))
 
 
 def test_ticks_are_round_numbers_that_span_the_axis():
@@ -295,8 +295,8 @@ def test_ticks_are_round_numbers_that_span_the_axis():
 
 def test_a_line_keeps_its_ends_and_its_order_however_long_it_is():
     points = [(float(i), float((i * 7919) % 101)) for i in range(5000)]
-    kept = charts.thin(points)
-    assert len(kept) == charts.MOST
+    kept = charts.downsample(points)
+    assert len(kept) == charts.MAX_POINTS
     assert (kept[0], kept[-1]) == (points[0], points[-1])
     assert [x for x, _ in kept] == sorted(x for x, _ in kept)
     chart = charts.draw("x", [charts.Line("up", [(0.0, 1.0), (1.0, 3.0), (2.0, 2.0)])])

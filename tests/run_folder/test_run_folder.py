@@ -23,7 +23,7 @@ from support.fake_run import synthetic_run
 
 from flow_grpo.compare.runs import CURVE, Point, Run
 from flow_grpo.config import FlowGRPOConfig
-from flow_grpo.files import NotWritten, append, whole_folder, write_whole
+from flow_grpo.files import WriteError, append_line, atomic_folder, write_atomic
 from flow_grpo.policy.hub import WEIGHTS
 from flow_grpo.report import page
 from flow_grpo.run_folder import checkpoint, layout
@@ -171,7 +171,7 @@ def test_values_that_are_no_numbers_are_left_out_of_a_row_and_endless_ones_are_i
 def test_metrics_that_can_not_be_rewritten_stay_as_they_were(tmp_path):
     content = "".join(json.dumps({"step": step, "reward": 0.5}) + "\n" for step in range(50))
     (tmp_path / METRICS).write_text(content)
-    with full_disk(100), pytest.raises(NotWritten, match=rf"{METRICS} could not be written: file too large\."):
+    with full_disk(100), pytest.raises(WriteError, match=rf"{METRICS} could not be written: file too large\."):
         rewind(tmp_path, 40)
     assert (tmp_path / METRICS).read_text() == content
     assert names(tmp_path) == [METRICS]
@@ -272,7 +272,7 @@ def test_checkpoints_are_in_the_order_of_their_steps(tmp_path):
     for step in (999_999, 1_000_000, 5):
         checkpoint.save(tmp_path, step, {"step": step}, keep=3)
     assert checkpoint.latest(tmp_path)[0] == {"step": 1_000_000}
-    checkpoint.drop_after(tmp_path, 999_999)
+    checkpoint.delete_after(tmp_path, 999_999)
     assert checkpoint.steps(tmp_path) == [999_999, 5]
 
 
@@ -321,22 +321,22 @@ def test_a_run_whose_metrics_are_lost_is_not_begun_anew_over_its_checkpoints(cop
 
 
 def test_what_can_not_be_written_leaves_what_was_there(tmp_path):
-    write_whole(tmp_path / "file", "before")
-    with whole_folder(tmp_path / "folder") as made:
+    write_atomic(tmp_path / "file", "before")
+    with atomic_folder(tmp_path / "folder") as made:
         (made / "file").write_text("before")
     (tmp_path / "lines").write_text("one\n")
     for _ in range(2):
         with full_disk(100):
-            with pytest.raises(NotWritten, match=f"{tmp_path / 'file'} could not be written: file too large."):
-                write_whole(tmp_path / "file", "x" * 1000)
+            with pytest.raises(WriteError, match=f"{tmp_path / 'file'} could not be written: file too large."):
+                write_atomic(tmp_path / "file", "x" * 1000)
             with (
-                pytest.raises(NotWritten, match=f"{tmp_path / 'folder'} could not be written"),
-                whole_folder(tmp_path / "folder") as made,
+                pytest.raises(WriteError, match=f"{tmp_path / 'folder'} could not be written"),
+                atomic_folder(tmp_path / "folder") as made,
             ):
                 (made / "file").write_text("x" * 1000)
-            with pytest.raises(NotWritten, match=f"{tmp_path / 'lines'} could not be written"):
-                append(tmp_path / "lines", "x" * 1000)
-            append(tmp_path / "lines", "two")
+            with pytest.raises(WriteError, match=f"{tmp_path / 'lines'} could not be written"):
+                append_line(tmp_path / "lines", "x" * 1000)
+            append_line(tmp_path / "lines", "two")
     assert (tmp_path / "file").read_text() == (tmp_path / "folder" / "file").read_text() == "before"
     assert (tmp_path / "lines").read_text() == "one\ntwo\ntwo\n"
     assert names(tmp_path) == ["file", "folder", "lines"]
@@ -345,7 +345,7 @@ def test_what_can_not_be_written_leaves_what_was_there(tmp_path):
 def test_a_device_is_written_to_and_not_replaced(tmp_path):
     os.mkfifo(tmp_path / "pipe")
     reading = os.open(tmp_path / "pipe", os.O_RDONLY | os.O_NONBLOCK)
-    write_whole(tmp_path / "pipe", "page")
+    write_atomic(tmp_path / "pipe", "page")
     assert os.read(reading, 100) == b"page"
     os.close(reading)
 
@@ -431,12 +431,12 @@ def test_what_a_reward_said_is_not_lost_when_the_checkpoint_after_it_finds_no_ro
 
 def test_a_tracker_that_finds_no_room_is_left_out_without_a_traceback(tmp_path, capfd):
     with Tracker(tmp_path, 400) as tracker:
-        tracker.watched_by(
-            services.start(tmp_path, FlowGRPOConfig.from_yaml("tiny_grpo", [f"output={tmp_path}"]), tracker.say)
+        tracker.attach(
+            services.open_services(tmp_path, FlowGRPOConfig.from_yaml("tiny_grpo", [f"output={tmp_path}"]), tracker.info)
         )
         with full_disk(5000):
-            while tracker._boards:  # its thread writes when it likes
-                tracker._show(lambda board: board.log(1, {"x": 1.0}))
+            while tracker._services:  # its thread writes when it likes
+                tracker._notify(lambda board: board.log(1, {"x": 1.0}))
     output, errors = capfd.readouterr()
     assert output.count("the tracker tensorboard failed and is off from here on (OSError: [Errno 27] File too large)") == 1
     assert errors == ""

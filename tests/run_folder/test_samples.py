@@ -99,7 +99,7 @@ def test_two_processes_keep_one_record(tmp_path):
         assert len(one["diversity"]) == 10
     (groups,) = reader.read_all(tmp_path / "run", layout.GROUPS)
     assert len(groups["groups"]) == 2, "the first process's own"
-    assert reader.Story(tmp_path / "run").machine["processes"] == 2
+    assert reader.RunReader(tmp_path / "run").machine["processes"] == 2
 
 
 def test_the_lora_of_the_best_evaluation_is_kept(tmp_path):
@@ -125,28 +125,28 @@ def test_the_lora_of_the_best_evaluation_is_kept(tmp_path):
 def test_of_a_large_group_some_images_from_the_best_to_the_worst_are_kept():
     group = torch.arange(3).repeat_interleave(20)
     reward = torch.cat([torch.linspace(0, 1, 20).flip(0), torch.full((20,), 0.5), torch.linspace(0, 3, 20)])
-    wide, narrow, none = samples.telling(reward, group)
+    wide, narrow, none = samples.most_spread_groups(reward, group)
     assert group[wide].unique().tolist() == [2], "the group whose rewards differ most comes first"
     assert group[narrow].unique().tolist() == [0]
     assert group[none].unique().tolist() == [1]
-    assert len(wide) == samples.IMAGES
+    assert len(wide) == samples.IMAGES_PER_GROUP
     assert {reward[wide].min().item(), reward[wide].max().item()} == {0.0, 3.0}
     assert wide.tolist() == sorted(wide.tolist()), "in the order they were drawn"
     reward[40] = float("nan")
-    assert len(samples.telling(reward, group)) == 2, "a group with a dropped reward says nothing"
+    assert len(samples.most_spread_groups(reward, group)) == 2, "a group with a dropped reward says nothing"
 
 
 def test_best_and_worst_prompts_are_those_with_a_number():
     reward = [0.1 * i for i in range(20)]
     reward[19] = float("nan")
-    assert samples.extremes(reward) == [18, 17, 16, 15, 3, 2, 1, 0]
-    assert samples.extremes([0.2, float("nan"), 0.3]) == [2, 0]
+    assert samples.best_and_worst(reward) == [18, 17, 16, 15, 3, 2, 1, 0]
+    assert samples.best_and_worst([0.2, float("nan"), 0.3]) == [2, 0]
 
 
 def test_large_pictures_are_kept_small(tmp_path):
-    kept_at = samples.Record(tmp_path, 1)
+    kept_at = samples.SampleRecorder(tmp_path, 1)
     noise = torch.rand(3, 1024, 768, generator=torch.Generator().manual_seed(0))
-    kept_at._save(1, "x.webp", noise, samples.WIDE)
+    kept_at._save(1, "x.webp", noise, samples.PROMPT_IMAGE_WIDTH)
     file = tmp_path / "pictures" / "step_000001" / "x.webp"
     assert Image.open(file).size == (384, 512)
     assert file.stat().st_size < 200_000, "even of noise"

@@ -114,7 +114,7 @@ def test_tensorboard_holds_the_very_numbers_once_although_the_run_was_resumed(tr
     for row in read_metrics(trained):
         for name, value in row.items():
             if name != "step":
-                wanted.setdefault(services.shown(name), []).append((row["step"], float(np.float32(value))))
+                wanted.setdefault(services.metric_name(name), []).append((row["step"], float(np.float32(value))))
     assert {len(points) for points in wanted.values()} >= {3, 4}, "training steps, and evaluations from step 0 on"
     config = found.Tensors("config/text_summary")[0].tensor_proto.string_val[0].decode()
     assert "    prompts_per_step: 2\n" in config
@@ -166,7 +166,7 @@ def test_each_service_gets_settings_numbers_pictures_and_warnings_and_the_same_r
     Image.new("RGB", (8, 4)).save(picture)
     for step in (None, 1):
         with Tracker(tmp_path, 2, Console(file=io.StringIO())) as tracker:
-            tracker.watched_by(services.start(tmp_path, args, tracker.say, step))
+            tracker.attach(services.open_services(tmp_path, args, tracker.info, step))
             tracker.log(2, METRICS)
             tracker.evaluation(2, {"ocr": 0.5}, {}, [("a cat", picture), ("a\ndog", picture)])
             tracker.warn(2, "sharpness has fallen")
@@ -198,9 +198,9 @@ def test_a_service_that_does_not_start_stops_a_new_run_and_not_one_that_goes_on(
     monkeypatch.setenv("REFUSES", "1")
     args = FlowGRPOConfig.from_yaml("tiny_ocr", ["trackers=wandb"])
     with pytest.raises(ValueError, match=r"tracker wandb could not be started: ConnectionError: no login\. Mend that"):
-        services.start(tmp_path, args, print)
+        services.open_services(tmp_path, args, print)
     said: list[str] = []
-    assert services.start(tmp_path, args, said.append, 5) == []
+    assert services.open_services(tmp_path, args, said.append, 5) == []
     assert said == [
         "warning: the tracker wandb could not be started: ConnectionError: no login; the run goes on without it."
     ]
