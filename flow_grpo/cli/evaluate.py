@@ -96,6 +96,7 @@ def evaluate(
     from flow_grpo.evaluation import tables
     from flow_grpo.evaluation.measure import rows_to_generate
     from flow_grpo.evaluation.targets import Model, Pictures, Reading, find
+    from flow_grpo.run_folder import layout
 
     words = [word for word in targets or [] if not SETTING.match(word)]
     overrides = [word for word in targets or [] if SETTING.match(word)]
@@ -111,7 +112,7 @@ def evaluate(
     args = models[0].args if models else FlowGRPOConfig.from_yaml(config, overrides) if config else None
     kit, total = rewards_to_measure(reward, args)
     steps = steps or (args.evaluation.steps if args else None)
-    folder = out or next((Path(word) for word in words if (Path(word) / "config.yaml").is_file()), Path())
+    folder = out or next((Path(word) for word in words if (Path(word) / layout.CONFIG).is_file()), Path())
     prepare_folder(folder)
     settings: dict[str, Any] = {"prompts": prompts or (args and args.evaluation.prompts)}
     to_generate = None

@@ -32,12 +32,13 @@ def export(
     [bold]flow-grpo export runs/tiny_ocr --best --out signs --push me/signs --private[/bold]
     """
     from flow_grpo.export import export as exporting
+    from flow_grpo.run_folder import layout
 
     if private and push is None:
         raise ValueError("--private is for a repository on the hub: give --push user/name as well.")
     if push is not None:
         exporting.check_push(push)
-    folder = out or run / "export"
+    folder = out or run / layout.EXPORT
     for line in exporting.export(run, folder, best=best, checkpoint=checkpoint, merge=merge, repo=push):
         say(line)
     if push is not None:

@@ -13,6 +13,7 @@ from flow_grpo.evaluation.generate import generate_images, image_seed
 from flow_grpo.evaluation.image_metrics import high_frequency_power, rms_difference
 from flow_grpo.policy.policy import Policy
 from flow_grpo.progress import phase
+from flow_grpo.run_folder import layout
 from flow_grpo.run_folder.samples import best_and_worst
 from flow_grpo.training.interrupt import Interrupted, call
 from flow_grpo.types import Evaluation
@@ -87,12 +88,14 @@ def save_before_after(
     images = torch.stack([drawn[place] for place in range(len(prompts))])
     when = "before" if first else "after"
     cells = [ImageInfo(prompt, image_seed(seed, i), f"{model}, {when} training") for i, prompt in enumerate(prompts)]
-    save_grid(folder / f"{when}.png", images, cells, columns=4)
-    if first or not (folder / "before.png").exists():
+    save_grid(folder / (layout.BEFORE if first else layout.AFTER), images, cells, columns=4)
+    if first or not (folder / layout.BEFORE).exists():
         return
-    former, former_cells = read_grid(folder / "before.png")
+    former, former_cells = read_grid(folder / layout.BEFORE)
     if [(cell.prompt, cell.seed) for cell in former_cells] != [(cell.prompt, cell.seed) for cell in cells]:
         return  # an earlier version drew it from other noise
     pairs = [i for pair in zip(range(len(prompts)), range(len(prompts), 2 * len(prompts)), strict=True) for i in pair]
     both, both_cells = torch.cat([former, images]), former_cells + cells
-    save_grid(folder / "before_after.png", both[pairs], [both_cells[i] for i in pairs], columns=4, notes=["before", "after"])
+    save_grid(
+        folder / layout.BEFORE_AFTER, both[pairs], [both_cells[i] for i in pairs], columns=4, notes=["before", "after"]
+    )

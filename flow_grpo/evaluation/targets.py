@@ -11,7 +11,6 @@ from flow_grpo.data.prompts import PromptSet
 from flow_grpo.policy import hub
 from flow_grpo.run_folder import layout
 
-RUN = "config.yaml"  # what a run's folder holds
 WHAT = "a run folder, a checkpoint, a LoRA, a model, a config, a sheet or a folder of pictures"
 
 
@@ -159,7 +158,7 @@ def _folder(path: Path, how: Reading) -> Target:
         return _model(str(path), how)
     if any(path.glob("*.safetensors")):
         return _lora(path, how)
-    if (path / RUN).is_file():
+    if (path / layout.CONFIG).is_file():
         return _run(path, how)
     files = [file for file in path.iterdir() if gallery.is_picture(file) or file.name in gallery.MANIFESTS]
     if not files:
@@ -168,25 +167,27 @@ def _folder(path: Path, how: Reading) -> Target:
 
 
 def _run(path: Path, how: Reading) -> Model:
-    args = FlowGRPOConfig.from_yaml(path / RUN, how.overrides)
-    what, folder = ("transformer", path / "transformer") if args.lora is None else ("LoRA", path / "lora")
+    args = FlowGRPOConfig.from_yaml(path / layout.CONFIG, how.overrides)
+    what, folder = ("transformer", path / layout.TRANSFORMER) if args.lora is None else ("LoRA", path / layout.LORA)
     if not folder.is_dir():
-        raise ValueError(f"the run {path} has no {what} yet: give one of its checkpoints, in {path / 'checkpoints'}.")
-    return Model(path.resolve().name, f"{what} {folder}", args, str(folder), found=path / RUN)
+        raise ValueError(f"the run {path} has no {what} yet: give one of its checkpoints, in {path / layout.CHECKPOINTS}.")
+    return Model(path.resolve().name, f"{what} {folder}", args, str(folder), found=path / layout.CONFIG)
 
 
 def _checkpoint(path: Path, how: Reading) -> Model:
     place = path.resolve()
     run = place.parent.parent
-    if not (run / RUN).is_file():
-        raise ValueError(f"the checkpoint {path} does not lie in its run's folder, whose {RUN} says what it is of.")
-    args = FlowGRPOConfig.from_yaml(run / RUN, how.overrides)
-    return Model(f"{run.name}/{place.name}", f"checkpoint {path}", args, checkpoint=place, found=run / RUN)
+    if not (run / layout.CONFIG).is_file():
+        raise ValueError(
+            f"the checkpoint {path} does not lie in its run's folder, whose {layout.CONFIG} says what it is of."
+        )
+    args = FlowGRPOConfig.from_yaml(run / layout.CONFIG, how.overrides)
+    return Model(f"{run.name}/{place.name}", f"checkpoint {path}", args, checkpoint=place, found=run / layout.CONFIG)
 
 
 def _lora(path: Path, how: Reading) -> Model:
     folder = path.resolve() if path.is_dir() else path.resolve().parent
-    places = (folder / RUN, folder.parent / RUN) if path.exists() else ()
+    places = (folder / layout.CONFIG, folder.parent / layout.CONFIG) if path.exists() else ()
     own = next((file for file in places if file.is_file()), None) if how.config is None else None
     config = how.config or own or how.beside
     if config is None:
