@@ -208,10 +208,10 @@ def test_compare_ends_runs_at_their_target(trained):
     assert len((trained / "stopped" / "short" / "seed0" / "curve.jsonl").read_text().splitlines()) == 1
 
 
-def test_doctor_explores(trained):
-    output = run("doctor", "short.yaml", "--explore", "--transitions", "cps", "--noise-levels", "0.8", cwd=trained)
+def test_doctor_measures_the_variance_of_each_step(trained):
+    output = run("doctor", "short.yaml", "--step-variance", "--transitions", "cps", "--noise-levels", "0.8", cwd=trained)
     assert "reward variance owned by each step" in output
-    assert (trained / "explore.png").stat().st_size > 10_000
+    assert (trained / "step_variance.png").stat().st_size > 10_000
 
 
 @pytest.mark.parametrize(
@@ -242,15 +242,16 @@ def test_doctor_explores(trained):
         (["sample", CAT, "--guidance", "-inf"], "guidance=-inf is not a finite number"),
         (["sample", CAT, "--model", "no/such/folder", "--out", "/proc/x"], "nothing can be written to /proc/x"),
         (["doctor", "short.yaml", "--json", "/proc/x/y.json"], "nothing can be written to /proc/x"),
-        (["doctor", "short.yaml", "--explore", "--out", "/proc/x/y.png"], "nothing can be written to /proc/x"),
-        (["doctor", "short.yaml", "--explore", "--noise-levels", "nan"], "'nan' is not a noise level"),
+        (["doctor", "short.yaml", "--step-variance", "--out", "/proc/x/y.png"], "nothing can be written to /proc/x"),
+        (["doctor", "short.yaml", "--step-variance", "--noise-levels", "nan"], "'nan' is not a noise level"),
         (["compare", "short.yaml", "--out", "/proc/x"], "nothing can be written to /proc/x"),
         (["compare", "short.yaml", "--target", "nan"], "--target nan is not a number that a metric reaches"),
         (["compare", "short.yaml", "short.yaml"], "two of the configs have one file name"),
         (["compare", "short.yaml", "--set", "evaluation.prompts=null"], "names no held-out prompts"),
-        (["doctor", "short.yaml", "--explore", "--transitions", "cp"], "cp is no stochastic transition"),
-        (["doctor", "tiny_ocr", "--explore"], "samples the ODE, where no step explores"),
-        (["doctor", "short.yaml", "--explore", "--noise-levels", "much"], "'much' is not a noise level"),
+        (["doctor", "short.yaml", "--step-variance", "--transitions", "cp"], "cp is no stochastic transition"),
+        (["doctor", "tiny_ocr", "--step-variance"], "samples the ODE, where no step explores"),
+        (["doctor", "tiny_ocr", "--explore"], "samples the ODE, where no step explores"),  # its name until 0.3
+        (["doctor", "short.yaml", "--step-variance", "--noise-levels", "much"], "'much' is not a noise level"),
     ],
 )
 def test_a_mistake_gets_one_sentence(trained, words, sentence):
@@ -290,6 +291,12 @@ def test_pictures_are_written_a_few_at_a_time_and_no_sheet_that_nobody_could_rea
     sample(prompts, config=config, seeds=3, steps=1, out=tmp_path / "none")
     assert len(list((tmp_path / "none").glob("*.png"))) == 6
     assert not (tmp_path / "none" / "grid.png").exists()
+
+
+def test_importing_the_command_line_loads_nothing_that_help_does_not_need():
+    heavy = "torch diffusers transformers accelerate numpy pydantic yaml matplotlib rewards"
+    code = f"import sys, flow_grpo.cli; print([name for name in '{heavy}'.split() if name in sys.modules])"
+    assert subprocess.check_output([sys.executable, "-c", code], text=True).strip() == "[]"
 
 
 def test_help_names_every_verb_with_a_sentence(trained):

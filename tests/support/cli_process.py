@@ -1,7 +1,7 @@
-"""The command line through its entry point, in processes forked from one that has imported everything.
+"""Run the command line through its entry point, in processes forked from one that has imported everything.
 
-A new interpreter takes six seconds to import what a command needs, a fork none. The code that runs is the same; what depends on a new
-interpreter (which libraries speak while they are imported) is tested with one.
+A new interpreter needs six seconds to import what a command uses, a fork none. The code that runs is the same. What depends on a new
+interpreter, such as messages that libraries print while they are imported, needs a test with one.
 """
 
 import multiprocessing
@@ -23,25 +23,25 @@ FORKS.set_forkserver_preload(
 
 @dataclass
 class Command:
-    """A command that runs: its process, and where what it writes is gathered."""
+    """A running command: its process, and the file that collects its output."""
 
     process: multiprocessing.Process
     written: Path
 
     @property
     def output(self) -> str:
-        """All that it has written so far, to both streams."""
+        """Everything written so far, to stdout and stderr."""
         return self.written.read_text()
 
     def wait_for(self, happened: Callable[[], bool], seconds: float = 120) -> None:
-        """Until that is so, or the command is over."""
+        """Wait until `happened` returns true or the command ends."""
         deadline = time.monotonic() + seconds
         while not happened() and self.process.is_alive():
             assert time.monotonic() < deadline
             time.sleep(0.02)
 
     def finish(self, code: int, seconds: float = 180) -> str:
-        """Waits for its end, which must be that exit status, and returns what it wrote."""
+        """Wait for the end, check the exit status, and return the output."""
         self.process.join(seconds)
         assert self.process.exitcode == code, self.output
         assert "Traceback" not in self.output, self.output
@@ -49,7 +49,7 @@ class Command:
 
 
 def begin(*words: str, cwd: Path) -> Command:
-    """Starts flow-grpo with these words."""
+    """Start flow-grpo with these words."""
     before_imports()
     with tempfile.NamedTemporaryFile(delete=False) as file:
         written = Path(file.name)
@@ -59,7 +59,7 @@ def begin(*words: str, cwd: Path) -> Command:
 
 
 def run(*words: str, cwd: Path, code: int = 0) -> str:
-    """Runs flow-grpo and returns everything it wrote."""
+    """Run flow-grpo, check the exit status, and return the output."""
     return begin(*words, cwd=cwd).finish(code)
 
 
@@ -73,6 +73,6 @@ def _run(words: tuple[str, ...], cwd: str, written: str, environment: dict[str, 
         standard.reconfigure(line_buffering=True)
     os.chdir(cwd)
     sys.argv = ["flow-grpo", *words]
-    from flow_grpo.cli import app as cli
+    from flow_grpo.cli import run as run_command
 
-    cli.run()
+    run_command()
