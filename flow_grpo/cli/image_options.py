@@ -85,7 +85,7 @@ def read_prompt_source(source: str | None, prompt: str | None) -> "PromptSet | I
     from flow_grpo.data import image_sets
     from flow_grpo.data.prompts import load_prompts
 
-    if source is not None and prompt is None and (image_sets.is_picture(Path(source)) or Path(source).is_dir()):
+    if source is not None and prompt is None and (image_sets.is_image_file(Path(source)) or Path(source).is_dir()):
         return image_sets.read(Path(source))
     found = read_prompts(source, prompt)
     return load_prompts([found]) if isinstance(found, str) else found

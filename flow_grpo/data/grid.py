@@ -1,7 +1,7 @@
-"""Contact sheets that remember what is in each cell, and pictures that remember their prompt.
+"""Grid images and single images as PNG files that contain the prompt, seed and model of each image.
 
-A sheet is an ordinary PNG. Its text chunk `flow_grpo` says for each cell the prompt, the seed, the model, and where its
-pixels lie; pictures are enlarged by whole factors, so that `read_grid` gives back the very pixels.
+The text chunk `flow_grpo` of the PNG has these and the pixel position of each cell. Images are enlarged by integer factors only, so
+that `read_grid` returns their exact pixels.
 """
 
 import json
@@ -21,15 +21,15 @@ from rewards import images as batches
 
 CHUNK = "flow_grpo"
 GAP = 10
-SMALLEST_CELL = 192  # pixels: narrower pictures are enlarged to about this width
+SMALLEST_CELL = 192  # pixels: narrower images are enlarged to about this width
 LINE = 15
 INK, PAPER = (70, 70, 76), (250, 250, 250)
-MAX_PIXELS = 178_956_970  # where Pillow begins to refuse
+MAX_PIXELS = 178_956_970  # Pillow's limit
 
 
 @dataclass(frozen=True)
 class ImageInfo:
-    """What a picture is: its prompt, the seed of its noise, and the model that drew it."""
+    """The prompt of an image, the seed of its noise, and the model that generated it."""
 
     prompt: str
     seed: int
@@ -37,9 +37,10 @@ class ImageInfo:
 
 
 def save_grid(path: Path, images: Tensor, cells: list[ImageInfo], columns: int, notes: list[str] | None = None) -> None:
-    """Writes images (B, 3, H, W) in [0, 1] as a sheet of that many columns, a caption under each.
+    """Write images (B, 3, H, W) in [0, 1] as a grid, with a caption under each.
 
-    `notes` are repeated over the cells and stand in the caption in place of the seed.
+    Args:
+        notes: for the captions in place of the seeds, repeated over the cells.
     """
     height, width = images.shape[-2:]
     scale = max(1, -(-SMALLEST_CELL // width))
@@ -68,13 +69,13 @@ def save_grid(path: Path, images: Tensor, cells: list[ImageInfo], columns: int, 
 
 
 def fits(count: int, height: int, width: int) -> bool:
-    """Whether a sheet of so many pictures has few enough pixels to be read again."""
+    """Whether a grid of `count` images is small enough to be read again."""
     scale = max(1, -(-SMALLEST_CELL // width))
     return count * (height * scale + 3 * LINE + 6 + GAP) * (width * scale + GAP) <= MAX_PIXELS
 
 
 def save_image(path: Path, image: Tensor, cell: ImageInfo) -> None:
-    """Writes one picture (3, H, W) in [0, 1] as PNG, its prompt, seed and model inside."""
+    """Write one image (3, H, W) in [0, 1] as a PNG that contains its prompt, seed and model."""
     info = PngInfo()
     content = {"scale": 1, "cells": [{**asdict(cell), "box": [0, 0, image.shape[2], image.shape[1]]}]}
     info.add_itxt(CHUNK, json.dumps(content))
@@ -84,52 +85,52 @@ def save_image(path: Path, image: Tensor, cell: ImageInfo) -> None:
 
 
 def read_grid(path: Path) -> tuple[Tensor, list[ImageInfo]]:
-    """The pictures (B, 3, H, W) in [0, 1] and cells of a sheet or a single picture that this module wrote.
+    """The images (B, 3, H, W) in [0, 1] of a grid or single image that this module wrote, and what they are.
 
     Raises:
-        ValueError: not a PNG, damaged, too large, or written by something else.
+        ValueError: not a PNG, damaged, too large, or written by another program.
     """
     return read_cells(open_image(path), path)
 
 
 def has_prompts(picture: Image.Image) -> bool:
-    """Whether an opened picture says what is in it."""
+    """Whether an opened image contains prompts."""
     return CHUNK in picture.info
 
 
 def read_cells(sheet: Image.Image, path: Path) -> tuple[Tensor, list[ImageInfo]]:
-    """As `read_grid`, of a sheet that `open_image` has opened."""
+    """As `read_grid`, for an image that `open_image` has opened."""
     try:
         content = json.loads(sheet.info[CHUNK])
         scale, entries = int(content["scale"]), content["cells"]
         boxes = [(int(x), int(y), int(w), int(h)) for x, y, w, h in (entry["box"] for entry in entries)]
         cells = [ImageInfo(str(e["prompt"]), int(e["seed"]), str(e["model"])) for e in entries]
     except (KeyError, TypeError, ValueError, OverflowError, RecursionError) as error:
-        raise ValueError(f"{path} does not say what is in its cells: it was not written by flow-grpo sample.") from error
+        raise ValueError(f"{path} has no prompts in it: it was not written by flow-grpo sample.") from error
     if not all(0 <= x < x + w <= sheet.width and 0 <= y < y + h <= sheet.height for x, y, w, h in boxes):
-        raise ValueError(f"{path} is damaged: its cells lie outside of the picture.")
+        raise ValueError(f"{path} is damaged: its cells are outside the image.")
     one_size = len({(w, h) for _, _, w, h in boxes}) == 1
     if scale < 1 or not one_size or sum(w * h for _, _, w, h in boxes) > sheet.width * sheet.height:
-        raise ValueError(f"{path} is damaged: its cells are not those of a sheet.")
+        raise ValueError(f"{path} is damaged: its cells don't form a grid.")
     pixels = np.asarray(sheet)
-    pictures = [pixels[y : y + h : scale, x : x + w : scale] for x, y, w, h in boxes]
-    return from_bytes(np.stack(pictures)), cells
+    images = [pixels[y : y + h : scale, x : x + w : scale] for x, y, w, h in boxes]
+    return from_bytes(np.stack(images)), cells
 
 
 def open_image(path: Path) -> Image.Image:
-    """A picture as RGB; ValueError in one sentence if it can't be read or has more than 178 million pixels."""
+    """An image as RGB. ValueError if it can't be read or has more than 178 million pixels."""
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore", Image.DecompressionBombWarning)  # of half as many
+            warnings.simplefilter("ignore", Image.DecompressionBombWarning)  # at half the limit
             with Image.open(path) as image:
                 info = dict(getattr(image, "text", {}))
                 picture = batches.to_rgb(image)
     except Image.DecompressionBombError as error:
         raise ValueError(
-            f"the picture {path} has more than {MAX_PIXELS // 1_000_000} million pixels: make it smaller."
+            f"the image {path} has more than {MAX_PIXELS // 1_000_000} million pixels: make it smaller."
         ) from error
     except (OSError, ValueError, SyntaxError) as error:
-        raise ValueError(f"the picture {path} could not be read: {' '.join(str(error).split()).rstrip('.')}.") from error
+        raise ValueError(f"the image {path} could not be read: {' '.join(str(error).split()).rstrip('.')}.") from error
     picture.info = info
     return picture
 

@@ -1,4 +1,4 @@
-"""Prompt files: all rows of a .txt, .jsonl, .json, .csv, .tsv or .parquet file, or one sentence on what is wrong and where."""
+"""Reads prompt files: all rows of a .txt, .jsonl, .json, .csv, .tsv or .parquet file."""
 
 import csv
 import io
@@ -11,17 +11,17 @@ from typing import Any
 
 from flow_grpo.config.loading import read_text
 
-COLUMNS = ("prompt", "prompts")  # names of the prompts' column, in any case
+COLUMNS = ("prompt", "prompts")  # names of the prompt column, upper or lower case
 SUFFIXES = (".txt", ".jsonl", ".json", ".csv", ".tsv", ".parquet")
 WHOLE_NUMBER = re.compile(r"[+-]?\d{1,18}")
 NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?")
-CODE = re.compile(r"[+-]?0\d.*")  # 007 is text
-TRUTH = {"true": True, "false": False}
+LEADING_ZERO = re.compile(r"[+-]?0\d.*")  # 007 is a text
+BOOLEANS = {"true": True, "false": False}
 
 
 @dataclass(frozen=True)
 class Table:
-    """The rows of a file, each with a value for every column, and where each stands in the file."""
+    """The rows of a file, each with a value for every column, and the place of each row in the file, for errors."""
 
     columns: list[str]
     rows: list[dict[str, Any]]
@@ -29,57 +29,57 @@ class Table:
 
 
 def read_table(file: Path, name: str, suffix: str) -> Table:
-    """All rows of a file. Lines without text are no rows; a .txt file has one column, `prompt`.
+    """Read all rows of a file. Blank lines are skipped; a .txt file has one column, `prompt`.
 
     Args:
         name: of the file in errors.
-        suffix: which of `SUFFIXES` the file is.
+        suffix: one of `SUFFIXES`, which decides the format.
 
     Raises:
-        ValueError: the file can't be read, or what is wrong in which of its lines.
+        ValueError: the file can't be read, or one of its lines is invalid; names the line.
     """
     if suffix == ".parquet":
-        return _parquet(file, name)
+        return _parquet_table(file, name)
     if suffix not in SUFFIXES:
-        raise ValueError(f"{name} is none of {', '.join(SUFFIXES[:-1])} or {SUFFIXES[-1]}.")
+        raise ValueError(f"{name} is not a {', '.join(SUFFIXES[:-1])} or {SUFFIXES[-1]} file.")
     text = read_text(file)
     if suffix == ".txt":
-        return _filled((f"line {n}", {COLUMNS[0]: line}) for n, line in _lines(text))
+        return _table_from_rows((f"line {n}", {COLUMNS[0]: line}) for n, line in _lines(text))
     if suffix in (".csv", ".tsv"):
-        return _cells(text, name, tabs=suffix == ".tsv")
-    return _filled(_json_rows(text, name))
+        return _csv_table(text, name, tabs=suffix == ".tsv")
+    return _table_from_rows(_json_rows(text, name))
 
 
 def _lines(text: str) -> Iterator[tuple[int, str]]:
-    r"""The lines that hold text, and their numbers. Only \n and \r\n end a line, not the other line breaks of Unicode."""
+    r"""The lines that are not blank, and their numbers. Only \n and \r\n end a line, not Unicode's other line breaks."""
     for number, line in enumerate(text.split("\n"), 1):
         if line.strip():
             yield number, line.strip()
 
 
-def _filled(rows: Iterator[tuple[str, dict[str, Any]]]) -> Table:
+def _table_from_rows(rows: Iterator[tuple[str, dict[str, Any]]]) -> Table:
     found = list(rows)
     columns = list(dict.fromkeys(key for _, row in found for key in row))
     return Table(columns, [{key: row.get(key) for key in columns} for _, row in found], [place for place, _ in found])
 
 
 def _json_rows(text: str, name: str) -> Iterator[tuple[str, dict[str, Any]]]:
-    """The objects of JSON lines, or of one JSON list."""
+    """The objects of JSON lines or of a JSON list, each with its place."""
     if text.lstrip().startswith("["):
-        entries = [(f"entry {n}", row) for n, row in enumerate(_parsed(text, name), 1)]
+        entries = [(f"entry {n}", row) for n, row in enumerate(_parse_json(text, name), 1)]
     else:
-        entries = [(f"line {n}", _parsed(line, f"{name}, line {n}")) for n, line in _lines(text)]
+        entries = [(f"line {n}", _parse_json(line, f"{name}, line {n}")) for n, line in _lines(text)]
     for place, row in entries:
         if not isinstance(row, dict):
             raise ValueError(f'{name}, {place}: give an object such as {{"prompt": "a red fox"}}, not {_short(row)}.')
         yield place, row
 
 
-def _parsed(text: str, where: str) -> Any:
+def _parse_json(text: str, where: str) -> Any:
     def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         keys = [key for key, _ in pairs]
         if len(set(keys)) < len(keys):
-            raise ValueError(f"the key {_short(next(k for k in keys if keys.count(k) > 1))} stands twice in an object")
+            raise ValueError(f"the key {_short(next(k for k in keys if keys.count(k) > 1))} occurs twice in an object")
         return dict(pairs)
 
     try:
@@ -89,14 +89,14 @@ def _parsed(text: str, where: str) -> Any:
         raise ValueError(f"{where} is not valid JSON: {problem}.") from error
 
 
-def _cells(text: str, name: str, tabs: bool) -> Table:
-    """The rows of a table with a line of column names; `tabs` separates by tabs and has no quotes."""
+def _csv_table(text: str, name: str, tabs: bool) -> Table:
+    """The rows of a CSV file whose first line has the column names; with `tabs` it is separated by tabs and has no quotes."""
     numbered = list(_csv_rows(text, name, tabs))
     if not numbered:
         return Table([], [], [])
     (_, header), *body = numbered
     columns = [cell.strip() for cell in header]
-    _refuse_doubled(columns, name)
+    _check_unique(columns, name)
     for number, cells in body:
         if any(cells[len(columns) :]):
             raise ValueError(
@@ -105,9 +105,9 @@ def _cells(text: str, name: str, tabs: bool) -> Table:
             )
     values = {}
     for place, column in enumerate(columns):
-        if column:  # an index has no name
+        if column:  # the column of an index has no name
             cells = [row[place] if place < len(row) else "" for _, row in body]
-            values[column] = cells if column.lower() in COLUMNS else _typed(cells)
+            values[column] = cells if column.lower() in COLUMNS else _convert_column(cells)
     rows = [{column: of[i] for column, of in values.items()} for i in range(len(body))]
     return Table(list(values), rows, [f"line {number}" for number, _ in body])
 
@@ -128,13 +128,13 @@ def _csv_rows(text: str, name: str, tabs: bool) -> Iterator[tuple[int, list[str]
         csv.field_size_limit(former)
 
 
-def _typed(cells: list[str]) -> list[Any]:
-    """A column's cells as numbers or truth values where all of them are such, else as text; None for empty ones."""
+def _convert_column(cells: list[str]) -> list[Any]:
+    """The cells of a column as numbers or booleans if all of them are, else as text; None for empty cells."""
     given = [cell for cell in cells if cell]
-    if all(cell.lower() in TRUTH for cell in given):
-        return [TRUTH[cell.lower()] if cell else None for cell in cells]
+    if all(cell.lower() in BOOLEANS for cell in given):
+        return [BOOLEANS[cell.lower()] if cell else None for cell in cells]
     convert: type = str
-    if not any(CODE.fullmatch(cell) for cell in given):
+    if not any(LEADING_ZERO.fullmatch(cell) for cell in given):
         if all(WHOLE_NUMBER.fullmatch(cell) for cell in given):
             convert = int
         elif all(NUMBER.fullmatch(cell) for cell in given):
@@ -142,7 +142,7 @@ def _typed(cells: list[str]) -> list[Any]:
     return [convert(cell) if cell else None for cell in cells]
 
 
-def _parquet(file: Path, name: str) -> Table:
+def _parquet_table(file: Path, name: str) -> Table:
     import pyarrow
     from pyarrow.parquet import ParquetFile
 
@@ -151,14 +151,14 @@ def _parquet(file: Path, name: str) -> Table:
         rows = table.to_pylist()
     except (pyarrow.ArrowException, OSError, ValueError) as error:
         raise ValueError(f"{name} could not be read as Parquet: {' '.join(str(error).split())}") from error
-    _refuse_doubled(table.column_names, name)
+    _check_unique(table.column_names, name)
     return Table(table.column_names, rows, [f"row {n}" for n in range(1, len(rows) + 1)])
 
 
-def _refuse_doubled(columns: list[str], name: str) -> None:
-    twice = next((column for column in columns if column and columns.count(column) > 1), None)
-    if twice is not None:
-        raise ValueError(f"{name} has two columns `{twice}`: rename one of them.")
+def _check_unique(columns: list[str], name: str) -> None:
+    duplicate = next((column for column in columns if column and columns.count(column) > 1), None)
+    if duplicate is not None:
+        raise ValueError(f"{name} has two columns `{duplicate}`: rename one of them.")
 
 
 def _short(value: object) -> str:

@@ -1,7 +1,7 @@
-"""Prompts that a run both trains on and is measured by.
+"""Prompts that are both trained on and evaluated on.
 
-Two prompts are the same up to case, spaces, articles, a full stop and the order of what `and` joins: `a photo of a cat and a dog` is
-`A photo of a dog and a cat.`
+Prompts are compared without case, spaces, articles, a final full stop and the order of items joined by `and`: `a photo of a cat and a
+dog` equals `A photo of a dog and a cat.`
 """
 
 import json
@@ -10,51 +10,51 @@ from flow_grpo.config.run_config import shipped
 from flow_grpo.data.prompt_sets import PROMPT_SETS, source_of
 
 ARTICLES = {"a", "an", "the"}
-SHIPPED = {name: known.source for name, known in PROMPT_SETS.items() if known.source.startswith("prompts/")}
+BUNDLED = {name: known.source for name, known in PROMPT_SETS.items() if known.source.startswith("prompts/")}
 
 
 def normal_form(prompt: str) -> str:
-    """The same text for prompts that ask for the same."""
+    """The same text for equivalent prompts."""
     words = [word for word in prompt.casefold().rstrip(". \n").split() if word not in ARTICLES]
     before, of, things = " ".join(words).rpartition(" of ")
     return before + of + " and ".join(sorted(things.split(" and ")))
 
 
 def held_out_overlap(trained: list[str], held_out: list[str]) -> int:
-    """The number of held-out prompts that are trained on."""
+    """The number of held-out prompts that are among the training prompts."""
     known = {normal_form(prompt) for prompt in trained}
     return sum(normal_form(prompt) in known for prompt in held_out)
 
 
 def benchmark_overlap(trained: list[str], held_out: list[str], source: str | None = None) -> dict[str, int]:
-    """For each set that has a name to be evaluated on: how many of its prompts are trained on, beside those that are held out anyway.
+    """For each named prompt set: how many of its prompts are trained on, not counting those that are held out too.
 
-    Sets that are not shipped are known by their name or address alone.
+    Sets that are not part of the package are recognised by their name or address only.
 
     Args:
-        source: where the training prompts are from, as in the config.
+        source: of the training prompts, as in the config.
     """
     known = {normal_form(prompt) for prompt in trained} - {normal_form(prompt) for prompt in held_out}
-    found = {name: sum(normal_form(prompt) in known for prompt in _shipped(file)) for name, file in SHIPPED.items()}
+    found = {name: sum(normal_form(prompt) in known for prompt in _bundled_prompts(file)) for name, file in BUNDLED.items()}
     away = {name: len(trained) for name, one in PROMPT_SETS.items() if source and one.source == source_of(source)}
     return {name: count for name, count in {**away, **found}.items() if count}
 
 
 def sentences(trained: list[str], held_out: list[str], source: str | None = None) -> list[str]:
-    """What to tell the user before the training, nothing if no prompt is in two sets."""
+    """Warnings for the user before training; empty if no prompt is in two sets."""
     said, shared = [], held_out_overlap(trained, held_out)
     if shared:
         said.append(
-            f"the training prompts include {shared} of the {len(held_out)} held-out prompts, which then measure memory."
+            f"the training prompts include {shared} of the {len(held_out)} held-out prompts, which then measure memorization."
         )
     for name, count in benchmark_overlap(trained, held_out, source).items():
         said.append(
-            f"the training prompts include {count} of the test set {name}: results on it can't be compared with others'."
+            f"the training prompts include {count} of the test set {name}: results on it can't be compared with published ones."
         )
     return said
 
 
-def _shipped(source: str) -> list[str]:
+def _bundled_prompts(source: str) -> list[str]:
     file = shipped(source)
     lines = file.read_text(encoding="utf-8").splitlines()
     return lines if file.suffix == ".txt" else [json.loads(line)["prompt"] for line in lines]

@@ -1,7 +1,7 @@
 """Prompt sets by name, for `evaluation.prompts=geneval` or `eval --prompts geneval`.
 
-Shipped is what its licence allows and could be had whole. The others are loaded from where their authors or the hub keep them, and
-a copy is kept; without a network or a copy, give a local file of the same columns.
+The package contains the sets whose licence allows it. The others are downloaded from their authors or the hub and cached; without a
+network and a cached copy, give a local file with the same columns.
 """
 
 from dataclasses import dataclass
@@ -9,11 +9,11 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class PromptSource:
-    """Where a prompt set is, and what it is.
+    """The source of a prompt set.
 
     Attributes:
-        source: what `load_prompts` takes: a shipped file, a hub data set or an address.
-        about: how many prompts, their source, and the licence.
+        source: an argument of `load_prompts`: a bundled file, a hub data set or an address.
+        about: number of prompts, origin and licence.
     """
 
     source: str
@@ -37,17 +37,17 @@ PROMPT_SETS = {
     ),
     "drawbench": PromptSource(
         "sayakpaul/drawbench",
-        "DrawBench, 200 prompts in eleven categories (arXiv 2205.11487); its authors name no licence, so that it is not shipped",
+        "DrawBench, 200 prompts in eleven categories (arXiv 2205.11487); without a licence, so that the package does not contain it",
     ),
 }
 
 
 def source_of(name: str) -> str:
-    """Where the set of that name is, in capitals or not; a name that stands for no set is returned as it is."""
+    """The source of the set of that name, in upper or lower case; other names are returned unchanged."""
     known = PROMPT_SETS.get(name.lower())
     return name if known is None else known.source
 
 
-def sentence() -> str:
-    """The names, for an error."""
+def names_of_sets() -> str:
+    """All names, for an error message."""
     return ", ".join(PROMPT_SETS)

@@ -12,15 +12,15 @@ from torch import Tensor
 
 from flow_grpo.config.run_config import shipped
 from flow_grpo.data.prompt_files import COLUMNS, SUFFIXES, Table, read_table
-from flow_grpo.data.prompt_sets import sentence, source_of
+from flow_grpo.data.prompt_sets import names_of_sets, source_of
 from flow_grpo.sampling import generator
 from flow_grpo.types import PromptBatch
 from rewards.downloads import HubUnreachable, downloads
 
 HTTPS = "https://"
-DATA_SET = re.compile(r"[\w.-]+/[\w.-]+|[\w-]+")  # what the hub calls a data set
-MOST_BYTES = 256 << 20  # of a file at an address
-ARGUMENTS = ("images", "prompts")  # what a reward is given beside metadata
+DATA_SET = re.compile(r"[\w.-]+/[\w.-]+|[\w-]+")  # a hub id of a data set
+MAX_BYTES = 256 << 20  # of a downloaded file
+RESERVED_COLUMNS = ("images", "prompts")  # arguments of rewards that are not metadata
 
 
 @dataclass(frozen=True)
@@ -37,11 +37,11 @@ class PromptSet:
         return PromptSet(self.prompts[:count], self.metadata[:count])
 
     def repeat(self, images: int) -> PromptBatch:
-        """All prompts with so many images each."""
+        """All prompts with `images` images each."""
         return self.take(range(len(self)), images)
 
     def take(self, chosen: Sequence[int], images: int, first_group: int = 0) -> PromptBatch:
-        """The prompts at these places with so many images each, their groups counted from `first_group`."""
+        """The prompts at these indices with `images` images each; their groups are numbered from `first_group`."""
         rows = [i for i in chosen for _ in range(images)]
         return PromptBatch(
             [self.prompts[i] for i in rows],
@@ -111,13 +111,13 @@ class PromptSampler:
 
 
 def load_prompts(source: PromptSet | str | Path | list[str]) -> PromptSet:
-    """A prompt set: one as it is, a list, a name of flow_grpo/data/prompt_sets.py, a .txt file (one a line), a .json, .jsonl, .csv, .tsv
-    or .parquet file, the https address of one, or a hub data set.
+    """Load prompts from a `PromptSet` (returned as it is), a list, a name of flow_grpo/data/prompt_sets.py, a .txt file (one prompt per
+    line), a .json, .jsonl, .csv, .tsv or .parquet file, the https address of such a file, or a hub data set.
 
-    Tables have a column `prompt`, or Prompt or prompts; the others become metadata. No row is left out.
+    Tables have a column `prompt`, Prompt or prompts; other columns become metadata. No row is skipped.
 
     Raises:
-        ValueError: no such file or data set, no prompts in it, no column `prompt`, or what is no prompt and where.
+        ValueError: there is no such file or data set, or it has no prompts, no column `prompt`, or a value that is not a prompt.
     """
     if isinstance(source, PromptSet):
         return source
@@ -130,9 +130,11 @@ def load_prompts(source: PromptSet | str | Path | list[str]) -> PromptSet:
         raise ValueError(f"{name} holds no prompts.")
     if column is None:
         raise ValueError(f"{name} has no column `prompt`; it has {', '.join(table.columns)[:200]}.")
-    clash = next((other for other in ARGUMENTS if other in table.columns and other != column), None)
+    clash = next((other for other in RESERVED_COLUMNS if other in table.columns and other != column), None)
     if clash is not None:
-        raise ValueError(f"{name} has a column `{clash}`, which is not metadata for rewards: give it another name.")
+        raise ValueError(
+            f"{name} has a column `{clash}`, a name that is reserved in calls of rewards: give it another name."
+        )
     metadata = [{key: value for key, value in row.items() if key != column} for row in table.rows]
     return _prompt_set([row[column] for row in table.rows], metadata, name, table.places)
 
@@ -149,7 +151,7 @@ def _table(name: str) -> Table:
 
 
 def _local(name: str) -> Path | None:
-    """The file that a name stands for. ValueError if it stands for none and for no data set either."""
+    """The local file of that name, or None for an address or a data set. ValueError if it can't be any of these."""
     place = source_of(name)
     try:
         file = next((f for f in (Path(name), Path(place), shipped(place)) if f.is_file()), None)
@@ -164,13 +166,13 @@ def _local(name: str) -> Path | None:
         raise ValueError(f"there is no prompt file {name}.")
     if not DATA_SET.fullmatch(place):
         raise ValueError(
-            f"{name[:200]!r} is no prompt file, no address and no data set: write prompts into a file, one a line."
+            f"{name[:200]!r} is not a prompt file, an address or a data set: write prompts into a file, one per line."
         )
     return None
 
 
 def _downloaded(address: str) -> Path:
-    """The file at an address: as it is there now or, without a network, the copy of the last time."""
+    """The file at an address: downloaded now or, without a network, the copy of the last download."""
     import httpx
 
     copy = Path("~/.cache/flow-grpo/prompts").expanduser() / hashlib.sha256(address.encode()).hexdigest()
@@ -180,8 +182,8 @@ def _downloaded(address: str) -> Path:
             response.raise_for_status()
             for part in response.iter_bytes():
                 content += part
-                if len(content) > MOST_BYTES:
-                    raise ValueError(f"it has more than {MOST_BYTES >> 20} MB")
+                if len(content) > MAX_BYTES:
+                    raise ValueError(f"it has more than {MAX_BYTES >> 20} MB")
     except (httpx.HTTPError, httpx.InvalidURL, ValueError) as error:
         if copy.is_file() and isinstance(error, httpx.TransportError):
             return copy
@@ -204,7 +206,7 @@ def _data_set(place: str) -> Table:
         rows = found.to_list()
     except HubUnreachable as error:
         raise HubUnreachable(
-            f"the prompts {error} Give a local file of them; the sets known by name are {sentence()}."
+            f"the prompts {error} Give a local file of them; the sets known by name are {names_of_sets()}."
         ) from error
     except Exception as error:
         raise ValueError(_unreachable(place, error)) from error
@@ -215,7 +217,7 @@ def _unreachable(place: str, error: Exception) -> str:
     reason = next(iter(str(error).splitlines()), type(error).__name__).rstrip(".")
     return (
         f"the prompts {place} could not be read: {reason}. Without a network give a local file of them; the sets known by name "
-        f"are {sentence()}."
+        f"are {names_of_sets()}."
     )
 
 
@@ -225,10 +227,12 @@ def _prompt_set(prompts: list, metadata: list[dict], source: str, places: list[s
     wrong = next((i for i, prompt in enumerate(prompts) if not _is_prompt(prompt)), None)
     if wrong is not None:
         where = f"{source}, {places[wrong]}" if places else source
-        raise ValueError(f"{where}: {repr(prompts[wrong])[:80]} is not a prompt; every prompt must be a text.")
+        raise ValueError(
+            f"{where}: {repr(prompts[wrong])[:80]} is not a prompt: every prompt must be a text that is not empty."
+        )
     return PromptSet(list(prompts), metadata)
 
 
 def _is_prompt(value: object) -> bool:
-    """Whether it is text that isn't blank, and that a file or a tokenizer can hold: no half of a surrogate pair."""
+    """Whether it is a text that isn't blank and can be encoded: it has no half of a surrogate pair."""
     return isinstance(value, str) and bool(value.strip()) and not any("\ud800" <= letter <= "\udfff" for letter in value)

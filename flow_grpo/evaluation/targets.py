@@ -139,7 +139,7 @@ def _one(word: str, how: Reading) -> Target:
     if _is_config(word):
         args = FlowGRPOConfig.from_yaml(word, how.overrides)
         return Model(args.model, f"base model {args.model}", args)
-    if gallery.is_picture(path):
+    if gallery.is_image_file(path):
         return _pictures(path, how)
     if path.is_dir():
         return _folder(path, how)
@@ -160,7 +160,7 @@ def _folder(path: Path, how: Reading) -> Target:
         return _lora(path, how)
     if (path / layout.CONFIG).is_file():
         return _run(path, how)
-    files = [file for file in path.iterdir() if gallery.is_picture(file) or file.name in gallery.MANIFESTS]
+    files = [file for file in path.iterdir() if gallery.is_image_file(file) or file.name in gallery.MANIFESTS]
     if not files:
         raise ValueError(f"{path} is not {WHAT}.")
     return _pictures(path, how)

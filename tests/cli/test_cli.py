@@ -227,7 +227,7 @@ def test_doctor_measures_the_variance_of_each_step(trained):
         (["train", "short.yaml", "device=warp", "output=runs/x"], "device=warp can't be used here"),
         (["train", "short.yaml", "output=short.yaml"], "short.yaml"),
         (["sample", CAT, "--lora", "./missing"], "there is no LoRA at"),
-        (["score", "missing.png"], "there is no picture or folder"),
+        (["score", "missing.png"], "there is no image or folder"),
         (["score", "short.yaml"], "could not be read"),
         (["eval", "runs"], "not a run folder"),
         (["compare", "short.yaml", "--budget", "soon"], "--budget soon is none of 120s, 20m or images=5000"),

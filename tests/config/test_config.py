@@ -175,7 +175,7 @@ def test_prompt_files_of_every_kind(tmp_path):
         ("p.txt", "", "holds no prompts"),
         ("p.jsonl", '{"text": "one"}\n', "no column `prompt`"),
         ("p.jsonl", '{"prompt": "  "}\n', "is not a prompt"),
-        ("p.docx", "x", "none of"),
+        ("p.docx", "x", "is not a .txt"),
         ("missing.txt", None, "there is no prompt file"),
     ],
 )

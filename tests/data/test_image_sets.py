@@ -42,7 +42,7 @@ def test_pictures_of_others_take_their_prompts_in_order(tmp_path):
     for source in (tmp_path, tmp_path / "a.png"):
         with pytest.raises(ValueError, match=r"not written by flow-grpo sample. .*--prompts"):
             image_sets.read(source)
-    with pytest.raises(ValueError, match="2 prompts for 1 pictures"):
+    with pytest.raises(ValueError, match="2 prompts for 1 images"):
         image_sets.read(tmp_path, named("one", "two"))
 
 
@@ -132,7 +132,7 @@ def test_rows_that_name_files_reach_them_whatever_the_order(tmp_path):
     with pytest.raises(ValueError, match=r"no row whose file name is 2\.png, which is in .*single"):
         image_sets.read(single, missing)
     twice = PromptSet(["a"] * 3, [rows.metadata[0]] * 3)
-    with pytest.raises(ValueError, match=r"rows 1 and 2 of the prompts are both of 0\.png"):
+    with pytest.raises(ValueError, match=r"rows 1 and 2 of the prompts are both for 0\.png"):
         image_sets.read(single, twice)
     with pytest.raises(ValueError, match=r"2\.png in .* shows 'b', but .* row 3, is 'x'"):
         image_sets.read(single, table(("a", 0), ("a", 1), ("x", 2), file=True))
@@ -143,16 +143,14 @@ def test_rows_of_another_number_reach_images_by_their_prompt_if_that_is_unambigu
         assert image_sets.read(source, table(("b", 2), ("a", 1))).columns() == {"answer": [1, 1, 2, 2]}
         assert image_sets.read(source, table(("a", 1), ("a", 1), ("c", 3))).columns() == {"answer": [1, 1, None, None]}
         with pytest.raises(
-            ValueError, match=r"3 prompts for 4 pictures in .*, and several with the text 'a' but other metadata"
+            ValueError, match=r"3 prompts for 4 images in .*, and several with the text 'a' but different metadata"
         ):
             image_sets.read(source, table(("a", 1), ("a", 2), ("b", 2)))
-        with pytest.raises(ValueError, match=r"3 prompts for 4 pictures in .*, none of which is a prompt of theirs"):
+        with pytest.raises(ValueError, match=r"3 prompts for 4 images in .*, and no image has one of these prompts"):
             image_sets.read(source, table(("x", 1), ("y", 2), ("z", 2)))
-        with pytest.raises(
-            ValueError, match=r"shows 'a', but the prompt that is given for it, row 2, is 'b'.* in the order"
-        ):
+        with pytest.raises(ValueError, match=r"shows 'a', but the prompt given for it, row 2, is 'b'.* in the order"):
             image_sets.read(source, table(("a", 1), ("b", 2), ("a", 1), ("b", 2)))
-        with pytest.raises(ValueError, match="shows 'a', but the prompt that is given"):
+        with pytest.raises(ValueError, match="shows 'a', but the prompt given"):
             image_sets.read(source, "a fox")
 
 
@@ -192,14 +190,14 @@ def test_a_manifest_says_what_the_pictures_are(tmp_path):
 @pytest.mark.parametrize(
     ("row", "sentence"),
     [
-        ({"file_name": "../outside.png"}, "lies outside of its folder"),
-        ({"file_name": "link.png"}, "lies outside of its folder"),
-        ({"file_name": "ABSOLUTE"}, "lies outside of its folder"),
-        ({"file_name": "missing.png"}, "which is not there"),
-        ({"file_name": ""}, "where a picture's path should stand"),
+        ({"file_name": "../outside.png"}, "is outside its folder"),
+        ({"file_name": "link.png"}, "is outside its folder"),
+        ({"file_name": "ABSOLUTE"}, "is outside its folder"),
+        ({"file_name": "missing.png"}, "which does not exist"),
+        ({"file_name": ""}, "instead of an image's path"),
         ({"picture": "0.png"}, "no column `file_name`"),
-        ({"file_name": "0.png", "seed": 1.5}, "no whole number"),
-        ({"file_name": "0.png", "seed": 1e400}, "no whole number"),
+        ({"file_name": "0.png", "seed": 1.5}, "not a whole number"),
+        ({"file_name": "0.png", "seed": 1e400}, "not a whole number"),
     ],
 )
 def test_a_manifest_that_is_wrong_gets_a_sentence(tmp_path, row, sentence):
@@ -244,5 +242,5 @@ def test_greys_of_16_bits_keep_their_upper_ones(tmp_path):
 def test_pictures_of_two_sizes_are_told_apart(tmp_path):
     for width in (8, 9):
         Image.new("RGB", (width, 8)).save(tmp_path / f"{width}.png")
-    with pytest.raises(ValueError, match=r"9\.png is of another size"):
+    with pytest.raises(ValueError, match=r"9\.png has another size"):
         image_sets.read(tmp_path, named("one", "two"))

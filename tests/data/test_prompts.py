@@ -128,21 +128,21 @@ pyarrow.parquet.write_table(
         ("p.txt", b"\x89PNG\r\n\x1a\n\0\0\0", "is not UTF-8 text: line 1 has the byte 0x89"),
         ("p.jsonl", b'{"prompt": "a"}\n\n{"prompt": }\n', "line 3 is not valid JSON: Expecting value"),
         ("p.jsonl", b'{"prompt": "a"}\n"b"\n', "line 2: give an object"),
-        ("p.jsonl", b'{"prompt": "a", "prompt": "b"}\n', "line 1 is not valid JSON: the key 'prompt' stands twice"),
+        ("p.jsonl", b'{"prompt": "a", "prompt": "b"}\n', "line 1 is not valid JSON: the key 'prompt' occurs twice"),
         ("p.jsonl", b'{"prompt": ' + b"[" * 20_000, "nested too deeply"),
         ("p.jsonl", b'{"prompt": "a"}\n{"prompt": 5}\n', "line 2: 5 is not a prompt"),
         ("p.jsonl", b'{"prompt": "a"}\n{"n": 5}\n', "line 2: None is not a prompt"),
         ("p.jsonl", b'{"prompt": null}\n', "line 1: None is not a prompt"),
         ("p.jsonl", b'{"prompt": ["a", "b"]}\n', "line 1: .* is not a prompt"),
         ("p.jsonl", b'{"prompt": "\\ud800"}\n', "line 1: .* is not a prompt"),
-        ("p.jsonl", b'{"prompt": "a", "images": 1}\n', "has a column `images`, which is not metadata"),
+        ("p.jsonl", b'{"prompt": "a", "images": 1}\n', "has a column `images`, a name that is reserved"),
         ("p.json", b'["a"]', "entry 1: give an object"),
         ("p.csv", b"prompt,n,n\na,1,2\n", "two columns `n`"),
         ("p.csv", b"prompt\na red fox, a blue bird\n", "line 2: it has 2 cells under 1 column names"),
         ("p.csv", b'n,prompt\n1,"a\nb"\n2," "\n', "line 4: ' ' is not a prompt"),
         ("p.csv", b'prompt\n"never closed\n', "not valid CSV"),
         ("p.csv", b"a red fox\n", "no column `prompt`; it has a red fox"),
-        ("p.docx", b"x", "none of .txt"),
+        ("p.docx", b"x", "is not a .txt"),
         ("p.txt", None, "there is no prompt file"),
     ],
 )
@@ -161,7 +161,7 @@ def test_what_is_neither_a_file_nor_a_data_set_is_a_sentence(tmp_path, monkeypat
     with pytest.raises(ValueError, match="folder is a folder: give a prompt file in it"):
         load_prompts(tmp_path / "folder")
     for words in ("a red fox", 'red text "CAT"', "x" * 5000 + " y", "a\0b", ""):
-        with pytest.raises(ValueError, match="is no prompt file, no address and no data set"):
+        with pytest.raises(ValueError, match="is not a prompt file, an address or a data set"):
             load_prompts(words)
     blocked = tmp_path / "blocked.txt"
     blocked.write_text("a")
@@ -172,7 +172,7 @@ def test_what_is_neither_a_file_nor_a_data_set_is_a_sentence(tmp_path, monkeypat
 
 def test_a_file_at_an_address_is_read_as_one_on_disk_and_its_copy_where_there_is_no_network(tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path))
-    monkeypatch.setattr(prompts, "MOST_BYTES", 100)
+    monkeypatch.setattr(prompts, "MAX_BYTES", 100)
     answers = {
         "/p.txt": httpx.Response(200, content="\ufeffone\u2028half\ntwo\n".encode()),
         "/p.csv": httpx.Response(200, content=b'prompt,n\n"a, b",1\n'),

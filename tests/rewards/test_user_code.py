@@ -241,7 +241,7 @@ def test_the_command_line_shows_tracebacks_wherever_it_is_asked(folder):
         command.process.join(180)
         assert command.process.exitcode == 2
         assert "Traceback (most recent call last)" in command.output
-        assert command.output.splitlines()[-1].startswith("error: there is no picture or folder nowhere.png")
+        assert command.output.splitlines()[-1].startswith("error: there is no image or folder nowhere.png")
     assert "--traceback" in run("--help", cwd=folder)
 
 
