@@ -93,8 +93,8 @@ BUGS = [
     (
         "groups that a failing reward took away stay in the mean",
         "flow_grpo/training/rollouts.py",
-        "batch.group[whole].unique(), own",
-        "batch.group[chosen].unique(), own",
+        "groups=batch.group[compared].unique()",
+        "groups=batch.group[self._rows_of_step(images)].unique()",
         "tests/training/test_objectives_end_to_end.py -k takes_its_groups_out",
     ),
     (
@@ -113,8 +113,8 @@ BUGS = [
     ),
     (
         "a sliding window counts from the first step of the run, not of its stage",
-        "flow_grpo/trainer.py",
-        'step - self.begin if w.kind == "sliding" else step',
+        "flow_grpo/training/windows.py",
+        'step - self.stage_start if window.kind == "sliding" else step',
         "step",
         "tests/training/test_objectives_end_to_end.py -k what_is_its_own",
     ),
@@ -288,7 +288,7 @@ BUGS = [
     ),
     (
         "a checkpoint's LoRA is the trained one, not its moving average",
-        "flow_grpo/training/setup.py",
+        "flow_grpo/run_folder/weights.py",
         'trained = state.get("ema") or state["adapter"]',
         'trained = state["adapter"]',
         "tests/export/test_export.py -k found_wherever",
@@ -415,9 +415,9 @@ BUGS = [
     ),
     (
         "the prompts of a step that failed are lost",
-        "flow_grpo/trainer.py",
-        "                self._recall(memory)\n                self.update",
-        "                self.update",
+        "flow_grpo/training/stages.py",
+        "                self.restore_loop_state(before)\n",
+        "",
         "tests/test_train.py -k lost_in_its_first",
     ),
     (
@@ -430,7 +430,7 @@ BUGS = [
     (
         "a dropped reward spoils the statistics of the batch",
         "flow_grpo/training/rollouts.py",
-        "    return ~torch.isin(group, spoiled)",
+        "    return ~torch.isin(group, incomplete)",
         "    return torch.isfinite(reward)",
         "tests/training/test_objectives_end_to_end.py -k takes_its_groups",
     ),
@@ -443,9 +443,9 @@ BUGS = [
     ),
     (
         "a run resumed between two stages has the wrong optimizer",
-        "flow_grpo/trainer.py",
-        'self.enter_at(state["begin"])',
-        "self.enter_at(self.step)",
+        "flow_grpo/training/state.py",
+        'self.enter_stage(state["begin"])',
+        "self.enter_stage(self.step)",
         "tests/training/test_objectives_end_to_end.py -k one_run",
     ),
     (
@@ -700,8 +700,8 @@ BUGS = [
     ),
     (
         "a run folder has no lock",
-        "flow_grpo/trainer.py",
-        "        lock.enter_context(locked(self.folder, tracker.info))\n",
+        "flow_grpo/training/state.py",
+        "    lock.enter_context(locked(folder, info))\n",
         "",
         "tests/run_folder/test_run_folder.py -k in_use",
     ),

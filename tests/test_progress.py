@@ -76,7 +76,7 @@ def test_a_run_says_its_first_evaluation_and_a_slow_reward(tmp_path, monkeypatch
         return images.mean((1, 2, 3))
 
     (name,) = trainer.rewards.rewards
-    trainer.rewards.rewards[name] = trainer.held_out.rewards[name] = slow
+    trainer.rewards.rewards[name] = trainer.eval_rewards.rewards[name] = slow
     trainer.train()
     output = capsys.readouterr().out
     assert seen == [2, 2, 2, 1, 1, 8, 2], "the first evaluation's, together again, alone, a step's, the last evaluation's"

@@ -60,7 +60,7 @@ def test_the_pictures_of_a_step_do_not_depend_on_the_micro_batch(tmp_path):
     finals = []
     for microbatch in (8, 1):
         trainer = FlowGRPOTrainer(args=short_run(tmp_path / str(microbatch), f"microbatch={microbatch}"))
-        finals.append(trainer.source.collect(0).trajectory.final)
+        finals.append(trainer.stage.source.collect(0).trajectory.final)
     torch.testing.assert_close(finals[0], finals[1], rtol=0, atol=1e-5)
 
 
@@ -250,7 +250,7 @@ def test_rows_keep_their_place_where_the_kernel_depends_on_it(tmp_path):
     metrics = trainer.training_step()
     assert sizes == [8] * 3 + [8] * 6, "packed, then again in place"
     assert metrics["ratio/first_update_max_deviation"] == 0
-    assert trainer.update.state_dict()["packs"] is False, "a run that is resumed need not find out again"
+    assert trainer.stage.update.state_dict()["packs"] is False, "a run that is resumed need not find out again"
 
 
 def test_a_ratio_that_is_not_1_stops_the_run(tmp_path):
@@ -320,8 +320,8 @@ def test_kl_pulls_back_to_the_base_model(tmp_path):
 def test_several_updates_share_the_prompts_of_a_rollout(tmp_path):
     trainer = FlowGRPOTrainer(args=short_run(tmp_path / "run", "updates=2"))
     moves = []
-    step = trainer.update.optimizer.step
-    trainer.update.optimizer.step = lambda *a, **k: moves.append(1) or step(*a, **k)
+    step = trainer.stage.update.optimizer.step
+    trainer.stage.update.optimizer.step = lambda *a, **k: moves.append(1) or step(*a, **k)
     metrics = trainer.training_step()
     assert len(moves) == 2
     assert metrics["ratio/first_update_max_deviation"] == 0
@@ -332,7 +332,7 @@ def test_a_step_that_runs_out_of_memory_is_done_again_in_smaller_pieces(tmp_path
     plain = FlowGRPOTrainer(args=short_run(tmp_path / "plain", "microbatch=4"))
     plain.train()
     trainer = FlowGRPOTrainer(args=short_run(tmp_path / "full", "microbatch=auto"))
-    assert trainer.part.microbatch == 8
+    assert trainer.stage.args.microbatch == 8
     velocity, largest = trainer.policy.velocity, []
 
     def small(x, *rest):
@@ -343,7 +343,7 @@ def test_a_step_that_runs_out_of_memory_is_done_again_in_smaller_pieces(tmp_path
 
     trainer.policy.velocity = small
     trainer.train()
-    assert trainer.part.microbatch == 4
+    assert trainer.stage.args.microbatch == 4
     assert "memory ran out with microbatch=8; the run goes on with 4" in capsys.readouterr().out
     told = [row for row in numbers(tmp_path / "full") if "warning" not in row]
     for one, other in zip(numbers(tmp_path / "plain"), told, strict=True):
@@ -352,7 +352,7 @@ def test_a_step_that_runs_out_of_memory_is_done_again_in_smaller_pieces(tmp_path
     assert max(largest) == 8, "the rollout before it"
     again = FlowGRPOTrainer(args=short_run(tmp_path / "full", "microbatch=auto"))
     again.train(resume=True)
-    assert again.part.microbatch == 4, "a resumed run does not run out again"
+    assert again.stage.args.microbatch == 4, "a resumed run does not run out again"
 
 
 def test_memory_that_does_not_suffice_for_one_picture_is_said(tmp_path):
@@ -364,7 +364,7 @@ def test_memory_that_does_not_suffice_for_one_picture_is_said(tmp_path):
     trainer.policy.velocity = full
     with pytest.raises(torch.OutOfMemoryError):
         trainer.train()
-    assert trainer.part.microbatch == 1
+    assert trainer.stage.args.microbatch == 1
 
 
 def test_guidance_is_part_of_the_policy_that_is_trained(tmp_path):

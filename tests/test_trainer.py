@@ -22,8 +22,8 @@ from flow_grpo.tiny import architecture
 from flow_grpo.tracking import tracker as tracking
 from flow_grpo.tracking.tracker import read_metrics
 from flow_grpo.trainer import FlowGRPOTrainer
-from flow_grpo.training.rollouts import Interrupted
-from flow_grpo.training.windows import best_window, owned_variance
+from flow_grpo.training.interrupt import Interrupted
+from flow_grpo.training.windows import most_variable_window, step_reward_variance
 
 HELD_OUT = small.PromptSet(["a moon", "a fish", "a ship"], [{}] * 3)
 
@@ -88,15 +88,15 @@ def test_a_step_is_collected_and_learned_from_and_tells_its_numbers_and_seconds(
 
     trainer = made(tmp_path / "run")
     same = made(tmp_path / "same")
-    trainer.source.collect = takes(5.0, trainer.source.collect)
-    learn = trainer.update.__class__.__call__
-    monkeypatch.setattr(trainer.update.__class__, "__call__", takes(7.0, learn))
+    trainer.stage.source.collect = takes(5.0, trainer.stage.source.collect)
+    learn = trainer.stage.update.__class__.__call__
+    monkeypatch.setattr(trainer.stage.update.__class__, "__call__", takes(7.0, learn))
     for step in (0, 1):
         assert trainer.step == step
         before = weights(trainer.policy)
         metrics = trainer.training_step()
-        found = same.source.collect(step)
-        expected = {**found.metrics, **learn(same.update, found, step)}
+        found = same.stage.source.collect(step)
+        expected = {**found.metrics, **learn(same.stage.update, found, step)}
         assert numbers(metrics) == numbers(expected)
         assert metrics["time/update"] == 7.0
         assert metrics["time/step"] == 12.0
@@ -110,17 +110,17 @@ def test_a_step_is_collected_and_learned_from_and_tells_its_numbers_and_seconds(
 
 def state_of(trainer):
     """All that a step that has not happened leaves as it was."""
-    critic = trainer.critic and [p.clone() for p in trainer.critic.parameters()]
+    critic = trainer.stage.critic and [p.clone() for p in trainer.stage.critic.parameters()]
     return {
         "step": trainer.step,
         "weights": weights(trainer.policy),
         "average": averaged(trainer.policy),
         "dealer": trainer.prompt_sampler.state_dict(),
-        "clip": dict(trainer.update.clip.state),
-        "window": trainer.window_place,
-        "microbatch": trainer.part.microbatch,
+        "clip": dict(trainer.stage.update.clip.state),
+        "window": trainer.stage.window.measured_start,
+        "microbatch": trainer.stage.args.microbatch,
         "critic": critic,
-        "moments": [v["exp_avg"].clone() for v in trainer.update.optimizer.adamw.state.values()],
+        "moments": [v["exp_avg"].clone() for v in trainer.stage.update.optimizer.adamw.state.values()],
         "gradients": [p.grad for p in trainer.policy.trainable_parameters().values() if p.grad is not None],
     }
 
@@ -154,14 +154,14 @@ def test_a_step_that_fails_has_not_happened(tmp_path, changes, failure):
     reward, velocity, step, hits = (
         trainer.rewards.rewards["bright"],
         trainer.policy.velocity,
-        trainer.update.optimizer.step,
+        trainer.stage.update.optimizer.step,
         [],
     )
 
     def fails(*args):
         hits.append(1)
         if failure == "stopped":
-            trainer._stopping = True
+            trainer.interrupted = True
         if failure == "memory" and torch.is_grad_enabled():
             raise torch.OutOfMemoryError("CUDA out of memory.")
         return velocity(*args)
@@ -175,7 +175,7 @@ def test_a_step_that_fails_has_not_happened(tmp_path, changes, failure):
     if failure == "reward":
         trainer.rewards.rewards["bright"] = lambda images, prompts: [math.nan] * len(prompts)
     if failure == "gradient":
-        trainer.update.optimizer.step = spoiled
+        trainer.stage.update.optimizer.step = spoiled
     kind = {"stopped": Interrupted, "memory": torch.OutOfMemoryError}.get(failure, ValueError)
     with pytest.raises(kind):
         trainer.training_step()
@@ -184,11 +184,11 @@ def test_a_step_that_fails_has_not_happened(tmp_path, changes, failure):
     if failure == "memory":
         assert after.pop("microbatch") == 1
         before.pop("microbatch")
-        trainer.part.microbatch = 6
+        trainer.stage.args.microbatch = 6
     for name, value in before.items():
         assert alike(value, after[name]), name
-    trainer._stopping, trainer.rewards.rewards["bright"] = False, reward
-    trainer.policy.velocity, trainer.update.optimizer.step = velocity, step
+    trainer.interrupted, trainer.rewards.rewards["bright"] = False, reward
+    trainer.policy.velocity, trainer.stage.update.optimizer.step = velocity, step
     assert numbers(trainer.training_step()) == numbers(expected)
 
 
@@ -213,8 +213,8 @@ def test_memory_that_runs_out_halves_the_micro_batch_from_there_on(tmp_path):
         told = numbers(trainer.training_step()), numbers(plain.training_step())
         assert told[0] == told[1]
         assert trainer.step == step + 1
-    assert trainer.part.microbatch == 3
-    assert trainer.notes == [
+    assert trainer.stage.args.microbatch == 3
+    assert trainer.stage.warnings == [
         f"memory ran out with microbatch={former}; the run goes on with {now}." for former, now in ((12, 6), (6, 3))
     ]
     assert torch.equal(weights(trainer.policy), weights(plain.policy))
@@ -226,25 +226,25 @@ def test_pairs_are_never_parted(tmp_path):
     scarce(trainer, 1)
     with pytest.raises(torch.OutOfMemoryError):
         trainer.training_step()
-    assert trainer.part.microbatch == 2
-    assert len(trainer.notes) == 3
+    assert trainer.stage.args.microbatch == 2
+    assert len(trainer.stage.warnings) == 3
 
 
 def test_memory_that_runs_out_after_the_weights_have_moved_or_on_one_of_several_ends_the_run(tmp_path):
     trainer = made(tmp_path / "run", updates=2, prompts_per_step=4, microbatch=6)
-    moves, step = [], trainer.update.optimizer.step
-    trainer.update.optimizer.step = lambda lr: moves.append(lr) or step(lr)
+    moves, step = [], trainer.stage.update.optimizer.step
+    trainer.stage.update.optimizer.step = lambda lr: moves.append(lr) or step(lr)
     scarce(trainer, 0, lambda: bool(moves) and torch.is_grad_enabled())
     with pytest.raises(torch.OutOfMemoryError):
         trainer.training_step()
-    assert trainer.part.microbatch == 6
-    assert not trainer.notes
+    assert trainer.stage.args.microbatch == 6
+    assert not trainer.stage.warnings
     several = made(tmp_path / "several")
-    several.processes = small.Two()
+    several.processes = several.stage.processes = small.Two()
     scarce(several, 0)
     with pytest.raises(torch.OutOfMemoryError):
         several.training_step()
-    assert several.part.microbatch == 6
+    assert several.stage.args.microbatch == 6
 
 
 def test_what_a_failed_step_held_of_a_gpu_is_given_back_before_it_is_done_again(tmp_path, monkeypatch):
@@ -261,16 +261,16 @@ def test_what_a_failed_step_held_of_a_gpu_is_given_back_before_it_is_done_again(
             raise
 
     def empty():
-        given_back.append(trainer.update.optimizer.parameters[0].grad)
+        given_back.append(trainer.stage.update.optimizer.parameters[0].grad)
         trainer.policy.device = cpu
 
     monkeypatch.setattr(torch.cuda, "empty_cache", empty)
     trainer.training_step()
     assert not given_back
-    trainer.part.microbatch, trainer.policy.velocity = 6, on_a_gpu
+    trainer.stage.args.microbatch, trainer.policy.velocity = 6, on_a_gpu
     trainer.training_step()
     assert given_back == [None]
-    assert trainer.part.microbatch == 3
+    assert trainer.stage.args.microbatch == 3
 
 
 # -- checkpoints ------------------------------------------------------------------------------------------------------------
@@ -309,13 +309,13 @@ def test_a_checkpoint_holds_all_that_the_next_steps_depend_on(tmp_path, name, st
     first, second = trainer("run"), trainer("other")
     if name == "rich":
         scarce(first, 6)
-        first.update.pack_rows = False
+        first.stage.update.pack_rows = False
     if name == "fp16":  # one overflow
-        first.update.optimizer.scaler.update(1024.0)
+        first.stage.update.optimizer.scaler.update(1024.0)
     for _ in range(stop):
         first.training_step()
     first.save()
-    second.restore(latest(tmp_path / "run"))
+    second.state.load_state_dict(latest(tmp_path / "run"))
     assert second.step == stop
     for step in (stop, stop + 1):
         told = numbers(first.training_step()), numbers(second.training_step())
@@ -350,14 +350,14 @@ def test_a_checkpoint_between_two_stages_belongs_to_the_one_that_has_ended(tmp_p
     first.save()
     assert latest(tmp_path / "run")["begin"] == 0
     second = made(tmp_path / "other", stages=STAGES)
-    second.restore(latest(tmp_path / "run"))
-    assert second.part.objective.name == "sft"
-    assert second.update.state_dict()["optimizer"]["state"], "its moments"
+    second.state.load_state_dict(latest(tmp_path / "run"))
+    assert second.stage.args.objective.name == "sft"
+    assert second.stage.update.state_dict()["optimizer"]["state"], "its moments"
     first.training_step()
     first.save()
     assert latest(tmp_path / "run")["begin"] == 2
     second.training_step()
-    assert second.part.objective.name == "grpo"
+    assert second.stage.args.objective.name == "grpo"
     assert torch.equal(weights(first.policy), weights(second.policy))
 
 
@@ -366,9 +366,9 @@ def test_a_run_saved_by_one_process_fits_its_micro_batch_to_more(tmp_path):
     trainer.training_step()
     trainer.save()
     more = made(tmp_path / "more", prompts_per_step=4, microbatch=12)
-    more.processes = small.Two()
-    more.restore(latest(tmp_path / "run"))
-    assert more.part.microbatch == 6
+    more.stage.processes = small.Two()
+    more.state.load_state_dict(latest(tmp_path / "run"))
+    assert more.stage.args.microbatch == 6
 
 
 def test_every_so_many_steps_are_saved_and_so_many_are_kept(tmp_path):
@@ -381,7 +381,7 @@ def test_every_so_many_steps_are_saved_and_so_many_are_kept(tmp_path):
 
 def test_only_the_first_process_writes_and_the_others_help_where_weights_are_spread(tmp_path):
     trainer = made(tmp_path / "run")
-    trainer.processes = small.Two(rank=1)
+    trainer.state.processes = small.Two(rank=1)
     asked = []
 
     def asking(gather):
@@ -391,14 +391,14 @@ def test_only_the_first_process_writes_and_the_others_help_where_weights_are_spr
 
         return gathering
 
-    trainer.update.optimizer.state_dict = asking(trainer.update.optimizer.state_dict)
+    trainer.stage.update.optimizer.state_dict = asking(trainer.stage.update.optimizer.state_dict)
     trainer.policy.adapter_state = asking(trainer.policy.adapter_state)
     trainer.save()
     assert not asked
-    trainer.update.optimizer.is_sharded = True
+    trainer.stage.update.optimizer.is_sharded = True
     trainer.save()
     assert asked == [False, False]
-    trainer.processes = small.Two()
+    trainer.processes = trainer.state.processes = small.Two()
     trainer.save()
     assert asked == [False, False, True, True]
     assert saved(tmp_path / "run") == [0]
@@ -473,15 +473,15 @@ def test_the_weights_of_the_best_evaluation_are_kept_as_they_were_drawn(tmp_path
     trainer = made(
         tmp_path / "run", held_out=HELD_OUT, steps=3, evaluation={"every": 1}, ema_decay=0.7, optimizer={"lr": 0.3}
     )
-    averages, evaluated = {}, trainer.evaluate
+    averages, evaluated = {}, trainer.evaluator.evaluate
 
-    def scripted():
-        found = evaluated()
+    def scripted(microbatch):
+        found = evaluated(microbatch)
         averages[trainer.step] = averaged(trainer.policy)
         values = torch.tensor([[0.1, 0.9, 0.4, 0.2][trainer.step]] * 3)
         return type(found)(**{**vars(found), "values": {"reward": values, "bright": values}})
 
-    trainer.evaluate = scripted
+    trainer.evaluator.evaluate = scripted
     trainer.train()
     file = load_file(tmp_path / "run" / "best" / "pytorch_lora_weights.safetensors")
     assert sorted(torch.cat([v.flatten() for v in file.values()]).tolist()) == pytest.approx(sorted(averages[1].tolist()))
@@ -494,7 +494,7 @@ def test_what_is_measured_and_not_trained_on_is_in_no_sum(tmp_path):
         tmp_path / "run", held_out=HELD_OUT, prompts_per_step=1, evaluation={"rewards": {"jpeg_size": 1.0}, "steps": 2}
     )
     assert list(trainer.rewards.rewards) == ["bright"]
-    assert sorted(trainer.held_out.rewards) == ["bright", "jpeg_size"]
+    assert sorted(trainer.eval_rewards.rewards) == ["bright", "jpeg_size"]
     means = trainer.evaluate().means()
     assert means["reward"] == pytest.approx(means["bright"])
     assert "rewards/jpeg_size/mean" not in trainer.training_step()
@@ -531,39 +531,41 @@ def test_pictures_are_kept_of_the_first_step_and_of_those_that_are_evaluated(tmp
 ])  # fmt: skip
 def test_windows_by_hand(tmp_path, window, expected):
     trainer = made(tmp_path / "run", sampling={"steps": 5, "window": window})
-    assert [trainer._window(step) for step in range(6)] == expected
-    assert trainer.source.collect(3).trajectory.steps == expected[3]
+    assert [trainer.stage.window(step) for step in range(6)] == expected
+    assert trainer.stage.source.collect(3).trajectory.steps == expected[3]
 
 
 def test_a_random_window_is_drawn_from_seed_and_step_and_the_ode_has_none(tmp_path):
     window = {"kind": "random", "size": 2, "first": 1}
     trainers = [made(tmp_path, sampling={"steps": 6, "window": window}, seed=seed) for seed in (0, 5)]
-    drawn = [trainer._window(step) for trainer in trainers for step in range(9)]
+    drawn = [trainer.stage.window(step) for trainer in trainers for step in range(9)]
     expected = [sampling.window("random", 6, 2, 1, 4, 25, seed, step) for seed in (0, 5) for step in range(9)]
     assert drawn == expected
     assert {tuple(w) for w in drawn} == {(1, 2), (2, 3), (3, 4)}
     trainer = made(tmp_path, objective={"name": "sft"}, sampling={"transition": "ode", "steps": 5})
-    assert trainer._window(0) == []
+    assert trainer.stage.source.window(0) == []
 
 
 def test_an_auto_window_is_measured_once_where_the_reward_varies_most(tmp_path):
     window = {"kind": "auto", "size": 2}
     trainer = made(tmp_path / "run", sampling={"steps": 5, "window": window, "noise_level": 0.6}, prompts_per_step=4)
-    parts = (trainer.policy, trainer.part, trainer.train_set, trainer.rewards)
-    place = best_window(owned_variance(*parts, "cps", 0.6), 2)
-    assert trainer._window(0) == [place, place + 1]
-    trainer.window_place = 1 - place if place < 2 else 0
-    assert trainer._window(9) == [trainer.window_place, trainer.window_place + 1], "it is not measured again"
-    trainer.window_place, trainer._stopping = None, True
+    parts = (trainer.policy, trainer.stage.args, trainer.train_set, trainer.rewards)
+    place = most_variable_window(step_reward_variance(*parts, transition="cps", noise_level=0.6), 2)
+    assert trainer.stage.window(0) == [place, place + 1]
+    trainer.stage.window.measured_start = 1 - place if place < 2 else 0
+    assert trainer.stage.window(9) == [trainer.stage.window.measured_start, trainer.stage.window.measured_start + 1], (
+        "it is not measured again"
+    )
+    trainer.stage.window.measured_start, trainer.interrupted = None, True
     with pytest.raises(Interrupted):
-        trainer._window(0)
+        trainer.stage.window(0)
 
 
 def test_several_processes_agree_on_the_first_ones_auto_window(tmp_path):
     trainer = made(tmp_path / "run", sampling={"window": {"kind": "auto", "size": 1}})
-    trainer.processes = small.Two(lambda place: 2 if isinstance(place, int) else place, rank=1)
-    trainer._stopping = True  # several stop between steps alone
-    assert trainer._window(0) == [2]
+    trainer.stage.processes = small.Two(lambda place: 2 if isinstance(place, int) else place, rank=1)
+    trainer.interrupted = True  # several stop between steps alone
+    assert trainer.stage.window(0) == [2]
 
 
 def test_a_stage_begins_with_an_optimizer_a_window_and_an_old_policy_of_its_own(tmp_path):
@@ -575,32 +577,32 @@ def test_a_stage_begins_with_an_optimizer_a_window_and_an_old_policy_of_its_own(
     ]
     trainer = made(tmp_path / "run", stages=stages)
     assert trainer.args.steps == 9
-    assert (trainer.begin, trainer.part.objective.name) == (0, "ppo")
-    assert trainer.critic is not None
+    assert (trainer.stage.start, trainer.stage.args.objective.name) == (0, "ppo")
+    assert trainer.stage.critic is not None
     for _ in range(3):
         trainer.training_step()
-    assert trainer.update.state_dict()["optimizer"]["state"]
-    trainer.window_place = 3
+    assert trainer.stage.update.state_dict()["optimizer"]["state"]
+    trainer.stage.window.measured_start = 3
     windows, rates = [], []
     for step in range(3, 7):
         metrics = trainer.training_step()
-        windows.append(trainer._window(step))
+        windows.append(trainer.stage.window(step))
         rates.append(metrics["lr"])
-        assert (trainer.begin, trainer.part.microbatch) == (3, 3)
-    assert trainer.critic is None
-    assert trainer.window_place is None
+        assert (trainer.stage.start, trainer.stage.args.microbatch) == (3, 3)
+    assert trainer.stage.critic is None
+    assert trainer.stage.window.measured_start is None
     assert windows == [[0], [0], [1], [1]]
     assert rates == pytest.approx([0.02, 0.04, 0.06, 0.08])
-    moments = trainer.update.state_dict()["optimizer"]["state"]
+    moments = trainer.stage.update.state_dict()["optimizer"]["state"]
     assert all(float(value["step"]) == 4 for value in moments.values()), "of this stage alone"
     trained = weights(trainer.policy)
     assert not torch.equal(weights(trainer.policy, "old"), trained)
-    trainer.enter_at(7)
+    trainer.state.enter_stage(7)
     assert torch.equal(weights(trainer.policy, "old"), trained)
-    assert trainer.begin == 7
-    update = trainer.update
-    trainer.enter_at(8)
-    assert trainer.update is update, "within a stage nothing begins anew"
+    assert trainer.stage.start == 7
+    update = trainer.stage.update
+    trainer.state.enter_stage(8)
+    assert trainer.stage.update is update, "within a stage nothing begins anew"
 
 
 def test_a_part_may_train_on_given_images(tmp_path):
@@ -636,16 +638,16 @@ def test_what_does_not_fit_is_said_before_the_run(tmp_path, changes, words):
 
 
 def test_several_processes_need_a_held_out_prompt_each_and_no_critic(tmp_path, monkeypatch):
-    monkeypatch.setattr("flow_grpo.trainer.Processes.from_environment", lambda device: small.Two())
+    monkeypatch.setattr("flow_grpo.training.setup.Processes.from_environment", lambda device: small.Two())
     with pytest.raises(ValueError, match="fewer held-out prompts than processes, which are 2"):
         made(tmp_path / "run", held_out=HELD_OUT.head(1))
     with pytest.raises(ValueError, match=r"objective ppo.* on one process"):
         made(tmp_path / "run", held_out=HELD_OUT.head(2), **PPO)
-    assert made(tmp_path / "run", held_out=HELD_OUT.head(2)).part.microbatch == 3, "of 3 rows each"
+    assert made(tmp_path / "run", held_out=HELD_OUT.head(2)).stage.args.microbatch == 3, "of 3 rows each"
 
 
 def test_the_critic_has_the_settings_and_the_seed_of_its_part(tmp_path):
-    critics = [made(tmp_path, **{**PPO, "seed": seed}).critic for seed in (0, 0, 4)]
+    critics = [made(tmp_path, **{**PPO, "seed": seed}).stage.critic for seed in (0, 0, 4)]
     first = [next(critic.parameters()) for critic in critics]
     assert torch.equal(first[0], first[1])
     assert not torch.equal(first[0], first[2])
@@ -711,8 +713,10 @@ def test_a_run_goes_on_where_it_stopped_with_the_same_numbers(tmp_path, capsys):
     files = [load_file(tmp_path / name / "lora" / "pytorch_lora_weights.safetensors") for name in ("run", "whole")]
     assert all(torch.equal(files[0][name], files[1][name]) for name in files[0])
     done = made(tmp_path / "run", steps=4, **settings)
-    done._finish = lambda tracker: {"lora": (tmp_path / "run" / "lora").exists()}
-    assert done.train(resume=True) == {"lora": True}, "a run that is over stays so"
+    kept, save = [], done.state.save_weights
+    done.state.save_weights = lambda: (kept.append((tmp_path / "run" / "lora").exists()), save())[1]
+    done.train(resume=True)
+    assert kept == [True], "a run that is over stays so"
     assert rows(tmp_path / "run") == rows(tmp_path / "whole")
 
 
@@ -807,26 +811,26 @@ def test_what_was_dropped_or_noted_is_said_once_with_its_step(tmp_path):
     flaky.calls = 0
     trainer = made(tmp_path / "run", flaky, steps=3)
     trainer.rewards.drop_on_error.add("flaky")
-    trainer.notes.append("a note")
+    trainer.stage.warnings.append("a note")
     trainer.train()
     told = [(row["step"], row["warning"]) for row in rows(tmp_path / "run") if "warning" in row]
     assert told == [(1, "a note"), (2, "reward flaky gave no finite number for 1 of 6 images, whose groups were left out.")]
-    assert not trainer.notes
+    assert not trainer.stage.warnings
     assert not trainer.rewards.drop_messages
 
 
 def test_a_measure_that_falls_while_the_reward_rises_is_warned_of_once(tmp_path):
     held_out = small.PromptSet([f"a {n}" for n in range(8)], [{}] * 8)
     trainer = made(tmp_path / "run", held_out=held_out, steps=3, evaluation={"every": 1, "rewards": {"jpeg_size": 1.0}})
-    evaluated = trainer.evaluate
+    evaluated = trainer.evaluator.evaluate
 
-    def scripted():
-        found, step = evaluated(), trainer.step
+    def scripted(microbatch):
+        found, step = evaluated(microbatch), trainer.step
         jitter = 1e-3 * torch.arange(8)
         values = {"reward": step + jitter, "bright": step + jitter, "jpeg_size": 10.0 - step + jitter}
         return type(found)(**{**vars(found), "values": values})
 
-    trainer.evaluate = scripted
+    trainer.evaluator.evaluate = scripted
     trainer.train()
     told = [row for row in rows(tmp_path / "run") if row.get("fallen") == "jpeg_size"]
     assert [row["step"] for row in told] == [1]
@@ -879,7 +883,7 @@ def test_a_second_ctrl_c_ends_a_run_at_once(tmp_path):
 
     def stops(*args):
         os.kill(os.getpid(), signal.SIGINT)
-        assert trainer._stopping
+        assert trainer.interrupted
         os.kill(os.getpid(), signal.SIGINT)
         return velocity(*args)
 
@@ -901,7 +905,7 @@ def test_a_run_in_a_thread_leaves_signals_alone(tmp_path):
 @pytest.mark.parametrize("half", [False, True])
 def test_what_fails_is_saved_before_its_step_but_never_half_of_one(tmp_path, half):
     trainer = made(tmp_path / "run", steps=5, updates=2, microbatch=3)
-    move, calls = trainer.update.optimizer.step, []
+    move, calls = trainer.stage.update.optimizer.step, []
 
     def fails(lr):
         calls.append(lr)
@@ -909,7 +913,7 @@ def test_what_fails_is_saved_before_its_step_but_never_half_of_one(tmp_path, hal
             next(iter(trainer.policy.trainable_parameters().values())).grad.fill_(math.nan)
         return move(lr)
 
-    trainer.update.optimizer.step = fails
+    trainer.stage.update.optimizer.step = fails
     with pytest.raises(ValueError, match="gradient of step 2 is not finite"):
         trainer.train()
     assert saved(tmp_path / "run") == ([0] if half else [0, 1])
@@ -918,12 +922,12 @@ def test_what_fails_is_saved_before_its_step_but_never_half_of_one(tmp_path, hal
 @pytest.mark.parametrize("kind", ["stopped", "failed"])
 def test_where_weights_are_spread_only_what_stops_together_is_saved(tmp_path, kind):
     trainer = made(tmp_path / "run", steps=5)
-    trainer.update.optimizer.is_sharded = True
+    trainer.stage.update.optimizer.is_sharded = True
 
     def reward(images, prompts):
         if trainer.step == 1 and kind == "failed":
             return [math.nan] * len(prompts)
-        trainer._stopping = trainer.step == 1
+        trainer.interrupted = trainer.step == 1
         return bright(images, prompts)
 
     trainer.rewards.rewards["bright"] = reward
@@ -943,7 +947,7 @@ def test_of_several_processes_the_first_alone_writes_and_speaks(tmp_path, rank, 
         pictures = isinstance(value, dict) and value and all(isinstance(place, int) for place in value)
         return {place + 1 - 2 * rank: picture for place, picture in value.items()} if pictures else value
 
-    monkeypatch.setattr("flow_grpo.trainer.Processes.from_environment", lambda device: small.Two(other, rank))
+    monkeypatch.setattr("flow_grpo.training.setup.Processes.from_environment", lambda device: small.Two(other, rank))
     trainer = made(tmp_path / "run", held_out=HELD_OUT.head(2), steps=1, ema_decay=0)
     monkeypatch.setattr("flow_grpo.evaluation.held_out.extremes", lambda values: [])
     found = trainer.train()

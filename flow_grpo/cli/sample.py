@@ -100,14 +100,14 @@ def _read_config(config: str | None, model: str | None, lora: str | None, trust:
 @without_library_messages
 def _load_policy(args: "FlowGRPOConfig", model: str, lora: str | None, guidance: float | None) -> "Policy":
     from flow_grpo.policy.policy import load_policy
-    from flow_grpo.training.setup import load_trained
+    from flow_grpo.run_folder.weights import load_trained_weights
 
     call = args.pipeline_call_kwargs()
     if guidance is not None:
         call["guidance"] = guidance
     policy = load_policy(model, args.device, args.dtype, memory=args.memory, **call)
     if lora is not None:
-        load_trained(policy, lora)
+        load_trained_weights(policy, lora)
     return policy
 
 

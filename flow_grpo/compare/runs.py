@@ -167,7 +167,7 @@ def run_slice(run: Run, number: int, budget: Budget, overrides: list[str]) -> No
         points = run.points()
         seconds, images = (points[-1].seconds, points[-1].images) if points else (0.0, 0)
         if points:
-            trainer.restore(checkpoint.read(run.folder / layout.CHECKPOINTS, points[-1].step))
+            trainer.state.load_state_dict(checkpoint.read(run.folder / layout.CHECKPOINTS, points[-1].step))
             checkpoint.delete_after(run.folder / layout.CHECKPOINTS, points[-1].step)
         spent = {"seconds": seconds, "images": float(images)}
         while spent[budget.unit] < budget.mark(number):
@@ -186,7 +186,7 @@ def run_slice(run: Run, number: int, budget: Budget, overrides: list[str]) -> No
     except KeyboardInterrupt:  # the parent process gets it too
         sys.exit(130)
     peak = peak_memory(trainer.policy.device) / 1e6
-    critic = 0 if trainer.critic is None else sum(p.numel() for p in trainer.critic.parameters())
+    critic = 0 if trainer.stage.critic is None else sum(p.numel() for p in trainer.stage.critic.parameters())
     run.add(Point(number, trainer.step, spent["seconds"], int(spent["images"]), kl, peak, critic, values))
 
 

@@ -25,6 +25,7 @@ from flow_grpo.doctor import rewards as reward_checkup
 from flow_grpo.doctor.result import Verdict
 from flow_grpo.doctor.reward_probe import Glance
 from flow_grpo.doctor.rewards import PERSON, by_brightness
+from flow_grpo.evaluation.evaluator import NUM_DIVERSITY_PROMPTS
 from flow_grpo.evaluation.generate import generate_images
 from flow_grpo.evaluation.group_dependence import RewardInputs
 from flow_grpo.methods import takes_each_reward
@@ -33,10 +34,11 @@ from flow_grpo.plan.hardware import matmul_speed
 from flow_grpo.policy.memory import peak_memory
 from flow_grpo.policy.policy import DTYPES, Policy
 from flow_grpo.text import counted
-from flow_grpo.trainer import TWICE, FlowGRPOTrainer
+from flow_grpo.trainer import FlowGRPOTrainer
 from flow_grpo.training.losses import ClipRange, StepLoss
 from flow_grpo.training.offline import load_examples
-from flow_grpo.training.rollouts import Rollouts
+from flow_grpo.training.rollouts import RolloutSource
+from flow_grpo.training.state import is_begun
 from flow_grpo.training.update import PolicyUpdate
 from flow_grpo.types import Experience, PromptBatch, Trajectory
 
@@ -59,8 +61,8 @@ def examine(args: FlowGRPOConfig) -> Iterator[Section]:
     ask_nobody(trainer)
     steps: list[dict[str, float]] = []
     looks: dict[str, Glance] = {}  # at the rewards, which are the same in all stages
-    for number, (begin, part) in enumerate(trainer.parts, 1):
-        trainer.step = begin
+    for number, (begin, part) in enumerate(trainer.state.stages, 1):
+        trainer.state.step = begin
         yield from stage(trainer, looks, steps, f" of stage {number}, {part.objective.name}" if args.stages else "")
         if len(steps) < number:
             return
@@ -81,8 +83,10 @@ def stage(
         steps: get the metrics of this part's training step, if it gets over it.
     """
     try:
-        trainer.enter_at(trainer.step)
-        scored = not isinstance(trainer.source, Rollouts) or (yield from rollout(trainer, trainer.source, looks, title))
+        trainer.state.enter_stage(trainer.step)
+        scored = not isinstance(trainer.stage.source, RolloutSource) or (
+            yield from rollout(trainer, trainer.stage.source, looks, title)
+        )
     except (ValueError, torch.OutOfMemoryError) as error:
         yield f"groups{title}", [result.stopped("a rollout", error)]
         return
@@ -95,7 +99,7 @@ def stage(
 
 
 def rollout(
-    trainer: FlowGRPOTrainer, source: Rollouts, looks: dict[str, Glance], title: str
+    trainer: FlowGRPOTrainer, source: RolloutSource, looks: dict[str, Glance], title: str
 ) -> Generator[Section, None, bool]:
     """A look at the images of a step; returns whether its rewards can score them. `looks` as for `stage`."""
     drawn, seen = draw(trainer, source), None
@@ -127,7 +131,7 @@ def machine(policy: Policy, speed: float) -> list[Verdict]:
 
 def prompts(trainer: FlowGRPOTrainer) -> list[Verdict]:
     """Of the prompts that are dealt, and of those that given images bring with them."""
-    parts = [part for _, part in trainer.parts]
+    parts = [part for _, part in trainer.state.stages]
     dealing = [part for part in parts if part.objective.data is None]
     dealt = trainer.train_set.prompts if dealing else []
     given = [prompt for part in parts if part.objective.data is not None for prompt in _given(part)]
@@ -182,12 +186,14 @@ class Drawn:
     seconds: float
 
 
-def draw(trainer: FlowGRPOTrainer, source: Rollouts, window: list[int] | None = None) -> Drawn:
+def draw(trainer: FlowGRPOTrainer, source: RolloutSource, window: list[int] | None = None) -> Drawn:
     """The first images of the step that the trainer is at, at most 128; `window` in place of its own."""
-    part, started = trainer.part, time.perf_counter()
+    part, started = trainer.stage.args, time.perf_counter()
     count = max(1, min(part.prompts_per_step, MOST // part.images_per_prompt))
     batch = PromptSampler(trainer.train_set, part.seed).sample(trainer.step, count, part.images_per_prompt)
-    trajectory = source.trajectory(trainer.step, batch, source.window(trainer.step) if window is None else window)
+    trajectory = source.image_sampler.trajectory(
+        trainer.step, batch, source.window(trainer.step) if window is None else window
+    )
     images = trainer.policy.decode(trajectory.final, part.microbatch)
     return Drawn(batch, trajectory, images, time.perf_counter() - started)
 
@@ -200,21 +206,24 @@ def ask_nobody(trainer: FlowGRPOTrainer) -> None:
 
 def scores(trainer: FlowGRPOTrainer, drawn: Drawn) -> tuple[dict[str, Glance], list[Verdict]]:
     """What each reward says of the images, those of evaluation too, and the verdicts on all."""
-    pictures, images = RewardInputs(drawn.images, drawn.batch.prompts, drawn.batch.columns()), trainer.part.images_per_prompt
-    return reward_checkup.scores(trainer.held_out, trainer.rewards.rewards, pictures, images, drawn.seconds)
+    pictures, images = (
+        RewardInputs(drawn.images, drawn.batch.prompts, drawn.batch.columns()),
+        trainer.stage.args.images_per_prompt,
+    )
+    return reward_checkup.scores(trainer.eval_rewards, trainer.rewards.rewards, pictures, images, drawn.seconds)
 
 
 def can_score(trainer: FlowGRPOTrainer, looks: dict[str, Glance]) -> bool:
     """Whether a rollout would get over its rewards."""
     called = [name for name in trainer.rewards.rewards if name != PERSON]
-    return all(name in looks and (looks[name].usable or name in trainer.held_out.drop_on_error) for name in called)
+    return all(name in looks and (looks[name].usable or name in trainer.eval_rewards.drop_on_error) for name in called)
 
 
 # -- groups -----------------------------------------------------------------------------------------------------------
 
 
 def groups(
-    trainer: FlowGRPOTrainer, source: Rollouts, drawn: Drawn, values: dict[str, Tensor] | None = None
+    trainer: FlowGRPOTrainer, source: RolloutSource, drawn: Drawn, values: dict[str, Tensor] | None = None
 ) -> list[Verdict]:
     """Whether there is something to learn in the images of a prompt, and from what it comes.
 
@@ -224,18 +233,18 @@ def groups(
     if PERSON in weights:  # nobody knows what the person will say
         return [batch_free(trainer, source, drawn)]
     if values is None:
-        values = source.score(drawn.batch, drawn.images).by_name
+        values = source.image_sampler.score(drawn.batch, drawn.images).by_name
     seen = torch.stack([values[name] for name in weights], 1)
-    weight, images = torch.tensor(list(weights.values())), trainer.part.images_per_prompt
+    weight, images = torch.tensor(list(weights.values())), trainer.stage.args.images_per_prompt
     total = advantages.weighted_sum(seen, weight).view(-1, images)
     whole = total.isfinite().all(1)  # without the groups of a reward that was dropped
     found = []
-    if trainer.critic is None and whole.any():
+    if trainer.stage.critic is None and whole.any():
         rows = whole.repeat_interleave(images)
         found += _signal(trainer, source, seen[rows], weight, drawn.batch.group[rows], list(weights))
     if drawn.trajectory.steps:
         plain = draw(trainer, source, window=[])
-        noiseless = source.score(plain.batch, plain.images).total.view(-1, images)
+        noiseless = source.image_sampler.score(plain.batch, plain.images).total.view(-1, images)
         both = whole & noiseless.isfinite().all(1)
         noisy, noiseless = total[both], noiseless[both]
         if both.any() and (noisy.std(1) + noiseless.std(1)).any():
@@ -244,12 +253,12 @@ def groups(
 
 
 def _signal(
-    trainer: FlowGRPOTrainer, source: Rollouts, seen: Tensor, weight: Tensor, group: Tensor, names: list[str]
+    trainer: FlowGRPOTrainer, source: RolloutSource, seen: Tensor, weight: Tensor, group: Tensor, names: list[str]
 ) -> list[Verdict]:
     """seen (n, R): of whole groups, by the rewards of these names."""
-    o, images = trainer.part.objective, trainer.part.images_per_prompt
+    o, images = trainer.stage.args.objective, trainer.stage.args.images_per_prompt
     found, total = [], advantages.weighted_sum(seen, weight)
-    if trainer.part.method.rows == "all":  # others choose the best of a group, or best and worst
+    if trainer.stage.args.method.rows == "all":  # others choose the best of a group, or best and worst
         found.append(result.group_size(images))
     speaks = advantages.has_signal(seen if takes_each_reward(o.advantage) else total, group, source.method)
     found.append(result.signal(speaks.view(-1, images)[:, 0], total.view(-1, images)))
@@ -261,12 +270,12 @@ def _signal(
     return found
 
 
-def batch_free(trainer: FlowGRPOTrainer, source: Rollouts, drawn: Drawn) -> Verdict:
+def batch_free(trainer: FlowGRPOTrainer, source: RolloutSource, drawn: Drawn) -> Verdict:
     """Two of the images again, in micro-batches of another size."""
-    size = 2 if trainer.part.microbatch == 1 else 1
-    part, rows = trainer.part.model_copy(update={"microbatch": size}), torch.arange(2)
-    other = Rollouts(trainer.policy, part, source.prompt_sampler, source.rewards, None, source.window, source.stopping)
-    final = other.trajectory(trainer.step, drawn.batch.take(rows), drawn.trajectory.steps).final
+    size = 2 if trainer.stage.args.microbatch == 1 else 1
+    part, rows = trainer.stage.args.model_copy(update={"microbatch": size}), torch.arange(2)
+    other = RolloutSource(trainer.policy, part, source.prompt_sampler, source.rewards, window=source.window)
+    final = other.image_sampler.trajectory(trainer.step, drawn.batch.take(rows), drawn.trajectory.steps).final
     off = (trainer.policy.decode(final, size) - drawn.images[rows]).abs().max().item()
     return result.batch_free(off, contract.CLOSE[trainer.policy.dtype])
 
@@ -276,11 +285,11 @@ def batch_free(trainer: FlowGRPOTrainer, source: Rollouts, drawn: Drawn) -> Verd
 
 def update(trainer: FlowGRPOTrainer) -> tuple[dict[str, float] | None, list[Verdict]]:
     """A single update, what it does to the ratios, and a training step: its metrics, None if it failed, and the verdicts."""
-    begin, part = trainer.step, trainer.part
+    begin, part = trainer.step, trainer.stage.args
     o = part.optimizer.model_copy(update={"warmup": 0})
     single = part.model_copy(update={"updates": 1, "epochs": 1, "optimizer": o})
     try:
-        experience = trainer.source.collect(begin)
+        experience = trainer.stage.source.collect(begin)
         PolicyUpdate(trainer.policy, single, begin, trainer.processes)(experience, begin)
         moved = drift(trainer, experience)
         gradients = Gradients(trainer)
@@ -303,7 +312,7 @@ def drift(trainer: FlowGRPOTrainer, experience: Experience) -> dict[int, Tensor]
 
     One of the user's own, which may want gradients, gets the ratio of log-probabilities, as reinforce does.
     """
-    part, trajectory, found = trainer.part, experience.trajectory, {}
+    part, trajectory, found = trainer.stage.args, experience.trajectory, {}
     own = {"name": "reinforce"} if ":" in part.objective.name else {}
     o = part.objective.model_copy(update={"kl_weight": 0.0, **own})
     rows = experience.rows[: 2 * part.microbatch]
@@ -344,9 +353,9 @@ class Gradients:
 
     def __init__(self, trainer: FlowGRPOTrainer) -> None:
         self.norm: dict[str, float] = {}
-        self.parameters, self.eps = trainer.policy.trainable_parameters(), trainer.part.optimizer.eps
+        self.parameters, self.eps = trainer.policy.trainable_parameters(), trainer.stage.args.optimizer.eps
         self.count, self.kept = sum(p.numel() for p in self.parameters.values()), 1.0
-        trainer.update.optimizer.adamw.register_step_pre_hook(lambda *_: self._note())
+        trainer.stage.update.optimizer.adamw.register_step_pre_hook(lambda *_: self._note())
 
     @torch.no_grad()
     def _note(self) -> None:
@@ -364,7 +373,7 @@ class Gradients:
 def costs(trainer: FlowGRPOTrainer, steps: list[dict[str, float]], scoring: float) -> list[Verdict]:
     """steps: metrics of one of each part; scoring: seconds that all rewards take for an image."""
     args, policy, device = trainer.args, trainer.policy, trainer.policy.device
-    parts, cuda, found = [part for _, part in trainer.parts], device.type == "cuda", []
+    parts, cuda, found = [part for _, part in trainer.state.stages], device.type == "cuda", []
     forecasts = [forecast_of(part, cuda) for part in parts]
     for number, (step, forecast) in enumerate(zip(steps, forecasts, strict=True), 1):
         seconds = {name: step[f"time/{name}"] for name in SPENT if f"time/{name}" in step}
@@ -381,7 +390,7 @@ def costs(trainer: FlowGRPOTrainer, steps: list[dict[str, float]], scoring: floa
     copies = 3 + bool(policy.ema) + ("old" in policy.adapters)  # with Adam's two moments
     folder = next(place for place in (trainer.folder, *trainer.folder.resolve().parents) if place.is_dir())
     found.append(result.disk(adapter * (copies * (args.keep + 1) + 2), shutil.disk_usage(folder).free))
-    return [*found, result.run_folder(str(args.output), trainer.begun)]
+    return [*found, result.run_folder(str(args.output), is_begun(trainer.folder))]
 
 
 def forecast_of(part: FlowGRPOConfig, cuda: bool) -> tuple[StepEstimate, float] | None:
@@ -399,7 +408,7 @@ def evaluations(trainer: FlowGRPOTrainer, scoring: float) -> tuple[float, int]:
     settings, steps = trainer.args.evaluation, trainer.args.steps
     if trainer.eval_set is None:
         return 0.0, 0
-    texts = trainer.eval_set.prompts[: trainer.part.microbatch]
+    texts = trainer.eval_set.prompts[: trainer.stage.args.microbatch]
     seconds = {}
     for count in (1, 1, 3):  # the first encodes the prompts
         started = time.perf_counter()
@@ -407,4 +416,4 @@ def evaluations(trainer: FlowGRPOTrainer, scoring: float) -> tuple[float, int]:
         seconds[count] = time.perf_counter() - started
     image = (seconds[1] + (settings.steps - 1) * (seconds[3] - seconds[1]) / 2) / len(texts) + scoring
     times = len({0, steps, *(range(0, steps, settings.every) if settings.every else ())})
-    return times * image * (len(trainer.eval_set) + min(TWICE, len(trainer.eval_set))), times
+    return times * image * (len(trainer.eval_set) + min(NUM_DIVERSITY_PROMPTS, len(trainer.eval_set))), times

@@ -17,7 +17,7 @@ from flow_grpo.methods import TRANSITIONS
 from flow_grpo.policy.policy import Policy
 from flow_grpo.text import counted, visible
 from flow_grpo.trainer import FlowGRPOTrainer
-from flow_grpo.training.windows import Owned, best_window, owned_variance
+from flow_grpo.training.windows import StepVariance, most_variable_window, step_reward_variance
 
 STYLES = {result.FINE: None, result.WARNING: "yellow", result.WRONG: "bold red"}
 WIDEST = 110  # columns of a table
@@ -89,13 +89,13 @@ def explore(console: Console, args: FlowGRPOConfig, transitions: list[str], nois
     if unknown is not None:
         raise ValueError(f"{unknown} is no stochastic transition; choose from {', '.join(known)}.")
     trainer = FlowGRPOTrainer(args=args)
-    args = trainer.part
+    args = trainer.stage.args
     if not args.method.stepwise:
         raise ValueError(
             f"objective {args.objective.name} samples the ODE, where no step explores: give a config of trained steps."
         )
     found = [
-        owned_variance(trainer.policy, args, trainer.train_set, trainer.rewards, name, level)
+        step_reward_variance(trainer.policy, args, trainer.train_set, trainer.rewards, transition=name, noise_level=level)
         for name in transitions
         for level in noise_levels
     ]
@@ -109,7 +109,7 @@ def explore(console: Console, args: FlowGRPOConfig, transitions: list[str], nois
     for place, one in enumerate(found[0]):
         table.add_row(f"{one.step} ({one.sigma:.3f})", *(f"{1000 * row[place].variance:.2f}" for row in found))
     table.add_section()
-    starts = [best_window(row, size) for row in found]
+    starts = [most_variable_window(row, size) for row in found]
     table.add_row(f"best window of {size}", *(f"{start} to {start + size - 1}" for start in starts))
     console.print(table)
     console.print(
@@ -119,7 +119,7 @@ def explore(console: Console, args: FlowGRPOConfig, transitions: list[str], nois
     console.print(f"picture: {out}", highlight=False, markup=False)
 
 
-def _plot(found: list[list[Owned]], out: Path) -> None:
+def _plot(found: list[list[StepVariance]], out: Path) -> None:
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(8, 4.5), layout="constrained")

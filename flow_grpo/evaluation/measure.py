@@ -14,7 +14,7 @@ from flow_grpo.evaluation.image_metrics import distance_from_base, diversity, hi
 from flow_grpo.evaluation.scorecard import DISTANCE, DIVERSITY, FREQUENCIES, Measured
 from flow_grpo.evaluation.targets import Model, Target
 from flow_grpo.policy.policy import Policy, load_policy
-from flow_grpo.training.setup import load_trained
+from flow_grpo.run_folder.weights import load_trained_weights
 from rewards import WeightedSum
 
 AT_ONCE = 64  # pictures of a gallery that are scored together, more where one prompt has more
@@ -91,7 +91,7 @@ def dress(policy: Policy, model: Model) -> None:
     policy.reset_to_base()
     place = model.lora or model.checkpoint
     if place is not None:
-        load_trained(policy, str(place))
+        load_trained_weights(policy, str(place))
 
 
 def _of_model(

@@ -104,11 +104,11 @@ def _weights(args: FlowGRPOConfig, run: RunReader, source: Path, folder: Path, m
     from flow_grpo.policy.library_logging import quiet_libraries
     from flow_grpo.policy.merge import save_whole
     from flow_grpo.policy.policy import load_policy
-    from flow_grpo.training.setup import load_trained
+    from flow_grpo.run_folder.weights import load_trained_weights
 
     quiet_libraries()
     policy = load_policy(args.model, "cpu", DTYPES[run.machine.get("dtype", "float32")])
-    load_trained(policy, str(source))
+    load_trained_weights(policy, str(source))
     if not merge:
         policy.save_lora(folder)
         return []
@@ -192,6 +192,18 @@ def push(folder: Path, repo: str, private: bool) -> str:
         said = next(iter(str(error).strip().splitlines()), type(error).__name__)
         raise ValueError(f"the export lies in {folder}, but the hub did not take it as {repo}: {said}") from error
     return str(made)
+
+
+def export_and_push(run: Path, repo: str, private: bool = False, best: bool = False) -> str:
+    """Export a finished run into RUN/export and upload it; returns the page's address.
+
+    Raises:
+        ValueError: the run is not finished, there is no token, or the hub refuses.
+    """
+    check_push(repo)
+    out = run / layout.EXPORT
+    export(run, out, best=best, repo=repo)
+    return push(out, repo, private)
 
 
 def _files_to_delete(api: HfApi, repo: str, files: list[str]) -> list[str]:

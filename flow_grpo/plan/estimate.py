@@ -25,9 +25,9 @@ from flow_grpo.policy.memory import apply_memory_settings, peak_memory
 from flow_grpo.policy.model_files import stored_bytes
 from flow_grpo.policy.policy import DTYPES, Policy, default_dtype
 from flow_grpo.progress import phase
+from flow_grpo.run_folder.weights import add_trainable_weights
 from flow_grpo.text import first_line
 from flow_grpo.training.rewards import build_rewards
-from flow_grpo.training.setup import add_trained
 from flow_grpo.training.zero import STAGES
 
 CUDA_CONTEXT = 0.6 * GB  # of torch's own, before the first tensor
@@ -134,7 +134,7 @@ class StepEstimator:
         self.loading = Loading.of(pipe, self.dtype, bool(args.memory.embeddings)) if not cuda else Loading(0.0, 0.0)
         self.policy = Policy(pipe, self.dtype, **args.pipeline_call_kwargs())
         with torch.device("meta"):
-            add_trained(self.policy, args)
+            add_trainable_weights(self.policy, args)
         whole = self.policy.is_full_finetuning
         self.shares = {  # in which there lie, of what is meant by each
             "base": count if shard == "fsdp2" else 1,

@@ -44,6 +44,11 @@ def write(folders: list[Path], out: Path) -> Path:
     return out
 
 
+def write_report(run: Path) -> Path:
+    """Write the report of one run into its folder; returns the file."""
+    return write([run], run / layout.REPORT)
+
+
 def render(runs: list[RunReader]) -> str:
     names = run_names(runs)
     style, script = (Markup((TEMPLATES / name).read_text(encoding="utf-8")) for name in ("report.css", "report.js"))

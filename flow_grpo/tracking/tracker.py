@@ -11,6 +11,7 @@ from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
 
+from flow_grpo.config import FlowGRPOConfig
 from flow_grpo.progress import show_phases
 from flow_grpo.run_folder import layout
 from flow_grpo.run_folder.metrics_file import append_row, read_metrics, rewind
@@ -61,6 +62,12 @@ class Tracker:
     def attach(self, boards: "list[TrackingService]") -> None:
         """From here on these get the metrics, too."""
         self._services = boards
+
+    def open_services(self, args: FlowGRPOConfig, step: int | None = None) -> None:
+        """Open the run's tracking services, which get the metrics from here on; `step` is where a resumed run continues."""
+        from flow_grpo.tracking import services  # here: it imports accelerate
+
+        self.attach(services.open_services(self.folder, args, self.info, step))
 
     def info(self, message: str) -> None:
         self.console.print(message, highlight=False, markup=False, soft_wrap=True)

@@ -1,16 +1,89 @@
-"""The policy of a run: loaded, and given what is trained and the copies of it that the run needs."""
+"""The parts of a run: prompts, rewards, and the policy with what is trained."""
 
-from pathlib import Path
+from dataclasses import dataclass
+from typing import Any
 
 from flow_grpo.config import FlowGRPOConfig
+from flow_grpo.data import prompt_overlap
+from flow_grpo.data.prompts import PromptSampler, PromptSet, load_prompts
 from flow_grpo.distributed.processes import Processes
+from flow_grpo.policy import hub
 from flow_grpo.policy.policy import Policy, load_policy
-from flow_grpo.policy.weight_checks import check_weights
-from flow_grpo.run_folder import checkpoint, layout
+from flow_grpo.run_folder.weights import add_trainable_weights
+from flow_grpo.training import early_checks
+from flow_grpo.training.rewards import build_rewards
+from rewards import WeightedSum
+
+Prompts = PromptSet | list[str] | str  # as given: a set, a list, or the name of one
 
 
-def loaded(args: FlowGRPOConfig, device: str | None, prompts: list[str]) -> Policy:
-    """The config's model, for those prompts alone unless the run brings images with prompts of their own."""
+@dataclass(frozen=True)
+class RunParts:
+    """What a run is made of.
+
+    Attributes:
+        eval_rewards: all rewards that are measured; those that are not trained on have weight 0.
+        rewards: the trained ones.
+        train_source: the file or name that the training prompts come from; None for a list.
+        prompt_overlaps: sentences on prompts that the run both trains on and is measured by.
+    """
+
+    args: FlowGRPOConfig
+    processes: Processes
+    policy: Policy
+    train_set: PromptSet
+    eval_set: PromptSet | None
+    prompt_sampler: PromptSampler
+    eval_rewards: WeightedSum
+    rewards: WeightedSum
+    prompt_overlaps: list[str]
+    train_source: str | None
+
+
+def build_run(
+    model: str | Policy | None,
+    reward_funcs: Any,
+    args: FlowGRPOConfig,
+    train_dataset: Prompts | None,
+    eval_dataset: Prompts | None,
+) -> RunParts:
+    """Check the settings, then load prompts, rewards and the policy, and prepare what is trained.
+
+    Raises:
+        ValueError: whatever does not fit, in one sentence.
+    """
+    of_model = args.with_model(hub.model_name(model.pipe) if isinstance(model, Policy) else model or args.model)
+    prompts = of_model.training_prompts if train_dataset is None else train_dataset
+    train_set = load_prompts(prompts)
+    args = (of_model if isinstance(model, str) else args).with_launcher_settings()
+    held_out = args.evaluation.prompts if eval_dataset is None else eval_dataset
+    eval_set = None if held_out is None else load_prompts(held_out).head(args.evaluation.limit)
+    processes = Processes.from_environment(args.device)
+    early_checks.check_settings(args, processes.world_size)
+    early_checks.check_prompts(args, train_set, eval_set, processes.world_size)
+    eval_rewards, trained = build_rewards(args, reward_funcs, monitored=eval_set is not None)
+    eval_prompts = [] if eval_set is None else eval_set.prompts
+    all_prompts = [*train_set.prompts, *eval_prompts]
+    policy = model if isinstance(model, Policy) else load_run_policy(args, processes.device, all_prompts)
+    prepare_policy(policy, args, processes)
+    given_images = all(stage.objective.data is not None for _, stage in args.resolved_stages())  # with prompts of their own
+    source = prompts if isinstance(prompts, str) else None
+    return RunParts(
+        args=args,
+        processes=processes,
+        policy=policy,
+        train_set=train_set,
+        eval_set=eval_set,
+        prompt_sampler=PromptSampler(train_set, args.seed, args.resting.after, args.resting.steps),
+        eval_rewards=eval_rewards,
+        rewards=eval_rewards.subset(trained),
+        prompt_overlaps=[] if given_images else prompt_overlap.sentences(train_set.prompts, eval_prompts, source),
+        train_source=source,
+    )
+
+
+def load_run_policy(args: FlowGRPOConfig, device: str | None, prompts: list[str]) -> Policy:
+    """Load the config's model, for those prompts alone unless the run has given images with prompts of their own."""
     given = any(part.objective.data is not None for _, part in args.resolved_stages())
     start = args.lora.start if args.lora else None
     asked = None if given else prompts
@@ -19,14 +92,14 @@ def loaded(args: FlowGRPOConfig, device: str | None, prompts: list[str]) -> Poli
     )
 
 
-def make_trainable(policy: Policy, args: FlowGRPOConfig, processes: Processes) -> None:
-    """A LoRA, or the whole transformer; compiled, shared among processes, averaged, as the config says.
+def prepare_policy(policy: Policy, args: FlowGRPOConfig, processes: Processes) -> None:
+    """Add a LoRA or train the whole transformer; compile, shard and average it as the config says.
 
     Raises:
         ValueError: the policy carries something else already.
     """
     parts = [part for _, part in args.resolved_stages()]
-    add_trained(policy, args)
+    add_trainable_weights(policy, args)
     if args.memory.compile:
         policy.compile()
     if any(part.method.old_policy for part in parts):
@@ -38,47 +111,3 @@ def make_trainable(policy: Policy, args: FlowGRPOConfig, processes: Processes) -
     if policy.is_full_finetuning:
         often = any(part.objective.kl_weight or part.method.reference for part in parts)
         policy.store_base_weights(policy.device if often else "cpu")
-
-
-def add_trained(policy: Policy, args: FlowGRPOConfig) -> None:
-    """What the config trains. A LoRA that the policy carries already stays."""
-    if args.lora is None and policy.has_lora:
-        raise ValueError("lora=null trains all weights, but the policy that was given carries a LoRA: give one without.")
-    if args.lora is None:
-        policy.enable_full_finetuning()
-        return
-    if policy.is_full_finetuning and args.lora.start is None:
-        raise ValueError("the policy that was given trains all weights: set lora=null, or give one that does not.")
-    if policy.is_full_finetuning:
-        raise ValueError(
-            f"lora.start={args.lora.start} holds a whole transformer: merge it into a model by `flow-grpo export`, and set model."
-        )
-    if not policy.has_lora:
-        policy.add_lora(args.lora.rank, args.lora.alpha, args.lora.targets, args.seed)
-
-
-def load_trained(policy: Policy, place: str) -> None:
-    """Puts on what a run has trained: whatever `Policy.load_lora` takes, or a checkpoint.
-
-    Of a checkpoint it is the moving average, where it has one, as that is what a run evaluates and saves. ValueError as there, or
-    if the checkpoint is damaged.
-    """
-    folder = Path(place).resolve()
-    if not (folder / layout.MANIFEST).is_file():
-        policy.load_lora(place)
-        return
-    config, step = folder.parent.parent / layout.CONFIG, layout.step_of(folder)
-    if not config.is_file() or step is None:
-        raise ValueError(f"the checkpoint {place} is not where its run left it, as checkpoints/step_000100 of a run folder.")
-    state = checkpoint.read(folder.parent, step)
-    args = FlowGRPOConfig.from_yaml(config)
-    if args.lora and args.lora.start:
-        policy.load_lora(args.lora.start)
-    add_trained(policy, args)
-    if policy.is_full_finetuning:
-        policy.store_base_weights("cpu")
-    if not isinstance(state.get("adapter"), dict):
-        raise ValueError(f"the checkpoint {place} was not written by flow-grpo: it holds no adapter.")
-    trained = state.get("ema") or state["adapter"]
-    check_weights(trained, f"the checkpoint {place}")
-    policy.load_adapter_state(trained)

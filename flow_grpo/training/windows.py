@@ -1,4 +1,4 @@
-"""Which step explores: how much the reward varies when one step alone is stochastic, and the window that follows from it."""
+"""Which sampling steps are trained: the window of each training step, and how much each step's noise varies the reward."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -6,18 +6,59 @@ from functools import partial
 
 import torch
 
+from flow_grpo import sampling
 from flow_grpo.config import FlowGRPOConfig
+from flow_grpo.config.sections import SamplingConfig
 from flow_grpo.data.prompts import PromptSampler, PromptSet
 from flow_grpo.distributed.processes import Processes
 from flow_grpo.policy.policy import Policy
 from flow_grpo.training.interrupt import call
-from flow_grpo.training.rollouts import Rollouts
+from flow_grpo.training.rollouts import RolloutSource
 from rewards import WeightedSum
 
 
+class WindowSchedule:
+    """The sampling steps that are stochastic and trained, for each training step of a stage.
+
+    Args:
+        stage_start: the training step that the stage begins with; a sliding window counts from there.
+        measure: returns the first step of an `auto` window; called once.
+
+    Attributes:
+        measured_start: the first step of an `auto` window, once measured.
+    """
+
+    def __init__(self, args: SamplingConfig, seed: int, stage_start: int, measure: Callable[[], int]) -> None:
+        self.args, self.seed, self.stage_start, self.measure = args, seed, stage_start, measure
+        self.measured_start: int | None = None
+
+    def __call__(self, step: int) -> list[int]:
+        """Indices of the trained steps in the schedule, for a training step."""
+        window = self.args.window
+        if window.kind == "auto":
+            if self.measured_start is None:
+                self.measured_start = self.measure()
+            return list(range(self.measured_start, self.measured_start + window.size))
+        return sampling.window(
+            window.kind,
+            self.args.steps,
+            size=window.size,
+            first=window.first,
+            last=last_step(self.args),
+            every=window.every,
+            seed=self.seed,
+            training_step=step - self.stage_start if window.kind == "sliding" else step,
+        )
+
+
+def last_step(args: SamplingConfig) -> int:
+    """The last sampling step that a window may hold."""
+    return args.steps - 2 if args.window.last is None else args.window.last
+
+
 @dataclass(frozen=True)
-class Owned:
-    """What the noise of one step does to the reward, all else being the same for the images of a prompt."""
+class StepVariance:
+    """Reward variance from the noise of one sampling step, all else being the same for the images of a prompt."""
 
     transition: str
     noise_level: float
@@ -26,42 +67,54 @@ class Owned:
     variance: float  # of the reward within a group, mean over the prompts
 
 
-def owned_variance(
+def step_reward_variance(
     policy: Policy,
     args: FlowGRPOConfig,
     prompts: PromptSet,
     rewards: WeightedSum,
+    *,
     transition: str,
     noise_level: float,
-    stopping: Callable[[], bool] = lambda: False,
+    should_stop: Callable[[], bool] = lambda: False,
     processes: Processes | None = None,
-) -> list[Owned]:
-    """One `Owned` for each trainable step: the images of a prompt start from one noise and part at that step alone.
+) -> list[StepVariance]:
+    """Measure each trainable step: the images of a prompt share all noise but that step's.
 
-    Uses prompts_per_step prompts with images_per_prompt images, the very same for all steps, transitions and noise levels.
-    `stopping` and `processes` are those of `Rollouts`. ValueError if no prompt's images could all be scored.
+    Uses prompts_per_step prompts with images_per_prompt images, the same for all steps, transitions and noise levels.
+
+    Args:
+        should_stop, processes: as of `RolloutSource`.
+
+    Raises:
+        ValueError: no prompt's images could all be scored.
     """
-    sampling = args.sampling.model_copy(
+    settings = args.sampling.model_copy(
         update={"shared_start": True, "transition": transition, "noise_level": noise_level, "solver": "euler"}
     )
-    settings = args.model_copy(update={"sampling": sampling})
     prompt_sampler = PromptSampler(prompts, args.seed)
-    source = Rollouts(policy, settings, prompt_sampler, rewards, None, lambda step: [], stopping, processes)
+    source = RolloutSource(
+        policy,
+        args.model_copy(update={"sampling": settings}),
+        prompt_sampler,
+        rewards,
+        window=lambda step: [],
+        should_stop=should_stop,
+        processes=processes,
+    )
     batch = prompt_sampler.sample(0, args.prompts_per_step, args.images_per_prompt)
-    window = args.sampling.window
-    last = args.sampling.steps - 2 if window.last is None else window.last
     found = []
-    for step in range(window.first, last + 1):
-        images = policy.decode(source.trajectory(0, batch, [step]).final, settings.microbatch)
-        total = call(partial(source.score, batch, images), stopping).total.view(args.prompts_per_step, -1)
-        total = total[total.isfinite().all(1)]  # without groups of a reward that was dropped
-        if not len(total):
+    for step in range(args.sampling.window.first, last_step(args.sampling) + 1):
+        images = policy.decode(source.image_sampler.trajectory(0, batch, [step]).final, args.microbatch)
+        reward = call(partial(source.image_sampler.score, batch, images), should_stop).total.view(args.prompts_per_step, -1)
+        reward = reward[reward.isfinite().all(1)]  # without groups of a reward that was dropped
+        if not len(reward):
             raise ValueError("the rewards gave no finite number for any prompt, so no step's share can be measured.")
-        found.append(Owned(transition, noise_level, step, source.schedule.sigmas[step].item(), total.var(1).mean().item()))
+        sigma = source.image_sampler.schedule.sigmas[step].item()
+        found.append(StepVariance(transition, noise_level, step, sigma=sigma, variance=reward.var(1).mean().item()))
     return found
 
 
-def best_window(owned: list[Owned], size: int) -> int:
-    """The first of the `size` steps in a row that own the most variance between them."""
-    variance = torch.tensor([one.variance for one in owned])
-    return owned[int(variance.unfold(0, min(size, len(owned)), 1).sum(1).argmax())].step
+def most_variable_window(measured: list[StepVariance], size: int) -> int:
+    """The first of the `size` adjacent steps whose noise varies the reward most."""
+    variance = torch.tensor([one.variance for one in measured])
+    return measured[int(variance.unfold(0, min(size, len(measured)), 1).sum(1).argmax())].step

@@ -223,8 +223,8 @@ def test_prompts_that_come_twice_leak_are_few_or_cut_off(trainer):
 
 
 def in_groups(trainer: FlowGRPOTrainer) -> dict[str, str]:
-    drawn = checkup.draw(trainer, trainer.source)
-    return levels(checkup.groups(trainer, trainer.source, drawn))
+    drawn = checkup.draw(trainer, trainer.stage.source)
+    return levels(checkup.groups(trainer, trainer.stage.source, drawn))
 
 
 def test_noise_that_changes_nothing_or_destroys_the_pictures(trainer):

@@ -164,7 +164,7 @@ def test_the_rewards_see_two_images_of_the_models_size_with_their_prompts_metada
 def test_without_held_out_prompts_the_rewards_of_evaluation_are_not_built(tmp_path):
     rewards = "evaluation={prompts: null, rewards: {clip: {options: {model: none, pretrained: none}}}}"
     args = short_run(tmp_path, rewards)
-    assert set(FlowGRPOTrainer(args=args).held_out.rewards) == {"brightness"}
+    assert set(FlowGRPOTrainer(args=args).eval_rewards.rewards) == {"brightness"}
     assert "clip" not in " ".join(dry_run(args))
     with pytest.raises(ValueError, match="reward clip"):
         FlowGRPOTrainer(args=args, eval_dataset=["a word"])

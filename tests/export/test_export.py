@@ -28,10 +28,10 @@ from flow_grpo.policy import hub
 from flow_grpo.policy.merge import save_whole
 from flow_grpo.policy.policy import load_policy
 from flow_grpo.run_folder import layout
+from flow_grpo.run_folder.weights import load_trained_weights
 from flow_grpo.text import plain
 from flow_grpo.tracking.tracker import read_metrics
 from flow_grpo.trainer import FlowGRPOTrainer
-from flow_grpo.training.setup import load_trained
 
 HOSTILE = [
     "<script>alert(1)</script> | `x` ```",
@@ -141,7 +141,7 @@ def test_a_lora_is_found_wherever_a_run_or_an_export_has_it(run, shared, tmp_pat
     def state(place: Path) -> dict[str, torch.Tensor]:
         if policy.has_lora:
             policy.remove_lora()
-        load_trained(policy, str(place))
+        load_trained_weights(policy, str(place))
         return policy.adapter_state()
 
     last = state(run / "lora")

@@ -16,7 +16,7 @@ from flow_grpo.plan.estimate import StepEstimator
 from flow_grpo.policy.policy import Policy, load_policy
 from flow_grpo.run_folder import checkpoint
 from flow_grpo.trainer import FlowGRPOTrainer
-from flow_grpo.training.setup import make_trainable
+from flow_grpo.training.setup import prepare_policy
 
 WHOLE = ("lora=null", "optimizer.lr=1.0e-4")
 
@@ -101,7 +101,7 @@ def test_the_saved_transformer_is_what_was_trained_here_and_in_plain_diffusers(t
         assert equal(weights(again), rounded), "eval shows the base model beside it"
         before = generate_images(again, PROMPTS, [0, 1], 3)
     assert (before - generate_images(again, PROMPTS, [0, 1], 3)).abs().max() > 1e-3
-    make_trainable(again, trainer.args, Processes())
+    prepare_policy(again, trainer.args, Processes())
     with torch.no_grad():
         torch._foreach_mul_(list(again.trainable_parameters().values()), 1.001)
     now = weights(again)
@@ -124,11 +124,11 @@ def test_an_optimizer_with_plain_numbers_in_its_state_is_restored(tmp_path):
     """As the 8-bit one's step is."""
     trainer = FlowGRPOTrainer(args=short_run(tmp_path))
     trainer.training_step()
-    state = trainer.update.state_dict()
+    state = trainer.stage.update.state_dict()
     for values in state["optimizer"]["state"].values():
         values["step"] = 1
-    trainer.update.load_state_dict(state)
-    restored = trainer.update.state_dict()["optimizer"]["state"].values()
+    trainer.stage.update.load_state_dict(state)
+    restored = trainer.stage.update.state_dict()["optimizer"]["state"].values()
     assert {float(values["step"]) for values in restored} == {1}
     assert any(values["exp_avg"].any() for values in restored)
 
@@ -153,7 +153,7 @@ def test_eval_puts_a_run_and_a_checkpoint_on_and_takes_them_off(trained):
 def test_a_resumed_run_is_the_same_to_the_last_bit(trained, tmp_path):
     trainer, _, numbers, folder = trained
     again = FlowGRPOTrainer(args=trainer.args.model_copy(update={"output": str(tmp_path)}))
-    again.restore(checkpoint.read(folder / "checkpoints", 1))
+    again.state.load_state_dict(checkpoint.read(folder / "checkpoints", 1))
     found = again.training_step()
     assert {n: v for n, v in found.items() if "time/" not in n} == {n: v for n, v in numbers[1].items() if "time/" not in n}
     assert equal(weights(again.policy), weights(trainer.policy))

@@ -14,8 +14,8 @@ from support.fake_run import synthetic_run
 from flow_grpo.export.export import export
 from flow_grpo.policy.hub import WEIGHTS
 from flow_grpo.run_folder import checkpoint
+from flow_grpo.run_folder.weights import load_trained_weights
 from flow_grpo.trainer import FlowGRPOTrainer
-from flow_grpo.training.setup import load_trained
 
 
 @pytest.fixture(scope="module")
@@ -98,7 +98,7 @@ def nan(good, tmp_path) -> Path:
 
 def test_a_checkpoint_with_nan_is_refused(nan):
     with pytest.raises(ValueError, match=r"^the checkpoint .*step_000002 holds values that are not finite, in 1 of 24"):
-        load_trained(tiny_policy(), str(nan / "checkpoints" / "step_000002"))
+        load_trained_weights(tiny_policy(), str(nan / "checkpoints" / "step_000002"))
 
 
 def test_every_verb_refuses_a_lora_with_nan(nan, tmp_path):

@@ -30,11 +30,11 @@ from flow_grpo.run_folder import checkpoint, layout
 from flow_grpo.run_folder.layout import METRICS, TORN
 from flow_grpo.run_folder.lock import locked
 from flow_grpo.run_folder.metrics_file import read_metrics, rewind
+from flow_grpo.run_folder.weights import load_trained_weights
 from flow_grpo.tracking import services
 from flow_grpo.tracking.plots import plot_curves
 from flow_grpo.tracking.tracker import Tracker
 from flow_grpo.trainer import FlowGRPOTrainer
-from flow_grpo.training.setup import load_trained
 
 NO_ROWS = {
     "cut off": b'{"step": 2, "rew',
@@ -302,7 +302,7 @@ def test_a_checkpoint_without_what_a_run_needs_is_refused_in_a_sentence(copied):
         with pytest.raises(ValueError, match=r"is not one of this run's settings|0\.2 or before"):
             trainer(copied).train(resume=True)
         with pytest.raises(ValueError, match="was not written by flow-grpo: it holds no adapter"):
-            load_trained(tiny_policy(), str(copied / "checkpoints" / "step_000002"))
+            load_trained_weights(tiny_policy(), str(copied / "checkpoints" / "step_000002"))
 
 
 def test_resuming_a_folder_that_is_not_there_makes_none(tmp_path):

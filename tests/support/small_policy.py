@@ -15,7 +15,7 @@ from flow_grpo.data.prompts import PromptSampler, PromptSet
 from flow_grpo.distributed.processes import Processes
 from flow_grpo.policy.embedding_cache import EmbeddingCache
 from flow_grpo.policy.policy import Policy
-from flow_grpo.training.rollouts import Rollouts
+from flow_grpo.training.rollouts import RolloutSource
 from flow_grpo.types import Experience
 from rewards import WeightedSum
 from support import families
@@ -89,11 +89,11 @@ def settings(**changes: Any) -> FlowGRPOConfig:
 
 def rollouts(
     policy: Policy, args: FlowGRPOConfig, window: list[int], rewards: WeightedSum | None = None, **more: Any
-) -> Rollouts:
+) -> RolloutSource:
     """The rollouts of these prompts; by default without rewards."""
-    found = {"critic": None, "processes": Processes(), "stopping": lambda: False, "prompts": PROMPTS, **more}
+    found = {"critic": None, "processes": Processes(), "should_stop": lambda: False, "prompts": PROMPTS, **more}
     prompt_sampler = PromptSampler(found.pop("prompts"), args.seed, args.resting.after, args.resting.steps)
-    return Rollouts(policy, args, prompt_sampler, rewards or WeightedSum({}, {}), window=lambda step: window, **found)
+    return RolloutSource(policy, args, prompt_sampler, rewards or WeightedSum({}, {}), window=lambda step: window, **found)
 
 
 def experience(policy: Policy, args: FlowGRPOConfig, advantage: Tensor, window: list[int], step: int = 0) -> Experience:

@@ -21,9 +21,10 @@ from flow_grpo.evaluation.generate import generate_images
 from flow_grpo.trainer import FlowGRPOTrainer
 from flow_grpo.training import rollouts
 from flow_grpo.training.critic import Critic, gae
+from flow_grpo.training.interrupt import Interrupted
 from flow_grpo.training.losses import ClipRange
 from flow_grpo.training.optimizer import Optimizer
-from flow_grpo.training.windows import best_window, owned_variance
+from flow_grpo.training.windows import most_variable_window, step_reward_variance
 
 BRIGHT = f"{SAMPLE_REWARDS}:brightness"
 OWN = SAMPLE_OBJECTIVES
@@ -74,7 +75,7 @@ def test_the_critic_learns_the_mean_reward_and_its_advantages_are_normalised(tmp
     trainer = FlowGRPOTrainer(args=short_run(tmp_path, *objective("ppo"), "images_per_prompt=8", "microbatch=16"))
     losses = [trainer.training_step()["critic/loss"] for _ in range(8)]
     assert losses[-1] < 0.2 * losses[0]
-    advantage = trainer.source.collect(8).advantage
+    advantage = trainer.stage.source.collect(8).advantage
     assert advantage.shape == (16, 3)
     assert abs(float(advantage.mean())) < 1e-5
     assert float(advantage.std(correction=0)) == pytest.approx(1, abs=1e-2)
@@ -110,7 +111,7 @@ def test_step_weight_std_multiplies_the_gradient_of_a_step_by_its_std(tmp_path):
     for weight in ("uniform", "std"):
         trainer = FlowGRPOTrainer(args=short_run(tmp_path / weight, one, f"objective.step_weight={weight}"))
         norms.append(trainer.training_step()["grad_norm"])
-    std = float(trainer.source.schedule.sigmas[2]) * math.sin(0.8 * math.pi / 2)
+    std = float(trainer.stage.source.image_sampler.schedule.sigmas[2]) * math.sin(0.8 * math.pi / 2)
     assert norms[1] / norms[0] == pytest.approx(std, rel=1e-4)
 
 
@@ -150,7 +151,7 @@ def test_the_published_kl_is_the_gaussian_one_times_the_length_of_the_step(tmp_p
         run = short_run(tmp_path / kl, one, f"objective.kl={kl}", "objective.kl_weight=1e-9", "updates=2")
         trainer = FlowGRPOTrainer(args=run)
         found[kl] = trainer.training_step()["kl"]
-    sigmas = trainer.source.schedule.sigmas
+    sigmas = trainer.stage.source.image_sampler.schedule.sigmas
     assert found["flow_grpo"] / found["gaussian"] == pytest.approx(float(sigmas[1] - sigmas[2]), rel=1e-3)
 
 
@@ -214,7 +215,7 @@ def test_resampling_draws_prompts_until_every_group_has_signal(tmp_path):
     trainer = FlowGRPOTrainer(args=args, reward_funcs=half_flat)
     rounds = []
     for step in range(6):
-        found = trainer.source.collect(step)
+        found = trainer.stage.source.collect(step)
         rounds.append(found.metrics["resample/rounds"])
         assert len(found.batch.prompts) == len(found.trajectory.final) == 8 * rounds[-1], "all that was drawn, in its place"
         assert len(found.groups) == 2
@@ -228,7 +229,7 @@ def test_resampling_draws_prompts_until_every_group_has_signal(tmp_path):
 def test_resampling_stops_at_its_bound_and_fills_up(tmp_path):
     args = short_run(tmp_path, "resample=2", "evaluation.prompts=null")
     trainer = FlowGRPOTrainer(args=args, reward_funcs=lambda images, prompts: [0.5] * len(prompts))
-    found = trainer.source.collect(0)
+    found = trainer.stage.source.collect(0)
     assert found.metrics["resample/rounds"] == 3
     assert found.metrics["frac_reward_zero_std"] == 1
     assert (len(found.groups), len(found.rows)) == (2, 0)
@@ -237,15 +238,17 @@ def test_resampling_stops_at_its_bound_and_fills_up(tmp_path):
 def test_images_of_further_rounds_start_from_noise_of_their_own(tmp_path):
     """The groups of a second round are numbered on, so no picture repeats the noise of the first."""
     trainer = FlowGRPOTrainer(args=short_run(tmp_path))
-    one = trainer.source.trajectory(0, trainer.prompt_sampler.prompts.take([0, 1], 4), [1])
-    other = trainer.source.trajectory(0, trainer.prompt_sampler.prompts.take([0, 1], 4, first_group=2), [1])
+    one = trainer.stage.source.image_sampler.trajectory(0, trainer.prompt_sampler.prompts.take([0, 1], 4), [1])
+    other = trainer.stage.source.image_sampler.trajectory(
+        0, trainer.prompt_sampler.prompts.take([0, 1], 4, first_group=2), [1]
+    )
     assert not torch.isclose(one.final, other.final).all(dim=(1, 2, 3)).any()
 
 
 def test_prompts_that_say_nothing_rest(tmp_path):
     args = short_run(tmp_path, "resting={after: 1, steps: 50}", "prompts_per_step=2", "evaluation.prompts=null")
     trainer = FlowGRPOTrainer(args=args, reward_funcs=half_flat, train_dataset=[f"word {'x' * n}" for n in range(12)])
-    seen = [trainer.source.collect(step) for step in range(9)]
+    seen = [trainer.stage.source.collect(step) for step in range(9)]
     silent = [p for found in seen for p in set(found.batch.prompts) if len(p) % 2 == 0]
     spoken = [p for found in seen for p in set(found.batch.prompts) if len(p) % 2]
     assert len(silent) == len(set(silent)), "once silent, a prompt is not asked again within 50 steps"
@@ -258,7 +261,7 @@ def test_a_reward_that_may_be_dropped_takes_its_groups_out_of_the_step_alone(tmp
     rewards = f"rewards={{'{BRIGHT}': 1, '{flaky}:sometimes_nan': {{weight: 1, on_error: drop}}}}"
     common = ["prompts_per_step=4", "microbatch=4", "evaluation.prompts=null", "objective.advantage=batch_std"]
     trainer = FlowGRPOTrainer(args=short_run(tmp_path / "run", rewards, *common))
-    found = trainer.source.collect(0)
+    found = trainer.stage.source.collect(0)
     dropped = [g for g in range(4) if "U" in found.batch.prompts[4 * g]]
     assert 0 < len(dropped) < 4, "the example must drop some groups and keep some"
     kept = ~torch.isin(found.batch.group, torch.tensor(dropped))
@@ -322,7 +325,7 @@ def test_several_rewards_report_their_shares_of_the_advantage(tmp_path):
 def test_an_own_objective_and_an_own_advantage_by_file(tmp_path):
     own = objective(f"{OWN}:sigmoid", options={"sharpness": 2.0}, advantage=f"{OWN}:sign")
     trainer = FlowGRPOTrainer(args=short_run(tmp_path, *own))
-    found = trainer.source.collect(0)
+    found = trainer.stage.source.collect(0)
     assert set(found.advantage.tolist()) <= {-1.0, 1.0}
     assert trainer.training_step()["grad_rms"] > 0
     assert len(SAMPLE_OBJECTIVES.read_text().split("def matching")[0].split("def sigmoid")[1].splitlines()) < 20
@@ -358,16 +361,18 @@ def test_an_auto_window_lies_where_the_reward_varies(tmp_path):
     """The images of a prompt share all but one step's noise: without it they are one picture, however much prompts differ."""
     auto = "sampling={steps: 6, transition: cps, noise_level: 0.8, window: {kind: auto, size: 2}}"
     trainer = FlowGRPOTrainer(args=short_run(tmp_path, auto, "images_per_prompt=8", "microbatch=16"))
-    part = trainer.part
-    still = owned_variance(trainer.policy, part, trainer.train_set, trainer.rewards, "cps", 1e-4)
-    owned = owned_variance(trainer.policy, part, trainer.train_set, trainer.rewards, "cps", 0.8)
+    part = trainer.stage.args
+    still = step_reward_variance(
+        trainer.policy, part, trainer.train_set, trainer.rewards, transition="cps", noise_level=1e-4
+    )
+    owned = step_reward_variance(trainer.policy, part, trainer.train_set, trainer.rewards, transition="cps", noise_level=0.8)
     assert [one.step for one in owned] == [0, 1, 2, 3, 4]
     assert max(one.variance for one in still) < 1e-4 * max(one.variance for one in owned)
     sums = [owned[k].variance + owned[k + 1].variance for k in range(4)]
-    window = trainer._window(0)
-    assert window == [best_window(owned, 2), best_window(owned, 2) + 1]
+    window = trainer.stage.window(0)
+    assert window == [most_variable_window(owned, 2), most_variable_window(owned, 2) + 1]
     assert sums[window[0]] == max(sums)
-    assert trainer._window(7) == window
+    assert trainer.stage.window(7) == window
 
 
 def test_a_solver_of_order_2_draws_the_rollouts(tmp_path):
@@ -436,11 +441,11 @@ def test_a_run_can_be_stopped_and_resumed_in_the_first_step_of_a_stage(tmp_path)
     step = trainer.training_step
 
     def stopped() -> dict:
-        trainer._stopping = trainer.step == 1  # within the second stage's first rollout
+        trainer.interrupted = trainer.step == 1  # within the second stage's first rollout
         return step()
 
     trainer.training_step = stopped
-    with pytest.raises(rollouts.Interrupted):
+    with pytest.raises(Interrupted):
         trainer.train()
     FlowGRPOTrainer(args=parts).train(resume=True)
     assert same(weights(tmp_path / "parts"), weights(tmp_path / "whole"))
@@ -452,7 +457,7 @@ def test_nft_after_another_stage_begins_with_that_stages_policy_as_the_old_one(t
     for _ in range(2):
         trainer.training_step()
     trained = trainer.policy.adapter_state()
-    trainer.enter_at(2)
+    trainer.state.enter_stage(2)
     old = trainer.policy.adapter_state("old")
     assert any(value.abs().max() > 0 for name, value in trained.items() if "lora_B" in name)
     assert all(torch.equal(value, old[name.replace(".default.", ".old.")]) for name, value in trained.items())
@@ -489,7 +494,7 @@ def test_the_moving_average_takes_in_the_weights_every_so_many_optimizer_steps(t
     """Two updates a training step, every third of them counted: the first of step 2 and the second of step 3."""
     trainer = FlowGRPOTrainer(args=short_run(tmp_path, "updates=2", "ema_every=3", "ema_decay=0.15", "steps=3"))
     expected, steps = trainer.policy.ema_state(), []
-    trainer.update.optimizer.adamw.register_step_post_hook(lambda *_: steps.append(trainer.policy.adapter_state()))
+    trainer.stage.update.optimizer.adamw.register_step_post_hook(lambda *_: steps.append(trainer.policy.adapter_state()))
     for _ in range(3):
         trainer.training_step()
     assert len(steps) == 6
@@ -506,11 +511,11 @@ def test_training_on_given_images_can_be_stopped(tmp_path):
     step = trainer.training_step
 
     def stopped() -> dict:
-        trainer._stopping = trainer.step == 1
+        trainer.interrupted = trainer.step == 1
         return step()
 
     trainer.training_step = stopped
-    with pytest.raises(rollouts.Interrupted):
+    with pytest.raises(Interrupted):
         trainer.train()
     assert (tmp_path / "run" / "checkpoints" / "step_000002").exists()
 
@@ -518,7 +523,7 @@ def test_training_on_given_images_can_be_stopped(tmp_path):
 def test_half_a_step_is_not_saved(tmp_path, monkeypatch):
     """A gradient that is no number in the second update of a step: the checkpoint before that step stays the newest."""
     trainer = FlowGRPOTrainer(args=short_run(tmp_path / "run", "updates=2", "save_every=1", "evaluation.prompts=null"))
-    update, calls = trainer.update._step, []
+    update, calls = trainer.stage.update._step, []
 
     def spoiled(step: int, number: int) -> dict:
         calls.append(1)
@@ -526,7 +531,7 @@ def test_half_a_step_is_not_saved(tmp_path, monkeypatch):
             next(iter(trainer.policy.trainable_parameters().values())).grad.fill_(math.nan)
         return update(step, number)
 
-    monkeypatch.setattr(trainer.update, "_step", spoiled)
+    monkeypatch.setattr(trainer.stage.update, "_step", spoiled)
     with pytest.raises(ValueError, match="gradient of step 2 is not finite"):
         trainer.train()
     whole = short_run(tmp_path / "whole", "updates=2", "save_every=1", "evaluation.prompts=null")
@@ -574,9 +579,9 @@ def test_best_and_worst_are_chosen_among_groups_with_signal():
     reward = torch.tensor([0.1, 0.9, 0.5, 0.3, 0.3, 0.3, 2.0, 3.0, 1.0])
     group = torch.tensor([0, 0, 0, 1, 1, 1, 2, 2, 2])
     signal = group != 1
-    assert rollouts.chosen_rows("best", reward, group, signal)[0].tolist() == [1, 7]
-    assert rollouts.chosen_rows("best_and_worst", reward, group, signal)[0].tolist() == [1, 0, 7, 8]
-    rows, per_group = rollouts.chosen_rows("all", reward, group, signal)
+    assert rollouts.select_rows("best", reward, group, signal)[0].tolist() == [1, 7]
+    assert rollouts.select_rows("best_and_worst", reward, group, signal)[0].tolist() == [1, 0, 7, 8]
+    rows, per_group = rollouts.select_rows("all", reward, group, signal)
     assert (rows.tolist(), per_group) == ([0, 1, 2, 6, 7, 8], 3)
 
 
@@ -605,8 +610,8 @@ def test_a_stage_has_what_is_its_own(tmp_path):
     trainer = FlowGRPOTrainer(args=short_run(tmp_path, slides, f"stages={json.dumps([{'steps': 3}, {'steps': 4}])}"))
     windows = []
     for step in range(3, 7):
-        trainer.enter_at(step)
-        windows += trainer._window(step)
+        trainer.state.enter_stage(step)
+        windows += trainer.stage.window(step)
     assert windows == [0, 0, 1, 1]
 
 
@@ -614,7 +619,7 @@ def test_per_step_credit_is_given_where_the_images_of_a_prompt_part(tmp_path):
     """One noise for a group up to the trained step; the update replays it exactly, and learns."""
     window = "sampling={steps: 4, transition: cps, noise_level: 0.8, shared_start: true, window: {kind: fixed, size: 1, first: 1}}"
     trainer = FlowGRPOTrainer(args=short_run(tmp_path, window))
-    found = trainer.source.collect(0).trajectory
+    found = trainer.stage.source.collect(0).trajectory
     states = found.x[:, 0].view(2, 4, *found.x.shape[2:])
     assert torch.equal(states, states[:, :1].expand_as(states)), "the same picture so far"
     assert (found.final[0] - found.final[1]).abs().max() > 0.01

@@ -14,7 +14,8 @@ from flow_grpo.config.sections import CriticConfig
 from flow_grpo.data.prompts import PromptSampler
 from flow_grpo.training import rollouts
 from flow_grpo.training.critic import Critic
-from flow_grpo.training.rollouts import Interrupted, Rollouts, chosen_rows
+from flow_grpo.training.interrupt import Interrupted
+from flow_grpo.training.rollouts import RolloutSource, select_rows
 from flow_grpo.types import Scores
 from rewards import WeightedSum
 from rewards.interrupt import DaemonThread
@@ -43,9 +44,14 @@ def source(
     """Rollouts of a small policy whose main reward is scripted."""
     rewards = {"main": scripted(script), **(rewards or {})}
     weighted = WeightedSum(rewards, weights or dict.fromkeys(rewards, 1.0), drop)
-    own = {name: more.pop(name) for name in ("critic", "processes", "stopping") if name in more}
+    own = {name: more.pop(name) for name in ("critic", "processes", "should_stop") if name in more}
     args = small.settings(**{"prompts_per_step": 4, "microbatch": 6, **more})
     return small.rollouts(policy or small.policy(), args, window, weighted, prompts=prompts, **own)
+
+
+def share(rolls, processes):
+    """Makes these the processes of the rollouts."""
+    rolls.processes = rolls.image_sampler.processes = processes
 
 
 def some(*names):
@@ -69,7 +75,7 @@ def test_every_image_starts_from_noise_of_its_own_and_each_trained_step_adds_noi
     rolls, batch = source(seed=seed), small.PROMPTS.take([4, 2], 3)
     starts, noises = [], []
     for step in (0, 1):
-        t = rolls.trajectory(step, batch, WINDOW)
+        t = rolls.image_sampler.trajectory(step, batch, WINDOW)
         assert t.steps == WINDOW
         for row, (p, g) in enumerate(zip(batch.group.tolist(), batch.image.tolist(), strict=True)):
             starts.append(sampling.noise(small.SHAPE, seed, "start", step, p, g))
@@ -86,10 +92,12 @@ def test_every_image_starts_from_noise_of_its_own_and_each_trained_step_adds_noi
 @pytest.mark.parametrize("seed", [0, 3])
 def test_images_of_a_group_may_share_their_start_and_part_at_the_first_trained_step(seed):
     rolls, batch = source(seed=seed, sampling={"shared_start": True}, window=[1]), small.PROMPTS.take([4, 2], 3)
-    states = torch.stack([rolls.trajectory(step, batch, [1]).x[:, 0].view(2, 3, *small.SHAPE) for step in (0, 1)])
+    states = torch.stack(
+        [rolls.image_sampler.trajectory(step, batch, [1]).x[:, 0].view(2, 3, *small.SHAPE) for step in (0, 1)]
+    )
     assert torch.equal(states, states[:, :, :1].expand_as(states))
     assert len(states.flatten(3).flatten(0, 2).unique(dim=0)) == 4
-    first = rolls.trajectory(0, batch, [0])
+    first = rolls.image_sampler.trajectory(0, batch, [0])
     for row, p in enumerate(batch.group.tolist()):
         assert torch.equal(first.x[row, 0], sampling.noise(small.SHAPE, seed, "start", 0, p))
     assert len(first.final.flatten(1).unique(dim=0)) == 6
@@ -99,22 +107,22 @@ def test_images_of_a_group_may_share_their_start_and_part_at_the_first_trained_s
 def test_a_group_is_drawn_alike_whoever_draws_it(shared):
     """Group 3 of a batch alone, as one of several processes draws it."""
     rolls, batch = source(sampling={"shared_start": shared}, microbatch=3), small.PROMPTS.take([4, 2, 1, 0], 3)
-    whole, own = rolls.trajectory(5, batch, [1, 2]), batch.take(torch.tensor([3, 4, 5, 9, 10, 11]))
-    part = rolls.trajectory(5, own, [1, 2])
+    whole, own = rolls.image_sampler.trajectory(5, batch, [1, 2]), batch.take(torch.tensor([3, 4, 5, 9, 10, 11]))
+    part = rolls.image_sampler.trajectory(5, own, [1, 2])
     torch.testing.assert_close(part.final, whole.final[[3, 4, 5, 9, 10, 11]], rtol=0, atol=1e-5)
 
 
 def test_a_rollout_is_scored_and_solved_as_the_settings_say():
     batch = small.PROMPTS.take([4, 2], 3)
-    t = source(sampling={"log_prob": "unnormalized", "noise_level": 0.3}).trajectory(0, batch, [1])
+    t = source(sampling={"log_prob": "unnormalized", "noise_level": 0.3}).image_sampler.trajectory(0, batch, [1])
     residual = (t.x_next - t.mean).square().flatten(2).mean(2)
     torch.testing.assert_close(t.log_prob_BK, -residual)
     std = t.schedule.sigmas[2] * math.sin(0.3 * math.pi / 2)
     assert float(residual.mean()) == pytest.approx(float(std**2), rel=0.3)
     ode = {"objective": {"name": "sft"}, "window": []}
     euler, heun = (source(sampling={"transition": "ode", "solver": s}, **ode) for s in ("euler", "heun"))
-    assert euler.solver is None
-    one, other = (rolls.trajectory(0, batch, []).final for rolls in (euler, heun))
+    assert euler.image_sampler.solver is None
+    one, other = (rolls.image_sampler.trajectory(0, batch, []).final for rolls in (euler, heun))
     assert 1e-3 < float((one - other).abs().mean()) < 0.5
 
 
@@ -123,11 +131,11 @@ def test_the_forward_passes_of_a_rollout_are_micro_batches_without_gradients():
     calls, velocity = [], policy.velocity
     policy.velocity = lambda x, *rest: calls.append((len(x), torch.is_grad_enabled())) or velocity(x, *rest)
     rolls = source(policy, microbatch=3)
-    rolls.trajectory(0, batch, WINDOW)
+    rolls.image_sampler.trajectory(0, batch, WINDOW)
     assert calls == [(3, False)] * 8
     calls.clear()
     policy.compiled = True
-    found = rolls.trajectory(0, batch, WINDOW)
+    found = rolls.image_sampler.trajectory(0, batch, WINDOW)
     assert calls == [(3, i in WINDOW) for _ in range(2) for i in range(4)], "a compiled kernel is the one that is replayed"
     assert not found.final.requires_grad
 
@@ -144,7 +152,7 @@ def test_a_rollout_is_left_before_its_next_forward_pass(after):
     policy, calls = small.policy(), []
     velocity = policy.velocity
     policy.velocity = lambda x, *rest: calls.append(1) or velocity(x, *rest)
-    rolls, threads = source(policy, stopping=lambda: len(calls) >= after), set(threading.enumerate())
+    rolls, threads = source(policy, should_stop=lambda: len(calls) >= after), set(threading.enumerate())
     with pytest.raises(Interrupted):
         rolls.collect(0)
     assert len(calls) == after
@@ -239,10 +247,10 @@ def test_the_best_and_the_worst_of_a_group_by_the_sum_are_what_is_copied_and_com
     assert found.rows_per_group == (1 if name == "sft" else 2)
 
 
-def test_chosen_rows_of_no_group_are_none():
+def test_select_rows_of_no_group_are_none():
     reward, group = torch.zeros(4), torch.tensor([0, 0, 1, 1])
     for name, each in (("best", 1), ("best_and_worst", 2), ("all", 2)):
-        rows, per_group = chosen_rows(name, reward, group, torch.zeros(4, dtype=torch.bool))
+        rows, per_group = select_rows(name, reward, group, torch.zeros(4, dtype=torch.bool))
         assert (rows.tolist(), rows.dtype, per_group) == ([], torch.int64, each)
 
 
@@ -372,7 +380,7 @@ def test_a_further_round_fills_the_micro_batches_of_all_processes(microbatch, pr
     rolls = source(resample=1, microbatch=microbatch)
     rolls.rewards.rewards["main"] = Rounds("111s", "s" * count)
     if processes == 2:
-        rolls.processes = small.Two(lambda scores: scores)
+        share(rolls, small.Two(lambda scores: scores))
         rolls.rewards.rewards["main"] = Rounds("1s", "s")
         rolls.processes.other = silent_once()
     asked = dealt(rolls)
@@ -450,7 +458,7 @@ def test_a_process_has_its_own_groups_and_knows_all_scores(rank):
     whole = source(prompts=some("cat", "dog", "sun", "boat"), microbatch=3).collect(1)
     own, others = (torch.tensor([i for i in range(12) if i // 3 % 2 == r]) for r in (rank, 1 - rank))
     rolls = source(prompts=some("cat", "dog", "sun", "boat"), microbatch=3)
-    rolls.processes = small.Two(lambda _: whole.scores.take(others), rank)
+    share(rolls, small.Two(lambda _: whole.scores.take(others), rank))
     found = rolls.collect(1)
     assert found.batch.prompts == [whole.batch.prompts[i] for i in own]
     assert found.batch.group.tolist() == whole.batch.group[own].tolist()
@@ -468,15 +476,15 @@ def test_images_are_scored_in_parts_of_whole_groups_and_micro_batches_where_that
         sizes[beside], reward = [], scripted()
         rolls = source(microbatch=6, prompts=FOUR)
         rolls.rewards.rewards["main"] = lambda x, p, s=sizes[beside], r=reward: s.append(len(x)) or r(x, p)
-        assert not rolls.beside
-        rolls.beside = beside
+        assert not rolls.image_sampler.score_in_background
+        rolls.image_sampler.score_in_background = beside
         found[beside] = rolls.collect(3)
     assert sizes == {False: [12], True: [6, 6]}
     assert torch.equal(found[True].advantage, found[False].advantage)
     assert torch.equal(found[True].trajectory.final, found[False].trajectory.final)
     assert found[True].batch.prompts == found[False].batch.prompts
     rolls = source(microbatch=4, prompts=FOUR)
-    rolls.beside, whole = True, []
+    rolls.image_sampler.score_in_background, whole = True, []
     rolls.rewards.rewards["main"] = lambda x, p: whole.append(len(x)) or scripted()(x, p)
     rolls.collect(3)
     assert whole == [12], "4 rows are no whole groups of 3"
@@ -486,13 +494,13 @@ def test_on_a_cpu_only_what_other_machines_score_goes_beside_the_drawing():
     far, near = {"remote": "http://127.0.0.1:1"}, {"weight": 1.0}
     policy = small.policy()
     for rewards, expected in (({"a": far}, True), ({"a": far, "b": near}, False), ({"b": near}, False)):
-        rolls = Rollouts(policy, small.settings(rewards=rewards), PromptSampler(small.PROMPTS, 0), None, None, None, None)
-        assert rolls.beside == expected
+        rolls = RolloutSource(policy, small.settings(rewards=rewards), PromptSampler(small.PROMPTS, 0), None, window=None)
+        assert rolls.image_sampler.score_in_background == expected
         assert rolls.processes.world_size == 1
     elsewhere = SimpleNamespace(device=torch.device("cuda"), schedule=policy.schedule)
-    assert Rollouts(
-        elsewhere, small.settings(rewards={"b": near}), PromptSampler(small.PROMPTS, 0), None, None, None, None
-    ).beside
+    assert RolloutSource(
+        elsewhere, small.settings(rewards={"b": near}), PromptSampler(small.PROMPTS, 0), None, window=None
+    ).image_sampler.score_in_background
 
 
 def test_a_reward_that_fails_leaves_no_thread_behind():
@@ -529,7 +537,7 @@ def test_rewards_are_called_one_after_another_and_not_at_all_after_a_failure(mon
     monkeypatch.setattr(DaemonThread, "close", closed)
     threads = set(threading.enumerate())
     rolls, decoded = source(drop=(), microbatch=3), []
-    rolls.beside, decode = True, rolls.policy.decode
+    rolls.image_sampler.score_in_background, decode = True, rolls.policy.decode
     rolls.policy.decode, rolls.rewards.rewards["main"] = broken, slow
     with pytest.raises(torch.OutOfMemoryError):
         rolls.collect(0)
@@ -552,11 +560,11 @@ def test_the_seconds_of_a_step_are_those_of_its_parts(monkeypatch):
 
     rolls = source(resample=1)
     rolls.rewards.rewards["main"] = Rounds("111s", "ss", "1111")
-    rolls.trajectory = takes(5.0, rolls.trajectory)
+    rolls.image_sampler.trajectory = takes(5.0, rolls.image_sampler.trajectory)
     rolls.policy.decode = takes(3.0, rolls.policy.decode)
-    rolls._by_group = takes(2.0, rolls._by_group)
+    rolls._group_advantages = takes(2.0, rolls._group_advantages)
     together = rolls.processes.gather_or_raise
-    rolls.processes.gather_or_raise = takes(7.0, together)
+    rolls.image_sampler.processes.gather_or_raise = takes(7.0, together)
     for step, rounds in ((0, 2), (1, 1)):
         metrics = rolls.collect(step).metrics
         seconds = {k: v for k, v in metrics.items() if k.startswith("time/")}

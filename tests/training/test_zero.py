@@ -37,7 +37,7 @@ for folder in map(Path, sys.argv[1:]):
         os.environ.pop("ACCELERATE_USE_DEEPSPEED", None)
     trainer = FlowGRPOTrainer(args=args)
     trainer.train(resume=folder.name == "resumed")
-    optimizer, parameters = trainer.update.optimizer, list(trainer.policy.trainable_parameters().values())
+    optimizer, parameters = trainer.stage.update.optimizer, list(trainer.policy.trainable_parameters().values())
 
     def everywhere(number):
         return sum((p * number).sum() for p in parameters)

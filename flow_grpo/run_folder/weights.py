@@ -1,0 +1,52 @@
+"""What a run trains: added to a policy, and loaded again from what the run has left."""
+
+from pathlib import Path
+
+from flow_grpo.config import FlowGRPOConfig
+from flow_grpo.policy.policy import Policy
+from flow_grpo.policy.weight_checks import check_weights
+from flow_grpo.run_folder import checkpoint, layout
+
+
+def add_trainable_weights(policy: Policy, args: FlowGRPOConfig) -> None:
+    """Add what the config trains. A LoRA that the policy already has stays."""
+    if args.lora is None and policy.has_lora:
+        raise ValueError("lora=null trains all weights, but the policy that was given carries a LoRA: give one without.")
+    if args.lora is None:
+        policy.enable_full_finetuning()
+        return
+    if policy.is_full_finetuning and args.lora.start is None:
+        raise ValueError("the policy that was given trains all weights: set lora=null, or give one that does not.")
+    if policy.is_full_finetuning:
+        raise ValueError(
+            f"lora.start={args.lora.start} holds a whole transformer: merge it into a model by `flow-grpo export`, and set model."
+        )
+    if not policy.has_lora:
+        policy.add_lora(args.lora.rank, args.lora.alpha, args.lora.targets, args.seed)
+
+
+def load_trained_weights(policy: Policy, place: str) -> None:
+    """Load what a run has trained: whatever `Policy.load_lora` takes, or a checkpoint.
+
+    Of a checkpoint it is the moving average, where it has one, as that is what a run evaluates and saves. ValueError as there, or
+    if the checkpoint is damaged.
+    """
+    folder = Path(place).resolve()
+    if not (folder / layout.MANIFEST).is_file():
+        policy.load_lora(place)
+        return
+    config, step = folder.parent.parent / layout.CONFIG, layout.step_of(folder)
+    if not config.is_file() or step is None:
+        raise ValueError(f"the checkpoint {place} is not where its run left it, as checkpoints/step_000100 of a run folder.")
+    state = checkpoint.read(folder.parent, step)
+    args = FlowGRPOConfig.from_yaml(config)
+    if args.lora and args.lora.start:
+        policy.load_lora(args.lora.start)
+    add_trainable_weights(policy, args)
+    if policy.is_full_finetuning:
+        policy.store_base_weights("cpu")
+    if not isinstance(state.get("adapter"), dict):
+        raise ValueError(f"the checkpoint {place} was not written by flow-grpo: it holds no adapter.")
+    trained = state.get("ema") or state["adapter"]
+    check_weights(trained, f"the checkpoint {place}")
+    policy.load_adapter_state(trained)

@@ -1,0 +1,126 @@
+"""Sample the images of a batch of prompts, and score them, here or in the background."""
+
+import math
+import time
+from collections.abc import Callable
+from concurrent.futures import Future
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from flow_grpo import sampling
+from flow_grpo.config import FlowGRPOConfig
+from flow_grpo.distributed.processes import Processes
+from flow_grpo.policy.policy import Policy
+from flow_grpo.progress import phase
+from flow_grpo.text import counted
+from flow_grpo.training.interrupt import Interrupted, background, interruptible, wait
+from flow_grpo.types import PromptBatch, Scores, Trajectory
+from rewards import WeightedSum
+from rewards.interrupt import DaemonThread
+
+
+class ImageSampler:
+    """Samples images by the settings of a stage and scores them.
+
+    Args:
+        should_stop: whether the run is to stop. `Interrupted` then leaves the rollout: before a forward pass, if there is one
+            process, and while it waits for rewards.
+        processes: those that share each step; each samples the groups that it owns.
+
+    Attributes:
+        score_in_background: whether a part of the images is scored while the next part is sampled.
+        seconds: time of rollout, decoding and rewards since `reset_seconds`.
+    """
+
+    def __init__(
+        self,
+        policy: Policy,
+        args: FlowGRPOConfig,
+        rewards: WeightedSum,
+        should_stop: Callable[[], bool],
+        processes: Processes,
+    ) -> None:
+        self.policy, self.args, self.rewards = policy, args, rewards
+        self.should_stop, self.processes = should_stop, processes
+        self.schedule, self.latent_shape = policy.schedule(args.sampling.steps)
+        self.solver = policy.heun_solver(self.schedule) if args.sampling.solver == "heun" else None
+        # On a CPU, sampling and scoring would compete for the cores: there only remote rewards run in the background.
+        self.score_in_background = policy.device.type != "cpu" or all(
+            reward.remote is not None for reward in args.rewards.values()
+        )
+        self.reset_seconds()
+
+    def reset_seconds(self) -> None:
+        self.seconds = {"rollout": 0.0, "decode": 0.0, "reward": 0.0}
+
+    def sample_and_score(self, batch: PromptBatch, window: list[int], step: int) -> tuple[Trajectory, Scores]:
+        """Sample the images of the groups that this process owns. Returns their trajectory, and the scores of the whole batch."""
+        local_batch = batch.take(self.processes.owns(batch.group).nonzero()[:, 0])
+        with background(self.should_stop) as thread:
+            trajectory, futures = self._sample(local_batch, window, step, thread)
+            return trajectory, self._gather_scores(futures, batch.group)
+
+    def trajectory(self, step: int, batch: PromptBatch, window: list[int]) -> Trajectory:
+        """Sample B images; the group numbers of the batch name their noise."""
+        s, seed = self.args.sampling, self.args.seed
+        velocity = self.policy.velocity_fn(self.schedule, self.policy.encode(batch.prompts))
+
+        def detached(x: Tensor, i: int, rows: Tensor) -> Tensor:
+            # a compiled kernel with gradients differs in the last bit: a step that is replayed with them is sampled with them
+            with torch.set_grad_enabled(self.policy.compiled and i in window):
+                return velocity(x, i, rows).detach()
+
+        return sampling.rollout(
+            interruptible(detached, self._should_stop_alone),  # nothing of this step has touched the adapter yet
+            self.schedule,
+            sampling.batch_noise(self.latent_shape, batch, seed, "start", step, shared=s.shared_start),
+            microbatch=self.args.microbatch,
+            trained=window,
+            transition=s.transition,
+            noise_level=s.noise_level,
+            step_noise=lambda i: sampling.batch_noise(self.latent_shape, batch, seed, "step", step, i),
+            log_prob=s.log_prob,
+            group=batch.group.unique(return_inverse=True)[1] if s.shared_start else None,
+            solver=None if window else self.solver,
+        )
+
+    def score(self, batch: PromptBatch, images: Tensor) -> Scores:
+        """Scores of B images (B, 3, H, W) in [0, 1]."""
+        return Scores(*self.rewards(images, batch.prompts, **batch.columns()))
+
+    def _should_stop_alone(self) -> bool:
+        """Whether to leave a rollout between two forward passes. Several processes stop together, where they communicate."""
+        return self.processes.world_size == 1 and self.should_stop()
+
+    def _sample(
+        self, batch: PromptBatch, window: list[int], step: int, thread: DaemonThread
+    ) -> tuple[Trajectory, list[Future[Scores]]]:
+        """Sample images part by part, each of whole groups and micro-batches, and submit each part to the scoring thread."""
+        trajectories, futures = [], []
+        whole = not self.score_in_background
+        size = len(batch.prompts) if whole else math.lcm(self.args.microbatch, self.args.images_per_prompt)
+        for rows in torch.arange(len(batch.prompts)).split(size):
+            part, started = batch.take(rows), time.perf_counter()
+            with phase(f"step {step + 1}, drawing {counted(len(part.prompts), 'image')}"):
+                trajectories.append(self.trajectory(step, part, window))
+                sampled = time.perf_counter()
+                images = self.policy.decode(trajectories[-1].final, self.args.microbatch)
+            futures.append(thread.submit(partial(self.score, part, images)))
+            self.seconds["rollout"] += sampled - started
+            self.seconds["decode"] += time.perf_counter() - sampled
+        return Trajectory.join(trajectories), futures
+
+    def _gather_scores(self, futures: list[Future[Scores]], group: Tensor) -> Scores:
+        """The scores of all rows, from those that each process gives to its own groups."""
+        started = time.perf_counter()
+
+        def local_scores() -> Scores:
+            return Scores.join([wait(future, self.should_stop) for future in futures])
+
+        with phase(f"scoring {counted(len(group), 'image')}"):
+            scores = Scores.join(self.processes.gather_or_raise(local_scores, (ValueError, Interrupted)))
+        self.seconds["reward"] += time.perf_counter() - started  # what was not done while sampling
+        order = self.processes.owner(group).argsort(stable=True).argsort()
+        return scores.take(order)

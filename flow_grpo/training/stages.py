@@ -1,0 +1,161 @@
+"""A stage of a run: its settings, where its images come from, and what updates the policy."""
+
+import copy
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from flow_grpo.config import FlowGRPOConfig
+from flow_grpo.data.prompts import PromptSampler
+from flow_grpo.distributed.processes import Processes
+from flow_grpo.policy.policy import Policy
+from flow_grpo.progress import phase
+from flow_grpo.training.critic import Critic
+from flow_grpo.training.interrupt import Interrupted
+from flow_grpo.training.offline import OfflineSource
+from flow_grpo.training.rollouts import RolloutSource
+from flow_grpo.training.update import PolicyUpdate
+from flow_grpo.training.windows import WindowSchedule, most_variable_window, step_reward_variance
+from flow_grpo.types import Experience
+from rewards import WeightedSum
+
+
+class Stage:
+    """The training steps from `start` on, with an optimizer, a critic and a window of their own.
+
+    Args:
+        start: the first training step.
+        args: the settings; `microbatch` becomes what one process can use.
+        rewards: the trained ones.
+        should_stop: whether the run is to stop.
+
+    Attributes:
+        source: `collect(step)` returns an `Experience`.
+        update: takes an `Experience` and updates the policy.
+        warnings: what the console is still to show.
+
+    Raises:
+        ValueError: sizes that the processes can't share.
+    """
+
+    def __init__(
+        self,
+        start: int,
+        args: FlowGRPOConfig,
+        policy: Policy,
+        prompt_sampler: PromptSampler,
+        rewards: WeightedSum,
+        *,
+        processes: Processes,
+        should_stop: Callable[[], bool],
+    ) -> None:
+        self.start, self.args, self.policy, self.prompt_sampler = start, args, policy, prompt_sampler
+        self.rewards, self.processes, self.should_stop = rewards, processes, should_stop
+        self.warnings: list[str] = []
+        self.set_microbatch(args.microbatch)
+        self.update = PolicyUpdate(policy, args, start, processes)
+        self.critic = self._critic() if args.method.critic else None
+        self.window = WindowSchedule(args.sampling, args.seed, start, self._measure_window)
+        self.source: RolloutSource | OfflineSource
+        if args.objective.data is not None:
+            self.source = OfflineSource(policy, args, processes)
+        else:
+            self.source = RolloutSource(
+                policy,
+                args,
+                prompt_sampler,
+                rewards,
+                critic=self.critic,
+                window=self.window if args.method.stepwise else lambda step: [],
+                should_stop=should_stop,
+                processes=processes,
+            )
+        if args.method.old_policy:
+            policy.update_adapter_copy("old", 0.0)  # the stage's old policy starts as the policy of now
+
+    def step(self, number: int) -> tuple[Experience, dict[str, float]]:
+        """Collect the experience of a training step and update the policy. Returns it with the metrics of the update.
+
+        A failed step is rolled back. If memory ran out, it is repeated with half the micro-batch, and `warnings` says so.
+        """
+        while True:
+            before = self.loop_state()
+            try:
+                return self._collect_and_update(number)
+            except (Interrupted, ValueError, torch.OutOfMemoryError) as error:
+                self.restore_loop_state(before)
+                self.update.discard()
+                if not isinstance(error, torch.OutOfMemoryError) or not self._halve_microbatch():
+                    raise
+            if self.policy.device.type == "cuda":
+                torch.cuda.empty_cache()  # after the except clause, which held the tensors of the failed step
+
+    def _collect_and_update(self, number: int) -> tuple[Experience, dict[str, float]]:
+        experience = self.source.collect(number)  # prompts -> rollouts -> rewards -> advantages
+        started = time.perf_counter()
+        with phase(f"step {number + 1}, updating"):
+            metrics = self.update(experience, number)  # losses -> gradients -> optimizer
+        return experience, {**metrics, "time/update": time.perf_counter() - started}
+
+    def set_microbatch(self, microbatch: int) -> None:
+        """Set the micro-batch of one process, at most that large."""
+        args = self.args
+        args.microbatch = self.processes.local_microbatch(
+            args.prompts_per_step,
+            args.images_per_prompt,
+            microbatch=microbatch,
+            updates=args.updates,
+            pairs=args.method.rows_per_pair == 2,
+        )
+
+    def _halve_microbatch(self) -> bool:
+        """Continue with smaller micro-batches after memory ran out, if there are any.
+
+        False too if half of a step is done, or if other processes would not know.
+        """
+        former = self.args.microbatch
+        if former <= self.args.method.rows_per_pair or self.update.mid_step or self.processes.world_size > 1:
+            return False
+        self.set_microbatch(former // 2)
+        self.warnings.append(f"memory ran out with microbatch={former}; the run goes on with {self.args.microbatch}.")
+        return True
+
+    def loop_state(self) -> dict[str, Any]:
+        """What training steps change besides the weights and the optimizer."""
+        return {
+            "prompts": self.prompt_sampler.state_dict(),
+            "clip": dict(self.update.clip.state),
+            "window": self.window.measured_start,
+            "microbatch": self.args.microbatch,
+            "critic": None if self.critic is None else copy.deepcopy(self.critic.training_state()),
+        }
+
+    def restore_loop_state(self, state: dict[str, Any]) -> None:
+        self.prompt_sampler.load_state_dict(state["prompts"])
+        self.args.microbatch = state["microbatch"]
+        self.update.clip.state, self.window.measured_start = dict(state["clip"]), state["window"]
+        if self.critic is not None:
+            self.critic.load_training_state(state["critic"])
+
+    def _critic(self) -> Critic:
+        _, latent_shape = self.policy.schedule(self.args.sampling.steps)
+        text_width = self.policy.encode(self.prompt_sampler.prompts.prompts[:1]).pooled().shape[1]
+        return Critic(latent_shape, text_width, self.args.objective.critic, self.args.seed)
+
+    def _measure_window(self) -> int:
+        return self.processes.gather_or_raise(self._most_variable_window, (ValueError, Interrupted))[0]
+
+    def _most_variable_window(self) -> int:
+        measured = step_reward_variance(
+            self.policy,
+            self.args,
+            self.prompt_sampler.prompts,
+            self.rewards,
+            transition=self.args.sampling.transition,
+            noise_level=self.args.sampling.noise_level,
+            should_stop=self.should_stop,
+            processes=self.processes,
+        )
+        return most_variable_window(measured, self.args.sampling.window.size)

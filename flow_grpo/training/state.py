@@ -1,0 +1,221 @@
+"""A run on disk while it trains: its folder created or resumed, its checkpoints written and read."""
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from flow_grpo.config import FlowGRPOConfig
+from flow_grpo.data.prompts import PromptSampler
+from flow_grpo.distributed.processes import Processes
+from flow_grpo.files import WriteError, atomic_folder, remove, write_atomic
+from flow_grpo.policy.policy import Policy
+from flow_grpo.run_folder import checkpoint, layout
+from flow_grpo.run_folder.lock import locked
+from flow_grpo.run_folder.metrics_file import has_metrics
+from flow_grpo.text import counted, first_line
+from flow_grpo.training.interrupt import Interrupted
+from flow_grpo.training.stages import Stage
+from rewards import WeightedSum
+
+
+class RunState:
+    """Where a run is: its step, its stage and the trained weights, saved to checkpoints and restored from them.
+
+    Args:
+        rewards: the trained ones.
+        should_stop: whether the run is to stop.
+
+    Attributes:
+        step: training steps that are done.
+        stage: the stage that the next step belongs to.
+
+    Raises:
+        ValueError: a stage has sizes that the processes can't share.
+    """
+
+    def __init__(
+        self,
+        args: FlowGRPOConfig,
+        policy: Policy,
+        prompt_sampler: PromptSampler,
+        rewards: WeightedSum,
+        *,
+        processes: Processes,
+        should_stop: Callable[[], bool],
+    ) -> None:
+        self.args, self.policy, self.processes, self.folder = args, policy, processes, Path(args.output)
+        self.step = 0
+        self.stages = args.resolved_stages()
+        self._start_stage = partial(
+            Stage,
+            policy=policy,
+            prompt_sampler=prompt_sampler,
+            rewards=rewards,
+            processes=processes,
+            should_stop=should_stop,
+        )
+        for start, settings in reversed(self.stages):  # each checks its sizes; the run starts with the first
+            self.stage = self._start_stage(start, settings)
+
+    def enter_stage(self, step: int) -> None:
+        """Start the stage that this training step belongs to, unless it is the present one."""
+        start, settings = [stage for stage in self.stages if stage[0] <= step][-1]
+        if settings is not self.stage.args:
+            self.stage = self._start_stage(start, settings)
+
+    def state_dict(self, keep: bool = True) -> dict[str, Any]:
+        """Everything that the next step depends on. Where it is sharded, every process must call this; pass keep=False on those
+        that discard the result. The keys are those that 0.3 wrote."""
+        state = {
+            "step": self.step,
+            "adapter": self.policy.adapter_state(keep=keep),
+            "ema": self.policy.ema_state(keep),
+            **self.stage.update.state_dict(keep),
+            "begin": self.stage.start,
+            "memory": self.stage.loop_state(),
+        }
+        if "old" in self.policy.adapters:
+            state["old"] = self.policy.adapter_state("old")
+        return state
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restore a checkpoint. ValueError if it was written with other settings."""
+        try:
+            self._load(state)
+        except (LookupError, TypeError, ValueError, AttributeError) as error:
+            raise ValueError(
+                f"the checkpoint of step {state['step']} is not one of this run's settings ({first_line(error).rstrip('.')}): "
+                "resume with the settings that it was written with, or start another run by output=..."
+            ) from error
+
+    def save(self) -> bool:
+        """Write a checkpoint; returns whether this process wrote it. Every process must call it; the main one writes."""
+        if not self.processes.is_main and not self.stage.update.is_sharded:
+            return False
+        state = self.state_dict(keep=self.processes.is_main)
+        if self.processes.is_main:
+            checkpoint.save(self.folder / layout.CHECKPOINTS, self.step, state, self.args.keep)
+        return self.processes.is_main
+
+    def save_after(self, error: Exception, save: Callable[[], object]) -> None:
+        """Save on the way out of a failed run, and keep the error's message if the disk is full.
+
+        Nothing is saved if half a step is done, which can't be resumed, or if one process alone has failed and holds a shard.
+        """
+        together = isinstance(error, Interrupted) or not self.stage.update.is_sharded
+        if not together or self.stage.update.mid_step or isinstance(error, WriteError):
+            return
+        try:
+            save()
+        except WriteError as full:
+            raise WriteError(f"{error} {full}".strip()) from error
+
+    def save_weights(self, name: str | None = None) -> Path:
+        """Write the moving average of the trained weights to a folder of the run, by default the one that a finished run leaves.
+
+        Returns the file, or the folder of several. Every process must call it; the main one writes.
+        """
+        folder = self.folder / (name or self._weights_folder)
+        with self.policy.ema_weights():
+            if not self.processes.is_main:
+                return self.policy.save(folder, write=False)
+            with atomic_folder(folder) as made:
+                return folder / self.policy.save(made).relative_to(made)
+
+    def discard_later_files(self) -> None:
+        """Delete what a run has left after the step that it resumes from: checkpoints, and the weights of an earlier end."""
+        checkpoint.delete_after(self.folder / layout.CHECKPOINTS, self.step)
+        if self.step < self.args.steps:
+            remove(self.folder / self._weights_folder)
+        write_atomic(self.folder / layout.CONFIG, self.args.to_yaml())  # some settings may change
+
+    @property
+    def _weights_folder(self) -> str:
+        return layout.TRANSFORMER if self.policy.is_full_finetuning else layout.LORA
+
+    def _load(self, state: dict[str, Any]) -> None:
+        self.step = state["step"]
+        self.enter_stage(state["begin"])  # between two stages, the optimizer may be either's
+        self.policy.load_adapter_state(state["adapter"])
+        self.policy.load_ema_state(state["ema"])
+        self.stage.update.load_state_dict(state)
+        self.stage.restore_loop_state(state["memory"])
+        self.stage.set_microbatch(self.stage.args.microbatch)  # it may have been saved by fewer processes
+        if "old" in state:
+            self.policy.load_adapter_state(state["old"], "old")
+
+
+def is_begun(folder: Path) -> bool:
+    """Whether the folder holds a run: metrics, readable or not, or a checkpoint after the start."""
+    return has_metrics(folder) or any(checkpoint.steps(folder / layout.CHECKPOINTS))
+
+
+def open_run_folder(args: FlowGRPOConfig, resume: bool, lock: ExitStack, info: Callable[[str], None]) -> None:
+    """Create the run folder, or check that it can be resumed, and hold its lock until `lock` closes.
+
+    Raises:
+        ValueError: the folder holds a run that is not to be resumed, holds none that could be, or another process trains in it.
+    """
+    folder = Path(args.output)
+    if resume and not checkpoint.steps(folder / layout.CHECKPOINTS):
+        again = "set another folder by output=..." if is_begun(folder) else "start the run without --resume"
+        raise ValueError(f"{folder} has no checkpoint to resume from: {again}, or see whether output=... is right.")
+    lock.enter_context(locked(folder, info))
+    if resume:
+        return
+    if is_begun(folder):
+        raise ValueError(f"{folder} already holds a run: go on with it by --resume, or set another folder by output=...")
+    write_atomic(folder / layout.CONFIG, args.to_yaml())
+
+
+def run_headline(args: FlowGRPOConfig, policy: Policy) -> str:
+    """What a run prints first: its model, device, dtype, size and folder."""
+    dtype = str(policy.dtype).removeprefix("torch.")
+    size = f"{counted(args.prompts_per_step, 'prompt')} x {counted(args.images_per_prompt, 'image')}"
+    return f"{args.model} on {policy.device} in {dtype}: {counted(args.steps, 'step')} of {size}; run folder {args.output}"
+
+
+def newest_checkpoint(args: FlowGRPOConfig, info: Callable[[str], None]) -> dict[str, Any]:
+    """Read the newest readable checkpoint of the run folder.
+
+    Raises:
+        ValueError: all are damaged, the settings have changed since, or flow-grpo 0.2 wrote it.
+    """
+    folder = Path(args.output)
+    state, warnings = checkpoint.latest(folder / layout.CHECKPOINTS)
+    for warning in warnings:
+        info(f"warning: {warning}")
+    if state is None:
+        raise ValueError(f"all checkpoints of {folder} are damaged: start another run by output=...")
+    check_settings_unchanged(args)
+    if "microbatch" not in state.get("memory", {}):
+        raise ValueError(
+            f"{folder} was written by flow-grpo 0.2 or before, which this version can't go on with: start a new run."
+        )
+    return state
+
+
+def check_settings_unchanged(args: FlowGRPOConfig) -> None:
+    """ValueError if a setting that changes the numbers is not what the run folder's config says."""
+    file = Path(args.output) / layout.CONFIG
+    former = FlowGRPOConfig.from_yaml(file) if file.exists() else args
+    for name, (then, now) in former.differences(args).items():
+        raise ValueError(
+            f"{args.output} was begun with {name}={then!r}, not {now!r}: resume it with the same settings, or start another "
+            "run by output=..."
+        )
+
+
+@contextmanager
+def explain_write_errors(folder: Path) -> Iterator[None]:
+    """Say what is left of the run when something could not be written."""
+    try:
+        yield
+    except (WriteError, OSError) as error:
+        what = str(error) if isinstance(error, WriteError) else f"the system refused to read or write: {error}."
+        saved = checkpoint.steps(folder / layout.CHECKPOINTS)
+        lost = f"What came after the checkpoint of step {saved[0]} is lost" if saved else "Nothing is saved yet"
+        again = "go on with --resume" if saved else "start the run again"
+        raise ValueError(f"{what} {lost}: when it can be written, {again}.") from error
