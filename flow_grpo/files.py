@@ -1,4 +1,7 @@
-"""Writing to disk: a file or folder is there whole or not at all, with the modes of the umask, and a full disk is said with the path."""
+"""Atomic writes: a file or folder is complete or absent, with the permissions of the umask.
+
+What can't be written raises WriteError with the path and the system's reason, such as a full disk.
+"""
 
 import errno
 import json
@@ -12,21 +15,21 @@ from pathlib import Path
 
 
 class WriteError(ValueError):
-    """A file or folder could not be written. The message is a sentence with its path and the system's reason."""
+    """A file or folder could not be written. The message is a sentence with the path and the system's reason."""
 
 
 def write_atomic(file: Path, content: str | bytes) -> None:
-    """Writes a file that then holds this content, or what it held before: also after a kill -9 or a loss of power."""
+    """Writes a file. After a kill -9 or a loss of power it has the new content or the former one."""
     with atomic_file(file) as partial:
         partial.write_bytes(content.encode() if isinstance(content, str) else content)
 
 
 @contextmanager
 def atomic_file(file: Path) -> Iterator[Path]:
-    """Yields the name of a file to write, which takes the place of `file` when the block ends without an error."""
+    """Yields the path of a temporary file, which replaces `file` when the block ends without an error."""
     partial = file.with_name(f".{file.stem}.{os.getpid()}.partial{file.suffix}")
     with write_errors(file):
-        if file.exists() and not file.is_file():  # /dev/stdout, whose place nothing may take
+        if file.exists() and not file.is_file():  # such as /dev/stdout, which can't be replaced
             yield file
             return
         file.parent.mkdir(parents=True, exist_ok=True)
@@ -36,18 +39,18 @@ def atomic_file(file: Path) -> Iterator[Path]:
             partial.replace(file)
         except BaseException:
             with suppress(OSError):
-                remove(partial)  # what could not be written makes room
+                remove(partial)  # its space is needed
             raise
         _sync(file.parent)
 
 
 def append_line(file: Path, line: str) -> None:
-    """Adds a line to the end of a file. One that does not fit on the disk is taken away again."""
+    """Appends a line to a file. A line that does not fit on the disk is removed again."""
     with write_errors(file), file.open("ab", buffering=0) as stream:
         end = stream.tell()
         content = f"{line}\n".encode()
         try:
-            while content:  # the system may take a part, and refuse the rest when asked again
+            while content:  # the system may write a part, and refuse the rest at the next call
                 content = content[stream.write(content) :]
             os.fsync(stream.fileno())
         except BaseException:
@@ -57,9 +60,9 @@ def append_line(file: Path, line: str) -> None:
 
 @contextmanager
 def atomic_folder(target: Path) -> Iterator[Path]:
-    """Yields an empty folder, which takes the place of `target` when the block ends without an error.
+    """Yields an empty temporary folder, which replaces `target` when the block ends without an error.
 
-    One process at a time may write a `target`. Its files are on disk before it gets its name.
+    Only one process at a time may write `target`. All files are synced to disk before the folder is renamed.
     """
     partial, former = (target.with_name(f".{target.name}.{kind}") for kind in ("partial", "former"))
     with write_errors(target):
@@ -67,8 +70,8 @@ def atomic_folder(target: Path) -> Iterator[Path]:
             remove(partial)
             partial.mkdir(parents=True)
             yield partial
-            for place in [*partial.rglob("*"), partial]:
-                _sync(place)
+            for path in [*partial.rglob("*"), partial]:
+                _sync(path)
             remove(former)
             if target.exists():
                 target.rename(former)
@@ -81,18 +84,18 @@ def atomic_folder(target: Path) -> Iterator[Path]:
         remove(former)
 
 
-def remove(place: Path) -> None:
-    """Deletes a file, a link or a folder, if it is there."""
-    if place.is_dir() and not place.is_symlink():
-        shutil.rmtree(place)
+def remove(path: Path) -> None:
+    """Deletes a file, a link or a folder, if it exists."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
     else:
-        place.unlink(missing_ok=True)
+        path.unlink(missing_ok=True)
 
 
 def normalize_safetensors(file: Path) -> None:
-    """Gives a safetensors file that was just written the mode of other files, and sorts its header: equal weights are equal files.
+    """Gives a new safetensors file the permissions of other files and sorts its header, so that equal weights are equal files.
 
-    Its writer gives the mode 0600, and leaves the metadata in random order.
+    The safetensors library writes files with mode 0600 and with their metadata in random order.
     """
     probe = file.with_name(f".{file.name}.mode")
     probe.touch()
@@ -102,35 +105,35 @@ def normalize_safetensors(file: Path) -> None:
         size = int.from_bytes(stream.read(8), "little")
         header = json.loads(stream.read(size))
         content = json.dumps(header, sort_keys=True, ensure_ascii=False, separators=(",", ":")).encode()
-        assert len(content) <= size, "the same JSON in another order is as long"
+        assert len(content) <= size, "the same JSON in another order has the same length"
         stream.seek(8)
         stream.write(content.ljust(size))
 
 
 @contextmanager
-def write_errors(place: Path) -> Iterator[None]:
-    """Raises `WriteError` with the path for what the system refuses within the block."""
+def write_errors(path: Path) -> Iterator[None]:
+    """Turns the system's errors within the block into `WriteError` with the path."""
     try:
         yield
     except WriteError:
         raise
     except Exception as error:
-        code = re.search(r"os error (\d+)", str(error))  # safetensors' own kind of error
+        code = re.search(r"os error (\d+)", str(error))  # in an error of safetensors
         if not isinstance(error, OSError) and code is None:
             raise
         reason = os.strerror(int(code[1])) if code else getattr(error, "strerror", None) or str(error)
-        raise WriteError(f"{place} could not be written: {reason[:1].lower()}{reason[1:]}.") from error
+        raise WriteError(f"{path} could not be written: {reason[:1].lower()}{reason[1:]}.") from error
 
 
-def _sync(place: Path) -> None:
-    """Puts what a file holds, or the names in a folder, from the system's memory on the disk."""
-    if place.is_dir() and os.name == "nt":
-        return  # Windows opens no folders
-    number = os.open(place, os.O_RDONLY if place.is_dir() else os.O_RDWR)
+def _sync(path: Path) -> None:
+    """Flushes a file's content, or a folder's list of names, to the disk."""
+    if path.is_dir() and os.name == "nt":
+        return  # Windows can't open folders
+    descriptor = os.open(path, os.O_RDONLY if path.is_dir() else os.O_RDWR)
     try:
-        os.fsync(number)
+        os.fsync(descriptor)
     except OSError as error:
-        if not place.is_dir() or error.errno != errno.EINVAL:  # some network file systems sync no folders
+        if not path.is_dir() or error.errno != errno.EINVAL:  # some network file systems can't sync folders
             raise
     finally:
-        os.close(number)
+        os.close(descriptor)

@@ -1,7 +1,7 @@
-"""The phase that a command is in, said when it takes long: loading the model, drawing held-out images, scoring them.
+"""Messages for slow phases of a command: loading the model, generating held-out images, scoring them.
 
-Code that may take long works within `phase(...)`; a command that wants its phases said runs within `show_phases(console)`. A phase that
-lasts for 2 seconds is said, and again every 10 seconds with how much of it is done.
+Slow code runs within `phase(...)`, and a command that shows its phases within `show_phases(console)`. A phase is shown once it has
+lasted 2 seconds, and then every 10 seconds with the share that is done.
 """
 
 import threading
@@ -12,12 +12,12 @@ from dataclasses import dataclass, field
 
 from rich.console import Console
 
-PATIENCE, INTERVAL = 2.0, 10.0  # seconds until a phase is said, and until it is said again
+PATIENCE, INTERVAL = 2.0, 10.0  # seconds until a phase is shown, and until it is shown again
 
 
 @dataclass
 class Phase:
-    """`done` of `total` units of work, or work that can't be counted."""
+    """Work of which `done` of `total` units are done; `total` is None if it can't be counted."""
 
     name: str
     total: int | None = None
@@ -33,25 +33,25 @@ class Phase:
         return f"{self.name}:{share} {now - self.started:.0f} s"
 
 
-_phases: list[Phase] = []  # those that are open, the innermost last
+_phases: list[Phase] = []  # the open phases, the innermost last
 _reporting = threading.Lock()
 
 
 @contextmanager
 def phase(name: str, total: int | None = None) -> Iterator[Phase]:
-    """Names what is done within it. Call `advance` of what it gives, if there is something to count."""
+    """Names the work within the block. Call `advance` of the yielded phase to count finished units."""
     one = Phase(name, total)
     _phases.append(one)
     try:
         yield one
     finally:
         _phases.remove(one)
-        for outer in _phases:  # which has just been seen to go on
+        for outer in _phases:  # its inner phase was just shown, or has just ended
             outer.due = max(outer.due, time.monotonic() + PATIENCE)
 
 
 def due_line(now: float) -> str | None:
-    """The line to say now, or None."""
+    """The line to show now, or None."""
     innermost = _phases[-1] if _phases else None
     if innermost is None or now < innermost.due:
         return None
@@ -61,7 +61,7 @@ def due_line(now: float) -> str | None:
 
 @contextmanager
 def show_phases(console: Console) -> Iterator[None]:
-    """Says the phases within it on that console. The outermost of several such contexts does it."""
+    """Prints slow phases within the block to the console. Of nested blocks, the outermost prints."""
     if not _reporting.acquire(blocking=False):
         yield
         return

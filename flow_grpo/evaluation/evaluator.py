@@ -56,7 +56,7 @@ class Evaluator:
     def start_recording(self) -> None:
         """Keep images of a new run from here on. On the main process."""
         self.samples = SampleRecorder(self.folder, self.args.evaluation.pictures)
-        self.samples.start(self.policy, self.processes.world_size)
+        self.samples.start(self.policy.device, self.policy.dtype, self.processes.world_size)
 
     def resume_recording(self, step: int, tracker: Tracker) -> None:
         """Keep images of a resumed run, and delete those after `step`. On the main process."""

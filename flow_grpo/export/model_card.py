@@ -52,7 +52,7 @@ def write(folder: Path, run: RunReader, args: FlowGRPOConfig, step: int, merged:
     """
     shown = gallery(folder, run)
     licence = base_licence(args.model)
-    trained, measured = run.trained, [name for name in run.measures if name != "reward"]
+    trained, measured = run.trained, [name for name in run.metrics if name != "reward"]
     ends = [run.held_out[0]["step"], run.held_out[-1]["step"]] if len(run.held_out) > 1 else []
     prompts = run.evaluations[-1]["prompts"] if run.evaluations else []
     content = {
@@ -100,7 +100,7 @@ def front_matter(
         data_set = Path(args.evaluation.prompts).stem
         results = [
             EvalResult("text-to-image", data_set, data_set, plain(short_name(m)), summary.change(run, m)["last"])
-            for m in run.measures
+            for m in run.metrics
         ]
     tags = ["text-to-image", "diffusers", "flow-grpo", "reinforcement-learning"]
     return ModelCardData(
@@ -122,7 +122,7 @@ def gallery(folder: Path, run: RunReader) -> list[dict[str, Any]]:
     """The first held-out prompts before and after, their pictures written into `folder` as PNG; small ones are enlarged."""
     if not run.evaluations:
         return []
-    ends, measure = (run.evaluations[0], run.evaluations[-1]), run.measures[0]
+    ends, measure = (run.evaluations[0], run.evaluations[-1]), run.metrics[0]
     found = []
     for place, prompt in enumerate(ends[0]["prompts"][:MAX_PROMPTS]):
         files = [end["folder"] / layout.prompt_image(place) for end in ends]
@@ -209,7 +209,7 @@ def _loading(folder: Path, source: str) -> list[str]:
 def scores_table(run: RunReader, ends: list[int], prompts: int) -> str:
     """The held-out scores at the first and the last evaluation, and their change."""
     rows = []
-    for name in run.measures:
+    for name in run.metrics:
         change = summary.change(run, name)
         error = "" if change["error"] is None else f" ± {number(change['error'])}"
         told = "the sum of the rewards" if name == "reward" else inline_code(short_name(name))

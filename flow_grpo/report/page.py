@@ -110,9 +110,9 @@ def charts(runs: list[RunReader], names: list[str]) -> tuple[list[dict], list[di
     alike = all(run.trained == runs[0].trained for run in runs)  # sums of other rewards have other scales
     found = [draw(*reward_lines(runs, labels))] if alike else []
     flat: list[str] = []
-    for name in dict.fromkeys(name for run in runs for name in run.measures if name != "reward"):
+    for name in dict.fromkeys(name for run in runs for name in run.metrics if name != "reward"):
         trained = [i for i, run in enumerate(runs) if name in run.trained]
-        if alike and trained and all(name == run.measures[0] for run in runs if run.measures):
+        if alike and trained and all(name == run.metrics[0] for run in runs if run.metrics):
             continue  # it is the reward
         lines = [
             Line(labels[i] or "held out", series(run.held_out, f"eval/{name}"), "dots", i) for i, run in enumerate(runs)
@@ -163,7 +163,7 @@ def pictures(run: RunReader, name: str) -> dict[str, Any]:
     places = [
         p for p in range(MAX_PROMPTS) if frames and all((e["folder"] / layout.prompt_image(p)).is_file() for e in frames)
     ]
-    measure = run.measures[0] if run.measures else "reward"
+    measure = run.metrics[0] if run.metrics else "reward"
     size = Image.open(frames[0]["folder"] / layout.prompt_image(0)).size if frames else (1, 1)
     shown = [run.groups[i] for i in evenly_spaced(len(run.groups), MAX_GROUP_STEPS)]
     return {

@@ -27,7 +27,7 @@ def headline(run: RunReader) -> str:
     start = f"{short_name(run.config.get('model', 'A model'))} was trained on {rewards} for {done}"
     if len(run.held_out) < 2:
         return f"{start}{_in_training([row['reward'] for row in run.steps if 'reward' in row])}."
-    measure = run.measures[0]
+    measure = run.metrics[0]
     changed = change(run, measure)
     what = (
         "the sum of its rewards" if measure == "reward" else "it" if short_name(measure) == rewards else short_name(measure)
@@ -41,7 +41,7 @@ def headline(run: RunReader) -> str:
 
 def untrained_metrics(run: RunReader) -> list[dict[str, Any]]:
     """How the measures that it was not trained on changed."""
-    names = [name for name in run.measures[1:] if name not in run.trained] if len(run.held_out) > 1 else []
+    names = [name for name in run.metrics[1:] if name not in run.trained] if len(run.held_out) > 1 else []
     return [{"name": short_name(name), **change(run, name)} for name in names]
 
 
@@ -66,7 +66,7 @@ def paired_error(run: RunReader, measure: str) -> float | None:
 
 def table(run: RunReader) -> dict[str, Any]:
     """The evaluations: a row for each, a column for each measure, and the change in the last row."""
-    names = run.measures
+    names = run.metrics
     looks = [key for key in LOOKS if any(key in row for row in run.held_out)]
     rows = [
         {
@@ -116,7 +116,7 @@ def cost(run: RunReader) -> dict[str, Any]:
 def comparison(runs: list[RunReader]) -> list[dict[str, Any]]:
     """A row for each measure and cost, with what each run has of it."""
     found = []
-    for name in dict.fromkeys(name for run in runs for name in ["reward", *run.measures]):
+    for name in dict.fromkeys(name for run in runs for name in ["reward", *run.metrics]):
         cells = []
         for run in runs:
             there = len(run.held_out) > 1 and f"eval/{name}" in run.held_out[0]

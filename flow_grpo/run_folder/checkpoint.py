@@ -1,4 +1,4 @@
-"""Checkpoints: written whole or not at all, read back exactly, a damaged one recognised."""
+"""Checkpoints: written atomically, read back exactly, and a damaged one is recognised by its checksum."""
 
 import hashlib
 import io
@@ -13,35 +13,35 @@ from flow_grpo.run_folder.layout import MANIFEST, STATE, step_folder, step_folde
 
 
 def save(folder: Path, step: int, state: dict[str, Any], keep: int) -> Path:
-    """Writes `folder/step_000100` with the state and a seal that holds its checksum; then drops the oldest beyond `keep`."""
+    """Writes `folder/step_000100` with the state and a manifest of its checksum; then deletes the oldest beyond `keep`."""
     target = step_folder(folder, step)
-    for stale in folder.glob(".step_*"):  # of a process that was killed while it wrote
+    for stale in folder.glob(".step_*"):  # from a process that was killed while writing
         remove(stale)
     buffer = io.BytesIO()
     torch.save(state, buffer)
     with atomic_folder(target) as made:
         (made / STATE).write_bytes(buffer.getbuffer())
-        seal = {"step": step, "sha256": hashlib.sha256(buffer.getbuffer()).hexdigest()}
-        (made / MANIFEST).write_text(json.dumps(seal))
+        manifest = {"step": step, "sha256": hashlib.sha256(buffer.getbuffer()).hexdigest()}
+        (made / MANIFEST).write_text(json.dumps(manifest))
     for old in [other for other in steps(folder) if other != step][keep - 1 :]:
         remove(step_folder(folder, old))
     return target
 
 
 def steps(folder: Path) -> list[int]:
-    """The steps that have a checkpoint, damaged or not, the newest first."""
+    """The steps that have a checkpoint, damaged or not, newest first."""
     return [step for step, _ in reversed(step_folders(folder))]
 
 
 def delete_after(folder: Path, step: int) -> None:
-    """Deletes the checkpoints of later steps: a run that goes on from `step` writes them anew."""
+    """Deletes the checkpoints of later steps, which a run resumed at `step` writes again."""
     for later in steps(folder):
         if later > step:
             remove(step_folder(folder, later))
 
 
 def latest(folder: Path) -> tuple[dict[str, Any] | None, list[str]]:
-    """The state of the newest whole checkpoint, or None, and a warning for each damaged one that was passed over."""
+    """The state of the newest undamaged checkpoint, or None, and a warning for each damaged one that was skipped."""
     warnings: list[str] = []
     for step in steps(folder):
         try:
@@ -54,7 +54,7 @@ def latest(folder: Path) -> tuple[dict[str, Any] | None, list[str]]:
 
 
 def read(folder: Path, step: int) -> dict[str, Any]:
-    """The state of that step's checkpoint; ValueError if it is not there or damaged."""
+    """The state of a step's checkpoint. ValueError if it is missing or damaged."""
     try:
         return _read(folder, step)
     except ValueError as error:
@@ -62,18 +62,18 @@ def read(folder: Path, step: int) -> dict[str, Any]:
 
 
 def _read(folder: Path, step: int) -> dict[str, Any]:
-    """ValueError, with a few words, for whatever is wrong with it."""
+    """The state. Raises ValueError with a short reason if the checkpoint can't be used."""
     files = step_folder(folder, step)
     try:
         content = (files / STATE).read_bytes()
-        seal = json.loads((files / MANIFEST).read_bytes())
+        manifest = json.loads((files / MANIFEST).read_bytes())
     except (OSError, ValueError, RecursionError) as error:
         raise ValueError("a file is missing or unreadable") from error
-    if not isinstance(seal, dict) or hashlib.sha256(content).hexdigest() != seal.get("sha256"):
+    if not isinstance(manifest, dict) or hashlib.sha256(content).hexdigest() != manifest.get("sha256"):
         raise ValueError("its checksum is wrong")
     try:
         state = torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
-    except Exception as error:  # whatever torch raises for a file that it has not written
+    except Exception as error:  # torch raises many kinds for files that it has not written
         raise ValueError(f"torch can't read it, {type(error).__name__}") from error
     if not isinstance(state, dict) or state.get("step") != step:
         raise ValueError("it holds something else than the state of that step")

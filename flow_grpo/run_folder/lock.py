@@ -1,9 +1,9 @@
-"""The lock on a run folder: one process at a time trains in it. Whoever only reads needs none.
+"""The lock on a run folder: one process at a time trains in it. Reading needs no lock.
 
-The lock is the system's (flock, on Windows msvcrt.locking), through filelock: it ends with the process that holds it, however that
-ends, and processes that it has forked don't keep it. Tested on a local file system on Linux. Not tested: Windows, macOS and network file
-systems. NFS passes the lock on to its server, which may keep that of a machine that died for a minute or two; mounted with
-`local_lock`, and on file systems without locks, it does not reach other machines, or there is none.
+It is the system's file lock (flock; msvcrt.locking on Windows), taken through filelock. It ends with its process, even after a
+kill, and forked processes don't hold it. Tested on a local file system on Linux; not tested on Windows, macOS and network file
+systems. An NFS server may keep the lock of a dead machine for a minute or two. Mounted with `local_lock`, NFS does not show the
+lock to other machines. Some file systems have no locks at all.
 """
 
 import errno
@@ -24,11 +24,14 @@ WITHOUT_LOCKS = {errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOLCK}
 
 
 @contextmanager
-def locked(folder: Path, say: Callable[[str], None]) -> Iterator[None]:
-    """Holds the lock of a folder within the block; makes the folder if it is not there.
+def locked(folder: Path, info: Callable[[str], None]) -> Iterator[None]:
+    """Holds the lock of a folder within the block. Creates the folder if it does not exist.
+
+    Args:
+        info: shows a message.
 
     Raises:
-        ValueError: another process holds it; the sentence names it.
+        ValueError: another process holds the lock. The message names it.
     """
     with write_errors(folder):
         folder.mkdir(parents=True, exist_ok=True)
@@ -42,7 +45,7 @@ def locked(folder: Path, say: Callable[[str], None]) -> Iterator[None]:
     except (OSError, NotImplementedError) as error:
         if isinstance(error, OSError) and error.errno not in WITHOUT_LOCKS:
             raise
-        say(f"warning: the file system of {folder} has no locks, so nothing keeps a second run from writing there.")
+        info(f"warning: the file system of {folder} has no locks, so nothing keeps a second run from writing there.")
         yield
         return
     try:
@@ -54,9 +57,9 @@ def locked(folder: Path, say: Callable[[str], None]) -> Iterator[None]:
 
 
 def _owner(folder: Path) -> str:
-    """Who holds the lock, as noted."""
+    """The process that holds the lock, as it has noted itself."""
     try:
         owner = json.loads((folder / OWNER).read_bytes())
         return f"process {owner['pid']} on {owner['host']}, since {owner['since']}"
-    except (OSError, ValueError, KeyError, TypeError):  # it has this moment taken the lock
+    except (OSError, ValueError, KeyError, TypeError):  # it has just taken the lock
         return "another process"

@@ -1,11 +1,11 @@
-"""metrics.jsonl: a row of numbers for each training step and each evaluation, and rows with warnings.
+"""metrics.jsonl: a row of numbers for each training step and each evaluation, and a row for each warning.
 
     {"step": 3, "reward": 0.61, "loss": -0.02, ...}     a training step, which has `loss`
     {"step": 4, "eval/reward": 0.63, ...}               an evaluation, which has `eval/reward`
     {"step": 4, "warning": "...", "fallen": "clip"}     a warning
 
-A crash, a full disk or another program can leave lines that are no rows. They end nothing: reading passes over them, and a run
-that is resumed moves them to metrics.torn.jsonl.
+A crash, a full disk or another program can leave lines that are no rows. Reading skips them, and a resumed run moves them to
+metrics.torn.jsonl.
 """
 
 import json
@@ -17,29 +17,29 @@ from flow_grpo.files import append_line, write_atomic
 from flow_grpo.run_folder.layout import METRICS, TORN
 
 TEXT_FIELDS = ("warning", "fallen")  # all other values are numbers
-MAX_STEP = 10**12  # no run has more steps
-LARGE = 1e100  # what is larger counts as infinite, so that sums and squares of metrics stay numbers
+MAX_STEP = 10**12  # no run is longer
+LARGE = 1e100  # larger values count as infinite, so that sums and squares of metrics don't overflow
 
 
 def read_metrics(folder: Path) -> list[dict]:
-    """All rows of a run's metrics that can be read, in the file's order."""
+    """All readable rows of a run's metrics, in the order of the file."""
     return [row for line in _lines(folder / METRICS) if (row := parse_row(line)) is not None]
 
 
 def has_metrics(folder: Path) -> bool:
-    """Whether a run has written anything there, readable or not."""
+    """Whether a run has written metrics there, readable or not."""
     return bool(_lines(folder / METRICS))
 
 
 def append_row(folder: Path, row: dict[str, Any]) -> None:
-    """Adds a row, which is on disk when this returns."""
+    """Appends a row, which is on disk when this returns."""
     append_line(folder / METRICS, json.dumps(row))
 
 
 def rewind(folder: Path, step: int) -> str | None:
-    """Drops the rows after a step, and moves lines that are no rows to metrics.torn.jsonl.
+    """Deletes the rows after a step, and moves lines that are no rows to metrics.torn.jsonl.
 
-    Returns a sentence that says how many were moved, if any were.
+    Returns a sentence with the number of moved lines, or None if there are none.
     """
     file, torn = folder / METRICS, folder / TORN
     lines = _lines(file)
@@ -56,7 +56,7 @@ def rewind(folder: Path, step: int) -> str | None:
 
 
 def parse_row(line: bytes) -> dict[str, Any] | None:
-    """A line as a row with its numbers and texts, or None if it is none: no JSON object, or one without a step."""
+    """The numbers and texts of a row; None for a line that is no JSON object, or has no step."""
     try:
         row = json.loads(line.decode())
     except (ValueError, RecursionError):  # ValueError: cut off, not UTF-8, or a number of thousands of digits

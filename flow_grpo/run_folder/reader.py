@@ -12,7 +12,7 @@ from flow_grpo.run_folder.metrics_file import read_metrics
 
 
 class RunReader:
-    """A run as its folder tells it, finished or not. ValueError if the folder holds no run."""
+    """The content of a run folder, finished or not. ValueError if the folder holds no run."""
 
     def __init__(self, folder: Path) -> None:
         if not layout.is_run(folder):
@@ -28,7 +28,7 @@ class RunReader:
         self.groups = read_all(folder, layout.GROUPS)
 
     def up_to_step(self, step: int) -> "RunReader":
-        """What the run had come to by then."""
+        """The run as it was after that step."""
         earlier = copy.copy(self)
         earlier.rows = [row for row in self.rows if row["step"] <= step]
         earlier.evaluations = [e for e in self.evaluations if e["step"] <= step]
@@ -51,13 +51,13 @@ class RunReader:
 
     @property
     def trained(self) -> list[str]:
-        """The rewards that it was trained on."""
+        """Names of the rewards that it was trained on."""
         known = self.evaluations[-1]["trained"] if self.evaluations else list(self.config.get("rewards", {}))
         return [name for name in known if isinstance(name, str)]
 
     @property
-    def measures(self) -> list[str]:
-        """What evaluations measure: the trained sum, then the rewards alone, those that were trained on first."""
+    def metrics(self) -> list[str]:
+        """Names of the held-out scores: the trained sum (`reward`), then each reward, those that were trained on first."""
         names = list(dict.fromkeys(key[5:] for row in self.held_out for key in row if key.startswith("eval/")))
         alone = [name for name in names if name != "reward"]
         alone.sort(key=lambda name: name not in self.trained)
@@ -65,20 +65,21 @@ class RunReader:
         settings = list(self.config.get("rewards", {}).values())
         weights = [one.get("weight", 1.0) if isinstance(one, dict) else one for one in settings]
         by_itself = len(weighed) == 1 and [weight for weight in weights if weight] in ([1.0], [])
-        return alone if by_itself else ["reward", *alone]  # one reward alone is the sum
+        return alone if by_itself else ["reward", *alone]  # a single reward is the sum
 
     @property
     def best_step(self) -> int | None:
-        """The step of the best evaluation, as the last one saw it."""
+        """The step of the best evaluation, according to the last one."""
         found = [row["monitor/best_step"] for row in self.held_out if math.isfinite(row.get("monitor/best_step", math.nan))]
         return int(found[-1]) if found else None
 
     def sum_of(self, key: str) -> float:
+        """The sum of a metric over all rows."""
         return sum(row[key] for row in self.rows if math.isfinite(row.get(key, math.nan)))
 
 
 def read_all(folder: Path, name: str) -> list[dict]:
-    """Those files of all recorded steps, in order; each has its own folder's path under `folder`."""
+    """The JSON files of that name in all folders of RUN/pictures, in order of steps; `folder` is each one's folder."""
     found = []
     for step, place in layout.step_folders(folder / layout.PICTURES):
         content = _json(place / name)

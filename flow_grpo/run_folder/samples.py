@@ -1,8 +1,8 @@
-"""Keeps for the report and the monitor what the metrics don't hold: small pictures, and every prompt's numbers.
+"""Keeps small images and per-prompt scores of a run, which metrics.jsonl does not hold, for the report and the monitor.
 
-The first process writes, and of the groups its own; flow_grpo/run_folder/reader.py says what lies where. Nothing here draws a
-random number, and a run's numbers are the same without it. For each evaluation and the training step before it these are at most
-`evaluation.pictures` + 8 pictures of prompts and 32 of groups: some 0.5 MB of photographs, 0.2 MB of the embedded model's signs.
+The main process writes, and of the groups its own. Nothing here uses a random number, so a run's metrics are the same without it.
+For each evaluation and the training step before it these are at most `evaluation.pictures` + 8 images of prompts and 32 of groups:
+about 0.5 MB of photographs, or 0.2 MB of the embedded model's signs.
 """
 
 import json
@@ -11,7 +11,7 @@ import os
 import platform
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from PIL import Image
@@ -23,34 +23,30 @@ from flow_grpo.files import remove, write_atomic, write_errors
 from flow_grpo.run_folder import layout, reader
 from flow_grpo.types import Evaluation, Experience
 
-if TYPE_CHECKING:
-    from flow_grpo.policy.policy import Policy
-
-NUM_EXTREMES = 4  # best and worst prompts, of each
-NUM_GROUPS, IMAGES_PER_GROUP = 4, 8  # of a training step, and of a group
-PROMPT_IMAGE_WIDTH, GROUP_IMAGE_WIDTH = 512, 256  # pixels of a prompt's and of a group's picture at most
-LOSSLESS_UP_TO = 160  # pixels up to which nothing is lost
+NUM_EXTREMES = 4  # best prompts, and as many worst ones
+NUM_GROUPS, IMAGES_PER_GROUP = 4, 8  # of a training step, at most
+PROMPT_IMAGE_WIDTH, GROUP_IMAGE_WIDTH = 512, 256  # pixels, of the longer side, at most
+LOSSLESS_UP_TO = 160  # pixels
 
 
 class SampleRecorder:
-    """A run's RUN/pictures.
+    """Writes RUN/pictures.
 
     Args:
-        pictures: held-out prompts, from the first on, whose pictures are kept; 0 keeps no pictures at all, and no groups.
+        num_prompts: the number of held-out prompts, from the first on, whose images are kept; 0 keeps no images and no groups.
     """
 
-    def __init__(self, folder: Path, pictures: int) -> None:
-        self.folder, self.pictures = folder, pictures
+    def __init__(self, folder: Path, num_prompts: int) -> None:
+        self.folder, self.num_prompts = folder, num_prompts
 
-    def start(self, policy: "Policy", processes: int) -> None:
-        """Drops what a run that came to nothing has left, and notes the machine."""
+    def start(self, device: torch.device, dtype: torch.dtype, processes: int) -> None:
+        """Deletes what an aborted run has left, and writes down the machine."""
         self.delete_after(-1)
-        cuda = policy.device.type == "cuda"
         content = {
-            "device": torch.cuda.get_device_name(policy.device) if cuda else _cpu(),
+            "device": torch.cuda.get_device_name(device) if device.type == "cuda" else _cpu_name(),
             "cores": os.cpu_count(),
             "processes": processes,
-            "dtype": str(policy.dtype).removeprefix("torch."),
+            "dtype": str(dtype).removeprefix("torch."),
             "python": platform.python_version(),
             "torch": torch.__version__,
             "flow_grpo": __version__,
@@ -58,26 +54,31 @@ class SampleRecorder:
         write_atomic(self.folder / layout.MACHINE, json.dumps(content))
 
     def delete_after(self, step: int) -> None:
-        """Drops what lies after the checkpoint that the run goes on from."""
-        for later, place in layout.step_folders(self.folder / layout.PICTURES):
+        """Deletes what later steps have kept: a resumed run writes it again."""
+        for later, folder in layout.step_folders(self.folder / layout.PICTURES):
             if later > step:
-                remove(place)
+                remove(folder)
 
     @property
     def used_other_noise(self) -> bool:
-        """Whether an evaluation is here of flow-grpo 0.3 or before, which named no image's seed and drew other noise."""
+        """Whether flow-grpo 0.3 or older has written an evaluation here: it kept no seeds, and its images had other noise."""
         return any("seeds" not in evaluation for evaluation in reader.read_all(self.folder, layout.EVALUATION))
 
     def save_evaluation(
         self, step: int, found: Evaluation, prompts: list[str], seeds: list[int], trained: list[str]
     ) -> list[dict[str, Any]]:
-        """Keeps an evaluation, and returns all of them so far."""
+        """Writes an evaluation, and returns all evaluations so far.
+
+        Args:
+            seeds: the seed of each prompt's image.
+            trained: names of the rewards that the run trains on.
+        """
         values = {name: value.tolist() for name, value in found.values.items()}
-        ends = best_and_worst(values["reward"])
-        shown = {*range(self.pictures), *ends} if self.pictures else set()
-        for place, picture in found.pictures.items():
+        extremes = best_and_worst(values["reward"])
+        shown = {*range(self.num_prompts), *extremes} if self.num_prompts else set()
+        for place, image in found.pictures.items():
             if place in shown:
-                self._save(step, layout.prompt_image(place), picture, PROMPT_IMAGE_WIDTH)
+                self._save_image(step, layout.prompt_image(place), image, PROMPT_IMAGE_WIDTH)
         content = {
             "seeds": seeds,
             "trained": trained,
@@ -85,27 +86,27 @@ class SampleRecorder:
             "values": values,
             "sharpness": found.sharpness.tolist(),
             "diversity": found.diversity.tolist(),
-            "extremes": ends,
+            "extremes": extremes,
         }
-        write_atomic(self._place(step) / layout.EVALUATION, json.dumps(content))
+        write_atomic(self._folder(step) / layout.EVALUATION, json.dumps(content))
         return reader.read_all(self.folder, layout.EVALUATION)
 
     def preview_images(self, step: int, prompts: list[str]) -> list[tuple[str, Path]]:
-        """The first held-out prompts, which every evaluation draws anew, and the pictures kept of them."""
-        first = enumerate(prompts[: self.pictures])
-        return [(prompt, self._place(step) / layout.prompt_image(place)) for place, prompt in first]
+        """The first held-out prompts, each with the path of its image of that step."""
+        first = enumerate(prompts[: self.num_prompts])
+        return [(prompt, self._folder(step) / layout.prompt_image(place)) for place, prompt in first]
 
     def save_groups(self, step: int, experience: Experience, decode: Callable[[Tensor, int], Tensor]) -> None:
-        """The groups of a training step whose rewards differ most. Given images have no rewards, and no groups are kept."""
+        """Writes the groups of a training step whose rewards differ most; none for offline data, which has no rewards."""
         scores, batch = experience.scores, experience.batch
-        if scores is None or not self.pictures:
+        if scores is None or not self.num_prompts:
             return
         advantage = experience.advantage.flatten(1).mean(1) if experience.advantage.ndim > 1 else experience.advantage
         content = []
         for number, rows in enumerate(most_spread_groups(scores.total, batch.group)):
             images = decode(experience.trajectory.final[rows], len(rows))
             for i, image in enumerate(images):
-                self._save(step, layout.group_image(number, i), image, GROUP_IMAGE_WIDTH)
+                self._save_image(step, layout.group_image(number, i), image, GROUP_IMAGE_WIDTH)
             content.append(
                 {
                     "prompt": batch.prompts[rows[0]],
@@ -115,28 +116,28 @@ class SampleRecorder:
                     "advantage": advantage[rows].tolist(),
                 }
             )
-        write_atomic(self._place(step) / layout.GROUPS, json.dumps({"groups": content}))
+        write_atomic(self._folder(step) / layout.GROUPS, json.dumps({"groups": content}))
 
-    def _place(self, step: int) -> Path:
+    def _folder(self, step: int) -> Path:
         return layout.step_folder(self.folder / layout.PICTURES, step)
 
-    def _save(self, step: int, name: str, picture: Tensor, width: int) -> None:
-        image = Image.fromarray(to_bytes(picture[None])[0])
-        image.thumbnail((width, width), Image.Resampling.LANCZOS)
-        file = self._place(step) / name
+    def _save_image(self, step: int, name: str, image: Tensor, width: int) -> None:
+        picture = Image.fromarray(to_bytes(image[None])[0])
+        picture.thumbnail((width, width), Image.Resampling.LANCZOS)
+        file = self._folder(step) / name
         with write_errors(file):
             file.parent.mkdir(parents=True, exist_ok=True)
-            image.save(file, "WEBP", quality=82, lossless=max(image.size) <= LOSSLESS_UP_TO)
+            picture.save(file, "WEBP", quality=82, lossless=max(picture.size) <= LOSSLESS_UP_TO)
 
 
 def best_and_worst(reward: list[float]) -> list[int]:
-    """The places of the best and the worst prompts, from best to worst; those without a number are neither."""
+    """The places of the best and the worst rewards, from best to worst. A NaN is neither."""
     order = sorted((i for i, value in enumerate(reward) if math.isfinite(value)), key=lambda i: -reward[i])
     return order if len(order) <= 2 * NUM_EXTREMES else order[:NUM_EXTREMES] + order[-NUM_EXTREMES:]
 
 
 def most_spread_groups(reward: Tensor, group: Tensor) -> list[Tensor]:
-    """The rows of the groups whose rewards differ most; of a large group some from its best to its worst."""
+    """The rows of the groups with the largest difference of rewards; of a large group, some from its best to its worst."""
     found = []
     for number in group.unique().tolist():
         rows = (group == number).nonzero()[:, 0]
@@ -148,8 +149,8 @@ def most_spread_groups(reward: Tensor, group: Tensor) -> list[Tensor]:
     return [rows for _, rows in sorted(found, key=lambda pair: -pair[0])[:NUM_GROUPS]]
 
 
-def _cpu() -> str:
-    """What the CPU is called, where the system says it."""
+def _cpu_name() -> str:
+    """The name of the CPU, if the system tells it."""
     info = Path("/proc/cpuinfo")
     lines = info.read_text().splitlines() if info.exists() else []
     names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
