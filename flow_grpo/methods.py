@@ -3,13 +3,11 @@
 The formulas are in `objectives.py`, `advantages.py` and `sde.py`. A new one is a function there and a row here.
 """
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
-CLIP = ("clip_low", "clip_high")
-AUTO_CLIP = (*CLIP, "clip_quantile")
-NOISED = ("draws", "sigma_range")  # of objectives on noised final latents
+CLIP = ("clip_low", "clip_high")  # the settings of the group `clip`
+AUTO_CLIP = ("clip", "clip_quantile")
 
 
 @dataclass(frozen=True)
@@ -18,7 +16,7 @@ class Objective:
 
     Attributes:
         stepwise: it is computed from the per-step log-probabilities of an SDE rollout; else from noised final latents of an ODE rollout.
-        settings: the fields of the config's section `objective` that it reads, beside those that all read.
+        settings: the groups of settings that it reads, beside those that all objectives read: keys of `config.objective.SETTINGS`.
         function: the name of its function in `objectives.py`; "" if it has the objective's own name.
         ratio: it compares with the policy that drew the images.
         zero_at_zero_advantage: a row's loss is 0 where its advantage is 0.
@@ -45,7 +43,7 @@ class Objective:
     @property
     def offline(self) -> bool:
         """Whether it can train on given images."""
-        return "data" in self.settings
+        return "dataset" in self.settings
 
     @property
     def auto_clip(self) -> bool:
@@ -62,16 +60,16 @@ OBJECTIVES = {
     "grpo": Objective(True, (*AUTO_CLIP, "step_weight"), ratio=True, zero_at_zero_advantage=True),
     "reinforce": Objective(True, ("step_weight",), zero_at_zero_advantage=True, single_update=True),
     "grpo_guard": Objective(True, AUTO_CLIP, ratio=True, zero_at_zero_advantage=True, gaussian=True),
-    "dppo": Objective(True, ("threshold", "step_weight"), ratio=True, zero_at_zero_advantage=True, gaussian=True),
-    "ppo": Objective(True, (*AUTO_CLIP, "step_weight", "critic"), "grpo", ratio=True, critic=True),
-    "awm": Objective(False, (*NOISED, *CLIP, "weight"), ratio=True, zero_at_zero_advantage=True),
-    "nft": Objective(False, (*NOISED, "beta", "advantage_max", "old_decay"), old_policy=True),
-    "sft": Objective(False, (*NOISED, "data"), rows="best"),
-    "dpo": Objective(False, (*NOISED, "data", "dpo_beta"), rows="best_and_worst", reference=True),
+    "dppo": Objective(True, ("dppo", "step_weight"), ratio=True, zero_at_zero_advantage=True, gaussian=True),
+    "ppo": Objective(True, (*AUTO_CLIP, "step_weight", "ppo"), "grpo", ratio=True, critic=True),
+    "awm": Objective(False, ("noise_levels", "clip", "awm"), ratio=True, zero_at_zero_advantage=True),
+    "nft": Objective(False, ("noise_levels", "nft"), old_policy=True),
+    "sft": Objective(False, ("noise_levels", "dataset"), rows="best"),
+    "dpo": Objective(False, ("noise_levels", "dataset", "dpo"), rows="best_and_worst", reference=True),
 }
 STEPWISE_SAMPLING = ("noise_level", "window", "log_prob", "shared_start")  # settings of the config's section `sampling`
 FORWARD_SAMPLING = ("solver",)
-CUSTOM_SETTINGS = {True: ("options", "step_weight"), False: ("options", *NOISED)}  # of one's own function, by `stepwise`
+CUSTOM_SETTINGS = ("options", "step_weight", "noise_levels")  # of a user's own function
 
 
 @dataclass(frozen=True)
@@ -131,7 +129,7 @@ def objective(name: str, stepwise: bool) -> Objective:
         stepwise: whether the run trains on steps, which decides for one's own function.
     """
     if ":" in name:
-        return Objective(stepwise, CUSTOM_SETTINGS[stepwise], ratio=True)
+        return Objective(stepwise, CUSTOM_SETTINGS, ratio=True)
     return OBJECTIVES[name]
 
 
@@ -140,14 +138,6 @@ def takes_each_reward(advantage: str) -> bool:
     return ":" not in advantage and ADVANTAGES[advantage].each_reward
 
 
-def reads(method: Objective, section: str, setting: str) -> bool:
-    """Whether an objective reads a setting of the config's section `objective` or `sampling`."""
-    if section == "sampling":
-        return setting not in (FORWARD_SAMPLING if method.stepwise else STEPWISE_SAMPLING)
-    known = {name for row in OBJECTIVES.values() for name in row.settings} | {"options"}
-    return setting in method.settings or setting not in known
-
-
-def readers(setting: str) -> Iterator[str]:
-    """The objectives that read a setting; none for a setting that all read."""
-    yield from (name for name, row in OBJECTIVES.items() if setting in row.settings)
+def reads_sampling(method: Objective, setting: str) -> bool:
+    """Whether an objective reads a setting of the config's section `sampling`."""
+    return setting not in (FORWARD_SAMPLING if method.stepwise else STEPWISE_SAMPLING)

@@ -4,11 +4,12 @@ Prompts, names of files and settings may come from anybody. `visible` makes them
 escape its marks), `escape_markdown`, `inline_code` and `code_block` for Markdown, `escape_formula` for CSV.
 """
 
+import difflib
 import html
 import math
 import re
 import unicodedata
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 FORMULA = ("=", "+", "-", "@", "\t", "\r")  # the first characters that a spreadsheet takes for a formula
@@ -149,3 +150,9 @@ def markdown_table(heading: Sequence[str], rows: Iterable[Sequence[str]], left: 
     lines = ["| " + " | ".join(re.sub(r"(?<!\\)\|", r"\\|", cell) for cell in row) + " |" for row in [heading, *rows]]
     texts = len(heading) if left is None else left
     return "\n".join([lines[0], "|---" * texts + "|---:" * (len(heading) - texts) + "|", *lines[1:]])
+
+
+def suggest(word: str, known: Mapping[str, str] | Collection[str]) -> str:
+    """` Did you mean lr?`: the known word closest to this one, "" if none is close. A mapping gives the text shown for each word."""
+    close = difflib.get_close_matches(word.lower(), known, n=1)
+    return f" Did you mean {known[close[0]] if isinstance(known, Mapping) else close[0]}?" if close else ""

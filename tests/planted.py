@@ -16,7 +16,7 @@ BUGS = [
     (
         "another model is trained on the embedded one's prompts",
         "flow_grpo/config/run_config.py",
-        'own = {} if "prompts" in self.model_fields_set else {"prompts": EMBEDDED.get(model)}',
+        'own = {} if "prompts" in self.model_fields_set else {"prompts": TRAINING_PROMPTS.get(model)}',
         "own = {}",
         "tests/config/test_config.py -k from_python",
     ),

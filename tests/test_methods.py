@@ -1,21 +1,19 @@
 """The table of methods: what it says of each function is so, and a new method is a function and a row."""
 
 import inspect
+import re
 
 import pytest
 import torch
 from support.embedded import short_run
 
 from flow_grpo import advantages, methods, objectives, sde
-from flow_grpo.config.run_config import FlowGRPOConfig, shipped
-from flow_grpo.config.sections import ObjectiveConfig, SamplingConfig
-from flow_grpo.config.validation import check_unused_settings
+from flow_grpo.config.objective import SETTINGS, section_type
+from flow_grpo.config.run_config import FlowGRPOConfig
+from flow_grpo.config.sections import SamplingConfig
 from flow_grpo.methods import Advantage, Objective, Transition
 from flow_grpo.trainer import FlowGRPOTrainer
-from flow_grpo.training.early_checks import check_settings
 from flow_grpo.types import NoisedImage, TrainedStep
-
-READ_BY_ALL = {"name", "advantage", "kl_weight", "kl"}
 
 
 def rows(stepwise: bool, old: bool = True, reference: bool = True) -> TrainedStep | NoisedImage:
@@ -35,8 +33,10 @@ def rows(stepwise: bool, old: bool = True, reference: bool = True) -> TrainedSte
 
 
 def value(name: str, given: TrainedStep | NoisedImage, advantage: torch.Tensor) -> torch.Tensor:
-    row, config = methods.OBJECTIVES[name], ObjectiveConfig(clip_low=0.5, clip_high=0.5, dpo_beta=0.1)
-    function = getattr(objectives, row.function or name)
+    wanted = {"clip_low": 0.5, "clip_high": 0.5, "dpo_beta": 0.1}
+    section = section_type(name)
+    config = section(name=name, **{key: one for key, one in wanted.items() if key in section.model_fields})
+    function = getattr(objectives, methods.OBJECTIVES[name].function or name)
     takes = list(inspect.signature(function).parameters)[1:]
     return function(given, **{one: advantage if one == "advantage" else getattr(config, one) for one in takes}).value
 
@@ -46,14 +46,13 @@ def test_what_an_objective_takes_is_what_its_row_says(name):
     row = methods.OBJECTIVES[name]
     first, *others = inspect.signature(getattr(objectives, row.function or name)).parameters.values()
     assert first.annotation is (TrainedStep if row.stepwise else NoisedImage)
-    assert {one.name for one in others} - {"advantage"} <= set(row.settings)
-    assert set(row.settings) <= set(ObjectiveConfig.model_fields) - READ_BY_ALL
+    assert {one.name for one in others} - {"advantage"} <= set(section_type(name).model_fields)
     assert value(name, rows(row.stepwise), torch.ones(4)).shape == (4,)
 
 
-def test_every_setting_is_read_by_some_objective():
-    read = {setting for row in methods.OBJECTIVES.values() for setting in row.settings}
-    assert read | READ_BY_ALL | {"options"} == set(ObjectiveConfig.model_fields)
+def test_every_group_of_settings_is_read_by_some_objective():
+    read = {group for row in methods.OBJECTIVES.values() for group in row.settings}
+    assert read | set(methods.CUSTOM_SETTINGS) == set(SETTINGS)
     assert {*methods.STEPWISE_SAMPLING, *methods.FORWARD_SAMPLING} < set(SamplingConfig.model_fields)
 
 
@@ -108,57 +107,63 @@ def test_a_transition_has_noise_where_the_table_says_so(name):
 
 # -- settings that the method does not read -------------------------------------------------------------------------------------
 
-AWM = "objective={name: awm, clip_low: 1.0, clip_high: 1.0}"
 UNREAD = {
-    "objective.dpo_beta=2": "is for dpo",
-    "objective.threshold=2": "is for dppo",
-    "objective.beta=2": "is for nft",
-    "objective.step_weight=std": "is for grpo, reinforce, dppo and ppo",
-    "objective.critic.width=9": "is for ppo",
-    "objective.options={a: 1}": "is for one's own function",
-    "objective.clip_quantile=0.5": "is for grpo, grpo_guard and ppo",
-    "sampling.window.size=2": "is a setting of trained steps",
-    "sampling.noise_level=0.1": "is a setting of trained steps",
-    "sampling.log_prob=unnormalized": "is a setting of trained steps",
+    "objective.dpo_beta=2": "dpo_beta; dpo does",
+    "objective.threshold=2": "threshold; dppo does",
+    "objective.beta=2": "beta; nft does",
+    "objective.step_weight=std": "step_weight; grpo, reinforce, dppo, ppo and your own function do",
+    "objective.critic.width=9": "critic; ppo does",
+    "objective.options={a: 1}": "options; your own function does",
+    "objective.clip_quantile=0.5": "clip_quantile; grpo, grpo_guard and ppo do",
+    "sampling.window.size=2": "sampling.window, which is for objectives on steps",
+    "sampling.noise_level=0.1": "sampling.noise_level, which is for objectives on steps",
+    "sampling.log_prob=unnormalized": "sampling.log_prob, which is for objectives on steps",
 }
 
 
 @pytest.mark.parametrize("setting", UNREAD)
 def test_a_setting_that_the_objective_does_not_read_is_refused(setting):
-    args = FlowGRPOConfig.from_yaml("tiny_ocr", [AWM, setting])
-    with pytest.raises(
-        ValueError,
-        match=r"and awm does not read it: leave it out, or give the whole section, (objective=\{name: awm\}|sampling=\{tr.*)\.$",
-    ) as error:
-        check_unused_settings(args)
-    assert UNREAD[setting] in str(error.value)
+    with pytest.raises(ValueError, match=re.escape(f"objective awm does not use {UNREAD[setting]}") + ": remove it"):
+        FlowGRPOConfig.from_yaml("tiny_ocr", [setting])
 
 
 @pytest.mark.parametrize("setting", ["objective.draws=2", "objective.sigma_range=[0, 0.5]", "objective.weight=ghuber"])
 def test_what_final_latents_need_is_refused_on_steps(setting):
-    with pytest.raises(ValueError, match="and grpo does not read it"):
-        check_unused_settings(FlowGRPOConfig.from_yaml("tiny_grpo", [setting]))
-    check_unused_settings(FlowGRPOConfig.from_yaml("tiny_ocr", [setting]))
+    with pytest.raises(ValueError, match="objective grpo does not use"):
+        FlowGRPOConfig.from_yaml("tiny_grpo", [setting])
+    FlowGRPOConfig.from_yaml("tiny_ocr", [setting])
 
 
-def test_every_shipped_config_sets_what_its_objective_reads_alone():
-    for file in shipped("").rglob("*.yaml"):
-        check_unused_settings(FlowGRPOConfig.from_yaml(file))
+@pytest.mark.parametrize("name", methods.OBJECTIVES)
+@pytest.mark.parametrize("file", ["tiny_ocr", "tiny_grpo"])
+def test_an_override_may_choose_any_objective_over_a_file_of_another(name, file):
+    """The file's settings that the objective does not read are left out, in whatever order the overrides come."""
+    pairs = [f"objective.name={name}", f"sampling.transition={'cps' if methods.OBJECTIVES[name].stepwise else 'ode'}"]
+    if "clip" in methods.OBJECTIVES[name].settings:
+        pairs.append("objective.clip_low=0.5")
+    if name == "ppo":
+        pairs.append("objective.advantage=grpo")
+    found = [FlowGRPOConfig.from_yaml(file, given) for given in (pairs, pairs[::-1])]
+    assert found[0] == found[1]
+    assert found[0].objective.name == name
+    assert type(found[0].objective).model_fields.keys() == section_type(name).model_fields.keys()
 
 
-def test_a_stage_is_asked_for_its_own_settings_alone():
+def test_a_stage_leaves_out_what_its_objective_does_not_read_and_may_not_set_it():
     stages = "stages=[{{steps: 1, objective: {{name: nft{}}}, sampling: {{transition: ode}}}}, {{steps: 1}}]"
-    check_unused_settings(FlowGRPOConfig.from_yaml("tiny_grpo", [stages.format("")]))
-    with pytest.raises(ValueError, match="threshold is for dppo, and nft"):
-        check_unused_settings(FlowGRPOConfig.from_yaml("tiny_grpo", [stages.format(", threshold: 2")]))
+    (_, first), (_, second) = FlowGRPOConfig.from_yaml("tiny_grpo", [stages.format("")]).resolved_stages()
+    assert not hasattr(first.objective, "clip_low")
+    assert first.sampling.noise_level == SamplingConfig().noise_level
+    assert (second.objective.clip_low, second.sampling.noise_level) == (1e-3, 0.5)
+    with pytest.raises(ValueError, match="stage 1: objective nft does not use threshold; dppo does"):
+        FlowGRPOConfig.from_yaml("tiny_grpo", [stages.format(", threshold: 2")])
 
 
-def test_a_new_run_is_refused_and_one_that_is_there_goes_on(tmp_path):
-    args = short_run(tmp_path, "objective.threshold=2")
-    with pytest.raises(ValueError, match="threshold is for dppo"):
-        check_settings(args, 1)
-    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "loss": 0.0}\n')
-    check_settings(args, 1)
+def test_ones_own_function_has_options_and_is_told_of_settings_it_never_gets():
+    args = FlowGRPOConfig(objective={"name": "a.py:f", "options": {"x": 1}, "step_weight": "std"})
+    assert args.objective.options == {"x": 1}
+    with pytest.raises(ValueError, match=r"objective a\.py:f does not use clip_low; grpo, grpo_guard, ppo and awm do"):
+        FlowGRPOConfig(objective={"name": "a.py:f", "clip_low": 0.1})
 
 
 # -- a new method ---------------------------------------------------------------------------------------------------------------
@@ -174,7 +179,7 @@ def test_a_new_method_is_a_function_and_a_row(tmp_path, monkeypatch):
         return sde.cps(*given)
 
     monkeypatch.setattr(objectives, "new", objective, raising=False)
-    monkeypatch.setitem(methods.OBJECTIVES, "new", Objective(True, ("threshold",), ratio=True, zero_at_zero_advantage=True))
+    monkeypatch.setitem(methods.OBJECTIVES, "new", Objective(True, ("dppo",), ratio=True, zero_at_zero_advantage=True))
     monkeypatch.setitem(advantages.METHODS, "new", advantages.rloo)
     monkeypatch.setitem(methods.ADVANTAGES, "new", Advantage())
     monkeypatch.setitem(sde.TRANSITIONS, "new", transition)

@@ -32,12 +32,10 @@ def plan(
     [bold]flow-grpo plan flux_dev_ocr memory.quantize=nf4 --gpu H100 --gpus 8[/bold]
     """
     from flow_grpo.config import FlowGRPOConfig
-    from flow_grpo.config.validation import check_unused_settings
     from flow_grpo.plan import estimate as planning
     from flow_grpo.policy.policy import usable_device
 
     args = FlowGRPOConfig.from_yaml(config, overrides)
-    check_unused_settings(args)
     if any(math.isnan(number) for number in (gpu_memory, gpu_tflops) if number is not None):
         raise ValueError("--gpu-memory and --gpu-tflops should be numbers.")
     if gpu_tflops is not None and gpu is None:

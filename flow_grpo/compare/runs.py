@@ -121,7 +121,7 @@ def compare(
     for config in configs:
         if (
             budget.unit == "images"
-            and FlowGRPOConfig.from_yaml(config, overrides).resolved_stages()[-1][1].objective.data is not None
+            and FlowGRPOConfig.from_yaml(config, overrides).resolved_stages()[-1][1].dataset is not None
         ):
             raise ValueError(
                 f"{config} ends on given images, which are not drawn: give a budget in seconds, such as --budget 120s."

@@ -1,4 +1,4 @@
-"""The sections of a run config. Each field's documentation stands below it."""
+"""The sections of a run config, `objective` excepted. Each field's documentation is below it."""
 
 import math
 from collections.abc import Iterator
@@ -6,8 +6,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
-from flow_grpo.config.validation import suggest
 from flow_grpo.methods import TRANSITIONS
+from flow_grpo.text import suggest
 
 PositiveInt = Annotated[int, Field(gt=0)]
 PositiveFloat = Annotated[float, Field(gt=0)]
@@ -96,84 +96,6 @@ class SamplingConfig(ConfigSection):
             close = suggest(name, list(TRANSITIONS))
             raise ValueError(f"sampling.transition={name} is no transition.{close} Choose one of {', '.join(TRANSITIONS)}.")
         return name
-
-
-class CriticConfig(ConfigSection):
-    lr: PositiveFloat = 1e-3
-    """Learning rate of the critic's AdamW."""
-    width: PositiveInt = 128
-    """Channels of the critic."""
-    gae_lambda: Share = 0.95
-    """Generalised advantage estimation: 1 trusts the reward alone, 0 the critic's next value alone."""
-
-
-class DecayRamp(ConfigSection):
-    rate: PositiveFloat
-    """How much the decay grows with every optimizer step."""
-    max: Share
-    """Largest decay."""
-    after: Annotated[int, Field(ge=0)] = 0
-    """Optimizer steps before it begins to grow from 0."""
-
-    def at(self, steps: int) -> float:
-        """The decay after so many optimizer steps."""
-        return min(self.max, self.rate * max(0, steps - self.after))
-
-
-class ObjectiveConfig(ConfigSection):
-    name: str = "grpo"
-    """On per-step log-probabilities: grpo, reinforce, grpo_guard, dppo, ppo. On final latents noised afresh: awm, nft, sft, dpo.
-    Or one's own function as my_module:my_fn or file.py:my_fn, on steps if the transition is stochastic, else on final latents."""
-    options: dict[str, Any] = {}
-    """Keyword arguments of one's own function."""
-    advantage: str = "grpo"
-    """How rewards become advantages, see flow_grpo/advantages.py: grpo, batch_std, dr_grpo, rloo, reinforce_pp, gdpo, rank, or
-    one's own function (reward (B,), group (B,)) -> (B,) as my_module:my_fn or file.py:my_fn."""
-    clip_low: PositiveFloat | Literal["auto"] = 1e-4
-    """The ratio is clipped at 1 - clip_low; log-probabilities are means, so the range is small. `auto` takes it from the ratios
-    seen at each step."""
-    clip_high: PositiveFloat | Literal["auto"] = 1e-4
-    """The ratio is clipped at 1 + clip_high; above clip_low it is DAPO's clip-higher."""
-    clip_quantile: Annotated[float, Field(gt=0, lt=1)] = 0.9
-    """auto: the share of ratios that the clip range leaves alone."""
-    threshold: Annotated[float, Field(ge=0)] = 1e-5
-    """dppo: the divergence of new and old step from which on an update may not push further. Published: 1e-5 and 1e-6."""
-    step_weight: Literal["uniform", "std"] = "uniform"
-    """Objectives on steps: weight of a step's loss; `std` weighs by the transition's std (TempFlow, arXiv 2508.04324), which makes
-    up for the 1 / std in the gradient of a log-probability."""
-    kl_weight: Annotated[float, Field(ge=0)] = 0.0
-    """Weight of the KL to the base model, whose mean is over all images of a step, also of groups whose rewards are all equal (for sft
-    and dpo over the images they train on)."""
-    kl: Literal["gaussian", "k3", "flow_grpo", "velocity"] | None = None
-    """Which KL: of the transitions (`gaussian`, the default on steps), DeepSeekMath's estimator from log-probabilities (`k3`), the
-    published code's, without the step's length (`flow_grpo`), or the distance of the velocities (`velocity`, the only one on final
-    latents)."""
-    data: str | None = None
-    """sft, dpo: images to train on in place of rollouts, see flow_grpo/training/offline.py."""
-    draws: PositiveInt = 1
-    """On final latents: noise levels drawn for each prompt of a step; all its images and all epochs have the same."""
-    sigma_range: tuple[Share, Share] = (0.0, 1.0)
-    """On final latents: the range those noise levels are drawn from, before the schedule's shift."""
-    weight: Literal["uniform", "ghuber"] = "uniform"
-    """awm: weight of the matching loss."""
-    beta: PositiveFloat = 1.0
-    """nft: how far the implicit policies lie from the old one."""
-    advantage_max: PositiveFloat = 5.0
-    """nft: the advantage that counts as surely good."""
-    old_decay: Share | DecayRamp = 0.5
-    """nft: how slowly the old policy follows the trained one after each training step: 0 at once, 1 never. Or a ramp: the published one
-    is {rate: 0.001, max: 0.5}, for OCR {after: 75, rate: 0.0075, max: 0.999}."""
-    dpo_beta: PositiveFloat = 500.0
-    """dpo: how sharply the difference of two matching errors decides."""
-    critic: CriticConfig = CriticConfig()
-    """ppo: its critic."""
-
-    @field_validator("old_decay", mode="before")
-    @classmethod
-    def _number_or_ramp(cls, value: Any) -> Any:
-        if isinstance(value, dict) and not {"rate", "max"} <= value.keys() <= {"rate", "max", "after"}:
-            raise ValueError(f"objective.old_decay is {value}: give a number, or a ramp such as {{rate: 0.001, max: 0.5}}.")
-        return value
 
 
 class OptimizerConfig(ConfigSection):

@@ -5,8 +5,10 @@ from typing import Any
 
 import yaml
 
-from flow_grpo.config.run_config import FlowGRPOConfig, shipped
-from flow_grpo.policy.hub import BUNDLED_MODELS
+from flow_grpo.config.bundled import TRAINING_PROMPTS, bundled_file
+from flow_grpo.config.merge import reads
+from flow_grpo.config.objective import section_types
+from flow_grpo.config.run_config import FlowGRPOConfig
 
 BASE = "sd35_medium_ocr"  # the settings for a model that no shipped config trains
 OCR_PROMPTS = ("prompts/ocr_train.txt", "prompts/ocr_test.txt")
@@ -46,7 +48,7 @@ def template(model: str, rewards: list[str]) -> str:
     args = FlowGRPOConfig.from_yaml(name)
     values = args.model_dump(mode="json")
     values |= {"model": model, "rewards": dict.fromkeys(rewards, 1.0)}
-    if model not in BUNDLED_MODELS and not any(reward.startswith("ocr") for reward in rewards):
+    if model not in TRAINING_PROMPTS and not any(reward.startswith("ocr") for reward in rewards):
         values["prompts"], values["evaluation"]["prompts"] = OBJECT_PROMPTS
     measured = {k: v for k, v in values["evaluation"]["rewards"].items() if not k.startswith("ocr")}
     values["evaluation"]["rewards"] = {k: {"options": v["options"]} if v["options"] else {} for k, v in measured.items()}
@@ -62,7 +64,8 @@ def template(model: str, rewards: list[str]) -> str:
             section: Any = type(getattr(args, key))
             lines += ["", f"{key}:"]
             for name_ in inner:
-                lines += _setting(name_, values[key][name_], section.model_fields[name_].description, "  ")
+                if reads(values, key, name_):
+                    lines += _setting(name_, values[key][name_], section.model_fields[name_].description, "  ")
     return "\n".join(lines) + "\n"
 
 
@@ -85,14 +88,27 @@ def json_schema() -> dict[str, Any]:
     microbatch.pop("type"), microbatch.pop("exclusiveMinimum")
     shard = schema["$defs"]["MemoryConfig"]["properties"]["shard"]
     shard["anyOf"] = [*shard["anyOf"], {"type": "boolean"}]
+    schema["properties"]["objective"] = {"anyOf": _objective_schemas(schema["$defs"])}
     return {"$schema": "https://json-schema.org/draft/2020-12/schema", **schema}
+
+
+def _objective_schemas(definitions: dict[str, Any]) -> list[dict[str, str]]:
+    """One schema per objective, chosen by `name`; they are added to the schema's definitions."""
+    del definitions["ObjectiveConfig"]
+    for name, section in section_types().items():
+        one = section.model_json_schema(ref_template="#/$defs/{model}")
+        definitions |= one.pop("$defs", {})
+        one["properties"]["name"] |= {"pattern": ":"} if ":" in name else {"const": name}
+        one["required"] = [] if name == FlowGRPOConfig().objective.name else ["name"]
+        definitions[one["title"]] = one
+    return [{"$ref": f"#/$defs/{section.__name__}"} for section in section_types().values()]
 
 
 def _preset(model: str) -> str:
     """The name of the shipped config to begin with."""
-    if model in BUNDLED_MODELS:
+    if model in TRAINING_PROMPTS:
         return "tiny_ocr"
-    trained = [(file.stem, yaml.safe_load(file.read_text())["model"]) for file in sorted(shipped("").glob("*.yaml"))]
+    trained = [(file.stem, yaml.safe_load(file.read_text())["model"]) for file in sorted(bundled_file("").glob("*.yaml"))]
     names = [name for name, of in trained if of == model]
     plain = [name for name in names if name.endswith("_ocr")]
     return next(iter([*plain, *names]), BASE)

@@ -1,16 +1,24 @@
 """What in a config goes together: each check says in one sentence what does not, and what to set instead."""
 
-import difflib
-from collections.abc import Collection, Iterable, Mapping
-from typing import TYPE_CHECKING
+from collections.abc import Iterable
 
 from flow_grpo import methods
-
-if TYPE_CHECKING:
-    from flow_grpo.config import FlowGRPOConfig
-    from flow_grpo.config.sections import ObjectiveConfig, SamplingConfig
+from flow_grpo.config.objective import ObjectiveConfig, readers
+from flow_grpo.config.sections import SamplingConfig
+from flow_grpo.config.settings import RunSettings
+from flow_grpo.text import suggest
 
 TRACKERS = ("tensorboard", "wandb", "mlflow", "trackio", "swanlab")
+
+
+def check_run(args: RunSettings) -> None:
+    """All checks across the settings of a run, or of one of its stages. ValueError: what does not go together."""
+    check_objective(args)
+    check_sizes(args)
+    check_window(args.sampling)
+    check_sampling_is_read(args)
+    check_full_finetuning(args)
+    check_zero(args)
 
 
 def check_trackers(names: Iterable[str]) -> None:
@@ -21,7 +29,7 @@ def check_trackers(names: Iterable[str]) -> None:
             )
 
 
-def check_sizes(args: "FlowGRPOConfig") -> None:
+def check_sizes(args: RunSettings) -> None:
     rows = args.prompts_per_step * args.images_per_prompt
     if args.prompts_per_step % args.updates:
         raise ValueError(
@@ -35,107 +43,94 @@ def check_sizes(args: "FlowGRPOConfig") -> None:
         )
     o, passes, method = args.objective, args.updates * args.epochs, args.method
     pairs = method.rows_per_pair == 2
-    if pairs and o.data is not None and (rows // 2) % args.updates:
+    if pairs and args.dataset is not None and (rows // 2) % args.updates:
         raise ValueError(f"updates={args.updates} does not divide the {rows // 2} pairs of a step.")
     if method.single_update and passes > 1:
         raise ValueError(
             f"objective {o.name} has no ratio, so it is for one update on a rollout: set updates=1 and epochs=1."
         )
-    if "auto" in (o.clip_low, o.clip_high) and passes == 1:
+    if o.has_auto_clip and passes == 1:
         raise ValueError("objective.clip_low=auto has no ratios to learn from: with one update on a rollout they are all 1.")
-    if o.data is not None and args.resample:
+    if args.dataset is not None and args.resample:
         raise ValueError(f"resample={args.resample} with objective.data: given images are not drawn again; set resample=0.")
     if pairs and min(args.microbatch, rows) % 2:
         raise ValueError(f"microbatch={args.microbatch} is odd, but {o.name} compares pairs of rows: set an even one.")
 
 
-def check_objective(o: "ObjectiveConfig", s: "SamplingConfig") -> None:
+def check_objective(args: RunSettings) -> None:
     """What an objective needs of the sampler, and which of its settings go together."""
-    for kind, name, table in (("objective", o.name, methods.OBJECTIVES), ("advantage", o.advantage, methods.ADVANTAGES)):
-        if ":" not in name and name not in table:
-            close = suggest(name, list(table))
-            raise ValueError(f"there is no {kind} {name}.{close} Choose one of {', '.join(table)}.")
+    o, method = args.objective, args.method
+    if ":" not in o.advantage and o.advantage not in methods.ADVANTAGES:
+        close = suggest(o.advantage, list(methods.ADVANTAGES))
+        raise ValueError(f"there is no advantage {o.advantage}.{close} Choose one of {', '.join(methods.ADVANTAGES)}.")
+    if method.stepwise:
+        _check_stepwise(o, method, args.sampling)
+    else:
+        _check_on_final_latents(o, args.sampling)
+    if o.has_auto_clip and not method.auto_clip:
+        raise ValueError(
+            f"objective.clip_low=auto is calibrated at each trained step, for {', '.join(readers('clip_quantile'))}, not {o.name}."
+        )
+    if method.critic and o.advantage != "grpo":
+        raise ValueError(f"objective.advantage={o.advantage} with {o.name}: its critic makes the advantages; leave it out.")
+
+
+def _check_stepwise(o: ObjectiveConfig, method: methods.Objective, s: SamplingConfig) -> None:
+    """An objective on the log-probabilities of steps."""
     transition = methods.TRANSITIONS[s.transition]
-    method = methods.objective(o.name, transition.stochastic)
-    on_steps = method.stepwise
-    if on_steps and not transition.stochastic:
+    if not transition.stochastic:
         raise ValueError(f"objective {o.name} needs a stochastic transition: set sampling.transition to cps or flow_sde.")
-    if on_steps and s.noise_level == 0:
+    if s.noise_level == 0:
         raise ValueError("sampling.noise_level=0 is the ODE, which has no log-probability to train: set it above 0.")
-    if transition.stochastic and s.noise_level > transition.max_noise_level:
+    if s.noise_level > transition.max_noise_level:
         raise ValueError(
             f"sampling.noise_level={s.noise_level}, but for {s.transition} it is at most {transition.max_noise_level:g}."
         )
-    if not on_steps and transition.stochastic:
-        raise ValueError(f"objective {o.name} trains on final latents, which the ODE draws: set sampling.transition=ode.")
-    if not on_steps and s.shared_start:
-        raise ValueError(
-            f"sampling.shared_start=true with objective {o.name}: the ODE would draw the same image for a whole group."
-        )
-    if on_steps and s.solver != "euler":
+    if s.solver != "euler":
         raise ValueError(
             f"sampling.solver={s.solver} with objective {o.name}: the steps around the trained ones are Euler's."
         )
-    if o.data is not None and not method.offline:
-        raise ValueError(f"objective.data is {_readers('objective', 'data')}; {o.name} draws its own images: leave it out.")
-    if method.gaussian and s.log_prob != "gaussian":
-        raise ValueError(f"objective {o.name} is made for Gaussian log-probabilities: set sampling.log_prob=gaussian.")
-    if on_steps and o.kl == "k3" and s.log_prob != "gaussian":
-        raise ValueError("objective.kl=k3 is an estimate from log-probabilities: set sampling.log_prob=gaussian.")
-    if on_steps and o.step_weight == "std" and s.log_prob != "gaussian":
-        raise ValueError("objective.step_weight=std makes up for a Gaussian's 1 / std: set sampling.log_prob=gaussian.")
-    if on_steps and o.kl == "flow_grpo" and not transition.has_g:
+    if o.kl == "flow_grpo" and not transition.has_g:
         with_g = " or ".join(name for name, one in methods.TRANSITIONS.items() if one.has_g)
         raise ValueError(f"objective.kl=flow_grpo divides by the g of {with_g}; {s.transition} has none.")
-    if on_steps and o.step_weight != "uniform" and not methods.reads(method, "objective", "step_weight"):
+    if s.log_prob == "gaussian":
+        return
+    if method.gaussian:
+        raise ValueError(f"objective {o.name} is made for Gaussian log-probabilities: set sampling.log_prob=gaussian.")
+    if o.kl == "k3":
+        raise ValueError("objective.kl=k3 is an estimate from log-probabilities: set sampling.log_prob=gaussian.")
+    if o.weighs_by_std:
+        raise ValueError("objective.step_weight=std makes up for a Gaussian's 1 / std: set sampling.log_prob=gaussian.")
+
+
+def _check_on_final_latents(o: ObjectiveConfig, s: SamplingConfig) -> None:
+    """A forward-process objective, on the final latents of ODE rollouts."""
+    if methods.TRANSITIONS[s.transition].stochastic:
+        raise ValueError(f"objective {o.name} trains on final latents, which the ODE draws: set sampling.transition=ode.")
+    if s.shared_start:
         raise ValueError(
-            f"objective.step_weight is {_readers('objective', 'step_weight')}, and {o.name} does not read it: leave it out."
+            f"sampling.shared_start=true with objective {o.name}: the ODE would draw the same image for a whole group."
         )
-    if not on_steps and o.kl not in (None, "velocity"):
+    if o.kl not in (None, "velocity"):
         raise ValueError(f"objective.kl={o.kl} is of trained steps, and {o.name} has none: set objective.kl=velocity.")
-    if "auto" in (o.clip_low, o.clip_high) and not method.auto_clip:
-        readers = _readers("objective", "clip_quantile")
-        raise ValueError(f"objective.clip_low=auto is calibrated at each trained step, {readers}, not {o.name}.")
-    if method.critic and o.advantage != "grpo":
-        raise ValueError(f"objective.advantage={o.advantage} with {o.name}: its critic makes the advantages; leave it out.")
     if o.sigma_range[0] >= o.sigma_range[1]:
         raise ValueError("objective.sigma_range must rise, for example [0, 1].")
 
 
-def check_unused_settings(args: "FlowGRPOConfig") -> None:
-    """Refuse a setting of `objective` or `sampling` that is not the default and that the objective does not read (ValueError).
-
-    One's own function is not asked, as its name is often set over the config of another objective.
-    """
-    if args.stages:
-        given = [(part, stage) for stage, (_, part) in zip(args.stages, args.resolved_stages(), strict=True)]
-    else:
-        given = [(args, {"objective": args.objective.changed(), "sampling": args.sampling.changed()})]
-    for part, sections in given:
-        name, method = part.objective.name, part.method
-        pairs = [(section, setting) for section in ("objective", "sampling") for setting in sections.get(section) or ()]
-        unread = next((pair for pair in pairs if ":" not in name and not methods.reads(method, *pair)), None)
-        if unread is not None:
-            section, setting = unread
-            first = f"name: {name}" if section == "objective" else f"transition: {part.sampling.transition}"
+def check_sampling_is_read(args: RunSettings) -> None:
+    """Refuse a setting of `sampling` that is not the default and that the objective does not read."""
+    defaults = SamplingConfig()
+    for setting in SamplingConfig.model_fields:
+        changed = getattr(args.sampling, setting) != getattr(defaults, setting)
+        if changed and not methods.reads_sampling(args.method, setting):
+            kind = "objectives on steps" if setting in methods.STEPWISE_SAMPLING else "objectives on final latents"
             raise ValueError(
-                f"{section}.{setting} is {_readers(section, setting)}, and {name} does not read it: leave it out, or give the whole "
-                f"section, {section}={{{first}}}."
+                f"objective {args.objective.name} does not use sampling.{setting}, which is for {kind}: remove it, or choose one by "
+                "objective.name."
             )
 
 
-def _readers(section: str, setting: str) -> str:
-    """For which objectives a setting is."""
-    if section == "sampling":
-        where = "trained steps" if setting in methods.STEPWISE_SAMPLING else "the ODE of objectives on final latents"
-        return f"a setting of {where}"
-    names = list(methods.readers(setting))
-    if not names:
-        return "for one's own function"
-    return f"for {', '.join(names[:-1])} and {names[-1]}" if len(names) > 1 else f"for {names[0]}"
-
-
-def check_whole(args: "FlowGRPOConfig") -> None:
+def check_full_finetuning(args: RunSettings) -> None:
     """What does not go with `lora: null`, which trains all weights."""
     if args.lora is not None:
         return
@@ -154,7 +149,7 @@ def check_whole(args: "FlowGRPOConfig") -> None:
         )
 
 
-def check_zero(args: "FlowGRPOConfig") -> None:
+def check_zero(args: RunSettings) -> None:
     """What does not go with DeepSpeed's ZeRO."""
     if args.memory.shard not in ("zero1", "zero2"):
         return
@@ -166,7 +161,7 @@ def check_zero(args: "FlowGRPOConfig") -> None:
         raise ValueError(f"memory.shard={args.memory.shard} has no loss scale, which dtype=fp16 needs: set bf16, or fsdp2.")
 
 
-def check_window(o: "ObjectiveConfig", s: "SamplingConfig") -> None:
+def check_window(s: SamplingConfig) -> None:
     w = s.window
     transition = methods.TRANSITIONS[s.transition]
     if not transition.stochastic:
@@ -180,9 +175,3 @@ def check_window(o: "ObjectiveConfig", s: "SamplingConfig") -> None:
         )
     if w.kind != "all" and w.first + w.size - 1 > last:
         raise ValueError(f"sampling.window.size={w.size} does not fit into steps {w.first} to {last}.")
-
-
-def suggest(word: str, known: Mapping[str, str] | Collection[str]) -> str:
-    """A question with the known word that is most like this one; a mapping says what to call it."""
-    close = difflib.get_close_matches(word.lower(), known, n=1)
-    return f" Did you mean {known[close[0]] if isinstance(known, Mapping) else close[0]}?" if close else ""

@@ -6,7 +6,7 @@ dog` equals `A photo of a dog and a cat.`
 
 import json
 
-from flow_grpo.config.run_config import shipped
+from flow_grpo.config.bundled import bundled_file
 from flow_grpo.data.prompt_sets import PROMPT_SETS, source_of
 
 ARTICLES = {"a", "an", "the"}
@@ -55,6 +55,6 @@ def sentences(trained: list[str], held_out: list[str], source: str | None = None
 
 
 def _bundled_prompts(source: str) -> list[str]:
-    file = shipped(source)
+    file = bundled_file(source)
     lines = file.read_text(encoding="utf-8").splitlines()
     return lines if file.suffix == ".txt" else [json.loads(line)["prompt"] for line in lines]

@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from flow_grpo.config.run_config import shipped
+from flow_grpo.config.bundled import bundled_file
 from flow_grpo.data.prompt_files import COLUMNS, SUFFIXES, Table, read_table
 from flow_grpo.data.prompt_sets import names_of_sets, source_of
 from flow_grpo.sampling import generator
@@ -154,7 +154,7 @@ def _local(name: str) -> Path | None:
     """The local file of that name, or None for an address or a data set. ValueError if it can't be any of these."""
     place = source_of(name)
     try:
-        file = next((f for f in (Path(name), Path(place), shipped(place)) if f.is_file()), None)
+        file = next((f for f in (Path(name), Path(place), bundled_file(place)) if f.is_file()), None)
         folder = place == name != "" and Path(name).is_dir()
     except (OSError, ValueError):  # longer than any file's name
         file, folder = None, False

@@ -87,8 +87,8 @@ def _prompts(args: FlowGRPOConfig, count: int, found: Findings) -> PromptSet | N
     if held_out is not None:
         found.checked.append(f"{len(held_out)} held-out prompts")
     for _, part in args.resolved_stages():
-        if part.objective.data is not None:
-            given = load_examples(part.objective.data, part.method.rows_per_pair)
+        if part.dataset is not None:
+            given = load_examples(part.dataset, part.method.rows_per_pair)
             found.checked.append(f"{len(given.prompts)} given images")
     return prompts
 

@@ -132,9 +132,9 @@ def machine(policy: Policy, speed: float) -> list[Verdict]:
 def prompts(trainer: FlowGRPOTrainer) -> list[Verdict]:
     """Of the prompts that are dealt, and of those that given images bring with them."""
     parts = [part for _, part in trainer.state.stages]
-    dealing = [part for part in parts if part.objective.data is None]
+    dealing = [part for part in parts if part.dataset is None]
     dealt = trainer.train_set.prompts if dealing else []
-    given = [prompt for part in parts if part.objective.data is not None for prompt in _given(part)]
+    given = [prompt for part in parts if part.dataset is not None for prompt in _given(part)]
     held_out = [] if trainer.eval_set is None else trainer.eval_set.prompts
     found = []
     if dealt:
@@ -154,8 +154,8 @@ def prompts(trainer: FlowGRPOTrainer) -> list[Verdict]:
 
 
 def _given(part: FlowGRPOConfig) -> list[str]:
-    assert part.objective.data
-    return load_examples(part.objective.data, part.method.rows_per_pair).prompts
+    assert part.dataset
+    return load_examples(part.dataset, part.method.rows_per_pair).prompts
 
 
 def end_is_read(policy: Policy, prompt: str) -> bool:
@@ -318,7 +318,7 @@ def drift(trainer: FlowGRPOTrainer, experience: Experience) -> dict[int, Tensor]
     rows = experience.rows[: 2 * part.microbatch]
     if trajectory.steps and len(rows):
         conditioning = trainer.policy.encode(experience.batch.prompts)
-        settings, clip = part.model_copy(update={"objective": o}), ClipRange(o.clip_quantile)
+        settings, clip = part.model_copy(update={"objective": o}), ClipRange(getattr(o, "clip_quantile", None))
         loss = StepLoss(trainer.policy, settings, experience, conditioning, clip)
         parts = [list(loss.losses(chunk, chunk >= 0)) for chunk in rows.split(part.microbatch)]
         for step, losses in zip(trajectory.steps, zip(*parts, strict=True), strict=True):
@@ -338,7 +338,7 @@ def judge_drift(part: FlowGRPOConfig, trajectory: Trajectory, moved: dict[int, T
             found.append(result.clip_range(torch.cat(list(moved.values())), low, high, part.updates * part.epochs))
     sigmas = trajectory.schedule.sigmas
     if len(moved) > 1:
-        found.append(result.even(moved, o.step_weight == "std"))
+        found.append(result.even(moved, o.weighs_by_std))
     return [*found, *(result.drift(step, sigmas[step].item(), values, clip) for step, values in moved.items())]
 
 

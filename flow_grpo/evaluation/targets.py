@@ -4,7 +4,8 @@ import itertools
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from flow_grpo.config.run_config import FlowGRPOConfig, shipped
+from flow_grpo.config.bundled import bundled_file
+from flow_grpo.config.run_config import FlowGRPOConfig
 from flow_grpo.data import image_sets as gallery
 from flow_grpo.data.grid_options import GridOptions
 from flow_grpo.data.prompts import PromptSet
@@ -211,4 +212,4 @@ def _pictures(path: Path, how: Reading) -> Pictures:
 
 def _is_config(word: str) -> bool:
     path = Path(word)
-    return not path.is_dir() and (path.suffix in (".yaml", ".yml") or shipped(f"{word}.yaml").is_file())
+    return not path.is_dir() and (path.suffix in (".yaml", ".yml") or bundled_file(f"{word}.yaml").is_file())

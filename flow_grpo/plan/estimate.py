@@ -272,7 +272,7 @@ class StepEstimator:
         w, last = s.window, s.steps - 2 if s.window.last is None else s.window.last
         steps = last - w.first + 1 if w.kind == "all" else w.size
         trained = steps if args.method.stepwise else o.draws
-        drawn = 0 if o.data else (2 * s.steps - 1 if s.solver == "heun" else s.steps)
+        drawn = 0 if args.dataset else (2 * s.steps - 1 if s.solver == "heun" else s.steps)
         forward, both, decoding = (count / 2 for count in self.operations.values())  # of a row
         images, passes = args.prompts_per_step * args.images_per_prompt, args.epochs * trained
         return images * (drawn * forward + decoding + passes * self._references * forward), images * passes * both

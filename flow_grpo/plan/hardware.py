@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import psutil
 import torch
 
-from flow_grpo.config.validation import suggest
+from flow_grpo.text import suggest
 
 GB, TERA = 1e9, 1e12
 # memory in GB and dense bf16 TFLOP/s of the makers' data sheets

@@ -30,7 +30,7 @@ import typer
 from diffusers import StableDiffusion3Pipeline
 from safetensors.torch import save_file
 
-from flow_grpo.config.run_config import shipped
+from flow_grpo.config.bundled import bundled_file
 from flow_grpo.policy.policy import default_dtype
 from flow_grpo.tiny import architecture, world
 from rewards import clip
@@ -340,7 +340,7 @@ def _autocast() -> torch.autocast:
 
 def held_out_signs(count: int) -> list[world.Sign]:
     """The first prompts of the shipped evaluation set."""
-    return [world.parse(prompt) for prompt in shipped("prompts/signs_eval.txt").read_text().splitlines()[:count]]
+    return [world.parse(prompt) for prompt in bundled_file("prompts/signs_eval.txt").read_text().splitlines()[:count]]
 
 
 def main(

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from flow_grpo.advantages import CLAMP
-from flow_grpo.config.sections import CriticConfig
+from flow_grpo.config.objective import CriticConfig
 from flow_grpo.types import Trajectory
 
 EPOCHS = 4  # times that the critic goes through a rollout

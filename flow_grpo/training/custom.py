@@ -7,7 +7,7 @@ from typing import Any
 from torch import Tensor
 
 import rewards as reward_kit
-from flow_grpo.config.sections import ObjectiveConfig
+from flow_grpo.config.objective import ObjectiveConfig
 from flow_grpo.types import Loss, NoisedImage, TrainedStep
 from rewards.user_code import guarded
 

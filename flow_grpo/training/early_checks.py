@@ -6,7 +6,6 @@ from pathlib import Path
 import torch
 
 from flow_grpo.config import FlowGRPOConfig
-from flow_grpo.config.validation import check_unused_settings
 from flow_grpo.data.prompts import PromptSampler, PromptSet
 from flow_grpo.distributed.processes import Processes
 from flow_grpo.policy.policy import usable_device
@@ -19,8 +18,6 @@ from flow_grpo.training.zero import STAGES, import_deepspeed
 
 def check_settings(args: FlowGRPOConfig, count: int) -> None:
     """What a run of `count` processes needs installed, its device, its own functions, and sizes that they can share."""
-    if not has_metrics(Path(args.output)):  # a run that is resumed may have been begun when such settings were let pass
-        check_unused_settings(args)
     services.check_installed(args.trackers)
     device = usable_device(args.device)
     if args.memory.shard in STAGES and count > 1:
@@ -43,7 +40,7 @@ def check_prompts(args: FlowGRPOConfig, prompts: PromptSet, held_out: PromptSet 
     if held_out is not None and len(held_out) < count:
         raise ValueError(f"there are fewer held-out prompts than processes, which are {count}.")
     for _, part in args.resolved_stages():
-        if part.objective.data is None:
+        if part.dataset is None:
             PromptSampler(prompts, part.seed).sample(0, part.prompts_per_step, 1)
 
 

@@ -30,7 +30,7 @@ class ClipRange:
 
     DECAY = 0.9
 
-    def __init__(self, quantile: float) -> None:
+    def __init__(self, quantile: float | None) -> None:
         self.quantile = quantile
         self.state: dict[int, float] = {}
         self._seen: dict[int, list[Tensor]] = {}
@@ -52,6 +52,7 @@ class ClipRange:
             deviation = torch.cat(parts)
             deviation = deviation[deviation.isfinite()]  # fp16 may overflow
             if deviation.any():
+                assert self.quantile is not None
                 found = deviation.quantile(self.quantile).item()
                 former = self.state.get(step, found)
                 self.state[step] = self.DECAY * former + (1 - self.DECAY) * found
@@ -91,9 +92,9 @@ class StepLoss:
         for k, i in enumerate(self.trajectory.steps):
             v, step = self._step(k, rows)
             loss = self._objective(i, step, self.advantage[rows, k])
-            if "auto" in (self.objective.clip_low, self.objective.clip_high):
+            if self.objective.has_auto_clip:
                 self.clip.observe(i, loss.metrics["ratio/max_deviation"][is_real])
-            if self.objective.step_weight == "std":
+            if self.objective.weighs_by_std:
                 loss = Loss(loss.value * step.std.flatten(1)[:, 0], loss.metrics)
             if self.objective.kl_weight:
                 loss = _with_kl(loss, self._kl(k, rows, v, step), self.objective.kl_weight)
@@ -108,7 +109,7 @@ class StepLoss:
         return v, TrainedStep(log_prob, t.log_prob_BK[rows, k], mean, t.mean[rows, k], std, delta)
 
     def _objective(self, i: int, step: TrainedStep, advantage: Tensor) -> Loss:
-        calibrated = {name: self.clip.range_at(i) for name in methods.CLIP if getattr(self.objective, name) == "auto"}
+        calibrated = {name: self.clip.range_at(i) for name in methods.CLIP if getattr(self.objective, name, None) == "auto"}
         return self.loss(step, advantage, **calibrated)
 
     def _kl(self, k: int, rows: Tensor, v: Tensor, step: TrainedStep) -> Tensor:
@@ -240,7 +241,7 @@ def objective_function(args: FlowGRPOConfig) -> Callable[..., Loss]:
         return functools.partial(custom_loss, o)
     function = getattr(objectives, method.function or o.name)
     takes = signature(function).parameters
-    settings = {name: getattr(o, name) for name in takes if name in method.settings}
+    settings = {name: getattr(o, name) for name in takes if hasattr(o, name) and name != "advantage"}
 
     def loss(rows: TrainedStep | NoisedImage, advantage: Tensor, **more: float) -> Loss:
         given = {"advantage": advantage} if "advantage" in takes else {}

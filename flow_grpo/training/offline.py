@@ -35,10 +35,10 @@ class OfflineSource:
     """
 
     def __init__(self, policy: Policy, args: FlowGRPOConfig, processes: Processes) -> None:
-        assert args.objective.data
+        assert args.dataset
         self.policy, self.args, self.processes = policy, args, processes
         self.rows_per_pair = args.method.rows_per_pair
-        self.examples = load_examples(args.objective.data, self.rows_per_pair)
+        self.examples = load_examples(args.dataset, self.rows_per_pair)
         self.schedule, shape = policy.schedule(args.sampling.steps)
         blank = policy.decode(torch.zeros(1, *shape))
         policy.encode_images(blank)  # says at once if this pipeline can't

@@ -66,7 +66,7 @@ def build_run(
     all_prompts = [*train_set.prompts, *eval_prompts]
     policy = model if isinstance(model, Policy) else load_run_policy(args, processes.device, all_prompts)
     prepare_policy(policy, args, processes)
-    given_images = all(stage.objective.data is not None for _, stage in args.resolved_stages())  # with prompts of their own
+    given_images = all(stage.dataset is not None for _, stage in args.resolved_stages())  # with prompts of their own
     source = prompts if isinstance(prompts, str) else None
     return RunParts(
         args=args,
@@ -84,7 +84,7 @@ def build_run(
 
 def load_run_policy(args: FlowGRPOConfig, device: str | None, prompts: list[str]) -> Policy:
     """Load the config's model, for those prompts alone unless the run has given images with prompts of their own."""
-    given = any(part.objective.data is not None for _, part in args.resolved_stages())
+    given = any(part.dataset is not None for _, part in args.resolved_stages())
     start = args.lora.start if args.lora else None
     asked = None if given else prompts
     return load_policy(

@@ -59,7 +59,7 @@ class Stage:
         self.critic = self._critic() if args.method.critic else None
         self.window = WindowSchedule(args.sampling, args.seed, start, self._measure_window)
         self.source: RolloutSource | OfflineSource
-        if args.objective.data is not None:
+        if args.dataset is not None:
             self.source = OfflineSource(policy, args, processes)
         else:
             self.source = RolloutSource(

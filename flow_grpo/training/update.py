@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from flow_grpo.config import FlowGRPOConfig
-from flow_grpo.config.sections import DecayRamp
+from flow_grpo.config.objective import DecayRamp
 from flow_grpo.distributed.processes import Processes
 from flow_grpo.policy.policy import Policy
 from flow_grpo.training.losses import ClipRange, ForwardProcessLoss, LossMetrics, StepLoss
@@ -29,7 +29,7 @@ class PolicyUpdate:
     def __init__(self, policy: Policy, args: FlowGRPOConfig, begin: int, processes: Processes) -> None:
         self.policy, self.args, self.begin, self.processes = policy, args, begin, processes
         self.optimizer = _optimizer(policy, args, processes)
-        self.clip = ClipRange(args.objective.clip_quantile)
+        self.clip = ClipRange(getattr(args.objective, "clip_quantile", None))
         self.mid_step = False
         self.pack_rows = True
 

@@ -8,14 +8,15 @@ from support.families import TINY
 
 from flow_grpo import sampling
 from flow_grpo.cli.options import parse_reward
-from flow_grpo.config.run_config import EMBEDDED, FlowGRPOConfig, shipped
+from flow_grpo.config.bundled import TRAINING_PROMPTS, bundled_file
+from flow_grpo.config.run_config import FlowGRPOConfig
 from flow_grpo.data.prompts import load_prompts
 from flow_grpo.policy import hub
 from flow_grpo.policy.policy import Policy
 from flow_grpo.trainer import FlowGRPOTrainer
 
 
-@pytest.mark.parametrize("name", sorted(str(p.relative_to(shipped("")))[:-5] for p in shipped("").rglob("*.yaml")))
+@pytest.mark.parametrize("name", sorted(str(p.relative_to(bundled_file("")))[:-5] for p in bundled_file("").rglob("*.yaml")))
 def test_every_shipped_config_is_valid_and_names_prompts_that_exist(name, tmp_path):
     args = FlowGRPOConfig.from_yaml(name)
     for source in (args.training_prompts, args.evaluation.prompts):
@@ -25,7 +26,7 @@ def test_every_shipped_config_is_valid_and_names_prompts_that_exist(name, tmp_pa
     assert FlowGRPOConfig.from_yaml(tmp_path / "again.yaml") == args
 
 
-PRESETS = {file.stem: FlowGRPOConfig.from_yaml(file) for file in sorted(shipped("").glob("*.yaml"))}
+PRESETS = {file.stem: FlowGRPOConfig.from_yaml(file) for file in sorted(bundled_file("").glob("*.yaml"))}
 REAL = {name: args for name, args in PRESETS.items() if args.model != "tiny"}
 
 
@@ -82,9 +83,11 @@ def test_overrides_reach_into_sections():
         ),
         ("objective.name=grpo sampling.transition=cps sampling.window={kind: fixed, size: 9, first: 3}", "does not fit"),
         ("objective.sigma_range=[0.5,0.5]", "must rise"),
-        ("objective.old_decay=2", "objective.old_decay is 2, but it should be less than or equal to 1"),
-        ("objective.old_decay={rat:1}", "give a number, or a ramp such as {rate: 0.001, max: 0.5}"),
+        ("objective.name=nft objective.old_decay=2", "objective.old_decay is 2, but it should be less than or equal to 1"),
+        ("objective.name=nft objective.old_decay={rat:1}", "give a number, or a ramp such as {rate: 0.001, max: 0.5}"),
         ("objective.name=grppo", "there is no objective grppo. Did you mean grpo?"),
+        ("objective.name=dppo sampling.transition=cps objective.clip_low=0.1", "objective dppo does not use clip_low; grpo"),
+        ("objective.dpo_beta=2", "objective awm does not use dpo_beta; dpo does"),
         ("objective.advantage=rlo", "there is no advantage rlo. Did you mean rloo?"),
         (
             "objective.name=dppo sampling.transition=cps sampling.log_prob=unnormalized",
@@ -92,11 +95,14 @@ def test_overrides_reach_into_sections():
         ),
         ("objective.name=grpo sampling.transition=cps sampling.log_prob=unnormalized objective.kl=k3", "objective.kl=k3"),
         ("objective.kl=gaussian", "set objective.kl=velocity"),
-        ("objective.name=dppo sampling.transition=cps objective.clip_low=auto updates=2", "not dppo"),
-        ("objective.name=grpo_guard sampling.transition=cps objective.step_weight=std", "grpo_guard does not read it"),
+        ("objective.clip_low=auto updates=2", "for grpo, grpo_guard, ppo, not awm"),
+        (
+            "objective.name=grpo_guard sampling.transition=cps objective.step_weight=std",
+            "grpo_guard does not use step_weight; grpo, reinforce, dppo, ppo and your own function do",
+        ),
         ("objective.name=grpo sampling.transition=cps sampling.solver=heun", "are Euler's"),
         ("objective.name=ppo sampling.transition=cps objective.advantage=rloo", "its critic makes the advantages"),
-        ("objective.data=pictures", "objective.data is for sft and dpo"),
+        ("objective.data=pictures", "objective awm does not use data; sft and dpo do: remove it"),
         ("objective.name=dpo microbatch=1", "set an even one"),
         ("microbatch=5", "does not divide prompts_per_step x images_per_prompt = 128"),
         ("sampling.shared_start=true", "would draw the same image for a whole group"),
@@ -122,7 +128,7 @@ def test_every_mistake_is_a_sentence(override, words):
 
 
 def test_only_an_embedded_model_has_training_prompts_of_its_own():
-    assert EMBEDDED.keys() == hub.BUNDLED_MODELS.keys()
+    assert TRAINING_PROMPTS.keys() == hub.BUNDLED_MODELS.keys()
     assert FlowGRPOConfig().training_prompts == FlowGRPOConfig(model="tiny").training_prompts == "prompts/signs_train.txt"
     other = FlowGRPOConfig.for_model("me/model", ["steps=3"])
     assert other.with_model("tiny").training_prompts == "prompts/signs_train.txt"

@@ -75,7 +75,9 @@ def found(weights, tmp_path):
         values |= {"rewards": {"color": 1.0}, "dtype": "fp32"}
         values["evaluation"] |= {"rewards": {}, "limit": 2, "steps": 1}
         for key, value in settings.items():
-            values[key] = {**values[key], **value} if isinstance(value, dict) and key != "rewards" else value
+            values[key] = (
+                {**values[key], **value} if isinstance(value, dict) and key not in ("rewards", "objective") else value
+            )
         (tmp_path / "run" / "config.yaml").write_text(yaml.safe_dump(values))
         return tmp_path
 

@@ -7,10 +7,11 @@ import pytest
 import yaml
 from support.cli_process import run
 
-from flow_grpo.config.run_config import FlowGRPOConfig, shipped
+from flow_grpo.config.bundled import bundled_file
+from flow_grpo.config.run_config import FlowGRPOConfig
 from flow_grpo.config.template import json_schema, template
 
-CONFIGS = [file for folder in ("", "compare") for file in sorted(shipped(folder).glob("*.yaml"))]
+CONFIGS = [file for folder in ("", "compare") for file in sorted(bundled_file(folder).glob("*.yaml"))]
 MODELS = ["tiny", "stabilityai/stable-diffusion-3.5-medium", "black-forest-labs/FLUX.1-dev", "./my-own-folder"]
 
 

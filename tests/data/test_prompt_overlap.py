@@ -7,14 +7,14 @@ import sys
 import pytest
 from support.embedded import short_run
 
-from flow_grpo.config.run_config import shipped
+from flow_grpo.config.bundled import bundled_file
 from flow_grpo.data.prompt_overlap import benchmark_overlap, held_out_overlap, normal_form, sentences
 from flow_grpo.data.prompts import load_prompts
 from flow_grpo.tracking.tracker import read_metrics
 from flow_grpo.trainer import FlowGRPOTrainer
 from rewards.geneval import prompts as geneval_prompts
 
-FILES = sorted(file.name for file in shipped("prompts").iterdir() if file.suffix in (".txt", ".jsonl"))
+FILES = sorted(file.name for file in bundled_file("prompts").iterdir() if file.suffix in (".txt", ".jsonl"))
 
 
 def prompts_of(name: str) -> list[str]:
@@ -49,19 +49,19 @@ def test_no_shipped_prompt_is_in_a_file_twice(name):
 
 
 def test_the_shipped_geneval_prompts_are_what_their_generator_gives(tmp_path, monkeypatch):
-    train, held_out, benchmark = tmp_path / "train.jsonl", tmp_path / "eval.jsonl", shipped("prompts/geneval.jsonl")
+    train, held_out, benchmark = tmp_path / "train.jsonl", tmp_path / "eval.jsonl", bundled_file("prompts/geneval.jsonl")
     words = ["1500", str(train), "240", str(held_out), "--without", str(benchmark)]
     monkeypatch.setattr(sys, "argv", ["geneval_prompts", *words])
     geneval_prompts.main()
-    assert train.read_text() == shipped("prompts/geneval_train.jsonl").read_text()
-    assert held_out.read_text() == shipped("prompts/geneval_eval.jsonl").read_text()
+    assert train.read_text() == bundled_file("prompts/geneval_train.jsonl").read_text()
+    assert held_out.read_text() == bundled_file("prompts/geneval_eval.jsonl").read_text()
 
 
 def test_no_geneval_prompt_asks_for_what_another_files_prompt_asks_for():
     """Also not with its objects in another order, or with a position told from the other side."""
     seen: set = set()
     for name in ("geneval", "geneval_train", "geneval_eval"):
-        rows = [json.loads(line) for line in shipped(f"prompts/{name}.jsonl").read_text().splitlines()]
+        rows = [json.loads(line) for line in bundled_file(f"prompts/{name}.jsonl").read_text().splitlines()]
         found = {geneval_prompts.meaning(row) for row in rows}
         assert len(found) == len(rows) or name == "geneval", "the benchmark has one twice"
         assert not found & seen

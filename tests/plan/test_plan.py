@@ -12,13 +12,14 @@ from support.families import TINY
 from typer.testing import CliRunner
 
 from flow_grpo.cli import app as cli
-from flow_grpo.config.run_config import FlowGRPOConfig, shipped
+from flow_grpo.config.bundled import bundled_file
+from flow_grpo.config.run_config import FlowGRPOConfig
 from flow_grpo.plan import block_speed, estimate, meta_pipeline
 from flow_grpo.plan.estimate import StepEstimator, fit_batch_sizes, slower_dtype
 from flow_grpo.plan.hardware import GB, Hardware, Rates
 from flow_grpo.policy.hub import BUNDLED_MODELS
 
-PRESETS = sorted(file.stem for file in shipped("").glob("*.yaml"))
+PRESETS = sorted(file.stem for file in bundled_file("").glob("*.yaml"))
 FAMILIES = {
     "sd35_medium_ocr_24gb": "sd3",
     "flux_dev_ocr": "flux",

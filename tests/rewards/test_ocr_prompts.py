@@ -6,7 +6,7 @@ import sys
 import pytest
 import yaml
 
-from flow_grpo.config.run_config import shipped
+from flow_grpo.config.bundled import bundled_file
 from flow_grpo.data.prompts import load_prompts
 from rewards import ocr_prompts
 from rewards.ocr import OCR, QUOTED
@@ -23,7 +23,7 @@ def test_the_shipped_files_are_what_the_generator_gives(tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "argv", ["ocr_prompts", *words])
     ocr_prompts.main()
     for name, file in files.items():
-        assert file.read_text() == shipped(f"prompts/ocr_{name}.txt").read_text()
+        assert file.read_text() == bundled_file(f"prompts/ocr_{name}.txt").read_text()
 
 
 def test_train_and_test_have_no_text_in_common_and_no_text_comes_twice():

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from flow_grpo.config import FlowGRPOConfig
+from flow_grpo.config.merge import reads
 from flow_grpo.data.prompts import PromptSampler, PromptSet
 from flow_grpo.distributed.processes import Processes
 from flow_grpo.policy.embedding_cache import EmbeddingCache
@@ -78,8 +79,10 @@ def move(policy: Policy, by: float = 0.3, seed: int = 0, adapter: str = "default
 def settings(**changes: Any) -> FlowGRPOConfig:
     """The defaults with these changes, section by section."""
     both = {k: {**v, **changes[k]} if isinstance(v, dict) and changes.get(k) else v for k, v in DEFAULTS.items()}
-    if both["objective"].get("name", "grpo") in ("nft", "sft", "dpo"):  # which have no clip range
-        both["objective"] = changes["objective"]
+    own = changes.get("objective", {})
+    both["objective"] = {
+        key: value for key, value in both["objective"].items() if key in own or reads(both, "objective", key)
+    }
     if both["sampling"]["transition"] == "ode":
         both["sampling"] = {"steps": 4, **changes["sampling"]}
     return FlowGRPOConfig.model_validate(

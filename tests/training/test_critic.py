@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.nn import functional
 
-from flow_grpo.config.sections import CriticConfig
+from flow_grpo.config.objective import CriticConfig
 from flow_grpo.training.critic import Critic, gae
 from flow_grpo.types import Schedule, Trajectory
 

@@ -10,7 +10,7 @@ import torch
 from support import small_policy as small
 
 from flow_grpo import advantages, sampling
-from flow_grpo.config.sections import CriticConfig
+from flow_grpo.config.objective import CriticConfig
 from flow_grpo.data.prompts import PromptSampler
 from flow_grpo.training import rollouts
 from flow_grpo.training.critic import Critic

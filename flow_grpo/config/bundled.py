@@ -1,0 +1,27 @@
+"""Files that are installed with the package: run configs and prompts."""
+
+from pathlib import Path
+
+from flow_grpo.text import suggest
+
+TRAINING_PROMPTS = {"tiny": "prompts/signs_train.txt"}  # of each bundled model, which draws nothing else
+
+
+def bundled_file(name: str) -> Path:
+    """A file of `configs/`, which is next to the package in a checkout and inside it in a wheel."""
+    package = Path(__file__).parent.parent
+    installed, checkout = package / "configs" / name, package.parent / "configs" / name
+    return installed if installed.exists() else checkout
+
+
+def find_config(path: str | Path) -> Path:
+    """A config file, by its path or by the name of a bundled one.
+
+    Raises:
+        ValueError: there is none.
+    """
+    for candidate in (Path(path), bundled_file(f"{path}.yaml"), bundled_file(str(path))):
+        if candidate.is_file():
+            return candidate
+    names = sorted(p.stem for p in bundled_file("").glob("*.yaml"))
+    raise ValueError(f"there is no config {path}.{suggest(str(path), names)} Bundled ones: {', '.join(names)}.")

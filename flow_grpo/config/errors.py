@@ -1,0 +1,55 @@
+"""What pydantic refuses about a config, as one sentence."""
+
+from collections.abc import Iterator
+from typing import get_args
+
+from pydantic import ValidationError
+from pydantic.fields import FieldInfo
+
+from flow_grpo.config.objective import ObjectiveConfig, section_types
+from flow_grpo.config.sections import ConfigSection, RewardConfig
+from flow_grpo.text import suggest
+
+
+def error_sentence(error: ValidationError, config: type[ConfigSection]) -> str:
+    """The first error in a config of this type, and for an unknown setting the one that was probably meant."""
+    first = error.errors()[0]
+    where = ".".join(
+        str(part) for part in first["loc"] if str(part).isidentifier() or ":" in str(part)
+    )  # not pydantic's own
+    if first["type"] == "extra_forbidden":
+        return f"there is no setting {where}.{_did_you_mean([str(part) for part in first['loc']], config)}"
+    if first["type"] == "value_error":
+        return str(first["ctx"]["error"])
+    message = first["msg"].replace("Input should", "it should")
+    return f"{where} is {first['input']!r}, but {message}."
+
+
+def _did_you_mean(place: list[str], config: type[ConfigSection]) -> str:
+    """What an unknown setting may have been meant to be: one of its very name elsewhere, else one like it, here or elsewhere."""
+    *parents, word = place
+    paths = sorted(set(_paths(config)), key=lambda path: (-len(path), path))
+    named = [".".join(path) for path in reversed(paths) if path[-1] == word]
+    if named:
+        return f" Did you mean {' or '.join(named)}?"
+    here = [config]
+    for part in parents:
+        here = [inner for section in here for inner in _sections(section.model_fields.get(part))] or here
+    elsewhere = {path[-1]: ".".join(path) for path in paths}
+    return suggest(word, [name for section in here for name in section.model_fields]) or suggest(word, elsewhere)
+
+
+def _paths(section: type[ConfigSection], above: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
+    """All settings as the keys that lead to them, those of a reward left out, which has a name of its own."""
+    for name, field in section.model_fields.items():
+        yield (*above, name)
+        for inner in _sections(field):
+            if inner is not RewardConfig:
+                yield from _paths(inner, (*above, name))
+
+
+def _sections(field: FieldInfo | None) -> list[type[ConfigSection]]:
+    """The sections that a setting may be, or holds: lora may be null too, rewards have names, an objective one section of several."""
+    kinds = (field.annotation, *get_args(field.annotation)) if field else ()
+    found = [kind for kind in kinds if isinstance(kind, type) and issubclass(kind, ConfigSection)]
+    return list(section_types().values()) if ObjectiveConfig in found else found

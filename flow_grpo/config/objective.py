@@ -1,0 +1,204 @@
+"""The `objective` section: a type per objective, made of the groups of settings that its row in methods.py names."""
+
+import functools
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+from pydantic import Field, create_model, field_validator
+
+from flow_grpo import methods
+from flow_grpo.config.sections import ConfigSection, PositiveFloat, PositiveInt, Share
+from flow_grpo.text import suggest
+
+
+class ObjectiveConfig(ConfigSection):
+    """What every objective reads. `section_type` adds the settings of one objective."""
+
+    name: str = "grpo"
+    """On per-step log-probabilities: grpo, reinforce, grpo_guard, dppo, ppo. On final latents noised afresh: awm, nft, sft, dpo.
+    Or your own function as my_module:my_fn or file.py:my_fn, on steps if the transition is stochastic, else on final latents."""
+    advantage: str = "grpo"
+    """How rewards become advantages, see flow_grpo/advantages.py: grpo, batch_std, dr_grpo, rloo, reinforce_pp, gdpo, rank, or
+    your own function (reward (B,), group (B,)) -> (B,) as my_module:my_fn or file.py:my_fn."""
+    kl_weight: Annotated[float, Field(ge=0)] = 0.0
+    """Weight of the KL to the base model, whose mean is over all images of a step, also of groups whose rewards are all equal (for sft
+    and dpo over the images they train on)."""
+    kl: Literal["gaussian", "k3", "flow_grpo", "velocity"] | None = None
+    """Which KL: of the transitions (`gaussian`, the default on steps), DeepSeekMath's estimator from log-probabilities (`k3`), the
+    published code's, without the step's length (`flow_grpo`), or the distance of the velocities (`velocity`, the only one on final
+    latents)."""
+
+    if TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> Any:
+            """The settings of one objective, which its section alone has."""
+
+    @property
+    def has_auto_clip(self) -> bool:
+        """Whether the clip range is to be calibrated on the ratios of each step."""
+        return "auto" in (getattr(self, "clip_low", None), getattr(self, "clip_high", None))
+
+    @property
+    def weighs_by_std(self) -> bool:
+        """Whether each step's loss is weighed by the transition's std."""
+        return getattr(self, "step_weight", "uniform") == "std"
+
+
+class Clip(ObjectiveConfig):
+    clip_low: PositiveFloat | Literal["auto"] = 1e-4
+    """The ratio is clipped at 1 - clip_low; log-probabilities are means, so the range is small. `auto` takes it from the ratios
+    seen at each step."""
+    clip_high: PositiveFloat | Literal["auto"] = 1e-4
+    """The ratio is clipped at 1 + clip_high; above clip_low it is DAPO's clip-higher."""
+
+
+class ClipQuantile(ObjectiveConfig):
+    clip_quantile: Annotated[float, Field(gt=0, lt=1)] = 0.9
+    """With clip_low or clip_high `auto`: the share of ratios inside the clip range."""
+
+
+class StepWeight(ObjectiveConfig):
+    step_weight: Literal["uniform", "std"] = "uniform"
+    """Weight of a step's loss; `std` weighs by the transition's std (TempFlow, arXiv 2508.04324), which makes up for the 1 / std in the
+    gradient of a log-probability."""
+
+
+class Dppo(ObjectiveConfig):
+    threshold: Annotated[float, Field(ge=0)] = 1e-5
+    """The divergence of new and old step from which on an update may not push further. Published: 1e-5 and 1e-6."""
+
+
+class CriticConfig(ConfigSection):
+    lr: PositiveFloat = 1e-3
+    """Learning rate of the critic's AdamW."""
+    width: PositiveInt = 128
+    """Channels of the critic."""
+    gae_lambda: Share = 0.95
+    """Generalised advantage estimation: 1 uses the reward only, 0 the critic's next value only."""
+
+
+class Ppo(ObjectiveConfig):
+    critic: CriticConfig = CriticConfig()
+    """The critic, which estimates advantages."""
+
+
+class NoiseLevels(ObjectiveConfig):
+    draws: PositiveInt = 1
+    """Noise levels drawn for each prompt of a step; all its images and all epochs have the same."""
+    sigma_range: tuple[Share, Share] = (0.0, 1.0)
+    """The range those noise levels are drawn from, before the schedule's shift."""
+
+
+class Dataset(ObjectiveConfig):
+    data: str | None = None
+    """Images to train on instead of rollouts, see flow_grpo/training/offline.py."""
+
+
+class Awm(ObjectiveConfig):
+    weight: Literal["uniform", "ghuber"] = "uniform"
+    """Weight of the matching loss."""
+
+
+class DecayRamp(ConfigSection):
+    rate: PositiveFloat
+    """How much the decay grows with every optimizer step."""
+    max: Share
+    """Largest decay."""
+    after: Annotated[int, Field(ge=0)] = 0
+    """Optimizer steps before it begins to grow from 0."""
+
+    def at(self, steps: int) -> float:
+        """The decay after so many optimizer steps."""
+        return min(self.max, self.rate * max(0, steps - self.after))
+
+
+class Nft(ObjectiveConfig):
+    beta: PositiveFloat = 1.0
+    """How far the implicit policies are from the old one."""
+    advantage_max: PositiveFloat = 5.0
+    """The advantage that counts as certainly good."""
+    old_decay: Share | DecayRamp = 0.5
+    """How slowly the old policy follows the trained one after each training step: 0 at once, 1 never. Or a ramp: the published one is
+    {rate: 0.001, max: 0.5}, for OCR {after: 75, rate: 0.0075, max: 0.999}."""
+
+    @field_validator("old_decay", mode="before")
+    @classmethod
+    def _number_or_ramp(cls, value: Any) -> Any:
+        if isinstance(value, dict) and not {"rate", "max"} <= value.keys() <= {"rate", "max", "after"}:
+            raise ValueError(f"objective.old_decay is {value}: give a number, or a ramp such as {{rate: 0.001, max: 0.5}}.")
+        return value
+
+
+class Dpo(ObjectiveConfig):
+    dpo_beta: PositiveFloat = 500.0
+    """How sharply the difference of two matching errors decides."""
+
+
+class Options(ObjectiveConfig):
+    options: dict[str, Any] = Field(default_factory=dict)
+    """Keyword arguments of your own function."""
+
+
+SETTINGS: dict[str, type[ObjectiveConfig]] = {  # the groups of settings that rows of methods.py name
+    "clip": Clip,
+    "clip_quantile": ClipQuantile,
+    "step_weight": StepWeight,
+    "dppo": Dppo,
+    "ppo": Ppo,
+    "noise_levels": NoiseLevels,
+    "dataset": Dataset,
+    "awm": Awm,
+    "nft": Nft,
+    "dpo": Dpo,
+    "options": Options,
+}
+
+
+def section_type(name: str) -> type[ObjectiveConfig]:
+    """The section of an objective: what all objectives read, and the settings that its row names.
+
+    Raises:
+        ValueError: there is no such objective.
+    """
+    if ":" in name:
+        return _joined("custom", methods.CUSTOM_SETTINGS)
+    if name not in methods.OBJECTIVES:
+        known = list(methods.OBJECTIVES)
+        raise ValueError(f"there is no objective {name}.{suggest(name, known)} Choose one of {', '.join(known)}.")
+    return _joined(name, methods.OBJECTIVES[name].settings)
+
+
+@functools.cache
+def _joined(name: str, settings: tuple[str, ...]) -> type[ObjectiveConfig]:
+    groups = tuple(SETTINGS[group] for group in settings) or (ObjectiveConfig,)
+    return create_model(f"{name}_objective", __base__=groups)
+
+
+def section_types() -> dict[str, type[ObjectiveConfig]]:
+    """The section of each objective by its name, that of your own function last, as `file.py:function`."""
+    return {name: section_type(name) for name in (*methods.OBJECTIVES, "file.py:function")}
+
+
+def readers(setting: str) -> list[str]:
+    """The objectives that read a setting of this section."""
+    found = [name for name, section in section_types().items() if setting in section.model_fields]
+    return ["your own function" if ":" in name else name for name in found]
+
+
+def read_objective(values: Any) -> Any:
+    """The section of the objective that is named in a mapping. What is no mapping is returned as it is, for pydantic to judge.
+
+    Raises:
+        ValueError: the objective does not read one of the settings, or has no such setting, or there is no such objective.
+    """
+    if not isinstance(values, dict) or not isinstance(name := values.get("name", "grpo"), str):
+        return values
+    section = section_type(name)
+    unread = next((key for key in values if key not in section.model_fields and readers(key)), None)
+    if unread is not None:
+        raise ValueError(f"objective {name} does not use {unread}; {_do(readers(unread))}: remove it.")
+    return section.model_validate(values)
+
+
+def _do(names: list[str]) -> str:
+    """`dpo does`, `sft and dpo do`."""
+    return f"{names[0]} does" if len(names) == 1 else f"{', '.join(names[:-1])} and {names[-1]} do"

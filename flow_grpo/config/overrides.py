@@ -1,0 +1,67 @@
+"""`key.sub=value` pairs, written over the settings of a config file."""
+
+import re
+from typing import Any
+
+from flow_grpo.config.loading import parse_yaml
+from flow_grpo.config.shorthand import expand_rewards
+
+NAMED = [["rewards"], ["evaluation", "rewards"]]  # settings whose keys are names of rewards
+
+
+def override(values: dict[str, Any], pair: str) -> list[str]:
+    """Writes one pair into `values`. Returns the keys that lead to what it set.
+
+    Raises:
+        ValueError: it is no such pair, or leads through a single value.
+    """
+    key, equals, text = _split(pair)
+    if not equals or not key:
+        raise ValueError(f"{pair!r} is not of the form key.sub=value, for example optimizer.lr=1e-4.")
+    expand_rewards(values)
+    path = _path(values, key)
+    *parents, last = path
+    for parent in parents:
+        values = values.setdefault(parent, {})
+        if not isinstance(values, dict):
+            raise ValueError(f"{pair!r}: {parent} is a single value, it has no {last}.")
+    value = parse_yaml(text, f"the value of {key}")
+    value = float(value) if isinstance(value, str) and _is_number(value) else value
+    if parents in NAMED and isinstance(value, int | float) and isinstance(values.get(last), dict):
+        values, last = values[last], "weight"  # the reward's options stay
+    values[last] = value
+    return path
+
+
+def _split(pair: str) -> tuple[str, str, str]:
+    """Key, equals sign and value, split at the first equals sign outside quotes."""
+    found = re.match(r"""((?:"[^"]*"|'[^']*'|[^"'=])*)(=)(.*)""", pair, re.DOTALL)
+    return (found[1], found[2], found[3]) if found else (pair, "", "")
+
+
+def _path(values: dict[str, Any], key: str) -> list[str]:
+    """The keys that `a.b.c` goes through.
+
+    A reward's name may have dots: it is one of `values`, or quoted, or `path/my.py:function`.
+    """
+    holder = next((holder for holder in NAMED if key.startswith(f"{'.'.join(holder)}.")), None)
+    if holder is None:
+        return key.split(".")
+    known: Any = values
+    for part in holder:
+        known = known.get(part) if isinstance(known, dict) else None
+    names = [re.escape(name) for name in sorted(map(str, known), key=len, reverse=True)] if isinstance(known, dict) else []
+    name = "|".join([*names, '"[^"]+"', "'[^']+'", r".+:\w+", "[^.]+"])
+    found = re.fullmatch(rf"({name})(?:\.(.*))?", key.removeprefix(f"{'.'.join(holder)}."))
+    if found is None:
+        return key.split(".")
+    return [*holder, found[1].strip("\"'"), *(found[2].split(".") if found[2] else [])]
+
+
+def _is_number(text: str) -> bool:
+    """Whether it is a number, also 1e-4, which YAML reads as a string as it has no dot."""
+    try:
+        float(text)
+    except ValueError:
+        return False
+    return True

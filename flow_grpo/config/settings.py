@@ -1,0 +1,130 @@
+"""The settings of a run, each with its default and documentation."""
+
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, SerializeAsAny, field_validator
+
+from flow_grpo import methods
+from flow_grpo.config.bundled import TRAINING_PROMPTS
+from flow_grpo.config.objective import ObjectiveConfig, read_objective
+from flow_grpo.config.sections import (
+    ConfigSection,
+    EvaluationConfig,
+    LoraConfig,
+    MemoryConfig,
+    OptimizerConfig,
+    Pixels,
+    PositiveInt,
+    PromptSkippingConfig,
+    RewardConfig,
+    SamplingConfig,
+)
+
+
+def _bundled_prompts(values: dict[str, Any]) -> str | None:
+    return TRAINING_PROMPTS.get(values.get("model", ""))
+
+
+class RunSettings(ConfigSection):
+    """The fields of `FlowGRPOConfig`, and what follows from them alone."""
+
+    model: str = "tiny"
+    """A diffusers folder, a hub id, or the name of a shipped model."""
+    dtype: Literal["auto", "fp32", "bf16", "fp16"] = "auto"
+    """Dtype of the base weights and of autocast; `auto` is bf16 where the device computes in it, else fp32. LoRA: float32."""
+    height: Pixels | None = None
+    """Height of the pictures in pixels; the pipeline's own if not given."""
+    width: Pixels | None = None
+    """Width of the pictures in pixels."""
+    guidance: float = 1.0
+    """Guidance scale in rollout, training and evaluation; 1 is off."""
+    pipeline: dict[str, Any] = Field(default_factory=dict)
+    """Further arguments of every pipeline call, such as max_sequence_length or negative_prompt."""
+    prompts: str | None = Field(default_factory=_bundled_prompts)
+    """Training prompts: .txt (one a line), .json, .jsonl, .csv, .tsv or .parquet (a column `prompt`, the others are metadata), also by
+    https; a hub data set; or a name of flow_grpo/data/prompt_sets.py. Required, except for the embedded model, which has its own."""
+    rewards: dict[str, RewardConfig] = Field(default_factory=lambda: {"ocr": RewardConfig()})
+    """Rewards by name or import path (`my_module:my_fn`, `path/file.py:fn`), each with a weight or with weight and options."""
+
+    steps: PositiveInt = 100
+    """Training steps: a rollout of prompts_per_step x images_per_prompt images, and its updates."""
+    prompts_per_step: PositiveInt = 8
+    """Prompts in a step."""
+    images_per_prompt: Annotated[int, Field(ge=2)] = 16
+    """Images of a prompt: the group that an image's reward is compared with."""
+    microbatch: PositiveInt = 64
+    """Images per forward pass, in the rollout and in the update alike, so that the first update's ratio is exactly 1; with
+    several processes, of each. A run on one process goes on with half of it when memory runs out; `auto` begins with the largest even
+    size up to 64 that divides a step."""
+    updates: PositiveInt = 1
+    """Optimizer steps on a rollout; each takes an equal share of its prompts."""
+    epochs: PositiveInt = 1
+    """Times that a rollout is gone through."""
+    resample: Annotated[int, Field(ge=0)] = 0
+    """Further rounds of prompts drawn at most in a step until all its groups have signal (DAPO, arXiv 2503.14476); 0 is none."""
+    resting: PromptSkippingConfig = PromptSkippingConfig()
+    """Prompts that say nothing for the moment are left out for a while."""
+
+    sampling: SamplingConfig = SamplingConfig()
+    objective: SerializeAsAny[ObjectiveConfig] = Field(default_factory=lambda: read_objective({}))
+    lora: LoraConfig | None = LoraConfig()
+    """The adapter that is trained; null trains all weights of the transformer, in float32, and keeps the base model beside them."""
+    optimizer: OptimizerConfig = OptimizerConfig()
+    memory: MemoryConfig = MemoryConfig()
+    ema_decay: Annotated[float, Field(ge=0, lt=1)] = 0.9
+    """Decay of the moving average of the adapter that is evaluated and saved; 0 is none."""
+    ema_every: PositiveInt = 1
+    """Optimizer steps between two updates of that moving average."""
+    evaluation: EvaluationConfig = EvaluationConfig()
+    stages: list[dict[str, Any]] = Field(default_factory=list)
+    """Parts of the run, one after another, each a set of settings over the others with its own `steps`: supervised
+    fine-tuning, then GRPO. A stage may set steps, objective, sampling, optimizer, and the sizes of a step."""
+
+    seed: int = 0
+    """Every random draw derives from (seed, step, prompt, image)."""
+    output: str = "runs/run"
+    """Run folder. Read from a file, it is runs/NAME with the config's file name; `{name}` stands for it in one's own."""
+    save_every: PositiveInt = 25
+    """Training steps between checkpoints."""
+    sample_every: Annotated[int, Field(ge=0)] = 0
+    """Training steps between grids of images in RUN/samples, of the first held-out (or training) prompts with fixed seeds; they are not
+    scored. 0 draws none."""
+    keep: PositiveInt = 2
+    """Checkpoints kept."""
+    device: str | None = None
+    """Torch device; the accelerator if there is one, else the CPU."""
+    trackers: dict[str, dict[str, Any]] = Field(default={"tensorboard": {}})
+    """Programs that show the run as well, through accelerate: tensorboard (its files in RUN/tensorboard), wandb, mlflow, trackio,
+    swanlab. A list of them, or each with arguments of its own, {wandb: {project: signs, entity: me}}; [] is none."""
+
+    @field_validator("objective", mode="before")
+    @classmethod
+    def _of_its_type(cls, value: Any) -> Any:
+        """The section of the objective that is named, with the settings of that objective alone."""
+        return read_objective(value.model_dump(exclude_unset=True) if type(value) is ObjectiveConfig else value)
+
+    @property
+    def training_prompts(self) -> str:
+        """`prompts`. ValueError if there are none."""
+        if self.prompts is None:
+            raise ValueError(
+                f"there are no prompts to train {self.model} on: set prompts to a file of them or a hub data set; "
+                "prompts/ocr_train.txt and prompts/geneval_train.jsonl are shipped."
+            )
+        return self.prompts
+
+    @property
+    def method(self) -> methods.Objective:
+        """What the objective needs of the run."""
+        return methods.objective(self.objective.name, methods.TRANSITIONS[self.sampling.transition].stochastic)
+
+    @property
+    def trains_on_zero_std_groups(self) -> bool:
+        """Whether images of a group without signal have a loss: by the KL, or since the objective is not 0 at advantage 0."""
+        method = self.method
+        return method.rows == "all" and bool(self.objective.kl_weight or not method.zero_at_zero_advantage)
+
+    @property
+    def dataset(self) -> str | None:
+        """Images to train on instead of rollouts, if the objective is given any."""
+        return getattr(self.objective, "data", None)
