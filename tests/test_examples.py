@@ -1,0 +1,76 @@
+"""Each example does what its docstring says, run by the commands in it."""
+
+import ast
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from support.cli_process import run
+from support.paths import ROOT
+
+import rewards
+from flow_grpo.run_folder.metrics_file import read_metrics
+
+
+@pytest.fixture
+def folder(tmp_path) -> Path:
+    """A folder with the examples, as the root of the repository has them."""
+    shutil.copytree(ROOT / "examples", tmp_path / "examples")
+    return tmp_path
+
+
+def commands(example: str) -> list[list[str]]:
+    """The commands in an example's docstring: its indented lines."""
+    docstring = ast.get_docstring(ast.parse((ROOT / "examples" / example).read_text()), clean=False) or ""
+    return [shlex.split(line) for line in re.findall(r"^    (.*)$", docstring.replace("\\\n", ""), re.MULTILINE)]
+
+
+def test_a_custom_reward_is_trained_and_measured(folder):
+    train, measure = commands("custom_reward.py")
+    assert train[0] == measure[0] == "flow-grpo"
+    run(*train[1:], cwd=folder)
+    last = read_metrics(folder / "runs/redness")[-1]
+    assert last["step"] == 2
+    assert "eval/redness" in last
+    run(*measure[1:], cwd=folder)
+
+
+def test_the_custom_reward_scores_red_images_highest():
+    red, green, white = torch.tensor([1.0, 0, 0]), torch.tensor([0, 1.0, 0]), torch.ones(3)
+    images = torch.stack([red, green, white])[..., None, None].expand(-1, -1, 4, 4)
+    reward = rewards.load(f"{ROOT / 'examples/custom_reward.py'}:redness")
+    assert rewards.score("redness", reward, images, ["a"] * 3).tolist() == [1.0, -0.5, 0.0]
+
+
+def test_a_custom_objective_and_advantage_are_trained(folder):
+    (train,) = commands("custom_objective.py")
+    run(*train[1:], cwd=folder)
+    rows = [row for row in read_metrics(folder / "runs/soft_ratio") if "loss" in row]
+    assert [row["step"] for row in rows] == [1, 2]
+    assert rows[0]["grad_norm"] > 0
+
+
+def test_the_custom_advantage_is_the_sign_within_the_group():
+    better = rewards.locate("advantage", f"{ROOT / 'examples/custom_objective.py'}:better_than_average")
+    reward, group = torch.tensor([1.0, 9.0, 5.0, 5.0, 0.0, 3.0]), torch.tensor([0, 1, 0, 1, 0, 1])
+    assert better(reward, group).tolist() == [-1, 1, 1, -1, -1, -1]
+
+
+def test_a_pipeline_of_the_users_own_is_trained(folder):
+    (command,) = commands("own_pipeline.py")
+    assert command[0] == "python"
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(
+        [sys.executable, *command[1:]], cwd=folder, env=environment, capture_output=True, text=True, timeout=600
+    )
+    assert done.returncode == 0, done.stderr
+    run_folder = folder / "runs/own_pipeline"
+    assert (run_folder / "cat.png").is_file()
+    assert (run_folder / "lora/pytorch_lora_weights.safetensors").is_file()
+    assert read_metrics(run_folder)[-1]["step"] == 2
