@@ -22,7 +22,7 @@ from flow_grpo.cli.options import RewardNames, Trust, prepare_folder, rewards_to
 from flow_grpo.text import counted
 
 if TYPE_CHECKING:
-    from flow_grpo.evaluation.measure import ImageRecords
+    from flow_grpo.data.image_sets import ImageRecords
     from flow_grpo.evaluation.scorecard import Scorecard
     from flow_grpo.evaluation.targets import Target
     from rewards import WeightedSum
