@@ -268,7 +268,7 @@ BUGS = [
     (
         "a tracker that fails is told again at every step",
         "flow_grpo/tracking/tracker.py",
-        "                self._services.remove(board)\n",
+        "                self._services.remove(service)\n",
         "",
         "tests/tracking/test_services.py -k mid_run",
     ),

@@ -1,7 +1,7 @@
-"""A run as other programs show it: TensorBoard, wandb, mlflow, trackio and swanlab, through accelerate's trackers.
+"""Outside tracking services: TensorBoard, wandb, mlflow, trackio and swanlab, through accelerate's trackers.
 
-They get the numbers of metrics.jsonl by the same names, the warnings, and the small pictures of held-out prompts that the run keeps.
-Nothing here draws a random number that a run depends on. A service is imported when a run asks for it, and by the first process alone.
+They get the metrics of metrics.jsonl under the same names, the warnings, and the small images of held-out prompts that the run keeps.
+Nothing here uses a random number on which a run depends. A service is imported only if the run names it, on the main process.
 """
 
 import contextlib
@@ -26,14 +26,14 @@ from flow_grpo.files import write_atomic
 from flow_grpo.run_folder.layout import TRACKERS
 
 PROJECT = "flow-grpo"
-QUIET = {"WANDB_SILENT": "true", "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "2", "GIT_PYTHON_REFRESH": "quiet"}
+QUIET_ENVIRONMENT = {"WANDB_SILENT": "true", "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "2", "GIT_PYTHON_REFRESH": "quiet"}
 
 
 def check_installed(trackers: Iterable[str]) -> None:
     """ValueError if one of these services is not installed."""
     for name in trackers:
         found = importlib.util.find_spec(name)
-        if found is None or found.origin is None:  # a folder of that name is no package
+        if found is None or found.origin is None:  # it is only a folder of that name
             raise ValueError(
                 f"trackers: {name} needs the package {name}, which is not installed: pip install {name}, or name others, such "
                 "as trackers=[] for none."
@@ -41,39 +41,39 @@ def check_installed(trackers: Iterable[str]) -> None:
 
 
 def open_services(
-    folder: Path, args: FlowGRPOConfig, say: Callable[[str], None], step: int | None = None
+    folder: Path, args: FlowGRPOConfig, info: Callable[[str], None], step: int | None = None
 ) -> list["TrackingService"]:
-    """Opens the trackers of a run's settings.
+    """Opens the services that the config names.
 
     Args:
-        step: where the run goes on, in the services' same run where they can; None begins a new one.
+        info: shows a message.
+        step: where the run continues, in the same run of each service if it can; None starts a new one.
 
     Raises:
-        ValueError: a service of a new run does not start. A run that goes on does so without it, and `say` gets a warning.
+        ValueError: a service of a new run does not start. A resumed run continues without it, and `info` gets a warning.
     """
-    os.environ.update({key: value for key, value in QUIET.items() if key not in os.environ})
-    file, found = folder / TRACKERS, []
-    known = _known(file) if step is not None else {}
+    os.environ.update({key: value for key, value in QUIET_ENVIRONMENT.items() if key not in os.environ})
+    file, opened = folder / TRACKERS, []
+    run_ids = _read_run_ids(file) if step is not None else {}
     for name, options in args.trackers.items():
-        identity = known.get(name)
         try:
-            board = TrackingService(name, folder, dict(options), identity, step)
+            service = TrackingService(name, folder, dict(options), run_ids.get(name), step)
             if step is None:
-                board.configure(args)
-        except Exception as error:  # whatever the service raises
+                service.log_config(args)
+        except Exception as error:  # services raise errors of their own
             reason = f"the tracker {name} could not be started: {_reason(error)}"
             if step is None:
-                raise ValueError(f"{reason}. Mend that, or leave it out of `trackers`.") from error
-            say(f"warning: {reason}; the run goes on without it.")
+                raise ValueError(f"{reason}. Fix that, or leave it out of `trackers`.") from error
+            info(f"warning: {reason}; the run goes on without it.")
             continue
-        found.append(board)
-        known[name] = board.identity
-    write_atomic(file, json.dumps(known))
-    return found
+        opened.append(service)
+        run_ids[name] = service.run_id
+    write_atomic(file, json.dumps(run_ids))
+    return opened
 
 
-def _known(file: Path) -> dict[str, str]:
-    """By which names the services know the run; without them, or with half of them written, it is a new one to them."""
+def _read_run_ids(file: Path) -> dict[str, str]:
+    """The run's id in each service; empty if the file is missing or damaged, which starts a new run there."""
     try:
         return dict(json.loads(file.read_text()))
     except (OSError, ValueError, TypeError):
@@ -81,41 +81,41 @@ def _known(file: Path) -> dict[str, str]:
 
 
 class TrackingService:
-    """One service's view of the run. What it raises is the service's own.
+    """One service's view of the run. It raises the service's own errors.
 
     Attributes:
-        identity: the name by which the service knows the run, to go on in it.
+        run_id: the run's id in the service, with which it is resumed.
     """
 
-    def __init__(self, name: str, folder: Path, options: dict[str, Any], identity: str | None, step: int | None) -> None:
+    def __init__(self, name: str, folder: Path, options: dict[str, Any], run_id: str | None, step: int | None) -> None:
         from accelerate import PartialState, tracking
 
-        PartialState()  # which accelerate's trackers ask who they are
+        PartialState()  # accelerate's trackers read it
         given: dict[str, Any]
         project, run = options.pop("project", PROJECT), folder.resolve().name
-        self.name, self.identity = name, identity or uuid.uuid4().hex[:8]
-        self._warned: tuple[int, list[str]] = (-1, [])  # a step, and its warnings so far
-        if name == "tensorboard":  # steps that the run does anew replace the former ones
+        self.name, self.run_id = name, run_id or uuid.uuid4().hex[:8]
+        self._warned: tuple[int, list[str]] = (-1, [])  # a step and its warnings so far
+        if name == "tensorboard":  # steps that a resumed run repeats replace the former ones
             given = {"purge_step": 0 if step is None else step + 1, **options}
             self.tracker: Any = tracking.TensorBoardTracker(name, folder, **given)
         elif name == "mlflow":
-            self.tracker = tracking.MLflowTracker(project, run_id=identity, **{"run_name": run, **options})
-        elif name == "trackio":  # it knows a run by its name
-            given = {"name": f"{run}-{self.identity}", "resume": "allow", **options}
+            self.tracker = tracking.MLflowTracker(project, run_id=run_id, **{"run_name": run, **options})
+        elif name == "trackio":  # it identifies a run by its name
+            given = {"name": f"{run}-{self.run_id}", "resume": "allow", **options}
             self.tracker = tracking.TrackioTracker(project, **given)
         else:
             kind, label = (
                 (tracking.WandBTracker, "name") if name == "wandb" else (tracking.SwanLabTracker, "experiment_name")
             )
-            self.tracker = kind(project, **{label: run, "id": self.identity, "resume": "allow", **options})
+            self.tracker = kind(project, **{label: run, "id": self.run_id, "resume": "allow", **options})
         with contextlib.redirect_stdout(io.StringIO()):
             self.tracker.start()
         if name == "mlflow":
-            self.identity = self.tracker.tracker.info.run_id
+            self.run_id = self.tracker.tracker.info.run_id
 
-    def configure(self, args: FlowGRPOConfig) -> None:
-        """Shows the run's settings."""
-        if self.name == "tensorboard":  # as text: accelerate's way would be a second run beside this one, named by the clock
+    def log_config(self, args: FlowGRPOConfig) -> None:
+        """Logs the run's settings."""
+        if self.name == "tensorboard":  # as text: accelerate would write a second run, named after the time
             self.tracker.log({"config": "\n".join(f"    {line}" for line in args.to_yaml().splitlines())}, step=0)
             return
         plain = (bool, int, float, str)
@@ -123,10 +123,11 @@ class TrackingService:
         self.tracker.store_init_configuration({k: v if isinstance(v, plain) else str(v) for k, v in settings.items()})
 
     def log(self, step: int, metrics: dict[str, float]) -> None:
+        """Logs the metrics of a step."""
         self.tracker.log({metric_name(name): value for name, value in metrics.items()}, step=step)
 
     def warn(self, step: int, message: str) -> None:
-        """All warnings of a step are one text, since services keep only the last of several."""
+        """Logs a warning, as one text with the step's other warnings: services keep only the last text of a step."""
         same, former = self._warned[0] == step, self._warned[1]
         self._warned = step, [*(former if same else []), message]
         text = "\n".join(self._warned[1])
@@ -135,11 +136,11 @@ class TrackingService:
         else:
             self.tracker.log({"warning": self._service().Text(text) if self.name == "swanlab" else text}, step=step)
 
-    def pictures(self, step: int, kept: list[tuple[str, Path]]) -> None:
-        """The pictures of prompts, each with its prompt."""
-        if not kept:
+    def log_images(self, step: int, files: list[tuple[str, Path]]) -> None:
+        """Logs images, each with its prompt."""
+        if not files:
             return
-        prompts, images = [prompt for prompt, _ in kept], [Image.open(file).convert("RGB") for _, file in kept]
+        prompts, images = [prompt for prompt, _ in files], [Image.open(file).convert("RGB") for _, file in files]
         if self.name == "tensorboard":
             pixels = {f"pictures/{i}": np.asarray(image)[None] for i, image in enumerate(images)}
             self.tracker.log_images(pixels, step=step, dataformats="NHWC")
@@ -153,6 +154,7 @@ class TrackingService:
             self.tracker.log({f"pictures/{i}": picture for i, picture in enumerate(captioned)}, step=step)
 
     def finish(self) -> None:
+        """Ends the run in the service."""
         with contextlib.redirect_stdout(io.StringIO()):
             self.tracker.finish()
 
@@ -161,7 +163,7 @@ class TrackingService:
 
 
 def metric_name(metric: str) -> str:
-    """A metric's name as all services take it: ours, but without the colons, `..` and doubled slashes of a file's path."""
+    """A metric's name as all services accept it: without the colons, `..` and doubled slashes of a reward's path."""
     return posixpath.normpath(re.sub(r"[^\w./ -]", "_", metric)).lstrip("./")
 
 

@@ -1,4 +1,4 @@
-"""What a run says and leaves behind: the console, metrics.jsonl, the curves, and what other trackers show. Nothing else logs."""
+"""The output of a run: console messages, metrics.jsonl, the curves, and other tracking services. Nothing else logs."""
 
 import time
 from collections.abc import Callable
@@ -20,11 +20,18 @@ from flow_grpo.tracking.plots import plot_curves
 if TYPE_CHECKING:
     from flow_grpo.tracking.services import TrackingService
 
-SILENCE = 20.0  # seconds after which the next training step is said, though it is not a tenth one
+MAX_SILENCE = 20.0  # seconds after which the next training step is printed, even if it is not a tenth one
 
 
 class Tracker:
-    """One run's console and folder. Use as a context: the progress bar lives within it. A silent one says and writes nothing."""
+    """The console and metrics of one run. Use it as a context manager, which shows the progress bar.
+
+    Args:
+        silent: print and write nothing, as all processes but the main one.
+
+    Attributes:
+        on_log: called with each row's step and metrics, and whether they are of an evaluation.
+    """
 
     def __init__(self, folder: Path, total_steps: int, console: Console | None = None, silent: bool = False) -> None:
         self.folder, self.console, self.silent = folder, console or Console(quiet=silent), silent
@@ -40,10 +47,10 @@ class Tracker:
             console=self.console,
         )
         self._task = self._progress.add_task("training", total=total_steps, numbers="")
-        self._started, self._first, self._said = time.monotonic(), 0, time.monotonic()
+        self._started, self._first_step, self._printed = time.monotonic(), 0, time.monotonic()
         self._phases = ExitStack()
         self._services: list[TrackingService] = []
-        self.on_log: Callable[[int, dict[str, float], bool], None] | None = None  # step, metrics, whether of an evaluation
+        self.on_log: Callable[[int, dict[str, float], bool], None] | None = None
 
     def __enter__(self) -> "Tracker":
         if self.console.is_terminal or self.console.is_jupyter:
@@ -55,13 +62,13 @@ class Tracker:
     def __exit__(self, *_: Any) -> None:
         self._phases.close()
         if self._progress.live.is_started:  # else it would print an empty line
-            with suppress(OSError):  # the disk of a console that is a file may be full, which something has said already
+            with suppress(OSError):  # the console may be a file on a full disk, which was reported already
                 self._progress.stop()
-        self._notify(lambda board: board.finish())
+        self._notify(lambda service: service.finish())
 
-    def attach(self, boards: "list[TrackingService]") -> None:
-        """From here on these get the metrics, too."""
-        self._services = boards
+    def attach(self, services: "list[TrackingService]") -> None:
+        """Sends the metrics to these services as well, from here on."""
+        self._services = services
 
     def open_services(self, args: FlowGRPOConfig, step: int | None = None) -> None:
         """Open the run's tracking services, which get the metrics from here on; `step` is where a resumed run continues."""
@@ -70,79 +77,88 @@ class Tracker:
         self.attach(services.open_services(self.folder, args, self.info, step))
 
     def info(self, message: str) -> None:
+        """Prints a message."""
         self.console.print(message, highlight=False, markup=False, soft_wrap=True)
 
     def resume(self, step: int) -> None:
-        """Drops what was logged after the checkpoint that the run goes on from."""
+        """Deletes the metrics after the checkpoint from which the run continues."""
         moved = None if self.silent else rewind(self.folder, step)
         if moved:
             self.info(f"warning: {moved}")
         self._progress.update(self._task, completed=step)
-        self._started, self._first = time.monotonic(), step
+        self._started, self._first_step = time.monotonic(), step
 
     def log(self, step: int, metrics: dict[str, float]) -> None:
-        """Appends the numbers of a finished training step (1 is the first) or of an evaluation (`eval/...`)."""
+        """Logs the metrics of a finished training step (1 is the first) or of an evaluation (`eval/...`)."""
         self._append({"step": step, **metrics})
-        self._notify(lambda board: board.log(step, metrics))
+        self._notify(lambda service: service.log(step, metrics))
         if self.on_log is not None:
             self.on_log(step, metrics, "eval/reward" in metrics)
         if "time/step" in metrics:
-            scored = "reward" in metrics  # given images have none
+            scored = "reward" in metrics  # offline data has none
             numbers = (
                 f"reward {metrics['reward']:.3f} ± {metrics['reward_std']:.3f}" if scored else f"loss {metrics['loss']:.4f}"
             )
             self._progress.update(self._task, completed=step, numbers=numbers)
-            due = step % 10 == 0 or step == self.total_steps or time.monotonic() - self._said > SILENCE
+            due = step % 10 == 0 or step == self.total_steps or time.monotonic() - self._printed > MAX_SILENCE
             if not self.console.is_terminal and due:
-                self._said = time.monotonic()
-                left = (time.monotonic() - self._started) / (step - self._first) * (self.total_steps - step)
+                self._printed = time.monotonic()
+                left = (time.monotonic() - self._started) / (step - self._first_step) * (self.total_steps - step)
                 self.info(
                     f"step {step}/{self.total_steps}  {numbers}  {metrics['time/step']:.1f} s a step, {left:.0f} s left"
                 )
 
-    def evaluation(self, step: int, metrics: dict[str, float], more: dict[str, float], kept: list[tuple[str, Path]]) -> None:
-        """Logs an evaluation's measures as `eval/...`, more numbers that the console does not info, and prompts with their pictures."""
-        self._notify(lambda board: board.pictures(step, kept))
-        self.log(step, {**{f"eval/{name}": value for name, value in metrics.items()}, **more})
-        self.info(f"step {step}  held out: " + "  ".join(f"{name} {value:.3f}" for name, value in metrics.items()))
+    def evaluation(
+        self, step: int, scores: dict[str, float], more: dict[str, float], images: list[tuple[str, Path]]
+    ) -> None:
+        """Logs an evaluation.
+
+        Args:
+            scores: logged as `eval/...`, and printed.
+            more: metrics that are not printed.
+            images: prompts with their images, for the tracking services.
+        """
+        self._notify(lambda service: service.log_images(step, images))
+        self.log(step, {**{f"eval/{name}": value for name, value in scores.items()}, **more})
+        self.info(f"step {step}  held out: " + "  ".join(f"{name} {value:.3f}" for name, value in scores.items()))
 
     def warn(self, step: int, message: str, fallen: str | None = None) -> None:
-        """Says a warning and notes it in the metrics; of a measure that has `fallen` once in a run."""
+        """Prints and logs a warning. A warning that the metric `fallen` has dropped is given once in a run."""
         if fallen is not None and any(row.get("fallen") == fallen for row in read_metrics(self.folder)):
             return
         self.info(f"warning: {message}")
         self._append({"step": step, "warning": message, **({"fallen": fallen} if fallen else {})})
-        self._notify(lambda board: board.warn(step, message))
+        self._notify(lambda service: service.warn(step, message))
 
     def evaluated(self, step: int) -> bool:
         """Whether the metrics hold an evaluation of that step."""
         return any(row["step"] == step and "eval/reward" in row for row in read_metrics(self.folder))
 
     def finish(self, trained: Path, report: Path) -> dict[str, float]:
-        """Draws the curves and says what the run came to and where it lies; returns the last evaluation's measures."""
+        """Plots the curves, prints the result and its paths, and returns the scores of the last evaluation."""
         curve = plot_curves(self.folder)
         rows = [row for row in read_metrics(self.folder) if "eval/reward" in row]
-        measures = [{key[5:]: value for key, value in row.items() if key.startswith("eval/")} for row in rows]
+        scores = [{key[5:]: value for key, value in row.items() if key.startswith("eval/")} for row in rows]
         if rows:
-            print_table(self.console, "held-out prompts", {"before": measures[0], "after": measures[-1]})
+            print_table(self.console, "held-out prompts", {"before": scores[0], "after": scores[-1]})
         self.info(f"{'transformer' if trained.is_dir() else 'LoRA'}: {trained}")
         if rows:
             self.info(f"pictures: {self.folder / layout.BEFORE_AFTER}")
         if curve:
             self.info(f"curve: {curve}")
         self.info(f"report: {report}")
-        return measures[-1] if rows else {}
+        return scores[-1] if rows else {}
 
     def _notify(self, call: "Callable[[TrackingService], None]") -> None:
-        """Tells the other trackers; one that fails is off from here on, and the run goes on."""
-        for board in list(self._services):
+        """Calls each service. One that fails is not called again, and the run continues."""
+        for service in list(self._services):
             try:
-                call(board)
-            except Exception as error:  # whatever the service raises
-                self._services.remove(board)
-                said = " ".join(str(error).split())
+                call(service)
+            except Exception as error:  # services raise errors of their own
+                self._services.remove(service)
+                reason = " ".join(str(error).split())
                 self.info(
-                    f"warning: the tracker {board.name} failed and is off from here on ({type(error).__name__}: {said})."
+                    f"warning: the tracker {service.name} failed and is off from here on ({type(error).__name__}: {reason})."
                 )
 
     def _append(self, row: dict[str, Any]) -> None:
@@ -151,6 +167,7 @@ class Tracker:
 
 
 def print_table(console: Console, title: str, columns: dict[str, dict[str, float]]) -> None:
+    """Prints a table of numbers: columns by name, each with its values by row."""
     table = Table(title=escape(title), title_justify="left")
     table.add_column("")
     for name in columns:

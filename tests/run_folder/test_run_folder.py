@@ -436,7 +436,7 @@ def test_a_tracker_that_finds_no_room_is_left_out_without_a_traceback(tmp_path, 
         )
         with full_disk(5000):
             while tracker._services:  # its thread writes when it likes
-                tracker._notify(lambda board: board.log(1, {"x": 1.0}))
+                tracker._notify(lambda service: service.log(1, {"x": 1.0}))
     output, errors = capfd.readouterr()
     assert output.count("the tracker tensorboard failed and is off from here on (OSError: [Errno 27] File too large)") == 1
     assert errors == ""

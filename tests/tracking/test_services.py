@@ -197,7 +197,7 @@ def test_a_service_that_does_not_start_stops_a_new_run_and_not_one_that_goes_on(
     install("wandb")
     monkeypatch.setenv("REFUSES", "1")
     args = FlowGRPOConfig.from_yaml("tiny_ocr", ["trackers=wandb"])
-    with pytest.raises(ValueError, match=r"tracker wandb could not be started: ConnectionError: no login\. Mend that"):
+    with pytest.raises(ValueError, match=r"tracker wandb could not be started: ConnectionError: no login\. Fix that"):
         services.open_services(tmp_path, args, print)
     said: list[str] = []
     assert services.open_services(tmp_path, args, said.append, 5) == []
