@@ -299,7 +299,7 @@ def test_a_dropped_reward_of_weight_0_spoils_nothing(tmp_path):
     flaky = SAMPLE_REWARDS
     rewards = f"rewards={{'{BRIGHT}': 1, '{flaky}:sometimes_nan': {{weight: 0, on_error: drop}}}}"
     run = short_run(tmp_path, rewards, "prompts_per_step=4", "microbatch=4", "evaluation.prompts=null")
-    found = FlowGRPOTrainer(args=run).source.collect(0)
+    found = FlowGRPOTrainer(args=run).stage.source.collect(0)
     assert len(found.rows) == 16
     assert math.isfinite(found.metrics["rewards/sometimes_nan/mean"])
 
@@ -380,7 +380,7 @@ def test_a_solver_of_order_2_draws_the_rollouts(tmp_path):
     finals = {}
     for solver in ("euler", "heun"):
         run = short_run(tmp_path / solver, *objective("nft"), f"sampling.solver={solver}")
-        finals[solver] = FlowGRPOTrainer(args=run).source.collect(0).trajectory.final
+        finals[solver] = FlowGRPOTrainer(args=run).stage.source.collect(0).trajectory.final
     distance = (finals["euler"] - finals["heun"]).abs().mean()
     assert 0 < float(distance) < 0.5
 
@@ -572,7 +572,7 @@ def test_a_sheet_can_be_learned_from(tmp_path):
     prompts, images = pictures(tmp_path / "pictures")
     save_grid(tmp_path / "sheet.png", images, [ImageInfo(p, 0, "tiny") for p in prompts], columns=2)
     run = short_run(tmp_path / "run", *objective("sft", data=str(tmp_path / "sheet.png")))
-    found = FlowGRPOTrainer(args=run).source.collect(0)
+    found = FlowGRPOTrainer(args=run).stage.source.collect(0)
     assert set(found.batch.prompts) == set(prompts)
 
 
@@ -632,7 +632,11 @@ def test_per_step_credit_is_given_where_the_images_of_a_prompt_part(tmp_path):
 def test_fp16_that_overflows_for_ever_is_a_sentence():
     weight = torch.nn.Parameter(torch.ones(2))
     policy = SimpleNamespace(
-        parameters=lambda: {"w": weight}, spread=False, sharded=False, device=torch.device("cpu"), dtype=torch.float16
+        trainable_parameters=lambda: {"w": weight},
+        is_sharded=False,
+        uses_fsdp=False,
+        device=torch.device("cpu"),
+        dtype=torch.float16,
     )
     optimizer, norms = Optimizer(policy, OptimizerConfig(), Processes()), []
 
