@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from flow_grpo.config import FlowGRPOConfig
-    from flow_grpo.policy.policy import Policy, load_policy
+    from flow_grpo.policy.loading import load_policy
+    from flow_grpo.policy.policy import Policy
     from flow_grpo.trainer import FlowGRPOTrainer
 
 __version__ = "0.3.0"
@@ -18,7 +19,7 @@ _HOMES = {
     "FlowGRPOConfig": "flow_grpo.config",
     "FlowGRPOTrainer": "flow_grpo.trainer",
     "Policy": "flow_grpo.policy.policy",
-    "load_policy": "flow_grpo.policy.policy",
+    "load_policy": "flow_grpo.policy.loading",
 }
 
 

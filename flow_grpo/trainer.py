@@ -158,7 +158,7 @@ class FlowGRPOTrainer:
         Returns:
             The LoRA's file, or the folder of the whole transformer.
         """
-        with self.policy.ema_weights():
+        with self.policy.ema.applied():
             return self.policy.save(Path(output_dir), self.processes.is_main)
 
     def push_to_hub(self, repo_id: str, private: bool = False, best: bool = False) -> str:

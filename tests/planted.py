@@ -373,7 +373,7 @@ BUGS = [
     ),
     (
         "the adapter stays on while the reference is computed",
-        "flow_grpo/policy/policy.py",
+        "flow_grpo/policy/lora.py",
         "            layer.enable_adapters(on)\n",
         "            pass\n",
         "tests/policy/test_policy.py -k switched_off",
@@ -387,7 +387,7 @@ BUGS = [
     ),
     (
         "the LoRA's alpha is not saved with it",
-        "flow_grpo/policy/policy.py",
+        "flow_grpo/policy/lora.py",
         ", transformer_lora_adapter_metadata=config.to_dict()",
         "",
         "tests/policy/test_policy.py -k saved_lora",

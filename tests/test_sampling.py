@@ -5,10 +5,10 @@ import json
 
 import pytest
 import torch
-from support.embedded import tiny_policy
 
 from flow_grpo import sampling, sde
 from flow_grpo.data.prompts import PromptSampler, PromptSet
+from flow_grpo.policy.heun import heun_solver
 from flow_grpo.types import PromptBatch, Schedule
 
 SIGMAS = torch.tensor([1.0, 0.9, 0.7, 0.4, 0.1, 0.0])
@@ -289,7 +289,6 @@ def test_the_solvers_have_their_order_of_convergence(solver, order):
 
     The schedules end at sigma 0.2, where the exact state is known too: at sigma 0 a last Euler step would hide the order.
     """
-    policy = tiny_policy()
     mean, spread = 0.8, 0.5  # x0 ~ N(mean, spread^2), eps ~ N(0, 1)
 
     def scale(s):
@@ -305,7 +304,7 @@ def test_the_solvers_have_their_order_of_convergence(solver, order):
 
         start = torch.randn(64, 4, generator=torch.Generator().manual_seed(0))
         exact = 0.8 * mean + scale(0.2) * start
-        heun = policy.heun_solver(schedule) if solver else None
+        heun = heun_solver(schedule) if solver else None
         found = sampling.rollout(velocity, schedule, start, microbatch=16, solver=heun).final
         return float((found - exact).abs().mean())
 

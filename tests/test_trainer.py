@@ -53,7 +53,7 @@ def weights(policy, adapter="default"):
 
 
 def averaged(policy):
-    return torch.cat([policy.ema[name].flatten() for name in policy.trainable_parameters()]).clone()
+    return torch.cat([policy.ema.average[name].flatten() for name in policy.trainable_parameters()]).clone()
 
 
 def numbers(metrics):
@@ -321,8 +321,8 @@ def test_a_checkpoint_holds_all_that_the_next_steps_depend_on(tmp_path, name, st
         told = numbers(first.training_step()), numbers(second.training_step())
         assert told[0] == told[1]
         assert torch.equal(weights(first.policy), weights(second.policy)), step
-    assert first.policy.ema.keys() == second.policy.ema.keys()
-    assert bool(first.policy.ema) == (name != "nft")
+    assert first.policy.ema.average.keys() == second.policy.ema.average.keys()
+    assert bool(first.policy.ema.average) == (name != "nft")
     if name != "nft":
         assert torch.equal(averaged(first.policy), averaged(second.policy))
     for one in (first, second):
@@ -439,7 +439,7 @@ def test_it_is_the_moving_average_that_is_evaluated_and_saved(tmp_path):
     other = small.policy()
     with torch.no_grad():
         for name, parameter in other.trainable_parameters().items():
-            parameter.copy_(trainer.policy.ema[name])
+            parameter.copy_(trainer.policy.ema.average[name])
     expected = generate_images(other, HELD_OUT.prompts, [image_seed(7, place) for place in range(3)], 3).mean((1, 2, 3))
     assert found["reward"] == pytest.approx(float(expected.mean()), abs=1e-6)
     values = trainer.evaluate()

@@ -74,7 +74,7 @@ def doctor(
 
 def _load(model: str, settings: list[str]) -> "Policy":
     from flow_grpo.config import FlowGRPOConfig
-    from flow_grpo.policy.policy import load_policy
+    from flow_grpo.policy.loading import load_policy
 
     args = FlowGRPOConfig.for_model(model, settings)
     return load_policy(model, args.device, args.dtype, memory=args.memory, **args.pipeline_call_kwargs())

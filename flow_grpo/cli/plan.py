@@ -33,7 +33,7 @@ def plan(
     """
     from flow_grpo.config import FlowGRPOConfig
     from flow_grpo.plan import estimate as planning
-    from flow_grpo.policy.policy import usable_device
+    from flow_grpo.policy.devices import usable_device
 
     args = FlowGRPOConfig.from_yaml(config, overrides)
     if any(math.isnan(number) for number in (gpu_memory, gpu_tflops) if number is not None):

@@ -87,9 +87,9 @@ def _read_prompts(words: list[str]) -> list[str]:
 def _read_config(config: str | None, model: str | None, lora: str | None, trust: bool) -> "FlowGRPOConfig":
     """The given config, else the one found next to the LoRA or model, else the model's defaults."""
     from flow_grpo.config import FlowGRPOConfig, found_config
-    from flow_grpo.policy import hub
+    from flow_grpo.run_folder import layout
 
-    found = None if config else hub.find_run_config(lora) or hub.find_run_config(model)
+    found = None if config else layout.config_near(lora) or layout.config_near(model)
     source = config or found
     args = FlowGRPOConfig(model=model) if model and not source else FlowGRPOConfig.from_yaml(source)
     if found is not None and not trust:
@@ -99,7 +99,7 @@ def _read_config(config: str | None, model: str | None, lora: str | None, trust:
 
 @without_library_messages
 def _load_policy(args: "FlowGRPOConfig", model: str, lora: str | None, guidance: float | None) -> "Policy":
-    from flow_grpo.policy.policy import load_policy
+    from flow_grpo.policy.loading import load_policy
     from flow_grpo.run_folder.weights import load_trained_weights
 
     call = args.pipeline_call_kwargs()

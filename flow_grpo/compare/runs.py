@@ -176,7 +176,7 @@ def run_slice(run: Run, number: int, budget: Budget, overrides: list[str]) -> No
             spent["images"] += metrics["images"]
         trainer.save()
         values = trainer.evaluate().means()
-        with trainer.policy.ema_weights():
+        with trainer.policy.ema.applied():
             assert trainer.eval_set
             prompts, steps = trainer.eval_set.prompts[:PROBED], trainer.args.evaluation.steps
             kl = statistics.mean(distance_from_base(trainer.policy, prompts, steps, trainer.args.microbatch))

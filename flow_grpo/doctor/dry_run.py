@@ -15,8 +15,8 @@ from flow_grpo.evaluation.group_dependence import COSTLY
 from flow_grpo.plan.estimate import StepEstimator, UntraceableModel, rates_of, slower_dtype
 from flow_grpo.plan.hardware import GB, Hardware
 from flow_grpo.policy import hub
+from flow_grpo.policy.devices import usable_device
 from flow_grpo.policy.model_files import check_weights
-from flow_grpo.policy.policy import usable_device
 from flow_grpo.progress import phase
 from flow_grpo.training import early_checks
 from flow_grpo.training.offline import load_examples

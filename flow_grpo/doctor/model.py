@@ -147,8 +147,8 @@ class _Look:
         start = self._start(PROMPTS)
         expected = self._pictures(start)[:1]
         with tempfile.TemporaryDirectory() as folder:
-            file = self.policy.save_lora(Path(folder))
-            self.policy.remove_lora()
+            file = self.policy.lora.save(Path(folder))
+            self.policy.lora.remove()
             self.policy.load_lora(folder)
         found = self.policy.diffusers_image(PROMPTS[0], STEPS, seed=0)
         off = (found - expected).abs().max().item()

@@ -31,8 +31,9 @@ from flow_grpo.evaluation.group_dependence import RewardInputs
 from flow_grpo.methods import takes_each_reward
 from flow_grpo.plan.estimate import StepEstimate, StepEstimator
 from flow_grpo.plan.hardware import matmul_speed
+from flow_grpo.policy.devices import DTYPES
 from flow_grpo.policy.memory import peak_memory
-from flow_grpo.policy.policy import DTYPES, Policy
+from flow_grpo.policy.policy import Policy
 from flow_grpo.text import counted
 from flow_grpo.trainer import FlowGRPOTrainer
 from flow_grpo.training.losses import ClipRange, StepLoss
@@ -387,7 +388,7 @@ def costs(trainer: FlowGRPOTrainer, steps: list[dict[str, float]], scoring: floa
     predicted = max((one[0].peak - one[0].persistent.get("CUDA", 0.0) for one in forecasts if one is not None), default=None)
     found.append(result.memory(peak_memory(device), there, predicted, alone=not cuda))
     adapter = 4 * sum(parameter.numel() for parameter in policy.trainable_parameters().values())
-    copies = 3 + bool(policy.ema) + ("old" in policy.adapters)  # with Adam's two moments
+    copies = 3 + bool(policy.ema.average) + ("old" in policy.lora.adapters)  # with Adam's two moments
     folder = next(place for place in (trainer.folder, *trainer.folder.resolve().parents) if place.is_dir())
     found.append(result.disk(adapter * (copies * (args.keep + 1) + 2), shutil.disk_usage(folder).free))
     return [*found, result.run_folder(str(args.output), is_begun(trainer.folder))]

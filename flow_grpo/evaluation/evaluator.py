@@ -75,7 +75,7 @@ class Evaluator:
         if self.prompts is None:
             raise ValueError("there are no held-out prompts: set evaluation.prompts.")
         settings = self.args.evaluation
-        with self.policy.ema_weights():
+        with self.policy.ema.applied():
             return evaluate(
                 self.policy,
                 self.prompts,
@@ -107,7 +107,7 @@ class Evaluator:
         """Write a grid of the first prompts with fixed seeds. Every process must call it: each may hold a shard of the weights."""
         prompts = prompts[:NUM_SAMPLES]
         alone = self.processes.world_size == 1
-        with self.policy.ema_weights():
+        with self.policy.ema.applied():
             images = generate_images(
                 self.policy,
                 prompts,

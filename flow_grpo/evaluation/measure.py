@@ -13,7 +13,8 @@ from flow_grpo.evaluation.generate import generate_images, image_seed
 from flow_grpo.evaluation.image_metrics import distance_from_base, diversity, high_frequency_power
 from flow_grpo.evaluation.scorecard import DISTANCE, DIVERSITY, FREQUENCIES, Measured
 from flow_grpo.evaluation.targets import Model, Target
-from flow_grpo.policy.policy import Policy, load_policy
+from flow_grpo.policy.loading import load_policy
+from flow_grpo.policy.policy import Policy
 from flow_grpo.run_folder.weights import load_trained_weights
 from rewards import WeightedSum
 

@@ -198,7 +198,7 @@ def _lora(path: Path, how: Reading) -> Model:
 
 
 def _model(name: str, how: Reading) -> Model:
-    found = hub.find_run_config(name) if how.config is None else None
+    found = layout.config_near(name) if how.config is None else None
     config = how.config or found or how.beside
     own = [*how.overrides, f"model={name}"]
     args = FlowGRPOConfig.from_yaml(config, own) if config else FlowGRPOConfig.for_model(name, how.overrides)

@@ -102,15 +102,15 @@ def _weights(args: FlowGRPOConfig, run: RunReader, source: Path, folder: Path, m
         check_file(source / copied[0])
         return []
     from flow_grpo.policy.library_logging import quiet_libraries
+    from flow_grpo.policy.loading import load_policy
     from flow_grpo.policy.merge import save_whole
-    from flow_grpo.policy.policy import load_policy
     from flow_grpo.run_folder.weights import load_trained_weights
 
     quiet_libraries()
     policy = load_policy(args.model, "cpu", DTYPES[run.machine.get("dtype", "float32")])
     load_trained_weights(policy, str(source))
     if not merge:
-        policy.save_lora(folder)
+        policy.lora.save(folder)
         return []
     save_whole(policy, folder, args.model)
     _strip_local_paths(folder)

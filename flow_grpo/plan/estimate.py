@@ -21,9 +21,10 @@ from flow_grpo.plan.block_speed import BlockCall
 from flow_grpo.plan.hardware import GB, TERA, Hardware, Rates, matmul_speed
 from flow_grpo.plan.meta_pipeline import FlopCounter, LiveBytesCounter, MetaModule, MetaTextEncoder, load_meta_pipeline
 from flow_grpo.policy import hub
+from flow_grpo.policy.devices import DTYPES, default_dtype
 from flow_grpo.policy.memory import apply_memory_settings, peak_memory
 from flow_grpo.policy.model_files import stored_bytes
-from flow_grpo.policy.policy import DTYPES, Policy, default_dtype
+from flow_grpo.policy.policy import Policy
 from flow_grpo.progress import phase
 from flow_grpo.run_folder.weights import add_trainable_weights
 from flow_grpo.text import first_line

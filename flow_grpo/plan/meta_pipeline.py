@@ -27,9 +27,9 @@ from transformers.modeling_outputs import BaseModelOutputWithPooling
 from transformers.models.clip.modeling_clip import CLIPTextModelOutput
 
 from flow_grpo.plan.block_speed import BlockCall
+from flow_grpo.policy.encoding import ENCODER_PREFIXES
 from flow_grpo.policy.memory import repeated_blocks
 from flow_grpo.policy.model_files import read_index, telling
-from flow_grpo.policy.pipeline import ENCODER_PREFIXES
 from rewards.downloads import downloads
 
 NO_WEIGHTS = ["*.json", "*.txt", "*.model", "*.jinja", "*.py"]

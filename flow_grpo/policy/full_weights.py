@@ -1,6 +1,8 @@
-"""A transformer whose weights are all other than the base model's, which are kept beside them."""
+"""Full fine-tuning: all weights of the transformer are trained, and the base model's are kept to be swapped in."""
 
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -11,43 +13,51 @@ from torch import Tensor
 from flow_grpo.distributed.sharding import gather_to_cpu, local_shard, shard_like
 from flow_grpo.files import normalize_safetensors
 
-NAMED = "diffusion_pytorch_model"  # how diffusers begins the names of a transformer's files
+WEIGHTS_PREFIX = "diffusion_pytorch_model"  # of the names of a transformer's files in diffusers
 CONFIG = "config.json"
 
 
 class FullWeights:
-    """All weights of a transformer, in place of a LoRA on it.
+    """All weights of a transformer, trained in place of a LoRA.
 
     Attributes:
-        base: the base model's weights by name, once they were kept; while `swap` has exchanged them, the others.
+        base: the base model's weights by name, once they were stored. While `swap_base` has exchanged them, the trained ones.
     """
 
     def __init__(self, transformer: Any) -> None:
-        self.transformer, self.kind = transformer, type(transformer).__name__  # which sharding changes
+        self.transformer, self.class_name = transformer, type(transformer).__name__  # sharding changes the class
         self.base: dict[str, Tensor] = {}
         self._dtypes = {name: value.dtype for name, value in self._values()}  # some families keep a few modules in float32
 
-    @staticmethod
-    def lies_in(folder: Path) -> bool:
-        return folder.is_dir() and any(folder.glob(f"{NAMED}*.safetensors"))
-
     def parameters(self) -> dict[str, torch.nn.Parameter]:
+        """All parameters of the transformer by name."""
         return dict(self.transformer.named_parameters())
 
     def train(self) -> None:
-        """All weights are float32 and want gradients; so is the base, if it is kept, which changes places with them."""
+        """Make all weights trainable, in float32. Stored base weights become float32 too, as the two are swapped."""
         self.transformer.float().requires_grad_(True)
         self.base = {name: value.float() for name, value in self.base.items()}
 
+    # -- the base model -----------------------------------------------------------------------------------------------
+
     def store_base_weights(self, device: torch.device | str) -> None:
-        """Keeps the base model's weights there: unless they are kept already, those of now. Of shared ones each process its own."""
+        """Store the base model's weights on a device: those stored already, else the current ones. Shards stay sharded."""
         own = self.parameters()
         for name, value in (self.base or own).items():
-            whole = value.detach() if value.shape != own[name].shape else shard_like(value.detach(), own[name])
-            self.base[name] = local_shard(whole).to(device, copy=True)
+            full = value.detach() if value.shape != own[name].shape else shard_like(value.detach(), own[name])
+            self.base[name] = local_shard(full).to(device, copy=True)
 
-    def swap(self) -> None:
-        """The base model's weights in place of these, or back; all or, if memory runs out, none."""
+    @contextmanager
+    def base_model(self) -> Iterator[None]:
+        """Within it, the transformer has the base model's weights."""
+        self.swap_base()
+        try:
+            yield
+        finally:
+            self.swap_base()
+
+    def swap_base(self) -> None:
+        """Exchange the trained and the base weights: all of them, or none if that fails, as when memory runs out."""
         done: list[str] = []
         try:
             for name in self.base:
@@ -60,36 +70,46 @@ class FullWeights:
 
     @torch.no_grad()
     def _exchange(self, name: str) -> None:
-        """Past autograd, which would not go back through weights that were touched: when it does, they are what they were."""
-        own, kept = local_shard(self.transformer.get_parameter(name).data), self.base[name]
-        here = own.to(kept.device, copy=True)
-        own.copy_(kept)
-        kept.copy_(here)
+        """Swap one weight via `.data`, so that autograd's version counter stays: it is restored before backward runs."""
+        own, stored = local_shard(self.transformer.get_parameter(name).data), self.base[name]
+        current = own.to(stored.device, copy=True)
+        own.copy_(stored)
+        stored.copy_(current)
 
-    def leave(self) -> None:
-        """Puts the base model's weights back, for good, as they were loaded."""
-        self.swap()
+    def remove(self) -> None:
+        """Put the base model's weights back for good, in the dtypes they were loaded in."""
+        self.swap_base()
         self.base = {}
         self.transformer.requires_grad_(False)
         for name, value in self._values():
             value.data = value.data.to(self._dtypes[name])
 
-    def save(self, folder: Path, write: bool) -> Path:
-        """Writes it as diffusers reads it. Where it lies in shares on all processes, all must ask, and one writes."""
+    # -- files --------------------------------------------------------------------------------------------------------
+
+    @staticmethod
+    def is_saved_in(folder: Path) -> bool:
+        """Whether a folder holds a transformer's weights as `save` writes them."""
+        return folder.is_dir() and any(folder.glob(f"{WEIGHTS_PREFIX}*.safetensors"))
+
+    def save(self, folder: Path, write: bool = True) -> Path:
+        """Write the transformer as diffusers reads it, and return the folder.
+
+        If it is sharded, every process must call this, with write=False on all but one.
+        """
         state = gather_to_cpu(self.transformer.state_dict(), write)
         if write:
             folder.mkdir(parents=True, exist_ok=True)
             self.transformer.save_config(folder)
             config = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
-            (folder / CONFIG).write_text(json.dumps({**config, "_class_name": self.kind}, indent=2), encoding="utf-8")
+            (folder / CONFIG).write_text(json.dumps({**config, "_class_name": self.class_name}, indent=2), encoding="utf-8")
             state = {name: value.to(self._dtypes[name]) for name, value in state.items()}
-            save_torch_state_dict(state, folder, filename_pattern=NAMED + "{suffix}.safetensors")
-            for file in folder.glob(f"{NAMED}*.safetensors"):
+            save_torch_state_dict(state, folder, filename_pattern=WEIGHTS_PREFIX + "{suffix}.safetensors")
+            for file in folder.glob(f"{WEIGHTS_PREFIX}*.safetensors"):
                 normalize_safetensors(file)
         return folder
 
     def load(self, folder: Path) -> None:
-        """Puts saved weights in place of these, which are kept on the CPU. ValueError if they are another model's."""
+        """Load saved weights and keep the current ones as the base model's, on the CPU. ValueError if the shapes differ."""
         own = self.transformer.state_dict()
         loaded = type(self.transformer).from_pretrained(folder, torch_dtype=self.transformer.dtype).state_dict()
         if {n: v.shape for n, v in loaded.items()} != {n: v.shape for n, v in own.items()}:

@@ -1,4 +1,4 @@
-"""Where a model or a LoRA lies: a shipped name, a folder, or the hub. A folder that is not there is said to be so at once."""
+"""Finding a model or a LoRA: a bundled name, a folder or a hub id. A missing folder is an error, without asking the hub."""
 
 import json
 from pathlib import Path
@@ -6,34 +6,30 @@ from typing import Any
 
 from huggingface_hub import HfApi, try_to_load_from_cache
 
-from flow_grpo.run_folder.metrics_file import METRICS
 from rewards.downloads import HubUnreachable, downloads, hub_file
 
 BUNDLED_MODELS = {"tiny": Path(__file__).parent.parent / "tiny" / "pipeline"}
-WEIGHTS, PEFT_WEIGHTS = (
-    "pytorch_lora_weights.safetensors",
-    "adapter_model.safetensors",
-)  # a LoRA's file, diffusers' and peft's
-INDEX, CONFIG = "model_index.json", "config.yaml"
-EXPORT = "flow_grpo.json"  # what `flow-grpo export` wrote holds it
+# the file of a LoRA as diffusers and as peft name it
+WEIGHTS, PEFT_WEIGHTS = "pytorch_lora_weights.safetensors", "adapter_model.safetensors"
+INDEX = "model_index.json"
 
 
 def resolve_model(name: str) -> str:
-    """The folder or hub id of a model; a folder that is not there is said to be so without asking the hub."""
+    """The folder or hub id of a model. ValueError if there is no such folder, or the hub has no such model."""
     if name in BUNDLED_MODELS:
         return str(BUNDLED_MODELS[name])
     folder = Path(name)
     if folder.is_dir():
-        if not (folder / "model_index.json").exists():
-            raise ValueError(f"the folder {name} has no model_index.json, so it is not a diffusers pipeline.")
+        if not (folder / INDEX).exists():
+            raise ValueError(f"the folder {name} has no {INDEX}, so it is not a diffusers pipeline.")
         _check_no_code(folder)
         return name
     if not looks_like_hub_id(name):
         raise ValueError(
             f"there is no model folder {name}; give a diffusers folder, a hub id such as "
-            f"stabilityai/stable-diffusion-3.5-medium, or a shipped model: {', '.join(BUNDLED_MODELS)}."
+            f"stabilityai/stable-diffusion-3.5-medium, or a bundled model: {', '.join(BUNDLED_MODELS)}."
         )
-    if not isinstance(try_to_load_from_cache(name, "model_index.json"), str):
+    if not isinstance(try_to_load_from_cache(name, INDEX), str):
         try:
             with downloads(name):
                 HfApi().model_info(name, timeout=5)
@@ -47,29 +43,29 @@ def resolve_model(name: str) -> str:
 
 
 def model_name(pipe: Any) -> str:
-    """What a pipeline was loaded from: a shipped name, a folder or a hub id; its class if it was built in memory."""
+    """What a pipeline was loaded from: a bundled name, a folder or a hub id; its class if it was built in memory."""
     source = pipe.name_or_path
     return next((name for name, folder in BUNDLED_MODELS.items() if str(folder) == source), source or type(pipe).__name__)
 
 
 def _check_no_code(folder: Path) -> None:
-    """ValueError if diffusers would run Python files of the folder: weights may come from anybody, and so would their code."""
+    """Raise ValueError if diffusers would run Python files of the folder, which may come from anybody."""
     try:
         index = dict(json.loads((folder / INDEX).read_text(encoding="utf-8")))
-    except (OSError, ValueError, TypeError):  # loading it says what is wrong
+    except (OSError, ValueError, TypeError):  # loading it raises a better error
         return
     entries = {name: entry for name, entry in index.items() if isinstance(entry, list) and entry}
     files = [folder / ("" if name == "_class_name" else name) / f"{entry[0]}.py" for name, entry in entries.items()]
     code = next((file for file in files if file.is_file()), None)
     if code is not None:
         raise ValueError(
-            f"the model {folder} brings code of its own, {code}, which is not run: read it, load the pipeline in Python, and give "
+            f"the model {folder} contains Python code, {code}, which is not run: read it, load the pipeline in Python, and give "
             "FlowGRPOTrainer a flow_grpo.Policy of it."
         )
 
 
 def fingerprint(source: str) -> list:
-    """What tells a model from another one, or from itself after a change: the hub's commit, or a folder's files."""
+    """Identifies a model and its version: by the hub's commit, or the sizes and times of a folder's files."""
     folder = Path(source)
     if folder.is_dir():
         files = sorted(file for file in folder.rglob("*") if file.is_file())
@@ -77,20 +73,20 @@ def fingerprint(source: str) -> list:
             str(folder.resolve()),
             *((str(f.relative_to(folder)), f.stat().st_size, f.stat().st_mtime_ns) for f in files),
         ]
-    cached = try_to_load_from_cache(source, "model_index.json")
+    cached = try_to_load_from_cache(source, INDEX)
     return [source, Path(cached).parent.name if isinstance(cached, str) else None]
 
 
-def component_names(source: str, beginnings: tuple[str, ...]) -> list[str]:
-    """Names of a pipeline's components that begin so, from its model_index.json."""
-    file = Path(source) / "model_index.json"
+def component_names(source: str, prefixes: tuple[str, ...]) -> list[str]:
+    """Names of a pipeline's components that begin with one of the prefixes, from its model_index.json."""
+    file = Path(source) / INDEX
     if not file.exists():
-        file = Path(hub_file(source, "model_index.json"))
-    return [name for name in json.loads(file.read_text()) if name.startswith(beginnings)]
+        file = Path(hub_file(source, INDEX))
+    return [name for name in json.loads(file.read_text()) if name.startswith(prefixes)]
 
 
 def pipeline_class(name: str) -> str:
-    """What diffusers calls a model's pipeline, by the files at hand; without them DiffusionPipeline, which finds out by itself."""
+    """The class of a model's pipeline, from local files; without them DiffusionPipeline, which finds the class itself."""
     cached = try_to_load_from_cache(name, INDEX) if looks_like_hub_id(name) else None
     file = Path(cached) if isinstance(cached, str) else BUNDLED_MODELS.get(name, Path(name)) / INDEX
     try:
@@ -99,31 +95,30 @@ def pipeline_class(name: str) -> str:
         return "DiffusionPipeline"
 
 
-def resolve_lora(name: str | Path) -> Path:
-    """Where the LoRA lies: of a run folder it is lora/, or transformer/, else what was given. ValueError for what holds none."""
-    folder = Path(name)
+def resolve_lora(path: str | Path) -> tuple[str, str | None]:
+    """The folder or hub id of a saved LoRA, and the file's name if a file was given.
+
+    The folder of a finished run has it in lora/, or has a transformer/. ValueError if there is none.
+    """
+    folder = Path(path)
+    if folder.is_file():
+        return str(folder.parent), folder.name
+    if not folder.exists() and looks_like_hub_id(str(path)):
+        return str(path), None
+    if not folder.exists():
+        raise ValueError(f"there is no LoRA at {path}: give a folder with {WEIGHTS}, or that file.")
     if (folder / INDEX).is_file():
         raise ValueError(f"{folder} is a whole model, not a LoRA: give it as --model.")
-    if not (folder / METRICS).is_file():
-        return folder
-    for trained in ("lora", "transformer"):
-        if (folder / trained).is_dir():
-            return folder / trained
-    raise ValueError(f"the run {folder} is not finished, so it has no lora/: give {folder}/best or one of its checkpoints/.")
-
-
-def find_run_config(name: str | None) -> Path | None:
-    """The config of the run that a LoRA or model comes from, where a run folder or an export holds it."""
-    if name is None or not Path(name).exists():
-        return None
-    place = Path(name)
-    for folder in (place, place.parent, place.parent.parent):
-        if (folder / CONFIG).is_file() and any((folder / mark).is_file() for mark in (METRICS, EXPORT)):
-            return folder / CONFIG
-    return None
+    for place in (folder, folder / "lora", folder / "transformer"):
+        if any(file.suffix in (".safetensors", ".bin") for file in place.glob("*")):
+            return str(place), None
+    raise ValueError(
+        f"{folder} holds no LoRA: give a folder with {WEIGHTS}, or that file; of a run that is not finished, its best/ or one of "
+        "its checkpoints/."
+    )
 
 
 def looks_like_hub_id(name: str) -> bool:
-    """Whether a name that is no file may be `owner/model`: a misspelt path is not looked up on the hub."""
+    """Whether a name that is no file may be `owner/model`, and not a misspelt path."""
     owner = name.partition("/")[0]
     return name.count("/") == 1 and not name.startswith((".", "/", "~")) and not Path(owner).is_dir()

@@ -1,4 +1,4 @@
-"""Weights that are loaded: all must be there, and be numbers."""
+"""Checks of loaded weights: complete, finite, and of the shapes that are expected."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -9,7 +9,7 @@ from torch import Tensor
 
 
 def check_weights(weights: Mapping[str, Tensor], source: str) -> None:
-    """ValueError, which begins with the source, if there are no weights, or some are missing, NaN or infinite."""
+    """Raise ValueError, which begins with the source, if there are no weights, or some are missing, NaN or infinite."""
     if not any(value.numel() for value in weights.values()):
         raise ValueError(f"{source} holds no weights for the transformer of this model.")
     missing = [name for name, value in weights.items() if value.is_meta]
@@ -24,9 +24,15 @@ def check_weights(weights: Mapping[str, Tensor], source: str) -> None:
 
 
 def check_file(file: Path) -> None:
-    """ValueError as of `check_weights` for a .safetensors file, or if it can't be read."""
+    """Check the weights in a .safetensors file as `check_weights` does. ValueError also if it cannot be read."""
     try:
         weights = load_file(file)
     except (OSError, ValueError, SafetensorError) as error:
         raise ValueError(f"{file} could not be read: {' '.join(str(error).split())}") from error
     check_weights(weights, str(file))
+
+
+def check_shapes(state: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> None:
+    """Raise ValueError if a checkpoint's tensors have other names or shapes than the expected ones."""
+    if {name: value.shape for name, value in state.items()} != {name: value.shape for name, value in expected.items()}:
+        raise ValueError("the checkpoint's adapter has other modules or another rank than the config asks for.")

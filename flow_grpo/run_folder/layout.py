@@ -84,8 +84,11 @@ def trained_weights(folder: Path) -> Path | None:
     return next((folder / name for name in (LORA, TRANSFORMER) if (folder / name).is_dir()), None)
 
 
-def config_near(place: Path) -> Path | None:
-    """The config.yaml of the run or export that this file or folder belongs to; None outside of them."""
+def config_near(name: str | None) -> Path | None:
+    """The config.yaml of the run or export that a file or folder belongs to; None outside of them, and for other names."""
+    if name is None or not Path(name).exists():
+        return None
+    place = Path(name)
     for folder in (place, place.parent, place.parent.parent):
         if (folder / CONFIG).is_file() and any((folder / mark).is_file() for mark in (METRICS, EXPORT_MANIFEST)):
             return folder / CONFIG

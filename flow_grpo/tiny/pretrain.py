@@ -31,7 +31,7 @@ from diffusers import StableDiffusion3Pipeline
 from safetensors.torch import save_file
 
 from flow_grpo.config.bundled import bundled_file
-from flow_grpo.policy.policy import default_dtype
+from flow_grpo.policy.devices import default_dtype
 from flow_grpo.tiny import architecture, world
 from rewards import clip
 from rewards.ocr import OCR, ExactOCR

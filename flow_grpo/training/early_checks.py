@@ -8,7 +8,7 @@ import torch
 from flow_grpo.config import FlowGRPOConfig
 from flow_grpo.data.prompts import PromptSampler, PromptSet
 from flow_grpo.distributed.processes import Processes
-from flow_grpo.policy.policy import usable_device
+from flow_grpo.policy.devices import usable_device
 from flow_grpo.run_folder.layout import CHECKPOINTS
 from flow_grpo.run_folder.metrics_file import has_metrics
 from flow_grpo.tracking import services

@@ -165,7 +165,7 @@ class ForwardProcessLoss:
         v, v_old, v_ref = velocity(), None, None
         with torch.no_grad():
             if self.method.old_policy:
-                with self.policy.use_adapter("old"):
+                with self.policy.lora.use("old"):
                     v_old = velocity()
             if self.objective.kl_weight or self.method.reference:
                 with self.policy.reference():

@@ -8,7 +8,8 @@ from flow_grpo.data import prompt_overlap
 from flow_grpo.data.prompts import PromptSampler, PromptSet, load_prompts
 from flow_grpo.distributed.processes import Processes
 from flow_grpo.policy import hub
-from flow_grpo.policy.policy import Policy, load_policy
+from flow_grpo.policy.loading import load_policy
+from flow_grpo.policy.policy import Policy
 from flow_grpo.run_folder.weights import add_trainable_weights
 from flow_grpo.training import early_checks
 from flow_grpo.training.rewards import build_rewards
@@ -103,11 +104,11 @@ def prepare_policy(policy: Policy, args: FlowGRPOConfig, processes: Processes) -
     if args.memory.compile:
         policy.compile()
     if any(part.method.old_policy for part in parts):
-        policy.add_adapter_copy("old")
+        policy.lora.add_copy("old")
     if args.memory.shard == "fsdp2" and processes.world_size > 1:
         policy.shard(processes)
     if args.ema_decay:
-        policy.start_ema()
+        policy.ema.start()
     if policy.is_full_finetuning:
         often = any(part.objective.kl_weight or part.method.reference for part in parts)
-        policy.store_base_weights(policy.device if often else "cpu")
+        policy.trained.store_base_weights(policy.device if often else "cpu")

@@ -73,7 +73,7 @@ class Stage:
                 processes=processes,
             )
         if args.method.old_policy:
-            policy.update_adapter_copy("old", 0.0)  # the stage's old policy starts as the policy of now
+            policy.lora.update_copy("old", 0.0)  # the stage's old policy starts as the policy of now
 
     def step(self, number: int) -> tuple[Experience, dict[str, float]]:
         """Collect the experience of a training step and update the policy. Returns it with the metrics of the update.

@@ -71,12 +71,12 @@ class RunState:
         state = {
             "step": self.step,
             "adapter": self.policy.adapter_state(keep=keep),
-            "ema": self.policy.ema_state(keep),
+            "ema": self.policy.ema.state_dict(keep),
             **self.stage.update.state_dict(keep),
             "begin": self.stage.start,
             "memory": self.stage.loop_state(),
         }
-        if "old" in self.policy.adapters:
+        if "old" in self.policy.lora.adapters:
             state["old"] = self.policy.adapter_state("old")
         return state
 
@@ -118,7 +118,7 @@ class RunState:
         Returns the file, or the folder of several. Every process must call it; the main one writes.
         """
         folder = self.folder / (name or self._weights_folder)
-        with self.policy.ema_weights():
+        with self.policy.ema.applied():
             if not self.processes.is_main:
                 return self.policy.save(folder, write=False)
             with atomic_folder(folder) as made:
@@ -139,7 +139,7 @@ class RunState:
         self.step = state["step"]
         self.enter_stage(state["begin"])  # between two stages, the optimizer may be either's
         self.policy.load_adapter_state(state["adapter"])
-        self.policy.load_ema_state(state["ema"])
+        self.policy.ema.load_state_dict(state["ema"])
         self.stage.update.load_state_dict(state)
         self.stage.restore_loop_state(state["memory"])
         self.stage.set_microbatch(self.stage.args.microbatch)  # it may have been saved by fewer processes

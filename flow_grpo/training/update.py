@@ -62,7 +62,7 @@ class PolicyUpdate:
             self.clip.update(self.processes)
         if args.method.old_policy:
             decay = args.objective.old_decay
-            self.policy.update_adapter_copy(
+            self.policy.lora.update_copy(
                 "old", decay.at(self._steps_before(step + 1)) if isinstance(decay, DecayRamp) else decay
             )
         self.mid_step = False
@@ -176,7 +176,7 @@ class PolicyUpdate:
                 "optimizer.lr or dtype=fp32."
             )
         if self.args.ema_decay and finite and number % self.args.ema_every == 0:
-            self.policy.update_ema(min(self.args.ema_decay, (1 + step) / (10 + step)))
+            self.policy.ema.update(min(self.args.ema_decay, (1 + step) / (10 + step)))
         count = sum(p.numel() for p in self.policy.trainable_parameters().values())
         return {"grad_norm": norm, "grad_rms": norm / count**0.5} if finite else {"grad_overflow": 1.0}
 

@@ -14,7 +14,7 @@ from support.reward_servers import Stub
 
 from flow_grpo.config import FlowGRPOConfig
 from flow_grpo.policy import hub
-from flow_grpo.policy.policy import load_policy
+from flow_grpo.policy.loading import load_policy
 from flow_grpo.run_folder import checkpoint, layout
 
 EVIL = """
@@ -53,7 +53,7 @@ def weights(tmp_path_factory) -> Path:
     policy = tiny_policy()
     policy.add_lora(4, 8, ["to_q"], seed=0)
     stir(policy)
-    policy.save_lora(folder / "lora")
+    policy.lora.save(folder / "lora")
     checkpoint.save(folder / "checkpoints", 2, {"adapter": policy.adapter_state(), "ema": {}}, keep=1)
     return folder
 

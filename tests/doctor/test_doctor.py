@@ -25,7 +25,8 @@ from flow_grpo.doctor import show as doctor
 from flow_grpo.doctor.result import FINE, WARNING, WRONG, Verdict
 from flow_grpo.doctor.reward_probe import look_at
 from flow_grpo.evaluation.group_dependence import RewardInputs
-from flow_grpo.policy.policy import Policy, load_policy
+from flow_grpo.policy.loading import load_policy
+from flow_grpo.policy.policy import Policy
 from flow_grpo.tiny import pretrain, world
 from flow_grpo.trainer import FlowGRPOTrainer
 from rewards import WeightedSum

@@ -14,7 +14,7 @@ from flow_grpo.config import FlowGRPOConfig
 from flow_grpo.doctor.dry_run import dry_run
 from flow_grpo.plan import block_speed
 from flow_grpo.plan.estimate import StepEstimator
-from flow_grpo.policy import policy
+from flow_grpo.policy import loading
 from flow_grpo.policy.hub import BUNDLED_MODELS
 from flow_grpo.trainer import FlowGRPOTrainer
 from flow_grpo.training.early_checks import check_output
@@ -57,7 +57,7 @@ def test_what_a_dry_run_refuses_the_run_refuses_with_the_same_words_before_it_lo
     args = short_run(tmp_path / "run", setting)
     sentence = refused(args)
     assert EARLY[setting] in sentence
-    monkeypatch.setattr(policy.DiffusionPipeline, "from_pretrained", lambda *a, **k: pytest.fail("the model was loaded"))
+    monkeypatch.setattr(loading.DiffusionPipeline, "from_pretrained", lambda *a, **k: pytest.fail("the model was loaded"))
     with pytest.raises(ValueError) as error:  # noqa: PT011
         FlowGRPOTrainer(args=args)
     assert str(error.value) == sentence
@@ -76,7 +76,7 @@ def test_what_a_dry_run_refuses_the_run_refuses_with_the_same_words_before_it_lo
     ],
 )
 def test_settings_that_fail_once_the_model_is_there_are_found_without_it(setting, sentence, tmp_path, monkeypatch):
-    monkeypatch.setattr(policy.DiffusionPipeline, "from_pretrained", lambda *a, **k: pytest.fail("the model was loaded"))
+    monkeypatch.setattr(loading.DiffusionPipeline, "from_pretrained", lambda *a, **k: pytest.fail("the model was loaded"))
     assert sentence in refused(short_run(tmp_path, setting))
 
 

@@ -53,7 +53,7 @@ def run(tmp_path_factory) -> Path:
     policy.add_lora(4, 8, ["to_q", "to_out.0"], seed=0)
     for seed, name in ((1, "other"), (0, "lora")):
         stir(policy, seed)
-        policy.save_lora(folder / name)
+        policy.lora.save(folder / name)
     checkpoint.save(folder / "checkpoints", 2, {"step": 2, "adapter": policy.adapter_state(), "ema": {}}, keep=1)
     (folder / "config.yaml").write_text(short_run(folder).to_yaml())
     return folder

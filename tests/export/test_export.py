@@ -25,8 +25,8 @@ from flow_grpo.evaluation.generate import generate_images
 from flow_grpo.export import model_card
 from flow_grpo.export.export import check_push, export
 from flow_grpo.policy import hub
+from flow_grpo.policy.loading import load_policy
 from flow_grpo.policy.merge import save_whole
-from flow_grpo.policy.policy import load_policy
 from flow_grpo.run_folder import layout
 from flow_grpo.run_folder.weights import load_trained_weights
 from flow_grpo.text import plain
@@ -140,7 +140,7 @@ def test_a_lora_is_found_wherever_a_run_or_an_export_has_it(run, shared, tmp_pat
 
     def state(place: Path) -> dict[str, torch.Tensor]:
         if policy.has_lora:
-            policy.remove_lora()
+            policy.lora.remove()
         load_trained_weights(policy, str(place))
         return policy.adapter_state()
 
@@ -157,8 +157,8 @@ def test_a_lora_is_found_wherever_a_run_or_an_export_has_it(run, shared, tmp_pat
         assert all(torch.equal(again[name], value) for name, value in other.items()), place
     assert "for 1 of 2 steps so far" in html(tmp_path / "first")
     for place in (run, run / "best", run / "checkpoints" / "step_000001", shared, shared / hub.WEIGHTS):
-        assert hub.find_run_config(str(place)).read_text() == (run / "config.yaml").read_text()
-    assert hub.find_run_config("someone/lora") is None
+        assert layout.config_near(str(place)).read_text() == (run / "config.yaml").read_text()
+    assert layout.config_near("someone/lora") is None
 
 
 def test_the_merged_model_draws_the_loras_pictures_and_has_no_adapter(run, merged):
@@ -188,7 +188,7 @@ def test_a_run_of_all_weights_is_exported_as_the_model_that_it_trained(tmp_path)
     trainer.train()
     export(tmp_path / "run", tmp_path / "out")
     whole = load_policy(str(tmp_path / "out"), "cpu", "fp32").pipe.transformer.state_dict()
-    with trainer.policy.ema_weights():
+    with trainer.policy.ema.applied():
         trained = trainer.policy.pipe.transformer.state_dict()
         assert all(torch.equal(whole[name], value) for name, value in trained.items())
     assert "All weights of the transformer" in (tmp_path / "out" / model_card.CARD).read_text()
@@ -245,7 +245,7 @@ def test_what_is_not_there_is_a_sentence(run, tmp_path, monkeypatch):
             export(bare, tmp_path / "out", **words)
     with pytest.raises(ValueError, match="it has those of steps 0, 1, 2"):
         export(run, tmp_path / "out", checkpoint=7)
-    with pytest.raises(ValueError, match="is not finished, so it has no lora/: give"):
+    with pytest.raises(ValueError, match="of a run that is not finished, its best/"):
         tiny_policy().load_lora(bare)
     monkeypatch.setenv("HF_TOKEN", "")
     monkeypatch.setattr("flow_grpo.export.export.get_token", lambda: None)

@@ -12,8 +12,10 @@ from support.sample_rewards import brightness
 from flow_grpo import sampling, sde
 from flow_grpo.config import FlowGRPOConfig
 from flow_grpo.doctor import model as contract
+from flow_grpo.policy.hub import WEIGHTS
+from flow_grpo.policy.loading import load_policy
 from flow_grpo.policy.merge import save_whole
-from flow_grpo.policy.policy import WEIGHTS, Policy, load_policy
+from flow_grpo.policy.policy import Policy
 from flow_grpo.trainer import FlowGRPOTrainer
 
 PROMPTS = ["a red cat", "a big dog"]  # of one length, so that pipelines encode both in one batch without padding
@@ -139,9 +141,9 @@ def test_the_adapter_is_the_base_when_off_and_the_same_picture_when_saved(folder
         assert (policy.velocity(state, schedule.timesteps[0], conditioning, ROWS) - base).abs().max() > 1e-4
         with policy.reference():
             assert torch.equal(policy.velocity(state, schedule.timesteps[0], conditioning, ROWS), base)
-    policy.save_lora(tmp_path)
+    policy.lora.save(tmp_path)
     pipe = from_folder(folders(name), TINY[name])
-    if policy.has_lora_loader:
+    if policy.lora.has_pipeline_loader:
         pipe.load_lora_weights(str(tmp_path))
     elif hasattr(pipe.transformer, "load_lora_adapter"):
         pipe.transformer.load_lora_adapter(str(tmp_path), prefix=None, weight_name=WEIGHTS)
@@ -177,7 +179,7 @@ def test_all_weights_can_be_trained_and_the_base_model_comes_back_as_it_was_load
     policy = loaded(folders, name, dtype="bf16")
     before = {n: v.clone() for n, v in policy.pipe.transformer.state_dict().items()}
     policy.enable_full_finetuning()
-    policy.store_base_weights("cpu")
+    policy.trained.store_base_weights("cpu")
     assert {p.dtype for p in policy.trainable_parameters().values()} == {torch.float32}
     policy.reset_to_base()
     after = policy.pipe.transformer.state_dict()

@@ -13,7 +13,8 @@ from flow_grpo.evaluation import measure, targets
 from flow_grpo.evaluation.generate import generate_images
 from flow_grpo.evaluation.targets import Model
 from flow_grpo.plan.estimate import StepEstimator
-from flow_grpo.policy.policy import Policy, load_policy
+from flow_grpo.policy.loading import load_policy
+from flow_grpo.policy.policy import Policy
 from flow_grpo.run_folder import checkpoint
 from flow_grpo.trainer import FlowGRPOTrainer
 from flow_grpo.training.setup import prepare_policy
@@ -61,7 +62,7 @@ def moved() -> Policy:
     """All weights other than the base model's."""
     policy = tiny_policy()
     policy.enable_full_finetuning()
-    policy.store_base_weights("cpu")
+    policy.trained.store_base_weights("cpu")
     with torch.no_grad():
         for parameter in policy.trainable_parameters().values():
             parameter.mul_(1.01).add_(0.001)
@@ -91,7 +92,7 @@ def test_the_saved_transformer_is_what_was_trained_here_and_in_plain_diffusers(t
     trainer, base, _, folder = trained
     plain = DiffusionPipeline.from_pretrained(trainer.policy.pipe.config._name_or_path, torch_dtype=torch.bfloat16)
     plain.transformer = type(plain.transformer).from_pretrained(folder / "transformer", torch_dtype=torch.bfloat16)
-    with trainer.policy.ema_weights():
+    with trainer.policy.ema.applied():
         expected = {name: value.bfloat16() for name, value in weights(trainer.policy).items()}
     assert equal(plain.transformer.state_dict(), expected)
     again = load_policy("tiny", "cpu", "bf16", lora=folder / "transformer", **CALL)
@@ -112,9 +113,9 @@ def test_the_saved_transformer_is_what_was_trained_here_and_in_plain_diffusers(t
 
 def test_a_swap_that_fails_half_way_leaves_the_weights_as_they_were():
     policy = moved()
-    now, name = weights(policy), list(policy.whole.base)[20]
-    kept = policy.whole.base[name]
-    policy.whole.base[name] = kept[..., :0]  # stands for memory that runs out
+    now, name = weights(policy), list(policy.trained.base)[20]
+    kept = policy.trained.base[name]
+    policy.trained.base[name] = kept[..., :0]  # stands for memory that runs out
     with pytest.raises(RuntimeError), policy.reference():
         pass
     assert equal(weights(policy), now)
@@ -137,7 +138,7 @@ def test_eval_puts_a_run_and_a_checkpoint_on_and_takes_them_off(trained):
     trainer, _, _, folder = trained
     policy = load_policy("tiny", "cpu", "bf16", **CALL)
     plain = weights(policy)
-    with trainer.policy.ema_weights():
+    with trainer.policy.ema.applied():
         averaged = weights(trainer.policy)
     base, run = Model("base", "", trainer.args), targets.find([str(folder)], targets.Reading())[-1]
     for target, expected in (
@@ -157,7 +158,7 @@ def test_a_resumed_run_is_the_same_to_the_last_bit(trained, tmp_path):
     found = again.training_step()
     assert {n: v for n, v in found.items() if "time/" not in n} == {n: v for n, v in numbers[1].items() if "time/" not in n}
     assert equal(weights(again.policy), weights(trainer.policy))
-    with again.policy.ema_weights(), trainer.policy.ema_weights():
+    with again.policy.ema.applied(), trainer.policy.ema.applied():
         assert equal(weights(again.policy), weights(trainer.policy))
 
 

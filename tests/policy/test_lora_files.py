@@ -24,7 +24,7 @@ def good(tmp_path_factory) -> Path:
     policy = tiny_policy()
     policy.add_lora(4, 8, ["to_q", "to_out.0"], seed=0)
     stir(policy)
-    return policy.save_lora(tmp_path_factory.mktemp("good"))
+    return policy.lora.save(tmp_path_factory.mktemp("good"))
 
 
 def spoiled(good: Path, how: str) -> tuple[dict[str, torch.Tensor], dict[str, str]]:

@@ -10,7 +10,7 @@ from support.families import TINY, awake
 
 from flow_grpo.config.sections import MemoryConfig
 from flow_grpo.policy import hub
-from flow_grpo.policy.policy import load_policy
+from flow_grpo.policy.loading import load_policy
 from flow_grpo.trainer import FlowGRPOTrainer
 
 ROWS = torch.arange(2)

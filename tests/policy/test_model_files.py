@@ -13,7 +13,7 @@ from flow_grpo.plan.meta_pipeline import load_meta_pipeline
 from flow_grpo.policy import model_files
 from flow_grpo.policy.hub import BUNDLED_MODELS
 from flow_grpo.policy.library_logging import quiet_libraries
-from flow_grpo.policy.policy import load_policy
+from flow_grpo.policy.loading import load_policy
 
 quiet_libraries()
 TRANSFORMER = "transformer/diffusion_pytorch_model.safetensors"

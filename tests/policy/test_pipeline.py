@@ -13,9 +13,10 @@ from support.families import TINY, awake
 from flow_grpo import sampling
 from flow_grpo.data.prompts import PromptSet
 from flow_grpo.policy import pipeline
+from flow_grpo.policy.encoding import ENCODE_BATCH, ENCODER_PREFIXES
 from flow_grpo.policy.families import Family
+from flow_grpo.policy.heun import heun_solver
 from flow_grpo.policy.hub import BUNDLED_MODELS
-from flow_grpo.policy.pipeline import ENCODE_BATCH, ENCODER_PREFIXES
 from flow_grpo.policy.policy import Policy
 
 LATENTS = torch.randn(3, 8, 8, 20, generator=torch.Generator().manual_seed(0))
@@ -91,7 +92,7 @@ def test_without_a_word_there_is_no_guidance_and_no_offloading(shared):
     policy = Policy(shared.pipe)
     assert policy.call == {"guidance_scale": 1.0}
     assert policy.dtype == torch.float32
-    assert not policy._offload
+    assert not policy.encoder.offload
 
 
 @pytest.mark.parametrize(("guidance", "value"), [(1.0, 0.0), (0.5, 0.0), (1.5, 1.5)])
@@ -105,7 +106,7 @@ def test_a_family_has_arguments_of_every_call_and_guiders_in_place_of_one(as_fam
     for guidance in (1.0, 1.5):
         policy = as_family(guidance, guidance="", guiders=("guider",), call_kwargs={"negative_prompt": " ", "no_such": 1})
         assert policy.call == {"negative_prompt": " ", **SIZE}
-        guider = policy._view.guider
+        guider = policy._denoiser.guider
         assert guider is None if guidance == 1 else isinstance(guider, ClassifierFreeGuidance)
     assert guider.guidance_scale == 1.5
 
@@ -153,7 +154,7 @@ def test_prompts_are_encoded_in_passes_of_one_size(as_family):
         assert calls.encoders == expected, "they are kept"
     policy = as_family()
     policy.encode(prompts[:1])
-    policy._one_length = False  # as after encoding a short and a long prompt that became of different lengths
+    policy.encoder.pads_to_one_length = False  # as after encoding a short and a long prompt that became of different lengths
     calls = Calls(policy)
     policy.encode(prompts[1:4])
     assert calls.encoders == [1, 1, 1]
@@ -161,10 +162,10 @@ def test_prompts_are_encoded_in_passes_of_one_size(as_family):
 
 def test_whether_all_prompts_become_of_one_length_is_found_out(shared):
     shared.encode(PROMPTS)
-    assert shared._one_length
+    assert shared.encoder.pads_to_one_length
     uneven = of_family("z_image")
     uneven.encode(PROMPTS)
-    assert not uneven._one_length
+    assert not uneven.encoder.pads_to_one_length
 
 
 def test_encoding_leaves_the_global_stream_and_keeps_no_graph(shared):
@@ -218,7 +219,7 @@ def test_rows_that_can_not_share_a_call_go_into_calls_filled_up_to_all_rows(as_f
     assert calls.transformer == [3, 3], "with the shape of a call its last bits would change"
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-4)
     assert policy.supports_per_sample_timesteps is None, "it was not asked"
-    policy._calls = lambda calls: 4  # of another process, which needs more of them
+    policy.synced_call_count = lambda calls: 4  # of another process, which needs more of them
     calls.transformer.clear()
     with torch.no_grad():
         assert torch.equal(policy.velocity(LATENTS, MIDDLE, conditioning, rows), found)
@@ -310,7 +311,7 @@ def test_states_of_any_shape_are_given_to_the_pipeline(name):
 
 def test_heun_asks_twice_a_step_but_for_the_last(shared):
     schedule, _ = shared.schedule(3)
-    assert shared.heun_solver(schedule).calls == [0, 1, 1, 2, 2]
+    assert heun_solver(schedule).calls == [0, 1, 1, 2, 2]
 
 
 # -- pictures -------------------------------------------------------------------------------------------------------------
@@ -341,7 +342,7 @@ def test_the_pipelines_own_picture_is_what_anyone_would_draw(dtype, capsys):
 def test_a_picture_is_drawn_by_the_guider_of_the_policy():
     policy = of_family("hunyuan_image")
     found = []
-    policy._view.guider = policy._view.ocr_guider = mark = ClassifierFreeGuidance(2.0)
+    policy._denoiser.guider = policy._denoiser.ocr_guider = mark = ClassifierFreeGuidance(2.0)
     kind = type(policy.pipe)
     call = kind.__call__
     try:

@@ -11,11 +11,15 @@ from flow_grpo.config.sections import MemoryConfig
 from flow_grpo.data.prompts import PromptSet
 from flow_grpo.distributed.processes import Processes
 from flow_grpo.evaluation.generate import generate_images
+from flow_grpo.policy import loading
 from flow_grpo.policy import policy as policy_module
+from flow_grpo.policy.devices import default_dtype
+from flow_grpo.policy.encoding import PROBE_PROMPTS
 from flow_grpo.policy.families import ATTENTION
-from flow_grpo.policy.hub import BUNDLED_MODELS
-from flow_grpo.policy.pipeline import PROBE_PROMPTS
-from flow_grpo.policy.policy import WEIGHTS, Policy, default_dtype, load_policy
+from flow_grpo.policy.hub import BUNDLED_MODELS, WEIGHTS
+from flow_grpo.policy.loading import load_policy
+from flow_grpo.policy.lora import Lora
+from flow_grpo.policy.policy import Policy
 
 LATENTS = torch.randn(2, 8, 8, 20, generator=torch.Generator().manual_seed(0))
 ROWS = torch.arange(2)
@@ -113,7 +117,7 @@ def test_the_saved_lora_gives_the_same_picture_in_plain_diffusers(targets, tmp_p
     policy = tiny_policy()
     policy.add_lora(4, 8, targets, seed=0)
     stir(policy)
-    file = policy.save_lora(tmp_path)
+    file = policy.lora.save(tmp_path)
     assert file.name == "pytorch_lora_weights.safetensors"
     plain = StableDiffusion3Pipeline.from_pretrained(BUNDLED_MODELS["tiny"], torch_dtype=torch.float32)
     plain.set_progress_bar_config(disable=True)
@@ -133,7 +137,7 @@ def test_the_lora_is_float32_whatever_the_model_is():
     assert {p.dtype for p in policy.trainable_parameters().values()} == {torch.float32}
     v = policy.velocity(LATENTS, torch.tensor(500.0), policy.encode(PROMPTS), ROWS)
     assert v.dtype == torch.float32
-    policy.add_adapter_copy("old")
+    policy.lora.add_copy("old")
     assert {p.dtype for p in policy.trainable_parameters("old").values()} == {torch.float32}
 
 
@@ -145,7 +149,7 @@ def adapted(policy: Policy) -> list[str]:
 def test_a_lora_is_scaled_by_alpha_over_its_rank():
     policy = tiny_policy()
     policy.add_lora(4, 6, ["to_q"], seed=0)
-    for layer in policy.lora_layers():
+    for layer in policy.lora.layers():
         assert layer.lora_A["default"].weight.shape[0] == layer.lora_B["default"].weight.shape[1] == 4
         assert layer.scaling["default"] == 6 / 4
     assert policy.pipe.transformer.peft_config["default"].lora_alpha == 6
@@ -175,8 +179,8 @@ def test_a_lora_is_on_the_layers_that_were_asked_for():
         policy = tiny_policy()
         policy.add_lora(2, 4, targets, seed=0)
         assert adapted(policy) == expected
-        assert policy.adapters == ["default"]
-        policy.remove_lora()
+        assert policy.lora.adapters == ["default"]
+        policy.lora.remove()
         assert not policy.has_lora
         policy.add_lora(2, 4, "all", seed=0)  # the layers of the first are wrapped from then on
         assert adapted(policy) == linear
@@ -210,13 +214,13 @@ def test_a_lora_that_is_taken_off_leaves_the_base_model(policy):
 def test_inputs_are_cast_by_peft_only_without_autocast(dtype, cast):
     policy = tiny_policy(dtype)
     policy.add_lora(4, 8, ["to_q"], seed=0)
-    assert {layer.cast_input_dtype_enabled for layer in policy.lora_layers()} == {cast}
+    assert {layer.cast_input_dtype_enabled for layer in policy.lora.layers()} == {cast}
 
 
-@pytest.mark.parametrize("context", [lambda p: p.reference(), lambda p: p.ema_weights(), lambda p: p.use_adapter("old")])
+@pytest.mark.parametrize("context", [lambda p: p.reference(), lambda p: p.ema.applied(), lambda p: p.lora.use("old")])
 def test_what_is_switched_for_a_while_comes_back_after_an_error(policy, context):
-    policy.add_adapter_copy("old")
-    policy.start_ema()
+    policy.lora.add_copy("old")
+    policy.ema.start()
     stir(policy, seed=1)
     conditioning = policy.encode(PROMPTS)
 
@@ -238,29 +242,33 @@ def test_what_is_switched_for_a_while_comes_back_after_an_error(policy, context)
 
 def test_without_an_average_what_is_trained_stands_for_it(policy):
     before = policy.adapter_state()
-    with policy.ema_weights():
+    with policy.ema.applied():
         assert all(torch.equal(value, before[name]) for name, value in policy.adapter_state().items())
-    assert policy.ema_state() == {}
+    assert policy.ema.state_dict() == {}
 
 
 def test_states_are_copies_that_can_be_put_back(policy):
-    policy.add_adapter_copy("old")
-    policy.start_ema()
-    kept = policy.adapter_state(), policy.adapter_state("old"), policy.ema_state()
+    policy.lora.add_copy("old")
+    policy.ema.start()
+    kept = policy.adapter_state(), policy.adapter_state("old"), policy.ema.state_dict()
     assert all(kept)
-    assert policy.adapter_state(keep=False) == policy.ema_state(keep=False) == {}
+    assert policy.adapter_state(keep=False) == policy.ema.state_dict(keep=False) == {}
     stir(policy, seed=1)
-    policy.update_ema(0.5)
-    policy.update_adapter_copy("old", 0.5)
-    now = policy.adapter_state(), policy.adapter_state("old"), policy.ema_state()
+    policy.ema.update(0.5)
+    policy.lora.update_copy("old", 0.5)
+    now = policy.adapter_state(), policy.adapter_state("old"), policy.ema.state_dict()
     for before, after in zip(kept, now, strict=True):
         assert not any(torch.equal(before[name], value) for name, value in after.items() if value.any())
-    assert not any(value.requires_grad for value in [*policy.ema.values(), *policy.trainable_parameters("old").values()])
+    assert not any(
+        value.requires_grad for value in [*policy.ema.average.values(), *policy.trainable_parameters("old").values()]
+    )
     policy.load_adapter_state(kept[0])
     policy.load_adapter_state(kept[1], "old")
-    policy.load_ema_state(kept[2])
-    assert not any(value.requires_grad for value in policy.ema.values())
-    for before, after in zip(kept, (policy.adapter_state(), policy.adapter_state("old"), policy.ema_state()), strict=True):
+    policy.ema.load_state_dict(kept[2])
+    assert not any(value.requires_grad for value in policy.ema.average.values())
+    for before, after in zip(
+        kept, (policy.adapter_state(), policy.adapter_state("old"), policy.ema.state_dict()), strict=True
+    ):
         assert before.keys() == after.keys()
         assert all(torch.equal(before[name], value) for name, value in after.items())
     with pytest.raises(ValueError, match="other modules or another rank"):
@@ -268,10 +276,10 @@ def test_states_are_copies_that_can_be_put_back(policy):
 
 
 def test_an_average_that_is_loaded_moves_on_by_itself(policy):
-    policy.start_ema()
-    policy.load_ema_state(policy.adapter_state())
+    policy.ema.start()
+    policy.ema.load_state_dict(policy.adapter_state())
     trained = policy.adapter_state()
-    for value in policy.ema.values():
+    for value in policy.ema.average.values():
         value.zero_()
     assert all(torch.equal(value, trained[name]) for name, value in policy.adapter_state().items())
 
@@ -288,7 +296,7 @@ def test_a_save_that_only_helps_others_writes_nothing(policy, tmp_path):
 @pytest.mark.parametrize("by_pipeline", [True, False])
 def test_a_lora_is_loaded_by_its_folder_or_its_file(policy, by_pipeline, name, tmp_path, monkeypatch):
     """By the pipeline's method or, where it has none, by the transformer's; whatever else is in the folder."""
-    monkeypatch.setattr(Policy, "has_lora_loader", by_pipeline)
+    monkeypatch.setattr(Lora, "has_pipeline_loader", by_pipeline)
     saved, file = policy.adapter_state(), policy.save(tmp_path)
     file.rename(tmp_path / "other.safetensors")
     stir(policy, seed=1)
@@ -300,7 +308,7 @@ def test_a_lora_is_loaded_by_its_folder_or_its_file(policy, by_pipeline, name, t
     assert all(
         parameter.requires_grad and parameter.dtype == torch.float32 for parameter in again.trainable_parameters().values()
     )
-    assert {layer.scaling["default"] for layer in again.lora_layers()} == {2.0}
+    assert {layer.scaling["default"] for layer in again.lora.layers()} == {2.0}
 
 
 def test_a_damaged_lora_is_a_sentence(tmp_path):
@@ -351,14 +359,14 @@ def test_all_weights_can_be_trained_in_place_of_a_lora(tmp_path):
     policy = tiny_policy()
     assert not policy.is_full_finetuning
     policy.enable_full_finetuning()
-    first = policy.whole
+    first = policy.trained
     policy.enable_full_finetuning()
-    assert policy.whole is first
+    assert policy.trained is first
     assert policy.is_full_finetuning
     assert not policy.is_sharded
     assert policy.trainable_parameters().keys() == dict(policy.pipe.transformer.named_parameters()).keys()
     assert all(parameter.requires_grad for parameter in policy.trainable_parameters().values())
-    policy.store_base_weights("cpu")
+    policy.trained.store_base_weights("cpu")
     base = policy.adapter_state()
     with torch.no_grad():
         for parameter in policy.trainable_parameters().values():
@@ -379,27 +387,27 @@ def test_all_weights_can_be_trained_in_place_of_a_lora(tmp_path):
 
 
 def test_the_average_is_in_place_only_within_its_context(policy):
-    policy.start_ema()
+    policy.ema.start()
     before = policy.adapter_state()
     stir(policy, seed=1)
-    policy.update_ema(0.75)
+    policy.ema.update(0.75)
     trained = policy.adapter_state()
-    with policy.ema_weights():
+    with policy.ema.applied():
         for name, value in policy.adapter_state().items():
             torch.testing.assert_close(value, 0.75 * before[name] + 0.25 * trained[name])
     assert all(torch.equal(value, trained[name]) for name, value in policy.adapter_state().items())
 
 
 def test_a_copy_of_the_adapter_follows_slowly_and_takes_no_gradient(policy):
-    policy.add_adapter_copy("old")
+    policy.lora.add_copy("old")
     conditioning = policy.encode(PROMPTS)
     start = policy.adapter_state()
     with torch.no_grad():
         v = policy.velocity(LATENTS, torch.tensor(500.0), conditioning, ROWS)
-        with policy.use_adapter("old"):
+        with policy.lora.use("old"):
             assert torch.equal(policy.velocity(LATENTS, torch.tensor(500.0), conditioning, ROWS), v)
     stir(policy, seed=1)
-    policy.update_adapter_copy("old", 0.9)
+    policy.lora.update_copy("old", 0.9)
     moved, copied = policy.adapter_state(), policy.adapter_state("old")
     for name, value in moved.items():
         torch.testing.assert_close(copied[name.replace(".default.", ".old.")], 0.9 * start[name] + 0.1 * value)
@@ -552,7 +560,7 @@ def test_the_base_is_quantised_as_the_settings_say(monkeypatch):
         asked.append(quantization_config)
         return load(source, **more)
 
-    monkeypatch.setattr(policy_module, "quantization", lambda kind, dtype: (kind, dtype))
+    monkeypatch.setattr(loading, "quantization", lambda kind, dtype: (kind, dtype))
     monkeypatch.setattr(DiffusionPipeline, "from_pretrained", from_pretrained)
     tiny_policy(memory=MemoryConfig(quantize="int8"))
     tiny_policy()

@@ -357,7 +357,7 @@ def test_equal_weights_are_equal_files_with_the_mode_of_any_file(tmp_path, mask)
     stir(policy)
     former = os.umask(mask)
     try:
-        files = [policy.save_lora(tmp_path / str(i)) for i in range(8)]
+        files = [policy.lora.save(tmp_path / str(i)) for i in range(8)]
     finally:
         os.umask(former)
     assert len({file.read_bytes() for file in files}) == 1

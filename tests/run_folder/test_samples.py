@@ -44,7 +44,7 @@ def test_keeping_pictures_changes_no_number_of_a_run(tmp_path):
 def test_what_is_kept_is_what_was_drawn_scored_and_compared(tmp_path):
     args = short_run(tmp_path / "run", LIMIT, "evaluation.pictures=2")
     trainer = FlowGRPOTrainer(args=args)
-    with trainer.policy.ema_weights():
+    with trainer.policy.ema.applied():
         image = generate_images(
             trainer.policy, trainer.eval_set.prompts[:1], [image_seed(args.evaluation.seed, 0)], args.evaluation.steps
         )

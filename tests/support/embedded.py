@@ -5,7 +5,8 @@ from pathlib import Path
 import torch
 
 from flow_grpo.config import FlowGRPOConfig
-from flow_grpo.policy.policy import Policy, load_policy
+from flow_grpo.policy.loading import load_policy
+from flow_grpo.policy.policy import Policy
 from support.paths import SAMPLE_REWARDS
 
 CALL = {"height": 32, "width": 80, "guidance_scale": 1.0, "max_sequence_length": 14}

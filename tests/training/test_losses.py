@@ -289,7 +289,7 @@ def finals(name, moved=0.2, kl_weight=0.0, **changes):
     """A policy that has moved since it drew the images, with an old one that is another again."""
     policy = small.policy()
     if name == "nft":
-        policy.add_adapter_copy("old")
+        policy.lora.add_copy("old")
         small.move(policy, 0.3, seed=7, adapter="old")
     objective = {"name": name, "draws": 2, "kl_weight": kl_weight, **changes.pop("objective", {})}
     args = small.settings(sampling={"transition": "ode"}, objective=objective, microbatch=4, images_per_prompt=4, **changes)
@@ -371,7 +371,7 @@ def test_the_velocity_before_the_updates_is_computed_by_the_kernel_that_is_compa
 def test_no_gradient_flows_to_the_base_model_where_all_weights_are_trained():
     policy = small.policy(lora=False)
     policy.enable_full_finetuning()
-    policy.store_base_weights("cpu")
+    policy.trained.store_base_weights("cpu")
     args = small.settings(sampling={"transition": "ode"}, objective={"name": "sft", "kl_weight": 1.0}, lora=None)
     found = small.experience(policy, args, ADVANTAGE, [])
     terms = ForwardProcessLoss(policy, args, found, policy.encode(found.batch.prompts), 0)
@@ -385,7 +385,7 @@ def test_nft_pulls_to_the_old_adapters_velocity_and_not_to_the_trained_ones():
     for draw, loss in enumerate(terms.losses(torch.arange(8), torch.ones(8, dtype=torch.bool))):
         eps, _, sigma = terms.draws[draw]
         v = velocity(policy, terms, draw)
-        with torch.no_grad(), policy.use_adapter("old"):
+        with torch.no_grad(), policy.lora.use("old"):
             v_old = velocity(policy, terms, draw)
         assert (v - v_old).abs().max() > 0.01
         place, x0 = sigma.view(-1, 1, 1, 1).double(), found.trajectory.final.double()

@@ -494,14 +494,14 @@ def test_nfts_old_policy_follows_by_a_ramp_of_optimizer_steps(tmp_path):
 def test_the_moving_average_takes_in_the_weights_every_so_many_optimizer_steps(tmp_path):
     """Two updates a training step, every third of them counted: the first of step 2 and the second of step 3."""
     trainer = FlowGRPOTrainer(args=short_run(tmp_path, "updates=2", "ema_every=3", "ema_decay=0.15", "steps=3"))
-    expected, steps = trainer.policy.ema_state(), []
+    expected, steps = trainer.policy.ema.state_dict(), []
     trainer.stage.update.optimizer.adamw.register_step_post_hook(lambda *_: steps.append(trainer.policy.adapter_state()))
     for _ in range(3):
         trainer.training_step()
     assert len(steps) == 6
     for taken in (steps[2], steps[5]):
         expected = {name: 0.15 * value + 0.85 * taken[name] for name, value in expected.items()}
-    for name, value in trainer.policy.ema_state().items():
+    for name, value in trainer.policy.ema.state_dict().items():
         torch.testing.assert_close(value, expected[name])
 
 

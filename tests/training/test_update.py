@@ -32,7 +32,7 @@ def made(begin=0, policy=None, processes=None, **changes):
     policy = policy or small.policy()
     args = settings(**changes)
     if args.ema_decay:
-        policy.start_ema()
+        policy.ema.start()
     return policy, args, PolicyUpdate(policy, args, begin, processes or Processes())
 
 
@@ -115,7 +115,7 @@ def test_several_steps_are_the_ones_by_hand():
         assert metrics["ratio/max_deviation"] == pytest.approx(float((shares - 1).abs().max()), rel=2e-3)
         hand = torch.cat([w.flatten() for w in adamw.weights])
         torch.testing.assert_close(trained(policy).double(), hand, rtol=1e-3, atol=2e-5)
-        mean = torch.cat([policy.ema[name].flatten() for name in policy.trainable_parameters()])
+        mean = torch.cat([policy.ema.average[name].flatten() for name in policy.trainable_parameters()])
         torch.testing.assert_close(mean.double(), torch.cat([a.flatten() for a in average]), rtol=1e-3, atol=2e-5)
     assert any(clips)
     assert not all(clips)
@@ -142,14 +142,14 @@ def test_the_moving_average_follows_faster_at_the_beginning(decay):
         ours(small.experience(policy, args, ADVANTAGE, WINDOW, step), step)
         share = min(decay, (1 + step) / (10 + step))
         average = share * average + (1 - share) * trained(policy)
-        mean = torch.cat([policy.ema[name].flatten() for name in policy.trainable_parameters()])
+        mean = torch.cat([policy.ema.average[name].flatten() for name in policy.trainable_parameters()])
         torch.testing.assert_close(mean, average, rtol=1e-5, atol=1e-6)
 
 
 def test_without_a_moving_average_none_is_made():
     policy, args, ours = made(ema_decay=0)
     ours(small.experience(policy, args, ADVANTAGE, WINDOW), 0)
-    assert not policy.ema
+    assert not policy.ema.average
 
 
 # -- which rows, and what they weigh ----------------------------------------------------------------------------------------
@@ -252,7 +252,7 @@ def test_an_update_without_signal_moves_nothing_and_is_counted_in_the_loss():
     metrics = ours(small.experience(policy, args, torch.zeros(4, 3), WINDOW), 0)
     assert metrics == {"loss": 0.0, "lr": args.optimizer.lr}
     assert torch.equal(trained(policy), before)
-    assert torch.equal(torch.cat([policy.ema[name].flatten() for name in policy.trainable_parameters()]), before)
+    assert torch.equal(torch.cat([policy.ema.average[name].flatten() for name in policy.trainable_parameters()]), before)
     assert not seen
     half = small.experience(policy, args, torch.cat([ADVANTAGE[:2], torch.zeros(2, 3)]), WINDOW)
     values, _ = surrogate(policy, args, half, torch.arange(6))
@@ -289,7 +289,7 @@ def test_the_noise_of_an_objective_on_images_is_that_of_its_training_step():
 @pytest.mark.parametrize("decay", [0.25, 0.0, 1.0])
 def test_the_old_policy_of_nft_follows_once_a_step_after_its_updates(decay):
     policy = small.policy()
-    policy.add_adapter_copy("old")
+    policy.lora.add_copy("old")
     small.move(policy, 0.3, seed=9, adapter="old")
     objective = {"name": "nft", "old_decay": decay}
     _, args, ours = made(
@@ -307,7 +307,7 @@ def test_the_old_policy_of_nft_follows_once_a_step_after_its_updates(decay):
 
 def test_other_objectives_leave_an_old_policy_alone():
     policy = small.policy()
-    policy.add_adapter_copy("old")
+    policy.lora.add_copy("old")
     _, args, ours = made(policy=policy, sampling={"transition": "ode"}, objective={"name": "awm"}, optimizer={"lr": 0.1})
     old = torch.cat([p.detach().flatten() for p in policy.trainable_parameters("old").values()]).clone()
     ours(small.experience(policy, args, ADVANTAGE, []), 0)
@@ -410,7 +410,7 @@ def test_a_gradient_that_is_not_finite_stops_before_anything_has_moved():
         ours(small.experience(policy, args, ADVANTAGE, WINDOW), 3)
     assert torch.equal(trained(policy), before)
     assert not ours.mid_step, "the step has not begun"
-    assert torch.equal(torch.cat([policy.ema[name].flatten() for name in policy.trainable_parameters()]), before)
+    assert torch.equal(torch.cat([policy.ema.average[name].flatten() for name in policy.trainable_parameters()]), before)
     ours(small.experience(policy, args, ADVANTAGE, WINDOW), 3)
     assert not ours.mid_step
 
@@ -444,7 +444,7 @@ def test_an_overflow_in_fp16_is_counted_and_passed_over():
     assert metrics["grad_overflow"] == 1
     assert "grad_norm" not in metrics
     assert torch.equal(trained(policy), before)
-    assert torch.equal(torch.cat([policy.ema[name].flatten() for name in policy.trainable_parameters()]), before)
+    assert torch.equal(torch.cat([policy.ema.average[name].flatten() for name in policy.trainable_parameters()]), before)
 
 
 def test_giving_up_forgets_gradients_and_ratios():

@@ -1,0 +1,34 @@
+"""The device and the dtype that a model is computed in."""
+
+import torch
+
+from flow_grpo.text import first_line
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+def usable_device(device: str | None) -> str:
+    """The device, by default the accelerator if there is one, else the CPU. ValueError if torch cannot use it here."""
+    device = device or default_device()
+    try:
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError, NotImplementedError) as error:
+        raise ValueError(f"device={device} can't be used here: {first_line(error)}") from error
+    return device
+
+
+def default_device() -> str:
+    """cuda, else mps (untested: no such machine was at hand), else cpu."""
+    if torch.cuda.is_available():
+        return "cuda"
+    return "mps" if torch.backends.mps.is_available() else "cpu"
+
+
+def default_dtype(device: str) -> torch.dtype:
+    """bf16 where the device has instructions for it, else fp32: a CPU without them is a hundred times slower in bf16."""
+    kind = torch.device(device).type
+    if kind == "cpu":
+        native = getattr(torch.cpu, "_is_avx512_bf16_supported", lambda: False)()
+    else:
+        native = kind == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False)
+    return torch.bfloat16 if native else torch.float32

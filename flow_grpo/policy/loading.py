@@ -1,0 +1,81 @@
+"""Loading a policy: the model, its dtype, its quantisation and a saved LoRA."""
+
+import math
+from pathlib import Path
+from typing import Any
+
+import torch
+from diffusers import DiffusionPipeline
+
+from flow_grpo.config.sections import MemoryConfig
+from flow_grpo.policy import hub
+from flow_grpo.policy.devices import DTYPES, default_dtype, usable_device
+from flow_grpo.policy.embedding_cache import EmbeddingCache
+from flow_grpo.policy.encoding import ENCODER_PREFIXES, PROBE_PROMPTS
+from flow_grpo.policy.library_logging import quietly
+from flow_grpo.policy.memory import apply_memory_settings, quantization
+from flow_grpo.policy.model_files import check_weights, telling
+from flow_grpo.policy.policy import Policy
+from flow_grpo.progress import phase
+from rewards.downloads import downloads
+
+
+@quietly()
+def load_policy(
+    path_or_name: str,
+    device: str | None = None,
+    dtype: str = "auto",
+    lora: str | Path | None = None,
+    guidance: float = 1.0,
+    memory: MemoryConfig | None = None,
+    prompts: list[str] | None = None,
+    **call: Any,
+) -> Policy:
+    """Load a policy from a diffusers folder, a hub id or the name of a bundled model (`tiny`).
+
+    Args:
+        device: torch device; by default the accelerator if there is one, else the CPU.
+        dtype: of the base weights and of autocast: fp32, bf16, fp16, or auto, which is bf16 where the device has instructions
+            for it and fp32 elsewhere. A LoRA is always float32.
+        lora: a saved LoRA, as `Policy.load_lora` takes it.
+        guidance: guidance scale, whatever the pipeline's argument for it is called; 1 is off.
+        memory: device placement, quantisation, gradient checkpointing.
+        prompts: all prompts that will be used. If their embeddings are all on disk, the text encoders are not loaded.
+        call: arguments of every pipeline call (height, width, max_sequence_length ...).
+
+    Raises:
+        ValueError: there is no such model, or it is not a flow.
+    """
+    memory = memory or MemoryConfig()
+    if dtype not in ("auto", *DTYPES):
+        raise ValueError(f"unknown dtype {dtype!r}; choose one of auto, {', '.join(DTYPES)}.")
+    if not math.isfinite(guidance):
+        raise ValueError(f"guidance={guidance} is not a finite number: set one, or 1 for none.")
+    source = hub.resolve_model(path_or_name)
+    device = usable_device(device)
+    weights = default_dtype(device) if dtype == "auto" else DTYPES[dtype]
+    key = [hub.fingerprint(source), str(weights), guidance > 1, sorted(call.items())]
+    embeddings = EmbeddingCache(memory.embeddings, key)
+    without_encoders = prompts is not None and embeddings.complete([PROBE_PROMPTS[0], *prompts])
+    options = _loading_options(source, weights, memory, without_encoders)
+    with phase(f"loading {path_or_name}"), telling(path_or_name), downloads(source):
+        pipe = DiffusionPipeline.from_pretrained(source, torch_dtype=weights, **options)
+    for name, part in pipe.components.items():
+        if isinstance(part, torch.nn.Module) and not (memory.offload_encoders and name.startswith(ENCODER_PREFIXES)):
+            part.to(device)
+    apply_memory_settings(pipe, memory)
+    policy = Policy(pipe, weights, guidance, embeddings, memory.offload_encoders, **call)
+    if lora is not None:
+        policy.load_lora(lora)
+    return policy
+
+
+def _loading_options(source: str, dtype: torch.dtype, memory: MemoryConfig, without_encoders: bool) -> dict[str, Any]:
+    """Further arguments of `from_pretrained`. Checks the files of a folder. ValueError for what could not be loaded."""
+    left_out = hub.component_names(source, ENCODER_PREFIXES) if without_encoders else []
+    options: dict[str, Any] = dict.fromkeys(left_out)
+    if memory.quantize is not None:
+        options["quantization_config"] = quantization(memory.quantize, dtype)
+    if Path(source).is_dir():
+        check_weights(source, left_out)
+    return options
