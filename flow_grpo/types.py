@@ -178,7 +178,7 @@ class Evaluation:
     """Held-out prompts, drawn with fixed seeds and scored; B of them."""
 
     values: dict[str, Tensor]  # (B,) by reward, `reward` their weighted sum
-    sharpness: Tensor  # (B,), see flow_grpo/evaluation/hacking.py
+    high_frequency_power: Tensor  # (B,), see flow_grpo/evaluation/image_metrics.py
     diversity: Tensor  # (n,) of the first n prompts, which were drawn twice
     pictures: dict[int, Tensor]  # (3, H, W) in [0, 1] by the prompt's place: the first ones, the best and the worst
 

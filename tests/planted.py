@@ -72,7 +72,7 @@ BUGS = [
     (
         "the base model that eval adds forgets that nobody named its config",
         "flow_grpo/evaluation/targets.py",
-        "model.args, found=model.found)",
+        "model.args, config_file=model.config_file)",
         "model.args)",
         "tests/config/test_found_config.py -k whatever",
     ),
@@ -247,15 +247,15 @@ BUGS = [
     (
         "models are evaluated with steps of their own",
         "flow_grpo/evaluation/measure.py",
-        "rows, rewards, total, steps, counted)",
-        "rows, rewards, total, target.args.evaluation.steps, counted)",
+        "total=total, steps=steps, on_progress",
+        "total=total, steps=target.args.evaluation.steps, on_progress",
         "tests/evaluation/test_evaluation.py -k run_lora_and_checkpoint",
     ),
     (
         "a LoRA is called as the config beside it rather than as its run's",
         "flow_grpo/evaluation/targets.py",
-        "how.config or own or how.beside",
-        "how.config or how.beside or own",
+        "options.config or own or options.fallback_config",
+        "options.config or options.fallback_config or own",
         "tests/evaluation/test_evaluation.py -k called_as_its_run",
     ),
     (
@@ -310,7 +310,7 @@ BUGS = [
     (
         "the monitor warns of noise",
         "flow_grpo/evaluation/hacking.py",
-        "if loss > max(ERRORS * error, share * size):",
+        "if loss > max(NUM_STANDARD_ERRORS * error, share * size):",
         "if loss > 0:",
         "tests/evaluation/test_hacking.py -k noise",
     ),

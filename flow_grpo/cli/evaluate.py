@@ -95,20 +95,22 @@ def evaluate(
     from flow_grpo.config import FlowGRPOConfig, found_config
     from flow_grpo.evaluation import tables
     from flow_grpo.evaluation.measure import rows_to_generate
-    from flow_grpo.evaluation.targets import Model, Pictures, Reading, find
+    from flow_grpo.evaluation.targets import ImageTarget, ModelTarget, TargetOptions, resolve_targets
     from flow_grpo.run_folder import layout
 
     words = [word for word in targets or [] if not SETTING.match(word)]
     overrides = [word for word in targets or [] if SETTING.match(word)]
     known = read_prompt_source(prompts, prompt)
-    options = Reading(config, overrides, prompt or prompt_set_of(known), grid_layout(rows, columns, padding, crop), limit)
-    found = find(words if words or lora else ["tiny_ocr"], options, lora)
-    for note in [target.gallery.note for target in found if isinstance(target, Pictures) and target.gallery.note]:
+    options = TargetOptions(
+        config, overrides, prompt or prompt_set_of(known), grid_layout(rows, columns, padding, crop), limit
+    )
+    found = resolve_targets(words if words or lora else ["tiny_ocr"], options, lora)
+    for note in [target.image_set.note for target in found if isinstance(target, ImageTarget) and target.image_set.note]:
         say(note)
-    models = [target for target in found if isinstance(target, Model)]
+    models = [target for target in found if isinstance(target, ModelTarget)]
     for i, model in enumerate(models):  # the first model's config names the rewards and the prompts
-        if model.found is not None and not trust:
-            found_config.check(model.args, model.found, rewards=not (i or reward), prompts=not (i or prompts))
+        if model.config_file is not None and not trust:
+            found_config.check(model.args, model.config_file, rewards=not (i or reward), prompts=not (i or prompts))
     args = models[0].args if models else FlowGRPOConfig.from_yaml(config, overrides) if config else None
     kit, total = rewards_to_measure(reward, args)
     steps = steps or (args.evaluation.steps if args else None)
@@ -132,7 +134,7 @@ def _measure(
 ) -> "Scorecard":
     """The scorecard of all targets, with a progress bar for each and a line when it is done."""
     from flow_grpo.evaluation.measure import measure
-    from flow_grpo.evaluation.scorecard import compile_card
+    from flow_grpo.evaluation.scorecard import build_scorecard
     from flow_grpo.evaluation.targets import reference
 
     bars = Progress(
@@ -154,4 +156,4 @@ def _measure(
         for result in measure(targets, to_generate, kit, total=total, steps=steps, progress=update):
             measured.append(result)
             bars.print(f"{escaped(result.name)}: {counted(len(result.rows), 'image')}", highlight=False)
-    return compile_card(measured, {target.name: reference(target, targets).name for target in targets[1:]})
+    return build_scorecard(measured, {target.name: reference(target, targets).name for target in targets[1:]})

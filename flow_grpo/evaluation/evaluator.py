@@ -84,9 +84,9 @@ class Evaluator:
                 seed=settings.seed,
                 microbatch=microbatch,
                 processes=self.processes,
-                keep=max(NUM_PREVIEWS, settings.pictures),
-                twice=NUM_DIVERSITY_PROMPTS,
-                stopping=self.should_stop,
+                num_kept_images=max(NUM_PREVIEWS, settings.pictures),
+                num_diversity_prompts=NUM_DIVERSITY_PROMPTS,
+                should_stop=self.should_stop,
             )
 
     def run(self, step: int, microbatch: int, tracker: Tracker, save_best: Callable[[str], object]) -> None:
@@ -95,11 +95,11 @@ class Evaluator:
         found = self.evaluate(microbatch)
         seconds = time.perf_counter() - started
         history = self._record(step, found) if self.samples else []
-        if self.processes.all_gather(bool(history) and hacking.best(history) == step)[0]:
+        if self.processes.all_gather(bool(history) and hacking.best_step(history) == step)[0]:
             save_best(layout.BEST)  # before the metrics name it
         warnings = self.processes.gather_or_raise(lambda: self._reward_warnings(step, found), (ValueError, Interrupted))[0]
         if self.samples:
-            self._log(step, found, history, {**hacking.numbers(history), "time/evaluation": seconds}, tracker)
+            self._log(step, found, history, {**hacking.metrics(history), "time/evaluation": seconds}, tracker)
             for warning in warnings:
                 tracker.warn(step, warning)
 
@@ -114,7 +114,7 @@ class Evaluator:
                 seeds=list(range(len(prompts))),
                 steps=self.args.evaluation.steps,
                 microbatch=microbatch,
-                stopping=lambda: alone and self.should_stop(),
+                should_stop=lambda: alone and self.should_stop(),
             )
         if self.processes.is_main:
             infos = [ImageInfo(prompt, seed, f"{self.args.model}, step {step}") for seed, prompt in enumerate(prompts)]
@@ -125,7 +125,7 @@ class Evaluator:
         if self.samples and (step == 1 or self.is_due(step)):
             self.samples.save_groups(step, experience, self.policy.decode)
 
-    def _record(self, step: int, found: Evaluation) -> list[hacking.Reading]:
+    def _record(self, step: int, found: Evaluation) -> list[hacking.EvaluationRecord]:
         """Keep an evaluation; returns all of the run so far."""
         assert self.samples
         assert self.prompts
@@ -146,7 +146,7 @@ class Evaluator:
         return group_dependence_warnings(self.rewards.rewards, self.prompts, found.pictures, self.should_stop)
 
     def _log(
-        self, step: int, found: Evaluation, history: list[hacking.Reading], more: dict[str, float], tracker: Tracker
+        self, step: int, found: Evaluation, history: list[hacking.EvaluationRecord], more: dict[str, float], tracker: Tracker
     ) -> None:
         assert self.samples
         assert self.prompts

@@ -12,7 +12,7 @@ from flow_grpo.training.interrupt import interruptible
 
 
 def image_seed(seed: int, place: int, number: int = 0) -> int:
-    """The seed of an evaluation's image, by which `sample` draws it again.
+    """The seed of an evaluation's image, with which `sample` generates the same image.
 
     Args:
         seed: of the evaluation; two evaluations with different seeds share no noise.
@@ -29,22 +29,22 @@ def generate_images(
     seeds: list[int],
     steps: int,
     microbatch: int = 64,
-    what: str = "drawing images",
-    stopping: Callable[[], bool] = lambda: False,
+    phase_name: str = "generating images",
+    should_stop: Callable[[], bool] = lambda: False,
 ) -> Tensor:
-    """Images (B, 3, H, W) in [0, 1] of B prompts by the ODE, each from the noise of its seed alone.
+    """Generate images (B, 3, H, W) in [0, 1] of B prompts with the ODE sampler; the noise of each depends on its seed only.
 
     Args:
-        what: names the phase.
-        stopping: `Interrupted` leaves it before a forward pass if it says so.
+        phase_name: for the progress line.
+        should_stop: if it returns True, `Interrupted` is raised before the next forward pass.
     """
     schedule, shape = policy.schedule(steps)
     with phase("encoding prompts"):
         conditioning = policy.encode(prompts)
     start = torch.stack([sampling.noise(shape, seed, "sample") for seed in seeds])
-    velocity = interruptible(policy.velocity_fn(schedule, conditioning), stopping)
+    velocity = interruptible(policy.velocity_fn(schedule, conditioning), should_stop)
 
-    with phase(what, total=len(prompts) * len(schedule)) as steps_done:
+    with phase(phase_name, total=len(prompts) * len(schedule)) as steps_done:
 
         def counted(x: Tensor, i: int, rows: Tensor) -> Tensor:
             steps_done.advance(len(rows))

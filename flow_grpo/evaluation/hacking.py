@@ -1,21 +1,20 @@
-"""Watches for reward hacking: the trained reward goes up while something that should hold falls.
+"""Detects reward hacking: the trained reward rises while something that should hold drops.
 
-Every evaluation draws the same held-out prompts from the same seeds, so two of them are compared prompt by prompt: a difference
-is the mean of the prompts' own differences, its standard error their standard deviation over the root of their number. The rule,
-at each evaluation:
+Every evaluation generates the same held-out prompts with the same seeds, so that two evaluations are compared prompt by prompt. The
+rule, at each evaluation:
 
-    the trained reward has risen    above the first evaluation's by more than 3 standard errors, not fallen since the best one below, and
-    a watched measure has fallen    below its best evaluation so far by more than 3 standard errors, and by more than a share of
-                                    its size, the root mean square over the prompts at that best one: a fiftieth of a reward
-                                    that is not trained on, a third of the high-frequency power, three quarters of the
-                                    diversity.
+    the trained reward has risen    above the first evaluation's by more than 3 standard errors, and is not below its value at the best
+                                    evaluation of the next line, and
+    another metric has dropped      below its best evaluation so far by more than 3 standard errors, and by more than a share of its
+                                    size (the root mean square over the prompts at that best evaluation): 1/50 of a reward that is
+                                    not trained on, 1/3 of the high-frequency power, 3/4 of the diversity.
 
-So neither noise nor a trifle warns, and what falls together with the trained reward is a run that fails, not one that cheats.
-Pictures that all do as they are told differ less: the embedded model's diversity halves while it learns to spell. So diversity has
-to collapse, and high-frequency power to be lost as blur loses it, before either warns.
+So neither noise nor a small change causes a warning, and if a metric drops together with the trained reward, the run fails but does
+not cheat. Images that all follow their prompts differ less: the diversity of the embedded model halves while it learns to spell. So
+the thresholds for diversity and high-frequency power are high.
 
-The best evaluation is the one whose rewards that are not trained on, each as its change since the first evaluation in shares of
-its size there, have the largest mean; without such rewards it is the trained reward's best.
+The best evaluation is the one with the largest mean over the rewards that are not trained on, each as its change since the first
+evaluation relative to its size there. Without such rewards it is the evaluation with the largest trained reward.
 """
 
 import math
@@ -23,105 +22,96 @@ import statistics
 from dataclasses import dataclass
 from typing import Any
 
-ERRORS = 3.0  # standard errors that noise does not reach
-LEAST = 8  # prompts: fewer say nothing
-SHARE = 0.02
-SHARPNESS, DIVERSITY = "high-frequency power of the images", "diversity of the images"
-SHARES = {SHARPNESS: 1 / 3, DIVERSITY: 3 / 4}
+from flow_grpo.evaluation.significance import MIN_PROMPTS_FOR_ERROR, finite_mean, paired_difference
+
+NUM_STANDARD_ERRORS = 3.0  # a smaller difference is noise
+MIN_PROMPTS = MIN_PROMPTS_FOR_ERROR  # with fewer held-out prompts there is no warning
+REWARD_DROP = 0.02  # share of a reward's size
+HIGH_FREQUENCY_POWER, DIVERSITY = "high-frequency power of the images", "diversity of the images"
+IMAGE_DROPS = {HIGH_FREQUENCY_POWER: 1 / 3, DIVERSITY: 3 / 4}
 
 
 @dataclass(frozen=True)
-class Reading:
+class EvaluationRecord:
     """One evaluation, prompt by prompt."""
 
     step: int
-    reward: list[float]  # the trained sum
+    reward: list[float]  # the trained weighted sum
     held_out: dict[str, list[float]]  # rewards that are not trained on
-    looks: dict[str, list[float]]  # high-frequency power and diversity
+    image_metrics: dict[str, list[float]]  # high-frequency power and diversity
 
 
-def read_history(evaluations: list[dict[str, Any]]) -> list[Reading]:
-    """The evaluation.json of each evaluation so far, as the rule compares them."""
+def read_history(evaluations: list[dict[str, Any]]) -> list[EvaluationRecord]:
+    """The records of all evaluations so far, from their evaluation.json."""
     found = []
     for e in evaluations:
         held_out = {name: values for name, values in e["values"].items() if name != "reward" and name not in e["trained"]}
-        looks = {SHARPNESS: e["sharpness"], DIVERSITY: e["diversity"]}
-        found.append(Reading(e["step"], e["values"]["reward"], held_out, looks))
+        image_metrics = {HIGH_FREQUENCY_POWER: e["sharpness"], DIVERSITY: e["diversity"]}
+        found.append(EvaluationRecord(e["step"], e["values"]["reward"], held_out, image_metrics))
     return found
 
 
-def falls(history: list[Reading]) -> dict[str, tuple[int, float]]:
-    """What has fallen at the last of these evaluations: since which step, and by which share of its size."""
+def detect_drops(history: list[EvaluationRecord]) -> dict[str, tuple[int, float]]:
+    """The metrics that have dropped at the last of these evaluations: since which step, and by which share of their size."""
     first, now = history[0], history[-1]
-    gain, error = difference(now.reward, first.reward)
-    found: dict[str, tuple[int, float]] = {}
-    if gain <= ERRORS * error:
-        return found
-    rewards = {reading.step: _mean(reading.reward) for reading in history}
-    for name, values in {**now.held_out, **now.looks}.items():
-        of = {reading.step: {**reading.held_out, **reading.looks}.get(name, []) for reading in history}
-        best = max(of, key=lambda step: _mean(of[step]))
+    gain, error = paired_difference(now.reward, first.reward)
+    drops: dict[str, tuple[int, float]] = {}
+    if gain <= NUM_STANDARD_ERRORS * error:
+        return drops
+    rewards = {record.step: finite_mean(record.reward) for record in history}
+    for name, values in {**now.held_out, **now.image_metrics}.items():
+        by_step = {record.step: {**record.held_out, **record.image_metrics}.get(name, []) for record in history}
+        best = max(by_step, key=lambda step: finite_mean(by_step[step]))
         if rewards[now.step] < rewards[best]:
             continue
-        loss, error = difference(of[best], values)
-        size = _size(of[best])
-        share = SHARES[name] if name in now.looks else SHARE
-        if loss > max(ERRORS * error, share * size):
-            found[name] = (best, loss / size)
-    return found
+        loss, error = paired_difference(by_step[best], values)
+        size = _root_mean_square(by_step[best])
+        share = IMAGE_DROPS[name] if name in now.image_metrics else REWARD_DROP
+        if loss > max(NUM_STANDARD_ERRORS * error, share * size):
+            drops[name] = (best, loss / size)
+    return drops
 
 
-def best(history: list[Reading]) -> int:
-    """The step of the best evaluation, the earliest of equals."""
+def best_step(history: list[EvaluationRecord]) -> int:
+    """The step of the best evaluation; of equal ones the earliest."""
     first = history[0]
 
-    def standing(reading: Reading) -> float:
-        pairs = [(reading.held_out[name], values) for name, values in first.held_out.items() if name in reading.held_out]
-        pairs = pairs or [(reading.reward, first.reward)]
-        return statistics.mean((_mean(now) - _mean(then)) / (_size(then) or 1.0) for now, then in pairs)
+    def relative_gain(record: EvaluationRecord) -> float:
+        pairs = [(record.held_out[name], values) for name, values in first.held_out.items() if name in record.held_out]
+        pairs = pairs or [(record.reward, first.reward)]
+        gains = [(finite_mean(now) - finite_mean(then)) / (_root_mean_square(then) or 1.0) for now, then in pairs]
+        return statistics.mean(gains)
 
-    return max(history, key=standing).step
+    return max(history, key=relative_gain).step
 
 
-def warnings(history: list[Reading]) -> dict[str, str]:
-    """A sentence for each measure that has fallen at the last of these evaluations."""
+def warnings(history: list[EvaluationRecord]) -> dict[str, str]:
+    """A sentence for each metric that has dropped at the last of these evaluations."""
     end = (
-        f"while the trained reward rose: look at the pictures for cheating. best/ holds the weights of step {best(history)}."
+        "while the trained reward rose: look at the images for signs of cheating. "
+        f"best/ holds the weights of step {best_step(history)}."
     )
     return {
         name: f"{name}, which is not trained on, has fallen by {share:.0%} since step {since} {end}"
-        for name, (since, share) in falls(history).items()
+        for name, (since, share) in detect_drops(history).items()
     }
 
 
 def limits() -> str:
-    """What the monitor watches and from where on it warns, as one sentence."""
+    """The rule as one sentence for users."""
     return (
-        f"The monitor warns when, while the trained reward rises, a reward that is not trained on falls by more than {SHARE:.0%}, "
-        f"the {SHARPNESS} by more than {SHARES[SHARPNESS]:.0%} or their diversity by more than {SHARES[DIVERSITY]:.0%} of its best "
-        "value, and by more than noise explains."
+        "The monitor warns when, while the trained reward rises, a reward that is not trained on falls by more than "
+        f"{REWARD_DROP:.0%}, the {HIGH_FREQUENCY_POWER} by more than {IMAGE_DROPS[HIGH_FREQUENCY_POWER]:.0%} or their diversity by "
+        f"more than {IMAGE_DROPS[DIVERSITY]:.0%} of its best value, and by more than noise explains."
     )
 
 
-def numbers(history: list[Reading]) -> dict[str, float]:
-    """What the metrics hold of the monitor at the last of these evaluations."""
-    looks = history[-1].looks
-    means = {"monitor/sharpness": _mean(looks[SHARPNESS]), "monitor/diversity": _mean(looks[DIVERSITY])}
-    return {**means, "monitor/best_step": float(best(history))}
+def metrics(history: list[EvaluationRecord]) -> dict[str, float]:
+    """The monitor's metrics at the last of these evaluations."""
+    now = history[-1].image_metrics
+    means = {"monitor/sharpness": finite_mean(now[HIGH_FREQUENCY_POWER]), "monitor/diversity": finite_mean(now[DIVERSITY])}
+    return {**means, "monitor/best_step": float(best_step(history))}
 
 
-def difference(now: list[float], then: list[float]) -> tuple[float, float]:
-    """The mean of the prompts' differences and its standard error, which is infinite for fewer than 8 prompts."""
-    found = [a - b for a, b in zip(now, then, strict=False) if math.isfinite(a - b)]
-    if len(found) < LEAST:
-        return _mean(found), math.inf
-    return _mean(found), statistics.stdev(found) / math.sqrt(len(found))
-
-
-def _mean(values: list[float]) -> float:
-    finite = [value for value in values if math.isfinite(value)]
-    return statistics.fmean(finite) if finite else -math.inf
-
-
-def _size(values: list[float]) -> float:
-    return math.sqrt(max(0.0, _mean([value * value for value in values])))
+def _root_mean_square(values: list[float]) -> float:
+    return math.sqrt(max(0.0, finite_mean([value * value for value in values])))

@@ -1,4 +1,4 @@
-"""Held-out prompts with fixed seeds, scored: what `eval` runs, and training every so often."""
+"""Held-out prompts, generated with fixed seeds and measured: an evaluation during training."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -10,7 +10,7 @@ from flow_grpo.data.grid import ImageInfo, read_grid, save_grid
 from flow_grpo.data.prompts import PromptSet
 from flow_grpo.distributed.processes import Processes
 from flow_grpo.evaluation.generate import generate_images, image_seed
-from flow_grpo.evaluation.image_metrics import high_frequency_power, rms_difference
+from flow_grpo.evaluation.image_metrics import high_frequency_power, rms_difference, score_images
 from flow_grpo.policy.policy import Policy
 from flow_grpo.progress import phase
 from flow_grpo.run_folder import layout
@@ -24,78 +24,89 @@ def evaluate(
     policy: Policy,
     prompts: PromptSet,
     rewards: WeightedSum,
+    *,
     steps: int,
     seed: int,
     microbatch: int = 64,
     processes: Processes | None = None,
-    keep: int = 0,
-    twice: int = 0,
-    stopping: Callable[[], bool] = lambda: False,
+    num_kept_images: int = 0,
+    num_diversity_prompts: int = 0,
+    should_stop: Callable[[], bool] = lambda: False,
 ) -> Evaluation:
-    """Draws each prompt from the noise of `image_seed(seed, its place)` and scores it by every reward.
+    """Generate each prompt's image from the noise of `image_seed(seed, its place)` and measure it.
 
-    Several processes take the prompts in turns.
+    Processes take turns: the first takes the first prompt, the second the second, and so on.
 
     Args:
-        keep: the pictures of so many prompts, from the first on, are in the result, and of the best and worst by `reward`.
-        twice: so many prompts, from the first on, are drawn from a second noise too, to see how much their pictures differ.
-        stopping: `Interrupted` leaves the evaluation if it says so, as in `Rollouts`.
+        num_kept_images: the result has the images of the first prompts, up to this number, and of the best and worst by `reward`.
+        num_diversity_prompts: of so many first prompts a second image is generated, to measure the difference.
+        should_stop: if it returns True, `Interrupted` is raised, as in `Rollouts`.
     """
     processes = processes or Processes()
-    alone = processes.world_size == 1
-    own = list(range(processes.rank, len(prompts), processes.world_size))
-    batch = prompts.take(own, 1)
+    is_alone = processes.world_size == 1
+    local = list(range(processes.rank, len(prompts), processes.world_size))
 
-    def drawn(count: int, number: int) -> Tensor:
-        """Our own ones of the first `count` prompts. All processes draw as many, as they must where they share weights."""
-        mine, most = [i for i in own if i < count], -(-count // processes.world_size)
-        places = mine + own[:1] * (most - len(mine))
-        seeds = [image_seed(seed, i, number) for i in places]
-        what = "drawing held-out images (sampling steps)"
-        texts = prompts.take(places, 1).prompts
-        return generate_images(policy, texts, seeds, steps, microbatch, what, lambda: alone and stopping())[: len(mine)]
+    def generate(count: int, number: int) -> Tensor:
+        """The local images of the first `count` prompts. All processes generate equally many, as sharded weights require."""
+        places = [i for i in local if i < count]
+        padding = local[:1] * (-(-count // processes.world_size) - len(places))
+        images = generate_images(
+            policy,
+            prompts.take(places + padding, 1).prompts,
+            seeds=[image_seed(seed, i, number) for i in places + padding],
+            steps=steps,
+            microbatch=microbatch,
+            phase_name="generating held-out images (sampling steps)",
+            should_stop=lambda: is_alone and should_stop(),
+        )
+        return images[: len(places)]
 
-    images = drawn(len(prompts), 0)
-    others = drawn(min(twice, len(prompts)), 1) if twice else images[:0]
+    images = generate(len(prompts), 0)
+    num_pairs = min(num_diversity_prompts, len(prompts))
+    second_images = generate(num_pairs, 1) if num_pairs else images[:0]
+    batch = prompts.take(local, 1)
 
-    def scored() -> dict[str, Tensor]:
-        total, by_name = rewards(images, batch.prompts, **batch.columns())
-        return {"reward": total, **by_name}
-
-    def whole(parts: list[Tensor]) -> Tensor:
-        """What the processes found of prompts from the first on, in the prompts' order."""
-        places = [rank + i * processes.world_size for rank, part in enumerate(parts) for i in range(len(part))]
-        return torch.cat(parts)[torch.tensor(places, dtype=torch.long).argsort()]
+    def score() -> dict[str, Tensor]:
+        return call(lambda: score_images(rewards, images, batch.prompts, batch.columns()), should_stop)
 
     with phase(f"scoring {len(images)} held-out images"):
-        by_process = processes.gather_or_raise(lambda: call(scored, stopping), (ValueError, Interrupted))
-    values = {name: whole([part[name] for part in by_process]) for name in by_process[0]}
-    looks = processes.all_gather((high_frequency_power(images), rms_difference(images[: len(others)], others)))
-    shown = {*range(keep), *(best_and_worst(values["reward"].tolist()) if keep else ())}
-    kept = processes.all_gather({place: images[i].clone() for i, place in enumerate(own) if place in shown})
-    pictures = {place: picture for part in kept for place, picture in part.items()}
-    return Evaluation(values, whole([s for s, _ in looks]), whole([d for _, d in looks]), pictures)
+        by_process = processes.gather_or_raise(score, (ValueError, Interrupted))
+    values = {name: _in_prompt_order([part[name] for part in by_process]) for name in by_process[0]}
+    differences = rms_difference(images[: len(second_images)], second_images)
+    image_stats = processes.all_gather((high_frequency_power(images), differences))
+    shown = {*range(num_kept_images), *(best_and_worst(values["reward"].tolist()) if num_kept_images else ())}
+    kept = processes.all_gather({place: images[i].clone() for i, place in enumerate(local) if place in shown})
+    pictures = {place: image for part in kept for place, image in part.items()}
+    detail, diversity = (_in_prompt_order(list(parts)) for parts in zip(*image_stats, strict=True))
+    return Evaluation(values, detail, diversity, pictures)
+
+
+def _in_prompt_order(parts: list[Tensor]) -> Tensor:
+    """The values of all processes, of which each has those of every world_size-th prompt, in the order of the prompts."""
+    places = [rank + i * len(parts) for rank, part in enumerate(parts) for i in range(len(part))]
+    return torch.cat(parts)[torch.tensor(places, dtype=torch.long).argsort()]
 
 
 def save_before_after(
-    folder: Path, first: bool, drawn: dict[int, Tensor], prompts: list[str], seed: int, model: str
+    folder: Path, is_before: bool, images: dict[int, Tensor], prompts: list[str], seed: int, model: str
 ) -> None:
-    """Writes before.png, or after.png and both side by side as before_after.png: the same prompts and seeds.
+    """Write before.png, or after.png and both next to each other as before_after.png: the same prompts and seeds.
 
     Args:
-        drawn: an evaluation's pictures, by the prompt's place.
+        is_before: whether the images are from before training.
+        images: of an evaluation, by the prompt's place.
     """
-    images = torch.stack([drawn[place] for place in range(len(prompts))])
-    when = "before" if first else "after"
+    stacked = torch.stack([images[place] for place in range(len(prompts))])
+    when = "before" if is_before else "after"
     cells = [ImageInfo(prompt, image_seed(seed, i), f"{model}, {when} training") for i, prompt in enumerate(prompts)]
-    save_grid(folder / (layout.BEFORE if first else layout.AFTER), images, cells, columns=4)
-    if first or not (folder / layout.BEFORE).exists():
+    save_grid(folder / (layout.BEFORE if is_before else layout.AFTER), stacked, cells, columns=4)
+    if is_before or not (folder / layout.BEFORE).exists():
         return
     former, former_cells = read_grid(folder / layout.BEFORE)
     if [(cell.prompt, cell.seed) for cell in former_cells] != [(cell.prompt, cell.seed) for cell in cells]:
-        return  # an earlier version drew it from other noise
+        return  # written by an earlier version, with other seeds
     pairs = [i for pair in zip(range(len(prompts)), range(len(prompts), 2 * len(prompts)), strict=True) for i in pair]
-    both, both_cells = torch.cat([former, images]), former_cells + cells
+    both, both_cells = torch.cat([former, stacked]), former_cells + cells
     save_grid(
         folder / layout.BEFORE_AFTER, both[pairs], [both_cells[i] for i in pairs], columns=4, notes=["before", "after"]
     )

@@ -1,4 +1,4 @@
-"""Numbers of pictures, one for each: rewards, high-frequency power, diversity within a prompt, distance from the base model."""
+"""Measures models and images for `eval`: each image's rewards, detail and diversity, and each model's distance from its base model."""
 
 import math
 from collections.abc import Callable, Iterator, Sequence
@@ -10,21 +10,29 @@ from flow_grpo.config.sections import EvaluationConfig
 from flow_grpo.data.image_sets import ImageRecords
 from flow_grpo.data.prompts import PromptSet, load_prompts
 from flow_grpo.evaluation.generate import generate_images, image_seed
-from flow_grpo.evaluation.image_metrics import distance_from_base, diversity, high_frequency_power
-from flow_grpo.evaluation.scorecard import DISTANCE, DIVERSITY, FREQUENCIES, Measured
-from flow_grpo.evaluation.targets import Model, Target
+from flow_grpo.evaluation.image_metrics import (
+    BASE_DISTANCE,
+    DIVERSITY,
+    HIGH_FREQUENCY_POWER,
+    distance_from_base,
+    diversity,
+    high_frequency_power,
+    score_images,
+)
+from flow_grpo.evaluation.scorecard import TargetResult
+from flow_grpo.evaluation.targets import ModelTarget, Target
 from flow_grpo.policy.loading import load_policy
 from flow_grpo.policy.policy import Policy
 from flow_grpo.run_folder.weights import load_trained_weights
 from rewards import WeightedSum
 
-AT_ONCE = 64  # pictures of a gallery that are scored together, more where one prompt has more
+IMAGES_PER_BATCH = 64  # of an image set that are scored together; more if one prompt has more
+NUM_DISTANCE_PROMPTS = 32  # first prompts, on which the distance from the base model is measured
 Progress = Callable[[Target, int, int], None]
-PROBED = 32  # prompts, from the first on, whose distance from the base model is measured
 
 
-def asked(prompts: PromptSet, seeds: int, seed: int) -> ImageRecords:
-    """What models are to draw: `seeds` images of each prompt, the first of them as training's evaluations with that seed."""
+def requests(prompts: PromptSet, seeds: int, seed: int) -> ImageRecords:
+    """`seeds` images of each prompt for models to generate; the first is that of training's evaluations with the same seed."""
     numbers: list[int | None] = [image_seed(seed, i, n) for i in range(len(prompts)) for n in range(seeds)]
     batch = prompts.repeat(seeds)
     return ImageRecords([f"seed {number}" for number in numbers], batch.prompts, numbers, batch.metadata)
@@ -44,7 +52,7 @@ def rows_to_generate(
         if settings.prompts is None:
             raise ValueError("there are no prompts to measure on: give --prompts, or set evaluation.prompts in the config.")
         known = load_prompts(settings.prompts).head(settings.limit)
-    return asked(known, seeds, settings.seed).head(limit)
+    return requests(known, seeds, settings.seed).head(limit)
 
 
 def measure(
@@ -53,27 +61,34 @@ def measure(
     rewards: WeightedSum,
     total: bool,
     steps: int | None = None,
-    progress: Progress = lambda target, done, all: None,
-) -> Iterator[Measured]:
-    """Each target measured, a model on `rows`. A base model is loaded once for all its LoRAs that follow each other.
+    progress: Progress = lambda target, done, count: None,
+) -> Iterator[TargetResult]:
+    """Measure each target; models generate the images of `rows`. A base model is loaded once for consecutive LoRAs of it.
 
     Args:
-        total: whether the rewards' weighted sum is a measure, by the name reward.
-        steps: of every model's sampling, by default those of the first: a difference must not be the sampler's.
-        progress: is told the target, how many of its pictures are done, and how many there are.
+        total: whether the rewards' weighted sum is a metric too, named reward.
+        steps: sampling steps of all models, so that no difference comes from the sampler; by default those of the first.
+        progress: is called with the target, the number of its images that are done, and their count.
     """
     policy, loaded = None, None
-    steps = steps or next((t.args.evaluation.steps for t in targets if isinstance(t, Model)), None)
+    steps = steps or next((t.args.evaluation.steps for t in targets if isinstance(t, ModelTarget)), None)
     for target in targets:
-        counted = partial(progress, target)
-        if not isinstance(target, Model):
-            values = score(target.gallery, target.gallery.images, rewards, AT_ONCE, total, counted)
-            yield Measured(target.name, target.what, target.gallery, values)
+        on_progress = partial(progress, target)
+        if not isinstance(target, ModelTarget):
+            values = score(
+                target.image_set,
+                target.image_set.images,
+                rewards,
+                batch_size=IMAGES_PER_BATCH,
+                total=total,
+                on_progress=on_progress,
+            )
+            yield TargetResult(target.name, target.description, target.image_set, values)
             continue
         assert rows is not None
         assert steps is not None
         if policy is None or loaded != target.pipeline:
-            policy = None  # its memory is free before another one is loaded
+            policy = None  # free its memory before another one is loaded
             policy = load_policy(
                 target.args.model,
                 target.args.device,
@@ -82,39 +97,40 @@ def measure(
                 **target.args.pipeline_call_kwargs(),
             )
             loaded = target.pipeline
-        dress(policy, target)
-        values = _of_model(policy, target, rows, rewards, total, steps, counted)
-        yield Measured(target.name, target.what, rows, values)
+        load_target_weights(policy, target)
+        values = _measure_model(policy, target, rows, rewards, total=total, steps=steps, on_progress=on_progress)
+        yield TargetResult(target.name, target.description, rows, values)
 
 
-def dress(policy: Policy, model: Model) -> None:
-    """Puts on what the model was trained to, in place of what was there."""
+def load_target_weights(policy: Policy, model: ModelTarget) -> None:
+    """Replace the trained weights of the policy, if any, by those of the target."""
     policy.reset_to_base()
-    place = model.lora or model.checkpoint
-    if place is not None:
-        load_trained_weights(policy, str(place))
+    source = model.lora or model.checkpoint
+    if source is not None:
+        load_trained_weights(policy, str(source))
 
 
-def _of_model(
+def _measure_model(
     policy: Policy,
-    model: Model,
+    model: ModelTarget,
     rows: ImageRecords,
     rewards: WeightedSum,
+    *,
     total: bool,
     steps: int,
-    counted: Callable[[int, int], None],
+    on_progress: Callable[[int, int], None],
 ) -> dict[str, list[float]]:
     microbatch = model.args.microbatch
 
-    def drawn(places: Sequence[int]) -> Tensor:
+    def generate(places: Sequence[int]) -> Tensor:
         seeds = [seed for i in places if (seed := rows.seeds[i]) is not None]
         return generate_images(policy, [rows.prompts[i] for i in places], seeds, steps, microbatch)
 
-    values = score(rows, drawn, rewards, microbatch, total, counted)
+    values = score(rows, generate, rewards, batch_size=microbatch, total=total, on_progress=on_progress)
     if not model.is_base:
-        probed = list(dict.fromkeys(rows.prompts))[:PROBED]
-        found = dict(zip(probed, distance_from_base(policy, probed, steps, microbatch), strict=True))
-        values[DISTANCE] = [found.get(prompt, math.nan) for prompt in rows.prompts]
+        prompts = list(dict.fromkeys(rows.prompts))[:NUM_DISTANCE_PROMPTS]
+        distances = dict(zip(prompts, distance_from_base(policy, prompts, steps, microbatch), strict=True))
+        values[BASE_DISTANCE] = [distances.get(prompt, math.nan) for prompt in rows.prompts]
     return values
 
 
@@ -122,40 +138,42 @@ def score(
     rows: ImageRecords,
     images_of: Callable[[Sequence[int]], Tensor],
     rewards: WeightedSum,
-    at_once: int,
+    batch_size: int,
     total: bool = False,
-    counted: Callable[[int, int], None] = lambda done, all: None,
+    on_progress: Callable[[int, int], None] = lambda done, count: None,
 ) -> dict[str, list[float]]:
-    """B values by measure. Pictures are asked for a few at a time, those of a prompt together.
+    """B values by metric. Images are loaded or generated in batches; those of a prompt are in one batch.
 
     Args:
-        images_of: (n, 3, H, W) in [0, 1] of these n rows.
+        images_of: returns the images (n, 3, H, W) in [0, 1] of n rows.
     """
     values: dict[str, list[float]] = {}
     done = 0
-    for places in chunks(rows.prompts, at_once):
+    for places in prompt_batches(rows.prompts, batch_size):
         images, prompts = images_of(places), [rows.prompts[i] for i in places]
-        whole, by_name = rewards(images, prompts, **rows.columns(places))
-        looks = {FREQUENCIES: high_frequency_power(images), DIVERSITY: diversity(images, prompts)}
-        for name, found in {**({"reward": whole} if total else {}), **by_name, **looks}.items():
+        found = score_images(rewards, images, prompts, rows.columns(places))
+        found |= {HIGH_FREQUENCY_POWER: high_frequency_power(images), DIVERSITY: diversity(images, prompts)}
+        for name, numbers in found.items():
             column = values.setdefault(name, [math.nan] * len(rows))
-            for place, value in zip(places, found.tolist(), strict=True):
+            for place, value in zip(places, numbers.tolist(), strict=True):
                 column[place] = value
         done += len(places)
-        counted(done, len(rows))
+        on_progress(done, len(rows))
+    if not total:
+        values.pop("reward", None)
     return {name: column for name, column in values.items() if any(math.isfinite(value) for value in column)}
 
 
-def chunks(prompts: Sequence[str], at_once: int) -> Iterator[list[int]]:
-    """All rows, about `at_once` at a time: those of a prompt are together, and the prompts in the order of their first rows."""
+def prompt_batches(prompts: Sequence[str], batch_size: int) -> Iterator[list[int]]:
+    """All rows in batches of about `batch_size`, prompts in the order of their first rows. A prompt's rows are in one batch."""
     of_prompt: dict[str, list[int]] = {}
     for place, prompt in enumerate(prompts):
         of_prompt.setdefault(prompt, []).append(place)
-    held: list[int] = []
+    batch: list[int] = []
     for places in of_prompt.values():
-        if held and len(held) + len(places) > at_once:
-            yield held
-            held = []
-        held = held + places
-    if held:
-        yield held
+        if batch and len(batch) + len(places) > batch_size:
+            yield batch
+            batch = []
+        batch = batch + places
+    if batch:
+        yield batch

@@ -1,25 +1,31 @@
-"""How sure a mean is, and whether two differ. The unit is a prompt: pictures of one prompt are alike and count as one.
+"""Statistics over prompts: how uncertain a mean is, and whether two means differ.
 
-Intervals are percentile bootstraps over prompts (Efron, 1979). Tests are permutation tests (Fisher, 1935): where prompts are paired, each
-difference keeps or changes its sign; where not, prompts change sides. Several tests together are adjusted by Holm (1979). All of it
-is seeded, so that the same numbers give the same answer.
+The unit is a prompt: images of one prompt are alike, so that they count as one.
+
+`eval` reports percentile bootstrap intervals over prompts (Efron, 1979) and permutation tests (Fisher, 1935): where prompts are paired,
+the signs of their differences are permuted, else the prompts themselves. Several tests are adjusted together by Holm (1979). All of it
+is seeded, so that the same numbers give the same result.
+
+The monitor of a run, which compares evaluations again and again, needs the standard error of a paired difference only.
 """
 
+import math
+import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from scipy import stats
 
 LEVEL = 0.95
 RESAMPLES = 9999
-LEAST = 2  # prompts, below which nothing is known of their spread
-AT_ONCE = 2_000_000  # numbers drawn together
+MIN_PROMPTS = 2  # fewer have no spread
+MIN_PROMPTS_FOR_ERROR = 8  # the standard error of fewer is not trusted
+BATCH_NUMEL = 2_000_000  # numbers that are resampled at once
 
 
 @dataclass(frozen=True)
 class Estimate:
-    """A mean and its interval at LEVEL; NaN where there are too few prompts for one."""
+    """A mean and its interval at LEVEL; NaN where there are too few prompts for an interval."""
 
     mean: float
     low: float
@@ -32,31 +38,48 @@ class Estimate:
 
 
 @dataclass(frozen=True)
-class Contrast:
-    """A difference of two means, its interval, and the two-sided p of there being none, which is 1 for a single prompt."""
+class TestResult:
+    """A difference of two means, its interval, and the two-sided p-value of no difference, which is 1 for a single prompt."""
 
     difference: Estimate
     p: float
 
 
 def estimate(values: Sequence[float], seed: int = 0) -> Estimate:
-    """The mean of (P,) prompts' finite values."""
+    """The mean over prompts of (P,) finite values, with its interval."""
     return _estimate((np.asarray(values, dtype=float),), np.mean, seed)
 
 
-def paired(values: Sequence[float], base: Sequence[float], seed: int = 0) -> Contrast:
-    """Whether (P,) values differ from the same prompts' (P,) others."""
-    own = np.asarray(values, dtype=float) - np.asarray(base, dtype=float)
-    return _contrast((own,), np.mean, "samples", seed)
+def paired(values: Sequence[float], base: Sequence[float], seed: int = 0) -> TestResult:
+    """Test whether (P,) values differ from (P,) others of the same prompts."""
+    differences = np.asarray(values, dtype=float) - np.asarray(base, dtype=float)
+    return _test((differences,), np.mean, "samples", seed)
 
 
-def unpaired(values: Sequence[float], base: Sequence[float], seed: int = 0) -> Contrast:
-    """Whether values of some prompts differ from those of other prompts; there need not be as many."""
-    return _contrast((np.asarray(values, dtype=float), np.asarray(base, dtype=float)), _between, "independent", seed)
+def unpaired(values: Sequence[float], base: Sequence[float], seed: int = 0) -> TestResult:
+    """Test whether values of some prompts differ from those of other prompts; their numbers may differ."""
+    return _test((np.asarray(values, dtype=float), np.asarray(base, dtype=float)), _difference_of_means, "independent", seed)
+
+
+def paired_difference(values: Sequence[float], base: Sequence[float]) -> tuple[float, float]:
+    """The mean difference of the same prompts' values and its standard error, infinite for fewer than 8 prompts.
+
+    Prompts without a finite value on both sides are left out.
+    """
+    differences = [a - b for a, b in zip(values, base, strict=False) if math.isfinite(a - b)]
+    if len(differences) < MIN_PROMPTS_FOR_ERROR:
+        return finite_mean(differences), math.inf
+    return finite_mean(differences), statistics.stdev(differences) / math.sqrt(len(differences))
+
+
+def finite_mean(values: Sequence[float]) -> float:
+    """The mean of the finite values, -inf if there are none."""
+    finite = [value for value in values if math.isfinite(value)]
+    return statistics.fmean(finite) if finite else -math.inf
 
 
 def holm(p: Sequence[float]) -> list[float]:
-    """p-values adjusted for their number: the chance of one false alarm among all of them stays below the level (Holm, 1979)."""
+    """p-values adjusted so that the chance of any false positive among all of them stays below the level (Holm, 1979)."""
     adjusted, highest = [0.0] * len(p), 0.0
     for rank, place in enumerate(sorted(range(len(p)), key=lambda i: p[i])):
         highest = max(highest, min(1.0, (len(p) - rank) * p[place]))
@@ -64,16 +87,18 @@ def holm(p: Sequence[float]) -> list[float]:
     return adjusted
 
 
-def _between(values: np.ndarray, base: np.ndarray, axis: int = -1) -> np.ndarray:
+def _difference_of_means(values: np.ndarray, base: np.ndarray, axis: int = -1) -> np.ndarray:
     return np.mean(values, axis=axis) - np.mean(base, axis=axis)
 
 
 def _estimate(samples: tuple[np.ndarray, ...], statistic: object, seed: int) -> Estimate:
+    from scipy import stats
+
     assert all(np.isfinite(sample).all() and len(sample) for sample in samples)
     mean = float(statistic(*samples))  # type: ignore[operator]
-    if min(len(sample) for sample in samples) < LEAST:
+    if min(len(sample) for sample in samples) < MIN_PROMPTS:
         return Estimate(mean, float("nan"), float("nan"))
-    found = stats.bootstrap(
+    interval = stats.bootstrap(
         samples,
         statistic,
         n_resamples=RESAMPLES,
@@ -82,13 +107,15 @@ def _estimate(samples: tuple[np.ndarray, ...], statistic: object, seed: int) -> 
         batch=_batch(samples),
         random_state=np.random.default_rng(seed),
     ).confidence_interval
-    return Estimate(mean, float(found.low), float(found.high))
+    return Estimate(mean, float(interval.low), float(interval.high))
 
 
-def _contrast(samples: tuple[np.ndarray, ...], statistic: object, kind: str, seed: int) -> Contrast:
-    if min(len(sample) for sample in samples) < LEAST:
-        return Contrast(_estimate(samples, statistic, seed), 1.0)
-    found = stats.permutation_test(
+def _test(samples: tuple[np.ndarray, ...], statistic: object, kind: str, seed: int) -> TestResult:
+    from scipy import stats
+
+    if min(len(sample) for sample in samples) < MIN_PROMPTS:
+        return TestResult(_estimate(samples, statistic, seed), 1.0)
+    result = stats.permutation_test(
         samples,
         statistic,
         permutation_type=kind,
@@ -96,8 +123,8 @@ def _contrast(samples: tuple[np.ndarray, ...], statistic: object, kind: str, see
         batch=_batch(samples),
         random_state=np.random.default_rng(seed),
     )
-    return Contrast(_estimate(samples, statistic, seed), float(found.pvalue))
+    return TestResult(_estimate(samples, statistic, seed), float(result.pvalue))
 
 
 def _batch(samples: tuple[np.ndarray, ...]) -> int:
-    return max(1, AT_ONCE // sum(len(sample) for sample in samples))
+    return max(1, BATCH_NUMEL // sum(len(sample) for sample in samples))

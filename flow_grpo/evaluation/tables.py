@@ -1,4 +1,4 @@
-"""A scorecard on the console, and as eval.json, eval.md and eval.csv."""
+"""Writes a scorecard to the console and to eval.json, eval.md and eval.csv."""
 
 import csv
 import io
@@ -18,22 +18,23 @@ from flow_grpo.evaluation.significance import Estimate
 from flow_grpo.text import counted, escape_formula, escape_markdown, markdown_table, number, short_name, visible
 
 JSON, CSV, MARKDOWN = "eval.json", "eval.csv", "eval.md"
-PROMPTS = 100  # of the Markdown table, those that differ most
-FEW = 10  # prompts, of which a bootstrap says too little
-NAME, WIDE, BESIDE = 24, 17, 3  # characters of a name and of a number, and targets beside each other, on the console
+MAX_PROMPT_ROWS = 100  # in the Markdown table: the prompts that differ most
+MIN_PROMPTS = 10  # with fewer, bootstrap intervals are too narrow
+MAX_COLUMNS = 3  # targets side by side on the console
+NAME_WIDTH, COLUMN_WIDTH = 24, 17  # characters on the console
 OVERALL = "mean of categories"
 
 
 def show(console: Console, card: Scorecard) -> None:
-    """Every measure of every target on 80 columns: the mean, the difference with a mark where it is significant, and its p."""
+    """Print every metric of every target in 80 columns: mean, difference (marked if significant) and p-value."""
     table = Table(title=title(card), title_justify="left", box=None, padding=(0, 1), show_edge=False)
-    table.add_column("", no_wrap=True, overflow="ellipsis", max_width=NAME)
-    headings = ("mean", "difference", "p") if card.tests else ("mean",)
+    table.add_column("", no_wrap=True, overflow="ellipsis", max_width=NAME_WIDTH)
+    headings = ("mean", "difference", "p") if card.num_tests else ("mean",)
     for heading in headings:
         table.add_column(heading, justify="right", no_wrap=True)
-    for measure in card.measures:
-        table.add_row(Text(visible(short_name(measure)), style="bold"))
-        for name, *numbers in _lines(card, measure):
+    for metric in card.metrics:
+        table.add_row(Text(visible(short_name(metric)), style="bold"))
+        for name, *numbers in _lines(card, metric):
             table.add_row(Text("  " + visible(name)), *numbers[: len(headings)])
     console.print(table)
     for column in card.categories:
@@ -43,7 +44,7 @@ def show(console: Console, card: Scorecard) -> None:
 
 
 def write(folder: Path, card: Scorecard, settings: dict[str, Any]) -> None:
-    """Writes eval.json, eval.md and eval.csv; `settings` are noted in the first."""
+    """Write eval.json, which has the `settings` too, eval.md and eval.csv."""
     folder.mkdir(parents=True, exist_ok=True)
     content = json.dumps(as_json(card, settings), indent=2, allow_nan=False)
     (folder / JSON).write_text(content + "\n", encoding="utf-8")
@@ -52,38 +53,40 @@ def write(folder: Path, card: Scorecard, settings: dict[str, Any]) -> None:
 
 
 def title(card: Scorecard) -> str:
-    counts = {len(set(target.rows.prompts)) for target in card.measured}
-    pictures = {len(target.rows) for target in card.measured}
-    return f"{_span(counts, 'prompt')}, {_span(pictures, 'picture')} of each target"
+    counts = {len(set(target.rows.prompts)) for target in card.results}
+    images = {len(target.rows) for target in card.results}
+    return f"{_span(counts, 'prompt')}, {_span(images, 'image')} of each target"
 
 
 def notes(card: Scorecard) -> list[str]:
-    """What the numbers mean, and what each target is and is compared with."""
-    lines = [f"{target.name}: {target.what}" for target in card.measured]
+    """Footnotes: what each target is, what it is compared with, and what the numbers mean."""
+    lines = [f"{target.name}: {target.description}" for target in card.results]
     lines += [f"{name} against {card.against[name]}: {how}" for name, how in card.pairing.items()]
     fewest = min((mean.prompts for found in card.means.values() for mean in found.values()), default=0)
-    few = f" It is too narrow for so few as {fewest}." if fewest < FEW else ""
+    few = f" With only {fewest} it is too narrow." if fewest < MIN_PROMPTS else ""
     lines.append(f"± is half of a {significance.LEVEL:.0%} interval, a bootstrap over prompts.{few}")
-    if card.tests:
-        lines.append(f"* p < {1 - significance.LEVEL:.2g} in a permutation test, adjusted for {card.tests} tests by Holm.")
+    if card.num_tests:
+        lines.append(
+            f"* p < {1 - significance.LEVEL:.2g} in a permutation test, adjusted for {card.num_tests} tests by Holm."
+        )
     return lines
 
 
 def as_json(card: Scorecard, settings: dict[str, Any]) -> dict[str, Any]:
-    """All of it but single pictures; a number that is not there is null."""
+    """Everything except single images; a missing number is null."""
     targets = {}
-    for target in card.measured:
+    for target in card.results:
         means = {
-            m: {**_numbers(v.estimate), "prompts": v.prompts, "pictures": v.pictures}
+            m: {**_numbers(v.estimate), "prompts": v.prompts, "pictures": v.images}
             for m, v in card.means[target.name].items()
         }
-        found: dict[str, Any] = {"what": target.what, "measures": means}
+        found: dict[str, Any] = {"what": target.description, "measures": means}
         if target.name in card.against:
             changes = {
                 m: {
                     **_numbers(c.difference),
                     "p": c.p,
-                    "p_adjusted": c.adjusted,
+                    "p_adjusted": c.p_adjusted,
                     "paired_prompts": c.prompts,
                     "pairs": c.pairs,
                 }
@@ -99,9 +102,9 @@ def as_json(card: Scorecard, settings: dict[str, Any]) -> dict[str, Any]:
         {"prompt": prompt, "targets": {name: {m: _number(v) for m, v in values.items()} for name, values in found.items()}}
         for prompt, found in _of_prompts(card).items()
     ]
-    interval = {"level": significance.LEVEL, "resamples": significance.RESAMPLES, "tests": card.tests}
+    interval = {"level": significance.LEVEL, "resamples": significance.RESAMPLES, "tests": card.num_tests}
     overall = {
-        column: {t.name: {m: card.over_categories(column, t.name, m) for m in t.values} for t in card.measured}
+        column: {t.name: {m: card.macro_average(column, t.name, m) for m in t.values} for t in card.results}
         for column in card.categories
     }
     return {
@@ -115,91 +118,91 @@ def as_json(card: Scorecard, settings: dict[str, Any]) -> dict[str, Any]:
 
 
 def as_markdown(card: Scorecard) -> str:
-    """Tables for people: all measures, then by category, then the prompts that differ most."""
+    """Tables of all metrics, of metrics by category, and of the prompts that differ most."""
     parts = [f"# {title(card)}", ""]
-    rows = [(measure, *line) for measure in card.measures for line in _lines(card, measure)]
+    rows = [(metric, *line) for metric in card.metrics for line in _lines(card, metric)]
     parts += [_escaped_table(("measure", "target", "mean", "difference", "p"), rows)]
     parts += ["", *(f"- {escape_markdown(line)}" for line in notes(card))]
-    names = [target.name for target in card.measured]
+    names = [target.name for target in card.results]
     for column in card.categories:
         parts += ["", f"## By {escape_markdown(column)}", ""]
-        lines = [(measure, *line) for measure in card.measures for line in _category_lines(card, column, measure, names)]
+        lines = [(metric, *line) for metric in card.metrics for line in _category_lines(card, column, metric, names)]
         parts += [_escaped_table(("measure", column, *names), lines)]
     return "\n".join([*parts, *_prompt_table(card)]) + "\n"
 
 
 def as_csv(card: Scorecard) -> str:
-    """A line for each picture of each target, its categories and all its numbers."""
-    file, columns = io.StringIO(), category_columns(card.measured)
+    """A row for each image of each target, with its categories and metrics."""
+    file, columns = io.StringIO(), category_columns(card.results)
     writer = csv.writer(file)
-    writer.writerow(map(escape_formula, ("target", "picture", "prompt", "seed", *columns, *card.measures)))
-    for target in card.measured:
+    writer.writerow(map(escape_formula, ("target", "picture", "prompt", "seed", *columns, *card.metrics)))
+    for target in card.results:
         rows = target.rows
         for i in range(len(rows)):
             categories = [rows.metadata[i].get(column) for column in columns]
-            values = [_number(target.values.get(measure, [math.nan] * len(rows))[i]) for measure in card.measures]
+            values = [_number(target.values.get(metric, [math.nan] * len(rows))[i]) for metric in card.metrics]
             texts = (target.name, rows.labels[i], rows.prompts[i], rows.seeds[i], *categories)
             writer.writerow([*map(escape_formula, texts), *values])
     return file.getvalue()
 
 
 def _show_categories(console: Console, card: Scorecard, column: str) -> None:
-    """The first measure by category; the files have them all."""
-    measure, names = card.measures[0], [target.name for target in card.measured][:BESIDE]
-    more = "" if len(card.measured) <= BESIDE else f", the first {BESIDE} targets"
-    heading = f"{visible(short_name(measure))} by {visible(column)}{more}"
+    """Print the first metric by category; the files have all metrics."""
+    metric, names = card.metrics[0], [target.name for target in card.results][:MAX_COLUMNS]
+    more = "" if len(card.results) <= MAX_COLUMNS else f", the first {MAX_COLUMNS} targets"
+    heading = f"{visible(short_name(metric))} by {visible(column)}{more}"
     table = Table(title=Text(heading), title_justify="left", box=None, padding=(0, 1), show_edge=False)
-    table.add_column("", no_wrap=True, overflow="ellipsis", max_width=NAME)
+    table.add_column("", no_wrap=True, overflow="ellipsis", max_width=NAME_WIDTH)
     for name in names:
-        table.add_column(Text(visible(name)), justify="right", no_wrap=True, overflow="ellipsis", max_width=WIDE)
-    for category, *cells in _category_lines(card, column, measure, names):
+        table.add_column(Text(visible(name)), justify="right", no_wrap=True, overflow="ellipsis", max_width=COLUMN_WIDTH)
+    for category, *cells in _category_lines(card, column, metric, names):
         table.add_row(Text(visible(category)), *cells)
     console.print(table)
 
 
-def _category_lines(card: Scorecard, column: str, measure: str, names: list[str]) -> Iterable[list[str]]:
-    """By category: its name and these targets' means; at the end the mean of the categories' means."""
+def _category_lines(card: Scorecard, column: str, metric: str, names: list[str]) -> Iterable[list[str]]:
+    """For each category its name and the targets' means; last, the mean of the categories' means."""
     for category, found in card.categories[column].items():
-        yield [category, *(_estimate(found.get(name, {}).get(measure)) for name in names)]
-    yield [OVERALL, *(_score(card.over_categories(column, name, measure)) for name in names)]
+        yield [category, *(_estimate(found.get(name, {}).get(metric)) for name in names)]
+    yield [OVERALL, *(_score(card.macro_average(column, name, metric)) for name in names)]
 
 
-def _lines(card: Scorecard, measure: str) -> Iterable[tuple[str, str, str, str]]:
-    """By target: its name, mean, difference with its mark, and adjusted p."""
-    for target in card.measured:
-        mean = card.means[target.name].get(measure)
+def _lines(card: Scorecard, metric: str) -> Iterable[tuple[str, str, str, str]]:
+    """For each target its name, mean, difference with its mark, and adjusted p-value."""
+    for target in card.results:
+        mean = card.means[target.name].get(metric)
         if mean is None:
             continue
-        change = card.changes.get(target.name, {}).get(measure)
+        change = card.changes.get(target.name, {}).get(metric)
         if change is None:
             yield target.name, _estimate(mean.estimate), "", ""
             continue
         mark = "*" if change.significant else " "
-        p = "<0.001" if change.adjusted < 0.001 else f"{change.adjusted:.3f}"
+        p = "<0.001" if change.p_adjusted < 0.001 else f"{change.p_adjusted:.3f}"
         yield target.name, _estimate(mean.estimate), f"{_estimate(change.difference, sign=True)} {mark}", p
 
 
 def _prompt_table(card: Scorecard) -> list[str]:
-    """The prompts whose first measure differs most between targets, with that measure."""
-    measure, names = card.measures[0], [target.name for target in card.measured]
+    """A table of the prompts whose first metric differs most between targets, with that metric."""
+    metric, names = card.metrics[0], [target.name for target in card.results]
 
     def spread(values: dict[str, dict[str, float]]) -> float:
-        numbers = [found[measure] for found in values.values() if measure in found]
+        numbers = [found[metric] for found in values.values() if metric in found]
         return max(numbers) - min(numbers) if numbers else -1.0
 
     found = sorted(_of_prompts(card).items(), key=lambda pair: -spread(pair[1]))
-    more = f", {PROMPTS} of {len(found)}; {CSV} has all" if len(found) > PROMPTS else ""
-    lines = [(prompt, *(_score(of.get(name, {}).get(measure)) for name in names)) for prompt, of in found[:PROMPTS]]
-    return ["", f"## {escape_markdown(measure)} by prompt{more}", "", _escaped_table(("prompt", *names), lines)]
+    more = f", {MAX_PROMPT_ROWS} of {len(found)}; {CSV} has all" if len(found) > MAX_PROMPT_ROWS else ""
+    lines = [(prompt, *(_score(of.get(name, {}).get(metric)) for name in names)) for prompt, of in found[:MAX_PROMPT_ROWS]]
+    return ["", f"## {escape_markdown(metric)} by prompt{more}", "", _escaped_table(("prompt", *names), lines)]
 
 
 def _of_prompts(card: Scorecard) -> dict[str, dict[str, dict[str, float]]]:
-    """Means by prompt, target and measure."""
+    """Means by prompt, target and metric."""
     found: dict[str, dict[str, dict[str, float]]] = {}
-    for target in card.measured:
-        for measure in target.values:
-            for prompt, value in by_prompt(target, measure).items():
-                found.setdefault(prompt, {}).setdefault(target.name, {})[measure] = value
+    for target in card.results:
+        for metric in target.values:
+            for prompt, value in by_prompt(target, metric).items():
+                found.setdefault(prompt, {}).setdefault(target.name, {})[metric] = value
     return found
 
 

@@ -1,4 +1,4 @@
-"""What `eval` measures, by the word that a user gives for it: a run, a checkpoint, a LoRA, a model, or pictures that are there."""
+"""Targets of `eval`, from the words on its command line: a run, a checkpoint, a LoRA, a model, or images on disk."""
 
 import itertools
 from dataclasses import dataclass, field, replace
@@ -6,29 +6,29 @@ from pathlib import Path
 
 from flow_grpo.config.bundled import bundled_file
 from flow_grpo.config.run_config import FlowGRPOConfig
-from flow_grpo.data import image_sets as gallery
+from flow_grpo.data import image_sets
 from flow_grpo.data.grid_options import GridOptions
 from flow_grpo.data.prompts import PromptSet
 from flow_grpo.policy import hub
 from flow_grpo.run_folder import layout
 
-WHAT = "a run folder, a checkpoint, a LoRA, a model, a config, a sheet or a folder of pictures"
+TARGET_KINDS = "a run folder, a checkpoint, a LoRA, a model, a config, a grid image or a folder of images"
 
 
 @dataclass(frozen=True)
-class Model:
-    """A model that draws: a base model, or one with a LoRA or a checkpoint's adapter on it.
+class ModelTarget:
+    """A model that generates images: a base model, or one with a LoRA or a checkpoint's weights.
 
     Attributes:
-        found: the file of `args`, if it lay beside the weights and was not named by the user.
+        config_file: the file of `args`, if it was found in the folder of the weights and not given by the user.
     """
 
     name: str
-    what: str
+    description: str
     args: FlowGRPOConfig
     lora: str | None = None
     checkpoint: Path | None = None
-    found: Path | None = None
+    config_file: Path | None = None
 
     @property
     def is_base(self) -> bool:
@@ -36,85 +36,87 @@ class Model:
 
     @property
     def pipeline(self) -> tuple:
-        """What tells its base model, and how that is called, from another."""
+        """Equal for targets with the same base model that is called with the same arguments."""
         args = self.args
         return args.model, args.device, args.dtype, repr(args.memory), repr(sorted(args.pipeline_call_kwargs().items()))
 
 
 @dataclass(frozen=True)
-class Pictures:
-    """Pictures that are there."""
+class ImageTarget:
+    """Images on disk."""
 
     name: str
-    what: str
-    gallery: gallery.ImageSet
+    description: str
+    image_set: image_sets.ImageSet
 
 
-Target = Model | Pictures
+Target = ModelTarget | ImageTarget
 
 
 @dataclass(frozen=True)
-class Reading:
-    """How words are read.
+class TargetOptions:
+    """Options of `eval` that decide what its words mean.
 
     Attributes:
-        config: of all LoRAs and models, whatever lies beside them.
-        overrides: `key.sub=value` over every config.
-        prompts: of pictures that don't carry them, or metadata for those that do; a text is the prompt of all.
-        sheet: how sheets that don't say it are cut.
-        limit: of pictures at most those of so many prompts.
-        beside: a config that is a target too, for LoRAs and models that have none of their own.
+        config: for all LoRAs and models, even if they have their own.
+        overrides: `key.sub=value` settings that override every config.
+        prompts: for images that don't contain their prompts, or metadata for those that do; a text is the prompt of all images.
+        grid: how to cut grid images that `sample` did not write.
+        limit: maximum number of prompts of images on disk.
+        fallback_config: a config that is a target too, for LoRAs and models that have no config of their own.
     """
 
     config: str | None = None
     overrides: list[str] = field(default_factory=list)
     prompts: PromptSet | str | None = None
-    sheet: GridOptions | None = None
+    grid: GridOptions | None = None
     limit: int | None = None
-    beside: str | None = None
+    fallback_config: str | None = None
 
 
-def find(words: list[str], how: Reading, loras: list[str] | None = None) -> list[Target]:
-    """What the words stand for. The base model of every LoRA comes first, given or not, with the settings of the first of them.
+def resolve_targets(words: list[str], options: TargetOptions, loras: list[str] | None = None) -> list[Target]:
+    """The targets that the words name, each with its own name. Base models come first; that of a LoRA is added if it is not given.
 
-    Names differ.
+    An added base model has the settings of its first LoRA.
 
     Args:
-        loras: further words, which are not models where they are hub ids.
+        loras: further words; a hub id among them is a LoRA, not a model.
 
     Raises:
-        ValueError: a word that stands for nothing, or what it lacks.
+        ValueError: a word names no target, or a target is incomplete.
     """
-    how = replace(how, beside=next((word for word in words if _is_config(word)), None))
+    options = replace(options, fallback_config=next((word for word in words if _is_config(word)), None))
     everything = [*words, *(loras or [])]
     if len(set(everything)) < len(everything):
         raise ValueError(f"{next(w for w in everything if everything.count(w) > 1)} is given twice: give each target once.")
-    found = [_one(word, how) for word in words]
-    found += [_folder(Path(word), how) if Path(word).is_dir() else _lora(Path(word), how) for word in loras or []]
-    _refuse_twins(found, everything)
+    found = [_resolve(word, options) for word in words]
+    found += [_folder(Path(word), options) if Path(word).is_dir() else _lora(Path(word), options) for word in loras or []]
+    _check_duplicates(found, everything)
     short = [target.name for target in found]
     named = [replace(t, name=word) if short.count(t.name) > 1 else t for t, word in zip(found, everything, strict=True)]
-    whole = _with_bases(named)
-    return [replace(t, name=name) for t, name in zip(whole, _distinct([t.name for t in whole]), strict=True)]
+    targets = _with_bases(named)
+    return [replace(t, name=name) for t, name in zip(targets, _unique_names([t.name for t in targets]), strict=True)]
 
 
 def reference(target: Target, targets: list[Target]) -> Target:
-    """What a target is compared with: its own base model, else the first target."""
-    if isinstance(target, Model):
-        own = (t for t in targets if isinstance(t, Model) and t.is_base and t.pipeline == target.pipeline)
+    """The target that another is compared with: its base model, else the first target."""
+    if isinstance(target, ModelTarget):
+        own = (t for t in targets if isinstance(t, ModelTarget) and t.is_base and t.pipeline == target.pipeline)
         return next(own, targets[0]) if not target.is_base else targets[0]
     return targets[0]
 
 
-def _refuse_twins(targets: list[Target], words: list[str]) -> None:
+def _check_duplicates(targets: list[Target], words: list[str]) -> None:
     first: dict[tuple, str] = {}
     for target, word in zip(targets, words, strict=True):
-        if isinstance(target, Model) and target.is_base and first.setdefault(target.pipeline, word) != word:
-            raise ValueError(f"{first[target.pipeline]} and {word} are one base model, called in one way: give one of them.")
+        if isinstance(target, ModelTarget) and target.is_base and first.setdefault(target.pipeline, word) != word:
+            raise ValueError(
+                f"{first[target.pipeline]} and {word} are the same base model with the same settings: give one of them."
+            )
 
 
-def _distinct(names: list[str]) -> list[str]:
-    """The names, with a number from the second on where several are one."""
+def _unique_names(names: list[str]) -> list[str]:
+    """The names, with a number added to duplicates."""
     found: list[str] = []
     for name in names:
         numbered = itertools.chain([name], (f"{name} ({n})" for n in itertools.count(2)))
@@ -123,91 +125,95 @@ def _distinct(names: list[str]) -> list[str]:
 
 
 def _with_bases(targets: list[Target]) -> list[Target]:
-    models = [t for t in targets if isinstance(t, Model)]
-    bases: dict[tuple, Model] = {}
-    for model in models:  # in their order: the first one's settings hold, those of a LoRA whose base was not asked for too
-        base = Model(model.args.model, f"base model {model.args.model}", model.args, found=model.found)
+    models = [t for t in targets if isinstance(t, ModelTarget)]
+    bases: dict[tuple, ModelTarget] = {}
+    for model in models:  # in order: the settings of the first one are used
+        base = ModelTarget(model.args.model, f"base model {model.args.model}", model.args, config_file=model.config_file)
         bases.setdefault(model.pipeline, model if model.is_base else base)
     if len(bases) == 1:
         bases = {pipeline: replace(model, name="base") for pipeline, model in bases.items()}
-    if all(model.is_base for model in models):  # nothing was added: they stay where they are
-        return [bases[t.pipeline] if isinstance(t, Model) else t for t in targets]
-    return [*bases.values(), *(t for t in targets if not (isinstance(t, Model) and t.is_base))]
+    if all(model.is_base for model in models):  # none was added: keep the order
+        return [bases[t.pipeline] if isinstance(t, ModelTarget) else t for t in targets]
+    return [*bases.values(), *(t for t in targets if not (isinstance(t, ModelTarget) and t.is_base))]
 
 
-def _one(word: str, how: Reading) -> Target:
+def _resolve(word: str, options: TargetOptions) -> Target:
     path = Path(word)
     if _is_config(word):
-        args = FlowGRPOConfig.from_yaml(word, how.overrides)
-        return Model(args.model, f"base model {args.model}", args)
-    if gallery.is_image_file(path):
-        return _pictures(path, how)
+        args = FlowGRPOConfig.from_yaml(word, options.overrides)
+        return ModelTarget(args.model, f"base model {args.model}", args)
+    if image_sets.is_image_file(path):
+        return _images(path, options)
     if path.is_dir():
-        return _folder(path, how)
+        return _folder(path, options)
     if path.suffix == ".safetensors" and path.is_file():
-        return _lora(path, how)
+        return _lora(path, options)
     if not path.exists() and (word in hub.BUNDLED_MODELS or hub.looks_like_hub_id(word)):
-        return _model(word, how)
+        return _model(word, options)
     there = f"{word} is not" if path.exists() else f"there is no {word}: give"
-    raise ValueError(f"{there} {WHAT}.")
+    raise ValueError(f"{there} {TARGET_KINDS}.")
 
 
-def _folder(path: Path, how: Reading) -> Target:
+def _folder(path: Path, options: TargetOptions) -> Target:
     if (path / layout.STATE).is_file():
-        return _checkpoint(path, how)
+        return _checkpoint(path, options)
     if (path / "model_index.json").is_file():
-        return _model(str(path), how)
+        return _model(str(path), options)
     if any(path.glob("*.safetensors")):
-        return _lora(path, how)
+        return _lora(path, options)
     if (path / layout.CONFIG).is_file():
-        return _run(path, how)
-    files = [file for file in path.iterdir() if gallery.is_image_file(file) or file.name in gallery.MANIFESTS]
+        return _run(path, options)
+    files = [file for file in path.iterdir() if image_sets.is_image_file(file) or file.name in image_sets.MANIFESTS]
     if not files:
-        raise ValueError(f"{path} is not {WHAT}.")
-    return _pictures(path, how)
+        raise ValueError(f"{path} is not {TARGET_KINDS}.")
+    return _images(path, options)
 
 
-def _run(path: Path, how: Reading) -> Model:
-    args = FlowGRPOConfig.from_yaml(path / layout.CONFIG, how.overrides)
+def _run(path: Path, options: TargetOptions) -> ModelTarget:
+    args = FlowGRPOConfig.from_yaml(path / layout.CONFIG, options.overrides)
     what, folder = ("transformer", path / layout.TRANSFORMER) if args.lora is None else ("LoRA", path / layout.LORA)
     if not folder.is_dir():
         raise ValueError(f"the run {path} has no {what} yet: give one of its checkpoints, in {path / layout.CHECKPOINTS}.")
-    return Model(path.resolve().name, f"{what} {folder}", args, str(folder), found=path / layout.CONFIG)
+    return ModelTarget(path.resolve().name, f"{what} {folder}", args, str(folder), config_file=path / layout.CONFIG)
 
 
-def _checkpoint(path: Path, how: Reading) -> Model:
+def _checkpoint(path: Path, options: TargetOptions) -> ModelTarget:
     place = path.resolve()
     run = place.parent.parent
     if not (run / layout.CONFIG).is_file():
         raise ValueError(
-            f"the checkpoint {path} does not lie in its run's folder, whose {layout.CONFIG} says what it is of."
+            f"the checkpoint {path} is not in its run's folder, whose {layout.CONFIG} has its model and settings."
         )
-    args = FlowGRPOConfig.from_yaml(run / layout.CONFIG, how.overrides)
-    return Model(f"{run.name}/{place.name}", f"checkpoint {path}", args, checkpoint=place, found=run / layout.CONFIG)
+    args = FlowGRPOConfig.from_yaml(run / layout.CONFIG, options.overrides)
+    return ModelTarget(
+        f"{run.name}/{place.name}", f"checkpoint {path}", args, checkpoint=place, config_file=run / layout.CONFIG
+    )
 
 
-def _lora(path: Path, how: Reading) -> Model:
+def _lora(path: Path, options: TargetOptions) -> ModelTarget:
     folder = path.resolve() if path.is_dir() else path.resolve().parent
     places = (folder / layout.CONFIG, folder.parent / layout.CONFIG) if path.exists() else ()
-    own = next((file for file in places if file.is_file()), None) if how.config is None else None
-    config = how.config or own or how.beside
+    own = next((file for file in places if file.is_file()), None) if options.config is None else None
+    config = options.config or own or options.fallback_config
     if config is None:
-        raise ValueError(f"the LoRA {path} does not say which model it is for: give a config of that model by --config.")
-    args = FlowGRPOConfig.from_yaml(config, how.overrides)
-    return Model("/".join(path.parts[-2:]), f"LoRA {path}", args, str(path), found=own)
+        raise ValueError(
+            f"the LoRA {path} has no config.yaml that names its model: give a config of that model by --config."
+        )
+    args = FlowGRPOConfig.from_yaml(config, options.overrides)
+    return ModelTarget("/".join(path.parts[-2:]), f"LoRA {path}", args, str(path), config_file=own)
 
 
-def _model(name: str, how: Reading) -> Model:
-    found = layout.config_near(name) if how.config is None else None
-    config = how.config or found or how.beside
-    own = [*how.overrides, f"model={name}"]
-    args = FlowGRPOConfig.from_yaml(config, own) if config else FlowGRPOConfig.for_model(name, how.overrides)
-    return Model(name, f"base model {name}", args, found=found)
+def _model(name: str, options: TargetOptions) -> ModelTarget:
+    found = layout.config_near(name) if options.config is None else None
+    config = options.config or found or options.fallback_config
+    own = [*options.overrides, f"model={name}"]
+    args = FlowGRPOConfig.from_yaml(config, own) if config else FlowGRPOConfig.for_model(name, options.overrides)
+    return ModelTarget(name, f"base model {name}", args, config_file=found)
 
 
-def _pictures(path: Path, how: Reading) -> Pictures:
-    shown = gallery.read(path, how.prompts, how.sheet).head(how.limit)
-    return Pictures("/".join(path.parts[-2:]), f"pictures of {path}", shown)
+def _images(path: Path, options: TargetOptions) -> ImageTarget:
+    image_set = image_sets.read(path, options.prompts, options.grid).head(options.limit)
+    return ImageTarget("/".join(path.parts[-2:]), f"images of {path}", image_set)
 
 
 def _is_config(word: str) -> bool:

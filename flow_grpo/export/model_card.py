@@ -71,7 +71,7 @@ def write(folder: Path, run: RunReader, args: FlowGRPOConfig, step: int, merged:
         "curves": layout.CURVES if (folder / layout.CURVES).is_file() else None,
         "gallery": gallery_table(shown, ends) if shown else None,
         "warnings": [(row["step"], row["warning"]) for row in run.warnings],
-        "watched": bool(ends) and len(prompts) >= hacking.LEAST,
+        "watched": bool(ends) and len(prompts) >= hacking.MIN_PROMPTS,
         "limits": hacking.limits(),
         "gamed": {name: _sentence(name, "Gamed") for name in trained},
         "usage_code": usage_code(folder, args, run, merged, source),

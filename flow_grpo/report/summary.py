@@ -7,14 +7,14 @@ from typing import Any
 from flow_grpo.config import FlowGRPOConfig
 from flow_grpo.config.loading import flatten
 from flow_grpo.config.sections import RewardConfig
-from flow_grpo.evaluation.hacking import DIVERSITY, SHARPNESS, limits
+from flow_grpo.evaluation.hacking import DIVERSITY, HIGH_FREQUENCY_POWER, limits
 from flow_grpo.run_folder.reader import RunReader
 from flow_grpo.text import counted, duration, format_value, number, short_name
 
 ERRORS = 2.0  # standard errors from which on a change is called one
 LEAST = 0.06  # share of the time from which on a part of it is named
 TOLD = 0.1  # share of its best value from which on a fall of the images' own metrics is mentioned
-LOOKS = {"monitor/sharpness": SHARPNESS, "monitor/diversity": DIVERSITY}
+LOOKS = {"monitor/sharpness": HIGH_FREQUENCY_POWER, "monitor/diversity": DIVERSITY}
 PARTS = {"rollout": "drawing", "decode": "decoding", "reward": "scoring", "update": "updating"}
 
 

@@ -84,7 +84,7 @@ class SampleRecorder:
             "trained": trained,
             "prompts": prompts,
             "values": values,
-            "sharpness": found.sharpness.tolist(),
+            "sharpness": found.high_frequency_power.tolist(),
             "diversity": found.diversity.tolist(),
             "extremes": extremes,
         }

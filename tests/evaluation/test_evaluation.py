@@ -28,9 +28,10 @@ from flow_grpo.evaluation import measure as measures
 from flow_grpo.evaluation import tables
 from flow_grpo.evaluation.generate import generate_images
 from flow_grpo.evaluation.held_out import evaluate, save_before_after
+from flow_grpo.evaluation.image_metrics import BASE_DISTANCE, DIVERSITY, HIGH_FREQUENCY_POWER
 from flow_grpo.evaluation.measure import measure
-from flow_grpo.evaluation.scorecard import DISTANCE, DIVERSITY, FREQUENCIES, Measured, by_prompt, compile_card
-from flow_grpo.evaluation.targets import Model, Reading, find, reference
+from flow_grpo.evaluation.scorecard import TargetResult, build_scorecard, by_prompt
+from flow_grpo.evaluation.targets import ModelTarget, TargetOptions, reference, resolve_targets
 from flow_grpo.run_folder import checkpoint
 from flow_grpo.text import FORMULA
 
@@ -42,7 +43,7 @@ HOSTILE = '=1+1 | <script>alert(1)</script> `x` [a](b) "CAT" \x1b[31m\u202e'
 
 def card_of(targets, rows=None, kit=KIT):
     measured = list(measure(targets, rows, kit, total=False))
-    return compile_card(measured, {t.name: reference(t, targets).name for t in targets[1:]})
+    return build_scorecard(measured, {t.name: reference(t, targets).name for t in targets[1:]})
 
 
 @pytest.fixture(scope="module")
@@ -63,10 +64,10 @@ def run(tmp_path_factory) -> Path:
 def drawn(run):
     """Two seeds of two prompts by the run and by its parts, measured; a LoRA's config has other steps than its run's."""
     words = [run, run / "lora" / "pytorch_lora_weights.safetensors", run / "other", run / "checkpoints" / "step_000002"]
-    targets = find([str(word) for word in words], Reading())
+    targets = resolve_targets([str(word) for word in words], TargetOptions())
     fewer = targets[2].args.evaluation.model_copy(update={"steps": 1})
     targets[2] = replace(targets[2], args=targets[2].args.model_copy(update={"evaluation": fewer}))
-    return targets, list(measure(targets, measures.asked(PromptSet(SIGNS, [{}, {}]), 2, 1234), KIT, total=True))
+    return targets, list(measure(targets, measures.requests(PromptSet(SIGNS, [{}, {}]), 2, 1234), KIT, total=True))
 
 
 @pytest.fixture(scope="module")
@@ -85,9 +86,9 @@ def sheet(tmp_path_factory) -> Path:
 def test_a_sheet_scores_as_its_single_pictures_do(sheet):
     names = ["ocr", "ocr_exact", "color"]
     kit = rewards.WeightedSum({name: rewards.load(name) for name in names}, dict.fromkeys(names, 0.0))
-    grid, folder = measure(find([str(sheet / "grid.png"), str(sheet)], Reading()), None, kit, total=False)
+    grid, folder = measure(resolve_targets([str(sheet / "grid.png"), str(sheet)], TargetOptions()), None, kit, total=False)
     assert grid.values == folder.values
-    assert list(grid.values) == [*names, FREQUENCIES, DIVERSITY]
+    assert list(grid.values) == [*names, HIGH_FREQUENCY_POWER, DIVERSITY]
     assert len(set(grid.values["ocr"])) > 1
     for i, prompt in enumerate(grid.rows.prompts):
         alone = measures.score(ImageRecords(["0"], [prompt], [0], [{}]), lambda _, i=i: grid.rows.images([i]), kit, 1)
@@ -95,8 +96,10 @@ def test_a_sheet_scores_as_its_single_pictures_do(sheet):
 
 
 def test_a_model_on_a_sheets_prompts_and_seeds_is_the_sheet(sheet):
-    grid, model = find([str(sheet / "grid.png"), "tiny_ocr"], Reading(overrides=["evaluation.steps=1", "dtype=fp32"]))
-    card = card_of([grid, model], grid.gallery)
+    grid, model = resolve_targets(
+        [str(sheet / "grid.png"), "tiny_ocr"], TargetOptions(overrides=["evaluation.steps=1", "dtype=fp32"])
+    )
+    card = card_of([grid, model], grid.image_set)
     found = card.changes["base"]["brightness"]
     assert abs(found.difference.mean) < 0.5 / 255, "but for the file's eight bits"
     assert card.pairing == {"base": "2 prompts, 4 pairs of one prompt and seed"}
@@ -114,15 +117,15 @@ def test_run_lora_and_checkpoint_are_one_and_the_base_is_none_of_them(drawn):
     base, own, lora, other, state = found
     assert own.values == lora.values == state.values, "whatever was on the pipeline before, with the steps of the first"
     assert len({str(t.values["brightness"]) for t in (base, own, other)}) == 3
-    assert DISTANCE not in base.values
-    assert min(own.values[DISTANCE]) > 0
+    assert BASE_DISTANCE not in base.values
+    assert min(own.values[BASE_DISTANCE]) > 0
     assert all(t.values["reward"] == t.values["brightness"] for t in found)
 
 
 def test_its_first_pictures_are_those_of_the_evaluation_in_training(run, drawn):
     policy = tiny_policy()
     policy.load_lora(run / "lora")
-    expected = evaluate(policy, PromptSet(SIGNS, [{}, {}]), KIT, 3, 1234, 8)
+    expected = evaluate(policy, PromptSet(SIGNS, [{}, {}]), KIT, steps=3, seed=1234, microbatch=8)
     assert drawn[1][1].values["brightness"][::2] == pytest.approx(expected.values["brightness"].tolist(), abs=1e-6)
 
 
@@ -132,17 +135,17 @@ def test_two_evaluation_seeds_share_no_noise(monkeypatch):
     monkeypatch.setattr(sampling, "noise", lambda shape, *name: used.append(noise(shape, *name)) or used[-1])
     policy, prompts = tiny_policy(), PromptSet(SIGNS * 2, [{}] * 4)
     for seed in (1234, 1235):
-        evaluate(policy, prompts, KIT, 1, seed, 8, twice=2)
+        evaluate(policy, prompts, KIT, steps=1, seed=seed, microbatch=8, num_diversity_prompts=2)
     assert len(used) == 2 * (4 + 2)
     for i, one in enumerate(used):
         assert not any(torch.equal(one, other) for other in used[i + 1 :])
-    drawn = [set(measures.asked(prompts, 3, seed).seeds) for seed in range(1000, 1100)]
+    drawn = [set(measures.requests(prompts, 3, seed).seeds) for seed in range(1000, 1100)]
     assert len(set.union(*drawn)) == 100 * 4 * 3
 
 
 def test_sample_draws_an_evaluations_image_again_by_the_seed_that_is_kept_of_it(tmp_path):
     policy, prompts = tiny_policy(), PromptSet(SIGNS, [{}, {}])
-    found = evaluate(policy, prompts, KIT, 2, 1234, 8, keep=2)
+    found = evaluate(policy, prompts, KIT, steps=2, seed=1234, microbatch=8, num_kept_images=2)
     save_before_after(tmp_path, True, found.pictures, prompts.prompts, 1234, "tiny")
     images, cells = read_grid(tmp_path / "before.png")
     words = [
@@ -173,11 +176,11 @@ def test_pictures_of_before_and_after_from_different_noise_are_not_put_side_by_s
 
 
 def test_every_lora_is_compared_with_its_own_base(run, drawn):
-    targets = [*drawn[0][:2], Model("b2", "", FlowGRPOConfig.from_yaml("tiny_ocr", ["width=96"])), drawn[0][3]]
+    targets = [*drawn[0][:2], ModelTarget("b2", "", FlowGRPOConfig.from_yaml("tiny_ocr", ["width=96"])), drawn[0][3]]
     assert [reference(t, targets).name for t in targets[1:]] == ["base", "base", "base"]
-    targets[1] = Model("other", "", targets[2].args, lora="x")
+    targets[1] = ModelTarget("other", "", targets[2].args, lora="x")
     assert reference(targets[1], targets).name == "b2"
-    assert [t.name for t in find(["tiny"], Reading())] == ["base"]
+    assert [t.name for t in resolve_targets(["tiny"], TargetOptions())] == ["base"]
 
 
 @pytest.fixture
@@ -193,31 +196,31 @@ def test_a_merged_export_is_called_as_its_run_was_and_a_checkpoint_is_found_from
     for name in ("model_index.json", "flow_grpo.json"):
         (tmp_path / name).write_text("{}")
     (tmp_path / "config.yaml").write_text(short_run(tmp_path, "width=96").to_yaml())
-    merged = find([str(tmp_path)], Reading())[0].args
+    merged = resolve_targets([str(tmp_path)], TargetOptions())[0].args
     assert (merged.model, merged.width) == (str(tmp_path), 96)
     monkeypatch.chdir(run)
-    assert find(["checkpoints/step_000002"], Reading())[1].checkpoint == run / "checkpoints" / "step_000002"
+    assert resolve_targets(["checkpoints/step_000002"], TargetOptions())[1].checkpoint == run / "checkpoints" / "step_000002"
 
 
 def test_names_differ_even_from_those_of_base_models(base):
-    found = find([str(base)], Reading())
+    found = resolve_targets([str(base)], TargetOptions())
     assert [(t.name, t.is_base) for t in found] == [("base", True), ("base (2)", False)]
     wide = FlowGRPOConfig.from_yaml(base / "config.yaml", ["width=96"])
     (base.parent / "wide.yaml").write_text(wide.to_yaml())
-    others = find([str(base), str(base.parent / "wide.yaml")], Reading())
+    others = resolve_targets([str(base), str(base.parent / "wide.yaml")], TargetOptions())
     assert [t.name for t in others] == ["tiny", "tiny (2)", "base"]
     with pytest.raises(AssertionError, match="two targets of one name"):
-        compile_card([measured("a", [0.0], ["x"])] * 2, {})
+        build_scorecard([measured("a", [0.0], ["x"])] * 2, {})
 
 
 def test_one_base_model_by_two_configs_is_refused():
-    with pytest.raises(ValueError, match=r"^tiny_ocr and tiny_grpo are one base model, .* give one of them\.$"):
-        find(["tiny_ocr", "tiny_grpo"], Reading())
+    with pytest.raises(ValueError, match=r"^tiny_ocr and tiny_grpo are the same base model .* give one of them\.$"):
+        resolve_targets(["tiny_ocr", "tiny_grpo"], TargetOptions())
 
 
 def test_a_pipeline_is_told_by_what_it_is_called_with_in_any_order():
     one, two = (FlowGRPOConfig.for_model("tiny", [f"pipeline={{{call}}}"]) for call in ("a: 1, b: 2", "b: 2, a: 1"))
-    assert Model("x", "", one).pipeline == Model("y", "", two).pipeline
+    assert ModelTarget("x", "", one).pipeline == ModelTarget("y", "", two).pipeline
 
 
 def test_a_lora_is_called_as_its_run_was_unless_a_config_is_given_for_it(base):
@@ -229,9 +232,9 @@ def test_a_lora_is_called_as_its_run_was_unless_a_config_is_given_for_it(base):
     (base / "lora").mkdir()
     (base / "lora" / "a.safetensors").write_bytes(b"")
     words, own = [str(target), str(base / "lora"), str(loose)], FlowGRPOConfig.from_yaml(base / "config.yaml").width
-    assert [t.args.width for t in find(words, Reading()) if not t.is_base] == [own, 112]
-    assert [t.args.width for t in find(words, Reading(str(given))) if not t.is_base] == [96, 96]
-    with pytest.raises(ValueError, match="does not say which model it is for"):
+    assert [t.args.width for t in resolve_targets(words, TargetOptions()) if not t.is_base] == [own, 112]
+    assert [t.args.width for t in resolve_targets(words, TargetOptions(str(given))) if not t.is_base] == [96, 96]
+    with pytest.raises(ValueError, match="names its model"):
         eval_command(lora=[str(loose)])
 
 
@@ -241,7 +244,7 @@ def test_a_lora_is_called_as_its_run_was_unless_a_config_is_given_for_it(base):
         ("no_such", "there is no no_such: give a run folder"),
         ("EMPTY", "is not a run folder, a checkpoint"),
         ("NEW", "has no LoRA yet: give one of its checkpoints"),
-        ("LORA", "does not say which model it is for: give a config of that model by --config"),
+        ("LORA", "names its model: give a config of that model by --config"),
     ],
 )
 def test_a_word_that_stands_for_nothing_gets_a_sentence(tmp_path, run, word, sentence):
@@ -250,25 +253,25 @@ def test_a_word_that_stands_for_nothing_gets_a_sentence(tmp_path, run, word, sen
     (tmp_path / "NEW" / "config.yaml").write_text((run / "config.yaml").read_text())
     (tmp_path / "LORA" / "a.safetensors").write_bytes(b"")
     with pytest.raises(ValueError, match=sentence):
-        find([str(tmp_path / word) if word.isupper() else word], Reading())
+        resolve_targets([str(tmp_path / word) if word.isupper() else word], TargetOptions())
     with pytest.raises(ValueError, match="is given twice"):
-        find(["tiny_ocr", "tiny_ocr"], Reading())
+        resolve_targets(["tiny_ocr", "tiny_ocr"], TargetOptions())
 
 
 def measured(name, values, prompts, seeds=None, metadata=None):
     rows = ImageRecords(
         [f"{i}.png" for i in range(len(prompts))], prompts, seeds or [None] * len(prompts), metadata or [{}] * len(prompts)
     )
-    return Measured(name, "pictures", rows, {"m": values})
+    return TargetResult(name, "pictures", rows, {"m": values})
 
 
 def test_prompts_count_and_not_pictures():
     once = measured("a", [0.1, 0.2, 0.6], ["x", "y", "z"])
     often = measured("b", [0.1] * 5 + [0.2] + [0.6] * 2, ["x"] * 5 + ["y"] + ["z"] * 2)
-    card = compile_card([once, often], {"b": "a"})
+    card = build_scorecard([once, often], {"b": "a"})
     assert card.means["a"]["m"].estimate == pytest.approx(card.means["b"]["m"].estimate)
     assert card.means["b"]["m"].prompts == 3
-    assert card.means["b"]["m"].pictures == 8
+    assert card.means["b"]["m"].images == 8
 
 
 def test_pairs_are_of_one_prompt_and_seed_wherever_they_stand():
@@ -277,13 +280,13 @@ def test_pairs_are_of_one_prompt_and_seed_wherever_they_stand():
     first = measured("a", [values[k] for k in keys], [p for p, _ in keys], [s for _, s in keys])
     turned = [("p0", 2), *keys[::-1]]  # and one that the first has not
     second = measured("b", [values.get(k, 99.0) + 0.01 for k in turned], [p for p, _ in turned], [s for _, s in turned])
-    card = compile_card([first, second], {"b": "a"})
+    card = build_scorecard([first, second], {"b": "a"})
     found = card.changes["b"]["m"]
     assert (found.difference.mean, found.difference.half) == pytest.approx((0.01, 0))
     assert (found.prompts, card.pairing["b"]) == (10, "10 prompts, 20 pairs of one prompt and seed")
     assert found.significant
     elsewhere = measured("c", first.values["m"], [p for p, _ in keys], [s + 5 for _, s in keys])
-    assert compile_card([first, elsewhere], {"c": "a"}).pairing["c"] == "10 prompts, not by seed: they share none"
+    assert build_scorecard([first, elsewhere], {"c": "a"}).pairing["c"] == "10 prompts, not by seed: they share none"
 
 
 def test_a_pair_needs_a_number_on_both_sides():
@@ -291,14 +294,14 @@ def test_a_pair_needs_a_number_on_both_sides():
     first = measured("a", [0.0, 1.0, 0.5, 0.7], prompts, seeds)
     second = measured("b", [math.nan, 1.1, 0.6, 0.8], prompts, seeds)
     second.values["other"] = first.values["other"] = [0.0] * 4
-    card = compile_card([first, second], {"b": "a"})
+    card = build_scorecard([first, second], {"b": "a"})
     assert card.changes["b"]["m"].difference.mean == pytest.approx(0.1), "not that of x's two seeds"
     assert [(name, c.prompts, c.pairs) for name, c in card.changes["b"].items()] == [("m", 2, 3), ("other", 2, 4)]
     assert tables.as_json(card, {})["targets"]["b"]["differences"]["m"]["pairs"] == 3
 
 
 def test_other_prompts_are_compared_unpaired_and_that_is_said():
-    card = compile_card([measured("a", [0.0] * 6, list("abcdef")), measured("b", [1.0] * 5, list("vwxyz"))], {"b": "a"})
+    card = build_scorecard([measured("a", [0.0] * 6, list("abcdef")), measured("b", [1.0] * 5, list("vwxyz"))], {"b": "a"})
     assert card.pairing["b"] == "unpaired: no prompt is in both"
     assert card.changes["b"]["m"].prompts == 0
     assert card.changes["b"]["m"].p == pytest.approx(2 / math.comb(11, 5))
@@ -306,9 +309,9 @@ def test_other_prompts_are_compared_unpaired_and_that_is_said():
 
 def test_categories_count_alike_whatever_their_size():
     tags = [{"tag": tag, "include": []} for tag in ("one", "two", "two", "two")]
-    card = compile_card([measured("a", [1.0, 0.0, 0.0, 0.3], list("wxyz"), metadata=tags)], {})
+    card = build_scorecard([measured("a", [1.0, 0.0, 0.0, 0.3], list("wxyz"), metadata=tags)], {})
     assert card.categories["tag"]["two"]["a"]["m"].mean == pytest.approx(0.1)
-    assert card.over_categories("tag", "a", "m") == pytest.approx(0.55)
+    assert card.macro_average("tag", "a", "m") == pytest.approx(0.55)
     assert list(card.categories) == ["tag"], "a list is no category"
 
 
@@ -321,15 +324,15 @@ def test_diversity_is_the_mean_over_a_prompts_pairs():
 
 def test_chunks_keep_a_prompts_pictures_together():
     prompts = list("abacbbdd")
-    found = list(measures.chunks(prompts, 3))
+    found = list(measures.prompt_batches(prompts, 3))
     assert sorted(i for rows in found for i in rows) == list(range(8))
     assert [{prompts[i] for i in rows} for rows in found] == [{"a"}, {"b"}, {"c", "d"}]
 
 
 def test_a_limit_is_of_prompts_and_of_pictures_too(sheet):
-    shown = find([str(sheet / "grid.png")], Reading(limit=1))[0].gallery
+    shown = resolve_targets([str(sheet / "grid.png")], TargetOptions(limit=1))[0].image_set
     assert (shown.prompts, shown.seeds) == ([SIGNS[0]] * 2, [0, 1])
-    assert torch.equal(shown.pixels, find([str(sheet)], Reading())[0].gallery.pixels[:2])
+    assert torch.equal(shown.pixels, resolve_targets([str(sheet)], TargetOptions())[0].image_set.pixels[:2])
 
 
 def test_a_limit_counts_different_prompts_although_a_file_repeats_them():
@@ -352,16 +355,16 @@ def test_a_setting_may_be_longer_than_a_files_name():
 
 
 def test_a_score_that_is_no_number_stops_or_is_left_out_and_is_never_a_zero(sheet):
-    target = find([str(sheet)], Reading())
+    target = resolve_targets([str(sheet)], TargetOptions())
     with pytest.raises(ValueError, match="reward bad returned nan for the prompt"):
         list(measure(target, None, rewards.WeightedSum({"bad": nan}, {"bad": 0.0}), total=False))
     kit = rewards.WeightedSum({"u": sometimes_nan, "nan": nan}, {"u": 0.0, "nan": 0.0}, drop_on_error=["u", "nan"])
-    prompts = [prompt.replace("STRAWBERRY", "BUS") for prompt in target[0].gallery.prompts]
-    rows = ImageRecords(target[0].gallery.labels, prompts, target[0].gallery.seeds, target[0].gallery.metadata)
-    found = Measured("a", "", rows, measures.score(rows, target[0].gallery.images, kit, 64))
-    card = compile_card([found], {})
-    assert "nan" not in card.measures
-    assert card.means["a"]["u"].pictures == 3
+    prompts = [prompt.replace("STRAWBERRY", "BUS") for prompt in target[0].image_set.prompts]
+    rows = ImageRecords(target[0].image_set.labels, prompts, target[0].image_set.seeds, target[0].image_set.metadata)
+    found = TargetResult("a", "", rows, measures.score(rows, target[0].image_set.images, kit, 64))
+    card = build_scorecard([found], {})
+    assert "nan" not in card.metrics
+    assert card.means["a"]["u"].images == 3
     assert by_prompt(found, "u")[prompts[3]] == found.values["u"][3]
     assert [row["u"] for row in csv.DictReader(io.StringIO(tables.as_csv(card)))].count("") == 1
     assert "NaN" not in json.dumps(tables.as_json(card, {}), allow_nan=False)
@@ -375,7 +378,7 @@ def hostile(tmp_path):
     values = [
         measured(name, [0.1, shift], [HOSTILE, "fine"], [0, 0], metadata) for name, shift in ((HOSTILE, 0.2), ("b", -0.3))
     ]
-    return compile_card(values, {"b": HOSTILE})
+    return build_scorecard(values, {"b": HOSTILE})
 
 
 def test_hostile_text_stays_text_on_the_console(hostile):

@@ -8,25 +8,25 @@ import pytest
 import torch
 
 from flow_grpo.evaluation import hacking, image_metrics
-from flow_grpo.evaluation.hacking import DIVERSITY, SHARPNESS, Reading
+from flow_grpo.evaluation.hacking import DIVERSITY, HIGH_FREQUENCY_POWER, EvaluationRecord
 
 RECORDED = Path(__file__).parent / "recorded"
 
 
-def reading(step: int, reward: float, clip: float, noise: float = 0.0, seed: int = 0, prompts: int = 64) -> Reading:
+def reading(step: int, reward: float, clip: float, noise: float = 0.0, seed: int = 0, prompts: int = 64) -> EvaluationRecord:
     """Prompts that differ by much, each moved alike but for the noise."""
     draw = random.Random(1000 * seed + step)
     of = [0.3 * ((i * 37) % prompts) / prompts for i in range(prompts)]
     near = lambda mean, spread: [mean + o + draw.gauss(0, spread) for o in of]  # noqa: E731
-    looks = {SHARPNESS: near(0.05, noise / 10), DIVERSITY: near(0.3, noise)[:16]}
-    return Reading(step, near(reward, noise), {"clip": near(clip, noise)}, looks)
+    looks = {HIGH_FREQUENCY_POWER: near(0.05, noise / 10), DIVERSITY: near(0.3, noise)[:16]}
+    return EvaluationRecord(step, near(reward, noise), {"clip": near(clip, noise)}, looks)
 
 
 def test_a_held_out_reward_that_falls_while_the_trained_one_rises_is_caught():
     history = [reading(0, 0.5, 0.80), reading(10, 0.6, 0.85), reading(20, 0.7, 0.80)]
-    assert hacking.falls(history[:2]) == {}
-    assert list(hacking.falls(history)) == ["clip"]
-    since, share = hacking.falls(history)["clip"]
+    assert hacking.detect_drops(history[:2]) == {}
+    assert list(hacking.detect_drops(history)) == ["clip"]
+    since, share = hacking.detect_drops(history)["clip"]
     assert since == 10, "its best evaluation"
     assert share == pytest.approx(0.05 / 1.0, rel=0.05)
     sentence = hacking.warnings(history)["clip"]
@@ -35,50 +35,52 @@ def test_a_held_out_reward_that_falls_while_the_trained_one_rises_is_caught():
 
 
 def test_what_falls_together_with_the_trained_reward_is_not_hacking():
-    assert hacking.falls([reading(0, 0.5, 0.8), reading(10, 0.5, 0.6)]) == {}
-    assert hacking.falls([reading(0, 0.5, 0.8), reading(10, 0.3, 0.6)]) == {}
+    assert hacking.detect_drops([reading(0, 0.5, 0.8), reading(10, 0.5, 0.6)]) == {}
+    assert hacking.detect_drops([reading(0, 0.5, 0.8), reading(10, 0.3, 0.6)]) == {}
     setback = [reading(0, 0.5, 0.8), reading(10, 0.9, 0.9), reading(20, 0.8, 0.7)]
-    assert hacking.falls(setback) == {}, "both are above the first, and have fallen since"
+    assert hacking.detect_drops(setback) == {}, "both are above the first, and have fallen since"
 
 
 def test_a_trifle_that_all_prompts_share_does_not_warn():
-    assert hacking.falls([reading(0, 0.5, 0.8), reading(10, 0.7, 0.79)]) == {}
+    assert hacking.detect_drops([reading(0, 0.5, 0.8), reading(10, 0.7, 0.79)]) == {}
 
 
 def test_noise_does_not_warn():
     """A trained reward that rises, and a measure that only trembles by 12 % of its size from prompt to prompt, in 10 evaluations."""
     runs = 300
     histories = [[reading(step, 0.5 + 0.02 * step, 0.8, 0.12, seed) for step in range(10)] for seed in range(runs)]
-    caught = sum(any(hacking.falls(history[: n + 1]) for n in range(1, 10)) for history in histories)
+    caught = sum(any(hacking.detect_drops(history[: n + 1]) for n in range(1, 10)) for history in histories)
     assert caught / runs < 0.05
     fallen = [[*history[:9], reading(9, 0.68, 0.8 - 0.12, 0.12, seed)] for seed, history in enumerate(histories)]
-    assert sum("clip" in hacking.falls(history) for history in fallen) / runs > 0.95, "and a fall of that size is seen in it"
+    assert sum("clip" in hacking.detect_drops(history) for history in fallen) / runs > 0.95, (
+        "and a fall of that size is seen in it"
+    )
 
 
 def test_few_prompts_say_nothing_and_prompts_without_a_number_are_left_out():
     few = [reading(0, 0.5, 0.8, prompts=7), reading(10, 0.7, 0.4, prompts=7)]
-    assert hacking.falls(few) == {}
+    assert hacking.detect_drops(few) == {}
     history = [reading(0, 0.5, 0.8), reading(10, 0.7, 0.7)]
     history[1].held_out["clip"][0] = float("nan")
     history[0].reward[1] = float("nan")
-    assert list(hacking.falls(history)) == ["clip"]
+    assert list(hacking.detect_drops(history)) == ["clip"]
 
 
-@pytest.mark.parametrize(("name", "enough", "trifle"), [(SHARPNESS, 0.6, 0.7), (DIVERSITY, 0.2, 0.3)])
+@pytest.mark.parametrize(("name", "enough", "trifle"), [(HIGH_FREQUENCY_POWER, 0.6, 0.7), (DIVERSITY, 0.2, 0.3)])
 def test_pictures_that_lose_their_looks_are_caught(name, enough, trifle):
     for factor, caught in ((enough, [name]), (trifle, [])):
         history = [reading(0, 0.5, 0.8), reading(10, 0.7, 0.8)]
-        history[1].looks[name] = [factor * value for value in history[0].looks[name]]
-        assert list(hacking.falls(history)) == caught
+        history[1].image_metrics[name] = [factor * value for value in history[0].image_metrics[name]]
+        assert list(hacking.detect_drops(history)) == caught
 
 
 def test_the_best_evaluation_is_that_of_the_rewards_that_are_not_trained_on():
     history = [reading(0, 0.5, 0.8), reading(10, 0.6, 0.9), reading(20, 0.9, 0.7)]
-    assert hacking.best(history) == 10
-    assert hacking.best([reading(0, 0.5, 0.8), reading(10, 0.9, 0.7)]) == 0, "the base model"
-    alone = [Reading(r.step, r.reward, {}, r.looks) for r in history]
-    assert hacking.best(alone) == 20, "without others, the trained one decides"
-    assert hacking.best([history[0], reading(10, 0.5, 0.8)]) == 0, "the earliest of equals"
+    assert hacking.best_step(history) == 10
+    assert hacking.best_step([reading(0, 0.5, 0.8), reading(10, 0.9, 0.7)]) == 0, "the base model"
+    alone = [EvaluationRecord(r.step, r.reward, {}, r.image_metrics) for r in history]
+    assert hacking.best_step(alone) == 20, "without others, the trained one decides"
+    assert hacking.best_step([history[0], reading(10, 0.5, 0.8)]) == 0, "the earliest of equals"
 
 
 def test_sharpness_is_what_a_blur_takes_away_and_distance_is_symmetric():
@@ -95,26 +97,28 @@ def test_sharpness_is_what_a_blur_takes_away_and_distance_is_symmetric():
     assert image_metrics.rms_difference(images, images + 0.25).tolist() == pytest.approx([0.25] * 3, rel=1e-5)
 
 
-def recorded(name: str) -> list[Reading]:
+def recorded(name: str) -> list[EvaluationRecord]:
     """128 held-out prompts of a run of `compare/awm_attention` with other rewards, as it kept them: 24 steps, seed 0."""
     rows = json.loads((RECORDED / f"{name}.json").read_text())
-    looks = [{SHARPNESS: row["sharpness"], DIVERSITY: row["diversity"]} for row in rows]
-    return [Reading(row["step"], row["reward"], row["held_out"], look) for row, look in zip(rows, looks, strict=True)]
+    looks = [{HIGH_FREQUENCY_POWER: row["sharpness"], DIVERSITY: row["diversity"]} for row in rows]
+    return [
+        EvaluationRecord(row["step"], row["reward"], row["held_out"], look) for row, look in zip(rows, looks, strict=True)
+    ]
 
 
 def test_a_run_on_jpeg_size_alone_is_caught_before_ocr_has_lost_a_tenth():
     history = recorded("jpeg_size")
-    caught = [n for n in range(1, len(history)) if hacking.falls(history[: n + 1])]
+    caught = [n for n in range(1, len(history)) if hacking.detect_drops(history[: n + 1])]
     assert caught
     ocr = [sum(reading.held_out["ocr"]) / len(reading.held_out["ocr"]) for reading in history]
     assert 0.9 * ocr[0] < ocr[caught[0]] < ocr[0]
     assert ocr[-1] < ocr[caught[0]], "and it goes on to fall"
-    assert all("ocr" in hacking.falls(history[: n + 1]) for n in caught)
+    assert all("ocr" in hacking.detect_drops(history[: n + 1]) for n in caught)
 
 
 def test_a_run_on_ocr_and_clip_is_not_flagged():
     history = recorded("ocr_clip")
     assert history[-1].held_out["ocr_exact"].count(1.0) > 1.3 * history[0].held_out["ocr_exact"].count(1.0), "it learned"
     for n in range(1, len(history)):
-        assert hacking.falls(history[: n + 1]) == {}
-    assert hacking.best(history) == 24
+        assert hacking.detect_drops(history[: n + 1]) == {}
+    assert hacking.best_step(history) == 24

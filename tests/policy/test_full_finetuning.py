@@ -11,7 +11,7 @@ from support.process_runs import config, finished, run_alone, same, start
 from flow_grpo.distributed.processes import Processes
 from flow_grpo.evaluation import measure, targets
 from flow_grpo.evaluation.generate import generate_images
-from flow_grpo.evaluation.targets import Model
+from flow_grpo.evaluation.targets import ModelTarget
 from flow_grpo.plan.estimate import StepEstimator
 from flow_grpo.policy.loading import load_policy
 from flow_grpo.policy.policy import Policy
@@ -140,14 +140,14 @@ def test_eval_puts_a_run_and_a_checkpoint_on_and_takes_them_off(trained):
     plain = weights(policy)
     with trainer.policy.ema.applied():
         averaged = weights(trainer.policy)
-    base, run = Model("base", "", trainer.args), targets.find([str(folder)], targets.Reading())[-1]
+    base, run = ModelTarget("base", "", trainer.args), targets.resolve_targets([str(folder)], targets.TargetOptions())[-1]
     for target, expected in (
         (run, {name: value.bfloat16() for name, value in averaged.items()}),
         (base, plain),
-        (Model("checkpoint", "", trainer.args, checkpoint=folder / "checkpoints" / "step_000002"), averaged),
+        (ModelTarget("checkpoint", "", trainer.args, checkpoint=folder / "checkpoints" / "step_000002"), averaged),
         (base, plain),
     ):
-        measure.dress(policy, target)
+        measure.load_target_weights(policy, target)
         assert equal(weights(policy), expected), target.name
 
 
