@@ -95,7 +95,7 @@ def test_plan_a_dry_run_and_the_look_at_a_reward_say_what_they_are_at(tmp_path, 
     monkeypatch.setattr(block_speed, "SECONDS", 0.0)
     dry_run(short_run(tmp_path / "run"))
     pictures = RewardInputs(torch.rand(2, 3, 8, 8), ["a", "b"], {})
-    reward_probe.examine("own", lambda: lambda images, prompts: images.mean((1, 2, 3)), pictures)
+    reward_probe.measure("own", lambda: lambda images, prompts: images.mean((1, 2, 3)), pictures)
     brightness = f"{SAMPLE_REWARDS}:brightness"
     for what in (
         "following the code of tiny",
@@ -104,4 +104,4 @@ def test_plan_a_dry_run_and_the_look_at_a_reward_say_what_they_are_at(tmp_path, 
         "loading reward own",
     ):
         assert what in names
-    assert "scoring 2 images by own, as they are and spoiled" in names
+    assert "scoring 2 images by own, original and perturbed" in names

@@ -40,7 +40,7 @@ def doctor(
 ) -> None:
     """Check a run before it starts: machine, prompts, rewards, groups, two updates, costs. Or check a model, or measure step variance.
 
-    Each check has a verdict: fine, warning or wrong, and then what to do. If anything is wrong the exit status is 1.
+    Each check is ok, a warning or an error, with advice. After an error the exit status is 1.
 
     [bold]flow-grpo doctor tiny_grpo[/bold]
     [bold]flow-grpo doctor --model ./my-model height=512 width=512[/bold]
@@ -48,6 +48,7 @@ def doctor(
     """
     from flow_grpo.config import FlowGRPOConfig
     from flow_grpo.doctor import show
+    from flow_grpo.doctor.step_variance import check_step_variance
 
     step_variance = (step_variance or explore) and model is None
     out = out or Path("explore.png" if explore else "step_variance.png")
@@ -59,13 +60,13 @@ def doctor(
     try:
         if model is not None:
             settings = [*([config] if "=" in config else []), *(overrides or [])]
-            passed = show.model(console, _load(model, settings), json_file)
+            passed = show.check_model(console, _load(model, settings), json_file)
         elif step_variance:
             names = [name.strip() for name in transitions.split(",")]
             levels = [_noise_level(level) for level in noise_levels.split(",")]
-            show.explore(console, FlowGRPOConfig.from_yaml(config, overrides), names, levels, out)
+            check_step_variance(console, FlowGRPOConfig.from_yaml(config, overrides), names, levels, out)
         else:
-            passed = show.examine(console, FlowGRPOConfig.from_yaml(config, overrides), json_file)
+            passed = show.check_run(console, FlowGRPOConfig.from_yaml(config, overrides), json_file)
     except KeyboardInterrupt:
         raise typer.Exit(INTERRUPTED) from None
     if not passed:

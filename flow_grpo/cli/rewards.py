@@ -93,9 +93,9 @@ def probe(
     file = out or Path(f"reward_{re.sub(r'[^A-Za-z0-9]+', '_', reward)}.png")
     prepare_file(file)
     inputs = RewardInputs(found.images(), found.prompts, found.columns())
-    stats = reward_probe.examine(reward, lambda: rewards.load(reward, **options), inputs)
+    stats = reward_probe.measure(reward, lambda: rewards.load(reward, **options), inputs)
     reward_probe.show(console, f"{reward} on {counted(len(found), 'image')} of {images}", stats)
-    reward_probe.sheet(file, reward, inputs, found.labels, stats.values[reward_probe.PLAIN])
+    reward_probe.save_ranked(file, reward, inputs, found.labels, stats.values[reward_probe.ORIGINAL])
     say(f"best to worst: {file}")
 
 

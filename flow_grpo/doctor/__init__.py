@@ -1,1 +1,1 @@
-"""Checks before a run. Each file measures and judges one topic."""
+"""Checks before a run. One file per topic: each measures, judges what it measured, and words the result."""

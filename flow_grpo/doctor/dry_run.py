@@ -10,7 +10,7 @@ from flow_grpo.config import FlowGRPOConfig
 from flow_grpo.config.sections import RewardConfig
 from flow_grpo.data import prompt_overlap
 from flow_grpo.data.prompts import PromptSet, load_prompts
-from flow_grpo.doctor.rewards import PERSON
+from flow_grpo.doctor.rewards import HUMAN
 from flow_grpo.evaluation.group_dependence import COSTLY
 from flow_grpo.plan.estimate import StepEstimator, UntraceableModel, rates_of, slower_dtype
 from flow_grpo.plan.hardware import GB, Hardware
@@ -171,7 +171,7 @@ def _rewards(args: FlowGRPOConfig, prompts: PromptSet | None, size: tuple[int, i
 
 def _call(name: str, setting: RewardConfig, images: torch.Tensor, batch: PromptBatch) -> bool:
     """Whether the reward was called."""
-    if name == PERSON and setting.remote is None:
+    if name == HUMAN and setting.remote is None:
         reward_kit.check_options(name, **setting.options)  # building it would open a page
         return False
     reward = load_reward(name, setting)

@@ -1,76 +1,95 @@
-"""Whether a pipeline keeps the conventions that let it be trained: looked at on the model itself, check by check.
+"""Can a pipeline be trained? One check after another, on the model itself.
 
-The tests ask the same of every family they know; `flow-grpo doctor --model` asks it of a model of one's own.
+The tests run the same checks on every supported pipeline family; `flow-grpo doctor --model` runs them on a model of the user's.
 """
 
 import tempfile
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from flow_grpo import sampling, sde
+from flow_grpo.doctor.result import ERROR, OK, CheckResult
 from flow_grpo.policy.policy import Policy
 from flow_grpo.types import Schedule
 
 PROMPTS = ["a red cat", "a blue dog on a very long and winding road"]
-STEPS = 3
-CLOSE = {torch.float32: 1e-3, torch.bfloat16: 0.1, torch.float16: 0.02}  # of a pixel in [0, 1], by what is computed in
+NUM_STEPS = 3
+PIXEL_TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.1, torch.float16: 0.02}  # pixels in [0, 1], by the policy's dtype
+EXPECTED = (
+    RuntimeError,
+    ValueError,
+    TypeError,
+    IndexError,
+    AttributeError,
+    AssertionError,
+    KeyError,
+)  # of an unfit pipeline
 
 
-@dataclass(frozen=True)
-class Check:
-    name: str
-    number: str
-    verdict: str
-    fine: bool
-
-
-def examine(policy: Policy) -> Iterator[Check]:
-    """One check after another, on pictures of the call's size. The policy must not have a LoRA; it gets one on the way."""
-    look = _Look(policy)
-    for check in (look.own_call, look.lora, look.gradients, look.replay, look.timesteps, look.prompts, look.saved):
+def check_model(policy: Policy) -> Iterator[CheckResult]:
+    """Checks the model on images of the call's size. The policy must not have a LoRA; it gets one on the way."""
+    checks = CompatibilityChecks(policy)
+    for check in (
+        checks.matches_pipeline,
+        checks.lora_on_off,
+        checks.gradients,
+        checks.replay,
+        checks.timesteps,
+        checks.prompts,
+        checks.lora_roundtrip,
+    ):
         try:
             yield check()
-        except (RuntimeError, ValueError, TypeError, IndexError, AttributeError, AssertionError, KeyError) as error:
+        except EXPECTED as error:
             first = (str(error).splitlines() or [""])[0][:120]
-            yield Check(_title(check), type(error).__name__, f"fails: {first}", False)
+            yield CheckResult(_title(check), type(error).__name__, ERROR, f"fails: {first}")
 
 
 def _title(check: Callable) -> str:
+    """The first line of its docstring."""
     return (check.__doc__ or "").rstrip(".")
 
 
-class _Look:
+def _result(check: Callable, value: str, passed: bool, otherwise: str) -> CheckResult:
+    return CheckResult(_title(check), value, OK if passed else ERROR, "" if passed else otherwise)
+
+
+class CompatibilityChecks:
+    """Checks that run in this order: the second one adds a LoRA, and the last one removes it and loads it again."""
+
     def __init__(self, policy: Policy) -> None:
         self.policy = policy
-        self.close = CLOSE[policy.dtype]
+        self.tolerance = PIXEL_TOLERANCE[policy.dtype]
 
-    def _start(self, prompts: list[str]) -> Tensor:
+    def _initial_latents(self, prompts: list[str]) -> Tensor:
         return torch.cat([self.policy.initial_latents([prompt], seed) for seed, prompt in enumerate(prompts)])
 
-    def _velocity(self, steps: int = STEPS) -> tuple[Schedule, Callable[[Tensor, int, Tensor], Tensor]]:
+    def _velocity(self, steps: int = NUM_STEPS) -> tuple[Schedule, Callable[[Tensor, int, Tensor], Tensor]]:
         schedule, _ = self.policy.schedule(steps)
         return schedule, self.policy.velocity_fn(schedule, self.policy.encode(PROMPTS))
 
-    def _pictures(self, start: Tensor) -> Tensor:
+    def _images(self, start: Tensor) -> Tensor:
         schedule, velocity = self._velocity()
         trajectory = sampling.rollout(velocity, schedule, start, microbatch=1)
         return self.policy.decode(trajectory.final, 1)
 
-    def own_call(self) -> Check:
-        """Without noise it draws the pipeline's own picture."""
-        expected = self.policy.diffusers_image(PROMPTS[0], STEPS, seed=0)
-        off = (self._pictures(self._start(PROMPTS))[:1] - expected).abs().max().item()
-        return self._verdict(
-            self.own_call, f"{off:.1e}", off < self.close, "the velocity is not the one that it samples with"
+    def matches_pipeline(self) -> CheckResult:
+        """ODE sampling gives the image of the pipeline's own call."""
+        expected = self.policy.diffusers_image(PROMPTS[0], NUM_STEPS, seed=0)
+        difference = (self._images(self._initial_latents(PROMPTS))[:1] - expected).abs().max().item()
+        return _result(
+            self.matches_pipeline,
+            f"{difference:.1e}",
+            difference < self.tolerance,
+            "the velocity differs from the one that the pipeline samples with",
         )
 
-    def lora(self) -> Check:
-        """A LoRA finds its modules, and switched off it is the base model."""
-        x, rows = self._start(PROMPTS), torch.arange(2)
+    def lora_on_off(self) -> CheckResult:
+        """A LoRA finds its modules, and without it the model is the base model."""
+        x, rows = self._initial_latents(PROMPTS), torch.arange(2)
         _, velocity = self._velocity()
         with torch.no_grad():
             base = velocity(x, 0, rows)
@@ -82,27 +101,27 @@ class _Look:
             with self.policy.reference():
                 same = torch.equal(velocity(x, 0, rows), base)
         count = sum("lora_A" in name for name in self.policy.trainable_parameters())
-        return self._verdict(
-            self.lora, f"{count} modules", same and moved > 0, "switched off, it does not give the base model"
+        return _result(
+            self.lora_on_off, f"{count} modules", same and moved > 0, "without the LoRA, the model is not the base model"
         )
 
-    def gradients(self) -> Check:
+    def gradients(self) -> CheckResult:
         """Gradients reach the LoRA."""
         _, velocity = self._velocity()
-        velocity(self._start(PROMPTS), 0, torch.arange(2)).square().mean().backward()
+        velocity(self._initial_latents(PROMPTS), 0, torch.arange(2)).square().mean().backward()
         found = [p.grad is not None and bool(p.grad.any()) for p in self.policy.trainable_parameters().values()]
         for parameter in self.policy.trainable_parameters().values():
             parameter.grad = None
         share = sum(found) / len(found)
-        # a last block may throw away what it computes of the text
-        return self._verdict(
+        # the last block may discard its text features
+        return _result(
             self.gradients, f"{share:.0%}", share > 0.8, "set lora.targets to modules that the velocity depends on"
         )
 
-    def replay(self) -> Check:
-        """A stored step, computed again, has a ratio of exactly 1."""
+    def replay(self) -> CheckResult:
+        """A sampled step, computed again, has a ratio of exactly 1."""
         schedule, velocity = self._velocity()
-        start = self._start(PROMPTS)
+        start = self._initial_latents(PROMPTS)
         noise = sampling.noise(start.shape, 0, "doctor")
         trajectory = sampling.rollout(
             velocity,
@@ -114,45 +133,44 @@ class _Look:
             noise_level=0.7,
             step_noise=lambda i: noise,
         )
-        _, mean, std = sampling.replay(velocity, trajectory, 0, torch.arange(2), "cps", 0.7)
+        _, mean, std = sampling.replay(velocity, trajectory, k=0, rows=torch.arange(2), transition="cps", noise_level=0.7)
         ratio = (sde.log_prob(trajectory.x_next[:, 0], mean, std) - trajectory.log_prob_BK[:, 0]).exp()
-        off = (ratio - 1).abs().max().item()
-        return self._verdict(self.replay, f"{off:.1e}", off == 0, "look for dropout, or kernels that are not deterministic")
+        difference = (ratio - 1).abs().max().item()
+        return _result(
+            self.replay, f"{difference:.1e}", difference == 0, "look for dropout, or kernels that are not deterministic"
+        )
 
-    def timesteps(self) -> Check:
-        """Rows of a call can have timesteps of their own."""
+    def timesteps(self) -> CheckResult:
+        """Rows of a batch can have different timesteps."""
         schedule, _ = self.policy.schedule(4)
         conditioning, rows = self.policy.encode(PROMPTS), torch.arange(2)
-        x, timesteps = self._start(PROMPTS), schedule.timesteps[[0, 2]]
+        x, timesteps = self._initial_latents(PROMPTS), schedule.timesteps[[0, 2]]
         with torch.no_grad():
             both = self.policy.velocity(x, timesteps, conditioning, rows)
             alone = [self.policy.velocity(x[i : i + 1], timesteps[i], conditioning, rows[i : i + 1]) for i in range(2)]
-        off = ((both - torch.cat(alone)).abs().max() / both.abs().max()).item()
-        how = "in one call" if self.policy.supports_per_sample_timesteps else "in calls of their own"
-        return self._verdict(self.timesteps, how, off < self.close, "they change each other's velocity")
+        difference = ((both - torch.cat(alone)).abs().max() / both.abs().max()).item()
+        how = "in one call" if self.policy.supports_per_sample_timesteps else "in one call per timestep"
+        return _result(self.timesteps, how, difference < self.tolerance, "they change each other's velocity")
 
-    def prompts(self) -> Check:
-        """A prompt does not change what becomes of another."""
+    def prompts(self) -> CheckResult:
+        """A prompt does not change the result for another one."""
         _, velocity = self._velocity()
-        x, same = self._start(PROMPTS), torch.zeros(2, dtype=torch.long)
+        x, same = self._initial_latents(PROMPTS), torch.zeros(2, dtype=torch.long)
         with torch.no_grad():
             both, alone = velocity(x, 0, torch.arange(2)), velocity(x[same], 0, same)
-        off = ((both[0] - alone[0]).abs().max() / alone[0].abs().max()).item()
+        difference = ((both[0] - alone[0]).abs().max() / alone[0].abs().max()).item()
         kinds = len(self.policy.encode(PROMPTS).call_group.unique())
-        how = "in one call" if kinds == 1 else "each length in calls of its own"
-        return self._verdict(self.prompts, how, off < self.close, "rows of a call are mixed up")
+        how = "in one call" if kinds == 1 else "in one call per prompt length"
+        return _result(self.prompts, how, difference < self.tolerance, "rows of a batch change each other")
 
-    def saved(self) -> Check:
-        """The saved LoRA gives the same picture in plain diffusers."""
-        start = self._start(PROMPTS)
-        expected = self._pictures(start)[:1]
+    def lora_roundtrip(self) -> CheckResult:
+        """The saved LoRA gives the same image in plain diffusers."""
+        start = self._initial_latents(PROMPTS)
+        expected = self._images(start)[:1]
         with tempfile.TemporaryDirectory() as folder:
             file = self.policy.lora.save(Path(folder))
             self.policy.lora.remove()
             self.policy.load_lora(folder)
-        found = self.policy.diffusers_image(PROMPTS[0], STEPS, seed=0)
-        off = (found - expected).abs().max().item()
-        return self._verdict(self.saved, file.name, off < self.close, f"its picture is off by {off:.1e}")
-
-    def _verdict(self, check: Callable, number: str, fine: bool, otherwise: str) -> Check:
-        return Check(_title(check), number, "fine" if fine else otherwise, fine)
+        found = self.policy.diffusers_image(PROMPTS[0], NUM_STEPS, seed=0)
+        difference = (found - expected).abs().max().item()
+        return _result(self.lora_roundtrip, file.name, difference < self.tolerance, f"its image differs by {difference:.1e}")

@@ -1,4 +1,7 @@
-"""What a reward likes, seen before anyone trains on it: pictures as they are and spoiled, its time, its memory, its whims."""
+"""What a reward measures: its values on original and perturbed images, its time and memory, whether it repeats its values.
+
+`measure` and `show` are `flow-grpo rewards test`; `call_once` and `probe` are the doctor's.
+"""
 
 import inspect
 import statistics
@@ -25,9 +28,10 @@ from flow_grpo.progress import phase
 from flow_grpo.text import counted
 from rewards import user_code
 
-BINS, BAR = 10, 32
-AGAIN = 32  # pictures that `look_at` scores once more
-PLAIN = "as they are"
+NUM_BINS, BAR_WIDTH = 10, 32  # of the histogram
+NUM_TIMED = 5  # images that `measure` scores one by one
+NUM_REPEATED = 32  # images that `probe` scores several times
+ORIGINAL = "original"
 
 
 def mismatched(inputs: RewardInputs) -> RewardInputs | None:
@@ -56,48 +60,49 @@ def perturbed(inputs: RewardInputs) -> dict[str, RewardInputs]:
 
 
 @dataclass(frozen=True)
-class Findings:
-    """Values (B,) of the pictures as they are and spoiled; seconds and megabytes; whether it repeats itself."""
-
-    values: dict[str, Tensor]
-    seconds_alone: float  # one picture, the median of five
-    seconds_together: float  # all pictures
-    megabytes: float  # how much the most that this process ever took grew, by loading and scoring
-    repeats: bool  # the same pictures twice give the same bits
-    batch_matters: float  # the largest difference between a picture alone and among the others
-    by_group: bool  # a picture's value depends on the other pictures of its prompt
+class RewardStats:
+    values: dict[str, Tensor]  # (B,) for the original images and each perturbation
+    seconds_per_image: float  # scored one by one, the median
+    seconds_per_batch: float  # scored together
+    megabytes: float  # by which loading and scoring raised the peak memory of the process
+    deterministic: bool  # the same images give the same bits
+    batch_difference: float  # the largest difference between an image alone and in a batch
+    depends_on_group: bool
 
 
-def examine(name: str, load: Callable[[], rewards.Reward], pictures: RewardInputs) -> Findings:
+def measure(name: str, load: Callable[[], rewards.Reward], inputs: RewardInputs) -> RewardStats:
     """Loads a reward and measures it. ValueError as of `rewards.score`."""
-    before = _most_megabytes()
+    memory_before = _peak_megabytes()
     with phase(f"loading reward {name}"):
         reward = load()
-    with phase(f"scoring {counted(len(pictures.prompts), 'image')} by {name}, as they are and spoiled"):
-        plain = pictures.score(name, reward)  # the first call loads what it needs
-        seconds, again = _timed(lambda: pictures.score(name, reward))
-        few = [pictures.take([i]) for i in range(min(5, len(plain)))]
-        alone = [_timed(lambda one=one: one.score(name, reward)) for one in few]  # type: ignore[misc]
-        values = {PLAIN: plain, **{how: wrong.score(name, reward) for how, wrong in perturbed(pictures).items()}}
-    return Findings(
-        values,
-        statistics.median(s for s, _ in alone),
-        seconds,
-        _most_megabytes() - before,
-        torch.equal(plain, again),
-        float((torch.cat([v for _, v in alone]) - plain[: len(alone)]).abs().max()),
-        depends_on_group(name, reward, pictures),
+    with phase(f"scoring {counted(len(inputs.prompts), 'image')} by {name}, original and perturbed"):
+        original = inputs.score(name, reward)  # the first call loads what it needs
+        seconds, again = _timed(lambda: inputs.score(name, reward))
+        one_by_one = [
+            _timed(lambda i=i: inputs.take([i]).score(name, reward))  # type: ignore[misc]
+            for i in range(min(NUM_TIMED, len(original)))
+        ]
+        values = {ORIGINAL: original, **{how: one.score(name, reward) for how, one in perturbed(inputs).items()}}
+    alone = torch.cat([value for _, value in one_by_one])
+    return RewardStats(
+        values=values,
+        seconds_per_image=statistics.median(s for s, _ in one_by_one),
+        seconds_per_batch=seconds,
+        megabytes=_peak_megabytes() - memory_before,
+        deterministic=torch.equal(original, again),
+        batch_difference=float((alone - original[: len(alone)]).abs().max()),
+        depends_on_group=depends_on_group(name, reward, inputs),
     )
 
 
 @dataclass(frozen=True)
-class Glance:
-    """What a reward says of B images, by one call."""
+class RewardCall:
+    """What one call on B images returned and did."""
 
     values: Tensor  # (B,)
-    seconds: float  # an image
-    changed: bool  # it wrote into its images
-    gradient: bool  # its values carry one
+    seconds: float  # for each image
+    wrote_images: bool  # it wrote into the images that it was given
+    has_gradient: bool
     settings: tuple[str, ...]  # of the whole process, that it changed
 
     @property
@@ -105,105 +110,109 @@ class Glance:
         return bool(self.values.min() == self.values.max())
 
     @property
-    def usable(self) -> bool:
+    def finite(self) -> bool:
         return bool(self.values.isfinite().all())
 
 
 @dataclass(frozen=True)
-class Look(Glance):
-    """And of n of them: twice, and with the prompts of others."""
+class RewardProbe(RewardCall):
+    """And what it returned for n of the images, scored twice and with the prompts of others."""
 
-    once: Tensor  # (n,)
-    again: Tensor  # (n,)
+    first: Tensor  # (n,)
+    second: Tensor  # (n,)
     mismatched: Tensor | None  # (n,), if there is more than one prompt
-    by_group: bool  # a picture's value depends on the other pictures of its prompt
+    depends_on_group: bool
 
     @property
-    def reads(self) -> bool:
-        """Whether the prompt moves it, by more than chance does."""
+    def reads_prompt(self) -> bool:
+        """Whether the prompt changes the value by more than the reward's own noise does."""
         if self.mismatched is None:
             return False
-        return bool((self.mismatched - self.once).abs().mean() > 2 * (self.again - self.once).abs().mean())
+        return bool((self.mismatched - self.first).abs().mean() > 2 * (self.second - self.first).abs().mean())
 
 
-def glance_at(name: str, reward: rewards.Reward, pictures: RewardInputs) -> Glance:
-    """Scores the pictures once. ValueError as of `rewards.call_reward`."""
-    given, notes = pictures.images.clone(), {"gradient": False}
+def call_once(name: str, reward: rewards.Reward, inputs: RewardInputs) -> RewardCall:
+    """Scores the images once. ValueError as of `rewards.call_reward`."""
+    images, gradient = inputs.images.clone(), {"found": False}
     seconds, values = _timed(
-        lambda: rewards.call_reward(name, _noting(reward, notes), given, pictures.prompts, pictures.columns)
+        lambda: rewards.call_reward(name, _watching_gradient(reward, gradient), images, inputs.prompts, inputs.columns)
     )
-    changed = not torch.equal(given, pictures.images)
-    settings = tuple(user_code.changed.get(f"reward {name}", ()))
-    return Glance(values, seconds / len(pictures.prompts), changed, notes["gradient"], settings)
+    return RewardCall(
+        values=values,
+        seconds=seconds / len(inputs.prompts),
+        wrote_images=not torch.equal(images, inputs.images),
+        has_gradient=gradient["found"],
+        settings=tuple(user_code.changed.get(f"reward {name}", ())),
+    )
 
 
-def look_at(name: str, reward: rewards.Reward, pictures: RewardInputs) -> Look:
-    """Scores the pictures a few times. ValueError as of `rewards.call_reward`."""
-    count = len(pictures.prompts)
-    some = pictures.take(list(range(0, count, -(-count // AGAIN))))
-    mixed = mismatched(some)
+def probe(name: str, reward: rewards.Reward, inputs: RewardInputs) -> RewardProbe:
+    """Scores the images several times. ValueError as of `rewards.call_reward`."""
+    count = len(inputs.prompts)
+    some = inputs.take(list(range(0, count, -(-count // NUM_REPEATED))))
+    wrong = mismatched(some)
     # the first call loads what it needs, the last one is timed
-    once, again, *wrong, whole = [glance_at(name, reward, of) for of in (some, some, mixed, pictures) if of is not None]
-    seen = [once, again, *wrong, whole]
-    changed, gradient = any(one.changed for one in seen), any(one.gradient for one in seen)
-    mismatch = wrong[0].values if wrong else None
-    return Look(
-        values=whole.values,
-        seconds=whole.seconds,
-        changed=changed,
-        gradient=gradient,
-        settings=whole.settings,
-        once=once.values,
-        again=again.values,
-        mismatched=mismatch,
-        by_group=depends_on_group(name, reward, pictures),
+    first, second = (call_once(name, reward, some) for _ in range(2))
+    mismatch = None if wrong is None else call_once(name, reward, wrong)
+    everything = call_once(name, reward, inputs)
+    calls = [call for call in (first, second, mismatch, everything) if call is not None]
+    return RewardProbe(
+        values=everything.values,
+        seconds=everything.seconds,
+        wrote_images=any(call.wrote_images for call in calls),
+        has_gradient=any(call.has_gradient for call in calls),
+        settings=everything.settings,
+        first=first.values,
+        second=second.values,
+        mismatched=None if mismatch is None else mismatch.values,
+        depends_on_group=depends_on_group(name, reward, inputs),
     )
 
 
-def _noting(reward: rewards.Reward, notes: dict[str, bool]) -> rewards.Reward:
-    """The reward, which notes whether its values carry a gradient."""
+def _watching_gradient(reward: rewards.Reward, gradient: dict[str, bool]) -> rewards.Reward:
+    """The reward, which sets gradient["found"] if its values carry a gradient."""
 
     def call(images: Tensor, prompts: list[str], **metadata: Any) -> Any:
-        found = reward(images, prompts, **metadata)
-        notes["gradient"] |= isinstance(found, Tensor) and found.requires_grad
-        return found
+        values = reward(images, prompts, **metadata)
+        gradient["found"] |= isinstance(values, Tensor) and values.requires_grad
+        return values
 
-    what = reward.forward if isinstance(reward, torch.nn.Module) else reward
-    call.__signature__ = inspect.signature(what)  # type: ignore[attr-defined]  # it says which metadata the reward takes
+    target = reward.forward if isinstance(reward, torch.nn.Module) else reward
+    call.__signature__ = inspect.signature(target)  # type: ignore[attr-defined]  # names the metadata that it takes
     return call
 
 
-def show(console: Console, title: str, found: Findings) -> None:
-    """The values in a table and as a histogram, and what it costs."""
-    plain = found.values[PLAIN]
+def show(console: Console, title: str, stats: RewardStats) -> None:
+    """Prints the values as a table and a histogram, and the costs."""
+    original = stats.values[ORIGINAL]
     table = Table(title=escape(title), title_justify="left", box=SIMPLE_HEAD)
-    for column in ("", "mean", "std", "lowest", "highest", "fell for"):
+    for column in ("", "mean", "std", "lowest", "highest", "share lower"):
         table.add_column(column, justify="right" if column else "left")
-    for how, values in found.values.items():
+    for how, values in stats.values.items():
         numbers = (values.mean(), values.std(correction=0), values.min(), values.max())
-        fell = "" if how == PLAIN else f"{(values < plain).float().mean():.0%}"
-        table.add_row(how, *(f"{number:.4f}" for number in numbers), fell)
+        lower = "" if how == ORIGINAL else f"{(values < original).float().mean():.0%}"
+        table.add_row(how, *(f"{number:.4f}" for number in numbers), lower)
     console.print(table)
     console.print()
-    for low, high, count in histogram(plain):
-        bar = "█" * round(BAR * count / len(plain)) or ("▏" if count else "")
+    for low, high, count in histogram(original):
+        bar = "█" * round(BAR_WIDTH * count / len(original)) or ("▏" if count else "")
         console.print(f"{low:10.4f} … {high:<10.4f} [cyan]{bar}[/cyan] {count or ''}", highlight=False)
-    count = len(plain)
     lines = [
-        f"one picture {found.seconds_alone * 1000:.1f} ms, {count} together {count / found.seconds_together:.1f} a second",
-        f"{found.megabytes:.0f} MB more memory",
-        "the same pictures give the same values" if found.repeats else "[bold]the same pictures give other values[/bold]",
-        f"a picture alone differs from itself in a batch by at most {found.batch_matters:.2g}",
+        f"{stats.seconds_per_image * 1000:.1f} ms per image one by one, {len(original) / stats.seconds_per_batch:.1f} images per second "
+        "in a batch",
+        f"{stats.megabytes:.0f} MB more memory",
+        "deterministic: " + ("yes" if stats.deterministic else "[bold]no, the same images get other values[/bold]"),
+        f"largest difference between an image alone and in a batch: {stats.batch_difference:.2g}",
     ]
-    if found.by_group:
+    if stats.depends_on_group:
         lines.append(f"[bold]warning: {GROUP_DEPENDENT}[/bold]")
     console.print("\n" + "\n".join(lines), highlight=False)
 
 
 def histogram(values: Tensor) -> list[tuple[float, float, int]]:
-    """Lower end, upper end and count of each bin; one bin if all values are the same."""
+    """Lower end, upper end and count of each bin; one bin if all values are equal."""
     low, high = values.min().item(), values.max().item()
-    bins = BINS if high > low else 1
+    bins = NUM_BINS if high > low else 1
     edges = torch.linspace(low, high, bins + 1).tolist()
     places = (
         ((values - low) / (high - low) * bins).long().clamp(max=bins - 1) if high > low else torch.zeros(len(values)).long()
@@ -212,12 +221,12 @@ def histogram(values: Tensor) -> list[tuple[float, float, int]]:
     return list(zip(edges[:-1], edges[1:], counts, strict=True))
 
 
-def sheet(path: Path, name: str, pictures: RewardInputs, names: list[str], values: Tensor) -> None:
-    """The pictures from the best to the worst, each with its value."""
+def save_ranked(path: Path, name: str, inputs: RewardInputs, labels: list[str], values: Tensor) -> None:
+    """Writes the images from the highest value to the lowest, each with its value, as one grid."""
     order = values.argsort(descending=True, stable=True).tolist()
-    cells = [ImageInfo(pictures.prompts[i], i, names[i]) for i in order]
+    infos = [ImageInfo(inputs.prompts[i], i, labels[i]) for i in order]
     notes = [f"{name} {values[i]:.4f}" for i in order]
-    save_grid(path, pictures.images[order], cells, columns=min(8, len(order)), notes=notes)
+    save_grid(path, inputs.images[order], infos, columns=min(8, len(order)), notes=notes)
 
 
 def _timed(work: Callable[[], Any]) -> tuple[float, Any]:
@@ -226,8 +235,8 @@ def _timed(work: Callable[[], Any]) -> tuple[float, Any]:
     return time.perf_counter() - started, result
 
 
-def _most_megabytes() -> float:
-    """The most memory that this process, or the accelerator for it, has held so far."""
+def _peak_megabytes() -> float:
+    """Peak memory of this process so far, plus its peak on the accelerator."""
     import resource
 
     unit = 1 if sys.platform == "darwin" else 1024  # bytes there, kilobytes elsewhere

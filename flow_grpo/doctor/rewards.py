@@ -1,181 +1,200 @@
-"""A look at each reward before a run: what it says of pictures of the run, and a verdict on each of its ills."""
+"""Checks of each reward on images of the run: values, determinism, prompts, other images, side effects, time."""
 
 from collections.abc import Collection
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from flow_grpo.doctor.result import FINE, WARNING, WRONG, Level, Verdict
-from flow_grpo.doctor.reward_probe import Glance, Look, glance_at, look_at
+from flow_grpo.doctor.result import ERROR, OK, WARNING, CheckResult, Status
+from flow_grpo.doctor.reward_probe import RewardCall, RewardProbe, call_once, probe
 from flow_grpo.evaluation.group_dependence import GROUP_DEPENDENT, RewardInputs
 from rewards import WeightedSum
 
-PERSON = "human"  # the reward that is never looked at
+HUMAN = "human"  # the reward that no check calls
 
 
-def scores(
-    sums: WeightedSum, rolled: Collection[str], pictures: RewardInputs, images: int, drawing: float
-) -> tuple[dict[str, Glance], list[Verdict]]:
-    """What each reward that could score the pictures says of them, and the verdicts on all. A person is not asked.
+@dataclass(frozen=True)
+class RewardChecks:
+    """What the rewards that could score the images returned, and the results."""
+
+    calls: dict[str, RewardCall]
+    results: list[CheckResult]
+
+
+def check_rewards(
+    rewards: WeightedSum, in_rollouts: Collection[str], inputs: RewardInputs, group_size: int, sampling_seconds: float
+) -> RewardChecks:
+    """Checks each reward but a human one.
 
     Args:
-        sums: of all rewards; a weight of 0 is not trained on.
-        rolled: the names of those that a rollout calls; of the others, which evaluations call, one call has to do.
-        images: of a prompt.
-        drawing: seconds that drawing the pictures took.
+        rewards: all rewards of the run; those with weight 0 are only measured.
+        in_rollouts: the names of rewards that rollouts call. The others, which only evaluations call, are called once.
+        sampling_seconds: what sampling the images took.
     """
-    looks: dict[str, Glance] = {}
-    broken, trained = {}, sums.weights
-    names = sorted(sums.rewards, key=lambda name: not trained[name])  # the trained ones first
+    calls: dict[str, RewardCall] = {}
+    errors: dict[str, str] = {}
+    names = sorted(rewards.rewards, key=lambda name: not rewards.weights[name])  # the trained ones first
     for name in names:
-        if name == PERSON:
+        if name == HUMAN:
             continue
         try:
-            looks[name] = (look_at if name in rolled else glance_at)(name, sums.rewards[name], pictures)
+            calls[name] = (probe if name in in_rollouts else call_once)(name, rewards.rewards[name], inputs)
         except ValueError as error:
-            broken[name] = str(error)
-    scoring = sum(look.seconds for name, look in looks.items() if name in rolled)
-    whole, found = drawing / len(pictures.prompts) + scoring, []
+            errors[name] = str(error)
+    scoring = sum(call.seconds for name, call in calls.items() if name in in_rollouts)
+    rollout, results = sampling_seconds / len(inputs.prompts) + scoring, []
     for name in names:
-        title, drop = name, name in sums.drop_on_error
-        if name == PERSON:
-            found.append(not_asked(title))
-            continue
-        if name in broken:
-            found.append(failed(title, broken[name], drop))
-            continue
-        look, others = looks[name], [one for other, one in looks.items() if other != name and trained[other]]
-        if trained[name]:
-            assert isinstance(look, Look)
-            found += judge_trained(title, look, images, drop, [one for one in others if isinstance(one, Look)])
+        drops = name in rewards.drop_on_error
+        if name == HUMAN:
+            results.append(human_skipped(name))
+        elif name in errors:
+            results.append(failed(name, errors[name], drops))
         else:
-            found += judge_watched(title, look, drop)
-        found.append(latency(title, look.seconds, look.seconds / whole if name in rolled else None))
-    return looks, found
+            call = calls[name]
+            if rewards.weights[name]:
+                others = [calls[other] for other in calls if other != name and rewards.weights[other]]
+                results += check_trained(name, call, group_size, drops, others)
+            else:
+                results += check_monitored(name, call, drops)
+            results.append(latency(name, call.seconds, call.seconds / rollout if name in in_rollouts else None))
+    return RewardChecks(calls, results)
 
 
-def by_brightness(images: Tensor, prompts: list[str], **metadata: Any) -> Tensor:
-    """In a person's place, for whom nothing is shown: of a prompt's pictures the brightest is the best."""
+def can_score(rewards: WeightedSum, calls: dict[str, RewardCall]) -> bool:
+    """Whether these rewards of a rollout would not stop the run."""
+    called = [name for name in rewards.rewards if name != HUMAN]
+    return all(name in calls and (calls[name].finite or name in rewards.drop_on_error) for name in called)
+
+
+def replace_human_reward(rewards: WeightedSum) -> None:
+    """Puts brightness in place of a human reward, so that nobody is asked and no vote on these images is kept."""
+    if HUMAN in rewards.rewards:
+        rewards.rewards[HUMAN] = brightness
+
+
+def brightness(images: Tensor, prompts: list[str], **metadata: Any) -> Tensor:
     return images.mean((1, 2, 3))
 
 
-def judge_trained(title: str, look: Look, images: int, drop: bool, others: list[Look]) -> list[Verdict]:
-    """The verdicts on a reward that is trained on: `images` in a group, `others` that are trained on beside it."""
+def check_trained(name: str, call: RewardCall, group_size: int, drops: bool, others: list[RewardCall]) -> list[CheckResult]:
+    """The results for a reward that is trained on, together with `others`."""
+    assert isinstance(call, RewardProbe)
     alone = all(other.constant for other in others)
-    found = [values(title, look.values, drop, WRONG if alone else WARNING)]
-    if look.usable and not look.constant:
-        by_group = look.values.view(-1, images)
-        within = by_group.std(1, correction=0).mean().item()
-        found += [spread(title, by_group), repeats(title, look.once, look.again, within)]
-    if look.usable and look.mismatched is not None:
-        change = (look.mismatched - look.once).mean().item()
-        found.append(reads_prompt(title, look.reads, change, any(other.reads for other in others)))
-    return [*found, group_free(title, look.by_group), side_effects(title, look)]
+    results = [values(name, call.values, drops, if_constant=ERROR if alone else WARNING)]
+    if call.finite and not call.constant:
+        groups = call.values.view(-1, group_size)
+        within = groups.std(1, correction=0).mean().item()
+        results += [group_std(name, groups), determinism(name, call.first, call.second, within)]
+    if call.finite and call.mismatched is not None:
+        change = (call.mismatched - call.first).mean().item()
+        another = any(isinstance(other, RewardProbe) and other.reads_prompt for other in others)
+        results.append(reads_prompt(name, call.reads_prompt, change, another))
+    return [*results, group_dependence(name, call.depends_on_group), side_effects(name, call)]
 
 
-def judge_watched(title: str, look: Glance, drop: bool) -> list[Verdict]:
-    """Of a reward that is measured and not trained on."""
-    found = [values(title, look.values, drop, FINE)]
-    return [*found, side_effects(title, look)] if look.changed or look.settings else found
+def check_monitored(name: str, call: RewardCall, drops: bool) -> list[CheckResult]:
+    """The results for a reward that is measured and not trained on."""
+    results = [values(name, call.values, drops, if_constant=OK)]
+    return [*results, side_effects(name, call)] if call.wrote_images or call.settings else results
 
 
-# -- from numbers to verdicts -----------------------------------------------------------------------------------------
+# -- judging ----------------------------------------------------------------------------------------------------------
 
 
-def not_asked(name: str) -> Verdict:
-    says = "a person's time is for the run; where a rollout wants a ranking, the brightest picture is the best."
-    return Verdict(f"{name}: values", "not asked", FINE, says)
+def human_skipped(name: str) -> CheckResult:
+    message = "no person is asked before the run; where a rollout needs a ranking, brightness gives it."
+    return CheckResult(f"{name}: values", "not called", OK, message)
 
 
-def failed(name: str, error: str, drops: bool) -> Verdict:
-    """drops: whether its on_error leaves out what it can't score."""
-    more = "" if drops else " Mend it; on_error=drop leaves out what it can't score now and then."
-    return Verdict(f"{name}: values", "none", WRONG, f"{error.rstrip('.')}.{more}")
+def failed(name: str, error: str, drops: bool) -> CheckResult:
+    """drops: whether its on_error drops the groups of images that it can't score."""
+    advice = "" if drops else " Fix it; if it fails only now and then, on_error=drop leaves out those images."
+    return CheckResult(f"{name}: values", "none", ERROR, f"{error.rstrip('.')}.{advice}")
 
 
-def values(name: str, found: Tensor, drops: bool, constant: Level) -> Verdict:
-    """found (B,): of pictures of several prompts; constant: how bad it is if all are the same, FINE for one that is not trained on."""
+def values(name: str, found: Tensor, drops: bool, if_constant: Status) -> CheckResult:
+    """found (B,): of images of several prompts; if_constant: the status if all are equal, OK for one that is not trained on."""
     check, finite = f"{name}: values", found[found.isfinite()]
     missing = len(found) - len(finite)
     if missing:
-        level = WARNING if drops and len(finite) else WRONG
-        says = "are not finite: " + ("those groups are left out." if drops else "mend it, or set its on_error=drop.")
-        return Verdict(check, f"{missing} of {len(found)}", level, says)
+        status = WARNING if drops and len(finite) else ERROR
+        message = "are not finite: " + ("those groups are left out." if drops else "fix it, or set its on_error=drop.")
+        return CheckResult(check, f"{missing} of {len(found)}", status, message)
     low, high = found.min(), found.max()
     if low == high:
-        says = "all are the same" + ("" if constant == FINE else ", so it tells no picture from another.")
-        return Verdict(check, f"{low:.3g}", constant, says)
-    number, solved, hopeless = f"{low:.3g} to {high:.3g}", (found == high).float().mean(), (found == low).float().mean()
-    if constant != FINE and solved >= 0.9:
-        return Verdict(check, number, WARNING, f"{solved:.0%} get the highest: take harder prompts or a stricter reward.")
-    if constant != FINE and hopeless >= 0.9:
-        says = f"{hopeless:.0%} get the lowest: take easier prompts or a milder reward, or fine-tune first (`stages`)."
-        return Verdict(check, number, WARNING, says)
-    return Verdict(check, number, FINE, f"mean {found.mean():.3g}")
+        message = "all are equal" + ("" if if_constant == OK else ", so it does not distinguish images.")
+        return CheckResult(check, f"{low:.3g}", if_constant, message)
+    value, at_high, at_low = f"{low:.3g} to {high:.3g}", (found == high).float().mean(), (found == low).float().mean()
+    if if_constant != OK and at_high >= 0.9:
+        message = f"{at_high:.0%} have the highest: use harder prompts or a stricter reward."
+        return CheckResult(check, value, WARNING, message)
+    if if_constant != OK and at_low >= 0.9:
+        message = (
+            f"{at_low:.0%} have the lowest: use easier prompts or a milder reward, or fine-tune the model first (`stages`)."
+        )
+        return CheckResult(check, value, WARNING, message)
+    return CheckResult(check, value, OK, f"mean {found.mean():.3g}")
 
 
-def spread(name: str, found: Tensor) -> Verdict:
-    """found (P, G), not all the same: whether there are differences between the images of a prompt, which alone can be learnt from."""
-    check, within, whole = f"{name}: within a group", found.std(1, correction=0).mean(), found.std(correction=0)
-    number = f"std {within:.2g}"
-    if within > 1e-5 * whole:
-        return Verdict(check, number, FINE, f"of {whole:.2g} in all")
-    return Verdict(
-        check, number, WRONG, "the images of a prompt all get the same: it looks at the prompt, not at the picture."
-    )
+def group_std(name: str, groups: Tensor) -> CheckResult:
+    """groups (P, G): values that are not all equal. The policy learns from differences between the images of a prompt."""
+    check, within, overall = f"{name}: std within groups", groups.std(1, correction=0).mean(), groups.std(correction=0)
+    if within > 1e-5 * overall:
+        return CheckResult(check, f"{within:.2g}", OK, f"of {overall:.2g} over all images")
+    message = "the images of a prompt all get the same value: it depends on the prompt and not on the image."
+    return CheckResult(check, f"{within:.2g}", ERROR, message)
 
 
-def repeats(name: str, once: Tensor, again: Tensor, within: float) -> Verdict:
-    """once, again (n,): of the very same pictures; within: std of the reward within a group."""
-    check = f"{name}: scored twice"
-    if torch.equal(once, again):
-        return Verdict(check, "the same", FINE)
-    noise = ((once - again).square().mean() / 2).sqrt().item()
-    number = f"std {noise:.2g}"
+def determinism(name: str, first: Tensor, second: Tensor, within: float) -> CheckResult:
+    """first, second (n,): values of the same images; within: standard deviation within a group."""
+    check = f"{name}: deterministic"
+    if torch.equal(first, second):
+        return CheckResult(check, "yes", OK)
+    noise = ((first - second).square().mean() / 2).sqrt().item()
+    value = f"no, noise std {noise:.2g}"
     if noise**2 > 0.5 * within**2:
-        return Verdict(check, number, WRONG, "most of what tells images apart is its own chance: seed it, or average calls.")
-    says = f"chance, beside {within:.2g} within a group: seed it if you can."
-    return Verdict(check, number, WARNING, says)
+        message = "most of the difference between images is its own noise: seed it, or average several calls."
+        return CheckResult(check, value, ERROR, message)
+    return CheckResult(check, value, WARNING, f"std within groups is {within:.2g}: seed it if you can.")
 
 
-def reads_prompt(name: str, reads: bool, change: float, others: bool) -> Verdict:
-    """change: what another picture's prompt does to it on average; others: whether another trained reward reads prompts."""
+def reads_prompt(name: str, reads: bool, change: float, another: bool) -> CheckResult:
+    """change: mean effect of another image's prompt; another: whether another trained reward reads prompts."""
     check = f"{name}: reads the prompt"
     if reads:
-        return Verdict(check, "yes", FINE, f"{change:+.2g} with a wrong prompt")
-    if others:
-        return Verdict(check, "no", FINE, "another one does")
-    says = "pictures may forget what was asked for: add a reward that reads it, such as clip, or a kl_weight."
-    return Verdict(check, "no", WARNING, says)
+        return CheckResult(check, "yes", OK, f"{change:+.2g} with a wrong prompt")
+    if another:
+        return CheckResult(check, "no", OK, "another reward does")
+    message = "the images may lose their prompts: add a reward that reads it, such as clip, or a kl_weight."
+    return CheckResult(check, "no", WARNING, message)
 
 
-def group_free(name: str, by_group: bool) -> Verdict:
-    """by_group: whether an image's value depends on the other images of its prompt."""
-    check = f"{name}: other images of a prompt"
-    return Verdict(check, "matter", WARNING, GROUP_DEPENDENT) if by_group else Verdict(check, "don't matter", FINE)
+def group_dependence(name: str, depends: bool) -> CheckResult:
+    check = f"{name}: depends on other images"
+    return CheckResult(check, "yes", WARNING, GROUP_DEPENDENT) if depends else CheckResult(check, "no", OK)
 
 
-def side_effects(name: str, look: Glance) -> Verdict:
-    """Whether it wrote into the images that it was given, changed the process, or keeps a graph."""
+def side_effects(name: str, call: RewardCall) -> CheckResult:
     check = f"{name}: side effects"
-    if look.changed:
-        return Verdict(
-            check, "images changed", WRONG, "it writes into its images, which other rewards see: let it copy them."
-        )
-    if look.settings:
-        says = f"it changes {', '.join(look.settings)} for the whole process, which is set back after each call."
-        return Verdict(check, "settings changed", WARNING, says)
-    if look.gradient:
-        return Verdict(check, "a gradient", WARNING, "its values keep a graph that nothing uses: run it under no_grad.")
-    return Verdict(check, "none", FINE)
+    if call.wrote_images:
+        message = "it writes into the images that it is given, which other rewards get too: let it copy them."
+        return CheckResult(check, "images changed", ERROR, message)
+    if call.settings:
+        message = f"it changes {', '.join(call.settings)} of the whole process; this is undone after each call."
+        return CheckResult(check, "settings changed", WARNING, message)
+    if call.has_gradient:
+        return CheckResult(check, "a gradient", WARNING, "its values keep an unused graph: run it under torch.no_grad().")
+    return CheckResult(check, "none", OK)
 
 
-def latency(name: str, seconds: float, share: float | None) -> Verdict:
-    """seconds: of a picture; share: of the time that drawing and scoring take in a rollout, None if it is not called there."""
-    check, number = f"{name}: a picture", f"{1000 * seconds:.1f} ms"
+def latency(name: str, seconds: float, share: float | None) -> CheckResult:
+    """seconds: for each image; share: of the time of a rollout, None if no rollout calls it."""
+    check, value = f"{name}: time per image", f"{1000 * seconds:.1f} ms"
     if share is None:
-        return Verdict(check, number, FINE, "in evaluations alone, loading included")
+        return CheckResult(check, value, OK, "in evaluations only, with loading")
     if share <= 0.5:
-        return Verdict(check, number, FINE, f"{share:.0%} of a rollout")
-    return Verdict(check, number, WARNING, f"{share:.0%} of a rollout: score in larger batches, or elsewhere by `remote`.")
+        return CheckResult(check, value, OK, f"{share:.0%} of a rollout")
+    message = f"{share:.0%} of a rollout: score larger batches, or run it on another machine by `remote`."
+    return CheckResult(check, value, WARNING, message)

@@ -247,9 +247,9 @@ def test_doctor_measures_the_variance_of_each_step(trained):
         (["compare", "short.yaml", "--target", "nan"], "--target nan is not a number that a metric reaches"),
         (["compare", "short.yaml", "short.yaml"], "two of the configs have one file name"),
         (["compare", "short.yaml", "--set", "evaluation.prompts=null"], "names no held-out prompts"),
-        (["doctor", "short.yaml", "--step-variance", "--transitions", "cp"], "cp is no stochastic transition"),
-        (["doctor", "tiny_ocr", "--step-variance"], "samples the ODE, where no step explores"),
-        (["doctor", "tiny_ocr", "--explore"], "samples the ODE, where no step explores"),  # its name until 0.3
+        (["doctor", "short.yaml", "--step-variance", "--transitions", "cp"], "cp is not a stochastic transition"),
+        (["doctor", "tiny_ocr", "--step-variance"], "samples the ODE, which has no stochastic steps"),
+        (["doctor", "tiny_ocr", "--explore"], "samples the ODE, which has no stochastic steps"),  # its name until 0.3
         (["doctor", "short.yaml", "--step-variance", "--noise-levels", "much"], "'much' is not a noise level"),
     ],
 )

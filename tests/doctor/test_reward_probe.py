@@ -10,7 +10,7 @@ from support.paths import ROOT, SAMPLE_REWARDS
 
 import rewards
 from flow_grpo.data.grid import ImageInfo, read_grid, save_grid
-from flow_grpo.doctor.reward_probe import PLAIN, examine, histogram, perturbed, sheet
+from flow_grpo.doctor.reward_probe import ORIGINAL, histogram, measure, perturbed, save_ranked
 from flow_grpo.evaluation.group_dependence import RewardInputs
 from flow_grpo.tiny import pretrain, world
 
@@ -56,11 +56,11 @@ def test_every_docstring_says_what_a_user_must_know():
             assert word in said or (word == "eight" and "o weights" in said), f"{name}: {word}"
 
 
-def test_spoiled_pictures_and_prompts(signs):
-    spoiled = perturbed(signs)
-    edges = {how: p.images.diff(dim=-1).abs().mean().item() for how, p in {PLAIN: signs, **spoiled}.items()}
-    assert edges["blurred"] < edges[PLAIN] < edges["noisy"]
-    wrong = spoiled["wrong prompt"]
+def test_perturbed_images_and_prompts(signs):
+    wrong_inputs = perturbed(signs)
+    edges = {how: p.images.diff(dim=-1).abs().mean().item() for how, p in {ORIGINAL: signs, **wrong_inputs}.items()}
+    assert edges["blurred"] < edges[ORIGINAL] < edges["noisy"]
+    wrong = wrong_inputs["wrong prompt"]
     assert all(a != b for a, b in zip(wrong.prompts, PROMPTS, strict=True))
     assert [PROMPTS.index(p) for p in wrong.prompts] == wrong.columns["place"], "the metadata goes with the prompt"
     assert "wrong prompt" not in perturbed(RewardInputs(signs.images[:2], ["a", "a"], {}))
@@ -73,17 +73,17 @@ def test_what_is_found_of_a_reward(signs):
         calls.append(len(prompts))
         return images.mean((1, 2, 3)) + (0.5 if len(prompts) == 1 else 0)
 
-    found = examine("mine", lambda: brightness, signs)
-    assert torch.equal(found.values[PLAIN], signs.images.mean((1, 2, 3)))
-    assert found.repeats
-    assert found.batch_matters == pytest.approx(0.5)
-    assert set(found.values) == {PLAIN, "blurred", "noisy", "wrong prompt"}
-    assert found.by_group
+    found = measure("mine", lambda: brightness, signs)
+    assert torch.equal(found.values[ORIGINAL], signs.images.mean((1, 2, 3)))
+    assert found.deterministic
+    assert found.batch_difference == pytest.approx(0.5)
+    assert set(found.values) == {ORIGINAL, "blurred", "noisy", "wrong prompt"}
+    assert found.depends_on_group
 
-    def whimsical(images, prompts):
+    def random(images, prompts):
         return torch.rand(len(prompts))
 
-    assert not examine("mine", lambda: whimsical, signs).repeats
+    assert not measure("mine", lambda: random, signs).deterministic
 
 
 def test_a_histogram_counts_all():
@@ -93,9 +93,9 @@ def test_a_histogram_counts_all():
     assert histogram(torch.tensor([2.0, 2.0])) == [(2, 2, 2)]
 
 
-def test_the_sheet_is_sorted_by_score(signs, tmp_path):
+def test_the_grid_is_sorted_by_score(signs, tmp_path):
     values = torch.tensor([0.1, 0.4, 0.3, 0.2])
-    sheet(tmp_path / "sheet.png", "mine", signs, list("abcd"), values)
+    save_ranked(tmp_path / "sheet.png", "mine", signs, list("abcd"), values)
     images, cells = read_grid(tmp_path / "sheet.png")
     assert [cell.model for cell in cells] == ["b", "c", "d", "a"]
     assert torch.allclose(images, signs.images[[1, 2, 3, 0]], atol=1 / 255)
@@ -105,7 +105,17 @@ def test_the_verb_on_a_grid_and_on_a_folder_with_metadata(signs, tmp_path):
     cells = [ImageInfo(prompt, seed, "[red]tiny") for seed, prompt in enumerate(PROMPTS)]
     save_grid(tmp_path / "grid.png", signs.images, cells, columns=2)
     output = run("rewards", "test", "color={palette: {teal: [0, 128, 128]}}", "--images", "grid.png", cwd=tmp_path)
-    for part in ("as they are", "blurred", "noisy", "wrong prompt", "█", " ms", "a second", "MB more memory", "same values"):
+    for part in (
+        "original",
+        "blurred",
+        "noisy",
+        "wrong prompt",
+        "█",
+        " ms",
+        "per second",
+        "MB more memory",
+        "deterministic: yes",
+    ):
         assert part in output, output
     assert "warning" not in output
     assert Image.open(tmp_path / "reward_color.png").size > (100, 100)
@@ -122,5 +132,5 @@ def test_the_verb_on_a_grid_and_on_a_folder_with_metadata(signs, tmp_path):
     )
     assert "warning: an image's value depends on the other images of its prompt" in " ".join(output.split())
     output = run("rewards", "test", own, "--images", "folder", "--prompts", "prompts.jsonl", "--out", "x.png", cwd=tmp_path)
-    assert re.search(r"as they are\W+3\.5000\W+0\.5000\W+3\.0000\W+4\.0000", output), output
+    assert re.search(r"original\W+3\.5000\W+0\.5000\W+3\.0000\W+4\.0000", output), output
     assert read_grid(tmp_path / "x.png")[1][0].prompt == "[b]", "the higher score comes first"

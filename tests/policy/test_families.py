@@ -11,7 +11,8 @@ from support.sample_rewards import brightness
 
 from flow_grpo import sampling, sde
 from flow_grpo.config import FlowGRPOConfig
-from flow_grpo.doctor import model as contract
+from flow_grpo.doctor.model import check_model
+from flow_grpo.doctor.result import OK
 from flow_grpo.policy.hub import WEIGHTS
 from flow_grpo.policy.loading import load_policy
 from flow_grpo.policy.merge import save_whole
@@ -195,16 +196,16 @@ def test_a_quoted_word_does_not_pad_the_prompts_beside_it(folders):
 
 @pytest.mark.parametrize("name", TINY)
 def test_doctor_says_that_it_can_be_trained(folders, name):
-    found = list(contract.examine(loaded(folders, name)))
+    found = list(check_model(loaded(folders, name)))
     assert len(found) == 7
-    assert all(check.fine for check in found), [check for check in found if not check.fine]
+    assert all(result.status == OK for result in found), [result for result in found if result.status != OK]
 
 
 def test_doctor_says_what_is_wrong_with_a_pipeline(folders):
     policy = loaded(folders, "flux")
     policy.pipe.transformer.proj_out = torch.nn.Sequential(policy.pipe.transformer.proj_out, torch.nn.Dropout(0.5).train())
-    wrong = [check for check in contract.examine(policy) if not check.fine]
-    assert "A stored step, computed again, has a ratio of exactly 1" in [check.name for check in wrong]
+    wrong = [result for result in check_model(policy) if result.status != OK]
+    assert "A sampled step, computed again, has a ratio of exactly 1" in [result.name for result in wrong]
 
 
 @pytest.mark.parametrize("name", TINY)

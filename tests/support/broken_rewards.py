@@ -1,4 +1,4 @@
-"""Rewards that are ill, for the doctor's tests."""
+"""Rewards with faults, for the doctor's tests."""
 
 import torch
 
@@ -8,12 +8,12 @@ def random(images, prompts):
 
 
 def shaky(images, prompts):
-    """Brightness with a little chance in it."""
+    """Brightness with a little noise."""
     return images.mean((1, 2, 3)) + 1e-4 * torch.rand(len(prompts))
 
 
 def length(images, prompts):
-    """Looks at the prompt and never at the picture."""
+    """Depends on the prompt and not on the image."""
     return [float(len(prompt)) for prompt in prompts]
 
 
@@ -28,7 +28,7 @@ def with_gradient(images, prompts):
 
 
 def dark(images, prompts):
-    """At its lowest for nearly all pictures."""
+    """Lowest for nearly all images."""
     values = torch.zeros(len(prompts))
     values[0] = 1
     return values

@@ -1,0 +1,195 @@
+"""Do the images of a prompt differ in reward, does the noise of the trained steps cause it, and does it spoil the images?
+
+P prompts have G images each; rewards of them are (P, G).
+"""
+
+import copy
+import time
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from flow_grpo import advantages
+from flow_grpo.data.prompts import PromptSampler, PromptSet
+from flow_grpo.doctor.model import PIXEL_TOLERANCE
+from flow_grpo.doctor.result import ERROR, OK, WARNING, CheckResult
+from flow_grpo.doctor.rewards import HUMAN
+from flow_grpo.methods import takes_each_reward
+from flow_grpo.training.image_sampler import ImageSampler
+from flow_grpo.training.rollouts import RolloutSource
+from flow_grpo.types import PromptBatch, Trajectory
+
+MAX_IMAGES = 128  # that are sampled for the checks, as far as whole groups allow
+MIN_GROUP_SIZE = 4  # images: the mean of fewer is mostly noise
+MIN_REWARD_SHARE = 0.05  # of the advantage, for each trained reward
+MIN_NOISE_SHARE = 0.05  # of the reward variance, that comes from the noise of trained steps
+
+
+@dataclass(frozen=True)
+class SampledGroups:
+    """Images of a training step, sampled as the step samples them."""
+
+    step: int
+    batch: PromptBatch
+    trajectory: Trajectory
+    images: Tensor
+    seconds: float
+
+
+def sample_groups(source: RolloutSource, step: int, prompts: PromptSet) -> SampledGroups:
+    """Samples the first groups of a training step."""
+    args = source.args
+    count = max(1, min(args.prompts_per_step, MAX_IMAGES // args.images_per_prompt))
+    batch = PromptSampler(prompts, args.seed).sample(step, count, args.images_per_prompt)
+    return _sample(source.image_sampler, step, batch, source.window(step))
+
+
+def _sample(sampler: ImageSampler, step: int, batch: PromptBatch, window: list[int]) -> SampledGroups:
+    """window: the stochastic steps; without any, the ODE is sampled from the same initial noise."""
+    started = time.perf_counter()
+    trajectory = sampler.trajectory(step, batch, window)
+    images = sampler.policy.decode(trajectory.final, sampler.args.microbatch)
+    return SampledGroups(step, batch, trajectory, images, time.perf_counter() - started)
+
+
+def check_groups(source: RolloutSource, groups: SampledGroups, values: dict[str, Tensor] | None = None) -> list[CheckResult]:
+    """Whether there is a learning signal in the groups, and whether the noise of the trained steps causes it.
+
+    Args:
+        values: (B,) by reward, if the images are scored already.
+    """
+    weights = {name: source.rewards.weights[name] for name in source.rewards.rewards if source.rewards.weights[name]}
+    if HUMAN in weights:  # their values are unknown
+        return [_check_batch_invariance(source, groups)]
+    if values is None:
+        values = source.image_sampler.score(groups.batch, groups.images).by_name
+    by_reward, weight = torch.stack([values[name] for name in weights], 1), torch.tensor(list(weights.values()))
+    total = advantages.weighted_sum(by_reward, weight).view(-1, source.args.images_per_prompt)
+    scored = total.isfinite().all(1)  # without the groups of a reward that was dropped
+    results = []
+    if source.critic is None and scored.any():
+        rows = scored.repeat_interleave(source.args.images_per_prompt)
+        results += _check_signal(source, list(weights), weight, by_reward[rows], groups.batch.group[rows])
+    if groups.trajectory.steps:
+        results += _check_noise(source, groups, total)
+    return [*results, _check_batch_invariance(source, groups)]
+
+
+def _check_signal(
+    source: RolloutSource, names: list[str], weight: Tensor, by_reward: Tensor, group: Tensor
+) -> list[CheckResult]:
+    """by_reward (n, R): the values of complete groups for the R rewards of these names."""
+    args, results, total = source.args, [], advantages.weighted_sum(by_reward, weight)
+    if args.method.rows == "all":  # other objectives choose the best of a group, or the best and the worst
+        results.append(group_size(args.images_per_prompt))
+    compared = by_reward if takes_each_reward(args.objective.advantage) else total
+    has_signal = advantages.has_signal(compared, group, source.method)
+    results.append(
+        zero_std_groups(has_signal.view(-1, args.images_per_prompt)[:, 0], total.view(-1, args.images_per_prompt))
+    )
+    share, _ = advantages.shares(by_reward, weight, group, source.method)
+    varies = by_reward.amax(0) > by_reward.amin(0)
+    of_several = {name: one for name, one, keep in zip(names, share.tolist(), varies.tolist(), strict=True) if keep}
+    if len(of_several) > 1:
+        results.append(reward_shares(of_several))
+    return results
+
+
+def _check_noise(source: RolloutSource, groups: SampledGroups, sde: Tensor) -> list[CheckResult]:
+    """sde (P, G): rewards of the groups; they are compared with those of ODE samples from the same initial noise."""
+    ode_groups = _sample(source.image_sampler, groups.step, groups.batch, window=[])
+    ode = source.image_sampler.score(ode_groups.batch, ode_groups.images).total.view_as(sde)
+    scored = sde.isfinite().all(1) & ode.isfinite().all(1)
+    sde, ode = sde[scored], ode[scored]
+    if not scored.any() or not (sde.std(1) + ode.std(1)).any():
+        return []
+    return [noise_share(sde, ode), noise_damage(sde, ode)]
+
+
+def _check_batch_invariance(source: RolloutSource, groups: SampledGroups) -> CheckResult:
+    """Samples two of the images again, with another micro-batch size."""
+    size, rows = 2 if source.args.microbatch == 1 else 1, torch.arange(2)
+    sampler = copy.copy(source.image_sampler)
+    sampler.args = source.args.model_copy(update={"microbatch": size})
+    again = _sample(sampler, groups.step, groups.batch.take(rows), groups.trajectory.steps)
+    difference = (again.images - groups.images[rows]).abs().max().item()
+    return batch_invariance(difference, PIXEL_TOLERANCE[source.policy.dtype])
+
+
+# -- judging ----------------------------------------------------------------------------------------------------------
+
+
+def group_size(images: int) -> CheckResult:
+    if images >= MIN_GROUP_SIZE:
+        return CheckResult("images per prompt", f"{images}", OK)
+    message = f"the mean of so few is mostly noise: set images_per_prompt={MIN_GROUP_SIZE} or more."
+    return CheckResult("images per prompt", f"{images}", WARNING, message)
+
+
+def zero_std_groups(has_signal: Tensor, reward: Tensor) -> CheckResult:
+    """has_signal (P,) bool: the groups whose images differ in reward; reward (P, G)."""
+    share = 1 - has_signal.float().mean().item()
+    name, value = "groups with zero reward std", f"{share:.0%} of {len(has_signal)}"
+    if share < 0.5:
+        return CheckResult(name, value, OK)
+    status, constant = ERROR if share == 1 else WARNING, reward[~has_signal].amax(1)
+    if reward.min() < reward.max() and (constant == reward.max()).float().mean() > 0.5:
+        message = (
+            "most of them have the highest reward: use harder prompts, or skip such prompts for a while (resting.after)."
+        )
+    elif reward.min() < reward.max() and (constant == reward.min()).float().mean() > 0.5:
+        message = "most of them have the lowest reward: use easier prompts, or fine-tune the model first (`stages`)."
+    else:
+        message = "set more images_per_prompt, a higher noise_level, or resample=2, which samples more prompts."
+    return CheckResult(name, value, status, message)
+
+
+def reward_shares(share: dict[str, float]) -> CheckResult:
+    """share: of each reward in the advantage, as `flow_grpo.advantages.shares` has it."""
+    name, value = "shares of the advantage", ", ".join(f"{one} {value:.0%}" for one, value in share.items())
+    smallest = min(share, key=lambda one: share[one])
+    if share[smallest] >= MIN_REWARD_SHARE:
+        return CheckResult(name, value, OK)
+    message = f"{smallest} has almost no effect: raise its weight, or set objective.advantage=gdpo."
+    return CheckResult(name, value, WARNING, message)
+
+
+def noise_share(sde: Tensor, ode: Tensor) -> CheckResult:
+    """sde, ode (P, G): rewards of images with and without noise in the trained steps, from the same initial noise.
+
+    The value is the variance within groups that this noise causes, as a share of all: the policy can learn only from this part.
+    """
+    name = "reward variance from trained-step noise"
+    by_noise, *others = [(one - one.mean(1, keepdim=True)).square().sum().item() for one in (sde - ode, sde, ode)]
+    share = by_noise / max(sum(others), 1e-12)
+    if share >= MIN_NOISE_SHARE:
+        return CheckResult(name, f"{share:.0%}", OK)
+    message = (
+        "images of a prompt differ by their initial noise alone, so there is nothing to learn: raise sampling.noise_level."
+    )
+    return CheckResult(name, f"{share:.0%}", ERROR if share < MIN_NOISE_SHARE / 5 else WARNING, message)
+
+
+def noise_damage(sde: Tensor, ode: Tensor) -> CheckResult:
+    """sde, ode (P, G): as in `noise_share`. Noise may cost reward, as long as a group's best image is as good as without."""
+    name, value = "mean reward, SDE vs ODE sampling", f"{sde.mean():.3g} vs {ode.mean():.3g}"
+    lost = ode.mean(1) - sde.mean(1)
+    significant = lost.mean() > 3 * lost.std() / len(lost) ** 0.5
+    as_good = (sde.amax(1) >= ode.mean(1)).float().mean()
+    if not significant or (as_good >= 0.5 and lost.mean() <= ode.std()):
+        return CheckResult(name, value, OK)
+    message = (
+        "noise destroys the images: lower sampling.noise_level, end sampling.window before the late steps, or set "
+        "sampling.transition=cps."
+    )
+    return CheckResult(name, value, ERROR if as_good < 0.25 else WARNING, message)
+
+
+def batch_invariance(difference: float, tolerance: float) -> CheckResult:
+    """difference: the largest of a pixel in [0, 1] between two micro-batch sizes; tolerance: what rounding may cause."""
+    name, value = "batch invariance", f"max difference {difference:.1e}"
+    if difference <= tolerance:
+        return CheckResult(name, value, OK, "rounding")
+    message = "an image depends on the others of its micro-batch: look for batch statistics in the model."
+    return CheckResult(name, value, WARNING, message)

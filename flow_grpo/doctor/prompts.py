@@ -1,0 +1,126 @@
+"""Are there enough prompts, do they reach the text encoders uncut, and do training and evaluation prompts overlap?"""
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flow_grpo.config import FlowGRPOConfig
+from flow_grpo.data.prompt_overlap import benchmark_overlap, held_out_overlap
+from flow_grpo.doctor.result import ERROR, OK, WARNING, CheckResult
+from flow_grpo.policy.policy import Policy
+from flow_grpo.training.offline import load_examples
+
+MIN_HELD_OUT = 8  # prompts: with fewer, the reward-hacking monitor can't tell a change from noise
+MAX_EPOCHS = 50  # times that a prompt is sampled before the model may memorise its images
+
+
+def check_prompts(
+    stages: list[FlowGRPOConfig],
+    policy: Policy,
+    train_prompts: list[str],
+    eval_prompts: list[str],
+    source: str | None = None,
+) -> list[CheckResult]:
+    """Checks the prompts of rollouts, and those that come with the images of an offline objective.
+
+    Args:
+        source: where the training prompts are from, as in the config.
+    """
+    online = [stage for stage in stages if stage.dataset is None]
+    offline = [prompt for stage in stages if stage.dataset is not None for prompt in _offline_prompts(stage)]
+    sampled = train_prompts if online else []
+    trained, results = [*sampled, *offline], []
+    if sampled:
+        per_step, steps = max(stage.prompts_per_step for stage in online), sum(stage.steps for stage in online)
+        results += [prompt_count(len(sampled), per_step, steps), duplicate_prompts(sampled)]
+    results.append(eval_prompt_count(len(eval_prompts)))
+    if eval_prompts:
+        results.append(train_eval_overlap(trained, eval_prompts))
+    results.append(benchmark_prompts(benchmark_overlap(trained, eval_prompts, source if sampled else None)))
+    longest = max(trained, key=len)
+    if (
+        stages[0].memory.embeddings is None and len(longest.split()) > 1
+    ):  # with an embedding cache the encoders may be missing
+        results.append(prompt_truncation(longest, not reads_last_word(policy, longest)))
+    return results
+
+
+def _offline_prompts(stage: FlowGRPOConfig) -> list[str]:
+    assert stage.dataset
+    return load_examples(stage.dataset, stage.method.rows_per_pair).prompts
+
+
+def reads_last_word(policy: Policy, prompt: str) -> bool:
+    """Whether the text encoders return something else without the prompt's last word."""
+    one, other = policy.encode([prompt, prompt.rsplit(None, 1)[0]]).encoder_outputs
+    pairs = list(zip(_tensors(one), _tensors(other), strict=False))
+    return any(a.shape != b.shape or not torch.allclose(a.float(), b.float(), rtol=1e-3, atol=1e-3) for a, b in pairs)
+
+
+def _tensors(structure: Any) -> Iterator[Tensor]:
+    if isinstance(structure, Tensor):
+        yield structure
+    elif isinstance(structure, (list, tuple)):
+        for part in structure:
+            yield from _tensors(part)
+
+
+# -- judging ----------------------------------------------------------------------------------------------------------
+
+
+def prompt_count(count: int, per_step: int, steps: int) -> CheckResult:
+    """Each of `steps` steps samples `per_step` of `count` prompts."""
+    name, value, epochs = "training prompts", f"{count}", per_step * steps / count
+    if epochs > MAX_EPOCHS:
+        message = f"each is sampled {epochs:.0f} times, so the model may memorise them: add prompts, or set fewer steps."
+        return CheckResult(name, value, WARNING, message)
+    if count < 2 * per_step:
+        message = f"a step samples {per_step} of them, so all steps are alike: add prompts, or set a lower prompts_per_step."
+        return CheckResult(name, value, WARNING, message)
+    if epochs >= 1:
+        return CheckResult(name, value, OK, f"each is sampled {epochs:.1f} times")
+    return CheckResult(name, value, OK, f"the run samples {per_step * steps} of them once")
+
+
+def duplicate_prompts(prompts: list[str]) -> CheckResult:
+    """Prompts that are equal up to case and spaces."""
+    name, count = "duplicate prompts", len(prompts) - len({" ".join(prompt.casefold().split()) for prompt in prompts})
+    if not count:
+        return CheckResult(name, "0", OK)
+    return CheckResult(name, f"{count} of {len(prompts)}", WARNING, "remove them: a duplicate is sampled more often.")
+
+
+def eval_prompt_count(count: int) -> CheckResult:
+    if count >= MIN_HELD_OUT:
+        return CheckResult("held-out prompts", f"{count}", OK)
+    message = f"set evaluation.prompts to a file of at least {MIN_HELD_OUT}: nothing else detects reward hacking."
+    return CheckResult("held-out prompts", f"{count}", WARNING, message)
+
+
+def train_eval_overlap(prompts: list[str], held_out: list[str]) -> CheckResult:
+    name, count = "held-out prompts trained on", held_out_overlap(prompts, held_out)
+    if not count:
+        return CheckResult(name, "0", OK)
+    status = ERROR if 2 * count >= len(held_out) else WARNING
+    message = "remove them from `prompts`: they measure memorisation."
+    return CheckResult(name, f"{count} of {len(held_out)}", status, message)
+
+
+def benchmark_prompts(overlap: dict[str, int]) -> CheckResult:
+    """overlap: the number of prompts trained on, for each known test set."""
+    if not overlap:
+        return CheckResult("test sets trained on", "none", OK)
+    value = ", ".join(f"{count} of {name}" for name, count in overlap.items())
+    message = "remove them from `prompts`: results on these sets can't be compared with published ones."
+    return CheckResult("test sets trained on", value, WARNING, message)
+
+
+def prompt_truncation(longest: str, truncated: bool) -> CheckResult:
+    """truncated: whether the prompt's last word makes no difference to what the text encoders return."""
+    name, value = "longest prompt", f"{len(longest)} characters"
+    if not truncated:
+        return CheckResult(name, value, OK, "not truncated")
+    message = "truncated: set a higher pipeline.max_sequence_length, or shorten the prompts."
+    return CheckResult(name, value, WARNING, message)

@@ -1,0 +1,155 @@
+"""What the machine offers and what the run costs: device, threads, time, memory, disk."""
+
+import importlib.metadata
+import os
+import shutil
+import time
+from pathlib import Path
+
+import psutil
+import torch
+
+from flow_grpo.config import FlowGRPOConfig
+from flow_grpo.doctor.result import ERROR, OK, WARNING, CheckResult
+from flow_grpo.evaluation.generate import generate_images
+from flow_grpo.plan.estimate import StepEstimate, StepEstimator
+from flow_grpo.plan.hardware import matmul_speed
+from flow_grpo.policy.devices import DTYPES
+from flow_grpo.policy.memory import peak_memory
+from flow_grpo.policy.policy import Policy
+from flow_grpo.text import counted
+
+PACKAGES = ("torch", "diffusers", "transformers", "peft", "accelerate")
+PHASES = ("rollout", "decode", "reward", "update")  # of a training step, as its time metrics name them
+MAX_SLOWDOWN = 3.0  # times the estimated seconds of a step
+MAX_USE = 0.9  # share of the memory or disk space that a run should need at most
+GB = 1e9
+
+
+def check_machine(device: torch.device, dtype: torch.dtype) -> list[CheckResult]:
+    speed = matmul_speed(device, dtype)
+    speed_fp32 = speed if dtype == torch.float32 else matmul_speed(device, torch.float32)
+    name = next(name for name, value in DTYPES.items() if value == dtype)
+    results = [device_speed(device.type, name, speed, speed_fp32, torch.cuda.is_available())]
+    if device.type == "cpu":
+        allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+        results.append(threads(torch.get_num_threads(), allowed, psutil.cpu_count(logical=False)))
+    versions = ", ".join(f"{name} {importlib.metadata.version(name)}" for name in PACKAGES)
+    return [*results, CheckResult("packages", "", OK, versions)]
+
+
+def estimate(stage: FlowGRPOConfig, cuda: bool) -> tuple[StepEstimate, float] | None:
+    """What `flow-grpo plan` estimates for a training step, and the step's seconds. None if it can't trace the model."""
+    try:
+        estimator = StepEstimator(stage, cuda)
+    except (ValueError, OSError):
+        return None
+    found = estimator.estimate(stage.microbatch)
+    return found, found.seconds(estimator.rates(stage.microbatch))
+
+
+def sampling_seconds(policy: Policy, prompts: list[str], steps: int) -> float:
+    """Seconds that an evaluation takes for each image, without rewards: extrapolated from runs of 1 and 3 sampling steps."""
+    seconds = {}
+    for count in (1, 1, 3):  # the first run encodes the prompts
+        started = time.perf_counter()
+        generate_images(policy, prompts, seeds=list(range(len(prompts))), steps=count, microbatch=len(prompts))
+        seconds[count] = time.perf_counter() - started
+    return (seconds[1] + (steps - 1) * (seconds[3] - seconds[1]) / 2) / len(prompts)
+
+
+def run_time(stages: list[FlowGRPOConfig], step_metrics: list[dict[str, float]], per_evaluation: float) -> CheckResult:
+    """step_metrics: of one step of each stage; per_evaluation: seconds, 0 if there are no held-out prompts."""
+    training = sum(stage.steps * metrics["time/step"] for stage, metrics in zip(stages, step_metrics, strict=True))
+    steps, every = sum(stage.steps for stage in stages), stages[0].evaluation.every
+    evaluations = len({0, steps, *(range(0, steps, every) if every else ())}) if per_evaluation else 0
+    minutes = round((training + evaluations * per_evaluation) / 60)
+    of = counted(steps, "step") + (f" and {counted(evaluations, 'evaluation')}" if evaluations else "")
+    return CheckResult("the run", counted(minutes, "minute"), OK, f"{of}, on one process")
+
+
+def check_memory(device: torch.device, estimates: list[tuple[StepEstimate, float] | None]) -> CheckResult:
+    cuda = device.type == "cuda"
+    there = torch.cuda.get_device_properties(device).total_memory if cuda else psutil.virtual_memory().total
+    estimated = [one[0].peak - one[0].persistent.get("CUDA", 0.0) for one in estimates if one is not None]
+    return memory(peak_memory(device), there, max(estimated, default=None), model_alone=not cuda)
+
+
+def check_disk(policy: Policy, keep: int, folder: Path) -> CheckResult:
+    """keep: the number of checkpoints that are kept; one more is being written."""
+    adapter = 4 * sum(parameter.numel() for parameter in policy.trainable_parameters().values())
+    copies = 3 + bool(policy.ema.average) + ("old" in policy.lora.adapters)  # with Adam's two moments
+    existing = next(place for place in (folder, *folder.resolve().parents) if place.is_dir())
+    return disk(adapter * (copies * (keep + 1) + 2), shutil.disk_usage(existing).free)
+
+
+# -- judging ----------------------------------------------------------------------------------------------------------
+
+
+def device_speed(kind: str, dtype: str, speed: float, speed_fp32: float, has_gpu: bool) -> CheckResult:
+    """speed, speed_fp32: floating point operations per second of a large matrix product."""
+    name, value, message = "device", f"{kind} in {dtype}", f"{speed / 1e12:.3g} TFLOP/s in large matrix products"
+    if has_gpu and kind == "cpu":
+        return CheckResult(name, value, WARNING, "there is a GPU: leave out `device`.")
+    if speed < speed_fp32 / 2:
+        faster = f"{message}; fp32 is {speed_fp32 / speed:.0f} times as fast here: set dtype=fp32."
+        return CheckResult(name, value, WARNING, faster)
+    return CheckResult(name, value, OK, message)
+
+
+def threads(count: int, allowed: int, physical: int | None) -> CheckResult:
+    """Threads of torch on a CPU.
+
+    Args:
+        allowed: logical cores that the process may use.
+        physical: cores of the machine, if they are known: two threads on one core compute no faster than one.
+    """
+    cores = min(allowed, physical or allowed)
+    value = f"{count} on {cores} cores"
+    if count >= cores:
+        return CheckResult("threads", value, OK)
+    return CheckResult("threads", value, WARNING, f"set the environment variable OMP_NUM_THREADS={cores}.")
+
+
+def step_time(name: str, metrics: dict[str, float], estimated: float | None) -> CheckResult:
+    """metrics: of a training step; estimated: seconds by `flow-grpo plan`, without the rewards."""
+    total = metrics["time/step"]
+    seconds = {phase: metrics[f"time/{phase}"] for phase in PHASES if f"time/{phase}" in metrics}
+    shares = ", ".join(f"{phase} {value / total:.0%}" for phase, value in seconds.items() if value > 0.005 * total)
+    if estimated is None or total - seconds.get("reward", 0.0) < MAX_SLOWDOWN * estimated:
+        return CheckResult(name, f"{total:.1f} s", OK, shares)
+    message = (
+        f"without rewards {estimated:.1f} s were estimated ({shares}): check what else runs on this machine, or set a larger "
+        "microbatch."
+    )
+    return CheckResult(name, f"{total:.1f} s", WARNING, message)
+
+
+def memory(used: float, there: float, estimated: float | None, model_alone: bool) -> CheckResult:
+    """Bytes: a step's peak, the device's memory, the estimate of `flow-grpo plan`.
+
+    Args:
+        model_alone: whether the estimate leaves out everything but the model.
+    """
+    value = f"{used / GB:.2f} of {there / GB:.0f} GB"
+    of_model = " for the model alone" if model_alone else ""
+    message = "" if estimated is None else f"estimated{of_model}: {estimated / GB:.2f} GB"
+    if used < MAX_USE * there:
+        return CheckResult("memory", value, OK, message)
+    return CheckResult("memory", value, WARNING, "almost none is left: set a smaller microbatch, or memory.checkpointing.")
+
+
+def disk(needed: float, free: float) -> CheckResult:
+    """Bytes that the checkpoints and the saved weights need, and that are free."""
+    name, value = "disk for checkpoints", f"{needed / GB:.2f} of {free / GB:.0f} GB"
+    if needed < MAX_USE * free:
+        return CheckResult(name, value, OK)
+    return CheckResult(name, value, ERROR, "not enough: set `output` to another disk, or keep fewer checkpoints (`keep`).")
+
+
+def run_folder(folder: str, has_run: bool) -> CheckResult:
+    if not has_run:
+        return CheckResult("run folder", folder, OK, "is free")
+    return CheckResult(
+        "run folder", folder, WARNING, "already holds a run: continue it with --resume, or set another `output`."
+    )

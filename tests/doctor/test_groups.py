@@ -1,0 +1,64 @@
+"""The doctor's checks of groups: each result flips at a fault planted into the real parts."""
+
+import pytest
+import torch
+from support.checks import statuses
+from support.paths import SAMPLE_REWARDS
+from support.sample_rewards import flat
+
+from flow_grpo.doctor import groups
+from flow_grpo.doctor.result import ERROR, OK, WARNING, Status
+from flow_grpo.trainer import FlowGRPOTrainer
+
+SOLVED = torch.tensor([[1.0, 1.0], [1.0, 1.0], [0.2, 1.0]])
+
+
+def checked(trainer: FlowGRPOTrainer) -> dict[str, Status]:
+    sampled = groups.sample_groups(trainer.stage.source, trainer.step, trainer.train_set)
+    return statuses(groups.check_groups(trainer.stage.source, sampled))
+
+
+def test_noise_that_changes_nothing_or_destroys_the_images(trainer):
+    name, damage = "reward variance from trained-step noise", "mean reward, SDE vs ODE sampling"
+    little = checked(trainer("sampling.noise_level=0.01"))
+    assert little[name] == ERROR
+    assert little[damage] == OK
+    settings = ["rewards={ocr: 1}", "sampling.steps=6", "prompts_per_step=4", "microbatch=16"]
+    much = checked(trainer(*settings, "sampling={transition: dance_sde, noise_level: 3.0}"))
+    assert much[damage] == ERROR
+    right = checked(trainer(*settings, "sampling={transition: cps, noise_level: 0.5, window: {kind: fixed, size: 3}}"))
+    assert right[name] == right[damage] == OK
+
+
+def test_a_group_of_two_and_groups_without_signal(trainer):
+    assert checked(trainer("images_per_prompt=2", "microbatch=4"))["images per prompt"] == WARNING
+    assert checked(trainer(reward=flat))["groups with zero reward std"] == ERROR
+
+
+def test_a_reward_without_effect_beside_another(trainer):
+    large = trainer(f"rewards={{'{SAMPLE_REWARDS}:brightness': 100.0, sharpness: 0.01}}")
+    assert checked(large)["shares of the advantage"] == WARNING
+
+
+def test_groups_with_zero_std_are_told_apart():
+    has_signal = torch.tensor([False, False, True])
+    assert "highest" in groups.zero_std_groups(has_signal, SOLVED).message
+    assert "lowest" in groups.zero_std_groups(has_signal, 1.2 - SOLVED).message
+    rounded = torch.full((3, 16), 0.9)
+    rounded[2, 0] = 0.1
+    assert rounded[0].mean() != rounded.max(), "a mean of equal numbers is off by rounding"
+    assert "highest" in groups.zero_std_groups(has_signal, rounded).message
+
+
+@pytest.mark.parametrize(
+    ("result", "status"),
+    [
+        (groups.zero_std_groups(torch.tensor([False, False, True]), SOLVED), WARNING),
+        (groups.zero_std_groups(torch.tensor([False, True, True]), SOLVED), OK),
+        (groups.batch_invariance(0.2, 1e-3), WARNING),
+        (groups.batch_invariance(1e-5, 1e-3), OK),
+    ],
+)
+def test_numbers_and_their_status(result, status):
+    assert result.status == status
+    assert status == OK or result.message.endswith("."), "it says what to do"

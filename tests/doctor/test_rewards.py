@@ -1,0 +1,103 @@
+"""The doctor's checks of rewards: each result flips at a broken reward."""
+
+import pytest
+import torch
+from support import broken_rewards
+from support.checks import statuses
+from support.sample_rewards import brightness, flat, nan, rank
+
+import rewards
+from flow_grpo.doctor import groups
+from flow_grpo.doctor import rewards as reward_checks
+from flow_grpo.doctor.result import ERROR, OK, WARNING
+from flow_grpo.doctor.reward_probe import probe
+from flow_grpo.doctor.run import RunChecks
+from rewards import WeightedSum
+
+
+@pytest.mark.parametrize(
+    ("reward", "check", "status"),
+    [
+        (flat, "values", ERROR),
+        (nan, "values", ERROR),
+        (broken_rewards.dark, "values", OK),
+        (broken_rewards.random, "deterministic", ERROR),
+        (broken_rewards.shaky, "deterministic", WARNING),
+        (brightness, "deterministic", OK),
+        (brightness, "reads the prompt", WARNING),
+        (broken_rewards.random, "reads the prompt", WARNING),
+        (rewards.load("color"), "reads the prompt", OK),
+        (broken_rewards.length, "std within groups", ERROR),
+        (brightness, "std within groups", OK),
+        (rank, "depends on other images", WARNING),
+        (brightness, "depends on other images", OK),
+        (broken_rewards.inverts, "side effects", ERROR),
+        (broken_rewards.doubles, "side effects", WARNING),
+        (broken_rewards.with_gradient, "side effects", WARNING),
+        (brightness, "side effects", OK),
+    ],
+)
+def test_what_is_wrong_with_a_reward(signs, reward, check, status):
+    torch.manual_seed(0)  # for the random rewards
+    call = probe(getattr(reward, "__name__", "r"), reward, signs)
+    assert statuses(reward_checks.check_trained("r", call, 2, False, []))[f"r: {check}"] == status
+
+
+def test_a_reward_among_others(signs):
+    """A constant one is a warning beside one that varies; one that ignores the prompt is fine beside one that reads it."""
+    color, bright, constant = (probe("r", one, signs) for one in (rewards.load("color"), brightness, flat))
+    assert statuses(reward_checks.check_trained("r", constant, 2, False, [color]))["r: values"] == WARNING
+    assert statuses(reward_checks.check_trained("r", constant, 2, False, [constant]))["r: values"] == ERROR
+    assert statuses(reward_checks.check_trained("r", bright, 2, False, [color]))["r: reads the prompt"] == OK
+
+
+def test_a_reward_of_evaluations_is_called_once_and_not_counted_in_the_rollout(signs):
+    calls = {"trained": 0, "monitored": 0}
+
+    def counting(name: str):
+        def reward(images, prompts):
+            calls[name] += 1
+            return images.mean((1, 2, 3))
+
+        return reward
+
+    both = WeightedSum({name: counting(name) for name in calls}, {"trained": 1.0, "monitored": 0.0})
+    found = reward_checks.check_rewards(both, ["trained"], signs, group_size=2, sampling_seconds=0.0)
+    assert calls == {"trained": 10, "monitored": 1}, "four times all or some, a group twice, and its four images alone"
+    assert torch.equal(found.calls["monitored"].values, found.calls["trained"].values)
+    messages = {result.name: result.message for result in found.results}
+    assert messages["trained: time per image"].startswith("100% of a rollout")
+    assert "rollout" not in messages["monitored: time per image"]
+
+
+def test_a_person_is_not_asked(trainer):
+    def human(images, prompts):
+        raise AssertionError("somebody was asked")
+
+    built = trainer(reward=human)
+    reward_checks.replace_human_reward(built.rewards)
+    sampled, checks = groups.sample_groups(built.stage.source, 0, built.train_set), RunChecks(built)
+    found = checks.check_rewards(sampled)
+    (row,) = found.results
+    assert (found.calls, row.name, row.value) == ({}, "human: values", "not called")
+    assert reward_checks.can_score(built.rewards, found.calls)
+    assert list(statuses(groups.check_groups(built.stage.source, sampled))) == ["batch invariance"]
+    checks.check_update()
+    assert len(checks.step_metrics) == 1
+
+
+@pytest.mark.parametrize(
+    ("result", "status"),
+    [
+        (reward_checks.values("r", torch.tensor([1.0] * 19 + [0.0]), False, ERROR), WARNING),
+        (reward_checks.values("r", torch.tensor([0.0] * 19 + [1.0]), False, ERROR), WARNING),
+        (reward_checks.values("r", torch.tensor([0.0, 0.5, 1.0]), False, ERROR), OK),
+        (reward_checks.values("r", torch.tensor([0.0, 0.5, torch.nan]), True, ERROR), WARNING),
+        (reward_checks.values("r", torch.tensor([torch.nan] * 3), True, ERROR), ERROR),
+        (reward_checks.latency("r", 2.0, 0.8), WARNING),
+        (reward_checks.latency("r", 2.0, 0.3), OK),
+    ],
+)
+def test_numbers_and_their_status(result, status):
+    assert result.status == status
+    assert status == OK or result.message.endswith("."), "it says what to do"
