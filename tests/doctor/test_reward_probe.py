@@ -34,7 +34,7 @@ def test_every_reward_is_listed_with_what_it_measures():
 
 def test_info_has_the_docstring_and_the_options():
     output = run("rewards", "info", "judge", cwd=ROOT)
-    for part in ("VQAScore (arXiv 2404.01291)", "Gamed by", "Apache-2.0", "concurrency", "16", "to be given", "{prompt}"):
+    for part in ("VQAScore (arXiv 2404.01291)", "Gamed by", "Apache-2.0", "concurrency", "16", "required", "{prompt}"):
         assert part in output, output
     own = run("rewards", "info", f"{SAMPLE_REWARDS}:scaled", cwd=ROOT)
     assert "factor" in own
