@@ -1,6 +1,6 @@
 """Train a diffusers pipeline that you have loaded, built or changed yourself.
 
-Run it anywhere; it takes some seconds on a CPU and writes to runs/own_pipeline:
+Run it from the root of the repository. It takes some seconds on a CPU:
 
     python examples/own_pipeline.py
 
