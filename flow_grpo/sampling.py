@@ -118,7 +118,7 @@ def rollout(
             if i not in noise_of:
                 x, _ = _transition("ode", schedule, i, x, v)
                 continue
-            mean, std = _transition(transition, schedule, i, x, v, noise_level)
+            mean, std = _transition(transition, schedule, i, x, v, noise_level=noise_level)
             x_next = mean + std * noise_of[i][rows].to(mean)  # float32, and the very tensor that is scored and stored
             records.append(SampledStep(x, x_next, mean, sde.LOG_PROBS[log_prob](x_next, mean, std)))
             x = x_next
@@ -146,7 +146,7 @@ def replay(
     i = trajectory.steps[k]
     x = trajectory.x[rows, k]
     v = velocity(x, i, rows)
-    mean, std = _transition(transition, trajectory.schedule, i, x, v, noise_level)
+    mean, std = _transition(transition, trajectory.schedule, i, x, v, noise_level=noise_level)
     return v, mean, std
 
 

@@ -15,7 +15,7 @@ from flow_grpo.training.callbacks import CallbackList
 from flow_grpo.training.interrupt import Interrupted, signals
 from flow_grpo.training.setup import Prompts, build_run
 from flow_grpo.training.stages import Stage
-from flow_grpo.training.state import RunState, explain_write_errors, newest_checkpoint, open_run_folder, run_headline
+from flow_grpo.training.state import RunState, run_headline
 from flow_grpo.types import Evaluation
 
 
@@ -77,7 +77,7 @@ class FlowGRPOTrainer:
         """
         self.interrupted = False
         with (
-            explain_write_errors(self.folder),
+            self.state.explain_write_errors(),
             ExitStack() as lock,
             Tracker(self.folder, self.args.steps, silent=not self.processes.is_main) as tracker,
             signals(self._interrupt),
@@ -181,16 +181,14 @@ class FlowGRPOTrainer:
     def _start_or_resume(self, tracker: Tracker, resume: bool, lock: ExitStack) -> None:
         """Create the run folder, or go on from its newest checkpoint."""
         main = self.processes.is_main
-        self.processes.gather_or_raise(lambda: open_run_folder(self.args, resume, lock, tracker.info) if main else None)
+        self.processes.gather_or_raise(lambda: self.state.open_folder(resume, lock, tracker.info) if main else None)
         if not resume:
             self.processes.gather_or_raise(lambda: self._start(tracker) if main else None)
             self.save()  # a run that is lost before its first checkpoint can be resumed too
             return
-        self.state.load_state_dict(newest_checkpoint(self.args, tracker.info))
-        self.processes.all_gather(None)  # all have read it
+        self.state.resume(tracker.info)
         tracker.resume(self.step)
         if main:
-            self.state.discard_later_files()
             self.evaluator.resume_recording(self.step, tracker)
             tracker.open_services(self.args, self.step)
         tracker.info(f"resumed at step {self.step} of {self.args.steps}")
@@ -206,7 +204,7 @@ class FlowGRPOTrainer:
         """Evaluate if it is due or requested, but not again what a resumed run has in its metrics."""
         due = self.eval_set is not None and (requested or self.evaluator.is_due(self.step))
         if due and not self.processes.all_gather(tracker.evaluated(self.step))[0]:
-            self.evaluator.run(self.step, self.stage.args.microbatch, tracker, self.state.save_weights)
+            self.evaluator.run(self.step, self.stage.args.microbatch, tracker, self.state.save_best_weights)
             if self.processes.is_main:
                 page.write_report(self.folder)
 

@@ -700,7 +700,7 @@ BUGS = [
     ),
     (
         "a run folder has no lock",
-        "flow_grpo/training/state.py",
+        "flow_grpo/run_folder/opening.py",
         "    lock.enter_context(locked(folder, info))\n",
         "",
         "tests/run_folder/test_run_folder.py -k in_use",

@@ -13,9 +13,9 @@ from flow_grpo.doctor.result import CheckResult, CheckSection, failed
 from flow_grpo.doctor.reward_probe import RewardCall
 from flow_grpo.evaluation.evaluator import NUM_DIVERSITY_PROMPTS
 from flow_grpo.evaluation.group_dependence import RewardInputs
+from flow_grpo.run_folder.opening import is_begun
 from flow_grpo.trainer import FlowGRPOTrainer
 from flow_grpo.training.rollouts import RolloutSource
-from flow_grpo.training.state import is_begun
 
 
 def run_checks(args: FlowGRPOConfig) -> Iterator[CheckSection]:

@@ -2,26 +2,20 @@
 
 import time
 from collections.abc import Callable
-from pathlib import Path
 
 from flow_grpo.config import FlowGRPOConfig
-from flow_grpo.data.grid import ImageInfo, save_grid
 from flow_grpo.data.prompts import PromptSet
 from flow_grpo.distributed.processes import Processes
 from flow_grpo.evaluation import hacking
-from flow_grpo.evaluation.generate import generate_images, image_seed
 from flow_grpo.evaluation.group_dependence import group_dependence_warnings
-from flow_grpo.evaluation.held_out import evaluate, save_before_after
+from flow_grpo.evaluation.held_out import evaluate
+from flow_grpo.evaluation.recording import NUM_PREVIEWS, EvaluationRecorder, save_sample_grid
 from flow_grpo.policy.policy import Policy
-from flow_grpo.run_folder import layout
-from flow_grpo.run_folder.samples import SampleRecorder
 from flow_grpo.tracking.tracker import Tracker
 from flow_grpo.training.interrupt import Interrupted
 from flow_grpo.types import Evaluation, Experience
 from rewards import WeightedSum
 
-NUM_SAMPLES = 8  # prompts in a grid of RUN/samples
-NUM_PREVIEWS = 16  # held-out prompts in the before and after grids
 NUM_DIVERSITY_PROMPTS = 16  # held-out prompts of which two images are generated, to measure their difference
 
 
@@ -35,7 +29,7 @@ class Evaluator:
         processes: those that share an evaluation; the main one writes.
 
     Attributes:
-        samples: keeps images in the run folder; on the main process of a run that trains.
+        recorder: keeps evaluations in the run folder; on the main process of a run that trains.
     """
 
     def __init__(
@@ -50,20 +44,19 @@ class Evaluator:
     ) -> None:
         self.policy, self.args, self.prompts, self.rewards = policy, args, prompts, rewards
         self.should_stop, self.processes = should_stop, processes
-        self.folder = Path(args.output)
-        self.samples: SampleRecorder | None = None
+        self.recorder: EvaluationRecorder | None = None
 
     def start_recording(self) -> None:
-        """Keep images of a new run from here on. On the main process."""
-        self.samples = SampleRecorder(self.folder, self.args.evaluation.pictures)
-        self.samples.start(self.policy.device, self.policy.dtype, self.processes.world_size)
+        """Keep the evaluations of a new run from here on. On the main process."""
+        self.recorder = EvaluationRecorder(self.args)
+        self.recorder.start(self.policy, self.processes)
 
     def resume_recording(self, step: int, tracker: Tracker) -> None:
-        """Keep images of a resumed run, and delete those after `step`. On the main process."""
-        self.samples = SampleRecorder(self.folder, self.args.evaluation.pictures)
-        self.samples.delete_after(step)
-        if self.samples.used_other_noise:
-            tracker.info("note: flow-grpo 0.3 drew the evaluations so far from other noise than those to come.")
+        """Keep the evaluations of a resumed run, and delete those after `step`. On the main process."""
+        self.recorder = EvaluationRecorder(self.args)
+        note = self.recorder.resume(step)
+        if note:
+            tracker.info(note)
 
     def is_due(self, step: int) -> bool:
         """Whether this step is evaluated: the first, the last, and every `evaluation.every`."""
@@ -89,58 +82,47 @@ class Evaluator:
                 should_stop=self.should_stop,
             )
 
-    def run(self, step: int, microbatch: int, tracker: Tracker, save_best: Callable[[str], object]) -> None:
-        """Evaluate, keep the result, log it with warnings, and call `save_best` with a folder's name if it is the best so far."""
+    def run(self, step: int, microbatch: int, tracker: Tracker, save_best: Callable[[], object]) -> None:
+        """Evaluate, keep the result, log it with warnings, and call `save_best` if it is the best so far."""
         started = time.perf_counter()
         found = self.evaluate(microbatch)
         seconds = time.perf_counter() - started
-        history = self._record(step, found) if self.samples else []
+        history = self._record(step, found) if self.recorder else []
         if self.processes.all_gather(bool(history) and hacking.best_step(history) == step)[0]:
-            save_best(layout.BEST)  # before the metrics name it
+            save_best()  # before the metrics name it
         warnings = self.processes.gather_or_raise(lambda: self._reward_warnings(step, found), (ValueError, Interrupted))[0]
-        if self.samples:
+        if self.recorder:
             self._log(step, found, history, {**hacking.metrics(history), "time/evaluation": seconds}, tracker)
             for warning in warnings:
                 tracker.warn(step, warning)
 
     def save_sample_grid(self, step: int, prompts: list[str], microbatch: int) -> None:
-        """Write a grid of the first prompts with fixed seeds. Every process must call it: each may hold a shard of the weights."""
-        prompts = prompts[:NUM_SAMPLES]
-        alone = self.processes.world_size == 1
-        with self.policy.ema.applied():
-            images = generate_images(
-                self.policy,
-                prompts,
-                seeds=list(range(len(prompts))),
-                steps=self.args.evaluation.steps,
-                microbatch=microbatch,
-                should_stop=lambda: alone and self.should_stop(),
-            )
-        if self.processes.is_main:
-            infos = [ImageInfo(prompt, seed, f"{self.args.model}, step {step}") for seed, prompt in enumerate(prompts)]
-            save_grid(self.folder / layout.SAMPLES / layout.sample_grid(step), images, infos, columns=4)
+        """Write a grid of the first prompts with fixed seeds. Every process must call it."""
+        save_sample_grid(
+            self.policy,
+            self.args,
+            step,
+            prompts,
+            microbatch=microbatch,
+            processes=self.processes,
+            should_stop=self.should_stop,
+        )
 
     def record_groups(self, step: int, experience: Experience) -> None:
         """Keep some groups of the first training step and of those that are evaluated."""
-        if self.samples and (step == 1 or self.is_due(step)):
-            self.samples.save_groups(step, experience, self.policy.decode)
+        if self.recorder and (step == 1 or self.is_due(step)):
+            self.recorder.save_groups(step, experience, self.policy.decode)
 
     def _record(self, step: int, found: Evaluation) -> list[hacking.EvaluationRecord]:
         """Keep an evaluation; returns all of the run so far."""
-        assert self.samples
+        assert self.recorder
         assert self.prompts
-        prompts, seed = self.prompts.prompts, self.args.evaluation.seed
-        seeds = [image_seed(seed, place) for place in range(len(prompts))]
         trained = [name for name, weight in self.rewards.weights.items() if weight]
-        history = hacking.read_history(self.samples.save_evaluation(step, found, prompts, seeds, trained))
-        if step in (0, self.args.steps):
-            first = prompts[:NUM_PREVIEWS]
-            save_before_after(self.folder, step == 0, found.pictures, first, seed=seed, model=self.args.model)
-        return history
+        return self.recorder.save(step, found, self.prompts.prompts, trained)
 
     def _reward_warnings(self, step: int, found: Evaluation) -> list[str]:
         """At the first evaluation, a sentence for each reward whose held-out values mean nothing."""
-        if step > 0 or not self.samples:
+        if step > 0 or not self.recorder:
             return []
         assert self.prompts
         return group_dependence_warnings(self.rewards.rewards, self.prompts, found.pictures, self.should_stop)
@@ -148,8 +130,8 @@ class Evaluator:
     def _log(
         self, step: int, found: Evaluation, history: list[hacking.EvaluationRecord], more: dict[str, float], tracker: Tracker
     ) -> None:
-        assert self.samples
+        assert self.recorder
         assert self.prompts
-        tracker.evaluation(step, found.means(), more, self.samples.preview_images(step, self.prompts.prompts))
+        tracker.evaluation(step, found.means(), more, self.recorder.preview_images(step, self.prompts.prompts))
         for name, sentence in hacking.warnings(history).items():
             tracker.warn(step, sentence, fallen=name)

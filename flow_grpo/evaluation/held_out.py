@@ -1,19 +1,16 @@
 """Held-out prompts, generated with fixed seeds and measured: an evaluation during training."""
 
 from collections.abc import Callable
-from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from flow_grpo.data.grid import ImageInfo, read_grid, save_grid
 from flow_grpo.data.prompts import PromptSet
 from flow_grpo.distributed.processes import Processes
 from flow_grpo.evaluation.generate import generate_images, image_seed
 from flow_grpo.evaluation.image_metrics import high_frequency_power, rms_difference, score_images
 from flow_grpo.policy.policy import Policy
 from flow_grpo.progress import phase
-from flow_grpo.run_folder import layout
 from flow_grpo.run_folder.samples import best_and_worst
 from flow_grpo.training.interrupt import Interrupted, call
 from flow_grpo.types import Evaluation
@@ -85,28 +82,3 @@ def _in_prompt_order(parts: list[Tensor]) -> Tensor:
     """The values of all processes, of which each has those of every world_size-th prompt, in the order of the prompts."""
     places = [rank + i * len(parts) for rank, part in enumerate(parts) for i in range(len(part))]
     return torch.cat(parts)[torch.tensor(places, dtype=torch.long).argsort()]
-
-
-def save_before_after(
-    folder: Path, is_before: bool, images: dict[int, Tensor], prompts: list[str], seed: int, model: str
-) -> None:
-    """Write before.png, or after.png and both next to each other as before_after.png: the same prompts and seeds.
-
-    Args:
-        is_before: whether the images are from before training.
-        images: of an evaluation, by the prompt's place.
-    """
-    stacked = torch.stack([images[place] for place in range(len(prompts))])
-    when = "before" if is_before else "after"
-    cells = [ImageInfo(prompt, image_seed(seed, i), f"{model}, {when} training") for i, prompt in enumerate(prompts)]
-    save_grid(folder / (layout.BEFORE if is_before else layout.AFTER), stacked, cells, columns=4)
-    if is_before or not (folder / layout.BEFORE).exists():
-        return
-    former, former_cells = read_grid(folder / layout.BEFORE)
-    if [(cell.prompt, cell.seed) for cell in former_cells] != [(cell.prompt, cell.seed) for cell in cells]:
-        return  # written by an earlier version, with other seeds
-    pairs = [i for pair in zip(range(len(prompts)), range(len(prompts), 2 * len(prompts)), strict=True) for i in pair]
-    both, both_cells = torch.cat([former, stacked]), former_cells + cells
-    save_grid(
-        folder / layout.BEFORE_AFTER, both[pairs], [both_cells[i] for i in pairs], columns=4, notes=["before", "after"]
-    )

@@ -25,8 +25,8 @@ from flow_grpo.policy.devices import DTYPES, default_dtype
 from flow_grpo.policy.memory import apply_memory_settings, peak_memory
 from flow_grpo.policy.model_files import stored_bytes
 from flow_grpo.policy.policy import Policy
+from flow_grpo.policy.trainable import add_trainable_weights
 from flow_grpo.progress import phase
-from flow_grpo.run_folder.weights import add_trainable_weights
 from flow_grpo.text import first_line
 from flow_grpo.training.rewards import build_rewards
 from flow_grpo.training.zero import STAGES

@@ -1,28 +1,12 @@
-"""What a run trains: added to a policy, and loaded again from what the run has left."""
+"""The trained weights that a run has left, loaded into a policy."""
 
 from pathlib import Path
 
 from flow_grpo.config import FlowGRPOConfig
 from flow_grpo.policy.policy import Policy
+from flow_grpo.policy.trainable import add_trainable_weights
 from flow_grpo.policy.weight_checks import check_weights
 from flow_grpo.run_folder import checkpoint, layout
-
-
-def add_trainable_weights(policy: Policy, args: FlowGRPOConfig) -> None:
-    """Add what the config trains. A LoRA that the policy already has stays."""
-    if args.lora is None and policy.has_lora:
-        raise ValueError("lora=null trains all weights, but the policy that was given carries a LoRA: give one without.")
-    if args.lora is None:
-        policy.enable_full_finetuning()
-        return
-    if policy.is_full_finetuning and args.lora.start is None:
-        raise ValueError("the policy that was given trains all weights: set lora=null, or give one that does not.")
-    if policy.is_full_finetuning:
-        raise ValueError(
-            f"lora.start={args.lora.start} holds a whole transformer: merge it into a model by `flow-grpo export`, and set model."
-        )
-    if not policy.has_lora:
-        policy.add_lora(args.lora.rank, args.lora.alpha, args.lora.targets, args.seed)
 
 
 def load_trained_weights(policy: Policy, place: str) -> None:

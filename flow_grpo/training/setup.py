@@ -10,7 +10,7 @@ from flow_grpo.distributed.processes import Processes
 from flow_grpo.policy import hub
 from flow_grpo.policy.loading import load_policy
 from flow_grpo.policy.policy import Policy
-from flow_grpo.run_folder.weights import add_trainable_weights
+from flow_grpo.policy.trainable import add_trainable_weights
 from flow_grpo.training import early_checks
 from flow_grpo.training.rewards import build_rewards
 from rewards import WeightedSum

@@ -11,7 +11,6 @@ from flow_grpo.config import FlowGRPOConfig
 from flow_grpo.data.prompts import PromptSampler
 from flow_grpo.distributed.processes import Processes
 from flow_grpo.policy.policy import Policy
-from flow_grpo.progress import phase
 from flow_grpo.training.critic import Critic
 from flow_grpo.training.interrupt import Interrupted
 from flow_grpo.training.offline import OfflineSource
@@ -95,8 +94,7 @@ class Stage:
     def _collect_and_update(self, number: int) -> tuple[Experience, dict[str, float]]:
         experience = self.source.collect(number)  # prompts -> rollouts -> rewards -> advantages
         started = time.perf_counter()
-        with phase(f"step {number + 1}, updating"):
-            metrics = self.update(experience, number)  # losses -> gradients -> optimizer
+        metrics = self.update(experience, number)  # losses -> gradients -> optimizer
         return experience, {**metrics, "time/update": time.perf_counter() - started}
 
     def set_microbatch(self, microbatch: int) -> None:

@@ -1,7 +1,7 @@
 """A run on disk while it trains: its folder created or resumed, its checkpoints written and read."""
 
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager, ExitStack
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -11,9 +11,7 @@ from flow_grpo.data.prompts import PromptSampler
 from flow_grpo.distributed.processes import Processes
 from flow_grpo.files import WriteError, atomic_folder, remove, write_atomic
 from flow_grpo.policy.policy import Policy
-from flow_grpo.run_folder import checkpoint, layout
-from flow_grpo.run_folder.lock import locked
-from flow_grpo.run_folder.metrics_file import has_metrics
+from flow_grpo.run_folder import checkpoint, layout, opening
 from flow_grpo.text import counted, first_line
 from flow_grpo.training.interrupt import Interrupted
 from flow_grpo.training.stages import Stage
@@ -80,6 +78,29 @@ class RunState:
             state["old"] = self.policy.adapter_state("old")
         return state
 
+    def open_folder(self, resume: bool, lock: ExitStack, info: Callable[[str], None]) -> None:
+        """Create the run folder, or check that it can be resumed, and hold its lock until `lock` closes. On the main process.
+
+        Raises:
+            ValueError: as of `open_run_folder`.
+        """
+        opening.open_run_folder(self.args, resume, lock, info)
+
+    def explain_write_errors(self) -> AbstractContextManager[None]:
+        """Say what is left of the run when something could not be written, as a ValueError."""
+        return opening.explain_write_errors(self.folder)
+
+    def resume(self, info: Callable[[str], None]) -> None:
+        """Restore the newest readable checkpoint. Every process must call it.
+
+        Raises:
+            ValueError: all are damaged, or the settings have changed.
+        """
+        self.load_state_dict(opening.newest_checkpoint(self.args, info))
+        self.processes.all_gather(None)  # all have read it
+        if self.processes.is_main:
+            self._discard_later_files()
+
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore a checkpoint. ValueError if it was written with other settings."""
         try:
@@ -124,12 +145,16 @@ class RunState:
             with atomic_folder(folder) as made:
                 return folder / self.policy.save(made).relative_to(made)
 
-    def discard_later_files(self) -> None:
+    def _discard_later_files(self) -> None:
         """Delete what a run has left after the step that it resumes from: checkpoints, and the weights of an earlier end."""
         checkpoint.delete_after(self.folder / layout.CHECKPOINTS, self.step)
         if self.step < self.args.steps:
             remove(self.folder / self._weights_folder)
         write_atomic(self.folder / layout.CONFIG, self.args.to_yaml())  # some settings may change
+
+    def save_best_weights(self) -> None:
+        """Write the weights of the best evaluation so far. Every process must call it."""
+        self.save_weights(layout.BEST)
 
     @property
     def _weights_folder(self) -> str:
@@ -147,75 +172,8 @@ class RunState:
             self.policy.load_adapter_state(state["old"], "old")
 
 
-def is_begun(folder: Path) -> bool:
-    """Whether the folder holds a run: metrics, readable or not, or a checkpoint after the start."""
-    return has_metrics(folder) or any(checkpoint.steps(folder / layout.CHECKPOINTS))
-
-
-def open_run_folder(args: FlowGRPOConfig, resume: bool, lock: ExitStack, info: Callable[[str], None]) -> None:
-    """Create the run folder, or check that it can be resumed, and hold its lock until `lock` closes.
-
-    Raises:
-        ValueError: the folder holds a run that is not to be resumed, holds none that could be, or another process trains in it.
-    """
-    folder = Path(args.output)
-    if resume and not checkpoint.steps(folder / layout.CHECKPOINTS):
-        again = "set another folder by output=..." if is_begun(folder) else "start the run without --resume"
-        raise ValueError(f"{folder} has no checkpoint to resume from: {again}, or see whether output=... is right.")
-    lock.enter_context(locked(folder, info))
-    if resume:
-        return
-    if is_begun(folder):
-        raise ValueError(f"{folder} already holds a run: go on with it by --resume, or set another folder by output=...")
-    write_atomic(folder / layout.CONFIG, args.to_yaml())
-
-
 def run_headline(args: FlowGRPOConfig, policy: Policy) -> str:
     """What a run prints first: its model, device, dtype, size and folder."""
     dtype = str(policy.dtype).removeprefix("torch.")
     size = f"{counted(args.prompts_per_step, 'prompt')} x {counted(args.images_per_prompt, 'image')}"
     return f"{args.model} on {policy.device} in {dtype}: {counted(args.steps, 'step')} of {size}; run folder {args.output}"
-
-
-def newest_checkpoint(args: FlowGRPOConfig, info: Callable[[str], None]) -> dict[str, Any]:
-    """Read the newest readable checkpoint of the run folder.
-
-    Raises:
-        ValueError: all are damaged, the settings have changed since, or flow-grpo 0.2 wrote it.
-    """
-    folder = Path(args.output)
-    state, warnings = checkpoint.latest(folder / layout.CHECKPOINTS)
-    for warning in warnings:
-        info(f"warning: {warning}")
-    if state is None:
-        raise ValueError(f"all checkpoints of {folder} are damaged: start another run by output=...")
-    check_settings_unchanged(args)
-    if "microbatch" not in state.get("memory", {}):
-        raise ValueError(
-            f"{folder} was written by flow-grpo 0.2 or before, which this version can't go on with: start a new run."
-        )
-    return state
-
-
-def check_settings_unchanged(args: FlowGRPOConfig) -> None:
-    """ValueError if a setting that changes the numbers is not what the run folder's config says."""
-    file = Path(args.output) / layout.CONFIG
-    former = FlowGRPOConfig.from_yaml(file) if file.exists() else args
-    for name, (then, now) in former.differences(args).items():
-        raise ValueError(
-            f"{args.output} was begun with {name}={then!r}, not {now!r}: resume it with the same settings, or start another "
-            "run by output=..."
-        )
-
-
-@contextmanager
-def explain_write_errors(folder: Path) -> Iterator[None]:
-    """Say what is left of the run when something could not be written."""
-    try:
-        yield
-    except (WriteError, OSError) as error:
-        what = str(error) if isinstance(error, WriteError) else f"the system refused to read or write: {error}."
-        saved = checkpoint.steps(folder / layout.CHECKPOINTS)
-        lost = f"What came after the checkpoint of step {saved[0]} is lost" if saved else "Nothing is saved yet"
-        again = "go on with --resume" if saved else "start the run again"
-        raise ValueError(f"{what} {lost}: when it can be written, {again}.") from error

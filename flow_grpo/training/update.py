@@ -11,6 +11,7 @@ from flow_grpo.config import FlowGRPOConfig
 from flow_grpo.config.objective import DecayRamp
 from flow_grpo.distributed.processes import Processes
 from flow_grpo.policy.policy import Policy
+from flow_grpo.progress import phase
 from flow_grpo.training.losses import ClipRange, ForwardProcessLoss, LossMetrics, StepLoss
 from flow_grpo.training.optimizer import Optimizer
 from flow_grpo.training.zero import STAGES, ZeroOptimizer
@@ -39,6 +40,10 @@ class PolicyUpdate:
         Raises:
             ValueError: the ratio before the first update is not 1, or a gradient is not finite.
         """
+        with phase(f"step {step + 1}, updating"):
+            return self._run(experience, step)
+
+    def _run(self, experience: Experience, step: int) -> dict[str, float]:
         args, batch = self.args, experience.batch
         batch_loss = self._batch_loss(experience, step)
         totals, self.mid_step = LossMetrics(), False
@@ -57,7 +62,7 @@ class PolicyUpdate:
             if not self.mid_step and not self._check_ratio(totals):
                 self.pack_rows = False
                 self.discard()
-                return self(experience, step)
+                return self._run(experience, step)
             totals.numbers.update(self._step(step, number))
             self.clip.update(self.processes)
         if args.method.old_policy:

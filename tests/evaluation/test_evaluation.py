@@ -27,9 +27,10 @@ from flow_grpo.data.prompts import PromptSet, load_prompts
 from flow_grpo.evaluation import measure as measures
 from flow_grpo.evaluation import tables
 from flow_grpo.evaluation.generate import generate_images
-from flow_grpo.evaluation.held_out import evaluate, save_before_after
+from flow_grpo.evaluation.held_out import evaluate
 from flow_grpo.evaluation.image_metrics import BASE_DISTANCE, DIVERSITY, HIGH_FREQUENCY_POWER
 from flow_grpo.evaluation.measure import measure
+from flow_grpo.evaluation.recording import save_before_after
 from flow_grpo.evaluation.scorecard import TargetResult, build_scorecard, by_prompt
 from flow_grpo.evaluation.targets import ModelTarget, TargetOptions, reference, resolve_targets
 from flow_grpo.run_folder import checkpoint

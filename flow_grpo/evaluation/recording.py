@@ -1,0 +1,114 @@
+"""What a run keeps of its evaluations: images and scores in the run folder, and grids of images."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from flow_grpo.config import FlowGRPOConfig
+from flow_grpo.data.grid import ImageInfo, read_grid, save_grid
+from flow_grpo.distributed.processes import Processes
+from flow_grpo.evaluation import hacking
+from flow_grpo.evaluation.generate import generate_images, image_seed
+from flow_grpo.policy.policy import Policy
+from flow_grpo.run_folder import layout
+from flow_grpo.run_folder.samples import SampleRecorder
+from flow_grpo.types import Evaluation, Experience
+
+NUM_SAMPLES = 8  # prompts in a grid of RUN/samples
+NUM_PREVIEWS = 16  # held-out prompts in the before and after grids
+
+
+class EvaluationRecorder:
+    """Keeps the evaluations of a run. On the main process."""
+
+    def __init__(self, args: FlowGRPOConfig) -> None:
+        self.args, self.folder = args, Path(args.output)
+        self.samples = SampleRecorder(self.folder, args.evaluation.pictures)
+
+    def start(self, policy: Policy, processes: Processes) -> None:
+        """Delete what an aborted run has left, and write down the machine."""
+        self.samples.start(policy.device, policy.dtype, processes.world_size)
+
+    def resume(self, step: int) -> str | None:
+        """Delete what later steps have kept. Returns a note if the evaluations so far are of other noise."""
+        self.samples.delete_after(step)
+        if self.samples.used_other_noise:
+            return "note: flow-grpo 0.3 drew the evaluations so far from other noise than those to come."
+        return None
+
+    def save(self, step: int, found: Evaluation, prompts: list[str], trained: list[str]) -> list[hacking.EvaluationRecord]:
+        """Keep an evaluation and its images; returns all evaluations so far.
+
+        Args:
+            prompts: the held-out ones.
+            trained: names of the rewards that the run trains on.
+        """
+        seed = self.args.evaluation.seed
+        seeds = [image_seed(seed, place) for place in range(len(prompts))]
+        history = hacking.read_history(self.samples.save_evaluation(step, found, prompts, seeds, trained))
+        if step in (0, self.args.steps):
+            first = prompts[:NUM_PREVIEWS]
+            save_before_after(self.folder, step == 0, found.pictures, first, seed=seed, model=self.args.model)
+        return history
+
+    def save_groups(self, step: int, experience: Experience, decode: Callable[[Tensor, int], Tensor]) -> None:
+        """Keep some groups of a training step."""
+        self.samples.save_groups(step, experience, decode)
+
+    def preview_images(self, step: int, prompts: list[str]) -> list[tuple[str, Path]]:
+        """The first held-out prompts, each with the file of its image."""
+        return self.samples.preview_images(step, prompts)
+
+
+def save_sample_grid(
+    policy: Policy,
+    args: FlowGRPOConfig,
+    step: int,
+    prompts: list[str],
+    *,
+    microbatch: int,
+    processes: Processes,
+    should_stop: Callable[[], bool],
+) -> None:
+    """Write a grid of the first prompts with fixed seeds. Every process must call it: each may hold a shard of the weights."""
+    prompts = prompts[:NUM_SAMPLES]
+    alone = processes.world_size == 1
+    with policy.ema.applied():
+        images = generate_images(
+            policy,
+            prompts,
+            seeds=list(range(len(prompts))),
+            steps=args.evaluation.steps,
+            microbatch=microbatch,
+            should_stop=lambda: alone and should_stop(),
+        )
+    if processes.is_main:
+        infos = [ImageInfo(prompt, seed, f"{args.model}, step {step}") for seed, prompt in enumerate(prompts)]
+        save_grid(Path(args.output) / layout.SAMPLES / layout.sample_grid(step), images, infos, columns=4)
+
+
+def save_before_after(
+    folder: Path, is_before: bool, images: dict[int, Tensor], prompts: list[str], seed: int, model: str
+) -> None:
+    """Write before.png, or after.png and both next to each other as before_after.png: the same prompts and seeds.
+
+    Args:
+        is_before: whether the images are from before training.
+        images: of an evaluation, by the prompt's place.
+    """
+    stacked = torch.stack([images[place] for place in range(len(prompts))])
+    when = "before" if is_before else "after"
+    cells = [ImageInfo(prompt, image_seed(seed, i), f"{model}, {when} training") for i, prompt in enumerate(prompts)]
+    save_grid(folder / (layout.BEFORE if is_before else layout.AFTER), stacked, cells, columns=4)
+    if is_before or not (folder / layout.BEFORE).exists():
+        return
+    former, former_cells = read_grid(folder / layout.BEFORE)
+    if [(cell.prompt, cell.seed) for cell in former_cells] != [(cell.prompt, cell.seed) for cell in cells]:
+        return  # written by an earlier version, with other seeds
+    pairs = [i for pair in zip(range(len(prompts)), range(len(prompts), 2 * len(prompts)), strict=True) for i in pair]
+    both, both_cells = torch.cat([former, stacked]), former_cells + cells
+    save_grid(
+        folder / layout.BEFORE_AFTER, both[pairs], [both_cells[i] for i in pairs], columns=4, notes=["before", "after"]
+    )

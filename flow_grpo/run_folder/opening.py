@@ -1,0 +1,79 @@
+"""Create a run folder, or check that it can be resumed."""
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+from flow_grpo.config import FlowGRPOConfig
+from flow_grpo.files import WriteError, write_atomic
+from flow_grpo.run_folder import checkpoint, layout
+from flow_grpo.run_folder.lock import locked
+from flow_grpo.run_folder.metrics_file import has_metrics
+
+
+def is_begun(folder: Path) -> bool:
+    """Whether the folder holds a run: metrics, readable or not, or a checkpoint after the start."""
+    return has_metrics(folder) or any(checkpoint.steps(folder / layout.CHECKPOINTS))
+
+
+def open_run_folder(args: FlowGRPOConfig, resume: bool, lock: ExitStack, info: Callable[[str], None]) -> None:
+    """Create the run folder, or check that it can be resumed, and hold its lock until `lock` closes.
+
+    Raises:
+        ValueError: the folder holds a run that is not to be resumed, holds none that could be, or another process trains in it.
+    """
+    folder = Path(args.output)
+    if resume and not checkpoint.steps(folder / layout.CHECKPOINTS):
+        again = "set another folder by output=..." if is_begun(folder) else "start the run without --resume"
+        raise ValueError(f"{folder} has no checkpoint to resume from: {again}, or see whether output=... is right.")
+    lock.enter_context(locked(folder, info))
+    if resume:
+        return
+    if is_begun(folder):
+        raise ValueError(f"{folder} already holds a run: go on with it by --resume, or set another folder by output=...")
+    write_atomic(folder / layout.CONFIG, args.to_yaml())
+
+
+def newest_checkpoint(args: FlowGRPOConfig, info: Callable[[str], None]) -> dict[str, Any]:
+    """Read the newest readable checkpoint of the run folder.
+
+    Raises:
+        ValueError: all are damaged, the settings have changed since, or flow-grpo 0.2 wrote it.
+    """
+    folder = Path(args.output)
+    state, warnings = checkpoint.latest(folder / layout.CHECKPOINTS)
+    for warning in warnings:
+        info(f"warning: {warning}")
+    if state is None:
+        raise ValueError(f"all checkpoints of {folder} are damaged: start another run by output=...")
+    check_settings_unchanged(args)
+    if "microbatch" not in state.get("memory", {}):
+        raise ValueError(
+            f"{folder} was written by flow-grpo 0.2 or before, which this version can't go on with: start a new run."
+        )
+    return state
+
+
+def check_settings_unchanged(args: FlowGRPOConfig) -> None:
+    """ValueError if a setting that changes the numbers is not what the run folder's config says."""
+    file = Path(args.output) / layout.CONFIG
+    former = FlowGRPOConfig.from_yaml(file) if file.exists() else args
+    for name, (then, now) in former.differences(args).items():
+        raise ValueError(
+            f"{args.output} was begun with {name}={then!r}, not {now!r}: resume it with the same settings, or start another "
+            "run by output=..."
+        )
+
+
+@contextmanager
+def explain_write_errors(folder: Path) -> Iterator[None]:
+    """Say what is left of the run when something could not be written."""
+    try:
+        yield
+    except (WriteError, OSError) as error:
+        what = str(error) if isinstance(error, WriteError) else f"the system refused to read or write: {error}."
+        saved = checkpoint.steps(folder / layout.CHECKPOINTS)
+        lost = f"What came after the checkpoint of step {saved[0]} is lost" if saved else "Nothing is saved yet"
+        again = "go on with --resume" if saved else "start the run again"
+        raise ValueError(f"{what} {lost}: when it can be written, {again}.") from error
