@@ -2,7 +2,6 @@
 
 import copy
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -11,18 +10,9 @@ from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.flop_counter import FlopCounterMode
 
 from flow_grpo.plan.hardware import TERA, Rates, fastest
+from flow_grpo.policy.meta_pipeline import BlockCall
 
 SECONDS = 0.2  # of each of the measurements, at least
-
-
-@dataclass(frozen=True)
-class BlockCall:
-    """A block on the meta device and the arguments that it was called with; `count` blocks of the model are of its kind."""
-
-    block: torch.nn.Module
-    args: Any
-    kwargs: Any
-    count: int
 
 
 def measure_rates(calls: list[BlockCall], device: torch.device, dtype: torch.dtype, meta: AbstractContextManager) -> Rates:

@@ -1,6 +1,6 @@
 """Before a run: what it will need of memory and time, from the model's configs alone.
 
-The pipeline's own code is followed without numbers (see `flow_grpo.plan.meta_pipeline`), so the forecast knows any family, with its
+The pipeline's own code is followed without numbers (see `flow_grpo.policy.meta_pipeline`), so the forecast knows any family, with its
 guidance, its checkpointing and its adapter.
 """
 
@@ -17,12 +17,12 @@ from flow_grpo.config import FlowGRPOConfig
 from flow_grpo.data.prompts import load_prompts
 from flow_grpo.distributed.processes import BUCKET_NUMEL, Processes
 from flow_grpo.plan import block_speed
-from flow_grpo.plan.block_speed import BlockCall
+from flow_grpo.plan.counters import FlopCounter, LiveBytesCounter
 from flow_grpo.plan.hardware import GB, TERA, Hardware, Rates, matmul_speed
-from flow_grpo.plan.meta_pipeline import FlopCounter, LiveBytesCounter, MetaModule, MetaTextEncoder, load_meta_pipeline
 from flow_grpo.policy import hub
 from flow_grpo.policy.devices import DTYPES, default_dtype
 from flow_grpo.policy.memory import apply_memory_settings, peak_memory
+from flow_grpo.policy.meta_pipeline import BlockCall, MetaModule, MetaTextEncoder, load_meta_pipeline
 from flow_grpo.policy.model_files import stored_bytes
 from flow_grpo.policy.policy import Policy
 from flow_grpo.policy.trainable import add_trainable_weights

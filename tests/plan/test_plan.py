@@ -14,9 +14,10 @@ from typer.testing import CliRunner
 from flow_grpo.cli import app as cli
 from flow_grpo.config.bundled import bundled_file
 from flow_grpo.config.run_config import FlowGRPOConfig
-from flow_grpo.plan import block_speed, estimate, meta_pipeline
+from flow_grpo.plan import block_speed, counters, estimate
 from flow_grpo.plan.estimate import StepEstimator, fit_batch_sizes, slower_dtype
 from flow_grpo.plan.hardware import GB, Hardware, Rates
+from flow_grpo.policy import meta_pipeline
 from flow_grpo.policy.hub import BUNDLED_MODELS
 
 PRESETS = sorted(file.stem for file in bundled_file("").glob("*.yaml"))
@@ -34,8 +35,8 @@ WEIGHTS = ("*.safetensors", "*.bin", "*.onnx")
 def follow(network: torch.nn.Module, x: torch.Tensor, backward: bool) -> tuple[int, int]:
     followed, alive, counter = (
         meta_pipeline.MetaModule(network.to("meta"), torch.float32, cuda=False),
-        meta_pipeline.LiveBytesCounter(),
-        meta_pipeline.FlopCounter(),
+        counters.LiveBytesCounter(),
+        counters.FlopCounter(),
     )
     for mode in (alive, counter):
         with followed.counting(mode, backward):

@@ -6,9 +6,9 @@ their own code on torch's meta device: so the bytes that would be alive and the 
 
 import copy
 import json
-import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -19,20 +19,27 @@ from diffusers import DiffusionPipeline, ModelMixin
 from huggingface_hub import snapshot_download
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.checkpoint import checkpoint
-from torch.utils.flop_counter import FlopCounterMode
 from transformers.modeling_outputs import BaseModelOutputWithPooling
 from transformers.models.clip.modeling_clip import CLIPTextModelOutput
 
-from flow_grpo.plan.block_speed import BlockCall
 from flow_grpo.policy.encoding import ENCODER_PREFIXES
 from flow_grpo.policy.memory import repeated_blocks
 from flow_grpo.policy.model_files import read_index, telling
 from rewards.downloads import downloads
 
 NO_WEIGHTS = ["*.json", "*.txt", "*.model", "*.jinja", "*.py"]
+
+
+@dataclass(frozen=True)
+class BlockCall:
+    """A block on the meta device and the arguments that it was called with; `count` blocks of the model are of its kind."""
+
+    block: torch.nn.Module
+    args: Any
+    kwargs: Any
+    count: int
 
 
 def load_meta_pipeline(source: str, dtype: torch.dtype, cuda: bool) -> DiffusionPipeline:
@@ -233,53 +240,3 @@ class _Cast(TorchFunctionMode):
     @staticmethod
     def _in(dtype: torch.dtype, values: Any) -> Any:
         return tree_map(lambda v: v.to(dtype) if isinstance(v, Tensor) and v.is_floating_point() else v, values)
-
-
-class LiveBytesCounter(TorchDispatchMode):
-    """Counts the bytes of the tensors that are alive, each storage once, and the most there were."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.now = self.peak = 0
-        self._seen: set[int] = set()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        found = func(*args, **(kwargs or {}))
-        given = _storages((args, kwargs))  # a view of something is nothing new
-        for key, storage in _storages(found).items():
-            if key not in given:
-                self._count(key, storage)
-        return found
-
-    def _count(self, key: int, storage: Any) -> None:
-        size = storage.nbytes()
-        if key in self._seen:
-            return
-        self._seen.add(key)
-        self.now += size
-        self.peak = max(self.peak, self.now)
-        weakref.finalize(storage, self._forget, key, size)
-
-    def _forget(self, key: int, size: int) -> None:
-        self._seen.discard(key)
-        self.now -= size
-
-
-def _storages(values: Any) -> dict[int, Any]:
-    leaves = [leaf.untyped_storage() for leaf in tree_leaves(values) if isinstance(leaf, Tensor)]
-    return {storage._cdata: storage for storage in leaves}
-
-
-class FlopCounter:
-    """Counts floating point operations. Not beside `LiveBytesCounter`: torch's counter holds on to tensors."""
-
-    def __init__(self) -> None:
-        self.total = 0
-
-    def __enter__(self) -> None:
-        self._counter = FlopCounterMode(display=False)  # a new one, since entering clears it
-        self._counter.__enter__()
-
-    def __exit__(self, *error: Any) -> None:
-        self._counter.__exit__(*error)
-        self.total += self._counter.get_total_flops()

@@ -1,0 +1,59 @@
+"""What a computation on the meta device would take: bytes that are alive at once, and floating point operations."""
+
+import weakref
+from typing import Any
+
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import FlopCounterMode
+
+
+class LiveBytesCounter(TorchDispatchMode):
+    """Counts the bytes of the tensors that are alive, each storage once, and the most there were."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now = self.peak = 0
+        self._seen: set[int] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        found = func(*args, **(kwargs or {}))
+        given = _storages((args, kwargs))  # a view of something is nothing new
+        for key, storage in _storages(found).items():
+            if key not in given:
+                self._count(key, storage)
+        return found
+
+    def _count(self, key: int, storage: Any) -> None:
+        size = storage.nbytes()
+        if key in self._seen:
+            return
+        self._seen.add(key)
+        self.now += size
+        self.peak = max(self.peak, self.now)
+        weakref.finalize(storage, self._forget, key, size)
+
+    def _forget(self, key: int, size: int) -> None:
+        self._seen.discard(key)
+        self.now -= size
+
+
+def _storages(values: Any) -> dict[int, Any]:
+    leaves = [leaf.untyped_storage() for leaf in tree_leaves(values) if isinstance(leaf, Tensor)]
+    return {storage._cdata: storage for storage in leaves}
+
+
+class FlopCounter:
+    """Counts floating point operations. Not beside `LiveBytesCounter`: torch's counter holds on to tensors."""
+
+    def __init__(self) -> None:
+        self.total = 0
+
+    def __enter__(self) -> None:
+        self._counter = FlopCounterMode(display=False)  # a new one, since entering clears it
+        self._counter.__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        self._counter.__exit__(*error)
+        self.total += self._counter.get_total_flops()
