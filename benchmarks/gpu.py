@@ -20,10 +20,10 @@ import transformers
 from flow_grpo.policy.library_logging import quiet_libraries
 
 STEPS = 3
-SIZE = ["height=512", "width=512", "pipeline={max_sequence_length: 128}", "dtype=bf16"]
+SIZE = ["height=512", "width=512", "pipeline_kwargs={max_sequence_length: 128}", "dtype=bf16"]
 RUN = [
     "prompts_per_step=2", "images_per_prompt=12", "microbatch=12", "lora={rank: 32, alpha: 64}", "evaluation.prompts=null",
-    "sampling={steps: 10, transition: cps, noise_level: 0.8, window: {kind: random, size: 3, last: 5}}",
+    "sampling={steps: 10, transition: cps, noise_level: 0.8, window: {schedule: random, size: 3, last_step: 5}}",
     "objective={name: grpo, clip_low: 1.0e-5, clip_high: 1.0e-5}",
 ]  # fmt: skip
 SD3 = {"sd35_medium": (24, 24, 13), "sd3_450m": (12, 16, 0)}  # layers, heads, and layers with two attentions
@@ -32,21 +32,21 @@ SETTINGS = {
     "sd35_medium": {
         "plain": [],
         "compile": ["memory.compile=true"],
-        "checkpointing": ["memory.checkpointing=true"],
-        "compile + checkpointing": ["memory={compile: true, checkpointing: true}"],
-        "attention _native_cudnn": ["memory.attention=_native_cudnn"],
+        "checkpointing": ["memory.gradient_checkpointing=true"],
+        "compile + checkpointing": ["memory={compile: true, gradient_checkpointing: true}"],
+        "attention _native_cudnn": ["memory.attention_backend=_native_cudnn"],
         "base in int8": ["memory.quantize=int8"],
         "base in nf4": ["memory.quantize=nf4"],
         "8-bit AdamW": ["optimizer.name=adamw_8bit"],
         "vae slicing": ["memory.vae_slicing=true"],
         "guidance 4.5": ["guidance=4.5"],
-        "microbatch 4, checkpointing": ["microbatch=4", "memory={checkpointing: true, vae_slicing: true}"],
+        "microbatch 4, checkpointing": ["microbatch=4", "memory={gradient_checkpointing: true, vae_slicing: true}"],
     },
     "flux_dev": {
-        "checkpointing": ["guidance=3.5", "microbatch=4", "memory.checkpointing=true"],
-        "compile + checkpointing": ["guidance=3.5", "microbatch=4", "memory={compile: true, checkpointing: true}"],
+        "checkpointing": ["guidance=3.5", "microbatch=4", "memory.gradient_checkpointing=true"],
+        "compile + checkpointing": ["guidance=3.5", "microbatch=4", "memory={compile: true, gradient_checkpointing: true}"],
         "base in nf4, checkpointing": [
-            "guidance=3.5", "microbatch=2", "memory={quantize: nf4, checkpointing: true, vae_slicing: true}",
+            "guidance=3.5", "microbatch=2", "memory={quantize: nf4, gradient_checkpointing: true, vae_slicing: true}",
         ],
     },
 }  # fmt: skip
@@ -117,7 +117,7 @@ def measure(folder: str, overrides: list[str]) -> dict[str, float]:
     from flow_grpo.trainer import FlowGRPOTrainer
 
     with tempfile.TemporaryDirectory() as out:
-        args = FlowGRPOConfig.for_model(folder, [*SIZE, *RUN, *overrides, f"output={out}"])
+        args = FlowGRPOConfig.for_model(folder, [*SIZE, *RUN, *overrides, f"output_dir={out}"])
         forecast = StepEstimator(args, torch.cuda.is_available()).estimate(args.microbatch)
         trainer = FlowGRPOTrainer(args=args, reward_funcs=[brightness])
         device = trainer.policy.device

@@ -17,13 +17,13 @@ CONFIGS = {
     "tiny_grpo, 128 rows at once": ["tiny_grpo", "microbatch=128"],
     "tiny_paper, 192 rows at once": ["tiny_paper", "microbatch=192", "updates=1"],
     "all weights": ["tiny_ocr", "lora=null", "optimizer.lr=1e-4"],
-    "pictures of 64 x 160, checkpointing": ["tiny_ocr", "height=64", "width=160", "memory.checkpointing=true"],
+    "pictures of 64 x 160, checkpointing": ["tiny_ocr", "height=64", "width=160", "memory.gradient_checkpointing=true"],
 }
 LARGE = [
-    "dtype=fp32", "height=128", "width=128", "pipeline={max_sequence_length: 32}", "guidance=1.0", "rewards={jpeg_size: 1}",
+    "dtype=fp32", "height=128", "width=128", "pipeline_kwargs={max_sequence_length: 32}", "guidance=1.0", "rewards={jpeg_size: 1}",
     "prompts_per_step=1", "images_per_prompt=2", "microbatch=2", "updates=1", "lora={rank: 32, alpha: 64}",
     "evaluation.prompts=null", "trackers=[]",
-    "sampling={steps: 2, transition: cps, noise_level: 0.8, window: {kind: fixed, size: 1, first: 0, last: 0}}",
+    "sampling={steps: 2, transition: cps, noise_level: 0.8, window: {schedule: fixed, size: 1, first_step: 0, last_step: 0}}",
 ]  # fmt: skip
 
 
@@ -74,7 +74,7 @@ def large(kind: str) -> None:
     """A checkpoint of random numbers, for as long as it is looked at."""
     with tempfile.TemporaryDirectory() as folder:
         subprocess.run([sys.executable, __file__, "build", kind, folder], check=True)
-        compare(kind, ["tiny_grpo", f"model={folder}", f"output={folder}/run", *LARGE])
+        compare(kind, ["tiny_grpo", f"model={folder}", f"output_dir={folder}/run", *LARGE])
 
 
 def build(words: list[str]) -> None:

@@ -67,7 +67,7 @@ def main(words: list[str]) -> None:
     config = words.pop(0) if words and "=" not in words[0] else "tiny_ocr"
     quiet_libraries()
     with tempfile.TemporaryDirectory() as folder:
-        recorder = Recorder(FlowGRPOTrainer(args=FlowGRPOConfig.from_yaml(config, [*words, f"output={folder}"])))
+        recorder = Recorder(FlowGRPOTrainer(args=FlowGRPOConfig.from_yaml(config, [*words, f"output_dir={folder}"])))
         ours, bare, parts = [], [], []
         for turn in range(WARMUP + ROUNDS):
             metrics = recorder.step()

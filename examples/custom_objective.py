@@ -4,7 +4,7 @@ Run this command from the root of the repository. It trains the embedded model, 
 
     flow-grpo train tiny_grpo objective.name=examples/custom_objective.py:soft_ratio objective.options.sharpness=2 \
         objective.advantage=examples/custom_objective.py:better_than_average \
-        steps=2 prompts_per_step=4 evaluation.limit=4 evaluation.every=2 output=runs/soft_ratio
+        steps=2 prompts_per_step=4 evaluation.max_prompts=4 evaluation.every=2 output_dir=runs/soft_ratio
 """
 
 import torch

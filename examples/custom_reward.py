@@ -3,7 +3,7 @@ r"""Train with a reward of your own: a function that returns one number for each
 Run these commands from the root of the repository. The first trains the embedded model, in some seconds on a CPU:
 
     flow-grpo train tiny_ocr 'rewards={examples/custom_reward.py:redness: 1}' steps=2 prompts_per_step=4 \
-        evaluation.limit=4 evaluation.every=2 output=runs/redness
+        evaluation.max_prompts=4 evaluation.every=2 output_dir=runs/redness
 
 For a real model, replace `tiny_ocr` with another config and leave out the settings after the reward, which make the run short. Measure the
 reward before a long run:

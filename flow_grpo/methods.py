@@ -67,7 +67,12 @@ OBJECTIVES = {
     "sft": Objective(False, ("noise_levels", "dataset"), rows="best"),
     "dpo": Objective(False, ("noise_levels", "dataset", "dpo"), rows="best_and_worst", reference=True),
 }
-STEPWISE_SAMPLING = ("noise_level", "window", "log_prob", "shared_start")  # settings of the config's section `sampling`
+STEPWISE_SAMPLING = (
+    "noise_level",
+    "window",
+    "log_prob",
+    "shared_initial_noise",
+)  # settings of the config's section `sampling`
 FORWARD_SAMPLING = ("solver",)
 CUSTOM_SETTINGS = ("options", "step_weight", "noise_levels")  # of a user's own function
 

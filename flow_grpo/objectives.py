@@ -62,10 +62,10 @@ def dppo(step: TrainedStep, advantage: Tensor, threshold: float) -> Loss:
     return Loss(value, {**_ratio_metrics(ratio.detach()), **metrics})
 
 
-def awm(image: NoisedImage, advantage: Tensor, clip_low: float, clip_high: float, weight: str = "uniform") -> Loss:
+def awm(image: NoisedImage, advantage: Tensor, clip_low: float, clip_high: float, loss_weight: str = "uniform") -> Loss:
     """Advantage Weighted Matching, arXiv 2509.25050: PPO's clip on `awm_log_prob` at one (sigma, eps). advantage (n,)."""
-    log_prob = awm_log_prob(image.error(image.v), image.sigma, weight)
-    before = awm_log_prob(image.error(image.v_rollout), image.sigma, weight)
+    log_prob = awm_log_prob(image.error(image.v), image.sigma, loss_weight)
+    before = awm_log_prob(image.error(image.v_rollout), image.sigma, loss_weight)
     return _clipped((log_prob - before).exp(), advantage, clip_low, clip_high)
 
 
@@ -93,7 +93,7 @@ def nft(image: NoisedImage, advantage: Tensor, beta: float, advantage_max: float
 
     The loss is the published one. Runs of this package depart from the published code in these:
         - images are drawn by the trained adapter, not by its slow copy v_old, and by Euler or Heun, not by DPM-Solver;
-        - the copy's decay is constant by default, not a ramp (`old_decay`);
+        - the copy's decay is constant by default, not a ramp (`old_policy_decay`);
         - an image is noised to `draws` levels, one by default, drawn uniformly from `sigma_range`, not to nine of its rollout's ten;
         - eps and sigma are shared by the images of a group, and by all epochs, not drawn for each image;
         - the term 1e-4 |v - v_ref|^2 is there only if `kl_weight` says so.
@@ -119,17 +119,17 @@ def sft(image: NoisedImage) -> Loss:
     return Loss(error, {"sft/error": error.detach()})
 
 
-def dpo(image: NoisedImage, dpo_beta: float) -> Loss:
+def dpo(image: NoisedImage, beta: float) -> Loss:
     """Diffusion-DPO in flow form, arXiv 2311.12908: rows 2j and 2j + 1 are the better and the worse image of a pair.
 
         -log sigmoid(-beta [(e_better - e_ref_better) - (e_worse - e_ref_worse)])
 
     e is the mean squared error of the velocity, at the (sigma, eps) that a pair shares; the paper's T omega(lambda) is in
-    beta = dpo_beta. Both rows of a pair carry its loss, half each.
+    beta. Both rows of a pair carry its loss, half each.
     """
     assert image.v_ref is not None
     gain = (image.error(image.v) - image.error(image.v_ref)).view(-1, 2)
-    margin = -dpo_beta * (gain[:, 0] - gain[:, 1])
+    margin = -beta * (gain[:, 0] - gain[:, 1])
     value = -torch.nn.functional.logsigmoid(margin).repeat_interleave(2)
     right = (margin.detach() > 0).float().repeat_interleave(2)
     return Loss(value, {"dpo/margin": margin.detach().repeat_interleave(2), "dpo/accuracy": right})

@@ -49,7 +49,7 @@ class FlowGRPOTrainer:
         self.rewards, self.eval_rewards = run.rewards, run.eval_rewards
         self.train_source, self.prompt_overlaps = run.train_source, run.prompt_overlaps
         self.callbacks = CallbackList(callbacks, self.args, self.policy, self.processes)
-        self.folder, self.interrupted = Path(self.args.output), False
+        self.folder, self.interrupted = Path(self.args.output_dir), False
         self.state = RunState(
             self.args,
             self.policy,

@@ -114,15 +114,15 @@ BUGS = [
     (
         "a sliding window counts from the first step of the run, not of its stage",
         "flow_grpo/training/windows.py",
-        'step - self.stage_start if window.kind == "sliding" else step',
+        'step - self.stage_start if window.schedule == "sliding" else step',
         "step",
         "tests/training/test_objectives_end_to_end.py -k what_is_its_own",
     ),
     (
         "the images whose variance is a step's own begin with noise of their own",
         "flow_grpo/training/windows.py",
-        '"shared_start": True',
-        '"shared_start": False',
+        '"shared_initial_noise": True',
+        '"shared_initial_noise": False',
         "tests/training/test_objectives_end_to_end.py -k auto_window",
     ),
     (

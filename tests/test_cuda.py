@@ -18,12 +18,12 @@ def flux(tmp_path_factory):
     torch.manual_seed(0)
     folder = tmp_path_factory.mktemp("flux")
     awake(TINY["flux"].build()).save_pretrained(folder)
-    return ["height=32", "width=48", f"model={folder}", "pipeline={max_sequence_length: 16}", "lora.targets=null"]
+    return ["height=32", "width=48", f"model={folder}", "pipeline_kwargs={max_sequence_length: 16}", "lora.targets=null"]
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp16"])
 @pytest.mark.parametrize(
-    "memory", ["{}", "{checkpointing: true}", "{compile: true}", "{compile: true, checkpointing: true}"]
+    "memory", ["{}", "{gradient_checkpointing: true}", "{compile: true}", "{compile: true, gradient_checkpointing: true}"]
 )
 def test_the_ratio_is_exactly_1(flux, tmp_path, dtype, memory):
     trainer = FlowGRPOTrainer(args=short_run(tmp_path, *flux, f"dtype={dtype}", f"memory={memory}"))
@@ -49,9 +49,9 @@ def test_8_bit_adam_moves_the_adapter(flux, tmp_path):
     assert any(not torch.equal(before[name], value) for name, value in trainer.policy.adapter_state().items())
 
 
-@pytest.mark.parametrize("overrides", [["microbatch=64"], ["microbatch=64", "memory.checkpointing=true"]])
+@pytest.mark.parametrize("overrides", [["microbatch=64"], ["microbatch=64", "memory.gradient_checkpointing=true"]])
 def test_memory_stays_within_the_plan(tmp_path, overrides):
-    args = FlowGRPOConfig.from_yaml("tiny_grpo", ["rewards={color: 1}", f"output={tmp_path}", *overrides])
+    args = FlowGRPOConfig.from_yaml("tiny_grpo", ["rewards={color: 1}", f"output_dir={tmp_path}", *overrides])
     forecast = StepEstimator(args, cuda=True).estimate(args.microbatch)
     trainer = FlowGRPOTrainer(args=args)
     torch.cuda.reset_peak_memory_stats()

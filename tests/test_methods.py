@@ -33,7 +33,7 @@ def rows(stepwise: bool, old: bool = True, reference: bool = True) -> TrainedSte
 
 
 def value(name: str, given: TrainedStep | NoisedImage, advantage: torch.Tensor) -> torch.Tensor:
-    wanted = {"clip_low": 0.5, "clip_high": 0.5, "dpo_beta": 0.1}
+    wanted = {"clip_low": 0.5, "clip_high": 0.5, "beta": 0.1}
     section = section_type(name)
     config = section(name=name, **{key: one for key, one in wanted.items() if key in section.model_fields})
     function = getattr(objectives, methods.OBJECTIVES[name].function or name)
@@ -110,7 +110,7 @@ def test_a_transition_has_noise_where_the_table_says_so(name):
 UNREAD = {
     "objective.dpo_beta=2": "dpo_beta; dpo does",
     "objective.threshold=2": "threshold; dppo does",
-    "objective.beta=2": "beta; nft does",
+    "objective.beta=2": "beta; nft and dpo do",
     "objective.step_weight=std": "step_weight; grpo, reinforce, dppo, ppo and your own function do",
     "objective.critic.width=9": "critic; ppo does",
     "objective.options={a: 1}": "options; your own function does",
@@ -127,7 +127,9 @@ def test_a_setting_that_the_objective_does_not_read_is_refused(setting):
         FlowGRPOConfig.from_yaml("tiny_ocr", [setting])
 
 
-@pytest.mark.parametrize("setting", ["objective.draws=2", "objective.sigma_range=[0, 0.5]", "objective.weight=ghuber"])
+@pytest.mark.parametrize(
+    "setting", ["objective.num_noise_levels=2", "objective.sigma_range=[0, 0.5]", "objective.loss_weight=ghuber"]
+)
 def test_what_final_latents_need_is_refused_on_steps(setting):
     with pytest.raises(ValueError, match="objective grpo does not use"):
         FlowGRPOConfig.from_yaml("tiny_grpo", [setting])

@@ -151,7 +151,7 @@ def test_a_run_is_not_resumed_with_other_settings(tmp_path):
 
 def test_a_run_lost_in_its_first_step_can_be_resumed(tmp_path, monkeypatch):
     args = short_run(tmp_path / "run")
-    FlowGRPOTrainer(args=args.model_copy(update={"output": str(tmp_path / "whole")})).train()
+    FlowGRPOTrainer(args=args.model_copy(update={"output_dir": str(tmp_path / "whole")})).train()
     trainer = FlowGRPOTrainer(args=args)
     monkeypatch.setattr(trainer.rewards, "rewards", {"mine": lambda images, prompts: [float("nan")] * len(prompts)})
     with pytest.raises(ValueError, match="reward mine"):

@@ -42,7 +42,7 @@ def _plain(request, monkeypatch):
 
 def made(folder, reward=bright, policy=None, held_out=None, prompts=small.PROMPTS, **changes):
     """A trainer with a run folder there."""
-    evaluation = {"steps": 2, "every": 0, "pictures": 0, **changes.pop("evaluation", {})}
+    evaluation = {"steps": 2, "every": 0, "num_images": 0, **changes.pop("evaluation", {})}
     optimizer = {"lr": 0.02, "eps": 0.005, **changes.pop("optimizer", {})}
     args = small.settings(output=str(folder), evaluation=evaluation, optimizer=optimizer, **changes)
     return FlowGRPOTrainer(policy or small.policy(lora=args.lora is not None), reward, args, prompts, held_out)
@@ -134,13 +134,13 @@ def alike(one, other):
 
 
 RICH = {
-    "sampling": {"window": {"kind": "auto", "size": 2}},
+    "sampling": {"window": {"schedule": "auto", "size": 2}},
     "objective": {"clip_low": "auto", "clip_high": "auto"},
     "epochs": 2,
-    "resample": 1,
-    "resting": {"after": 1, "steps": 3},
+    "dynamic_sampling_rounds": 1,
+    "prompt_skipping": {"patience": 1, "steps": 3},
 }
-PPO = {"objective": {"name": "ppo", "critic": {"lr": 0.01, "width": 8}}, "sampling": {"window": {"kind": "all"}}}
+PPO = {"objective": {"name": "ppo", "critic": {"lr": 0.01, "width": 8}}, "sampling": {"window": {"schedule": "all"}}}
 
 
 @pytest.mark.parametrize("changes", [RICH, PPO])
@@ -418,7 +418,7 @@ def test_a_report_is_written_at_each_evaluation(tmp_path):
 
 @pytest.mark.parametrize(("every", "expected"), [(2, [0, 2, 4, 5]), (0, [0, 5]), (5, [0, 5])])
 def test_held_out_prompts_are_drawn_before_and_after_and_every_so_many_steps(tmp_path, every, expected):
-    found = made(tmp_path / "run", held_out=HELD_OUT, steps=5, evaluation={"every": every, "limit": 2}).train()
+    found = made(tmp_path / "run", held_out=HELD_OUT, steps=5, evaluation={"every": every, "max_prompts": 2}).train()
     told = [row for row in rows(tmp_path / "run") if "eval/reward" in row]
     assert [row["step"] for row in told] == expected
     assert {f"eval/{name}": value for name, value in found.items()}.items() <= told[-1].items()
@@ -464,7 +464,7 @@ def test_sixteen_prompts_are_shown_before_and_after_and_drawn_twice(tmp_path):
     found = trainer.evaluate()
     assert len(found.diversity) == 16
     assert set(found.pictures) >= set(range(16))
-    shown = made(tmp_path / "more", held_out=held_out, evaluation={"steps": 1, "pictures": 18}).evaluate()
+    shown = made(tmp_path / "more", held_out=held_out, evaluation={"steps": 1, "num_images": 18}).evaluate()
     assert set(shown.pictures) == set(range(18))
 
 
@@ -503,7 +503,7 @@ def test_what_is_measured_and_not_trained_on_is_in_no_sum(tmp_path):
 
 
 def test_pictures_are_kept_of_the_first_step_and_of_those_that_are_evaluated(tmp_path):
-    evaluation = {"every": 2, "pictures": 1}
+    evaluation = {"every": 2, "num_images": 1}
     trainer = made(tmp_path / "run", held_out=HELD_OUT, steps=5, evaluation=evaluation)
     trainer.train()
     kept = sorted(place.parent.name for place in (tmp_path / "run" / "pictures").glob("*/groups.json"))
@@ -523,11 +523,11 @@ def test_pictures_are_kept_of_the_first_step_and_of_those_that_are_evaluated(tmp
 
 
 @pytest.mark.parametrize(("window", "expected"), [
-    ({"kind": "all"}, [[0, 1, 2, 3]] * 6),
-    ({"kind": "all", "first": 1, "last": 2}, [[1, 2]] * 6),
-    ({"kind": "fixed", "size": 2, "first": 1}, [[1, 2]] * 6),
-    ({"kind": "sliding", "size": 2, "every": 2}, [[0, 1], [0, 1], [1, 2], [1, 2], [2, 3], [2, 3]]),
-    ({"kind": "sliding", "size": 1, "every": 1, "first": 1, "last": 2}, [[1], [2], [1], [2], [1], [2]]),
+    ({"schedule": "all"}, [[0, 1, 2, 3]] * 6),
+    ({"schedule": "all", "first_step": 1, "last_step": 2}, [[1, 2]] * 6),
+    ({"schedule": "fixed", "size": 2, "first_step": 1}, [[1, 2]] * 6),
+    ({"schedule": "sliding", "size": 2, "shift_every": 2}, [[0, 1], [0, 1], [1, 2], [1, 2], [2, 3], [2, 3]]),
+    ({"schedule": "sliding", "size": 1, "shift_every": 1, "first_step": 1, "last_step": 2}, [[1], [2], [1], [2], [1], [2]]),
 ])  # fmt: skip
 def test_windows_by_hand(tmp_path, window, expected):
     trainer = made(tmp_path / "run", sampling={"steps": 5, "window": window})
@@ -536,7 +536,7 @@ def test_windows_by_hand(tmp_path, window, expected):
 
 
 def test_a_random_window_is_drawn_from_seed_and_step_and_the_ode_has_none(tmp_path):
-    window = {"kind": "random", "size": 2, "first": 1}
+    window = {"schedule": "random", "size": 2, "first_step": 1}
     trainers = [made(tmp_path, sampling={"steps": 6, "window": window}, seed=seed) for seed in (0, 5)]
     drawn = [trainer.stage.window(step) for trainer in trainers for step in range(9)]
     expected = [sampling.window("random", 6, 2, 1, 4, 25, seed, step) for seed in (0, 5) for step in range(9)]
@@ -547,7 +547,7 @@ def test_a_random_window_is_drawn_from_seed_and_step_and_the_ode_has_none(tmp_pa
 
 
 def test_an_auto_window_is_measured_once_where_the_reward_varies_most(tmp_path):
-    window = {"kind": "auto", "size": 2}
+    window = {"schedule": "auto", "size": 2}
     trainer = made(tmp_path / "run", sampling={"steps": 5, "window": window, "noise_level": 0.6}, prompts_per_step=4)
     parts = (trainer.policy, trainer.stage.args, trainer.train_set, trainer.rewards)
     place = most_variable_window(step_reward_variance(*parts, transition="cps", noise_level=0.6), 2)
@@ -562,17 +562,17 @@ def test_an_auto_window_is_measured_once_where_the_reward_varies_most(tmp_path):
 
 
 def test_several_processes_agree_on_the_first_ones_auto_window(tmp_path):
-    trainer = made(tmp_path / "run", sampling={"window": {"kind": "auto", "size": 1}})
+    trainer = made(tmp_path / "run", sampling={"window": {"schedule": "auto", "size": 1}})
     trainer.stage.processes = small.Two(lambda place: 2 if isinstance(place, int) else place, rank=1)
     trainer.interrupted = True  # several stop between steps alone
     assert trainer.stage.window(0) == [2]
 
 
 def test_a_stage_begins_with_an_optimizer_a_window_and_an_old_policy_of_its_own(tmp_path):
-    slides = {"kind": "sliding", "size": 1, "every": 2}
+    slides = {"schedule": "sliding", "size": 1, "shift_every": 2}
     stages = [
         {"steps": 3, "objective": {"name": "ppo"}},
-        {"steps": 4, "sampling": {"window": slides}, "optimizer": {"warmup": 4, "lr": 0.08}, "microbatch": 3},
+        {"steps": 4, "sampling": {"window": slides}, "optimizer": {"warmup_steps": 4, "lr": 0.08}, "microbatch": 3},
         {"steps": 2, "objective": {"name": "nft"}, "sampling": {"transition": "ode"}},
     ]
     trainer = made(tmp_path / "run", stages=stages)
@@ -611,7 +611,7 @@ def test_a_part_may_train_on_given_images(tmp_path):
         save_image(tmp_path / f"{i}.png", image, ImageInfo("", i, "small"))
     table = [{"prompt": f"a {word}", "image": f"{i}.png"} for i, word in enumerate(("cat", "dog"))]
     (tmp_path / "table.jsonl").write_text("\n".join(map(json.dumps, table)))
-    given = {"objective": {"name": "sft", "data": str(tmp_path / "table.jsonl")}, "sampling": {"transition": "ode"}}
+    given = {"objective": {"name": "sft", "dataset": str(tmp_path / "table.jsonl")}, "sampling": {"transition": "ode"}}
     trainer = made(tmp_path / "run", steps=2, prompts=["a b"], **given)  # fewer than a step deals, and none is dealt
     trainer.train()
     told = rows(tmp_path / "run")
@@ -658,8 +658,10 @@ def test_the_critic_has_the_settings_and_the_seed_of_its_part(tmp_path):
 def test_a_models_place_may_be_given_and_its_prompts_alone_are_encoded(tmp_path):
     """Once all prompts of a run, held out ones too, have their embeddings on disk, the text encoders are not loaded."""
     architecture.pipeline().save_pretrained(tmp_path / "model")
-    size = {"height": 32, "width": 80, "pipeline": {"max_sequence_length": 14}}
-    args = small.settings(memory={"embeddings": str(tmp_path / "kept")}, device="cpu", evaluation={"steps": 2}, **size)
+    size = {"height": 32, "width": 80, "pipeline_kwargs": {"max_sequence_length": 14}}
+    args = small.settings(
+        memory={"embedding_cache_dir": str(tmp_path / "kept")}, device="cpu", evaluation={"steps": 2}, **size
+    )
     given = str(tmp_path / "model"), [bright], args, ["a cat", "a dog"], ["a moon"]
     first = FlowGRPOTrainer(*given)
     assert first.args.model == given[0]
@@ -677,12 +679,12 @@ def test_a_models_place_may_be_given_and_its_prompts_alone_are_encoded(tmp_path)
 def test_settings_name_what_is_not_given(tmp_path):
     (tmp_path / "train.txt").write_text("a cat\na dog\na sun\n")
     (tmp_path / "held_out.txt").write_text("a moon\na ship\n")
-    evaluation = {"prompts": str(tmp_path / "held_out.txt"), "limit": 1}
+    evaluation = {"prompts": str(tmp_path / "held_out.txt"), "max_prompts": 1}
     args = small.settings(
         prompts=str(tmp_path / "train.txt"),
         rewards={"jpeg_size": 2.0},
         evaluation=evaluation,
-        resting={"after": 2, "steps": 9},
+        prompt_skipping={"patience": 2, "steps": 9},
     )
     trainer = FlowGRPOTrainer(small.policy(), args=args)
     assert trainer.train_set.prompts == ["a cat", "a dog", "a sun"]
@@ -697,7 +699,7 @@ def test_settings_name_what_is_not_given(tmp_path):
 
 def test_a_run_goes_on_where_it_stopped_with_the_same_numbers(tmp_path, capsys):
     """Also after its end, with more steps: what the earlier end has left is no longer the last."""
-    settings = {"held_out": HELD_OUT, "save_every": 1, "keep": 9, "evaluation": {"every": 2}}
+    settings = {"held_out": HELD_OUT, "save_every": 1, "keep_checkpoints": 9, "evaluation": {"every": 2}}
     made(tmp_path / "whole", steps=4, **settings).train()
     made(tmp_path / "run", steps=2, **settings).train()
     assert (tmp_path / "run" / "lora").exists()
@@ -721,7 +723,7 @@ def test_a_run_goes_on_where_it_stopped_with_the_same_numbers(tmp_path, capsys):
 
 
 def test_a_damaged_checkpoint_is_passed_over_and_what_came_after_is_dropped(tmp_path, capsys):
-    settings = {"held_out": HELD_OUT, "save_every": 1, "keep": 9, "evaluation": {"every": 1}, "steps": 3}
+    settings = {"held_out": HELD_OUT, "save_every": 1, "keep_checkpoints": 9, "evaluation": {"every": 1}, "steps": 3}
     made(tmp_path / "run", **settings).train()
     expected = rows(tmp_path / "run")
     state = tmp_path / "run" / "checkpoints" / "step_000003" / "state.pt"

@@ -54,7 +54,7 @@ def train(
         if not dry_run:
             return
     if num_processes > 1 and "RANK" not in os.environ and not dry_run:
-        raise typer.Exit(_launch(num_processes, config, overrides, resume, Path(args.output)))
+        raise typer.Exit(_launch(num_processes, config, overrides, resume, Path(args.output_dir)))
     end_with_launcher()
     if dry_run:
         _check(args, num_processes, resume)
@@ -76,7 +76,7 @@ def _train(args: "FlowGRPOConfig", config: str, overrides: list[str], resume: bo
     from flow_grpo.trainer import FlowGRPOTrainer, Interrupted
     from flow_grpo.training.early_checks import check_output
 
-    check_output(Path(args.output), resume)
+    check_output(Path(args.output_dir), resume)
     trainer = FlowGRPOTrainer(args=args)
     try:
         trainer.train(resume)

@@ -273,7 +273,9 @@ def plot(runs: list[Run], measure: str, target: float | None, file: Path) -> Non
 
 
 def _settings(run: Run, overrides: list[str]) -> FlowGRPOConfig:
-    return FlowGRPOConfig.from_yaml(run.config, [*overrides, f"seed={run.seed}", f"output={run.folder}", "keep=3"])
+    return FlowGRPOConfig.from_yaml(
+        run.config, [*overrides, f"seed={run.seed}", f"output_dir={run.folder}", "keep_checkpoints=3"]
+    )
 
 
 def _same_as_before(run: Run, overrides: list[str]) -> None:
@@ -281,7 +283,7 @@ def _same_as_before(run: Run, overrides: list[str]) -> None:
     args, file = _settings(run, overrides), run.folder / layout.CONFIG
     if args.evaluation.prompts is None:
         raise ValueError(f"{run.config} names no held-out prompts to compare on: set evaluation.prompts.")
-    elsewhere = {"output": args.output}  # the folder may have been moved, or be named from another one
+    elsewhere = {"output_dir": args.output_dir}  # the folder may have been moved, or be named from another one
     if run.points() and file.exists() and FlowGRPOConfig.from_yaml(file).model_copy(update=elsewhere) != args:
         raise ValueError(f"{run.folder} was begun with other settings: give another folder by --out.")
     run.folder.mkdir(parents=True, exist_ok=True)

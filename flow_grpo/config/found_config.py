@@ -43,10 +43,10 @@ def check(args: FlowGRPOConfig, found: Path, rewards: bool, prompts: bool) -> No
 
 def _named(args: FlowGRPOConfig, rewards: bool, prompts: bool) -> Iterator[str]:
     """What runs code, reaches out or writes."""
-    if args.memory.embeddings is not None:
-        yield f"the folder {args.memory.embeddings} to keep embeddings in"
-    if "hub" in (args.memory.attention or ""):
-        yield f"the attention {args.memory.attention}, whose code is downloaded"
+    if args.memory.embedding_cache_dir is not None:
+        yield f"the folder {args.memory.embedding_cache_dir} to keep embeddings in"
+    if "hub" in (args.memory.attention_backend or ""):
+        yield f"the attention {args.memory.attention_backend}, whose code is downloaded"
     if prompts and "://" in (args.evaluation.prompts or ""):
         yield f"the prompts {args.evaluation.prompts}"
     for name, setting in {**args.evaluation.rewards, **args.rewards}.items() if rewards else ():

@@ -24,6 +24,11 @@ def merge_stage(base: Settings, stage: Settings) -> Settings:
     return keep(both, lambda section, key: key in (stage.get(section) or ()) or reads(both, section, key))
 
 
+def without_unread(settings: Settings) -> Settings:
+    """Settings without those that their objective does not read."""
+    return keep(settings, lambda section, key: reads(settings, section, key))
+
+
 def without_replaced(file: Settings, settings: Settings, overridden: set[tuple[str, str]]) -> Settings:
     """A file's settings after overrides, without those that only the file's own objective reads.
 

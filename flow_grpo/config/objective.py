@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from pydantic import Field, create_model, field_validator
 
 from flow_grpo import methods
+from flow_grpo.config.old_names import DPO_BETA
 from flow_grpo.config.sections import ConfigSection, PositiveFloat, PositiveInt, Share
 from flow_grpo.text import suggest
 
@@ -82,19 +83,19 @@ class Ppo(ObjectiveConfig):
 
 
 class NoiseLevels(ObjectiveConfig):
-    draws: PositiveInt = 1
+    num_noise_levels: PositiveInt = 1
     """Noise levels drawn for each prompt of a step; all its images and all epochs have the same."""
     sigma_range: tuple[Share, Share] = (0.0, 1.0)
     """The range those noise levels are drawn from, before the schedule's shift."""
 
 
 class Dataset(ObjectiveConfig):
-    data: str | None = None
+    dataset: str | None = None
     """Images to train on instead of rollouts, see flow_grpo/training/offline.py."""
 
 
 class Awm(ObjectiveConfig):
-    weight: Literal["uniform", "ghuber"] = "uniform"
+    loss_weight: Literal["uniform", "ghuber"] = "uniform"
     """Weight of the matching loss."""
 
 
@@ -116,20 +117,22 @@ class Nft(ObjectiveConfig):
     """How far the implicit policies are from the old one."""
     advantage_max: PositiveFloat = 5.0
     """The advantage that counts as certainly good."""
-    old_decay: Share | DecayRamp = 0.5
+    old_policy_decay: Share | DecayRamp = 0.5
     """How slowly the old policy follows the trained one after each training step: 0 at once, 1 never. Or a ramp: the published one is
     {rate: 0.001, max: 0.5}, for OCR {after: 75, rate: 0.0075, max: 0.999}."""
 
-    @field_validator("old_decay", mode="before")
+    @field_validator("old_policy_decay", mode="before")
     @classmethod
     def _number_or_ramp(cls, value: Any) -> Any:
         if isinstance(value, dict) and not {"rate", "max"} <= value.keys() <= {"rate", "max", "after"}:
-            raise ValueError(f"objective.old_decay is {value}: give a number, or a ramp such as {{rate: 0.001, max: 0.5}}.")
+            raise ValueError(
+                f"objective.old_policy_decay is {value}: give a number, or a ramp such as {{rate: 0.001, max: 0.5}}."
+            )
         return value
 
 
 class Dpo(ObjectiveConfig):
-    dpo_beta: PositiveFloat = 500.0
+    beta: PositiveFloat = 500.0
     """How sharply the difference of two matching errors decides."""
 
 
@@ -180,6 +183,8 @@ def section_types() -> dict[str, type[ObjectiveConfig]]:
 
 def readers(setting: str) -> list[str]:
     """The objectives that read a setting of this section."""
+    if setting == DPO_BETA:
+        return ["dpo"]
     found = [name for name, section in section_types().items() if setting in section.model_fields]
     return ["your own function" if ":" in name else name for name in found]
 

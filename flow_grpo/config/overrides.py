@@ -4,6 +4,7 @@ import re
 from typing import Any
 
 from flow_grpo.config.loading import parse_yaml
+from flow_grpo.config.old_names import renamed_path
 from flow_grpo.config.shorthand import expand_rewards
 
 NAMED = [["rewards"], ["evaluation", "rewards"]]  # settings whose keys are names of rewards
@@ -19,7 +20,7 @@ def override(values: dict[str, Any], pair: str) -> list[str]:
     if not equals or not key:
         raise ValueError(f"{pair!r} is not of the form key.sub=value, for example optimizer.lr=1e-4.")
     expand_rewards(values)
-    path = _path(values, key)
+    path = renamed_path(_path(values, key))
     *parents, last = path
     for parent in parents:
         values = values.setdefault(parent, {})

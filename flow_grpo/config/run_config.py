@@ -12,8 +12,8 @@ from flow_grpo.config import validation
 from flow_grpo.config.bundled import TRAINING_PROMPTS, find_config
 from flow_grpo.config.errors import error_sentence
 from flow_grpo.config.loading import read_yaml
-from flow_grpo.config.merge import merge, merge_stage, without_replaced
-from flow_grpo.config.old_names import modernize
+from flow_grpo.config.merge import merge, merge_stage, without_replaced, without_unread
+from flow_grpo.config.old_names import is_written_by_03, renamed
 from flow_grpo.config.overrides import override
 from flow_grpo.config.settings import RunSettings
 from flow_grpo.config.shorthand import SIZES, expand_rewards, expand_trackers, resolve_auto_microbatch
@@ -25,7 +25,7 @@ STAGE_FIELDS = (
     "optimizer",
     "prompts_per_step",
     "images_per_prompt",
-    "resample",
+    "dynamic_sampling_rounds",
     "microbatch",
     "updates",
     "epochs",
@@ -48,7 +48,7 @@ class FlowGRPOConfig(RunSettings):
         """In today's names, without short forms."""
         if not isinstance(values, dict):
             return values
-        values = expand_trackers(modernize(values))
+        values = expand_trackers(_modern(values))
         expand_rewards(values)
         return resolve_auto_microbatch(values, {name: cls.model_fields[name].default for name in SIZES})
 
@@ -109,9 +109,9 @@ class FlowGRPOConfig(RunSettings):
         values = read_yaml(file) or {}
         if not isinstance(values, dict):
             raise ValueError(f"{file} must hold `key: value` lines.")
-        values = _overridden(modernize(values), overrides or [])
-        values.setdefault("output", "runs/{name}")
-        values["output"] = str(values["output"]).replace("{name}", file.stem)
+        values = _overridden(_modern(values), overrides or [])
+        values.setdefault("output_dir", "runs/{name}")
+        values["output_dir"] = str(values["output_dir"]).replace("{name}", file.stem)
         return cls._validated(values, f"{file.name}: ")
 
     @classmethod
@@ -140,12 +140,14 @@ class FlowGRPOConfig(RunSettings):
     def pipeline_call_kwargs(self) -> dict[str, Any]:
         """The arguments of every pipeline call."""
         given = {"height": self.height, "width": self.width}
-        return {"guidance": self.guidance, **{k: v for k, v in given.items() if v is not None}, **self.pipeline}
+        return {"guidance": self.guidance, **{k: v for k, v in given.items() if v is not None}, **self.pipeline_kwargs}
 
     def differences(self, now: "FlowGRPOConfig") -> dict[str, tuple[Any, Any]]:
         """The settings that change a run's numbers and differ, here and `now`: not its length, its places, or what only looks at it."""
-        free: Any = dict.fromkeys(("steps", "output", "save_every", "sample_every", "keep", "device", "trackers"), True)
-        free["evaluation"] = {"every", "pictures", "rewards"}  # the others make evaluations that can't be compared
+        free: Any = dict.fromkeys(
+            ("steps", "output_dir", "save_every", "sample_every", "keep_checkpoints", "device", "trackers"), True
+        )
+        free["evaluation"] = {"every", "num_images", "rewards"}  # the others make evaluations that can't be compared
         free["memory"] = {"shard"}  # whose processes' shares a checkpoint does not know
         free["rewards"] = {"__all__": {"remote", "isolate", "python", "timeout"}}  # where a reward runs is not what it says
         here, there = self.model_dump(exclude=free), now.model_dump(exclude=free)
@@ -154,6 +156,11 @@ class FlowGRPOConfig(RunSettings):
     def to_yaml(self) -> str:
         """As YAML, every field with its value."""
         return yaml.safe_dump(self.model_dump(mode="json"), sort_keys=False)
+
+
+def _modern(values: dict[str, Any]) -> dict[str, Any]:
+    """The settings of a file under today's names; of a run of 0.3, without those of other objectives."""
+    return without_unread(renamed(values)) if is_written_by_03(values) else renamed(values)
 
 
 def _overridden(file: dict[str, Any], overrides: list[str]) -> dict[str, Any]:

@@ -55,21 +55,21 @@ class LoraConfig(ConfigSection):
     targets: list[str] | Literal["all"] | None = None
     """Modules of the transformer that get one, by the end of their name; by default the attention projections; `all` are all linear
     layers, which learn faster and take more memory."""
-    start: str | None = None
+    init_from: str | None = None
     """A saved LoRA to go on from: a folder, a .safetensors file or a hub id."""
 
 
 class WindowConfig(ConfigSection):
-    kind: Literal["all", "fixed", "random", "sliding", "auto"] = "all"
-    """Which steps are stochastic and trained: all of first..last, a fixed run, one drawn at random, one that slides, or, `auto`,
+    schedule: Literal["all", "fixed", "random", "sliding", "auto"] = "all"
+    """Which steps are stochastic and trained: all of first_step..last_step, a fixed run, one drawn at random, one that slides, or, `auto`,
     the run of steps whose noise moves the reward most, measured before the first training step on images that are not counted."""
     size: PositiveInt = 3
     """Steps in the window; `all` ignores it."""
-    first: Annotated[int, Field(ge=0)] = 0
+    first_step: Annotated[int, Field(ge=0)] = 0
     """The first step that may be trained."""
-    last: int | None = None
+    last_step: int | None = None
     """The last step that may be trained; by default the last but one, since the step to sigma 0 may have no noise to learn from."""
-    every: PositiveInt = 25
+    shift_every: PositiveInt = 25
     """A sliding window moves on by one every so many training steps."""
 
 
@@ -83,7 +83,7 @@ class SamplingConfig(ConfigSection):
     window: WindowConfig = WindowConfig()
     log_prob: Literal["gaussian", "unnormalized"] = "gaussian"
     """The log-probability of a step; `unnormalized` is what Flow-CPS published."""
-    shared_start: bool = False
+    shared_initial_noise: bool = False
     """Whether the images of a group start from one noise; the steps before the window are then computed once per group. With
     a window of one step, that step alone makes the difference and owns its advantage (TempFlow, arXiv 2508.04324)."""
     solver: Literal["euler", "heun"] = "euler"
@@ -103,9 +103,9 @@ class OptimizerConfig(ConfigSection):
     """AdamW, or the one of bitsandbytes that keeps its two moments in 8 bit, on a GPU."""
     lr: PositiveFloat = 3e-4
     """Learning rate of AdamW."""
-    warmup: Annotated[int, Field(ge=0)] = 0
+    warmup_steps: Annotated[int, Field(ge=0)] = 0
     """Steps in which the learning rate rises to lr."""
-    final_lr: Share = 1.0
+    final_lr_ratio: Share = 1.0
     """The learning rate falls linearly to this share of lr at the last step; 1 keeps it constant. With more steps, a resumed run goes on
     along the longer way down."""
     betas: tuple[Share, Share] = (0.9, 0.999)
@@ -150,7 +150,7 @@ class RewardConfig(ConfigSection):
 
 
 class PromptSkippingConfig(ConfigSection):
-    after: Annotated[int, Field(ge=0)] = 0
+    patience: Annotated[int, Field(ge=0)] = 0
     """A prompt rests once its group had no signal, all solved or all hopeless, so many times in a row; 0 lets none rest."""
     steps: PositiveInt = 25
     """Training steps for which it rests before it is asked again."""
@@ -159,7 +159,7 @@ class PromptSkippingConfig(ConfigSection):
 class EvaluationConfig(ConfigSection):
     prompts: str | None = None
     """Held-out prompts: as in `prompts`, or none."""
-    limit: PositiveInt | None = 256
+    max_prompts: PositiveInt | None = 256
     """At most so many of them, from the first on."""
     every: Annotated[int, Field(ge=0)] = 50
     """Training steps between evaluations; 0 evaluates only before and after."""
@@ -167,7 +167,7 @@ class EvaluationConfig(ConfigSection):
     """Sampling steps in evaluation, of the deterministic ODE."""
     seed: int = 1234
     """Each held-out prompt's picture starts from the noise of (this seed, its place in the file)."""
-    pictures: Annotated[int, Field(ge=0)] = 8
+    num_images: Annotated[int, Field(ge=0)] = 8
     """Held-out prompts, from the first on, whose pictures each evaluation keeps in the run folder for the report, beside the best
     and worst ones' and some groups of training images; 0 keeps none. A picture is at most 512 pixels wide."""
     rewards: dict[str, RewardConfig] = {}
@@ -175,21 +175,21 @@ class EvaluationConfig(ConfigSection):
 
 
 class MemoryConfig(ConfigSection):
-    embeddings: str | None = None
+    embedding_cache_dir: str | None = None
     """Folder that keeps the embeddings of prompts from one run to the next, such as ~/.cache/flow-grpo. Once it has all prompts of
     a run, the text encoders are not loaded."""
-    offload_encoders: bool = False
+    offload_text_encoders: bool = False
     """Text encoders are on the CPU while no prompt is encoded."""
     quantize: Literal["int8", "int4", "nf4"] | None = None
     """Base weights of the transformer in 8 or 4 bit, under the float32 LoRA: int8 and int4 by torchao, nf4 by bitsandbytes."""
-    checkpointing: bool = False
+    gradient_checkpointing: bool = False
     """Gradient checkpointing: activations of a block are computed again in the backward pass, for a third more time."""
     shard: Literal["fsdp2", "zero1", "zero2"] | None = None
     """Several processes: what each holds a share of. `fsdp2`, or true: of the weights, but a LoRA's, and a block's are put together while
     it computes. `zero1`: of AdamW's moments, `zero2`: of gradients too, by DeepSpeed (ZeRO, arXiv 1910.02054)."""
     compile: bool = False
     """torch.compile of the transformer's repeated blocks."""
-    attention: str | None = None
+    attention_backend: str | None = None
     """Attention backend of diffusers, such as flash or _native_cudnn; by default torch's own choice."""
     vae_slicing: bool = False
     """Decodes one picture at a time."""

@@ -38,7 +38,7 @@ class RunSettings(ConfigSection):
     """Width of the pictures in pixels."""
     guidance: float = 1.0
     """Guidance scale in rollout, training and evaluation; 1 is off."""
-    pipeline: dict[str, Any] = Field(default_factory=dict)
+    pipeline_kwargs: dict[str, Any] = Field(default_factory=dict)
     """Further arguments of every pipeline call, such as max_sequence_length or negative_prompt."""
     prompts: str | None = Field(default_factory=_bundled_prompts)
     """Training prompts: .txt (one a line), .json, .jsonl, .csv, .tsv or .parquet (a column `prompt`, the others are metadata), also by
@@ -60,9 +60,9 @@ class RunSettings(ConfigSection):
     """Optimizer steps on a rollout; each takes an equal share of its prompts."""
     epochs: PositiveInt = 1
     """Times that a rollout is gone through."""
-    resample: Annotated[int, Field(ge=0)] = 0
+    dynamic_sampling_rounds: Annotated[int, Field(ge=0)] = 0
     """Further rounds of prompts drawn at most in a step until all its groups have signal (DAPO, arXiv 2503.14476); 0 is none."""
-    resting: PromptSkippingConfig = PromptSkippingConfig()
+    prompt_skipping: PromptSkippingConfig = PromptSkippingConfig()
     """Prompts that say nothing for the moment are left out for a while."""
 
     sampling: SamplingConfig = SamplingConfig()
@@ -82,14 +82,14 @@ class RunSettings(ConfigSection):
 
     seed: int = 0
     """Every random draw derives from (seed, step, prompt, image)."""
-    output: str = "runs/run"
+    output_dir: str = "runs/run"
     """Run folder. Read from a file, it is runs/NAME with the config's file name; `{name}` stands for it in one's own."""
     save_every: PositiveInt = 25
     """Training steps between checkpoints."""
     sample_every: Annotated[int, Field(ge=0)] = 0
     """Training steps between grids of images in RUN/samples, of the first held-out (or training) prompts with fixed seeds; they are not
     scored. 0 draws none."""
-    keep: PositiveInt = 2
+    keep_checkpoints: PositiveInt = 2
     """Checkpoints kept."""
     device: str | None = None
     """Torch device; the accelerator if there is one, else the CPU."""
@@ -127,4 +127,4 @@ class RunSettings(ConfigSection):
     @property
     def dataset(self) -> str | None:
         """Images to train on instead of rollouts, if the objective is given any."""
-        return getattr(self.objective, "data", None)
+        return getattr(self.objective, "dataset", None)

@@ -20,7 +20,7 @@ SHOWN: dict[str, list[str]] = {
     "height": [],
     "width": [],
     "guidance": [],
-    "pipeline": [],
+    "pipeline_kwargs": [],
     "prompts": [],
     "rewards": [],
     "steps": [],
@@ -33,8 +33,8 @@ SHOWN: dict[str, list[str]] = {
     "lora": ["rank", "alpha", "targets"],
     "optimizer": ["lr"],
     "ema_decay": [],
-    "memory": ["offload_encoders", "quantize", "checkpointing"],
-    "evaluation": ["prompts", "limit", "every", "steps", "rewards"],
+    "memory": ["offload_text_encoders", "quantize", "gradient_checkpointing"],
+    "evaluation": ["prompts", "max_prompts", "every", "steps", "rewards"],
     "save_every": [],
 }
 

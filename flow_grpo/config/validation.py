@@ -51,8 +51,11 @@ def check_sizes(args: RunSettings) -> None:
         )
     if o.has_auto_clip and passes == 1:
         raise ValueError("objective.clip_low=auto has no ratios to learn from: with one update on a rollout they are all 1.")
-    if args.dataset is not None and args.resample:
-        raise ValueError(f"resample={args.resample} with objective.data: given images are not drawn again; set resample=0.")
+    if args.dataset is not None and args.dynamic_sampling_rounds:
+        raise ValueError(
+            f"dynamic_sampling_rounds={args.dynamic_sampling_rounds} with objective.dataset: given images are not drawn again; "
+            "set dynamic_sampling_rounds=0."
+        )
     if pairs and min(args.microbatch, rows) % 2:
         raise ValueError(f"microbatch={args.microbatch} is odd, but {o.name} compares pairs of rows: set an even one.")
 
@@ -107,9 +110,9 @@ def _check_on_final_latents(o: ObjectiveConfig, s: SamplingConfig) -> None:
     """A forward-process objective, on the final latents of ODE rollouts."""
     if methods.TRANSITIONS[s.transition].stochastic:
         raise ValueError(f"objective {o.name} trains on final latents, which the ODE draws: set sampling.transition=ode.")
-    if s.shared_start:
+    if s.shared_initial_noise:
         raise ValueError(
-            f"sampling.shared_start=true with objective {o.name}: the ODE would draw the same image for a whole group."
+            f"sampling.shared_initial_noise=true with objective {o.name}: the ODE would draw the same image for a whole group."
         )
     if o.kl not in (None, "velocity"):
         raise ValueError(f"objective.kl={o.kl} is of trained steps, and {o.name} has none: set objective.kl=velocity.")
@@ -166,12 +169,12 @@ def check_window(s: SamplingConfig) -> None:
     transition = methods.TRANSITIONS[s.transition]
     if not transition.stochastic:
         return
-    last = s.steps - 2 if w.last is None else w.last
+    last = s.steps - 2 if w.last_step is None else w.last_step
     latest = s.steps - 1 if transition.noise_at_end else s.steps - 2
-    if not w.first <= last <= latest:
+    if not w.first_step <= last <= latest:
         raise ValueError(
-            f"sampling.window trains steps {w.first} to {last}, but with {s.steps} sampling steps of {s.transition} the "
+            f"sampling.window trains steps {w.first_step} to {last}, but with {s.steps} sampling steps of {s.transition} the "
             f"trainable ones are 0 to {latest}."
         )
-    if w.kind != "all" and w.first + w.size - 1 > last:
-        raise ValueError(f"sampling.window.size={w.size} does not fit into steps {w.first} to {last}.")
+    if w.schedule != "all" and w.first_step + w.size - 1 > last:
+        raise ValueError(f"sampling.window.size={w.size} does not fit into steps {w.first_step} to {last}.")

@@ -58,9 +58,9 @@ def dry_run(args: FlowGRPOConfig, count: int = 1, resume: bool = False) -> list[
         ValueError: the run would fail, in the sentence that the run itself would say.
     """
     found = Findings(["settings"])
-    early_checks.check_output(Path(args.output), resume)
+    early_checks.check_output(Path(args.output_dir), resume)
     early_checks.check_settings(args, count)
-    found.checked.append(f"the run folder {args.output}")
+    found.checked.append(f"the run folder {args.output_dir}")
     prompts = _prompts(args, count, found)
     plan = _model(args, count, found, prompts)
     size = (args.height or UNKNOWN, args.width or UNKNOWN) if plan is None else (plan.image_size[0], plan.image_size[1])
@@ -78,7 +78,7 @@ def _prompts(args: FlowGRPOConfig, count: int, found: Findings) -> PromptSet | N
                 raise
             found.missing.append(f"the prompts {source}")
             sets.append(None)
-    prompts, held_out = sets[0], sets[1] and sets[1].head(args.evaluation.limit)
+    prompts, held_out = sets[0], sets[1] and sets[1].head(args.evaluation.max_prompts)
     if prompts is not None:
         early_checks.check_prompts(args, prompts, held_out, count)
         found.checked.append(f"{len(prompts)} prompts")

@@ -135,13 +135,13 @@ def zero_std_groups(has_signal: Tensor, reward: Tensor) -> CheckResult:
         return CheckResult(name, value, OK)
     status, constant = ERROR if share == 1 else WARNING, reward[~has_signal].amax(1)
     if reward.min() < reward.max() and (constant == reward.max()).float().mean() > 0.5:
-        message = (
-            "most of them have the highest reward: use harder prompts, or skip such prompts for a while (resting.after)."
-        )
+        message = "most of them have the highest reward: use harder prompts, or skip such prompts for a while (prompt_skipping.patience)."
     elif reward.min() < reward.max() and (constant == reward.min()).float().mean() > 0.5:
         message = "most of them have the lowest reward: use easier prompts, or fine-tune the model first (`stages`)."
     else:
-        message = "set more images_per_prompt, a higher noise_level, or resample=2, which samples more prompts."
+        message = (
+            "set more images_per_prompt, a higher noise_level, or dynamic_sampling_rounds=2, which samples more prompts."
+        )
     return CheckResult(name, value, status, message)
 
 

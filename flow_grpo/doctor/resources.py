@@ -136,7 +136,9 @@ def memory(used: float, there: float, estimated: float | None, model_alone: bool
     message = "" if estimated is None else f"estimated{of_model}: {estimated / GB:.2f} GB"
     if used < MAX_USE * there:
         return CheckResult("memory", value, OK, message)
-    return CheckResult("memory", value, WARNING, "almost none is left: set a smaller microbatch, or memory.checkpointing.")
+    return CheckResult(
+        "memory", value, WARNING, "almost none is left: set a smaller microbatch, or memory.gradient_checkpointing."
+    )
 
 
 def disk(needed: float, free: float) -> CheckResult:

@@ -34,7 +34,7 @@ CheckSection = tuple[str, list[CheckResult]]  # title, results
 def failed(name: str, error: Exception) -> CheckResult:
     """A check that ended with an error: out of memory, or one with a sentence of its own."""
     if isinstance(error, torch.OutOfMemoryError):
-        return CheckResult(name, "out of memory", ERROR, "set a smaller microbatch, or memory.checkpointing.")
+        return CheckResult(name, "out of memory", ERROR, "set a smaller microbatch, or memory.gradient_checkpointing.")
     return CheckResult(name, "fails", ERROR, str(error))
 
 

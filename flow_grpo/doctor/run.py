@@ -127,8 +127,8 @@ class RunChecks:
             *steps,
             resources.run_time(stages, self.step_metrics, self._evaluation_seconds()),
             resources.check_memory(policy.device, estimates),
-            resources.check_disk(policy, args.keep, trainer.folder),
-            resources.run_folder(args.output, is_begun(trainer.folder)),
+            resources.check_disk(policy, args.keep_checkpoints, trainer.folder),
+            resources.run_folder(args.output_dir, is_begun(trainer.folder)),
         ]
 
     def _evaluation_seconds(self) -> float:

@@ -77,7 +77,7 @@ class Evaluator:
                 seed=settings.seed,
                 microbatch=microbatch,
                 processes=self.processes,
-                num_kept_images=max(NUM_PREVIEWS, settings.pictures),
+                num_kept_images=max(NUM_PREVIEWS, settings.num_images),
                 num_diversity_prompts=NUM_DIVERSITY_PROMPTS,
                 should_stop=self.should_stop,
             )

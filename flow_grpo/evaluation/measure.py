@@ -51,7 +51,7 @@ def rows_to_generate(
     if known is None:
         if settings.prompts is None:
             raise ValueError("there are no prompts to measure on: give --prompts, or set evaluation.prompts in the config.")
-        known = load_prompts(settings.prompts).head(settings.limit)
+        known = load_prompts(settings.prompts).head(settings.max_prompts)
     return requests(known, seeds, settings.seed).head(limit)
 
 

@@ -24,8 +24,8 @@ class EvaluationRecorder:
     """Keeps the evaluations of a run. On the main process."""
 
     def __init__(self, args: FlowGRPOConfig) -> None:
-        self.args, self.folder = args, Path(args.output)
-        self.samples = SampleRecorder(self.folder, args.evaluation.pictures)
+        self.args, self.folder = args, Path(args.output_dir)
+        self.samples = SampleRecorder(self.folder, args.evaluation.num_images)
 
     def start(self, policy: Policy, processes: Processes) -> None:
         """Delete what an aborted run has left, and write down the machine."""
@@ -86,7 +86,7 @@ def save_sample_grid(
         )
     if processes.is_main:
         infos = [ImageInfo(prompt, seed, f"{args.model}, step {step}") for seed, prompt in enumerate(prompts)]
-        save_grid(Path(args.output) / layout.SAMPLES / layout.sample_grid(step), images, infos, columns=4)
+        save_grid(Path(args.output_dir) / layout.SAMPLES / layout.sample_grid(step), images, infos, columns=4)
 
 
 def save_before_after(

@@ -132,7 +132,7 @@ class StepEstimator:
         apply_memory_settings(
             pipe, args.memory.model_copy(update={"attention": None})
         )  # a kernel that only the GPU's machine has
-        self.loading = Loading.of(pipe, self.dtype, bool(args.memory.embeddings)) if not cuda else Loading(0.0, 0.0)
+        self.loading = Loading.of(pipe, self.dtype, bool(args.memory.embedding_cache_dir)) if not cuda else Loading(0.0, 0.0)
         self.policy = Policy(pipe, self.dtype, **args.pipeline_call_kwargs())
         with torch.device("meta"):
             add_trainable_weights(self.policy, args)
@@ -245,7 +245,7 @@ class StepEstimator:
         copies = 1 + bool(args.ema_decay) + args.method.old_policy
         whole, shares = self.policy.is_full_finetuning, self.shares
         kept = whole and (not self.cuda or self._references)  # the base model's, which is else on the CPU
-        encoders = 0 if memory.offload_encoders or memory.embeddings else self._encoders()
+        encoders = 0 if memory.offload_text_encoders or memory.embedding_cache_dir else self._encoders()
         return {
             "base weights": (trained * kept if whole else _weights(transformer, memory.quantize)) / shares["base"],
             "text encoders": encoders,
@@ -270,9 +270,9 @@ class StepEstimator:
         """Of a step in which every group has signal: in passes without a backward pass, and in those with one."""
         args = self.args
         s, o = args.sampling, args.objective
-        w, last = s.window, s.steps - 2 if s.window.last is None else s.window.last
-        steps = last - w.first + 1 if w.kind == "all" else w.size
-        trained = steps if args.method.stepwise else o.draws
+        w, last = s.window, s.steps - 2 if s.window.last_step is None else s.window.last_step
+        steps = last - w.first_step + 1 if w.schedule == "all" else w.size
+        trained = steps if args.method.stepwise else o.num_noise_levels
         drawn = 0 if args.dataset else (2 * s.steps - 1 if s.solver == "heun" else s.steps)
         forward, both, decoding = (count / 2 for count in self.operations.values())  # of a row
         images, passes = args.prompts_per_step * args.images_per_prompt, args.epochs * trained
@@ -300,7 +300,7 @@ def print_plan(console: Console, args: FlowGRPOConfig, machine: Hardware, base: 
     if not largest:
         _say(
             console,
-            "It does not fit: set memory.checkpointing, memory.quantize=nf4, memory.offload_encoders, or a smaller size.",
+            "It does not fit: set memory.gradient_checkpointing, memory.quantize=nf4, memory.offload_text_encoders, or a smaller size.",
         )
         return False
     sizes, most = (

@@ -55,16 +55,16 @@ def load_policy(
     device = usable_device(device)
     weights = default_dtype(device) if dtype == "auto" else DTYPES[dtype]
     key = [hub.fingerprint(source), str(weights), guidance > 1, sorted(call.items())]
-    embeddings = EmbeddingCache(memory.embeddings, key)
+    embeddings = EmbeddingCache(memory.embedding_cache_dir, key)
     without_encoders = prompts is not None and embeddings.complete([PROBE_PROMPTS[0], *prompts])
     options = _loading_options(source, weights, memory, without_encoders)
     with phase(f"loading {path_or_name}"), telling(path_or_name), downloads(source):
         pipe = DiffusionPipeline.from_pretrained(source, torch_dtype=weights, **options)
     for name, part in pipe.components.items():
-        if isinstance(part, torch.nn.Module) and not (memory.offload_encoders and name.startswith(ENCODER_PREFIXES)):
+        if isinstance(part, torch.nn.Module) and not (memory.offload_text_encoders and name.startswith(ENCODER_PREFIXES)):
             part.to(device)
     apply_memory_settings(pipe, memory)
-    policy = Policy(pipe, weights, guidance, embeddings, memory.offload_encoders, **call)
+    policy = Policy(pipe, weights, guidance, embeddings, memory.offload_text_encoders, **call)
     if lora is not None:
         policy.load_lora(lora)
     return policy

@@ -37,15 +37,15 @@ def apply_memory_settings(pipe: DiffusionPipeline, memory: MemoryConfig) -> None
         ValueError: the transformer or the VAE cannot do what is asked for.
     """
     transformer, name = pipe.transformer, type(pipe.transformer).__name__
-    if memory.checkpointing:
+    if memory.gradient_checkpointing:
         if not getattr(transformer, "_supports_gradient_checkpointing", False):
-            raise ValueError(f"memory.checkpointing: {name} has no gradient checkpointing.")
+            raise ValueError(f"memory.gradient_checkpointing: {name} has no gradient checkpointing.")
         transformer.enable_gradient_checkpointing()
-    if memory.attention is not None:
+    if memory.attention_backend is not None:
         try:
-            transformer.set_attention_backend(memory.attention)
+            transformer.set_attention_backend(memory.attention_backend)
         except (ValueError, RuntimeError, ImportError, AttributeError) as error:
-            raise ValueError(f"memory.attention={memory.attention}: {str(error).splitlines()[0]}") from error
+            raise ValueError(f"memory.attention_backend={memory.attention_backend}: {str(error).splitlines()[0]}") from error
     for wanted, method in ((memory.vae_slicing, "enable_slicing"), (memory.vae_tiling, "enable_tiling")):
         if wanted:
             if not hasattr(pipe.vae, method):

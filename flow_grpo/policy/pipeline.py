@@ -37,7 +37,7 @@ class FlowPipeline:
     Args:
         dtype: of autocast, which is off for float32.
         guidance: guidance scale, whatever the pipeline calls it; 1 is off.
-        embeddings: where encoded prompts are kept; by default in memory.
+        embedding_cache_dir: where encoded prompts are kept; by default in memory.
         offload: keep the text encoders on the CPU while no prompt is encoded.
         call: arguments of every pipeline call, such as height, width and max_sequence_length.
 

@@ -11,11 +11,11 @@ def add_trainable_weights(policy: Policy, args: FlowGRPOConfig) -> None:
     if args.lora is None:
         policy.enable_full_finetuning()
         return
-    if policy.is_full_finetuning and args.lora.start is None:
+    if policy.is_full_finetuning and args.lora.init_from is None:
         raise ValueError("the policy that was given trains all weights: set lora=null, or give one that does not.")
     if policy.is_full_finetuning:
         raise ValueError(
-            f"lora.start={args.lora.start} holds a whole transformer: merge it into a model by `flow-grpo export`, and set model."
+            f"lora.init_from={args.lora.init_from} holds a whole transformer: merge it into a model by `flow-grpo export`, and set model."
         )
     if not policy.has_lora:
         policy.add_lora(args.lora.rank, args.lora.alpha, args.lora.targets, args.seed)

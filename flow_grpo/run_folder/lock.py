@@ -40,7 +40,7 @@ def locked(folder: Path, info: Callable[[str], None]) -> Iterator[None]:
         lock.acquire()
     except Timeout:
         raise ValueError(
-            f"{folder} is in use by {_owner(folder)}: wait until that has ended, end it, or set another folder by output=..."
+            f"{folder} is in use by {_owner(folder)}: wait until that has ended, end it, or set another folder by output_dir=..."
         ) from None
     except (OSError, NotImplementedError) as error:
         if isinstance(error, OSError) and error.errno not in WITHOUT_LOCKS:

@@ -23,15 +23,15 @@ def open_run_folder(args: FlowGRPOConfig, resume: bool, lock: ExitStack, info: C
     Raises:
         ValueError: the folder holds a run that is not to be resumed, holds none that could be, or another process trains in it.
     """
-    folder = Path(args.output)
+    folder = Path(args.output_dir)
     if resume and not checkpoint.steps(folder / layout.CHECKPOINTS):
-        again = "set another folder by output=..." if is_begun(folder) else "start the run without --resume"
-        raise ValueError(f"{folder} has no checkpoint to resume from: {again}, or see whether output=... is right.")
+        again = "set another folder by output_dir=..." if is_begun(folder) else "start the run without --resume"
+        raise ValueError(f"{folder} has no checkpoint to resume from: {again}, or see whether output_dir=... is right.")
     lock.enter_context(locked(folder, info))
     if resume:
         return
     if is_begun(folder):
-        raise ValueError(f"{folder} already holds a run: go on with it by --resume, or set another folder by output=...")
+        raise ValueError(f"{folder} already holds a run: go on with it by --resume, or set another folder by output_dir=...")
     write_atomic(folder / layout.CONFIG, args.to_yaml())
 
 
@@ -41,12 +41,12 @@ def newest_checkpoint(args: FlowGRPOConfig, info: Callable[[str], None]) -> dict
     Raises:
         ValueError: all are damaged, the settings have changed since, or flow-grpo 0.2 wrote it.
     """
-    folder = Path(args.output)
+    folder = Path(args.output_dir)
     state, warnings = checkpoint.latest(folder / layout.CHECKPOINTS)
     for warning in warnings:
         info(f"warning: {warning}")
     if state is None:
-        raise ValueError(f"all checkpoints of {folder} are damaged: start another run by output=...")
+        raise ValueError(f"all checkpoints of {folder} are damaged: start another run by output_dir=...")
     check_settings_unchanged(args)
     if "microbatch" not in state.get("memory", {}):
         raise ValueError(
@@ -57,12 +57,12 @@ def newest_checkpoint(args: FlowGRPOConfig, info: Callable[[str], None]) -> dict
 
 def check_settings_unchanged(args: FlowGRPOConfig) -> None:
     """ValueError if a setting that changes the numbers is not what the run folder's config says."""
-    file = Path(args.output) / layout.CONFIG
+    file = Path(args.output_dir) / layout.CONFIG
     former = FlowGRPOConfig.from_yaml(file) if file.exists() else args
     for name, (then, now) in former.differences(args).items():
         raise ValueError(
-            f"{args.output} was begun with {name}={then!r}, not {now!r}: resume it with the same settings, or start another "
-            "run by output=..."
+            f"{args.output_dir} was begun with {name}={then!r}, not {now!r}: resume it with the same settings, or start another "
+            "run by output_dir=..."
         )
 
 

@@ -1,7 +1,7 @@
 """Keeps small images and per-prompt scores of a run, which metrics.jsonl does not hold, for the report and the monitor.
 
 The main process writes, and of the groups its own. Nothing here uses a random number, so a run's metrics are the same without it.
-For each evaluation and the training step before it these are at most `evaluation.pictures` + 8 images of prompts and 32 of groups:
+For each evaluation and the training step before it these are at most `evaluation.num_images` + 8 images of prompts and 32 of groups:
 about 0.5 MB of photographs, or 0.2 MB of the embedded model's signs.
 """
 

@@ -24,8 +24,8 @@ def load_trained_weights(policy: Policy, place: str) -> None:
         raise ValueError(f"the checkpoint {place} is not where its run left it, as checkpoints/step_000100 of a run folder.")
     state = checkpoint.read(folder.parent, step)
     args = FlowGRPOConfig.from_yaml(config)
-    if args.lora and args.lora.start:
-        policy.load_lora(args.lora.start)
+    if args.lora and args.lora.init_from:
+        policy.load_lora(args.lora.init_from)
     add_trainable_weights(policy, args)
     if policy.is_full_finetuning:
         policy.trained.store_base_weights("cpu")

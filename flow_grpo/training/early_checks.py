@@ -55,9 +55,9 @@ def check_output(folder: Path, resume: bool) -> None:
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or error
         raise ValueError(
-            f"output={folder}: nothing can be written to {place} ({reason}); set another folder by output=..."
+            f"output_dir={folder}: nothing can be written to {place} ({reason}); set another folder by output_dir=..."
         ) from error
     if not resume and has_metrics(folder):
-        raise ValueError(f"{folder} already holds a run: go on with it by --resume, or set another folder by output=...")
+        raise ValueError(f"{folder} already holds a run: go on with it by --resume, or set another folder by output_dir=...")
     if resume and not (folder / CHECKPOINTS).is_dir():
         raise ValueError(f"{folder} has no checkpoint to resume from: start the run without --resume.")

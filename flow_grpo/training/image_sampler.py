@@ -76,14 +76,14 @@ class ImageSampler:
         return sampling.rollout(
             interruptible(detached, self._should_stop_alone),  # nothing of this step has touched the adapter yet
             self.schedule,
-            sampling.batch_noise(self.latent_shape, batch, seed, "start", step, shared=s.shared_start),
+            sampling.batch_noise(self.latent_shape, batch, seed, "start", step, shared=s.shared_initial_noise),
             microbatch=self.args.microbatch,
             trained=window,
             transition=s.transition,
             noise_level=s.noise_level,
             step_noise=lambda i: sampling.batch_noise(self.latent_shape, batch, seed, "step", step, i),
             log_prob=s.log_prob,
-            group=batch.group.unique(return_inverse=True)[1] if s.shared_start else None,
+            group=batch.group.unique(return_inverse=True)[1] if s.shared_initial_noise else None,
             solver=None if window else self.solver,
         )
 

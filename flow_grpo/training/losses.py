@@ -139,7 +139,7 @@ class ForwardProcessLoss:
         self.policy, self.objective, self.advantage = policy, args.objective, experience.advantage
         self.method, self.loss = args.method, objective_function(args)
         self.conditioning, self.x0 = conditioning, experience.trajectory.final
-        self.count = self.objective.draws
+        self.count = self.objective.num_noise_levels
         self.draws = [self._draw(experience, args.seed, step, draw) for draw in range(self.count)]
         off_policy = args.updates * args.epochs > 1 and self.method.ratio
         self.v_rollout = self._rollout_velocities(args.microbatch) if off_policy else None

@@ -89,7 +89,7 @@ def load_examples(data: str, rows_per_pair: int) -> OfflineExamples:
     source = Path(data)
     if source.is_dir() or source.suffix.lower() in (".png", ".jpg", ".jpeg", ".webp"):
         if rows_per_pair == 2:
-            raise ValueError(f"objective.data={data}: dpo needs a table with the columns prompt, chosen and rejected.")
+            raise ValueError(f"objective.dataset={data}: dpo needs a table with the columns prompt, chosen and rejected.")
         given = image_sets.read(source)
         return OfflineExamples(given.prompts, [(image,) for image in given.images()])
     columns = ("image",) if rows_per_pair == 1 else ("chosen", "rejected")

@@ -108,7 +108,7 @@ class RolloutSource:
         unit = self.processes.world_size * math.lcm(args.microbatch, args.images_per_prompt) // args.images_per_prompt
         rounds: list[ScoredImages] = []
         missing, num_prompts = args.prompts_per_step, 0
-        for _ in range(1 + args.resample):
+        for _ in range(1 + args.dynamic_sampling_rounds):
             count = min(args.prompts_per_step, -(-missing // unit) * unit)
             batch = self.prompt_sampler.sample(step, count, args.images_per_prompt, first_group=num_prompts)
             images = ScoredImages(batch, *self.image_sampler.sample_and_score(batch, self.window(step), step))
@@ -173,7 +173,7 @@ class RolloutSource:
 
     def _metrics(self, step: int, images: ScoredImages, num_rounds: int) -> dict[str, float]:
         metrics = {**reward_metrics(images), "images": float(len(images.batch.prompts))}
-        if self.args.resample:
+        if self.args.dynamic_sampling_rounds:
             metrics["resample/rounds"] = float(num_rounds)
         if self.prompt_sampler.patience:
             metrics["prompts_resting"] = float(self.prompt_sampler.num_skipped(step + 1))

@@ -58,7 +58,7 @@ def build_run(
     train_set = load_prompts(prompts)
     args = (of_model if isinstance(model, str) else args).with_launcher_settings()
     held_out = args.evaluation.prompts if eval_dataset is None else eval_dataset
-    eval_set = None if held_out is None else load_prompts(held_out).head(args.evaluation.limit)
+    eval_set = None if held_out is None else load_prompts(held_out).head(args.evaluation.max_prompts)
     processes = Processes.from_environment(args.device)
     early_checks.check_settings(args, processes.world_size)
     early_checks.check_prompts(args, train_set, eval_set, processes.world_size)
@@ -75,7 +75,7 @@ def build_run(
         policy=policy,
         train_set=train_set,
         eval_set=eval_set,
-        prompt_sampler=PromptSampler(train_set, args.seed, args.resting.after, args.resting.steps),
+        prompt_sampler=PromptSampler(train_set, args.seed, args.prompt_skipping.patience, args.prompt_skipping.steps),
         eval_rewards=eval_rewards,
         rewards=eval_rewards.subset(trained),
         prompt_overlaps=[] if given_images else prompt_overlap.sentences(train_set.prompts, eval_prompts, source),
@@ -86,7 +86,7 @@ def build_run(
 def load_run_policy(args: FlowGRPOConfig, device: str | None, prompts: list[str]) -> Policy:
     """Load the config's model, for those prompts alone unless the run has given images with prompts of their own."""
     given = any(part.dataset is not None for _, part in args.resolved_stages())
-    start = args.lora.start if args.lora else None
+    start = args.lora.init_from if args.lora else None
     asked = None if given else prompts
     return load_policy(
         args.model, device, args.dtype, start, memory=args.memory, prompts=asked, **args.pipeline_call_kwargs()

@@ -43,7 +43,7 @@ class RunState:
         processes: Processes,
         should_stop: Callable[[], bool],
     ) -> None:
-        self.args, self.policy, self.processes, self.folder = args, policy, processes, Path(args.output)
+        self.args, self.policy, self.processes, self.folder = args, policy, processes, Path(args.output_dir)
         self.step = 0
         self.stages = args.resolved_stages()
         self._start_stage = partial(
@@ -108,7 +108,7 @@ class RunState:
         except (LookupError, TypeError, ValueError, AttributeError) as error:
             raise ValueError(
                 f"the checkpoint of step {state['step']} is not one of this run's settings ({first_line(error).rstrip('.')}): "
-                "resume with the settings that it was written with, or start another run by output=..."
+                "resume with the settings that it was written with, or start another run by output_dir=..."
             ) from error
 
     def save(self) -> bool:
@@ -117,7 +117,7 @@ class RunState:
             return False
         state = self.state_dict(keep=self.processes.is_main)
         if self.processes.is_main:
-            checkpoint.save(self.folder / layout.CHECKPOINTS, self.step, state, self.args.keep)
+            checkpoint.save(self.folder / layout.CHECKPOINTS, self.step, state, self.args.keep_checkpoints)
         return self.processes.is_main
 
     def save_after(self, error: Exception, save: Callable[[], object]) -> None:
@@ -176,4 +176,6 @@ def run_headline(args: FlowGRPOConfig, policy: Policy) -> str:
     """What a run prints first: its model, device, dtype, size and folder."""
     dtype = str(policy.dtype).removeprefix("torch.")
     size = f"{counted(args.prompts_per_step, 'prompt')} x {counted(args.images_per_prompt, 'image')}"
-    return f"{args.model} on {policy.device} in {dtype}: {counted(args.steps, 'step')} of {size}; run folder {args.output}"
+    return (
+        f"{args.model} on {policy.device} in {dtype}: {counted(args.steps, 'step')} of {size}; run folder {args.output_dir}"
+    )

@@ -66,7 +66,7 @@ class PolicyUpdate:
             totals.numbers.update(self._step(step, number))
             self.clip.update(self.processes)
         if args.method.old_policy:
-            decay = args.objective.old_decay
+            decay = args.objective.old_policy_decay
             self.policy.lora.update_copy(
                 "old", decay.at(self._steps_before(step + 1)) if isinstance(decay, DecayRamp) else decay
             )
@@ -158,8 +158,8 @@ class PolicyUpdate:
 
     def _learning_rate(self, step: int) -> float:
         o, step = self.args.optimizer, step - self.begin
-        warm = min(1.0, (step + 1) / o.warmup) if o.warmup else 1.0
-        return o.lr * warm * (1 - (1 - o.final_lr) * min(1.0, step / max(1, self.args.steps - 1)))
+        warm = min(1.0, (step + 1) / o.warmup_steps) if o.warmup_steps else 1.0
+        return o.lr * warm * (1 - (1 - o.final_lr_ratio) * min(1.0, step / max(1, self.args.steps - 1)))
 
     def _steps_before(self, step: int) -> int:
         """Optimizer steps of this part of the run before training step `step`, if every update had rows."""

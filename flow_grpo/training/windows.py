@@ -35,25 +35,25 @@ class WindowSchedule:
     def __call__(self, step: int) -> list[int]:
         """Indices of the trained steps in the schedule, for a training step."""
         window = self.args.window
-        if window.kind == "auto":
+        if window.schedule == "auto":
             if self.measured_start is None:
                 self.measured_start = self.measure()
             return list(range(self.measured_start, self.measured_start + window.size))
         return sampling.window(
-            window.kind,
+            window.schedule,
             self.args.steps,
             size=window.size,
-            first=window.first,
+            first=window.first_step,
             last=last_step(self.args),
-            every=window.every,
+            every=window.shift_every,
             seed=self.seed,
-            training_step=step - self.stage_start if window.kind == "sliding" else step,
+            training_step=step - self.stage_start if window.schedule == "sliding" else step,
         )
 
 
 def last_step(args: SamplingConfig) -> int:
     """The last sampling step that a window may hold."""
-    return args.steps - 2 if args.window.last is None else args.window.last
+    return args.steps - 2 if args.window.last_step is None else args.window.last_step
 
 
 @dataclass(frozen=True)
@@ -89,7 +89,7 @@ def step_reward_variance(
         ValueError: no prompt's images could all be scored.
     """
     settings = args.sampling.model_copy(
-        update={"shared_start": True, "transition": transition, "noise_level": noise_level, "solver": "euler"}
+        update={"shared_initial_noise": True, "transition": transition, "noise_level": noise_level, "solver": "euler"}
     )
     prompt_sampler = PromptSampler(prompts, args.seed)
     source = RolloutSource(
@@ -103,7 +103,7 @@ def step_reward_variance(
     )
     batch = prompt_sampler.sample(0, args.prompts_per_step, args.images_per_prompt)
     found = []
-    for step in range(args.sampling.window.first, last_step(args.sampling) + 1):
+    for step in range(args.sampling.window.first_step, last_step(args.sampling) + 1):
         images = policy.decode(source.image_sampler.trajectory(0, batch, [step]).final, args.microbatch)
         reward = call(partial(source.image_sampler.score, batch, images), should_stop).total.view(args.prompts_per_step, -1)
         reward = reward[reward.isfinite().all(1)]  # without groups of a reward that was dropped

@@ -118,7 +118,7 @@ VALUES: list[Any] = [
 ]
 SMALL = ["--steps", "1"]
 VERBS = {  # what works, in the folder that `world` makes
-    "train": ["short.yaml", "output=runs/new"],
+    "train": ["short.yaml", "output_dir=runs/new"],
     "sample": ["a b", "--seeds", "1", *SMALL, "--out", "out.png"],
     "compare": ["short.yaml", "--seeds", "1", "--budget", "1s", "--out", "compared"],
     "doctor": ["short.yaml"],
@@ -141,8 +141,9 @@ READERS = {  # what reads the files of that folder
     "grid.png": ["score grid.png --reward color", "eval grid.png --reward color", "rewards test color --images grid.png"],
     "prompts": ["train short.yaml --dry-run prompts={file}", "score grid.png --reward color --prompts {file}",
                 "eval tiny --steps 1 --limit 1 --reward color --prompts {file}"],
-    "short.yaml": ["train short.yaml --dry-run", "plan short.yaml", "doctor short.yaml", "train short.yaml output=runs/new"],
-    "model": ["sample ab --seeds 1 --steps 1 --model model", "train short.yaml model=model output=runs/new", "plan short.yaml model=model",
+    "short.yaml": ["train short.yaml --dry-run", "plan short.yaml", "doctor short.yaml", "train short.yaml output_dir=runs/new"],
+    "model": ["sample ab --seeds 1 --steps 1 --model model", "train short.yaml model=model output_dir=runs/new",
+              "plan short.yaml model=model",
               "train short.yaml --dry-run model=model"],
     "mine.py": ["score grid.png --reward mine.py:brightness", "rewards info mine.py:brightness"],
     "votes": ["rewards fit votes/votes.jsonl"],

@@ -32,11 +32,21 @@ ODE = "sampling={steps: 3, transition: ode}"
 STEPS = ["steps=4", "save_every=1", "evaluation.every=2", "ema_decay=0.9"]
 RUNS = {  # settings over tests/conftest.py:short_run, of runs whose checkpoints hold more than a LoRA and its optimizer
     "grpo, two updates, auto clip": ["updates=2", "objective={name: grpo, clip_low: auto, clip_high: auto}"],
-    "grpo, sliding window": ["sampling.window={kind: sliding, size: 1, every: 1}"],
-    "grpo, auto window": ["sampling.window={kind: auto, size: 1}"],
-    "grpo, resampling and resting": ["resample=1", "resting={after: 1, steps: 2}", "prompts_per_step=3", "microbatch=12"],
+    "grpo, sliding window": ["sampling.window={schedule: sliding, size: 1, shift_every: 1}"],
+    "grpo, auto window": ["sampling.window={schedule: auto, size: 1}"],
+    "grpo, resampling and resting": [
+        "dynamic_sampling_rounds=1",
+        "prompt_skipping={patience: 1, steps: 2}",
+        "prompts_per_step=3",
+        "microbatch=12",
+    ],
     "nft": ["objective={name: nft}", ODE],
-    "awm with a KL": ["objective={name: awm, kl_weight: 0.1}", ODE, "optimizer.final_lr=0.2", "optimizer.warmup=2"],
+    "awm with a KL": [
+        "objective={name: awm, kl_weight: 0.1}",
+        ODE,
+        "optimizer.final_lr_ratio=0.2",
+        "optimizer.warmup_steps=2",
+    ],
     "ppo": ["objective={name: ppo, clip_low: 1.0e-3, clip_high: 1.0e-3}"],
     "stages": [f"stages=[{{steps: 2, objective: {{name: nft}}, {ODE.replace('=', ': ')}}}, {{steps: 2}}]"],
     "all weights": ["lora=null", "objective={name: awm}", ODE],
@@ -129,7 +139,7 @@ def one_process(kills: int, rng: random.Random) -> list[str]:
 def two_processes(rng: random.Random, which: str, rounds: int) -> list[str]:
     """Kills rank 1, or the launcher, of two; the others must end, with a sentence, and a resumed run must be the reference."""
     lost = []
-    settings = ["prompts_per_step=4", "microbatch=4", "device=cpu", "evaluation.limit=4"]
+    settings = ["prompts_per_step=4", "microbatch=4", "device=cpu", "evaluation.max_prompts=4"]
     with tempfile.TemporaryDirectory() as place:
         folder = Path(place)
         config, reference = started(folder, "reference", settings)

@@ -21,7 +21,7 @@ from flow_grpo.data.grid import read_grid
 
 REWARD = SAMPLE_REWARDS
 CAT = 'red text "CAT" on a blue background'
-GIVEN = ["--set", "objective={name: sft, data: x}", "--set", "sampling={transition: ode}"]  # images, and no rollouts
+GIVEN = ["--set", "objective={name: sft, dataset: x}", "--set", "sampling={transition: ode}"]  # images, and no rollouts
 
 
 def run_anew(*words: str, cwd: Path, code: int = 0) -> str:
@@ -45,7 +45,7 @@ def trained(tmp_path_factory) -> Path:
 
 
 def test_train_says_what_it_did_and_where_it_is(trained):
-    output = run("train", "short.yaml", "output=runs/again", cwd=trained)
+    output = run("train", "short.yaml", "output_dir=runs/again", cwd=trained)
     for part in (
         "step 0  held out:",
         "step 2/2",
@@ -58,7 +58,7 @@ def test_train_says_what_it_did_and_where_it_is(trained):
 
 
 def test_dry_run_says_in_a_few_lines_what_it_checked_and_trains_nothing(trained):
-    output = run("train", "short.yaml", "output=runs/dry", "optimizer.lr=0.25", "--dry-run", cwd=trained)
+    output = run("train", "short.yaml", "output_dir=runs/dry", "optimizer.lr=0.25", "--dry-run", cwd=trained)
     assert "2232 prompts, 2 held-out prompts, the model's files" in output
     assert "brightness, each on 2 images" in output
     assert re.search(r"a step: 8 images of 32 x 80 in \S+ s without rewards, \S+ GB", output)
@@ -76,7 +76,7 @@ def test_more_processes_than_a_machine_can_run_are_refused(tmp_path):
 
 
 def test_show_config_prints_every_setting_and_trains_nothing(trained):
-    output = run("train", "short.yaml", "output=runs/dry", "optimizer.lr=0.25", "--show-config", cwd=trained)
+    output = run("train", "short.yaml", "output_dir=runs/dry", "optimizer.lr=0.25", "--show-config", cwd=trained)
     assert "lr: 0.25" in output
     assert not (trained / "runs" / "dry").exists()
 
@@ -219,12 +219,12 @@ def test_doctor_measures_the_variance_of_each_step(trained):
         (["train", "no_such"], "there is no config no_such"),
         (["train", "short.yaml", "stepz=3"], "there is no setting stepz. Did you mean steps?"),
         (["train", "short.yaml"], "already holds a run"),
-        (["train", "short.yaml", "model=./nowhere", "output=runs/x"], "there is no model folder ./nowhere"),
-        (["train", "short.yaml", "microbatch=3", "output=runs/x"], "microbatch=3 does not divide"),
-        (["train", "short.yaml", "prompts=missing.txt", "output=runs/x"], "there is no prompt file missing.txt"),
-        (["train", "short.yaml", "rewards={orc: 1}", "output=runs/x"], "Did you mean ocr?"),
-        (["train", "short.yaml", "device=warp", "output=runs/x"], "device=warp can't be used here"),
-        (["train", "short.yaml", "output=short.yaml"], "short.yaml"),
+        (["train", "short.yaml", "model=./nowhere", "output_dir=runs/x"], "there is no model folder ./nowhere"),
+        (["train", "short.yaml", "microbatch=3", "output_dir=runs/x"], "microbatch=3 does not divide"),
+        (["train", "short.yaml", "prompts=missing.txt", "output_dir=runs/x"], "there is no prompt file missing.txt"),
+        (["train", "short.yaml", "rewards={orc: 1}", "output_dir=runs/x"], "Did you mean ocr?"),
+        (["train", "short.yaml", "device=warp", "output_dir=runs/x"], "device=warp can't be used here"),
+        (["train", "short.yaml", "output_dir=short.yaml"], "short.yaml"),
         (["sample", CAT, "--lora", "./missing"], "there is no LoRA at"),
         (["score", "missing.png"], "there is no image or folder"),
         (["score", "short.yaml"], "could not be read"),

@@ -44,15 +44,15 @@ def test_presets_train_the_published_steps():
     """Flow-GRPO draws the window's start up to sde_window_range[1] - size, half of the steps; Flow-Factory one of steps 1 to 3."""
     for name, args in REAL.items():
         window, steps = args.sampling.window, args.sampling.steps
-        if window.kind == "random":
+        if window.schedule == "random":
             last = 3 if name in ("flux2_klein_ocr", "z_image_ocr") else steps // 2 - 1
-            assert window.last == last, name
+            assert window.last_step == last, name
             trained = {
                 step
                 for k in range(200)
-                for step in sampling.window("random", steps, window.size, window.first, last, 1, 0, k)
+                for step in sampling.window("random", steps, window.size, window.first_step, last, 1, 0, k)
             }
-            assert trained == set(range(window.first, last + 1)), name
+            assert trained == set(range(window.first_step, last + 1)), name
 
 
 def test_overrides_reach_into_sections():
@@ -60,7 +60,7 @@ def test_overrides_reach_into_sections():
     assert args.optimizer.lr == 1e-4
     assert args.rewards["color"].weight == 0.5
     assert args.rewards["ocr"].weight == 1.0
-    assert (args.steps, args.evaluation.every, args.output) == (7, 0, "runs/tiny_ocr")
+    assert (args.steps, args.evaluation.every, args.output_dir) == (7, 0, "runs/tiny_ocr")
 
 
 @pytest.mark.parametrize(
@@ -78,13 +78,22 @@ def test_overrides_reach_into_sections():
         ("objective.name=grpo sampling.transition=cps sampling.noise_level=0", "no log-probability"),
         ("objective.name=grpo sampling.transition=cps sampling.noise_level=1.5", "at most 1"),
         (
-            "objective.name=grpo sampling.steps=10 sampling.transition=cps sampling.window.last=9",
+            "objective.name=grpo sampling.steps=10 sampling.transition=cps sampling.window.last_step=9",
             "the trainable ones are 0 to 8",
         ),
-        ("objective.name=grpo sampling.transition=cps sampling.window={kind: fixed, size: 9, first: 3}", "does not fit"),
+        (
+            "objective.name=grpo sampling.transition=cps sampling.window={schedule: fixed, size: 9, first_step: 3}",
+            "does not fit",
+        ),
         ("objective.sigma_range=[0.5,0.5]", "must rise"),
-        ("objective.name=nft objective.old_decay=2", "objective.old_decay is 2, but it should be less than or equal to 1"),
-        ("objective.name=nft objective.old_decay={rat:1}", "give a number, or a ramp such as {rate: 0.001, max: 0.5}"),
+        (
+            "objective.name=nft objective.old_policy_decay=2",
+            "objective.old_policy_decay is 2, but it should be less than or equal to 1",
+        ),
+        (
+            "objective.name=nft objective.old_policy_decay={rat:1}",
+            "give a number, or a ramp such as {rate: 0.001, max: 0.5}",
+        ),
         ("objective.name=grppo", "there is no objective grppo. Did you mean grpo?"),
         ("objective.name=dppo sampling.transition=cps objective.clip_low=0.1", "objective dppo does not use clip_low; grpo"),
         ("objective.dpo_beta=2", "objective awm does not use dpo_beta; dpo does"),
@@ -102,10 +111,10 @@ def test_overrides_reach_into_sections():
         ),
         ("objective.name=grpo sampling.transition=cps sampling.solver=heun", "are Euler's"),
         ("objective.name=ppo sampling.transition=cps objective.advantage=rloo", "its critic makes the advantages"),
-        ("objective.data=pictures", "objective awm does not use data; sft and dpo do: remove it"),
+        ("objective.dataset=pictures", "objective awm does not use data; sft and dpo do: remove it"),
         ("objective.name=dpo microbatch=1", "set an even one"),
         ("microbatch=5", "does not divide prompts_per_step x images_per_prompt = 128"),
-        ("sampling.shared_start=true", "would draw the same image for a whole group"),
+        ("sampling.shared_initial_noise=true", "would draw the same image for a whole group"),
         ("objective.clip_low=abc", "objective.clip_low is 'abc', but"),
         ("objective.name=reinforce sampling.transition=cps updates=2", "set updates=1 and epochs=1"),
         ("objective.name=grpo sampling.transition=cps objective.clip_high=auto", "they are all 1"),
@@ -118,7 +127,7 @@ def test_overrides_reach_into_sections():
     ],
 )
 def test_every_mistake_is_a_sentence(override, words):
-    pairs = override.replace("{kind: fixed, size: 9, first: 3}", "{kind:fixed,size:9,first:3}").split(" ")
+    pairs = override.replace("{schedule: fixed, size: 9, first_step: 3}", "{schedule:fixed,size:9,first_step:3}").split(" ")
     pairs = [p.replace(",", ", ").replace(":", ": ") for p in pairs]
     with pytest.raises(ValueError) as error:  # noqa: PT011
         FlowGRPOConfig.from_yaml("tiny_ocr", pairs)
@@ -230,7 +239,7 @@ def test_a_config_may_have_a_byte_order_mark_umlauts_and_merged_sections(tmp_pat
     text = "\ufeffoutput: runs/Kätzchen\nsampling: &s {steps: 4, transition: ode}\nstages:\n- {steps: 3, sampling: {<<: *s, steps: 5}}\n"
     (tmp_path / "good.yaml").write_text(text, encoding="utf-8")
     args = FlowGRPOConfig.from_yaml(tmp_path / "good.yaml", ["objective.name=awm"])
-    assert args.output == "runs/Kätzchen"
+    assert args.output_dir == "runs/Kätzchen"
     assert (args.sampling.steps, args.resolved_stages()[0][1].sampling.steps) == (4, 5)
 
 

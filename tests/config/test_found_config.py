@@ -73,7 +73,7 @@ def found(weights, tmp_path):
         )
         values = plain.model_dump(mode="json")
         values |= {"rewards": {"color": 1.0}, "dtype": "fp32"}
-        values["evaluation"] |= {"rewards": {}, "limit": 2, "steps": 1}
+        values["evaluation"] |= {"rewards": {}, "max_prompts": 2, "steps": 1}
         for key, value in settings.items():
             values[key] = (
                 {**values[key], **value} if isinstance(value, dict) and key not in ("rewards", "objective") else value
@@ -109,8 +109,8 @@ NAMED = [
     ({"rewards": {"human": {"options": {"votes": "it_ran"}}}}, "the reward human"),
     ({"rewards": {"clip": {"options": {"pretrained": "URL"}}}}, "an address in the options of the reward clip"),
     ({"evaluation": {"prompts": "https://127.0.0.1:1/prompts.txt"}}, "the prompts https://127.0.0.1:1/prompts.txt"),
-    ({"memory": {"attention": "flash_hub"}}, "the attention flash_hub, whose code is downloaded"),
-    ({"memory": {"embeddings": "it_ran"}}, "the folder it_ran to keep embeddings in"),
+    ({"memory": {"attention_backend": "flash_hub"}}, "the attention flash_hub, whose code is downloaded"),
+    ({"memory": {"embedding_cache_dir": "it_ran"}}, "the folder it_ran to keep embeddings in"),
 ]  # fmt: skip
 
 
@@ -162,7 +162,7 @@ def test_sample_export_report_and_compare_run_nothing_of_a_found_config(found):
         rewards={"evil.py:reward": 1.0, "color": {"isolate": True, "python": "./evil.sh"}},
         objective={"name": "evil.py:objective", "advantage": "evil.py:advantage"},
         trackers={"wandb": {}},
-        output=str(found.marker),
+        output_dir=str(found.marker),
     )
     run("sample", CAT, "--lora", "run/lora", "--seeds", "1", "--steps", "1", cwd=folder)
     run("export", "run", "--out", "shared", cwd=folder)
@@ -178,7 +178,7 @@ def test_sample_export_report_and_compare_run_nothing_of_a_found_config(found):
 
 
 def test_sample_does_not_write_where_a_found_config_says(found):
-    folder = found(memory={"embeddings": "it_ran"})
+    folder = found(memory={"embedding_cache_dir": "it_ran"})
     words = ["sample", CAT, "--lora", "run/lora", "--seeds", "1", "--steps", "1"]
     assert "the folder it_ran to keep embeddings in: add --trust" in run(*words, cwd=folder, code=2)
     assert not found.marker.exists()
@@ -188,7 +188,7 @@ def test_sample_does_not_write_where_a_found_config_says(found):
 
 def test_a_run_that_is_resumed_is_the_config_that_the_user_names(found):
     folder = found(rewards={"evil.py:reward": 1.0})
-    words = ["train", "tiny_grpo", "output=run", "trackers=[]", "evaluation.prompts=null", "--resume"]
+    words = ["train", "tiny_grpo", "output_dir=run", "trackers=[]", "evaluation.prompts=null", "--resume"]
     output = run(*words, cwd=folder, code=2)
     assert output.count("error:") == 1
     assert not found.marker.exists()

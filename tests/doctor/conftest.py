@@ -22,7 +22,7 @@ def trainer(policy, tmp_path):
     """Builds a short run by that policy."""
 
     def built(*overrides: str, train: list[str] | None = None, held_out: list[str] | None = None, **more) -> FlowGRPOTrainer:
-        args = short_run(tmp_path / "run", "evaluation.limit=8", *overrides)
+        args = short_run(tmp_path / "run", "evaluation.max_prompts=8", *overrides)
         return FlowGRPOTrainer(policy, more.get("reward"), args, train or TRAIN, held_out or HELD_OUT)
 
     return built

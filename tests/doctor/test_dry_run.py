@@ -68,7 +68,7 @@ def test_what_a_dry_run_refuses_the_run_refuses_with_the_same_words_before_it_lo
     ("setting", "sentence"),
     [
         ("height=31", "have to be divisible by 8 but are 31 and 80"),
-        ("pipeline={max_sequence_length: -1}", "max_sequence_length=-1: OverflowError"),
+        ("pipeline_kwargs={max_sequence_length: -1}", "max_sequence_length=-1: OverflowError"),
         ("height=4096", "can't be"),
         ("lora.rank=100000000", "lora.rank=100000000: the LoRA alone would take"),
         (f"rewards={{{SAMPLES}:raises: 1}}", "raised RuntimeError on 2 images"),
@@ -80,7 +80,7 @@ def test_settings_that_fail_once_the_model_is_there_are_found_without_it(setting
     assert sentence in refused(short_run(tmp_path, setting))
 
 
-@pytest.mark.parametrize("setting", ["height=31", "pipeline={max_sequence_length: -1}", "lora.rank=100000000"])
+@pytest.mark.parametrize("setting", ["height=31", "pipeline_kwargs={max_sequence_length: -1}", "lora.rank=100000000"])
 def test_the_loaded_model_refuses_them_in_a_sentence_too(setting, tmp_path):
     args = short_run(tmp_path, setting)
     sentence = refused(args)
@@ -92,8 +92,8 @@ def test_the_loaded_model_refuses_them_in_a_sentence_too(setting, tmp_path):
 def test_a_run_folder_that_cant_be_written_or_is_taken_is_refused_and_left_as_it_was(tmp_path):
     (tmp_path / "file").write_text("")
     for output in ("/dev/null", "/proc/nothing/here", str(tmp_path / "file" / "run")):
-        args = FlowGRPOConfig.from_yaml("tiny_grpo", [f"output={output}"])
-        assert f"output={output}: nothing can be written" in refused(args)
+        args = FlowGRPOConfig.from_yaml("tiny_grpo", [f"output_dir={output}"])
+        assert f"output_dir={output}: nothing can be written" in refused(args)
     taken = tmp_path / "taken"
     taken.mkdir()
     (taken / "metrics.jsonl").write_text(json.dumps({"step": 1}) + "\n")

@@ -26,7 +26,7 @@ def test_noise_that_changes_nothing_or_destroys_the_images(trainer):
     settings = ["rewards={ocr: 1}", "sampling.steps=6", "prompts_per_step=4", "microbatch=16"]
     much = checked(trainer(*settings, "sampling={transition: dance_sde, noise_level: 3.0}"))
     assert much[damage] == ERROR
-    right = checked(trainer(*settings, "sampling={transition: cps, noise_level: 0.5, window: {kind: fixed, size: 3}}"))
+    right = checked(trainer(*settings, "sampling={transition: cps, noise_level: 0.5, window: {schedule: fixed, size: 3}}"))
     assert right[name] == right[damage] == OK
 
 

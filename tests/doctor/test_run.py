@@ -23,8 +23,8 @@ from flow_grpo.doctor.run import RunChecks, run_checks
 
 def test_a_healthy_run_has_no_error_and_nothing_is_written(tmp_path):
     settings = [
-        "prompts_per_step=6", "microbatch=12", "updates=2", "sampling.steps=6", "sampling.window={kind: fixed, size: 2}",
-        "evaluation={prompts: prompts/signs_eval.txt, limit: 8, steps: 4}", f"output={tmp_path / 'run'}",
+        "prompts_per_step=6", "microbatch=12", "updates=2", "sampling.steps=6", "sampling.window={schedule: fixed, size: 2}",
+        "evaluation={prompts: prompts/signs_eval.txt, limit: 8, steps: 4}", f"output_dir={tmp_path / 'run'}",
     ]  # fmt: skip
     sections = list(run_checks(FlowGRPOConfig.from_yaml("tiny_grpo", settings)))
     assert [title for title, _ in sections] == ["machine", "prompts", "rewards", "groups", "update", "cost"]
@@ -43,7 +43,11 @@ def test_a_healthy_run_has_no_error_and_nothing_is_written(tmp_path):
 def test_stages_with_offline_images_final_latents_and_a_critic_skip_what_does_not_apply(tmp_path, signs):
     save_grid(tmp_path / "signs.png", signs.images, [ImageInfo(prompt, 0, "") for prompt in signs.prompts], columns=2)
     stages = [
-        {"steps": 1, "objective": {"name": "sft", "data": str(tmp_path / "signs.png")}, "sampling": {"transition": "ode"}},
+        {
+            "steps": 1,
+            "objective": {"name": "sft", "dataset": str(tmp_path / "signs.png")},
+            "sampling": {"transition": "ode"},
+        },
         {"steps": 1, "objective": {"name": "awm"}, "sampling": {"transition": "ode"}},
         {"steps": 1, "objective": {"name": "ppo"}},
     ]
@@ -76,7 +80,7 @@ def test_a_broken_reward_ends_the_checks_with_its_name(tmp_path, reward):
 def test_a_rollout_that_fails_has_a_result(tmp_path):
     """A window that is chosen by a broken reward fails before the rewards are checked."""
     name = f"{SAMPLE_REWARDS}:raises"
-    window = "sampling.window={kind: auto, size: 2}"
+    window = "sampling.window={schedule: auto, size: 2}"
     sections = dict(run_checks(short_run(tmp_path, f"rewards={{{name}: 1}}", window)))
     (failed,) = sections["groups"]
     assert (failed.name, failed.status) == ("a rollout", ERROR)

@@ -33,7 +33,7 @@ def test_adams_eps_and_clip_ranges(trainer):
 def test_a_late_step_that_dominates_the_early_ones(trainer):
     assert checked(trainer())[LARGEST] == WARNING
     assert checked(trainer("objective.step_weight=std"))[LARGEST] == OK
-    assert checked(trainer("sampling.window={kind: all, last: 1}"))[LARGEST] == OK
+    assert checked(trainer("sampling.window={schedule: all, last_step: 1}"))[LARGEST] == OK
 
 
 def test_a_step_that_fails_says_why(policy, trainer):

@@ -220,7 +220,7 @@ def test_one_base_model_by_two_configs_is_refused():
 
 
 def test_a_pipeline_is_told_by_what_it_is_called_with_in_any_order():
-    one, two = (FlowGRPOConfig.for_model("tiny", [f"pipeline={{{call}}}"]) for call in ("a: 1, b: 2", "b: 2, a: 1"))
+    one, two = (FlowGRPOConfig.for_model("tiny", [f"pipeline_kwargs={{{call}}}"]) for call in ("a: 1, b: 2", "b: 2, a: 1"))
     assert ModelTarget("x", "", one).pipeline == ModelTarget("y", "", two).pipeline
 
 

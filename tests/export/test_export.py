@@ -48,8 +48,13 @@ def run(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("share")
     prompts = [*HOSTILE, *(f'red text "WORD{i}" on a blue background' for i in range(4))]
     (folder / "held_out.txt").write_text("\n".join(prompts))
-    settings = ["save_every=1", "keep=3", f"evaluation.prompts={folder / 'held_out.txt'}", "evaluation.limit=8"]
-    more = ["evaluation.pictures=5", "evaluation.every=1", "optimizer.lr=0.01", "trackers=[]", "ema_decay=0.5"]
+    settings = [
+        "save_every=1",
+        "keep_checkpoints=3",
+        f"evaluation.prompts={folder / 'held_out.txt'}",
+        "evaluation.max_prompts=8",
+    ]
+    more = ["evaluation.num_images=5", "evaluation.every=1", "optimizer.lr=0.01", "trackers=[]", "ema_decay=0.5"]
     FlowGRPOTrainer(args=short_run(folder / "run", *settings, *more)).train()
     return folder / "run"
 

@@ -62,7 +62,7 @@ def test_bytes_and_operations_are_those_of_the_matrices():
 def test_checkpointing_takes_less_memory_and_more_operations():
     found = {}
     for checkpointing in (False, True):
-        args = FlowGRPOConfig.from_yaml("tiny_ocr", [f"memory.checkpointing={checkpointing}"])
+        args = FlowGRPOConfig.from_yaml("tiny_ocr", [f"memory.gradient_checkpointing={checkpointing}"])
         found[checkpointing] = StepEstimator(args, cuda=True).estimate(64)
     assert found[True].transient["update"] < 0.7 * found[False].transient["update"]
     assert found[True].operations > 1.05 * found[False].operations
@@ -100,7 +100,7 @@ def small_model(tmp_path):
         tiny = TINY[FAMILIES[preset]]
         torch.manual_seed(0)
         tiny.build().save_pretrained(tmp_path)
-        size = [f"height={tiny.size[0]}", f"width={tiny.size[1]}", f"pipeline={json.dumps(tiny.call)}"]
+        size = [f"height={tiny.size[0]}", f"width={tiny.size[1]}", f"pipeline_kwargs={json.dumps(tiny.call)}"]
         return [f"model={tmp_path}", "microbatch=2", "evaluation.prompts=null", "rewards={jpeg_size: 1}", *size]
 
     return saved

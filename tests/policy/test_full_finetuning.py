@@ -153,7 +153,7 @@ def test_eval_puts_a_run_and_a_checkpoint_on_and_takes_them_off(trained):
 
 def test_a_resumed_run_is_the_same_to_the_last_bit(trained, tmp_path):
     trainer, _, numbers, folder = trained
-    again = FlowGRPOTrainer(args=trainer.args.model_copy(update={"output": str(tmp_path)}))
+    again = FlowGRPOTrainer(args=trainer.args.model_copy(update={"output_dir": str(tmp_path)}))
     again.state.load_state_dict(checkpoint.read(folder / "checkpoints", 1))
     found = again.training_step()
     assert {n: v for n, v in found.items() if "time/" not in n} == {n: v for n, v in numbers[1].items() if "time/" not in n}
@@ -164,7 +164,7 @@ def test_a_resumed_run_is_the_same_to_the_last_bit(trained, tmp_path):
 
 def test_two_processes_that_share_the_weights_do_what_one_does(tmp_path):
     """FSDP2 of what is trained: gradients, moments, averages and checkpoints in shares, gathered to be written."""
-    once = "sampling={steps: 2, transition: cps, noise_level: 0.8, window: {kind: all}}"
+    once = "sampling={steps: 2, transition: cps, noise_level: 0.8, window: {schedule: all}}"
     common = [*WHOLE, "memory.shard=true", "objective.kl_weight=0.1", "microbatch=6", once]
     run_alone(config(tmp_path / "1", *common))
     finished(start(config(tmp_path / "2", *common), 2))

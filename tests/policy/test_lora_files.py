@@ -110,7 +110,7 @@ def test_every_verb_refuses_a_lora_with_nan(nan, tmp_path):
         export(nan, tmp_path / "out")
     (nan / "lora" / "other.safetensors").rename(nan / "lora" / WEIGHTS)
     with pytest.raises(ValueError, match="holds values that are not finite"):
-        FlowGRPOTrainer(args=short_run(tmp_path / "next", f"lora.start={nan / 'lora'}"))
+        FlowGRPOTrainer(args=short_run(tmp_path / "next", f"lora.init_from={nan / 'lora'}"))
     words = ["--lora", str(nan / "lora")]
     for output in (
         run("sample", "a b", "--seeds", "1", "--steps", "1", *words, cwd=tmp_path, code=2),

@@ -31,7 +31,7 @@ def velocity(policy, seed: int = 0) -> torch.Tensor:
 
 
 def test_prompts_of_a_former_run_need_no_encoder(tmp_path):
-    memory = MemoryConfig(embeddings=str(tmp_path))
+    memory = MemoryConfig(embedding_cache_dir=str(tmp_path))
     first = tiny_policy(memory=memory)
     expected = velocity(first)
     second = tiny_policy(memory=memory, prompts=PROMPTS)
@@ -43,7 +43,7 @@ def test_prompts_of_a_former_run_need_no_encoder(tmp_path):
 
 
 def test_a_damaged_or_changed_store_is_written_anew(tmp_path):
-    memory, model = MemoryConfig(embeddings=str(tmp_path / "store")), tmp_path / "model"
+    memory, model = MemoryConfig(embedding_cache_dir=str(tmp_path / "store")), tmp_path / "model"
     shutil.copytree(hub.BUNDLED_MODELS["tiny"], model)
 
     def load():
@@ -64,7 +64,7 @@ def test_a_damaged_or_changed_store_is_written_anew(tmp_path):
 def test_checkpointing_changes_no_bit_of_the_gradient():
     gradients = []
     for checkpointing in (False, True):
-        policy = tiny_policy(memory=MemoryConfig(checkpointing=checkpointing))
+        policy = tiny_policy(memory=MemoryConfig(gradient_checkpointing=checkpointing))
         policy.add_lora(4, 8, ["to_q", "to_out.0"], seed=0)
         stir(policy)
         kept: list[int] = []
@@ -85,8 +85,8 @@ def test_checkpointing_changes_no_bit_of_the_gradient():
 def test_a_run_with_compiled_and_checkpointed_blocks_has_a_ratio_of_exactly_1(flux, tmp_path):
     if shutil.which("c++") is None:
         pytest.skip("torch.compile needs a C++ compiler")
-    size = {"model": str(flux), "pipeline": "{max_sequence_length: 16}", "height": 32, "width": 48}
-    pairs = ["memory={compile: true, checkpointing: true}", *(f"{key}={value}" for key, value in size.items())]
+    size = {"model": str(flux), "pipeline_kwargs": "{max_sequence_length: 16}", "height": 32, "width": 48}
+    pairs = ["memory={compile: true, gradient_checkpointing: true}", *(f"{key}={value}" for key, value in size.items())]
     trainer = FlowGRPOTrainer(args=short_run(tmp_path, *pairs, "lora.targets=null"))
     for _ in range(2):
         assert trainer.training_step()["ratio/first_update_max_deviation"] == 0
@@ -95,10 +95,10 @@ def test_a_run_with_compiled_and_checkpointed_blocks_has_a_ratio_of_exactly_1(fl
 def test_attention_backends_are_diffusers_own(flux):
     call = {"height": 32, "width": 48, "max_sequence_length": 16}
     expected = velocity(load_policy(str(flux), "cpu", "fp32", **call))
-    math = load_policy(str(flux), "cpu", "fp32", memory=MemoryConfig(attention="_native_math"), **call)
+    math = load_policy(str(flux), "cpu", "fp32", memory=MemoryConfig(attention_backend="_native_math"), **call)
     torch.testing.assert_close(velocity(math), expected, rtol=0, atol=1e-4)
     with pytest.raises(ValueError, match=r"memory\.attention=lightning"):
-        load_policy(str(flux), "cpu", "fp32", memory=MemoryConfig(attention="lightning"), **call)
+        load_policy(str(flux), "cpu", "fp32", memory=MemoryConfig(attention_backend="lightning"), **call)
 
 
 def test_slices_are_the_same_pictures():
@@ -117,7 +117,7 @@ def test_a_quantised_base_is_near_the_whole_one_and_trains(flux, tmp_path, kind)
     quantised = load_policy(str(flux), "cpu", "fp32", memory=MemoryConfig(quantize=kind), **call)
     off = (velocity(quantised) - expected).norm() / expected.norm()
     assert 0 < off < (0.05 if kind == "int8" else 0.4)
-    size = ["height=32", "width=48", f"model={flux}", "pipeline={max_sequence_length: 16}"]
+    size = ["height=32", "width=48", f"model={flux}", "pipeline_kwargs={max_sequence_length: 16}"]
     trainer = FlowGRPOTrainer(args=short_run(tmp_path, *size, f"memory={{quantize: {kind}}}", "lora.targets=null"))
     assert trainer.training_step()["ratio/first_update_max_deviation"] == 0
     assert all(parameter.dtype == torch.float32 for parameter in trainer.policy.trainable_parameters().values())

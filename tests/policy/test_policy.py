@@ -532,7 +532,7 @@ def test_the_model_is_loaded_in_the_dtype_and_with_the_guidance_that_were_asked_
 
 
 def test_prompts_that_were_kept_without_guidance_are_encoded_anew_with_it(tmp_path):
-    memory, call = MemoryConfig(embeddings=str(tmp_path)), {"height": 32, "width": 80, "max_sequence_length": 14}
+    memory, call = MemoryConfig(embedding_cache_dir=str(tmp_path)), {"height": 32, "width": 80, "max_sequence_length": 14}
     load_policy("tiny", "cpu", "fp32", memory=memory, **call).encode([*PROBE_PROMPTS[:1], *PROMPTS])
     for guidance, known in ((1.0, True), (1.5, False)):
         policy = load_policy("tiny", "cpu", "fp32", guidance=guidance, memory=memory, prompts=PROMPTS, **call)
@@ -546,7 +546,7 @@ def test_encoders_that_are_offloaded_are_not_moved_to_the_device(monkeypatch):
     )
     for offload in (False, True):
         moved.clear()
-        tiny_policy(memory=MemoryConfig(offload_encoders=offload))
+        tiny_policy(memory=MemoryConfig(offload_text_encoders=offload))
         there = {name for name, where in moved if where == ("cpu",)}
         assert {"SD3Transformer2DModel", "AutoencoderKL"} <= there
         assert ("T5EncoderModel" in there) != offload

@@ -389,7 +389,7 @@ def test_a_whole_transformer_is_written_alike_too(tmp_path):
     [(0, 8, "pictures/step_000001/"), (300, 0, "metrics.jsonl"), (20_000, 0, "checkpoints/step_000001")],
 )
 def test_a_full_disk_is_said_with_the_path_and_the_run_goes_on_where_there_is_room(finished, tmp_path, size, pictures, file):
-    made = trainer(tmp_path / "run", f"evaluation.pictures={pictures}")
+    made = trainer(tmp_path / "run", f"evaluation.num_images={pictures}")
     (name,) = made.rewards.rewards
     mine = made.rewards.rewards[name]
     limits = full_disk(size)
@@ -407,7 +407,7 @@ def test_a_full_disk_is_said_with_the_path_and_the_run_goes_on_where_there_is_ro
     finally:
         limits.__exit__(None, None, None)
     assert not list((tmp_path / "run").rglob("*.partial*"))
-    trainer(tmp_path / "run", f"evaluation.pictures={pictures}").train(resume=True)
+    trainer(tmp_path / "run", f"evaluation.num_images={pictures}").train(resume=True)
     assert numbers(tmp_path / "run") == numbers(finished)
     assert (tmp_path / "run" / "lora" / WEIGHTS).read_bytes() == (finished / "lora" / WEIGHTS).read_bytes()
 
@@ -432,7 +432,7 @@ def test_what_a_reward_said_is_not_lost_when_the_checkpoint_after_it_finds_no_ro
 def test_a_tracker_that_finds_no_room_is_left_out_without_a_traceback(tmp_path, capfd):
     with Tracker(tmp_path, 400) as tracker:
         tracker.attach(
-            services.open_services(tmp_path, FlowGRPOConfig.from_yaml("tiny_grpo", [f"output={tmp_path}"]), tracker.info)
+            services.open_services(tmp_path, FlowGRPOConfig.from_yaml("tiny_grpo", [f"output_dir={tmp_path}"]), tracker.info)
         )
         with full_disk(5000):
             while tracker._services:  # its thread writes when it likes

@@ -19,7 +19,7 @@ from flow_grpo.run_folder import layout, reader, samples
 from flow_grpo.tracking.tracker import read_metrics
 from flow_grpo.trainer import FlowGRPOTrainer
 
-LIMIT = "evaluation.limit=10"
+LIMIT = "evaluation.max_prompts=10"
 
 
 def numbers(folder: Path) -> list[dict]:
@@ -33,7 +33,7 @@ def kept(folder: Path) -> dict[str, bytes]:
 
 def test_keeping_pictures_changes_no_number_of_a_run(tmp_path):
     for name, count in {"with": 8, "without": 0}.items():
-        FlowGRPOTrainer(args=short_run(tmp_path / name, LIMIT, f"evaluation.pictures={count}")).train()
+        FlowGRPOTrainer(args=short_run(tmp_path / name, LIMIT, f"evaluation.num_images={count}")).train()
     assert numbers(tmp_path / "with") == numbers(tmp_path / "without")
     one, other = (load_file(tmp_path / n / "lora" / "pytorch_lora_weights.safetensors") for n in ("with", "without"))
     assert all(torch.equal(one[key], other[key]) for key in one)
@@ -42,7 +42,7 @@ def test_keeping_pictures_changes_no_number_of_a_run(tmp_path):
 
 
 def test_what_is_kept_is_what_was_drawn_scored_and_compared(tmp_path):
-    args = short_run(tmp_path / "run", LIMIT, "evaluation.pictures=2")
+    args = short_run(tmp_path / "run", LIMIT, "evaluation.num_images=2")
     trainer = FlowGRPOTrainer(args=args)
     with trainer.policy.ema.applied():
         image = generate_images(
@@ -118,7 +118,7 @@ def test_the_lora_of_the_best_evaluation_is_kept(tmp_path):
     best = rows[held_out.index(max(held_out))]["step"]
     assert rows[-1]["monitor/best_step"] == best < 8, held_out
     assert held_out[-1] < max(held_out)
-    again = FlowGRPOTrainer(args=short_run(tmp_path / "again", *settings, f"lora.start={tmp_path / 'run' / 'best'}"))
+    again = FlowGRPOTrainer(args=short_run(tmp_path / "again", *settings, f"lora.init_from={tmp_path / 'run' / 'best'}"))
     assert again.evaluate().means()["scaled"] == pytest.approx(max(held_out), abs=1e-4)
 
 

@@ -28,7 +28,7 @@ SETTINGS = [
     "microbatch=2",
     "save_every=1",
     "device=cpu",
-    "evaluation.limit=4",
+    "evaluation.max_prompts=4",
     # AdamW's first steps are the gradient's sign, which the last bit of one near 0 decides: a large eps makes them smooth
     "optimizer.eps=1.0e-4",
 ]

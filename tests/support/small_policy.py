@@ -95,7 +95,9 @@ def rollouts(
 ) -> RolloutSource:
     """The rollouts of these prompts; by default without rewards."""
     found = {"critic": None, "processes": Processes(), "should_stop": lambda: False, "prompts": PROMPTS, **more}
-    prompt_sampler = PromptSampler(found.pop("prompts"), args.seed, args.resting.after, args.resting.steps)
+    prompt_sampler = PromptSampler(
+        found.pop("prompts"), args.seed, args.prompt_skipping.patience, args.prompt_skipping.steps
+    )
     return RolloutSource(policy, args, prompt_sampler, rewards or WeightedSum({}, {}), window=lambda step: window, **found)
 
 

@@ -264,7 +264,7 @@ def test_noise_belongs_to_draw_step_prompt_and_seed_and_is_shared_in_a_group():
     whole = [
         pair
         for step, seed in ((0, 0), (1, 0), (0, 1))
-        for pair in drawn((16,), prompts=3, images=2, draws=2, step=step, seed=seed).draws
+        for pair in drawn((16,), prompts=3, images=2, num_noise_levels=2, step=step, seed=seed).draws
     ]
     assert len(whole) == 6
     for eps, timestep, sigma in whole:
@@ -291,7 +291,7 @@ def finals(name, moved=0.2, kl_weight=0.0, **changes):
     if name == "nft":
         policy.lora.add_copy("old")
         small.move(policy, 0.3, seed=7, adapter="old")
-    objective = {"name": name, "draws": 2, "kl_weight": kl_weight, **changes.pop("objective", {})}
+    objective = {"name": name, "num_noise_levels": 2, "kl_weight": kl_weight, **changes.pop("objective", {})}
     args = small.settings(sampling={"transition": "ode"}, objective=objective, microbatch=4, images_per_prompt=4, **changes)
     advantage = torch.tensor([[1.0, -0.5, -0.7, 0.2], [0.3, 0.4, -0.8, 0.1]])
     found = small.experience(policy, args, advantage, [])
@@ -327,7 +327,7 @@ def test_awm_is_the_clipped_ratio_of_errors_now_and_before_the_updates():
 
 @pytest.mark.parametrize("weight", ["uniform", "ghuber"])
 def test_awm_with_one_update_compares_with_itself(weight):
-    policy, _, found, terms, _ = finals("awm", objective={"weight": weight})
+    policy, _, found, terms, _ = finals("awm", objective={"loss_weight": weight})
     assert not terms.has_ratio
     for draw, loss in enumerate(terms.losses(torch.arange(8), torch.ones(8, dtype=torch.bool))):
         e, sigma = error(found, terms, draw, velocity(policy, terms, draw)), terms.draws[draw][2].double()
@@ -409,7 +409,7 @@ def test_sft_and_ones_own_objective_on_images_are_their_formulas():
 
 
 def test_dpo_compares_pairs_with_the_base_model():
-    policy, _, found, terms, _ = finals("dpo", objective={"dpo_beta": 7.0})
+    policy, _, found, terms, _ = finals("dpo", objective={"beta": 7.0})
     rows = torch.tensor([3, 0, 5, 6])
     for draw, loss in enumerate(terms.losses(rows, ALL[:4])):
         with torch.no_grad(), policy.reference():

@@ -107,7 +107,7 @@ def test_the_critic_takes_packed_latents_too():
 
 def test_step_weight_std_multiplies_the_gradient_of_a_step_by_its_std(tmp_path):
     """With a window of one step the whole gradient is that step's, so its norm is multiplied by the transition's std."""
-    one = "sampling={steps: 4, transition: cps, noise_level: 0.8, window: {kind: fixed, size: 1, first: 1}}"
+    one = "sampling={steps: 4, transition: cps, noise_level: 0.8, window: {schedule: fixed, size: 1, first_step: 1}}"
     norms = []
     for weight in ("uniform", "std"):
         trainer = FlowGRPOTrainer(args=short_run(tmp_path / weight, one, f"objective.step_weight={weight}"))
@@ -146,7 +146,7 @@ def test_k3_is_measured_and_has_a_gradient(tmp_path):
 
 
 def test_the_published_kl_is_the_gaussian_one_times_the_length_of_the_step(tmp_path):
-    one = "sampling={steps: 4, transition: flow_sde, noise_level: 0.8, window: {kind: fixed, size: 1, first: 1}}"
+    one = "sampling={steps: 4, transition: flow_sde, noise_level: 0.8, window: {schedule: fixed, size: 1, first_step: 1}}"
     found = {}
     for kl in ("gaussian", "flow_grpo"):
         run = short_run(tmp_path / kl, one, f"objective.kl={kl}", "objective.kl_weight=1e-9", "updates=2")
@@ -181,7 +181,7 @@ def test_auto_clip_ranges_clip_about_the_share_they_are_asked_to_and_are_resumed
     assert all(f"clip_range/step_{step}" in rows[0] for step in (0, 1, 2))
     clipped = sum(row["clip_ratio/low_mean"] + row["clip_ratio/high_mean"] for row in rows) / len(rows)
     assert 0 < clipped < 0.3, "of the 0.3 outside, those that would be pushed further, in three updates of four"
-    parts = args.model_copy(update={"output": str(tmp_path / "parts")})
+    parts = args.model_copy(update={"output_dir": str(tmp_path / "parts")})
     FlowGRPOTrainer(args=parts.model_copy(update={"steps": 3})).train()
     FlowGRPOTrainer(args=parts).train(resume=True)
     assert same(weights(tmp_path / "parts"), weights(tmp_path / "whole"))
@@ -190,8 +190,8 @@ def test_auto_clip_ranges_clip_about_the_share_they_are_asked_to_and_are_resumed
 @pytest.mark.parametrize("name", ["ppo", "dppo"])
 def test_resting_resampling_and_the_critic_resume_exactly(tmp_path, name):
     common = [
-        "resample=2",
-        "resting={after: 1, steps: 2}",
+        "dynamic_sampling_rounds=2",
+        "prompt_skipping={patience: 1, steps: 2}",
         "save_every=1",
         "steps=4",
         "evaluation.every=2",
@@ -212,7 +212,7 @@ def half_flat(images, prompts):
 
 
 def test_resampling_draws_prompts_until_every_group_has_signal(tmp_path):
-    args = short_run(tmp_path, "resample=20", "evaluation.prompts=null")
+    args = short_run(tmp_path, "dynamic_sampling_rounds=20", "evaluation.prompts=null")
     trainer = FlowGRPOTrainer(args=args, reward_funcs=half_flat)
     rounds = []
     for step in range(6):
@@ -228,7 +228,7 @@ def test_resampling_draws_prompts_until_every_group_has_signal(tmp_path):
 
 
 def test_resampling_stops_at_its_bound_and_fills_up(tmp_path):
-    args = short_run(tmp_path, "resample=2", "evaluation.prompts=null")
+    args = short_run(tmp_path, "dynamic_sampling_rounds=2", "evaluation.prompts=null")
     trainer = FlowGRPOTrainer(args=args, reward_funcs=lambda images, prompts: [0.5] * len(prompts))
     found = trainer.stage.source.collect(0)
     assert found.metrics["resample/rounds"] == 3
@@ -247,7 +247,7 @@ def test_images_of_further_rounds_start_from_noise_of_their_own(tmp_path):
 
 
 def test_prompts_that_say_nothing_rest(tmp_path):
-    args = short_run(tmp_path, "resting={after: 1, steps: 50}", "prompts_per_step=2", "evaluation.prompts=null")
+    args = short_run(tmp_path, "prompt_skipping={patience: 1, steps: 50}", "prompts_per_step=2", "evaluation.prompts=null")
     trainer = FlowGRPOTrainer(args=args, reward_funcs=half_flat, train_dataset=[f"word {'x' * n}" for n in range(12)])
     seen = [trainer.stage.source.collect(step) for step in range(9)]
     silent = [p for found in seen for p in set(found.batch.prompts) if len(p) % 2 == 0]
@@ -360,7 +360,7 @@ def test_an_own_objective_that_is_not_there_is_said_before_the_run(tmp_path, nam
 
 def test_an_auto_window_lies_where_the_reward_varies(tmp_path):
     """The images of a prompt share all but one step's noise: without it they are one picture, however much prompts differ."""
-    auto = "sampling={steps: 6, transition: cps, noise_level: 0.8, window: {kind: auto, size: 2}}"
+    auto = "sampling={steps: 6, transition: cps, noise_level: 0.8, window: {schedule: auto, size: 2}}"
     trainer = FlowGRPOTrainer(args=short_run(tmp_path, auto, "images_per_prompt=8", "microbatch=16"))
     part = trainer.stage.args
     still = step_reward_variance(
@@ -403,7 +403,7 @@ def test_latents_are_what_decoding_turns_into_the_images():
 
 def test_sft_on_given_images_learns_them(tmp_path):
     pictures(tmp_path / "pictures")
-    given = objective("sft", data=str(tmp_path / "pictures"), draws=2)
+    given = objective("sft", dataset=str(tmp_path / "pictures"), num_noise_levels=2)
     trainer = FlowGRPOTrainer(args=short_run(tmp_path / "run", *given, "steps=12", "optimizer.lr=5e-3"))
     errors = [trainer.training_step()["sft/error"] for _ in range(12)]
     assert sum(errors[-4:]) < 0.95 * sum(errors[:4])
@@ -413,7 +413,7 @@ def test_supervised_fine_tuning_then_grpo_is_one_run(tmp_path):
     """The second stage is bit-identical to a run of its own that starts from the first one's adapter."""
     pictures(tmp_path / "pictures")
     stages = [
-        {"steps": 2, "objective": {"name": "sft", "data": str(tmp_path / "pictures")}, "sampling": {"transition": "ode"}},
+        {"steps": 2, "objective": {"name": "sft", "dataset": str(tmp_path / "pictures")}, "sampling": {"transition": "ode"}},
         {"steps": 2, "objective": {"name": "grpo"}},
     ]
     args = short_run(tmp_path / "whole", f"stages={json.dumps(stages)}", "save_every=1")
@@ -423,7 +423,7 @@ def test_supervised_fine_tuning_then_grpo_is_one_run(tmp_path):
     assert ["sft/error" in row for row in rows] == [True, True, False, False]
     assert rows[2]["ratio/first_update_max_deviation"] == 0
     for stop in (1, 2, 3):
-        parts = args.model_copy(update={"output": str(tmp_path / f"parts{stop}")})
+        parts = args.model_copy(update={"output_dir": str(tmp_path / f"parts{stop}")})
         trainer = FlowGRPOTrainer(args=parts)
         for _ in range(stop):
             trainer.training_step()
@@ -437,7 +437,7 @@ def test_a_run_can_be_stopped_and_resumed_in_the_first_step_of_a_stage(tmp_path)
     stages = [{"steps": 1, "objective": {"name": "ppo"}}, {"steps": 2, "objective": {"name": "grpo"}}]
     args = short_run(tmp_path / "whole", f"stages={json.dumps(stages)}", "save_every=1", "evaluation.prompts=null")
     FlowGRPOTrainer(args=args).train()
-    parts = args.model_copy(update={"output": str(tmp_path / "parts")})
+    parts = args.model_copy(update={"output_dir": str(tmp_path / "parts")})
     trainer = FlowGRPOTrainer(args=parts)
     step = trainer.training_step
 
@@ -477,7 +477,7 @@ def test_the_published_ramps_of_nfts_old_policy(ramp, decays):
 
 def test_nfts_old_policy_follows_by_a_ramp_of_optimizer_steps(tmp_path):
     ramp = {"rate": 0.1, "max": 0.35}
-    run = short_run(tmp_path, *objective("nft", old_decay=ramp), "updates=2", "optimizer.lr=0.01")
+    run = short_run(tmp_path, *objective("nft", old_policy_decay=ramp), "updates=2", "optimizer.lr=0.01")
     trainer = FlowGRPOTrainer(args=run)
     expected = trainer.policy.adapter_state("old")
     for decay in (0.2, 0.35):  # after 2 and 4 optimizer steps
@@ -507,7 +507,7 @@ def test_the_moving_average_takes_in_the_weights_every_so_many_optimizer_steps(t
 
 def test_training_on_given_images_can_be_stopped(tmp_path):
     pictures(tmp_path / "pictures")
-    run = short_run(tmp_path / "run", *objective("sft", data=str(tmp_path / "pictures")), "steps=50")
+    run = short_run(tmp_path / "run", *objective("sft", dataset=str(tmp_path / "pictures")), "steps=50")
     trainer = FlowGRPOTrainer(args=run)
     step = trainer.training_step
 
@@ -537,7 +537,7 @@ def test_half_a_step_is_not_saved(tmp_path, monkeypatch):
         trainer.train()
     whole = short_run(tmp_path / "whole", "updates=2", "save_every=1", "evaluation.prompts=null")
     FlowGRPOTrainer(args=whole).train()
-    FlowGRPOTrainer(args=whole.model_copy(update={"output": str(tmp_path / "run")})).train(resume=True)
+    FlowGRPOTrainer(args=whole.model_copy(update={"output_dir": str(tmp_path / "run")})).train(resume=True)
     assert same(weights(tmp_path / "run"), weights(tmp_path / "whole"))
 
 
@@ -548,7 +548,7 @@ def test_offline_dpo_learns_which_picture_is_preferred(tmp_path):
     rows = [{"prompt": p, "chosen": f"pictures/{i}.png", "rejected": f"pictures/{i}_bad.png"} for i, p in enumerate(prompts)]
     table = tmp_path / "votes.jsonl"
     table.write_text("\n".join(map(json.dumps, rows)))
-    run = short_run(tmp_path / "run", *objective("dpo", data=str(table), dpo_beta=5.0), "optimizer.lr=3e-3")
+    run = short_run(tmp_path / "run", *objective("dpo", dataset=str(table), beta=5.0), "optimizer.lr=3e-3")
     trainer = FlowGRPOTrainer(args=run)
     losses = [trainer.training_step()["loss"] for _ in range(10)]
     assert losses[0] == pytest.approx(math.log(2), abs=1e-4), "at the base model nothing is preferred yet"
@@ -565,13 +565,13 @@ def test_offline_dpo_learns_which_picture_is_preferred(tmp_path):
 def test_given_images_that_do_not_fit_are_a_sentence(tmp_path, rows, words):
     (tmp_path / "votes.jsonl").write_text("\n".join(map(json.dumps, rows)))
     with pytest.raises(ValueError, match=words):
-        FlowGRPOTrainer(args=short_run(tmp_path / "run", *objective("dpo", data=str(tmp_path / "votes.jsonl"))))
+        FlowGRPOTrainer(args=short_run(tmp_path / "run", *objective("dpo", dataset=str(tmp_path / "votes.jsonl"))))
 
 
 def test_a_sheet_can_be_learned_from(tmp_path):
     prompts, images = pictures(tmp_path / "pictures")
     save_grid(tmp_path / "sheet.png", images, [ImageInfo(p, 0, "tiny") for p in prompts], columns=2)
-    run = short_run(tmp_path / "run", *objective("sft", data=str(tmp_path / "sheet.png")))
+    run = short_run(tmp_path / "run", *objective("sft", dataset=str(tmp_path / "sheet.png")))
     found = FlowGRPOTrainer(args=run).stage.source.collect(0)
     assert set(found.batch.prompts) == set(prompts)
 
@@ -591,21 +591,29 @@ def test_stages_that_make_no_sense_are_refused(tmp_path):
         ([{"objective": {"name": "nft"}}], "stage 1 has no steps"),
         ([{"steps": 2, "model": "other"}], "stage 1 can't set model"),
         ([{"steps": 2, "objective": {"name": "nft"}}], "set sampling.transition=ode"),
-        ([{"steps": 2, "objective": {"name": "sft", "data": "x"}, "sampling": {"transition": "ode"}}], "set resample=0"),
+        (
+            [{"steps": 2, "objective": {"name": "sft", "dataset": "x"}, "sampling": {"transition": "ode"}}],
+            "set dynamic_sampling_rounds=0",
+        ),
     ):
         with pytest.raises(ValueError, match=words):
-            FlowGRPOConfig.from_yaml("tiny_grpo", [f"stages={json.dumps(stages)}", "resample=1"])
+            FlowGRPOConfig.from_yaml("tiny_grpo", [f"stages={json.dumps(stages)}", "dynamic_sampling_rounds=1"])
 
 
 def test_a_stage_has_what_is_its_own(tmp_path):
     """Micro-batches that divide its rows, no resampling of given images, and a sliding window that begins with it."""
-    first = {"steps": 2, "objective": {"name": "sft", "data": "x"}, "sampling": {"transition": "ode"}, "resample": 0}
+    first = {
+        "steps": 2,
+        "objective": {"name": "sft", "dataset": "x"},
+        "sampling": {"transition": "ode"},
+        "dynamic_sampling_rounds": 0,
+    }
     second = {"steps": 4, "prompts_per_step": 3}
-    both = ["resample=1", "microbatch=auto", "prompts_per_step=8", "images_per_prompt=6"]
-    slides = "sampling.window={kind: sliding, size: 1, every: 2, last: 2}"
+    both = ["dynamic_sampling_rounds=1", "microbatch=auto", "prompts_per_step=8", "images_per_prompt=6"]
+    slides = "sampling.window={schedule: sliding, size: 1, shift_every: 2, last_step: 2}"
     given = FlowGRPOConfig.from_yaml("tiny_grpo", [*both, slides, f"stages={json.dumps([first, second])}"])
     parts = [part for _, part in given.resolved_stages()]
-    assert [(part.resample, part.microbatch) for part in parts] == [(0, 48), (1, 18)]
+    assert [(part.dynamic_sampling_rounds, part.microbatch) for part in parts] == [(0, 48), (1, 18)]
     assert [stage.get("microbatch") for stage in given.stages] == [None, 18]
     assert FlowGRPOConfig.model_validate(yaml.safe_load(given.to_yaml())) == given, "as a run folder keeps it"
     trainer = FlowGRPOTrainer(args=short_run(tmp_path, slides, f"stages={json.dumps([{'steps': 3}, {'steps': 4}])}"))
@@ -618,8 +626,9 @@ def test_a_stage_has_what_is_its_own(tmp_path):
 
 def test_per_step_credit_is_given_where_the_images_of_a_prompt_part(tmp_path):
     """One noise for a group up to the trained step; the update replays it exactly, and learns."""
-    window = "sampling={steps: 4, transition: cps, noise_level: 0.8, shared_start: true, window: {kind: fixed, size: 1, first: 1}}"
-    trainer = FlowGRPOTrainer(args=short_run(tmp_path, window))
+    window = "window: {schedule: fixed, size: 1, first_step: 1}"
+    settings = f"sampling={{steps: 4, transition: cps, noise_level: 0.8, shared_initial_noise: true, {window}}}"
+    trainer = FlowGRPOTrainer(args=short_run(tmp_path, settings))
     found = trainer.stage.source.collect(0).trajectory
     states = found.x[:, 0].view(2, 4, *found.x.shape[2:])
     assert torch.equal(states, states[:, :1].expand_as(states)), "the same picture so far"

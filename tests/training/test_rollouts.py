@@ -91,7 +91,7 @@ def test_every_image_starts_from_noise_of_its_own_and_each_trained_step_adds_noi
 
 @pytest.mark.parametrize("seed", [0, 3])
 def test_images_of_a_group_may_share_their_start_and_part_at_the_first_trained_step(seed):
-    rolls, batch = source(seed=seed, sampling={"shared_start": True}, window=[1]), small.PROMPTS.take([4, 2], 3)
+    rolls, batch = source(seed=seed, sampling={"shared_initial_noise": True}, window=[1]), small.PROMPTS.take([4, 2], 3)
     states = torch.stack(
         [rolls.image_sampler.trajectory(step, batch, [1]).x[:, 0].view(2, 3, *small.SHAPE) for step in (0, 1)]
     )
@@ -106,7 +106,7 @@ def test_images_of_a_group_may_share_their_start_and_part_at_the_first_trained_s
 @pytest.mark.parametrize("shared", [True, False])
 def test_a_group_is_drawn_alike_whoever_draws_it(shared):
     """Group 3 of a batch alone, as one of several processes draws it."""
-    rolls, batch = source(sampling={"shared_start": shared}, microbatch=3), small.PROMPTS.take([4, 2, 1, 0], 3)
+    rolls, batch = source(sampling={"shared_initial_noise": shared}, microbatch=3), small.PROMPTS.take([4, 2, 1, 0], 3)
     whole, own = rolls.image_sampler.trajectory(5, batch, [1, 2]), batch.take(torch.tensor([3, 4, 5, 9, 10, 11]))
     part = rolls.image_sampler.trajectory(5, own, [1, 2])
     torch.testing.assert_close(part.final, whole.final[[3, 4, 5, 9, 10, 11]], rtol=0, atol=1e-5)
@@ -354,7 +354,7 @@ class Rounds:
 ])  # fmt: skip
 def test_rounds_go_on_until_all_groups_have_signal_and_the_rest_fills_up(rounds, counts, chosen):
     """Silent groups fill the step up before lost ones, in the order they were drawn; a round fills micro-batches."""
-    rolls = source(resample=2, drop=("main",))
+    rolls = source(dynamic_sampling_rounds=2, drop=("main",))
     rolls.rewards.rewards["main"] = Rounds(*rounds)
     asked = dealt(rolls)
     found = rolls.collect(7)
@@ -377,7 +377,7 @@ def test_rounds_go_on_until_all_groups_have_signal_and_the_rest_fills_up(rounds,
 
 @pytest.mark.parametrize(("microbatch", "processes", "count"), [(12, 1, 4), (6, 1, 2), (4, 1, 4), (3, 1, 1), (3, 2, 2)])
 def test_a_further_round_fills_the_micro_batches_of_all_processes(microbatch, processes, count):
-    rolls = source(resample=1, microbatch=microbatch)
+    rolls = source(dynamic_sampling_rounds=1, microbatch=microbatch)
     rolls.rewards.rewards["main"] = Rounds("111s", "s" * count)
     if processes == 2:
         share(rolls, small.Two(lambda scores: scores))
@@ -410,7 +410,7 @@ def test_without_further_rounds_nothing_is_said_of_them():
 
 
 def test_silent_prompts_rest_and_lost_ones_do_not():
-    rolls = source(resting={"after": 1, "steps": 3})
+    rolls = source(prompt_skipping={"patience": 1, "steps": 3})
     rolls.rewards.rewards["main"] = Rounds("1sls")
     found = rolls.collect(4)
     silent = [found.batch.prompts[3 * p] for p in (1, 3)]
@@ -421,7 +421,7 @@ def test_silent_prompts_rest_and_lost_ones_do_not():
 
 
 def test_how_many_rest_is_said_of_the_next_step():
-    rolls = source(resting={"after": 1, "steps": 3})
+    rolls = source(prompt_skipping={"patience": 1, "steps": 3})
     rolls.prompt_sampler.skipped_until = {"x": 5, "y": 6}
     rolls.rewards.rewards["main"] = Rounds("1111")
     assert rolls.collect(4).metrics["prompts_resting"] == 1
@@ -558,7 +558,7 @@ def test_the_seconds_of_a_step_are_those_of_its_parts(monkeypatch):
 
         return slow
 
-    rolls = source(resample=1)
+    rolls = source(dynamic_sampling_rounds=1)
     rolls.rewards.rewards["main"] = Rounds("111s", "ss", "1111")
     rolls.image_sampler.trajectory = takes(5.0, rolls.image_sampler.trajectory)
     rolls.policy.decode = takes(3.0, rolls.policy.decode)

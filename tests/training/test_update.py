@@ -74,8 +74,8 @@ def test_several_steps_are_the_ones_by_hand():
     """Two updates and two epochs a step, of which each takes half of the prompts; one prompt of four has no signal."""
     o = {
         "lr": 0.04,
-        "warmup": 3,
-        "final_lr": 0.25,
+        "warmup_steps": 3,
+        "final_lr_ratio": 0.25,
         "betas": (0.7, 0.9),
         "weight_decay": 0.2,
         "max_grad_norm": 0.012,
@@ -124,12 +124,12 @@ def test_several_steps_are_the_ones_by_hand():
 
 
 def test_the_learning_rate_rises_to_lr_then_falls_in_a_line_to_the_last_step_of_its_part():
-    policy, args, ours = made(begin=3, steps=11, optimizer={"lr": 2.0, "warmup": 4, "final_lr": 0.2})
+    policy, args, ours = made(begin=3, steps=11, optimizer={"lr": 2.0, "warmup_steps": 4, "final_lr_ratio": 0.2})
     silent = small.experience(policy, args, torch.zeros(4, 3), WINDOW)
     rates = [ours(silent, step)["lr"] for step in (3, 4, 6, 7, 8, 12, 13, 20)]
     assert rates == pytest.approx([0.5, 0.92, 1.52, 1.36, 1.2, 0.56, 0.4, 0.4])
     for steps, expected in ((1, 2.0), (2, 2.0)):
-        _, _, alone = made(policy=policy, steps=steps, optimizer={"lr": 2.0, "final_lr": 0.5})
+        _, _, alone = made(policy=policy, steps=steps, optimizer={"lr": 2.0, "final_lr_ratio": 0.5})
         assert alone(silent, 0)["lr"] == expected
     assert alone(silent, 1)["lr"] == 1.0
 
@@ -263,7 +263,7 @@ def test_an_update_without_signal_moves_nothing_and_is_counted_in_the_loss():
 
 
 def test_the_loss_of_several_noise_levels_is_their_mean():
-    policy, args, ours = made(sampling={"transition": "ode"}, objective={"name": "awm", "draws": 3})
+    policy, args, ours = made(sampling={"transition": "ode"}, objective={"name": "awm", "num_noise_levels": 3})
     given = small.experience(policy, args, ADVANTAGE, [])
     terms = ForwardProcessLoss(policy, args, given, policy.encode(given.batch.prompts), 4)
     values = torch.stack([loss.value for loss in terms.losses(torch.arange(12), torch.ones(12, dtype=torch.bool))])
@@ -291,7 +291,7 @@ def test_the_old_policy_of_nft_follows_once_a_step_after_its_updates(decay):
     policy = small.policy()
     policy.lora.add_copy("old")
     small.move(policy, 0.3, seed=9, adapter="old")
-    objective = {"name": "nft", "old_decay": decay}
+    objective = {"name": "nft", "old_policy_decay": decay}
     _, args, ours = made(
         policy=policy, sampling={"transition": "ode"}, objective=objective, updates=2, optimizer={"lr": 0.1}
     )

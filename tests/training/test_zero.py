@@ -62,7 +62,7 @@ trainer.processes.destroy()
 FEW = (
     "evaluation.prompts=null",
     "microbatch=6",
-    "sampling={steps: 2, transition: cps, noise_level: 0.8, window: {kind: all}}",
+    "sampling={steps: 2, transition: cps, noise_level: 0.8, window: {schedule: all}}",
 )
 STAGES = "stages=[{steps: 1}, {steps: 1, optimizer: {lr: 5.0e-4}}]"
 
