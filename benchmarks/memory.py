@@ -29,7 +29,8 @@ LARGE = [
 
 def predicted(words: list[str]) -> dict[str, float]:
     from flow_grpo.config import FlowGRPOConfig
-    from flow_grpo.plan.estimate import StepEstimator, baseline_memory
+    from flow_grpo.plan.estimate import StepEstimator
+    from flow_grpo.plan.fit import baseline_memory
 
     args = FlowGRPOConfig.from_yaml(words[0], words[1:])
     base = baseline_memory(args)

@@ -32,7 +32,9 @@ def plan(
     [bold]flow-grpo plan flux_dev_ocr memory.quantize=nf4 --gpu H100 --gpus 8[/bold]
     """
     from flow_grpo.config import FlowGRPOConfig
-    from flow_grpo.plan import estimate as planning
+    from flow_grpo.plan.fit import baseline_memory
+    from flow_grpo.plan.hardware import Hardware
+    from flow_grpo.plan.show import print_plan
     from flow_grpo.policy.devices import usable_device
 
     args = FlowGRPOConfig.from_yaml(config, overrides)
@@ -41,9 +43,9 @@ def plan(
     if gpu_tflops is not None and gpu is None:
         raise ValueError("--gpu-tflops is for --gpu NAME; the speed of this machine is measured.")
     if gpu is not None:
-        machine = planning.Hardware.from_name(gpu, gpu_memory, gpus, gpu_tflops)
+        machine = Hardware.from_name(gpu, gpu_memory, gpus, gpu_tflops)
     else:
-        machine = planning.Hardware.of_this_machine(usable_device(args.device), gpu_memory, gpus)
-    base = 0.0 if machine.cuda else planning.baseline_memory(args)
-    if not planning.print_plan(console, args, machine, base):
+        machine = Hardware.of_this_machine(usable_device(args.device), gpu_memory, gpus)
+    base = 0.0 if machine.cuda else baseline_memory(args)
+    if not print_plan(console, args, machine, base):
         raise typer.Exit(1)

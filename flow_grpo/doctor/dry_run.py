@@ -12,7 +12,8 @@ from flow_grpo.data import prompt_overlap
 from flow_grpo.data.prompts import PromptSet, load_prompts
 from flow_grpo.doctor.rewards import HUMAN
 from flow_grpo.evaluation.group_dependence import COSTLY
-from flow_grpo.plan.estimate import StepEstimator, UntraceableModel, rates_of, slower_dtype
+from flow_grpo.plan.estimate import StepEstimator, UntraceableModel
+from flow_grpo.plan.fit import rates_of, slower_dtype
 from flow_grpo.plan.hardware import GB, Hardware
 from flow_grpo.policy import hub
 from flow_grpo.policy.devices import usable_device

@@ -6,44 +6,31 @@ guidance, its checkpointing and its adapter.
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
-from rich.console import Console
-from rich.table import Table
 
 from flow_grpo.config import FlowGRPOConfig
 from flow_grpo.data.prompts import load_prompts
-from flow_grpo.distributed.processes import BUCKET_NUMEL, Processes
+from flow_grpo.distributed.processes import BUCKET_NUMEL
 from flow_grpo.plan import block_speed
 from flow_grpo.plan.counters import FlopCounter, LiveBytesCounter
-from flow_grpo.plan.hardware import GB, TERA, Hardware, Rates, matmul_speed
+from flow_grpo.plan.hardware import GB, Rates, matmul_speed
+from flow_grpo.plan.weights_memory import LoadingMemory, weight_bytes
 from flow_grpo.policy import hub
 from flow_grpo.policy.devices import DTYPES, default_dtype
-from flow_grpo.policy.memory import apply_memory_settings, peak_memory
-from flow_grpo.policy.meta_pipeline import BlockCall, MetaModule, MetaTextEncoder, load_meta_pipeline
-from flow_grpo.policy.model_files import stored_bytes
+from flow_grpo.policy.memory import apply_memory_settings
+from flow_grpo.policy.meta_pipeline import BlockCall, MetaTextEncoder, load_meta_pipeline
 from flow_grpo.policy.policy import Policy
 from flow_grpo.policy.trainable import add_trainable_weights
 from flow_grpo.progress import phase
 from flow_grpo.text import first_line
-from flow_grpo.training.rewards import build_rewards
 from flow_grpo.training.zero import STAGES
 
 CUDA_CONTEXT = 0.6 * GB  # of torch's own, before the first tensor
 # times what passes: a CPU's allocator keeps pieces of it, and its kernels pack copies of their own
 ALLOCATOR_OVERHEAD = {True: 1.0, False: 1.3}
 BLOCK_OPERATIONS = {True: 2e13, False: 2e10}  # of a forward pass of a block whose speed is measured, on a GPU and on a CPU
-SCORED = 128  # images that the rewards get while their memory is measured
-SLOWER = 3.0  # times, from which on another dtype is worth a sentence
-PHASE_NAMES = {
-    "rollout": "images are drawn",
-    "update": "the weights are trained",
-    "decoding": "images are decoded",
-    "loading": "the model is loaded",
-}
-BITS = {"int8": 8.1, "int4": 4.5, "nf4": 4.5}  # of a weight, with its share of the scales
 
 
 @dataclass(frozen=True)
@@ -74,38 +61,6 @@ class StepEstimate:
         return sum(self.persistent.values()) + max(self.transient.values())
 
 
-@dataclass(frozen=True)
-class Loading:
-    """What loading a model takes of a CPU's memory. A network's files are mapped, and numbers of another dtype are copied.
-
-    Attributes:
-        stays: bytes of mapped numbers that were copied and stay: others of their file are used as they are in it.
-        peak: bytes of all weights, and of what is there beside them while a network is loaded.
-    """
-
-    stays: float
-    peak: float
-
-    @classmethod
-    def of(cls, pipe: Any, dtype: torch.dtype, without_encoders: bool) -> "Loading":
-        folder, stays, passes, weights = Path(pipe.name_or_path), 0.0, [0.0], 0.0
-        for name, part in pipe.components.items():
-            if not isinstance(part, MetaModule | MetaTextEncoder) or (
-                without_encoders and isinstance(part, MetaTextEncoder)
-            ):
-                continue
-            size, built = (
-                (part.bytes, 0.0) if isinstance(part, MetaTextEncoder) else (_weights(part, None), part.buffer_bytes)
-            )
-            here = stored_bytes(folder / name, dtype)
-            published = 0.0 if dtype == torch.bfloat16 else size * 2 / dtype.itemsize  # most are in 16 bits
-            files: list[tuple[float, float]] = [(float(copied), float(used)) for copied, used in here] or [(published, 0.0)]
-            weights += size
-            stays += sum(copied for copied, used in files if used)
-            passes.append(built + sum(copied for copied, used in files if not used))
-        return cls(stays, weights + stays + max(passes))
-
-
 class UntraceableModel(ValueError):
     """A model whose code needs its numbers."""
 
@@ -132,7 +87,11 @@ class StepEstimator:
         apply_memory_settings(
             pipe, args.memory.model_copy(update={"attention": None})
         )  # a kernel that only the GPU's machine has
-        self.loading = Loading.of(pipe, self.dtype, bool(args.memory.embedding_cache_dir)) if not cuda else Loading(0.0, 0.0)
+        self.loading = (
+            LoadingMemory.of(pipe, self.dtype, bool(args.memory.embedding_cache_dir))
+            if not cuda
+            else LoadingMemory(0.0, 0.0)
+        )
         self.policy = Policy(pipe, self.dtype, **args.pipeline_call_kwargs())
         with torch.device("meta"):
             add_trainable_weights(self.policy, args)
@@ -247,9 +206,9 @@ class StepEstimator:
         kept = whole and (not self.cuda or self._references)  # the base model's, which is else on the CPU
         encoders = 0 if memory.offload_text_encoders or memory.embedding_cache_dir else self._encoders()
         return {
-            "base weights": (trained * kept if whole else _weights(transformer, memory.quantize)) / shares["base"],
+            "base weights": (trained * kept if whole else weight_bytes(transformer, memory.quantize)) / shares["base"],
             "text encoders": encoders,
-            "VAE": _weights(self.policy.pipe.vae, None),
+            "VAE": weight_bytes(self.policy.pipe.vae, None),
             **({"files in another dtype": self.loading.stays} if self.loading.stays else {}),
             ("transformer" if whole else "adapter"): trained * (copies / shares["trained"] + moments / shares["moments"]),
             **({"gradients": trained * self.sums / shares["gradients"]} if shares["gradients"] > 1 else {}),  # else passing
@@ -279,119 +238,11 @@ class StepEstimator:
         return images * (drawn * forward + decoding + passes * self._references * forward), images * passes * both
 
 
-def fit_batch_sizes(args: FlowGRPOConfig, largest: int, count: int) -> FlowGRPOConfig:
-    """The config with sizes of a step that divide, on so many processes: prompts rounded up, and the largest micro-batch that fits."""
-    share = args.updates * count
-    prompts = -(-args.prompts_per_step // share) * share
-    pairs = args.method.rows_per_pair == 2
-    microbatch = Processes(0, count).local_microbatch(prompts, args.images_per_prompt, largest, args.updates, pairs)
-    return args.model_copy(update={"prompts_per_step": prompts, "microbatch": microbatch})
-
-
-def print_plan(console: Console, args: FlowGRPOConfig, machine: Hardware, base: float = 0.0) -> bool:
-    """Says what the run will need on that machine; False if it does not fit."""
-    plan = StepEstimator(args, machine.cuda, machine.count)
-    largest = plan.largest_microbatch(machine.memory, base)
-    here = f"{machine.count} x {machine.name}" if machine.count > 1 else machine.name
-    peak = "" if machine.peak_flops is None else f" and {machine.peak_flops / TERA:.3g} TFLOP/s"
-    _say(console, f"{args.model} on {here}, {machine.memory / GB:.0f} GB{peak}{' each' if machine.count > 1 else ''}")
-    if machine.assumption:
-        _say(console, machine.assumption)
-    if not largest:
-        _say(
-            console,
-            "It does not fit: set memory.gradient_checkpointing, memory.quantize=nf4, memory.offload_text_encoders, or a smaller size.",
-        )
-        return False
-    sizes, most = (
-        fit_batch_sizes(args, min(args.microbatch, largest), machine.count),
-        fit_batch_sizes(args, largest, machine.count),
-    )
-    forecast = plan.estimate(sizes.microbatch, base)
-    console.print(_table(forecast))
-    rates = rates_of(plan, machine, sizes.microbatch)
-    seconds = forecast.seconds(rates[plan.dtype]) * sizes.prompts_per_step / args.prompts_per_step / machine.count
-    how = rates[plan.dtype].how
-    _say(console, f"a step: {seconds:.3g} s, without rewards, if every group has signal ({how})")
-    if slower := slower_dtype(rates, plan.dtype):
-        _say(console, slower)
-    _say(console, f"largest microbatch: {largest}; of those that divide: {most.microbatch}")
-    _say(
-        console,
-        f"sizes that divide: prompts_per_step={sizes.prompts_per_step} images_per_prompt={args.images_per_prompt} "
-        f"microbatch={most.microbatch} updates={args.updates} --num-processes {machine.count}",
-    )
-    return True
-
-
-def _table(forecast: StepEstimate) -> Table:
-    table = Table(box=None, pad_edge=False)
-    table.add_column(f"memory with microbatch={forecast.microbatch}")
-    table.add_column("GB", justify="right")
-    for name, size in forecast.persistent.items():
-        table.add_row(name, f"{size / GB:.2f}")
-    for name, size in forecast.transient.items():
-        if name == "loading" and not size:
-            continue
-        table.add_row(f"while {PHASE_NAMES[name]}", f"{size / GB:.2f}", style="dim")
-    table.add_row("peak", f"{forecast.peak / GB:.2f}", style="bold")
-    return table
-
-
-def rates_of(plan: StepEstimator, machine: Hardware, microbatch: int) -> dict[torch.dtype, Rates]:
-    """The machine's rates at a plan's dtype, and at float32 too if another one was asked for on a CPU."""
-    if machine.peak_flops is not None:
-        return {plan.dtype: Rates.of_peak(machine.peak_flops)}
-    asked = plan.args.dtype != "auto" and not machine.cuda
-    dtypes = dict.fromkeys((plan.dtype, torch.float32) if asked else (plan.dtype,))
-    return {dtype: plan.rates(microbatch, dtype) for dtype in dtypes}
-
-
-def slower_dtype(rates: dict[torch.dtype, Rates], dtype: torch.dtype) -> str:
-    """A sentence for a dtype that a CPU is much slower in than in another one; "" if it is not."""
-    best = max(rates, key=lambda one: rates[one].update)
-    times = rates[best].update / rates[dtype].update
-    if times < SLOWER:
-        return ""
-    names = {value: name for name, value in DTYPES.items()}
-    wanted = f"auto, which is {names[best]} here" if default_dtype("cpu") == best else names[best]
-    return f"{names[dtype]} is {times:.1f} times as slow as {names[best]} on this CPU: set dtype={wanted}."
-
-
-def baseline_memory(args: FlowGRPOConfig) -> float:
-    """Bytes that libraries and rewards take on a CPU at their most, while a step's pictures are scored.
-
-    What they give back is not there for the model: each allocator keeps what it once had.
-    """
-    rewards, _ = build_rewards(args)
-    images = args.prompts_per_step * args.images_per_prompt
-    prompts, rows = load_prompts(args.training_prompts), range(min(images, SCORED))
-    batch = prompts.take([row // args.images_per_prompt % len(prompts) for row in rows], 1)
-    pictures = torch.rand(len(batch.prompts), 3, args.height or 512, args.width or 512)
-    with phase("measuring the memory of the rewards"):
-        rewards(pictures, batch.prompts, **batch.columns())
-    return peak_memory(torch.device("cpu")) + (images / len(pictures) - 1) * pictures.nbytes
-
-
 def _count(counter: Any) -> float:
     return counter.peak if isinstance(counter, LiveBytesCounter) else counter.total
-
-
-def _weights(network: Any, quantize: str | None) -> float:
-    """Bytes of a network's weights, the adapter's left out; those of linear layers quantised."""
-    total = 0.0
-    for name, parameter in [*network.named_parameters(), *network.named_buffers()]:
-        if "lora_" not in name:
-            linear = quantize is not None and parameter.ndim == 2 and name.endswith("weight")
-            total += parameter.numel() * (BITS[quantize] / 8 if linear and quantize else parameter.element_size())
-    return total
 
 
 def dtype_of(args: FlowGRPOConfig, cuda: bool) -> torch.dtype:
     if args.dtype != "auto":
         return DTYPES[args.dtype]
     return torch.bfloat16 if cuda else default_dtype("cpu")
-
-
-def _say(console: Console, line: str) -> None:
-    console.print(line, highlight=False, markup=False, soft_wrap=True)

@@ -14,9 +14,12 @@ from typer.testing import CliRunner
 from flow_grpo.cli import app as cli
 from flow_grpo.config.bundled import bundled_file
 from flow_grpo.config.run_config import FlowGRPOConfig
-from flow_grpo.plan import block_speed, counters, estimate
-from flow_grpo.plan.estimate import StepEstimator, fit_batch_sizes, slower_dtype
+from flow_grpo.plan import block_speed, counters, fit
+from flow_grpo.plan.estimate import StepEstimator
+from flow_grpo.plan.fit import fit_batch_sizes, slower_dtype
 from flow_grpo.plan.hardware import GB, Hardware, Rates
+from flow_grpo.plan.show import print_plan
+from flow_grpo.plan.weights_memory import LoadingMemory
 from flow_grpo.policy import meta_pipeline
 from flow_grpo.policy.hub import BUNDLED_MODELS
 
@@ -197,7 +200,7 @@ def test_nothing_fits_into_no_memory(capsys):
     small = Hardware("small", 0.5 * GB, 1e12)
     from rich.console import Console
 
-    assert not estimate.print_plan(Console(), FlowGRPOConfig.from_yaml("tiny_ocr"), small)
+    assert not print_plan(Console(), FlowGRPOConfig.from_yaml("tiny_ocr"), small)
     assert "It does not fit" in capsys.readouterr().out
 
 
@@ -286,11 +289,11 @@ def test_a_step_takes_its_operations_by_the_rates(followed, monkeypatch):
 
 def test_a_dtype_that_the_cpu_is_slow_in_is_said_with_the_one_to_set(monkeypatch):
     rates = {torch.bfloat16: Rates(45e9, 40e9), torch.float32: Rates(300e9, 240e9)}
-    monkeypatch.setattr(estimate, "default_dtype", lambda device: torch.float32)
+    monkeypatch.setattr(fit, "default_dtype", lambda device: torch.float32)
     assert slower_dtype(rates, torch.bfloat16) == (
         "bf16 is 6.0 times as slow as fp32 on this CPU: set dtype=auto, which is fp32 here."
     )
-    monkeypatch.setattr(estimate, "default_dtype", lambda device: torch.bfloat16)
+    monkeypatch.setattr(fit, "default_dtype", lambda device: torch.bfloat16)
     assert slower_dtype(rates, torch.bfloat16).endswith("set dtype=fp32.")
     assert not slower_dtype(rates, torch.float32)
     assert not slower_dtype({torch.bfloat16: Rates(45e9, 40e9), torch.float32: Rates(90e9, 80e9)}, torch.bfloat16)
@@ -320,8 +323,8 @@ def test_loading_counts_files_in_another_dtype_beside_the_converted_weights(tmp_
     Where a file holds float32 too, that is used as it is in the file: so the rest of the file stays mapped.
     """
 
-    def loading(folder: Path) -> estimate.Loading:
-        return estimate.Loading.of(
+    def loading(folder: Path) -> LoadingMemory:
+        return LoadingMemory.of(
             meta_pipeline.load_meta_pipeline(str(folder), torch.float32, cuda=False), torch.float32, without_encoders=False
         )
 
@@ -333,19 +336,19 @@ def test_loading_counts_files_in_another_dtype_beside_the_converted_weights(tmp_
         sum(p.numel() for p in pipe.transformer.parameters()),
     )
     weights = 4 * (position + sum(p.numel() for network in networks for p in network.parameters()))
-    assert loading(folder) == estimate.Loading(0, weights + 2 * (transformer + position) + 4 * position)
+    assert loading(folder) == LoadingMemory(0, weights + 2 * (transformer + position) + 4 * position)
     file = folder / "transformer" / "diffusion_pytorch_model.safetensors"
     tensors = load_file(file)
     save_file({**tensors, "pos_embed.pos_embed": tensors["pos_embed.pos_embed"].float()}, file, {"format": "pt"})
     vae = sum(p.numel() for p in pipe.vae.parameters())
     assert 2 * vae > 4 * position, "then the VAE's file is the most that comes and goes"
-    assert loading(folder) == estimate.Loading(2 * transformer, weights + 2 * transformer + 2 * vae)
+    assert loading(folder) == LoadingMemory(2 * transformer, weights + 2 * transformer + 2 * vae)
     whole = saved(torch.float32, tmp_path / "fp32")
-    assert loading(whole) == estimate.Loading(0, weights + 4 * position), "nothing of float32 files is copied"
+    assert loading(whole) == LoadingMemory(0, weights + 4 * position), "nothing of float32 files is copied"
 
 
 def test_what_does_not_fit_while_it_is_loaded_does_not_fit(followed, monkeypatch):
-    monkeypatch.setattr(followed, "loading", estimate.Loading(0.0, 3 * GB))
+    monkeypatch.setattr(followed, "loading", LoadingMemory(0.0, 3 * GB))
     assert followed.largest_microbatch(4 * GB) > 0
     assert followed.largest_microbatch(2.9 * GB) == 0
     forecast = followed.estimate(8)
@@ -355,10 +358,8 @@ def test_what_does_not_fit_while_it_is_loaded_does_not_fit(followed, monkeypatch
 
 def test_rewards_are_measured_on_few_images_however_many_a_step_has(monkeypatch):
     counts = []
-    monkeypatch.setattr(estimate, "peak_memory", lambda device: 5.0)
-    monkeypatch.setattr(
-        estimate, "build_rewards", lambda args: (lambda images, *rest, **more: counts.append(len(images)), [])
-    )
+    monkeypatch.setattr(fit, "peak_memory", lambda device: 5.0)
+    monkeypatch.setattr(fit, "build_rewards", lambda args: (lambda images, *rest, **more: counts.append(len(images)), []))
     args = FlowGRPOConfig.from_yaml("tiny_grpo", ["images_per_prompt=1000000", "microbatch=64"])
-    assert estimate.baseline_memory(args) == 5 + (32_000_000 - 128) * 3 * 32 * 80 * 4
+    assert fit.baseline_memory(args) == 5 + (32_000_000 - 128) * 3 * 32 * 80 * 4
     assert counts == [128]

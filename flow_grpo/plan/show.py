@@ -1,0 +1,70 @@
+"""What `flow-grpo plan` prints: memory by part, seconds per step, and sizes that fit and divide."""
+
+from rich.console import Console
+from rich.table import Table
+
+from flow_grpo.config import FlowGRPOConfig
+from flow_grpo.plan.estimate import StepEstimate, StepEstimator
+from flow_grpo.plan.fit import fit_batch_sizes, rates_of, slower_dtype
+from flow_grpo.plan.hardware import GB, TERA, Hardware
+
+PHASE_NAMES = {
+    "rollout": "images are drawn",
+    "update": "the weights are trained",
+    "decoding": "images are decoded",
+    "loading": "the model is loaded",
+}
+
+
+def print_plan(console: Console, args: FlowGRPOConfig, machine: Hardware, base: float = 0.0) -> bool:
+    """Says what the run will need on that machine; False if it does not fit."""
+    plan = StepEstimator(args, machine.cuda, machine.count)
+    largest = plan.largest_microbatch(machine.memory, base)
+    here = f"{machine.count} x {machine.name}" if machine.count > 1 else machine.name
+    peak = "" if machine.peak_flops is None else f" and {machine.peak_flops / TERA:.3g} TFLOP/s"
+    _say(console, f"{args.model} on {here}, {machine.memory / GB:.0f} GB{peak}{' each' if machine.count > 1 else ''}")
+    if machine.assumption:
+        _say(console, machine.assumption)
+    if not largest:
+        _say(
+            console,
+            "It does not fit: set memory.gradient_checkpointing, memory.quantize=nf4, memory.offload_text_encoders, or a smaller size.",
+        )
+        return False
+    sizes, most = (
+        fit_batch_sizes(args, min(args.microbatch, largest), machine.count),
+        fit_batch_sizes(args, largest, machine.count),
+    )
+    forecast = plan.estimate(sizes.microbatch, base)
+    console.print(_table(forecast))
+    rates = rates_of(plan, machine, sizes.microbatch)
+    seconds = forecast.seconds(rates[plan.dtype]) * sizes.prompts_per_step / args.prompts_per_step / machine.count
+    how = rates[plan.dtype].how
+    _say(console, f"a step: {seconds:.3g} s, without rewards, if every group has signal ({how})")
+    if slower := slower_dtype(rates, plan.dtype):
+        _say(console, slower)
+    _say(console, f"largest microbatch: {largest}; of those that divide: {most.microbatch}")
+    _say(
+        console,
+        f"sizes that divide: prompts_per_step={sizes.prompts_per_step} images_per_prompt={args.images_per_prompt} "
+        f"microbatch={most.microbatch} updates={args.updates} --num-processes {machine.count}",
+    )
+    return True
+
+
+def _table(forecast: StepEstimate) -> Table:
+    table = Table(box=None, pad_edge=False)
+    table.add_column(f"memory with microbatch={forecast.microbatch}")
+    table.add_column("GB", justify="right")
+    for name, size in forecast.persistent.items():
+        table.add_row(name, f"{size / GB:.2f}")
+    for name, size in forecast.transient.items():
+        if name == "loading" and not size:
+            continue
+        table.add_row(f"while {PHASE_NAMES[name]}", f"{size / GB:.2f}", style="dim")
+    table.add_row("peak", f"{forecast.peak / GB:.2f}", style="bold")
+    return table
+
+
+def _say(console: Console, line: str) -> None:
+    console.print(line, highlight=False, markup=False, soft_wrap=True)

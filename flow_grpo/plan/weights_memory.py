@@ -1,0 +1,54 @@
+"""Bytes of a model's weights: while they stay in memory, and while they are loaded."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from flow_grpo.policy.meta_pipeline import MetaModule, MetaTextEncoder
+from flow_grpo.policy.model_files import stored_bytes
+
+BITS = {"int8": 8.1, "int4": 4.5, "nf4": 4.5}  # of a weight, with its share of the scales
+
+
+def weight_bytes(network: Any, quantize: str | None) -> float:
+    """Bytes of a network's weights, the adapter's left out; those of linear layers quantised."""
+    total = 0.0
+    for name, parameter in [*network.named_parameters(), *network.named_buffers()]:
+        if "lora_" not in name:
+            linear = quantize is not None and parameter.ndim == 2 and name.endswith("weight")
+            total += parameter.numel() * (BITS[quantize] / 8 if linear and quantize else parameter.element_size())
+    return total
+
+
+@dataclass(frozen=True)
+class LoadingMemory:
+    """What loading a model takes of a CPU's memory. A network's files are mapped, and numbers of another dtype are copied.
+
+    Attributes:
+        stays: bytes of mapped numbers that were copied and stay: others of their file are used as they are in it.
+        peak: bytes of all weights, and of what is there beside them while a network is loaded.
+    """
+
+    stays: float
+    peak: float
+
+    @classmethod
+    def of(cls, pipe: Any, dtype: torch.dtype, without_encoders: bool) -> "LoadingMemory":
+        folder, stays, passes, weights = Path(pipe.name_or_path), 0.0, [0.0], 0.0
+        for name, part in pipe.components.items():
+            if not isinstance(part, MetaModule | MetaTextEncoder) or (
+                without_encoders and isinstance(part, MetaTextEncoder)
+            ):
+                continue
+            size, built = (
+                (part.bytes, 0.0) if isinstance(part, MetaTextEncoder) else (weight_bytes(part, None), part.buffer_bytes)
+            )
+            here = stored_bytes(folder / name, dtype)
+            published = 0.0 if dtype == torch.bfloat16 else size * 2 / dtype.itemsize  # most are in 16 bits
+            files: list[tuple[float, float]] = [(float(copied), float(used)) for copied, used in here] or [(published, 0.0)]
+            weights += size
+            stays += sum(copied for copied, used in files if used)
+            passes.append(built + sum(copied for copied, used in files if not used))
+        return cls(stays, weights + stays + max(passes))
