@@ -15,6 +15,7 @@ from support.cli_process import run
 from support.paths import ROOT
 
 import rewards
+from flow_grpo import FlowGRPOConfig, FlowGRPOTrainer
 from flow_grpo.run_folder.metrics_file import read_metrics
 
 
@@ -74,3 +75,32 @@ def test_a_pipeline_of_the_users_own_is_trained(folder):
     assert (run_folder / "cat.png").is_file()
     assert (run_folder / "lora/pytorch_lora_weights.safetensors").is_file()
     assert read_metrics(run_folder)[-1]["step"] == 2
+
+
+def test_the_first_step_of_the_minimal_example_is_the_trainers_to_the_last_bit(tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(ROOT / "examples")
+    import minimal_grpo
+
+    minimal = minimal_grpo.train(steps=1, prompts_per_step=4, images_per_prompt=4, microbatch=8)
+    window = "window: {schedule: fixed, size: 4, first_step: 0}"
+    settings = [
+        "rewards=[ocr]",
+        "prompts_per_step=4",
+        "images_per_prompt=4",
+        "microbatch=8",
+        f"sampling={{steps: 10, transition: cps, noise_level: 0.5, {window}}}",
+        "objective={name: grpo, clip_low: 1.0e-3, clip_high: 1.0e-3, step_weight: std}",
+        "optimizer={lr: 1.0e-3}",
+        "ema_decay=0",
+        "evaluation.prompts=null",
+        "dtype=fp32",
+        "device=cpu",
+        f"output_dir={tmp_path}",
+    ]
+    trainer = FlowGRPOTrainer(args=FlowGRPOConfig.from_yaml("tiny_grpo", settings))
+    before = {name: weight.clone() for name, weight in trainer.policy.trainable_parameters().items()}
+    assert trainer.training_step()["frac_reward_zero_std"] == 0, "else the trainer leaves rows out"
+    trained, others = trainer.policy.trainable_parameters(), minimal.trainable_parameters()
+    assert trained.keys() == others.keys()
+    assert all(torch.equal(trained[name], others[name]) for name in trained)
+    assert not all(torch.equal(trained[name], before[name]) for name in trained)
