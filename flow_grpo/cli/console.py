@@ -5,12 +5,13 @@ import os
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import ParamSpec, TypeVar
+from typing import ParamSpec, Protocol, TypeVar
 
 from rich.console import Console
 from rich.markup import escape
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from flow_grpo.text import visible
 
@@ -22,6 +23,11 @@ console = Console()
 errors = Console(stderr=True)
 
 
+class Named(Protocol):
+    @property
+    def name(self) -> str: ...
+
+
 def say(line: object) -> None:
     """Print one line without markup or wrapping, with control characters escaped."""
     console.print(visible(line), highlight=False, markup=False, soft_wrap=True)
@@ -30,6 +36,23 @@ def say(line: object) -> None:
 def escaped(text: object) -> str:
     """Text from anybody for where rich reads markup: no markup of its own, control characters escaped."""
     return escape(visible(text))
+
+
+@contextmanager
+def progress_bars(items: Sequence[Named]) -> Iterator[Callable[[Named, int, int], None]]:
+    """Show a progress bar for each item, on a terminal. Yields the function that updates one: item, done, total."""
+    bars = Progress(
+        TextColumn("{task.description}"),
+        BarColumn(bar_width=24),
+        MofNCompleteColumn(),
+        TimeRemainingColumn(),
+        console=console,
+        transient=True,
+        disable=not console.is_terminal,
+    )
+    with bars:
+        tasks = {item.name: bars.add_task(escaped(item.name), total=None) for item in items}
+        yield lambda item, done, total: bars.update(tasks[item.name], completed=done, total=total)
 
 
 def without_library_messages(command: Callable[Arguments, Result]) -> Callable[Arguments, Result]:

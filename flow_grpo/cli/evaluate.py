@@ -5,9 +5,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from flow_grpo.cli.console import console, escaped, say, without_library_messages
+from flow_grpo.cli.console import console, progress_bars, say, without_library_messages
 from flow_grpo.cli.image_options import (
     Crop,
     GridColumns,
@@ -18,14 +17,11 @@ from flow_grpo.cli.image_options import (
     prompt_set_of,
     read_prompt_source,
 )
-from flow_grpo.cli.options import RewardNames, Trust, prepare_folder, rewards_to_measure
+from flow_grpo.cli.options import RewardNames, Trust, check_found_configs, prepare_folder, rewards_to_measure
 from flow_grpo.text import counted
 
 if TYPE_CHECKING:
-    from flow_grpo.data.image_sets import ImageRecords
     from flow_grpo.evaluation.scorecard import Scorecard
-    from flow_grpo.evaluation.targets import Target
-    from rewards import WeightedSum
 
 # A path with an equals sign needs a slash before it, ./a=b. Of settings, only a reward's name may have a slash.
 SETTING = re.compile(r"[\w.:-]+=|(evaluation\.)?rewards\.[^=]+=")
@@ -92,11 +88,10 @@ def evaluate(
     [bold]flow-grpo eval runs/tiny_ocr runs/red --prompts geneval --seeds 4 --reward geneval_exact[/bold]
     [bold]flow-grpo eval samples/grid.png other.png --reward ocr --prompts prompts.txt[/bold]
     """
-    from flow_grpo.config import FlowGRPOConfig, found_config
-    from flow_grpo.evaluation import tables
-    from flow_grpo.evaluation.measure import rows_to_generate
-    from flow_grpo.evaluation.targets import ImageTarget, ModelTarget, TargetOptions, resolve_targets
-    from flow_grpo.run_folder import layout
+    from flow_grpo.config import FlowGRPOConfig
+    from flow_grpo.evaluation.measure import measure, rows_to_generate
+    from flow_grpo.evaluation.scorecard import build_scorecard
+    from flow_grpo.evaluation.targets import ImageTarget, ModelTarget, TargetOptions, reference, resolve_targets
 
     words = [word for word in targets or [] if not SETTING.match(word)]
     overrides = [word for word in targets or [] if SETTING.match(word)]
@@ -105,55 +100,44 @@ def evaluate(
         config, overrides, prompt or prompt_set_of(known), grid_layout(rows, columns, padding, crop), limit
     )
     found = resolve_targets(words if words or lora else ["tiny_ocr"], options, lora)
-    for note in [target.image_set.note for target in found if isinstance(target, ImageTarget) and target.image_set.note]:
-        say(note)
+    for target in found:
+        if isinstance(target, ImageTarget) and target.image_set.note:
+            say(target.image_set.note)
     models = [target for target in found if isinstance(target, ModelTarget)]
-    for i, model in enumerate(models):  # the first model's config names the rewards and the prompts
-        if model.config_file is not None and not trust:
-            found_config.check(model.args, model.config_file, rewards=not (i or reward), prompts=not (i or prompts))
+    if not trust:
+        check_found_configs(models, uses_rewards=not reward, uses_prompts=not prompts)
     args = models[0].args if models else FlowGRPOConfig.from_yaml(config, overrides) if config else None
-    kit, total = rewards_to_measure(reward, args)
+    reward_sum, sum_is_metric = rewards_to_measure(reward, args)
     steps = steps or (args.evaluation.steps if args else None)
-    folder = out or next((Path(word) for word in words if (Path(word) / layout.CONFIG).is_file()), Path())
+    folder = out or _default_folder(words)
     prepare_folder(folder)
     settings: dict[str, Any] = {"prompts": prompts or (args and args.evaluation.prompts)}
     to_generate = None
     if models and args:
         settings |= {"seeds": seeds, "seed": args.evaluation.seed, "steps": steps}
         to_generate = rows_to_generate(known, args.evaluation, seeds, limit)
-    card = _measure(found, to_generate, kit, total, steps)
+    measured = []
+    with progress_bars(found) as update:
+        for result in measure(found, to_generate, reward_sum, sum_is_metric, steps, progress=update):
+            measured.append(result)
+            say(f"{result.name}: {counted(len(result.rows), 'image')}")
+    card = build_scorecard(measured, {target.name: reference(target, found).name for target in found[1:]})
+    _write(card, folder, settings, reward_sum.drop_messages)
+
+
+def _default_folder(words: list[str]) -> Path:
+    """The first run folder among the targets, else the current folder."""
+    from flow_grpo.run_folder import layout
+
+    return next((Path(word) for word in words if (Path(word) / layout.CONFIG).is_file()), Path())
+
+
+def _write(card: "Scorecard", folder: Path, settings: dict[str, Any], warnings: list[str]) -> None:
+    """Print the tables and write them to files."""
+    from flow_grpo.evaluation import tables
+
     tables.show(console, card)
-    for warning in dict.fromkeys(kit.drop_messages):
+    for warning in dict.fromkeys(warnings):
         say(f"warning: {warning}")
     tables.write(folder, card, settings)
     say(f"numbers: {', '.join(str(folder / name) for name in (tables.JSON, tables.MARKDOWN, tables.CSV))}")
-
-
-def _measure(
-    targets: "list[Target]", to_generate: "ImageRecords | None", kit: "WeightedSum", total: bool, steps: int | None
-) -> "Scorecard":
-    """The scorecard of all targets, with a progress bar for each and a line when it is done."""
-    from flow_grpo.evaluation.measure import measure
-    from flow_grpo.evaluation.scorecard import build_scorecard
-    from flow_grpo.evaluation.targets import reference
-
-    bars = Progress(
-        TextColumn("{task.description}"),
-        BarColumn(bar_width=24),
-        MofNCompleteColumn(),
-        TimeRemainingColumn(),
-        console=console,
-        transient=True,
-        disable=not console.is_terminal,
-    )
-    measured = []
-    with bars:
-        tasks = {target.name: bars.add_task(escaped(target.name), total=None) for target in targets}
-
-        def update(target: "Target", done: int, count: int) -> None:
-            bars.update(tasks[target.name], completed=done, total=count)
-
-        for result in measure(targets, to_generate, kit, total=total, steps=steps, progress=update):
-            measured.append(result)
-            bars.print(f"{escaped(result.name)}: {counted(len(result.rows), 'image')}", highlight=False)
-    return build_scorecard(measured, {target.name: reference(target, targets).name for target in targets[1:]})

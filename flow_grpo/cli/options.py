@@ -9,6 +9,7 @@ import typer
 
 if TYPE_CHECKING:
     from flow_grpo.config import FlowGRPOConfig
+    from flow_grpo.evaluation.targets import ModelTarget
     from rewards import Reward, WeightedSum
 
 ConfigName = Annotated[str, typer.Argument(help="A YAML file, or the name of a shipped config.", metavar="CONFIG")]
@@ -32,6 +33,29 @@ RewardNames = Annotated[
         show_default=False,
     ),
 ]
+
+
+def config_for_weights(config: str | None, model: str | None, lora: str | None, trust: bool) -> "FlowGRPOConfig":
+    """The config of --config, else the one found next to the LoRA or model, else the model's defaults."""
+    from flow_grpo.config import FlowGRPOConfig, found_config
+    from flow_grpo.run_folder import layout
+
+    found = None if config else layout.config_near(lora) or layout.config_near(model)
+    source = config or found
+    args = FlowGRPOConfig(model=model) if model and not source else FlowGRPOConfig.from_yaml(source)
+    if found is not None and not trust:
+        found_config.check(args, found, rewards=False, prompts=False)
+    return args
+
+
+def check_found_configs(models: "list[ModelTarget]", uses_rewards: bool, uses_prompts: bool) -> None:
+    """Refuse what configs found next to weights would do by themselves. The first model's names the rewards and the prompts."""
+    from flow_grpo.config import found_config
+
+    for i, model in enumerate(models):
+        if model.config_file is not None:
+            first = i == 0
+            found_config.check(model.args, model.config_file, rewards=first and uses_rewards, prompts=first and uses_prompts)
 
 
 def parse_reward(text: str) -> tuple[str, dict[str, Any]]:

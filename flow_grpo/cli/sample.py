@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from flow_grpo.cli.console import say, without_library_messages
-from flow_grpo.cli.options import Trust, prepare_folder
+from flow_grpo.cli.options import Trust, config_for_weights, prepare_folder
 from flow_grpo.text import counted
 
 if TYPE_CHECKING:
@@ -54,7 +54,7 @@ def sample(
     from flow_grpo.data.grid import ImageInfo
 
     texts = _read_prompts(prompts)
-    args = _read_config(config, model, lora, trust)
+    args = config_for_weights(config, model, lora, trust)
     model = model or args.model
     prepare_folder(out)
     policy = _load_policy(args, model, lora, guidance)
@@ -82,19 +82,6 @@ def _read_prompts(words: list[str]) -> list[str]:
             f"{shlex.quote(' '.join(words))}, and prompts of one word into a file, one a line."
         )
     return [text for word in words for text in (load_prompts(word).prompts if word in files else [word])]
-
-
-def _read_config(config: str | None, model: str | None, lora: str | None, trust: bool) -> "FlowGRPOConfig":
-    """The given config, else the one found next to the LoRA or model, else the model's defaults."""
-    from flow_grpo.config import FlowGRPOConfig, found_config
-    from flow_grpo.run_folder import layout
-
-    found = None if config else layout.config_near(lora) or layout.config_near(model)
-    source = config or found
-    args = FlowGRPOConfig(model=model) if model and not source else FlowGRPOConfig.from_yaml(source)
-    if found is not None and not trust:
-        found_config.check(args, found, rewards=False, prompts=False)
-    return args
 
 
 @without_library_messages
