@@ -15,13 +15,10 @@ Every batch is drawn from (seed, stage, step), so a recipe that was stopped goes
 import copy
 import json
 import logging
-import math
-import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Annotated, Any
+from typing import Annotated
 
 import numpy as np
 import torch
@@ -33,14 +30,11 @@ from safetensors.torch import save_file
 from flow_grpo.config.bundled import bundled_file
 from flow_grpo.policy.devices import default_dtype
 from flow_grpo.tiny import architecture, world
+from flow_grpo.tiny.pretraining_stage import PretrainingStage
 from rewards import clip
 from rewards.ocr import OCR, ExactOCR
 
 HERE = Path(__file__).parent
-STEPS = {"vae": 1000, "clean": 1100, "noisy": 400, "clip": 800, "shapes": 300}  # a stage's place names its random numbers
-HORIZON = {"clean": 2000}  # steps of the cosine, where it is not the stage's: `noisy` goes on from a warm `clean`
-PEAK_LR = {"vae": 2e-3, "clean": 1.5e-3, "noisy": 6e-4, "clip": 1e-3, "shapes": 6e-4}
-MUON_LR = {"clean": 4e-3, "noisy": 1.5e-3, "clip": 3e-3, "shapes": 1.5e-3}  # for the matrices of these stages
 BATCH = 64
 VAE_BATCH = 32
 WRONG_LETTER = 0.2  # probability that a letter of a caption is wrong in the noisy stage
@@ -49,94 +43,6 @@ WRONG_LETTER_SQUARE = (
 )
 NO_CAPTION = 0.1  # probability of an empty caption: the unconditional half of guidance
 SQUARE_EVERY = 16  # every so many batches is a small one in a diffusers user's default shapes: 80 x 80, 256 T5 tokens
-EVALUATE_EVERY = 200
-SAVE_EVERY = 100
-
-logger = logging.getLogger(__name__)
-
-
-class Stage:
-    """Optimises the named parts of an object by a loss of the step's own random generator, with EMA and exact resume."""
-
-    def __init__(self, name: str, whole: Any, parts: list[str], folder: Path, seed: int) -> None:
-        self.name, self.parts, self.seed = name, parts, seed
-        self.whole, self.ema = whole, copy.deepcopy(whole)
-        self.file = folder / f"{name}.pt"
-        self.step, self.seconds = 0, 0.0
-        self.parameters = [p for part in parts for p in getattr(whole, part).parameters()]
-        modules = [m for part in parts for n, m in getattr(whole, part).named_modules() if n != "proj_out"]
-        matrices = [m.weight for m in modules if isinstance(m, torch.nn.Linear)] if name in MUON_LR else []
-        matrices += [m.in_proj_weight for m in modules if isinstance(m, torch.nn.MultiheadAttention)] if matrices else []
-        chosen = {id(p) for p in matrices}
-        rest = [p for p in self.parameters if id(p) not in chosen]
-        adamw = torch.optim.AdamW(rest, PEAK_LR[name], (0.9, 0.99), weight_decay=0.01)
-        self.optimizers: list[tuple[torch.optim.Optimizer, float]] = [(adamw, PEAK_LR[name])]
-        if matrices:
-            # Orthogonal updates (Muon) also move along the weak directions of the gradient, such as which letter comes
-            # where: AdamW spent 1,200 steps before it began to look at the caption's letters.
-            muon = torch.optim.Muon(matrices, MUON_LR[name], weight_decay=0.01, adjust_lr_fn="match_rms_adamw")
-            self.optimizers.append((muon, MUON_LR[name]))
-        if self.file.exists():
-            self._load()
-
-    def run(self, loss: Callable[[np.random.Generator, int], torch.Tensor], evaluate: Callable[[], dict]) -> None:
-        """Trains to the stage's last step; `evaluate` reads `self.ema`."""
-        total, horizon = STEPS[self.name], HORIZON.get(self.name, STEPS[self.name])
-        while self.step < total:
-            started = time.monotonic()
-            # (seed, stage, step) names the batch and its noise, whatever was run before
-            stream = [self.seed, list(STEPS).index(self.name), self.step]
-            rng = np.random.default_rng(stream)
-            torch.manual_seed(int(rng.integers(2**62)))
-            factor = min(1.0, (self.step + 1) / 100) * (0.5 + 0.5 * math.cos(math.pi * self.step / horizon))
-            value = loss(rng, self.step)
-            value.backward()
-            torch.nn.utils.clip_grad_norm_(self.parameters, 1.0)
-            for optimizer, peak in self.optimizers:
-                optimizer.param_groups[0]["lr"] = peak * factor
-                optimizer.step()
-                optimizer.zero_grad(set_to_none=True)
-            self._update_ema()
-            self.step += 1
-            self.seconds += time.monotonic() - started
-            if self.step % 50 == 0:
-                self._log({"loss": round(value.item(), 5)})
-            if self.step % EVALUATE_EVERY == 0 or self.step == total:
-                self._log(evaluate())
-            if self.step % SAVE_EVERY == 0 or self.step == total:
-                self._save()
-
-    @torch.no_grad()
-    def _update_ema(self) -> None:
-        decay = min(0.995, (1 + self.step) / (10 + self.step))
-        for part in self.parts:
-            pairs = zip(getattr(self.ema, part).parameters(), getattr(self.whole, part).parameters(), strict=True)
-            for averaged, current in pairs:
-                averaged.lerp_(current, 1 - decay)
-
-    def _log(self, values: dict) -> None:
-        row = {"stage": self.name, "step": self.step, "seconds": round(self.seconds, 1), **values}
-        logger.info(json.dumps(row))
-        with (self.file.parent / "log.jsonl").open("a") as log:
-            log.write(json.dumps(row) + "\n")
-
-    def _save(self) -> None:
-        state = {"step": self.step, "seconds": self.seconds, "optimizers": [o.state_dict() for o, _ in self.optimizers]}
-        for part in self.parts:
-            state[part] = getattr(self.whole, part).state_dict()
-            state[f"{part}_ema"] = getattr(self.ema, part).state_dict()
-        partial = self.file.with_suffix(".partial")
-        torch.save(state, partial)
-        partial.replace(self.file)
-
-    def _load(self) -> None:
-        state = torch.load(self.file, weights_only=True)
-        self.step, self.seconds = state["step"], state["seconds"]
-        for (optimizer, _), saved in zip(self.optimizers, state["optimizers"], strict=True):
-            optimizer.load_state_dict(saved)
-        for part in self.parts:
-            getattr(self.whole, part).load_state_dict(state[part])
-            getattr(self.ema, part).load_state_dict(state[f"{part}_ema"])
 
 
 def pictures(signs: list[world.Sign], height: int = world.HEIGHT) -> torch.Tensor:
@@ -146,7 +52,7 @@ def pictures(signs: list[world.Sign], height: int = world.HEIGHT) -> torch.Tenso
 
 
 def train_vae(pipe: StableDiffusion3Pipeline, folder: Path, seed: int) -> StableDiffusion3Pipeline:
-    stage = Stage("vae", pipe, ["vae"], folder, seed)
+    stage = PretrainingStage("vae", pipe, ["vae"], folder, seed)
 
     def loss(rng: np.random.Generator, step: int) -> torch.Tensor:
         x = pictures([world.random_sign(rng) for _ in range(VAE_BATCH)])
@@ -174,7 +80,7 @@ def train_vae(pipe: StableDiffusion3Pipeline, folder: Path, seed: int) -> Stable
 def train_transformer(name: str, pipe: StableDiffusion3Pipeline, folder: Path, seed: int) -> StableDiffusion3Pipeline:
     """The stages `clean` and `noisy`: flow matching on captioned signs."""
     parts = ["transformer", "text_encoder", "text_encoder_2", "text_encoder_3"]
-    stage = Stage(name, pipe, parts, folder, seed)
+    stage = PretrainingStage(name, pipe, parts, folder, seed)
     wrong = WRONG_LETTER if name == "noisy" else 0.0
 
     def loss(rng: np.random.Generator, step: int) -> torch.Tensor:
@@ -201,7 +107,9 @@ def train_transformer(name: str, pipe: StableDiffusion3Pipeline, folder: Path, s
 def train_shapes(pipe: StableDiffusion3Pipeline, folder: Path, seed: int) -> StableDiffusion3Pipeline:
     """The stage `shapes`: what the model draws on 32 x 80 pixels with 14 tokens, with any number of tokens and on squares."""
     teacher = copy.deepcopy(pipe)
-    stage = Stage("shapes", pipe, ["transformer", "text_encoder", "text_encoder_2", "text_encoder_3"], folder, seed)
+    stage = PretrainingStage(
+        "shapes", pipe, ["transformer", "text_encoder", "text_encoder_2", "text_encoder_3"], folder, seed
+    )
 
     def loss(rng: np.random.Generator, step: int) -> torch.Tensor:
         # every length but the longest is cheap: a quarter of the signs pays for the 256 tokens, and squares are what is new
@@ -269,7 +177,7 @@ def flow_matching(pipe: StableDiffusion3Pipeline, noisy: Noised, text_length: in
 def train_clip(folder: Path, seed: int) -> torch.nn.Module:
     """The open_clip model of the `clip` reward: half of each batch is the other half with other letters."""
     torch.manual_seed(seed)  # whatever the stages before drew
-    stage = Stage("clip", SimpleNamespace(clip=clip.untrained_tiny()), ["clip"], folder, seed)
+    stage = PretrainingStage("clip", SimpleNamespace(clip=clip.untrained_tiny()), ["clip"], folder, seed)
     tokenizer = architecture.clip_tokenizer()
 
     def tokens(signs: list[world.Sign]) -> torch.Tensor:

@@ -14,7 +14,7 @@ import rewards
 from flow_grpo.data.prompts import load_prompts
 from flow_grpo.evaluation.held_out import evaluate
 from flow_grpo.policy.hub import BUNDLED_MODELS
-from flow_grpo.tiny import architecture, pretrain, world
+from flow_grpo.tiny import architecture, pretrain, pretraining_stage, world
 from rewards.clip import FOLDER as CLIP_FOLDER
 
 FOLDER = BUNDLED_MODELS["tiny"]
@@ -126,23 +126,23 @@ def test_misspelling_changes_letters_at_its_rate_and_nothing_else():
 def test_the_recipe_goes_on_where_it_was(tmp_path, monkeypatch):
     """Two steps at once, or one and one more: the same weights."""
     monkeypatch.setattr(pretrain, "VAE_BATCH", 2)
-    monkeypatch.setattr(pretrain, "SAVE_EVERY", 1)
-    monkeypatch.setattr(pretrain, "EVALUATE_EVERY", 100)
+    monkeypatch.setattr(pretraining_stage, "SAVE_EVERY", 1)
+    monkeypatch.setattr(pretraining_stage, "EVALUATE_EVERY", 100)
 
     def run(folder: Path, stops: list[int]) -> dict:
         folder.mkdir(exist_ok=True)
         for stop in stops:
             torch.manual_seed(0)
-            monkeypatch.setitem(pretrain.STEPS, "vae", stop)
-            stage = pretrain.Stage("vae", architecture.pipeline(), ["vae"], folder, seed=0)
-            monkeypatch.setitem(pretrain.STEPS, "vae", 2)  # the learning rate's schedule is the whole stage's
+            monkeypatch.setitem(pretraining_stage.STEPS, "vae", stop)
+            stage = pretraining_stage.PretrainingStage("vae", architecture.pipeline(), ["vae"], folder, seed=0)
+            monkeypatch.setitem(pretraining_stage.STEPS, "vae", 2)  # the learning rate's schedule is the whole stage's
 
             def loss(rng, step, stage=stage):
                 x = pretrain.pictures([world.random_sign(rng) for _ in range(2)])
                 return (stage.whole.vae.encode(x).latent_dist.sample() ** 2).mean()
 
             while stage.step < stop:
-                monkeypatch.setitem(pretrain.STEPS, "vae", stage.step + 1)
+                monkeypatch.setitem(pretraining_stage.STEPS, "vae", stage.step + 1)
                 stage.run(loss, dict)
         return torch.load(folder / "vae.pt", weights_only=True)["vae"]
 

@@ -1,0 +1,106 @@
+"""One stage of the embedded model's recipe: an optimizer with a moving average and exact resume."""
+
+import copy
+import json
+import logging
+import math
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+STEPS = {"vae": 1000, "clean": 1100, "noisy": 400, "clip": 800, "shapes": 300}  # a stage's place names its random numbers
+HORIZON = {"clean": 2000}  # steps of the cosine, where it is not the stage's: `noisy` goes on from a warm `clean`
+PEAK_LR = {"vae": 2e-3, "clean": 1.5e-3, "noisy": 6e-4, "clip": 1e-3, "shapes": 6e-4}
+MUON_LR = {"clean": 4e-3, "noisy": 1.5e-3, "clip": 3e-3, "shapes": 1.5e-3}  # for the matrices of these stages
+EVALUATE_EVERY = 200
+SAVE_EVERY = 100
+
+logger = logging.getLogger(__name__)
+
+
+class PretrainingStage:
+    """Optimizes the named parts of an object by a loss of the step's own random generator, with EMA and exact resume."""
+
+    def __init__(self, name: str, whole: Any, parts: list[str], folder: Path, seed: int) -> None:
+        self.name, self.parts, self.seed = name, parts, seed
+        self.whole, self.ema = whole, copy.deepcopy(whole)
+        self.file = folder / f"{name}.pt"
+        self.step, self.seconds = 0, 0.0
+        self.parameters = [p for part in parts for p in getattr(whole, part).parameters()]
+        modules = [m for part in parts for n, m in getattr(whole, part).named_modules() if n != "proj_out"]
+        matrices = [m.weight for m in modules if isinstance(m, torch.nn.Linear)] if name in MUON_LR else []
+        matrices += [m.in_proj_weight for m in modules if isinstance(m, torch.nn.MultiheadAttention)] if matrices else []
+        chosen = {id(p) for p in matrices}
+        rest = [p for p in self.parameters if id(p) not in chosen]
+        adamw = torch.optim.AdamW(rest, PEAK_LR[name], (0.9, 0.99), weight_decay=0.01)
+        self.optimizers: list[tuple[torch.optim.Optimizer, float]] = [(adamw, PEAK_LR[name])]
+        if matrices:
+            # Orthogonal updates (Muon) also move along the weak directions of the gradient, such as which letter comes
+            # where: AdamW spent 1,200 steps before it began to look at the caption's letters.
+            muon = torch.optim.Muon(matrices, MUON_LR[name], weight_decay=0.01, adjust_lr_fn="match_rms_adamw")
+            self.optimizers.append((muon, MUON_LR[name]))
+        if self.file.exists():
+            self._load()
+
+    def run(self, loss: Callable[[np.random.Generator, int], torch.Tensor], evaluate: Callable[[], dict]) -> None:
+        """Trains to the stage's last step; `evaluate` reads `self.ema`."""
+        total, horizon = STEPS[self.name], HORIZON.get(self.name, STEPS[self.name])
+        while self.step < total:
+            started = time.monotonic()
+            # (seed, stage, step) names the batch and its noise, whatever was run before
+            stream = [self.seed, list(STEPS).index(self.name), self.step]
+            rng = np.random.default_rng(stream)
+            torch.manual_seed(int(rng.integers(2**62)))
+            factor = min(1.0, (self.step + 1) / 100) * (0.5 + 0.5 * math.cos(math.pi * self.step / horizon))
+            value = loss(rng, self.step)
+            value.backward()
+            torch.nn.utils.clip_grad_norm_(self.parameters, 1.0)
+            for optimizer, peak in self.optimizers:
+                optimizer.param_groups[0]["lr"] = peak * factor
+                optimizer.step()
+                optimizer.zero_grad(set_to_none=True)
+            self._update_ema()
+            self.step += 1
+            self.seconds += time.monotonic() - started
+            if self.step % 50 == 0:
+                self._log({"loss": round(value.item(), 5)})
+            if self.step % EVALUATE_EVERY == 0 or self.step == total:
+                self._log(evaluate())
+            if self.step % SAVE_EVERY == 0 or self.step == total:
+                self._save()
+
+    @torch.no_grad()
+    def _update_ema(self) -> None:
+        decay = min(0.995, (1 + self.step) / (10 + self.step))
+        for part in self.parts:
+            pairs = zip(getattr(self.ema, part).parameters(), getattr(self.whole, part).parameters(), strict=True)
+            for averaged, current in pairs:
+                averaged.lerp_(current, 1 - decay)
+
+    def _log(self, values: dict) -> None:
+        row = {"stage": self.name, "step": self.step, "seconds": round(self.seconds, 1), **values}
+        logger.info(json.dumps(row))
+        with (self.file.parent / "log.jsonl").open("a") as log:
+            log.write(json.dumps(row) + "\n")
+
+    def _save(self) -> None:
+        state = {"step": self.step, "seconds": self.seconds, "optimizers": [o.state_dict() for o, _ in self.optimizers]}
+        for part in self.parts:
+            state[part] = getattr(self.whole, part).state_dict()
+            state[f"{part}_ema"] = getattr(self.ema, part).state_dict()
+        partial = self.file.with_suffix(".partial")
+        torch.save(state, partial)
+        partial.replace(self.file)
+
+    def _load(self) -> None:
+        state = torch.load(self.file, weights_only=True)
+        self.step, self.seconds = state["step"], state["seconds"]
+        for (optimizer, _), saved in zip(self.optimizers, state["optimizers"], strict=True):
+            optimizer.load_state_dict(saved)
+        for part in self.parts:
+            getattr(self.whole, part).load_state_dict(state[part])
+            getattr(self.ema, part).load_state_dict(state[f"{part}_ema"])
