@@ -36,6 +36,7 @@ def compare(
     [bold]flow-grpo compare tiny_ocr tiny_grpo --seeds 3 --budget 5m --measure ocr_exact --target 0.92[/bold]
     """
     from flow_grpo.compare import runs as comparison
+    from flow_grpo.compare import summary
     from flow_grpo.files import write_atomic
     from flow_grpo.run_folder.lock import locked
 
@@ -47,9 +48,9 @@ def compare(
         runs = comparison.compare(
             configs, seeds, limits, out, overrides=set_ or [], measure=measure, target=target, stop=stop, say=say
         )
-    rows = comparison.summary(runs, measure, target)
-    comparison.print_summary(console, rows, measure, target)
-    comparison.plot(runs, measure, target, out / "compare.png")
-    write_atomic(out / "compare.md", comparison.markdown(rows))
+    rows = summary.summary(runs, measure, target)
+    summary.print_summary(console, rows, measure, target)
+    summary.plot(runs, measure, target, out / "compare.png")
+    write_atomic(out / "compare.md", summary.markdown(rows))
     write_atomic(out / "compare.json", json.dumps(rows, indent=2))
     say(f"curves: {out / 'compare.png'}, table: {out / 'compare.md'}, numbers: {out / 'compare.json'}")

@@ -209,7 +209,7 @@ def test_compare_ends_runs_at_their_target(trained):
 
 def test_doctor_measures_the_variance_of_each_step(trained):
     output = run("doctor", "short.yaml", "--step-variance", "--transitions", "cps", "--noise-levels", "0.8", cwd=trained)
-    assert "reward variance owned by each step" in output
+    assert "reward variance x 1000 from the noise of each step" in output
     assert (trained / "step_variance.png").stat().st_size > 10_000
 
 
