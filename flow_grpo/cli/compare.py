@@ -46,11 +46,11 @@ def compare(
     prepare_folder(out)
     with locked(out, say):
         runs = comparison.compare(
-            configs, seeds, limits, out, overrides=set_ or [], measure=measure, target=target, stop=stop, say=say
+            configs, seeds, limits, out, overrides=set_ or [], metric=measure, target=target, stop=stop, log=say
         )
-    rows = summary.summary(runs, measure, target)
+    rows = summary.summarize(runs, measure, target)
     summary.print_summary(console, rows, measure, target)
-    summary.plot(runs, measure, target, out / "compare.png")
+    summary.save_plot(runs, measure, target, out / "compare.png")
     write_atomic(out / "compare.md", summary.markdown(rows))
     write_atomic(out / "compare.json", json.dumps(rows, indent=2))
     say(f"curves: {out / 'compare.png'}, table: {out / 'compare.md'}, numbers: {out / 'compare.json'}")

@@ -1,7 +1,7 @@
-"""Several configs on the same budget: seeds and configs take turns on the machine, so that its drift is shared by all.
+"""Several configs on the same budget: runs take turns on the machine, so that a change of its speed affects all of them.
 
-Each run goes on for a slice of the budget at a time, in a process of its own, and is evaluated at the end of each slice.
-Nothing but finished slices counts, so a comparison that was stopped goes on where it was.
+Each run trains for one slice of the budget at a time, in its own process, and is evaluated after each slice. Only finished slices count,
+so a comparison that was stopped continues where it was.
 """
 
 import json
@@ -11,6 +11,7 @@ import statistics
 import sys
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from multiprocessing.context import ForkServerContext
 from pathlib import Path
 
 import torch
@@ -26,39 +27,44 @@ from flow_grpo.run_folder import checkpoint, layout
 from flow_grpo.text import counted
 from rewards.interrupt import exit_with_parent
 
-CURVE = "curve.jsonl"
-PROBED = 32  # held-out prompts on whose way from noise to image the distance from the base model is measured
+CURVE, BUDGET = "curve.jsonl", "budget.json"
+NUM_DISTANCE_PROMPTS = 32  # held-out prompts on which the distance from the base model is measured
 
 
 @dataclass(frozen=True)
 class Budget:
-    """So many seconds of training, or so many images drawn, for each run, in equal slices."""
+    """Seconds of training or generated images for each run, in equal slices. The fields are those of budget.json."""
 
     amount: float
     unit: str  # seconds or images
     slices: int
 
-    def mark(self, number: int) -> float:
-        """What is spent at the end of slice `number`, the first being 1."""
-        return self.amount * number / self.slices
+    def end_of(self, slice_: int) -> float:
+        """What is spent at the end of a slice, the first being 1."""
+        return self.amount * slice_ / self.slices
 
 
 @dataclass(frozen=True)
-class Point:
-    """A run at the end of a slice; `values` are the held-out measures, means over the prompts."""
+class CurvePoint:
+    """A run at the end of a slice. The fields are those of a line of curve.jsonl."""
 
     slice: int
     step: int
     seconds: float  # of training: rollouts, rewards and updates, without evaluations
-    images: int  # drawn and scored
+    images: int  # generated and scored
     kl: float  # mean squared distance of the velocity from the base model's
     memory_mb: float  # peak of the process, or of the GPU
-    critic: int  # parameters that are trained beside the adapter's
-    values: dict[str, float]
+    critic: int  # parameters of a critic, which is trained in addition
+    values: dict[str, float]  # held-out metrics, means over the prompts
+
+    def reaches(self, metric: str, target: float | None) -> bool:
+        return target is not None and self.values[metric] >= target
 
 
 @dataclass(frozen=True)
-class Run:
+class ComparedRun:
+    """One config with one seed."""
+
     config: str
     seed: int
     folder: Path
@@ -67,22 +73,26 @@ class Run:
     def name(self) -> str:
         return Path(self.config).stem
 
-    def points(self) -> list[Point]:
+    def points(self) -> list[CurvePoint]:
         """The finished slices, up to the first that can't be read."""
-        found: list[Point] = []
+        found: list[CurvePoint] = []
         file = self.folder / CURVE
         for line in file.read_bytes().splitlines() if file.is_file() else []:
             try:
-                point = TypeAdapter(Point).validate_json(line)
-            except ValueError:  # cut off, or written by something else
+                point = TypeAdapter(CurvePoint).validate_json(line)
+            except ValueError:  # cut off, or written by another program
                 continue
             if point.slice == len(found):
                 found.append(point)
         return found
 
-    def add(self, point: Point) -> None:
-        """Notes a finished slice."""
+    def add(self, point: CurvePoint) -> None:
+        """Writes a finished slice."""
         write_atomic(self.folder / CURVE, "".join(json.dumps(asdict(one)) + "\n" for one in [*self.points(), point]))
+
+    def settings(self, overrides: list[str]) -> FlowGRPOConfig:
+        own = [f"seed={self.seed}", f"output_dir={self.folder}", "keep_checkpoints=3"]
+        return FlowGRPOConfig.from_yaml(self.config, [*overrides, *own])
 
 
 def parse_budget(text: str, slices: int) -> Budget:
@@ -98,77 +108,82 @@ def parse_budget(text: str, slices: int) -> Budget:
     raise ValueError(f"--budget {text} is none of 120s, 20m or images=5000.")
 
 
+def _positive(number: float) -> float:
+    if not 0 < number < math.inf:
+        raise ValueError
+    return number
+
+
 def compare(
     configs: list[str],
     seeds: int,
     budget: Budget,
     out: Path,
+    *,
     overrides: list[str],
-    measure: str,
+    metric: str,
     target: float | None = None,
     stop: bool = False,
-    say: Callable[[str], None] = print,
-) -> list[Run]:
-    """Runs every config with every seed on the budget, in turns; returns the runs, whose points lie in their folders.
+    log: Callable[[str], None] = print,
+) -> list[ComparedRun]:
+    """Trains every config with every seed on the budget, in turns; returns the runs, whose points are in their folders.
 
     Args:
-        stop: end a run once its `measure` has reached the `target`.
+        stop: end a run when its `metric` reaches the `target`.
     """
-    if len({Path(config).stem for config in configs}) < len(configs):
-        raise ValueError("two of the configs have one file name: rename one, since runs are kept by that name.")
-    for config in configs:
-        if (
-            budget.unit == "images"
-            and FlowGRPOConfig.from_yaml(config, overrides).resolved_stages()[-1][1].dataset is not None
-        ):
-            raise ValueError(
-                f"{config} ends on given images, which are not drawn: give a budget in seconds, such as --budget 120s."
-            )
-    _same_budget(out / "budget.json", budget)
-    runs = [Run(config, seed, out / Path(config).stem / f"seed{seed}") for seed in range(seeds) for config in configs]
+    _check_configs(configs, overrides, budget)
+    _check_budget(out / BUDGET, budget)
+    runs = [
+        ComparedRun(config, seed, out / Path(config).stem / f"seed{seed}") for seed in range(seeds) for config in configs
+    ]
     for run in runs:
-        _same_as_before(run, overrides)
+        _check_settings(run, overrides)
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["flow_grpo.trainer"])
     for number in range(budget.slices + 1):
         for run in runs:
             points = run.points()
-            if points and measure not in points[-1].values:
-                raise ValueError(f"{run.config} has no held-out measure {measure}; it has {', '.join(points[-1].values)}.")
-            if len(points) > number or (stop and points and reached(points[-1], measure, target)):
+            if points and metric not in points[-1].values:
+                raise ValueError(f"{run.config} has no held-out metric {metric}; it has {', '.join(points[-1].values)}.")
+            if len(points) > number or (stop and points and points[-1].reaches(metric, target)):
                 continue
-            process = context.Process(target=run_slice, args=(run, number, budget, overrides))
-            process.start()
-            try:
-                process.join()
-            except KeyboardInterrupt:
-                process.kill()  # it may hang; its slice has not happened
-                raise
-            points = run.points()
-            if process.exitcode or len(points) <= number:
-                raise ValueError(f"the run {run.folder} failed; its last lines stand above. The others are kept.")
-            now = ", ".join(f"{name} {value:.3f}" for name, value in points[-1].values.items() if name == measure)
-            say(f"{run.name} seed {run.seed}: {points[-1].seconds:.0f} s, {counted(points[-1].images, 'image')}, {now}")
+            point = _train_in_process(context, run, number, budget, overrides)
+            now = f", {metric} {point.values[metric]:.3f}" if metric in point.values else ""
+            log(f"{run.name} seed {run.seed}: {point.seconds:.0f} s, {counted(point.images, 'image')}{now}")
     return runs
 
 
-def run_slice(run: Run, number: int, budget: Budget, overrides: list[str]) -> None:
-    """Trains one run from the end of slice number - 1 to that of slice `number`, and measures it. 0 measures the start."""
+def _train_in_process(
+    context: ForkServerContext, run: ComparedRun, number: int, budget: Budget, overrides: list[str]
+) -> CurvePoint:
+    process = context.Process(target=train_slice, args=(run, number, budget, overrides))
+    process.start()
+    try:
+        process.join()
+    except KeyboardInterrupt:
+        process.kill()  # it may hang; its slice does not count
+        raise
+    points = run.points()
+    if process.exitcode or len(points) <= number:
+        raise ValueError(f"the run {run.folder} failed; its last lines are above. The other runs are kept.")
+    return points[-1]
+
+
+def train_slice(run: ComparedRun, number: int, budget: Budget, overrides: list[str]) -> None:
+    """Trains one run to the end of slice `number` from that of the one before, and evaluates it. Slice 0 evaluates the start."""
     from flow_grpo.trainer import FlowGRPOTrainer
 
     quiet_libraries()
-    parent = multiprocessing.parent_process()
-    if parent is not None:  # were it killed, the comparison that goes on in its place would do the slice anew
-        exit_with_parent(parent.sentinel)
+    _exit_if_orphaned()
     try:
-        trainer = FlowGRPOTrainer(args=_settings(run, overrides))
+        trainer = FlowGRPOTrainer(args=run.settings(overrides))
         points = run.points()
-        seconds, images = (points[-1].seconds, points[-1].images) if points else (0.0, 0)
+        spent = {"seconds": 0.0, "images": 0.0}
         if points:
+            spent = {"seconds": points[-1].seconds, "images": float(points[-1].images)}
             trainer.state.load_state_dict(checkpoint.read(run.folder / layout.CHECKPOINTS, points[-1].step))
             checkpoint.delete_after(run.folder / layout.CHECKPOINTS, points[-1].step)
-        spent = {"seconds": seconds, "images": float(images)}
-        while spent[budget.unit] < budget.mark(number):
+        while spent[budget.unit] < budget.end_of(number):
             metrics = trainer.training_step()
             spent["seconds"] += metrics["time/step"]
             spent["images"] += metrics["images"]
@@ -176,53 +191,64 @@ def run_slice(run: Run, number: int, budget: Budget, overrides: list[str]) -> No
         values = trainer.evaluate().means()
         with trainer.policy.ema.applied():
             assert trainer.eval_set
-            prompts, steps = trainer.eval_set.prompts[:PROBED], trainer.args.evaluation.steps
+            prompts, steps = trainer.eval_set.prompts[:NUM_DISTANCE_PROMPTS], trainer.args.evaluation.steps
             kl = statistics.mean(distance_from_base(trainer.policy, prompts, steps, trainer.args.microbatch))
     except (ValueError, OSError, torch.OutOfMemoryError) as error:
         Console(stderr=True).print(f"error: {error}", highlight=False, markup=False, soft_wrap=True)
         sys.exit(2)
     except KeyboardInterrupt:  # the parent process gets it too
         sys.exit(130)
-    peak = peak_memory(trainer.policy.device) / 1e6
-    critic = 0 if trainer.stage.critic is None else sum(p.numel() for p in trainer.stage.critic.parameters())
-    run.add(Point(number, trainer.step, spent["seconds"], int(spent["images"]), kl, peak, critic, values))
-
-
-def _settings(run: Run, overrides: list[str]) -> FlowGRPOConfig:
-    return FlowGRPOConfig.from_yaml(
-        run.config, [*overrides, f"seed={run.seed}", f"output_dir={run.folder}", "keep_checkpoints=3"]
+    critic = trainer.stage.critic
+    point = CurvePoint(
+        slice=number,
+        step=trainer.step,
+        seconds=spent["seconds"],
+        images=int(spent["images"]),
+        kl=kl,
+        memory_mb=peak_memory(trainer.policy.device) / 1e6,
+        critic=0 if critic is None else sum(p.numel() for p in critic.parameters()),
+        values=values,
     )
+    run.add(point)
 
 
-def _same_as_before(run: Run, overrides: list[str]) -> None:
-    """Notes the run's settings in its folder, or ValueError if it was begun with others."""
-    args, file = _settings(run, overrides), run.folder / layout.CONFIG
+def _exit_if_orphaned() -> None:
+    """Ends this process when its parent ends: the comparison that continues in its place repeats the slice."""
+    parent = multiprocessing.parent_process()
+    if parent is not None:
+        exit_with_parent(parent.sentinel)
+
+
+def _check_configs(configs: list[str], overrides: list[str], budget: Budget) -> None:
+    if len({Path(config).stem for config in configs}) < len(configs):
+        raise ValueError("two of the configs have one file name: rename one, since runs are kept by that name.")
+    for config in configs:
+        _, last_stage = FlowGRPOConfig.from_yaml(config, overrides).resolved_stages()[-1]
+        if budget.unit == "images" and last_stage.dataset is not None:
+            raise ValueError(
+                f"{config} ends with a stage on given images, which generates none: give a budget in seconds, such as --budget 120s."
+            )
+
+
+def _check_settings(run: ComparedRun, overrides: list[str]) -> None:
+    """Writes the run's settings to its folder. ValueError if it was started with others."""
+    args, file = run.settings(overrides), run.folder / layout.CONFIG
     if args.evaluation.prompts is None:
         raise ValueError(f"{run.config} names no held-out prompts to compare on: set evaluation.prompts.")
     elsewhere = {"output_dir": args.output_dir}  # the folder may have been moved, or be named from another one
     if run.points() and file.exists() and FlowGRPOConfig.from_yaml(file).model_copy(update=elsewhere) != args:
-        raise ValueError(f"{run.folder} was begun with other settings: give another folder by --out.")
+        raise ValueError(f"{run.folder} was started with other settings: give another folder by --out.")
     run.folder.mkdir(parents=True, exist_ok=True)
     write_atomic(file, args.to_yaml())
 
 
-def _same_budget(file: Path, budget: Budget) -> None:
-    """Notes the slices in the folder, or ValueError if the comparison was begun with others. More of them go on with it."""
+def _check_budget(file: Path, budget: Budget) -> None:
+    """Writes the budget to the folder. ValueError if the comparison was started with slices of another size; their number may grow."""
     if file.exists():
         former = Budget(**json.loads(file.read_text()))
-        if former.unit != budget.unit or not math.isclose(former.mark(1), budget.mark(1)):
+        if former.unit != budget.unit or not math.isclose(former.end_of(1), budget.end_of(1)):
             raise ValueError(
-                f"{file.parent} was begun with slices of {former.mark(1):g} {former.unit}, not {budget.mark(1):g} {budget.unit}: "
-                "give a --budget and --slices that make them so, or another folder by --out."
+                f"{file.parent} was started with slices of {former.end_of(1):g} {former.unit}, not {budget.end_of(1):g} "
+                f"{budget.unit}: give a --budget and --slices that result in the same, or another folder by --out."
             )
     write_atomic(file, json.dumps(asdict(budget)))
-
-
-def reached(point: Point, measure: str, target: float | None) -> bool:
-    return target is not None and point.values[measure] >= target
-
-
-def _positive(number: float) -> float:
-    if not 0 < number < math.inf:
-        raise ValueError
-    return number

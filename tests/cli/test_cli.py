@@ -158,7 +158,16 @@ def compared(folder: Path, out: str, images: int = 16, slices: int = 2, **more) 
     """What the command does with `compare_words`."""
     compare_words(folder)
     configs = [str(folder / "short.yaml"), str(folder / "other.yaml")]
-    compare(configs, 1, Budget(images, "images", slices), folder / out, [], "reward", say=lambda line: None, **more)
+    compare(
+        configs,
+        1,
+        Budget(images, "images", slices),
+        folder / out,
+        overrides=[],
+        metric="reward",
+        log=lambda line: None,
+        **more,
+    )
 
 
 def test_compare_gives_every_run_the_same_budget_and_goes_on_where_it_was(trained):
@@ -191,9 +200,9 @@ def test_compare_gives_every_run_the_same_budget_and_goes_on_where_it_was(traine
 
 def test_compare_says_at_once_what_does_not_fit_its_folder(trained):
     words = [*compare_words(trained), "--out", "whole"]
-    assert "no held-out measure orc; it has reward, brightness." in run(*words, "--measure", "orc", cwd=trained, code=2)
+    assert "no held-out metric orc; it has reward, brightness." in run(*words, "--measure", "orc", cwd=trained, code=2)
     words[words.index("images=16")] = "images=24"
-    assert "begun with slices of 8 images, not 12 images" in run(*words, cwd=trained, code=2)
+    assert "started with slices of 8 images, not 12 images" in run(*words, cwd=trained, code=2)
 
 
 def test_a_comparison_goes_on_with_a_larger_budget_of_the_same_slices(trained):
@@ -232,7 +241,7 @@ def test_doctor_measures_the_variance_of_each_step(trained):
         (["compare", "short.yaml", "--budget", "soon"], "--budget soon is none of 120s, 20m or images=5000"),
         (
             ["compare", "short.yaml", "--budget", "images=9", *GIVEN],
-            "ends on given images, which are not drawn: give a budget in seconds",
+            "ends with a stage on given images, which generates none: give a budget in seconds",
         ),
         (["sample", "red", "text", "CAT"], "put quotes around a prompt of several words, as in 'red text CAT'"),
         (["sample", "red", "text", "a CAT"], "3 prompts were given, some of one word"),

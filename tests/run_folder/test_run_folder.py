@@ -21,7 +21,7 @@ from support.cli_process import begin, run
 from support.embedded import short_run, stir, tiny_policy
 from support.fake_run import synthetic_run
 
-from flow_grpo.compare.runs import CURVE, Point, Run
+from flow_grpo.compare.runs import CURVE, ComparedRun, CurvePoint
 from flow_grpo.config import FlowGRPOConfig
 from flow_grpo.files import WriteError, append_line, atomic_folder, write_atomic
 from flow_grpo.policy.hub import WEIGHTS
@@ -220,8 +220,8 @@ def test_reports_and_curves_are_drawn_of_whatever_rows_there_are(tmp_path):
 
 
 def test_a_comparison_reads_its_slices_up_to_the_first_torn_one(tmp_path):
-    points = [Point(i, i, 1.0 * i, 8 * i, 0.1, 1.0, 0, {"reward": float("nan") if i == 1 else 0.5}) for i in range(4)]
-    one = Run("tiny_grpo", 0, tmp_path)
+    points = [CurvePoint(i, i, 1.0 * i, 8 * i, 0.1, 1.0, 0, {"reward": float("nan") if i == 1 else 0.5}) for i in range(4)]
+    one = ComparedRun("tiny_grpo", 0, tmp_path)
     for point in points[:3]:
         one.add(point)
     assert [point.slice for point in one.points()] == [0, 1, 2]
