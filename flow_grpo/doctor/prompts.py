@@ -122,5 +122,5 @@ def prompt_truncation(longest: str, truncated: bool) -> CheckResult:
     name, value = "longest prompt", f"{len(longest)} characters"
     if not truncated:
         return CheckResult(name, value, OK, "not truncated")
-    message = "truncated: set a higher pipeline.max_sequence_length, or shorten the prompts."
+    message = "truncated: set a higher pipeline_kwargs.max_sequence_length, or shorten the prompts."
     return CheckResult(name, value, WARNING, message)

@@ -146,12 +146,12 @@ def disk(needed: float, free: float) -> CheckResult:
     name, value = "disk for checkpoints", f"{needed / GB:.2f} of {free / GB:.0f} GB"
     if needed < MAX_USE * free:
         return CheckResult(name, value, OK)
-    return CheckResult(name, value, ERROR, "not enough: set `output` to another disk, or keep fewer checkpoints (`keep`).")
+    return CheckResult(name, value, ERROR, "not enough: set output_dir to another disk, or a smaller keep_checkpoints.")
 
 
 def run_folder(folder: str, has_run: bool) -> CheckResult:
     if not has_run:
         return CheckResult("run folder", folder, OK, "is free")
     return CheckResult(
-        "run folder", folder, WARNING, "already holds a run: continue it with --resume, or set another `output`."
+        "run folder", folder, WARNING, "already holds a run: continue it with --resume, or set another output_dir."
     )

@@ -20,7 +20,7 @@ MIN_ADAM_STEP = 0.9  # share of Adam's step that its eps should leave
 
 def single_update(policy: Policy, stage: FlowGRPOConfig, experience: Experience, step: int, processes: Processes) -> None:
     """One optimizer step of a new optimizer on all rows, without warmup."""
-    optimizer = stage.optimizer.model_copy(update={"warmup": 0})
+    optimizer = stage.optimizer.model_copy(update={"warmup_steps": 0})
     single = stage.model_copy(update={"updates": 1, "epochs": 1, "optimizer": optimizer})
     PolicyUpdate(policy, single, step, processes)(experience, step)
 

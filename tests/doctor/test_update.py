@@ -36,6 +36,14 @@ def test_a_late_step_that_dominates_the_early_ones(trainer):
     assert checked(trainer("sampling.window={schedule: all, last_step: 1}"))[LARGEST] == OK
 
 
+def test_the_single_update_skips_warmup(policy, trainer):
+    built = trainer("optimizer.warmup_steps=1000")
+    before = {name: weight.detach().clone() for name, weight in policy.trainable_parameters().items()}
+    update.single_update(policy, built.stage.args, built.stage.source.collect(0), 0, built.processes)
+    moved = max((weight - before[name]).abs().max().item() for name, weight in policy.trainable_parameters().items())
+    assert moved > 0.5 * built.args.optimizer.lr
+
+
 def test_a_step_that_fails_says_why(policy, trainer):
     linear = policy.pipe.transformer.proj_out
     policy.pipe.transformer.proj_out = torch.nn.Sequential(linear, torch.nn.Dropout(0.5).train())
