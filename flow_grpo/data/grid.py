@@ -17,7 +17,7 @@ from PIL.PngImagePlugin import PngInfo
 from torch import Tensor
 
 from flow_grpo.files import atomic_file, write_errors
-from rewards import images as batches
+from rewards import images as reward_images
 
 CHUNK = "flow_grpo"
 GAP = 10
@@ -51,13 +51,13 @@ def save_grid(path: Path, images: Tensor, cells: list[ImageInfo], columns: int, 
     caption_height = LINE * max(len(lines) for lines in captions) + 6
     rows = -(-len(cells) // columns)
     columns = min(columns, len(cells))
-    sheet = Image.new("RGB", (GAP + columns * (wide + GAP), GAP + rows * (high + caption_height + GAP)), PAPER)
-    pen, font = ImageDraw.Draw(sheet), ImageFont.load_default(11)
+    grid = Image.new("RGB", (GAP + columns * (wide + GAP), GAP + rows * (high + caption_height + GAP)), PAPER)
+    pen, font = ImageDraw.Draw(grid), ImageFont.load_default(11)
     boxes = []
     for i, (pixels, lines) in enumerate(zip(to_bytes(images), captions, strict=True)):
         x = GAP + i % columns * (wide + GAP)
         y = GAP + i // columns * (high + caption_height + GAP)
-        sheet.paste(Image.fromarray(pixels).resize((wide, high), Image.Resampling.NEAREST), (x, y))
+        grid.paste(Image.fromarray(pixels).resize((wide, high), Image.Resampling.NEAREST), (x, y))
         for n, line in enumerate(lines):
             pen.text((x, y + high + 4 + n * LINE), line, fill=INK, font=font)
         boxes.append([x, y, wide, high])
@@ -65,7 +65,7 @@ def save_grid(path: Path, images: Tensor, cells: list[ImageInfo], columns: int, 
     content = {"scale": scale, "cells": [{**asdict(c), "box": b} for c, b in zip(cells, boxes, strict=True)]}
     info.add_itxt(CHUNK, json.dumps(content))
     with atomic_file(path) as file:
-        sheet.save(file, pnginfo=info)
+        grid.save(file, pnginfo=info)
 
 
 def fits(count: int, height: int, width: int) -> bool:
@@ -93,26 +93,26 @@ def read_grid(path: Path) -> tuple[Tensor, list[ImageInfo]]:
     return read_cells(open_image(path), path)
 
 
-def has_prompts(picture: Image.Image) -> bool:
+def has_prompts(image: Image.Image) -> bool:
     """Whether an opened image contains prompts."""
-    return CHUNK in picture.info
+    return CHUNK in image.info
 
 
-def read_cells(sheet: Image.Image, path: Path) -> tuple[Tensor, list[ImageInfo]]:
+def read_cells(grid: Image.Image, path: Path) -> tuple[Tensor, list[ImageInfo]]:
     """As `read_grid`, for an image that `open_image` has opened."""
     try:
-        content = json.loads(sheet.info[CHUNK])
+        content = json.loads(grid.info[CHUNK])
         scale, entries = int(content["scale"]), content["cells"]
         boxes = [(int(x), int(y), int(w), int(h)) for x, y, w, h in (entry["box"] for entry in entries)]
         cells = [ImageInfo(str(e["prompt"]), int(e["seed"]), str(e["model"])) for e in entries]
     except (KeyError, TypeError, ValueError, OverflowError, RecursionError) as error:
         raise ValueError(f"{path} has no prompts in it: it was not written by flow-grpo sample.") from error
-    if not all(0 <= x < x + w <= sheet.width and 0 <= y < y + h <= sheet.height for x, y, w, h in boxes):
+    if not all(0 <= x < x + w <= grid.width and 0 <= y < y + h <= grid.height for x, y, w, h in boxes):
         raise ValueError(f"{path} is damaged: its cells are outside the image.")
     one_size = len({(w, h) for _, _, w, h in boxes}) == 1
-    if scale < 1 or not one_size or sum(w * h for _, _, w, h in boxes) > sheet.width * sheet.height:
+    if scale < 1 or not one_size or sum(w * h for _, _, w, h in boxes) > grid.width * grid.height:
         raise ValueError(f"{path} is damaged: its cells don't form a grid.")
-    pixels = np.asarray(sheet)
+    pixels = np.asarray(grid)
     images = [pixels[y : y + h : scale, x : x + w : scale] for x, y, w, h in boxes]
     return from_bytes(np.stack(images)), cells
 
@@ -122,22 +122,22 @@ def open_image(path: Path) -> Image.Image:
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", Image.DecompressionBombWarning)  # at half the limit
-            with Image.open(path) as image:
-                info = dict(getattr(image, "text", {}))
-                picture = batches.to_rgb(image)
+            with Image.open(path) as opened:
+                info = dict(getattr(opened, "text", {}))
+                image = reward_images.to_rgb(opened)
     except Image.DecompressionBombError as error:
         raise ValueError(
             f"the image {path} has more than {MAX_PIXELS // 1_000_000} million pixels: make it smaller."
         ) from error
     except (OSError, ValueError, SyntaxError) as error:
         raise ValueError(f"the image {path} could not be read: {' '.join(str(error).split()).rstrip('.')}.") from error
-    picture.info = info
-    return picture
+    image.info = info
+    return image
 
 
 def to_bytes(images: Tensor) -> np.ndarray:
     """(B, 3, H, W) in [0, 1] -> (B, H, W, 3) uint8."""
-    return batches.to_bytes(images).permute(0, 2, 3, 1).numpy()
+    return reward_images.to_bytes(images).permute(0, 2, 3, 1).numpy()
 
 
 def from_bytes(pixels: np.ndarray) -> Tensor:

@@ -6,6 +6,7 @@ edges are images; titles, captions and labels have ragged edges.
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from typing import Literal
 
 import numpy as np
@@ -114,12 +115,13 @@ def _detect_on_background(pixels: np.ndarray, color: np.ndarray, tolerance: int)
         raise NotAGrid("its parts have no straight edges as images have", has_images=False)
     tops, height = _regular_spacing([(i.top, i.bottom) for i in images], "rows")
     lefts, width = _regular_spacing([(i.left, i.right) for i in images], "columns")
-    found = GridLayout((pixels.shape[0], pixels.shape[1]), tops, lefts, height, width, len(tops) * len(lefts))
+    size, count = (pixels.shape[0], pixels.shape[1]), len(tops) * len(lefts)
+    found = GridLayout(size, tops=tops, lefts=lefts, height=height, width=width, filled=count)
     _check_parts(found, images, parts)
     _check_room(found, contrast)
     _check_borders(found, [part for part in parts if not any(part.overlaps(box) for box in found.boxes())])
     full = [i for i, box in enumerate(found.boxes()) if (box.crop(contrast) > tolerance).any()]
-    return GridLayout(found.size, tops, lefts, height, width, full[-1] + 1)
+    return replace(found, filled=full[-1] + 1)
 
 
 def _xy_cut(background: np.ndarray) -> list[Box]:

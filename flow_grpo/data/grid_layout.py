@@ -1,6 +1,6 @@
 """The geometry of a grid image: cells of one size in rows and columns."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -66,8 +66,8 @@ class GridLayout:
 
     def margins(self) -> tuple[int, int, int, int]:
         """Left, top, right, bottom."""
-        below, beside = self.tops[-1] + self.height, self.lefts[-1] + self.width
-        return self.lefts[0], self.tops[0], self.size[1] - beside, self.size[0] - below
+        bottom, right = self.tops[-1] + self.height, self.lefts[-1] + self.width
+        return self.lefts[0], self.tops[0], self.size[1] - right, self.size[0] - bottom
 
     def gutters(self) -> tuple[int | None, int | None]:
         """Pixels between columns and between rows; None for a single column or row."""
@@ -81,7 +81,7 @@ class GridLayout:
     def shifted(self, top: int, left: int, size: tuple[int, int]) -> "GridLayout":
         """The same cells in a larger image, in which this layout's image begins at (top, left)."""
         tops, lefts = tuple(y + top for y in self.tops), tuple(x + left for x in self.lefts)
-        return GridLayout(size, tops, lefts, self.height, self.width, self.filled)
+        return replace(self, size=size, tops=tops, lefts=lefts)
 
     def __str__(self) -> str:
         across, down = self.gutters()
@@ -95,7 +95,7 @@ class GridLayout:
 
 def single_image(size: tuple[int, int]) -> GridLayout:
     """The layout of an image that is not a grid."""
-    return GridLayout(size, (0,), (0,), *size, 1)
+    return GridLayout(size, tops=(0,), lefts=(0,), height=size[0], width=size[1], filled=1)
 
 
 def equal_cells(size: tuple[int, int], rows: int, columns: int, padding: tuple[int, ...], around: bool) -> GridLayout | None:
@@ -114,4 +114,5 @@ def equal_cells(size: tuple[int, int], rows: int, columns: int, padding: tuple[i
             return None
         starts.append(tuple(begin + i * (side + pad) for i in range(count)))
         sides.append(side)
-    return GridLayout(size, starts[0], starts[1], sides[0], sides[1], rows * columns)
+    (tops, lefts), (height, width) = starts, sides
+    return GridLayout(size, tops=tops, lefts=lefts, height=height, width=width, filled=rows * columns)

@@ -116,7 +116,8 @@ def _from_grid(file: Path, prompts: PromptSet | str | None, grid: GridOptions, p
     texts, metadata = [given.prompts[i] for i in places], [given.metadata[i] for i in places]
     is_single = layout.rows == layout.columns == 1
     note = f"one image of {layout.width} x {layout.height} pixels" if is_single else str(layout)
-    return ImageSet(_cell_labels(file, len(places)), texts, [None] * len(places), metadata, pixels, f"{file.name}: {note}")
+    labels, note = _cell_labels(file, len(places)), f"{file.name}: {note}"
+    return ImageSet(labels, texts, [None] * len(places), metadata, pixels, note=note)
 
 
 def _prompt_index(layout: GridLayout, images: np.ndarray, prompts: int, file: Path) -> list[int]:

@@ -177,13 +177,7 @@ def _downloaded(address: str) -> Path:
 
     copy = Path("~/.cache/flow-grpo/prompts").expanduser() / hashlib.sha256(address.encode()).hexdigest()
     try:
-        content = bytearray()
-        with httpx.stream("GET", address, follow_redirects=True, timeout=30) as response:
-            response.raise_for_status()
-            for part in response.iter_bytes():
-                content += part
-                if len(content) > MAX_BYTES:
-                    raise ValueError(f"it has more than {MAX_BYTES >> 20} MB")
+        content = _content(address)
     except (httpx.HTTPError, httpx.InvalidURL, ValueError) as error:
         if copy.is_file() and isinstance(error, httpx.TransportError):
             return copy
@@ -194,6 +188,19 @@ def _downloaded(address: str) -> Path:
         partial.write(content)
     Path(partial.name).replace(copy)
     return copy
+
+
+def _content(address: str) -> bytes:
+    import httpx
+
+    content = bytearray()
+    with httpx.stream("GET", address, follow_redirects=True, timeout=30) as response:
+        response.raise_for_status()
+        for part in response.iter_bytes():
+            content += part
+            if len(content) > MAX_BYTES:
+                raise ValueError(f"it has more than {MAX_BYTES >> 20} MB")
+    return bytes(content)
 
 
 def _data_set(place: str) -> Table:

@@ -97,7 +97,7 @@ def build_scorecard(results: list[TargetResult], against: dict[str, str]) -> Sco
         common = [m for m in by_name[name].values if m in by_name[other].values and m != BASE_DISTANCE]
         changes[name] = {m: _change(by_name[name], by_name[other], m, shared) for m in common}
     categories = {column: _by_category(results, column) for column in category_columns(results)}
-    return Scorecard(results, against, means, _adjusted(changes), pairing, categories)
+    return Scorecard(results, against, means, changes=_adjusted(changes), pairing=pairing, categories=categories)
 
 
 def by_prompt(target: TargetResult, metric: str, rows: Iterable[int] | None = None) -> dict[str, float]:
