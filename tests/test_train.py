@@ -31,7 +31,7 @@ def test_a_run_leaves_all_its_files_and_a_ratio_of_exactly_1(tmp_path):
     folder = tmp_path / "run"
     for name in ("config.yaml", "metrics.jsonl", "before.png", "after.png", "before_after.png", "reward.png"):
         assert (folder / name).stat().st_size > 0, name
-    assert FlowGRPOConfig.from_yaml(folder / "config.yaml").output == str(folder)
+    assert FlowGRPOConfig.from_yaml(folder / "config.yaml").output_dir == str(folder)
     steps = [row for row in numbers(folder) if "reward" in row]
     assert [row["step"] for row in steps] == [1, 2]
     for row in steps:
@@ -299,7 +299,7 @@ def test_rewards_by_path_are_called_by_their_functions_and_one_that_ranks_a_grou
     assert {f"rewards/{name}/mean" for name in ("brightness", "brightness_2", "rank")} <= step.keys()
     story = RunReader(tmp_path / "run")
     assert story.trained == ["brightness", "rank", "brightness_2"]
-    assert story.measures[0] == "reward"
+    assert story.metrics[0] == "reward"
     assert {name: one["weight"] for name, one in story.config["rewards"].items()} == names
     (warning,) = [row["warning"] for row in rows if "warning" in row]
     assert warning.startswith("reward rank: an image's value depends on the other images of its prompt")
