@@ -51,20 +51,20 @@ class FlowGRPOTrainer:
         self.callbacks = CallbackList(callbacks, self.args, self.policy, self.processes)
         self.folder, self.interrupted = Path(self.args.output_dir), False
         self.state = RunState(
-            self.args,
-            self.policy,
-            self.prompt_sampler,
-            self.rewards,
-            processes=self.processes,
-            should_stop=self.should_stop,
+            run.args,
+            run.policy,
+            run.prompt_sampler,
+            run.rewards,
+            processes=run.processes,
+            should_stop=lambda: self.interrupted,
         )
         self.evaluator = Evaluator(
-            self.policy,
-            self.args,
-            self.eval_set,
-            self.eval_rewards,
-            processes=self.processes,
-            should_stop=self.should_stop,
+            run.policy,
+            run.args,
+            run.eval_set,
+            run.eval_rewards,
+            processes=run.processes,
+            should_stop=lambda: self.interrupted,
         )
 
     def train(self, resume: bool = False) -> dict[str, float]:
@@ -104,13 +104,13 @@ class FlowGRPOTrainer:
             tracker.log(self.step + 1, self.training_step())
             self.callbacks.call("on_step_end")
             requested = self.callbacks.requested()
-            self._show_warnings(tracker)
+            for warning in self.state.pop_warnings():
+                tracker.warn(self.step, warning)
             if self.step == self.args.steps or self.step % self.args.save_every == 0 or requested.should_save:
                 self.save()
             self._evaluate(tracker, requested.should_evaluate)
             if self.args.sample_every and self.step % self.args.sample_every == 0:
-                prompts = (self.eval_set or self.train_set).prompts
-                self.evaluator.save_sample_grid(self.step, prompts, self.stage.args.microbatch)
+                self.evaluator.save_sample_grid(self.step, self.eval_set or self.train_set, self.stage.args.microbatch)
             if requested.should_training_stop:
                 break
 
@@ -145,10 +145,6 @@ class FlowGRPOTrainer:
         """Write a checkpoint of everything that the next step depends on. Every process must call it; the main one writes."""
         if self.state.save():
             self.callbacks.call("on_save")
-
-    def should_stop(self) -> bool:
-        """Whether Ctrl-C or SIGTERM has asked the run to stop."""
-        return self.interrupted
 
     def save_model(self, output_dir: str | Path) -> Path:
         """Write the trained weights (their moving average, if the run keeps one) as diffusers loads them.
@@ -207,11 +203,3 @@ class FlowGRPOTrainer:
             self.evaluator.run(self.step, self.stage.args.microbatch, tracker, self.state.save_best_weights)
             if self.processes.is_main:
                 page.write_report(self.folder)
-
-    def _show_warnings(self, tracker: Tracker) -> None:
-        """Show and log the warnings of all processes."""
-        for warnings in self.processes.all_gather([*self.rewards.drop_messages, *self.stage.warnings]):
-            for warning in warnings:
-                tracker.warn(self.step, warning)
-        self.rewards.drop_messages.clear()
-        self.stage.warnings.clear()

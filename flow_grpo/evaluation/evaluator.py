@@ -96,13 +96,13 @@ class Evaluator:
             for warning in warnings:
                 tracker.warn(step, warning)
 
-    def save_sample_grid(self, step: int, prompts: list[str], microbatch: int) -> None:
+    def save_sample_grid(self, step: int, prompts: PromptSet, microbatch: int) -> None:
         """Write a grid of the first prompts with fixed seeds. Every process must call it."""
         save_sample_grid(
             self.policy,
             self.args,
             step,
-            prompts,
+            prompts.prompts,
             microbatch=microbatch,
             processes=self.processes,
             should_stop=self.should_stop,

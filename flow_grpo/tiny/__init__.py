@@ -1,0 +1,1 @@
+"""The embedded models: their world, architecture, recipe and weights."""

@@ -43,7 +43,8 @@ class RunState:
         processes: Processes,
         should_stop: Callable[[], bool],
     ) -> None:
-        self.args, self.policy, self.processes, self.folder = args, policy, processes, Path(args.output_dir)
+        self.args, self.policy, self.rewards, self.processes = args, policy, rewards, processes
+        self.folder = Path(args.output_dir)
         self.step = 0
         self.stages = args.resolved_stages()
         self._start_stage = partial(
@@ -119,6 +120,13 @@ class RunState:
         if self.processes.is_main:
             checkpoint.save(self.folder / layout.CHECKPOINTS, self.step, state, self.args.keep_checkpoints)
         return self.processes.is_main
+
+    def pop_warnings(self) -> list[str]:
+        """The warnings of all processes since the last call. Every process must call it."""
+        gathered = self.processes.all_gather([*self.rewards.drop_messages, *self.stage.warnings])
+        self.rewards.drop_messages.clear()
+        self.stage.warnings.clear()
+        return [warning for warnings in gathered for warning in warnings]
 
     def save_after(self, error: Exception, save: Callable[[], object]) -> None:
         """Save on the way out of a failed run, and keep the error's message if the disk is full.

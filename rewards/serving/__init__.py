@@ -1,0 +1,1 @@
+"""Rewards in other processes and on other machines."""
