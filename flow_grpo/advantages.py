@@ -1,31 +1,38 @@
 """Group-relative advantages: an image's reward against the other images of its prompt. No critic."""
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
+from jaxtyping import Bool, Float, Int, Real
 from torch import Tensor
 
 from flow_grpo.methods import ADVANTAGES
 
 CLAMP = 5.0
+Reward = Real[Tensor, " B"] | Real[Tensor, "B R"]  # one reward, or several
 Method = Callable[[Tensor, Tensor], Tensor]
 
 
 def group_advantages(
-    reward: Tensor, group: Tensor, method: str | Method = "grpo", eps: float = 1e-4, weights: Tensor | None = None
-) -> Tensor:
-    """Advantage of each of B images, (B,), clamped to +-5.
+    reward: Reward,
+    group: Int[Tensor, " B"],
+    method: str | Method = "grpo",
+    eps: float = 1e-4,
+    weights: Float[Tensor, " R"] | None = None,
+) -> Float[Tensor, " B"]:
+    """Advantage of each of B images, clamped to +-5.
 
     Args:
-        reward: (B,), finite; or (B, R), several rewards, of which all methods but `gdpo` take the weighted sum.
-        group: (B,) int64, which prompt a row belongs to; at least two rows each.
-        method: one of `methods.ADVANTAGES`, or a function of one's own: (reward (B,), group (B,)) -> (B,).
+        reward: finite. Of several rewards, all methods but `gdpo` take the weighted sum.
+        group: which prompt a row belongs to; at least two rows each.
+        method: one of `methods.ADVANTAGES`, or the user's function: (reward (B,), group (B,)) -> (B,).
         eps: added to a standard deviation before dividing by it.
-        weights: (R,) of several rewards, 1 each if not given.
+        weights: of several rewards, 1 each if not given.
 
     Raises:
         ValueError: an unknown method, a group of one image (whose advantage would always be 0), a reward that is not
-            finite, or a function of one's own that does not return B finite numbers.
+            finite, or a user's function that does not return B finite numbers.
     """
     if not callable(method) and method not in ADVANTAGES:
         raise ValueError(f"unknown advantage {method!r}; choose one of {', '.join(ADVANTAGES)}.")
@@ -43,8 +50,8 @@ def group_advantages(
     return found.clamp(-CLAMP, CLAMP)
 
 
-def weighted_sum(reward: Tensor, weights: Tensor | None = None) -> Tensor:
-    """(B,) of rewards (B,) or (B, R)."""
+def weighted_sum(reward: Reward, weights: Float[Tensor, " R"] | None = None) -> Float[Tensor, " B"]:
+    """The sum over rewards, by their weights."""
     if reward.ndim == 1:
         return reward.float()
     return reward.float().sum(1) if weights is None else (reward.float() * weights).sum(1)
@@ -83,8 +90,14 @@ def rank(reward, group, size, eps):
     return beaten / (size - 1)[group]
 
 
-def gdpo(reward: Tensor, group: Tensor, size: Tensor, eps: float, weights: Tensor | None = None) -> Tensor:
-    """GDPO, arXiv 2601.05242: each of (B, R) rewards normalised in its group, then their sum over the batch.
+def gdpo(
+    reward: Float[Tensor, "B R"],
+    group: Int[Tensor, " B"],
+    size: Int[Tensor, " P"],
+    eps: float,
+    weights: Float[Tensor, " R"] | None = None,
+) -> Float[Tensor, " B"]:
+    """GDPO, arXiv 2601.05242: each of R rewards normalised in its group, then their sum over the batch.
 
     A reward of small spread then counts as much as one of large spread, whatever their units.
     """
@@ -92,8 +105,10 @@ def gdpo(reward: Tensor, group: Tensor, size: Tensor, eps: float, weights: Tenso
     return (total - total.mean()) / (total.std(correction=0) + eps)
 
 
-def shares(reward: Tensor, weights: Tensor, group: Tensor, method: str | Method = "grpo") -> tuple[Tensor, Tensor]:
-    """What each of R rewards (B, R) does to the advantage: its share of it (R,), and their correlations (R, R).
+def shares(
+    reward: Real[Tensor, "B R"], weights: Float[Tensor, " R"], group: Int[Tensor, " B"], method: str | Method = "grpo"
+) -> tuple[Float[Tensor, " R"], Float[Tensor, "R R"]]:
+    """What each of R rewards does to the advantage: its share of it, and the correlations of the rewards.
 
     A share is the part of the sum's variance within groups that comes with the reward: they sum to 1, and one below 0
     means that the others outvote it. Rewards without any spread have share 0 and correlation 0 with the others.
@@ -107,10 +122,10 @@ def shares(reward: Tensor, weights: Tensor, group: Tensor, method: str | Method 
     return products.sum(1) / products.sum().clamp_min(1e-12), correlation
 
 
-def has_signal(reward: Tensor, group: Tensor, method: str | Method = "grpo") -> Tensor:
-    """(B,) bool: the rows whose group has rewards (B,) or (B, R) that differ. The advantage of the others is 0.
+def has_signal(reward: Reward, group: Int[Tensor, " B"], method: str | Method = "grpo") -> Bool[Tensor, " B"]:
+    """The rows whose group has rewards that differ. The advantage of the others is 0.
 
-    `reinforce_pp` and functions of one's own may compare with the whole batch, so there it is all rows or none.
+    `reinforce_pp` and a user's function may compare with the whole batch, so there it is all rows or none.
     """
     if reward.ndim == 2:
         return torch.stack([has_signal(column, group, method) for column in reward.unbind(1)]).any(0)
@@ -144,7 +159,7 @@ def _group_mean(value: Tensor, group: Tensor, size: Tensor) -> Tensor:
     return (total / size)[group].to(value.dtype)
 
 
-def _checked(advantage: Tensor, rows: int) -> Tensor:
+def _checked(advantage: Any, rows: int) -> Float[Tensor, " B"]:
     advantage = torch.as_tensor(advantage, dtype=torch.float32)
     if advantage.shape != (rows,) or not torch.isfinite(advantage).all():
         raise ValueError(f"the advantage function must return {rows} finite numbers, one for each image.")

@@ -13,28 +13,29 @@ On the final latents, noised afresh, for a noise level sigma and noise eps share
 """
 
 import torch
+from jaxtyping import Float
 from torch import Tensor
 
 from flow_grpo import sde
 from flow_grpo.types import Loss, NoisedImage, TrainedStep
 
 
-def grpo(step: TrainedStep, advantage: Tensor, clip_low: float, clip_high: float) -> Loss:
+def grpo(step: TrainedStep, advantage: Float[Tensor, " n"], clip_low: float, clip_high: float) -> Loss:
     """`-min(rho A, clip(rho, 1 - clip_low, 1 + clip_high) A)` with `rho = exp(log_prob - old_log_prob)`.
 
-    advantage (n,). Log-probabilities are means over the latent dimensions, so useful clip ranges are 1e-4 or below on
+    Log-probabilities are means over the latent dimensions, so useful clip ranges are 1e-4 or below on
     large latents. DAPO's clip-higher (arXiv 2503.14476) is clip_high > clip_low.
     """
     return _clipped((step.log_prob - step.old_log_prob).exp(), advantage, clip_low, clip_high)
 
 
-def reinforce(step: TrainedStep, advantage: Tensor) -> Loss:
+def reinforce(step: TrainedStep, advantage: Float[Tensor, " n"]) -> Loss:
     """`-A log_prob`: no ratio, no clip. Right for one update on a rollout."""
     ratio = (step.log_prob - step.old_log_prob).exp().detach()
     return Loss(-advantage * step.log_prob, _ratio_metrics(ratio))
 
 
-def grpo_guard(step: TrainedStep, advantage: Tensor, clip_low: float, clip_high: float) -> Loss:
+def grpo_guard(step: TrainedStep, advantage: Float[Tensor, " n"], clip_low: float, clip_high: float) -> Loss:
     """GRPO-Guard, arXiv 2510.22319: grpo with a ratio that is centred and of one scale at every step.
 
     `rho = exp{[log_prob - old_log_prob + mean((mean - old_mean)^2) / (2 std^2)] std}`, which is the mean over the latent
@@ -47,7 +48,7 @@ def grpo_guard(step: TrainedStep, advantage: Tensor, clip_low: float, clip_high:
     return Loss(loss.value / -step.delta, loss.metrics)
 
 
-def dppo(step: TrainedStep, advantage: Tensor, threshold: float) -> Loss:
+def dppo(step: TrainedStep, advantage: Float[Tensor, " n"], threshold: float) -> Loss:
     """DPPO, arXiv 2606.11025: `-A rho`, left out where the policy has moved enough and the update would push it further.
 
     Moved enough: the divergence `mean((mean - old_mean)^2) / (2 std^2)` is at least `threshold`; further: A > 0 and rho > 1,
@@ -62,15 +63,17 @@ def dppo(step: TrainedStep, advantage: Tensor, threshold: float) -> Loss:
     return Loss(value, {**_ratio_metrics(ratio.detach()), **metrics})
 
 
-def awm(image: NoisedImage, advantage: Tensor, clip_low: float, clip_high: float, loss_weight: str = "uniform") -> Loss:
-    """Advantage Weighted Matching, arXiv 2509.25050: PPO's clip on `awm_log_prob` at one (sigma, eps). advantage (n,)."""
+def awm(
+    image: NoisedImage, advantage: Float[Tensor, " n"], clip_low: float, clip_high: float, loss_weight: str = "uniform"
+) -> Loss:
+    """Advantage Weighted Matching, arXiv 2509.25050: PPO's clip on `awm_log_prob` at one (sigma, eps)."""
     log_prob = awm_log_prob(image.error(image.v), image.sigma, loss_weight)
     before = awm_log_prob(image.error(image.v_rollout), image.sigma, loss_weight)
     return _clipped((log_prob - before).exp(), advantage, clip_low, clip_high)
 
 
-def awm_log_prob(error: Tensor, sigma: Tensor, weight: str = "uniform") -> Tensor:
-    """The forward process's stand-in for a log-probability, (n,): minus the weighted matching error (n,) at sigma (n,).
+def awm_log_prob(error: Float[Tensor, " n"], sigma: Float[Tensor, " n"], weight: str = "uniform") -> Float[Tensor, " n"]:
+    """The forward process's stand-in for a log-probability: minus the weighted matching error at sigma.
 
     `uniform` is the error itself; `ghuber` is `(sigma / p) [(l + 1e-10)^p - 1e-10^p]` of that error l with p = 0.25.
     """
@@ -82,10 +85,10 @@ def awm_log_prob(error: Tensor, sigma: Tensor, weight: str = "uniform") -> Tenso
     raise ValueError(f"unknown weight {weight!r} for awm; choose uniform or ghuber.")
 
 
-def nft(image: NoisedImage, advantage: Tensor, beta: float, advantage_max: float) -> Loss:
+def nft(image: NoisedImage, advantage: Float[Tensor, " n"], beta: float, advantage_max: float) -> Loss:
     """DiffusionNFT, arXiv 2509.16117: pull an implicit positive policy to good images and a negative one to bad ones.
 
-    advantage (n,); beta > 0 is how far the implicit policies lie from v_old.
+    beta > 0 is how far the implicit policies lie from v_old.
 
         r = 1/2 + 1/2 clip(A / advantage_max, -1, 1)
         v+ = beta v + (1 - beta) v_old          v- = (1 + beta) v_old - beta v
@@ -101,7 +104,7 @@ def nft(image: NoisedImage, advantage: Tensor, beta: float, advantage_max: float
     assert image.v_old is not None
     v, v_old = image.v.float(), image.v_old.float()
 
-    def distance(velocity: Tensor) -> Tensor:
+    def distance(velocity: Tensor) -> Float[Tensor, " n"]:
         error = (image.x - image.column * velocity) - image.x0
         weight = error.detach().abs().flatten(1).mean(1).clamp_min(1e-5)
         return error.square().flatten(1).mean(1) / weight
@@ -135,18 +138,18 @@ def dpo(image: NoisedImage, beta: float) -> Loss:
     return Loss(value, {"dpo/margin": margin.detach().repeat_interleave(2), "dpo/accuracy": right})
 
 
-def k3(log_prob: Tensor, log_prob_ref: Tensor) -> Tensor:
-    """DeepSeekMath's estimator of the KL, `exp(d) - d - 1` with `d = log_prob_ref - log_prob`, arXiv 2402.03300. All (n,)."""
+def k3(log_prob: Float[Tensor, " n"], log_prob_ref: Float[Tensor, " n"]) -> Float[Tensor, " n"]:
+    """DeepSeekMath's estimator of the KL, `exp(d) - d - 1` with `d = log_prob_ref - log_prob`, arXiv 2402.03300."""
     d = log_prob_ref - log_prob
     return torch.expm1(d) - d  # d is small, and 1 would swallow it
 
 
-def velocity_kl(v: Tensor, v_ref: Tensor) -> Tensor:
-    """Mean squared distance of two velocities (B, ...), (B,): the KL of every noise level up to its weight."""
+def velocity_kl(v: Float[Tensor, "n *latent"], v_ref: Float[Tensor, "n *latent"]) -> Float[Tensor, " n"]:
+    """Mean squared distance of two velocities: the KL of every noise level up to its weight."""
     return (v.float() - v_ref.float()).square().flatten(1).mean(1)
 
 
-def _clipped(ratio: Tensor, advantage: Tensor, clip_low: float, clip_high: float) -> Loss:
+def _clipped(ratio: Float[Tensor, " n"], advantage: Float[Tensor, " n"], clip_low: float, clip_high: float) -> Loss:
     """PPO's pessimistic surrogate, arXiv 1707.06347."""
     value = -torch.minimum(ratio * advantage, ratio.clamp(1 - clip_low, 1 + clip_high) * advantage)
     clipped = {
@@ -156,5 +159,5 @@ def _clipped(ratio: Tensor, advantage: Tensor, clip_low: float, clip_high: float
     return Loss(value, {**_ratio_metrics(ratio.detach()), **clipped})
 
 
-def _ratio_metrics(ratio: Tensor) -> dict[str, Tensor]:
+def _ratio_metrics(ratio: Float[Tensor, " n"]) -> dict[str, Float[Tensor, " n"]]:
     return {"ratio/mean": ratio, "ratio/max_deviation": (ratio - 1).abs()}

@@ -12,31 +12,31 @@ import math
 from collections.abc import Callable
 
 import torch
+from jaxtyping import Float
 from torch import Tensor
 
+Sigma = Float[Tensor, " B"] | Float[Tensor, ""] | float
+Std = Float[Tensor, "#B ..."]  # broadcastable to the state
 Transition = Callable[[Tensor, Tensor, Tensor, Tensor, float, Tensor], tuple[Tensor, Tensor]]
 
 
 def transition(
     name: str,
-    x: Tensor,
-    v: Tensor,
-    sigma: Tensor | float,
-    sigma_next: Tensor | float,
+    x: Float[Tensor, "B *state"],
+    v: Float[Tensor, "B *state"],
+    sigma: Sigma,
+    sigma_next: Sigma,
     noise_level: float,
-    sigma_max: Tensor | float | None = None,
-) -> tuple[Tensor, Tensor]:
+    sigma_max: Sigma | None = None,
+) -> tuple[Float[Tensor, "B *state"], Std]:
     """Mean and std of x_next given x, by the transition of that name.
 
     Args:
         name: one of `TRANSITIONS`.
-        x, v: state and velocity, (B, ...).
-        sigma, sigma_next: noise levels in [0, 1], scalars or (B,), sigma_next < sigma.
+        x, v: state and velocity.
+        sigma, sigma_next: noise levels in [0, 1], sigma_next < sigma.
         noise_level: how much noise a step adds, 0 (none, the ODE) upwards; at most 1 for `cps`.
         sigma_max: the schedule's sigmas[1]. `flow_sde` needs it at sigma = 1, where its noise would be infinite.
-
-    Returns:
-        mean (B, ...) and std, broadcastable to it: (B, 1, ...).
 
     Raises:
         ValueError: an unknown name, a noise level out of range, or sigma = 1 without sigma_max for `flow_sde`.
@@ -107,8 +107,8 @@ TRANSITIONS: dict[str, Transition] = {
 }
 
 
-def log_prob(x_next: Tensor, mean: Tensor, std: Tensor) -> Tensor:
-    """Mean over the latent dimensions of log N(x_next; mean, std^2), (B,).
+def log_prob(x_next: Float[Tensor, "B *state"], mean: Float[Tensor, "B *state"], std: Std) -> Float[Tensor, " B"]:
+    """Mean over the latent dimensions of log N(x_next; mean, std^2).
 
     The mean, not the sum: published clip ranges (1e-4 and below) are in that unit. std > 0.
     """
@@ -117,16 +117,18 @@ def log_prob(x_next: Tensor, mean: Tensor, std: Tensor) -> Tensor:
     return density.flatten(1).mean(1)
 
 
-def log_prob_unnormalized(x_next: Tensor, mean: Tensor, std: Tensor) -> Tensor:
-    """What the published code of Flow-CPS uses for its log-probability, (B,): no variance, no constant."""
+def log_prob_unnormalized(
+    x_next: Float[Tensor, "B *state"], mean: Float[Tensor, "B *state"], std: Std
+) -> Float[Tensor, " B"]:
+    """What the published code of Flow-CPS uses for its log-probability: no variance, no constant."""
     return -((_at_least_float32(x_next) - _at_least_float32(mean)) ** 2).flatten(1).mean(1)
 
 
 LOG_PROBS = {"gaussian": log_prob, "unnormalized": log_prob_unnormalized}
 
 
-def kl(mean: Tensor, mean_ref: Tensor, std: Tensor) -> Tensor:
-    """KL divergence of two Gaussians of the same std, mean over the latent dimensions, (B,). Its gradient is mean's."""
+def kl(mean: Float[Tensor, "B *state"], mean_ref: Float[Tensor, "B *state"], std: Std) -> Float[Tensor, " B"]:
+    """KL divergence of two Gaussians of the same std, mean over the latent dimensions. Its gradient is mean's."""
     mean, mean_ref, std = (_at_least_float32(t) for t in (mean, mean_ref, std))
     return ((mean - mean_ref) ** 2 / (2 * std**2)).flatten(1).mean(1)
 

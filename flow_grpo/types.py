@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 
@@ -24,15 +25,15 @@ class PromptBatch:
 
     prompts: list[str]
     metadata: list[dict]
-    group: Tensor  # (B,) int64
-    image: Tensor  # (B,) int64, 0..G-1
+    group: Int[Tensor, " B"]
+    image: Int[Tensor, " B"]  # 0..G-1
 
     def columns(self) -> dict[str, list]:
         """The metadata as one list of B values per key, which is how rewards take it."""
         keys = sorted({key for row in self.metadata for key in row})
         return {key: [row.get(key) for row in self.metadata] for key in keys}
 
-    def take(self, rows: Tensor) -> "PromptBatch":
+    def take(self, rows: Int[Tensor, " n"]) -> "PromptBatch":
         """These rows, whose groups keep their numbers."""
         places = rows.tolist()
         chosen = [self.prompts[i] for i in places], [self.metadata[i] for i in places]
@@ -48,14 +49,14 @@ class PromptBatch:
 class Schedule:
     """The pipeline's own pairs of timestep (what the network is told) and sigma (the noise level)."""
 
-    timesteps: Tensor  # (T,)
-    sigmas: Tensor  # (T + 1,), falling from about 1 to 0
+    timesteps: Float[Tensor, " T"]
+    sigmas: Float[Tensor, " T+1"]  # falling from about 1 to 0
 
     def __len__(self) -> int:
         return len(self.timesteps)
 
-    def at(self, position: Tensor) -> tuple[Tensor, Tensor]:
-        """Timestep and sigma between steps, (n,) each, at positions (n,) in [0, T]: linear between the schedule's pairs."""
+    def at(self, position: Float[Tensor, " n"]) -> tuple[Float[Tensor, " n"], Float[Tensor, " n"]]:
+        """Timestep and sigma between steps, at positions in [0, T]: linear between the schedule's pairs."""
         end = self.timesteps[-1:] * self.sigmas[-1:] / self.sigmas[-2:-1]
         timesteps = torch.cat([self.timesteps, end])
         low = position.floor().long().clamp(0, len(self) - 1)
@@ -63,7 +64,7 @@ class Schedule:
         return timesteps[low].lerp(timesteps[low + 1], share), self.sigmas[low].lerp(self.sigmas[low + 1], share)
 
     @property
-    def sigma_max(self) -> Tensor:
+    def sigma_max(self) -> Float[Tensor, ""]:
         """What `flow_sde` puts in place of a sigma of 1."""
         return self.sigmas[1]
 
@@ -72,10 +73,10 @@ class Schedule:
 class SampledStep:
     """One stochastic step of a rollout, for n rows."""
 
-    x: Tensor  # (n, ...) float32, the state before it
-    x_next: Tensor  # (n, ...) float32, the state after it: the tensor that was scored and stepped from
-    mean: Tensor  # (n, ...) float32, the mean of the transition that drew it
-    log_prob: Tensor  # (n,)
+    x: Float[Tensor, "n *state"]  # float32, the state before it
+    x_next: Float[Tensor, "n *state"]  # float32, the state after it: the tensor that was scored and stepped from
+    mean: Float[Tensor, "n *state"]  # float32, the mean of the transition that drew it
+    log_prob: Float[Tensor, " n"]
 
 
 @dataclass(frozen=True)
@@ -84,14 +85,16 @@ class Trajectory:
 
     schedule: Schedule
     steps: list[int]  # (K,) indices into the schedule
-    x: Tensor  # (B, K, ...), see SampledStep
-    x_next: Tensor  # (B, K, ...)
-    mean: Tensor  # (B, K, ...)
-    log_prob_BK: Tensor  # (B, K)
-    final: Tensor  # (B, ...) float32 latents of the images
+    x: Float[Tensor, "B K *state"]  # see SampledStep
+    x_next: Float[Tensor, "B K *state"]
+    mean: Float[Tensor, "B K *state"]
+    log_prob_BK: Float[Tensor, "B K"]
+    final: Float[Tensor, "B ..."]  # float32 latents of the images
 
     @staticmethod
-    def from_steps(schedule: Schedule, steps: list[int], records: list[SampledStep], final: Tensor) -> "Trajectory":
+    def from_steps(
+        schedule: Schedule, steps: list[int], records: list[SampledStep], final: Float[Tensor, "B ..."]
+    ) -> "Trajectory":
         """Stack one record per trained step; without any the tensors are (B, 0)."""
         if not records:
             empty = final.new_zeros(len(final), 0)
@@ -106,7 +109,7 @@ class Trajectory:
             final=final,
         )
 
-    def take(self, rows: Tensor) -> "Trajectory":
+    def take(self, rows: Int[Tensor, " n"]) -> "Trajectory":
         t = (self.x, self.x_next, self.mean, self.log_prob_BK, self.final)
         return Trajectory(self.schedule, self.steps, *(tensor[rows] for tensor in t))
 
@@ -120,49 +123,49 @@ class Trajectory:
 class TrainedStep:
     """One trained transition of n rows: as the policy sees it now, and (`old_`) as it was when it was drawn."""
 
-    log_prob: Tensor  # (n,), with the gradient
-    old_log_prob: Tensor  # (n,)
-    mean: Tensor  # (n, ...), with the gradient
-    old_mean: Tensor  # (n, ...)
-    std: Tensor  # broadcastable to mean
-    delta: Tensor  # scalar, sigma_next - sigma < 0
+    log_prob: Float[Tensor, " n"]  # with the gradient
+    old_log_prob: Float[Tensor, " n"]
+    mean: Float[Tensor, "n *state"]  # with the gradient
+    old_mean: Float[Tensor, "n *state"]
+    std: Float[Tensor, "#n ..."]  # broadcastable to mean
+    delta: Float[Tensor, ""]  # sigma_next - sigma < 0
 
 
 @dataclass(frozen=True)
 class NoisedImage:
     """Final latents of n rows noised afresh, `x = (1 - sigma) x0 + sigma eps`, and what the policy makes of them."""
 
-    x0: Tensor  # (n, ...) float32 latents of the images
-    eps: Tensor  # (n, ...) standard normal, shared within a group
-    sigma: Tensor  # (n,) in (0, 1], shared within a group
-    v: Tensor  # (n, ...) velocity now, with the gradient
-    v_rollout: Tensor  # (n, ...) velocity of the policy that drew the images
-    v_old: Tensor | None = None  # (n, ...) velocity of the slowly moving copy, for nft
-    v_ref: Tensor | None = None  # (n, ...) velocity of the base model, where the objective or its KL asks for it
+    x0: Float[Tensor, "n *latent"]  # float32 latents of the images
+    eps: Float[Tensor, "n *latent"]  # standard normal, shared within a group
+    sigma: Float[Tensor, " n"]  # in (0, 1], shared within a group
+    v: Float[Tensor, "n *latent"]  # velocity now, with the gradient
+    v_rollout: Float[Tensor, "n *latent"]  # velocity of the policy that drew the images
+    v_old: Float[Tensor, "n *latent"] | None = None  # velocity of the slowly moving copy, for nft
+    v_ref: Float[Tensor, "n *latent"] | None = None  # velocity of the base model, where the objective or its KL asks for it
 
     @property
-    def column(self) -> Tensor:
+    def column(self) -> Float[Tensor, "n ..."]:
         """sigma, broadcastable to x0."""
         return self.sigma.reshape((-1,) + (1,) * (self.x0.ndim - 1))
 
     @property
-    def x(self) -> Tensor:
-        """(n, ...), the noised latents."""
+    def x(self) -> Float[Tensor, "n ..."]:
+        """The noised latents."""
         return (1 - self.column) * self.x0 + self.column * self.eps
 
-    def error(self, v: Tensor) -> Tensor:
-        """(n,): mean squared error of a velocity against the true one, eps - x0."""
+    def error(self, v: Float[Tensor, "n *latent"]) -> Float[Tensor, " n"]:
+        """Mean squared error of a velocity against the true one, eps - x0."""
         return (v.float() - (self.eps - self.x0)).square().flatten(1).mean(1)
 
 
 @dataclass(frozen=True)
 class Scores:
-    """Rewards of B images: the weighted sum, and each reward alone, all (B,) float32."""
+    """Rewards of B images, float32: the weighted sum, and each reward alone."""
 
-    total: Tensor
-    by_name: dict[str, Tensor]
+    total: Float[Tensor, " B"]
+    by_name: dict[str, Float[Tensor, " B"]]
 
-    def take(self, rows: Tensor) -> "Scores":
+    def take(self, rows: Int[Tensor, " n"] | Bool[Tensor, " n"]) -> "Scores":
         return Scores(self.total[rows], {name: values[rows] for name, values in self.by_name.items()})
 
     @staticmethod
@@ -177,9 +180,9 @@ class Scores:
 class Evaluation:
     """Held-out prompts, drawn with fixed seeds and scored; B of them."""
 
-    values: dict[str, Tensor]  # (B,) by reward, `reward` their weighted sum
-    high_frequency_power: Tensor  # (B,), see flow_grpo/evaluation/image_metrics.py
-    diversity: Tensor  # (n,) of the first n prompts, which were drawn twice
+    values: dict[str, Float[Tensor, " B"]]  # by reward, `reward` their weighted sum
+    high_frequency_power: Float[Tensor, " B"]  # see flow_grpo/evaluation/image_metrics.py
+    diversity: Float[Tensor, " n"]  # of the first n prompts, which were drawn twice
     pictures: dict[int, Tensor]  # (3, H, W) in [0, 1] by the prompt's place: the first ones, the best and the worst
 
     def means(self) -> dict[str, float]:
@@ -192,20 +195,22 @@ class Experience:
 
     batch: PromptBatch
     trajectory: Trajectory
-    advantage: Tensor  # (B,), or (B, K) if each trained step has its own
-    rows: Tensor  # the rows of the batch that have a loss; for dpo better and worse image in turns
+    advantage: Float[Tensor, "B *K"]  # a column for each trained step if each has its own
+    rows: Int[Tensor, " n"]  # the rows of the batch that have a loss; for dpo better and worse image in turns
     rows_per_group: int  # how many each group would give, had all of them a loss
-    groups: Tensor  # the groups that the mean is over, of all processes: not those that were dropped, or that others replace
+    groups: Int[
+        Tensor, " P"
+    ]  # the groups that the mean is over, of all processes: not those that were dropped, or that others replace
     metrics: dict[str, float]
     scores: Scores | None = None  # given images have none
 
 
 @dataclass(frozen=True)
 class Loss:
-    """What to minimise, per row (B,), and detached numbers to report, (B,) each.
+    """What to minimise, per row, and detached numbers to report.
 
     Rows, not their mean: the trainer weighs them, so that the micro-batch size changes nothing.
     """
 
-    value: Tensor
-    metrics: dict[str, Tensor] = field(default_factory=dict)
+    value: Float[Tensor, " n"]
+    metrics: dict[str, Float[Tensor, " n"]] = field(default_factory=dict)

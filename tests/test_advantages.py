@@ -66,7 +66,7 @@ def test_order_of_rows_and_labels_of_groups_do_not_matter(method):
 
 def test_grpo_does_not_change_when_a_reward_is_scaled():
     torch.testing.assert_close(
-        group_advantages(REWARD, GROUP, eps=0), group_advantages(100 * REWARD + 5, GROUP, eps=0), rtol=1e-4, atol=1e-5
+        group_advantages(REWARD, GROUP, eps=0.0), group_advantages(100 * REWARD + 5, GROUP, eps=0.0), rtol=1e-4, atol=1e-5
     )
 
 
@@ -79,7 +79,7 @@ def test_rloo_is_dr_grpo_times_g_over_g_minus_1():
 def test_dr_grpo_over_the_std_of_the_group_is_grpo():
     small = REWARD / 100  # far from the clamp
     std = torch.tensor([STD_0] * 3 + [STD_1] * 3) / 100
-    torch.testing.assert_close(group_advantages(small, GROUP, "dr_grpo") / std, group_advantages(small, GROUP, eps=0))
+    torch.testing.assert_close(group_advantages(small, GROUP, "dr_grpo") / std, group_advantages(small, GROUP, eps=0.0))
 
 
 def test_gdpo_of_one_reward_is_grpo_normalised_over_the_batch():

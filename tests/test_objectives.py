@@ -222,8 +222,9 @@ def test_the_policy_gradient_of_a_toy_is_the_closed_form():
     x_next = theta.detach() + s * torch.randn(n, 1, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     reward = -((x_next[:, 0] - c) ** 2)
     centred = reward - reward.mean()
-    log_prob = sde.log_prob(x_next, theta.expand(n, 1), torch.tensor([[s]], dtype=torch.float64))
-    step = TrainedStep(log_prob, log_prob.detach(), theta, theta, torch.tensor([[s]]), torch.tensor(-1.0))
+    mean = theta.expand(n, 1)
+    log_prob = sde.log_prob(x_next, mean, torch.tensor([[s]], dtype=torch.float64))
+    step = TrainedStep(log_prob, log_prob.detach(), mean, mean, torch.tensor([[s]]), torch.tensor(-1.0))
     loss = objectives.grpo(step, centred, 0.2, 0.2).value.mean()
     (gradient,) = torch.autograd.grad(loss, theta)
     per_sample = centred * (x_next[:, 0] - theta.detach()) / s**2

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from inspect import signature
 
 import torch
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from flow_grpo import methods, objectives, sampling, sde
@@ -38,8 +39,8 @@ class ClipRange:
     def range_at(self, step: int) -> float:
         return self.state.get(step, math.inf)
 
-    def observe(self, step: int, deviation: Tensor) -> None:
-        """Takes note of |ratio - 1| (n,) in an update."""
+    def observe(self, step: int, deviation: Float[Tensor, " n"]) -> None:
+        """Records |ratio - 1| of an update's rows."""
         self._seen.setdefault(step, []).append(deviation)
 
     def update(self, processes: Processes) -> None:
@@ -87,8 +88,8 @@ class StepLoss:
 
     has_ratio = True  # its ratio is with the rollout's probabilities, so the same numbers must come out again
 
-    def losses(self, rows: Tensor, is_real: Tensor) -> Iterator[Loss]:
-        """One loss per trained step, its values those of `rows` (n,); only the rows marked in `is_real` (n,) are calibrated on."""
+    def losses(self, rows: Int[Tensor, " n"], is_real: Bool[Tensor, " n"]) -> Iterator[Loss]:
+        """One loss per trained step, its values those of `rows`; only the rows marked in `is_real` are calibrated on."""
         for k, i in enumerate(self.trajectory.steps):
             v, step = self._step(k, rows)
             loss = self._objective(i, step, self.advantage[rows, k])
@@ -100,7 +101,7 @@ class StepLoss:
                 loss = _with_kl(loss, self._kl(k, rows, v, step), self.objective.kl_weight)
             yield loss
 
-    def _step(self, k: int, rows: Tensor) -> tuple[Tensor, TrainedStep]:
+    def _step(self, k: int, rows: Int[Tensor, " n"]) -> tuple[Tensor, TrainedStep]:
         """Velocity and transition of the k-th trained step, as the policy is now."""
         t, i = self.trajectory, self.trajectory.steps[k]
         v, mean, std = sampling.replay(self.velocity, t, k, rows, self.sampling.transition, self.sampling.noise_level)
@@ -108,11 +109,11 @@ class StepLoss:
         delta = t.schedule.sigmas[i + 1] - t.schedule.sigmas[i]
         return v, TrainedStep(log_prob, t.log_prob_BK[rows, k], mean, t.mean[rows, k], std, delta)
 
-    def _objective(self, i: int, step: TrainedStep, advantage: Tensor) -> Loss:
+    def _objective(self, i: int, step: TrainedStep, advantage: Float[Tensor, " n"]) -> Loss:
         calibrated = {name: self.clip.range_at(i) for name in methods.CLIP if getattr(self.objective, name, None) == "auto"}
         return self.loss(step, advantage, **calibrated)
 
-    def _kl(self, k: int, rows: Tensor, v: Tensor, step: TrainedStep) -> Tensor:
+    def _kl(self, k: int, rows: Int[Tensor, " n"], v: Tensor, step: TrainedStep) -> Float[Tensor, " n"]:
         with torch.no_grad(), self.policy.reference():
             v_ref, reference = self._step(k, rows)
         if self.objective.kl == "velocity":
@@ -145,8 +146,8 @@ class ForwardProcessLoss:
         self.v_rollout = self._rollout_velocities(args.microbatch) if off_policy else None
         self.has_ratio = off_policy  # its ratio is with those
 
-    def losses(self, rows: Tensor, is_real: Tensor) -> Iterator[Loss]:
-        """One loss per noise level, its values those of `rows` (n,)."""
+    def losses(self, rows: Int[Tensor, " n"], is_real: Bool[Tensor, " n"]) -> Iterator[Loss]:
+        """One loss per noise level, its values those of `rows`."""
         for draw in range(self.count):
             image = self._image(draw, rows)
             loss = self.loss(image, self.advantage[rows])
@@ -155,7 +156,7 @@ class ForwardProcessLoss:
                 loss = _with_kl(loss, objectives.velocity_kl(image.v, image.v_ref), self.objective.kl_weight)
             yield loss
 
-    def _image(self, draw: int, rows: Tensor) -> NoisedImage:
+    def _image(self, draw: int, rows: Int[Tensor, " n"]) -> NoisedImage:
         eps, timestep, sigma = (t[rows] for t in self.draws[draw])
         noised = NoisedImage(self.x0[rows], eps, sigma, eps, eps)  # its velocities come now
 
@@ -201,7 +202,7 @@ class LossMetrics:
         self.weight = 0.0
         self.numbers: dict[str, float] = {}
 
-    def add(self, loss: Loss, weight: Tensor) -> None:
+    def add(self, loss: Loss, weight: Float[Tensor, " n"]) -> None:
         self.loss += (loss.value.detach() * weight).sum().item()
         self.weight += weight.sum().item()
         for name, values in loss.metrics.items():
@@ -243,12 +244,12 @@ def objective_function(args: FlowGRPOConfig) -> Callable[..., Loss]:
     takes = signature(function).parameters
     settings = {name: getattr(o, name) for name in takes if hasattr(o, name) and name != "advantage"}
 
-    def loss(rows: TrainedStep | NoisedImage, advantage: Tensor, **more: float) -> Loss:
+    def loss(rows: TrainedStep | NoisedImage, advantage: Float[Tensor, " n"], **more: float) -> Loss:
         given = {"advantage": advantage} if "advantage" in takes else {}
         return function(rows, **given, **{**settings, **more})
 
     return loss
 
 
-def _with_kl(loss: Loss, kl: Tensor, weight: float) -> Loss:
+def _with_kl(loss: Loss, kl: Float[Tensor, " n"], weight: float) -> Loss:
     return Loss(loss.value + weight * kl, {**loss.metrics, "kl": kl.detach()})

@@ -9,6 +9,8 @@ from support import small_policy as small
 
 from flow_grpo import sampling, sde
 from flow_grpo.config.objective import section_type
+from flow_grpo.policy.conditioning import Conditioning
+from flow_grpo.policy.policy import Policy
 from flow_grpo.training.custom import load_custom_function
 from flow_grpo.training.losses import ClipRange, ForwardProcessLoss, LossMetrics, StepLoss
 from flow_grpo.types import Experience, Loss, Schedule, Trajectory
@@ -232,13 +234,14 @@ def ended(final, schedule=None):
 
 
 def drawn(shape=(1,), prompts=2, images=1, step=0, seed=0, schedule=None, **objective):
-    """Terms of a policy that is not asked."""
+    """The loss of a policy that is never called."""
     batch = small.PromptSet(["a"] * prompts, [{}] * prompts).repeat(images)
     args = small.settings(sampling={"transition": "ode"}, objective={"name": "sft", **objective}, seed=seed)
     final = torch.zeros(len(batch.prompts), *shape)
     rows = torch.arange(len(final))
     found = Experience(batch, ended(final, schedule), torch.zeros(len(final)), rows, images, torch.arange(prompts), {})
-    return ForwardProcessLoss(None, args, found, None, step)
+    unused_policy, unused_conditioning = object.__new__(Policy), object.__new__(Conditioning)
+    return ForwardProcessLoss(unused_policy, args, found, unused_conditioning, step)
 
 
 def test_noise_levels_are_uniform_in_their_range_and_independent_of_the_noise():
@@ -423,9 +426,8 @@ def test_dpo_compares_pairs_with_the_base_model():
 def test_the_kl_of_images_is_the_distance_from_the_base_models_velocity(name):
     policy, _, _, terms, _ = finals(name, kl_weight=2.0)
     _, _, _, without, _ = finals(name)
-    pairs = zip(
-        terms.losses(torch.arange(8), torch.ones(8, dtype=torch.bool)), without.losses(torch.arange(8), ALL), strict=True
-    )
+    rows, is_real = torch.arange(8), torch.ones(8, dtype=torch.bool)
+    pairs = zip(terms.losses(rows, is_real), without.losses(rows, is_real), strict=True)
     for draw, (loss, plain) in enumerate(pairs):
         with torch.no_grad(), policy.reference():
             base = velocity(policy, terms, draw)
