@@ -76,6 +76,7 @@ DROPPED = {
 OTHER_NAMES = {"min": "max", "amin": "amax", "minimum": "maximum", "any": "all", "mean": "sum", "clamp_min": "clamp_max"}
 OTHER_NAMES |= {"floor": "ceil", "sin": "cos", "argmin": "argmax", "zeros_like": "ones_like", "zeros": "ones"}
 OTHER_NAMES |= {other: name for name, other in OTHER_NAMES.items()}
+TYPES = {"Callable", "Literal", "Bool", "Float", "Int", "Real"}  # also where an alias is assigned
 CHECKS = {"strict", "frozen"}  # arguments that only assert something
 COMMUTING = {"min", "max", "minimum", "maximum", "equal", "isclose"}
 UNSWAPPED = COMMUTING | {
@@ -340,7 +341,7 @@ def _mutated_children(node: ast.AST) -> list[ast.AST]:
     skipped: list[ast.AST | None] = []
     if isinstance(node, ast.Import | ast.ImportFrom | ast.Assert | ast.Raise | ast.JoinedStr):
         return []
-    if isinstance(node, ast.Subscript) and isinstance(node.value, ast.Name) and node.value.id in ("Callable", "Literal"):
+    if isinstance(node, ast.Subscript) and isinstance(node.value, ast.Name) and node.value.id in TYPES:
         return []
     if isinstance(node, ast.FunctionDef):
         skipped.append(node.returns)

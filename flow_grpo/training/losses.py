@@ -179,11 +179,10 @@ class ForwardProcessLoss:
         trajectory, batch = experience.trajectory, experience.batch
         eps = sampling.batch_noise(trajectory.final.shape[1:], batch, seed, "eps", step, draw, shared=True)
         low, high = self.objective.sigma_range
-        normal = sampling.batch_noise((1,), batch, seed, "sigma", step, draw, shared=True)[:, 0]
+        normal = sampling.batch_noise((), batch, seed, "sigma", step, draw, shared=True)
         u = low + (high - low) * torch.special.ndtr(normal)  # uniform in the range
         return eps, *trajectory.schedule.at((1 - u) * len(trajectory.schedule))
 
-    @torch.no_grad()
     def _rollout_velocities(self, microbatch: int) -> list[Tensor]:
         """The velocity (B, ...) of each term under the policy that drew the images."""
         chunks = torch.arange(len(self.x0)).split(microbatch)
@@ -203,7 +202,7 @@ class LossMetrics:
         self.numbers: dict[str, float] = {}
 
     def add(self, loss: Loss, weight: Float[Tensor, " n"]) -> None:
-        self.loss += (loss.value.detach() * weight).sum().item()
+        self.loss += (loss.value * weight).sum().item()
         self.weight += weight.sum().item()
         for name, values in loss.metrics.items():
             self.sums[name] = self.sums.get(name, 0.0) + (values * weight).sum().item()
