@@ -1,23 +1,36 @@
-"""Curves for the report, as paths of an SVG that stretches with the page while its lines keep their width.
+"""The curves of a report, as paths of an SVG that stretches with the page while its lines keep their width.
 
-Paths lie in a box of 1000 x 1000; ticks come as shares of the box with their labels, which the page sets as text beside it.
+Paths are in a box of 1000 x 1000. Ticks are shares of the box with their labels, which the page sets as text beside it.
 """
 
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from flow_grpo.text import number, six_digits
+from flow_grpo.run_folder.reader import RunReader
+from flow_grpo.text import number, short_name, six_digits
+
+SIGNALS = {
+    "kl": ("Distance from the base model", "KL of the trained model to the base"),
+    "frac_reward_zero_std": ("Groups with zero reward std", "share whose images all got one reward"),
+    "reward_std": ("Reward std within a group", "standard deviation of the rewards of a prompt's images"),
+    "ratio/max_deviation": ("Largest deviation of the ratio from 1", "of new over old probability"),
+    "clip_ratio": ("Clipped", "share of ratios outside the clip range"),
+    "grad_norm": ("Gradient norm", "before clipping"),
+    "monitor/sharpness": ("High-frequency power", "of the held-out images: blur lowers it, grain raises it"),
+    "monitor/diversity": ("Diversity", "how much two images of a prompt differ"),
+}
+OF_EVALUATIONS = ("monitor/sharpness", "monitor/diversity")
 
 Point = tuple[float, float]
 BOX = 1000.0
-MAX_POINTS = 300  # points of a line
-FLAT_TOLERANCE = 1e-3  # of its size, within which a line does not move
+MAX_POINTS = 300  # of a line
+FLAT_TOLERANCE = 1e-3  # relative change up to which a line counts as flat
 
 
 @dataclass(frozen=True)
 class Line:
-    """`kind`: `line`, `faint` behind another, or `dots`, linked. `run` is the number of the run, which has a colour."""
+    """`kind`: `line`, `soft`, `faint` (behind another one) or `dots` (connected). `run` is the run's number, which gives the colour."""
 
     label: str
     points: list[Point]
@@ -25,11 +38,83 @@ class Line:
     run: int = 0
 
 
+def run_charts(runs: list[RunReader], names: list[str]) -> tuple[list[dict], list[dict], list[str]]:
+    """The charts of reward and held-out scores, those of the training signals, and the name and value of each constant."""
+    marks: dict[str, list[tuple[int, int]]] = {}  # of warnings, by the metric that has dropped
+    for i, run in enumerate(runs):
+        for row in run.warnings:
+            marks.setdefault(row.get("fallen", ""), []).append((i, row["step"]))
+    scores, constant_scores = _score_charts(runs, names, marks)
+    signals, constant_signals = _signal_charts(runs, names, marks)
+    return scores, signals, constant_scores + constant_signals
+
+
+def _score_charts(
+    runs: list[RunReader], names: list[str], marks: dict[str, list[tuple[int, int]]]
+) -> tuple[list[dict], list[str]]:
+    labels = names if len(runs) > 1 else [""]
+    same_rewards = all(run.trained == runs[0].trained for run in runs)  # sums of other rewards have other scales
+    found = [draw(*_reward_lines(runs, labels))] if same_rewards else []
+    constant: list[str] = []
+    for name in dict.fromkeys(name for run in runs for name in run.metrics if name != "reward"):
+        trained = [i for i, run in enumerate(runs) if name in run.trained]
+        if same_rewards and trained and all(name == run.metrics[0] for run in runs if run.metrics):
+            continue  # it is the reward
+        lines = [
+            Line(labels[i] or "held out", series(run.held_out, f"eval/{name}"), "dots", i) for i, run in enumerate(runs)
+        ]
+        note = "trained on" if same_rewards else f"trained on by {' and '.join(names[i] for i in trained)}"
+        chart = draw(short_name(name), lines, note if trained else "not trained on", marks.get(name, ()))
+        found.append(chart)
+        if not chart and lines[0].points:
+            constant.append(f"{short_name(name)}: {number(lines[0].points[-1][1])}")
+    return [chart for chart in found if chart], constant
+
+
+def _signal_charts(
+    runs: list[RunReader], names: list[str], marks: dict[str, list[tuple[int, int]]]
+) -> tuple[list[dict], list[str]]:
+    found, constant = [], []
+    for key, (title, note) in SIGNALS.items():
+        evaluated = key in OF_EVALUATIONS
+        lines = []
+        for i, run in enumerate(runs):
+            points = series(run.held_out if evaluated else run.steps, key)
+            lines.append(Line(names[i] if len(runs) > 1 else title.lower(), points, "dots" if evaluated else "line", i))
+        dropped = [f"{title.lower()} of the {images}" for images in ("images", "pictures")]  # pictures: runs of 0.3
+        chart = draw(title, lines, note, [mark for name in dropped for mark in marks.get(name, ())])
+        values = {y for line in lines for _, y in line.points}
+        if chart:
+            found.append(chart)
+        elif len(values) == 1:
+            constant.append(f"{title[0].lower()}{title[1:]}: {values.pop():g}")
+    return found, constant
+
+
+def _reward_lines(runs: list[RunReader], labels: list[str]) -> tuple[str, list[Line], str]:
+    """Title, lines and note of the reward in training and held out. A single run has each step's reward too."""
+    lines = []
+    for i, run in enumerate(runs):
+        points = series(run.steps, "reward")
+        if len(runs) == 1:
+            lines.append(Line("", points, "faint", i))
+        lines.append(Line(f"{labels[i]} in training".strip(), smooth(points), "soft", i))
+        lines.append(Line(f"{labels[i]} held out".strip(), series(run.held_out, "eval/reward"), "dots", i))
+    return "Reward", lines, "line: in training; dots: held out"
+
+
+def series(rows: list[dict], key: str) -> list[Point]:
+    """A metric over the steps; `clip_ratio` is the sum of what is clipped below and above."""
+    parts = ("clip_ratio/low_mean", "clip_ratio/high_mean") if key == "clip_ratio" else (key,)
+    finite = [row for row in rows if all(math.isfinite(row.get(part, math.nan)) for part in parts)]
+    return [(float(row["step"]), float(sum(row[part] for part in parts))) for row in finite]
+
+
 def draw(title: str, lines: Iterable[Line], note: str = "", marks: Iterable[tuple[int, int]] = ()) -> dict | None:
-    """What the page needs of a chart, or None if there is nothing to see: fewer than two points, or a line that does not move.
+    """What the template needs for a chart; None with fewer than two points, or if all lines are flat.
 
     Args:
-        marks: pairs of run and step at which something is to be seen.
+        marks: pairs of run and step to mark.
     """
     lines = [line for line in lines if line.points]
     ys = [y for line in lines for _, y in line.points]
@@ -41,20 +126,20 @@ def draw(title: str, lines: Iterable[Line], note: str = "", marks: Iterable[tupl
     def place(x: float, y: float) -> str:
         return f"{BOX * (x - left) / (right - left):.1f} {BOX * (high - y) / (high - low):.1f}"
 
-    drawn = []
+    shapes = []
     for line in lines:
         points = downsample(line.points)
         shape = {"kind": line.kind, "run": line.run, "path": "M" + "L".join(place(x, y) for x, y in points)}
         if line.kind == "dots":
             shape["dots"] = "".join(f"M{place(x, y)}h0" for x, y in points)
-        drawn.append(shape)
-    read = [line for line in lines if line.kind != "faint"]
-    ends = [f"{line.label} from {number(line.points[0][1])} to {number(line.points[-1][1])}" for line in read]
+        shapes.append(shape)
+    readable = [line for line in lines if line.kind != "faint"]
+    ends = [f"{line.label} from {number(line.points[0][1])} to {number(line.points[-1][1])}" for line in readable]
     return {
         "title": title,
         "note": note,
         "label": f"{title}, steps {left:.0f} to {right:.0f}: {'; '.join(ends)}",
-        "lines": drawn,
+        "lines": shapes,
         "marks": [{"run": run, "x": _percent(step, left, right)} for run, step in marks],
         "x": [
             {"at": _percent(x, left, right), "text": text}
@@ -64,13 +149,13 @@ def draw(title: str, lines: Iterable[Line], note: str = "", marks: Iterable[tupl
         "last": right,
         "data": [
             {"label": line.label, "run": line.run, "points": [six_digits(p) for p in downsample(line.points)]}
-            for line in read
+            for line in readable
         ],
     }
 
 
 def ticks(low: float, high: float, count: int) -> list[tuple[float, str]]:
-    """About `count` round numbers from `low` to `high`, as numbers and as text of equally many decimals."""
+    """About `count` round numbers from `low` to `high`, each with its text; all texts have the same number of decimals."""
     rough = (high - low) / count
     power = 10.0 ** math.floor(math.log10(rough))
     step = next(m * power for m in (1, 2, 2.5, 5, 10) if m * power >= 0.999 * rough)
@@ -83,7 +168,7 @@ def ticks(low: float, high: float, count: int) -> list[tuple[float, str]]:
 
 
 def smooth(points: list[Point]) -> list[Point]:
-    """Each point the mean of those around it, about a twentieth of the line."""
+    """The moving average over about a twentieth of the line."""
     reach = len(points) // 40
     found = []
     for i, (x, _) in enumerate(points):
@@ -93,7 +178,7 @@ def smooth(points: list[Point]) -> list[Point]:
 
 
 def downsample(points: list[Point]) -> list[Point]:
-    """At most 300 points, each the mean of its neighbours; the first and the last stay."""
+    """At most MAX_POINTS points, each the mean of its neighbours. The first and the last point stay."""
     if len(points) <= MAX_POINTS:
         return points
     inner, count = points[1:-1], MAX_POINTS - 2

@@ -1,4 +1,4 @@
-"""What a run came to, in words and tables: the first sentence of the report, its evaluations, its cost, its settings."""
+"""The results of a run in words and tables: the headline of the report, evaluations, cost, settings."""
 
 import math
 import statistics
@@ -11,27 +11,25 @@ from flow_grpo.evaluation.hacking import DIVERSITY, HIGH_FREQUENCY_POWER, limits
 from flow_grpo.run_folder.reader import RunReader
 from flow_grpo.text import counted, duration, format_value, number, short_name
 
-ERRORS = 2.0  # standard errors from which on a change is called one
-LEAST = 0.06  # share of the time from which on a part of it is named
-TOLD = 0.1  # share of its best value from which on a fall of the images' own metrics is mentioned
-LOOKS = {"monitor/sharpness": HIGH_FREQUENCY_POWER, "monitor/diversity": DIVERSITY}
-PARTS = {"rollout": "drawing", "decode": "decoding", "reward": "scoring", "update": "updating"}
+MIN_ERRORS = 2.0  # standard errors of a change that counts as a rise or fall
+MIN_SHARE = 0.06  # of the time that a phase must take to be listed by itself
+MIN_DROP = 0.1  # share of its best value by which an image metric must fall to be mentioned
+IMAGE_METRICS = {"monitor/sharpness": HIGH_FREQUENCY_POWER, "monitor/diversity": DIVERSITY}
+PHASES = {"rollout": "sampling", "decode": "decoding", "reward": "scoring", "update": "updating"}
 
 
 def headline(run: RunReader) -> str:
-    """What was trained, and what came of it."""
+    """A sentence on what was trained, and with which result."""
     steps, wanted = max([row["step"] for row in run.steps], default=0), run.config.get("steps", 0)
     names = [short_name(name) for name in run.trained]
-    rewards = names[0] if len(names) == 1 else f"{', '.join(names[:-1])} and {names[-1]}" if names else "given pictures"
+    rewards = names[0] if len(names) == 1 else f"{', '.join(names[:-1])} and {names[-1]}" if names else "given images"
     done = counted(steps, "step") if steps >= wanted else f"{steps} of {counted(wanted, 'step')} so far"
     start = f"{short_name(run.config.get('model', 'A model'))} was trained on {rewards} for {done}"
     if len(run.held_out) < 2:
         return f"{start}{_in_training([row['reward'] for row in run.steps if 'reward' in row])}."
-    measure = run.metrics[0]
-    changed = change(run, measure)
-    what = (
-        "the sum of its rewards" if measure == "reward" else "it" if short_name(measure) == rewards else short_name(measure)
-    )
+    metric = run.metrics[0]
+    changed = change(run, metric)
+    what = "the sum of its rewards" if metric == "reward" else "it" if short_name(metric) == rewards else short_name(metric)
     count = len(run.evaluations[-1]["prompts"]) if run.evaluations else None
     on = f"on {counted(count, 'held-out prompt')}" if count else "on held-out prompts"
     if changed["verb"] == "held":
@@ -40,63 +38,63 @@ def headline(run: RunReader) -> str:
 
 
 def untrained_metrics(run: RunReader) -> list[dict[str, Any]]:
-    """How the measures that it was not trained on changed."""
+    """The changes of the rewards that the run was not trained on."""
     names = [name for name in run.metrics[1:] if name not in run.trained] if len(run.held_out) > 1 else []
     return [{"name": short_name(name), **change(run, name)} for name in names]
 
 
-def change(run: RunReader, measure: str) -> dict[str, Any]:
-    """First and last value of a held-out measure, the difference, its standard error, and a word for it."""
-    values = [row[f"eval/{measure}"] for row in run.held_out if f"eval/{measure}" in row]
+def change(run: RunReader, metric: str) -> dict[str, Any]:
+    """The first and last value of a held-out score, the difference, its standard error, and a verb for it."""
+    values = [row[f"eval/{metric}"] for row in run.held_out if f"eval/{metric}" in row]
     first, last = values[0], values[-1]
-    error = paired_error(run, measure)
-    least = ERRORS * error if error is not None else 0.01 * max(abs(first), abs(last))
+    error = paired_error(run, metric)
+    least = MIN_ERRORS * error if error is not None else 0.01 * max(abs(first), abs(last))
     verb = "rose" if last - first > least else "fell" if first - last > least else "held"
     return {"first": first, "last": last, "by": last - first, "error": error, "verb": verb}
 
 
-def paired_error(run: RunReader, measure: str) -> float | None:
-    """Standard error of the change from the first to the last evaluation, from the prompts' own changes."""
+def paired_error(run: RunReader, metric: str) -> float | None:
+    """The standard error of the change from the first to the last evaluation, from the changes of each prompt."""
     if len(run.evaluations) < 2:
         return None
-    first, last = (e["values"].get(measure, []) for e in (run.evaluations[0], run.evaluations[-1]))
+    first, last = (e["values"].get(metric, []) for e in (run.evaluations[0], run.evaluations[-1]))
     found = [b - a for a, b in zip(first, last, strict=False) if math.isfinite(b - a)]
     return statistics.stdev(found) / math.sqrt(len(found)) if len(found) > 1 else None
 
 
 def table(run: RunReader) -> dict[str, Any]:
-    """The evaluations: a row for each, a column for each measure, and the change in the last row."""
+    """The evaluations: a row for each, a column for each metric, and the change in the last row."""
     names = run.metrics
-    looks = [key for key in LOOKS if any(key in row for row in run.held_out)]
+    image_metrics = [key for key in IMAGE_METRICS if any(key in row for row in run.held_out)]
     rows = [
         {
             "step": row["step"],
             "best": row["step"] == run.best_step,
             "values": [number(row.get(f"eval/{name}", math.nan)) for name in names]
-            + [number(row.get(key), decimals=4) for key in looks],
+            + [number(row.get(key), decimals=4) for key in image_metrics],
         }
         for row in run.held_out
     ]
     changes = [change(run, name) for name in names] if len(rows) > 1 else []
     return {
         "columns": [{"name": short_name(name), "trained": name in run.trained or name == "reward"} for name in names]
-        + [{"name": LOOKS[key].removesuffix(" of the images"), "trained": False} for key in looks],
+        + [{"name": IMAGE_METRICS[key].removesuffix(" of the images"), "trained": False} for key in image_metrics],
         "rows": rows,
         "changes": [
             number(c["by"], sign=True) + (f" ± {number(c['error'])}" if c["error"] is not None else "") for c in changes
         ]
-        + [number(_gain(run.held_out, key), decimals=4, sign=True) for key in looks if changes],
+        + [number(_gain(run.held_out, key), decimals=4, sign=True) for key in image_metrics if changes],
     }
 
 
 def cost(run: RunReader) -> dict[str, Any]:
-    """Seconds, pictures, and where the time went."""
+    """Time, images, machine, and the share of each phase in the time."""
     training, images, evaluating = run.sum_of("time/step"), run.sum_of("images"), run.sum_of("time/evaluation")
-    parts = {label: run.sum_of(f"time/{key}") for key, label in PARTS.items()}
-    parts["evaluating"] = evaluating
+    phases = {label: run.sum_of(f"time/{key}") for key, label in PHASES.items()}
+    phases["evaluating"] = evaluating
     whole = training + evaluating
-    parts = {label: seconds for label, seconds in parts.items() if seconds >= LEAST * whole > 0}
-    parts["the rest"] = max(0.0, whole - sum(parts.values()))
+    phases = {label: seconds for label, seconds in phases.items() if seconds >= MIN_SHARE * whole > 0}
+    phases["the rest"] = max(0.0, whole - sum(phases.values()))
     facts = {
         "time": duration(training + evaluating),
         "steps": f"{len(run.steps):,}",
@@ -109,12 +107,12 @@ def cost(run: RunReader) -> dict[str, Any]:
         processes = f" x {machine['processes']}" if machine.get("processes", 1) > 1 else ""
         facts["machine"] = f"{machine.get('device')}{processes}, {machine.get('cores')} cores, {machine.get('dtype')}"
         facts["software"] = f"flow-grpo {machine.get('flow_grpo')}, torch {machine.get('torch')}"
-    shares = [{"name": name, "share": 100 * value / whole} for name, value in parts.items() if value > 0.001 * whole]
+    shares = [{"name": name, "share": 100 * value / whole} for name, value in phases.items() if value > 0.001 * whole]
     return {"facts": facts, "shares": shares, "images": images, "seconds": training}
 
 
 def comparison(runs: list[RunReader]) -> list[dict[str, Any]]:
-    """A row for each measure and cost, with what each run has of it."""
+    """A row for each metric and cost, with what each run has of it."""
     found = []
     for name in dict.fromkeys(name for run in runs for name in ["reward", *run.metrics]):
         cells = []
@@ -132,16 +130,19 @@ def comparison(runs: list[RunReader]) -> list[dict[str, Any]]:
 
 def settings(runs: list[RunReader]) -> list[dict[str, Any]]:
     """The settings in which a run differs from the default."""
-
     default = flatten(FlowGRPOConfig().model_dump(mode="json"))
-    usual = RewardConfig().model_dump(mode="json")  # of a reward that the default does not have, its weight says enough
-    own = [flatten(run.config) for run in runs]
+    reward = RewardConfig().model_dump(mode="json")  # a reward that is not in the default is shown by its weight alone
+    configs = [_current_config(run) for run in runs]
+    for config in configs:
+        own = type(config.objective)() if isinstance(config, FlowGRPOConfig) else None
+        default = {**flatten({"objective": own.model_dump(mode="json")} if own else {}), **default}
+    given = [flatten(one.model_dump(mode="json") if isinstance(one, FlowGRPOConfig) else one) for one in configs]
     found = []
-    for key in dict.fromkeys(key for settings in own for key in settings):
-        values = [settings.get(key) for settings in own]
+    for key in dict.fromkeys(key for settings in given for key in settings):
+        values = [settings.get(key) for settings in given]
         last = key.rpartition(".")[2]
         detail = "rewards." in key and last in ("options", "on_error")
-        standard = usual[last] if detail else default.get(key)
+        standard = reward[last] if detail else default.get(key)
         if any(value != standard for value in values if value is not None or (key in default and not detail)):
             differ = len({str(value) for value in values}) > 1
             cells = [format_value(value) for value in values]
@@ -149,30 +150,38 @@ def settings(runs: list[RunReader]) -> list[dict[str, Any]]:
     return found
 
 
+def _current_config(run: RunReader) -> FlowGRPOConfig | dict[str, Any]:
+    """A run's config as this version reads it, with the fields of this version; as it was written if it can't be read."""
+    try:
+        return FlowGRPOConfig(**run.config)
+    except (ValueError, TypeError):
+        return run.config
+
+
 def _gain(rows: list[dict], key: str) -> float:
     return rows[-1].get(key, math.nan) - rows[0].get(key, math.nan)
 
 
 def _in_training(rewards: list[float]) -> str:
-    """What the rewards of the training steps say: each step has prompts of its own, so single steps can't be compared."""
+    """The rewards of the first and last training steps. Each step has other prompts, so single steps can't be compared."""
     if len(rewards) < 2:
         return f": the mean reward in training was {number(rewards[0])}" if rewards else ""
     part = max(1, len(rewards) // 4)
     first, last = statistics.fmean(rewards[:part]), statistics.fmean(rewards[-part:])
     steps = f"{part} steps" if part > 1 else "step"
     return (
-        f": without held-out prompts, only the mean reward in training is known, on prompts that differ from step to step: {number(first)} "
-        f"in the first {steps}, {number(last)} in the last {steps}"
+        f": without held-out prompts, only the mean reward in training is known, on prompts that differ from step to step: "
+        f"{number(first)} in the first {steps}, {number(last)} in the last {steps}"
     )
 
 
-def monitored(run: RunReader) -> str:
-    """What the monitor has to say of a run that it did not warn of."""
+def monitor_status(run: RunReader) -> str:
+    """What the monitor watches, and drops of image metrics that were too small for a warning."""
     if len(run.held_out) < 2:
         return ""
-    said = [f"{limits()} It has not warned."]
-    for key, name in LOOKS.items():
+    sentences = [f"{limits()} It has not warned."]
+    for key, name in IMAGE_METRICS.items():
         values = [row[key] for row in run.held_out if key in row]
-        if len(values) > 1 and values[-1] < (1 - TOLD) * max(values):
-            said.append(f"The {name} fell by {1 - values[-1] / max(values):.0%}.")
-    return " ".join(said)
+        if len(values) > 1 and values[-1] < (1 - MIN_DROP) * max(values):
+            sentences.append(f"The {name} fell by {1 - values[-1] / max(values):.0%}.")
+    return " ".join(sentences)

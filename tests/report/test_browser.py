@@ -129,7 +129,7 @@ def test_groups_are_sorted_with_each_advantage_under_its_image(open_page, file):
     assert page.locator(".group").nth(0).locator("b").all_inner_texts() == ["+0.30", "+0.20", "−0.10", "−0.40"]
     alt = page.locator(".group img").first.get_attribute("alt")
     assert alt == "reward 0.900, advantage +0.30"
-    page.get_by_label("Sorted by").select_option("as drawn")
+    page.get_by_label("Sorted by").select_option("as sampled")
     assert values(page) == ["0.200", "0.900", "0.500", "0.800"]
     page.get_by_label("Sorted by").select_option("clip")
     assert values(page) == ["0.500", "0.200", "0.900", "0.800"]

@@ -213,7 +213,7 @@ def test_several_runs_share_the_curves_and_stand_side_by_side(tmp_path):
     assert report.run_names(stories) == ["a/run", "b/run"]
     found = page(tmp_path, one, other)
     assert "Two runs, side by side" in found.text
-    curves, signals, _ = report.charts(stories, ["a/run", "b/run"])
+    curves, signals, _ = charts.run_charts(stories, ["a/run", "b/run"])
     for chart in (*curves, *signals):
         assert {line["run"] for line in chart["lines"]} == {0, 1}, chart["title"]
     cells = {row["name"]: [cell["text"] for cell in row["cells"]] for row in summary.comparison(stories)}
@@ -249,7 +249,7 @@ def test_a_picture_that_is_none_or_too_large_is_left_out(tmp_path, monkeypatch):
     Image.new("RGB", (400, 400)).save(first)
     monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 50_000)
     second.write_bytes(b"RIFF no picture")
-    assert report.picture(first) is report.picture(second) is None
+    assert report.data_uri(first) is report.data_uri(second) is None
     assert "data:image/webp" in page(tmp_path, run).source
     prompts = [one["prompt"] for one in model_card.gallery(tmp_path, RunReader(run))]
     assert prompts == PROMPTS[:1], "the card shows those before it"

@@ -1,5 +1,5 @@
 "use strict";
-// Pictures and controls of the report. Everything that comes from a run is set as text, never as HTML.
+// Images and controls of the report. Text of a run is set as text, never as HTML.
 (() => {
   const { runs } = JSON.parse(document.getElementById("data").textContent);
   const find = (id) => document.getElementById(id);
@@ -108,17 +108,17 @@
     find("film-prompt").replaceChildren(...run.prompts.map((text, i) => make("option", { value: i, textContent: text })));
     find("scrub").max = run.frames.length - 1;
     const changes = run.prompts.map((_, i) => Math.round(1e4 * Math.abs(run.frames.at(-1).values[i] - run.frames[0].values[i])));
-    prompt = changes.indexOf(Math.max(...changes)); // there is most to see
+    prompt = changes.indexOf(Math.max(...changes)); // the largest change
     frame = run.frames.length - 1;
     showPrompt();
   }
 
   // -- groups --------------------------------------------------------------------------------------------------------
-  const AS_DRAWN = "as drawn";
+  const AS_SAMPLED = "as sampled";
 
   function sorted(items, key) {
     const value = (item) => (key === "reward" ? item.reward : item.rewards[key]);
-    return key === AS_DRAWN ? items : [...items].sort((a, b) => value(b) - value(a));
+    return key === AS_SAMPLED ? items : [...items].sort((a, b) => value(b) - value(a));
   }
 
   function one(item, widest) {
@@ -148,7 +148,7 @@
       return make("div", { className: "group" }, title, list);
     });
     find("group-list").replaceChildren(...shown);
-    find("group-status").textContent = key === AS_DRAWN ? "in the order they were drawn" : "the highest first";
+    find("group-status").textContent = key === AS_SAMPLED ? "in the order of sampling" : "highest first";
   }
 
   function showGroupChoices() {
@@ -158,14 +158,14 @@
     if (!there) return;
     find("group-step").replaceChildren(...run.groups.map((step, i) => make("option", { value: i, textContent: step.step })));
     const names = Object.keys(run.groups[0].groups[0]?.items[0]?.rewards ?? {});
-    const keys = ["reward", ...(names.length > 1 ? names : []), AS_DRAWN];
+    const keys = ["reward", ...(names.length > 1 ? names : []), AS_SAMPLED];
     find("group-sort").replaceChildren(...keys.map((key) => make("option", { value: key, textContent: key })));
     showGroups();
   }
   find("group-step").addEventListener("change", showGroups);
   find("group-sort").addEventListener("change", showGroups);
 
-  // -- curves: what the lines say where the pointer or the arrow keys are -----------------------------------------------
+  // -- curves: their values at the pointer or the arrow keys -----------------------------------------------
   for (const plot of document.querySelectorAll(".plot")) {
     const lines = JSON.parse(plot.dataset.points).filter((line) => line.points.length > 0);
     const steps = [...new Set(lines.flatMap((line) => line.points.map(([x]) => x)))].sort((a, b) => a - b);
