@@ -1,7 +1,7 @@
-"""What a run is shared as: its LoRA as diffusers loads it, or the whole model, with a model card; and the way to the hub.
+"""Exports a run: its LoRA as diffusers loads it, or the whole model, with a model card; and uploads it to the hub.
 
-A folder is written beside its place and moved there when it is complete. It holds a list of its own files, by which a later export
-of another choice knows what it may replace.
+The export is written to a temporary folder and moved when it is complete. It has a list of its own files, which tells a later export
+what it may replace.
 """
 
 import glob
@@ -21,6 +21,7 @@ from flow_grpo.policy import hub
 from flow_grpo.policy.weight_checks import check_file
 from flow_grpo.run_folder import layout
 from flow_grpo.run_folder.reader import RunReader
+from flow_grpo.text import first_line
 from flow_grpo.tracking.plots import plot_curves
 
 DTYPES = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
@@ -29,31 +30,31 @@ DTYPES = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
 def export(
     folder: Path, out: Path, best: bool = False, checkpoint: int | None = None, merge: bool = False, repo: str | None = None
 ) -> list[str]:
-    """Writes the export of the run in `folder` to `out`; returns what there is to say of it.
+    """Writes the export of the run in `folder` to `out`; returns messages for the user.
 
     Args:
-        best: the LoRA of the best evaluation, in place of the last one.
-        checkpoint: the LoRA of that step's checkpoint.
-        merge: the whole model, the LoRA added to its weights, in the dtype of the run.
-        repo: the hub's name for it, user/name, which the card then shows.
+        best: export the LoRA of the best evaluation instead of the last one.
+        checkpoint: export the LoRA of that step's checkpoint.
+        merge: export the whole model with the LoRA added to its weights, in the dtype of the run.
+        repo: the export's name on the hub, user/name, for the card.
 
     Raises:
-        ValueError: there is no such run or LoRA, the base model is not here, or `out` holds something else.
+        ValueError: there is no such run or LoRA, the base model is missing, or `out` holds other files.
     """
     run = RunReader(folder)
     source, step = select_weights(run, best, checkpoint)
-    former, replaced = _previous_files(out)
+    previous, replaced = _previous_files(out)
     args = FlowGRPOConfig.from_yaml(folder / layout.CONFIG)
     merge = merge or args.lora is None  # all weights were trained
     out.parent.mkdir(parents=True, exist_ok=True)
-    with TemporaryDirectory(prefix=".export_", dir=out.parent) as place:
-        made = Path(place)
-        notes = _weights(args, run, source, made, merge)
+    with TemporaryDirectory(prefix=".export_", dir=out.parent) as name:
+        made = Path(name)
+        notes = _write_weights(args, run, source, made, merge)
         (made / layout.CONFIG).write_text(run.source, encoding="utf-8")
         curve = plot_curves(folder)
         if curve is not None:
             shutil.copy(curve, made / layout.CURVES)
-        model_card.write(made, run.up_to_step(step), args, step, merge, repo or out.resolve().name)
+        model_card.write(made, run.up_to_step(step), args, step=step, merged=merge, source=repo or out.resolve().name)
         files = sorted(str(file.relative_to(made)) for file in made.rglob("*") if file.is_file())
         content = {
             "flow_grpo": __version__,
@@ -63,13 +64,13 @@ def export(
             "files": [*files, layout.EXPORT_MANIFEST],
         }
         (made / layout.EXPORT_MANIFEST).write_text(json.dumps(content, indent=1))
-        _replace(former, made, out)
+        _move(made, out, previous)
     what = "the whole model" if merge else "LoRA"
     return [*notes, *replaced, f"{what} of step {step}: {out}", f"model card: {out / model_card.CARD}"]
 
 
 def select_weights(run: RunReader, best: bool, checkpoint: int | None) -> tuple[Path, int]:
-    """Where the LoRA lies and the step it is of. ValueError if it is not there."""
+    """The folder of the LoRA or transformer to export, and its step. ValueError if it is missing."""
     folder = run.folder
     if best and checkpoint is not None:
         raise ValueError("--best and --checkpoint name two LoRAs: give one of them.")
@@ -90,12 +91,12 @@ def select_weights(run: RunReader, best: bool, checkpoint: int | None) -> tuple[
     return found, max([row["step"] for row in run.steps], default=0)
 
 
-def _weights(args: FlowGRPOConfig, run: RunReader, source: Path, folder: Path, merge: bool) -> list[str]:
-    """Writes the weights; the model is loaded where it takes more than a copy."""
+def _write_weights(args: FlowGRPOConfig, run: RunReader, source: Path, folder: Path, merge: bool) -> list[str]:
+    """Copies the weights, or loads the model and saves them if that is not enough; returns notes for the user."""
     if not merge and source.parent.name != layout.CHECKPOINTS:
         for file in (hub.WEIGHTS, hub.PEFT_WEIGHTS, "adapter_config.json"):
             if (source / file).is_file():
-                shutil.copyfile(source / file, folder / file)  # not its mode
+                shutil.copyfile(source / file, folder / file)  # without its permissions
         copied = [file for file in (hub.WEIGHTS, hub.PEFT_WEIGHTS) if (source / file).is_file()]
         if not copied:
             raise ValueError(f"{source} holds no LoRA: neither {hub.WEIGHTS} nor {hub.PEFT_WEIGHTS} is in it.")
@@ -117,15 +118,15 @@ def _weights(args: FlowGRPOConfig, run: RunReader, source: Path, folder: Path, m
     if args.memory.quantize is None:
         return []
     return [
-        f"trained on base weights in {args.memory.quantize}, merged into the unquantised ones: pictures may differ a little."
+        f"trained on base weights in {args.memory.quantize}, merged into the unquantised ones: images may differ a little."
     ]
 
 
-def _replace(former: list[Path], made: Path, out: Path) -> None:
-    """Moves what was made to its place, where the files of the former export go first, and folders that held nothing else."""
-    for old in former:
+def _move(made: Path, out: Path, previous: list[Path]) -> None:
+    """Moves the new files to `out`, after deleting the previous export's files and the folders that are empty then."""
+    for old in previous:
         old.unlink(missing_ok=True)
-    for folder in {old.parent for old in former} - {out}:
+    for folder in {old.parent for old in previous} - {out}:
         if folder.is_dir() and not any(folder.iterdir()):
             folder.rmdir()
     for file in [file for file in made.rglob("*") if file.is_file()]:
@@ -135,7 +136,7 @@ def _replace(former: list[Path], made: Path, out: Path) -> None:
 
 
 def _strip_local_paths(folder: Path) -> None:
-    """Takes out of a saved pipeline's configs where on this machine the base model lay, which concerns nobody else."""
+    """Removes the base model's path on this machine from a saved pipeline's configs."""
     for file in folder.rglob("*.json"):
         content = json.loads(file.read_text(encoding="utf-8"))
         if isinstance(content, dict) and content.pop("_name_or_path", None) is not None:
@@ -143,7 +144,7 @@ def _strip_local_paths(folder: Path) -> None:
 
 
 def _previous_files(out: Path) -> tuple[list[Path], list[str]]:
-    """The files of an earlier export there, and a sentence on it. ValueError if the folder holds anything that is no export."""
+    """The files of an earlier export in `out`, and a message about it. ValueError if `out` holds other files."""
     if not out.exists():
         return [], []
     if not out.is_dir():
@@ -160,7 +161,7 @@ def _previous_files(out: Path) -> tuple[list[Path], list[str]]:
 
 
 def check_push(repo: str) -> None:
-    """ValueError if the hub can't take it: no user/name, or no token."""
+    """ValueError if pushing can't work: the name is not user/name, or there is no token."""
     try:
         validate_repo_id(repo)
         if repo.count("/") != 1:
@@ -172,15 +173,16 @@ def check_push(repo: str) -> None:
 
 
 def push(folder: Path, repo: str, private: bool) -> str:
-    """Uploads an export by the hub's own client, making the repository if there is none; returns the address of its page.
+    """Uploads an export, creating the repository if needed; returns the address of its page.
 
-    ValueError if the hub refuses or can't be reached.
+    Raises:
+        ValueError: the hub refuses or can't be reached.
     """
     api, content = HfApi(), json.loads((folder / layout.EXPORT_MANIFEST).read_text())
     disable_progress_bars()
     try:
         made = api.create_repo(repo, private=private or None, exist_ok=True)
-        if private and not api.repo_info(made.repo_id).private:  # it was there before
+        if private and not api.repo_info(made.repo_id).private:  # it existed before
             raise ValueError("the repository is public: make it private on its page, or push to another one.")
         message = f"{content['run']}, step {content['step']}, by flow-grpo {content['flow_grpo']}"
         given = {
@@ -189,8 +191,7 @@ def push(folder: Path, repo: str, private: bool) -> str:
         }
         api.upload_folder(repo_id=made.repo_id, folder_path=folder, commit_message=message, **given)
     except (OSError, ValueError, httpx.HTTPError) as error:
-        said = next(iter(str(error).strip().splitlines()), type(error).__name__)
-        raise ValueError(f"the export lies in {folder}, but the hub did not take it as {repo}: {said}") from error
+        raise ValueError(f"the export is in {folder}, but the hub did not take it as {repo}: {first_line(error)}") from error
     return str(made)
 
 
@@ -207,12 +208,12 @@ def export_and_push(run: Path, repo: str, private: bool = False, best: bool = Fa
 
 
 def _files_to_delete(api: HfApi, repo: str, files: list[str]) -> list[str]:
-    """Patterns of what an export pushed earlier has left on the hub and this one does not replace, such as a merged model's weights."""
+    """Patterns of the files that an earlier export has pushed and this one does not replace, such as a merged model's weights."""
     if not api.file_exists(repo, layout.EXPORT_MANIFEST):
         return []
-    with TemporaryDirectory() as place:
-        former = Path(api.hf_hub_download(repo, layout.EXPORT_MANIFEST, local_dir=place)).read_text()
+    with TemporaryDirectory() as folder:
+        previous = Path(api.hf_hub_download(repo, layout.EXPORT_MANIFEST, local_dir=folder)).read_text()
     try:
-        return [glob.escape(name) for name in json.loads(former)["files"] if name not in files]
-    except (ValueError, KeyError, TypeError):  # somebody else's file of that name
+        return [glob.escape(name) for name in json.loads(previous)["files"] if name not in files]
+    except (ValueError, KeyError, TypeError):  # a file of that name which no export wrote
         return []

@@ -1,7 +1,7 @@
-"""The model card of an export: what was trained, how, what came of it, what to watch, how to load it, and under which licences.
+"""The model card of an export: results, reward hacking, usage, training and licences.
 
-Prompts, names and settings are untrusted text: the front matter goes through YAML, and in Markdown they stand in code, where nothing
-is markup, or with every mark escaped.
+Prompts, names and settings are untrusted text: YAML quotes them in the front matter, and in Markdown they are code, where no mark
+means anything, or have all marks escaped.
 """
 
 import re
@@ -27,9 +27,9 @@ from flow_grpo.text import code_block, escape_markdown, inline_code, link, markd
 
 TEMPLATES = Path(__file__).parent / "templates"
 CARD, PICTURES = "README.md", "pictures"
-MAX_PROMPTS = 8  # prompts with pictures
+MAX_PROMPTS = 8  # with images
 HUB = "https://huggingface.co"
-# Licences of the models that our presets name, as their pages state them: licence, and name and file of one of their own.
+# Licences of the models in our presets, as their pages state them: the licence, and for `other` its name and file.
 LICENCES: dict[str, tuple[str, ...]] = {
     "tiny": ("apache-2.0",),
     "stabilityai/stable-diffusion-3.5-medium": ("other", "stabilityai-ai-community", "LICENSE.md"),
@@ -43,58 +43,76 @@ LICENCES: dict[str, tuple[str, ...]] = {
 LICENCE_KEYS = ("license", "license_name", "license_link")
 
 
-def write(folder: Path, run: RunReader, args: FlowGRPOConfig, step: int, merged: bool, source: str) -> None:
-    """Writes README.md and the pictures it shows into an export whose weights lie there already.
+def write(folder: Path, run: RunReader, args: FlowGRPOConfig, *, step: int, merged: bool, source: str) -> None:
+    """Writes README.md and its images into an export that has its weights already.
 
     Args:
         run: the run up to the step of the weights.
-        source: what the code of the card loads: the hub's name of the export, or its folder.
+        source: what the card's code loads: the export's name on the hub, or its folder.
     """
-    shown = gallery(folder, run)
-    licence = base_licence(args.model)
-    trained, measured = run.trained, [name for name in run.metrics if name != "reward"]
-    ends = [run.held_out[0]["step"], run.held_out[-1]["step"]] if len(run.held_out) > 1 else []
-    prompts = run.evaluations[-1]["prompts"] if run.evaluations else []
-    content = {
+    images, licence, name = gallery(folder, run), base_licence(args.model), source.rpartition("/")[2]
+    context = {
         "code": inline_code,
         "escape": escape_markdown,
         "link": link,
         "code_block": code_block,
         "short": short_name,
-        "name": source.rpartition("/")[2],
-        "sentence": summary.headline(run),
-        "others": summary.untrained_metrics(run),
-        "merged": merged,
+        "name": name,
         "step": step,
-        "steps": args.steps,
-        "scores": scores_table(run, ends, len(prompts)) if ends else None,
-        "curves": layout.CURVES if (folder / layout.CURVES).is_file() else None,
-        "gallery": gallery_table(shown, ends) if shown else None,
-        "warnings": [(row["step"], row["warning"]) for row in run.warnings],
-        "watched": bool(ends) and len(prompts) >= hacking.MIN_PROMPTS,
-        "limits": hacking.limits(),
-        "gamed": {name: _sentence(name, "Gamed") for name in trained},
+        "merged": merged,
+        "args": args,
+        "stages": [stage for _, stage in args.resolved_stages()],
         "usage_code": usage_code(folder, args, run, merged, source),
-        "options": {name: reward.options for name, reward in {**args.evaluation.rewards, **args.rewards}.items()},
-        "base": args.model,
         "base_page": f"{HUB}/{args.model}" if _on_hub(args.model) else None,
         "licence": licence,
-        "reward_licences": {name: _sentence(name, "Weights", "No weights") for name in dict.fromkeys([*trained, *measured])},
-        "args": args,
-        "parts": [part for _, part in args.resolved_stages()],
-        "facts": summary.cost(run)["facts"],
         "config": run.source,
+        **_results(run, images),
+        **_about_rewards(run, args),
     }
-    data = front_matter(run, args, merged, licence, content["name"], shown)
+    if (folder / layout.CURVES).is_file():
+        context["curves"] = layout.CURVES
+    data = front_matter(run, args, merged=merged, licence=licence, name=name, images=images)
     environment = Environment(loader=FileSystemLoader(TEMPLATES), trim_blocks=True, lstrip_blocks=True)
-    text = environment.get_template("card.md.jinja").render(card_data=data.to_yaml(), **content)
+    text = environment.get_template("card.md.jinja").render(card_data=data.to_yaml(), **context)
     ModelCard(text).save(folder / CARD)
 
 
+def _results(run: RunReader, images: list[dict[str, Any]]) -> dict[str, Any]:
+    """What the card says of the evaluations."""
+    ends = [run.held_out[0]["step"], run.held_out[-1]["step"]] if len(run.held_out) > 1 else []
+    prompts = len(run.evaluations[-1]["prompts"]) if run.evaluations else 0
+    return {
+        "headline": summary.headline(run),
+        "untrained": summary.untrained_metrics(run),
+        "scores": scores_table(run, ends, prompts) if ends else None,
+        "gallery": gallery_table(images, ends) if images else None,
+        "warnings": [(row["step"], row["warning"]) for row in run.warnings],
+        "monitored": bool(ends) and prompts >= hacking.MIN_PROMPTS,
+        "limits": hacking.limits(),
+        "facts": summary.cost(run)["facts"],
+    }
+
+
+def _about_rewards(run: RunReader, args: FlowGRPOConfig) -> dict[str, Any]:
+    """What the rewards' docstrings say on how they are gamed, and on their licences."""
+    names = dict.fromkeys([*run.trained, *(name for name in run.metrics if name != "reward")])
+    return {
+        "gamed": {name: _sentence(name, "Gamed") for name in run.trained},
+        "reward_licences": {name: _sentence(name, "Weights", "No weights") for name in names},
+        "options": {name: reward.options for name, reward in {**args.evaluation.rewards, **args.rewards}.items()},
+    }
+
+
 def front_matter(
-    run: RunReader, args: FlowGRPOConfig, merged: bool, licence: dict[str, str], name: str, shown: list[dict[str, Any]]
+    run: RunReader,
+    args: FlowGRPOConfig,
+    *,
+    merged: bool,
+    licence: dict[str, str],
+    name: str,
+    images: list[dict[str, Any]],
 ) -> ModelCardData:
-    """What the hub reads of the card."""
+    """The card's metadata for the hub."""
     results = []
     if len(run.held_out) > 1 and args.evaluation.prompts is not None:
         data_set = Path(args.evaluation.prompts).stem
@@ -109,7 +127,7 @@ def front_matter(
         pipeline_tag="text-to-image",
         library_name="diffusers",
         tags=tags if merged else [*tags, "lora", "template:sd-lora"],
-        widget=[{"text": plain(one["prompt"]), "output": {"url": one["after"]}} for one in shown] or None,
+        widget=[{"text": plain(one["prompt"]), "output": {"url": one["after"]}} for one in images] or None,
         model_name=plain(name),
         eval_results=results or None,
         license=licence.get("license"),
@@ -119,16 +137,16 @@ def front_matter(
 
 
 def gallery(folder: Path, run: RunReader) -> list[dict[str, Any]]:
-    """The first held-out prompts before and after, their pictures written into `folder` as PNG; small ones are enlarged."""
+    """The first held-out prompts with scores before and after. Writes their images into `folder` as PNG, small ones enlarged."""
     if not run.evaluations:
         return []
-    ends, measure = (run.evaluations[0], run.evaluations[-1]), run.metrics[0]
+    ends, metric = (run.evaluations[0], run.evaluations[-1]), run.metrics[0]
     found = []
     for place, prompt in enumerate(ends[0]["prompts"][:MAX_PROMPTS]):
         files = [end["folder"] / layout.prompt_image(place) for end in ends]
         if not all(file.is_file() for file in files):
             break
-        values = [end["values"][measure][place] for end in ends]
+        values = [end["values"][metric][place] for end in ends]
         one: dict[str, Any] = {"prompt": prompt, "values": dict(zip(("before", "after"), values, strict=True))}
         try:
             pictures = [open_image(file) for file in files]
@@ -146,7 +164,7 @@ def gallery(folder: Path, run: RunReader) -> list[dict[str, Any]]:
 
 
 def base_licence(model: str) -> dict[str, str]:
-    """The base model's licence as a card states it: from its own card, where that is at hand, or as we know it; else empty."""
+    """The base model's licence for the front matter: from its own card if that is on this machine, or from LICENCES; else empty."""
     cached = try_to_load_from_cache(model, CARD) if _on_hub(model) else str(Path(model) / CARD)
     known = dict(zip(LICENCE_KEYS, LICENCES.get(model, ()), strict=False))
     if isinstance(cached, str) and Path(cached).is_file():
@@ -160,7 +178,7 @@ def base_licence(model: str) -> dict[str, str]:
 
 
 def _metadata(card: Path) -> dict[str, Any]:
-    """The front matter of somebody's card, whatever its names are; empty where it can't be read."""
+    """The front matter of a model card from anybody; empty if it can't be read."""
     try:
         return metadata_load(card) or {}
     except (OSError, ValueError, YAMLError, RecursionError):
@@ -168,7 +186,7 @@ def _metadata(card: Path) -> dict[str, Any]:
 
 
 def usage_code(folder: Path, args: FlowGRPOConfig, run: RunReader, merged: bool, source: str) -> str:
-    """Python that loads the export and draws a picture as the run's evaluations do."""
+    """Python that loads the export and generates an image as the run's evaluations do."""
     kind = hub.pipeline_class(args.model)
     differs = family(kind)
     call = {"num_inference_steps": args.evaluation.steps, **differs.call_kwargs}
@@ -179,7 +197,7 @@ def usage_code(folder: Path, args: FlowGRPOConfig, run: RunReader, merged: bool,
     base = f"resolve_model({args.model!r})" if args.model in hub.BUNDLED_MODELS else repr(args.model)
     lines = ["import torch", f"from diffusers import {kind}"]
     lines += (
-        ["from flow_grpo.policy.hub import locate  # where the embedded model lies"]
+        ["from flow_grpo.policy.hub import resolve_model  # finds the embedded model"]
         if args.model in hub.BUNDLED_MODELS and not merged
         else []
     )
@@ -194,7 +212,7 @@ def usage_code(folder: Path, args: FlowGRPOConfig, run: RunReader, merged: bool,
 
 
 def _loading(folder: Path, source: str) -> list[str]:
-    """How a LoRA of this format is loaded, with its scale."""
+    """Lines that load a LoRA of this format, with its scale."""
     if (folder / hub.PEFT_WEIGHTS).is_file():
         return [f"PeftModel.from_pretrained(pipe.transformer, {source!r})  # diffusers has no loader for this pipeline"]
     with safe_open(folder / hub.WEIGHTS, "np") as file:
@@ -212,28 +230,28 @@ def scores_table(run: RunReader, ends: list[int], prompts: int) -> str:
     for name in run.metrics:
         change = summary.change(run, name)
         error = "" if change["error"] is None else f" ± {number(change['error'])}"
-        told = "the sum of the rewards" if name == "reward" else inline_code(short_name(name))
+        title = "the sum of the rewards" if name == "reward" else inline_code(short_name(name))
         trained = "yes" if name in run.trained or name == "reward" else "no"
         numbers = (number(change["first"]), number(change["last"]), number(change["by"], sign=True) + error)
-        rows.append((told, trained, *numbers))
+        rows.append((title, trained, *numbers))
     heading = (f"{prompts or ''} held-out prompts".strip(), "trained on", f"step {ends[0]}", f"step {ends[1]}", "change")
     return markdown_table(heading, rows, left=2)
 
 
-def gallery_table(shown: list[dict[str, Any]], ends: list[int]) -> str:
+def gallery_table(images: list[dict[str, Any]], ends: list[int]) -> str:
     """The first held-out prompts with their images and scores before and after."""
     first, last = ends or (0, 0)
     rows = [
         (inline_code(one["prompt"]), *(f"![{when}]({one[when]}) {number(value)}" for when, value in one["values"].items()))
-        for one in shown
+        for one in images
     ]
     return markdown_table(("prompt", f"step {first}", f"step {last}"), rows)
 
 
 def _sentence(reward: str, *beginnings: str) -> str:
-    """The sentence of a reward's docstring that begins so; "" where there is none."""
-    said = " ".join(rewards.docstring(reward).split())
-    found = re.search(rf"(?:^|(?<=[.:;] ))(?:{'|'.join(beginnings)})\b.*?\.(?=\s+[A-Z]|$)", said)
+    """The sentence of a reward's docstring that begins with one of these words; "" if there is none."""
+    text = " ".join(rewards.docstring(reward).split())
+    found = re.search(rf"(?:^|(?<=[.:;] ))(?:{'|'.join(beginnings)})\b.*?\.(?=\s+[A-Z]|$)", text)
     return found.group() if found else ""
 
 

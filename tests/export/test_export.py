@@ -282,9 +282,7 @@ def test_the_card_says_what_the_monitor_said_and_what_is_not_known(tmp_path):
         assert "no reward that it was not trained on" not in page
         assert "0.595</td>" in page
         assert "0.695</td>" in page
-        assert "<code>redness</code>: a reward of the author's own; its licence is not known here." in page.replace(
-            "&#x27;", "'"
-        )
+        assert "<code>redness</code>: a custom reward. Its licence is not known here." in page.replace("&#x27;", "'")
         assert "this package's licence" in page.replace("&#x27;", "'"), "clip's"
     assert "see its page" in page
 
