@@ -225,7 +225,7 @@ def test_the_code_of_a_model_folder_is_not_run(found, words, entry):
     (folder / "model" / hub.INDEX).write_text(json.dumps(index))
     place = folder / "model" / ("" if component == "_class_name" else component) / f"{library}.py"
     shutil.copy(folder / "evil.py", place)
-    assert "the model model brings code of its own" in run(*words, cwd=folder, code=2)
+    assert "the model model contains Python code" in run(*words, cwd=folder, code=2)
     assert not found.marker.exists()
 
 
