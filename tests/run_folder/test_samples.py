@@ -107,7 +107,7 @@ def test_the_lora_of_the_best_evaluation_is_kept(tmp_path):
     here = SAMPLE_REWARDS
     settings = [
         f"rewards={{'{here}:brightness': -1}}",
-        f"evaluation={{prompts: prompts/signs_eval.txt, limit: 16, every: 2, steps: 3, rewards: ['{here}:scaled']}}",
+        f"evaluation={{prompts: prompts/signs_eval.txt, max_prompts: 16, every: 2, steps: 3, rewards: ['{here}:scaled']}}",
         "steps=8",
         "images_per_prompt=8",
         "optimizer.lr=8e-3",

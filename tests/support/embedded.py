@@ -35,7 +35,7 @@ def short_run(output: Path, *overrides: str) -> FlowGRPOConfig:
         "images_per_prompt=4",
         "microbatch=8",
         f"rewards={{{reward}: 1}}",
-        "evaluation={prompts: prompts/signs_eval.txt, limit: 2, every: 0, steps: 3}",
+        "evaluation={prompts: prompts/signs_eval.txt, max_prompts: 2, every: 0, steps: 3}",
         "sampling={steps: 4, transition: cps, noise_level: 0.8, window: {schedule: all}}",
         "objective={name: grpo, clip_low: 1.0e-3, clip_high: 1.0e-3}",
         "lora={rank: 4, alpha: 8, targets: [to_q, to_out.0]}",
