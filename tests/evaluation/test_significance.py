@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from flow_grpo.evaluation import significance
-from flow_grpo.evaluation.significance import estimate, holm, paired, unpaired
+from flow_grpo.evaluation.significance import estimate, holm, paired, paired_difference, unpaired
 
 
 def test_the_interval_of_a_share_is_the_binomials():
@@ -32,6 +32,24 @@ def test_pairs_see_what_prompts_hide():
     assert found.p < 0.001
     assert found.difference.low < 0.05 < found.difference.high
     assert unpaired(better, prompts).p > 0.5
+
+
+def test_the_error_of_a_paired_difference_is_the_interval_of_its_normal_approximation():
+    draw = np.random.default_rng(5)
+    base, values = draw.normal(size=400), draw.normal(0.2, size=400)
+    mean, error = paired_difference(values.tolist(), base.tolist())
+    found = paired(values, base)
+    assert mean == pytest.approx(found.difference.mean)
+    assert 1.96 * error == pytest.approx(found.difference.half, rel=0.05)
+    with_nan = paired_difference([*values, np.nan, 1.0], [*base, 0.0, np.inf])
+    assert with_nan == pytest.approx((mean, error)), "prompts without two finite values are left out"
+
+
+def test_few_prompts_have_no_error_to_trust():
+    mean, error = paired_difference([1.0] * 7, [0.0] * 7)
+    assert (mean, error) == (1.0, np.inf)
+    assert paired_difference([1.0] * 8, [0.0] * 8) == (1.0, 0.0)
+    assert paired_difference([], [])[0] == -np.inf
 
 
 def test_unpaired_groups_need_not_be_of_one_size():
