@@ -98,7 +98,7 @@ def test_plan_a_dry_run_and_the_look_at_a_reward_say_what_they_are_at(tmp_path, 
     reward_probe.measure("own", lambda: lambda images, prompts: images.mean((1, 2, 3)), pictures)
     brightness = f"{SAMPLE_REWARDS}:brightness"
     for what in (
-        "following the code of tiny",
+        "tracing the code of tiny",
         "measuring this machine",
         f"calling reward {brightness}",
         "loading reward own",

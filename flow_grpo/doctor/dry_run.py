@@ -12,9 +12,10 @@ from flow_grpo.data import prompt_overlap
 from flow_grpo.data.prompts import PromptSet, load_prompts
 from flow_grpo.doctor.rewards import HUMAN
 from flow_grpo.evaluation.group_dependence import COSTLY
-from flow_grpo.plan.estimate import StepEstimator, UntraceableModel
+from flow_grpo.plan.estimate import StepEstimator
 from flow_grpo.plan.fit import rates_of, slower_dtype
 from flow_grpo.plan.hardware import GB, Hardware
+from flow_grpo.plan.trace import UntraceableModel
 from flow_grpo.policy import hub
 from flow_grpo.policy.devices import usable_device
 from flow_grpo.policy.model_files import check_weights
@@ -120,7 +121,7 @@ def _model(args: FlowGRPOConfig, count: int, found: Findings, prompts: PromptSet
 
 def _is_cached(plan: StepEstimator) -> bool:
     try:
-        check_weights(plan.policy.pipe.name_or_path)
+        check_weights(plan.trace.policy.pipe.name_or_path)
     except ValueError:
         return False
     return True

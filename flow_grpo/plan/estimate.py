@@ -1,45 +1,34 @@
-"""Before a run: what it will need of memory and time, from the model's configs alone.
+"""Before a run: the memory and the time of a training step, from the model's config files alone."""
 
-The pipeline's own code is followed without numbers (see `flow_grpo.policy.meta_pipeline`), so the forecast knows any family, with its
-guidance, its checkpointing and its adapter.
-"""
-
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
 from flow_grpo.config import FlowGRPOConfig
-from flow_grpo.data.prompts import load_prompts
 from flow_grpo.distributed.processes import BUCKET_NUMEL
 from flow_grpo.plan import block_speed
-from flow_grpo.plan.counters import FlopCounter, LiveBytesCounter
 from flow_grpo.plan.hardware import GB, Rates, matmul_speed
-from flow_grpo.plan.weights_memory import LoadingMemory, weight_bytes
-from flow_grpo.policy import hub
+from flow_grpo.plan.trace import ModelTrace
+from flow_grpo.plan.weights_memory import LoadingMemory, text_encoder_bytes, weight_bytes
 from flow_grpo.policy.devices import DTYPES, default_dtype
-from flow_grpo.policy.memory import apply_memory_settings
-from flow_grpo.policy.meta_pipeline import BlockCall, MetaTextEncoder, load_meta_pipeline
-from flow_grpo.policy.policy import Policy
-from flow_grpo.policy.trainable import add_trainable_weights
 from flow_grpo.progress import phase
-from flow_grpo.text import first_line
 from flow_grpo.training.zero import STAGES
 
-CUDA_CONTEXT = 0.6 * GB  # of torch's own, before the first tensor
-# times what passes: a CPU's allocator keeps pieces of it, and its kernels pack copies of their own
+CUDA_CONTEXT = 0.6 * GB  # of torch itself, before the first tensor
+# by whether it is a GPU: a CPU's allocator keeps freed pieces, and its kernels pack copies
 ALLOCATOR_OVERHEAD = {True: 1.0, False: 1.3}
-BLOCK_OPERATIONS = {True: 2e13, False: 2e10}  # of a forward pass of a block whose speed is measured, on a GPU and on a CPU
+BLOCK_OPERATIONS = {True: 2e13, False: 2e10}  # of a block's forward pass whose speed is measured, on a GPU and on a CPU
 
 
 @dataclass(frozen=True)
 class StepEstimate:
-    """Of a training step on one device: bytes that stay, by part, and bytes that come and go, by what is done then.
+    """What a training step takes on one device.
 
     Attributes:
-        forward: floating point operations of all devices, of passes without a backward pass.
-        update: those of passes with one.
+        persistent: bytes that stay allocated, by part.
+        transient: bytes that are allocated for a while, by phase of the step.
+        forward: floating point operations of all devices, in passes without a backward pass.
+        update: those in passes with one.
     """
 
     microbatch: int
@@ -53,196 +42,137 @@ class StepEstimate:
         return self.forward + self.update
 
     def seconds(self, rates: Rates) -> float:
-        """Of a step, the rewards' left out, on one device of these rates."""
+        """Of a step without its rewards, on one device of these rates."""
         return self.forward / rates.forward + self.update / rates.update
 
     @property
     def peak(self) -> float:
+        """The most bytes allocated at once."""
         return sum(self.persistent.values()) + max(self.transient.values())
 
 
-class UntraceableModel(ValueError):
-    """A model whose code needs its numbers."""
-
-
 class StepEstimator:
-    """Forecasts for a config.
+    """Estimates what a training step of a config takes, for any micro-batch.
 
     Args:
-        cuda: for a GPU; else for a CPU, where rewards and libraries lie in the same memory.
-        count: devices, which share weights, gradients or moments where the config says so.
+        cuda: for a GPU; else for a CPU, where rewards and libraries take part of the same memory.
+        count: number of devices, which share weights, gradients or moments as the config says.
 
     Attributes:
-        image_size: height and width of what the model draws.
+        image_size: height and width of the model's images.
 
     Raises:
-        UntraceableModel: the model's code can't be followed without its numbers.
-        ValueError: the model can't be trained so, or its configs are damaged or can't be had.
+        UntraceableModel: the model's code cannot be traced without its weights.
+        ValueError: the model cannot be trained with these settings, or its configs are damaged or cannot be downloaded.
     """
 
     def __init__(self, args: FlowGRPOConfig, cuda: bool, count: int = 1) -> None:
-        self.args, self.cuda, shard = args, cuda, args.memory.shard if count > 1 else None
+        self.args, self.cuda = args, cuda
         self.dtype = dtype_of(args, cuda)
-        pipe = load_meta_pipeline(hub.resolve_model(args.model), self.dtype, cuda)
-        apply_memory_settings(
-            pipe, args.memory.model_copy(update={"attention": None})
-        )  # a kernel that only the GPU's machine has
-        self.loading = (
-            LoadingMemory.of(pipe, self.dtype, bool(args.memory.embedding_cache_dir))
-            if not cuda
-            else LoadingMemory(0.0, 0.0)
-        )
-        self.policy = Policy(pipe, self.dtype, **args.pipeline_call_kwargs())
-        with torch.device("meta"):
-            add_trainable_weights(self.policy, args)
-        whole = self.policy.is_full_finetuning
-        self.shares = {  # in which there lie, of what is meant by each
+        shard, is_full = args.memory.shard if count > 1 else None, args.lora is None
+        is_sharded = shard == "fsdp2" and is_full
+        self.num_shards = {
             "base": count if shard == "fsdp2" else 1,
-            "trained": count if shard == "fsdp2" and whole else 1,
-            "gradients": count if shard == "zero2" or (shard == "fsdp2" and whole) else 1,
-            "moments": count if shard in STAGES or (shard == "fsdp2" and whole) else 1,
+            "trained": count if is_sharded else 1,
+            "gradients": count if is_sharded or shard == "zero2" else 1,
+            "moments": count if is_sharded or shard in STAGES else 1,
         }
-        self.copied = shard in STAGES  # DeepSpeed moves a copy of each process's share of what is trained
-        self.sums = 2 if shard == "zero2" else 1  # it adds the newest gradients to the sum of those before
-        prompts = load_prompts(args.training_prompts).prompts
-        self.prompt = max(prompts, key=len)
-        try:
-            with phase(f"following the code of {args.model}"):
-                self.schedule, self.state_shape = self.policy.schedule(args.sampling.steps)
-                self.image_size = self._decoded(2)
-                two, four = (
-                    {name: ALLOCATOR_OVERHEAD[cuda] * v for name, v in self._passing(rows, LiveBytesCounter).items()}
-                    for rows in (2, 4)
-                )
-                self.operations = self._passing(2, FlopCounter)
-        except Exception as error:  # of the pipeline's own code
-            if self._follows_without_settings():
-                sentence = f"{type(pipe).__name__} can't be trained with these settings: {type(error).__name__}: {first_line(error)}"
-                raise ValueError(str(error) if isinstance(error, ValueError) else sentence) from error
-            raise UntraceableModel(
-                f"{type(pipe).__name__} can't be followed without its weights: {first_line(error)}"
-            ) from error
-        if self._references:
-            for one in (two, four):
-                one["update"] += one["rollout"]  # the reference is computed while the graph is there
-        self._slope = {name: (four[name] - two[name]) / 2 for name in two}
-        self._start = {name: two[name] - 2 * self._slope[name] for name in two}
+        self.uses_deepspeed = shard in STAGES
+        self.num_gradients = 2 if shard == "zero2" else 1  # it adds the newest gradients to the sum of the former ones
+        self.trace = ModelTrace(args, self.dtype, cuda, release_gradients=self.num_shards["gradients"] > 1)
+        self.image_size = self.trace.image_size
+        self.loading = LoadingMemory(0.0, 0.0)
+        if not cuda:
+            pipe, without_encoders = self.trace.policy.pipe, bool(args.memory.embedding_cache_dir)
+            self.loading = LoadingMemory.of(pipe, self.dtype, without_encoders)
+        two, four = (self._transient(rows) for rows in (2, 4))
+        self._per_row = {name: (four[name] - two[name]) / 2 for name in two}
+        self._fixed = {name: two[name] - 2 * self._per_row[name] for name in two}
 
     def estimate(self, microbatch: int, base: float = 0.0) -> StepEstimate:
-        """Of a step with that micro-batch, in which bytes are linear; `base` is what else lies in the memory."""
-        passing = {name: self._start[name] + microbatch * slope for name, slope in self._slope.items()}
+        """Of a step with that micro-batch, in which the bytes are linear; `base` is what else is in memory."""
+        transient = {name: self._fixed[name] + microbatch * slope for name, slope in self._per_row.items()}
         more = {"libraries and rewards": base} if base else {}
-        staying = {**self._staying(), **more}
-        passing["loading"] = max(0.0, base + self.loading.peak - sum(staying.values()))
-        return StepEstimate(microbatch, staying, passing, *self._operations())
+        persistent = {**self._persistent(), **more}
+        transient["loading"] = max(0.0, base + self.loading.peak - sum(persistent.values()))
+        forward, update = self._operations()
+        return StepEstimate(microbatch, persistent, transient, forward, update)
 
     def largest_microbatch(self, memory: float, base: float = 0.0) -> int:
-        """The largest micro-batch that fits, 0 if none does."""
-        left = memory - base - sum(self._staying().values())
+        """The largest micro-batch that fits into so many bytes; 0 if none does."""
+        left = memory - base - sum(self._persistent().values())
         if base + self.loading.peak > memory:
             return 0
-        return max(0, int(min((left - self._start[name]) / slope for name, slope in self._slope.items())))
-
-    def _passing(self, rows: int, counter: Callable[[], Any]) -> dict[str, float]:
-        """What a counter finds of so many rows: in a forward pass without gradients, in one with its backward pass, in decoding."""
-        return {
-            "rollout": self._velocity(rows, counter(), False),
-            "update": self._velocity(rows, counter(), True),
-            "decoding": self._decoding(rows, counter()),
-        }
-
-    def _velocity(self, rows: int, counter: Any, training: bool) -> float:
-        policy = self.policy
-        conditioning = policy.encode([self.prompt] * rows)
-        x, index = torch.zeros(rows, *self.state_shape), torch.arange(rows)
-        with policy.pipe.transformer.counting(counter, training, self.shares["gradients"] > 1):
-            policy.velocity(x, self.schedule.timesteps[0], conditioning, index)
-        return _count(counter)
-
-    def _decoding(self, rows: int, counter: Any) -> float:
-        with self.policy.pipe.vae.counting(counter, False):
-            self._decoded(rows)
-        return _count(counter)
-
-    def _decoded(self, rows: int) -> torch.Size:
-        return self.policy.decode(torch.zeros(rows, *self.state_shape), rows).shape[-2:]
-
-    def _follows_without_settings(self) -> bool:
-        """Whether the model's code can be followed as the pipeline calls it by itself: then its settings are to blame."""
-        try:
-            self.policy = Policy(self.policy.pipe, self.dtype)
-            self.schedule, self.state_shape = self.policy.schedule(2)
-            self._velocity(2, FlopCounter(), False)
-        except Exception:
-            return False
-        return True
+        return max(0, int(min((left - self._fixed[name]) / slope for name, slope in self._per_row.items())))
 
     def rates(self, microbatch: int, dtype: torch.dtype | None = None) -> Rates:
         """The speed of this machine at the model's own blocks, in the plan's dtype or another one.
 
-        Where they are not known or can't be measured, a share of that of a large matrix product.
+        If they are not known or cannot be measured, a fraction of that of a large matrix product.
         """
         device, dtype = torch.device("cuda" if self.cuda else "cpu"), dtype or self.dtype
         try:
-            blocks = self._blocks(2)
-            share = self.operations["rollout"] / 2 / sum(block.count for block in blocks)  # of a row in a block
-            rows = max(1, min(microbatch, int(BLOCK_OPERATIONS[self.cuda] / share)))
+            blocks = self.trace.blocks(2)
+            per_row = self.trace.operations["rollout"] / 2 / sum(block.count for block in blocks)
+            rows = max(1, min(microbatch, int(BLOCK_OPERATIONS[self.cuda] / per_row)))
             with phase("measuring this machine"):
-                return block_speed.measure_rates(self._blocks(rows), device, dtype, self.policy.pipe.transformer.cast)
-        except Exception:  # a block that can't be called alone, or none
+                meta = self.trace.policy.pipe.transformer.cast
+                return block_speed.measure_rates(self.trace.blocks(rows), device, dtype, meta)
+        except Exception:  # a block that cannot be called alone, or none
             return Rates.of_peak(matmul_speed(device, dtype))
 
-    def _blocks(self, rows: int) -> list[BlockCall]:
-        with self.policy.pipe.transformer.block_calls() as found:
-            self._velocity(rows, FlopCounter(), True)
+    def _transient(self, rows: int) -> dict[str, float]:
+        found = {name: ALLOCATOR_OVERHEAD[self.cuda] * size for name, size in self.trace.bytes[rows].items()}
+        if self._reference_passes:
+            found["update"] += found["rollout"]  # the reference is computed while the graph is in memory
         return found
 
-    def _staying(self) -> dict[str, float]:
-        args, memory, transformer = self.args, self.args.memory, self.policy.pipe.transformer
-        trained = 4 * sum(p.numel() for p in self.policy.trainable_parameters().values())
-        moments = 2 * (8 / 32 if args.optimizer.name == "adamw_8bit" else 1) + self.copied
+    def _persistent(self) -> dict[str, float]:
+        args, memory, pipe = self.args, self.args.memory, self.trace.policy.pipe
+        trained = 4 * sum(p.numel() for p in self.trace.policy.trainable_parameters().values())
+        moments = 2 * (8 / 32 if args.optimizer.name == "adamw_8bit" else 1)
+        if self.uses_deepspeed:
+            moments += 1  # it updates a copy of each process's shard of the weights
         copies = 1 + bool(args.ema_decay) + args.method.old_policy
-        whole, shares = self.policy.is_full_finetuning, self.shares
-        kept = whole and (not self.cuda or self._references)  # the base model's, which is else on the CPU
-        encoders = 0 if memory.offload_text_encoders or memory.embedding_cache_dir else self._encoders()
-        return {
-            "base weights": (trained * kept if whole else weight_bytes(transformer, memory.quantize)) / shares["base"],
-            "text encoders": encoders,
-            "VAE": weight_bytes(self.policy.pipe.vae, None),
-            **({"files in another dtype": self.loading.stays} if self.loading.stays else {}),
-            ("transformer" if whole else "adapter"): trained * (copies / shares["trained"] + moments / shares["moments"]),
-            **({"gradients": trained * self.sums / shares["gradients"]} if shares["gradients"] > 1 else {}),  # else passing
-            **({"messages": min(trained, 4 * BUCKET_NUMEL)} if self.copied else {}),
-            **({"CUDA": CUDA_CONTEXT} if self.cuda else {}),
+        is_full, shards = self.trace.policy.is_full_finetuning, self.num_shards
+        keeps_base = not self.cuda or self._reference_passes  # of full fine-tuning; else the base weights are on the CPU
+        base = trained * bool(keeps_base) if is_full else weight_bytes(pipe.transformer, memory.quantize)
+        without_encoders = memory.offload_text_encoders or memory.embedding_cache_dir
+        found = {
+            "base weights": base / shards["base"],
+            "text encoders": 0 if without_encoders else text_encoder_bytes(pipe),
+            "VAE": weight_bytes(pipe.vae, None),
+            "files in another dtype": self.loading.stays,
+            ("transformer" if is_full else "adapter"): trained * (copies / shards["trained"] + moments / shards["moments"]),
+            # gradients that are not sharded are counted as transient
+            "gradients": trained * self.num_gradients / shards["gradients"] if shards["gradients"] > 1 else 0,
+            "messages": min(trained, 4 * BUCKET_NUMEL) if self.uses_deepspeed else 0,
+            "CUDA": CUDA_CONTEXT if self.cuda else 0,
         }
-
-    def _encoders(self) -> float:
-        return sum(part.bytes for part in self.policy.pipe.components.values() if isinstance(part, MetaTextEncoder))
+        optional = ("files in another dtype", "gradients", "messages", "CUDA")
+        return {name: size for name, size in found.items() if size or name not in optional}
 
     @property
-    def _references(self) -> int:
-        """Forward passes without a gradient beside each one with it."""
+    def _reference_passes(self) -> int:
+        """Forward passes without gradients for each one with them."""
         method = self.args.method
         return bool(self.args.objective.kl_weight or method.reference) + method.old_policy
 
     def _operations(self) -> tuple[float, float]:
-        """Of a step in which every group has signal: in passes without a backward pass, and in those with one."""
-        args = self.args
-        s, o = args.sampling, args.objective
-        w, last = s.window, s.steps - 2 if s.window.last_step is None else s.window.last_step
-        steps = last - w.first_step + 1 if w.schedule == "all" else w.size
-        trained = steps if args.method.stepwise else o.num_noise_levels
-        drawn = 0 if args.dataset else (2 * s.steps - 1 if s.solver == "heun" else s.steps)
-        forward, both, decoding = (count / 2 for count in self.operations.values())  # of a row
+        """Of a step in which every group has reward variance: in passes without a backward pass, and in those with one."""
+        args, sampling = self.args, self.args.sampling
+        window = sampling.window
+        last = sampling.steps - 2 if window.last_step is None else window.last_step
+        steps = last - window.first_step + 1 if window.schedule == "all" else window.size
+        trained = steps if args.method.stepwise else args.objective.num_noise_levels
+        sampled = 0 if args.dataset else 2 * sampling.steps - 1 if sampling.solver == "heun" else sampling.steps
+        forward, both, decoding = (count / 2 for count in self.trace.operations.values())  # of one row
         images, passes = args.prompts_per_step * args.images_per_prompt, args.epochs * trained
-        return images * (drawn * forward + decoding + passes * self._references * forward), images * passes * both
-
-
-def _count(counter: Any) -> float:
-    return counter.peak if isinstance(counter, LiveBytesCounter) else counter.total
+        return images * (sampled * forward + decoding + passes * self._reference_passes * forward), images * passes * both
 
 
 def dtype_of(args: FlowGRPOConfig, cuda: bool) -> torch.dtype:
+    """The dtype that a config's model would have on a GPU or on this CPU."""
     if args.dtype != "auto":
         return DTYPES[args.dtype]
     return torch.bfloat16 if cuda else default_dtype("cpu")

@@ -12,21 +12,21 @@ from flow_grpo.policy.memory import peak_memory
 from flow_grpo.progress import phase
 from flow_grpo.training.rewards import build_rewards
 
-SCORED = 128  # images that the rewards get while their memory is measured
-SLOWER = 3.0  # times, from which on another dtype is worth a sentence
+MAX_SCORED = 128  # images that the rewards get while their memory is measured
+MAX_SLOWDOWN = 3.0  # of a dtype, before there is a warning
 
 
-def fit_batch_sizes(args: FlowGRPOConfig, largest: int, count: int) -> FlowGRPOConfig:
-    """The config with sizes of a step that divide, on so many processes: prompts rounded up, and the largest micro-batch that fits."""
-    share = args.updates * count
+def fit_batch_sizes(args: FlowGRPOConfig, largest: int, num_processes: int) -> FlowGRPOConfig:
+    """The config with sizes of a step that divide: prompts rounded up, and the largest micro-batch up to `largest`."""
+    share = args.updates * num_processes
     prompts = -(-args.prompts_per_step // share) * share
     pairs = args.method.rows_per_pair == 2
-    microbatch = Processes(0, count).local_microbatch(prompts, args.images_per_prompt, largest, args.updates, pairs)
+    microbatch = Processes(0, num_processes).local_microbatch(prompts, args.images_per_prompt, largest, args.updates, pairs)
     return args.model_copy(update={"prompts_per_step": prompts, "microbatch": microbatch})
 
 
 def rates_of(plan: StepEstimator, machine: Hardware, microbatch: int) -> dict[torch.dtype, Rates]:
-    """The machine's rates at a plan's dtype, and at float32 too if another one was asked for on a CPU."""
+    """The machine's rates in the plan's dtype, and in float32 too if the config asks for another one on a CPU."""
     if machine.peak_flops is not None:
         return {plan.dtype: Rates.of_peak(machine.peak_flops)}
     asked = plan.args.dtype != "auto" and not machine.cuda
@@ -35,10 +35,10 @@ def rates_of(plan: StepEstimator, machine: Hardware, microbatch: int) -> dict[to
 
 
 def slower_dtype(rates: dict[torch.dtype, Rates], dtype: torch.dtype) -> str:
-    """A sentence for a dtype that a CPU is much slower in than in another one; "" if it is not."""
+    """A warning if this CPU is much slower in a dtype than in another one; else ""."""
     best = max(rates, key=lambda one: rates[one].update)
     times = rates[best].update / rates[dtype].update
-    if times < SLOWER:
+    if times < MAX_SLOWDOWN:
         return ""
     names = {value: name for name, value in DTYPES.items()}
     wanted = f"auto, which is {names[best]} here" if default_dtype("cpu") == best else names[best]
@@ -46,15 +46,15 @@ def slower_dtype(rates: dict[torch.dtype, Rates], dtype: torch.dtype) -> str:
 
 
 def baseline_memory(args: FlowGRPOConfig) -> float:
-    """Bytes that libraries and rewards take on a CPU at their most, while a step's pictures are scored.
+    """Bytes that libraries and rewards take on a CPU at their peak, while the images of a step are scored.
 
-    What they give back is not there for the model: each allocator keeps what it once had.
+    What they free is not available to the model, as each allocator keeps its memory.
     """
     rewards, _ = build_rewards(args)
     images = args.prompts_per_step * args.images_per_prompt
-    prompts, rows = load_prompts(args.training_prompts), range(min(images, SCORED))
+    prompts, rows = load_prompts(args.training_prompts), range(min(images, MAX_SCORED))
     batch = prompts.take([row // args.images_per_prompt % len(prompts) for row in rows], 1)
-    pictures = torch.rand(len(batch.prompts), 3, args.height or 512, args.width or 512)
+    images_scored = torch.rand(len(batch.prompts), 3, args.height or 512, args.width or 512)
     with phase("measuring the memory of the rewards"):
-        rewards(pictures, batch.prompts, **batch.columns())
-    return peak_memory(torch.device("cpu")) + (images / len(pictures) - 1) * pictures.nbytes
+        rewards(images_scored, batch.prompts, **batch.columns())
+    return peak_memory(torch.device("cpu")) + (images / len(images_scored) - 1) * images_scored.nbytes

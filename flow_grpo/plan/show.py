@@ -17,7 +17,7 @@ PHASE_NAMES = {
 
 
 def print_plan(console: Console, args: FlowGRPOConfig, machine: Hardware, base: float = 0.0) -> bool:
-    """Says what the run will need on that machine; False if it does not fit."""
+    """Print what the run takes on a machine. Returns False if it does not fit."""
     plan = StepEstimator(args, machine.cuda, machine.count)
     largest = plan.largest_microbatch(machine.memory, base)
     here = f"{machine.count} x {machine.name}" if machine.count > 1 else machine.name

@@ -9,11 +9,11 @@ import torch
 from flow_grpo.policy.meta_pipeline import MetaModule, MetaTextEncoder
 from flow_grpo.policy.model_files import stored_bytes
 
-BITS = {"int8": 8.1, "int4": 4.5, "nf4": 4.5}  # of a weight, with its share of the scales
+BITS = {"int8": 8.1, "int4": 4.5, "nf4": 4.5}  # per weight, with the scales
 
 
 def weight_bytes(network: Any, quantize: str | None) -> float:
-    """Bytes of a network's weights, the adapter's left out; those of linear layers quantised."""
+    """Bytes of a network's weights without its LoRA; linear layers are quantised."""
     total = 0.0
     for name, parameter in [*network.named_parameters(), *network.named_buffers()]:
         if "lora_" not in name:
@@ -22,13 +22,18 @@ def weight_bytes(network: Any, quantize: str | None) -> float:
     return total
 
 
+def text_encoder_bytes(pipe: Any) -> float:
+    """Bytes of the text encoders of a meta pipeline."""
+    return sum(part.bytes for part in pipe.components.values() if isinstance(part, MetaTextEncoder))
+
+
 @dataclass(frozen=True)
 class LoadingMemory:
-    """What loading a model takes of a CPU's memory. A network's files are mapped, and numbers of another dtype are copied.
+    """What loading a model takes of a CPU's memory. A network's files are mapped; tensors of another dtype are copied.
 
     Attributes:
-        stays: bytes of mapped numbers that were copied and stay: others of their file are used as they are in it.
-        peak: bytes of all weights, and of what is there beside them while a network is loaded.
+        stays: bytes of mapped tensors that were copied and stay, as other tensors of their file are used where they are.
+        peak: bytes of all weights and of what else is in memory while a network is loaded.
     """
 
     stays: float

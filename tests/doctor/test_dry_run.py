@@ -13,7 +13,7 @@ from support.reward_servers import Stub
 from flow_grpo.config import FlowGRPOConfig
 from flow_grpo.doctor.dry_run import dry_run
 from flow_grpo.plan import block_speed
-from flow_grpo.plan.estimate import StepEstimator
+from flow_grpo.plan.trace import ModelTrace
 from flow_grpo.policy import loading
 from flow_grpo.policy.hub import BUNDLED_MODELS
 from flow_grpo.trainer import FlowGRPOTrainer
@@ -179,8 +179,8 @@ def test_a_dropped_reward_that_fails_is_a_warning(tmp_path):
 
 def test_a_model_that_draws_another_size_is_a_warning(tmp_path, monkeypatch):
     """Some pipelines round the size without a word."""
-    real = StepEstimator._decoded
-    monkeypatch.setattr(StepEstimator, "_decoded", lambda self, rows: torch.Size(s - 16 for s in real(self, rows)))
+    real = ModelTrace.decoded_size
+    monkeypatch.setattr(ModelTrace, "decoded_size", lambda self, rows: torch.Size(s - 16 for s in real(self, rows)))
     lines = dry_run(short_run(tmp_path, "height=32", "width=80", "evaluation.prompts=null"))
     assert "warning: the model draws 16 x 64 pixels, not 32 x 80: set height and width so." in lines
 

@@ -1,0 +1,116 @@
+"""A config's model, traced on the meta device: what its passes take in bytes and in floating point operations.
+
+The pipeline's own code runs without weights (see `flow_grpo.policy.meta_pipeline`), so any family can be traced, with its guidance,
+its gradient checkpointing and its LoRA.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from flow_grpo.config import FlowGRPOConfig
+from flow_grpo.data.prompts import load_prompts
+from flow_grpo.plan.counters import FlopCounter, LiveBytesCounter
+from flow_grpo.policy import hub
+from flow_grpo.policy.memory import apply_memory_settings
+from flow_grpo.policy.meta_pipeline import BlockCall, load_meta_pipeline
+from flow_grpo.policy.policy import Policy
+from flow_grpo.policy.trainable import add_trainable_weights
+from flow_grpo.progress import phase
+from flow_grpo.text import first_line
+
+PASSES = ("rollout", "update", "decoding")  # a forward pass without gradients, one with its backward pass, the VAE's
+
+
+class UntraceableModel(ValueError):
+    """A model whose code needs its weights."""
+
+
+class ModelTrace:
+    """The model of a config without its weights, traced with its longest prompt.
+
+    Args:
+        cuda: trace what CUDA's autocast does.
+        release_gradients: each gradient is given up as soon as it is computed, as where gradients are sharded.
+
+    Attributes:
+        policy: the policy on the meta device.
+        image_size: height and width of the model's images.
+        bytes: the most bytes alive at once in each of `PASSES`, with 2 and with 4 rows.
+        operations: floating point operations of each of `PASSES`, with 2 rows.
+
+    Raises:
+        UntraceableModel: the model's code cannot be traced without its weights.
+        ValueError: the model cannot be trained with these settings, or its configs are damaged or cannot be downloaded.
+    """
+
+    def __init__(self, args: FlowGRPOConfig, dtype: torch.dtype, cuda: bool, release_gradients: bool) -> None:
+        self.dtype, self.release_gradients = dtype, release_gradients
+        pipe = load_meta_pipeline(hub.resolve_model(args.model), dtype, cuda)
+        # an attention backend may need a kernel that only the run's machine has
+        apply_memory_settings(pipe, args.memory.model_copy(update={"attention_backend": None}))
+        self.policy = Policy(pipe, dtype, **args.pipeline_call_kwargs())
+        with torch.device("meta"):
+            add_trainable_weights(self.policy, args)
+        self.prompt = max(load_prompts(args.training_prompts).prompts, key=len)
+        try:
+            with phase(f"tracing the code of {args.model}"):
+                self.schedule, self.latent_shape = self.policy.schedule(args.sampling.steps)
+                self.image_size = self.decoded_size(2)
+                self.bytes = {rows: self._count(rows, LiveBytesCounter) for rows in (2, 4)}
+                self.operations = self._count(2, FlopCounter)
+        except Exception as error:  # of the pipeline's own code
+            name = type(pipe).__name__
+            if not self._works_without_settings():
+                raise UntraceableModel(f"{name} can't be traced without its weights: {first_line(error)}") from error
+            if isinstance(error, ValueError):
+                raise ValueError(str(error)) from error
+            raise ValueError(
+                f"{name} can't be trained with these settings: {type(error).__name__}: {first_line(error)}"
+            ) from error
+
+    def blocks(self, rows: int) -> list[BlockCall]:
+        """One call of a block of each kind that repeats. ValueError if diffusers does not say which blocks repeat."""
+        with self.policy.pipe.transformer.block_calls() as found:
+            self._count_velocity(rows, FlopCounter(), training=True)
+        return found
+
+    def decoded_size(self, rows: int) -> torch.Size:
+        """Height and width of decoded images."""
+        return self.policy.decode(torch.zeros(rows, *self.latent_shape), rows).shape[-2:]
+
+    def _count(self, rows: int, counter: Callable[[], Any]) -> dict[str, float]:
+        """What a kind of counter counts in each of `PASSES`."""
+        counts = (
+            self._count_velocity(rows, counter(), training=False),
+            self._count_velocity(rows, counter(), training=True),
+            self._count_decoding(rows, counter()),
+        )
+        return dict(zip(PASSES, counts, strict=True))
+
+    def _count_velocity(self, rows: int, counter: Any, training: bool) -> float:
+        conditioning = self.policy.encode([self.prompt] * rows)
+        x, index = torch.zeros(rows, *self.latent_shape), torch.arange(rows)
+        with self.policy.pipe.transformer.counting(counter, training, self.release_gradients):
+            self.policy.velocity(x, self.schedule.timesteps[0], conditioning, index)
+        return _counted(counter)
+
+    def _count_decoding(self, rows: int, counter: Any) -> float:
+        with self.policy.pipe.vae.counting(counter, False):
+            self.decoded_size(rows)
+        return _counted(counter)
+
+    def _works_without_settings(self) -> bool:
+        """Whether the code can be traced as the pipeline calls it by default: then the config's settings are to blame."""
+        try:
+            self.policy = Policy(self.policy.pipe, self.dtype)
+            self.schedule, self.latent_shape = self.policy.schedule(2)
+            self._count_velocity(2, FlopCounter(), training=False)
+        except Exception:
+            return False
+        return True
+
+
+def _counted(counter: LiveBytesCounter | FlopCounter) -> float:
+    return counter.peak if isinstance(counter, LiveBytesCounter) else counter.total
