@@ -148,7 +148,7 @@ BUGS = [
     ),
     (
         "a push deletes what somebody else has put beside the export",
-        "flow_grpo/export/export.py",
+        "flow_grpo/export/push.py",
         "[glob.escape(name) for name",
         "[name for name",
         "tests/export/test_export.py -k pushing",

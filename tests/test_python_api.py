@@ -84,7 +84,7 @@ def test_save_model_writes_what_the_run_leaves(tmp_path):
 
 
 def test_push_to_hub_needs_a_name_and_a_token(tmp_path, monkeypatch):
-    monkeypatch.setattr("flow_grpo.export.export.get_token", lambda: None)
+    monkeypatch.setattr("flow_grpo.export.push.get_token", lambda: None)
     trainer = FlowGRPOTrainer(args=short_run(tmp_path / "run"))
     with pytest.raises(ValueError, match="is no name for the hub"):
         trainer.push_to_hub("signs")

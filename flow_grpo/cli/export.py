@@ -31,15 +31,16 @@ def export(
     [bold]flow-grpo export runs/tiny_ocr --merge --out signs-model[/bold]
     [bold]flow-grpo export runs/tiny_ocr --best --out signs --push me/signs --private[/bold]
     """
-    from flow_grpo.export import export as exporting
+    from flow_grpo.export.export import export as export_run
+    from flow_grpo.export.push import check_push, push_export
     from flow_grpo.run_folder import layout
 
     if private and push is None:
         raise ValueError("--private is for a repository on the hub: give --push user/name as well.")
     if push is not None:
-        exporting.check_push(push)
+        check_push(push)
     folder = out or run / layout.EXPORT
-    for line in exporting.export(run, folder, best=best, checkpoint=checkpoint, merge=merge, repo=push):
+    for line in export_run(run, folder, best=best, checkpoint=checkpoint, merge=merge, repo=push):
         say(line)
     if push is not None:
-        say(f"pushed: {exporting.push(folder, push, private)}")
+        say(f"pushed: {push_export(folder, push, private)}")

@@ -6,6 +6,7 @@ from typing import Any
 
 from huggingface_hub import HfApi, try_to_load_from_cache
 
+from flow_grpo.run_folder import layout
 from rewards.downloads import HubUnreachable, downloads, hub_file
 
 BUNDLED_MODELS = {"tiny": Path(__file__).parent.parent / "tiny" / "pipeline"}
@@ -109,7 +110,7 @@ def resolve_lora(path: str | Path) -> tuple[str, str | None]:
         raise ValueError(f"there is no LoRA at {path}: give a folder with {WEIGHTS}, or that file.")
     if (folder / INDEX).is_file():
         raise ValueError(f"{folder} is a whole model, not a LoRA: give it as --model.")
-    for place in (folder, folder / "lora", folder / "transformer"):
+    for place in (folder, folder / layout.LORA, folder / layout.TRANSFORMER):
         if any(file.suffix in (".safetensors", ".bin") for file in place.glob("*")):
             return str(place), None
     raise ValueError(
