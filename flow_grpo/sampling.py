@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
+from jaxtyping import Float, Int
 from torch import Tensor
 
 from flow_grpo import sde
@@ -41,12 +42,14 @@ def _hashed(seed: int, *name: str | int) -> int:
     return int.from_bytes(hashlib.sha256(repr((seed, *name)).encode()).digest()[:8], "little")
 
 
-def noise(shape: Sequence[int], seed: int, *name: str | int) -> Tensor:
+def noise(shape: Sequence[int], seed: int, *name: str | int) -> Float[Tensor, "..."]:
     """Standard normal float32 noise of that shape that belongs to (seed, *name) alone."""
     return torch.randn(tuple(shape), generator=generator(seed, *name))
 
 
-def batch_noise(shape: Sequence[int], batch: PromptBatch, seed: int, *name: str | int, shared: bool = False) -> Tensor:
+def batch_noise(
+    shape: Sequence[int], batch: PromptBatch, seed: int, *name: str | int, shared: bool = False
+) -> Float[Tensor, "B ..."]:
     """Noise (B, *shape), a stream per image, or per prompt if `shared`: then all images of a group get the same."""
     if shared:
         groups, place = batch.group.unique(return_inverse=True)
@@ -86,7 +89,7 @@ def window(kind: str, steps: int, size: int, first: int, last: int, every: int, 
 def rollout(
     velocity: Velocity,
     schedule: Schedule,
-    start: Tensor,
+    start: Float[Tensor, "B ..."],
     *,
     microbatch: int,
     trained: Sequence[int] = (),
@@ -94,7 +97,7 @@ def rollout(
     noise_level: float = 0.0,
     step_noise: Callable[[int], Tensor] | None = None,
     log_prob: str = "gaussian",
-    group: Tensor | None = None,
+    group: Int[Tensor, " B"] | None = None,
     solver: Solver | None = None,
 ) -> Trajectory:
     """Sample B images from `start` (B, ...): `transition` at the trained steps, Euler's step of the ODE at the others.
@@ -110,8 +113,10 @@ def rollout(
     """
     noise_of = {i: step_noise(i) for i in trained} if step_noise else {}
 
-    def sample(x: Tensor, steps: range, rows: Tensor) -> tuple[Tensor, list[SampledStep]]:
-        """Take x (n, ...), states of `rows`, through `steps`. Returns the last state, and a record of each trained step."""
+    def sample(
+        x: Float[Tensor, "n ..."], steps: range, rows: Int[Tensor, " n"]
+    ) -> tuple[Float[Tensor, "n ..."], list[SampledStep]]:
+        """Take x, the states of `rows`, through `steps`. Returns the last state, and a record of each trained step."""
         records = []
         for i in steps:
             v = velocity(x, i, rows)
@@ -140,9 +145,9 @@ def rollout(
 
 
 def replay(
-    velocity: Velocity, trajectory: Trajectory, k: int, rows: Tensor, transition: str, noise_level: float
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Repeat the k-th trained step with the velocity as it is now. Returns v (n, ...), mean (n, ...) and std (n, 1, ...)."""
+    velocity: Velocity, trajectory: Trajectory, k: int, rows: Int[Tensor, " n"], transition: str, noise_level: float
+) -> tuple[Float[Tensor, "n *state"], Float[Tensor, "n *state"], sde.Std]:
+    """Repeat the k-th trained step with the velocity as it is now. Returns the velocity, the mean and the std."""
     i = trajectory.steps[k]
     x = trajectory.x[rows, k]
     v = velocity(x, i, rows)
@@ -151,15 +156,22 @@ def replay(
 
 
 def _transition(
-    name: str, schedule: Schedule, i: int, x: Tensor, v: Tensor, noise_level: float = 0.0
-) -> tuple[Tensor, Tensor]:
-    """Mean and std of step i of the schedule from x (n, ...) with velocity v (n, ...)."""
+    name: str,
+    schedule: Schedule,
+    i: int,
+    x: Float[Tensor, "n *state"],
+    v: Float[Tensor, "n *state"],
+    noise_level: float = 0.0,
+) -> tuple[Float[Tensor, "n *state"], sde.Std]:
+    """Mean and std of step i of the schedule."""
     sigma, sigma_next = schedule.sigmas[i], schedule.sigmas[i + 1]
     return sde.transition(name, x, v, sigma, sigma_next, noise_level=noise_level, sigma_max=schedule.sigma_max)
 
 
-def _solve(velocity: Velocity, x: Tensor, rows: Tensor, solver: Solver) -> Tensor:
-    """Take x (n, ...), states of `rows`, from noise to image by the solver."""
+def _solve(
+    velocity: Velocity, x: Float[Tensor, "n *state"], rows: Int[Tensor, " n"], solver: Solver
+) -> Float[Tensor, "n *state"]:
+    """Take x, the states of `rows`, from noise to image by the solver."""
     advance = solver.start()
     for i in solver.calls:
         x = advance(x, velocity(x, i, rows))
