@@ -15,6 +15,7 @@ from flow_grpo.data.prompts import PromptSampler, PromptSet
 from flow_grpo.doctor.model import PIXEL_TOLERANCE
 from flow_grpo.doctor.result import ERROR, OK, WARNING, CheckResult
 from flow_grpo.doctor.rewards import HUMAN
+from flow_grpo.evaluation.group_dependence import RewardInputs
 from flow_grpo.methods import takes_each_reward
 from flow_grpo.training.image_sampler import ImageSampler
 from flow_grpo.training.rollouts import RolloutSource
@@ -35,6 +36,10 @@ class SampledGroups:
     trajectory: Trajectory
     images: Tensor
     seconds: float
+
+    @property
+    def reward_inputs(self) -> RewardInputs:
+        return RewardInputs(self.images, self.batch.prompts, self.batch.columns())
 
 
 def sample_groups(source: RolloutSource, step: int, prompts: PromptSet) -> SampledGroups:

@@ -17,6 +17,7 @@ from flow_grpo.plan.hardware import matmul_speed
 from flow_grpo.policy.devices import DTYPES
 from flow_grpo.policy.memory import peak_memory
 from flow_grpo.policy.policy import Policy
+from flow_grpo.run_folder.opening import is_begun
 from flow_grpo.text import counted
 
 PACKAGES = ("torch", "diffusers", "transformers", "peft", "accelerate")
@@ -81,6 +82,10 @@ def check_disk(policy: Policy, keep: int, folder: Path) -> CheckResult:
     copies = 3 + bool(policy.ema.average) + ("old" in policy.lora.adapters)  # with Adam's two moments
     existing = next(place for place in (folder, *folder.resolve().parents) if place.is_dir())
     return disk(adapter * (copies * (keep + 1) + 2), shutil.disk_usage(existing).free)
+
+
+def check_run_folder(folder: Path) -> CheckResult:
+    return run_folder(str(folder), is_begun(folder))
 
 
 # -- judging ----------------------------------------------------------------------------------------------------------

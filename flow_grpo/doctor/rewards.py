@@ -22,6 +22,16 @@ class RewardChecks:
     calls: dict[str, RewardCall]
     results: list[CheckResult]
 
+    @property
+    def seconds(self) -> float:
+        """Of all rewards, for each image."""
+        return sum(call.seconds for call in self.calls.values())
+
+    def can_score(self, rewards: WeightedSum) -> bool:
+        """Whether these rewards of a rollout would not stop the run."""
+        called = [name for name in rewards.rewards if name != HUMAN]
+        return all(name in self.calls and (self.calls[name].finite or name in rewards.drop_on_error) for name in called)
+
 
 def check_rewards(
     rewards: WeightedSum, in_rollouts: Collection[str], inputs: RewardInputs, group_size: int, sampling_seconds: float
@@ -60,12 +70,6 @@ def check_rewards(
                 results += check_monitored(name, call, drops)
             results.append(latency(name, call.seconds, call.seconds / rollout if name in in_rollouts else None))
     return RewardChecks(calls, results)
-
-
-def can_score(rewards: WeightedSum, calls: dict[str, RewardCall]) -> bool:
-    """Whether these rewards of a rollout would not stop the run."""
-    called = [name for name in rewards.rewards if name != HUMAN]
-    return all(name in calls and (calls[name].finite or name in rewards.drop_on_error) for name in called)
 
 
 def replace_human_reward(rewards: WeightedSum) -> None:

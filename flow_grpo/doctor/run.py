@@ -10,10 +10,7 @@ import torch
 from flow_grpo.config import FlowGRPOConfig
 from flow_grpo.doctor import groups, prompts, resources, rewards, update
 from flow_grpo.doctor.result import CheckResult, CheckSection, failed
-from flow_grpo.doctor.reward_probe import RewardCall
 from flow_grpo.evaluation.evaluator import NUM_DIVERSITY_PROMPTS
-from flow_grpo.evaluation.group_dependence import RewardInputs
-from flow_grpo.run_folder.opening import is_begun
 from flow_grpo.trainer import FlowGRPOTrainer
 from flow_grpo.training.rollouts import RolloutSource
 
@@ -31,13 +28,13 @@ class RunChecks:
     """The checks of one run.
 
     Attributes:
-        calls: of the rewards, which are the same in all stages. None before the first stage with rollouts.
+        reward_checks: of the rewards, which are the same in all stages. None before the first stage with rollouts.
         step_metrics: of one training step of each stage so far.
     """
 
     def __init__(self, trainer: FlowGRPOTrainer) -> None:
         self.trainer = trainer
-        self.calls: dict[str, RewardCall] | None = None
+        self.reward_checks: rewards.RewardChecks | None = None
         self.step_metrics: list[dict[str, float]] = []
 
     def sections(self) -> Iterator[CheckSection]:
@@ -65,19 +62,18 @@ class RunChecks:
         except (ValueError, torch.OutOfMemoryError) as error:
             yield f"groups{of_stage}", [failed("a rollout", error)]
             return
-        if self.calls is None or rewards.can_score(trainer.rewards, self.calls):
+        if self.reward_checks is None or self.reward_checks.can_score(trainer.rewards):
             yield f"update{of_stage}", self.check_update()
 
     def _rollout(self, source: RolloutSource, of_stage: str) -> Iterator[CheckSection]:
         trainer, values = self.trainer, None
         sampled = groups.sample_groups(source, trainer.step, trainer.train_set)
-        if self.calls is None:
-            checks = self.check_rewards(sampled)
-            self.calls = checks.calls
-            yield "rewards", checks.results
-            if not rewards.can_score(trainer.rewards, self.calls):
+        if self.reward_checks is None:
+            self.reward_checks = self.check_rewards(sampled)
+            yield "rewards", self.reward_checks.results
+            if not self.reward_checks.can_score(trainer.rewards):
                 return
-            values = {name: call.values for name, call in self.calls.items()}
+            values = {name: call.values for name, call in self.reward_checks.calls.items()}
         yield f"groups{of_stage}", groups.check_groups(source, sampled, values)
 
     def check_prompts(self) -> list[CheckResult]:
@@ -96,7 +92,7 @@ class RunChecks:
         return rewards.check_rewards(
             rewards=trainer.eval_rewards,
             in_rollouts=trainer.rewards.rewards,
-            inputs=RewardInputs(sampled.images, sampled.batch.prompts, sampled.batch.columns()),
+            inputs=sampled.reward_inputs,
             group_size=trainer.stage.args.images_per_prompt,
             sampling_seconds=sampled.seconds,
         )
@@ -128,7 +124,7 @@ class RunChecks:
             resources.run_time(stages, self.step_metrics, self._evaluation_seconds()),
             resources.check_memory(policy.device, estimates),
             resources.check_disk(policy, args.keep_checkpoints, trainer.folder),
-            resources.run_folder(args.output_dir, is_begun(trainer.folder)),
+            resources.check_run_folder(trainer.folder),
         ]
 
     def _evaluation_seconds(self) -> float:
@@ -139,4 +135,4 @@ class RunChecks:
         some = trainer.eval_set.prompts[: trainer.stage.args.microbatch]
         sampling = resources.sampling_seconds(trainer.policy, some, trainer.args.evaluation.steps)
         images = len(trainer.eval_set) + min(NUM_DIVERSITY_PROMPTS, len(trainer.eval_set))
-        return images * (sampling + sum(call.seconds for call in (self.calls or {}).values()))
+        return images * (sampling + (self.reward_checks.seconds if self.reward_checks else 0.0))

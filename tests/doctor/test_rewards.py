@@ -80,7 +80,7 @@ def test_a_person_is_not_asked(trainer):
     found = checks.check_rewards(sampled)
     (row,) = found.results
     assert (found.calls, row.name, row.value) == ({}, "human: values", "not called")
-    assert reward_checks.can_score(built.rewards, found.calls)
+    assert found.can_score(built.rewards)
     assert list(statuses(groups.check_groups(built.stage.source, sampled))) == ["batch invariance"]
     checks.check_update()
     assert len(checks.step_metrics) == 1

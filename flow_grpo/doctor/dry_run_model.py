@@ -1,0 +1,72 @@
+"""The dry run's checks of the model: its files, its image size, and what a training step costs."""
+
+from pathlib import Path
+
+import torch
+
+from flow_grpo.config import FlowGRPOConfig
+from flow_grpo.doctor.result import DryRunReport
+from flow_grpo.plan.estimate import StepEstimator
+from flow_grpo.plan.fit import rates_of, slower_dtype
+from flow_grpo.plan.hardware import GB, Hardware
+from flow_grpo.plan.trace import UntraceableModel
+from flow_grpo.policy import hub
+from flow_grpo.policy.devices import usable_device
+from flow_grpo.policy.model_files import check_weights
+from rewards.downloads import is_missing_download
+
+
+def check_model(args: FlowGRPOConfig, count: int, report: DryRunReport, estimate: bool) -> tuple[int, int] | None:
+    """Checks the model's files and, if `estimate`, what a step costs; then returns its images' height and width.
+
+    None for a model whose code can't be traced, or whose configs are not downloaded.
+    """
+    try:
+        source = hub.resolve_model(args.model)
+        if Path(source).is_dir():
+            check_weights(source)
+            report.checked.append("the model's files")
+        if not estimate:
+            return None
+        estimator = StepEstimator(args, torch.device(usable_device(args.device)).type == "cuda", count)
+    except UntraceableModel as error:
+        report.notes.append(f"the cost of a step is unknown: {error}")
+        return None
+    except ValueError as error:
+        if not is_missing_download(error):
+            raise
+        report.missing.append(f"the model {args.model}")
+        return None
+    if not Path(source).is_dir() and not _is_cached(estimator):
+        report.missing.append(f"the weights of {args.model}")
+    report.notes += _cost(estimator, args, Hardware.of_this_machine(usable_device(args.device), count=count))
+    return estimator.image_size[0], estimator.image_size[1]
+
+
+def _is_cached(estimator: StepEstimator) -> bool:
+    try:
+        check_weights(estimator.trace.policy.pipe.name_or_path)
+    except ValueError:
+        return False
+    return True
+
+
+def _cost(estimator: StepEstimator, args: FlowGRPOConfig, hardware: Hardware) -> list[str]:
+    """What a step costs on this machine, and warnings about it."""
+    estimate, rates = estimator.estimate(args.microbatch), rates_of(estimator, hardware, args.microbatch)
+    seconds = estimate.seconds(rates[estimator.dtype]) / hardware.count
+    images, (height, width) = args.prompts_per_step * args.images_per_prompt, estimator.image_size
+    place = "of the GPU" if estimator.cuda else "in addition to libraries and rewards"
+    lines = [
+        f"a step: {images} images of {height} x {width} in {seconds:.3g} s without rewards, {estimate.peak / GB:.2f} GB {place}"
+    ]
+    asked = (args.height or height, args.width or width)
+    if asked != (height, width):
+        lines.append(
+            f"warning: the model draws {height} x {width} pixels, not {asked[0]} x {asked[1]}: set height and width so."
+        )
+    if estimate.peak > hardware.memory:
+        lines.append(f"warning: {hardware.name} has {hardware.memory / GB:.0f} GB: `flow-grpo plan` shows what would fit.")
+    if slower := slower_dtype(rates, estimator.dtype):
+        lines.append(f"warning: {slower}")
+    return lines

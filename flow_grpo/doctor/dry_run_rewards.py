@@ -1,0 +1,56 @@
+"""The dry run's check of rewards: each is built and called once, on images of noise."""
+
+import torch
+
+import rewards as reward_kit
+from flow_grpo.config import FlowGRPOConfig
+from flow_grpo.config.sections import RewardConfig
+from flow_grpo.data.prompts import PromptSet
+from flow_grpo.doctor.result import NUM_NOISE_IMAGES, DryRunReport
+from flow_grpo.doctor.rewards import HUMAN
+from flow_grpo.evaluation.group_dependence import COSTLY
+from flow_grpo.progress import phase
+from flow_grpo.training.rewards import load_reward
+from flow_grpo.types import PromptBatch
+from rewards.downloads import is_missing_download, offline_mode
+
+DEFAULT_SIZE = 512  # of images where the model's size is unknown
+
+
+def check_rewards(
+    args: FlowGRPOConfig, prompts: PromptSet | None, image_size: tuple[int, int] | None, report: DryRunReport
+) -> None:
+    """Calls every reward of the run, except those that cost a person's time or money."""
+    monitored = {} if args.evaluation.prompts is None else args.evaluation.rewards
+    any_prompts = PromptSet(["a photo"] * NUM_NOISE_IMAGES, [{}] * NUM_NOISE_IMAGES)
+    batch = (prompts or any_prompts).take(range(NUM_NOISE_IMAGES), 1)
+    height, width = image_size or (args.height or DEFAULT_SIZE, args.width or DEFAULT_SIZE)
+    images = torch.rand(NUM_NOISE_IMAGES, 3, height, width, generator=torch.Generator().manual_seed(0))
+    for name, setting in {**monitored, **args.rewards}.items():
+        try:
+            with phase(f"calling reward {name}"), offline_mode():
+                called = _call(name, setting, images, batch)
+        except ValueError as error:
+            if is_missing_download(error):
+                report.missing.append(f"the reward {name}")
+            elif setting.on_error == "stop":
+                raise
+            else:
+                report.notes.append(f"warning: {error}")
+            continue
+        if called:
+            report.rewards.append(name)
+        else:
+            report.notes.append(f"the reward {name} was not called: {COSTLY[name]}")
+
+
+def _call(name: str, setting: RewardConfig, images: torch.Tensor, batch: PromptBatch) -> bool:
+    """Whether the reward was called."""
+    if name == HUMAN and setting.remote is None:
+        reward_kit.check_options(name, **setting.options)  # building it would open a page
+        return False
+    reward = load_reward(name, setting)
+    if name in COSTLY:
+        return False
+    reward_kit.score(name, reward, images, batch.prompts, **batch.columns())
+    return True
