@@ -98,7 +98,7 @@ def _write_weights(args: FlowGRPOConfig, run: RunReader, source: Path, folder: P
         return []
     from flow_grpo.policy.library_logging import quiet_libraries
     from flow_grpo.policy.loading import load_policy
-    from flow_grpo.policy.merge import save_whole
+    from flow_grpo.policy.merge import save_merged
     from flow_grpo.run_folder.weights import load_trained_weights
 
     quiet_libraries()
@@ -107,7 +107,7 @@ def _write_weights(args: FlowGRPOConfig, run: RunReader, source: Path, folder: P
     if not merge:
         policy.lora.save(folder)
         return []
-    save_whole(policy, folder, args.model)
+    save_merged(policy, folder, args.model)
     _strip_local_paths(folder)
     if args.memory.quantize is None:
         return []

@@ -1,7 +1,7 @@
-"""What a pipeline makes of a prompt before it denoises, recorded alone and put together for any batch.
+"""Encoded prompts: what a pipeline's encoders return is recorded for each prompt alone and collated for any batch.
 
 A pipeline encodes prompts by methods such as `encode_prompt`. What each call of them returned for one prompt is an `EncoderOutputs`;
-where its tensors have their batch axis is learnt by encoding one prompt and then two, so no family of models needs a word on it.
+where its tensors have their batch axis is inferred by encoding one prompt and then two, so it need not be known of any family.
 """
 
 from dataclasses import dataclass
@@ -15,7 +15,7 @@ SHARED, LIST, CUMULATIVE, ABSENT = "shared", "rows", "cumulative", "absent"  # i
 
 
 def infer_batch_axes(one: Any, two: Any) -> Any:
-    """Where a structure grows with the batch: `one` was returned for a prompt, `two` for that prompt twice.
+    """Infer the batch axes of a structure: `one` was returned for a prompt, `two` for that prompt twice.
 
     Returns the same structure with, for each tensor, its batch axis, SHARED, or CUMULATIVE (lengths summed up, from 0 on); for a
     list with an item per prompt, LIST; for None, ABSENT; for anything else, SHARED.
@@ -41,7 +41,7 @@ def infer_batch_axes(one: Any, two: Any) -> Any:
 
 
 def merge_axes(axes: Any, others: Any) -> Any:
-    """What two prompts say of the axes together: a mask that one of them does not need is absent there alone."""
+    """The axes of two prompts combined: a mask may be absent for one of them."""
     if axes == ABSENT:
         return others
     if isinstance(axes, list) and isinstance(others, list):
@@ -50,7 +50,7 @@ def merge_axes(axes: Any, others: Any) -> Any:
 
 
 def collate(parts: list, axes: Any) -> Any:
-    """The structure of a batch from those of its rows."""
+    """The structure of a batch, from the structures of its rows."""
     first = parts[0]
     if first is None or axes in (SHARED, ABSENT):
         return first
@@ -66,7 +66,7 @@ def collate(parts: list, axes: Any) -> Any:
 
 
 def select_row(structure: Any, axes: Any, row: int, count: int) -> Any:
-    """What `collate` would take for one row of a structure of `count` rows: the way back."""
+    """One row of a structure of `count` rows: the inverse of `collate`."""
     if structure is None or axes in (SHARED, ABSENT):
         return structure
     if axes == LIST:
@@ -81,7 +81,7 @@ def select_row(structure: Any, axes: Any, row: int, count: int) -> Any:
 
 
 def signature(structure: Any) -> Any:
-    """What two structures must have in common to go into one batch: the shapes of all their tensors."""
+    """The shapes of a structure's tensors. Structures with equal signatures can share a batch."""
     if isinstance(structure, Tensor):
         return tuple(structure.shape)
     if isinstance(structure, (list, tuple)):
@@ -100,7 +100,7 @@ def to_device(structure: Any, device: torch.device | str) -> Any:
 
 @dataclass(frozen=True)
 class Conditioning:
-    """Embeddings of B rows: the recordings of the distinct prompts, and which row has which.
+    """Embeddings of B rows: the outputs of the distinct prompts, and which row has which.
 
     Rows can share a call of the pipeline if their `call_group` (B,) is the same: prompts of another length would be padded, which
     would change the last bits of the others, so they go into calls of their own.
@@ -109,39 +109,39 @@ class Conditioning:
     prompts: list[str]  # of the B rows
     encoder_outputs: list[EncoderOutputs]  # of the distinct prompts
     axes: list[Any]  # of each recorded call
-    prompt_index: Tensor  # (B,) which of the recordings a row has
+    prompt_index: Tensor  # (B,) which of the outputs a row has
     call_group: Tensor  # (B,)
 
     def select(self, rows: Tensor) -> tuple[list[str], EncoderOutputs]:
-        """Prompts and recording of `rows` (n,), as the pipeline would return it for them."""
+        """The prompts and encoder outputs of `rows` (n,), as the pipeline would return them."""
         chosen = [self.encoder_outputs[place] for place in self.prompt_index[rows].tolist()]
         calls = zip(*chosen, strict=True)
-        recording = [
+        recorded = [
             (call[0][0], collate([output for _, output in call], axis)) for call, axis in zip(calls, self.axes, strict=True)
         ]
-        return [self.prompts[row] for row in rows.tolist()], recording
+        return [self.prompts[row] for row in rows.tolist()], recorded
 
     def pooled(self) -> Tensor:
         """(B, D) float32: each row's mean embedding."""
-        means = [_pooled(recording, self.axes) for recording in self.encoder_outputs]
+        means = [_pooled(recorded, self.axes) for recorded in self.encoder_outputs]
         return torch.stack(means)[self.prompt_index]
 
 
 def conditioning(
-    prompts: list[str], recordings: dict[str, EncoderOutputs], axes: list[Any], encode_separately: bool
+    prompts: list[str], outputs: dict[str, EncoderOutputs], axes: list[Any], encode_separately: bool
 ) -> Conditioning:
-    """The conditioning of B prompts, from the recordings of (at least) the distinct ones; `encode_separately`: one prompt to a call."""
+    """The conditioning of B prompts, from the outputs of (at least) the distinct ones; `encode_separately`: one prompt to a call."""
     distinct = list(dict.fromkeys(prompts))
     kinds: dict[Any, int] = {}
-    keys = [prompt if encode_separately else signature([output for _, output in recordings[prompt]]) for prompt in distinct]
+    keys = [prompt if encode_separately else signature([output for _, output in outputs[prompt]]) for prompt in distinct]
     kind = torch.tensor([kinds.setdefault(key, len(kinds)) for key in keys])
     number = {prompt: i for i, prompt in enumerate(distinct)}
     place = torch.tensor([number[prompt] for prompt in prompts])
-    return Conditioning(prompts, [recordings[prompt] for prompt in distinct], axes, place, kind[place])
+    return Conditioning(prompts, [outputs[prompt] for prompt in distinct], axes, place, kind[place])
 
 
-def _pooled(recording: EncoderOutputs, axes: list[Any]) -> Tensor:
-    for (_, output), axis in zip(recording, axes, strict=True):
+def _pooled(recorded: EncoderOutputs, axes: list[Any]) -> Tensor:
+    for (_, output), axis in zip(recorded, axes, strict=True):
         parts = zip(output, axis, strict=True) if isinstance(axis, list) else [(output, axis)]
         for part, where in parts:
             if where == 0 and isinstance(part, Tensor) and part.ndim == 3:

@@ -1,4 +1,4 @@
-"""Recordings of prompts, kept: the last ones in memory, and all of them on disk if a folder is given."""
+"""Encoded prompts, cached: the most recent ones in memory, and all of them on disk if a folder is given."""
 
 import hashlib
 import io
@@ -11,16 +11,16 @@ import torch
 
 from flow_grpo.files import write_atomic
 
-IN_MEMORY = 512  # recordings: 3 MB each for SD3.5
-LAYOUT = "\0layout"  # what is known of all recordings: their batch axes, and whether they are of one length
+IN_MEMORY = 512  # prompts: 3 MB each for SD3.5
+LAYOUT = "\0layout"  # the key of what holds for all prompts: their batch axes, and whether they are padded to one length
 
 
 class EmbeddingCache:
-    """What prompts became, by their text.
+    """Encoder outputs by the text of the prompt.
 
     Args:
-        folder: where they stay from one run to the next; None keeps them in memory alone.
-        key: all that decides what a prompt becomes, such as the model and the length of its text; another key is another place.
+        folder: where they are stored for later runs; None for in memory only.
+        key: everything that the outputs depend on, such as the model; each key has a folder of its own.
     """
 
     def __init__(self, folder: str | Path | None = None, key: Any = None) -> None:
@@ -28,7 +28,7 @@ class EmbeddingCache:
         self._held: OrderedDict[str, Any] = OrderedDict()
 
     def get(self, text: str) -> Any:
-        """The recording of a prompt, or None. A damaged file is as good as none."""
+        """The outputs of a prompt, or None, also if the file is damaged."""
         if text in self._held:
             self._held.move_to_end(text)
         elif self.folder is not None and (file := self._file(text)).exists():
@@ -38,20 +38,20 @@ class EmbeddingCache:
                 return None
         return self._held.get(text)
 
-    def put(self, text: str, recording: Any) -> None:
-        self._hold(text, recording)
+    def put(self, text: str, outputs: Any) -> None:
+        self._hold(text, outputs)
         if self.folder is None:
             return
         content = io.BytesIO()
-        torch.save(recording, content)
+        torch.save(outputs, content)
         write_atomic(self._file(text), content.getvalue())
 
     def complete(self, texts: list[str]) -> bool:
-        """Whether all of them can be read from disk, so that no encoder is needed."""
+        """Whether all of them are on disk, so that no encoder is needed."""
         return self.folder is not None and all(self.get(text) is not None for text in {LAYOUT, *texts})
 
-    def _hold(self, text: str, recording: Any) -> None:
-        self._held[text] = recording
+    def _hold(self, text: str, outputs: Any) -> None:
+        self._held[text] = outputs
         if len(self._held) > IN_MEMORY:
             self._held.popitem(last=False)
 

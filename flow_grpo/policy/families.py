@@ -1,4 +1,4 @@
-"""The little that differs from one family of pipelines to the next, as data. A family that is not here keeps the conventions."""
+"""What differs between families of pipelines, as data. A family that is not listed follows diffusers' conventions."""
 
 from dataclasses import dataclass, field
 from typing import Any
@@ -18,21 +18,21 @@ ATTENTION = (
 @dataclass(frozen=True)
 class Family:
     guidance: str = "guidance_scale"
-    """The argument of the call that the setting `guidance` becomes."""
+    """The argument of the call that the setting `guidance` sets; "" if there is none."""
     no_guidance_value: float = 1.0
-    """Its value without guidance."""
+    """The value of that argument without guidance."""
     call_kwargs: dict[str, Any] = field(default_factory=dict)
-    """Arguments of every call: what would rewrite the prompt or the size, or depend on the number of steps, is off."""
+    """Arguments of every call, which turn off what would change the prompt or the size, or depend on the number of steps."""
     encoders: tuple[str, ...] = ("encode_prompt",)
-    """The methods whose results belong to a prompt and are kept."""
+    """The methods that encode a prompt; what they return is recorded."""
     encode_separately: bool = False
-    """Whether a prompt's numbers depend on the prompts beside it, so that each needs a call of its own."""
+    """Whether a prompt's embeddings depend on the other prompts of the batch, so that each needs a call of its own."""
     lora_targets: tuple[str, ...] = ATTENTION
-    """Modules of the transformer that get a LoRA, by the end of their name."""
+    """Layers of the transformer that get a LoRA by default, by the end of their name."""
     unsupported: dict[str, str] = field(default_factory=dict)
-    """Arguments that can't be used, and why."""
+    """Arguments that cannot be used, and why."""
     guiders: tuple[str, ...] = ()
-    """Components that hold the guidance in place of an argument."""
+    """Components that apply guidance, in place of an argument."""
 
 
 STEP_DEPENDENT = "it depends on the number of the step in the run, which training does not have"
@@ -61,5 +61,5 @@ FAMILIES = {
 
 
 def family(pipeline: str) -> Family:
-    """What is particular about a pipeline class, by its name."""
+    """The family of a pipeline class, by the class's name."""
     return FAMILIES.get(pipeline, Family())

@@ -1,4 +1,4 @@
-"""What a pipeline is given in place of its own parts, so that its call ends where we want it to."""
+"""Replacements for a pipeline's scheduler and transformer, which end its call early; checks of a pipeline and its arguments."""
 
 from typing import Any
 
@@ -21,20 +21,20 @@ RESERVED_ARGUMENTS = (
 
 
 class StopPipeline(Exception):
-    """Leaves the pipeline's call with what we came for: nothing after it runs."""
+    """Leaves a pipeline's call with the transformer's output and the state."""
 
     def __init__(self, output: Any = None, sample: Tensor | None = None) -> None:
         self.output, self.sample = output, sample
 
 
 class InterceptingScheduler(FlowMatchEulerDiscreteScheduler):
-    """The pipeline's scheduler with timesteps on demand and a `step` that stops the call."""
+    """The Euler scheduler of a flow, with the timesteps that are requested and a `step` that ends the call."""
 
     requested_timesteps: Tensor | None = None
 
     @classmethod
-    def of(cls, scheduler: Any) -> "InterceptingScheduler":
-        """The Euler scheduler of the same flow; a folder may name a solver of higher order for it."""
+    def from_scheduler(cls, scheduler: Any) -> "InterceptingScheduler":
+        """With the config of a pipeline's scheduler, which may be a solver of higher order."""
         config = dict(scheduler.config)
         if "flow_shift" in config:
             config["shift"] = config["flow_shift"]
@@ -44,7 +44,7 @@ class InterceptingScheduler(FlowMatchEulerDiscreteScheduler):
         return sample
 
     def set_timesteps(self, num_inference_steps=None, device=None, sigmas=None, mu=None, timesteps=None):
-        # the pipelines look for these argument names
+        # pipelines look for these argument names
         if self.requested_timesteps is None:
             super().set_timesteps(num_inference_steps, device=device, sigmas=sigmas, mu=mu, timesteps=timesteps)
         else:
@@ -68,13 +68,13 @@ class StopAtTransformer:
 
 
 def with_execution_device(kind: type, device: torch.device) -> type:
-    """The pipeline's class, which computes on that device wherever some of its parts may be."""
+    """A subclass of the pipeline that computes on that device, even if some of its parts are on another one."""
     where = property(lambda self: device)
     return type(kind.__name__, (kind,), {"_execution_device": where, "device": where})
 
 
 def check_flow(pipe: DiffusionPipeline, known: Any) -> None:
-    """ValueError if a pipeline is no velocity function that can be asked at any state."""
+    """Raise ValueError if a pipeline does not sample a flow, or takes no `latents`."""
     scheduler, name = type(pipe.scheduler).__name__ if hasattr(pipe, "scheduler") else "no scheduler", type(pipe).__name__
     config = getattr(getattr(pipe, "scheduler", None), "config", {})
     flow = "FlowMatch" in scheduler or (config.get("prediction_type") == "flow_prediction" and config.get("use_flow_sigmas"))
@@ -84,13 +84,14 @@ def check_flow(pipe: DiffusionPipeline, known: Any) -> None:
             "FlowMatchEulerDiscreteScheduler, such as Stable Diffusion 3.5 or FLUX.1."
         )
     if "latents" not in known:
-        raise ValueError(f"{name} takes no latents, so it can't be asked for its velocity at a state of ours.")
+        raise ValueError(f"{name} takes no latents, so its velocity can't be computed at a given state.")
 
 
 def check_call(name: str, family: Family, known: Any, call: dict[str, Any]) -> None:
+    """Raise ValueError if an argument of the call does not exist or must not be set."""
     for argument in call:
         if argument in RESERVED_ARGUMENTS:
-            raise ValueError(f"{argument} can't be set in pipeline: it is what this package calls the pipeline with.")
+            raise ValueError(f"{argument} can't be set in pipeline_kwargs: this package sets it.")
         if argument in family.unsupported:
             raise ValueError(f"{argument} of {name} can't be used: {family.unsupported[argument]}.")
         if argument not in known:
@@ -98,7 +99,7 @@ def check_call(name: str, family: Family, known: Any, call: dict[str, Any]) -> N
 
 
 def images_to_tensor(images: Any) -> Tensor:
-    """(B, 3, H, W) of what pipelines hand back as pictures: tensors, or PIL images where they know nothing else."""
+    """(B, 3, H, W) of the images that a pipeline returns: a tensor, or PIL images from pipelines that return nothing else."""
     if isinstance(images, Tensor):
         return images
     return torch.stack(

@@ -1,4 +1,4 @@
-"""Other libraries' warnings, log lines and progress bars, kept out of the output."""
+"""Keep other libraries' warnings, log lines and progress bars out of the output."""
 
 import logging
 import os
@@ -20,7 +20,7 @@ LOGGERS = (
 
 
 def before_imports() -> None:
-    """What libraries say while they are imported."""
+    """Silence libraries while they are imported."""
     warnings.filterwarnings("ignore")
     for name in LOGGERS:
         logging.getLogger(name).setLevel(logging.ERROR)
@@ -29,7 +29,7 @@ def before_imports() -> None:
 
 
 def quiet_libraries() -> None:
-    """And what they say later. Imports them."""
+    """Silence libraries for the rest of the process. Imports them."""
     before_imports()
     for library in _libraries():
         library.set_verbosity_error()
@@ -39,7 +39,7 @@ def quiet_libraries() -> None:
 
 @contextmanager
 def quietly() -> Iterator[None]:
-    """Keep warnings, log lines and progress bars out while a pipeline is loaded and probed; afterwards all is as it was."""
+    """Silence libraries within a block, such as while a pipeline is loaded, and restore their settings afterwards."""
     before = [(library, library.get_verbosity(), library.is_progress_bar_enabled()) for library in _libraries()]
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -49,10 +49,14 @@ def quietly() -> Iterator[None]:
                 library.disable_progress_bar()
             yield
         finally:
-            for library, verbosity, enabled in before:
-                library.set_verbosity(verbosity)
-                if enabled:
-                    library.enable_progress_bar()
+            for library, verbosity, had_progress_bar in before:
+                _restore(library, verbosity, had_progress_bar)
+
+
+def _restore(library: Any, verbosity: int, had_progress_bar: bool) -> None:
+    library.set_verbosity(verbosity)
+    if had_progress_bar:
+        library.enable_progress_bar()
 
 
 def _libraries() -> list[Any]:
@@ -63,6 +67,6 @@ def _libraries() -> list[Any]:
 
 
 def _thread_failed(args: threading.ExceptHookArgs) -> None:
-    """TensorBoard's thread that writes raises again where it is asked next, which is then said in a sentence."""
+    """Print the error of a thread, unless it is TensorBoard's: that raises again at the next call, where it is handled."""
     if not type(args.thread).__module__.startswith("tensorboard."):
         threading.__excepthook__(args)

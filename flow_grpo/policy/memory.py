@@ -1,4 +1,4 @@
-"""What of a model is where, and in how many bits: the settings of `memory`, applied to a pipeline."""
+"""The settings of `memory` applied to a pipeline: quantisation, gradient checkpointing, attention backend, VAE slicing."""
 
 import resource
 import sys
@@ -12,7 +12,7 @@ from flow_grpo.config.sections import MemoryConfig
 
 
 def quantization(kind: str, dtype: torch.dtype) -> PipelineQuantizationConfig:
-    """How `from_pretrained` quantises the base weights of the transformer: int8 and int4 by torchao, nf4 by bitsandbytes."""
+    """The quantisation config of the transformer for `from_pretrained`: int8 and int4 by torchao, nf4 by bitsandbytes."""
     try:
         if kind == "nf4":
             import bitsandbytes  # noqa: F401
@@ -31,10 +31,10 @@ def quantization(kind: str, dtype: torch.dtype) -> PipelineQuantizationConfig:
 
 
 def apply_memory_settings(pipe: DiffusionPipeline, memory: MemoryConfig) -> None:
-    """Checkpointing, attention backend, slicing and tiling of a loaded pipeline.
+    """Set gradient checkpointing, attention backend, VAE slicing and tiling of a loaded pipeline.
 
     Raises:
-        ValueError: the transformer or the VAE cannot do what is asked for.
+        ValueError: the transformer or the VAE does not support a setting.
     """
     transformer, name = pipe.transformer, type(pipe.transformer).__name__
     if memory.gradient_checkpointing:
@@ -54,22 +54,22 @@ def apply_memory_settings(pipe: DiffusionPipeline, memory: MemoryConfig) -> None
 
 
 def compile_blocks(transformer: torch.nn.Module) -> None:
-    """torch.compile of the blocks that repeat. ValueError if diffusers does not say which those are."""
+    """torch.compile each repeated block. ValueError if diffusers does not name them."""
     for block in repeated_blocks(transformer, "memory.compile"):
         block.compile()
 
 
 def repeated_blocks(transformer: torch.nn.Module, setting: str) -> list[torch.nn.Module]:
-    """The modules that repeat, as diffusers names their classes."""
+    """The transformer's repeated blocks, whose classes diffusers names. ValueError if it does not, for that setting."""
     names = getattr(transformer, "_repeated_blocks", None) or getattr(transformer, "_no_split_modules", None) or []
     found = [module for module in transformer.modules() if type(module).__name__ in names]
     if not found:
-        raise ValueError(f"{setting}: diffusers does not say which blocks of {type(transformer).__name__} repeat.")
+        raise ValueError(f"{setting}: diffusers does not name the repeated blocks of {type(transformer).__name__}.")
     return found
 
 
 def peak_memory(device: torch.device) -> float:
-    """The most that this process has had on the GPU or, on a CPU, in all."""
+    """The most bytes that this process has allocated on the GPU or, on a CPU, altogether."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss

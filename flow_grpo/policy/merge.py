@@ -1,4 +1,4 @@
-"""What was trained as a whole diffusers model: the LoRA within its weights, the other parts as the base model has them."""
+"""Save a policy as a complete diffusers model: the LoRA is merged, the other parts are copied from the base model."""
 
 import shutil
 from pathlib import Path
@@ -11,11 +11,11 @@ from flow_grpo.policy import hub
 from flow_grpo.policy.policy import Policy
 
 
-def save_whole(policy: Policy, folder: Path, base: str) -> None:
-    """Writes the policy's pipeline to `folder` as `from_pretrained` takes it; a LoRA is merged, and gone from the policy afterwards.
+def save_merged(policy: Policy, folder: Path, base: str) -> None:
+    """Write the policy's pipeline to `folder` as `from_pretrained` reads it. A LoRA is merged and removed from the policy.
 
-    The parts beside the transformer are copied from `base`, which the pipeline was loaded from: what diffusers saves of a part is not
-    always what it loads. ValueError if a LoRA is on quantised weights.
+    The other parts are copied from `base`, the model that the pipeline was loaded from, as diffusers does not save all parts as it loads
+    them. ValueError if a LoRA is on quantised weights.
     """
     if policy.is_full_finetuning:
         policy.save(folder / "transformer")
@@ -33,7 +33,7 @@ def save_whole(policy: Policy, folder: Path, base: str) -> None:
 
 
 def merge(policy: Policy) -> None:
-    """Adds the LoRA to the base weights, with one rounding to their dtype."""
+    """Add the LoRA to the base weights, with one rounding to their dtype."""
     transformer = policy.pipe.transformer
     if transformer.config.get("quantization_config") is not None:
         raise ValueError(

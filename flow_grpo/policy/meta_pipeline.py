@@ -1,7 +1,7 @@
-"""A pipeline without its weights: what can be known of it from its configs, before anything large is read.
+"""A pipeline without its weights, built from its config files on torch's meta device.
 
-The text encoders answer zeros. Transformer and VAE answer zeros too, and carry the shapes of what they are called with through
-their own code on torch's meta device: so the bytes that would be alive and the floating point operations can be counted.
+Text encoders, transformer and VAE return zeros. Transformer and VAE run their own code on meta tensors of the shapes that they are called
+with, so that memory and floating point operations can be counted.
 """
 
 import copy
@@ -26,7 +26,7 @@ from transformers.models.clip.modeling_clip import CLIPTextModelOutput
 
 from flow_grpo.policy.encoding import ENCODER_PREFIXES
 from flow_grpo.policy.memory import repeated_blocks
-from flow_grpo.policy.model_files import read_index, telling
+from flow_grpo.policy.model_files import one_sentence_errors, read_index
 from rewards.downloads import downloads
 
 NO_WEIGHTS = ["*.json", "*.txt", "*.model", "*.jinja", "*.py"]
@@ -46,10 +46,10 @@ def load_meta_pipeline(source: str, dtype: torch.dtype, cuda: bool) -> Diffusion
     """The pipeline of a folder or hub id: its encoders are `MetaTextEncoder`s, its networks `MetaModule`.
 
     Args:
-        cuda: follow what CUDA's autocast does, which computes some operations in float32 where the CPU's does not.
+        cuda: do what CUDA's autocast does, which computes some operations in float32 that the CPU's does not.
 
     Raises:
-        ValueError: its configs are damaged, name a class that is not installed, or can't be had.
+        ValueError: its configs are damaged, name a class that is not installed, or cannot be downloaded.
     """
     folder = Path(source)
     if not folder.is_dir():
@@ -57,14 +57,14 @@ def load_meta_pipeline(source: str, dtype: torch.dtype, cuda: bool) -> Diffusion
             folder = Path(snapshot_download(source, allow_patterns=NO_WEIGHTS))
     index = read_index(folder)
     parts = {name: made and _part(folder, name, made, dtype, cuda) for name, made in index.parts.items()}
-    with telling(folder):
+    with one_sentence_errors(folder):
         pipe = index.kind(**parts, **index.settings)
     pipe.register_to_config(_name_or_path=str(folder))
     return pipe
 
 
 def _part(folder: Path, name: str, made: Any, dtype: torch.dtype, cuda: bool) -> Any:
-    with telling(folder, name):
+    with one_sentence_errors(folder, name):
         if name.startswith(ENCODER_PREFIXES):
             return MetaTextEncoder(made, json.loads((folder / name / "config.json").read_text(encoding="utf-8")), dtype)
         if not issubclass(made, ModelMixin):
@@ -75,10 +75,10 @@ def _part(folder: Path, name: str, made: Any, dtype: torch.dtype, cuda: bool) ->
 
 
 class MetaTextEncoder(torch.nn.Module):
-    """Says zeros of the right shape in place of a text encoder, from its config alone.
+    """Returns zeros of the right shape in place of a text encoder, from its config alone.
 
     Attributes:
-        bytes: what the weights of the encoder would take.
+        bytes: the size of the encoder's weights.
     """
 
     def __init__(self, made: Any, config: dict[str, Any], dtype: torch.dtype) -> None:
@@ -103,9 +103,9 @@ class MetaTextEncoder(torch.nn.Module):
 
 
 class MetaModule:
-    """Stands in for a network on the meta device: it follows the shapes of what it is called with, and answers zeros."""
+    """Stands in for a network: runs its code on the meta device with the shapes of its arguments, and returns zeros."""
 
-    device = torch.device("cpu")  # the pipeline's own tensors have numbers
+    device = torch.device("cpu")  # the pipeline's own tensors have values
 
     def __init__(self, network: torch.nn.Module, dtype: torch.dtype, cuda: bool) -> None:
         self._network: Any = network
@@ -114,10 +114,10 @@ class MetaModule:
         self._outputs: list[Tensor] = []
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self._follow(self._network, args, kwargs)
+        return self._run(self._network, args, kwargs)
 
     def decode(self, *args: Any, **kwargs: Any) -> Any:
-        return self._follow(self._network.decode, args, kwargs)
+        return self._run(self._network.decode, args, kwargs)
 
     def enable_gradient_checkpointing(self) -> None:
         def checkpointed(block: Any, *args: Any) -> Any:
@@ -131,15 +131,15 @@ class MetaModule:
         return copy.deepcopy(found).to_empty(device="cpu") if isinstance(found, torch.nn.Module) else found
 
     @contextmanager
-    def counting(self, counter: Any, backward: bool, leave: bool = False) -> Iterator[None]:
-        """Within it the network's calls are counted, and at its end a backward pass through all of them.
+    def counting(self, counter: Any, backward: bool, release_gradients: bool = False) -> Iterator[None]:
+        """Within it, the network's calls are counted; at its end comes a backward pass through all of them.
 
         Args:
-            leave: a gradient that is there goes at once, to where it is added to the other processes'.
+            release_gradients: drop each gradient as soon as it is computed, as where it is reduced to the other processes.
         """
         self._counter, self._outputs = counter, []
-        trained = [parameter for parameter in self._network.parameters() if leave and parameter.requires_grad]
-        hooks = [parameter.register_post_accumulate_grad_hook(_forget_gradient) for parameter in trained]
+        trained = [parameter for parameter in self._network.parameters() if release_gradients and parameter.requires_grad]
+        hooks = [parameter.register_post_accumulate_grad_hook(_drop_gradient) for parameter in trained]
         try:
             with torch.set_grad_enabled(backward):
                 yield
@@ -152,11 +152,11 @@ class MetaModule:
             for hook in hooks:
                 hook.remove()
             for parameter in self._network.parameters():
-                _forget_gradient(parameter)
+                _drop_gradient(parameter)
 
     @contextmanager
     def block_calls(self) -> Iterator[list[BlockCall]]:
-        """Within it, the first call of one block of each kind that repeats goes into the list. ValueError if none are known."""
+        """Within it, the first call of one repeated block of each kind is added to the list. ValueError if none are known."""
         kinds: dict[type, list[torch.nn.Module]] = {}
         for block in repeated_blocks(self._network, "plan"):
             kinds.setdefault(type(block), []).append(block)
@@ -165,7 +165,7 @@ class MetaModule:
 
         def keep(block: torch.nn.Module, args: Any, kwargs: Any) -> None:
             if all(call.block is not block for call in found):
-                alone_args, alone_kwargs = tree_map(_alone, (args, kwargs))
+                alone_args, alone_kwargs = tree_map(_detached, (args, kwargs))
                 found.append(BlockCall(block, alone_args, alone_kwargs, counts[block]))
 
         hooks = [block.register_forward_pre_hook(keep, with_kwargs=True) for block in counts]
@@ -177,37 +177,37 @@ class MetaModule:
 
     @property
     def buffer_bytes(self) -> int:
-        """Bytes of the buffers that building the network computes, in float32, before its files are read."""
+        """Bytes of the float32 buffers that building the network computes, before its files are read."""
         return sum(4 * buffer.numel() for buffer in self._network.buffers())
 
     @property
     def cast(self) -> TorchFunctionMode:
-        """What the network's calls on the meta device need around them."""
+        """The context in which the network's blocks run on the meta device."""
         return self._cast
 
-    def _follow(self, call: Any, args: Any, kwargs: Any) -> Any:
-        args, kwargs = tree_map(_without_numbers, (args, kwargs))
+    def _run(self, call: Any, args: Any, kwargs: Any) -> Any:
+        args, kwargs = tree_map(_to_meta, (args, kwargs))
         with self._counter, self._cast:
             found = call(*args, **kwargs)
         self._outputs += [leaf for leaf in tree_leaves(found) if isinstance(leaf, Tensor)]
         return tree_map(lambda leaf: torch.zeros(leaf.shape, dtype=leaf.dtype) if isinstance(leaf, Tensor) else leaf, found)
 
 
-def _forget_gradient(parameter: Tensor) -> None:
+def _drop_gradient(parameter: Tensor) -> None:
     parameter.grad = None
 
 
-def _alone(value: Any) -> Any:
-    """A tensor of the same kind that no graph belongs to."""
+def _detached(value: Any) -> Any:
+    """A tensor without its graph, that requires a gradient if it did."""
     return value.detach().requires_grad_(value.requires_grad) if isinstance(value, Tensor) else value
 
 
-def _without_numbers(value: Any) -> Any:
+def _to_meta(value: Any) -> Any:
     return value.to("meta") if isinstance(value, Tensor) else value
 
 
 class _Cast(TorchFunctionMode):
-    """Autocast, which knows nothing of the meta device, and the attention kernels that don't write out their matrix."""
+    """Autocast for the meta device, and attention kernels that do not materialise the attention matrix."""
 
     LOWERED = (F.linear, F.conv2d, torch.matmul, torch.bmm, torch.baddbmm, Tensor.matmul, Tensor.__matmul__)
     RAISED = (F.layer_norm, F.group_norm, F.softmax, torch.softmax, Tensor.softmax)  # on CUDA, not on a CPU

@@ -1,4 +1,4 @@
-"""A diffusers folder, read without the numbers in it: what its model_index.json names, and whether each part can be loaded."""
+"""Check a diffusers folder before its weights are read: what model_index.json names, and whether each part can be loaded."""
 
 import json
 import math
@@ -19,15 +19,15 @@ from safetensors import SafetensorError, safe_open
 
 from flow_grpo.policy.hub import INDEX
 
-LONGEST = 250  # characters of another library's error
-NETWORKS = ("transformer", "vae", "text_encoder")  # what is a network in every pipeline, by the beginning of its name
+MAX_ERROR_LENGTH = 250  # of another library's error, in characters
+NETWORKS = ("transformer", "vae", "text_encoder")  # prefixes of the parts that are networks in every pipeline
 WEIGHTS = re.compile(r"(diffusion_pytorch_model|model)(-\d+-of-\d+)?\.safetensors")
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}  # safetensors' names
 
 
 @dataclass(frozen=True)
 class Index:
-    """What a model_index.json names.
+    """The content of a model_index.json.
 
     Attributes:
         kind: the pipeline's class.
@@ -41,9 +41,9 @@ class Index:
 
 
 def read_index(folder: str | Path) -> Index:
-    """The index of a folder whose parts are there and have readable configs. ValueError in one sentence if not."""
+    """Read the index of a folder. ValueError if a part is missing or has no readable config."""
     folder = Path(folder)
-    with telling(folder):
+    with one_sentence_errors(folder):
         found = _object(folder / INDEX)
         name = found.get("_class_name")
         kind = getattr(diffusers, name, None) if isinstance(name, str) else None
@@ -68,22 +68,22 @@ def read_index(folder: str | Path) -> Index:
 
 
 def check_weights(folder: str | Path, left_out: Collection[str] = ()) -> None:
-    """Loads all networks as they will be loaded, but without their numbers.
+    """Load all networks as a run does, but on the meta device.
 
     Args:
         left_out: parts that will not be loaded.
 
     Raises:
-        ValueError: one of them could not be loaded, or would keep random numbers for want of tensors in its files.
+        ValueError: one of them could not be loaded, or its files lack tensors, which would then be random.
     """
     folder = Path(folder)
     for name, part in networks(read_index(folder)).items():
         quantised = "quantization_config" in _object(folder / name / "config.json")
-        if name in left_out or quantised:  # the library that quantised it may want a GPU
+        if name in left_out or quantised:  # the library that quantised it may need a GPU
             continue
-        with telling(folder):
+        with one_sentence_errors(folder):
             _check_files(folder / name)
-        with telling(folder, name):
+        with one_sentence_errors(folder, name):
             _, report = part.from_pretrained(folder / name, device_map="meta", output_loading_info=True)
             if missing := sorted(report["missing_keys"]):
                 more = f" and {len(missing) - 1} others" if len(missing) > 1 else ""
@@ -96,7 +96,7 @@ def networks(index: Index) -> dict[str, Any]:
 
 
 def stored_bytes(folder: Path, dtype: torch.dtype) -> list[tuple[int, int]]:
-    """Bytes in each weights file of a network: of the numbers that loading converts to `dtype`, and of all others."""
+    """Bytes in each weights file of a network: of the tensors that loading converts to `dtype`, and of all others."""
     found = []
     for file in sorted(file for file in folder.glob("*.safetensors") if WEIGHTS.fullmatch(file.name)):
         converted, kept = 0, 0
@@ -111,15 +111,15 @@ def stored_bytes(folder: Path, dtype: torch.dtype) -> list[tuple[int, int]]:
 
 
 @contextmanager
-def telling(folder: str | Path, part: str = "") -> Iterator[None]:
-    """Within it, whatever a library raises about the model becomes a ValueError of one sentence."""
+def one_sentence_errors(folder: str | Path, part: str = "") -> Iterator[None]:
+    """Within it, any error of a library about the model becomes a ValueError of one sentence."""
     try:
         yield
     except torch.OutOfMemoryError:
         raise
     except Exception as error:
         named = "" if isinstance(error, ValueError | OSError | ImportError) else f"{type(error).__name__}: "
-        reason = shorten(f"{named}{error}", LONGEST).rstrip(".")
+        reason = shorten(f"{named}{error}", MAX_ERROR_LENGTH).rstrip(".")
         raise ValueError(f"the model {folder} could not be loaded: {part and f'{part}: '}{reason}.") from error
 
 
@@ -127,9 +127,9 @@ def _object(file: Path) -> dict[str, Any]:
     try:
         found = json.loads(file.read_text(encoding="utf-8"))
     except ValueError as error:
-        raise ValueError(f"{_short(file)} is not valid JSON") from error
+        raise ValueError(f"{_short_path(file)} is not valid JSON") from error
     if not isinstance(found, dict):
-        raise ValueError(f"{_short(file)} holds no JSON object")
+        raise ValueError(f"{_short_path(file)} holds no JSON object")
     return found
 
 
@@ -162,24 +162,28 @@ def _check_configs(folder: Path, part: Any) -> None:
 
 
 def _check_files(folder: Path) -> None:
-    """ValueError if a network's weights are missing, cut off or not all of their shards there."""
+    """Raise ValueError if a network's weights are missing or cut off, or some of their shards are missing."""
     for index in folder.glob("*.index.json"):
         shards = _object(index).get("weight_map")
         if not isinstance(shards, dict):
-            raise ValueError(f"{_short(index)} has no weight_map")
+            raise ValueError(f"{_short_path(index)} has no weight_map")
         if gone := next((shard for shard in shards.values() if not (folder / str(shard)).is_file()), None):
             raise ValueError(f"there is no {folder.name}/{gone}, which {index.name} names; copy or download it again")
     files = [file for file in folder.iterdir() if file.suffix in (".safetensors", ".bin")]
     if not files:
         raise ValueError(f"there are no weights in the folder {folder.name}; copy or download them again")
     for file in files:
-        try:
-            if file.suffix == ".safetensors":
-                with safe_open(file, "pt"):
-                    pass
-        except SafetensorError as error:
-            raise ValueError(f"{_short(file)} is damaged ({error}); copy or download it again") from error
+        if file.suffix == ".safetensors":
+            _check_readable(file)
 
 
-def _short(file: Path) -> str:
+def _check_readable(file: Path) -> None:
+    try:
+        with safe_open(file, "pt"):
+            pass
+    except SafetensorError as error:
+        raise ValueError(f"{_short_path(file)} is damaged ({error}); copy or download it again") from error
+
+
+def _short_path(file: Path) -> str:
     return file.name if file.name == INDEX else f"{file.parent.name}/{file.name}"

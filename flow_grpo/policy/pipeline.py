@@ -68,7 +68,7 @@ class FlowPipeline:
         self.call = {**defaults, **self._guidance_argument(guidance), **call}
         self.supports_per_sample_timesteps: bool | None = None
         self.synced_call_count: Callable[[int], int] = lambda calls: calls
-        self._scheduler = InterceptingScheduler.of(pipe.scheduler)
+        self._scheduler = InterceptingScheduler.from_scheduler(pipe.scheduler)
         self._denoiser = self._intercepted(guidance)
         self._prepared: dict[int, tuple[Tensor, tuple]] = {}
         cache = EmbeddingCache() if embeddings is None else embeddings

@@ -27,7 +27,7 @@ from flow_grpo.export.export import export
 from flow_grpo.export.push import check_push
 from flow_grpo.policy import hub
 from flow_grpo.policy.loading import load_policy
-from flow_grpo.policy.merge import save_whole
+from flow_grpo.policy.merge import save_merged
 from flow_grpo.run_folder import layout
 from flow_grpo.run_folder.weights import load_trained_weights
 from flow_grpo.text import plain
@@ -211,7 +211,7 @@ def test_merging_rounds_once_to_the_dtype_of_the_base(tmp_path):
             layer = name.partition(".lora_A.")[0]
             base = policy.pipe.transformer.get_submodule(layer).get_base_layer().weight.float()
             wanted[f"{layer}.weight"] = (base + 2 * parts[name.replace("lora_A", "lora_B")] @ down).bfloat16()
-    save_whole(policy, tmp_path, "tiny")
+    save_merged(policy, tmp_path, "tiny")
     merged = load_policy(str(tmp_path), "cpu", "bf16").pipe.transformer.state_dict()
     assert wanted
     for name, value in wanted.items():

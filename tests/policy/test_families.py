@@ -15,7 +15,7 @@ from flow_grpo.doctor.model import check_model
 from flow_grpo.doctor.result import OK
 from flow_grpo.policy.hub import WEIGHTS
 from flow_grpo.policy.loading import load_policy
-from flow_grpo.policy.merge import save_whole
+from flow_grpo.policy.merge import save_merged
 from flow_grpo.policy.policy import Policy
 from flow_grpo.trainer import FlowGRPOTrainer
 
@@ -166,7 +166,7 @@ def test_a_merged_model_draws_what_its_lora_drew(folders, name, tmp_path):
     with policy.reference():
         base = ours(policy, state)
     expected = ours(policy, state)
-    save_whole(policy, tmp_path, str(folders(name)))
+    save_merged(policy, tmp_path, str(folders(name)))
     size = {"height": TINY[name].size[0], "width": TINY[name].size[1]}
     merged = load_policy(str(tmp_path), "cpu", "fp32", **size, **TINY[name].call)
     assert not merged.has_lora
