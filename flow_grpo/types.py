@@ -47,7 +47,7 @@ class PromptBatch:
 
 @dataclass(frozen=True)
 class Schedule:
-    """The pipeline's own pairs of timestep (what the network is told) and sigma (the noise level)."""
+    """The pipeline's pairs of timestep (the network's input) and sigma (the noise level)."""
 
     timesteps: Float[Tensor, " T"]
     sigmas: Float[Tensor, " T+1"]  # falling from about 1 to 0
@@ -133,7 +133,7 @@ class TrainedStep:
 
 @dataclass(frozen=True)
 class NoisedImage:
-    """Final latents of n rows noised afresh, `x = (1 - sigma) x0 + sigma eps`, and what the policy makes of them."""
+    """Final latents of n rows noised afresh, `x = (1 - sigma) x0 + sigma eps`, and the policy's velocities there."""
 
     x0: Float[Tensor, "n *latent"]  # float32 latents of the images
     eps: Float[Tensor, "n *latent"]  # standard normal, shared within a group
@@ -191,13 +191,13 @@ class Evaluation:
 
 @dataclass(frozen=True)
 class Experience:
-    """What a training step learns from: a batch, its images' latents, and what they are worth. This process's rows alone."""
+    """What a training step learns from: a batch, the latents of its images, and their advantages. Only this process's rows."""
 
     batch: PromptBatch
     trajectory: Trajectory
     advantage: Float[Tensor, "B *K"]  # a column for each trained step if each has its own
     rows: Int[Tensor, " n"]  # the rows of the batch that have a loss; for dpo better and worse image in turns
-    rows_per_group: int  # how many each group would give, had all of them a loss
+    rows_per_group: int  # rows with a loss of a group that has signal
     groups: Int[
         Tensor, " P"
     ]  # the groups that the mean is over, of all processes: not those that were dropped, or that others replace

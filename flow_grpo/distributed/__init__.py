@@ -1,1 +1,1 @@
-"""The processes of a run."""
+"""Processes that share a run: starting them, ending them, communication, sharded weights."""

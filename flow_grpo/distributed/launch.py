@@ -1,4 +1,4 @@
-"""Several processes on this machine, by torch's own launcher. Across machines, torchrun or `accelerate launch` do the same."""
+"""Start several processes on this machine by torch's launcher. Across machines, use torchrun or `accelerate launch`."""
 
 import logging
 import os
@@ -12,16 +12,16 @@ from flow_grpo.distributed.parent import LAUNCHER
 from flow_grpo.distributed.processes import PEER_LOST
 
 INTERRUPTED = 130
-TOLD = 2  # exit status of a rank that has said in a sentence what is wrong
+USER_ERROR = 2  # exit status of a rank that has printed what is wrong
 
 
 def launch(count: int, words: list[str]) -> int:
-    """Runs `python -m flow_grpo *words` in `count` processes that know of each other; returns an exit code.
+    """Run `python -m flow_grpo *words` in `count` connected processes; returns an exit code.
 
-    One that fails ends the others.
+    If one fails, the others are ended.
 
     Raises:
-        RankDied: one has ended without a sentence about why.
+        RankDied: one ended without an error message.
     """
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // count)))
     os.environ[LAUNCHER] = str(os.getpid())
@@ -30,8 +30,8 @@ def launch(count: int, words: list[str]) -> int:
         run(parse_args(["--standalone", f"--nproc-per-node={count}", "-m", "flow_grpo", *words]))
     except ChildFailedError as error:
         rank, status = first_dead(error.failures, count)
-        if status == TOLD:
-            return TOLD
+        if status == USER_ERROR:
+            return USER_ERROR
         raise RankDied(f"rank {rank} of {count} {_end(status)}, which ended the run.") from None
     except (SignalException, KeyboardInterrupt):
         return INTERRUPTED
@@ -39,14 +39,14 @@ def launch(count: int, words: list[str]) -> int:
 
 
 class RankDied(Exception):
-    """A rank has ended without saying why; the message says which one and how."""
+    """A rank ended without an error message; ours names the rank and how it ended."""
 
 
 def first_dead(failures: dict[int, ProcessFailure], count: int) -> tuple[int, int]:
-    """The rank that ended the others, and its exit status, which is negative for a signal.
+    """The rank whose end caused that of the others, and its exit status, which is negative for a signal.
 
-    Ranks that lost it, and those that the launcher then ended by SIGTERM, have failed only because of it. If all failures are such
-    ones, it is a rank that is not among them: one that ended as if all were well.
+    Ranks that lost their connection to it, and those that the launcher then ended by SIGTERM, failed only because of it. If there
+    are no other failures, it is a rank that ended with status 0.
     """
     statuses = {rank: failure.exitcode for rank, failure in sorted(failures.items(), key=lambda item: item[1].timestamp)}
     own = [rank for rank, status in statuses.items() if status not in (PEER_LOST, -signal.SIGTERM)]

@@ -1,4 +1,4 @@
-"""Ranks end with their launcher. Nothing else ends them when it is killed by kill -9."""
+"""End a rank when its launcher ends, also by kill -9."""
 
 import ctypes
 import functools
@@ -14,11 +14,11 @@ PR_SET_PDEATHSIG = 1
 
 
 def end_with_launcher() -> None:
-    """Ends this process, if a launcher of ranks started it, within a second of the launcher's end.
+    """End this process within a second of its launcher's end, if a launcher started it.
 
     A rank's parent is torch's elastic agent, which torchrun, `accelerate launch` and `--num-processes` run within their own process.
-    Linux kills the rank whatever it does. Elsewhere a thread sees that the parent is another one, when the interpreter gives it a
-    turn. Not tested on macOS; on Windows a process keeps the id of a parent that has ended, so that nothing is noticed.
+    On Linux the kernel kills the rank. Elsewhere a thread polls the parent's id. Not tested on macOS; on Windows a process keeps
+    the id of a parent that has ended, so this does nothing there.
     """
     if "TORCHELASTIC_RUN_ID" in os.environ:
         _end_with(int(os.environ.get(LAUNCHER, os.getppid())))

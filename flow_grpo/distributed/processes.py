@@ -1,8 +1,8 @@
-"""The processes that share a run: whose groups are whose, and what all of them know together.
+"""The processes that share a run: which process has which groups, and the communication between them.
 
-torchrun, `accelerate launch` or `flow-grpo train --num-processes` start them; a process by itself is all of them. Groups live whole
-on a process. All processes hold the same adapter and optimizer, take the same decisions and differ in their rows alone: so a run
-does not depend on how many there are, up to the order in which numbers are added.
+torchrun, `accelerate launch` or `flow-grpo train --num-processes` start them. A group is complete on one process. All processes hold
+the same adapter and optimizer and take the same decisions; only their rows differ. So a run does not depend on the number of
+processes, up to the order in which numbers are added.
 """
 
 import os
@@ -14,9 +14,9 @@ from torch import Tensor
 
 from flow_grpo.distributed.parent import end_with_launcher
 
-PEER_LOST = 75  # exit status of a process that has lost another one
+PEER_LOST = 75  # exit status of a process that lost its connection to another one
 Value = TypeVar("Value")
-BUCKET_NUMEL = 2**26  # numbers in a message between processes, about, which is copied once
+BUCKET_NUMEL = 2**26  # approximate size of a message between processes, which is copied once
 
 
 class Processes:
@@ -27,10 +27,10 @@ class Processes:
 
     @classmethod
     def from_environment(cls, device: str | None = None) -> "Processes":
-        """As the launcher's environment says; joins the others, on a device of its own. Ends with the launcher.
+        """Join the processes that the launcher's environment names, each on its own device. The process ends with the launcher.
 
         Raises:
-            ValueError: the processes don't find each other.
+            ValueError: the processes can't connect.
         """
         if int(os.environ.get("WORLD_SIZE", "1")) < 2:
             return cls(device=device)
@@ -50,19 +50,19 @@ class Processes:
 
     @property
     def is_main(self) -> bool:
-        """Whether this is the process that writes and speaks."""
+        """Whether this is the process that writes files and prints."""
         return self.rank == 0
 
     def owner(self, group: Tensor) -> Tensor:
-        """Rank of the process that each group belongs to: taken in turns, so that all shares of a step are even."""
+        """Rank of the process that each group belongs to: round robin, so that all get equally many."""
         return group % self.world_size
 
     def owns(self, group: Tensor) -> Tensor:
-        """Whether each group is this process's own."""
+        """Whether each group belongs to this process."""
         return self.owner(group) == self.rank
 
     def all_gather(self, value: Value) -> list[Value]:
-        """The value that each process gives, by rank. All must ask."""
+        """The values of all processes, by rank. Every process must call this."""
         if self.world_size == 1:
             return [value]
         found: list[Any] = [None] * self.world_size
@@ -70,7 +70,7 @@ class Processes:
         return found
 
     def gather_or_raise(self, call: Callable[[], Value], errors: tuple[type[Exception], ...] = (ValueError,)) -> list[Value]:
-        """What `call` returns in each process, by rank; an error of one of these kinds is raised by all, so that none waits for it."""
+        """What `call` returns in each process, by rank. An error of one of these types is raised in all of them, so that none waits."""
         if self.world_size == 1:
             return [call()]
         made, error, said = None, None, None
@@ -86,7 +86,7 @@ class Processes:
         return [value for value, _ in parts]  # type: ignore[misc]
 
     def destroy(self) -> None:
-        """At the end of a run."""
+        """Leave the process group, at the end of a run."""
         if self.world_size > 1:
             torch.distributed.destroy_process_group()
 
@@ -95,10 +95,10 @@ class Processes:
 
     @torch.no_grad()
     def all_reduce_gradients(self, parameters: list[torch.nn.Parameter], is_sharded: bool = False) -> None:
-        """Each gradient becomes the sum of all processes' ones; one that is missing counts as 0.
+        """Replace each gradient by the sum over all processes; a missing one counts as 0.
 
         Args:
-            is_sharded: each process holds shares of the parameters, whose gradients are the mean of all processes' ones already.
+            is_sharded: each process holds shards of the parameters, whose gradients are already means over all processes.
         """
         if self.world_size == 1:
             return
@@ -111,10 +111,10 @@ class Processes:
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
         gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
-        for some in _buckets(gradients):
-            whole = torch.cat([gradient.flatten() for gradient in some])
-            torch.distributed.all_reduce(whole)
-            for gradient, part in zip(some, whole.split([g.numel() for g in some]), strict=True):
+        for bucket in _buckets(gradients):
+            flat = torch.cat([gradient.flatten() for gradient in bucket])
+            torch.distributed.all_reduce(flat)
+            for gradient, part in zip(bucket, flat.split([g.numel() for g in bucket]), strict=True):
                 gradient.copy_(part.view_as(gradient))
 
     def local_microbatch(self, prompts: int, images: int, microbatch: int, updates: int, pairs: bool = False) -> int:
@@ -135,16 +135,16 @@ class Processes:
 
 
 def is_peer_lost(error: RuntimeError) -> bool:
-    """Whether an error of torch says that another process of the run is gone."""
+    """Whether an error of torch means that another process of the run is gone."""
     return any(word in str(error) for word in ("gloo", "NCCL", "onnection"))
 
 
 def _buckets(gradients: list[Tensor]) -> Iterator[list[Tensor]]:
-    """A few messages in place of hundreds, none much larger than its largest part."""
-    some: list[Tensor] = []
+    """Group gradients into few messages of at most BUCKET_NUMEL numbers each; a larger gradient is one by itself."""
+    bucket: list[Tensor] = []
     for gradient in gradients:
-        if some and sum(g.numel() for g in some) + gradient.numel() > BUCKET_NUMEL:
-            yield some
-            some = []
-        some.append(gradient)
-    yield some
+        if bucket and sum(g.numel() for g in bucket) + gradient.numel() > BUCKET_NUMEL:
+            yield bucket
+            bucket = []
+        bucket.append(gradient)
+    yield bucket

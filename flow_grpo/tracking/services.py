@@ -6,14 +6,13 @@ Nothing here uses a random number on which a run depends. A service is imported 
 
 import contextlib
 import importlib
-import importlib.util
 import io
 import json
 import os
 import posixpath
 import re
 import uuid
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -27,17 +26,6 @@ from flow_grpo.run_folder.layout import TRACKERS
 
 PROJECT = "flow-grpo"
 QUIET_ENVIRONMENT = {"WANDB_SILENT": "true", "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "2", "GIT_PYTHON_REFRESH": "quiet"}
-
-
-def check_installed(trackers: Iterable[str]) -> None:
-    """ValueError if one of these services is not installed."""
-    for name in trackers:
-        found = importlib.util.find_spec(name)
-        if found is None or found.origin is None:  # it is only a folder of that name
-            raise ValueError(
-                f"trackers: {name} needs the package {name}, which is not installed: pip install {name}, or name others, such "
-                "as trackers=[] for none."
-            )
 
 
 def open_services(

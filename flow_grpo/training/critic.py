@@ -1,4 +1,4 @@
-"""PPO's critic on the latents, and generalised advantage estimation: what group-relative advantages do without."""
+"""PPO's critic on latents, and generalised advantage estimation. Group-relative advantages need neither."""
 
 import copy
 import math
@@ -10,20 +10,20 @@ from flow_grpo.advantages import CLAMP
 from flow_grpo.config.objective import CriticConfig
 from flow_grpo.types import Trajectory
 
-EPOCHS = 4  # times that the critic goes through a rollout
+NUM_EPOCHS = 4  # passes of the critic over a rollout
 
 
 def gae(values: Tensor, reward: Tensor, gae_lambda: float) -> Tensor:
     """Generalised advantage estimation, arXiv 1506.02438, without discount and with the reward (B,) after the last step.
 
-    values (B, K) are the critic's, of the states before the K steps. Returns the advantages (B, K); plus the values they are
-    what the critic should have said.
+    values (B, K) are the critic's, of the states before the K steps. Returns the advantages (B, K); advantages plus values are
+    the critic's targets.
     """
-    following = torch.cat([values[:, 1:], reward[:, None]], 1)
-    surprise = following - values
+    next_values = torch.cat([values[:, 1:], reward[:, None]], 1)
+    td_error = next_values - values
     advantage, later = torch.empty_like(values), torch.zeros_like(reward)
     for k in reversed(range(values.shape[1])):
-        later = surprise[:, k] + gae_lambda * later
+        later = td_error[:, k] + gae_lambda * later
         advantage[:, k] = later
     return advantage
 
@@ -49,9 +49,9 @@ class Critic(nn.Module):
     def forward(self, x: Tensor, sigma: Tensor, text: Tensor) -> Tensor:
         """Values (n,)."""
         tokens = x.flatten(2).transpose(1, 2) if x.ndim == 4 else x
-        picture = self.read(self.embed(tokens) + self.place).mean(1)
+        image = self.read(self.embed(tokens) + self.place).mean(1)
         given = self.condition(torch.cat([text, sigma[:, None], 1 - sigma[:, None]], 1))
-        return self.value(torch.cat([picture, given], 1))[:, 0]
+        return self.value(torch.cat([image, given], 1))[:, 0]
 
     @torch.no_grad()
     def values(self, trajectory: Trajectory, text: Tensor) -> Tensor:
@@ -61,18 +61,18 @@ class Critic(nn.Module):
         return torch.stack(columns, 1)
 
     def advantages(self, trajectory: Trajectory, reward: Tensor, text: Tensor) -> tuple[Tensor, dict[str, float]]:
-        """Normalised advantages (B, K), clamped to +-5, by the critic as it is; then the critic learns from this rollout."""
+        """Normalised advantages (B, K), clamped to +-5, by the critic as it is; then train the critic on this rollout."""
         values = self.values(trajectory, text)
         advantage = gae(values, reward, self.settings.gae_lambda)
         target = advantage + values
-        losses = [self._learn(trajectory, text, target) for _ in range(EPOCHS)]
+        losses = [self._learn(trajectory, text, target) for _ in range(NUM_EPOCHS)]
         unexplained = (target - values).var() / target.var().clamp_min(1e-12)
         metrics = {"critic/loss": losses[0], "critic/explained_variance": 1 - unexplained.item()}
         normalised = (advantage - advantage.mean()) / (advantage.std(correction=0) + 1e-4)
         return normalised.clamp(-CLAMP, CLAMP), metrics
 
     def _learn(self, trajectory: Trajectory, text: Tensor, target: Tensor) -> float:
-        """A step of AdamW for each trained step; returns the mean squared error."""
+        """Run one AdamW step for each trained step; returns the mean squared error."""
         errors = []
         for k, sigma in enumerate(trajectory.schedule.sigmas[trajectory.steps]):
             loss = (self(trajectory.x[:, k], sigma.expand(len(text)), text) - target[:, k]).square().mean()
@@ -90,4 +90,4 @@ class Critic(nn.Module):
             self.load_state_dict(state["weights"])
         except RuntimeError as error:
             raise ValueError("the checkpoint's critic has another shape than the config asks for") from error
-        self.optimizer.load_state_dict(copy.deepcopy(state["optimizer"]))  # which would take its tensors as they are
+        self.optimizer.load_state_dict(copy.deepcopy(state["optimizer"]))  # it keeps the tensors that it is given

@@ -1,4 +1,4 @@
-"""Objectives and advantages that a user brings: loaded by import path or file, with errors that name them."""
+"""Load objective and advantage functions of the user by import path or file; their errors name them."""
 
 import functools
 from collections.abc import Callable
@@ -14,7 +14,7 @@ from rewards.user_code import guarded
 
 @functools.cache
 def load_custom_function(kind: str, name: str) -> Callable | None:
-    """A function of the user's own, by import path or file, that raises ValueError alone; None for a name of ours."""
+    """The user's function at an import path or in a file, which raises only ValueError; None for a built-in name."""
     if ":" not in name:
         return None
     function = reward_kit.locate(kind, name)
@@ -29,7 +29,7 @@ def load_custom_function(kind: str, name: str) -> Callable | None:
 
 
 def custom_loss(o: ObjectiveConfig, seen: TrainedStep | NoisedImage, advantage: Tensor) -> Loss:
-    """The user's objective: it returns a Loss, or the values (n,) alone."""
+    """Call the user's objective, which returns a Loss or only its values (n,)."""
     function = load_custom_function("objective", o.name)
     assert function
     found = function(seen, advantage, **o.options)

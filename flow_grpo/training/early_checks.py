@@ -1,6 +1,8 @@
-"""What a run checks before it loads its model, and `--dry-run` too: each check needs no weights, and says in one sentence what is wrong."""
+"""Checks before a model is loaded, by a run and by `--dry-run`: none needs weights, each raises ValueError with one sentence."""
 
+import importlib.util
 import tempfile
+from collections.abc import Iterable
 from pathlib import Path
 
 import torch
@@ -11,14 +13,13 @@ from flow_grpo.distributed.processes import Processes
 from flow_grpo.policy.devices import usable_device
 from flow_grpo.run_folder.layout import CHECKPOINTS
 from flow_grpo.run_folder.metrics_file import has_metrics
-from flow_grpo.tracking import services
 from flow_grpo.training.custom import load_custom_function
 from flow_grpo.training.zero import STAGES, import_deepspeed
 
 
 def check_settings(args: FlowGRPOConfig, count: int) -> None:
-    """What a run of `count` processes needs installed, its device, its own functions, and sizes that they can share."""
-    services.check_installed(args.trackers)
+    """Check installed packages, the device, custom functions, and that `count` processes can share a step evenly."""
+    check_installed(args.trackers)
     device = usable_device(args.device)
     if args.memory.shard in STAGES and count > 1:
         import_deepspeed(args.memory.shard, torch.device(device))
@@ -35,8 +36,19 @@ def check_settings(args: FlowGRPOConfig, count: int) -> None:
             )
 
 
+def check_installed(trackers: Iterable[str]) -> None:
+    """Check that these tracking services are installed."""
+    for name in trackers:
+        found = importlib.util.find_spec(name)
+        if found is None or found.origin is None:  # it is only a folder of that name
+            raise ValueError(
+                f"trackers: {name} needs the package {name}, which is not installed: pip install {name}, or name others, such "
+                "as trackers=[] for none."
+            )
+
+
 def check_prompts(args: FlowGRPOConfig, prompts: PromptSet, held_out: PromptSet | None, count: int) -> None:
-    """That a step has enough prompts, and each of `count` processes a held-out one."""
+    """Check that a step has enough prompts, and that each of `count` processes has a held-out prompt."""
     if held_out is not None and len(held_out) < count:
         raise ValueError(f"there are fewer held-out prompts than processes, which are {count}.")
     for _, part in args.resolved_stages():
@@ -45,7 +57,7 @@ def check_prompts(args: FlowGRPOConfig, prompts: PromptSet, held_out: PromptSet 
 
 
 def check_output(folder: Path, resume: bool) -> None:
-    """That the run folder can be written, and that it holds a run if one is to be resumed, and else none."""
+    """Check that the run folder can be written, and that it holds a run exactly if one is to be resumed."""
     place = folder.absolute()
     try:
         while not place.exists():

@@ -1,8 +1,8 @@
-"""What one update minimises, term by term: the policy run again on a batch's rows, and an objective of what it says.
+"""What one update minimises: the policy's predictions for the rows of a batch, and the run's objective of them.
 
-`StepLoss` replays the trained transitions, `ForwardProcessLoss` noises the final latents afresh. Both hand out one `Loss` for each
-of their `count` terms; the trainer weighs the rows, runs backward and forgets the graph before it asks for the next. `LossMetrics`
-collects what the losses report.
+`StepLoss` replays the trained transitions, `ForwardProcessLoss` adds new noise to the final latents. Both yield one `Loss` for each
+of their `count` trained steps or noise levels; `PolicyUpdate` weights the rows and runs backward on each before it takes the next,
+so only one graph is in memory. `LossMetrics` averages what the losses report.
 """
 
 import functools
@@ -24,9 +24,9 @@ from flow_grpo.types import Experience, Loss, NoisedImage, TrainedStep
 
 
 class ClipRange:
-    """Clip ranges that are calibrated: of each step of the schedule, from the ratios seen there.
+    """Clip ranges calibrated from observed ratios, one for each step of the schedule.
 
-    A range is the moving average of the quantile of |ratio - 1|. A step whose ratios nobody has seen yet is not clipped.
+    A range is the moving average of a quantile of |ratio - 1|. A step without observed ratios is not clipped.
     """
 
     DECAY = 0.9
@@ -44,7 +44,7 @@ class ClipRange:
         self._seen.setdefault(step, []).append(deviation)
 
     def update(self, processes: Processes) -> None:
-        """After an update: moves the ranges by what all processes saw. Exact ratios, as before the first, say nothing."""
+        """Update the ranges from what all processes observed. Ratios of exactly 1 (before the first update) are ignored."""
         seen: dict[int, list[Tensor]] = {}
         for one in processes.all_gather(self._seen):
             for step, parts in one.items():
@@ -60,7 +60,7 @@ class ClipRange:
         self.reset()
 
     def reset(self) -> None:
-        """What was seen since the last update counts no more."""
+        """Discard what was observed since the last update."""
         self._seen = {}
 
     def metrics(self) -> dict[str, float]:
@@ -68,7 +68,7 @@ class ClipRange:
 
 
 class StepLoss:
-    """The terms of objectives on per-step log-probabilities: one per trained step. `advantage` is (B,) or (B, K)."""
+    """The loss of an objective on per-step log-probabilities: one `Loss` per trained step."""
 
     def __init__(
         self,
@@ -86,7 +86,7 @@ class StepLoss:
         self.count = len(trajectory.steps)
         self.advantage = advantage if advantage.ndim == 2 else advantage[:, None].expand(-1, self.count)
 
-    has_ratio = True  # its ratio is with the rollout's probabilities, so the same numbers must come out again
+    has_ratio = True  # to the rollout's probabilities, which the update must reproduce exactly
 
     def losses(self, rows: Int[Tensor, " n"], is_real: Bool[Tensor, " n"]) -> Iterator[Loss]:
         """One loss per trained step, its values those of `rows`; only the rows marked in `is_real` are calibrated on."""
@@ -102,9 +102,10 @@ class StepLoss:
             yield loss
 
     def _step(self, k: int, rows: Int[Tensor, " n"]) -> tuple[Tensor, TrainedStep]:
-        """Velocity and transition of the k-th trained step, as the policy is now."""
+        """Velocity and transition of the k-th trained step under the current policy."""
         t, i = self.trajectory, self.trajectory.steps[k]
-        v, mean, std = sampling.replay(self.velocity, t, k, rows, self.sampling.transition, self.sampling.noise_level)
+        s = self.sampling
+        v, mean, std = sampling.replay(self.velocity, t, k, rows, transition=s.transition, noise_level=s.noise_level)
         log_prob = sde.LOG_PROBS[self.sampling.log_prob](t.x_next[rows, k], mean, std)
         delta = t.schedule.sigmas[i + 1] - t.schedule.sigmas[i]
         return v, TrainedStep(log_prob, t.log_prob_BK[rows, k], mean, t.mean[rows, k], std, delta)
@@ -127,7 +128,7 @@ class StepLoss:
 
 
 class ForwardProcessLoss:
-    """The terms of objectives on final latents: one per noise level, which a group shares with its noise."""
+    """The loss of an objective on final latents: one `Loss` per noise level. A group shares its noise levels and noise."""
 
     def __init__(
         self,
@@ -144,7 +145,7 @@ class ForwardProcessLoss:
         self.draws = [self._draw(experience, args.seed, step, draw) for draw in range(self.count)]
         off_policy = args.updates * args.epochs > 1 and self.method.ratio
         self.v_rollout = self._rollout_velocities(args.microbatch) if off_policy else None
-        self.has_ratio = off_policy  # its ratio is with those
+        self.has_ratio = off_policy
 
     def losses(self, rows: Int[Tensor, " n"], is_real: Bool[Tensor, " n"]) -> Iterator[Loss]:
         """One loss per noise level, its values those of `rows`."""
@@ -158,7 +159,7 @@ class ForwardProcessLoss:
 
     def _image(self, draw: int, rows: Int[Tensor, " n"]) -> NoisedImage:
         eps, timestep, sigma = (t[rows] for t in self.draws[draw])
-        noised = NoisedImage(self.x0[rows], eps, sigma, eps, eps)  # its velocities come now
+        noised = NoisedImage(self.x0[rows], eps, sigma, eps, eps)  # the velocities follow
 
         def velocity() -> Tensor:
             return self.policy.velocity(noised.x, timestep, self.conditioning, rows).cpu()
@@ -175,7 +176,7 @@ class ForwardProcessLoss:
         return NoisedImage(noised.x0, eps, sigma, v, v_rollout, v_old, v_ref)
 
     def _draw(self, experience: Experience, seed: int, step: int, draw: int) -> tuple[Tensor, ...]:
-        """Noise (B, ...), timestep (B,) and sigma (B,) of a term: sigma at a uniform place of the schedule's range."""
+        """Noise (B, ...), timestep (B,) and sigma (B,) of one noise level, drawn uniformly from the schedule's range."""
         trajectory, batch = experience.trajectory, experience.batch
         eps = sampling.batch_noise(trajectory.final.shape[1:], batch, seed, "eps", step, draw, shared=True)
         low, high = self.objective.sigma_range
@@ -184,15 +185,15 @@ class ForwardProcessLoss:
         return eps, *trajectory.schedule.at((1 - u) * len(trajectory.schedule))
 
     def _rollout_velocities(self, microbatch: int) -> list[Tensor]:
-        """The velocity (B, ...) of each term under the policy that drew the images."""
+        """The velocity (B, ...) at each noise level under the policy that sampled the images."""
         chunks = torch.arange(len(self.x0)).split(microbatch)
         self.v_rollout = None
-        with torch.set_grad_enabled(self.policy.compiled):  # where that is another kernel
+        with torch.set_grad_enabled(self.policy.compiled):  # a compiled model may use another kernel without gradients
             return [torch.cat([self._image(draw, chunk).v.detach() for chunk in chunks]) for draw in range(self.count)]
 
 
 class LossMetrics:
-    """Weighted means and largest values of what losses report."""
+    """Weighted means and largest values of the numbers that losses report."""
 
     def __init__(self) -> None:
         self.loss = 0.0
@@ -211,7 +212,7 @@ class LossMetrics:
 
     @staticmethod
     def merge(parts: "list[LossMetrics]") -> "LossMetrics":
-        """What several processes have seen, as if one had."""
+        """The metrics of several processes as one."""
         whole = LossMetrics()
         for part in parts:
             whole.loss, whole.weight = whole.loss + part.loss, whole.weight + part.weight
@@ -235,7 +236,7 @@ def _merge_max(ours: dict[str, float], theirs: dict[str, float]) -> None:
 
 
 def objective_function(args: FlowGRPOConfig) -> Callable[..., Loss]:
-    """The run's objective as a function of rows and their advantages, with the settings that it reads; others come as keywords."""
+    """The run's objective as a function of rows and advantages, with its settings bound; keywords override them."""
     o, method = args.objective, args.method
     if ":" in o.name:
         return functools.partial(custom_loss, o)

@@ -1,4 +1,4 @@
-"""Given images in place of rollouts: supervised fine-tuning on image-caption pairs, DPO on preferences."""
+"""Images from a dataset in place of rollouts: supervised fine-tuning on image-caption pairs, DPO on preference pairs."""
 
 import time
 from dataclasses import dataclass
@@ -21,14 +21,14 @@ from flow_grpo.types import Experience, PromptBatch, Trajectory
 
 @dataclass(frozen=True)
 class OfflineExamples:
-    """Prompts, and for each its pictures: one to copy, or the better and the worse one."""
+    """Prompts and the images of each: one to imitate, or the better and the worse one."""
 
     prompts: list[str]
     images: list[tuple[Path | Tensor, ...]]
 
 
 class OfflineSource:
-    """Deals given images to training steps: `prompts_per_step` x `images_per_prompt` of them (for dpo half as many pairs).
+    """Assigns the dataset's images to training steps: `prompts_per_step` x `images_per_prompt` of them (for dpo half as many pairs).
 
     `data` is a table (.jsonl, .csv, .parquet) with the columns prompt and image, for dpo prompt, chosen and rejected, paths
     relative to the file; or, for sft, a folder of pictures or a sheet as `sample` writes them, prompts inside.
@@ -41,7 +41,7 @@ class OfflineSource:
         self.examples = load_examples(args.dataset, self.rows_per_pair)
         self.schedule, shape = policy.schedule(args.sampling.steps)
         blank = policy.decode(torch.zeros(1, *shape))
-        policy.encode_images(blank)  # says at once if this pipeline can't
+        policy.encode_images(blank)  # raises at once if this pipeline can't encode
         self.size = (blank.shape[3], blank.shape[2])  # width and height, as PIL has them
 
     def collect(self, step: int) -> Experience:
@@ -56,20 +56,18 @@ class OfflineSource:
         rows = torch.arange(len(prompts))
         batch = PromptBatch(prompts, [{} for _ in prompts], own[rows // self.rows_per_pair], rows % self.rows_per_pair)
         final = self.policy.encode_images(torch.stack(images), self.args.microbatch)
-        none = final.new_zeros(len(final), 0)
-        trajectory = Trajectory(self.schedule, [], none, none, none, none, final)
         return Experience(
             batch,
-            trajectory,
-            torch.zeros(len(rows)),
-            rows,
-            self.rows_per_pair,
-            groups,
-            {"images": 0.0, "time/rollout": time.perf_counter() - started},
+            Trajectory.from_steps(self.schedule, [], [], final),
+            advantage=torch.zeros(len(rows)),
+            rows=rows,
+            rows_per_group=self.rows_per_pair,
+            groups=groups,
+            metrics={"images": 0.0, "time/rollout": time.perf_counter() - started},
         )
 
     def _example_indices(self, step: int, count: int) -> list[int]:
-        """`count` places of an endless row of shuffled epochs, from step * count on."""
+        """`count` indices of the endless sequence of shuffled epochs, from position step * count on."""
         found: list[int] = []
         place = step * count
         while len(found) < count:
@@ -79,13 +77,13 @@ class OfflineSource:
         return found
 
     def _load_image(self, source: Path | Tensor) -> Tensor:
-        """(3, H, W) in [0, 1], cut and scaled to the policy's size."""
+        """(3, H, W) in [0, 1], cropped and resized to the policy's size."""
         image = Image.fromarray(to_bytes(source[None])[0]) if isinstance(source, Tensor) else open_image(source)
         return from_bytes(np.asarray(ImageOps.fit(image, self.size, Image.Resampling.LANCZOS))[None])[0]
 
 
 def load_examples(data: str, rows_per_pair: int) -> OfflineExamples:
-    """ValueError: no such file, a column that is missing, or a picture that is not there."""
+    """Load the dataset. ValueError if the file, a column or an image is missing."""
     source = Path(data)
     if source.is_dir() or source.suffix.lower() in (".png", ".jpg", ".jpeg", ".webp"):
         if rows_per_pair == 2:

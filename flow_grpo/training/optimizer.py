@@ -1,4 +1,4 @@
-"""How what is trained moves: the gradients of all processes are added up, clipped, and followed by AdamW."""
+"""The optimizer: gradients of all processes are summed, clipped and passed to AdamW."""
 
 import math
 from typing import Any
@@ -13,11 +13,11 @@ from flow_grpo.policy.policy import Policy
 
 
 class Optimizer:
-    """AdamW on every process alike or, where the weights lie in shares (FSDP2), on each process's own ones.
+    """AdamW, identical on every process, or on each process's shard of the weights (FSDP2).
 
     Attributes:
-        is_sharded: whether each process holds a share of what `state` gathers, so that all must ask for it.
-        synchronous_backward: whether all processes must go backward equally often.
+        is_sharded: whether `state_dict` gathers shards, so that every process must call it.
+        synchronous_backward: whether all processes must run backward equally often.
     """
 
     def __init__(self, policy: Policy, o: OptimizerConfig, processes: Processes) -> None:
@@ -29,16 +29,16 @@ class Optimizer:
         self.is_sharded, self.synchronous_backward = policy.is_sharded, policy.uses_fsdp
         self.adamw = adamw(self.parameters, o)
         self.scaler = torch.amp.GradScaler(policy.device.type, enabled=policy.dtype == torch.float16)
-        self.scaler.scale(torch.zeros((), device=policy.device))  # it begins here, also where no row has signal
+        self.scaler.scale(torch.zeros((), device=policy.device))  # initialised here, as there may be no row with signal
 
     def backward(self, loss: Tensor) -> None:
-        """Adds a part of the loss's gradient to what is there."""
+        """Accumulate the gradient of a part of the loss."""
         self.scaler.scale(loss).backward()
 
     def step(self, lr: float) -> float:
-        """Moves the weights, and forgets the gradients. Returns their norm; if it is not finite, nothing has moved.
+        """Update the weights and clear the gradients. Returns the gradient norm; if it is not finite, no weight was changed.
 
-        ValueError if that goes on in fp16.
+        ValueError if fp16 gradients keep overflowing.
         """
         for group in self.adamw.param_groups:
             group["lr"] = lr
@@ -46,7 +46,7 @@ class Optimizer:
         self.scaler.unscale_(self.adamw)
         norm = full_tensor(torch.nn.utils.clip_grad_norm_(self.parameters, self.max_norm)).item()
         if math.isfinite(norm) or self.scaler.is_enabled():
-            self.scaler.step(self.adamw)  # which passes over a step whose fp16 gradients overflowed
+            self.scaler.step(self.adamw)  # skips the step if fp16 gradients overflowed
             self.scaler.update()
         self.zero_grad()
         if self.scaler.is_enabled() and self.scaler.get_scale() < 1:
@@ -54,11 +54,11 @@ class Optimizer:
         return norm
 
     def zero_grad(self) -> None:
-        """Drops gradients that no step was made with."""
+        """Clear accumulated gradients."""
         self.adamw.zero_grad()
 
     def state_dict(self, keep_on_this_rank: bool = True) -> dict[str, Any]:
-        """Whole, also of parameters in shares: then all processes must ask, and need not keep the moments."""
+        """Return the full (unsharded) state. When sharded, every process must call this; pass False on ranks that discard the result."""
         optimizer, moments = self.adamw.state_dict(), {}
         for place, values in optimizer["state"].items():
             tensors = {name: value for name, value in values.items() if isinstance(value, Tensor)}
@@ -66,7 +66,7 @@ class Optimizer:
         return {"optimizer": {**optimizer, "state": moments}, "scaler": self.scaler.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """What `state` gave, of as many processes as there were."""
+        """Load what `state_dict` returned, on any number of processes."""
         own = self.parameters
         moments = {
             place: {n: shard_like(v, own[place]) if _same_shape(v, own[place]) else v for n, v in values.items()}
@@ -81,7 +81,7 @@ def _same_shape(value: Any, parameter: Tensor) -> bool:
 
 
 def adamw(parameters: list[torch.nn.Parameter], o: OptimizerConfig) -> torch.optim.Optimizer:
-    """The config's. ValueError if its package is not installed."""
+    """The optimizer that the config names. ValueError if its package is not installed."""
     settings: Any = {"lr": o.lr, "betas": o.betas, "eps": o.eps, "weight_decay": o.weight_decay}
     if o.name == "adamw":
         return torch.optim.AdamW(parameters, **settings)

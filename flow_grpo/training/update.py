@@ -1,4 +1,4 @@
-"""The optimizer steps on what a training step has collected."""
+"""The optimizer steps of one training step."""
 
 import math
 from collections.abc import Iterator
@@ -19,12 +19,12 @@ from flow_grpo.types import Experience
 
 
 class PolicyUpdate:
-    """AdamW on what is trained, for one part of a run.
+    """Updates the trained weights from collected experience, for one stage of a run.
 
     Attributes:
-        mid_step: whether the adapter has moved in a training step that is not over.
-        pack_rows: whether rows without a loss are left out and the others packed into fewer chunks. A kernel whose last bits depend on
-            a row's place in the chunk shows in the ratio before the first update; from then on each row keeps its place.
+        mid_step: whether weights have changed in a training step that is not finished.
+        pack_rows: whether rows without a loss are left out and the others packed into fewer chunks. If a kernel's last bits depend on
+            a row's position in the chunk, the ratio before the first update is not 1; from then on each row keeps its position.
     """
 
     def __init__(self, policy: Policy, args: FlowGRPOConfig, begin: int, processes: Processes) -> None:
@@ -35,7 +35,7 @@ class PolicyUpdate:
         self.pack_rows = True
 
     def __call__(self, experience: Experience, step: int) -> dict[str, float]:
-        """The updates and epochs of training step `step`, each update on an equal share of the groups. Returns metrics.
+        """Run the updates and epochs of training step `step`, each update on an equal share of the groups. Returns metrics.
 
         Raises:
             ValueError: the ratio before the first update is not 1, or a gradient is not finite.
@@ -78,7 +78,7 @@ class PolicyUpdate:
     def _backward(
         self, batch_loss: StepLoss | ForwardProcessLoss, chunk: Tensor, weight: Tensor, totals: LossMetrics
     ) -> None:
-        """Adds the gradient of a chunk's rows, weighed, and what they report; only one term's graph is there at a time."""
+        """Add the weighted gradient and metrics of a chunk's rows; only one loss's graph is in memory at a time."""
         for loss in batch_loss.losses(chunk, weight > 0):
             value = (loss.value * weight).sum() / batch_loss.count
             self.optimizer.backward(value.to(self.policy.device))
@@ -86,17 +86,17 @@ class PolicyUpdate:
                 totals.add(loss, weight / batch_loss.count)
 
     def discard(self) -> None:
-        """Forgets the gradients and ratios of updates that have not happened."""
+        """Discard gradients and recorded ratios of an aborted step."""
         self.optimizer.zero_grad()
         self.clip.reset()
 
     @property
     def is_sharded(self) -> bool:
-        """Whether each process holds a share of what is trained or of its optimizer, so that all must help to gather it."""
+        """Whether weights or optimizer state are sharded, so that every process must help to gather them."""
         return self.optimizer.is_sharded
 
     def state_dict(self, keep_on_this_rank: bool = True) -> dict[str, Any]:
-        """Whole: where it is spread all processes must ask, and need not `keep` it."""
+        """Return the full (unsharded) state. When sharded, every process must call this; pass False on ranks that discard the result."""
         return {**self.optimizer.state_dict(keep_on_this_rank), "packs": self.pack_rows}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -113,8 +113,8 @@ class PolicyUpdate:
         """`rows` in chunks of the micro-batch size, and the weights of their rows, `row_weight` or 0.
 
         Args:
-            count: the rows of the whole batch, to keep each row in the chunk and place that it had in the rollout: only then do
-                the same numbers come out of it, to the last bit, from any kernel. None packs the rows, and fills up the last chunk.
+            count: number of rows of the batch, to keep each row in the chunk and position that it had in the rollout, so that
+                any kernel repeats the rollout's numbers to the last bit. None packs the rows and pads the last chunk.
         """
         size = self.args.microbatch
         if count is not None:
@@ -130,17 +130,17 @@ class PolicyUpdate:
             yield torch.cat([chunk, chunk[:1].expand(missing)]), weight
 
     def _padding_chunks(self, count: int, rows: int) -> list[tuple[Tensor, Tensor]]:
-        """Chunks that weigh nothing, where processes go in step and others have more than `count` chunks."""
+        """Chunks of weight 0, so that all processes run backward equally often, where the optimizer needs that."""
         if not self.optimizer.synchronous_backward:
             return []
         chunk = torch.arange(min(self.args.microbatch, rows))
         return [(chunk, torch.zeros(len(chunk)))] * (max(self.processes.all_gather(count)) - count)
 
     def _check_ratio(self, totals: LossMetrics) -> bool:
-        """Notes how far the ratio is from 1 before the first update. False if it is not 1 and packing may be why.
+        """Record how far the ratio is from 1 before the first update. False if it is not 1 and packing may be the cause.
 
         Raises:
-            ValueError: it is not 1 with every row in its place.
+            ValueError: it is not 1 with every row in its position.
         """
         own = totals.largest.get("ratio/max_deviation")
         if own is not None:
@@ -162,11 +162,11 @@ class PolicyUpdate:
         return o.lr * warm * (1 - (1 - o.final_lr_ratio) * min(1.0, step / max(1, self.args.steps - 1)))
 
     def _steps_before(self, step: int) -> int:
-        """Optimizer steps of this part of the run before training step `step`, if every update had rows."""
+        """Optimizer steps of this stage before training step `step`, if every update had rows."""
         return (step - self.begin) * self.args.updates * self.args.epochs
 
     def _step(self, step: int, number: int) -> dict[str, float]:
-        """One optimizer step, the `number`-th of this part of the run, and where it is due one of the moving average."""
+        """Run one optimizer step, the `number`-th of this stage, and update the moving average if it is due."""
         moved, self.mid_step = self.mid_step, True  # also if memory runs out half-way
         try:
             norm = self.optimizer.step(self._learning_rate(step))

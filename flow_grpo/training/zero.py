@@ -1,4 +1,4 @@
-"""DeepSpeed's ZeRO, stages 1 and 2 (arXiv 1910.02054): AdamW's moments lie in shares on the processes, then gradients too."""
+"""DeepSpeed's ZeRO, stages 1 and 2 (arXiv 1910.02054): AdamW's moments are sharded over the processes, in stage 2 gradients too."""
 
 import gc
 import os
@@ -18,16 +18,16 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 class ZeroOptimizer:
-    """In place of `Optimizer`: each process moves its share of the weights and gets the others' from the others.
+    """Replaces `Optimizer`: each process updates its shard of the weights and receives the others.
 
-    Stage 1 adds gradients up once a step, stage 2 in each backward pass, of which a process then keeps its share.
+    Stage 1 reduces gradients once a step; stage 2 in each backward pass, after which a process keeps its shard.
 
     Raises:
         ValueError: DeepSpeed is not installed, or the policy is in fp16.
     """
 
     is_sharded = synchronous_backward = True
-    _active: ClassVar["ZeroOptimizer | None"] = None  # in this process, whose hooks stay on the weights until it leaves them
+    _active: ClassVar["ZeroOptimizer | None"] = None  # its hooks stay on the weights until it is closed
 
     def __init__(self, policy: Policy, o: OptimizerConfig, processes: Processes, shard: str) -> None:
         if policy.dtype == torch.float16:
@@ -36,24 +36,24 @@ class ZeroOptimizer:
         self.adamw = adamw(self.parameters, o)
         bucket = min(BUCKET_NUMEL, sum(p.numel() for p in self.parameters) + 1 & ~1)  # DeepSpeed wants an even number
         config = {
-            "train_micro_batch_size_per_gpu": 1,  # which it must be told, and makes no use of
-            "managed_gradient_accumulation": False,  # a step has as many backward passes as there are before `step`
+            "train_micro_batch_size_per_gpu": 1,  # required by DeepSpeed, unused
+            "managed_gradient_accumulation": False,  # a step has as many backward passes as were run before it
             "gradient_clipping": o.max_grad_norm,
             "zero_optimization": {"stage": STAGES[shard], "reduce_bucket_size": bucket, "allgather_bucket_size": bucket},
         }
         deepspeed = import_deepspeed(shard, policy.device)
         if ZeroOptimizer._active is not None:
             ZeroOptimizer._active.close()
-        # the pipeline calls the transformer by itself, so the engine need know no more of it than what is trained
+        # the pipeline itself calls the transformer, so the engine only needs the trained parameters
         trained = torch.nn.ParameterList(self.parameters)
         self.engine = deepspeed.initialize(model=trained, optimizer=self.adamw, config=config)[0]
         ZeroOptimizer._active = self
 
     def close(self) -> None:
-        """Lets go of the weights and of all that it held, for another one to take them over."""
+        """Release the weights and all memory, so that another optimizer can take them over."""
         self.engine.destroy()
         del self.engine, self.adamw
-        gc.collect()  # which DeepSpeed's engine waits for
+        gc.collect()  # frees the engine, which has reference cycles
 
     def backward(self, loss: Tensor) -> None:
         # DeepSpeed averages the gradients of all processes; we need their sum
@@ -62,7 +62,7 @@ class ZeroOptimizer:
     def step(self, lr: float) -> float:
         for group in self.adamw.param_groups:
             group["lr"] = lr
-        self.engine.step()  # which passes over gradients that are not finite
+        self.engine.step()  # skips gradients that are not finite
         return float(self.engine.get_global_grad_norm())
 
     def zero_grad(self) -> None:
@@ -70,7 +70,7 @@ class ZeroOptimizer:
         self.engine.optimizer.all_grad_tensors.clear()  # stage 2's own sums
 
     def state_dict(self, keep_on_this_rank: bool = True) -> dict[str, Any]:
-        """As `Optimizer`'s, which can go on with it."""
+        """Return the full state in `Optimizer`'s format, which can load it."""
         from deepspeed.utils import safe_get_full_optimizer_state
 
         moments = {}
@@ -85,12 +85,12 @@ class ZeroOptimizer:
         return {"optimizer": {"state": moments, "param_groups": groups}, "scaler": {}}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Also an `Optimizer`'s, which has no moments of a weight without a gradient."""
+        """Load a state, also one of an `Optimizer`, which has no moments for a weight without a gradient."""
         from deepspeed.utils import lazy_init_hp_params_optimizer_state, safe_set_full_optimizer_state
 
-        self.engine.optimizer.refresh_fp32_params()  # it moves a copy of its share of the weights, which were loaded since
+        self.engine.optimizer.refresh_fp32_params()  # the fp32 copy that it updates is older than the loaded weights
         share, found = self._flat_shard, state["optimizer"]["state"]
-        if not self.adamw.state:  # AdamW makes its moments in the first step
+        if not self.adamw.state:  # AdamW creates its moments in the first step
             self.adamw.state[share] = {"step": torch.zeros(()), **{name: torch.zeros_like(share) for name in MOMENTS}}
             lazy_init_hp_params_optimizer_state(self.parameters, share, self.adamw.state)
         self.adamw.state[share]["step"].fill_(max((float(values["step"]) for values in found.values()), default=0.0))
@@ -101,14 +101,14 @@ class ZeroOptimizer:
 
     @property
     def _flat_shard(self) -> Tensor:
-        """What this process moves of the weights, in one row: the only parameter that its AdamW knows."""
+        """This process's shard of the weights as one flat tensor, the only parameter of its AdamW."""
         return self.adamw.param_groups[0]["params"][0]
 
 
 def import_deepspeed(shard: str, device: torch.device) -> Any:
-    """DeepSpeed, which is then quiet and compiles nothing. ValueError if it is not installed."""
+    """Import DeepSpeed with logging off and without compiling extensions. ValueError if it is not installed."""
     if device.type == "cpu":
-        os.environ.setdefault("DS_ACCELERATOR", "cpu")  # else it takes a GPU that is there
+        os.environ.setdefault("DS_ACCELERATOR", "cpu")  # otherwise it uses a GPU if there is one
     try:
         import deepspeed
     except ImportError as error:
@@ -116,7 +116,7 @@ def import_deepspeed(shard: str, device: torch.device) -> Any:
             f"memory.shard={shard} needs DeepSpeed, which can't be imported ({first_line(error)}): "
             "pip install 'deepspeed>=0.19.8', or set memory.shard=fsdp2."
         ) from error
-    deepspeed.utils.logger.setLevel("ERROR")  # a step that is passed over is told by whoever asked for it
+    deepspeed.utils.logger.setLevel("ERROR")  # `PolicyUpdate` reports skipped steps
     if device.type == "cpu":
-        deepspeed.ops.__compatible_ops__ = {}  # else it first compiles an exchange of its own; gloo's is there
+        deepspeed.ops.__compatible_ops__ = {}  # otherwise it first compiles its own communication; gloo is there already
     return deepspeed
