@@ -1,4 +1,4 @@
-"""LAION's aesthetic score: a small head on CLIP's picture embedding. It does not read the prompt."""
+"""LAION's aesthetic score: a small head on CLIP's image embedding. It does not read the prompt."""
 
 from pathlib import Path
 
@@ -47,9 +47,9 @@ def _published() -> dict[str, Tensor]:
 
 
 class Aesthetic(nn.Module):
-    """LAION's aesthetic predictor v2 (arXiv 2210.08402): the rating people would give the picture, whatever the prompt.
+    """LAION's aesthetic predictor v2 (arXiv 2210.08402): the rating people would give the image, whatever the prompt.
 
-    Range: about 1 to 10, 5 to 7 for good pictures. Weights: sac+logos+ava1-l14-linearMSE.pth (Apache-2.0, 4 MB, from GitHub)
+    Range: about 1 to 10, 5 to 7 for good images. Weights: sac+logos+ava1-l14-linearMSE.pth (Apache-2.0, 4 MB, from GitHub)
     or the same format at `weights`, on OpenAI's ViT-L/14 (MIT, 1.7 GB) or a local checkpoint of it at `pretrained`. Memory:
     1.8 GB. Gamed by dropping what the prompt asks for: painterly haze, sunsets and portraits score high alone.
     """
@@ -69,4 +69,4 @@ class Aesthetic(nn.Module):
 
     def forward(self, images: Tensor, prompts: list[str]) -> Tensor:
         """images (B, 3, H, W) in [0, 1]; returns (B,)."""
-        return in_batches(lambda pictures, _: self.head(self.embed.pictures(pictures)), images, prompts, self.batch_size)
+        return in_batches(lambda images, _: self.head(self.embed.encode_images(images)), images, prompts, self.batch_size)

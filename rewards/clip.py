@@ -1,4 +1,4 @@
-"""How well picture and prompt agree: the cosine of their open_clip embeddings.
+"""How well image and prompt agree: the cosine of their open_clip embeddings.
 
 The tiny model of this package, `flow-grpo-tiny`, is registered with open_clip when this module is imported: it knows
 coloured signs only. Any other model name and pretrained tag of open_clip works, and so does a local checkpoint.
@@ -23,7 +23,7 @@ FOLDER = Path(__file__).parent / "tiny_clip"
 
 
 class OpenCLIP(torch.nn.Module):
-    """An open_clip model as two functions, of pictures and of prompts, to unit vectors (B, E).
+    """An open_clip model as two functions, of images and of prompts, to unit vectors (B, E).
 
     Raises:
         ValueError: a sentence that begins with `reward`, if open_clip has no such model or can't load such weights.
@@ -57,11 +57,11 @@ class OpenCLIP(torch.nn.Module):
         self.model.eval().requires_grad_(False)
         self.device = device
 
-    def pictures(self, pictures: list[Image.Image]) -> Tensor:
-        inputs = torch.stack([self.preprocess(picture) for picture in pictures])
+    def encode_images(self, images: list[Image.Image]) -> Tensor:
+        inputs = torch.stack([self.preprocess(image) for image in images])
         return self.model.encode_image(inputs.to(self.device), normalize=True)
 
-    def prompts(self, prompts: list[str]) -> Tensor:
+    def encode_prompts(self, prompts: list[str]) -> Tensor:
         texts, places = unique(prompts)
         return self.model.encode_text(self.tokenizer(texts).to(self.device), normalize=True)[places]
 
@@ -75,7 +75,7 @@ class CLIP(torch.nn.Module):
     Weights: the tiny model (3 MB, this package's licence) by default; by name for instance model="ViT-L-14",
     pretrained="openai" (MIT, 1.7 GB), model="ViT-H-14", pretrained="laion2b_s32b_b79k" (MIT, 3.9 GB) or
     model="ViT-B-16-SigLIP2", pretrained="webli" (Apache-2.0, 1.5 GB); pretrained may be a local checkpoint file. Memory: the
-    weights in float32. Gamed by pictures that write the prompt out as text.
+    weights in float32. Gamed by images that write the prompt out as text.
     """
 
     def __init__(
@@ -100,8 +100,8 @@ class CLIP(torch.nn.Module):
         """images (B, 3, H, W) in [0, 1]; returns (B,)."""
         return in_batches(self._score, images, prompts, self.batch_size)
 
-    def _score(self, pictures: list[Image.Image], prompts: list[str]) -> Tensor:
-        cosine = (self.embed.pictures(pictures) * self.embed.prompts(prompts)).sum(-1)
+    def _score(self, images: list[Image.Image], prompts: list[str]) -> Tensor:
+        cosine = (self.embed.encode_images(images) * self.embed.encode_prompts(prompts)).sum(-1)
         if self.score == "cosine":
             return cosine
         return (self.embed.model.logit_scale.exp() * cosine + self.embed.model.logit_bias).sigmoid()

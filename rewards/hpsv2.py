@@ -1,4 +1,4 @@
-"""HPSv2.1: CLIP tuned on people's choices between generated pictures."""
+"""HPSv2.1: CLIP tuned on people's choices between generated images."""
 
 import torchvision.transforms.functional as pixels
 from PIL import Image
@@ -29,15 +29,15 @@ class HPSv2(nn.Module):
         """images (B, 3, H, W) in [0, 1]; returns (B,)."""
         return in_batches(self._score, images, prompts, self.batch_size)
 
-    def _score(self, pictures: list[Image.Image], prompts: list[str]) -> Tensor:
-        return (self.embed.pictures(pictures) * self.embed.prompts(prompts)).sum(-1)
+    def _score(self, images: list[Image.Image], prompts: list[str]) -> Tensor:
+        return (self.embed.encode_images(images) * self.embed.encode_prompts(prompts)).sum(-1)
 
-    def _preprocess(self, picture: Image.Image) -> Tensor:
-        """HPSv2 sees the whole picture: the longer side is scaled to fit, and black fills the rest. CLIP crops."""
+    def _preprocess(self, image: Image.Image) -> Tensor:
+        """HPSv2 sees the whole image: the longer side is scaled to fit, and black fills the rest. CLIP crops."""
         size = self.embed.model.visual.image_size[0]
-        scale = size / max(picture.size)
-        width, height = (round(side * scale) for side in picture.size)
+        scale = size / max(image.size)
+        width, height = (round(side * scale) for side in image.size)
         left, top = (size - width) // 2, (size - height) // 2
-        scaled = pixels.resize(pixels.to_tensor(picture), [height, width], pixels.InterpolationMode.BICUBIC)
+        scaled = pixels.resize(pixels.to_tensor(image), [height, width], pixels.InterpolationMode.BICUBIC)
         padded = pixels.pad(scaled, [left, top, size - width - left, size - height - top])
         return pixels.normalize(padded, MEAN, STD)

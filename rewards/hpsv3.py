@@ -1,4 +1,4 @@
-"""HPSv3: a vision-language model reads rating instructions, the prompt and the picture, and a head reads its mind."""
+"""HPSv3: a vision-language model reads rating instructions, the prompt and the image, and a head reads its mind."""
 
 import re
 
@@ -14,7 +14,7 @@ from rewards.weights import check_keys, load_exactly, load_tensors
 
 TOKEN = "<|Reward|>"
 EMBEDDING = "language_model.embed_tokens.weight"
-PIXELS = 256 * 28 * 28  # every picture is scaled to about this area, in multiples of 28
+PIXELS = 256 * 28 * 28  # every image is scaled to about this area, in multiples of 28
 # The published text (MIT). The model was trained on it, so that even the spaces at the ends of lines belong to it.
 INSTRUCTION = (
     "\nYou are tasked with evaluating a generated image based on Visual Quality and Text Alignment and give a overall score "
@@ -52,9 +52,9 @@ INSTRUCTION = (
 class HPSv3(nn.Module):
     """Human Preference Score v3 (arXiv 2508.03789): the mean of the rating that Qwen2-VL predicts at its reward token.
 
-    Range: about -5 to 15, 10 for good pictures. Weights: HPSv3.safetensors of MizzenAI/HPSv3 (MIT, 17 GB) or the same format
+    Range: about -5 to 15, 10 for good images. Weights: HPSv3.safetensors of MizzenAI/HPSv3 (MIT, 17 GB) or the same format
     at `weights`, with the processor and config of Qwen/Qwen2-VL-7B-Instruct (Apache-2.0) or of a folder. Memory: 17 GB in
-    bfloat16 on a GPU, as published, twice that in float32 on the CPU. Gamed by sharp, detailed, harmonious pictures of
+    bfloat16 on a GPU, as published, twice that in float32 on the CPU. Gamed by sharp, detailed, harmonious images of
     anything: quality weighs more than the prompt.
     """
 
@@ -98,8 +98,8 @@ class HPSv3(nn.Module):
                     )
         return in_batches(self._score, images, prompts, self.batch_size)
 
-    def _score(self, pictures: list[Image.Image], prompts: list[str]) -> Tensor:
-        inputs = self._inputs(pictures, prompts)
+    def _score(self, images: list[Image.Image], prompts: list[str]) -> Tensor:
+        inputs = self._inputs(images, prompts)
         # The published model was trained with plain positions 0, 1, 2, ..., not with Qwen2-VL's rows and columns.
         positions = torch.arange(inputs["input_ids"].shape[1], device=self.device).expand(3, len(prompts), -1)
         hidden = self.model(
@@ -113,11 +113,11 @@ class HPSv3(nn.Module):
         mean_and_spread = self.head(hidden[inputs["input_ids"] == self.token].float())
         return mean_and_spread[:, 0]
 
-    def _inputs(self, pictures: list[Image.Image], prompts: list[str]):
+    def _inputs(self, images: list[Image.Image], prompts: list[str]):
         scaled = []
-        for picture in pictures:
-            height, width = smart_resize(picture.height, picture.width, min_pixels=PIXELS, max_pixels=PIXELS)
-            scaled.append(picture.resize((width, height), Image.Resampling.BICUBIC))
+        for image in images:
+            height, width = smart_resize(image.height, image.width, min_pixels=PIXELS, max_pixels=PIXELS)
+            scaled.append(image.resize((width, height), Image.Resampling.BICUBIC))
         content = [
             [{"type": "image"}, {"type": "text", "text": INSTRUCTION.format(text_prompt=prompt)}] for prompt in prompts
         ]

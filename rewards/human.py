@@ -32,7 +32,7 @@ class Ballot:
     """The images of a prompt as PNG, and the person's ranking once it is there: places of images, the best first."""
 
     prompt: str
-    pictures: list[bytes]
+    images: list[bytes]
     order: list[int] = field(default_factory=list)
     voted: threading.Event = field(default_factory=threading.Event)
 
@@ -43,13 +43,13 @@ class Human:
     The best image scores 1, the worst 0, those between by their place; images that were not ranked share the places that are
     left. An image alone has nothing to be compared with, as in an evaluation: it scores 0.5 and nobody is asked. All images
     of a prompt must come in one call. Every pair of a ranking is recorded, one JSON object a line,
-    {"prompt": ..., "better": path, "worse": path}, the pictures beside it: what `preference_head` learns from.
+    {"prompt": ..., "better": path, "worse": path}, the images beside it: what `preference_head` learns from.
 
     Range [0, 1]. No weights, no memory; the votes are yours. About ten seconds of the person's time for each prompt. Gamed by
     what pleases at first sight, saturated colours and smooth faces, and by the person's fatigue.
 
     Args:
-        votes: the file of votes; pictures go to the folder `pictures` beside it.
+        votes: the file of votes; images go to the folder `pictures` beside it.
         port: of the page on this machine; 0 takes a free one. Its address has a key that nobody can guess.
     """
 
@@ -86,7 +86,7 @@ class Human:
         """Takes a ranking and records its pairs. KeyError for a ballot that is not open, ValueError for no ranking."""
         with self.lock:
             ballot = self.ballots[number]
-            known = range(len(ballot.pictures))
+            known = range(len(ballot.images))
             if not isinstance(order, list) or not order or len(set(order)) < len(order) or not set(order) <= set(known):
                 raise ValueError("give the places of different images, the best first.")
             self._record(ballot, order)
@@ -96,10 +96,10 @@ class Human:
 
     def _record(self, ballot: Ballot, order: list[int]) -> None:
         names = []
-        for picture in ballot.pictures:
-            file = self.votes.parent / "pictures" / f"{hashlib.sha256(picture).hexdigest()[:24]}.png"
+        for image in ballot.images:
+            file = self.votes.parent / "pictures" / f"{hashlib.sha256(image).hexdigest()[:24]}.png"
             file.parent.mkdir(parents=True, exist_ok=True)
-            file.write_bytes(picture)
+            file.write_bytes(image)
             names.append(file.relative_to(self.votes.parent).as_posix())
         rest = [i for i in range(len(names)) if i not in order]
         pairs = [(a, b) for place, a in enumerate(order) for b in order[place + 1 :] + rest if names[a] != names[b]]
@@ -128,9 +128,9 @@ class Human:
         @app.get(f"/{key}/image/{{number}}/{{place}}")
         def image(number: int, place: int) -> Response:
             ballot = self.ballots.get(number)
-            if ballot is None or not 0 <= place < len(ballot.pictures):
+            if ballot is None or not 0 <= place < len(ballot.images):
                 raise HTTPException(404, "there is no such image.")
-            return Response(ballot.pictures[place], media_type="image/png", headers={"Cache-Control": "no-store"})
+            return Response(ballot.images[place], media_type="image/png", headers={"Cache-Control": "no-store"})
 
         @app.post(f"/{key}/vote")
         async def vote(request: Request) -> dict[str, bool]:
@@ -164,7 +164,7 @@ def _page(found: tuple[int, Ballot] | None, nonce: str) -> str:
     images = "".join(
         f'<button data-key="{key}" aria-pressed="false" aria-label="image {key}"><img src="image/{number}/{i}" alt="">'
         f'<span class="key">{key}</span><span class="place"></span></button>'
-        for i, key in enumerate(itertools.islice(itertools.chain(KEYS, itertools.repeat("")), len(ballot.pictures)))
+        for i, key in enumerate(itertools.islice(itertools.chain(KEYS, itertools.repeat("")), len(ballot.images)))
     )
     return template.substitute(
         title="Which is best?",

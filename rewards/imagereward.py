@@ -1,4 +1,4 @@
-"""ImageReward: BLIP's text encoder looks at the picture through cross-attention, and a head scores what it saw."""
+"""ImageReward: BLIP's text encoder looks at the image through cross-attention, and a head scores what it saw."""
 
 import re
 from pathlib import Path
@@ -32,9 +32,9 @@ RENAMES = [  # BLIP's names, to those of transformers
 
 
 class ImageReward(nn.Module):
-    """ImageReward v1.0 (arXiv 2304.05977): how people would rank the picture for the prompt, in standard deviations.
+    """ImageReward v1.0 (arXiv 2304.05977): how people would rank the image for the prompt, in standard deviations.
 
-    Range: about -2.3 to 2, 0 for an average picture. Weights: ImageReward.pt of THUDM/ImageReward (Apache-2.0, 1.8 GB) or
+    Range: about -2.3 to 2, 0 for an average image. Weights: ImageReward.pt of THUDM/ImageReward (Apache-2.0, 1.8 GB) or
     the same format at `weights`, and BERT's tokenizer, a hub id or a folder. Memory: 2 GB in float32. Gamed by a large, plain
     rendering of the prompt's nouns; counts and text are seen poorly.
     """
@@ -67,8 +67,8 @@ class ImageReward(nn.Module):
         """images (B, 3, H, W) in [0, 1]; returns (B,)."""
         return in_batches(self._score, images, prompts, self.batch_size)
 
-    def _score(self, pictures: list[Image.Image], prompts: list[str]) -> Tensor:
-        pixels = torch.stack([self.preprocess(picture) for picture in pictures]).to(self.device)
+    def _score(self, images: list[Image.Image], prompts: list[str]) -> Tensor:
+        pixels = torch.stack([self.preprocess(image) for image in images]).to(self.device)
         seen = self.vision(pixel_values=pixels).last_hidden_state
         tokens = self.tokenizer(prompts, padding="max_length", truncation=True, max_length=TOKENS, return_tensors="pt").to(
             self.device

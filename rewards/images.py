@@ -1,4 +1,4 @@
-"""What the rewards with a model share: pictures as 8 bits, a batch at a time, each distinct prompt once."""
+"""What the rewards with a model share: images as 8 bits, a batch at a time, each distinct prompt once."""
 
 import functools
 from collections.abc import Callable
@@ -16,22 +16,22 @@ def to_bytes(images: Tensor) -> Tensor:
 
 
 def to_pil(images: Tensor) -> list[Image.Image]:
-    """images (B, 3, H, W) in [0, 1] as RGB pictures, as if read from a PNG file: what every published transform takes."""
+    """images (B, 3, H, W) in [0, 1] as RGB images, as if read from a PNG file: what every published transform takes."""
     return [Image.fromarray(image.permute(1, 2, 0).contiguous().numpy()) for image in to_bytes(images)]
 
 
-def to_rgb(picture: Image.Image) -> Image.Image:
-    """A picture of any kind in RGB of 8 bits; of greys of 16 bits, which Pillow would clip, the upper ones, as of 16-bit colours."""
-    if picture.mode == "I" or picture.mode.startswith("I;16"):
-        picture = Image.fromarray((np.asarray(picture).clip(0, 0xFFFF) >> 8).astype(np.uint8))
-    return picture.convert("RGB")
+def to_rgb(image: Image.Image) -> Image.Image:
+    """An image of any kind in RGB of 8 bits; of greys of 16 bits, which Pillow would clip, the upper ones, as of 16-bit colours."""
+    if image.mode == "I" or image.mode.startswith("I;16"):
+        image = Image.fromarray((np.asarray(image).clip(0, 0xFFFF) >> 8).astype(np.uint8))
+    return image.convert("RGB")
 
 
 @torch.no_grad()
 def in_batches(
     score: Callable[[list[Image.Image], list[str]], Tensor], images: Tensor, prompts: list[str], batch_size: int
 ) -> Tensor:
-    """score(pictures, prompts) of batch_size rows at a time; returns (B,) float32 on the CPU."""
+    """score(images, prompts) of batch_size rows at a time; returns (B,) float32 on the CPU."""
     rows = range(0, len(prompts), batch_size)
     chunks = [score(to_pil(images[i : i + batch_size]), prompts[i : i + batch_size]) for i in rows]
     return torch.cat([chunk.float().cpu() for chunk in chunks])

@@ -28,7 +28,7 @@ OUT_OF = re.compile(r"\s*(?:/|out of)\s*(\d+(?:\.\d+)?)")
 
 
 class Judge:
-    """What a vision-language model says of picture and prompt.
+    """What a vision-language model says of image and prompt.
 
     `yes_no` is P(yes) / (P(yes) + P(no)) from the log-probabilities of the first token, the VQAScore (arXiv 2404.01291), which
     is smooth; `number` is the number that the model writes, scaled from low..high to 0..1, which is coarse. A question takes
@@ -36,7 +36,7 @@ class Judge:
     another seed; an image without a usable answer is an error, never a 0.
 
     Range [0, 1]. Weights and licence: the endpoint's model, for example Qwen/Qwen2.5-VL-7B-Instruct (Apache-2.0, 17 GB) by
-    `vllm serve`. No memory here. Gamed by pictures and prompts that speak to the judge, such as text that says the picture is
+    `vllm serve`. No memory here. Gamed by images and prompts that speak to the judge, such as text that says the image is
     perfect; by whatever a small model can't see, counts and spelling first.
 
     Args:
@@ -96,8 +96,8 @@ class Judge:
         return re.sub(r"\{(\w+)\}", lambda m: str(known.get(m[1], m[0])), self.question)
 
     async def _judge(self, image: torch.Tensor, question: str) -> float:
-        picture = f"data:image/png;base64,{base64.b64encode(await asyncio.to_thread(png, image)).decode()}"
-        content = [{"type": "image_url", "image_url": {"url": picture}}, {"type": "text", "text": question}]
+        data_url = f"data:image/png;base64,{base64.b64encode(await asyncio.to_thread(png, image)).decode()}"
+        content = [{"type": "image_url", "image_url": {"url": data_url}}, {"type": "text", "text": question}]
         request: dict[str, Any] = {"model": self.model, "messages": [{"role": "user", "content": content}]}
         if self.answer == "yes_no":
             request |= {"max_tokens": 1, "logprobs": True, "top_logprobs": 20}

@@ -1,4 +1,4 @@
-"""How much of the quoted text in the prompt can be read in the picture: RapidOCR's packaged PP-OCR models."""
+"""How much of the quoted text in the prompt can be read in the image: RapidOCR's packaged PP-OCR models."""
 
 import re
 
@@ -11,7 +11,7 @@ from rewards.images import to_bytes
 
 QUOTED = re.compile(r'"([^"]+)"')
 LINE_HEIGHT = 48  # pixels: what PP-OCR's recogniser scales every line to
-SINGLE_LINE = 64  # pixels: a picture at most this high is one line of text, read without detection
+SINGLE_LINE = 64  # pixels: an image at most this high is one line of text, read without detection
 
 
 class OCR:
@@ -19,11 +19,11 @@ class OCR:
 
     The target is the first quoted text in the prompt. Case and spaces do not count, and a target found within what was read
     scores 1. case_sensitive, keep_spaces and substring=False make it stricter, the last one so that additional text costs
-    as much as any other edit. several_lines: the target is all quoted texts of the prompt in their order, and small pictures
+    as much as any other edit. several_lines: the target is all quoted texts of the prompt in their order, and small images
     are searched for lines, too.
 
     Range [0, 1]. Weights: PP-OCR over onnxruntime, inside the `rapidocr` package (Apache-2.0), about 100 MB of memory on the
-    CPU; device="cuda" needs the package onnxruntime-gpu. Gamed by repeating the text, and by plain pictures with nothing but
+    CPU; device="cuda" needs the package onnxruntime-gpu. Gamed by repeating the text, and by plain images with nothing but
     the text.
     """
 
@@ -68,7 +68,7 @@ class OCR:
         return list(engine.text_rec(TextRecInput(img=arrays, return_word_box=False)).txts)
 
     def _read_lines(self, arrays: list[np.ndarray]) -> list[str]:
-        """Finds the lines in each picture (H, W, 3), then reads the lines of all pictures in batches."""
+        """Finds the lines in each image (H, W, 3), then reads the lines of all images in batches."""
         from rapidocr.main import RapidOCRError
 
         engine = self._engine(320)
@@ -120,9 +120,9 @@ class OCR:
 
 
 class ExactOCR(OCR):
-    """Exact accuracy: 1 for a picture that reads as the quoted text and nothing else, otherwise 0. Options as for ocr.
+    """Exact accuracy: 1 for an image that reads as the quoted text and nothing else, otherwise 0. Options as for ocr.
 
-    Range {0, 1}. Weights, licence and memory as ocr. Gamed by plain pictures with nothing but the text.
+    Range {0, 1}. Weights, licence and memory as ocr. Gamed by plain images with nothing but the text.
     """
 
     def score(self, read: str, target: str) -> float:

@@ -1,4 +1,4 @@
-"""Prompts with a quoted text that the picture is to show, for the reward `ocr`: signs, covers, screens, cakes and other scenes.
+"""Prompts with a quoted text that the image is to show, for the reward `ocr`: signs, covers, screens, cakes and other scenes.
 
     python -m rewards.ocr_prompts 4096 train.txt 512 test.txt
 

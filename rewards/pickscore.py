@@ -1,4 +1,4 @@
-"""PickScore: CLIP tuned on which of two pictures the users of a web application kept."""
+"""PickScore: CLIP tuned on which of two images the users of a web application kept."""
 
 from PIL import Image
 from torch import Tensor, nn
@@ -14,7 +14,7 @@ class PickScore(nn.Module):
 
     Range: about 17 to 24. Weights: yuvalkirstain/PickScore_v1 (MIT, 3.9 GB) with the processor of
     laion/CLIP-ViT-H-14-laion2B-s32B-b79K, or local folders of the same format. Memory: 4 GB in float32. Gamed by glossy,
-    saturated, centred pictures; it hardly sees counts, positions and text.
+    saturated, centred images; it hardly sees counts, positions and text.
     """
 
     def __init__(
@@ -46,10 +46,10 @@ class PickScore(nn.Module):
         """images (B, 3, H, W) in [0, 1]; returns (B,)."""
         return in_batches(self._score, images, prompts, self.batch_size)
 
-    def _score(self, pictures: list[Image.Image], prompts: list[str]) -> Tensor:
+    def _score(self, images: list[Image.Image], prompts: list[str]) -> Tensor:
         texts, places = unique(prompts)
         inputs = self.processor(
-            text=texts, images=pictures, padding=True, truncation=True, max_length=77, return_tensors="pt"
+            text=texts, images=images, padding=True, truncation=True, max_length=77, return_tensors="pt"
         ).to(self.device)
         found = self.model(**inputs)  # its embeddings are unit vectors
         return self.model.logit_scale.exp() * (found.image_embeds * found.text_embeds[places]).sum(-1)

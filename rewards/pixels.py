@@ -21,15 +21,15 @@ PALETTE = {
 
 
 def jpeg_size(images: torch.Tensor, prompts: list[str], quality: int = 95, **metadata: Any) -> torch.Tensor:
-    """Minus the size of the picture as JPEG in kilobytes: compressibility, DDPO's example (arXiv 2305.13301).
+    """Minus the size of the image as JPEG in kilobytes: compressibility, DDPO's example (arXiv 2305.13301).
 
-    Range: about -500 to 0 for photographs. No weights. Gamed, as intended, by flat and blurred pictures: a reward for
+    Range: about -500 to 0 for photographs. No weights. Gamed, as intended, by flat and blurred images: a reward for
     experiments and for testing monitors, not for use.
     """
     sizes = []
-    for picture in to_pil(images):
+    for image in to_pil(images):
         buffer = io.BytesIO()
-        picture.save(buffer, "JPEG", quality=quality)
+        image.save(buffer, "JPEG", quality=quality)
         sizes.append(-buffer.tell() / 1000)
     return torch.tensor(sizes)
 
@@ -38,7 +38,7 @@ jpeg_size.reads_prompts = False  # type: ignore[attr-defined]
 
 
 def sharpness(images: torch.Tensor, prompts: list[str], measure: str = "laplacian", **metadata: Any) -> torch.Tensor:
-    """How much fine detail the picture has, sharp or noisy, in its luminance y = 0.299 R + 0.587 G + 0.114 B.
+    """How much fine detail the image has, sharp or noisy, in its luminance y = 0.299 R + 0.587 G + 0.114 B.
 
     measure="laplacian": the variance over the inner pixels of y(i-1, j) + y(i+1, j) + y(i, j-1) + y(i, j+1) - 4 y(i, j),
     the autofocus measure of Pech-Pacheco et al. 2000 (10.1109/ICPR.2000.903548). measure="high_frequency": the power above
@@ -64,10 +64,10 @@ sharpness.reads_prompts = False  # type: ignore[attr-defined]
 
 
 class Color:
-    """Does the picture have the text and background colours that a prompt like `red text "CAT" on a blue background` asks?
+    """Does the image have the text and background colours that a prompt like `red text "CAT" on a blue background` asks?
 
     Pixels are counted for the palette colour they are nearest to. The score is the mean of two parts: the share of the
-    border that is of the background's colour, and whether the text's colour is the commonest other one in the picture.
+    border that is of the background's colour, and whether the text's colour is the commonest other one in the image.
 
     Range [0, 1]. No weights. Gamed by any blob of the text's colour. `palette` replaces or adds colours as RGB in 0..255.
     """

@@ -1,4 +1,4 @@
-"""A reward from votes: a linear head on open_clip features, fitted to which of two pictures people preferred.
+"""A reward from votes: a linear head on open_clip features, fitted to which of two images people preferred.
 
     fit("votes.jsonl", "my_head", model="ViT-L-14", pretrained="openai")
     rewards.load("preference_head", weights="my_head")
@@ -30,7 +30,7 @@ class Vote:
 
 @dataclass
 class Fit:
-    """What a fit was made with and what it reached; accuracy is the share of votes whose better picture scores higher."""
+    """What a fit was made with and what it reached; accuracy is the share of votes whose better image scores higher."""
 
     model: str
     pretrained: str | None
@@ -43,11 +43,11 @@ class Fit:
 
 
 class PreferenceHead(torch.nn.Module):
-    """The score w . phi of a head that `fit` trained on votes, phi the features of picture and prompt (see `features`).
+    """The score w . phi of a head that `fit` trained on votes, phi the features of image and prompt (see `features`).
 
     Range: any; a difference of d means odds of exp(d) : 1 that people prefer the one. Weights: the folder that `fit` wrote
     (your own, some KB) and the open_clip model it was fitted on. Memory: that model's. Gamed as clip is, and wherever
-    training leaves the kind of pictures that were voted on: watch a held-out reward and vote anew.
+    training leaves the kind of images that were voted on: watch a held-out reward and vote anew.
     """
 
     def __init__(self, weights: str, device: str = "cpu", batch_size: int = 64) -> None:
@@ -69,16 +69,16 @@ class PreferenceHead(torch.nn.Module):
         """images (B, 3, H, W) in [0, 1]; returns (B,)."""
         return in_batches(self._score, images, prompts, self.batch_size)
 
-    def _score(self, pictures: list[Image.Image], prompts: list[str]) -> Tensor:
-        return features(self.embed, pictures, prompts) @ self.weight
+    def _score(self, images: list[Image.Image], prompts: list[str]) -> Tensor:
+        return features(self.embed, images, prompts) @ self.weight
 
 
-def features(embed: OpenCLIP, pictures: list[Image.Image], prompts: list[str]) -> Tensor:
-    """phi (B, 2 E): the picture's unit embedding v, and v * t with the prompt's t, scaled to the same size.
+def features(embed: OpenCLIP, images: list[Image.Image], prompts: list[str]) -> Tensor:
+    """phi (B, 2 E): the image's unit embedding v, and v * t with the prompt's t, scaled to the same size.
 
     The first part is taste whatever the prompt; in the second, equal weights give CLIP's cosine.
     """
-    v, t = embed.pictures(pictures), embed.prompts(prompts)
+    v, t = embed.encode_images(images), embed.encode_prompts(prompts)
     return torch.cat([v, v * t * v.shape[1] ** 0.5], 1)
 
 
@@ -94,11 +94,11 @@ def fit(
 ) -> Fit:
     """Fits a head to a votes file and writes head.safetensors and head.json to the folder `output`.
 
-    A share `held_out` of the prompts, drawn by the seed, takes no part in the fit: votes on one prompt share pictures, so a
+    A share `held_out` of the prompts, drawn by the seed, takes no part in the fit: votes on one prompt share images, so a
     split by votes would flatter the held-out accuracy.
 
     Raises:
-        ValueError: a vote is malformed, its path leaves the votes file's folder, or its picture can't be read.
+        ValueError: a vote is malformed, its path leaves the votes file's folder, or its image can't be read.
     """
     if weight_decay <= 0:
         raise ValueError(
@@ -171,12 +171,12 @@ def _read(file: Path) -> list[Vote]:
 
 
 def _inside(folder: Path, name: str, where: str) -> Path:
-    """The picture's path, which must not lead out of the folder: a votes file may come from anyone."""
+    """The image's path, which must not lead out of the folder: a votes file may come from anyone."""
     path = (folder / name).resolve()
     if not path.is_relative_to(folder.resolve()):
-        raise ValueError(f"{where}: {name!r} leads out of the votes file's folder; put the pictures into it.")
+        raise ValueError(f"{where}: {name!r} leads out of the votes file's folder; put the images into it.")
     if not path.is_file():
-        raise ValueError(f"{where}: there is no picture {name!r}.")
+        raise ValueError(f"{where}: there is no image {name!r}.")
     return path
 
 
@@ -187,16 +187,16 @@ def _differences(embed: OpenCLIP, votes: list[Vote]) -> Tensor:
     for i in range(0, len(votes), 32):
         chunk = votes[i : i + 32]
         prompts = [vote.prompt for vote in chunk]
-        better = features(embed, [_picture(vote.better) for vote in chunk], prompts)
-        rows.append(better - features(embed, [_picture(vote.worse) for vote in chunk], prompts))
+        better = features(embed, [_image(vote.better) for vote in chunk], prompts)
+        rows.append(better - features(embed, [_image(vote.worse) for vote in chunk], prompts))
     return torch.cat(rows).double().cpu()
 
 
-def _picture(path: Path) -> Image.Image:
+def _image(path: Path) -> Image.Image:
     try:
         return to_rgb(Image.open(path))
-    except Exception as error:  # truncated, no picture, or too many pixels for Pillow
-        raise ValueError(f"preference_head: {path} can't be read as a picture ({type(error).__name__}).") from error
+    except Exception as error:  # truncated, no image, or too many pixels for Pillow
+        raise ValueError(f"preference_head: {path} can't be read as an image ({type(error).__name__}).") from error
 
 
 def _held_out(prompts: list[str], share: float, seed: int) -> Tensor:

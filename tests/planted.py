@@ -556,8 +556,8 @@ BUGS = [
     (
         "an image is decoded before its size is known",
         "rewards/serving/server.py",
-        "pictures = [_open(encoded) for",
-        'pictures = [_open(encoded).convert("RGB") for',
+        "opened = [_open(encoded) for",
+        'opened = [_open(encoded).convert("RGB") for',
         "tests/rewards/test_serving.py -k bad_request",
     ),
     (

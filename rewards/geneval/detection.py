@@ -1,4 +1,4 @@
-"""Things in pictures, by Mask2Former, and their colours, by CLIP: what GenEval's rules are applied to."""
+"""Things in images, by Mask2Former, and their colours, by CLIP: what GenEval's rules are applied to."""
 
 from dataclasses import dataclass
 
@@ -57,7 +57,7 @@ class Detector:
 
 
 def instances(class_logits: Tensor, mask_logits: Tensor, size: tuple[int, int]) -> list[Detection]:
-    """Of one picture, from the logits of classes (Q, 81), the last of them "nothing", and masks (Q, h, w).
+    """Of one image, from the logits of classes (Q, 81), the last of them "nothing", and masks (Q, h, w).
 
     The score is the class's probability times the mean probability of the pixels in the mask; the box is that of the mask.
     """
@@ -87,7 +87,7 @@ class ColorNames:
         """One of COLORS for each detection of the class `name` in image (3, H, W) in [0, 1]."""
         if not detections:
             return []
-        features = self.embed.pictures([crop(image, detection) for detection in detections])
+        features = self.embed.encode_images([crop(image, detection) for detection in detections])
         return [COLORS[i] for i in (features @ self._classes(name).T).argmax(1).tolist()]
 
     def _classes(self, name: str) -> Tensor:
@@ -100,7 +100,7 @@ class ColorNames:
                     f"a photo of a {color}-colored {name}",
                     f"a photo of a {color} object",
                 ]
-                means.append(self.embed.prompts(sentences).mean(0))
+                means.append(self.embed.encode_prompts(sentences).mean(0))
             self.texts[name] = F.normalize(torch.stack(means), dim=-1)
         return self.texts[name]
 

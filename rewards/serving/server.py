@@ -51,7 +51,7 @@ ENDING = 5  # seconds that requests have to finish once the server is told to en
 
 @dataclass(frozen=True)
 class Limits:
-    """Of a request: bytes of its body, pixels of its pictures and values of its JSON, which are counted before any is decoded, and
+    """Of a request: bytes of its body, pixels of its images and values of its JSON, which are counted before any is decoded, and
     seconds until its body is there."""
 
     body: int = 256_000_000
@@ -144,7 +144,7 @@ def _refused(status: int, sentence: str) -> HTTPException:
 
 async def _body(request: Request, limits: Limits) -> bytes:
     """The body, given up as soon as it is known to be too long, or too late."""
-    too_long = _refused(413, f"the body is longer than {limits.body:,} bytes: send fewer pictures at a time.")
+    too_long = _refused(413, f"the body is longer than {limits.body:,} bytes: send fewer images at a time.")
     if int(request.headers.get("content-length", "0")) > limits.body:  # digits: the protocol has seen to that
         raise too_long
     body = bytearray()
@@ -171,22 +171,22 @@ def _decode(kind: str, body: bytes, limits: Limits) -> tuple[dict[str, Any], Ten
             request, pixels = _header(body, limits)
         elif kind == "application/json":
             request = _json(body, limits)
-            pictures = [_open(encoded) for encoded in _list(request.get("images"), "`images`")]
-            pixels = sum(picture.width * picture.height for picture in pictures)
-            if len({picture.size for picture in pictures}) > 1:
+            opened = [_open(encoded) for encoded in _list(request.get("images"), "`images`")]
+            pixels = sum(image.width * image.height for image in opened)
+            if len({image.size for image in opened}) > 1:
                 raise ValueError("the images are not of one size")
         else:
             raise _refused(415, f"the content type {kind[:100]!r} is neither {RAW} nor application/json.")
     except Image.DecompressionBombError as error:
-        raise _refused(413, f"a picture is too large: {error}") from error
+        raise _refused(413, f"an image is too large: {error}") from error
     except (TypeError, ValueError, OSError, SyntaxError, RecursionError) as error:
         raise _refused(400, f"the request can't be read: {type(error).__name__}: {str(error)[:200]}") from error
     if pixels > limits.pixels:
-        raise _refused(413, f"the pictures have more than {limits.pixels:,} pixels together: send fewer at a time.")
+        raise _refused(413, f"the images have more than {limits.pixels:,} pixels together: send fewer at a time.")
     if not pixels:
         raise _refused(400, "there must be at least one image.")
     try:  # only what was found small enough is decoded
-        images = safetensors.torch.load(body)["images"] if kind == RAW else torch.cat([_pixels(one) for one in pictures])
+        images = safetensors.torch.load(body)["images"] if kind == RAW else torch.cat([_pixels(one) for one in opened])
     except Exception as error:  # whatever a decoder makes of hostile bytes
         raise _refused(400, f"the images can't be decoded: {type(error).__name__}: {str(error)[:200]}") from error
     return request, images
@@ -234,8 +234,8 @@ def _open(encoded: str) -> Image.Image:
     return Image.open(io.BytesIO(base64.b64decode(encoded, validate=True)), formats=["PNG"])
 
 
-def _pixels(picture: Image.Image) -> Tensor:
-    return torch.from_numpy(np.asarray(to_rgb(picture)).copy()).permute(2, 0, 1)[None].float() / 255
+def _pixels(image: Image.Image) -> Tensor:
+    return torch.from_numpy(np.asarray(to_rgb(image)).copy()).permute(2, 0, 1)[None].float() / 255
 
 
 def _checked(request: dict[str, Any], count: int, names: list[str]) -> tuple[str, list[str], dict[str, list]]:

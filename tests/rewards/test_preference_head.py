@@ -68,7 +68,7 @@ def test_a_head_learns_a_taste_and_scores_with_it_as_a_reward(folder, tmp_path):
     # The formula: w . [v, sqrt(E) v t], of the head's file and open_clip's unit vectors.
     embed, weight = OpenCLIP("test", TINY, None, "cpu"), load_file(tmp_path / "head" / "head.safetensors")["weight"]
     pictures = [Image.open(folder / f"{i}_dark.png") for i in range(24)]
-    v, t = embed.pictures(pictures), embed.prompts(PROMPTS)
+    v, t = embed.encode_images(pictures), embed.encode_prompts(PROMPTS)
     assert torch.allclose(scores, v @ weight[:128] + 128**0.5 * (v * t) @ weight[128:], atol=1e-4)
     cosine = features(embed, pictures, PROMPTS) @ torch.cat([torch.zeros(128), torch.full((128,), 128**-0.5)])
     assert torch.allclose(cosine, rewards.load("clip")(dark, PROMPTS), atol=1e-5)
@@ -121,12 +121,12 @@ def test_votes_on_one_prompt_stay_on_one_side(folder, tmp_path):
         ('{"prompt": "a", "better": "0_dark.png"}', "line 2 is not"),
         ('{"prompt": "a", "better": "0_dark.png", "worse": 3}', "must be strings"),
         ('{"prompt": "a", "better": "0_dark.png", "worse": "0_dark.png"}', "with itself"),
-        ('{"prompt": "a", "better": "0_dark.png", "worse": "gone.png"}', "there is no picture 'gone.png'"),
+        ('{"prompt": "a", "better": "0_dark.png", "worse": "gone.png"}', "there is no image 'gone.png'"),
         ('{"prompt": "a", "better": "0_dark.png", "worse": "../outside.png"}', "leads out of"),
         ('{"prompt": "a", "better": "0_dark.png", "worse": "/etc/passwd"}', "leads out of"),
         ('{"prompt": "a", "better": "0_dark.png", "worse": "link.png"}', "leads out of"),
-        ('{"prompt": "a", "better": "0_dark.png", "worse": "torn.png"}', "can't be read as a picture"),
-        ('{"prompt": "a", "better": "0_dark.png", "worse": "huge.png"}', "can't be read as a picture"),
+        ('{"prompt": "a", "better": "0_dark.png", "worse": "torn.png"}', "can't be read as an image"),
+        ('{"prompt": "a", "better": "0_dark.png", "worse": "huge.png"}', "can't be read as an image"),
     ],
 )
 def test_a_bad_votes_file_is_refused_in_a_sentence(folder, tmp_path, line, words):
