@@ -1,7 +1,7 @@
 """Rewards for images, usable without flow_grpo: `rewards.load("ocr")(images, prompts)`.
 
-A reward is a callable `reward(images, prompts, **metadata)`: images are float32 RGB (B, 3, H, W) in [0, 1], prompts B
-strings, metadata lists of B values by name. It returns B floats, a tensor or a list; higher is better.
+A reward is a callable `reward(images, prompts, **metadata)`: images are float32 RGB (B, 3, H, W) in [0, 1], prompts are B
+strings, metadata are lists of B values by name. It returns B numbers, as a tensor or a list; higher is better.
 """
 
 from rewards.images import takes_pil

@@ -1,4 +1,4 @@
-"""LAION's aesthetic score: a small head on CLIP's image embedding. It does not read the prompt."""
+"""LAION's aesthetic score: a small head on CLIP's image embedding. It ignores the prompt."""
 
 from pathlib import Path
 
@@ -13,11 +13,11 @@ from rewards.weights import load_exactly, load_tensors
 
 FILE = "sac+logos+ava1-l14-linearMSE.pth"
 URL = f"https://github.com/christophschuhmann/improved-aesthetic-predictor/raw/main/{FILE.replace('+', '%2B')}"
-MODEL = "ViT-L-14-quickgelu"  # OpenAI's weights need QuickGELU, and a checkpoint file can't say so
+MODEL = "ViT-L-14-quickgelu"  # OpenAI's weights need QuickGELU, which a checkpoint file does not record
 
 
 class LinearHead(nn.Module):
-    """Five linear layers without activations, as published; the dropout between them only counts in training."""
+    """Five linear layers without activations, as published; the dropout is active in training only."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -47,11 +47,11 @@ def _published() -> dict[str, Tensor]:
 
 
 class Aesthetic(nn.Module):
-    """LAION's aesthetic predictor v2 (arXiv 2210.08402): the rating people would give the image, whatever the prompt.
+    """LAION's aesthetic predictor v2 (arXiv 2210.08402): the predicted rating of the image by people, without the prompt.
 
     Range: about 1 to 10, 5 to 7 for good images. Weights: sac+logos+ava1-l14-linearMSE.pth (Apache-2.0, 4 MB, from GitHub)
     or the same format at `weights`, on OpenAI's ViT-L/14 (MIT, 1.7 GB) or a local checkpoint of it at `pretrained`. Memory:
-    1.8 GB. Gamed by dropping what the prompt asks for: painterly haze, sunsets and portraits score high alone.
+    1.8 GB. Gamed by ignoring the prompt: painterly haze, sunsets and portraits score high on their own.
     """
 
     reads_prompts = False

@@ -1,7 +1,7 @@
-"""How well image and prompt agree: the cosine of their open_clip embeddings.
+"""Agreement of image and prompt: the cosine of their open_clip embeddings.
 
-The tiny model of this package, `flow-grpo-tiny`, is registered with open_clip when this module is imported: it knows
-coloured signs only. Any other model name and pretrained tag of open_clip works, and so does a local checkpoint.
+The tiny model of this package, `flow-grpo-tiny`, is registered with open_clip when this module is imported; it was
+trained on coloured signs only. Any other model name and pretrained tag of open_clip works, and so does a local checkpoint.
 """
 
 import json
@@ -23,10 +23,10 @@ FOLDER = Path(__file__).parent / "tiny_clip"
 
 
 class OpenCLIP(torch.nn.Module):
-    """An open_clip model as two functions, of images and of prompts, to unit vectors (B, E).
+    """An open_clip model that encodes images and prompts as unit vectors (B, E).
 
     Raises:
-        ValueError: a sentence that begins with `reward`, if open_clip has no such model or can't load such weights.
+        ValueError: open_clip has no such model or can't load the weights. The message begins with `reward`.
     """
 
     def __init__(self, reward: str, model: str, pretrained: str | None, device: str) -> None:
@@ -108,7 +108,7 @@ class CLIP(torch.nn.Module):
 
 
 def untrained_tiny() -> torch.nn.Module:
-    """The tiny model with random weights, for the recipe that trains it."""
+    """The tiny model with random weights, for training it."""
     return open_clip.create_model(TINY)
 
 
@@ -121,10 +121,10 @@ def contrastive_loss(model: torch.nn.Module, images: Tensor, tokens: Tensor) -> 
 
 
 def _settings(model: str, pretrained: str | None) -> dict[str, Any]:
-    """What open_clip leaves to its caller: the pixel range that a file's weights expect, and a tag's activation.
+    """Settings that open_clip leaves to its caller: the image normalisation for a weights file, and the activation of a tag.
 
-    A checkpoint file says nothing of pixels, so those of the model's first tag hold: without them SigLIP is fed CLIP's.
-    And open_clip only warns when a tag was trained with QuickGELU and the model's name means GELU (ViT-L-14, openai).
+    A checkpoint file has no normalisation, so that of the model's first tag is used; otherwise SigLIP would get CLIP's. And
+    open_clip only warns when a tag was trained with QuickGELU while the model's name means GELU (ViT-L-14, openai).
     """
     if model == TINY:
         found = json.loads((FOLDER / "open_clip_config.json").read_text())["preprocess_cfg"]
@@ -144,7 +144,7 @@ def _settings(model: str, pretrained: str | None) -> dict[str, Any]:
 
 
 def _register() -> None:
-    """Adds the tiny model to open_clip's list, its tokenizer by the absolute path on this machine."""
+    """Register the tiny model with open_clip, with its tokenizer's absolute path."""
     config = json.loads((FOLDER / "open_clip_config.json").read_text())
     model = config["model_cfg"]
     model["text_cfg"]["hf_tokenizer_name"] = str(FOLDER)

@@ -1,4 +1,4 @@
-"""Files from the hub: cached, or downloaded; where the hub can't be reached, an error of one sentence at once."""
+"""Load files from the cache or the Hugging Face hub; without a connection, fail at once with one sentence."""
 
 import functools
 import logging
@@ -11,23 +11,23 @@ import httpx
 from huggingface_hub import constants, hf_hub_download
 
 VARIABLE = "HF_HUB_OFFLINE"
-PATHS = ("/", "./", "../", "~")  # how a name begins that is no hub id
-PATIENCE = 5.0  # seconds: a hub that is there answers at once
+PATHS = ("/", "./", "../", "~")  # prefixes of names that can only be paths
+PATIENCE = 5.0  # seconds to wait for the hub's answer
 
 
 class HubUnreachable(ValueError):
-    """Something is not in the cache, and can't be downloaded."""
+    """A file is not in the cache and can't be downloaded."""
 
 
 @contextmanager
 def downloads(*names: str | Path | None) -> Iterator[None]:
-    """A context for code that loads these files, folders, hub ids or addresses.
+    """Context for code that loads these files, folders, hub ids or URLs.
 
-    The hub's library would ask a hub that can't be reached six times for each file, with growing pauses and log lines. Here the hub is
-    asked once in a process; if it does not answer, only the cache is looked at.
+    huggingface_hub retries an unreachable hub six times for each file, with growing pauses and log lines. This context asks the hub once
+    per process; if it does not answer, only the cache is used.
 
     Raises:
-        FileNotFoundError: a name can only be a path, and nothing is there.
+        FileNotFoundError: a name can only be a path, and does not exist.
         HubUnreachable: a name is neither a file nor in the cache, and the hub can't be reached.
     """
     away = [str(name) for name in names if name is not None and not Path(name).exists()]
@@ -51,21 +51,21 @@ def downloads(*names: str | Path | None) -> Iterator[None]:
 
 
 def hub_file(repo: str, name: str) -> str:
-    """The path of a file of a hub repository."""
+    """Return the local path of a file of a hub repository, downloaded if it is not in the cache."""
     with downloads(f"{name} of {repo}"):
         return hf_hub_download(repo, name)
 
 
 def hub_is_reachable() -> bool:
-    """Whether the hub can be reached, and may be."""
+    """Whether the hub answers and offline mode is off."""
     return not constants.HF_HUB_OFFLINE and _answers(constants.ENDPOINT)
 
 
 @contextmanager
 def offline_mode() -> Iterator[None]:
-    """A context in which nothing is downloaded from the hub, in processes that it starts neither."""
+    """Context in which nothing is downloaded from the hub, in this process and in subprocesses."""
     offline, variable = constants.HF_HUB_OFFLINE, os.environ.get(VARIABLE)
-    constants.HF_HUB_OFFLINE, os.environ[VARIABLE] = True, "1"  # which processes of its own inherit
+    constants.HF_HUB_OFFLINE, os.environ[VARIABLE] = True, "1"  # inherited by subprocesses
     try:
         yield
     finally:
@@ -77,7 +77,7 @@ def offline_mode() -> Iterator[None]:
 
 
 def is_missing_download(error: BaseException) -> bool:
-    """Whether an error comes from something that is not in the cache and was not to be downloaded."""
+    """Whether an error was caused by a file that is not in the cache and was not allowed to be downloaded."""
     names = ("HubUnreachable", "LocalEntryNotFoundError", "OfflineModeIsEnabled")
     return any(type(one).__name__ in names or names[0] in str(one) for one in _causes(error))
 
@@ -92,7 +92,7 @@ def _answers(endpoint: str) -> bool:
 
 
 def _causes(error: BaseException | None) -> Iterator[BaseException]:
-    """The error, what it came from, and so on."""
+    """The error and the chain of its causes."""
     while error is not None:
         yield error
         error = error.__cause__ or error.__context__

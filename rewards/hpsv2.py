@@ -1,4 +1,4 @@
-"""HPSv2.1: CLIP tuned on people's choices between generated images."""
+"""HPSv2.1: CLIP fine-tuned on people's choices between generated images."""
 
 import torchvision.transforms.functional as pixels
 from PIL import Image
@@ -33,7 +33,7 @@ class HPSv2(nn.Module):
         return (self.embed.encode_images(images) * self.embed.encode_prompts(prompts)).sum(-1)
 
     def _preprocess(self, image: Image.Image) -> Tensor:
-        """HPSv2 sees the whole image: the longer side is scaled to fit, and black fills the rest. CLIP crops."""
+        """Scale the longer side to fit and pad with black, as HPSv2 does; CLIP would crop."""
         size = self.embed.model.visual.image_size[0]
         scale = size / max(image.size)
         width, height = (round(side * scale) for side in image.size)

@@ -1,4 +1,4 @@
-"""HPSv3: a vision-language model reads rating instructions, the prompt and the image, and a head reads its mind."""
+"""HPSv3: a vision-language model reads rating instructions, the prompt and the image; a head predicts the rating."""
 
 import re
 
@@ -15,7 +15,7 @@ from rewards.weights import check_keys, load_exactly, load_tensors
 TOKEN = "<|Reward|>"
 EMBEDDING = "language_model.embed_tokens.weight"
 PIXELS = 256 * 28 * 28  # every image is scaled to about this area, in multiples of 28
-# The published text (MIT). The model was trained on it, so that even the spaces at the ends of lines belong to it.
+# The published text (MIT). The model was trained on it, so even the spaces at the ends of lines must stay.
 INSTRUCTION = (
     "\nYou are tasked with evaluating a generated image based on Visual Quality and Text Alignment and give a overall score "
     "to estimate the human preference. Please provide a rating from 0 to 10, with 0 being the worst and 10 being the best. \n"
@@ -127,7 +127,7 @@ class HPSv3(nn.Module):
 
 
 def _parts(state: dict[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """Qwen2-VL's tensors under today's names, of which the language head is not used, and the reward head's."""
+    """Split a checkpoint into Qwen2-VL's tensors, under current names and without the language head, and the reward head's."""
     body, head = {}, {}
     for name, value in state.items():
         if name.startswith("rm_head."):

@@ -1,4 +1,4 @@
-"""A person as reward: a local page that shows the images of a prompt and takes the person's ranking."""
+"""A person's ranking as a reward, given on a local web page that shows the images of a prompt."""
 
 import hashlib
 import html
@@ -29,7 +29,7 @@ HELP = (
 
 @dataclass
 class Ballot:
-    """The images of a prompt as PNG, and the person's ranking once it is there: places of images, the best first."""
+    """The images of a prompt as PNG, and the ranking once it was made: indices of images, the best first."""
 
     prompt: str
     images: list[bytes]
@@ -38,22 +38,22 @@ class Ballot:
 
 
 class Human:
-    """What a person likes: the images of each prompt are shown on a local page, which waits for a ranking.
+    """A person's ranking of the images of each prompt, made on a local web page.
 
-    The best image scores 1, the worst 0, those between by their place; images that were not ranked share the places that are
-    left. An image alone has nothing to be compared with, as in an evaluation: it scores 0.5 and nobody is asked. All images
-    of a prompt must come in one call. Every pair of a ranking is recorded, one JSON object a line,
-    {"prompt": ..., "better": path, "worse": path}, the images beside it: what `preference_head` learns from.
+    The best image scores 1, the worst 0, the others by their rank; images that were not ranked share the remaining ranks. A
+    single image of a prompt, as in an evaluation, scores 0.5 without asking. All images of a prompt must come in one call.
+    Every pair of a ranking is recorded as a line {"prompt": ..., "better": path, "worse": path} of JSON, with the images
+    in a folder next to the file, as `preference_head` reads them.
 
-    Range [0, 1]. No weights, no memory; the votes are yours. About ten seconds of the person's time for each prompt. Gamed by
-    what pleases at first sight, saturated colours and smooth faces, and by the person's fatigue.
+    Range [0, 1]. No weights, no memory; the votes are yours. Takes about ten seconds of a person's time for each prompt. Gamed by
+    what pleases at first sight, such as saturated colours and smooth faces, and by the person's fatigue.
 
     Args:
-        votes: the file of votes; images go to the folder `pictures` beside it.
-        port: of the page on this machine; 0 takes a free one. Its address has a key that nobody can guess.
+        votes: the file of votes; images are written to the folder `pictures` next to it.
+        port: port of the page on this machine; 0 takes a free one. Its URL contains a secret key.
     """
 
-    costly = True  # no call only to see what it returns
+    costly = True  # never called only to probe it
 
     def __init__(self, votes: str = "votes/votes.jsonl", port: int = 0) -> None:
         self.votes = Path(votes)
@@ -66,7 +66,7 @@ class Human:
         threading.Thread(target=server.run, kwargs={"sockets": [listening]}, daemon=True).start()
 
     def __call__(self, images: torch.Tensor, prompts: list[str], **metadata: Any) -> torch.Tensor:
-        """images (B, 3, H, W) in [0, 1]; returns (B,) when the person has ranked them all."""
+        """images (B, 3, H, W) in [0, 1]; returns (B,) once the person has ranked all prompts."""
         scores = torch.full((len(prompts),), 0.5)
         asked = []
         for prompt in dict.fromkeys(prompts):
@@ -83,7 +83,7 @@ class Human:
         return scores
 
     def vote(self, number: int, order: list[int]) -> None:
-        """Takes a ranking and records its pairs. KeyError for a ballot that is not open, ValueError for no ranking."""
+        """Accept a ranking and record its pairs. KeyError if the ballot is not open, ValueError if the ranking is malformed."""
         with self.lock:
             ballot = self.ballots[number]
             known = range(len(ballot.images))
@@ -147,7 +147,7 @@ class Human:
 
 
 def places(order: list[int], count: int) -> torch.Tensor:
-    """Scores (count,) of a ranking, the best first: 1 down to 0; those not in it share the mean of the places left."""
+    """Scores (count,) of a ranking, 1 for the best to 0 for the worst; unranked images get the mean of the remaining ranks."""
     scores = torch.full((count,), (count - 1 - len(order)) / 2 / (count - 1))
     for place, i in enumerate(order):
         scores[i] = 1 - place / (count - 1)

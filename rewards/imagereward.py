@@ -1,4 +1,4 @@
-"""ImageReward: BLIP's text encoder looks at the image through cross-attention, and a head scores what it saw."""
+"""ImageReward: BLIP's text encoder with cross-attention to the image, and a head on its output."""
 
 import re
 from pathlib import Path
@@ -32,11 +32,11 @@ RENAMES = [  # BLIP's names, to those of transformers
 
 
 class ImageReward(nn.Module):
-    """ImageReward v1.0 (arXiv 2304.05977): how people would rank the image for the prompt, in standard deviations.
+    """ImageReward v1.0 (arXiv 2304.05977): the predicted ranking of the image for its prompt by people, in standard deviations.
 
     Range: about -2.3 to 2, 0 for an average image. Weights: ImageReward.pt of THUDM/ImageReward (Apache-2.0, 1.8 GB) or
     the same format at `weights`, and BERT's tokenizer, a hub id or a folder. Memory: 2 GB in float32. Gamed by a large, plain
-    rendering of the prompt's nouns; counts and text are seen poorly.
+    rendering of the prompt's nouns; counts and text have little influence.
     """
 
     def __init__(
@@ -78,7 +78,7 @@ class ImageReward(nn.Module):
 
 
 def _renamed(state: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The checkpoint's tensors under the names of transformers, without those that the score does not use."""
+    """Rename the checkpoint's tensors to the names of transformers, and drop those that the score does not use."""
     names = {name: name for name in state if not UNUSED.match(name)}
     for old, new in RENAMES:
         names = {name: re.sub(old, new, now) for name, now in names.items()}
@@ -86,7 +86,7 @@ def _renamed(state: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def _configs(state: dict[str, Tensor], file: str | Path) -> tuple[BlipVisionConfig, BlipTextConfig]:
-    """The two encoders' sizes, read off the tensors' shapes."""
+    """Derive the configs of both encoders from the tensors' shapes."""
     try:
         patches, width = state["vision.embeddings.position_embedding"].shape[1:]
         patch = state["vision.embeddings.patch_embedding.weight"].shape[-1]

@@ -1,4 +1,4 @@
-"""Nothing that hangs keeps a process alive: calls in daemon threads, and processes that end with their parent."""
+"""Daemon threads for calls that may hang, and processes that exit with their parent, so that a hanging call never blocks an exit."""
 
 import contextlib
 import os
@@ -15,7 +15,7 @@ Result = TypeVar("Result")
 
 
 class DaemonThread:
-    """A thread that makes calls one after another. Unlike a `ThreadPoolExecutor`'s, no process waits for it at its end."""
+    """A thread that makes calls one after another. Unlike a `ThreadPoolExecutor`, it does not delay the exit of the process."""
 
     threads: "weakref.WeakSet[DaemonThread]" = weakref.WeakSet()
 
@@ -27,17 +27,17 @@ class DaemonThread:
 
     @classmethod
     def any_busy(cls) -> bool:
-        """Whether one of them is within a call."""
+        """Whether any of these threads is making a call."""
         return any(thread.busy for thread in cls.threads)
 
     def submit(self, call: Callable[[], Result]) -> "Future[Result]":
-        """Make the call when those before it are over."""
+        """Queue a call, which runs after the earlier ones."""
         future: Future[Result] = Future()
         self._calls.put((future, call))
         return future
 
     def close(self) -> "Future[None]":
-        """Cancel the calls that have not begun; the thread ends after the one that has. Then the returned future is done."""
+        """Cancel the queued calls and end the thread after the running call; the returned future is done then."""
         with contextlib.suppress(queue.Empty):
             while waiting := self._calls.get_nowait():
                 waiting[0].cancel()
@@ -52,7 +52,7 @@ class DaemonThread:
                 self.busy = True
                 try:
                     result, error = call(), None
-                except BaseException as raised:  # whoever waits gets it, SystemExit too
+                except BaseException as raised:  # passed on to the waiting thread, SystemExit too
                     result, error = None, raised
                 self.busy = False
                 if error is None:
@@ -60,11 +60,11 @@ class DaemonThread:
                 else:
                     future.set_exception(error)
                 del result, error
-            del job, future, call  # no image is kept while it waits for the next call
+            del job, future, call  # so that no image is kept in memory while it waits
 
 
 def exit_with_parent(pipe: int) -> None:
-    """End this process when the other end of a pipe, through which nothing comes, is closed: its owner died, however it did."""
+    """Exit this process when the other end of a pipe is closed, which happens whenever and however the parent ends."""
 
     def watch() -> None:
         with contextlib.suppress(OSError):

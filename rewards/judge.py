@@ -28,26 +28,26 @@ OUT_OF = re.compile(r"\s*(?:/|out of)\s*(\d+(?:\.\d+)?)")
 
 
 class Judge:
-    """What a vision-language model says of image and prompt.
+    """The answer of a vision-language model to a question on image and prompt.
 
     `yes_no` is P(yes) / (P(yes) + P(no)) from the log-probabilities of the first token, the VQAScore (arXiv 2404.01291), which
-    is smooth; `number` is the number that the model writes, scaled from low..high to 0..1, which is coarse. A question takes
-    {prompt}, {low} and {high}, and any column of the metadata by its name. Malformed answers are asked again, warmer and with
-    another seed; an image without a usable answer is an error, never a 0.
+    is smooth; `number` is the number that the model writes, scaled from low..high to 0..1, which is coarse. A question can contain
+    {prompt}, {low}, {high} and any metadata column by name. After a malformed answer the question is repeated with a higher
+    temperature and another seed; an image without a usable answer is an error, never a 0.
 
     Range [0, 1]. Weights and licence: the endpoint's model, for example Qwen/Qwen2.5-VL-7B-Instruct (Apache-2.0, 17 GB) by
-    `vllm serve`. No memory here. Gamed by images and prompts that speak to the judge, such as text that says the image is
-    perfect; by whatever a small model can't see, counts and spelling first.
+    `vllm serve`. No memory here. Gamed by images and prompts that address the judge, such as text that says the image is
+    perfect, and by what a small model can't see: counts and spelling first.
 
     Args:
-        url: the endpoint up to its version, http://host:port/v1. Its key comes from the environment variable OPENAI_API_KEY.
-        model: the model's name there.
-        question: one's own question in place of the built-in one.
-        concurrency: questions asked at a time.
-        timeout: seconds that a question may take as a whole, from the connection to the last byte of the answer.
+        url: base URL of the endpoint, http://host:port/v1. The API key comes from the environment variable OPENAI_API_KEY.
+        model: name of the model at the endpoint.
+        question: a question that replaces the built-in one.
+        concurrency: number of simultaneous requests.
+        timeout: seconds that one request may take in total, from the connection to the last byte of the answer.
     """
 
-    costly = True  # no call only to see what it returns
+    costly = True  # never called only to probe it
 
     def __init__(
         self,
@@ -91,7 +91,7 @@ class Judge:
         return await gather([judged(image, question) for image, question in zip(images, questions, strict=True)])
 
     def _question(self, words: dict[str, Any]) -> str:
-        """The question with every {word} that is known; braces of the prompt's own stay what they are."""
+        """The question with each known {word} replaced; other braces stay as they are."""
         known = {"low": f"{self.low:g}", "high": f"{self.high:g}", **words}
         return re.sub(r"\{(\w+)\}", lambda m: str(known.get(m[1], m[0])), self.question)
 
@@ -120,7 +120,7 @@ class Judge:
 
 
 def yes_share(tokens: list[dict[str, Any]]) -> float:
-    """P(yes) / (P(yes) + P(no)) of the likeliest first tokens, however they are written. ValueError if neither is among them."""
+    """P(yes) / (P(yes) + P(no)) of the top first tokens, in any spelling of yes and no. ValueError if neither is among them."""
     chance = {"yes": 0.0, "no": 0.0}
     for token in tokens:
         word = token["token"].strip(" \n\t.,!\"'*▁Ġ").lower()
@@ -133,7 +133,7 @@ def yes_share(tokens: list[dict[str, Any]]) -> float:
 
 
 def parse_number(text: str, low: float, high: float) -> float:
-    """The one number from low to high in an answer, `7` or `Score: 7/10`. ValueError if there is none, or several."""
+    """Parse the number from low to high in an answer, `7` or `Score: 7/10`. ValueError if there is none, or several."""
     rest, found = text, []
     while match := NUMBER.search(rest):
         found.append(float(match[0]))

@@ -39,17 +39,17 @@ REGISTRY = {
 def load(
     name: str, *, remote: str | list[str] | None = None, isolate: bool = False, python: str | None = None, **options: Any
 ) -> Reward:
-    """A reward by name, by import path (`my_module:my_fn`) or by file (`path/to/file.py:fn`).
+    """Load a reward by name, by import path (`my_module:my_fn`) or by file (`path/to/file.py:fn`).
 
     A class is built with the options; a function gets them as keyword arguments of every call.
 
     Args:
-        remote: the address of a server that runs it, or of several; the options are then those of the client, `rewards.serving.client`.
-        isolate: whether it runs in a process of its own; an option `timeout` is then that process's, `rewards.serving.subprocess`.
-        python: isolate: the interpreter of the environment it runs in.
+        remote: URL of a reward server, or several; the options are then those of the client, `rewards.serving.client.Remote`.
+        isolate: run the reward in a subprocess; the option `timeout` is then that of `rewards.serving.subprocess.Isolated`.
+        python: with isolate, the Python interpreter of the subprocess.
 
     Raises:
-        ValueError: there is no such reward, it does not take these options, or it can't be run there.
+        ValueError: there is no such reward, it does not take these options, or the server or subprocess can't run it.
     """
     if remote is not None and isolate:
         raise ValueError(f"reward {name} is either remote or isolated: give one of `remote` and `isolate`.")
@@ -74,15 +74,15 @@ def load(
 
 
 def reads_prompts(name: str, remote: str | list[str] | None = None, **options: Any) -> bool:
-    """Whether a reward, with the options of `load`, needs prompts: one with an attribute `reads_prompts = False` scores images alone.
+    """Whether a reward, given the options of `load`, needs prompts; its attribute `reads_prompts = False` says that it does not.
 
-    What another machine runs, that one alone knows, so it gets prompts. ValueError as in `load`.
+    A remote reward is always given prompts, since only its server knows. ValueError as in `load`.
     """
     return remote is not None or getattr(locate("reward", name, REGISTRY), "reads_prompts", True)
 
 
 def check_options(name: str, **options: Any) -> Callable[..., Any]:
-    """The class or function of a reward, which takes these options; builds nothing. ValueError as in `load`."""
+    """Check that a reward takes these options, without building it; returns its class or function. ValueError as in `load`."""
     target = locate("reward", name, REGISTRY)
     try:
         if inspect.isclass(target):
@@ -96,10 +96,10 @@ def check_options(name: str, **options: Any) -> Callable[..., Any]:
 
 
 def locate(kind: str, name: str, names: dict[str, str] | None = None) -> Callable[..., Any]:
-    """What an import path (`my_module:my_fn`), a file (`path/to/file.py:fn`) or one of `names` stands for.
+    """Import the object that an import path (`my_module:my_fn`), a file (`path/to/file.py:fn`) or one of `names` refers to.
 
     Raises:
-        ValueError: a sentence that begins with `kind`, "reward" for example, if it is not there or can't be imported.
+        ValueError: it does not exist or can't be imported. The message names `kind`, for example "reward".
     """
     names = names or {}
     path, colon, attribute = names.get(name, name).rpartition(":")
@@ -116,7 +116,7 @@ def locate(kind: str, name: str, names: dict[str, str] | None = None) -> Callabl
 
 
 def docstring(name: str) -> str:
-    """The docstring of a reward of ours, read from its file: importing them all would load every model library. "" of others."""
+    """The docstring of a reward in REGISTRY, read from its source file without importing it; "" for any other reward."""
     module, _, target = REGISTRY.get(name, "").partition(":")
     spec = importlib.util.find_spec(module) if module else None
     if spec is None or spec.origin is None:
@@ -156,9 +156,9 @@ def _with_options(function: Callable[..., Any], options: dict[str, Any]) -> Rewa
 
 
 def metric_names(names: Iterable[str], taken: Iterable[str] = ()) -> dict[str, str]:
-    """What the metrics call each of these rewards: a reward of ours by its name, a user's by that of its function or class.
+    """The metric name of each reward: its name in REGISTRY, or the name of the user's function or class.
 
-    A second one of a name gets a number, as does one that is called like a reward of ours, or like one of `taken`.
+    A name that is used twice, is in `taken`, or is that of another reward in REGISTRY gets a number.
     """
     found: dict[str, str] = {}
     for name in dict.fromkeys(names):

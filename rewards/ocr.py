@@ -1,4 +1,4 @@
-"""How much of the quoted text in the prompt can be read in the image: RapidOCR's packaged PP-OCR models."""
+"""How much of the quoted text in the prompt can be read in the image, by the PP-OCR models that RapidOCR ships."""
 
 import re
 
@@ -10,7 +10,7 @@ from rapidfuzz.distance import Levenshtein
 from rewards.images import to_bytes
 
 QUOTED = re.compile(r'"([^"]+)"')
-LINE_HEIGHT = 48  # pixels: what PP-OCR's recogniser scales every line to
+LINE_HEIGHT = 48  # pixels: height that PP-OCR's recogniser scales every line to
 SINGLE_LINE = 64  # pixels: an image at most this high is one line of text, read without detection
 
 
@@ -51,12 +51,12 @@ class OCR:
         return torch.tensor([self.score(self._plain(read), target) for read, target in zip(reads, targets, strict=True)])
 
     def score(self, read: str, target: str) -> float:
-        """The score of one reading; of both, case and spaces are gone if they don't count."""
+        """The score of one text; case and spaces were removed from both if they do not count."""
         distance = 0 if self.substring and target in read else Levenshtein.distance(read, target)
         return 1 - min(distance, len(target)) / len(target)
 
     def read(self, images: torch.Tensor) -> list[str]:
-        """The text in each of images (B, 3, H, W) in [0, 1]."""
+        """Read the text in each of images (B, 3, H, W) in [0, 1]."""
         height, width = images.shape[-2:]
         arrays = [np.ascontiguousarray(p.permute(1, 2, 0).numpy()[:, :, ::-1]) for p in to_bytes(images)]  # RGB -> BGR
         if height > SINGLE_LINE or self.several_lines:
@@ -68,7 +68,7 @@ class OCR:
         return list(engine.text_rec(TextRecInput(img=arrays, return_word_box=False)).txts)
 
     def _read_lines(self, arrays: list[np.ndarray]) -> list[str]:
-        """Finds the lines in each image (H, W, 3), then reads the lines of all images in batches."""
+        """Detect the lines in each image (H, W, 3), then read the lines of all images in batches."""
         from rapidocr.main import RapidOCRError
 
         engine = self._engine(320)

@@ -1,9 +1,9 @@
-"""Prompts with a quoted text that the image is to show, for the reward `ocr`: signs, covers, screens, cakes and other scenes.
+"""Make prompts with a quoted text for the reward `ocr`: signs, covers, screens, cakes and other scenes.
 
     python -m rewards.ocr_prompts 4096 train.txt 512 test.txt
 
-They are in the style of Flow-GRPO's OCR prompts (arXiv 2505.05470). Every text is quoted once in all of them, so no text of one file is
-in the other, and has one to six words. The vocabulary is ocr_scenes.yaml.
+They are in the style of Flow-GRPO's OCR prompts (arXiv 2505.05470). Every text occurs once, so no text is in both files, and has
+one to six words. The vocabulary is ocr_scenes.yaml.
 """
 
 import argparse
@@ -35,7 +35,7 @@ IRREGULAR = {"Wolf": "Wolves", "Moose": "Moose", "Salmon": "Salmon", "Mango": "M
 
 
 def prompts(count: int, seed: int) -> list[str]:
-    """So many prompts, the scenes in turns, then shuffled. ValueError if the vocabulary has fewer texts."""
+    """Make `count` prompts, taking the scenes in turn, and shuffle them. ValueError if the vocabulary has fewer texts."""
     import yaml
 
     words = yaml.safe_load(VOCABULARY.read_text(encoding="utf-8"))
@@ -54,12 +54,12 @@ def prompts(count: int, seed: int) -> list[str]:
 
 
 def same_text(text: str) -> str:
-    """What two texts have in common that a reader can't tell apart: letters and digits, in any case."""
+    """Normalise a text to its letters and digits in lower case, which are equal if readers can't tell two texts apart."""
     return re.sub(r"[^a-z0-9]", "", text.lower())
 
 
 def _new_text(draw: random.Random, texts: str, words: dict[str, str], known: set[str]) -> str | None:
-    """A text that is not `known` yet, added to it, now a short one, now a long one; None if none turns up."""
+    """Draw a text of varying length that is not in `known`, and add it; None after 30 failures."""
     for _ in range(30):
         some = [_articles(_filled(draw, _one(draw, texts), words)) for _ in range(6)]
         text = sorted(some, key=lambda text: len(text.split()))[draw.choice((0, 2, 3, 5))]

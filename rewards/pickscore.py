@@ -1,4 +1,4 @@
-"""PickScore: CLIP tuned on which of two images the users of a web application kept."""
+"""PickScore: CLIP fine-tuned on which of two images the users of a web application preferred."""
 
 from PIL import Image
 from torch import Tensor, nn
@@ -14,7 +14,7 @@ class PickScore(nn.Module):
 
     Range: about 17 to 24. Weights: yuvalkirstain/PickScore_v1 (MIT, 3.9 GB) with the processor of
     laion/CLIP-ViT-H-14-laion2B-s32B-b79K, or local folders of the same format. Memory: 4 GB in float32. Gamed by glossy,
-    saturated, centred images; it hardly sees counts, positions and text.
+    saturated, centred images; counts, positions and text have little influence.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""Rewards that need no model: they look at pixels only."""
+"""Rewards computed from pixels, without a model."""
 
 import io
 import re
@@ -24,7 +24,7 @@ def jpeg_size(images: torch.Tensor, prompts: list[str], quality: int = 95, **met
     """Minus the size of the image as JPEG in kilobytes: compressibility, DDPO's example (arXiv 2305.13301).
 
     Range: about -500 to 0 for photographs. No weights. Gamed, as intended, by flat and blurred images: a reward for
-    experiments and for testing monitors, not for use.
+    experiments and for testing reward-hacking detection.
     """
     sizes = []
     for image in to_pil(images):
@@ -38,14 +38,16 @@ jpeg_size.reads_prompts = False  # type: ignore[attr-defined]
 
 
 def sharpness(images: torch.Tensor, prompts: list[str], measure: str = "laplacian", **metadata: Any) -> torch.Tensor:
-    """How much fine detail the image has, sharp or noisy, in its luminance y = 0.299 R + 0.587 G + 0.114 B.
+    """Fine detail of the image, sharp edges or noise, in its luminance y = 0.299 R + 0.587 G + 0.114 B.
 
     measure="laplacian": the variance over the inner pixels of y(i-1, j) + y(i+1, j) + y(i, j-1) + y(i, j+1) - 4 y(i, j),
     the autofocus measure of Pech-Pacheco et al. 2000 (10.1109/ICPR.2000.903548). measure="high_frequency": the power above
     half the highest frequency, sum of |Y(f)|^2 over |f| >= 1/4 cycle a pixel, divided by (H W)^2, Y the Fourier transform.
 
-    Range [0, 16] and [0, 0.25], photographs about 0.001 to 0.05. No weights. Gamed by noise, grain and hard edges: a held-out
-    watch on training, which blurs or adds grain when it games its reward, rather than a reward.
+    Range [0, 16] and [0, 0.25], photographs about 0.001 to 0.05. No weights. Gamed by noise, grain and hard edges: better
+    as a held-out reward, since training that hacks its reward often blurs the images or adds grain. The metric monitor/sharpness of
+    an evaluation is another number, `high_frequency_power` in flow_grpo/evaluation/image_metrics.py: the root mean square of what a
+    3 x 3 mean filter removes.
     """
     if measure not in ("laplacian", "high_frequency"):
         raise ValueError(f"sharpness: measure is laplacian or high_frequency, not {measure}.")
@@ -64,10 +66,10 @@ sharpness.reads_prompts = False  # type: ignore[attr-defined]
 
 
 class Color:
-    """Does the image have the text and background colours that a prompt like `red text "CAT" on a blue background` asks?
+    """Whether the image has the text and background colours of a prompt like `red text "CAT" on a blue background`.
 
-    Pixels are counted for the palette colour they are nearest to. The score is the mean of two parts: the share of the
-    border that is of the background's colour, and whether the text's colour is the commonest other one in the image.
+    Each pixel counts for the nearest colour of the palette. The score is the mean of two parts: the share of the border with the
+    background's colour, and whether the text's colour is the most frequent other colour in the image.
 
     Range [0, 1]. No weights. Gamed by any blob of the text's colour. `palette` replaces or adds colours as RGB in 0..255.
     """

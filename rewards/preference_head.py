@@ -1,9 +1,9 @@
-"""A reward from votes: a linear head on open_clip features, fitted to which of two images people preferred.
+"""A reward learned from votes: a linear head on open_clip features, fitted to which of two images people preferred.
 
     fit("votes.jsonl", "my_head", model="ViT-L-14", pretrained="openai")
     rewards.load("preference_head", weights="my_head")
 
-A votes file holds one JSON object a line, {"prompt": str, "better": path, "worse": path}, the paths relative to its folder.
+A votes file has one JSON object per line, {"prompt": str, "better": path, "worse": path}, with paths relative to its folder.
 """
 
 import json
@@ -30,7 +30,7 @@ class Vote:
 
 @dataclass
 class Fit:
-    """What a fit was made with and what it reached; accuracy is the share of votes whose better image scores higher."""
+    """Settings and accuracy of a fit; accuracy is the share of votes whose better image scores higher."""
 
     model: str
     pretrained: str | None
@@ -45,9 +45,9 @@ class Fit:
 class PreferenceHead(torch.nn.Module):
     """The score w . phi of a head that `fit` trained on votes, phi the features of image and prompt (see `features`).
 
-    Range: any; a difference of d means odds of exp(d) : 1 that people prefer the one. Weights: the folder that `fit` wrote
-    (your own, some KB) and the open_clip model it was fitted on. Memory: that model's. Gamed as clip is, and wherever
-    training leaves the kind of images that were voted on: watch a held-out reward and vote anew.
+    Range: unbounded; a difference of d means odds of exp(d) : 1 that people prefer the higher one. Weights: the folder that `fit` wrote
+    (your own, some KB) and the open_clip model it was fitted on. Memory: that of the model. Gamed as clip is, and
+    by images unlike those that were voted on: watch a held-out reward, and collect new votes.
     """
 
     def __init__(self, weights: str, device: str = "cpu", batch_size: int = 64) -> None:
@@ -76,7 +76,7 @@ class PreferenceHead(torch.nn.Module):
 def features(embed: OpenCLIP, images: list[Image.Image], prompts: list[str]) -> Tensor:
     """phi (B, 2 E): the image's unit embedding v, and v * t with the prompt's t, scaled to the same size.
 
-    The first part is taste whatever the prompt; in the second, equal weights give CLIP's cosine.
+    The first part does not depend on the prompt; in the second, equal weights give CLIP's cosine.
     """
     v, t = embed.encode_images(images), embed.encode_prompts(prompts)
     return torch.cat([v, v * t * v.shape[1] ** 0.5], 1)
@@ -92,10 +92,10 @@ def fit(
     seed: int = 0,
     device: str = "cpu",
 ) -> Fit:
-    """Fits a head to a votes file and writes head.safetensors and head.json to the folder `output`.
+    """Fit a head to a votes file and write head.safetensors and head.json to the folder `output`.
 
-    A share `held_out` of the prompts, drawn by the seed, takes no part in the fit: votes on one prompt share images, so a
-    split by votes would flatter the held-out accuracy.
+    The votes of a share `held_out` of the prompts, chosen by the seed, are not fitted. The split is by prompt because votes on one
+    prompt share images, and a split by votes would overestimate the held-out accuracy.
 
     Raises:
         ValueError: a vote is malformed, its path leaves the votes file's folder, or its image can't be read.
@@ -130,8 +130,8 @@ def bradley_terry(difference: Tensor, weight_decay: float) -> Tensor:
     """The w (D,) that minimises mean(-log sigmoid(w . d)) + weight_decay / 2 |w|^2 over the rows d of difference (N, D).
 
     d = phi(better) - phi(worse): the model of Bradley and Terry 1952 (10.2307/2334029) with linear scores, and the loss of
-    reward models since arXiv 1706.03741. It is strictly convex, so that the answer does not depend on where the search
-    begins, and L-BFGS finds it to rounding.
+    reward models since arXiv 1706.03741. It is strictly convex, so the result does not depend on the initial value, and
+    L-BFGS finds it up to rounding.
     """
     weight = torch.zeros(difference.shape[1], dtype=torch.float64, requires_grad=True)
     search = torch.optim.LBFGS(
@@ -171,7 +171,7 @@ def _read(file: Path) -> list[Vote]:
 
 
 def _inside(folder: Path, name: str, where: str) -> Path:
-    """The image's path, which must not lead out of the folder: a votes file may come from anyone."""
+    """The image's path. It must be inside the folder, since a votes file may come from an untrusted source."""
     path = (folder / name).resolve()
     if not path.is_relative_to(folder.resolve()):
         raise ValueError(f"{where}: {name!r} leads out of the votes file's folder; put the images into it.")
@@ -200,7 +200,7 @@ def _image(path: Path) -> Image.Image:
 
 
 def _held_out(prompts: list[str], share: float, seed: int) -> Tensor:
-    """Which votes are held out (N,): those of a share of the distinct prompts, at least one on each side."""
+    """Which votes are held out (N,): those of a share of the distinct prompts, at least one prompt on each side."""
     if not 0 <= share < 1:
         raise ValueError(f"preference_head: held_out={share} must be a share in [0, 1).")
     names = list(dict.fromkeys(prompts))

@@ -17,11 +17,10 @@ class Reward(Protocol):
 
 
 def score(name: str, reward: Reward, images: torch.Tensor, prompts: list[str], /, **metadata: Any) -> torch.Tensor:
-    """The reward's values, (B,) float32 on the CPU, checked.
+    """Call a reward and check its values; returns (B,) float32 on the CPU.
 
     Raises:
-        ValueError: a sentence with the reward's name and the prompt, if it raises, returns NaN or infinity, or has the
-            wrong shape.
+        ValueError: the reward raised, or returned NaN, infinity or the wrong shape. The message names the reward and the prompt.
     """
     values = call_reward(name, reward, images, prompts, metadata)
     for value, prompt in zip(values.tolist(), prompts, strict=True):
@@ -33,7 +32,7 @@ def score(name: str, reward: Reward, images: torch.Tensor, prompts: list[str], /
 def call_reward(
     name: str, reward: Reward, images: torch.Tensor, prompts: list[str], metadata: dict[str, Any]
 ) -> torch.Tensor:
-    """As `score`, but a value need not be finite."""
+    """Call a reward as `score` does, but allow values that are not finite."""
     on = f"on {len(prompts)} images" + (f", the first for the prompt {prompts[0][:SHOWN]!r}" if prompts else "")
     with guarded(f"reward {name}", lambda kind: f"reward {name} raised {kind} {on}"), torch.no_grad():
         given = reward(images, prompts, **accepted_metadata(reward, metadata))
@@ -46,10 +45,11 @@ def call_reward(
 
 
 class WeightedSum:
-    """Several rewards at once: their weighted sum, and each alone. A weight of 0 only reports.
+    """Several rewards: their weighted sum, and the values of each. A reward with weight 0 is only reported.
 
     Attributes:
-        drop_messages: what rewards of `drop_on_error` said when they failed, a sentence each; whoever reports them empties the list.
+        drop_on_error: names of rewards that return NaN when they fail; the others raise.
+        drop_messages: one sentence for each failure of such a reward; the caller that reports them clears the list.
     """
 
     def __init__(
@@ -63,7 +63,7 @@ class WeightedSum:
         self.drop_messages = [] if drop_messages is None else drop_messages
 
     def subset(self, names: Iterable[str]) -> "WeightedSum":
-        """The sum of these rewards alone, the very same objects."""
+        """The weighted sum of some of the rewards; the objects and drop_messages are shared."""
         return WeightedSum(
             {name: self.rewards[name] for name in names}, self.weights, self.drop_on_error, self.drop_messages
         )
@@ -71,7 +71,7 @@ class WeightedSum:
     def __call__(
         self, images: torch.Tensor, prompts: list[str], /, **metadata: Any
     ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-        """The sum (B,) and each reward (B,) by name. ValueError as in `score`; one of `drop_on_error` is NaN where it failed."""
+        """Return the sum (B,) and each reward (B,) by name, NaN where one of `drop_on_error` failed. ValueError as in `score`."""
         by_name = {name: self._one(name, images, prompts, metadata) for name in self.rewards}
         weighed = {name: values for name, values in by_name.items() if self.weights[name] != 0}
         total = sum((self.weights[name] * values for name, values in weighed.items()), torch.zeros(len(prompts)))
@@ -95,7 +95,7 @@ class WeightedSum:
 
 
 def accepted_metadata(reward: Reward, metadata: dict[str, Any]) -> dict[str, Any]:
-    """The metadata that the reward's signature names, or all of it if it takes any."""
+    """The metadata that the reward's signature names; all of it if the signature has **kwargs."""
     parameters = inspect.signature(reward.forward if isinstance(reward, torch.nn.Module) else reward).parameters
     if any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
         return metadata

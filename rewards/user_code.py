@@ -1,11 +1,11 @@
-"""Runs code that a user wrote, such as a reward, so that it can neither end the run nor change it without a word.
+"""Run code that a user wrote, such as a reward, without letting it end the run or change global settings unnoticed.
 
-What the code raises, `sys.exit` included, becomes a `UserCodeError`: one sentence with the file, the line and the source of the line.
-What it changes for the whole process (see `SETTINGS`) is set back, and a warning on stderr names it once. Random numbers that
-it draws from the global generators of torch, numpy and random come from streams of its own.
+What the code raises, `sys.exit` included, becomes a `UserCodeError`: one sentence with the file, the line and its source.
+Global settings that it changes (see `SETTINGS`) are restored, with one warning on stderr for each. Random numbers that it draws from
+the global generators of torch, numpy and random come from separate streams.
 
-What Python cannot catch: native code that exits or crashes, `os.execv`, and `os._exit` in a thread that the code started.
-A reward with `isolate: true` takes only a process of its own with it, which is reported.
+Not caught: native code that exits or crashes, `os.execv`, and `os._exit` in a thread that the code started. A reward with
+`isolate: true` only ends its own subprocess then, which is reported.
 """
 
 import linecache
@@ -25,11 +25,11 @@ from typing import Any, NoReturn
 import numpy as np
 import torch
 
-TRACEBACK = "FLOW_GRPO_TRACEBACK"  # environment variable: print whole tracebacks
+TRACEBACK = "FLOW_GRPO_TRACEBACK"  # environment variable: print full tracebacks
 LONGEST_LINE = 120  # characters of a source line that are shown
-LIBRARIES = {"site-packages", "dist-packages"}  # folders whose files are not the user's
+LIBRARIES = {"site-packages", "dist-packages"}  # files in such folders are not the user's
 OURS = {"rewards", "flow_grpo"}
-# what a process has one of: how it is read, and how it is set
+# global settings of a process: getter and setter
 SETTINGS: dict[str, tuple[Callable[[], Any], Callable[[Any], object]]] = {
     "torch's default dtype": (torch.get_default_dtype, torch.set_default_dtype),
     "torch's default device": (
@@ -49,22 +49,22 @@ SETTINGS: dict[str, tuple[Callable[[], Any], Callable[[Any], object]]] = {
     },
     "the working directory": (os.getcwd, os.chdir),
 }
-changed: dict[str, list[str]] = {}  # the settings that code has changed, by its name
-_streams: dict[str, tuple] = {}  # the global generators as code finds them, by its name
+changed: dict[str, list[str]] = {}  # settings that the code of a name has changed
+_streams: dict[str, tuple] = {}  # states of the global generators for the code of a name
 _exit, _running = os._exit, threading.local()
 
 
 class UserCodeError(ValueError):
-    """What a user's code raised, as one sentence; the exception itself is the cause."""
+    """An exception of a user's code as one sentence; the exception is the cause."""
 
 
 @contextmanager
 def guarded(name: str, sentence: Callable[[str], str]) -> Iterator[None]:
-    """A context for code of a user.
+    """Context in which a user's code runs.
 
     Args:
-        name: what the code is, "reward redness" for example.
-        sentence: the beginning of the error's sentence, for the name of an exception's class.
+        name: what the code is, for example "reward redness".
+        sentence: returns the beginning of the error message, given the name of the exception's class.
 
     Raises:
         UserCodeError: the code raised anything but the KeyboardInterrupt of Ctrl-C.
@@ -82,7 +82,7 @@ def _one_sentence(sentence: Callable[[str], str]) -> Iterator[None]:
         yield
     except BaseException as error:
         if isinstance(error, KeyboardInterrupt) and threading.current_thread() is threading.main_thread():
-            raise  # Ctrl-C arrives there alone
+            raise  # Ctrl-C arrives only there
         if os.environ.get(TRACEBACK):
             traceback.print_exception(error)
         reason = " ".join(str(error).split()) or "no message"
@@ -90,7 +90,7 @@ def _one_sentence(sentence: Callable[[str], str]) -> Iterator[None]:
 
 
 def _place(error: BaseException) -> str:
-    """Where in a user's file it was raised: the innermost line that is in no library; "" if there is none."""
+    """The innermost line of the traceback that is not in a library; "" if there is none."""
     if isinstance(error, SyntaxError) and error.filename:
         return _shown(error.filename, error.lineno or 1, "<module>")
     found = [(frame.f_code, line) for frame, line in traceback.walk_tb(error.__traceback__) if _is_users(frame)]
@@ -106,7 +106,7 @@ def _is_users(frame: FrameType) -> bool:
 
 
 def _shown(file: str, line: int, function: str) -> str:
-    """` (my_reward.py:7 in redness: `x = metadata["oops"]`)`, the path from the working directory if the file is in it."""
+    """Format a source line: ` (my_reward.py:7 in redness: `x = metadata["oops"]`)`, the path relative to the working directory."""
     source = linecache.getline(file, line).strip()
     place = f"{file.removeprefix(f'{_read(os.getcwd)}{os.sep}')}:{line}" + (
         "" if function == "<module>" else f" in {function}"
@@ -131,7 +131,7 @@ def _settings_kept(name: str) -> Iterator[None]:
 
 
 def _read(get: Callable[[], Any]) -> Any:
-    """None for what can't be read now: a folder that is gone, or torch's two ways to set a precision, mixed."""
+    """Read a setting; None if that fails: a deleted working directory, or a precision set by both APIs of torch."""
     try:
         return get()
     except (OSError, RuntimeError):
@@ -139,7 +139,7 @@ def _read(get: Callable[[], Any]) -> Any:
 
 
 def _warn(name: str, what: str, how: str) -> None:
-    """Once for each setting, and of several processes by the first."""
+    """Warn once for each setting, on the main process only."""
     known = changed.setdefault(name, [])
     if what not in known:
         known.append(what)
@@ -151,7 +151,7 @@ def _warn(name: str, what: str, how: str) -> None:
 
 @contextmanager
 def _own_random_numbers(name: str) -> Iterator[None]:
-    """A seed that the code sets is a seed of its own streams, which go on where its last call left them."""
+    """Give the code its own random streams, which continue where its last call left them; it can seed only these."""
     outside: tuple[Any, Any, Any] = torch.get_rng_state(), np.random.get_state(), random.getstate()
     if name in _streams:
         _set_random_state(*_streams[name])
@@ -179,7 +179,7 @@ def _set_random_state(torch_state: torch.Tensor, numpy_state: Any, python_state:
 
 @contextmanager
 def _no_exit() -> Iterator[None]:
-    """Within it, in this thread and process, `os._exit` raises SystemExit: else the run would end at once, and as a success."""
+    """Make `os._exit` raise SystemExit in this thread and process; it would end the run at once, possibly with status 0."""
     former, outside = os._exit, getattr(_running, "process", None)
     os._exit, _running.process = _refuse, os.getpid()
     try:
@@ -189,6 +189,6 @@ def _no_exit() -> Iterator[None]:
 
 
 def _refuse(status: int) -> NoReturn:
-    if getattr(_running, "process", None) == os.getpid():  # a forked child may end as it wants
+    if getattr(_running, "process", None) == os.getpid():  # a forked child may exit
         raise SystemExit(f"os._exit({status})")
     _exit(status)

@@ -1,4 +1,4 @@
-"""Published weights files: read them, and fill a module with exactly what they hold."""
+"""Read published weights files, and load them into a module without missing or unused tensors."""
 
 from pathlib import Path
 from typing import Any
@@ -9,7 +9,7 @@ from torch import Tensor
 
 
 def load_tensors(reward: str, file: str | Path) -> dict[str, Tensor]:
-    """The tensors of a .safetensors, .pt or .pth file by name.
+    """Read the tensors of a .safetensors, .pt or .pth file by name.
 
     Raises:
         ValueError: there is no such file, or it holds no tensors by name.
@@ -30,10 +30,10 @@ def load_tensors(reward: str, file: str | Path) -> dict[str, Tensor]:
 
 
 def load_exactly(reward: str, module: torch.nn.Module, state: dict[str, Tensor], file: str | Path) -> None:
-    """Loads `state` into the module, which must be all of it and nothing else.
+    """Load a state dict into a module whose tensors it must match exactly, in names and shapes.
 
     Raises:
-        ValueError: tensors are missing, of another shape, or left over: strict=False would train on random weights.
+        ValueError: tensors are missing, unused or of another shape.
     """
     wanted = {name: value.shape for name, value in module.state_dict().items()}
     found = {name: value.shape for name, value in state.items()}
@@ -43,7 +43,7 @@ def load_exactly(reward: str, module: torch.nn.Module, state: dict[str, Tensor],
 
 
 def check_keys(reward: str, file: str | Path, missing: set[str], unknown: set[str] | None = None) -> None:
-    """ValueError unless both are empty."""
+    """Raise ValueError if tensors are missing from a file or unknown."""
     for verb, names in (("lacks", missing), ("has unknown", unknown or set())):
         if names:
             some = ", ".join(sorted(names)[:3])

@@ -1,4 +1,4 @@
-"""Things in images, by Mask2Former, and their colours, by CLIP: what GenEval's rules are applied to."""
+"""Detect objects with Mask2Former and classify their colours with CLIP, as input of GenEval's rules."""
 
 from dataclasses import dataclass
 
@@ -22,7 +22,7 @@ CLASSES = (  # noqa: SIM905
     "clock,vase,scissors,teddy bear,hair drier,toothbrush"
 ).split(",")
 COLORS = ["red", "orange", "yellow", "green", "blue", "purple", "pink", "brown", "black", "white"]
-AROUND = 0x99 / 255  # the grey that takes the place of everything but the thing
+AROUND = 0x99 / 255  # the grey that replaces everything but the object
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ class Detector:
 
     @torch.no_grad()
     def __call__(self, images: Tensor) -> list[list[Detection]]:
-        """What is found in each of images (B, 3, H, W) in [0, 1]."""
+        """Detect the objects in each of images (B, 3, H, W) in [0, 1]."""
         found = []
         for part in images.detach().float().clamp(0, 1).split(self.batch_size):
             inputs = self.processor(list(part.cpu()), do_rescale=False, return_tensors="pt").to(self.device)
@@ -57,7 +57,7 @@ class Detector:
 
 
 def instances(class_logits: Tensor, mask_logits: Tensor, size: tuple[int, int]) -> list[Detection]:
-    """Of one image, from the logits of classes (Q, 81), the last of them "nothing", and masks (Q, h, w).
+    """Detections of one image, from the logits of classes (Q, 81), the last of which is "nothing", and of masks (Q, h, w).
 
     The score is the class's probability times the mean probability of the pixels in the mask; the box is that of the mask.
     """
@@ -77,7 +77,7 @@ def instances(class_logits: Tensor, mask_logits: Tensor, size: tuple[int, int]) 
 
 
 class ColorNames:
-    """The colour of a thing by CLIP, zero-shot, as in GenEval: its box, with everything around the thing greyed."""
+    """The colour of an object by zero-shot CLIP, as in GenEval: on its box, with everything around the object grey."""
 
     def __init__(self, model: str, weights: str, device: str) -> None:
         self.embed, self.texts = OpenCLIP("geneval", model, weights, device), dict[str, Tensor]()
@@ -91,7 +91,7 @@ class ColorNames:
         return [COLORS[i] for i in (features @ self._classes(name).T).argmax(1).tolist()]
 
     def _classes(self, name: str) -> Tensor:
-        """(10, D): for each colour, the mean of three sentences about such a thing."""
+        """Text embeddings (10, D): for each colour, the mean of three sentences."""
         if name not in self.texts:
             means = []
             for color in COLORS:
@@ -106,7 +106,7 @@ class ColorNames:
 
 
 def crop(image: Tensor, detection: Detection) -> Image.Image:
-    """The box of a thing in image (3, H, W), grey around the thing."""
+    """Crop the box of an object from image (3, H, W), with grey around the object."""
     left, top, right, bottom = detection.box
     alone = image.detach().float().cpu().where(detection.mask, torch.tensor(AROUND))[:, top:bottom, left:right]
     return to_pil(alone[None])[0]

@@ -1,9 +1,9 @@
-"""Prompts of GenEval's harder tasks with the metadata that the reward `geneval` reads, by its templates (arXiv 2310.11513).
+"""Make prompts of GenEval's harder tasks from its templates (arXiv 2310.11513), with the metadata that the reward `geneval` reads.
 
     python -m rewards.geneval.prompts 1500 train.jsonl 240 eval.jsonl --without geneval.jsonl
 
-GenEval's own 553 prompts are its benchmark. These are others of the same kind, to train and to evaluate on: no prompt of one file is in
-another one, nor is it there with its objects in another order.
+GenEval's own 553 prompts are the benchmark. These are other prompts of the same kind, for training and evaluation: no prompt is in two
+files, not even with its objects in another order.
 """
 
 import argparse
@@ -26,10 +26,10 @@ Meaning = frozenset | tuple
 
 
 def rows(count: int, seed: int, without: list[Row]) -> list[Row]:
-    """`count` prompts that differ from each other and from those of `without`, the tasks in equal numbers as far as possible."""
+    """Make `count` prompts that differ from each other and from `without`, with equal numbers of each task where possible."""
     draw, taken = random.Random(seed), {meaning(row) for row in without}
     found: dict[Meaning, Row] = {}
-    for attempt in itertools.count():  # there are few things to count, so the other tasks fill up
+    for attempt in itertools.count():  # there are few counting prompts, so the other tasks fill up
         row = TASKS[attempt % len(TASKS)](draw)
         if meaning(row) not in taken:
             found.setdefault(meaning(row), row)
@@ -41,7 +41,7 @@ def rows(count: int, seed: int, without: list[Row]) -> list[Row]:
 
 
 def meaning(row: Row) -> Meaning:
-    """What a prompt asks for: the same for `a cat and a dog` and `a dog and a cat`, or for `left of` and `right of` the other way."""
+    """What a prompt asks for: equal for `a cat and a dog` and `a dog and a cat`, and for `left of` and its mirrored `right of`."""
     things = [(thing["class"], thing.get("color"), thing["count"]) for thing in row["include"]]
     where = row["include"][-1].get("position")
     if where is None:

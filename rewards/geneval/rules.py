@@ -1,6 +1,6 @@
-"""Are the things there that a GenEval prompt asks for: which, how many, of what colour, and where?
+"""Check whether an image has the objects that a GenEval prompt asks for, in number, colour and position.
 
-The rules are functions of detections alone, so that they can be read and tested without a model; `rewards.geneval.detection` finds them.
+The rules are functions of detections, so that they can be tested without a model; `rewards.geneval.detection` makes the detections.
 """
 
 import math
@@ -11,10 +11,10 @@ import torch
 
 from rewards.geneval.detection import ColorNames, Detection, Detector
 
-THRESHOLD = 0.3  # of a detection's score
-COUNTING_THRESHOLD = 0.9  # where things are to be counted
-MOST = 16  # detections of a class, the surest ones
-APART = 0.1  # centres must be further apart than this share of both sizes
+THRESHOLD = 0.3  # minimum score of a detection
+COUNTING_THRESHOLD = 0.9  # the same, in counting prompts
+MOST = 16  # maximum number of detections of a class
+APART = 0.1  # minimum distance of centres, as a share of the sum of both sizes
 Colors = Callable[[list[Detection], str], list[str]]  # the colour of each detection of a class
 
 
@@ -22,21 +22,21 @@ class GenEval:
     """GenEval (arXiv 2310.11513): objects, their number, colour and relative position, by detection.
 
     `scoring` is one of
-    - published: GenEval's own, 1 if everything asked for is there, else 0. The surest detections count, so further ones of a
-      class do no harm except in counting prompts, whose `exclude` forbids them.
+    - published: GenEval's own score, 1 if every requirement is met, else 0. The most confident detections count, so additional
+      objects of a class do not matter, except in counting prompts, whose `exclude` forbids them.
     - strict: 1 if the number of every class is exact as well, else 0.
-    - partial: the mean of how nearly each demand is met, which Flow-GRPO (arXiv 2505.05470) trains on: 1 - |n - asked| / asked
-      for a number, and if it is exact, the share of right colours, and 1 for the position. (Flow-GRPO's code adds a point for
-      every position looked at, right or wrong; this does not.)
+    - partial: the mean of how nearly each requirement is met, on which Flow-GRPO (arXiv 2505.05470) trains: 1 - |n - wanted| / wanted
+      for a number, and if it is exact, the share of correct colours, and 1 for a correct position. (Flow-GRPO's code adds a point
+      for every position that is checked, correct or not; this does not.)
 
     Metadata as in GenEval's own jsonl: the columns tag, include and exclude.
 
-    Range: 0 or 1; partial at most 1, and negative where there is more than twice of what was asked. Weights:
+    Range: 0 or 1; partial at most 1, and negative if there are more than twice as many objects as wanted. Weights:
     facebook/mask2former-swin-small-coco-instance (MIT, 0.3 GB) through transformers, and for colours CLIP ViT-L/14 of OpenAI
     (MIT, 1.7 GB) through open_clip; about 5 GB of memory at 512 x 512 with `batch_size` 4. The detector has the architecture
-    and data of GenEval's own mmdet weights, but is of another training, and mmdet scales masks in two steps: numbers are near
-    the published benchmark's, not equal to them. Gamed by things that are drawn plainly, large and apart, as stickers on a wall,
-    and by whatever the detector takes for them.
+    and training data of GenEval's own mmdet weights, but was trained separately, and mmdet scales masks in two steps: scores are
+    close to those of the published benchmark, not equal. Gamed by objects that are drawn plainly, large and apart, like stickers
+    on a wall, and by whatever the detector mistakes for them.
 
     Args:
         detector: a hub id or folder of a Mask2Former with COCO's 80 classes.
@@ -81,9 +81,9 @@ class GenEval:
 
 
 class ExactGenEval(GenEval):
-    """GenEval's published score (arXiv 2310.11513), to measure a run beside the partial one that it trains on.
+    """GenEval's published score (arXiv 2310.11513), to evaluate a run that trains on the partial score.
 
-    Range: 0 or 1. Weights, licence and memory are those of `geneval` and so are its options but `scoring`. Gamed as `geneval` is.
+    Range: 0 or 1. Weights, licence, memory and options are those of `geneval`, without `scoring`. Gamed as `geneval` is.
     """
 
     def __init__(self, **options: Any) -> None:
@@ -91,7 +91,7 @@ class ExactGenEval(GenEval):
 
 
 def confident(found: list[Detection], threshold: float) -> dict[str, list[Detection]]:
-    """By class, the surest first, those above the threshold and at most MOST."""
+    """Detections by class above the threshold, the most confident first and at most MOST."""
     things: dict[str, list[Detection]] = {}
     for detection in sorted(found, key=lambda d: -d.score):
         members = things.setdefault(detection.name, [])
@@ -101,7 +101,7 @@ def confident(found: list[Detection], threshold: float) -> dict[str, list[Detect
 
 
 def relation(a: Detection, b: Detection) -> set[str]:
-    """Where a is as seen from b: left of, right of, above, below, up to two of them; none if their centres are too near."""
+    """The position of a relative to b: up to two of left of, right of, above, below; none if their centres are too close."""
     offset, clear = [], []
     for axis in (0, 1):
         centre = [(d.box[axis] + d.box[axis + 2]) / 2 for d in (a, b)]
@@ -116,7 +116,9 @@ def relation(a: Detection, b: Detection) -> set[str]:
 
 
 def published_score(things: dict[str, list[Detection]], include: list[dict], exclude: list[dict], colors: Colors) -> float:
-    groups: list[list[Detection] | None] = []  # of each demand that is met, for positions to refer to
+    groups: list[
+        list[Detection] | None
+    ] = []  # detections for each requirement, None if it is not met; positions refer to them
     for demand in include:
         count = demand["count"]
         found: list[Detection] | None = things.get(demand["class"], [])[:count]
@@ -131,7 +133,7 @@ def published_score(things: dict[str, list[Detection]], include: list[dict], exc
 
 
 def requirement_scores(things: dict[str, list[Detection]], include: list[dict], colors: Colors) -> list[float]:
-    """How nearly each is met, up to 1: the number of each class, and if it is exact the colours and the position."""
+    """How nearly each requirement is met, at most 1: the number of each class, and if it is exact, colours and position."""
     met: list[float] = []
     groups: list[list[Detection] | None] = []
     for demand in include:
@@ -160,12 +162,12 @@ SCORINGS = {"published": published_score, "strict": strict_score, "partial": par
 
 
 def _placed(found: list[Detection], position: list, groups: list[list[Detection] | None]) -> bool:
-    """Whether all stand so to all of the group that the position refers to; not if that group's own demand is not met."""
+    """Whether all objects have this position relative to all of the group it refers to; False if that group's requirement is not met."""
     name, place = position
     others = groups[place]
     return others is not None and all(name in relation(a, b) for a in found for b in others)
 
 
 def _crowded(things: dict[str, list[Detection]], exclude: list[dict]) -> bool:
-    """Whether there is as much of something as there must not be."""
+    """Whether a class has as many objects as `exclude` forbids."""
     return any(len(things.get(demand["class"], [])) >= demand["count"] for demand in exclude)

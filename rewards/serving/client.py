@@ -1,4 +1,4 @@
-"""A reward that runs on other machines: the client of `rewards.serving.server`, for one server or several."""
+"""Client of `rewards.serving.server`: a reward that runs on one or several other machines."""
 
 import asyncio
 import base64
@@ -26,29 +26,29 @@ from rewards.serving.retry import (
 
 
 class NoServer(ValueError):
-    """No server of a reward is left."""
+    """All servers of a reward have failed."""
 
 
 class Remote:
-    """A reward that `flow-grpo serve` runs elsewhere: its values, bit for bit.
+    """A reward that `flow-grpo serve` runs on other machines, with the same values to the last bit.
 
-    Several servers share the images in chunks of `batch_size`, whoever is free taking the next. One that does not answer is
-    asked `attempts` times with growing pauses; then the others take over, and it is looked after again at the next call. The
-    chunks are the same whoever scores them, so the numbers do not depend on it. When no server is left, it is an error: no
-    image ever gets a value that its reward did not give.
+    The images are split into chunks of `batch_size`, and each free server takes the next chunk. A failed request is retried up to
+    `attempts` times with growing pauses; then the other servers take over, and the failed one is tried again at the next call. The
+    chunks do not depend on the servers, so neither do the values. If all servers fail, a ValueError is raised: no image ever gets
+    a value that its reward did not return.
 
-    Range, weights, licence and how it is gamed: those of the reward. No memory here. Reward models compute in batches whose size
-    can change the last bits: for the local reward's own, let `batch_size` be a multiple of the local one's.
+    Range, weights, licence and how it is gamed: those of the reward. No memory here. The batch size of a reward model can change the
+    last bits of its values: to match a local reward, use a multiple of its batch_size.
 
     Args:
-        urls: a server's address, http://host:port, or a list of them.
-        reward: the reward's name there; may be left out if it is the only one.
-        token: the servers' token; by default the environment variable REWARD_TOKEN, which no config file shows.
-        timeout: seconds that a request may take as a whole, from the connection to the last byte of the values of a chunk.
-        encoding: images travel as float32, or as PNG: 8 bits a channel, a tenth of the size.
+        urls: address of a server, http://host:port, or a list of addresses.
+        reward: name of the reward on the server; optional if it serves only one.
+        token: bearer token of the servers; by default the environment variable REWARD_TOKEN, which keeps it out of config files.
+        timeout: seconds that one request may take in total, from the connection to the last byte of the answer.
+        encoding: send images as float32, or as PNG with 8 bits per channel and a tenth of the size.
     """
 
-    keep = True  # whether a connection is used again
+    keep = True  # whether connections are reused
 
     def __init__(
         self,
@@ -76,7 +76,7 @@ class Remote:
             raise NoServer(f"no server for the reward {reward or 'remote'} answers: {self._reasons()}.")
 
     def __call__(self, images: Tensor, prompts: list[str], **metadata: Any) -> Tensor:
-        """images (B, 3, H, W) in [0, 1]; returns (B,). ValueError if no server is left, or one refuses what it is asked."""
+        """images (B, 3, H, W) in [0, 1]; returns (B,). ValueError if all servers failed, or one refused the request."""
         return self.client.run(self._all(images, prompts, metadata))
 
     async def _all(self, images: Tensor, prompts: list[str], metadata: dict[str, list]) -> Tensor:
@@ -84,7 +84,7 @@ class Remote:
         values: dict[int, list[float]] = {}
 
         async def work(url: str) -> bool:
-            """Takes chunks until none is left; False if the server has failed and its chunk went back."""
+            """Score chunks until none is left; returns False if the server failed, after putting its chunk back."""
             if url in self.down and not await self._is_back(url):
                 return False
             while todo:
@@ -124,7 +124,7 @@ class Remote:
     async def _is_back(self, url: str) -> bool:
         try:
             trouble = await self._trouble(url)
-        except ValueError as error:  # it came back as another: no reason to stop as long as there are others
+        except ValueError as error:  # it restarted with other rewards: use the other servers
             trouble = str(error)
         if trouble:
             self.down[url] = trouble
@@ -133,7 +133,7 @@ class Remote:
         return not trouble
 
     async def _trouble(self, url: str) -> str:
-        """Why a server does not answer; empty if it does. ValueError if it refuses, or has not this reward."""
+        """Why a server does not answer; empty if it does. ValueError if it refuses, or does not serve this reward."""
         try:
             response = await self.client.request("GET", f"{url}/health", CONNECT_TIMEOUT)
             if response.is_server_error:
@@ -162,7 +162,7 @@ class Remote:
 
 
 def encode(images: Tensor, request: dict[str, Any], encoding: str) -> dict[str, Any]:
-    """The arguments of httpx's post for a request of `rewards.serving.server`."""
+    """Encode a request to `rewards.serving.server` as arguments of httpx's post."""
     try:
         text = json.dumps(request)
     except TypeError as error:
@@ -174,7 +174,7 @@ def encode(images: Tensor, request: dict[str, Any], encoding: str) -> dict[str, 
 
 
 def png(image: Tensor) -> bytes:
-    """One image (3, H, W) in [0, 1] as PNG."""
+    """Encode one image (3, H, W) in [0, 1] as PNG."""
     buffer = io.BytesIO()
     to_pil(image[None])[0].save(buffer, "PNG")
     return buffer.getvalue()

@@ -1,17 +1,17 @@
-"""Connections that have a deadline: whoever opens many and sends nothing keeps nobody else out."""
+"""Server connections with deadlines, so that a client with many idle connections can't lock out the others."""
 
 from asyncio import Transport
 from typing import Any
 
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-SECONDS = 10.0  # without a request in work: for its head, or for the rest of a body that nobody reads
-WAITING = 128  # such connections at a time; beyond them the oldest gives way
+SECONDS = 10.0  # that a connection may stay open without a running request
+WAITING = 128  # such connections at a time; beyond this the oldest is closed
 
 
 def bounded(seconds: float = SECONDS, waiting: int = WAITING) -> type[H11Protocol]:
-    """A protocol for uvicorn, whose own one waits for ever for the head of a request."""
-    idle: dict[Any, Any] = {}  # connections and their timers, the oldest first
+    """Return an HTTP protocol for uvicorn; its own waits forever for the header of a request."""
+    idle: dict[Any, Any] = {}  # connection -> timer, the oldest first
 
     class Bounded(H11Protocol):
         def connection_made(self, transport: Transport) -> None:  # type: ignore[override]
@@ -31,7 +31,7 @@ def bounded(seconds: float = SECONDS, waiting: int = WAITING) -> type[H11Protoco
             super().connection_lost(exc)
 
         def look(self) -> None:
-            """Lets the time run while there is no request in work, whatever arrives."""
+            """Start the timer while no request is running, whatever data arrives."""
             if self.cycle is not None and not self.cycle.response_complete:
                 self.stop_timer()
             elif self not in idle and not self.transport.is_closing():

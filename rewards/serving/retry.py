@@ -1,6 +1,6 @@
-"""Requests to servers that may be slow, busy or gone: each has one deadline, and is made again after growing pauses.
+"""HTTP requests with one deadline each, which are retried after growing pauses.
 
-They run in an event loop of a daemon thread: whoever waits for them can be interrupted, and leaves none behind.
+They run in an event loop of a daemon thread, so that Ctrl-C interrupts the wait and cancels the requests.
 """
 
 import asyncio
@@ -15,23 +15,23 @@ import httpx
 
 Answer = TypeVar("Answer")
 RETRY_STATUSES = (408, 425, 429, 500, 502, 503, 504)
-CONNECT_TIMEOUT = 5.0  # seconds: a machine that is there accepts a connection at once
+CONNECT_TIMEOUT = 5.0  # seconds
 MAX_PAUSE = 30.0  # seconds
 MAX_RESPONSE_BYTES = 16_000_000
 
 
 class NoResponse(Exception):
-    """No usable answer, however often it was asked."""
+    """All attempts of a request failed."""
 
 
 class InvalidResponse(Exception):
-    """An answer that can't be made sense of: worth asking again."""
+    """A response that can't be parsed; the request is retried."""
 
 
 class Client:
-    """An HTTP client whose requests take `timeout` seconds at most, from the connection to the last byte of the answer.
+    """An HTTP client whose requests take at most `timeout` seconds, from the connection to the last byte of the response.
 
-    Proxies of the environment are not for servers of one's own.
+    It ignores the proxies of the environment, since reward servers are usually on the local network.
     """
 
     def __init__(self, token: str | None, timeout: float, connections: int = 100, keep: bool = True) -> None:
@@ -43,7 +43,7 @@ class Client:
         weakref.finalize(self, _close, self.loop, self.client).atexit = False
 
     def run(self, work: Coroutine[Any, Any, Answer]) -> Answer:
-        """Wait for work on this client; an error that ends the wait, such as a KeyboardInterrupt, ends the work."""
+        """Run a coroutine and wait for its result; an error that ends the wait, such as KeyboardInterrupt, cancels it."""
         future = asyncio.run_coroutine_threadsafe(work, self.loop)
         try:
             return future.result()
@@ -51,10 +51,10 @@ class Client:
             future.cancel()
 
     async def request(self, method: str, url: str, timeout: float | None = None, **more: Any) -> httpx.Response:
-        """The whole answer.
+        """Make a request and read the whole response.
 
         Raises:
-            httpx.HTTPError: there was none in time.
+            httpx.HTTPError: there was no complete response within the timeout.
             InvalidResponse: it is too long.
         """
         seconds = self.timeout if timeout is None else timeout
@@ -81,11 +81,11 @@ async def post_with_retries(
     read: Callable[[httpx.Response], Answer],
     attempts: int,
 ) -> Answer:
-    """POSTs what `request` makes for the attempt (0 is the first) until `read` makes sense of the answer.
+    """POST the arguments that `request` returns for attempt 0, 1, ... until `read` can parse the response.
 
     Raises:
-        NoResponse: what the last attempt came to.
-        ValueError: the server refused the request, as it would again.
+        NoResponse: all attempts failed; the message says how the last one did.
+        ValueError: the server refused the request, and would refuse it again.
     """
     reason, pause = "", 0.0
     for attempt in range(attempts):
@@ -108,7 +108,7 @@ async def post_with_retries(
 
 
 async def gather(works: Iterable[Coroutine[Any, Any, Answer]]) -> list[Answer]:
-    """The results of all, in their order; the first error, or an end from outside, ends the others."""
+    """Return the results of all coroutines in order; the first error, or a cancellation, cancels the others."""
     tasks = [asyncio.ensure_future(work) for work in works]
     try:
         return await asyncio.gather(*tasks)
@@ -119,7 +119,7 @@ async def gather(works: Iterable[Coroutine[Any, Any, Answer]]) -> list[Answer]:
 
 
 def error_detail(response: httpx.Response) -> str:
-    """What a server says of an error, on one line and not too long."""
+    """The error message in a response, as one line of at most 500 characters."""
     try:
         content = response.json()
         text = content.get("detail") or content["error"]["message"]
@@ -129,19 +129,19 @@ def error_detail(response: httpx.Response) -> str:
 
 
 def _retry_after(response: httpx.Response) -> float:
-    """Seconds that the server asks to wait; it may also give a date, which is not worth the trouble."""
+    """Seconds of the header Retry-After; 0 if it is missing or a date."""
     text = response.headers.get("retry-after", "")
     return min(float(text), MAX_PAUSE) if text.isdecimal() else 0.0
 
 
 @functools.cache
 def _loop(process: int) -> asyncio.AbstractEventLoop:
-    """The loop of this process: a forked one has not got its parent's threads."""
+    """The event loop of a process; a forked process needs its own, since threads are not forked."""
     loop = asyncio.new_event_loop()
     threading.Thread(target=loop.run_forever, name="http", daemon=True).start()
     return loop
 
 
 def _close(loop: asyncio.AbstractEventLoop, client: httpx.AsyncClient) -> None:
-    """Closes the connections of a client that nobody has any more."""
+    """Close the connections of a client that was garbage collected."""
     asyncio.run_coroutine_threadsafe(client.aclose(), loop)

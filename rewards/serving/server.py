@@ -1,4 +1,4 @@
-"""Any reward behind HTTP, so that it can live in an environment or on a machine of its own.
+"""HTTP server for rewards, so that they can run in another environment or on another machine.
 
     POST /score   application/x-safetensors: the tensor `images` (B, 3, H, W), float32 in [0, 1], bit for bit, and in the
                   file's own metadata `request`, the JSON below; or application/json: the same JSON with `images`, B PNGs
@@ -7,8 +7,8 @@
                   Answers {"values": [B numbers]}; one that is not finite is "nan", "inf" or "-inf".
     GET /health   {"rewards": [names], "versions": {...}}
 
-Errors are 4xx with one sentence as `detail`. Without the token no body is read; head and body of a request have deadlines. Nothing
-is ever unpickled. The token travels in the clear: where others may listen, go through TLS or an ssh tunnel.
+Errors have a 4xx status and one sentence as `detail`. Without the token no body is read; header and body of a request have deadlines.
+Nothing is unpickled. The token is not encrypted: on an untrusted network, use TLS or an ssh tunnel.
 """
 
 import asyncio
@@ -45,14 +45,14 @@ from rewards.scoring import Reward, call_reward
 from rewards.serving.connections import bounded
 
 RAW = "application/x-safetensors"
-REQUESTS = 64  # at once; whoever comes then is told 503, and comes again
-ENDING = 5  # seconds that requests have to finish once the server is told to end
+REQUESTS = 64  # at a time; further ones get status 503 and are retried by the client
+ENDING = 5  # seconds that running requests have to finish when the server shuts down
 
 
 @dataclass(frozen=True)
 class Limits:
-    """Of a request: bytes of its body, pixels of its images and values of its JSON, which are counted before any is decoded, and
-    seconds until its body is there."""
+    """Limits of a request: bytes of its body, pixels of its images and values of its JSON, all counted before decoding, and seconds
+    until the body is complete."""
 
     body: int = 256_000_000
     pixels: int = 100_000_000
@@ -68,10 +68,10 @@ def serve(
     limits: Limits,
     ready: Callable[[str], object],
 ) -> None:
-    """Serves until it is stopped; `ready` hears the address, at port 0 with the port that the system chose.
+    """Serve rewards until the process is stopped. `ready` is called with the URL, with port 0 that of the port the system chose.
 
     Raises:
-        ValueError: others could reach it without a token, or the token can't be sent.
+        ValueError: other machines could reach it without a token, or the token can't be sent in a header.
     """
     if not token and not _is_loopback(host):
         raise ValueError(
@@ -84,7 +84,7 @@ def serve(
         config = uvicorn.Config(
             application(rewards, token or None, limits),
             log_level="warning",
-            loop="asyncio",  # others take the descriptor by which python tells of signals
+            loop="asyncio",  # other loops take over the file descriptor that Python uses for signals
             http=bounded(),
             ws="none",
             timeout_graceful_shutdown=ENDING,
@@ -96,7 +96,7 @@ def serve(
 
 def application(rewards: dict[str, Reward], token: str | None, limits: Limits) -> FastAPI:
     app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None)
-    thread = DaemonThread()  # a reward is not made for several threads, and may hang
+    thread = DaemonThread()  # rewards need not be thread-safe, and may hang
     turn, requests, versions = asyncio.Lock(), 0, _versions()
 
     def admit(request: Request) -> None:
@@ -126,7 +126,7 @@ def application(rewards: dict[str, Reward], token: str | None, limits: Limits) -
         name, prompts, columns = _checked(asked, len(images), list(rewards))
         call = partial(call_reward, name, rewards[name], images, prompts, columns)
         async with turn:
-            if await request.is_disconnected():  # it has gone while others had their turn
+            if await request.is_disconnected():  # the client disconnected while it waited for its turn
                 return []
             try:
                 values = (await asyncio.wrap_future(thread.submit(call))).tolist()
@@ -138,14 +138,14 @@ def application(rewards: dict[str, Reward], token: str | None, limits: Limits) -
 
 
 def _refused(status: int, sentence: str) -> HTTPException:
-    """What a request gets that is not answered: the sentence, of whatever text, in characters that any JSON can hold."""
+    """An HTTP error with a message, whose characters are escaped so that it can be encoded as UTF-8."""
     return HTTPException(status, sentence.encode("utf-8", "backslashreplace").decode())
 
 
 async def _body(request: Request, limits: Limits) -> bytes:
-    """The body, given up as soon as it is known to be too long, or too late."""
+    """Read the body; refuse it as soon as it is known to be too long or too late."""
     too_long = _refused(413, f"the body is longer than {limits.body:,} bytes: send fewer images at a time.")
-    if int(request.headers.get("content-length", "0")) > limits.body:  # digits: the protocol has seen to that
+    if int(request.headers.get("content-length", "0")) > limits.body:  # digits: the HTTP protocol has checked that
         raise too_long
     body = bytearray()
 
@@ -165,7 +165,7 @@ async def _body(request: Request, limits: Limits) -> bytes:
 
 
 def _decode(kind: str, body: bytes, limits: Limits) -> tuple[dict[str, Any], Tensor]:
-    """The request's JSON, and images (B, 3, H, W)."""
+    """Decode a body to the request's JSON and images (B, 3, H, W)."""
     try:
         if kind == RAW:
             request, pixels = _header(body, limits)
@@ -185,15 +185,15 @@ def _decode(kind: str, body: bytes, limits: Limits) -> tuple[dict[str, Any], Ten
         raise _refused(413, f"the images have more than {limits.pixels:,} pixels together: send fewer at a time.")
     if not pixels:
         raise _refused(400, "there must be at least one image.")
-    try:  # only what was found small enough is decoded
+    try:  # after its size was checked
         images = safetensors.torch.load(body)["images"] if kind == RAW else torch.cat([_pixels(one) for one in opened])
-    except Exception as error:  # whatever a decoder makes of hostile bytes
+    except Exception as error:  # decoders raise many types on malformed bytes
         raise _refused(400, f"the images can't be decoded: {type(error).__name__}: {str(error)[:200]}") from error
     return request, images
 
 
 def _header(body: bytes, limits: Limits) -> tuple[dict[str, Any], int]:
-    """The request's JSON and the number of pixels, from the head of a safetensors file that holds nothing but the images."""
+    """Read the request's JSON and the number of pixels from the header of a safetensors file that holds only the images."""
     end = 8 + int.from_bytes(body[:8], "little")
     if end > len(body):
         raise ValueError("the header is longer than the body")
@@ -211,7 +211,7 @@ def _header(body: bytes, limits: Limits) -> tuple[dict[str, Any], int]:
 
 
 def _json(text: bytes, limits: Limits) -> dict[str, Any]:
-    """A JSON object. Its values are counted first, by the marks between them: those of a short text can fill the memory."""
+    """Parse a JSON object. Its values are counted first, by their separators, since a short text can decode to a large object."""
     if sum(text.count(mark) for mark in (b",", b"[", b"{")) > limits.values:
         raise ValueError(f"there are more than {limits.values:,} values")
     return _object(json.loads(text), "the JSON")
@@ -230,7 +230,7 @@ def _list(value: Any, name: str) -> list:
 
 
 def _open(encoded: str) -> Image.Image:
-    """A PNG of which only the header has been read."""
+    """Open a base64 PNG, reading its header only."""
     return Image.open(io.BytesIO(base64.b64decode(encoded, validate=True)), formats=["PNG"])
 
 
@@ -239,7 +239,7 @@ def _pixels(image: Image.Image) -> Tensor:
 
 
 def _checked(request: dict[str, Any], count: int, names: list[str]) -> tuple[str, list[str], dict[str, list]]:
-    """The reward's name, the prompts and the metadata of a request for so many images."""
+    """Check a request for `count` images; returns the reward's name, the prompts and the metadata."""
     name = request.get("reward")
     if name is None and len(names) == 1:
         name = names[0]
@@ -256,7 +256,7 @@ def _checked(request: dict[str, Any], count: int, names: list[str]) -> tuple[str
 
 
 def _is_text(value: Any) -> bool:
-    """Whether it is a string of whole characters: JSON can also hold halves of them, which no file or tokenizer takes."""
+    """Whether a value is a string without lone surrogates, which JSON can hold but no file or tokenizer accepts."""
     return isinstance(value, str) and not any("\ud800" <= c <= "\udfff" for c in value)
 
 
@@ -273,12 +273,12 @@ def _is_loopback(host: str) -> bool:
 
 
 def serve_parent() -> None:
-    """What a process of `rewards.serving.subprocess` does: reads one line of JSON, loads the reward, says its address, serves.
+    """Main function of the process of `rewards.serving.subprocess`: read one line of JSON, load the reward, print the URL, serve.
 
-    It ends when its standard input does.
+    It exits when its standard input is closed.
     """
     answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # whatever the reward prints is not an answer
+    os.dup2(2, 1)  # what the reward prints must not be read as an answer
     order = json.loads(sys.stdin.readline())
     exit_with_parent(sys.stdin.fileno())
     try:

@@ -1,4 +1,4 @@
-"""A reward in a process of its own, by the python of an environment of its own."""
+"""A reward in a subprocess, which may use the Python interpreter of another environment."""
 
 import concurrent.futures
 import contextlib
@@ -18,7 +18,7 @@ from torch import Tensor
 from rewards.interrupt import DaemonThread
 from rewards.serving.client import NoServer, Remote
 
-# This package alone is handed over: were its folder on the path, everything installed beside it would come along.
+# Only this package is imported from here: with its folder on sys.path, everything installed next to it could be imported too.
 START = """
 import json, sys
 try:
@@ -33,26 +33,26 @@ except Exception as error:
 serve_parent()
 """
 NEEDS = "`python` must be an interpreter whose environment has torch, safetensors, pillow, fastapi, uvicorn and what the reward needs"
-DYING = 2.0  # seconds that a process has to end once its connection broke, before it counts as hanging
+DYING = 2.0  # seconds that the process has to exit after its connection broke, before it is killed
 
 
 class Isolated(Remote):
-    """A reward by name in a subprocess, so that what it needs installed and what it does to its process stay there.
+    """A reward in a subprocess, which keeps its dependencies and its changes of global settings out of this process.
 
-    The process serves on a loopback port with a random token, gets all images at once as float32, and ends with this one. Its
-    python needs torch, safetensors, pillow, fastapi, uvicorn and what the reward itself needs, but not this package. One that hangs
-    is killed; after an error that ended the process, the next call starts another.
+    The subprocess serves on a loopback port with a random token, gets all images at once as float32, and exits with this process.
+    Its interpreter needs torch, safetensors, pillow, fastapi, uvicorn and what the reward needs, but not this package. It is killed
+    if it hangs; if it has ended, the next call starts another.
 
     Range, weights, licence, memory and how it is gamed: those of the reward.
 
     Args:
         reward: a reward by name, import path or file.
         options: its options.
-        python: the interpreter of another environment, by default this one.
-        timeout: seconds that loading the reward may take, and each call of it.
+        python: interpreter of another environment; by default the current one.
+        timeout: seconds that loading the reward, and each call, may take.
     """
 
-    keep = False  # a connection for each call: none of an earlier one can break
+    keep = False  # a new connection for each call, so that no old one can be broken
 
     def __init__(
         self, reward: str, options: dict[str, Any] | None = None, python: str | None = None, timeout: float = 3600.0
@@ -63,7 +63,7 @@ class Isolated(Remote):
         self._start()
 
     def __call__(self, images: Tensor, prompts: list[str], **metadata: Any) -> Tensor:
-        """images (B, 3, H, W) in [0, 1]; returns (B,). ValueError if the process hangs, has ended, or says that the reward failed."""
+        """images (B, 3, H, W) in [0, 1]; returns (B,). ValueError if the process hangs, has ended, or reports that the reward failed."""
         if self.process is None:
             self._start()
         try:
@@ -80,7 +80,7 @@ class Isolated(Remote):
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 bufsize=0,
-                start_new_session=True,  # Ctrl-C is for this process, which may still have images to score
+                start_new_session=True,  # so that Ctrl-C does not reach it: this process may still have images to score
             )
         except (OSError, ValueError) as error:
             reason = getattr(error, "strerror", None) or str(error)
@@ -96,7 +96,7 @@ class Isolated(Remote):
             raise ValueError(f"{self._ended('did not serve')}.") from error
 
     def _first_word(self, order: dict[str, Any]) -> str:
-        """Sends the order and returns the address that the process answers. ValueError if it answers something else, or nothing."""
+        """Send the order and return the URL in the answer. ValueError if the answer is not one, or missing."""
         process = self.process
         assert process
 
@@ -126,7 +126,7 @@ class Isolated(Remote):
         return f"gave no answer in {self.seconds:g} seconds"
 
     def _ended(self, alive: str) -> str:
-        """A sentence on how the process ended. One that has not is killed, for the reason `alive`."""
+        """A sentence on how the process ended. If it is still running, it is killed for the reason `alive`."""
         process = self.process
         assert process
         try:
@@ -141,7 +141,7 @@ class Isolated(Remote):
 
 def _end(process: subprocess.Popen) -> None:
     with contextlib.suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)  # with whatever it has started
+        os.killpg(process.pid, signal.SIGKILL)  # and its own subprocesses
     process.wait()
     for stream in (process.stdin, process.stdout):
         if stream:
