@@ -76,7 +76,7 @@ class Human:
         if asked:
             with self.lock:
                 self.ballots |= {next(self.numbers): ballot for _, ballot in asked}
-            print(f"{len(asked)} prompts wait to be ranked at {self.url}", file=sys.stderr, flush=True)
+            print(f"{len(asked)} prompts are waiting to be ranked at {self.url}", file=sys.stderr, flush=True)
         for rows, ballot in asked:
             ballot.voted.wait()
             scores[rows] = places(ballot.order, len(rows))
@@ -138,7 +138,7 @@ class Human:
                 given = await request.json()
                 self.vote(given["ballot"], given["order"])
             except KeyError as error:
-                raise HTTPException(409, "this prompt is not open any more.") from error
+                raise HTTPException(409, "this prompt is no longer open.") from error
             except (ValueError, TypeError) as error:
                 raise HTTPException(400, str(error)) from error
             return {"voted": True}

@@ -79,7 +79,7 @@ class Judge:
         try:
             return torch.tensor(self.client.run(self._all(images, questions)))
         except NoResponse as error:
-            raise ValueError(f"the judge {self.model} gives up on an image: {error}") from error
+            raise ValueError(f"the judge {self.model} gave no usable answer for an image: {error}") from error
 
     async def _all(self, images: torch.Tensor, questions: list[str]) -> list[float]:
         turns = asyncio.Semaphore(self.concurrency)

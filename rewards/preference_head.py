@@ -102,7 +102,7 @@ def fit(
     """
     if weight_decay <= 0:
         raise ValueError(
-            "preference_head: set weight_decay above 0, without it the weights of separable votes grow for ever."
+            "preference_head: set weight_decay above 0; without it the weights of separable votes grow without bound."
         )
     read_votes = _read(Path(votes))
     embed = OpenCLIP("preference_head", model, pretrained, device)
@@ -163,7 +163,7 @@ def _read(file: Path) -> list[Vote]:
         if not all(isinstance(value, str) for value in (prompt, better, worse)):
             raise ValueError(f"{where}: prompt, better and worse must be strings.")
         if better == worse:
-            raise ValueError(f"{where} compares {better!r} with itself; take the line out.")
+            raise ValueError(f"{where} compares {better!r} with itself; remove the line.")
         votes.append(Vote(prompt, _inside(file.parent, better, where), _inside(file.parent, worse, where)))
     if not votes:
         raise ValueError(f"{file} holds no votes.")

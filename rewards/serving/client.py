@@ -63,7 +63,7 @@ class Remote:
         self.urls = [url.rstrip("/") for url in ([urls] if isinstance(urls, str) else urls)]
         wrong = [url for url in self.urls if not url.startswith(("http://", "https://"))]
         if wrong or not self.urls:
-            raise ValueError(f"remote: {wrong or urls} is no address of a server: give for example http://10.0.0.2:8000.")
+            raise ValueError(f"remote: {wrong or urls} is not a server address; give for example http://10.0.0.2:8000.")
         if encoding not in ("float", "png"):
             raise ValueError(f"remote: encoding={encoding!r} is neither float nor png.")
         self.reward, self.batch_size, self.attempts, self.encoding = reward, batch_size, attempts, encoding
@@ -142,7 +142,7 @@ class Remote:
                 raise ValueError(f"{url} refused with {response.status_code}: {error_detail(response)}")
             names = [str(name) for name in response.json()["rewards"]]
         except httpx.InvalidURL as error:
-            raise ValueError(f"remote: {url} is no address of a server: {error}.") from error
+            raise ValueError(f"remote: {url} is not a server address: {error}.") from error
         except (
             httpx.HTTPError,
             InvalidResponse,

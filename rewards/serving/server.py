@@ -102,7 +102,7 @@ def application(rewards: dict[str, Reward], token: str | None, limits: Limits) -
     def admit(request: Request) -> None:
         given = request.headers.get("authorization", "").encode()
         if token is not None and not secrets.compare_digest(given, f"Bearer {token}".encode()):
-            raise _refused(401, "this server wants its token, as the header `Authorization: Bearer TOKEN`.")
+            raise _refused(401, "this server requires its token in the header `Authorization: Bearer TOKEN`.")
 
     @app.get("/health", dependencies=[Depends(admit)])
     async def health() -> dict[str, Any]:
@@ -112,7 +112,7 @@ def application(rewards: dict[str, Reward], token: str | None, limits: Limits) -
     async def score(request: Request) -> dict[str, Any]:
         nonlocal requests
         if requests >= REQUESTS:
-            raise _refused(503, f"{REQUESTS} requests are being answered: come again later.")
+            raise _refused(503, f"{REQUESTS} requests are running: try again later.")
         requests += 1
         try:
             return {"values": await values_of(request)}
@@ -158,9 +158,9 @@ async def _body(request: Request, limits: Limits) -> bytes:
     try:
         await asyncio.wait_for(read(), limits.seconds)
     except asyncio.TimeoutError as error:
-        raise _refused(408, f"the body was not there within {limits.seconds:g} seconds.") from error
+        raise _refused(408, f"the body was not complete within {limits.seconds:g} seconds.") from error
     except ClientDisconnect as error:
-        raise _refused(400, "the body was broken off.") from error
+        raise _refused(400, "the connection was closed before the end of the body.") from error
     return bytes(body)
 
 

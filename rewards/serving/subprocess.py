@@ -120,7 +120,7 @@ class Isolated(Remote):
                 raise ValueError(f"reward {self.name}: {self.python} can't serve it: {said['unable']}; {NEEDS}.")
             return said["url"]
         except (OSError, json.JSONDecodeError, UnicodeDecodeError, TypeError, KeyError) as error:
-            raise ValueError(f"{self._ended('is no python')} before it could serve; {NEEDS}.") from error
+            raise ValueError(f"{self._ended('is not a Python interpreter')} before it could serve; {NEEDS}.") from error
 
     def _silence(self) -> str:
         return f"gave no answer in {self.seconds:g} seconds"

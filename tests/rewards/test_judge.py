@@ -137,7 +137,9 @@ def test_a_malformed_answer_is_asked_again_warmer_and_by_another_seed(endpoint, 
 def test_answers_that_stay_malformed_are_an_error_and_never_a_score(endpoint):
     there = endpoint(lambda text, attempt: "as an AI I can't" if "bad" in text else "5")
     judge = Judge(f"{there.url}/v1", "vlm", answer="number", attempts=2)
-    with pytest.raises(ValueError, match=r"the judge vlm gives up on an image: .*in 2 attempts.*as an AI") as error:
+    with pytest.raises(
+        ValueError, match=r"the judge vlm gave no usable answer for an image: .*in 2 attempts.*as an AI"
+    ) as error:
         rewards.score("judge", judge, images(3), ["good", "bad", "good"])
     assert "\n" not in str(error.value)
 

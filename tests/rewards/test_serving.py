@@ -459,7 +459,7 @@ def test_when_no_server_is_left_it_is_an_error_and_never_a_score():
     healthy_but_failing.close()
     with pytest.raises(ValueError, match="no server for the reward stub answers"):
         Remote(healthy_but_failing.url, "stub")
-    with pytest.raises(ValueError, match="is no address of a server"):
+    with pytest.raises(ValueError, match="is not a server address"):
         Remote("localhost:8000")
 
 
@@ -524,7 +524,7 @@ def test_a_request_ends_in_its_time_whatever_the_server_does(monkeypatch, what):
         images = torch.zeros(1, 3, 1000, 1000)  # more than a connection holds that nobody reads
         with pytest.raises(ValueError, match=f"in 2 attempts, lastly: .*{reason}"):
             there(images, ["a"])
-        with pytest.raises(ValueError, match=f"gives up on an image: .*{reason}"):
+        with pytest.raises(ValueError, match=f"gave no usable answer for an image: .*{reason}"):
             Judge(url, "vlm", timeout=0.4, attempts=1)(torch.rand(1, 3, 800, 800), ["a"])
         monkeypatch.setattr(rewards.serving.client, "CONNECT_TIMEOUT", 0.4)
         with pytest.raises(ValueError, match=f"no server for the reward remote answers: .*{reason}"):
@@ -638,8 +638,14 @@ NOT_PYTHON = {
     "an executable text": ("hello", "Exec format error; set `python` to an interpreter"),
     "one that ends": ("#!/bin/sh\nexit 3\n", "its process ended with code 3 before it could serve; `python` must be"),
     "one that is killed": ("#!/bin/sh\nkill -9 $$\n", "its process was killed by signal 9"),
-    "one that says a word": ("#!/bin/sh\necho hello\nsleep 3600\n", "its process is no python and was killed before"),
-    "one that says a number": ("#!/bin/sh\necho 5\nsleep 3600\n", "its process is no python and was killed before"),
+    "one that says a word": (
+        "#!/bin/sh\necho hello\nsleep 3600\n",
+        "its process is not a Python interpreter and was killed before",
+    ),
+    "one that says a number": (
+        "#!/bin/sh\necho 5\nsleep 3600\n",
+        "its process is not a Python interpreter and was killed before",
+    ),
     "one that says nothing": ("#!/bin/sh\nsleep 3600\n", "its process gave no answer in 0.5 seconds and was killed before"),
 }
 
