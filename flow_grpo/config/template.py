@@ -10,7 +10,7 @@ from flow_grpo.config.merge import reads
 from flow_grpo.config.objective import section_types
 from flow_grpo.config.run_config import FlowGRPOConfig
 
-BASE = "sd35_medium_ocr"  # the settings for a model that no shipped config trains
+BASE = "sd35_medium_ocr"  # the settings for a model that no bundled config trains
 OCR_PROMPTS = ("prompts/ocr_train.txt", "prompts/ocr_test.txt")
 OBJECT_PROMPTS = ("prompts/geneval_train.jsonl", "prompts/geneval_eval.jsonl")  # for rewards that read no text
 # the settings that a new config shows, in this order; a list names those of a section
@@ -42,10 +42,10 @@ SHOWN: dict[str, list[str]] = {
 def template(model: str, rewards: list[str]) -> str:
     """The YAML text of a config that trains `model` on `rewards`, each setting with a comment that explains it.
 
-    The values are those of a shipped config for that model, if there is one, else those for SD3.5-M.
+    The values are those of a bundled config for that model, if there is one, else those for SD3.5-M.
     """
-    name = _preset(model)
-    args = FlowGRPOConfig.from_yaml(name)
+    preset = _preset(model)
+    args = FlowGRPOConfig.from_yaml(preset)
     values = args.model_dump(mode="json")
     values |= {"model": model, "rewards": dict.fromkeys(rewards, 1.0)}
     if model not in TRAINING_PROMPTS and not any(reward.startswith("ocr") for reward in rewards):
@@ -53,7 +53,7 @@ def template(model: str, rewards: list[str]) -> str:
     measured = {k: v for k, v in values["evaluation"]["rewards"].items() if not k.startswith("ocr")}
     values["evaluation"]["rewards"] = {k: {"options": v["options"]} if v["options"] else {} for k, v in measured.items()}
     lines = [
-        f"# Trains {model}: flow-grpo train THIS_FILE. The values are those of the shipped config {name}.",
+        f"# Trains {model}: flow-grpo train THIS_FILE. The values are those of the bundled config {preset}.",
         "# All settings: flow-grpo schema. Check them without training: flow-grpo train THIS_FILE --dry-run.",
     ]
     for key, inner in SHOWN.items():
@@ -61,11 +61,11 @@ def template(model: str, rewards: list[str]) -> str:
         if not inner:
             lines += _setting(key, values[key], field.description)
         elif values[key] is not None:
-            section: Any = type(getattr(args, key))
             lines += ["", f"{key}:"]
-            for name_ in inner:
-                if reads(values, key, name_):
-                    lines += _setting(name_, values[key][name_], section.model_fields[name_].description, "  ")
+            read = [name for name in inner if reads(values, key, name)]
+            fields = type(getattr(args, key)).model_fields
+            for name in read:
+                lines += _setting(name, values[key][name], fields[name].description, indent="  ")
     return "\n".join(lines) + "\n"
 
 
@@ -105,7 +105,7 @@ def _objective_schemas(definitions: dict[str, Any]) -> list[dict[str, str]]:
 
 
 def _preset(model: str) -> str:
-    """The name of the shipped config to begin with."""
+    """The name of the bundled config to begin with."""
     if model in TRAINING_PROMPTS:
         return "tiny_ocr"
     trained = [(file.stem, yaml.safe_load(file.read_text())["model"]) for file in sorted(bundled_file("").glob("*.yaml"))]

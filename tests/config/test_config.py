@@ -111,7 +111,7 @@ def test_overrides_reach_into_sections():
         ),
         ("objective.name=grpo sampling.transition=cps sampling.solver=heun", "are Euler's"),
         ("objective.name=ppo sampling.transition=cps objective.advantage=rloo", "its critic makes the advantages"),
-        ("objective.dataset=pictures", "objective awm does not use data; sft and dpo do: remove it"),
+        ("objective.dataset=pictures", "objective awm does not use dataset; sft and dpo do: remove it"),
         ("objective.name=dpo microbatch=1", "set an even one"),
         ("microbatch=5", "does not divide prompts_per_step x images_per_prompt = 128"),
         ("sampling.shared_initial_noise=true", "would draw the same image for a whole group"),
