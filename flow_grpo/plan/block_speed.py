@@ -1,4 +1,4 @@
-"""The speed of this machine at a model's own work: one block of each kind, with random numbers, as a run computes it."""
+"""The speed of this machine at a model's own blocks: one of each kind is timed on random numbers."""
 
 import copy
 from contextlib import AbstractContextManager
@@ -12,15 +12,15 @@ from torch.utils.flop_counter import FlopCounterMode
 from flow_grpo.plan.hardware import TERA, Rates, fastest
 from flow_grpo.policy.meta_pipeline import BlockCall
 
-SECONDS = 0.2  # of each of the measurements, at least
+SECONDS = 0.2  # of each measurement, at least
 
 
 def measure_rates(calls: list[BlockCall], device: torch.device, dtype: torch.dtype, meta: AbstractContextManager) -> Rates:
     """The rates of all blocks together, in forward passes and in those with a backward pass.
 
     Args:
-        dtype: of autocast, and of all numbers that are not float32.
-        meta: a context in which the blocks compute on the meta device, where their operations are counted.
+        dtype: of autocast, and of all tensors that are not float32.
+        meta: a context in which the blocks run on the meta device, where their operations are counted.
     """
     operations, seconds = {False: 0.0, True: 0.0}, {False: 0.0, True: 0.0}
     for call in calls:
@@ -42,7 +42,7 @@ def measure_rates(calls: list[BlockCall], device: torch.device, dtype: torch.dty
 
 
 def _run(call: BlockCall, training: bool) -> None:
-    """A forward pass, and a backward pass to what wants gradients."""
+    """Run a forward pass, and a backward pass if something requires gradients."""
     with torch.set_grad_enabled(training):
         found = call.block(*call.args, **call.kwargs)
     outputs = [leaf for leaf in _tensors(found) if leaf.requires_grad]
@@ -53,7 +53,7 @@ def _run(call: BlockCall, training: bool) -> None:
 
 
 def _real(call: BlockCall, device: torch.device, dtype: torch.dtype) -> BlockCall:
-    """The call on a device, with random numbers."""
+    """The call with random numbers on a device."""
 
     def numbers(leaf: Any) -> Any:
         if not isinstance(leaf, Tensor):

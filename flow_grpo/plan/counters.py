@@ -1,4 +1,4 @@
-"""What a computation on the meta device would take: bytes that are alive at once, and floating point operations."""
+"""Count what a computation on the meta device would take: bytes allocated at once, and floating point operations."""
 
 import weakref
 from typing import Any
@@ -10,7 +10,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 
 class LiveBytesCounter(TorchDispatchMode):
-    """Counts the bytes of the tensors that are alive, each storage once, and the most there were."""
+    """Counts the bytes of live tensors, each storage once, and their peak."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -19,7 +19,7 @@ class LiveBytesCounter(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         found = func(*args, **(kwargs or {}))
-        given = _storages((args, kwargs))  # a view of something is nothing new
+        given = _storages((args, kwargs))  # a view allocates nothing
         for key, storage in _storages(found).items():
             if key not in given:
                 self._count(key, storage)

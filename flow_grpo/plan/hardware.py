@@ -1,4 +1,4 @@
-"""What a run is planned for: a GPU of the makers' data sheets, or this machine."""
+"""The hardware that a run is planned for: a GPU from the makers' data sheets, or this machine."""
 
 import re
 import time
@@ -23,13 +23,13 @@ GPUS = {
     "RTX 4090": (24, 165),
     "RTX 5090": (32, 210),
 }
-OTHERS = ("nvidia", "geforce", "tesla", "pcie", "sxm", "hbm", "nvl")  # words that a name may have or not, by their beginning
-UTILISATION = 0.45  # of such a peak, where nothing could be measured
+OPTIONAL_WORDS = ("nvidia", "geforce", "tesla", "pcie", "sxm", "hbm", "nvl")  # prefixes of words that a name may have or not
+UTILISATION = 0.45  # of such a peak, if it cannot be measured
 
 
 @dataclass(frozen=True)
 class Rates:
-    """Floating point operations a second: in forward passes, and in those with their backward pass; `how` they are known."""
+    """Floating point operations per second: in forward passes, in those with their backward pass, and how they are known."""
 
     forward: float
     update: float
@@ -42,13 +42,13 @@ class Rates:
 
 @dataclass(frozen=True)
 class Hardware:
-    """What a run is planned for.
+    """The devices that a run is planned for.
 
     Attributes:
         memory: bytes of each device.
-        peak_flops: the peak of each in floating point operations a second; None for this machine, where it is measured.
+        peak_flops: the peak of each in floating point operations per second; None for this machine, where it is measured.
         count: devices.
-        assumption: a sentence on what nobody has said of it; "" if there is nothing.
+        assumption: a sentence about what had to be assumed; "" if nothing.
     """
 
     name: str
@@ -60,9 +60,9 @@ class Hardware:
 
     @classmethod
     def from_name(cls, gpu: str, memory_gb: float | None = None, count: int = 1, tflops: float | None = None) -> "Hardware":
-        """A GPU by its name, in capitals or not, with the maker's or without, with its memory or without, or by its number alone.
+        """A GPU by its name; case, the maker's name and the memory may be left out.
 
-        ValueError if it is not known, and nothing says how much memory it has.
+        ValueError if it is not in the list and its memory is not given.
         """
         plain, own_gb = _plain(gpu)
         listed = {_plain(name)[0]: name for name in GPUS}
@@ -75,7 +75,7 @@ class Hardware:
             return cls(found[0], (memory_gb or memory) * GB, (tflops or speed) * TERA, count)
         if memory_gb is None:
             raise ValueError(
-                f"there is no GPU {gpu} in the list.{suggest(plain, listed)} Give one of {', '.join(GPUS)}; or of another one "
+                f"there is no GPU {gpu} in the list.{suggest(plain, listed)} Give one of {', '.join(GPUS)}; for another one set "
                 "--gpu-memory, and --gpu-tflops if you know it."
             )
         if tflops is not None:
@@ -89,7 +89,7 @@ class Hardware:
 
     @classmethod
     def of_this_machine(cls, device: str, memory_gb: float | None = None, count: int = 1) -> "Hardware":
-        """This machine's GPU, or its CPU, whichever the device is."""
+        """This machine's GPU or CPU."""
         cuda = torch.device(device).type == "cuda"
         name = torch.cuda.get_device_name() if cuda else "this CPU"
         memory = torch.cuda.get_device_properties(0).total_memory if cuda else psutil.virtual_memory().total
@@ -97,22 +97,22 @@ class Hardware:
 
 
 def _plain(name: str) -> tuple[str, float | None]:
-    """A GPU's name without what is often left out, and the memory in GB that it names."""
+    """A GPU's name without optional words, and the memory in GB if it names one."""
     words = re.findall(r"[a-z0-9]+", re.sub(r"(\d+) *gb\b", r"\1gb", name.lower()))
     sizes = [float(word[:-2]) for word in words if re.fullmatch(r"\d+gb", word)]
-    kept = [word for word in words if not word.startswith(OTHERS) and not re.fullmatch(r"\d+gb", word)]
+    kept = [word for word in words if not word.startswith(OPTIONAL_WORDS) and not re.fullmatch(r"\d+gb", word)]
     return "".join(kept), next(iter(sizes), None)
 
 
 def matmul_speed(device: torch.device, dtype: torch.dtype, seconds: float = 0.5) -> float:
-    """Floating point operations per second of a large matrix product on this device, by the fastest of several."""
+    """Floating point operations per second of a large matrix product on this device; the fastest of several runs."""
     n = 8192 if device.type == "cuda" else 1024
     a = torch.randn(n, n, device=device).to(dtype)
     return 2 * n**3 / fastest(lambda: a @ a, device, seconds)
 
 
 def fastest(work: Callable[[], object], device: torch.device, seconds: float) -> float:
-    """The seconds that `work` takes once it is warm, by the fastest of as many times as fit into `seconds`, at least two."""
+    """The seconds that `work` takes after a warm-up: the fastest of as many runs as fit into `seconds`, at least two."""
     work()  # the first one chooses its kernels
     took: list[float] = []
     while len(took) < 2 or sum(took) < seconds:
