@@ -18,6 +18,7 @@ from flow_grpo.run_folder.layout import METRICS, TORN
 
 TEXT_FIELDS = ("warning", "fallen")  # all other values are numbers
 MAX_STEP = 10**12  # no run is longer
+FORMER_NAMES = {"prompts_resting": "num_prompts_skipped", "resample/rounds": "dynamic_sampling/rounds"}  # of 0.3
 LARGE = 1e100  # larger values count as infinite, so that sums and squares of metrics don't overflow
 
 
@@ -65,7 +66,9 @@ def parse_row(line: bytes) -> dict[str, Any] | None:
     if isinstance(step, bool) or not isinstance(step, int) or not 0 <= step <= MAX_STEP:
         return None
     numbers = {
-        key: _bounded(value) for key, value in row.items() if isinstance(value, int | float) and key not in TEXT_FIELDS
+        FORMER_NAMES.get(key, key): _bounded(value)
+        for key, value in row.items()
+        if isinstance(value, int | float) and key not in TEXT_FIELDS
     }
     return {**numbers, **{key: row[key] for key in TEXT_FIELDS if isinstance(row.get(key), str)}}
 

@@ -174,9 +174,9 @@ class RolloutSource:
     def _metrics(self, step: int, images: ScoredImages, num_rounds: int) -> dict[str, float]:
         metrics = {**reward_metrics(images), "images": float(len(images.batch.prompts))}
         if self.args.dynamic_sampling_rounds:
-            metrics["resample/rounds"] = float(num_rounds)
+            metrics["dynamic_sampling/rounds"] = float(num_rounds)
         if self.prompt_sampler.patience:
-            metrics["prompts_resting"] = float(self.prompt_sampler.num_skipped(step + 1))
+            metrics["num_prompts_skipped"] = float(self.prompt_sampler.num_skipped(step + 1))
         return metrics
 
     def _seconds(self) -> dict[str, float]:

@@ -168,6 +168,13 @@ def test_values_that_are_no_numbers_are_left_out_of_a_row_and_endless_ones_are_i
     assert read_metrics(tmp_path) == [{"step": 1, "lr": float("inf"), "n": -float("inf"), "x": 2}]
 
 
+def test_metrics_of_0_3_are_read_under_their_names_of_today(tmp_path):
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "loss": 0, "prompts_resting": 3, "resample/rounds": 2}\n')
+    assert read_metrics(tmp_path) == [{"step": 1, "loss": 0, "num_prompts_skipped": 3, "dynamic_sampling/rounds": 2}]
+    rewind(tmp_path, 1)
+    assert "prompts_resting" in (tmp_path / "metrics.jsonl").read_text(), "what 0.3 wrote stays as it is"
+
+
 def test_metrics_that_can_not_be_rewritten_stay_as_they_were(tmp_path):
     content = "".join(json.dumps({"step": step, "reward": 0.5}) + "\n" for step in range(50))
     (tmp_path / METRICS).write_text(content)

@@ -217,7 +217,7 @@ def test_resampling_draws_prompts_until_every_group_has_signal(tmp_path):
     rounds = []
     for step in range(6):
         found = trainer.stage.source.collect(step)
-        rounds.append(found.metrics["resample/rounds"])
+        rounds.append(found.metrics["dynamic_sampling/rounds"])
         assert len(found.batch.prompts) == len(found.trajectory.final) == 8 * rounds[-1], "all that was drawn, in its place"
         assert len(found.groups) == 2
         assert found.batch.group[found.rows].unique().tolist() == found.groups.tolist()
@@ -231,7 +231,7 @@ def test_resampling_stops_at_its_bound_and_fills_up(tmp_path):
     args = short_run(tmp_path, "dynamic_sampling_rounds=2", "evaluation.prompts=null")
     trainer = FlowGRPOTrainer(args=args, reward_funcs=lambda images, prompts: [0.5] * len(prompts))
     found = trainer.stage.source.collect(0)
-    assert found.metrics["resample/rounds"] == 3
+    assert found.metrics["dynamic_sampling/rounds"] == 3
     assert found.metrics["frac_reward_zero_std"] == 1
     assert (len(found.groups), len(found.rows)) == (2, 0)
 
@@ -254,7 +254,7 @@ def test_prompts_that_say_nothing_rest(tmp_path):
     spoken = [p for found in seen for p in set(found.batch.prompts) if len(p) % 2]
     assert len(silent) == len(set(silent)), "once silent, a prompt is not asked again within 50 steps"
     assert len(spoken) > len(set(spoken))
-    assert seen[-1].metrics["prompts_resting"] == len(silent)
+    assert seen[-1].metrics["num_prompts_skipped"] == len(silent)
 
 
 def test_a_reward_that_may_be_dropped_takes_its_groups_out_of_the_step_alone(tmp_path, capsys):

@@ -368,7 +368,7 @@ def test_rounds_go_on_until_all_groups_have_signal_and_the_rest_fills_up(rounds,
     outside = torch.ones(len(kinds), dtype=torch.bool)
     outside[speak] = False
     assert not found.advantage.view(-1, 3)[outside].any()
-    assert found.metrics["resample/rounds"] == len(counts)
+    assert found.metrics["dynamic_sampling/rounds"] == len(counts)
     assert found.metrics["images"] == 3 * sum(counts)
     assert found.metrics.get("frac_reward_dropped", 0.0) == pytest.approx(kinds.count("l") / len(kinds))
     if set(kinds) != {"l"}:
@@ -404,8 +404,8 @@ def test_without_further_rounds_nothing_is_said_of_them():
     rolls.rewards.rewards["main"] = Rounds("ssss", "1111")
     found = rolls.collect(0)
     assert rolls.rewards.rewards["main"].calls == 1
-    assert "resample/rounds" not in found.metrics
-    assert "prompts_resting" not in found.metrics
+    assert "dynamic_sampling/rounds" not in found.metrics
+    assert "num_prompts_skipped" not in found.metrics
     assert found.groups.tolist() == [0, 1, 2, 3]
 
 
@@ -415,7 +415,7 @@ def test_silent_prompts_rest_and_lost_ones_do_not():
     found = rolls.collect(4)
     silent = [found.batch.prompts[3 * p] for p in (1, 3)]
     assert rolls.prompt_sampler.skipped_until == dict.fromkeys(silent, 4 + 1 + 3)
-    assert found.metrics["prompts_resting"] == 2
+    assert found.metrics["num_prompts_skipped"] == 2
     assert rolls.prompt_sampler.zero_std_streak[found.batch.prompts[0]] == 0
     assert found.batch.prompts[6] not in rolls.prompt_sampler.zero_std_streak
 
@@ -424,7 +424,7 @@ def test_how_many_rest_is_said_of_the_next_step():
     rolls = source(prompt_skipping={"patience": 1, "steps": 3})
     rolls.prompt_sampler.skipped_until = {"x": 5, "y": 6}
     rolls.rewards.rewards["main"] = Rounds("1111")
-    assert rolls.collect(4).metrics["prompts_resting"] == 1
+    assert rolls.collect(4).metrics["num_prompts_skipped"] == 1
 
 
 # -- the critic -------------------------------------------------------------------------------------------------------------
