@@ -115,10 +115,7 @@ class FlowGRPOTrainer:
                 break
 
     def training_step(self) -> dict[str, float]:
-        """Sample a group of images for each prompt, score them, compare them within groups, update the policy.
-
-        Returns the step's metrics, and counts `self.step` up.
-        """
+        """Sample a group of images for each prompt, score them, compare them within groups, update the policy. Returns metrics."""
         started = time.perf_counter()
         self.state.enter_stage(self.step)
         experience, metrics = self.stage.step(self.step)
@@ -149,10 +146,7 @@ class FlowGRPOTrainer:
     def save_model(self, output_dir: str | Path) -> Path:
         """Write the trained weights (their moving average, if the run keeps one) as diffusers loads them.
 
-        With several processes every one must call it, and the main one writes.
-
-        Returns:
-            The LoRA's file, or the folder of the whole transformer.
+        Returns the LoRA's file, or the folder of the whole transformer. Every process must call this; the main one writes.
         """
         with self.policy.ema.applied():
             return self.policy.save(Path(output_dir), self.processes.is_main)
@@ -160,9 +154,7 @@ class FlowGRPOTrainer:
     def push_to_hub(self, repo_id: str, private: bool = False, best: bool = False) -> str:
         """Upload the finished run's LoRA with its model card, as `flow-grpo export RUN --push` does; returns the page's address.
 
-        Args:
-            repo_id: user/name. It is created where there is none.
-            best: the weights of the best evaluation in place of the last ones.
+        A repository that does not exist is created. `best` takes the weights of the best evaluation in place of the last ones.
 
         Raises:
             ValueError: the run is not finished, there is no token, or the hub refuses.

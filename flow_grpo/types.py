@@ -36,8 +36,8 @@ class PromptBatch:
     def take(self, rows: Int[Tensor, " n"]) -> "PromptBatch":
         """These rows, whose groups keep their numbers."""
         places = rows.tolist()
-        chosen = [self.prompts[i] for i in places], [self.metadata[i] for i in places]
-        return PromptBatch(*chosen, self.group[rows], self.image[rows])
+        prompts, metadata = [self.prompts[i] for i in places], [self.metadata[i] for i in places]
+        return PromptBatch(prompts, metadata, self.group[rows], self.image[rows])
 
     @staticmethod
     def join(parts: "Sequence[PromptBatch]") -> "PromptBatch":
@@ -110,13 +110,27 @@ class Trajectory:
         )
 
     def take(self, rows: Int[Tensor, " n"]) -> "Trajectory":
-        t = (self.x, self.x_next, self.mean, self.log_prob_BK, self.final)
-        return Trajectory(self.schedule, self.steps, *(tensor[rows] for tensor in t))
+        return Trajectory(
+            self.schedule,
+            self.steps,
+            x=self.x[rows],
+            x_next=self.x_next[rows],
+            mean=self.mean[rows],
+            log_prob_BK=self.log_prob_BK[rows],
+            final=self.final[rows],
+        )
 
     @staticmethod
     def join(parts: "Sequence[Trajectory]") -> "Trajectory":
-        columns = zip(*((t.x, t.x_next, t.mean, t.log_prob_BK, t.final) for t in parts), strict=True)
-        return Trajectory(parts[0].schedule, parts[0].steps, *(torch.cat(column) for column in columns))
+        return Trajectory(
+            parts[0].schedule,
+            parts[0].steps,
+            x=torch.cat([t.x for t in parts]),
+            x_next=torch.cat([t.x_next for t in parts]),
+            mean=torch.cat([t.mean for t in parts]),
+            log_prob_BK=torch.cat([t.log_prob_BK for t in parts]),
+            final=torch.cat([t.final for t in parts]),
+        )
 
 
 @dataclass(frozen=True)

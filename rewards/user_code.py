@@ -154,7 +154,7 @@ def _own_random_numbers(name: str) -> Iterator[None]:
     """Give the code its own random streams, which continue where its last call left them; it can seed only these."""
     outside: tuple[Any, Any, Any] = torch.get_rng_state(), np.random.get_state(), random.getstate()
     if name in _streams:
-        _set_random_state(*_streams[name])
+        _set_random_state(_streams[name])
     else:
         numbers = outside[0].numpy().tobytes() + outside[1][1].tobytes() + str(outside[2]).encode()
         seed = zlib.crc32(name.encode() + numbers)
@@ -165,10 +165,11 @@ def _own_random_numbers(name: str) -> Iterator[None]:
         yield
     finally:
         _streams[name] = torch.get_rng_state(), np.random.get_state(), random.getstate()
-        _set_random_state(*outside)
+        _set_random_state(outside)
 
 
-def _set_random_state(torch_state: torch.Tensor, numpy_state: Any, python_state: Any) -> None:
+def _set_random_state(state: tuple[torch.Tensor, Any, Any]) -> None:
+    torch_state, numpy_state, python_state = state
     torch.set_rng_state(torch_state)
     np.random.set_state(numpy_state)
     random.setstate(python_state)

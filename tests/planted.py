@@ -58,7 +58,7 @@ BUGS = [
     (
         "a seed that a reward sets is the run's",
         "rewards/user_code.py",
-        "        _set_random_state(*outside)\n",
+        "        _set_random_state(outside)\n",
         "",
         "tests/rewards/test_user_code.py -k seed_that_a_reward_sets",
     ),

@@ -111,7 +111,8 @@ def _generate(policy: "Policy", cells: "list[ImageInfo]", steps: int, microbatch
         images = generate_images(policy, [cell.prompt for cell in batch], [cell.seed for cell in batch], steps, len(batch))
         for i, (image, cell) in enumerate(zip(images, batch, strict=True), start):
             save_image(folder / f"{i:04d}_seed{cell.seed}.png", image, cell)
-        if fits(len(cells), *images.shape[-2:]):
+        height, width = images.shape[-2:]
+        if fits(len(cells), height, width):
             kept.append(images)
     if kept:
         save_grid(folder / "grid.png", torch.cat(kept), cells, columns=columns)

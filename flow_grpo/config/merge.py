@@ -54,8 +54,8 @@ def keep(settings: Settings, is_kept: Callable[[str, str], bool]) -> Settings:
 
 def reads(settings: Settings, section: str, key: str) -> bool:
     """Whether the objective that is chosen in `settings` reads a setting of `objective` or `sampling`. True if none can be told."""
-    name, transition = (_chosen(settings, *choice) for choice in (("objective", "name"), ("sampling", "transition")))
-    name, transition = name or "grpo", transition or "flow_sde"
+    name = _chosen(settings, "objective", "name") or "grpo"
+    transition = _chosen(settings, "sampling", "transition") or "flow_sde"
     if (":" not in name and name not in methods.OBJECTIVES) or transition not in methods.TRANSITIONS:
         return True
     if section == "objective":

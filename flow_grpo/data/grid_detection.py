@@ -126,7 +126,8 @@ def _detect_on_background(pixels: np.ndarray, color: np.ndarray, tolerance: int)
 
 def _xy_cut(background: np.ndarray) -> list[Box]:
     """The parts of a grid image, cut along lines of background, and cut again until no such line crosses a part."""
-    whole = Box(0, 0, *background.shape)
+    height, width = background.shape
+    whole = Box(0, 0, height, width)
     found: list[Box] = []
     # a part, the axis of its next cut, and whether its last cut found nothing
     waiting: list[tuple[Box, Literal[0, 1], bool]] = [(whole, 0, False)]

@@ -54,7 +54,10 @@ def _score_charts(
 ) -> tuple[list[dict], list[str]]:
     labels = names if len(runs) > 1 else [""]
     same_rewards = all(run.trained == runs[0].trained for run in runs)  # sums of other rewards have other scales
-    found = [draw(*_reward_lines(runs, labels))] if same_rewards else []
+    found = []
+    if same_rewards:
+        title, reward_lines, note = _reward_lines(runs, labels)
+        found.append(draw(title, reward_lines, note))
     constant: list[str] = []
     for name in dict.fromkeys(name for run in runs for name in run.metrics if name != "reward"):
         trained = [i for i, run in enumerate(runs) if name in run.trained]

@@ -123,7 +123,10 @@ def train_shapes(pipe: StableDiffusion3Pipeline, folder: Path, seed: int) -> Sta
     def evaluate() -> dict:
         prompts, exact = [sign.prompt for sign in held_out_signs(64)], ExactOCR()
         shapes = {f"{height} x 80, {length} tokens": (height, length) for height in (32, 80) for length in (14, 256)}
-        found = {name: exact(draw(stage.ema, prompts, 1, *shape), prompts) for name, shape in shapes.items()}
+        found = {
+            name: exact(draw(stage.ema, prompts, 1, height, text_length), prompts)
+            for name, (height, text_length) in shapes.items()
+        }
         return {name: round(values.mean().item(), 4) for name, values in found.items()}
 
     stage.run(loss, evaluate)

@@ -89,7 +89,8 @@ class ImageSampler:
 
     def score(self, batch: PromptBatch, images: Tensor) -> Scores:
         """Scores of B images (B, 3, H, W) in [0, 1]."""
-        return Scores(*self.rewards(images, batch.prompts, **batch.columns()))
+        total, by_name = self.rewards(images, batch.prompts, **batch.columns())
+        return Scores(total, by_name)
 
     def _should_stop_alone(self) -> bool:
         """Whether to leave a rollout between two forward passes. Several processes stop together, where they communicate."""

@@ -108,7 +108,7 @@ class StepLoss:
         v, mean, std = sampling.replay(self.velocity, t, k, rows, transition=s.transition, noise_level=s.noise_level)
         log_prob = sde.LOG_PROBS[self.sampling.log_prob](t.x_next[rows, k], mean, std)
         delta = t.schedule.sigmas[i + 1] - t.schedule.sigmas[i]
-        return v, TrainedStep(log_prob, t.log_prob_BK[rows, k], mean, t.mean[rows, k], std, delta)
+        return v, TrainedStep(log_prob, t.log_prob_BK[rows, k], mean, t.mean[rows, k], std=std, delta=delta)
 
     def _objective(self, i: int, step: TrainedStep, advantage: Float[Tensor, " n"]) -> Loss:
         calibrated = {name: self.clip.range_at(i) for name in methods.CLIP if getattr(self.objective, name, None) == "auto"}
@@ -173,7 +173,7 @@ class ForwardProcessLoss:
                 with self.policy.reference():
                     v_ref = velocity()
         v_rollout = v.detach() if self.v_rollout is None else self.v_rollout[draw][rows]
-        return NoisedImage(noised.x0, eps, sigma, v, v_rollout, v_old, v_ref)
+        return NoisedImage(noised.x0, eps, sigma, v=v, v_rollout=v_rollout, v_old=v_old, v_ref=v_ref)
 
     def _draw(self, experience: Experience, seed: int, step: int, draw: int) -> tuple[Tensor, ...]:
         """Noise (B, ...), timestep (B,) and sigma (B,) of one noise level, drawn uniformly from the schedule's range."""

@@ -111,7 +111,8 @@ class RolloutSource:
         for _ in range(1 + args.dynamic_sampling_rounds):
             count = min(args.prompts_per_step, -(-missing // unit) * unit)
             batch = self.prompt_sampler.sample(step, count, args.images_per_prompt, first_group=num_prompts)
-            images = ScoredImages(batch, *self.image_sampler.sample_and_score(batch, self.window(step), step))
+            trajectory, scores = self.image_sampler.sample_and_score(batch, self.window(step), step)
+            images = ScoredImages(batch, trajectory, scores)
             rounds.append(images)
             num_prompts += count
             complete = images.complete.nonzero()[:, 0]  # a group without a score is neither with nor without signal

@@ -1,0 +1,244 @@
+"""The architecture: which package may import which, no cycles, small files and functions, and what an import costs."""
+
+import ast
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+FILES = {
+    ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): path
+    for package in ("flow_grpo", "rewards")
+    for path in sorted((ROOT / package).rglob("*.py"))
+}
+ALGORITHM = {"types", "sde", "methods", "advantages", "objectives", "sampling"}
+# Text, atomic writes, the line that says which phase a command is in, and the file names of a run folder.
+LEAVES = {"text", "files", "progress", "layout"}
+# What each package may import of ours. A package may import itself.
+MAY_IMPORT: dict[str, set[str]] = {
+    "rewards": set(),
+    "types": set(),
+    "sde": set(),
+    "methods": set(),
+    "text": set(),
+    "files": set(),
+    "progress": set(),
+    "layout": set(),  # flow_grpo/run_folder/layout.py, which policy needs to find a run's LoRA
+    "advantages": {"methods"},
+    "objectives": {"types", "sde"},
+    "sampling": {"types", "sde"},
+    "distributed": set(),
+    "config": {"methods", "text"},
+    "data": {"types", "sampling", "config", "text", "files", "rewards"},
+    "policy": {"types", "sampling", "config", "distributed", "rewards"} | LEAVES,
+    "run_folder": {"config", "types", "data", "policy"} | LEAVES,
+    "tracking": {"config", "run_folder"} | LEAVES,
+    "report": {"config", "run_folder", "evaluation"} | LEAVES,  # evaluation.hacking: what the monitor watches
+    "training": {"config", "data", "distributed", "policy", "rewards", "run_folder"} | ALGORITHM | LEAVES,
+    "evaluation": {"config", "data", "distributed", "policy", "rewards", "run_folder", "tracking", "training"}
+    | ALGORITHM
+    | LEAVES,
+}
+TRAINER = {*MAY_IMPORT, "export"}  # `push_to_hub`, as TRL's trainer has it
+MAY_IMPORT["trainer"] = TRAINER
+MAY_IMPORT["plan"] = {"config", "data", "policy", "distributed", "training", "rewards", "tracking"} | ALGORITHM | LEAVES
+MAY_IMPORT["doctor"] = MAY_IMPORT["compare"] = TRAINER | {"trainer", "plan"}
+MAY_IMPORT["export"] = {"config", "data", "policy", "report", "run_folder", "tracking", "rewards", "evaluation"} | LEAVES
+MAY_IMPORT["tiny"] = {"config", "policy", "rewards"}
+MAY_IMPORT["cli"] = {*MAY_IMPORT}
+# Libraries that these packages alone may import.
+ONLY_IN = {
+    "diffusers": {"policy", "tiny", "plan"},
+    "transformers": {"policy", "tiny", "rewards"},
+    "peft": {"policy"},
+    "open_clip": {"rewards"},
+    "typer": {"cli", "tiny"},
+    "jinja2": {"report", "export", "rewards"},
+    "scipy": {"evaluation"},
+    "logging": {"tracking", "policy", "distributed", "rewards", "tiny"},
+}
+
+
+def tree(name: str) -> ast.Module:
+    return ast.parse(FILES[name].read_text())
+
+
+def imports(name: str) -> set[str]:
+    """Full names of what a file imports, inside functions and for type checking too; of ours, the modules."""
+    found = set()
+    for node in ast.walk(tree(name)):
+        if isinstance(node, ast.Import):
+            found |= {module_of(alias.name) for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            assert not node.level, "imports are absolute"
+            found |= {module_of(f"{node.module}.{alias.name}") for alias in node.names}
+    return found - {name}
+
+
+def module_of(name: str) -> str:
+    """The module that holds a name: ours in full, another library's as a whole."""
+    if name.split(".")[0] not in ("flow_grpo", "rewards"):
+        return name.split(".")[0]
+    while name not in FILES:
+        name = name.rpartition(".")[0]
+    return name
+
+
+def ours(name: str) -> set[str]:
+    return {module for module in imports(name) if module in FILES}
+
+
+def package(name: str) -> str:
+    """What the rules are about: `policy` of flow_grpo.policy.hub, `sde` of flow_grpo.sde, `rewards` of rewards.ocr."""
+    if name == "flow_grpo.run_folder.layout":
+        return "layout"
+    first, *rest = name.split(".")
+    return first if first == "rewards" else rest[0] if rest else "flow_grpo"
+
+
+PACKAGES = sorted({package(name) for name in FILES} - {"flow_grpo", "__main__"})
+
+
+@pytest.mark.parametrize("name", PACKAGES)
+def test_a_package_imports_only_what_it_may(name):
+    for file in (one for one in FILES if package(one) == name):
+        others = {package(module) for module in ours(file)} - {name, "flow_grpo"}
+        assert others <= MAY_IMPORT[name], f"{file} imports {others - MAY_IMPORT[name]}"
+
+
+@pytest.mark.parametrize("library", ONLY_IN)
+def test_a_library_is_met_by_its_packages_alone(library):
+    assert {package(name) for name in FILES if library in imports(name)} <= ONLY_IN[library]
+
+
+def test_the_algorithm_needs_torch_alone():
+    for name in ("types", "sde", "sampling", "advantages", "objectives"):
+        others = {module for module in imports(f"flow_grpo.{name}") if module not in FILES}
+        assert others - set(sys.stdlib_module_names) <= {"torch", "jaxtyping"}  # shapes, checked under pytest
+    for name in ("methods", "text"):
+        others = {module for module in imports(f"flow_grpo.{name}") if module not in FILES}
+        assert others <= set(sys.stdlib_module_names)
+
+
+def cycle(graph: dict[str, set[str]]) -> list[str]:
+    """One cycle of a graph, empty if it has none."""
+    done: set[str] = set()
+
+    def visit(node: str, path: list[str]) -> list[str]:
+        if node in path:
+            return path[path.index(node) :]
+        if node in done:
+            return []
+        for other in sorted(graph.get(node, ())):
+            if found := visit(other, [*path, node]):
+                return found
+        done.add(node)
+        return []
+
+    return next((found for node in graph if (found := visit(node, []))), [])
+
+
+def test_files_have_no_import_cycle():
+    assert cycle({name: ours(name) - {"flow_grpo"} for name in FILES}) == []
+
+
+def test_packages_have_no_import_cycle():
+    graph: dict[str, set[str]] = {}
+    for name in FILES:
+        graph.setdefault(package(name), set()).update({package(one) for one in ours(name)} - {package(name), "flow_grpo"})
+    assert cycle(graph | {"flow_grpo": set()}) == []
+
+
+def test_a_cycle_is_found():
+    assert cycle({"a": {"b"}, "b": {"c"}, "c": {"b"}}) == ["b", "c"]
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_a_file_is_small_and_imports_few_of_ours(name):
+    lines = FILES[name].read_text().splitlines()
+    assert len(lines) <= 300
+    imported = ours(name)
+    if name == "flow_grpo.cli.app":  # the table of the commands, a module each
+        imported -= {one for one in FILES if package(one) == "cli"}
+    assert len(imported) <= 12, sorted(imported)
+
+
+def functions(name: str) -> Iterator[ast.FunctionDef]:
+    yield from (node for node in ast.walk(tree(name)) if isinstance(node, ast.FunctionDef))
+
+
+BLOCKS = (ast.If, ast.For, ast.While, ast.With, ast.Try, ast.FunctionDef, ast.Match)
+
+
+def depth(node: ast.AST) -> int:
+    """Blocks within blocks of a function's body; an `elif` is no deeper than its `if`."""
+    deepest = 0
+    for field, value in ast.iter_fields(node):
+        for child in value if isinstance(value, list) else [value]:
+            if isinstance(child, ast.AST):
+                elif_ = field == "orelse" and isinstance(node, ast.If) and len(value) == 1 and isinstance(child, ast.If)
+                deepest = max(deepest, depth(child) + (isinstance(child, BLOCKS) and not elif_))
+    return deepest
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_functions_are_short_and_flat(name):
+    long = {one.name: one.end_lineno - one.lineno + 1 for one in functions(name) if one.end_lineno - one.lineno >= 60}
+    assert not long
+    deep = {one.name: depth(one) for one in functions(name) if depth(one) > 3}
+    assert not deep
+
+
+HAS_VARARG = {one.name for name in FILES for one in functions(name) if one.args.vararg}
+DEFINED = {
+    one.name
+    for name in FILES
+    for one in ast.walk(tree(name))
+    if isinstance(one, ast.ClassDef) or (isinstance(one, ast.FunctionDef) and not one.args.vararg)
+}
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_long_calls_of_our_functions_use_keywords_and_none_unpacks_a_tuple(name):
+    for call in (node for node in ast.walk(tree(name)) if isinstance(node, ast.Call)):
+        called = call.func.attr if isinstance(call.func, ast.Attribute) else getattr(call.func, "id", "")
+        if (called in DEFINED and called[0] != "_") or called in {one.name for one in functions(name)}:
+            assert len(call.args) <= 5, f"line {call.lineno}: {ast.unparse(call)}"
+            starred = {ast.unparse(argument.value) for argument in call.args if isinstance(argument, ast.Starred)}
+            forwarded = {one.args.vararg.arg for one in functions(name) if one.args.vararg}
+            assert called in HAS_VARARG or starred <= forwarded, f"line {call.lineno}: {ast.unparse(call)}"
+
+
+def test_no_test_file_imports_another():
+    for file in (ROOT / "tests").rglob("*.py"):
+        for node in ast.walk(ast.parse(file.read_text())):
+            names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+            names += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
+            assert not any(part.startswith("test_") or part == "conftest" for name in names for part in name.split("."))
+
+
+def test_the_trainer_is_the_loop_and_the_step():
+    assert len(FILES["flow_grpo.trainer"].read_text().splitlines()) < 200
+
+
+def test_no_file_has_a_name_that_says_nothing():
+    forbidden = {"utils", "util", "helpers", "common", "misc", "base", "abc", "manager", "factory"}
+    assert not {file.stem for file in ROOT.rglob("*.py") if ".venv" not in file.parts} & forbidden
+
+
+def test_importing_the_package_loads_nothing_heavy():
+    heavy = "diffusers transformers peft torch pydantic open_clip rapidocr matplotlib fastapi uvicorn httpx"
+    code = f"import sys, flow_grpo, rewards; print([m for m in '{heavy}'.split() if m in sys.modules and m != 'torch'])"
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert found.stdout.strip() == "[]"
+
+
+def test_nothing_asks_whether_the_model_is_the_embedded_one():
+    for name in FILES:
+        if package(name) in ("policy", "trainer", "sampling", "training", "evaluation", "data", "tracking", "run_folder"):
+            for node in ast.walk(tree(name)):
+                if isinstance(node, ast.Compare):
+                    assert "tiny" not in ast.unparse(node)
