@@ -1,5 +1,6 @@
 """Run folders that version 0.3 wrote are resumed, reported, evaluated and exported."""
 
+import hashlib
 import json
 import shutil
 from pathlib import Path
@@ -9,6 +10,7 @@ from safetensors.torch import load_file
 from support.cli_process import run
 
 RUNS = Path(__file__).parent / "run_of_0_3"
+DIGEST = "410a66381b0a0a6270a932a444a123b95a7d716a003933dc9dfd9f12fce832ef"
 LORA = "pytorch_lora_weights.safetensors"
 
 
@@ -16,6 +18,14 @@ LORA = "pytorch_lora_weights.safetensors"
 def folder(tmp_path) -> Path:
     """A folder with copies of both runs."""
     return shutil.copytree(RUNS, tmp_path / "runs")
+
+
+def test_the_runs_are_as_0_3_wrote_them():
+    """A change of all files at once, such as a rename, must leave them alone."""
+    digest = hashlib.sha256()
+    for file in sorted(path for path in RUNS.rglob("*") if path.is_file() and path.name != "README.md"):
+        digest.update(file.relative_to(RUNS).as_posix().encode() + file.read_bytes())
+    assert digest.hexdigest() == DIGEST
 
 
 def rows(run_folder: Path) -> list[str]:
