@@ -44,7 +44,7 @@ EARLY = {
     f"rewards={{{SAMPLES}:missing: 1}}": "has no missing",
     f"rewards={{{SAMPLES}:torch: 1}}": "is not callable",
     "rewards={color: {remote: 'http://127.0.0.1:9'}}": "no server for the reward color answers",
-    f"objective.name={SAMPLES}:missing": "has no missing",
+    f"objective={{name: '{SAMPLES}:missing'}}": "has no missing",
     f"objective.advantage={SAMPLES}:torch": "is not a function",
     "model=./nowhere": "there is no model folder ./nowhere",
 }
