@@ -12,7 +12,7 @@ from flow_grpo.policy.policy import Policy
 from flow_grpo.report import page
 from flow_grpo.tracking.tracker import Tracker
 from flow_grpo.training.callbacks import CallbackList
-from flow_grpo.training.interrupt import Interrupted, signals
+from flow_grpo.training.interrupt import Interrupted, handle_signals
 from flow_grpo.training.setup import Prompts, build_run
 from flow_grpo.training.stages import Stage
 from flow_grpo.training.state import RunState, run_headline
@@ -80,7 +80,7 @@ class FlowGRPOTrainer:
             self.state.explain_write_errors(),
             ExitStack() as lock,
             Tracker(self.folder, self.args.steps, silent=not self.processes.is_main) as tracker,
-            signals(self._interrupt),
+            handle_signals(self._interrupt),
         ):
             tracker.on_log = self.callbacks.log
             self._start_or_resume(tracker, resume, lock)

@@ -591,14 +591,14 @@ BUGS = [
     (
         "a step that is made anew calls a reward that is still at the last one",
         "flow_grpo/training/interrupt.py",
-        "        wait(thread.close(), stopping)  # no reward is called twice at a time\n        raise",
+        "        wait_for(thread.close(), should_stop)  # no reward is called twice at a time\n        raise",
         "        thread.close()\n        raise",
         "tests/training/test_interrupt.py -k under_way",
     ),
     (
         "one Ctrl-C that is heard twice kills",
         "flow_grpo/training/interrupt.py",
-        "elif number == signal.SIGINT and now - former > ONE:",
+        "elif number == signal.SIGINT and now - former > DEBOUNCE:",
         "elif number == signal.SIGINT and former < math.inf:",
         "tests/training/test_interrupt.py -k guard",
     ),

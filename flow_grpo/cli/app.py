@@ -78,8 +78,8 @@ def run() -> None:
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     before_imports()
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
-        interrupt.guard()
-        interrupt.second_ends(_interrupted)
+        interrupt.start_watchdog()
+        interrupt.exit_on_second_interrupt(_interrupted)
     words = [word for word in sys.argv[1:] if word != "--traceback"]
     if len(words) < len(sys.argv[1:]):
         os.environ[TRACEBACK] = "1"
@@ -88,7 +88,7 @@ def run() -> None:
         with one_sentence_errors(), show_phases(errors) if is_main_rank else nullcontext():
             app(words, standalone_mode=True)
     except SystemExit as end:
-        interrupt.leave(end.code if isinstance(end.code, int) else int(end.code is not None))
+        interrupt.exit_if_busy(end.code if isinstance(end.code, int) else int(end.code is not None))
         raise
 
 

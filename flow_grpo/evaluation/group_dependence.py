@@ -11,7 +11,7 @@ import rewards
 from flow_grpo.data.prompts import PromptSet
 from flow_grpo.progress import phase
 from flow_grpo.text import counted
-from flow_grpo.training.interrupt import call
+from flow_grpo.training.interrupt import call_interruptibly
 
 NUM_IMAGES = 4  # scored together, and each alone
 NOISE_FACTOR = 5  # a difference counts from this many times the reward's own noise on
@@ -83,5 +83,5 @@ def group_dependence_warnings(
         return [
             f"reward {name}: {GROUP_DEPENDENT}"
             for name, reward in reward_funcs.items()
-            if call(partial(depends_on_group, name, reward, inputs), should_stop)
+            if call_interruptibly(partial(depends_on_group, name, reward, inputs), should_stop)
         ]

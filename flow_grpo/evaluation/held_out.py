@@ -12,7 +12,7 @@ from flow_grpo.evaluation.image_metrics import high_frequency_power, rms_differe
 from flow_grpo.policy.policy import Policy
 from flow_grpo.progress import phase
 from flow_grpo.run_folder.samples import best_and_worst
-from flow_grpo.training.interrupt import Interrupted, call
+from flow_grpo.training.interrupt import Interrupted, call_interruptibly
 from flow_grpo.types import Evaluation
 from rewards import WeightedSum
 
@@ -64,7 +64,7 @@ def evaluate(
     batch = prompts.take(local, 1)
 
     def score() -> dict[str, Tensor]:
-        return call(lambda: score_images(rewards, images, batch.prompts, batch.columns()), should_stop)
+        return call_interruptibly(lambda: score_images(rewards, images, batch.prompts, batch.columns()), should_stop)
 
     with phase(f"scoring {len(images)} held-out images"):
         by_process = processes.gather_or_raise(score, (ValueError, Interrupted))

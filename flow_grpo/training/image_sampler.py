@@ -16,7 +16,7 @@ from flow_grpo.policy.heun import heun_solver
 from flow_grpo.policy.policy import Policy
 from flow_grpo.progress import phase
 from flow_grpo.text import counted
-from flow_grpo.training.interrupt import Interrupted, background, interruptible, wait
+from flow_grpo.training.interrupt import Interrupted, background, interruptible, wait_for
 from flow_grpo.types import PromptBatch, Scores, Trajectory
 from rewards import WeightedSum
 from rewards.interrupt import DaemonThread
@@ -119,7 +119,7 @@ class ImageSampler:
         started = time.perf_counter()
 
         def local_scores() -> Scores:
-            return Scores.join([wait(future, self.should_stop) for future in futures])
+            return Scores.join([wait_for(future, self.should_stop) for future in futures])
 
         with phase(f"scoring {counted(len(group), 'image')}"):
             scores = Scores.join(self.processes.gather_or_raise(local_scores, (ValueError, Interrupted)))

@@ -24,8 +24,8 @@ if TYPE_CHECKING:
 Result = TypeVar("Result")
 INTERRUPTED = 130  # exit status, as a shell's
 POLL = 0.2  # seconds between two looks at whether a wait is to end
-ONE = 0.5  # seconds within which two signals are one: `timeout`, for example, sends each twice
-PATIENCE = {signal.SIGINT: 1.0, signal.SIGTERM: 60.0}  # seconds until a process that does not answer is killed
+DEBOUNCE = 0.5  # seconds within which two signals are one: `timeout`, for example, sends each twice
+KILL_AFTER = {signal.SIGINT: 1.0, signal.SIGTERM: 60.0}  # seconds until a process that does not answer is killed
 ANSWER = b"\0"
 SHOW_CURSOR = b"\x1b[?25h"
 
@@ -37,16 +37,16 @@ class Interrupted(Exception):
 # -- within a run -------------------------------------------------------------------------------------------------------
 
 
-def wait(future: "Future[Result]", stopping: Callable[[], bool]) -> Result:
-    """Return the future's result. `Interrupted` if `stopping` says so before there is one."""
+def wait_for(future: "Future[Result]", should_stop: Callable[[], bool]) -> Result:
+    """Return the future's result. `Interrupted` if `should_stop` says so before there is one."""
     while not concurrent.futures.wait([future], POLL).done:
-        if stopping():
+        if should_stop():
             raise Interrupted
     return future.result()
 
 
 @contextmanager
-def background(stopping: Callable[[], bool]) -> "Iterator[DaemonThread]":
+def background(should_stop: Callable[[], bool]) -> "Iterator[DaemonThread]":
     """Open a thread for calls that may hang, and leave it when it is idle, or at once if the run is interrupted."""
     from rewards.interrupt import DaemonThread
 
@@ -57,22 +57,22 @@ def background(stopping: Callable[[], bool]) -> "Iterator[DaemonThread]":
         thread.close()
         raise
     except BaseException:
-        wait(thread.close(), stopping)  # no reward is called twice at a time
+        wait_for(thread.close(), should_stop)  # no reward is called twice at a time
         raise
-    wait(thread.close(), stopping)
+    wait_for(thread.close(), should_stop)
 
 
-def call(function: Callable[[], Result], stopping: Callable[[], bool]) -> Result:
+def call_interruptibly(function: Callable[[], Result], should_stop: Callable[[], bool]) -> Result:
     """Call a function that may hang, in a thread, and return its result. `Interrupted` as of `wait`."""
-    with background(stopping) as thread:
-        return wait(thread.submit(function), stopping)
+    with background(should_stop) as thread:
+        return wait_for(thread.submit(function), should_stop)
 
 
-def interruptible(velocity: "Callable[..., Tensor]", stopping: Callable[[], bool]) -> "Callable[..., Tensor]":
-    """Return the velocity function, which raises `Interrupted` if `stopping` says so before a forward pass."""
+def interruptible(velocity: "Callable[..., Tensor]", should_stop: Callable[[], bool]) -> "Callable[..., Tensor]":
+    """Return the velocity function, which raises `Interrupted` if `should_stop` says so before a forward pass."""
 
     def asked(*given: Any) -> "Tensor":
-        if stopping():
+        if should_stop():
             raise Interrupted
         return velocity(*given)
 
@@ -80,7 +80,7 @@ def interruptible(velocity: "Callable[..., Tensor]", stopping: Callable[[], bool
 
 
 @contextmanager
-def signals(stop: Callable[[], None]) -> Iterator[None]:
+def handle_signals(stop: Callable[[], None]) -> Iterator[None]:
     """Call `stop` at Ctrl-C and SIGTERM, within the context. The second Ctrl-C ends a command at once.
 
     In a notebook or a script of the user's own, where Ctrl-C is a KeyboardInterrupt, the second one is that.
@@ -92,15 +92,15 @@ def signals(stop: Callable[[], None]) -> Iterator[None]:
         stop()
 
     def terminate(number: int, frame: Any) -> None:
-        answer()
+        acknowledge()
         stop()
 
     try:
         former = {
-            signal.SIGINT: signal.signal(signal.SIGINT, interrupt) if own else second_ends(stop),
+            signal.SIGINT: signal.signal(signal.SIGINT, interrupt) if own else exit_on_second_interrupt(stop),
             signal.SIGTERM: signal.signal(signal.SIGTERM, terminate),
         }
-        answer()
+        acknowledge()
     except ValueError:  # not the main thread: whoever runs us there handles signals
         former = {}
     try:
@@ -113,7 +113,7 @@ def signals(stop: Callable[[], None]) -> Iterator[None]:
 # -- the process --------------------------------------------------------------------------------------------------------
 
 
-def second_ends(first: Callable[[], None]) -> Any:
+def exit_on_second_interrupt(first: Callable[[], None]) -> Any:
     """Call `first` at the next Ctrl-C and end the process at the one after; return the former handler."""
     began = math.inf
 
@@ -122,13 +122,13 @@ def second_ends(first: Callable[[], None]) -> Any:
         if began == math.inf:
             began = time.monotonic()
             first()
-        elif time.monotonic() - began > ONE:
-            end_at_once()
+        elif time.monotonic() - began > DEBOUNCE:
+            exit_now()
 
     return signal.signal(signal.SIGINT, handler)
 
 
-def end_at_once() -> None:
+def exit_now() -> None:
     """End the process here and now, with its terminal as it was before."""
     for stream in (1, 2):
         if os.isatty(stream):
@@ -136,7 +136,7 @@ def end_at_once() -> None:
     _exit(INTERRUPTED)
 
 
-def leave(code: int) -> None:
+def exit_if_busy(code: int) -> None:
     """End the process with this status if a reward is still within a call, which nobody waits for; else return."""
     loaded = sys.modules.get("rewards.interrupt")
     if loaded is not None and loaded.DaemonThread.any_busy():
@@ -145,7 +145,7 @@ def leave(code: int) -> None:
         _exit(code)
 
 
-def guard() -> None:
+def start_watchdog() -> None:
     """Start a small process that kills this one where python's own handlers get no turn: at the second Ctrl-C, or after SIGTERM in a run.
 
     A call that never gives the interpreter back, such as a regular expression that backtracks for years, keeps all handlers from
@@ -167,13 +167,13 @@ def guard() -> None:
         null = os.open(os.devnull, os.O_RDWR)
         for stream in range(3):
             os.dup2(null, stream)
-        if _unanswered(reading, PATIENCE) and os.getppid() == process:
+        if _unanswered(reading, KILL_AFTER) and os.getppid() == process:
             os.kill(process, signal.SIGKILL)
     finally:
         _exit(0)
 
 
-def answer() -> None:
+def acknowledge() -> None:
     """Tell the guard that this process answers SIGTERM, as it has now and will again. Those of a launcher are killed by it."""
     if "RANK" in os.environ:
         return
@@ -199,7 +199,7 @@ def _unanswered(reading: int, patience: dict[signal.Signals, float]) -> bool:
                 deadline, answers = math.inf, True
             elif number == signal.SIGTERM and answers:
                 deadline = min(deadline, now + patience[signal.SIGTERM])
-            elif number == signal.SIGINT and now - former > ONE:
+            elif number == signal.SIGINT and now - former > DEBOUNCE:
                 deadline = min(deadline, now + patience[signal.SIGINT])
             elif number == signal.SIGINT:
                 former = min(former, now)

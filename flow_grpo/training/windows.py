@@ -12,7 +12,7 @@ from flow_grpo.config.sections import SamplingConfig
 from flow_grpo.data.prompts import PromptSampler, PromptSet
 from flow_grpo.distributed.processes import Processes
 from flow_grpo.policy.policy import Policy
-from flow_grpo.training.interrupt import call
+from flow_grpo.training.interrupt import call_interruptibly
 from flow_grpo.training.rollouts import RolloutSource
 from rewards import WeightedSum
 
@@ -105,7 +105,9 @@ def step_reward_variance(
     found = []
     for step in range(args.sampling.window.first_step, last_step(args.sampling) + 1):
         images = policy.decode(source.image_sampler.trajectory(0, batch, [step]).final, args.microbatch)
-        reward = call(partial(source.image_sampler.score, batch, images), should_stop).total.view(args.prompts_per_step, -1)
+        reward = call_interruptibly(partial(source.image_sampler.score, batch, images), should_stop).total.view(
+            args.prompts_per_step, -1
+        )
         reward = reward[reward.isfinite().all(1)]  # without groups of a reward that was dropped
         if not len(reward):
             raise ValueError("the rewards gave no finite number for any prompt, so no step's share can be measured.")

@@ -23,7 +23,7 @@ from flow_grpo.data.grid import ImageInfo, save_grid
 from flow_grpo.tracking.tracker import read_metrics
 from flow_grpo.trainer import FlowGRPOTrainer
 from flow_grpo.training import interrupt
-from flow_grpo.training.interrupt import Interrupted, background, wait
+from flow_grpo.training.interrupt import Interrupted, background, wait_for
 from rewards.interrupt import DaemonThread
 
 # Brightness. While a file `hang` with a number and a manner is there, the call of that number hangs in that manner.
@@ -139,7 +139,7 @@ def test_the_second_ctrl_c_ends_a_run_whose_reward_never_gives_python_back(tmp_p
     in_it(command, tmp_path)
     for _ in range(2):
         os.kill(command.process.pid, signal.SIGINT)
-        time.sleep(2 * interrupt.ONE)
+        time.sleep(2 * interrupt.DEBOUNCE)
     command.process.join(60)
     assert command.process.exitcode == -signal.SIGKILL
     assert (tmp_path / "run" / "checkpoints" / "step_000000").exists()
@@ -152,7 +152,7 @@ def test_the_second_ctrl_c_ends_a_command_that_does_not_heed_the_first(tmp_path)
     in_it(command, tmp_path)
     os.kill(command.process.pid, signal.SIGINT)
     command.wait_for((tmp_path / "heard").exists)
-    time.sleep(2 * interrupt.ONE)
+    time.sleep(2 * interrupt.DEBOUNCE)
     os.kill(command.process.pid, signal.SIGINT)
     command.finish(130)
 
@@ -219,17 +219,17 @@ def test_a_wait_returns_the_result_or_the_error_and_ends_when_the_run_is_to_stop
         raise TimeoutError("its own")
 
     with background(lambda: False) as thread:
-        assert wait(thread.submit(lambda: 5), lambda: False) == 5
+        assert wait_for(thread.submit(lambda: 5), lambda: False) == 5
         failing = thread.submit(fails)
         with pytest.raises(TimeoutError, match="its own"):
-            wait(failing, lambda: False)
+            wait_for(failing, lambda: False)
     threading.Timer(0.05, stop.set).start()
     futures = []
 
     def waits() -> None:
         with background(stop.is_set) as thread:
             futures.extend([thread.submit(never.wait), thread.submit(lambda: 1)])
-            wait(futures[0], stop.is_set)
+            wait_for(futures[0], stop.is_set)
 
     with pytest.raises(Interrupted):
         waits()
@@ -277,7 +277,7 @@ INT, TERM, ANSWER = bytes([signal.SIGINT]), bytes([signal.SIGTERM]), interrupt.A
     ],
 )
 def test_the_guard_kills_after_two_ctrl_c_or_a_sigterm_without_an_answer(monkeypatch, signals, killed):
-    monkeypatch.setattr(interrupt, "ONE", 0.05)
+    monkeypatch.setattr(interrupt, "DEBOUNCE", 0.05)
     reading, writing = os.pipe()
     with concurrent.futures.ThreadPoolExecutor(1) as pool:
         found = pool.submit(interrupt._unanswered, reading, {signal.SIGINT: 0.1, signal.SIGTERM: 0.1})
