@@ -1,8 +1,8 @@
-"""What a config may do that lies beside weights and that the user did not name: it may come from anybody.
+"""Limits on a config.yaml that was found next to weights and not named by the user: anybody may have written it.
 
 Every run folder and every export holds a config.yaml, so a downloaded LoRA brings its author's. Reading it is harmless. What it names
-is not: a reward's file is code, and so is the `python` of an isolated one; a server gets the pictures; a folder is written to.
-So it may name rewards of this package alone, unless the user trusts it. What the user overrides is the user's own.
+is not: a reward's file is code, and so is the `python` of an isolated one; a server receives the images; a folder is written to.
+So it may only name rewards of this package, unless the user trusts it. Overrides are the user's own settings.
 
 `objective`, `trackers`, `output` and the training prompts are read by training alone, whose config is always named by the user.
 """
@@ -13,11 +13,11 @@ from pathlib import Path
 from flow_grpo.config import FlowGRPOConfig
 from flow_grpo.config.sections import RewardConfig
 
-REACHING_OUT = ("human", "judge", "remote")  # rewards of ours that ask a person, or send pictures away
+REACHING_OUT = ("human", "judge", "remote")  # packaged rewards that ask a person or send images away
 
 
 def check(args: FlowGRPOConfig, found: Path, rewards: bool, prompts: bool) -> None:
-    """Refuses what the config `found` would do by itself.
+    """Refuse code, addresses and folders that the config `found` itself names.
 
     Args:
         args: the config with the user's overrides.
@@ -36,7 +36,7 @@ def check(args: FlowGRPOConfig, found: Path, rewards: bool, prompts: bool) -> No
         others = [flag for flag, used in (("--reward", rewards), ("--prompts", prompts)) if used]
         instead = f", or give others by {' and '.join(others)}" if others else ""
         raise ValueError(
-            f"{found} lies beside the weights, was not named by you, and names {', '.join(refused)}: add --trust if you wrote it"
+            f"{found} is next to the weights, was not named by you, and names {', '.join(refused)}: add --trust if you wrote it"
             f"{instead}."
         )
 

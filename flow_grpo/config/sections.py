@@ -56,7 +56,7 @@ class LoraConfig(ConfigSection):
     """Modules of the transformer that get one, by the end of their name; by default the attention projections; `all` are all linear
     layers, which learn faster and take more memory."""
     init_from: str | None = None
-    """A saved LoRA to go on from: a folder, a .safetensors file or a hub id."""
+    """A saved LoRA to continue training from: a folder, a .safetensors file or a hub id."""
 
 
 class WindowConfig(ConfigSection):
@@ -70,7 +70,7 @@ class WindowConfig(ConfigSection):
     last_step: int | None = None
     """The last step that may be trained; by default the last but one, since the step to sigma 0 may have no noise to learn from."""
     shift_every: PositiveInt = 25
-    """A sliding window moves on by one every so many training steps."""
+    """Training steps after which a sliding window moves on by one."""
 
 
 class SamplingConfig(ConfigSection):
@@ -129,7 +129,7 @@ class RewardConfig(ConfigSection):
     """Address of a server, or of several, on which `flow-grpo serve` runs this reward; options are then those of the client,
     rewards/serving/client.py. The servers' token comes from the environment variable REWARD_TOKEN."""
     isolate: bool = False
-    """Whether it runs in a process of its own. If that process exits or crashes, the run stops with an error and a checkpoint."""
+    """Whether it runs in a separate process. If that process exits or crashes, the run stops with an error and a checkpoint."""
     python: str | None = None
     """isolate: the interpreter of the environment it runs in; by default this one."""
     timeout: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
@@ -151,27 +151,27 @@ class RewardConfig(ConfigSection):
 
 class PromptSkippingConfig(ConfigSection):
     patience: Annotated[int, Field(ge=0)] = 0
-    """A prompt rests once its group had no signal, all solved or all hopeless, so many times in a row; 0 lets none rest."""
+    """A prompt is skipped once its group had zero reward standard deviation this many times in a row; 0 skips none."""
     steps: PositiveInt = 25
-    """Training steps for which it rests before it is asked again."""
+    """Training steps for which it is skipped."""
 
 
 class EvaluationConfig(ConfigSection):
     prompts: str | None = None
     """Held-out prompts: as in `prompts`, or none."""
     max_prompts: PositiveInt | None = 256
-    """At most so many of them, from the first on."""
+    """Maximum number of held-out prompts, from the first."""
     every: Annotated[int, Field(ge=0)] = 50
     """Training steps between evaluations; 0 evaluates only before and after."""
     steps: Annotated[int, Field(ge=1)] = 40
     """Sampling steps in evaluation, of the deterministic ODE."""
     seed: int = 1234
-    """Each held-out prompt's picture starts from the noise of (this seed, its place in the file)."""
+    """Each held-out prompt's image starts from the noise of (this seed, the prompt's index)."""
     num_images: Annotated[int, Field(ge=0)] = 8
-    """Held-out prompts, from the first on, whose pictures each evaluation keeps in the run folder for the report, beside the best
-    and worst ones' and some groups of training images; 0 keeps none. A picture is at most 512 pixels wide."""
+    """Held-out prompts, from the first, whose images each evaluation keeps in the run folder for the report, as well as the best
+    and worst ones' and some groups of training images; 0 keeps none. An image is at most 512 pixels wide."""
     rewards: dict[str, RewardConfig] = {}
-    """Rewards that are measured but not trained on, beside the trained ones."""
+    """Rewards that are measured in addition to the trained ones, but not trained on."""
 
 
 class MemoryConfig(ConfigSection):
@@ -192,9 +192,9 @@ class MemoryConfig(ConfigSection):
     attention_backend: str | None = None
     """Attention backend of diffusers, such as flash or _native_cudnn; by default torch's own choice."""
     vae_slicing: bool = False
-    """Decodes one picture at a time."""
+    """Decodes one image at a time."""
     vae_tiling: bool = False
-    """Decodes large pictures in tiles, whose seams can show."""
+    """Decodes large images in tiles; seams can be visible."""
 
     @field_validator("shard", mode="before")
     @classmethod

@@ -33,9 +33,9 @@ class RunSettings(ConfigSection):
     dtype: Literal["auto", "fp32", "bf16", "fp16"] = "auto"
     """Dtype of the base weights and of autocast; `auto` is bf16 where the device computes in it, else fp32. LoRA: float32."""
     height: Pixels | None = None
-    """Height of the pictures in pixels; the pipeline's own if not given."""
+    """Height of the images in pixels; the pipeline's own if not given."""
     width: Pixels | None = None
-    """Width of the pictures in pixels."""
+    """Width of the images in pixels."""
     guidance: float = 1.0
     """Guidance scale in rollout, training and evaluation; 1 is off."""
     pipeline_kwargs: dict[str, Any] = Field(default_factory=dict)
@@ -59,16 +59,16 @@ class RunSettings(ConfigSection):
     updates: PositiveInt = 1
     """Optimizer steps on a rollout; each takes an equal share of its prompts."""
     epochs: PositiveInt = 1
-    """Times that a rollout is gone through."""
+    """Passes over each rollout."""
     dynamic_sampling_rounds: Annotated[int, Field(ge=0)] = 0
     """Further rounds of prompts drawn at most in a step until all its groups have signal (DAPO, arXiv 2503.14476); 0 is none."""
     prompt_skipping: PromptSkippingConfig = PromptSkippingConfig()
-    """Prompts that say nothing for the moment are left out for a while."""
+    """Skips prompts whose groups had zero reward standard deviation."""
 
     sampling: SamplingConfig = SamplingConfig()
     objective: SerializeAsAny[ObjectiveConfig] = Field(default_factory=lambda: read_objective({}))
     lora: LoraConfig | None = LoraConfig()
-    """The adapter that is trained; null trains all weights of the transformer, in float32, and keeps the base model beside them."""
+    """The adapter that is trained; null trains all weights of the transformer, in float32, and keeps a copy of the base model."""
     optimizer: OptimizerConfig = OptimizerConfig()
     memory: MemoryConfig = MemoryConfig()
     ema_decay: Annotated[float, Field(ge=0, lt=1)] = 0.9
@@ -94,7 +94,7 @@ class RunSettings(ConfigSection):
     device: str | None = None
     """Torch device; the accelerator if there is one, else the CPU."""
     trackers: dict[str, dict[str, Any]] = Field(default={"tensorboard": {}})
-    """Programs that show the run as well, through accelerate: tensorboard (its files in RUN/tensorboard), wandb, mlflow, trackio,
+    """Tracking services that receive the metrics, through accelerate: tensorboard (its files in RUN/tensorboard), wandb, mlflow, trackio,
     swanlab. A list of them, or each with arguments of its own, {wandb: {project: signs, entity: me}}; [] is none."""
 
     @field_validator("objective", mode="before")

@@ -120,7 +120,7 @@ def test_eval_refuses_what_a_found_config_names(found, settings, sentence):
     text = json.dumps(settings).replace("URL", server.url)
     folder = found(**json.loads(text))
     output = " ".join(run("eval", "run", cwd=folder, code=2).split())
-    assert "error: run/config.yaml lies beside the weights, was not named by you, and names " in output
+    assert "error: run/config.yaml is next to the weights, was not named by you, and names " in output
     assert sentence.replace("URL", server.url) in output
     assert "--trust" in output
     assert not found.marker.exists()
