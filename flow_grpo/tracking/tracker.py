@@ -142,8 +142,8 @@ class Tracker:
         if rows:
             print_table(self.console, "held-out prompts", {"before": scores[0], "after": scores[-1]})
         self.info(f"{'transformer' if trained.is_dir() else 'LoRA'}: {trained}")
-        if rows:
-            self.info(f"pictures: {self.folder / layout.BEFORE_AFTER}")
+        if (self.folder / layout.BEFORE_AFTER).exists():
+            self.info(f"images: {self.folder / layout.BEFORE_AFTER}")
         if curve:
             self.info(f"curve: {curve}")
         self.info(f"report: {report}")
