@@ -97,7 +97,7 @@ def test_attention_backends_are_diffusers_own(flux):
     expected = velocity(load_policy(str(flux), "cpu", "fp32", **call))
     math = load_policy(str(flux), "cpu", "fp32", memory=MemoryConfig(attention_backend="_native_math"), **call)
     torch.testing.assert_close(velocity(math), expected, rtol=0, atol=1e-4)
-    with pytest.raises(ValueError, match=r"memory\.attention=lightning"):
+    with pytest.raises(ValueError, match=r"memory\.attention_backend=lightning"):
         load_policy(str(flux), "cpu", "fp32", memory=MemoryConfig(attention_backend="lightning"), **call)
 
 
