@@ -173,7 +173,7 @@ def test_sample_export_report_and_compare_run_nothing_of_a_found_config(found):
     (folder / "other" / "tiny_grpo" / "seed0" / "curve.jsonl").write_text(
         '{"slice": 0, "step": 0, "seconds": 0, "images": 0, "kl": 0, "memory_mb": 0, "critic": 0, "values": {"reward": 0}}\n'
     )
-    assert "begun with other settings" in run("compare", "tiny_grpo", "--out", "other", cwd=folder, code=2)
+    assert "started with other settings" in run("compare", "tiny_grpo", "--out", "other", cwd=folder, code=2)
     assert not found.marker.exists()
 
 
