@@ -35,7 +35,7 @@ FINALS = ["awm", "nft", "sft", "dpo", f"{OWN}:matching"]
 
 
 def objective(name: str, **settings) -> list[str]:
-    wide = {} if name in FINALS or name in ("dppo", "reinforce") else {"clip_low": 0.1, "clip_high": 0.1}
+    wide = {} if name in FINALS or ":" in name or name in ("dppo", "reinforce") else {"clip_low": 0.1, "clip_high": 0.1}
     text = json.dumps({"name": name, **wide, **settings})
     return [f"objective={text}", *([ODE] if name in FINALS else [])]
 
