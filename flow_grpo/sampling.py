@@ -28,12 +28,12 @@ class Solver:
 
 
 def generator(seed: int, *name: str | int) -> torch.Generator:
-    """A CPU random generator that belongs to (seed, *name) alone."""
+    """A CPU random generator that is a function of (seed, *name) alone."""
     return torch.Generator().manual_seed(_hashed(seed, *name) >> 1)
 
 
 def derived_seed(seed: int, *name: str | int) -> int:
-    """A seed that belongs to (seed, *name) alone: 48 bits, which JSON and spreadsheets keep exactly."""
+    """A seed that is a function of (seed, *name) alone: 48 bits, which JSON and spreadsheets keep exactly."""
     return _hashed(seed, *name) >> 16
 
 
@@ -43,7 +43,7 @@ def _hashed(seed: int, *name: str | int) -> int:
 
 
 def noise(shape: Sequence[int], seed: int, *name: str | int) -> Float[Tensor, "..."]:
-    """Standard normal float32 noise of that shape that belongs to (seed, *name) alone."""
+    """Standard normal float32 noise of that shape that is a function of (seed, *name) alone."""
     return torch.randn(tuple(shape), generator=generator(seed, *name))
 
 
@@ -111,6 +111,7 @@ def rollout(
             images of a group, are then computed once per group.
         solver: ODE solver in place of Euler; without trained steps only.
     """
+    assert step_noise is not None or not trained, "a trained step needs noise"
     noise_of = {i: step_noise(i) for i in trained} if step_noise else {}
 
     def sample(

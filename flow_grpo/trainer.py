@@ -31,7 +31,7 @@ class FlowGRPOTrainer:
         callbacks: objects with methods such as `on_step_end`, see flow_grpo/training/callbacks.py; a `transformers.TrainerCallback` is one.
 
     Raises:
-        ValueError: whatever does not fit, in one sentence.
+        ValueError: an invalid argument or setting, in one sentence.
     """
 
     def __init__(
@@ -89,7 +89,7 @@ class FlowGRPOTrainer:
             try:
                 self._loop(tracker)
             except (Interrupted, ValueError) as error:
-                self.state.save_after(error, self.save)
+                self.state.save_on_error(error, self.save)
                 raise
             trained = self.state.save_weights()
             self.callbacks.call("on_train_end")
@@ -131,7 +131,7 @@ class FlowGRPOTrainer:
 
     @property
     def stage(self) -> Stage:
-        """The stage that the last step belongs to, with its settings in `stage.args`."""
+        """The stage of the last training step; its settings are `stage.args`."""
         return self.state.stage
 
     def evaluate(self) -> Evaluation:

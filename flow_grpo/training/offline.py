@@ -30,7 +30,7 @@ class OfflineExamples:
 class OfflineSource:
     """Assigns the dataset's images to training steps: `prompts_per_step` x `images_per_prompt` of them (for dpo half as many pairs).
 
-    `data` is a table (.jsonl, .csv, .parquet) with the columns prompt and image, for dpo prompt, chosen and rejected, paths
+    `dataset` is a table (.jsonl, .csv, .parquet) with the columns prompt and image, for dpo prompt, chosen and rejected, paths
     relative to the file; or, for sft, a folder of pictures or a sheet as `sample` writes them, prompts inside.
     """
 

@@ -26,7 +26,7 @@ from rewards import WeightedSum
 
 @dataclass(frozen=True)
 class ScoredImages:
-    """B images of all processes with their scores; the trajectory has the rows of this process alone."""
+    """Images of a step. `batch` and `scores` have the rows of all processes, `trajectory` those of this process alone."""
 
     batch: PromptBatch
     trajectory: Trajectory
@@ -115,7 +115,7 @@ class RolloutSource:
             images = ScoredImages(batch, trajectory, scores)
             rounds.append(images)
             num_prompts += count
-            complete = images.complete.nonzero()[:, 0]  # a group without a score is neither with nor without signal
+            complete = images.complete.nonzero()[:, 0]  # incomplete groups don't count as zero std
             self.prompt_sampler.observe_signal(step, batch.take(complete), images.has_spread[complete])
             missing -= int(images.has_spread.sum()) // args.images_per_prompt
             if missing <= 0:
@@ -124,8 +124,8 @@ class RolloutSource:
 
     def _rows_of_step(self, images: ScoredImages) -> Tensor:
         """(B,) bool: of all images sampled, as many groups as a step has; those with signal first, incomplete ones last."""
-        no_signal, incomplete = ~images.has_spread, ~images.complete
-        order = (no_signal.int() + incomplete.int()).sort(stable=True).indices
+        zero_std, incomplete = ~images.has_spread, ~images.complete
+        order = (zero_std.int() + incomplete.int()).sort(stable=True).indices  # 0 spread, 1 zero std, 2 incomplete
         in_step = torch.zeros(len(order), dtype=torch.bool)
         in_step[order[: self.args.prompts_per_step * self.args.images_per_prompt]] = True
         return in_step
@@ -188,7 +188,7 @@ def select_rows(selection: str, reward: Tensor, group: Tensor, has_signal: Tenso
     """The rows that an objective trains on, and how many rows each group of `has_signal` (B,) gives.
 
     Args:
-        selection: "best", the best image of each group; "best_and_worst", these two in turns; "all" images of these groups.
+        selection: "best", the best image of each group; "best_and_worst", the best and the worst image of each group, one after the other; "all" images of these groups.
     """
     if selection == "all":
         return has_signal.nonzero()[:, 0], int((group == group[0]).sum())

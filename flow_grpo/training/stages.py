@@ -26,14 +26,14 @@ class Stage:
 
     Args:
         start: the first training step.
-        args: the settings; `microbatch` becomes what one process can use.
+        args: the settings; `microbatch` is reduced in place to that of one process.
         rewards: the trained ones.
         should_stop: whether the run is to stop.
 
     Attributes:
         source: `collect(step)` returns an `Experience`.
         update: takes an `Experience` and updates the policy.
-        warnings: what the console is still to show.
+        warnings: pending warnings.
 
     Raises:
         ValueError: sizes that the processes can't share.
@@ -56,7 +56,7 @@ class Stage:
         self.set_microbatch(args.microbatch)
         self.update = PolicyUpdate(policy, args, start, processes)
         self.critic = self._critic() if args.method.critic else None
-        self.window = WindowSchedule(args.sampling, args.seed, start, self._measure_window)
+        self.window = WindowSchedule(args.sampling, args.seed, start, self._measure_window_start)
         self.source: RolloutSource | OfflineSource
         if args.dataset is not None:
             self.source = OfflineSource(policy, args, processes)
@@ -72,7 +72,7 @@ class Stage:
                 processes=processes,
             )
         if args.method.old_policy:
-            policy.lora.update_copy("old", 0.0)  # the stage's old policy starts as the policy of now
+            policy.lora.update_copy("old", 0.0)  # decay 0: a copy of the present policy
 
     def step(self, number: int) -> tuple[Experience, dict[str, float]]:
         """Collect the experience of a training step and update the policy. Returns it with the metrics of the update.
@@ -111,7 +111,7 @@ class Stage:
     def _halve_microbatch(self) -> bool:
         """Continue with smaller micro-batches after memory ran out, if there are any.
 
-        False too if half of a step is done, or if other processes would not know.
+        False too if half of a step is done, or if there are several processes, which would disagree.
         """
         former = self.args.microbatch
         if former <= self.args.method.rows_per_pair or self.update.mid_step or self.processes.world_size > 1:
@@ -142,10 +142,10 @@ class Stage:
         text_width = self.policy.encode(self.prompt_sampler.prompts.prompts[:1]).pooled().shape[1]
         return Critic(latent_shape, text_width, self.args.objective.critic, self.args.seed)
 
-    def _measure_window(self) -> int:
-        return self.processes.gather_or_raise(self._most_variable_window, (ValueError, Interrupted))[0]
+    def _measure_window_start(self) -> int:
+        return self.processes.gather_or_raise(self._local_window_start, (ValueError, Interrupted))[0]
 
-    def _most_variable_window(self) -> int:
+    def _local_window_start(self) -> int:
         measured = step_reward_variance(
             self.policy,
             self.args,

@@ -27,7 +27,7 @@ class RunState:
 
     Attributes:
         step: training steps that are done.
-        stage: the stage that the next step belongs to.
+        stage: the stage of the last training step; `enter_stage` moves on.
 
     Raises:
         ValueError: a stage has sizes that the processes can't share.
@@ -128,7 +128,7 @@ class RunState:
         self.stage.warnings.clear()
         return [warning for warnings in gathered for warning in warnings]
 
-    def save_after(self, error: Exception, save: Callable[[], object]) -> None:
+    def save_on_error(self, error: Exception, save: Callable[[], object]) -> None:
         """Save on the way out of a failed run, and keep the error's message if the disk is full.
 
         Nothing is saved if half a step is done, which can't be resumed, or if one process alone has failed and holds a shard.

@@ -105,7 +105,7 @@ class PolicyUpdate:
 
     def _batch_loss(self, experience: Experience, step: int) -> StepLoss | ForwardProcessLoss:
         conditioning = self.policy.encode(experience.batch.prompts)
-        if self.args.sampling.transition != "ode":
+        if self.args.method.stepwise:
             return StepLoss(self.policy, self.args, experience, conditioning, self.clip)
         return ForwardProcessLoss(self.policy, self.args, experience, conditioning, step)
 

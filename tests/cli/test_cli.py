@@ -14,6 +14,7 @@ from support.embedded import short_run
 from support.paths import SAMPLE_REWARDS
 
 from flow_grpo import __version__
+from flow_grpo.cli.app import COMMANDS
 from flow_grpo.cli.sample import _read_prompts, sample
 from flow_grpo.compare.runs import Budget, compare
 from flow_grpo.data import grid
@@ -310,6 +311,6 @@ def test_importing_the_command_line_loads_nothing_that_help_does_not_need():
 
 def test_help_names_every_verb_with_a_sentence(trained):
     output = run("--help", cwd=trained)
-    for verb in ("train", "sample", "eval", "score", "compare", "doctor", "export"):
+    for verb in COMMANDS:
         assert re.search(rf"{verb}\s+\w+", output)
         assert "flow-grpo" in run(verb, "--help", cwd=trained)

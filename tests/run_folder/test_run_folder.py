@@ -295,7 +295,7 @@ def test_files_named_as_steps_block_no_resume(copied):
 @pytest.mark.parametrize("other", ["lora.rank=8", "lora.targets=[to_k]", "ema_decay=0"])
 def test_a_checkpoint_of_another_config_is_refused_in_a_sentence(copied, tmp_path, other):
     made = trainer(tmp_path / "other", other)
-    made.step = 2
+    made.state.step = 2
     made.save()
     shutil.rmtree(copied / "checkpoints")
     shutil.copytree(tmp_path / "other" / "checkpoints", copied / "checkpoints")
