@@ -188,7 +188,8 @@ def select_rows(selection: str, reward: Tensor, group: Tensor, has_signal: Tenso
     """The rows that an objective trains on, and how many rows each group of `has_signal` (B,) gives.
 
     Args:
-        selection: "best", the best image of each group; "best_and_worst", the best and the worst image of each group, one after the other; "all" images of these groups.
+        selection: "best", the best image of each group; "best_and_worst", the best and the worst image of each group, one after
+            the other; "all" images of these groups.
     """
     if selection == "all":
         return has_signal.nonzero()[:, 0], int((group == group[0]).sum())
