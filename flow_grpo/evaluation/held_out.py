@@ -37,7 +37,7 @@ def evaluate(
     Args:
         num_kept_images: the result has the images of the first prompts, up to this number, and of the best and worst by `reward`.
         num_diversity_prompts: of so many first prompts a second image is generated, to measure the difference.
-        should_stop: if it returns True, `Interrupted` is raised, as in `Rollouts`.
+        should_stop: if it returns True, `Interrupted` is raised, as in `RolloutSource`.
     """
     processes = processes or Processes()
     is_alone = processes.world_size == 1
