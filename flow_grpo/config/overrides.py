@@ -4,7 +4,7 @@ import re
 from typing import Any
 
 from flow_grpo.config.loading import parse_yaml
-from flow_grpo.config.old_names import renamed_path
+from flow_grpo.config.old_names import renamed, renamed_path
 from flow_grpo.config.shorthand import expand_rewards
 
 NAMED = [["rewards"], ["evaluation", "rewards"]]  # settings whose keys are names of rewards
@@ -26,12 +26,23 @@ def override(values: dict[str, Any], pair: str) -> list[str]:
         values = values.setdefault(parent, {})
         if not isinstance(values, dict):
             raise ValueError(f"{pair!r}: {parent} is a single value, it has no {last}.")
-    value = parse_yaml(text, f"the value of {key}")
+    value = _modern(path, parse_yaml(text, f"the value of {key}"))
     value = float(value) if isinstance(value, str) and _is_number(value) else value
     if parents in NAMED and isinstance(value, int | float) and isinstance(values.get(last), dict):
         values, last = values[last], "weight"  # the reward's options stay
     values[last] = value
     return path
+
+
+def _modern(path: list[str], value: Any) -> Any:
+    """The value of the setting at `path`, with today's names of the settings within it."""
+    values = value
+    for key in reversed(path):
+        values = {key: values}
+    values = renamed(values)
+    for key in path:
+        values = values[key]
+    return values
 
 
 def _split(pair: str) -> tuple[str, str, str]:

@@ -123,3 +123,13 @@ def test_dpo_of_0_3_has_its_own_beta_not_that_of_nft():
     values = yaml.safe_load((RUNS / "nft" / "config.yaml").read_text())
     values["objective"] |= {"name": "dpo", "beta": 1.0, "dpo_beta": 50.0}
     assert FlowGRPOConfig(**values).objective.beta == 50
+
+
+def test_a_later_override_wins_under_either_name():
+    for first, second in (
+        ("evaluation={limit: 2}", "evaluation.max_prompts=3"),
+        ("evaluation={max_prompts: 2}", "evaluation.limit=3"),
+    ):
+        assert FlowGRPOConfig.from_yaml("tiny_ocr", [first, second]).evaluation.max_prompts == 3
+    file_of_03 = FlowGRPOConfig.from_yaml(RUNS / "grpo" / "config.yaml", ["evaluation.max_prompts=5"])
+    assert file_of_03.evaluation.max_prompts == 5
