@@ -19,7 +19,7 @@ def positive(x):
     return x if x > 0 else 0
 """
 TESTS = """
-from support.small_policy import countdown, positive
+from small import countdown, positive
 
 
 def test_countdown():
