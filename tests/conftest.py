@@ -10,6 +10,7 @@ from support.embedded import stir, tiny_policy
 
 from flow_grpo.policy.library_logging import quiet_libraries
 from flow_grpo.policy.policy import Policy
+from rewards import user_code
 
 quiet_libraries()
 # A job that a shell starts in the background ignores Ctrl-C, and so would every command that the tests start and interrupt.
@@ -20,6 +21,12 @@ if "PYTEST_XDIST_WORKER" in os.environ:  # workers share the cores, and the proc
     torch.set_num_threads(threads)
 settings.register_profile("ours", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("ours")  # as fast as the machine is, and the same examples each time
+
+
+@pytest.fixture(autouse=True)
+def no_changed_settings() -> None:
+    """What a reward of an earlier test changed is forgotten: a process remembers it by the reward's name."""
+    user_code.changed.clear()
 
 
 @pytest.fixture
