@@ -22,6 +22,7 @@ from flow_grpo.policy.conditioning import (
 from flow_grpo.policy.embedding_cache import LAYOUT, EmbeddingCache
 from flow_grpo.policy.families import Family
 from flow_grpo.policy.interception import StopAtTransformer
+from flow_grpo.policy.library_logging import quietly
 
 ENCODE_BATCH = 8  # prompts in a pass of the text encoders, if they are all padded to one length
 PROBE_PROMPTS = ("a", "a photo of two cats and a dog under an old tree" * 8)  # a short prompt and a long one
@@ -108,6 +109,7 @@ class PromptEncoder:
         assert self._axes is not None
         return self._axes
 
+    @quietly()
     def _infer_batch_axes(self) -> list[Any]:
         with self.encoders_on_device():
             alone, doubled = ([self._record([prompt] * count) for prompt in PROBE_PROMPTS] for count in (1, 2))
