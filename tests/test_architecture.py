@@ -1,9 +1,9 @@
 """The architecture: which package may import which, no cycles, small files and functions, and what an import costs."""
 
 import ast
+import functools
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -62,10 +62,12 @@ ONLY_IN = {
 }
 
 
+@functools.cache
 def tree(name: str) -> ast.Module:
     return ast.parse(FILES[name].read_text())
 
 
+@functools.cache
 def imports(name: str) -> set[str]:
     """Full names of what a file imports, inside functions and for type checking too; of ours, the modules."""
     found = set()
@@ -166,8 +168,9 @@ def test_a_file_is_small_and_imports_few_of_ours(name):
     assert len(imported) <= 12, sorted(imported)
 
 
-def functions(name: str) -> Iterator[ast.FunctionDef]:
-    yield from (node for node in ast.walk(tree(name)) if isinstance(node, ast.FunctionDef))
+@functools.cache
+def functions(name: str) -> list[ast.FunctionDef]:
+    return [node for node in ast.walk(tree(name)) if isinstance(node, ast.FunctionDef)]
 
 
 BLOCKS = (ast.If, ast.For, ast.While, ast.With, ast.Try, ast.FunctionDef, ast.Match)
@@ -203,12 +206,13 @@ DEFINED = {
 
 @pytest.mark.parametrize("name", FILES)
 def test_long_calls_of_our_functions_use_keywords_and_none_unpacks_a_tuple(name):
+    of_this_file = {one.name for one in functions(name)}
+    forwarded = {one.args.vararg.arg for one in functions(name) if one.args.vararg}
     for call in (node for node in ast.walk(tree(name)) if isinstance(node, ast.Call)):
         called = call.func.attr if isinstance(call.func, ast.Attribute) else getattr(call.func, "id", "")
-        if (called in DEFINED and called[0] != "_") or called in {one.name for one in functions(name)}:
+        if (called in DEFINED and called[0] != "_") or called in of_this_file:
             assert len(call.args) <= 5, f"line {call.lineno}: {ast.unparse(call)}"
             starred = {ast.unparse(argument.value) for argument in call.args if isinstance(argument, ast.Starred)}
-            forwarded = {one.args.vararg.arg for one in functions(name) if one.args.vararg}
             assert called in HAS_VARARG or starred <= forwarded, f"line {call.lineno}: {ast.unparse(call)}"
 
 
