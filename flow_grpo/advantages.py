@@ -166,11 +166,11 @@ def capped(reward: Reward, group: Int[Tensor, " B"], quantile: float) -> Reward:
     """
     if reward.ndim == 2:
         return torch.stack([capped(column, group, quantile) for column in reward.unbind(1)], 1)
-    found = reward.clone()
+    limited = reward.clone()
     for one in group.unique():
         members = group == one
-        found[members] = reward[members].clamp(max=reward[members].quantile(quantile))
-    return found
+        limited[members] = reward[members].clamp(max=reward[members].quantile(quantile))
+    return limited
 
 
 def diversity_weighted(

@@ -17,8 +17,6 @@ from torch import Tensor
 
 IMAGE, GROUP, PAIR = SCOPES = ("image", "group", "pair")
 PAIRS_PER_CALL = 32  # that a pair reward gets at a time, since they are copies of the images
-
-
 ATTRIBUTES = ("scope", "symmetric", "opponents", "costly")  # of a reward, that say how it is called
 
 

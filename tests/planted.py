@@ -723,7 +723,7 @@ BUGS = [
     (
         "an image is decoded before its size is known",
         "rewards/serving/request.py",
-        "opened = [_open(encoded) for",
+        "images = [_open(encoded) for",
         'opened = [_open(encoded).convert("RGB") for',
         "tests/rewards/test_serving.py -k bad_request",
     ),

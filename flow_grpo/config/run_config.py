@@ -154,12 +154,8 @@ class FlowGRPOConfig(RunSettings):
         free: Any = dict.fromkeys(
             ("steps", "output_dir", "save_every", "sample_every", "keep_checkpoints", "device", "trackers"), True
         )
-        free["evaluation"] = {
-            "every",
-            "num_images",
-            "rewards",
-            "sizes",
-        }  # the others make evaluations that can't be compared
+        # the others make evaluations that can't be compared
+        free["evaluation"] = {"every", "num_images", "rewards", "sizes"}
         free["memory"] = {"shard"}  # whose processes' shares a checkpoint does not know
         free["rewards"] = {"__all__": {"remote", "isolate", "python", "timeout"}}  # where a reward runs is not what it says
         here, there = self.model_dump(exclude=free), now.model_dump(exclude=free)

@@ -140,7 +140,7 @@ class RewardProbe(RewardCall):
 
 def call_once(name: str, reward: rewards.Reward, inputs: RewardInputs) -> RewardCall:
     """Score the images once. ValueError as of `rewards.call_reward`."""
-    images, gradient = inputs.images.clone(), {"found": False}
+    images, gradient = inputs.images.clone(), {"reached": False}
     seconds, values = _timed(
         lambda: rewards.call_reward(name, _watching_gradient(reward, gradient), images, inputs.prompts, inputs.columns)
     )
@@ -148,7 +148,7 @@ def call_once(name: str, reward: rewards.Reward, inputs: RewardInputs) -> Reward
         values=values,
         seconds=seconds / len(inputs.prompts),
         wrote_images=not torch.equal(images, inputs.images),
-        has_gradient=gradient["found"],
+        has_gradient=gradient["reached"],
         settings=tuple(user_code.changed.get(f"reward {name}", ())),
     )
 
@@ -179,14 +179,14 @@ def probe(name: str, reward: rewards.Reward, inputs: RewardInputs) -> RewardProb
 
 
 def _watching_gradient(reward: rewards.Reward, gradient: dict[str, bool]) -> rewards.Reward:
-    """The reward, which sets gradient["found"] if its values carry a gradient."""
+    """The reward, which sets gradient["reached"] if its values carry a gradient."""
 
     if hasattr(reward, "score_groups"):
         return reward  # its values come from another process
 
     def call(*inputs: Any, **metadata: Any) -> Any:
         values = reward(*inputs, **metadata)
-        gradient["found"] |= isinstance(values, Tensor) and values.requires_grad
+        gradient["reached"] |= isinstance(values, Tensor) and values.requires_grad
         return values
 
     call.__signature__ = signature(reward)  # type: ignore[attr-defined]  # names the metadata that it takes

@@ -29,10 +29,10 @@ class RewardChecks:
 
     def values(self, count: int) -> dict[str, Tensor]:
         """The values (B,) of all B images by reward, NaN where the reward was not called."""
-        found = {name: torch.full((count,), torch.nan) for name in {**self.calls, **self.rows}}
+        values = {name: torch.full((count,), torch.nan) for name in {**self.calls, **self.rows}}
         for name, call in self.calls.items():
-            found[name][self.rows.get(name, list(range(count)))] = call.values
-        return found
+            values[name][self.rows.get(name, list(range(count)))] = call.values
+        return values
 
     @property
     def seconds(self) -> float:

@@ -70,9 +70,11 @@ class Evaluator:
         """Generate the held-out images with the averaged weights, and measure them. Every process must call it."""
         settings = self.args.evaluation
         with self.policy.ema.applied():
-            found = self._evaluate_at(settings.height, settings.width, microbatch, max(NUM_PREVIEWS, settings.num_images))
+            evaluation = self._evaluate_at(
+                settings.height, settings.width, microbatch, max(NUM_PREVIEWS, settings.num_images)
+            )
             further = {f"{h}x{w}": self._evaluate_at(h, w, microbatch, num_kept_images=0) for h, w in settings.sizes}
-        return replace(found, at_size=further)
+        return replace(evaluation, at_size=further)
 
     def _evaluate_at(self, height: int | None, width: int | None, microbatch: int, num_kept_images: int) -> Evaluation:
         """An evaluation at a size; None keeps that side of the training images."""

@@ -144,12 +144,10 @@ def _check(policy: Policy, setting: str, height: int | None, width: int | None) 
         schedule, shape = policy.schedule(2)
         x = torch.zeros(1, *shape)
         policy.velocity(x, schedule.timesteps[0], policy.encode(["a"]), row)
-        found = policy.decode(x).shape[-2:]
+        size = policy.decode(x).shape[-2:]
     except torch.OutOfMemoryError:
         raise
     except Exception as error:  # each pipeline has its own
         raise ValueError(f"{setting}: {name} can't draw {height} x {width} pixels: {first_line(error)}") from error
-    if found != (height or found[0], width or found[1]):
-        raise ValueError(
-            f"{setting}: {name} draws {found[0]} x {found[1]} pixels in place of {height} x {width}: set those."
-        )
+    if size != (height or size[0], width or size[1]):
+        raise ValueError(f"{setting}: {name} draws {size[0]} x {size[1]} pixels in place of {height} x {width}: set those.")

@@ -68,7 +68,7 @@ def _score_charts(
             line for i, run in enumerate(runs) for line in _held_out_lines(run, f"eval/{name}", labels[i] or "held out", i)
         ]
         note = "trained on" if same_rewards else f"trained on by {' and '.join(names[i] for i in trained)}"
-        dropped = [mark for fallen, found in marks.items() if metric_name(fallen) == name for mark in found]
+        dropped = [mark for fallen, steps in marks.items() if metric_name(fallen) == name for mark in steps]
         chart = draw(short_name(name), lines, note if trained else "not trained on", dropped)
         charts.append(chart)
         if not chart and lines[0].points:

@@ -36,8 +36,8 @@ def metric_name(metric: str) -> str:
 
 def metric_size(metric: str) -> str:
     """The further size at which a held-out score was measured, 64x160 of ocr@64x160; "" for the evaluation's own."""
-    found = _SIZE.search(metric)
-    return found[1] if found else ""
+    match = _SIZE.search(metric)
+    return match[1] if match else ""
 
 
 def has_metrics(folder: Path) -> bool:

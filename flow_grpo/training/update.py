@@ -13,10 +13,10 @@ from flow_grpo.distributed.processes import Processes
 from flow_grpo.policy.policy import Policy
 from flow_grpo.progress import phase
 from flow_grpo.training.anchors import AnchorCopies
-from flow_grpo.training.forward_process_loss import ForwardProcessLoss
+from flow_grpo.training.batch_loss import BatchLoss, loss_of_batch
 from flow_grpo.training.losses import LossMetrics
 from flow_grpo.training.optimizer import Optimizer
-from flow_grpo.training.step_loss import ClipRange, StepLoss
+from flow_grpo.training.step_loss import ClipRange
 from flow_grpo.training.zero import STAGES, ZeroOptimizer
 from flow_grpo.types import Experience
 
@@ -49,7 +49,8 @@ class PolicyUpdate:
 
     def _run(self, experience: Experience, step: int) -> dict[str, float]:
         args, batch = self.args, experience.batch
-        batch_loss = self._batch_loss(experience, step)
+        conditioning = self.policy.encode(experience.batch.prompts)
+        batch_loss = loss_of_batch(self.policy, args, experience, conditioning, step=step, clip=self.clip)
         totals, self.mid_step = LossMetrics(), False
         keeps_graphs = bool(experience.trajectory.graphs)
         shares = [
@@ -84,9 +85,7 @@ class PolicyUpdate:
         mean = totals.loss / max(1, len(shares) * args.epochs)
         return {"loss": mean, **totals.metrics(), **self.clip.metrics(), "lr": self._learning_rate(step)}
 
-    def _backward(
-        self, batch_loss: StepLoss | ForwardProcessLoss, chunk: Tensor, weight: Tensor, totals: LossMetrics
-    ) -> None:
+    def _backward(self, batch_loss: BatchLoss, chunk: Tensor, weight: Tensor, totals: LossMetrics) -> None:
         """Add the weighted gradient and metrics of a chunk's rows; only one loss's graph is in memory at a time."""
         for loss in batch_loss.losses(chunk, weight > 0):
             value = (loss.value * weight).sum() / batch_loss.count
@@ -116,30 +115,6 @@ class PolicyUpdate:
         self.optimizer.load_state_dict(state)
         self.pack_rows = state["packs"]
         self.anchors.load_state_dict(state.get("anchors", {}))
-
-    def _batch_loss(self, experience: Experience, step: int) -> StepLoss | ForwardProcessLoss:
-        args, conditioning = self.args, self.policy.encode(experience.batch.prompts)
-        if args.method.stepwise:
-            return StepLoss(
-                self.policy,
-                experience,
-                conditioning,
-                objective=args.objective,
-                method=args.method,
-                sampling_settings=args.sampling,
-                clip=self.clip,
-            )
-        return ForwardProcessLoss(
-            self.policy,
-            experience,
-            conditioning,
-            objective=args.objective,
-            method=args.method,
-            microbatch=args.microbatch,
-            seed=args.seed,
-            step=step,
-            moves=args.updates * args.epochs > 1,
-        )
 
     def _chunks(self, rows: Tensor, row_weight: float, count: int | None) -> Iterator[tuple[Tensor, Tensor]]:
         """`rows` in chunks of the micro-batch size, and the weights of their rows, `row_weight` or 0.

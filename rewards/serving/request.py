@@ -65,10 +65,8 @@ def decode(kind: str, body: bytes, limits: Limits) -> tuple[dict[str, Any], Tens
             request, pixels = _header(body, limits)
         elif kind == "application/json":
             request = _json(body, limits)
-            opened = [_open(encoded) for encoded in _list(request.get("images"), "`images`")]
+            opened = _opened(request)
             pixels = sum(image.width * image.height for image in opened)
-            if len({image.size for image in opened}) > 1:
-                raise ValueError("the images are not of one size")
         else:
             raise refused(415, f"the content type {kind[:100]!r} is neither {RAW} nor application/json.")
     except Image.DecompressionBombError as error:
@@ -121,6 +119,14 @@ def _list(value: Any, name: str) -> list:
     if not isinstance(value, list):
         raise TypeError(f"{name} must be a list")
     return value
+
+
+def _opened(request: dict[str, Any]) -> list[Image.Image]:
+    """Open the images of a request's JSON, which must be of one size."""
+    images = [_open(encoded) for encoded in _list(request.get("images"), "`images`")]
+    if len({image.size for image in images}) > 1:
+        raise ValueError("the images are not of one size")
+    return images
 
 
 def _open(encoded: str) -> Image.Image:

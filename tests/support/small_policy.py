@@ -19,6 +19,7 @@ from flow_grpo.policy.devices import DTYPES
 from flow_grpo.policy.embedding_cache import EmbeddingCache
 from flow_grpo.policy.policy import Policy
 from flow_grpo.trainer import FlowGRPOTrainer
+from flow_grpo.training.batch_loss import loss_of_batch
 from flow_grpo.training.forward_process_loss import ForwardProcessLoss
 from flow_grpo.training.rollouts import RolloutSource
 from flow_grpo.training.step_loss import ClipRange, StepLoss
@@ -148,29 +149,15 @@ def step_loss(
     policy: Policy, args: FlowGRPOConfig, experience: Experience, conditioning: Conditioning, clip: ClipRange
 ) -> StepLoss:
     """The loss on steps that a run with these settings has."""
-    return StepLoss(
-        policy,
-        experience,
-        conditioning,
-        objective=args.objective,
-        method=args.method,
-        sampling_settings=args.sampling,
-        clip=clip,
-    )
+    loss = loss_of_batch(policy, args, experience, conditioning, step=0, clip=clip)
+    assert isinstance(loss, StepLoss)
+    return loss
 
 
 def forward_process_loss(
     policy: Policy, args: FlowGRPOConfig, experience: Experience, conditioning: Conditioning, step: int
 ) -> ForwardProcessLoss:
     """The loss on final latents that a run with these settings has."""
-    return ForwardProcessLoss(
-        policy,
-        experience,
-        conditioning,
-        objective=args.objective,
-        method=args.method,
-        microbatch=args.microbatch,
-        seed=args.seed,
-        step=step,
-        moves=args.updates * args.epochs > 1,
-    )
+    loss = loss_of_batch(policy, args, experience, conditioning, step=step, clip=ClipRange(None))
+    assert isinstance(loss, ForwardProcessLoss)
+    return loss
