@@ -12,7 +12,7 @@ from torch import Tensor
 from rewards import groups, selection
 from rewards.user_code import guarded
 
-SHOWN = 200  # characters of a prompt in an error
+MAX_PROMPT_LENGTH = 200  # characters of a prompt in an error
 
 
 class Reward(Protocol):
@@ -62,7 +62,8 @@ def call_reward(
     alone = next((rows[0] for rows in members if len(rows) < 2), None)
     if alone is not None:
         raise ValueError(
-            f"reward {name} sees the images of a prompt together, but there is one of {prompts[alone][:SHOWN]!r}: give it two or more."
+            f"reward {name} sees the images of a prompt together, but there is one of {prompts[alone][:MAX_PROMPT_LENGTH]!r}: "
+            "give it two or more."
         )
     if hasattr(reward, "score_groups"):  # it passes whole groups on
         number = {row: place for place, rows in enumerate(members) for row in rows}
@@ -133,7 +134,7 @@ def _call(name: str, reward: Any, batch: _Images) -> Tensor:
     """The values (B,) of one call. ValueError if it raised, or has another shape."""
     prompts, metadata = batch.prompts, batch.metadata
     kind = "images" if batch.second is None else "pairs of images"
-    on = f"on {len(prompts)} {kind}" + (f", the first for the prompt {prompts[0][:SHOWN]!r}" if prompts else "")
+    on = f"on {len(prompts)} {kind}" + (f", the first for the prompt {prompts[0][:MAX_PROMPT_LENGTH]!r}" if prompts else "")
     with guarded(f"reward {name}", lambda error: f"reward {name} raised {error} {on}"), torch.no_grad():
         if batch.second is None:
             returned = reward(batch.images, prompts, **accepted_metadata(reward, metadata))

@@ -28,7 +28,7 @@ import torch
 TRACEBACK = "FLOW_GRPO_TRACEBACK"  # environment variable: print full tracebacks
 LONGEST_LINE = 120  # characters of a source line that are shown
 LIBRARIES = {"site-packages", "dist-packages"}  # files in such folders are not the user's
-OURS = {"rewards", "flow_grpo"}
+OWN_PACKAGES = {"rewards", "flow_grpo"}
 # global settings of a process: getter and setter
 SETTINGS: dict[str, tuple[Callable[[], Any], Callable[[Any], object]]] = {
     "torch's default dtype": (torch.get_default_dtype, torch.set_default_dtype),
@@ -102,7 +102,7 @@ def _place(error: BaseException) -> str:
 
 def _is_users(frame: FrameType) -> bool:
     module, file = str(frame.f_globals.get("__name__")).partition(".")[0], frame.f_code.co_filename
-    return module not in OURS | sys.stdlib_module_names and not LIBRARIES & set(Path(file).parts)
+    return module not in OWN_PACKAGES | sys.stdlib_module_names and not LIBRARIES & set(Path(file).parts)
 
 
 def _shown(file: str, line: int, function: str) -> str:

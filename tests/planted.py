@@ -135,8 +135,8 @@ BUGS = [
     (
         "the ramp of nft's old policy counts training steps",
         "flow_grpo/training/update.py",
-        "return (step - self.begin) * self.args.updates * self.args.epochs",
-        "return step - self.begin",
+        "return (step - self.stage_start) * self.args.updates * self.args.epochs",
+        "return step - self.stage_start",
         "tests/training/test_objectives_end_to_end.py -k by_a_ramp",
     ),
     (
@@ -310,8 +310,8 @@ BUGS = [
     (
         "an evaluation pairs pictures by their place, not by prompt and seed",
         "flow_grpo/evaluation/scorecard.py",
-        "rows = [mine[key] for key in both], [theirs[key] for key in both]",
-        "rows = [mine[key] for key in both], [mine[key] for key in both]",
+        "rows = [rows_by_key[key] for key in both], [other_rows_by_key[key] for key in both]",
+        "rows = [rows_by_key[key] for key in both], [rows_by_key[key] for key in both]",
         "tests/evaluation/test_evaluation.py -k pairs_are_of",
     ),
     (
@@ -338,7 +338,7 @@ BUGS = [
     (
         "a prompt's mean of one target has a seed that the other one's lacks",
         "flow_grpo/evaluation/scorecard.py",
-        "math.isfinite(mine[one]) and math.isfinite(theirs[two])",
+        "math.isfinite(values[row]) and math.isfinite(other_values[other])",
         "True",
         "tests/evaluation/test_evaluation.py -k a_pair_needs",
     ),
@@ -704,7 +704,7 @@ BUGS = [
         "rewards/preference_head.py",
         "if not path.is_relative_to(folder.resolve()):",
         "if False:",
-        "tests/rewards/test_preference_head.py -k refused_in_a_sentence",
+        "tests/rewards/test_preference_head.py -k refused_in_a_clear_error",
     ),
     (
         "a chunk whose server died scores 0",
@@ -823,7 +823,7 @@ BUGS = [
         "flow_grpo/doctor/groups.py",
         "reward[~has_signal].amax(1)",
         "reward[~has_signal].mean(1)",
-        "tests/doctor/test_groups.py -k told_apart",
+        "tests/doctor/test_groups.py -k distinguished",
     ),
     (
         "the doctor asks a person",

@@ -120,7 +120,7 @@ def grid(tmp_path_factory):
 
 @FEW
 @given(data=st.data())
-def test_a_spoiled_grid_is_refused_in_a_sentence_or_read_as_a_grid(grid, data):
+def test_a_spoiled_grid_is_refused_in_a_clear_error_or_read_as_a_grid(grid, data):
     file, content, (images, _) = grid
     file.write_bytes(data.draw(spoiled(content)))
     try:
@@ -138,7 +138,7 @@ def test_a_spoiled_grid_is_refused_in_a_sentence_or_read_as_a_grid(grid, data):
         ANYTHING | st.fixed_dictionaries({"file_name": ANYTHING | st.just("a.png"), "prompt": ANYTHING}), max_size=3
     )
 )
-def test_any_manifest_is_refused_in_a_sentence_or_gives_a_prompt_to_each_picture(tmp_path, grid, rows):
+def test_any_manifest_is_refused_in_a_clear_error_or_gives_a_prompt_to_each_image(tmp_path, grid, rows):
     (tmp_path / "a.png").write_bytes(grid[1])
     (tmp_path / "metadata.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     try:
@@ -164,7 +164,7 @@ SETTINGS = settings_of(FlowGRPOConfig().model_dump())
 
 @settings(max_examples=300)
 @given(setting=st.sampled_from(SETTINGS), value=ANYTHING)
-def test_any_value_of_a_setting_is_taken_or_refused_in_a_sentence_that_names_it(setting, value):
+def test_any_value_of_a_setting_is_taken_or_refused_in_a_clear_error_that_names_it(setting, value):
     try:
         args = FlowGRPOConfig.from_yaml("tiny_ocr", [f"{setting}={json.dumps(value)}"])
     except ValueError as refused:
@@ -179,7 +179,7 @@ def test_any_value_of_a_setting_is_taken_or_refused_in_a_sentence_that_names_it(
 
 @FEW
 @given(text=st.text(max_size=80) | ANYTHING.map(json.dumps))
-def test_any_text_of_a_config_is_taken_or_refused_in_a_sentence(tmp_path, text):
+def test_any_text_of_a_config_is_taken_or_refused_in_a_clear_error(tmp_path, text):
     (tmp_path / "own.yaml").write_text(text, encoding="utf-8")
     try:
         FlowGRPOConfig.from_yaml(str(tmp_path / "own.yaml"))

@@ -192,7 +192,7 @@ def test_a_stage_leaves_out_what_its_objective_does_not_read_and_may_not_set_it(
         FlowGRPOConfig.from_yaml("tiny_grpo", [stages.format(", threshold: 2")])
 
 
-def test_ones_own_function_has_options_and_is_told_of_settings_it_never_gets():
+def test_a_custom_function_has_options_and_an_error_names_settings_it_never_gets():
     args = FlowGRPOConfig(objective={"name": "a.py:f", "options": {"x": 1}, "step_weight": "std"})
     assert args.objective.options == {"x": 1}
     with pytest.raises(ValueError, match=r"objective a\.py:f does not use clip_low; grpo, grpo_guard, ppo and awm do"):

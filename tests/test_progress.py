@@ -19,7 +19,7 @@ from flow_grpo.progress import Phase, due_line, phase, show_phases
 from flow_grpo.trainer import FlowGRPOTrainer
 
 
-def test_a_phase_is_said_after_two_seconds_and_every_ten():
+def test_a_phase_is_reported_after_two_seconds_and_every_ten():
     with phase("scoring", total=8) as one:
         start = one.started
         assert due_line(start + 1.5) is None
@@ -30,7 +30,7 @@ def test_a_phase_is_said_after_two_seconds_and_every_ten():
     assert due_line(start + 99) is None
 
 
-def test_the_innermost_phase_is_said_and_the_outer_one_waits_after_it():
+def test_the_innermost_phase_is_reported_and_the_outer_one_waits_after_it():
     with phase("outer") as outer:
         with phase("inner") as inner:
             assert due_line(inner.started + 3).startswith("inner")
@@ -39,7 +39,7 @@ def test_the_innermost_phase_is_said_and_the_outer_one_waits_after_it():
 
 
 @pytest.mark.parametrize("terminal", [False, True])
-def test_a_slow_phase_is_said_while_it_lasts(monkeypatch, terminal):
+def test_a_slow_phase_is_reported_while_it_lasts(monkeypatch, terminal):
     monkeypatch.setattr(progress, "PATIENCE", 0.0)
     console, ended = Console(file=io.StringIO(), force_terminal=terminal), threading.Event()
     with show_phases(console), show_phases(console), phase("loading a model"):

@@ -201,7 +201,7 @@ def test_replaying_gives_a_ratio_of_exactly_1(transition):
 
 
 @pytest.mark.parametrize(("trained", "cost"), [([2], 3 * 2 + 2 * 6), ([1, 3], 2 * 2 + 3 * 6), ([0], 2 + 4 * 6), ([], 5 * 6)])
-def test_a_shared_start_gives_the_pictures_that_separate_prefixes_would_and_costs_less(trained, cost):
+def test_a_shared_start_gives_the_images_that_separate_prefixes_would_and_costs_less(trained, cost):
     calls = []
 
     def counting(x, i, rows):

@@ -59,7 +59,7 @@ def test_the_same_config_gives_the_same_numbers_and_the_micro_batch_changes_none
             assert one["grad_norm"] == pytest.approx(other["grad_norm"], rel=1e-2)
 
 
-def test_the_pictures_of_a_step_do_not_depend_on_the_micro_batch(tmp_path):
+def test_the_images_of_a_step_do_not_depend_on_the_micro_batch(tmp_path):
     finals = []
     for microbatch in (8, 1):
         trainer = FlowGRPOTrainer(args=short_run(tmp_path / str(microbatch), f"microbatch={microbatch}"))
@@ -292,7 +292,7 @@ def test_a_reward_that_fails_stops_the_run_by_name_and_saves(tmp_path, function,
     assert (tmp_path / "run" / "checkpoints" / "step_000000").exists()
 
 
-def test_rewards_by_path_are_called_by_their_functions_and_one_that_ranks_a_group_is_said_to_mean_nothing_held_out(
+def test_rewards_by_path_are_called_by_their_functions_and_one_that_ranks_a_group_is_reported_to_mean_nothing_held_out(
     tmp_path, capsys
 ):
     """In the metrics, the monitor's pictures and what is trained on; the config keeps the names as they were written."""
@@ -357,7 +357,7 @@ def test_a_step_that_runs_out_of_memory_is_done_again_in_smaller_pieces(tmp_path
     assert again.stage.args.microbatch == 4, "a resumed run does not run out again"
 
 
-def test_memory_that_does_not_suffice_for_one_picture_is_said(tmp_path):
+def test_memory_that_does_not_suffice_for_one_image_is_reported(tmp_path):
     trainer = small.trainer(short_run(tmp_path, "evaluation.prompts=null"))
 
     def full(*_):

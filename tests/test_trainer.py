@@ -504,7 +504,7 @@ def test_what_is_measured_and_not_trained_on_is_in_no_sum(tmp_path):
         made(tmp_path / "without").evaluate()
 
 
-def test_pictures_are_kept_of_the_first_step_and_of_those_that_are_evaluated(tmp_path):
+def test_images_are_kept_of_the_first_step_and_of_those_that_are_evaluated(tmp_path):
     evaluation = {"every": 2, "num_images": 1}
     trainer = made(tmp_path / "run", held_out=HELD_OUT, steps=5, evaluation=evaluation)
     trainer.train()
@@ -634,7 +634,7 @@ def test_a_part_may_train_on_given_images(tmp_path):
     ({"images_per_prompt": 3, "prompts_per_step": 3, "microbatch": 9, "objective": {"name": "dpo"},
       "sampling": {"transition": "ode"}}, "odd|pairs"),
 ])  # fmt: skip
-def test_what_does_not_fit_is_said_before_the_run(tmp_path, changes, words):
+def test_what_does_not_fit_is_reported_before_the_run(tmp_path, changes, words):
     with pytest.raises(ValueError, match=words):
         made(tmp_path / "run", **changes)
 
@@ -750,7 +750,7 @@ def test_a_damaged_checkpoint_is_passed_over_and_what_came_after_is_dropped(tmp_
     assert rows(tmp_path / "run") == expected
 
 
-def test_what_can_not_be_begun_or_gone_on_with_is_said(tmp_path):
+def test_what_can_not_be_started_or_resumed_gets_a_clear_error(tmp_path):
     with pytest.raises(ValueError, match="has no checkpoint to resume from"):
         made(tmp_path / "none").train(resume=True)
     made(tmp_path / "run", steps=1).train()
@@ -807,7 +807,7 @@ def test_the_trackers_of_a_run_get_its_numbers(tmp_path):
     assert len(list((tmp_path / "run").rglob("events.out*"))) > len(first)
 
 
-def test_what_was_dropped_or_noted_is_said_once_with_its_step(tmp_path):
+def test_what_was_dropped_or_noted_is_reported_once_with_its_step(tmp_path):
     def flaky(images, prompts):
         flaky.calls += 1
         return [math.nan if flaky.calls == 2 and i == 0 else float(v) for i, v in enumerate(images.mean((1, 2, 3)))]

@@ -93,5 +93,5 @@ def test_a_noised_image_and_the_error_of_a_velocity(dtype):
     torch.testing.assert_close(error, torch.tensor([0.25, 4.0], dtype=torch.float64), rtol=0.02, atol=0)
 
 
-def test_a_loss_reports_nothing_unless_it_is_told_to():
+def test_a_loss_reports_nothing_unless_asked():
     assert Loss(torch.zeros(1)).metrics == {}

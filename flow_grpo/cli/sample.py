@@ -105,7 +105,7 @@ def _generate(policy: "Policy", cells: "list[ImageInfo]", steps: int, microbatch
     from flow_grpo.data.grid import fits, save_grid, save_image
     from flow_grpo.evaluation.generate import generate_images
 
-    kept: list[torch.Tensor] = []
+    small_images: list[torch.Tensor] = []
     for start in range(0, len(cells), microbatch):
         batch = cells[start : start + microbatch]
         images = generate_images(policy, [cell.prompt for cell in batch], [cell.seed for cell in batch], steps, len(batch))
@@ -113,7 +113,7 @@ def _generate(policy: "Policy", cells: "list[ImageInfo]", steps: int, microbatch
             save_image(folder / f"{i:04d}_seed{cell.seed}.png", image, cell)
         height, width = images.shape[-2:]
         if fits(len(cells), height, width):
-            kept.append(images)
-    if kept:
-        save_grid(folder / "grid.png", torch.cat(kept), cells, columns=columns)
-    return bool(kept)
+            small_images.append(images)
+    if small_images:
+        save_grid(folder / "grid.png", torch.cat(small_images), cells, columns=columns)
+    return bool(small_images)

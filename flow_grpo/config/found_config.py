@@ -28,10 +28,10 @@ def check(args: FlowGRPOConfig, file: Path, rewards: bool, prompts: bool) -> Non
         ValueError: it names code, an address or a folder to write to.
     """
     try:
-        theirs = set(_named(FlowGRPOConfig.from_yaml(file), rewards, prompts))
+        named_by_file = set(_named(FlowGRPOConfig.from_yaml(file), rewards, prompts))
     except ValueError:  # valid with the overrides alone, so nothing tells what is the user's
-        theirs = set(_named(args, rewards, prompts))
-    refused = [what for what in _named(args, rewards, prompts) if what in theirs]
+        named_by_file = set(_named(args, rewards, prompts))
+    refused = [what for what in _named(args, rewards, prompts) if what in named_by_file]
     if refused:
         others = [flag for flag, used in (("--reward", rewards), ("--prompts", prompts)) if used]
         instead = f", or give others by {' and '.join(others)}" if others else ""

@@ -76,15 +76,15 @@ class FlowGRPOConfig(RunSettings):
         """The training step at which each stage begins, and its settings. Without `stages`, the run itself."""
         if not self.stages:
             return [(0, self._with_fitting_microbatch())]
-        base, stages, begin = self.model_dump(exclude={"stages"}), [], 0
+        base, stages, start = self.model_dump(exclude={"stages"}), [], 0
         for number, settings in enumerate(self.stages, 1):
             unknown = next((key for key in settings if key not in STAGE_FIELDS), None)
             if unknown is not None or "steps" not in settings:
                 what = f"can't set {unknown}" if unknown else "has no steps"
                 raise ValueError(f"stage {number} {what}: give steps, and what may change, {', '.join(STAGE_FIELDS[1:])}.")
             stage = self._validated(merge_stage(base, settings), f"stage {number}: ")
-            stages.append((begin, stage._with_fitting_microbatch()))
-            begin += stage.steps
+            stages.append((start, stage._with_fitting_microbatch()))
+            start += stage.steps
         return stages
 
     def _with_fitting_microbatch(self) -> "FlowGRPOConfig":

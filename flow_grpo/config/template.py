@@ -13,7 +13,7 @@ from flow_grpo.config.run_config import FlowGRPOConfig
 BASE = "sd35_medium_ocr"  # the settings for a model that no bundled config trains
 OBJECT_PROMPTS = ("prompts/geneval_train.jsonl", "prompts/geneval_eval.jsonl")  # for rewards that read no text
 # the settings that a new config shows, in this order; a list names those of a section
-SHOWN: dict[str, list[str]] = {
+SHOWN_FIELDS: dict[str, list[str]] = {
     "model": [],
     "dtype": [],
     "height": [],
@@ -55,7 +55,7 @@ def template(model: str, rewards: list[str]) -> str:
         f"# Trains {model}: flow-grpo train THIS_FILE. The values are those of the bundled config {preset}.",
         "# All settings: flow-grpo schema. Check them without training: flow-grpo train THIS_FILE --dry-run.",
     ]
-    for key, inner in SHOWN.items():
+    for key, inner in SHOWN_FIELDS.items():
         field = FlowGRPOConfig.model_fields[key]
         if not inner:
             lines += _setting(key, values[key], field.description)

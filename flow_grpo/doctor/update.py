@@ -59,12 +59,12 @@ class GradientStats:
     Attributes:
         norm: by parameter name; empty before the first step.
         count: the number of trained weights.
-        kept: the share of Adam's first step that its eps leaves, mean over the gradients that are not 0.
+        adam_step_share: the share of Adam's first step that its eps leaves, mean over the gradients that are not 0.
     """
 
     def __init__(self, parameters: dict[str, torch.nn.Parameter], adam: torch.optim.Optimizer) -> None:
         self.parameters, self.eps = parameters, adam.param_groups[0]["eps"]
-        self.count, self.kept = sum(p.numel() for p in parameters.values()), 1.0
+        self.count, self.adam_step_share = sum(p.numel() for p in parameters.values()), 1.0
         self.norm: dict[str, float] = {}
         adam.register_step_pre_hook(lambda *_: self._record())
 
@@ -74,12 +74,12 @@ class GradientStats:
 
     @torch.no_grad()
     def _record(self) -> None:
-        kept, nonzero = 0.0, 0
+        shares, nonzero = 0.0, 0
         for name, parameter in self.parameters.items():
             size = parameter.new_zeros(1) if parameter.grad is None else parameter.grad.abs()
             self.norm[name] = size.norm().item()
-            kept, nonzero = kept + (size / (size + self.eps)).nansum().item(), nonzero + int(size.count_nonzero())
-        self.kept = kept / max(1, nonzero)
+            shares, nonzero = shares + (size / (size + self.eps)).nansum().item(), nonzero + int(size.count_nonzero())
+        self.adam_step_share = shares / max(1, nonzero)
 
 
 def check_update(
@@ -180,10 +180,11 @@ def gradient_size(gradients: GradientStats, overflow: bool) -> CheckResult:
     if not gradients.norm:
         return CheckResult(name, "none", ERROR, "no group had reward variance, so there was no update: see above.")
     value = f"RMS {gradients.rms:.1e}"
-    if gradients.kept >= MIN_ADAM_STEP:
-        return CheckResult(name, value, OK, f"eps is {gradients.eps:.0e}")
-    message = f"eps={gradients.eps:.0e} removes {1 - gradients.kept:.0%} of the step: set optimizer.eps={1e-3 * gradients.rms:.0e} or less."
-    return CheckResult(name, value, ERROR if gradients.kept < 0.5 else WARNING, message)
+    eps, share = gradients.eps, gradients.adam_step_share
+    if share >= MIN_ADAM_STEP:
+        return CheckResult(name, value, OK, f"eps is {eps:.0e}")
+    message = f"eps={eps:.0e} removes {1 - share:.0%} of the step: set optimizer.eps={1e-3 * gradients.rms:.0e} or less."
+    return CheckResult(name, value, ERROR if share < 0.5 else WARNING, message)
 
 
 def gradient_coverage(norm: dict[str, float], full_finetuning: bool) -> CheckResult:

@@ -135,26 +135,26 @@ def _keys(target: TargetResult) -> dict[tuple[str, int | None], int]:
 class PairedRows:
     """The rows of a target and of the other one that are compared prompt by prompt or, `by_seed`, row by row."""
 
-    mine: list[int]
-    theirs: list[int]
+    rows: list[int]
+    other_rows: list[int]
     by_seed: bool
 
-    def with_finite_values(self, mine: list[float], theirs: list[float]) -> "PairedRows":
+    def with_finite_values(self, values: list[float], other_values: list[float]) -> "PairedRows":
         """If paired by seed, the pairs with two finite values: a prompt's means are then over the same noise on both sides."""
         if not self.by_seed:
             return self
-        rows = zip(self.mine, self.theirs, strict=True)
-        kept = [(one, two) for one, two in rows if math.isfinite(mine[one]) and math.isfinite(theirs[two])]
-        return PairedRows([one for one, _ in kept], [two for _, two in kept], True)
+        pairs = zip(self.rows, self.other_rows, strict=True)
+        finite = [(row, other) for row, other in pairs if math.isfinite(values[row]) and math.isfinite(other_values[other])]
+        return PairedRows([row for row, _ in finite], [other for _, other in finite], True)
 
 
 def _pairing(target: TargetResult, other: TargetResult) -> tuple[PairedRows | None, str]:
     """The paired rows of two targets, None if they share no prompt, and a description of the pairing."""
-    mine, theirs = _keys(target), _keys(other)
-    both = [key for key in mine if key in theirs and key[1] is not None]
+    rows_by_key, other_rows_by_key = _keys(target), _keys(other)
+    both = [key for key in rows_by_key if key in other_rows_by_key and key[1] is not None]
     prompts = len({prompt for prompt, _ in both})
     if both:
-        rows = [mine[key] for key in both], [theirs[key] for key in both]
+        rows = [rows_by_key[key] for key in both], [other_rows_by_key[key] for key in both]
         description = f"{counted(prompts, 'prompt')}, {counted(len(both), 'pair')} of one prompt and seed"
         return PairedRows(rows[0], rows[1], by_seed=True), description
     shared = set(target.rows.prompts) & set(other.rows.prompts)
@@ -166,16 +166,17 @@ def _pairing(target: TargetResult, other: TargetResult) -> tuple[PairedRows | No
 
 def _change(target: TargetResult, other: TargetResult, metric: str, shared: PairedRows | None) -> MetricChange:
     if shared is None:
-        mine, theirs = by_prompt(target, metric), by_prompt(other, metric)
-        test = significance.unpaired([*mine.values()], [*theirs.values()])
+        means, other_means = by_prompt(target, metric), by_prompt(other, metric)
+        test = significance.unpaired([*means.values()], [*other_means.values()])
         return MetricChange(test.difference, test.p, test.p, prompts=0, pairs=0)
-    kept = shared.with_finite_values(target.values[metric], other.values[metric])
-    mine, theirs = by_prompt(target, metric, kept.mine), by_prompt(other, metric, kept.theirs)
-    prompts = [prompt for prompt in mine if prompt in theirs]
+    finite = shared.with_finite_values(target.values[metric], other.values[metric])
+    means = by_prompt(target, metric, finite.rows)
+    other_means = by_prompt(other, metric, finite.other_rows)
+    prompts = [prompt for prompt in means if prompt in other_means]
     if not prompts:
         return MetricChange(Estimate(math.nan, math.nan, math.nan), 1.0, 1.0, prompts=0, pairs=0)
-    test = significance.paired([mine[p] for p in prompts], [theirs[p] for p in prompts])
-    return MetricChange(test.difference, test.p, test.p, len(prompts), len(kept.mine) if kept.by_seed else 0)
+    test = significance.paired([means[p] for p in prompts], [other_means[p] for p in prompts])
+    return MetricChange(test.difference, test.p, test.p, len(prompts), len(finite.rows) if finite.by_seed else 0)
 
 
 def _adjusted(changes: dict[str, dict[str, MetricChange]]) -> dict[str, dict[str, MetricChange]]:

@@ -194,11 +194,11 @@ def _prompt_table(card: Scorecard) -> list[str]:
     """A table of the prompts whose first metric differs most between targets, with that metric."""
     metric, names = card.metrics[0], [target.name for target in card.results]
 
-    def spread(values: dict[str, dict[str, float]]) -> float:
+    def largest_difference(values: dict[str, dict[str, float]]) -> float:
         numbers = [means[metric] for means in values.values() if metric in means]
         return max(numbers) - min(numbers) if numbers else -1.0
 
-    prompts = sorted(_of_prompts(card).items(), key=lambda pair: -spread(pair[1]))
+    prompts = sorted(_of_prompts(card).items(), key=lambda pair: -largest_difference(pair[1]))
     more = f", {MAX_PROMPT_ROWS} of {len(prompts)}; {CSV} has all" if len(prompts) > MAX_PROMPT_ROWS else ""
     lines = [(prompt, *(_score(of.get(name, {}).get(metric)) for name in names)) for prompt, of in prompts[:MAX_PROMPT_ROWS]]
     return ["", f"## {escape_markdown(metric)} by prompt{more}", "", _escaped_table(("prompt", *names), lines)]

@@ -45,7 +45,7 @@ NO_CAPTION = 0.1  # probability of an empty caption: the unconditional half of g
 SQUARE_EVERY = 16  # every so many batches is a small one in a diffusers user's default shapes: 80 x 80, 256 T5 tokens
 
 
-def pictures(signs: list[world.Sign], height: int = world.HEIGHT) -> torch.Tensor:
+def images_of(signs: list[world.Sign], height: int = world.HEIGHT) -> torch.Tensor:
     """The signs drawn, (B, 3, height, 80) in [-1, 1], the range of diffusers' autoencoders."""
     arrays = np.stack([np.asarray(sign.draw(height)) for sign in signs])
     return torch.from_numpy(arrays).permute(0, 3, 1, 2).float() / 127.5 - 1
@@ -55,7 +55,7 @@ def train_vae(pipe: StableDiffusion3Pipeline, folder: Path, seed: int) -> Stable
     stage = PretrainingStage("vae", pipe, ["vae"], folder, seed)
 
     def loss(rng: np.random.Generator, step: int) -> torch.Tensor:
-        x = pictures([world.random_sign(rng) for _ in range(VAE_BATCH)])
+        x = images_of([world.random_sign(rng) for _ in range(VAE_BATCH)])
         with _autocast():
             posterior = pipe.vae.encode(x).latent_dist
             rebuilt = pipe.vae.decode(posterior.sample()).sample.float()
@@ -64,13 +64,13 @@ def train_vae(pipe: StableDiffusion3Pipeline, folder: Path, seed: int) -> Stable
 
     @torch.no_grad()
     def evaluate() -> dict:
-        x = pictures(held_out_signs(128))
+        x = images_of(held_out_signs(128))
         rebuilt = stage.ema.vae(x, sample_posterior=False).sample
         return {"l1": round(float((rebuilt - x).abs().mean()), 5)}
 
     stage.run(loss, evaluate)
     with torch.no_grad():
-        latents = stage.ema.vae.encode(pictures(held_out_signs(256))).latent_dist.mean
+        latents = stage.ema.vae.encode(images_of(held_out_signs(256))).latent_dist.mean
     stage.ema.vae.register_to_config(
         shift_factor=round(float(latents.mean()), 4), scaling_factor=round(1 / float(latents.std()), 4)
     )
@@ -149,7 +149,7 @@ def noised(pipe: StableDiffusion3Pipeline, rng: np.random.Generator, size: int, 
     signs = [world.random_sign(rng) for _ in range(size)]
     captions = [world.misspell(sign, rng, wrong).prompt if rng.random() > NO_CAPTION else "" for sign in signs]
     with _autocast():
-        latents = pipe.vae.encode(pictures(signs, height)).latent_dist.mean
+        latents = pipe.vae.encode(images_of(signs, height)).latent_dist.mean
     x0 = ((latents - pipe.vae.config.shift_factor) * pipe.vae.config.scaling_factor).float()
     # logit-normal noise levels, shifted by 2 towards noise, where the letters are decided (arXiv 2403.03206)
     u = torch.sigmoid(1.2 * torch.randn(size))
@@ -190,15 +190,15 @@ def train_clip(folder: Path, seed: int) -> torch.nn.Module:
     def loss(rng: np.random.Generator, step: int) -> torch.Tensor:
         signs = [world.random_sign(rng) for _ in range(BATCH // 2)]
         signs += [world.misspell(sign, rng, 0.4) for sign in signs]
-        x = pictures(signs)
-        x = x + 0.1 * torch.rand(len(x), 1, 1, 1) * torch.randn_like(x)  # generated pictures are never clean
+        x = images_of(signs)
+        x = x + 0.1 * torch.rand(len(x), 1, 1, 1) * torch.randn_like(x)  # generated images are never clean
         with _autocast():
-            return clip.contrastive_loss(stage.whole.clip, x, tokens(signs))
+            return clip.contrastive_loss(stage.model.clip, x, tokens(signs))
 
     @torch.no_grad()
     def evaluate() -> dict:
         signs = held_out_signs(256)
-        image = stage.ema.clip.encode_image(pictures(signs), normalize=True).view(4, 64, -1)
+        image = stage.ema.clip.encode_image(images_of(signs), normalize=True).view(4, 64, -1)
         text = stage.ema.clip.encode_text(tokens(signs), normalize=True).view(4, 64, -1)
         correct = (image @ text.transpose(1, 2)).argmax(-1) == torch.arange(64)
         return {"top1_of_64": round(correct.float().mean().item(), 4)}

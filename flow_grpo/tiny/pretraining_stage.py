@@ -25,13 +25,13 @@ logger = logging.getLogger(__name__)
 class PretrainingStage:
     """Optimizes the named parts of an object by a loss of the step's own random generator, with EMA and exact resume."""
 
-    def __init__(self, name: str, whole: Any, parts: list[str], folder: Path, seed: int) -> None:
+    def __init__(self, name: str, model: Any, parts: list[str], folder: Path, seed: int) -> None:
         self.name, self.parts, self.seed = name, parts, seed
-        self.whole, self.ema = whole, copy.deepcopy(whole)
+        self.model, self.ema = model, copy.deepcopy(model)
         self.file = folder / f"{name}.pt"
         self.step, self.seconds = 0, 0.0
-        self.parameters = [p for part in parts for p in getattr(whole, part).parameters()]
-        modules = [m for part in parts for n, m in getattr(whole, part).named_modules() if n != "proj_out"]
+        self.parameters = [p for part in parts for p in getattr(model, part).parameters()]
+        modules = [m for part in parts for n, m in getattr(model, part).named_modules() if n != "proj_out"]
         matrices = [m.weight for m in modules if isinstance(m, torch.nn.Linear)] if name in MUON_LR else []
         matrices += [m.in_proj_weight for m in modules if isinstance(m, torch.nn.MultiheadAttention)] if matrices else []
         chosen = {id(p) for p in matrices}
@@ -77,7 +77,7 @@ class PretrainingStage:
     def _update_ema(self) -> None:
         decay = min(0.995, (1 + self.step) / (10 + self.step))
         for part in self.parts:
-            pairs = zip(getattr(self.ema, part).parameters(), getattr(self.whole, part).parameters(), strict=True)
+            pairs = zip(getattr(self.ema, part).parameters(), getattr(self.model, part).parameters(), strict=True)
             for averaged, current in pairs:
                 averaged.lerp_(current, 1 - decay)
 
@@ -90,7 +90,7 @@ class PretrainingStage:
     def _save(self) -> None:
         state = {"step": self.step, "seconds": self.seconds, "optimizers": [o.state_dict() for o, _ in self.optimizers]}
         for part in self.parts:
-            state[part] = getattr(self.whole, part).state_dict()
+            state[part] = getattr(self.model, part).state_dict()
             state[f"{part}_ema"] = getattr(self.ema, part).state_dict()
         partial = self.file.with_suffix(".partial")
         torch.save(state, partial)
@@ -102,5 +102,5 @@ class PretrainingStage:
         for (optimizer, _), saved in zip(self.optimizers, state["optimizers"], strict=True):
             optimizer.load_state_dict(saved)
         for part in self.parts:
-            getattr(self.whole, part).load_state_dict(state[part])
+            getattr(self.model, part).load_state_dict(state[part])
             getattr(self.ema, part).load_state_dict(state[f"{part}_ema"])

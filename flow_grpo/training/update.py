@@ -30,10 +30,10 @@ class PolicyUpdate:
             a row's position in the chunk, the ratio before the first update is not 1; from then on each row keeps its position.
     """
 
-    def __init__(self, policy: Policy, args: FlowGRPOConfig, begin: int, processes: Processes) -> None:
-        self.policy, self.args, self.begin, self.processes = policy, args, begin, processes
+    def __init__(self, policy: Policy, args: FlowGRPOConfig, stage_start: int, processes: Processes) -> None:
+        self.policy, self.args, self.stage_start, self.processes = policy, args, stage_start, processes
         self.optimizer = _optimizer(policy, args, processes)
-        self.anchors = AnchorCopies(policy, args.objective, begin)
+        self.anchors = AnchorCopies(policy, args.objective, stage_start)
         self.clip = ClipRange(getattr(args.objective, "clip_quantile", None))
         self.mid_step = False
         self.pack_rows = True
@@ -164,13 +164,13 @@ class PolicyUpdate:
         return True
 
     def _learning_rate(self, step: int) -> float:
-        o, step = self.args.optimizer, step - self.begin
+        o, step = self.args.optimizer, step - self.stage_start
         warm = min(1.0, (step + 1) / o.warmup_steps) if o.warmup_steps else 1.0
         return o.lr * warm * (1 - (1 - o.final_lr_ratio) * min(1.0, step / max(1, self.args.steps - 1)))
 
     def _steps_before(self, step: int) -> int:
         """Optimizer steps of this stage before training step `step`, if every update had rows."""
-        return (step - self.begin) * self.args.updates * self.args.epochs
+        return (step - self.stage_start) * self.args.updates * self.args.epochs
 
     def _step(self, step: int, number: int) -> dict[str, float]:
         """Run one optimizer step, the `number`-th of this stage, and update the moving average if it is due."""

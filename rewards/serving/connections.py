@@ -16,21 +16,21 @@ def bounded(seconds: float = SECONDS, waiting: int = WAITING) -> type[H11Protoco
     class Bounded(H11Protocol):
         def connection_made(self, transport: Transport) -> None:  # type: ignore[override]
             super().connection_made(transport)
-            self.look()
+            self._start_idle_timer()
 
         def data_received(self, data: bytes) -> None:
             super().data_received(data)
-            self.look()
+            self._start_idle_timer()
 
         def on_response_complete(self) -> None:
             super().on_response_complete()
-            self.look()
+            self._start_idle_timer()
 
         def connection_lost(self, exc: Exception | None) -> None:
             self.stop_timer()
             super().connection_lost(exc)
 
-        def look(self) -> None:
+        def _start_idle_timer(self) -> None:
             """Start the timer while no request is running, whatever data arrives."""
             if self.cycle is not None and not self.cycle.response_complete:
                 self.stop_timer()

@@ -41,7 +41,7 @@ def test_score_and_rewards_test_give_each_image_the_metadata_of_its_row(folder):
     assert line.split()[1:5] == ["2.5000", "1.1180", "1.0000", "4.0000"]
 
 
-def test_one_prompt_scores_all_images_of_a_sheet_and_what_was_found_is_said(folder):
+def test_one_prompt_scores_all_images_of_a_grid_and_what_was_found_is_reported(folder):
     words = ["sheet.png", "--prompt", "a face", "--reward", f"{OWN}:brightness"]
     output = run("score", *words, "--out", "x.csv", cwd=folder)
     assert "sheet.png: 2 rows x 3 columns of images with 40 x 24 pixels, margins of 2 left" in output

@@ -13,7 +13,7 @@ def test_one_word_is_a_prompt_and_so_are_several_in_a_file(tmp_path):
     assert _read_prompts(["a red fox", "cat", str(tmp_path / "words.txt")]) == ["a red fox", "cat", "cat", "dog"]
 
 
-def test_pictures_are_written_a_few_at_a_time_and_no_sheet_that_nobody_could_read(trained, tmp_path, monkeypatch):
+def test_images_are_written_a_few_at_a_time_and_no_grid_that_nobody_could_read(trained, tmp_path, monkeypatch):
     prompts = PROMPTS
     config = str(trained / "short.yaml")
     few = tmp_path / "few.yaml"

@@ -126,7 +126,7 @@ def test_overrides_reach_into_sections():
         ("dtype=fp8", "dtype is 'fp8'"),
     ],
 )
-def test_every_mistake_is_a_sentence(override, words):
+def test_every_mistake_is_a_clear_error(override, words):
     pairs = override.replace("{schedule: fixed, size: 9, first_step: 3}", "{schedule:fixed,size:9,first_step:3}").split(" ")
     pairs = [p.replace(",", ", ").replace(":", ": ") for p in pairs]
     with pytest.raises(ValueError) as error:  # noqa: PT011
@@ -165,7 +165,7 @@ def test_from_python_prompts_are_those_that_are_given_or_the_embedded_models():
     assert [set_.prompts for set_ in train_sets] == [load_prompts("prompts/signs_train.txt").prompts, ["a"] * 8]
 
 
-def test_a_missing_or_broken_file_is_a_sentence(tmp_path):
+def test_a_missing_or_broken_file_is_a_clear_error(tmp_path):
     with pytest.raises(ValueError, match=r"there is no config tiny_orc\. Did you mean tiny_ocr\?"):
         FlowGRPOConfig.from_yaml("tiny_orc")
     (tmp_path / "bad.yaml").write_text("steps: [1,")
@@ -196,7 +196,7 @@ def test_prompt_files_of_every_kind(tmp_path):
         ("missing.txt", None, "there is no prompt file"),
     ],
 )
-def test_a_bad_prompt_file_is_a_sentence(tmp_path, name, content, words):
+def test_a_bad_prompt_file_is_a_clear_error(tmp_path, name, content, words):
     if content is not None:
         (tmp_path / name).write_text(content)
     with pytest.raises(ValueError, match=words):
@@ -230,7 +230,7 @@ BOMB = "a: &a [x, x]\n" + "".join(
         (b"steps: !!python/object/apply:os.getcwd []", "could not determine a constructor"),
     ],
 )
-def test_a_config_that_is_no_yaml_for_us_is_a_sentence(tmp_path, content, sentence):
+def test_a_config_that_is_no_yaml_for_us_is_a_clear_error(tmp_path, content, sentence):
     (tmp_path / "bad.yaml").write_bytes(content)
     with pytest.raises(ValueError, match=sentence) as error:
         FlowGRPOConfig.from_yaml(tmp_path / "bad.yaml")
@@ -245,7 +245,7 @@ def test_a_config_may_have_a_byte_order_mark_umlauts_and_merged_sections(tmp_pat
     assert (args.sampling.steps, args.resolved_stages()[0][1].sampling.steps) == (4, 5)
 
 
-def test_a_key_that_stands_twice_in_an_override_or_in_options_is_a_sentence():
+def test_a_key_that_stands_twice_in_an_override_or_in_options_is_a_clear_error():
     with pytest.raises(ValueError, match=r"the value of rewards has the key 'ocr' twice"):
         FlowGRPOConfig.from_yaml("tiny_ocr", ["rewards={ocr: 1, ocr: 2}"])
     with pytest.raises(ValueError, match="has the key 'case' twice"):

@@ -194,7 +194,7 @@ def test_a_run_that_is_resumed_is_the_config_that_the_user_names(run_with):
     assert not run_with.marker.exists()
 
 
-def test_pictures_bring_prompts_and_no_rewards(run_with):
+def test_images_bring_prompts_and_no_rewards(run_with):
     folder = run_with(rewards={"evil.py:reward": 1.0})
     pictures = folder / "pictures"
     pictures.mkdir()

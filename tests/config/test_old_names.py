@@ -100,7 +100,7 @@ def test_a_stage_may_have_old_names():
     assert FlowGRPOConfig(stages=old) == FlowGRPOConfig(stages=new)
 
 
-def test_a_setting_under_both_names_is_a_sentence():
+def test_a_setting_under_both_names_is_a_clear_error():
     with pytest.raises(ValueError, match="limit is the former name of max_prompts, and both are set: remove limit"):
         FlowGRPOConfig(evaluation={"limit": 1, "max_prompts": 2})
 

@@ -236,7 +236,7 @@ def test_a_title_that_clings_to_one_image_is_cut_off_and_titles_on_all_are_refus
 
 
 @pytest.mark.parametrize("pixels", [letters(), noise(1, 100, 100)[0], np.zeros((40, 40, 3), np.uint8), noise(1, 1, 1)[0]])
-def test_a_picture_alone_stays_one(pixels):
+def test_an_image_alone_stays_one(pixels):
     layout = layout_of(pixels, GridOptions(), "x.png", allow_single=True)
     assert np.array_equal(layout.crop_cells(pixels), pixels[None])
     with pytest.raises(ValueError, match="--rows"):
@@ -266,7 +266,7 @@ def test_a_user_may_crop_and_say_the_gutters():
 
 @settings(max_examples=40)
 @given(pixels=st.tuples(st.integers(1, 40), st.integers(1, 40), st.integers(0, 999), st.sampled_from([2, 3])))
-def test_no_picture_makes_the_detection_fail(pixels):
+def test_no_image_makes_the_detection_fail(pixels):
     height, width, seed, levels = pixels
     try:
         layout = detect(noise(1, height, width, seed, 0, levels)[0] * 100)

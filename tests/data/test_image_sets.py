@@ -21,7 +21,7 @@ def named(*prompts: str) -> PromptSet:
     return PromptSet(list(prompts), [{"tag": prompt.upper()} for prompt in prompts])
 
 
-def test_a_folder_is_read_in_the_order_of_its_names_and_is_its_sheet(tmp_path):
+def test_a_folder_is_read_in_the_order_of_its_names_and_is_its_grid(tmp_path):
     for i, cell in enumerate(CELLS):
         save_image(tmp_path / f"{i}.png", pictures()[i], cell)
     save_grid(tmp_path / "grid.png", pictures(), CELLS, 2)
@@ -35,7 +35,7 @@ def test_a_folder_is_read_in_the_order_of_its_names_and_is_its_sheet(tmp_path):
     assert [row.get("tag") for row in known.metadata] == [None, "two", None, None, None]
 
 
-def test_pictures_of_others_take_their_prompts_in_order(tmp_path):
+def test_images_of_others_take_their_prompts_in_order(tmp_path):
     Image.new("RGB", (8, 8)).save(tmp_path / "a.png")
     assert image_sets.read(tmp_path, named("one")).prompts == ["one"]
     assert image_sets.read(tmp_path / "a.png", named("one")).columns() == {"tag": ["ONE"]}
@@ -46,7 +46,7 @@ def test_pictures_of_others_take_their_prompts_in_order(tmp_path):
         image_sets.read(tmp_path, named("one", "two"))
 
 
-def test_a_sheet_of_torchvisions_is_cut_into_the_very_pictures(tmp_path):
+def test_a_grid_of_torchvisions_is_cut_into_the_very_images(tmp_path):
     save_as_torchvision(pictures(), tmp_path / "sheet.png", nrow=3)
     how = GridOptions(2, 3, (2, 2))
     of_cells = image_sets.read(tmp_path / "sheet.png", named(*"abcde"), how)
@@ -67,7 +67,7 @@ def foreign(tmp_path):
     return tmp_path / "sheet.png", images
 
 
-def test_a_foreign_sheet_is_cut_where_its_images_are_and_that_is_said(foreign):
+def test_a_foreign_grid_is_cut_where_its_images_are_and_that_is_reported(foreign):
     file, images = foreign
     image_set = image_sets.read(file, named(*"abcde"))
     assert (image_set.prompts, image_set.columns()) == (list("abcde"), {"tag": list("ABCDE")})
@@ -81,7 +81,7 @@ def test_a_foreign_sheet_is_cut_where_its_images_are_and_that_is_said(foreign):
             image_sets.read(file, named(*"abcdefg"[:count]))
 
 
-def test_a_foreign_picture_alone_is_one_image_unless_it_is_a_sheet(tmp_path, foreign):
+def test_a_foreign_image_alone_is_one_image_unless_it_is_a_grid(tmp_path, foreign):
     Image.fromarray(np.random.default_rng(0).integers(0, 255, (64, 64, 3), np.uint8)).save(tmp_path / "a.png")
     image_set = image_sets.read(tmp_path / "a.png", "a fox")
     assert (len(image_set), image_set.note) == (1, "a.png: one image of 64 x 64 pixels")
@@ -176,7 +176,7 @@ def manifest(folder, *rows, name="metadata.jsonl"):
     return folder
 
 
-def test_a_manifest_says_what_the_pictures_are(tmp_path):
+def test_a_manifest_says_what_the_images_are(tmp_path):
     (tmp_path / "deep").mkdir()
     for i in (0, 1):
         save_image(tmp_path / "deep" / f"{i}.png", pictures()[i], CELLS[i])
@@ -200,7 +200,7 @@ def test_a_manifest_says_what_the_pictures_are(tmp_path):
         ({"file_name": "0.png", "seed": 1e400}, "not a whole number"),
     ],
 )
-def test_a_manifest_that_is_wrong_gets_a_sentence(tmp_path, row, sentence):
+def test_a_manifest_that_is_wrong_gets_a_clear_error(tmp_path, row, sentence):
     folder = tmp_path / "folder"
     for place in (tmp_path / "outside.png", folder / "0.png"):
         save_image(place, pictures()[0], CELLS[0])
@@ -210,7 +210,7 @@ def test_a_manifest_that_is_wrong_gets_a_sentence(tmp_path, row, sentence):
         image_sets.read(manifest(folder, {**given, "prompt": "a"}))
 
 
-def test_pictures_that_are_none_or_too_large_get_a_sentence(tmp_path):
+def test_images_that_are_none_or_too_large_get_a_clear_error(tmp_path):
     save_grid(tmp_path / "whole.png", pictures(), CELLS, 2)
     cut = (tmp_path / "whole.png").read_bytes()[:-400]
     for content in (header(50_000, 50_000), cut, b"GIF89a", b""):
@@ -222,7 +222,7 @@ def test_pictures_that_are_none_or_too_large_get_a_sentence(tmp_path):
                 image_sets.read(source, named("one"))
 
 
-def test_a_picture_with_too_many_pixels_is_a_sentence_and_a_large_one_no_warning(tmp_path, recwarn, monkeypatch):
+def test_an_image_with_too_many_pixels_is_a_clear_error_and_a_large_one_no_warning(tmp_path, recwarn, monkeypatch):
     monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 1000)  # Pillow warns from there on, and refuses twice as many
     Image.new("1", (60, 60)).save(tmp_path / "large.png")
     with pytest.raises(ValueError, match=r"large\.png has more than 178 million pixels: make it smaller\."):
@@ -239,7 +239,7 @@ def test_greys_of_16_bits_keep_their_upper_ones(tmp_path):
     assert torch.equal(image_set, torch.arange(256.0).view(1, 1, 16, 16).expand(1, 3, 16, 16))
 
 
-def test_pictures_of_two_sizes_are_told_apart(tmp_path):
+def test_images_of_two_sizes_are_distinguished(tmp_path):
     for width in (8, 9):
         Image.new("RGB", (width, 8)).save(tmp_path / f"{width}.png")
     with pytest.raises(ValueError, match=r"9\.png has another size"):

@@ -146,7 +146,7 @@ pyarrow.parquet.write_table(
         ("p.txt", None, "there is no prompt file"),
     ],
 )
-def test_a_bad_prompt_file_is_a_sentence_with_its_name(tmp_path, name, content, sentence):
+def test_a_bad_prompt_file_is_a_clear_error_with_its_name(tmp_path, name, content, sentence):
     if content is not None:
         (tmp_path / name).write_bytes(content)
     with pytest.raises(ValueError, match=sentence) as error:
@@ -156,7 +156,7 @@ def test_a_bad_prompt_file_is_a_sentence_with_its_name(tmp_path, name, content, 
     assert len(str(error.value)) < 300 + len(str(tmp_path))
 
 
-def test_what_is_neither_a_file_nor_a_data_set_is_a_sentence(tmp_path, monkeypatch):
+def test_what_is_neither_a_file_nor_a_data_set_is_a_clear_error(tmp_path, monkeypatch):
     (tmp_path / "folder").mkdir()
     with pytest.raises(ValueError, match="folder is a folder: give a prompt file in it"):
         load_prompts(tmp_path / "folder")

@@ -148,7 +148,7 @@ def test_a_rank_looks_at_its_launcher_where_the_system_does_not_end_it(tmp_path)
     process.communicate()
 
 
-def test_the_rank_that_died_first_is_told_from_those_that_it_took_along():
+def test_the_rank_that_died_first_is_named_and_not_those_that_ended_with_it():
     def failures(**statuses: int) -> dict[int, ProcessFailure]:
         return {int(rank[1:]): ProcessFailure(int(rank[1:]), 1, status, "") for rank, status in statuses.items()}
 
@@ -159,7 +159,7 @@ def test_the_rank_that_died_first_is_told_from_those_that_it_took_along():
     assert first_dead(failures(r0=-15, r1=-15), 2) == (0, -15), "somebody ended both"
 
 
-def test_a_port_in_use_is_said_in_a_sentence(tmp_path):
+def test_a_port_in_use_gets_a_clear_error(tmp_path):
     with socket.create_server(("", 0)) as server:
         port = server.getsockname()[1]
         env = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "MASTER_ADDR": "localhost", "MASTER_PORT": str(port)}
@@ -183,7 +183,7 @@ def test_ctrl_c_stops_all_between_two_steps_and_saves(tmp_path):
     assert state["step"] == rows(tmp_path)[-1]["step"] > 0
 
 
-def test_an_error_of_one_is_said_once_and_ends_all(tmp_path):
+def test_an_error_of_one_rank_is_printed_once_and_ends_all(tmp_path):
     file = tmp_path / "broken.py"
     file.write_text(BROKEN)
     output = finished(start(config(tmp_path, f"rewards={{'{file}:broken': 1}}"), 2), code=2)
@@ -205,7 +205,7 @@ def test_a_process_without_signal_neither_stops_nor_biases_the_others(tmp_path):
     assert rows(tmp_path / "1")[1]["frac_reward_zero_std"] == pytest.approx(2 / 3)
 
 
-def test_an_uneven_share_is_refused_in_a_sentence(tmp_path):
+def test_an_uneven_share_is_refused_in_a_clear_error(tmp_path):
     output = forked(config(tmp_path, "prompts_per_step=4"), 3, code=2)
     assert "prompts_per_step=4 is not divisible by updates x processes = 1 x 3" in output
 

@@ -33,6 +33,6 @@ def signs() -> RewardInputs:
     """Two signs for each of four prompts: its own, and that of the prompt before."""
     colors = (("red", "blue"), ("white", "black"), ("blue", "white"), ("black", "red"))
     prompts = [f'{ink} text "CAT" on a {ground} background' for ink, ground in colors for _ in range(2)]
-    images = pretrain.pictures([world.parse(prompt) for prompt in prompts]) / 2 + 0.5
+    images = pretrain.images_of([world.parse(prompt) for prompt in prompts]) / 2 + 0.5
     images[1::2] = images[::2].roll(1, 0)
     return RewardInputs(images, prompts, {})

@@ -81,7 +81,7 @@ def test_settings_that_fail_once_the_model_is_there_are_found_without_it(setting
 
 
 @pytest.mark.parametrize("setting", ["height=31", "pipeline_kwargs={max_sequence_length: -1}", "lora.rank=100000000"])
-def test_the_loaded_model_refuses_them_in_a_sentence_too(setting, tmp_path):
+def test_the_loaded_model_refuses_them_in_a_clear_error_too(setting, tmp_path):
     args = short_run(tmp_path, setting)
     sentence = refused(args)
     with pytest.raises(ValueError) as error:  # noqa: PT011

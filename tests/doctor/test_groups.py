@@ -40,7 +40,7 @@ def test_a_reward_without_effect_beside_another(trainer):
     assert checked(large)["shares of the advantage"] == WARNING
 
 
-def test_groups_with_zero_std_are_told_apart():
+def test_groups_with_zero_std_are_distinguished():
     has_signal = torch.tensor([False, False, True])
     assert "highest" in groups.zero_std_groups(has_signal, SOLVED).message
     assert "lowest" in groups.zero_std_groups(has_signal, 1.2 - SOLVED).message

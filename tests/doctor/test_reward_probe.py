@@ -20,7 +20,7 @@ PROMPTS = [f'red text "{word}" on a {color} background' for word in ("CAT", "HOR
 @pytest.fixture(scope="module")
 def signs() -> RewardInputs:
     return RewardInputs(
-        pretrain.pictures([world.parse(prompt) for prompt in PROMPTS]) / 2 + 0.5, PROMPTS, {"place": [0, 1, 2, 3]}
+        pretrain.images_of([world.parse(prompt) for prompt in PROMPTS]) / 2 + 0.5, PROMPTS, {"place": [0, 1, 2, 3]}
     )
 
 
@@ -41,7 +41,7 @@ def test_info_has_the_docstring_and_the_options():
     assert "1.0" in own
 
 
-def test_info_on_what_is_no_reward_is_a_sentence(tmp_path):
+def test_info_on_what_is_no_reward_is_a_clear_error(tmp_path):
     (tmp_path / "mine.py").write_text("import functools\nnumber = 5\nodd = functools.partial(dict.fromkeys)\n")
     assert "reward mine.py:number is not callable but int" in run("rewards", "info", "mine.py:number", cwd=tmp_path, code=2)
     run("rewards", "info", "mine.py:odd", cwd=tmp_path)

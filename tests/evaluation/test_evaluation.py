@@ -84,7 +84,7 @@ def sheet(tmp_path_factory) -> Path:
     return folder
 
 
-def test_a_sheet_scores_as_its_single_pictures_do(sheet):
+def test_a_grid_scores_as_its_single_images_do(sheet):
     names = ["ocr", "ocr_exact", "color"]
     kit = rewards.WeightedSum({name: rewards.load(name) for name in names}, dict.fromkeys(names, 0.0))
     grid, folder = measure(resolve_targets([str(sheet / "grid.png"), str(sheet)], TargetOptions()), None, kit, total=False)
@@ -98,7 +98,7 @@ def test_a_sheet_scores_as_its_single_pictures_do(sheet):
         assert [alone[name][0] for name in names] == [grid.values[name][i] for name in names]
 
 
-def test_a_model_on_a_sheets_prompts_and_seeds_is_the_sheet(sheet):
+def test_a_model_on_a_grids_prompts_and_seeds_is_the_grid(sheet):
     grid, model = resolve_targets(
         [str(sheet / "grid.png"), "tiny_ocr"], TargetOptions(overrides=["evaluation.steps=1", "dtype=fp32"])
     )
@@ -125,7 +125,7 @@ def test_run_lora_and_checkpoint_are_one_and_the_base_is_none_of_them(drawn):
     assert all(t.values["reward"] == t.values["brightness"] for t in results)
 
 
-def test_its_first_pictures_are_those_of_the_evaluation_in_training(run, drawn):
+def test_its_first_images_are_those_of_the_evaluation_in_training(run, drawn):
     policy = tiny_policy()
     policy.load_lora(run / "lora")
     expected = evaluate(policy, PromptSet(SIGNS, [{}, {}]), KIT, steps=3, seed=1234, microbatch=8)
@@ -170,7 +170,7 @@ def test_sample_draws_an_evaluations_image_again_by_the_seed_that_is_kept_of_it(
     assert (again[0] - images[1]).abs().max() <= 1 / 255 + 1e-6, "but for rounding to the file's eight bits"
 
 
-def test_pictures_of_before_and_after_from_different_noise_are_not_put_side_by_side(tmp_path):
+def test_images_of_before_and_after_from_different_noise_are_not_put_side_by_side(tmp_path):
     pictures = dict(enumerate(torch.rand(2, 3, 8, 8, generator=torch.Generator().manual_seed(0))))
     for seed, expected in ((1, False), (2, True)):  # the seed of before
         save_before_after(tmp_path, True, pictures, SIGNS, seed, "tiny")
@@ -221,7 +221,7 @@ def test_one_base_model_by_two_configs_is_refused():
         resolve_targets(["tiny_ocr", "tiny_grpo"], TargetOptions())
 
 
-def test_a_pipeline_is_told_by_what_it_is_called_with_in_any_order():
+def test_a_pipeline_is_identified_by_its_call_arguments_in_any_order():
     one, two = (FlowGRPOConfig.for_model("tiny", [f"pipeline_kwargs={{{call}}}"]) for call in ("a: 1, b: 2", "b: 2, a: 1"))
     assert ModelTarget("x", "", one).pipeline == ModelTarget("y", "", two).pipeline
 
@@ -250,7 +250,7 @@ def test_a_lora_is_called_as_its_run_was_unless_a_config_is_given_for_it(base):
         ("LORA", "names its model: give a config of that model by --config"),
     ],
 )
-def test_a_word_that_stands_for_nothing_gets_a_sentence(tmp_path, run, word, sentence):
+def test_a_word_that_stands_for_nothing_gets_a_clear_error(tmp_path, run, word, sentence):
     for name in ("EMPTY", "NEW", "LORA"):
         (tmp_path / name).mkdir()
     (tmp_path / "NEW" / "config.yaml").write_text((run / "config.yaml").read_text())
@@ -268,7 +268,7 @@ def measured(name, values, prompts, seeds=None, metadata=None):
     return TargetResult(name, "pictures", rows, {"m": values})
 
 
-def test_prompts_count_and_not_pictures():
+def test_prompts_count_and_not_images():
     once = measured("a", [0.1, 0.2, 0.6], ["x", "y", "z"])
     often = measured("b", [0.1] * 5 + [0.2] + [0.6] * 2, ["x"] * 5 + ["y"] + ["z"] * 2)
     card = build_scorecard([once, often], {"b": "a"})
@@ -303,7 +303,7 @@ def test_a_pair_needs_a_number_on_both_sides():
     assert tables.as_json(card, {})["targets"]["b"]["differences"]["m"]["pairs"] == 3
 
 
-def test_other_prompts_are_compared_unpaired_and_that_is_said():
+def test_other_prompts_are_compared_unpaired_and_that_is_reported():
     card = build_scorecard([measured("a", [0.0] * 6, list("abcdef")), measured("b", [1.0] * 5, list("vwxyz"))], {"b": "a"})
     assert card.pairing["b"] == "unpaired: no prompt is in both"
     assert card.changes["b"]["m"].prompts == 0
@@ -339,14 +339,14 @@ def test_single_images_get_a_second_one_for_diversity_that_counts_for_nothing_el
     assert result.values["brightness"] == pytest.approx(brightness(first, SIGNS).tolist(), abs=1e-5)
 
 
-def test_chunks_keep_a_prompts_pictures_together():
+def test_chunks_keep_a_prompts_images_together():
     prompts = list("abacbbdd")
     batches = list(measures.prompt_batches(prompts, 3))
     assert sorted(i for rows in batches for i in rows) == list(range(8))
     assert [{prompts[i] for i in rows} for rows in batches] == [{"a"}, {"b"}, {"c", "d"}]
 
 
-def test_a_limit_is_of_prompts_and_of_pictures_too(sheet):
+def test_a_limit_is_of_prompts_and_of_images_too(sheet):
     shown = resolve_targets([str(sheet / "grid.png")], TargetOptions(limit=1))[0].image_set
     assert (shown.prompts, shown.seeds) == ([SIGNS[0]] * 2, [0, 1])
     assert torch.equal(shown.pixels, resolve_targets([str(sheet)], TargetOptions())[0].image_set.pixels[:2])
@@ -358,7 +358,7 @@ def test_a_limit_counts_different_prompts_although_a_file_repeats_them():
     assert (asked.prompts, len(set(asked.seeds))) == (["a", "a"], 2)
 
 
-def test_a_place_that_cant_be_written_is_said_before_anything_is_measured(sheet, tmp_path):
+def test_a_place_that_cant_be_written_is_reported_before_anything_is_measured(sheet, tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(ValueError, match=r"^nothing can be written to .*file/out \(.*--out\.$"):
         eval_command([str(sheet)], reward=[f"{REWARDS}:nan"], out=tmp_path / "file" / "out")

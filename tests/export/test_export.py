@@ -126,7 +126,7 @@ def yaml_of(folder: Path) -> str:
     return re.search(r"```yaml\n(.*?)\n```", text, re.DOTALL).group(1)
 
 
-def test_the_cards_python_loads_it_and_draws_its_pictures(run, shared, monkeypatch):
+def test_the_cards_python_loads_it_and_draws_its_images(run, shared, monkeypatch):
     monkeypatch.chdir(shared.parent)
     text = re.search(r"(`{3,})python\n(.*?)\n\1", (shared / model_card.CARD).read_text(), re.DOTALL).group(2)
     namespace: dict = {}
@@ -167,7 +167,7 @@ def test_a_lora_is_found_wherever_a_run_or_an_export_has_it(run, shared, tmp_pat
     assert layout.config_near("someone/lora") is None
 
 
-def test_the_merged_model_draws_the_loras_pictures_and_has_no_adapter(run, merged):
+def test_the_merged_model_draws_the_loras_images_and_has_no_adapter(run, merged):
     with_lora = load_policy("tiny", "cpu", "fp32", str(run), **CALL)
     whole = load_policy(str(merged), "cpu", "fp32", **CALL)
     assert not whole.has_lora
@@ -239,7 +239,7 @@ def test_an_export_replaces_its_own_files_alone(run, tmp_path):
     assert (out / "notes.txt").is_file(), "a list of files reaches no other folder"
 
 
-def test_what_is_not_there_is_a_sentence(run, tmp_path, monkeypatch):
+def test_what_is_not_there_is_a_clear_error(run, tmp_path, monkeypatch):
     bare = synthetic_run(tmp_path / "bare")
     for words, sentence in (
         ({}, "is not finished, so it has no lora/: export --best, or a --checkpoint"),
@@ -263,7 +263,7 @@ def test_what_is_not_there_is_a_sentence(run, tmp_path, monkeypatch):
         check_push("signs")
 
 
-def test_the_card_says_what_the_monitor_said_and_what_is_not_known(tmp_path):
+def test_the_card_says_what_the_monitor_reported_and_what_is_not_known(tmp_path):
     folder = synthetic_run(tmp_path / "run", warning="clip has <b>fallen</b>", reward="my_reward.py:redness")
     (folder / "lora").mkdir()
     save_file({"a": torch.zeros(1)}, folder / "lora" / hub.WEIGHTS)
@@ -360,7 +360,7 @@ class Hub(BaseHTTPRequestHandler):
         pass
 
 
-def test_pushing_gives_the_hub_the_exports_files_and_a_refusal_is_a_sentence(run, tmp_path):
+def test_pushing_gives_the_hub_the_exports_files_and_a_refusal_is_a_clear_error(run, tmp_path):
     server = ThreadingHTTPServer(("127.0.0.1", 0), Hub)
     server.asked = []
     threading.Thread(target=server.serve_forever, daemon=True).start()

@@ -235,7 +235,7 @@ def test_a_gpu_is_known_however_its_name_is_written(name, known, gigabytes):
     assert (machine.name, machine.memory) == (known, gigabytes * GB)
 
 
-def test_an_unknown_gpu_is_refused_in_a_sentence_unless_its_memory_is_given():
+def test_an_unknown_gpu_is_refused_in_a_clear_error_unless_its_memory_is_given():
     with pytest.raises(ValueError, match=r"there is no GPU Voodoo in the list. Give one of A100.*--gpu-memory"):
         Hardware.from_name("Voodoo")
     with pytest.raises(ValueError, match=r"no GPU RTX 4090 Laptop in the list. Did you mean RTX 4090\?"):
@@ -356,7 +356,7 @@ def test_a_mean_over_groups_takes_a_forward_pass_more_of_each_policy_where_micro
     assert split.update == whole.update
 
 
-def test_a_dtype_that_the_cpu_is_slow_in_is_said_with_the_one_to_set(monkeypatch):
+def test_a_dtype_that_the_cpu_is_slow_in_is_reported_with_the_one_to_set(monkeypatch):
     rates = {torch.bfloat16: Rates(45e9, 40e9), torch.float32: Rates(300e9, 240e9)}
     monkeypatch.setattr(fit, "default_dtype", lambda device: torch.float32)
     assert slower_dtype(rates, torch.bfloat16) == (

@@ -8,7 +8,7 @@ from flow_grpo.policy.devices import default_device, default_dtype
 from flow_grpo.policy.loading import load_policy
 
 
-def test_a_device_that_is_not_there_is_a_sentence(monkeypatch):
+def test_a_device_that_is_not_there_is_a_clear_error(monkeypatch):
     with pytest.raises(ValueError, match="device=warp can't be used here"):
         load_policy("tiny", "warp")
     if not torch.cuda.is_available():

@@ -140,7 +140,7 @@ def test_a_timestep_per_sample_equals_one_call_each(folders, name):
 
 
 @pytest.mark.parametrize("name", TINY)
-def test_the_adapter_is_the_base_when_off_and_the_same_picture_when_saved(folders, name, tmp_path):
+def test_the_adapter_is_the_base_when_off_and_the_same_image_when_saved(folders, name, tmp_path):
     policy = loaded(folders, name)
     state, schedule = noise(policy), policy.schedule(3)[0]
     conditioning = policy.encode(PROMPTS)

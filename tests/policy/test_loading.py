@@ -23,7 +23,7 @@ def test_the_users_pipeline_stays_as_it_was():
     assert dict(pipe.config) == config
 
 
-def test_an_unknown_argument_of_the_pipeline_is_a_sentence():
+def test_an_unknown_argument_of_the_pipeline_is_a_clear_error():
     with pytest.raises(ValueError, match="StableDiffusion3Pipeline takes no argument max_lenght"):
         tiny_policy(max_lenght=3)
 
@@ -36,7 +36,7 @@ def test_what_is_no_flow_is_refused():
 
 
 @pytest.mark.parametrize("name", ["no_such_folder", "./models/sd", "/models/sd", "a/b/c", "tests/missing"])
-def test_a_missing_folder_is_said_to_be_missing_at_once(name):
+def test_a_missing_folder_is_reported_as_missing_at_once(name):
     with pytest.raises(ValueError, match="there is no model folder"):
         load_policy(name)
 

@@ -37,7 +37,7 @@ def test_a_fresh_adapter_and_a_switched_off_one_are_the_base():
 
 
 @pytest.mark.parametrize("targets", [["to_q", "to_out.0"], "all"])
-def test_the_saved_lora_gives_the_same_picture_in_plain_diffusers(targets, tmp_path):
+def test_the_saved_lora_gives_the_same_image_in_plain_diffusers(targets, tmp_path):
     policy = tiny_policy()
     policy.add_lora(4, 8, targets, seed=0)
     stir(policy)
@@ -168,7 +168,7 @@ def test_a_lora_is_loaded_by_its_folder_or_its_file(policy, by_pipeline, name, t
     assert {layer.scaling["default"] for layer in again.lora.layers()} == {2.0}
 
 
-def test_a_damaged_lora_is_a_sentence(tmp_path):
+def test_a_damaged_lora_is_a_clear_error(tmp_path):
     (tmp_path / WEIGHTS).write_bytes(b"no weights")
     with pytest.raises(ValueError, match=r"the LoRA .* could not be loaded"):
         tiny_policy().load_lora(tmp_path)

@@ -101,7 +101,7 @@ def test_attention_backends_are_diffusers_own(flux):
         load_policy(str(flux), "cpu", "fp32", memory=MemoryConfig(attention_backend="lightning"), **call)
 
 
-def test_slices_are_the_same_pictures():
+def test_slices_are_the_same_images():
     latents = torch.randn(3, 8, 8, 20, generator=torch.Generator().manual_seed(0))
     sliced = tiny_policy(memory=MemoryConfig(vae_slicing=True, vae_tiling=True))
     torch.testing.assert_close(sliced.decode(latents), tiny_policy().decode(latents), rtol=0, atol=1e-5)

@@ -324,7 +324,7 @@ def test_heun_asks_twice_a_step_but_for_the_last_the_others_once(shared):
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
-def test_the_pipelines_own_picture_is_what_anyone_would_draw(dtype, capsys):
+def test_the_pipelines_own_call_gives_the_policys_image(dtype, capsys):
     """Also from a folder that names another solver of the same flow; the policy's path leads to the same picture."""
     policy = tiny_policy(dtype)
     policy.add_lora(2, 4, ["to_q"], seed=0)
@@ -345,7 +345,7 @@ def test_the_pipelines_own_picture_is_what_anyone_would_draw(dtype, capsys):
     torch.testing.assert_close(Policy(other, **CALL).diffusers_image(PROMPTS[0], 3, seed=5), image, rtol=0, atol=1e-6)
 
 
-def test_a_picture_is_drawn_by_the_guider_of_the_policy():
+def test_an_image_is_drawn_by_the_guider_of_the_policy():
     policy = of_family("hunyuan_image")
     images = []
     policy._denoiser.guider = policy._denoiser.ocr_guider = mark = ClassifierFreeGuidance(2.0)
@@ -359,7 +359,7 @@ def test_a_picture_is_drawn_by_the_guider_of_the_policy():
     assert images == [(mark, mark)]
 
 
-def test_pictures_are_float32_between_0_and_1_without_gradients(monkeypatch):
+def test_images_are_float32_between_0_and_1_without_gradients(monkeypatch):
     policy = tiny_policy("bf16")
     process = policy.pipe.image_processor.postprocess
     monkeypatch.setattr(policy.pipe.image_processor, "postprocess", lambda *a, **k: 3 * process(*a, **k) - 1)
@@ -372,11 +372,11 @@ def test_pictures_are_float32_between_0_and_1_without_gradients(monkeypatch):
         assert ((images > 0) & (images < 1)).any()
 
 
-def test_pictures_do_not_depend_on_the_micro_batch_of_decoding(shared):
+def test_images_do_not_depend_on_the_micro_batch_of_decoding(shared):
     torch.testing.assert_close(shared.decode(LATENTS, 2), shared.decode(LATENTS), rtol=0, atol=1e-5)
 
 
-def test_the_latents_of_a_picture_are_its_vaes_shifted_and_scaled(shared):
+def test_the_latents_of_an_image_are_its_vaes_shifted_and_scaled(shared):
     images = torch.rand(3, 3, 32, 80, generator=torch.Generator().manual_seed(0))
     vae = shared.pipe.vae
     z = vae.encode(2 * images - 1).latent_dist.mode()

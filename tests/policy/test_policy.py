@@ -207,7 +207,7 @@ def test_replay_does_not_depend_on_the_micro_batch(policy):
     torch.testing.assert_close(whole, single, rtol=0, atol=1e-4)
 
 
-def test_pictures_depend_on_their_own_seed_alone():
+def test_images_depend_on_their_own_seed_alone():
     policy = tiny_policy()
     three = generate_images(policy, [PROMPTS[0]] * 3, [5, 6, 7], 3, microbatch=3)
     one = generate_images(policy, [PROMPTS[0]], [6], 3)

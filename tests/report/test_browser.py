@@ -154,7 +154,7 @@ def test_the_curves_are_read_by_pointer_and_arrow_keys(open_page, file):
     assert clip.first.bounding_box()["width"] > 150, "the line spans the chart"
 
 
-def test_several_runs_take_turns_in_the_pictures(open_page, two):
+def test_several_runs_take_turns_in_the_images(open_page, two):
     page = open_page(two)
     assert PROMPTS[0] in page.locator("#prompt").inner_text()
     page.get_by_text("second", exact=True).first.click()

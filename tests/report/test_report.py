@@ -127,7 +127,7 @@ def test_the_data_of_the_script_are_json_whatever_the_metrics_hold(tmp_path):
     assert items[1]["rewards"]["clip"] == 0.5
 
 
-def test_the_film_has_its_first_and_last_picture_and_no_more_than_a_page_bears(tmp_path):
+def test_the_film_has_its_first_and_last_image_and_no_more_than_a_page_bears(tmp_path):
     folder = synthetic_run(tmp_path / "run", steps=60, every=1)
     run = page(tmp_path, folder).data["runs"][0]
     steps = [frame["step"] for frame in run["frames"]]
@@ -148,7 +148,7 @@ def test_best_and_worst_prompts_are_those_of_the_last_evaluation(tmp_path):
     assert best["note"] == worst["note"] == ""
 
 
-def test_prompts_with_equal_rewards_are_said_to_be_equal(tmp_path):
+def test_prompts_with_equal_rewards_are_reported_as_equal(tmp_path):
     """Of twenty prompts, twelve have the best reward; then all of them."""
     folder = synthetic_run(tmp_path / "run")
     for count, titles in ((12, ["Best", "Worst"]), (20, ["All 20 prompts have the reward 1.000"])):
@@ -186,7 +186,7 @@ def test_the_report_names_a_measure_the_same_way_everywhere(tmp_path):
     assert "sharpness" not in said
 
 
-def test_a_ratio_of_exactly_1_is_said_to_deviate_by_0(tmp_path):
+def test_a_ratio_of_exactly_1_is_reported_to_deviate_by_0(tmp_path):
     assert "largest deviation of the ratio from 1: 0" in page(tmp_path, synthetic_run(tmp_path / "run")).text
 
 
@@ -229,7 +229,7 @@ def test_cost_is_the_sum_of_the_steps(tmp_path):
     assert sum(part["share"] for part in told["shares"]) == pytest.approx(100)
 
 
-def test_a_run_without_pictures_or_evaluations_has_a_report_too(tmp_path):
+def test_a_run_without_images_or_evaluations_has_a_report_too(tmp_path):
     bare = synthetic_run(tmp_path / "bare", pictures=False)
     html = page(tmp_path, bare)
     assert "rose from 0.595 to 0.695" in html.text
@@ -243,7 +243,7 @@ def test_a_run_without_pictures_or_evaluations_has_a_report_too(tmp_path):
     assert "No training step or evaluation has been logged yet" in page(tmp_path, bare).text
 
 
-def test_a_picture_that_is_none_or_too_large_is_left_out(tmp_path, monkeypatch):
+def test_an_image_that_is_none_or_too_large_is_left_out(tmp_path, monkeypatch):
     run = synthetic_run(tmp_path / "run")
     first, second = sorted((run / "pictures").glob("step_*/prompt_0001.webp"))[:2]
     Image.new("RGB", (400, 400)).save(first)
@@ -255,7 +255,7 @@ def test_a_picture_that_is_none_or_too_large_is_left_out(tmp_path, monkeypatch):
     assert prompts == PROMPTS[:1], "the card shows those before it"
 
 
-def test_a_folder_without_a_run_is_refused_in_a_sentence(tmp_path):
+def test_a_folder_without_a_run_is_refused_in_a_clear_error(tmp_path):
     with pytest.raises(ValueError, match=r"is not a run folder: it has no metrics\.jsonl"):
         report.write([tmp_path], tmp_path / "report.html")
     assert not (tmp_path / "report.html").exists()

@@ -165,7 +165,7 @@ def test_what_a_reward_may_not_return_is_one_sentence(value, scope, words):
 
 
 @pytest.mark.parametrize("reward", [brighter, spread])
-def test_a_group_of_one_image_is_refused_in_a_sentence(reward):
+def test_a_group_of_one_image_is_refused_in_a_clear_error(reward):
     with pytest.raises(
         ValueError, match="reward r sees the images of a prompt together, but there is one of 'b': give it two"
     ):

@@ -157,7 +157,7 @@ def test_a_slow_answer_is_given_up(endpoint):
         Judge(f"{there.url}/v1", "vlm", timeout=0.2, attempts=1)(images(1), ["a"])
 
 
-def test_a_refusal_is_said_at_once(endpoint):
+def test_a_refusal_is_reported_at_once(endpoint):
     there = endpoint(lambda text, attempt: (404, {"error": {"message": "no model vlm"}}))
     with pytest.raises(ValueError, match="refused the request with 404: no model vlm"):
         Judge(f"{there.url}/v1", "vlm")(images(1), ["a"])

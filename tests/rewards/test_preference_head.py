@@ -23,7 +23,7 @@ PROMPTS = [sign.prompt for sign in pretrain.held_out_signs(24)]
 def folder(tmp_path_factory):
     """Signs as voted on by someone who likes dark pictures, whatever the prompt."""
     folder = tmp_path_factory.mktemp("votes")
-    images = pretrain.pictures(pretrain.held_out_signs(24)) / 2 + 0.5
+    images = pretrain.images_of(pretrain.held_out_signs(24)) / 2 + 0.5
     lines = []
     for i, prompt in enumerate(PROMPTS):
         for kind, image in (("light", images[i] * 0.5 + 0.5), ("dark", images[i] * 0.5)):
@@ -129,7 +129,7 @@ def test_votes_on_one_prompt_stay_on_one_side(folder, tmp_path):
         ('{"prompt": "a", "better": "0_dark.png", "worse": "huge.png"}', "can't be read as an image"),
     ],
 )
-def test_a_bad_votes_file_is_refused_in_a_sentence(folder, tmp_path, line, words):
+def test_a_bad_votes_file_is_refused_in_a_clear_error(folder, tmp_path, line, words):
     outside = folder.parent / "outside.png"
     Image.new("RGB", (8, 8)).save(outside)
     if not (folder / "link.png").is_symlink():

@@ -91,7 +91,7 @@ def test_pickscore_is_the_logit_of_clip(load, images, files):
 
 
 @torch.no_grad()
-def test_hpsv2_is_the_cosine_of_its_own_vit_h_on_the_whole_picture(load, images, files):
+def test_hpsv2_is_the_cosine_of_its_own_vit_h_on_the_whole_image(load, images, files):
     model = open_clip.create_model("ViT-H-14")
     model.load_state_dict(torch.load(files["hpsv2"]["weights"])["state_dict"])
     seen = (images * 255).round() / 255
@@ -235,7 +235,7 @@ def test_hpsv3_keeps_the_published_text_and_refuses_prompts_with_its_tokens(load
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_a_row_does_not_depend_on_its_batch_and_pictures_are_rgb(load, images, name):
+def test_a_row_does_not_depend_on_its_batch_and_images_are_rgb(load, images, name):
     together = load(name, batch_size=64)
     values = rewards.score(name, together, images, PROMPTS)
     torch.testing.assert_close(rewards.score(name, load(name, batch_size=2), images, PROMPTS), values, rtol=1e-4, atol=1e-5)
@@ -244,7 +244,7 @@ def test_a_row_does_not_depend_on_its_batch_and_pictures_are_rgb(load, images, n
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_a_file_that_is_not_the_rewards_is_said_in_a_sentence(load, files, name, tmp_path):
+def test_a_file_that_is_not_the_rewards_gets_a_clear_error(load, files, name, tmp_path):
     options = {key: str(value) for key, value in files[name].items()}
     with pytest.raises(ValueError, match=f"{name}: .*"):
         rewards.load(name, **{**options, "weights": str(tmp_path / "missing.pt")})

@@ -14,7 +14,7 @@ CAT = 'red text "CAT" on a blue background'
 
 
 def signs(*prompts: str) -> torch.Tensor:
-    return pretrain.pictures([world.parse(prompt) for prompt in prompts]) / 2 + 0.5
+    return pretrain.images_of([world.parse(prompt) for prompt in prompts]) / 2 + 0.5
 
 
 @pytest.fixture(scope="module")
@@ -51,7 +51,7 @@ def test_ocr_scores_a_wrong_letter_by_its_share(ocr):
     assert ocr(signs(CAT), [CAT.replace("CAT", "CUT")]).tolist() == pytest.approx([2 / 3])
 
 
-def test_ocr_detects_and_reads_in_large_pictures(ocr):
+def test_ocr_detects_and_reads_in_large_images(ocr):
     picture = Image.new("RGB", (512, 384), (240, 230, 220))
     font = ImageFont.truetype(str(world.FONT), 48)
     pen = ImageDraw.Draw(picture)
@@ -62,7 +62,7 @@ def test_ocr_detects_and_reads_in_large_pictures(ocr):
     assert ocr(images, ['a sign that says "Zzyzx"']).item() < 0.5
 
 
-def test_large_pictures_are_read_in_a_batch_as_one_by_one(ocr):
+def test_large_images_are_read_in_a_batch_as_one_by_one(ocr):
     """The lines of all pictures are recognised together, and each text goes back to its own picture, an empty one to none."""
     font = ImageFont.truetype(str(world.FONT), 48)
     pictures = []
@@ -106,7 +106,7 @@ def test_ocr_counts_what_its_options_say(monkeypatch, options, read, prompt, sco
     assert ocr(torch.zeros(1, 3, 8, 8), [prompt]).tolist() == pytest.approx([score])
 
 
-def test_ocr_reads_several_lines_in_small_pictures():
+def test_ocr_reads_several_lines_in_small_images():
     picture = Image.new("RGB", (160, 64), (240, 230, 220))
     font = ImageFont.truetype(str(world.FONT), 22)
     for row, word in enumerate(("GRAND", "HOTEL")):
@@ -155,7 +155,7 @@ def test_clip_is_an_open_clip_model_by_name_and_by_checkpoint():
         rewards.load("clip", model="ViT-Z-99")
 
 
-def test_jpeg_size_is_the_file_size_and_falls_for_busy_pictures(tmp_path):
+def test_jpeg_size_is_the_file_size_and_falls_for_busy_images(tmp_path):
     reward = rewards.load("jpeg_size")
     flat, noise = torch.full((1, 3, 64, 64), 0.5), torch.rand(1, 3, 64, 64)
     file = tmp_path / "x.jpg"
@@ -223,7 +223,7 @@ def test_own_rewards_by_file_and_by_import_path(monkeypatch):
         ("jpeg_size", {"qualty": 3}, None),
     ],
 )
-def test_a_reward_that_is_not_there_is_said_in_a_sentence(name, options, words):
+def test_a_reward_that_is_not_there_gets_a_clear_error(name, options, words):
     if words is None:  # a function that takes any metadata takes any option
         assert callable(rewards.load(name, **options))
         return

@@ -99,7 +99,7 @@ def test_values_are_the_local_ones_bit_for_bit(pair, name, options):
         [f'red text "{word}" on a {color} background' for word, color in zip(words, ("blue", "white", "blue"), strict=True)]
         for words in (("CAT", "HOUSE", "RIVER"), ("CUT", "MOUSE", "RAVEN"))
     )
-    images = pretrain.pictures([world.parse(prompt) for prompt in shown]) / 2 + 0.5
+    images = pretrain.images_of([world.parse(prompt) for prompt in shown]) / 2 + 0.5
     images = images + 0.2 * torch.rand(images.shape, generator=torch.Generator().manual_seed(0))
     local = rewards.score(name, rewards.load(name, **options), images, prompts)
     assert local.unique().numel() > 1
@@ -127,7 +127,7 @@ def test_a_score_that_is_not_a_number_stays_one(pair):
         rewards.score("mine", there, pictures(2), ["a", "b"])
 
 
-def test_an_error_of_the_reward_is_said_and_not_tried_elsewhere(pair):
+def test_an_error_of_the_reward_is_reported_and_not_tried_elsewhere(pair):
     there = Remote([pair[0].url], f"{SAMPLES}:raises")
     started = time.monotonic()
     with pytest.raises(ValueError, match="the camera is off") as error:
@@ -245,7 +245,7 @@ HOSTILE = {
 
 
 @pytest.mark.parametrize("what", HOSTILE)
-def test_a_bad_request_is_refused_in_a_sentence(pair, what):
+def test_a_bad_request_is_refused_in_a_clear_error(pair, what):
     request, status = HOSTILE[what]
     headers = {"Authorization": f"Bearer {TOKEN}", **request.get("headers", {})}
     response = httpx.post(f"{pair[0].url}/score", **{**request, "headers": headers}, trust_env=False)
@@ -652,7 +652,7 @@ NOT_PYTHON = {
 
 
 @pytest.mark.parametrize("what", NOT_PYTHON)
-def test_a_python_that_is_none_is_said_to_be_none(tmp_path, monkeypatch, what):
+def test_a_python_that_is_none_is_reported_as_none(tmp_path, monkeypatch, what):
     monkeypatch.setattr(rewards.serving.subprocess, "DYING", 0.5)
     content, sentence = NOT_PYTHON[what]
     file = tmp_path / "python"

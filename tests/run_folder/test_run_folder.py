@@ -125,7 +125,7 @@ def test_the_lock_is_given_back_after_an_error_and_is_not_taken_twice_in_one_pro
         pass
 
 
-def test_a_file_system_without_locks_is_said_and_used(tmp_path, monkeypatch):
+def test_a_file_system_without_locks_is_reported_and_used(tmp_path, monkeypatch):
     def refuse(self):
         raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))  # as NFS without a lock server
 
@@ -293,7 +293,7 @@ def test_files_named_as_steps_block_no_resume(copied):
 
 
 @pytest.mark.parametrize("other", ["lora.rank=8", "lora.targets=[to_k]", "ema_decay=0"])
-def test_a_checkpoint_of_another_config_is_refused_in_a_sentence(copied, tmp_path, other):
+def test_a_checkpoint_of_another_config_is_refused_in_a_clear_error(copied, tmp_path, other):
     made = trainer(tmp_path / "other", other)
     made.state.step = 2
     made.save()
@@ -303,7 +303,7 @@ def test_a_checkpoint_of_another_config_is_refused_in_a_sentence(copied, tmp_pat
         trainer(copied).train(resume=True)
 
 
-def test_a_checkpoint_without_what_a_run_needs_is_refused_in_a_sentence(copied):
+def test_a_checkpoint_without_what_a_run_needs_is_refused_in_a_clear_error(copied):
     for state in ({"step": 2, "memory": {"microbatch": 4}}, {"step": 2, "memory": []}, {"step": 2, "memory": {}}):
         checkpoint.save(copied / "checkpoints", 2, state, keep=1)
         with pytest.raises(ValueError, match=r"is not one of this run's settings|0\.2 or before"):
@@ -395,7 +395,9 @@ def test_a_whole_transformer_is_written_alike_too(tmp_path):
     ("size", "pictures", "file"),
     [(0, 8, "pictures/step_000001/"), (300, 0, "metrics.jsonl"), (20_000, 0, "checkpoints/step_000001")],
 )
-def test_a_full_disk_is_said_with_the_path_and_the_run_goes_on_where_there_is_room(finished, tmp_path, size, pictures, file):
+def test_a_full_disk_is_reported_with_the_path_and_the_run_goes_on_where_there_is_room(
+    finished, tmp_path, size, pictures, file
+):
     made = trainer(tmp_path / "run", f"evaluation.num_images={pictures}")
     (name,) = made.rewards.rewards
     mine = made.rewards.rewards[name]
@@ -419,7 +421,7 @@ def test_a_full_disk_is_said_with_the_path_and_the_run_goes_on_where_there_is_ro
     assert (tmp_path / "run" / "lora" / WEIGHTS).read_bytes() == (finished / "lora" / WEIGHTS).read_bytes()
 
 
-def test_what_a_reward_said_is_not_lost_when_the_checkpoint_after_it_finds_no_room(tmp_path):
+def test_a_rewards_messages_are_not_lost_when_the_checkpoint_after_it_finds_no_room(tmp_path):
     made = trainer(tmp_path / "run", "evaluation.prompts=null")
     (name,) = made.rewards.rewards
     limits = full_disk()

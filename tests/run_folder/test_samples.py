@@ -29,7 +29,7 @@ def kept(folder: Path) -> dict[str, bytes]:
     return {str(f.relative_to(folder)): f.read_bytes() for f in files if f.is_file()}
 
 
-def test_keeping_pictures_changes_no_number_of_a_run(tmp_path):
+def test_keeping_images_changes_no_number_of_a_run(tmp_path):
     for name, count in {"with": 8, "without": 0}.items():
         FlowGRPOTrainer(args=short_run(tmp_path / name, LIMIT, f"evaluation.num_images={count}")).train()
     assert numbers(tmp_path / "with") == numbers(tmp_path / "without")
@@ -138,7 +138,7 @@ def test_best_and_worst_prompts_are_those_with_a_number():
     assert samples.best_and_worst([0.2, float("nan"), 0.3]) == [2, 0]
 
 
-def test_large_pictures_are_kept_small(tmp_path):
+def test_large_images_are_kept_small(tmp_path):
     kept_at = samples.SampleRecorder(tmp_path, 1)
     noise = torch.rand(3, 1024, 768, generator=torch.Generator().manual_seed(0))
     kept_at._save_image(1, "x.webp", noise, samples.PROMPT_IMAGE_WIDTH)

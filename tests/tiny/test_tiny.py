@@ -84,7 +84,7 @@ def test_the_prompt_sets_are_english_words_apart_and_readable():
     assert not words[0] & words[1]
     assert len(held_out) == 256
     exact = rewards.load("ocr_exact")
-    drawn = pretrain.pictures([world.parse(prompt) for prompt in held_out]) / 2 + 0.5
+    drawn = pretrain.images_of([world.parse(prompt) for prompt in held_out]) / 2 + 0.5
     assert float(exact(drawn, held_out).mean()) == 1.0, "a perfect model scores 1"
 
 
@@ -138,8 +138,8 @@ def test_the_recipe_goes_on_where_it_was(tmp_path, monkeypatch):
             monkeypatch.setitem(pretraining_stage.STEPS, "vae", 2)  # the learning rate's schedule is the whole stage's
 
             def loss(rng, step, stage=stage):
-                x = pretrain.pictures([world.random_sign(rng) for _ in range(2)])
-                return (stage.whole.vae.encode(x).latent_dist.sample() ** 2).mean()
+                x = pretrain.images_of([world.random_sign(rng) for _ in range(2)])
+                return (stage.model.vae.encode(x).latent_dist.sample() ** 2).mean()
 
             while stage.step < stop:
                 monkeypatch.setitem(pretraining_stage.STEPS, "vae", stage.step + 1)

@@ -124,7 +124,7 @@ def test_tensorboard_holds_the_very_numbers_once_although_the_run_was_resumed(tr
     assert seen == wanted
 
 
-def test_tensorboard_has_each_evaluations_picture_of_the_same_prompt_pixel_by_pixel(trained):
+def test_tensorboard_has_each_evaluations_image_of_the_same_prompt_pixel_by_pixel(trained):
     logged = events(trained)
     assert logged.Tags()["images"] == ["pictures/0"]
     pictures = logged.Images("pictures/0")
@@ -158,7 +158,7 @@ def test_a_service_that_fails_in_mid_run_changes_no_number_and_warns_once(tmp_pa
 
 
 @pytest.mark.parametrize("name", OTHERS)
-def test_each_service_gets_settings_numbers_pictures_and_warnings_and_the_same_run_again(name, tmp_path, service, capsys):
+def test_each_service_gets_settings_numbers_images_and_warnings_and_the_same_run_again(name, tmp_path, service, capsys):
     install, told = service
     install(name)
     PartialState._reset_state()  # as in a process that has met no other tracker

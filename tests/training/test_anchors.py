@@ -380,7 +380,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("case", REFUSED)
-def test_what_does_not_go_together_is_refused_in_a_sentence(case):
+def test_what_does_not_go_together_is_refused_in_a_clear_error(case):
     objective, changes, words = REFUSED[case]
     changes = {"rewards": {"jpeg_size": 1}, **changes}
     if "lora" in changes:

@@ -92,7 +92,7 @@ def test_the_advantages_are_of_the_critic_as_it_was_normalised_over_rows_and_ste
     assert lost.min() == -5
 
 
-def test_the_critic_learns_what_it_should_have_said_four_times_over():
+def test_the_critic_takes_four_gradient_steps_towards_the_rewards():
     critic, t, (reward, text) = made(), trajectory(), given()
     copied = copy.deepcopy(critic)
     adamw = torch.optim.AdamW(copied.parameters(), lr=0.01)

@@ -83,7 +83,7 @@ def check(policy, loss, expected, rtol=1e-4):
 
 
 @pytest.mark.parametrize("name", ["grpo", "ppo", "grpo_guard", "dppo", "reinforce", f"{OWN}:sigmoid"])
-def test_the_terms_of_objectives_on_steps_are_their_formulas(name):
+def test_the_losses_of_objectives_on_steps_are_their_formulas(name):
     own = {"options": {"sharpness": 3.0}} if ":" in name else {}
     objective = {"name": name, "clip_low": 0.002, "clip_high": 0.005, "threshold": 1e-3, **own}
     objective = {key: value for key, value in objective.items() if key in section_type(name).model_fields}
@@ -492,7 +492,7 @@ def test_a_function_of_ones_own_is_found_once_and_raises_sentences(tmp_path):
 
 
 @pytest.mark.parametrize("name", ["scalar", "short", "numbers", "still"])
-def test_what_is_no_loss_of_each_row_is_a_sentence(tmp_path, name):
+def test_what_is_no_loss_of_each_row_is_a_clear_error(tmp_path, name):
     (tmp_path / "own.py").write_text(
         "def scalar(seen, advantage):\n    return (advantage * seen.log_prob).sum()\n"
         "def short(seen, advantage):\n    return seen.log_prob[1:]\n"

@@ -346,7 +346,7 @@ def test_an_own_objective_and_an_own_advantage_by_file(tmp_path):
         (f"{OWN}:raises", "raised KeyError"),
     ],
 )
-def test_an_own_objective_that_fails_is_a_sentence(tmp_path, name, words):
+def test_an_own_objective_that_fails_is_a_clear_error(tmp_path, name, words):
     trainer = small.trainer(short_run(tmp_path, *objective(name)))
     with pytest.raises(ValueError, match=words):
         trainer.training_step()
@@ -360,7 +360,7 @@ def test_an_own_objective_that_fails_is_a_sentence(tmp_path, name, words):
         ("nowhere.py:fn", "there is no objective file nowhere.py"),
     ],
 )
-def test_an_own_objective_that_is_not_there_is_said_before_the_run(tmp_path, name, words):
+def test_an_own_objective_that_is_not_there_is_reported_before_the_run(tmp_path, name, words):
     with pytest.raises(ValueError, match=words):
         small.trainer(short_run(tmp_path, *objective(name)))
 
@@ -549,7 +549,7 @@ def test_half_a_step_is_not_saved(tmp_path, monkeypatch):
     assert same(weights(tmp_path / "run"), weights(tmp_path / "whole"))
 
 
-def test_offline_dpo_learns_which_picture_is_preferred(tmp_path):
+def test_offline_dpo_learns_which_image_is_preferred(tmp_path):
     prompts, images = pictures(tmp_path / "pictures", embedded=True)
     for i, image in enumerate(images):
         save_image(tmp_path / "pictures" / f"{i}_bad.png", 1 - image, ImageInfo(prompts[i], i, "tiny"))
@@ -576,7 +576,7 @@ def test_given_images_that_do_not_fit_are_a_sentence(tmp_path, rows, words):
         small.trainer(short_run(tmp_path / "run", *objective("dpo", dataset=str(tmp_path / "votes.jsonl"))))
 
 
-def test_a_sheet_can_be_learned_from(tmp_path):
+def test_a_grid_can_be_learned_from(tmp_path):
     prompts, images = pictures(tmp_path / "pictures")
     save_grid(tmp_path / "sheet.png", images, [ImageInfo(p, 0, "tiny") for p in prompts], columns=2)
     run = short_run(tmp_path / "run", *objective("sft", dataset=str(tmp_path / "sheet.png")))
@@ -655,7 +655,7 @@ def test_per_step_credit_is_given_where_the_images_of_a_prompt_part(tmp_path):
     assert metrics["grad_norm"] > 0
 
 
-def test_fp16_that_overflows_for_ever_is_a_sentence():
+def test_fp16_that_overflows_for_ever_is_a_clear_error():
     weight = torch.nn.Parameter(torch.ones(2))
     policy = SimpleNamespace(
         trainable_parameters=lambda: {"w": weight},

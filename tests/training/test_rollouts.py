@@ -403,7 +403,7 @@ def silent_once():
     return scores
 
 
-def test_without_further_rounds_nothing_is_said_of_them():
+def test_without_further_rounds_no_metric_counts_them():
     rolls = source()
     rolls.rewards.rewards["main"] = Rounds("ssss", "1111")
     experience = rolls.collect(0)
@@ -424,7 +424,7 @@ def test_silent_prompts_rest_and_lost_ones_do_not():
     assert experience.batch.prompts[6] not in rolls.prompt_sampler.zero_std_streak
 
 
-def test_how_many_rest_is_said_of_the_next_step():
+def test_the_number_of_skipped_prompts_is_that_of_the_next_step():
     rolls = source(prompt_skipping={"patience": 1, "steps": 3})
     rolls.prompt_sampler.skipped_until = {"x": 5, "y": 6}
     rolls.rewards.rewards["main"] = Rounds("1111")

@@ -27,12 +27,12 @@ def trained(policy):
     return torch.cat([p.detach().flatten() for p in policy.trainable_parameters().values()]).clone()
 
 
-def made(begin=0, policy=None, processes=None, **changes):
+def made(stage_start=0, policy=None, processes=None, **changes):
     policy = policy or small.policy()
     args = settings(**changes)
     if args.ema_decay:
         policy.ema.start()
-    return policy, args, PolicyUpdate(policy, args, begin, processes or Processes())
+    return policy, args, PolicyUpdate(policy, args, stage_start, processes or Processes())
 
 
 def gradients_of(policy_update):
@@ -81,7 +81,7 @@ def test_several_steps_are_the_ones_by_hand():
         "eps": 0.005,
     }
     changes = {"updates": 2, "epochs": 2, "optimizer": o, "ema_decay": 0.6, "steps": 5}
-    policy, args, ours = made(begin=2, **changes, objective={"clip_low": 0.0005, "clip_high": 0.002})
+    policy, args, ours = made(stage_start=2, **changes, objective={"clip_low": 0.0005, "clip_high": 0.002})
     theirs = small.policy()
     weights = list(theirs.trainable_parameters().values())
     adamw = by_hand.AdamW(weights, (0.7, 0.9), 0.005, 0.2, 0.012)
@@ -123,7 +123,7 @@ def test_several_steps_are_the_ones_by_hand():
 
 
 def test_the_learning_rate_rises_to_lr_then_falls_in_a_line_to_the_last_step_of_its_part():
-    policy, args, ours = made(begin=3, steps=11, optimizer={"lr": 2.0, "warmup_steps": 4, "final_lr_ratio": 0.2})
+    policy, args, ours = made(stage_start=3, steps=11, optimizer={"lr": 2.0, "warmup_steps": 4, "final_lr_ratio": 0.2})
     silent = small.experience(policy, args, torch.zeros(4, 3), WINDOW)
     rates = [ours(silent, step)["lr"] for step in (3, 4, 6, 7, 8, 12, 13, 20)]
     assert rates == pytest.approx([0.5, 0.92, 1.52, 1.36, 1.2, 0.56, 0.4, 0.4])
@@ -456,7 +456,7 @@ def test_giving_up_forgets_gradients_and_ratios():
     assert not ours.clip.state
 
 
-def test_clip_ranges_learn_after_each_update_and_are_told():
+def test_clip_ranges_adapt_after_each_update_and_are_logged():
     policy, args, ours = made(objective={"clip_low": "auto", "clip_high": "auto", "clip_quantile": 0.5}, epochs=3)
     states, learn = [], ours.clip.update
     ours.clip.update = lambda processes: (learn(processes), states.append(dict(ours.clip.state)))

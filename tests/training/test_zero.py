@@ -173,7 +173,7 @@ def test_accelerate_asks_for_it(tmp_path, monkeypatch):
     assert plain.with_launcher_settings().memory.shard == "fsdp2"
 
 
-def test_a_missing_deepspeed_is_said_before_anything_is_loaded(tmp_path, monkeypatch):
+def test_a_missing_deepspeed_is_reported_before_anything_is_loaded(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "deepspeed", None)
     args = short_run(tmp_path, "memory.shard=zero2")
     with pytest.raises(ValueError, match=r"memory.shard=zero2 needs DeepSpeed.* pip install 'deepspeed"):
