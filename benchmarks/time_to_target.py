@@ -1,10 +1,11 @@
 """Seconds of training until a held-out metric reaches a target, for several configs and several versions of the package, in turns.
 
-    python benchmarks/time_to_target.py tiny_ocr c0ccec3:tiny_ocr --seeds 5 --metric ocr_exact --target 0.92
+    python benchmarks/time_to_target.py tiny_ocr tiny_grpo/4 c0ccec3:tiny_ocr --seeds 5 --metric ocr_exact --target 0.92
 
 `COMMIT:CONFIG` is a config of an earlier commit, which runs from a checkout of it; c0ccec3 is version 0.3. A config without a commit
-runs from this checkout. All runs are evaluated after every training step, and end where they reach the target. Seconds are the sum
-of `time/step`: sampling, rewards and updates, without evaluations. Finished runs are kept, so the same command goes on.
+runs from this checkout. `CONFIG/N` is evaluated after every Nth training step, by default each, and a run ends where it reaches the
+target. Seconds are the sum of `time/step`: sampling, rewards and updates, without evaluations. With `--jobs N`, N runs at a time have
+a processor core each (`taskset`) and one thread. Finished runs are kept, so the same command goes on.
 """
 
 import argparse
@@ -16,8 +17,10 @@ import statistics
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from queue import Queue
 
 ROOT = Path(__file__).parent.parent
 
@@ -47,70 +50,110 @@ def read(metrics: Path, metric: str, target: float) -> Result:
     return Result(None, spent, curve)
 
 
-def checkout(config: str, folder: Path) -> tuple[Path, str]:
-    """The tree that a config runs from, and its name there."""
-    commit, colon, name = config.rpartition(":")
-    if not colon:
-        return ROOT, name
-    tree = folder / commit
-    if not tree.is_dir():
-        subprocess.run(["git", "-C", ROOT, "worktree", "add", "--detach", tree, commit], check=True, capture_output=True)
-    return tree, name
+@dataclass(frozen=True)
+class Config:
+    """A config as named on the command line, `[COMMIT:]NAME[/EVERY]`."""
+
+    text: str
+
+    @property
+    def commit(self) -> str:
+        return self.text.rpartition(":")[0]
+
+    @property
+    def name(self) -> str:
+        name = self.text.rpartition(":")[2]
+        return name.rpartition("/")[0] if self.every > 1 else name
+
+    @property
+    def every(self) -> int:
+        """Training steps from one evaluation to the next."""
+        last = self.text.rpartition("/")[2]
+        return int(last) if last.isdecimal() else 1
+
+    @property
+    def folder(self) -> str:
+        return f"{self.commit}_{self.name}".strip("_").replace("/", "_")
+
+    def checkout(self, folder: Path) -> Path:
+        """The tree that it runs from."""
+        if not self.commit:
+            return ROOT
+        tree = folder / self.commit
+        if not tree.is_dir():
+            subprocess.run(
+                ["git", "-C", ROOT, "worktree", "add", "--detach", tree, self.commit], check=True, capture_output=True
+            )
+        return tree
 
 
-def run(config: str, seed: int, args: argparse.Namespace) -> Result:
+def run(config: Config, seed: int, args: argparse.Namespace, cores: Queue) -> Result:
     """Train until the target is reached, the budget is spent or the run ends."""
-    tree, name = checkout(config, args.out / "checkouts")
-    folder = args.out / config.replace(":", "_").replace("/", "_") / f"seed{seed}"
+    folder = args.out / config.folder / f"seed{seed}"
     done = folder / "done"
-    metrics = folder / "runs" / Path(name).stem / "metrics.jsonl"
+    metrics = folder / "runs" / Path(config.name).stem / "metrics.jsonl"
     if not done.is_file():
+        core = cores.get()
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir(parents=True)
-        words = [sys.executable, "-m", "flow_grpo", "train", name, f"seed={seed}", "evaluation.every=1", *args.set]
+        words = [sys.executable, "-m", "flow_grpo", "train", config.name, f"seed={seed}", f"evaluation.every={config.every}"]
+        if core is not None:
+            words = ["taskset", "--cpu-list", str(core), *words]
+        environment = {**os.environ, "PYTHONPATH": str(config.checkout(args.out / "checkouts"))}
+        if core is not None:
+            environment["OMP_NUM_THREADS"] = "1"
         with (folder / "log.txt").open("w") as log:
-            process = subprocess.Popen(
-                words, cwd=folder, env={**os.environ, "PYTHONPATH": str(tree)}, stdout=log, stderr=log
-            )
+            process = subprocess.Popen([*words, *args.set], cwd=folder, env=environment, stdout=log, stderr=log)
             while process.poll() is None:
                 time.sleep(1)
                 result = read(metrics, args.metric, args.target)
                 if result.seconds is not None or result.spent > args.budget:
                     process.send_signal(signal.SIGTERM)
                     process.wait()
+        cores.put(core)
         if not metrics.is_file():
-            raise SystemExit(f"{config} did not train: see {folder / 'log.txt'}.")
+            raise SystemExit(f"{config.text} did not train: see {folder / 'log.txt'}.")
         done.touch()
     return read(metrics, args.metric, args.target)
 
 
+def describe(config: Config, seed: int, result: Result) -> str:
+    reached = "not reached" if result.seconds is None else f"{result.seconds:.0f} s"
+    first, last = (
+        ", ".join(f"{key.partition('/')[2]} {values[key]:.3f}" for key in sorted(values))
+        for _, values in (result.curve[0], result.curve[-1])
+    )
+    return f"{config.text} seed {seed}: {reached} of {result.spent:.0f} s; at first {first}; at last {last}"
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("configs", nargs="+")
+    parser.add_argument("configs", nargs="+", type=Config, metavar="CONFIG")
     parser.add_argument("--seeds", type=int, default=5)
     parser.add_argument("--metric", default="ocr_exact")
     parser.add_argument("--target", type=float, default=0.92)
     parser.add_argument("--budget", type=float, default=400.0, help="seconds of training after which a run is given up")
+    parser.add_argument("--jobs", type=int, default=0, help="runs at a time, with a core each; 0: one, with all cores")
     parser.add_argument("--set", nargs="*", default=[], help="key.sub=value, for all configs")
     parser.add_argument("--out", type=Path, default=Path("runs/time_to_target"))
     args = parser.parse_args()
     args.out = args.out.resolve()
-    results: dict[str, list[Result]] = {config: [] for config in args.configs}
-    for seed in range(args.seeds):
-        for config in args.configs:
-            result = run(config, seed, args)
+    for config in args.configs:
+        config.checkout(args.out / "checkouts")
+    cores: Queue = Queue()
+    for core in sorted(os.sched_getaffinity(0))[: args.jobs] or [None]:
+        cores.put(core)
+    turns = [(config, seed) for seed in range(args.seeds) for config in args.configs]
+    results: dict[Config, list[Result]] = {config: [] for config in args.configs}
+    with ThreadPoolExecutor(cores.qsize()) as pool:
+        finished = pool.map(lambda turn: run(*turn, args=args, cores=cores), turns)
+        for (config, seed), result in zip(turns, finished, strict=True):
             results[config].append(result)
-            last = result.curve[-1][1]
-            reached = "not reached" if result.seconds is None else f"{result.seconds:.0f} s"
-            values = ", ".join(f"{key.partition('/')[2]} {value:.3f}" for key, value in sorted(last.items()))
-            print(
-                f"{config} seed {seed}: {reached} of {result.spent:.0f} s in {len(result.curve) - 1} steps; {values}",
-                flush=True,
-            )
+            print(describe(config, seed, result), flush=True)
     print(f"\n| config | seconds to {args.metric} {args.target:g}, each seed | median |\n|---|---|---|")
     for config, runs in results.items():
         each = [float("inf") if one.seconds is None else one.seconds for one in runs]
-        print(f"| `{config}` | {', '.join(f'{seconds:.0f}' for seconds in each)} | {statistics.median(each):.0f} |")
+        print(f"| `{config.text}` | {', '.join(f'{seconds:.0f}' for seconds in each)} | {statistics.median(each):.0f} |")
 
 
 if __name__ == "__main__":

@@ -33,7 +33,7 @@ class RunSettings(ConfigSection):
     model: str = "tiny"
     """A diffusers folder, a hub id, or the name of a shipped model."""
     dtype: Literal["auto", "fp32", "bf16", "fp16"] = "auto"
-    """Dtype of the base weights and of autocast; `auto` is bf16 where the device computes in it, else fp32. LoRA: float32."""
+    """Dtype of the base weights and of autocast; `auto` is bf16 where the device is faster in it, else fp32. LoRA: float32."""
     height: Pixels | None = None
     """Height of the images in pixels; the pipeline's own if not given."""
     width: Pixels | None = None

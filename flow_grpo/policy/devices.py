@@ -25,10 +25,14 @@ def default_device() -> str:
 
 
 def default_dtype(device: str) -> torch.dtype:
-    """The dtype to use: bf16 where the device has instructions for it, else fp32: a CPU without them is a hundred times slower in bf16."""
+    """The dtype to use: bf16 where the device is faster in it, else fp32.
+
+    A CPU is faster in bf16 with matrix units (AMX). With AVX-512 bf16 alone it is slower than in fp32 (docs/log.md), and without
+    either a hundred times slower.
+    """
     kind = torch.device(device).type
     if kind == "cpu":
-        native = getattr(torch.cpu, "_is_avx512_bf16_supported", lambda: False)()
+        native = getattr(torch.cpu, "_is_amx_tile_supported", lambda: False)()
     else:
         native = kind == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False)
     return torch.bfloat16 if native else torch.float32

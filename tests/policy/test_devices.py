@@ -31,17 +31,17 @@ def test_a_dtype_is_asked_for_by_its_short_name():
     assert {name: tiny_policy(name).pipe.transformer.dtype for name in dtypes} == dtypes
 
 
-def test_auto_is_bf16_where_there_are_instructions_for_it(monkeypatch):
+def test_auto_is_bf16_where_it_is_faster(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation=True: including_emulation)
-    assert default_dtype("cuda") == torch.float32, "emulation is no instruction"
+    assert default_dtype("cuda") == torch.float32, "emulation is slower"
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation=True: True)
     assert default_dtype("cuda:1") == torch.bfloat16
     assert default_dtype("mps") == torch.float32
-    monkeypatch.delattr(torch.cpu, "_is_avx512_bf16_supported")
+    monkeypatch.delattr(torch.cpu, "_is_amx_tile_supported")
     assert default_dtype("cpu") == torch.float32, "a torch that can't tell"
 
 
 @pytest.mark.parametrize(("native", "dtype"), [(True, torch.bfloat16), (False, torch.float32)])
-def test_auto_is_bf16_only_on_a_cpu_with_instructions_for_it(monkeypatch, native, dtype):
-    monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: native)
+def test_auto_is_bf16_only_on_a_cpu_with_matrix_units(monkeypatch, native, dtype):
+    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: native)
     assert tiny_policy("auto").dtype == tiny_policy("auto").pipe.transformer.dtype == dtype
