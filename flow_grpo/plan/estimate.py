@@ -200,7 +200,16 @@ class StepEstimator:
         more = self._reference_passes
         if args.method.group_mean and microbatch % args.images_per_prompt:  # the means of split groups are computed before
             more += 1 + args.method.old_policy + args.method.reference
-        return images * ((sampled - shared) * forward + decoding + passes * more * forward), images * passes * both
+        once = sampled - shared + self._rollout_velocities
+        return images * (once * forward + decoding + passes * more * forward), images * passes * both
+
+    @property
+    def _rollout_velocities(self) -> int:
+        """Velocities of the policy that sampled an image at its noise levels, which ratios need from the second update on."""
+        args, method = self.args, self.args.method
+        if method.stepwise or not method.ratio or args.updates * args.epochs == 1:
+            return 0
+        return args.objective.num_noise_levels * (1 + method.old_policy)
 
 
 def dtype_of(args: FlowGRPOConfig, cuda: bool) -> torch.dtype:

@@ -356,6 +356,23 @@ def test_a_mean_over_groups_takes_a_forward_pass_more_of_each_policy_where_micro
     assert split.update == whole.update
 
 
+@pytest.mark.parametrize(("objective", "velocities"), [("awm", 1), ("nft", 0), ("pepg", 1)])
+def test_several_updates_on_a_rollout_take_the_velocities_of_the_policy_that_sampled(
+    followed, monkeypatch, objective, velocities
+):
+    forward = followed.trace.operations["rollout"] / 2
+    estimates = []
+    for updates in (1, 2):
+        config = FlowGRPOConfig.from_yaml(
+            f"compare/{objective}" if objective != "awm" else "tiny_ocr", [f"updates={updates}", "epochs=1"]
+        )
+        monkeypatch.setattr(followed, "args", config)
+        estimates.append(followed.estimate(64))
+    images = config.prompts_per_step * config.images_per_prompt
+    assert estimates[1].forward - estimates[0].forward == pytest.approx(velocities * images * forward)
+    assert estimates[1].update == estimates[0].update, "each update has a share of the images"
+
+
 def test_a_dtype_that_the_cpu_is_slow_in_is_reported_with_the_one_to_set(monkeypatch):
     rates = {torch.bfloat16: Rates(45e9, 40e9), torch.float32: Rates(300e9, 240e9)}
     monkeypatch.setattr(fit, "default_dtype", lambda device: torch.float32)
