@@ -21,6 +21,7 @@ SIGNALS = {
     "monitor/sharpness": ("High-frequency power", "of the held-out images: blur lowers it, grain raises it"),
     "monitor/diversity": ("Diversity", "how much two images of a prompt differ"),
 }
+REWARD_NOTE = "line: in training; dots: held out"
 OF_EVALUATIONS = ("monitor/sharpness", "monitor/diversity")
 
 Point = tuple[float, float]
@@ -57,8 +58,9 @@ def _score_charts(
     same_rewards = all(run.trained == runs[0].trained for run in runs)  # sums of other rewards have other scales
     charts = []
     if same_rewards:
-        title, reward_lines, note = _reward_lines(runs, labels)
-        charts.append(draw(title, reward_lines, note))
+        charts.append(draw("Reward", _reward_lines(runs, labels, "reward"), REWARD_NOTE))
+        sets = dict.fromkeys(name for run in runs for name in run.prompt_sets)
+        charts += [draw(f"Reward of {name}", _reward_lines(runs, labels, f"reward/{name}"), REWARD_NOTE) for name in sets]
     constant: list[str] = []
     for name in dict.fromkeys(metric_name(name) for run in runs for name in run.metrics if metric_name(name) != "reward"):
         trained = [i for i, run in enumerate(runs) if name in run.trained]
@@ -96,16 +98,16 @@ def _signal_charts(
     return charts, constant
 
 
-def _reward_lines(runs: list[RunReader], labels: list[str]) -> tuple[str, list[Line], str]:
-    """Title, lines and note of the reward in training and held out. A single run has each step's reward too."""
+def _reward_lines(runs: list[RunReader], labels: list[str], key: str) -> list[Line]:
+    """The reward, or that of a prompt set, in training and held out. A single run has each step's reward too."""
     lines = []
     for i, run in enumerate(runs):
-        points = series(run.steps, "reward")
+        points = series(run.steps, key)
         if len(runs) == 1:
             lines.append(Line("", points, "faint", i))
         lines.append(Line(f"{labels[i]} in training".strip(), smooth(points), "soft", i))
-        lines += _held_out_lines(run, "eval/reward", f"{labels[i]} held out".strip(), i)
-    return "Reward", lines, "line: in training; dots: held out"
+        lines += _held_out_lines(run, f"eval/{key}", f"{labels[i]} held out".strip(), i)
+    return lines
 
 
 def _held_out_lines(run: RunReader, key: str, label: str, number: int) -> list[Line]:

@@ -10,6 +10,8 @@ from flow_grpo.config.loading import parse_yaml
 from flow_grpo.run_folder import layout
 from flow_grpo.run_folder.metrics_file import metric_name, metric_size, read_metrics
 
+SET_REWARD = "reward/"  # the reward of one prompt set: reward/SET, held out eval/reward/SET
+
 
 class RunReader:
     """The content of a run folder, finished or not. ValueError if the folder holds no run."""
@@ -62,13 +64,20 @@ class RunReader:
         Without the sum on each of several prompt sets.
         """
         names = list(dict.fromkeys(key[5:] for row in self.held_out for key in row if key.startswith("eval/")))
-        alone = [name for name in names if metric_name(name) != "reward" and not name.startswith("reward/")]
+        alone = [name for name in names if metric_name(name) != "reward" and not name.startswith(SET_REWARD)]
         alone.sort(key=lambda name: metric_name(name) not in self.trained)
         weighed = [name for name in self.trained if name in alone]
         settings = list(self.config.get("rewards", {}).values())
         weights = [one.get("weight", 1.0) if isinstance(one, dict) else one for one in settings]
         by_itself = len(weighed) == 1 and [weight for weight in weights if weight] in ([1.0], [])
         return alone if by_itself else [*(name for name in names if metric_name(name) == "reward"), *alone]  # one is the sum
+
+    @property
+    def prompt_sets(self) -> list[str]:
+        """The prompt sets whose reward was measured alone, in training or held out."""
+        names = [key.removeprefix("eval/") for row in [*self.steps, *self.held_out] for key in row]
+        sets = [metric_name(name)[len(SET_REWARD) :] for name in names if name.startswith(SET_REWARD)]
+        return list(dict.fromkeys(sets))
 
     @property
     def sizes(self) -> list[str]:

@@ -221,6 +221,20 @@ def test_several_runs_share_the_curves_and_stand_side_by_side(tmp_path):
     assert cells["training images"] == ["1,280", "1,280"]
 
 
+def test_each_prompt_set_has_a_chart_of_its_reward_in_training_and_held_out(tmp_path):
+    run = synthetic_run(tmp_path / "run")
+    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    for row in rows:
+        row |= {"reward/signs": 0.3 + row["step"] / 100} if "loss" in row else {}
+        row |= {"eval/reward/signs": 0.4 + row["step"] / 100} if "eval/reward" in row else {}
+    (run / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    scores, _, _ = charts.run_charts([RunReader(run)], ["run"])
+    assert [chart["title"] for chart in scores][:2] == ["Reward", "Reward of signs"]
+    assert [line["kind"] for line in scores[1]["lines"]] == ["faint", "soft", "dots"]
+    assert scores[1]["label"].endswith("held out from 0.400 to 0.800")
+    assert "Reward of signs" in page(tmp_path, run).text
+
+
 def test_cost_is_the_sum_of_the_steps(tmp_path):
     told = summary.cost(RunReader(synthetic_run(tmp_path / "run")))
     assert told["facts"]["time"] == "1 min 25 s", "40 steps of 2 seconds and 5 evaluations of 1"
