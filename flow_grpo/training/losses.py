@@ -52,7 +52,7 @@ class LossMetrics:
         return merged
 
     def metrics(self) -> dict[str, float]:
-        means = {name: total / self.weight for name, total in self.sums.items() if not name.endswith("max_deviation")}
+        means = {name: total / self.weight for name, total in self.sums.items()}
         largest = {name: value for name, value in self.largest.items() if name.endswith("max_deviation")}
         return {**means, **largest, **self.numbers}
 

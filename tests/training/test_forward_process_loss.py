@@ -8,7 +8,6 @@ from support import small_policy as small
 
 from flow_grpo.config.objective import DecayRamp
 from flow_grpo.distributed.processes import Processes
-from flow_grpo.training.losses import mean_by_group
 from flow_grpo.training.update import PolicyUpdate
 
 ODE = {"transition": "ode"}
@@ -143,12 +142,6 @@ def test_a_process_computes_for_its_groups_what_one_process_computes_for_all(nam
         whole = terms.losses(torch.arange(12), torch.ones(12) > 0)
         for loss, expected in zip(part.losses(chunk, weight > 0), whole, strict=True):
             torch.testing.assert_close(loss.value, expected.value[rows[chunk]], rtol=1e-4, atol=1e-6)
-
-
-def test_means_are_over_the_rows_of_a_group_that_count():
-    value, group = torch.tensor([1.0, 9.0, 3.0, 5.0, 7.0]), torch.tensor([4, 2, 4, 4, 8])
-    counts = torch.tensor([True, True, True, False, False])
-    assert mean_by_group(value, group, counts).tolist() == [2.0, 9.0, 2.0, 2.0, 0.0]
 
 
 @pytest.mark.parametrize("name", SETTINGS)

@@ -13,7 +13,7 @@ from flow_grpo.config.objective import section_type
 from flow_grpo.policy.conditioning import Conditioning
 from flow_grpo.policy.policy import Policy
 from flow_grpo.training.custom import load_custom_function
-from flow_grpo.training.losses import LossMetrics
+from flow_grpo.training.losses import LossMetrics, mean_by_group
 from flow_grpo.training.step_loss import ClipRange
 from flow_grpo.types import Experience, Loss, Schedule, Trajectory
 
@@ -524,3 +524,9 @@ def test_a_loss_of_ones_own_keeps_its_metrics(tmp_path):
         assert torch.equal(loss.metrics["mine/by"], 3 * experience.advantage)
         deviation = (seen.ratio - 1).abs().detach()
         torch.testing.assert_close(loss.metrics["ratio/max_deviation"].double(), deviation, rtol=1e-3, atol=1e-6)
+
+
+def test_means_are_over_the_rows_of_a_group_that_count():
+    value, group = torch.tensor([1.0, 9.0, 3.0, 5.0, 7.0]), torch.tensor([4, 2, 4, 4, 8])
+    counts = torch.tensor([True, True, True, False, False])
+    assert mean_by_group(value, group, counts).tolist() == [2.0, 9.0, 2.0, 2.0, 0.0]
