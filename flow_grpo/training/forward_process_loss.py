@@ -77,7 +77,7 @@ class ForwardProcessLoss:
 
     def _group_number(self, image: NoisedImage, rows: Int[Tensor, " n"]) -> Float[Tensor, " n"]:
         assert self.group_number is not None
-        return self.group_number(image, self.advantage[rows]).detach().float()
+        return self.group_number(image, self.advantage[rows]).detach()
 
     def losses(self, rows: Int[Tensor, " n"], is_real: Bool[Tensor, " n"]) -> Iterator[Loss]:
         """One loss per noise level, its values those of `rows`."""

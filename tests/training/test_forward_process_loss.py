@@ -112,6 +112,25 @@ def test_each_update_compares_with_the_policy_that_it_finds():
     assert all((now - then).abs().max() > 1e-3 for now, then in zip(terms.group_means, first, strict=True))
 
 
+def test_a_groups_mean_is_over_the_rows_of_the_update_without_those_that_fill_chunks():
+    _, _, _, terms = collected("dgpo", 3)
+    everything = [(torch.arange(12)[i : i + 3], torch.ones(3)) for i in (0, 3, 6, 9)]
+    numbers = []
+    terms._group_number = lambda image, rows, number=terms._group_number: (
+        numbers.append((rows, number(image, rows))) or numbers[-1][1]
+    )
+    terms.before_update(everything)
+    by_row = torch.zeros(12)
+    for rows, values in numbers[:4]:  # at the first noise level
+        by_row[rows] = values
+    fill = torch.tensor([1.0, 1.0, 0.0])
+    terms.before_update([(torch.tensor([0, 1, 2]), fill), (torch.tensor([4, 5, 6]), 1 - fill), (torch.arange(3), 0 * fill)])
+    mean = terms.group_means[0]
+    torch.testing.assert_close(mean[:4], by_row[:2].mean().expand(4))
+    torch.testing.assert_close(mean[4:8], by_row[6].expand(4))
+    assert mean[8:].eq(0).all(), "no row of the third group is in the update"
+
+
 def test_nothing_is_computed_before_an_update_where_micro_batches_hold_whole_groups():
     for name, microbatch, calls in (("dgpo", 4, 0), ("dgpo", 12, 0), ("dgpo", 3, 16), ("awm", 3, 0)):
         policy, _, _, terms = collected(name, microbatch)
