@@ -122,6 +122,18 @@ def test_several_steps_are_the_ones_by_hand():
     assert not ours.mid_step
 
 
+def test_the_average_follows_every_nth_optimizer_step_of_its_stage(monkeypatch):
+    policy, args, ours = made(stage_start=2, ema_decay=0.9, ema_every=3, updates=2, epochs=2, optimizer={"lr": 0.01})
+    steps, averaged = [], []
+    step, average = ours.optimizer.step, policy.ema.update
+    monkeypatch.setattr(ours.optimizer, "step", lambda lr: steps.append(lr) or step(lr))
+    monkeypatch.setattr(policy.ema, "update", lambda decay: averaged.append(len(steps)) or average(decay))
+    for number in (2, 3, 4):
+        ours(small.experience(policy, args, ADVANTAGE, WINDOW, number), number)
+    assert len(steps) == 12
+    assert averaged == [3, 6, 9, 12]
+
+
 def test_the_learning_rate_rises_to_lr_then_falls_in_a_line_to_the_last_step_of_its_part():
     policy, args, ours = made(stage_start=3, steps=11, optimizer={"lr": 2.0, "warmup_steps": 4, "final_lr_ratio": 0.2})
     silent = small.experience(policy, args, torch.zeros(4, 3), WINDOW)
