@@ -159,7 +159,7 @@ def test_a_setting_that_the_objective_does_not_read_is_refused(setting):
 
 
 @pytest.mark.parametrize(
-    "setting", ["objective.num_noise_levels=2", "objective.sigma_range=[0, 0.5]", "objective.loss_weight=ghuber"]
+    "setting", ["objective.num_noise_levels=2", "objective.sigma_range=[0, 0.8]", "objective.loss_weight=ghuber"]
 )
 def test_what_final_latents_need_is_refused_on_steps(setting):
     with pytest.raises(ValueError, match="objective grpo does not use"):

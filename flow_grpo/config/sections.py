@@ -6,6 +6,7 @@ from pathlib import PurePath
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic_core import PydanticCustomError
 
 from flow_grpo.methods import TRANSITIONS
 from flow_grpo.text import suggest
@@ -205,8 +206,12 @@ def _read_prompt_sets(value: Any) -> Any:
             sets.append(PromptSetConfig.model_validate({"file": one} if isinstance(one, str) else one))
         except ValidationError as error:
             first = error.errors()[0]
-            place = ".".join(map(str, first["loc"])) or "it"
-            raise ValueError(f"prompt set {number}: {place}: {first['msg']}.") from error
+            place = ".".join(map(str, first["loc"]))
+            wrong = f"{place}: {first['msg']}" if place else "it should be a file or {file: ..., weight: ..., rewards: ...}"
+            # not a ValueError, whose sentence would stand without the setting's name
+            raise PydanticCustomError(
+                "prompt_set", "prompt set {number}: {wrong}", {"number": number, "wrong": wrong}
+            ) from error
     return sets
 
 

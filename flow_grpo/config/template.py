@@ -12,7 +12,9 @@ from flow_grpo.config.run_config import FlowGRPOConfig
 
 BASE = "sd35_medium_ocr"  # the settings for a model that no bundled config trains
 OBJECT_PROMPTS = ("prompts/geneval_train.jsonl", "prompts/geneval_eval.jsonl")  # for rewards that read no text
-# the settings that a new config shows, in this order; a list names those of a section
+METHOD_SECTIONS = ("sampling", "objective")
+# the settings that a new config shows, in this order; a list names those of a section. Of the method's sections, those that it reads,
+# and what else the preset sets
 SHOWN_FIELDS: dict[str, list[str]] = {
     "model": [],
     "dtype": [],
@@ -61,8 +63,10 @@ def template(model: str, rewards: list[str]) -> str:
             lines += _setting(key, values[key], field.description)
         elif values[key] is not None:
             lines += ["", f"{key}:"]
-            read = [name for name in inner if reads(values, key, name)]
-            fields = type(getattr(args, key)).model_fields
+            section = getattr(args, key)
+            fields = type(section).model_fields
+            own = [name for name in fields if name in section.model_fields_set and name not in inner]  # that the preset sets
+            read = [name for name in [*inner, *own] if reads(values, key, name)] if key in METHOD_SECTIONS else inner
             for name in read:
                 lines += _setting(name, values[key][name], fields[name].description, indent="  ")
     return "\n".join(lines) + "\n"

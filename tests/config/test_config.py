@@ -113,7 +113,7 @@ def test_overrides_reach_into_sections():
         ("objective.name=ppo sampling.transition=cps objective.advantage=rloo", "its critic makes the advantages"),
         ("objective.dataset=pictures", "objective awm does not use dataset; sft and dpo do: remove it"),
         ("objective.name=dpo microbatch=1", "set an even one"),
-        ("microbatch=5", "does not divide prompts_per_step x images_per_prompt = 128"),
+        ("microbatch=5", "does not divide prompts_per_step x images_per_prompt = 64"),
         ("sampling.shared_initial_noise=true", "would draw the same image for a whole group"),
         ("objective.clip_low=abc", "objective.clip_low is 'abc', but"),
         ("objective.name=reinforce sampling.transition=cps updates=2", "set updates=1 and epochs=1"),

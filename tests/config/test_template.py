@@ -25,7 +25,7 @@ def test_a_new_config_is_read_as_the_preset_with_its_model_and_rewards(tmp_path,
     assert list(args.rewards) == rewards
     name = {"tiny": "tiny_ocr", "black-forest-labs/FLUX.1-dev": "flux_dev_ocr"}.get(model, "sd35_medium_ocr")
     preset = FlowGRPOConfig.from_yaml(name)
-    assert args.sampling == preset.sampling
+    assert (args.sampling, args.objective) == (preset.sampling, preset.objective)
     assert args.prompts_per_step == preset.prompts_per_step
     assert args.evaluation.every == preset.evaluation.every
     if model != "tiny" and rewards != ["ocr"]:

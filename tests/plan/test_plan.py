@@ -352,7 +352,7 @@ def test_a_mean_over_groups_takes_a_forward_pass_more_of_each_policy_where_micro
     monkeypatch.setattr(followed, "args", FlowGRPOConfig.from_yaml("compare/crd"))
     whole, split = followed.estimate(64), followed.estimate(6)
     forward = followed.trace.operations["rollout"] / 2
-    assert split.forward - whole.forward == pytest.approx(128 * 2 * forward)
+    assert split.forward - whole.forward == pytest.approx(64 * 3 * 2 * forward), "at three noise levels"
     assert split.update == whole.update
 
 
@@ -368,8 +368,8 @@ def test_several_updates_on_a_rollout_take_the_velocities_of_the_policy_that_sam
         )
         monkeypatch.setattr(followed, "args", config)
         estimates.append(followed.estimate(64))
-    images = config.prompts_per_step * config.images_per_prompt
-    assert estimates[1].forward - estimates[0].forward == pytest.approx(velocities * images * forward)
+    noised = config.prompts_per_step * config.images_per_prompt * config.objective.num_noise_levels
+    assert estimates[1].forward - estimates[0].forward == pytest.approx(velocities * noised * forward)
     assert estimates[1].update == estimates[0].update, "each update has a share of the images"
 
 
