@@ -26,9 +26,11 @@ class Phase:
     due: float = field(default_factory=lambda: time.monotonic() + PATIENCE)
 
     def advance(self, count: int = 1) -> None:
+        """Count finished items."""
         self.done += count
 
     def line(self, now: float) -> str:
+        """The phase as a line of text at a time in seconds."""
         share = "" if self.total is None else f" {self.done} of {self.total},"
         return f"{self.name}:{share} {now - self.started:.0f} s"
 

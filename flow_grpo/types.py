@@ -42,6 +42,7 @@ class PromptBatch:
 
     @staticmethod
     def join(parts: "Sequence[PromptBatch]") -> "PromptBatch":
+        """Several batches as one."""
         prompts, metadata = [p for part in parts for p in part.prompts], [m for part in parts for m in part.metadata]
         return PromptBatch(prompts, metadata, torch.cat([p.group for p in parts]), torch.cat([p.image for p in parts]))
 
@@ -148,6 +149,7 @@ class Trajectory:
 
     @staticmethod
     def join(parts: "Sequence[Trajectory]") -> "Trajectory":
+        """The trajectories of several micro-batches as one."""
         states: list = [t.states for t in parts]
         starts = accumulate([len(t.final) for t in parts], initial=0)
         graphs = {start + row: kept for start, t in zip(starts, parts, strict=False) for row, kept in t.graphs.items()}
@@ -217,10 +219,12 @@ class Scores:
     by_name: dict[str, Float[Tensor, " B"]]
 
     def take(self, rows: Int[Tensor, " n"] | Bool[Tensor, " n"]) -> "Scores":
+        """The scores of some rows."""
         return Scores(self.total[rows], {name: values[rows] for name, values in self.by_name.items()})
 
     @staticmethod
     def join(parts: "Sequence[Scores]") -> "Scores":
+        """The scores of several batches as one."""
         names = parts[0].by_name
         return Scores(
             torch.cat([s.total for s in parts]), {name: torch.cat([s.by_name[name] for s in parts]) for name in names}
@@ -243,6 +247,7 @@ class Evaluation:
         return {**self.values, **more}
 
     def means(self) -> dict[str, float]:
+        """The mean of each metric over its finite values."""
         return {name: values.nanmean().item() for name, values in self.all_values().items()}
 
 

@@ -58,10 +58,12 @@ class OpenCLIP(torch.nn.Module):
         self.device = device
 
     def encode_images(self, images: list[Image.Image]) -> Tensor:
+        """Normalised features (B, D) of images."""
         inputs = torch.stack([self.preprocess(image) for image in images])
         return self.model.encode_image(inputs.to(self.device), normalize=True)
 
     def encode_prompts(self, prompts: list[str]) -> Tensor:
+        """Normalised features (B, D) of prompts."""
         texts, places = unique(prompts)
         return self.model.encode_text(self.tokenizer(texts).to(self.device), normalize=True)[places]
 

@@ -126,4 +126,5 @@ class ExactOCR(OCR):
     """
 
     def score(self, read: str, target: str) -> float:
+        """1.0 if the text is exactly the asked one, else 0.0."""
         return float(read == target)

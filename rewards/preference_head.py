@@ -23,6 +23,8 @@ from rewards.weights import check_keys, load_tensors
 
 @dataclass
 class Vote:
+    """A vote: the better and the worse of two images of a prompt."""
+
     prompt: str
     better: Path
     worse: Path

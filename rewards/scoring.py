@@ -16,6 +16,8 @@ MAX_PROMPT_LENGTH = 200  # characters of a prompt in an error
 
 
 class Reward(Protocol):
+    """A callable that scores images: values (B,), larger is better."""
+
     def __call__(self, images: torch.Tensor, prompts: list[str], **metadata: Any) -> torch.Tensor | list[float]: ...
 
 

@@ -25,6 +25,8 @@ errors = Console(stderr=True)
 
 
 class Named(Protocol):
+    """Anything with a name, such as a target of `eval`."""
+
     @property
     def name(self) -> str: ...
 

@@ -57,6 +57,7 @@ class CurvePoint:
     values: dict[str, float]  # held-out metrics, means over the prompts
 
     def reaches(self, metric: str, target: float | None) -> bool:
+        """Whether a metric is at least the target."""
         return target is not None and self.values[metric] >= target
 
 

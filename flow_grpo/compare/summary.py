@@ -66,6 +66,7 @@ def _times_to_target(curves: list[list[CurvePoint]], metric: str, target: float 
 
 
 def print_summary(console: Console, rows: Rows, metric: str, target: float | None) -> None:
+    """Print the comparison's table with the columns that fit a console."""
     table = Table(title=metric + (f", target {target}" if target is not None else ""), title_justify="left")
     table.add_column("config", no_wrap=True)
     columns = [name for name in CONSOLE_COLUMNS if any(name in row for row in rows.values())]
@@ -77,6 +78,7 @@ def print_summary(console: Console, rows: Rows, metric: str, target: float | Non
 
 
 def markdown(rows: Rows) -> str:
+    """The comparison's table in Markdown, with all columns."""
     columns = list(dict.fromkeys(key for row in rows.values() for key in row))
     lines = [[name, *(_cell(row.get(column)) for column in columns)] for name, row in rows.items()]
     return markdown_table(["config", *columns], lines) + "\n"

@@ -14,6 +14,8 @@ COPIES = ("ema", "reset")  # copies of the LoRA
 
 
 class AnchorConfig(ConfigSection):
+    """One anchor: a reference, the KL to it, its weight and its gate."""
+
     to: Literal["base", "ema", "guided", "reset"]
     """The reference: the base model; `ema`, a moving average of the policy (AWM's code, arXiv 2509.25050); `guided`, the base model with
     classifier-free guidance (CRD, arXiv 2603.14128); `reset`, a copy of the policy that is renewed at times (GARDO, arXiv 2512.24138)."""

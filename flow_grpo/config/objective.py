@@ -113,6 +113,8 @@ class Ppo(ObjectiveConfig):
 
 
 class NoiseLevels(ObjectiveConfig):
+    """The noise levels at which a forward-process objective noises final latents."""
+
     num_noise_levels: PositiveInt = 1
     """Noise levels drawn for each prompt of a step; all its images (see shared_noise) and all epochs have the same."""
     sigma_range: tuple[Share, Share] = (0.0, 1.0)
@@ -141,6 +143,8 @@ class Dataset(ObjectiveConfig):
 
 
 class Awm(ObjectiveConfig):
+    """The settings of `awm` (arXiv 2509.25050)."""
+
     loss_weight: Literal["uniform", "ghuber", "adaptive"] = "uniform"
     """Weight of the matching loss; `adaptive` divides it by its mean absolute error, as epg does (arXiv 2602.04663)."""
 
@@ -152,6 +156,8 @@ class LatentUnit(ObjectiveConfig):
 
 
 class DecayRamp(ConfigSection):
+    """A decay that grows with the optimizer steps of a stage."""
+
     rate: PositiveFloat
     """How much the decay grows with every optimizer step."""
     max: Share
@@ -167,6 +173,8 @@ class DecayRamp(ConfigSection):
 
 
 class Nft(ObjectiveConfig):
+    """The settings of `nft` (arXiv 2509.16117)."""
+
     beta: PositiveFloat = 1.0
     """How far the implicit policies are from the old one."""
     advantage_max: PositiveFloat = 5.0
@@ -174,6 +182,8 @@ class Nft(ObjectiveConfig):
 
 
 class Crd(ObjectiveConfig):
+    """The settings of `crd` (arXiv 2603.14128)."""
+
     beta: PositiveFloat = 1.0
     """Scale of the implicit reward: the larger, the less the policy moves from the old one for the same advantage."""
     advantage_max: PositiveFloat = 5.0
@@ -181,6 +191,8 @@ class Crd(ObjectiveConfig):
 
 
 class OldPolicy(ObjectiveConfig):
+    """The settings of objectives with a slowly moving copy of the policy."""
+
     old_policy_decay: Share | DecayRamp = 0.5
     """How slowly the old policy follows the trained one after each training step: 0 at once, 1 never. Or a ramp: for nft the published
     one is {rate: 0.001, max: 0.5}, for OCR {after: 75, rate: 0.0075, max: 0.999}; for crd {start: 0.25, rate: 0.005, max: 0.999}."""
@@ -198,11 +210,15 @@ class OldPolicy(ObjectiveConfig):
 
 
 class Dgpo(ObjectiveConfig):
+    """The settings of `dgpo` (arXiv 2510.08425)."""
+
     beta: PositiveFloat = 100.0
     """How sharply a group's mean preference decides its weight."""
 
 
 class Dpo(ObjectiveConfig):
+    """The settings of `dpo` (arXiv 2311.12908)."""
+
     beta: PositiveFloat = 500.0
     """How sharply the difference of two matching errors decides."""
 

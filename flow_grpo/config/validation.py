@@ -27,6 +27,7 @@ def check_run(args: RunSettings) -> None:
 
 
 def check_trackers(names: Iterable[str]) -> None:
+    """Raise ValueError for a tracker that does not exist."""
     for name in names:
         if name not in TRACKERS:
             raise ValueError(
@@ -35,6 +36,7 @@ def check_trackers(names: Iterable[str]) -> None:
 
 
 def check_sizes(args: RunSettings) -> None:
+    """Raise ValueError if the sizes of a step do not fit together."""
     rows = args.prompts_per_step * args.images_per_prompt
     if args.prompts_per_step % args.updates:
         raise ValueError(
@@ -282,6 +284,7 @@ def check_zero(args: RunSettings) -> None:
 
 
 def check_window(s: SamplingConfig) -> None:
+    """Raise ValueError if the window does not fit into the schedule."""
     w = s.window
     transition = methods.TRANSITIONS[s.transition]
     if not transition.stochastic:

@@ -23,9 +23,11 @@ class Box:
         return self.right - self.left
 
     def crop(self, pixels: np.ndarray) -> np.ndarray:
+        """The pixels (height, width, ...) inside the box."""
         return pixels[self.top : self.bottom, self.left : self.right]
 
     def overlaps(self, other: "Box") -> bool:
+        """Whether the boxes share a pixel."""
         rows = self.top < other.bottom and other.top < self.bottom
         return rows and self.left < other.right and other.left < self.right
 

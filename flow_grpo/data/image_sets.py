@@ -39,6 +39,7 @@ class ImageRecords:
         return PromptSet(self.prompts, self.metadata).take(range(len(self)) if rows is None else rows, 1).columns()
 
     def take(self, rows: list[int]) -> Self:
+        """Some of the records, in the order of `rows`."""
         labels, prompts = [self.labels[i] for i in rows], [self.prompts[i] for i in rows]
         seeds, metadata = [self.seeds[i] for i in rows], [self.metadata[i] for i in rows]
         return replace(self, labels=labels, prompts=prompts, seeds=seeds, metadata=metadata)

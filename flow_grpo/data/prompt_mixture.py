@@ -37,6 +37,7 @@ def load_run_prompts(source: Any) -> PromptSet:
 
 
 def join_sets(names: Sequence[str], parts: Sequence[PromptSet], weights: Sequence[float]) -> PromptMixture:
+    """Several prompt sets as one mixture."""
     prompts, metadata = [p for part in parts for p in part.prompts], [m for part in parts for m in part.metadata]
     return PromptMixture(prompts, metadata, tuple(names), tuple(parts), tuple(weights))
 

@@ -101,10 +101,12 @@ class PromptSampler:
         return sum(until > step for until in self.skipped_until.values())
 
     def state_dict(self) -> dict:
+        """What the sampler has observed, for a checkpoint."""
         streak, until = dict(self.zero_std_streak), dict(self.skipped_until)
         return {"epoch": self.epoch, "place": self.place, "silent": streak, "until": until}  # names that 0.3 wrote
 
     def load_state_dict(self, state: dict) -> None:
+        """Restore what `state_dict` returned."""
         self.epoch, self.place = state["epoch"], state["place"]
         self.zero_std_streak, self.skipped_until = dict(state["silent"]), dict(state["until"])
 

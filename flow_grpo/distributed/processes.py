@@ -96,6 +96,7 @@ class Processes:
             torch.distributed.destroy_process_group()
 
     def any(self, value: bool) -> bool:
+        """Whether a flag is true on any process. Every process must call it."""
         return any(self.all_gather(value))
 
     @torch.no_grad()

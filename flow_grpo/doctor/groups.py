@@ -40,6 +40,7 @@ class SampledGroups:
 
     @property
     def reward_inputs(self) -> RewardInputs:
+        """The images, prompts and metadata as rewards get them."""
         return RewardInputs(self.images, self.batch.prompts, self.batch.columns())
 
 
@@ -131,6 +132,7 @@ def _check_batch_invariance(source: RolloutSource, groups: SampledGroups) -> Che
 
 
 def group_size(images: int) -> CheckResult:
+    """Judge the number of images in a group."""
     if images >= MIN_GROUP_SIZE:
         return CheckResult("images per prompt", f"{images}", OK)
     message = f"the mean of so few is mostly noise: set images_per_prompt={MIN_GROUP_SIZE} or more."

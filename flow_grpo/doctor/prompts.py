@@ -93,6 +93,7 @@ def duplicate_prompts(prompts: list[str]) -> CheckResult:
 
 
 def eval_prompt_count(count: int) -> CheckResult:
+    """Judge the number of held-out prompts."""
     if count >= MIN_HELD_OUT:
         return CheckResult("held-out prompts", f"{count}", OK)
     message = f"set evaluation.prompts to a file of at least {MIN_HELD_OUT}: nothing else detects reward hacking."
@@ -100,6 +101,7 @@ def eval_prompt_count(count: int) -> CheckResult:
 
 
 def train_eval_overlap(prompts: list[str], held_out: list[str]) -> CheckResult:
+    """Judge how many held-out prompts are trained on."""
     name, count = "held-out prompts trained on", held_out_overlap(prompts, held_out)
     if not count:
         return CheckResult(name, "0", OK)

@@ -28,6 +28,7 @@ GB = 1e9
 
 
 def check_machine(device: torch.device, dtype: torch.dtype) -> list[CheckResult]:
+    """Check the device, its speed and its threads."""
     speed = matmul_speed(device, dtype)
     speed_fp32 = speed if dtype == torch.float32 else matmul_speed(device, torch.float32)
     name = next(name for name, value in DTYPES.items() if value == dtype)
@@ -70,6 +71,7 @@ def run_time(stages: list[FlowGRPOConfig], step_metrics: list[dict[str, float]],
 
 
 def check_memory(device: torch.device, estimates: list[tuple[StepEstimate, float] | None]) -> CheckResult:
+    """Check that a step fits into memory."""
     cuda = device.type == "cuda"
     there = torch.cuda.get_device_properties(device).total_memory if cuda else psutil.virtual_memory().total
     estimated = [one[0].peak - one[0].persistent.get("CUDA", 0.0) for one in estimates if one is not None]
@@ -85,6 +87,7 @@ def check_disk(policy: Policy, keep: int, folder: Path) -> CheckResult:
 
 
 def check_run_folder(folder: Path) -> CheckResult:
+    """Check that the run folder is free."""
     return run_folder(str(folder), is_begun(folder))
 
 
@@ -155,6 +158,7 @@ def disk(needed: float, free: float) -> CheckResult:
 
 
 def run_folder(folder: str, has_run: bool) -> CheckResult:
+    """Judge whether the run folder is free."""
     if not has_run:
         return CheckResult("run folder", folder, OK, "is free")
     return CheckResult(

@@ -67,6 +67,7 @@ class DryRunReport:
     notes: list[str] = field(default_factory=list)
 
     def lines(self) -> list[str]:
+        """The report as lines of text, the verdict last."""
         called = f"; rewards {', '.join(self.rewards)}, each on {NUM_NOISE_IMAGES} images of noise" if self.rewards else ""
         lines = [f"checked: {', '.join(self.checked)}{called}", *self.notes]
         if not self.missing:

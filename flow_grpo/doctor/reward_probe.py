@@ -61,6 +61,8 @@ def perturbed(inputs: RewardInputs) -> dict[str, RewardInputs]:
 
 @dataclass(frozen=True)
 class RewardStats:
+    """What a reward returned for probe images, and what that cost."""
+
     values: dict[str, Tensor]  # (B,) for the original images and each perturbation
     seconds_per_image: float  # scored one by one, the median
     seconds_per_batch: float  # scored together

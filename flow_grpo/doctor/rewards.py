@@ -103,6 +103,7 @@ def replace_human_reward(rewards: WeightedSum) -> None:
 
 
 def brightness(images: Tensor, prompts: list[str], **metadata: Any) -> Tensor:
+    """Stand in for a person: the mean of all channels, (B,)."""
     return images.mean((1, 2, 3))
 
 
@@ -134,6 +135,7 @@ def check_monitored(name: str, call: RewardCall, drops: bool) -> list[CheckResul
 
 
 def human_skipped(name: str) -> CheckResult:
+    """Say that a person is not asked before the run."""
     message = "no person is asked before the run; where a rollout needs a ranking, brightness gives it."
     return CheckResult(f"{name}: values", "not called", OK, message)
 
@@ -207,11 +209,13 @@ def reads_prompt(name: str, reads: bool, change: float, another: bool) -> CheckR
 
 
 def group_dependence(name: str, depends: bool) -> CheckResult:
+    """Judge whether an image's value depends on the other images of a call."""
     check = f"{name}: depends on other images"
     return CheckResult(check, "yes", WARNING, GROUP_DEPENDENT) if depends else CheckResult(check, "no", OK)
 
 
 def side_effects(name: str, call: RewardCall) -> CheckResult:
+    """Judge what a call changes besides what it returns."""
     check = f"{name}: side effects"
     if call.wrote_images:
         message = "it writes into the images that it is given, which other rewards get too: let it copy them."

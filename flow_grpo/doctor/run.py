@@ -38,6 +38,7 @@ class RunChecks:
         self.step_metrics: list[dict[str, float]] = []
 
     def sections(self) -> Iterator[CheckSection]:
+        """The sections of checks, each computed when it is asked for."""
         trainer = self.trainer
         yield "machine", resources.check_machine(trainer.policy.device, trainer.policy.dtype)
         yield "prompts", self.check_prompts()
@@ -77,6 +78,7 @@ class RunChecks:
         yield f"groups{of_stage}", groups.check_groups(source, sampled, values)
 
     def check_prompts(self) -> list[CheckResult]:
+        """Check the prompts of all stages."""
         trainer = self.trainer
         return prompts.check_prompts(
             stages=[stage for _, stage in trainer.state.stages],
@@ -112,6 +114,7 @@ class RunChecks:
         return update.check_update(stage, experience.trajectory, drift, gradients, metrics)
 
     def check_cost(self) -> list[CheckResult]:
+        """Check time, memory and the run folder."""
         trainer, args, policy = self.trainer, self.trainer.args, self.trainer.policy
         stages = [stage for _, stage in trainer.state.stages]
         estimates = [resources.estimate(stage, policy.device.type == "cuda") for stage in stages]

@@ -70,6 +70,7 @@ class GradientStats:
 
     @property
     def rms(self) -> float:
+        """Root mean square of the gradient over all trained weights."""
         return (sum(norm**2 for norm in self.norm.values()) / self.count) ** 0.5
 
     @torch.no_grad()
@@ -123,6 +124,7 @@ def _typical(drift: Tensor) -> float:
 
 
 def initial_ratio(deviation: float) -> CheckResult:
+    """Judge how far the ratio before the first update is from 1."""
     name = "ratio before the first update"
     if deviation == 0:
         return CheckResult(name, "exactly 1", OK)

@@ -35,6 +35,7 @@ class RewardInputs:
     columns: dict[str, list]
 
     def take(self, rows: list[int]) -> "RewardInputs":
+        """The inputs of some rows."""
         columns = {name: [values[i] for i in rows] for name, values in self.columns.items()}
         return RewardInputs(self.images[rows], [self.prompts[i] for i in rows], columns)
 

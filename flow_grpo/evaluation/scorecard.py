@@ -47,6 +47,7 @@ class MetricChange:
 
     @property
     def significant(self) -> bool:
+        """Whether the change is significant after correction for the number of tests."""
         return self.p_adjusted < MAX_P
 
 
@@ -70,10 +71,12 @@ class Scorecard:
 
     @property
     def metrics(self) -> list[str]:
+        """Names of the metrics, in the order of the table."""
         return list(dict.fromkeys(name for means in self.means.values() for name in means))
 
     @property
     def num_tests(self) -> int:
+        """Number of tests that the p values are corrected for."""
         return sum(len(changes) for changes in self.changes.values())
 
     def macro_average(self, column: str, target: str, metric: str) -> float | None:

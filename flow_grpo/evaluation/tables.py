@@ -57,6 +57,7 @@ def write(folder: Path, card: Scorecard, settings: dict[str, Any]) -> None:
 
 
 def title(card: Scorecard) -> str:
+    """The number of prompts and images, as the tables' title."""
     counts = {len(set(target.rows.prompts)) for target in card.results}
     images = {len(target.rows) for target in card.results}
     return f"{_span(counts, 'prompt')}, {_span(images, 'image')} of each target"

@@ -32,6 +32,7 @@ class ModelTarget:
 
     @property
     def is_base(self) -> bool:
+        """Whether it has no trained weights."""
         return self.lora is None and self.checkpoint is None
 
     @property

@@ -42,6 +42,7 @@ class StepEstimate:
 
     @property
     def operations(self) -> float:
+        """Floating-point operations of a step."""
         return self.forward + self.update
 
     def seconds(self, rates: Rates) -> float:

@@ -37,6 +37,7 @@ class Rates:
 
     @classmethod
     def of_peak(cls, peak: float) -> "Rates":
+        """The rates of a device as a fraction of its peak, in operations a second."""
         return cls(UTILISATION * peak, UTILISATION * peak, f"{UTILISATION:.0%} of the peak of {peak / TERA:.3g} TFLOP/s")
 
 

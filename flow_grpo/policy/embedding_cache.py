@@ -39,6 +39,7 @@ class EmbeddingCache:
         return self._held.get(text)
 
     def put(self, text: str, outputs: Any) -> None:
+        """Keep what the encoders returned for a prompt."""
         self._hold(text, outputs)
         if self.folder is None:
             return

@@ -17,6 +17,8 @@ ATTENTION = (
 
 @dataclass(frozen=True)
 class Family:
+    """What a kind of pipeline needs beyond the conventions of diffusers."""
+
     guidance: str = "guidance_scale"
     """The argument of the call that the setting `guidance` sets; "" if there is none."""
     no_guidance_value: float = 1.0

@@ -40,6 +40,7 @@ class Lora:
 
     @property
     def transformer(self) -> Any:
+        """The transformer that holds the LoRA."""
         return self.pipe.transformer
 
     @property

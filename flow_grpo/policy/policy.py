@@ -53,6 +53,7 @@ class Policy(FlowPipeline):
 
     @property
     def has_lora(self) -> bool:
+        """Whether a LoRA is trained, not all weights."""
         return bool(self.lora.adapters)
 
     def enable_full_finetuning(self) -> None:

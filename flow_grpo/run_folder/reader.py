@@ -49,6 +49,7 @@ class RunReader:
 
     @property
     def warnings(self) -> list[dict]:
+        """The rows of warnings."""
         return [row for row in self.rows if "warning" in row]
 
     @property

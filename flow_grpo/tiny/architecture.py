@@ -43,6 +43,7 @@ def t5_tokenizer() -> T5TokenizerFast:
 
 
 def clip_text_encoder(tokenizer: CLIPTokenizer, activation: str) -> CLIPTextModelWithProjection:
+    """An untrained CLIP text encoder of the embedded model."""
     encoder = CLIPTextModelWithProjection(
         CLIPTextConfig(
             vocab_size=len(tokenizer),
@@ -66,6 +67,7 @@ def clip_text_encoder(tokenizer: CLIPTokenizer, activation: str) -> CLIPTextMode
 
 
 def t5_encoder(tokenizer: T5TokenizerFast) -> T5EncoderModel:
+    """The untrained T5 encoder of the embedded model."""
     encoder = T5EncoderModel(
         T5Config(
             vocab_size=len(tokenizer),

@@ -52,6 +52,7 @@ def images_of(signs: list[world.Sign], height: int = world.HEIGHT) -> torch.Tens
 
 
 def train_vae(pipe: StableDiffusion3Pipeline, folder: Path, seed: int) -> StableDiffusion3Pipeline:
+    """Train the pipeline's VAE on drawn signs."""
     stage = PretrainingStage("vae", pipe, ["vae"], folder, seed)
 
     def loss(rng: np.random.Generator, step: int) -> torch.Tensor:

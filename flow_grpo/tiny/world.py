@@ -44,6 +44,7 @@ class Sign:
 
     @property
     def prompt(self) -> str:
+        """The prompt that asks for the sign."""
         return f'{self.color} text "{self.word}" on a {self.background} background'
 
     def draw(self, height: int = HEIGHT) -> Image.Image:
@@ -68,6 +69,7 @@ def parse(prompt: str) -> Sign:
 
 
 def random_word(rng: np.random.Generator) -> str:
+    """A word of three to five letters."""
     return "".join(rng.choice(list(LETTERS), size=rng.integers(3, 6)))
 
 

@@ -171,9 +171,11 @@ class AnchorCopies:
                 self.renewed[name] = step + 1
 
     def state_dict(self) -> dict[str, Any]:
+        """The steps at which copies were renewed, for a checkpoint."""
         return dict(self.renewed)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restore what `state_dict` returned."""
         self.renewed = {name: state.get(name, step) for name, step in self.renewed.items()}
 
     @staticmethod

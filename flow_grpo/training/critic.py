@@ -83,9 +83,11 @@ class Critic(nn.Module):
         return sum(errors) / len(errors)
 
     def training_state(self) -> dict:
+        """Weights and optimizer, for a checkpoint."""
         return {"weights": self.state_dict(), "optimizer": self.optimizer.state_dict()}
 
     def load_training_state(self, state: dict) -> None:
+        """Restore what `training_state` returned. ValueError if it is of a critic of another shape."""
         try:
             self.load_state_dict(state["weights"])
         except RuntimeError as error:

@@ -65,9 +65,11 @@ class DisagreementGate:
         self.means = [*self.means, mean][-REMEMBERED:]
 
     def state_dict(self) -> dict[str, float | list[float]]:
+        """The share and the means of the last steps, for a checkpoint."""
         return {"share": self.share, "means": list(self.means)}
 
     def load_state_dict(self, state: dict) -> None:
+        """Restore what `state_dict` returned."""
         self.share, self.means = state["share"], list(state["means"])
 
 

@@ -54,6 +54,7 @@ class ImageSampler:
         self.reset_seconds()
 
     def reset_seconds(self) -> None:
+        """Set the seconds of all parts to 0."""
         self.seconds = {"rollout": 0.0, "decode": 0.0, "reward": 0.0}
 
     def sample_and_score(self, batch: PromptBatch, window: list[int], step: int) -> tuple[Trajectory, Scores]:

@@ -32,6 +32,7 @@ class LossMetrics:
         self.numbers: dict[str, float] = {}
 
     def add(self, loss: Loss, weight: Float[Tensor, " n"]) -> None:
+        """Add a chunk's loss and metrics, its rows weighted by `weight` (n,)."""
         self.loss += (loss.value * weight).sum().item()
         self.weight += weight.sum().item()
         for name, values in loss.metrics.items():
@@ -52,6 +53,7 @@ class LossMetrics:
         return merged
 
     def metrics(self) -> dict[str, float]:
+        """Weighted means; of deviations the largest value."""
         means = {name: total / self.weight for name, total in self.sums.items()}
         largest = {name: value for name, value in self.largest.items() if name.endswith("max_deviation")}
         return {**means, **largest, **self.numbers}

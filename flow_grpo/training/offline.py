@@ -45,6 +45,7 @@ class OfflineSource:
         self.size = (blank.shape[3], blank.shape[2])  # width and height, as PIL has them
 
     def collect(self, step: int) -> Experience:
+        """The dataset's images of a training step, encoded, with advantages of 0."""
         started = time.perf_counter()
         count = self.args.prompts_per_step * self.args.images_per_prompt // self.rows_per_pair
         groups = torch.arange(count)

@@ -35,6 +35,7 @@ class ScoredImages:
 
     @staticmethod
     def join(parts: "Sequence[ScoredImages]") -> "ScoredImages":
+        """The images of several rounds as one."""
         return ScoredImages(
             PromptBatch.join([part.batch for part in parts]),
             Trajectory.join([part.trajectory for part in parts]),

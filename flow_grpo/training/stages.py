@@ -132,6 +132,7 @@ class Stage:
         }
 
     def restore_loop_state(self, state: dict[str, Any]) -> None:
+        """Restore what `loop_state` returned."""
         self.prompt_sampler.load_state_dict(state["prompts"])
         self.args.microbatch = state["microbatch"]
         self.update.clip.state, self.window.measured_start = dict(state["clip"]), state["window"]

@@ -34,6 +34,7 @@ class ClipRange:
         self._seen: dict[int, list[Tensor]] = {}
 
     def range_at(self, step: int) -> float:
+        """The clip range at a step of the schedule; infinite before any ratio was seen."""
         return self.state.get(step, math.inf)
 
     def observe(self, step: int, deviation: Float[Tensor, " n"]) -> None:
@@ -61,6 +62,7 @@ class ClipRange:
         self._seen = {}
 
     def metrics(self) -> dict[str, float]:
+        """The clip ranges by step."""
         return {f"clip_range/step_{step}": value for step, value in sorted(self.state.items())}
 
 

@@ -112,6 +112,7 @@ class PolicyUpdate:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restore what `state_dict` returned."""
         self.optimizer.load_state_dict(state)
         self.pack_rows = state["packs"]
         self.anchors.load_state_dict(state.get("anchors", {}))

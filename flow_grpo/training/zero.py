@@ -57,15 +57,18 @@ class ZeroOptimizer:
 
     def backward(self, loss: Tensor) -> None:
         # DeepSpeed averages the gradients of all processes; we need their sum
+        """Add the gradient of a loss."""
         self.engine.backward(loss * self.processes.world_size)
 
     def step(self, lr: float) -> float:
+        """Run an optimizer step at a learning rate. Returns the gradient's norm over all processes, before clipping."""
         for group in self.adamw.param_groups:
             group["lr"] = lr
         self.engine.step()  # skips gradients that are not finite
         return float(self.engine.get_global_grad_norm())
 
     def zero_grad(self) -> None:
+        """Discard the gradients."""
         self.engine.optimizer.zero_grad()
         self.engine.optimizer.all_grad_tensors.clear()  # stage 2's own sums
 

@@ -27,6 +27,8 @@ AROUND = 0x99 / 255  # the grey that replaces everything but the object
 
 @dataclass(frozen=True)
 class Detection:
+    """One object that a detector has found."""
+
     name: str
     score: float
     box: tuple[int, int, int, int]  # left, top, right, bottom in pixels, the last two just outside

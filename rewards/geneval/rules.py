@@ -116,6 +116,7 @@ def relation(a: Detection, b: Detection) -> set[str]:
 
 
 def published_score(things: dict[str, list[Detection]], include: list[dict], exclude: list[dict], colors: Colors) -> float:
+    """1.0 if an image has what is asked by GenEval's published rules (arXiv 2310.11513), else 0.0."""
     groups: list[
         list[Detection] | None
     ] = []  # detections for each requirement, None if it is not met; positions refer to them
@@ -150,10 +151,12 @@ def requirement_scores(things: dict[str, list[Detection]], include: list[dict], 
 
 
 def strict_score(things: dict[str, list[Detection]], include: list[dict], exclude: list[dict], colors: Colors) -> float:
+    """1.0 if every requirement is met in full and no excluded thing is there too often, else 0.0."""
     return float(all(part == 1 for part in requirement_scores(things, include, colors)) and not _crowded(things, exclude))
 
 
 def partial_score(things: dict[str, list[Detection]], include: list[dict], exclude: list[dict], colors: Colors) -> float:
+    """The mean of the requirements' scores, in [0, 1]."""
     parts = requirement_scores(things, include, colors)
     return sum(parts) / len(parts)
 

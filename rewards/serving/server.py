@@ -77,6 +77,7 @@ def serve(
 
 
 def application(rewards: dict[str, Reward], token: str | None, limits: Limits) -> FastAPI:
+    """The HTTP application that serves rewards."""
     app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None)
     thread = DaemonThread()  # rewards need not be thread-safe, and may hang
     turn, requests, versions = asyncio.Lock(), 0, _versions()
