@@ -5,11 +5,12 @@
 `COMMIT:CONFIG` is a config of an earlier commit, which runs from a checkout of it; c0ccec3 is version 0.3. A config without a commit
 runs from this checkout. `CONFIG/N` is evaluated after every Nth training step, by default each, and a run ends where it reaches the
 target. Seconds are the sum of `time/step`: sampling, rewards and updates, without evaluations. With `--jobs N`, N runs at a time have
-a processor core each (`taskset`) and one thread. Finished runs are kept, so the same command goes on.
+a processor core each (`taskset`) and one thread. Finished runs are kept, so the same command goes on. The curves are OUT/curves.png.
 """
 
 import argparse
 import json
+import math
 import os
 import shutil
 import signal
@@ -31,23 +32,24 @@ class Result:
 
     seconds: float | None
     spent: float
+    steps: int  # training steps that it did
     curve: list[tuple[float, dict[str, float]]]  # seconds, held-out metrics
 
 
 def read(metrics: Path, metric: str, target: float) -> Result:
     """What a run's metrics say so far."""
-    spent, curve = 0.0, []
+    spent, steps, curve = 0.0, 0, []
     for line in metrics.read_text().splitlines() if metrics.is_file() else []:
         try:
             row = json.loads(line)
         except ValueError:  # half a line: the run is writing it
             break
-        spent += row.get("time/step", 0.0)
+        spent, steps = spent + row.get("time/step", 0.0), steps + ("time/step" in row)
         if f"eval/{metric}" in row:
             curve.append((spent, {key: row[key] for key in row if key.startswith(("eval/", "monitor/"))}))
             if row[f"eval/{metric}"] >= target:
-                return Result(spent, spent, curve)
-    return Result(None, spent, curve)
+                return Result(spent, spent, steps, curve)
+    return Result(None, spent, steps, curve)
 
 
 @dataclass(frozen=True)
@@ -126,6 +128,56 @@ def describe(config: Config, seed: int, result: Result) -> str:
     return f"{config.text} seed {seed}: {reached} of {result.spent:.0f} s; at first {first}; at last {last}"
 
 
+def table(results: dict[Config, list[Result]], metric: str, target: float) -> str:
+    """Per config: the seconds of each seed and their median, seconds a step, and means of what else was held out, before and after."""
+    lines = [
+        f"| config | a step, s | seconds to {metric} {target:g}, each seed | median | clip | diversity |",
+        "|---|---|---|---|---|---|",
+    ]
+    for config, runs in results.items():
+        each = [math.inf if one.seconds is None else one.seconds for one in runs]
+        texts = [f"not in {one.spent:.0f}" if one.seconds is None else f"{one.seconds:.0f}" for one in runs]
+        median = statistics.median(each)
+        step = statistics.mean(one.spent / one.steps for one in runs)
+        held_out = (_change(runs, key) for key in ("eval/clip", "monitor/diversity"))
+        cells = [
+            f"`{config.text}`",
+            f"{step:.1f}",
+            ", ".join(texts),
+            "-" if math.isinf(median) else f"{median:.0f}",
+            *held_out,
+        ]
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def _change(runs: list[Result], key: str) -> str:
+    ends = [
+        (one.curve[0][1][key], one.curve[-1][1][key]) for one in runs if key in one.curve[0][1] and key in one.curve[-1][1]
+    ]
+    return " to ".join(f"{statistics.mean(values):.3f}" for values in zip(*ends, strict=True)) or "-"
+
+
+def plot(results: dict[Config, list[Result]], metric: str, target: float, file: Path) -> None:
+    """The metric over the seconds of training, a line per run and a colour per config."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(10, 5), layout="constrained")
+    axes = figure.subplots()
+    axes.axhline(target, color="0.5", linewidth=0.8, linestyle=":")
+    for number, (config, runs) in enumerate(results.items()):
+        for place, one in enumerate(runs):
+            points = [(seconds, values[f"eval/{metric}"]) for seconds, values in one.curve]
+            label = config.text if place == 0 else None
+            axes.plot(*zip(*points, strict=True), color=f"C{number}", marker=".", linewidth=1, alpha=0.8, label=label)
+    axes.set_xlabel("seconds of sampling, rewards and updates")
+    axes.set_ylabel(f"held-out {metric}")
+    axes.grid(alpha=0.25)
+    axes.spines[["top", "right"]].set_visible(False)
+    figure.legend(loc="outside right center", frameon=False)
+    figure.savefig(file, dpi=120)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("configs", nargs="+", type=Config, metavar="CONFIG")
@@ -150,10 +202,8 @@ def main() -> None:
         for (config, seed), result in zip(turns, finished, strict=True):
             results[config].append(result)
             print(describe(config, seed, result), flush=True)
-    print(f"\n| config | seconds to {args.metric} {args.target:g}, each seed | median |\n|---|---|---|")
-    for config, runs in results.items():
-        each = [float("inf") if one.seconds is None else one.seconds for one in runs]
-        print(f"| `{config.text}` | {', '.join(f'{seconds:.0f}' for seconds in each)} | {statistics.median(each):.0f} |")
+    print(f"\n{table(results, args.metric, args.target)}")
+    plot(results, args.metric, args.target, args.out / "curves.png")
 
 
 if __name__ == "__main__":
