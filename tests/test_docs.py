@@ -1,4 +1,4 @@
-"""The README: its commands parse, its code runs, its configs are valid."""
+"""README and docs: their commands parse, their code runs, their configs are valid, their links exist."""
 
 import functools
 import json
@@ -6,6 +6,7 @@ import re
 import shlex
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import yaml
@@ -15,23 +16,38 @@ from support.paths import ROOT
 
 from flow_grpo.config import FlowGRPOConfig
 
+README, METHODS = ROOT / "README.md", ROOT / "docs/methods.md"
+PAGES = [README, ROOT / "CONTRIBUTING.md", *sorted(path for path in (ROOT / "docs").glob("*.md") if path.name != "log.md")]
+
+
+def blocks(page: Path, language: str) -> list[str]:
+    return re.findall(rf"```{language}\n(.*?)```", page.read_text(), re.DOTALL)
+
 
 def commands() -> list[str]:
-    """The flow-grpo commands of the README's code blocks."""
-    blocks = re.findall(r"```bash\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
-    lines = [line.split("  #")[0].strip() for block in blocks for line in block.replace("\\\n", " ").splitlines()]
-    return [part.strip() for line in lines for part in line.split("&&") if part.strip().startswith("flow-grpo")]
+    """The flow-grpo commands in the pages' code blocks, each once."""
+    texts = [block.replace("\\\n", " ") for page in PAGES for block in blocks(page, "bash")]
+    lines = [line.split("  #")[0].strip() for text in texts for line in text.splitlines()]
+    parts = [part.strip() for line in lines for part in line.split("&&")]
+    return list(dict.fromkeys(part for part in parts if part.startswith("flow-grpo")))
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def test_every_link_to_a_file_leads_somewhere(page):
+    links = re.findall(r"\]\(([^)#]+)(?:#[^)]*)?\)", page.read_text())
+    missing = [link for link in links if "://" not in link and not (page.parent / link).exists()]
+    assert not missing
 
 
 def test_the_readme_has_the_two_commands():
-    text = (ROOT / "README.md").read_text()
+    text = README.read_text()
     assert "pip install -e . && flow-grpo train\n" in text
     assert "pip install -e '.[test]' && pytest -n 2 --dist loadfile\n" in text
 
 
 def test_the_readmes_python_runs(tmp_path):
     """The five-line reward and the trainer's example, as they stand there."""
-    reward, trainer, _ = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+    reward, trainer = blocks(README, "python")
     (tmp_path / "my_reward.py").write_text(reward)
     (tmp_path / "example.py").write_text(trainer)
     done = subprocess.run([sys.executable, "example.py"], cwd=tmp_path, capture_output=True, text=True)
@@ -43,9 +59,9 @@ def test_the_readmes_python_runs(tmp_path):
     assert "model: tiny" in (tmp_path / "runs/fox/config.yaml").read_text()
 
 
-def test_the_readmes_own_objective_trains(tmp_path):
+def test_an_objective_of_ones_own_trains(tmp_path):
     """The example in fewer than 20 lines, by the very settings of the command under it."""
-    objective = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)[2]
+    (objective,) = blocks(METHODS, "python")
     assert len(objective.splitlines()) < 20
     (tmp_path / "my_objective.py").write_text(objective)
     words = next(shlex.split(c) for c in commands() if "my_objective.py" in c)
@@ -58,28 +74,41 @@ def test_the_readmes_own_objective_trains(tmp_path):
     assert FlowGRPOConfig.from_yaml("tiny_grpo", [words[3]]).objective.options == {"sharpness": 2}
 
 
-def test_the_readmes_stages_are_valid():
-    block = re.findall(r"```yaml\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)[0]
+def test_the_stages_are_valid():
+    (block,) = (block for block in blocks(METHODS, "yaml") if "stages:" in block)
     args = FlowGRPOConfig.from_yaml("tiny_grpo", [f"stages={json.dumps(yaml.safe_load(block)['stages'])}"])
     assert [(begin, part.objective.name) for begin, part in args.resolved_stages()] == [(0, "sft"), (20, "grpo")]
 
 
+def test_the_objectives_of_the_methods_page_are_valid(tmp_path):
+    sections = [block for block in blocks(METHODS, "yaml") if block.lstrip().startswith("objective:")]
+    assert sections
+    for block in sections:
+        settings = {
+            "sampling": {"steps": 10, "transition": "ode"},
+            "rewards": {"ocr": 1, "clip": 0},
+            **yaml.safe_load(block),
+        }
+        (tmp_path / "page.yaml").write_text(yaml.safe_dump(settings))
+        assert FlowGRPOConfig.from_yaml(tmp_path / "page.yaml").objective.name == settings["objective"]["name"]
+
+
 @functools.cache
-def help_text(verb: str) -> str:
-    words = [sys.executable, "-m", "flow_grpo", verb, "--help"]
+def help_text(*verb: str) -> str:
+    words = [sys.executable, "-m", "flow_grpo", *verb, "--help"]
     return subprocess.run(words, capture_output=True, text=True, check=True).stdout
 
 
 @pytest.mark.parametrize("command", commands())
-def test_every_command_of_the_readme_parses_and_its_configs_are_valid(command):
+def test_every_command_parses_and_its_configs_are_valid(command):
     """Those that would download or train for minutes are only read; their settings go through the real config."""
     _, verb, *words = shlex.split(command)
-    assert verb in ("train", "sample", "eval", "score", "compare", "doctor", "export")
+    assert verb in ("train", "sample", "eval", "score", "compare", "doctor", "export", "plan", "rewards")
     if verb == "train":
         plain = [word for word in words if not word.startswith("--")]
         config = plain.pop(0) if plain and "=" not in plain[0] else "tiny_ocr"
         FlowGRPOConfig.from_yaml(config, plain)
-    listed = help_text(verb)
+    listed = help_text(verb, words[0]) if verb == "rewards" else help_text(verb)
     for word in words:
         if word.startswith("--"):
             assert word in listed
