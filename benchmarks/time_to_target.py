@@ -198,7 +198,7 @@ def main() -> None:
     turns = [(config, seed) for seed in range(args.seeds) for config in args.configs]
     results: dict[Config, list[Result]] = {config: [] for config in args.configs}
     with ThreadPoolExecutor(cores.qsize()) as pool:
-        finished = pool.map(lambda turn: run(*turn, args=args, cores=cores), turns)
+        finished = pool.map(lambda turn: run(turn[0], turn[1], args, cores), turns)
         for (config, seed), result in zip(turns, finished, strict=True):
             results[config].append(result)
             print(describe(config, seed, result), flush=True)
