@@ -170,7 +170,9 @@ def plot(results: dict[Config, list[Result]], metric: str, target: float, file: 
             points = [(seconds, values[f"eval/{metric}"]) for seconds, values in one.curve]
             label = config.text if place == 0 else None
             axes.plot(*zip(*points, strict=True), color=f"C{number}", marker=".", linewidth=1, alpha=0.8, label=label)
-    axes.set_xlabel("seconds of sampling, rewards and updates")
+    axes.set_xscale("symlog", linthresh=10)  # linear up to 10 s
+    axes.xaxis.set_major_formatter("{x:.0f}")
+    axes.set_xlabel("seconds of sampling, rewards and updates (logarithmic from 10 s on)")
     axes.set_ylabel(f"held-out {metric}")
     axes.grid(alpha=0.25)
     axes.spines[["top", "right"]].set_visible(False)
