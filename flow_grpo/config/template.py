@@ -63,13 +63,19 @@ def template(model: str, rewards: list[str]) -> str:
             lines += _setting(key, values[key], field.description)
         elif values[key] is not None:
             lines += ["", f"{key}:"]
-            section = getattr(args, key)
-            fields = type(section).model_fields
-            own = [name for name in fields if name in section.model_fields_set and name not in inner]  # that the preset sets
-            read = [name for name in [*inner, *own] if reads(values, key, name)] if key in METHOD_SECTIONS else inner
-            for name in read:
+            fields = type(getattr(args, key)).model_fields
+            for name in _shown_fields(args, values, key):
                 lines += _setting(name, values[key][name], fields[name].description, indent="  ")
     return "\n".join(lines) + "\n"
+
+
+def _shown_fields(args: FlowGRPOConfig, values: dict[str, Any], key: str) -> list[str]:
+    """The settings of a section that a new config shows."""
+    if key not in METHOD_SECTIONS:
+        return SHOWN_FIELDS[key]
+    section = getattr(args, key)
+    preset = [name for name in type(section).model_fields if name in section.model_fields_set]
+    return [name for name in dict.fromkeys([*SHOWN_FIELDS[key], *preset]) if reads(values, key, name)]
 
 
 def json_schema() -> dict[str, Any]:

@@ -210,7 +210,7 @@ class StepEstimator:
         args, method = self.args, self.args.method
         if method.stepwise or not method.ratio or args.updates * args.epochs == 1:
             return 0
-        return args.objective.num_noise_levels * (1 + method.old_policy)
+        return args.objective.num_noise_levels
 
 
 def dtype_of(args: FlowGRPOConfig, cuda: bool) -> torch.dtype:

@@ -116,6 +116,8 @@ class ForwardProcessLoss:
     def _rollout_velocities(self, microbatch: int) -> list[Tensor]:
         """The velocity (B, ...) at each noise level under the policy that sampled the images."""
         chunks = torch.arange(len(self.x0)).split(microbatch)
-        self.v_rollout = None
         with torch.set_grad_enabled(self.policy.compiled):  # a compiled model may use another kernel without gradients
-            return [torch.cat([self._image(draw, chunk).v.detach() for chunk in chunks]) for draw in range(self.count)]
+            return [
+                torch.cat([self._velocity(draw, chunk, self.policy, self.conditioning).v.detach() for chunk in chunks])
+                for draw in range(self.count)
+            ]
