@@ -30,9 +30,11 @@ class PromptBatch:
     image: Int[Tensor, " B"]  # 0..G-1
 
     def columns(self) -> dict[str, list]:
-        """The metadata as one list of B values per key, which is how rewards take it."""
+        """The metadata as one list of B values per key, which is how rewards take it; `sources` are the images of each prompt."""
         keys = sorted({key for row in self.metadata for key in row})
-        return {key: [row.get(key) for row in self.metadata] for key in keys}
+        columns = {key: [row.get(key) for row in self.metadata] for key in keys}
+        sources = [[image.open() for image in getattr(prompt, "images", ())] for prompt in self.prompts]
+        return {**columns, "sources": sources} if any(sources) else columns
 
     def take(self, rows: Int[Tensor, " n"]) -> "PromptBatch":
         """These rows, whose groups keep their numbers."""

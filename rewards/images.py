@@ -10,6 +10,9 @@ from PIL import Image
 from torch import Tensor
 
 
+SOURCES, SOURCE = "sources", "source"  # the images of each prompt, and the first of them as rewards receive it
+
+
 def to_bytes(images: Tensor) -> Tensor:
     """Return images (B, 3, H, W) in [0, 1] as uint8 on the CPU."""
     return (images.detach().float().clamp(0, 1) * 255).round().byte().cpu()
@@ -37,6 +40,19 @@ def in_batches(
     return torch.cat([chunk.float().cpu() for chunk in chunks])
 
 
+def first_sources(sources: list[list[Image.Image]], images: Tensor) -> Tensor:
+    """The first image of each prompt (B, 3, H, W) in [0, 1], resized to the size of `images`. ValueError if a prompt has none."""
+    if not all(sources):
+        raise ValueError("some of the prompts have images and some have none: a reward that takes `source` needs one for each.")
+    size = (images.shape[-1], images.shape[-2])
+    pixels: dict[int, Tensor] = {}
+    for image in (of_prompt[0] for of_prompt in sources):
+        if id(image) not in pixels:  # those of a group are one object
+            fitted = image if image.size == size else image.resize(size, Image.Resampling.LANCZOS)
+            pixels[id(image)] = torch.from_numpy(np.asarray(fitted).copy()).permute(2, 0, 1).float() / 255
+    return torch.stack([pixels[id(of_prompt[0])] for of_prompt in sources]).to(images.device)
+
+
 def unique(prompts: list[str]) -> tuple[list[str], list[int]]:
     """Return the prompts without duplicates, and the index of each prompt among them."""
     places = {prompt: place for place, prompt in enumerate(dict.fromkeys(prompts))}
@@ -54,6 +70,8 @@ def takes_pil(function: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(function)  # keeps the signature, which says what metadata it takes
     def reward(*arguments: Any, **metadata: Any) -> Tensor | list[float]:
         *instance, images, prompts = arguments
+        if isinstance(metadata.get(SOURCE), Tensor):
+            metadata[SOURCE] = to_pil(metadata[SOURCE])
         return function(*instance, to_pil(images), prompts, **metadata)
 
     return reward

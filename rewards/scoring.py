@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from rewards import groups, selection
+from rewards.images import SOURCE, SOURCES, first_sources
 from rewards.user_code import guarded
 
 MAX_PROMPT_LENGTH = 200  # characters of a prompt in an error
@@ -95,6 +96,13 @@ class _Images:
         group = None if self.group is None else [self.group[i] for i in rows]
         return _Images(self.images[rows], [self.prompts[i] for i in rows], metadata, second, group)
 
+    def keywords(self, reward: Reward, inputs: int = 2) -> dict[str, Any]:
+        """The metadata that the reward takes after its first `inputs` arguments, with `source` where prompts have images."""
+        if SOURCES not in self.metadata:
+            return accepted_metadata(reward, self.metadata, inputs)
+        accepted = accepted_metadata(reward, {**self.metadata, SOURCE: None}, inputs)
+        return {**accepted, SOURCE: first_sources(self.metadata[SOURCES], self.images)} if SOURCE in accepted else accepted
+
     def pairs(self, first: list[int], second: list[int]) -> "_Images":
         """Pairs of these images by their rows."""
         return replace(self.take(first), second=self.images[second])
@@ -134,14 +142,14 @@ def _chances(name: str, values: Tensor) -> Tensor:
 
 def _call(name: str, reward: Any, batch: _Images) -> Tensor:
     """The values (B,) of one call. ValueError if it raised, or has another shape."""
-    prompts, metadata = batch.prompts, batch.metadata
+    prompts = batch.prompts
     kind = "images" if batch.second is None else "pairs of images"
     on = f"on {len(prompts)} {kind}" + (f", the first for the prompt {prompts[0][:MAX_PROMPT_LENGTH]!r}" if prompts else "")
     with guarded(f"reward {name}", lambda error: f"reward {name} raised {error} {on}"), torch.no_grad():
         if batch.second is None:
-            returned = reward(batch.images, prompts, **accepted_metadata(reward, metadata))
+            returned = reward(batch.images, prompts, **batch.keywords(reward))
         else:
-            returned = reward(batch.images, batch.second, prompts, **accepted_metadata(reward, metadata, inputs=3))
+            returned = reward(batch.images, batch.second, prompts, **batch.keywords(reward, inputs=3))
         values = torch.as_tensor(returned, dtype=torch.float32, device="cpu").detach()
     if values.shape != (len(prompts),):
         raise ValueError(

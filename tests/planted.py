@@ -965,9 +965,9 @@ BUGS = [
     ),
     (
         "a pipeline at another size keeps what its states were made of at the first",
-        "flow_grpo/policy/pipeline.py",
-        "resized.call, resized._prepared = {**self.call, **size}, {}",
-        "resized.call = {**self.call, **size}",
+        "flow_grpo/policy/pipeline_call.py",
+        "other.arguments, other._prepared = {**self.arguments, **more}, {}",
+        "other.arguments = {**self.arguments, **more}",
         "tests/evaluation/test_sizes.py -k loaded_for_it",
     ),
     (

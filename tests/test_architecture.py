@@ -15,8 +15,8 @@ FILES = {
     for path in sorted((ROOT / package).rglob("*.py"))
 }
 ALGORITHM = {"tree", "types", "sde", "methods", "advantages", "objectives", "sampling"}
-# Text, atomic writes, the line that says which phase a command is in, and the file names of a run folder.
-LEAVES = {"text", "files", "progress", "layout"}
+# Text, atomic writes, the line that says which phase a command is in, file names of a run folder, prompts with images.
+LEAVES = {"text", "files", "progress", "layout", "image_prompt"}
 # What each package may import of ours. A package may import itself.
 MAY_IMPORT: dict[str, set[str]] = {
     "rewards": set(),
@@ -26,6 +26,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "text": set(),
     "files": set(),
     "progress": set(),
+    "image_prompt": {"rewards"},
     "layout": set(),  # flow_grpo/run_folder/layout.py, which policy needs to find a run's LoRA
     "advantages": {"methods"},
     "objectives": {"types", "sde"},
@@ -33,7 +34,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "tree": {"types"},
     "distributed": set(),
     "config": {"methods", "text"},
-    "data": {"types", "sampling", "config", "text", "files", "rewards"},
+    "data": {"types", "sampling", "config", "rewards"} | LEAVES,
     "policy": {"types", "sampling", "config", "distributed", "rewards"} | LEAVES,
     "run_folder": {"config", "types", "data", "policy"} | LEAVES,
     "tracking": {"config", "run_folder"} | LEAVES,

@@ -12,7 +12,10 @@ from torch import Tensor
 
 from flow_grpo.config.bundled import bundled_file
 from flow_grpo.data.prompt_files import COLUMNS, SUFFIXES, Table, read_table
+from flow_grpo.data.prompt_images import COLUMN as IMAGE
+from flow_grpo.data.prompt_images import DERIVED, read_images
 from flow_grpo.data.prompt_sets import names_of_sets, source_of
+from flow_grpo.image_prompt import SourceImage, prompt_key, with_images
 from flow_grpo.sampling import generator
 from flow_grpo.text import visible
 from flow_grpo.types import PromptBatch
@@ -22,6 +25,7 @@ HTTPS = "https://"
 DATA_SET = re.compile(r"[\w.-]+/[\w.-]+|[\w-]+")  # a hub id of a data set
 MAX_BYTES = 256 << 20  # of a downloaded file
 SET = "prompt_set"  # metadata of each prompt of several sets: the name of its set
+FOLDER_FILES, FILE_NAME = ("metadata.jsonl", "metadata.csv"), "file_name"  # of a folder of images, as `datasets` has them
 RESERVED_COLUMNS = ("images", "prompts")  # arguments of rewards that are not metadata
 
 
@@ -64,8 +68,8 @@ class PromptSampler:
     def __init__(self, prompts: PromptSet, seed: int, patience: int = 0, skip_steps: int = 0) -> None:
         self.prompts, self.seed, self.patience, self.skip_steps = prompts, seed, patience, skip_steps
         self.epoch, self.place = 0, 0
-        self.zero_std_streak: dict[str, int] = {}  # by prompt: how many times in a row its group had no signal
-        self.skipped_until: dict[str, int] = {}  # by prompt: the first step at which it may be sampled again
+        self.zero_std_streak: dict[str, int] = {}  # by the prompt's key: how many times in a row its group had no signal
+        self.skipped_until: dict[str, int] = {}  # by the prompt's key: the first step at which it may be sampled again
 
     def sample(self, step: int, prompts: int, images: int, first_group: int = 0) -> PromptBatch:
         """Draw `prompts` different prompts with `images` images each; the groups are numbered from `first_group`."""
@@ -91,7 +95,7 @@ class PromptSampler:
         """Record which rows (B,) of a batch belong to groups with signal."""
         if not self.patience:
             return
-        for prompt, has_signal in dict(zip(batch.prompts, signal.tolist(), strict=True)).items():
+        for prompt, has_signal in dict(zip(map(prompt_key, batch.prompts), signal.tolist(), strict=True)).items():
             self.zero_std_streak[prompt] = 0 if has_signal else self.zero_std_streak.get(prompt, 0) + 1
             if self.zero_std_streak[prompt] >= self.patience:
                 self.skipped_until[prompt] = step + 1 + self.skip_steps
@@ -116,7 +120,7 @@ class PromptSampler:
     def _available(self, step: int) -> list[int]:
         """The places of this epoch that are still to come and whose prompts are not skipped."""
         order, texts = self._order(), self.prompts.prompts
-        return [p for p in range(self.place, len(order)) if self.skipped_until.get(texts[order[p]], 0) <= step]
+        return [p for p in range(self.place, len(order)) if self.skipped_until.get(prompt_key(texts[order[p]]), 0) <= step]
 
 
 def rows_by_set(metadata: Sequence[dict]) -> dict[str, Tensor]:
@@ -125,14 +129,19 @@ def rows_by_set(metadata: Sequence[dict]) -> dict[str, Tensor]:
     return {name: torch.tensor([other == name for other in names]) for name in sorted({name for name in names if name})}
 
 
-def load_prompts(source: PromptSet | str | Path | list[str]) -> PromptSet:
+def load_prompts(source: PromptSet | str | Path | list[str], image_column: str = IMAGE) -> PromptSet:
     """Load prompts from a `PromptSet` (returned as it is), a list, a name of flow_grpo/data/prompt_sets.py, a .txt file (one prompt per
     line), a .json, .jsonl, .csv, .tsv or .parquet file, the https address of such a file, or a hub data set.
 
-    Tables have a column `prompt`, Prompt or prompts; other columns become metadata. No row is skipped.
+    Tables have a column `prompt`, Prompt or prompts; other columns become metadata. No row is skipped. The column `image` has the
+    images of a prompt: a path or several, relative to the file. A folder with a metadata.jsonl or .csv is such a table, whose column
+    file_name has the images.
+
+    Args:
+        image_column: the column of the prompts' images; `image` has another meaning in tables of given images.
 
     Raises:
-        ValueError: there is no such file or data set, or it has no prompts, no column `prompt`, or a value that is not a prompt.
+        ValueError: there is no such file or data set, or it has no prompts, no column `prompt`, or a value that is not a prompt or image.
     """
     if isinstance(source, PromptSet):
         return source
@@ -150,13 +159,31 @@ def load_prompts(source: PromptSet | str | Path | list[str]) -> PromptSet:
         raise ValueError(
             f"{name} has a column `{clash}`, a name that is reserved in calls of rewards: give it another name."
         )
-    metadata = [{key: value for key, value in row.items() if key != column} for row in table.rows]
-    return _prompt_set([row[column] for row in table.rows], metadata, name, table.places)
+    images: list[tuple[SourceImage, ...]] = [()] * len(table.rows)
+    if image_column in table.columns:
+        clash = next((other for other in DERIVED if other in table.columns and other != image_column), None)
+        if clash is not None:
+            raise ValueError(
+                f"{name} has images and a column `{clash}`, which rewards receive as those: give it another name."
+            )
+        folder = None if (file := _local(name)) is None else (file if file.is_dir() else file.parent)
+        cells = [row[image_column] for row in table.rows]
+        images = read_images(cells, [f"{name}, {place}" for place in table.places], folder)
+    metadata = [{key: value for key, value in row.items() if key not in (column, image_column)} for row in table.rows]
+    prompts = _prompt_set([row[column] for row in table.rows], metadata, name, table.places)
+    return PromptSet([with_images(text, some) for text, some in zip(prompts.prompts, images, strict=True)], metadata)
 
 
 def _table(name: str) -> Table:
-    """The rows of a file, of the file at an address, or of a hub data set."""
+    """The rows of a file, of the file at an address, of a folder of images, or of a hub data set."""
     file = _local(name)
+    if file is not None and file.is_dir():
+        manifest = next(file / one for one in FOLDER_FILES if (file / one).is_file())
+        table = read_table(manifest, str(manifest), manifest.suffix.lower())
+        if FILE_NAME not in table.columns:
+            raise ValueError(f"{manifest} has no column `{FILE_NAME}` with the names of the images in its folder.")
+        rows = [{IMAGE if key == FILE_NAME else key: value for key, value in row.items()} for row in table.rows]
+        return Table([IMAGE if key == FILE_NAME else key for key in table.columns], rows, table.places)
     if file is not None:
         return read_table(file, name, file.suffix.lower())
     place = source_of(name)
@@ -171,12 +198,14 @@ def _local(name: str) -> Path | None:
     try:
         file = next((f for f in (Path(name), Path(place), bundled_file(place)) if f.is_file()), None)
         folder = place == name != "" and Path(name).is_dir()
+        if folder and any((Path(name) / one).is_file() for one in FOLDER_FILES):
+            return Path(name)
     except (OSError, ValueError):  # longer than any file's name
         file, folder = None, False
     if file is not None or place.startswith(HTTPS):
         return file
     if folder:
-        raise ValueError(f"{name} is a folder: give a prompt file in it.")
+        raise ValueError(f"{name} is a folder without a metadata.jsonl: give a prompt file in it.")
     if Path(place).suffix.lower() in SUFFIXES:
         raise ValueError(f"there is no prompt file {name}.")
     if not DATA_SET.fullmatch(place):

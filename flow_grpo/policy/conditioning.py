@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from flow_grpo.image_prompt import images_of
+
 EncoderOutputs = list[tuple[str, Any]]  # (method, what it returned), in the order of the calls
 SHARED, LIST, CUMULATIVE, ABSENT = "shared", "rows", "cumulative", "absent"  # in place of an axis, see `infer_batch_axes`
 
@@ -103,41 +105,58 @@ class Conditioning:
     """Embeddings of B rows: the outputs of the distinct prompts, and which row has which.
 
     Rows can share a call of the pipeline if their `call_group` (B,) is the same: prompts of another length would be padded, which
-    would change the last bits of the others, so they go into calls of their own.
+    would change the last bits of the others, so they go into calls of their own, as do prompts with images of another size.
     """
 
     prompts: list[str]  # of the B rows
     encoder_outputs: list[EncoderOutputs]  # of the distinct prompts
-    axes: list[Any]  # of each recorded call
+    axes: list[list[Any]]  # of the distinct prompts: the axes of each recorded call
     prompt_index: Tensor  # (B,) which of the outputs a row has
     call_group: Tensor  # (B,)
 
+    def selected(self, rows: Tensor) -> list[str]:
+        """The prompts of `rows` (n,)."""
+        return [self.prompts[row] for row in rows.tolist()]
+
     def select(self, rows: Tensor) -> tuple[list[str], EncoderOutputs]:
         """The prompts and encoder outputs of `rows` (n,), as the pipeline would return them."""
-        chosen = [self.encoder_outputs[place] for place in self.prompt_index[rows].tolist()]
-        calls = zip(*chosen, strict=True)
+        places = self.prompt_index[rows].tolist()
+        calls = zip(*(self.encoder_outputs[place] for place in places), strict=True)
+        axes = self.axes[places[0]]  # rows that share a call have the same
         recorded = [
-            (call[0][0], collate([output for _, output in call], axis)) for call, axis in zip(calls, self.axes, strict=True)
+            (call[0][0], collate([output for _, output in call], axis)) for call, axis in zip(calls, axes, strict=True)
         ]
-        return [self.prompts[row] for row in rows.tolist()], recorded
+        return self.selected(rows), recorded
 
     def pooled(self) -> Tensor:
         """(B, D) float32: each row's mean embedding."""
-        means = [_pooled(recorded, self.axes) for recorded in self.encoder_outputs]
+        means = [_pooled(outputs, axes) for outputs, axes in zip(self.encoder_outputs, self.axes, strict=True)]
         return torch.stack(means)[self.prompt_index]
 
 
 def conditioning(
-    prompts: list[str], outputs: dict[str, EncoderOutputs], axes: list[Any], encode_separately: bool
+    prompts: list[str], outputs: dict[str, EncoderOutputs], axes: dict[int, list[Any]], encode_separately: bool
 ) -> Conditioning:
-    """The conditioning of B prompts, from the outputs of (at least) the distinct ones; `encode_separately`: one prompt to a call."""
+    """The conditioning of B prompts.
+
+    Args:
+        outputs: of (at least) the distinct prompts.
+        axes: of each recorded call, by the number of a prompt's images.
+        encode_separately: one prompt to a call.
+    """
     distinct = list(dict.fromkeys(prompts))
     kinds: dict[Any, int] = {}
-    keys = [prompt if encode_separately else signature([output for _, output in outputs[prompt]]) for prompt in distinct]
+    keys = [prompt if encode_separately else _call_key(prompt, outputs[prompt]) for prompt in distinct]
     kind = torch.tensor([kinds.setdefault(key, len(kinds)) for key in keys])
     number = {prompt: i for i, prompt in enumerate(distinct)}
     place = torch.tensor([number[prompt] for prompt in prompts])
-    return Conditioning(prompts, [outputs[prompt] for prompt in distinct], axes, place, kind[place])
+    axes_of = [axes[len(images_of(prompt))] for prompt in distinct]
+    return Conditioning(prompts, [outputs[prompt] for prompt in distinct], axes_of, place, kind[place])
+
+
+def _call_key(prompt: str, outputs: EncoderOutputs) -> Any:
+    """What prompts that share a call have in common. Pipelines read the sizes of images, also where the tensors' shapes are alike."""
+    return signature([output for _, output in outputs]), tuple(image.size for image in images_of(prompt))
 
 
 def _pooled(recorded: EncoderOutputs, axes: list[Any]) -> Tensor:

@@ -10,13 +10,20 @@ from typing import Any
 import torch
 
 from flow_grpo.files import write_atomic
+from flow_grpo.image_prompt import images_of, prompt_key
 
 IN_MEMORY = 512  # prompts: 3 MB each for SD3.5
 LAYOUT = "\0layout"  # the key of what holds for all prompts: their batch axes, and whether they are padded to one length
 
 
+def layout_key(prompt: str) -> str:
+    """The key of what holds for all prompts with as many images as this one."""
+    images = images_of(prompt)
+    return f"{LAYOUT} {len(images)}" if images else LAYOUT
+
+
 class EmbeddingCache:
-    """Encoder outputs by the text of the prompt.
+    """Encoder outputs by prompt: by its text and the contents of its images.
 
     Args:
         folder: where they are stored for later runs; None for in memory only.
@@ -27,8 +34,9 @@ class EmbeddingCache:
         self.folder = None if folder is None else Path(folder).expanduser() / _digest(repr(key))
         self._held: OrderedDict[str, Any] = OrderedDict()
 
-    def get(self, text: str) -> Any:
+    def get(self, prompt: str) -> Any:
         """The outputs of a prompt, or None, also if the file is damaged."""
+        text = prompt_key(prompt)
         if text in self._held:
             self._held.move_to_end(text)
         elif self.folder is not None and (file := self._file(text)).exists():
@@ -38,8 +46,9 @@ class EmbeddingCache:
                 return None
         return self._held.get(text)
 
-    def put(self, text: str, outputs: Any) -> None:
+    def put(self, prompt: str, outputs: Any) -> None:
         """Keep what the encoders returned for a prompt."""
+        text = prompt_key(prompt)
         self._hold(text, outputs)
         if self.folder is None:
             return
@@ -47,9 +56,10 @@ class EmbeddingCache:
         torch.save(outputs, content)
         write_atomic(self._file(text), content.getvalue())
 
-    def complete(self, texts: list[str]) -> bool:
+    def complete(self, prompts: list[str]) -> bool:
         """Whether all of them are on disk, so that no encoder is needed."""
-        return self.folder is not None and all(self.get(text) is not None for text in {LAYOUT, *texts})
+        keys = {LAYOUT, *prompts, *map(layout_key, prompts)}
+        return self.folder is not None and all(self.get(key) is not None for key in keys)
 
     def _hold(self, text: str, outputs: Any) -> None:
         self._held[text] = outputs

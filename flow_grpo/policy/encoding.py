@@ -1,4 +1,8 @@
-"""Prompt encoding: the pipeline's encode methods are called once per distinct prompt, and what they return is kept."""
+"""Prompt encoding: the pipeline's encode methods are called once per distinct prompt, and what they return is kept.
+
+Of a prompt with images, the recording also has what the methods `prepare_...` return, such as the images' latents. Of
+`prepare_latents` it has all but the state, of which only the dtype is kept.
+"""
 
 import copy
 import inspect
@@ -9,6 +13,7 @@ from typing import Any
 import torch
 from diffusers import DiffusionPipeline
 
+from flow_grpo.image_prompt import images_of, with_images
 from flow_grpo.policy.conditioning import (
     Conditioning,
     EncoderOutputs,
@@ -19,13 +24,14 @@ from flow_grpo.policy.conditioning import (
     signature,
     to_device,
 )
-from flow_grpo.policy.embedding_cache import LAYOUT, EmbeddingCache
+from flow_grpo.policy.embedding_cache import EmbeddingCache, layout_key
 from flow_grpo.policy.families import Family
 from flow_grpo.policy.interception import StopAtTransformer
 from flow_grpo.policy.library_logging import quietly
+from flow_grpo.policy.probes import PROBE_PROMPTS
+from flow_grpo.text import first_line
 
 ENCODE_BATCH = 8  # prompts in a pass of the text encoders, if they are all padded to one length
-PROBE_PROMPTS = ("a", "a photo of two cats and a dog under an old tree" * 8)  # a short prompt and a long one
 # components that only prompts need, by the beginning of their name
 ENCODER_PREFIXES = ("text_encoder", "vision_language_encoder")
 
@@ -41,7 +47,8 @@ class PromptEncoder:
         offload: keep the text encoders on the CPU while no prompt is encoded.
 
     Attributes:
-        pads_to_one_length: whether all prompts become tensors of one shape, so that several can be encoded at once.
+        pads_to_one_length: whether all texts become tensors of one shape, so that several can be encoded at once.
+        methods: of a prompt without images, the recorded methods.
     """
 
     def __init__(
@@ -58,13 +65,15 @@ class PromptEncoder:
         self.methods = [name for name in family.encoders if hasattr(pipe, name)]
         self.pads_to_one_length = False
         self._call, self._intercepted = call, intercepted
-        self._axes: list[Any] | None = None
+        self._image_methods = [name for name in dir(type(pipe)) if name.startswith(("prepare_", "encode_image"))]
+        self._axes: dict[int, list[Any]] = {}  # by the number of images
         self._stopping = copy.copy(intercepted)  # stops where denoising would begin
         object.__setattr__(self._stopping, "transformer", StopAtTransformer(pipe.transformer))
 
     def at_size(self, call: Callable[[Any, list[str]], Any]) -> "PromptEncoder":
-        """The encoder for calls with images of another size: a new one if what the encode methods return depends on it."""
-        if not any("height" in inspect.signature(getattr(self.pipe, name)).parameters for name in self.methods):
+        """The encoder for calls with images of another size: a new one if what the recorded methods return depends on it."""
+        takes_size = any("height" in inspect.signature(getattr(self.pipe, name)).parameters for name in self.methods)
+        if not takes_size and not self._takes_images:
             return self
         return PromptEncoder(
             self.pipe, self._intercepted, self.family, call=call, cache=EmbeddingCache(), offload=self.offload
@@ -72,15 +81,18 @@ class PromptEncoder:
 
     def encode(self, prompts: list[str]) -> Conditioning:
         """Prompt embeddings of B rows, computed once per distinct prompt."""
-        axes = self._batch_axes()
+        axes = {len(images_of(prompt)): self._batch_axes(prompt) for prompt in prompts}
         cached = {prompt: self.cache.get(prompt) for prompt in prompts}
         outputs_of = {prompt: outputs for prompt, outputs in cached.items() if outputs is not None}
         missing = [prompt for prompt in cached if prompt not in outputs_of]
+        texts = [prompt for prompt in missing if not images_of(prompt)]
         size = ENCODE_BATCH if self.pads_to_one_length and not self.family.encode_separately else 1
         if missing:
             with self.encoders_on_device():
-                for chunk in (missing[i : i + size] for i in range(0, len(missing), size)):
-                    outputs_of |= self._encode_chunk(chunk, size, axes)
+                for chunk in (texts[i : i + size] for i in range(0, len(texts), size)):
+                    outputs_of |= self._encode_chunk(chunk, size, axes[0])
+                for prompt in (prompt for prompt in missing if images_of(prompt)):
+                    outputs_of |= self._encode_chunk([prompt], 1, axes[len(images_of(prompt))])
         on_device = {prompt: to_device(outputs, self.device) for prompt, outputs in outputs_of.items()}
         return conditioning(prompts, on_device, axes, self.family.encode_separately)
 
@@ -106,21 +118,23 @@ class PromptEncoder:
             self.cache.put(prompt, outputs_of[prompt])
         return outputs_of
 
-    def _batch_axes(self) -> list[Any]:
-        """Where the encoders' outputs have their batch axes: read from the cache, or found by encoding one and two prompts."""
-        if self._axes is None:
-            known = self.cache.get(LAYOUT)
+    def _batch_axes(self, prompt: str) -> list[Any]:
+        """Where the outputs for prompts with as many images have their batch axes: from the cache, or by encoding one and two."""
+        images = images_of(prompt)
+        if len(images) not in self._axes:
+            known = self.cache.get(layout_key(prompt))
             if known is None:
-                known = self._infer_batch_axes()
-                self.cache.put(LAYOUT, known)
-            self._axes, self.pads_to_one_length = known
-        assert self._axes is not None
-        return self._axes
+                known = self._infer_batch_axes([with_images(text, images) for text in PROBE_PROMPTS])
+                self.cache.put(layout_key(prompt), known)
+            self._axes[len(images)] = known[0]
+            if not images:
+                self.pads_to_one_length = known[1]
+        return self._axes[len(images)]
 
     @quietly()
-    def _infer_batch_axes(self) -> list[Any]:
+    def _infer_batch_axes(self, probes: list[str]) -> list[Any]:
         with self.encoders_on_device():
-            alone, doubled = ([self._record([prompt] * count) for prompt in PROBE_PROMPTS] for count in (1, 2))
+            alone, doubled = ([self._record([prompt] * count) for prompt in probes] for count in (1, 2))
         axes = [
             [infer_batch_axes(a, b) for (_, a), (_, b) in zip(one, two, strict=True)]
             for one, two in zip(alone, doubled, strict=True)
@@ -132,27 +146,56 @@ class PromptEncoder:
     def _record(self, prompts: list[str]) -> EncoderOutputs:
         """What the encode methods return in a call with these prompts."""
         outputs: EncoderOutputs = []
+        depth = 0  # of recorded methods that call each other only the outermost counts
+        recording = copy.copy(self._stopping)
 
         def recorded(name: str) -> Callable:
             method = getattr(self.pipe, name)
             if inspect.ismethod(method):  # of our copy, which knows where it computes
-                method = method.__func__.__get__(self._stopping)
+                method = method.__func__.__get__(recording)
 
             def call(*args: Any, **kwargs: Any) -> Any:
-                output = method(*args, **kwargs)
-                outputs.append((name, output))
+                nonlocal depth
+                depth += 1
+                try:
+                    output = method(*args, **kwargs)
+                finally:
+                    depth -= 1
+                if not depth:
+                    outputs.append((name, without_state(output) if name == "prepare_latents" else output))
                 return output
 
             return call
 
-        for name in self.methods:
-            object.__setattr__(self._stopping, name, recorded(name))
-        self._stopping.scheduler.requested_timesteps = torch.ones(1, device=self.device)
+        for name in {*self.methods, *self._image_methods} if images_of(prompts[0]) else self.methods:
+            object.__setattr__(recording, name, recorded(name))
+        recording.scheduler.requested_timesteps = torch.ones(1, device=self.device)
         with torch.random.fork_rng([self.device] if self.device.type == "cuda" else []):  # some encoders sample
-            self._call(self._stopping, prompts)
+            try:
+                self._call(recording, prompts)
+            except torch.OutOfMemoryError:
+                raise
+            except Exception as error:  # each pipeline has its own
+                if not images_of(prompts[0]):
+                    raise
+                sizes = ", ".join("{} x {}".format(*image.size) for image in images_of(prompts[0]))
+                raise ValueError(
+                    f"{type(self.pipe).__name__} can't take the images of the prompt {str(prompts[0])[:80]!r}, {sizes} pixels: "
+                    f"{first_line(error)}"
+                ) from error
         return outputs
+
+    @property
+    def _takes_images(self) -> bool:
+        return self.family.image in inspect.signature(inspect.unwrap(type(self.pipe).__call__)).parameters
 
     @property
     def _text_encoders(self) -> list[torch.nn.Module]:
         parts = self.pipe.components.items()
         return [part for name, part in parts if name.startswith(ENCODER_PREFIXES) and isinstance(part, torch.nn.Module)]
+
+
+def without_state(latents: Any) -> tuple[Any, ...]:
+    """What `prepare_latents` returned, as a tuple, with an empty tensor of the same dtype in place of the state."""
+    first, rest = (latents[0], latents[1:]) if isinstance(latents, tuple) else (latents, ())
+    return first.new_empty(0), *rest

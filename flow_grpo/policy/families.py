@@ -35,8 +35,15 @@ class Family:
     """Arguments that cannot be used, and why."""
     guiders: tuple[str, ...] = ()
     """Components that apply guidance, in place of an argument."""
+    image: str = "image"
+    """The argument of the call that takes the images of a prompt; the pipeline may have none."""
+    needs_image: bool = False
+    """Whether a prompt without an image is refused."""
+    max_images: int = 1
+    """How many images a prompt may have."""
 
 
+REFERENCES = 10  # images: more than that no published model was trained with
 STEP_DEPENDENT = "it depends on the number of the step in the run, which training does not have"
 FAMILIES = {
     "StableDiffusion3Pipeline": Family(unsupported={"skip_guidance_layers": STEP_DEPENDENT}),
@@ -58,6 +65,16 @@ FAMILIES = {
         lora_targets=("to_query", "to_key", "to_value", "self_attention.out_layer", "cross_attention.out_layer")
     ),
     "ErnieImagePipeline": Family(call_kwargs={"use_pe": False}),
+    "Flux2Pipeline": Family(max_images=REFERENCES),
+    "Flux2KleinPipeline": Family(max_images=REFERENCES),
+    "QwenImageEditPipeline": Family(guidance="true_cfg_scale", call_kwargs={"negative_prompt": " "}, needs_image=True),
+    "QwenImageEditPlusPipeline": Family(
+        guidance="true_cfg_scale", call_kwargs={"negative_prompt": " "}, needs_image=True, max_images=REFERENCES
+    ),
+    # without its cache of keys and values, which serves the steps after the first
+    "QwenImage21Pipeline": Family(
+        guidance="true_cfg_scale", call_kwargs={"negative_prompt": " ", "use_kv_cache": False}, max_images=REFERENCES
+    ),
     "Ideogram4Pipeline": Family(call_kwargs={"guidance_schedule": None}, unsupported={"guidance_schedule": STEP_DEPENDENT}),
 }
 

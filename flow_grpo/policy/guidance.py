@@ -2,7 +2,6 @@
 
 import torch
 
-from flow_grpo.policy.encoding import PROBE_PROMPTS
 from flow_grpo.policy.pipeline import FlowPipeline
 from flow_grpo.policy.policy import Policy
 
@@ -45,7 +44,7 @@ def _same_velocity(one: FlowPipeline, other: FlowPipeline) -> bool:
     x = torch.randn(2, *shape, generator=torch.Generator().manual_seed(0))
     rows, velocities = torch.arange(2), []
     for model in (one, other):
-        conditioning = model.encode([PROBE_PROMPTS[1]] * 2)
+        conditioning = model.encode([model.probe_prompts[1]] * 2)
         model.accepts_per_sample_timesteps(x, schedule.timesteps, conditioning, rows)  # while all processes compute alike
         velocities.append(model.velocity(x, schedule.timesteps[0], conditioning, rows))
     return torch.equal(*velocities)

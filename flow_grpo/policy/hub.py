@@ -92,7 +92,7 @@ def pipeline_class(name: str) -> str:
     file = Path(cached) if isinstance(cached, str) else BUNDLED_MODELS.get(name, Path(name)) / INDEX
     try:
         return str(json.loads(file.read_text())["_class_name"])
-    except (OSError, ValueError, KeyError):
+    except (OSError, ValueError, KeyError, TypeError):
         return "DiffusionPipeline"
 
 

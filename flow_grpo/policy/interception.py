@@ -1,5 +1,6 @@
 """Replacements for a pipeline's scheduler and transformer, which end its call early; checks of a pipeline and its arguments."""
 
+from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
@@ -7,6 +8,7 @@ import torch
 from diffusers import DiffusionPipeline, FlowMatchEulerDiscreteScheduler
 from torch import Tensor
 
+from flow_grpo.image_prompt import images_of
 from flow_grpo.policy.families import Family
 
 RESERVED_ARGUMENTS = (
@@ -98,8 +100,36 @@ def check_call(name: str, family: Family, known: Any, call: dict[str, Any]) -> N
             raise ValueError(f"{name} takes no argument {argument}; it takes {', '.join(list(known)[1:])}.")
 
 
+def check_images(name: str, family: Family, known: Any, call: dict[str, Any], prompts: Iterable[str]) -> None:
+    """Raise ValueError if a pipeline can't be called with the images of the prompts, or without any."""
+    takes_size = {"height", "width"} & set(known)
+    for prompt in dict.fromkeys(prompts):
+        count, shown = len(images_of(prompt)), repr(str(prompt))[:80]
+        if not count and family.needs_image:
+            raise ValueError(f"{name} edits images, and the prompt {shown} has none: give prompts a column `image`.")
+        if not count:
+            continue
+        if family.image not in known:
+            raise ValueError(
+                f"{name} takes no images, and the prompt {shown} has {count}: give an editing pipeline, such as FLUX.2."
+            )
+        if count > family.max_images:
+            raise ValueError(f"{name} takes {family.max_images} images to a prompt, and the prompt {shown} has {count}.")
+        if not takes_size:
+            raise ValueError(f"{name} takes the size of a result from the prompt's image, but all results of a run have one size.")
+        if takes_size - call.keys():
+            raise ValueError(
+                f"{name} would take the size of each prompt's image: set height and width, as all results have one size."
+            )
+
+
 def images_to_tensor(images: Any) -> Tensor:
-    """(B, 3, H, W) of the images that a pipeline returns: a tensor, or PIL images from pipelines that return nothing else."""
+    """(B, 3, H, W) of the images that a pipeline returns: a tensor, or PIL images from pipelines that return nothing else.
+
+    Images with an alpha channel are shown on white.
+    """
+    if isinstance(images, Tensor) and images.shape[1] == 4:
+        return 1 - images[:, 3:].clamp(0, 1) * (1 - images[:, :3])
     if isinstance(images, Tensor):
         return images
     return torch.stack(

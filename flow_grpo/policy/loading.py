@@ -11,11 +11,12 @@ from flow_grpo.config.sections import MemoryConfig
 from flow_grpo.policy import hub
 from flow_grpo.policy.devices import DTYPES, default_dtype, usable_device
 from flow_grpo.policy.embedding_cache import EmbeddingCache
-from flow_grpo.policy.encoding import ENCODER_PREFIXES, PROBE_PROMPTS
+from flow_grpo.policy.encoding import ENCODER_PREFIXES
 from flow_grpo.policy.library_logging import quietly
 from flow_grpo.policy.memory import apply_memory_settings, quantization
 from flow_grpo.policy.model_files import check_weights, load_errors
 from flow_grpo.policy.policy import Policy
+from flow_grpo.policy.probes import probe_prompts
 from flow_grpo.progress import phase
 from rewards.downloads import downloads
 
@@ -56,7 +57,8 @@ def load_policy(
     weights = default_dtype(device) if dtype == "auto" else DTYPES[dtype]
     key = [hub.fingerprint(source), str(weights), guidance > 1, sorted(call.items())]
     embeddings = EmbeddingCache(memory.embedding_cache_dir, key)
-    without_encoders = prompts is not None and embeddings.complete([PROBE_PROMPTS[0], *prompts])
+    probe = probe_prompts(hub.pipeline_class(source), call)[0]
+    without_encoders = prompts is not None and embeddings.complete([probe, *prompts])
     options = _loading_options(source, weights, memory, without_encoders)
     with phase(f"loading {path_or_name}"), load_errors(path_or_name), downloads(source):
         pipe = DiffusionPipeline.from_pretrained(source, torch_dtype=weights, **options)

@@ -15,18 +15,21 @@ from diffusers import DiffusionPipeline, FlowMatchEulerDiscreteScheduler
 from diffusers.guiders import ClassifierFreeGuidance
 from torch import Tensor
 
+from flow_grpo.image_prompt import images_of, with_images
 from flow_grpo.policy.conditioning import Conditioning
 from flow_grpo.policy.embedding_cache import EmbeddingCache
-from flow_grpo.policy.encoding import PROBE_PROMPTS, PromptEncoder
+from flow_grpo.policy.encoding import PromptEncoder
 from flow_grpo.policy.families import family
 from flow_grpo.policy.interception import (
     InterceptingScheduler,
-    StopPipeline,
     check_call,
     check_flow,
+    check_images,
     images_to_tensor,
     with_execution_device,
 )
+from flow_grpo.policy.pipeline_call import PipelineCall
+from flow_grpo.policy.probes import probe_image, probe_prompts
 from flow_grpo.text import first_line
 from flow_grpo.types import Schedule
 
@@ -43,8 +46,8 @@ class FlowPipeline:
 
     Attributes:
         pipe: the user's pipeline. It is not changed: scheduler and methods are replaced in copies of it.
-        call: arguments of every pipeline call, with those of the family and of the guidance.
         encoder: encodes prompts.
+        shares_calls: whether a call can have rows with different images; None until that was tried.
         supports_per_sample_timesteps: whether a call can have a timestep per row; None until that was tried.
         synced_call_count: given how many calls this process needs, how many all processes make.
     """
@@ -65,14 +68,28 @@ class FlowPipeline:
         check_call(name, self.family, self._arguments, call)
         self.pipe, self.dtype, self.device = pipe, dtype, pipe.transformer.device
         defaults = {name: value for name, value in self.family.call_kwargs.items() if name in self._arguments}
-        self.call = {**defaults, **self._guidance_argument(guidance), **call}
+        arguments = {**defaults, **self._guidance_argument(guidance), **call}
         self.supports_per_sample_timesteps: bool | None = None
+        self.shares_calls: bool | None = None
         self.synced_call_count: Callable[[int], int] = lambda calls: calls
         self._scheduler = InterceptingScheduler.from_scheduler(pipe.scheduler)
         self._denoiser = self._intercepted(guidance)
-        self._prepared: dict[int, tuple[Tensor, tuple]] = {}
+        self._call = PipelineCall(
+            pipe,
+            self._denoiser,
+            self._scheduler,
+            family=self.family,
+            parameters=self._arguments,
+            arguments=arguments,
+            autocast=self._autocast,
+        )
         cache = EmbeddingCache() if embeddings is None else embeddings
         self.encoder = PromptEncoder(pipe, self._denoiser, self.family, call=self._call, cache=cache, offload=offload)
+
+    @property
+    def call(self) -> dict[str, Any]:
+        """Arguments of every pipeline call, with those of the family and of the guidance."""
+        return self._call.arguments
 
     def _guidance_argument(self, guidance: float) -> dict[str, float]:
         if not self.family.guidance:
@@ -96,14 +113,25 @@ class FlowPipeline:
             return self
         check_call(type(self.pipe).__name__, self.family, self._arguments, size)
         resized = copy.copy(self)
-        resized.call, resized._prepared = {**self.call, **size}, {}
+        resized._call = self._call.with_arguments(**size)
         resized.encoder = self.encoder.at_size(resized._call)
         return resized
 
     # -- what a sampler needs -----------------------------------------------------------------------------------------
 
+    @property
+    def probe_prompts(self) -> list[str]:
+        """A short prompt and a long one, with an image if the pipeline needs one."""
+        return probe_prompts(type(self.pipe).__name__, self.call)
+
+    @property
+    def takes_images(self) -> bool:
+        """Whether prompts may have images."""
+        return self.family.image in self._arguments
+
     def encode(self, prompts: list[str]) -> Conditioning:
-        """Prompt embeddings of B rows, computed once per distinct prompt."""
+        """Prompt embeddings of B rows, computed once per distinct prompt. ValueError if the pipeline can't take its images."""
+        check_images(type(self.pipe).__name__, self.family, self._arguments, self.call, prompts)
         return self.encoder.encode(prompts)
 
     @torch.no_grad()
@@ -114,9 +142,8 @@ class FlowPipeline:
         """
         rows = torch.zeros(1, dtype=torch.long)
         try:
-            stop = self._call_with_recordings(
-                self.encode([PROBE_PROMPTS[0]]), rows, timesteps=None, x=None, num_inference_steps=steps
-            )
+            probe = self.encode(self.probe_prompts[:1])
+            stop = self._call.replay(probe, rows, timesteps=None, x=None, num_inference_steps=steps)
         except torch.OutOfMemoryError:
             raise
         except Exception as error:  # each pipeline has its own
@@ -134,6 +161,9 @@ class FlowPipeline:
         """
         n, group = len(rows), conditioning.call_group[rows]
         timesteps = timestep.expand(n)
+        pictured = next((prompt for prompt in conditioning.selected(rows) if images_of(prompt)), None)
+        if pictured is not None and not self.accepts_images_per_row(x, timestep, pictured):
+            group = conditioning.prompt_index[rows]  # a call for each prompt
         if (timesteps != timesteps[0]).any() and not self.accepts_per_sample_timesteps(x, timesteps, conditioning, rows):
             group = torch.stack([group.double(), timesteps.double()], 1).unique(dim=0, return_inverse=True)[1]
         parts = [(group == one).nonzero()[:, 0] for one in group.unique()]
@@ -169,9 +199,26 @@ class FlowPipeline:
             self.supports_per_sample_timesteps = bool(off < 0.02 * (high - low).abs().max())
         return self.supports_per_sample_timesteps
 
+    def accepts_images_per_row(self, x: Tensor, timestep: Tensor, prompt: str) -> bool:
+        """Whether rows of one call can have different images. Tried once, by comparison with calls that have one image.
+
+        A pipeline that reads the images past the recorded methods would give the images of the first row to all.
+        """
+        if self.shares_calls is None:
+            sizes = [image.size for image in images_of(prompt)]
+            one, other = ([probe_image(size, seed) for size in sizes] for seed in (0, 1))
+            conditioning = self.encode([with_images("a", one), with_images("a", other)])
+            states, timesteps, rows = x[:1].expand(2, *x.shape[1:]), timestep.reshape(-1)[:1].expand(2), torch.arange(2)
+            with torch.no_grad():
+                first, second = (self._velocity(states, timesteps, conditioning, row.expand(2))[0] for row in rows)
+                both = self._velocity(states, timesteps, conditioning, rows)
+            off = (both[0] - first).abs().max() + (both[1] - second).abs().max()
+            self.shares_calls = bool(off < 0.02 * (second - first).abs().max())
+        return self.shares_calls
+
     def _velocity(self, x: Tensor, timesteps: Tensor, conditioning: Conditioning, rows: Tensor) -> Tensor:
         first_axis = timesteps[:1] if (timesteps == timesteps[0]).all() else timesteps[None]  # over which pipelines iterate
-        v = self._call_with_recordings(conditioning, rows, first_axis, x).output.float()
+        v = self._call.replay(conditioning, rows, first_axis, x).output.float()
         return -v if self._scheduler.config.invert_sigmas else v  # of a flow whose own sigmas are shares of the image
 
     # -- images -------------------------------------------------------------------------------------------------------
@@ -183,7 +230,7 @@ class FlowPipeline:
         for chunk in latents.split(microbatch):
             rows = torch.zeros(len(chunk), dtype=torch.long)
             no_step = torch.zeros(0, device=self.device)
-            out = self._call_with_recordings(self.encode([PROBE_PROMPTS[0]]), rows, no_step, chunk, output_type="pt")
+            out = self._call.replay(self.encode(self.probe_prompts[:1]), rows, no_step, chunk, output_type="pt")
             images.append(images_to_tensor(out[0]).float().clamp(0, 1).cpu())
         return torch.cat(images)
 
@@ -192,7 +239,7 @@ class FlowPipeline:
         """The states (B, ...) float32 that the pipeline itself would begin with, by a generator of that seed."""
         generator = torch.Generator(self.device).manual_seed(seed)
         rows, conditioning = torch.arange(len(prompts)), self.encode(prompts)
-        stop = self._call_with_recordings(conditioning, rows, timesteps=None, x=None, generator=generator)
+        stop = self._call.replay(conditioning, rows, timesteps=None, x=None, generator=generator)
         return stop.sample.float().cpu()
 
     @torch.no_grad()
@@ -205,7 +252,8 @@ class FlowPipeline:
         pipe.set_progress_bar_config(disable=True)
         generator = torch.Generator(self.device).manual_seed(seed)
         with self._autocast(), self.encoder.encoders_on_device():
-            out = pipe(prompt=[prompt], num_inference_steps=steps, output_type="pt", generator=generator, **self.call)
+            call = self._call.prompt_arguments([prompt])
+            out = pipe(num_inference_steps=steps, output_type="pt", generator=generator, **call)
         return images_to_tensor(out[0]).float().clamp(0, 1).cpu()
 
     @torch.no_grad()
@@ -234,67 +282,5 @@ class FlowPipeline:
         z = (z - (getattr(vae.config, "shift_factor", None) or 0)) * vae.config.scaling_factor
         return (self.pipe._pack_latents(z, *z.shape) if len(shape) == 2 else z).cpu()
 
-    # -- the pipeline's call ------------------------------------------------------------------------------------------
-
-    def _call_with_recordings(
-        self, conditioning: Conditioning, rows: Tensor, timesteps: Tensor | None, x: Tensor | None, **kwargs: Any
-    ) -> Any:
-        """Call the pipeline with recorded embeddings.
-
-        Args:
-            timesteps: what the scheduler requests; None for the pipeline's own schedule.
-            x: states in place of the initial ones; None for the pipeline's own.
-        """
-        self._scheduler.requested_timesteps = None if timesteps is None else timesteps.to(self.device)
-        prompts, outputs = conditioning.select(rows)
-        recorded = iter(outputs)
-
-        def replayed(name: str) -> Callable:
-            def call(*args: Any, **kwargs: Any) -> Any:
-                method, output = next(recorded)
-                assert method == name
-                return output
-
-            return call
-
-        for name in self.encoder.methods:
-            object.__setattr__(self._denoiser, name, replayed(name))
-        if x is not None and hasattr(self.pipe, "prepare_latents"):
-            object.__setattr__(self._denoiser, "prepare_latents", self._fixed_prepare_latents(x))
-        elif x is not None:
-            kwargs["latents"] = x.to(self.device, self.pipe.transformer.dtype)
-        elif "prepare_latents" in vars(self._denoiser):
-            object.__delattr__(self._denoiser, "prepare_latents")
-        return self._call(self._denoiser, prompts, **kwargs)
-
-    def _fixed_prepare_latents(self, x: Tensor) -> Callable:
-        """In place of `prepare_latents`: our state in the dtype of the pipeline's, with whatever else that returns."""
-
-        def prepare_latents(*args: Any, **kwargs: Any) -> Any:
-            if len(x) not in self._prepared:
-                latents = self.pipe.prepare_latents(*args, **kwargs)
-                first, rest = (latents[0], tuple(latents[1:])) if isinstance(latents, tuple) else (latents, ())
-                self._prepared[len(x)] = first.new_empty(0), rest
-            like, rest = self._prepared[len(x)]
-            state = x.to(like.device, like.dtype)
-            return (state, *rest) if rest else state
-
-        return prepare_latents
-
     def _autocast(self) -> torch.autocast:
         return torch.autocast(self.device.type, self.dtype, enabled=self.dtype != torch.float32)
-
-    def _call(self, pipe: Any, prompts: list[str], **kwargs: Any) -> Any:
-        """Call a copy of the pipeline. Returns what it stopped with, or the pipeline's own output if it ran to the end."""
-        call = {"num_inference_steps": 1, "output_type": "latent", **self.call, **kwargs, "prompt": list(prompts)}
-        if isinstance(call.get("negative_prompt"), str):
-            call["negative_prompt"] = [call["negative_prompt"]] * len(prompts)
-        if "generator" in self._arguments and "generator" not in call:
-            # what it draws is not used, and the global random stream is left alone
-            call["generator"] = torch.Generator(self.device).manual_seed(0)
-        try:
-            with self._autocast():
-                undecorated = inspect.unwrap(type(pipe).__call__)  # not under no_grad: gradients flow
-                return undecorated(pipe, **call)
-        except StopPipeline as stop:
-            return stop

@@ -11,7 +11,6 @@ from torch import Tensor
 from flow_grpo.distributed.processes import Processes
 from flow_grpo.distributed.sharding import copy_into, fully_shard_blocks, gather_to_cpu
 from flow_grpo.policy.ema import MovingAverage
-from flow_grpo.policy.encoding import PROBE_PROMPTS
 from flow_grpo.policy.full_weights import FullWeights
 from flow_grpo.policy.hub import resolve_lora
 from flow_grpo.policy.lora import TRAINED, Lora
@@ -146,7 +145,7 @@ class Policy(FlowPipeline):
 
     def shard(self, processes: Processes) -> None:
         """Shard the weights over the processes. From now on all of them call the transformer equally often."""
-        conditioning, (schedule, shape) = self.encode([PROBE_PROMPTS[0]] * 2), self.schedule(2)
+        conditioning, (schedule, shape) = self.encode(self.probe_prompts[:1] * 2), self.schedule(2)
         x, rows = torch.zeros(2, *shape), torch.arange(2)
         self.accepts_per_sample_timesteps(x, schedule.timesteps, conditioning, rows)  # while all processes compute alike
         transformer = self.pipe.transformer

@@ -92,7 +92,7 @@ def load_examples(data: str, rows_per_pair: int) -> OfflineExamples:
         image_set = image_sets.read(source)
         return OfflineExamples(image_set.prompts, [(image,) for image in image_set.images()])
     columns = ("image",) if rows_per_pair == 1 else ("chosen", "rejected")
-    table = load_prompts(data)
+    table = load_prompts(data, image_column="source_image")
     missing = [name for name in columns if name not in table.metadata[0]]
     if missing:
         raise ValueError(f"{data} has no column `{missing[0]}`: give prompt, {' and '.join(columns)}.")

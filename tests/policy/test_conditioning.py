@@ -57,7 +57,7 @@ def test_a_mask_that_only_some_prompts_need_is_known_from_those():
 
 
 def test_rows_of_one_shape_share_a_call_and_others_do_not():
-    axes = [infer_batch_axes(encoded([5]), encoded([5, 5]))]
+    axes = {0: [infer_batch_axes(encoded([5]), encoded([5, 5]))]}
     recordings = {"a": [("encode", encoded([5]))], "b": [("encode", encoded([5], seed=9))], "c": [("encode", encoded([6]))]}
     made = conditioning(["c", "a", "b", "c"], recordings, axes, encode_separately=False)
     assert made.call_group[0] == made.call_group[3] != made.call_group[1] == made.call_group[2]

@@ -1,0 +1,131 @@
+"""Prompts that carry images: what an editing pipeline is asked to change, or to take as a reference."""
+
+import hashlib
+import io
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache
+from pathlib import Path
+
+from PIL import Image
+
+from rewards.images import to_rgb
+
+FORMATS = (
+    "PNG",
+    "JPEG",
+    "WEBP",
+    "BMP",
+    "GIF",
+    "TIFF",
+)  # of files that are opened; Pillow knows many that can do more than hold pixels
+MAX_PIXELS = 100_000_000
+OPEN_IMAGES = 64  # decoded images that are kept in memory
+
+
+@dataclass(frozen=True)
+class SourceImage:
+    """An image of a prompt: a file, or its content. Two are equal if their contents are.
+
+    Attributes:
+        digest: of the file's content, 32 hexadecimal digits.
+        size: width and height in pixels.
+    """
+
+    name: str = field(compare=False)  # of the file, for errors
+    digest: str
+    size: tuple[int, int] = field(compare=False)
+    path: Path | None = field(default=None, compare=False)
+    content: bytes | None = field(default=None, compare=False, repr=False)
+
+    @staticmethod
+    def read(source: Path | bytes, name: str) -> "SourceImage":
+        """Read and decode an image once. ValueError if there is no such file, or it is damaged, too large or no image."""
+        content = _content(source, name) if isinstance(source, Path) else source
+        image = _decoded(content, name)
+        path, held = (source, None) if isinstance(source, Path) else (None, source)
+        return SourceImage(name, hashlib.sha256(content).hexdigest()[:32], image.size, path, held)
+
+    @staticmethod
+    def from_pil(image: Image.Image, name: str = "an image") -> "SourceImage":
+        """An image in memory."""
+        content = io.BytesIO()
+        to_rgb(image).save(content, "PNG")
+        return SourceImage.read(content.getvalue(), name)
+
+    def open(self) -> Image.Image:
+        """The 8-bit RGB image. ValueError if its file is gone or has changed since it was read."""
+        return _opened(self)
+
+
+class ImagePrompt(str):
+    """A prompt with images. It is a text, but equal only to prompts with the same text and the same images.
+
+    Attributes:
+        images: at least one.
+    """
+
+    images: tuple[SourceImage, ...]
+
+    def __new__(cls, text: str, images: Sequence[SourceImage]) -> "ImagePrompt":
+        prompt = super().__new__(cls, text)
+        prompt.images = tuple(images)
+        return prompt
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, ImagePrompt) and prompt_key(self) == prompt_key(other)
+
+    def __ne__(self, other: object) -> bool:
+        return not self == other
+
+    def __hash__(self) -> int:
+        return hash(prompt_key(self))
+
+    def __getnewargs__(self) -> tuple[str, tuple[SourceImage, ...]]:  # type: ignore[override]
+        return str.__str__(self), self.images
+
+
+def images_of(prompt: str) -> tuple[SourceImage, ...]:
+    """The images of a prompt; a plain text has none."""
+    return prompt.images if isinstance(prompt, ImagePrompt) else ()
+
+
+def prompt_key(prompt: str) -> str:
+    """A plain text that names a prompt and the contents of its images."""
+    return "\0".join([str.__str__(prompt), *(image.digest for image in images_of(prompt))])
+
+
+def with_images(text: str, images: Sequence[SourceImage]) -> str:
+    """The prompt with these images; the text itself if there are none."""
+    return ImagePrompt(text, images) if images else text
+
+
+def _content(path: Path, name: str) -> bytes:
+    try:
+        return path.read_bytes()
+    except FileNotFoundError as error:
+        raise ValueError(f"there is no image {name}.") from error
+    except (OSError, ValueError) as error:
+        raise ValueError(f"the image {name} can't be read: {error}") from error
+
+
+def _decoded(content: bytes, name: str) -> Image.Image:
+    try:
+        image = Image.open(io.BytesIO(content), formats=FORMATS)
+        if image.width * image.height > MAX_PIXELS:
+            raise ValueError(f"it has {image.width} x {image.height} pixels; {MAX_PIXELS:,} are allowed")
+        return to_rgb(image)
+    except Image.DecompressionBombError as error:
+        raise ValueError(f"the image {name} can't be used: it has far more than {MAX_PIXELS:,} pixels.") from error
+    except Image.UnidentifiedImageError as error:
+        raise ValueError(f"{name} is not an image: give a {', '.join(FORMATS[:-1])} or {FORMATS[-1]} file.") from error
+    except Exception as error:  # decoders raise many types on damaged files
+        raise ValueError(f"the image {name} can't be used: {' '.join(str(error).split()).rstrip('.')}.") from error
+
+
+@lru_cache(maxsize=OPEN_IMAGES)
+def _opened(source: SourceImage) -> Image.Image:
+    content = source.content if source.content is not None else _content(source.path or Path(), source.name)
+    if hashlib.sha256(content).hexdigest()[:32] != source.digest:
+        raise ValueError(f"the image {source.name} has changed since the prompts were read: start again.")
+    return _decoded(content, source.name)

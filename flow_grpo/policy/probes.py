@@ -1,0 +1,27 @@
+"""Prompts and images that ask a pipeline what it does with any: a short prompt, a long one, a picture of noise."""
+
+from typing import Any
+
+import numpy as np
+from PIL import Image
+
+from flow_grpo.image_prompt import SourceImage, with_images
+from flow_grpo.policy.families import family
+
+PROBE_PROMPTS = ("a", "a photo of two cats and a dog under an old tree" * 8)
+PROBE_SIDE = 64  # pixels, where the call sets no size
+
+
+def probe_prompts(pipeline: str, call: dict[str, Any]) -> list[str]:
+    """The probe prompts, with an image of the call's size if that class of pipelines needs one."""
+    if not family(pipeline).needs_image:
+        return list(PROBE_PROMPTS)
+    image = probe_image((call.get("width", PROBE_SIDE), call.get("height", PROBE_SIDE)))
+    return [with_images(text, [image]) for text in PROBE_PROMPTS]
+
+
+def probe_image(size: tuple[int, int], seed: int = 0) -> SourceImage:
+    """An image of random squares, which are larger than a patch; `size` is width and height."""
+    squares = np.random.default_rng(seed).integers(0, 256, (4, 4, 3), dtype=np.uint8)
+    image = Image.fromarray(squares).resize(size, Image.Resampling.NEAREST)
+    return SourceImage.from_pil(image, "a probe")
