@@ -43,7 +43,9 @@ def in_batches(
 def first_sources(sources: list[list[Image.Image]], images: Tensor) -> Tensor:
     """The first image of each prompt (B, 3, H, W) in [0, 1], resized to the size of `images`. ValueError if a prompt has none."""
     if not all(sources):
-        raise ValueError("some of the prompts have images and some have none: a reward that takes `source` needs one for each.")
+        raise ValueError(
+            "some of the prompts have images and some have none: a reward that takes `source` needs one for each."
+        )
     size = (images.shape[-1], images.shape[-2])
     pixels: dict[int, Tensor] = {}
     for image in (of_prompt[0] for of_prompt in sources):

@@ -58,7 +58,7 @@ class EmbeddingCache:
 
     def complete(self, prompts: list[str]) -> bool:
         """Whether all of them are on disk, so that no encoder is needed."""
-        keys = {LAYOUT, *prompts, *map(layout_key, prompts)}
+        keys = {*prompts, *map(layout_key, prompts)}
         return self.folder is not None and all(self.get(key) is not None for key in keys)
 
     def _hold(self, text: str, outputs: Any) -> None:

@@ -103,6 +103,7 @@ def check_call(name: str, family: Family, known: Any, call: dict[str, Any]) -> N
 def check_images(name: str, family: Family, known: Any, call: dict[str, Any], prompts: Iterable[str]) -> None:
     """Raise ValueError if a pipeline can't be called with the images of the prompts, or without any."""
     takes_size = {"height", "width"} & set(known)
+    has_size = all(call.get(side) is not None for side in takes_size)
     for prompt in dict.fromkeys(prompts):
         count, shown = len(images_of(prompt)), repr(str(prompt))[:80]
         if not count and family.needs_image:
@@ -116,8 +117,10 @@ def check_images(name: str, family: Family, known: Any, call: dict[str, Any], pr
         if count > family.max_images:
             raise ValueError(f"{name} takes {family.max_images} images to a prompt, and the prompt {shown} has {count}.")
         if not takes_size:
-            raise ValueError(f"{name} takes the size of a result from the prompt's image, but all results of a run have one size.")
-        if takes_size - call.keys():
+            raise ValueError(
+                f"{name} takes the size of a result from the prompt's image, but all results of a run have one size."
+            )
+        if not has_size:
             raise ValueError(
                 f"{name} would take the size of each prompt's image: set height and width, as all results have one size."
             )

@@ -111,7 +111,9 @@ class PipelineCall:
             object.__setattr__(pipe, name, replayed(name))
         if x is not None and "prepare_latents" not in names:
             if hasattr(self.pipe, "prepare_latents"):
-                object.__setattr__(pipe, "prepare_latents", self._fixed_prepare_latents(x))
+                object.__setattr__(
+                    pipe, "prepare_latents", self._fixed_prepare_latents(x, {} if images_of(prompts[0]) else self._prepared)
+                )
             else:
                 kwargs["latents"] = x.to(self.device, self.pipe.transformer.dtype)
         return self(pipe, prompts, **kwargs)
@@ -120,13 +122,17 @@ class PipelineCall:
         latents = self.intercepted.prepare_latents(*args, **kwargs)
         return latents[0] if isinstance(latents, tuple) else latents
 
-    def _fixed_prepare_latents(self, x: Tensor) -> Callable:
-        """In place of `prepare_latents`: our state in the dtype of the pipeline's, with whatever else that returns."""
+    def _fixed_prepare_latents(self, x: Tensor, prepared: dict[int, tuple]) -> Callable:
+        """In place of `prepare_latents`: our state in the dtype of the pipeline's, with whatever else that returns.
+
+        Args:
+            prepared: what it returned before, less the state, by the number of rows.
+        """
 
         def prepare_latents(*args: Any, **kwargs: Any) -> Any:
-            if len(x) not in self._prepared:
-                self._prepared[len(x)] = without_state(self.pipe.prepare_latents(*args, **kwargs))
-            like, *rest = self._prepared[len(x)]
+            if len(x) not in prepared:
+                prepared[len(x)] = without_state(self.pipe.prepare_latents(*args, **kwargs))
+            like, *rest = prepared[len(x)]
             return _with_state(x.to(like.device, like.dtype), rest)
 
         return prepare_latents

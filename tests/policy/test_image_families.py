@@ -171,7 +171,9 @@ def test_recordings_on_disk_are_those_of_the_image(folders, name, tmp_path):
     again = loaded(folders, name, memory=memory, prompts=prompts)
     assert again.pipe.text_encoder is None, "all that it encodes is on disk"
     assert torch.equal(velocity(again, state, prompts), expected)
-    assert loaded(folders, name, memory=memory, prompts=[ImagePrompt("a red cat", [picture(4)])]).pipe.text_encoder is not None
+    assert (
+        loaded(folders, name, memory=memory, prompts=[ImagePrompt("a red cat", [picture(4)])]).pipe.text_encoder is not None
+    )
 
 
 def brighter_than_source(images: torch.Tensor, prompts: list[str], source: torch.Tensor) -> torch.Tensor:
@@ -182,7 +184,7 @@ def brighter_than_source(images: torch.Tensor, prompts: list[str], source: torch
 @pytest.mark.parametrize("name", IMAGE_TINY)
 @pytest.mark.parametrize("method", ["grpo", "awm"])
 def test_two_training_steps(folders, name, method, tmp_path):
-    sampled = {"steps": 3, "transition": "cps"} if method == "grpo" else {"steps": 3}
+    sampled = {"steps": 3, "transition": "cps"} if method == "grpo" else {"steps": 3, "transition": "ode"}
     args = FlowGRPOConfig(
         steps=2,
         prompts_per_step=2,

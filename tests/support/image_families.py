@@ -26,9 +26,7 @@ def flux_kontext() -> d.FluxKontextPipeline:
 def qwen_edit(kind: type = d.QwenImageEditPipeline) -> Any:
     qwen = families.qwen_image()
     images, videos = t.Qwen2VLImageProcessor(), t.Qwen2VLVideoProcessor()
-    return kind(
-        processor=t.Qwen2VLProcessor(images, qwen.tokenizer, videos, chat_template=CHAT), **qwen.components
-    )
+    return kind(processor=t.Qwen2VLProcessor(images, qwen.tokenizer, videos, chat_template=CHAT), **qwen.components)
 
 
 def qwen_edit_plus() -> d.QwenImageEditPlusPipeline:
@@ -37,7 +35,9 @@ def qwen_edit_plus() -> d.QwenImageEditPlusPipeline:
 
 def qwen_image21() -> d.QwenImage21Pipeline:
     tokenizer, levels = families.byte_tokenizer(), 5
-    processor = t.Qwen3VLProcessor(t.Qwen2VLImageProcessor(patch_size=16), tokenizer, t.Qwen3VLVideoProcessor(), chat_template=CHAT)
+    processor = t.Qwen3VLProcessor(
+        t.Qwen2VLImageProcessor(patch_size=16), tokenizer, t.Qwen3VLVideoProcessor(), chat_template=CHAT
+    )
     return d.QwenImage21Pipeline(
         scheduler=families.dynamic(), processor=processor,
         text_encoder=t.Qwen3VLForConditionalGeneration(families.qwen3_vl(tokenizer)),
@@ -58,7 +58,7 @@ IMAGE_TINY = {
     "flux2_klein": Tiny(families.flux2_klein, families.TINY["flux2_klein"].call),
     "qwen_edit": Tiny(qwen_edit),
     "qwen_edit_plus": Tiny(qwen_edit_plus),
-    "qwen_image21": Tiny(qwen_image21, {"output_resolution": 64}, size=(64, 96)),
+    "qwen_image21": Tiny(qwen_image21, {"output_resolution": 128}, size=(64, 96)),
 }
 SEVERAL = ("flux2", "flux2_klein", "qwen_edit_plus", "qwen_image21")  # take several images to a prompt
 
