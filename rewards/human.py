@@ -9,6 +9,7 @@ import socket
 import string
 import sys
 import threading
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ import torch
 import uvicorn
 from fastapi import FastAPI, HTTPException, Request, Response
 
+from rewards.images import SOURCES, has_sources, to_png
 from rewards.serving.client import png
 
 KEYS = "123456789abcdefghijklmnopqrstuvwxyz"
@@ -29,10 +31,11 @@ HELP = (
 
 @dataclass
 class Ballot:
-    """The images of a prompt as PNG, and the ranking once it was made: indices of images, the best first."""
+    """The images of a prompt as PNG, those that the prompt itself has, and the ranking once it was made: indices, the best first."""
 
     prompt: str
     images: list[bytes]
+    sources: list[bytes]
     order: list[int] = field(default_factory=list)
     voted: threading.Event = field(default_factory=threading.Event)
 
@@ -72,7 +75,9 @@ class Human:
         for prompt in dict.fromkeys(prompts):
             rows = [i for i, other in enumerate(prompts) if other == prompt]
             if len(rows) > 1:
-                open_ballots.append((rows, Ballot(prompt, [png(images[i]) for i in rows])))
+                sources = metadata[SOURCES][rows[0]] if has_sources(metadata) else []
+                ballot = Ballot(prompt, [png(images[i]) for i in rows], [to_png(image) for image in sources])
+                open_ballots.append((rows, ballot))
         if open_ballots:
             with self.lock:
                 self.ballots |= {next(self.numbers): ballot for _, ballot in open_ballots}
@@ -110,6 +115,12 @@ class Human:
     def _open(self) -> tuple[int, Ballot] | None:
         return next(iter(self.ballots.items()), None)
 
+    def _image(self, number: int, place: int, images_of: Callable[[Ballot], list[bytes]]) -> Response:
+        ballot = self.ballots.get(number)
+        if ballot is None or not 0 <= place < len(images_of(ballot)):
+            raise HTTPException(404, "there is no such image.")
+        return Response(images_of(ballot)[place], media_type="image/png", headers={"Cache-Control": "no-store"})
+
     def _pages(self, key: str) -> FastAPI:
         app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None)
 
@@ -127,10 +138,11 @@ class Human:
 
         @app.get(f"/{key}/image/{{number}}/{{place}}")
         def image(number: int, place: int) -> Response:
-            ballot = self.ballots.get(number)
-            if ballot is None or not 0 <= place < len(ballot.images):
-                raise HTTPException(404, "there is no such image.")
-            return Response(ballot.images[place], media_type="image/png", headers={"Cache-Control": "no-store"})
+            return self._image(number, place, lambda ballot: ballot.images)
+
+        @app.get(f"/{key}/source/{{number}}/{{place}}")
+        def source(number: int, place: int) -> Response:
+            return self._image(number, place, lambda ballot: ballot.sources)
 
         @app.post(f"/{key}/vote")
         async def vote(request: Request) -> dict[str, bool]:
@@ -156,7 +168,7 @@ def places(order: list[int], count: int) -> torch.Tensor:
 
 def _page(open_ballot: tuple[int, Ballot] | None, nonce: str) -> str:
     template = string.Template(TEMPLATE.read_text(encoding="utf-8"))
-    blank = dict.fromkeys(("ballot", "images", "send", "help"), "")
+    blank = dict.fromkeys(("ballot", "images", "sources", "send", "help"), "")
     if open_ballot is None:
         waiting = "The next images will appear here by themselves."
         return template.substitute(blank, title="Nothing to rank", prompt="Nothing to rank", help=waiting, nonce=nonce)
@@ -172,6 +184,9 @@ def _page(open_ballot: tuple[int, Ballot] | None, nonce: str) -> str:
         help=HELP,
         ballot=number,
         images=images,
+        sources="".join(
+            f'<img src="source/{number}/{i}" alt="the image of the prompt">' for i in range(len(ballot.sources))
+        ),
         send='<button id="send">Send</button>',
         nonce=nonce,
     )

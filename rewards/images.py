@@ -1,6 +1,7 @@
 """Convert image tensors to bytes and PIL images, and score them in batches."""
 
 import functools
+import io
 from collections.abc import Callable
 from typing import Any
 
@@ -8,7 +9,6 @@ import numpy as np
 import torch
 from PIL import Image
 from torch import Tensor
-
 
 SOURCES, SOURCE = "sources", "source"  # the images of each prompt, and the first of them as rewards receive it
 
@@ -21,6 +21,13 @@ def to_bytes(images: Tensor) -> Tensor:
 def to_pil(images: Tensor) -> list[Image.Image]:
     """Return images (B, 3, H, W) in [0, 1] as 8-bit RGB PIL images, the input of every published transform."""
     return [Image.fromarray(image.permute(1, 2, 0).contiguous().numpy()) for image in to_bytes(images)]
+
+
+def to_png(image: Image.Image) -> bytes:
+    """Encode a PIL image as PNG."""
+    content = io.BytesIO()
+    image.save(content, "PNG")
+    return content.getvalue()
 
 
 def to_rgb(image: Image.Image) -> Image.Image:
@@ -38,6 +45,14 @@ def in_batches(
     rows = range(0, len(prompts), batch_size)
     chunks = [score(to_pil(images[i : i + batch_size]), prompts[i : i + batch_size]) for i in rows]
     return torch.cat([chunk.float().cpu() for chunk in chunks])
+
+
+def has_sources(metadata: dict[str, Any]) -> bool:
+    """Whether the metadata has the images of prompts, and no column of the user's by that name."""
+    return any(
+        isinstance(row, list) and row and all(isinstance(one, Image.Image) for one in row)
+        for row in metadata.get(SOURCES, ())
+    )
 
 
 def first_sources(sources: list[list[Image.Image]], images: Tensor) -> Tensor:

@@ -5,14 +5,15 @@ import base64
 import math
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, Literal
 
 import httpx
 import torch
+from PIL import Image
 
-from rewards.serving.client import png
+from rewards.images import SOURCES, has_sources, to_pil, to_png
 from rewards.serving.retry import Client, InvalidResponse, NoResponse, gather, post_with_retries
 
 QUESTIONS = {
@@ -29,6 +30,20 @@ PAIR_QUESTION = (
     "Two images were made for this request:\n{prompt}\n\nWhich of them shows better what was asked for? Answer with one digit: 1 for "
     "the first image, 2 for the second."
 )
+EDIT_QUESTIONS = {
+    "number": (
+        "The first image was changed by this request, into the second:\n{prompt}\n\nHow well does the second image show the change, "
+        "with all else as it was? Answer with one number from {low} (not at all) to {high} (perfectly), and nothing else."
+    ),
+    "yes_no": (
+        "The first image was changed by this request, into the second:\n{prompt}\n\nDoes the second image show the change, with all "
+        "else as it was? Answer with one word, Yes or No."
+    ),
+}
+EDIT_PAIR_QUESTION = (
+    "The first image was changed by this request, in two ways, into the second and the third:\n{prompt}\n\nWhich of the two shows "
+    "the change better, with all else as it was? Answer with one digit: 1 for the second image, 2 for the third."
+)
 NUMBER = re.compile(r"(?<![\w.])-?\d+(?:\.\d+)?(?![\w]|\.\d)")
 OUT_OF = re.compile(r"\s*(?:/|out of)\s*(\d+(?:\.\d+)?)")
 
@@ -44,6 +59,8 @@ class Judge:
     With `scope: pair` the question is which of two images is better, and the answer P(1) / (P(1) + P(2)) of the first token, or 1 or
     2 as the model writes it; an image's value is its win rate against the others of its group (Pref-GRPO, arXiv 2508.20751). Each
     pair is asked in both orders, since models prefer one place: K (K - 1) requests for K images, fewer with `opponents`.
+
+    Where prompts have images, they are shown first, and the built-in questions ask for the change.
 
     Range [0, 1]. Weights and licence: the endpoint's model, for example Qwen/Qwen2.5-VL-7B-Instruct (Apache-2.0, 17 GB) by
     `vllm serve`. No memory here. Gamed by images and prompts that address the judge, such as text that says the image is
@@ -84,33 +101,45 @@ class Judge:
 
     def __call__(self, images: torch.Tensor, prompts: list[str], **metadata: Any) -> torch.Tensor:
         """images (B, 3, H, W) in [0, 1]; returns (B,). ValueError if an image got no usable answer."""
-        return self._ask([[image] for image in images], prompts, metadata, self.question or QUESTIONS[self.answer])
+        questions = EDIT_QUESTIONS if has_sources(metadata) else QUESTIONS
+        return self._ask(
+            [to_pil(image[None]) for image in images], prompts, metadata, self.question or questions[self.answer], self._read
+        )
 
     def compare(self, first: torch.Tensor, second: torch.Tensor, prompts: list[str], **metadata: Any) -> torch.Tensor:
         """Two times (n, 3, H, W) in [0, 1]; returns (n,), how sure it is that the first is better. ValueError as of a call."""
-        return self._ask(
-            [list(pair) for pair in zip(first, second, strict=True)], prompts, metadata, self.question or PAIR_QUESTION
-        )
+        question = self.question or (EDIT_PAIR_QUESTION if has_sources(metadata) else PAIR_QUESTION)
+        pairs = [to_pil(torch.stack(pair)) for pair in zip(first, second, strict=True)]
+        return self._ask(pairs, prompts, metadata, question, self._read_pair)
 
     def _ask(
-        self, shown: list[list[torch.Tensor]], prompts: list[str], metadata: dict[str, list], question: str
+        self,
+        shown: list[list[Image.Image]],
+        prompts: list[str],
+        metadata: dict[str, list],
+        question: str,
+        read: Callable[[httpx.Response], float],
     ) -> torch.Tensor:
-        """The answers (n,) to the question on one or two images each."""
+        """The answers (n,) to the question on one or two images each, after those of the prompt."""
+        if has_sources(metadata):
+            shown = [[*of_prompt, *images] for of_prompt, images in zip(metadata[SOURCES], shown, strict=True)]
         rows = [{name: column[i] for name, column in metadata.items()} for i in range(len(prompts))]
         questions = [
             self._question(question, {**more, "prompt": prompt}) for more, prompt in zip(rows, prompts, strict=True)
         ]
         try:
-            return torch.tensor(self.client.run(self._all(shown, questions)))
+            return torch.tensor(self.client.run(self._all(shown, questions, read)))
         except NoResponse as error:
             raise ValueError(f"the judge {self.model} gave no usable answer for an image: {error}") from error
 
-    async def _all(self, shown: list[list[torch.Tensor]], questions: list[str]) -> list[float]:
+    async def _all(
+        self, shown: list[list[Image.Image]], questions: list[str], read: Callable[[httpx.Response], float]
+    ) -> list[float]:
         turns = asyncio.Semaphore(self.concurrency)
 
-        async def judged(images: list[torch.Tensor], question: str) -> float:
+        async def judged(images: list[Image.Image], question: str) -> float:
             async with turns:
-                return await self._judge(images, question)
+                return await self._judge(images, question, read)
 
         return await gather([judged(images, question) for images, question in zip(shown, questions, strict=True)])
 
@@ -119,14 +148,13 @@ class Judge:
         known = {"low": f"{self.low:g}", "high": f"{self.high:g}", **words}
         return re.sub(r"\{(\w+)\}", lambda m: str(known.get(m[1], m[0])), question)
 
-    async def _judge(self, images: list[torch.Tensor], question: str) -> float:
-        encoded = [base64.b64encode(await asyncio.to_thread(png, image)).decode() for image in images]
+    async def _judge(self, images: list[Image.Image], question: str, read: Callable[[httpx.Response], float]) -> float:
+        encoded = [base64.b64encode(await asyncio.to_thread(to_png, image)).decode() for image in images]
         content: list[dict] = [
             {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{one}"}} for one in encoded
         ]
         content.append({"type": "text", "text": question})
         request: dict[str, Any] = {"model": self.model, "messages": [{"role": "user", "content": content}]}
-        read = self._read if len(images) == 1 else self._read_pair
         if self.answer == "yes_no":
             request |= {"max_tokens": 1, "logprobs": True, "top_logprobs": 20}
         else:

@@ -27,6 +27,7 @@ REGISTRY = {
     "aesthetic": "rewards.aesthetic:Aesthetic",
     "preference_head": "rewards.preference_head:PreferenceHead",
     "jpeg_size": "rewards.pixels:jpeg_size",
+    "fidelity": "rewards.fidelity:Fidelity",
     "least_distance": "rewards.least_distance:LeastDistance",
     "sharpness": "rewards.pixels:sharpness",
     "color": "rewards.pixels:Color",

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from rewards import groups, selection
-from rewards.images import SOURCE, SOURCES, first_sources
+from rewards.images import SOURCE, SOURCES, first_sources, has_sources
 from rewards.user_code import guarded
 
 MAX_PROMPT_LENGTH = 200  # characters of a prompt in an error
@@ -98,7 +98,7 @@ class _Images:
 
     def keywords(self, reward: Reward, inputs: int = 2) -> dict[str, Any]:
         """The metadata that the reward takes after its first `inputs` arguments, with `source` where prompts have images."""
-        if SOURCES not in self.metadata:
+        if not has_sources(self.metadata):
             return accepted_metadata(reward, self.metadata, inputs)
         accepted = accepted_metadata(reward, {**self.metadata, SOURCE: None}, inputs)
         return {**accepted, SOURCE: first_sources(self.metadata[SOURCES], self.images)} if SOURCE in accepted else accepted

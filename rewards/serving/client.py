@@ -2,7 +2,6 @@
 
 import asyncio
 import base64
-import io
 import json
 import os
 from collections import deque
@@ -14,7 +13,7 @@ import torch
 from torch import Tensor
 
 from rewards.groups import IMAGE, rows_by_group
-from rewards.images import to_pil
+from rewards.images import SOURCE, SOURCES, has_sources, to_pil, to_png
 from rewards.serving.retry import (
     CONNECT_TIMEOUT,
     Client,
@@ -24,6 +23,7 @@ from rewards.serving.retry import (
     gather,
     post_with_retries,
 )
+from rewards.serving.sources import pack_sources
 
 
 class NoServer(ValueError):
@@ -116,7 +116,8 @@ class Remote:
         metadata: dict[str, list],
         group: list[int] | None,
     ) -> Tensor:
-        todo = deque(chunks)
+        todo, sources = deque(chunks), metadata[SOURCES] if has_sources(metadata) else None
+        columns = metadata if sources is None else {k: v for k, v in metadata.items() if k not in (SOURCE, SOURCES)}
         values = torch.empty(len(prompts))
 
         async def work(url: str) -> bool:
@@ -128,7 +129,8 @@ class Remote:
                 request = {
                     "reward": self.reward,
                     "prompts": [prompts[i] for i in rows],
-                    "metadata": {name: [column[i] for i in rows] for name, column in metadata.items()},
+                    "metadata": {name: [column[i] for i in rows] for name, column in columns.items()},
+                    **({} if sources is None else {"sources": pack_sources([sources[i] for i in rows])}),
                     **({} if group is None else {"group": [group[i] for i in rows]}),
                 }
                 try:
@@ -229,6 +231,4 @@ def encode(images: Tensor, request: dict[str, Any], encoding: str) -> dict[str, 
 
 def png(image: Tensor) -> bytes:
     """Encode one image (3, H, W) in [0, 1] as PNG."""
-    buffer = io.BytesIO()
-    to_pil(image[None])[0].save(buffer, "PNG")
-    return buffer.getvalue()
+    return to_png(to_pil(image[None])[0])

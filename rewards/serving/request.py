@@ -16,6 +16,7 @@ from starlette.requests import ClientDisconnect
 from torch import Tensor
 
 from rewards.images import to_rgb
+from rewards.serving.sources import unpack_sources
 
 RAW = "application/x-safetensors"
 
@@ -163,6 +164,14 @@ def checked_group(request: dict[str, Any], count: int, name: str) -> list[int]:
             400, f"the reward {name} sees whole groups: `group` must be a list of {count} whole numbers, one for each image."
         )
     return group
+
+
+def checked_sources(request: dict[str, Any], count: int, limits: Limits) -> list[list[Image.Image]]:
+    """The images of the prompts of `count` images."""
+    try:
+        return unpack_sources(request["sources"], count, limits.pixels)
+    except Exception as error:  # decoders raise many types on malformed bytes
+        raise refused(400, f"`sources` can't be read: {type(error).__name__}: {str(error)[:200]}") from error
 
 
 def _is_text(value: Any) -> bool:

@@ -32,11 +32,12 @@ from fastapi import Depends, FastAPI, Request
 from starlette.concurrency import run_in_threadpool
 
 from rewards.groups import IMAGE, scope_of
+from rewards.images import SOURCES
 from rewards.interrupt import DaemonThread, exit_with_parent
 from rewards.loading import load
 from rewards.scoring import Reward, call_reward
 from rewards.serving.connections import bounded
-from rewards.serving.request import Limits, checked, checked_group, decode, read_body, refused
+from rewards.serving.request import Limits, checked, checked_group, checked_sources, decode, read_body, refused
 
 REQUESTS = 64  # at a time; further ones get status 503 and are retried by the client
 ENDING = 5  # seconds that running requests have to finish when the server shuts down
@@ -108,6 +109,8 @@ def application(rewards: dict[str, Reward], token: str | None, limits: Limits) -
         kind = request.headers.get("content-type", "").partition(";")[0].strip()
         content, images = await run_in_threadpool(decode, kind, body, limits)
         name, prompts, columns = checked(content, len(images), list(rewards))
+        if "sources" in content:
+            columns = {**columns, SOURCES: await run_in_threadpool(checked_sources, content, len(images), limits)}
         group = None if scopes[name] == IMAGE else checked_group(content, len(images), name)
         call = partial(call_reward, name, rewards[name], images, prompts, columns, group=group)
         async with turn:

@@ -10,10 +10,10 @@ import pytest
 import transformers as t
 from diffusers.pipelines.qwenimage import pipeline_qwenimage_edit, pipeline_qwenimage_edit_plus
 from PIL import Image
-from support import families
-from support.families import CHAT, WIDTH, Tiny
 
 from flow_grpo.image_prompt import SourceImage
+from support import families
+from support.families import CHAT, WIDTH, Tiny
 
 SMALLER = 144  # the Qwen pipelines know pictures of a million pixels only: in these tests, of that many times fewer
 

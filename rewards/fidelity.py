@@ -1,0 +1,57 @@
+"""How much of its source an edited image keeps."""
+
+from pathlib import Path
+
+import torch
+from PIL import Image
+from torch import Tensor
+
+from rewards.clip import TINY, OpenCLIP
+from rewards.images import to_pil, to_rgb
+
+
+class Fidelity(torch.nn.Module):
+    """Cosine similarity of the open_clip embeddings of an image and of the first image of its prompt, outside the asked change.
+
+    Range [-1, 1], 1 for an unchanged image. The prompt's metadata `mask`, the path of an image of any size that is white where the
+    change is asked for, leaves that part out: it is grey in both images. Without masks the whole image counts, so that the reward
+    pulls against the edit: give it less weight than what rewards the edit.
+
+    Weights: the embedded model (3 MB), which knows coloured signs only; model and pretrained as of `clip`, for real images for
+    instance model="ViT-L-14", pretrained="openai" (MIT, 1.7 GB). Gamed by changes that the model does not see: small, or of texture.
+    """
+
+    reads_prompts = False
+
+    def __init__(self, model: str = TINY, pretrained: str | None = None, device: str = "cpu", batch_size: int = 64) -> None:
+        super().__init__()
+        self.embed, self.batch_size = OpenCLIP("fidelity", model, pretrained, device), batch_size
+
+    def forward(
+        self, images: Tensor, prompts: list[str], source: Tensor | None = None, mask: list[str | None] | None = None
+    ) -> Tensor:
+        """images and source (B, 3, H, W) in [0, 1]; returns (B,). ValueError if prompts have no images, or a mask is missing."""
+        if source is None:
+            raise ValueError(
+                "it compares an image with its source, and these prompts have none: give them a column `image`."
+            )
+        keep = torch.ones(len(images), 1, *images.shape[-2:])
+        for row, file in enumerate(mask or []):
+            if file is not None:
+                keep[row] = 1 - _mask(Path(file), (images.shape[-1], images.shape[-2]))
+        changed, kept = (keep * batch.cpu() + (1 - keep) * 0.5 for batch in (images, source))
+        with torch.no_grad():
+            parts = [
+                (self.embed.encode_images(to_pil(one)) * self.embed.encode_images(to_pil(other))).sum(1)
+                for one, other in zip(changed.split(self.batch_size), kept.split(self.batch_size), strict=True)
+            ]
+        return torch.cat(parts).float().cpu()
+
+
+def _mask(file: Path, size: tuple[int, int]) -> Tensor:
+    """(1, H, W) in [0, 1] of an image file; `size` is width and height."""
+    try:
+        image = to_rgb(Image.open(file)).convert("L").resize(size)
+    except (OSError, ValueError, SyntaxError) as error:
+        raise ValueError(f"the mask {file} can't be read: {error}") from error
+    return torch.frombuffer(bytearray(image.tobytes()), dtype=torch.uint8).view(1, size[1], size[0]).float() / 255
