@@ -18,6 +18,12 @@ if TYPE_CHECKING:
 
 def sample(
     prompts: Annotated[list[str], typer.Argument(help="Prompts, or files of prompts (.txt, .jsonl, .csv, .parquet).")],
+    image: Annotated[
+        list[Path] | None,
+        typer.Option(
+            help="An image that the prompts edit or refer to; several if the pipeline takes several.", show_default=False
+        ),
+    ] = None,
     model: Annotated[
         str | None,
         typer.Option(help="Diffusers folder, hub id or bundled model; by default the config's.", show_default=False),
@@ -53,7 +59,7 @@ def sample(
     """
     from flow_grpo.data.grid import ImageInfo
 
-    texts = _read_prompts(prompts)
+    texts = _read_prompts(prompts, image or [])
     args = config_for_weights(config, model, lora, trust)
     model = model or args.model
     prepare_folder(out)
@@ -68,12 +74,16 @@ def sample(
     say(f"{counted(len(cells), 'image')}: {where}")
 
 
-def _read_prompts(words: list[str]) -> list[str]:
-    """The prompts, of which each word is one, or a file of several."""
+def _read_prompts(words: list[str], images: list[Path]) -> list[str]:
+    """The prompts, of which each word is one with these images, or a file of several."""
     from flow_grpo.data.prompt_files import SUFFIXES
     from flow_grpo.data.prompts import load_prompts
+    from flow_grpo.image_prompt import SourceImage, with_images
 
     files = [word for word in words if Path(word).suffix.lower() in SUFFIXES]
+    if files and images:
+        raise ValueError(f"--image belongs to prompts that are given as text: {files[0]} may have a column `image`.")
+    sources = [SourceImage.read(file, str(file)) for file in images]
     if not all(word.strip() for word in words):
         raise ValueError("an empty prompt was given.")
     if sum(word not in files and len(word.split()) == 1 for word in words) > 1:
@@ -81,7 +91,9 @@ def _read_prompts(words: list[str]) -> list[str]:
             f"{len(words)} prompts were given, some of one word: put quotes around a prompt of several words, as in "
             f"{shlex.quote(' '.join(words))}, and prompts of one word into a file, one a line."
         )
-    return [text for word in words for text in (load_prompts(word).prompts if word in files else [word])]
+    return [
+        text for word in words for text in (load_prompts(word).prompts if word in files else [with_images(word, sources)])
+    ]
 
 
 @without_library_messages
@@ -104,6 +116,7 @@ def _generate(policy: "Policy", cells: "list[ImageInfo]", steps: int, microbatch
 
     from flow_grpo.data.grid import fits, save_grid, save_image
     from flow_grpo.evaluation.generate import generate_images
+    from flow_grpo.image_prompt import images_of
 
     small_images: list[torch.Tensor] = []
     for start in range(0, len(cells), microbatch):
@@ -112,7 +125,7 @@ def _generate(policy: "Policy", cells: "list[ImageInfo]", steps: int, microbatch
         for i, (image, cell) in enumerate(zip(images, batch, strict=True), start):
             save_image(folder / f"{i:04d}_seed{cell.seed}.png", image, cell)
         height, width = images.shape[-2:]
-        if fits(len(cells), height, width):
+        if fits(len(cells) * (2 if any(images_of(cell.prompt) for cell in cells) else 1), height, width):
             small_images.append(images)
     if small_images:
         save_grid(folder / "grid.png", torch.cat(small_images), cells, columns=columns)

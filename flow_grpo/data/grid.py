@@ -12,11 +12,12 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from PIL import Image, ImageDraw, ImageFont
+from PIL import Image, ImageDraw, ImageFont, ImageOps
 from PIL.PngImagePlugin import PngInfo
 from torch import Tensor
 
 from flow_grpo.files import atomic_file, write_errors
+from flow_grpo.image_prompt import SourceImage, images_of
 from rewards import images as reward_images
 
 CHUNK = "flow_grpo"
@@ -37,7 +38,8 @@ class ImageInfo:
 
 
 def save_grid(path: Path, images: Tensor, cells: list[ImageInfo], columns: int, notes: list[str] | None = None) -> None:
-    """Write images (B, 3, H, W) in [0, 1] as a grid, with a caption under each.
+    """Write images (B, 3, H, W) in [0, 1] as a grid, with a caption under each. The first image of a prompt is shown to the left of its
+    first image in a row.
 
     Args:
         notes: for the captions in place of the seeds, repeated over the cells.
@@ -50,13 +52,19 @@ def save_grid(path: Path, images: Tensor, cells: list[ImageInfo], columns: int, 
     ]
     caption_height = LINE * max(len(lines) for lines in captions) + 6
     rows = -(-len(cells) // columns)
-    columns = min(columns, len(cells))
-    grid = Image.new("RGB", (GAP + columns * (wide + GAP), GAP + rows * (high + caption_height + GAP)), PAPER)
+    places = _places([cell.prompt for cell in cells], columns)
+    most = 1 + max(place for place, _ in places)
+    grid = Image.new("RGB", (GAP + most * (wide + GAP), GAP + rows * (high + caption_height + GAP)), PAPER)
     pen, font = ImageDraw.Draw(grid), ImageFont.load_default(11)
     boxes = []
     for i, (pixels, lines) in enumerate(zip(to_bytes(images), captions, strict=True)):
-        x = GAP + i % columns * (wide + GAP)
+        place, source = places[i]
+        x = GAP + place * (wide + GAP)
         y = GAP + i // columns * (high + caption_height + GAP)
+        if source is not None:
+            fitted = ImageOps.contain(source.open(), (wide, high))
+            grid.paste(fitted, (x - GAP - fitted.width, y))
+            pen.text((x - GAP - fitted.width, y + fitted.height + 4), "source", fill=INK, font=font)
         grid.paste(Image.fromarray(pixels).resize((wide, high), Image.Resampling.NEAREST), (x, y))
         for n, line in enumerate(lines):
             pen.text((x, y + high + 4 + n * LINE), line, fill=INK, font=font)
@@ -66,6 +74,17 @@ def save_grid(path: Path, images: Tensor, cells: list[ImageInfo], columns: int, 
     info.add_itxt(CHUNK, json.dumps(content))
     with atomic_file(path) as file:
         grid.save(file, pnginfo=info)
+
+
+def _places(prompts: list[str], columns: int) -> list[tuple[int, SourceImage | None]]:
+    """The column of each image, and the source that is shown in the column before it."""
+    places: list[tuple[int, SourceImage | None]] = []
+    for i, prompt in enumerate(prompts):
+        place = 0 if i % columns == 0 else places[-1][0] + 1
+        is_first = i % columns == 0 or prompt != prompts[i - 1]
+        source = next(iter(images_of(prompt)), None) if is_first else None
+        places.append((place + (source is not None), source))
+    return places
 
 
 def fits(count: int, height: int, width: int) -> bool:

@@ -158,7 +158,7 @@ def _join_prompts(
     else:
         return _join_by_prompt(labels, texts, prompts, place)
     for label, text, row in zip(labels, texts, rows, strict=True):
-        if text is not None and text != prompts.prompts[row]:
+        if text is not None and text != str(prompts.prompts[row]):
             raise ValueError(
                 f"{label} in {place} shows {text!r}, but the prompt given for it, row {row + 1}, is {prompts.prompts[row]!r}: "
                 "give the rows in the order of the images."
@@ -190,7 +190,7 @@ def _join_by_prompt(
     if len(texts) < len(labels):
         raise ValueError(f"{counts}: {HOW_TO_GIVE_PROMPTS}.")
     known: dict[str, dict] = {}
-    for text, row in zip(prompts.prompts, prompts.metadata, strict=True):
+    for text, row in zip(map(str, prompts.prompts), prompts.metadata, strict=True):
         if text in texts and known.setdefault(text, row) != row:
             raise ValueError(
                 f"{counts}, and several with the text {text!r} but different metadata: give a row for each image, in their order."

@@ -103,10 +103,10 @@ def save_before_after(
     if is_before or not (folder / layout.BEFORE).exists():
         return
     former, former_cells = read_grid(folder / layout.BEFORE)
-    if [(cell.prompt, cell.seed) for cell in former_cells] != [(cell.prompt, cell.seed) for cell in cells]:
+    if [(cell.prompt, cell.seed) for cell in former_cells] != [(str(cell.prompt), cell.seed) for cell in cells]:
         return  # written by an earlier version, with other seeds
     pairs = [i for pair in zip(range(len(prompts)), range(len(prompts), 2 * len(prompts)), strict=True) for i in pair]
-    both, both_cells = torch.cat([former, stacked]), former_cells + cells
+    both, both_cells = torch.cat([former, stacked]), cells + cells
     save_grid(
         folder / layout.BEFORE_AFTER, both[pairs], [both_cells[i] for i in pairs], columns=4, notes=["before", "after"]
     )

@@ -7,6 +7,7 @@ no other script and no request.
 import base64
 import hashlib
 import math
+import re
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from flow_grpo.text import number, plain, short_name, six_digits
 
 TEMPLATES = Path(__file__).parent / "templates"
 MAX_FRAMES = 24  # of the film of a prompt
+DIGEST = re.compile("[0-9a-f]{8,64}")  # of an image
 MAX_PROMPTS = 8  # with a film
 MAX_GROUP_STEPS = 6  # training steps whose groups are shown
 
@@ -105,6 +107,7 @@ def script_data(run: RunReader, name: str) -> dict[str, Any]:
         "size": size,
         "measure": short_name(measure),
         "prompts": [plain(frames[0]["prompts"][p]) for p in places],
+        "sources": [source(run, frames[0], p) for p in places],
         "frames": [
             {
                 "step": e["step"],
@@ -114,15 +117,16 @@ def script_data(run: RunReader, name: str) -> dict[str, Any]:
             for e in frames
         ],
         "groups": [
-            {"step": g["step"], "groups": [group(g["folder"], n, c) for n, c in enumerate(g["groups"])]} for g in shown
+            {"step": g["step"], "groups": [group(run, g["folder"], n, c) for n, c in enumerate(g["groups"])]} for g in shown
         ],
     }
 
 
-def group(folder: Path, place: int, content: dict[str, Any]) -> dict[str, Any]:
+def group(run: RunReader, folder: Path, place: int, content: dict[str, Any]) -> dict[str, Any]:
     """A group of training images, as the script needs it."""
     return {
         "prompt": plain(content["prompt"]),
+        "source": source_uri(run, content.get("source")),
         "images": content["images"],
         "items": [
             {
@@ -136,6 +140,18 @@ def group(folder: Path, place: int, content: dict[str, Any]) -> dict[str, Any]:
     }
 
 
+def source(run: RunReader, evaluation: dict[str, Any], place: int) -> str | None:
+    """The first image of a held-out prompt as a data URI; None if it has none, or it was not kept."""
+    return source_uri(run, evaluation["sources"][place]) if evaluation.get("sources") else None
+
+
+def source_uri(run: RunReader, digest: Any) -> str | None:
+    """A prompt's image as a data URI, by the digest of its content; None if there is none."""
+    if not isinstance(digest, str) or not DIGEST.fullmatch(digest):
+        return None
+    return data_uri(run.folder / layout.PICTURES / layout.source_image(digest))
+
+
 def best_and_worst(run: RunReader) -> list[dict[str, Any]]:
     """The best and the worst held-out prompts of the last evaluation, with their rewards at the first, each under a title."""
     if not run.evaluations:
@@ -145,6 +161,7 @@ def best_and_worst(run: RunReader) -> list[dict[str, Any]]:
     rows = [
         {
             "prompt": last["prompts"][place],
+            "source": source(run, last, place),
             "picture": data_uri(last["folder"] / layout.prompt_image(place)),
             "now": now[place],
             "then": then[place] if first is not last else None,

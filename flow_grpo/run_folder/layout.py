@@ -69,6 +69,11 @@ def group_image(group: int, image: int) -> str:
     return f"group_{group}_{image:02d}.webp"
 
 
+def source_image(digest: str) -> str:
+    """In RUN/pictures, the first image of a prompt, by the digest of its content."""
+    return f"sources/{digest}.webp"
+
+
 def sample_grid(step: int) -> str:
     """The grid of images in RUN/samples of that step."""
     return f"{_STEP}{step:06d}.png"

@@ -20,6 +20,7 @@ from torch import Tensor
 from flow_grpo import __version__
 from flow_grpo.data.grid import to_bytes
 from flow_grpo.files import remove, write_atomic, write_errors
+from flow_grpo.image_prompt import images_of
 from flow_grpo.run_folder import layout, reader
 from flow_grpo.types import Evaluation, Experience
 
@@ -78,11 +79,13 @@ class SampleRecorder:
         shown = {*range(self.num_prompts), *extremes} if self.num_prompts else set()
         for place, image in evaluation.images.items():
             if place in shown:
-                self._save_image(step, layout.prompt_image(place), image, PROMPT_IMAGE_WIDTH)
+                self._save_image(self._folder(step) / layout.prompt_image(place), image, PROMPT_IMAGE_WIDTH)
+        sources = [self._save_source(prompt) if place in shown else None for place, prompt in enumerate(prompts)]
         content = {
             "seeds": seeds,
             "trained": trained,
             "prompts": prompts,
+            **({"sources": sources} if any(sources) else {}),
             "values": values,
             **_image_metrics(evaluation),
             "sizes": {size: _image_metrics(at) for size, at in evaluation.at_size.items()},
@@ -106,10 +109,11 @@ class SampleRecorder:
         for number, rows in enumerate(most_spread_groups(scores.total, batch.group)):
             images = decode(experience.trajectory.final[rows], len(rows))
             for i, image in enumerate(images):
-                self._save_image(step, layout.group_image(number, i), image, GROUP_IMAGE_WIDTH)
+                self._save_image(self._folder(step) / layout.group_image(number, i), image, GROUP_IMAGE_WIDTH)
             content.append(
                 {
                     "prompt": batch.prompts[rows[0]],
+                    "source": self._save_source(batch.prompts[rows[0]]),
                     "images": int((batch.group == batch.group[rows[0]]).sum()),
                     "reward": scores.total[rows].tolist(),
                     "rewards": {name: values[rows].tolist() for name, values in scores.by_name.items()},
@@ -121,10 +125,21 @@ class SampleRecorder:
     def _folder(self, step: int) -> Path:
         return layout.step_folder(self.folder / layout.PICTURES, step)
 
-    def _save_image(self, step: int, name: str, image: Tensor, width: int) -> None:
-        pixels = Image.fromarray(to_bytes(image[None])[0])
+    def _save_source(self, prompt: str) -> str | None:
+        """Keep the first image of a prompt; returns its digest, or None if it has none."""
+        source = next(iter(images_of(prompt)), None)
+        if source is None:
+            return None
+        file = self.folder / layout.PICTURES / layout.source_image(source.digest)
+        if not file.exists():
+            self._save_pixels(file, source.open().copy(), PROMPT_IMAGE_WIDTH)
+        return source.digest
+
+    def _save_image(self, file: Path, image: Tensor, width: int) -> None:
+        self._save_pixels(file, Image.fromarray(to_bytes(image[None])[0]), width)
+
+    def _save_pixels(self, file: Path, pixels: Image.Image, width: int) -> None:
         pixels.thumbnail((width, width), Image.Resampling.LANCZOS)
-        file = self._folder(step) / name
         with write_errors(file):
             file.parent.mkdir(parents=True, exist_ok=True)
             pixels.save(file, "WEBP", quality=82, lossless=max(pixels.size) <= LOSSLESS_UP_TO)

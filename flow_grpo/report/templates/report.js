@@ -37,7 +37,8 @@
       image.alt = `${name} training, step ${shown.step}: ${text}`;
     }
     const values = ` ${run.measure} ${written(first.values[prompt])} → ${written(last.values[prompt])}`;
-    find("prompt").replaceChildren(make("bdi", { textContent: text }), make("span", { className: "figure", textContent: values }));
+    const source = run.sources[prompt] ? [make("img", { className: "source", src: run.sources[prompt], alt: "the image of the prompt" })] : [];
+    find("prompt").replaceChildren(...source, make("bdi", { textContent: text }), make("span", { className: "figure", textContent: values }));
     find("film-prompt").value = prompt;
     for (const input of find("thumbs").querySelectorAll("input")) input.checked = Number(input.value) === prompt;
     strip();
@@ -142,7 +143,8 @@
     const widest = Math.max(...step.groups.flatMap((group) => group.items.map((item) => Math.abs(item.advantage))));
     const shown = step.groups.map((group) => {
       const some = group.images > group.items.length ? `${group.items.length} of ${group.images} images` : "";
-      const title = make("h3", {}, make("bdi", { textContent: group.prompt }), make("small", { textContent: some }));
+      const source = group.source ? [make("img", { className: "source", src: group.source, alt: "the image of the prompt" })] : [];
+      const title = make("h3", {}, ...source, make("bdi", { textContent: group.prompt }), make("small", { textContent: some }));
       const list = make("ol", {}, ...sorted(group.items, key).map((item) => one(item, widest)));
       for (const bar of list.querySelectorAll(".bar")) bar.style.display = "block";
       return make("div", { className: "group" }, title, list);
