@@ -1,13 +1,14 @@
 """Prompts that are both trained on and evaluated on.
 
 Prompts are compared without case, spaces, articles, a final full stop and the order of items joined by `and`: `a photo of a cat and a
-dog` equals `A photo of a dog and a cat.`
+dog` equals `A photo of a dog and a cat.` Prompts with images are compared with these.
 """
 
 import json
 
 from flow_grpo.config.bundled import bundled_file
 from flow_grpo.data.prompt_sets import PROMPT_SETS, source_of
+from flow_grpo.image_prompt import images_of, prompt_key, with_images
 
 ARTICLES = {"a", "an", "the"}
 BUNDLED = {name: known.source for name, known in PROMPT_SETS.items() if known.source.startswith("prompts/")}
@@ -17,7 +18,7 @@ def normal_form(prompt: str) -> str:
     """The same text for equivalent prompts."""
     words = [word for word in prompt.casefold().rstrip(". \n").split() if word not in ARTICLES]
     before, of, things = " ".join(words).rpartition(" of ")
-    return before + of + " and ".join(sorted(things.split(" and ")))
+    return prompt_key(with_images(before + of + " and ".join(sorted(things.split(" and "))), images_of(prompt)))
 
 
 def held_out_overlap(trained: list[str], held_out: list[str]) -> int:

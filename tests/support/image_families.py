@@ -7,6 +7,7 @@ from typing import Any
 import diffusers as d
 import numpy as np
 import pytest
+import torch
 import transformers as t
 from diffusers.pipelines.qwenimage import pipeline_qwenimage_edit, pipeline_qwenimage_edit_plus
 from PIL import Image
@@ -61,6 +62,22 @@ IMAGE_TINY = {
     "qwen_image21": Tiny(qwen_image21, {"output_resolution": 128}, size=(64, 96)),
 }
 SEVERAL = ("flux2", "flux2_klein", "qwen_edit_plus", "qwen_image21")  # take several images to a prompt
+
+
+def fitted_kontext() -> d.FluxKontextPipeline:
+    """One whose autoencoder was fitted to squares of colour, so that its latents say which; the transformer stays random."""
+    vae = d.AutoencoderTiny(
+        latent_channels=4, encoder_block_out_channels=(8, 8), decoder_block_out_channels=(8, 8), num_encoder_blocks=(1, 1),
+        num_decoder_blocks=(1, 1), scaling_factor=1.0, shift_factor=0.0,
+    )  # fmt: skip
+    optimizer = torch.optim.Adam(vae.parameters(), lr=5e-3)
+    for _ in range(100):
+        images = 2 * torch.nn.functional.interpolate(torch.rand(16, 3, 4, 6), size=(32, 48)) - 1
+        loss = (vae.decode(vae.encode(images).latents).sample - images).square().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    return d.FluxKontextPipeline(**{**families.awake(flux_kontext()).components, "vae": vae})
 
 
 @contextmanager
