@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from flow_grpo import sampling, sde
-from flow_grpo.doctor.result import ERROR, OK, CheckResult
+from flow_grpo.doctor.result import ERROR, OK, WARNING, CheckResult
+from flow_grpo.image_prompt import with_images
 from flow_grpo.policy.policy import Policy
 from flow_grpo.types import Schedule
 
@@ -39,13 +40,15 @@ def check_model(policy: Policy) -> Iterator[CheckResult]:
         checks.replay,
         checks.timesteps,
         checks.prompts,
+        *([checks.images] if policy.takes_images else []),
         checks.lora_roundtrip,
     ):
         try:
             yield check()
         except EXPECTED as error:
             first = (str(error).splitlines() or [""])[0][:120]
-            yield CheckResult(_title(check), type(error).__name__, ERROR, f"fails: {first}")
+            optional = check == checks.images and not policy.family.needs_image  # texts alone can still be trained on
+            yield CheckResult(_title(check), type(error).__name__, WARNING if optional else ERROR, f"fails: {first}")
 
 
 def _title(check: Callable) -> str:
@@ -63,13 +66,16 @@ class CompatibilityChecks:
     def __init__(self, policy: Policy) -> None:
         self.policy = policy
         self.tolerance = PIXEL_TOLERANCE[policy.dtype]
+        self.pictures = policy.probe_images(2) if policy.takes_images else []
+        needs = policy.family.needs_image
+        self.pair = [with_images(text, [self.pictures[i]] if needs else []) for i, text in enumerate(PROMPTS)]
 
     def _initial_latents(self, prompts: list[str]) -> Tensor:
         return torch.cat([self.policy.initial_latents([prompt], seed) for seed, prompt in enumerate(prompts)])
 
     def _velocity(self, steps: int = NUM_STEPS) -> tuple[Schedule, Callable[[Tensor, int, Tensor], Tensor]]:
         schedule, _ = self.policy.schedule(steps)
-        return schedule, self.policy.velocity_fn(schedule, self.policy.encode(PROMPTS))
+        return schedule, self.policy.velocity_fn(schedule, self.policy.encode(self.pair))
 
     def _images(self, start: Tensor) -> Tensor:
         schedule, velocity = self._velocity()
@@ -78,8 +84,8 @@ class CompatibilityChecks:
 
     def matches_pipeline(self) -> CheckResult:
         """ODE sampling gives the image of the pipeline's own call."""
-        expected = self.policy.diffusers_image(PROMPTS[0], NUM_STEPS, seed=0)
-        difference = (self._images(self._initial_latents(PROMPTS))[:1] - expected).abs().max().item()
+        expected = self.policy.diffusers_image(self.pair[0], NUM_STEPS, seed=0)
+        difference = (self._images(self._initial_latents(self.pair))[:1] - expected).abs().max().item()
         return _result(
             self.matches_pipeline,
             f"{difference:.1e}",
@@ -89,7 +95,7 @@ class CompatibilityChecks:
 
     def lora_on_off(self) -> CheckResult:
         """A LoRA finds its modules, and without it the model is the base model."""
-        x, rows = self._initial_latents(PROMPTS), torch.arange(2)
+        x, rows = self._initial_latents(self.pair), torch.arange(2)
         _, velocity = self._velocity()
         with torch.no_grad():
             base = velocity(x, 0, rows)
@@ -108,7 +114,7 @@ class CompatibilityChecks:
     def gradients(self) -> CheckResult:
         """Gradients reach the LoRA."""
         _, velocity = self._velocity()
-        velocity(self._initial_latents(PROMPTS), 0, torch.arange(2)).square().mean().backward()
+        velocity(self._initial_latents(self.pair), 0, torch.arange(2)).square().mean().backward()
         received = [p.grad is not None and bool(p.grad.any()) for p in self.policy.trainable_parameters().values()]
         for parameter in self.policy.trainable_parameters().values():
             parameter.grad = None
@@ -121,7 +127,7 @@ class CompatibilityChecks:
     def replay(self) -> CheckResult:
         """A sampled step, computed again, has a ratio of exactly 1."""
         schedule, velocity = self._velocity()
-        start = self._initial_latents(PROMPTS)
+        start = self._initial_latents(self.pair)
         noise = sampling.noise(start.shape, 0, "doctor")
         trajectory = sampling.rollout(
             velocity,
@@ -143,8 +149,8 @@ class CompatibilityChecks:
     def timesteps(self) -> CheckResult:
         """Rows of a batch can have different timesteps."""
         schedule, _ = self.policy.schedule(4)
-        conditioning, rows = self.policy.encode(PROMPTS), torch.arange(2)
-        x, timesteps = self._initial_latents(PROMPTS), schedule.timesteps[[0, 2]]
+        conditioning, rows = self.policy.encode(self.pair), torch.arange(2)
+        x, timesteps = self._initial_latents(self.pair), schedule.timesteps[[0, 2]]
         with torch.no_grad():
             both = self.policy.velocity(x, timesteps, conditioning, rows)
             alone = [self.policy.velocity(x[i : i + 1], timesteps[i], conditioning, rows[i : i + 1]) for i in range(2)]
@@ -155,22 +161,40 @@ class CompatibilityChecks:
     def prompts(self) -> CheckResult:
         """A prompt does not change the result for another one."""
         _, velocity = self._velocity()
-        x, same = self._initial_latents(PROMPTS), torch.zeros(2, dtype=torch.long)
+        x, same = self._initial_latents(self.pair), torch.zeros(2, dtype=torch.long)
         with torch.no_grad():
             both, alone = velocity(x, 0, torch.arange(2)), velocity(x[same], 0, same)
         difference = ((both[0] - alone[0]).abs().max() / alone[0].abs().max()).item()
-        kinds = len(self.policy.encode(PROMPTS).call_group.unique())
+        kinds = len(self.policy.encode(self.pair).call_group.unique())
         how = "in one call" if kinds == 1 else "in one call per prompt length"
         return _result(self.prompts, how, difference < self.tolerance, "rows of a batch change each other")
 
+    def images(self) -> CheckResult:
+        """Prompts of a batch get their own images, and images change the result."""
+        first, second = (with_images(PROMPTS[0], [picture]) for picture in self.pictures)
+        schedule, _ = self.policy.schedule(NUM_STEPS)
+        x = self._initial_latents([first]).expand(2, *self.policy.schedule(NUM_STEPS)[1])
+        rows = torch.arange(2)
+        with torch.no_grad():
+            both = self.policy.velocity(x, schedule.timesteps[0], self.policy.encode([first, second]), rows)
+            alone = [
+                self.policy.velocity(x[:1], schedule.timesteps[0], self.policy.encode([one]), rows[:1])
+                for one in (first, second)
+            ]
+        difference = ((both - torch.cat(alone)).abs().max() / both.abs().max()).item()
+        how = "in one call" if self.policy.shares_calls else "in one call per prompt"
+        changes = bool((both[0] - both[1]).abs().max() > 0)
+        otherwise = "rows of a batch change each other" if changes else "the image changes nothing: the pipeline ignores it"
+        return _result(self.images, how, changes and difference < self.tolerance, otherwise)
+
     def lora_roundtrip(self) -> CheckResult:
         """The saved LoRA gives the same image in plain diffusers."""
-        start = self._initial_latents(PROMPTS)
+        start = self._initial_latents(self.pair)
         expected = self._images(start)[:1]
         with tempfile.TemporaryDirectory() as folder:
             file = self.policy.lora.save(Path(folder))
             self.policy.lora.remove()
             self.policy.load_lora(folder)
-        image = self.policy.diffusers_image(PROMPTS[0], NUM_STEPS, seed=0)
+        image = self.policy.diffusers_image(self.pair[0], NUM_STEPS, seed=0)
         difference = (image - expected).abs().max().item()
         return _result(self.lora_roundtrip, file.name, difference < self.tolerance, f"its image differs by {difference:.1e}")

@@ -15,7 +15,7 @@ from diffusers import DiffusionPipeline, FlowMatchEulerDiscreteScheduler
 from diffusers.guiders import ClassifierFreeGuidance
 from torch import Tensor
 
-from flow_grpo.image_prompt import images_of, with_images
+from flow_grpo.image_prompt import SourceImage, images_of, with_images
 from flow_grpo.policy.conditioning import Conditioning
 from flow_grpo.policy.embedding_cache import EmbeddingCache
 from flow_grpo.policy.encoding import PromptEncoder
@@ -29,7 +29,7 @@ from flow_grpo.policy.interception import (
     with_execution_device,
 )
 from flow_grpo.policy.pipeline_call import PipelineCall
-from flow_grpo.policy.probes import probe_image, probe_prompts
+from flow_grpo.policy.probes import probe_image, probe_prompts, size_of
 from flow_grpo.text import first_line
 from flow_grpo.types import Schedule
 
@@ -123,6 +123,10 @@ class FlowPipeline:
     def probe_prompts(self) -> list[str]:
         """A short prompt and a long one, with an image if the pipeline needs one."""
         return probe_prompts(type(self.pipe).__name__, self.call)
+
+    def probe_images(self, count: int) -> list[SourceImage]:
+        """Different images of the size of the call's."""
+        return [probe_image(size_of(self.call), seed) for seed in range(count)]
 
     @property
     def takes_images(self) -> bool:

@@ -16,8 +16,15 @@ def probe_prompts(pipeline: str, call: dict[str, Any]) -> list[str]:
     """The probe prompts, with an image of the call's size if that class of pipelines needs one."""
     if not family(pipeline).needs_image:
         return list(PROBE_PROMPTS)
-    image = probe_image((call.get("width", PROBE_SIDE), call.get("height", PROBE_SIDE)))
+    image = probe_image(size_of(call))
     return [with_images(text, [image]) for text in PROBE_PROMPTS]
+
+
+def size_of(call: dict[str, Any]) -> tuple[int, int]:
+    """Width and height of an image that the call can take: its own, or a multiple of at least 64 pixels, which some ask for."""
+    width, height = call.get("width") or PROBE_SIDE, call.get("height") or PROBE_SIDE
+    scale = max(1, -(-PROBE_SIDE // min(width, height)))
+    return width * scale, height * scale
 
 
 def probe_image(size: tuple[int, int], seed: int = 0) -> SourceImage:

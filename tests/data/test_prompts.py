@@ -158,7 +158,7 @@ def test_a_bad_prompt_file_is_a_clear_error_with_its_name(tmp_path, name, conten
 
 def test_what_is_neither_a_file_nor_a_data_set_is_a_clear_error(tmp_path, monkeypatch):
     (tmp_path / "folder").mkdir()
-    with pytest.raises(ValueError, match="folder is a folder: give a prompt file in it"):
+    with pytest.raises(ValueError, match=r"folder is a folder without a metadata\.jsonl: give a prompt file in it"):
         load_prompts(tmp_path / "folder")
     for words in ("a red fox", 'red text "CAT"', "x" * 5000 + " y", "a\0b", ""):
         with pytest.raises(ValueError, match="is not a prompt file, an address or a data set"):

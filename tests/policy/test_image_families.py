@@ -10,6 +10,8 @@ from flow_grpo import sampling, sde
 from flow_grpo.config import FlowGRPOConfig
 from flow_grpo.config.sections import MemoryConfig
 from flow_grpo.data.prompts import PromptSet
+from flow_grpo.doctor.model import check_model
+from flow_grpo.doctor.result import OK
 from flow_grpo.image_prompt import ImagePrompt
 from flow_grpo.policy.interception import images_to_tensor
 from flow_grpo.policy.loading import load_policy
@@ -202,6 +204,20 @@ def test_two_training_steps(folders, name, method, tmp_path):
         assert metrics.get("ratio/first_update_max_deviation", 0) == 0
         assert torch.isfinite(torch.tensor(metrics["loss"]))
         assert metrics["grad_norm"] > 0
+
+
+@pytest.mark.parametrize("name", IMAGE_TINY)
+def test_doctor_says_that_it_can_be_trained(folders, name):
+    results = list(check_model(loaded(folders, name)))
+    assert "Prompts of a batch get their own images, and images change the result" in [result.name for result in results]
+    assert all(result.status == OK for result in results), [result for result in results if result.status != OK]
+
+
+def test_doctor_finds_a_pipeline_that_gives_all_rows_the_first_image(folders):
+    policy = loaded(folders, "flux_kontext")
+    policy.encoder._image_methods, policy.shares_calls = [], True
+    wrong = [result.name for result in check_model(policy) if result.status != OK]
+    assert wrong == ["Prompts of a batch get their own images, and images change the result"]
 
 
 def refused(folders, name: str, prompts: list[str], **more) -> str:

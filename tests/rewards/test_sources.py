@@ -1,0 +1,181 @@
+"""Rewards of edits: they receive the images of prompts, here and on a server."""
+
+import base64
+import io
+import json
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from support.reward_servers import Server, Stub, serving
+
+import rewards
+from rewards.fidelity import Fidelity
+from rewards.human import Human
+from rewards.images import first_sources
+from rewards.judge import Judge
+from rewards.serving.client import Remote
+from rewards.serving.sources import pack_sources, unpack_sources
+
+PROMPTS = ["one", "two", "two"]
+
+
+def picture(seed: int, size: tuple[int, int] = (8, 6)) -> Image.Image:
+    squares = np.random.default_rng(seed).integers(0, 256, (2, 2, 3), dtype=np.uint8)
+    return Image.fromarray(squares).resize(size, Image.Resampling.NEAREST)
+
+
+def sources() -> list[list[Image.Image]]:
+    two = picture(2)
+    return [[picture(1, (16, 12)), picture(3)], [two], [two]]
+
+
+def drawn() -> torch.Tensor:
+    return torch.rand(3, 3, 6, 8, generator=torch.Generator().manual_seed(0))
+
+
+def tensor(image: Image.Image) -> torch.Tensor:
+    return torch.from_numpy(np.asarray(image).copy()).permute(2, 0, 1) / 255
+
+
+DISTANCE = """
+import rewards
+
+
+def distance(images, prompts, source):
+    return -(images - source).abs().flatten(1).mean(1)
+
+
+@rewards.takes_pil
+def corner(images, prompts, source):
+    return [one.getpixel((0, 0))[0] - other.getpixel((0, 0))[0] for one, other in zip(images, source)]
+
+
+def count(images, prompts, sources):
+    return [len(of_prompt) + of_prompt[0].width / 100 for of_prompt in sources]
+"""
+
+
+@pytest.fixture
+def file(tmp_path):
+    (tmp_path / "mine.py").write_text(DISTANCE)
+    return tmp_path / "mine.py"
+
+
+def scored(name: str, **options) -> list[float]:
+    return rewards.score("mine", rewards.load(name, **options), drawn(), PROMPTS, sources=sources()).tolist()
+
+
+def test_a_reward_gets_the_first_image_of_each_prompt_at_the_size_of_the_images(file):
+    expected = torch.stack([tensor(row[0].resize((8, 6), Image.Resampling.LANCZOS)) for row in sources()])
+    torch.testing.assert_close(first_sources(sources(), drawn()), expected)
+    assert scored(f"{file}:distance") == pytest.approx((-(drawn() - expected).abs().flatten(1).mean(1)).tolist())
+    bytes_of = [(255 * images[:, 0, 0, 0]).round() for images in (drawn(), expected)]
+    assert scored(f"{file}:corner") == (bytes_of[0] - bytes_of[1]).tolist()
+    assert scored(f"{file}:count") == pytest.approx([2.16, 1.08, 1.08])
+
+
+def test_a_server_and_a_process_of_its_own_give_the_same_values(file):
+    names = [f"{file}:distance", f"{file}:count", f"{file}:corner"]
+    with serving(Server(*names)) as (server,):
+        for name in names:
+            assert scored(name, isolate=True) == scored(name)
+            remote = Remote(server.url, name, batch_size=2)
+            values = rewards.score("mine", remote, drawn(), PROMPTS, sources=sources())
+            assert values.tolist() == scored(name)
+
+
+def test_a_group_sends_an_image_once_and_what_is_malformed_is_refused():
+    packed = pack_sources(sources())
+    assert len(packed["files"]) == 3
+    assert packed["rows"] == [[0, 1], [2], [2]]
+    again = unpack_sources(json.loads(json.dumps(packed)), 3, 10_000)
+    assert [[one.tobytes() for one in row] for row in again] == [[one.tobytes() for one in row] for row in sources()]
+    for wrong, message in (
+        ({**packed, "rows": [[0], [1], [3]]}, "a list of places"),
+        ({**packed, "rows": [[0], [1], [-1]]}, "a list of places"),
+        ({**packed, "rows": [[0]]}, "for each of 3 images"),
+        ([], "must have the lists"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            unpack_sources(wrong, 3, 10_000)
+    with pytest.raises(ValueError, match="more than 100 pixels"):
+        unpack_sources(packed, 3, 100)
+
+
+def test_a_prompt_without_an_image_is_named_where_a_reward_needs_it(file):
+    with pytest.raises(ValueError, match="some have none"):
+        rewards.score("mine", rewards.load(f"{file}:distance"), drawn(), PROMPTS, sources=[*sources()[:2], []])
+    values = rewards.score("plain", lambda images, prompts: [0.0] * 3, drawn(), PROMPTS, sources=[*sources()[:2], []])
+    assert values.tolist() == [0, 0, 0]
+
+
+def test_a_users_own_column_called_sources_is_metadata(file):
+    values = rewards.score("own", lambda images, prompts, sources: sources, drawn(), PROMPTS, sources=[1.0, 2.0, 3.0])
+    assert values.tolist() == [1, 2, 3]
+
+
+def test_fidelity_is_1_for_the_source_and_ignores_what_the_mask_shows(tmp_path):
+    fidelity, source = Fidelity(), torch.rand(2, 3, 32, 80, generator=torch.Generator().manual_seed(0))
+    assert fidelity(source, ["a", "b"], source=source).tolist() == pytest.approx([1, 1])
+    mask = Image.new("L", (80, 32))
+    mask.paste(255, (40, 0, 80, 32))
+    mask.save(tmp_path / "mask.png")
+    changed = source.clone()
+    changed[..., 40:] = 1 - changed[..., 40:]
+    masked = fidelity(changed, ["a", "b"], source=source, mask=[str(tmp_path / "mask.png"), None])
+    assert masked[0] == pytest.approx(1)
+    assert masked[1] < 0.99
+    with pytest.raises(ValueError, match=r"the mask nothing\.png can't be read"):
+        fidelity(changed, ["a", "b"], source=source, mask=["nothing.png", None])
+    with pytest.raises(ValueError, match="give them a column `image`"):
+        rewards.score("fidelity", fidelity, source, ["a", "b"])
+
+
+class Endpoint(Stub):
+    """Keeps what it is asked, and says yes."""
+
+    def __init__(self) -> None:
+        self.asked: list[tuple[list[bytes], str]] = []
+        super().__init__()
+
+    def answer(self, path: str, body: bytes):
+        content = json.loads(body)["messages"][0]["content"]
+        urls = [part["image_url"]["url"] for part in content if part["type"] == "image_url"]
+        self.asked.append(([base64.b64decode(url.partition(",")[2]) for url in urls], content[-1]["text"]))
+        tokens = [{"token": "yes", "logprob": -0.1}, {"token": "no", "logprob": -3.0}]
+        return 200, {"choices": [{"logprobs": {"content": [{"top_logprobs": tokens}]}, "message": {"content": "yes"}}]}
+
+
+def test_a_judge_sees_the_source_before_the_edit():
+    endpoint = Endpoint()
+    judge = Judge(endpoint.url, "any", concurrency=1)
+    rewards.score("judge", judge, drawn(), PROMPTS, sources=sources())
+    shown = [[Image.open(io.BytesIO(one)).size for one in images] for images, _ in endpoint.asked]
+    assert shown == [[(16, 12), (8, 6), (8, 6)], [(8, 6), (8, 6)], [(8, 6), (8, 6)]]
+    assert all("The first image was changed by this request" in text for _, text in endpoint.asked)
+    endpoint.asked.clear()
+    rewards.score("judge", judge, drawn(), PROMPTS)
+    assert all("An image was made for this request" in text for _, text in endpoint.asked)
+    assert [len(images) for images, _ in endpoint.asked] == [1, 1, 1]
+
+
+def test_the_human_page_shows_the_source(tmp_path):
+    import threading
+
+    import httpx
+
+    human = Human(str(tmp_path / "votes.jsonl"))
+    values: list[torch.Tensor] = []
+    asking = threading.Thread(target=lambda: values.append(human(drawn(), PROMPTS, sources=sources())))
+    asking.start()
+    page = ""
+    while 'id="sources"><img src="source/0/0"' not in page:
+        page = httpx.get(human.url).text
+    served = httpx.get(f"{human.url}source/0/0").content
+    assert Image.open(io.BytesIO(served)).tobytes() == picture(2).tobytes()
+    assert httpx.get(f"{human.url}source/0/1").status_code == 404
+    httpx.post(f"{human.url}vote", json={"ballot": 0, "order": [1, 0]}).raise_for_status()
+    asking.join()
+    assert values[0].tolist() == [0.5, 0.0, 1.0]
