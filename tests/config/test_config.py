@@ -27,6 +27,7 @@ def test_every_shipped_config_is_valid_and_names_prompts_that_exist(name, tmp_pa
 
 
 PRESETS = {file.stem: FlowGRPOConfig.from_yaml(file) for file in sorted(bundled_file("").glob("*.yaml"))}
+EDITS = ("flux2_klein_edit", "flux_kontext_edit", "qwen_image_edit_plus")
 REAL = {name: args for name, args in PRESETS.items() if args.model != "tiny"}
 
 
@@ -34,8 +35,12 @@ def test_presets_of_real_models_use_prompts_that_suit_their_reward():
     prompts = {"ocr": ("prompts/ocr_train.txt", "prompts/ocr_test.txt")}
     prompts["geneval"] = ("prompts/geneval_train.jsonl", "prompts/geneval_eval.jsonl")
     for name, args in REAL.items():
-        (reward,) = args.rewards
         used = (args.prompts, args.evaluation.prompts)
+        if name in EDITS:
+            assert used == ("prompts/edits_train.jsonl", "prompts/edits_test.jsonl")
+            assert list(args.rewards) == ["ocr", "fidelity"]
+            continue
+        (reward,) = args.rewards
         assert used == prompts.get(reward) or (reward == "pickscore" and "/pickscore_sfw/train.txt" in used[0]), name
     assert {args.objective.name for args in REAL.values()} == {"grpo", "awm", "nft"}
 
@@ -45,7 +50,7 @@ def test_presets_train_the_published_steps():
     for name, args in REAL.items():
         window, steps = args.sampling.window, args.sampling.steps
         if window.schedule == "random":
-            last = 3 if name in ("flux2_klein_ocr", "z_image_ocr") else steps // 2 - 1
+            last = 3 if name in ("flux2_klein_edit", "flux2_klein_ocr", "z_image_ocr") else steps // 2 - 1
             assert window.last_step == last, name
             trained = {
                 step
