@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from flow_grpo.advantages import METHODS, capped, diversity_weighted, group_advantages, has_signal, shares
+from flow_grpo.advantages import METHODS, capped, contributions, diversity_weighted, group_advantages, has_signal, shares
 
 REWARD = torch.tensor([1.0, 2.0, 3.0, 10.0, 10.0, 16.0])
 GROUP = torch.tensor([0, 0, 0, 1, 1, 1])
@@ -253,3 +253,21 @@ def test_positive_advantages_are_weighed_by_their_share_of_the_groups_mean_dista
     mean = (0.3 + 0.9 + 0.1 + 0.7 + 0.8) / 5
     expected = torch.tensor([2 * 0.3 / mean, -1, 0.5 * 0.1 / mean, 0, 5, 1, 1])  # 4 x 0.8 / mean is clamped
     torch.testing.assert_close(diversity_weighted(advantage, distance, group), expected)
+
+
+def test_contributions_are_those_of_the_rewards_that_score_any_image():
+    group = torch.tensor([0, 0, 0, 1, 1, 1])
+    by_reward = torch.tensor(
+        [[0.0, 1.0, 2.0, 1.0, 0.0, 5.0], [1.0, 0.0, 3.0, 0.0, 2.0, 2.0], [9.0, 8.0, 7.0, 6.0, 5.0, 4.0]]
+    ).T
+    names = ["a", "b", "c"]
+    both = contributions(names[:2], by_reward[:, :2], torch.tensor([1.0, 2.0]), group, method="grpo")
+    assert both.keys() == {"advantage/share/a", "advantage/share/b", "advantage/correlation/a/b"}
+    assert both["advantage/share/a"] + both["advantage/share/b"] == pytest.approx(1)
+    of_set = contributions(names[:2], by_reward[:, :2], torch.tensor([1.0, 2.0]), group, method="grpo", prompt_set="signs")
+    assert list(of_set.values()) == list(both.values())
+    assert of_set.keys() == {"advantage/share/signs/a", "advantage/share/signs/b", "advantage/correlation/signs/a/b"}
+    by_row = torch.tensor([[1.0, 0.0, 0.0]] * 3 + [[0.0, 2.0, 0.0]] * 3)  # each image by one, the third by none
+    rows = contributions(names, by_reward.where(by_row != 0, 0), by_row, group, method="grpo")
+    assert rows.keys() == both.keys()
+    assert contributions(["a"], by_reward[:, :1], torch.ones(1), group, method="grpo") == {}

@@ -609,3 +609,12 @@ def test_newer_forward_objectives_report_detached_numbers_of_each_row():
         assert set(loss.metrics) == reported
         for value in (loss.value.detach(), *loss.metrics.values()):
             assert (value.shape, value.requires_grad, value.is_floating_point()) == ((6,), False, True)
+
+
+def test_the_norm_guard_is_of_each_velocity_that_is_longer_than_the_references():
+    v = torch.tensor([[[3.0, 4.0]], [[0.0, 2.0]], [[1.0, 0.0]]])
+    ratio = objectives.velocity_norm_ratio(v, torch.tensor([[[0.0, 2.0]], [[2.0, 0.0]], [[0.0, 4.0]]]))
+    torch.testing.assert_close(ratio, torch.tensor([2.5, 1.0, 0.25]))
+    torch.testing.assert_close(objectives.norm_guard(ratio), torch.tensor([2.25, 0.0, 0.0]))
+    torch.testing.assert_close(objectives.norm_guard(torch.tensor([1.5])), torch.tensor([0.25]))
+    assert objectives.velocity_norm_ratio(v, torch.zeros_like(v)).isfinite().all(), "a reference that does not move"

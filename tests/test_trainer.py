@@ -20,7 +20,9 @@ from flow_grpo.run_folder import checkpoint
 from flow_grpo.tiny import architecture
 from flow_grpo.tracking.tracker import read_metrics
 from flow_grpo.trainer import FlowGRPOTrainer
+from flow_grpo.training.gates import DisagreementGate
 from flow_grpo.training.interrupt import Interrupted
+from flow_grpo.training.stages import Stage
 from flow_grpo.training.windows import most_variable_window, step_reward_variance
 
 HELD_OUT = small.PromptSet(["a moon", "a fish", "a ship"], [{}] * 3)
@@ -190,6 +192,55 @@ def test_a_step_that_fails_has_not_happened(tmp_path, changes, failure):
     trainer.interrupted, trainer.rewards.rewards["bright"] = False, reward
     trainer.policy.velocity, trainer.stage.update.optimizer.step = velocity, step
     assert numbers(trainer.training_step()) == numbers(expected)
+
+
+def test_a_step_that_fails_half_way_through_an_update_leaves_no_gradient(tmp_path):
+    same, trainer = (made(tmp_path / name, microbatch=2) for name in ("same", "run"))
+    velocity, calls = trainer.policy.velocity, []
+
+    def fails(*args):
+        calls.append(torch.is_grad_enabled())
+        if calls.count(True) == 2:
+            raise ValueError("once")
+        return velocity(*args)
+
+    trainer.policy.velocity = fails
+    with pytest.raises(ValueError, match="once"):
+        trainer.training_step()
+    assert not any(p.grad is not None and p.grad.any() for p in trainer.policy.trainable_parameters().values())
+    trainer.policy.velocity = velocity
+    assert numbers(trainer.training_step()) == numbers(same.training_step())
+    assert torch.equal(weights(trainer.policy), weights(same.policy))
+
+
+def test_rollouts_have_the_critic_and_the_processes_of_their_part(tmp_path):
+    stage = made(tmp_path, **PPO).stage
+    assert stage.source.critic is stage.critic is not None
+    assert stage.source.processes is stage.source.image_sampler.processes is stage.processes
+    two, one = small.Two(), made(tmp_path, prompts_per_step=4, microbatch=2)
+    shared = {"processes": two, "should_stop": lambda: False}
+    spread = Stage(0, one.stage.args, one.policy, one.prompt_sampler, one.rewards, **shared)
+    assert spread.source.processes is spread.source.image_sampler.processes is two
+
+
+def test_the_gate_of_disagreement_is_part_of_what_a_failed_step_restores(tmp_path):
+    trainer = made(tmp_path)
+    assert trainer.stage.loop_state()["disagreement"] is None
+    gate = trainer.stage.source.disagreement_gate = DisagreementGate()
+    gate.weights(torch.arange(9.0), torch.arange(9.0).flip(0)[:, None])
+    kept, before = trainer.stage.loop_state(), gate.state_dict()
+    gate.weights(torch.arange(9.0), torch.zeros(9, 1))
+    assert gate.state_dict() != before
+    trainer.stage.restore_loop_state(kept)
+    assert gate.state_dict() == before
+
+
+def test_a_micro_batch_of_pairs_is_even(tmp_path):
+    """18 rows: of plain rows 3 would do."""
+    dpo = {"objective": {"name": "dpo"}, "sampling": {"transition": "ode"}}
+    trainer = made(tmp_path, prompts_per_step=3, images_per_prompt=6, microbatch=6, **dpo)
+    trainer.stage.set_microbatch(3)
+    assert trainer.stage.args.microbatch == 2
 
 
 def scarce(trainer, most, when=torch.is_grad_enabled):

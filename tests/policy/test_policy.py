@@ -1,7 +1,10 @@
 """The contract: the pipeline is the model. On the embedded pipeline, through the code that any other would take."""
 
+import copy
+
 import pytest
 import torch
+from support import families
 from support.embedded import CALL, LATENTS, PROMPTS, ROWS, euler, stir, tiny_policy
 from support.method_names import STOCHASTIC
 
@@ -11,6 +14,7 @@ from flow_grpo.distributed.processes import Processes
 from flow_grpo.evaluation.generate import generate_images
 from flow_grpo.policy import policy as policy_module
 from flow_grpo.policy.loading import load_policy
+from flow_grpo.policy.policy import Policy
 
 
 @pytest.mark.parametrize("guidance", [1.0, 3.0])
@@ -92,6 +96,7 @@ def test_states_are_copies_that_can_be_put_back(policy):
     policy.lora.add_copy("old")
     policy.ema.start()
     kept = policy.adapter_state(), policy.adapter_state("old"), policy.ema.state_dict()
+    expected = copy.deepcopy(kept)
     assert all(kept)
     assert policy.adapter_state(keep=False) == policy.ema.state_dict(keep=False) == {}
     stir(policy, seed=1)
@@ -108,7 +113,7 @@ def test_states_are_copies_that_can_be_put_back(policy):
     policy.ema.load_state_dict(kept[2])
     assert not any(value.requires_grad for value in policy.ema.average.values())
     for before, after in zip(
-        kept, (policy.adapter_state(), policy.adapter_state("old"), policy.ema.state_dict()), strict=True
+        expected, (policy.adapter_state(), policy.adapter_state("old"), policy.ema.state_dict()), strict=True
     ):
         assert before.keys() == after.keys()
         assert all(torch.equal(before[name], value) for name, value in after.items())
@@ -213,3 +218,26 @@ def test_images_depend_on_their_own_seed_alone():
     one = generate_images(policy, [PROMPTS[0]], [6], 3)
     torch.testing.assert_close(three[1:2], one, rtol=0, atol=1e-5)
     assert (three[0] - three[1]).abs().max() > 0.01
+
+
+def test_the_transformers_of_a_policy_are_frozen_and_in_evaluation_mode_and_nothing_else_is_changed():
+    """One family has a second denoiser."""
+    pipe = families.ideogram4()
+    denoisers = [pipe.transformer, pipe.unconditional_transformer]
+    for part in [*denoisers, pipe.vae]:
+        part.train()
+    policy = Policy(pipe, height=32, width=48, max_sequence_length=512)
+    for part in denoisers:
+        assert not part.training
+        assert not any(parameter.requires_grad for parameter in part.parameters())
+    assert pipe.vae.training
+    assert all(parameter.requires_grad for parameter in pipe.vae.parameters())
+    assert not policy.trainable_parameters()
+
+
+def test_a_lora_of_the_hub_that_can_not_be_reached_is_named(monkeypatch):
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    with pytest.raises(
+        ValueError, match=r"the LoRA nobody/nothing could not be loaded: nobody/nothing: not in the cache, and the hub"
+    ):
+        tiny_policy().load_lora("nobody/nothing")

@@ -15,6 +15,7 @@ from flow_grpo.data.prompts import PromptSampler
 from flow_grpo.methods import SOLVERS
 from flow_grpo.training import rollouts
 from flow_grpo.training.critic import Critic
+from flow_grpo.training.gates import DisagreementGate
 from flow_grpo.training.interrupt import Interrupted
 from flow_grpo.training.rollouts import RolloutSource, select_rows
 from flow_grpo.types import Scores
@@ -581,3 +582,39 @@ def test_the_advantage_is_computed_by_the_settings_method():
         group = experience.batch.group
         expected = advantages.group_advantages(columns(experience).flatten(), group, method)
         torch.testing.assert_close(experience.advantage, expected)
+
+
+def red(images, prompts):
+    return images[:, 0].mean((1, 2))
+
+
+def test_the_gate_of_disagreement_is_of_the_images_of_complete_groups():
+    """The rewards that are not trained on judge the sum; a share of all images that count is held."""
+    rolls = source(rewards={"red": red}, weights={"main": 1.0, "red": 0.0}, prompts=some("cat", "boat", "sun", "owl"))
+    rolls.disagreement_gate = DisagreementGate()
+    alone = rolls.collect(0)
+    scores, batch = alone.scores, alone.batch
+    counted = torch.tensor([prompt != "a boat" for prompt in batch.prompts])
+    assert not scores.total[~counted].isfinite().all()
+    expected = torch.zeros(len(counted))
+    gate = DisagreementGate()
+    expected[counted] = gate.weights(scores.total[counted], scores.by_name["red"][counted][:, None])
+    assert torch.equal(alone.disagreement, expected)
+    assert 0 < alone.metrics["disagreement/share"] == (expected[counted] > 0).float().mean().item() < 1
+
+
+def test_anchors_without_a_gate_ask_for_no_disagreement():
+    rolls = source(objective={"anchors": [{"to": "base", "weight": 1.0}]}, prompts=some("cat", "dog", "sun", "owl"))
+    experience = rolls.collect(0)
+    assert rolls.disagreement_gate is None
+    assert experience.disagreement is None
+    assert not any(name.startswith("disagreement/") for name in experience.metrics)
+
+
+def test_contributions_are_named_by_their_prompt_set():
+    metadata = [{"prompt_set": "one"}, {"prompt_set": "one"}, {"prompt_set": "two"}, {"prompt_set": "two"}]
+    prompts = small.PromptSet(["a cat", "a sun", "a owl", "a dog"], metadata)
+    metrics = source(rewards={"red": red}, prompts=prompts).collect(0).metrics
+    for name in ("one", "two"):
+        assert metrics[f"advantage/share/{name}/main"] + metrics[f"advantage/share/{name}/red"] == pytest.approx(1)
+    assert "advantage/share/main" not in metrics

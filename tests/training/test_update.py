@@ -570,3 +570,15 @@ def test_the_settings_of_a_part_reach_its_optimizer():
     [group] = ours.optimizer.adamw.param_groups
     assert (group["betas"], group["weight_decay"], group["eps"]) == (expected.betas, 0.7, 0.05)
     assert ours.optimizer.max_norm == 0.4
+
+
+def test_the_steps_at_which_anchors_were_renewed_are_part_of_the_state():
+    anchors = [{"to": "reset", "weight": 1.0, "every": 3}]
+    args = small.settings(objective={"name": "grpo", "anchors": anchors})
+    policy = small.policy()
+    policy.lora.add_copy("anchor_reset")
+    one, other = (PolicyUpdate(policy, args, 0, Processes()) for _ in range(2))
+    one.anchors.load_state_dict({"anchor_reset": 6})
+    assert one.state_dict()["anchors"] == {"anchor_reset": 6} != other.state_dict()["anchors"]
+    other.load_state_dict(one.state_dict())
+    assert other.state_dict()["anchors"] == {"anchor_reset": 6}
