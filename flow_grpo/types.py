@@ -30,11 +30,14 @@ class PromptBatch:
     image: Int[Tensor, " B"]  # 0..G-1
 
     def columns(self) -> dict[str, list]:
-        """The metadata as one list of B values per key, which is how rewards take it; `sources` are the images of each prompt."""
-        keys = sorted({key for row in self.metadata for key in row})
-        columns = {key: [row.get(key) for row in self.metadata] for key in keys}
+        """What rewards take: the metadata, and as `sources` the images of each prompt, decoded, if there are any."""
         sources = [[image.open() for image in getattr(prompt, "images", ())] for prompt in self.prompts]
-        return {**columns, "sources": sources} if any(sources) else columns
+        return {**self.metadata_columns(), "sources": sources} if any(sources) else self.metadata_columns()
+
+    def metadata_columns(self) -> dict[str, list]:
+        """The metadata as one list of B values per key."""
+        keys = sorted({key for row in self.metadata for key in row})
+        return {key: [row.get(key) for row in self.metadata] for key in keys}
 
     def take(self, rows: Int[Tensor, " n"]) -> "PromptBatch":
         """These rows, whose groups keep their numbers."""

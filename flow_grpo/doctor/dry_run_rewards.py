@@ -26,7 +26,7 @@ def check_rewards(
     prompts = prompts or any_prompts
     names = reward_kit.metric_names(args.rewards)
     reward_kit.row_weights(  # raises if a prompt names a reward that is not there
-        prompts.repeat(1).columns().get("rewards"),
+        prompts.repeat(1).metadata_columns().get("rewards"),
         {names[name]: setting.weight for name, setting in args.rewards.items() if setting.weight},
         {**{name: name for name in names.values()}, **names},
     )

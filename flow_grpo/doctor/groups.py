@@ -72,7 +72,7 @@ def check_groups(source: RolloutSource, groups: SampledGroups, values: dict[str,
     if values is None:
         values = source.image_sampler.score(groups.batch, groups.images).by_name
     by_reward, weight = torch.stack([values[name] for name in weights], 1), torch.tensor(list(weights.values()))
-    row_weights = source.rewards.row_weights(groups.batch.columns())
+    row_weights = source.rewards.row_weights(groups.batch.metadata_columns())
     if row_weights is not None:  # a reward has no part in groups that it does not score
         by_reward, weight = by_reward.where(row_weights != 0, 0), row_weights
     total = advantages.weighted_sum(by_reward, weight).view(-1, source.args.images_per_prompt)

@@ -53,7 +53,9 @@ class ModelTrace:
         self.policy = Policy(pipe, dtype, **args.pipeline_call_kwargs())
         with torch.device("meta"):
             add_trainable_weights(self.policy, args)
-        self.prompt = max(load_run_prompts(args.training_prompts).prompts, key=len)
+        prompts = load_run_prompts(args.training_prompts).prompts
+        self.policy.check_images(prompts)
+        self.prompt = max(prompts, key=len)
         try:
             with phase(f"tracing the code of {args.model}"):
                 self.schedule, self.latent_shape = self.policy.schedule(args.sampling.steps)

@@ -85,6 +85,10 @@ def check_flow(pipe: DiffusionPipeline, known: Any) -> None:
             f"{name} with {scheduler} does not sample a flow: give a pipeline with a transformer and a "
             "FlowMatchEulerDiscreteScheduler, such as Stable Diffusion 3.5 or FLUX.1."
         )
+    if "audio_latents" in known:
+        raise ValueError(
+            f"{name} denoises sound beside the images: a second state, which would stay one fixed draw. Give a pipeline with one state."
+        )
     if "latents" not in known:
         raise ValueError(f"{name} takes no latents, so its velocity can't be computed at a given state.")
 

@@ -7,7 +7,7 @@ normalisation are then diffusers' own code, whatever the family of models.
 
 import copy
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, Self
 
 import torch
@@ -135,8 +135,12 @@ class FlowPipeline:
 
     def encode(self, prompts: list[str]) -> Conditioning:
         """Prompt embeddings of B rows, computed once per distinct prompt. ValueError if the pipeline can't take its images."""
-        check_images(type(self.pipe).__name__, self.family, self._arguments, self.call, prompts)
+        self.check_images(prompts)
         return self.encoder.encode(prompts)
+
+    def check_images(self, prompts: Iterable[str]) -> None:
+        """Raise ValueError if the pipeline can't take the images of a prompt, or needs one where there is none."""
+        check_images(type(self.pipe).__name__, self.family, self._arguments, self.call, prompts)
 
     @torch.no_grad()
     def schedule(self, steps: int) -> tuple[Schedule, torch.Size]:

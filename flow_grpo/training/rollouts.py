@@ -162,7 +162,7 @@ class RolloutSource:
         by_reward = torch.stack([images.scores.by_name[name][rows] for name in names], 1)
         weights, row_weights = (
             torch.tensor([*self.rewards.trained_weights.values()]),
-            self.rewards.row_weights(batch.columns()),
+            self.rewards.row_weights(batch.metadata_columns()),
         )
         if row_weights is not None:  # a reward that does not score a group has no part in its sum
             by_reward, weights = by_reward.where(row_weights != 0, 0), row_weights

@@ -65,12 +65,15 @@ def build_run(
     early_checks.check_prompts(args, train_set, eval_set, processes.world_size)
     eval_rewards, trained = build_rewards(args, reward_funcs, monitored=eval_set is not None)
     for prompt_set in (train_set, eval_set or train_set):
-        eval_rewards.row_weights(prompt_set.repeat(1).columns())  # raises if a prompt names a reward that is not there
+        eval_rewards.row_weights(
+            prompt_set.repeat(1).metadata_columns()
+        )  # raises if a prompt names a reward that is not there
     for name, reward in eval_rewards.rewards.items() if eval_set is not None else ():
         early_checks.check_scope(name, reward, args)
     eval_prompts = [] if eval_set is None else eval_set.prompts
     all_prompts = [*train_set.prompts, *eval_prompts]
     policy = model if isinstance(model, Policy) else load_run_policy(args, processes.device, all_prompts)
+    policy.check_images(all_prompts)
     prepare_policy(policy, args, processes)
     given_images = all(stage.dataset is not None for _, stage in args.resolved_stages())  # with prompts of their own
     source = prompts if isinstance(prompts, str) else None

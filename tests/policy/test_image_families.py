@@ -1,5 +1,8 @@
 """The contract for pipelines whose prompts carry images: each row is the pipeline's own call with its own images."""
 
+import inspect
+
+import diffusers
 import pytest
 import torch
 from diffusers import DiffusionPipeline
@@ -13,13 +16,14 @@ from flow_grpo.data.prompts import PromptSet
 from flow_grpo.doctor.model import check_model
 from flow_grpo.doctor.result import OK
 from flow_grpo.image_prompt import ImagePrompt
-from flow_grpo.policy.interception import images_to_tensor
+from flow_grpo.policy.interception import check_flow, images_to_tensor
 from flow_grpo.policy.loading import load_policy
 from flow_grpo.policy.policy import Policy
 from flow_grpo.trainer import FlowGRPOTrainer
 
 RED, DOG = ImagePrompt("a red cat", [picture(1)]), ImagePrompt("a big dog", [picture(2)])
 WIDE = ImagePrompt("a red cat", [picture(3, size=(64, 128))])
+TALL = ImagePrompt("a red cat", [picture(3, size=(128, 64))])  # its tensors have the shapes of the wide one's
 ROWS = torch.arange(2)
 
 
@@ -95,11 +99,11 @@ def test_rows_of_a_batch_get_their_own_images(folders, name):
     """One text, so that the image is all that differs; a later batch must not get the images of the first."""
     policy = loaded(folders, name)
     prompts = [ImagePrompt("a red cat", [picture(seed)]) for seed in (1, 2)]
-    state = noise(policy, 1).expand(4, *noise(policy).shape[1:])
-    alone = [velocity(policy, state[:1], [prompt]) for prompt in (*prompts, WIDE)]
+    state = noise(policy, 1).expand(5, *noise(policy).shape[1:])
+    alone = [velocity(policy, state[:1], [prompt]) for prompt in (*prompts, WIDE, TALL)]
     assert (alone[0] - alone[1]).abs().max() > 1e-3, "the image makes a difference"
-    mixed = velocity(policy, state, [prompts[1], WIDE, prompts[0], prompts[1]])
-    expected = torch.cat([alone[1], alone[2], alone[0], alone[1]])
+    mixed = velocity(policy, state, [prompts[1], WIDE, TALL, prompts[0], prompts[1]])
+    expected = torch.cat([alone[1], alone[2], alone[3], alone[0], alone[1]])
     torch.testing.assert_close(mixed, expected, rtol=0, atol=2e-5)
     assert policy.shares_calls
 
@@ -236,5 +240,11 @@ def test_what_a_pipeline_cannot_take_is_refused_in_a_sentence(folders, tmp_path)
     text_only = load_policy("tiny", "cpu", "fp32")
     with pytest.raises(ValueError, match="takes no images, and the prompt 'a red cat' has 1"):
         text_only.encode([RED])
+    with_sound = diffusers.LTX2Pipeline.__new__(diffusers.LTX2Pipeline)
+    object.__setattr__(with_sound, "scheduler", diffusers.FlowMatchEulerDiscreteScheduler())
+    object.__setattr__(with_sound, "transformer", None)
+    parameters = inspect.signature(inspect.unwrap(diffusers.LTX2Pipeline.__call__)).parameters
+    with pytest.raises(ValueError, match="LTX2Pipeline denoises sound beside the images: a second state"):
+        check_flow(with_sound, parameters)
     tall = ImagePrompt("a", [picture(1, size=(640, 16))])
     assert "Flux2Pipeline can't take the images of the prompt 'a', 16 x 640 pixels" in refused(folders, "flux2", [tall])

@@ -156,3 +156,11 @@ def test_a_reward_is_tested_on_pairs_of_source_and_edit(trained):
     output = run("rewards", "test", REWARD, "--images", "probe", "--prompts", "held_out.jsonl", cwd=folder)
     assert "original" in output
     assert "fidelity" in run("score", "probe", "--prompts", "held_out.jsonl", "--reward", "fidelity", cwd=folder)
+
+
+def test_a_model_that_takes_no_images_is_named_before_anything_is_trained(folder):
+    settings = ["prompts=train.jsonl", "evaluation.prompts=held_out.jsonl", "output_dir=none"]
+    for words in (["train", "tiny_ocr", *settings], ["train", "tiny_ocr", *settings, "--dry-run"]):
+        output = " ".join(run(*words, cwd=folder, code=2).split())
+        assert "StableDiffusion3Pipeline takes no images" in output
+    assert not (folder / "none").exists()
