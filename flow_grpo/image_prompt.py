@@ -61,15 +61,17 @@ class SourceImage:
 class ImagePrompt(str):
     """A prompt with images. It is a text, but equal only to prompts with the same text and the same images.
 
-    Attributes:
-        images: at least one.
+    Args:
+        images: at least one: a path, a PIL image, or a `SourceImage`. ValueError if one can't be used.
     """
 
     images: tuple[SourceImage, ...]
 
-    def __new__(cls, text: str, images: Sequence[SourceImage]) -> "ImagePrompt":
+    def __new__(cls, text: str, images: "Sequence[SourceImage | Image.Image | str | Path]") -> "ImagePrompt":
+        if isinstance(images, str | Path) or not images:
+            raise ValueError(f"the prompt {text[:80]!r}: give a list of its images.")
         prompt = super().__new__(cls, text)
-        prompt.images = tuple(images)
+        prompt.images = tuple(_source(image, text) for image in images)
         return prompt
 
     def __eq__(self, other: object) -> bool:
@@ -98,6 +100,14 @@ def prompt_key(prompt: str) -> str:
 def with_images(text: str, images: Sequence[SourceImage]) -> str:
     """The prompt with these images; the text itself if there are none."""
     return ImagePrompt(text, images) if images else text
+
+
+def _source(image: SourceImage | Image.Image | str | Path, text: str) -> SourceImage:
+    if isinstance(image, SourceImage):
+        return image
+    if isinstance(image, Image.Image):
+        return SourceImage.from_pil(image, f"of the prompt {text[:80]!r}")
+    return SourceImage.read(Path(image), str(image))
 
 
 def _content(path: Path, name: str) -> bytes:

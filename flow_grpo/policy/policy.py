@@ -10,6 +10,7 @@ from torch import Tensor
 
 from flow_grpo.distributed.processes import Processes
 from flow_grpo.distributed.sharding import copy_into, fully_shard_blocks, gather_to_cpu
+from flow_grpo.image_prompt import with_images
 from flow_grpo.policy.ema import MovingAverage
 from flow_grpo.policy.full_weights import FullWeights
 from flow_grpo.policy.hub import resolve_lora
@@ -148,8 +149,17 @@ class Policy(FlowPipeline):
         conditioning, (schedule, shape) = self.encode(self.probe_prompts[:1] * 2), self.schedule(2)
         x, rows = torch.zeros(2, *shape), torch.arange(2)
         self.accepts_per_sample_timesteps(x, schedule.timesteps, conditioning, rows)  # while all processes compute alike
+        if self.takes_images:
+            self._probe_images(x, schedule.timesteps)
         transformer = self.pipe.transformer
         replicated = {parameter for name, parameter in transformer.named_parameters() if "lora_" in name}
         fully_shard_blocks(transformer, repeated_blocks(transformer, "memory.shard"), replicated)
         self.uses_fsdp = True
         self.synced_call_count = lambda calls: max(processes.all_gather(calls))
+
+    def _probe_images(self, x: Tensor, timesteps: Tensor) -> None:
+        """Find out whether rows with different images can share a call; prompts with images may come later, to some processes first."""
+        try:
+            self.accepts_images_per_row(x, timesteps[0], with_images("a", self.probe_images(1)))
+        except (ValueError, RuntimeError, TypeError):  # a model that is trained on texts
+            self.shares_calls = False

@@ -193,3 +193,14 @@ def test_prompts_of_one_text_are_skipped_apart(folder):
     assert list(state["until"]) == [prompt_key(batch.prompts[0])]
     others = sampler.sample(1, prompts=2, images=1).prompts
     assert batch.prompts[0] not in others
+
+
+def test_a_prompt_of_python_takes_paths_and_pil_images(folder):
+    prompt = ImagePrompt("a", [folder / "in" / "0.png", str(folder / "in" / "1.png"), pixels(2)])
+    assert shown([prompt]) == [("a", [0, 1, 2])]
+    assert load_prompts([prompt, "b"]).prompts == [prompt, "b"]
+    for wrong in ([], "in/0.png"):
+        with pytest.raises(ValueError, match="the prompt 'a': give a list of its images"):
+            ImagePrompt("a", wrong)
+    with pytest.raises(ValueError, match="there is no image missing"):
+        ImagePrompt("a", ["missing.png"])
