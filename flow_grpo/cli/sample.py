@@ -2,7 +2,7 @@
 
 import shlex
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -13,6 +13,7 @@ from flow_grpo.text import counted
 if TYPE_CHECKING:
     from flow_grpo.config import FlowGRPOConfig
     from flow_grpo.data.grid import ImageInfo
+    from flow_grpo.image_prompt import SourceImage
     from flow_grpo.policy.policy import Policy
 
 
@@ -50,6 +51,15 @@ def sample(
         typer.Option(min=1, max=10_000, help="Sampling steps; by default those of evaluation.", show_default=False),
     ] = None,
     guidance: Annotated[float | None, typer.Option(help="Guidance scale; 1 is off.", show_default=False)] = None,
+    height: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            help="Height in pixels; by default the config's, else the pipeline's or that of the prompt's image.",
+            show_default=False,
+        ),
+    ] = None,
+    width: Annotated[int | None, typer.Option(min=1, help="Width in pixels, likewise.", show_default=False)] = None,
     trust: Trust = False,
     out: Annotated[Path, typer.Option(help="Folder for grid.png and the single images.")] = Path("samples"),
 ) -> None:
@@ -58,12 +68,14 @@ def sample(
     [bold]flow-grpo sample 'red text "CAT" on a blue background' --seeds 4[/bold]
     """
     from flow_grpo.data.grid import ImageInfo
+    from flow_grpo.image_prompt import images_of
 
     texts = _read_prompts(prompts, image or [])
     args = config_for_weights(config, model, lora, trust)
     model = model or args.model
     prepare_folder(out)
-    policy = _load_policy(args, model, lora, guidance)
+    settings = {"guidance": guidance, "height": height, "width": width}
+    policy = _load_policy(args, model, lora, settings, next(iter(images_of(texts[0])), None))
     name = model if lora is None else f"{model} + {lora}"
     cells = [ImageInfo(prompt, first_seed + n, name) for prompt in texts for n in range(seeds)]
     columns = seeds if len(texts) > 1 else min(seeds, 8)
@@ -97,17 +109,28 @@ def _read_prompts(words: list[str], images: list[Path]) -> list[str]:
 
 
 @without_library_messages
-def _load_policy(args: "FlowGRPOConfig", model: str, lora: str | None, guidance: float | None) -> "Policy":
+def _load_policy(
+    args: "FlowGRPOConfig", model: str, lora: str | None, settings: dict[str, Any], source: "SourceImage | None"
+) -> "Policy":
+    """The model, with those of the settings that are given. Without a size, images have that of the source of the first prompt."""
     from flow_grpo.policy.loading import load_policy
     from flow_grpo.run_folder.weights import load_trained_weights
 
     call = args.pipeline_call_kwargs()
-    if guidance is not None:
-        call["guidance"] = guidance
+    call |= {name: value for name, value in settings.items() if value is not None}
+    if source is not None and not {"height", "width"} & call.keys():
+        call["width"], call["height"] = _result_size(source.size)
     policy = load_policy(model, args.device, args.dtype, memory=args.memory, **call)
     if lora is not None:
         load_trained_weights(policy, lora)
     return policy
+
+
+def _result_size(size: tuple[int, int]) -> tuple[int, int]:
+    """Width and height of the results for a source: at most a million pixels, in multiples of 32."""
+    scale = min(1.0, (1024 * 1024 / (size[0] * size[1])) ** 0.5)
+    width, height = (max(32, round(side * scale / 32) * 32) for side in size)
+    return width, height
 
 
 def _generate(policy: "Policy", cells: "list[ImageInfo]", steps: int, microbatch: int, columns: int, folder: Path) -> bool:

@@ -148,6 +148,15 @@ def test_sample_eval_and_score_take_the_images_of_prompts(trained):
     assert cells[0].prompt == "brighten the right half"
 
 
+@pytest.mark.parametrize(
+    ("size", "options", "expected"), [((64, 96), [], (64, 96)), ((50, 70), ["--height", "32", "--width", "64"], (32, 64))]
+)
+def test_without_a_config_the_results_have_the_size_of_the_source(folder, size, options, expected):
+    Image.new("RGB", size[::-1]).save(folder / "source.png")
+    run("sample", "brighten it", "--image", "source.png", "--model", "model", "--steps", "1", "--seeds", "1", "--out", "plain", *options, cwd=folder)  # fmt: skip
+    assert Image.open(folder / "plain" / "0000_seed0.png").size == expected[::-1]
+
+
 def test_a_reward_is_tested_on_pairs_of_source_and_edit(trained):
     folder = trained.parent
     run(
