@@ -1,6 +1,7 @@
 """`flow-grpo sample`: images of prompts, as single files and as a grid."""
 
 import shlex
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -16,15 +17,24 @@ if TYPE_CHECKING:
     from flow_grpo.image_prompt import SourceImage
     from flow_grpo.policy.policy import Policy
 
+Sources = Annotated[
+    list[Path] | None,
+    typer.Option(
+        help="An image that the prompts edit or refer to; several if the pipeline takes several.", show_default=False
+    ),
+]
+Height = Annotated[
+    int | None,
+    typer.Option(
+        min=1, help="Height in pixels; by default the config's, else the pipeline's or that of --image.", show_default=False
+    ),
+]
+Width = Annotated[int | None, typer.Option(min=1, help="Width in pixels, likewise.", show_default=False)]
+
 
 def sample(
     prompts: Annotated[list[str], typer.Argument(help="Prompts, or files of prompts (.txt, .jsonl, .csv, .parquet).")],
-    image: Annotated[
-        list[Path] | None,
-        typer.Option(
-            help="An image that the prompts edit or refer to; several if the pipeline takes several.", show_default=False
-        ),
-    ] = None,
+    image: Sources = None,
     model: Annotated[
         str | None,
         typer.Option(help="Diffusers folder, hub id or bundled model; by default the config's.", show_default=False),
@@ -51,15 +61,8 @@ def sample(
         typer.Option(min=1, max=10_000, help="Sampling steps; by default those of evaluation.", show_default=False),
     ] = None,
     guidance: Annotated[float | None, typer.Option(help="Guidance scale; 1 is off.", show_default=False)] = None,
-    height: Annotated[
-        int | None,
-        typer.Option(
-            min=1,
-            help="Height in pixels; by default the config's, else the pipeline's or that of the prompt's image.",
-            show_default=False,
-        ),
-    ] = None,
-    width: Annotated[int | None, typer.Option(min=1, help="Width in pixels, likewise.", show_default=False)] = None,
+    height: Height = None,
+    width: Width = None,
     trust: Trust = False,
     out: Annotated[Path, typer.Option(help="Folder for grid.png and the single images.")] = Path("samples"),
 ) -> None:
@@ -86,7 +89,7 @@ def sample(
     say(f"{counted(len(cells), 'image')}: {where}")
 
 
-def _read_prompts(words: list[str], images: list[Path]) -> list[str]:
+def _read_prompts(words: list[str], images: Sequence[Path] = ()) -> list[str]:
     """The prompts, of which each word is one with these images, or a file of several."""
     from flow_grpo.data.prompt_files import SUFFIXES
     from flow_grpo.data.prompts import load_prompts

@@ -148,12 +148,14 @@ def test_sample_eval_and_score_take_the_images_of_prompts(trained):
     assert cells[0].prompt == "brighten the right half"
 
 
-@pytest.mark.parametrize(
-    ("size", "options", "expected"), [((64, 96), [], (64, 96)), ((50, 70), ["--height", "32", "--width", "64"], (32, 64))]
-)
+SMALLER = ["--height", "32", "--width", "64"]
+
+
+@pytest.mark.parametrize(("size", "options", "expected"), [((64, 96), [], (64, 96)), ((50, 70), SMALLER, (32, 64))])
 def test_without_a_config_the_results_have_the_size_of_the_source(folder, size, options, expected):
     Image.new("RGB", size[::-1]).save(folder / "source.png")
-    run("sample", "brighten it", "--image", "source.png", "--model", "model", "--steps", "1", "--seeds", "1", "--out", "plain", *options, cwd=folder)  # fmt: skip
+    words = ["brighten it", "--image", "source.png", "--model", "model", "--steps", "1", "--seeds", "1", "--out", "plain"]
+    run("sample", *words, *options, cwd=folder)
     assert Image.open(folder / "plain" / "0000_seed0.png").size == expected[::-1]
 
 
