@@ -5,6 +5,7 @@ import copy
 import pytest
 import torch
 from support import families
+from support import small_policy as small
 from support.embedded import CALL, LATENTS, PROMPTS, ROWS, euler, stir, tiny_policy
 from support.method_names import STOCHASTIC
 
@@ -241,3 +242,27 @@ def test_a_lora_of_the_hub_that_can_not_be_reached_is_named(monkeypatch):
         ValueError, match=r"the LoRA nobody/nothing could not be loaded: nobody/nothing: not in the cache, and the hub"
     ):
         tiny_policy().load_lora("nobody/nothing")
+
+
+def test_a_damaged_transformer_is_named_and_taken_off(tmp_path):
+    trained = small.policy(lora=False)
+    trained.enable_full_finetuning()
+    with torch.no_grad():
+        next(iter(trained.trainable_parameters().values())).fill_(torch.nan)
+    trained.save(tmp_path)
+    other = small.policy(lora=False)
+    base = {name: value.clone() for name, value in other.pipe.transformer.state_dict().items()}
+    with pytest.raises(ValueError, match=r"^the transformer .* holds values that are not finite, in 1 of"):
+        other.load_lora(tmp_path)
+    assert not other.is_full_finetuning
+    assert all(torch.equal(base[name], value) for name, value in other.pipe.transformer.state_dict().items())
+
+
+def test_a_transformer_without_blocks_that_repeat_can_not_be_sharded(monkeypatch):
+    policy = small.policy()
+    monkeypatch.setattr(type(policy.pipe.transformer), "_repeated_blocks", None)
+    monkeypatch.setattr(type(policy.pipe.transformer), "_no_split_modules", None)
+    with pytest.raises(
+        ValueError, match=r"^memory\.shard: diffusers does not name the repeated blocks of SD3Transformer2DModel"
+    ):
+        policy.shard(Processes())
