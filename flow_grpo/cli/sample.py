@@ -122,14 +122,14 @@ def _load_policy(
     call = args.pipeline_call_kwargs()
     call |= {name: value for name, value in settings.items() if value is not None}
     if source is not None and not {"height", "width"} & call.keys():
-        call["width"], call["height"] = _result_size(source.size)
+        call["width"], call["height"] = result_size(source.size)
     policy = load_policy(model, args.device, args.dtype, memory=args.memory, **call)
     if lora is not None:
         load_trained_weights(policy, lora)
     return policy
 
 
-def _result_size(size: tuple[int, int]) -> tuple[int, int]:
+def result_size(size: tuple[int, int]) -> tuple[int, int]:
     """Width and height of the results for a source: at most a million pixels, in multiples of 32."""
     scale = min(1.0, (1024 * 1024 / (size[0] * size[1])) ** 0.5)
     width, height = (max(32, round(side * scale / 32) * 32) for side in size)

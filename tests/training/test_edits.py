@@ -12,6 +12,7 @@ from support.image_families import fitted_kontext
 from support.paths import SAMPLE_REWARDS
 from support.process_runs import forked, rows, same
 
+from flow_grpo.cli.sample import result_size
 from flow_grpo.config import FlowGRPOConfig
 from flow_grpo.data.grid import read_grid
 from flow_grpo.data.prompts import load_prompts
@@ -152,11 +153,32 @@ SMALLER = ["--height", "32", "--width", "64"]
 
 
 @pytest.mark.parametrize(("size", "options", "expected"), [((64, 96), [], (64, 96)), ((50, 70), SMALLER, (32, 64))])
-def test_without_a_config_the_results_have_the_size_of_the_source(folder, size, options, expected):
+def test_where_no_size_is_set_the_results_have_that_of_the_source(folder, size, options, expected):
     Image.new("RGB", size[::-1]).save(folder / "source.png")
-    words = ["brighten it", "--image", "source.png", "--model", "model", "--steps", "1", "--seeds", "1", "--out", "plain"]
+    config(folder, "unsized", "awm", pipeline_kwargs={"max_sequence_length": 16, "_auto_resize": False})
+    words = [
+        "brighten it",
+        "--image",
+        "source.png",
+        "--config",
+        "unsized.yaml",
+        "--steps",
+        "1",
+        "--seeds",
+        "1",
+        "--out",
+        "plain",
+    ]
     run("sample", *words, *options, cwd=folder)
     assert Image.open(folder / "plain" / "0000_seed0.png").size == expected[::-1]
+
+
+@pytest.mark.parametrize(
+    ("size", "expected"),
+    [((512, 768), (512, 768)), ((500, 700), (512, 704)), ((4096, 2048), (1440, 736)), ((10, 9), (32, 32))],
+)
+def test_a_large_source_gives_results_of_a_million_pixels(size, expected):
+    assert result_size(size) == expected
 
 
 def test_a_reward_is_tested_on_pairs_of_source_and_edit(trained):
