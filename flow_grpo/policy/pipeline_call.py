@@ -40,9 +40,8 @@ class PipelineCall:
         self.pipe, self.intercepted, self.scheduler = pipe, intercepted, scheduler
         self.family, self.parameters, self.arguments, self.autocast = family, parameters, arguments, autocast
         self.device: torch.device = pipe.transformer.device
-        self._prepared: dict[
-            int, tuple
-        ] = {}  # what prepare_latents returns for that many rows without images, less the state
+        # what prepare_latents returns for that many rows without images, less the state
+        self._prepared: dict[int, tuple] = {}
 
     def with_arguments(self, **more: Any) -> Self:
         """The same with further arguments."""
@@ -51,7 +50,7 @@ class PipelineCall:
         return other
 
     def __call__(self, pipe: Any, prompts: list[str], **kwargs: Any) -> Any:
-        """Call a copy of the pipeline with the images of the first prompt, which all prompts have.
+        """Call a copy of the pipeline with the images of the first prompt; recordings give the other rows theirs.
 
         Returns what it stopped with, or the pipeline's own output if it ran to the end.
         """
@@ -70,9 +69,8 @@ class PipelineCall:
         """The arguments of a call with these prompts."""
         call, images = {**self.arguments, "prompt": [str(prompt) for prompt in prompts]}, images_of(prompts[0])
         if "max_area" in self.parameters and {"height", "width"} <= call.keys():
-            call.setdefault(
-                "max_area", call["height"] * call["width"]
-            )  # else the size would be changed to an area of its own
+            # without it, the size would be changed to an area of the pipeline's own
+            call.setdefault("max_area", call["height"] * call["width"])
         if images:
             opened = [image.open() for image in images]
             # some encode one prompt with images at a time

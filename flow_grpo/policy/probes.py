@@ -1,4 +1,4 @@
-"""Prompts and images that ask a pipeline what it does with any: a short prompt, a long one, a picture of noise."""
+"""Prompts and images that ask a pipeline what it does with any: a short prompt, a long one, images of random squares."""
 
 from typing import Any
 
