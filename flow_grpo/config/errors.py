@@ -10,17 +10,20 @@ from flow_grpo.config.objective import ObjectiveConfig, section_types
 from flow_grpo.config.sections import ConfigSection, RewardConfig
 from flow_grpo.text import suggest
 
+UNION_MEMBERS = ("str", "int", "float", "bool", "dict", "list")  # which pydantic adds to the place of an error
+
 
 def error_sentence(error: ValidationError, config: type[ConfigSection]) -> str:
     """The first error in a config of this type, and for an unknown setting the one that was probably meant."""
     first = error.errors()[0]
-    where = ".".join(
-        str(part) for part in first["loc"] if str(part).isidentifier() or ":" in str(part)
-    )  # not pydantic's own
+    parts = [str(part) for part in first["loc"]]
+    where = ".".join(part for part in parts if (part.isidentifier() and part not in UNION_MEMBERS) or ":" in part)
     if first["type"] == "extra_forbidden":
         return f"there is no setting {where}.{_did_you_mean([str(part) for part in first['loc']], config)}"
     if first["type"] == "value_error":
         return str(first["ctx"]["error"])
+    if first["type"] == "model_type":
+        return f"{where} is {first['input']!r}, but it should be a section of settings, {{setting: value}}."
     message = first["msg"].replace("Input should", "it should")
     return f"{where} is {first['input']!r}, but {message}."
 

@@ -21,7 +21,9 @@ def merge(base: Settings, over: Settings) -> Settings:
 def merge_stage(base: Settings, stage: Settings) -> Settings:
     """The run's settings with those of a stage. Of the run's, the stage has only what its objective reads."""
     both = merge(base, stage)
-    return keep(both, lambda section, key: key in (stage.get(section) or ()) or reads(both, section, key))
+    own = {(section, key) for section in ("objective", "sampling") for key in stage.get(section) or ()}
+    both = _without_former_transition(base, both, own)
+    return keep(both, lambda section, key: (section, key) in own or reads(both, section, key))
 
 
 def without_unread(settings: Settings) -> Settings:
@@ -37,10 +39,39 @@ def without_replaced(file: Settings, settings: Settings, overridden: set[tuple[s
         settings: after them.
         overridden: section and key of what the overrides set, which stays, to be refused if it is not read.
     """
+    settings = _without_former_transition(file, settings, overridden)
     return keep(
         settings,
         lambda section, key: (section, key) in overridden or reads(settings, section, key) or not reads(file, section, key),
     )
+
+
+def with_transition(settings: Settings) -> Settings:
+    """Settings with the transition `ode` if their objective trains on final latents and they name none."""
+    sampling = settings.get("sampling") or {}
+    if (
+        not isinstance(sampling, dict)
+        or "transition" in sampling
+        or _fits(_chosen(settings, "objective", "name"), "flow_sde")
+    ):
+        return settings
+    return {**settings, "sampling": {**sampling, "transition": "ode"}}
+
+
+def _without_former_transition(former: Settings, settings: Settings, own: set[tuple[str, str]]) -> Settings:
+    """Settings without the transition of those before them if another objective, which it does not fit, was chosen over it."""
+    name, transition = _chosen(settings, "objective", "name"), _chosen(settings, "sampling", "transition")
+    is_chosen = name != _chosen(former, "objective", "name") and ("sampling", "transition") not in own
+    if not is_chosen or transition is None or _fits(name, transition):
+        return settings
+    sampling = {key: value for key, value in settings["sampling"].items() if key != "transition"}
+    return with_transition({**settings, "sampling": sampling})
+
+
+def _fits(objective: str | None, transition: str) -> bool:
+    """Whether an objective can have that transition: one on steps a stochastic one. True if it can't be told."""
+    row, step = methods.OBJECTIVES.get(objective or "grpo"), methods.TRANSITIONS.get(transition)
+    return row is None or step is None or row.stepwise == step.stochastic
 
 
 def keep(settings: Settings, is_kept: Callable[[str, str], bool]) -> Settings:

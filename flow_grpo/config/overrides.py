@@ -17,6 +17,7 @@ def override(values: dict[str, Any], pair: str) -> list[str]:
         ValueError: it is no such pair, or leads through a single value.
     """
     key, equals, text = _split(pair)
+    key = "objective.name" if key == "objective" and re.fullmatch(r"[\w./:\\-]+", text) else key  # objective=grpo
     if not equals or not key:
         raise ValueError(f"{pair!r} is not of the form key.sub=value, for example optimizer.lr=1e-4.")
     expand_rewards(values)

@@ -12,12 +12,12 @@ from flow_grpo.config import validation
 from flow_grpo.config.bundled import TRAINING_PROMPTS, find_config
 from flow_grpo.config.errors import error_sentence
 from flow_grpo.config.loading import read_yaml
-from flow_grpo.config.merge import merge, merge_stage, without_replaced, without_unread
+from flow_grpo.config.merge import merge, merge_stage, with_transition, without_replaced, without_unread
 from flow_grpo.config.old_names import is_written_by_03, renamed
 from flow_grpo.config.overrides import override
 from flow_grpo.config.prompt_set_checks import check_prompt_sets
 from flow_grpo.config.settings import RunSettings
-from flow_grpo.config.shorthand import SIZES, expand_rewards, expand_trackers, resolve_auto_microbatch
+from flow_grpo.config.shorthand import SIZES, expand_objective, expand_rewards, expand_trackers, resolve_auto_microbatch
 
 STAGE_FIELDS = (
     "steps",
@@ -49,7 +49,7 @@ class FlowGRPOConfig(RunSettings):
         """In today's names, without short forms."""
         if not isinstance(values, dict):
             return values
-        values = expand_trackers(_modern(values))
+        values = with_transition(expand_trackers(_modern(values)))
         expand_rewards(values)
         return resolve_auto_microbatch(values, {name: cls.model_fields[name].default for name in SIZES})
 
@@ -168,6 +168,7 @@ class FlowGRPOConfig(RunSettings):
 
 def _modern(values: dict[str, Any]) -> dict[str, Any]:
     """The settings of a file under today's names; of a run of 0.3, without those of other objectives."""
+    values = expand_objective(values)
     return without_unread(renamed(values)) if is_written_by_03(values) else renamed(values)
 
 

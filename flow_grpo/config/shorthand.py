@@ -1,4 +1,4 @@
-"""The short forms that a config file may use, written out: `rewards: [ocr]`, `trackers: wandb`, `microbatch: auto`."""
+"""The short forms that a config file may use, written out: `rewards: [ocr]`, `objective: grpo`, `trackers: wandb`, `microbatch: auto`."""
 
 from typing import Any
 
@@ -16,6 +16,15 @@ def expand_rewards(values: dict[str, Any]) -> None:
         if isinstance(rewards, dict):
             short = (int, float)
             holder["rewards"] = {k: {"weight": v} if isinstance(v, short) else v or {} for k, v in rewards.items()}
+
+
+def expand_objective(values: dict[str, Any]) -> dict[str, Any]:
+    """Makes `{name: grpo}` of the objective `grpo`, in stages too."""
+    if isinstance(name := values.get("objective"), str):
+        values = {**values, "objective": {"name": name}}
+    if isinstance(stages := values.get("stages"), list):
+        values = {**values, "stages": [expand_objective(stage) if isinstance(stage, dict) else stage for stage in stages]}
+    return values
 
 
 def expand_trackers(values: dict[str, Any]) -> dict[str, Any]:

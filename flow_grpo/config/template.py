@@ -52,7 +52,8 @@ def template(model: str, rewards: list[str]) -> str:
     if model not in TRAINING_PROMPTS and not any(reward.startswith("ocr") for reward in rewards):
         values["prompts"], values["evaluation"]["prompts"] = OBJECT_PROMPTS
     measured = {k: v for k, v in values["evaluation"]["rewards"].items() if not k.startswith("ocr")}
-    values["evaluation"]["rewards"] = {k: {"options": v["options"]} if v["options"] else {} for k, v in measured.items()}
+    shown = ("options", "frames")
+    values["evaluation"]["rewards"] = {k: {name: v[name] for name in shown if v[name]} for k, v in measured.items()}
     lines = [
         f"# Trains {model}: flow-grpo train THIS_FILE. The values are those of the bundled config {preset}.",
         "# All settings: flow-grpo schema. Check them without training: flow-grpo train THIS_FILE --dry-run.",
@@ -97,7 +98,7 @@ def json_schema() -> dict[str, Any]:
     microbatch.pop("type"), microbatch.pop("exclusiveMinimum")
     shard = schema["$defs"]["MemoryConfig"]["properties"]["shard"]
     shard["anyOf"] = [*shard["anyOf"], {"type": "boolean"}]
-    schema["properties"]["objective"] = {"anyOf": _objective_schemas(schema["$defs"])}
+    schema["properties"]["objective"] = {"anyOf": [*_objective_schemas(schema["$defs"]), {"type": "string"}]}
     return {"$schema": "https://json-schema.org/draft/2020-12/schema", **schema}
 
 

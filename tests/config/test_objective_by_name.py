@@ -1,0 +1,73 @@
+"""An objective by one word: `objective: pepg` in a file, `objective=pepg` as an override. The transition follows it."""
+
+import pytest
+from jsonschema import Draft202012Validator
+
+from flow_grpo import methods
+from flow_grpo.config.run_config import FlowGRPOConfig
+from flow_grpo.config.template import json_schema
+
+COMPARED = [name for name in methods.OBJECTIVES if name not in ("ppo", "sft", "dpo")]  # a critic or given images
+
+
+@pytest.mark.parametrize("name", COMPARED)
+@pytest.mark.parametrize("preset", ["tiny_ocr", "tiny_grpo"])
+def test_one_word_chooses_any_objective_over_a_preset(preset, name):
+    args = FlowGRPOConfig.from_yaml(preset, [f"objective={name}"])
+    own = FlowGRPOConfig.from_yaml(preset)
+    assert args.objective.name == name
+    assert methods.TRANSITIONS[args.sampling.transition].stochastic == methods.OBJECTIVES[name].stepwise
+    if methods.OBJECTIVES[name].stepwise == own.method.stepwise:
+        assert args.sampling == own.sampling, "a transition that fits stays"
+
+
+@pytest.mark.parametrize("name", COMPARED)
+def test_one_word_is_a_config(name, tmp_path):
+    (tmp_path / "one.yaml").write_text(f"objective: {name}\n")
+    args = FlowGRPOConfig.from_yaml(tmp_path / "one.yaml")
+    assert args == FlowGRPOConfig(objective=name, output_dir="runs/one")
+    assert args.sampling.transition == ("flow_sde" if methods.OBJECTIVES[name].stepwise else "ode")
+    Draft202012Validator(json_schema()).validate({"objective": name})
+    (tmp_path / "again.yaml").write_text(args.to_yaml())
+    assert FlowGRPOConfig.from_yaml(tmp_path / "again.yaml") == args
+
+
+def test_an_override_by_one_word_keeps_what_the_objective_reads():
+    args = FlowGRPOConfig.from_yaml("tiny_grpo", ["objective.advantage=rloo", "objective=dppo"])
+    assert args.objective.advantage == "rloo"
+    assert FlowGRPOConfig.from_yaml("tiny_grpo").objective.clip_low
+    assert not hasattr(args.objective, "clip_low")
+    with pytest.raises(ValueError, match="objective dppo does not use clip_low"):
+        FlowGRPOConfig.from_yaml("tiny_grpo", ["objective.clip_low=0.5", "objective=dppo"])
+
+
+def test_a_transition_that_is_set_for_it_is_never_replaced():
+    with pytest.raises(ValueError, match=r"objective pepg trains on final latents.*set sampling.transition=ode"):
+        FlowGRPOConfig.from_yaml("tiny_ocr", ["objective=pepg", "sampling.transition=cps"])
+    with pytest.raises(ValueError, match="objective grpo needs a stochastic transition"):
+        FlowGRPOConfig(objective="grpo", sampling={"transition": "ode"})
+    kept = FlowGRPOConfig.from_yaml("tiny_grpo", ["objective=reinforce", "sampling.transition=dance_sde"])
+    assert kept.sampling.transition == "dance_sde"
+    assert FlowGRPOConfig.from_yaml("tiny_ocr", ["objective=my.py:loss"]).sampling.transition == "ode"
+
+
+def test_stages_choose_an_objective_by_one_word():
+    stages = [{"steps": 2, "objective": "awm"}, {"steps": 3, "objective": "grpo"}, {"steps": 1}]
+    args = FlowGRPOConfig(stages=stages, objective={"name": "grpo", "clip_low": 0.3}, sampling={"transition": "cps"})
+    chosen = [(part.objective.name, part.sampling.transition) for _, part in args.resolved_stages()]
+    assert chosen == [("awm", "ode"), ("grpo", "cps"), ("grpo", "cps")]
+
+
+@pytest.mark.parametrize(
+    ("setting", "sentence"),
+    [
+        ({"prompts": 3}, r"^prompts is 3, but it should be"),
+        ({"lora": 8}, r"^lora is 8, but it should be a section of settings, \{setting: value\}\.$"),
+        ({"evaluation": [1]}, r"^evaluation is \[1\], but it should be a section of settings"),
+        ({"objective": 5}, r"^objective is 5, but it should be"),
+        ({"objective": "grpoo"}, r"there is no objective grpoo"),
+    ],
+)
+def test_a_value_in_place_of_a_section_is_named(setting, sentence):
+    with pytest.raises(ValueError, match=sentence):
+        FlowGRPOConfig(**setting)
