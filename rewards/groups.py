@@ -15,25 +15,31 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from rewards.frames import Frames, checked_frames, frames_of
+
 IMAGE, GROUP, PAIR = SCOPES = ("image", "group", "pair")
 PAIRS_PER_CALL = 32  # that a pair reward gets at a time, since they are copies of the images
-ATTRIBUTES = ("scope", "symmetric", "opponents", "costly")  # of a reward, that say how it is called
+ATTRIBUTES = ("scope", "symmetric", "opponents", "costly", "frames")  # of a reward, that say how it is called
 
 
 class Scoped:
-    """A reward whose scope is set from outside.
+    """A reward whose scope, or whose frames of a video, are set from outside.
 
     Args:
         reward: called as its new scope says; for `pair` its method `compare`, if it has one.
         opponents: for `pair`: see `pairs_of`.
+        frames: of a video, see `rewards.frames`.
 
     Raises:
-        ValueError: there is no such scope, or `opponents` is for another one.
+        ValueError: there is no such scope or choice of frames, or `opponents` is for another scope.
     """
 
-    def __init__(self, reward: Any, scope: str | None = None, opponents: int | None = None) -> None:
+    def __init__(
+        self, reward: Any, scope: str | None = None, opponents: int | None = None, frames: Frames | None = None
+    ) -> None:
         self.scope = scope_of(reward) if scope is None else _known(scope)
         self.opponents = opponents
+        self.frames = frames_of(reward) if frames is None else checked_frames(frames)
         self.costly, self.symmetric = getattr(reward, "costly", False), getattr(reward, "symmetric", False)
         if opponents is not None and (self.scope != PAIR or opponents < 1):
             raise ValueError(

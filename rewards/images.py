@@ -10,6 +10,8 @@ import torch
 from PIL import Image
 from torch import Tensor
 
+from rewards.frames import is_video
+
 SOURCES, SOURCE = "sources", "source"  # the images of each prompt, and the first of them as rewards receive it
 
 
@@ -79,6 +81,8 @@ def unique(prompts: list[str]) -> tuple[list[str], list[int]]:
 def takes_pil(function: Callable[..., Any]) -> Callable[..., Any]:
     """Decorate a reward, or a class's `__call__`, that takes a list of 8-bit RGB PIL images instead of the tensor.
 
+    A reward of whole videos gets a list of frames for each.
+
     @rewards.takes_pil
     def reward(images, prompts, **metadata):
         return [image.getpixel((0, 0))[0] / 255 for image in images]
@@ -89,6 +93,7 @@ def takes_pil(function: Callable[..., Any]) -> Callable[..., Any]:
         *instance, images, prompts = arguments
         if isinstance(metadata.get(SOURCE), Tensor):
             metadata[SOURCE] = to_pil(metadata[SOURCE])
-        return function(*instance, to_pil(images), prompts, **metadata)
+        pictures = [to_pil(video) for video in images] if is_video(images) else to_pil(images)
+        return function(*instance, pictures, prompts, **metadata)
 
     return reward

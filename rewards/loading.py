@@ -12,6 +12,7 @@ from typing import Any, Literal
 
 import torch
 
+from rewards.frames import ALL, Frames, checked_frames
 from rewards.groups import Scoped, with_attributes_of
 from rewards.scoring import Reward, accepted_metadata
 from rewards.user_code import guarded
@@ -30,6 +31,7 @@ REGISTRY = {
     "fidelity": "rewards.fidelity:Fidelity",
     "least_distance": "rewards.least_distance:LeastDistance",
     "sharpness": "rewards.pixels:sharpness",
+    "motion": "rewards.pixels:motion",
     "color": "rewards.pixels:Color",
     "geneval": "rewards.geneval.rules:GenEval",
     "geneval_exact": "rewards.geneval.rules:ExactGenEval",
@@ -47,6 +49,7 @@ def load(
     python: str | None = None,
     scope: Literal["image", "group", "pair"] | None = None,
     opponents: int | None = None,
+    frames: Frames | None = None,
     **options: Any,
 ) -> Reward:
     """Load a reward by name, by import path (`my_module:my_fn`) or by file (`path/to/file.py:fn`).
@@ -59,6 +62,7 @@ def load(
         python: with isolate, the Python interpreter of the subprocess.
         scope: how many images the reward sees, see `rewards.groups`; by default its own attribute `scope`.
         opponents: of scope pair, with about how many others of its group each image is compared; by default with all.
+        frames: of a video, those that the reward sees, see `rewards.frames`; by default its own attribute `frames`.
 
     Raises:
         ValueError: there is no such reward, it does not take these options, or the server or subprocess can't run it.
@@ -72,13 +76,14 @@ def load(
             raise ValueError(
                 f"reward {name}: opponents is set where the reward runs: flow-grpo serve '{name}={{opponents: {opponents}}}'."
             )
-        return load("remote", **{"urls": remote, "reward": name, "expected_scope": scope, **options})
+        client = load("remote", **{"urls": remote, "reward": name, "expected_scope": scope, **options})
+        return with_frames(name, client, frames)
     if isolate:
         from rewards.serving.subprocess import Isolated
 
         own = {"timeout": options.pop("timeout")} if "timeout" in options else {}
         options |= {key: value for key, value in (("scope", scope), ("opponents", opponents)) if value is not None}
-        return Isolated(name, options, python, **own)
+        return with_frames(name, Isolated(name, options, python, **own), frames)
     target = check_options(name, **options)
     if inspect.isclass(target):
         with guarded(f"reward {name}", lambda kind: f"reward {name} could not be built: {kind}"):
@@ -87,7 +92,17 @@ def load(
         reward = _with_options(target, options)
     if not callable(reward):
         raise ValueError(f"reward {name} is not callable: it must be `reward(images, prompts, **metadata)`.")
-    return reward if scope is None and opponents is None else Scoped(reward, scope, opponents)
+    is_set = any(setting is not None for setting in (scope, opponents, frames))
+    return Scoped(reward, scope, opponents=opponents, frames=frames) if is_set else reward
+
+
+def with_frames(name: str, client: Any, frames: Frames | None) -> Reward:
+    """The client of a reward that runs elsewhere, with the frames that it is sent. ValueError if these are all: it is sent images."""
+    if frames == ALL:
+        raise ValueError(f"reward {name}: frames=all is for a reward in this process: leave remote and isolate out.")
+    if frames is not None:
+        client.frames = checked_frames(frames)
+    return client
 
 
 def reads_prompts(name: str, remote: str | list[str] | None = None, **options: Any) -> bool:

@@ -65,6 +65,24 @@ def sharpness(images: torch.Tensor, prompts: list[str], measure: str = "laplacia
 sharpness.reads_prompts = False  # type: ignore[attr-defined]
 
 
+def motion(videos: torch.Tensor, prompts: list[str], **metadata: Any) -> torch.Tensor:
+    """How much a video moves: the root mean square difference of neighbouring frames, over all of them.
+
+    Range 0 to 1, 0 for a still picture; about 0.01 to 0.1 for films. No weights. It sees whole videos (B, F, 3, H, W). Gamed by
+    flicker, noise and cuts: better as a held-out reward, since a video that is trained on rewards of its frames may freeze.
+    """
+    frames = videos.detach().float().cpu()
+    return (
+        (frames[:, 1:] - frames[:, :-1]).square().mean((1, 2, 3, 4)).sqrt()
+        if frames.shape[1] > 1
+        else torch.zeros(len(frames))
+    )
+
+
+motion.reads_prompts = False  # type: ignore[attr-defined]
+motion.frames = "all"  # type: ignore[attr-defined]
+
+
 class Color:
     """Whether the image has the text and background colours of a prompt like `red text "CAT" on a blue background`.
 

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from rewards import groups, selection
+from rewards.frames import ALL, frame_places, frames_of, is_video
 from rewards.images import SOURCE, SOURCES, first_sources, has_sources
 from rewards.user_code import guarded
 
@@ -57,6 +58,12 @@ def call_reward(
     group: Sequence[int] | None = None,
 ) -> Tensor:
     """Call a reward as `score` does, but allow values that are not finite."""
+    frames = frames_of(reward)
+    if is_video(images) and frames != ALL:
+        places = frame_places(frames, images.shape[1])
+        return torch.stack([call_reward(name, reward, images[:, i], prompts, metadata, group=group) for i in places]).mean(0)
+    if frames == ALL and not is_video(images):
+        raise ValueError(f"reward {name} sees whole videos (B, F, 3, H, W), and these are images: leave it out.")
     batch = _Images(images, prompts, metadata)
     scope = groups.scope_of(reward)
     if scope == groups.IMAGE:

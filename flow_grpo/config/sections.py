@@ -150,6 +150,9 @@ class RewardConfig(ConfigSection):
     opponents: PositiveInt | None = None
     """pair: with how many others of its group each image is compared, rounded up to an even number; by default with all. K images make
     K (K - 1) comparisons, since each pair is asked in both orders."""
+    frames: PositiveInt | Literal["first", "last", "all"] | None = None
+    """Of a video, the frames that it sees: a number of evenly spaced ones, whose values are averaged, the first, the last, or all at once
+    as (B, F, 3, H, W). By default what its attribute `frames` says, else 4."""
     on_error: Literal["stop", "drop"] = "stop"
     """What to do when it raises or returns no finite number: stop the run, or leave those groups out of the step."""
     remote: str | list[str] | None = None
@@ -160,8 +163,7 @@ class RewardConfig(ConfigSection):
     python: str | None = None
     """isolate: the interpreter of the environment it runs in; by default this one."""
     timeout: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
-    """isolate: seconds that loading it may take, and each call, before its process is killed; by default an hour. A remote reward has an
-    option of that name."""
+    """isolate: seconds that loading it, and each call, may take; by default an hour. A remote reward has an option of that name."""
 
     @model_validator(mode="after")
     def _one_place(self) -> "RewardConfig":
@@ -261,9 +263,7 @@ class EvaluationConfig(ConfigSection):
         sizes = [(self.height, self.width), *self.sizes]
         for size in self.sizes:
             if sizes.count(size) > 1:
-                raise ValueError(
-                    f"evaluation.sizes has {list(size)} twice, or it is evaluation.height and width: name it once."
-                )
+                raise ValueError(f"evaluation.sizes has {list(size)} twice, or as height and width: name it once.")
         return self
 
 

@@ -36,14 +36,22 @@ def score_images(
 
 
 def high_frequency_power(images: Tensor) -> Tensor:
-    """(B, 3, H, W) in [0, 1] -> (B,): the root mean square of what a 3 x 3 mean filter removes."""
-    smooth = torch.nn.functional.avg_pool2d(images.float(), 3, 1, 1, count_include_pad=False)
-    return (images.float() - smooth).square().mean((1, 2, 3)).sqrt().cpu()
+    """(B, 3, H, W) in [0, 1] -> (B,): the root mean square of what a 3 x 3 mean filter removes; of videos in all their frames."""
+    pictures = images.float().flatten(0, -4)
+    smooth = torch.nn.functional.avg_pool2d(pictures, 3, 1, 1, count_include_pad=False)
+    return _mean((pictures - smooth).square().unflatten(0, images.shape[:-3])).sqrt().cpu()
 
 
 def rms_difference(images: Tensor, others: Tensor) -> Tensor:
-    """Two times (B, 3, H, W) in [0, 1] -> (B,): the root mean square difference of each pair, which is the diversity of two images."""
-    return (images.float() - others.float()).square().mean((1, 2, 3)).sqrt().cpu()
+    """Two times (B, 3, H, W) in [0, 1] -> (B,): the root mean square difference of each pair, which is the diversity of two images.
+
+    Of videos, in all their frames.
+    """
+    return _mean((images.float() - others.float()).square()).sqrt().cpu()
+
+
+def _mean(values: Tensor) -> Tensor:
+    return values.mean(tuple(range(1, values.ndim)))
 
 
 def diversity(images: Tensor, prompts: Sequence[str]) -> Tensor:

@@ -6,6 +6,7 @@ import rewards as reward_kit
 from flow_grpo.config import FlowGRPOConfig
 from flow_grpo.config.sections import RewardConfig
 from rewards import Reward, WeightedSum
+from rewards.loading import with_frames
 
 RESERVED_NAMES = ("reward", "diversity")  # other metrics, which a reward function might be named like
 
@@ -60,5 +61,6 @@ def load_reward(name: str, setting: RewardConfig) -> Reward:
         from rewards.serving.subprocess import Isolated
 
         options = {**setting.options, **{key: value for key, value in comparison.items() if value is not None}}
-        return Isolated(name, options, setting.python, **({"timeout": setting.timeout} if setting.timeout else {}))
-    return reward_kit.load(name, **{"remote": setting.remote, **comparison, **setting.options})
+        isolated = Isolated(name, options, setting.python, **({"timeout": setting.timeout} if setting.timeout else {}))
+        return with_frames(name, isolated, setting.frames)
+    return reward_kit.load(name, **{"remote": setting.remote, **comparison, "frames": setting.frames, **setting.options})
