@@ -1,7 +1,10 @@
 """What differs between families of pipelines, as data. A family that is not listed follows diffusers' conventions."""
 
+import inspect
 from dataclasses import dataclass, field
 from typing import Any
+
+import diffusers
 
 ATTENTION = (
     "to_q",
@@ -41,6 +44,8 @@ class Family:
     """Whether a prompt without an image is refused."""
     max_images: int = 1
     """How many images a prompt may have."""
+    experts: tuple[str, ...] = ()
+    """Further transformers, each for a part of the schedule, which a pipeline of this kind may have."""
 
 
 REFERENCES = 10  # images: more than that no published model was trained with
@@ -75,6 +80,7 @@ FAMILIES = {
     "QwenImage21Pipeline": Family(
         guidance="true_cfg_scale", call_kwargs={"negative_prompt": " ", "use_kv_cache": False}, max_images=REFERENCES
     ),
+    "WanPipeline": Family(experts=("transformer_2",)),
     "Ideogram4Pipeline": Family(call_kwargs={"guidance_schedule": None}, unsupported={"guidance_schedule": STEP_DEPENDENT}),
 }
 
@@ -82,3 +88,15 @@ FAMILIES = {
 def family(pipeline: str) -> Family:
     """The family of a pipeline class, by the class's name."""
     return FAMILIES.get(pipeline, Family())
+
+
+def denoisers(pipe: Any) -> list[str]:
+    """The components of a pipeline that denoise and can be trained: `transformer`, and its further experts."""
+    further = family(type(pipe).__name__).experts
+    return ["transformer", *(name for name in further if getattr(pipe, name, None) is not None)]
+
+
+def makes_videos(pipeline: str) -> bool:
+    """Whether a pipeline of diffusers, named by its class, makes videos."""
+    kind = getattr(diffusers, pipeline, None)
+    return kind is not None and "num_frames" in inspect.signature(kind.__call__).parameters

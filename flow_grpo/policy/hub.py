@@ -15,6 +15,11 @@ WEIGHTS, PEFT_WEIGHTS = "pytorch_lora_weights.safetensors", "adapter_model.safet
 INDEX = "model_index.json"
 
 
+def expert_weights(component: str) -> str:
+    """The file of the LoRA of a further expert, by the name of the pipeline's component."""
+    return WEIGHTS.replace(".", f"_{component}.")
+
+
 def resolve_model(name: str) -> str:
     """The folder or hub id of a model. ValueError if there is no such folder, or the hub has no such model."""
     if name in BUNDLED_MODELS:

@@ -16,6 +16,7 @@ RESERVED_ARGUMENTS = (
     "latents",
     "num_inference_steps",
     "num_images_per_prompt",
+    "num_videos_per_prompt",
     "output_type",
     "return_dict",
     "generator",
@@ -89,6 +90,8 @@ def check_flow(pipe: DiffusionPipeline, known: Any) -> None:
         raise ValueError(
             f"{name} denoises sound beside the images: a second state, which would stay one fixed draw. Give a pipeline with one state."
         )
+    if {"image", "num_frames"} <= set(known):
+        raise ValueError(f"{name} makes videos of images: give a pipeline that makes videos of texts.")
     if "latents" not in known:
         raise ValueError(f"{name} takes no latents, so its velocity can't be computed at a given state.")
 
@@ -133,9 +136,9 @@ def check_images(name: str, family: Family, known: Any, call: dict[str, Any], pr
 def images_to_tensor(images: Any) -> Tensor:
     """(B, 3, H, W) of the images that a pipeline returns: a tensor, or PIL images from pipelines that return nothing else.
 
-    Images with an alpha channel are shown on white.
+    Images with an alpha channel are shown on white. Videos (B, F, 3, H, W) stay as they are.
     """
-    if isinstance(images, Tensor) and images.shape[1] == 4:
+    if isinstance(images, Tensor) and images.ndim == 4 and images.shape[1] == 4:
         return 1 - images[:, 3:].clamp(0, 1) * (1 - images[:, :3])
     if isinstance(images, Tensor):
         return images

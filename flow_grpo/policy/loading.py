@@ -77,7 +77,7 @@ def _loading_options(source: str, dtype: torch.dtype, memory: MemoryConfig, with
     left_out = hub.component_names(source, ENCODER_PREFIXES) if without_encoders else []
     options: dict[str, Any] = dict.fromkeys(left_out)
     if memory.quantize is not None:
-        options["quantization_config"] = quantization(memory.quantize, dtype)
+        options["quantization_config"] = quantization(memory.quantize, dtype, hub.pipeline_class(source))
     if Path(source).is_dir():
         check_weights(source, left_out)
     return options

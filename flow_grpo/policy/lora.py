@@ -1,4 +1,7 @@
-"""A LoRA on the transformer: adding, loading and saving it, switching it off, and copies of it."""
+"""A LoRA on the transformer: adding, loading and saving it, switching it off, and copies of it.
+
+A pipeline with several experts, each a transformer for a part of the schedule, has a LoRA on each of them.
+"""
 
 import inspect
 import math
@@ -21,7 +24,7 @@ from peft.tuners.tuners_utils import BaseTunerLayer
 from safetensors.torch import save_file
 
 from flow_grpo.files import normalize_safetensors
-from flow_grpo.policy.hub import PEFT_WEIGHTS, WEIGHTS
+from flow_grpo.policy.hub import PEFT_WEIGHTS, WEIGHTS, expert_weights
 
 TRAINED = "default"  # the trained adapter; others are copies of it
 PEFT_PREFIX = "base_model.model."
@@ -33,15 +36,23 @@ class Lora:
     Args:
         dtype: of autocast; the LoRA itself is float32.
         default_targets: the layers that get a LoRA unless others are named, by the end of their name.
+        experts: further transformers of the pipeline that get a LoRA, by the names of its components.
     """
 
-    def __init__(self, pipe: DiffusionPipeline, dtype: torch.dtype, default_targets: Sequence[str]) -> None:
-        self.pipe, self.dtype, self.default_targets = pipe, dtype, default_targets
+    def __init__(
+        self, pipe: DiffusionPipeline, dtype: torch.dtype, default_targets: Sequence[str], experts: Sequence[str] = ()
+    ) -> None:
+        self.pipe, self.dtype, self.default_targets, self.experts = pipe, dtype, default_targets, experts
 
     @property
     def transformer(self) -> Any:
-        """The transformer that holds the LoRA."""
+        """The transformer that holds the LoRA; of several, the first."""
         return self.pipe.transformer
+
+    @property
+    def transformers(self) -> dict[str, Any]:
+        """All transformers that hold a LoRA, by the beginning of their parameters' names: nothing for the first."""
+        return {"": self.transformer, **{f"{name}.": getattr(self.pipe, name) for name in self.experts}}
 
     @property
     def adapters(self) -> list[str]:
@@ -49,13 +60,17 @@ class Lora:
         return list(getattr(self.transformer, "peft_config", {}))
 
     def layers(self) -> Iterator[BaseTunerLayer]:
-        """The layers of the transformer that have a LoRA."""
-        return (module for module in self.transformer.modules() if isinstance(module, BaseTunerLayer))
+        """The layers that have a LoRA."""
+        modules = (module for transformer in self.transformers.values() for module in transformer.modules())
+        return (module for module in modules if isinstance(module, BaseTunerLayer))
 
     def parameters(self, adapter: str = TRAINED) -> dict[str, torch.nn.Parameter]:
         """An adapter's parameters by name."""
-        mark = f".{adapter}."
-        return {n: p for n, p in self.transformer.named_parameters() if "lora_" in n and mark in n}
+        return {name: p for name, p in self._all_parameters() if f".{adapter}." in name}
+
+    def _all_parameters(self) -> Iterator[tuple[str, torch.nn.Parameter]]:
+        for prefix, transformer in self.transformers.items():
+            yield from ((prefix + name, p) for name, p in transformer.named_parameters() if "lora_" in name)
 
     # -- adding and removing ------------------------------------------------------------------------------------------
 
@@ -78,7 +93,9 @@ class Lora:
                 f"{', '.join(_short_names(layers))}."
             )
         endings = tuple(f".{target}" for target in matching)
-        _check_memory(rank, [layer for name, layer in layers.items() if f".{name}".endswith(endings)])
+        _check_memory(
+            rank, [layer for name, layer in layers.items() if f".{name}".endswith(endings)] * len(self.transformers)
+        )
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
             config = LoraConfig(r=rank, lora_alpha=alpha, target_modules=matching, init_lora_weights="gaussian")
@@ -90,7 +107,8 @@ class Lora:
         if TRAINED in self.adapters:
             for layer in self.layers():
                 layer.delete_adapter(TRAINED)
-            self.transformer.peft_config.pop(TRAINED)
+            for transformer in self.transformers.values():
+                transformer.peft_config.pop(TRAINED)
 
     def _linear_layers(self) -> dict[str, torch.nn.Linear]:
         """The transformer's linear layers by name. A layer that had a LoRA before keeps its name."""
@@ -98,11 +116,8 @@ class Lora:
         return {name.removesuffix(".base_layer"): layer for name, layer in modules if isinstance(layer, torch.nn.Linear)}
 
     def _inject(self, config: LoraConfig, adapter: str) -> None:
-        if hasattr(self.transformer, "add_adapter"):
-            self.transformer.add_adapter(config, adapter)
-        else:  # the transformers of a few families have no methods for adapters
-            inject_adapter_in_model(config, self.transformer, adapter)
-            self.transformer.peft_config = {**getattr(self.transformer, "peft_config", {}), adapter: config}
+        for transformer in self.transformers.values():
+            _inject_into(transformer, config, adapter)
 
     def _make_trainable(self) -> None:
         for layer in self.layers():
@@ -157,9 +172,8 @@ class Lora:
     def _activate(self, adapter: str) -> None:
         for layer in self.layers():
             layer.set_adapter(adapter)
-        for name, parameter in self.transformer.named_parameters():
-            if "lora_" in name:  # whichever adapter is active, the same one is trained
-                parameter.requires_grad_(f".{TRAINED}." in name)
+        for name, parameter in self._all_parameters():  # whichever adapter is active, the same one is trained
+            parameter.requires_grad_(f".{TRAINED}." in name)
 
     # -- files --------------------------------------------------------------------------------------------------------
 
@@ -183,7 +197,17 @@ class Lora:
             self._inject(LoraConfig.from_pretrained(source), TRAINED)
             state = load_peft_weights(source, device="cpu")
             set_peft_model_state_dict(self.transformer, state, adapter_name=TRAINED)
+        for name in self.experts:
+            self._load_expert(source, name)
         self._make_trainable()
+
+    def _load_expert(self, source: str, name: str) -> None:
+        """Load a further expert's LoRA; where its file is missing it gets one that changes nothing."""
+        file = Path(source) / expert_weights(name)
+        if file.is_file():
+            self.pipe.load_lora_weights(source, weight_name=file.name, adapter_name=TRAINED, **{f"load_into_{name}": True})
+        else:
+            _inject_into(getattr(self.pipe, name), self.transformer.peft_config[TRAINED], TRAINED)
 
     def check_scales(self, source: str) -> None:
         """Raise ValueError if the LoRA's alpha is not finite."""
@@ -217,7 +241,28 @@ class Lora:
             save_file({f"{PEFT_PREFIX}{name}": value.contiguous() for name, value in state.items()}, file)
             config.save_pretrained(str(folder))
         normalize_safetensors(file)
+        for name in self.experts:
+            self._save_expert(folder, name, config)
         return file
+
+    def _save_expert(self, folder: Path, name: str, config: LoraConfig) -> None:
+        """Write a further expert's LoRA as `pipe.load_lora_weights` reads it into that transformer."""
+        file = folder / expert_weights(name)
+        type(self.pipe).save_lora_weights(
+            folder,
+            transformer_lora_layers=get_peft_model_state_dict(getattr(self.pipe, name), adapter_name=TRAINED),
+            transformer_lora_adapter_metadata=config.to_dict(),
+            weight_name=file.name,
+        )
+        normalize_safetensors(file)
+
+
+def _inject_into(transformer: Any, config: LoraConfig, adapter: str) -> None:
+    if hasattr(transformer, "add_adapter"):
+        transformer.add_adapter(config, adapter)
+    else:  # the transformers of a few families have no methods for adapters
+        inject_adapter_in_model(config, transformer, adapter)
+        transformer.peft_config = {**getattr(transformer, "peft_config", {}), adapter: config}
 
 
 def _short_names(layers: Iterable[str]) -> list[str]:

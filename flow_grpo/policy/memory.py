@@ -9,10 +9,11 @@ from diffusers import BitsAndBytesConfig as BitsAndBytes
 from diffusers import DiffusionPipeline, PipelineQuantizationConfig, TorchAoConfig
 
 from flow_grpo.config.sections import MemoryConfig
+from flow_grpo.policy.families import denoisers, family
 
 
-def quantization(kind: str, dtype: torch.dtype) -> PipelineQuantizationConfig:
-    """The quantisation config of the transformer for `from_pretrained`: int8 and int4 by torchao, nf4 by bitsandbytes."""
+def quantization(kind: str, dtype: torch.dtype, pipeline: str) -> PipelineQuantizationConfig:
+    """The quantisation config of the transformers of a pipeline class: int8 and int4 by torchao, nf4 by bitsandbytes."""
     try:
         if kind == "nf4":
             import bitsandbytes  # noqa: F401
@@ -27,30 +28,36 @@ def quantization(kind: str, dtype: torch.dtype) -> PipelineQuantizationConfig:
         raise ValueError(
             f"memory.quantize={kind} needs {package}, which is not installed: pip install {package}."
         ) from error
-    return PipelineQuantizationConfig(quant_mapping={"transformer": how})
+    return PipelineQuantizationConfig(quant_mapping=dict.fromkeys(["transformer", *family(pipeline).experts], how))
 
 
 def apply_memory_settings(pipe: DiffusionPipeline, memory: MemoryConfig) -> None:
-    """Set gradient checkpointing, attention backend, VAE slicing and tiling of a loaded pipeline.
+    """Set gradient checkpointing and attention backend of the transformers, VAE slicing and tiling of a loaded pipeline.
 
     Raises:
-        ValueError: the transformer or the VAE does not support a setting.
+        ValueError: a transformer or the VAE does not support a setting.
     """
-    transformer, name = pipe.transformer, type(pipe.transformer).__name__
-    if memory.gradient_checkpointing:
-        if not getattr(transformer, "_supports_gradient_checkpointing", False):
-            raise ValueError(f"memory.gradient_checkpointing: {name} has no gradient checkpointing.")
-        transformer.enable_gradient_checkpointing()
-    if memory.attention_backend is not None:
-        try:
-            transformer.set_attention_backend(memory.attention_backend)
-        except (ValueError, RuntimeError, ImportError, AttributeError) as error:
-            raise ValueError(f"memory.attention_backend={memory.attention_backend}: {str(error).splitlines()[0]}") from error
+    for transformer in (getattr(pipe, name) for name in denoisers(pipe)):
+        if memory.gradient_checkpointing:
+            if not getattr(transformer, "_supports_gradient_checkpointing", False):
+                raise ValueError(
+                    f"memory.gradient_checkpointing: {type(transformer).__name__} has no gradient checkpointing."
+                )
+            transformer.enable_gradient_checkpointing()
+        if memory.attention_backend is not None:
+            _set_attention_backend(transformer, memory.attention_backend)
     for wanted, method in ((memory.vae_slicing, "enable_slicing"), (memory.vae_tiling, "enable_tiling")):
         if wanted:
             if not hasattr(pipe.vae, method):
                 raise ValueError(f"{type(pipe.vae).__name__} has no {method}: leave memory.vae_slicing and vae_tiling out.")
             getattr(pipe.vae, method)()
+
+
+def _set_attention_backend(transformer: Any, name: str) -> None:
+    try:
+        transformer.set_attention_backend(name)
+    except (ValueError, RuntimeError, ImportError, AttributeError) as error:
+        raise ValueError(f"memory.attention_backend={name}: {str(error).splitlines()[0]}") from error
 
 
 def compile_blocks(transformer: torch.nn.Module) -> None:

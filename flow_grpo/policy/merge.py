@@ -8,6 +8,7 @@ from diffusers.utils.peft_utils import recurse_remove_peft_layers
 
 from flow_grpo.files import normalize_safetensors
 from flow_grpo.policy import hub
+from flow_grpo.policy.families import denoisers
 from flow_grpo.policy.policy import Policy
 
 
@@ -21,21 +22,22 @@ def save_merged(policy: Policy, folder: Path, base: str) -> None:
         policy.save(folder / "transformer")
     else:
         merge(policy)
-        policy.pipe.transformer.save_pretrained(folder / "transformer")
-        for file in (folder / "transformer").glob("*.safetensors"):
-            normalize_safetensors(file)
+        for name in denoisers(policy.pipe):
+            getattr(policy.pipe, name).save_pretrained(folder / name)
+            for file in (folder / name).glob("*.safetensors"):
+                normalize_safetensors(file)
     source = hub.resolve_model(base)
     place = Path(source if Path(source).is_dir() else DiffusionPipeline.download(source))
     shutil.copyfile(place / hub.INDEX, folder / hub.INDEX)
     for part in hub.component_names(str(place), ("",)):
-        if part != "transformer" and (place / part).is_dir():
+        if part not in denoisers(policy.pipe) and (place / part).is_dir():
             shutil.copytree(place / part, folder / part, copy_function=shutil.copyfile)
 
 
 def merge(policy: Policy) -> None:
     """Add the LoRA to the base weights, with one rounding to their dtype."""
-    transformer = policy.pipe.transformer
-    if transformer.config.get("quantization_config") is not None:
+    transformers = policy.lora.transformers.values()
+    if policy.pipe.transformer.config.get("quantization_config") is not None:
         raise ValueError(
             "the base weights are quantised, and a LoRA can't be added to them: export the LoRA without merging."
         )
@@ -45,6 +47,7 @@ def merge(policy: Policy) -> None:
         linear.float()
         layer.merge(safe_merge=True)
         linear.to(dtype)
-    recurse_remove_peft_layers(transformer)
-    del transformer.peft_config
-    transformer._hf_peft_config_loaded = False  # else diffusers would save an adapter
+    for transformer in transformers:
+        recurse_remove_peft_layers(transformer)
+        del transformer.peft_config
+        transformer._hf_peft_config_loaded = False  # else diffusers would save an adapter

@@ -127,7 +127,9 @@ class MetaModule:
         self._network.enable_gradient_checkpointing(checkpointed)
 
     def __getattr__(self, name: str) -> Any:
-        value = getattr(self._network, name)  # a module, when the pipeline computes with it itself
+        value = getattr(self._network, name)  # a module or a buffer, when the pipeline computes with it itself
+        if isinstance(value, Tensor):
+            return torch.ones(value.shape, dtype=value.dtype)
         return copy.deepcopy(value).to_empty(device="cpu") if isinstance(value, torch.nn.Module) else value
 
     @contextmanager

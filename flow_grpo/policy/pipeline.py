@@ -133,6 +133,11 @@ class FlowPipeline:
         """Whether prompts may have images."""
         return self.family.image in self._arguments
 
+    @property
+    def makes_videos(self) -> bool:
+        """Whether an image is a video (F, 3, H, W)."""
+        return "num_frames" in self._arguments
+
     def encode(self, prompts: list[str]) -> Conditioning:
         """Prompt embeddings of B rows, computed once per distinct prompt. ValueError if the pipeline can't take its images."""
         self.check_images(prompts)
@@ -233,7 +238,7 @@ class FlowPipeline:
 
     @torch.no_grad()
     def decode(self, latents: Tensor, microbatch: int = 64) -> Tensor:
-        """Images (B, 3, H, W) float32 in [0, 1] of final states (B, ...), by the pipeline's own code after its loop."""
+        """Images (B, 3, H, W) or videos (B, F, 3, H, W) in [0, 1] of final states (B, ...), by the pipeline's code after its loop."""
         images = []
         for chunk in latents.split(microbatch):
             rows = torch.zeros(len(chunk), dtype=torch.long)
@@ -252,16 +257,15 @@ class FlowPipeline:
 
     @torch.no_grad()
     def diffusers_image(self, prompt: str, steps: int, seed: int) -> Tensor:
-        """(1, 3, H, W): the image of a plain call of the pipeline, with the Euler scheduler of its flow."""
+        """(1, 3, H, W), or (1, F, 3, H, W): the image or video of a plain call of the pipeline, with the Euler scheduler of its flow."""
         pipe: Any = copy.copy(self.pipe)
         object.__setattr__(pipe, "scheduler", FlowMatchEulerDiscreteScheduler.from_config(self._scheduler.config))
         for guider in self.family.guiders:
             object.__setattr__(pipe, guider, getattr(self._denoiser, guider))
         pipe.set_progress_bar_config(disable=True)
-        generator = torch.Generator(self.device).manual_seed(seed)
+        call = {"generator": torch.Generator(self.device).manual_seed(seed), **self._call.prompt_arguments([prompt])}
         with self._autocast(), self.encoder.encoders_on_device():
-            call = self._call.prompt_arguments([prompt])
-            out = pipe(num_inference_steps=steps, output_type="pt", generator=generator, **call)
+            out = pipe(num_inference_steps=steps, output_type="pt", **call)
         return images_to_tensor(out[0]).float().clamp(0, 1).cpu()
 
     @torch.no_grad()
@@ -285,6 +289,8 @@ class FlowPipeline:
         return states
 
     def _encode_images(self, images: Tensor, shape: torch.Size) -> Tensor:
+        if self.makes_videos:
+            raise ValueError("it makes videos.")
         vae = self.pipe.vae
         z = vae.encode((2 * images - 1).to(self.device, vae.dtype)).latent_dist.mode().float()
         z = (z - (getattr(vae.config, "shift_factor", None) or 0)) * vae.config.scaling_factor

@@ -26,6 +26,7 @@ class Policy(FlowPipeline):
     """A flow pipeline with trainable weights. Its arguments are those of `FlowPipeline`.
 
     Attributes:
+        experts: names of further transformers, each of which denoises in a part of the schedule.
         lora: the LoRA on the transformer, if it has one, and copies of it.
         trained: what is trained: the LoRA, or all weights of the transformer.
         ema: the moving average of what is trained, once it was started.
@@ -39,7 +40,8 @@ class Policy(FlowPipeline):
         for name, part in self.pipe.components.items():
             if "transformer" in name and isinstance(part, torch.nn.Module):  # one family has a second denoiser
                 part.requires_grad_(False).eval()
-        self.lora = Lora(self.pipe, self.dtype, self.family.lora_targets)
+        self.experts = [name for name in self.family.experts if getattr(self.pipe, name, None) is not None]
+        self.lora = Lora(self.pipe, self.dtype, self.family.lora_targets, self.experts)
         self.trained: Lora | FullWeights = self.lora
         self.ema = MovingAverage(self.trainable_parameters)
         self.compiled = self.uses_fsdp = False
@@ -57,7 +59,14 @@ class Policy(FlowPipeline):
         return bool(self.lora.adapters)
 
     def enable_full_finetuning(self) -> None:
-        """Train all weights of the transformer from now on. They become float32; autocast lowers what is computed."""
+        """Train all weights of the transformer from now on. They become float32; autocast lowers what is computed.
+
+        ValueError if the pipeline has several experts.
+        """
+        if self.experts:
+            raise ValueError(
+                f"{type(self.pipe).__name__} has {1 + len(self.experts)} transformers, which get a LoRA each: set lora."
+            )
         full = self.trained if isinstance(self.trained, FullWeights) else FullWeights(self.pipe.transformer)
         full.train()
         self.trained = full
@@ -141,11 +150,19 @@ class Policy(FlowPipeline):
 
     def compile(self) -> None:
         """Compile the transformer's repeated blocks, with the LoRA in them."""
-        compile_blocks(self.pipe.transformer)
+        for transformer in self.lora.transformers.values():
+            compile_blocks(transformer)
         self.compiled = True
 
     def shard(self, processes: Processes) -> None:
-        """Shard the weights over the processes. From now on all of them call the transformer equally often."""
+        """Shard the weights over the processes. From now on all of them call the transformer equally often.
+
+        ValueError if the pipeline has several experts: processes could call different ones at a time.
+        """
+        if self.experts:
+            raise ValueError(
+                f"memory.shard=fsdp2 is for one transformer, and {type(self.pipe).__name__} has several: set zero2."
+            )
         conditioning, (schedule, shape) = self.encode(self.probe_prompts[:1] * 2), self.schedule(2)
         x, rows = torch.zeros(2, *shape), torch.arange(2)
         self.accepts_per_sample_timesteps(x, schedule.timesteps, conditioning, rows)  # while all processes compute alike

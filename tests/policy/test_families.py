@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from diffusers import DiffusionPipeline
+from diffusers import DiffusionPipeline, FlowMatchEulerDiscreteScheduler
 from diffusers.guiders import ClassifierFreeGuidance
 from peft import PeftModel
 from support.embedded import stir
@@ -13,7 +13,7 @@ from flow_grpo import sampling, sde
 from flow_grpo.config import FlowGRPOConfig
 from flow_grpo.doctor.model import check_model
 from flow_grpo.doctor.result import OK
-from flow_grpo.policy.hub import WEIGHTS
+from flow_grpo.policy.hub import WEIGHTS, expert_weights
 from flow_grpo.policy.loading import load_policy
 from flow_grpo.policy.merge import save_merged
 from flow_grpo.policy.policy import Policy
@@ -70,6 +70,8 @@ def plain(pipe: DiffusionPipeline, name: str, policy: Policy, state: torch.Tenso
         call["latents"] = state.transpose(1, 2).unflatten(2, (height, width))
     if "negative_prompt" in call:
         call["negative_prompt"] = [call["negative_prompt"]] * 2
+    if name.startswith("wan"):  # its own solver is of order 2; ours takes Euler's steps
+        pipe.scheduler = FlowMatchEulerDiscreteScheduler(shift=pipe.scheduler.config.flow_shift)
     if name == "hunyuan_image":
         pipe.guider = ClassifierFreeGuidance(guidance) if guidance > 1 else None
     out = pipe(prompt=list(PROMPTS), num_inference_steps=3, output_type="pt", **call)
@@ -115,11 +117,11 @@ def test_stored_steps_replay_to_a_ratio_of_exactly_1_with_gradients(folders, nam
     noise = {"transition": "cps", "noise_level": 0.7, "step_noise": lambda i: step}
     trajectory = sampling.rollout(velocity, schedule, start, microbatch=3, trained=[0, 1], **noise)
     rows = torch.arange(3)
-    for k in range(2):
+    for k in range(2):  # of a pipeline with two experts, one computes each of them
         _, mean, std = sampling.replay(velocity, trajectory, k, rows, "cps", 0.7)
         log_prob = sde.log_prob(trajectory.x_next[rows, k], mean, std)
         assert torch.equal(log_prob, trajectory.log_prob_BK[rows, k])
-    log_prob.sum().backward()
+        log_prob.sum().backward()
     silent = [n for n, p in policy.trainable_parameters().items() if p.grad is None or not p.grad.any()]
     assert not [n for n in silent if not any(dead in n for dead in TINY[name].dead)]
 
@@ -160,6 +162,8 @@ def test_the_adapter_is_the_base_when_off_and_the_same_image_when_saved(folders,
         pipe.transformer.load_lora_adapter(str(tmp_path), prefix=None, weight_name=WEIGHTS)
     else:
         PeftModel.from_pretrained(pipe.transformer, str(tmp_path))
+    if name == "wan22":
+        pipe.load_lora_weights(str(tmp_path), weight_name=expert_weights("transformer_2"), load_into_transformer_2=True)
     expected = ours(policy, state)
     torch.testing.assert_close(plain(pipe, name, policy, state).clamp(0, 1), expected, rtol=0, atol=2e-4)
     again = loaded(folders, name)
@@ -184,7 +188,7 @@ def test_a_merged_model_draws_what_its_lora_drew(folders, name, tmp_path):
     assert (expected - base).abs().max() > 1e-3
 
 
-@pytest.mark.parametrize("name", [name for name, tiny in TINY.items() if not tiny.attributes])
+@pytest.mark.parametrize("name", [name for name, tiny in TINY.items() if not tiny.attributes and name != "wan22"])
 def test_all_weights_can_be_trained_and_the_base_model_comes_back_as_it_was_loaded(folders, name):
     """Some keep a few modules in float32."""
     policy = loaded(folders, name, dtype="bf16")

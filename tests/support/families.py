@@ -496,9 +496,71 @@ def ideogram4() -> d.Ideogram4Pipeline:
     )  # fmt: skip
 
 
+def wan() -> d.WanPipeline:
+    tokenizer = architecture.t5_tokenizer()
+    config = t.UMT5Config(vocab_size=len(tokenizer), d_model=WIDTH, d_kv=16, d_ff=WIDTH, num_layers=2, num_heads=2)
+    return d.WanPipeline(
+        scheduler=d.UniPCMultistepScheduler(prediction_type="flow_prediction", use_flow_sigmas=True, flow_shift=3.0),
+        vae=d.AutoencoderKLWan(
+            base_dim=4, z_dim=4, dim_mult=[1, 1], num_res_blocks=1, temperal_downsample=[True],
+            latents_mean=[0.0, 0.1, 0.2, 0.3], latents_std=[1.0, 1.1, 1.2, 1.3], scale_factor_temporal=2, scale_factor_spatial=2,
+        ),
+        text_encoder=t.UMT5EncoderModel(config), tokenizer=tokenizer, transformer=wan_transformer(),
+    )  # fmt: skip
+
+
+def wan_transformer() -> d.WanTransformer3DModel:
+    return d.WanTransformer3DModel(
+        num_attention_heads=2, attention_head_dim=16, in_channels=4, out_channels=4, text_dim=WIDTH, freq_dim=16,
+        ffn_dim=WIDTH, num_layers=2, rope_max_seq_len=64,
+    )  # fmt: skip
+
+
+def wan22() -> d.WanPipeline:
+    """With an expert for the noisy steps and one for the others."""
+    pipe = wan()
+    components = {**pipe.components, "transformer_2": wan_transformer()}
+    return d.WanPipeline(boundary_ratio=0.875, **components)
+
+
+def hunyuan_video() -> d.HunyuanVideoPipeline:
+    llama, clip_ = llama_tokenizer(), clip_tokenizer()
+    return d.HunyuanVideoPipeline(
+        scheduler=flow(), text_encoder=t.LlamaModel(t.LlamaConfig(**decoder(len(llama), layers=4))), tokenizer=llama,
+        text_encoder_2=clip(clip_, False), tokenizer_2=clip_,
+        vae=d.AutoencoderKLHunyuanVideo(
+            latent_channels=4, block_out_channels=(8, 8, 8), layers_per_block=1, norm_num_groups=2, scaling_factor=0.4,
+            spatial_compression_ratio=2, temporal_compression_ratio=4, mid_block_add_attention=False,
+            down_block_types=("HunyuanVideoDownBlock3D",) * 3, up_block_types=("HunyuanVideoUpBlock3D",) * 3,
+        ),
+        transformer=d.HunyuanVideoTransformer3DModel(
+            in_channels=4, out_channels=4, num_attention_heads=2, attention_head_dim=16, num_layers=1, num_single_layers=1,
+            num_refiner_layers=1, text_embed_dim=WIDTH, pooled_projection_dim=WIDTH, rope_axes_dim=(4, 6, 6),
+            guidance_embeds=True,
+        ),
+    )  # fmt: skip
+
+
+def ltx() -> d.LTXPipeline:
+    tokenizer, encoder = t5()
+    return d.LTXPipeline(
+        scheduler=dynamic(), text_encoder=encoder, tokenizer=tokenizer,
+        vae=d.AutoencoderKLLTXVideo(
+            latent_channels=4, block_out_channels=(8, 8), decoder_block_out_channels=(8, 8), layers_per_block=(1, 1, 1),
+            decoder_layers_per_block=(1, 1, 1), spatio_temporal_scaling=(True, False),
+            decoder_spatio_temporal_scaling=(True, False), decoder_inject_noise=(False, False, False),
+            upsample_residual=(False, False), upsample_factor=(1, 1), patch_size=2, down_block_types=("LTXVideoDownBlock3D",) * 2,
+        ),
+        transformer=d.LTXVideoTransformer3DModel(
+            in_channels=4, out_channels=4, num_attention_heads=2, attention_head_dim=16, cross_attention_dim=WIDTH,
+            num_layers=1, caption_channels=WIDTH,
+        ),
+    )  # fmt: skip
+
+
 def awake(pipe: d.DiffusionPipeline) -> d.DiffusionPipeline:
     """Layers that start at zero would hide everything before them, and some start as what lay in memory."""
-    for part in (pipe.transformer, getattr(pipe, "unconditional_transformer", None)):
+    for part in (getattr(pipe, name, None) for name in ("transformer", "transformer_2", "unconditional_transformer")):
         for parameter in part.parameters() if part is not None else ():
             if not parameter.any() or not parameter.abs().max() < 10:
                 torch.nn.init.normal_(parameter, std=0.1)
@@ -532,4 +594,8 @@ TINY = {
     "nucleus": Tiny(nucleus, {"return_index": -2, "max_sequence_length": 256}),
     "ernie": Tiny(ernie),
     "ideogram4": Tiny(ideogram4, {"max_sequence_length": 512}),
+    "wan": Tiny(wan, {"max_sequence_length": 16, "num_frames": 5}),
+    "wan22": Tiny(wan22, {"max_sequence_length": 16, "num_frames": 5}),
+    "hunyuan_video": Tiny(hunyuan_video, {"num_frames": 5, "max_sequence_length": 64}),
+    "ltx": Tiny(ltx, {"num_frames": 5, "max_sequence_length": 16}, size=(32, 64)),
 }

@@ -1,0 +1,127 @@
+"""Pipelines with two transformers, each for a part of the schedule, such as Wan 2.2."""
+
+import pytest
+import torch
+from support.embedded import stir
+from support.families import TINY, awake
+
+from flow_grpo import sampling
+from flow_grpo.config.sections import MemoryConfig
+from flow_grpo.distributed.processes import Processes
+from flow_grpo.plan.weights_memory import weight_bytes
+from flow_grpo.policy.hub import WEIGHTS, expert_weights
+from flow_grpo.policy.loading import load_policy
+from flow_grpo.policy.merge import save_merged
+from flow_grpo.policy.policy import Policy
+from flow_grpo.sde import log_prob
+
+CALL = {"height": 32, "width": 48, **TINY["wan22"].call}
+PROMPTS = ["a red cat", "a big dog"]
+ROWS = torch.arange(2)
+STEPS = 3  # of which the first is the first expert's
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    torch.manual_seed(0)
+    place = tmp_path_factory.mktemp("wan22")
+    awake(TINY["wan22"].build()).save_pretrained(place)
+    return place
+
+
+@pytest.fixture
+def policy(folder) -> Policy:
+    policy = load_policy(str(folder), "cpu", "fp32", **CALL)
+    policy.add_lora(2, 4, None, seed=0)
+    stir(policy)
+    return policy
+
+
+def velocities(policy: Policy) -> list[torch.Tensor]:
+    """At each step, at the same state."""
+    schedule, shape = policy.schedule(STEPS)
+    x = torch.randn(2, *shape, generator=torch.Generator().manual_seed(0))
+    velocity = policy.velocity_fn(schedule, policy.encode(PROMPTS))
+    with torch.no_grad():
+        return [velocity(x, i, ROWS) for i in range(STEPS)]
+
+
+def test_each_expert_has_a_lora_of_its_own(policy):
+    names = list(policy.trainable_parameters())
+    second = [name for name in names if name.startswith("transformer_2.")]
+    assert len(second) == len(names) / 2
+    with torch.no_grad():
+        before = velocities(policy)
+        for name in second:
+            policy.trainable_parameters()[name].zero_()
+        after = velocities(policy)
+    assert torch.equal(before[0], after[0])
+    assert not torch.equal(before[1], after[1])
+    assert not torch.equal(before[2], after[2])
+
+
+@pytest.mark.parametrize("step", range(STEPS - 1))  # the last one has no noise
+def test_the_window_decides_which_expert_is_trained(policy, step):
+    schedule, shape = policy.schedule(STEPS)
+    velocity = policy.velocity_fn(schedule, policy.encode(PROMPTS))
+    start, noise = torch.randn(2, 2, *shape, generator=torch.Generator().manual_seed(0))
+    settings = {"transition": "cps", "noise_level": 0.7}
+    rollout = sampling.rollout(
+        velocity, schedule, start, microbatch=2, trained=[step], step_noise=lambda i: noise, **settings
+    )
+    _, mean, std = sampling.replay(velocity, rollout, 0, ROWS, "cps", 0.7)
+    now = log_prob(rollout.x_next[:, 0], mean, std)
+    assert torch.equal(now, rollout.log_prob_BK[:, 0])
+    now.sum().backward()
+    received = {name for name, p in policy.trainable_parameters().items() if p.grad is not None and p.grad.any()}
+    of_second = {name.startswith("transformer_2.") for name in received}
+    assert of_second == {step > 0}
+
+
+def test_a_lora_without_the_second_experts_file_leaves_that_expert_as_it_is(policy, folder, tmp_path):
+    expected = velocities(policy)
+    with policy.reference():
+        base = velocities(policy)
+    policy.save(tmp_path)
+    (tmp_path / expert_weights("transformer_2")).unlink()
+    assert (tmp_path / WEIGHTS).is_file()
+    policy.reset_to_base()
+    policy.load_lora(tmp_path)
+    again = velocities(policy)
+    assert torch.equal(again[0], expected[0])
+    assert torch.equal(again[2], base[2])
+    assert not torch.equal(base[2], expected[2])
+
+
+def test_copies_and_states_have_both_experts(policy):
+    before = {name: value.clone() for name, value in policy.adapter_state().items()}
+    policy.lora.add_copy("old")
+    stir(policy, seed=1)
+    with policy.lora.use("old"):
+        old = velocities(policy)
+    policy.load_adapter_state(before)
+    assert all(torch.equal(a, b) for a, b in zip(velocities(policy), old, strict=True))
+
+
+def test_a_merged_model_has_both_loras(policy, folder, tmp_path):
+    expected = velocities(policy)
+    save_merged(policy, tmp_path, str(folder))
+    merged = load_policy(str(tmp_path), "cpu", "fp32", **CALL)
+    for one, other in zip(velocities(merged), expected, strict=True):
+        torch.testing.assert_close(one, other, rtol=0, atol=5e-5)
+
+
+def test_memory_settings_reach_both_experts(folder):
+    policy = load_policy(str(folder), "cpu", "fp32", memory=MemoryConfig(gradient_checkpointing=True), **CALL)
+    assert policy.pipe.transformer.gradient_checkpointing
+    assert policy.pipe.transformer_2.gradient_checkpointing
+    sizes = {name: weight_bytes(one, None) for name, one in policy.lora.transformers.items()}
+    assert sizes[""] == sizes["transformer_2."] > 0
+
+
+def test_what_two_experts_cannot_do_is_refused(folder):
+    policy = load_policy(str(folder), "cpu", "fp32", **CALL)
+    with pytest.raises(ValueError, match="WanPipeline has 2 transformers, which get a LoRA each: set lora"):
+        policy.enable_full_finetuning()
+    with pytest.raises(ValueError, match=r"memory\.shard=fsdp2 is for one transformer, and WanPipeline has several"):
+        policy.shard(Processes())
