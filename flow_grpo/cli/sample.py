@@ -64,9 +64,11 @@ def sample(
     height: Height = None,
     width: Width = None,
     trust: Trust = False,
-    out: Annotated[Path, typer.Option(help="Folder for grid.png and the single images.")] = Path("samples"),
+    out: Annotated[Path, typer.Option(help="Folder for grid.png and the single images or videos.")] = Path("samples"),
 ) -> None:
     """Generate images: prompts x seeds as single PNGs and as a grid PNG, with prompt and seed stored in each file.
+
+    Videos are WebP animations, and strips of frames in the grid.
 
     [bold]flow-grpo sample 'red text "CAT" on a blue background' --seeds 4[/bold]
     """
@@ -86,7 +88,7 @@ def sample(
         policy, cells, steps=steps or args.evaluation.steps, microbatch=args.microbatch, columns=columns, folder=out
     )
     where = out / "grid.png" if has_grid else f"{out}, without a grid.png, which would be too large"
-    say(f"{counted(len(cells), 'image')}: {where}")
+    say(f"{counted(len(cells), 'video' if policy.makes_videos else 'image')}: {where}")
 
 
 def _read_prompts(words: list[str], images: Sequence[Path] = ()) -> list[str]:
@@ -150,8 +152,7 @@ def _generate(policy: "Policy", cells: "list[ImageInfo]", steps: int, microbatch
         images = generate_images(policy, [cell.prompt for cell in batch], [cell.seed for cell in batch], steps, len(batch))
         for i, (image, cell) in enumerate(zip(images, batch, strict=True), start):
             save_image(folder / f"{i:04d}_seed{cell.seed}.png", image, cell)
-        height, width = images.shape[-2:]
-        if fits(len(cells) * (2 if any(images_of(cell.prompt) for cell in cells) else 1), height, width):
+        if fits(len(cells) * (2 if any(images_of(cell.prompt) for cell in cells) else 1), images):
             small_images.append(images)
     if small_images:
         save_grid(folder / "grid.png", torch.cat(small_images), cells, columns=columns)

@@ -9,6 +9,7 @@ import textwrap
 import warnings
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -16,15 +17,18 @@ from PIL import Image, ImageDraw, ImageFont, ImageOps
 from PIL.PngImagePlugin import PngInfo
 from torch import Tensor
 
+from flow_grpo.data.videos import save_animation, strips
 from flow_grpo.files import atomic_file, write_errors
 from flow_grpo.image_prompt import SourceImage, images_of
 from rewards import images as reward_images
+from rewards.frames import is_video
 
 CHUNK = "flow_grpo"
 GAP = 10
 SMALLEST_CELL = 192  # pixels: narrower images are enlarged to about this width
 LINE = 15
 INK, PAPER = (70, 70, 76), (250, 250, 250)
+ANIMATED = ("GIF", "PNG", "WEBP")  # formats; the second image of a photo in another one is a small one or a mask
 MAX_PIXELS = 178_956_970  # Pillow's limit
 
 
@@ -39,11 +43,13 @@ class ImageInfo:
 
 def save_grid(path: Path, images: Tensor, cells: list[ImageInfo], columns: int, notes: list[str] | None = None) -> None:
     """Write images (B, 3, H, W) in [0, 1] as a grid, with a caption under each. The first image of a prompt is shown to the left of its
-    first image in a row.
+    first image in a row. Of videos (B, F, 3, H, W) each is a strip of frames.
 
     Args:
         notes: for the captions in place of the seeds, repeated over the cells.
     """
+    content: dict[str, Any] = {"videos": True} if is_video(images) else {}
+    images = strips(images)
     height, width = images.shape[-2:]
     scale = max(1, -(-SMALLEST_CELL // width))
     wide, high = width * scale, height * scale
@@ -70,7 +76,7 @@ def save_grid(path: Path, images: Tensor, cells: list[ImageInfo], columns: int, 
             pen.text((x, y + high + 4 + n * LINE), line, fill=INK, font=font)
         boxes.append([x, y, wide, high])
     info = PngInfo()
-    content = {"scale": scale, "cells": [{**asdict(c), "box": b} for c, b in zip(cells, boxes, strict=True)]}
+    content |= {"scale": scale, "cells": [{**asdict(c), "box": b} for c, b in zip(cells, boxes, strict=True)]}
     info.add_itxt(CHUNK, json.dumps(content))
     with atomic_file(path) as file:
         grid.save(file, pnginfo=info)
@@ -87,14 +93,18 @@ def _places(prompts: list[str], columns: int) -> list[tuple[int, SourceImage | N
     return places
 
 
-def fits(count: int, height: int, width: int) -> bool:
-    """Whether a grid of `count` images is small enough to be read again."""
+def fits(count: int, images: Tensor) -> bool:
+    """Whether a grid of `count` images of the size of these is small enough to be read again."""
+    height, width = strips(images[:1]).shape[-2:]
     scale = max(1, -(-SMALLEST_CELL // width))
     return count * (height * scale + 3 * LINE + 6 + GAP) * (width * scale + GAP) <= MAX_PIXELS
 
 
 def save_image(path: Path, image: Tensor, cell: ImageInfo) -> None:
-    """Write one image (3, H, W) in [0, 1] as a PNG that contains its prompt, seed and model."""
+    """Write one image (3, H, W) in [0, 1] as a PNG that contains its prompt, seed and model, or a video (F, 3, H, W) as a WebP."""
+    if image.ndim == 4:
+        save_animation(path.with_suffix(".webp"), image)
+        return
     info = PngInfo()
     content = {"scale": 1, "cells": [{**asdict(cell), "box": [0, 0, image.shape[2], image.shape[1]]}]}
     info.add_itxt(CHUNK, json.dumps(content))
@@ -104,7 +114,7 @@ def save_image(path: Path, image: Tensor, cell: ImageInfo) -> None:
 
 
 def read_grid(path: Path) -> tuple[Tensor, list[ImageInfo]]:
-    """The images (B, 3, H, W) in [0, 1] of a grid or single image that this module wrote, and what they are.
+    """The images (B, 3, H, W) in [0, 1] of a grid or single image that this module wrote, and what they are. Of videos: their strips.
 
     Raises:
         ValueError: not a PNG, damaged, too large, or written by another program.
@@ -115,6 +125,14 @@ def read_grid(path: Path) -> tuple[Tensor, list[ImageInfo]]:
 def has_prompts(image: Image.Image) -> bool:
     """Whether an opened image contains prompts."""
     return CHUNK in image.info
+
+
+def shows_videos(image: Image.Image) -> bool:
+    """Whether an opened grid, which contains prompts, shows strips of videos."""
+    try:
+        return bool(json.loads(image.info[CHUNK]).get("videos"))
+    except (KeyError, TypeError, ValueError, AttributeError, RecursionError):
+        return False  # reading its cells raises a better error
 
 
 def read_cells(grid: Image.Image, path: Path) -> tuple[Tensor, list[ImageInfo]]:
@@ -137,11 +155,12 @@ def read_cells(grid: Image.Image, path: Path) -> tuple[Tensor, list[ImageInfo]]:
 
 
 def open_image(path: Path) -> Image.Image:
-    """An image as RGB. ValueError if it can't be read or has more than 178 million pixels."""
+    """An image as RGB. ValueError if it can't be read, is an animation or has more than 178 million pixels."""
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", Image.DecompressionBombWarning)  # at half the limit
             with Image.open(path) as opened:
+                _check_single(opened)
                 info = dict(getattr(opened, "text", {}))
                 image = reward_images.to_rgb(opened)
     except Image.DecompressionBombError as error:
@@ -152,6 +171,11 @@ def open_image(path: Path) -> Image.Image:
         raise ValueError(f"the image {path} could not be read: {' '.join(str(error).split()).rstrip('.')}.") from error
     image.info = info
     return image
+
+
+def _check_single(image: Image.Image) -> None:
+    if image.format in ANIMATED and getattr(image, "is_animated", False):
+        raise ValueError("it is an animation: give a single image")
 
 
 def to_bytes(images: Tensor) -> np.ndarray:

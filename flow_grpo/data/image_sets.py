@@ -7,9 +7,10 @@ from typing import Self
 
 import numpy as np
 import torch
+from PIL import Image
 from torch import Tensor
 
-from flow_grpo.data.grid import ImageInfo, has_prompts, open_image, read_cells, to_bytes
+from flow_grpo.data.grid import ImageInfo, has_prompts, open_image, read_cells, shows_videos, to_bytes
 from flow_grpo.data.grid_layout import GridLayout
 from flow_grpo.data.grid_options import GridOptions, layout_of
 from flow_grpo.data.prompts import PromptSet, load_prompts
@@ -98,6 +99,7 @@ def read(
 def _from_grid(file: Path, prompts: PromptSet | str | None, grid: GridOptions, promptless: bool) -> ImageSet:
     image = open_image(file)
     if has_prompts(image):
+        _check_no_videos(image, file)
         stored, cells = read_cells(image, file)
         pixels = torch.from_numpy(to_bytes(stored)).permute(0, 3, 1, 2)
         labels = _cell_labels(file, len(cells))
@@ -254,8 +256,15 @@ def _read_image(file: Path) -> tuple[np.ndarray, ImageInfo | None]:
     image = open_image(file)
     if not has_prompts(image):
         return np.asarray(image), None
+    _check_no_videos(image, file)
     images, cells = read_cells(image, file)
     return to_bytes(images[:1])[0], cells[0]
+
+
+def _check_no_videos(image: Image.Image, file: Path) -> None:
+    """Raise ValueError for a grid of videos: a strip of frames is no image that a reward knows."""
+    if shows_videos(image):
+        raise ValueError(f"{file} shows strips of videos, which can't be scored: measure the model by flow-grpo eval.")
 
 
 def _stack(files: list[Path], arrays: list[np.ndarray]) -> Tensor:

@@ -31,8 +31,8 @@ def dry_run(args: FlowGRPOConfig, count: int = 1, resume: bool = False) -> list[
     early_checks.check_settings(args, count)
     report.checked.append(f"the run folder {args.output_dir}")
     prompts = _check_prompts(args, count, report)
-    image_size = check_model(args, count, report, estimate=prompts is not None)
-    check_rewards(args, prompts, image_size, report)
+    image_shape = check_model(args, count, report, estimate=prompts is not None)
+    check_rewards(args, prompts, image_shape, report)
     return report.lines()
 
 

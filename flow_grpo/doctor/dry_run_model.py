@@ -14,11 +14,12 @@ from flow_grpo.plan.trace import UntraceableModel
 from flow_grpo.policy import hub
 from flow_grpo.policy.devices import usable_device
 from flow_grpo.policy.model_files import check_weights
+from flow_grpo.training.early_checks import check_frames
 from rewards.downloads import is_missing_download
 
 
-def check_model(args: FlowGRPOConfig, count: int, report: DryRunReport, estimate: bool) -> tuple[int, int] | None:
-    """Check the model's files and, if `estimate`, what a step costs; return its images' height and width.
+def check_model(args: FlowGRPOConfig, count: int, report: DryRunReport, estimate: bool) -> torch.Size | None:
+    """Check the model's files and, if `estimate`, what a step costs; return the shape of its images, (3, H, W), or videos, (F, 3, H, W).
 
     None for a model whose code can't be traced, or whose configs are not downloaded.
     """
@@ -31,6 +32,7 @@ def check_model(args: FlowGRPOConfig, count: int, report: DryRunReport, estimate
             return None
         estimator = StepEstimator(args, torch.device(usable_device(args.device)).type == "cuda", count)
         check_evaluation_sizes(estimator.trace.policy, args.evaluation)
+        check_frames(args, estimator.trace.policy)
     except UntraceableModel as error:
         report.notes.append(f"the cost of a step is unknown: {error}")
         return None
@@ -42,7 +44,7 @@ def check_model(args: FlowGRPOConfig, count: int, report: DryRunReport, estimate
     if not Path(source).is_dir() and not _is_cached(estimator):
         report.missing.append(f"the weights of {args.model}")
     report.notes += _cost(estimator, args, Hardware.of_this_machine(usable_device(args.device), count=count))
-    return estimator.image_size[0], estimator.image_size[1]
+    return estimator.trace.image_shape
 
 
 def _is_cached(estimator: StepEstimator) -> bool:
@@ -58,10 +60,10 @@ def _cost(estimator: StepEstimator, args: FlowGRPOConfig, hardware: Hardware) ->
     estimate, rates = estimator.estimate(args.microbatch), rates_of(estimator, hardware, args.microbatch)
     seconds = estimate.seconds(rates[estimator.dtype]) / hardware.count
     images, (height, width) = args.prompts_per_step * args.images_per_prompt, estimator.image_size
+    frames = estimator.trace.image_shape[:-3]
+    what = f"{images} videos of {frames[0]} frames" if frames else f"{images} images"
     place = "of the GPU" if estimator.cuda else "in addition to libraries and rewards"
-    lines = [
-        f"a step: {images} images of {height} x {width} in {seconds:.3g} s without rewards, {estimate.peak / GB:.2f} GB {place}"
-    ]
+    lines = [f"a step: {what} of {height} x {width} in {seconds:.3g} s without rewards, {estimate.peak / GB:.2f} GB {place}"]
     size = (args.height or height, args.width or width)
     if size != (height, width):
         lines.append(

@@ -13,14 +13,19 @@ from flow_grpo.progress import phase
 from flow_grpo.training.early_checks import check_scope
 from flow_grpo.training.rewards import load_reward
 from rewards.downloads import is_missing_download, offline_mode
+from rewards.frames import ALL, frames_of
 
 DEFAULT_SIZE = 512  # of images where the model's size is unknown
 
 
 def check_rewards(
-    args: FlowGRPOConfig, prompts: PromptSet | None, image_size: tuple[int, int] | None, report: DryRunReport
+    args: FlowGRPOConfig, prompts: PromptSet | None, image_shape: torch.Size | None, report: DryRunReport
 ) -> None:
-    """Call every reward of the run, except those that cost a person's time or money."""
+    """Call every reward of the run, except those that cost a person's time or money.
+
+    Args:
+        image_shape: of the model's images or videos; None if it is unknown.
+    """
     monitored = {} if args.evaluation.prompts is None else args.evaluation.rewards
     any_prompts = PromptSet(["a photo"] * NUM_NOISE_IMAGES, [{}] * NUM_NOISE_IMAGES)
     prompts = prompts or any_prompts
@@ -30,12 +35,12 @@ def check_rewards(
         {names[name]: setting.weight for name, setting in args.rewards.items() if setting.weight},
         {**{name: name for name in names.values()}, **names},
     )
-    height, width = image_size or (args.height or DEFAULT_SIZE, args.width or DEFAULT_SIZE)
-    images = torch.rand(NUM_NOISE_IMAGES, 3, height, width, generator=torch.Generator().manual_seed(0))
+    shape = image_shape or (3, args.height or DEFAULT_SIZE, args.width or DEFAULT_SIZE)
+    images = torch.rand(NUM_NOISE_IMAGES, *shape, generator=torch.Generator().manual_seed(0))
     for name, setting in {**monitored, **args.rewards}.items():
         try:
             with phase(f"calling reward {name}"), offline_mode():
-                called = _call(name, setting, images, prompts, args)
+                called = _call(name, setting, images, prompts, args, is_known=image_shape is not None)
         except ValueError as error:
             _report_failure(name, setting, error, report)
             continue
@@ -55,8 +60,10 @@ def _report_failure(name: str, setting: RewardConfig, error: ValueError, report:
         report.notes.append(f"warning: {error}")
 
 
-def _call(name: str, setting: RewardConfig, images: torch.Tensor, prompts: PromptSet, args: FlowGRPOConfig) -> bool:
-    """Whether the reward was called."""
+def _call(
+    name: str, setting: RewardConfig, images: torch.Tensor, prompts: PromptSet, args: FlowGRPOConfig, *, is_known: bool
+) -> bool:
+    """Whether the reward was called. If it is not known what the model makes, a reward of videos gets still ones."""
     if name == HUMAN and setting.remote is None:
         reward_kit.check_options(name, **setting.options)  # building it would open a page
         return False
@@ -65,6 +72,8 @@ def _call(name: str, setting: RewardConfig, images: torch.Tensor, prompts: Promp
         check_scope(name, reward, args)
     if name in COSTLY:
         return False
+    if frames_of(reward) == ALL and not is_known:
+        images = torch.stack([images, images], 1)
     rows = _rows_of(name, prompts)[: len(images)]
     batch = (
         prompts.take((rows * len(images))[: len(images)], 1)

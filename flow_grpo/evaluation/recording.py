@@ -8,6 +8,7 @@ from torch import Tensor
 
 from flow_grpo.config import FlowGRPOConfig
 from flow_grpo.data.grid import ImageInfo, read_grid, save_grid
+from flow_grpo.data.videos import cut_strips, strip_frames
 from flow_grpo.distributed.processes import Processes
 from flow_grpo.evaluation import hacking
 from flow_grpo.evaluation.generate import generate_images, image_seed
@@ -15,6 +16,7 @@ from flow_grpo.policy.policy import Policy
 from flow_grpo.run_folder import layout
 from flow_grpo.run_folder.samples import SampleRecorder
 from flow_grpo.types import Evaluation
+from rewards.frames import is_video
 
 NUM_SAMPLES = 8  # prompts in a grid of RUN/samples
 NUM_PREVIEWS = 16  # held-out prompts in the before and after grids
@@ -106,6 +108,8 @@ def save_before_after(
     if [(cell.prompt, cell.seed) for cell in former_cells] != [(str(cell.prompt), cell.seed) for cell in cells]:
         return  # written by an earlier version, with other seeds
     pairs = [i for pair in zip(range(len(prompts)), range(len(prompts), 2 * len(prompts)), strict=True) for i in pair]
+    if is_video(stacked):
+        former, stacked = cut_strips(former, stacked.shape[-1]), strip_frames(stacked)
     both, both_cells = torch.cat([former, stacked]), cells + cells
     save_grid(
         folder / layout.BEFORE_AFTER, both[pairs], [both_cells[i] for i in pairs], columns=4, notes=["before", "after"]

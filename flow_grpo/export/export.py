@@ -88,13 +88,15 @@ def select_weights(run: RunReader, best: bool, checkpoint: int | None) -> tuple[
 def _write_weights(args: FlowGRPOConfig, run: RunReader, source: Path, folder: Path, merge: bool) -> list[str]:
     """Copy the weights, or load the model and save them if that is not enough; returns notes for the user."""
     if not merge and source.parent.name != layout.CHECKPOINTS:
-        for file in (hub.WEIGHTS, hub.PEFT_WEIGHTS, "adapter_config.json"):
+        further = [file.name for file in source.glob(hub.expert_weights("*"))]
+        for file in (hub.WEIGHTS, *further, hub.PEFT_WEIGHTS, "adapter_config.json"):
             if (source / file).is_file():
                 shutil.copyfile(source / file, folder / file)  # without its permissions
         copied = [file for file in (hub.WEIGHTS, hub.PEFT_WEIGHTS) if (source / file).is_file()]
         if not copied:
             raise ValueError(f"{source} holds no LoRA: neither {hub.WEIGHTS} nor {hub.PEFT_WEIGHTS} is in it.")
-        check_file(source / copied[0])
+        for file in (*copied, *further):
+            check_file(source / file)
         return []
     from flow_grpo.policy.library_logging import quiet_libraries
     from flow_grpo.policy.loading import load_policy

@@ -19,7 +19,7 @@ from flow_grpo.config import FlowGRPOConfig
 from flow_grpo.data.grid import SMALLEST_CELL, open_image
 from flow_grpo.evaluation import hacking
 from flow_grpo.policy import hub
-from flow_grpo.policy.families import family
+from flow_grpo.policy.families import family, makes_videos
 from flow_grpo.report import summary
 from flow_grpo.run_folder import layout
 from flow_grpo.run_folder.reader import RunReader
@@ -38,6 +38,7 @@ LICENCES: dict[str, tuple[str, ...]] = {
     "black-forest-labs/FLUX.2-klein-base-4B": ("apache-2.0",),
     "Qwen/Qwen-Image": ("apache-2.0",),
     "Tongyi-MAI/Z-Image": ("apache-2.0",),
+    "Wan-AI/Wan2.1-T2V-1.3B-Diffusers": ("apache-2.0",),
     "Efficient-Large-Model/Sana_1600M_512px_diffusers": ("other", "nscl-v2-custom", "LICENSE.txt"),
 }
 LICENCE_KEYS = ("license", "license_name", "license_link")
@@ -144,7 +145,7 @@ def gallery(folder: Path, run: RunReader) -> list[dict[str, Any]]:
     ends, metric = (run.evaluations[0], run.evaluations[-1]), run.metrics[0]
     rows = []
     for place, prompt in enumerate(ends[0]["prompts"][:MAX_PROMPTS]):
-        files = [end["folder"] / layout.prompt_image(place) for end in ends]
+        files = [layout.still_image(end["folder"], layout.prompt_image(place)) for end in ends]
         if not all(file.is_file() for file in files):
             break
         values = [end["values"][metric][place] for end in ends]
@@ -207,7 +208,11 @@ def usage_code(folder: Path, args: FlowGRPOConfig, run: RunReader, merged: bool,
     lines += [] if merged else _loading(folder, source)
     arguments = "".join(f"\n    {key}={value!r}," for key, value in call.items())
     seed = "\n    generator=torch.Generator().manual_seed(0),"
-    return "\n".join([*lines, f"image = pipe(\n    {prompt!r},{arguments}{seed}\n).images[0]", 'image.save("picture.png")'])
+    call_lines = f"pipe(\n    {prompt!r},{arguments}{seed}\n)"
+    if makes_videos(kind):
+        lines.insert(2, "from diffusers.utils import export_to_video")
+        return "\n".join([*lines, f"frames = {call_lines}.frames[0]", 'export_to_video(frames, "video.mp4", fps=16)'])
+    return "\n".join([*lines, f"image = {call_lines}.images[0]", 'image.save("picture.png")'])
 
 
 def _loading(folder: Path, source: str) -> list[str]:
@@ -217,10 +222,14 @@ def _loading(folder: Path, source: str) -> list[str]:
     with safe_open(folder / hub.WEIGHTS, "np") as file:
         for_pipeline = all(name.startswith("transformer.") for name in list(file.keys()))
     if for_pipeline:
-        loads = f'pipe.load_lora_weights({source!r}, weight_name="{hub.WEIGHTS}", adapter_name="flow_grpo")'
-        return [loads, 'pipe.set_adapters("flow_grpo", 1.0)  # the LoRA\'s scale; 0 is the base model']
-    loads = f'pipe.transformer.load_lora_adapter(\n    {source!r}, weight_name="{hub.WEIGHTS}", prefix=None, adapter_name="flow_grpo"\n)'
-    return [loads, 'pipe.transformer.set_adapters("flow_grpo", 1.0)  # the LoRA\'s scale; 0 is the base model']
+        loads = [f'pipe.load_lora_weights({source!r}, weight_name="{hub.WEIGHTS}", adapter_name="flow_grpo")']
+        for file in sorted(folder.glob(hub.expert_weights("*"))):
+            expert = file.stem.removeprefix(Path(hub.WEIGHTS).stem + "_")
+            arguments = f'weight_name="{file.name}", adapter_name="flow_grpo", load_into_{expert}=True'
+            loads.append(f"pipe.load_lora_weights(\n    {source!r}, {arguments}\n)")
+        return [*loads, 'pipe.set_adapters("flow_grpo", 1.0)  # the LoRA\'s scale; 0 is the base model']
+    load = f'pipe.transformer.load_lora_adapter(\n    {source!r}, weight_name="{hub.WEIGHTS}", prefix=None, adapter_name="flow_grpo"\n)'
+    return [load, 'pipe.transformer.set_adapters("flow_grpo", 1.0)  # the LoRA\'s scale; 0 is the base model']
 
 
 def scores_table(run: RunReader, ends: list[int], prompts: int) -> str:

@@ -84,7 +84,7 @@ class StepEstimator:
         self.uses_deepspeed = shard in STAGES
         self.num_gradients = 2 if shard == "zero2" else 1  # it adds the newest gradients to the sum of the former ones
         self.trace = ModelTrace(args, self.dtype, cuda, release_gradients=self.num_shards["gradients"] > 1)
-        self.image_size = self.trace.image_size
+        self.image_size = self.trace.image_shape[-2:]
         self.loading = LoadingMemory(0.0, 0.0)
         if not cuda:
             pipe, without_encoders = self.trace.policy.pipe, bool(args.memory.embedding_cache_dir)
@@ -158,7 +158,8 @@ class StepEstimator:
         copies = 1 + bool(args.ema_decay) + args.method.old_policy + len(copied_references(args.objective))
         is_full, shards = self.trace.policy.is_full_finetuning, self.num_shards
         keeps_base = not self.cuda or self._reference_passes  # of full fine-tuning; else the base weights are on the CPU
-        base = trained * bool(keeps_base) if is_full else weight_bytes(pipe.transformer, memory.quantize)
+        denoisers = self.trace.policy.lora.transformers.values()
+        base = trained * bool(keeps_base) if is_full else sum(weight_bytes(one, memory.quantize) for one in denoisers)
         without_encoders = memory.offload_text_encoders or memory.embedding_cache_dir
         bytes_by_part = {
             "base weights": base / shards["base"],

@@ -1,5 +1,7 @@
 """How a run fits on a machine: sizes of a step that divide, speed in each dtype, memory that is taken already."""
 
+import math
+
 import torch
 
 from flow_grpo.config import FlowGRPOConfig
@@ -7,7 +9,9 @@ from flow_grpo.data.prompt_mixture import load_run_prompts
 from flow_grpo.distributed.processes import Processes
 from flow_grpo.plan.estimate import StepEstimator
 from flow_grpo.plan.hardware import Hardware, Rates
+from flow_grpo.policy import hub
 from flow_grpo.policy.devices import DTYPES, default_dtype
+from flow_grpo.policy.families import makes_videos
 from flow_grpo.policy.memory import peak_memory
 from flow_grpo.progress import phase
 from flow_grpo.training.rewards import build_rewards
@@ -52,9 +56,11 @@ def baseline_memory(args: FlowGRPOConfig) -> float:
     """
     rewards, _ = build_rewards(args)
     images = args.prompts_per_step * args.images_per_prompt
-    prompts, rows = load_run_prompts(args.training_prompts), range(min(images, MAX_SCORED))
+    frames = [args.pipeline_kwargs.get("num_frames", 1)] if makes_videos(hub.pipeline_class(args.model)) else []
+    most = max(MAX_SCORED // math.prod(frames), args.images_per_prompt)
+    prompts, rows = load_run_prompts(args.training_prompts), range(min(images, most))
     batch = prompts.take([row // args.images_per_prompt % len(prompts) for row in rows], 1)
-    images_scored = torch.rand(len(batch.prompts), 3, args.height or 512, args.width or 512)
+    images_scored = torch.rand(len(batch.prompts), *frames, 3, args.height or 512, args.width or 512)
     with phase("measuring the memory of the rewards"):
         rewards(images_scored, batch.prompts, **batch.columns())
     return peak_memory(torch.device("cpu")) + (images / len(images_scored) - 1) * images_scored.nbytes

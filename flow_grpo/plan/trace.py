@@ -36,7 +36,7 @@ class ModelTrace:
 
     Attributes:
         policy: the policy on the meta device.
-        image_size: height and width of the model's images.
+        image_shape: (3, H, W) of the model's images, (F, 3, H, W) of videos.
         bytes: the most bytes alive at once in each of `PASSES`, with 2 and with 4 rows.
         operations: floating point operations of each of `PASSES`, with 2 rows.
 
@@ -59,7 +59,7 @@ class ModelTrace:
         try:
             with phase(f"tracing the code of {args.model}"):
                 self.schedule, self.latent_shape = self.policy.schedule(args.sampling.steps)
-                self.image_size = self.decoded_size(2)
+                self.image_shape = self.decoded_shape(2)
                 self.bytes = {rows: self._count(rows, LiveBytesCounter) for rows in (2, 4)}
                 self.operations = self._count(2, FlopCounter)
         except Exception as error:  # of the pipeline's own code
@@ -86,9 +86,9 @@ class ModelTrace:
             self.policy.velocity(x, self.schedule.timesteps[0], conditioning, index)
             return counter.now
 
-    def decoded_size(self, rows: int) -> torch.Size:
-        """Height and width of decoded images."""
-        return self.policy.decode(torch.zeros(rows, *self.latent_shape), rows).shape[-2:]
+    def decoded_shape(self, rows: int) -> torch.Size:
+        """The shape of a decoded image."""
+        return self.policy.decode(torch.zeros(rows, *self.latent_shape), rows).shape[1:]
 
     def _count(self, rows: int, counter: Callable[[], Any]) -> dict[str, float]:
         """What a kind of counter counts in each of `PASSES`."""
@@ -108,7 +108,7 @@ class ModelTrace:
 
     def _count_decoding(self, rows: int, counter: Any) -> float:
         with self.policy.pipe.vae.counting(counter, False):
-            self.decoded_size(rows)
+            self.decoded_shape(rows)
         return _counted(counter)
 
     def _works_without_settings(self) -> bool:

@@ -112,6 +112,7 @@ def script_data(run: RunReader, name: str) -> dict[str, Any]:
             {
                 "step": e["step"],
                 "pictures": [data_uri(e["folder"] / layout.prompt_image(p)) for p in places],
+                "strips": [strip(e["folder"], p) for p in places],
                 "values": six_digits(e["values"][measure][p] for p in places),
             }
             for e in frames
@@ -120,6 +121,11 @@ def script_data(run: RunReader, name: str) -> dict[str, Any]:
             {"step": g["step"], "groups": [group(run, g["folder"], n, c) for n, c in enumerate(g["groups"])]} for g in shown
         ],
     }
+
+
+def strip(folder: Path, place: int) -> str | None:
+    """The strip of a held-out prompt's video as a data URI; None if it is an image."""
+    return data_uri(folder / layout.strip_of(layout.prompt_image(place)))
 
 
 def group(run: RunReader, folder: Path, place: int, content: dict[str, Any]) -> dict[str, Any]:

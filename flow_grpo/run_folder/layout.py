@@ -64,6 +64,17 @@ def prompt_image(place: int) -> str:
     return f"prompt_{place:04d}.webp"
 
 
+def strip_of(image: str) -> str:
+    """Beside an animation of a video, the strip of its frames; by the animation's name."""
+    return image.replace(".webp", "_strip.webp")
+
+
+def still_image(folder: Path, image: str) -> Path:
+    """The file of a kept image that does not move: of a video, its strip."""
+    strip = folder / strip_of(image)
+    return strip if strip.is_file() else folder / image
+
+
 def group_image(group: int, image: int) -> str:
     """An image of a group of a training step."""
     return f"group_{group}_{image:02d}.webp"

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from flow_grpo import __version__
 from flow_grpo.data.grid import to_bytes
+from flow_grpo.data.videos import STRIP_FRAMES, save_animation, strips
 from flow_grpo.files import remove, write_atomic, write_errors
 from flow_grpo.image_prompt import images_of
 from flow_grpo.run_folder import layout, reader
@@ -28,6 +29,7 @@ NUM_EXTREMES = 4  # best prompts, and as many worst ones
 NUM_GROUPS, IMAGES_PER_GROUP = 4, 8  # of a training step, at most
 PROMPT_IMAGE_WIDTH, GROUP_IMAGE_WIDTH = 512, 256  # pixels, of the longer side, at most
 LOSSLESS_UP_TO = 160  # pixels
+QUALITY = 82  # of WebP
 
 
 class SampleRecorder:
@@ -95,9 +97,10 @@ class SampleRecorder:
         return reader.read_all(self.folder, layout.EVALUATION)
 
     def preview_images(self, step: int, prompts: list[str]) -> list[tuple[str, Path]]:
-        """The first held-out prompts, each with the path of its image of that step."""
+        """The first held-out prompts, each with the path of its image of that step; of a video, with the path of its strip."""
         first = enumerate(prompts[: self.num_prompts])
-        return [(prompt, self._folder(step) / layout.prompt_image(place)) for place, prompt in first]
+        shown = [(prompt, layout.prompt_image(place)) for place, prompt in first]
+        return [(prompt, layout.still_image(self._folder(step), name)) for prompt, name in shown]
 
     def save_groups(self, step: int, experience: Experience, decode: Callable[[Tensor, int], Tensor]) -> None:
         """Write the groups of a training step whose rewards differ most; none for offline data, which has no rewards."""
@@ -136,13 +139,17 @@ class SampleRecorder:
         return source.digest
 
     def _save_image(self, file: Path, image: Tensor, width: int) -> None:
-        self._save_pixels(file, Image.fromarray(to_bytes(image[None])[0]), width)
+        """Write an image, or of a video (F, 3, H, W) an animation and a strip."""
+        if image.ndim == 4:
+            save_animation(file, image, longest_side=width, quality=QUALITY)
+            file, width = file.with_name(layout.strip_of(file.name)), STRIP_FRAMES * width
+        self._save_pixels(file, Image.fromarray(to_bytes(strips(image[None]))[0]), width)
 
     def _save_pixels(self, file: Path, pixels: Image.Image, width: int) -> None:
         pixels.thumbnail((width, width), Image.Resampling.LANCZOS)
         with write_errors(file):
             file.parent.mkdir(parents=True, exist_ok=True)
-            pixels.save(file, "WEBP", quality=82, lossless=max(pixels.size) <= LOSSLESS_UP_TO)
+            pixels.save(file, "WEBP", quality=QUALITY, lossless=max(pixels.size) <= LOSSLESS_UP_TO)
 
 
 def _image_metrics(evaluation: Evaluation) -> dict[str, list[float]]:

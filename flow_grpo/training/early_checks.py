@@ -12,6 +12,7 @@ from flow_grpo.data.prompt_mixture import sampler_of
 from flow_grpo.data.prompts import PromptSet
 from flow_grpo.distributed.processes import Processes
 from flow_grpo.policy.devices import usable_device
+from flow_grpo.policy.pipeline import FlowPipeline
 from flow_grpo.run_folder.layout import CHECKPOINTS
 from flow_grpo.run_folder.metrics_file import has_metrics
 from flow_grpo.training.custom import load_custom_function
@@ -66,6 +67,17 @@ def check_scope(name: str, reward: Reward, args: FlowGRPOConfig) -> None:
             f"reward {name} sees the images of a prompt together, and an evaluation has one of each: set "
             "evaluation.images_per_prompt to 2 or more."
         )
+
+
+def check_frames(args: FlowGRPOConfig, policy: FlowPipeline) -> None:
+    """Check that no reward is told which frames of a video to see, if the model makes images."""
+    settings = {f"rewards.{name}": reward for name, reward in args.rewards.items()}
+    settings |= {f"evaluation.rewards.{name}": reward for name, reward in args.evaluation.rewards.items()}
+    for name, reward in settings.items():
+        if reward.frames is not None and not policy.makes_videos:
+            raise ValueError(
+                f"{name}.frames={reward.frames} is for videos, and {type(policy.pipe).__name__} makes images: leave it out."
+            )
 
 
 def check_output(folder: Path, resume: bool) -> None:

@@ -74,6 +74,7 @@ def build_run(
     all_prompts = [*train_set.prompts, *eval_prompts]
     policy = model if isinstance(model, Policy) else load_run_policy(args, processes.device, all_prompts)
     policy.check_images(all_prompts)
+    early_checks.check_frames(args, policy)
     prepare_policy(policy, args, processes)
     given_images = all(stage.dataset is not None for _, stage in args.resolved_stages())  # with prompts of their own
     source = prompts if isinstance(prompts, str) else None

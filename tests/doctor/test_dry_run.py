@@ -179,8 +179,10 @@ def test_a_dropped_reward_that_fails_is_a_warning(tmp_path):
 
 def test_a_model_that_draws_another_size_is_a_warning(tmp_path, monkeypatch):
     """Some pipelines round the size without a word."""
-    real = ModelTrace.decoded_size
-    monkeypatch.setattr(ModelTrace, "decoded_size", lambda self, rows: torch.Size(s - 16 for s in real(self, rows)))
+    real = ModelTrace.decoded_shape
+    monkeypatch.setattr(
+        ModelTrace, "decoded_shape", lambda self, rows: torch.Size((3, *(s - 16 for s in real(self, rows)[-2:])))
+    )
     lines = dry_run(short_run(tmp_path, "height=32", "width=80", "evaluation.prompts=null"))
     assert "warning: the model draws 16 x 64 pixels, not 32 x 80: set height and width so." in lines
 

@@ -33,6 +33,7 @@ FAMILIES = {
     "qwen_image_ocr": "qwen_image",
     "z_image_ocr": "z_image",
     "sana_ocr": "sana",
+    "wan21_ocr": "wan",
 }
 WEIGHTS = ("*.safetensors", "*.bin", "*.onnx")
 

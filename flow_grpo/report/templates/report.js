@@ -38,6 +38,9 @@
     }
     const values = ` ${run.measure} ${written(first.values[prompt])} → ${written(last.values[prompt])}`;
     const source = run.sources[prompt] ? [make("img", { className: "source", src: run.sources[prompt], alt: "the image of the prompt" })] : [];
+    const strips = [["Before", first], ["After", last]].filter(([, shown]) => shown.strips[prompt]).map(([name, shown]) =>
+      make("figure", {}, make("img", { src: shown.strips[prompt], alt: `frames of the video at step ${shown.step}` }), make("figcaption", { textContent: name })));
+    find("frames").replaceChildren(...strips);
     find("prompt").replaceChildren(...source, make("bdi", { textContent: text }), make("span", { className: "figure", textContent: values }));
     find("film-prompt").value = prompt;
     for (const input of find("thumbs").querySelectorAll("input")) input.checked = Number(input.value) === prompt;
