@@ -57,7 +57,7 @@ def baseline_memory(args: FlowGRPOConfig) -> float:
     rewards, _ = build_rewards(args)
     images = args.prompts_per_step * args.images_per_prompt
     frames = [args.pipeline_kwargs.get("num_frames", 1)] if makes_videos(hub.pipeline_class(args.model)) else []
-    most = max(MAX_SCORED // math.prod(frames), args.images_per_prompt)
+    most = max(MAX_SCORED // math.prod(frames), min(args.images_per_prompt, MAX_SCORED))
     prompts, rows = load_run_prompts(args.training_prompts), range(min(images, most))
     batch = prompts.take([row // args.images_per_prompt % len(prompts) for row in rows], 1)
     images_scored = torch.rand(len(batch.prompts), *frames, 3, args.height or 512, args.width or 512)

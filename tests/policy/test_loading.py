@@ -69,7 +69,7 @@ def test_the_base_is_quantised_as_the_settings_say(monkeypatch):
         asked.append(quantization_config)
         return load(source, **more)
 
-    monkeypatch.setattr(loading, "quantization", lambda kind, dtype: (kind, dtype))
+    monkeypatch.setattr(loading, "quantization", lambda kind, dtype, pipeline: (kind, dtype))
     monkeypatch.setattr(DiffusionPipeline, "from_pretrained", from_pretrained)
     tiny_policy(memory=MemoryConfig(quantize="int8"))
     tiny_policy()
