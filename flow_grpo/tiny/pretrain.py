@@ -30,11 +30,18 @@ from safetensors.torch import save_file
 from flow_grpo.config.bundled import bundled_file
 from flow_grpo.policy.devices import default_dtype
 from flow_grpo.tiny import architecture, world
-from flow_grpo.tiny.pretraining_stage import PretrainingStage
+from flow_grpo.tiny.pretraining_stage import PretrainingStage, StagePlan
 from rewards import clip
 from rewards.ocr import OCR, ExactOCR
 
 HERE = Path(__file__).parent
+STAGES = {
+    "vae": StagePlan(0, 1000, lr=2e-3),
+    "clean": StagePlan(1, 1100, lr=1.5e-3, muon_lr=4e-3, horizon=2000),  # `noisy` goes on from a warm `clean`
+    "noisy": StagePlan(2, 400, lr=6e-4, muon_lr=1.5e-3),
+    "clip": StagePlan(3, 800, lr=1e-3, muon_lr=3e-3),
+    "shapes": StagePlan(4, 300, lr=6e-4, muon_lr=1.5e-3),
+}
 BATCH = 64
 VAE_BATCH = 32
 WRONG_LETTER = 0.2  # probability that a letter of a caption is wrong in the noisy stage
@@ -53,7 +60,7 @@ def images_of(signs: list[world.Sign], height: int = world.HEIGHT) -> torch.Tens
 
 def train_vae(pipe: StableDiffusion3Pipeline, folder: Path, seed: int) -> StableDiffusion3Pipeline:
     """Train the pipeline's VAE on drawn signs."""
-    stage = PretrainingStage("vae", pipe, ["vae"], folder, seed)
+    stage = PretrainingStage("vae", STAGES["vae"], pipe, ["vae"], folder=folder, seed=seed)
 
     def loss(rng: np.random.Generator, step: int) -> torch.Tensor:
         x = images_of([world.random_sign(rng) for _ in range(VAE_BATCH)])
@@ -81,7 +88,7 @@ def train_vae(pipe: StableDiffusion3Pipeline, folder: Path, seed: int) -> Stable
 def train_transformer(name: str, pipe: StableDiffusion3Pipeline, folder: Path, seed: int) -> StableDiffusion3Pipeline:
     """The stages `clean` and `noisy`: flow matching on captioned signs."""
     parts = ["transformer", "text_encoder", "text_encoder_2", "text_encoder_3"]
-    stage = PretrainingStage(name, pipe, parts, folder, seed)
+    stage = PretrainingStage(name, STAGES[name], pipe, parts, folder=folder, seed=seed)
     wrong = WRONG_LETTER if name == "noisy" else 0.0
 
     def loss(rng: np.random.Generator, step: int) -> torch.Tensor:
@@ -108,9 +115,8 @@ def train_transformer(name: str, pipe: StableDiffusion3Pipeline, folder: Path, s
 def train_shapes(pipe: StableDiffusion3Pipeline, folder: Path, seed: int) -> StableDiffusion3Pipeline:
     """The stage `shapes`: what the model draws on 32 x 80 pixels with 14 tokens, with any number of tokens and on squares."""
     teacher = copy.deepcopy(pipe)
-    stage = PretrainingStage(
-        "shapes", pipe, ["transformer", "text_encoder", "text_encoder_2", "text_encoder_3"], folder, seed
-    )
+    parts = ["transformer", "text_encoder", "text_encoder_2", "text_encoder_3"]
+    stage = PretrainingStage("shapes", STAGES["shapes"], pipe, parts, folder=folder, seed=seed)
 
     def loss(rng: np.random.Generator, step: int) -> torch.Tensor:
         # every length but the longest is cheap: a quarter of the signs pays for the 256 tokens, and squares are what is new
@@ -181,7 +187,8 @@ def flow_matching(pipe: StableDiffusion3Pipeline, noisy: Noised, text_length: in
 def train_clip(folder: Path, seed: int) -> torch.nn.Module:
     """The open_clip model of the `clip` reward: half of each batch is the other half with other letters."""
     torch.manual_seed(seed)  # whatever the stages before drew
-    stage = PretrainingStage("clip", SimpleNamespace(clip=clip.untrained_tiny()), ["clip"], folder, seed)
+    untrained = SimpleNamespace(clip=clip.untrained_tiny())
+    stage = PretrainingStage("clip", STAGES["clip"], untrained, ["clip"], folder=folder, seed=seed)
     tokenizer = architecture.clip_tokenizer()
 
     def tokens(signs: list[world.Sign]) -> torch.Tensor:

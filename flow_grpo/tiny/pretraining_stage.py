@@ -1,4 +1,4 @@
-"""One stage of the embedded model's recipe: an optimizer with a moving average and exact resume."""
+"""One stage of an embedded model's recipe: an optimizer with a moving average and exact resume."""
 
 import copy
 import json
@@ -6,53 +6,68 @@ import logging
 import math
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
-STEPS = {"vae": 1000, "clean": 1100, "noisy": 400, "clip": 800, "shapes": 300}  # a stage's place names its random numbers
-HORIZON = {"clean": 2000}  # steps of the cosine, where it is not the stage's: `noisy` goes on from a warm `clean`
-PEAK_LR = {"vae": 2e-3, "clean": 1.5e-3, "noisy": 6e-4, "clip": 1e-3, "shapes": 6e-4}
-MUON_LR = {"clean": 4e-3, "noisy": 1.5e-3, "clip": 3e-3, "shapes": 1.5e-3}  # for the matrices of these stages
 EVALUATE_EVERY = 200
 SAVE_EVERY = 100
 
 logger = logging.getLogger(__name__)
 
 
+@dataclass(frozen=True)
+class StagePlan:
+    """How long a stage is and how fast it learns.
+
+    Attributes:
+        number: names its random numbers.
+        lr: peak learning rate of AdamW.
+        muon_lr: that of Muon, which then has the matrices.
+        horizon: steps of the cosine, where it is not the stage's.
+    """
+
+    number: int
+    steps: int
+    lr: float
+    muon_lr: float | None = None
+    horizon: int | None = None
+
+
 class PretrainingStage:
     """Optimizes the named parts of an object by a loss of the step's own random generator, with EMA and exact resume."""
 
-    def __init__(self, name: str, model: Any, parts: list[str], folder: Path, seed: int) -> None:
-        self.name, self.parts, self.seed = name, parts, seed
+    def __init__(self, name: str, plan: StagePlan, model: Any, parts: list[str], *, folder: Path, seed: int) -> None:
+        self.name, self.plan, self.parts, self.seed = name, plan, parts, seed
         self.model, self.ema = model, copy.deepcopy(model)
         self.file = folder / f"{name}.pt"
         self.step, self.seconds = 0, 0.0
         self.parameters = [p for part in parts for p in getattr(model, part).parameters()]
         modules = [m for part in parts for n, m in getattr(model, part).named_modules() if n != "proj_out"]
-        matrices = [m.weight for m in modules if isinstance(m, torch.nn.Linear)] if name in MUON_LR else []
+        matrices = [m.weight for m in modules if isinstance(m, torch.nn.Linear)] if plan.muon_lr else []
         matrices += [m.in_proj_weight for m in modules if isinstance(m, torch.nn.MultiheadAttention)] if matrices else []
         chosen = {id(p) for p in matrices}
         rest = [p for p in self.parameters if id(p) not in chosen]
-        adamw = torch.optim.AdamW(rest, PEAK_LR[name], (0.9, 0.99), weight_decay=0.01)
-        self.optimizers: list[tuple[torch.optim.Optimizer, float]] = [(adamw, PEAK_LR[name])]
-        if matrices:
+        adamw = torch.optim.AdamW(rest, plan.lr, (0.9, 0.99), weight_decay=0.01)
+        self.optimizers: list[tuple[torch.optim.Optimizer, float]] = [(adamw, plan.lr)]
+        if plan.muon_lr:
             # Orthogonal updates (Muon) also move along the weak directions of the gradient, such as which letter comes
             # where: AdamW spent 1,200 steps before it began to look at the caption's letters.
-            muon = torch.optim.Muon(matrices, MUON_LR[name], weight_decay=0.01, adjust_lr_fn="match_rms_adamw")
-            self.optimizers.append((muon, MUON_LR[name]))
+            muon = torch.optim.Muon(matrices, plan.muon_lr, weight_decay=0.01, adjust_lr_fn="match_rms_adamw")
+            self.optimizers.append((muon, plan.muon_lr))
         if self.file.exists():
             self._load()
 
     def run(self, loss: Callable[[np.random.Generator, int], torch.Tensor], evaluate: Callable[[], dict]) -> None:
         """Train to the stage's last step; `evaluate` reads `self.ema`."""
-        total, horizon = STEPS[self.name], HORIZON.get(self.name, STEPS[self.name])
+        total, horizon = self.plan.steps, self.plan.horizon or self.plan.steps
         while self.step < total:
             started = time.monotonic()
             # (seed, stage, step) names the batch and its noise, whatever was run before
-            stream = [self.seed, list(STEPS).index(self.name), self.step]
+            stream = [self.seed, self.plan.number, self.step]
             rng = np.random.default_rng(stream)
             torch.manual_seed(int(rng.integers(2**62)))
             factor = min(1.0, (self.step + 1) / 100) * (0.5 + 0.5 * math.cos(math.pi * self.step / horizon))

@@ -133,17 +133,15 @@ def test_the_recipe_goes_on_where_it_was(tmp_path, monkeypatch):
         folder.mkdir(exist_ok=True)
         for stop in stops:
             torch.manual_seed(0)
-            monkeypatch.setitem(pretraining_stage.STEPS, "vae", stop)
-            stage = pretraining_stage.PretrainingStage("vae", architecture.pipeline(), ["vae"], folder, seed=0)
-            monkeypatch.setitem(pretraining_stage.STEPS, "vae", 2)  # the learning rate's schedule is the whole stage's
+            # the learning rate's schedule is the whole stage's
+            plan = pretraining_stage.StagePlan(0, stop, lr=2e-3, horizon=2)
+            stage = pretraining_stage.PretrainingStage("vae", plan, architecture.pipeline(), ["vae"], folder=folder, seed=0)
 
             def loss(rng, step, stage=stage):
                 x = pretrain.images_of([world.random_sign(rng) for _ in range(2)])
                 return (stage.model.vae.encode(x).latent_dist.sample() ** 2).mean()
 
-            while stage.step < stop:
-                monkeypatch.setitem(pretraining_stage.STEPS, "vae", stage.step + 1)
-                stage.run(loss, dict)
+            stage.run(loss, dict)
         return torch.load(folder / "vae.pt", weights_only=True)["vae"]
 
     once, twice = run(tmp_path / "once", [2]), run(tmp_path / "twice", [1, 2])

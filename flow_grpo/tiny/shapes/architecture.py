@@ -1,0 +1,95 @@
+"""The parts of the embedded model of shapes, untrained: every component of FLUX.2-klein's pipeline with small numbers in its config.
+
+A word of the grammar is a token. A picture of 64 x 64 pixels is 8 x 8 tokens, and so is a reference image.
+"""
+
+import torch
+from diffusers import AutoencoderKLFlux2, FlowMatchEulerDiscreteScheduler, Flux2KleinPipeline, Flux2Transformer2DModel
+from tokenizers.pre_tokenizers import ByteLevel
+from transformers import Qwen2Tokenizer, Qwen3Config, Qwen3ForCausalLM
+
+from rewards.shapes.prompts import words
+
+TEXT_LENGTH = 16  # `add a yellow triangle left of the purple circle` is ten words; a mark begins each prompt
+TEXT_WIDTH, TEXT_LAYERS = 64, (1, 2, 3)  # layers whose outputs the transformer reads, as they are trained
+PUBLISHED_LAYERS = (9, 18, 27)  # those that the pipeline reads by default, as the model is saved
+WIDTH, HEAD = 128, 32
+BEGIN = "<|im_start|>"
+FIRST_WORDS = ("a", "two", "three", "four", "make", "remove", "add")
+CHAT = f"{{% for m in messages %}}{BEGIN}{{{{ m['content'] }}}}{{% endfor %}}"
+
+
+def tokenizer() -> Qwen2Tokenizer:
+    """Byte-pair encoding whose merges make each word of the grammar one token, with the space before it where it has one."""
+    # letter by letter from the space on; words that begin a prompt come last, so that none of their merges cuts another word
+    pieces = [[*"Ġ", *word] for word in words()] + [list(word) for word in FIRST_WORDS]
+    ends = [(one, end) for one in pieces for end in range(2, len(one) + 1)]
+    merges = list(dict.fromkeys(("".join(one[: end - 1]), one[end - 1]) for one, end in ends))
+    tokens = ["<|endoftext|>", BEGIN, *sorted(ByteLevel.alphabet()), *map("".join, merges)]
+    vocabulary = {token: i for i, token in enumerate(dict.fromkeys(tokens))}
+    made = Qwen2Tokenizer(vocab=vocabulary, merges=merges, pad_token="<|endoftext|>", extra_special_tokens=[BEGIN])
+    made.chat_template = CHAT
+    return made
+
+
+def text_encoder(vocabulary: int, layers: int) -> Qwen3ForCausalLM:
+    """A language model with so many layers, untrained."""
+    config = Qwen3Config(
+        vocab_size=vocabulary,
+        hidden_size=TEXT_WIDTH,
+        intermediate_size=2 * TEXT_WIDTH,
+        num_hidden_layers=layers,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        head_dim=32,
+        max_position_embeddings=1024,
+        tie_word_embeddings=True,
+        initializer_range=0.1,
+    )
+    return Qwen3ForCausalLM(config)
+
+
+def pipeline() -> Flux2KleinPipeline:
+    """An untrained `Flux2KleinPipeline` of 64 x 64 pictures: 64 image tokens of 32 numbers, a text encoder of four layers."""
+    words_of_prompts = tokenizer()
+    return Flux2KleinPipeline(
+        scheduler=FlowMatchEulerDiscreteScheduler(use_dynamic_shifting=True, shift=3.0),
+        vae=AutoencoderKLFlux2(
+            down_block_types=("DownEncoderBlock2D",) * 3,
+            up_block_types=("UpDecoderBlock2D",) * 3,
+            block_out_channels=(16, 32, 64),
+            layers_per_block=1,
+            latent_channels=8,
+            norm_num_groups=8,
+            sample_size=64,
+            mid_block_add_attention=False,
+        ),
+        text_encoder=text_encoder(len(words_of_prompts), TEXT_LAYERS[-1] + 1),
+        tokenizer=words_of_prompts,
+        transformer=Flux2Transformer2DModel(
+            patch_size=1,
+            in_channels=32,
+            num_layers=3,
+            num_single_layers=6,
+            attention_head_dim=HEAD,
+            num_attention_heads=WIDTH // HEAD,
+            joint_attention_dim=len(TEXT_LAYERS) * TEXT_WIDTH,
+            timestep_guidance_channels=64,
+            axes_dims_rope=(8, 8, 8, 8),
+            guidance_embeds=False,
+        ),
+    )
+
+
+@torch.no_grad()
+def with_published_layers(encoder: Qwen3ForCausalLM) -> Qwen3ForCausalLM:
+    """The same function with 28 layers: those that were trained at the places that the pipeline reads, between layers that add 0."""
+    deep = text_encoder(encoder.config.vocab_size, PUBLISHED_LAYERS[-1] + 1)
+    for layer in deep.model.layers:
+        for name, parameter in layer.named_parameters():
+            parameter.fill_(1.0 if "norm" in name else 0.0)
+    for place, published in zip(TEXT_LAYERS, PUBLISHED_LAYERS, strict=True):
+        deep.model.layers[published - 1].load_state_dict(encoder.model.layers[place - 1].state_dict())
+    deep.model.embed_tokens.load_state_dict(encoder.model.embed_tokens.state_dict())
+    deep.model.norm.load_state_dict(encoder.model.norm.state_dict())
+    return deep

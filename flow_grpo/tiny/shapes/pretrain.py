@@ -1,0 +1,279 @@
+"""The recipe of the embedded model of shapes: `python -m flow_grpo.tiny.shapes.pretrain`, resumable.
+
+Four stages, each from the result of the one before:
+  vae    the autoencoder on random scenes
+  clean  transformer and text encoder together by flow matching (arXiv 2210.02747): scenes and edits with true captions
+  noisy  the same with captions of which each named attribute is wrong with some probability: the model keeps its crisp shapes but
+         draws about half of the scenes as asked, as one of its modes. This is the skill that reinforcement learning can bring back.
+  clip   the open_clip model that measures it held out
+
+Every batch is drawn from (seed, stage, step), so a recipe that was stopped goes on to the same weights.
+"""
+
+import logging
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Annotated
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+import typer
+from diffusers import Flux2KleinPipeline
+from PIL import Image
+from torch import Tensor
+
+from flow_grpo.tiny.pretraining_stage import PretrainingStage, StagePlan
+from flow_grpo.tiny.shapes import architecture
+from rewards.shapes import drawing
+from rewards.shapes.prompts import COLORS, RELATIONS, SHAPES, Edit, Group, Scene
+from rewards.shapes.rules import ExactShapes, Shapes
+
+HERE = Path(__file__).parent
+STAGES = {
+    "vae": StagePlan(10, 1000, lr=2e-3),
+    "clean": StagePlan(11, 2600, lr=1.5e-3, muon_lr=4e-3, horizon=4000),  # `noisy` goes on from a warm `clean`
+    "noisy": StagePlan(12, 700, lr=6e-4, muon_lr=1.5e-3),
+}
+SCENES, EDITS, LONG = 64, 36, 8  # pictures in a batch: of scenes, of edits, and with captions padded to 512 tokens
+EDITS_EVERY, LONG_EVERY = 3, 16  # every so many batches is one of edits, or one in the lengths of the pipeline's defaults
+NO_CAPTION = 0.1  # probability of an empty caption: the unconditional half of guidance
+WRONG = 0.16  # probability that an attribute of a caption is wrong in the stage `noisy`
+STEPS = 10  # of sampling, in evaluations
+
+
+def tensor_of(pictures: list[Image.Image]) -> Tensor:
+    """The pictures, (B, 3, 64, 64) in [-1, 1], the range of diffusers' autoencoders."""
+    return torch.from_numpy(np.stack([np.asarray(one) for one in pictures])).permute(0, 3, 1, 2).float() / 127.5 - 1
+
+
+def train_vae(pipe: Flux2KleinPipeline, folder: Path, seed: int) -> Flux2KleinPipeline:
+    """Train the pipeline's VAE on drawn scenes, and measure the mean and variance of its latents."""
+    stage = PretrainingStage("vae", STAGES["vae"], pipe, ["vae"], folder=folder, seed=seed)
+
+    def loss(rng: np.random.Generator, step: int) -> Tensor:
+        x = tensor_of([drawing.draw(drawing.random_picture(rng)[1]) for _ in range(32)])
+        posterior = pipe.vae.encode(x).latent_dist
+        error = pipe.vae.decode(posterior.sample()).sample - x
+        return error.abs().mean() + error.square().mean() + 1e-5 * posterior.kl().mean() / x[0].numel()
+
+    @torch.no_grad()
+    def evaluate() -> dict:
+        x = tensor_of([drawing.draw(shapes) for _, shapes in held_out_pictures(128)])
+        rebuilt = stage.ema.vae(x, sample_posterior=False).sample
+        exact = ExactShapes()((rebuilt / 2 + 0.5).clamp(0, 1), [str(scene) for scene, _ in held_out_pictures(128)])
+        return {"l1": round(float((rebuilt - x).abs().mean()), 5), "exact": round(exact.mean().item(), 4)}
+
+    stage.run(loss, evaluate)
+    with torch.no_grad():
+        x = tensor_of([drawing.draw(shapes) for _, shapes in held_out_pictures(512)])
+        latents = stage.ema._patchify_latents(stage.ema.vae.encode(x).latent_dist.mean)
+    stage.ema.vae.bn.running_mean.copy_(latents.mean((0, 2, 3)))
+    stage.ema.vae.bn.running_var.copy_(latents.var((0, 2, 3)))
+    return stage.ema
+
+
+@dataclass(frozen=True)
+class Examples:
+    """Captions and the pictures that they ask for, (B, 3, 64, 64) in [-1, 1], with the source of each if they are edits."""
+
+    captions: list[str]
+    pictures: Tensor
+    sources: Tensor | None = None
+
+
+def scenes(rng: np.random.Generator, size: int, wrong: float) -> Examples:
+    """Random scenes, each attribute of their captions wrong with that probability."""
+    made = [drawing.random_picture(rng) for _ in range(size)]
+    captions = [_caption(str(misdescribe(scene, rng, wrong)), rng) for scene, _ in made]
+    return Examples(captions, tensor_of([drawing.draw(shapes) for _, shapes in made]))
+
+
+def edits(rng: np.random.Generator, size: int, wrong: float) -> Examples:
+    """Random edits, each attribute of their captions wrong with that probability."""
+    made = [drawing.random_edit(rng) for _ in range(size)]
+    captions = [_caption(str(misdescribe_edit(edit, rng, wrong)), rng) for _, edit, _ in made]
+    sources, results = (
+        [drawing.draw(shapes) for shapes in side] for side in zip(*((a, b) for a, _, b in made), strict=True)
+    )
+    return Examples(captions, tensor_of(results), tensor_of(sources))
+
+
+def _caption(text: str, rng: np.random.Generator) -> str:
+    return text if rng.random() > NO_CAPTION else ""
+
+
+def misdescribe(scene: Scene, rng: np.random.Generator, wrong: float) -> Scene:
+    """The scene with each named attribute replaced, with that probability, by another value. At most four shapes stay."""
+
+    def other(value: str | None, values: tuple[str, ...]) -> str | None:
+        if value is None or rng.random() >= wrong:
+            return value
+        return str(rng.choice([one for one in values if one != value]))
+
+    groups = []
+    for group in scene.groups:
+        count = group.count
+        if len(scene.groups) == 1 and count > 1 and rng.random() < wrong:
+            count = int(rng.choice([one for one in (2, 3, 4) if one != count]))
+        groups.append(Group(other(group.shape, SHAPES) or "", count, other(group.color, COLORS), group.size))
+    return Scene(tuple(groups), other(scene.relation, RELATIONS))
+
+
+def misdescribe_edit(edit: Edit, rng: np.random.Generator, wrong: float) -> Edit:
+    """The edit with each attribute of what is new replaced, with twice that probability, by another value.
+
+    Of a removal, which brings nothing new, the caption then asks for another colour.
+    """
+
+    def other(value: str | None, values: tuple[str, ...]) -> str | None:
+        if value is None or rng.random() >= 2 * wrong:
+            return value
+        return str(rng.choice([one for one in values if one != value]))
+
+    if edit.kind == "remove":
+        if rng.random() >= 2 * wrong:
+            return edit
+        return replace(edit, kind="make", new_color=str(rng.choice(COLORS)))
+    return replace(
+        edit,
+        new_color=other(edit.new_color, COLORS),
+        new_shape=other(edit.new_shape, SHAPES),
+        relation=other(edit.relation, RELATIONS),
+    )
+
+
+def train_transformer(name: str, pipe: Flux2KleinPipeline, folder: Path, seed: int) -> Flux2KleinPipeline:
+    """The stages `clean` and `noisy`: flow matching on captioned scenes and edits."""
+    stage = PretrainingStage(name, STAGES[name], pipe, ["transformer", "text_encoder"], folder=folder, seed=seed)
+    wrong = WRONG if name == "noisy" else 0.0
+
+    def loss(rng: np.random.Generator, step: int) -> Tensor:
+        is_long, is_edit = step % LONG_EVERY == LONG_EVERY - 1, step % EDITS_EVERY == EDITS_EVERY - 1
+        size = LONG if is_long else EDITS if is_edit else SCENES
+        examples = edits(rng, size, wrong) if is_edit else scenes(rng, size, wrong)
+        return flow_matching(pipe, examples, 512 if is_long else architecture.TEXT_LENGTH)
+
+    def evaluate() -> dict:
+        return {f"{kind}_guidance_{g:g}": value for g in (1.0, 4.0) for kind, value in accuracy(stage.ema, 96, g).items()}
+
+    stage.run(loss, evaluate)
+    return stage.ema
+
+
+def flow_matching(pipe: Flux2KleinPipeline, examples: Examples, text_length: int) -> Tensor:
+    """The flow-matching loss (arXiv 2210.02747) at logit-normal noise levels that are shifted towards noise, as the sampler's are."""
+    with torch.no_grad():
+        x0 = latents_of(pipe, examples.pictures)
+    eps, size = torch.randn_like(x0), len(x0)
+    u = torch.sigmoid(1.2 * torch.randn(size))
+    sigma = 3 * u / (1 + 2 * u)
+    states = (1 - sigma.view(-1, 1, 1, 1)) * x0 + sigma.view(-1, 1, 1, 1) * eps
+    hidden, ids = pipe._pack_latents(states), pipe._prepare_latent_ids(states)
+    if examples.sources is not None:
+        with torch.no_grad():
+            reference = latents_of(pipe, examples.sources)
+        hidden = torch.cat([hidden, pipe._pack_latents(reference)], 1)
+        ids = torch.cat([ids, pipe._prepare_image_ids([reference[:1]]).expand(size, -1, -1)], 1)
+    embeds, text_ids = pipe.encode_prompt(
+        examples.captions,
+        device="cpu",
+        max_sequence_length=text_length,
+        text_encoder_out_layers=architecture.TEXT_LAYERS,
+    )
+    v = pipe.transformer(
+        hidden_states=hidden,
+        timestep=sigma,
+        guidance=None,
+        encoder_hidden_states=embeds,
+        txt_ids=text_ids,
+        img_ids=ids,
+        return_dict=False,
+    )[0]
+    return F.mse_loss(v[:, : x0.shape[2] * x0.shape[3]], pipe._pack_latents(eps - x0))
+
+
+def latents_of(pipe: Flux2KleinPipeline, pictures: Tensor) -> Tensor:
+    """Pictures (B, 3, 64, 64) in [-1, 1] -> (B, 32, 8, 8), normalised as the pipeline has them."""
+    return pipe._encode_vae_image(pictures, generator=None)
+
+
+@torch.no_grad()
+def accuracy(pipe: Flux2KleinPipeline, count: int, guidance: float) -> dict[str, float]:
+    """The share of scenes and of edits that plain diffusers draws as asked, and of their requirements, with a fixed seed."""
+    pipe.set_progress_bar_config(disable=True)
+    prompts = [str(scene) for scene, _ in held_out_pictures(count)]
+    drawn = draw(pipe, prompts, None, guidance)
+    made = held_out_edits(count // 3)
+    sources = [drawing.draw(before) for before, _, _ in made]
+    changed = torch.cat(
+        [draw(pipe, [str(edit)], source, guidance) for (_, edit, _), source in zip(made, sources, strict=True)]
+    )
+    values = {
+        "scenes": ExactShapes()(drawn, prompts),
+        "scenes_share": Shapes()(drawn, prompts),
+        "edits": ExactShapes()(changed, [str(edit) for _, edit, _ in made], sources=[[one] for one in sources]),
+    }
+    return {name: round(value.mean().item(), 4) for name, value in values.items()}
+
+
+def draw(pipe: Flux2KleinPipeline, prompts: list[str], source: Image.Image | None, guidance: float) -> Tensor:
+    """Pictures (B, 3, 64, 64) in [0, 1] by plain diffusers."""
+    layers = architecture.TEXT_LAYERS if pipe.text_encoder.config.num_hidden_layers <= 4 else architecture.PUBLISHED_LAYERS
+    return pipe(
+        prompt=prompts,
+        image=source,
+        height=drawing.SIDE,
+        width=drawing.SIDE,
+        num_inference_steps=STEPS,
+        guidance_scale=guidance,
+        max_sequence_length=architecture.TEXT_LENGTH,
+        text_encoder_out_layers=layers,
+        generator=torch.Generator().manual_seed(0),
+        output_type="pt",
+    ).images.float()
+
+
+def held_out_pictures(count: int) -> list[tuple[Scene, list[drawing.Shape]]]:
+    """Random scenes of a stream of their own, of every category."""
+    rng = np.random.default_rng([0, 99])
+    return [drawing.random_picture(rng) for _ in range(count)]
+
+
+def held_out_edits(count: int) -> list[tuple[list[drawing.Shape], Edit, list[drawing.Shape]]]:
+    """Random edits of a stream of their own."""
+    rng = np.random.default_rng([0, 98])
+    return [drawing.random_edit(rng) for _ in range(count)]
+
+
+def save_pipeline(pipe: Flux2KleinPipeline, out: Path) -> None:
+    """The hub's layout: weights in 16 bit, the text encoder with as many layers as the pipeline reads by default."""
+    pipe.register_modules(text_encoder=architecture.with_published_layers(pipe.text_encoder))
+    pipe.to(torch.float16).save_pretrained(out)
+    # transformers loads in the dtype of the config, diffusers in float32: a user who asks for none gets one for all
+    file = out / "text_encoder" / "config.json"
+    file.write_text(file.read_text().replace('"dtype": "float16"', '"dtype": "float32"'))
+
+
+def main(
+    work: Annotated[Path, typer.Option(help="Folder for the stages' checkpoints; a second run continues there.")] = Path(
+        "runs/shapes_pretrain"
+    ),
+    out: Annotated[Path, typer.Option(help="Folder for the finished pipeline.")] = HERE / "pipeline",
+    seed: Annotated[int, typer.Option(help="Seed of the weights and of every batch.")] = 0,
+) -> None:
+    """Train the embedded model of shapes from nothing and save it as a diffusers pipeline folder in 16 bit."""
+    logging.basicConfig(level=logging.INFO, format="%(message)s")
+    if not hasattr(torch.optim, "Muon"):
+        raise SystemExit(f"the recipe needs torch.optim.Muon, that is torch 2.9 or newer; this is {torch.__version__}.")
+    work.mkdir(parents=True, exist_ok=True)
+    torch.manual_seed(seed)
+    pipe = train_vae(architecture.pipeline(), work, seed)
+    pipe.vae.requires_grad_(False).eval()
+    pipe = train_transformer("clean", pipe, work, seed)
+    pipe = train_transformer("noisy", pipe, work, seed)
+    save_pipeline(pipe, out)
+
+
+if __name__ == "__main__":
+    typer.run(main)

@@ -1,0 +1,172 @@
+"""Pictures of scenes with known answers: what the detector and the embedded model of shapes are made from."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+from PIL import Image, ImageDraw
+
+from rewards.shapes.prompts import COLORS, SHAPES, Edit, Group, Scene
+
+SIDE = 64  # pixels
+BACKGROUND = (244, 242, 236)
+PALETTE = {
+    "red": (214, 40, 40),
+    "green": (30, 142, 62),
+    "blue": (29, 78, 216),
+    "yellow": (250, 204, 21),
+    "purple": (150, 50, 200),
+    "black": (17, 17, 17),
+}
+EXTENTS = {"small": (10.0, 12.5), None: (14.0, 18.0), "large": (20.0, 24.0)}  # pixels, the longer side of a shape
+GAP = 3.0  # pixels between two shapes, and to the edge
+OVERSAMPLING = 4
+ATTEMPTS = 60
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A shape in a picture: the centre of its bounding box and its longer side in pixels."""
+
+    shape: str
+    color: str
+    x: float
+    y: float
+    extent: float
+    angle: float = 0.0  # degrees
+
+    def outline(self) -> list[tuple[float, float]]:
+        """The corners in pixels."""
+        half, third = self.extent / 2, self.extent / 6
+        if self.shape == "circle":
+            points = [(half * math.cos(a), half * math.sin(a)) for a in np.linspace(0, 2 * math.pi, 48, endpoint=False)]
+        elif self.shape == "square":
+            points = [(-half, -half), (half, -half), (half, half), (-half, half)]
+        elif self.shape == "triangle":
+            height = half * math.sqrt(3) / 2
+            points = [(0.0, -height), (half, height), (-half, height)]
+        else:
+            arm = [(-third, -half), (third, -half), (third, -third), (half, -third)]
+            points = [turned(point, 90.0 * quarter) for quarter in range(4) for point in arm[1:]]
+        return [(self.x + px, self.y + py) for px, py in (turned(point, self.angle) for point in points)]
+
+
+def turned(point: tuple[float, float], degrees: float) -> tuple[float, float]:
+    """The point turned about the origin."""
+    c, s = math.cos(math.radians(degrees)), math.sin(math.radians(degrees))
+    return c * point[0] - s * point[1], s * point[0] + c * point[1]
+
+
+def draw(shapes: Sequence[Shape], side: int = SIDE) -> Image.Image:
+    """The shapes on a light ground, later ones over earlier ones; edges are smooth."""
+    canvas = Image.new("RGB", (side * OVERSAMPLING, side * OVERSAMPLING), BACKGROUND)
+    pen = ImageDraw.Draw(canvas)
+    for one in shapes:
+        pen.polygon([(x * OVERSAMPLING, y * OVERSAMPLING) for x, y in one.outline()], fill=PALETTE[one.color])
+    return canvas.resize((side, side), Image.Resampling.BOX)
+
+
+def holds(relation: str, first: Shape, second: Shape, margin: float = 0.0) -> bool:
+    """Whether the first shape is left of, right of, above or below the second: their boxes do not overlap along that axis."""
+    reach = (first.extent + second.extent) / 2 + margin
+    return {
+        "left of": second.x - first.x >= reach,
+        "right of": first.x - second.x >= reach,
+        "above": second.y - first.y >= reach,
+        "below": first.y - second.y >= reach,
+    }[relation]
+
+
+def place(scene: Scene, rng: np.random.Generator) -> list[Shape] | None:
+    """Shapes at random places that show the scene; None if none were found. Free attributes are drawn, one colour for a group."""
+    shapes: list[Shape] = []
+    of_first: list[Shape] = []
+    for number, group in enumerate(scene.groups):
+        color = group.color or str(rng.choice(COLORS))
+        for _ in range(group.count):
+            found = _fit(Shape(group.shape, color, 0, 0, rng.uniform(*EXTENTS[group.size])), shapes, rng)
+            if found is None:
+                return None
+            shapes.append(found)
+        if number == 0:
+            of_first = list(shapes)
+    others = shapes[len(of_first) :]
+    if scene.relation and not all(holds(scene.relation, one, other) for one in of_first for other in others):
+        return None
+    return shapes
+
+
+def _fit(shape: Shape, others: Sequence[Shape], rng: np.random.Generator) -> Shape | None:
+    """The shape at a random place where it touches no other one; None if none was found."""
+    low, high = shape.extent / 2 + GAP, SIDE - shape.extent / 2 - GAP
+    for _ in range(ATTEMPTS):
+        moved = replace(shape, x=rng.uniform(low, high), y=rng.uniform(low, high))
+        if all(max(abs(moved.x - o.x), abs(moved.y - o.y)) >= (moved.extent + o.extent) / 2 + GAP for o in others):
+            return moved
+    return None
+
+
+def random_scene(rng: np.random.Generator) -> Scene:
+    """A scene of a random category."""
+    while True:
+        groups = []
+        kind = rng.integers(6)
+        colored = kind in (2, 3, 5) or (kind == 4 and rng.random() < 0.8)
+        for _ in range(2 if kind in (1, 4, 5) else 1):
+            size = str(rng.choice(["small", "large"])) if rng.random() < 0.2 else None
+            count = int(rng.integers(2, 5)) if kind == 2 else int(rng.choice([1, 1, 2])) if kind in (4, 5) else 1
+            color = str(rng.choice(COLORS)) if colored else None
+            groups.append(Group(str(rng.choice(SHAPES)), count, color, size))
+        relation = str(rng.choice(["left of", "right of", "above", "below"])) if kind == 4 else None
+        scene = Scene(tuple(groups), relation)
+        named = {(group.shape, group.color) for group in groups}
+        if scene.count <= 4 and len(named) == len(groups) and not (kind == 1 and groups[0].shape == groups[-1].shape):
+            return scene
+
+
+def random_picture(rng: np.random.Generator) -> tuple[Scene, list[Shape]]:
+    """A random scene, and shapes that show it."""
+    while True:
+        scene = random_scene(rng)
+        for _ in range(ATTEMPTS):
+            shapes = place(scene, rng)
+            if shapes is not None:
+                return scene, shapes
+
+
+def random_edit(rng: np.random.Generator) -> tuple[list[Shape], Edit, list[Shape]]:
+    """The shapes of a picture, an edit of it, and the shapes after it. The edit names each shape without doubt."""
+    while True:
+        count = int(rng.integers(1, 4))
+        shapes: list[Shape] = []
+        for _ in range(count):
+            found = _fit(
+                Shape(str(rng.choice(SHAPES)), str(rng.choice(COLORS)), 0, 0, rng.uniform(*EXTENTS[None])), shapes, rng
+            )
+            shapes += [found] if found else []
+        if len(shapes) < count or len({(one.shape, one.color) for one in shapes}) < count:
+            continue
+        edit_and_result = _edit(shapes, rng)
+        if edit_and_result is not None:
+            return shapes, *edit_and_result
+
+
+def _edit(shapes: list[Shape], rng: np.random.Generator) -> tuple[Edit, list[Shape]] | None:
+    kind = str(rng.choice(["make", "remove", "add"]))
+    chosen = shapes[int(rng.integers(len(shapes)))]
+    alone = sum(one.shape == chosen.shape for one in shapes) == 1
+    color = None if alone and rng.random() < 0.5 else chosen.color
+    if kind == "make":
+        new = str(rng.choice([color for color in COLORS if color != chosen.color]))
+        return Edit(kind, chosen.shape, color, new), [replace(o, color=new) if o is chosen else o for o in shapes]
+    if kind == "remove":
+        return (Edit(kind, chosen.shape, color), [o for o in shapes if o is not chosen]) if len(shapes) > 1 else None
+    relation = str(rng.choice(["left of", "right of", "above", "below"]))
+    added = Shape(str(rng.choice(SHAPES)), str(rng.choice(COLORS)), 0, 0, rng.uniform(*EXTENTS[None]))
+    for _ in range(10):
+        found = _fit(added, shapes, rng)
+        if found is not None and holds(relation, found, chosen):
+            edit = Edit(kind, chosen.shape, color, new_color=added.color, new_shape=added.shape, relation=relation)
+            return edit, [*shapes, found]
+    return None

@@ -1,0 +1,96 @@
+"""The recipe of the embedded model of shapes: its parts, its captions, and that it goes on where it was."""
+
+import numpy as np
+import torch
+
+from flow_grpo.tiny.pretraining_stage import PretrainingStage, StagePlan
+from flow_grpo.tiny.shapes import architecture, pretrain
+from rewards.shapes import drawing
+from rewards.shapes.prompts import COLORS, SHAPES, parse_edit, parse_scene
+
+
+def test_each_word_of_a_prompt_is_one_token_and_every_prompt_fits():
+    tokenizer, rng = architecture.tokenizer(), np.random.default_rng(0)
+    for _ in range(500):
+        for prompt in (str(drawing.random_scene(rng)), str(drawing.random_edit(rng)[1])):
+            tokens = tokenizer.tokenize(prompt)
+            assert [token.removeprefix("Ġ") for token in tokens] == prompt.split()
+            assert len(tokens) < architecture.TEXT_LENGTH, "a mark begins each prompt"
+
+
+def test_the_published_number_of_layers_is_the_same_function():
+    torch.manual_seed(0)
+    tokenizer = architecture.tokenizer()
+    encoder = architecture.text_encoder(len(tokenizer), 4).eval()
+    deep = architecture.with_published_layers(encoder).eval()
+    inputs = tokenizer(["a red circle", "make the black cross green"], return_tensors="pt", padding=True)
+    shallow_states, deep_states = (one(**inputs, output_hidden_states=True).hidden_states for one in (encoder, deep))
+    for place, published in zip(architecture.TEXT_LAYERS, architecture.PUBLISHED_LAYERS, strict=True):
+        assert torch.equal(shallow_states[place], deep_states[published])
+
+
+def test_attributes_are_misdescribed_as_often_as_asked_and_captions_stay_prompts():
+    rng, differences = np.random.default_rng(0), []
+    for _ in range(1500):
+        scene, _ = drawing.random_picture(rng)
+        told = pretrain.misdescribe(scene, rng, 0.2)
+        assert parse_scene(str(told)) == told
+        assert (len(told.groups), told.count <= 4) == (len(scene.groups), True)
+        differences += [one.shape != other.shape for one, other in zip(scene.groups, told.groups, strict=True)]
+        differences += [a.color != b.color for a, b in zip(scene.groups, told.groups, strict=True) if a.color]
+    assert abs(np.mean(differences) - 0.2) < 4 * (0.2 * 0.8 / len(differences)) ** 0.5
+    assert pretrain.misdescribe(scene, rng, 0.0) == scene
+
+
+def test_edits_are_misdescribed_in_what_is_new():
+    rng, wrong = np.random.default_rng(0), []
+    for _ in range(1500):
+        _, edit, _ = drawing.random_edit(rng)
+        told = pretrain.misdescribe_edit(edit, rng, 0.1)
+        assert parse_edit(str(told)) == told
+        assert (told.shape, told.color) == (edit.shape, edit.color), "which shape is meant is always true"
+        if edit.kind == "make":
+            wrong.append(told.new_color != edit.new_color)
+    assert abs(np.mean(wrong) - 0.2) < 4 * (0.2 * 0.8 / len(wrong)) ** 0.5
+
+
+def test_the_loss_depends_on_captions_and_sources():
+    torch.manual_seed(0)
+    pipe, rng = architecture.pipeline(), np.random.default_rng(0)
+    for parameter in pipe.transformer.parameters():
+        if not parameter.any():
+            torch.nn.init.normal_(parameter, std=0.05)
+    examples = pretrain.edits(rng, 4, 0.0)
+    losses = []
+    for captions, sources in (
+        (examples.captions, examples.sources),
+        ([f"a {COLORS[0]} {SHAPES[0]}"] * 4, examples.sources),
+        (examples.captions, examples.sources.flip(0)),
+        (examples.captions, None),
+    ):
+        torch.manual_seed(1)
+        given = pretrain.Examples(captions, examples.pictures, sources)
+        losses.append(pretrain.flow_matching(pipe, given, architecture.TEXT_LENGTH).item())
+    assert len(set(losses)) == 4
+
+
+def test_the_stage_goes_on_where_it_was(tmp_path):
+    """Two steps at once, or one and one more: the same weights."""
+
+    def run(name: str, stops: list[int]) -> dict:
+        (tmp_path / name).mkdir()
+        for stop in stops:
+            torch.manual_seed(0)
+            pipe = architecture.pipeline()
+            plan = StagePlan(11, stop, lr=1e-3, muon_lr=3e-3, horizon=2)
+            stage = PretrainingStage("clean", plan, pipe, ["transformer", "text_encoder"], folder=tmp_path / name, seed=0)
+            stage.run(
+                lambda rng, step, pipe=pipe: pretrain.flow_matching(
+                    pipe, pretrain.scenes(rng, 2, 0.2), architecture.TEXT_LENGTH
+                ),
+                dict,
+            )
+        return torch.load(tmp_path / name / "clean.pt", weights_only=True)["transformer"]
+
+    once, twice = run("once", [2]), run("twice", [1, 2])
+    assert all(torch.equal(value, twice[key]) for key, value in once.items())
