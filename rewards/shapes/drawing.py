@@ -137,6 +137,7 @@ def random_picture(rng: np.random.Generator) -> tuple[Scene, list[Shape]]:
 
 def random_edit(rng: np.random.Generator) -> tuple[list[Shape], Edit, list[Shape]]:
     """The shapes of a picture, an edit of it, and the shapes after it. The edit names each shape without doubt."""
+    kind = str(rng.choice(["make", "remove", "add"]))
     while True:
         count = int(rng.integers(1, 4))
         shapes: list[Shape] = []
@@ -147,13 +148,13 @@ def random_edit(rng: np.random.Generator) -> tuple[list[Shape], Edit, list[Shape
             shapes += [found] if found else []
         if len(shapes) < count or len({(one.shape, one.color) for one in shapes}) < count:
             continue
-        edit_and_result = _edit(shapes, rng)
+        edit_and_result = _edit(kind, shapes, rng)
         if edit_and_result is not None:
             return shapes, *edit_and_result
 
 
-def _edit(shapes: list[Shape], rng: np.random.Generator) -> tuple[Edit, list[Shape]] | None:
-    kind = str(rng.choice(["make", "remove", "add"]))
+def _edit(kind: str, shapes: list[Shape], rng: np.random.Generator) -> tuple[Edit, list[Shape]] | None:
+    """An edit of that kind, and the shapes after it; None if there is no room for one."""
     chosen = shapes[int(rng.integers(len(shapes)))]
     alone = sum(one.shape == chosen.shape for one in shapes) == 1
     color = None if alone and rng.random() < 0.5 else chosen.color

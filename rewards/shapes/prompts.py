@@ -20,6 +20,7 @@ SIZES = ("small", "large")
 RELATIONS = ("left of", "right of", "above", "below")
 NUMBERS = {"a": 1, "two": 2, "three": 3, "four": 4}
 MOST_SHAPES = 4
+SALT = 113  # with which some combinations of each category are held out, also of those with few
 CATEGORIES = ("single", "two objects", "counting", "colours", "position", "attribute binding")
 EXAMPLE = "a red circle left of a blue square"
 
@@ -84,7 +85,7 @@ class Scene:
             named.reverse()
         relation = {"right of": "left of", "below": "above"}.get(self.relation or "", self.relation)
         key = str(Scene(tuple(named) if self.relation else tuple(sorted(named, key=str)), relation))
-        return zlib.crc32(key.encode()) % 5 == 0
+        return zlib.crc32(f"{SALT}:{key}".encode()) % 5 == 0
 
 
 @dataclass(frozen=True)

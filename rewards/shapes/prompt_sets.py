@@ -1,0 +1,50 @@
+"""The prompt files of the embedded model of shapes: `python -m rewards.shapes.prompt_sets FOLDER`.
+
+Writes shapes_train.jsonl and shapes_eval.jsonl, scenes with their category, and shape_edits_train.jsonl and shape_edits_eval.jsonl,
+edits with the image that each of them changes, in shape_edits/. Evaluation asks for combinations that training never names.
+"""
+
+import json
+import sys
+from pathlib import Path
+
+import numpy as np
+
+from rewards.shapes.drawing import draw, random_edit, random_scene
+from rewards.shapes.prompts import CATEGORIES
+
+SCENES = {"train": 160, "eval": 32}  # of each category, if there are as many
+EDITS = {"train": 192, "eval": 72}
+ATTEMPTS = 40_000  # random scenes that are looked through
+
+
+def scenes(part: str, rng: np.random.Generator) -> list[dict[str, str]]:
+    """Different prompts of every category, held out or not."""
+    found: dict[str, dict[str, None]] = {category: {} for category in CATEGORIES}
+    for _ in range(ATTEMPTS):
+        scene = random_scene(rng)
+        of_category = found[scene.category]
+        if scene.is_held_out == (part == "eval") and len(of_category) < SCENES[part]:
+            of_category[str(scene)] = None
+    return [{"prompt": prompt, "category": category} for category in CATEGORIES for prompt in found[category]]
+
+
+def write(folder: Path, seed: int = 0) -> None:
+    """Write the prompt files and the images."""
+    rng = np.random.default_rng(seed)
+    (folder / "shape_edits").mkdir(parents=True, exist_ok=True)
+    for part, count in EDITS.items():
+        lines = [json.dumps(row) for row in scenes(part, rng)]
+        (folder / f"shapes_{part}.jsonl").write_text("\n".join(lines) + "\n")
+        rows: list[str] = []
+        while len(rows) < count:
+            before, edit, _ = random_edit(rng)
+            if edit.is_held_out == (part == "eval"):
+                name = f"shape_edits/{part}_{len(rows):03d}.png"
+                draw(before).quantize(64).save(folder / name, optimize=True)
+                rows.append(json.dumps({"prompt": str(edit), "image": name, "category": edit.kind}))
+        (folder / f"shape_edits_{part}.jsonl").write_text("\n".join(rows) + "\n")
+
+
+if __name__ == "__main__":
+    write(Path(sys.argv[1]))
