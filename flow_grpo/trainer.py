@@ -50,21 +50,17 @@ class FlowGRPOTrainer:
         self.train_source, self.prompt_overlaps = run.train_source, run.prompt_overlaps
         self.callbacks = CallbackList(callbacks, self.args, self.policy, self.processes)
         self.folder, self.interrupted = Path(self.args.output_dir), False
-        self.state = RunState(
-            run.args,
-            run.policy,
-            run.prompt_sampler,
-            run.rewards,
-            processes=run.processes,
-            should_stop=lambda: self.interrupted,
-        )
+        shared: Any = {"processes": run.processes, "should_stop": lambda: self.interrupted}
+        self.state = RunState(run.args, run.policy, run.prompt_sampler, run.rewards, **shared)
         self.evaluator = Evaluator(
             run.policy,
-            run.args,
+            self.args.evaluation,
             run.eval_set,
             run.eval_rewards,
-            processes=run.processes,
-            should_stop=lambda: self.interrupted,
+            folder=self.folder,
+            model=self.args.model,
+            last_step=self.args.steps,
+            **shared,
         )
 
     def train(self, resume: bool = False) -> dict[str, float]:

@@ -3,8 +3,9 @@
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 
-from flow_grpo.config import FlowGRPOConfig
+from flow_grpo.config.sections import EvaluationConfig
 from flow_grpo.data.prompts import PromptSet, rows_by_set
 from flow_grpo.distributed.processes import Processes
 from flow_grpo.evaluation import hacking
@@ -22,10 +23,13 @@ class Evaluator:
     """Evaluates a run and keeps what it finds in the run folder.
 
     Args:
+        settings: the section `evaluation` of the config.
         prompts: the held-out ones; None means that nothing is evaluated.
         rewards: those that are trained on, and with weight 0 those that are only measured.
         should_stop: `Interrupted` leaves an evaluation if it returns True.
         processes: those that share an evaluation; the main one writes.
+        folder, model: of the run, for what is kept.
+        last_step: of the run.
 
     Attributes:
         recorder: keeps evaluations in the run folder; on the main process of a run that trains.
@@ -34,41 +38,45 @@ class Evaluator:
     def __init__(
         self,
         policy: Policy,
-        args: FlowGRPOConfig,
+        settings: EvaluationConfig,
         prompts: PromptSet | None,
         rewards: WeightedSum,
         *,
         should_stop: Callable[[], bool],
         processes: Processes,
+        folder: Path,
+        model: str,
+        last_step: int,
     ) -> None:
-        self.policy, self.args, self.prompts, self.rewards = policy, args, prompts, rewards
+        self.policy, self.settings, self.prompts, self.rewards = policy, settings, prompts, rewards
         self.should_stop, self.processes = should_stop, processes
+        self.folder, self.model, self.last_step = folder, model, last_step
         self.recorder: EvaluationRecorder | None = None
         if prompts is not None:
-            check_evaluation_sizes(policy, args.evaluation)
-        elif args.evaluation.height or args.evaluation.width or args.evaluation.sizes:
+            check_evaluation_sizes(policy, settings)
+        elif settings.height or settings.width or settings.sizes:
             raise ValueError("a size of held-out images is set, but there are no held-out prompts: set evaluation.prompts.")
 
     def start_recording(self) -> None:
         """Keep the evaluations of a new run from here on. On the main process."""
-        self.recorder = EvaluationRecorder(self.args)
+        self.recorder = EvaluationRecorder(self.folder, self.settings, self.model, self.last_step)
         self.recorder.start(self.policy, self.processes)
 
     def resume_recording(self, step: int, tracker: Tracker) -> None:
         """Keep the evaluations of a resumed run, and delete those after `step`. On the main process."""
-        self.recorder = EvaluationRecorder(self.args)
+        self.recorder = EvaluationRecorder(self.folder, self.settings, self.model, self.last_step)
         note = self.recorder.resume(step)
         if note:
             tracker.info(note)
 
     def is_due(self, step: int) -> bool:
         """Whether this step is evaluated: the first, the last, and every `evaluation.every`."""
-        every = self.args.evaluation.every
-        return step in (0, self.args.steps) or bool(every and step % every == 0)
+        every = self.settings.every
+        return step in (0, self.last_step) or bool(every and step % every == 0)
 
     def evaluate(self, microbatch: int) -> Evaluation:
         """Generate the held-out images with the averaged weights, and measure them. Every process must call it."""
-        settings = self.args.evaluation
+        settings = self.settings
         with self.policy.ema.applied():
             evaluation = self._evaluate_at(
                 settings.height, settings.width, microbatch, max(NUM_PREVIEWS, settings.num_images)
@@ -84,11 +92,11 @@ class Evaluator:
             self.policy.at_size(height, width),
             self.prompts,
             self.rewards,
-            steps=self.args.evaluation.steps,
-            seed=self.args.evaluation.seed,
+            steps=self.settings.steps,
+            seed=self.settings.seed,
             microbatch=microbatch,
             processes=self.processes,
-            images_per_prompt=self.args.evaluation.images_per_prompt,
+            images_per_prompt=self.settings.images_per_prompt,
             num_kept_images=num_kept_images,
             should_stop=self.should_stop,
         )
@@ -113,9 +121,11 @@ class Evaluator:
         """Write a grid of the first prompts with fixed seeds. Every process must call it."""
         save_sample_grid(
             self.policy,
-            self.args,
             step,
             prompts.prompts,
+            folder=self.folder,
+            model=self.model,
+            steps=self.settings.steps,
             microbatch=microbatch,
             processes=self.processes,
             should_stop=self.should_stop,

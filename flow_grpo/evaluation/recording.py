@@ -6,7 +6,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from flow_grpo.config import FlowGRPOConfig
+from flow_grpo.config.sections import EvaluationConfig
 from flow_grpo.data.grid import ImageInfo, read_grid, save_grid
 from flow_grpo.data.videos import cut_strips, strip_frames
 from flow_grpo.distributed.processes import Processes
@@ -29,9 +29,9 @@ class EvaluationRecorder:
         samples: writes the images.
     """
 
-    def __init__(self, args: FlowGRPOConfig) -> None:
-        self.args, self.folder = args, Path(args.output_dir)
-        self.samples = SampleRecorder(self.folder, args.evaluation.num_images)
+    def __init__(self, folder: Path, settings: EvaluationConfig, model: str, last_step: int) -> None:
+        self.folder, self.settings, self.model, self.last_step = folder, settings, model, last_step
+        self.samples = SampleRecorder(folder, settings.num_images)
 
     def start(self, policy: Policy, processes: Processes) -> None:
         """Delete what an aborted run has left, and write down the machine."""
@@ -53,21 +53,23 @@ class EvaluationRecorder:
             prompts: the held-out ones.
             trained: names of the rewards that the run trains on.
         """
-        seed = self.args.evaluation.seed
+        seed = self.settings.seed
         seeds = [image_seed(seed, place) for place in range(len(prompts))]
         kept = self.samples.save_evaluation(step, evaluation, prompts, seeds, trained)
-        if step in (0, self.args.steps):
+        if step in (0, self.last_step):
             first = prompts[:NUM_PREVIEWS]
-            save_before_after(self.folder, step == 0, evaluation.images, first, seed=seed, model=self.args.model)
+            save_before_after(self.folder, step == 0, evaluation.images, first, seed=seed, model=self.model)
         return {size: hacking.read_history(kept, size) for size in ("", *evaluation.at_size)}
 
 
 def save_sample_grid(
     policy: Policy,
-    args: FlowGRPOConfig,
     step: int,
     prompts: list[str],
     *,
+    folder: Path,
+    model: str,
+    steps: int,
     microbatch: int,
     processes: Processes,
     should_stop: Callable[[], bool],
@@ -80,13 +82,13 @@ def save_sample_grid(
             policy,
             prompts,
             seeds=list(range(len(prompts))),
-            steps=args.evaluation.steps,
+            steps=steps,
             microbatch=microbatch,
             should_stop=lambda: alone and should_stop(),
         )
     if processes.is_main:
-        infos = [ImageInfo(prompt, seed, f"{args.model}, step {step}") for seed, prompt in enumerate(prompts)]
-        save_grid(Path(args.output_dir) / layout.SAMPLES / layout.sample_grid(step), images, infos, columns=4)
+        infos = [ImageInfo(prompt, seed, f"{model}, step {step}") for seed, prompt in enumerate(prompts)]
+        save_grid(folder / layout.SAMPLES / layout.sample_grid(step), images, infos, columns=4)
 
 
 def save_before_after(
