@@ -1,7 +1,8 @@
 """Agreement of image and prompt: the cosine of their open_clip embeddings.
 
-The tiny model of this package, `flow-grpo-tiny`, is registered with open_clip when this module is imported; it was
-trained on coloured signs only. Any other model name and pretrained tag of open_clip works, and so does a local checkpoint.
+The two small models of this package are registered with open_clip when this module is imported: `flow-grpo-tiny` knows coloured signs
+only, `flow-grpo-shapes` scenes of coloured shapes. Any other model name and pretrained tag of open_clip works, and so does a local
+checkpoint.
 """
 
 import json
@@ -18,8 +19,10 @@ from torch import Tensor
 from rewards.downloads import HubUnreachable, downloads
 from rewards.images import in_batches, unique
 
-TINY = "flow-grpo-tiny"
-FOLDER = Path(__file__).parent / "tiny_clip"
+TINY, SHAPES = "flow-grpo-tiny", "flow-grpo-shapes"
+FOLDERS = {TINY: Path(__file__).parent / "tiny_clip", SHAPES: Path(__file__).parent / "shapes_clip"}
+FOLDER = FOLDERS[TINY]
+CONFIG, WEIGHTS = "open_clip_config.json", "open_clip_model.safetensors"
 
 
 class OpenCLIP(torch.nn.Module):
@@ -31,8 +34,8 @@ class OpenCLIP(torch.nn.Module):
 
     def __init__(self, reward: str, model: str, pretrained: str | None, device: str) -> None:
         super().__init__()
-        if pretrained is None and model == TINY:
-            pretrained = str(FOLDER / "open_clip_model.safetensors")
+        if pretrained is None and model in FOLDERS:
+            pretrained = str(FOLDERS[model] / WEIGHTS)
         if pretrained is None and not model.startswith(("hf-hub:", "local-dir:")):
             tags = open_clip.list_pretrained_tags_by_model(model)
             known = f"give pretrained= one of {', '.join(tags)}" if tags else "open_clip knows no such model"
@@ -74,9 +77,9 @@ class CLIP(torch.nn.Module):
     Range [-1, 1]: 0.2 to 0.4 for matching pairs under OpenAI's models, near 1 for the tiny one. score="probability" is what
     SigLIP (arXiv 2303.15343) and SigLIP 2 (arXiv 2502.14786) were trained for, sigmoid(scale * cosine + bias), in [0, 1].
 
-    Weights: the tiny model (3 MB, this package's licence) by default; by name for instance model="ViT-L-14",
-    pretrained="openai" (MIT, 1.7 GB), model="ViT-H-14", pretrained="laion2b_s32b_b79k" (MIT, 3.9 GB) or
-    model="ViT-B-16-SigLIP2", pretrained="webli" (Apache-2.0, 1.5 GB); pretrained may be a local checkpoint file. Memory: the
+    Weights: the tiny model of signs (3 MB, this package's licence) by default; by name model="flow-grpo-shapes" (2 MB) for scenes of
+    shapes, or for instance model="ViT-L-14", pretrained="openai" (MIT, 1.7 GB), model="ViT-H-14", pretrained="laion2b_s32b_b79k"
+    (MIT, 3.9 GB) or model="ViT-B-16-SigLIP2", pretrained="webli" (Apache-2.0, 1.5 GB); a local checkpoint file works too. Memory: the
     weights in float32. Gamed by images that write the prompt out as text.
     """
 
@@ -109,9 +112,9 @@ class CLIP(torch.nn.Module):
         return (self.embed.model.logit_scale.exp() * cosine + self.embed.model.logit_bias).sigmoid()
 
 
-def untrained_tiny() -> torch.nn.Module:
-    """The tiny model with random weights, for training it."""
-    return open_clip.create_model(TINY)
+def untrained(model: str = TINY) -> torch.nn.Module:
+    """A small model of this package with random weights, for training it."""
+    return open_clip.create_model(model)
 
 
 def contrastive_loss(model: torch.nn.Module, images: Tensor, tokens: Tensor) -> Tensor:
@@ -128,8 +131,8 @@ def _settings(model: str, pretrained: str | None) -> dict[str, Any]:
     A checkpoint file has no normalisation, so that of the model's first tag is used; otherwise SigLIP would get CLIP's. And
     open_clip only warns when a tag was trained with QuickGELU while the model's name means GELU (ViT-L-14, openai).
     """
-    if model == TINY:
-        preprocessing = json.loads((FOLDER / "open_clip_config.json").read_text())["preprocess_cfg"]
+    if model in FOLDERS:
+        preprocessing = json.loads((FOLDERS[model] / CONFIG).read_text())["preprocess_cfg"]
         return {
             "image_mean": preprocessing["mean"],
             "image_std": preprocessing["std"],
@@ -150,13 +153,13 @@ def _settings(model: str, pretrained: str | None) -> dict[str, Any]:
 
 
 def _register() -> None:
-    """Register the tiny model with open_clip, with its tokenizer's absolute path."""
-    config = json.loads((FOLDER / "open_clip_config.json").read_text())
-    model = config["model_cfg"]
-    model["text_cfg"]["hf_tokenizer_name"] = str(FOLDER)
-    with tempfile.TemporaryDirectory() as folder:
-        (Path(folder) / f"{TINY}.json").write_text(json.dumps(model))
-        open_clip.add_model_config(folder)
+    """Register the small models with open_clip, with the absolute paths of their tokenizers."""
+    with tempfile.TemporaryDirectory() as registry:
+        for name, folder in FOLDERS.items():
+            model = json.loads((folder / CONFIG).read_text())["model_cfg"]
+            model["text_cfg"]["hf_tokenizer_name"] = str(folder)
+            (Path(registry) / f"{name}.json").write_text(json.dumps(model))
+        open_clip.add_model_config(registry)
 
 
 _register()

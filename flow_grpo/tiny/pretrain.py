@@ -187,7 +187,7 @@ def flow_matching(pipe: StableDiffusion3Pipeline, noisy: Noised, text_length: in
 def train_clip(folder: Path, seed: int) -> torch.nn.Module:
     """The open_clip model of the `clip` reward: half of each batch is the other half with other letters."""
     torch.manual_seed(seed)  # whatever the stages before drew
-    untrained = SimpleNamespace(clip=clip.untrained_tiny())
+    untrained = SimpleNamespace(clip=clip.untrained())
     stage = PretrainingStage("clip", STAGES["clip"], untrained, ["clip"], folder=folder, seed=seed)
     tokenizer = architecture.clip_tokenizer()
 

@@ -4,7 +4,7 @@ import numpy as np
 import torch
 
 from flow_grpo.tiny.pretraining_stage import PretrainingStage, StagePlan
-from flow_grpo.tiny.shapes import architecture, pretrain
+from flow_grpo.tiny.shapes import architecture, examples, pretrain
 from rewards.shapes import drawing
 from rewards.shapes.prompts import COLORS, SHAPES, parse_edit, parse_scene
 
@@ -33,20 +33,20 @@ def test_attributes_are_misdescribed_as_often_as_asked_and_captions_stay_prompts
     rng, differences = np.random.default_rng(0), []
     for _ in range(1500):
         scene, _ = drawing.random_picture(rng)
-        told = pretrain.misdescribe(scene, rng, 0.2)
+        told = examples.misdescribe(scene, rng, 0.2)
         assert parse_scene(str(told)) == told
         assert (len(told.groups), told.count <= 4) == (len(scene.groups), True)
         differences += [one.shape != other.shape for one, other in zip(scene.groups, told.groups, strict=True)]
         differences += [a.color != b.color for a, b in zip(scene.groups, told.groups, strict=True) if a.color]
     assert abs(np.mean(differences) - 0.2) < 4 * (0.2 * 0.8 / len(differences)) ** 0.5
-    assert pretrain.misdescribe(scene, rng, 0.0) == scene
+    assert examples.misdescribe(scene, rng, 0.0) == scene
 
 
 def test_edits_are_misdescribed_in_what_is_new():
     rng, wrong = np.random.default_rng(0), []
     for _ in range(1500):
         _, edit, _ = drawing.random_edit(rng)
-        told = pretrain.misdescribe_edit(edit, rng, 0.1)
+        told = examples.misdescribe_edit(edit, rng, 0.1)
         assert parse_edit(str(told)) == told
         assert (told.shape, told.color) == (edit.shape, edit.color), "which shape is meant is always true"
         if edit.kind == "make":
@@ -60,16 +60,16 @@ def test_the_loss_depends_on_captions_and_sources():
     for parameter in pipe.transformer.parameters():
         if not parameter.any():
             torch.nn.init.normal_(parameter, std=0.05)
-    examples = pretrain.edits(rng, 4, 0.0)
+    made = examples.edits(rng, 4, 0.0)
     losses = []
     for captions, sources in (
-        (examples.captions, examples.sources),
-        ([f"a {COLORS[0]} {SHAPES[0]}"] * 4, examples.sources),
-        (examples.captions, examples.sources.flip(0)),
-        (examples.captions, None),
+        (made.captions, made.sources),
+        ([f"a {COLORS[0]} {SHAPES[0]}"] * 4, made.sources),
+        (made.captions, made.sources.flip(0)),
+        (made.captions, None),
     ):
         torch.manual_seed(1)
-        given = pretrain.Examples(captions, examples.pictures, sources)
+        given = examples.Examples(captions, made.pictures, sources)
         losses.append(pretrain.flow_matching(pipe, given, architecture.TEXT_LENGTH).item())
     assert len(set(losses)) == 4
 
@@ -86,7 +86,7 @@ def test_the_stage_goes_on_where_it_was(tmp_path):
             stage = PretrainingStage("clean", plan, pipe, ["transformer", "text_encoder"], folder=tmp_path / name, seed=0)
             stage.run(
                 lambda rng, step, pipe=pipe: pretrain.flow_matching(
-                    pipe, pretrain.scenes(rng, 2, 0.2), architecture.TEXT_LENGTH
+                    pipe, examples.scenes(rng, 2, 0.2), architecture.TEXT_LENGTH
                 ),
                 dict,
             )

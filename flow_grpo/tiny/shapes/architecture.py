@@ -6,7 +6,7 @@ A word of the grammar is a token. A picture of 64 x 64 pixels is 8 x 8 tokens, a
 import torch
 from diffusers import AutoencoderKLFlux2, FlowMatchEulerDiscreteScheduler, Flux2KleinPipeline, Flux2Transformer2DModel
 from tokenizers.pre_tokenizers import ByteLevel
-from transformers import Qwen2Tokenizer, Qwen3Config, Qwen3ForCausalLM
+from transformers import Qwen2Tokenizer, Qwen3Config, Qwen3ForCausalLM, T5TokenizerFast
 
 from rewards.shapes.prompts import words
 
@@ -14,6 +14,7 @@ TEXT_LENGTH = 16  # `add a yellow triangle left of the purple circle` is ten wor
 TEXT_WIDTH, TEXT_LAYERS = 64, (1, 2, 3)  # layers whose outputs the transformer reads, as they are trained
 PUBLISHED_LAYERS = (9, 18, 27)  # those that the pipeline reads by default, as the model is saved
 WIDTH, HEAD = 128, 32
+CLIP_LENGTH = 14
 BEGIN = "<|im_start|>"
 FIRST_WORDS = ("a", "two", "three", "four", "make", "remove", "add")
 CHAT = f"{{% for m in messages %}}{BEGIN}{{{{ m['content'] }}}}{{% endfor %}}"
@@ -93,3 +94,9 @@ def with_published_layers(encoder: Qwen3ForCausalLM) -> Qwen3ForCausalLM:
     deep.model.embed_tokens.load_state_dict(encoder.model.embed_tokens.state_dict())
     deep.model.norm.load_state_dict(encoder.model.norm.state_dict())
     return deep
+
+
+def clip_tokenizer() -> T5TokenizerFast:
+    """The tokenizer of the open_clip model: a word is a token, and the end of a text, which the model reads, has the highest number."""
+    pieces = [("<pad>", 0.0), ("<unk>", 0.0), *((f"▁{word}", -1.0) for word in words()), ("</s>", 0.0)]
+    return T5TokenizerFast(vocab=pieces, extra_ids=0, model_max_length=CLIP_LENGTH)

@@ -11,8 +11,8 @@ Every batch is drawn from (seed, stage, step), so a recipe that was stopped goes
 """
 
 import logging
-from dataclasses import dataclass, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Annotated
 
 import numpy as np
@@ -21,12 +21,23 @@ import torch.nn.functional as F
 import typer
 from diffusers import Flux2KleinPipeline
 from PIL import Image
+from safetensors.torch import save_file
 from torch import Tensor
 
 from flow_grpo.tiny.pretraining_stage import PretrainingStage, StagePlan
 from flow_grpo.tiny.shapes import architecture
+from flow_grpo.tiny.shapes.examples import (
+    Examples,
+    edits,
+    held_out_edits,
+    held_out_pictures,
+    other_picture,
+    scenes,
+    tensor_of,
+)
+from rewards import clip
 from rewards.shapes import drawing
-from rewards.shapes.prompts import COLORS, RELATIONS, SHAPES, Edit, Group, Scene
+from rewards.shapes.prompts import Scene
 from rewards.shapes.rules import ExactShapes, Shapes
 
 HERE = Path(__file__).parent
@@ -34,17 +45,13 @@ STAGES = {
     "vae": StagePlan(10, 1000, lr=2e-3),
     "clean": StagePlan(11, 2600, lr=1.5e-3, muon_lr=4e-3, horizon=4000),  # `noisy` goes on from a warm `clean`
     "noisy": StagePlan(12, 700, lr=6e-4, muon_lr=1.5e-3),
+    "clip": StagePlan(13, 900, lr=1e-3, muon_lr=3e-3),
 }
 SCENES, EDITS, LONG = 64, 36, 8  # pictures in a batch: of scenes, of edits, and with captions padded to 512 tokens
 EDITS_EVERY, LONG_EVERY = 3, 16  # every so many batches is one of edits, or one in the lengths of the pipeline's defaults
-NO_CAPTION = 0.1  # probability of an empty caption: the unconditional half of guidance
 WRONG = 0.16  # probability that an attribute of a caption is wrong in the stage `noisy`
 STEPS = 10  # of sampling, in evaluations
-
-
-def tensor_of(pictures: list[Image.Image]) -> Tensor:
-    """The pictures, (B, 3, 64, 64) in [-1, 1], the range of diffusers' autoencoders."""
-    return torch.from_numpy(np.stack([np.asarray(one) for one in pictures])).permute(0, 3, 1, 2).float() / 127.5 - 1
+CLIP_PAIRS = 48
 
 
 def train_vae(pipe: Flux2KleinPipeline, folder: Path, seed: int) -> Flux2KleinPipeline:
@@ -71,76 +78,6 @@ def train_vae(pipe: Flux2KleinPipeline, folder: Path, seed: int) -> Flux2KleinPi
     stage.ema.vae.bn.running_mean.copy_(latents.mean((0, 2, 3)))
     stage.ema.vae.bn.running_var.copy_(latents.var((0, 2, 3)))
     return stage.ema
-
-
-@dataclass(frozen=True)
-class Examples:
-    """Captions and the pictures that they ask for, (B, 3, 64, 64) in [-1, 1], with the source of each if they are edits."""
-
-    captions: list[str]
-    pictures: Tensor
-    sources: Tensor | None = None
-
-
-def scenes(rng: np.random.Generator, size: int, wrong: float) -> Examples:
-    """Random scenes, each attribute of their captions wrong with that probability."""
-    made = [drawing.random_picture(rng) for _ in range(size)]
-    captions = [_caption(str(misdescribe(scene, rng, wrong)), rng) for scene, _ in made]
-    return Examples(captions, tensor_of([drawing.draw(shapes) for _, shapes in made]))
-
-
-def edits(rng: np.random.Generator, size: int, wrong: float) -> Examples:
-    """Random edits, each attribute of their captions wrong with that probability."""
-    made = [drawing.random_edit(rng) for _ in range(size)]
-    captions = [_caption(str(misdescribe_edit(edit, rng, wrong)), rng) for _, edit, _ in made]
-    sources, results = (
-        [drawing.draw(shapes) for shapes in side] for side in zip(*((a, b) for a, _, b in made), strict=True)
-    )
-    return Examples(captions, tensor_of(results), tensor_of(sources))
-
-
-def _caption(text: str, rng: np.random.Generator) -> str:
-    return text if rng.random() > NO_CAPTION else ""
-
-
-def misdescribe(scene: Scene, rng: np.random.Generator, wrong: float) -> Scene:
-    """The scene with each named attribute replaced, with that probability, by another value. At most four shapes stay."""
-
-    def other(value: str | None, values: tuple[str, ...]) -> str | None:
-        if value is None or rng.random() >= wrong:
-            return value
-        return str(rng.choice([one for one in values if one != value]))
-
-    groups = []
-    for group in scene.groups:
-        count = group.count
-        if len(scene.groups) == 1 and count > 1 and rng.random() < wrong:
-            count = int(rng.choice([one for one in (2, 3, 4) if one != count]))
-        groups.append(Group(other(group.shape, SHAPES) or "", count, other(group.color, COLORS), group.size))
-    return Scene(tuple(groups), other(scene.relation, RELATIONS))
-
-
-def misdescribe_edit(edit: Edit, rng: np.random.Generator, wrong: float) -> Edit:
-    """The edit with each attribute of what is new replaced, with twice that probability, by another value.
-
-    Of a removal, which brings nothing new, the caption then asks for another colour.
-    """
-
-    def other(value: str | None, values: tuple[str, ...]) -> str | None:
-        if value is None or rng.random() >= 2 * wrong:
-            return value
-        return str(rng.choice([one for one in values if one != value]))
-
-    if edit.kind == "remove":
-        if rng.random() >= 2 * wrong:
-            return edit
-        return replace(edit, kind="make", new_color=str(rng.choice(COLORS)))
-    return replace(
-        edit,
-        new_color=other(edit.new_color, COLORS),
-        new_shape=other(edit.new_shape, SHAPES),
-        relation=other(edit.relation, RELATIONS),
-    )
 
 
 def train_transformer(name: str, pipe: Flux2KleinPipeline, folder: Path, seed: int) -> Flux2KleinPipeline:
@@ -198,6 +135,43 @@ def latents_of(pipe: Flux2KleinPipeline, pictures: Tensor) -> Tensor:
     return pipe._encode_vae_image(pictures, generator=None)
 
 
+def train_clip(folder: Path, seed: int) -> torch.nn.Module:
+    """The open_clip model of these scenes: half of each batch is the other half with other attributes, so that all of them count."""
+    torch.manual_seed(seed)  # whatever the stages before drew
+    untrained = SimpleNamespace(clip=clip.untrained(clip.SHAPES))
+    stage = PretrainingStage("clip", STAGES["clip"], untrained, ["clip"], folder=folder, seed=seed)
+    tokenizer = architecture.clip_tokenizer()
+
+    def tokens(made: list[Scene]) -> Tensor:
+        texts = [str(scene) for scene in made]
+        return tokenizer(texts, padding="max_length", max_length=architecture.CLIP_LENGTH, return_tensors="pt").input_ids
+
+    def pairs(rng: np.random.Generator) -> tuple[list[Scene], Tensor]:
+        made = [drawing.random_picture(rng) for _ in range(CLIP_PAIRS)]
+        others = [other_picture(scene, rng) for scene, _ in made]
+        return [scene for scene, _ in made + others], tensor_of([drawing.draw(shapes) for _, shapes in made + others])
+
+    def loss(rng: np.random.Generator, step: int) -> Tensor:
+        described, x = pairs(rng)
+        x = x + 0.1 * torch.rand(len(x), 1, 1, 1) * torch.randn_like(x)  # generated images are never clean
+        return clip.contrastive_loss(stage.model.clip, x, tokens(described))
+
+    @torch.no_grad()
+    def evaluate() -> dict:
+        described, x = pairs(np.random.default_rng([0, 97]))
+        image = stage.ema.clip.encode_image(x, normalize=True)
+        text = stage.ema.clip.encode_text(tokens(described), normalize=True)
+        scores = image @ text.T
+        own, other = scores.diag(), scores.diag(CLIP_PAIRS)
+        is_named = torch.tensor([str(a) != str(b) for a, b in zip(described, described[CLIP_PAIRS:], strict=False)])
+        right = (own[:CLIP_PAIRS] > other)[is_named]
+        return {"prefers_its_own_prompt": round(right.float().mean().item(), 4)}
+
+    stage.run(loss, evaluate)
+    tokenizer.save_pretrained(clip.FOLDERS[clip.SHAPES])
+    return stage.ema.clip
+
+
 @torch.no_grad()
 def accuracy(pipe: Flux2KleinPipeline, count: int, guidance: float) -> dict[str, float]:
     """The share of scenes and of edits that plain diffusers draws as asked, and of their requirements, with a fixed seed."""
@@ -234,18 +208,6 @@ def draw(pipe: Flux2KleinPipeline, prompts: list[str], source: Image.Image | Non
     ).images.float()
 
 
-def held_out_pictures(count: int) -> list[tuple[Scene, list[drawing.Shape]]]:
-    """Random scenes of a stream of their own, of every category."""
-    rng = np.random.default_rng([0, 99])
-    return [drawing.random_picture(rng) for _ in range(count)]
-
-
-def held_out_edits(count: int) -> list[tuple[list[drawing.Shape], Edit, list[drawing.Shape]]]:
-    """Random edits of a stream of their own."""
-    rng = np.random.default_rng([0, 98])
-    return [drawing.random_edit(rng) for _ in range(count)]
-
-
 def save_pipeline(pipe: Flux2KleinPipeline, out: Path) -> None:
     """The hub's layout: weights in 16 bit, the text encoder with as many layers as the pipeline reads by default."""
     pipe.register_modules(text_encoder=architecture.with_published_layers(pipe.text_encoder))
@@ -273,6 +235,8 @@ def main(
     pipe = train_transformer("clean", pipe, work, seed)
     pipe = train_transformer("noisy", pipe, work, seed)
     save_pipeline(pipe, out)
+    weights = {name: value.half().contiguous() for name, value in train_clip(work, seed).state_dict().items()}
+    save_file(weights, clip.FOLDERS[clip.SHAPES] / clip.WEIGHTS)
 
 
 if __name__ == "__main__":

@@ -1,0 +1,109 @@
+"""Examples of scenes and edits with their captions, true ones and wrong ones: what the recipe of the model of shapes trains on."""
+
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+from PIL import Image
+from torch import Tensor
+
+from rewards.shapes import drawing
+from rewards.shapes.prompts import COLORS, RELATIONS, SHAPES, Edit, Group, Scene
+
+NO_CAPTION = 0.1  # probability of an empty caption: the unconditional half of guidance
+
+
+def tensor_of(pictures: list[Image.Image]) -> Tensor:
+    """The pictures, (B, 3, 64, 64) in [-1, 1], the range of diffusers' autoencoders."""
+    return torch.from_numpy(np.stack([np.asarray(one) for one in pictures])).permute(0, 3, 1, 2).float() / 127.5 - 1
+
+
+@dataclass(frozen=True)
+class Examples:
+    """Captions and the pictures that they ask for, (B, 3, 64, 64) in [-1, 1], with the source of each if they are edits."""
+
+    captions: list[str]
+    pictures: Tensor
+    sources: Tensor | None = None
+
+
+def scenes(rng: np.random.Generator, size: int, wrong: float) -> Examples:
+    """Random scenes, each attribute of their captions wrong with that probability."""
+    made = [drawing.random_picture(rng) for _ in range(size)]
+    captions = [_caption(str(misdescribe(scene, rng, wrong)), rng) for scene, _ in made]
+    return Examples(captions, tensor_of([drawing.draw(shapes) for _, shapes in made]))
+
+
+def edits(rng: np.random.Generator, size: int, wrong: float) -> Examples:
+    """Random edits, each attribute of their captions wrong with that probability."""
+    made = [drawing.random_edit(rng) for _ in range(size)]
+    captions = [_caption(str(misdescribe_edit(edit, rng, wrong)), rng) for _, edit, _ in made]
+    sources, results = (
+        [drawing.draw(shapes) for shapes in side] for side in zip(*((a, b) for a, _, b in made), strict=True)
+    )
+    return Examples(captions, tensor_of(results), tensor_of(sources))
+
+
+def _caption(text: str, rng: np.random.Generator) -> str:
+    return text if rng.random() > NO_CAPTION else ""
+
+
+def misdescribe(scene: Scene, rng: np.random.Generator, wrong: float) -> Scene:
+    """The scene with each named attribute replaced, with that probability, by another value. At most four shapes stay."""
+
+    def other(value: str | None, values: tuple[str, ...]) -> str | None:
+        if value is None or rng.random() >= wrong:
+            return value
+        return str(rng.choice([one for one in values if one != value]))
+
+    groups = []
+    for group in scene.groups:
+        count = group.count
+        if len(scene.groups) == 1 and count > 1 and rng.random() < wrong:
+            count = int(rng.choice([one for one in (2, 3, 4) if one != count]))
+        groups.append(Group(other(group.shape, SHAPES) or "", count, other(group.color, COLORS), group.size))
+    return Scene(tuple(groups), other(scene.relation, RELATIONS))
+
+
+def misdescribe_edit(edit: Edit, rng: np.random.Generator, wrong: float) -> Edit:
+    """The edit with each attribute of what is new replaced, with twice that probability, by another value.
+
+    Of a removal, which brings nothing new, the caption then asks for another colour.
+    """
+
+    def other(value: str | None, values: tuple[str, ...]) -> str | None:
+        if value is None or rng.random() >= 2 * wrong:
+            return value
+        return str(rng.choice([one for one in values if one != value]))
+
+    if edit.kind == "remove":
+        if rng.random() >= 2 * wrong:
+            return edit
+        return replace(edit, kind="make", new_color=str(rng.choice(COLORS)))
+    return replace(
+        edit,
+        new_color=other(edit.new_color, COLORS),
+        new_shape=other(edit.new_shape, SHAPES),
+        relation=other(edit.relation, RELATIONS),
+    )
+
+
+def other_picture(scene: Scene, rng: np.random.Generator) -> tuple[Scene, list[drawing.Shape]]:
+    """A scene with some other attributes, and shapes that show it."""
+    while True:
+        other = misdescribe(scene, rng, 0.4)
+        shapes = drawing.place(other, rng)
+        if shapes is not None:
+            return other, shapes
+
+
+def held_out_pictures(count: int) -> list[tuple[Scene, list[drawing.Shape]]]:
+    """Random scenes of a stream of their own, of every category."""
+    rng = np.random.default_rng([0, 99])
+    return [drawing.random_picture(rng) for _ in range(count)]
+
+
+def held_out_edits(count: int) -> list[tuple[list[drawing.Shape], Edit, list[drawing.Shape]]]:
+    """Random edits of a stream of their own."""
+    rng = np.random.default_rng([0, 98])
+    return [drawing.random_edit(rng) for _ in range(count)]
