@@ -17,19 +17,23 @@ DERIVED = ("source", "sources")  # arguments of rewards that are made of the ima
 MAX_IMAGES = 16  # of one prompt
 
 
-def read_images(cells: Sequence[Any], places: Sequence[str], folder: Path | None) -> list[tuple[SourceImage, ...]]:
-    """Read the images of each prompt, from the cells of the column `image`.
+def read_images(
+    cells: Sequence[Any], places: Sequence[str], folder: Path | None, column: str = COLUMN
+) -> list[tuple[SourceImage, ...]]:
+    """Read the images of each prompt, from the cells of a column.
 
     Args:
         cells: each a path, a list of paths, a mapping with `bytes` or `path` as hub data sets have, a PIL image, or None.
         places: of the cells, for errors.
         folder: which paths are relative to; None if there is none, as for a file at an address.
+        column: its name, for errors.
 
     Raises:
         ValueError: an image does not exist, is damaged, too large or no image; names the place.
     """
     readers = [
-        [_reader(one, place, folder) for one in _listed(cell, place)] for cell, place in zip(cells, places, strict=True)
+        [_reader(one, place, folder, column) for one in _listed(cell, place, column)]
+        for cell, place in zip(cells, places, strict=True)
     ]
     flat = [read for of_prompt in readers for read in of_prompt]
     with ThreadPoolExecutor() as threads, phase("reading the prompts' images", total=len(flat)) as done:
@@ -41,13 +45,13 @@ def read_images(cells: Sequence[Any], places: Sequence[str], folder: Path | None
     return [tuple(next(images) for _ in of_prompt) for of_prompt in readers]
 
 
-def _listed(cell: Any, place: str) -> list[Any]:
+def _listed(cell: Any, place: str, column: str) -> list[Any]:
     """The images of a cell, each still a path, content or mapping."""
     if isinstance(cell, str) and cell.strip().startswith("["):  # of a .csv file
         try:
             cell = json.loads(cell)
         except ValueError as error:
-            raise ValueError(f"{place}: the column `image` holds {cell[:80]!r}, which is not a list of paths.") from error
+            raise ValueError(f"{place}: the column `{column}` holds {cell[:80]!r}, which is not a list of paths.") from error
     if cell is None or cell == "":
         return []
     images = list(cell) if isinstance(cell, list | tuple) else [cell]
@@ -56,7 +60,7 @@ def _listed(cell: Any, place: str) -> list[Any]:
     return images
 
 
-def _reader(image: Any, place: str, folder: Path | None) -> Callable[[], SourceImage]:
+def _reader(image: Any, place: str, folder: Path | None, column: str) -> Callable[[], SourceImage]:
     """What reads one image, once it is called."""
     if isinstance(image, Image.Image):
         return partial(SourceImage.from_pil, image, f"of {place}")
@@ -65,7 +69,7 @@ def _reader(image: Any, place: str, folder: Path | None) -> Callable[[], SourceI
     if isinstance(image, bytes):
         return partial(SourceImage.read, image, f"of {place}")
     if not isinstance(image, str | Path) or not str(image).strip() or "\0" in str(image):
-        raise ValueError(f"{place}: the column `image` holds {repr(image)[:80]}; give a path, or a list of paths.")
+        raise ValueError(f"{place}: the column `{column}` holds {repr(image)[:80]}; give a path, or a list of paths.")
     if folder is None and not Path(image).is_absolute():
         raise ValueError(
             f"{place}: the image {str(image)[:200]} has no folder to be found in: download the file and its images."

@@ -168,7 +168,7 @@ def load_prompts(source: PromptSet | str | Path | list[str], image_column: str =
             )
         folder = None if (file := _local(name)) is None else (file if file.is_dir() else file.parent)
         cells = [row[image_column] for row in table.rows]
-        images = read_images(cells, [f"{name}, {place}" for place in table.places], folder)
+        images = read_images(cells, [f"{name}, {place}" for place in table.places], folder, image_column)
     metadata = [{key: value for key, value in row.items() if key not in (column, image_column)} for row in table.rows]
     prompts = _prompt_set([row[column] for row in table.rows], metadata, name, table.places)
     return PromptSet([with_images(text, some) for text, some in zip(prompts.prompts, images, strict=True)], metadata)
