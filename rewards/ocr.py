@@ -1,6 +1,11 @@
 """How much of the quoted text in the prompt can be read in the image, by the PP-OCR models that RapidOCR ships."""
 
+import functools
+import os
 import re
+import threading
+import weakref
+from typing import Any
 
 import numpy as np
 import onnxruntime
@@ -12,6 +17,10 @@ from rewards.images import to_bytes
 QUOTED = re.compile(r'"([^"]+)"')
 LINE_HEIGHT = 48  # pixels: height that PP-OCR's recogniser scales every line to
 SINGLE_LINE = 64  # pixels: an image at most this high is one line of text, read without detection
+
+# Engines take a second to load and are not made for several threads. `ocr` and `ocr_exact` share them, and what was read last.
+_LOCK = threading.Lock()
+_last_read: dict[str, Any] = {}
 
 
 class OCR:
@@ -42,7 +51,6 @@ class OCR:
             )
         self.case_sensitive, self.keep_spaces = case_sensitive, keep_spaces
         self.substring, self.several_lines = substring, several_lines
-        self._engines: dict[int, object] = {}
 
     def __call__(self, images: torch.Tensor, prompts: list[str], **metadata: object) -> torch.Tensor:
         """images (B, 3, H, W) in [0, 1], prompts (B) with quoted text; returns (B,). ValueError for an unquoted prompt."""
@@ -56,7 +64,17 @@ class OCR:
         return 1 - min(distance, len(target)) / len(target)
 
     def read(self, images: torch.Tensor) -> list[str]:
-        """Read the text in each of images (B, 3, H, W) in [0, 1]."""
+        """Read the text in each of images (B, 3, H, W) in [0, 1]. Two rewards that are given the same tensor read it once."""
+        if images.is_inference():  # it has no version, which tells whether it was changed
+            return self._read(images)
+        key = (images._version, self.several_lines, self.device, os.getpid())
+        with _LOCK:
+            last = _last_read.get("images")
+            if last is None or last() is not images or _last_read["key"] != key:
+                _last_read.update(texts=self._read(images), images=weakref.ref(images), key=key)
+            return list(_last_read["texts"])
+
+    def _read(self, images: torch.Tensor) -> list[str]:
         height, width = images.shape[-2:]
         arrays = [np.ascontiguousarray(p.permute(1, 2, 0).numpy()[:, :, ::-1]) for p in to_bytes(images)]  # RGB -> BGR
         if height > SINGLE_LINE or self.several_lines:
@@ -64,14 +82,14 @@ class OCR:
         from rapidocr.ch_ppocr_rec.typings import TextRecInput
 
         # The recogniser pads every line to the width it was built for: a width that fits is three times as fast.
-        engine = self._engine(round(LINE_HEIGHT * width / height) + 16)
+        engine = _engine(round(LINE_HEIGHT * width / height) + 16, self.device, os.getpid())
         return list(engine.text_rec(TextRecInput(img=arrays, return_word_box=False)).txts)
 
     def _read_lines(self, arrays: list[np.ndarray]) -> list[str]:
         """Detect the lines in each image (H, W, 3), then read the lines of all images in batches."""
         from rapidocr.main import RapidOCRError
 
-        engine = self._engine(320)
+        engine = _engine(320, self.device, os.getpid())
         lines: list[np.ndarray] = []
         owner: list[int] = []
         for place, array in enumerate(arrays):
@@ -88,24 +106,6 @@ class OCR:
                 if text.strip() and score >= engine.text_score:
                     texts[place].append(text)
         return [" ".join(text) for text in texts]
-
-    def _engine(self, width: int):
-        """RapidOCR whose recogniser takes lines of LINE_HEIGHT x width pixels."""
-        if width not in self._engines:
-            from rapidocr import RapidOCR
-
-            engine = RapidOCR(
-                params={
-                    "Global.log_level": "critical",
-                    "Rec.rec_img_shape": [3, LINE_HEIGHT, width],
-                    "Rec.rec_batch_num": 32,
-                    "EngineConfig.onnxruntime.use_cuda": self.device.type == "cuda",
-                    "EngineConfig.onnxruntime.cuda_ep_cfg.device_id": self.device.index or 0,
-                }
-            )
-            engine(np.zeros((LINE_HEIGHT, width, 3), np.uint8), use_det=False, use_cls=False)  # loads the recogniser
-            self._engines[width] = engine
-        return self._engines[width]
 
     def _target(self, prompt: str) -> str:
         quoted = QUOTED.findall(prompt)
@@ -128,3 +128,21 @@ class ExactOCR(OCR):
     def score(self, read: str, target: str) -> float:
         """1.0 if the text is exactly the asked one, else 0.0."""
         return float(read == target)
+
+
+@functools.cache
+def _engine(width: int, device: torch.device, process: int) -> Any:
+    """RapidOCR whose recogniser takes lines of LINE_HEIGHT x width pixels. A forked process needs one of its own."""
+    from rapidocr import RapidOCR
+
+    engine = RapidOCR(
+        params={
+            "Global.log_level": "critical",
+            "Rec.rec_img_shape": [3, LINE_HEIGHT, width],
+            "Rec.rec_batch_num": 32,
+            "EngineConfig.onnxruntime.use_cuda": device.type == "cuda",
+            "EngineConfig.onnxruntime.cuda_ep_cfg.device_id": device.index or 0,
+        }
+    )
+    engine(np.zeros((LINE_HEIGHT, width, 3), np.uint8), use_det=False, use_cls=False)  # loads the recogniser
+    return engine

@@ -82,6 +82,26 @@ def test_case_and_spaces_do_not_count(ocr):
     assert ocr(signs(CAT), ['a sign "c a t"']).tolist() == [1.0]
 
 
+def test_two_ocr_rewards_read_a_tensor_once_and_again_when_it_has_changed(ocr, monkeypatch):
+    reads = []
+    original = type(ocr)._read
+
+    def counted(self, images):
+        reads.append(len(images))
+        return original(self, images)
+
+    monkeypatch.setattr(type(ocr), "_read", counted)
+    exact, images, prompt = rewards.load("ocr_exact"), signs(CAT), [CAT]
+    assert (ocr(images, prompt).item(), exact(images, prompt).item()) == (1, 1)
+    assert reads == [1]
+    images.fill_(1.0)
+    assert (ocr(images, prompt).item(), exact(images, prompt).item()) == (0, 0)
+    assert ocr(signs(CAT), prompt).item() == 1
+    assert reads == [1, 1, 1], "the same pixels in another tensor are read again"
+    assert rewards.load("ocr", several_lines=True)(images, prompt).item() == 0
+    assert len(reads) == 4
+
+
 def test_ocr_wants_quoted_text(ocr):
     with pytest.raises(ValueError, match="no text in double quotes"):
         ocr(signs(CAT), ["a cat"])
