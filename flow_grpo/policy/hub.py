@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from huggingface_hub import HfApi, try_to_load_from_cache
+from huggingface_hub.errors import EntryNotFoundError
 
 from flow_grpo.run_folder import layout
 from rewards.downloads import HubUnreachable, downloads, hub_file
@@ -18,6 +19,17 @@ INDEX = "model_index.json"
 def expert_weights(component: str) -> str:
     """The file of the LoRA of a further expert, by the name of the pipeline's component."""
     return WEIGHTS.replace(".", f"_{component}.")
+
+
+def expert_lora(source: str, component: str) -> Path | None:
+    """The file of the LoRA of a further expert in a folder or under a hub id; None if there is none."""
+    name = expert_weights(component)
+    if Path(source).is_dir():
+        return Path(source) / name if (Path(source) / name).is_file() else None
+    try:
+        return Path(hub_file(source, name))
+    except EntryNotFoundError:
+        return None
 
 
 def resolve_model(name: str) -> str:

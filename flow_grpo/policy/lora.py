@@ -24,7 +24,7 @@ from peft.tuners.tuners_utils import BaseTunerLayer
 from safetensors.torch import save_file
 
 from flow_grpo.files import normalize_safetensors
-from flow_grpo.policy.hub import PEFT_WEIGHTS, WEIGHTS, expert_weights
+from flow_grpo.policy.hub import PEFT_WEIGHTS, WEIGHTS, expert_lora, expert_weights
 
 TRAINED = "default"  # the trained adapter; others are copies of it
 PEFT_PREFIX = "base_model.model."
@@ -203,9 +203,9 @@ class Lora:
 
     def _load_expert(self, source: str, name: str) -> None:
         """Load a further expert's LoRA; where its file is missing it gets one that changes nothing."""
-        file = Path(source) / expert_weights(name)
-        if file.is_file():
-            self.pipe.load_lora_weights(source, weight_name=file.name, adapter_name=TRAINED, **{f"load_into_{name}": True})
+        file, into = expert_lora(source, name), {f"load_into_{name}": True}
+        if file is not None:
+            self.pipe.load_lora_weights(str(file.parent), weight_name=file.name, adapter_name=TRAINED, **into)
         else:
             _inject_into(getattr(self.pipe, name), self.transformer.peft_config[TRAINED], TRAINED)
 

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from huggingface_hub.errors import EntryNotFoundError
 from support.embedded import stir
 from support.families import TINY, awake
 
@@ -9,6 +10,7 @@ from flow_grpo import sampling
 from flow_grpo.config.sections import MemoryConfig
 from flow_grpo.distributed.processes import Processes
 from flow_grpo.plan.weights_memory import weight_bytes
+from flow_grpo.policy import hub
 from flow_grpo.policy.hub import WEIGHTS, expert_weights
 from flow_grpo.policy.loading import load_policy
 from flow_grpo.policy.merge import save_merged
@@ -91,6 +93,21 @@ def test_a_lora_without_the_second_experts_file_leaves_that_expert_as_it_is(poli
     assert torch.equal(again[0], expected[0])
     assert torch.equal(again[2], base[2])
     assert not torch.equal(base[2], expected[2])
+
+
+@pytest.mark.parametrize("has_second", [True, False])
+def test_the_second_experts_file_is_looked_for_on_the_hub(policy, tmp_path, monkeypatch, has_second):
+    policy.save(tmp_path)
+
+    def hub_file(repo: str, name: str) -> str:
+        assert repo == "me/wan-lora"
+        if not has_second:
+            raise EntryNotFoundError("404")
+        return str(tmp_path / name)
+
+    monkeypatch.setattr(hub, "hub_file", hub_file)
+    found = hub.expert_lora("me/wan-lora", "transformer_2")
+    assert found == (tmp_path / expert_weights("transformer_2") if has_second else None)
 
 
 def test_copies_and_states_have_both_experts(policy):
