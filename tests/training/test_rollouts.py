@@ -512,11 +512,13 @@ def test_a_reward_that_fails_leaves_no_thread_behind():
     def fails(images, prompts):
         raise RuntimeError("no paper")
 
-    rolls, threads = source(drop=()), threading.active_count()
+    rolls, before = source(drop=()), set(threading.enumerate())
     rolls.rewards.rewards["main"] = fails
     with pytest.raises(ValueError, match=r"reward main raised RuntimeError.*no paper"):
         rolls.collect(0)
-    assert threading.active_count() == threads
+    for thread in set(threading.enumerate()) - before:  # its last call is done, but it may not have ended yet
+        thread.join(60)
+        assert not thread.is_alive()
 
 
 def test_rewards_are_called_one_after_another_and_not_at_all_after_a_failure(monkeypatch):
