@@ -35,6 +35,12 @@ def train(
     num_processes: Annotated[
         int, typer.Option("--num-processes", min=1, help="Processes on this machine, one for each GPU.")
     ] = 1,
+    profile: Annotated[
+        int | None,
+        typer.Option(
+            min=1, max=100, help="Profile so many training steps: a trace and a summary in RUN/profile.", show_default=False
+        ),
+    ] = None,
 ) -> None:
     """Fine-tune a model. Without arguments, the embedded model learns to spell in minutes on a CPU.
 
@@ -54,12 +60,13 @@ def train(
         if not dry_run:
             return
     if num_processes > 1 and "RANK" not in os.environ and not dry_run:
-        raise typer.Exit(_launch(num_processes, config, overrides, resume, Path(args.output_dir)))
+        options = [*(["--resume"] if resume else []), *(["--profile", str(profile)] if profile else [])]
+        raise typer.Exit(_launch(num_processes, config, overrides, options, Path(args.output_dir)))
     end_with_launcher()
     if dry_run:
         _check(args, num_processes, resume)
     else:
-        _train(args, config, overrides, resume)
+        _train(args, config, overrides, resume=resume, profile=profile)
 
 
 @without_library_messages
@@ -71,13 +78,15 @@ def _check(args: "FlowGRPOConfig", num_processes: int, resume: bool) -> None:
 
 
 @without_library_messages
-def _train(args: "FlowGRPOConfig", config: str, overrides: list[str], resume: bool) -> None:
+def _train(args: "FlowGRPOConfig", config: str, overrides: list[str], *, resume: bool, profile: int | None) -> None:
     """Train in this process. If the user stops it, say how to continue and exit with the status of an interrupt."""
+    from flow_grpo.tracking.profiler import TrainingProfiler
     from flow_grpo.trainer import FlowGRPOTrainer, Interrupted
     from flow_grpo.training.early_checks import check_output
 
     check_output(Path(args.output_dir), resume)
-    trainer = FlowGRPOTrainer(args=args)
+    profilers = [TrainingProfiler(profile)] if profile else []
+    trainer = FlowGRPOTrainer(args=args, callbacks=profilers)
     try:
         trainer.train(resume)
     except Interrupted:
@@ -86,10 +95,13 @@ def _train(args: "FlowGRPOConfig", config: str, overrides: list[str], resume: bo
             say(f"Stopped; the run is saved. Go on with: {_command(config, overrides, True, trainer.processes.world_size)}")
         trainer.processes.destroy()
         raise typer.Exit(INTERRUPTED) from None
+    for profiler in profilers:
+        if profiler.written:
+            say(f"profile: {profiler.written}")
     trainer.processes.destroy()
 
 
-def _launch(count: int, config: str, overrides: list[str], resume: bool, folder: Path) -> int:
+def _launch(count: int, config: str, overrides: list[str], options: list[str], folder: Path) -> int:
     """Train in several processes and return their exit status. ValueError, which says how to continue, if one of them dies."""
     from flow_grpo.distributed.launch import RankDied, launch
     from flow_grpo.run_folder import checkpoint, layout
@@ -97,7 +109,7 @@ def _launch(count: int, config: str, overrides: list[str], resume: bool, folder:
     if count > (most := PROCESSES_PER_CORE * (os.cpu_count() or 1)):
         raise ValueError(f"--num-processes={count} is too many for the cores of this machine: give at most {most}.")
     try:
-        return launch(count, ["train", config, *overrides, *(["--resume"] if resume else [])])
+        return launch(count, ["train", config, *overrides, *options])
     except RankDied as error:
         saved = checkpoint.steps(folder / layout.CHECKPOINTS)
         kept = f"The checkpoint of step {saved[0]} is saved. Go on with" if saved else "Nothing was saved. Start again with"

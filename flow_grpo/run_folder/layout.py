@@ -19,6 +19,7 @@
       before_after.png                the two of them as pairs
       reward.png                      the curves
       report.html                     the report
+      profile/                        a trace and a summary, with train --profile (tracking/profiler.py)
       export/                         what `push_to_hub` uploads
       .lock, .owner.json              which process trains here (lock.py)
 
@@ -35,6 +36,7 @@ LORA, TRANSFORMER, BEST = "lora", "transformer", "best"
 PICTURES, EVALUATION, GROUPS = "pictures", "evaluation.json", "groups.json"
 SAMPLES, BEFORE, AFTER, BEFORE_AFTER = "samples", "before.png", "after.png", "before_after.png"
 CURVES, REPORT = "reward.png", "report.html"
+PROFILE, TRACE, PROFILE_PAGE, MEMORY_TIMELINE = "profile", "trace.json.gz", "summary.md", "memory.png"
 LOCK, OWNER = ".lock", ".owner.json"
 EXPORT, EXPORT_MANIFEST = "export", "flow_grpo.json"
 

@@ -8,6 +8,7 @@ from functools import partial
 
 import torch
 from torch import Tensor
+from torch.profiler import record_function
 
 from flow_grpo import sampling, tree
 from flow_grpo.config import FlowGRPOConfig
@@ -116,9 +117,11 @@ class ImageSampler:
         for rows in torch.arange(len(batch.prompts)).split(size):
             part, started = batch.take(rows), time.perf_counter()
             with phase(f"step {step + 1}, drawing {counted(len(part.prompts), 'image')}"):
-                trajectories.append(self.trajectory(step, part, window, self.args.sampling.keep_graphs))
+                with record_function("rollout"):
+                    trajectories.append(self.trajectory(step, part, window, self.args.sampling.keep_graphs))
                 sampled = time.perf_counter()
-                images = self.policy.decode(trajectories[-1].final, self.args.microbatch)
+                with record_function("decode"):
+                    images = self.policy.decode(trajectories[-1].final, self.args.microbatch)
             futures.append(thread.submit(partial(self.score, part, images)))
             self.seconds["rollout"] += sampled - started
             self.seconds["decode"] += time.perf_counter() - sampled
@@ -131,7 +134,7 @@ class ImageSampler:
         def local_scores() -> Scores:
             return Scores.join([wait_for(future, self.should_stop) for future in futures])
 
-        with phase(f"scoring {counted(len(group), 'image')}"):
+        with phase(f"scoring {counted(len(group), 'image')}"), record_function("reward"):
             scores = Scores.join(self.processes.gather_or_raise(local_scores, (ValueError, Interrupted)))
         self.seconds["reward"] += time.perf_counter() - started  # what was not done while sampling
         order = self.processes.owner(group).argsort(stable=True).argsort()

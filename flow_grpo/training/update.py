@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.profiler import record_function
 
 from flow_grpo.config import FlowGRPOConfig
 from flow_grpo.config.objective import DecayRamp
@@ -44,7 +45,7 @@ class PolicyUpdate:
         Raises:
             ValueError: the ratio before the first update is not 1, or a gradient is not finite.
         """
-        with phase(f"step {step + 1}, updating"):
+        with phase(f"step {step + 1}, updating"), record_function("update"):
             return self._run(experience, step)
 
     def _run(self, experience: Experience, step: int) -> dict[str, float]:
@@ -177,7 +178,8 @@ class PolicyUpdate:
         """Run one optimizer step, the `number`-th of this stage, and update the moving average if it is due."""
         moved, self.mid_step = self.mid_step, True  # also if memory runs out half-way
         try:
-            norm = self.optimizer.step(self._learning_rate(step))
+            with record_function("optimizer"):
+                norm = self.optimizer.step(self._learning_rate(step))
         except ValueError:
             self.mid_step = moved
             raise

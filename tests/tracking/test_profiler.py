@@ -1,0 +1,67 @@
+"""`--profile`: what it writes, and that it changes nothing."""
+
+import gzip
+import json
+from types import SimpleNamespace
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from PIL import Image
+from support import small_policy as small
+from support.embedded import short_run
+from support.run_contents import numbers, weights
+from torch.autograd import DeviceType
+
+from flow_grpo.tracking.profiler import TrainingProfiler, busy_seconds, memory_timeline
+
+TIMES = st.integers(0, 60)
+
+
+@pytest.mark.usefixtures("no_report")
+def test_a_profiled_run_has_the_numbers_of_one_without(tmp_path):
+    for name, callbacks in (("plain", []), ("profiled", [profiler := TrainingProfiler(2)])):
+        args = short_run(tmp_path / name, "steps=4", "evaluation.prompts=null")
+        small.trainer(args, callbacks=callbacks).train()
+    assert numbers(tmp_path / "plain") == numbers(tmp_path / "profiled")
+    plain, profiled = weights(tmp_path / "plain"), weights(tmp_path / "profiled")
+    assert all(torch.equal(plain[key], profiled[key]) for key in plain)
+
+    folder = tmp_path / "profiled" / "profile"
+    assert profiler.written == folder / "summary.md"
+    assert sorted(file.name for file in folder.iterdir()) == ["memory.png", "summary.md", "trace.json.gz"]
+    text = profiler.written.read_text()
+    assert text.startswith("# Profile of training step 2 to 3\n")
+    for name in ("| rollout |", "| decode |", "| reward |", "| update |", "| optimizer |", "`aten::"):
+        assert name in text
+    with gzip.open(folder / "trace.json.gz", "rt") as file:
+        names = [event.get("name") for event in json.load(file)["traceEvents"]]
+    assert names.count("rollout") == names.count("update") == 2
+    with Image.open(folder / "memory.png") as image:
+        assert image.width > 500
+    assert not (tmp_path / "plain" / "profile").exists()
+
+
+@pytest.mark.usefixtures("no_report")
+def test_a_run_with_fewer_steps_is_profiled_from_the_first_one_to_its_end(tmp_path):
+    profiler = TrainingProfiler(5)
+    small.trainer(short_run(tmp_path, "steps=2", "evaluation.prompts=null"), callbacks=[profiler]).train()
+    assert profiler.written.read_text().startswith("# Profile of training step 1 to 2\n")
+
+
+@given(intervals=st.lists(st.tuples(TIMES, TIMES).map(sorted)))
+def test_busy_time_is_the_time_that_any_interval_covers(intervals):
+    covered = {moment for start, end in intervals for moment in range(start, end)}
+    assert busy_seconds(intervals) == pytest.approx(len(covered) / 1e6)
+
+
+def test_memory_is_the_sum_of_what_was_allocated_and_freed():
+    def event(at: int, size: int, device=DeviceType.CPU, name: str = "[memory]"):
+        return SimpleNamespace(name=lambda: name, start_ns=lambda: at, nbytes=lambda: size, device_type=lambda: device)
+
+    events = [event(3_000, 50), event(1_000, 100), event(2_000, -30), event(1_500, 7, name="aten::add")]
+    assert memory_timeline(events) == [(0, 100), (pytest.approx(1e-6), 70), (pytest.approx(2e-6), 120)]
+    on_gpu = [*events, event(5_000, 9, DeviceType.CUDA)]
+    assert memory_timeline(on_gpu) == [(0, 9)], "the GPU's memory, where there is one"
+    assert memory_timeline([]) == []
