@@ -1,4 +1,4 @@
-"""Find shapes in a picture with OpenCV, without a model: where they are, of which kind and colour.
+"""Find shapes in an image with OpenCV, without a model: where they are, of which kind and colour.
 
 Each pixel is ground or the nearest colour of the palette, and connected pixels of one colour are a shape. Its kind is that of the
 figure which encloses it most closely: circle, rectangle or triangle, whatever their angle; a cross fills little of its convex hull.
@@ -25,8 +25,8 @@ PART = 0.3  # share of the larger of two touching shapes that the smaller one ha
 
 
 @dataclass(frozen=True)
-class Found:
-    """A shape in a picture: centre and longer side of its upright box, in pixels. The kind is "" if it is none of them."""
+class DetectedShape:
+    """A shape in an image: centre and longer side of its upright box, in pixels. The kind is "" if it is none of them."""
 
     shape: str
     color: str
@@ -46,8 +46,8 @@ COLORS_LAB = to_lab(np.array(list(PALETTE.values()), dtype=np.uint8))
 GROUND_LAB = to_lab(np.array([BACKGROUND], dtype=np.uint8))[0]
 
 
-def find_shapes(image: Image.Image) -> list[Found]:
-    """The shapes of a picture, from left to right."""
+def find_shapes(image: Image.Image) -> list[DetectedShape]:
+    """The shapes of an image, from left to right."""
     lab = to_lab(np.asarray(image))
     contrast = np.linalg.norm(lab - GROUND_LAB, axis=-1)
     distances = np.linalg.norm(lab[:, :, None] - COLORS_LAB, axis=-1)
@@ -120,14 +120,14 @@ def _contour(blob: np.ndarray) -> np.ndarray:
     return max(contours, key=cv2.contourArea)
 
 
-def _describe(blob: np.ndarray, left: int, top: int, lab: np.ndarray) -> Found | None:
+def _describe(blob: np.ndarray, left: int, top: int, lab: np.ndarray) -> DetectedShape | None:
     """The shape of an enlarged mask that begins at pixel (left, top), of that colour; None if it is too small for one."""
     if blob.sum() < SMALLEST * SCALE**2:
         return None
     contour, distances = _contour(blob), np.linalg.norm(lab - COLORS_LAB, axis=-1)
     x, y, width, height = cv2.boundingRect(contour)
     color = NAMES[int(distances.argmin())]
-    return Found(
+    return DetectedShape(
         _kind(contour), color, left + (x + width / 2) / SCALE, top + (y + height / 2) / SCALE, max(width, height) / SCALE
     )
 

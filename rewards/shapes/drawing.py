@@ -1,4 +1,4 @@
-"""Pictures of scenes with known answers: what the detector and the embedded model of shapes are made from."""
+"""Images of scenes with known answers: what the detector and the embedded model of shapes are made from."""
 
 import math
 from collections.abc import Sequence
@@ -27,7 +27,7 @@ ATTEMPTS = 60
 
 @dataclass(frozen=True)
 class Shape:
-    """A shape in a picture: the centre of its bounding box and its longer side in pixels."""
+    """A shape in an image: the centre of its bounding box and its longer side in pixels."""
 
     shape: str
     color: str
@@ -125,7 +125,7 @@ def random_scene(rng: np.random.Generator) -> Scene:
             return scene
 
 
-def random_picture(rng: np.random.Generator) -> tuple[Scene, list[Shape]]:
+def random_example(rng: np.random.Generator) -> tuple[Scene, list[Shape]]:
     """A random scene, and shapes that show it."""
     while True:
         scene = random_scene(rng)
@@ -136,7 +136,7 @@ def random_picture(rng: np.random.Generator) -> tuple[Scene, list[Shape]]:
 
 
 def random_edit(rng: np.random.Generator) -> tuple[list[Shape], Edit, list[Shape]]:
-    """The shapes of a picture, an edit of it, and the shapes after it. The edit names each shape without doubt."""
+    """The shapes of an image, an edit of it, and the shapes after it. The edit names each shape without doubt."""
     kind = str(rng.choice(["make", "remove", "add"]))
     while True:
         count = int(rng.integers(1, 4))

@@ -90,10 +90,10 @@ class Scene:
 
 @dataclass(frozen=True)
 class Edit:
-    """A change of a picture: `make` a shape of another colour, `remove` it, or `add` one beside it.
+    """A change of an image: `make` a shape of another colour, `remove` it, or `add` one beside it.
 
     Attributes:
-        shape, color: the shape in the picture that is meant; a colour of None is free.
+        shape, color: the shape in the image that is meant; a colour of None is free.
         new_color, new_shape: what it becomes, or what is added.
         relation: of the added shape to the one that is meant.
     """

@@ -9,19 +9,19 @@ import torch
 from PIL import Image
 
 from rewards.images import to_pil
-from rewards.shapes.detection import Found, find_shapes
+from rewards.shapes.detection import DetectedShape, find_shapes
 from rewards.shapes.prompts import Edit, Group, Scene, parse_edit, parse_scene
 
 SMALL, LARGE = 13.5, 19.0  # pixels of 64: a small shape is below, a large one above
-MOST_FOUND = 8  # shapes of a picture that are compared with what was asked
+MOST_FOUND = 8  # shapes of an image that are compared with what was asked
 MOVED = 5.0  # pixels of 64 by which a shape that stays may be off
 RESIZED = 1.3  # factor in size by which a shape that stays may be off
-SIDE = 64  # the sizes above are of pictures of that many pixels
+SIDE = 64  # the sizes above are of images of that many pixels
 
 
 @dataclass(frozen=True)
-class Verdict:
-    """Which requirements of a prompt a picture meets, each with a name."""
+class Requirements:
+    """Which requirements of a prompt an image meets, each with a name."""
 
     met: dict[str, bool]
 
@@ -36,22 +36,22 @@ class Verdict:
         return all(self.met.values())
 
 
-def check_scene(scene: Scene, found: Sequence[Found]) -> Verdict:
-    """What a picture with these shapes meets of a scene, with the assignment of shapes that meets most.
+def check_scene(scene: Scene, found: Sequence[DetectedShape]) -> Requirements:
+    """What an image with these shapes meets of a scene, with the assignment of shapes that meets most.
 
     Each shape that is asked for has to be there, in its colour and size if they are named; the relation has to hold for every pair; and
     nothing else may be there.
     """
     slots = [(group, f"{number}.{i + 1}") for number, group in enumerate(scene.groups, 1) for i in range(group.count)]
-    candidates: list[Found | None] = [*list(found)[:MOST_FOUND], *([None] * max(0, len(slots) - len(found)))]
+    candidates: list[DetectedShape | None] = [*list(found)[:MOST_FOUND], *([None] * max(0, len(slots) - len(found)))]
     best = max(
         (_met(scene, slots, chosen) for chosen in itertools.permutations(candidates, len(slots))),
         key=lambda met: sum(met.values()),
     )
-    return Verdict({**best, "nothing else": len(found) <= len(slots)})
+    return Requirements({**best, "nothing else": len(found) <= len(slots)})
 
 
-def _met(scene: Scene, slots: list[tuple[Group, str]], chosen: Sequence[Found | None]) -> dict[str, bool]:
+def _met(scene: Scene, slots: list[tuple[Group, str]], chosen: Sequence[DetectedShape | None]) -> dict[str, bool]:
     met: dict[str, bool] = {}
     for (group, name), one in zip(slots, chosen, strict=True):
         met[f"shape {name}"] = one is not None and one.shape == group.shape
@@ -68,11 +68,11 @@ def _met(scene: Scene, slots: list[tuple[Group, str]], chosen: Sequence[Found | 
     return met
 
 
-def _size(one: Found) -> str | None:
+def _size(one: DetectedShape) -> str | None:
     return "small" if one.extent < SMALL else "large" if one.extent > LARGE else None
 
 
-def is_related(relation: str, first: Found, second: Found) -> bool:
+def is_related(relation: str, first: DetectedShape, second: DetectedShape) -> bool:
     """Whether the centres lie apart along the relation's axis by more than half of the mean size of the two."""
     apart = (first.extent + second.extent) / 4
     return {
@@ -83,16 +83,14 @@ def is_related(relation: str, first: Found, second: Found) -> bool:
     }[relation]
 
 
-def check_edit(edit: Edit, before: Sequence[Found], after: Sequence[Found]) -> Verdict:
+def check_edit(edit: Edit, before: Sequence[DetectedShape], after: Sequence[DetectedShape]) -> Requirements:
     """Whether the asked change happened, and each other shape is where and as it was.
 
-    ValueError if the picture before has not exactly one shape that the edit can mean.
+    ValueError if the image before has not exactly one shape that the edit can mean.
     """
     meant = [one for one in before if one.shape == edit.shape and edit.color in (None, one.color)]
     if len(meant) != 1:
-        raise ValueError(
-            f"the edit {str(edit)!r} means one shape of the source, and {len(meant)} fit: edit another picture."
-        )
+        raise ValueError(f"the edit {str(edit)!r} means one shape of the source, and {len(meant)} fit: edit another image.")
     stay = [one for one in before if one is not meant[0]]
     if edit.kind == "add":
         stay.append(meant[0])
@@ -116,25 +114,25 @@ def check_edit(edit: Edit, before: Sequence[Found], after: Sequence[Found]) -> V
         added = next((other for other in fitting if is_related(edit.relation or "", other, meant[0])), None)
         met["the new shape"], met["its place"] = bool(fitting), added is not None
         left = [other for other in left if other is not (added or next(iter(fitting), None))]
-    return Verdict({**met, "nothing else": not left})
+    return Requirements({**met, "nothing else": not left})
 
 
-def _is_near(one: Found, other: Found) -> bool:
+def _is_near(one: DetectedShape, other: DetectedShape) -> bool:
     return max(abs(one.x - other.x), abs(one.y - other.y)) <= MOVED
 
 
-def _is_same(one: Found, other: Found) -> bool:
+def _is_same(one: DetectedShape, other: DetectedShape) -> bool:
     larger, smaller = max(one.extent, other.extent), max(min(one.extent, other.extent), 1e-6)
     return (one.shape, one.color) == (other.shape, other.color) and _is_near(one, other) and larger / smaller <= RESIZED
 
 
-def _found(image: Image.Image) -> list[Found]:
-    """The shapes of a picture, in pixels of a square of 64."""
+def _found(image: Image.Image) -> list[DetectedShape]:
+    """The shapes of an image, in pixels of a square of 64."""
     return find_shapes(image if image.size == (SIDE, SIDE) else image.resize((SIDE, SIDE), Image.Resampling.BICUBIC))
 
 
 class Shapes:
-    """The share of a prompt's requirements that a picture of shapes meets: shapes, their number, colours, sizes and relation.
+    """The share of a prompt's requirements that an image of shapes meets: shapes, their number, colours, sizes and relation.
 
     Prompts are those of the embedded model of shapes, such as `two red circles left of a blue square`, or edits of a source, such as
     `make the square green`. Range 0 to 1. No weights: OpenCV finds the shapes. Gamed by blurred or doubled shapes whose kind the
@@ -147,20 +145,20 @@ class Shapes:
         self, images: torch.Tensor, prompts: list[str], sources: list | None = None, **metadata: Any
     ) -> torch.Tensor:
         """images (B, 3, H, W) in [0, 1] -> (B,). ValueError for other prompts, or an edit without a source."""
-        verdicts = [
-            self._verdict(image, prompt, None if sources is None else sources[row])
+        checked = [
+            self._check(image, prompt, None if sources is None else sources[row])
             for row, (image, prompt) in enumerate(zip(to_pil(images), prompts, strict=True))
         ]
-        return torch.tensor([float(verdict.is_exact) if self.exact else verdict.share for verdict in verdicts])
+        return torch.tensor([float(requirements.is_exact) if self.exact else requirements.share for requirements in checked])
 
-    def _verdict(self, image: Image.Image, prompt: str, sources: list[Image.Image] | None) -> Verdict:
+    def _check(self, image: Image.Image, prompt: str, sources: list[Image.Image] | None) -> Requirements:
         if not sources:
             return check_scene(parse_scene(str(prompt)), _found(image))
         return check_edit(parse_edit(str(prompt)), _found(sources[0]), _found(image))
 
 
 class ExactShapes(Shapes):
-    """Whether a picture of shapes meets all requirements of its prompt, as `shapes` counts them.
+    """Whether an image of shapes meets all requirements of its prompt, as `shapes` counts them.
 
     Range 0 or 1. No weights. Gamed as `shapes`.
     """
@@ -169,7 +167,7 @@ class ExactShapes(Shapes):
 
 
 class ShapesEdit(Shapes):
-    """Whether the asked change of a picture of shapes happened and nothing else changed: the share of both, or with exact=true all.
+    """Whether the asked change of an image of shapes happened and nothing else changed: the share of both, or with exact=true all.
 
     Prompts are edits such as `make the square green`, with a source. Range 0 to 1. No weights. Gamed as `shapes`.
 
@@ -180,7 +178,7 @@ class ShapesEdit(Shapes):
     def __init__(self, exact: bool = False) -> None:
         self.exact = exact
 
-    def _verdict(self, image: Image.Image, prompt: str, sources: list[Image.Image] | None) -> Verdict:
+    def _check(self, image: Image.Image, prompt: str, sources: list[Image.Image] | None) -> Requirements:
         if not sources:
             raise ValueError(f"the prompt {str(prompt)!r} has no source to edit: give prompts a column `image`.")
-        return super()._verdict(image, prompt, sources)
+        return super()._check(image, prompt, sources)

@@ -1,4 +1,4 @@
-"""Scenes of shapes: their prompts, the detector on pictures with known answers, and the rules of the rewards."""
+"""Scenes of shapes: their prompts, the detector on images with known answers, and the rules of the rewards."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -14,15 +14,15 @@ from PIL import Image, ImageFilter
 import rewards
 from rewards.shapes import drawing
 from rewards.shapes.detection import find_shapes
-from rewards.shapes.drawing import Shape, draw, random_edit, random_picture
+from rewards.shapes.drawing import Shape, draw, random_edit, random_example
 from rewards.shapes.prompts import CATEGORIES, COLORS, SHAPES, Edit, Group, Scene, parse_edit, parse_scene
 from rewards.shapes.rules import check_edit, check_scene
 
 SEEDS = st.integers(0, 2**32 - 1)
 
 
-def tensor(*pictures: Image.Image) -> torch.Tensor:
-    return torch.stack([torch.from_numpy(np.asarray(one).copy()).permute(2, 0, 1) / 255 for one in pictures])
+def tensor(*images: Image.Image) -> torch.Tensor:
+    return torch.stack([torch.from_numpy(np.asarray(one).copy()).permute(2, 0, 1) / 255 for one in images])
 
 
 def kinds(shapes) -> list[tuple[str, str]]:
@@ -35,7 +35,7 @@ def kinds(shapes) -> list[tuple[str, str]]:
 @given(seed=SEEDS)
 def test_a_prompt_is_read_as_the_scene_or_edit_that_wrote_it(seed):
     rng = np.random.default_rng(seed)
-    scene, _ = random_picture(rng)
+    scene, _ = random_example(rng)
     assert parse_scene(str(scene)) == scene
     _, edit, _ = random_edit(rng)
     assert parse_edit(str(edit)) == edit
@@ -94,7 +94,7 @@ def test_a_relation_said_from_the_other_side_is_the_same_held_out_combination():
 
 @given(seed=SEEDS)
 def test_every_shape_of_a_drawn_scene_is_found_where_it_is(seed):
-    _, shapes = random_picture(np.random.default_rng(seed))
+    _, shapes = random_example(np.random.default_rng(seed))
     found = find_shapes(draw(shapes))
     assert kinds(found) == kinds(shapes)
     for one in shapes:
@@ -104,7 +104,7 @@ def test_every_shape_of_a_drawn_scene_is_found_where_it_is(seed):
 
 
 def _scene(rng: np.random.Generator) -> list[Shape]:
-    return random_picture(rng)[1]
+    return random_example(rng)[1]
 
 
 def rotated(rng):
@@ -162,7 +162,7 @@ def overlapping(rng):
 )
 def test_shapes_are_found_in_pictures_that_are_not_perfect(make: Callable, share: float):
     rng = np.random.default_rng(3)
-    right = [kinds(find_shapes(picture)) == kinds(shapes) for picture, shapes in (make(rng) for _ in range(100))]
+    right = [kinds(find_shapes(image)) == kinds(shapes) for image, shapes in (make(rng) for _ in range(100))]
     assert np.mean(right) >= share
 
 
@@ -177,7 +177,7 @@ def test_what_is_no_shape_has_no_kind_and_an_empty_picture_no_shapes():
 # -- the rules ------------------------------------------------------------------------------------------------------------
 
 
-def verdict(prompt: str, *shapes: Shape):
+def requirements(prompt: str, *shapes: Shape):
     return check_scene(parse_scene(prompt), find_shapes(draw(shapes)))
 
 
@@ -197,27 +197,27 @@ RED, BLUE = Shape("circle", "red", 16, 20, 16), Shape("square", "blue", 46, 44, 
 )
 def test_each_requirement_is_missed_alone(wrong, missed):
     prompt = "a red circle left of a blue square"
-    assert verdict(prompt, RED, BLUE).is_exact
-    seen = verdict(prompt, *wrong)
+    assert requirements(prompt, RED, BLUE).is_exact
+    seen = requirements(prompt, *wrong)
     assert {name for name, met in seen.met.items() if not met} == missed
     assert seen.share == pytest.approx(1 - len(missed) / 6)
 
 
 def test_sizes_and_counts_are_requirements():
     small = Shape("cross", "green", 20, 20, 11)
-    assert verdict("a small green cross", small).is_exact
-    assert not verdict("a large green cross", small).is_exact
-    assert not verdict("a small green cross", replace(small, extent=18)).is_exact
+    assert requirements("a small green cross", small).is_exact
+    assert not requirements("a large green cross", small).is_exact
+    assert not requirements("a small green cross", replace(small, extent=18)).is_exact
     three = [Shape("triangle", "black", x, 32, 14) for x in (11, 32, 53)]
-    assert verdict("three black triangles", *three).is_exact
-    assert not verdict("two black triangles", *three).is_exact
-    assert verdict("four black triangles", *three).share == 1 - 2 / 9
+    assert requirements("three black triangles", *three).is_exact
+    assert not requirements("two black triangles", *three).is_exact
+    assert requirements("four black triangles", *three).share == 1 - 2 / 9
 
 
 @given(seed=SEEDS)
 def test_a_drawn_scene_meets_its_own_prompt_and_a_wrong_attribute_does_not(seed):
     rng = np.random.default_rng(seed)
-    scene, shapes = random_picture(rng)
+    scene, shapes = random_example(rng)
     found = find_shapes(draw(shapes))
     assert check_scene(scene, found).is_exact
     group = scene.groups[0]

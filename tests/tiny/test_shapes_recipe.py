@@ -32,7 +32,7 @@ def test_the_published_number_of_layers_is_the_same_function():
 def test_attributes_are_misdescribed_as_often_as_asked_and_captions_stay_prompts():
     rng, differences = np.random.default_rng(0), []
     for _ in range(1500):
-        scene, _ = drawing.random_picture(rng)
+        scene, _ = drawing.random_example(rng)
         told = examples.misdescribe(scene, rng, 0.2)
         assert parse_scene(str(told)) == told
         assert (len(told.groups), told.count <= 4) == (len(scene.groups), True)
@@ -69,7 +69,7 @@ def test_the_loss_depends_on_captions_and_sources():
         (made.captions, None),
     ):
         torch.manual_seed(1)
-        given = examples.Examples(captions, made.pictures, sources)
+        given = examples.Examples(captions, made.images, sources)
         losses.append(pretrain.flow_matching(pipe, given, architecture.TEXT_LENGTH).item())
     assert len(set(losses)) == 4
 

@@ -1,6 +1,6 @@
 """The parts of the embedded model of shapes, untrained: every component of FLUX.2-klein's pipeline with small numbers in its config.
 
-A word of the grammar is a token. A picture of 64 x 64 pixels is 8 x 8 tokens, and so is a reference image.
+A word of the grammar is a token. An image of 64 x 64 pixels is 8 x 8 tokens, and so is a reference image.
 """
 
 import torch
@@ -51,7 +51,7 @@ def text_encoder(vocabulary: int, layers: int) -> Qwen3ForCausalLM:
 
 
 def pipeline() -> Flux2KleinPipeline:
-    """An untrained `Flux2KleinPipeline` of 64 x 64 pictures: 64 image tokens of 32 numbers, a text encoder of four layers."""
+    """An untrained `Flux2KleinPipeline` of 64 x 64 images: 64 image tokens of 32 numbers, a text encoder of four layers."""
     words_of_prompts = tokenizer()
     return Flux2KleinPipeline(
         scheduler=FlowMatchEulerDiscreteScheduler(use_dynamic_shifting=True, shift=3.0),

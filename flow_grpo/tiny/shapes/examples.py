@@ -13,23 +13,23 @@ from rewards.shapes.prompts import COLORS, RELATIONS, SHAPES, Edit, Group, Scene
 NO_CAPTION = 0.1  # probability of an empty caption: the unconditional half of guidance
 
 
-def tensor_of(pictures: list[Image.Image]) -> Tensor:
-    """The pictures, (B, 3, 64, 64) in [-1, 1], the range of diffusers' autoencoders."""
-    return torch.from_numpy(np.stack([np.asarray(one) for one in pictures])).permute(0, 3, 1, 2).float() / 127.5 - 1
+def tensor_of(images: list[Image.Image]) -> Tensor:
+    """The images, (B, 3, 64, 64) in [-1, 1], the range of diffusers' autoencoders."""
+    return torch.from_numpy(np.stack([np.asarray(one) for one in images])).permute(0, 3, 1, 2).float() / 127.5 - 1
 
 
 @dataclass(frozen=True)
 class Examples:
-    """Captions and the pictures that they ask for, (B, 3, 64, 64) in [-1, 1], with the source of each if they are edits."""
+    """Captions and the images that they ask for, (B, 3, 64, 64) in [-1, 1], with the source of each if they are edits."""
 
     captions: list[str]
-    pictures: Tensor
+    images: Tensor
     sources: Tensor | None = None
 
 
 def scenes(rng: np.random.Generator, size: int, wrong: float) -> Examples:
     """Random scenes, each attribute of their captions wrong with that probability."""
-    made = [drawing.random_picture(rng) for _ in range(size)]
+    made = [drawing.random_example(rng) for _ in range(size)]
     captions = [_caption(str(misdescribe(scene, rng, wrong)), rng) for scene, _ in made]
     return Examples(captions, tensor_of([drawing.draw(shapes) for _, shapes in made]))
 
@@ -88,7 +88,7 @@ def misdescribe_edit(edit: Edit, rng: np.random.Generator, wrong: float) -> Edit
     )
 
 
-def other_picture(scene: Scene, rng: np.random.Generator) -> tuple[Scene, list[drawing.Shape]]:
+def other_example(scene: Scene, rng: np.random.Generator) -> tuple[Scene, list[drawing.Shape]]:
     """A scene with some other attributes, and shapes that show it."""
     while True:
         other = misdescribe(scene, rng, 0.4)
@@ -97,10 +97,10 @@ def other_picture(scene: Scene, rng: np.random.Generator) -> tuple[Scene, list[d
             return other, shapes
 
 
-def held_out_pictures(count: int) -> list[tuple[Scene, list[drawing.Shape]]]:
+def held_out_examples(count: int) -> list[tuple[Scene, list[drawing.Shape]]]:
     """Random scenes of a stream of their own, of every category."""
     rng = np.random.default_rng([0, 99])
-    return [drawing.random_picture(rng) for _ in range(count)]
+    return [drawing.random_example(rng) for _ in range(count)]
 
 
 def held_out_edits(count: int) -> list[tuple[list[drawing.Shape], Edit, list[drawing.Shape]]]:

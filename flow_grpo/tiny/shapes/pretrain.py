@@ -30,8 +30,8 @@ from flow_grpo.tiny.shapes.examples import (
     Examples,
     edits,
     held_out_edits,
-    held_out_pictures,
-    other_picture,
+    held_out_examples,
+    other_example,
     scenes,
     tensor_of,
 )
@@ -47,7 +47,7 @@ STAGES = {
     "noisy": StagePlan(12, 700, lr=6e-4, muon_lr=1.5e-3),
     "clip": StagePlan(13, 900, lr=1e-3, muon_lr=3e-3),
 }
-SCENES, EDITS, LONG = 64, 36, 8  # pictures in a batch: of scenes, of edits, and with captions padded to 512 tokens
+SCENES, EDITS, LONG = 64, 36, 8  # images in a batch: of scenes, of edits, and with captions padded to 512 tokens
 EDITS_EVERY, LONG_EVERY = 3, 16  # every so many batches is one of edits, or one in the lengths of the pipeline's defaults
 WRONG = 0.16  # probability that an attribute of a caption is wrong in the stage `noisy`
 STEPS = 10  # of sampling, in evaluations
@@ -59,21 +59,21 @@ def train_vae(pipe: Flux2KleinPipeline, folder: Path, seed: int) -> Flux2KleinPi
     stage = PretrainingStage("vae", STAGES["vae"], pipe, ["vae"], folder=folder, seed=seed)
 
     def loss(rng: np.random.Generator, step: int) -> Tensor:
-        x = tensor_of([drawing.draw(drawing.random_picture(rng)[1]) for _ in range(32)])
+        x = tensor_of([drawing.draw(drawing.random_example(rng)[1]) for _ in range(32)])
         posterior = pipe.vae.encode(x).latent_dist
         error = pipe.vae.decode(posterior.sample()).sample - x
         return error.abs().mean() + error.square().mean() + 1e-5 * posterior.kl().mean() / x[0].numel()
 
     @torch.no_grad()
     def evaluate() -> dict:
-        x = tensor_of([drawing.draw(shapes) for _, shapes in held_out_pictures(128)])
+        x = tensor_of([drawing.draw(shapes) for _, shapes in held_out_examples(128)])
         rebuilt = stage.ema.vae(x, sample_posterior=False).sample
-        exact = ExactShapes()((rebuilt / 2 + 0.5).clamp(0, 1), [str(scene) for scene, _ in held_out_pictures(128)])
+        exact = ExactShapes()((rebuilt / 2 + 0.5).clamp(0, 1), [str(scene) for scene, _ in held_out_examples(128)])
         return {"l1": round(float((rebuilt - x).abs().mean()), 5), "exact": round(exact.mean().item(), 4)}
 
     stage.run(loss, evaluate)
     with torch.no_grad():
-        x = tensor_of([drawing.draw(shapes) for _, shapes in held_out_pictures(512)])
+        x = tensor_of([drawing.draw(shapes) for _, shapes in held_out_examples(512)])
         latents = stage.ema._patchify_latents(stage.ema.vae.encode(x).latent_dist.mean)
     stage.ema.vae.bn.running_mean.copy_(latents.mean((0, 2, 3)))
     stage.ema.vae.bn.running_var.copy_(latents.var((0, 2, 3)))
@@ -101,7 +101,7 @@ def train_transformer(name: str, pipe: Flux2KleinPipeline, folder: Path, seed: i
 def flow_matching(pipe: Flux2KleinPipeline, examples: Examples, text_length: int) -> Tensor:
     """The flow-matching loss (arXiv 2210.02747) at logit-normal noise levels that are shifted towards noise, as the sampler's are."""
     with torch.no_grad():
-        x0 = latents_of(pipe, examples.pictures)
+        x0 = latents_of(pipe, examples.images)
     eps, size = torch.randn_like(x0), len(x0)
     u = torch.sigmoid(1.2 * torch.randn(size))
     sigma = 3 * u / (1 + 2 * u)
@@ -130,9 +130,9 @@ def flow_matching(pipe: Flux2KleinPipeline, examples: Examples, text_length: int
     return F.mse_loss(v[:, : x0.shape[2] * x0.shape[3]], pipe._pack_latents(eps - x0))
 
 
-def latents_of(pipe: Flux2KleinPipeline, pictures: Tensor) -> Tensor:
-    """Pictures (B, 3, 64, 64) in [-1, 1] -> (B, 32, 8, 8), normalised as the pipeline has them."""
-    return pipe._encode_vae_image(pictures, generator=None)
+def latents_of(pipe: Flux2KleinPipeline, images: Tensor) -> Tensor:
+    """Images (B, 3, 64, 64) in [-1, 1] -> (B, 32, 8, 8), normalised as the pipeline has them."""
+    return pipe._encode_vae_image(images, generator=None)
 
 
 def train_clip(folder: Path, seed: int) -> torch.nn.Module:
@@ -147,8 +147,8 @@ def train_clip(folder: Path, seed: int) -> torch.nn.Module:
         return tokenizer(texts, padding="max_length", max_length=architecture.CLIP_LENGTH, return_tensors="pt").input_ids
 
     def pairs(rng: np.random.Generator) -> tuple[list[Scene], Tensor]:
-        made = [drawing.random_picture(rng) for _ in range(CLIP_PAIRS)]
-        others = [other_picture(scene, rng) for scene, _ in made]
+        made = [drawing.random_example(rng) for _ in range(CLIP_PAIRS)]
+        others = [other_example(scene, rng) for scene, _ in made]
         return [scene for scene, _ in made + others], tensor_of([drawing.draw(shapes) for _, shapes in made + others])
 
     def loss(rng: np.random.Generator, step: int) -> Tensor:
@@ -176,7 +176,7 @@ def train_clip(folder: Path, seed: int) -> torch.nn.Module:
 def accuracy(pipe: Flux2KleinPipeline, count: int, guidance: float) -> dict[str, float]:
     """The share of scenes and of edits that plain diffusers draws as asked, and of their requirements, with a fixed seed."""
     pipe.set_progress_bar_config(disable=True)
-    prompts = [str(scene) for scene, _ in held_out_pictures(count)]
+    prompts = [str(scene) for scene, _ in held_out_examples(count)]
     drawn = draw(pipe, prompts, None, guidance)
     made = held_out_edits(count // 3)
     sources = [drawing.draw(before) for before, _, _ in made]
@@ -192,7 +192,7 @@ def accuracy(pipe: Flux2KleinPipeline, count: int, guidance: float) -> dict[str,
 
 
 def draw(pipe: Flux2KleinPipeline, prompts: list[str], source: Image.Image | None, guidance: float) -> Tensor:
-    """Pictures (B, 3, 64, 64) in [0, 1] by plain diffusers."""
+    """Images (B, 3, 64, 64) in [0, 1] by plain diffusers."""
     layers = architecture.TEXT_LAYERS if pipe.text_encoder.config.num_hidden_layers <= 4 else architecture.PUBLISHED_LAYERS
     return pipe(
         prompt=prompts,
