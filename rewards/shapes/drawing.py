@@ -19,8 +19,9 @@ PALETTE = {
     "purple": (150, 50, 200),
     "black": (17, 17, 17),
 }
-EXTENTS = {"small": (10.0, 12.5), None: (14.0, 18.0), "large": (20.0, 24.0)}  # pixels, the longer side of a shape
-GAP = 3.0  # pixels between two shapes, and to the edge
+EXTENTS = {"small": (8.25, 8.75), None: (10.75, 11.5), "large": (13.5, 14.0)}  # pixels, the longer side of a shape
+CELL = 16  # pixels: a shape has a cell of its own, of two by two of the model's tokens
+JITTER = 0.5  # pixels by which its centre may be off the cell's
 OVERSAMPLING = 4
 ATTEMPTS = 60
 
@@ -98,13 +99,14 @@ def place(scene: Scene, rng: np.random.Generator) -> list[Shape] | None:
 
 
 def _fit(shape: Shape, others: Sequence[Shape], rng: np.random.Generator) -> Shape | None:
-    """The shape at a random place where it touches no other one; None if none was found."""
-    low, high = shape.extent / 2 + GAP, SIDE - shape.extent / 2 - GAP
-    for _ in range(ATTEMPTS):
-        moved = replace(shape, x=rng.uniform(low, high), y=rng.uniform(low, high))
-        if all(max(abs(moved.x - o.x), abs(moved.y - o.y)) >= (moved.extent + o.extent) / 2 + GAP for o in others):
-            return moved
-    return None
+    """The shape in a random cell that is free; None if there is none."""
+    taken = {(int(one.x // CELL), int(one.y // CELL)) for one in others}
+    free = [(x, y) for x in range(SIDE // CELL) for y in range(SIDE // CELL) if (x, y) not in taken]
+    if not free:
+        return None
+    x, y = free[int(rng.integers(len(free)))]
+    across, down = rng.uniform(-JITTER, JITTER, 2)
+    return replace(shape, x=(x + 0.5) * CELL + across, y=(y + 0.5) * CELL + down)
 
 
 def random_scene(rng: np.random.Generator) -> Scene:

@@ -108,7 +108,7 @@ def _scene(rng: np.random.Generator) -> list[Shape]:
 
 
 def rotated(rng):
-    shapes = [replace(one, angle=rng.uniform(0, 360)) if one.extent < 15 else one for one in _scene(rng)]
+    shapes = [replace(one, angle=rng.uniform(0, 360)) if one.extent < 11.5 else one for one in _scene(rng)]
     return draw(shapes), shapes
 
 
@@ -158,9 +158,9 @@ def overlapping(rng):
 
 @pytest.mark.parametrize(
     ("make", "share"),
-    [(rotated, 1), (blurred, 0.99), (noisy, 1), (distorted, 1), (off_colour, 1), (touching, 0.97), (overlapping, 0.9)],
+    [(rotated, 1), (blurred, 0.99), (noisy, 1), (distorted, 0.98), (off_colour, 1), (touching, 0.97), (overlapping, 0.9)],
 )
-def test_shapes_are_found_in_pictures_that_are_not_perfect(make: Callable, share: float):
+def test_shapes_are_found_in_images_that_are_not_perfect(make: Callable, share: float):
     rng = np.random.default_rng(3)
     right = [kinds(find_shapes(image)) == kinds(shapes) for image, shapes in (make(rng) for _ in range(100))]
     assert np.mean(right) >= share
@@ -204,10 +204,10 @@ def test_each_requirement_is_missed_alone(wrong, missed):
 
 
 def test_sizes_and_counts_are_requirements():
-    small = Shape("cross", "green", 20, 20, 11)
+    small = Shape("cross", "green", 20, 20, 8.5)
     assert requirements("a small green cross", small).is_exact
     assert not requirements("a large green cross", small).is_exact
-    assert not requirements("a small green cross", replace(small, extent=18)).is_exact
+    assert not requirements("a small green cross", replace(small, extent=11)).is_exact
     three = [Shape("triangle", "black", x, 32, 14) for x in (11, 32, 53)]
     assert requirements("three black triangles", *three).is_exact
     assert not requirements("two black triangles", *three).is_exact
