@@ -57,6 +57,7 @@ class Human:
     """
 
     costly = True  # never called only to probe it
+    frames = 1  # of a video: each one more is another question
 
     def __init__(self, votes: str = "votes/votes.jsonl", port: int = 0) -> None:
         self.votes = Path(votes)

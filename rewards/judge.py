@@ -75,6 +75,7 @@ class Judge:
     """
 
     costly = True  # never called only to probe it
+    frames = 1  # of a video: each one more is another question
 
     def __init__(
         self,

@@ -100,6 +100,11 @@ def test_frames_are_set_from_outside_for_any_reward(tmp_path):
     assert frames_of(rewards.load(name)) == 4, "what one load set, the next does not have"
 
 
+@pytest.mark.parametrize("name", ["human", "judge"])
+def test_who_is_asked_is_asked_once_for_a_video(name):
+    assert frames_of(rewards.locate("reward", name, rewards.REGISTRY)) == 1
+
+
 @pytest.mark.parametrize("frames", [0, -1, "middle", 1.5, True])
 def test_other_frames_are_refused(frames):
     with pytest.raises(ValueError, match=f"frames={frames} of a reward is neither a number"):
