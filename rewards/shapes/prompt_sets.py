@@ -20,13 +20,13 @@ ATTEMPTS = 40_000  # random scenes that are looked through
 
 def scenes(part: str, rng: np.random.Generator) -> list[dict[str, str]]:
     """Different prompts of every category, held out or not."""
-    found: dict[str, dict[str, None]] = {category: {} for category in CATEGORIES}
+    found: dict[str, dict[str, str]] = {category: {} for category in CATEGORIES}  # prompts by their meaning
     for _ in range(ATTEMPTS):
         scene = random_scene(rng)
         of_category = found[scene.category]
         if scene.is_held_out == (part == "eval") and len(of_category) < SCENES[part]:
-            of_category[str(scene)] = None
-    return [{"prompt": prompt, "category": category} for category in CATEGORIES for prompt in found[category]]
+            of_category.setdefault(scene.meaning, str(scene))
+    return [{"prompt": prompt, "category": category} for category in CATEGORIES for prompt in found[category].values()]
 
 
 def write(folder: Path, seed: int = 0) -> None:

@@ -18,6 +18,7 @@ COLORS = ("red", "green", "blue", "yellow", "purple", "black")
 SHAPES = ("circle", "square", "triangle", "cross")
 SIZES = ("small", "large")
 RELATIONS = ("left of", "right of", "above", "below")
+MIRRORED = {"right of": "left of", "below": "above"}
 NUMBERS = {"a": 1, "two": 2, "three": 3, "four": 4}
 MOST_SHAPES = 4
 SALT = 113  # with which some combinations of each category are held out, also of those with few
@@ -78,14 +79,17 @@ class Scene:
         return "attribute binding" if first.color else "two objects"
 
     @property
+    def meaning(self) -> str:
+        """The same text for prompts that ask for the same: a relation said from the other side, groups in another order."""
+        if self.relation in MIRRORED:
+            return str(Scene(self.groups[::-1], MIRRORED[self.relation]))
+        return str(self if self.relation else Scene(tuple(sorted(self.groups, key=str))))
+
+    @property
     def is_held_out(self) -> bool:
         """Whether training never names this combination: a fifth of them, whatever the sizes."""
-        named = [replace(group, size=None) for group in self.groups]
-        if self.relation in ("right of", "below"):  # the same relation, said from the other side
-            named.reverse()
-        relation = {"right of": "left of", "below": "above"}.get(self.relation or "", self.relation)
-        key = str(Scene(tuple(named) if self.relation else tuple(sorted(named, key=str)), relation))
-        return zlib.crc32(f"{SALT}:{key}".encode()) % 5 == 0
+        combination = Scene(tuple(replace(group, size=None) for group in self.groups), self.relation)
+        return zlib.crc32(f"{SALT}:{combination.meaning}".encode()) % 5 == 0
 
 
 @dataclass(frozen=True)

@@ -85,6 +85,7 @@ def test_a_relation_said_from_the_other_side_is_the_same_held_out_combination():
         left = Scene((Group(a, 1, c), Group(b, 1, d)), "left of")
         right = Scene((Group(b, 1, d, "small"), Group(a, 1, c)), "right of")
         assert left.is_held_out == right.is_held_out
+        assert left.meaning == replace(right, groups=(Group(b, 1, d), Group(a, 1, c))).meaning
         held_out += left.is_held_out
     assert 0.15 < held_out / len(pairs) < 0.25
 

@@ -598,7 +598,7 @@ def test_stages_that_make_no_sense_are_refused(tmp_path):
     for stages, words in (
         ([{"objective": {"name": "nft"}}], "stage 1 has no steps"),
         ([{"steps": 2, "model": "other"}], "stage 1 can't set model"),
-        ([{"steps": 2, "objective": {"name": "nft"}}], "set sampling.transition=ode"),
+        ([{"steps": 2, "objective": {"name": "nft"}, "sampling": {"transition": "cps"}}], "set sampling.transition=ode"),
         (
             [{"steps": 2, "objective": {"name": "sft", "dataset": "x"}, "sampling": {"transition": "ode"}}],
             "set dynamic_sampling_rounds=0",
