@@ -1,8 +1,8 @@
 """Agreement of image and prompt: the cosine of their open_clip embeddings.
 
-The two small models of this package are registered with open_clip when this module is imported: `flow-grpo-tiny` knows coloured signs
-only, `flow-grpo-shapes` scenes of coloured shapes. Any other model name and pretrained tag of open_clip works, and so does a local
-checkpoint.
+The small models of this package are registered with open_clip when this module is imported: `flow-grpo-tiny` knows coloured signs only;
+`flow-grpo-shapes`, for scenes of coloured shapes, has no weights before `python -m flow_grpo.tiny.shapes.pretrain` made them. Any other
+model name and pretrained tag of open_clip works, and so does a local checkpoint.
 """
 
 import json
@@ -36,6 +36,10 @@ class OpenCLIP(torch.nn.Module):
         super().__init__()
         if pretrained is None and model in FOLDERS:
             pretrained = str(FOLDERS[model] / WEIGHTS)
+            if not Path(pretrained).is_file():
+                raise ValueError(
+                    f"{reward}: {model} has no weights yet: python -m flow_grpo.tiny.shapes.pretrain makes them."
+                )
         if pretrained is None and not model.startswith(("hf-hub:", "local-dir:")):
             tags = open_clip.list_pretrained_tags_by_model(model)
             known = f"give pretrained= one of {', '.join(tags)}" if tags else "open_clip knows no such model"
@@ -77,9 +81,9 @@ class CLIP(torch.nn.Module):
     Range [-1, 1]: 0.2 to 0.4 for matching pairs under OpenAI's models, near 1 for the tiny one. score="probability" is what
     SigLIP (arXiv 2303.15343) and SigLIP 2 (arXiv 2502.14786) were trained for, sigmoid(scale * cosine + bias), in [0, 1].
 
-    Weights: the tiny model of signs (3 MB, this package's licence) by default; by name model="flow-grpo-shapes" (2 MB) for scenes of
-    shapes, or for instance model="ViT-L-14", pretrained="openai" (MIT, 1.7 GB), model="ViT-H-14", pretrained="laion2b_s32b_b79k"
-    (MIT, 3.9 GB) or model="ViT-B-16-SigLIP2", pretrained="webli" (Apache-2.0, 1.5 GB); a local checkpoint file works too. Memory: the
+    Weights: the tiny model (3 MB, this package's licence) by default; by name for instance model="ViT-L-14",
+    pretrained="openai" (MIT, 1.7 GB), model="ViT-H-14", pretrained="laion2b_s32b_b79k" (MIT, 3.9 GB) or
+    model="ViT-B-16-SigLIP2", pretrained="webli" (Apache-2.0, 1.5 GB); pretrained may be a local checkpoint file. Memory: the
     weights in float32. Gamed by images that write the prompt out as text.
     """
 
