@@ -1056,9 +1056,9 @@ BUGS = [
     ),
     (
         "a relation holds from either side",
-        "rewards/shapes/rules.py",
-        '"left of": second.x - first.x > apart,',
-        '"left of": abs(second.x - first.x) > apart,',
+        "rewards/shapes/drawing.py",
+        '"left of": second.x - first.x,',
+        '"left of": abs(second.x - first.x),',
         "tests/rewards/test_shapes.py -k missed_alone",
     ),
     (

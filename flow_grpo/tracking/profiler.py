@@ -25,7 +25,7 @@ PHASES = (
     "optimizer",
 )  # ranges that the training loop records; the last one is in `update`
 MAX_OPERATORS = 15
-OTHER = 1  # training steps that are not profiled, as the first one also loads libraries
+NUM_SKIPPED = 1  # training steps that are not profiled, as the first one also loads libraries
 
 
 class TrainingProfiler:
@@ -43,7 +43,7 @@ class TrainingProfiler:
     def on_step_begin(self, args: Any, state: Any, control: Any, **details: Any) -> None:
         """Start the profiler, after the first step if the run has enough."""
         left = state.max_steps - state.global_step
-        if self.written or self._profile is not None or (self.skipped < OTHER and left > self.steps):
+        if self.written or self._profile is not None or (self.skipped < NUM_SKIPPED and left > self.steps):
             return
         activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if torch.cuda.is_available() else [])]
         self.first, self.started = state.global_step + 1, time.perf_counter()

@@ -3,11 +3,12 @@
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 from PIL import Image, ImageDraw
 
-from rewards.shapes.prompts import COLORS, SHAPES, Edit, Group, Scene
+from rewards.shapes.prompts import CATEGORIES, COLORS, RELATIONS, SHAPES, Edit, Group, Scene
 
 SIDE = 64  # pixels
 BACKGROUND = (244, 242, 236)
@@ -23,7 +24,7 @@ EXTENTS = {"small": (8.25, 8.75), None: (10.75, 11.5), "large": (13.5, 14.0)}  #
 CELL = 16  # pixels: a shape has a cell of its own, of two by two of the model's tokens
 JITTER = 0.5  # pixels by which its centre may be off the cell's
 OVERSAMPLING = 4
-ATTEMPTS = 60
+ATTEMPTS = 60  # to place the shapes of a scene
 
 
 @dataclass(frozen=True)
@@ -68,14 +69,18 @@ def draw(shapes: Sequence[Shape], side: int = SIDE) -> Image.Image:
     return canvas.resize((side, side), Image.Resampling.BOX)
 
 
-def holds(relation: str, first: Shape, second: Shape, margin: float = 0.0) -> bool:
+def holds(relation: str, first: Shape, second: Shape) -> bool:
     """Whether the first shape is left of, right of, above or below the second: their boxes do not overlap along that axis."""
-    reach = (first.extent + second.extent) / 2 + margin
+    return distance_along(relation, first, second) >= (first.extent + second.extent) / 2
+
+
+def distance_along(relation: str, first: Any, second: Any) -> float:
+    """How far the centre of the first shape is left of, right of, above or below that of the second, in pixels."""
     return {
-        "left of": second.x - first.x >= reach,
-        "right of": first.x - second.x >= reach,
-        "above": second.y - first.y >= reach,
-        "below": first.y - second.y >= reach,
+        "left of": second.x - first.x,
+        "right of": first.x - second.x,
+        "above": second.y - first.y,
+        "below": first.y - second.y,
     }[relation]
 
 
@@ -113,17 +118,22 @@ def random_scene(rng: np.random.Generator) -> Scene:
     """A scene of a random category."""
     while True:
         groups = []
-        kind = rng.integers(6)
-        colored = kind in (2, 3, 5) or (kind == 4 and rng.random() < 0.8)
-        for _ in range(2 if kind in (1, 4, 5) else 1):
+        kind = CATEGORIES[rng.integers(len(CATEGORIES))]
+        colored = kind in ("counting", "colours", "attribute binding") or (kind == "position" and rng.random() < 0.8)
+        for _ in range(2 if kind in ("two objects", "position", "attribute binding") else 1):
             size = str(rng.choice(["small", "large"])) if rng.random() < 0.2 else None
-            count = int(rng.integers(2, 5)) if kind == 2 else int(rng.choice([1, 1, 2])) if kind in (4, 5) else 1
+            several = kind in ("position", "attribute binding")
+            count = int(rng.integers(2, 5)) if kind == "counting" else int(rng.choice([1, 1, 2])) if several else 1
             color = str(rng.choice(COLORS)) if colored else None
             groups.append(Group(str(rng.choice(SHAPES)), count, color, size))
-        relation = str(rng.choice(["left of", "right of", "above", "below"])) if kind == 4 else None
+        relation = str(rng.choice(RELATIONS)) if kind == "position" else None
         scene = Scene(tuple(groups), relation)
         named = {(group.shape, group.color) for group in groups}
-        if scene.count <= 4 and len(named) == len(groups) and not (kind == 1 and groups[0].shape == groups[-1].shape):
+        if (
+            scene.count <= 4
+            and len(named) == len(groups)
+            and not (kind == "two objects" and groups[0].shape == groups[-1].shape)
+        ):
             return scene
 
 
@@ -165,7 +175,7 @@ def _edit(kind: str, shapes: list[Shape], rng: np.random.Generator) -> tuple[Edi
         return Edit(kind, chosen.shape, color, new), [replace(o, color=new) if o is chosen else o for o in shapes]
     if kind == "remove":
         return (Edit(kind, chosen.shape, color), [o for o in shapes if o is not chosen]) if len(shapes) > 1 else None
-    relation = str(rng.choice(["left of", "right of", "above", "below"]))
+    relation = str(rng.choice(RELATIONS))
     added = Shape(str(rng.choice(SHAPES)), str(rng.choice(COLORS)), 0, 0, rng.uniform(*EXTENTS[None]))
     for _ in range(10):
         found = _fit(added, shapes, rng)

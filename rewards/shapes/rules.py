@@ -10,13 +10,13 @@ from PIL import Image
 
 from rewards.images import to_pil
 from rewards.shapes.detection import DetectedShape, find_shapes
+from rewards.shapes.drawing import SIDE, distance_along
 from rewards.shapes.prompts import Edit, Group, Scene, parse_edit, parse_scene
 
 SMALL, LARGE = 9.75, 12.25  # pixels of 64: a small shape is below, a large one above
 MOST_FOUND = 8  # shapes of an image that are compared with what was asked
 MOVED = 5.0  # pixels of 64 by which a shape that stays may be off
 RESIZED = 1.3  # factor in size by which a shape that stays may be off
-SIDE = 64  # the sizes above are of images of that many pixels
 
 
 @dataclass(frozen=True)
@@ -74,13 +74,7 @@ def _size(one: DetectedShape) -> str | None:
 
 def is_related(relation: str, first: DetectedShape, second: DetectedShape) -> bool:
     """Whether the centres lie apart along the relation's axis by more than half of the mean size of the two."""
-    apart = (first.extent + second.extent) / 4
-    return {
-        "left of": second.x - first.x > apart,
-        "right of": first.x - second.x > apart,
-        "above": second.y - first.y > apart,
-        "below": first.y - second.y > apart,
-    }[relation]
+    return distance_along(relation, first, second) > (first.extent + second.extent) / 4
 
 
 def check_edit(edit: Edit, before: Sequence[DetectedShape], after: Sequence[DetectedShape]) -> Requirements:

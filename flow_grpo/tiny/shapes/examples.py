@@ -52,9 +52,7 @@ def misdescribe(scene: Scene, rng: np.random.Generator, wrong: float) -> Scene:
     """The scene with each named attribute replaced, with that probability, by another value. At most four shapes stay."""
 
     def other(value: str | None, values: tuple[str, ...]) -> str | None:
-        if value is None or rng.random() >= wrong:
-            return value
-        return str(rng.choice([one for one in values if one != value]))
+        return _replaced(value, values, rng, wrong)
 
     groups = []
     for group in scene.groups:
@@ -72,9 +70,7 @@ def misdescribe_edit(edit: Edit, rng: np.random.Generator, wrong: float) -> Edit
     """
 
     def other(value: str | None, values: tuple[str, ...]) -> str | None:
-        if value is None or rng.random() >= 2 * wrong:
-            return value
-        return str(rng.choice([one for one in values if one != value]))
+        return _replaced(value, values, rng, 2 * wrong)
 
     if edit.kind == "remove":
         if rng.random() >= 2 * wrong:
@@ -86,6 +82,13 @@ def misdescribe_edit(edit: Edit, rng: np.random.Generator, wrong: float) -> Edit
         new_shape=other(edit.new_shape, SHAPES),
         relation=other(edit.relation, RELATIONS),
     )
+
+
+def _replaced(value: str | None, values: tuple[str, ...], rng: np.random.Generator, probability: float) -> str | None:
+    """With that probability another one of the values; None stays."""
+    if value is None or rng.random() >= probability:
+        return value
+    return str(rng.choice([one for one in values if one != value]))
 
 
 def other_example(scene: Scene, rng: np.random.Generator) -> tuple[Scene, list[drawing.Shape]]:
