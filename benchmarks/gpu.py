@@ -112,7 +112,7 @@ def measure(folder: str, overrides: list[str]) -> dict[str, float]:
     """One setting, in this process."""
     from flow_grpo.config import FlowGRPOConfig
     from flow_grpo.plan.estimate import StepEstimator
-    from flow_grpo.plan.hardware import matmul_speed
+    from flow_grpo.policy.device_speed import matmul_speed
     from flow_grpo.policy.memory import peak_memory
     from flow_grpo.trainer import FlowGRPOTrainer
 

@@ -3,6 +3,7 @@
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -118,7 +119,9 @@ class FlowGRPOTrainer:
         seconds = time.perf_counter() - started
         self.state.step += 1
         self.evaluator.record_groups(self.step, experience)
-        return {**experience.metrics, **metrics, "time/step": seconds}
+        metrics = {**experience.metrics, **metrics, "time/step": seconds}
+        speed = partial(self.policy.meter.speed, dtype=self.policy.dtype, processes=self.processes.world_size)
+        return metrics | speed(seconds, metrics["images"], metrics["speed/tflop"])
 
     @property
     def step(self) -> int:

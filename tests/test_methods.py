@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from support.embedded import short_run
+from support.run_contents import MEASURED
 
 from flow_grpo import advantages, methods, objectives, sde
 from flow_grpo.config.objective import SETTINGS, section_type
@@ -224,6 +225,6 @@ def test_a_new_method_is_a_function_and_a_row(tmp_path, monkeypatch):
             f"sampling={{steps: 4, transition: {names[2]}, noise_level: 0.8}}",
         ]
         metrics = FlowGRPOTrainer(args=short_run(tmp_path / names[0], *settings)).training_step()
-        calls.append({name: number for name, number in metrics.items() if not name.startswith("time/")})
+        calls.append({name: number for name, number in metrics.items() if not name.startswith(MEASURED)})
     assert calls[0] == calls[1]
     assert calls[0]["grad_norm"] > 0

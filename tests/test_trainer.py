@@ -11,11 +11,13 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from support import small_policy as small
+from support.run_contents import MEASURED
 
 from flow_grpo import sampling
 from flow_grpo.advantages import group_advantages
 from flow_grpo.data.grid import ImageInfo, read_grid, save_image
 from flow_grpo.evaluation.generate import generate_images, image_seed
+from flow_grpo.policy.step_meter import PHASES
 from flow_grpo.run_folder import checkpoint
 from flow_grpo.tiny import architecture
 from flow_grpo.tracking.tracker import read_metrics
@@ -56,7 +58,7 @@ def averaged(policy):
 
 
 def numbers(metrics):
-    return {name: value for name, value in metrics.items() if not name.startswith("time/")}
+    return {name: value for name, value in metrics.items() if not name.startswith(MEASURED)}
 
 
 def rows(folder):
@@ -77,6 +79,7 @@ def latest(folder):
 def test_a_step_is_collected_and_learned_from_and_tells_its_numbers_and_seconds(tmp_path, monkeypatch):
     clock = [50.0]
     monkeypatch.setattr("flow_grpo.trainer.time.perf_counter", lambda: clock[0])
+    monkeypatch.setattr("flow_grpo.policy.step_meter.matmul_peak", lambda *device: 1e12)
 
     def takes(seconds, call):
         def slow(*args):
@@ -100,8 +103,10 @@ def test_a_step_is_collected_and_learned_from_and_tells_its_numbers_and_seconds(
         assert metrics["time/update"] == 7.0
         assert metrics["time/step"] == 12.0
         assert {name for name in metrics if name.startswith("time/")} == {
-            f"time/{name}" for name in ("rollout", "decode", "reward", "update", "step")
+            f"time/{name}" for name in ("update", "step", *PHASES)
         }
+        assert metrics["speed/images_per_second"] == metrics["images"] / 12.0
+        assert metrics["speed/tflop_per_second"] == metrics["speed/mfu"] == metrics["speed/tflop"] / 12.0
         assert not torch.equal(weights(trainer.policy), before)
         assert torch.equal(weights(trainer.policy), weights(same.policy))
     assert not (tmp_path / "run").exists(), "nothing is written before the run begins"

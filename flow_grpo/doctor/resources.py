@@ -13,15 +13,15 @@ from flow_grpo.config import FlowGRPOConfig
 from flow_grpo.doctor.result import ERROR, OK, WARNING, CheckResult
 from flow_grpo.evaluation.generate import generate_images
 from flow_grpo.plan.estimate import StepEstimate, StepEstimator
-from flow_grpo.plan.hardware import matmul_speed
+from flow_grpo.policy.device_speed import matmul_speed
 from flow_grpo.policy.devices import DTYPES
 from flow_grpo.policy.memory import peak_memory
 from flow_grpo.policy.policy import Policy
+from flow_grpo.policy.step_meter import PHASES
 from flow_grpo.run_folder.opening import is_begun
 from flow_grpo.text import counted
 
 PACKAGES = ("torch", "diffusers", "transformers", "peft", "accelerate")
-PHASES = ("rollout", "decode", "reward", "update")  # of a training step, as its time metrics name them
 MAX_SLOWDOWN = 3.0  # times the estimated seconds of a step
 MAX_USE = 0.9  # share of the memory or disk space that a run should need at most
 GB = 1e9
@@ -124,6 +124,8 @@ def step_time(name: str, metrics: dict[str, float], estimated: float | None) -> 
     total = metrics["time/step"]
     seconds = {phase: metrics[f"time/{phase}"] for phase in PHASES if f"time/{phase}" in metrics}
     shares = ", ".join(f"{phase} {value / total:.0%}" for phase, value in seconds.items() if value > 0.005 * total)
+    if "speed/mfu" in metrics:
+        shares += f"; {metrics['speed/tflop_per_second']:.3g} TFLOP/s, MFU {metrics['speed/mfu']:.0%}"
     if estimated is None or total - seconds.get("reward", 0.0) < MAX_SLOWDOWN * estimated:
         return CheckResult(name, f"{total:.1f} s", OK, shares)
     message = (

@@ -9,7 +9,8 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.flop_counter import FlopCounterMode
 
-from flow_grpo.plan.hardware import TERA, Rates, fastest
+from flow_grpo.plan.hardware import TERA, Rates
+from flow_grpo.policy.device_speed import fastest
 from flow_grpo.policy.meta_pipeline import BlockCall
 
 SECONDS = 0.2  # of each measurement, at least

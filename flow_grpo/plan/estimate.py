@@ -8,7 +8,7 @@ from flow_grpo.config import FlowGRPOConfig
 from flow_grpo.distributed.processes import BUCKET_NUMEL
 from flow_grpo.methods import velocities_per_rollout
 from flow_grpo.plan import block_speed
-from flow_grpo.plan.hardware import GB, Rates, matmul_speed
+from flow_grpo.plan.hardware import GB, Rates
 from flow_grpo.plan.trace import ModelTrace
 from flow_grpo.plan.weights_memory import LoadingMemory, text_encoder_bytes, weight_bytes
 from flow_grpo.policy.devices import DTYPES, default_dtype
@@ -127,7 +127,7 @@ class StepEstimator:
                 meta = self.trace.policy.pipe.transformer.cast
                 return block_speed.measure_rates(self.trace.blocks(rows), device, dtype, meta)
         except Exception:  # a block that cannot be called alone, or none
-            return Rates.of_peak(matmul_speed(device, dtype))
+            return Rates.of_device(device, dtype)
 
     def _transient_of(self, microbatch: int) -> dict[str, float]:
         """Bytes by phase, with the graphs of all micro-batches where they are kept: a backward pass begins with its own among them."""

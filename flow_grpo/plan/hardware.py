@@ -1,13 +1,12 @@
 """The hardware that a run is planned for: a GPU from the makers' data sheets, or this machine."""
 
 import re
-import time
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import psutil
 import torch
 
+from flow_grpo.policy.device_speed import matmul_speed
 from flow_grpo.text import suggest
 
 GB, TERA = 1e9, 1e12
@@ -39,6 +38,11 @@ class Rates:
     def of_peak(cls, peak: float) -> "Rates":
         """The rates of a device as a fraction of its peak, in operations a second."""
         return cls(UTILISATION * peak, UTILISATION * peak, f"{UTILISATION:.0%} of the peak of {peak / TERA:.3g} TFLOP/s")
+
+    @classmethod
+    def of_device(cls, device: torch.device, dtype: torch.dtype) -> "Rates":
+        """The rates of a device of this machine, as a fraction of its speed in a large matrix product."""
+        return cls.of_peak(matmul_speed(device, dtype))
 
 
 @dataclass(frozen=True)
@@ -103,25 +107,3 @@ def _plain(name: str) -> tuple[str, float | None]:
     sizes = [float(word[:-2]) for word in words if re.fullmatch(r"\d+gb", word)]
     required = [word for word in words if not word.startswith(OPTIONAL_WORDS) and not re.fullmatch(r"\d+gb", word)]
     return "".join(required), next(iter(sizes), None)
-
-
-def matmul_speed(device: torch.device, dtype: torch.dtype, seconds: float = 0.5) -> float:
-    """Floating point operations per second of a large matrix product on this device; the fastest of several runs."""
-    n = 8192 if device.type == "cuda" else 1024
-    a = torch.randn(n, n, device=device).to(dtype)
-    return 2 * n**3 / fastest(lambda: a @ a, device, seconds)
-
-
-def fastest(work: Callable[[], object], device: torch.device, seconds: float) -> float:
-    """The seconds that `work` takes after a warm-up: the fastest of as many runs as fit into `seconds`, at least two."""
-    work()  # the first one chooses its kernels
-    took: list[float] = []
-    while len(took) < 2 or sum(took) < seconds:
-        if device.type == "cuda":
-            torch.cuda.synchronize()
-        started = time.perf_counter()
-        work()
-        if device.type == "cuda":
-            torch.cuda.synchronize()
-        took.append(time.perf_counter() - started)
-    return min(took)

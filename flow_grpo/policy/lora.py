@@ -25,6 +25,7 @@ from safetensors.torch import save_file
 
 from flow_grpo.files import normalize_safetensors
 from flow_grpo.policy.hub import PEFT_WEIGHTS, WEIGHTS, expert_lora, expert_weights
+from rewards.downloads import downloads
 
 TRAINED = "default"  # the trained adapter; others are copies of it
 PEFT_PREFIX = "base_model.model."
@@ -63,6 +64,12 @@ class Lora:
         """The layers that have a LoRA."""
         modules = (module for transformer in self.transformers.values() for module in transformer.modules())
         return (module for module in modules if isinstance(module, BaseTunerLayer))
+
+    @property
+    def is_enabled(self) -> bool:
+        """Whether the transformer computes with an adapter."""
+        layer = next(iter(self.layers()), None)
+        return layer is not None and not layer.disable_adapters
 
     def parameters(self, adapter: str = TRAINED) -> dict[str, torch.nn.Parameter]:
         """An adapter's parameters by name."""
@@ -189,16 +196,17 @@ class Lora:
         Args:
             file: its name there, if it is not the usual one.
         """
-        if self.has_pipeline_loader:
-            self.pipe.load_lora_weights(source, weight_name=file, adapter_name=TRAINED)
-        elif hasattr(self.transformer, "load_lora_adapter"):
-            self.transformer.load_lora_adapter(source, weight_name=file or WEIGHTS, adapter_name=TRAINED, prefix=None)
-        else:
-            self._inject(LoraConfig.from_pretrained(source), TRAINED)
-            state = load_peft_weights(source, device="cpu")
-            set_peft_model_state_dict(self.transformer, state, adapter_name=TRAINED)
-        for name in self.experts:
-            self._load_expert(source, name)
+        with downloads(source):
+            if self.has_pipeline_loader:
+                self.pipe.load_lora_weights(source, weight_name=file, adapter_name=TRAINED)
+            elif hasattr(self.transformer, "load_lora_adapter"):
+                self.transformer.load_lora_adapter(source, weight_name=file or WEIGHTS, adapter_name=TRAINED, prefix=None)
+            else:
+                self._inject(LoraConfig.from_pretrained(source), TRAINED)
+                state = load_peft_weights(source, device="cpu")
+                set_peft_model_state_dict(self.transformer, state, adapter_name=TRAINED)
+            for name in self.experts:
+                self._load_expert(source, name)
         self._make_trainable()
 
     def _load_expert(self, source: str, name: str) -> None:

@@ -17,9 +17,9 @@ from flow_grpo.policy.hub import resolve_lora
 from flow_grpo.policy.lora import TRAINED, Lora
 from flow_grpo.policy.memory import compile_blocks, repeated_blocks
 from flow_grpo.policy.pipeline import FlowPipeline
+from flow_grpo.policy.step_meter import StepMeter
 from flow_grpo.policy.weight_checks import check_shapes, check_weights
 from flow_grpo.text import first_line
-from rewards.downloads import downloads
 
 
 class Policy(FlowPipeline):
@@ -32,6 +32,7 @@ class Policy(FlowPipeline):
         ema: the moving average of what is trained, once it was started.
         compiled: whether a forward pass with gradients may use other kernels than one without.
         guided: the same model called with other guidance scales, see guidance.py.
+        meter: measures the training steps.
         uses_fsdp: whether the transformer's weights are sharded, all but a LoRA's.
     """
 
@@ -43,6 +44,7 @@ class Policy(FlowPipeline):
         self.experts = [name for name in self.family.experts if getattr(self.pipe, name, None) is not None]
         self.lora = Lora(self.pipe, self.dtype, self.family.lora_targets, self.experts)
         self.trained: Lora | FullWeights = self.lora
+        self.meter = StepMeter(self.lora, self.device)
         self.ema = MovingAverage(self.trainable_parameters)
         self.compiled = self.uses_fsdp = False
         self.guided: dict[float, FlowPipeline] = {}
@@ -113,8 +115,7 @@ class Policy(FlowPipeline):
                 full.load(Path(source))
                 self.trained = full
             else:
-                with downloads(source):
-                    self.lora.load(source, file)
+                self.lora.load(source, file)
         except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
             raise ValueError(f"the LoRA {path} could not be loaded: {first_line(error)}") from error
         try:
@@ -171,7 +172,7 @@ class Policy(FlowPipeline):
         transformer = self.pipe.transformer
         replicated = {parameter for name, parameter in transformer.named_parameters() if "lora_" in name}
         fully_shard_blocks(transformer, repeated_blocks(transformer, "memory.shard"), replicated)
-        self.uses_fsdp = True
+        self.uses_fsdp, self.meter.counts_flops = True, False  # a call more would have to be one of all processes
         self.synced_call_count = lambda calls: max(processes.all_gather(calls))
 
     def _probe_images(self, x: Tensor, timesteps: Tensor) -> None:

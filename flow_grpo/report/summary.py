@@ -16,7 +16,17 @@ MIN_ERRORS = 2.0  # standard errors of a change that counts as a rise or fall
 MIN_SHARE = 0.06  # of the time that a phase must take to be listed by itself
 MIN_DROP = 0.1  # share of its best value by which an image metric must fall to be mentioned
 IMAGE_METRICS = {"monitor/sharpness": HIGH_FREQUENCY_POWER, "monitor/diversity": DIVERSITY}
-PHASES = {"rollout": "sampling", "decode": "decoding", "reward": "scoring", "update": "updating"}
+PHASES = {
+    "encode": "encoding texts",
+    "rollout": "sampling",
+    "decode": "decoding",
+    "reward": "scoring",
+    "wait": "waiting for processes",
+    "forward": "losses",
+    "backward": "backward passes",
+    "optimizer": "optimizer",
+}
+UPDATE = {"update": "updating"}  # in place of the last three in runs of 0.3, which has no parts of it
 
 
 def headline(run: RunReader) -> str:
@@ -96,7 +106,8 @@ def _short_image_metric(name: str, size: str) -> str:
 def cost(run: RunReader) -> dict[str, Any]:
     """Time, images, machine, and the share of each phase in the time."""
     training, images, evaluating = run.sum_of("time/step"), run.sum_of("images"), run.sum_of("time/evaluation")
-    phases = {label: run.sum_of(f"time/{key}") for key, label in PHASES.items()}
+    has_parts = any("time/forward" in row for row in run.steps)
+    phases = {label: run.sum_of(f"time/{key}") for key, label in (PHASES if has_parts else {**PHASES, **UPDATE}).items()}
     phases["evaluating"] = evaluating
     total = training + evaluating
     phases = {label: seconds for label, seconds in phases.items() if seconds >= MIN_SHARE * total > 0}
@@ -108,6 +119,16 @@ def cost(run: RunReader) -> dict[str, Any]:
         "training images": f"{images:,.0f}",
         "images a second": number(images / training) if training else "–",
     }
+    flops = run.sum_of("speed/tflop")
+    if flops and training:
+        facts["TFLOP a step"] = number(flops / len(run.steps))
+        facts["TFLOP/s"] = number(flops / training)
+    shares_of_peak = [row["speed/mfu"] for row in run.steps if "speed/mfu" in row]
+    if shares_of_peak:
+        facts["MFU"] = f"{statistics.fmean(shares_of_peak):.1%} of large matrix products on this device"
+    peaks = [row["memory/peak_gb"] for row in run.steps if "memory/peak_gb" in row]
+    if peaks:
+        facts["peak memory"] = f"{number(max(peaks))} GB"
     machine = run.machine
     if machine:
         processes = f" x {machine['processes']}" if machine.get("processes", 1) > 1 else ""

@@ -23,7 +23,7 @@ PHASES = (
     "reward",
     "update",
     "optimizer",
-)  # ranges that the training loop records; the last one is in `update`
+)  # ranges that the training step records, and that are shown; the last one is in `update`
 MAX_OPERATORS = 15
 NUM_SKIPPED = 1  # training steps that are not profiled, as the first one also loads libraries
 
@@ -91,7 +91,7 @@ def page(measured: Any, first: int, steps: int, seconds: float, timeline: list[t
     last = "" if steps == 1 else f" to {first + steps - 1}"
     phases = [(name, sum(e.time_range.elapsed_us() for e in events if e.name == name) / 1e6) for name in PHASES]
     kernels = [e.time_range for e in events if e.device_type == DeviceType.CUDA]
-    working = kernels or [e.time_range for e in events if e.device_type == DeviceType.CPU and e.name not in PHASES]
+    working = kernels or [e.time_range for e in events if e.device_type == DeviceType.CPU and not e.is_user_annotation]
     phases.append(("the rest", seconds - sum(spent for name, spent in phases if name != PHASES[-1])))
     busy = busy_seconds((one.start, one.end) for one in working)
     what = (
@@ -101,7 +101,7 @@ def page(measured: Any, first: int, steps: int, seconds: float, timeline: list[t
     rows = [
         (f"`{one.key}`", str(one.count), f"{_self_time(one) / 1e6:.3f}", f"{one.flops / 1e9:.2f}" if one.flops else "")
         for one in operators
-        if one.key not in PHASES and _self_time(one) > 0
+        if not one.is_user_annotation and _self_time(one) > 0
     ]
     peak = max((size for _, size in timeline), default=0.0)
     return "\n".join(

@@ -1,14 +1,12 @@
 """Sample the images of a batch of prompts, and score them, here or in the background."""
 
 import math
-import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from functools import partial
 
 import torch
 from torch import Tensor
-from torch.profiler import record_function
 
 from flow_grpo import sampling, tree
 from flow_grpo.config import FlowGRPOConfig
@@ -33,7 +31,6 @@ class ImageSampler:
 
     Attributes:
         score_in_background: whether a part of the images is scored while the next part is sampled.
-        seconds: time of rollout, decoding and rewards since `reset_seconds`.
     """
 
     def __init__(
@@ -52,11 +49,6 @@ class ImageSampler:
         self.score_in_background = policy.device.type != "cpu" or all(
             reward.remote is not None for reward in args.rewards.values()
         )
-        self.reset_seconds()
-
-    def reset_seconds(self) -> None:
-        """Set the seconds of all parts to 0."""
-        self.seconds = {"rollout": 0.0, "decode": 0.0, "reward": 0.0}
 
     def sample_and_score(self, batch: PromptBatch, window: list[int], step: int) -> tuple[Trajectory, Scores]:
         """Sample the images of the groups that this process owns. Returns their trajectory, and the scores of the whole batch."""
@@ -70,7 +62,8 @@ class ImageSampler:
         s, seed = self.args.sampling, self.args.seed
         branches = s.tree(self.args.images_per_prompt)
         drawn = tree.branches_taken(batch, branches, len(window))  # each branch has the noise of its first image
-        velocity = self.policy.velocity_fn(self.schedule, self.policy.encode(batch.prompts))
+        with self.policy.meter.phase("encode"):
+            velocity = self.policy.velocity_fn(self.schedule, self.policy.encode(batch.prompts))
 
         def sampled(x: Tensor, i: int, rows: Tensor) -> Tensor:
             # a compiled kernel with gradients differs in the last bit: a step that is replayed with them is sampled with them
@@ -115,27 +108,24 @@ class ImageSampler:
         whole = not self.score_in_background
         size = len(batch.prompts) if whole else math.lcm(self.args.microbatch, self.args.images_per_prompt)
         for rows in torch.arange(len(batch.prompts)).split(size):
-            part, started = batch.take(rows), time.perf_counter()
+            part = batch.take(rows)
             with phase(f"step {step + 1}, drawing {counted(len(part.prompts), 'image')}"):
-                with record_function("rollout"):
+                with self.policy.meter.phase("rollout"):
                     trajectories.append(self.trajectory(step, part, window, self.args.sampling.keep_graphs))
-                sampled = time.perf_counter()
-                with record_function("decode"):
-                    images = self.policy.decode(trajectories[-1].final, self.args.microbatch)
+                with self.policy.meter.phase("decode"):
+                    latents = trajectories[-1].final
+                    images = self.policy.meter.decoding(latents, partial(self.policy.decode, latents, self.args.microbatch))
             futures.append(thread.submit(partial(self.score, part, images)))
-            self.seconds["rollout"] += sampled - started
-            self.seconds["decode"] += time.perf_counter() - sampled
         return Trajectory.join(trajectories), futures
 
     def _gather_scores(self, futures: list[Future[Scores]], group: Tensor) -> Scores:
         """The scores of all rows, from those that each process gives to its own groups."""
-        started = time.perf_counter()
 
         def local_scores() -> Scores:
-            return Scores.join([wait_for(future, self.should_stop) for future in futures])
+            with self.policy.meter.phase("reward"):  # what was not done while sampling
+                return Scores.join([wait_for(future, self.should_stop) for future in futures])
 
-        with phase(f"scoring {counted(len(group), 'image')}"), record_function("reward"):
+        with phase(f"scoring {counted(len(group), 'image')}"), self.policy.meter.phase("wait"):
             scores = Scores.join(self.processes.gather_or_raise(local_scores, (ValueError, Interrupted)))
-        self.seconds["reward"] += time.perf_counter() - started  # what was not done while sampling
         order = self.processes.owner(group).argsort(stable=True).argsort()
         return scores.take(order)

@@ -1,6 +1,5 @@
 """Images from a dataset in place of rollouts: supervised fine-tuning on image-caption pairs, DPO on preference pairs."""
 
-import time
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -46,7 +45,6 @@ class OfflineSource:
 
     def collect(self, step: int) -> Experience:
         """The dataset's images of a training step, encoded, with advantages of 0."""
-        started = time.perf_counter()
         count = self.args.prompts_per_step * self.args.images_per_prompt // self.rows_per_pair
         groups = torch.arange(count)
         own = groups[self.processes.owns(groups)]
@@ -56,7 +54,8 @@ class OfflineSource:
         prompts = [self.examples.prompts[place] for place in places for _ in range(self.rows_per_pair)]
         rows = torch.arange(len(prompts))
         batch = PromptBatch(prompts, [{} for _ in prompts], own[rows // self.rows_per_pair], rows % self.rows_per_pair)
-        final = self.policy.encode_images(torch.stack(images), self.args.microbatch)
+        with self.policy.meter.phase("encode"):
+            final = self.policy.encode_images(torch.stack(images), self.args.microbatch)
         return Experience(
             batch,
             Trajectory.from_steps(self.schedule, [], [], final),
@@ -64,7 +63,7 @@ class OfflineSource:
             rows=rows,
             rows_per_group=self.rows_per_pair,
             groups=groups,
-            metrics={"images": 0.0, "time/rollout": time.perf_counter() - started},
+            metrics={"images": 0.0},
         )
 
     def _example_indices(self, step: int, count: int) -> list[int]:

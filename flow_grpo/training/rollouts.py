@@ -4,7 +4,6 @@
 """
 
 import math
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -83,18 +82,16 @@ class RolloutSource:
 
     def collect(self, step: int) -> Experience:
         """Sample a group of images for each prompt, score them, and compare them within their groups."""
-        self.image_sampler.reset_seconds()
         rounds = self._collect_until_signal(step)
-        started = time.perf_counter()
         images = ScoredImages.join(rounds)
         batch, scores = images.batch, images.scores
         compared = images.complete & self._rows_of_step(images)
         compute_advantages = self._group_advantages if self.critic is None else self._critic_advantages
-        advantage, has_signal, metrics = compute_advantages(images, compared)
+        with self.policy.meter.phase("advantage"):
+            advantage, has_signal, metrics = compute_advantages(images, compared)
         rows, rows_per_group = select_rows(self.args.method.rows, scores.total, batch.group, has_signal)
         is_local = self.processes.owns(batch.group)
         disagreement, share = self._disagreement(scores, compared)
-        self.image_sampler.seconds["reward"] += time.perf_counter() - started
         return Experience(
             batch=batch.take(is_local.nonzero()[:, 0]),
             trajectory=images.trajectory,
@@ -102,7 +99,7 @@ class RolloutSource:
             rows=local_rows(rows, is_local),
             rows_per_group=rows_per_group,
             groups=batch.group[compared].unique(),
-            metrics={**self._metrics(step, images, len(rounds)), **metrics, **share, **self._seconds()},
+            metrics={**self._metrics(step, images, len(rounds)), **metrics, **share},
             scores=scores.take(is_local),
             disagreement=None if disagreement is None else disagreement[is_local],
         )
@@ -226,9 +223,6 @@ class RolloutSource:
         if self.prompt_sampler.patience:
             metrics["num_prompts_skipped"] = float(self.prompt_sampler.num_skipped(step + 1))
         return metrics
-
-    def _seconds(self) -> dict[str, float]:
-        return {f"time/{name}": value for name, value in self.image_sampler.seconds.items()}
 
 
 def select_rows(selection: str, reward: Tensor, group: Tensor, has_signal: Tensor) -> tuple[Tensor, int]:

@@ -92,10 +92,17 @@ class Stage:
                 torch.cuda.empty_cache()  # after the except clause, which held the tensors of the failed step
 
     def _collect_and_update(self, number: int) -> tuple[Experience, dict[str, float]]:
-        experience = self.source.collect(number)  # prompts -> rollouts -> rewards -> advantages
-        started = time.perf_counter()
-        metrics = self.update(experience, number)  # losses -> gradients -> optimizer
-        return experience, {**metrics, "time/update": time.perf_counter() - started}
+        with self.policy.meter.step():
+            experience = self.source.collect(number)  # prompts -> rollouts -> rewards -> advantages
+            started = time.perf_counter()
+            metrics = self.update(experience, number)  # losses -> gradients -> optimizer
+        metrics |= {"time/update": time.perf_counter() - started, "speed/tflop": self._total_flops() / 1e12}
+        phases = {f"time/{name}": seconds for name, seconds in self.policy.meter.seconds().items()}
+        return experience, {**metrics, **phases}
+
+    def _total_flops(self) -> int:
+        """Operations of the step, of all processes; 0 if they are not counted."""
+        return sum(self.processes.all_gather(self.policy.meter.flops))
 
     def set_microbatch(self, microbatch: int) -> None:
         """Set the micro-batch of one process, at most that large."""

@@ -50,8 +50,10 @@ class PolicyUpdate:
 
     def _run(self, experience: Experience, step: int) -> dict[str, float]:
         args, batch = self.args, experience.batch
-        conditioning = self.policy.encode(experience.batch.prompts)
-        batch_loss = loss_of_batch(self.policy, args, experience, conditioning, step=step, clip=self.clip)
+        with self.policy.meter.phase("encode"):
+            conditioning = self.policy.encode(experience.batch.prompts)
+        with self.policy.meter.phase("forward"):
+            batch_loss = loss_of_batch(self.policy, args, experience, conditioning, step=step, clip=self.clip)
         totals, self.mid_step = LossMetrics(), False
         keeps_graphs = bool(experience.trajectory.graphs)
         shares = [
@@ -63,9 +65,10 @@ class PolicyUpdate:
             in_place = keeps_graphs or (batch_loss.has_ratio and not self.pack_rows)
             chunks = list(self._chunks(rows, row_weight, len(batch.prompts) if in_place else None))
             chunks += self._padding_chunks(len(chunks), len(batch.prompts))
-            batch_loss.before_update(chunks)
-            for chunk, weight in chunks:
-                self._backward(batch_loss, chunk, weight, totals)
+            with self.policy.meter.phase("forward"):
+                batch_loss.before_update(chunks)
+                for chunk, weight in chunks:
+                    self._backward(batch_loss, chunk, weight, totals)
             if not self.processes.any(len(rows) > 0):
                 continue
             if not self.mid_step and not self._check_ratio(totals, may_repack=self.pack_rows and not keeps_graphs):
@@ -90,7 +93,8 @@ class PolicyUpdate:
         """Add the weighted gradient and metrics of a chunk's rows; only one loss's graph is in memory at a time."""
         for loss in batch_loss.losses(chunk, weight > 0):
             value = (loss.value * weight).sum() / batch_loss.count
-            self.optimizer.backward(value.to(self.policy.device))
+            with self.policy.meter.phase("backward"):
+                self.optimizer.backward(value.to(self.policy.device))
             if weight.any():
                 totals.add(loss, weight / batch_loss.count)
 
@@ -178,7 +182,7 @@ class PolicyUpdate:
         """Run one optimizer step, the `number`-th of this stage, and update the moving average if it is due."""
         moved, self.mid_step = self.mid_step, True  # also if memory runs out half-way
         try:
-            with record_function("optimizer"):
+            with self.policy.meter.phase("optimizer"):
                 norm = self.optimizer.step(self._learning_rate(step))
         except ValueError:
             self.mid_step = moved

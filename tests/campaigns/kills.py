@@ -24,6 +24,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from support.cli_process import begin
 from support.embedded import short_run
+from support.run_contents import MEASURED
 
 from flow_grpo.run_folder import checkpoint
 from flow_grpo.run_folder.metrics_file import read_metrics
@@ -55,7 +56,7 @@ RUNS = {  # settings over tests/conftest.py:short_run, of runs whose checkpoints
 
 def numbers(folder: Path) -> list[dict]:
     """The metrics without the seconds, which no run repeats, and without the warnings of a resume."""
-    rows = [{k: v for k, v in row.items() if not k.startswith("time/")} for row in read_metrics(folder)]
+    rows = [{k: v for k, v in row.items() if not k.startswith(MEASURED)} for row in read_metrics(folder)]
     return [row for row in rows if "warning" not in row]
 
 

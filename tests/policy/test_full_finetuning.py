@@ -7,6 +7,7 @@ import torch
 from diffusers import AutoModel, DiffusionPipeline
 from support.embedded import CALL, PROMPTS, short_run, tiny_policy
 from support.process_runs import config, forked, run_alone, same
+from support.run_contents import MEASURED
 
 from flow_grpo.distributed.processes import Processes
 from flow_grpo.evaluation import measure, targets
@@ -156,8 +157,8 @@ def test_a_resumed_run_is_the_same_to_the_last_bit(trained, tmp_path):
     again = FlowGRPOTrainer(args=trainer.args.model_copy(update={"output_dir": str(tmp_path)}))
     again.state.load_state_dict(checkpoint.read(folder / "checkpoints", 1))
     metrics = again.training_step()
-    assert {n: v for n, v in metrics.items() if "time/" not in n} == {
-        n: v for n, v in numbers[1].items() if "time/" not in n
+    assert {n: v for n, v in metrics.items() if not n.startswith(MEASURED)} == {
+        n: v for n, v in numbers[1].items() if not n.startswith(MEASURED)
     }
     assert equal(weights(again.policy), weights(trainer.policy))
     with again.policy.ema.applied(), trainer.policy.ema.applied():

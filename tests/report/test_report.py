@@ -241,6 +241,30 @@ def test_cost_is_the_sum_of_the_steps(tmp_path):
     assert told["facts"]["training images"] == "1,280"
     assert told["facts"]["images a second"] == "16.0"
     assert sum(part["share"] for part in told["shares"]) == pytest.approx(100)
+    assert "updating" in {part["name"] for part in told["shares"]}, "a run of 0.3 has no parts of its updates"
+    assert not {"MFU", "TFLOP/s", "peak memory"} & set(told["facts"])
+
+
+def test_cost_tells_operations_their_share_of_the_peak_memory_and_the_parts_of_updates(tmp_path):
+    run = synthetic_run(tmp_path / "run")
+    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    for row in rows:
+        if "loss" in row:
+            row |= {"speed/tflop": 3.0, "speed/mfu": 0.1 if row["step"] % 2 else 0.3, "memory/peak_gb": row["step"] / 10}
+            row |= {"time/forward": 0.2, "time/backward": 0.25, "time/optimizer": 0.05}
+    (run / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    told = summary.cost(RunReader(run))
+    facts = {name: told["facts"][name] for name in ("TFLOP a step", "TFLOP/s", "MFU", "peak memory")}
+    assert facts == {
+        "TFLOP a step": "3.00",
+        "TFLOP/s": "1.50",
+        "MFU": "20.0% of large matrix products on this device",
+        "peak memory": "4.00 GB",
+    }
+    names = {part["name"] for part in told["shares"]}
+    assert {"losses", "backward passes"} < names
+    assert "updating" not in names
+    assert sum(part["share"] for part in told["shares"]) == pytest.approx(100)
 
 
 def test_a_run_without_images_or_evaluations_has_a_report_too(tmp_path):

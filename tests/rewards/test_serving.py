@@ -27,6 +27,7 @@ from support.cli_process import begin, run
 from support.embedded import short_run
 from support.paths import SAMPLE_REWARDS
 from support.reward_servers import Server, Stub, serving
+from support.run_contents import MEASURED
 
 import rewards
 from flow_grpo import FlowGRPOTrainer
@@ -704,7 +705,7 @@ def test_where_a_reward_runs_is_one_place():
 
 
 def numbers(folder: Path) -> list[dict]:
-    return [{k: v for k, v in row.items() if not k.startswith("time/")} for row in read_metrics(folder)]
+    return [{k: v for k, v in row.items() if not k.startswith(MEASURED)} for row in read_metrics(folder)]
 
 
 def test_a_run_with_two_servers_of_which_one_is_killed_has_the_metrics_of_one_without(pair, tmp_path):

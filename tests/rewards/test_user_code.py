@@ -14,6 +14,7 @@ from PIL import Image
 from starlette.testclient import TestClient
 from support.cli_process import begin, run
 from support.embedded import short_run
+from support.run_contents import MEASURED
 
 import rewards
 from flow_grpo.trainer import FlowGRPOTrainer
@@ -348,7 +349,7 @@ def test_a_reward_that_changes_everything_leaves_a_run_as_it_is(folder, capfd):
         FlowGRPOTrainer(args=short_run(folder / name, f"rewards={{{name}.py:brightness: 1}}", *sizes)).train()
         assert ("changed torch's default dtype" in capfd.readouterr().err) == (name == "mad")
         rows[name] = [
-            {key: value for key, value in json.loads(line).items() if not key.startswith("time/")}
+            {key: value for key, value in json.loads(line).items() if not key.startswith(MEASURED)}
             for line in (folder / name / "metrics.jsonl").read_text().splitlines()
         ]
     assert rows["sane"] == rows["mad"]

@@ -20,6 +20,7 @@ from safetensors.torch import load_file
 from support.cli_process import begin, run
 from support.embedded import short_run, stir, tiny_policy
 from support.fake_run import synthetic_run
+from support.run_contents import MEASURED
 
 from flow_grpo.compare.runs import CURVE, ComparedRun, CurvePoint
 from flow_grpo.config import FlowGRPOConfig
@@ -70,7 +71,7 @@ def names(folder: Path) -> list[str]:
 
 def numbers(folder: Path) -> list[dict]:
     """The metrics without the seconds, which no run repeats."""
-    return [{k: v for k, v in row.items() if not k.startswith("time/")} for row in read_metrics(folder)]
+    return [{k: v for k, v in row.items() if not k.startswith(MEASURED)} for row in read_metrics(folder)]
 
 
 @pytest.fixture(scope="module")

@@ -10,6 +10,7 @@ from safetensors.torch import load_file
 from support.embedded import short_run
 from support.paths import SAMPLE_REWARDS
 from support.process_runs import forked
+from support.run_contents import MEASURED
 
 from flow_grpo.data.grid import to_bytes
 from flow_grpo.evaluation.generate import generate_images, image_seed
@@ -21,7 +22,7 @@ LIMIT = "evaluation.max_prompts=10"
 
 
 def numbers(folder: Path) -> list[dict]:
-    return [{k: v for k, v in row.items() if not k.startswith("time/")} for row in read_metrics(folder)]
+    return [{k: v for k, v in row.items() if not k.startswith(MEASURED)} for row in read_metrics(folder)]
 
 
 def kept(folder: Path) -> dict[str, bytes]:

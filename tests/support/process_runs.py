@@ -16,6 +16,7 @@ from flow_grpo.trainer import FlowGRPOTrainer
 from support import cli_process
 from support.embedded import short_run
 from support.paths import ROOT
+from support.run_contents import MEASURED
 
 WHOLE = ("lora=null", "optimizer.lr=1.0e-4")
 UNEVEN = """
@@ -106,7 +107,7 @@ def same(one: Path, other: Path) -> None:
     for a, b in zip(rows(one), rows(other), strict=True):
         assert a.keys() == b.keys()
         for name, value in a.items():
-            if not name.startswith("time/") and name != "ratio/max_deviation":
+            if not name.startswith(MEASURED) and name != "ratio/max_deviation":
                 # the loss is a sum of advantages that cancel
                 assert b[name] == pytest.approx(value, rel=2e-3, abs=1e-4 if name == "loss" else 1e-6), name
     left, right = adapter(one), adapter(other)

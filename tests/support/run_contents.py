@@ -7,10 +7,13 @@ from safetensors.torch import load_file
 
 from flow_grpo.run_folder.metrics_file import read_metrics
 
+# prefixes of metrics that depend on the machine, so that no run repeats them
+MEASURED = ("time/", "speed/", "memory/")
+
 
 def numbers(folder: Path) -> list[dict]:
     """The metrics without the seconds, which no run repeats."""
-    return [{k: v for k, v in row.items() if not k.startswith("time/")} for row in read_metrics(folder)]
+    return [{k: v for k, v in row.items() if not k.startswith(MEASURED)} for row in read_metrics(folder)]
 
 
 def weights(folder: Path) -> dict[str, torch.Tensor]:

@@ -12,6 +12,7 @@ from accelerate.tracking import LOGGER_TYPE_TO_CLASS
 from PIL import Image
 from rich.console import Console
 from support.embedded import short_run
+from support.run_contents import MEASURED
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from flow_grpo.config import FlowGRPOConfig, validation
@@ -144,7 +145,7 @@ def test_a_service_that_fails_in_mid_run_changes_no_number_and_warns_once(tmp_pa
     for name, trackers in {"with": "[tensorboard, wandb]", "without": "[]"}.items():
         FlowGRPOTrainer(args=short_run(tmp_path / name, f"trackers={trackers}")).train()
     one, other = (
-        [{k: v for k, v in row.items() if not k.startswith("time/")} for row in read_metrics(tmp_path / name)]
+        [{k: v for k, v in row.items() if not k.startswith(MEASURED)} for row in read_metrics(tmp_path / name)]
         for name in ("with", "without")
     )
     assert one == other

@@ -4,6 +4,7 @@ import threading
 
 import pytest
 from support.embedded import short_run
+from support.run_contents import MEASURED
 
 from flow_grpo import FlowGRPOTrainer
 from flow_grpo.tracking.tracker import read_metrics
@@ -41,7 +42,10 @@ def test_a_part_is_scored_while_the_next_is_drawn_and_the_numbers_are_the_same(t
     assert beside == [True, True]
     assert drawn == [4, 4]
     rows = [
-        [{k: v for k, v in row.items() if not k.startswith(("time/", "rewards/"))} for row in read_metrics(tmp_path / name)]
+        [
+            {k: v for k, v in row.items() if not k.startswith((*MEASURED, "rewards/"))}
+            for row in read_metrics(tmp_path / name)
+        ]
         for name in ("plain", "beside")
     ]
     assert rows[0] == rows[1]

@@ -15,6 +15,7 @@ from support.cli_process import begin
 from support.embedded import short_run
 from support.process_runs import begin_ranks
 from support.reward_servers import Server, serving
+from support.run_contents import MEASURED
 
 from flow_grpo.config import FlowGRPOConfig
 from flow_grpo.data.grid import ImageInfo, save_grid
@@ -77,7 +78,7 @@ def in_it(command, folder: Path) -> int:
 def numbers(folder: Path) -> list[dict]:
     """The metrics without the seconds."""
     rows = read_metrics(folder / "run")
-    return [{k.replace(str(folder), ""): v for k, v in row.items() if not k.startswith("time/")} for row in rows]
+    return [{k.replace(str(folder), ""): v for k, v in row.items() if not k.startswith(MEASURED)} for row in rows]
 
 
 def weights(folder: Path) -> dict[str, torch.Tensor]:

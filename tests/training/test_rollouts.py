@@ -8,12 +8,12 @@ from types import SimpleNamespace
 import pytest
 import torch
 from support import small_policy as small
+from support.run_contents import MEASURED
 
 from flow_grpo import advantages, sampling
 from flow_grpo.config.objective import CriticConfig
 from flow_grpo.data.prompts import PromptSampler
 from flow_grpo.methods import SOLVERS
-from flow_grpo.training import rollouts
 from flow_grpo.training.critic import Critic
 from flow_grpo.training.gates import DisagreementGate
 from flow_grpo.training.interrupt import Interrupted
@@ -188,7 +188,7 @@ def test_the_advantage_is_the_weighted_sum_of_the_rewards_against_the_group():
     parts = torch.stack([2 * main, -30 * apart]).double()
     parts = (parts - parts.mean(2, keepdim=True)).flatten(1)
     products = parts @ parts.T
-    assert {name: value for name, value in experience.metrics.items() if not name.startswith("time/")} == pytest.approx(
+    assert {name: value for name, value in experience.metrics.items() if not name.startswith(MEASURED)} == pytest.approx(
         {
             "reward": float(total.mean()),
             "reward_std": float(spread.mean()),
@@ -295,7 +295,7 @@ def test_a_group_with_a_reward_that_is_no_number_is_left_out_of_all_but_the_coun
     assert experience.groups.tolist() == kept
     silent = [p for p in kept if experience.batch.prompts[3 * p] == "a dog"]
     assert experience.rows.tolist() == [3 * p + g for p in kept if p not in silent for g in range(3)]
-    numbers = {k: v for k, v in experience.metrics.items() if not k.startswith("time/")}
+    numbers = {k: v for k, v in experience.metrics.items() if not k.startswith(MEASURED)}
     assert numbers == pytest.approx(
         {
             "frac_reward_dropped": 0.25,
@@ -312,7 +312,7 @@ def test_a_step_of_which_nothing_is_left_says_so():
     script = dict.fromkeys(SCRIPT, [math.nan] * 3)
     for critic in (None, Critic(torch.Size(small.SHAPE), 64, CriticConfig(), 0)):
         experience = source(prompts=FOUR, script=script, critic=critic).collect(0)
-        numbers = {k: v for k, v in experience.metrics.items() if not k.startswith("time/")}
+        numbers = {k: v for k, v in experience.metrics.items() if not k.startswith(MEASURED)}
         assert numbers == {"frac_reward_dropped": 1.0, "images": 12.0}
         assert (len(experience.rows), len(experience.groups)) == (0, 0)
         assert not experience.advantage.any()
@@ -556,7 +556,7 @@ def test_rewards_are_called_one_after_another_and_not_at_all_after_a_failure(mon
 def test_the_seconds_of_a_step_are_those_of_its_parts(monkeypatch):
     """On a clock that stands still but where the parts are at work."""
     clock = [100.0]
-    monkeypatch.setattr(rollouts.time, "perf_counter", lambda: clock[0])
+    monkeypatch.setattr("flow_grpo.policy.step_meter.time.perf_counter", lambda: clock[0])
 
     def takes(seconds, call):
         def slow(*args, **kwargs):
@@ -573,9 +573,10 @@ def test_the_seconds_of_a_step_are_those_of_its_parts(monkeypatch):
     together = rolls.processes.gather_or_raise
     rolls.image_sampler.processes.gather_or_raise = takes(7.0, together)
     for step, rounds in ((0, 2), (1, 1)):
-        metrics = rolls.collect(step).metrics
-        seconds = {k: v for k, v in metrics.items() if k.startswith("time/")}
-        assert seconds == {"time/rollout": 5.0 * rounds, "time/decode": 3.0 * rounds, "time/reward": 7.0 * rounds + 2}
+        with rolls.policy.meter.step():
+            rolls.collect(step)
+        spent = {"rollout": 5.0 * rounds, "decode": 3.0 * rounds, "wait": 7.0 * rounds, "advantage": 2.0}
+        assert {name: seconds for name, seconds in rolls.policy.meter.seconds().items() if seconds} == spent
 
 
 def test_the_advantage_is_computed_by_the_settings_method():

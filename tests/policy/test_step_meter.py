@@ -1,0 +1,160 @@
+"""What a training step costs: seconds by phase, and operations against torch's own counter and against `plan`."""
+
+import pytest
+import torch
+from support import small_policy as small
+from support.embedded import short_run
+from torch.utils.flop_counter import FlopCounterMode
+
+from flow_grpo.plan.estimate import StepEstimator
+from flow_grpo.policy.device_speed import matmul_peak
+from flow_grpo.policy.step_meter import StepMeter
+from flow_grpo.trainer import FlowGRPOTrainer
+
+WINDOW = "sampling={steps: 4, transition: flow_sde, window: {schedule: fixed, size: 2, first_step: 0}"
+ODE = "sampling={steps: 3, transition: ode}"
+TEXT_ENCODERS = "CLIPTextModelWithProjection", "T5EncoderModel"
+METHODS = {
+    "grpo": [WINDOW + "}"],
+    "kept graphs": [WINDOW + ", keep_graphs: true}"],
+    "a KL towards the base model": [WINDOW + "}", "objective={name: grpo, kl_weight: 0.1, kl: velocity}"],
+    "awm with several noise levels": [ODE, "objective={name: awm, num_noise_levels: 2, kl_weight: 0.1}"],
+    "nft with its old policy": [ODE, "objective={name: nft}"],
+    "checkpointed": [ODE, "objective={name: awm}", "memory.gradient_checkpointing=true"],
+    "several updates": [ODE, "objective={name: awm}", "updates=2", "microbatch=4"],
+}
+
+
+def run(tmp_path, name):
+    return FlowGRPOTrainer(args=short_run(tmp_path / "run", *METHODS[name]))
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_a_steps_operations_are_those_that_torch_counts_of_all_of_it(tmp_path, name):
+    trainer, same = (run(tmp_path, name) for _ in range(2))
+    for step in (0, 1):  # the second one is counted by what is known
+        with FlopCounterMode(display=False) as counter:
+            same.stage.update(same.stage.source.collect(step), step)
+        of_texts = sum(sum(counter.get_flop_counts()[name].values()) for name in TEXT_ENCODERS)
+        assert of_texts > 0
+        assert trainer.training_step()["speed/tflop"] == (counter.get_total_flops() - of_texts) / 1e12 > 0
+
+
+def test_counting_changes_no_number(tmp_path, monkeypatch):
+    trainer = run(tmp_path, "grpo")
+    counted = [trainer.training_step() for _ in range(2)]
+    monkeypatch.setattr(StepMeter, "_measure", lambda *given: (0, 0))
+    other = run(tmp_path, "grpo")
+    plain = [other.training_step() for _ in range(2)]
+    assert [step["loss"] for step in counted] == [step["loss"] for step in plain]
+    ours, theirs = trainer.policy.trainable_parameters(), other.policy.trainable_parameters()
+    assert all(torch.equal(value, theirs[key]) for key, value in ours.items())
+    assert torch.equal(
+        trainer.policy.pipe.transformer.pos_embed.proj.weight, other.policy.pipe.transformer.pos_embed.proj.weight
+    )
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_plan_and_the_step_agree(tmp_path, name):
+    trainer = run(tmp_path, name)
+    estimator = StepEstimator(trainer.args, cuda=False)
+    # it takes the base model to cost as much as with a LoRA
+    planned = estimator.estimate(trainer.args.microbatch).operations
+    trainer.training_step()  # the first one also finds out what the model can do
+    assert 1e12 * trainer.training_step()["speed/tflop"] == pytest.approx(planned, rel=1e-3), name
+
+
+def test_what_has_no_backward_pass_counts_forward_alone():
+    policy = small.policy()
+    counter, (schedule, shape) = policy.meter, policy.schedule(2)
+    conditioning, rows = policy.encode(["a", "b"]), torch.arange(2)
+
+    def velocity():
+        return policy.velocity(torch.zeros(2, *shape), schedule.timesteps[0], conditioning, rows)
+
+    with counter.step():
+        with torch.no_grad():
+            velocity()
+        forward = counter.flops
+        discarded, used = velocity(), velocity()
+        assert counter.flops == 3 * forward > 0
+        used.square().sum().backward()
+        once = counter.flops
+        assert 4 * forward < once
+        del discarded
+    velocity()
+    assert counter.flops == once, "what is called outside of a step does not count"
+
+
+def test_the_peak_is_the_highest_of_all_runs_and_a_damaged_file_is_none(tmp_path, monkeypatch):
+    file = tmp_path / "kept" / "speed.json"
+    monkeypatch.setattr("flow_grpo.policy.device_speed.CACHE", file)
+    speeds = iter([3.0, 2.0, 5.0, 4.0])
+    monkeypatch.setattr("flow_grpo.policy.device_speed.matmul_speed", lambda *given: next(speeds))
+
+    def measured():
+        matmul_peak.cache_clear()  # a process of its own
+        return matmul_peak(torch.device("cpu"), torch.float32)
+
+    try:
+        assert [measured(), measured(), measured()] == [3.0, 3.0, 5.0]
+        assert matmul_peak(torch.device("cpu"), torch.float32) == 5.0, "once in a process"
+        file.write_text("[1, ")
+        assert measured() == 4.0
+    finally:
+        matmul_peak.cache_clear()
+
+
+def test_measuring_the_peak_moves_no_random_number(tmp_path, monkeypatch):
+    monkeypatch.setattr("flow_grpo.policy.device_speed.CACHE", tmp_path / "speed.json")
+    matmul_peak.cache_clear()
+    torch.manual_seed(3)
+    expected = torch.rand(1)
+    torch.manual_seed(3)
+    matmul_peak(torch.device("cpu"), torch.float32)
+    matmul_peak.cache_clear()
+    assert torch.equal(torch.rand(1), expected)
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    now = [100.0]
+    monkeypatch.setattr("flow_grpo.policy.step_meter.time.perf_counter", lambda: now[0])
+    return now
+
+
+def test_a_phase_within_another_counts_for_itself_alone(clock):
+    meter = StepMeter(None, torch.device("cpu"))
+    with meter.phase("rollout"):
+        clock[0] += 2
+        with meter.phase("encode"):
+            clock[0] += 3
+        clock[0] += 5
+    clock[0] += 11  # of no phase
+    with meter.phase("encode"):
+        clock[0] += 7
+    assert meter.seconds() == {"rollout": 7.0, "encode": 10.0}
+
+
+def test_the_time_before_an_error_counts_and_the_phase_ends(clock):
+    meter = StepMeter(None, torch.device("cpu"))
+
+    def fails():
+        clock[0] += 2
+        raise ValueError("broken")
+
+    with pytest.raises(ValueError, match="broken"), meter.phase("reward"):
+        fails()
+    clock[0] += 3
+    with meter.phase("reward"):
+        clock[0] += 5
+    assert meter.seconds() == {"reward": 7.0}
+
+
+def test_a_step_begins_at_zero(clock):
+    meter = StepMeter(None, torch.device("cpu"))
+    with meter.phase("reward"):
+        clock[0] += 2
+    meter.counts_flops = False
+    with meter.step():
+        assert meter.seconds() == {}
