@@ -3,12 +3,12 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Self
 
 import numpy as np
 import torch
 from PIL import Image
 from torch import Tensor
+from typing_extensions import Self
 
 from flow_grpo.data.grid import ImageInfo, has_prompts, open_image, read_cells, shows_videos, to_bytes
 from flow_grpo.data.grid_layout import GridLayout

@@ -8,12 +8,13 @@ normalisation are then diffusers' own code, whatever the family of models.
 import copy
 import inspect
 from collections.abc import Callable, Iterable
-from typing import Any, Self
+from typing import Any
 
 import torch
 from diffusers import DiffusionPipeline, FlowMatchEulerDiscreteScheduler
 from diffusers.guiders import ClassifierFreeGuidance
 from torch import Tensor
+from typing_extensions import Self
 
 from flow_grpo.image_prompt import SourceImage, images_of, with_images
 from flow_grpo.policy.conditioning import Conditioning
@@ -239,11 +240,10 @@ class FlowPipeline:
     @torch.no_grad()
     def decode(self, latents: Tensor, microbatch: int = 64) -> Tensor:
         """Images (B, 3, H, W) or videos (B, F, 3, H, W) in [0, 1] of final states (B, ...), by the pipeline's code after its loop."""
-        images = []
+        images, probe, no_step = [], self.encode(self.probe_prompts[:1]), torch.zeros(0, device=self.device)
         for chunk in latents.split(microbatch):
             rows = torch.zeros(len(chunk), dtype=torch.long)
-            no_step = torch.zeros(0, device=self.device)
-            out = self._call.replay(self.encode(self.probe_prompts[:1]), rows, no_step, chunk, output_type="pt")
+            out = self._call.replay(probe, rows, no_step, chunk, output_type="pt")
             images.append(images_to_tensor(out[0]).float().clamp(0, 1).cpu())
         return torch.cat(images)
 

@@ -3,11 +3,12 @@
 import copy
 import inspect
 from collections.abc import Callable
-from typing import Any, Self
+from typing import Any
 
 import torch
 from diffusers import DiffusionPipeline
 from torch import Tensor
+from typing_extensions import Self
 
 from flow_grpo.image_prompt import images_of
 from flow_grpo.policy.conditioning import Conditioning

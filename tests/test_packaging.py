@@ -1,0 +1,60 @@
+"""What the package says about itself: its version, its types, the Pythons and the torch that CI runs."""
+
+import re
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+from support.paths import ROOT
+
+import flow_grpo
+
+PROJECT = (ROOT / "pyproject.toml").read_text()
+WORKFLOWS = {file.stem: yaml.safe_load(file.read_text()) for file in (ROOT / ".github" / "workflows").glob("*.yml")}
+
+
+def test_the_version_stands_in_one_file_and_the_citation_has_it():
+    assert 'dynamic = ["version"]' in PROJECT
+    assert yaml.safe_load((ROOT / "CITATION.cff").read_text())["version"] == flow_grpo.__version__
+
+
+@pytest.mark.parametrize("package", ["flow_grpo", "rewards"])
+def test_both_packages_say_that_they_are_typed(package):
+    assert (ROOT / package / "py.typed").is_file()
+
+
+def test_ci_runs_every_python_that_the_package_names_and_the_oldest_torch():
+    runs = WORKFLOWS["tests"]["jobs"]["tests"]["strategy"]["matrix"]["include"]
+    named = re.findall(r'"Programming Language :: Python :: (3\.\d+)"', PROJECT)
+    assert [run["python"] for run in runs] == named
+    oldest = re.search(r'"torch>=([\d.]+)"', PROJECT)
+    assert oldest
+    assert runs[0]["torch"] == f"{oldest[1]}.0"
+    assert f'requires-python = ">={named[0]}"' in PROJECT
+
+
+def test_a_bug_report_asks_for_the_doctor():
+    for name in ("bug", "model"):
+        form = yaml.safe_load((ROOT / ".github" / "ISSUE_TEMPLATE" / f"{name}.yml").read_text())
+        asked = [field["attributes"].get("description", "") for field in form["body"] if field.get("validations")]
+        assert any("doctor CONFIG --json" in text for text in asked)
+
+
+def test_a_warning_of_our_own_code_is_an_error(request):
+    """As pytest's settings say: a deprecated call of a library shows in the tests first."""
+    filters = request.config.getini("filterwarnings")
+    assert any(one.startswith("error:::flow_grpo") for one in filters)
+    code = compile("import warnings; warnings.warn('old', DeprecationWarning)", "x", "exec")
+    with pytest.raises(DeprecationWarning):
+        exec(code, {"__name__": "flow_grpo.some.module"})
+    exec(code, {"__name__": "diffusers.some.module"})
+
+
+def test_no_file_of_a_package_is_newer_python_than_the_oldest():
+    """`tomllib`, `Self` of typing and exception groups came after 3.10."""
+    assert sys.version_info >= (3, 10)
+    newer = re.compile(r"^\s*(import tomllib|from typing import .*\b(Self|assert_never|override)\b|except\*)", re.MULTILINE)
+    files = [file for package in ("flow_grpo", "rewards") for file in (ROOT / package).rglob("*.py")]
+    found = [str(Path(file).relative_to(ROOT)) for file in files if newer.search(file.read_text())]
+    assert found == []
