@@ -1,9 +1,9 @@
-"""The anchors of an objective: references that the policy is held near, against reward hacking."""
+"""The anchors of an objective: references that the policy is held near, against reward hacking; and how slowly averages follow."""
 
 from collections.abc import Iterable
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import BeforeValidator, Field, ValidationInfo, model_validator
 
 from flow_grpo.config.sections import ConfigSection, PositiveFloat, PositiveInt, Share
 
@@ -11,6 +11,32 @@ KL = Literal["gaussian", "k3", "flow_grpo", "velocity"]
 SETTINGS_OF = {"ema": ("decay",), "reset": ("every", "threshold"), "guided": ("guidance",)}  # that one kind alone reads
 EXAMPLES = {"ema": "decay, for example 0.3", "reset": "every or threshold", "guided": "guidance, for example 4.5"}
 COPIES = ("ema", "reset")  # copies of the LoRA
+
+
+class DecayRamp(ConfigSection):
+    """A decay that grows: with the optimizer steps of a stage (`old_policy_decay`) or with its training steps (an anchor to `ema`)."""
+
+    rate: PositiveFloat
+    """How much the decay grows with every step."""
+    max: Share
+    """Largest decay."""
+    after: Annotated[int, Field(ge=0)] = 0
+    """Steps before it begins to grow."""
+    start: Share = 0.0
+    """The decay before it begins to grow."""
+
+    def at(self, steps: int) -> float:
+        """The decay after so many steps."""
+        return min(self.max, self.start + self.rate * max(0, steps - self.after))
+
+
+def _number_or_ramp(value: Any, info: ValidationInfo) -> Any:
+    if isinstance(value, dict) and not {"rate", "max"} <= value.keys() <= DecayRamp.model_fields.keys():
+        raise ValueError(f"{info.field_name} is {value}: give a number, or a ramp such as {{rate: 0.001, max: 0.5}}.")
+    return value
+
+
+Decay = Annotated[Share | DecayRamp, BeforeValidator(_number_or_ramp)]
 
 
 class AnchorConfig(ConfigSection):
@@ -26,9 +52,9 @@ class AnchorConfig(ConfigSection):
     gate: Literal["none", "advantage", "disagreement"] = "none"
     """Which images the KL is of. `advantage`: all, more for good ones (CRD). `disagreement`: only those that the trained reward ranks far
     higher than the rewards of weight 0 do (GARDO)."""
-    decay: Share | None = None
-    """ema: how slowly the average follows the policy after each training step, 0 at once, 1 never. AWM's code: 0.3, after a ramp of 0.001 a
-    step."""
+    decay: Decay | None = None
+    """ema: how slowly the average follows the policy after each training step, 0 at once, 1 never; a number, or a ramp. AWM's code:
+    {rate: 0.001, max: 0.3}."""
     every: PositiveInt | None = None
     """reset: training steps after which the copy is renewed."""
     threshold: PositiveFloat | None = None
@@ -51,7 +77,7 @@ class AnchorConfig(ConfigSection):
     @property
     def reference(self) -> tuple:
         """What the reference is: equal for anchors that share one."""
-        return self.to, self.decay, self.every, self.threshold, self.guidance
+        return self.to, str(self.decay), self.every, self.threshold, self.guidance
 
 
 def by_metric(anchors: Iterable[AnchorConfig]) -> dict[str, AnchorConfig]:

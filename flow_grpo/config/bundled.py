@@ -4,7 +4,8 @@ from pathlib import Path
 
 from flow_grpo.text import suggest
 
-TRAINING_PROMPTS = {"tiny": "prompts/signs_train.txt"}  # of each bundled model, which draws nothing else
+# of each bundled model, which draws nothing else
+TRAINING_PROMPTS = {"tiny": "prompts/signs_train.txt", "tiny_shapes": "prompts/shapes_train.jsonl"}
 
 
 def bundled_file(name: str) -> Path:

@@ -3,10 +3,10 @@
 import functools
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from pydantic import Field, create_model, field_validator
+from pydantic import Field, create_model
 
 from flow_grpo import methods
-from flow_grpo.config.anchors import KL, AnchorConfig, by_metric, references
+from flow_grpo.config.anchors import KL, AnchorConfig, Decay, by_metric, references
 from flow_grpo.config.old_names import DPO_BETA
 from flow_grpo.config.sections import ConfigSection, PositiveFloat, PositiveInt, Share
 from flow_grpo.text import suggest
@@ -155,23 +155,6 @@ class LatentUnit(ObjectiveConfig):
     Ratios, clip ranges and the weight of a KL are in that unit."""
 
 
-class DecayRamp(ConfigSection):
-    """A decay that grows with the optimizer steps of a stage."""
-
-    rate: PositiveFloat
-    """How much the decay grows with every optimizer step."""
-    max: Share
-    """Largest decay."""
-    after: Annotated[int, Field(ge=0)] = 0
-    """Optimizer steps before it begins to grow."""
-    start: Share = 0.0
-    """The decay before it begins to grow."""
-
-    def at(self, steps: int) -> float:
-        """The decay after so many optimizer steps."""
-        return min(self.max, self.start + self.rate * max(0, steps - self.after))
-
-
 class Nft(ObjectiveConfig):
     """The settings of `nft` (arXiv 2509.16117)."""
 
@@ -193,20 +176,11 @@ class Crd(ObjectiveConfig):
 class OldPolicy(ObjectiveConfig):
     """The settings of objectives with a slowly moving copy of the policy."""
 
-    old_policy_decay: Share | DecayRamp = 0.5
+    old_policy_decay: Decay = 0.5
     """How slowly the old policy follows the trained one after each training step: 0 at once, 1 never. Or a ramp: for nft the published
     one is {rate: 0.001, max: 0.5}, for OCR {after: 75, rate: 0.0075, max: 0.999}; for crd {start: 0.25, rate: 0.005, max: 0.999}."""
     rollout_policy: Literal["trained", "old"] = "trained"
     """Which policy draws a step's images: the trained one, or the old one, as nft was published."""
-
-    @field_validator("old_policy_decay", mode="before")
-    @classmethod
-    def _number_or_ramp(cls, value: Any) -> Any:
-        if isinstance(value, dict) and not {"rate", "max"} <= value.keys() <= DecayRamp.model_fields.keys():
-            raise ValueError(
-                f"objective.old_policy_decay is {value}: give a number, or a ramp such as {{rate: 0.001, max: 0.5}}."
-            )
-        return value
 
 
 class Dgpo(ObjectiveConfig):

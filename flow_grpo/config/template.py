@@ -116,12 +116,10 @@ def _objective_schemas(definitions: dict[str, Any]) -> list[dict[str, str]]:
 
 def _preset(model: str) -> str:
     """The name of the bundled config to begin with."""
-    if model in TRAINING_PROMPTS:
-        return "tiny_ocr"
     trained = [(file.stem, yaml.safe_load(file.read_text())["model"]) for file in sorted(bundled_file("").glob("*.yaml"))]
     names = [name for name, of in trained if of == model]
     plain = [name for name in names if name.endswith("_ocr")]
-    return next(iter([*plain, *names]), BASE)
+    return model if model in names else next(iter([*plain, *names]), BASE)
 
 
 def _setting(key: str, value: Any, description: str | None, indent: str = "") -> list[str]:

@@ -22,6 +22,11 @@ class PromptSource:
 
 PROMPT_SETS = {
     "ocr": PromptSource("prompts/signs_eval.txt", "256 signs for the embedded model; ours, Apache-2.0"),
+    "shapes": PromptSource(
+        "prompts/shapes_eval.jsonl",
+        "scenes of shapes in GenEval's six tasks, for the embedded model of shapes; ours, Apache-2.0",
+    ),
+    "shape_edits": PromptSource("prompts/shape_edits_eval.jsonl", "72 edits of such scenes; ours, Apache-2.0"),
     "ocr_test": PromptSource("prompts/ocr_test.txt", "512 scenes with a text in quotes; ours, Apache-2.0"),
     "ocr_paper": PromptSource(
         "https://raw.githubusercontent.com/yifan123/flow_grpo/main/dataset/ocr/test.txt",

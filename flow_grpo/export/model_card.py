@@ -32,6 +32,7 @@ HUB = "https://huggingface.co"
 # Licences of the models in our presets, as their pages state them: the licence, and for `other` its name and file.
 LICENCES: dict[str, tuple[str, ...]] = {
     "tiny": ("apache-2.0",),
+    "tiny_shapes": ("apache-2.0",),
     "stabilityai/stable-diffusion-3.5-medium": ("other", "stabilityai-ai-community", "LICENSE.md"),
     "stabilityai/stable-diffusion-3.5-large": ("other", "stabilityai-ai-community", "LICENSE.md"),
     "black-forest-labs/FLUX.1-dev": ("other", "flux-1-dev-non-commercial-license", "LICENSE.md"),

@@ -1,9 +1,13 @@
 """The device and the dtype that a model is computed in."""
 
+import ctypes
+
 import torch
 
 from flow_grpo.text import first_line
 
+M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # of mallopt(3)
+KEPT_BLOCK = 2**30  # bytes: larger blocks are given back
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -36,3 +40,14 @@ def default_dtype(device: str) -> torch.dtype:
     else:
         native = kind == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False)
     return torch.bfloat16 if native else torch.float32
+
+
+def keep_freed_memory() -> None:
+    """Let the C library of Linux keep freed memory for the next step, as CUDA's allocator does; elsewhere nothing happens.
+
+    By default it gives large blocks back, and the kernel clears each page before a step gets it again (docs/log.md: 2026-11-23).
+    """
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt is not None:
+        mallopt(M_MMAP_THRESHOLD, KEPT_BLOCK)
+        mallopt(M_TRIM_THRESHOLD, 2**31 - 1)

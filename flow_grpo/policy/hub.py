@@ -10,7 +10,8 @@ from huggingface_hub.errors import EntryNotFoundError
 from flow_grpo.run_folder import layout
 from rewards.downloads import HubUnreachable, downloads, hub_file
 
-BUNDLED_MODELS = {"tiny": Path(__file__).parent.parent / "tiny" / "pipeline"}
+TINY = Path(__file__).parent.parent / "tiny"
+BUNDLED_MODELS = {"tiny": TINY / "pipeline", "tiny_shapes": TINY / "shapes" / "pipeline"}
 # the file of a LoRA as diffusers and as peft name it
 WEIGHTS, PEFT_WEIGHTS = "pytorch_lora_weights.safetensors", "adapter_model.safetensors"
 INDEX = "model_index.json"
@@ -35,6 +36,10 @@ def expert_lora(source: str, component: str) -> Path | None:
 def resolve_model(name: str) -> str:
     """The folder or hub id of a model. ValueError if there is no such folder, or the hub has no such model."""
     if name in BUNDLED_MODELS:
+        if not (BUNDLED_MODELS[name] / INDEX).is_file():
+            raise ValueError(
+                f"{name} has no weights yet: python -m flow_grpo.tiny.shapes.pretrain makes them, on two CPU cores."
+            )
         return str(BUNDLED_MODELS[name])
     folder = Path(name)
     if folder.is_dir():

@@ -13,7 +13,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from flow_grpo import objectives, sde
-from flow_grpo.config.anchors import COPIES, AnchorConfig
+from flow_grpo.config.anchors import COPIES, AnchorConfig, DecayRamp
 from flow_grpo.config.objective import ObjectiveConfig
 from flow_grpo.policy.conditioning import Conditioning
 from flow_grpo.policy.guidance import guided
@@ -150,7 +150,7 @@ class AnchorCopies:
     """
 
     def __init__(self, policy: Policy, objective: ObjectiveConfig, start: int) -> None:
-        self.policy, self.copies = policy, copied_references(objective)
+        self.policy, self.copies, self.start = policy, copied_references(objective), start
         metrics = {anchor.reference: name for name, anchor in reversed(objective.anchors_by_metric.items())}
         self.metrics = {name: metrics[anchor.reference] for name, anchor in self.copies.items()}
         self.renewed = {name: start for name, anchor in self.copies.items() if anchor.to == "reset"}
@@ -165,7 +165,10 @@ class AnchorCopies:
         """
         for name, anchor in self.copies.items():
             if anchor.decay is not None:
-                self.policy.lora.update_copy(name, anchor.decay)
+                decay = anchor.decay
+                self.policy.lora.update_copy(
+                    name, decay.at(step + 1 - self.start) if isinstance(decay, DecayRamp) else decay
+                )
             elif self._is_due(anchor, step + 1 - self.renewed[name], measured.get(self.metrics[name], 0.0)):
                 self.policy.lora.update_copy(name, 0.0)
                 self.renewed[name] = step + 1

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.profiler import record_function
 
 from flow_grpo.config import FlowGRPOConfig
-from flow_grpo.config.objective import DecayRamp
+from flow_grpo.config.anchors import DecayRamp
 from flow_grpo.distributed.processes import Processes
 from flow_grpo.policy.policy import Policy
 from flow_grpo.progress import phase

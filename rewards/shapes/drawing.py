@@ -1,5 +1,6 @@
 """Images of scenes with known answers: what the detector and the embedded model of shapes are made from."""
 
+import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -20,7 +21,7 @@ PALETTE = {
     "purple": (150, 50, 200),
     "black": (17, 17, 17),
 }
-EXTENTS = {"small": (8.25, 8.75), None: (10.75, 11.5), "large": (13.5, 14.0)}  # pixels, the longer side of a shape
+EXTENTS = {"small": (8.25, 8.75), None: (10.75, 11.5), "large": (13.0, 13.5)}  # pixels, the longer side of a shape
 CELL = 16  # pixels: a shape has a cell of its own, of two by two of the model's tokens
 JITTER = 0.5  # pixels by which its centre may be off the cell's
 OVERSAMPLING = 4
@@ -114,11 +115,11 @@ def _fit(shape: Shape, others: Sequence[Shape], rng: np.random.Generator) -> Sha
     return replace(shape, x=(x + 0.5) * CELL + across, y=(y + 0.5) * CELL + down)
 
 
-def random_scene(rng: np.random.Generator) -> Scene:
-    """A scene of a random category."""
+def random_scene(rng: np.random.Generator, categories: Sequence[str] = CATEGORIES) -> Scene:
+    """A scene of a random one of the categories; one that is named twice is twice as frequent."""
     while True:
         groups = []
-        kind = CATEGORIES[rng.integers(len(CATEGORIES))]
+        kind = categories[rng.integers(len(categories))]
         colored = kind in ("counting", "colours", "attribute binding") or (kind == "position" and rng.random() < 0.8)
         for _ in range(2 if kind in ("two objects", "position", "attribute binding") else 1):
             size = str(rng.choice(["small", "large"])) if rng.random() < 0.2 else None
@@ -137,14 +138,27 @@ def random_scene(rng: np.random.Generator) -> Scene:
             return scene
 
 
-def random_example(rng: np.random.Generator) -> tuple[Scene, list[Shape]]:
-    """A random scene, and shapes that show it."""
+def random_example(rng: np.random.Generator, categories: Sequence[str] = CATEGORIES) -> tuple[Scene, list[Shape]]:
+    """A random scene, as of `random_scene`, and shapes that show it."""
     while True:
-        scene = random_scene(rng)
+        scene = random_scene(rng, categories)
         for _ in range(ATTEMPTS):
             shapes = place(scene, rng)
             if shapes is not None:
                 return scene, shapes
+
+
+def crowded(rng: np.random.Generator) -> list[Shape]:
+    """Random shapes in any number of cells: what an autoencoder learns from, faster than from scenes, which are mostly empty."""
+    filled, shapes = rng.uniform(), []
+    sizes = list(EXTENTS.values())
+    for x, y in itertools.product(range(SIDE // CELL), repeat=2):
+        if rng.uniform() < filled:
+            extent = rng.uniform(*sizes[rng.integers(len(sizes))])
+            across, down = rng.uniform(-JITTER, JITTER, 2)
+            kind, color = str(rng.choice(SHAPES)), str(rng.choice(COLORS))
+            shapes.append(Shape(kind, color, (x + 0.5) * CELL + across, (y + 0.5) * CELL + down, extent))
+    return shapes
 
 
 def random_edit(rng: np.random.Generator) -> tuple[list[Shape], Edit, list[Shape]]:

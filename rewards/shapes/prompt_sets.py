@@ -1,7 +1,8 @@
 """The prompt files of the embedded model of shapes: `python -m rewards.shapes.prompt_sets FOLDER`.
 
 Writes shapes_train.jsonl and shapes_eval.jsonl, scenes with their category, and shape_edits_train.jsonl and shape_edits_eval.jsonl,
-edits with the image that each of them changes, in shape_edits/. Evaluation asks for combinations that training never names.
+edits with the image that each of them changes, in shape_edits/. shapes_counting_train.jsonl and shapes_counting_eval.jsonl are the
+scenes of several equal shapes among them. Evaluation asks for combinations that training never names.
 """
 
 import json
@@ -34,8 +35,10 @@ def write(folder: Path, seed: int = 0) -> None:
     rng = np.random.default_rng(seed)
     (folder / "shape_edits").mkdir(parents=True, exist_ok=True)
     for part, count in EDITS.items():
-        lines = [json.dumps(row) for row in scenes(part, rng)]
-        (folder / f"shapes_{part}.jsonl").write_text("\n".join(lines) + "\n")
+        found = scenes(part, rng)
+        counting = [row for row in found if row["category"] == "counting"]
+        for name, of_file in (("shapes", found), ("shapes_counting", counting)):
+            (folder / f"{name}_{part}.jsonl").write_text("\n".join(map(json.dumps, of_file)) + "\n")
         rows: list[str] = []
         while len(rows) < count:
             before, edit, _ = random_edit(rng)

@@ -19,7 +19,9 @@ from flow_grpo.trainer import FlowGRPOTrainer
 @pytest.mark.parametrize("name", sorted(str(p.relative_to(bundled_file("")))[:-5] for p in bundled_file("").rglob("*.yaml")))
 def test_every_shipped_config_is_valid_and_names_prompts_that_exist(name, tmp_path):
     args = FlowGRPOConfig.from_yaml(name)
-    for source in (args.training_prompts, args.evaluation.prompts):
+    sources = [args.training_prompts, args.evaluation.prompts]
+    named = [one.file for given in sources if isinstance(given, list) for one in given]
+    for source in [*named, *(one for one in sources if isinstance(one, str))]:
         if source.startswith("prompts/"):  # the others are on the web
             assert load_prompts(source).prompts
     (tmp_path / "again.yaml").write_text(args.to_yaml())
@@ -28,7 +30,7 @@ def test_every_shipped_config_is_valid_and_names_prompts_that_exist(name, tmp_pa
 
 PRESETS = {file.stem: FlowGRPOConfig.from_yaml(file) for file in sorted(bundled_file("").glob("*.yaml"))}
 EDITS = ("flux2_klein_edit", "flux_kontext_edit", "qwen_image_edit_plus")
-REAL = {name: args for name, args in PRESETS.items() if args.model != "tiny"}
+REAL = {name: args for name, args in PRESETS.items() if args.model not in hub.BUNDLED_MODELS}
 
 
 def test_presets_of_real_models_use_prompts_that_suit_their_reward():

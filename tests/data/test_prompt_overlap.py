@@ -37,9 +37,17 @@ def test_prompts_are_the_same_up_to_case_articles_and_the_order_of_a_pair(one, o
     assert held_out_overlap([one], [other]) == same
 
 
+# files that are a category of another one, of the same part
+SUBSETS = {f"shapes_counting_{part}.jsonl": f"shapes_{part}.jsonl" for part in ("train", "eval")}
+
+
 @pytest.mark.parametrize(("one", "other"), itertools.combinations(FILES, 2))
 def test_no_shipped_prompt_is_in_two_files(one, other):
-    assert held_out_overlap(prompts_of(one), prompts_of(other)) == 0
+    texts, others = prompts_of(one), prompts_of(other)
+    if SUBSETS.get(one) == other:
+        assert {*texts} < {*others}
+        return
+    assert held_out_overlap(texts, others) == 0
 
 
 @pytest.mark.parametrize("name", FILES)

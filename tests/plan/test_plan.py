@@ -202,12 +202,15 @@ def test_every_preset_passes_a_dry_run_where_the_hub_is_out_of_reach(preset, mon
     monkeypatch.setattr("datasets.config.HF_HUB_OFFLINE", True)
     monkeypatch.setattr(block_speed, "SECONDS", 0.0)
     args = FlowGRPOConfig.from_yaml(preset)
+    is_bundled = args.model in BUNDLED_MODELS
+    if is_bundled and not BUNDLED_MODELS[args.model].is_dir():
+        pytest.skip(f"{args.model} has no weights yet")
     # reading text takes most of the time; without the model's files no size is checked. One preset keeps its size.
-    size = [] if args.model == "tiny" or preset == "sd35_medium_ocr" else ["height=256", "width=256"]
+    size = [] if is_bundled or preset == "sd35_medium_ocr" else ["height=256", "width=256"]
     result = CliRunner().invoke(cli.app, ["train", preset, *size, "--dry-run"])
     assert result.exit_code == 0, result.output
     assert "The settings go together" in result.output
-    away = [] if args.model == "tiny" else [f"the model {args.model}"]
+    away = [] if is_bundled else [f"the model {args.model}"]
     assert all(name in " ".join(result.output.split()) for name in away), "what could not be looked at is named"
     assert len(result.output.splitlines()) < 8
 

@@ -60,17 +60,18 @@ def test_the_loss_depends_on_captions_and_sources():
     for parameter in pipe.transformer.parameters():
         if not parameter.any():
             torch.nn.init.normal_(parameter, std=0.05)
-    made = examples.edits(rng, 4, 0.0)
+    made = pretrain.encoded(pipe, examples.edits(rng, 4))
+    true = list(map(str, made.described))
     losses = []
     for captions, sources in (
-        (made.captions, made.sources),
+        (true, made.sources),
         ([f"a {COLORS[0]} {SHAPES[0]}"] * 4, made.sources),
-        (made.captions, made.sources.flip(0)),
-        (made.captions, None),
+        (true, made.sources.flip(0)),
+        (true, None),
     ):
         torch.manual_seed(1)
-        given = examples.Examples(captions, made.images, sources)
-        losses.append(pretrain.flow_matching(pipe, given, architecture.TEXT_LENGTH).item())
+        given = examples.Examples(made.described, made.images, sources)
+        losses.append(pretrain.flow_matching(pipe, captions, given, architecture.TEXT_LENGTH).item())
     assert len(set(losses)) == 4
 
 
@@ -82,11 +83,12 @@ def test_the_stage_goes_on_where_it_was(tmp_path):
         for stop in stops:
             torch.manual_seed(0)
             pipe = architecture.pipeline()
+            drawn = pretrain.encoded(pipe, examples.scenes(np.random.default_rng(0), 8))
             plan = StagePlan(11, stop, lr=1e-3, muon_lr=3e-3, horizon=2)
             stage = PretrainingStage("clean", plan, pipe, ["transformer", "text_encoder"], folder=tmp_path / name, seed=0)
             stage.run(
-                lambda rng, step, pipe=pipe: pretrain.flow_matching(
-                    pipe, examples.scenes(rng, 2, 0.2), architecture.TEXT_LENGTH
+                lambda rng, step, pipe=pipe, drawn=drawn: pretrain.flow_matching(
+                    pipe, *drawn.batch(rng, 2, 0.2), architecture.TEXT_LENGTH
                 ),
                 dict,
             )

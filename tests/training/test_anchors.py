@@ -288,6 +288,20 @@ def test_averages_follow_and_other_copies_are_renewed_when_old_or_far():
     assert again.state_dict() == {"anchor_reset": 0, "anchor_reset_2": 0}, "of a checkpoint without them"
 
 
+def test_an_average_may_begin_at_the_policy_and_slow_down():
+    policy = small.policy()
+    ramp = {"to": "ema", "weight": 1.0, "decay": {"rate": 0.2, "max": 0.5}}
+    objective = small.settings(objective={"anchors": [ramp, {**ramp, "weight": 3.0}]}).objective
+    assert list(copied_references(objective)) == ["anchor_ema"], "equal ramps share an average"
+    policy.lora.add_copy("anchor_ema")
+    copies, expected = AnchorCopies(policy, objective, start=10), flat(policy)
+    for step, decay in zip(range(10, 14), (0.2, 0.4, 0.5, 0.5), strict=True):
+        small.move(policy, seed=step)
+        copies.update(step, {})
+        expected = expected.lerp(flat(policy), 1 - decay)
+        torch.testing.assert_close(flat(policy, "anchor_ema"), expected)
+
+
 def bright(images, prompts):
     return images.mean((1, 2, 3))
 

@@ -8,8 +8,11 @@ from PIL import Image
 from torch import Tensor
 
 from rewards.shapes import drawing
-from rewards.shapes.prompts import COLORS, RELATIONS, SHAPES, Edit, Group, Scene
+from rewards.shapes.prompts import CATEGORIES, COLORS, RELATIONS, SHAPES, Edit, Group, Scene
 
+HARD = ("counting", "position", "attribute binding")
+
+TAUGHT = (*CATEGORIES, *HARD, *HARD)  # the categories of the scenes that the model learns from
 NO_CAPTION = 0.1  # probability of an empty caption: the unconditional half of guidance
 
 
@@ -20,32 +23,41 @@ def tensor_of(images: list[Image.Image]) -> Tensor:
 
 @dataclass(frozen=True)
 class Examples:
-    """Captions and the images that they ask for, (B, 3, 64, 64) in [-1, 1], with the source of each if they are edits."""
+    """Scenes or edits with images that show them, (N, C, H, W), and the source of each if they are edits.
 
-    captions: list[str]
+    The images are pixels in [-1, 1], or the latents of such.
+    """
+
+    described: list[Scene] | list[Edit]
     images: Tensor
     sources: Tensor | None = None
 
+    def batch(self, rng: np.random.Generator, size: int, wrong: float) -> "tuple[list[str], Examples]":
+        """Random ones of them with captions, of which each attribute is wrong with that probability."""
+        rows = rng.integers(len(self.described), size=size)
+        described = [self.described[row] for row in rows]
+        captions = [str(_misdescribed(one, rng, wrong)) if rng.random() > NO_CAPTION else "" for one in described]
+        sources = None if self.sources is None else self.sources[rows]
+        return captions, Examples(described, self.images[rows], sources)
 
-def scenes(rng: np.random.Generator, size: int, wrong: float) -> Examples:
-    """Random scenes, each attribute of their captions wrong with that probability."""
-    made = [drawing.random_example(rng) for _ in range(size)]
-    captions = [_caption(str(misdescribe(scene, rng, wrong)), rng) for scene, _ in made]
-    return Examples(captions, tensor_of([drawing.draw(shapes) for _, shapes in made]))
+
+def _misdescribed(one: Scene | Edit, rng: np.random.Generator, wrong: float) -> Scene | Edit:
+    return misdescribe(one, rng, wrong) if isinstance(one, Scene) else misdescribe_edit(one, rng, wrong)
 
 
-def edits(rng: np.random.Generator, size: int, wrong: float) -> Examples:
-    """Random edits, each attribute of their captions wrong with that probability."""
+def scenes(rng: np.random.Generator, size: int) -> Examples:
+    """Random scenes as pixels."""
+    made = [drawing.random_example(rng, TAUGHT) for _ in range(size)]
+    return Examples([scene for scene, _ in made], tensor_of([drawing.draw(shapes) for _, shapes in made]))
+
+
+def edits(rng: np.random.Generator, size: int) -> Examples:
+    """Random edits as pixels."""
     made = [drawing.random_edit(rng) for _ in range(size)]
-    captions = [_caption(str(misdescribe_edit(edit, rng, wrong)), rng) for _, edit, _ in made]
     sources, results = (
         [drawing.draw(shapes) for shapes in side] for side in zip(*((a, b) for a, _, b in made), strict=True)
     )
-    return Examples(captions, tensor_of(results), tensor_of(sources))
-
-
-def _caption(text: str, rng: np.random.Generator) -> str:
-    return text if rng.random() > NO_CAPTION else ""
+    return Examples([edit for _, edit, _ in made], tensor_of(results), tensor_of(sources))
 
 
 def misdescribe(scene: Scene, rng: np.random.Generator, wrong: float) -> Scene:

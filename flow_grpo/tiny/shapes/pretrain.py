@@ -1,16 +1,18 @@
 """The recipe of the embedded model of shapes: `python -m flow_grpo.tiny.shapes.pretrain`, resumable.
 
-Four stages, each from the result of the one before:
-  vae    the autoencoder on random scenes
+Five stages, each from the result of the one before:
+  vae    the autoencoder on random shapes, in more cells of an image than a scene has
   clean  transformer and text encoder together by flow matching (arXiv 2210.02747): scenes and edits with true captions
   noisy  the same with captions of which each named attribute is wrong with some probability: the model keeps its crisp shapes but
          draws about half of the scenes as asked, as one of its modes. This is the skill that reinforcement learning can bring back.
+  decoder  the autoencoder's decoder alone, on latents that stay as they are
   clip   the open_clip model that measures it held out
 
 Every batch is drawn from (seed, stage, step), so a recipe that was stopped goes on to the same weights.
 """
 
 import logging
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Annotated
@@ -43,35 +45,36 @@ from rewards.shapes.rules import ExactShapes, Shapes
 HERE = Path(__file__).parent
 STAGES = {
     "vae": StagePlan(10, 1000, lr=2e-3),
-    "clean": StagePlan(11, 2600, lr=1.5e-3, muon_lr=4e-3, horizon=4000),  # `noisy` goes on from a warm `clean`
-    "noisy": StagePlan(12, 700, lr=6e-4, muon_lr=1.5e-3),
+    "clean": StagePlan(11, 3800, lr=1.5e-3, muon_lr=4e-3, horizon=4400),
+    "noisy": StagePlan(12, 400, lr=6e-4, muon_lr=1.5e-3),
+    "decoder": StagePlan(14, 600, lr=1e-3),
     "clip": StagePlan(13, 900, lr=1e-3, muon_lr=3e-3),
 }
-SCENES, EDITS, LONG = 64, 36, 8  # images in a batch: of scenes, of edits, and with captions padded to 512 tokens
-EDITS_EVERY, LONG_EVERY = 3, 16  # every so many batches is one of edits, or one in the lengths of the pipeline's defaults
-WRONG = 0.16  # probability that an attribute of a caption is wrong in the stage `noisy`
+SCENES, EDITS, LONG = 128, 80, 8  # images in a batch: of scenes, of edits, and with captions padded to 512 tokens
+DRAWN = {
+    "scenes": 20_000,
+    "edits": 10_000,
+}  # examples of the stages of the transformer; their captions vary from batch to batch
+ENCODED = 64  # images that the autoencoder takes at once
+EDITS_EVERY = {"clean": 3, "noisy": 2}  # every so many batches is one of edits
+LONG_EVERY = 16  # and every so many is one in the lengths of the pipeline's defaults
+WRONG = 0.06  # probability that an attribute of a caption is wrong in the stage `noisy`
+VAE_IMAGES = 32
 STEPS = 10  # of sampling, in evaluations
 CLIP_PAIRS = 48
 
 
 def train_vae(pipe: Flux2KleinPipeline, folder: Path, seed: int) -> Flux2KleinPipeline:
-    """Train the pipeline's VAE on drawn scenes, and measure the mean and variance of its latents."""
+    """Train the pipeline's VAE on drawn shapes, and measure the mean and variance of its latents of scenes."""
     stage = PretrainingStage("vae", STAGES["vae"], pipe, ["vae"], folder=folder, seed=seed)
 
     def loss(rng: np.random.Generator, step: int) -> Tensor:
-        x = tensor_of([drawing.draw(drawing.random_example(rng)[1]) for _ in range(32)])
+        x = tensor_of([drawing.draw(drawing.crowded(rng)) for _ in range(VAE_IMAGES)])
         posterior = pipe.vae.encode(x).latent_dist
         error = pipe.vae.decode(posterior.sample()).sample - x
         return error.abs().mean() + error.square().mean() + 1e-5 * posterior.kl().mean() / x[0].numel()
 
-    @torch.no_grad()
-    def evaluate() -> dict:
-        x = tensor_of([drawing.draw(shapes) for _, shapes in held_out_examples(128)])
-        rebuilt = stage.ema.vae(x, sample_posterior=False).sample
-        exact = ExactShapes()((rebuilt / 2 + 0.5).clamp(0, 1), [str(scene) for scene, _ in held_out_examples(128)])
-        return {"l1": round(float((rebuilt - x).abs().mean()), 5), "exact": round(exact.mean().item(), 4)}
-
-    stage.run(loss, evaluate)
+    stage.run(loss, lambda: fidelity(stage.ema))
     with torch.no_grad():
         x = tensor_of([drawing.draw(shapes) for _, shapes in held_out_examples(512)])
         latents = stage.ema._patchify_latents(stage.ema.vae.encode(x).latent_dist.mean)
@@ -80,16 +83,63 @@ def train_vae(pipe: Flux2KleinPipeline, folder: Path, seed: int) -> Flux2KleinPi
     return stage.ema
 
 
-def train_transformer(name: str, pipe: Flux2KleinPipeline, folder: Path, seed: int) -> Flux2KleinPipeline:
-    """The stages `clean` and `noisy`: flow matching on captioned scenes and edits."""
+def train_decoder(pipe: Flux2KleinPipeline, folder: Path, seed: int) -> Flux2KleinPipeline:
+    """Train the VAE's decoder further. The encoder stays, so the transformer's latents do too."""
+    trained = pipe.vae.decoder.requires_grad_(True)
+    parts = SimpleNamespace(decoder=trained)
+    stage = PretrainingStage("decoder", STAGES["decoder"], parts, ["decoder"], folder=folder, seed=seed)
+
+    def loss(rng: np.random.Generator, step: int) -> Tensor:
+        x = tensor_of([drawing.draw(drawing.crowded(rng)) for _ in range(VAE_IMAGES)])
+        with torch.no_grad():
+            latents = pipe.vae.encode(x).latent_dist.sample()
+        error = pipe.vae.decode(latents).sample - x
+        return error.abs().mean() + error.square().mean()
+
+    def evaluate() -> dict:
+        pipe.vae.decoder = stage.ema.decoder
+        measured = fidelity(pipe)
+        pipe.vae.decoder = trained
+        return measured
+
+    stage.run(loss, evaluate)
+    pipe.vae.decoder = stage.ema.decoder
+    return pipe
+
+
+@torch.no_grad()
+def fidelity(pipe: Flux2KleinPipeline) -> dict[str, float]:
+    """How well the VAE rebuilds scenes: the mean absolute error, and the share that still shows what was drawn."""
+    made = held_out_examples(256)
+    x = tensor_of([drawing.draw(shapes) for _, shapes in made])
+    rebuilt = pipe.vae(x, sample_posterior=False).sample
+    exact = ExactShapes()((rebuilt / 2 + 0.5).clamp(0, 1), [str(scene) for scene, _ in made])
+    return {"l1": round(float((rebuilt - x).abs().mean()), 5), "exact": round(exact.mean().item(), 4)}
+
+
+@torch.no_grad()
+def encoded(pipe: Flux2KleinPipeline, examples: Examples) -> Examples:
+    """The examples as latents, normalised as the pipeline has them."""
+
+    def latents(images: Tensor) -> Tensor:
+        return torch.cat([pipe._encode_vae_image(part, None) for part in images.split(ENCODED)])
+
+    sources = None if examples.sources is None else latents(examples.sources)
+    return replace(examples, images=latents(examples.images), sources=sources)
+
+
+def train_transformer(
+    name: str, pipe: Flux2KleinPipeline, drawn: dict[str, Examples], folder: Path, seed: int
+) -> Flux2KleinPipeline:
+    """The stages `clean` and `noisy`: flow matching on captioned scenes and edits, given as latents."""
     stage = PretrainingStage(name, STAGES[name], pipe, ["transformer", "text_encoder"], folder=folder, seed=seed)
     wrong = WRONG if name == "noisy" else 0.0
 
     def loss(rng: np.random.Generator, step: int) -> Tensor:
-        is_long, is_edit = step % LONG_EVERY == LONG_EVERY - 1, step % EDITS_EVERY == EDITS_EVERY - 1
+        is_long, is_edit = step % LONG_EVERY == LONG_EVERY - 1, step % EDITS_EVERY[name] == EDITS_EVERY[name] - 1
         size = LONG if is_long else EDITS if is_edit else SCENES
-        examples = edits(rng, size, wrong) if is_edit else scenes(rng, size, wrong)
-        return flow_matching(pipe, examples, 512 if is_long else architecture.TEXT_LENGTH)
+        captions, examples = drawn["edits" if is_edit else "scenes"].batch(rng, size, wrong)
+        return flow_matching(pipe, captions, examples, 512 if is_long else architecture.TEXT_LENGTH)
 
     def evaluate() -> dict:
         return {f"{kind}_guidance_{g:g}": value for g in (1.0, 4.0) for kind, value in accuracy(stage.ema, 96, g).items()}
@@ -98,22 +148,19 @@ def train_transformer(name: str, pipe: Flux2KleinPipeline, folder: Path, seed: i
     return stage.ema
 
 
-def flow_matching(pipe: Flux2KleinPipeline, examples: Examples, text_length: int) -> Tensor:
-    """The flow-matching loss (arXiv 2210.02747) at logit-normal noise levels that are shifted towards noise, as the sampler's are."""
-    with torch.no_grad():
-        x0 = latents_of(pipe, examples.images)
+def flow_matching(pipe: Flux2KleinPipeline, captions: list[str], examples: Examples, text_length: int) -> Tensor:
+    """The flow-matching loss (arXiv 2210.02747) of latents at logit-normal noise levels, shifted towards noise as the sampler's are."""
+    x0, reference = examples.images, examples.sources
     eps, size = torch.randn_like(x0), len(x0)
     u = torch.sigmoid(1.2 * torch.randn(size))
     sigma = 3 * u / (1 + 2 * u)
     states = (1 - sigma.view(-1, 1, 1, 1)) * x0 + sigma.view(-1, 1, 1, 1) * eps
     hidden, ids = pipe._pack_latents(states), pipe._prepare_latent_ids(states)
-    if examples.sources is not None:
-        with torch.no_grad():
-            reference = latents_of(pipe, examples.sources)
+    if reference is not None:
         hidden = torch.cat([hidden, pipe._pack_latents(reference)], 1)
         ids = torch.cat([ids, pipe._prepare_image_ids([reference[:1]]).expand(size, -1, -1)], 1)
     embeds, text_ids = pipe.encode_prompt(
-        examples.captions,
+        captions,
         device="cpu",
         max_sequence_length=text_length,
         text_encoder_out_layers=architecture.TEXT_LAYERS,
@@ -128,11 +175,6 @@ def flow_matching(pipe: Flux2KleinPipeline, examples: Examples, text_length: int
         return_dict=False,
     )[0]
     return F.mse_loss(v[:, : x0.shape[2] * x0.shape[3]], pipe._pack_latents(eps - x0))
-
-
-def latents_of(pipe: Flux2KleinPipeline, images: Tensor) -> Tensor:
-    """Images (B, 3, 64, 64) in [-1, 1] -> (B, 32, 8, 8), normalised as the pipeline has them."""
-    return pipe._encode_vae_image(images, generator=None)
 
 
 def train_clip(folder: Path, seed: int) -> torch.nn.Module:
@@ -232,9 +274,14 @@ def main(
     torch.manual_seed(seed)
     pipe = train_vae(architecture.pipeline(), work, seed)
     pipe.vae.requires_grad_(False).eval()
-    pipe = train_transformer("clean", pipe, work, seed)
-    pipe = train_transformer("noisy", pipe, work, seed)
-    save_pipeline(pipe, out)
+    rng = np.random.default_rng([seed, 0])
+    drawn = {
+        "scenes": encoded(pipe, scenes(rng, DRAWN["scenes"])),
+        "edits": encoded(pipe, edits(rng, DRAWN["edits"])),
+    }
+    for name in ("clean", "noisy"):
+        pipe = train_transformer(name, pipe, drawn, work, seed)
+    save_pipeline(train_decoder(pipe, work, seed), out)
     weights = {name: value.half().contiguous() for name, value in train_clip(work, seed).state_dict().items()}
     save_file(weights, clip.FOLDERS[clip.SHAPES] / clip.WEIGHTS)
 
