@@ -121,7 +121,8 @@ class FlowGRPOTrainer:
         self.evaluator.record_groups(self.step, experience)
         metrics = {**experience.metrics, **metrics, "time/step": seconds}
         speed = partial(self.policy.meter.speed, dtype=self.policy.dtype, processes=self.processes.world_size)
-        return metrics | speed(seconds, metrics["images"], metrics["speed/tflop"])
+        # the main process's numbers are logged, and it alone measures the device
+        return metrics | speed(seconds, metrics["images"], metrics["speed/tflop"] * self.processes.is_main)
 
     @property
     def step(self) -> int:

@@ -10,6 +10,7 @@ from pathlib import Path
 import torch
 
 from flow_grpo.files import WriteError, write_atomic
+from flow_grpo.policy.devices import device_name
 
 CACHE = Path("~/.cache/flow-grpo/matmul_speed.json")
 
@@ -42,8 +43,9 @@ def matmul_peak(device: torch.device, dtype: torch.dtype) -> float:
 
     It is measured once in a process. Another program that used the device then would make the speed of one run too small.
     """
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else f"CPU with {torch.get_num_threads()} threads"
-    key, file = f"{name}, {str(dtype).removeprefix('torch.')}, torch {torch.__version__}", CACHE.expanduser()
+    threads = "" if device.type == "cuda" else f" with {torch.get_num_threads()} threads"
+    key = f"{device_name(device)}{threads}, {str(dtype).removeprefix('torch.')}, torch {torch.__version__}"
+    file = CACHE.expanduser()
     try:
         known = {str(name): float(speed) for name, speed in json.loads(file.read_text(encoding="utf-8")).items()}
     except (OSError, ValueError, AttributeError, TypeError):  # none yet, or damaged: it is measured anew

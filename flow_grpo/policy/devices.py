@@ -1,13 +1,12 @@
 """The device and the dtype that a model is computed in."""
 
-import ctypes
+import platform
+from pathlib import Path
 
 import torch
 
 from flow_grpo.text import first_line
 
-M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # of mallopt(3)
-KEPT_BLOCK = 2**30  # bytes: larger blocks are given back
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -19,6 +18,16 @@ def usable_device(device: str | None) -> str:
     except (RuntimeError, AssertionError, NotImplementedError) as error:
         raise ValueError(f"device={device} can't be used here: {first_line(error)}") from error
     return device
+
+
+def device_name(device: torch.device) -> str:
+    """The name of a GPU, or of the CPU if the system tells it."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text().splitlines() if info.exists() else []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.processor() or platform.machine()
 
 
 def default_device() -> str:
@@ -40,14 +49,3 @@ def default_dtype(device: str) -> torch.dtype:
     else:
         native = kind == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False)
     return torch.bfloat16 if native else torch.float32
-
-
-def keep_freed_memory() -> None:
-    """Let the C library of Linux keep freed memory for the next step, as CUDA's allocator does; elsewhere nothing happens.
-
-    By default it gives large blocks back, and the kernel clears each page before a step gets it again (docs/log.md: 2026-11-23).
-    """
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
-    if mallopt is not None:
-        mallopt(M_MMAP_THRESHOLD, KEPT_BLOCK)
-        mallopt(M_TRIM_THRESHOLD, 2**31 - 1)

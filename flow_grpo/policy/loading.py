@@ -9,7 +9,7 @@ from diffusers import DiffusionPipeline
 
 from flow_grpo.config.sections import MemoryConfig
 from flow_grpo.policy import hub
-from flow_grpo.policy.devices import DTYPES, default_dtype, keep_freed_memory, usable_device
+from flow_grpo.policy.devices import DTYPES, default_dtype, usable_device
 from flow_grpo.policy.embedding_cache import EmbeddingCache
 from flow_grpo.policy.encoding import ENCODER_PREFIXES
 from flow_grpo.policy.library_logging import quietly
@@ -66,8 +66,6 @@ def load_policy(
         if isinstance(part, torch.nn.Module) and not (memory.offload_text_encoders and name.startswith(ENCODER_PREFIXES)):
             part.to(device)
     apply_memory_settings(pipe, memory)
-    if torch.device(device).type == "cpu":
-        keep_freed_memory()
     policy = Policy(pipe, weights, guidance, embeddings, memory.offload_text_encoders, **call)
     if lora is not None:
         policy.load_lora(lora)

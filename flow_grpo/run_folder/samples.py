@@ -22,6 +22,7 @@ from flow_grpo.data.grid import to_bytes
 from flow_grpo.data.videos import STRIP_FRAMES, save_animation, strips
 from flow_grpo.files import remove, write_atomic, write_errors
 from flow_grpo.image_prompt import images_of
+from flow_grpo.policy.devices import device_name
 from flow_grpo.run_folder import layout, reader
 from flow_grpo.types import Evaluation, Experience
 
@@ -46,7 +47,7 @@ class SampleRecorder:
         """Delete what an aborted run has left, and write down the machine."""
         self.delete_after(-1)
         content = {
-            "device": torch.cuda.get_device_name(device) if device.type == "cuda" else _cpu_name(),
+            "device": device_name(device),
             "cores": os.cpu_count(),
             "processes": processes,
             "dtype": str(dtype).removeprefix("torch."),
@@ -173,11 +174,3 @@ def most_spread_groups(reward: Tensor, group: Tensor) -> list[Tensor]:
             places = torch.linspace(0, len(rows) - 1, min(IMAGES_PER_GROUP, len(rows))).round().long()
             groups.append((spread, order[places].sort().values))
     return [rows for _, rows in sorted(groups, key=lambda pair: -pair[0])[:NUM_GROUPS]]
-
-
-def _cpu_name() -> str:
-    """The name of the CPU, if the system tells it."""
-    info = Path("/proc/cpuinfo")
-    lines = info.read_text().splitlines() if info.exists() else []
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.processor() or platform.machine()

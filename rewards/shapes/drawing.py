@@ -119,7 +119,7 @@ def random_scene(rng: np.random.Generator, categories: Sequence[str] = CATEGORIE
     """A scene of a random one of the categories; one that is named twice is twice as frequent."""
     while True:
         groups = []
-        kind = categories[rng.integers(len(categories))]
+        kind = categories[int(rng.integers(len(categories)))]
         colored = kind in ("counting", "colours", "attribute binding") or (kind == "position" and rng.random() < 0.8)
         for _ in range(2 if kind in ("two objects", "position", "attribute binding") else 1):
             size = str(rng.choice(["small", "large"])) if rng.random() < 0.2 else None
