@@ -14,6 +14,27 @@ ROOT = Path(__file__).parent.parent
 # name, file, what stands there, what is planted, tests that must fail
 BUGS = [
     (
+        "a call without a backward pass counts one",
+        "flow_grpo/policy/step_meter.py",
+        "predicted.register_hook(lambda gradient: self._add(backward))",
+        "self.flops += backward",
+        "tests/policy/test_step_meter.py -k backward_pass_counts_forward",
+    ),
+    (
+        "a phase within another counts for that one",
+        "flow_grpo/policy/step_meter.py",
+        "self._open[-1] if self._open",
+        "self._open[0] if self._open",
+        "tests/policy/test_step_meter.py -k within_another",
+    ),
+    (
+        "the ramp of an average begins with the run, not with its stage",
+        "flow_grpo/training/anchors.py",
+        "step + 1 - self.start",
+        "step + 1",
+        "tests/training/test_anchors.py -k slow_down",
+    ),
+    (
         "crd and dgpo compare the images of a micro-batch, not of a group",
         "flow_grpo/training/forward_process_loss.py",
         "if self.group_number is None or not self.splits_groups:",

@@ -1,12 +1,12 @@
 """The recipe of the embedded model of shapes: `python -m flow_grpo.tiny.shapes.pretrain`, resumable.
 
 Five stages, each from the result of the one before:
-  vae    the autoencoder on random shapes, in more cells of an image than a scene has
-  clean  transformer and text encoder together by flow matching (arXiv 2210.02747): scenes and edits with true captions
-  noisy  the same with captions of which each named attribute is wrong with some probability: the model keeps its crisp shapes but
-         draws about half of the scenes as asked, as one of its modes. This is the skill that reinforcement learning can bring back.
+  vae      the autoencoder on random shapes, in more cells of an image than a scene has
+  clean    transformer and text encoder together by flow matching (arXiv 2210.02747): scenes and edits with true captions
+  noisy    the same with captions of which each named attribute is wrong with some probability: the model keeps its crisp shapes but
+           draws about half of the scenes as asked, as one of its modes. This is the skill that reinforcement learning can bring back.
   decoder  the autoencoder's decoder alone, on latents that stay as they are
-  clip   the open_clip model that measures it held out
+  clip     the open_clip model that measures it held out
 
 Every batch is drawn from (seed, stage, step), so a recipe that was stopped goes on to the same weights.
 """
@@ -51,10 +51,8 @@ STAGES = {
     "clip": StagePlan(13, 900, lr=1e-3, muon_lr=3e-3),
 }
 SCENES, EDITS, LONG = 128, 80, 8  # images in a batch: of scenes, of edits, and with captions padded to 512 tokens
-DRAWN = {
-    "scenes": 20_000,
-    "edits": 10_000,
-}  # examples of the stages of the transformer; their captions vary from batch to batch
+# examples of the transformer's stages, drawn once; whether a caption is left out or wrong varies from batch to batch
+DRAWN = {"scenes": 20_000, "edits": 10_000}
 ENCODED = 64  # images that the autoencoder takes at once
 EDITS_EVERY = {"clean": 3, "noisy": 2}  # every so many batches is one of edits
 LONG_EVERY = 16  # and every so many is one in the lengths of the pipeline's defaults
