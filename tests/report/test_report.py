@@ -256,10 +256,10 @@ def test_cost_tells_operations_their_share_of_the_peak_memory_and_the_parts_of_u
     told = summary.cost(RunReader(run))
     facts = {name: told["facts"][name] for name in ("TFLOP a step", "TFLOP/s", "MFU", "peak memory")}
     assert facts == {
-        "TFLOP a step": "3.00",
-        "TFLOP/s": "1.50",
+        "TFLOP a step": "3.000",
+        "TFLOP/s": "1.500",
         "MFU": "20.0% of large matrix products on this device",
-        "peak memory": "4.00 GB",
+        "peak memory": "4.000 GB",
     }
     names = {part["name"] for part in told["shares"]}
     assert {"losses", "backward passes"} < names

@@ -16,8 +16,9 @@ from support.paths import SAMPLE_OBJECTIVES, SAMPLE_REWARDS
 from support.run_contents import numbers, same, weights
 
 from flow_grpo.config import FlowGRPOConfig
-from flow_grpo.config.anchors import DecayRamp, OptimizerConfig
+from flow_grpo.config.anchors import DecayRamp
 from flow_grpo.config.objective import CriticConfig
+from flow_grpo.config.sections import OptimizerConfig
 from flow_grpo.data.grid import ImageInfo, save_grid, save_image
 from flow_grpo.distributed.processes import Processes
 from flow_grpo.evaluation.generate import generate_images
