@@ -15,9 +15,10 @@ from support.embedded import short_run
 from support.paths import ROOT
 
 from flow_grpo.config import FlowGRPOConfig
+from flow_grpo.policy import step_meter
 
 README, METHODS = ROOT / "README.md", ROOT / "docs/methods.md"
-PAGES = [README, ROOT / "CONTRIBUTING.md", *sorted(path for path in (ROOT / "docs").glob("*.md") if path.name != "log.md")]
+PAGES = [README, ROOT / "CONTRIBUTING.md", *sorted(path for path in (ROOT / "docs").rglob("*.md") if path.name != "log.md")]
 
 
 def blocks(page: Path, language: str) -> list[str]:
@@ -74,6 +75,49 @@ def test_an_objective_of_ones_own_trains(tmp_path):
     assert FlowGRPOConfig.from_yaml("tiny_grpo", [words[3]]).objective.options == {"sharpness": 2}
 
 
+METRIC = re.compile(r'f?"((?:[a-z_0-9]+/)+[a-zA-Z_0-9{}.]+)"')
+LOGGED_BY = [
+    "objectives.py",
+    "trainer.py",
+    *(f"{folder}/*.py" for folder in ("training", "evaluation", "policy", "tracking")),
+]
+
+
+def test_every_metric_is_in_the_glossary():
+    """Those of a run, and every name in the code that writes metrics; a placeholder of either is any word."""
+    documented = {
+        re.sub(r"(?<![A-Z])[A-Z]+(?![A-Za-z])", "NAME", name)
+        for line in (ROOT / "docs/metrics.md").read_text().splitlines()
+        if line.startswith("| `")
+        for name in re.findall(r"`([^`]+)`", line.split("|")[1])
+    }
+    sources = [file for pattern in LOGGED_BY for file in (ROOT / "flow_grpo").glob(pattern)]
+    written = {re.sub(r"\{[^}]*\}", "NAME", name) for file in sources for name in METRIC.findall(file.read_text())}
+    written = written - {"time/NAME"} | {f"time/{phase}" for phase in step_meter.PHASES}
+    logged = {name for name in written if name.split("/")[0] in {name.split("/")[0] for name in documented if "/" in name}}
+    assert len(logged) > 30
+    patterns = [re.compile(re.escape(name).replace("NAME", r"[\w@]+")) for name in documented]
+    assert not {name for name in logged if not any(pattern.fullmatch(name) for pattern in patterns)}
+
+
+def test_the_metrics_of_a_run_are_in_the_glossary(tmp_path):
+    run(
+        "train",
+        "tiny_grpo",
+        "steps=1",
+        "prompts_per_step=2",
+        "images_per_prompt=2",
+        "evaluation.max_prompts=2",
+        cwd=tmp_path,
+    )
+    (file,) = (tmp_path / "runs").glob("*/metrics.jsonl")
+    names = {name for line in file.read_text().splitlines() for name in json.loads(line)}
+    text = re.sub(r"\b(NAME|SET)\b", "", (ROOT / "docs/metrics.md").read_text())
+    plain = {name for name in names if not name.startswith(("rewards/", "eval/", "advantage/"))}
+    assert len(plain) > 20
+    assert not {name for name in plain if f"`{name}`" not in text}
+
+
 def test_the_stages_are_valid():
     (block,) = (block for block in blocks(METHODS, "yaml") if "stages:" in block)
     args = FlowGRPOConfig.from_yaml("tiny_grpo", [f"stages={json.dumps(yaml.safe_load(block)['stages'])}"])
@@ -103,7 +147,7 @@ def help_text(*verb: str) -> str:
 def test_every_command_parses_and_its_configs_are_valid(command):
     """Those that would download or train for minutes are only read; their settings go through the real config."""
     _, verb, *words = shlex.split(command)
-    assert verb in ("train", "sample", "eval", "score", "compare", "doctor", "export", "plan", "rewards")
+    assert verb in ("train", "sample", "eval", "score", "compare", "doctor", "export", "plan", "rewards", "schema")
     if verb == "train":
         values = [place + 1 for place, word in enumerate(words) if word == "--num-processes"]
         plain = [word for place, word in enumerate(words) if not word.startswith("--") and place not in values]

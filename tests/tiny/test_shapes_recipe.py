@@ -83,7 +83,7 @@ def test_the_stage_goes_on_where_it_was(tmp_path):
         for stop in stops:
             torch.manual_seed(0)
             pipe = architecture.pipeline()
-            drawn = pretrain.encoded(pipe, examples.scenes(np.random.default_rng(0), 8))
+            drawn = pretrain.encoded(pipe, examples.scenes(np.random.default_rng(0), 8, examples.TAUGHT))
             plan = StagePlan(11, stop, lr=1e-3, muon_lr=3e-3, horizon=2)
             stage = PretrainingStage("clean", plan, pipe, ["transformer", "text_encoder"], folder=tmp_path / name, seed=0)
             stage.run(

@@ -1,5 +1,6 @@
 """Examples of scenes and edits with their captions, true ones and wrong ones: what the recipe of the model of shapes trains on."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -12,6 +13,7 @@ from rewards.shapes.prompts import CATEGORIES, COLORS, RELATIONS, SHAPES, Edit, 
 
 HARD = ("counting", "position", "attribute binding")
 TAUGHT = (*CATEGORIES, *HARD, *HARD)  # the categories of the scenes that the model learns from
+RELATED = (*CATEGORIES, *["position"] * 4)  # those of which half have a relation
 NO_CAPTION = 0.1  # probability of an empty caption: the unconditional half of guidance
 
 
@@ -44,9 +46,9 @@ def _misdescribed(one: Scene | Edit, rng: np.random.Generator, wrong: float) -> 
     return misdescribe(one, rng, wrong) if isinstance(one, Scene) else misdescribe_edit(one, rng, wrong)
 
 
-def scenes(rng: np.random.Generator, size: int) -> Examples:
-    """Random scenes as pixels."""
-    made = [drawing.random_example(rng, TAUGHT) for _ in range(size)]
+def scenes(rng: np.random.Generator, size: int, categories: Sequence[str]) -> Examples:
+    """Random scenes of these categories as pixels."""
+    made = [drawing.random_example(rng, categories) for _ in range(size)]
     return Examples([scene for scene, _ in made], tensor_of([drawing.draw(shapes) for _, shapes in made]))
 
 

@@ -1,12 +1,13 @@
 """The recipe of the embedded model of shapes: `python -m flow_grpo.tiny.shapes.pretrain`, resumable.
 
-Five stages, each from the result of the one before:
-  vae      the autoencoder on random shapes, in more cells of an image than a scene has
-  clean    transformer and text encoder together by flow matching (arXiv 2210.02747): scenes and edits with true captions
-  noisy    the same with captions of which each named attribute is wrong with some probability: the model keeps its crisp shapes but
-           draws about half of the scenes as asked, as one of its modes. This is the skill that reinforcement learning can bring back.
-  decoder  the autoencoder's decoder alone, on latents that stay as they are
-  clip     the open_clip model that measures it held out
+Six stages, each from the result of the one before:
+  vae        the autoencoder on random shapes, in more cells of an image than a scene has
+  clean      transformer and text encoder together by flow matching (arXiv 2210.02747): scenes and edits with true captions
+  relations  the same, half of the scenes with a relation: `clean` learns none, since a relation decides only where shapes go
+  noisy      the same with captions of which each named attribute is wrong with some probability: the model keeps its crisp shapes
+             but draws about half of the scenes as asked, as one of its modes. Reinforcement learning can bring this skill back.
+  decoder    the autoencoder's decoder alone, on latents that stay as they are
+  clip       the open_clip model that measures it held out
 
 Every batch is drawn from (seed, stage, step), so a recipe that was stopped goes on to the same weights.
 """
@@ -29,6 +30,8 @@ from torch import Tensor
 from flow_grpo.tiny.pretraining_stage import PretrainingStage, StagePlan
 from flow_grpo.tiny.shapes import architecture
 from flow_grpo.tiny.shapes.examples import (
+    RELATED,
+    TAUGHT,
     Examples,
     edits,
     held_out_edits,
@@ -45,16 +48,17 @@ from rewards.shapes.rules import ExactShapes, Shapes
 HERE = Path(__file__).parent
 STAGES = {
     "vae": StagePlan(10, 1000, lr=2e-3),
-    "clean": StagePlan(11, 3800, lr=1.5e-3, muon_lr=4e-3, horizon=4400),
+    "clean": StagePlan(11, 3400, lr=1.5e-3, muon_lr=4e-3, horizon=4400),
+    "relations": StagePlan(15, 900, lr=1e-3, muon_lr=3e-3),
     "noisy": StagePlan(12, 400, lr=6e-4, muon_lr=1.5e-3),
     "decoder": StagePlan(14, 600, lr=1e-3),
     "clip": StagePlan(13, 900, lr=1e-3, muon_lr=3e-3),
 }
 SCENES, EDITS, LONG = 128, 80, 8  # images in a batch: of scenes, of edits, and with captions padded to 512 tokens
 # examples of the transformer's stages, drawn once; whether a caption is left out or wrong varies from batch to batch
-DRAWN = {"scenes": 20_000, "edits": 10_000}
+DRAWN = {"scenes": 20_000, "edits": 10_000, "relations": 20_000}
 ENCODED = 64  # images that the autoencoder takes at once
-EDITS_EVERY = {"clean": 3, "noisy": 2}  # every so many batches is one of edits
+EDITS_EVERY = {"clean": 3, "relations": 4, "noisy": 2}  # every so many batches is one of edits
 LONG_EVERY = 16  # and every so many is one in the lengths of the pipeline's defaults
 WRONG = 0.06  # probability that an attribute of a caption is wrong in the stage `noisy`
 VAE_IMAGES = 32
@@ -130,14 +134,15 @@ def encoded(pipe: Flux2KleinPipeline, examples: Examples) -> Examples:
 def train_transformer(
     name: str, pipe: Flux2KleinPipeline, drawn: dict[str, Examples], folder: Path, seed: int
 ) -> Flux2KleinPipeline:
-    """The stages `clean` and `noisy`: flow matching on captioned scenes and edits, given as latents."""
+    """The stages `clean`, `relations` and `noisy`: flow matching on captioned scenes and edits, given as latents."""
     stage = PretrainingStage(name, STAGES[name], pipe, ["transformer", "text_encoder"], folder=folder, seed=seed)
     wrong = WRONG if name == "noisy" else 0.0
+    taught = drawn["relations" if name == "relations" else "scenes"]
 
     def loss(rng: np.random.Generator, step: int) -> Tensor:
         is_long, is_edit = step % LONG_EVERY == LONG_EVERY - 1, step % EDITS_EVERY[name] == EDITS_EVERY[name] - 1
         size = LONG if is_long else EDITS if is_edit else SCENES
-        captions, examples = drawn["edits" if is_edit else "scenes"].batch(rng, size, wrong)
+        captions, examples = (drawn["edits"] if is_edit else taught).batch(rng, size, wrong)
         return flow_matching(pipe, captions, examples, 512 if is_long else architecture.TEXT_LENGTH)
 
     def evaluate() -> dict:
@@ -275,10 +280,11 @@ def main(
     pipe.vae.requires_grad_(False).eval()
     rng = np.random.default_rng([seed, 0])
     drawn = {
-        "scenes": encoded(pipe, scenes(rng, DRAWN["scenes"])),
+        "scenes": encoded(pipe, scenes(rng, DRAWN["scenes"], TAUGHT)),
         "edits": encoded(pipe, edits(rng, DRAWN["edits"])),
+        "relations": encoded(pipe, scenes(rng, DRAWN["relations"], RELATED)),
     }
-    for name in ("clean", "noisy"):
+    for name in ("clean", "relations", "noisy"):
         pipe = train_transformer(name, pipe, drawn, work, seed)
     save_pipeline(train_decoder(pipe, work, seed), out)
     weights = {name: value.half().contiguous() for name, value in train_clip(work, seed).state_dict().items()}
