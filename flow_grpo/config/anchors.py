@@ -39,6 +39,11 @@ def _number_or_ramp(value: Any, info: ValidationInfo) -> Any:
 Decay = Annotated[Share | DecayRamp, BeforeValidator(_number_or_ramp)]
 
 
+def decay_at(decay: float | DecayRamp, steps: int) -> float:
+    """The decay after so many steps."""
+    return decay.at(steps) if isinstance(decay, DecayRamp) else decay
+
+
 class AnchorConfig(ConfigSection):
     """One anchor: a reference, the KL to it, its weight and its gate."""
 

@@ -13,7 +13,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from flow_grpo import objectives, sde
-from flow_grpo.config.anchors import COPIES, AnchorConfig, DecayRamp
+from flow_grpo.config.anchors import COPIES, AnchorConfig, decay_at
 from flow_grpo.config.objective import ObjectiveConfig
 from flow_grpo.policy.conditioning import Conditioning
 from flow_grpo.policy.guidance import guided
@@ -165,10 +165,7 @@ class AnchorCopies:
         """
         for name, anchor in self.copies.items():
             if anchor.decay is not None:
-                decay = anchor.decay
-                self.policy.lora.update_copy(
-                    name, decay.at(step + 1 - self.start) if isinstance(decay, DecayRamp) else decay
-                )
+                self.policy.lora.update_copy(name, decay_at(anchor.decay, step + 1 - self.start))
             elif self._is_due(anchor, step + 1 - self.renewed[name], measured.get(self.metrics[name], 0.0)):
                 self.policy.lora.update_copy(name, 0.0)
                 self.renewed[name] = step + 1

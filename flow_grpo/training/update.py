@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.profiler import record_function
 
 from flow_grpo.config import FlowGRPOConfig
-from flow_grpo.config.anchors import DecayRamp
+from flow_grpo.config.anchors import decay_at
 from flow_grpo.distributed.processes import Processes
 from flow_grpo.policy.policy import Policy
 from flow_grpo.progress import phase
@@ -80,9 +80,7 @@ class PolicyUpdate:
         experience.trajectory.graphs.clear()  # of micro-batches without signal
         if args.method.old_policy:
             decay = args.objective.old_policy_decay
-            self.policy.lora.update_copy(
-                "old", decay.at(self._steps_before(step + 1)) if isinstance(decay, DecayRamp) else decay
-            )
+            self.policy.lora.update_copy("old", decay_at(decay, self._steps_before(step + 1)))
         totals = LossMetrics.merge(self.processes.all_gather(totals))
         self.anchors.update(step, totals.metrics())
         self.mid_step = False
