@@ -46,7 +46,7 @@ def test_edits_are_misdescribed_in_what_is_new():
     rng, wrong = np.random.default_rng(0), []
     for _ in range(1500):
         _, edit, _ = drawing.random_edit(rng)
-        told = examples.misdescribe_edit(edit, rng, 0.1)
+        told = examples.misdescribe_edit(edit, rng, 0.2)
         assert parse_edit(str(told)) == told
         assert (told.shape, told.color) == (edit.shape, edit.color), "which shape is meant is always true"
         if edit.kind == "make":

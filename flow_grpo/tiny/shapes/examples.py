@@ -77,16 +77,16 @@ def misdescribe(scene: Scene, rng: np.random.Generator, wrong: float) -> Scene:
 
 
 def misdescribe_edit(edit: Edit, rng: np.random.Generator, wrong: float) -> Edit:
-    """The edit with each attribute of what is new replaced, with twice that probability, by another value.
+    """The edit with each attribute of what is new replaced, with that probability, by another value.
 
     Of a removal, which brings nothing new, the caption then asks for another colour.
     """
 
     def other(value: str | None, values: tuple[str, ...]) -> str | None:
-        return _replaced(value, values, rng, 2 * wrong)
+        return _replaced(value, values, rng, wrong)
 
     if edit.kind == "remove":
-        if rng.random() >= 2 * wrong:
+        if rng.random() >= wrong:
             return edit
         return replace(edit, kind="make", new_color=str(rng.choice(COLORS)))
     return replace(

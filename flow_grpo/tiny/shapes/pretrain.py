@@ -5,7 +5,7 @@ Six stages, each from the result of the one before:
   clean      transformer and text encoder together by flow matching (arXiv 2210.02747): scenes and edits with true captions
   relations  the same, half of the scenes with a relation: `clean` learns none, since a relation decides only where shapes go
   noisy      the same with captions of which each named attribute is wrong with some probability: the model keeps its crisp shapes
-             but draws about half of the scenes as asked, as one of its modes. Reinforcement learning can bring this skill back.
+             but makes about half of the scenes and edits as asked. Reinforcement learning can bring the skill back.
   decoder    the autoencoder's decoder alone, on latents that stay as they are
   clip       the open_clip model that measures it held out
 
@@ -60,7 +60,7 @@ DRAWN = {"scenes": 20_000, "edits": 10_000, "relations": 20_000}
 ENCODED = 64  # images that the autoencoder takes at once
 EDITS_EVERY = {"clean": 3, "relations": 4, "noisy": 2}  # every so many batches is one of edits
 LONG_EVERY = 16  # and every so many is one in the lengths of the pipeline's defaults
-WRONG = 0.06  # probability that an attribute of a caption is wrong in the stage `noisy`
+WRONG = {"scenes": 0.02, "edits": 0.14}  # probability that an attribute of a caption is wrong in the stage `noisy`
 VAE_IMAGES = 32
 SHIFT = 6.7  # of the noise levels: what the pipeline has at 16 image tokens and 10 steps. Which cells are filled is decided above 0.94
 STEPS = 10  # of sampling, in evaluations
@@ -136,12 +136,12 @@ def train_transformer(
 ) -> Flux2KleinPipeline:
     """The stages `clean`, `relations` and `noisy`: flow matching on captioned scenes and edits, given as latents."""
     stage = PretrainingStage(name, STAGES[name], pipe, ["transformer", "text_encoder"], folder=folder, seed=seed)
-    wrong = WRONG if name == "noisy" else 0.0
     taught = drawn["relations" if name == "relations" else "scenes"]
 
     def loss(rng: np.random.Generator, step: int) -> Tensor:
         is_long, is_edit = step % LONG_EVERY == LONG_EVERY - 1, step % EDITS_EVERY[name] == EDITS_EVERY[name] - 1
         size = LONG if is_long else EDITS if is_edit else SCENES
+        wrong = WRONG["edits" if is_edit else "scenes"] if name == "noisy" else 0.0
         captions, examples = (drawn["edits"] if is_edit else taught).batch(rng, size, wrong)
         return flow_matching(pipe, captions, examples, 512 if is_long else architecture.TEXT_LENGTH)
 
