@@ -70,7 +70,7 @@ def draw_std_on(axis: Axes, sigmas: torch.Tensor) -> None:
         ]
         axis.plot(sigmas[:-2], stds, style, marker="o", markersize=4, color=COLORS[name], label=name)
     axis.set(
-        title=f"Noise of a sampling step, 10 steps, noise_level {NOISE_LEVEL}",
+        title=f"Noise of the first nine of ten steps, noise_level {NOISE_LEVEL}",
         xlabel="noise level sigma before the step",
         ylabel="standard deviation",
         xlim=(1.03, 0.15),

@@ -44,7 +44,7 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Any, config: MkDocsConfig, files: Files) -> str:
-    """Links of the README begin in the repository's folder. What is not under docs/ is named without a link."""
+    """Links of the README are relative to the repository's folder. What is not under docs/ is named without a link."""
     is_readme = page.file.src_uri == "index.md"
     folder = ROOT if is_readme else (DOCS / page.file.src_uri).parent
 
@@ -85,7 +85,12 @@ def recipe(file: Path) -> str:
     """The page of a shipped config: its comment, the commands, the file."""
     text = file.read_text()
     lines = [f"# {file.stem}", "", " ".join(comment(file)), "", "```bash", f"flow-grpo train {file.stem}"]
-    lines += [f"flow-grpo plan {file.stem}   # memory and time, before anything is downloaded", "```", "", "```yaml"]
+    lines += [
+        f"flow-grpo plan {file.stem}   # memory and time, before the model's weights are downloaded",
+        "```",
+        "",
+        "```yaml",
+    ]
     return "\n".join([*lines, text.rstrip(), "```", ""])
 
 
@@ -103,18 +108,19 @@ def settings() -> str:
     """Every setting with its default and documentation, section by section."""
     parts = [
         "# Settings\n\nA config is a YAML file with these settings; a command line overrides one by `key.sub=value`. Settings that are not "
-        "in a file have their default. The same as a [JSON schema](schema.md), for editors.\n",
+        "in a file have their default. The [JSON schema](schema.md) has the same, for editors.\n",
         table("Run", "", FlowGRPOConfig),
         *(
             table(f"`{place}`", f"{place}.", kind)
             for place, kind in sections_of(FlowGRPOConfig)
             if kind is not ObjectiveConfig
         ),
-        "## `objective`\n\n`objective.name` chooses the objective. Each has settings of its own.\n",
+        "## `objective`\n\n`objective.name` chooses the objective. Each has its own settings.\n",
     ]
-    for name, kind in section_types().items():
-        parts.append(table(f"`objective.name: {name}`", "objective.", kind))
-    parts += [table(f"`{place}`", f"{place}.", kind) for place, kind in sections_of(ObjectiveConfig, "objective.")]
+    sections = section_types()
+    parts += [table(f"`objective.name: {name}`", "objective.", kind) for name, kind in sections.items()]
+    inner = {place: kind for section in sections.values() for place, kind in sections_of(section, "objective.")}
+    parts += [table(f"`{place}`", f"{place}.", kind) for place, kind in inner.items()]
     return "\n".join(parts)
 
 
@@ -160,7 +166,10 @@ def shown(value: Any) -> str:
 def commands() -> str:
     """Every command with its arguments and options."""
     group = typer.main.get_command(app)
-    text = "# Commands\n\n`flow-grpo COMMAND --help` prints the same.\n"
+    text = (
+        "# Commands\n\n`flow-grpo COMMAND --help` prints the same. `--traceback`, anywhere in a command, shows the full traceback of an "
+        "error, and `flow-grpo --version` prints the version.\n"
+    )
     return "\n".join([text, *(command(words, one) for words, one in commands_of(group))])
 
 
@@ -182,7 +191,7 @@ def command(words: str, one: Any) -> str:
     lines += ["```bash", *examples, "```", ""] if examples else []
     lines += ["| argument or option | default | what it is |", "|---|---|---|"]
     for parameter in one.params:
-        if parameter.name != "help":
+        if parameter.name != "help" and not getattr(parameter, "hidden", False):
             is_option = parameter.opts[0].startswith("-")
             name = ", ".join(parameter.opts) if is_option else parameter.metavar or parameter.name.upper()
             default = "" if parameter.default in (None, False, ()) else f"`{cell(str(parameter.default))}`"

@@ -6,12 +6,16 @@ import re
 import shlex
 import subprocess
 import sys
+import typing
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
 from support.cli_process import run
 from support.embedded import short_run
+from support.families import TINY
+from support.image_families import IMAGE_TINY
 from support.paths import ROOT
 
 from flow_grpo.config import FlowGRPOConfig
@@ -38,6 +42,15 @@ def test_every_link_to_a_file_leads_somewhere(page):
     links = re.findall(r"\]\(([^)#]+)(?:#[^)]*)?\)", page.read_text())
     missing = [link for link in links if "://" not in link and not (page.parent / link).exists()]
     assert not missing
+
+
+def test_the_table_of_pipelines_has_those_that_are_tested():
+    page = (ROOT / "docs/models.md").read_text()
+    rows = [line for line in page.splitlines() if re.match(r"\| `\w+Pipeline`", line)]
+    named = {name for row in rows for name in re.findall(r"`(\w+Pipeline)`", row)}
+    builders = [tiny.build for tiny in (*TINY.values(), *IMAGE_TINY.values())]
+    tested = {typing.get_type_hints(build)["return"] for build in builders} - {Any}
+    assert named == {kind.__name__ for kind in tested} | {"QwenImageEditPipeline"}  # which one builder makes as a default
 
 
 def test_the_readme_has_the_two_commands():

@@ -4,8 +4,8 @@ Six stages, each from the result of the one before:
   vae        the autoencoder on random shapes, in more cells of an image than a scene has
   clean      transformer and text encoder together by flow matching (arXiv 2210.02747): scenes and edits with true captions
   relations  the same, half of the scenes with a relation: `clean` learns none, since a relation decides only where shapes go
-  noisy      the same with captions of which each named attribute is wrong with some probability: the model keeps its crisp shapes
-             but makes about half of the scenes and edits as asked. Reinforcement learning can bring the skill back.
+  noisy      the same with edits whose captions are wrong with some probability: the model keeps its crisp shapes but makes only
+             about half of the edits as asked, as of the scenes. Reinforcement learning can bring the skill back.
   decoder    the autoencoder's decoder alone, on latents that stay as they are
   clip       the open_clip model that measures it held out
 
@@ -50,7 +50,7 @@ STAGES = {
     "vae": StagePlan(10, 1000, lr=2e-3),
     "clean": StagePlan(11, 3400, lr=1.5e-3, muon_lr=4e-3, horizon=4400),
     "relations": StagePlan(15, 900, lr=1e-3, muon_lr=3e-3),
-    "noisy": StagePlan(12, 400, lr=6e-4, muon_lr=1.5e-3),
+    "noisy": StagePlan(12, 500, lr=6e-4, muon_lr=1.5e-3),
     "decoder": StagePlan(14, 600, lr=1e-3),
     "clip": StagePlan(13, 900, lr=1e-3, muon_lr=3e-3),
 }
@@ -58,9 +58,14 @@ SCENES, EDITS, LONG = 128, 80, 8  # images in a batch: of scenes, of edits, and 
 # examples of the transformer's stages, drawn once; whether a caption is left out or wrong varies from batch to batch
 DRAWN = {"scenes": 20_000, "edits": 10_000, "relations": 20_000}
 ENCODED = 64  # images that the autoencoder takes at once
-EDITS_EVERY = {"clean": 3, "relations": 4, "noisy": 2}  # every so many batches is one of edits
+BANKS = {
+    "clean": ["scenes"],
+    "relations": ["relations"],
+    "noisy": ["scenes", "relations"],
+}  # whose scenes a stage has, in turns
+EDITS_EVERY = {"clean": 3, "relations": 4, "noisy": 3}  # every so many batches is one of edits
 LONG_EVERY = 16  # and every so many is one in the lengths of the pipeline's defaults
-WRONG = {"scenes": 0.02, "edits": 0.14}  # probability that an attribute of a caption is wrong in the stage `noisy`
+WRONG = 0.16  # probability that an attribute of an edit's caption is wrong in the stage `noisy`
 VAE_IMAGES = 32
 SHIFT = 6.7  # of the noise levels: what the pipeline has at 16 image tokens and 10 steps. Which cells are filled is decided above 0.94
 STEPS = 10  # of sampling, in evaluations
@@ -136,13 +141,12 @@ def train_transformer(
 ) -> Flux2KleinPipeline:
     """The stages `clean`, `relations` and `noisy`: flow matching on captioned scenes and edits, given as latents."""
     stage = PretrainingStage(name, STAGES[name], pipe, ["transformer", "text_encoder"], folder=folder, seed=seed)
-    taught = drawn["relations" if name == "relations" else "scenes"]
 
     def loss(rng: np.random.Generator, step: int) -> Tensor:
         is_long, is_edit = step % LONG_EVERY == LONG_EVERY - 1, step % EDITS_EVERY[name] == EDITS_EVERY[name] - 1
         size = LONG if is_long else EDITS if is_edit else SCENES
-        wrong = WRONG["edits" if is_edit else "scenes"] if name == "noisy" else 0.0
-        captions, examples = (drawn["edits"] if is_edit else taught).batch(rng, size, wrong)
+        bank = "edits" if is_edit else BANKS[name][step % len(BANKS[name])]
+        captions, examples = drawn[bank].batch(rng, size, WRONG if is_edit and name == "noisy" else 0.0)
         return flow_matching(pipe, captions, examples, 512 if is_long else architecture.TEXT_LENGTH)
 
     def evaluate() -> dict:
