@@ -93,6 +93,8 @@ def test_an_objective_of_ones_own_trains(tmp_path):
 
 METRIC = re.compile(r'f?"((?:[a-z_0-9]+/)+[a-zA-Z_0-9{}.]+)"')
 LOGGED_BY = [
+    "advantages.py",
+    "config/anchors.py",
     "objectives.py",
     "trainer.py",
     *(f"{folder}/*.py" for folder in ("training", "evaluation", "policy", "tracking")),

@@ -1,8 +1,8 @@
 """Find shapes in an image with OpenCV, without a model: where they are, of which kind and colour.
 
-Each pixel is ground or the nearest colour of the palette, and connected pixels of one colour are a shape. Its kind is that of the
-figure which encloses it most closely: circle, rectangle or triangle, whatever their angle; a cross fills little of its convex hull.
-Shapes of one colour that touch are cut apart where they are thin.
+Connected pixels that are not ground are a shape, whatever their colours, if they have the form of one. Its kind is that of the figure
+which encloses it most closely: circle, rectangle or triangle, whatever their angle; a cross fills little of its convex hull. Others
+are parted by the colours of the palette, and shapes of one colour that touch are cut apart where they are thin.
 """
 
 from dataclasses import dataclass
@@ -15,9 +15,11 @@ from rewards.shapes.drawing import BACKGROUND, PALETTE
 
 SCALE = 4  # a shape is enlarged so many times before its contour is measured
 FOREGROUND = 22.0  # distance from the ground's colour in Lab from which a pixel is part of a shape
+CLEAN = 14.0  # distance up to which it is surely that colour
 PURE = 40.0  # distance from a colour of the palette in Lab up to which a pixel is no mixture at an edge
 SMALLEST_CORE = 4  # pure pixels of a shape, at least
 SMALLEST = 20.0  # area of a shape in pixels; a small cross has 38
+HULL_OF_BLURRED_CROSS = 0.925  # of a blurred one, whose notches are filled, less than this
 HULL_OF_CROSS = 0.89  # a cross fills less of its convex hull, the other shapes more
 CLOSEST = 0.66  # share of the enclosing figure that a shape fills at least; less is no known shape
 DEPTHS = (0.25, 0.4, 0.5, 0.62)  # two shapes that touch are joined by less than the last share of their thickness
@@ -26,7 +28,7 @@ PART = 0.3  # share of the larger of two touching shapes that the smaller one ha
 
 @dataclass(frozen=True)
 class DetectedShape:
-    """A shape in an image: centre and longer side of its upright box, in pixels. The kind is "" if it is none of them."""
+    """A shape in an image: centre and longer side of its upright box, in pixels. Kind and colour are "" if they are none of them."""
 
     shape: str
     color: str
@@ -50,36 +52,64 @@ def find_shapes(image: Image.Image) -> list[DetectedShape]:
     """The shapes of an image, from left to right."""
     lab = to_lab(np.asarray(image))
     contrast = np.linalg.norm(lab - GROUND_LAB, axis=-1)
-    distances = np.linalg.norm(lab[:, :, None] - COLORS_LAB, axis=-1)
     found = []
-    for blob, core in _blobs(contrast, distances):
-        color = np.median(lab[core], axis=0)
-        mask, left, top = _enlarged(np.where(blob, contrast / np.linalg.norm(color - GROUND_LAB), 0.0))
-        found += [_describe(part, left, top, color) for part in _separated(mask)]
-    return sorted((one for one in found if one is not None), key=lambda one: (one.x, one.y))
+    for whole in _components(contrast > FOREGROUND):
+        blobs = _by_color(whole, lab, CLEAN)
+        if len(blobs) < 2 and not _is_shape(whole, lab, contrast):
+            blobs = _by_color(whole, lab, PURE)
+        found += [shape for blob in blobs for shape in _shapes(blob, lab, contrast)]
+    return sorted(found, key=lambda one: (one.x, one.y))
 
 
-def _blobs(contrast: np.ndarray, distances: np.ndarray) -> list[tuple[np.ndarray, np.ndarray]]:
-    """Masks of connected pixels of one colour, and of those of them that are no mixture at an edge."""
-    nearest, solid = distances.argmin(-1), contrast > FOREGROUND
-    pure = solid & (distances.min(-1) < PURE)
-    markers, number = np.zeros(solid.shape, np.int32), 0
-    for color in np.unique(nearest[pure]):
-        count, labels, stats, _ = cv2.connectedComponentsWithStats(
-            (pure & (nearest == color)).astype(np.uint8), connectivity=4
-        )
-        for label in range(1, count):
-            if stats[label, cv2.CC_STAT_AREA] >= SMALLEST_CORE:
-                number += 1
-                markers[labels == label] = number
-    grown = _grow(markers, solid, steps=3)
-    return [(grown == one, markers == one) for one in range(1, number + 1)]
+def _components(mask: np.ndarray) -> list[np.ndarray]:
+    """The connected parts of a mask."""
+    count, labels = cv2.connectedComponents(mask.astype(np.uint8), connectivity=4)
+    return [labels == label for label in range(1, count)]
+
+
+def _by_color(blob: np.ndarray, lab: np.ndarray, purity: float) -> list[np.ndarray]:
+    """The parts of a blob that have different colours of the palette, each with the mixed pixels around it; else the blob itself."""
+    distances = np.linalg.norm(lab[:, :, None] - COLORS_LAB, axis=-1)
+    nearest, pure = distances.argmin(-1), blob & (distances.min(-1) < purity)
+    cores = [core for color in np.unique(nearest[pure]) for core in _components(pure & (nearest == color))]
+    cores = [core for core in cores if core.sum() >= max(SMALLEST_CORE, PART * max(map(np.sum, cores)))]
+    if len({nearest[core][0] for core in cores}) < 2:
+        return [blob]
+    markers = np.zeros(blob.shape, np.int32)
+    for label, core in enumerate(cores, 1):
+        markers[core] = label
+    grown = _grow(markers, blob, steps=blob.sum())
+    return [grown == label for label in range(1, len(cores) + 1)]
+
+
+def _shapes(blob: np.ndarray, lab: np.ndarray, contrast: np.ndarray) -> list[DetectedShape]:
+    """The shapes of a blob of one colour, which may touch."""
+    color = _color(blob, lab)
+    mask, left, top = _enlarged(np.where(blob, contrast / np.linalg.norm(color - GROUND_LAB), 0.0))
+    found = [_describe(part, left, top, color) for part in _separated(mask)]
+    return [one for one in found if one is not None]
+
+
+def _is_shape(blob: np.ndarray, lab: np.ndarray, contrast: np.ndarray) -> bool:
+    """Whether the blob has the form of one shape, whatever its colours."""
+    color = _color(blob, lab)
+    mask, left, top = _enlarged(np.where(blob, contrast / np.linalg.norm(color - GROUND_LAB), 0.0))
+    shape = _describe(mask, left, top, color)
+    return shape is not None and bool(shape.shape)
+
+
+def _color(blob: np.ndarray, lab: np.ndarray) -> np.ndarray:
+    """The median colour in Lab of the pixels that are not at the edge."""
+    inner = cv2.erode(blob.astype(np.uint8), np.ones((3, 3), np.uint8)).astype(bool)
+    return np.median(lab[inner if inner.any() else blob], axis=0)
 
 
 def _grow(markers: np.ndarray, solid: np.ndarray, steps: int) -> np.ndarray:
     """The markers extended over solid pixels, so many pixels far."""
     grown, kernel = markers.copy(), np.ones((3, 3), np.uint8)
     for _ in range(steps):
+        if grown[solid].all():
+            break
         spread = cv2.dilate(grown.astype(np.float32), kernel).astype(np.int32)
         grown = np.where((grown == 0) & solid, spread, grown)
     return grown
@@ -126,7 +156,7 @@ def _describe(blob: np.ndarray, left: int, top: int, lab: np.ndarray) -> Detecte
         return None
     contour, distances = _contour(blob), np.linalg.norm(lab - COLORS_LAB, axis=-1)
     x, y, width, height = cv2.boundingRect(contour)
-    color = NAMES[int(distances.argmin())]
+    color = NAMES[int(distances.argmin())] if distances.min() < PURE else ""
     return DetectedShape(
         _kind(contour), color, left + (x + width / 2) / SCALE, top + (y + height / 2) / SCALE, max(width, height) / SCALE
     )
@@ -142,7 +172,9 @@ def _kind(contour: np.ndarray) -> str:
         "triangle": area / max(cv2.minEnclosingTriangle(hull)[0], 1e-6),
     }
     long = max(width, height) / max(min(width, height), 1e-6)
-    if area < HULL_OF_CROSS * cv2.contourArea(hull):
-        return "cross" if long < 1.5 and 0.35 < filled["square"] < 0.82 else ""
+    hull_filled = area / max(cv2.contourArea(hull), 1e-6)
+    is_blurred_cross = hull_filled < HULL_OF_BLURRED_CROSS and filled["triangle"] < 0.7 and filled["square"] < 0.9
+    if hull_filled < HULL_OF_CROSS or is_blurred_cross:
+        return "cross" if long < 1.5 and 0.35 < filled["square"] < 0.9 else ""
     kind = max(filled, key=lambda name: filled[name])
     return kind if filled[kind] >= CLOSEST and long < 1.7 else ""

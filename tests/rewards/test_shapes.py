@@ -1,7 +1,9 @@
 """Scenes of shapes: their prompts, the detector on images with known answers, and the rules of the rewards."""
 
+import json
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 
 import cv2
 import numpy as np
@@ -272,3 +274,15 @@ def test_edits_are_scored_with_their_sources():
         assert values.tolist() == pytest.approx([1, unchanged]), name
     with pytest.raises(ValueError, match="has no source to edit: give prompts a column `image`"):
         rewards.score("shapes_edit", rewards.load("shapes_edit"), images, prompts)
+
+
+def test_the_rules_agree_with_a_person_on_the_base_models_own_images():
+    """100 images of the embedded model, ten in a row, of which a person has noted whether they show what was asked."""
+    folder = Path(__file__).parent
+    rows = [json.loads(line) for line in (folder / "labelled_shapes.jsonl").read_text().splitlines()]
+    (sheet,) = tensor(Image.open(folder / "labelled_shapes.png"))
+    images = sheet.unflatten(1, (10, 64)).unflatten(3, (10, 64)).permute(1, 3, 0, 2, 4).flatten(0, 1)
+    exact = rewards.load("shapes_exact")(images, [row["prompt"] for row in rows])
+    agree = (exact == torch.tensor([float(row["exact"]) for row in rows])).float().mean().item()
+    assert 0.4 < exact.mean() < 0.6
+    assert agree >= 0.97
