@@ -74,9 +74,3 @@ def test_the_base_is_quantised_as_the_settings_say(monkeypatch):
     tiny_policy(memory=MemoryConfig(quantize="int8"))
     tiny_policy()
     assert asked == [("int8", torch.float32), None]
-
-
-def test_a_bundled_model_without_weights_says_how_they_are_made(tmp_path, monkeypatch):
-    monkeypatch.setitem(BUNDLED_MODELS, "tiny_shapes", tmp_path)
-    with pytest.raises(ValueError, match=r"tiny_shapes has no weights yet: python -m flow_grpo\.tiny\.shapes\.pretrain"):
-        load_policy("tiny_shapes")
