@@ -1,8 +1,8 @@
 """Find shapes in an image with OpenCV, without a model: where they are, of which kind and colour.
 
-Connected pixels that are not ground are a shape, whatever their colours, if they have the form of one. Its kind is that of the figure
-which encloses it most closely: circle, rectangle or triangle, whatever their angle; a cross fills little of its convex hull. Others
-are parted by the colours of the palette, and shapes of one colour that touch are cut apart where they are thin.
+Connected pixels that are not ground are parted by the palette's colours where these are clean. What is left is one shape if it has the
+form of one, else it is parted by the nearest colours, and where it is thin. The kind is that of the figure which encloses a shape most
+closely: circle, rectangle or triangle, whatever their angle; a cross has notches and fills little of its convex hull.
 """
 
 from dataclasses import dataclass
@@ -15,15 +15,16 @@ from rewards.shapes.drawing import BACKGROUND, PALETTE
 
 SCALE = 4  # a shape is enlarged so many times before its contour is measured
 FOREGROUND = 22.0  # distance from the ground's colour in Lab from which a pixel is part of a shape
-CLEAN = 14.0  # distance up to which it is surely that colour
 PURE = 40.0  # distance from a colour of the palette in Lab up to which a pixel is no mixture at an edge
+CLEAN = 14.0  # the same for pixels that are of that colour without doubt
 SMALLEST_CORE = 4  # pure pixels of a shape, at least
 SMALLEST = 20.0  # area of a shape in pixels; a small cross has 38
-HULL_OF_BLURRED_CROSS = 0.925  # of a blurred one, whose notches are filled, less than this
 HULL_OF_CROSS = 0.89  # a cross fills less of its convex hull, the other shapes more
+HULL_OF_BLURRED_CROSS = 0.925  # a blurred cross, whose notches are partly filled, less than this
+NOTCH = 0.05  # depth of a notch of a cross as a share of its longer side, at least
 CLOSEST = 0.66  # share of the enclosing figure that a shape fills at least; less is no known shape
 DEPTHS = (0.25, 0.4, 0.5, 0.62)  # two shapes that touch are joined by less than the last share of their thickness
-PART = 0.3  # share of the larger of two touching shapes that the smaller one has at least
+PART = 0.3  # share of the larger of two touching shapes, or of two mixed colours, that the smaller one has at least
 
 
 @dataclass(frozen=True)
@@ -54,9 +55,11 @@ def find_shapes(image: Image.Image) -> list[DetectedShape]:
     contrast = np.linalg.norm(lab - GROUND_LAB, axis=-1)
     found = []
     for whole in _components(contrast > FOREGROUND):
-        blobs = _by_color(whole, lab, CLEAN)
+        if whole.sum() < SMALLEST / 2:  # a speckle
+            continue
+        blobs = _by_color(whole, lab, CLEAN, share=0.0)
         if len(blobs) < 2 and not _is_shape(whole, lab, contrast):
-            blobs = _by_color(whole, lab, PURE)
+            blobs = _by_color(whole, lab, PURE, share=PART)
         found += [shape for blob in blobs for shape in _shapes(blob, lab, contrast)]
     return sorted(found, key=lambda one: (one.x, one.y))
 
@@ -67,35 +70,45 @@ def _components(mask: np.ndarray) -> list[np.ndarray]:
     return [labels == label for label in range(1, count)]
 
 
-def _by_color(blob: np.ndarray, lab: np.ndarray, purity: float) -> list[np.ndarray]:
-    """The parts of a blob that have different colours of the palette, each with the mixed pixels around it; else the blob itself."""
+def _by_color(blob: np.ndarray, lab: np.ndarray, purity: float, share: float) -> list[np.ndarray]:
+    """The parts of a blob that have different colours of the palette, each with the mixed pixels around it; else the blob itself.
+
+    Args:
+        purity: distance in Lab from a colour of the palette up to which a pixel has it.
+        share: a part has at least this share of the pixels of the largest one.
+    """
     distances = np.linalg.norm(lab[:, :, None] - COLORS_LAB, axis=-1)
     nearest, pure = distances.argmin(-1), blob & (distances.min(-1) < purity)
     cores = [core for color in np.unique(nearest[pure]) for core in _components(pure & (nearest == color))]
-    cores = [core for core in cores if core.sum() >= max(SMALLEST_CORE, PART * max(map(np.sum, cores)))]
+    least = max(SMALLEST_CORE, share * max(map(np.sum, cores), default=0))
+    cores = [core for core in cores if core.sum() >= least]
     if len({nearest[core][0] for core in cores}) < 2:
         return [blob]
     markers = np.zeros(blob.shape, np.int32)
     for label, core in enumerate(cores, 1):
         markers[core] = label
-    grown = _grow(markers, blob, steps=blob.sum())
+    grown = _grow(markers, blob, steps=blob.sum())  # to the end: it stops when every pixel has a label
     return [grown == label for label in range(1, len(cores) + 1)]
 
 
 def _shapes(blob: np.ndarray, lab: np.ndarray, contrast: np.ndarray) -> list[DetectedShape]:
     """The shapes of a blob of one colour, which may touch."""
-    color = _color(blob, lab)
-    mask, left, top = _enlarged(np.where(blob, contrast / np.linalg.norm(color - GROUND_LAB), 0.0))
+    color, mask, left, top = _color_and_mask(blob, lab, contrast)
     found = [_describe(part, left, top, color) for part in _separated(mask)]
     return [one for one in found if one is not None]
 
 
 def _is_shape(blob: np.ndarray, lab: np.ndarray, contrast: np.ndarray) -> bool:
     """Whether the blob has the form of one shape, whatever its colours."""
+    _, mask, _, _ = _color_and_mask(blob, lab, contrast)
+    return mask.sum() >= SMALLEST * SCALE**2 and bool(_kind(_contour(mask)))
+
+
+def _color_and_mask(blob: np.ndarray, lab: np.ndarray, contrast: np.ndarray) -> tuple[np.ndarray, np.ndarray, int, int]:
+    """The colour of a blob, and its enlarged mask with the pixel where that begins."""
     color = _color(blob, lab)
-    mask, left, top = _enlarged(np.where(blob, contrast / np.linalg.norm(color - GROUND_LAB), 0.0))
-    shape = _describe(mask, left, top, color)
-    return shape is not None and bool(shape.shape)
+    depth = max(float(np.linalg.norm(color - GROUND_LAB)), FOREGROUND)
+    return color, *_enlarged(np.where(blob, contrast / depth, 0.0))
 
 
 def _color(blob: np.ndarray, lab: np.ndarray) -> np.ndarray:
@@ -166,15 +179,23 @@ def _kind(contour: np.ndarray) -> str:
     """Circle, square, triangle or cross; "" if it is none of them."""
     area, hull = cv2.contourArea(contour), cv2.convexHull(contour)
     (_, (width, height), _), (_, radius) = cv2.minAreaRect(contour), cv2.minEnclosingCircle(contour)
+    longer, shorter = max(width, height), max(min(width, height), 1e-6)
     filled = {
         "circle": area / (np.pi * radius**2),
         "square": area / max(width * height, 1e-6),
         "triangle": area / max(cv2.minEnclosingTriangle(hull)[0], 1e-6),
     }
-    long = max(width, height) / max(min(width, height), 1e-6)
-    hull_filled = area / max(cv2.contourArea(hull), 1e-6)
-    is_blurred_cross = hull_filled < HULL_OF_BLURRED_CROSS and filled["triangle"] < 0.7 and filled["square"] < 0.9
-    if hull_filled < HULL_OF_CROSS or is_blurred_cross:
-        return "cross" if long < 1.5 and 0.35 < filled["square"] < 0.9 else ""
+    of_hull = area / max(cv2.contourArea(hull), 1e-6)
+    is_blurred_cross = of_hull < HULL_OF_BLURRED_CROSS and filled["triangle"] < 0.7 and filled["square"] < 0.9
+    if of_hull < HULL_OF_CROSS or is_blurred_cross:
+        is_cross = longer < 1.5 * shorter and filled["square"] > 0.35 and _notches(contour, longer) in (3, 4)
+        return "cross" if is_cross else ""
     kind = max(filled, key=lambda name: filled[name])
-    return kind if filled[kind] >= CLOSEST and long < 1.7 else ""
+    return kind if filled[kind] >= CLOSEST and longer < 1.7 * shorter else ""
+
+
+def _notches(contour: np.ndarray, side: float) -> int:
+    """How many notches of a contour are deeper than `NOTCH` of its longer side."""
+    hull = np.sort(cv2.convexHull(contour, returnPoints=False).ravel())[::-1, None].copy()  # OpenCV wants them in order
+    defects = cv2.convexityDefects(contour, hull)
+    return 0 if defects is None else int((defects.reshape(-1, 4)[:, 3] > 256 * NOTCH * side).sum())  # in 1/256 pixel

@@ -11,7 +11,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from PIL import Image, ImageFilter
+from PIL import Image, ImageDraw, ImageFilter
 
 import rewards
 from rewards.shapes import drawing
@@ -277,7 +277,10 @@ def test_edits_are_scored_with_their_sources():
 
 
 def test_the_rules_agree_with_a_person_on_the_base_models_own_images():
-    """100 images of the embedded model, ten in a row, of which a person has noted whether they show what was asked."""
+    """100 images of the embedded model, ten in a row, of which a person has noted whether they show what was asked.
+
+    The detector's thresholds were set with these images in view.
+    """
     folder = Path(__file__).parent
     rows = [json.loads(line) for line in (folder / "labelled_shapes.jsonl").read_text().splitlines()]
     (sheet,) = tensor(Image.open(folder / "labelled_shapes.png"))
@@ -286,3 +289,43 @@ def test_the_rules_agree_with_a_person_on_the_base_models_own_images():
     agree = (exact == torch.tensor([float(row["exact"]) for row in rows])).float().mean().item()
     assert 0.4 < exact.mean() < 0.6
     assert agree >= 0.97
+
+
+def drawn_with(*polygons: tuple[str, list[tuple[float, float]]]) -> Image.Image:
+    """An image of these polygons, each with its colour, four times smaller."""
+    canvas = Image.new("RGB", (256, 256), drawing.BACKGROUND)
+    for color, points in polygons:
+        ImageDraw.Draw(canvas).polygon([(4 * x, 4 * y) for x, y in points], fill=color)
+    return canvas.resize((64, 64), Image.Resampling.BOX)
+
+
+def box(x: float, y: float, width: float, height: float) -> list[tuple[float, float]]:
+    return [(x, y), (x + width, y), (x + width, y + height), (x, y + height)]
+
+
+def test_a_shape_of_no_known_colour_is_a_shape_without_colour():
+    (found,) = find_shapes(drawn_with(("#1f8f8f", box(20, 20, 11, 11))))
+    assert (found.shape, found.color) == ("square", "")
+
+
+def test_a_small_shape_on_the_edge_of_a_larger_one_is_found():
+    image = draw([Shape("square", "red", 30, 30, 13.5), Shape("circle", "blue", 38, 30, 7)])
+    assert [one.color for one in find_shapes(image)] == ["red", "blue"]
+
+
+@pytest.mark.parametrize(
+    "points",
+    [
+        [(20, 20), (26, 20), (26, 26), (32, 26), (32, 32), (20, 32)],
+        [(20, 20), (32, 20), (32, 24), (28, 24), (28, 32), (24, 32), (24, 24), (20, 24)],
+        [(20, 20), (24, 20), (24, 24), (28, 24), (28, 20), (32, 20), (32, 32), (20, 32)],
+    ],
+    ids=["L", "T", "notched"],
+)
+def test_what_is_not_convex_is_no_cross_unless_it_has_four_arms(points):
+    assert [one.shape for one in find_shapes(drawn_with(("red", points)))] == [""]
+
+
+def test_speckles_are_no_shapes():
+    pixels = np.asarray(draw([])).astype(float) + np.random.default_rng(0).normal(0, 20, (64, 64, 1))
+    assert find_shapes(Image.fromarray(pixels.clip(0, 255).astype(np.uint8))) == []
