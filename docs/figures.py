@@ -7,7 +7,6 @@ import torch
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
-from matplotlib.axes import Axes
 
 from flow_grpo import sde
 
@@ -16,7 +15,6 @@ POINTS = torch.tensor([-1.0, 1.0])  # the data
 STEPS, PATHS, ENDS = 200, 40, 4000
 NOISE_LEVEL = 0.7
 COLORS = {"ode": "#3b5bdb", "flow_sde": "#e8590c", "dance_sde": "#2b8a3e", "cps": "#9c36b5", "exact_sde": "#868e96"}
-STYLES = {"flow_sde": "-", "dance_sde": "-", "cps": "-", "exact_sde": "--"}
 
 
 def velocity(x: torch.Tensor, sigma: torch.Tensor) -> torch.Tensor:
@@ -55,19 +53,15 @@ def draw_paths(file: Path) -> None:
 
 
 def draw_std(file: Path) -> None:
-    """The standard deviation of each step of a schedule of ten."""
+    """The standard deviation of each step of a schedule of ten but the last, which has no noise."""
     figure, axis = plt.subplots(figsize=(6, 3.4), layout="constrained")
-    draw_std_on(axis, torch.linspace(1, 0, 11))
-    save(figure, file)
-
-
-def draw_std_on(axis: Axes, sigmas: torch.Tensor) -> None:
-    x = torch.zeros(1, 1)
-    for name, style in STYLES.items():
+    sigmas, x = torch.linspace(1, 0, 11), torch.zeros(1, 1)
+    for name in ("flow_sde", "dance_sde", "cps", "exact_sde"):
         stds = [
             sde.transition(name, x, x, sigma, sigma_next, NOISE_LEVEL, sigma_max=sigmas[1])[1].item()
             for sigma, sigma_next in zip(sigmas[:-2], sigmas[1:-1], strict=True)
         ]
+        style = "--" if name == "exact_sde" else "-"
         axis.plot(sigmas[:-2], stds, style, marker="o", markersize=4, color=COLORS[name], label=name)
     axis.set(
         title=f"Noise of the first nine of ten steps, noise_level {NOISE_LEVEL}",
@@ -77,9 +71,11 @@ def draw_std_on(axis: Axes, sigmas: torch.Tensor) -> None:
         ylim=(0, None),
     )
     axis.legend()
+    save(figure, file)
 
 
 def save(figure: plt.Figure, file: Path) -> None:
+    """Write the figure, and print where."""
     figure.savefig(file, dpi=110)
     plt.close(figure)
     print(file)

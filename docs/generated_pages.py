@@ -8,7 +8,7 @@ import json
 import re
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any, get_args, get_origin
 
 import typer.main
 import yaml
@@ -19,7 +19,7 @@ from pydantic import BaseModel
 
 from flow_grpo.cli.app import app
 from flow_grpo.config import FlowGRPOConfig
-from flow_grpo.config.objective import ObjectiveConfig, section_types
+from flow_grpo.config.objective import section_types
 from flow_grpo.config.template import json_schema
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -44,11 +44,11 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Any, config: MkDocsConfig, files: Files) -> str:
-    """Links of the README are relative to the repository's folder. What is not under docs/ is named without a link."""
+    """Make the README's links relative to docs/, and name what is outside of docs/ without a link."""
     is_readme = page.file.src_uri == "index.md"
     folder = ROOT if is_readme else (DOCS / page.file.src_uri).parent
 
-    def there(match: re.Match[str]) -> str:
+    def relative(match: re.Match[str]) -> str:
         mark, label, target = match.groups()
         if "://" in target or target.startswith("#"):
             return match[0]
@@ -58,7 +58,7 @@ def on_page_markdown(markdown: str, page: Any, config: MkDocsConfig, files: File
         return f"{mark}[{label}]({path.relative_to(DOCS)})" if is_readme else match[0]
 
     return "".join(
-        part if place % 2 else with_formulas(LINK.sub(there, part)) for place, part in enumerate(CODE.split(markdown))
+        part if place % 2 else with_formulas(LINK.sub(relative, part)) for place, part in enumerate(CODE.split(markdown))
     )
 
 
@@ -113,7 +113,7 @@ def settings() -> str:
         *(
             table(f"`{place}`", f"{place}.", kind)
             for place, kind in sections_of(FlowGRPOConfig)
-            if kind is not ObjectiveConfig
+            if not place.startswith("objective")
         ),
         "## `objective`\n\n`objective.name` chooses the objective. Each has its own settings.\n",
     ]
@@ -125,19 +125,20 @@ def settings() -> str:
 
 
 def sections_of(kind: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, type[BaseModel]]]:
-    """The sections in the fields of a section, at any depth, each with its place; those of a list or mapping too."""
+    """The sections in the fields of a section, at any depth, each with its place."""
     for name, field in kind.model_fields.items():
-        for inner in models_in(field.annotation):
-            yield f"{prefix}{name}", inner
-            yield from sections_of(inner, f"{prefix}{name}.")
+        for place, inner in models_in(field.annotation, f"{prefix}{name}"):
+            yield place, inner
+            yield from sections_of(inner, f"{place}.")
 
 
-def models_in(annotation: Any) -> Iterator[type[BaseModel]]:
-    """The sections that a type is made of."""
+def models_in(annotation: Any, place: str) -> Iterator[tuple[str, type[BaseModel]]]:
+    """The sections that a type is made of, with their places: NAME is a key of a mapping, [] an entry of a list."""
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
-        yield annotation
+        yield place, annotation
+    inner = place + {dict: ".NAME", list: "[]"}.get(get_origin(annotation), "")
     for part in get_args(annotation):
-        yield from models_in(part)
+        yield from models_in(part, inner)
 
 
 def table(title: str, prefix: str, kind: type[BaseModel]) -> str:
@@ -194,9 +195,14 @@ def command(words: str, one: Any) -> str:
         if parameter.name != "help" and not getattr(parameter, "hidden", False):
             is_option = parameter.opts[0].startswith("-")
             name = ", ".join(parameter.opts) if is_option else parameter.metavar or parameter.name.upper()
-            default = "" if parameter.default in (None, False, ()) else f"`{cell(str(parameter.default))}`"
+            default = "required" if parameter.required else default_of(parameter.default)
             lines.append(f"| `{name}` | {default} | {cell(plain(parameter.help or ''))} |")
     return "\n".join([*lines, ""])
+
+
+def default_of(value: Any) -> str:
+    """The default of an option; nothing for a flag and for an option that has none."""
+    return "" if value is None or value is False or value == () else f"`{cell(str(value))}`"
 
 
 def plain(text: str) -> str:

@@ -59,10 +59,9 @@ class SourceImage:
 
 
 class ImagePrompt(str):
-    """A prompt with images. It is a text, but equal only to prompts with the same text and the same images.
+    """A prompt with images, at least one: paths, PIL images or `SourceImage`s. ValueError if one can't be used.
 
-    Args:
-        images: at least one: a path, a PIL image, or a `SourceImage`. ValueError if one can't be used.
+    It is a text, but equal only to prompts with the same text and the same images.
     """
 
     images: tuple[SourceImage, ...]

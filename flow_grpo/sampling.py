@@ -66,8 +66,11 @@ def window(kind: str, steps: int, size: int, first: int, last: int, every: int, 
         kind: `all` (of first..last), `fixed` (`size` steps from `first`), `random` (`size` steps in a row, drawn from
             first..last for each training step: Flow-GRPO-Fast) or `sliding` (`size` steps in a row that move on by one
             every `every` training steps and start again at `first`: MixGRPO, arXiv 2507.21802).
-        steps: length of the schedule. first, last: the steps to choose from, both inclusive.
-        seed, training_step: what a random or sliding window depends on.
+        steps: length of the schedule.
+        first: the first step that may be chosen.
+        last: the last step that may be chosen.
+        seed: what a random window depends on.
+        training_step: what a random or sliding window depends on.
     """
     last = min(last, steps - 1)
     starts = last - first - size + 2  # how many places a window of that size has

@@ -33,8 +33,10 @@ def transition(
 
     Args:
         name: one of `TRANSITIONS`.
-        x, v: state and velocity.
-        sigma, sigma_next: noise levels in [0, 1], sigma_next < sigma.
+        x: state.
+        v: velocity.
+        sigma: noise level in [0, 1] before the step.
+        sigma_next: noise level after it, below sigma.
         noise_level: how much noise a step adds, 0 (none, the ODE) upwards; at most 1 for `cps`.
         sigma_max: the schedule's sigmas[1]. `flow_sde` needs it at sigma = 1, where its noise would be infinite.
 

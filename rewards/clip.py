@@ -1,8 +1,8 @@
 """Agreement of image and prompt: the cosine of their open_clip embeddings.
 
-The small models of this package are registered with open_clip when this module is imported: `flow-grpo-tiny` knows coloured signs only;
-`flow-grpo-shapes`, for scenes of coloured shapes, has no weights before `python -m flow_grpo.tiny.shapes.pretrain` made them. Any other
-model name and pretrained tag of open_clip works, and so does a local checkpoint.
+The small models of this package are registered with open_clip when this module is imported: `flow-grpo-tiny` knows coloured signs only,
+`flow-grpo-shapes` scenes of coloured shapes only. Any other model name and pretrained tag of open_clip works, and so does a local
+checkpoint.
 """
 
 import json
@@ -36,10 +36,6 @@ class OpenCLIP(torch.nn.Module):
         super().__init__()
         if pretrained is None and model in FOLDERS:
             pretrained = str(FOLDERS[model] / WEIGHTS)
-            if not Path(pretrained).is_file():
-                raise ValueError(
-                    f"{reward}: {model} has no weights yet: python -m flow_grpo.tiny.shapes.pretrain makes them."
-                )
         if pretrained is None and not model.startswith(("hf-hub:", "local-dir:")):
             tags = open_clip.list_pretrained_tags_by_model(model)
             known = f"give pretrained= one of {', '.join(tags)}" if tags else "open_clip knows no such model"

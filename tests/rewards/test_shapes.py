@@ -329,3 +329,12 @@ def test_what_is_not_convex_is_no_cross_unless_it_has_four_arms(points):
 def test_speckles_are_no_shapes():
     pixels = np.asarray(draw([])).astype(float) + np.random.default_rng(0).normal(0, 20, (64, 64, 1))
     assert find_shapes(Image.fromarray(pixels.clip(0, 255).astype(np.uint8))) == []
+
+
+def test_the_packaged_clip_prefers_the_prompt_of_a_scene_to_that_of_another():
+    rng = np.random.default_rng(0)
+    made = [random_example(rng, ["colours", "attribute binding"]) for _ in range(40)]
+    images, prompts = tensor(*(draw(shapes) for _, shapes in made)), [str(scene) for scene, _ in made]
+    score = rewards.load("clip", model="flow-grpo-shapes")
+    right = score(images, prompts) > score(images, prompts[1:] + prompts[:1])
+    assert right.float().mean() > 0.95

@@ -82,15 +82,16 @@ def trained(request, folder) -> Path:
     return folder / request.param
 
 
-def evaluated(run_folder: Path) -> list[Path]:
-    """The folders of the first evaluation of a run and of the last."""
+def first_and_last_evaluation(run_folder: Path) -> tuple[Path, Path]:
+    """Their folders."""
     steps = sorted(run_folder.glob("pictures/step_*"))
-    return [steps[0], steps[-1]]
+    return steps[0], steps[-1]
 
 
 def test_the_held_out_reward_of_edits_rises(trained):
     first, last = (
-        torch.tensor(json.loads((step / "evaluation.json").read_text())["values"]["reward"]) for step in evaluated(trained)
+        torch.tensor(json.loads((step / "evaluation.json").read_text())["values"]["reward"])
+        for step in first_and_last_evaluation(trained)
     )
     change = last - first
     assert change.mean() > 4 * change.std() / len(change) ** 0.5
@@ -100,7 +101,7 @@ def test_the_held_out_reward_of_edits_rises(trained):
 def test_the_report_shows_the_sources(trained):
     kept = {file.stem for file in (trained / "pictures" / "sources").glob("*.webp")}
     held_out = load_prompts(trained.parent / "held_out.jsonl").prompts
-    evaluation = json.loads((evaluated(trained)[-1] / "evaluation.json").read_text())
+    evaluation = json.loads((first_and_last_evaluation(trained)[-1] / "evaluation.json").read_text())
     shown = {prompt.images[0].digest for prompt, digest in zip(held_out, evaluation["sources"], strict=True) if digest}
     assert shown <= kept
     page = (trained / "report.html").read_text()
