@@ -1109,7 +1109,7 @@ def caught(file: str, old: str, new: str, tests: str) -> bool:
         if text.count(old) != 1:
             raise SystemExit(f"{file} no longer holds exactly one {old!r}; mend the list.")
         target.write_text(text.replace(old, new))
-        command = f"{sys.executable} -m pytest -x -q -p no:cacheprovider {tests}"
+        command = f"{sys.executable} -m pytest -x -q -p no:cacheprovider -m 'slow or not slow' {tests}"
         env = {**os.environ, "PYTHONPATH": str(copy)}  # also for the processes that the tests start
         done = subprocess.run(command, shell=True, cwd=copy, env=env, capture_output=True, text=True)
         if done.returncode not in (0, 1):

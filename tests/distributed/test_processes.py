@@ -58,7 +58,11 @@ def alone(tmp_path_factory):
 
 @pytest.mark.parametrize(
     ("processes", "setting", "launcher"),
-    [(2, "memory.shard=true", ()), (2, "memory.shard=false", ACCELERATE), (3, "memory.shard=false", None)],
+    [
+        (2, "memory.shard=true", ()),
+        pytest.param(2, "memory.shard=false", ACCELERATE, marks=pytest.mark.slow),
+        (3, "memory.shard=false", None),
+    ],
 )
 def test_processes_do_what_one_does(alone, tmp_path, processes, setting, launcher):
     file = config(tmp_path, setting, ANCHORS)

@@ -82,6 +82,7 @@ def test_checkpointing_changes_no_bit_of_the_gradient():
     assert less < whole / 2
 
 
+@pytest.mark.slow  # the compiler
 def test_a_run_with_compiled_and_checkpointed_blocks_has_a_ratio_of_exactly_1(flux, tmp_path):
     if shutil.which("c++") is None:
         pytest.skip("torch.compile needs a C++ compiler")

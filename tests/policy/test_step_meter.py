@@ -23,13 +23,14 @@ METHODS = {
     "checkpointed": [ODE, "objective={name: awm}", "memory.gradient_checkpointing=true"],
     "several updates": [ODE, "objective={name: awm}", "updates=2", "microbatch=4"],
 }
+QUICK = ("grpo", "nft with its old policy", "kept graphs")
 
 
 def run(tmp_path, name):
     return FlowGRPOTrainer(args=short_run(tmp_path / "run", *METHODS[name]))
 
 
-@pytest.mark.parametrize("name", METHODS)
+@pytest.mark.parametrize("name", [pytest.param(n, marks=[] if n in QUICK else pytest.mark.slow) for n in METHODS])
 def test_a_steps_operations_are_those_that_torch_counts_of_all_of_it_and_those_of_plan(tmp_path, name):
     trainer, same = (run(tmp_path, name) for _ in range(2))
     for step in (0, 1):  # the second one is counted by what is known
