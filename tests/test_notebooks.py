@@ -16,7 +16,6 @@ def test_a_notebook_runs(name, tmp_path, monkeypatch):
     assert not any(cell.get("outputs") for cell in notebook.cells), "they are kept without outputs"
     (parameters,) = (cell for cell in notebook.cells if "parameters" in cell.metadata.get("tags", ()))
     parameters.source = SMALL
-
     NotebookClient(notebook, timeout=600, resources={"metadata": {"path": str(tmp_path)}}).execute()
     outputs = [output for cell in notebook.cells for output in cell.get("outputs", ())]
     shown = [output for output in outputs if "image/png" in output.get("data", {})]

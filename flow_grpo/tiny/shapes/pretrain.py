@@ -58,11 +58,8 @@ SCENES, EDITS, LONG = 128, 80, 8  # images in a batch: of scenes, of edits, and 
 # examples of the transformer's stages, drawn once; whether a caption is left out or wrong varies from batch to batch
 DRAWN = {"scenes": 20_000, "edits": 10_000, "relations": 20_000}
 ENCODED = 64  # images that the autoencoder takes at once
-BANKS = {
-    "clean": ["scenes"],
-    "relations": ["relations"],
-    "noisy": ["scenes", "relations"],
-}  # whose scenes a stage has, in turns
+# the scenes of a stage, by turns
+BANKS = {"clean": ["scenes"], "relations": ["relations"], "noisy": ["scenes", "relations"]}
 EDITS_EVERY = {"clean": 3, "relations": 4, "noisy": 3}  # every so many batches is one of edits
 LONG_EVERY = 16  # and every so many is one in the lengths of the pipeline's defaults
 WRONG = 0.16  # probability that an attribute of an edit's caption is wrong in the stage `noisy`
