@@ -77,6 +77,7 @@ def test_the_custom_advantage_is_the_sign_within_the_group():
     assert better(reward, group).tolist() == [-1, 1, 1, -1, -1, -1]
 
 
+@pytest.mark.slow
 def test_a_pipeline_of_the_users_own_is_trained(folder):
     (command,) = commands("own_pipeline.py")
     assert command[0] == "python"

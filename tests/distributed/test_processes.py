@@ -59,7 +59,7 @@ def alone(tmp_path_factory):
 @pytest.mark.parametrize(
     ("processes", "setting", "launcher"),
     [
-        (2, "memory.shard=true", ()),
+        pytest.param(2, "memory.shard=true", (), marks=pytest.mark.slow),
         pytest.param(2, "memory.shard=false", ACCELERATE, marks=pytest.mark.slow),
         (3, "memory.shard=false", None),
     ],
@@ -74,6 +74,7 @@ def test_processes_do_what_one_does(alone, tmp_path, processes, setting, launche
     assert (tmp_path / "run" / "before_after.png").exists()
 
 
+@pytest.mark.slow
 def test_a_checkpoint_of_2_is_resumed_by_1_and_by_3(alone, tmp_path):
     forked(config(tmp_path / "first", ANCHORS), 2, "steps=1")
     for processes in (1, 3):
@@ -108,6 +109,7 @@ def test_one_that_is_killed_ends_all_and_is_named_with_the_command_to_go_on(tmp_
     assert "Traceback" not in output
 
 
+@pytest.mark.slow
 def test_ranks_end_with_a_launcher_that_is_killed_and_leave_the_folder_free(tmp_path):
     process = start(config(tmp_path, "steps=500"), 2)
     in_step(process, tmp_path)
@@ -187,6 +189,7 @@ def test_ctrl_c_stops_all_between_two_steps_and_saves(tmp_path):
     assert state["step"] == rows(tmp_path)[-1]["step"] > 0
 
 
+@pytest.mark.slow
 def test_an_error_of_one_rank_is_printed_once_and_ends_all(tmp_path):
     file = tmp_path / "broken.py"
     file.write_text(BROKEN)

@@ -41,6 +41,7 @@ def test_a_healthy_run_has_no_error_and_nothing_is_written(tmp_path):
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.slow
 def test_stages_with_offline_images_final_latents_and_a_critic_skip_what_does_not_apply(tmp_path, signs):
     save_grid(tmp_path / "signs.png", signs.images, [ImageInfo(prompt, 0, "") for prompt in signs.prompts], columns=2)
     stages = [

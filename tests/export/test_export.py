@@ -360,6 +360,7 @@ class Hub(BaseHTTPRequestHandler):
         pass
 
 
+@pytest.mark.slow
 def test_pushing_gives_the_hub_the_exports_files_and_a_refusal_is_a_clear_error(run, tmp_path):
     server = ThreadingHTTPServer(("127.0.0.1", 0), Hub)
     server.asked = []

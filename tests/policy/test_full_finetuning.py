@@ -165,6 +165,7 @@ def test_a_resumed_run_is_the_same_to_the_last_bit(trained, tmp_path):
         assert equal(weights(again.policy), weights(trainer.policy))
 
 
+@pytest.mark.slow
 def test_two_processes_that_share_the_weights_do_what_one_does(tmp_path):
     """FSDP2 of what is trained: gradients, moments, averages and checkpoints in shares, gathered to be written."""
     once = "sampling={steps: 2, transition: cps, noise_level: 0.8, window: {schedule: all}}"

@@ -23,7 +23,7 @@ METHODS = {
     "checkpointed": [ODE, "objective={name: awm}", "memory.gradient_checkpointing=true"],
     "several updates": [ODE, "objective={name: awm}", "updates=2", "microbatch=4"],
 }
-QUICK = ("grpo", "nft with its old policy", "kept graphs")
+QUICK = ("grpo", "nft with its old policy")
 
 
 def run(tmp_path, name):

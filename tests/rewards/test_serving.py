@@ -708,6 +708,7 @@ def numbers(folder: Path) -> list[dict]:
     return [{k: v for k, v in row.items() if not k.startswith(MEASURED)} for row in read_metrics(folder)]
 
 
+@pytest.mark.slow
 def test_a_run_with_two_servers_of_which_one_is_killed_has_the_metrics_of_one_without(pair, tmp_path):
     """Then the other is killed too: the run stops with a checkpoint, and goes on with a server elsewhere."""
     first, second = pair

@@ -79,6 +79,7 @@ def test_a_resumed_run_keeps_what_one_run_keeps(tmp_path):
     assert numbers(tmp_path / "parts") == numbers(tmp_path / "whole")
 
 
+@pytest.mark.slow
 def test_two_processes_keep_one_record(tmp_path):
     file = tmp_path / "run.yaml"
     file.write_text(short_run(tmp_path / "run", LIMIT, "steps=1", "microbatch=4", "prompts_per_step=4").to_yaml())
@@ -98,6 +99,7 @@ def test_two_processes_keep_one_record(tmp_path):
     assert reader.RunReader(tmp_path / "run").machine["processes"] == 2
 
 
+@pytest.mark.slow
 def test_the_lora_of_the_best_evaluation_is_kept(tmp_path):
     """The step at which the held-out reward was best: of a run that is paid for darkness, the first."""
     here = SAMPLE_REWARDS

@@ -44,6 +44,7 @@ def test_a_profiled_run_has_the_numbers_of_one_without(tmp_path):
 
 
 @pytest.mark.usefixtures("no_report")
+@pytest.mark.slow
 def test_a_run_with_fewer_steps_is_profiled_from_the_first_one_to_its_end(tmp_path):
     profiler = TrainingProfiler(5)
     small.trainer(short_run(tmp_path, "steps=2", "evaluation.prompts=null"), callbacks=[profiler]).train()

@@ -75,7 +75,7 @@ def config(folder: Path, name: str, method: str, **more) -> Path:
     return file
 
 
-@pytest.fixture(scope="module", params=METHODS)
+@pytest.fixture(scope="module", params=[pytest.param("grpo", marks=pytest.mark.slow), "awm"])
 def trained(request, folder) -> Path:
     """The folder of a run of each method."""
     run("train", str(config(folder, request.param, request.param)), cwd=folder)
@@ -110,6 +110,7 @@ def test_the_report_shows_the_sources(trained):
     assert all(group["source"] for step in data["runs"][0]["groups"] for group in step["groups"])
 
 
+@pytest.mark.slow
 def test_two_processes_train_on_edits_as_one_does(folder, tmp_path):
     short = {
         "steps": 2,

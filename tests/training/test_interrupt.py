@@ -109,8 +109,8 @@ def whole(tmp_path_factory) -> Path:
     ("hang", "where", "number"),
     [
         ("2 asleep", "1", signal.SIGTERM),
-        ("1 asleep", "1", signal.SIGINT),  # in the evaluation before the first step
-        ("2 for_years", "{isolate: true}", signal.SIGINT),
+        pytest.param("1 asleep", "1", signal.SIGINT, marks=pytest.mark.slow),  # in the evaluation before the first step
+        pytest.param("2 for_years", "{isolate: true}", signal.SIGINT, marks=pytest.mark.slow),
         ("3 asleep", "{remote: URL}", signal.SIGINT),  # of the second half of the first step's images
     ],
 )

@@ -44,6 +44,7 @@ def objective(name: str, **settings) -> list[str]:
 
 
 pytestmark = pytest.mark.usefixtures("no_report")
+QUICK = ("grpo", "ppo", "awm", "nft")  # one of each kind: steps, a critic, final latents, an old policy
 
 
 @pytest.mark.parametrize("transition", STOCHASTIC)
@@ -57,7 +58,10 @@ def test_the_ratio_is_exactly_1_for_every_combination(tmp_path, name, transition
     assert (metrics["ratio/max_deviation"] > 0) == bool(several), "later updates see a policy that has moved"
 
 
-@pytest.mark.parametrize("name", [n for n in STEPS + FINALS if "sigmoid" not in n])
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(n, marks=[] if n in QUICK else pytest.mark.slow) for n in STEPS + FINALS if "sigmoid" not in n],
+)
 def test_every_objective_raises_its_reward(tmp_path, name):
     """Of two short runs that differ in the sign of the reward, the one that is paid for brightness draws brighter images."""
     ends = []

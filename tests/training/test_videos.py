@@ -61,7 +61,7 @@ def config(folder: Path, name: str, method: str, **more) -> Path:
     return file
 
 
-@pytest.fixture(scope="module", params=METHODS)
+@pytest.fixture(scope="module", params=[pytest.param("grpo", marks=pytest.mark.slow), "awm"])
 def trained(request, folder) -> Path:
     """The folder of a run of each method."""
     run("train", str(config(folder, request.param, request.param)), cwd=folder)
@@ -107,6 +107,7 @@ def test_a_run_is_sampled_evaluated_and_exported(trained):
     assert ".frames[0]" in card
 
 
+@pytest.mark.slow
 def test_a_run_with_two_experts_resumes_and_exports_both_loras(folder):
     short = {"model": "wan22", "steps": 2, "save_every": 1, "evaluation": {"prompts": None}, "images_per_prompt": 2}
     for name, steps in (("whole", 2), ("halved", 1)):

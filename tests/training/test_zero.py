@@ -83,6 +83,9 @@ def half(folder: Path, into: Path, *settings: str) -> None:
     shutil.rmtree(into / "run" / "checkpoints" / "step_000002")
 
 
+pytestmark = pytest.mark.slow
+
+
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory):
     """Each run by one process, and by two with ZeRO; and what was left half-way, gone on with by the others."""
