@@ -103,7 +103,7 @@ def test_every_shape_of_a_drawn_scene_is_found_where_it_is(seed):
     for one in shapes:
         near = min(found, key=lambda other, one=one: abs(other.x - one.x) + abs(other.y - one.y))
         assert (near.shape, near.color) == (one.shape, one.color)
-        assert max(abs(near.x - one.x), abs(near.y - one.y), abs(near.extent - one.extent)) < 1.2
+        assert max(abs(near.x - one.x), abs(near.y - one.y), abs(near.extent - one.extent)) < 1.6
 
 
 def _scene(rng: np.random.Generator) -> list[Shape]:
@@ -111,7 +111,7 @@ def _scene(rng: np.random.Generator) -> list[Shape]:
 
 
 def rotated(rng):
-    shapes = [replace(one, angle=rng.uniform(0, 360)) if one.extent < 11.5 else one for one in _scene(rng)]
+    shapes = [replace(one, angle=rng.uniform(0, 360)) if one.extent < 20.5 else one for one in _scene(rng)]
     return draw(shapes), shapes
 
 
@@ -207,10 +207,10 @@ def test_each_requirement_is_missed_alone(wrong, missed):
 
 
 def test_sizes_and_counts_are_requirements():
-    small = Shape("cross", "green", 20, 20, 8.5)
+    small = Shape("cross", "green", 20, 20, 14)
     assert requirements("a small green cross", small).is_exact
     assert not requirements("a large green cross", small).is_exact
-    assert not requirements("a small green cross", replace(small, extent=11)).is_exact
+    assert not requirements("a small green cross", replace(small, extent=19)).is_exact
     three = [Shape("triangle", "black", x, 32, 14) for x in (11, 32, 53)]
     assert requirements("three black triangles", *three).is_exact
     assert not requirements("two black triangles", *three).is_exact

@@ -12,8 +12,7 @@ from rewards.shapes import drawing
 from rewards.shapes.prompts import CATEGORIES, COLORS, RELATIONS, SHAPES, Edit, Group, Scene
 
 HARD = ("counting", "position", "attribute binding")
-TAUGHT = (*CATEGORIES, *HARD, *HARD)  # the categories of the scenes that the model learns from
-RELATED = (*CATEGORIES, *["position"] * 4)  # those of which half have a relation
+TAUGHT = (*CATEGORIES, *HARD, *HARD, "position")  # the categories of the scenes that the model learns from
 NO_CAPTION = 0.1  # probability of an empty caption: the unconditional half of guidance
 
 
