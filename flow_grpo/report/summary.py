@@ -31,7 +31,7 @@ UPDATE = {"update": "updating"}  # in place of the last three in runs of 0.3, wh
 
 def headline(run: RunReader) -> str:
     """A sentence on what was trained, and with which result."""
-    steps, wanted = max([row["step"] for row in run.steps], default=0), run.config.get("steps", 0)
+    steps, wanted = max([row["step"] for row in run.steps], default=0), run.num_steps
     names = [short_name(name) for name in run.trained]
     rewards = names[0] if len(names) == 1 else f"{', '.join(names[:-1])} and {names[-1]}" if names else "given images"
     done = counted(steps, "step") if steps >= wanted else f"{steps} of {counted(wanted, 'step')} so far"
