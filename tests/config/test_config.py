@@ -3,6 +3,7 @@
 import pytest
 import torch
 import yaml
+from pydantic import ValidationError
 from support.cli_process import run
 from support.embedded import tiny_policy
 from support.families import TINY
@@ -11,6 +12,7 @@ from flow_grpo import sampling
 from flow_grpo.cli.options import parse_reward
 from flow_grpo.config.bundled import TRAINING_PROMPTS, bundled_file
 from flow_grpo.config.run_config import FlowGRPOConfig
+from flow_grpo.config.sections import EvaluationConfig
 from flow_grpo.data.prompts import load_prompts
 from flow_grpo.policy import hub
 from flow_grpo.policy.policy import Policy
@@ -175,6 +177,14 @@ def test_overrides_reach_into_sections():
         ("steps", "not of the form key.sub=value"),
         ("steps.more=1", "steps is a single value"),
         ("dtype=fp8", "dtype is 'fp8'"),
+        ("optimizer.lr=.inf", "optimizer.lr is inf, but it should be a finite number"),
+        ("guidance=.nan", "guidance is nan, but it should be a finite number"),
+        ("lora.alpha=.nan", "lora.alpha is nan, but it should be a finite number"),
+        ("pipeline_kwargs={x:.nan}", "pipeline_kwargs.x is nan, but it should be a finite number"),
+        ("rewards={ocr:{options:{x:.inf}}}", "rewards.ocr.options.x is inf, but it should be a finite number"),
+        ("height=100000000", "height is 100000000, but it should be less than or equal to 16384"),
+        ("prompts=3", ": prompts is 3, but it should be a file or a list of prompt sets."),
+        ("evaluation.prompts=3", "evaluation.prompts is 3, but it should be a file or a list of prompt sets."),
     ],
 )
 def test_every_mistake_is_a_clear_error(override, words):
@@ -185,6 +195,12 @@ def test_every_mistake_is_a_clear_error(override, words):
     message = " ".join(str(error.value).split())
     assert words in message
     assert len(message) < 300
+
+
+def test_the_error_of_a_section_built_in_python_names_the_setting_too():
+    with pytest.raises(ValidationError) as error:
+        EvaluationConfig(prompts=3)
+    assert [one["loc"] for one in error.value.errors()] == [("prompts",)]
 
 
 def test_only_an_embedded_model_has_training_prompts_of_its_own():
