@@ -177,6 +177,7 @@ def test_samples_are_drawn_without_held_out_prompts(tmp_path):
 def test_a_setting_that_does_not_exist_is_one_sentence():
     with pytest.raises(ValueError, match="there is no setting lr") as error:
         FlowGRPOConfig(lr=1e-3)
+    assert "Did you mean optimizer.lr" in str(error.value)
     assert type(error.value) is ValueError
     assert error.value.__cause__ is None
     assert error.value.__suppress_context__

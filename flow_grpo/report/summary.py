@@ -49,7 +49,7 @@ def headline(run: RunReader) -> str:
 
 def _progress(run: RunReader) -> str:
     """The number of steps. A run that a callback has ended is finished before its last step; others can be continued."""
-    steps, wanted = max([row["step"] for row in run.steps], default=0), run.config.get("steps", 0)
+    steps, wanted = max([row["step"] for row in run.steps], default=0), run.num_steps
     if steps >= wanted:
         return counted(steps, "step")
     has_ended = layout.trained_weights(run.folder) is not None
