@@ -7,14 +7,19 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from support.fake_run import synthetic_run
 
 from flow_grpo.config import FlowGRPOConfig
 from flow_grpo.config.loading import parse_yaml
 from flow_grpo.data import image_sets
 from flow_grpo.data.grid import ImageInfo, read_grid, save_grid
+from flow_grpo.evaluation import hacking
+from flow_grpo.export import model_card
+from flow_grpo.report import page
 from flow_grpo.run_folder import checkpoint, layout
 from flow_grpo.run_folder.layout import METRICS, TORN
 from flow_grpo.run_folder.metrics_file import read_metrics, rewind
+from flow_grpo.run_folder.reader import RunReader, read_all
 
 LEAVES = st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=20)
 ANYTHING = st.recursive(
@@ -105,6 +110,89 @@ def test_a_spoiled_checkpoint_is_passed_over_for_the_one_before(saved, data):
         assert content != files[file]
         assert "step_000002 is damaged" in warnings[0]
         assert len(warnings[0].splitlines()) == 1
+
+
+@st.composite
+def with_another_value(draw, content: bytes) -> bytes:
+    """The JSON with one value, anywhere in it, replaced or deleted."""
+    root = {"": json.loads(content)}
+    holder, key = root, ""
+    while holder[key] and isinstance(holder[key], dict | list) and draw(st.booleans() | st.just(key == "")):
+        holder = holder[key]
+        key = draw(st.sampled_from(list(holder) if isinstance(holder, dict) else range(len(holder))))
+    if key != "" and draw(st.booleans()):
+        del holder[key]
+    else:
+        holder[key] = draw(ANYTHING | st.sampled_from([10**400, 10**30, "\ud800", [[]], {"a": {}}]))
+    return json.dumps(root[""]).encode()
+
+
+@pytest.fixture(scope="module")
+def shown(tmp_path_factory):
+    """A run with three evaluations, of one further size, and the files that its report and its card read."""
+    folder = synthetic_run(tmp_path_factory.mktemp("shown") / "run", steps=2, every=1)
+    for file in folder.glob("pictures/*/evaluation.json"):
+        content = json.loads(file.read_text())
+        images = {name: content[name] for name in ("sharpness", "diversity")}
+        content["values"] |= {f"{name}@8x8": values for name, values in content["values"].items()}
+        file.write_text(json.dumps({**content, "sizes": {"8x8": images}, "sources": [None] * len(content["prompts"])}))
+    names = ("config.yaml", "machine.json", "pictures/*/evaluation.json", "pictures/*/groups.json")
+    return folder, {file: file.read_bytes() for name in names for file in folder.glob(name)}
+
+
+def read_and_show(folder, out):
+    """The report and the gallery of a model card, and the monitor's history as a resumed run reads it."""
+    evaluations = read_all(folder, layout.EVALUATION)
+    for size in ("", "8x8"):
+        history = hacking.read_history(evaluations, size)
+        for count in range(1, len(history) + 1):
+            hacking.warnings(history[:count])
+            hacking.metrics(history[:count], size)
+    try:
+        page.write([folder], out / "report.html")
+        model_card.gallery(out, RunReader(folder))
+    except ValueError as error:
+        one_sentence(error)
+
+
+@FEW
+@given(data=st.data())
+def test_any_content_of_a_runs_pictures_is_shown_or_passed_over(shown, tmp_path, data):
+    folder, files = shown
+    file = data.draw(st.sampled_from([file for file in files if file.suffix == ".json"]))
+    content = files[file]
+    try:
+        file.write_bytes(data.draw(with_another_value(content) | spoiled(content) | st.just(b"[" * 20_000)))
+        read_and_show(folder, tmp_path)
+    finally:
+        file.write_bytes(content)
+
+
+def test_what_a_run_writes_of_its_pictures_is_not_passed_over(shown):
+    run = RunReader(shown[0])
+    assert [e["step"] for e in run.evaluations] == [0, 1, 2]
+    assert [g["step"] for g in run.groups] == [1, 2]
+    assert run.machine["device"] == "A CPU"
+    assert len(hacking.read_history(run.evaluations, "8x8")) == 3
+
+
+ODD = (["a"], "x", 3, None, {"a": ["b"]})
+ODD_CONFIGS = ["3: 4", "[]", "x", *(json.dumps({name: one}) for name in ("steps", "rewards", "model") for one in ODD)]
+
+
+@pytest.mark.parametrize("content", ODD_CONFIGS)
+def test_a_run_whose_config_was_edited_is_reported(shown, tmp_path, content):
+    folder, files = shown
+    config = folder / "config.yaml"
+    try:
+        config.write_text(content)
+        for file in (one for one in files if one.name == "evaluation.json"):
+            file.unlink()  # whose names of rewards would be used
+        page.write([folder], tmp_path / "report.html")
+    finally:
+        for file, before in files.items():
+            file.write_bytes(before)
+    assert "was trained on" in (tmp_path / "report.html").read_text()
 
 
 # -- grids and manifests ----------------------------------------------------------------------------------------------------

@@ -1,6 +1,7 @@
 """What the package says about itself: its version, its types, the Pythons and the torch that CI runs."""
 
 import re
+import shlex
 import sys
 from pathlib import Path
 
@@ -32,6 +33,14 @@ def test_ci_runs_every_python_that_the_package_names_and_the_oldest_torch():
     assert oldest
     assert runs[0]["torch"] == f"{oldest[1]}.0"
     assert f'requires-python = ">={named[0]}"' in PROJECT
+
+
+def test_the_nightly_run_has_the_slow_tests_of_every_folder():
+    commands = [step.get("run", "") for step in WORKFLOWS["nightly"]["jobs"]["diffusers"]["steps"]]
+    (words,) = (shlex.split(command) for command in commands if command.startswith("pytest"))
+    assert words[words.index("-m") + 1] == "slow or not slow"
+    named = [word for word in words[1:] if (ROOT / word).exists() or word in ("-k", "--ignore", "--deselect")]
+    assert named == [], "all of testpaths"
 
 
 def test_a_bug_report_asks_for_the_doctor():

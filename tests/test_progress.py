@@ -11,12 +11,17 @@ from support.embedded import short_run
 from support.paths import SAMPLE_REWARDS
 
 from flow_grpo import progress
+from flow_grpo.cli.score import score as run_score
+from flow_grpo.data import image_sets
+from flow_grpo.data.grid import ImageInfo, save_grid
 from flow_grpo.doctor import reward_probe
 from flow_grpo.doctor.dry_run import dry_run
+from flow_grpo.evaluation import measure
 from flow_grpo.evaluation.group_dependence import RewardInputs
 from flow_grpo.plan import block_speed
 from flow_grpo.progress import Phase, due_line, phase, show_phases
 from flow_grpo.trainer import FlowGRPOTrainer
+from flow_grpo.training.rewards import build_rewards
 
 
 def test_a_phase_is_reported_after_two_seconds_and_every_ten():
@@ -84,7 +89,9 @@ def test_a_run_says_its_first_evaluation_and_a_slow_reward(tmp_path, monkeypatch
     assert "scoring 8 images" in output
 
 
-def test_plan_a_dry_run_and_the_look_at_a_reward_say_what_they_are_at(tmp_path, monkeypatch):
+@pytest.fixture
+def names(monkeypatch):
+    """The names of all phases of a test."""
     names = []
 
     def noted(name, total=None):
@@ -92,6 +99,10 @@ def test_plan_a_dry_run_and_the_look_at_a_reward_say_what_they_are_at(tmp_path, 
         return Phase(name, total)
 
     monkeypatch.setattr(progress, "Phase", noted)
+    return names
+
+
+def test_plan_a_dry_run_and_the_look_at_a_reward_say_what_they_are_at(tmp_path, monkeypatch, names):
     monkeypatch.setattr(block_speed, "SECONDS", 0.0)
     dry_run(short_run(tmp_path / "run"))
     pictures = RewardInputs(torch.rand(2, 3, 8, 8), ["a", "b"], {})
@@ -105,3 +116,19 @@ def test_plan_a_dry_run_and_the_look_at_a_reward_say_what_they_are_at(tmp_path, 
     ):
         assert what in names
     assert "scoring 2 images by own, original and perturbed" in names
+
+
+def test_score_eval_and_a_run_say_which_reward_they_load_and_when_they_score(tmp_path, names):
+    brightness = f"{SAMPLE_REWARDS}:brightness"
+    file = tmp_path / "grid.png"
+    save_grid(file, torch.rand(3, 3, 8, 8), [ImageInfo(prompt, 0, "m") for prompt in "abc"], columns=3)
+    run_score(file, [brightness])
+    assert names == [f"loading reward {brightness}", "scoring 3 images by brightness"]
+    names.clear()
+    reward_sum, _ = build_rewards(short_run(tmp_path / "run", f"rewards={{'{brightness}': 1}}"), monitored=False)
+    assert names == [f"loading reward {brightness}"]
+    names.clear()
+    images = image_sets.read(file)
+    values = measure.score(images, images.images, reward_sum, batch_size=2)
+    assert names == ["scoring 2 images by brightness", "scoring 1 image by brightness"]
+    assert len(values["brightness"]) == 3

@@ -2,19 +2,28 @@
 
 import json
 import os
+import signal
 import subprocess
 import sys
+from functools import partial
 
 import pytest
 import torch
 import transformers
-from support.embedded import short_run
+from huggingface_hub import HfApi
+from support.embedded import short_run, stir
+from support.hub_server import local_hub, settings, uploaded
 from support.paths import ROOT
 
 import rewards
 from flow_grpo import FlowGRPOConfig
+from flow_grpo.policy.hub import WEIGHTS
+from flow_grpo.report import summary
+from flow_grpo.run_folder import layout
+from flow_grpo.run_folder.reader import RunReader
 from flow_grpo.tracking.tracker import read_metrics
 from flow_grpo.trainer import FlowGRPOTrainer
+from flow_grpo.training.interrupt import Interrupted
 
 
 class Recorder:
@@ -67,6 +76,45 @@ def test_a_transformers_callback_stops_saves_and_evaluates(tmp_path):
     assert (tmp_path / "run" / "checkpoints" / "step_000001").is_dir()
     assert [row["step"] for row in read_metrics(tmp_path / "run") if "eval/reward" in row] == [0, 1]
     assert (tmp_path / "run" / "lora" / "pytorch_lora_weights.safetensors").is_file()
+    assert "for 1 of 4 planned steps" in (tmp_path / "run" / "report.html").read_text()
+
+
+class InterruptAfterOne:
+    """As Ctrl-C does in the first step."""
+
+    def __init__(self):
+        self.interrupts = 0
+
+    def on_step_end(self, args, state, control, **kwargs):
+        if not self.interrupts:
+            self.interrupts += 1
+            signal.raise_signal(signal.SIGINT)
+
+
+def test_an_interrupted_run_is_reported_so_far_and_a_resumed_one_no_longer_as_ended(tmp_path):
+    args = short_run(tmp_path / "run", "steps=4", "evaluation={prompts: null}")
+    with pytest.raises(Interrupted):
+        FlowGRPOTrainer(args=args, callbacks=[InterruptAfterOne()]).train()
+    assert "for 1 of 4 steps so far" in summary.headline(RunReader(tmp_path / "run"))
+    FlowGRPOTrainer(args=args, callbacks=[StopAfterTwo()]).train(resume=True)
+    assert "for 2 of 4 planned steps" in summary.headline(RunReader(tmp_path / "run"))
+    headlines = HeadlineAtEachStep(tmp_path / "run")
+    FlowGRPOTrainer(args=args, callbacks=[headlines]).train(resume=True)
+    assert ["so far" in headline for headline in headlines.seen] == [True, False], "the last step is the end"
+    assert "for 4 steps:" in summary.headline(RunReader(tmp_path / "run"))
+
+
+class StopAfterTwo:
+    def on_step_end(self, args, state, control, **kwargs):
+        control.should_training_stop = control.should_save = state.global_step == 2
+
+
+class HeadlineAtEachStep:
+    def __init__(self, folder):
+        self.folder, self.seen = folder, []
+
+    def on_step_end(self, args, state, control, **kwargs):
+        self.seen.append(summary.headline(RunReader(self.folder)))
 
 
 def test_an_object_that_is_no_callback_is_refused(tmp_path):
@@ -92,6 +140,26 @@ def test_push_to_hub_needs_a_name_and_a_token(tmp_path, monkeypatch):
         trainer.push_to_hub("me/signs")
 
 
+def test_push_to_hub_uploads_the_last_or_the_best_weights_and_returns_the_address(tmp_path, monkeypatch):
+    run = tmp_path / "run"
+    trainer = FlowGRPOTrainer(args=short_run(run, "trackers=[]"))
+    trainer.train()
+    stir(trainer.policy)
+    trainer.policy.save(run / layout.BEST)  # weights unlike the last ones
+    for best, weights in ((False, run / layout.LORA), (True, run / layout.BEST)):
+        with local_hub() as server:
+            here = settings(server)
+            monkeypatch.setenv("HF_TOKEN", here["HF_TOKEN"])
+            monkeypatch.setattr("flow_grpo.export.push.HfApi", partial(HfApi, endpoint=here["HF_ENDPOINT"]))
+            address = trainer.push_to_hub("me/signs", private=True, best=best)
+        sent = uploaded(server)
+        assert address == f"{here['HF_ENDPOINT']}/me/signs"
+        assert sent[WEIGHTS] == (weights / WEIGHTS).read_bytes()
+        listed = json.loads((run / "export" / layout.EXPORT_MANIFEST).read_text())["files"]
+        assert sent == {name: (run / "export" / name).read_bytes() for name in listed}
+    assert (run / layout.LORA / WEIGHTS).read_bytes() != (run / layout.BEST / WEIGHTS).read_bytes()
+
+
 def test_samples_are_drawn_without_held_out_prompts(tmp_path):
     args = short_run(tmp_path / "run", "steps=4", "evaluation={prompts: null, steps: 2}", "sample_every=2")
     FlowGRPOTrainer(args=args).train()
@@ -109,6 +177,7 @@ def test_samples_are_drawn_without_held_out_prompts(tmp_path):
 def test_a_setting_that_does_not_exist_is_one_sentence():
     with pytest.raises(ValueError, match="there is no setting lr") as error:
         FlowGRPOConfig(lr=1e-3)
+    assert "Did you mean optimizer.lr" in str(error.value)
     assert type(error.value) is ValueError
     assert error.value.__cause__ is None
     assert error.value.__suppress_context__

@@ -73,13 +73,18 @@ def parse_reward(text: str) -> tuple[str, dict[str, Any]]:
 def load_rewards(words: list[str]) -> "dict[str, Reward]":
     """The rewards of --reward, by their names in tables."""
     import rewards
+    from flow_grpo.progress import phase
     from flow_grpo.training.rewards import RESERVED_NAMES
 
     options_of = [parse_reward(word) for word in words]
     if len(dict(options_of)) < len(words):
         raise ValueError("a reward is given twice by --reward: give each once.")
     short = rewards.metric_names(dict(options_of), RESERVED_NAMES)
-    return {short[name]: rewards.load(name, **options) for name, options in options_of}
+    loaded = {}
+    for name, options in options_of:
+        with phase(f"loading reward {name}"):
+            loaded[short[name]] = rewards.load(name, **options)
+    return loaded
 
 
 def rewards_to_measure(words: list[str] | None, args: "FlowGRPOConfig | None") -> "tuple[WeightedSum, bool]":

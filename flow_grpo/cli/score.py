@@ -43,6 +43,7 @@ def score(
     [bold]flow-grpo score sheet.png --prompt 'a red fox' --reward clip[/bold]
     """
     import rewards
+    from flow_grpo.progress import phase
     from flow_grpo.tracking.tracker import print_table
 
     names = reward or ["ocr"]
@@ -54,10 +55,10 @@ def score(
     if out is not None:
         prepare_file(out)
     pixels, metadata = image_set.images(), image_set.columns()
-    values = {
-        name: rewards.score(name, function, pixels, image_set.prompts, **metadata).tolist()
-        for name, function in load_rewards(names).items()
-    }
+    values = {}
+    for name, function in load_rewards(names).items():
+        with phase(f"scoring {counted(len(image_set), 'image')} by {name}"):
+            values[name] = rewards.score(name, function, pixels, image_set.prompts, **metadata).tolist()
     rows_shown = [visible(f"{label}  {text}") for label, text in zip(image_set.labels, image_set.prompts, strict=True)]
     table = {
         name: dict(zip(rows_shown, column, strict=True)) | {"mean": sum(column) / len(column)}

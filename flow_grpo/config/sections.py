@@ -199,9 +199,11 @@ class PromptSetConfig(ConfigSection):
 
 
 def _read_prompt_sets(value: Any) -> Any:
-    """The sets of a list; a text in it is a file. Other values as they are."""
-    if not isinstance(value, list):
+    """The sets of a list; a text in it is a file. Another value is a file or none."""
+    if value is None or isinstance(value, str):
         return value
+    if not isinstance(value, list):  # said here, so that the error is of `prompts` and not of one of its types
+        raise PydanticCustomError("prompts", "it should be a file or a list of prompt sets")
     sets = []
     for number, one in enumerate(value, 1):
         try:

@@ -77,7 +77,7 @@ def detect_drops(history: list[EvaluationRecord]) -> dict[str, tuple[int, float]
         size = _root_mean_square(by_step[best])
         share = IMAGE_DROPS[name] if name in now.image_metrics else REWARD_DROP
         if loss > max(NUM_STANDARD_ERRORS * error, share * size):
-            drops[name] = (best, loss / size)
+            drops[name] = (best, loss / (size or loss))  # all of it, if the best was 0 for each prompt
     return drops
 
 

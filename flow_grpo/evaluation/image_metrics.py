@@ -8,6 +8,8 @@ from torch import Tensor
 
 from flow_grpo import sampling
 from flow_grpo.policy.policy import Policy
+from flow_grpo.progress import phase
+from flow_grpo.text import counted
 from rewards import WeightedSum
 
 # Names of metrics in eval.json, .md and .csv
@@ -33,6 +35,15 @@ def score_images(
     """
     total, by_name = rewards.against(of_base, images, prompts, group, **metadata)
     return {"reward": total, **by_name}
+
+
+def measure_images(
+    rewards: WeightedSum, images: Tensor, prompts: list[str], metadata: dict[str, list], of_base: Tensor | None = None
+) -> dict[str, Tensor]:
+    """(B, 3, H, W) in [0, 1] -> (B,) by metric: those of `score_images`, the high-frequency power and the diversity."""
+    with phase(f"scoring {counted(len(prompts), 'image')} by {', '.join(rewards.rewards)}"):
+        scores = score_images(rewards, images, prompts, metadata, of_base=of_base)
+    return {**scores, HIGH_FREQUENCY_POWER: high_frequency_power(images), DIVERSITY: diversity(images, prompts)}
 
 
 def high_frequency_power(images: Tensor) -> Tensor:

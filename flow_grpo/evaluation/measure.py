@@ -16,14 +16,11 @@ from flow_grpo.evaluation.generate import generate_images, image_seed
 from flow_grpo.evaluation.image_metrics import (
     BASE_DISTANCE,
     DIVERSITY,
-    HIGH_FREQUENCY_POWER,
     NUM_DISTANCE_PROMPTS,
     NUM_DIVERSITY_PROMPTS,
     distance_from_base,
-    diversity,
-    high_frequency_power,
+    measure_images,
     rms_difference,
-    score_images,
 )
 from flow_grpo.evaluation.scorecard import TargetResult
 from flow_grpo.evaluation.targets import ModelTarget, Target
@@ -182,8 +179,7 @@ def score(
     for places in prompt_batches(rows.prompts, batch_size):
         images, prompts = images_of(places), [rows.prompts[i] for i in places]
         base = of_base(places) if of_base is not None and rewards.has_pairs else None
-        metrics = score_images(rewards, images, prompts, rows.columns(places), of_base=base)
-        metrics |= {HIGH_FREQUENCY_POWER: high_frequency_power(images), DIVERSITY: diversity(images, prompts)}
+        metrics = measure_images(rewards, images, prompts, rows.columns(places), of_base=base)
         for name, numbers in metrics.items():
             column = values.setdefault(name, [math.nan] * len(rows))
             for place, value in zip(places, numbers.tolist(), strict=True):

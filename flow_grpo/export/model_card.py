@@ -22,7 +22,7 @@ from flow_grpo.policy import hub
 from flow_grpo.policy.families import family, makes_videos
 from flow_grpo.report import summary
 from flow_grpo.run_folder import layout
-from flow_grpo.run_folder.reader import RunReader
+from flow_grpo.run_folder.reader import RunReader, value_of
 from flow_grpo.text import code_block, escape_markdown, inline_code, link, markdown_table, number, plain, short_name
 
 TEMPLATES = Path(__file__).parent / "templates"
@@ -143,13 +143,13 @@ def gallery(folder: Path, run: RunReader) -> list[dict[str, Any]]:
     """The first held-out prompts with scores before and after. Writes their images into `folder` as PNG, small ones enlarged."""
     if not run.evaluations:
         return []
-    ends, metric = (run.evaluations[0], run.evaluations[-1]), run.metrics[0]
+    ends, metric = (run.evaluations[0], run.evaluations[-1]), run.metrics[0] if run.metrics else "reward"
     rows = []
     for place, prompt in enumerate(ends[0]["prompts"][:MAX_PROMPTS]):
         files = [layout.still_image(end["folder"], layout.prompt_image(place)) for end in ends]
         if not all(file.is_file() for file in files):
             break
-        values = [end["values"][metric][place] for end in ends]
+        values = [value_of(end, metric, place) for end in ends]
         one: dict[str, Any] = {"prompt": prompt, "values": dict(zip(("before", "after"), values, strict=True))}
         try:
             images = [open_image(file) for file in files]

@@ -19,7 +19,7 @@ from flow_grpo.files import write_atomic
 from flow_grpo.report import summary
 from flow_grpo.report.charts import run_charts
 from flow_grpo.run_folder import layout
-from flow_grpo.run_folder.reader import RunReader
+from flow_grpo.run_folder.reader import RunReader, value_of
 from flow_grpo.text import number, plain, short_name, six_digits
 
 TEMPLATES = Path(__file__).parent / "templates"
@@ -96,9 +96,8 @@ def script_data(run: RunReader, name: str) -> dict[str, Any]:
     """What the script needs of a run: the images of the first held-out prompts over training, and the groups of some steps."""
     evaluations = [e for e in run.evaluations if data_uri(e["folder"] / layout.prompt_image(0))]
     frames = [evaluations[i] for i in evenly_spaced(len(evaluations), MAX_FRAMES)]
-    places = [
-        p for p in range(MAX_PROMPTS) if frames and all((e["folder"] / layout.prompt_image(p)).is_file() for e in frames)
-    ]
+    num_prompts = min([MAX_PROMPTS, *(len(e["prompts"]) for e in frames)]) if frames else 0
+    places = [p for p in range(num_prompts) if all((e["folder"] / layout.prompt_image(p)).is_file() for e in frames)]
     measure = run.metrics[0] if run.metrics else "reward"
     size = Image.open(frames[0]["folder"] / layout.prompt_image(0)).size if frames else (1, 1)
     shown = [run.groups[i] for i in evenly_spaced(len(run.groups), MAX_GROUP_STEPS)]
@@ -113,7 +112,7 @@ def script_data(run: RunReader, name: str) -> dict[str, Any]:
                 "step": e["step"],
                 "pictures": [data_uri(e["folder"] / layout.prompt_image(p)) for p in places],
                 "strips": [strip(e["folder"], p) for p in places],
-                "values": six_digits(e["values"][measure][p] for p in places),
+                "values": six_digits(value_of(e, measure, p) for p in places),
             }
             for e in frames
         ],
@@ -163,14 +162,14 @@ def best_and_worst(run: RunReader) -> list[dict[str, Any]]:
     if not run.evaluations:
         return []
     first, last = run.evaluations[0], run.evaluations[-1]
-    order, now, then = last["extremes"], last["values"]["reward"], first["values"]["reward"]
+    order, now = last["extremes"], last["values"]["reward"]
     rows = [
         {
             "prompt": last["prompts"][place],
             "source": source(run, last, place),
             "picture": data_uri(last["folder"] / layout.prompt_image(place)),
             "now": now[place],
-            "then": then[place] if first is not last else None,
+            "then": value_of(first, "reward", place) if first is not last else None,
         }
         for place in order
     ]

@@ -8,6 +8,7 @@ from flow_grpo.config import FlowGRPOConfig
 from flow_grpo.config.loading import flatten
 from flow_grpo.config.sections import RewardConfig
 from flow_grpo.evaluation.hacking import DIVERSITY, HIGH_FREQUENCY_POWER, limits
+from flow_grpo.run_folder import layout
 from flow_grpo.run_folder.metrics_file import metric_name, metric_size
 from flow_grpo.run_folder.reader import RunReader
 from flow_grpo.text import counted, duration, format_value, number, short_name
@@ -31,11 +32,9 @@ UPDATE = {"update": "updating"}  # in place of the last three in runs of 0.3, wh
 
 def headline(run: RunReader) -> str:
     """A sentence on what was trained, and with which result."""
-    steps, wanted = max([row["step"] for row in run.steps], default=0), run.config.get("steps", 0)
     names = [short_name(name) for name in run.trained]
     rewards = names[0] if len(names) == 1 else f"{', '.join(names[:-1])} and {names[-1]}" if names else "given images"
-    done = counted(steps, "step") if steps >= wanted else f"{steps} of {counted(wanted, 'step')} so far"
-    start = f"{short_name(run.config.get('model', 'A model'))} was trained on {rewards} for {done}"
+    start = f"{short_name(run.config.get('model', 'A model'))} was trained on {rewards} for {_progress(run)}"
     if len(run.held_out) < 2:
         return f"{start}{_in_training([row['reward'] for row in run.steps if 'reward' in row])}."
     metric = run.metrics[0]
@@ -46,6 +45,15 @@ def headline(run: RunReader) -> str:
     if changed["verb"] == "held":
         return f"{start}: {on} {what} stayed at {number(changed['last'])}."
     return f"{start}: {on} {what} {changed['verb']} from {number(changed['first'])} to {number(changed['last'])}."
+
+
+def _progress(run: RunReader) -> str:
+    """The number of steps. A run that a callback has ended is finished before its last step; others can be continued."""
+    steps, wanted = max([row["step"] for row in run.steps], default=0), run.num_steps
+    if steps >= wanted:
+        return counted(steps, "step")
+    has_ended = layout.trained_weights(run.folder) is not None
+    return f"{steps} of {wanted} planned steps" if has_ended else f"{steps} of {counted(wanted, 'step')} so far"
 
 
 def untrained_metrics(run: RunReader) -> list[dict[str, Any]]:

@@ -79,14 +79,15 @@ def parse_row(line: bytes) -> dict[str, Any] | None:
     if isinstance(step, bool) or not isinstance(step, int) or not 0 <= step <= MAX_STEP:
         return None
     numbers = {
-        FORMER_NAMES.get(key, key): _bounded(value)
+        FORMER_NAMES.get(key, key): bounded(value)
         for key, value in row.items()
         if isinstance(value, int | float) and key not in TEXT_FIELDS
     }
     return {**numbers, **{key: row[key] for key in TEXT_FIELDS if isinstance(row.get(key), str)}}
 
 
-def _bounded(value: float) -> float:
+def bounded(value: float) -> float:
+    """The value, infinite if it is too large for sums of squares."""
     return value if not abs(value) > LARGE else math.inf if value > 0 else -math.inf
 
 

@@ -6,10 +6,12 @@ import math
 from pathlib import Path
 from typing import Any
 
-from flow_grpo.config.loading import parse_yaml
+from flow_grpo.config.loading import parse_yaml, read_text
 from flow_grpo.run_folder import layout
+from flow_grpo.run_folder.contents import Content, EvaluationContent, GroupsContent, MachineContent, checked
 from flow_grpo.run_folder.metrics_file import metric_name, metric_size, read_metrics
 
+KINDS: dict[str, type[Content]] = {layout.EVALUATION: EvaluationContent, layout.GROUPS: GroupsContent}
 SET_REWARD = "reward/"  # the reward of one prompt set: reward/SET, held out eval/reward/SET
 
 
@@ -23,9 +25,9 @@ class RunReader:
             )
         self.folder, self.name = folder, folder.resolve().name
         self.rows = read_metrics(folder)
-        self.source = _text(folder / layout.CONFIG)
+        self.source = read_text(folder / layout.CONFIG) if (folder / layout.CONFIG).is_file() else ""
         self.config = _yaml(self.source)
-        self.machine = _json(folder / layout.MACHINE)
+        self.machine = _read(folder / layout.MACHINE, MachineContent)
         self.evaluations = read_all(folder, layout.EVALUATION)
         self.groups = read_all(folder, layout.GROUPS)
 
@@ -53,10 +55,23 @@ class RunReader:
         return [row for row in self.rows if "warning" in row]
 
     @property
+    def num_steps(self) -> int:
+        """The number of training steps that its config asks for; 0 if that can't be read."""
+        steps = self.config.get("steps")
+        return steps if isinstance(steps, int) else 0
+
+    @property
+    def rewards(self) -> dict[str, Any]:
+        """The rewards of its config by name, each a weight or a section; {} if they can't be read."""
+        rewards = self.config.get("rewards")
+        if isinstance(rewards, list):
+            rewards = {name: 1.0 for name in rewards if isinstance(name, str)}
+        return {name: one for name, one in rewards.items() if isinstance(name, str)} if isinstance(rewards, dict) else {}
+
+    @property
     def trained(self) -> list[str]:
         """Names of the rewards that it was trained on."""
-        known = self.evaluations[-1]["trained"] if self.evaluations else list(self.config.get("rewards", {}))
-        return [name for name in known if isinstance(name, str)]
+        return self.evaluations[-1]["trained"] if self.evaluations else list(self.rewards)
 
     @property
     def metrics(self) -> list[str]:
@@ -68,8 +83,7 @@ class RunReader:
         alone = [name for name in names if metric_name(name) != "reward" and not name.startswith(SET_REWARD)]
         alone.sort(key=lambda name: metric_name(name) not in self.trained)
         weighed = [name for name in self.trained if name in alone]
-        settings = list(self.config.get("rewards", {}).values())
-        weights = [one.get("weight", 1.0) if isinstance(one, dict) else one for one in settings]
+        weights = [one.get("weight", 1.0) if isinstance(one, dict) else one for one in self.rewards.values()]
         by_itself = len(weighed) == 1 and [weight for weight in weights if weight] in ([1.0], [])
         return alone if by_itself else [*(name for name in names if metric_name(name) == "reward"), *alone]  # one is the sum
 
@@ -97,25 +111,33 @@ class RunReader:
 
 
 def read_all(folder: Path, name: str) -> list[dict]:
-    """The JSON files of that name in all folders of RUN/pictures, in order of steps; `folder` is each one's folder."""
+    """The files of that name in all folders of RUN/pictures, in order of steps; `folder` is each one's folder.
+
+    Files of another shape are passed over: the report of a run, and a resumed run, do without them.
+    """
     contents = []
     for step, place in layout.step_folders(folder / layout.PICTURES):
-        content = _json(place / name)
+        content = _read(place / name, KINDS[name])
         if content:
             contents.append({**content, "step": step, "folder": place})
     return contents
 
 
-def _text(file: Path) -> str:
-    return file.read_text(encoding="utf-8") if file.is_file() else ""
+def value_of(evaluation: dict[str, Any], metric: str, place: int) -> float:
+    """A metric of the held-out prompt at that place; NaN if that evaluation did not measure it."""
+    values = evaluation["values"].get(metric, [])
+    return values[place] if place < len(values) else math.nan
 
 
-def _json(file: Path) -> dict[str, Any]:
-    try:
-        content = json.loads(_text(file) or "{}")
-    except ValueError:  # cut off
+def _read(file: Path, kind: type[Content]) -> dict[str, Any]:
+    """The content of a JSON file; {} if there is none, or it has another shape."""
+    if not file.is_file():
         return {}
-    return content if isinstance(content, dict) else {}
+    try:
+        content = json.loads(file.read_bytes())
+    except (ValueError, RecursionError):  # ValueError: cut off, not UTF-8, or a number of thousands of digits
+        return {}
+    return checked(content, kind)
 
 
 def _yaml(text: str) -> dict[str, Any]:

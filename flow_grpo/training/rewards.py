@@ -5,6 +5,7 @@ from typing import Any
 import rewards as reward_kit
 from flow_grpo.config import FlowGRPOConfig
 from flow_grpo.config.sections import RewardConfig
+from flow_grpo.progress import phase
 from rewards import Reward, WeightedSum
 from rewards.loading import with_frames
 
@@ -28,10 +29,10 @@ def build_rewards(
     trained = _trained_rewards(args, reward_funcs)
     measured = {name: (name, setting) for name, setting in args.evaluation.rewards.items() if monitored}
     metric_name = reward_kit.metric_names([*trained, *measured], RESERVED_NAMES)
-    functions = {
-        metric_name[name]: load_reward(item, setting) if isinstance(item, str) else item
-        for name, (item, setting) in {**measured, **trained}.items()
-    }
+    functions = {}
+    for name, (item, setting) in {**measured, **trained}.items():
+        with phase(f"loading reward {name}"):
+            functions[metric_name[name]] = load_reward(item, setting) if isinstance(item, str) else item
     weights = dict.fromkeys(functions, 0.0)
     weights |= {metric_name[name]: args.rewards[name].weight if name in args.rewards else 1.0 for name in trained}
     settings = {**args.evaluation.rewards, **args.rewards}

@@ -5,6 +5,7 @@ disk grows, as if somebody had cleared it, and `--resume` (or the same command, 
 LoRA and the metrics of an undisturbed run.
 """
 
+import argparse
 import subprocess
 import sys
 import tempfile
@@ -25,12 +26,14 @@ def mount(folder: Path, kilobytes: int, remount: bool = False) -> bool:
 
 
 def main() -> None:
-    lost, refused = [], 0
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--sizes", type=int, nargs="+", default=SIZES, help="of the disks, in KB")
+    sizes, lost, refused = parser.parse_args().sizes, [], 0
     with tempfile.TemporaryDirectory() as place:
         folder = Path(place)
         config, reference = started(folder, "reference", [])
         begin("train", str(config), cwd=folder).finish(0, 3600)
-        for size in SIZES:
+        for size in sizes:
             disk = folder / f"disk_{size}"
             disk.mkdir()
             if not mount(disk, size):
@@ -61,7 +64,7 @@ def main() -> None:
                 lost.append(f"{size} KB: {error}")
             finally:
                 subprocess.run(["umount", str(disk)], check=False)
-    print(f"{len(SIZES)} disks, {refused} of them full, {len(lost)} differences")
+    print(f"{len(sizes)} disks, {refused} of them full, {len(lost)} differences")
     print("\n".join(lost) or "nothing lost")
     sys.exit(bool(lost))
 

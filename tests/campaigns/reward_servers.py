@@ -148,6 +148,7 @@ def one_run(folder: Path, name: str, servers: list[Disturbed], kind: str, second
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=3, help="runs of each kind with each number of servers")
+    parser.add_argument("--kinds", nargs="+", choices=KINDS, default=KINDS, help="of disturbances")
     parser.add_argument("--seed", type=int, default=0, help="of the moments")
     args = parser.parse_args()
     rng, lost, total = random.Random(args.seed), [], 0
@@ -160,7 +161,7 @@ def main() -> None:
         begun = time.monotonic()
         begin("train", str(config), cwd=folder).finish(0, LIMIT)
         length = time.monotonic() - begun
-        for kind in KINDS:
+        for kind in args.kinds:
             for count in (1, 2):
                 ends: dict[str, int] = {}
                 for round_ in range(args.rounds):

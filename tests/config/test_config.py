@@ -2,6 +2,8 @@
 
 import pytest
 import torch
+import yaml
+from pydantic import ValidationError
 from support.cli_process import run
 from support.embedded import tiny_policy
 from support.families import TINY
@@ -10,6 +12,7 @@ from flow_grpo import sampling
 from flow_grpo.cli.options import parse_reward
 from flow_grpo.config.bundled import TRAINING_PROMPTS, bundled_file
 from flow_grpo.config.run_config import FlowGRPOConfig
+from flow_grpo.config.sections import EvaluationConfig
 from flow_grpo.data.prompts import load_prompts
 from flow_grpo.policy import hub
 from flow_grpo.policy.policy import Policy
@@ -60,6 +63,49 @@ def test_presets_train_the_published_steps():
                 for step in sampling.window("random", steps, window.size, window.first_step, last, 1, 0, k)
             }
             assert trained == set(range(window.first_step, last + 1)), name
+
+
+def test_presets_of_real_models_state_their_lora_and_moving_average_themselves():
+    """A default of ours may change, a published setting does not."""
+    for name in REAL:
+        own = yaml.safe_load(bundled_file(f"{name}.yaml").read_text())
+        assert "ema_decay" in own, name
+        assert {"rank", "alpha"} <= own["lora"].keys(), name
+        assert "eps" in own["optimizer"], name
+
+
+# guidance, rank, alpha, ema_decay, ema_every, eps of AdamW
+SD3_UNGUIDED, SD3_GUIDED = (1.0, 32, 64, 0.9, 8, 1e-8), (4.5, 32, 64, 0.9, 8, 1e-8)
+FLUX, FLOW_FACTORY = (3.5, 64, 128, 0.9, 8, 1e-8), (4.0, 64, 128, 0.9, 8, 1e-8)
+QWEN = (4.0, 64, 128, 0.0, 1, 1e-8)  # without a moving average
+PUBLISHED = {
+    # yifan123/flow_grpo: config/grpo.py over config/base.py, and scripts/train_*.py for the LoRA and the moving average
+    "geneval_sd3_fast_nocfg": SD3_UNGUIDED,
+    "pickscore_sd3_fast_nocfg": SD3_UNGUIDED,
+    "geneval_sd3": SD3_GUIDED,
+    "general_ocr_sd3": SD3_GUIDED,
+    "pickscore_sd3": SD3_GUIDED,
+    "general_ocr_wan2_1": SD3_GUIDED,
+    "geneval_flux_fast": FLUX,
+    "counting_flux_kontext": (2.5, *FLUX[1:]),
+    "pickscore_qwenimage_8gpu": QWEN,
+    "counting_qwenimage_edit_fast": QWEN,
+    # X-GenGroup/Flow-Factory; its moving average counts rollouts, here of two updates each
+    "examples/grpo/lora/flux2_klein_base/default.yaml": FLOW_FACTORY,
+    "examples/grpo/lora/z_image/default.yaml": FLOW_FACTORY,
+    "ocr_sd3_no_cfg_1node": (1.0, 32, 64, 0.99, 1, 1e-8),  # scxue/advantage_weighted_matching, config/dgx_awm.py
+    "sd3_ocr": (1.0, 32, 64, 0.9, 1, 1e-8),  # NVlabs/DiffusionNFT, config/nft.py
+}
+
+
+@pytest.mark.parametrize("name", REAL)
+def test_a_preset_has_the_settings_of_the_published_config_that_it_names(name):
+    text, args = bundled_file(f"{name}.yaml").read_text(), REAL[name]
+    words = [word.strip(",.") for word in text.partition("# `there` is ")[2].partition("\n")[0].split()]
+    (source,) = PUBLISHED.keys() & set(words)
+    lora = args.lora
+    settings = (args.guidance, lora.rank, lora.alpha, args.ema_decay, args.ema_every, args.optimizer.eps)
+    assert settings == PUBLISHED[source]
 
 
 def test_overrides_reach_into_sections():
@@ -131,6 +177,14 @@ def test_overrides_reach_into_sections():
         ("steps", "not of the form key.sub=value"),
         ("steps.more=1", "steps is a single value"),
         ("dtype=fp8", "dtype is 'fp8'"),
+        ("optimizer.lr=.inf", "optimizer.lr is inf, but it should be a finite number"),
+        ("guidance=.nan", "guidance is nan, but it should be a finite number"),
+        ("lora.alpha=.nan", "lora.alpha is nan, but it should be a finite number"),
+        ("pipeline_kwargs={x:.nan}", "pipeline_kwargs.x is nan, but it should be a finite number"),
+        ("rewards={ocr:{options:{x:.inf}}}", "rewards.ocr.options.x is inf, but it should be a finite number"),
+        ("height=100000000", "height is 100000000, but it should be less than or equal to 16384"),
+        ("prompts=3", ": prompts is 3, but it should be a file or a list of prompt sets."),
+        ("evaluation.prompts=3", "evaluation.prompts is 3, but it should be a file or a list of prompt sets."),
     ],
 )
 def test_every_mistake_is_a_clear_error(override, words):
@@ -141,6 +195,12 @@ def test_every_mistake_is_a_clear_error(override, words):
     message = " ".join(str(error.value).split())
     assert words in message
     assert len(message) < 300
+
+
+def test_the_error_of_a_section_built_in_python_names_the_setting_too():
+    with pytest.raises(ValidationError) as error:
+        EvaluationConfig(prompts=3)
+    assert [one["loc"] for one in error.value.errors()] == [("prompts",)]
 
 
 def test_only_an_embedded_model_has_training_prompts_of_its_own():

@@ -98,9 +98,16 @@ def test_a_run_folder_that_cant_be_written_or_is_taken_is_refused_and_left_as_it
     taken.mkdir()
     (taken / "metrics.jsonl").write_text(json.dumps({"step": 1}) + "\n")
     assert "already holds a run" in refused(short_run(taken))
+    without_metrics = tmp_path / "without_metrics"
+    (without_metrics / "checkpoints" / "step_000003").mkdir(parents=True)
+    assert "already holds a run" in refused(short_run(without_metrics))
+    aborted = tmp_path / "aborted"
+    (aborted / "checkpoints" / "step_000000").mkdir(parents=True)
+    check_output(aborted, resume=False)
     with pytest.raises(ValueError, match="no checkpoint to resume from"):
         check_output(tmp_path / "none", resume=True)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["file", "taken"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["aborted", "file", "taken", "without_metrics"]
+    assert [path.name for path in without_metrics.rglob("*")] == ["checkpoints", "step_000003"]
     check_output(tmp_path / "a" / "b", resume=False)
     assert not (tmp_path / "a").exists()
 

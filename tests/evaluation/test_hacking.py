@@ -45,6 +45,14 @@ def test_a_trifle_that_all_prompts_share_does_not_warn():
     assert hacking.detect_drops([reading(0, 0.5, 0.8), reading(10, 0.7, 0.79)]) == {}
 
 
+def test_a_fall_from_0_of_every_prompt_is_a_warning():
+    """A reward of penalties, such as minus the number of errors, is 0 for each prompt before training."""
+    looks = {HIGH_FREQUENCY_POWER: [0.05] * 8, DIVERSITY: [0.3] * 8}
+    history = [EvaluationRecord(step, [0.1 * step] * 8, {"errors": [-1.0 * step] * 8}, looks) for step in (0, 1)]
+    assert hacking.detect_drops(history) == {"errors": (0, 1.0)}
+    assert "has fallen by 100% since step 0" in hacking.warnings(history)["errors"]
+
+
 def test_noise_does_not_warn():
     """A trained reward that rises, and a measure that only trembles by 12 % of its size from prompt to prompt, in 10 evaluations."""
     runs = 300

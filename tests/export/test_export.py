@@ -1,13 +1,10 @@
 """What a run is shared as: it loads where people load such things, its card tells what is so, and nobody's files are lost."""
 
-import base64
 import json
 import re
 import shutil
 import subprocess
 import sys
-import threading
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import numpy as np
@@ -19,6 +16,7 @@ from PIL import Image
 from safetensors.torch import save_file
 from support.embedded import CALL, short_run, stir, tiny_policy
 from support.fake_run import synthetic_run
+from support.hub_server import deleted, local_hub, settings, uploaded
 from support.paths import ROOT
 
 from flow_grpo.evaluation.generate import generate_images
@@ -161,7 +159,7 @@ def test_a_lora_is_found_wherever_a_run_or_an_export_has_it(run, shared, tmp_pat
     for place, other in ((tmp_path / "first", first), (tmp_path / "best", state(run / "best"))):
         again = state(place)
         assert all(torch.equal(again[name], value) for name, value in other.items()), place
-    assert "for 1 of 2 steps so far" in html(tmp_path / "first")
+    assert "for 1 of 2 planned steps" in html(tmp_path / "first")
     for place in (run, run / "best", run / "checkpoints" / "step_000001", shared, shared / hub.WEIGHTS):
         assert layout.config_near(str(place)).read_text() == (run / "config.yaml").read_text()
     assert layout.config_near("someone/lora") is None
@@ -309,86 +307,28 @@ def test_the_base_models_card_may_hold_any_names(tmp_path, metadata, licence):
     assert base_licence.keys() <= {"license"}
 
 
-FORMER = [
-    layout.EXPORT_MANIFEST,
-    model_card.CARD,
-    "transformer/m[1].safetensors",
-]  # of a merged export that was pushed there before
-
-
-class Hub(BaseHTTPRequestHandler):
-    """As much of the hub's HTTP as an upload asks for."""
-
-    def do_POST(self):
-        body = self.rfile.read(int(self.headers["Content-Length"]))
-        self.server.asked.append((self.path, self.headers["Authorization"], body))
-        if self.path == "/api/repos/create":
-            self.answer({"url": f"http://{self.headers['Host']}/{json.loads(body).get('organization', 'me')}/signs"})
-        elif "/them/" in self.path:
-            self.answer({"error": "not yours"}, 403)
-        elif "/preupload/" in self.path:
-            files = [{"path": f["path"], "uploadMode": "regular", "shouldIgnore": False} for f in json.loads(body)["files"]]
-            self.answer({"files": files})
-        else:
-            self.answer({"commitOid": "1", "commitUrl": f"http://{self.headers['Host']}/me/signs/commit/1", "success": True})
-
-    def do_GET(self):
-        if "/resolve/" in self.path:
-            self.answer({"files": FORMER})
-            return
-        if "/tree/" in self.path:
-            there = [*FORMER, "notes.md", "transformer/m1.safetensors"]
-            self.answer([{"type": "file", "path": name, "size": 1, "oid": "0"} for name in there])
-            return
-        who = {"id": "me/signs", "sha": "0", "siblings": [], "name": "me", "type": "user", "auth": {}}
-        self.answer({**who, "private": "/known" not in self.path})
-
-    do_HEAD = do_GET
-
-    def answer(self, content: dict | list, status: int = 200):
-        text = json.dumps(content).encode()
-        self.send_response(status)
-        self.send_header("Content-Type", "application/json")
-        self.send_header("Content-Length", str(len(text)))
-        self.send_header("X-Repo-Commit", "0" * 40)
-        self.send_header("ETag", '"1"')
-        self.end_headers()
-        if self.command != "HEAD":
-            self.wfile.write(text)
-
-    def log_message(self, *_):
-        pass
-
-
 @pytest.mark.slow
 def test_pushing_gives_the_hub_the_exports_files_and_a_refusal_is_a_clear_error(run, tmp_path):
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Hub)
-    server.asked = []
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    hub_here = {"HF_ENDPOINT": f"http://127.0.0.1:{server.server_port}", "HF_TOKEN": "hf_secret", "HF_HUB_DISABLE_XET": "1"}
-    environment = {"PATH": "", "HOME": str(tmp_path), "PYTHONPATH": str(ROOT), **hub_here}
+    environment = {"PATH": "", "HOME": str(tmp_path), "PYTHONPATH": str(ROOT)}
 
     def pushed(name: str) -> subprocess.CompletedProcess:
         words = ["export", str(run), "--out", str(tmp_path / "signs"), "--push", name, "--private"]
         command = [sys.executable, "-m", "flow_grpo", *words]
-        return subprocess.run(command, capture_output=True, text=True, env=environment)
+        return subprocess.run(command, capture_output=True, text=True, env={**environment, **settings(server)})
 
-    done = pushed("me/signs")
+    with local_hub() as server:
+        done, refused, public = pushed("me/signs"), pushed("them/signs"), pushed("known/signs")
     assert done.returncode == 0, done.stderr
     assert "/me/signs" in done.stdout.splitlines()[-1]
     assert not done.stderr
     (_, token, made), *_ = [one for one in server.asked if one[0] == "/api/repos/create"]
     assert token == "Bearer hf_secret"
     assert {"private": True, "visibility": "private"}.items() & json.loads(made).items(), "as the client's version says it"
-    commit = [json.loads(line) for path, _, body in server.asked if "/commit/" in path for line in body.splitlines()]
-    sent = {c["value"]["path"]: base64.b64decode(c["value"]["content"]) for c in commit if c["key"] == "file"}
+    sent, dropped = uploaded(server), deleted(server)
     assert sent.keys() == set(json.loads((tmp_path / "signs" / layout.EXPORT_MANIFEST).read_text())["files"])
     assert sent[hub.WEIGHTS] == (run / "lora" / hub.WEIGHTS).read_bytes()
     assert b"load_lora_weights('me/signs'" in sent[model_card.CARD]
-    dropped = [c["value"]["path"] for c in commit if c["key"] == "deletedFile"]
     assert dropped == ["transformer/m[1].safetensors"], "what the former export alone has there, and nothing of anybody else"
-    refused, public = pushed("them/signs"), pushed("known/signs")
-    server.shutdown()
     assert "the repository is public: make it private" in public.stderr
     assert refused.returncode == 2
     assert "but the hub did not take it as them/signs: " in refused.stderr

@@ -88,6 +88,14 @@ def test_the_slider_moves_by_mouse_and_keyboard(open_page, file):
     assert slider.get_attribute("aria-valuetext") == "99 percent before, 1 percent after training"
 
 
+def test_missing_images_are_mentioned_only_where_no_before_and_after_is_shown(open_page, tmp_path):
+    for evaluations, name in enumerate(("none", "one", "two")):
+        run = synthetic_run(tmp_path / name, steps=20, last=10 * max(0, evaluations - 1), pictures=evaluations > 0)
+        page = open_page(report.write([run], tmp_path / f"{name}.html"))
+        assert page.locator("#no-pictures").is_visible() == (evaluations < 2), name
+        assert page.locator("#compare").is_visible() == (evaluations == 2), name
+
+
 def test_another_prompt_is_chosen_by_mouse_and_arrow_keys(open_page, file):
     page = open_page(file)
     assert PROMPTS[0] in page.locator("#prompt").inner_text()

@@ -66,6 +66,26 @@ def test_the_first_sentence_says_what_was_trained_and_what_came_of_it(tmp_path):
     assert (row["name"], row["verb"], row["last"]) == ("clip", "held", pytest.approx(0.9))
 
 
+def test_a_run_that_can_go_on_is_reported_so_far_and_one_that_has_ended_is_not(tmp_path):
+    folder = synthetic_run(tmp_path / "run", last=20)
+    running = summary.headline(RunReader(folder))
+    assert (
+        running == "tiny was trained on ocr for 20 of 40 steps so far: on 20 held-out prompts it rose from 0.595 to 0.645."
+    )
+    assert running in page(tmp_path, folder).text
+    (folder / "lora").mkdir()  # the weights that a finished run leaves
+    ended = summary.headline(RunReader(folder))
+    assert ended == "tiny was trained on ocr for 20 of 40 planned steps: on 20 held-out prompts it rose from 0.595 to 0.645."
+
+
+def test_an_earlier_step_of_a_finished_run_is_not_reported_as_so_far(tmp_path):
+    """As the card of an exported checkpoint has it."""
+    folder = synthetic_run(tmp_path / "run")
+    (folder / "lora").mkdir()
+    assert "for 40 steps: on" in summary.headline(RunReader(folder))
+    assert "for 10 of 40 planned steps: on" in summary.headline(RunReader(folder).up_to_step(10))
+
+
 def test_a_change_within_its_standard_error_is_no_change(tmp_path):
     folder = synthetic_run(tmp_path / "run", rise=0.01)
     assert summary.change(RunReader(folder), "ocr")["verb"] == "rose", "every prompt alike"
@@ -279,6 +299,14 @@ def test_a_run_without_images_or_evaluations_has_a_report_too(tmp_path):
     assert "0.100 in the first step, 0.300 in the last step" in said
     (bare / "metrics.jsonl").write_text("")
     assert "No training step or evaluation has been logged yet" in page(tmp_path, bare).text
+
+
+def test_a_report_with_more_images_than_prompts_of_a_film_says_nowhere_that_there_are_none(tmp_path):
+    html = page(tmp_path, synthetic_run(tmp_path / "run"))
+    assert len(PROMPTS) > report.MAX_PROMPTS == len(html.data["runs"][0]["prompts"])
+    assert "kept no pictures" not in html.text
+    (attributes,) = [attributes for _, attributes in html.elements if attributes.get("id") == "no-pictures"]
+    assert "hidden" in attributes, "until the script has seen that there are none"
 
 
 def test_an_image_that_is_none_or_too_large_is_left_out(tmp_path, monkeypatch):

@@ -24,10 +24,11 @@ def synthetic_run(
     reward: str = "ocr",
     warning: str | None = None,
     pictures: bool = True,
+    last: int | None = None,
 ) -> Path:
     """A run whose reward rises by `rise` for every prompt alike, from about 0.5, while clip stays where it is.
 
-    Pictures go from red to blue; prompt i scores 0.01 i above the first.
+    Pictures go from red to blue; prompt i scores 0.01 i above the first. After step `last`, of `steps`, the run has written nothing more.
     """
     folder.mkdir(parents=True)
     config = FlowGRPOConfig.from_yaml(
@@ -37,7 +38,7 @@ def synthetic_run(
     machine = {"device": "A CPU", "cores": 2, "processes": 1, "dtype": "float32", "flow_grpo": "0", "torch": "2"}
     (folder / "machine.json").write_text(json.dumps(machine))
     rows, noise = [], random.Random(0)
-    for step in range(steps + 1):
+    for step in range((steps if last is None else last) + 1):
         share = step / steps
         if step:
             rows.append(training_row(step, 0.5 + rise * share + noise.uniform(-0.02, 0.02)))

@@ -8,7 +8,8 @@ from support import small_policy as small
 from support.run_contents import MEASURED
 
 from flow_grpo import advantages, objectives, sde
-from flow_grpo.config.anchors import by_metric
+from flow_grpo.config.anchors import by_metric, decay_at
+from flow_grpo.config.run_config import FlowGRPOConfig
 from flow_grpo.policy.guidance import guided
 from flow_grpo.report import page
 from flow_grpo.run_folder import checkpoint
@@ -300,6 +301,16 @@ def test_an_average_may_begin_at_the_policy_and_slow_down():
         copies.update(step, {})
         expected = expected.lerp(flat(policy), 1 - decay)
         torch.testing.assert_close(flat(policy, "anchor_ema"), expected)
+
+
+def test_the_awm_preset_has_both_published_references_in_their_published_proportion():
+    """beta 0.003, ema_beta 1 and a decay of min(0.001 step, 0.3), with advantages divided by 5, which ours are not."""
+    objective = FlowGRPOConfig.from_yaml("sd35_medium_ocr_awm").objective
+    anchors = objective.anchors_by_metric
+    published = {"base": 0.003, "ema": 1.0}
+    assert {anchor.to: anchor.weight / 5 for anchor in anchors.values()} == pytest.approx(published)
+    (ema,) = [anchor for anchor in anchors.values() if anchor.to == "ema"]
+    assert [decay_at(ema.decay, step) for step in (1, 100, 300, 2000)] == pytest.approx([0.001, 0.1, 0.3, 0.3])
 
 
 def bright(images, prompts):
