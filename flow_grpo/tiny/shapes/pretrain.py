@@ -46,10 +46,10 @@ from rewards.shapes.rules import ExactShapes, Shapes
 HERE = Path(__file__).parent
 STAGES = {
     "vae": StagePlan(10, 800, lr=2e-3),
-    "clean": StagePlan(11, 2400, lr=2e-3, muon_lr=7e-3, horizon=3600),
-    "noisy": StagePlan(12, 500, lr=6e-4, muon_lr=1.5e-3),
-    "decoder": StagePlan(14, 600, lr=1e-3),
-    "clip": StagePlan(13, 900, lr=1e-3, muon_lr=3e-3),
+    "clean": StagePlan(11, 3600, lr=2e-3, muon_lr=7e-3),
+    "noisy": StagePlan(12, 400, lr=6e-4, muon_lr=1.5e-3),
+    "decoder": StagePlan(14, 400, lr=1e-3),
+    "clip": StagePlan(13, 500, lr=1e-3, muon_lr=3e-3),
 }
 SCENES, EDITS, LONG = 96, 60, 6  # images in a batch: of scenes, of edits, and with captions padded to 512 tokens
 # examples of the transformer's stages, drawn once; whether a caption is left out or wrong varies from batch to batch
@@ -57,7 +57,7 @@ DRAWN = {"scenes": 30_000, "edits": 15_000}
 ENCODED = 64  # images that the autoencoder takes at once
 EDITS_EVERY = 3  # every so many batches is one of edits
 LONG_EVERY = 17  # and every so many is one in the lengths of the pipeline's defaults
-WRONG = {"scenes": 0.16, "edits": 0.16}  # probability that an attribute of a caption is wrong in the stage `noisy`
+WRONG = {"scenes": 0.05, "edits": 0.2}  # probability that an attribute of a caption is wrong in the stage `noisy`
 VAE_IMAGES = 32
 SHIFT = 4.0  # of the noise levels; shapes and colours are decided between 0.7 and 0.95
 STEPS = 10  # of sampling, in evaluations
