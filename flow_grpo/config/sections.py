@@ -213,9 +213,8 @@ def _read_prompt_sets(value: Any) -> Any:
             place = ".".join(map(str, first["loc"]))
             wrong = f"{place}: {first['msg']}" if place else "it should be a file or {file: ..., weight: ..., rewards: ...}"
             # not a ValueError, whose sentence would stand without the setting's name
-            raise PydanticCustomError(
-                "prompt_set", "prompt set {number}: {wrong}", {"number": number, "wrong": wrong}
-            ) from error
+            details = {"number": number, "wrong": wrong}
+            raise PydanticCustomError("prompt_set", "prompt set {number}: {wrong}", details) from error
     return sets
 
 
