@@ -212,10 +212,9 @@ def _read_prompt_sets(value: Any) -> Any:
             first = error.errors()[0]
             place = ".".join(map(str, first["loc"]))
             wrong = f"{place}: {first['msg']}" if place else "it should be a file or {file: ..., weight: ..., rewards: ...}"
+            details = {"number": number, "wrong": wrong}
             # not a ValueError, whose sentence would stand without the setting's name
-            raise PydanticCustomError(
-                "prompt_set", "prompt set {number}: {wrong}", {"number": number, "wrong": wrong}
-            ) from error
+            raise PydanticCustomError("prompt_set", "prompt set {number}: {wrong}", details) from error
     return sets
 
 

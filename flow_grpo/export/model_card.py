@@ -143,7 +143,7 @@ def gallery(folder: Path, run: RunReader) -> list[dict[str, Any]]:
     """The first held-out prompts with scores before and after. Writes their images into `folder` as PNG, small ones enlarged."""
     if not run.evaluations:
         return []
-    ends, metric = (run.evaluations[0], run.evaluations[-1]), run.metrics[0] if run.metrics else "reward"
+    ends, metric = (run.evaluations[0], run.evaluations[-1]), run.main_metric
     rows = []
     for place, prompt in enumerate(ends[0]["prompts"][:MAX_PROMPTS]):
         files = [layout.still_image(end["folder"], layout.prompt_image(place)) for end in ends]

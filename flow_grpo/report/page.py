@@ -98,7 +98,7 @@ def script_data(run: RunReader, name: str) -> dict[str, Any]:
     frames = [evaluations[i] for i in evenly_spaced(len(evaluations), MAX_FRAMES)]
     num_prompts = min([MAX_PROMPTS, *(len(e["prompts"]) for e in frames)]) if frames else 0
     places = [p for p in range(num_prompts) if all((e["folder"] / layout.prompt_image(p)).is_file() for e in frames)]
-    measure = run.metrics[0] if run.metrics else "reward"
+    measure = run.main_metric
     size = Image.open(frames[0]["folder"] / layout.prompt_image(0)).size if frames else (1, 1)
     shown = [run.groups[i] for i in evenly_spaced(len(run.groups), MAX_GROUP_STEPS)]
     return {

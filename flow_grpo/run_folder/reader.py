@@ -88,6 +88,11 @@ class RunReader:
         return alone if by_itself else [*(name for name in names if metric_name(name) == "reward"), *alone]  # one is the sum
 
     @property
+    def main_metric(self) -> str:
+        """The first of `metrics`; the reward, where no evaluation has any."""
+        return next(iter(self.metrics), "reward")
+
+    @property
     def prompt_sets(self) -> list[str]:
         """The prompt sets whose reward was measured alone, in training or held out."""
         names = [key.removeprefix("eval/") for row in [*self.steps, *self.held_out] for key in row]

@@ -24,8 +24,8 @@ from flow_grpo.config import FlowGRPOConfig
 from flow_grpo.data.grid import ImageInfo, read_grid, save_grid, save_image
 from flow_grpo.data.image_sets import ImageRecords
 from flow_grpo.data.prompts import PromptSet, load_prompts
+from flow_grpo.evaluation import image_metrics, tables
 from flow_grpo.evaluation import measure as measures
-from flow_grpo.evaluation import tables
 from flow_grpo.evaluation.generate import generate_images, image_seed
 from flow_grpo.evaluation.held_out import evaluate
 from flow_grpo.evaluation.image_metrics import BASE_DISTANCE, DIVERSITY, HIGH_FREQUENCY_POWER
@@ -320,7 +320,7 @@ def test_categories_count_alike_whatever_their_size():
 
 def test_diversity_is_the_mean_over_a_prompts_pairs():
     images = torch.stack([torch.full((3, 4, 4), level) for level in (0.0, 0.3, 0.9, 0.5)])
-    distances = measures.diversity(images, ["a", "a", "a", "b"])
+    distances = image_metrics.diversity(images, ["a", "a", "a", "b"])
     assert distances[:3].mean().item() == pytest.approx((0.3 + 0.9 + 0.6) / 3)
     assert distances[3].isnan()
 
