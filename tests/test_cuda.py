@@ -33,12 +33,28 @@ def test_the_ratio_is_exactly_1(flux, tmp_path, dtype, memory):
         assert "grad_norm" in metrics or dtype == "fp16", "fp16 may pass over a step whose gradients overflowed"
 
 
-@pytest.mark.parametrize("kind", ["int8", "nf4"])
+@pytest.mark.parametrize("kind", ["int8", "fp8", "nf4"])
 def test_a_quantised_base_trains_with_a_ratio_of_exactly_1(flux, tmp_path, kind):
-    pytest.importorskip("torchao" if kind == "int8" else "bitsandbytes")
+    pytest.importorskip("bitsandbytes" if kind == "nf4" else "torchao")
     trainer = FlowGRPOTrainer(args=short_run(tmp_path, *flux, "dtype=bf16", f"memory={{quantize: {kind}}}"))
     assert trainer.training_step()["ratio/first_update_max_deviation"] == 0
     assert all(parameter.dtype == torch.float32 for parameter in trainer.policy.trainable_parameters().values())
+
+
+def test_offloaded_blocks_give_the_same_step_with_less_memory(flux, tmp_path):
+    steps, peaks = [], []
+    for offload in ("null", "groups"):
+        settings = f"memory={{gradient_checkpointing: true, offload: {offload}}}"
+        trainer = FlowGRPOTrainer(args=short_run(tmp_path / offload, *flux, "dtype=fp32", settings))
+        torch.cuda.reset_peak_memory_stats()
+        steps.append((trainer.training_step()["reward"], trainer.policy.adapter_state()))
+        peaks.append(torch.cuda.max_memory_allocated())
+        del trainer
+    (reward, kept), (same, offloaded) = steps
+    assert reward == same
+    for name, value in kept.items():
+        torch.testing.assert_close(offloaded[name], value)
+    assert peaks[1] < peaks[0]
 
 
 def test_8_bit_adam_moves_the_adapter(flux, tmp_path):

@@ -274,10 +274,14 @@ class MemoryConfig(ConfigSection):
     a run, the text encoders are not loaded."""
     offload_text_encoders: bool = False
     """Text encoders are on the CPU while no prompt is encoded."""
-    quantize: Literal["int8", "int4", "nf4"] | None = None
-    """Base weights of the transformer in 8 or 4 bit, under the float32 LoRA: int8 and int4 by torchao, nf4 by bitsandbytes."""
+    quantize: Literal["int8", "fp8", "int4", "nf4"] | None = None
+    """Base weights of the transformer in 8 or 4 bit, under the float32 LoRA: int8, fp8 (e4m3) and int4 by torchao, nf4 by
+    bitsandbytes."""
     gradient_checkpointing: bool = False
     """Gradient checkpointing: activations of a block are computed again in the backward pass, for a third more time."""
+    offload: Literal["groups"] | None = None
+    """Base weights of the transformer's blocks are in the CPU's memory, and a block's are copied to the GPU for each call. Without
+    `gradient_checkpointing`, an update holds the copies of all blocks. No effect on a CPU."""
     shard: Literal["fsdp2", "zero1", "zero2"] | None = None
     """Several processes: what each holds a share of. `fsdp2`, or true: of the weights, but a LoRA's, and a block's are put together while
     it computes. `zero1`: of AdamW's moments, `zero2`: of gradients too, by DeepSpeed (ZeRO, arXiv 1910.02054)."""

@@ -19,6 +19,7 @@ def check_run(args: RunSettings) -> None:
     check_sizes(args)
     check_window(args.sampling)
     check_kept_graphs(args)
+    check_offloading(args)
     check_branches(args)
     check_sampling_is_read(args)
     check_full_finetuning(args)
@@ -196,6 +197,21 @@ def check_kept_graphs(args: RunSettings) -> None:
             f"sampling.keep_graphs with memory.shard={args.memory.shard}: processes that share weights or gradients run backward "
             "equally often, but have different numbers of graphs with signal; set keep_graphs=false."
         )
+
+
+def check_offloading(args: RunSettings) -> None:
+    """What does not go with weights that are on the GPU only while their block computes."""
+    memory = args.memory
+    if memory.offload is None:
+        return
+    refused = {
+        "lora=null": args.lora is None,
+        "memory.compile": memory.compile,
+        f"memory.shard={memory.shard}": memory.shard is not None,
+        f"memory.quantize={memory.quantize}": memory.quantize is not None,
+    }
+    for setting in (name for name, is_set in refused.items() if is_set):
+        raise ValueError(f"memory.offload=groups does not go with {setting}: leave one of them out.")
 
 
 def check_branches(args: RunSettings) -> None:

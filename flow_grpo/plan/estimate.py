@@ -10,7 +10,7 @@ from flow_grpo.methods import velocities_per_rollout
 from flow_grpo.plan import block_speed
 from flow_grpo.plan.hardware import GB, Rates
 from flow_grpo.plan.trace import ModelTrace
-from flow_grpo.plan.weights_memory import LoadingMemory, text_encoder_bytes, weight_bytes
+from flow_grpo.plan.weights_memory import LoadingMemory, offloaded_bytes, text_encoder_bytes, weight_bytes
 from flow_grpo.policy.devices import DTYPES, default_dtype
 from flow_grpo.progress import phase
 from flow_grpo.training.anchors import copied_references
@@ -147,6 +147,9 @@ class StepEstimator:
         bytes_by_phase = {name: ALLOCATOR_OVERHEAD[self.cuda] * size for name, size in self.trace.bytes[rows].items()}
         if self._reference_passes:
             bytes_by_phase["update"] += bytes_by_phase["rollout"]  # the reference is computed while the graph is in memory
+        offloaded, largest = self._offloaded
+        bytes_by_phase["rollout"] += largest
+        bytes_by_phase["update"] += largest if self.args.memory.gradient_checkpointing else offloaded
         return bytes_by_phase
 
     def _persistent(self) -> dict[str, float]:
@@ -160,6 +163,7 @@ class StepEstimator:
         keeps_base = not self.cuda or self._reference_passes  # of full fine-tuning; else the base weights are on the CPU
         denoisers = self.trace.policy.lora.transformers.values()
         base = trained * bool(keeps_base) if is_full else sum(weight_bytes(one, memory.quantize) for one in denoisers)
+        base -= self._offloaded[0]
         without_encoders = memory.offload_text_encoders or memory.embedding_cache_dir
         bytes_by_part = {
             "base weights": base / shards["base"],
@@ -174,6 +178,14 @@ class StepEstimator:
         }
         optional = ("files in another dtype", "gradients", "messages", "CUDA")
         return {name: size for name, size in bytes_by_part.items() if size or name not in optional}
+
+    @property
+    def _offloaded(self) -> tuple[float, float]:
+        """Bytes of the weights that are not on the device, and of those of the largest block, which are while it computes."""
+        if self.args.memory.offload is None or not self.cuda:
+            return 0.0, 0.0
+        sizes = [offloaded_bytes(one) for one in self.trace.policy.lora.transformers.values()]
+        return sum(total for total, _ in sizes), max(largest for _, largest in sizes)
 
     @property
     def _reference_passes(self) -> int:

@@ -6,10 +6,11 @@ from typing import Any
 
 import torch
 
+from flow_grpo.policy.memory import repeated_blocks
 from flow_grpo.policy.meta_pipeline import MetaModule, MetaTextEncoder
 from flow_grpo.policy.model_files import stored_bytes
 
-BITS = {"int8": 8.1, "int4": 4.5, "nf4": 4.5}  # per weight, with the scales
+BITS = {"int8": 8.1, "fp8": 8.1, "int4": 4.5, "nf4": 4.5}  # per weight, with the scales
 
 
 def weight_bytes(network: Any, quantize: str | None) -> float:
@@ -20,6 +21,12 @@ def weight_bytes(network: Any, quantize: str | None) -> float:
             linear = quantize is not None and parameter.ndim == 2 and name.endswith("weight")
             total += parameter.numel() * (BITS[quantize] / 8 if linear and quantize else parameter.element_size())
     return total
+
+
+def offloaded_bytes(network: Any) -> tuple[float, float]:
+    """Bytes of the repeated blocks' weights without their LoRA, and those of the largest block: it is recomputed as a whole."""
+    sizes = [weight_bytes(block, None) for block in repeated_blocks(network, "memory.offload")]
+    return sum(sizes), max(sizes)
 
 
 def text_encoder_bytes(pipe: Any) -> float:

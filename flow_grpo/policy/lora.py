@@ -131,8 +131,12 @@ class Lora:
             # peft would cast each input to the LoRA's float32, and autocast would cast it back
             layer.cast_input_dtype_enabled = self.dtype == torch.float32
         for parameter in self.parameters().values():
-            parameter.data = parameter.data.float()
+            parameter.data = self._in_float32(parameter)
             parameter.requires_grad_(True)
+
+    def _in_float32(self, parameter: torch.nn.Parameter) -> torch.Tensor:
+        """An adapter's weights on the transformer's device: peft puts them beside the base weights, which may be on another device."""
+        return parameter.data.to("meta" if parameter.is_meta else self.transformer.device, torch.float32)
 
     # -- the base model and copies ------------------------------------------------------------------------------------
 
@@ -157,7 +161,7 @@ class Lora:
         self._inject(self.transformer.peft_config[TRAINED], adapter)
         self._activate(TRAINED)
         for parameter in self.parameters(adapter).values():
-            parameter.data = parameter.data.float()
+            parameter.data = self._in_float32(parameter)
         self.update_copy(adapter, 0.0)
 
     @torch.no_grad()

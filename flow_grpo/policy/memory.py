@@ -1,5 +1,6 @@
 """The settings of `memory` applied to a pipeline: quantisation, gradient checkpointing, attention backend, VAE slicing."""
 
+import functools
 import resource
 import sys
 from typing import Any
@@ -13,16 +14,21 @@ from flow_grpo.policy.families import denoisers, family
 
 
 def quantization(kind: str, dtype: torch.dtype, pipeline: str) -> PipelineQuantizationConfig:
-    """The quantisation config of the transformers of a pipeline class: int8 and int4 by torchao, nf4 by bitsandbytes."""
+    """The quantisation config of the transformers of a pipeline class: nf4 by bitsandbytes, other kinds by torchao."""
     try:
         if kind == "nf4":
             import bitsandbytes  # noqa: F401
 
             how: Any = BitsAndBytes(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=dtype)
         else:
-            from torchao.quantization import Int4WeightOnlyConfig, Int8WeightOnlyConfig
+            from torchao import quantization as torchao
 
-            how = TorchAoConfig(Int8WeightOnlyConfig() if kind == "int8" else Int4WeightOnlyConfig())
+            configs = {
+                "int8": torchao.Int8WeightOnlyConfig,
+                "fp8": torchao.Float8WeightOnlyConfig,
+                "int4": torchao.Int4WeightOnlyConfig,
+            }
+            how = TorchAoConfig(configs[kind]())
     except ImportError as error:
         package = "bitsandbytes" if kind == "nf4" else "torchao"
         raise ValueError(
@@ -51,6 +57,55 @@ def apply_memory_settings(pipe: DiffusionPipeline, memory: MemoryConfig) -> None
             if not hasattr(pipe.vae, method):
                 raise ValueError(f"{type(pipe.vae).__name__} has no {method}: leave memory.vae_slicing and vae_tiling out.")
             getattr(pipe.vae, method)()
+
+
+def offload_blocks(transformer: torch.nn.Module, device: torch.device) -> None:
+    """Keep the base weights of the repeated blocks in the CPU's memory, and copy a block's to the device for each call of it.
+
+    diffusers' group offloading takes a layer's weights away after its forward pass, where a backward pass still needs them. Here the
+    graph holds the copies: until the backward pass, with gradient checkpointing that of the same block.
+
+    Raises:
+        ValueError: diffusers does not name the repeated blocks.
+    """
+    blocks = repeated_blocks(transformer, "memory.offload")
+    inside = {id(tensor) for block in blocks for tensor in (*block.parameters(), *block.buffers())}
+    for tensor in (*transformer.parameters(), *transformer.buffers()):
+        if id(tensor) not in inside:
+            tensor.data = tensor.data.to(device)
+        elif device.type == "cuda":
+            tensor.data = tensor.data.pin_memory()
+    for block in blocks:
+        block.forward = _with_weights_on(device, block)
+
+
+class _Call(torch.nn.Module):
+    """A block's own forward pass as a module, which `functional_call` takes."""
+
+    def __init__(self, block: torch.nn.Module) -> None:
+        super().__init__()
+        self.block, self.call = block, block.forward
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.call(*args, **kwargs)
+
+
+def _with_weights_on(device: torch.device, block: torch.nn.Module) -> Any:
+    """The block's forward pass with copies of its frozen weights on that device; a LoRA that is added later is there."""
+    call = _Call(block)
+
+    @functools.wraps(block.forward)  # some pipelines look at the names of its arguments
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        tensors = (*call.named_parameters(), *call.named_buffers())
+        copies = {name: on_device(tensor, device) for name, tensor in tensors if not tensor.requires_grad}
+        return torch.func.functional_call(call, copies, args, kwargs)
+
+    return forward
+
+
+def on_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """The tensor on that device, copied without waiting for it."""
+    return tensor.to(device, non_blocking=True)
 
 
 def _set_attention_backend(transformer: Any, name: str) -> None:

@@ -78,6 +78,21 @@ def test_checkpointing_takes_less_memory_and_more_operations(default):
     assert checkpointed.operations > 1.05 * plain.operations
 
 
+def test_offloaded_blocks_are_on_the_gpu_one_at_a_time(default):
+    args = FlowGRPOConfig.from_yaml("tiny_ocr", ["memory={gradient_checkpointing: true, offload: groups}"])
+    offloaded, kept = (
+        StepEstimator(args, cuda=True),
+        StepEstimator(FlowGRPOConfig.from_yaml("tiny_ocr", ["memory.gradient_checkpointing=true"]), cuda=True),
+    )
+    blocks = offloaded.trace.policy.pipe.transformer.transformer_blocks
+    frozen = [[p.numel() for name, p in block.named_parameters() if "lora_" not in name] for block in blocks]
+    sizes = [2 * sum(numbers) for numbers in frozen]  # bytes in bf16
+    one, other = offloaded.estimate(8), kept.estimate(8)
+    assert other.persistent["base weights"] - one.persistent["base weights"] == sum(sizes)
+    for phase in ("rollout", "update"):
+        assert one.transient[phase] - other.transient[phase] == pytest.approx(max(sizes))
+
+
 def test_a_forecast_is_linear_in_the_rows_and_the_largest_fits(default):
     for memory in (0.8 * GB, 1.5 * GB):
         largest = default.largest_microbatch(memory)
