@@ -57,7 +57,7 @@ DRAWN = {"scenes": 30_000, "edits": 15_000}
 ENCODED = 64  # images that the autoencoder takes at once
 EDITS_EVERY = 3  # every so many batches is one of edits
 LONG_EVERY = 17  # and every so many is one in the lengths of the pipeline's defaults
-WRONG = {"scenes": 0.05, "edits": 0.2}  # probability that an attribute of a caption is wrong in the stage `noisy`
+WRONG = {"scenes": 0.05, "edits": 0.25}  # probability that an attribute of a caption is wrong in the stage `noisy`
 VAE_IMAGES = 32
 SHIFT = 4.0  # of the noise levels; shapes and colours are decided between 0.7 and 0.95
 STEPS = 10  # of sampling, in evaluations
@@ -210,7 +210,7 @@ def train_clip(folder: Path, seed: int) -> torch.nn.Module:
         return {"prefers_its_own_prompt": round(right.float().mean().item(), 4)}
 
     stage.run(loss, evaluate)
-    tokenizer.save_pretrained(clip.FOLDERS[clip.SHAPES])
+    architecture.clip_tokenizer().save_pretrained(clip.FOLDERS[clip.SHAPES])  # the one in use has the padding of its last call
     return stage.ema.clip
 
 
