@@ -27,7 +27,7 @@ class StagePlan:
         number: names its random numbers.
         lr: peak learning rate of AdamW.
         muon_lr: that of Muon, which then has the matrices.
-        horizon: steps of the cosine, where it is not the stage's.
+        horizon: steps of the cosine, where it is not the stage's; a longer stage begins it again (arXiv 1608.03983).
     """
 
     number: int
@@ -70,7 +70,7 @@ class PretrainingStage:
             stream = [self.seed, self.plan.number, self.step]
             rng = np.random.default_rng(stream)
             torch.manual_seed(int(rng.integers(2**62)))
-            factor = min(1.0, (self.step + 1) / 100) * (0.5 + 0.5 * math.cos(math.pi * self.step / horizon))
+            factor = min(1.0, (self.step + 1) / 100) * (0.5 + 0.5 * math.cos(math.pi * (self.step % horizon) / horizon))
             value = loss(rng, self.step)
             value.backward()
             torch.nn.utils.clip_grad_norm_(self.parameters, 1.0)

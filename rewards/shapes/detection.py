@@ -18,11 +18,12 @@ FOREGROUND = 22.0  # distance from the ground's colour in Lab from which a pixel
 PURE = 40.0  # distance from a colour of the palette in Lab up to which a pixel is no mixture at an edge
 CLEAN = 14.0  # the same for pixels that are of that colour without doubt
 SMALLEST_CORE = 4  # pure pixels of a shape, at least
-SMALLEST = 20.0  # area of a shape in pixels; a small cross has 38
+SMALLEST = 30.0  # area of a shape in pixels; a small cross has 101
 HULL_OF_CROSS = 0.89  # a cross fills less of its convex hull, the other shapes more
 HULL_OF_BLURRED_CROSS = 0.925  # a blurred cross, whose notches are partly filled, less than this
 NOTCH = 0.05  # depth of a notch of a cross as a share of its longer side, at least
-CLOSEST = 0.66  # share of the enclosing figure that a shape fills at least; less is no known shape
+CLOSEST = 0.78  # share of the enclosing figure that a shape fills at least; less is no known shape
+MARGIN = 0.025  # and more than of the second one; else it is between two kinds
 DEPTHS = (0.25, 0.4, 0.5, 0.62)  # two shapes that touch are joined by less than the last share of their thickness
 PART = 0.3  # share of the larger of two touching shapes, or of two mixed colours, that the smaller one has at least
 
@@ -190,8 +191,9 @@ def _kind(contour: np.ndarray) -> str:
     if of_hull < HULL_OF_CROSS or is_blurred_cross:
         is_cross = longer < 1.5 * shorter and filled["square"] > 0.35 and _notches(contour, longer) in (3, 4)
         return "cross" if is_cross else ""
-    kind = max(filled, key=lambda name: filled[name])
-    return kind if filled[kind] >= CLOSEST and longer < 1.7 * shorter else ""
+    second, kind = sorted(filled, key=lambda name: filled[name])[-2:]
+    is_clear = filled[kind] >= max(CLOSEST, filled[second] + MARGIN)
+    return kind if is_clear and longer < 1.7 * shorter else ""
 
 
 def _notches(contour: np.ndarray, side: float) -> int:

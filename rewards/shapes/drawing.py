@@ -21,9 +21,9 @@ PALETTE = {
     "purple": (150, 50, 200),
     "black": (17, 17, 17),
 }
-EXTENTS = {"small": (8.25, 8.75), None: (10.75, 11.5), "large": (13.0, 13.5)}  # pixels, the longer side of a shape
-CELL = 16  # pixels: a shape has a cell of its own, which is one token of the model
-JITTER = 0.5  # pixels by which its centre may be off the cell's
+EXTENTS = {"small": (13.5, 14.5), None: (18.5, 19.5), "large": (24.0, 25.0)}  # pixels, the longer side of a shape
+CELL = 32  # pixels: a shape has a cell of its own, which is one token of the model
+JITTER = 1.5  # pixels by which its centre may be off the cell's
 OVERSAMPLING = 4
 ATTEMPTS = 60  # to place the shapes of a scene
 

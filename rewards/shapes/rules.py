@@ -14,7 +14,7 @@ from rewards.shapes.drawing import SIDE, distance_along
 from rewards.shapes.prompts import Edit, Group, Scene, parse_edit, parse_scene
 
 # pixels of 64: a small shape is below, a large one above. The model draws large triangles 1 pixel too small
-SMALL, LARGE = 9.75, 11.9
+SMALL, LARGE = 16.5, 21.5
 MOST_FOUND = 8  # shapes of an image that are compared with what was asked
 MOVED = 5.0  # pixels of 64 by which a shape that stays may be off
 RESIZED = 1.3  # factor in size by which a shape that stays may be off

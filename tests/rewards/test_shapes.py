@@ -103,7 +103,7 @@ def test_every_shape_of_a_drawn_scene_is_found_where_it_is(seed):
     for one in shapes:
         near = min(found, key=lambda other, one=one: abs(other.x - one.x) + abs(other.y - one.y))
         assert (near.shape, near.color) == (one.shape, one.color)
-        assert max(abs(near.x - one.x), abs(near.y - one.y), abs(near.extent - one.extent)) < 1.2
+        assert max(abs(near.x - one.x), abs(near.y - one.y), abs(near.extent - one.extent)) < 1.6
 
 
 def _scene(rng: np.random.Generator) -> list[Shape]:
@@ -111,7 +111,7 @@ def _scene(rng: np.random.Generator) -> list[Shape]:
 
 
 def rotated(rng):
-    shapes = [replace(one, angle=rng.uniform(0, 360)) if one.extent < 11.5 else one for one in _scene(rng)]
+    shapes = [replace(one, angle=rng.uniform(0, 360)) if one.extent < 20.5 else one for one in _scene(rng)]
     return draw(shapes), shapes
 
 
@@ -207,10 +207,10 @@ def test_each_requirement_is_missed_alone(wrong, missed):
 
 
 def test_sizes_and_counts_are_requirements():
-    small = Shape("cross", "green", 20, 20, 8.5)
+    small = Shape("cross", "green", 20, 20, 14)
     assert requirements("a small green cross", small).is_exact
     assert not requirements("a large green cross", small).is_exact
-    assert not requirements("a small green cross", replace(small, extent=11)).is_exact
+    assert not requirements("a small green cross", replace(small, extent=19)).is_exact
     three = [Shape("triangle", "black", x, 32, 14) for x in (11, 32, 53)]
     assert requirements("three black triangles", *three).is_exact
     assert not requirements("two black triangles", *three).is_exact
@@ -276,19 +276,31 @@ def test_edits_are_scored_with_their_sources():
         rewards.score("shapes_edit", rewards.load("shapes_edit"), images, prompts)
 
 
-def test_the_rules_agree_with_a_person_on_the_base_models_own_images():
-    """100 images of the embedded model, ten in a row, of which a person has noted whether they show what was asked.
+@pytest.fixture(scope="module")
+def labelled() -> tuple[torch.Tensor, torch.Tensor]:
+    """Of 100 images of the embedded model: whether a person, and whether the rules, found what was asked.
 
-    The detector's thresholds were set with these images in view.
+    The images are ten in a row. The detector's thresholds were set with images of an earlier base model in view.
     """
     folder = Path(__file__).parent
     rows = [json.loads(line) for line in (folder / "labelled_shapes.jsonl").read_text().splitlines()]
     (sheet,) = tensor(Image.open(folder / "labelled_shapes.png"))
     images = sheet.unflatten(1, (10, 64)).unflatten(3, (10, 64)).permute(1, 3, 0, 2, 4).flatten(0, 1)
     exact = rewards.load("shapes_exact")(images, [row["prompt"] for row in rows])
-    agree = (exact == torch.tensor([float(row["exact"]) for row in rows])).float().mean().item()
-    assert 0.4 < exact.mean() < 0.6
-    assert agree >= 0.97
+    return torch.tensor([row["exact"] for row in rows]), exact == 1
+
+
+def test_the_rules_agree_with_a_person_on_the_base_models_own_images(labelled):
+    person, rules = labelled
+    assert 0.4 < person.float().mean() < 0.6
+    assert (person == rules).float().mean() >= 0.97
+
+
+def test_the_guide_has_the_confusion_matrix_of_the_rules(labelled):
+    person, rules = labelled
+    guide = (Path(__file__).parents[2] / "docs" / "shapes.md").read_text()
+    for name, is_so in (("as asked", person), ("not as asked", ~person)):
+        assert f"| {name} | {int((is_so & rules).sum())} | {int((is_so & ~rules).sum())} |" in guide
 
 
 def drawn_with(*polygons: tuple[str, list[tuple[float, float]]]) -> Image.Image:

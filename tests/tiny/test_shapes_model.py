@@ -55,7 +55,7 @@ def test_about_half_of_held_out_edits_are_as_asked(pipe):
 
 @pytest.mark.slow
 def test_the_pipelines_own_guidance_steps_and_text_length_draw_as_well(pipe):
-    """All is default but the size, which the pipeline takes from its VAE's factor: 1024 pixels, whatever the model was trained for."""
+    """All is default but the size, which the pipeline takes from its VAE's factor: 2048 pixels, whatever the model was trained for."""
     prompts = [row["prompt"] for row in rows("shapes_eval")][::50]  # 50 steps with guidance and 512 tokens take a while
     images = draw(pipe, prompts, height=64, width=64)
     assert rewards.load("shapes")(images, prompts).mean() > 0.5

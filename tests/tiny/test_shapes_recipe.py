@@ -42,16 +42,21 @@ def test_attributes_are_misdescribed_as_often_as_asked_and_captions_stay_prompts
     assert examples.misdescribe(scene, rng, 0.0) == scene
 
 
-def test_edits_are_misdescribed_in_what_is_new():
-    rng, wrong = np.random.default_rng(0), []
+def test_edits_are_misdescribed_in_their_kind_and_in_what_is_new():
+    rng, kinds, colors = np.random.default_rng(0), [], []
     for _ in range(1500):
         _, edit, _ = drawing.random_edit(rng)
         told = examples.misdescribe_edit(edit, rng, 0.2)
         assert parse_edit(str(told)) == told
         assert (told.shape, told.color) == (edit.shape, edit.color), "which shape is meant is always true"
-        if edit.kind == "make":
-            wrong.append(told.new_color != edit.new_color)
-    assert abs(np.mean(wrong) - 0.2) < 4 * (0.2 * 0.8 / len(wrong)) ** 0.5
+        if edit.kind == "add":
+            assert told.kind == "add"
+        else:
+            kinds.append(told.kind != edit.kind)
+        if edit.kind == told.kind == "make":
+            colors.append(told.new_color != edit.new_color)
+    assert abs(np.mean(kinds) - 0.1) < 4 * (0.1 * 0.9 / len(kinds)) ** 0.5
+    assert abs(np.mean(colors) - 0.2) < 4 * (0.2 * 0.8 / len(colors)) ** 0.5
 
 
 def test_the_loss_depends_on_captions_and_sources():

@@ -1,6 +1,6 @@
 """The parts of the embedded model of shapes, untrained: every component of FLUX.2-klein's pipeline with small numbers in its config.
 
-A word of the grammar is a token. An image of 64 x 64 pixels is 4 x 4 tokens, one for each cell of a scene, and so is a reference image.
+A word of the grammar is a token. An image of 64 x 64 pixels is 2 x 2 tokens, one for each cell of a scene, and so is a reference image.
 """
 
 import torch
@@ -51,16 +51,16 @@ def text_encoder(vocabulary: int, layers: int) -> Qwen3ForCausalLM:
 
 
 def pipeline() -> Flux2KleinPipeline:
-    """An untrained `Flux2KleinPipeline` of 64 x 64 images: 16 image tokens of 64 numbers, a text encoder of four layers."""
+    """An untrained `Flux2KleinPipeline` of 64 x 64 images: four image tokens of 32 numbers, a text encoder of four layers."""
     words_of_prompts = tokenizer()
     return Flux2KleinPipeline(
         scheduler=FlowMatchEulerDiscreteScheduler(use_dynamic_shifting=True, shift=3.0),
         vae=AutoencoderKLFlux2(
-            down_block_types=("DownEncoderBlock2D",) * 4,
-            up_block_types=("UpDecoderBlock2D",) * 4,
-            block_out_channels=(16, 32, 64, 64),
+            down_block_types=("DownEncoderBlock2D",) * 5,
+            up_block_types=("UpDecoderBlock2D",) * 5,
+            block_out_channels=(16, 32, 64, 64, 64),
             layers_per_block=1,
-            latent_channels=16,
+            latent_channels=8,
             norm_num_groups=8,
             sample_size=64,
             mid_block_add_attention=False,
@@ -69,7 +69,7 @@ def pipeline() -> Flux2KleinPipeline:
         tokenizer=words_of_prompts,
         transformer=Flux2Transformer2DModel(
             patch_size=1,
-            in_channels=64,
+            in_channels=32,  # far below the width: a velocity carries the noise, which has to pass through every layer
             num_layers=3,
             num_single_layers=6,
             attention_head_dim=HEAD,

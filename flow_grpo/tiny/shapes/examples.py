@@ -12,8 +12,7 @@ from rewards.shapes import drawing
 from rewards.shapes.prompts import CATEGORIES, COLORS, RELATIONS, SHAPES, Edit, Group, Scene
 
 HARD = ("counting", "position", "attribute binding")
-TAUGHT = (*CATEGORIES, *HARD, *HARD)  # the categories of the scenes that the model learns from
-RELATED = (*CATEGORIES, *["position"] * 4)  # those of which half have a relation
+TAUGHT = (*CATEGORIES, *HARD, *HARD, "position")  # the categories of the scenes that the model learns from
 NO_CAPTION = 0.1  # probability of an empty caption: the unconditional half of guidance
 
 
@@ -79,16 +78,15 @@ def misdescribe(scene: Scene, rng: np.random.Generator, wrong: float) -> Scene:
 def misdescribe_edit(edit: Edit, rng: np.random.Generator, wrong: float) -> Edit:
     """The edit with each attribute of what is new replaced, with that probability, by another value.
 
-    Of a removal, which brings nothing new, the caption then asks for another colour.
+    With half of it, the caption of a removal asks for another colour, and that of another colour for a removal.
     """
 
     def other(value: str | None, values: tuple[str, ...]) -> str | None:
         return _replaced(value, values, rng, wrong)
 
-    if edit.kind == "remove":
-        if rng.random() >= wrong:
-            return edit
-        return replace(edit, kind="make", new_color=str(rng.choice(COLORS)))
+    if edit.kind != "add" and rng.random() < wrong / 2:
+        kind, color = ("make", str(rng.choice(COLORS))) if edit.kind == "remove" else ("remove", None)
+        return replace(edit, kind=kind, new_color=color)
     return replace(
         edit,
         new_color=other(edit.new_color, COLORS),
