@@ -1,6 +1,6 @@
 """Speed and memory of whole training steps on this GPU, with models of the real shapes and random weights.
 
-    python benchmarks/gpu.py sd35_medium flux_dev > docs/performance.md
+    python benchmarks/gpu.py sd35_medium flux_dev    # for the part "Measured" of docs/performance.md
 
 Each setting runs in a process of its own: two steps to warm up, then STEPS. The share of the peak is the floating point operations
 that `plan` counts over those of a large matrix product measured in the same process. `--small` shrinks the models, to try it out.

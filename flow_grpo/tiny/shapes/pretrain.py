@@ -210,7 +210,9 @@ def train_clip(folder: Path, seed: int) -> torch.nn.Module:
         return {"prefers_its_own_prompt": round(right.float().mean().item(), 4)}
 
     stage.run(loss, evaluate)
-    architecture.clip_tokenizer().save_pretrained(clip.FOLDERS[clip.SHAPES])  # the one in use has the padding of its last call
+    architecture.clip_tokenizer().save_pretrained(
+        clip.FOLDERS[clip.SHAPES]
+    )  # the one in use has the padding of its last call
     return stage.ema.clip
 
 
