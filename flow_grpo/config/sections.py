@@ -275,13 +275,11 @@ class MemoryConfig(ConfigSection):
     offload_text_encoders: bool = False
     """Text encoders are on the CPU while no prompt is encoded."""
     quantize: Literal["int8", "fp8", "int4", "nf4"] | None = None
-    """Base weights of the transformer in 8 or 4 bit, under the float32 LoRA: int8, fp8 (e4m3) and int4 by torchao, nf4 by
-    bitsandbytes."""
+    """Base weights of the transformer in 8 or 4 bit, under the float32 LoRA: nf4 by bitsandbytes, others by torchao."""
     gradient_checkpointing: bool = False
     """Gradient checkpointing: activations of a block are computed again in the backward pass, for a third more time."""
     offload: Literal["groups"] | None = None
-    """Base weights of the transformer's blocks are in the CPU's memory, and a block's are copied to the GPU for each call. Without
-    `gradient_checkpointing`, an update holds the copies of all blocks. No effect on a CPU."""
+    """The blocks' base weights are in the CPU's memory and are copied to the GPU for each call. Set `gradient_checkpointing` too."""
     shard: Literal["fsdp2", "zero1", "zero2"] | None = None
     """Several processes: what each holds a share of. `fsdp2`, or true: of the weights, but a LoRA's, and a block's are put together while
     it computes. `zero1`: of AdamW's moments, `zero2`: of gradients too, by DeepSpeed (ZeRO, arXiv 1910.02054)."""
@@ -298,7 +296,5 @@ class MemoryConfig(ConfigSection):
     @classmethod
     def _by_name(cls, value: Any) -> Any:
         if value == "zero3":
-            raise ValueError(
-                "memory.shard=zero3 is not there: set fsdp2, which spreads weights, gradients and moments as it does."
-            )
+            raise ValueError("memory.shard=zero3 is not there: set fsdp2, which spreads weights, gradients and moments.")
         return "fsdp2" if value is True else None if value is False else value

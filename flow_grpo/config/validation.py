@@ -5,6 +5,7 @@ from collections.abc import Iterable
 
 from flow_grpo import methods
 from flow_grpo.config.anchors import COPIES
+from flow_grpo.config.memory_checks import check_offloading, check_zero
 from flow_grpo.config.objective import ObjectiveConfig, readers
 from flow_grpo.config.sections import SamplingConfig
 from flow_grpo.config.settings import RunSettings
@@ -199,21 +200,6 @@ def check_kept_graphs(args: RunSettings) -> None:
         )
 
 
-def check_offloading(args: RunSettings) -> None:
-    """What does not go with weights that are on the GPU only while their block computes."""
-    memory = args.memory
-    if memory.offload is None:
-        return
-    refused = {
-        "lora=null": args.lora is None,
-        "memory.compile": memory.compile,
-        f"memory.shard={memory.shard}": memory.shard is not None,
-        f"memory.quantize={memory.quantize}": memory.quantize is not None,
-    }
-    for setting in (name for name, is_set in refused.items() if is_set):
-        raise ValueError(f"memory.offload=groups does not go with {setting}: leave one of them out.")
-
-
 def check_branches(args: RunSettings) -> None:
     """What does not go with a group that is a tree."""
     s = args.sampling
@@ -285,18 +271,6 @@ def check_anchors(args: RunSettings) -> None:
             "objective.anchors: gate=disagreement compares the trained reward with rewards of weight 0: add one, such as "
             "rewards.clip=0."
         )
-
-
-def check_zero(args: RunSettings) -> None:
-    """What does not go with DeepSpeed's ZeRO."""
-    if args.memory.shard not in ("zero1", "zero2"):
-        return
-    if args.optimizer.name != "adamw":
-        raise ValueError(
-            f"memory.shard={args.memory.shard} shares out AdamW's moments in float32: set optimizer.name=adamw."
-        )
-    if args.dtype == "fp16":
-        raise ValueError(f"memory.shard={args.memory.shard} has no loss scale, which dtype=fp16 needs: set bf16, or fsdp2.")
 
 
 def check_window(s: SamplingConfig) -> None:

@@ -12,9 +12,8 @@ from flow_grpo.policy import hub
 from flow_grpo.policy.devices import DTYPES, default_dtype, usable_device
 from flow_grpo.policy.embedding_cache import EmbeddingCache
 from flow_grpo.policy.encoding import ENCODER_PREFIXES
-from flow_grpo.policy.families import denoisers
 from flow_grpo.policy.library_logging import quietly
-from flow_grpo.policy.memory import apply_memory_settings, offload_blocks, quantization
+from flow_grpo.policy.memory import apply_memory_settings, move_to_device, quantization
 from flow_grpo.policy.model_files import check_weights, load_errors
 from flow_grpo.policy.policy import Policy
 from flow_grpo.policy.probes import probe_prompts
@@ -63,11 +62,7 @@ def load_policy(
     options = _loading_options(source, weights, memory, without_encoders)
     with phase(f"loading {path_or_name}"), load_errors(path_or_name), downloads(source):
         pipe = DiffusionPipeline.from_pretrained(source, torch_dtype=weights, **options)
-    for name, part in pipe.components.items():
-        if memory.offload is not None and name in denoisers(pipe):
-            offload_blocks(part, torch.device(device))
-        elif isinstance(part, torch.nn.Module) and not (memory.offload_text_encoders and name.startswith(ENCODER_PREFIXES)):
-            part.to(device)
+    move_to_device(pipe, torch.device(device), memory)
     apply_memory_settings(pipe, memory)
     policy = Policy(pipe, weights, guidance, embeddings, memory.offload_text_encoders, **call)
     if lora is not None:

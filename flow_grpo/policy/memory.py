@@ -10,6 +10,7 @@ from diffusers import BitsAndBytesConfig as BitsAndBytes
 from diffusers import DiffusionPipeline, PipelineQuantizationConfig, TorchAoConfig
 
 from flow_grpo.config.sections import MemoryConfig
+from flow_grpo.policy.encoding import ENCODER_PREFIXES
 from flow_grpo.policy.families import denoisers, family
 
 
@@ -57,6 +58,15 @@ def apply_memory_settings(pipe: DiffusionPipeline, memory: MemoryConfig) -> None
             if not hasattr(pipe.vae, method):
                 raise ValueError(f"{type(pipe.vae).__name__} has no {method}: leave memory.vae_slicing and vae_tiling out.")
             getattr(pipe.vae, method)()
+
+
+def move_to_device(pipe: DiffusionPipeline, device: torch.device, memory: MemoryConfig) -> None:
+    """Move a pipeline's networks to the device, but those that the settings keep on the CPU."""
+    for name, part in pipe.components.items():
+        if memory.offload is not None and name in denoisers(pipe):
+            offload_blocks(part, device)
+        elif isinstance(part, torch.nn.Module) and not (memory.offload_text_encoders and name.startswith(ENCODER_PREFIXES)):
+            part.to(device)
 
 
 def offload_blocks(transformer: torch.nn.Module, device: torch.device) -> None:

@@ -198,6 +198,7 @@ def test_an_error_of_one_rank_is_printed_once_and_ends_all(tmp_path):
     assert "Traceback" not in output
 
 
+@pytest.mark.slow
 def test_a_process_without_signal_neither_stops_nor_biases_the_others(tmp_path):
     """Only the groups of the first process have rewards that differ: with three as with one."""
     file = tmp_path / "uneven.py"

@@ -1,0 +1,30 @@
+"""What does not go with the settings of `memory`."""
+
+from flow_grpo.config.settings import RunSettings
+
+
+def check_offloading(args: RunSettings) -> None:
+    """What does not go with weights that are on the GPU only while their block computes."""
+    memory = args.memory
+    if memory.offload is None:
+        return
+    refused = {
+        "lora=null": args.lora is None,
+        "memory.compile": memory.compile,
+        f"memory.shard={memory.shard}": memory.shard is not None,
+        f"memory.quantize={memory.quantize}": memory.quantize is not None,
+    }
+    for setting in (name for name, is_set in refused.items() if is_set):
+        raise ValueError(f"memory.offload=groups does not go with {setting}: leave one of them out.")
+
+
+def check_zero(args: RunSettings) -> None:
+    """What does not go with DeepSpeed's ZeRO."""
+    if args.memory.shard not in ("zero1", "zero2"):
+        return
+    if args.optimizer.name != "adamw":
+        raise ValueError(
+            f"memory.shard={args.memory.shard} shares out AdamW's moments in float32: set optimizer.name=adamw."
+        )
+    if args.dtype == "fp16":
+        raise ValueError(f"memory.shard={args.memory.shard} has no loss scale, which dtype=fp16 needs: set bf16, or fsdp2.")
