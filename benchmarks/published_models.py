@@ -17,8 +17,7 @@ import torch
 
 from flow_grpo.config import FlowGRPOConfig
 from flow_grpo.plan.estimate import StepEstimator
-from flow_grpo.plan.fit import rates_of
-from flow_grpo.plan.hardware import GB, TERA, Hardware
+from flow_grpo.plan.hardware import GB, TERA, Hardware, Rates
 from flow_grpo.policy.library_logging import quiet_libraries
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -35,6 +34,7 @@ PRESETS = {  # the model's folder, and the family of its tokenizers
     "wan21_ocr": ("wan21", "wan"),
 }
 GPU = Hardware.from_name("H100")
+RATES = Rates.of_peak(GPU.peak_flops)
 PLAIN = [
     "memory={offload_text_encoders: true, embedding_cache_dir: null, gradient_checkpointing: false, compile: false, quantize: null}",
     "microbatch=1",
@@ -76,7 +76,7 @@ def row(preset: str, folder: Path) -> list[str]:
     plans = [StepEstimator(FlowGRPOConfig.from_yaml(preset, [*own, *more]), cuda=True) for more in MEMORY.values()]
     plan, args = plans[0], plans[0].args
     weights = sum(p.numel() for name, p in plan.trace.policy.pipe.transformer.named_parameters() if "lora_" not in name)
-    seconds = plan.estimate(1).seconds(rates_of(plan, GPU, 1)[plan.dtype])
+    seconds = plan.estimate(1).seconds(RATES)
     return [
         f"`{preset}`",
         f"{weights / 1e9:.2f} B",
@@ -91,19 +91,12 @@ def row(preset: str, folder: Path) -> list[str]:
 def main() -> None:
     sys.path.insert(0, str(ROOT / "tests"))
     quiet_libraries()
-    print(f"Computed with torch {torch.__version__} at {rates_of_gpu()}.\n")
+    print(f"Computed with torch {torch.__version__} at {RATES.how}.\n")
     print("| " + " | ".join(HEAD) + " |")
     print("|" + "---|" * len(HEAD))
     with tempfile.TemporaryDirectory() as out:
         for preset in sys.argv[1:] or PRESETS:
             print("| " + " | ".join(row(preset, hub_folder(*PRESETS[preset], Path(out)))) + " |", flush=True)
-
-
-def rates_of_gpu() -> str:
-    """The speed that is assumed."""
-    from flow_grpo.plan.hardware import UTILISATION
-
-    return f"{UTILISATION:.0%} of the {GPU.peak_flops / TERA:.0f} TFLOP/s of an {GPU.name}'s data sheet"
 
 
 if __name__ == "__main__":

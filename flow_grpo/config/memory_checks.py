@@ -14,8 +14,8 @@ def check_offloading(args: RunSettings) -> None:
         f"memory.shard={memory.shard}": memory.shard is not None,
         f"memory.quantize={memory.quantize}": memory.quantize is not None,
     }
-    for setting in (name for name, is_set in refused.items() if is_set):
-        raise ValueError(f"memory.offload=groups does not go with {setting}: leave one of them out.")
+    if conflict := next((name for name, is_set in refused.items() if is_set), None):
+        raise ValueError(f"memory.offload=groups does not go with {conflict}: leave one of them out.")
 
 
 def check_zero(args: RunSettings) -> None:

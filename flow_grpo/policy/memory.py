@@ -1,4 +1,4 @@
-"""The settings of `memory` applied to a pipeline: quantisation, gradient checkpointing, attention backend, VAE slicing."""
+"""The settings of `memory` applied to a pipeline: quantisation, offloading, checkpointing, attention backend, VAE slicing."""
 
 import functools
 import resource
