@@ -42,6 +42,6 @@ def test_encoders_that_are_offloaded_are_not_moved_to_the_device(monkeypatch):
     for offload in (False, True):
         moved.clear()
         tiny_policy(memory=MemoryConfig(offload_text_encoders=offload))
-        there = {name for name, where in moved if where == ("cpu",)}
+        there = {name for name, where in moved if where == (torch.device("cpu"),)}
         assert {"SD3Transformer2DModel", "AutoencoderKL"} <= there
         assert ("T5EncoderModel" in there) != offload
