@@ -3,6 +3,7 @@
 import json
 from pathlib import Path
 
+import pytest
 from support.cli_process import begin, run, run_anew
 
 from flow_grpo.compare.runs import Budget, compare
@@ -30,17 +31,20 @@ def compared(folder: Path, out: str, images: int = 16, slices: int = 2, **more) 
     )
 
 
-def test_compare_gives_every_run_the_same_budget_and_goes_on_where_it_was(trained):
+def curve(trained: Path, out: str, name: str) -> list[dict]:
+    lines = (trained / out / name / "seed0" / "curve.jsonl").read_text().splitlines()
+    return [json.loads(line) for line in lines]
+
+
+def test_compare_gives_every_run_the_same_budget(trained):
     words = [*compare_words(trained), "--measure", "reward", "--target", "0.0"]
     output = run_anew(*words, "--out", "whole", cwd=trained)
     assert "deprecat" not in output, "other libraries keep quiet in the runs' own processes too"
     assert all(len(line) <= 80 for line in output.splitlines() if "│" in line)
     assert "to target, s" in output
     assert "per KL" in (trained / "whole" / "compare.md").read_text()
-    curves = {}
-    for name in ("short", "other"):
-        lines = (trained / "whole" / name / "seed0" / "curve.jsonl").read_text().splitlines()
-        curves[name] = [json.loads(line) for line in lines]
+    curves = {name: curve(trained, "whole", name) for name in ("short", "other")}
+    for name in curves:
         assert [point["images"] for point in curves[name]] == [0, 8, 16]
         assert [point["step"] for point in curves[name]] == [0, 1, 2]
         assert curves[name][0]["kl"] == 0 < curves[name][-1]["kl"]
@@ -48,14 +52,19 @@ def test_compare_gives_every_run_the_same_budget_and_goes_on_where_it_was(traine
     assert (trained / "whole" / "compare.png").stat().st_size > 10_000
     assert json.loads((trained / "whole" / "compare.json").read_text())["short"]["seeds"] == 1
 
+
+@pytest.mark.slow
+def test_a_comparison_that_is_killed_goes_on_where_it_was(trained):
+    compared(trained, "at_once")
+    words = [*compare_words(trained), "--measure", "reward"]
     command = begin(*words, "--out", "parts", cwd=trained)
     command.wait_for((trained / "parts" / "other" / "seed0" / "curve.jsonl").exists)
     command.process.kill()
     command.process.join()
     compared(trained, "parts")
-    for name, points in curves.items():
-        lines = (trained / "parts" / name / "seed0" / "curve.jsonl").read_text().splitlines()
-        assert [json.loads(line)["values"] for line in lines] == [point["values"] for point in points]
+    for name in ("short", "other"):
+        values = [[point["values"] for point in curve(trained, out, name)] for out in ("at_once", "parts")]
+        assert values[0] == values[1]
 
 
 def test_compare_says_at_once_what_does_not_fit_its_folder(trained):

@@ -1,10 +1,12 @@
 """The recipe of the embedded model of shapes: its parts, its captions, and that it goes on where it was."""
 
 import numpy as np
+import pytest
 import torch
 
 from flow_grpo.tiny.pretraining_stage import PretrainingStage, StagePlan
 from flow_grpo.tiny.shapes import architecture, examples, pretrain
+from flow_grpo.tiny.shapes.transformer_loss import transformer_loss, velocity
 from rewards.shapes import drawing
 from rewards.shapes.prompts import COLORS, SHAPES, parse_edit, parse_scene
 
@@ -76,8 +78,29 @@ def test_the_loss_depends_on_captions_and_sources():
     ):
         torch.manual_seed(1)
         given = examples.Examples(made.described, made.images, sources)
-        losses.append(pretrain.flow_matching(pipe, captions, given, architecture.TEXT_LENGTH).item())
+        losses.append(transformer_loss(pipe, captions, given).item())
     assert len(set(losses)) == 4
+
+
+def test_a_teacher_with_guidance_is_the_target_and_knows_the_true_captions():
+    torch.manual_seed(0)
+    pipe, rng = architecture.pipeline(), np.random.default_rng(0)
+    for parameter in pipe.transformer.parameters():
+        if not parameter.any():
+            torch.nn.init.normal_(parameter, std=0.05)
+    made = pretrain.encoded(pipe, examples.scenes(rng, 4, examples.TAUGHT))
+    true = list(map(str, made.described))
+
+    def loss(captions, guidance):
+        torch.manual_seed(1)
+        return transformer_loss(pipe, captions, made, teacher=pipe, guidance=guidance).item()
+
+    assert loss(true, 1.0) == 0, "a model is its own teacher"
+    assert loss(true[::-1], 1.0) > 0
+    states, sigma = torch.randn_like(made.images), torch.full((4,), 0.7)
+    gap = velocity(pipe, true, states, sigma, None) - velocity(pipe, [""] * 4, states, sigma, None)
+    assert gap.square().mean() > 0
+    assert loss(true, 3.0) == pytest.approx(4 * loss(true, 2.0), rel=1e-3), "the error is (guidance - 1) times the gap"
 
 
 def test_the_stage_goes_on_where_it_was(tmp_path):
@@ -92,9 +115,7 @@ def test_the_stage_goes_on_where_it_was(tmp_path):
             plan = StagePlan(11, stop, lr=1e-3, muon_lr=3e-3, horizon=2)
             stage = PretrainingStage("clean", plan, pipe, ["transformer", "text_encoder"], folder=tmp_path / name, seed=0)
             stage.run(
-                lambda rng, step, pipe=pipe, drawn=drawn: pretrain.flow_matching(
-                    pipe, *drawn.batch(rng, 2, 0.2), architecture.TEXT_LENGTH
-                ),
+                lambda rng, step, pipe=pipe, drawn=drawn: transformer_loss(pipe, *drawn.batch(rng, 2, 0.2)),
                 dict,
             )
         return torch.load(tmp_path / name / "clean.pt", weights_only=True)["transformer"]

@@ -54,7 +54,7 @@ def pipeline() -> Flux2KleinPipeline:
     """An untrained `Flux2KleinPipeline` of 64 x 64 images: four image tokens of 32 numbers, a text encoder of four layers."""
     words_of_prompts = tokenizer()
     return Flux2KleinPipeline(
-        scheduler=FlowMatchEulerDiscreteScheduler(use_dynamic_shifting=True, shift=3.0),
+        scheduler=FlowMatchEulerDiscreteScheduler(shift=2.0),
         vae=AutoencoderKLFlux2(
             down_block_types=("DownEncoderBlock2D",) * 5,
             up_block_types=("UpDecoderBlock2D",) * 5,
