@@ -199,6 +199,7 @@ def test_a_reward_takes_pil_images():
     assert rewards.score("green", Green(), images, ["a", "b"], level=[2.0, 3.0]).tolist() == [0, 128]
 
 
+@pytest.mark.slow
 def test_the_trainer_prints_its_own_lines_alone(tmp_path):
     """In a new interpreter, as a script of a user's own runs, without the command line's settings for other libraries."""
     script = tmp_path / "script.py"

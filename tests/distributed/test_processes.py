@@ -176,6 +176,7 @@ def test_a_port_in_use_gets_a_clear_error(tmp_path):
     assert "set MASTER_PORT to a port that no other program uses" in said[0]
 
 
+@pytest.mark.slow
 def test_ctrl_c_stops_all_between_two_steps_and_saves(tmp_path):
     process = start(config(tmp_path, "steps=500", "save_every=500"), 2)
     in_step(process, tmp_path)

@@ -64,6 +64,7 @@ def test_what_is_kept_is_what_was_drawn_scored_and_compared(tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.slow
 def test_a_resumed_run_keeps_what_one_run_keeps(tmp_path):
     common = ["steps=4", "save_every=1", "evaluation.every=1", LIMIT]
     FlowGRPOTrainer(args=short_run(tmp_path / "whole", *common)).train()

@@ -111,7 +111,7 @@ def whole(tmp_path_factory) -> Path:
         ("2 asleep", "1", signal.SIGTERM),
         pytest.param("1 asleep", "1", signal.SIGINT, marks=pytest.mark.slow),  # in the evaluation before the first step
         pytest.param("2 for_years", "{isolate: true}", signal.SIGINT, marks=pytest.mark.slow),
-        ("3 asleep", "{remote: URL}", signal.SIGINT),  # of the second half of the first step's images
+        pytest.param("3 asleep", "{remote: URL}", signal.SIGINT, marks=pytest.mark.slow),  # of the second half of the first step's images
     ],
 )
 def test_a_run_whose_reward_hangs_is_stopped_and_resumed_to_the_same_numbers(tmp_path, whole, hang, where, number):
@@ -156,7 +156,9 @@ def test_the_second_ctrl_c_ends_a_command_that_does_not_heed_the_first(tmp_path)
     command.finish(130)
 
 
-@pytest.mark.parametrize("verb", ["score", "rewards test", "eval", "doctor", "compare"])
+@pytest.mark.parametrize(
+    "verb", ["score", *(pytest.param(v, marks=pytest.mark.slow) for v in ("rewards test", "eval", "doctor", "compare"))]
+)
 def test_the_first_ctrl_c_ends_the_other_commands(tmp_path, verb):
     name = write(tmp_path, "1 asleep")
     save_grid(tmp_path / "grid.png", torch.rand(2, 3, 32, 80), [ImageInfo("a", 0, "m"), ImageInfo("b", 0, "m")], columns=2)
@@ -175,6 +177,7 @@ def test_the_first_ctrl_c_ends_the_other_commands(tmp_path, verb):
     assert gone(hanging)
 
 
+@pytest.mark.slow
 @pytest.mark.slow
 def test_a_slice_ends_with_a_comparison_that_is_terminated(tmp_path):
     write(tmp_path, "1 for_years")

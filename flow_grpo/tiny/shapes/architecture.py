@@ -54,6 +54,7 @@ def pipeline() -> Flux2KleinPipeline:
     """An untrained `Flux2KleinPipeline` of 64 x 64 images: four image tokens of 32 numbers, a text encoder of four layers."""
     words_of_prompts = tokenizer()
     return Flux2KleinPipeline(
+        # FLUX.2 computes a shift of 7 for four tokens, with which a few steps leave the colours undecided
         scheduler=FlowMatchEulerDiscreteScheduler(shift=2.0),
         vae=AutoencoderKLFlux2(
             down_block_types=("DownEncoderBlock2D",) * 5,
