@@ -211,7 +211,13 @@ def test_every_lora_target_of_a_preset_is_a_layer_of_its_model(preset):
         assert any(name.endswith(f".{target}") for name in layers), target
 
 
-EMBEDDED_TOO = ("tiny_grpo", "tiny_paper", "tiny_all", "tiny_edit", "tiny_shapes")  # presets whose model another preset builds
+EMBEDDED_TOO = (
+    "tiny_grpo",
+    "tiny_paper",
+    "tiny_all",
+    "tiny_edit",
+    "tiny_shapes",
+)  # presets whose model another preset builds
 
 
 @pytest.mark.parametrize("preset", [pytest.param(p, marks=[pytest.mark.slow] * (p in EMBEDDED_TOO)) for p in PRESETS])
