@@ -142,7 +142,7 @@ def train_transformer(
         bank = "edits" if is_edit else "scenes"
         captions, examples = drawn[bank].batch(rng, size, 0.0 if teacher is None else WRONG[bank])
         text_length = 512 if is_long else architecture.TEXT_LENGTH
-        return transformer_loss(pipe, captions, examples, text_length, teacher, GUIDANCE[bank])
+        return transformer_loss(pipe, captions, examples, text_length=text_length, teacher=teacher, guidance=GUIDANCE[bank])
 
     def evaluate() -> dict:
         return {f"{kind}_guidance_{g:g}": value for g in (1.0, 4.0) for kind, value in accuracy(stage.ema, 96, g).items()}

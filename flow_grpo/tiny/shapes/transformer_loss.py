@@ -37,7 +37,8 @@ def transformer_loss(
             target = velocity(teacher, true, states, sigma, examples.sources)
             if guidance != 1.0:
                 target = torch.lerp(velocity(teacher, [""] * len(x0), states, sigma, examples.sources), target, guidance)
-    return F.mse_loss(velocity(pipe, captions, states, sigma, examples.sources, text_length), target)
+    predicted = velocity(pipe, captions, states, sigma, examples.sources, text_length=text_length)
+    return F.mse_loss(predicted, target)
 
 
 def velocity(
