@@ -61,12 +61,18 @@ def test_edits_are_misdescribed_in_their_kind_and_in_what_is_new():
     assert abs(np.mean(colors) - 0.2) < 4 * (0.2 * 0.8 / len(colors)) ** 0.5
 
 
-def test_the_loss_depends_on_captions_and_sources():
+def pipeline_without_zeros():
+    """The untrained pipeline with random numbers where its transformer begins with zeros."""
     torch.manual_seed(0)
-    pipe, rng = architecture.pipeline(), np.random.default_rng(0)
+    pipe = architecture.pipeline()
     for parameter in pipe.transformer.parameters():
         if not parameter.any():
             torch.nn.init.normal_(parameter, std=0.05)
+    return pipe
+
+
+def test_the_loss_depends_on_captions_and_sources():
+    pipe, rng = pipeline_without_zeros(), np.random.default_rng(0)
     made = pretrain.encoded(pipe, examples.edits(rng, 4))
     true = list(map(str, made.described))
     losses = []
@@ -83,11 +89,7 @@ def test_the_loss_depends_on_captions_and_sources():
 
 
 def test_a_teacher_with_guidance_is_the_target_and_knows_the_true_captions():
-    torch.manual_seed(0)
-    pipe, rng = architecture.pipeline(), np.random.default_rng(0)
-    for parameter in pipe.transformer.parameters():
-        if not parameter.any():
-            torch.nn.init.normal_(parameter, std=0.05)
+    pipe, rng = pipeline_without_zeros(), np.random.default_rng(0)
     made = pretrain.encoded(pipe, examples.scenes(rng, 4, examples.TAUGHT))
     true = list(map(str, made.described))
 

@@ -3,8 +3,9 @@
 Five stages, each from the result of the one before:
   vae        the autoencoder on random shapes, in more cells of an image than a scene has
   clean      transformer and text encoder together by flow matching (arXiv 2210.02747): scenes and edits with true captions
-  noisy      the same with captions that are wrong with some probability: the model keeps its crisp shapes but draws only about
-             half of the scenes and edits as asked. Reinforcement learning can bring the skill back.
+  noisy      the velocities of `clean` with guidance and the true caption, learned from captions that are wrong with some
+             probability: the model stays crisp but draws only about half of the scenes and edits as asked. Reinforcement learning
+             can bring the skill back.
   decoder    the autoencoder's decoder alone, on latents that stay as they are
   clip       the open_clip model that measures it held out
 
