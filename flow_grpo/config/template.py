@@ -47,13 +47,7 @@ def template(model: str, rewards: list[str]) -> str:
     """
     preset = _preset(model)
     args = FlowGRPOConfig.from_yaml(preset)
-    values = args.model_dump(mode="json")
-    values |= {"model": model, "rewards": dict.fromkeys(rewards, 1.0)}
-    if model not in TRAINING_PROMPTS and not any(reward.startswith("ocr") for reward in rewards):
-        values["prompts"], values["evaluation"]["prompts"] = OBJECT_PROMPTS
-    measured = {k: v for k, v in values["evaluation"]["rewards"].items() if not k.startswith("ocr")}
-    shown = ("options", "frames")
-    values["evaluation"]["rewards"] = {k: {name: v[name] for name in shown if v[name]} for k, v in measured.items()}
+    values = _values(args, model, rewards)
     lines = [
         f"# Trains {model}: flow-grpo train THIS_FILE. The values are those of the bundled config {preset}.",
         "# All settings: flow-grpo schema. Check them without training: flow-grpo train THIS_FILE --dry-run.",
@@ -63,11 +57,28 @@ def template(model: str, rewards: list[str]) -> str:
         if not inner:
             lines += _setting(key, values[key], field.description)
         elif values[key] is not None:
-            lines += ["", f"{key}:"]
-            fields = type(getattr(args, key)).model_fields
-            for name in _shown_fields(args, values, key):
-                lines += _setting(name, values[key][name], fields[name].description, indent="  ")
+            lines += _section(args, values, key)
     return "\n".join(lines) + "\n"
+
+
+def _values(args: FlowGRPOConfig, model: str, rewards: list[str]) -> dict[str, Any]:
+    """The values of the preset `args` for another model and other rewards, with prompts that suit both."""
+    values = args.model_dump(mode="json")
+    values |= {"model": model, "rewards": dict.fromkeys(rewards, 1.0)}
+    if model not in TRAINING_PROMPTS and not any(reward.startswith("ocr") for reward in rewards):
+        values["prompts"], values["evaluation"]["prompts"] = OBJECT_PROMPTS
+    measured = {k: v for k, v in values["evaluation"]["rewards"].items() if not k.startswith("ocr")}
+    shown = ("options", "frames")
+    values["evaluation"]["rewards"] = {k: {name: v[name] for name in shown if v[name]} for k, v in measured.items()}
+    return values
+
+
+def _section(args: FlowGRPOConfig, values: dict[str, Any], key: str) -> list[str]:
+    """The lines of a section: its name, and its settings indented below it."""
+    fields, lines = type(getattr(args, key)).model_fields, ["", f"{key}:"]
+    for name in _shown_fields(args, values, key):
+        lines += _setting(name, values[key][name], fields[name].description, indent="  ")
+    return lines
 
 
 def _shown_fields(args: FlowGRPOConfig, values: dict[str, Any], key: str) -> list[str]:

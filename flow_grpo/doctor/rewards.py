@@ -55,36 +55,35 @@ def check_rewards(
         in_rollouts: the names of rewards that rollouts call. The others, which only evaluations call, are called once.
         sampling_seconds: what sampling the images took.
     """
-    calls: dict[str, RewardCall] = {}
-    errors: dict[str, str] = {}
     names = sorted(rewards.rewards, key=lambda name: not rewards.weights[name])  # the trained ones first
     rows = scored_rows(rewards, inputs)
-    for name in names:
-        if name == HUMAN or not rows.get(name, [0]):
-            continue
+    called = [name for name in names if name != HUMAN and rows.get(name, [0])]
+    calls: dict[str, RewardCall] = {}
+    errors: dict[str, str] = {}
+    for name in called:
+        own = inputs.take(rows[name]) if name in rows else inputs
         try:
-            own = inputs.take(rows[name]) if name in rows else inputs
             calls[name] = (probe if name in in_rollouts else call_once)(name, rewards.rewards[name], own)
         except ValueError as error:
             errors[name] = str(error)
+    trained = {name: call for name, call in calls.items() if rewards.weights[name]}
     scoring = sum(call.seconds for name, call in calls.items() if name in in_rollouts)
     rollout, results = sampling_seconds / len(inputs.prompts) + scoring, []
     for name in names:
+        if name not in called:
+            results.append(human_skipped(name) if name == HUMAN else not_called(name))
+            continue
         drops = name in rewards.drop_on_error
-        if name == HUMAN:
-            results.append(human_skipped(name))
-        elif not rows.get(name, [0]):
-            results.append(CheckResult(f"{name}: values", "not called", OK, "no prompt of the first step has this reward"))
-        elif name in errors:
+        if name in errors:
             results.append(failed(name, errors[name], drops))
-        elif rewards.weights[name]:
-            others = [calls[other] for other in calls if other != name and rewards.weights[other]]
+            continue
+        if name in trained:
+            others = [call for other, call in trained.items() if other != name]
             results += check_trained(name, calls[name], group_size, drops, others)
         else:
             results += check_monitored(name, calls[name], drops)
-        if name in calls:
-            seconds = calls[name].seconds
-            results.append(latency(name, seconds, seconds / rollout if name in in_rollouts else None))
+        seconds = calls[name].seconds
+        results.append(latency(name, seconds, seconds / rollout if name in in_rollouts else None))
     return RewardChecks(calls, results, rows)
 
 
@@ -132,6 +131,11 @@ def check_monitored(name: str, call: RewardCall, drops: bool) -> list[CheckResul
 
 
 # -- judging ----------------------------------------------------------------------------------------------------------
+
+
+def not_called(name: str) -> CheckResult:
+    """The result for a reward that no prompt of the first step names."""
+    return CheckResult(f"{name}: values", "not called", OK, "no prompt of the first step has this reward")
 
 
 def human_skipped(name: str) -> CheckResult:

@@ -186,20 +186,37 @@ def acknowledge() -> None:
 
 def _unanswered(reading: int, patience: dict[signal.Signals, float]) -> bool:
     """Wait until the watched process has not answered in time, or is gone, which is False."""
-    former, deadline, answers = math.inf, math.inf, False
+    deadline = _Deadline(patience)
     while True:
-        left = None if deadline == math.inf else max(0.0, deadline - time.monotonic())
+        left = None if deadline.time == math.inf else max(0.0, deadline.time - time.monotonic())
         if not select.select([reading], [], [], left)[0]:
             return True
         numbers, now = os.read(reading, 64), time.monotonic()
         if not numbers:
             return False
         for number in numbers:
-            if number == ANSWER[0]:
-                deadline, answers = math.inf, True
-            elif number == signal.SIGTERM and answers:
-                deadline = min(deadline, now + patience[signal.SIGTERM])
-            elif number == signal.SIGINT and now - former > DEBOUNCE:
-                deadline = min(deadline, now + patience[signal.SIGINT])
-            elif number == signal.SIGINT:
-                former = min(former, now)
+            deadline.update(number, now)
+
+
+class _Deadline:
+    """When the watched process must have answered: after SIGTERM, if it ever answers, and after the second SIGINT.
+
+    Attributes:
+        time: seconds of the monotonic clock; infinity while no answer is due.
+    """
+
+    def __init__(self, patience: dict[signal.Signals, float]) -> None:
+        self.patience = patience
+        self.time = self._first_interrupt = math.inf
+        self._answers = False
+
+    def update(self, number: int, now: float) -> None:
+        """Take the number of a signal, or an answer, that came at the time `now`."""
+        if number == ANSWER[0]:
+            self.time, self._answers = math.inf, True
+        elif number == signal.SIGTERM and self._answers:
+            self.time = min(self.time, now + self.patience[signal.SIGTERM])
+        elif number == signal.SIGINT and now - self._first_interrupt > DEBOUNCE:
+            self.time = min(self.time, now + self.patience[signal.SIGINT])
+        elif number == signal.SIGINT:
+            self._first_interrupt = min(self._first_interrupt, now)
