@@ -17,6 +17,8 @@ SCALE = 4  # a shape is enlarged so many times before its contour is measured
 FOREGROUND = 22.0  # distance from the ground's colour in Lab from which a pixel is part of a shape
 PURE = 40.0  # distance from a colour of the palette in Lab up to which a pixel is no mixture at an edge
 CLEAN = 14.0  # the same for pixels that are of that colour without doubt
+NEAR = 20.0  # distance from the colour that is nearest to a shape's up to which a pixel has that colour
+UNIFORM = 0.75  # share of the pixels of a shape that have its colour, at least; else it has several colours, so none
 SMALLEST_CORE = 4  # pure pixels of a shape, at least
 SMALLEST = 30.0  # area of a shape in pixels; a small cross has 101
 HULL_OF_CROSS = 0.89  # a cross fills less of its convex hull, the other shapes more
@@ -94,28 +96,38 @@ def _by_color(blob: np.ndarray, lab: np.ndarray, purity: float, share: float) ->
 
 def _shapes(blob: np.ndarray, lab: np.ndarray, contrast: np.ndarray) -> list[DetectedShape]:
     """The shapes of a blob of one colour, which may touch."""
-    color, mask, left, top = _color_and_mask(blob, lab, contrast)
+    mask, left, top = _mask(blob, lab, contrast)
+    color = _color_name(blob, lab)
     found = [_describe(part, left, top, color) for part in _separated(mask)]
     return [one for one in found if one is not None]
 
 
 def _is_shape(blob: np.ndarray, lab: np.ndarray, contrast: np.ndarray) -> bool:
     """Whether the blob has the form of one shape, whatever its colours."""
-    _, mask, _, _ = _color_and_mask(blob, lab, contrast)
+    mask, _, _ = _mask(blob, lab, contrast)
     return mask.sum() >= SMALLEST * SCALE**2 and bool(_kind(_contour(mask)))
 
 
-def _color_and_mask(blob: np.ndarray, lab: np.ndarray, contrast: np.ndarray) -> tuple[np.ndarray, np.ndarray, int, int]:
-    """The colour of a blob, and its enlarged mask with the pixel where that begins."""
-    color = _color(blob, lab)
+def _mask(blob: np.ndarray, lab: np.ndarray, contrast: np.ndarray) -> tuple[np.ndarray, int, int]:
+    """The enlarged mask of a blob, with the pixel where it begins."""
+    color = np.median(_inner(blob, lab), axis=0)
     depth = max(float(np.linalg.norm(color - GROUND_LAB)), FOREGROUND)
-    return color, *_enlarged(np.where(blob, contrast / depth, 0.0))
+    return _enlarged(np.where(blob, contrast / depth, 0.0))
 
 
-def _color(blob: np.ndarray, lab: np.ndarray) -> np.ndarray:
-    """The median colour in Lab of the pixels that are not at the edge."""
+def _color_name(blob: np.ndarray, lab: np.ndarray) -> str:
+    """The colour of a blob; "" if that is far from the palette's or if it has several."""
+    pixels = _inner(blob, lab)
+    distances = np.linalg.norm(np.median(pixels, axis=0) - COLORS_LAB, axis=-1)
+    nearest = int(distances.argmin())
+    has_color = np.linalg.norm(pixels - COLORS_LAB[nearest], axis=-1) < NEAR
+    return NAMES[nearest] if distances[nearest] < PURE and has_color.mean() >= UNIFORM else ""
+
+
+def _inner(blob: np.ndarray, lab: np.ndarray) -> np.ndarray:
+    """The colours (n, 3) in Lab of the pixels of a blob that are not at its edge."""
     inner = cv2.erode(blob.astype(np.uint8), np.ones((3, 3), np.uint8)).astype(bool)
-    return np.median(lab[inner if inner.any() else blob], axis=0)
+    return lab[inner if inner.any() else blob]
 
 
 def _grow(markers: np.ndarray, solid: np.ndarray, steps: int) -> np.ndarray:
@@ -164,13 +176,12 @@ def _contour(blob: np.ndarray) -> np.ndarray:
     return max(contours, key=cv2.contourArea)
 
 
-def _describe(blob: np.ndarray, left: int, top: int, lab: np.ndarray) -> DetectedShape | None:
+def _describe(blob: np.ndarray, left: int, top: int, color: str) -> DetectedShape | None:
     """The shape of an enlarged mask that begins at pixel (left, top), of that colour; None if it is too small for one."""
     if blob.sum() < SMALLEST * SCALE**2:
         return None
-    contour, distances = _contour(blob), np.linalg.norm(lab - COLORS_LAB, axis=-1)
+    contour = _contour(blob)
     x, y, width, height = cv2.boundingRect(contour)
-    color = NAMES[int(distances.argmin())] if distances.min() < PURE else ""
     return DetectedShape(
         _kind(contour), color, left + (x + width / 2) / SCALE, top + (y + height / 2) / SCALE, max(width, height) / SCALE
     )

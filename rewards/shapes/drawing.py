@@ -18,8 +18,6 @@ PALETTE = {
     "green": (30, 142, 62),
     "blue": (29, 78, 216),
     "yellow": (250, 204, 21),
-    "purple": (150, 50, 200),
-    "black": (17, 17, 17),
 }
 EXTENTS = {"small": (13.5, 14.5), None: (18.5, 19.5), "large": (24.0, 25.0)}  # pixels, the longer side of a shape
 CELL = 32  # pixels: a shape has a cell of its own, which is one token of the model

@@ -55,7 +55,8 @@ def check_scene(scene: Scene, found: Sequence[DetectedShape]) -> Requirements:
 def _met(scene: Scene, slots: list[tuple[Group, str]], chosen: Sequence[DetectedShape | None]) -> dict[str, bool]:
     met: dict[str, bool] = {}
     for (group, name), one in zip(slots, chosen, strict=True):
-        met[f"shape {name}"] = one is not None and one.shape == group.shape
+        # without a colour that is asked for any of the palette is right, but not a mixture
+        met[f"shape {name}"] = one is not None and one.shape == group.shape and bool(group.color or one.color)
         if group.color:
             met[f"colour {name}"] = met[f"shape {name}"] and one is not None and one.color == group.color
         if group.size:

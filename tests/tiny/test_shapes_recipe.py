@@ -25,7 +25,7 @@ def test_the_published_number_of_layers_is_the_same_function():
     tokenizer = architecture.tokenizer()
     encoder = architecture.text_encoder(len(tokenizer), 4).eval()
     deep = architecture.with_published_layers(encoder).eval()
-    inputs = tokenizer(["a red circle", "make the black cross green"], return_tensors="pt", padding=True)
+    inputs = tokenizer(["a red circle", "make the blue cross green"], return_tensors="pt", padding=True)
     shallow_states, deep_states = (one(**inputs, output_hidden_states=True).hidden_states for one in (encoder, deep))
     for place, published in zip(architecture.TEXT_LAYERS, architecture.PUBLISHED_LAYERS, strict=True):
         assert torch.equal(shallow_states[place], deep_states[published])

@@ -10,7 +10,7 @@ from transformers import Qwen2Tokenizer, Qwen3Config, Qwen3ForCausalLM, T5Tokeni
 
 from rewards.shapes.prompts import words
 
-TEXT_LENGTH = 16  # `add a yellow triangle left of the purple circle` is ten words; a mark begins each prompt
+TEXT_LENGTH = 16  # `add a yellow triangle left of the blue circle` is ten words; a mark begins each prompt
 TEXT_WIDTH, TEXT_LAYERS = 64, (1, 2, 3)  # layers whose outputs the transformer reads, as they are trained
 PUBLISHED_LAYERS = (9, 18, 27)  # those that the pipeline reads by default, as the model is saved
 WIDTH, HEAD = 128, 32
