@@ -104,11 +104,18 @@ class _Images:
         return _Images(self.images[rows], [self.prompts[i] for i in rows], metadata, second, group)
 
     def keywords(self, reward: Reward, inputs: int = 2) -> dict[str, Any]:
-        """The metadata that the reward takes after its first `inputs` arguments, with `source` where prompts have images."""
+        """The metadata that the reward takes after its first `inputs` arguments, with `source` where prompts have images.
+
+        Where some prompts have none, a reward that names `source` can't be asked; one that takes any metadata goes without it.
+        """
         if not has_sources(self.metadata):
             return accepted_metadata(reward, self.metadata, inputs)
         accepted = accepted_metadata(reward, {**self.metadata, SOURCE: None}, inputs)
-        return {**accepted, SOURCE: first_sources(self.metadata[SOURCES], self.images)} if SOURCE in accepted else accepted
+        if SOURCE not in accepted:
+            return accepted
+        if not all(self.metadata[SOURCES]) and SOURCE not in groups.signature(reward).parameters:
+            return {key: column for key, column in accepted.items() if key != SOURCE}
+        return {**accepted, SOURCE: first_sources(self.metadata[SOURCES], self.images)}
 
     def pairs(self, first: list[int], second: list[int]) -> "_Images":
         """Pairs of these images by their rows."""

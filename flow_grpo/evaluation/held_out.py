@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from flow_grpo.config.sections import EvaluationConfig
-from flow_grpo.data.prompts import PromptSet
+from flow_grpo.data.prompts import PromptSet, rows_by_set
 from flow_grpo.distributed.processes import Processes
 from flow_grpo.evaluation.generate import generate_images, image_seed
 from flow_grpo.evaluation.image_metrics import NUM_DIVERSITY_PROMPTS, high_frequency_power, rms_difference, score_images
@@ -70,6 +70,8 @@ def evaluate(
     with phase(f"scoring {counted(len(batch.prompts), 'held-out image')}"):
         by_process = processes.gather_or_raise(score, (ValueError, Interrupted))
     values = {name: _in_prompt_order([part[name] for part in by_process]) for name in by_process[0]}
+    if rows_by_set(prompts.metadata):  # without rewards that no set has
+        values = {name: of_prompt for name, of_prompt in values.items() if not of_prompt.isnan().all()}
     differences = rms_difference(images[: len(second_images)], second_images)
     image_stats = processes.all_gather((high_frequency_power(images), differences))
     shown = {*range(num_kept_images), *(best_and_worst(values["reward"].tolist()) if num_kept_images else ())}

@@ -111,6 +111,15 @@ def test_a_prompt_without_an_image_is_named_where_a_reward_needs_it(file):
     assert values.tolist() == [0, 0, 0]
 
 
+def test_a_reward_of_any_metadata_scores_prompts_with_and_without_images_together():
+    def seen(images, prompts, **metadata):
+        return [len(of_prompt) + 10 * ("source" in metadata) for of_prompt in metadata["sources"]]
+
+    mixed = [*sources()[:2], []]
+    assert rewards.score("seen", seen, drawn(), PROMPTS, sources=mixed).tolist() == [2, 1, 0]
+    assert rewards.score("seen", seen, drawn(), PROMPTS, sources=sources()).tolist() == [12, 11, 11]
+
+
 def test_a_users_own_column_called_sources_is_metadata(file):
     values = rewards.score("own", lambda images, prompts, sources: sources, drawn(), PROMPTS, sources=[1.0, 2.0, 3.0])
     assert values.tolist() == [1, 2, 3]

@@ -201,6 +201,21 @@ def test_a_run_of_sets_from_files_is_evaluated_by_set_and_resumes_exactly(tmp_pa
         }
 
 
+def test_a_reward_that_no_held_out_set_has_is_no_metric(tmp_path):
+    (tmp_path / "signs.txt").write_text("a cat\na dog\n")
+    held_out = [{"file": f"{tmp_path}/signs.txt", "name": name, "rewards": ["mean"]} for name in ("one", "two")]
+    args = small.settings(
+        prompts=f"{tmp_path}/signs.txt",
+        output_dir=f"{tmp_path}/run",
+        evaluation={"prompts": held_out, "steps": 2, "every": 1, "num_images": 0},
+    )
+    args.steps = 1
+    FlowGRPOTrainer(small.policy(), [mean, brighter], args).train()
+    evaluated = [row for row in read_metrics(tmp_path / "run") if "eval/reward" in row]
+    assert evaluated[0]["eval/reward"] == pytest.approx(evaluated[0]["eval/mean"])
+    assert not any("brighter" in name for row in evaluated for name in row if name.startswith("eval/"))
+
+
 def test_a_set_that_names_an_unknown_reward_is_refused_before_the_run(tmp_path):
     (tmp_path / "signs.txt").write_text("a cat\na dog\n")
     args = small.settings(prompts=[{"file": f"{tmp_path}/signs.txt", "rewards": ["clip"]}], output_dir=f"{tmp_path}/run")
