@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from flow_grpo.policy.policy import Policy
     from flow_grpo.trainer import FlowGRPOTrainer
 
-__version__ = "0.3.0"
+__version__ = "0.4.0"
 __all__ = ["FlowGRPOConfig", "FlowGRPOTrainer", "ImagePrompt", "Policy", "load_policy"]
 
 _HOMES = {
