@@ -108,14 +108,11 @@ class _Images:
 
         Where some prompts have none, a reward that names `source` can't be asked; one that takes any metadata goes without it.
         """
-        if not has_sources(self.metadata):
+        named = SOURCE in groups.signature(reward).parameters
+        if not has_sources(self.metadata) or not (named or all(self.metadata[SOURCES])):
             return accepted_metadata(reward, self.metadata, inputs)
         accepted = accepted_metadata(reward, {**self.metadata, SOURCE: None}, inputs)
-        if SOURCE not in accepted:
-            return accepted
-        if not all(self.metadata[SOURCES]) and SOURCE not in groups.signature(reward).parameters:
-            return {key: column for key, column in accepted.items() if key != SOURCE}
-        return {**accepted, SOURCE: first_sources(self.metadata[SOURCES], self.images)}
+        return {**accepted, SOURCE: first_sources(self.metadata[SOURCES], self.images)} if SOURCE in accepted else accepted
 
     def pairs(self, first: list[int], second: list[int]) -> "_Images":
         """Pairs of these images by their rows."""
