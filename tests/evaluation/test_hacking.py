@@ -106,7 +106,10 @@ def test_sharpness_is_what_a_blur_takes_away_and_distance_is_symmetric():
 
 
 def recorded(name: str) -> list[EvaluationRecord]:
-    """128 held-out prompts of a run of `compare/awm_attention` with other rewards, as it kept them: 24 steps, seed 0."""
+    """The held-out prompts of a run with other rewards, as it kept them, seed 0.
+
+    128 of `compare/awm_attention`, 24 steps; count_shapes: 126 of `tiny_shapes`, 15 steps, four images of each.
+    """
     rows = json.loads((RECORDED / f"{name}.json").read_text())
     looks = [{HIGH_FREQUENCY_POWER: row["sharpness"], DIVERSITY: row["diversity"]} for row in rows]
     return [
@@ -122,6 +125,14 @@ def test_a_run_on_jpeg_size_alone_is_caught_before_ocr_has_lost_a_tenth():
     assert 0.9 * ocr[0] < ocr[caught[0]] < ocr[0]
     assert ocr[-1] < ocr[caught[0]], "and it goes on to fall"
     assert all("ocr" in hacking.detect_drops(history[: n + 1]) for n in caught)
+
+
+def test_a_run_that_counts_shapes_alone_is_caught_before_shapes_exact_has_lost_a_tenth():
+    history = recorded("count_shapes")
+    caught = [n for n in range(1, len(history)) if "shapes_exact" in hacking.detect_drops(history[: n + 1])]
+    exact = [sum(reading.held_out["shapes_exact"]) / len(reading.held_out["shapes_exact"]) for reading in history]
+    assert 0.9 * exact[0] < exact[caught[0]] < exact[0]
+    assert exact[-1] < exact[caught[0]], "and it goes on to fall"
 
 
 def test_a_run_on_ocr_and_clip_is_not_flagged():
