@@ -151,7 +151,7 @@ def test_push_to_hub_uploads_the_last_or_the_best_weights_and_returns_the_addres
             here = settings(server)
             monkeypatch.setenv("HF_TOKEN", here["HF_TOKEN"])
             monkeypatch.setattr("flow_grpo.export.push.HfApi", partial(HfApi, endpoint=here["HF_ENDPOINT"]))
-            address = trainer.push_to_hub("me/signs", private=True, best=best)
+            address = trainer.push_to_hub("me/signs", private=True, **({"best": True} if best else {}))
         sent = uploaded(server)
         assert address == f"{here['HF_ENDPOINT']}/me/signs"
         assert sent[WEIGHTS] == (weights / WEIGHTS).read_bytes()

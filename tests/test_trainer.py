@@ -766,7 +766,12 @@ def test_a_run_goes_on_where_it_stopped_with_the_same_numbers(tmp_path, capsys):
     trained = []
     step = again.training_step
     again.training_step = lambda: (trained.append((tmp_path / "run" / "lora").exists()), step())[1]
+    begun = []
+    again.callbacks.call = lambda event, **kwargs: (
+        event == "on_train_begin" and begun.append(again.callbacks.state.global_step)
+    )
     again.train(resume=True)
+    assert begun == [2], "the step that the run goes on from"
     assert trained == [False, False]
     assert "resumed at step 2 of 4" in capsys.readouterr().out
     assert rows(tmp_path / "run") == rows(tmp_path / "whole")
@@ -821,6 +826,13 @@ def test_what_can_not_be_started_or_resumed_gets_a_clear_error(tmp_path):
             made(tmp_path / "run", steps=1).train(resume=True)
 
 
+def test_prompts_that_are_trained_on_and_measured_are_reported_before_the_first_step(tmp_path):
+    made(tmp_path / "run", steps=1, held_out=small.PROMPTS).train()
+    [(step, warning)] = [(row["step"], row["warning"]) for row in rows(tmp_path / "run") if "warning" in row]
+    assert step == 0
+    assert "6 of the 6 held-out prompts" in warning
+
+
 def test_settings_that_may_change_are_written_anew(tmp_path):
     made(tmp_path / "run", steps=1).train()
     made(tmp_path / "run", steps=2, save_every=7).train(resume=True)
@@ -842,10 +854,12 @@ def test_a_run_says_what_it_trains_where(tmp_path, capsys):
 
 
 @pytest.mark.real_report
-def test_without_held_out_prompts_a_run_ends_with_weights_and_a_report(tmp_path):
+def test_without_held_out_prompts_a_run_ends_with_weights_and_a_report(tmp_path, capsys):
     assert made(tmp_path / "run", steps=1).train() == {}
-    assert (tmp_path / "run" / "lora" / "pytorch_lora_weights.safetensors").exists()
-    assert (tmp_path / "run" / "report.html").exists()
+    output = capsys.readouterr().out.replace("\n", "")
+    for name, place in (("LoRA", Path("lora", "pytorch_lora_weights.safetensors")), ("report", Path("report.html"))):
+        assert (tmp_path / "run" / place).exists()
+        assert f"{name}: {tmp_path / 'run' / place}" in output
 
 
 def test_all_weights_of_a_transformer_are_saved_as_one(tmp_path):

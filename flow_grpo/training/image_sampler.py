@@ -68,8 +68,7 @@ class ImageSampler:
         def sampled(x: Tensor, i: int, rows: Tensor) -> Tensor:
             # a compiled kernel with gradients differs in the last bit: a step that is replayed with them is sampled with them
             with torch.set_grad_enabled((self.policy.compiled or keep_graphs) and i in window):
-                v = velocity(x, i, rows)
-            return v if keep_graphs else v.detach()
+                return velocity(x, i, rows)
 
         rollout = partial(
             sampling.rollout,

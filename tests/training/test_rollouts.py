@@ -16,7 +16,7 @@ from flow_grpo.data.prompts import PromptSampler
 from flow_grpo.methods import SOLVERS
 from flow_grpo.training.critic import Critic
 from flow_grpo.training.gates import DisagreementGate
-from flow_grpo.training.interrupt import Interrupted
+from flow_grpo.training.interrupt import Interrupted, wait_for
 from flow_grpo.training.rollouts import RolloutSource, select_rows
 from flow_grpo.types import Scores
 from rewards import WeightedSum
@@ -127,6 +127,22 @@ def test_a_rollout_is_scored_and_solved_as_the_settings_say():
     one = euler.image_sampler.trajectory(0, batch, []).final
     for rolls in others:
         assert 1e-3 < float((rolls.image_sampler.trajectory(0, batch, []).final - one).abs().mean()) < 0.5
+
+
+@pytest.mark.parametrize(("which", "adapter"), [("trained", "default"), ("old", "old")])
+def test_images_are_drawn_by_the_policy_that_the_settings_name(which, adapter):
+    policy, batch, ode = small.policy(), small.PROMPTS.take([4, 2], 3), {"steps": 4, "transition": "ode"}
+    policy.lora.add_copy("old")
+    small.move(policy, seed=1)
+    rolls = source(policy, objective={"name": "nft", "rollout_policy": which}, sampling=ode, window=[])
+    final = rolls.image_sampler.trajectory(0, batch, []).final
+    alone = source(policy, objective={"name": "awm"}, sampling=ode, window=[]).image_sampler
+    drawn = {}
+    for name in ("default", "old"):
+        with policy.lora.use(name):
+            drawn[name] = alone.trajectory(0, batch, []).final
+    assert torch.equal(final, drawn[adapter])
+    assert not torch.equal(drawn["default"], drawn["old"])
 
 
 def test_the_forward_passes_of_a_rollout_are_micro_batches_without_gradients():
@@ -569,13 +585,16 @@ def test_the_seconds_of_a_step_are_those_of_its_parts(monkeypatch):
     rolls.rewards.rewards["main"] = Rounds("111s", "ss", "1111")
     rolls.image_sampler.trajectory = takes(5.0, rolls.image_sampler.trajectory)
     rolls.policy.decode = takes(3.0, rolls.policy.decode)
+    rolls.policy.velocity_fn = takes(1.0, rolls.policy.velocity_fn)
+    monkeypatch.setattr("flow_grpo.training.image_sampler.wait_for", takes(4.0, wait_for))
     rolls._group_advantages = takes(2.0, rolls._group_advantages)
     together = rolls.processes.gather_or_raise
     rolls.image_sampler.processes.gather_or_raise = takes(7.0, together)
     for step, rounds in ((0, 2), (1, 1)):
         with rolls.policy.meter.step():
             rolls.collect(step)
-        spent = {"rollout": 5.0 * rounds, "decode": 3.0 * rounds, "wait": 7.0 * rounds, "advantage": 2.0}
+        spent = {"encode": 1.0, "rollout": 5.0, "decode": 3.0, "reward": 4.0, "wait": 7.0}
+        spent = {name: seconds * rounds for name, seconds in spent.items()} | {"advantage": 2.0}
         assert {name: seconds for name, seconds in rolls.policy.meter.seconds().items() if seconds} == spent
 
 
