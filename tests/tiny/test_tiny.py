@@ -74,7 +74,7 @@ def test_it_leaves_work_to_reinforcement_learning():
     prompts = load_prompts("prompts/signs_eval.txt")
     exact = rewards.WeightedSum({"exact": rewards.load("ocr_exact")}, {"exact": 1.0})
     score = {}
-    for guidance, count in ((1.0, 160), (3.0, 64)):
+    for guidance, count in ((1.0, 96), (3.0, 32)):
         policy = tiny_policy("auto", guidance_scale=guidance)
         score[guidance] = evaluate(policy, prompts.head(count), exact, steps=10, seed=1234).means()["exact"]
     assert 0.55 <= score[1.0] <= 0.72
