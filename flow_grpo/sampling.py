@@ -14,7 +14,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from flow_grpo import sde
-from flow_grpo.types import PromptBatch, SampledStep, Schedule, StepGraph, Trajectory
+from flow_grpo.types import PromptBatch, SampledStep, Schedule, StepGraph, Trajectory, take_rows
 
 # x (n, ...), schedule index, rows (n,) of the batch -> velocity (n, ...)
 Velocity = Callable[[Tensor, int, Tensor], Tensor]
@@ -104,8 +104,11 @@ def rollout(
     states: Int[Tensor, "B K"] | None = None,
     solver: Solver | None = None,
     keep_graphs: bool = False,
+    record_device: torch.device | None = None,
 ) -> Trajectory:
     """Sample B images from `start` (B, ...): `transition` at the trained steps, Euler's step of the ODE at the others.
+
+    States, means and log-probabilities stay on the device of `start`. There, no step waits for another device.
 
     Args:
         microbatch: rows per forward pass; the update must use the same, so that its ratio is exactly 1.
@@ -117,33 +120,61 @@ def rollout(
         solver: ODE solver in place of Euler; without trained steps only.
         keep_graphs: compute the trained steps with gradients and keep their graphs in the trajectory (LeanGRPO, arXiv 2609.03528).
             No gradient flows from one step to another, as in a replay.
+        record_device: where the records of the trained steps are kept; by default where `start` is.
     """
     assert step_noise is not None or not trained, "a trained step needs noise"
-    noise_of = {i: step_noise(i) for i in trained} if step_noise else {}
+    noise_of = {i: step_noise(i).to(start.device, non_blocking=True) for i in trained} if step_noise else {}
 
     shared = {} if states is None else _states_by_step(states, trained)
-    sample = _Steps(velocity, schedule, transition, noise_level, noise_of, shared, sde.LOG_PROBS[log_prob], keep_graphs)
+    sample = _Steps(
+        velocity,
+        schedule,
+        transition,
+        noise_level,
+        noise=noise_of,
+        shared=shared,
+        log_prob=sde.LOG_PROBS[log_prob],
+        keep_graphs=keep_graphs,
+        record_device=record_device or start.device,
+    )
     x, first = start.float(), 0
     if shared:
         first = min(trained)
-        leaders, place = _first_rows(shared[first])
-        x = torch.cat([sample(x[rows], range(first), rows)[0] for rows in leaders.split(microbatch)])[place]
+        x = _before_branching(sample, x, first, shared[first], microbatch)
     parts = []
-    for rows in torch.arange(len(x)).split(microbatch):
+    for x_part, rows in zip(x.split(microbatch), torch.arange(len(x)).split(microbatch), strict=True):
         if solver is None:
-            final, records, graphs = sample(x[rows], range(first, len(schedule)), rows)
+            final, records, graphs = sample(x_part, range(first, len(schedule)), rows)
         else:
-            final, records, graphs = _solve(velocity, x[rows], rows, solver), [], []
+            final, records, graphs = _solve(velocity, x_part, rows, solver), [], []
         parts.append(Trajectory.from_steps(schedule, list(trained), records, final, graphs))
     return dataclasses.replace(Trajectory.join(parts), states=states)
 
 
+def _before_branching(
+    sample: "_Steps", x: Float[Tensor, "B ..."], first: int, states: Int[Tensor, " B"], microbatch: int
+) -> Float[Tensor, "B ..."]:
+    """The states before step `first`, computed once for rows with the same number in `states`."""
+    leaders, place = _first_rows(states)
+    parts = [sample(take_rows(x, rows), range(first), rows)[0] for rows in leaders.split(microbatch)]
+    return take_rows(torch.cat(parts), place)
+
+
 def replay(
-    velocity: Velocity, trajectory: Trajectory, k: int, rows: Int[Tensor, " n"], transition: str, noise_level: float
+    velocity: Velocity,
+    trajectory: Trajectory,
+    k: int,
+    rows: Int[Tensor, " n"],
+    transition: str,
+    noise_level: float,
+    device: torch.device | None = None,
 ) -> tuple[Float[Tensor, "n *state"], Float[Tensor, "n *state"], sde.Std]:
-    """Repeat the k-th trained step with the velocity as it is now. Returns the velocity, the mean and the std."""
+    """Repeat the k-th trained step with the velocity as it is now, on `device`, by default where the records are.
+
+    Returns the velocity, the mean and the std.
+    """
     i = trajectory.steps[k]
-    x = trajectory.x[rows, k]
+    x = take_rows(trajectory.x[:, k], rows, device)
     v = _velocity(velocity, x, i, rows, None if trajectory.states is None else trajectory.states[:, k])
     mean, std = _transition(transition, trajectory.schedule, i, x, v, noise_level=noise_level)
     return v, mean, std
@@ -156,7 +187,7 @@ def _velocity(
     if states is None:
         return velocity(x, i, rows)
     leaders, place = _first_rows(states[rows])
-    return velocity(x[leaders], i, rows[leaders])[place]
+    return take_rows(velocity(take_rows(x, leaders), i, rows[leaders]), place)
 
 
 def _first_rows(states: Int[Tensor, " n"]) -> tuple[Int[Tensor, " m"], Int[Tensor, " n"]]:
@@ -185,12 +216,14 @@ class _Steps:
     shared: dict[int, Tensor]  # (B,) which rows have the same state before a step
     log_prob: Callable[..., Tensor]
     keep_graphs: bool
+    record_device: torch.device
 
     def __call__(
         self, x: Float[Tensor, "n ..."], steps: range, rows: Int[Tensor, " n"]
     ) -> tuple[Float[Tensor, "n ..."], list[SampledStep], list[StepGraph]]:
         """Take x, the states of `rows`, through `steps`. Returns the last state, and of each trained step a record and its graph."""
         records, graphs = [], []
+        noise = {i: take_rows(self.noise[i], rows) for i in steps if i in self.noise}
         for i in steps:
             if i not in self.noise:
                 x, _ = _transition("ode", self.schedule, i, x, _velocity(self.velocity, x, i, rows, self.shared.get(i)))
@@ -199,11 +232,12 @@ class _Steps:
                 v = _velocity(self.velocity, x, i, rows, self.shared.get(i))
                 mean, std = _transition(self.transition, self.schedule, i, x, v, noise_level=self.noise_level)
                 # float32, and the very tensor that is scored and stored
-                x_next = mean.detach() + std * self.noise[i][rows].to(mean)
+                x_next = mean.detach() + std * noise[i].to(mean)
                 log_prob = self.log_prob(x_next, mean, std)
             if self.keep_graphs:
                 graphs.append(StepGraph(v, mean, std, log_prob))
-            records.append(SampledStep(x, x_next, mean.detach(), log_prob.detach()))
+            record = SampledStep(x, x_next, mean.detach(), log_prob.detach())
+            records.append(record.to(self.record_device))
             x = x_next
         return x, records, graphs
 

@@ -50,12 +50,10 @@ def transition(
     x = _at_least_float32(x)
     v = _at_least_float32(v)
     column = (-1,) + (1,) * (x.ndim - 1)
-    sigma, sigma_next, sigma_max = (
-        torch.as_tensor(s, dtype=x.dtype, device=x.device).reshape(column)
-        for s in (sigma, sigma_next, math.nan if sigma_max is None else sigma_max)
-    )
-    if name == "flow_sde" and (sigma == 1).any() and sigma_max.isnan().any():
+    sigmas = [torch.as_tensor(s, dtype=x.dtype) for s in (sigma, sigma_next, math.nan if sigma_max is None else sigma_max)]
+    if name == "flow_sde" and (sigmas[0] == 1).any() and sigmas[2].isnan().any():  # checked before they are on a GPU
         raise ValueError("flow_sde is infinite at sigma = 1: give sigma_max, the second sigma of the schedule.")
+    sigma, sigma_next, sigma_max = (s.reshape(column).to(x.device, non_blocking=True) for s in sigmas)
     return TRANSITIONS[name](x, v, sigma, sigma_next, noise_level, sigma_max)
 
 

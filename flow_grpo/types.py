@@ -17,6 +17,14 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 
+def take_rows(
+    values: Float[Tensor, "B ..."], rows: Int[Tensor, " n"], device: torch.device | None = None
+) -> Float[Tensor, "n ..."]:
+    """`values[rows]` on `device`, by default where the values are; `rows` is on the CPU. Does not wait for a GPU."""
+    taken = values.index_select(0, rows.to(values.device, non_blocking=True))
+    return taken if device is None else taken.to(device, non_blocking=True)
+
+
 @dataclass(frozen=True)
 class PromptBatch:
     """B rows, the images of a prompt next to each other: a group. Row b is image `image[b]` of prompt `group[b]`.
@@ -86,6 +94,10 @@ class SampledStep:
     x_next: Float[Tensor, "n *state"]  # float32, the state after it: the tensor that was scored and stepped from
     mean: Float[Tensor, "n *state"]  # float32, the mean of the transition that drew it
     log_prob: Float[Tensor, " n"]
+
+    def to(self, device: torch.device) -> "SampledStep":
+        """The same on that device."""
+        return SampledStep(self.x.to(device), self.x_next.to(device), self.mean.to(device), self.log_prob.to(device))
 
 
 @dataclass(frozen=True)

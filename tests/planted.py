@@ -14,6 +14,20 @@ ROOT = Path(__file__).parent.parent
 # name, file, what stands there, what is planted, tests that must fail
 BUGS = [
     (
+        "every velocity is copied to the CPU",
+        "flow_grpo/policy/pipeline.py",
+        "return velocities[0].to(x.device)",
+        "return velocities[0].cpu().to(x.device)",
+        "tests/test_other_device.py -k 'waits_for and false'",
+    ),
+    (
+        "a step's noise stays on the CPU",
+        "flow_grpo/sampling.py",
+        "step_noise(i).to(start.device, non_blocking=True)",
+        "step_noise(i).cpu()",
+        "tests/test_other_device.py -k replays",
+    ),
+    (
         "a call without a backward pass counts one",
         "flow_grpo/policy/step_meter.py",
         "predicted.register_hook(lambda gradient: self._add(backward))",
@@ -506,8 +520,8 @@ BUGS = [
     (
         "the state is rounded after it was scored",
         "flow_grpo/sampling.py",
-        "            records.append(SampledStep(x, x_next, mean.detach(), log_prob.detach()))\n            x = x_next\n",
-        "            x = x_next.bfloat16().float()\n            records.append(SampledStep(x, x, mean.detach(), log_prob.detach()))\n",
+        "            record = SampledStep(x, x_next, mean.detach(), log_prob.detach())\n",
+        "            x_next = x_next.bfloat16().float()\n            record = SampledStep(x, x_next, mean.detach(), log_prob.detach())\n",
         "tests/policy/test_policy.py -k replaying",
     ),
     (
@@ -786,8 +800,8 @@ BUGS = [
     (
         "one Ctrl-C that is heard twice kills",
         "flow_grpo/training/interrupt.py",
-        "elif number == signal.SIGINT and now - former > DEBOUNCE:",
-        "elif number == signal.SIGINT and former < math.inf:",
+        "elif number == signal.SIGINT and now - self._first_interrupt > DEBOUNCE:",
+        "elif number == signal.SIGINT and self._first_interrupt < math.inf:",
         "tests/training/test_interrupt.py -k guard",
     ),
     (

@@ -41,7 +41,7 @@ def generate_images(
     schedule, shape = policy.schedule(steps)
     with phase("encoding prompts"):
         conditioning = policy.encode(prompts)
-    start = torch.stack([sampling.noise(shape, seed, "sample") for seed in seeds])
+    start = torch.stack([sampling.noise(shape, seed, "sample") for seed in seeds]).to(policy.device)
     velocity = interruptible(policy.velocity_fn(schedule, conditioning), should_stop)
 
     with phase(phase_name, total=len(prompts) * len(schedule)) as steps_done:

@@ -32,7 +32,7 @@ from flow_grpo.policy.interception import (
 from flow_grpo.policy.pipeline_call import PipelineCall
 from flow_grpo.policy.probes import probe_image, probe_prompts, size_of
 from flow_grpo.text import first_line
-from flow_grpo.types import Schedule
+from flow_grpo.types import Schedule, take_rows
 
 
 class FlowPipeline:
@@ -168,8 +168,9 @@ class FlowPipeline:
         return Schedule(timesteps, 1 - sigmas if self._scheduler.config.invert_sigmas else sigmas), stop.sample.shape[1:]
 
     def velocity(self, x: Tensor, timestep: Tensor, conditioning: Conditioning, rows: Tensor) -> Tensor:
-        """v (n, ...) float32 at states x (n, ...) of `rows` (n,) of the conditioning, at one timestep or at (n,).
+        """v (n, ...) float32, on the device of x, at states x (n, ...) of `rows` (n,) of the conditioning, at one timestep or at (n,).
 
+        `timestep` and `rows` are on the CPU.
         Rows that cannot share a call of the pipeline get calls of their own, filled up to n rows: the shape of a call decides its
         last bits.
         """
@@ -186,17 +187,15 @@ class FlowPipeline:
         velocities = []
         for part in parts + repeated:
             filled = part[torch.arange(n) % len(part)]
-            velocities.append(self._velocity(x[filled], timesteps[filled], conditioning, rows[filled])[: len(part)])
-        order = torch.cat(parts).argsort()  # leaves the repeated ones out
-        return torch.cat(velocities)[order.to(velocities[0].device)]
+            states = x if len(part) == n else take_rows(x, filled)
+            velocities.append(self._velocity(states, timesteps[filled], conditioning, rows[filled])[: len(part)])
+        if len(velocities) > 1:
+            velocities = [take_rows(torch.cat(velocities), torch.cat(parts).argsort())]  # leaves the repeated ones out
+        return velocities[0].to(x.device)
 
     def velocity_fn(self, schedule: Schedule, conditioning: Conditioning) -> Callable[[Tensor, int, Tensor], Tensor]:
         """The velocity at a step of a schedule, as `sampling` takes it: (x (n, ...), step, rows (n,)) -> v (n, ...)."""
-
-        def velocity(x: Tensor, i: int, rows: Tensor) -> Tensor:
-            return self.velocity(x, schedule.timesteps[i], conditioning, rows).cpu()
-
-        return velocity
+        return lambda x, i, rows: self.velocity(x, schedule.timesteps[i], conditioning, rows)
 
     def accepts_per_sample_timesteps(self, x: Tensor, timesteps: Tensor, conditioning: Conditioning, rows: Tensor) -> bool:
         """Whether one call can have a timestep per row. Tried once, by comparison with calls that have one timestep."""

@@ -90,7 +90,7 @@ class PipelineCall:
             timesteps: what the scheduler requests; None for the pipeline's own schedule.
             x: states in place of the initial ones; None for the pipeline's own.
         """
-        self.scheduler.requested_timesteps = None if timesteps is None else timesteps.to(self.device)
+        self.scheduler.requested_timesteps = None if timesteps is None else timesteps.to(self.device, non_blocking=True)
         prompts, outputs = conditioning.select(rows)
         pipe, recorded = copy.copy(self.intercepted), iter(outputs)
 

@@ -20,7 +20,7 @@ from flow_grpo.policy.guidance import guided
 from flow_grpo.policy.pipeline import FlowPipeline
 from flow_grpo.policy.policy import Policy
 from flow_grpo.training import gates
-from flow_grpo.types import Experience, Loss, TrainedStep
+from flow_grpo.types import Experience, Loss, TrainedStep, take_rows
 
 
 @dataclass(frozen=True)
@@ -84,10 +84,11 @@ class Anchors:
 
     def _weight(self, anchor: AnchorConfig, rows: Int[Tensor, " n"]) -> float | Float[Tensor, " n"]:
         if anchor.gate == "advantage":
-            return anchor.weight * gates.advantage_gate(self.experience.advantage[rows], anchor.weight)
+            advantage = take_rows(self.experience.advantage, rows, self.policy.device)
+            return anchor.weight * gates.advantage_gate(advantage, anchor.weight)
         if anchor.gate == "disagreement":
             assert self.experience.disagreement is not None
-            return anchor.weight * self.experience.disagreement[rows]
+            return anchor.weight * take_rows(self.experience.disagreement, rows, self.policy.device)
         return anchor.weight
 
     @contextmanager

@@ -48,6 +48,7 @@ class Critic(nn.Module):
 
     def forward(self, x: Tensor, sigma: Tensor, text: Tensor) -> Tensor:
         """Values (n,)."""
+        x = x.to(self.place.device)
         tokens = x.flatten(2).transpose(1, 2) if x.ndim == 4 else x
         image = self.read(self.embed(tokens) + self.place).mean(1)
         condition = self.condition(torch.cat([text, sigma[:, None], 1 - sigma[:, None]], 1))

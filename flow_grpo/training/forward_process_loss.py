@@ -16,7 +16,7 @@ from flow_grpo.policy.policy import Policy
 from flow_grpo.training.anchors import Anchors, Computed
 from flow_grpo.training.losses import mean_by_group, objective_function, with_settings
 from flow_grpo.training.noise_levels import draw_noise
-from flow_grpo.types import Experience, Loss, NoisedImage
+from flow_grpo.types import Experience, Loss, NoisedImage, take_rows
 
 
 class ForwardProcessLoss:
@@ -72,12 +72,12 @@ class ForwardProcessLoss:
                 references = self.anchors.evaluate(functools.partial(self._velocity, draw, rows), self._own_references)
                 with torch.set_grad_enabled(self.policy.compiled):  # as of `_rollout_velocities`
                     number = self._group_number(self._image(draw, rows, references), rows)
-                values[rows[weight > 0]], counts[rows[weight > 0]] = number[weight > 0], True
+                values[rows[weight > 0]], counts[rows[weight > 0]] = number.cpu()[weight > 0], True
             self.group_means.append(mean_by_group(values, self.group, counts))
 
     def _group_number(self, image: NoisedImage, rows: Int[Tensor, " n"]) -> Float[Tensor, " n"]:
         assert self.group_number is not None
-        return self.group_number(image, self.advantage[rows]).detach()
+        return self.group_number(image, self._on_device(self.advantage, rows)).detach()
 
     def losses(self, rows: Int[Tensor, " n"], is_real: Bool[Tensor, " n"]) -> Iterator[Loss]:
         """One loss per noise level, its values those of `rows`."""
@@ -85,11 +85,11 @@ class ForwardProcessLoss:
             references = self.anchors.evaluate(functools.partial(self._velocity, draw, rows))
             image = self._image(draw, rows, references)
             if self.group_means is not None:
-                image = replace(image, group_mean=self.group_means[draw][rows])
+                image = replace(image, group_mean=self._on_device(self.group_means[draw], rows))
             elif self.group_number is not None:
                 mean = mean_by_group(self._group_number(image, rows), self.group[rows], is_real)
                 image = replace(image, group_mean=mean)
-            loss = self.loss(image, self.advantage[rows])
+            loss = self.loss(image, self._on_device(self.advantage, rows))
             yield self.anchors.added_to(loss, rows, Computed(image.v), references)
 
     @property
@@ -98,20 +98,31 @@ class ForwardProcessLoss:
         return ["base"] if self.method.reference else []
 
     def _image(self, draw: int, rows: Int[Tensor, " n"], references: dict[str, Computed] | None = None) -> NoisedImage:
-        eps, _, sigma = (t[rows] for t in self.draws[draw])
+        x0, eps, sigma = self._noised(draw, rows)
         v, v_old = self._velocity(draw, rows, self.policy, self.conditioning).v, None
         if self.method.old_policy:
             with torch.no_grad(), self.policy.lora.use("old"):
                 v_old = self._velocity(draw, rows, self.policy, self.conditioning).v
-        v_rollout = v.detach() if self.v_rollout is None else self.v_rollout[draw][rows]
+        v_rollout = v.detach() if self.v_rollout is None else self._on_device(self.v_rollout[draw], rows)
         v_ref = references["base"].v if references and "base" in references else None
-        return NoisedImage(self.x0[rows], eps, sigma, v=v, v_rollout=v_rollout, v_old=v_old, v_ref=v_ref)
+        return NoisedImage(x0, eps, sigma, v=v, v_rollout=v_rollout, v_old=v_old, v_ref=v_ref)
+
+    def _noised(
+        self, draw: int, rows: Int[Tensor, " n"]
+    ) -> tuple[Float[Tensor, "n *latent"], Float[Tensor, "n *latent"], Float[Tensor, " n"]]:
+        """The latents, noise and sigma of a noise level, on the policy's device."""
+        eps, _, sigma = self.draws[draw]
+        return self._on_device(self.x0, rows), self._on_device(eps, rows), self._on_device(sigma, rows)
+
+    def _on_device(self, values: Float[Tensor, "B ..."], rows: Int[Tensor, " n"]) -> Float[Tensor, "n ..."]:
+        return take_rows(values, rows, self.policy.device)
 
     def _velocity(self, draw: int, rows: Int[Tensor, " n"], model: FlowPipeline, conditioning: Conditioning) -> Computed:
         """The velocity by a model at a noise level."""
-        eps, timestep, sigma = (t[rows] for t in self.draws[draw])
-        noised = NoisedImage(self.x0[rows], eps, sigma, eps, eps)  # for its x alone
-        return Computed(model.velocity(noised.x, timestep, conditioning, rows).cpu())
+        x0, eps, sigma = self._noised(draw, rows)
+        noised = NoisedImage(x0, eps, sigma, eps, eps)  # for its x alone
+        _, timestep, _ = self.draws[draw]
+        return Computed(model.velocity(noised.x, timestep[rows], conditioning, rows))
 
     def _rollout_velocities(self, microbatch: int) -> list[Tensor]:
         """The velocity (B, ...) at each noise level under the policy that sampled the images."""

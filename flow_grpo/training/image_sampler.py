@@ -74,7 +74,9 @@ class ImageSampler:
             sampling.rollout,
             interruptible(sampled, self._should_stop_alone),  # nothing of this step has touched the adapter yet
             self.schedule,
-            sampling.batch_noise(self.latent_shape, batch, seed, "start", step, shared=bool(branches)),
+            sampling.batch_noise(self.latent_shape, batch, seed, "start", step, shared=bool(branches)).to(
+                self.policy.device
+            ),
             microbatch=self.args.microbatch,
             trained=window,
             transition=s.transition,

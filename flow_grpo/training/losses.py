@@ -22,7 +22,15 @@ from flow_grpo.types import Loss, NoisedImage, TrainedStep
 
 
 class LossMetrics:
-    """Weighted means and largest values of the numbers that losses report."""
+    """Weighted means and largest values of the numbers that losses report.
+
+    What `add` is given stays on its device until `collect` fetches all of it at once.
+
+    Attributes:
+        loss, sums, weight: weighted sums of the loss, of each metric and of 1, as of the last `collect`.
+        largest: the largest value of each metric, at least 0, likewise; NaN if one is.
+        numbers: metrics of the update itself, which are no means.
+    """
 
     def __init__(self) -> None:
         self.loss = 0.0
@@ -30,19 +38,31 @@ class LossMetrics:
         self.largest: dict[str, float] = {}
         self.weight = 0.0
         self.numbers: dict[str, float] = {}
+        self._added: list[tuple[list[str], Tensor]] = []
 
     def add(self, loss: Loss, weight: Float[Tensor, " n"]) -> None:
-        """Add a chunk's loss and metrics, its rows weighted by `weight` (n,)."""
-        self.loss += (loss.value * weight).sum().item()
-        self.weight += weight.sum().item()
-        for name, values in loss.metrics.items():
-            self.sums[name] = self.sums.get(name, 0.0) + (values * weight).sum().item()
-            largest = values[weight > 0].max()
-            self.largest[name] = torch.maximum(largest, largest.new_tensor(self.largest.get(name, 0.0))).item()  # NaN stays
+        """Add a chunk's loss and metrics, its rows weighted by `weight` (n,), on the loss's device."""
+        metrics = list(loss.metrics.values())
+        sums = [(values.detach() * weight).sum() for values in (loss.value, *metrics)]
+        largest = [values.where(weight > 0, -math.inf).max() for values in metrics]
+        self._added.append((list(loss.metrics), torch.stack([weight.sum(), *sums, *largest])))
+
+    def collect(self) -> "LossMetrics":
+        """Fetch what was added since the last call: the only method that waits for a GPU. Returns itself."""
+        added = torch.cat([values for _, values in self._added]).cpu().tolist() if self._added else []
+        for names, values in self._added:
+            weight, loss, *of_metrics = added[: len(values)]
+            added = added[len(values) :]
+            self.weight, self.loss = self.weight + weight, self.loss + loss
+            for name, value in zip(names, of_metrics[: len(names)], strict=True):
+                self.sums[name] = self.sums.get(name, 0.0) + value
+            _merge_max(self.largest, dict(zip(names, [max(v, 0.0) for v in of_metrics[len(names) :]], strict=True)))
+        self._added = []
+        return self
 
     @staticmethod
     def merge(parts: "list[LossMetrics]") -> "LossMetrics":
-        """The metrics of several processes as one."""
+        """The collected metrics of several processes as one."""
         merged = LossMetrics()
         for part in parts:
             merged.loss, merged.weight = merged.loss + part.loss, merged.weight + part.weight
@@ -87,7 +107,7 @@ def with_settings(function: Callable[..., Any], o: ObjectiveConfig) -> Callable[
 
 def mean_by_group(value: Float[Tensor, " n"], group: Int[Tensor, " n"], counts: Bool[Tensor, " n"]) -> Float[Tensor, " n"]:
     """Each row's mean over the rows of its group that count; 0 for groups without any."""
-    place = group.unique(return_inverse=True)[1]
+    place = group.unique(return_inverse=True)[1].to(value.device, non_blocking=True)
     weight = counts.to(value)
     sums, sizes = (torch.zeros(len(group)).to(value).index_add(0, place, one) for one in (value * weight, weight))
     return (sums / sizes.clamp_min(1))[place]

@@ -192,7 +192,7 @@ class RolloutSource:
     def _critic_advantages(self, images: ScoredImages, compared: Tensor) -> tuple[Tensor, Tensor, dict[str, float]]:
         """Advantages (B, K) of each trained step by the critic; all rows `compared` (B,) have signal."""
         assert self.critic is not None
-        advantage = torch.zeros_like(images.trajectory.log_prob_BK)
+        advantage = torch.zeros(images.trajectory.log_prob_BK.shape)
         if not compared.any():
             return advantage, compared, {}
         text = self.policy.encode(images.batch.prompts).pooled()

@@ -17,7 +17,7 @@ from flow_grpo.policy.pipeline import FlowPipeline
 from flow_grpo.policy.policy import Policy
 from flow_grpo.training.anchors import Anchors, Computed
 from flow_grpo.training.losses import objective_function
-from flow_grpo.types import Experience, Loss, StepGraph, TrainedStep
+from flow_grpo.types import Experience, Loss, StepGraph, TrainedStep, take_rows
 
 
 class ClipRange:
@@ -38,13 +38,14 @@ class ClipRange:
         return self.state.get(step, math.inf)
 
     def observe(self, step: int, deviation: Float[Tensor, " n"]) -> None:
-        """Records |ratio - 1| of an update's rows."""
+        """Record |ratio - 1| of an update's rows; NaN is left out."""
         self._seen.setdefault(step, []).append(deviation)
 
     def update(self, processes: Processes) -> None:
         """Update the ranges from what all processes observed. Ratios of exactly 1 (before the first update) are ignored."""
         deviations: dict[int, list[Tensor]] = {}
-        for one in processes.all_gather(self._seen):
+        seen = {step: [values.cpu() for values in parts] for step, parts in self._seen.items()}
+        for one in processes.all_gather(seen):
             for step, parts in one.items():
                 deviations.setdefault(step, []).extend(parts)
         for step, parts in sorted(deviations.items()):
@@ -108,9 +109,10 @@ class StepLoss:
             now = self._kept(k, rows, graphs[k]) if graphs else self._step(k, rows, self.policy, self.conditioning)
             step = now.step
             assert step is not None
-            loss = self._objective(i, step, self.advantage[rows, k])
+            loss = self._objective(i, step, self._of_step(self.advantage, k, rows))
             if self.objective.has_auto_clip:
-                self.clip.observe(i, loss.metrics["ratio/max_deviation"][is_real])
+                deviation = loss.metrics["ratio/max_deviation"]
+                self.clip.observe(i, deviation.where(is_real.to(deviation.device, non_blocking=True), math.nan))
             if self.objective.weighs_by_std:
                 loss = Loss(loss.value * step.std.flatten(1)[:, 0], loss.metrics)
             references = self.anchors.evaluate(functools.partial(self._step, k, rows))
@@ -119,17 +121,23 @@ class StepLoss:
     def _step(self, k: int, rows: Int[Tensor, " n"], model: FlowPipeline, conditioning: Conditioning) -> Computed:
         """Velocity and transition of the k-th trained step by a model."""
         t, s = self.trajectory, self.sampling
-        velocity = model.velocity_fn(t.schedule, conditioning)
-        v, mean, std = sampling.replay(velocity, t, k, rows, transition=s.transition, noise_level=s.noise_level)
-        log_prob = sde.LOG_PROBS[self.sampling.log_prob](t.x_next[rows, k], mean, std)
+        velocity, device = model.velocity_fn(t.schedule, conditioning), self.policy.device
+        v, mean, std = sampling.replay(
+            velocity, t, k, rows, transition=s.transition, noise_level=s.noise_level, device=device
+        )
+        log_prob = sde.LOG_PROBS[self.sampling.log_prob](self._of_step(t.x_next, k, rows), mean, std)
         return self._kept(k, rows, StepGraph(v, mean, std, log_prob))
 
     def _kept(self, k: int, rows: Int[Tensor, " n"], now: StepGraph) -> Computed:
         """Velocity and transition of the k-th trained step, which is computed already."""
         t, i = self.trajectory, self.trajectory.steps[k]
         delta = t.schedule.sigmas[i + 1] - t.schedule.sigmas[i]
-        old_log_prob, old_mean = t.log_prob_BK[rows, k], t.mean[rows, k]
+        old_log_prob, old_mean = (self._of_step(values, k, rows) for values in (t.log_prob_BK, t.mean))
         return Computed(now.v, TrainedStep(now.log_prob, old_log_prob, now.mean, old_mean, std=now.std, delta=delta))
+
+    def _of_step(self, values: Float[Tensor, "B K ..."], k: int, rows: Int[Tensor, " n"]) -> Float[Tensor, "n ..."]:
+        """The values of the k-th trained step, on the policy's device."""
+        return take_rows(values[:, k], rows, self.policy.device)
 
     def _objective(self, i: int, step: TrainedStep, advantage: Float[Tensor, " n"]) -> Loss:
         calibrated = {name: self.clip.range_at(i) for name in methods.CLIP if getattr(self.objective, name, None) == "auto"}

@@ -81,7 +81,7 @@ class PolicyUpdate:
         if args.method.old_policy:
             decay = args.objective.old_policy_decay
             self.policy.lora.update_copy("old", decay_at(decay, self._steps_before(step + 1)))
-        totals = LossMetrics.merge(self.processes.all_gather(totals))
+        totals = LossMetrics.merge(self.processes.all_gather(totals.collect()))
         self.anchors.update(step, totals.metrics())
         self.mid_step = False
         mean = totals.loss / max(1, len(shares) * args.epochs)
@@ -90,11 +90,11 @@ class PolicyUpdate:
     def _backward(self, batch_loss: BatchLoss, chunk: Tensor, weight: Tensor, totals: LossMetrics) -> None:
         """Add the weighted gradient and metrics of a chunk's rows; only one loss's graph is in memory at a time."""
         for loss in batch_loss.losses(chunk, weight > 0):
-            value = (loss.value * weight).sum() / batch_loss.count
+            row_weight = weight.to(loss.value.device, non_blocking=True)
             with self.policy.meter.phase("backward"):
-                self.optimizer.backward(value.to(self.policy.device))
+                self.optimizer.backward((loss.value * row_weight).sum() / batch_loss.count)
             if weight.any():
-                totals.add(loss, weight / batch_loss.count)
+                totals.add(loss, row_weight / batch_loss.count)
 
     def discard(self) -> None:
         """Discard gradients and recorded ratios of an aborted step."""
@@ -153,7 +153,7 @@ class PolicyUpdate:
         Raises:
             ValueError: it is not 1 with every row in its position.
         """
-        own = totals.largest.get("ratio/max_deviation")
+        own = totals.collect().largest.get("ratio/max_deviation")
         if own is not None:
             totals.numbers["ratio/first_update_max_deviation"] = own
         deviation = max(self.processes.all_gather(own or 0.0), key=lambda d: math.inf if math.isnan(d) else d)

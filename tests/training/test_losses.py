@@ -454,14 +454,14 @@ def test_means_are_weighed_and_the_largest_is_of_rows_that_count():
     means.add(Loss(torch.tensor([1.0, 2.0, 50.0]), one), torch.tensor([0.5, 0.25, 0.0]))
     other = {"a": torch.tensor([4.0]), "ratio/max_deviation": torch.tensor([0.1])}
     means.add(Loss(torch.tensor([3.0]), other), torch.tensor([0.25]))
-    assert means.loss == pytest.approx(0.5 + 0.5 + 0.75)
+    assert means.collect().loss == pytest.approx(0.5 + 0.5 + 0.75)
     assert means.metrics() == pytest.approx({"a": 0.5 + 0.5 + 1.0, "ratio/max_deviation": 0.3})
     means.numbers["grad_norm"] = 2.0
     other_process = LossMetrics()
     later = {"b": torch.tensor([7.0]), "ratio/max_deviation": torch.tensor([0.7])}
     other_process.add(Loss(torch.tensor([4.0]), later), torch.tensor([1.0]))
     other_process.numbers |= {"grad_norm": 1.0, "only": 0.5}
-    whole = LossMetrics.merge([means, other_process])
+    whole = LossMetrics.merge([means, other_process.collect()])
     assert whole.loss == pytest.approx(1.75 + 4)
     assert whole.metrics() == pytest.approx(
         {"a": 2.0 / 2, "b": 7.0 / 2, "ratio/max_deviation": 0.7, "grad_norm": 2.0, "only": 0.5}
@@ -472,10 +472,10 @@ def test_a_largest_value_that_is_no_number_stays_one():
     means = LossMetrics()
     for value in (0.1, math.nan, 0.2):
         means.add(Loss(torch.zeros(1), {"max_deviation": torch.tensor([value])}), torch.ones(1))
-    assert math.isnan(means.metrics()["max_deviation"])
+    assert math.isnan(means.collect().metrics()["max_deviation"])
     less = LossMetrics()
     less.add(Loss(torch.zeros(1), {"max_deviation": torch.tensor([0.5])}), torch.ones(1))
-    for parts in ([means, less], [less, means]):
+    for parts in ([means, less.collect()], [less, means]):
         assert math.isnan(LossMetrics.merge(parts).metrics()["max_deviation"])
 
 

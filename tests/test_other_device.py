@@ -1,0 +1,99 @@
+"""On a device that is not the CPU: the same steps, without mixing devices or waiting in every sampling step.
+
+There is no GPU here: `support/pretend_device.py` is a device in name, so this is about where tensors are, not about kernels.
+"""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch.utils import backend_registration
+
+TESTS = Path(__file__).parent
+SMALL = ["trackers=[]", "prompts_per_step=2", "images_per_prompt=4", "microbatch=4", "steps=2"]
+UNSEEN = ["evaluation.prompts=null"]
+REPLAYED = "sampling.keep_graphs=false"
+AUTO_CLIP = ["objective.clip_low=auto", "objective.clip_high=auto"]
+
+pytestmark = pytest.mark.skipif(
+    not hasattr(backend_registration, "_setup_privateuseone_for_python_backend"),
+    reason=f"torch {torch.__version__} has no device backends in Python",
+)
+
+
+def run(script: list[str]) -> str:
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(TESTS), str(TESTS.parent)])}
+    done = subprocess.run([sys.executable, *script], capture_output=True, text=True, env=env)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return done.stdout
+
+
+def trained(folder: Path, config: str, *overrides: str) -> tuple[dict, dict]:
+    """The steps on the CPU and on the other device."""
+    out = run(["-m", "support.pretend_runs", str(folder), config, *SMALL, *overrides])
+    return tuple(json.loads(out.splitlines()[-1]).values())
+
+
+def assert_alike(cpu: dict, other: dict) -> None:
+    """Equal but for rounding, which an attention of other kernels changes; the ratio is exact on both."""
+    for ours, theirs in zip(cpu["steps"], other["steps"], strict=True):
+        assert theirs == pytest.approx(ours, rel=2e-3, abs=1e-5)
+        assert theirs.get("ratio/first_update_max_deviation", 0) == 0
+    assert cpu["steps"][1]["grad_norm"] > 0
+    assert other["evaluation"] == pytest.approx(cpu["evaluation"], abs=1e-3)
+
+
+def test_the_device_tells_mixed_tensors_and_counts_waits():
+    script = (
+        "import torch\nfrom support import pretend_device as p\np.register()\n"
+        "with p.PretendDevice() as d:\n"
+        "    w = torch.nn.Linear(3, 2).to('pretend')\n"
+        "    x = torch.randn(4, 3).to('pretend')\n"
+        "    w(x).square().mean().backward()\n"
+        "    torch.optim.AdamW(w.parameters()).step()\n"
+        "    assert w.weight.grad.device.type == 'pretend' and not d.waits\n"
+        "    x.mean().item(), x.cpu(), x[x > 0]\n"
+        "    print(len(d.waits))\n"
+        "    try:\n        w(torch.randn(4, 3))\n    except RuntimeError as error:\n        print(error)\n"
+    )
+    waits, error = run(["-c", script]).splitlines()
+    assert waits == "3"
+    assert "expected all tensors on one device" in error
+
+
+CONFIGS = {
+    "grpo": ("tiny_grpo", ["evaluation.max_prompts=4", "evaluation.rewards=[ocr_exact]"]),
+    "replays": ("tiny_grpo", [*UNSEEN, REPLAYED, "updates=2", "objective.kl_weight=0.1", *AUTO_CLIP]),
+    "awm": ("tiny_ocr", [*UNSEEN, "updates=2", "objective.anchors=[{to: ema, weight: 1, decay: 0.3, gate: advantage}]"]),
+    "edits": ("tiny_edit", UNSEEN),
+}
+MORE = {
+    "tree": ("tiny_grpo", [*UNSEEN, REPLAYED, "sampling.branches=[2,2]", "objective.norm_guard=0.1"]),
+    "ppo": ("tiny_grpo", [*UNSEEN, REPLAYED, "objective={name: ppo, kl_weight: 0}"]),
+    "crd in parts": ("tiny_ocr", [*UNSEEN, "objective=crd", "microbatch=2"]),
+    "nft": ("tiny_ocr", [*UNSEEN, "objective=nft"]),
+    "dpo": ("tiny_ocr", [*UNSEEN, "objective=dpo"]),
+}
+
+
+@pytest.mark.parametrize("name", [*CONFIGS, *(pytest.param(name, marks=pytest.mark.slow) for name in MORE)])
+def test_steps_are_those_of_the_cpu(tmp_path, name):
+    config, overrides = {**CONFIGS, **MORE}[name]
+    assert_alike(*trained(tmp_path, config, *overrides))
+
+
+@pytest.mark.parametrize("graphs", [REPLAYED, pytest.param("sampling.keep_graphs=true", marks=pytest.mark.slow)])
+def test_no_sampling_step_waits_for_the_device(tmp_path, graphs):
+    """How often a training step waits depends on its batches and updates, not on its sampling steps."""
+    window = "sampling.window={{schedule: all, first_step: 0, last_step: {}}}"
+    settings = [*UNSEEN, graphs, "rewards={jpeg_size: 1}"]  # which differs in every group
+    few, many = (
+        trained(tmp_path / str(steps), "tiny_grpo", *settings, f"sampling.steps={steps}", window.format(last))
+        for steps, last in ((4, 1), (8, 5))
+    )
+    assert few[1]["waits"] == many[1]["waits"]
+    assert 0 < len(few[1]["waits"]) < 16
