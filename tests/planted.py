@@ -21,10 +21,10 @@ BUGS = [
         "tests/test_other_device.py -k 'waits_for and false'",
     ),
     (
-        "a step's noise stays on the CPU",
-        "flow_grpo/sampling.py",
-        "step_noise(i).to(start.device, non_blocking=True)",
-        "step_noise(i).cpu()",
+        "the weights of rows stay on the CPU",
+        "flow_grpo/training/update.py",
+        "row_weight = weight.to(loss.value.device, non_blocking=True)",
+        "row_weight = weight",
         "tests/test_other_device.py -k replays",
     ),
     (
