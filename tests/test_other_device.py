@@ -16,6 +16,7 @@ from torch.utils import backend_registration
 TESTS = Path(__file__).parent
 SMALL = ["trackers=[]", "prompts_per_step=2", "images_per_prompt=4", "microbatch=4", "steps=2"]
 UNSEEN = ["evaluation.prompts=null"]
+OFFLOADED = "memory.offload_trajectories=true"
 REPLAYED = "sampling.keep_graphs=false"
 AUTO_CLIP = ["objective.clip_low=auto", "objective.clip_high=auto"]
 
@@ -67,7 +68,7 @@ def test_the_device_tells_mixed_tensors_and_counts_waits():
 
 CONFIGS = {
     "grpo": ("tiny_grpo", ["evaluation.max_prompts=4", "evaluation.rewards=[ocr_exact]"]),
-    "replays": ("tiny_grpo", [*UNSEEN, REPLAYED, "updates=2", "objective.kl_weight=0.1", *AUTO_CLIP]),
+    "replays": ("tiny_grpo", [*UNSEEN, REPLAYED, "updates=2", "objective.kl_weight=0.1", OFFLOADED, *AUTO_CLIP]),
     "awm": ("tiny_ocr", [*UNSEEN, "updates=2", "objective.anchors=[{to: ema, weight: 1, decay: 0.3, gate: advantage}]"]),
     "edits": ("tiny_edit", UNSEEN),
 }

@@ -287,6 +287,8 @@ class MemoryConfig(ConfigSection):
     """torch.compile of the transformer's repeated blocks."""
     attention_backend: str | None = None
     """Attention backend of diffusers, such as flash or _native_cudnn; by default torch's own choice."""
+    offload_trajectories: bool = False
+    """Whether the recorded states of trained steps wait for the update in the CPU's memory, in place of the GPU's."""
     vae_slicing: bool = False
     """Decodes one image at a time."""
     vae_tiling: bool = False

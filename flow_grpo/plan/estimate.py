@@ -1,5 +1,6 @@
 """Before a run: the memory and the time of a training step, from the model's config files alone."""
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -174,10 +175,20 @@ class StepEstimator:
             # gradients that are not sharded are counted as transient
             "gradients": trained * self.num_gradients / shards["gradients"] if shards["gradients"] > 1 else 0,
             "messages": min(trained, 4 * BUCKET_NUMEL) if self.uses_deepspeed else 0,
+            "trajectories": self._trajectories if self.cuda else 0,  # on a CPU the allocator's overhead covers them
             "CUDA": CUDA_CONTEXT if self.cuda else 0,
         }
-        optional = ("files in another dtype", "gradients", "messages", "CUDA")
+        optional = ("files in another dtype", "gradients", "messages", "trajectories", "CUDA")
         return {name: size for name, size in bytes_by_part.items() if size or name not in optional}
+
+    @property
+    def _trajectories(self) -> float:
+        """Bytes of all images' first and last states, and of each trained step's noise and its record of three states."""
+        args, sampling = self.args, self.args.sampling
+        steps = sampling.num_trained_steps * args.method.stepwise
+        states = 2 + steps * (1 if args.memory.offload_trajectories else 4)
+        images = args.prompts_per_step * args.images_per_prompt * (1 + args.dynamic_sampling_rounds) / self.count
+        return 4 * images * states * math.prod(self.trace.latent_shape)
 
     @property
     def _offloaded(self) -> tuple[float, float]:

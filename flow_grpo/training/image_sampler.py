@@ -86,6 +86,7 @@ class ImageSampler:
             states=tree.shared_states(batch, branches, len(window)) if branches else None,
             solver=None if window else self.solver,
             keep_graphs=keep_graphs,
+            record_device=torch.device("cpu") if self.args.memory.offload_trajectories else None,
         )
         if getattr(self.args.objective, "rollout_policy", "trained") == "trained":
             return rollout()

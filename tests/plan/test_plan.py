@@ -94,6 +94,29 @@ def test_offloaded_blocks_are_on_the_gpu_one_at_a_time(default):
         assert one.transient[phase] - other.transient[phase] == pytest.approx(max(sizes))
 
 
+def test_trajectories_take_what_a_rollout_leaves(tmp_path):
+    small = [
+        "prompts_per_step=2",
+        "images_per_prompt=2",
+        "microbatch=4",
+        "sampling.keep_graphs=false",
+        "evaluation.prompts=null",
+    ]
+    settings = [*small, "trackers=[]", f"output_dir={tmp_path}"]
+    source = FlowGRPOTrainer(args=FlowGRPOConfig.from_yaml("tiny_grpo", settings)).stage.source
+    window = source.window(0)
+    left = source.image_sampler.trajectory(0, source.prompt_sampler.sample(0, 2, 2), window)
+    records = sum(states.nbytes for states in (left.x, left.x_next, left.mean))
+    state = left.final.nbytes
+
+    def planned(*more: str) -> float:
+        args = FlowGRPOConfig.from_yaml("tiny_grpo", [*settings, *more])
+        return StepEstimator(args, cuda=True).estimate(4).persistent["trajectories"]
+
+    assert planned() == records + (2 + len(window)) * state  # with the first and last state, and the noise
+    assert planned("memory.offload_trajectories=true") == planned() - records
+
+
 def test_a_forecast_is_linear_in_the_rows_and_the_largest_fits(default):
     for memory in (0.8 * GB, 1.5 * GB):
         largest = default.largest_microbatch(memory)
