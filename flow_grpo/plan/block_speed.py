@@ -7,11 +7,11 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
-from torch.utils.flop_counter import FlopCounterMode
 
 from flow_grpo.plan.hardware import TERA, Rates
 from flow_grpo.policy.device_speed import fastest
 from flow_grpo.policy.meta_pipeline import BlockCall
+from flow_grpo.policy.step_meter import flop_counter
 
 SECONDS = 0.2  # of each measurement, at least
 
@@ -25,7 +25,7 @@ def measure_rates(calls: list[BlockCall], device: torch.device, dtype: torch.dty
     """
     operations, seconds = {False: 0.0, True: 0.0}, {False: 0.0, True: 0.0}
     for call in calls:
-        with FlopCounterMode(display=False) as counter, meta:
+        with flop_counter() as counter, meta:
             _run(call, False)
         forward = counter.get_total_flops()
         with counter, meta:

@@ -6,7 +6,8 @@ from typing import Any
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-from torch.utils.flop_counter import FlopCounterMode
+
+from flow_grpo.policy.step_meter import flop_counter
 
 
 class LiveBytesCounter(TorchDispatchMode):
@@ -51,7 +52,7 @@ class FlopCounter:
         self.total = 0
 
     def __enter__(self) -> None:
-        self._counter = FlopCounterMode(display=False)  # a new one, since entering clears it
+        self._counter = flop_counter()  # a new one, since entering clears it
         self._counter.__enter__()
 
     def __exit__(self, *error: Any) -> None:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.profiler import record_function
 from torch.utils._pytree import tree_leaves, tree_map
-from torch.utils.flop_counter import FlopCounterMode
+from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, sdpa_flop_count
 
 from flow_grpo.policy.device_speed import matmul_peak
 from flow_grpo.policy.lora import Lora
@@ -22,6 +22,18 @@ Arguments = tuple[Any, ...]
 # the phases, as the metrics `time/PHASE` name them: text (and image) encoders, sampling, VAE decoding, rewards, advantages, waiting for
 # other processes, and of the update the losses, their backward passes and the optimizer's steps
 PHASES = ("encode", "rollout", "decode", "reward", "advantage", "wait", "forward", "backward", "optimizer")
+
+
+def flop_counter() -> FlopCounterMode:
+    """Torch's counter of floating point operations, which also counts the attention of a CPU. Some versions of torch count that as 0."""
+    forward, backward = (
+        getattr(torch.ops.aten, f"_scaled_dot_product_flash_attention_for_cpu{direction}") for direction in ("", "_backward")
+    )
+    counts = {
+        forward: lambda query, key, value, *args, **kwargs: sdpa_flop_count(query, key, value),
+        backward: lambda grad, query, key, value, *args, **kwargs: sdpa_backward_flop_count(grad, query, key, value),
+    }
+    return FlopCounterMode(display=False, custom_mapping=counts)
 
 
 class StepMeter:
@@ -95,7 +107,7 @@ class StepMeter:
         if key in self._known:
             self.flops += self._known[key][0]
             return decode()
-        with FlopCounterMode(display=False) as counter:
+        with flop_counter() as counter:
             result = decode()
         self._known[key] = counter.get_total_flops(), 0
         self.flops += self._known[key][0]
@@ -155,7 +167,7 @@ class StepMeter:
         trained = [parameter for parameter in transformer.parameters() if parameter.requires_grad]
         call = partial(transformer, *args, **kwargs)
         # a compiled function would hide its operations from the counter
-        with torch.compiler.set_stance("force_eager"), FlopCounterMode(display=False) as counter:
+        with torch.compiler.set_stance("force_eager"), flop_counter() as counter:
             predicted = tree_leaves(call())[0]
             forward = counter.get_total_flops()
             if predicted.requires_grad:

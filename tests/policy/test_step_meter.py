@@ -4,11 +4,10 @@ import pytest
 import torch
 from support import small_policy as small
 from support.embedded import short_run
-from torch.utils.flop_counter import FlopCounterMode
 
 from flow_grpo.plan.estimate import StepEstimator
 from flow_grpo.policy.device_speed import matmul_peak
-from flow_grpo.policy.step_meter import StepMeter
+from flow_grpo.policy.step_meter import StepMeter, flop_counter
 from flow_grpo.trainer import FlowGRPOTrainer
 
 WINDOW = "sampling={steps: 4, transition: flow_sde, window: {schedule: fixed, size: 2, first_step: 0}"
@@ -34,7 +33,7 @@ def run(tmp_path, name):
 def test_a_steps_operations_are_those_that_torch_counts_of_all_of_it_and_those_of_plan(tmp_path, name):
     trainer, same = (run(tmp_path, name) for _ in range(2))
     for step in (0, 1):  # the second one is counted by what is known
-        with FlopCounterMode(display=False) as counter:
+        with flop_counter() as counter:
             same.stage.update(same.stage.source.collect(step), step)
         of_texts = sum(sum(counter.get_flop_counts()[name].values()) for name in TEXT_ENCODERS)
         assert of_texts > 0
@@ -43,6 +42,18 @@ def test_a_steps_operations_are_those_that_torch_counts_of_all_of_it_and_those_o
     # of the second step: the first one also finds out what the model can do. Plan takes the base model to cost as much as with a LoRA
     planned = StepEstimator(trainer.args, cuda=False).estimate(trainer.args.microbatch).operations
     assert 1e12 * tflop == pytest.approx(planned, rel=1e-3)
+
+
+def test_attention_on_a_cpu_counts_its_two_products_and_the_five_of_its_backward_pass():
+    batch, heads, length, width = 2, 3, 16, 8
+    query, key, value = (torch.randn(batch, heads, length, width, requires_grad=True) for _ in range(3))
+    product = 2 * batch * heads * length * length * width
+    with flop_counter() as counter:
+        out = torch.nn.functional.scaled_dot_product_attention(query, key, value)
+    assert counter.get_total_flops() == 2 * product
+    with flop_counter() as counter:
+        out.sum().backward()
+    assert counter.get_total_flops() == 5 * product
 
 
 def test_counting_changes_no_number(tmp_path, monkeypatch):
