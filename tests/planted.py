@@ -786,8 +786,8 @@ BUGS = [
     (
         "one Ctrl-C that is heard twice kills",
         "flow_grpo/training/interrupt.py",
-        "elif number == signal.SIGINT and now - former > DEBOUNCE:",
-        "elif number == signal.SIGINT and former < math.inf:",
+        "elif number == signal.SIGINT and now - self._first_interrupt > DEBOUNCE:",
+        "elif number == signal.SIGINT and self._first_interrupt < math.inf:",
         "tests/training/test_interrupt.py -k guard",
     ),
     (
