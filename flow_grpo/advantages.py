@@ -128,7 +128,10 @@ def shares(
 def contributions(
     names: list[str], by_reward: Tensor, weights: Tensor, group: Tensor, *, method: str | Method, prompt_set: str = ""
 ) -> dict[str, float]:
-    """Metrics: how much of the advantage each of several rewards makes, and how they correlate; of several prompt sets, in each."""
+    """Metrics of several rewards: advantage/share/NAME, and advantage/correlation/NAME/OTHER of each pair. See `shares`.
+
+    With `prompt_set`, they are named advantage/share/SET/NAME and so on. {} if fewer than two rewards have a weight here.
+    """
     if weights.ndim == 2:
         places = weights.any(0).nonzero()[:, 0].tolist()
         names, by_reward, weights = [names[i] for i in places], by_reward[:, places], weights[:, places]
@@ -159,10 +162,10 @@ def has_signal(reward: Reward, group: Int[Tensor, " B"], method: str | Method = 
 
 
 def capped(reward: Reward, group: Int[Tensor, " B"], quantile: float) -> Reward:
-    """The reward, at most as large as that quantile of its group, of several each by itself: MEND, arXiv 2610.05954, with 0.75.
+    """Cap rewards at that quantile of their group, each of several rewards by itself: MEND, arXiv 2610.05954, with 0.75.
 
-    Between two images the quantile is linear. What is above it all groups count as equally good, so the best image, which may be
-    so by a flaw of the reward, pulls no more than the others above.
+    The quantile is interpolated linearly. Rewards above the quantile count as equal, so an image
+    that exploits the reward gains nothing.
     """
     if reward.ndim == 2:
         return torch.stack([capped(column, group, quantile) for column in reward.unbind(1)], 1)

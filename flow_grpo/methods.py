@@ -146,10 +146,10 @@ TRANSITIONS = {
 
 
 def objective(name: str, stepwise: bool) -> Objective:
-    """The row of an objective; of one's own function, by import path, what can be known of it.
+    """Return an objective's row; for a custom function, by import path, a row with defaults.
 
     Args:
-        stepwise: whether the run trains on steps, which decides for one's own function.
+        stepwise: whether the run trains on steps, for a custom function.
     """
     if ":" in name:
         return Objective(stepwise, CUSTOM_SETTINGS, ratio=True)
@@ -157,12 +157,12 @@ def objective(name: str, stepwise: bool) -> Objective:
 
 
 def takes_each_reward(advantage: str) -> bool:
-    """Whether an advantage takes several rewards one by one, not their weighted sum. One's own function, by import path, does not."""
+    """Whether an advantage takes several rewards one by one, not their weighted sum. A custom function does not."""
     return ":" not in advantage and ADVANTAGES[advantage].each_reward
 
 
 def velocities_per_rollout(solver: str, steps: int) -> int:
-    """How often an ODE solver asks for the velocity in so many steps."""
+    """Number of velocities that an ODE solver evaluates in `steps` sampling steps."""
     return 2 * steps - 1 if solver == "heun" else steps
 
 

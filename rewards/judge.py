@@ -145,7 +145,7 @@ class Judge:
         return await gather([judged(images, question) for images, question in zip(shown, questions, strict=True)])
 
     def _question(self, question: str, words: dict[str, Any]) -> str:
-        """It with each known {word} replaced; other braces stay as they are."""
+        """Fill the known placeholders of the question, such as {prompt}; leave other braces unchanged."""
         known = {"low": f"{self.low:g}", "high": f"{self.high:g}", **words}
         return re.sub(r"\{(\w+)\}", lambda m: str(known.get(m[1], m[0])), question)
 

@@ -100,7 +100,7 @@ def load(
 
 
 def with_frames(name: str, client: Any, frames: Frames | None) -> Reward:
-    """The client of a reward that runs elsewhere, with the frames that it is sent. ValueError if these are all: it is sent images."""
+    """Set the frames sent to a remote or isolated reward. ValueError for frames=all: only images can be sent."""
     if frames == ALL:
         raise ValueError(f"reward {name}: frames=all is for a reward in this process: leave remote and isolate out.")
     if frames is not None:

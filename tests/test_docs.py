@@ -20,6 +20,7 @@ from support.paths import ROOT
 
 from flow_grpo.config import FlowGRPOConfig
 from flow_grpo.policy import step_meter
+from rewards import REGISTRY
 
 README, METHODS = ROOT / "README.md", ROOT / "docs/methods.md"
 PAGES = [README, ROOT / "CONTRIBUTING.md", *sorted(path for path in (ROOT / "docs").rglob("*.md") if path.name != "log.md")]
@@ -52,6 +53,11 @@ def test_the_table_of_pipelines_has_those_that_are_tested():
     builders = [tiny.build for tiny in (*TINY.values(), *IMAGE_TINY.values())]
     tested = {typing.get_type_hints(build)["return"] for build in builders} - {Any}
     assert named == {kind.__name__ for kind in tested} | {"QwenImageEditPipeline"}  # which one builder makes as a default
+
+
+def test_the_table_of_rewards_has_all_of_them():
+    rows = re.findall(r"^\| (`[^|]*) \|", (ROOT / "docs/rewards.md").read_text(), re.MULTILINE)
+    assert {name for row in rows for name in re.findall(r"`(\w+)`", row)} == set(REGISTRY)
 
 
 def test_the_readme_has_the_two_commands():

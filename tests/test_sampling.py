@@ -241,7 +241,7 @@ def ten_prompts() -> PromptSet:
     return PromptSet([f"p{i}" for i in range(10)], [{"n": i} for i in range(10)])
 
 
-def test_prompts_are_dealt_whole_epochs_without_repeats():
+def test_prompts_are_sampled_in_whole_epochs_without_repeats():
     prompt_sampler = PromptSampler(ten_prompts(), seed=0)
     steps = [prompt_sampler.sample(step, 3, 2) for step in range(6)]
     for step in steps:
@@ -256,7 +256,7 @@ def test_prompts_are_dealt_whole_epochs_without_repeats():
         prompt_sampler.sample(0, 11, 2)
 
 
-def test_a_dealer_goes_on_from_its_state():
+def test_a_prompt_sampler_continues_from_its_state():
     whole, former = PromptSampler(ten_prompts(), 0, 1, 2), PromptSampler(ten_prompts(), 0, 1, 2)
     for step in range(3):
         for prompt_sampler in (whole, former):
@@ -270,7 +270,7 @@ def test_a_dealer_goes_on_from_its_state():
     ]
 
 
-def test_prompts_without_signal_rest_and_come_back():
+def test_prompts_without_signal_are_skipped_and_come_back():
     prompt_sampler = PromptSampler(ten_prompts(), seed=0, patience=2, skip_steps=6)
     asked = []
     for step in range(20):

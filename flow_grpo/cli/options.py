@@ -49,7 +49,7 @@ def config_for_weights(config: str | None, model: str | None, lora: str | None, 
 
 
 def check_found_configs(models: "list[ModelTarget]", uses_rewards: bool, uses_prompts: bool) -> None:
-    """Refuse what configs found next to weights would do by themselves. The first model's names the rewards and the prompts."""
+    """Apply `found_config.check` to configs found next to weights. Rewards and prompts are those of the first model's."""
     from flow_grpo.config import found_config
 
     for i, model in enumerate(models):

@@ -30,7 +30,7 @@ def train(
         ),
     ] = False,
     show_config: Annotated[
-        bool, typer.Option("--show-config", help="Print the resolved config. Trains nothing, unless with --dry-run.")
+        bool, typer.Option("--show-config", help="Print the resolved config and exit; with --dry-run, also run the checks.")
     ] = False,
     num_processes: Annotated[
         int, typer.Option("--num-processes", min=1, help="Processes on this machine, one for each GPU.")
@@ -38,7 +38,10 @@ def train(
     profile: Annotated[
         int | None,
         typer.Option(
-            min=1, max=100, help="Profile so many training steps: a trace and a summary in RUN/profile.", show_default=False
+            min=1,
+            max=100,
+            help="Number of training steps to profile: a trace and a summary in RUN/profile.",
+            show_default=False,
         ),
     ] = None,
 ) -> None:
@@ -101,19 +104,19 @@ def _train(args: "FlowGRPOConfig", config: str, overrides: list[str], *, resume:
     trainer.processes.destroy()
 
 
-def _launch(count: int, config: str, overrides: list[str], options: list[str], folder: Path) -> int:
-    """Train in several processes and return their exit status. ValueError, which says how to continue, if one of them dies."""
+def _launch(num_processes: int, config: str, overrides: list[str], options: list[str], folder: Path) -> int:
+    """Train in several processes and return their exit status. ValueError with the command to continue if one dies."""
     from flow_grpo.distributed.launch import RankDied, launch
     from flow_grpo.run_folder import checkpoint, layout
 
-    if count > (most := PROCESSES_PER_CORE * (os.cpu_count() or 1)):
-        raise ValueError(f"--num-processes={count} is too many for the cores of this machine: give at most {most}.")
+    if num_processes > (most := PROCESSES_PER_CORE * (os.cpu_count() or 1)):
+        raise ValueError(f"--num-processes={num_processes} is too many for the cores of this machine: give at most {most}.")
     try:
-        return launch(count, ["train", config, *overrides, *options])
+        return launch(num_processes, ["train", config, *overrides, *options])
     except RankDied as error:
         saved = checkpoint.steps(folder / layout.CHECKPOINTS)
         kept = f"The checkpoint of step {saved[0]} is saved. Go on with" if saved else "Nothing was saved. Start again with"
-        raise ValueError(f"{error} {kept}: {_command(config, overrides, bool(saved), count)}") from None
+        raise ValueError(f"{error} {kept}: {_command(config, overrides, bool(saved), num_processes)}") from None
 
 
 def _command(config: str, overrides: list[str], resume: bool, processes: int) -> str:

@@ -1,4 +1,4 @@
-"""The anchors of an objective: references that the policy is held near, against reward hacking; and how slowly averages follow."""
+"""Anchors: references that the policy is held near, against reward hacking; and decay schedules of moving averages."""
 
 from collections.abc import Iterable
 from typing import Annotated, Any, Literal
@@ -26,7 +26,7 @@ class DecayRamp(ConfigSection):
     """The decay before it begins to grow."""
 
     def at(self, steps: int) -> float:
-        """The decay after so many steps."""
+        """The decay after `steps` steps."""
         return min(self.max, self.start + self.rate * max(0, steps - self.after))
 
 
@@ -40,7 +40,7 @@ Decay = Annotated[Share | DecayRamp, BeforeValidator(_number_or_ramp)]
 
 
 def decay_at(decay: float | DecayRamp, steps: int) -> float:
-    """The decay after so many steps."""
+    """The decay after `steps` steps."""
     return decay.at(steps) if isinstance(decay, DecayRamp) else decay
 
 

@@ -1,4 +1,4 @@
-"""What pydantic refuses about a config, as one sentence."""
+"""Turns pydantic's validation errors into one sentence."""
 
 from collections.abc import Iterator
 from typing import get_args
@@ -29,7 +29,7 @@ def error_sentence(error: ValidationError, config: type[ConfigSection]) -> str:
 
 
 def _did_you_mean(place: list[str], config: type[ConfigSection]) -> str:
-    """What an unknown setting may have been meant to be: one of its very name elsewhere, else one like it, here or elsewhere."""
+    """Suggest the intended setting: the same name in another section, else the closest name, this section's first."""
     *parents, word = place
     paths = sorted(set(_paths(config)), key=lambda path: (-len(path), path))
     named = [".".join(path) for path in reversed(paths) if path[-1] == word]
@@ -43,7 +43,7 @@ def _did_you_mean(place: list[str], config: type[ConfigSection]) -> str:
 
 
 def _paths(section: type[ConfigSection], above: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
-    """All settings as the keys that lead to them, those of a reward left out, which has a name of its own."""
+    """Paths of keys to all settings; without those of a reward, whose path contains its own name."""
     for name, field in section.model_fields.items():
         yield (*above, name)
         for inner in _sections(field):
@@ -52,7 +52,7 @@ def _paths(section: type[ConfigSection], above: tuple[str, ...] = ()) -> Iterato
 
 
 def _sections(field: FieldInfo | None) -> list[type[ConfigSection]]:
-    """The sections that a setting may be, or holds: lora may be null too, rewards have names, an objective one section of several."""
+    """Section types in a setting's annotation; all objectives' sections for `objective`."""
     kinds = (field.annotation, *get_args(field.annotation)) if field else ()
     sections = [kind for kind in kinds if isinstance(kind, type) and issubclass(kind, ConfigSection)]
     return list(section_types().values()) if ObjectiveConfig in sections else sections

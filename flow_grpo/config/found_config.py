@@ -4,7 +4,7 @@ Every run folder and every export holds a config.yaml, so a downloaded LoRA brin
 is not: a reward's file is code, and so is the `python` of an isolated one; a server receives the images; a folder is written to.
 So it may only name rewards of this package, unless the user trusts it. Overrides are the user's own settings.
 
-`objective`, `trackers`, `output` and the training prompts are read by training alone, whose config is always named by the user.
+Only training reads `objective`, `trackers`, `output_dir` and the training prompts; its config is always named by the user.
 """
 
 from collections.abc import Iterator
@@ -29,7 +29,7 @@ def check(args: FlowGRPOConfig, file: Path, rewards: bool, prompts: bool) -> Non
     """
     try:
         named_by_file = set(_named(FlowGRPOConfig.from_yaml(file), rewards, prompts))
-    except ValueError:  # valid with the overrides alone, so nothing tells what is the user's
+    except ValueError:  # valid only with the overrides, so the user's own values can't be told apart
         named_by_file = set(_named(args, rewards, prompts))
     refused = [what for what in _named(args, rewards, prompts) if what in named_by_file]
     if refused:
@@ -42,7 +42,7 @@ def check(args: FlowGRPOConfig, file: Path, rewards: bool, prompts: bool) -> Non
 
 
 def _named(args: FlowGRPOConfig, rewards: bool, prompts: bool) -> Iterator[str]:
-    """What runs code, reaches out or writes."""
+    """Describe each setting that runs code, contacts a server or a person, or writes files."""
     if args.memory.embedding_cache_dir is not None:
         yield f"the folder {args.memory.embedding_cache_dir} to keep embeddings in"
     if "hub" in (args.memory.attention_backend or ""):

@@ -51,10 +51,10 @@ def parse_yaml(text: str, source: str) -> Any:
     """The content of a YAML text.
 
     Args:
-        source: what the text is, with which the sentence of an error begins.
+        source: name of the text, with which error messages begin.
 
     Raises:
-        ValueError: not YAML, a key that stands twice in one mapping, or a document that is too deep or grows too large.
+        ValueError: not YAML, a duplicate key in a mapping, or a document that is nested too deeply or too large.
     """
     try:
         loader = _Loader(text)
@@ -83,11 +83,11 @@ def flatten(values: dict[str, Any], above: str = "") -> dict[str, Any]:
 
 
 class _Refused(Exception):
-    """What valid YAML may hold and no file of ours."""
+    """Valid YAML that is refused here: duplicate keys, recursive or oversized aliases, half a surrogate pair."""
 
 
 class _Loader(yaml.SafeLoader):
-    """PyYAML's safe loader, for which a key that stands twice is an error, as YAML 1.2 has it."""
+    """PyYAML's safe loader, but duplicate keys are an error, as in YAML 1.2."""
 
     def construct_scalar(self, node: yaml.ScalarNode | yaml.MappingNode) -> Any:
         """The text, in which JSON's two escapes of one character are that character."""
@@ -113,7 +113,7 @@ class _Loader(yaml.SafeLoader):
 
 
 def _check_size(root: yaml.Node) -> None:
-    """Refuses a document whose aliases refer to themselves, or that is too large once all aliases are written out."""
+    """Refuse a document with recursive aliases, or one that is too large once all aliases are expanded."""
     sizes: dict[int, int] = {}
 
     def size(node: yaml.Node, above: frozenset[int]) -> int:

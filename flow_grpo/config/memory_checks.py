@@ -1,10 +1,10 @@
-"""What does not go with the settings of `memory`."""
+"""Checks of the settings of `memory`."""
 
 from flow_grpo.config.settings import RunSettings
 
 
 def check_offloading(args: RunSettings) -> None:
-    """What does not go with weights that are on the GPU only while their block computes."""
+    """Raise ValueError if settings conflict with `memory.offload`, weights on the GPU only while their block computes."""
     memory = args.memory
     if memory.offload is None:
         return
@@ -19,12 +19,10 @@ def check_offloading(args: RunSettings) -> None:
 
 
 def check_zero(args: RunSettings) -> None:
-    """What does not go with DeepSpeed's ZeRO."""
+    """Raise ValueError if settings conflict with DeepSpeed's ZeRO."""
     if args.memory.shard not in ("zero1", "zero2"):
         return
     if args.optimizer.name != "adamw":
-        raise ValueError(
-            f"memory.shard={args.memory.shard} shares out AdamW's moments in float32: set optimizer.name=adamw."
-        )
+        raise ValueError(f"memory.shard={args.memory.shard} shards AdamW's moments in float32: set optimizer.name=adamw.")
     if args.dtype == "fp16":
         raise ValueError(f"memory.shard={args.memory.shard} has no loss scale, which dtype=fp16 needs: set bf16, or fsdp2.")

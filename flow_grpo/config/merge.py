@@ -1,4 +1,4 @@
-"""Settings over other settings: a stage over the run's, overrides over a file's."""
+"""Merges settings: a stage's into the run's, overrides into a file's."""
 
 from collections.abc import Callable
 from typing import Any
@@ -59,7 +59,7 @@ def with_transition(settings: Settings) -> Settings:
 
 
 def _without_former_transition(former: Settings, settings: Settings, own: set[tuple[str, str]]) -> Settings:
-    """Settings without the transition of those before them if another objective, which it does not fit, was chosen over it."""
+    """Drop the inherited transition if the newly chosen objective cannot use it."""
     name, transition = _chosen(settings, "objective", "name"), _chosen(settings, "sampling", "transition")
     is_chosen = name != _chosen(former, "objective", "name") and ("sampling", "transition") not in own
     if not is_chosen or transition is None or _fits(name, transition):
@@ -69,7 +69,7 @@ def _without_former_transition(former: Settings, settings: Settings, own: set[tu
 
 
 def _fits(objective: str | None, transition: str) -> bool:
-    """Whether an objective can have that transition: one on steps a stochastic one. True if it can't be told."""
+    """Whether the transition suits the objective (stepwise ones need a stochastic one). True if either name is unknown."""
     row, step = methods.OBJECTIVES.get(objective or "grpo"), methods.TRANSITIONS.get(transition)
     return row is None or step is None or row.stepwise == step.stochastic
 

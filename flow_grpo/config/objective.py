@@ -23,11 +23,12 @@ class ObjectiveConfig(ConfigSection):
     """How rewards become advantages, see flow_grpo/advantages.py: grpo, batch_std, dr_grpo, rloo, reinforce_pp, gdpo, rank, or
     your own function (reward (B,), group (B,)) -> (B,) as my_module:my_fn or file.py:my_fn."""
     reward_cap: Annotated[float, Field(gt=0, lt=1)] | None = None
-    """The quantile of its group at which a reward is capped before it becomes an advantage (MEND, arXiv 2610.05954: 0.75), against images
-    that are best by a flaw of the reward; null is none."""
+    """Rewards are capped at this quantile of their group before they become advantages (MEND, arXiv 2610.05954: 0.75),
+    against images that exploit the reward; null is none."""
     diversity_weight: str | None = None
-    """The name of a reward of weight 0, such as least_distance, that says how unlike an image is to the others of its group, and by which
-    positive advantages are weighed (GARDO, arXiv 2512.24138, with advantage dr_grpo); null is none."""
+    """A reward of weight 0, such as least_distance, that measures how different an image is from the others of its group.
+    Positive advantages are multiplied by it, divided by its group mean (GARDO, arXiv 2512.24138, with advantage dr_grpo);
+    null is none."""
     kl_weight: Annotated[float, Field(ge=0)] = 0.0
     """Weight of the KL to the base model, whose mean is over all images of a step, also of groups whose rewards are all equal (for sft
     and dpo over the images they train on)."""
@@ -161,7 +162,7 @@ class Nft(ObjectiveConfig):
     beta: PositiveFloat = 1.0
     """How far the implicit policies are from the old one."""
     advantage_max: PositiveFloat = 5.0
-    """The advantage that counts as certainly good."""
+    """Advantages are clipped to ±advantage_max and mapped to [0, 1]. It also scales the loss."""
 
 
 class Crd(ObjectiveConfig):
@@ -170,7 +171,7 @@ class Crd(ObjectiveConfig):
     beta: PositiveFloat = 1.0
     """Scale of the implicit reward: the larger, the less the policy moves from the old one for the same advantage."""
     advantage_max: PositiveFloat = 5.0
-    """The advantage that counts as certainly good."""
+    """Advantages are clipped to ±advantage_max and mapped to [0, 1]. It also scales the loss."""
 
 
 class OldPolicy(ObjectiveConfig):

@@ -1,10 +1,10 @@
-"""What in the settings of several prompt sets goes together."""
+"""Checks of the settings of several prompt sets."""
 
 from flow_grpo.config.settings import RunSettings
 
 
 def check_prompt_sets(args: RunSettings) -> None:
-    """Names and weights of several prompt sets. Their rewards may be given from Python, so a run checks them when it has built those."""
+    """Raise ValueError if settings conflict with several prompt sets. A run checks their rewards once they are built."""
     for setting, sets in (("prompts", args.prompts), ("evaluation.prompts", args.evaluation.prompts)):
         if not isinstance(sets, list):
             continue

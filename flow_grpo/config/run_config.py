@@ -122,15 +122,15 @@ class FlowGRPOConfig(RunSettings):
         return cls._validated(_overridden({"model": model}, overrides or []))
 
     def with_launcher_settings(self) -> "FlowGRPOConfig":
-        """With the shares that `accelerate launch --use_deepspeed` or `--use_fsdp` asked for, whose other settings are the config's.
+        """Return the config with memory.shard set from accelerate's launch flags, `--use_deepspeed` or `--use_fsdp`.
 
-        ValueError if the config asks for others, or does not go with them.
+        ValueError if memory.shard is set to another mode, or if other settings conflict with the mode.
         """
         stage = os.environ.get("ACCELERATE_DEEPSPEED_ZERO_STAGE", "2")
         if os.environ.get("ACCELERATE_USE_DEEPSPEED") == "true" and "ACCELERATE_DEEPSPEED_CONFIG_FILE" in os.environ:
             raise ValueError("DeepSpeed's config file is not read here: launch with --zero_stage, or set memory.shard.")
         modes = {"ACCELERATE_USE_DEEPSPEED": f"zero{stage}", "ACCELERATE_USE_FSDP": "fsdp2"}
-        requested = next((shares for name, shares in modes.items() if os.environ.get(name) == "true"), "zero0")
+        requested = next((mode for name, mode in modes.items() if os.environ.get(name) == "true"), "zero0")
         if requested in ("zero0", self.memory.shard):
             return self
         if self.memory.shard is not None:
@@ -150,14 +150,15 @@ class FlowGRPOConfig(RunSettings):
         return {**self.pipeline_call_kwargs(), **{k: v for k, v in size.items() if v is not None}}
 
     def differences(self, now: "FlowGRPOConfig") -> dict[str, tuple[Any, Any]]:
-        """The settings that change a run's numbers and differ, here and `now`: not its length, its places, or what only looks at it."""
+        """Settings that change the numbers and differ, as {name: (old, new)}; run length, paths, monitoring are ignored."""
         free: Any = dict.fromkeys(
             ("steps", "output_dir", "save_every", "sample_every", "keep_checkpoints", "device", "trackers"), True
         )
-        # the others make evaluations that can't be compared
+        # a change of its other settings makes evaluations incomparable
         free["evaluation"] = {"every", "num_images", "rewards", "sizes"}
-        free["memory"] = {"shard"}  # whose processes' shares a checkpoint does not know
-        free["rewards"] = {"__all__": {"remote", "isolate", "python", "timeout"}}  # where a reward runs is not what it says
+        free["memory"] = {"shard"}  # checkpoints are stored unsharded
+        # moving a reward to another process does not change its values
+        free["rewards"] = {"__all__": {"remote", "isolate", "python", "timeout"}}
         here, there = self.model_dump(exclude=free), now.model_dump(exclude=free)
         return {name: (here[name], there[name]) for name in there if there[name] != here[name]}
 

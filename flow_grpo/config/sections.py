@@ -63,8 +63,9 @@ class LoraConfig(ConfigSection):
 
 class WindowConfig(ConfigSection):
     schedule: Literal["all", "fixed", "random", "sliding", "auto"] = "all"
-    """Which steps are stochastic and trained: all of first_step..last_step, a fixed run, one drawn at random, one that slides, or, `auto`,
-    the run of steps whose noise moves the reward most, measured before the first training step on images that are not counted."""
+    """Which steps are stochastic and trained. `all`: first_step to last_step. Otherwise `size` adjacent steps: `fixed`, from
+    first_step; `random`, drawn for each training step; `sliding`, moved by one every `shift_every` training steps; `auto`,
+    the adjacent steps with the largest reward variance, measured before training."""
     size: PositiveInt = 3
     """Steps in the window; `all` ignores it."""
     first_step: Annotated[int, Field(ge=0)] = 0
@@ -86,16 +87,15 @@ class SamplingConfig(ConfigSection):
     log_prob: Literal["gaussian", "unnormalized"] = "gaussian"
     """The log-probability of a step; `unnormalized` is what Flow-CPS published."""
     shared_initial_noise: bool = False
-    """Whether the images of a group start from one noise and part at the first step of the window; up to there they are computed once per
-    group. With a window of one step, that step alone makes the difference and owns its advantage (TempFlow, arXiv 2508.04324)."""
+    """Whether the images of a group start from the same noise and differ from the window's first step on. Earlier steps are
+    computed once per group. With a window of one step, rewards differ only by its noise (TempFlow, arXiv 2508.04324)."""
     branches: list[Annotated[int, Field(ge=2)]] = []
-    """A group as a tree (BranchGRPO, arXiv 2509.06040): its images start from one noise, and at each of the first steps of the window every
-    state splits into that many branches, with [2, 2, 2] into 8 images. What they share is computed once, and a step has the advantage of
-    the branch that was taken: the mean reward of its images against the group's other branches."""
+    """Samples a group as a tree (BranchGRPO, arXiv 2509.06040): its images start from the same noise, and at step i
+    of the window every state splits into branches[i] branches; [2, 2, 2] makes 8 images. Shared steps are computed once, and
+    a step has the advantage of its branch: the mean reward of the branch's images against the group's other branches."""
     keep_graphs: bool = False
     """Whether the update uses the rollout's own graphs of the trained steps in place of replaying them (LeanGRPO, arXiv 2609.03528):
-    faster, the same gradient, for one update on a rollout. All graphs of a step are in memory at once; `flow-grpo plan` says how much
-    that is."""
+    faster, same gradient, for one update on a rollout. All graphs of a step are in memory at once, see `flow-grpo plan`."""
     solver: Literal["euler", "heun", "dpm_2m", "ab2"] = "euler"
     """Forward-process objectives: how the ODE is solved in rollouts. Of order 2 are `heun`, with two velocities a step, and with one
     `dpm_2m` (DPM-Solver++ 2M, arXiv 2211.01095) and `ab2` (Adams-Bashforth)."""
@@ -107,7 +107,7 @@ class SamplingConfig(ConfigSection):
         return last - self.window.first_step + 1 if self.window.schedule == "all" else self.window.size
 
     def tree(self, images: int) -> list[int]:
-        """The branches of a group of so many images; none if each has a start of its own."""
+        """The branches of a group of `images` images; [] if each image starts from its own noise."""
         return self.branches or ([images] if self.shared_initial_noise else [])
 
     @field_validator("transition")
@@ -127,8 +127,8 @@ class OptimizerConfig(ConfigSection):
     warmup_steps: Annotated[int, Field(ge=0)] = 0
     """Steps in which the learning rate rises to lr."""
     final_lr_ratio: Share = 1.0
-    """The learning rate falls linearly to this share of lr at the last step; 1 keeps it constant. With more steps, a resumed run goes on
-    along the longer way down."""
+    """The learning rate falls linearly to this share of lr at the last step; 1 keeps it constant. Resuming with more `steps`
+    stretches the decay."""
     betas: tuple[Share, Share] = (0.9, 0.999)
     """AdamW's decay rates of the gradient's first and second moment."""
     eps: Annotated[float, Field(ge=0)] = 1e-15
@@ -281,8 +281,8 @@ class MemoryConfig(ConfigSection):
     offload: Literal["groups"] | None = None
     """The blocks' base weights are in the CPU's memory and are copied to the GPU for each call. Set `gradient_checkpointing` too."""
     shard: Literal["fsdp2", "zero1", "zero2"] | None = None
-    """Several processes: what each holds a share of. `fsdp2`, or true: of the weights, but a LoRA's, and a block's are put together while
-    it computes. `zero1`: of AdamW's moments, `zero2`: of gradients too, by DeepSpeed (ZeRO, arXiv 1910.02054)."""
+    """What to shard over several processes. `fsdp2` or true: weights except a LoRA's, gathered per block; `zero1`: AdamW's
+    moments; `zero2`: also gradients (DeepSpeed, arXiv 1910.02054)."""
     compile: bool = False
     """torch.compile of the transformer's repeated blocks."""
     attention_backend: str | None = None
@@ -298,5 +298,5 @@ class MemoryConfig(ConfigSection):
     @classmethod
     def _by_name(cls, value: Any) -> Any:
         if value == "zero3":
-            raise ValueError("memory.shard=zero3 is not there: set fsdp2, which spreads weights, gradients and moments.")
+            raise ValueError("memory.shard=zero3 is not supported: set fsdp2, which spreads weights, gradients and moments.")
         return "fsdp2" if value is True else None if value is False else value

@@ -86,7 +86,7 @@ class RunSettings(ConfigSection):
     seed: int = 0
     """Every random draw derives from (seed, step, prompt, image)."""
     output_dir: str = "runs/run"
-    """Run folder. Read from a file, it is runs/NAME with the config's file name; `{name}` stands for it in one's own."""
+    """Run folder. Default for a config file: runs/NAME, its file name. `{name}` in your own value is replaced by it."""
     save_every: PositiveInt = 25
     """Training steps between checkpoints."""
     sample_every: Annotated[int, Field(ge=0)] = 0

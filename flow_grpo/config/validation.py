@@ -1,4 +1,4 @@
-"""What in a config goes together: each check says in one sentence what does not, and what to set instead."""
+"""Checks across the settings of a config. Each raises ValueError: one sentence on the conflict and what to set instead."""
 
 import math
 from collections.abc import Iterable
@@ -15,7 +15,7 @@ TRACKERS = ("tensorboard", "wandb", "mlflow", "trackio", "swanlab")
 
 
 def check_run(args: RunSettings) -> None:
-    """All checks across the settings of a run, or of one of its stages. ValueError: what does not go together."""
+    """Raise ValueError if settings of a run, or of one of its stages, conflict."""
     check_objective(args)
     check_sizes(args)
     check_window(args.sampling)
@@ -50,15 +50,15 @@ def check_sizes(args: RunSettings) -> None:
             f"microbatch={args.microbatch} does not divide prompts_per_step x images_per_prompt = {rows}: all forward passes "
             "need one shape."
         )
-    o, passes, method = args.objective, args.updates * args.epochs, args.method
+    objective, passes, method = args.objective, args.updates * args.epochs, args.method
     pairs = method.rows_per_pair == 2
     if pairs and args.dataset is not None and (rows // 2) % args.updates:
         raise ValueError(f"updates={args.updates} does not divide the {rows // 2} pairs of a step.")
     if method.single_update and passes > 1:
         raise ValueError(
-            f"objective {o.name} has no ratio, so it is for one update on a rollout: set updates=1 and epochs=1."
+            f"objective {objective.name} has no ratio, so it is for one update on a rollout: set updates=1 and epochs=1."
         )
-    if o.has_auto_clip and passes == 1:
+    if objective.has_auto_clip and passes == 1:
         raise ValueError("objective.clip_low=auto has no ratios to learn from: with one update on a rollout they are all 1.")
     if args.dataset is not None and args.dynamic_sampling_rounds:
         raise ValueError(
@@ -66,54 +66,56 @@ def check_sizes(args: RunSettings) -> None:
             "set dynamic_sampling_rounds=0."
         )
     if pairs and min(args.microbatch, rows) % 2:
-        raise ValueError(f"microbatch={args.microbatch} is odd, but {o.name} compares pairs of rows: set an even one.")
+        raise ValueError(f"microbatch={args.microbatch} is odd, but {objective.name} compares pairs: set an even one.")
 
 
 def check_objective(args: RunSettings) -> None:
-    """What an objective needs of the sampler, and which of its settings go together."""
-    o, method = args.objective, args.method
-    if ":" not in o.advantage and o.advantage not in methods.ADVANTAGES:
-        close = suggest(o.advantage, list(methods.ADVANTAGES))
-        raise ValueError(f"there is no advantage {o.advantage}.{close} Choose one of {', '.join(methods.ADVANTAGES)}.")
+    """Raise ValueError if settings conflict with the objective."""
+    objective, advantage, method = args.objective, args.objective.advantage, args.method
+    if ":" not in advantage and advantage not in methods.ADVANTAGES:
+        close = suggest(advantage, list(methods.ADVANTAGES))
+        raise ValueError(f"there is no advantage {advantage}.{close} Choose one of {', '.join(methods.ADVANTAGES)}.")
     if method.stepwise:
-        _check_stepwise(o, method, args.sampling)
+        _check_stepwise(objective, method, args.sampling)
     else:
-        _check_on_final_latents(o, method, args.sampling)
-    if o.has_auto_clip and not method.auto_clip:
+        _check_on_final_latents(objective, method, args.sampling)
+    if objective.has_auto_clip and not method.auto_clip:
         raise ValueError(
-            f"objective.clip_low=auto is calibrated at each trained step, for {', '.join(readers('clip_quantile'))}, not {o.name}."
+            f"objective.clip_low=auto is calibrated at each trained step, for {', '.join(readers('clip_quantile'))}, not "
+            f"{objective.name}."
         )
     _check_reward_shaping(args)
-    if method.critic and o.advantage != "grpo":
-        raise ValueError(f"objective.advantage={o.advantage} with {o.name}: its critic makes the advantages; leave it out.")
+    if method.critic and advantage != "grpo":
+        raise ValueError(
+            f"objective.advantage={advantage} with {objective.name}: its critic makes the advantages; remove it."
+        )
 
 
 def _check_reward_shaping(args: RunSettings) -> None:
-    """What is done to rewards and advantages within a group."""
-    o, method = args.objective, args.method
-    unread = "reward_cap" if o.reward_cap is not None else "diversity_weight" if o.diversity_weight is not None else None
+    """Raise ValueError if settings conflict with `reward_cap` or `diversity_weight`."""
+    objective, method = args.objective, args.method
+    unread = next((name for name in ("reward_cap", "diversity_weight") if getattr(objective, name) is not None), None)
     if unread and (method.critic or method.rows != "all"):
         raise ValueError(
-            f"objective.{unread} is for advantages within a group, which {o.name} does not train on: leave it out, or choose grpo."
+            f"objective.{unread} is for advantages within a group, which {objective.name} does not train on: remove it."
         )
-    if o.diversity_weight is None:
+    if objective.diversity_weight is None:
         return
     if args.sampling.branches:
         raise ValueError(
             "objective.diversity_weight is of images, and sampling.branches compares branches: leave one of them out."
         )
-    reward = args.rewards.get(o.diversity_weight)
+    name = objective.diversity_weight
+    reward = args.rewards.get(name)
     if reward is None or reward.weight:
-        raise ValueError(
-            f"objective.diversity_weight={o.diversity_weight} is no reward of weight 0: add it by rewards.{o.diversity_weight}=0."
-        )
+        raise ValueError(f"objective.diversity_weight={name} is no reward of weight 0: add it by rewards.{name}=0.")
 
 
-def _check_stepwise(o: ObjectiveConfig, method: methods.Objective, s: SamplingConfig) -> None:
-    """An objective on the log-probabilities of steps."""
+def _check_stepwise(objective: ObjectiveConfig, method: methods.Objective, s: SamplingConfig) -> None:
+    """Raise ValueError if settings conflict with an objective on the log-probabilities of steps."""
     transition = methods.TRANSITIONS[s.transition]
     if not transition.stochastic:
-        raise ValueError(f"objective {o.name} needs a stochastic transition: set sampling.transition to cps or flow_sde.")
+        raise ValueError(f"objective {objective.name} needs a stochastic transition: set sampling.transition=flow_sde.")
     if s.noise_level == 0:
         raise ValueError("sampling.noise_level=0 is the ODE, which has no log-probability to train: set it above 0.")
     if s.noise_level > transition.max_noise_level:
@@ -122,52 +124,57 @@ def _check_stepwise(o: ObjectiveConfig, method: methods.Objective, s: SamplingCo
         )
     if s.solver != "euler":
         raise ValueError(
-            f"sampling.solver={s.solver} with objective {o.name}: the steps around the trained ones are Euler's; set "
-            "sampling.solver=euler, or a forward-process objective by objective.name."
+            f"sampling.solver={s.solver} with objective {objective.name}: the steps around the trained ones are Euler's; "
+            "set sampling.solver=euler, or a forward-process objective by objective.name."
         )
-    kinds = {o.kl, *(anchor.kl for anchor in o.anchors)}
+    kinds = {objective.kl, *(anchor.kl for anchor in objective.anchors)}
     if "flow_grpo" in kinds and not transition.has_g:
         with_g = " or ".join(name for name, one in methods.TRANSITIONS.items() if one.has_g)
         raise ValueError(f"objective.kl=flow_grpo divides by the g of {with_g}; {s.transition} has none.")
     if s.log_prob == "gaussian":
         return
     if method.gaussian:
-        raise ValueError(f"objective {o.name} is made for Gaussian log-probabilities: set sampling.log_prob=gaussian.")
+        raise ValueError(f"objective {objective.name} needs Gaussian log-probabilities: set sampling.log_prob=gaussian.")
     if "k3" in kinds:
         raise ValueError("objective.kl=k3 is an estimate from log-probabilities: set sampling.log_prob=gaussian.")
-    if o.weighs_by_std:
+    if objective.weighs_by_std:
         raise ValueError("objective.step_weight=std makes up for a Gaussian's 1 / std: set sampling.log_prob=gaussian.")
 
 
-def _check_on_final_latents(o: ObjectiveConfig, method: methods.Objective, s: SamplingConfig) -> None:
-    """A forward-process objective, on the final latents of ODE rollouts."""
+def _check_on_final_latents(objective: ObjectiveConfig, method: methods.Objective, s: SamplingConfig) -> None:
+    """Raise ValueError if settings conflict with a forward-process objective, on the final latents of ODE rollouts."""
     if methods.TRANSITIONS[s.transition].stochastic:
-        raise ValueError(f"objective {o.name} trains on final latents, which the ODE draws: set sampling.transition=ode.")
+        raise ValueError(f"objective {objective.name} trains on final latents of the ODE: set sampling.transition=ode.")
     if s.shared_initial_noise:
         raise ValueError(
-            f"sampling.shared_initial_noise=true with objective {o.name}: the ODE would draw the same image for a whole group."
+            f"sampling.shared_initial_noise=true with objective {objective.name}: the ODE would draw the same "
+            "image for a whole group."
         )
-    other = next((kl for kl in (o.kl, *(anchor.kl for anchor in o.anchors)) if kl not in (None, "velocity")), None)
+    other = next(
+        (kl for kl in (objective.kl, *(anchor.kl for anchor in objective.anchors)) if kl not in (None, "velocity")), None
+    )
     if other is not None:
-        raise ValueError(f"objective.kl={other} is of trained steps, and {o.name} has none: set objective.kl=velocity.")
-    if o.sigma_range[0] >= o.sigma_range[1]:
+        raise ValueError(f"objective.kl={other} needs trained steps, {objective.name} has none: set objective.kl=velocity.")
+    if objective.sigma_range[0] >= objective.sigma_range[1]:
         raise ValueError("objective.sigma_range must rise, for example [0, 1].")
-    if o.sigma_distribution != "logit_normal" and (o.logit_location, o.logit_scale) != (0, 1):
+    if objective.sigma_distribution != "logit_normal" and (objective.logit_location, objective.logit_scale) != (0, 1):
         raise ValueError(
-            f"objective.logit_location and logit_scale are for sigma_distribution=logit_normal, not {o.sigma_distribution}: remove them."
+            f"objective.logit_location and logit_scale are for sigma_distribution=logit_normal, not "
+            f"{objective.sigma_distribution}: remove them."
         )
-    num_in_range = len(o.steps_in_range(s.steps))
-    if o.sigma_distribution == "schedule" and num_in_range < o.num_noise_levels:
+    num_in_range = len(objective.steps_in_range(s.steps))
+    if objective.sigma_distribution == "schedule" and num_in_range < objective.num_noise_levels:
         raise ValueError(
-            f"objective.num_noise_levels={o.num_noise_levels} with sigma_distribution=schedule, but sigma_range has {num_in_range} of the "
-            f"{s.steps} sampling steps: set a wider sigma_range{', or fewer noise levels' if num_in_range else ''}."
+            f"objective.num_noise_levels={objective.num_noise_levels} with sigma_distribution=schedule, but sigma_range has "
+            f"{num_in_range} of the {s.steps} sampling steps: set a wider sigma_range"
+            f"{', or fewer noise levels' if num_in_range else ''}."
         )
-    if method.rows_per_pair == 2 and not o.shared_noise:
-        raise ValueError(f"objective {o.name} compares a pair at the same noise: set objective.shared_noise=true.")
+    if method.rows_per_pair == 2 and not objective.shared_noise:
+        raise ValueError(f"objective {objective.name} compares a pair at the same noise: set objective.shared_noise=true.")
 
 
 def check_sampling_is_read(args: RunSettings) -> None:
-    """Refuse a setting of `sampling` that is not the default and that the objective does not read."""
+    """Raise ValueError for a setting of `sampling` that is not the default and that the objective does not read."""
     defaults = SamplingConfig()
     for setting in SamplingConfig.model_fields:
         changed = getattr(args.sampling, setting) != getattr(defaults, setting)
@@ -180,7 +187,7 @@ def check_sampling_is_read(args: RunSettings) -> None:
 
 
 def check_kept_graphs(args: RunSettings) -> None:
-    """What does not go with graphs that are kept from the rollout to the update."""
+    """Raise ValueError if settings conflict with `sampling.keep_graphs`."""
     if not args.sampling.keep_graphs:
         return
     if args.updates * args.epochs > 1:
@@ -201,7 +208,7 @@ def check_kept_graphs(args: RunSettings) -> None:
 
 
 def check_branches(args: RunSettings) -> None:
-    """What does not go with a group that is a tree."""
+    """Raise ValueError if settings conflict with `sampling.branches`."""
     s = args.sampling
     if not s.branches:
         return
@@ -226,7 +233,7 @@ def check_branches(args: RunSettings) -> None:
 
 
 def check_full_finetuning(args: RunSettings) -> None:
-    """What does not go with `lora: null`, which trains all weights."""
+    """Raise ValueError if settings conflict with `lora: null`, which trains all weights."""
     if args.lora is not None:
         return
     if args.method.old_policy:
@@ -240,14 +247,14 @@ def check_full_finetuning(args: RunSettings) -> None:
         )
     if args.memory.shard == "fsdp2" and args.optimizer.name == "adamw_8bit":
         raise ValueError(
-            "optimizer.name=adamw_8bit can't take weights in shares: with lora=null set memory.shard=false, or adamw."
+            "optimizer.name=adamw_8bit does not support sharded weights: with lora=null set memory.shard=false, or adamw."
         )
 
 
 def check_anchors(args: RunSettings) -> None:
-    """What does not go with the anchors of an objective."""
-    o, kinds = args.objective, {anchor.to for anchor in args.objective.anchors}
-    gates = {anchor.gate for anchor in o.anchors} - {"none"}
+    """Raise ValueError if settings conflict with the anchors of the objective."""
+    objective, kinds = args.objective, {anchor.to for anchor in args.objective.anchors}
+    gates = {anchor.gate for anchor in objective.anchors} - {"none"}
     copied = sorted(kinds & set(COPIES))
     if copied and args.lora is None:
         raise ValueError(
@@ -255,18 +262,19 @@ def check_anchors(args: RunSettings) -> None:
         )
     if gates and args.dataset is not None:
         raise ValueError(
-            f"objective.anchors: gate={min(gates)} goes by rewards, which given images have none of: set gate=none."
+            f"objective.anchors: gate={min(gates)} needs rewards; images from a dataset have none: set gate=none."
         )
     if "advantage" in gates and args.method.critic:
         raise ValueError(
-            f"objective.anchors: gate=advantage is of an advantage for each image, and {o.name} has one for each step: set gate=none."
+            f"objective.anchors: gate=advantage needs an advantage for each image, {objective.name} has one for each step: "
+            "set gate=none."
         )
     if "advantage" in gates and args.sampling.branches:
         raise ValueError(
-            "objective.anchors: gate=advantage is of an advantage for each image, and sampling.branches has one for each step: set "
-            "gate=none."
+            "objective.anchors: gate=advantage needs an advantage for each image, sampling.branches has one for each step: "
+            "set gate=none."
         )
-    if "disagreement" in gates and all(r.weight or name == o.diversity_weight for name, r in args.rewards.items()):
+    if "disagreement" in gates and all(r.weight or name == objective.diversity_weight for name, r in args.rewards.items()):
         raise ValueError(
             "objective.anchors: gate=disagreement compares the trained reward with rewards of weight 0: add one, such as "
             "rewards.clip=0."

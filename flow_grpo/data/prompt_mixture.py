@@ -25,7 +25,7 @@ class PromptMixture(PromptSet):
     weights: tuple[float, ...] = ()
 
     def head(self, count: int | None) -> "PromptMixture":
-        """The first prompts of each set, at most that many."""
+        """The first `count` prompts of each set; all if None."""
         return join_sets(self.names, [part.head(count) for part in self.parts], self.weights)
 
 

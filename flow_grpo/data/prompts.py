@@ -40,7 +40,7 @@ class PromptSet:
         return len(self.prompts)
 
     def head(self, count: int | None) -> "PromptSet":
-        """The first prompts, at most that many."""
+        """The first `count` prompts; all if None."""
         return PromptSet(self.prompts[:count], self.metadata[:count])
 
     def repeat(self, images: int) -> PromptBatch:
@@ -102,12 +102,14 @@ class PromptSampler:
                 self.zero_std_streak[prompt] = self.patience - 1  # without signal once more, it is skipped again
 
     def num_skipped(self, step: int) -> int:
-        return sum(until > step for until in self.skipped_until.values())
+        """The number of prompts that are skipped at that step."""
+        return sum(first_step > step for first_step in self.skipped_until.values())
 
     def state_dict(self) -> dict:
         """What the sampler has observed, for a checkpoint."""
-        streak, until = dict(self.zero_std_streak), dict(self.skipped_until)
-        return {"epoch": self.epoch, "place": self.place, "silent": streak, "until": until}  # names that 0.3 wrote
+        zero_std_streak, skipped_until = dict(self.zero_std_streak), dict(self.skipped_until)
+        # keys as in checkpoints of flow-grpo 0.3
+        return {"epoch": self.epoch, "place": self.place, "silent": zero_std_streak, "until": skipped_until}
 
     def load_state_dict(self, state: dict) -> None:
         """Restore what `state_dict` returned."""

@@ -15,24 +15,24 @@ INTERRUPTED = 130
 USER_ERROR = 2  # exit status of a rank that has printed what is wrong
 
 
-def launch(count: int, words: list[str]) -> int:
-    """Run `python -m flow_grpo *words` in `count` connected processes; returns an exit code.
+def launch(num_processes: int, words: list[str]) -> int:
+    """Run `python -m flow_grpo *words` in `num_processes` connected processes; returns an exit code.
 
     If one fails, the others are ended.
 
     Raises:
         RankDied: one ended without an error message.
     """
-    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // count)))
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // num_processes)))
     os.environ[LAUNCHER] = str(os.getpid())
     logging.getLogger("torch.distributed").setLevel(logging.CRITICAL)
     try:
-        run(parse_args(["--standalone", f"--nproc-per-node={count}", "-m", "flow_grpo", *words]))
+        run(parse_args(["--standalone", f"--nproc-per-node={num_processes}", "-m", "flow_grpo", *words]))
     except ChildFailedError as error:
-        rank, status = first_dead(error.failures, count)
+        rank, status = first_dead(error.failures, num_processes)
         if status == USER_ERROR:
             return USER_ERROR
-        raise RankDied(f"rank {rank} of {count} {_end(status)}, which ended the run.") from None
+        raise RankDied(f"rank {rank} of {num_processes} {_end(status)}, which ended the run.") from None
     except (SignalException, KeyboardInterrupt):
         return INTERRUPTED
     return 0
@@ -42,7 +42,7 @@ class RankDied(Exception):
     """A rank ended without an error message; ours names the rank and how it ended."""
 
 
-def first_dead(failures: dict[int, ProcessFailure], count: int) -> tuple[int, int]:
+def first_dead(failures: dict[int, ProcessFailure], num_processes: int) -> tuple[int, int]:
     """The rank whose end caused that of the others, and its exit status, which is negative for a signal.
 
     Ranks that lost their connection to it, and those that the launcher then ended by SIGTERM, failed only because of it. If there
@@ -50,7 +50,7 @@ def first_dead(failures: dict[int, ProcessFailure], count: int) -> tuple[int, in
     """
     statuses = {rank: failure.exitcode for rank, failure in sorted(failures.items(), key=lambda item: item[1].timestamp)}
     own = [rank for rank, status in statuses.items() if status not in (PEER_LOST, -signal.SIGTERM)]
-    early = [rank for rank in range(count) if rank not in statuses]
+    early = [rank for rank in range(num_processes) if rank not in statuses]
     rank = [*own, *early, *statuses][0]
     return rank, statuses.get(rank, 0)
 

@@ -15,8 +15,8 @@ from flow_grpo.training.offline import load_examples
 from rewards.downloads import is_missing_download
 
 
-def dry_run(args: FlowGRPOConfig, count: int = 1, resume: bool = False) -> list[str]:
-    """Check everything that a run of `count` processes starts with and that needs no weights of the model.
+def dry_run(args: FlowGRPOConfig, num_processes: int = 1, resume: bool = False) -> list[str]:
+    """Check everything that a run of `num_processes` processes starts with, as far as it needs no weights of the model.
 
     It downloads nothing but prompts and the model's configs.
 
@@ -28,22 +28,22 @@ def dry_run(args: FlowGRPOConfig, count: int = 1, resume: bool = False) -> list[
     """
     report = DryRunReport(["settings"])
     early_checks.check_output(Path(args.output_dir), resume)
-    early_checks.check_settings(args, count)
+    early_checks.check_settings(args, num_processes)
     report.checked.append(f"the run folder {args.output_dir}")
-    prompts = _check_prompts(args, count, report)
-    image_shape = check_model(args, count, report, estimate=prompts is not None)
+    prompts = _check_prompts(args, num_processes, report)
+    image_shape = check_model(args, num_processes, report, estimate=prompts is not None)
     check_rewards(args, prompts, image_shape, report)
     return report.lines()
 
 
-def _check_prompts(args: FlowGRPOConfig, count: int, report: DryRunReport) -> PromptSet | None:
+def _check_prompts(args: FlowGRPOConfig, num_processes: int, report: DryRunReport) -> PromptSet | None:
     """Return the training prompts, None if they are not downloaded."""
     prompts = _load_prompts(args.training_prompts, report)
     held_out = None if args.evaluation.prompts is None else _load_prompts(args.evaluation.prompts, report)
     held_out = held_out and held_out.head(args.evaluation.max_prompts)
     source = args.prompts if isinstance(args.prompts, str) else None
     if prompts is not None:
-        early_checks.check_prompts(args, prompts, held_out, count)
+        early_checks.check_prompts(args, prompts, held_out, num_processes)
         report.checked.append(f"{len(prompts)} prompts")
         overlap = prompt_overlap.sentences(prompts.prompts, held_out.prompts if held_out else [], source)
         report.notes += [f"warning: {sentence}" for sentence in overlap]

@@ -18,7 +18,7 @@ from flow_grpo.training.early_checks import check_frames
 from rewards.downloads import is_missing_download
 
 
-def check_model(args: FlowGRPOConfig, count: int, report: DryRunReport, estimate: bool) -> torch.Size | None:
+def check_model(args: FlowGRPOConfig, num_processes: int, report: DryRunReport, estimate: bool) -> torch.Size | None:
     """Check the model's files and, if `estimate`, what a step costs; return the shape of its images, (3, H, W), or videos, (F, 3, H, W).
 
     None for a model whose code can't be traced, or whose configs are not downloaded.
@@ -30,7 +30,7 @@ def check_model(args: FlowGRPOConfig, count: int, report: DryRunReport, estimate
             report.checked.append("the model's files")
         if not estimate:
             return None
-        estimator = StepEstimator(args, torch.device(usable_device(args.device)).type == "cuda", count)
+        estimator = StepEstimator(args, torch.device(usable_device(args.device)).type == "cuda", num_processes)
         check_evaluation_sizes(estimator.trace.policy, args.evaluation)
         check_frames(args, estimator.trace.policy)
     except UntraceableModel as error:
@@ -43,7 +43,7 @@ def check_model(args: FlowGRPOConfig, count: int, report: DryRunReport, estimate
         return None
     if not Path(source).is_dir() and not _is_cached(estimator):
         report.missing.append(f"the weights of {args.model}")
-    report.notes += _cost(estimator, args, Hardware.of_this_machine(usable_device(args.device), count=count))
+    report.notes += _cost(estimator, args, Hardware.of_this_machine(usable_device(args.device), count=num_processes))
     return estimator.trace.image_shape
 
 

@@ -124,7 +124,7 @@ class RewardCall:
 
 @dataclass(frozen=True)
 class RewardProbe(RewardCall):
-    """And what it returned for n of the images, scored twice and with the prompts of others."""
+    """A `RewardCall` plus values of repeated calls on n of the images: twice, then with mismatched prompts."""
 
     first: Tensor  # (n,)
     second: Tensor  # (n,)

@@ -18,7 +18,8 @@ NUM_IMAGES = 4  # scored together, and each alone
 NOISE_FACTOR = 5  # a difference counts from this many times the reward's own noise on
 STD_TOLERANCE = 0.25  # smaller differences, in standard deviations of the reward, are rounding
 ROUNDING_TOLERANCE = 2**-7  # the same as a share of the largest value: bf16 has 8 bits
-# Rewards that no check calls, wherever they run. A reward of the user's own says the same by an attribute `costly`.
+# Packaged rewards that neither the dry run nor `depends_on_group` calls, also when remote or isolated. `depends_on_group`
+# also skips a custom reward with the attribute `costly`.
 COSTLY = {"human": "a person ranks its images", "judge": "each answer may cost money"}
 GROUP_DEPENDENT = (
     "an image's value depends on the other images of its prompt, but an evaluation has one image of each prompt, so that its "
@@ -45,11 +46,10 @@ class RewardInputs:
 
 
 def depends_on_group(name: str, reward: rewards.Reward, inputs: RewardInputs) -> bool:
-    """Scores the first images as the group of one prompt, and each alone; returns whether the values differ.
+    """Return whether the first images get other values when scored as one prompt's group than when scored alone.
 
-    False for a reward that a person or a paid service answers, which is not called, for one that can't score these images, and for one
-    whose scope says that it sees several images. The
-    reward's own noise and the rounding of another batch size don't count as a difference.
+    False without calling the reward if it is costly or its scope is several images; False also if it cannot score these.
+    Its own noise and batch-size rounding are tolerated.
     """
     if name in COSTLY or getattr(reward, "costly", False) or len(inputs.prompts) < 2 or scope_of(reward) != IMAGE:
         return False

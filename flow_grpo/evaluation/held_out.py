@@ -43,7 +43,7 @@ def evaluate(
     Args:
         images_per_prompt: of which the rewards are averaged; all other measures are of the first.
         num_kept_images: the result has the images of the first prompts, up to this number, and of the best and worst by `reward`.
-        num_diversity_prompts: of so many first prompts the difference of two images is measured.
+        num_diversity_prompts: number of leading prompts that get a second image, to measure diversity.
         should_stop: if it returns True, `Interrupted` is raised, as in `RolloutSource`.
     """
     processes = processes or Processes()
@@ -132,7 +132,7 @@ def _in_prompt_order(parts: list[Tensor]) -> Tensor:
 
 @torch.no_grad()
 def check_evaluation_sizes(policy: Policy, own: EvaluationConfig) -> None:
-    """Draw an image at each size that differs from that of training. ValueError if the model can't, or draws another size."""
+    """Generate an image at each size that differs from training's. ValueError if that fails or has another size."""
     if own.height or own.width:
         at = policy.at_size(own.height, own.width)
         _check(at, "evaluation.height and width", at.call.get("height"), at.call.get("width"))
@@ -150,6 +150,6 @@ def _check(policy: Policy, setting: str, height: int | None, width: int | None) 
     except torch.OutOfMemoryError:
         raise
     except Exception as error:  # each pipeline has its own
-        raise ValueError(f"{setting}: {name} can't draw {height} x {width} pixels: {first_line(error)}") from error
+        raise ValueError(f"{setting}: {name} can't generate {height} x {width} pixels: {first_line(error)}") from error
     if size != (height or size[0], width or size[1]):
-        raise ValueError(f"{setting}: {name} draws {size[0]} x {size[1]} pixels in place of {height} x {width}: set those.")
+        raise ValueError(f"{setting}: {name} generates {size[0]} x {size[1]} pixels, not {height} x {width}: set that size.")

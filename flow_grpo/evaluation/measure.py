@@ -123,27 +123,27 @@ def _measure_model(
     on_progress: Callable[[int, int], None],
 ) -> dict[str, list[float]]:
     microbatch = model.args.microbatch
-    drawn_twice = _single_images(rows)[:NUM_DIVERSITY_PROMPTS]
-    first: dict[int, Tensor] = {}
+    diversity_rows = _single_images(rows)[:NUM_DIVERSITY_PROMPTS]
+    first_images: dict[int, Tensor] = {}
 
-    def draw(places: Sequence[int], seeds: list[int]) -> Tensor:
+    def generate_with_seeds(places: Sequence[int], seeds: list[int]) -> Tensor:
         return generate_images(policy, [rows.prompts[i] for i in places], seeds, steps, microbatch)
 
     def generate(places: Sequence[int]) -> Tensor:
-        images = draw(places, [seed for i in places if (seed := rows.seeds[i]) is not None])
-        first.update({i: images[n].clone() for n, i in enumerate(places) if i in drawn_twice})
+        images = generate_with_seeds(places, [seed for i in places if (seed := rows.seeds[i]) is not None])
+        first_images.update({i: images[n].clone() for n, i in enumerate(places) if i in diversity_rows})
         return images
 
     def generate_by_base(places: Sequence[int]) -> Tensor:
         with policy.reference():
-            return draw(places, [seed for i in places if (seed := rows.seeds[i]) is not None])
+            return generate_with_seeds(places, [seed for i in places if (seed := rows.seeds[i]) is not None])
 
     values = score(rows, generate, rewards, microbatch, total, of_base=generate_by_base, on_progress=on_progress)
-    if drawn_twice:
-        second = draw(drawn_twice, [image_seed(rows.seeds[i] or 0, 0, 1) for i in drawn_twice])
-        differences = rms_difference(torch.stack([first[i] for i in drawn_twice]), second).tolist()
+    if diversity_rows:
+        second_images = generate_with_seeds(diversity_rows, [image_seed(rows.seeds[i] or 0, 0, 1) for i in diversity_rows])
+        differences = rms_difference(torch.stack([first_images[i] for i in diversity_rows]), second_images).tolist()
         column = values.setdefault(DIVERSITY, [math.nan] * len(rows))
-        for place, difference in zip(drawn_twice, differences, strict=True):
+        for place, difference in zip(diversity_rows, differences, strict=True):
             column[place] = difference
     if not model.is_base:
         prompts = list(dict.fromkeys(rows.prompts))[:NUM_DISTANCE_PROMPTS]

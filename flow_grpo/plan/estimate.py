@@ -96,7 +96,7 @@ class StepEstimator:
         self._graph = self._graph_of_a_step() if args.sampling.keep_graphs else (0.0, 0.0)
 
     def estimate(self, microbatch: int, base: float = 0.0) -> StepEstimate:
-        """Estimate a step with that micro-batch; `base` is what else is in memory."""
+        """Estimate a step with that micro-batch; `base` is the bytes of everything else in memory."""
         transient = self._transient_of(microbatch)
         more = {"libraries and rewards": base} if base else {}
         persistent = {**self._persistent(), **more}
@@ -105,7 +105,7 @@ class StepEstimator:
         return StepEstimate(microbatch, persistent, transient, forward, update)
 
     def largest_microbatch(self, memory: float, base: float = 0.0) -> int:
-        """The largest micro-batch that fits into so many bytes; 0 if none does."""
+        """The largest micro-batch that fits into `memory` bytes; 0 if none does."""
         left = memory - base - sum(self._persistent().values())
         if base + self.loading.peak > memory:
             return 0

@@ -87,8 +87,8 @@ class Hardware:
             return cls(gpu, memory_gb * GB, tflops * TERA, count)
         like = min(GPUS, key=lambda name: (abs(GPUS[name][0] - memory_gb), GPUS[name][1]))
         assumption = (
-            f"{gpu} is not in the list: it is assumed to be as fast as the {like}, {GPUS[like][1]} TFLOP/s in bf16; --gpu-tflops "
-            "says it better."
+            f"{gpu} is not in the list: it is assumed to be as fast as the {like}, {GPUS[like][1]} TFLOP/s in bf16; set "
+            "--gpu-tflops for an exact estimate."
         )
         return cls(gpu, memory_gb * GB, GPUS[like][1] * TERA, count, assumption=assumption)
 

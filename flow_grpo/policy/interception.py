@@ -88,10 +88,10 @@ def check_flow(pipe: DiffusionPipeline, known: Any) -> None:
         )
     if "audio_latents" in known:
         raise ValueError(
-            f"{name} denoises sound beside the images: a second state, which would stay one fixed draw. Give a pipeline with one state."
+            f"{name} also denoises audio latents, which is not supported: give a pipeline with one latent state."
         )
     if {"image", "num_frames"} <= set(known):
-        raise ValueError(f"{name} makes videos of images: give a pipeline that makes videos of texts.")
+        raise ValueError(f"{name} makes videos from images, which is not supported: give a text-to-video pipeline.")
     if "latents" not in known:
         raise ValueError(f"{name} takes no latents, so its velocity can't be computed at a given state.")
 

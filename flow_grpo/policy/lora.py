@@ -135,7 +135,7 @@ class Lora:
             parameter.requires_grad_(True)
 
     def _in_float32(self, parameter: torch.nn.Parameter) -> torch.Tensor:
-        """An adapter's weights on the transformer's device: peft puts them beside the base weights, which may be on another device."""
+        """An adapter's weights on the transformer's device: peft puts them with the base weights, maybe elsewhere."""
         return parameter.data.to("meta" if parameter.is_meta else self.transformer.device, torch.float32)
 
     # -- the base model and copies ------------------------------------------------------------------------------------

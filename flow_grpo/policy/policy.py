@@ -75,7 +75,7 @@ class Policy(FlowPipeline):
 
     @property
     def is_full_finetuning(self) -> bool:
-        """Whether all weights of the transformer are trained, or were when they were saved, in place of a LoRA."""
+        """Whether full transformer weights, not a LoRA, are trained or loaded."""
         return isinstance(self.trained, FullWeights)
 
     @property

@@ -1,4 +1,4 @@
-"""Prompts and images that ask a pipeline what it does with any: a short prompt, a long one, images of random squares."""
+"""Probe inputs: a short and a long prompt, and images of random squares."""
 
 from typing import Any
 

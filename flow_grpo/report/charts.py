@@ -1,6 +1,6 @@
 """The curves of a report, as paths of an SVG that stretches with the page while its lines keep their width.
 
-Paths are in a box of 1000 x 1000. Ticks are shares of the box with their labels, which the page sets as text beside it.
+Paths are in a box of 1000 x 1000. Ticks are shares of the box with their labels, which the page sets as text next to it.
 """
 
 import math

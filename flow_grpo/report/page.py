@@ -23,9 +23,9 @@ from flow_grpo.run_folder.reader import RunReader, value_of
 from flow_grpo.text import number, plain, short_name, six_digits
 
 TEMPLATES = Path(__file__).parent / "templates"
-MAX_FRAMES = 24  # of the film of a prompt
-DIGEST = re.compile("[0-9a-f]{8,64}")  # of an image
-MAX_PROMPTS = 8  # with a film
+MAX_FRAMES = 24  # evaluations whose images are shown for each prompt
+DIGEST = re.compile("[0-9a-f]{8,64}")  # hexadecimal digest of an image's content
+MAX_PROMPTS = 8  # held-out prompts whose images are shown over training
 MAX_GROUP_STEPS = 6  # training steps whose groups are shown
 
 

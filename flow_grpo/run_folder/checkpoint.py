@@ -1,4 +1,4 @@
-"""Checkpoints: written atomically, read back exactly, and a damaged one is recognised by its checksum."""
+"""Checkpoints: written atomically, read back exactly, checked by a checksum."""
 
 import hashlib
 import io
@@ -48,7 +48,7 @@ def latest(folder: Path) -> tuple[dict[str, Any] | None, list[str]]:
             return _read(folder, step), warnings
         except ValueError as error:
             warnings.append(
-                f"the checkpoint {step_folder(folder, step)} is damaged ({error}) and was passed over for the one before."
+                f"the checkpoint {step_folder(folder, step)} is damaged ({error}); using the previous checkpoint."
             )
     return None, warnings
 

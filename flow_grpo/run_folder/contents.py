@@ -1,4 +1,4 @@
-"""What the JSON files of a run folder hold, as models: a file of another shape, damaged or edited, is passed over by its reader."""
+"""Models of the JSON files of a run folder. A reader ignores a file that does not match its model, damaged or edited."""
 
 from typing import Annotated, Any
 

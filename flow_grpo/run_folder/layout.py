@@ -67,7 +67,7 @@ def prompt_image(place: int) -> str:
 
 
 def strip_of(image: str) -> str:
-    """Beside an animation of a video, the strip of its frames; by the animation's name."""
+    """Name of the frame strip stored next to an animation."""
     return image.replace(".webp", "_strip.webp")
 
 

@@ -118,7 +118,7 @@ class RunReader:
 def read_all(folder: Path, name: str) -> list[dict]:
     """The files of that name in all folders of RUN/pictures, in order of steps; `folder` is each one's folder.
 
-    Files of another shape are passed over: the report of a run, and a resumed run, do without them.
+    Files that do not match their model are ignored: the report of a run, and a resumed run, do not need them.
     """
     contents = []
     for step, place in layout.step_folders(folder / layout.PICTURES):
@@ -135,7 +135,7 @@ def value_of(evaluation: dict[str, Any], metric: str, place: int) -> float:
 
 
 def _read(file: Path, kind: type[Content]) -> dict[str, Any]:
-    """The content of a JSON file; {} if there is none, or it has another shape."""
+    """The content of a JSON file; {} if it is missing or does not match its model."""
     if not file.is_file():
         return {}
     try:

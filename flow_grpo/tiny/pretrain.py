@@ -49,7 +49,7 @@ WRONG_LETTER_SQUARE = (
     0.135  # the same for squares in `shapes`: they are to be spelled as well as the others, about 0.6 of them
 )
 NO_CAPTION = 0.1  # probability of an empty caption: the unconditional half of guidance
-SQUARE_EVERY = 16  # every so many batches is a small one in a diffusers user's default shapes: 80 x 80, 256 T5 tokens
+SQUARE_EVERY = 16  # one batch in 16 is a small one in the shapes of diffusers' defaults: 80 x 80 pixels, 256 T5 tokens
 
 
 def images_of(signs: list[world.Sign], height: int = world.HEIGHT) -> torch.Tensor:

@@ -29,7 +29,7 @@ NUM_SKIPPED = 1  # training steps that are not profiled, as the first one also l
 
 
 class TrainingProfiler:
-    """Callback of a run that profiles so many of its training steps, and writes RUN/profile.
+    """Callback that profiles `steps` training steps of a run and writes RUN/profile.
 
     Attributes:
         written: the page, once it is there.
@@ -60,7 +60,7 @@ class TrainingProfiler:
             self._write(Path(args.output_dir) / layout.PROFILE)
 
     def on_train_end(self, args: Any, state: Any, control: Any, **details: Any) -> None:
-        """Write the profile of a run that ended before it had so many steps."""
+        """Write the profile of a run that ended early."""
         if self._profile is not None:
             self._write(Path(args.output_dir) / layout.PROFILE)
 

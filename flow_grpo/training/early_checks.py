@@ -21,22 +21,22 @@ from rewards import Reward
 from rewards.groups import GROUP, scope_of
 
 
-def check_settings(args: FlowGRPOConfig, count: int) -> None:
-    """Check installed packages, the device, custom functions, and that `count` processes can share a step evenly."""
+def check_settings(args: FlowGRPOConfig, num_processes: int) -> None:
+    """Check installed packages, the device, custom functions, and that the processes can share a step evenly."""
     check_installed(args.trackers)
     device = usable_device(args.device)
-    if args.memory.shard in STAGES and count > 1:
+    if args.memory.shard in STAGES and num_processes > 1:
         import_deepspeed(args.memory.shard, torch.device(device))
-    for _, part in args.resolved_stages():
-        load_custom_function("objective", part.objective.name)
-        load_custom_function("advantage", part.objective.advantage)
-        pairs = part.method.rows_per_pair == 2
-        Processes(0, count).local_microbatch(
-            part.prompts_per_step, part.images_per_prompt, part.microbatch, part.updates, pairs
+    for _, stage in args.resolved_stages():
+        load_custom_function("objective", stage.objective.name)
+        load_custom_function("advantage", stage.objective.advantage)
+        pairs = stage.method.rows_per_pair == 2
+        Processes(0, num_processes).local_microbatch(
+            stage.prompts_per_step, stage.images_per_prompt, stage.microbatch, stage.updates, pairs
         )
-        if part.method.critic and count > 1:
+        if stage.method.critic and num_processes > 1:
             raise ValueError(
-                f"objective {part.objective.name}, which exists to be compared, trains its critic on one process: start one."
+                f"objective {stage.objective.name} trains its critic on one process, not on {num_processes}: start one."
             )
 
 
@@ -51,13 +51,15 @@ def check_installed(trackers: Iterable[str]) -> None:
             )
 
 
-def check_prompts(args: FlowGRPOConfig, prompts: PromptSet, held_out: PromptSet | None, count: int) -> None:
-    """Check that a step has enough prompts, and that each of `count` processes has a held-out prompt."""
-    if held_out is not None and len(held_out) < count:
-        raise ValueError(f"there are fewer held-out prompts than processes, which are {count}.")
-    for _, part in args.resolved_stages():
-        if part.dataset is None:
-            sampler_of(prompts, part.seed).sample(0, part.prompts_per_step, 1)
+def check_prompts(args: FlowGRPOConfig, prompts: PromptSet, held_out: PromptSet | None, num_processes: int) -> None:
+    """Check that a step has enough prompts, and that each process has a held-out prompt."""
+    if held_out is not None and len(held_out) < num_processes:
+        raise ValueError(
+            f"{num_processes} processes need {num_processes} held-out prompts, not {len(held_out)}: give more, or start fewer processes."
+        )
+    for _, stage in args.resolved_stages():
+        if stage.dataset is None:
+            sampler_of(prompts, stage.seed).sample(0, stage.prompts_per_step, 1)
 
 
 def check_scope(name: str, reward: Reward, args: FlowGRPOConfig) -> None:

@@ -63,7 +63,7 @@ def background(should_stop: Callable[[], bool]) -> "Iterator[DaemonThread]":
 
 
 def call_interruptibly(function: Callable[[], Result], should_stop: Callable[[], bool]) -> Result:
-    """Call a function that may hang, in a thread, and return its result. `Interrupted` as of `wait`."""
+    """Call a function that may hang, in a thread, and return its result. Raises `Interrupted` like `wait_for`."""
     with background(should_stop) as thread:
         return wait_for(thread.submit(function), should_stop)
 
@@ -174,7 +174,7 @@ def start_watchdog() -> None:
 
 
 def acknowledge() -> None:
-    """Tell the watchdog that this process answers SIGTERM, as it has now and will again. Those of a launcher are killed by it."""
+    """Tell the watchdog that this process handles SIGTERM. No-op in launched ranks, which their launcher kills."""
     if "RANK" in os.environ:
         return
     writing = signal.set_wakeup_fd(-1)
@@ -185,7 +185,7 @@ def acknowledge() -> None:
 
 
 def _unanswered(reading: int, patience: dict[signal.Signals, float]) -> bool:
-    """Wait until the watched process has not answered in time, or is gone, which is False."""
+    """Return True once a deadline passes without an answer, False if the process has exited."""
     deadline = _Deadline(patience)
     while True:
         left = None if deadline.time == math.inf else max(0.0, deadline.time - time.monotonic())
@@ -199,7 +199,7 @@ def _unanswered(reading: int, patience: dict[signal.Signals, float]) -> bool:
 
 
 class _Deadline:
-    """When the watched process must have answered: after SIGTERM, if it ever answers, and after the second SIGINT.
+    """When the watched process must have answered: after SIGTERM if it handles that signal, and after the second SIGINT.
 
     Attributes:
         time: seconds of the monotonic clock; infinity while no answer is due.

@@ -92,15 +92,15 @@ def load_examples(data: str, rows_per_pair: int) -> OfflineExamples:
         return OfflineExamples(image_set.prompts, [(image,) for image in image_set.images()])
     columns = ("image",) if rows_per_pair == 1 else ("chosen", "rejected")
     table = load_prompts(data, image_column="source_image")
-    missing = [name for name in columns if name not in table.metadata[0]]
-    if missing:
-        raise ValueError(f"{data} has no column `{missing[0]}`: give prompt, {' and '.join(columns)}.")
+    missing_columns = [name for name in columns if name not in table.metadata[0]]
+    if missing_columns:
+        raise ValueError(f"{data} has no column `{missing_columns[0]}`: give prompt, {' and '.join(columns)}.")
     cells = [row[name] for row in table.metadata for name in columns]
-    odd = [cell for cell in cells if not isinstance(cell, str)]
-    if odd:
-        raise ValueError(f"{data} has {odd[0]!r} where the path of a picture should stand.")
+    not_paths = [cell for cell in cells if not isinstance(cell, str)]
+    if not_paths:
+        raise ValueError(f"{data}: expected an image path, got {not_paths[0]!r}.")
     files = [tuple(source.parent / row[name] for name in columns) for row in table.metadata]
-    lost = next((p for row in files for p in row if not p.is_file()), None)
-    if lost is not None:
-        raise ValueError(f"{data} names the picture {lost}, which is not there.")
+    missing_image = next((file for row in files for file in row if not file.is_file()), None)
+    if missing_image is not None:
+        raise ValueError(f"{data}: image {missing_image} does not exist.")
     return OfflineExamples(table.prompts, list(files))

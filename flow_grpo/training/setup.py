@@ -94,9 +94,9 @@ def build_run(
 
 def load_run_policy(args: FlowGRPOConfig, device: str | None, prompts: list[str]) -> Policy:
     """Load the config's model, for those prompts alone unless the run has given images with prompts of their own."""
-    has_dataset = any(part.dataset is not None for _, part in args.resolved_stages())
+    has_dataset = any(stage.dataset is not None for _, stage in args.resolved_stages())
     start = args.lora.init_from if args.lora else None
-    has_guided = any(anchor.to == "guided" for _, part in args.resolved_stages() for anchor in part.objective.anchors)
+    has_guided = any(anchor.to == "guided" for _, stage in args.resolved_stages() for anchor in stage.objective.anchors)
     prompts_to_encode = None if has_dataset or has_guided else prompts  # guidance encodes them anew
     return load_policy(
         args.model, device, args.dtype, start, memory=args.memory, prompts=prompts_to_encode, **args.pipeline_call_kwargs()
@@ -109,17 +109,17 @@ def prepare_policy(policy: Policy, args: FlowGRPOConfig, processes: Processes) -
     Raises:
         ValueError: the policy carries something else already.
     """
-    parts = [part for _, part in args.resolved_stages()]
+    stages = [stage for _, stage in args.resolved_stages()]
     add_trainable_weights(policy, args)
     if args.memory.compile:
         policy.compile()
-    if any(part.method.old_policy for part in parts):
+    if any(stage.method.old_policy for stage in stages):
         policy.lora.add_copy("old")
-    add_references(policy, [part.objective for part in parts])
+    add_references(policy, [stage.objective for stage in stages])
     if args.memory.shard == "fsdp2" and processes.world_size > 1:
         policy.shard(processes)
     if args.ema_decay:
         policy.ema.start()
     if policy.is_full_finetuning:
-        often = any(part.objective.is_anchored or part.method.reference for part in parts)
+        often = any(stage.objective.is_anchored or stage.method.reference for stage in stages)
         policy.trained.store_base_weights(policy.device if often else "cpu")

@@ -1,4 +1,4 @@
-"""The images of prompts in a request to a reward server: each once, and which of them each row has."""
+"""Source images of a request to a reward server, each sent once, with the image indices of each row."""
 
 import base64
 import io

@@ -13,21 +13,26 @@ from PIL import Image
 
 from rewards.shapes.drawing import BACKGROUND, PALETTE
 
-SCALE = 4  # a shape is enlarged so many times before its contour is measured
-FOREGROUND = 22.0  # distance from the ground's colour in Lab from which a pixel is part of a shape
-PURE = 40.0  # distance from a colour of the palette in Lab up to which a pixel is no mixture at an edge
-CLEAN = 14.0  # the same for pixels that are of that colour without doubt
-NEAR = 20.0  # distance from the colour that is nearest to a shape's up to which a pixel has that colour
-UNIFORM = 0.75  # share of the pixels of a shape that have its colour, at least; else it has several colours, so none
-SMALLEST_CORE = 4  # pure pixels of a shape, at least
-SMALLEST = 30.0  # area of a shape in pixels; a small cross has 101
-HULL_OF_CROSS = 0.89  # a cross fills less of its convex hull, the other shapes more
-HULL_OF_BLURRED_CROSS = 0.925  # a blurred cross, whose notches are partly filled, less than this
-NOTCH = 0.05  # depth of a notch of a cross as a share of its longer side, at least
-CLOSEST = 0.78  # share of the enclosing figure that a shape fills at least; less is no known shape
-MARGIN = 0.025  # and more than of the second one; else it is between two kinds
-DEPTHS = (0.25, 0.4, 0.5, 0.62)  # two shapes that touch are joined by less than the last share of their thickness
-PART = 0.3  # share of the larger of two touching shapes, or of two mixed colours, that the smaller one has at least
+SCALE = 4  # factor by which a shape is enlarged before its contour is measured
+FOREGROUND = 22.0  # smallest distance in Lab from the ground's colour of a pixel of a shape
+PURE = 40.0  # largest distance in Lab from a palette colour of a pixel that has this colour, not a mixture at an edge
+CLEAN = 14.0  # largest distance in Lab from a palette colour of a pixel that has this colour without doubt
+NEAR = 20.0  # largest distance in Lab from a shape's palette colour of a pixel that counts as of that colour
+UNIFORM = 0.75  # smallest share of a shape's pixels that have its colour; below it, the shape has several colours, so none
+SMALLEST_CORE = 4  # smallest number of pure pixels of one colour in a shape
+SMALLEST = 30.0  # smallest area of a shape in pixels; a small cross has 101
+HULL_OF_CROSS = 0.89  # largest share of its convex hull that a cross fills; other shapes fill more
+HULL_OF_BLURRED_CROSS = 0.925  # largest share of its convex hull that a blurred cross, with partly filled notches, fills
+NOTCH = 0.05  # smallest depth of a cross's notch, as a share of the cross's longer side
+CLOSEST = 0.78  # smallest share of its enclosing figure that a known shape fills
+MARGIN = 0.025  # smallest lead in that share over the second-best figure; below it, the kind is unclear
+DEPTHS = (
+    0.25,
+    0.4,
+    0.5,
+    0.62,
+)  # depths of erosion that are tried to cut touching shapes apart, as shares of half their thickness
+PART = 0.3  # smallest size of the smaller of two touching shapes or mixed colours, as a share of the larger
 
 
 @dataclass(frozen=True)
@@ -131,7 +136,7 @@ def _inner(blob: np.ndarray, lab: np.ndarray) -> np.ndarray:
 
 
 def _grow(markers: np.ndarray, solid: np.ndarray, steps: int) -> np.ndarray:
-    """The markers extended over solid pixels, so many pixels far."""
+    """The markers extended over solid pixels by `steps` pixels."""
     grown, kernel = markers.copy(), np.ones((3, 3), np.uint8)
     for _ in range(steps):
         if grown[solid].all():
@@ -208,7 +213,7 @@ def _kind(contour: np.ndarray) -> str:
 
 
 def _notches(contour: np.ndarray, side: float) -> int:
-    """How many notches of a contour are deeper than `NOTCH` of its longer side."""
+    """Number of notches of a contour that are deeper than `NOTCH` x `side`, its longer side."""
     hull = np.sort(cv2.convexHull(contour, returnPoints=False).ravel())[::-1, None].copy()  # OpenCV wants them in order
     defects = cv2.convexityDefects(contour, hull)
     return 0 if defects is None else int((defects.reshape(-1, 4)[:, 3] > 256 * NOTCH * side).sum())  # in 1/256 pixel

@@ -35,7 +35,7 @@ RUNS = {  # settings over tests/conftest.py:short_run, of runs whose checkpoints
     "grpo, two updates, auto clip": ["updates=2", "objective={name: grpo, clip_low: auto, clip_high: auto}"],
     "grpo, sliding window": ["sampling.window={schedule: sliding, size: 1, shift_every: 1}"],
     "grpo, auto window": ["sampling.window={schedule: auto, size: 1}"],
-    "grpo, resampling and resting": [
+    "grpo, resampling and prompt skipping": [
         "dynamic_sampling_rounds=1",
         "prompt_skipping={patience: 1, steps: 2}",
         "prompts_per_step=3",

@@ -153,7 +153,7 @@ def test_overrides_reach_into_sections():
         ("objective.advantage=rlo", "there is no advantage rlo. Did you mean rloo?"),
         (
             "objective.name=dppo sampling.transition=cps sampling.log_prob=unnormalized",
-            "made for Gaussian log-probabilities",
+            "needs Gaussian log-probabilities",
         ),
         ("objective.name=grpo sampling.transition=cps sampling.log_prob=unnormalized objective.kl=k3", "objective.kl=k3"),
         ("objective.kl=gaussian", "set objective.kl=velocity"),

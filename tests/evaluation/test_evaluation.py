@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import rich.console
 import torch
-from support import cli_process as forked
+from support import cli_process
 from support.embedded import short_run, stir, tiny_policy
 from support.paths import SAMPLE_REWARDS
 from support.sample_rewards import brightness, nan, sometimes_nan
@@ -24,12 +24,10 @@ from flow_grpo.config import FlowGRPOConfig
 from flow_grpo.data.grid import ImageInfo, read_grid, save_grid, save_image
 from flow_grpo.data.image_sets import ImageRecords
 from flow_grpo.data.prompts import PromptSet, load_prompts
-from flow_grpo.evaluation import image_metrics, tables
-from flow_grpo.evaluation import measure as measures
+from flow_grpo.evaluation import image_metrics, measure, tables
 from flow_grpo.evaluation.generate import generate_images, image_seed
 from flow_grpo.evaluation.held_out import evaluate
 from flow_grpo.evaluation.image_metrics import BASE_DISTANCE, DIVERSITY, HIGH_FREQUENCY_POWER
-from flow_grpo.evaluation.measure import measure
 from flow_grpo.evaluation.recording import save_before_after
 from flow_grpo.evaluation.scorecard import TargetResult, build_scorecard, by_prompt
 from flow_grpo.evaluation.targets import ModelTarget, TargetOptions, reference, resolve_targets
@@ -43,7 +41,7 @@ HOSTILE = '=1+1 | <script>alert(1)</script> `x` [a](b) "CAT" \x1b[31m\u202e'
 
 
 def card_of(targets, rows=None, kit=KIT):
-    measured = list(measure(targets, rows, kit, total=False))
+    measured = list(measure.measure(targets, rows, kit, total=False))
     return build_scorecard(measured, {t.name: reference(t, targets).name for t in targets[1:]})
 
 
@@ -68,7 +66,7 @@ def drawn(run):
     targets = resolve_targets([str(word) for word in words], TargetOptions())
     fewer = targets[2].args.evaluation.model_copy(update={"steps": 1})
     targets[2] = replace(targets[2], args=targets[2].args.model_copy(update={"evaluation": fewer}))
-    return targets, list(measure(targets, measures.requests(PromptSet(SIGNS, [{}, {}]), 2, 1234), KIT, total=True))
+    return targets, list(measure.measure(targets, measure.requests(PromptSet(SIGNS, [{}, {}]), 2, 1234), KIT, total=True))
 
 
 @pytest.fixture(scope="module")
@@ -87,12 +85,14 @@ def sheet(tmp_path_factory) -> Path:
 def test_a_grid_scores_as_its_single_images_do(sheet):
     names = ["ocr", "ocr_exact", "color"]
     kit = rewards.WeightedSum({name: rewards.load(name) for name in names}, dict.fromkeys(names, 0.0))
-    grid, folder = measure(resolve_targets([str(sheet / "grid.png"), str(sheet)], TargetOptions()), None, kit, total=False)
+    grid, folder = measure.measure(
+        resolve_targets([str(sheet / "grid.png"), str(sheet)], TargetOptions()), None, kit, total=False
+    )
     assert grid.values == folder.values
     assert list(grid.values) == [*names, HIGH_FREQUENCY_POWER, DIVERSITY]
     assert len(set(grid.values["ocr"])) > 1
     for i, prompt in enumerate(grid.rows.prompts):
-        alone = measures.score(
+        alone = measure.score(
             ImageRecords(["0"], [prompt], [0], [{}]), lambda _, i=i: grid.rows.images([i]), kit, batch_size=1
         )
         assert [alone[name][0] for name in names] == [grid.values[name][i] for name in names]
@@ -142,7 +142,7 @@ def test_two_evaluation_seeds_share_no_noise(monkeypatch):
     assert len(used) == 2 * (4 + 2)
     for i, one in enumerate(used):
         assert not any(torch.equal(one, other) for other in used[i + 1 :])
-    drawn = [set(measures.requests(prompts, 3, seed).seeds) for seed in range(1000, 1100)]
+    drawn = [set(measure.requests(prompts, 3, seed).seeds) for seed in range(1000, 1100)]
     assert len(set.union(*drawn)) == 100 * 4 * 3
 
 
@@ -164,7 +164,7 @@ def test_sample_draws_an_evaluations_image_again_by_the_seed_that_is_kept_of_it(
         "c.yaml",
     ]
     (tmp_path / "c.yaml").write_text(short_run(tmp_path).to_yaml())
-    forked.run(*words, cwd=tmp_path)
+    cli_process.run(*words, cwd=tmp_path)
     again, (cell,) = read_grid(tmp_path / "samples" / "grid.png")
     assert cell.seed == cells[1].seed
     assert (again[0] - images[1]).abs().max() <= 1 / 255 + 1e-6, "but for rounding to the file's eight bits"
@@ -327,8 +327,8 @@ def test_diversity_is_the_mean_over_a_prompts_pairs():
 
 def test_single_images_get_a_second_one_for_diversity_that_counts_for_nothing_else():
     targets = resolve_targets(["tiny_ocr"], TargetOptions(overrides=["evaluation.steps=1", "dtype=fp32"]))
-    rows = measures.requests(PromptSet(SIGNS, [{}, {}]), 1, 1234)
-    (result,) = measure(targets, rows, KIT, total=False)
+    rows = measure.requests(PromptSet(SIGNS, [{}, {}]), 1, 1234)
+    (result,) = measure.measure(targets, rows, KIT, total=False)
     assert len(result.values["brightness"]) == 2
     assert min(result.values[DIVERSITY]) > 0.01
     policy, seeds = tiny_policy(), [seed for seed in rows.seeds if seed is not None]
@@ -341,7 +341,7 @@ def test_single_images_get_a_second_one_for_diversity_that_counts_for_nothing_el
 
 def test_chunks_keep_a_prompts_images_together():
     prompts = list("abacbbdd")
-    batches = list(measures.prompt_batches(prompts, 3))
+    batches = list(measure.prompt_batches(prompts, 3))
     assert sorted(i for rows in batches for i in rows) == list(range(8))
     assert [{prompts[i] for i in rows} for rows in batches] == [{"a"}, {"b"}, {"c", "d"}]
 
@@ -354,7 +354,7 @@ def test_a_limit_is_of_prompts_and_of_images_too(sheet):
 
 def test_a_limit_counts_different_prompts_although_a_file_repeats_them():
     settings = FlowGRPOConfig.from_yaml("tiny_ocr").evaluation
-    asked = measures.rows_to_generate(PromptSet(list("aab"), [{}] * 3), settings, 1, 1)
+    asked = measure.rows_to_generate(PromptSet(list("aab"), [{}] * 3), settings, 1, 1)
     assert (asked.prompts, len(set(asked.seeds))) == (["a", "a"], 2)
 
 
@@ -374,11 +374,11 @@ def test_a_setting_may_be_longer_than_a_files_name():
 def test_a_score_that_is_no_number_stops_or_is_left_out_and_is_never_a_zero(sheet):
     target = resolve_targets([str(sheet)], TargetOptions())
     with pytest.raises(ValueError, match="reward bad returned nan for the prompt"):
-        list(measure(target, None, rewards.WeightedSum({"bad": nan}, {"bad": 0.0}), total=False))
+        list(measure.measure(target, None, rewards.WeightedSum({"bad": nan}, {"bad": 0.0}), total=False))
     kit = rewards.WeightedSum({"u": sometimes_nan, "nan": nan}, {"u": 0.0, "nan": 0.0}, drop_on_error=["u", "nan"])
     prompts = [prompt.replace("STRAWBERRY", "BUS") for prompt in target[0].image_set.prompts]
     rows = ImageRecords(target[0].image_set.labels, prompts, target[0].image_set.seeds, target[0].image_set.metadata)
-    result = TargetResult("a", "", rows, measures.score(rows, target[0].image_set.images, kit, batch_size=64))
+    result = TargetResult("a", "", rows, measure.score(rows, target[0].image_set.images, kit, batch_size=64))
     card = build_scorecard([result], {})
     assert "nan" not in card.metrics
     assert card.means["a"]["u"].images == 3

@@ -18,8 +18,8 @@ def reading(step: int, reward: float, clip: float, noise: float = 0.0, seed: int
     draw = random.Random(1000 * seed + step)
     of = [0.3 * ((i * 37) % prompts) / prompts for i in range(prompts)]
     near = lambda mean, spread: [mean + o + draw.gauss(0, spread) for o in of]  # noqa: E731
-    looks = {HIGH_FREQUENCY_POWER: near(0.05, noise / 10), DIVERSITY: near(0.3, noise)[:16]}
-    return EvaluationRecord(step, near(reward, noise), {"clip": near(clip, noise)}, looks)
+    image_metrics = {HIGH_FREQUENCY_POWER: near(0.05, noise / 10), DIVERSITY: near(0.3, noise)[:16]}
+    return EvaluationRecord(step, near(reward, noise), {"clip": near(clip, noise)}, image_metrics)
 
 
 def test_a_held_out_reward_that_falls_while_the_trained_one_rises_is_caught():
@@ -47,8 +47,8 @@ def test_a_trifle_that_all_prompts_share_does_not_warn():
 
 def test_a_fall_from_0_of_every_prompt_is_a_warning():
     """A reward of penalties, such as minus the number of errors, is 0 for each prompt before training."""
-    looks = {HIGH_FREQUENCY_POWER: [0.05] * 8, DIVERSITY: [0.3] * 8}
-    history = [EvaluationRecord(step, [0.1 * step] * 8, {"errors": [-1.0 * step] * 8}, looks) for step in (0, 1)]
+    image_metrics = {HIGH_FREQUENCY_POWER: [0.05] * 8, DIVERSITY: [0.3] * 8}
+    history = [EvaluationRecord(step, [0.1 * step] * 8, {"errors": [-1.0 * step] * 8}, image_metrics) for step in (0, 1)]
     assert hacking.detect_drops(history) == {"errors": (0, 1.0)}
     assert "has fallen by 100% since step 0" in hacking.warnings(history)["errors"]
 
@@ -111,9 +111,10 @@ def recorded(name: str) -> list[EvaluationRecord]:
     128 of `compare/awm_attention`, 24 steps; count_shapes: 126 of `tiny_shapes`, 15 steps, four images of each.
     """
     rows = json.loads((RECORDED / f"{name}.json").read_text())
-    looks = [{HIGH_FREQUENCY_POWER: row["sharpness"], DIVERSITY: row["diversity"]} for row in rows]
+    image_metrics = [{HIGH_FREQUENCY_POWER: row["sharpness"], DIVERSITY: row["diversity"]} for row in rows]
     return [
-        EvaluationRecord(row["step"], row["reward"], row["held_out"], look) for row, look in zip(rows, looks, strict=True)
+        EvaluationRecord(row["step"], row["reward"], row["held_out"], metrics)
+        for row, metrics in zip(rows, image_metrics, strict=True)
     ]
 
 

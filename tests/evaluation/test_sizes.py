@@ -101,8 +101,8 @@ def test_the_size_of_all_held_out_images_can_be_another_one(tmp_path):
 @pytest.mark.parametrize(
     ("evaluation", "sentence"),
     [
-        ({"sizes": [[12, 7]]}, r"evaluation\.sizes: StableDiffusion3Pipeline can't draw 12 x 7 pixels: .*divisible"),
-        ({"height": 64}, r"evaluation\.height and width: StableDiffusion3Pipeline can't draw 64 x 8 pixels"),
+        ({"sizes": [[12, 7]]}, r"evaluation\.sizes: StableDiffusion3Pipeline can't generate 12 x 7 pixels: .*divisible"),
+        ({"height": 64}, r"evaluation\.height and width: StableDiffusion3Pipeline can't generate 64 x 8 pixels"),
         ({"sizes": [[16, 8], [16, 8]]}, r"evaluation\.sizes has \[16, 8\] twice"),
     ],
 )
@@ -122,7 +122,7 @@ def test_a_size_that_the_pipeline_rounds_is_refused(tmp_path):
     torch.manual_seed(0)
     tiny = TINY["flux"]
     policy = Policy(awake(tiny.build()), height=32, width=48, **tiny.call)
-    with pytest.raises(ValueError, match=r"draws 32 x 48 pixels in place of 35 x 48: set those"):
+    with pytest.raises(ValueError, match=r"generates 32 x 48 pixels, not 35 x 48: set that size"):
         check_evaluation_sizes(policy, settings(tmp_path, sizes=[[35, 48]]).evaluation)
     check_evaluation_sizes(policy, settings(tmp_path, sizes=[[48, 48]]).evaluation)
 
@@ -131,8 +131,8 @@ def written(step: int, reward: float, clip: float, small_clip: float, **more) ->
     """An evaluation.json of 20 prompts whose rewards differ."""
     values = {"reward": reward, "ocr": reward, "clip": clip, "reward@8x8": reward, "ocr@8x8": reward, "clip@8x8": small_clip}
     spread = {name: [value + 0.01 * (i * 7 % 20) for i in range(20)] for name, value in values.items()}
-    looks = {"sharpness": [0.1] * 20, "diversity": [0.2] * 16}
-    return {"step": step, "trained": ["ocr"], "values": spread, **looks, "sizes": {"8x8": looks}, **more}
+    image_metrics = {"sharpness": [0.1] * 20, "diversity": [0.2] * 16}
+    return {"step": step, "trained": ["ocr"], "values": spread, **image_metrics, "sizes": {"8x8": image_metrics}, **more}
 
 
 def test_the_monitor_compares_a_size_with_itself():

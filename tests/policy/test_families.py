@@ -201,10 +201,10 @@ def test_all_weights_can_be_trained_and_the_base_model_comes_back_as_it_was_load
     assert all(torch.equal(after[n], v) and after[n].dtype == v.dtype for n, v in before.items())
 
 
-def test_a_quoted_word_does_not_pad_the_prompts_beside_it(folders):
+def test_a_quoted_word_does_not_pad_the_other_prompts(folders):
     prompts = ['a sign "CAT"', "a big dog"]
-    beside, alone = loaded(folders, "glm_image").encode(prompts), loaded(folders, "glm_image").encode(prompts[1:])
-    for (_, one), (_, other) in zip(beside.select(ROWS[1:])[1], alone.select(ROWS[:1])[1], strict=True):
+    together, alone = loaded(folders, "glm_image").encode(prompts), loaded(folders, "glm_image").encode(prompts[1:])
+    for (_, one), (_, other) in zip(together.select(ROWS[1:])[1], alone.select(ROWS[:1])[1], strict=True):
         assert torch.equal(one[0], other[0])
 
 

@@ -167,7 +167,7 @@ def test_a_resumed_run_is_the_same_to_the_last_bit(trained, tmp_path):
 
 @pytest.mark.slow
 def test_two_processes_that_share_the_weights_do_what_one_does(tmp_path):
-    """FSDP2 of what is trained: gradients, moments, averages and checkpoints in shares, gathered to be written."""
+    """FSDP2 of what is trained: gradients, moments, averages and checkpoints are sharded, and gathered to be written."""
     once = "sampling={steps: 2, transition: cps, noise_level: 0.8, window: {schedule: all}}"
     common = [*WHOLE, "memory.shard=true", "objective.kl_weight=0.1", "microbatch=6", once]
     run_alone(config(tmp_path / "1", *common))
@@ -204,5 +204,5 @@ def test_the_plan_knows_what_all_weights_take(tmp_path):
     args = short_run(tmp_path, *WHOLE, "memory.shard=true")
     count = sum(p.numel() for p in tiny_policy().pipe.transformer.parameters())
     for shares in (1, 2):
-        staying = StepEstimator(args, cuda=False, count=shares).estimate(8).persistent
-        assert staying["transformer"] + staying["base weights"] == pytest.approx(20 * count / shares)
+        persistent = StepEstimator(args, cuda=False, count=shares).estimate(8).persistent
+        assert persistent["transformer"] + persistent["base weights"] == pytest.approx(20 * count / shares)

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from PIL import Image
 from safetensors.torch import load_file, save_file
-from support import reference_weights as published
+from support import reference_weights
 from torchvision.transforms import CenterCrop, Compose, InterpolationMode, Normalize, Resize, ToTensor
 from transformers import CLIPImageProcessor, CLIPModel, Qwen2VLImageProcessor
 
@@ -29,7 +29,7 @@ def images():
 def small_open_clip():
     """open_clip's own models of the published names, made small."""
     with pytest.MonkeyPatch.context() as patch:
-        for name, config in published.OPEN_CLIP.items():
+        for name, config in reference_weights.OPEN_CLIP.items():
             patch.setitem(open_clip.factory._MODEL_CONFIGS, name, config)
         yield
 
@@ -38,18 +38,21 @@ def small_open_clip():
 def files(tmp_path_factory, small_open_clip):
     """The options that load each reward from a checkpoint on disk."""
     folder = tmp_path_factory.mktemp("published")
-    torch.save(published.imagereward(), folder / "ImageReward.pt")
-    torch.save(published.linear_head(768), folder / "linearMSE.pth")
-    published.pickscore(folder / "pickscore")
-    published.hpsv3(folder / "qwen")
+    torch.save(reference_weights.imagereward(), folder / "ImageReward.pt")
+    torch.save(reference_weights.linear_head(768), folder / "linearMSE.pth")
+    reference_weights.pickscore(folder / "pickscore")
+    reference_weights.hpsv3(folder / "qwen")
     return {
         "pickscore": {"weights": folder / "pickscore", "processor": folder / "pickscore"},
-        "hpsv2": {"weights": published.open_clip_file("ViT-H-14", folder / "HPS_v2.1_compressed.pt")},
+        "hpsv2": {"weights": reference_weights.open_clip_file("ViT-H-14", folder / "HPS_v2.1_compressed.pt")},
         "aesthetic": {
             "weights": folder / "linearMSE.pth",
-            "pretrained": published.open_clip_file("ViT-L-14-quickgelu", folder / "ViT-L-14.pt"),
+            "pretrained": reference_weights.open_clip_file("ViT-L-14-quickgelu", folder / "ViT-L-14.pt"),
         },
-        "imagereward": {"weights": folder / "ImageReward.pt", "tokenizer": published.bert_tokenizer(folder / "bert")},
+        "imagereward": {
+            "weights": folder / "ImageReward.pt",
+            "tokenizer": reference_weights.bert_tokenizer(folder / "bert"),
+        },
         "hpsv3": {"weights": folder / "qwen" / "HPSv3.safetensors", "processor": folder / "qwen"},
     }
 
@@ -80,7 +83,7 @@ def test_pickscore_is_the_logit_of_clip(load, images, files):
     model = CLIPModel.from_pretrained(folder).eval()
     inputs = CLIPImageProcessor.from_pretrained(folder)([pil(image) for image in images], return_tensors="pt")
     assert (inputs["pixel_values"] - pixels(images, 32)).abs().mean() < 0.02, "the processor is CLIP's"
-    tokenizer = published.AutoTokenizer.from_pretrained(folder)
+    tokenizer = reference_weights.AutoTokenizer.from_pretrained(folder)
     expected = []
     for i, prompt in enumerate(PROMPTS):
         ids = tokenizer(prompt, return_tensors="pt").input_ids
@@ -107,10 +110,10 @@ def test_aesthetic_is_a_linear_head_on_the_unit_embedding_of_openais_clip(load, 
     model = open_clip.create_model("ViT-L-14", force_quick_gelu=True)
     model.load_state_dict(torch.load(files["aesthetic"]["pretrained"])["state_dict"])
     features = model.eval().encode_image(pixels(images, 32))
-    head = published.linear_head(768)
+    head = reference_weights.linear_head(768)
 
     def rate(x):
-        for place, *_ in published.HEAD:
+        for place, *_ in reference_weights.HEAD:
             x = x @ head[f"layers.{place}.weight"].T + head[f"layers.{place}.bias"]
         return x.squeeze(1)
 
@@ -150,7 +153,7 @@ def blip(state, image, prompt):
         x = x + linear(F.gelu(linear(norm(x, f"{block}.norm2", 1e-6), f"{block}.mlp.fc1")), f"{block}.mlp.fc2")
     seen = norm(x, f"{eye}.norm", 1e-6)
 
-    ids = [published.WORDS.index(word) for word in ["[CLS]", *prompt.split(), "[SEP]"]]
+    ids = [reference_weights.WORDS.index(word) for word in ["[CLS]", *prompt.split(), "[SEP]"]]
     mask = torch.arange(35) < len(ids)
     ids = torch.tensor(ids + [0] * (35 - len(ids)))
     words = state[f"{bert}.embeddings.word_embeddings.weight"][ids]
@@ -167,14 +170,14 @@ def blip(state, image, prompt):
         inner = F.gelu(linear(h, f"{layer}.intermediate.dense"))
         h = norm(h + linear(inner, f"{layer}.output.dense"), f"{layer}.output.LayerNorm", 1e-12)
     score = h[0]
-    for place, *_ in published.HEAD:
+    for place, *_ in reference_weights.HEAD:
         score = linear(score, f"mlp.layers.{place}")
     return (score - 0.16717362830052426) / 1.0333394966054072
 
 
 @torch.no_grad()
 def test_imagereward_is_blip_written_out(load, images):
-    state = published.imagereward()
+    state = reference_weights.imagereward()
     expected = [blip(state, image, prompt) for image, prompt in zip(pixels(images, 32), PROMPTS, strict=True)]
     close(load("imagereward")(images, PROMPTS), torch.cat(expected))
 
@@ -190,7 +193,7 @@ def test_imagereward_cuts_prompts_at_35_tokens(load, images):
 
 @torch.no_grad()
 def test_hpsv3_is_the_mean_at_the_reward_token_with_plain_positions(load, images, tmp_path):
-    model, head = published.hpsv3(tmp_path)
+    model, head = reference_weights.hpsv3(tmp_path)
     reward = load("hpsv3")
     scores = reward(images[:2], PROMPTS[:2])
     tokenizer = reward.processor.tokenizer
@@ -258,7 +261,7 @@ def test_a_file_that_is_not_the_rewards_gets_a_clear_error(load, files, name, tm
 def test_a_checkpoint_without_one_tensor_is_refused_rather_than_filled_at_random(files, name, tmp_path):
     source = files[name]["weights"]
     if name == "pickscore":
-        target = published.pickscore(tmp_path / "pickscore")
+        target = reference_weights.pickscore(tmp_path / "pickscore")
         file = target / "model.safetensors"
     else:
         target = file = tmp_path / source.name
@@ -278,7 +281,7 @@ def test_a_checkpoint_without_one_tensor_is_refused_rather_than_filled_at_random
 
 @torch.no_grad()
 def test_siglip_is_squashed_to_its_own_pixels_and_gives_its_probability(images, tmp_path):
-    file = published.open_clip_file("ViT-B-16-SigLIP2", tmp_path / "siglip2.pt")
+    file = reference_weights.open_clip_file("ViT-B-16-SigLIP2", tmp_path / "siglip2.pt")
     model = open_clip.create_model("ViT-B-16-SigLIP2")
     model.load_state_dict(torch.load(file)["state_dict"])
     half = (0.5, 0.5, 0.5)
@@ -296,7 +299,7 @@ def test_siglip_is_squashed_to_its_own_pixels_and_gives_its_probability(images, 
 @torch.no_grad()
 def test_clip_takes_the_activation_that_a_tag_was_trained_with(images, tmp_path, monkeypatch):
     """open_clip itself only warns that its ViT-L-14 is GELU and OpenAI's weights are QuickGELU."""
-    file = published.open_clip_file("ViT-L-14", tmp_path / "openai.pt")
+    file = reference_weights.open_clip_file("ViT-L-14", tmp_path / "openai.pt")
     for module in (open_clip, open_clip.factory):
         monkeypatch.setattr(module, "download_pretrained", lambda tag, cache_dir=None: str(file))
     tag = rewards.load("clip", model="ViT-L-14", pretrained="openai")(images, PROMPTS)

@@ -402,7 +402,7 @@ REFUSED = {
     "given images": (
         {"name": "sft", "dataset": "x.jsonl", "anchors": [{**BASE, "gate": "advantage"}]},
         {"sampling": ODE},
-        "which given images have none of",
+        "images from a dataset have none",
     ),
 }
 

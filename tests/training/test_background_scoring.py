@@ -1,4 +1,4 @@
-"""Rewards beside the rollout: scored in the background while further images are drawn, with the same numbers."""
+"""Rewards scored in the background while further images are drawn, with the same numbers."""
 
 import threading
 
@@ -14,18 +14,18 @@ PARTS = ("microbatch=4", "steps=1", "evaluation={prompts: null, pictures: 0}")  
 
 def test_a_part_is_scored_while_the_next_is_drawn_and_the_numbers_are_the_same(tmp_path):
     second_drawn = threading.Event()
-    beside = []
+    was_drawn = []
 
     def brightness(images, prompts):
         return images.mean((1, 2, 3))
 
     def patient(images, prompts):
         """Does not end before the second part has been drawn: were it in the way of the drawing, it would wait in vain."""
-        beside.append(second_drawn.wait(20))
+        was_drawn.append(second_drawn.wait(20))
         return images.mean((1, 2, 3))
 
     plain = FlowGRPOTrainer(reward_funcs=brightness, args=short_run(tmp_path / "plain", *PARTS))
-    trainer = FlowGRPOTrainer(reward_funcs=patient, args=short_run(tmp_path / "beside", *PARTS))
+    trainer = FlowGRPOTrainer(reward_funcs=patient, args=short_run(tmp_path / "background", *PARTS))
     trainer.stage.source.image_sampler.score_in_background = True
     decode, drawn = trainer.policy.decode, []
 
@@ -39,14 +39,14 @@ def test_a_part_is_scored_while_the_next_is_drawn_and_the_numbers_are_the_same(t
     trainer.policy.decode = counted
     plain.train()
     trainer.train()
-    assert beside == [True, True]
+    assert was_drawn == [True, True]
     assert drawn == [4, 4]
     rows = [
         [
             {k: v for k, v in row.items() if not k.startswith((*MEASURED, "rewards/"))}
             for row in read_metrics(tmp_path / name)
         ]
-        for name in ("plain", "beside")
+        for name in ("plain", "background")
     ]
     assert rows[0] == rows[1]
 

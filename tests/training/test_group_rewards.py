@@ -28,13 +28,13 @@ spread.scope, brighter.scope = "group", "pair"
 REWARDS = {"spread": spread, "brighter": brighter}
 
 
-def collect(processes=None, beside=False, **settings):
+def collect(processes=None, in_background=False, **settings):
     args = small.settings(prompts_per_step=4, **settings)
     weighted = WeightedSum(REWARDS, dict.fromkeys(REWARDS, 1.0))
     rolls = small.rollouts(
         small.policy(), args, [0, 2], weighted, prompts=TWINS, **({"processes": processes} if processes else {})
     )
-    rolls.image_sampler.score_in_background = beside
+    rolls.image_sampler.score_in_background = in_background
     return rolls, rolls.collect(1)
 
 
@@ -56,9 +56,9 @@ def test_scores_are_those_of_each_group_alone_also_of_two_groups_of_one_prompt(w
         torch.testing.assert_close(values["brighter"], (bright[:, None] > bright).sum(1) / 2)
 
 
-@pytest.mark.parametrize(("microbatch", "beside"), [(1, False), (4, True), (3, True)])
-def test_the_micro_batch_and_scoring_in_parts_change_nothing(whole, microbatch, beside):
-    _, experience = collect(microbatch=microbatch, beside=beside)
+@pytest.mark.parametrize(("microbatch", "in_background"), [(1, False), (4, True), (3, True)])
+def test_the_micro_batch_and_scoring_in_parts_change_nothing(whole, microbatch, in_background):
+    _, experience = collect(microbatch=microbatch, in_background=in_background)
     for name in REWARDS:
         torch.testing.assert_close(experience.scores.by_name[name], whole[0].scores.by_name[name])
     torch.testing.assert_close(experience.advantage, whole[0].advantage, rtol=1e-3, atol=1e-3)

@@ -1,5 +1,5 @@
 """The family of methods on the small policy, each transition on the embedded model too: every objective learns, every combination
-starts at ratio 1, and what surrounds them, resampling, resting prompts, stages, given images, own functions, does what it says."""
+starts at ratio 1, and what surrounds them, resampling, skipped prompts, stages, given images, own functions, does what it says."""
 
 import json
 import math
@@ -198,7 +198,7 @@ def test_auto_clip_ranges_clip_about_the_share_they_are_asked_to_and_are_resumed
 
 
 @pytest.mark.parametrize("name", ["ppo", "dppo"])
-def test_resting_resampling_and_the_critic_resume_exactly(tmp_path, name):
+def test_prompt_skipping_resampling_and_the_critic_resume_exactly(tmp_path, name):
     common = [
         "dynamic_sampling_rounds=2",
         "prompt_skipping={patience: 1, steps: 2}",
@@ -572,7 +572,7 @@ def test_offline_dpo_learns_which_image_is_preferred(tmp_path):
     ("rows", "words"),
     [
         ([{"prompt": "a", "image": "x.png"}], "no column `chosen`"),
-        ([{"prompt": "a", "chosen": "x.png", "rejected": "y.png"}], "x.png, which is not there"),
+        ([{"prompt": "a", "chosen": "x.png", "rejected": "y.png"}], "x.png does not exist"),
     ],
 )
 def test_given_images_that_do_not_fit_are_a_sentence(tmp_path, rows, words):

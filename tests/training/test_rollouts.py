@@ -335,16 +335,16 @@ def test_a_step_of_which_nothing_is_left_says_so():
         assert experience.rows_per_group == 3
 
 
-# -- further rounds, and rest -----------------------------------------------------------------------------------------------
+# -- further rounds, and skipped prompts --------------------------------------------------------------------------------------
 
 
-def dealt(rolls):
+def recorded_samples(rolls):
     """What the sampler is asked for: prompts and the number of the first group, of each round."""
-    asked, deal = [], rolls.prompt_sampler.sample
+    asked, sample = [], rolls.prompt_sampler.sample
 
     def recording(step, prompts, images, first_group=0):
         asked.append((step, prompts, images, first_group))
-        return deal(step, prompts, images, first_group)
+        return sample(step, prompts, images, first_group)
 
     rolls.prompt_sampler.sample = recording
     return asked
@@ -375,7 +375,7 @@ def test_rounds_go_on_until_all_groups_have_signal_and_the_rest_fills_up(rounds,
     """Silent groups fill the step up before lost ones, in the order they were drawn; a round fills micro-batches."""
     rolls = source(dynamic_sampling_rounds=2, drop=("main",))
     rolls.rewards.rewards["main"] = Rounds(*rounds)
-    asked = dealt(rolls)
+    asked = recorded_samples(rolls)
     experience = rolls.collect(7)
     assert asked == [(7, count, 3, sum(counts[:i])) for i, count in enumerate(counts)]
     assert len(experience.batch.prompts) == len(experience.trajectory.final) == len(experience.advantage) == 3 * sum(counts)
@@ -404,7 +404,7 @@ def test_a_further_round_fills_the_micro_batches_of_all_processes(microbatch, pr
         share(rolls, small.Two(lambda scores: scores))
         rolls.rewards.rewards["main"] = Rounds("1s", "s")
         rolls.processes.other = silent_once()
-    asked = dealt(rolls)
+    asked = recorded_samples(rolls)
     rolls.collect(0)
     assert [prompts for _, prompts, _, _ in asked] == [4, count]
 
@@ -471,7 +471,7 @@ def test_the_critic_sees_states_rewards_and_prompts_of_the_rows_that_count():
     assert all(torch.equal(a, b) for a, b in zip(critic.parameters(), same.parameters(), strict=True))
 
 
-# -- several processes, and rewards beside the drawing ------------------------------------------------------------------------
+# -- several processes, and rewards scored in the background ------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("rank", [0, 1])
@@ -493,13 +493,13 @@ def test_a_process_has_its_own_groups_and_knows_all_scores(rank):
 
 def test_images_are_scored_in_parts_of_whole_groups_and_micro_batches_where_that_saves_time():
     experiences, sizes = {}, {}
-    for beside in (False, True):
-        sizes[beside], reward = [], scripted()
+    for in_background in (False, True):
+        sizes[in_background], reward = [], scripted()
         rolls = source(microbatch=6, prompts=FOUR)
-        rolls.rewards.rewards["main"] = lambda x, p, s=sizes[beside], r=reward: s.append(len(x)) or r(x, p)
+        rolls.rewards.rewards["main"] = lambda x, p, s=sizes[in_background], r=reward: s.append(len(x)) or r(x, p)
         assert not rolls.image_sampler.score_in_background
-        rolls.image_sampler.score_in_background = beside
-        experiences[beside] = rolls.collect(3)
+        rolls.image_sampler.score_in_background = in_background
+        experiences[in_background] = rolls.collect(3)
     assert sizes == {False: [12], True: [6, 6]}
     assert torch.equal(experiences[True].advantage, experiences[False].advantage)
     assert torch.equal(experiences[True].trajectory.final, experiences[False].trajectory.final)
@@ -511,7 +511,7 @@ def test_images_are_scored_in_parts_of_whole_groups_and_micro_batches_where_that
     assert whole == [12], "4 rows are no whole groups of 3"
 
 
-def test_on_a_cpu_only_what_other_machines_score_goes_beside_the_drawing():
+def test_on_a_cpu_only_what_other_machines_score_is_scored_in_the_background():
     far, near = {"remote": "http://127.0.0.1:1"}, {"weight": 1.0}
     policy = small.policy()
     for rewards, expected in (({"a": far}, True), ({"a": far, "b": near}, False), ({"b": near}, False)):

@@ -178,13 +178,13 @@ def test_the_micro_batch_changes_nothing(microbatch):
     torch.testing.assert_close(results[0][1], results[1][1], rtol=1e-3, atol=1e-5)
 
 
-@pytest.mark.parametrize("packs", [True, False])
-def test_the_gradient_is_the_mean_over_all_groups_of_the_update_and_all_trained_steps(packs):
+@pytest.mark.parametrize("pack_rows", [True, False])
+def test_the_gradient_is_the_mean_over_all_groups_of_the_update_and_all_trained_steps(pack_rows):
     """Also of those without signal, which are packed away or keep their places with weight 0."""
     advantage = torch.zeros(6, 4)  # 24 rows, of which 12 have signal
     advantage[[1, 3, 5]] = torch.cat([ADVANTAGE[:3], ADVANTAGE[:3, :1].flip(0)], 1)
     policy, args, ours = made(prompts_per_step=6, images_per_prompt=4, microbatch=8)
-    ours.pack_rows = packs
+    ours.pack_rows = pack_rows
     given, sizes, velocity = small.experience(policy, args, advantage, WINDOW), [], policy.velocity
     values, _ = surrogate(policy, args, given, torch.arange(24))
     expected = torch.cat([g.flatten() for g in gradient(policy, values.sum() / 24 / 2)])
@@ -199,7 +199,7 @@ def test_the_gradient_is_the_mean_over_all_groups_of_the_update_and_all_trained_
     assert metrics["grad_norm"] == pytest.approx(float(expected.norm()), rel=1e-3)
     torch.testing.assert_close(seen[0].double(), expected, rtol=1e-3, atol=1e-6)
     packed, in_place = [8] * 4, [8] * 6  # for both trained steps, and with rows that fill up
-    assert sizes == (packed if ours.pack_rows else packed + in_place if packs else in_place), (
+    assert sizes == (packed if ours.pack_rows else packed + in_place if pack_rows else in_place), (
         "as this machine's kernels allow"
     )
 
@@ -335,10 +335,10 @@ def depends_on_place(policy, by=1e-4):
 
 def test_rows_go_back_to_their_places_where_a_kernel_depends_on_them_and_nothing_is_counted_twice():
     seen, metrics = [], []
-    for packs in (True, False):
+    for pack_rows in (True, False):
         policy, args, ours = made(objective={"clip_low": "auto", "clip_high": "auto"}, epochs=2)
         depends_on_place(policy)
-        ours.pack_rows = packs
+        ours.pack_rows = pack_rows
         given = small.experience(policy, args, ADVANTAGE.roll(1, 0), WINDOW)
         seen.append(gradients_of(ours))
         metrics.append(ours(given, 0))

@@ -34,7 +34,7 @@ def tokenizer() -> Qwen2Tokenizer:
 
 
 def text_encoder(vocabulary: int, layers: int) -> Qwen3ForCausalLM:
-    """A language model with so many layers, untrained."""
+    """An untrained language model with `layers` layers."""
     config = Qwen3Config(
         vocab_size=vocabulary,
         hidden_size=TEXT_WIDTH,

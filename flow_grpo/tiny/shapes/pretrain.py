@@ -53,18 +53,21 @@ STAGES = {
     "decoder": StagePlan(14, 400, lr=1e-3),
     "clip": StagePlan(13, 500, lr=1e-3, muon_lr=3e-3),
 }
-SCENES, EDITS, LONG = 96, 60, 6  # images in a batch: of scenes, of edits, and with captions padded to 512 tokens
-# examples of the transformer's stages, drawn once; whether a caption is left out or wrong varies from batch to batch
+SCENES, EDITS, LONG = 96, 60, 6  # images in a batch of scenes, of edits, and of captions padded to 512 tokens
+# number of examples for the transformer's stages, drawn once; each batch draws anew which captions are empty or wrong
 DRAWN = {"scenes": 30_000, "edits": 15_000}
-ENCODED = 64  # images that the autoencoder takes at once
-EDITS_EVERY = 3  # every so many batches is one of edits
-LONG_EVERY = 17  # and every so many is one in the lengths of the pipeline's defaults
+ENCODED = 64  # images in one call of the autoencoder's encoder
+EDITS_EVERY = 3  # one batch in 3 has edits
+LONG_EVERY = 17  # one batch in 17 has captions padded to 512 tokens, the pipeline's default
 WRONG = {"scenes": 0.25, "edits": 0.3}  # probability that an attribute of a caption is wrong in the stage `noisy`
-GUIDANCE = {"scenes": 2.0, "edits": 1.0}  # of the velocities of `clean` that `noisy` learns (arXiv 2210.03142)
-VAE_IMAGES = 32
-VAE_NOISE = 0.4  # most noise in the VAE's latents while it is trained, in their standard deviations
-STEPS = 10  # of sampling, in evaluations
-CLIP_PAIRS = 48
+GUIDANCE = {
+    "scenes": 2.0,
+    "edits": 1.0,
+}  # guidance scale of the velocities of `clean` that `noisy` learns (arXiv 2210.03142)
+VAE_IMAGES = 32  # images in a batch of the stages `vae` and `decoder`
+VAE_NOISE = 0.4  # largest noise added to the VAE's latents in training, in standard deviations of the latents
+STEPS = 10  # sampling steps in evaluations
+CLIP_PAIRS = 48  # scenes in a batch of the stage `clip`, each with one of other attributes
 
 
 def train_vae(pipe: Flux2KleinPipeline, folder: Path, seed: int) -> Flux2KleinPipeline:
