@@ -270,8 +270,7 @@ class EvaluationConfig(ConfigSection):
 
 class MemoryConfig(ConfigSection):
     embedding_cache_dir: str | None = None
-    """Folder that keeps the embeddings of prompts from one run to the next, such as ~/.cache/flow-grpo. Once it has all prompts of
-    a run, the text encoders are not loaded."""
+    """Folder that keeps prompt embeddings for later runs, such as ~/.cache/flow-grpo: these load no text encoder."""
     offload_text_encoders: bool = False
     """Text encoders are on the CPU while no prompt is encoded."""
     quantize: Literal["int8", "fp8", "int4", "nf4"] | None = None
@@ -281,8 +280,7 @@ class MemoryConfig(ConfigSection):
     offload: Literal["groups"] | None = None
     """The blocks' base weights are in the CPU's memory and are copied to the GPU for each call. Set `gradient_checkpointing` too."""
     shard: Literal["fsdp2", "zero1", "zero2"] | None = None
-    """What to shard over several processes. `fsdp2` or true: weights except a LoRA's, gathered per block; `zero1`: AdamW's
-    moments; `zero2`: also gradients (DeepSpeed, arXiv 1910.02054)."""
+    """What processes share out: `fsdp2` or true, weights but a LoRA's; `zero1`, AdamW's moments; `zero2`, gradients too (DeepSpeed)."""
     compile: bool = False
     """torch.compile of the transformer's repeated blocks."""
     attention_backend: str | None = None
