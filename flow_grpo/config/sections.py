@@ -280,7 +280,7 @@ class MemoryConfig(ConfigSection):
     offload: Literal["groups"] | None = None
     """The blocks' base weights are in the CPU's memory and are copied to the GPU for each call. Set `gradient_checkpointing` too."""
     shard: Literal["fsdp2", "zero1", "zero2"] | None = None
-    """What processes share out: `fsdp2` or true, weights but a LoRA's; `zero1`, AdamW's moments; `zero2`, gradients too (DeepSpeed)."""
+    """What is sharded over processes: `fsdp2` or true, weights but a LoRA's; `zero1`, AdamW's moments; `zero2`, gradients too."""
     compile: bool = False
     """torch.compile of the transformer's repeated blocks."""
     attention_backend: str | None = None
