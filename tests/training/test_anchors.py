@@ -388,7 +388,7 @@ REFUSED = {
     "a KL of steps": (
         {"name": "awm", "anchors": [{**BASE, "kl": "k3"}]},
         {"sampling": ODE},
-        "objective.kl=k3 is of trained",
+        "objective.kl=k3 needs trained",
     ),
     "no g": ({"anchors": [{**BASE, "kl": "flow_grpo"}]}, {"sampling": {"transition": "cps"}}, "flow_grpo divides by the g"),
     "no log-probability": (
