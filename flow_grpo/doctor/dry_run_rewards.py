@@ -8,7 +8,7 @@ from flow_grpo.config.sections import RewardConfig
 from flow_grpo.data.prompts import PromptSet
 from flow_grpo.doctor.result import NUM_NOISE_IMAGES, DryRunReport
 from flow_grpo.doctor.rewards import HUMAN
-from flow_grpo.evaluation.group_dependence import COSTLY
+from flow_grpo.evaluation.group_dependence import COSTLY, reason_not_to_call
 from flow_grpo.progress import phase
 from flow_grpo.training.early_checks import check_scope
 from flow_grpo.training.rewards import load_reward
@@ -40,14 +40,14 @@ def check_rewards(
     for name, setting in {**monitored, **args.rewards}.items():
         try:
             with phase(f"calling reward {name}"), offline_mode():
-                called = _call(name, setting, images, prompts, args, is_known=image_shape is not None)
+                reason = _call(name, setting, images, prompts, args, is_known=image_shape is not None)
         except ValueError as error:
             _report_failure(name, setting, error, report)
             continue
-        if called:
+        if reason is None:
             report.rewards.append(name)
         else:
-            report.notes.append(f"the reward {name} was not called: {COSTLY[name]}")
+            report.notes.append(f"the reward {name} was not called: {reason}")
 
 
 def _report_failure(name: str, setting: RewardConfig, error: ValueError, report: DryRunReport) -> None:
@@ -62,16 +62,19 @@ def _report_failure(name: str, setting: RewardConfig, error: ValueError, report:
 
 def _call(
     name: str, setting: RewardConfig, images: torch.Tensor, prompts: PromptSet, args: FlowGRPOConfig, *, is_known: bool
-) -> bool:
-    """Whether the reward was called. If it is not known what the model makes, a reward of videos gets still ones."""
+) -> str | None:
+    """Call the reward. If it is not known what the model makes, a reward of videos gets still ones.
+
+    Returns why it was not called, if it was not.
+    """
     if name == HUMAN and setting.remote is None:
         reward_kit.check_options(name, **setting.options)  # building it would open a page
-        return False
+        return COSTLY[HUMAN]
     reward = load_reward(name, setting)
     if args.evaluation.prompts is not None:
         check_scope(name, reward, args)
-    if name in COSTLY:
-        return False
+    if reason := reason_not_to_call(name, reward):
+        return reason
     if frames_of(reward) == ALL and not is_known:
         images = torch.stack([images, images], 1)
     rows = _rows_of(name, prompts)[: len(images)]
@@ -81,7 +84,7 @@ def _call(
         else prompts.take(rows[:1], len(images))
     )
     reward_kit.score(name, reward, images, batch.prompts, **batch.columns())
-    return True
+    return None
 
 
 def _rows_of(name: str, prompts: PromptSet) -> list[int]:

@@ -18,8 +18,7 @@ NUM_IMAGES = 4  # scored together, and each alone
 NOISE_FACTOR = 5  # a difference counts from this many times the reward's own noise on
 STD_TOLERANCE = 0.25  # smaller differences, in standard deviations of the reward, are rounding
 ROUNDING_TOLERANCE = 2**-7  # the same as a share of the largest value: bf16 has 8 bits
-# Packaged rewards that neither the dry run nor `depends_on_group` calls, also when remote or isolated. `depends_on_group`
-# also skips a custom reward with the attribute `costly`.
+# Packaged rewards that are not called only to probe them, also when remote or isolated. See `reason_not_to_call`.
 COSTLY = {"human": "a person ranks its images", "judge": "each answer may cost money"}
 GROUP_DEPENDENT = (
     "an image's value depends on the other images of its prompt, but an evaluation has one image of each prompt, so that its "
@@ -45,13 +44,19 @@ class RewardInputs:
         return rewards.score(name, reward, self.images, self.prompts, **self.columns)
 
 
+def reason_not_to_call(name: str, reward: rewards.Reward) -> str | None:
+    """Why a reward is not called only to probe it, if it is not: it is in `COSTLY`, or has the attribute `costly`."""
+    own = "its attribute `costly` is set" if getattr(reward, "costly", False) else None
+    return COSTLY.get(name, own)
+
+
 def depends_on_group(name: str, reward: rewards.Reward, inputs: RewardInputs) -> bool:
     """Return whether the first images get other values when scored as one prompt's group than when scored alone.
 
     False without calling the reward if it is costly or its scope is several images; False also if it cannot score these.
     Its own noise and batch-size rounding are tolerated.
     """
-    if name in COSTLY or getattr(reward, "costly", False) or len(inputs.prompts) < 2 or scope_of(reward) != IMAGE:
+    if reason_not_to_call(name, reward) or len(inputs.prompts) < 2 or scope_of(reward) != IMAGE:
         return False
     rows = list(range(min(NUM_IMAGES, len(inputs.prompts))))
     first = inputs.take([0] * len(rows))

@@ -168,6 +168,16 @@ def test_the_rewards_see_two_images_of_the_models_size_with_their_prompts_metada
     assert not (tmp_path / "run").exists()
 
 
+def test_a_costly_reward_of_the_users_own_is_not_called(tmp_path):
+    called = tmp_path / "called"
+    (tmp_path / "paid.py").write_text(
+        f"def paid(images, prompts):\n    open({str(called)!r}, 'w')\n    return images.mean((1, 2, 3))\npaid.costly = True\n"
+    )
+    lines = dry_run(short_run(tmp_path / "run", f"rewards={{{tmp_path / 'paid.py'}:paid: 1}}", "evaluation.prompts=null"))
+    assert any("was not called: its attribute `costly` is set" in line for line in lines)
+    assert not called.exists()
+
+
 def test_without_held_out_prompts_the_rewards_of_evaluation_are_not_built(tmp_path):
     rewards = "evaluation={prompts: null, rewards: {clip: {options: {model: none, pretrained: none}}}}"
     args = short_run(tmp_path, rewards)
