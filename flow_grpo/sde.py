@@ -53,7 +53,8 @@ def transition(
     sigmas = [torch.as_tensor(s, dtype=x.dtype) for s in (sigma, sigma_next, math.nan if sigma_max is None else sigma_max)]
     if name == "flow_sde" and (sigmas[0] == 1).any() and sigmas[2].isnan().any():  # checked before they are on a GPU
         raise ValueError("flow_sde is infinite at sigma = 1: give sigma_max, the second sigma of the schedule.")
-    sigma, sigma_next, sigma_max = (s.reshape(column).to(x.device, non_blocking=True) for s in sigmas)
+    to_gpu = x.device.type != "cpu"  # a copy to the CPU must be waited for
+    sigma, sigma_next, sigma_max = (s.reshape(column).to(x.device, non_blocking=to_gpu) for s in sigmas)
     return TRANSITIONS[name](x, v, sigma, sigma_next, noise_level, sigma_max)
 
 

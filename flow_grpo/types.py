@@ -22,7 +22,8 @@ def take_rows(
 ) -> Float[Tensor, "n ..."]:
     """`values[rows]` on `device`, by default where the values are; `rows` is on the CPU. Does not wait for a GPU."""
     taken = values.index_select(0, rows.to(values.device, non_blocking=True))
-    return taken if device is None else taken.to(device, non_blocking=True)
+    # a copy to the CPU must be waited for: its values are read at once
+    return taken if device is None else taken.to(device, non_blocking=device.type != "cpu")
 
 
 @dataclass(frozen=True)

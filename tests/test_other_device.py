@@ -1,6 +1,6 @@
 """On a device that is not the CPU: the same steps, without mixing devices or waiting in every sampling step.
 
-There is no GPU here: `support/pretend_device.py` is a device in name, so this is about where tensors are, not about kernels.
+`support/fake_device.py` takes the place of a GPU, so this is about where tensors are, not about kernels.
 """
 
 import json
@@ -35,7 +35,7 @@ def run(script: list[str]) -> str:
 
 def trained(folder: Path, config: str, *overrides: str) -> tuple[dict, dict]:
     """The steps on the CPU and on the other device."""
-    out = run(["-m", "support.pretend_runs", str(folder), config, *SMALL, *overrides])
+    out = run(["-m", "support.fake_device_runs", str(folder), config, *SMALL, *overrides])
     return tuple(json.loads(out.splitlines()[-1]).values())
 
 
@@ -50,13 +50,13 @@ def assert_alike(cpu: dict, other: dict) -> None:
 
 def test_the_device_tells_mixed_tensors_and_counts_waits():
     script = (
-        "import torch\nfrom support import pretend_device as p\np.register()\n"
-        "with p.PretendDevice() as d:\n"
-        "    w = torch.nn.Linear(3, 2).to('pretend')\n"
-        "    x = torch.randn(4, 3).to('pretend')\n"
+        "import torch\nfrom support import fake_device as p\np.register()\n"
+        "with p.FakeDevice() as d:\n"
+        "    w = torch.nn.Linear(3, 2).to('fake')\n"
+        "    x = torch.randn(4, 3).to('fake')\n"
         "    w(x).square().mean().backward()\n"
         "    torch.optim.AdamW(w.parameters()).step()\n"
-        "    assert w.weight.grad.device.type == 'pretend' and not d.waits\n"
+        "    assert w.weight.grad.device.type == 'fake' and not d.waits\n"
         "    x.mean().item(), x.cpu(), x[x > 0]\n"
         "    print(len(d.waits))\n"
         "    try:\n        w(torch.randn(4, 3))\n    except RuntimeError as error:\n        print(error)\n"

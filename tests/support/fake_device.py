@@ -1,4 +1,4 @@
-"""A device in name only, `pretend`, whose tensors are on the CPU: what runs on it would run on a GPU without mixing devices.
+"""A fake device whose tensors are on the CPU: what runs on it would run on a GPU without mixing devices.
 
 As on a GPU, an operation on tensors of two devices fails, unless one has no dimensions or holds indices; and copies to the CPU and
 numbers read from a tensor are waits, which are counted. It is torch's backend "privateuseone", written in Python, which can't be taken
@@ -13,7 +13,7 @@ from torch.utils import backend_registration
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
-NAME = "pretend"
+NAME = "fake"
 CPU, DEVICE = torch.device("cpu"), None
 aten = torch.ops.aten
 COPIES = {aten._to_copy.default, aten.copy_.default}
@@ -23,13 +23,13 @@ SIZES_FROM_DATA = {aten.nonzero.default, aten.masked_select.default, aten._uniqu
 CPUGenerator = torch.Generator
 
 
-class PretendTensor(Tensor):
+class FakeDeviceTensor(Tensor):
     """A tensor that says it is on the device; `data_on_cpu` has its values."""
 
     data_on_cpu: Tensor
 
     @staticmethod
-    def __new__(cls, values: Tensor) -> "PretendTensor":
+    def __new__(cls, values: Tensor) -> "FakeDeviceTensor":
         tensor = Tensor._make_wrapper_subclass(
             cls, values.size(), strides=values.stride(), storage_offset=values.storage_offset(), dtype=values.dtype, device=DEVICE
         )  # fmt: skip
@@ -37,21 +37,21 @@ class PretendTensor(Tensor):
         return tensor
 
     def __repr__(self, **_: Any) -> str:
-        return f"PretendTensor({self.data_on_cpu})"
+        return f"FakeDeviceTensor({self.data_on_cpu})"
 
     def __tensor_flatten__(self) -> tuple[list[str], None]:
         return ["data_on_cpu"], None
 
     @staticmethod
-    def __tensor_unflatten__(inner: dict[str, Tensor], *_: Any) -> "PretendTensor":
-        return PretendTensor(inner["data_on_cpu"])
+    def __tensor_unflatten__(inner: dict[str, Tensor], *_: Any) -> "FakeDeviceTensor":
+        return FakeDeviceTensor(inner["data_on_cpu"])
 
     @classmethod
     def __torch_dispatch__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return compute(function, args, kwargs or {}, [])
 
 
-class PretendDevice(TorchDispatchMode):
+class FakeDevice(TorchDispatchMode):
     """A context in which the device can be used.
 
     Attributes:
@@ -73,10 +73,10 @@ def compute(function: Any, args: Any, kwargs: dict[str, Any], waits: list[str]) 
         RuntimeError: its tensors are on two devices.
     """
     tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
-    on_device = any(isinstance(tensor, PretendTensor) for tensor in tensors)
+    on_device = any(isinstance(tensor, FakeDeviceTensor) for tensor in tensors)
     device = torch.device(kwargs["device"]) if kwargs.get("device") is not None else DEVICE if on_device else CPU
     if on_device and function not in COPIES | INDEXING:
-        others = [tuple(t.shape) for t in tensors if not isinstance(t, PretendTensor) and t.ndim]
+        others = [tuple(t.shape) for t in tensors if not isinstance(t, FakeDeviceTensor) and t.ndim]
         if others:
             raise RuntimeError(f"{function}: expected all tensors on one device, but those of shape {others} are on the CPU")
     if on_device and (function in READS | SIZES_FROM_DATA or (function is aten._to_copy.default and device.type == "cpu")):
@@ -86,15 +86,15 @@ def compute(function: Any, args: Any, kwargs: dict[str, Any], waits: list[str]) 
     values = function(
         *tree_map(_on_cpu, args), **{k: CPU if k == "device" else v for k, v in tree_map(_on_cpu, kwargs).items()}
     )
-    if args and isinstance(args[0], PretendTensor) and values is args[0].data_on_cpu:
+    if args and isinstance(args[0], FakeDeviceTensor) and values is args[0].data_on_cpu:
         return args[0]  # in place
     if function in READS or device.type != NAME:
         return values
-    return tree_map(lambda leaf: PretendTensor(leaf) if isinstance(leaf, Tensor) else leaf, values)
+    return tree_map(lambda leaf: FakeDeviceTensor(leaf) if isinstance(leaf, Tensor) else leaf, values)
 
 
 def _on_cpu(leaf: Any) -> Any:
-    if isinstance(leaf, PretendTensor):
+    if isinstance(leaf, FakeDeviceTensor):
         return leaf.data_on_cpu
     return CPU if isinstance(leaf, torch.device) and leaf.type == NAME else leaf
 
