@@ -8,6 +8,7 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import combinations
 from pathlib import Path
 from typing import Any
 
@@ -124,20 +125,20 @@ class RewardCall:
 
 @dataclass(frozen=True)
 class RewardProbe(RewardCall):
-    """A `RewardCall` plus values of repeated calls on n of the images: twice, then with mismatched prompts."""
+    """A `RewardCall` plus values of repeated calls on n of the images, with their own prompts and with mismatched ones."""
 
-    first: Tensor  # (n,)
-    second: Tensor  # (n,)
+    repeated: list[Tensor]  # (n,) of two calls, or of three if the values of two differ
     mismatched: Tensor | None  # (n,), if there is more than one prompt
     depends_on_group: bool
     sees_groups: bool = False  # as its scope says
 
     @property
     def reads_prompt(self) -> bool:
-        """Whether the prompt changes the value by more than the reward's own noise does."""
+        """Whether the prompt changes the values clearly more than any of the repeated calls differ."""
         if self.mismatched is None:
             return False
-        return bool((self.mismatched - self.first).abs().mean() > 2 * (self.second - self.first).abs().mean())
+        noise = max((a - b).abs().mean() for a, b in combinations(self.repeated, 2))
+        return bool(min((self.mismatched - values).abs().mean() for values in self.repeated) > 2 * noise)
 
 
 def call_once(name: str, reward: rewards.Reward, inputs: RewardInputs) -> RewardCall:
@@ -162,18 +163,19 @@ def probe(name: str, reward: rewards.Reward, inputs: RewardInputs) -> RewardProb
     some = inputs.take([row for rows in units[:: -(-count // NUM_REPEATED)] for row in rows])
     wrong = mismatched(some)
     # the first call loads what it needs, the last one is timed
-    first, second = (call_once(name, reward, some) for _ in range(2))
+    repeated = [call_once(name, reward, some) for _ in range(2)]
+    if not torch.equal(repeated[0].values, repeated[1].values):
+        repeated.append(call_once(name, reward, some))  # two calls tell too little about the noise
     mismatch = None if wrong is None else call_once(name, reward, wrong)
     everything = call_once(name, reward, inputs)
-    calls = [call for call in (first, second, mismatch, everything) if call is not None]
+    calls = [call for call in (*repeated, mismatch, everything) if call is not None]
     return RewardProbe(
         values=everything.values,
         seconds=everything.seconds,
         wrote_images=any(call.wrote_images for call in calls),
         has_gradient=any(call.has_gradient for call in calls),
         settings=everything.settings,
-        first=first.values,
-        second=second.values,
+        repeated=[call.values for call in repeated],
         mismatched=None if mismatch is None else mismatch.values,
         depends_on_group=depends_on_group(name, reward, inputs),
         sees_groups=scope_of(reward) != IMAGE,

@@ -114,9 +114,9 @@ def check_trained(name: str, call: RewardCall, group_size: int, drops: bool, oth
     if call.finite and not call.constant:
         groups = call.values.view(-1, group_size)
         within = groups.std(1, correction=0).mean().item()
-        results += [group_std(name, groups), determinism(name, call.first, call.second, within)]
+        results += [group_std(name, groups), determinism(name, call.repeated, within)]
     if call.finite and call.mismatched is not None:
-        change = (call.mismatched - call.first).mean().item()
+        change = (call.mismatched - call.repeated[0]).mean().item()
         another = any(isinstance(other, RewardProbe) and other.reads_prompt for other in others)
         results.append(reads_prompt(name, call.reads_prompt, change, another))
     if not call.sees_groups:
@@ -183,9 +183,10 @@ def group_std(name: str, groups: Tensor) -> CheckResult:
     return CheckResult(check, f"{within:.2g}", ERROR, message)
 
 
-def determinism(name: str, first: Tensor, second: Tensor, within: float) -> CheckResult:
+def determinism(name: str, repeated: list[Tensor], within: float) -> CheckResult:
     """Whether two calls give the same images the same values (n,); `within` is the standard deviation within a group."""
     check = f"{name}: deterministic"
+    first, second = repeated[:2]
     if torch.equal(first, second):
         return CheckResult(check, "yes", OK)
     noise = ((first - second).square().mean() / 2).sqrt().item()

@@ -1,5 +1,8 @@
 """The doctor's checks of rewards: each result flips at a broken reward."""
 
+import random
+
+import numpy as np
 import pytest
 import torch
 from support import broken_rewards
@@ -12,7 +15,21 @@ from flow_grpo.doctor import rewards as reward_checks
 from flow_grpo.doctor.result import ERROR, OK, WARNING
 from flow_grpo.doctor.reward_probe import probe
 from flow_grpo.doctor.run import RunChecks
-from rewards import WeightedSum
+from rewards import WeightedSum, user_code
+
+
+@pytest.fixture
+def seeded(monkeypatch):
+    """Seeds what the random numbers of a user's code come from, and forgets where earlier tests left them."""
+    monkeypatch.setattr(user_code, "_streams", {})
+
+    def seed(number: int) -> None:
+        user_code._streams.clear()
+        for start in (random.seed, np.random.seed, torch.manual_seed):
+            start(number)
+
+    seed(0)
+    return seed
 
 
 @pytest.mark.parametrize(
@@ -37,10 +54,16 @@ from rewards import WeightedSum
         (brightness, "side effects", OK),
     ],
 )
-def test_what_is_wrong_with_a_reward(signs, reward, check, status):
-    torch.manual_seed(0)  # for the random rewards
+def test_what_is_wrong_with_a_reward(signs, seeded, reward, check, status):
     call = probe(getattr(reward, "__name__", "r"), reward, signs)
     assert statuses(reward_checks.check_trained("r", call, 2, False, []))[f"r: {check}"] == status
+
+
+def test_noise_is_not_taken_for_reading_the_prompt(signs, seeded):
+    """A random reward's values differ between two calls, sometimes much more in one pair of calls than in another."""
+    for seed in range(200):
+        seeded(seed)
+        assert not probe("random", broken_rewards.random, signs).reads_prompt, seed
 
 
 def test_a_reward_among_others(signs):
