@@ -29,11 +29,20 @@ TRACEBACK = "FLOW_GRPO_TRACEBACK"  # environment variable: print full tracebacks
 LONGEST_LINE = 120  # characters of a source line that are shown
 LIBRARIES = {"site-packages", "dist-packages"}  # files in such folders are not the user's
 OWN_PACKAGES = {"rewards", "flow_grpo"}
+
+
+def _default_device() -> torch.device:
+    try:
+        return torch.get_default_device()
+    except AttributeError:  # torch 2.6 once it was set back to None
+        return torch.device("cpu")
+
+
 # global settings of a process: getter and setter
 SETTINGS: dict[str, tuple[Callable[[], Any], Callable[[Any], object]]] = {
     "torch's default dtype": (torch.get_default_dtype, torch.set_default_dtype),
     "torch's default device": (
-        torch.get_default_device,
+        _default_device,
         lambda device: torch.set_default_device(None if device.type == "cpu" else device),
     ),
     "torch's number of threads": (torch.get_num_threads, torch.set_num_threads),

@@ -1,7 +1,7 @@
 """Turns pydantic's validation errors into one sentence."""
 
 from collections.abc import Iterator
-from typing import get_args
+from typing import get_args, get_origin
 
 from pydantic import ValidationError
 from pydantic.fields import FieldInfo
@@ -54,5 +54,8 @@ def _paths(section: type[ConfigSection], above: tuple[str, ...] = ()) -> Iterato
 def _sections(field: FieldInfo | None) -> list[type[ConfigSection]]:
     """Section types in a setting's annotation; all objectives' sections for `objective`."""
     kinds = (field.annotation, *get_args(field.annotation)) if field else ()
-    sections = [kind for kind in kinds if isinstance(kind, type) and issubclass(kind, ConfigSection)]
+    classes = [
+        kind for kind in kinds if isinstance(kind, type) and get_origin(kind) is None
+    ]  # Python 3.10: list[str] is a type
+    sections = [kind for kind in classes if issubclass(kind, ConfigSection)]
     return list(section_types().values()) if ObjectiveConfig in sections else sections
