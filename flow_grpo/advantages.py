@@ -45,7 +45,7 @@ def group_advantages(
     if callable(method):
         advantage = _checked(method(weighted_sum(reward, weights), group), len(group))
     elif ADVANTAGES[method].each_reward:
-        advantage = EACH_REWARD[method](reward.float().reshape(len(reward), -1), group, size, eps, weights)
+        advantage = METHODS[method](reward.float().reshape(len(reward), -1), group, size, eps, weights)
     else:
         advantage = METHODS[method](weighted_sum(reward, weights), group, size, eps)
     return advantage.clamp(-CLAMP, CLAMP)
@@ -191,9 +191,9 @@ def diversity_weighted(
     return (advantage * factor).clamp(-CLAMP, CLAMP)
 
 
-EACH_REWARD = {"gdpo": gdpo}  # those that take several rewards one by one
-METHODS = {
+METHODS: dict[str, Callable[..., Tensor]] = {
     "grpo": grpo,
+    "gdpo": gdpo,
     "batch_std": batch_std,
     "dr_grpo": dr_grpo,
     "rloo": rloo,

@@ -22,7 +22,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from flow_grpo import sde
-from flow_grpo.types import Loss, NoisedImage, TrainedStep
+from flow_grpo.types import RATIO_DEVIATION, Loss, NoisedImage, TrainedStep
 
 
 def grpo(step: TrainedStep, advantage: Float[Tensor, " n"], clip_low: float, clip_high: float) -> Loss:
@@ -292,4 +292,4 @@ def _clipped(ratio: Float[Tensor, " n"], advantage: Float[Tensor, " n"], clip_lo
 
 
 def _ratio_metrics(ratio: Float[Tensor, " n"]) -> dict[str, Float[Tensor, " n"]]:
-    return {"ratio/mean": ratio, "ratio/max_deviation": (ratio - 1).abs()}
+    return {"ratio/mean": ratio, RATIO_DEVIATION: (ratio - 1).abs()}

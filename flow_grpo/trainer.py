@@ -1,9 +1,7 @@
 """The loop: sample images, score them, compare them within their groups, update the policy."""
 
-import time
 from collections.abc import Sequence
 from contextlib import ExitStack
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -51,8 +49,14 @@ class FlowGRPOTrainer:
         self.train_source, self.prompt_overlaps = run.train_source, run.prompt_overlaps
         self.callbacks = CallbackList(callbacks, self.args, self.policy, self.processes)
         self.folder, self.interrupted = Path(self.args.output_dir), False
-        shared: Any = {"processes": run.processes, "should_stop": lambda: self.interrupted}
-        self.state = RunState(run.args, run.policy, run.prompt_sampler, run.rewards, **shared)
+        self.state = RunState(
+            run.args,
+            run.policy,
+            run.prompt_sampler,
+            run.rewards,
+            processes=run.processes,
+            should_stop=lambda: self.interrupted,
+        )
         self.evaluator = Evaluator(
             run.policy,
             self.args.evaluation,
@@ -61,7 +65,8 @@ class FlowGRPOTrainer:
             folder=self.folder,
             model=self.args.model,
             last_step=self.args.steps,
-            **shared,
+            processes=run.processes,
+            should_stop=lambda: self.interrupted,
         )
 
     def train(self, resume: bool = False) -> dict[str, float]:
@@ -113,16 +118,11 @@ class FlowGRPOTrainer:
 
     def training_step(self) -> dict[str, float]:
         """Sample a group of images for each prompt, score them, compare them within groups, update the policy. Returns metrics."""
-        started = time.perf_counter()
         self.state.enter_stage(self.step)
         experience, metrics = self.stage.step(self.step)
-        seconds = time.perf_counter() - started
         self.state.step += 1
         self.evaluator.record_groups(self.step, experience)
-        metrics = {**experience.metrics, **metrics, "time/step": seconds}
-        speed = partial(self.policy.meter.speed, dtype=self.policy.dtype, processes=self.processes.world_size)
-        # the main process's numbers are logged, and it alone measures the device
-        return metrics | speed(seconds, metrics["images"], metrics["speed/tflop"] * self.processes.is_main)
+        return metrics
 
     @property
     def step(self) -> int:

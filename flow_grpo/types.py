@@ -16,6 +16,9 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+# The metric of an objective with a ratio, by which the update checks that it is 1 and `auto` clip ranges are set: |ratio - 1| of n rows.
+RATIO_DEVIATION = "ratio/max_deviation"
+
 
 def take_rows(
     values: Float[Tensor, "B ..."], rows: Int[Tensor, " n"], device: torch.device | None = None

@@ -51,7 +51,7 @@ BUGS = [
     (
         "crd and dgpo compare the images of a micro-batch, not of a group",
         "flow_grpo/training/forward_process_loss.py",
-        "if self.group_number is None or not self.splits_groups:",
+        "if self.group_statistic is None or not self.splits_groups:",
         "if True:",
         "tests/training/test_forward_process_loss.py -k micro_batch_changes_nothing",
     ),
@@ -842,8 +842,8 @@ BUGS = [
     (
         "the doctor calls a random reward deterministic",
         "flow_grpo/doctor/reward_probe.py",
-        "second=second.values,",
-        "second=first.values,",
+        "repeated=[call.values for call in repeated],",
+        "repeated=[repeated[0].values] * 2,",
         "tests/doctor/test_rewards.py -k wrong_with_a_reward",
     ),
     (

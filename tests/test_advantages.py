@@ -4,7 +4,9 @@ import pytest
 import torch
 
 from flow_grpo.advantages import METHODS, capped, contributions, diversity_weighted, group_advantages, has_signal, shares
+from flow_grpo.methods import ADVANTAGES
 
+OF_THE_SUM = [name for name in METHODS if not ADVANTAGES[name].each_reward]
 REWARD = torch.tensor([1.0, 2.0, 3.0, 10.0, 10.0, 16.0])
 GROUP = torch.tensor([0, 0, 0, 1, 1, 1])
 STD_0, STD_1 = (2 / 3) ** 0.5, 8**0.5
@@ -48,7 +50,7 @@ def test_advantages_are_clamped_on_both_sides():
     assert group_advantages(reward, GROUP, lambda r, g: r).tolist() == [-5, 5, -5, 5, -4, 4]
 
 
-@pytest.mark.parametrize("method", [m for m in METHODS if m != "reinforce_pp"])
+@pytest.mark.parametrize("method", [m for m in OF_THE_SUM if m != "reinforce_pp"])
 def test_only_the_own_group_counts_for_the_mean(method):
     shifted = REWARD + torch.tensor([0.0, 0, 0, 7, 7, 7])
     if method != "batch_std":
@@ -57,7 +59,7 @@ def test_only_the_own_group_counts_for_the_mean(method):
     assert abs(float(sums)) < 1e-5
 
 
-@pytest.mark.parametrize("method", list(METHODS))
+@pytest.mark.parametrize("method", OF_THE_SUM)
 def test_order_of_rows_and_labels_of_groups_do_not_matter(method):
     order = torch.tensor([4, 0, 3, 2, 5, 1])
     advantage = group_advantages(REWARD[order], GROUP[order] * 10 + 3, method)
@@ -109,7 +111,7 @@ def test_gdpo_by_hand_and_free_of_the_rewards_units():
     assert not torch.allclose(summed, group_advantages(both, GROUP, weights=weights), atol=0.1), "a sum is not"
 
 
-@pytest.mark.parametrize("method", list(METHODS))
+@pytest.mark.parametrize("method", OF_THE_SUM)
 def test_several_rewards_are_their_weighted_sum(method):
     both, weights = two_rewards()
     advantage = group_advantages(both, GROUP, method, weights=weights)
@@ -197,7 +199,7 @@ def test_a_group_has_signal_if_one_of_several_rewards_differs():
 
 
 def test_advantages_are_float32_whatever_the_rewards_are():
-    for method in (*METHODS, "gdpo"):
+    for method in METHODS:
         assert group_advantages(REWARD.double(), GROUP, method).dtype == torch.float32
         both = torch.stack([REWARD, REWARD], 1).double()
         for weights in (None, torch.ones(2)):
@@ -216,8 +218,8 @@ def test_advantages_are_float32_whatever_the_rewards_are():
 def test_advantages_are_computed_where_the_rewards_are():
     """On `meta`, a device without numbers: a tensor made elsewhere can't be mixed with one of it."""
     reward, group, size = (t.to("meta") for t in (REWARD, GROUP, torch.tensor([3, 3])))
-    for method in METHODS.values():
-        assert method(reward, group, size, 1e-4).device.type == "meta"
+    for method in OF_THE_SUM:
+        assert METHODS[method](reward, group, size, 1e-4).device.type == "meta"
 
 
 @pytest.mark.parametrize(

@@ -78,7 +78,7 @@ def latest(folder):
 
 def test_a_step_is_collected_and_learned_from_and_tells_its_numbers_and_seconds(tmp_path, monkeypatch):
     clock = [50.0]
-    monkeypatch.setattr("flow_grpo.trainer.time.perf_counter", lambda: clock[0])
+    monkeypatch.setattr("flow_grpo.training.stages.time.perf_counter", lambda: clock[0])
     monkeypatch.setattr("flow_grpo.policy.step_meter.matmul_peak", lambda *device: 1e12)
 
     def takes(seconds, call):

@@ -209,26 +209,26 @@ def check_kept_graphs(args: RunSettings) -> None:
 
 def check_branches(args: RunSettings) -> None:
     """Raise ValueError if settings conflict with `sampling.branches`."""
-    s = args.sampling
-    if not s.branches:
+    sampling = args.sampling
+    if not sampling.branches:
         return
-    if math.prod(s.branches) != args.images_per_prompt:
+    if math.prod(sampling.branches) != args.images_per_prompt:
         raise ValueError(
-            f"sampling.branches={s.branches} make {math.prod(s.branches)} images of a prompt, but images_per_prompt is "
-            f"{args.images_per_prompt}: set images_per_prompt={math.prod(s.branches)}."
+            f"sampling.branches={sampling.branches} make {math.prod(sampling.branches)} images of a prompt, but images_per_prompt is "
+            f"{args.images_per_prompt}: set images_per_prompt={math.prod(sampling.branches)}."
         )
-    if len(s.branches) > s.num_trained_steps:
+    if len(sampling.branches) > sampling.num_trained_steps:
         raise ValueError(
-            f"sampling.branches={s.branches} part at {len(s.branches)} steps, but the window has {s.num_trained_steps}: set "
-            f"sampling.window.size={len(s.branches)}."
+            f"sampling.branches={sampling.branches} part at {len(sampling.branches)} steps, but the window has "
+            f"{sampling.num_trained_steps}: set sampling.window.size={len(sampling.branches)}."
         )
-    if s.shared_initial_noise:
+    if sampling.shared_initial_noise:
         raise ValueError(
-            f"sampling.shared_initial_noise is branches=[{args.images_per_prompt}]: leave out one of it and branches={s.branches}."
+            f"sampling.shared_initial_noise is branches=[{args.images_per_prompt}]: leave out one of it and branches={sampling.branches}."
         )
     if args.method.critic:
         raise ValueError(
-            f"sampling.branches={s.branches} with {args.objective.name}: its critic makes the advantages of steps; leave it out."
+            f"sampling.branches={sampling.branches} with {args.objective.name}: its critic makes the advantages of steps; leave it out."
         )
 
 
@@ -281,18 +281,18 @@ def check_anchors(args: RunSettings) -> None:
         )
 
 
-def check_window(s: SamplingConfig) -> None:
+def check_window(sampling: SamplingConfig) -> None:
     """Raise ValueError if the window does not fit into the schedule."""
-    w = s.window
-    transition = methods.TRANSITIONS[s.transition]
+    window = sampling.window
+    transition = methods.TRANSITIONS[sampling.transition]
     if not transition.stochastic:
         return
-    last = s.steps - 2 if w.last_step is None else w.last_step
-    latest = s.steps - 1 if transition.noise_at_end else s.steps - 2
-    if not w.first_step <= last <= latest:
+    last = sampling.steps - 2 if window.last_step is None else window.last_step
+    latest = sampling.steps - 1 if transition.noise_at_end else sampling.steps - 2
+    if not window.first_step <= last <= latest:
         raise ValueError(
-            f"sampling.window trains steps {w.first_step} to {last}, but with {s.steps} sampling steps of {s.transition} the "
-            f"trainable ones are 0 to {latest}."
+            f"sampling.window trains steps {window.first_step} to {last}, but with {sampling.steps} sampling steps of "
+            f"{sampling.transition} the trainable ones are 0 to {latest}."
         )
-    if w.schedule != "all" and w.first_step + w.size - 1 > last:
-        raise ValueError(f"sampling.window.size={w.size} does not fit into steps {w.first_step} to {last}.")
+    if window.schedule != "all" and window.first_step + window.size - 1 > last:
+        raise ValueError(f"sampling.window.size={window.size} does not fit into steps {window.first_step} to {last}.")

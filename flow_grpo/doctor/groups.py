@@ -95,11 +95,11 @@ def _check_signal(
     if args.method.rows == "all":  # other objectives choose the best of a group, or the best and the worst
         results.append(group_size(args.images_per_prompt))
     compared = by_reward if takes_each_reward(args.objective.advantage) else total
-    has_signal = advantages.has_signal(compared, group, source.method)
+    has_signal = advantages.has_signal(compared, group, source.advantage_method)
     results.append(
         zero_std_groups(has_signal.view(-1, args.images_per_prompt)[:, 0], total.view(-1, args.images_per_prompt))
     )
-    share, _ = advantages.shares(by_reward, weight, group, source.method)
+    share, _ = advantages.shares(by_reward, weight, group, source.advantage_method)
     varies = by_reward.amax(0) > by_reward.amin(0)
     of_several = {name: one for name, one, keep in zip(names, share.tolist(), varies.tolist(), strict=True) if keep}
     if len(of_several) > 1:

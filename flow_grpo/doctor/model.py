@@ -114,7 +114,7 @@ class CompatibilityChecks:
     def gradients(self) -> CheckResult:
         """Gradients reach the LoRA."""
         schedule, velocity = self._velocity()
-        for step in (0, len(schedule) - 1) if self.policy.experts else (0,):  # each expert has a part of the schedule
+        for step in (0, len(schedule) - 1) if self.policy.lora.experts else (0,):  # each expert has a part of the schedule
             velocity(self._initial_latents(self.pair), step, torch.arange(2)).square().mean().backward()
         received = [p.grad is not None and bool(p.grad.any()) for p in self.policy.trainable_parameters().values()]
         for parameter in self.policy.trainable_parameters().values():

@@ -13,7 +13,7 @@ from flow_grpo.doctor.result import ERROR, OK, WARNING, CheckResult
 from flow_grpo.policy.policy import Policy
 from flow_grpo.training.step_loss import ClipRange, StepLoss
 from flow_grpo.training.update import PolicyUpdate
-from flow_grpo.types import Experience, Trajectory
+from flow_grpo.types import RATIO_DEVIATION, Experience, Trajectory
 
 MAX_STEP_IMBALANCE = 100.0  # times that an update moves the ratio of one step further than another's
 MIN_ADAM_STEP = 0.9  # share of Adam's step that its eps should leave
@@ -48,7 +48,7 @@ def measure_ratio_drift(policy: Policy, stage: FlowGRPOConfig, experience: Exper
     )
     chunks = [list(loss.losses(chunk, chunk >= 0)) for chunk in rows.split(stage.microbatch)]
     return {
-        step: torch.cat([one.metrics["ratio/max_deviation"] for one in of_step])
+        step: torch.cat([one.metrics[RATIO_DEVIATION] for one in of_step])
         for step, of_step in zip(trajectory.steps, zip(*chunks, strict=True), strict=True)
     }
 

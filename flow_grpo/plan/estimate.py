@@ -201,10 +201,10 @@ class StepEstimator:
     @property
     def _reference_passes(self) -> int:
         """Forward passes without gradients for each one with them. Guidance that the run itself has not doubles the rows of one."""
-        o, method = self.args.objective, self.args.method
-        base = (method.reference or o.norm_guard > 0) and "base" not in o.references
-        guided = sum(anchor.to == "guided" for anchor in o.references.values()) if self.args.guidance <= 1 else 0
-        return len(o.references) + base + guided + method.old_policy
+        objective, method, references = self.args.objective, self.args.method, self.args.objective.references
+        base = (method.reference or objective.norm_guard > 0) and "base" not in references
+        guided = sum(anchor.to == "guided" for anchor in references.values()) if self.args.guidance <= 1 else 0
+        return len(references) + base + guided + method.old_policy
 
     @property
     def _trained_velocities(self) -> float:

@@ -153,9 +153,6 @@ class Lora:
         for layer in self.layers():
             layer.enable_adapters(on)
 
-    def store_base_weights(self, device: torch.device | str) -> None:
-        """Do nothing: a LoRA leaves the base weights as they are."""
-
     def add_copy(self, adapter: str) -> None:
         """Add a second adapter with the weights of the trained one. It gets no gradients; `update_copy` moves it."""
         self._inject(self.transformer.peft_config[TRAINED], adapter)

@@ -30,7 +30,7 @@ from flow_grpo.policy.interception import (
     with_execution_device,
 )
 from flow_grpo.policy.pipeline_call import PipelineCall
-from flow_grpo.policy.probes import probe_image, probe_prompts, size_of
+from flow_grpo.policy.probes import probe_image, probe_prompts, rows_agree, size_of
 from flow_grpo.text import first_line
 from flow_grpo.types import Schedule, take_rows
 
@@ -206,10 +206,9 @@ class FlowPipeline:
                 low, high = (self._velocity(states, t.expand(2), conditioning, row)[0] for t in pair)
                 try:
                     both = self._velocity(states, pair, conditioning, row)
-                    off = (both[0] - low).abs().max() + (both[1] - high).abs().max()
+                    self.supports_per_sample_timesteps = rows_agree(both, low, high)
                 except (RuntimeError, ValueError, TypeError, IndexError, AssertionError):
-                    off = (high - low).abs().max()
-            self.supports_per_sample_timesteps = bool(off < 0.02 * (high - low).abs().max())
+                    self.supports_per_sample_timesteps = False
         return self.supports_per_sample_timesteps
 
     def accepts_images_per_row(self, x: Tensor, timestep: Tensor, prompt: str) -> bool:
@@ -225,8 +224,7 @@ class FlowPipeline:
             with torch.no_grad():
                 first, second = (self._velocity(states, timesteps, conditioning, row.expand(2))[0] for row in rows)
                 both = self._velocity(states, timesteps, conditioning, rows)
-            off = (both[0] - first).abs().max() + (both[1] - second).abs().max()
-            self.shares_calls = bool(off < 0.02 * (second - first).abs().max())
+            self.shares_calls = rows_agree(both, first, second)
         return self.shares_calls
 
     def _velocity(self, x: Tensor, timesteps: Tensor, conditioning: Conditioning, rows: Tensor) -> Tensor:

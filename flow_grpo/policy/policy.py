@@ -26,7 +26,6 @@ class Policy(FlowPipeline):
     """A flow pipeline with trainable weights. Its arguments are those of `FlowPipeline`.
 
     Attributes:
-        experts: names of further transformers, each of which denoises in a part of the schedule.
         lora: the LoRA on the transformer, if it has one, and copies of it.
         trained: what is trained: the LoRA, or all weights of the transformer.
         ema: the moving average of what is trained, once it was started.
@@ -41,8 +40,8 @@ class Policy(FlowPipeline):
         for name, part in self.pipe.components.items():
             if "transformer" in name and isinstance(part, torch.nn.Module):  # one family has a second denoiser
                 part.requires_grad_(False).eval()
-        self.experts = [name for name in self.family.experts if getattr(self.pipe, name, None) is not None]
-        self.lora = Lora(self.pipe, self.dtype, self.family.lora_targets, self.experts)
+        experts = [name for name in self.family.experts if getattr(self.pipe, name, None) is not None]
+        self.lora = Lora(self.pipe, self.dtype, self.family.lora_targets, experts)
         self.trained: Lora | FullWeights = self.lora
         self.meter = StepMeter(self.lora, self.device)
         self.ema = MovingAverage(self.trainable_parameters)
@@ -65,9 +64,9 @@ class Policy(FlowPipeline):
 
         ValueError if the pipeline has several experts.
         """
-        if self.experts:
+        if self.lora.experts:
             raise ValueError(
-                f"{type(self.pipe).__name__} has {1 + len(self.experts)} transformers, which get a LoRA each: set lora."
+                f"{type(self.pipe).__name__} has {1 + len(self.lora.experts)} transformers, which get a LoRA each: set lora."
             )
         full = self.trained if isinstance(self.trained, FullWeights) else FullWeights(self.pipe.transformer)
         full.train()
@@ -90,6 +89,11 @@ class Policy(FlowPipeline):
     def reference(self) -> AbstractContextManager[None]:
         """A context in which this is the base model: the LoRA is off, or the base weights are back."""
         return self.trained.base_model()
+
+    def store_base_weights(self, device: torch.device | str) -> None:
+        """Store the base model's weights on a device for `reference`, where all weights are trained: a LoRA leaves them."""
+        if isinstance(self.trained, FullWeights):
+            self.trained.store_base_weights(device)
 
     def reset_to_base(self) -> None:
         """Remove what was loaded or trained, so that the base model is left and something else can be loaded."""
@@ -160,7 +164,7 @@ class Policy(FlowPipeline):
 
         ValueError if the pipeline has several experts: processes could call different ones at a time.
         """
-        if self.experts:
+        if self.lora.experts:
             raise ValueError(
                 f"memory.shard=fsdp2 is for one transformer, and {type(self.pipe).__name__} has several: set zero2."
             )

@@ -17,6 +17,16 @@ def is_begun(folder: Path) -> bool:
     return has_metrics(folder) or any(checkpoint.steps(folder / layout.CHECKPOINTS))
 
 
+def check_begun(folder: Path, resume: bool) -> None:
+    """Check that the folder holds a run exactly if one is to be resumed. ValueError if not."""
+    begun = is_begun(folder)
+    if not resume and begun:
+        raise ValueError(f"{folder} already holds a run: go on with it by --resume, or set another folder by output_dir=...")
+    if resume and not checkpoint.steps(folder / layout.CHECKPOINTS):
+        again = "set another folder by output_dir=..." if begun else "start the run without --resume"
+        raise ValueError(f"{folder} has no checkpoint to resume from: {again}, or see whether output_dir=... is right.")
+
+
 def open_run_folder(args: FlowGRPOConfig, resume: bool, lock: ExitStack, info: Callable[[str], None]) -> None:
     """Create the run folder, or check that it can be resumed, and hold its lock until `lock` closes.
 
@@ -24,14 +34,12 @@ def open_run_folder(args: FlowGRPOConfig, resume: bool, lock: ExitStack, info: C
         ValueError: the folder holds a run that is not to be resumed, holds none that could be, or another process trains in it.
     """
     folder = Path(args.output_dir)
-    if resume and not checkpoint.steps(folder / layout.CHECKPOINTS):
-        again = "set another folder by output_dir=..." if is_begun(folder) else "start the run without --resume"
-        raise ValueError(f"{folder} has no checkpoint to resume from: {again}, or see whether output_dir=... is right.")
+    if resume:  # before anything is created
+        check_begun(folder, resume)
     lock.enter_context(locked(folder, info))
     if resume:
         return
-    if is_begun(folder):
-        raise ValueError(f"{folder} already holds a run: go on with it by --resume, or set another folder by output_dir=...")
+    check_begun(folder, resume)  # another process may have begun it a moment ago
     write_atomic(folder / layout.CONFIG, args.to_yaml())
 
 

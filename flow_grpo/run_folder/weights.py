@@ -27,8 +27,7 @@ def load_trained_weights(policy: Policy, place: str) -> None:
     if args.lora and args.lora.init_from:
         policy.load_lora(args.lora.init_from)
     add_trainable_weights(policy, args)
-    if policy.is_full_finetuning:
-        policy.trained.store_base_weights("cpu")
+    policy.store_base_weights("cpu")
     if not isinstance(state.get("adapter"), dict):
         raise ValueError(f"the checkpoint {place} was not written by flow-grpo: it holds no adapter.")
     trained = state.get("ema") or state["adapter"]

@@ -33,5 +33,5 @@ def loss_of_batch(
         microbatch=args.microbatch,
         seed=args.seed,
         step=step,
-        moves=args.updates * args.epochs > 1,
+        several_updates=args.updates * args.epochs > 1,
     )

@@ -8,7 +8,7 @@ from torch import Tensor
 
 import rewards as reward_kit
 from flow_grpo.config.objective import ObjectiveConfig
-from flow_grpo.types import Loss, NoisedImage, TrainedStep
+from flow_grpo.types import RATIO_DEVIATION, Loss, NoisedImage, TrainedStep
 from rewards.user_code import guarded
 
 
@@ -41,5 +41,5 @@ def custom_loss(o: ObjectiveConfig, inputs: TrainedStep | NoisedImage, advantage
         )
     metrics = dict(result.metrics) if isinstance(result, Loss) else {}
     if isinstance(inputs, TrainedStep):
-        metrics["ratio/max_deviation"] = (inputs.log_prob - inputs.old_log_prob).detach().exp().sub(1).abs()
+        metrics[RATIO_DEVIATION] = (inputs.log_prob - inputs.old_log_prob).detach().exp().sub(1).abs()
     return Loss(value, metrics)

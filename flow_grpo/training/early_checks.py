@@ -13,8 +13,7 @@ from flow_grpo.data.prompts import PromptSet
 from flow_grpo.distributed.processes import Processes
 from flow_grpo.policy.devices import usable_device
 from flow_grpo.policy.pipeline import FlowPipeline
-from flow_grpo.run_folder.layout import CHECKPOINTS
-from flow_grpo.run_folder.opening import is_begun
+from flow_grpo.run_folder.opening import check_begun
 from flow_grpo.training.custom import load_custom_function
 from flow_grpo.training.zero import STAGES, import_deepspeed
 from rewards import Reward
@@ -95,7 +94,4 @@ def check_output(folder: Path, resume: bool) -> None:
         raise ValueError(
             f"output_dir={folder}: nothing can be written to {place} ({reason}); set another folder by output_dir=..."
         ) from error
-    if not resume and is_begun(folder):
-        raise ValueError(f"{folder} already holds a run: go on with it by --resume, or set another folder by output_dir=...")
-    if resume and not (folder / CHECKPOINTS).is_dir():
-        raise ValueError(f"{folder} has no checkpoint to resume from: start the run without --resume.")
+    check_begun(folder, resume)

@@ -25,7 +25,7 @@ class ForwardProcessLoss:
     Args:
         microbatch: rows per forward pass.
         seed, step: the run's seed and the training step, which the noise levels and the noise depend on.
-        moves: whether the policy is updated more than once on these images.
+        several_updates: whether the policy is updated more than once on these images.
     """
 
     def __init__(
@@ -39,7 +39,7 @@ class ForwardProcessLoss:
         microbatch: int,
         seed: int,
         step: int,
-        moves: bool,
+        several_updates: bool,
     ) -> None:
         self.policy, self.objective, self.advantage = policy, objective, experience.advantage
         self.method, self.loss = method, objective_function(objective, method)
@@ -52,9 +52,11 @@ class ForwardProcessLoss:
             for draw in range(self.count)
         ]
         self.group, self.splits_groups = experience.batch.group, bool(microbatch % experience.rows_per_group)
-        self.group_number = with_settings(getattr(objectives, method.group_mean), objective) if method.group_mean else None
+        self.group_statistic = (
+            with_settings(getattr(objectives, method.group_mean), objective) if method.group_mean else None
+        )
         self.group_means: list[Tensor] | None = None
-        self.has_ratio = moves and method.ratio
+        self.has_ratio = several_updates and method.ratio
         self.v_rollout = self._rollout_velocities(microbatch) if self.has_ratio else None
 
     def before_update(self, chunks: list[tuple[Tensor, Tensor]]) -> None:
@@ -63,7 +65,7 @@ class ForwardProcessLoss:
         Args:
             chunks: rows and their weights of the update, whose losses are asked for next; a group is whole in them.
         """
-        if self.group_number is None or not self.splits_groups:
+        if self.group_statistic is None or not self.splits_groups:
             return
         self.group_means = []
         for draw in range(self.count):
@@ -71,13 +73,13 @@ class ForwardProcessLoss:
             for rows, weight in chunks:
                 references = self.anchors.evaluate(functools.partial(self._velocity, draw, rows), self._own_references)
                 with torch.set_grad_enabled(self.policy.compiled):  # as of `_rollout_velocities`
-                    number = self._group_number(self._image(draw, rows, references), rows)
+                    number = self._group_statistic(self._image(draw, rows, references), rows)
                 values[rows[weight > 0]], counts[rows[weight > 0]] = number.cpu()[weight > 0], True
             self.group_means.append(mean_by_group(values, self.group, counts))
 
-    def _group_number(self, image: NoisedImage, rows: Int[Tensor, " n"]) -> Float[Tensor, " n"]:
-        assert self.group_number is not None
-        return self.group_number(image, self._on_device(self.advantage, rows)).detach()
+    def _group_statistic(self, image: NoisedImage, rows: Int[Tensor, " n"]) -> Float[Tensor, " n"]:
+        assert self.group_statistic is not None
+        return self.group_statistic(image, self._on_device(self.advantage, rows)).detach()
 
     def losses(self, rows: Int[Tensor, " n"], is_real: Bool[Tensor, " n"]) -> Iterator[Loss]:
         """One loss per noise level, its values those of `rows`."""
@@ -86,8 +88,8 @@ class ForwardProcessLoss:
             image = self._image(draw, rows, references)
             if self.group_means is not None:
                 image = replace(image, group_mean=self._on_device(self.group_means[draw], rows))
-            elif self.group_number is not None:
-                mean = mean_by_group(self._group_number(image, rows), self.group[rows], is_real)
+            elif self.group_statistic is not None:
+                mean = mean_by_group(self._group_statistic(image, rows), self.group[rows], is_real)
                 image = replace(image, group_mean=mean)
             loss = self.loss(image, self._on_device(self.advantage, rows))
             yield self.anchors.added_to(loss, rows, Computed(image.v), references)

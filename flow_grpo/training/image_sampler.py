@@ -59,8 +59,8 @@ class ImageSampler:
 
     def trajectory(self, step: int, batch: PromptBatch, window: list[int], keep_graphs: bool = False) -> Trajectory:
         """Sample B images; the group numbers of the batch name their noise. `keep_graphs`: as of `sampling.rollout`."""
-        s, seed = self.args.sampling, self.args.seed
-        branches = s.tree(self.args.images_per_prompt)
+        settings, seed = self.args.sampling, self.args.seed
+        branches = settings.tree(self.args.images_per_prompt)
         drawn = tree.branches_taken(batch, branches, len(window))  # each branch has the noise of its first image
         with self.policy.meter.phase("encode"):
             velocity = self.policy.velocity_fn(self.schedule, self.policy.encode(batch.prompts))
@@ -79,10 +79,10 @@ class ImageSampler:
             ),
             microbatch=self.args.microbatch,
             trained=window,
-            transition=s.transition,
-            noise_level=s.noise_level,
+            transition=settings.transition,
+            noise_level=settings.noise_level,
             step_noise=lambda i: sampling.batch_noise(self.latent_shape, drawn[window.index(i)], seed, "step", step, i),
-            log_prob=s.log_prob,
+            log_prob=settings.log_prob,
             states=tree.shared_states(batch, branches, len(window)) if branches else None,
             solver=None if window else self.solver,
             keep_graphs=keep_graphs,

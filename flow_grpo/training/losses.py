@@ -18,34 +18,32 @@ from torch import Tensor
 from flow_grpo import methods, objectives
 from flow_grpo.config.objective import ObjectiveConfig
 from flow_grpo.training.custom import custom_loss
-from flow_grpo.types import Loss, NoisedImage, TrainedStep
+from flow_grpo.types import RATIO_DEVIATION, Loss, NoisedImage, TrainedStep
 
 
 class LossMetrics:
-    """Weighted means and largest values of the numbers that losses report.
+    """Weighted means of the numbers that losses report, and other metrics of an update.
 
     What `add` is given stays on its device until `collect` fetches all of it at once.
 
     Attributes:
         loss, sums, weight: weighted sums of the loss, of each metric and of 1, as of the last `collect`.
-        largest: the largest value of each metric, at least 0, likewise; NaN if one is.
-        numbers: metrics of the update itself, which are no means.
+        numbers: metrics that are no means: the largest deviation of a ratio, NaN if one is, and what the update adds.
     """
 
     def __init__(self) -> None:
         self.loss = 0.0
         self.sums: dict[str, float] = {}
-        self.largest: dict[str, float] = {}
         self.weight = 0.0
         self.numbers: dict[str, float] = {}
         self._added: list[tuple[list[str], Tensor]] = []
 
     def add(self, loss: Loss, weight: Float[Tensor, " n"]) -> None:
         """Add a chunk's loss and metrics, its rows weighted by `weight` (n,), on the loss's device."""
-        metrics = list(loss.metrics.values())
-        sums = [(values.detach() * weight).sum() for values in (loss.value, *metrics)]
-        largest = [values.where(weight > 0, -math.inf).max() for values in metrics]
-        self._added.append((list(loss.metrics), torch.stack([weight.sum(), *sums, *largest])))
+        fetched = [weight.sum(), *((values.detach() * weight).sum() for values in (loss.value, *loss.metrics.values()))]
+        if RATIO_DEVIATION in loss.metrics:
+            fetched.append(loss.metrics[RATIO_DEVIATION].where(weight > 0, 0.0).max())
+        self._added.append((list(loss.metrics), torch.stack(fetched)))
 
     def collect(self) -> "LossMetrics":
         """Fetch what was added since the last call: the only method that waits for a GPU. Returns itself."""
@@ -54,9 +52,10 @@ class LossMetrics:
             weight, loss, *of_metrics = added[: len(values)]
             added = added[len(values) :]
             self.weight, self.loss = self.weight + weight, self.loss + loss
-            for name, value in zip(names, of_metrics[: len(names)], strict=True):
+            if RATIO_DEVIATION in names:
+                _merge_max(self.numbers, {RATIO_DEVIATION: of_metrics.pop()})
+            for name, value in zip(names, of_metrics, strict=True):
                 self.sums[name] = self.sums.get(name, 0.0) + value
-            _merge_max(self.largest, dict(zip(names, [max(v, 0.0) for v in of_metrics[len(names) :]], strict=True)))
         self._added = []
         return self
 
@@ -68,15 +67,12 @@ class LossMetrics:
             merged.loss, merged.weight = merged.loss + part.loss, merged.weight + part.weight
             for name, value in part.sums.items():
                 merged.sums[name] = merged.sums.get(name, 0.0) + value
-            _merge_max(merged.largest, part.largest)
             _merge_max(merged.numbers, part.numbers)
         return merged
 
     def metrics(self) -> dict[str, float]:
-        """Weighted means; of deviations the largest value."""
-        means = {name: total / self.weight for name, total in self.sums.items()}
-        largest = {name: value for name, value in self.largest.items() if name.endswith("max_deviation")}
-        return {**means, **largest, **self.numbers}
+        """Weighted means, and `numbers`."""
+        return {**{name: total / self.weight for name, total in self.sums.items()}, **self.numbers}
 
 
 def _merge_max(largest: dict[str, float], others: dict[str, float]) -> None:
@@ -86,17 +82,17 @@ def _merge_max(largest: dict[str, float], others: dict[str, float]) -> None:
             largest[name] = value
 
 
-def objective_function(o: ObjectiveConfig, method: methods.Objective) -> Callable[..., Loss]:
+def objective_function(objective: ObjectiveConfig, method: methods.Objective) -> Callable[..., Loss]:
     """An objective as a function of rows and advantages, with its settings bound; keywords override them."""
-    if ":" in o.name:
-        return functools.partial(custom_loss, o)
-    return with_settings(getattr(objectives, method.function or o.name), o)
+    if ":" in objective.name:
+        return functools.partial(custom_loss, objective)
+    return with_settings(getattr(objectives, method.function or objective.name), objective)
 
 
-def with_settings(function: Callable[..., Any], o: ObjectiveConfig) -> Callable[..., Any]:
+def with_settings(function: Callable[..., Any], objective: ObjectiveConfig) -> Callable[..., Any]:
     """A function of `objectives.py` as a function of rows and advantages, with its settings bound."""
     takes = signature(function).parameters
-    settings = {name: getattr(o, name) for name in takes if hasattr(o, name) and name != "advantage"}
+    settings = {name: getattr(objective, name) for name in takes if hasattr(objective, name) and name != "advantage"}
 
     def bound(rows: TrainedStep | NoisedImage, advantage: Float[Tensor, " n"], **more: float) -> Any:
         first = {"advantage": advantage} if "advantage" in takes else {}

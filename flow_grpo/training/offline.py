@@ -33,6 +33,8 @@ class OfflineSource:
     relative to the file; or, for sft, a folder of images or a grid written by `sample`, which hold their prompts.
     """
 
+    disagreement_gate = None  # given images have no rewards
+
     def __init__(self, policy: Policy, args: FlowGRPOConfig, processes: Processes) -> None:
         assert args.dataset
         self.policy, self.args, self.processes = policy, args, processes

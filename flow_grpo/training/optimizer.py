@@ -20,14 +20,11 @@ class Optimizer:
         synchronous_backward: whether all processes must run backward equally often.
     """
 
-    def __init__(self, policy: Policy, o: OptimizerConfig, processes: Processes) -> None:
-        self.parameters, self.max_norm, self.processes = (
-            list(policy.trainable_parameters().values()),
-            o.max_grad_norm,
-            processes,
-        )
+    def __init__(self, policy: Policy, config: OptimizerConfig, processes: Processes) -> None:
+        self.parameters = list(policy.trainable_parameters().values())
+        self.max_norm, self.processes = config.max_grad_norm, processes
         self.is_sharded, self.synchronous_backward = policy.is_sharded, policy.uses_fsdp
-        self.adamw = adamw(self.parameters, o)
+        self.adamw = adamw(self.parameters, config)
         self.scaler = torch.amp.GradScaler(policy.device.type, enabled=policy.dtype == torch.float16)
         self.scaler.scale(torch.zeros((), device=policy.device))  # initialised here, as there may be no row with signal
 
@@ -57,12 +54,12 @@ class Optimizer:
         """Clear accumulated gradients."""
         self.adamw.zero_grad()
 
-    def state_dict(self, keep_on_this_rank: bool = True) -> dict[str, Any]:
-        """Return the full (unsharded) state. When sharded, every process must call this; pass False on ranks that discard the result."""
+    def state_dict(self, keep: bool = True) -> dict[str, Any]:
+        """The full (unsharded) state. If it is sharded, every process must call this; pass keep=False on those that discard the result."""
         optimizer, moments = self.adamw.state_dict(), {}
         for place, values in optimizer["state"].items():
             tensors = {name: value for name, value in values.items() if isinstance(value, Tensor)}
-            moments[place] = {**values, **gather_to_cpu(tensors, keep_on_this_rank)}
+            moments[place] = {**values, **gather_to_cpu(tensors, keep)}
         return {"optimizer": {**optimizer, "state": moments}, "scaler": self.scaler.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -80,10 +77,10 @@ def _same_shape(value: Any, parameter: Tensor) -> bool:
     return isinstance(value, Tensor) and value.shape == parameter.shape
 
 
-def adamw(parameters: list[torch.nn.Parameter], o: OptimizerConfig) -> torch.optim.Optimizer:
+def adamw(parameters: list[torch.nn.Parameter], config: OptimizerConfig) -> torch.optim.Optimizer:
     """The optimizer that the config names. ValueError if its package is not installed."""
-    settings: Any = {"lr": o.lr, "betas": o.betas, "eps": o.eps, "weight_decay": o.weight_decay}
-    if o.name == "adamw":
+    settings: Any = {"lr": config.lr, "betas": config.betas, "eps": config.eps, "weight_decay": config.weight_decay}
+    if config.name == "adamw":
         return torch.optim.AdamW(parameters, **settings)
     try:
         from bitsandbytes.optim import AdamW8bit

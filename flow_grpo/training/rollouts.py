@@ -78,7 +78,7 @@ class RolloutSource:
         self.image_sampler = ImageSampler(policy, args, rewards, should_stop, self.processes)
         gated = any(anchor.gate == "disagreement" for anchor in args.objective.anchors)
         self.disagreement_gate = DisagreementGate() if gated else None
-        self.method = load_custom_function("advantage", args.objective.advantage) or args.objective.advantage
+        self.advantage_method = load_custom_function("advantage", args.objective.advantage) or args.objective.advantage
 
     def collect(self, step: int) -> Experience:
         """Sample a group of images for each prompt, score them, and compare them within their groups."""
@@ -165,7 +165,9 @@ class RolloutSource:
             by_reward, weights = by_reward.where(row_weights != 0, 0), row_weights
         objective = self.args.objective
         compared_rewards, compared_weights = self._capped(by_reward, weights, batch.group)
-        compare = partial(advantages.group_advantages, group=batch.group, method=self.method, weights=compared_weights)
+        compare = partial(
+            advantages.group_advantages, group=batch.group, method=self.advantage_method, weights=compared_weights
+        )
         if advantage.ndim == 2:
             means = tree.branch_means(compared_rewards, batch, self.args.sampling.branches, advantage.shape[1])
             advantage[rows] = torch.stack([compare(reward) for reward in means], 1)
@@ -176,9 +178,11 @@ class RolloutSource:
             advantage[rows] = advantages.diversity_weighted(advantage[rows], distance, batch.group)
         by_each = self.args.takes_each_reward or objective.reward_cap is not None
         has_signal[rows] = advantages.has_signal(
-            compared_rewards if by_each else images.scores.total[rows], batch.group, self.method
+            compared_rewards if by_each else images.scores.total[rows], batch.group, self.advantage_method
         )
-        return advantages.contributions(names, by_reward, weights, batch.group, method=self.method, prompt_set=prompt_set)
+        return advantages.contributions(
+            names, by_reward, weights, batch.group, method=self.advantage_method, prompt_set=prompt_set
+        )
 
     def _capped(self, by_reward: Tensor, weights: Tensor, group: Tensor) -> tuple[Tensor, Tensor]:
         """The rewards (n, R) that are compared and their weights; capped, each if they are compared one by one, else their sum."""

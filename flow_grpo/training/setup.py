@@ -120,6 +120,5 @@ def prepare_policy(policy: Policy, args: FlowGRPOConfig, processes: Processes) -
         policy.shard(processes)
     if args.ema_decay:
         policy.ema.start()
-    if policy.is_full_finetuning:
-        often = any(stage.objective.is_anchored or stage.method.reference for stage in stages)
-        policy.trained.store_base_weights(policy.device if often else "cpu")
+    often = any(stage.objective.is_anchored or stage.method.reference for stage in stages)
+    policy.store_base_weights(policy.device if often else "cpu")

@@ -75,14 +75,16 @@ class Stage:
             policy.lora.update_copy("old", 0.0)  # decay 0: a copy of the present policy
 
     def step(self, number: int) -> tuple[Experience, dict[str, float]]:
-        """Collect the experience of a training step and update the policy. Returns it with the metrics of the update.
+        """Collect the experience of a training step and update the policy. Returns it with the step's metrics.
 
         A failed step is rolled back. If memory ran out, it is repeated with half the micro-batch, and `warnings` says so.
         """
+        started = time.perf_counter()
         while True:
             before = self.loop_state()
             try:
-                return self._collect_and_update(number)
+                experience, metrics = self._collect_and_update(number)
+                return experience, metrics | self._speed(time.perf_counter() - started, metrics)
             except (Interrupted, ValueError, torch.OutOfMemoryError) as error:
                 self.restore_loop_state(before)
                 self.update.discard()
@@ -98,7 +100,13 @@ class Stage:
             metrics = self.update(experience, number)  # losses -> gradients -> optimizer
         metrics |= {"time/update": time.perf_counter() - started, "speed/tflop": self._total_flops() / 1e12}
         phases = {f"time/{name}": seconds for name, seconds in self.policy.meter.seconds().items()}
-        return experience, {**metrics, **phases}
+        return experience, {**experience.metrics, **metrics, **phases}
+
+    def _speed(self, seconds: float, metrics: dict[str, float]) -> dict[str, float]:
+        """The step's time and speed. The main process's numbers are logged, and it alone measures the device."""
+        meter, tflop = self.policy.meter, metrics["speed/tflop"] * self.processes.is_main
+        speed = meter.speed(seconds, metrics["images"], tflop, dtype=self.policy.dtype, processes=self.processes.world_size)
+        return {"time/step": seconds, **speed}
 
     def _total_flops(self) -> int:
         """Operations of the step, of all processes; 0 if they are not counted."""
@@ -129,12 +137,13 @@ class Stage:
 
     def loop_state(self) -> dict[str, Any]:
         """What training steps change besides the weights and the optimizer."""
+        gate = self.source.disagreement_gate
         return {
             "prompts": self.prompt_sampler.state_dict(),
             "clip": dict(self.update.clip.state),
             "window": self.window.measured_start,
             "microbatch": self.args.microbatch,
-            "disagreement": None if self._gate is None else self._gate.state_dict(),
+            "disagreement": gate and gate.state_dict(),
             "critic": None if self.critic is None else copy.deepcopy(self.critic.training_state()),
         }
 
@@ -145,13 +154,8 @@ class Stage:
         self.update.clip.state, self.window.measured_start = dict(state["clip"]), state["window"]
         if self.critic is not None:
             self.critic.load_training_state(state["critic"])
-        if self._gate is not None:
-            self._gate.load_state_dict(state["disagreement"])
-
-    @property
-    def _gate(self) -> Any:
-        """The rollouts' `DisagreementGate`, if an anchor has one."""
-        return getattr(self.source, "disagreement_gate", None)
+        if self.source.disagreement_gate is not None:
+            self.source.disagreement_gate.load_state_dict(state["disagreement"])
 
     def _critic(self) -> Critic:
         _, latent_shape = self.policy.schedule(self.args.sampling.steps)

@@ -17,7 +17,7 @@ from flow_grpo.policy.pipeline import FlowPipeline
 from flow_grpo.policy.policy import Policy
 from flow_grpo.training.anchors import Anchors, Computed
 from flow_grpo.training.losses import objective_function
-from flow_grpo.types import Experience, Loss, StepGraph, TrainedStep, take_rows
+from flow_grpo.types import RATIO_DEVIATION, Experience, Loss, StepGraph, TrainedStep, take_rows
 
 
 class ClipRange:
@@ -106,12 +106,12 @@ class StepLoss:
         """
         graphs = self.trajectory.graphs.pop(int(rows[0])) if self.in_place else None
         for k, i in enumerate(self.trajectory.steps):
-            now = self._kept(k, rows, graphs[k]) if graphs else self._step(k, rows, self.policy, self.conditioning)
+            now = self._from_graph(k, rows, graphs[k]) if graphs else self._step(k, rows, self.policy, self.conditioning)
             step = now.step
             assert step is not None
             loss = self._objective(i, step, self._of_step(self.advantage, k, rows))
             if self.objective.has_auto_clip:
-                deviation = loss.metrics["ratio/max_deviation"]
+                deviation = loss.metrics[RATIO_DEVIATION]
                 self.clip.observe(i, deviation.where(is_real.to(deviation.device, non_blocking=True), math.nan))
             if self.objective.weighs_by_std:
                 loss = Loss(loss.value * step.std.flatten(1)[:, 0], loss.metrics)
@@ -120,19 +120,24 @@ class StepLoss:
 
     def _step(self, k: int, rows: Int[Tensor, " n"], model: FlowPipeline, conditioning: Conditioning) -> Computed:
         """Velocity and transition of the k-th trained step by a model."""
-        t, s = self.trajectory, self.sampling
-        velocity, device = model.velocity_fn(t.schedule, conditioning), self.policy.device
+        trajectory = self.trajectory
         v, mean, std = sampling.replay(
-            velocity, t, k, rows, transition=s.transition, noise_level=s.noise_level, device=device
+            model.velocity_fn(trajectory.schedule, conditioning),
+            trajectory,
+            k,
+            rows,
+            transition=self.sampling.transition,
+            noise_level=self.sampling.noise_level,
+            device=self.policy.device,
         )
-        log_prob = sde.LOG_PROBS[self.sampling.log_prob](self._of_step(t.x_next, k, rows), mean, std)
-        return self._kept(k, rows, StepGraph(v, mean, std, log_prob))
+        log_prob = sde.LOG_PROBS[self.sampling.log_prob](self._of_step(trajectory.x_next, k, rows), mean, std)
+        return self._from_graph(k, rows, StepGraph(v, mean, std, log_prob))
 
-    def _kept(self, k: int, rows: Int[Tensor, " n"], now: StepGraph) -> Computed:
+    def _from_graph(self, k: int, rows: Int[Tensor, " n"], now: StepGraph) -> Computed:
         """Velocity and transition of the k-th trained step, which is computed already."""
-        t, i = self.trajectory, self.trajectory.steps[k]
-        delta = t.schedule.sigmas[i + 1] - t.schedule.sigmas[i]
-        old_log_prob, old_mean = (self._of_step(values, k, rows) for values in (t.log_prob_BK, t.mean))
+        trajectory, i = self.trajectory, self.trajectory.steps[k]
+        delta = trajectory.schedule.sigmas[i + 1] - trajectory.schedule.sigmas[i]
+        old_log_prob, old_mean = (self._of_step(values, k, rows) for values in (trajectory.log_prob_BK, trajectory.mean))
         return Computed(now.v, TrainedStep(now.log_prob, old_log_prob, now.mean, old_mean, std=now.std, delta=delta))
 
     def _of_step(self, values: Float[Tensor, "B K ..."], k: int, rows: Int[Tensor, " n"]) -> Float[Tensor, "n ..."]:

@@ -19,7 +19,7 @@ from flow_grpo.training.losses import LossMetrics
 from flow_grpo.training.optimizer import Optimizer
 from flow_grpo.training.step_loss import ClipRange
 from flow_grpo.training.zero import STAGES, ZeroOptimizer
-from flow_grpo.types import Experience
+from flow_grpo.types import RATIO_DEVIATION, Experience
 
 
 class PolicyUpdate:
@@ -106,10 +106,10 @@ class PolicyUpdate:
         """Whether weights or optimizer state are sharded, so that every process must help to gather them."""
         return self.optimizer.is_sharded
 
-    def state_dict(self, keep_on_this_rank: bool = True) -> dict[str, Any]:
-        """Return the full (unsharded) state. When sharded, every process must call this; pass False on ranks that discard the result."""
+    def state_dict(self, keep: bool = True) -> dict[str, Any]:
+        """The full (unsharded) state. If it is sharded, every process must call this; pass keep=False on those that discard the result."""
         return {
-            **self.optimizer.state_dict(keep_on_this_rank),
+            **self.optimizer.state_dict(keep),
             "packs": self.pack_rows,
             "anchors": self.anchors.state_dict(),
         }
@@ -153,7 +153,7 @@ class PolicyUpdate:
         Raises:
             ValueError: it is not 1 with every row in its position.
         """
-        own = totals.collect().largest.get("ratio/max_deviation")
+        own = totals.collect().numbers.get(RATIO_DEVIATION)
         if own is not None:
             totals.numbers["ratio/first_update_max_deviation"] = own
         deviation = max(self.processes.all_gather(own or 0.0), key=lambda d: math.inf if math.isnan(d) else d)
@@ -168,9 +168,9 @@ class PolicyUpdate:
         return True
 
     def _learning_rate(self, step: int) -> float:
-        o, step = self.args.optimizer, step - self.stage_start
-        warm = min(1.0, (step + 1) / o.warmup_steps) if o.warmup_steps else 1.0
-        return o.lr * warm * (1 - (1 - o.final_lr_ratio) * min(1.0, step / max(1, self.args.steps - 1)))
+        config, step = self.args.optimizer, step - self.stage_start
+        warm = min(1.0, (step + 1) / config.warmup_steps) if config.warmup_steps else 1.0
+        return config.lr * warm * (1 - (1 - config.final_lr_ratio) * min(1.0, step / max(1, self.args.steps - 1)))
 
     def _steps_before(self, step: int) -> int:
         """Optimizer steps of this stage before training step `step`, if every update had rows."""

@@ -29,16 +29,16 @@ class ZeroOptimizer:
     is_sharded = synchronous_backward = True
     _active: ClassVar["ZeroOptimizer | None"] = None  # its hooks stay on the weights until it is closed
 
-    def __init__(self, policy: Policy, o: OptimizerConfig, processes: Processes, shard: str) -> None:
+    def __init__(self, policy: Policy, config: OptimizerConfig, processes: Processes, shard: str) -> None:
         if policy.dtype == torch.float16:
             raise ValueError(f"memory.shard={shard} scales no loss, as fp16 needs: load the policy in bf16 or fp32.")
         self.parameters, self.processes = list(policy.trainable_parameters().values()), processes
-        self.adamw = adamw(self.parameters, o)
+        self.adamw = adamw(self.parameters, config)
         bucket = min(BUCKET_NUMEL, sum(p.numel() for p in self.parameters) + 1 & ~1)  # DeepSpeed wants an even number
-        config = {
+        settings = {
             "train_micro_batch_size_per_gpu": 1,  # required by DeepSpeed, unused
             "managed_gradient_accumulation": False,  # a step has as many backward passes as were run before it
-            "gradient_clipping": o.max_grad_norm,
+            "gradient_clipping": config.max_grad_norm,
             "zero_optimization": {"stage": STAGES[shard], "reduce_bucket_size": bucket, "allgather_bucket_size": bucket},
         }
         deepspeed = import_deepspeed(shard, policy.device)
@@ -46,7 +46,7 @@ class ZeroOptimizer:
             ZeroOptimizer._active.close()
         # the pipeline itself calls the transformer, so the engine only needs the trained parameters
         trained = torch.nn.ParameterList(self.parameters)
-        self.engine = deepspeed.initialize(model=trained, optimizer=self.adamw, config=config)[0]
+        self.engine = deepspeed.initialize(model=trained, optimizer=self.adamw, config=settings)[0]
         ZeroOptimizer._active = self
 
     def close(self) -> None:
@@ -72,14 +72,14 @@ class ZeroOptimizer:
         self.engine.optimizer.zero_grad()
         self.engine.optimizer.all_grad_tensors.clear()  # stage 2's own sums
 
-    def state_dict(self, keep_on_this_rank: bool = True) -> dict[str, Any]:
+    def state_dict(self, keep: bool = True) -> dict[str, Any]:
         """Return the full state in `Optimizer`'s format, which can load it."""
         from deepspeed.utils import safe_get_full_optimizer_state
 
         moments = {}
         for place, parameter in enumerate(self.parameters if self.adamw.state else ()):
             full = {name: safe_get_full_optimizer_state(parameter, name) for name in MOMENTS}
-            if keep_on_this_rank:
+            if keep:
                 moments[place] = {
                     "step": self.adamw.state[self._flat_shard]["step"].clone(),
                     **{name: v.cpu() for name, v in full.items()},

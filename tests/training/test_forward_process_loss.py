@@ -116,7 +116,7 @@ def test_a_groups_mean_is_over_the_rows_of_the_update_without_those_that_fill_ch
     _, _, _, terms = collected("dgpo", 3)
     everything = [(torch.arange(12)[i : i + 3], torch.ones(3)) for i in (0, 3, 6, 9)]
     numbers = []
-    terms._group_number = lambda image, rows, number=terms._group_number: (
+    terms._group_statistic = lambda image, rows, number=terms._group_statistic: (
         numbers.append((rows, number(image, rows))) or numbers[-1][1]
     )
     terms.before_update(everything)

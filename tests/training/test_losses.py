@@ -471,12 +471,12 @@ def test_means_are_weighed_and_the_largest_is_of_rows_that_count():
 def test_a_largest_value_that_is_no_number_stays_one():
     means = LossMetrics()
     for value in (0.1, math.nan, 0.2):
-        means.add(Loss(torch.zeros(1), {"max_deviation": torch.tensor([value])}), torch.ones(1))
-    assert math.isnan(means.collect().metrics()["max_deviation"])
+        means.add(Loss(torch.zeros(1), {"ratio/max_deviation": torch.tensor([value])}), torch.ones(1))
+    assert math.isnan(means.collect().metrics()["ratio/max_deviation"])
     less = LossMetrics()
-    less.add(Loss(torch.zeros(1), {"max_deviation": torch.tensor([0.5])}), torch.ones(1))
+    less.add(Loss(torch.zeros(1), {"ratio/max_deviation": torch.tensor([0.5])}), torch.ones(1))
     for parts in ([means, less.collect()], [less, means]):
-        assert math.isnan(LossMetrics.merge(parts).metrics()["max_deviation"])
+        assert math.isnan(LossMetrics.merge(parts).metrics()["ratio/max_deviation"])
 
 
 # -- functions of one's own -------------------------------------------------------------------------------------------------
