@@ -443,9 +443,9 @@ def test_only_the_first_process_writes_and_the_others_help_where_weights_are_spr
     asked = []
 
     def asking(gather):
-        def gathering(adapter="default", keep=True):
-            asked.append(adapter if isinstance(adapter, bool) else keep)
-            return gather(adapter) if isinstance(adapter, bool) else gather(adapter, keep)
+        def gathering(adapter="default", keep_on_this_rank=True):
+            asked.append(adapter if isinstance(adapter, bool) else keep_on_this_rank)
+            return gather(adapter) if isinstance(adapter, bool) else gather(adapter, keep_on_this_rank)
 
         return gathering
 

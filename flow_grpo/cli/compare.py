@@ -17,7 +17,10 @@ def compare(
     budget: Annotated[
         str, typer.Option(help="Budget per run: seconds or minutes of training (120s, 20m), or images=N generated images.")
     ] = "120s",
-    slices: Annotated[int, typer.Option(min=1, help="Evaluations per run. Runs take turns after each evaluation.")] = 6,
+    evaluations: Annotated[
+        int,
+        typer.Option("--evaluations", "--slices", min=1, help="Evaluations per run. Runs take turns after each evaluation."),
+    ] = 6,
     measure: Annotated[str, typer.Option(help="The held-out metric to compare by.")] = "reward",
     target: Annotated[
         float | None, typer.Option(help="Report the seconds until the metric reaches this value.", show_default=False)
@@ -42,7 +45,7 @@ def compare(
 
     if target is not None and not math.isfinite(target):
         raise ValueError(f"--target {target} is not a number that a metric reaches: give a finite one.")
-    limits = comparison.parse_budget(budget, slices)
+    limits = comparison.parse_budget(budget, evaluations)
     prepare_folder(out)
     with locked(out, say):
         runs = comparison.compare(

@@ -249,6 +249,6 @@ def _check_budget(file: Path, budget: Budget) -> None:
         if former.unit != budget.unit or not math.isclose(former.end_of(1), budget.end_of(1)):
             raise ValueError(
                 f"{file.parent} was started with slices of {former.end_of(1):g} {former.unit}, not {budget.end_of(1):g} "
-                f"{budget.unit}: give a --budget and --slices that result in the same, or another folder by --out."
+                f"{budget.unit}: give a --budget and --evaluations that result in the same, or another folder by --out."
             )
     write_atomic(file, json.dumps(asdict(budget)))

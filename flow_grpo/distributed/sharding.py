@@ -47,15 +47,15 @@ def shard_like(value: Tensor, like: Tensor) -> Tensor:
     return value
 
 
-def gather_to_cpu(values: Mapping[str, Tensor], keep: bool = True) -> dict[str, Tensor]:
+def gather_to_cpu(values: Mapping[str, Tensor], keep_on_this_rank: bool = True) -> dict[str, Tensor]:
     """Full copies on the CPU, made one after another.
 
-    If the tensors are sharded, every process must call this; pass keep=False on processes that discard the result.
+    If the tensors are sharded, every process must call this; pass keep_on_this_rank=False on processes that discard the result.
     """
     tensors = {}
     for name, value in values.items():
         full = full_tensor(value.detach())
-        if keep:
+        if keep_on_this_rank:
             tensors[name] = full.to("cpu", copy=True)
     return tensors
 

@@ -45,12 +45,12 @@ class MovingAverage:
         finally:
             copy_into(parameters, current)
 
-    def state_dict(self, keep: bool = True) -> dict[str, Tensor]:
+    def state_dict(self, keep_on_this_rank: bool = True) -> dict[str, Tensor]:
         """The full (unsharded) average on the CPU, empty if there is none.
 
-        If the parameters are sharded, every process must call this; pass keep=False on processes that discard the result.
+        If the parameters are sharded, every process must call this; pass keep_on_this_rank=False on processes that discard the result.
         """
-        return gather_to_cpu(self.average, keep)
+        return gather_to_cpu(self.average, keep_on_this_rank)
 
     def load_state_dict(self, state: dict[str, Tensor]) -> None:
         """Restore an average. ValueError if it is of other parameters, or there should be none."""

@@ -138,12 +138,12 @@ class Policy(FlowPipeline):
         """
         return self.trained.save(folder, write)
 
-    def adapter_state(self, adapter: str = TRAINED, keep: bool = True) -> dict[str, Tensor]:
+    def adapter_state(self, adapter: str = TRAINED, keep_on_this_rank: bool = True) -> dict[str, Tensor]:
         """The full (unsharded) trained parameters on the CPU.
 
-        If they are sharded, every process must call this; pass keep=False on processes that discard the result.
+        If they are sharded, every process must call this; pass keep_on_this_rank=False on processes that discard the result.
         """
-        return gather_to_cpu(self.trainable_parameters(adapter), keep)
+        return gather_to_cpu(self.trainable_parameters(adapter), keep_on_this_rank)
 
     def load_adapter_state(self, state: dict[str, Tensor], adapter: str = TRAINED) -> None:
         """Restore what `adapter_state` returned. ValueError if it is of other parameters."""

@@ -54,12 +54,12 @@ class Optimizer:
         """Clear accumulated gradients."""
         self.adamw.zero_grad()
 
-    def state_dict(self, keep: bool = True) -> dict[str, Any]:
-        """The full (unsharded) state. If it is sharded, every process must call this; pass keep=False on those that discard the result."""
+    def state_dict(self, keep_on_this_rank: bool = True) -> dict[str, Any]:
+        """The full (unsharded) state. If sharded, every process must call this; keep_on_this_rank=False on those that discard it."""
         optimizer, moments = self.adamw.state_dict(), {}
         for place, values in optimizer["state"].items():
             tensors = {name: value for name, value in values.items() if isinstance(value, Tensor)}
-            moments[place] = {**values, **gather_to_cpu(tensors, keep)}
+            moments[place] = {**values, **gather_to_cpu(tensors, keep_on_this_rank)}
         return {"optimizer": {**optimizer, "state": moments}, "scaler": self.scaler.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

@@ -64,14 +64,16 @@ class RunState:
         if settings is not self.stage.args:
             self.stage = self._start_stage(start, settings)
 
-    def state_dict(self, keep: bool = True) -> dict[str, Any]:
-        """Everything that the next step depends on. Where it is sharded, every process must call this; pass keep=False on those
-        that discard the result. The keys are those that 0.3 wrote."""
+    def state_dict(self, keep_on_this_rank: bool = True) -> dict[str, Any]:
+        """Everything that the next step depends on, by the keys that 0.3 wrote.
+
+        Where it is sharded, every process must call this; pass keep_on_this_rank=False on those that discard the result.
+        """
         state = {
             "step": self.step,
-            "adapter": self.policy.adapter_state(keep=keep),
-            "ema": self.policy.ema.state_dict(keep),
-            **self.stage.update.state_dict(keep),
+            "adapter": self.policy.adapter_state(keep_on_this_rank=keep_on_this_rank),
+            "ema": self.policy.ema.state_dict(keep_on_this_rank),
+            **self.stage.update.state_dict(keep_on_this_rank),
             "begin": self.stage.start,
             "memory": self.stage.loop_state(),
         }
@@ -117,7 +119,7 @@ class RunState:
         """Write a checkpoint; returns whether this process wrote it. Every process must call it; the main one writes."""
         if not self.processes.is_main and not self.stage.update.is_sharded:
             return False
-        state = self.state_dict(keep=self.processes.is_main)
+        state = self.state_dict(keep_on_this_rank=self.processes.is_main)
         if self.processes.is_main:
             checkpoint.save(self.folder / layout.CHECKPOINTS, self.step, state, self.args.keep_checkpoints)
         return self.processes.is_main

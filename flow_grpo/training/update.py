@@ -106,10 +106,10 @@ class PolicyUpdate:
         """Whether weights or optimizer state are sharded, so that every process must help to gather them."""
         return self.optimizer.is_sharded
 
-    def state_dict(self, keep: bool = True) -> dict[str, Any]:
-        """The full (unsharded) state. If it is sharded, every process must call this; pass keep=False on those that discard the result."""
+    def state_dict(self, keep_on_this_rank: bool = True) -> dict[str, Any]:
+        """The full (unsharded) state. If sharded, every process must call this; keep_on_this_rank=False on those that discard it."""
         return {
-            **self.optimizer.state_dict(keep),
+            **self.optimizer.state_dict(keep_on_this_rank),
             "packs": self.pack_rows,
             "anchors": self.anchors.state_dict(),
         }

@@ -72,14 +72,14 @@ class ZeroOptimizer:
         self.engine.optimizer.zero_grad()
         self.engine.optimizer.all_grad_tensors.clear()  # stage 2's own sums
 
-    def state_dict(self, keep: bool = True) -> dict[str, Any]:
+    def state_dict(self, keep_on_this_rank: bool = True) -> dict[str, Any]:
         """Return the full state in `Optimizer`'s format, which can load it."""
         from deepspeed.utils import safe_get_full_optimizer_state
 
         moments = {}
         for place, parameter in enumerate(self.parameters if self.adamw.state else ()):
             full = {name: safe_get_full_optimizer_state(parameter, name) for name in MOMENTS}
-            if keep:
+            if keep_on_this_rank:
                 moments[place] = {
                     "step": self.adamw.state[self._flat_shard]["step"].clone(),
                     **{name: v.cpu() for name, v in full.items()},

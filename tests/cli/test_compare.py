@@ -12,7 +12,7 @@ from flow_grpo.compare.runs import Budget, compare
 def compare_words(folder: Path) -> list[str]:
     other = (folder / "short.yaml").read_text().replace("lr: 0.001\n  warmup", "lr: 0.003\n  warmup")
     (folder / "other.yaml").write_text(other)
-    return ["compare", "short.yaml", "other.yaml", "--seeds", "1", "--budget", "images=16", "--slices", "2"]
+    return ["compare", "short.yaml", "other.yaml", "--seeds", "1", "--budget", "images=16", "--evaluations", "2"]
 
 
 def compared(folder: Path, out: str, images: int = 16, slices: int = 2, **more) -> None:

@@ -99,7 +99,7 @@ def test_states_are_copies_that_can_be_put_back(policy):
     kept = policy.adapter_state(), policy.adapter_state("old"), policy.ema.state_dict()
     expected = copy.deepcopy(kept)
     assert all(kept)
-    assert policy.adapter_state(keep=False) == policy.ema.state_dict(keep=False) == {}
+    assert policy.adapter_state(keep_on_this_rank=False) == policy.ema.state_dict(keep_on_this_rank=False) == {}
     stir(policy, seed=1)
     policy.ema.update(0.5)
     policy.lora.update_copy("old", 0.5)

@@ -145,7 +145,7 @@ def test_a_process_that_only_helps_to_gather_keeps_no_moments():
     optimizer = made("zero1")
     optimizer.backward(towards(optimizer, gradients(optimizer, 1.0, 0)))
     optimizer.step(0.1)
-    assert optimizer.state_dict(keep=False)["optimizer"]["state"] == {}
+    assert optimizer.state_dict(keep_on_this_rank=False)["optimizer"]["state"] == {}
     assert len(optimizer.state_dict()["optimizer"]["state"]) == len(optimizer.parameters)
 
 
