@@ -96,9 +96,8 @@ def _check_signal(
         results.append(group_size(args.images_per_prompt))
     compared = by_reward if takes_each_reward(args.objective.advantage) else total
     has_signal = advantages.has_signal(compared, group, source.advantage_method)
-    results.append(
-        zero_std_groups(has_signal.view(-1, args.images_per_prompt)[:, 0], total.view(-1, args.images_per_prompt))
-    )
+    by_group = total.view(-1, args.images_per_prompt)
+    results.append(zero_std_groups(has_signal.view_as(by_group)[:, 0], by_group, args.method.stepwise))
     share, _ = advantages.shares(by_reward, weight, group, source.advantage_method)
     varies = by_reward.amax(0) > by_reward.amin(0)
     of_several = {name: one for name, one, keep in zip(names, share.tolist(), varies.tolist(), strict=True) if keep}
@@ -139,21 +138,33 @@ def group_size(images: int) -> CheckResult:
     return CheckResult("images per prompt", f"{images}", WARNING, message)
 
 
-def zero_std_groups(has_signal: Tensor, reward: Tensor) -> CheckResult:
-    """The share of groups with zero reward std. has_signal (P,) bool: the other groups; reward (P, G)."""
+def zero_std_groups(has_signal: Tensor, reward: Tensor, stepwise: bool) -> CheckResult:
+    """The share of groups with zero reward std.
+
+    Args:
+        has_signal: (P,) bool, the other groups.
+        reward: (P, G).
+        stepwise: whether the trained steps add noise.
+    """
     share = 1 - has_signal.float().mean().item()
     name, value = "groups with zero reward std", f"{share:.0%} of {len(has_signal)}"
     if share < 0.5:
         return CheckResult(name, value, OK)
     status, constant = ERROR if share == 1 else WARNING, reward[~has_signal].amax(1)
-    if reward.min() < reward.max() and (constant == reward.max()).float().mean() > 0.5:
-        message = "most of them have the highest reward: use harder prompts, or skip such prompts for a while (prompt_skipping.patience)."
-    elif reward.min() < reward.max() and (constant == reward.min()).float().mean() > 0.5:
-        message = "most of them have the lowest reward: use easier prompts, or fine-tune the model first (`stages`)."
-    else:
+    if reward.min() == reward.max():
+        message = "all images have the same reward: see its values."
+    elif (constant == reward.max()).float().mean() > 0.5:
         message = (
-            "set more images_per_prompt, a higher noise_level, or dynamic_sampling_rounds=2, which samples more prompts."
+            "most of them have the highest reward: use harder prompts or a stricter reward, or skip such prompts for a while "
+            "(prompt_skipping.patience)."
         )
+    elif (constant == reward.min()).float().mean() > 0.5:
+        message = "most of them have the lowest reward: use easier prompts, or fine-tune the model first (`stages`)."
+    elif share == 1:
+        message = "the images of each prompt have the same reward: see its std within groups."
+    else:
+        noise = " a higher noise_level," if stepwise else ""
+        message = f"set more images_per_prompt,{noise} or dynamic_sampling_rounds=2, which samples more prompts."
     return CheckResult(name, value, status, message)
 
 

@@ -13,6 +13,7 @@ from flow_grpo.evaluation.group_dependence import GROUP_DEPENDENT, RewardInputs
 from rewards import WeightedSum
 
 HUMAN = "human"  # the reward that no check calls
+MIN_WITHIN_SHARE = 0.05  # of the standard deviation over all images; a reward with less rates prompts
 
 
 @dataclass(frozen=True)
@@ -160,11 +161,11 @@ def values(name: str, scores: Tensor, drops: bool, if_constant: Status) -> Check
         return CheckResult(check, f"{missing} of {len(scores)}", status, message)
     low, high = scores.min(), scores.max()
     if low == high:
-        message = "all are equal" + ("" if if_constant == OK else ", so it does not distinguish images.")
-        return CheckResult(check, f"{low:.3g}", if_constant, message)
+        message = "all are equal: return a number that differs between images; if it is clamped, widen its range."
+        return CheckResult(check, f"{low:.3g}", if_constant, "all are equal" if if_constant == OK else message)
     value, at_high, at_low = f"{low:.3g} to {high:.3g}", (scores == high).float().mean(), (scores == low).float().mean()
     if if_constant != OK and at_high >= 0.9:
-        message = f"{at_high:.0%} have the highest: use harder prompts or a stricter reward."
+        message = f"{at_high:.0%} have the highest: use harder prompts or a stricter reward, or raise its cap."
         return CheckResult(check, value, WARNING, message)
     if if_constant != OK and at_low >= 0.9:
         message = (
@@ -177,8 +178,13 @@ def values(name: str, scores: Tensor, drops: bool, if_constant: Status) -> Check
 def group_std(name: str, groups: Tensor) -> CheckResult:
     """Spread within groups (P, G) of values that are not all equal. The policy learns from differences between the images of a prompt."""
     check, within, overall = f"{name}: std within groups", groups.std(1, correction=0).mean(), groups.std(correction=0)
-    if within > 1e-5 * overall:
+    if within > MIN_WITHIN_SHARE * overall:
         return CheckResult(check, f"{within:.2g}", OK, f"of {overall:.2g} over all images")
+    if within > 1e-5 * overall:
+        message = (
+            f"only {within / overall:.1%} of the {overall:.2g} over all images: it rates the prompt rather than the image."
+        )
+        return CheckResult(check, f"{within:.2g}", WARNING, message)
     message = "the images of a prompt all get the same value: it depends on the prompt and not on the image."
     return CheckResult(check, f"{within:.2g}", ERROR, message)
 

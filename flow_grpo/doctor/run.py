@@ -111,7 +111,7 @@ class RunChecks:
         except (ValueError, torch.OutOfMemoryError) as error:
             return [failed("a training step", error)]
         self.step_metrics.append(metrics)
-        return update.check_update(stage, experience.trajectory, drift, gradients, metrics)
+        return update.check_update(stage, experience, drift, gradients, metrics)
 
     def check_cost(self) -> list[CheckResult]:
         """Check time, memory and the run folder."""

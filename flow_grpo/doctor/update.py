@@ -85,16 +85,19 @@ class GradientStats:
 
 def check_update(
     stage: FlowGRPOConfig,
-    trajectory: Trajectory,
+    experience: Experience,
     drift: dict[int, Tensor],
     gradients: GradientStats,
     metrics: dict[str, float],
 ) -> list[CheckResult]:
-    """The results of a training step with these metrics; `drift` is from `measure_ratio_drift`."""
+    """The results of a training step on an experience with these metrics; `drift` is from `measure_ratio_drift`."""
     results = []
     if "ratio/first_update_max_deviation" in metrics:
         results.append(initial_ratio(metrics["ratio/first_update_max_deviation"]))
-    results += _check_drift(stage, trajectory, drift)
+    if experience.scores is not None and not experience.advantage.any():  # whatever the cause, it is not in the update
+        message = "no group has signal, so that the policy learns nothing from the rewards: see the groups."
+        return [*results, CheckResult("gradient", "not checked", WARNING, message)]
+    results += _check_drift(stage, experience.trajectory, drift)
     results.append(gradient_size(gradients, overflow="grad_overflow" in metrics))
     if gradients.norm:
         results.append(gradient_coverage(gradients.norm, full_finetuning=stage.lora is None))
@@ -180,7 +183,7 @@ def gradient_size(gradients: GradientStats, overflow: bool) -> CheckResult:
             name, "overflow", WARNING, "fp16 skips such steps while it adapts its loss scale: bf16 and fp32 don't."
         )
     if not gradients.norm:
-        return CheckResult(name, "none", ERROR, "no group had reward variance, so there was no update: see above.")
+        return CheckResult(name, "none", ERROR, "there was no update.")
     value = f"RMS {gradients.rms:.1e}"
     eps, share = gradients.eps, gradients.adam_step_share
     if share >= MIN_ADAM_STEP:
@@ -198,7 +201,7 @@ def gradient_coverage(norm: dict[str, float], full_finetuning: bool) -> CheckRes
         return CheckResult(name, value, OK)
     where = zero[0].partition(".lora_")[0]
     if len(zero) <= 0.2 * len(norm):
-        return CheckResult(name, value, OK, f"none at {where}, whose output may be unused")
+        return CheckResult(name, value, OK, f"{len(zero)} get none, as at {where}: the velocity does not depend on them")
     advice = (
         "check whether the model uses them."
         if full_finetuning

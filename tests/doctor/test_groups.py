@@ -42,19 +42,30 @@ def test_a_reward_without_effect_beside_another(trainer):
 
 def test_groups_with_zero_std_are_distinguished():
     has_signal = torch.tensor([False, False, True])
-    assert "highest" in groups.zero_std_groups(has_signal, SOLVED).message
-    assert "lowest" in groups.zero_std_groups(has_signal, 1.2 - SOLVED).message
+    assert "highest" in groups.zero_std_groups(has_signal, SOLVED, True).message
+    assert "lowest" in groups.zero_std_groups(has_signal, 1.2 - SOLVED, True).message
     rounded = torch.full((3, 16), 0.9)
     rounded[2, 0] = 0.1
     assert rounded[0].mean() != rounded.max(), "a mean of equal numbers is off by rounding"
-    assert "highest" in groups.zero_std_groups(has_signal, rounded).message
+    assert "highest" in groups.zero_std_groups(has_signal, rounded, True).message
+    middle = torch.tensor([0.5, 0.6, 0.4])[:, None].repeat(1, 16)
+    middle[2, 0], middle[2, 1] = 0.9, 0.1
+    assert "noise_level" in groups.zero_std_groups(has_signal, middle, stepwise=True).message
+    assert "noise_level" not in groups.zero_std_groups(has_signal, middle, stepwise=False).message, (
+        "there is no noise to raise"
+    )
+    none = torch.zeros(3, dtype=torch.bool)
+    assert (
+        "within groups" in groups.zero_std_groups(none, torch.tensor([0.5, 0.6, 0.4])[:, None].repeat(1, 16), True).message
+    )
+    assert "see its values" in groups.zero_std_groups(none, torch.full((3, 16), 0.5), True).message
 
 
 @pytest.mark.parametrize(
     ("result", "status"),
     [
-        (groups.zero_std_groups(torch.tensor([False, False, True]), SOLVED), WARNING),
-        (groups.zero_std_groups(torch.tensor([False, True, True]), SOLVED), OK),
+        (groups.zero_std_groups(torch.tensor([False, False, True]), SOLVED, True), WARNING),
+        (groups.zero_std_groups(torch.tensor([False, True, True]), SOLVED, True), OK),
         (groups.batch_invariance(0.2, 1e-3), WARNING),
         (groups.batch_invariance(1e-5, 1e-3), OK),
     ],

@@ -45,6 +45,7 @@ def seeded(monkeypatch):
         (broken_rewards.random, "reads the prompt", WARNING),
         (rewards.load("color"), "reads the prompt", OK),
         (broken_rewards.length, "std within groups", ERROR),
+        (broken_rewards.rates_prompts, "std within groups", WARNING),
         (brightness, "std within groups", OK),
         (rank, "depends on other images", WARNING),
         (brightness, "depends on other images", OK),
