@@ -167,7 +167,7 @@ def _find_images(parts: list[Box], content: np.ndarray, blur: int) -> list[Box]:
     cores = [(part, core) for part in parts if (core := _trim(part, content)) is not None]
     plain = [core for part, core in cores if part.is_within(core, slack=blur)]
     largest = max((min(image.height, image.width) for image in plain), default=0)
-    plain = [image for image in plain if max(image.height, image.width) >= min(MAX_LETTER_SIZE, largest / 3)]
+    plain = [image for image in plain if min(image.height, image.width) >= min(MAX_LETTER_SIZE, largest / 3)]
     sizes = {(image.height, image.width) for image in plain}
     return plain + [core for _, core in cores if core not in plain and (core.height, core.width) in sizes]
 

@@ -8,7 +8,8 @@ from flow_grpo.data.grid_detection import NotAGrid, detect
 from flow_grpo.data.grid_layout import GridLayout, equal_cells, single_image
 
 ADVICE = (
-    "Give --rows and --columns with --padding, or with --crop, as it was made; --rows 1 --columns 1 reads it as one image"
+    "Give --rows and --columns, --padding for what is between the images, captions included, and --crop for what is around all; "
+    "--rows 1 --columns 1 reads it as one image"
 )
 
 
@@ -82,10 +83,10 @@ def _cut_as_given(area: np.ndarray, options: GridOptions, name: str) -> GridLayo
     height, width = area.shape[:2]
     layout = equal_cells((height, width), options.rows, options.columns, padding, around=options.crop is None)
     if layout is None:
-        where = "between" if options.crop else "around"
+        where, left = ("between", ", cropped,") if options.crop else ("around", "")
         raise ValueError(
-            f"{name} has {width} x {height} pixels, which are not {options.columns} columns x {options.rows} rows of equal images with "
-            f"{padding[0]} and {padding[1]} pixels {where} them. {ADVICE}."
+            f"{name}{left} has {width} x {height} pixels, which are not {options.columns} columns x {options.rows} rows of equal "
+            f"images with {padding[0]} and {padding[1]} pixels {where} them. {ADVICE}."
         )
     return replace(layout, filled=_count_filled(layout, area))
 

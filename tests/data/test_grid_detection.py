@@ -222,6 +222,21 @@ def test_what_is_no_plain_grid_is_refused_with_the_options_that_help(name):
             layout_of(pixels, said, "x.png", allow_single=False)
 
 
+@pytest.mark.parametrize("words", ["CAT", "TREE", "THE ROAD AHEAD"])
+def test_a_contact_sheet_with_captions_and_a_heading_is_cut_into_its_images(words):
+    """A word of a small font is wider than a letter may be, and as flat as one."""
+    images = noise(6, 66, 162, high=200)
+    made = Image.new("RGB", (3 * 170 + 10, 2 * 92 + 40), "white")
+    pen, font = ImageDraw.Draw(made), ImageFont.load_default(size=10)
+    pen.text((10, 6), "Samples", fill="black", font=font)
+    for i, image in enumerate(images):
+        x, y = 10 + 170 * (i % 3), 50 + 92 * (i // 3)
+        pen.text((x, y - 17), words, fill="black", font=font)
+        made.paste(Image.fromarray(image), (x, y))
+    pixels = np.asarray(made)
+    assert np.array_equal(detect(pixels).crop_cells(pixels), images)
+
+
 def test_a_title_that_clings_to_one_image_is_cut_off_and_titles_on_all_are_refused():
     images = noise(4, 60, 60)
     image = Image.fromarray(sheet(images, 2, 10, (255, 255, 255)))
