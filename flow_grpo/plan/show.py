@@ -23,6 +23,8 @@ def print_plan(console: Console, args: FlowGRPOConfig, machine: Hardware, base: 
     here = f"{machine.count} x {machine.name}" if machine.count > 1 else machine.name
     peak = "" if machine.peak_flops is None else f" and {machine.peak_flops / TERA:.3g} TFLOP/s"
     _say(console, f"{args.model} on {here}, {machine.memory / GB:.0f} GB{peak}{' each' if machine.count > 1 else ''}")
+    if plan.trace.note:
+        _say(console, plan.trace.note)
     if machine.assumption:
         _say(console, machine.assumption)
     if not largest:

@@ -12,9 +12,9 @@ import torch
 from flow_grpo.config import FlowGRPOConfig
 from flow_grpo.data.prompt_mixture import load_run_prompts
 from flow_grpo.plan.counters import FlopCounter, LiveBytesCounter
-from flow_grpo.policy import hub
+from flow_grpo.plan.published import load_for_plan
 from flow_grpo.policy.memory import apply_memory_settings
-from flow_grpo.policy.meta_pipeline import BlockCall, load_meta_pipeline
+from flow_grpo.policy.meta_pipeline import BlockCall
 from flow_grpo.policy.policy import Policy
 from flow_grpo.policy.trainable import add_trainable_weights
 from flow_grpo.progress import phase
@@ -36,6 +36,7 @@ class ModelTrace:
 
     Attributes:
         policy: the policy on the meta device.
+        note: a sentence if the model's config files are those in the package.
         image_shape: (3, H, W) of the model's images, (F, 3, H, W) of videos.
         bytes: the most bytes alive at once in each of `PASSES`, with 2 and with 4 rows.
         operations: floating point operations of each of `PASSES`, with 2 rows.
@@ -47,7 +48,7 @@ class ModelTrace:
 
     def __init__(self, args: FlowGRPOConfig, dtype: torch.dtype, cuda: bool, release_gradients: bool) -> None:
         self.dtype, self.release_gradients = dtype, release_gradients
-        pipe = load_meta_pipeline(hub.resolve_model(args.model), dtype, cuda)
+        pipe, self.note = load_for_plan(args.model, dtype, cuda)
         # an attention backend may need a kernel that only the run's machine has
         apply_memory_settings(pipe, args.memory.model_copy(update={"attention_backend": None}))
         self.policy = Policy(pipe, dtype, **args.pipeline_call_kwargs())

@@ -53,10 +53,11 @@ def resolve_model(name: str) -> str:
             with downloads(name):
                 HfApi().model_info(name, timeout=5)
         except HubUnreachable as error:
-            raise HubUnreachable(f"there is no model folder {error}") from error
+            raise HubUnreachable(f"the model {error}") from error
         except Exception as error:
             raise ValueError(
-                f"there is no model folder {name}, and the hub has no such model or wants a login ({type(error).__name__})."
+                f"the hub has no model {name}, or asks for a login ({type(error).__name__}): accept its licence on its page and run "
+                "`hf auth login`."
             ) from error
     return name
 

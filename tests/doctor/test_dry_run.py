@@ -243,7 +243,7 @@ def test_a_dead_hub_is_asked_once_and_named_in_one_line(dead_hub, tmp_path, capf
         ValueError, match=r"hpsv2 could not be built: .*HPSv2: not in the cache, and the hub \(http.*reached\.$"
     ):
         FlowGRPOTrainer(args=short_run(tmp_path, "rewards={hpsv2: 1}"))
-    with pytest.raises(ValueError, match=r"there is no model folder nobody/nothing: not in the cache, and the hub"):
+    with pytest.raises(ValueError, match=r"the model nobody/nothing: not in the cache, and the hub"):
         FlowGRPOTrainer(args=short_run(tmp_path, "model=nobody/nothing"))
     assert dead_hub.connections == 1
     assert "".join(capfd.readouterr()) == "", "other libraries say nothing"
