@@ -283,10 +283,11 @@ class Experience:
     rows_per_group: int  # rows with a loss of a group that has signal
     groups: Int[
         Tensor, " P"
-    ]  # the groups that the mean is over, of all processes: not those that were dropped, or that others replace
+    ]  # those that the mean is over, of all processes: not those that were dropped, or that others replace
     metrics: dict[str, float]
     scores: Scores | None = None  # given images have none
     disagreement: Float[Tensor, " B"] | None = None  # the factor of anchors with that gate, see training/gates.py
+    has_signal: bool = True  # whether an image of any process has an advantage; given images need none
 
 
 @dataclass(frozen=True)

@@ -1,5 +1,6 @@
 """The output of a run: console messages, metrics.jsonl, the curves, and other tracking services. Nothing else logs."""
 
+import shlex
 import time
 from collections.abc import Callable
 from contextlib import ExitStack, suppress
@@ -14,7 +15,7 @@ from rich.table import Table
 from flow_grpo.config import FlowGRPOConfig
 from flow_grpo.progress import show_phases
 from flow_grpo.run_folder import layout
-from flow_grpo.run_folder.metrics_file import append_row, read_metrics, rewind
+from flow_grpo.run_folder.metrics_file import NO_SIGNAL, append_row, read_metrics, rewind
 from flow_grpo.tracking.plots import plot_curves
 
 if TYPE_CHECKING:
@@ -130,6 +131,12 @@ class Tracker:
         self.info(f"warning: {message}")
         self._append({"step": step, "warning": message, **({"fallen": fallen} if fallen else {})})
         self._notify(lambda service: service.warn(step, message))
+
+    def warn_no_signal(self, step: int) -> None:
+        """Warn, once in a run, that no image of this step had an advantage."""
+        doctor = shlex.join(["flow-grpo", "doctor", str(self.folder / layout.CONFIG)])
+        sentence = f"in step {step} all images of each prompt got the same reward, so nothing was learned"
+        self.warn(step, f"{sentence}. If that goes on, `{doctor}` says why.", fallen=NO_SIGNAL)
 
     def evaluated(self, step: int) -> bool:
         """Whether the metrics hold an evaluation of that step."""
