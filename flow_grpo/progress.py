@@ -17,10 +17,11 @@ PATIENCE, INTERVAL = 2.0, 10.0  # seconds until a phase is shown, and until it i
 
 @dataclass
 class Phase:
-    """Work of which `done` of `total` units are done; `total` is None if it can't be counted."""
+    """Work of which `done` of `total` units are done, named by `unit`; `total` is None if it can't be counted."""
 
     name: str
     total: int | None = None
+    unit: str = ""
     done: int = 0
     started: float = field(default_factory=time.monotonic)
     due: float = field(default_factory=lambda: time.monotonic() + PATIENCE)
@@ -31,7 +32,7 @@ class Phase:
 
     def line(self, now: float) -> str:
         """The phase as a line of text at a time in seconds."""
-        share = "" if self.total is None else f" {self.done} of {self.total},"
+        share = "" if self.total is None else f" {self.done} of {self.total}{self.unit and ' '}{self.unit},"
         return f"{self.name}:{share} {now - self.started:.0f} s"
 
 
@@ -40,9 +41,9 @@ _reporting = threading.Lock()
 
 
 @contextmanager
-def phase(name: str, total: int | None = None) -> Iterator[Phase]:
+def phase(name: str, total: int | None = None, unit: str = "") -> Iterator[Phase]:
     """Names the work within the block. Call `advance` of the yielded phase to count finished units."""
-    one = Phase(name, total)
+    one = Phase(name, total, unit)
     _phases.append(one)
     try:
         yield one

@@ -108,6 +108,8 @@ class FlowGRPOTrainer:
             requested = self.callbacks.requested()
             for warning in self.state.pop_warnings():
                 tracker.warn(self.step, warning)
+            if not self.stage.has_signal:
+                tracker.warn_no_signal(self.step)
             if self.step == self.args.steps or self.step % self.args.save_every == 0 or requested.should_save:
                 self.save()
             self._evaluate(tracker, requested.should_evaluate)

@@ -281,12 +281,11 @@ class Experience:
     advantage: Float[Tensor, "B *K"]  # a column for each trained step if each has its own
     rows: Int[Tensor, " n"]  # the rows of the batch that have a loss; for dpo better and worse image in turns
     rows_per_group: int  # rows with a loss of a group that has signal
-    groups: Int[
-        Tensor, " P"
-    ]  # the groups that the mean is over, of all processes: not those that were dropped, or that others replace
+    groups: Int[Tensor, " P"]  # those that the mean is over, of all processes, without dropped and replaced ones
     metrics: dict[str, float]
     scores: Scores | None = None  # given images have none
     disagreement: Float[Tensor, " B"] | None = None  # the factor of anchors with that gate, see training/gates.py
+    has_signal: bool = True  # whether an image of any process has an advantage; given images need none
 
 
 @dataclass(frozen=True)

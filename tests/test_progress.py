@@ -25,6 +25,9 @@ from flow_grpo.training.rewards import build_rewards
 
 
 def test_a_phase_is_reported_after_two_seconds_and_every_ten():
+    with phase("generating 8 images", total=80, unit="sampling steps") as one:
+        one.advance(24)
+        assert one.line(one.started + 2) == "generating 8 images: 24 of 80 sampling steps, 2 s"
     with phase("scoring", total=8) as one:
         start = one.started
         assert due_line(start + 1.5) is None
@@ -94,9 +97,9 @@ def names(monkeypatch):
     """The names of all phases of a test."""
     names = []
 
-    def noted(name, total=None):
+    def noted(name, *rest):
         names.append(name)
-        return Phase(name, total)
+        return Phase(name, *rest)
 
     monkeypatch.setattr(progress, "Phase", noted)
     return names

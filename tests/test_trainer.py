@@ -893,6 +893,43 @@ def test_what_was_dropped_or_noted_is_reported_once_with_its_step(tmp_path):
     assert not trainer.rewards.drop_messages
 
 
+def test_a_run_without_signal_is_warned_of_once_also_if_it_is_resumed(tmp_path, capsys):
+    """0.7, whose sum of three is not exactly three times it; in the second step the images differ."""
+
+    def rarely(images, prompts):
+        rarely.calls += 1
+        return [0.7 + 0.1 * (i % 2) * (rarely.calls == 2) for i in range(len(prompts))]
+
+    rarely.calls = 0
+    made(tmp_path / "run", rarely, steps=3).train()
+    made(tmp_path / "run", rarely, steps=5).train(resume=True)
+    told = [row for row in rows(tmp_path / "run") if "warning" in row]
+    assert [row["step"] for row in told] == [1]
+    assert [row["frac_reward_zero_std"] for row in rows(tmp_path / "run") if "loss" in row] == [1, 0, 1, 1, 1]
+    sentence = "in step 1 all images of each prompt got the same reward, so nothing was learned. If that goes on, "
+    sentence += f"`flow-grpo doctor {tmp_path}"
+    assert told[0]["warning"].startswith(sentence)
+    assert capsys.readouterr().out.count(f"warning: {sentence}") == 1
+
+
+def test_no_signal_is_no_warning_where_images_are_compared_with_the_batch_or_were_dropped(tmp_path):
+    def by_group(images, prompts):
+        return [float(len(prompt)) for prompt in prompts]
+
+    def nothing(images, prompts):
+        return [math.nan] * len(prompts)
+
+    made(
+        tmp_path / "batch", by_group, prompts=small.PromptSet(["a", "bb"], [{}] * 2), objective={"advantage": "reinforce_pp"}
+    ).train()
+    dropped = made(tmp_path / "dropped", nothing)
+    dropped.rewards.drop_on_error.add("nothing")
+    dropped.train()
+    for name in ("batch", "dropped"):
+        told = [row["warning"] for row in rows(tmp_path / name) if "warning" in row]
+        assert not [sentence for sentence in told if "same reward" in sentence]
+
+
 def test_a_measure_that_falls_while_the_reward_rises_is_warned_of_once(tmp_path):
     held_out = small.PromptSet([f"a {n}" for n in range(8)], [{}] * 8)
     trainer = made(tmp_path / "run", held_out=held_out, steps=3, evaluation={"every": 1, "rewards": {"jpeg_size": 1.0}})

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from flow_grpo.image_prompt import SourceImage
     from flow_grpo.policy.policy import Policy
 
+GRID = "grid.png"
 Sources = Annotated[
     list[Path] | None,
     typer.Option(
@@ -68,6 +69,8 @@ def sample(
 ) -> None:
     """Generate images: prompts x seeds as single PNGs and as a grid PNG, with prompt and seed stored in each file.
 
+    The images of the folder's former grid are removed, so that the folder holds those of one command.
+
     Videos are WebP animations, and strips of frames in the grid.
 
     [bold]flow-grpo sample 'red text "CAT" on a blue background' --seeds 4[/bold]
@@ -87,7 +90,7 @@ def sample(
     has_grid = _generate(
         policy, cells, steps=steps or args.evaluation.steps, microbatch=args.microbatch, columns=columns, folder=out
     )
-    where = out / "grid.png" if has_grid else f"{out}, without a grid.png, which would be too large"
+    where = out / GRID if has_grid else f"{out}, without a {GRID}, which would be too large"
     say(f"{counted(len(cells), 'video' if policy.makes_videos else 'image')}: {where}")
 
 
@@ -147,13 +150,42 @@ def _generate(policy: "Policy", cells: "list[ImageInfo]", steps: int, microbatch
     from flow_grpo.image_prompt import images_of
 
     small_images: list[torch.Tensor] = []
+    names = [f"{i:04d}_seed{cell.seed}" for i, cell in enumerate(cells)]
+    earlier = [file for file in _images_of_grid(folder) if file.stem not in names]
     for start in range(0, len(cells), microbatch):
         batch = cells[start : start + microbatch]
         images = generate_images(policy, [cell.prompt for cell in batch], [cell.seed for cell in batch], steps, len(batch))
+        for file in earlier if start == 0 else ():  # once it is clear that these images can be generated
+            file.unlink(missing_ok=True)
         for i, (image, cell) in enumerate(zip(images, batch, strict=True), start):
-            save_image(folder / f"{i:04d}_seed{cell.seed}.png", image, cell)
+            save_image(folder / f"{names[i]}.png", image, cell)
         if fits(len(cells) * (2 if any(images_of(cell.prompt) for cell in cells) else 1), images):
             small_images.append(images)
     if small_images:
-        save_grid(folder / "grid.png", torch.cat(small_images), cells, columns=columns)
+        save_grid(folder / GRID, torch.cat(small_images), cells, columns=columns)
+    if earlier:
+        say(f"removed from {folder}: {counted(len(earlier), 'image')} of an earlier command, whose {GRID} was there")
     return bool(small_images)
+
+
+def _images_of_grid(folder: Path) -> list[Path]:
+    """The images and videos that the grid of an earlier `sample` shows. One that is missing or was replaced since is left out."""
+    from flow_grpo.data.grid import read_grid
+
+    try:
+        _, cells = read_grid(folder / GRID)
+    except ValueError:  # there is none, or another program wrote it
+        return []
+    files = [folder / f"{i:04d}_seed{cell.seed}.png" for i, cell in enumerate(cells)]
+    videos = [video for file in files if (video := file.with_suffix(".webp")).is_file()]
+    return videos + [file for file, cell in zip(files, cells, strict=True) if file.is_file() and _shows(file, cell)]
+
+
+def _shows(file: Path, cell: "ImageInfo") -> bool:
+    """Whether a file contains the prompt, seed and model of a grid's cell."""
+    from flow_grpo.data.grid import read_grid
+
+    try:
+        return read_grid(file)[1] == [cell]
+    except ValueError:
+        return False

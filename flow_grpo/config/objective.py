@@ -16,12 +16,12 @@ class ObjectiveConfig(ConfigSection):
     """What every objective reads. `section_type` adds the settings of one objective."""
 
     name: str = "grpo"
-    """On per-step log-probabilities: grpo, reinforce, grpo_guard, dppo, ppo. On final latents noised afresh: awm, epg, pepg, par, nft,
-    crd, dgpo, sft, dpo. Or your own function as my_module:my_fn or file.py:my_fn, on steps if the transition is stochastic, else on
-    final latents."""
+    """The objective: grpo, reinforce, grpo_guard, dppo or ppo on per-step log-probabilities; awm, epg, pepg, par, nft, crd, dgpo, sft or
+    dpo on final latents noised afresh; or your own function. It is written as my_module:my_fn or file.py:my_fn, and is computed on steps
+    if the transition is stochastic, else on final latents."""
     advantage: str = "grpo"
-    """How rewards become advantages, see flow_grpo/advantages.py: grpo, batch_std, dr_grpo, rloo, reinforce_pp, gdpo, rank, or
-    your own function (reward (B,), group (B,)) -> (B,) as my_module:my_fn or file.py:my_fn."""
+    """How rewards become advantages: grpo, batch_std, dr_grpo, rloo, reinforce_pp, gdpo, rank, or your own function
+    (reward (B,), group (B,)) -> (B,) as my_module:my_fn or file.py:my_fn. Their formulas are in flow_grpo/advantages.py."""
     reward_cap: Annotated[float, Field(gt=0, lt=1)] | None = None
     """Rewards are capped at this quantile of their group before they become advantages (MEND, arXiv 2610.05954: 0.75),
     against images that exploit the reward; null is none."""
@@ -77,7 +77,7 @@ class ObjectiveConfig(ConfigSection):
 
 class Clip(ObjectiveConfig):
     clip_low: PositiveFloat | Literal["auto"] = 1e-4
-    """The ratio is clipped at 1 - clip_low; log-probabilities are means, so the range is small. `auto` takes it from the ratios
+    """The ratio is clipped at 1 - clip_low. Log-probabilities are means, so the range is small. `auto` takes it from the ratios
     seen at each step."""
     clip_high: PositiveFloat | Literal["auto"] = 1e-4
     """The ratio is clipped at 1 + clip_high; above clip_low it is DAPO's clip-higher."""
@@ -121,9 +121,9 @@ class NoiseLevels(ObjectiveConfig):
     sigma_range: tuple[Share, Share] = (0.0, 1.0)
     """The range those noise levels are drawn from, before the schedule's shift."""
     sigma_distribution: Literal["uniform", "logit_normal", "schedule"] = "uniform"
-    """How they are drawn: `uniform` in the range; `logit_normal`, low + (high - low) sigmoid(logit_location + logit_scale normal), as
-    Stable Diffusion 3 was trained (arXiv 2403.03206); or `schedule`, one of the sampling steps in the range, and with several
-    noise levels each a different one, as nft, crd and dgpo were published."""
+    """How the noise levels are drawn from the range: `uniform`, `logit_normal`, or `schedule`, which takes the sampling steps in it.
+    logit_normal is low + (high - low) sigmoid(logit_location + logit_scale normal), as Stable Diffusion 3 was trained (arXiv 2403.03206).
+    With schedule, several noise levels are different ones, as nft, crd and dgpo were published."""
     logit_location: float = 0.0
     """With logit_normal: where the noise levels are; above 0 noisier ones."""
     logit_scale: PositiveFloat = 1.0
@@ -140,7 +140,8 @@ class NoiseLevels(ObjectiveConfig):
 
 class Dataset(ObjectiveConfig):
     dataset: str | None = None
-    """Images to train on instead of rollouts, see flow_grpo/training/offline.py."""
+    """Images to train on instead of rollouts: a table with the columns prompt and image (for dpo prompt, chosen and rejected), or, for sft,
+    images that `flow-grpo sample` wrote."""
 
 
 class Awm(ObjectiveConfig):

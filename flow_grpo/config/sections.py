@@ -53,9 +53,9 @@ class LoraConfig(ConfigSection):
     rank: PositiveInt = 32
     """Rank of the low-rank matrices."""
     alpha: float = 64
-    """Their product is scaled by alpha / rank."""
+    """The product of the low-rank matrices is scaled by alpha / rank."""
     targets: list[str] | Literal["all"] | None = None
-    """Modules of the transformer that get one, by the end of their name; by default the attention projections; `all` are all linear
+    """Modules of the transformer that get a LoRA, by the end of their name; by default the attention projections; `all` are all linear
     layers, which learn faster and take more memory."""
     init_from: str | None = None
     """A saved LoRA to continue training from: a folder, a .safetensors file or a hub id."""
@@ -80,7 +80,7 @@ class SamplingConfig(ConfigSection):
     steps: Annotated[int, Field(ge=2)] = 10
     """Sampling steps in training."""
     transition: Annotated[str, Field(json_schema_extra={"enum": list(TRANSITIONS)})] = "flow_sde"
-    """The transition of the trained steps, see flow_grpo/sde.py; forward-process objectives need `ode`."""
+    """The transition of the trained steps: one that adds noise, or `ode`, which forward-process objectives need."""
     noise_level: Annotated[float, Field(ge=0)] = 0.7
     """How much noise a trained step adds."""
     window: WindowConfig = WindowConfig()
@@ -97,7 +97,7 @@ class SamplingConfig(ConfigSection):
     """Whether the update uses the rollout's own graphs of the trained steps in place of replaying them (LeanGRPO, arXiv 2609.03528):
     faster, same gradient, for one update on a rollout. All graphs of a step are in memory at once, see `flow-grpo plan`."""
     solver: Literal["euler", "heun", "dpm_2m", "ab2"] = "euler"
-    """Forward-process objectives: how the ODE is solved in rollouts. Of order 2 are `heun`, with two velocities a step, and with one
+    """How the ODE is solved in the rollouts of forward-process objectives. Of order 2 are `heun`, with two velocities a step, and with one
     `dpm_2m` (DPM-Solver++ 2M, arXiv 2211.01095) and `ab2` (Adams-Bashforth)."""
 
     @property
@@ -276,7 +276,7 @@ class MemoryConfig(ConfigSection):
     quantize: Literal["int8", "fp8", "int4", "nf4"] | None = None
     """Base weights of the transformer in 8 or 4 bit, under the float32 LoRA: nf4 by bitsandbytes, others by torchao."""
     gradient_checkpointing: bool = False
-    """Gradient checkpointing: activations of a block are computed again in the backward pass, for a third more time."""
+    """Whether activations of a block are computed again in the backward pass (gradient checkpointing), for a third more time."""
     offload: Literal["groups"] | None = None
     """The blocks' base weights are in the CPU's memory and are copied to the GPU for each call. Set `gradient_checkpointing` too."""
     shard: Literal["fsdp2", "zero1", "zero2"] | None = None

@@ -1,6 +1,7 @@
 """A commented config for a model and rewards, and the JSON schema by which an editor checks one: `flow-grpo init` and `schema`."""
 
 import re
+import textwrap
 from typing import Any
 
 import yaml
@@ -12,6 +13,7 @@ from flow_grpo.config.run_config import FlowGRPOConfig
 
 BASE = "sd35_medium_ocr"  # the settings for a model that no bundled config trains
 OBJECT_PROMPTS = ("prompts/geneval_train.jsonl", "prompts/geneval_eval.jsonl")  # for rewards that read no text
+COMMENT_WIDTH = 120
 METHOD_SECTIONS = ("sampling", "objective")
 # the settings that a new config shows, in this order; a list names those of a section. Of the method's sections, those that it reads,
 # and what else the preset sets
@@ -134,8 +136,9 @@ def _preset(model: str) -> str:
 
 
 def _setting(key: str, value: Any, description: str | None, indent: str = "") -> list[str]:
-    """A comment of the description's first sentence, and the setting in one line below it."""
-    sentence = re.split(r"(?<=[.;:])\s", " ".join((description or "").split()))[0].rstrip(";:.")
+    """A comment of the description's first sentence, in lines of readable length, and the setting in one line below it."""
+    sentence = re.split(r"(?<=\.)\s", " ".join((description or "").split()))[0].rstrip(".")
     text = yaml.safe_dump({key: value}, default_flow_style=True, sort_keys=False, width=10**6, allow_unicode=True)
-    comment = [f"{indent}# {sentence}"] if sentence else []
+    mark = f"{indent}# "
+    comment = textwrap.wrap(sentence, COMMENT_WIDTH, initial_indent=mark, subsequent_indent=mark, break_on_hyphens=False)
     return [*comment, f"{indent}{text.strip()[1:-1]}"]

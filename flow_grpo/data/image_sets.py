@@ -14,6 +14,7 @@ from flow_grpo.data.grid import ImageInfo, has_prompts, open_image, read_cells, 
 from flow_grpo.data.grid_layout import GridLayout
 from flow_grpo.data.grid_options import GridOptions, layout_of
 from flow_grpo.data.prompts import PromptSet, load_prompts
+from flow_grpo.text import counted
 
 SUFFIXES = (".png", ".jpg", ".jpeg", ".webp")
 MANIFESTS = ("metadata.jsonl", "metadata.csv", "manifest.jsonl", "manifest.csv")
@@ -56,7 +57,7 @@ class ImageSet(ImageRecords):
     """B images of one size.
 
     Attributes:
-        note: for the user: how a grid image that `sample` did not write was cut.
+        note: for the user: how a grid image that `sample` did not write was cut, or which rows of the prompts have no image.
     """
 
     pixels: Tensor  # (B, 3, H, W) uint8
@@ -152,7 +153,7 @@ def _join_prompts(
         return [text or "" for text in texts], [{} for _ in texts]
     if isinstance(prompts, str):
         prompts = PromptSet([prompts] * len(labels), [{}] * len(labels))
-    column = next((name for name in FILE_COLUMNS if name in prompts.metadata[0]), None)
+    column = _file_column(prompts)
     if column is not None and place.is_dir():
         rows = _rows_by_name(labels, [row[column] for row in prompts.metadata], place)
     elif len(prompts) == len(labels):
@@ -167,6 +168,19 @@ def _join_prompts(
             )
     metadata = [{key: value for key, value in prompts.metadata[i].items() if key != column} for i in rows]
     return [prompts.prompts[i] for i in rows], metadata
+
+
+def _file_column(prompts: PromptSet) -> str | None:
+    return next((name for name in FILE_COLUMNS if name in prompts.metadata[0]), None)
+
+
+def _rows_without_image(labels: list[str], prompts: PromptSet | str | None, folder: Path) -> str:
+    """A warning of the rows of the prompts that name no image of the folder; "" if there are none."""
+    if not isinstance(prompts, PromptSet) or (column := _file_column(prompts)) is None:
+        return ""
+    missing = [str(row[column]) for row in prompts.metadata if row[column] not in labels]
+    named = ", ".join(missing[:3]) + (f" and {len(missing) - 3} more" if len(missing) > 3 else "")
+    return f"warning: {counted(len(missing), 'row')} of the prompts without an image in {folder}: {named}" if missing else ""
 
 
 def _rows_by_name(labels: list[str], names: list[object], folder: Path) -> list[int]:
@@ -204,7 +218,7 @@ def _join_by_prompt(
 
 def _from_manifest(manifest: Path, prompts: PromptSet | str | None) -> ImageSet:
     table, folder = load_prompts(manifest), manifest.parent
-    column = next((name for name in FILE_COLUMNS if name in table.metadata[0]), None)
+    column = _file_column(table)
     if column is None:
         raise ValueError(f"{manifest} has no column `file_name` with the image's path in the same folder.")
     metadata = [dict(row) for row in table.metadata]
@@ -213,7 +227,8 @@ def _from_manifest(manifest: Path, prompts: PromptSet | str | None) -> ImageSet:
     labels = [str(file.relative_to(folder)) for file in files]
     _, known = _join_prompts(labels, table.prompts, prompts, folder)
     pixels = _stack(files, [np.asarray(open_image(file)) for file in files])
-    return ImageSet(labels, table.prompts, seeds, [a | b for a, b in zip(known, metadata, strict=True)], pixels)
+    joined, note = [a | b for a, b in zip(known, metadata, strict=True)], _rows_without_image(labels, prompts, folder)
+    return ImageSet(labels, table.prompts, seeds, joined, pixels, note=note)
 
 
 def _image_path(manifest: Path, name: object) -> Path:
@@ -248,7 +263,8 @@ def _from_folder(folder: Path, prompts: PromptSet | str | None, promptless: bool
             f"{odd} has no prompt in it: it was not written by flow-grpo sample. For such images {HOW_TO_GIVE_PROMPTS}."
         )
     texts, metadata = _join_prompts(labels, [None if cell is None else cell.prompt for cell in cells], prompts, folder)
-    return ImageSet(labels, texts, [None if cell is None else cell.seed for cell in cells], metadata, pixels)
+    seeds, note = [None if cell is None else cell.seed for cell in cells], _rows_without_image(labels, prompts, folder)
+    return ImageSet(labels, texts, seeds, metadata, pixels, note=note)
 
 
 def _read_image(file: Path) -> tuple[np.ndarray, ImageInfo | None]:

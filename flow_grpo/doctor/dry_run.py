@@ -10,6 +10,7 @@ from flow_grpo.data.prompts import PromptSet
 from flow_grpo.doctor.dry_run_model import check_model
 from flow_grpo.doctor.dry_run_rewards import check_rewards
 from flow_grpo.doctor.result import DryRunReport
+from flow_grpo.run_folder.opening import check_begun
 from flow_grpo.training import early_checks
 from flow_grpo.training.offline import load_examples
 from rewards.downloads import is_missing_download
@@ -24,16 +25,26 @@ def dry_run(args: FlowGRPOConfig, num_processes: int = 1, resume: bool = False) 
         Lines for the user: what was checked, what a step costs, warnings.
 
     Raises:
-        ValueError: the run would fail, with the same sentence.
+        ValueError: the run would fail, with the same sentence. A folder that holds a run already is a warning.
     """
-    report = DryRunReport(["settings"])
-    early_checks.check_output(Path(args.output_dir), resume)
+    report, folder = DryRunReport(["settings"]), Path(args.output_dir)
+    early_checks.check_writable(folder)
     early_checks.check_settings(args, num_processes)
-    report.checked.append(f"the run folder {args.output_dir}")
     prompts = _check_prompts(args, num_processes, report)
     image_shape = check_model(args, num_processes, report, estimate=prompts is not None)
     check_rewards(args, prompts, image_shape, report)
+    _check_begun(folder, resume, report)
     return report.lines()
+
+
+def _check_begun(folder: Path, resume: bool, report: DryRunReport) -> None:
+    """Last, since a run of the same settings is often there, and its folder would hide every other error."""
+    try:
+        check_begun(folder, resume)
+    except ValueError as error:
+        report.notes.append(f"warning: a run would be refused: {error}")
+    else:
+        report.checked.append(f"the run folder {folder}")
 
 
 def _check_prompts(args: FlowGRPOConfig, num_processes: int, report: DryRunReport) -> PromptSet | None:

@@ -8,6 +8,7 @@ from torch import Tensor
 from flow_grpo import sampling
 from flow_grpo.policy.policy import Policy
 from flow_grpo.progress import phase
+from flow_grpo.text import counted
 from flow_grpo.training.interrupt import interruptible
 
 
@@ -29,13 +30,13 @@ def generate_images(
     seeds: list[int],
     steps: int,
     microbatch: int = 64,
-    phase_name: str = "generating images",
+    noun: str = "image",
     should_stop: Callable[[], bool] = lambda: False,
 ) -> Tensor:
     """Generate images (B, 3, H, W) in [0, 1] of B prompts with the ODE sampler; the noise of each depends on its seed only.
 
     Args:
-        phase_name: for the progress line.
+        noun: what is generated, for the progress line.
         should_stop: if it returns True, `Interrupted` is raised before the next forward pass.
     """
     schedule, shape = policy.schedule(steps)
@@ -44,11 +45,12 @@ def generate_images(
     start = torch.stack([sampling.noise(shape, seed, "sample") for seed in seeds]).to(policy.device)
     velocity = interruptible(policy.velocity_fn(schedule, conditioning), should_stop)
 
-    with phase(phase_name, total=len(prompts) * len(schedule)) as steps_done:
+    name = f"generating {counted(len(prompts), noun)}"
+    with phase(name, total=len(prompts) * len(schedule), unit="sampling steps") as steps_done:
 
-        def counted(x: Tensor, i: int, rows: Tensor) -> Tensor:
+        def counting(x: Tensor, i: int, rows: Tensor) -> Tensor:
             steps_done.advance(len(rows))
             return velocity(x, i, rows)
 
-        trajectory = sampling.rollout(counted, schedule, start, microbatch=microbatch)
+        trajectory = sampling.rollout(counting, schedule, start, microbatch=microbatch)
         return policy.decode(trajectory.final, microbatch)

@@ -113,7 +113,7 @@ class _HeldOutImages:
             seeds=[image_seed(self.seed, i, number) for i in places + padding],
             steps=self.steps,
             microbatch=self.microbatch,
-            phase_name="generating held-out images (sampling steps)",
+            noun="held-out image",
             should_stop=lambda: is_alone and self.should_stop(),
         )
         return images[: len(places)]

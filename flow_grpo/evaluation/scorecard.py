@@ -163,7 +163,9 @@ def _pairing(target: TargetResult, other: TargetResult) -> tuple[PairedRows | No
     shared = set(target.rows.prompts) & set(other.rows.prompts)
     if shared:
         one, two = ([i for i, prompt in enumerate(t.rows.prompts) if prompt in shared] for t in (target, other))
-        return PairedRows(one, two, by_seed=False), f"{counted(len(shared), 'prompt')}, not by seed: they share none"
+        return PairedRows(
+            one, two, by_seed=False
+        ), f"{counted(len(shared), 'prompt')}, compared by their means: no seed is in both"
     return None, "unpaired: no prompt is in both"
 
 

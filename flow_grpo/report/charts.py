@@ -88,7 +88,7 @@ def _signal_charts(
         for i, run in enumerate(runs):
             label = names[i] if len(runs) > 1 else title.lower()
             lines += _held_out_lines(run, key, label, i) if evaluated else [Line(label, series(run.steps, key), "line", i)]
-        dropped = [f"{title.lower()} of the {images}" for images in ("images", "pictures")]  # pictures: runs of 0.3
+        dropped = [key, *(f"{title.lower()} of the {images}" for images in ("images", "pictures"))]  # pictures: runs of 0.3
         chart = draw(title, lines, note, [mark for name in dropped for mark in marks.get(name, ())])
         values = {y for line in lines for _, y in line.points}
         if chart:

@@ -51,6 +51,7 @@ def render(runs: list[RunReader]) -> str:
     warnings = [
         {"run": n, "step": w["step"], "text": w["warning"]} for run, n in zip(runs, names, strict=True) for w in run.warnings
     ]
+    data = [script_data(run, name) for run, name in zip(runs, names, strict=True)]
     content = {
         "style": style,
         "script": script,
@@ -63,7 +64,10 @@ def render(runs: list[RunReader]) -> str:
         "constant": constant,
         "comparison": summary.comparison(runs) if len(runs) > 1 else None,
         "settings": summary.settings(runs),
-        "data": json_safe({"runs": [script_data(run, name) for run, name in zip(runs, names, strict=True)]}),
+        "has_rows": any(run.steps or run.held_out for run in runs),
+        "has_images": [len(one["frames"]) > 1 and bool(one["prompts"]) for one in data],
+        "has_groups": [any(step["groups"] for step in one["groups"]) for one in data],
+        "data": json_safe({"runs": data}),
     }
     return environment.get_template("report.html.jinja").render(content)
 

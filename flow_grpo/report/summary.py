@@ -7,14 +7,14 @@ from typing import Any
 from flow_grpo.config import FlowGRPOConfig
 from flow_grpo.config.loading import flatten
 from flow_grpo.config.sections import RewardConfig
-from flow_grpo.evaluation.hacking import DIVERSITY, HIGH_FREQUENCY_POWER, limits
+from flow_grpo.evaluation.hacking import DIVERSITY, HIGH_FREQUENCY_POWER, IMAGE_DROPS, limits
 from flow_grpo.run_folder import layout
-from flow_grpo.run_folder.metrics_file import metric_name, metric_size
+from flow_grpo.run_folder.metrics_file import NO_SIGNAL, metric_name, metric_size
 from flow_grpo.run_folder.reader import RunReader
 from flow_grpo.text import counted, duration, format_value, number, short_name
 
 MIN_ERRORS = 2.0  # standard errors of a change that counts as a rise or fall
-MIN_SHARE = 0.06  # of the time that a phase must take to be listed by itself
+MIN_SHARE = 0.09  # of the time that a phase must take to be named in the bar, where smaller parts have no room for a name
 MIN_DROP = 0.1  # share of its best value by which an image metric must fall to be mentioned
 IMAGE_METRICS = {"monitor/sharpness": HIGH_FREQUENCY_POWER, "monitor/diversity": DIVERSITY}
 PHASES = {
@@ -35,6 +35,8 @@ def headline(run: RunReader) -> str:
     names = [short_name(name) for name in run.trained]
     rewards = names[0] if len(names) == 1 else f"{', '.join(names[:-1])} and {names[-1]}" if names else "given images"
     start = f"{short_name(run.config.get('model', 'A model'))} was trained on {rewards} for {_progress(run)}"
+    if not _has_learned(run):
+        return f"{start}, but nothing was learned: in every step all images of each prompt got the same reward."
     if len(run.held_out) < 2:
         return f"{start}{_in_training([row['reward'] for row in run.steps if 'reward' in row])}."
     metric = run.metrics[0]
@@ -42,9 +44,18 @@ def headline(run: RunReader) -> str:
     what = "the sum of its rewards" if metric == "reward" else "it" if short_name(metric) == rewards else short_name(metric)
     count = len(run.evaluations[-1]["prompts"]) if run.evaluations else None
     on = f"on {counted(count, 'held-out prompt')}" if count else "on held-out prompts"
-    if changed["verb"] == "held":
-        return f"{start}: {on} {what} stayed at {number(changed['last'])}."
-    return f"{start}: {on} {what} {changed['verb']} from {number(changed['first'])} to {number(changed['last'])}."
+    before, after = number(changed["first"]), number(changed["last"])
+    if changed["verb"] != "held":
+        return f"{start}: {on} {what} {changed['verb']} by {number(abs(changed['by']))}, from {before} to {after}."
+    if before == after:
+        return f"{start}: {on} {what} stayed at {after}."
+    return f"{start}: {on} {what} stayed the same within the error, {before} before and {after} after."
+
+
+def _has_learned(run: RunReader) -> bool:
+    """Whether a step had signal. Equal sums of rewards are not enough: some advantages compare single rewards, or the whole batch."""
+    warned = any(row.get("fallen") == NO_SIGNAL for row in run.warnings)
+    return not warned or any(row.get("frac_reward_zero_std") != 1 for row in run.steps)
 
 
 def _progress(run: RunReader) -> str:
@@ -63,11 +74,15 @@ def untrained_metrics(run: RunReader) -> list[dict[str, Any]]:
 
 
 def change(run: RunReader, metric: str) -> dict[str, Any]:
-    """The first and last value of a held-out score, the difference, its standard error, and a verb for it."""
+    """The first and last value of a held-out score, the difference, its standard error, and a verb for it.
+
+    A change that the shown digits don't have is none.
+    """
     values = [row[f"eval/{metric}"] for row in run.held_out if f"eval/{metric}" in row]
     first, last = values[0], values[-1]
     error = paired_error(run, metric)
     least = MIN_ERRORS * error if error is not None else 0.01 * max(abs(first), abs(last))
+    least = math.inf if number(first) == number(last) else least
     verb = "rose" if last - first > least else "fell" if first - last > least else "held"
     return {"first": first, "last": last, "by": last - first, "error": error, "verb": verb}
 
@@ -100,11 +115,27 @@ def table(run: RunReader) -> dict[str, Any]:
         "columns": [{"name": short_name(name), "trained": metric_name(name) in ("reward", *run.trained)} for name in names]
         + [{"name": _short_image_metric(known[key], metric_size(key)), "trained": False} for key in image_metrics],
         "rows": rows,
-        "changes": [
-            number(c["by"], sign=True) + (f" ± {number(c['error'])}" if c["error"] is not None else "") for c in changes
-        ]
-        + [number(_gain(run.held_out, key), decimals=4, sign=True) for key in image_metrics if changes],
+        "changes": [_change_text(c) for c in changes]
+        + [_difference(_gain(run.held_out, key), 4, sign=True) for key in image_metrics if changes],
     }
+
+
+def _change_text(c: dict[str, Any]) -> str:
+    """A change with its error, in the digits of the values that changed: where they have three, tiny changes are 0.000."""
+    exact = max(abs(c["first"]), abs(c["last"])) < 0.5e-3
+    by, error = (
+        (number(c["by"], sign=True), number(c["error"]))
+        if exact
+        else (_difference(c["by"], sign=True), _difference(c["error"]))
+    )
+    return by if c["error"] is None else f"{by} ± {error}"
+
+
+def _difference(value: float | None, decimals: int = 3, sign: bool = False) -> str:
+    """A number without the power of ten that tiny ones have."""
+    if value is None or not math.isfinite(value):
+        return number(value)
+    return number(round(value, decimals) + 0.0, decimals, sign=sign)  # + 0.0: -0.0 would have a minus
 
 
 def _short_image_metric(name: str, size: str) -> str:
@@ -119,7 +150,7 @@ def cost(run: RunReader) -> dict[str, Any]:
     phases["evaluating"] = evaluating
     total = training + evaluating
     phases = {label: seconds for label, seconds in phases.items() if seconds >= MIN_SHARE * total > 0}
-    phases["the rest"] = max(0.0, total - sum(phases.values()))
+    phases["other"] = max(0.0, total - sum(phases.values()))
     facts = {
         "time": duration(training + evaluating),
         "steps": f"{len(run.steps):,}",
@@ -133,7 +164,7 @@ def cost(run: RunReader) -> dict[str, Any]:
         facts["TFLOP/s"] = number(flops / training)
     shares_of_peak = [row["speed/mfu"] for row in run.steps if "speed/mfu" in row]
     if shares_of_peak:
-        facts["MFU"] = f"{statistics.fmean(shares_of_peak):.1%} of large matrix products on this device"
+        facts["MFU"] = f"{100 * statistics.fmean(shares_of_peak):.0f} % of this device's measured speed"
     peaks = [row["memory/peak_gb"] for row in run.steps if "memory/peak_gb" in row]
     if peaks:
         facts["peak memory"] = f"{number(max(peaks))} GB"
@@ -176,12 +207,12 @@ def settings(runs: list[RunReader]) -> list[dict[str, Any]]:
     for key in dict.fromkeys(key for settings in flat for key in settings):
         values = [settings.get(key) for settings in flat]
         last = key.rpartition(".")[2]
-        detail = "rewards." in key and last in ("options", "on_error")
+        detail = "rewards." in key and last in reward and last != "weight"
         standard = reward[last] if detail else default.get(key)
         if any(value != standard for value in values if value is not None or (key in default and not detail)):
             differ = len({str(value) for value in values}) > 1
             cells = [format_value(value) for value in values]
-            rows.append({"name": key, "cells": cells, "default": format_value(default.get(key)), "differ": differ})
+            rows.append({"name": key, "cells": cells, "default": format_value(standard), "differ": differ})
     return rows
 
 
@@ -220,5 +251,6 @@ def monitor_status(run: RunReader) -> str:
         for key, name in IMAGE_METRICS.items():
             values = [row[key + at] for row in run.held_out if key + at in row]
             if len(values) > 1 and values[-1] < (1 - MIN_DROP) * max(values):
-                sentences.append(f"The {name}{of} fell by {1 - values[-1] / max(values):.0%}.")
+                fall = 1 - values[-1] / max(values)
+                sentences.append(f"The {name}{of} fell by {fall:.0%}; the monitor warns from {IMAGE_DROPS[name]:.0%} on.")
     return " ".join(sentences)

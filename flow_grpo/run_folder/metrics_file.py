@@ -18,6 +18,7 @@ from flow_grpo.files import append_line, write_atomic
 from flow_grpo.run_folder.layout import METRICS, TORN
 
 TEXT_FIELDS = ("warning", "fallen")  # all other values are numbers
+NO_SIGNAL = "reward_std"  # the metric that has fallen, to 0, where all images of each prompt got the same reward
 MAX_STEP = 10**12  # no run is longer
 FORMER_NAMES = {"prompts_resting": "num_prompts_skipped", "resample/rounds": "dynamic_sampling/rounds"}  # of 0.3
 _SIZE = re.compile(r"@(\d+x\d+)$")  # HEIGHTxWIDTH

@@ -1,5 +1,6 @@
 """The output of a run: console messages, metrics.jsonl, the curves, and other tracking services. Nothing else logs."""
 
+import shlex
 import time
 from collections.abc import Callable
 from contextlib import ExitStack, suppress
@@ -14,7 +15,9 @@ from rich.table import Table
 from flow_grpo.config import FlowGRPOConfig
 from flow_grpo.progress import show_phases
 from flow_grpo.run_folder import layout
-from flow_grpo.run_folder.metrics_file import append_row, read_metrics, rewind
+from flow_grpo.run_folder.metrics_file import NO_SIGNAL, append_row, read_metrics, rewind
+from flow_grpo.run_folder.reader import RunReader
+from flow_grpo.tracking import result
 from flow_grpo.tracking.plots import plot_curves
 
 if TYPE_CHECKING:
@@ -131,24 +134,32 @@ class Tracker:
         self._append({"step": step, "warning": message, **({"fallen": fallen} if fallen else {})})
         self._notify(lambda service: service.warn(step, message))
 
+    def warn_no_signal(self, step: int) -> None:
+        """Warn, once in a run, that no image of this step had an advantage."""
+        doctor = shlex.join(["flow-grpo", "doctor", str(self.folder / layout.CONFIG)])
+        sentence = f"in step {step} all images of each prompt got the same reward, so nothing was learned"
+        self.warn(step, f"{sentence}. If that goes on, `{doctor}` says why.", fallen=NO_SIGNAL)
+
     def evaluated(self, step: int) -> bool:
         """Whether the metrics hold an evaluation of that step."""
         return any(row["step"] == step and "eval/reward" in row for row in read_metrics(self.folder))
 
     def finish(self, trained: Path, report: Path) -> dict[str, float]:
-        """Plots the curves, prints the result and its paths, and returns the scores of the last evaluation."""
-        curve = plot_curves(self.folder)
-        rows = [row for row in read_metrics(self.folder) if "eval/reward" in row]
-        scores = [{key[5:]: value for key, value in row.items() if key.startswith("eval/")} for row in rows]
-        if rows:
-            print_table(self.console, "held-out prompts", {"before": scores[0], "after": scores[-1]})
-        self.info(f"{'transformer' if trained.is_dir() else 'LoRA'}: {trained}")
+        """Plot the curves, print the result and its paths, and return the scores of the last evaluation."""
+        curve, run = plot_curves(self.folder), RunReader(self.folder)
+        if shown := result.shown_scores(run):
+            print_table(self.console, "held-out prompts", {"before": shown[0], "after": shown[-1]})
+        for line in result.weights_lines(run, trained):
+            self.info(line)
         if (self.folder / layout.BEFORE_AFTER).exists():
             self.info(f"images: {self.folder / layout.BEFORE_AFTER}")
         if curve:
             self.info(f"curve: {curve}")
         self.info(f"report: {report}")
-        return scores[-1] if rows else {}
+        if command := result.next_command(run):
+            self.info(f"try it: {command}")
+        last = run.held_out[-1] if run.held_out else {}
+        return {key[5:]: value for key, value in last.items() if key.startswith("eval/")}
 
     def _notify(self, call: "Callable[[TrackingService], None]") -> None:
         """Call each service. One that fails is not called again, and the run continues."""

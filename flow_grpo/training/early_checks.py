@@ -83,6 +83,12 @@ def check_frames(args: FlowGRPOConfig, policy: FlowPipeline) -> None:
 
 def check_output(folder: Path, resume: bool) -> None:
     """Check that the run folder can be written, and that it holds a run exactly if one is to be resumed."""
+    check_writable(folder)
+    check_begun(folder, resume)
+
+
+def check_writable(folder: Path) -> None:
+    """Check that something can be written to the folder, or where it would be created."""
     place = folder.absolute()
     try:
         while not place.exists():
@@ -94,4 +100,3 @@ def check_output(folder: Path, resume: bool) -> None:
         raise ValueError(
             f"output_dir={folder}: nothing can be written to {place} ({reason}); set another folder by output_dir=..."
         ) from error
-    check_begun(folder, resume)

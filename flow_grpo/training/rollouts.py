@@ -102,6 +102,8 @@ class RolloutSource:
             metrics={**self._metrics(step, images, len(rounds)), **metrics, **share},
             scores=scores.take(is_local),
             disagreement=None if disagreement is None else disagreement[is_local],
+            has_signal=bool(advantage[has_signal].any())
+            or not compared.any(),  # images that were dropped have a warning of their own
         )
 
     def _collect_until_signal(self, step: int) -> list[ScoredImages]:

@@ -34,6 +34,7 @@ class Stage:
         source: `collect(step)` returns an `Experience`.
         update: takes an `Experience` and updates the policy.
         warnings: pending warnings.
+        has_signal: whether any image of the last training step had an advantage.
 
     Raises:
         ValueError: sizes that the processes can't share.
@@ -53,6 +54,7 @@ class Stage:
         self.start, self.args, self.policy, self.prompt_sampler = start, args, policy, prompt_sampler
         self.rewards, self.processes, self.should_stop = rewards, processes, should_stop
         self.warnings: list[str] = []
+        self.has_signal = True
         self.set_microbatch(args.microbatch)
         self.update = PolicyUpdate(policy, args, start, processes)
         self.critic = self._critic() if args.method.critic else None
@@ -98,6 +100,7 @@ class Stage:
             experience = self.source.collect(number)  # prompts -> rollouts -> rewards -> advantages
             started = time.perf_counter()
             metrics = self.update(experience, number)  # losses -> gradients -> optimizer
+        self.has_signal = experience.has_signal
         metrics |= {"time/update": time.perf_counter() - started, "speed/tflop": self._total_flops() / 1e12}
         phases = {f"time/{name}": seconds for name, seconds in self.policy.meter.seconds().items()}
         return experience, {**experience.metrics, **metrics, **phases}

@@ -1,10 +1,12 @@
 """`flow-grpo sample`: its prompts and the images that it writes."""
 
+import torch
+from PIL import Image
 from support.embedded import PROMPTS
 
-from flow_grpo.cli.sample import _read_prompts, sample
+from flow_grpo.cli.sample import _images_of_grid, _read_prompts, sample
 from flow_grpo.data import grid
-from flow_grpo.data.grid import read_grid
+from flow_grpo.data.grid import ImageInfo, read_grid, save_grid, save_image
 
 
 def test_one_word_is_a_prompt_and_so_are_several_in_a_file(tmp_path):
@@ -30,3 +32,29 @@ def test_images_are_written_a_few_at_a_time_and_no_grid_that_nobody_could_read(t
     sample(prompts, config=config, seeds=3, steps=1, out=tmp_path / "none")
     assert len(list((tmp_path / "none").glob("*.png"))) == 6
     assert not (tmp_path / "none" / "grid.png").exists()
+
+
+def test_the_images_of_the_former_grid_are_removed_and_no_others(trained, tmp_path, capsys):
+    config = str(trained / "short.yaml")
+    sample(PROMPTS[:1], config=config, seeds=4, steps=1, out=tmp_path)
+    for name in ("0009_seed9.png", "0002_seed2.png"):  # of another program; and one that was replaced by hand
+        Image.new("RGB", (80, 32)).save(tmp_path / name)
+    (tmp_path / "favourite.png").write_bytes((tmp_path / "0001_seed1.png").read_bytes())
+    (tmp_path / "notes.txt").write_text("mine")
+    sample(PROMPTS[1:2], config=config, seeds=1, steps=1, out=tmp_path)
+    assert "removed from" in capsys.readouterr().out
+    kept = ["0000_seed0.png", "0002_seed2.png", "0009_seed9.png", "favourite.png", "grid.png", "notes.txt"]
+    assert sorted(file.name for file in tmp_path.iterdir()) == kept
+    assert [cell.prompt for cell in read_grid(tmp_path / "0000_seed0.png")[1]] == PROMPTS[1:2]
+    sample(PROMPTS[1:2], config=config, seeds=1, first_seed=5, steps=1, out=tmp_path)
+    assert not (tmp_path / "0000_seed0.png").exists()
+    assert (tmp_path / "0000_seed5.png").exists()
+
+
+def test_the_videos_of_the_former_grid_are_known_by_their_names(tmp_path):
+    cells = [ImageInfo("a cat", seed, "m") for seed in (3, 4)]
+    for i, cell in enumerate(cells):
+        save_image(tmp_path / f"{i:04d}_seed{cell.seed}.png", torch.rand(2, 3, 8, 8), cell)
+    save_grid(tmp_path / "grid.png", torch.rand(2, 2, 3, 8, 8), cells, columns=2)
+    (tmp_path / "0005_seed5.webp").write_bytes((tmp_path / "0000_seed3.webp").read_bytes())
+    assert [file.name for file in _images_of_grid(tmp_path)] == ["0000_seed3.webp", "0001_seed4.webp"]

@@ -8,8 +8,10 @@ import yaml
 from support.cli_process import run
 
 from flow_grpo.config.bundled import bundled_file
+from flow_grpo.config.objective import section_types
 from flow_grpo.config.run_config import FlowGRPOConfig
-from flow_grpo.config.template import json_schema, template
+from flow_grpo.config.sections import EvaluationConfig, LoraConfig, MemoryConfig, OptimizerConfig, SamplingConfig
+from flow_grpo.config.template import _setting, json_schema, template
 
 CONFIGS = [file for folder in ("", "compare") for file in sorted(bundled_file(folder).glob("*.yaml"))]
 MODELS = ["tiny", "stabilityai/stable-diffusion-3.5-medium", "black-forest-labs/FLUX.1-dev", "./my-own-folder"]
@@ -37,6 +39,21 @@ def test_each_setting_of_a_new_config_has_a_comment():
     for before, line in zip(lines, lines[1:], strict=False):
         if line.strip() and not line.strip().startswith("#") and not line.endswith(":"):
             assert before.strip().startswith("# ") or "window" in line, line
+
+
+def test_a_comment_is_a_whole_sentence_that_needs_no_code_file():
+    """Of every setting that a new config can show, in every method's section."""
+    sections = [LoraConfig, OptimizerConfig, MemoryConfig, EvaluationConfig, SamplingConfig, *section_types().values()]
+    fields = [field for section in [FlowGRPOConfig, *sections] for field in section.model_fields.items()]
+    for name, field in fields:
+        *comment, _ = _setting(name, 1, field.description)
+        said = " ".join(line.removeprefix("# ") for line in comment)
+        described = " ".join((field.description or "").split())
+        assert described.startswith(said), name
+        assert described[len(said) : len(said) + 2] in (". ", ".", ""), f"{name}: cut at {said!r}"
+        assert "flow_grpo/" not in said, name
+        assert all(len(line) <= 120 for line in comment), name
+        assert said.split(" ")[0] not in ("They", "Their"), name
 
 
 def test_init_refuses_to_overwrite_and_names_a_reward_that_is_not_there(tmp_path):

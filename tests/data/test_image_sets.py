@@ -128,6 +128,12 @@ def test_rows_that_name_files_reach_them_whatever_the_order(tmp_path):
     turned = PromptSet(rows.prompts[::-1], rows.metadata[::-1])
     image_set = image_sets.read(single, turned)
     assert (image_set.prompts, image_set.columns()) == (["a", "a", "b"], {"answer": [0, 1, 2]})
+    assert image_set.note == f"warning: 1 row of the prompts without an image in {single}: 3.png"
+    assert image_sets.read(single, PromptSet(rows.prompts[:3], rows.metadata[:3])).note == "", "each row has one"
+    many = table(*[("a" if i < 2 else "b", i) for i in range(9)], file=True)
+    assert image_sets.read(single, many).note.endswith(
+        f"6 rows of the prompts without an image in {single}: 3.png, 4.png, 5.png and 3 more"
+    )
     missing = PromptSet(rows.prompts[:2], rows.metadata[:2])
     with pytest.raises(ValueError, match=r"no row whose file name is 2\.png, which is in .*single"):
         image_sets.read(single, missing)

@@ -89,7 +89,7 @@ def test_the_loaded_model_refuses_them_in_a_clear_error_too(setting, tmp_path):
     assert str(error.value) == sentence
 
 
-def test_a_run_folder_that_cant_be_written_or_is_taken_is_refused_and_left_as_it_was(tmp_path):
+def test_a_run_folder_that_cant_be_written_is_refused_and_a_taken_one_is_a_warning_and_left_as_it_was(tmp_path):
     (tmp_path / "file").write_text("")
     for output in ("/dev/null", "/proc/nothing/here", str(tmp_path / "file" / "run")):
         args = FlowGRPOConfig.from_yaml("tiny_grpo", [f"output_dir={output}"])
@@ -97,10 +97,16 @@ def test_a_run_folder_that_cant_be_written_or_is_taken_is_refused_and_left_as_it
     taken = tmp_path / "taken"
     taken.mkdir()
     (taken / "metrics.jsonl").write_text(json.dumps({"step": 1}) + "\n")
-    assert "already holds a run" in refused(short_run(taken))
     without_metrics = tmp_path / "without_metrics"
     (without_metrics / "checkpoints" / "step_000003").mkdir(parents=True)
-    assert "already holds a run" in refused(short_run(without_metrics))
+    for folder in (taken, without_metrics):
+        with pytest.raises(ValueError, match="already holds a run"):
+            check_output(folder, resume=False)
+    warning = f"warning: a run would be refused: {taken} already holds a run: go on with it by --resume"
+    assert dry_run(short_run(taken, "evaluation.prompts=null"))[-2].startswith(warning)
+    assert "have to be divisible by 8 but are 33 and 80" in refused(short_run(taken, "height=33")), "not hidden by it"
+    resumed = dry_run(short_run(tmp_path / "none", "evaluation.prompts=null"), resume=True)
+    assert "no checkpoint to resume from" in resumed[-2]
     aborted = tmp_path / "aborted"
     (aborted / "checkpoints" / "step_000000").mkdir(parents=True)
     check_output(aborted, resume=False)

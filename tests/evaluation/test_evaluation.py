@@ -289,7 +289,10 @@ def test_pairs_are_of_one_prompt_and_seed_wherever_they_stand():
     assert (change.prompts, card.pairing["b"]) == (10, "10 prompts, 20 pairs of one prompt and seed")
     assert change.significant
     elsewhere = measured("c", first.values["m"], [p for p, _ in keys], [s + 5 for _, s in keys])
-    assert build_scorecard([first, elsewhere], {"c": "a"}).pairing["c"] == "10 prompts, not by seed: they share none"
+    assert (
+        build_scorecard([first, elsewhere], {"c": "a"}).pairing["c"]
+        == "10 prompts, compared by their means: no seed is in both"
+    )
 
 
 def test_a_pair_needs_a_number_on_both_sides():

@@ -16,6 +16,7 @@ from support.paths import SAMPLE_REWARDS
 from flow_grpo.export import model_card
 from flow_grpo.report import charts, summary
 from flow_grpo.report import page as report
+from flow_grpo.run_folder.metrics_file import NO_SIGNAL
 from flow_grpo.run_folder.reader import RunReader
 from flow_grpo.text import plain
 from flow_grpo.trainer import FlowGRPOTrainer
@@ -58,9 +59,9 @@ def test_the_first_sentence_says_what_was_trained_and_what_came_of_it(tmp_path):
     risen = synthetic_run(tmp_path / "risen")
     assert (
         summary.headline(RunReader(risen))
-        == "tiny was trained on ocr for 40 steps: on 20 held-out prompts it rose from 0.595 to 0.695."
+        == "tiny was trained on ocr for 40 steps: on 20 held-out prompts it rose by 0.100, from 0.595 to 0.695."
     )
-    assert "fell from 0.595 to 0.395" in summary.headline(RunReader(synthetic_run(tmp_path / "fallen", rise=-0.2)))
+    assert "fell by 0.200, from 0.595 to 0.395" in summary.headline(RunReader(synthetic_run(tmp_path / "fallen", rise=-0.2)))
     assert "it stayed at 0.595" in summary.headline(RunReader(synthetic_run(tmp_path / "held", rise=0.0)))
     (row,) = summary.untrained_metrics(RunReader(risen))
     assert (row["name"], row["verb"], row["last"]) == ("clip", "held", pytest.approx(0.9))
@@ -70,12 +71,16 @@ def test_a_run_that_can_go_on_is_reported_so_far_and_one_that_has_ended_is_not(t
     folder = synthetic_run(tmp_path / "run", last=20)
     running = summary.headline(RunReader(folder))
     assert (
-        running == "tiny was trained on ocr for 20 of 40 steps so far: on 20 held-out prompts it rose from 0.595 to 0.645."
+        running
+        == "tiny was trained on ocr for 20 of 40 steps so far: on 20 held-out prompts it rose by 0.050, from 0.595 to 0.645."
     )
     assert running in page(tmp_path, folder).text
     (folder / "lora").mkdir()  # the weights that a finished run leaves
     ended = summary.headline(RunReader(folder))
-    assert ended == "tiny was trained on ocr for 20 of 40 planned steps: on 20 held-out prompts it rose from 0.595 to 0.645."
+    assert (
+        ended
+        == "tiny was trained on ocr for 20 of 40 planned steps: on 20 held-out prompts it rose by 0.050, from 0.595 to 0.645."
+    )
 
 
 def test_an_earlier_step_of_a_finished_run_is_not_reported_as_so_far(tmp_path):
@@ -95,7 +100,46 @@ def test_a_change_within_its_standard_error_is_no_change(tmp_path):
     file.write_text(json.dumps(content))
     told = summary.change(RunReader(folder), "ocr")
     assert told["verb"] == "held", "the same mean, of prompts that went up and down by 0.5"
+    assert summary.headline(RunReader(folder)).endswith("it stayed the same within the error, 0.595 before and 0.605 after.")
     assert told["error"] == pytest.approx(0.5 / 19**0.5, rel=1e-6)
+
+
+def test_a_change_smaller_than_the_digits_shown_is_none_and_has_no_power_of_ten(tmp_path):
+    """In the headline and in the table; where the values themselves are tiny, it has."""
+    reader = RunReader(synthetic_run(tmp_path / "run", rise=2.6e-5))
+    assert summary.headline(reader).endswith("it stayed at 0.595.")
+    assert summary.table(reader)["changes"][:2] == ["0.000 ± 0.000", "0.000 ± 0.000"]
+    file, rows = reader.folder / "metrics.jsonl", reader.rows
+    for row in rows:
+        row |= {"eval/ocr": 1e-5 * (1 + row["step"])} if "eval/ocr" in row else {}
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert summary.table(RunReader(reader.folder))["changes"][0].startswith("+4.0e−4 ± ")
+
+
+def test_a_run_in_which_no_step_had_signal_is_reported_to_have_learned_nothing(tmp_path):
+    """Not one that alone has groups without signal, or sums of rewards that are equal while single ones are compared."""
+    folder = synthetic_run(tmp_path / "run", rise=0.0)
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    silent = [row | {"frac_reward_zero_std": 1.0, "reward": 0.595, "kl": 0.0} if "loss" in row else row for row in rows]
+    warning = {"step": 1, "warning": "all images of each prompt got the same reward", "fallen": NO_SIGNAL}
+    for steps, warned, nothing in ((silent, True, True), (silent, False, False), (rows, True, False)):
+        lines = [*steps, *([warning] if warned else [])]
+        (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in lines))
+        assert ("but nothing was learned" in summary.headline(RunReader(folder))) == nothing
+        assert ("It has not warned" in page(tmp_path, folder).text) != warned
+    still = [{**row, "monitor/sharpness": 0.05, "monitor/diversity": 0.2} if "eval/reward" in row else row for row in silent]
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in still))
+    said = page(tmp_path, folder).text
+    assert "There is no curve to draw: each metric has one value." in said
+    assert "No training step" not in said
+
+
+def test_each_chart_names_its_axis_and_each_part_of_the_time_its_share(tmp_path):
+    html = page(tmp_path, synthetic_run(tmp_path / "run"))
+    assert html.text.count("training step") >= [a.get("class") for _, a in html.elements].count("plot") > 2
+    for share in summary.cost(RunReader(tmp_path / "run"))["shares"]:
+        assert f"{share['name']} {share['share']:.0f} %" in html.text
+    assert "other" in [share["name"] for share in summary.cost(RunReader(tmp_path / "run"))["shares"]]
 
 
 def test_the_page_asks_nothing_of_the_network_and_lets_only_its_own_script_run(tmp_path):
@@ -195,7 +239,7 @@ def test_the_report_says_what_the_monitor_watches_and_what_fell_without_a_warnin
         if "monitor/diversity" in row:
             row["monitor/diversity"] = 0.2 - 0.0031 * row["step"]
     (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    assert "The diversity of the images fell by 62%." in page(tmp_path, folder).text
+    assert "The diversity of the images fell by 62%; the monitor warns from 75% on." in page(tmp_path, folder).text
     warned = synthetic_run(tmp_path / "warned", warning="clip has fallen")
     assert "has not warned" not in page(tmp_path, warned).text
 
@@ -224,7 +268,7 @@ def test_the_settings_are_those_that_differ_from_the_default(tmp_path):
     assert rows["objective.name"]["cells"] == ["awm", "awm"]
     assert not rows["objective.name"]["differ"]
     assert "seed" not in rows
-    assert "evaluation.rewards.clip.on_error" not in rows
+    assert [name for name in rows if name.startswith("evaluation.rewards.clip")] == ["evaluation.rewards.clip.weight"]
 
 
 def test_several_runs_share_the_curves_and_stand_side_by_side(tmp_path):
@@ -278,7 +322,7 @@ def test_cost_tells_operations_their_share_of_the_peak_memory_and_the_parts_of_u
     assert facts == {
         "TFLOP a step": "3.000",
         "TFLOP/s": "1.500",
-        "MFU": "20.0% of large matrix products on this device",
+        "MFU": "20 % of this device's measured speed",
         "peak memory": "4.000 GB",
     }
     names = {part["name"] for part in told["shares"]}
@@ -290,7 +334,7 @@ def test_cost_tells_operations_their_share_of_the_peak_memory_and_the_parts_of_u
 def test_a_run_without_images_or_evaluations_has_a_report_too(tmp_path):
     bare = synthetic_run(tmp_path / "bare", pictures=False)
     html = page(tmp_path, bare)
-    assert "rose from 0.595 to 0.695" in html.text
+    assert "rose by 0.100, from 0.595 to 0.695" in html.text
     assert html.data["runs"][0]["frames"] == []
     rows = [training_row(step, 0.1 * step) for step in range(1, 4)]
     (bare / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -305,8 +349,14 @@ def test_a_report_with_more_images_than_prompts_of_a_film_says_nowhere_that_ther
     html = page(tmp_path, synthetic_run(tmp_path / "run"))
     assert len(PROMPTS) > report.MAX_PROMPTS == len(html.data["runs"][0]["prompts"])
     assert "kept no pictures" not in html.text
-    (attributes,) = [attributes for _, attributes in html.elements if attributes.get("id") == "no-pictures"]
-    assert "hidden" in attributes, "until the script has seen that there are none"
+    assert "There are no images" not in html.text, "nor to a reader without the script"
+    assert "No groups were kept" not in html.text
+    bare = page(tmp_path, synthetic_run(tmp_path / "bare", pictures=False))
+    assert "There are no images from before and after training" in bare.text
+    assert "No groups were kept" in bare.text
+    both = page(tmp_path, tmp_path / "run", tmp_path / "bare")
+    hidden = {a["id"]: "hidden" in a for _, a in both.elements if a.get("id") in ("no-pictures", "no-groups")}
+    assert hidden == {"no-pictures": True, "no-groups": True}, "the script shows them for the second run"
 
 
 def test_an_image_that_is_none_or_too_large_is_left_out(tmp_path, monkeypatch):

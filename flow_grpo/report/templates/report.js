@@ -96,7 +96,7 @@
     const there = run.frames.length > 0 && run.prompts.length > 0;
     find("compare").hidden = !(there && run.frames.length > 1);
     find("film").hidden = !(there && run.frames.length > 1);
-    find("no-pictures").hidden = there && run.frames.length > 1;
+    find("no-pictures")?.toggleAttribute("hidden", there && run.frames.length > 1); // it is in the page only if a run has none
     play(false);
     if (find("compare").hidden) return;
     const [width, height] = run.size;
@@ -159,7 +159,7 @@
   function showGroupChoices() {
     const there = run.groups.some((step) => step.groups.length > 0);
     find("groups-body").hidden = !there;
-    find("no-groups").hidden = there;
+    find("no-groups")?.toggleAttribute("hidden", there);
     if (!there) return;
     find("group-step").replaceChildren(...run.groups.map((step, i) => make("option", { value: i, textContent: step.step })));
     const names = Object.keys(run.groups[0].groups[0]?.items[0]?.rewards ?? {});
