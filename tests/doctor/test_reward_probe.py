@@ -10,7 +10,7 @@ from support.paths import ROOT, SAMPLE_REWARDS
 
 import rewards
 from flow_grpo.data.grid import ImageInfo, read_grid, save_grid
-from flow_grpo.doctor.reward_probe import ORIGINAL, histogram, measure, perturbed, save_ranked
+from flow_grpo.doctor.reward_probe import ORIGINAL, measure, perturbed
 from flow_grpo.evaluation.group_dependence import RewardInputs
 from flow_grpo.tiny import pretrain, world
 
@@ -84,21 +84,6 @@ def test_what_is_found_of_a_reward(signs):
         return torch.rand(len(prompts))
 
     assert not measure("mine", lambda: random, signs).deterministic
-
-
-def test_a_histogram_counts_all():
-    bins = histogram(torch.tensor([0.0, 0.05, 0.5, 1.0]))
-    assert sum(count for *_, count in bins) == 4
-    assert (bins[0][2], bins[-1][2], bins[0][0], bins[-1][1]) == (2, 1, 0, 1)
-    assert histogram(torch.tensor([2.0, 2.0])) == [(2, 2, 2)]
-
-
-def test_the_grid_is_sorted_by_score(signs, tmp_path):
-    values = torch.tensor([0.1, 0.4, 0.3, 0.2])
-    save_ranked(tmp_path / "sheet.png", "mine", signs, list("abcd"), values)
-    images, cells = read_grid(tmp_path / "sheet.png")
-    assert [cell.model for cell in cells] == ["b", "c", "d", "a"]
-    assert torch.allclose(images, signs.images[[1, 2, 3, 0]], atol=1 / 255)
 
 
 def test_the_verb_on_a_grid_and_on_a_folder_with_metadata(signs, tmp_path):
