@@ -26,7 +26,7 @@ from rewards.groups import IMAGE, rows_by_group, scope_of, signature, with_attri
 
 NUM_TIMED = 5  # images that `measure` scores one by one
 NUM_REPEATED = 32  # images that `probe` scores several times
-ORIGINAL = "original"
+ORIGINAL, BLURRED, NOISY, WRONG_PROMPT = "original", "blurred", "noisy", "wrong prompt"
 
 
 def mismatched(inputs: RewardInputs) -> RewardInputs | None:
@@ -45,12 +45,12 @@ def perturbed(inputs: RewardInputs) -> dict[str, RewardInputs]:
     soft = [Image.fromarray(pixels).filter(ImageFilter.GaussianBlur(radius)) for pixels in to_bytes(inputs.images)]
     noise = torch.randn(inputs.images.shape, generator=torch.Generator().manual_seed(0))
     variants = {
-        "blurred": RewardInputs(from_bytes(np.stack([np.asarray(s) for s in soft])), inputs.prompts, inputs.columns),
-        "noisy": RewardInputs((inputs.images + 0.1 * noise).clamp(0, 1), inputs.prompts, inputs.columns),
+        BLURRED: RewardInputs(from_bytes(np.stack([np.asarray(s) for s in soft])), inputs.prompts, inputs.columns),
+        NOISY: RewardInputs((inputs.images + 0.1 * noise).clamp(0, 1), inputs.prompts, inputs.columns),
     }
     wrong = mismatched(inputs)
     if wrong is not None:
-        variants["wrong prompt"] = wrong
+        variants[WRONG_PROMPT] = wrong
     return variants
 
 
@@ -58,9 +58,10 @@ def perturbed(inputs: RewardInputs) -> dict[str, RewardInputs]:
 class RewardStats:
     """What a reward returned for probe images, and what that cost."""
 
+    prompts: list[str]  # B
     values: dict[str, Tensor]  # (B,) for the original images and each perturbation
     seconds_per_image: float  # scored one by one, the median
-    seconds_per_batch: float  # scored together
+    seconds_per_batch: float  # scored together, for the first time
     megabytes: float  # by which loading and scoring raised the peak memory of the process
     deterministic: bool  # the same images give the same bits
     batch_difference: float  # the largest difference between an image alone and in a batch
@@ -73,16 +74,21 @@ def measure(name: str, load: Callable[[], rewards.Reward], inputs: RewardInputs)
     with phase(f"loading reward {name}"):
         reward = load()
     with phase(f"scoring {counted(len(inputs.prompts), 'image')} by {name}, original and perturbed"):
-        original = inputs.score(name, reward)  # the first call loads what it needs
-        seconds, again = _timed(lambda: inputs.score(name, reward))
+        others = perturbed(inputs)
+        values = {BLURRED: others.pop(BLURRED).score(name, reward)}  # the first call loads what it needs
+        # A reward may keep what it found in the images of its last call: the timed call is the first one on these, and the second one
+        # is on a copy.
+        seconds, original = _timed(lambda: inputs.score(name, reward))
+        again = inputs.take(list(range(len(original)))).score(name, reward)
         units = smallest_calls(reward, inputs.prompts)[:NUM_TIMED]
         one_by_one = [
             _timed(lambda rows=rows: inputs.take(rows).score(name, reward))  # type: ignore[misc]
             for rows in units
         ]
-        values = {ORIGINAL: original, **{how: one.score(name, reward) for how, one in perturbed(inputs).items()}}
+        values = {ORIGINAL: original, **values, **{how: one.score(name, reward) for how, one in others.items()}}
     alone = torch.cat([value for _, value in one_by_one])
     return RewardStats(
+        prompts=inputs.prompts,
         values=values,
         seconds_per_image=statistics.median(s / len(value) for s, value in one_by_one),
         seconds_per_batch=seconds,

@@ -1,6 +1,7 @@
 """`rewards list | info | test`: what people see of a reward before they train on it."""
 
 import re
+import time
 
 import pytest
 import torch
@@ -86,6 +87,20 @@ def test_what_is_found_of_a_reward(signs):
     assert not measure("mine", lambda: random, signs).deterministic
 
 
+def test_a_batch_is_timed_on_images_that_the_reward_has_not_seen(signs):
+    """A reward that keeps its values of an image would else take no time at all."""
+    known, seconds = {}, 0.05
+
+    def keeps(images, prompts):
+        key = images.numpy().tobytes()
+        if key not in known:
+            time.sleep(seconds)
+            known[key] = images.mean((1, 2, 3))
+        return known[key]
+
+    assert measure("mine", lambda: keeps, signs).seconds_per_batch >= seconds
+
+
 def test_the_verb_on_a_grid_and_on_a_folder_with_metadata(signs, tmp_path):
     cells = [ImageInfo(prompt, seed, "[red]tiny") for seed, prompt in enumerate(PROMPTS)]
     save_grid(tmp_path / "grid.png", signs.images, cells, columns=2)
@@ -117,5 +132,6 @@ def test_the_verb_on_a_grid_and_on_a_folder_with_metadata(signs, tmp_path):
     )
     assert "warning: an image's value depends on the other images of its prompt" in " ".join(output.split())
     output = run("rewards", "test", own, "--images", "folder", "--prompts", "prompts.jsonl", "--out", "x.png", cwd=tmp_path)
+    assert "reads the prompt: no" not in output, "the metadata is another one with a wrong prompt"
     assert re.search(r"original\W+3\.5000\W+0\.5000\W+3\.0000\W+4\.0000", output), output
     assert read_grid(tmp_path / "x.png")[1][0].prompt == "[b]", "the higher score comes first"
