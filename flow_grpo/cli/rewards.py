@@ -13,6 +13,7 @@ from rich.table import Table
 
 from flow_grpo.cli.console import console, say
 from flow_grpo.cli.image_options import (
+    IMAGES_HELP,
     Crop,
     GridColumns,
     GridRows,
@@ -67,7 +68,7 @@ def info(name: Annotated[str, typer.Argument(help="A reward by name, module:func
 @app.command("test")
 def probe(
     name: Annotated[str, typer.Argument(help="A reward, with options as NAME={key: value}.")],
-    images: Annotated[Path, typer.Option(help="A grid or image written by `sample`, or a folder of images.")],
+    images: Annotated[Path, typer.Option(help=IMAGES_HELP)],
     prompts: Prompts = None,
     prompt: Prompt = None,
     rows: GridRows = None,
