@@ -12,10 +12,11 @@ from typing import Any, Literal
 
 import torch
 
+from rewards.calls import accepted_metadata, check_inputs
 from rewards.frames import ALL, Frames, checked_frames
 from rewards.groups import Scoped, with_attributes_of
-from rewards.scoring import Reward, accepted_metadata
-from rewards.user_code import guarded
+from rewards.scoring import Reward
+from rewards.user_code import UserCodeError, guarded
 
 REGISTRY = {
     "ocr": "rewards.ocr:OCR",
@@ -119,6 +120,8 @@ def reads_prompts(name: str, remote: str | list[str] | None = None, **options: A
 def check_options(name: str, **options: Any) -> Callable[..., Any]:
     """Check that a reward takes these options, without building it; returns its class or function. ValueError as in `load`."""
     target = locate("reward", name, REGISTRY)
+    if inspect.isfunction(target):
+        check_inputs(name, target)
     try:
         if inspect.isclass(target):
             inspect.signature(target).bind(**options)
@@ -138,6 +141,8 @@ def locate(kind: str, name: str, names: dict[str, str] | None = None) -> Callabl
     """
     names = names or {}
     path, colon, attribute = names.get(name, name).rpartition(":")
+    if not colon and name.endswith(".py"):
+        raise ValueError(_without_function(kind, name))
     if not colon:
         close = difflib.get_close_matches(name, names, n=1)
         hint = f" Did you mean {close[0]}?" if close else ""
@@ -146,7 +151,8 @@ def locate(kind: str, name: str, names: dict[str, str] | None = None) -> Callabl
         )
     module = _import_file(kind, path) if path.endswith(".py") else _import_module(kind, name, path)
     if not hasattr(module, attribute):
-        raise ValueError(f"{kind} {name}: {path} has no {attribute}.")
+        close = difflib.get_close_matches(attribute, _public_names(Path(path)) if path.endswith(".py") else (), n=1)
+        raise ValueError(f"{kind} {name}: {path} has no {attribute}.{f' Did you mean {close[0]}?' if close else ''}")
     return getattr(module, attribute)
 
 
@@ -163,8 +169,34 @@ def docstring(name: str) -> str:
 
 
 def _import_module(kind: str, name: str, path: str) -> Any:
-    with guarded(f"{kind} {name}", lambda error: f"{kind} {name} could not be imported: {error}"):
-        return importlib.import_module(path)
+    try:
+        with guarded(f"{kind} {name}", lambda error: f"{kind} {name} could not be imported: {error}"):
+            return importlib.import_module(path)
+    except UserCodeError as error:
+        cause, file = error.__cause__, f"{path.replace('.', '/')}.py"
+        if isinstance(cause, ModuleNotFoundError) and cause.name == path.split(".")[0] and Path(file).is_file():
+            own = f"{file}:{name.rpartition(':')[2]}"
+            raise ValueError(f"{kind} {name}: there is no module {path}; for the file {file} write {own}.") from error
+        raise
+
+
+def _without_function(kind: str, path: str) -> str:
+    """One sentence on a file that is named without a function in it."""
+    file = Path(path)
+    if not file.is_file():
+        return f"there is no {kind} file {path}."
+    names = _public_names(file)
+    others = f"; the file has {', '.join(names)}" if len(names) > 1 else ""
+    return f"{kind} {path} names a file without a function: write {path}:{names[0] if names else 'FUNCTION'}{others}."
+
+
+def _public_names(file: Path) -> list[str]:
+    """The public functions and classes of a file, which is not run; none if it can't be read."""
+    try:
+        body = ast.parse(file.read_text(encoding="utf-8")).body
+    except (OSError, SyntaxError, ValueError):
+        return []
+    return [one.name for one in body if isinstance(one, ast.FunctionDef | ast.ClassDef) and not one.name.startswith("_")]
 
 
 def _import_file(kind: str, path: str) -> Any:

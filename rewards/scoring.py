@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from rewards import groups, selection
+from rewards.calls import accepted_metadata, check_inputs, check_metadata, is_no_number, wrong_values
 from rewards.frames import ALL, frame_places, frames_of, is_video
 from rewards.images import SOURCE, SOURCES, first_sources, has_sources
 from rewards.user_code import guarded
@@ -152,21 +153,20 @@ def _chances(name: str, values: Tensor) -> Tensor:
 
 
 def _call(name: str, reward: Any, batch: _Images) -> Tensor:
-    """The values (B,) of one call. ValueError if it raised, or has another shape."""
+    """The values (B,) of one call. ValueError if it raised, returned another shape, or can't be called so."""
     prompts = batch.prompts
     kind = "images" if batch.second is None else "pairs of images"
     on = f"on {len(prompts)} {kind}" + (f", the first for the prompt {prompts[0][:MAX_PROMPT_LENGTH]!r}" if prompts else "")
+    inputs: list[Any] = [batch.images, prompts] if batch.second is None else [batch.images, batch.second, prompts]
+    check_inputs(name, reward, len(inputs))
+    keywords = batch.keywords(reward, len(inputs))
+    check_metadata(name, reward, keywords, len(inputs))
     with guarded(f"reward {name}", lambda error: f"reward {name} raised {error} {on}"), torch.no_grad():
-        if batch.second is None:
-            returned = reward(batch.images, prompts, **batch.keywords(reward))
-        else:
-            returned = reward(batch.images, batch.second, prompts, **batch.keywords(reward, inputs=3))
-        values = torch.as_tensor(returned, dtype=torch.float32, device="cpu").detach()
-    if values.shape != (len(prompts),):
-        raise ValueError(
-            f"reward {name} returned shape {tuple(values.shape)} for {len(prompts)} {kind}; it must return one number each."
-        )
-    return values
+        returned = reward(*inputs, **keywords)
+        values = torch.empty(0) if is_no_number(returned) else torch.as_tensor(returned, dtype=torch.float32, device="cpu")
+    if is_no_number(returned) or values.shape != (len(prompts),):
+        raise ValueError(wrong_values(name, returned, tuple(values.shape), len(prompts), kind))
+    return values.detach()
 
 
 class WeightedSum:
@@ -288,13 +288,3 @@ class WeightedSum:
                 f"reward {name} gave no finite number for {missing} of {len(prompts)} images, whose groups were left out."
             )
         return values.where(values.isfinite(), math.nan)
-
-
-def accepted_metadata(reward: Reward, metadata: dict[str, Any], inputs: int = 2) -> dict[str, Any]:
-    """The metadata that the reward's signature names after its first `inputs` parameters; all of it if the signature has **kwargs."""
-    parameters = groups.signature(reward).parameters.values()
-    if any(p.kind is p.VAR_KEYWORD for p in parameters):
-        return metadata
-    by_place = [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)][:inputs]
-    named = {p.name for p in parameters} - set(by_place)
-    return {key: value for key, value in metadata.items() if key in named}

@@ -1,5 +1,6 @@
 """The typer app with all commands, and its entry point."""
 
+import inspect
 import os
 import signal
 import sys
@@ -22,6 +23,7 @@ from flow_grpo.cli.report import report
 from flow_grpo.cli.sample import sample
 from flow_grpo.cli.score import score
 from flow_grpo.cli.serve import serve
+from flow_grpo.cli.settings_command import SettingsCommand
 from flow_grpo.cli.train import train
 from flow_grpo.policy.library_logging import before_imports
 from flow_grpo.progress import show_phases
@@ -69,7 +71,7 @@ def all_commands(
 
 
 for name, command in COMMANDS.items():
-    app.command(name)(command)
+    app.command(name, cls=SettingsCommand if "overrides" in inspect.signature(command).parameters else None)(command)
 app.add_typer(rewards.app, name="rewards")
 
 

@@ -6,17 +6,26 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from flow_grpo.cli.console import console, without_library_messages
-from flow_grpo.cli.options import ConfigName, Overrides, prepare_file
+from flow_grpo.cli.console import console, say, without_library_messages
+from flow_grpo.cli.options import Overrides, prepare_file
 from flow_grpo.training.interrupt import INTERRUPTED
 
 if TYPE_CHECKING:
     from flow_grpo.policy.policy import Policy
 
+Config = Annotated[
+    str | None,
+    typer.Argument(
+        help="A YAML file, or the name of a shipped config; by default tiny_ocr, with --step-variance tiny_grpo.",
+        metavar="CONFIG",
+        show_default=False,
+    ),
+]
+
 
 @without_library_messages
 def doctor(
-    config: ConfigName = "tiny_grpo",
+    config: Config = None,
     overrides: Overrides = None,
     step_variance: Annotated[
         bool, typer.Option("--step-variance", help="Measure the reward variance caused by the noise of each sampling step.")
@@ -42,7 +51,7 @@ def doctor(
 
     Each check is ok, a warning or an error, with advice. After an error the exit status is 1.
 
-    [bold]flow-grpo doctor tiny_grpo[/bold]
+    [bold]flow-grpo doctor tiny_ocr[/bold]
     [bold]flow-grpo doctor --model ./my-model height=512 width=512[/bold]
     [bold]flow-grpo doctor tiny_grpo --step-variance --transitions cps --noise-levels 0.6,0.8[/bold]
     """
@@ -56,15 +65,18 @@ def doctor(
         prepare_file(json_file, "--json")
     if step_variance:
         prepare_file(out)
+    if config is not None and "=" in config:  # the first word is a setting
+        overrides, config = [config, *(overrides or [])], None
     passed = True
     try:
         if model is not None:
-            settings = [*([config] if "=" in config else []), *(overrides or [])]
-            passed = show.check_model(console, _load(model, settings), json_file)
+            passed = show.check_model(console, _load(model, overrides or []), json_file)
+            if config is not None:
+                say(f"The config was not checked, as --model checks a pipeline alone: run flow-grpo doctor {config}.")
         elif step_variance:
             names = [name.strip() for name in transitions.split(",")]
             levels = [_noise_level(level) for level in noise_levels.split(",")]
-            check_step_variance(console, FlowGRPOConfig.from_yaml(config, overrides), names, levels, out)
+            check_step_variance(console, FlowGRPOConfig.from_yaml(config or "tiny_grpo", overrides), names, levels, out)
         else:
             passed = show.check_run(console, FlowGRPOConfig.from_yaml(config, overrides), json_file)
     except KeyboardInterrupt:

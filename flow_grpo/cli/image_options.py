@@ -12,6 +12,9 @@ if TYPE_CHECKING:
     from flow_grpo.data.image_sets import ImageRecords, ImageSet
     from flow_grpo.data.prompts import PromptSet
 
+IMAGES_HELP = (
+    "A grid or image written by `sample`, a folder of images, or another program's grid (with --prompt or --prompts)."
+)
 Prompt = Annotated[str | None, typer.Option(help="One prompt for all images.", show_default=False)]
 Prompts = Annotated[
     str | None,

@@ -15,7 +15,10 @@ def plan(
     overrides: Overrides = None,
     gpu: Annotated[
         str | None,
-        typer.Option(help="GPU by name, such as 'RTX 4090' or H100; by default this machine's.", show_default=False),
+        typer.Option(
+            help="GPU by name, such as 'RTX 4090' or H100, or by its memory, such as 24GB; by default this machine's.",
+            show_default=False,
+        ),
     ] = None,
     gpu_memory: Annotated[
         float | None, typer.Option(min=1, max=1e6, help="Override the GPU's memory, in GB.", show_default=False)

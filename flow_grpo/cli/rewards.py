@@ -13,6 +13,7 @@ from rich.table import Table
 
 from flow_grpo.cli.console import console, say
 from flow_grpo.cli.image_options import (
+    IMAGES_HELP,
     Crop,
     GridColumns,
     GridRows,
@@ -67,7 +68,7 @@ def info(name: Annotated[str, typer.Argument(help="A reward by name, module:func
 @app.command("test")
 def probe(
     name: Annotated[str, typer.Argument(help="A reward, with options as NAME={key: value}.")],
-    images: Annotated[Path, typer.Option(help="A grid or image written by `sample`, or a folder of images.")],
+    images: Annotated[Path, typer.Option(help=IMAGES_HELP)],
     prompts: Prompts = None,
     prompt: Prompt = None,
     rows: GridRows = None,
@@ -84,7 +85,7 @@ def probe(
     [bold]flow-grpo rewards test ocr --images samples/grid.png[/bold]
     """
     import rewards
-    from flow_grpo.doctor import reward_probe
+    from flow_grpo.doctor import reward_probe, show_reward
     from flow_grpo.evaluation.group_dependence import RewardInputs
 
     reward, options = parse_reward(name)
@@ -94,8 +95,8 @@ def probe(
     prepare_file(file)
     inputs = RewardInputs(image_set.images(), image_set.prompts, image_set.columns())
     stats = reward_probe.measure(reward, lambda: rewards.load(reward, **options), inputs)
-    reward_probe.show(console, f"{reward} on {counted(len(image_set), 'image')} of {images}", stats)
-    reward_probe.save_ranked(file, reward, inputs, image_set.labels, stats.values[reward_probe.ORIGINAL])
+    show_reward.show(console, f"{reward} on {counted(len(image_set), 'image')} of {images}", stats)
+    show_reward.save_ranked(file, reward, inputs, image_set.labels, stats.values[reward_probe.ORIGINAL])
     say(f"best to worst: {file}")
 
 

@@ -11,6 +11,7 @@ import typer
 
 from flow_grpo.cli.console import console
 from flow_grpo.cli.image_options import (
+    IMAGES_HELP,
     Crop,
     GridColumns,
     GridRows,
@@ -25,7 +26,7 @@ from flow_grpo.text import counted, escape_formula, visible
 
 
 def score(
-    images: Annotated[Path, typer.Argument(help="A grid or image written by `sample`, or a folder of images.")],
+    images: Annotated[Path, typer.Argument(help=IMAGES_HELP)],
     reward: RewardNames = None,
     prompts: Prompts = None,
     prompt: Prompt = None,

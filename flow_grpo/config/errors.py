@@ -5,11 +5,15 @@ from typing import get_args, get_origin
 
 from pydantic import ValidationError
 from pydantic.fields import FieldInfo
+from pydantic_core import ErrorDetails
 
 from flow_grpo.config.objective import ObjectiveConfig, section_types
 from flow_grpo.config.sections import ConfigSection, RewardConfig
 from flow_grpo.text import suggest
 
+OTHER_NAMES = {"learning_rate": "lr"}  # of trl and accelerate
+NUMBERS = {"int_parsing": "a whole number", "int_type": "a whole number", "int_from_float": "a whole number"}
+NUMBERS |= {"float_parsing": "a number", "float_type": "a number"}
 UNION_MEMBERS = ("str", "int", "float", "bool", "dict", "list")  # which pydantic adds to the place of an error
 
 
@@ -22,24 +26,42 @@ def error_sentence(error: ValidationError, config: type[ConfigSection]) -> str:
         return f"there is no setting {where}.{_did_you_mean([str(part) for part in first['loc']], config)}"
     if first["type"] == "value_error":
         return str(first["ctx"]["error"])
-    if first["type"] == "model_type":
-        return f"{where} is {first['input']!r}, but it should be a section of settings, {{setting: value}}."
-    message = first["msg"].replace("Input should", "it should")
-    return f"{where} is {first['input']!r}, but {message}."
+    return f"{where} is {first['input']!r}, but {_expected(first, parts)}."
+
+
+def _expected(error: ErrorDetails, place: list[str]) -> str:
+    """What a setting should be, as the end of a sentence."""
+    if error["type"] in NUMBERS:
+        return f"it should be {NUMBERS[error['type']]}"
+    if error["type"] == "model_type" and place[-2:-1] == ["rewards"]:
+        return "it should be a weight such as 0.5, or {weight: 0.5, options: {...}}"
+    if error["type"] == "model_type":
+        return "it should be a section of settings, {setting: value}"
+    if error["type"] == "dict_type" and place[-1] == "rewards":
+        name = error["input"] if isinstance(error["input"], str) else "ocr"
+        return f"it should have weights: write {{{name}: 1.0}}"
+    return error["msg"].replace("Input should", "it should")
 
 
 def _did_you_mean(place: list[str], config: type[ConfigSection]) -> str:
     """Suggest the intended setting: the same name in another section, else the closest name, this section's first."""
     *parents, word = place
-    paths = sorted(set(_paths(config)), key=lambda path: (-len(path), path))
-    named = [".".join(path) for path in reversed(paths) if path[-1] == word]
-    if named:
+    if named := setting_paths(config, word):
         return f" Did you mean {' or '.join(named)}?"
     here = [config]
     for part in parents:
         here = [inner for section in here for inner in _sections(section.model_fields.get(part))] or here
+    paths = sorted(set(_paths(config)), key=lambda path: (-len(path), path))
     elsewhere = {path[-1]: ".".join(path) for path in paths}
-    return suggest(word, [name for section in here for name in section.model_fields]) or suggest(word, elsewhere)
+    names = [name for section in here for name in section.model_fields]
+    known = f" {'.'.join(parents)} has {', '.join(dict.fromkeys(names))}." if len(here) == 1 and here != [config] else ""
+    return suggest(word, names) or suggest(word, elsewhere) or known
+
+
+def setting_paths(config: type[ConfigSection], word: str) -> list[str]:
+    """The dotted paths of the settings with this name, the shortest first."""
+    word = OTHER_NAMES.get(word, word)
+    return [".".join(path) for path in sorted(set(_paths(config)), key=lambda path: (len(path), path)) if path[-1] == word]
 
 
 def _paths(section: type[ConfigSection], above: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:

@@ -10,16 +10,25 @@ from flow_grpo.config.shorthand import expand_rewards
 NAMED = [["rewards"], ["evaluation", "rewards"]]  # settings whose keys are names of rewards
 
 
+def check_form(pairs: list[str]) -> None:
+    """Check that all are `key.sub=value` pairs. ValueError with the pair to write."""
+    for pair, following in zip(pairs, [*pairs, ""][1:], strict=True):
+        key, equals, _ = _split(pair)
+        if not equals or not key:
+            is_split = key and following and not _split(following)[1]  # steps 3
+            example = f"write {pair}={following}" if is_split else "write it so, for example optimizer.lr=1e-4"
+            raise ValueError(f"{pair!r} is not of the form key.sub=value: {example}.")
+
+
 def override(values: dict[str, Any], pair: str) -> list[str]:
     """Writes one pair into `values`. Returns the keys that lead to what it set.
 
     Raises:
         ValueError: it is no such pair, or leads through a single value.
     """
-    key, equals, text = _split(pair)
+    check_form([pair])
+    key, _, text = _split(pair)
     key = "objective.name" if key == "objective" and re.fullmatch(r"[\w./:\\-]+", text) else key  # objective=grpo
-    if not equals or not key:
-        raise ValueError(f"{pair!r} is not of the form key.sub=value, for example optimizer.lr=1e-4.")
     expand_rewards(values)
     path = renamed_path(_path(values, key))
     *parents, last = path

@@ -14,7 +14,7 @@ from flow_grpo.config.errors import error_sentence
 from flow_grpo.config.loading import read_yaml
 from flow_grpo.config.merge import merge, merge_stage, with_transition, without_replaced, without_unread
 from flow_grpo.config.old_names import is_written_by_03, renamed
-from flow_grpo.config.overrides import override
+from flow_grpo.config.overrides import check_form, override
 from flow_grpo.config.prompt_set_checks import check_prompt_sets
 from flow_grpo.config.settings import RunSettings
 from flow_grpo.config.shorthand import SIZES, expand_objective, expand_rewards, expand_trackers, resolve_auto_microbatch
@@ -111,10 +111,23 @@ class FlowGRPOConfig(RunSettings):
         values = read_yaml(file) or {}
         if not isinstance(values, dict):
             raise ValueError(f"{file} must hold `key: value` lines.")
-        values = _overridden(_modern(values), overrides or [])
+        of_file = _modern(values)
+        values = _overridden(of_file, overrides or [])
         values.setdefault("output_dir", "runs/{name}")
         values["output_dir"] = str(values["output_dir"]).replace("{name}", file.stem)
-        return cls._validated(values, f"{file.name}: ")
+        try:
+            return cls._validated(values)
+        except ValueError as error:
+            source = "on the command line" if overrides and cls._is_valid(of_file) else file.name
+            raise ValueError(f"{source}: {error}") from error
+
+    @classmethod
+    def _is_valid(cls, values: dict[str, Any]) -> bool:
+        try:
+            cls._validated(copy.deepcopy(values))
+        except ValueError:
+            return False
+        return True
 
     @classmethod
     def for_model(cls, model: str, overrides: list[str] | None = None) -> "FlowGRPOConfig":
@@ -175,6 +188,7 @@ def _modern(values: dict[str, Any]) -> dict[str, Any]:
 
 def _overridden(file: dict[str, Any], overrides: list[str]) -> dict[str, Any]:
     """The settings of a file with overrides over them."""
+    check_form(overrides)
     values = copy.deepcopy(file)
     paths = [override(values, pair) for pair in overrides]
     replaced = {

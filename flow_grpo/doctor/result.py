@@ -41,14 +41,18 @@ def failed(name: str, error: Exception) -> CheckResult:
     return CheckResult(name, "fails", ERROR, str(error))
 
 
-def conclusion(results: Iterable[CheckResult]) -> str:
-    """One sentence about all results."""
+def conclusion(results: Iterable[CheckResult], passed: str = "the run can be started") -> str:
+    """One sentence about all results.
+
+    Args:
+        passed: what follows if no check failed.
+    """
     statuses = [result.status for result in results]
     errors, warnings = statuses.count(ERROR), statuses.count(WARNING)
     also = f"{warnings} warning" + "s" * (warnings != 1)
     if errors:
         return f"{errors} of the checks failed, {also}: fix this before you train."
-    return f"No check failed, {also}: the run can be started."
+    return f"No check failed, {also}: {passed}."
 
 
 @dataclass

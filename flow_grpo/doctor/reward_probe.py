@@ -1,6 +1,6 @@
 """What a reward measures: its values on original and perturbed images, its time and memory, whether it repeats its values.
 
-`measure` and `show` are `flow-grpo rewards test`; `call_once` and `probe` are the doctor's.
+`measure` is `flow-grpo rewards test`, which `show_reward` prints; `call_once` and `probe` are the doctor's.
 """
 
 import statistics
@@ -9,30 +9,24 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import combinations
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from PIL import Image, ImageFilter
-from rich.box import SIMPLE_HEAD
-from rich.console import Console
-from rich.markup import escape
-from rich.table import Table
 from torch import Tensor
 
 import rewards
-from flow_grpo.data.grid import ImageInfo, from_bytes, save_grid, to_bytes
-from flow_grpo.evaluation.group_dependence import GROUP_DEPENDENT, RewardInputs, depends_on_group
+from flow_grpo.data.grid import from_bytes, to_bytes
+from flow_grpo.evaluation.group_dependence import RewardInputs, depends_on_group
 from flow_grpo.progress import phase
 from flow_grpo.text import counted
 from rewards import user_code
 from rewards.groups import IMAGE, rows_by_group, scope_of, signature, with_attributes_of
 
-NUM_BINS, BAR_WIDTH = 10, 32  # of the histogram
 NUM_TIMED = 5  # images that `measure` scores one by one
 NUM_REPEATED = 32  # images that `probe` scores several times
-ORIGINAL = "original"
+ORIGINAL, BLURRED, NOISY, WRONG_PROMPT = "original", "blurred", "noisy", "wrong prompt"
 
 
 def mismatched(inputs: RewardInputs) -> RewardInputs | None:
@@ -51,12 +45,12 @@ def perturbed(inputs: RewardInputs) -> dict[str, RewardInputs]:
     soft = [Image.fromarray(pixels).filter(ImageFilter.GaussianBlur(radius)) for pixels in to_bytes(inputs.images)]
     noise = torch.randn(inputs.images.shape, generator=torch.Generator().manual_seed(0))
     variants = {
-        "blurred": RewardInputs(from_bytes(np.stack([np.asarray(s) for s in soft])), inputs.prompts, inputs.columns),
-        "noisy": RewardInputs((inputs.images + 0.1 * noise).clamp(0, 1), inputs.prompts, inputs.columns),
+        BLURRED: RewardInputs(from_bytes(np.stack([np.asarray(s) for s in soft])), inputs.prompts, inputs.columns),
+        NOISY: RewardInputs((inputs.images + 0.1 * noise).clamp(0, 1), inputs.prompts, inputs.columns),
     }
     wrong = mismatched(inputs)
     if wrong is not None:
-        variants["wrong prompt"] = wrong
+        variants[WRONG_PROMPT] = wrong
     return variants
 
 
@@ -64,9 +58,10 @@ def perturbed(inputs: RewardInputs) -> dict[str, RewardInputs]:
 class RewardStats:
     """What a reward returned for probe images, and what that cost."""
 
+    prompts: list[str]  # B
     values: dict[str, Tensor]  # (B,) for the original images and each perturbation
     seconds_per_image: float  # scored one by one, the median
-    seconds_per_batch: float  # scored together
+    seconds_per_batch: float  # scored together, for the first time
     megabytes: float  # by which loading and scoring raised the peak memory of the process
     deterministic: bool  # the same images give the same bits
     batch_difference: float  # the largest difference between an image alone and in a batch
@@ -79,16 +74,21 @@ def measure(name: str, load: Callable[[], rewards.Reward], inputs: RewardInputs)
     with phase(f"loading reward {name}"):
         reward = load()
     with phase(f"scoring {counted(len(inputs.prompts), 'image')} by {name}, original and perturbed"):
-        original = inputs.score(name, reward)  # the first call loads what it needs
-        seconds, again = _timed(lambda: inputs.score(name, reward))
+        others = perturbed(inputs)
+        values = {BLURRED: others.pop(BLURRED).score(name, reward)}  # the first call loads what it needs
+        # A reward may keep what it found in the images of its last call: the timed call is the first one on these, and the second one
+        # is on a copy.
+        seconds, original = _timed(lambda: inputs.score(name, reward))
+        again = inputs.take(list(range(len(original)))).score(name, reward)
         units = smallest_calls(reward, inputs.prompts)[:NUM_TIMED]
         one_by_one = [
             _timed(lambda rows=rows: inputs.take(rows).score(name, reward))  # type: ignore[misc]
             for rows in units
         ]
-        values = {ORIGINAL: original, **{how: one.score(name, reward) for how, one in perturbed(inputs).items()}}
+        values = {ORIGINAL: original, **values, **{how: one.score(name, reward) for how, one in others.items()}}
     alone = torch.cat([value for _, value in one_by_one])
     return RewardStats(
+        prompts=inputs.prompts,
         values=values,
         seconds_per_image=statistics.median(s / len(value) for s, value in one_by_one),
         seconds_per_batch=seconds,
@@ -195,53 +195,6 @@ def _watching_gradient(reward: rewards.Reward, gradient: dict[str, bool]) -> rew
 
     call.__signature__ = signature(reward)  # type: ignore[attr-defined]  # names the metadata that it takes
     return with_attributes_of(reward, call)
-
-
-def show(console: Console, title: str, stats: RewardStats) -> None:
-    """Print the values as a table and a histogram, and the costs."""
-    original = stats.values[ORIGINAL]
-    table = Table(title=escape(title), title_justify="left", box=SIMPLE_HEAD)
-    for column in ("", "mean", "std", "lowest", "highest", "share lower"):
-        table.add_column(column, justify="right" if column else "left")
-    for how, values in stats.values.items():
-        numbers = (values.mean(), values.std(correction=0), values.min(), values.max())
-        lower = "" if how == ORIGINAL else f"{(values < original).float().mean():.0%}"
-        table.add_row(how, *(f"{number:.4f}" for number in numbers), lower)
-    console.print(table)
-    console.print()
-    for low, high, count in histogram(original):
-        bar = "█" * round(BAR_WIDTH * count / len(original)) or ("▏" if count else "")
-        console.print(f"{low:10.4f} … {high:<10.4f} [cyan]{bar}[/cyan] {count or ''}", highlight=False)
-    lines = [
-        f"{stats.seconds_per_image * 1000:.1f} ms per image one by one, {len(original) / stats.seconds_per_batch:.1f} images per second "
-        "in a batch",
-        f"{stats.megabytes:.0f} MB more memory",
-        "deterministic: " + ("yes" if stats.deterministic else "[bold]no, the same images get other values[/bold]"),
-        f"largest difference between an image alone and in a batch: {stats.batch_difference:.2g}",
-    ]
-    if stats.depends_on_group:
-        lines.append(f"[bold]warning: {GROUP_DEPENDENT}[/bold]")
-    console.print("\n" + "\n".join(lines), highlight=False)
-
-
-def histogram(values: Tensor) -> list[tuple[float, float, int]]:
-    """Lower end, upper end and count of each bin; one bin if all values are equal."""
-    low, high = values.min().item(), values.max().item()
-    bins = NUM_BINS if high > low else 1
-    edges = torch.linspace(low, high, bins + 1).tolist()
-    places = (
-        ((values - low) / (high - low) * bins).long().clamp(max=bins - 1) if high > low else torch.zeros(len(values)).long()
-    )
-    counts = torch.bincount(places, minlength=bins).tolist()
-    return list(zip(edges[:-1], edges[1:], counts, strict=True))
-
-
-def save_ranked(path: Path, name: str, inputs: RewardInputs, labels: list[str], values: Tensor) -> None:
-    """Write the images from the highest value to the lowest, each with its value, as one grid."""
-    order = values.argsort(descending=True, stable=True).tolist()
-    infos = [ImageInfo(inputs.prompts[i], i, labels[i]) for i in order]
-    notes = [f"{name} {values[i]:.4f}" for i in order]
-    save_grid(path, inputs.images[order], infos, columns=min(8, len(order)), notes=notes)
 
 
 def _timed(work: Callable[[], Any]) -> tuple[float, Any]:

@@ -26,17 +26,17 @@ def check_run(console: Console, args: FlowGRPOConfig, file: Path | None = None) 
     Args:
         file: is written with the results as JSON, also when the checks end with an error.
     """
-    return _show(console, f"{args.model}, {args.objective.name}", run.run_checks(args), file)
+    return _show(console, f"{args.model}, {args.objective.name}", run.run_checks(args), "the run can be started", file)
 
 
 def check_model(console: Console, policy: Policy, file: Path | None = None) -> bool:
     """Check whether a model can be trained, likewise."""
     sections = (("", [result]) for result in model.check_model(policy))
-    return _show(console, type(policy.pipe).__name__, sections, file)
+    return _show(console, type(policy.pipe).__name__, sections, "the pipeline can be trained", file)
 
 
-def _show(console: Console, title: str, sections: Iterator[CheckSection], file: Path | None) -> bool:
-    """Print each section as soon as it is complete, and a sentence at the end."""
+def _show(console: Console, title: str, sections: Iterator[CheckSection], passed: str, file: Path | None) -> bool:
+    """Print each section as soon as it is complete, and a sentence at the end; `passed` says what is possible if no check failed."""
     console.print(visible(title), style="bold", highlight=False, markup=False)
     rows: list[dict[str, str]] = []
     results: list[CheckResult] = []
@@ -48,7 +48,7 @@ def _show(console: Console, title: str, sections: Iterator[CheckSection], file: 
                 console.print()
             rows += [{"section": section, **dataclasses.asdict(result)} for result in section_results]
             results += section_results
-        sentence = conclusion(results)
+        sentence = conclusion(results, passed)
         console.print(sentence, highlight=False, markup=False, soft_wrap=True)
     finally:  # the results so far are kept, whatever ended the checks
         if file is not None:

@@ -79,8 +79,9 @@ class Hardware:
             memory, speed = GPUS[matches[0]]
             return cls(matches[0], (memory_gb or memory) * GB, (tflops or speed) * TERA, count)
         if memory_gb is None:
+            hint = f" If it is the memory in GB, write {plain}GB." if plain.isdecimal() else suggest(plain, listed)
             raise ValueError(
-                f"there is no GPU {gpu} in the list.{suggest(plain, listed)} Give one of {', '.join(GPUS)}; for another one set "
+                f"there is no GPU {gpu} in the list.{hint} Give one of {', '.join(GPUS)}; for another one set "
                 "--gpu-memory, and --gpu-tflops if you know it."
             )
         if tflops is not None:

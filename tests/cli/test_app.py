@@ -25,6 +25,13 @@ def test_the_version_is_the_packages(tmp_path):
     [
         (["train", "no_such"], "there is no config no_such"),
         (["train", "short.yaml", "stepz=3"], "there is no setting stepz. Did you mean steps?"),
+        (["train", "short.yaml", "--steps", "3"], "--steps is a setting and no option: write steps=3."),
+        (["train", "--images-per-prompt=8"], "write images_per_prompt=8."),
+        (["doctor", "short.yaml", "--optimizer.lr", "1e-4"], "write optimizer.lr=1e-4."),
+        (["train", "--learning_rate", "--resume"], "write optimizer.lr=VALUE."),
+        (["train", "short.yaml", "steps", "3"], "'steps' is not of the form key.sub=value: write steps=3."),
+        (["train", "missing.yaml"], "there is no file missing.yaml. `flow-grpo init missing.yaml` writes a new config."),
+        (["doctor", "runs/short"], "runs/short is a folder and no config: give a config in it, runs/short/config.yaml."),
         (["train", "short.yaml"], "already holds a run"),
         (["train", "short.yaml", "model=./nowhere", "output_dir=runs/x"], "there is no model folder ./nowhere"),
         (["train", "short.yaml", "microbatch=3", "output_dir=runs/x"], "microbatch=3 does not divide"),
@@ -71,6 +78,11 @@ def test_a_mistake_gets_one_sentence(trained, words, sentence):
 def test_more_seeds_than_memory_holds_are_refused_at_once(trained, words):
     output = run(*words, "--seeds", "99999999999", cwd=trained, code=2)
     assert re.search(r"--seeds.*\b1000", " ".join(output.split())), "the most that it may be"
+
+
+def test_an_option_that_is_no_setting_is_refused_as_before(trained):
+    assert "No such option" in run("train", "short.yaml", "--stepz", "3", cwd=trained, code=2)
+    assert "No such option" in run("sample", CAT, "--microbatch", "3", cwd=trained, code=2)
 
 
 def test_importing_the_command_line_loads_nothing_that_help_does_not_need():

@@ -1,5 +1,6 @@
 """`flow-grpo doctor` through its real entry point."""
 
+import pytest
 from support.cli_process import run
 
 
@@ -7,3 +8,18 @@ def test_doctor_measures_the_variance_of_each_step(trained):
     output = run("doctor", "short.yaml", "--step-variance", "--transitions", "cps", "--noise-levels", "0.8", cwd=trained)
     assert "reward variance x 1000 from the noise of each step" in output
     assert (trained / "step_variance.png").stat().st_size > 10_000
+
+
+def test_doctor_checks_what_train_trains_by_default(trained):
+    setting = "objective.dpo_beta=2"  # which neither reads: the error names the objective of the config
+    assert "objective awm does not use dpo_beta" in run("train", setting, cwd=trained, code=2)
+    assert "objective awm does not use dpo_beta" in run("doctor", setting, cwd=trained, code=2)
+    assert "objective grpo does not use dpo_beta" in run("doctor", setting, "--step-variance", cwd=trained, code=2)
+
+
+@pytest.mark.slow
+def test_doctor_of_a_model_says_that_it_checked_no_config(trained):
+    output = " ".join(run("doctor", "short.yaml", "--model", "tiny", cwd=trained).split())
+    assert "No check failed, 0 warnings: the pipeline can be trained." in output
+    assert "The config was not checked, as --model checks a pipeline alone: run flow-grpo doctor short.yaml." in output
+    assert "config" not in run("doctor", "height=32", "--model", "tiny", cwd=trained)

@@ -122,7 +122,20 @@ def test_overrides_reach_into_sections():
         ("optimiser.lr=1", "there is no setting optimiser. Did you mean optimizer?"),
         ("optimizer.Lr=1", "there is no setting optimizer.Lr. Did you mean lr?"),
         ("steps=0", "steps is 0, but it should be greater than 0"),
-        ("steps=many", "steps is 'many'"),
+        ("steps=many", "on the command line: steps is 'many', but it should be a whole number."),
+        ("steps=1.5", "steps is 1.5, but it should be a whole number."),
+        ("optimizer.lr=big", "optimizer.lr is 'big', but it should be a number."),
+        ("steps 3", "'steps' is not of the form key.sub=value: write steps=3."),
+        ("steps=2 lora.rank 3", "'lora.rank' is not of the form key.sub=value: write lora.rank=3."),
+        ("optimizer.learning_rate=1", "there is no setting optimizer.learning_rate. Did you mean optimizer.lr or "),
+        ("learning_rate=1", "there is no setting learning_rate. Did you mean optimizer.lr or "),
+        ("optimizer.momentum=1", "there is no setting optimizer.momentum. optimizer has name, lr, "),
+        ("evaluation.rewards=ocr", "evaluation.rewards is 'ocr', but it should have weights: write {ocr: 1.0}."),
+        (
+            "rewards={ocr:abc}",
+            "rewards.ocr is 'abc', but it should be a weight such as 0.5, or {weight: 0.5, options: {...}}.",
+        ),
+        ("optimizer=3", "optimizer is 3, but it should be a section of settings, {setting: value}."),
         ("images_per_prompt=1", "images_per_prompt is 1"),
         ("updates=3", "does not divide prompts_per_step"),
         ("rewards={}", "rewards is empty"),
@@ -197,6 +210,23 @@ def test_every_mistake_is_a_clear_error(override, words):
     assert len(message) < 300
 
 
+def test_an_error_names_the_file_or_the_command_line_whichever_has_it(tmp_path):
+    (tmp_path / "odd.yaml").write_text("steps: many\n")
+    with pytest.raises(ValueError, match=r"^odd\.yaml: steps is 'many'"):
+        FlowGRPOConfig.from_yaml(tmp_path / "odd.yaml", ["seed=1"])
+    (tmp_path / "fine.yaml").write_text("steps: 3\nstages: [{steps: 3}]\n")
+    with pytest.raises(ValueError, match=r"^on the command line: stage 1: steps is 'many'"):
+        FlowGRPOConfig.from_yaml(tmp_path / "fine.yaml", ["stages=[{steps: many}]"])
+    assert FlowGRPOConfig.from_yaml(tmp_path / "odd.yaml", ["steps=3"]).steps == 3
+
+
+def test_a_reward_without_a_weight_gets_the_one_to_write():
+    with pytest.raises(ValueError, match=r"it should have weights: write \{my_reward\.py:dark: 1\.0\}\.$"):
+        FlowGRPOConfig.from_yaml("tiny_ocr", ["rewards=my_reward.py:dark"])
+    with pytest.raises(ValueError, match=r"^rewards is 3, but it should have weights: write \{ocr: 1\.0\}\.$"):
+        FlowGRPOConfig(rewards=3)
+
+
 def test_the_error_of_a_section_built_in_python_names_the_setting_too():
     with pytest.raises(ValidationError) as error:
         EvaluationConfig(prompts=3)
@@ -233,8 +263,19 @@ def test_from_python_prompts_are_those_that_are_given_or_the_embedded_models():
 
 
 def test_a_missing_or_broken_file_is_a_clear_error(tmp_path):
-    with pytest.raises(ValueError, match=r"there is no config tiny_orc\. Did you mean tiny_ocr\?"):
+    with pytest.raises(ValueError, match=r"there is no config tiny_orc\. Did you mean tiny_ocr\? Bundled ones: "):
         FlowGRPOConfig.from_yaml("tiny_orc")
+    with pytest.raises(ValueError, match=r"there is no file tiny_orc\.yaml\. Did you mean tiny_ocr\?"):
+        FlowGRPOConfig.from_yaml("tiny_orc.yaml")
+    with pytest.raises(
+        ValueError, match=r"there is no file .*/mine\.yaml\. `flow-grpo init .*/mine\.yaml` writes a new config\.$"
+    ):
+        FlowGRPOConfig.from_yaml(tmp_path / "mine.yaml")
+    (tmp_path / "mien.yaml").write_text("steps: 1")
+    with pytest.raises(ValueError, match=r"Did you mean .*/mien\.yaml\?"):
+        FlowGRPOConfig.from_yaml(tmp_path / "mine.yaml")
+    with pytest.raises(ValueError, match=r"is a folder and no config: give a config in it, .*/mien\.yaml\."):
+        FlowGRPOConfig.from_yaml(tmp_path)
     (tmp_path / "bad.yaml").write_text("steps: [1,")
     with pytest.raises(ValueError, match="not valid YAML"):
         FlowGRPOConfig.from_yaml(tmp_path / "bad.yaml")

@@ -1,6 +1,7 @@
 """`rewards list | info | test`: what people see of a reward before they train on it."""
 
 import re
+import time
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ from support.paths import ROOT, SAMPLE_REWARDS
 
 import rewards
 from flow_grpo.data.grid import ImageInfo, read_grid, save_grid
-from flow_grpo.doctor.reward_probe import ORIGINAL, histogram, measure, perturbed, save_ranked
+from flow_grpo.doctor.reward_probe import ORIGINAL, measure, perturbed
 from flow_grpo.evaluation.group_dependence import RewardInputs
 from flow_grpo.tiny import pretrain, world
 
@@ -86,19 +87,18 @@ def test_what_is_found_of_a_reward(signs):
     assert not measure("mine", lambda: random, signs).deterministic
 
 
-def test_a_histogram_counts_all():
-    bins = histogram(torch.tensor([0.0, 0.05, 0.5, 1.0]))
-    assert sum(count for *_, count in bins) == 4
-    assert (bins[0][2], bins[-1][2], bins[0][0], bins[-1][1]) == (2, 1, 0, 1)
-    assert histogram(torch.tensor([2.0, 2.0])) == [(2, 2, 2)]
+def test_a_batch_is_timed_on_images_that_the_reward_has_not_seen(signs):
+    """A reward that keeps its values of an image would else take no time at all."""
+    known, seconds = {}, 0.05
 
+    def keeps(images, prompts):
+        key = images.numpy().tobytes()
+        if key not in known:
+            time.sleep(seconds)
+            known[key] = images.mean((1, 2, 3))
+        return known[key]
 
-def test_the_grid_is_sorted_by_score(signs, tmp_path):
-    values = torch.tensor([0.1, 0.4, 0.3, 0.2])
-    save_ranked(tmp_path / "sheet.png", "mine", signs, list("abcd"), values)
-    images, cells = read_grid(tmp_path / "sheet.png")
-    assert [cell.model for cell in cells] == ["b", "c", "d", "a"]
-    assert torch.allclose(images, signs.images[[1, 2, 3, 0]], atol=1 / 255)
+    assert measure("mine", lambda: keeps, signs).seconds_per_batch >= seconds
 
 
 def test_the_verb_on_a_grid_and_on_a_folder_with_metadata(signs, tmp_path):
@@ -132,5 +132,6 @@ def test_the_verb_on_a_grid_and_on_a_folder_with_metadata(signs, tmp_path):
     )
     assert "warning: an image's value depends on the other images of its prompt" in " ".join(output.split())
     output = run("rewards", "test", own, "--images", "folder", "--prompts", "prompts.jsonl", "--out", "x.png", cwd=tmp_path)
+    assert "reads the prompt: no" not in output, "the metadata is another one with a wrong prompt"
     assert re.search(r"original\W+3\.5000\W+0\.5000\W+3\.0000\W+4\.0000", output), output
     assert read_grid(tmp_path / "x.png")[1][0].prompt == "[b]", "the higher score comes first"

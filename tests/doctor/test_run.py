@@ -68,6 +68,12 @@ def test_stages_with_offline_images_final_latents_and_a_critic_skip_what_does_no
     assert {"a step of stage 1", "a step of stage 3", "the run"} <= names["cost"].keys()
 
 
+def test_the_conclusion_says_what_is_possible_only_if_no_check_failed():
+    fine, broken = CheckResult("a", "1", OK), CheckResult("b", "2", ERROR)
+    assert conclusion([fine], "the pipeline can be trained") == "No check failed, 0 warnings: the pipeline can be trained."
+    assert "can be trained" not in conclusion([fine, broken], "the pipeline can be trained")
+
+
 @pytest.mark.parametrize("reward", [raises, nan])
 def test_a_broken_reward_ends_the_checks_with_its_name(tmp_path, reward):
     name = f"{SAMPLE_REWARDS}:{reward.__name__}"

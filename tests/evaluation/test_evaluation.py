@@ -370,7 +370,7 @@ def test_a_place_that_cant_be_written_is_reported_before_anything_is_measured(sh
 
 
 def test_a_setting_may_be_longer_than_a_files_name():
-    with pytest.raises(ValueError, match=r"tiny_ocr\.yaml: .*evaluation"):
+    with pytest.raises(ValueError, match=r"on the command line: .*evaluation"):
         eval_command([f"evaluation.prompt={'x' * 5000}"])
 
 

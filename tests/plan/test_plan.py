@@ -294,8 +294,9 @@ def test_an_unknown_gpu_is_refused_in_a_clear_error_unless_its_memory_is_given()
         Hardware.from_name("Voodoo")
     with pytest.raises(ValueError, match=r"no GPU RTX 4090 Laptop in the list. Did you mean RTX 4090\?"):
         Hardware.from_name("RTX 4090 Laptop")
-    with pytest.raises(ValueError, match="no GPU 100 "):
-        Hardware.from_name("100")
+    with pytest.raises(ValueError, match=r"no GPU 100 in the list\. If it is the memory in GB, write 100GB\."):
+        Hardware.from_name("100")  # not the A100 or the H100
+    assert Hardware.from_name("100GB").memory == 100 * GB
     given = Hardware.from_name("Voodoo", 30.0)
     assert given.memory == 30 * GB
     assert given.peak_flops == 210e12, "of those with the nearest memory"

@@ -1,5 +1,8 @@
 """Every reward on pictures with a known answer, and the ways a reward can fail."""
 
+import re
+from pathlib import Path
+
 import numpy as np
 import onnxruntime
 import pytest
@@ -249,6 +252,84 @@ def test_a_reward_that_is_not_there_gets_a_clear_error(name, options, words):
         return
     with pytest.raises(ValueError, match=words):
         rewards.load(name, **options)
+
+
+OWN = """
+raise_when_run = 1 / 0
+
+def dark(images, prompts):
+    return -images.mean((1, 2, 3))
+
+class Bright: ...
+
+def _hidden(): ...
+"""
+
+
+@pytest.mark.parametrize(
+    ("name", "sentence"),
+    [
+        ("own.py", "own.py names a file without a function: write own.py:dark; the file has dark, Bright."),
+        ("hidden.py", "hidden.py names a file without a function: write hidden.py:FUNCTION."),
+        ("no_python.py", "write no_python.py:FUNCTION."),
+        ("nowhere.py", "there is no reward file nowhere.py."),
+        ("own:dark", "there is no module own; for the file own.py write own.py:dark."),
+        ("sub.own:dark", "for the file sub/own.py write sub/own.py:dark."),
+        ("sub.other:dark", "could not be imported: ModuleNotFoundError"),
+        ("fine.py:drak", "reward fine.py:drak: fine.py has no drak. Did you mean dark?"),
+        ("fine.py:zzz", "reward fine.py:zzz: fine.py has no zzz."),
+        ("fine.py:images_only", "fine.py:images_only takes (images), but it must take (images, prompts, **metadata)."),
+    ],
+)
+def test_a_file_that_is_named_by_halves_gets_the_name_to_write(tmp_path, monkeypatch, name, sentence):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "sub").mkdir()
+    for file in ("own.py", "sub/own.py"):
+        Path(file).write_text(OWN)
+    Path("hidden.py").write_text("def _hidden(): ...")
+    Path("no_python.py").write_bytes(b"\xff\x00 1 +")
+    Path("fine.py").write_text("def dark(images, prompts): ...\n\ndef images_only(images): ...\n")
+    with pytest.raises(ValueError, match=re.escape(sentence)):
+        rewards.load(name)
+
+
+class NeedsWord:
+    def __call__(self, images, prompts, word, size=1, **metadata):
+        return [1.0] * len(prompts)
+
+
+class WithoutPrompts:
+    def __call__(self, images):
+        return images.mean((1, 2, 3))
+
+
+@pytest.mark.parametrize(
+    ("reward", "sentence"),
+    [
+        (lambda images, prompts: None, "returned None for 2 images; it must return one number each: is a `return` missing?"),
+        (lambda images, prompts: "high", "returned text for 2 images; it must return one number each."),
+        (lambda images, prompts: ["1", "2"], "returned a list with text in it for 2 images; it must return one number each."),
+        (lambda images, prompts: [1.0, None], "returned a list with None in it for 2 images; it must return one number each."),
+        (lambda images, prompts: images.mean(), "average over the pixels, as images.mean((1, 2, 3)) does, and not over the batch."),
+        (lambda images, prompts: images.mean(1), "returned shape (2, 4, 4) for 2 images; it must return one number each."),
+        (lambda images: images, "mine takes (images), but it must take (images, prompts, **metadata)."),
+        (WithoutPrompts(), "mine takes (images), but it must take (images, prompts, **metadata)."),
+        (NeedsWord(), "needs word, but the prompts have no column word: give a file of prompts with this column, or a value "
+         "among the reward's options."),
+        (lambda images, prompts, *, word: [1.0, 1.0], "needs word, but the prompts have no column word: give a file of "
+         "prompts with this column, or a value among the reward's options."),
+    ],
+)  # fmt: skip
+def test_what_is_wrong_with_a_users_reward_is_said_in_one_sentence(reward, sentence):
+    with pytest.raises(ValueError, match=f"^reward mine .*{re.escape(sentence.removeprefix('mine '))}$"):
+        rewards.score("mine", reward, torch.zeros(2, 3, 4, 4), ["a", "b"], other=[1, 2])
+
+
+@pytest.mark.parametrize(
+    "reward", [NeedsWord(), lambda images, prompts, word: [1.0, 1.0], lambda *inputs, **more: [1.0, 1.0]]
+)
+def test_a_reward_that_has_all_it_needs_is_called(reward):
+    assert rewards.score("mine", reward, torch.zeros(2, 3, 4, 4), ["a", "b"], word=["c", "d"]).tolist() == [1, 1]
 
 
 def test_a_reward_is_called_by_its_function_in_the_metrics():

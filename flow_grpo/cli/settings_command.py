@@ -1,0 +1,30 @@
+"""A command whose settings are `key=value` words: an option that is a setting gets the word to write."""
+
+from typing import Any
+
+from typer.core import TyperCommand
+
+
+class SettingsCommand(TyperCommand):
+    """A typer command with overrides among its arguments."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Parse the words. ValueError for `--steps 3`, which is written steps=3."""
+        options = {name for parameter in self.params for name in (*parameter.opts, *parameter.secondary_opts)}
+        for place, word in enumerate(args):
+            option, equals, value = word.partition("=")
+            if word == "--":
+                break
+            if option.startswith("--") and option not in (*options, "--help") and (path := _setting(option)):
+                following = next((one for one in args[place + 1 : place + 2] if not one.startswith("--")), "VALUE")
+                raise ValueError(f"{option} is a setting and no option: write {path}={value if equals else following}.")
+        return super().parse_args(ctx, args)
+
+
+def _setting(option: str) -> str | None:
+    """The dotted path of the setting that an option names, if there is one."""
+    from flow_grpo.config import FlowGRPOConfig
+    from flow_grpo.config.errors import setting_paths
+
+    *_, word = option.removeprefix("--").replace("-", "_").split(".")
+    return next(iter(setting_paths(FlowGRPOConfig, word)), None)
