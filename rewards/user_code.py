@@ -31,19 +31,20 @@ LIBRARIES = {"site-packages", "dist-packages"}  # files in such folders are not 
 OWN_PACKAGES = {"rewards", "flow_grpo"}
 
 
-def _default_device() -> torch.device:
+def _set_default_device(device: torch.device) -> None:
+    torch.set_default_device(None if device.type == "cpu" else device)
     try:
-        return torch.get_default_device()
-    except AttributeError:  # torch 2.6 once it was set back to None
-        return torch.device("cpu")
+        torch.get_default_device()
+    except AttributeError:  # torch 2.6 has no default device any more after None
+        torch.set_default_device(device)
 
 
 # global settings of a process: getter and setter
 SETTINGS: dict[str, tuple[Callable[[], Any], Callable[[Any], object]]] = {
     "torch's default dtype": (torch.get_default_dtype, torch.set_default_dtype),
     "torch's default device": (
-        _default_device,
-        lambda device: torch.set_default_device(None if device.type == "cpu" else device),
+        torch.get_default_device,
+        _set_default_device,
     ),
     "torch's number of threads": (torch.get_num_threads, torch.set_num_threads),
     "torch's grad mode": (torch.is_grad_enabled, torch.set_grad_enabled),
