@@ -7,7 +7,7 @@ from flow_grpo.config.sections import PromptSetConfig
 from flow_grpo.data import prompt_overlap
 from flow_grpo.data.prompt_mixture import load_run_prompts
 from flow_grpo.data.prompts import PromptSet
-from flow_grpo.doctor.dry_run_model import check_model
+from flow_grpo.doctor.dry_run_model import check_model, cost_lines
 from flow_grpo.doctor.dry_run_rewards import check_rewards
 from flow_grpo.doctor.result import DryRunReport
 from flow_grpo.run_folder.opening import check_begun
@@ -31,8 +31,10 @@ def dry_run(args: FlowGRPOConfig, num_processes: int = 1, resume: bool = False) 
     early_checks.check_writable(folder)
     early_checks.check_settings(args, num_processes)
     prompts = _check_prompts(args, num_processes, report)
-    image_shape = check_model(args, num_processes, report, estimate=prompts is not None)
-    check_rewards(args, prompts, image_shape, report)
+    estimator = check_model(args, num_processes, report, estimate=prompts is not None)
+    check_rewards(args, prompts, None if estimator is None else estimator.trace.image_shape, report)
+    if estimator is not None:  # after what may fail, as it takes seconds
+        report.notes += cost_lines(estimator, args, num_processes)
     _check_begun(folder, resume, report)
     return report.lines()
 

@@ -18,8 +18,8 @@ from flow_grpo.training.early_checks import check_frames
 from rewards.downloads import is_missing_download
 
 
-def check_model(args: FlowGRPOConfig, num_processes: int, report: DryRunReport, estimate: bool) -> torch.Size | None:
-    """Check the model's files and, if `estimate`, what a step costs; return the shape of its images, (3, H, W), or videos, (F, 3, H, W).
+def check_model(args: FlowGRPOConfig, num_processes: int, report: DryRunReport, estimate: bool) -> StepEstimator | None:
+    """Check the model's files and, if `estimate`, its code; return what estimates a step.
 
     None for a model whose code can't be traced, or whose configs are not downloaded.
     """
@@ -43,8 +43,7 @@ def check_model(args: FlowGRPOConfig, num_processes: int, report: DryRunReport, 
         return None
     if not Path(source).is_dir() and not _is_cached(estimator):
         report.missing.append(f"the weights of {args.model}")
-    report.notes += _cost(estimator, args, Hardware.of_this_machine(usable_device(args.device), count=num_processes))
-    return estimator.trace.image_shape
+    return estimator
 
 
 def _is_cached(estimator: StepEstimator) -> bool:
@@ -55,8 +54,9 @@ def _is_cached(estimator: StepEstimator) -> bool:
     return True
 
 
-def _cost(estimator: StepEstimator, args: FlowGRPOConfig, hardware: Hardware) -> list[str]:
-    """What a step costs on this machine, and warnings about it."""
+def cost_lines(estimator: StepEstimator, args: FlowGRPOConfig, num_processes: int) -> list[str]:
+    """What a step costs on this machine, which is measured, and warnings about it."""
+    hardware = Hardware.of_this_machine(usable_device(args.device), count=num_processes)
     estimate, rates = estimator.estimate(args.microbatch), rates_of(estimator, hardware, args.microbatch)
     seconds = estimate.seconds(rates[estimator.dtype]) / hardware.count
     images, (height, width) = args.prompts_per_step * args.images_per_prompt, estimator.image_size
