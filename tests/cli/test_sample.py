@@ -1,5 +1,6 @@
 """`flow-grpo sample`: its prompts and the images that it writes."""
 
+from support.cli_process import run
 from support.embedded import PROMPTS
 
 from flow_grpo.cli.sample import _read_prompts, sample
@@ -30,3 +31,11 @@ def test_images_are_written_a_few_at_a_time_and_no_grid_that_nobody_could_read(t
     sample(prompts, config=config, seeds=3, steps=1, out=tmp_path / "none")
     assert len(list((tmp_path / "none").glob("*.png"))) == 6
     assert not (tmp_path / "none" / "grid.png").exists()
+
+
+def test_a_size_that_the_model_can_not_draw_leaves_no_empty_folder(tmp_path):
+    (tmp_path / "old").mkdir()
+    for out in ("new", "old"):
+        said = " ".join(run("sample", PROMPTS[0], "--height", "33", "--out", out, cwd=tmp_path, code=2).split())
+        assert "33 and 80. You can use height 32" in said
+    assert [path.name for path in tmp_path.iterdir()] == ["old"]
