@@ -72,7 +72,8 @@ def short_name(name: str) -> str:
 
 def first_line(error: Exception) -> str:
     """The first line of an error's message, or its class if it has none."""
-    return next(iter(str(error).strip().splitlines()), type(error).__name__)
+    line = next(iter(str(error).strip().splitlines()), type(error).__name__)
+    return re.sub(r"(?<=\d)\.(?=[A-Z])", ". ", line)  # diffusers leaves out the space between some of its sentences
 
 
 # -- untrusted text ---------------------------------------------------------------------------------------------------

@@ -59,3 +59,9 @@ def test_numbers_as_people_write_them():
     assert text.counted(3, "process") == "3 processes"
     assert text.duration(3 * 3600 + 125) == "3 h 2 min"
     assert text.duration(3599.8) == "1 h 0 min"
+
+
+def test_the_first_line_of_an_error_has_a_space_between_its_sentences():
+    assert text.first_line(ValueError("33 and 80.You can use 32.\nmore")) == "33 and 80. You can use 32."
+    assert text.first_line(ValueError("0.5 of torch.Tensor")) == "0.5 of torch.Tensor"
+    assert text.first_line(KeyError()) == "KeyError"

@@ -2,6 +2,8 @@
 
 import os
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -109,6 +111,20 @@ def prepare_folder(folder: Path, option: str = "--out") -> None:
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or error
         raise ValueError(f"nothing can be written to {folder} ({reason}): give another place by {option}.") from error
+
+
+@contextmanager
+def new_folder(folder: Path) -> Iterator[None]:
+    """Create the folder as `prepare_folder` does; if the work in this context fails, a new and empty one is removed again."""
+    is_new = not os.path.exists(folder)  # which answers for a name that is too long, too
+    prepare_folder(folder)
+    try:
+        yield
+    except BaseException:
+        if is_new:
+            with suppress(OSError):  # it has files
+                folder.rmdir()
+        raise
 
 
 def prepare_file(file: Path, option: str = "--out") -> None:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from flow_grpo.cli.console import say, without_library_messages
-from flow_grpo.cli.options import Trust, config_for_weights, prepare_folder
+from flow_grpo.cli.options import Trust, config_for_weights, new_folder
 from flow_grpo.text import counted
 
 if TYPE_CHECKING:
@@ -81,15 +81,15 @@ def sample(
     texts = _read_prompts(prompts, image or [])
     args = config_for_weights(config, model, lora, trust)
     model = model or args.model
-    prepare_folder(out)
     settings = {"guidance": guidance, "height": height, "width": width}
-    policy = _load_policy(args, model, lora, settings, next(iter(images_of(texts[0])), None))
     name = model if lora is None else f"{model} + {lora}"
     cells = [ImageInfo(prompt, first_seed + n, name) for prompt in texts for n in range(seeds)]
     columns = seeds if len(texts) > 1 else min(seeds, 8)
-    has_grid = _generate(
-        policy, cells, steps=steps or args.evaluation.steps, microbatch=args.microbatch, columns=columns, folder=out
-    )
+    with new_folder(out):
+        policy = _load_policy(args, model, lora, settings, next(iter(images_of(texts[0])), None))
+        has_grid = _generate(
+            policy, cells, steps=steps or args.evaluation.steps, microbatch=args.microbatch, columns=columns, folder=out
+        )
     where = out / GRID if has_grid else f"{out}, without a {GRID}, which would be too large"
     say(f"{counted(len(cells), 'video' if policy.makes_videos else 'image')}: {where}")
 

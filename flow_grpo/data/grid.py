@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from PIL import Image, ImageDraw, ImageFont, ImageOps
+from PIL import Image, ImageDraw, ImageFont, ImageOps, UnidentifiedImageError
 from PIL.PngImagePlugin import PngInfo
 from torch import Tensor
 
@@ -167,8 +167,13 @@ def open_image(path: Path) -> Image.Image:
         raise ValueError(
             f"the image {path} has more than {MAX_PIXELS // 1_000_000} million pixels: make it smaller."
         ) from error
+    except UnidentifiedImageError as error:
+        raise ValueError(f"{path} is not an image: give a PNG, JPEG or WebP file.") from error
     except (OSError, ValueError, SyntaxError) as error:
-        raise ValueError(f"the image {path} could not be read: {' '.join(str(error).split()).rstrip('.')}.") from error
+        is_damaged = isinstance(error, SyntaxError) or (isinstance(error, OSError) and error.errno is None)
+        advice = " Replace or remove it." if is_damaged else ""
+        reason = " ".join(str(error).split()).rstrip(".")
+        raise ValueError(f"the image {path} could not be read: {reason}.{advice}") from error
     image.info = info
     return image
 

@@ -8,6 +8,7 @@ from huggingface_hub import HfApi, try_to_load_from_cache
 from huggingface_hub.errors import EntryNotFoundError
 
 from flow_grpo.run_folder import layout
+from flow_grpo.text import suggest
 from rewards.downloads import HubUnreachable, downloads, hub_file
 
 TINY = Path(__file__).parent.parent / "tiny"
@@ -126,7 +127,12 @@ def resolve_lora(path: str | Path) -> tuple[str, str | None]:
     if not folder.exists() and looks_like_hub_id(str(path)):
         return str(path), None
     if not folder.exists():
-        raise ValueError(f"there is no LoRA at {path}: give a folder with {WEIGHTS}, or that file.")
+        siblings = {
+            place.name: str(place) for place in folder.parent.glob("*") if place.is_dir() or place.suffix == ".safetensors"
+        }
+        raise ValueError(
+            f"there is no LoRA at {path}.{suggest(folder.name, siblings)} Give a folder with {WEIGHTS}, or that file."
+        )
     if (folder / INDEX).is_file():
         raise ValueError(f"{folder} is a whole model, not a LoRA: give it as --model.")
     for place in (folder, folder / layout.LORA, folder / layout.TRANSFORMER):

@@ -18,7 +18,7 @@ from flow_grpo.policy.lora import TRAINED, Lora
 from flow_grpo.policy.memory import compile_blocks, repeated_blocks
 from flow_grpo.policy.pipeline import FlowPipeline
 from flow_grpo.policy.step_meter import StepMeter
-from flow_grpo.policy.weight_checks import check_shapes, check_weights
+from flow_grpo.policy.weight_checks import check_shapes, check_weights, damaged_file
 from flow_grpo.text import first_line
 
 
@@ -121,7 +121,9 @@ class Policy(FlowPipeline):
             else:
                 self.lora.load(source, file)
         except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
-            raise ValueError(f"the LoRA {path} could not be loaded: {first_line(error)}") from error
+            damaged = damaged_file(Path(source), file)
+            reason = f"{damaged} is damaged or no .safetensors file: copy it again." if damaged else first_line(error)
+            raise ValueError(f"the LoRA {path} could not be loaded: {reason}") from error
         try:
             kind = "transformer" if is_full else "LoRA"
             check_weights(self.trainable_parameters(), f"the {kind} {path}")

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from pathlib import Path
 
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file
 from torch import Tensor
 
@@ -30,6 +30,19 @@ def check_file(file: Path) -> None:
     except (OSError, ValueError, SafetensorError) as error:
         raise ValueError(f"{file} could not be read: {' '.join(str(error).split())}") from error
     check_weights(weights, str(file))
+
+
+def damaged_file(folder: Path, name: str | None = None) -> Path | None:
+    """The first .safetensors file of a folder, or the one with this name, that is damaged or holds something else."""
+    for file in [folder / name] if name else sorted(folder.glob("*.safetensors")):
+        if file.suffix != ".safetensors":
+            continue
+        try:
+            with safe_open(file, "pt"):
+                pass
+        except (OSError, SafetensorError):
+            return file
+    return None
 
 
 def check_shapes(state: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> None:

@@ -40,8 +40,12 @@ def test_the_version_is_the_packages(tmp_path):
         (["train", "short.yaml", "device=warp", "output_dir=runs/x"], "device=warp can't be used here"),
         (["train", "short.yaml", "output_dir=short.yaml"], "short.yaml"),
         (["sample", CAT, "--lora", "./missing"], "there is no LoRA at"),
+        (
+            ["sample", CAT, "--lora", "runs/shorrt"],
+            "there is no LoRA at runs/shorrt. Did you mean runs/short? Give a folder",
+        ),
         (["score", "missing.png"], "there is no image or folder"),
-        (["score", "short.yaml"], "could not be read"),
+        (["score", "short.yaml"], "short.yaml is not an image: give a PNG, JPEG or WebP file."),
         (["eval", "runs"], "not a run folder"),
         (["compare", "short.yaml", "--budget", "soon"], "--budget soon is none of 120s, 20m or images=5000"),
         (

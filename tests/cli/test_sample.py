@@ -2,6 +2,7 @@
 
 import torch
 from PIL import Image
+from support.cli_process import run
 from support.embedded import PROMPTS
 
 from flow_grpo.cli.sample import _images_of_grid, _read_prompts, sample
@@ -58,3 +59,11 @@ def test_the_videos_of_the_former_grid_are_known_by_their_names(tmp_path):
     save_grid(tmp_path / "grid.png", torch.rand(2, 2, 3, 8, 8), cells, columns=2)
     (tmp_path / "0005_seed5.webp").write_bytes((tmp_path / "0000_seed3.webp").read_bytes())
     assert [file.name for file in _images_of_grid(tmp_path)] == ["0000_seed3.webp", "0001_seed4.webp"]
+
+
+def test_a_size_that_the_model_can_not_draw_leaves_no_empty_folder(tmp_path):
+    (tmp_path / "old").mkdir()
+    for out in ("new", "old"):
+        said = " ".join(run("sample", PROMPTS[0], "--height", "33", "--out", out, cwd=tmp_path, code=2).split())
+        assert "33 and 80. You can use height 32" in said
+    assert [path.name for path in tmp_path.iterdir()] == ["old"]

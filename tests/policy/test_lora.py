@@ -170,10 +170,21 @@ def test_a_lora_is_loaded_by_its_folder_or_its_file(policy, by_pipeline, name, t
 
 def test_a_damaged_lora_is_a_clear_error(tmp_path):
     (tmp_path / WEIGHTS).write_bytes(b"no weights")
-    with pytest.raises(ValueError, match=r"the LoRA .* could not be loaded"):
-        tiny_policy().load_lora(tmp_path)
+    for place in (tmp_path, tmp_path / WEIGHTS):
+        with pytest.raises(
+            ValueError, match=rf"the LoRA .* could not be loaded: .*{WEIGHTS} is damaged or no \.safetensors file"
+        ):
+            tiny_policy().load_lora(place)
+    (tmp_path / "words.txt").write_bytes(b"no weights")
+    with pytest.raises(ValueError, match=r"could not be loaded: (?!.*is damaged)"):
+        tiny_policy().load_lora(tmp_path / "words.txt")
     with pytest.raises(ValueError, match="there is no LoRA at"):
         tiny_policy().load_lora("./missing")
+    (tmp_path / "runs" / "tiny_ocr").mkdir(parents=True)
+    with pytest.raises(
+        ValueError, match=r"there is no LoRA at .*/runs/tiny_ocrr\. Did you mean .*/runs/tiny_ocr\? Give a folder"
+    ):
+        tiny_policy().load_lora(tmp_path / "runs" / "tiny_ocrr")
 
 
 def test_a_copy_of_the_adapter_follows_slowly_and_takes_no_gradient(policy):
