@@ -35,8 +35,10 @@ def _set_default_device(device: torch.device) -> None:
     torch.set_default_device(None if device.type == "cpu" else device)
     try:
         torch.get_default_device()
-    except AttributeError:  # torch 2.6 has no default device any more after None
-        torch.set_default_device(device)
+    except (
+        AttributeError
+    ):  # torch 2.6 can't tell its default device any more after None, unless it is as before the first call
+        del torch._GLOBAL_DEVICE_CONTEXT.device_context
 
 
 # global settings of a process: getter and setter
