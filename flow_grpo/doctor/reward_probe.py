@@ -26,6 +26,8 @@ from rewards.groups import IMAGE, rows_by_group, scope_of, signature, with_attri
 
 NUM_TIMED = 5  # images that `measure` scores one by one
 NUM_REPEATED = 32  # images that `probe` scores several times
+SATURATED = 0.9  # share of the images with the highest, or lowest, value
+SAME = 1e-5  # share of the standard deviation over all images that is rounding
 ORIGINAL, BLURRED, NOISY, WRONG_PROMPT = "original", "blurred", "noisy", "wrong prompt"
 
 

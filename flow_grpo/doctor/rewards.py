@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from flow_grpo.doctor.result import ERROR, OK, WARNING, CheckResult, Status
-from flow_grpo.doctor.reward_probe import RewardCall, RewardProbe, call_once, probe
+from flow_grpo.doctor.reward_probe import SAME, SATURATED, RewardCall, RewardProbe, call_once, probe
 from flow_grpo.evaluation.group_dependence import GROUP_DEPENDENT, RewardInputs
 from rewards import WeightedSum
 
@@ -164,10 +164,10 @@ def values(name: str, scores: Tensor, drops: bool, if_constant: Status) -> Check
         message = "all are equal: return a number that differs between images; if it is clamped, widen its range."
         return CheckResult(check, f"{low:.3g}", if_constant, "all are equal" if if_constant == OK else message)
     value, at_high, at_low = f"{low:.3g} to {high:.3g}", (scores == high).float().mean(), (scores == low).float().mean()
-    if if_constant != OK and at_high >= 0.9:
+    if if_constant != OK and at_high >= SATURATED:
         message = f"{at_high:.0%} have the highest: use harder prompts or a stricter reward, or raise its cap."
         return CheckResult(check, value, WARNING, message)
-    if if_constant != OK and at_low >= 0.9:
+    if if_constant != OK and at_low >= SATURATED:
         message = (
             f"{at_low:.0%} have the lowest: use easier prompts or a milder reward, or fine-tune the model first (`stages`)."
         )
@@ -180,7 +180,7 @@ def group_std(name: str, groups: Tensor) -> CheckResult:
     check, within, overall = f"{name}: std within groups", groups.std(1, correction=0).mean(), groups.std(correction=0)
     if within > MIN_WITHIN_SHARE * overall:
         return CheckResult(check, f"{within:.2g}", OK, f"of {overall:.2g} over all images")
-    if within > 1e-5 * overall:
+    if within > SAME * overall:
         message = (
             f"only {within / overall:.1%} of the {overall:.2g} over all images: it rates the prompt rather than the image."
         )

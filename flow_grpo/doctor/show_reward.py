@@ -10,13 +10,11 @@ from rich.table import Table
 from torch import Tensor
 
 from flow_grpo.data.grid import ImageInfo, save_grid
-from flow_grpo.doctor.reward_probe import ORIGINAL, WRONG_PROMPT, RewardStats
+from flow_grpo.doctor.reward_probe import ORIGINAL, SAME, SATURATED, WRONG_PROMPT, RewardStats
 from flow_grpo.evaluation.group_dependence import GROUP_DEPENDENT, RewardInputs
 from rewards.groups import rows_by_group
 
 NUM_BINS, BAR_WIDTH = 10, 32  # of the histogram
-SATURATED = 0.9  # share of the images with the highest, or lowest, value
-SAME = 1e-5  # share of the standard deviation over all images that is rounding
 
 
 def show(console: Console, title: str, stats: RewardStats) -> None:
