@@ -12,9 +12,9 @@ from flow_grpo.report import page
 from flow_grpo.tracking.tracker import Tracker
 from flow_grpo.training.callbacks import CallbackList
 from flow_grpo.training.interrupt import Interrupted, handle_signals
-from flow_grpo.training.setup import Prompts, build_run
+from flow_grpo.training.setup import Prompts, build_run, run_headline
 from flow_grpo.training.stages import Stage
-from flow_grpo.training.state import RunState, run_headline
+from flow_grpo.training.state import RunState
 from flow_grpo.types import Evaluation
 
 

@@ -11,17 +11,20 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from support import small_policy as small
+from support.embedded import short_run
 from support.run_contents import MEASURED
 
 from flow_grpo import sampling
 from flow_grpo.advantages import group_advantages
 from flow_grpo.data.grid import ImageInfo, read_grid, save_image
 from flow_grpo.evaluation.generate import generate_images, image_seed
+from flow_grpo.policy import devices
 from flow_grpo.policy.step_meter import PHASES
 from flow_grpo.run_folder import checkpoint
 from flow_grpo.tiny import architecture
 from flow_grpo.tracking.tracker import read_metrics
 from flow_grpo.trainer import FlowGRPOTrainer
+from flow_grpo.training import run_policy
 from flow_grpo.training.gates import DisagreementGate
 from flow_grpo.training.interrupt import Interrupted
 from flow_grpo.training.stages import Stage
@@ -842,6 +845,23 @@ def test_settings_that_may_change_are_written_anew(tmp_path):
     (tmp_path / "run" / "config.yaml").unlink()
     made(tmp_path / "run", steps=2, save_every=7).train(resume=True)
     assert (tmp_path / "run" / "config.yaml").exists()
+
+
+def test_a_run_goes_on_in_the_dtype_in_which_it_began(tmp_path, monkeypatch, capsys):
+    def run(steps, resume):
+        trainer = FlowGRPOTrainer(args=short_run(tmp_path / "run", "dtype=auto", f"steps={steps}"))
+        trainer.train(resume=resume)
+        return trainer.policy.dtype
+
+    monkeypatch.setattr(devices, "bf16_speedup", lambda: 4.0)
+    monkeypatch.setattr(run_policy, "bf16_speedup", lambda: 4.0)
+    assert run(1, resume=False) == torch.bfloat16
+    output = " ".join(capsys.readouterr().out.split())
+    assert "tiny on cpu in bfloat16 (4.0 times as fast as float32 at a layer here): 1 step" in output
+    monkeypatch.setattr(devices, "bf16_speedup", lambda: 0.5)
+    assert run(2, resume=True) == torch.bfloat16, "another machine"
+    (tmp_path / "run" / "machine.json").write_text('{"dtype": "float12"}')
+    assert run(3, resume=True) == torch.float32
 
 
 def test_a_run_says_what_it_trains_where(tmp_path, capsys):

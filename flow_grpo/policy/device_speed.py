@@ -1,18 +1,30 @@
-"""The speed of a device in matrix products, against which a run's own speed is measured."""
+"""How fast a device is: in matrix products, against which a run's own speed is measured, and in which dtype."""
 
 import functools
 import json
+import platform
 import time
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
 import torch
+from torch import nn
 
 from flow_grpo.files import WriteError, write_atomic
-from flow_grpo.policy.devices import device_name
 
-CACHE = Path("~/.cache/flow-grpo/matmul_speed.json")
+CACHE = Path("~/.cache/flow-grpo/device_speed.json")
+ROUNDS = 5
+
+
+def device_name(device: torch.device) -> str:
+    """The name of a GPU, or of the CPU if the system tells it."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text().splitlines() if info.exists() else []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.processor() or platform.machine()
 
 
 def matmul_speed(device: torch.device, dtype: torch.dtype, seconds: float = 0.5) -> float:
@@ -45,15 +57,64 @@ def matmul_peak(device: torch.device, dtype: torch.dtype) -> float:
     """
     threads = "" if device.type == "cuda" else f" with {torch.get_num_threads()} threads"
     key = f"{device_name(device)}{threads}, {str(dtype).removeprefix('torch.')}, torch {torch.__version__}"
-    file = CACHE.expanduser()
-    try:
-        known = {str(name): float(speed) for name, speed in json.loads(file.read_text(encoding="utf-8")).items()}
-    except (OSError, ValueError, AttributeError, TypeError):  # none yet, or damaged: it is measured anew
-        known = {}
+    known = _measured().get(key, 0.0)
     # `randn` must not move the run's random numbers
     with torch.random.fork_rng([device] if device.type == "cuda" else []):
-        speed = max(known.get(key, 0.0), matmul_speed(device, dtype, 0.2))
-    if speed > known.get(key, 0.0):
-        with suppress(OSError, WriteError):  # a home folder that can't be written
-            write_atomic(file, json.dumps({**known, key: speed}, indent=1))
+        speed = max(known, matmul_speed(device, dtype, 0.2))
+    if speed > known:
+        _keep(key, speed)
     return speed
+
+
+@functools.cache
+def bf16_speedup() -> float:
+    """How many times as fast this CPU is in bf16 as in fp32, at a transformer's layer forwards and backwards; 0 if it has no bf16.
+
+    It depends on the CPU: with AVX-512 bf16 one was four times as fast and another half as fast (docs/log.md). It is measured once on
+    a machine and kept in `CACHE`, so that every run there takes the same dtype.
+    """
+    if not (torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported()):
+        return 0.0  # without the instructions, a layer would take a hundred times as long
+    key = f"{device_name(torch.device('cpu'))}, bfloat16 to float32, torch {torch.__version__}"
+    known = _measured()
+    if key not in known:
+        known[key] = _measure_bf16_speedup()
+        _keep(key, known[key])
+    return known[key]
+
+
+def _measure_bf16_speedup() -> float:
+    seconds: dict[torch.dtype, list[float]] = {torch.float32: [], torch.bfloat16: []}
+    with torch.random.fork_rng([]):
+        works = {dtype: _layer(dtype) for dtype in seconds}
+    for _ in range(ROUNDS):  # in turns, since another program may come and go
+        for dtype, work in works.items():
+            seconds[dtype].append(fastest(work, torch.device("cpu"), 0.0))
+    return min(seconds[torch.float32]) / min(seconds[torch.bfloat16])
+
+
+def _layer(dtype: torch.dtype) -> Callable[[], None]:
+    """A forward and backward pass of a transformer's feed-forward layer with weights in that dtype."""
+    layer = nn.Sequential(nn.LayerNorm(256), nn.Linear(256, 1024), nn.GELU(), nn.Linear(1024, 256)).to("cpu", dtype)
+    x = torch.randn(1024, 256, device="cpu", dtype=dtype, requires_grad=True)
+
+    def work() -> None:
+        with torch.enable_grad(), torch.autocast("cpu", torch.bfloat16, enabled=dtype == torch.bfloat16):
+            loss = layer(x).square().sum()
+        loss.backward()
+
+    return work
+
+
+def _measured() -> dict[str, float]:
+    """What this machine's runs have measured."""
+    try:
+        content = json.loads(CACHE.expanduser().read_text(encoding="utf-8"))
+        return {str(name): float(number) for name, number in content.items()}
+    except (OSError, ValueError, AttributeError, TypeError):  # none yet, or damaged: it is measured anew
+        return {}
+
+
+def _keep(key: str, number: float) -> None:
+    with suppress(OSError, WriteError):  # a home folder that can't be written
+        write_atomic(CACHE.expanduser(), json.dumps({**_measured(), key: number}, indent=1))

@@ -36,8 +36,8 @@ def load_policy(
 
     Args:
         device: torch device; by default the accelerator if there is one, else the CPU.
-        dtype: of the base weights and of autocast: fp32, bf16, fp16, or auto, which is bf16 where the device has instructions
-            for it and fp32 elsewhere. A LoRA is always float32.
+        dtype: of the base weights and of autocast: fp32, bf16, fp16, or auto, which is bf16 where the device is faster in it
+            and fp32 elsewhere. A LoRA is always float32.
         lora: a saved LoRA, as `Policy.load_lora` takes it.
         guidance: guidance scale, whatever the pipeline's argument for it is called; 1 is off.
         memory: device placement, quantisation, gradient checkpointing.

@@ -27,7 +27,7 @@ class RunReader:
         self.rows = read_metrics(folder)
         self.source = read_text(folder / layout.CONFIG) if (folder / layout.CONFIG).is_file() else ""
         self.config = _yaml(self.source)
-        self.machine = _read(folder / layout.MACHINE, MachineContent)
+        self.machine = machine_of(folder)
         self.evaluations = read_all(folder, layout.EVALUATION)
         self.groups = read_all(folder, layout.GROUPS)
 
@@ -126,6 +126,11 @@ def read_all(folder: Path, name: str) -> list[dict]:
         if content:
             contents.append({**content, "step": step, "folder": place})
     return contents
+
+
+def machine_of(folder: Path) -> dict[str, Any]:
+    """What machine.json of a run folder says; {} if there is none."""
+    return _read(folder / layout.MACHINE, MachineContent)
 
 
 def value_of(evaluation: dict[str, Any], metric: str, place: int) -> float:

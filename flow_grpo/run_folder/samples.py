@@ -22,7 +22,7 @@ from flow_grpo.data.grid import to_bytes
 from flow_grpo.data.videos import STRIP_FRAMES, save_animation, strips
 from flow_grpo.files import remove, write_atomic, write_errors
 from flow_grpo.image_prompt import images_of
-from flow_grpo.policy.devices import device_name
+from flow_grpo.policy.device_speed import device_name
 from flow_grpo.run_folder import layout, reader
 from flow_grpo.types import Evaluation, Experience
 

@@ -8,12 +8,11 @@ from flow_grpo.data import prompt_overlap
 from flow_grpo.data.prompt_mixture import PromptSampler, PromptSet, load_run_prompts, sampler_of
 from flow_grpo.distributed.processes import Processes
 from flow_grpo.policy import hub
-from flow_grpo.policy.loading import load_policy
 from flow_grpo.policy.policy import Policy
-from flow_grpo.policy.trainable import add_trainable_weights
+from flow_grpo.text import counted
 from flow_grpo.training import early_checks
-from flow_grpo.training.anchors import add_references
 from flow_grpo.training.rewards import build_rewards
+from flow_grpo.training.run_policy import dtype_and_reason, load_run_policy, prepare_policy
 from rewards import WeightedSum
 
 Prompts = PromptSet | list[str] | str  # as given: a set, a list, or the name of one
@@ -72,7 +71,7 @@ def build_run(
         early_checks.check_scope(name, reward, args)
     eval_prompts = [] if eval_set is None else eval_set.prompts
     all_prompts = [*train_set.prompts, *eval_prompts]
-    policy = model if isinstance(model, Policy) else load_run_policy(args, processes.device, all_prompts)
+    policy = model if isinstance(model, Policy) else load_run_policy(args, processes, all_prompts)
     policy.check_images(all_prompts)
     early_checks.check_frames(args, policy)
     prepare_policy(policy, args, processes)
@@ -92,33 +91,8 @@ def build_run(
     )
 
 
-def load_run_policy(args: FlowGRPOConfig, device: str | None, prompts: list[str]) -> Policy:
-    """Load the config's model, for those prompts alone unless the run has given images with prompts of their own."""
-    has_dataset = any(stage.dataset is not None for _, stage in args.resolved_stages())
-    start = args.lora.init_from if args.lora else None
-    has_guided = any(anchor.to == "guided" for _, stage in args.resolved_stages() for anchor in stage.objective.anchors)
-    prompts_to_encode = None if has_dataset or has_guided else prompts  # guidance encodes them anew
-    return load_policy(
-        args.model, device, args.dtype, start, memory=args.memory, prompts=prompts_to_encode, **args.pipeline_call_kwargs()
-    )
-
-
-def prepare_policy(policy: Policy, args: FlowGRPOConfig, processes: Processes) -> None:
-    """Add a LoRA or train the whole transformer; compile, shard and average it as the config says.
-
-    Raises:
-        ValueError: the policy carries something else already.
-    """
-    stages = [stage for _, stage in args.resolved_stages()]
-    add_trainable_weights(policy, args)
-    if args.memory.compile:
-        policy.compile()
-    if any(stage.method.old_policy for stage in stages):
-        policy.lora.add_copy("old")
-    add_references(policy, [stage.objective for stage in stages])
-    if args.memory.shard == "fsdp2" and processes.world_size > 1:
-        policy.shard(processes)
-    if args.ema_decay:
-        policy.ema.start()
-    often = any(stage.objective.is_anchored or stage.method.reference for stage in stages)
-    policy.store_base_weights(policy.device if often else "cpu")
+def run_headline(args: FlowGRPOConfig, policy: Policy) -> str:
+    """What a run prints first: its model, device, dtype, size and folder."""
+    where = f"{args.model} on {policy.device} in {dtype_and_reason(args, policy)}"
+    size = f"{counted(args.prompts_per_step, 'prompt')} x {counted(args.images_per_prompt, 'image')}"
+    return f"{where}: {counted(args.steps, 'step')} of {size}; run folder {args.output_dir}"

@@ -12,7 +12,7 @@ from flow_grpo.distributed.processes import Processes
 from flow_grpo.files import WriteError, atomic_folder, remove, write_atomic
 from flow_grpo.policy.policy import Policy
 from flow_grpo.run_folder import checkpoint, layout, opening
-from flow_grpo.text import counted, first_line
+from flow_grpo.text import first_line
 from flow_grpo.training.interrupt import Interrupted
 from flow_grpo.training.stages import Stage
 from rewards import WeightedSum
@@ -183,12 +183,3 @@ class RunState:
             self.policy.load_adapter_state(state["old"], "old")
         for name, values in state.get("copies", {}).items():
             self.policy.load_adapter_state(values, name)
-
-
-def run_headline(args: FlowGRPOConfig, policy: Policy) -> str:
-    """What a run prints first: its model, device, dtype, size and folder."""
-    dtype = str(policy.dtype).removeprefix("torch.")
-    size = f"{counted(args.prompts_per_step, 'prompt')} x {counted(args.images_per_prompt, 'image')}"
-    return (
-        f"{args.model} on {policy.device} in {dtype}: {counted(args.steps, 'step')} of {size}; run folder {args.output_dir}"
-    )

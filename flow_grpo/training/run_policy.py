@@ -1,0 +1,77 @@
+"""The policy of a run: loaded in the run's dtype, with what is trained and what the objectives compare with."""
+
+from pathlib import Path
+
+import torch
+
+from flow_grpo.config import FlowGRPOConfig
+from flow_grpo.distributed.processes import Processes
+from flow_grpo.policy.device_speed import bf16_speedup
+from flow_grpo.policy.devices import DTYPES, default_dtype, usable_device
+from flow_grpo.policy.loading import load_policy
+from flow_grpo.policy.policy import Policy
+from flow_grpo.policy.trainable import add_trainable_weights
+from flow_grpo.run_folder.reader import machine_of
+from flow_grpo.training.anchors import add_references
+
+
+def load_run_policy(args: FlowGRPOConfig, processes: Processes, prompts: list[str]) -> Policy:
+    """Load the config's model, for those prompts alone unless the run has given images with prompts of their own."""
+    has_dataset = any(stage.dataset is not None for _, stage in args.resolved_stages())
+    start = args.lora.init_from if args.lora else None
+    has_guided = any(anchor.to == "guided" for _, stage in args.resolved_stages() for anchor in stage.objective.anchors)
+    prompts_to_encode = None if has_dataset or has_guided else prompts  # guidance encodes them anew
+    dtype = run_dtype(args, processes)
+    return load_policy(
+        args.model,
+        processes.device,
+        dtype,
+        start,
+        memory=args.memory,
+        prompts=prompts_to_encode,
+        **args.pipeline_call_kwargs(),
+    )
+
+
+def run_dtype(args: FlowGRPOConfig, processes: Processes) -> str:
+    """The config's dtype; for `auto` the one that the run in the folder began with, else the one that is faster here.
+
+    A resumed run goes on to the same numbers on another machine, and all processes have one dtype.
+    """
+    if args.dtype != "auto":
+        return args.dtype
+    names = {str(dtype).removeprefix("torch."): name for name, dtype in DTYPES.items()}
+
+    def here() -> str:
+        begun = machine_of(Path(args.output_dir)).get("dtype")
+        return begun if begun in names else str(default_dtype(usable_device(processes.device))).removeprefix("torch.")
+
+    return names[processes.gather_or_raise(here)[0]]
+
+
+def dtype_and_reason(args: FlowGRPOConfig, policy: Policy) -> str:
+    """The dtype of a run, and on a CPU why `dtype: auto` is bfloat16."""
+    name = str(policy.dtype).removeprefix("torch.")
+    is_chosen = args.dtype == "auto" and policy.device.type == "cpu" and policy.dtype == torch.bfloat16
+    return f"{name} ({bf16_speedup():.1f} times as fast as float32 at a layer here)" if is_chosen else name
+
+
+def prepare_policy(policy: Policy, args: FlowGRPOConfig, processes: Processes) -> None:
+    """Add a LoRA or train the whole transformer; compile, shard and average it as the config says.
+
+    Raises:
+        ValueError: the policy carries something else already.
+    """
+    stages = [stage for _, stage in args.resolved_stages()]
+    add_trainable_weights(policy, args)
+    if args.memory.compile:
+        policy.compile()
+    if any(stage.method.old_policy for stage in stages):
+        policy.lora.add_copy("old")
+    add_references(policy, [stage.objective for stage in stages])
+    if args.memory.shard == "fsdp2" and processes.world_size > 1:
+        policy.shard(processes)
+    if args.ema_decay:
+        policy.ema.start()
+    often = any(stage.objective.is_anchored or stage.method.reference for stage in stages)
+    policy.store_base_weights(policy.device if often else "cpu")
