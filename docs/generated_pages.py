@@ -64,8 +64,12 @@ def on_page_markdown(markdown: str, page: Any, config: MkDocsConfig, files: File
 
 def with_formulas(markdown: str) -> str:
     """LaTeX between dollars as MathML, which browsers draw without a script."""
+
+    def inline(match: re.Match[str]) -> str:
+        return f"<span>{convert(match[1])}</span>"  # Markdown ends the paragraph at a line that begins with <math>
+
     markdown = re.sub(r"\$\$(.+?)\$\$", lambda match: convert(match[1], display="block"), markdown, flags=re.DOTALL)
-    return re.sub(r"\$([^$\n]+)\$", lambda match: convert(match[1]), markdown)
+    return re.sub(r"\$([^$\n]+)\$", inline, markdown)
 
 
 def shipped() -> list[Path]:

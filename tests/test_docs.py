@@ -46,6 +46,17 @@ def test_every_link_to_a_file_leads_somewhere(page):
     assert set(missing) <= GENERATED
 
 
+def test_a_formula_at_the_beginning_of_a_line_stays_in_its_paragraph(monkeypatch):
+    markdown = pytest.importorskip("markdown", reason="the extra 'docs' is not installed")
+    pytest.importorskip("mkdocs", reason="the extra 'docs' is not installed")
+    monkeypatch.syspath_prepend(ROOT / "docs")
+    import generated_pages
+
+    page = markdown.markdown(generated_pages.with_formulas("Noise is at\n$\\sigma = 1$. The image is at\n$\\sigma = 0$."))
+    assert page.count("<p>") == 1
+    assert page.count("<math") == 2
+
+
 def test_the_table_of_pipelines_has_those_that_are_tested():
     page = (ROOT / "docs/models.md").read_text()
     rows = [line for line in page.splitlines() if re.match(r"\| `\w+Pipeline`", line)]
