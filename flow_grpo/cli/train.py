@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from flow_grpo.cli.console import say, without_library_messages
+from flow_grpo.cli.console import say, without_collection, without_library_messages
 from flow_grpo.cli.options import ConfigName, Overrides
 from flow_grpo.training.interrupt import INTERRUPTED
 
@@ -83,13 +83,14 @@ def _check(args: "FlowGRPOConfig", num_processes: int, resume: bool) -> None:
 @without_library_messages
 def _train(args: "FlowGRPOConfig", config: str, overrides: list[str], *, resume: bool, profile: int | None) -> None:
     """Train in this process. If the user stops it, say how to continue and exit with the status of an interrupt."""
-    from flow_grpo.tracking.profiler import TrainingProfiler
-    from flow_grpo.trainer import FlowGRPOTrainer, Interrupted
-    from flow_grpo.training.early_checks import check_output
+    with without_collection():
+        from flow_grpo.tracking.profiler import TrainingProfiler
+        from flow_grpo.trainer import FlowGRPOTrainer, Interrupted
+        from flow_grpo.training.early_checks import check_output
 
-    check_output(Path(args.output_dir), resume)
-    profilers = [TrainingProfiler(profile)] if profile else []
-    trainer = FlowGRPOTrainer(args=args, callbacks=profilers)
+        check_output(Path(args.output_dir), resume)
+        profilers = [TrainingProfiler(profile)] if profile else []
+        trainer = FlowGRPOTrainer(args=args, callbacks=profilers)
     try:
         trainer.train(resume)
     except Interrupted:

@@ -1,11 +1,15 @@
 """Weights in shards, one on each process (FSDP2): splitting a network, and tensors that may be sharded or not."""
 
 import inspect
+import sys
 from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING, TypeGuard
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor, distribute_tensor
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
 
 
 def fully_shard_blocks(
@@ -30,19 +34,27 @@ def fully_shard_blocks(
     fully_shard(network, ignored_params=replicated, reshard_after_forward=True)
 
 
+def is_sharded(value: Tensor) -> "TypeGuard[DTensor]":
+    """Whether a tensor is one of FSDP2's. Whoever made one has imported its module, which takes half a second."""
+    module = sys.modules.get("torch.distributed.tensor")
+    return module is not None and isinstance(value, module.DTensor)
+
+
 def full_tensor(value: Tensor) -> Tensor:
     """The full tensor. If it is sharded, every process must call this."""
-    return value.full_tensor() if isinstance(value, DTensor) else value
+    return value.full_tensor() if is_sharded(value) else value
 
 
 def local_shard(value: Tensor) -> Tensor:
     """This process's shard; the tensor itself if it is not sharded."""
-    return value.to_local() if isinstance(value, DTensor) else value
+    return value.to_local() if is_sharded(value) else value
 
 
 def shard_like(value: Tensor, like: Tensor) -> Tensor:
     """A full tensor sharded as `like` is. A tensor that is sharded already is returned as it is."""
-    if isinstance(like, DTensor) and not isinstance(value, DTensor):
+    if is_sharded(like) and not is_sharded(value):
+        from torch.distributed.tensor import distribute_tensor
+
         return distribute_tensor(value.to(like.device), like.device_mesh, like.placements)
     return value
 

@@ -1,10 +1,12 @@
 """The console: one line per message, and one sentence per expected error."""
 
+import gc
 import inspect
+import weakref
 
 import pytest
 
-from flow_grpo.cli.console import exit_on_error, say, without_library_messages
+from flow_grpo.cli.console import exit_on_error, say, without_collection, without_library_messages
 
 
 class OutOfMemoryError(RuntimeError):
@@ -51,3 +53,24 @@ def test_a_decorated_command_keeps_its_options():
     decorated = without_library_messages(command)
     assert inspect.signature(decorated) == inspect.signature(command)
     assert decorated("a", seeds=2) == "aa"
+
+
+class Node:
+    """An object that refers to itself, so that only a collection frees it."""
+
+    def __init__(self):
+        self.itself = self
+
+
+def test_while_a_model_is_loaded_nothing_is_collected_and_afterwards_all_that_is_new():
+    with without_collection():
+        kept = weakref.ref(Node())
+        assert not gc.isenabled()
+    assert gc.isenabled()
+    new = weakref.ref(Node())
+    gc.collect()
+    assert kept() is not None, "what was there when the block ended is not looked at again"
+    assert new() is None
+    gc.unfreeze()
+    gc.collect()
+    assert kept() is None
