@@ -77,7 +77,7 @@ class Evaluator:
     def evaluate(self, microbatch: int) -> Evaluation:
         """Generate the held-out images with the averaged weights, and measure them. Every process must call it."""
         settings = self.settings
-        with self.policy.ema.applied():
+        with self.policy.ema.applied(), self.policy.without_zero_lora():
             evaluation = self._evaluate_at(
                 settings.height, settings.width, microbatch, max(NUM_PREVIEWS, settings.num_images)
             )

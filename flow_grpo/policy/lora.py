@@ -143,11 +143,17 @@ class Lora:
     @contextmanager
     def base_model(self) -> Iterator[None]:
         """Within it, the LoRA is off."""
+        was_enabled = self.is_enabled
         self._enable(False)
         try:
             yield
         finally:
-            self._enable(True)
+            self._enable(was_enabled)
+
+    @property
+    def is_zero(self) -> bool:
+        """Whether the trained adapter changes no output, as before its first update."""
+        return not any(bool(p.any()) for name, p in self.parameters().items() if ".lora_B." in name)
 
     def _enable(self, on: bool) -> None:
         for layer in self.layers():

@@ -36,6 +36,24 @@ def test_a_fresh_adapter_and_a_switched_off_one_are_the_base():
         assert torch.equal(base.velocity(LATENTS, torch.tensor(500.0), conditioning, ROWS), moved)
 
 
+def test_a_lora_is_off_for_images_that_it_does_not_change_and_only_for_those():
+    policy = tiny_policy()
+    with policy.without_zero_lora():  # there is none
+        assert not policy.lora.is_enabled
+    policy.add_lora(4, 8, ["to_q", "to_out.0"], seed=0)
+    with policy.without_zero_lora():
+        assert not policy.lora.is_enabled
+        with policy.reference():
+            assert not policy.lora.is_enabled
+        assert not policy.lora.is_enabled, "the inner context switched it on again"
+    assert policy.lora.is_enabled
+    last = [name for name in policy.trainable_parameters() if ".lora_B." in name][-1]
+    with torch.no_grad():
+        policy.trainable_parameters()[last][-1, -1] = 1e-30
+    with policy.without_zero_lora():
+        assert policy.lora.is_enabled
+
+
 @pytest.mark.parametrize("targets", [["to_q", "to_out.0"], "all"])
 def test_the_saved_lora_gives_the_same_image_in_plain_diffusers(targets, tmp_path):
     policy = tiny_policy()
