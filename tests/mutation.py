@@ -80,7 +80,7 @@ OTHER_NAMES = {"min": "max", "amin": "amax", "minimum": "maximum", "any": "all",
 OTHER_NAMES |= {"floor": "ceil", "sin": "cos", "argmin": "argmax", "zeros_like": "ones_like", "zeros": "ones"}
 OTHER_NAMES |= {other: name for name, other in OTHER_NAMES.items()}
 TYPES = {"Callable", "Literal", "Bool", "Float", "Int", "Real"}  # also where an alias is assigned
-CHECKS = {"strict", "frozen"}  # arguments that only assert something
+CHECKS = {"strict", "frozen", "non_blocking"}  # arguments that only assert something, or make a difference on a GPU only
 COMMUTING = {"min", "max", "minimum", "maximum", "equal", "isclose"}
 UNSWAPPED = COMMUTING | {
     "isinstance",

@@ -534,12 +534,14 @@ def dgpo_loss(image, advantage=ROWS, beta=20.0):
     return objectives.dgpo(centred(objectives.dgpo_preference, image, advantage, beta), advantage)
 
 
-def test_crd_is_its_formula():
-    image, beta, top = forward_process(n=6), 0.8, 2.0
+@pytest.mark.parametrize("top", [1.0, 2.0])
+def test_crd_is_its_formula(top):
+    """Advantages are clipped on both sides at the smaller `top`."""
+    image, beta = forward_process(n=6), 0.8
     reward = -(adaptive(image, image.v) - adaptive(image, image.v_old))
     wanted = 0.5 + 0.5 * (ROWS / top).clamp(-1, 1)
     expected = top / beta * (beta * (reward - by_group(reward)) - (wanted - by_group(wanted))) ** 2
-    loss = crd_loss(image)
+    loss = crd_loss(image, top=top)
     check_forward(loss, expected, image)
     torch.testing.assert_close(loss.metrics["crd/reward"].double(), reward.detach(), rtol=1e-4, atol=1e-5)
     residual = beta * (reward - by_group(reward)) - (wanted - by_group(wanted))

@@ -126,7 +126,7 @@ class FlowPipeline:
         return probe_prompts(type(self.pipe).__name__, self.call)
 
     def probe_images(self, count: int) -> list[SourceImage]:
-        """Different images of the size of the call's."""
+        """Different images of the size of the call's, or a multiple of it."""
         return [probe_image(size_of(self.call), seed) for seed in range(count)]
 
     @property
@@ -180,7 +180,7 @@ class FlowPipeline:
         if pictured is not None and not self.accepts_images_per_row(x, timestep, pictured):
             group = conditioning.prompt_index[rows]  # a call for each prompt
         if (timesteps != timesteps[0]).any() and not self.accepts_per_sample_timesteps(x, timesteps, conditioning, rows):
-            group = torch.stack([group.double(), timesteps.double()], 1).unique(dim=0, return_inverse=True)[1]
+            group = torch.stack([group, timesteps], 1).unique(dim=0, return_inverse=True)[1]
         parts = [(group == one).nonzero()[:, 0] for one in group.unique()]
         # other processes may need more calls: repeated here, also in the graph, so that the backward passes are alike
         repeated = parts[:1] * (self.synced_call_count(len(parts)) - len(parts))
@@ -203,7 +203,7 @@ class FlowPipeline:
             row, pair = rows[:1].expand(2), torch.stack([timesteps.min(), timesteps.max()])
             states = x[:1].expand(2, *x.shape[1:])
             with torch.no_grad():
-                low, high = (self._velocity(states, t.expand(2), conditioning, row)[0] for t in pair)
+                low, high = (self._velocity(states, t[None], conditioning, row)[0] for t in pair)
                 try:
                     both = self._velocity(states, pair, conditioning, row)
                     self.supports_per_sample_timesteps = rows_agree(both, low, high)
@@ -220,7 +220,7 @@ class FlowPipeline:
             sizes = [image.size for image in images_of(prompt)]
             one, other = ([probe_image(size, seed) for size in sizes] for seed in (0, 1))
             conditioning = self.encode([with_images("a", one), with_images("a", other)])
-            states, timesteps, rows = x[:1].expand(2, *x.shape[1:]), timestep.reshape(-1)[:1].expand(2), torch.arange(2)
+            states, timesteps, rows = x[:1].expand(2, *x.shape[1:]), timestep.reshape(-1)[:1], torch.arange(2)
             with torch.no_grad():
                 first, second = (self._velocity(states, timesteps, conditioning, row.expand(2))[0] for row in rows)
                 both = self._velocity(states, timesteps, conditioning, rows)

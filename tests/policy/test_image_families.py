@@ -120,6 +120,19 @@ def test_a_pipeline_that_reads_images_past_the_recording_gets_a_call_for_each_pr
     assert policy.shares_calls is False
 
 
+def test_rows_with_other_images_and_other_timesteps_share_a_call(folders):
+    policy = loaded(folders, "flux_kontext")
+    state, prompts = noise(policy), [RED, ImagePrompt("a red cat", [picture(2)])]
+    timesteps = policy.schedule(3)[0].timesteps[:2]
+    with torch.no_grad():
+        both = policy.velocity(state, timesteps, policy.encode(prompts), ROWS)
+        assert policy.shares_calls, "that was found out at one timestep"
+        assert policy.supports_per_sample_timesteps
+        for i in ROWS:
+            alone = policy.velocity(state[i : i + 1], timesteps[i], policy.encode(prompts), ROWS[i : i + 1])
+            torch.testing.assert_close(both[i : i + 1], alone, rtol=0, atol=2e-5)
+
+
 @pytest.mark.parametrize("name", SEVERAL)
 def test_several_images_and_their_order_count(folders, name):
     policy = loaded(folders, name)

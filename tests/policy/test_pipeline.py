@@ -1,6 +1,8 @@
 """The pipeline as a velocity function: what it is called with, how rows share a call, and that nothing outside is touched."""
 
 import inspect
+import re
+from unittest.mock import Mock
 
 import diffusers
 import pytest
@@ -12,6 +14,7 @@ from support.families import TINY, awake
 
 from flow_grpo import sampling
 from flow_grpo.data.prompts import PromptSet
+from flow_grpo.image_prompt import with_images
 from flow_grpo.methods import SOLVERS, velocities_per_rollout
 from flow_grpo.policy import pipeline
 from flow_grpo.policy.encoding import ENCODE_BATCH, ENCODER_PREFIXES
@@ -116,6 +119,47 @@ def test_what_can_not_be_called_so_is_refused():
     for wrong, words in (({"steps": 3}, "takes no argument steps"), ({"latents": 0}, "latents can't be set in pipeline")):
         with pytest.raises(ValueError, match=words):
             tiny_policy(**wrong)
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "words"),
+    [
+        (
+            {"height": 31},
+            None,
+            "can't be called with guidance_scale=1.0, height=31, width=80, max_sequence_length=14: `height` and",
+        ),
+        ({}, TypeError("no such\nthing"), "max_sequence_length=14: TypeError: no such"),
+    ],
+)
+def test_what_a_pipeline_can_not_be_called_with_is_said_in_its_own_words(monkeypatch, call, error, words):
+    """A ValueError's words are for a user; of another error the kind helps."""
+    policy = tiny_policy(**call)
+    if error is not None:
+        monkeypatch.setattr(policy.pipe.transformer, "forward", Mock(side_effect=error))
+        monkeypatch.setattr(policy._denoiser, "prepare_latents", Mock(side_effect=error), raising=False)
+    with pytest.raises(ValueError, match=re.escape(words)):
+        policy.schedule(2)
+
+
+def test_a_call_for_images_of_another_size_has_the_other_arguments_and_the_same_weights(shared):
+    larger = shared.at_size(48, None)
+    assert larger.call == {**shared.call, "height": 48}
+    assert larger.schedule(2)[1] == torch.Size([8, 12, 20])
+    assert larger.pipe.transformer is shared.pipe.transformer
+    assert shared.at_size(None, 80) is shared
+    assert shared.schedule(2)[1] == torch.Size([8, 8, 20])
+
+
+def test_probe_images_are_a_multiple_of_the_calls_size_and_differ(shared):
+    images = [image.open() for image in shared.probe_images(3)]
+    assert [image.size for image in images] == [(160, 64)] * 3
+    assert len({image.tobytes() for image in images}) == 3
+
+
+def test_an_image_is_refused_by_a_pipeline_that_takes_none(shared):
+    with pytest.raises(ValueError, match="takes no image"):
+        shared.encode([with_images("a", shared.probe_images(1))])
 
 
 def test_the_transformer_alone_is_frozen():
@@ -282,12 +326,13 @@ def test_a_pipeline_takes_timesteps_if_each_row_is_within_a_fiftieth_of_what_it_
             torch.testing.assert_close(v, (850 - timesteps).reshape(-1, 1, 1, 1) * ramp)
 
 
-def test_a_velocity_leaves_the_global_stream_and_the_next_noise_is_the_pipelines_own(as_family):
+def test_a_velocity_leaves_the_global_stream_and_the_next_noise_is_the_pipelines_own(as_family, capsys):
     policy, before = as_family(), torch.random.get_rng_state()
     start = policy.initial_latents(PROMPTS, seed=3)
     policy.velocity(LATENTS[:2], MIDDLE, policy.encode(PROMPTS), torch.arange(2))
     policy.decode(LATENTS[:1])
     policy.schedule(3)
+    assert not "".join(capsys.readouterr()), "no progress bar of the pipeline"
     assert torch.equal(torch.random.get_rng_state(), before)
     assert torch.equal(policy.initial_latents(PROMPTS, seed=3), start)
     assert not torch.equal(policy.initial_latents(PROMPTS, seed=4), start)

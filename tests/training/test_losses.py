@@ -2,6 +2,7 @@
 
 import functools
 import math
+import weakref
 
 import pytest
 import torch
@@ -477,6 +478,30 @@ def test_a_largest_value_that_is_no_number_stays_one():
     less.add(Loss(torch.zeros(1), {"ratio/max_deviation": torch.tensor([0.5])}), torch.ones(1))
     for parts in ([means, less.collect()], [less, means]):
         assert math.isnan(LossMetrics.merge(parts).metrics()["ratio/max_deviation"])
+
+
+class Saved:
+    """A tensor that a graph keeps for its backward pass."""
+
+    def __init__(self, tensor):
+        self.tensor = tensor
+
+
+def test_what_is_reported_keeps_no_graph():
+    """Otherwise the memory of an update would grow with its chunks."""
+    means, kept = LossMetrics(), []
+
+    def pack(tensor):
+        saved = Saved(tensor)
+        kept.append(weakref.ref(saved))
+        return saved
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda saved: saved.tensor):
+        value = (torch.ones(3, requires_grad=True) * 2).square()
+    means.add(Loss(value, {"a": value}), torch.ones(3))
+    assert [saved() is None for saved in kept] == [False]
+    del value
+    assert [saved() is None for saved in kept] == [True]
 
 
 # -- functions of one's own -------------------------------------------------------------------------------------------------
