@@ -1,6 +1,7 @@
 """The contract for pipelines whose prompts carry images: each row is the pipeline's own call with its own images."""
 
 import inspect
+from unittest.mock import Mock
 
 import diffusers
 import pytest
@@ -13,9 +14,11 @@ from flow_grpo import sampling, sde
 from flow_grpo.config import FlowGRPOConfig
 from flow_grpo.config.sections import MemoryConfig
 from flow_grpo.data.prompts import PromptSet
+from flow_grpo.distributed.processes import Processes
 from flow_grpo.doctor.model import check_model
 from flow_grpo.doctor.result import OK
 from flow_grpo.image_prompt import ImagePrompt
+from flow_grpo.policy import policy as policy_module
 from flow_grpo.policy.interception import check_flow, images_to_tensor
 from flow_grpo.policy.loading import load_policy
 from flow_grpo.policy.policy import Policy
@@ -131,6 +134,17 @@ def test_rows_with_other_images_and_other_timesteps_share_a_call(folders):
         for i in ROWS:
             alone = policy.velocity(state[i : i + 1], timesteps[i], policy.encode(prompts), ROWS[i : i + 1])
             torch.testing.assert_close(both[i : i + 1], alone, rtol=0, atol=2e-5)
+
+
+@pytest.mark.parametrize("error", [None, ValueError, RuntimeError, TypeError])
+def test_whether_images_share_a_call_is_tried_while_all_sharded_processes_are_alike(folders, monkeypatch, error):
+    """Nothing is sharded here. A model that was trained on texts may fail at an image, in its own way."""
+    policy = loaded(folders, "flux_kontext")
+    monkeypatch.setattr(policy_module, "fully_shard_blocks", lambda *_: None)
+    if error is not None:
+        monkeypatch.setattr(policy, "encode", Mock(side_effect=[policy.encode([RED] * 2), policy.encode([RED]), error]))
+    policy.shard(Processes())
+    assert policy.shares_calls is (error is None)
 
 
 @pytest.mark.parametrize("name", SEVERAL)
