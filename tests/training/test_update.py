@@ -69,6 +69,17 @@ def gradient(policy, value):
 # -- the whole of it ------------------------------------------------------------------------------------------------------
 
 
+def test_an_update_is_measured_by_phase_and_named_in_a_profile():
+    policy, args, ours = made()
+    experience = small.experience(policy, args, ADVANTAGE, WINDOW)
+    with policy.meter.step(), torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiler:
+        ours(experience, 0)
+    phases = policy.meter.seconds()
+    assert phases.keys() == {"encode", "forward", "backward", "optimizer"}
+    assert all(seconds > 0 for seconds in phases.values())
+    assert {"update", *phases} <= {event.key for event in profiler.key_averages()}
+
+
 def test_several_steps_are_the_ones_by_hand():
     """Two updates and two epochs a step, of which each takes half of the prompts; one prompt of four has no signal."""
     o = {
