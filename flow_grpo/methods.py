@@ -55,6 +55,11 @@ class Objective:
         return "clip_quantile" in self.settings
 
     @property
+    def takes_advantage(self) -> bool:
+        """Whether it trains on advantages that are made of a group's rewards."""
+        return self.rows == "all" and not self.critic
+
+    @property
     def rows_per_pair(self) -> int:
         """The rows that must stay together in one forward pass."""
         return 2 if self.rows == "best_and_worst" else 1
@@ -82,6 +87,11 @@ OBJECTIVES = {
     "sft": Objective(False, ("noise_levels", "dataset"), rows="best"),
     "dpo": Objective(False, ("noise_levels", "dataset", "dpo"), rows="best_and_worst", reference=True),
 }
+ADVANTAGE_SETTINGS = (
+    "advantage",
+    "reward_cap",
+    "diversity_weight",
+)  # settings of advantages that are made of a group's rewards
 STEPWISE_SAMPLING = (
     "noise_level",
     "window",
@@ -91,8 +101,12 @@ STEPWISE_SAMPLING = (
     "keep_graphs",
 )  # settings of the config's section `sampling`
 FORWARD_SAMPLING = ("solver",)
-SOLVERS = ("euler", "heun", "dpm_2m", "ab2")  # of the ODE; policy/solvers.py has those of order 2
-CUSTOM_SETTINGS = ("options", "step_weight", "noise_levels")  # of a user's own function
+SOLVERS = ("euler", "heun", "dpm_2m", "ab2")  # of the ODE; policy/solvers.py has those of order 2, all but the first
+CUSTOM_STEPWISE, CUSTOM_FORWARD = (
+    ("step_weight",),
+    ("noise_levels",),
+)  # of a user's own function, on steps or on final latents
+CUSTOM_SETTINGS = ("options", *CUSTOM_STEPWISE, *CUSTOM_FORWARD)
 
 
 @dataclass(frozen=True)
@@ -100,7 +114,7 @@ class Advantage:
     """How rewards of a group are compared.
 
     Attributes:
-        over_batch: it compares with the whole batch, so that a group whose rewards are equal has advantages all the same.
+        over_batch: it compares with the whole batch, so that a group whose rewards are equal still has advantages that are not 0.
         each_reward: it takes several rewards one by one, not their weighted sum.
     """
 
@@ -127,22 +141,29 @@ class Transition:
         stochastic: it adds noise, so that it has a log-probability.
         noise_at_end: also the step to sigma 0 adds noise.
         max_noise_level: the largest `noise_level` that it is defined for.
+        infinite_at_1: its noise is infinite at sigma = 1, so that a first step takes the schedule's second sigma.
         has_g: it is an Euler step of an SDE with a diffusion coefficient g.
     """
 
     stochastic: bool = True
     noise_at_end: bool = False
     max_noise_level: float = float("inf")
+    infinite_at_1: bool = False
     has_g: bool = False
 
 
 TRANSITIONS = {
     "ode": Transition(stochastic=False),
-    "flow_sde": Transition(noise_at_end=True, has_g=True),
+    "flow_sde": Transition(noise_at_end=True, infinite_at_1=True, has_g=True),
     "dance_sde": Transition(noise_at_end=True, has_g=True),
     "cps": Transition(max_noise_level=1.0),
     "exact_sde": Transition(),
 }
+
+
+def is_custom(name: str) -> bool:
+    """Whether an objective or advantage is a user's own function, written as my_module:my_fn or file.py:my_fn."""
+    return ":" in name
 
 
 def objective(name: str, stepwise: bool) -> Objective:
@@ -151,14 +172,14 @@ def objective(name: str, stepwise: bool) -> Objective:
     Args:
         stepwise: whether the run trains on steps, for a custom function.
     """
-    if ":" in name:
+    if is_custom(name):
         return Objective(stepwise, CUSTOM_SETTINGS, ratio=True)
     return OBJECTIVES[name]
 
 
 def takes_each_reward(advantage: str) -> bool:
     """Whether an advantage takes several rewards one by one, not their weighted sum. A custom function does not."""
-    return ":" not in advantage and ADVANTAGES[advantage].each_reward
+    return not is_custom(advantage) and ADVANTAGES[advantage].each_reward
 
 
 def velocities_per_rollout(solver: str, steps: int) -> int:

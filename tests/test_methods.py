@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+import yaml
 from support.embedded import short_run
 from support.run_contents import MEASURED
 
@@ -147,9 +148,17 @@ UNREAD = {
     "objective.critic.width=9": "critic; ppo does",
     "objective.options={a: 1}": "options; your own function does",
     "objective.clip_quantile=0.5": "clip_quantile; grpo, grpo_guard and ppo do",
-    "sampling.window.size=2": "sampling.window, which is for objectives on steps",
-    "sampling.noise_level=0.1": "sampling.noise_level, which is for objectives on steps",
-    "sampling.log_prob=unnormalized": "sampling.log_prob, which is for objectives on steps",
+    **{
+        setting: f"{setting.partition('=')[0].removesuffix('.size')}; grpo, reinforce, grpo_guard, dppo and ppo do"
+        for setting in (
+            "sampling.window.size=2",
+            "sampling.noise_level=0.1",
+            "sampling.log_prob=unnormalized",
+            "sampling.shared_initial_noise=true",
+            "sampling.branches=[2]",
+            "sampling.keep_graphs=true",
+        )
+    },
 }
 
 
@@ -157,6 +166,43 @@ UNREAD = {
 def test_a_setting_that_the_objective_does_not_read_is_refused(setting):
     with pytest.raises(ValueError, match=re.escape(f"objective awm does not use {UNREAD[setting]}") + ": remove it"):
         FlowGRPOConfig.from_yaml("tiny_ocr", [setting])
+
+
+@pytest.mark.parametrize("name", ["sft", "dpo", "ppo"])
+@pytest.mark.parametrize("setting", ["advantage=rloo", "reward_cap=0.5", "diversity_weight=clip"])
+def test_settings_of_advantages_are_refused_without_them(name, setting):
+    overrides = [f"objective.name={name}", f"objective.{setting}"]
+    with pytest.raises(ValueError, match=f"objective {name} does not use {setting.partition('=')[0]}: it"):
+        FlowGRPOConfig.from_yaml("tiny_ocr", overrides)
+    assert methods.OBJECTIVES[name].takes_advantage is False
+    inherited = FlowGRPOConfig.from_yaml("tiny_ocr", overrides[:1]).objective
+    assert inherited.advantage == "grpo", "that of the file, for its own objective, is left out"
+
+
+@pytest.mark.parametrize(
+    ("transition", "setting", "trains_on"),
+    [
+        ("ode", "step_weight=std", "final latents"),
+        ("cps", "num_noise_levels=2", "steps"),
+        ("cps", "shared_noise=false", "steps"),
+    ],
+)
+def test_a_setting_that_an_own_function_does_not_read_there_is_refused(transition, setting, trains_on):
+    own = {"name": "file.py:loss", setting.partition("=")[0]: yaml.safe_load(setting.partition("=")[2])}
+    for other in ({"ode", "cps"} - {transition}).pop(), transition:
+        config = {"prompts": "signs", "objective": own, "sampling": {"transition": other}}
+        if other == transition:
+            with pytest.raises(ValueError, match=f"does not use {setting.partition('=')[0]}: .* computed on {trains_on}"):
+                FlowGRPOConfig(**config)
+        else:
+            FlowGRPOConfig(**config)
+
+
+def test_which_objective_reads_a_sampling_setting_is_said_before_how_it_should_be_set():
+    with pytest.raises(ValueError, match=r"objective awm does not use sampling\.branches"):
+        FlowGRPOConfig.from_yaml("tiny_ocr", ["sampling.branches=[2, 3]"])
+    with pytest.raises(ValueError, match=r"objective grpo does not use sampling\.solver; awm, .* and dpo do: remove it"):
+        FlowGRPOConfig.from_yaml("tiny_grpo", ["sampling.solver=dpm_2m"])
 
 
 @pytest.mark.parametrize(

@@ -84,14 +84,16 @@ def keep(settings: Settings, is_kept: Callable[[str, str], bool]) -> Settings:
 
 
 def reads(settings: Settings, section: str, key: str) -> bool:
-    """Whether the objective that is chosen in `settings` reads a setting of `objective` or `sampling`. True if none can be told."""
+    """Whether the objective that is chosen in `settings` reads a setting of `objective` or `sampling`. True if it is unknown."""
     name = _chosen(settings, "objective", "name") or "grpo"
     transition = _chosen(settings, "sampling", "transition") or "flow_sde"
-    if (":" not in name and name not in methods.OBJECTIVES) or transition not in methods.TRANSITIONS:
+    if (not methods.is_custom(name) and name not in methods.OBJECTIVES) or transition not in methods.TRANSITIONS:
         return True
+    method = methods.objective(name, methods.TRANSITIONS[transition].stochastic)
     if section == "objective":
-        return key in section_type(name).model_fields
-    return methods.reads_sampling(methods.objective(name, methods.TRANSITIONS[transition].stochastic), key)
+        is_read = method.takes_advantage or key not in methods.ADVANTAGE_SETTINGS
+        return is_read and key in section_type(name).model_fields
+    return methods.reads_sampling(method, key)
 
 
 def _chosen(settings: Settings, section: str, key: str) -> str | None:

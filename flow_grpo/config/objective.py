@@ -229,7 +229,7 @@ def section_type(name: str) -> type[ObjectiveConfig]:
     Raises:
         ValueError: there is no such objective.
     """
-    if ":" in name:
+    if methods.is_custom(name):
         return _joined("custom", methods.CUSTOM_SETTINGS)
     if name not in methods.OBJECTIVES:
         known = list(methods.OBJECTIVES)
@@ -253,7 +253,7 @@ def readers(setting: str) -> list[str]:
     if setting == DPO_BETA:
         return ["dpo"]
     names = [name for name, section in section_types().items() if setting in section.model_fields]
-    return ["your own function" if ":" in name else name for name in names]
+    return ["your own function" if methods.is_custom(name) else name for name in names]
 
 
 def read_objective(values: Any) -> Any:

@@ -10,6 +10,7 @@ from flow_grpo.config.bundled import TRAINING_PROMPTS, bundled_file
 from flow_grpo.config.merge import reads
 from flow_grpo.config.objective import section_types
 from flow_grpo.config.run_config import FlowGRPOConfig
+from flow_grpo.methods import is_custom
 
 BASE = "sd35_medium_ocr"  # the settings for a model that no bundled config trains
 OBJECT_PROMPTS = ("prompts/geneval_train.jsonl", "prompts/geneval_eval.jsonl")  # for rewards that read no text
@@ -121,7 +122,7 @@ def _objective_schemas(definitions: dict[str, Any]) -> list[dict[str, str]]:
     for name, section in section_types().items():
         one = section.model_json_schema(ref_template="#/$defs/{model}")
         definitions |= one.pop("$defs", {})
-        one["properties"]["name"] |= {"pattern": ":"} if ":" in name else {"const": name}
+        one["properties"]["name"] |= {"pattern": ":"} if is_custom(name) else {"const": name}
         one["required"] = [] if name == FlowGRPOConfig().objective.name else ["name"]
         definitions[one["title"]] = one
     return [{"$ref": f"#/$defs/{section.__name__}"} for section in section_types().values()]

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from flow_grpo import methods
 from flow_grpo.config.anchors import COPIES
 from flow_grpo.config.memory_checks import check_offloading, check_zero
-from flow_grpo.config.objective import ObjectiveConfig, readers
+from flow_grpo.config.objective_checks import check_objective, check_sampling_is_read
 from flow_grpo.config.sections import SamplingConfig
 from flow_grpo.config.settings import RunSettings
 from flow_grpo.text import suggest
@@ -16,13 +16,13 @@ TRACKERS = ("tensorboard", "wandb", "mlflow", "trackio", "swanlab")
 
 def check_run(args: RunSettings) -> None:
     """Raise ValueError if settings of a run, or of one of its stages, conflict."""
+    check_sampling_is_read(args)
     check_objective(args)
     check_sizes(args)
     check_window(args.sampling)
     check_kept_graphs(args)
     check_offloading(args)
     check_branches(args)
-    check_sampling_is_read(args)
     check_full_finetuning(args)
     check_anchors(args)
     check_zero(args)
@@ -67,123 +67,6 @@ def check_sizes(args: RunSettings) -> None:
         )
     if pairs and min(args.microbatch, rows) % 2:
         raise ValueError(f"microbatch={args.microbatch} is odd, but {objective.name} compares pairs: set an even one.")
-
-
-def check_objective(args: RunSettings) -> None:
-    """Raise ValueError if settings conflict with the objective."""
-    objective, advantage, method = args.objective, args.objective.advantage, args.method
-    if ":" not in advantage and advantage not in methods.ADVANTAGES:
-        close = suggest(advantage, list(methods.ADVANTAGES))
-        raise ValueError(f"there is no advantage {advantage}.{close} Choose one of {', '.join(methods.ADVANTAGES)}.")
-    if method.stepwise:
-        _check_stepwise(objective, method, args.sampling)
-    else:
-        _check_on_final_latents(objective, method, args.sampling)
-    if objective.has_auto_clip and not method.auto_clip:
-        raise ValueError(
-            f"objective.clip_low=auto is calibrated at each trained step, for {', '.join(readers('clip_quantile'))}, not "
-            f"{objective.name}."
-        )
-    _check_reward_shaping(args)
-    if method.critic and advantage != "grpo":
-        raise ValueError(
-            f"objective.advantage={advantage} with {objective.name}: its critic makes the advantages; remove it."
-        )
-
-
-def _check_reward_shaping(args: RunSettings) -> None:
-    """Raise ValueError if settings conflict with `reward_cap` or `diversity_weight`."""
-    objective, method = args.objective, args.method
-    unread = next((name for name in ("reward_cap", "diversity_weight") if getattr(objective, name) is not None), None)
-    if unread and (method.critic or method.rows != "all"):
-        raise ValueError(
-            f"objective.{unread} is for advantages within a group, which {objective.name} does not train on: remove it."
-        )
-    if objective.diversity_weight is None:
-        return
-    if args.sampling.branches:
-        raise ValueError(
-            "objective.diversity_weight is of images, and sampling.branches compares branches: leave one of them out."
-        )
-    name = objective.diversity_weight
-    reward = args.rewards.get(name)
-    if reward is None or reward.weight:
-        raise ValueError(f"objective.diversity_weight={name} is no reward of weight 0: add it by rewards.{name}=0.")
-
-
-def _check_stepwise(objective: ObjectiveConfig, method: methods.Objective, s: SamplingConfig) -> None:
-    """Raise ValueError if settings conflict with an objective on the log-probabilities of steps."""
-    transition = methods.TRANSITIONS[s.transition]
-    if not transition.stochastic:
-        raise ValueError(f"objective {objective.name} needs a stochastic transition: set sampling.transition=flow_sde.")
-    if s.noise_level == 0:
-        raise ValueError("sampling.noise_level=0 is the ODE, which has no log-probability to train: set it above 0.")
-    if s.noise_level > transition.max_noise_level:
-        raise ValueError(
-            f"sampling.noise_level={s.noise_level}, but for {s.transition} it is at most {transition.max_noise_level:g}."
-        )
-    if s.solver != "euler":
-        raise ValueError(
-            f"sampling.solver={s.solver} with objective {objective.name}: the steps around the trained ones are Euler's; "
-            "set sampling.solver=euler, or a forward-process objective by objective.name."
-        )
-    kinds = {objective.kl, *(anchor.kl for anchor in objective.anchors)}
-    if "flow_grpo" in kinds and not transition.has_g:
-        with_g = " or ".join(name for name, one in methods.TRANSITIONS.items() if one.has_g)
-        raise ValueError(f"objective.kl=flow_grpo divides by the g of {with_g}; {s.transition} has none.")
-    if s.log_prob == "gaussian":
-        return
-    if method.gaussian:
-        raise ValueError(f"objective {objective.name} needs Gaussian log-probabilities: set sampling.log_prob=gaussian.")
-    if "k3" in kinds:
-        raise ValueError("objective.kl=k3 is an estimate from log-probabilities: set sampling.log_prob=gaussian.")
-    if objective.weighs_by_std:
-        raise ValueError("objective.step_weight=std makes up for a Gaussian's 1 / std: set sampling.log_prob=gaussian.")
-
-
-def _check_on_final_latents(objective: ObjectiveConfig, method: methods.Objective, s: SamplingConfig) -> None:
-    """Raise ValueError if settings conflict with a forward-process objective, on the final latents of ODE rollouts."""
-    if methods.TRANSITIONS[s.transition].stochastic:
-        raise ValueError(f"objective {objective.name} trains on final latents of the ODE: set sampling.transition=ode.")
-    if s.shared_initial_noise:
-        raise ValueError(
-            f"sampling.shared_initial_noise=true with objective {objective.name}: the ODE would draw the same "
-            "image for a whole group."
-        )
-    other = next(
-        (kl for kl in (objective.kl, *(anchor.kl for anchor in objective.anchors)) if kl not in (None, "velocity")), None
-    )
-    if other is not None:
-        raise ValueError(f"objective.kl={other} needs trained steps, {objective.name} has none: set objective.kl=velocity.")
-    if objective.sigma_range[0] >= objective.sigma_range[1]:
-        raise ValueError("objective.sigma_range must rise, for example [0, 1].")
-    if objective.sigma_distribution != "logit_normal" and (objective.logit_location, objective.logit_scale) != (0, 1):
-        raise ValueError(
-            f"objective.logit_location and logit_scale are for sigma_distribution=logit_normal, not "
-            f"{objective.sigma_distribution}: remove them."
-        )
-    num_in_range = len(objective.steps_in_range(s.steps))
-    if objective.sigma_distribution == "schedule" and num_in_range < objective.num_noise_levels:
-        raise ValueError(
-            f"objective.num_noise_levels={objective.num_noise_levels} with sigma_distribution=schedule, but sigma_range has "
-            f"{num_in_range} of the {s.steps} sampling steps: set a wider sigma_range"
-            f"{', or fewer noise levels' if num_in_range else ''}."
-        )
-    if method.rows_per_pair == 2 and not objective.shared_noise:
-        raise ValueError(f"objective {objective.name} compares a pair at the same noise: set objective.shared_noise=true.")
-
-
-def check_sampling_is_read(args: RunSettings) -> None:
-    """Raise ValueError for a setting of `sampling` that is not the default and that the objective does not read."""
-    defaults = SamplingConfig()
-    for setting in SamplingConfig.model_fields:
-        changed = getattr(args.sampling, setting) != getattr(defaults, setting)
-        if changed and not methods.reads_sampling(args.method, setting):
-            kind = "objectives on steps" if setting in methods.STEPWISE_SAMPLING else "objectives on final latents"
-            raise ValueError(
-                f"objective {args.objective.name} does not use sampling.{setting}, which is for {kind}: remove it, or choose one by "
-                "objective.name."
-            )
 
 
 def check_kept_graphs(args: RunSettings) -> None:

@@ -35,7 +35,7 @@ def measure_ratio_drift(policy: Policy, stage: FlowGRPOConfig, experience: Exper
     trajectory, rows = experience.trajectory, experience.rows[: 2 * stage.microbatch]
     if not trajectory.steps or not len(rows):
         return {}
-    custom = {"name": "reinforce"} if ":" in stage.objective.name else {}
+    custom = {"name": "reinforce"} if methods.is_custom(stage.objective.name) else {}
     objective = stage.objective.model_copy(update={"kl_weight": 0.0, "anchors": [], "norm_guard": 0.0, **custom})
     loss = StepLoss(
         policy,

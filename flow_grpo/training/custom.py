@@ -8,6 +8,7 @@ from torch import Tensor
 
 import rewards as reward_kit
 from flow_grpo.config.objective import ObjectiveConfig
+from flow_grpo.methods import is_custom
 from flow_grpo.types import RATIO_DEVIATION, Loss, NoisedImage, TrainedStep
 from rewards.user_code import guarded
 
@@ -15,7 +16,7 @@ from rewards.user_code import guarded
 @functools.cache
 def load_custom_function(kind: str, name: str) -> Callable | None:
     """The user's function at an import path or in a file, which raises only ValueError; None for a built-in name."""
-    if ":" not in name:
+    if not is_custom(name):
         return None
     function = reward_kit.locate(kind, name)
     if not callable(function):

@@ -84,7 +84,7 @@ def _merge_max(largest: dict[str, float], others: dict[str, float]) -> None:
 
 def objective_function(objective: ObjectiveConfig, method: methods.Objective) -> Callable[..., Loss]:
     """An objective as a function of rows and advantages, with its settings bound; keywords override them."""
-    if ":" in objective.name:
+    if methods.is_custom(objective.name):
         return functools.partial(custom_loss, objective)
     return with_settings(getattr(objectives, method.function or objective.name), objective)
 

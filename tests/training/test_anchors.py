@@ -455,11 +455,11 @@ def test_a_step_caps_rewards_and_weighs_advantages_by_the_diversity_reward(advan
 @pytest.mark.parametrize(
     ("objective", "changes", "words"),
     [
-        ({"name": "ppo", "reward_cap": 0.75}, {}, "objective.reward_cap is for advantages within a group"),
+        ({"name": "ppo", "reward_cap": 0.75}, {}, "objective ppo does not use reward_cap: its critic makes the advantages"),
         (
             {"name": "sft", "diversity_weight": "sharpness"},
             {"sampling": ODE},
-            "objective.diversity_weight is for advantages",
+            "objective sft does not use diversity_weight: it trains on the best of a group",
         ),
         ({"diversity_weight": "least_distance"}, {}, "add it by rewards.least_distance=0"),
         ({"diversity_weight": "jpeg_size"}, {}, "is no reward of weight 0"),
