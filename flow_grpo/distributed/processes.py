@@ -6,6 +6,7 @@ processes, up to the order in which numbers are added.
 """
 
 import os
+import time
 from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
@@ -93,6 +94,7 @@ class Processes:
     def destroy(self) -> None:
         """Leave the process group, at the end of a run."""
         if self.world_size > 1:
+            time.sleep(0.2)  # with torch 2.6 this hangs where a thread of gloo still waits for the GIL after its last message
             torch.distributed.destroy_process_group()
 
     def any(self, value: bool) -> bool:

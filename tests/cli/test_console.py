@@ -14,7 +14,7 @@ class OutOfMemoryError(RuntimeError):
 
 
 def test_a_message_is_one_line_that_moves_no_cursor_and_sets_no_style(capsys):
-    message = "[bold]\x1b[2J\rwords " * 50
+    message = "[bold]\x1b[2J\rwords " * 50 + "end"
     say(message)
     (line,) = capsys.readouterr().out.splitlines()
     assert line == message.replace("\x1b", "\\x1b").replace("\r", "\\r")

@@ -206,7 +206,7 @@ REFUSED = {
         "not at equal distances",
     ),
     "a large picture beside": (collage((220, 200), *[(10, x, 40, 40) for x in (10, 60, 110)], (60, 10, 140, 180)), "sizes"),
-    "ticks": (figure(2, 3, ticks=True), "outside the cells|straight edges|equal distances"),
+    "ticks": (figure(2, 3, ticks=True), "outside the cells|straight edges|equal distances|different sizes"),
     "a border of the gutters' color": (
         sheet(np.pad(noise(6, 26, 26), ((0, 0), (3, 3), (3, 3), (0, 0))), 3, 2, (0, 0, 0)),
         r"26 x 26 pixels or, with borders of the gutters' color, 32 x 32; .*--rows 2 --columns 3 --padding 2",

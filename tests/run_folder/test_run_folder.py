@@ -6,6 +6,7 @@ import io
 import json
 import os
 import random
+import re
 import resource
 import shutil
 import socket
@@ -448,5 +449,6 @@ def test_a_tracker_that_finds_no_room_is_left_out_without_a_traceback(tmp_path, 
             while tracker._services:  # its thread writes when it likes
                 tracker._notify(lambda service: service.log(1, {"x": 1.0}))
     output, errors = capfd.readouterr()
-    assert output.count("the tracker tensorboard failed and is off from here on (OSError: [Errno 27] File too large)") == 1
+    sentences = re.findall(r"the tracker tensorboard failed and is off from here on \(.*File too large\)", output)
+    assert len(sentences) == 1, "tensorboard's own words for it differ by version"
     assert errors == ""
