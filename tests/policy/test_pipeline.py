@@ -291,12 +291,16 @@ def test_timesteps_that_can_not_share_a_call_go_into_calls_of_their_own(as_famil
 
 
 def test_a_pipeline_that_takes_timesteps_is_found_out_once(as_family):
-    policy = as_family()
-    calls, conditioning = Calls(policy), policy.encode(PROMPTS)
-    for expected in (4, 1):  # the two ends alone, both together, and what was asked; then that only
-        calls.transformer.clear()
+    policy, with_graph = as_family(), []
+    policy.pipe.transformer.register_forward_hook(lambda *_: with_graph.append(torch.is_grad_enabled()))
+    conditioning = policy.encode(PROMPTS)
+    for expected in (
+        [False, False, False, True],
+        [True],
+    ):  # the two ends alone, both together, and what was asked; then that only
+        with_graph.clear()
         policy.velocity(LATENTS[:2], torch.tensor([900.0, 300.0]), conditioning, torch.arange(2))
-        assert len(calls.transformer) == expected
+        assert with_graph == expected
     assert policy.supports_per_sample_timesteps is True
 
 
