@@ -23,6 +23,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from queue import Queue
 
+from flow_grpo.figures import new_figure, save_figure
+
 ROOT = Path(__file__).parent.parent
 
 
@@ -160,10 +162,7 @@ def _change(runs: list[Result], key: str) -> str:
 
 def plot(results: dict[Config, list[Result]], metric: str, target: float, file: Path) -> None:
     """The metric over the seconds of training, a line per run and a colour per config."""
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(10, 5), layout="constrained")
-    axes = figure.subplots()
+    figure, (axes,) = new_figure(10, 5)
     axes.axhline(target, color="0.5", linewidth=0.8, linestyle=":")
     for number, (config, runs) in enumerate(results.items()):
         for place, one in enumerate(runs):
@@ -174,10 +173,8 @@ def plot(results: dict[Config, list[Result]], metric: str, target: float, file: 
     axes.xaxis.set_major_formatter("{x:.0f}")
     axes.set_xlabel("seconds of sampling, rewards and updates (logarithmic from 10 s on)")
     axes.set_ylabel(f"held-out {metric}")
-    axes.grid(alpha=0.25)
-    axes.spines[["top", "right"]].set_visible(False)
     figure.legend(loc="outside right center", frameon=False)
-    figure.savefig(file, dpi=120)
+    save_figure(figure, file)
 
 
 def main() -> None:

@@ -49,6 +49,11 @@ def duration(seconds: float) -> str:
     return f"{minutes} min {total % 60} s" if minutes else f"{total} s"
 
 
+def gigabytes(size: float, decimals: int = 2) -> str:
+    """Bytes as `9.41 GB`, in units of 1e9."""
+    return f"{size / 1e9:,.{decimals}f} GB"
+
+
 def counted(count: int, noun: str) -> str:
     """A count with its noun: `1 image`, `2 images`, `0 processes`."""
     plural = f"{noun}es" if noun.endswith("s") else f"{noun}s"

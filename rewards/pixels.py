@@ -45,9 +45,9 @@ def sharpness(images: torch.Tensor, prompts: list[str], measure: str = "laplacia
     half the highest frequency, sum of |Y(f)|^2 over |f| >= 1/4 cycle a pixel, divided by (H W)^2, Y the Fourier transform.
 
     Range [0, 16] and [0, 0.25], photographs about 0.001 to 0.05. No weights. Gamed by noise, grain and hard edges: better
-    as a held-out reward, since training that hacks its reward often blurs the images or adds grain. The metric monitor/sharpness of
-    an evaluation is another number, `high_frequency_power` in flow_grpo/evaluation/image_metrics.py: the root mean square of what a
-    3 x 3 mean filter removes.
+    as a held-out reward, since training that hacks its reward often blurs the images or adds grain. The metric
+    monitor/high_frequency_power of an evaluation is another number, the root mean square of what a 3 x 3 mean filter removes
+    (`high_frequency_power` in flow_grpo/evaluation/image_metrics.py).
     """
     if measure not in ("laplacian", "high_frequency"):
         raise ValueError(f"sharpness: measure is laplacian or high_frequency, not {measure}.")

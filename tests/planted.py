@@ -849,7 +849,7 @@ BUGS = [
     (
         "the doctor runs a custom objective without gradients",
         "flow_grpo/doctor/update.py",
-        '{"name": "reinforce"} if ":" in stage.objective.name else {}',
+        '{"name": "reinforce"} if methods.is_custom(stage.objective.name) else {}',
         "{}",
         "tests/doctor/test_update.py -k custom",
     ),

@@ -133,7 +133,7 @@ def shown(tmp_path_factory):
     folder = synthetic_run(tmp_path_factory.mktemp("shown") / "run", steps=2, every=1)
     for file in folder.glob("pictures/*/evaluation.json"):
         content = json.loads(file.read_text())
-        images = {name: content[name] for name in ("sharpness", "diversity")}
+        images = {name: content[name] for name in ("high_frequency_power", "diversity")}
         content["values"] |= {f"{name}@8x8": values for name, values in content["values"].items()}
         file.write_text(json.dumps({**content, "sizes": {"8x8": images}, "sources": [None] * len(content["prompts"])}))
     names = ("config.yaml", "machine.json", "pictures/*/evaluation.json", "pictures/*/groups.json")

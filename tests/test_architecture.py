@@ -16,7 +16,7 @@ FILES = {
 }
 ALGORITHM = {"tree", "types", "sde", "methods", "advantages", "objectives", "sampling"}
 # Text, atomic writes, the line that says which phase a command is in, file names of a run folder, prompts with images.
-LEAVES = {"text", "files", "progress", "layout", "image_prompt"}
+LEAVES = {"text", "files", "figures", "progress", "layout", "image_prompt"}
 # What each package may import of ours. A package may import itself.
 MAY_IMPORT: dict[str, set[str]] = {
     "rewards": set(),
@@ -25,6 +25,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "methods": set(),
     "text": set(),
     "files": set(),
+    "figures": {"files"},
     "progress": set(),
     "image_prompt": {"rewards"},
     "layout": set(),  # flow_grpo/run_folder/layout.py, which policy needs to find a run's LoRA
@@ -32,7 +33,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "objectives": {"types", "sde"},
     "sampling": {"types", "sde"},
     "tree": {"types"},
-    "distributed": set(),
+    "distributed": {"text"},
     "config": {"methods", "text"},
     "data": {"types", "sampling", "config", "rewards"} | LEAVES,
     "policy": {"types", "sampling", "config", "distributed", "rewards"} | LEAVES,
@@ -49,7 +50,7 @@ MAY_IMPORT["trainer"] = TRAINER
 MAY_IMPORT["plan"] = {"config", "data", "policy", "distributed", "training", "rewards", "tracking"} | ALGORITHM | LEAVES
 MAY_IMPORT["doctor"] = MAY_IMPORT["compare"] = TRAINER | {"trainer", "plan"}
 MAY_IMPORT["export"] = {"config", "data", "policy", "report", "run_folder", "tracking", "rewards", "evaluation"} | LEAVES
-MAY_IMPORT["tiny"] = {"config", "policy", "rewards"}
+MAY_IMPORT["tiny"] = {"config", "policy", "rewards", "files"}
 MAY_IMPORT["cli"] = {*MAY_IMPORT}
 # Libraries that these packages alone may import.
 ONLY_IN = {

@@ -7,6 +7,7 @@ from typing import Annotated
 import typer
 
 from flow_grpo.cli.console import say
+from flow_grpo.files import write_atomic
 
 
 def init(
@@ -29,8 +30,7 @@ def init(
         raise ValueError(f"{file} exists: give another FILE, or --force to overwrite it.")
     for name in reward or ():
         rewards.check_options(name)
-    file.parent.mkdir(parents=True, exist_ok=True)
-    file.write_text(template(model, reward or ["ocr"]), encoding="utf-8")
+    write_atomic(file, template(model, reward or ["ocr"]))
     FlowGRPOConfig.from_yaml(file)
     say(f"config: {file}; train it by: flow-grpo train {file}")
 

@@ -22,6 +22,7 @@ from flow_grpo.cli.image_options import (
     read_images,
 )
 from flow_grpo.cli.options import RewardNames, load_rewards, parse_reward, prepare_file
+from flow_grpo.files import write_atomic
 from flow_grpo.text import counted, escape_formula, visible
 
 
@@ -71,7 +72,7 @@ def score(
             {"picture": label, "prompt": text} | {name: values[name][i] for name in values}
             for i, (label, text) in enumerate(zip(image_set.labels, image_set.prompts, strict=True))
         ]
-        out.write_text(WRITERS[out.suffix](records), encoding="utf-8", newline="")
+        write_atomic(out, WRITERS[out.suffix](records))
 
 
 def _to_csv(records: list[dict[str, Any]]) -> str:

@@ -1,7 +1,7 @@
 """Several configs on the same budget: runs take turns on the machine, so that a change of its speed affects all of them.
 
-Each run trains for one slice of the budget at a time, in its own process, and is evaluated after each slice. Only finished slices count,
-so a comparison that was stopped continues where it was.
+Each run trains in its own process until its next evaluation. Only finished evaluations count, so a comparison that was stopped continues
+where it was.
 """
 
 import json
@@ -13,6 +13,7 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from multiprocessing.context import ForkServerContext
 from pathlib import Path
+from typing import Any
 
 import torch
 from pydantic import TypeAdapter
@@ -28,32 +29,33 @@ from flow_grpo.text import counted
 from rewards.interrupt import exit_with_parent
 
 CURVE, BUDGET = "curve.jsonl", "budget.json"
+FORMER_NAMES = {"slice": "evaluation", "slices": "evaluations", "critic": "extra_parameters"}  # in these files, of 0.3
 
 
 @dataclass(frozen=True)
 class Budget:
-    """Seconds of training or generated images for each run, in equal slices. The fields are those of budget.json."""
+    """Seconds of training or generated images for each run, between equally distant evaluations. The fields are those of budget.json."""
 
     amount: float
     unit: str  # seconds or images
-    slices: int
+    evaluations: int  # after that before training
 
-    def end_of(self, slice_: int) -> float:
-        """What is spent at the end of a slice, the first being 1."""
-        return self.amount * slice_ / self.slices
+    def until(self, evaluation: int) -> float:
+        """What is spent before an evaluation, the first after training being 1."""
+        return self.amount * evaluation / self.evaluations
 
 
 @dataclass(frozen=True)
 class CurvePoint:
-    """A run at the end of a slice. The fields are those of a line of curve.jsonl."""
+    """An evaluation of a run. The fields are those of a line of curve.jsonl."""
 
-    slice: int
+    evaluation: int  # 0 is before training
     step: int
     seconds: float  # of training: rollouts, rewards and updates, without evaluations
     images: int  # generated and scored
     kl: float  # mean squared distance of the velocity from the base model's
     memory_mb: float  # peak of the process, or of the GPU
-    critic: int  # parameters of a critic, which is trained in addition
+    extra_parameters: int  # of a critic, which is trained in addition
     values: dict[str, float]  # held-out metrics, means over the prompts
 
     def reaches(self, metric: str, target: float | None) -> bool:
@@ -74,20 +76,20 @@ class ComparedRun:
         return Path(self.config).stem
 
     def points(self) -> list[CurvePoint]:
-        """The finished slices, up to the first that can't be read."""
+        """The finished evaluations, up to the first that can't be read."""
         points: list[CurvePoint] = []
         file = self.folder / CURVE
         for line in file.read_bytes().splitlines() if file.is_file() else []:
             try:
-                point = TypeAdapter(CurvePoint).validate_json(line)
-            except ValueError:  # cut off, or written by another program
+                point = TypeAdapter(CurvePoint).validate_python(_with_current_names(json.loads(line)))
+            except (ValueError, RecursionError):  # cut off, or written by another program
                 continue
-            if point.slice == len(points):
+            if point.evaluation == len(points):
                 points.append(point)
         return points
 
     def add(self, point: CurvePoint) -> None:
-        """Write a finished slice."""
+        """Write a finished evaluation."""
         write_atomic(self.folder / CURVE, "".join(json.dumps(asdict(one)) + "\n" for one in [*self.points(), point]))
 
     def settings(self, overrides: list[str]) -> FlowGRPOConfig:
@@ -95,14 +97,18 @@ class ComparedRun:
         return FlowGRPOConfig.from_yaml(self.config, [*overrides, *own])
 
 
-def parse_budget(text: str, slices: int) -> Budget:
+def _with_current_names(content: Any) -> Any:
+    return {FORMER_NAMES.get(key, key): value for key, value in content.items()} if isinstance(content, dict) else content
+
+
+def parse_budget(text: str, evaluations: int) -> Budget:
     """Parse `120s`, `20m` or `images=5000`."""
     kind, equals, number = text.partition("=")
     try:
         if equals and kind == "images":
-            return Budget(_positive(float(number)), "images", slices)
+            return Budget(_positive(float(number)), "images", evaluations)
         if not equals and text.endswith(("s", "m")):
-            return Budget(_positive(float(text[:-1]) * (60 if text.endswith("m") else 1)), "seconds", slices)
+            return Budget(_positive(float(text[:-1]) * (60 if text.endswith("m") else 1)), "seconds", evaluations)
     except ValueError:
         pass
     raise ValueError(f"--budget {text} is none of 120s, 20m or images=5000.")
@@ -140,7 +146,7 @@ def compare(
         _check_settings(run, overrides)
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["flow_grpo.trainer"])
-    for number in range(budget.slices + 1):
+    for number in range(budget.evaluations + 1):
         for run in runs:
             points = run.points()
             if points and metric not in points[-1].values:
@@ -156,12 +162,12 @@ def compare(
 def _train_in_process(
     context: ForkServerContext, run: ComparedRun, number: int, budget: Budget, overrides: list[str]
 ) -> CurvePoint:
-    process = context.Process(target=train_slice, args=(run, number, budget, overrides))
+    process = context.Process(target=train_to_evaluation, args=(run, number, budget, overrides))
     process.start()
     try:
         process.join()
     except KeyboardInterrupt:
-        process.kill()  # it may hang; its slice does not count
+        process.kill()  # it may hang; what it trained does not count
         raise
     points = run.points()
     if process.exitcode or len(points) <= number:
@@ -169,8 +175,8 @@ def _train_in_process(
     return points[-1]
 
 
-def train_slice(run: ComparedRun, number: int, budget: Budget, overrides: list[str]) -> None:
-    """Train one run to the end of slice `number` from that of the one before, and evaluate it. Slice 0 evaluates the start."""
+def train_to_evaluation(run: ComparedRun, number: int, budget: Budget, overrides: list[str]) -> None:
+    """Train one run from its last evaluation to evaluation `number`, and evaluate it. Number 0 is before training."""
     from flow_grpo.trainer import FlowGRPOTrainer
 
     quiet_libraries()
@@ -183,7 +189,7 @@ def train_slice(run: ComparedRun, number: int, budget: Budget, overrides: list[s
             spent = {"seconds": points[-1].seconds, "images": float(points[-1].images)}
             trainer.state.load_state_dict(checkpoint.read(run.folder / layout.CHECKPOINTS, points[-1].step))
             checkpoint.delete_after(run.folder / layout.CHECKPOINTS, points[-1].step)
-        while spent[budget.unit] < budget.end_of(number):
+        while spent[budget.unit] < budget.until(number):
             metrics = trainer.training_step()
             spent["seconds"] += metrics["time/step"]
             spent["images"] += metrics["images"]
@@ -200,20 +206,20 @@ def train_slice(run: ComparedRun, number: int, budget: Budget, overrides: list[s
         sys.exit(130)
     critic = trainer.stage.critic
     point = CurvePoint(
-        slice=number,
+        evaluation=number,
         step=trainer.step,
         seconds=spent["seconds"],
         images=int(spent["images"]),
         kl=kl,
         memory_mb=peak_memory(trainer.policy.device) / 1e6,
-        critic=0 if critic is None else sum(p.numel() for p in critic.parameters()),
+        extra_parameters=0 if critic is None else sum(p.numel() for p in critic.parameters()),
         values=values,
     )
     run.add(point)
 
 
 def _exit_if_orphaned() -> None:
-    """End this process when its parent ends: the comparison that continues in its place repeats the slice."""
+    """End this process when its parent ends: the comparison that continues in its place trains anew from the last evaluation."""
     parent = multiprocessing.parent_process()
     if parent is not None:
         exit_with_parent(parent.sentinel)
@@ -243,12 +249,12 @@ def _check_settings(run: ComparedRun, overrides: list[str]) -> None:
 
 
 def _check_budget(file: Path, budget: Budget) -> None:
-    """Write the budget to the folder. ValueError if the comparison was started with slices of another size; their number may grow."""
+    """Write the budget to the folder. ValueError if the comparison began with another distance of evaluations; their number may grow."""
     if file.exists():
-        former = Budget(**json.loads(file.read_text()))
-        if former.unit != budget.unit or not math.isclose(former.end_of(1), budget.end_of(1)):
+        former = Budget(**_with_current_names(json.loads(file.read_text())))
+        if former.unit != budget.unit or not math.isclose(former.until(1), budget.until(1)):
             raise ValueError(
-                f"{file.parent} was started with slices of {former.end_of(1):g} {former.unit}, not {budget.end_of(1):g} "
+                f"{file.parent} was started with {former.until(1):g} {former.unit} between evaluations, not {budget.until(1):g} "
                 f"{budget.unit}: give a --budget and --evaluations that result in the same, or another folder by --out."
             )
     write_atomic(file, json.dumps(asdict(budget)))

@@ -9,6 +9,7 @@ from rich.console import Console
 from rich.table import Table
 
 from flow_grpo.compare.runs import ComparedRun, CurvePoint
+from flow_grpo.figures import new_figure, save_figure
 from flow_grpo.text import markdown_table
 
 Rows = dict[str, dict[str, float | None]]  # by config, then by column
@@ -39,7 +40,7 @@ def _results(curves: list[list[CurvePoint]], metric: str) -> dict[str, float | N
         "per KL": _rate(gain, sum(point.kl for point in last)),
         "seconds a step": _rate(sum(point.seconds for point in last), sum(point.step for point in last)),
         "peak MB": max(point.memory_mb for curve in curves for point in curve),
-        "extra parameters": max(point.critic for point in last),
+        "extra parameters": max(point.extra_parameters for point in last),
     }
 
 
@@ -92,10 +93,7 @@ def _cell(value: float | None) -> str:
 
 def save_plot(runs: list[ComparedRun], metric: str, target: float | None, file: Path) -> None:
     """Learning curves over seconds, images and distance from the base model: each seed, and the mean of the seeds."""
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(13, 4.6), layout="constrained")
-    panels = figure.subplots(1, 3, sharey=True)
+    figure, panels = new_figure(13, 4.6, columns=3, sharey=True)
     x_axes: dict[str, Callable[[CurvePoint], float]] = {
         "seconds of training": lambda point: point.seconds,
         "images generated": lambda point: point.images,
@@ -106,11 +104,9 @@ def save_plot(runs: list[ComparedRun], metric: str, target: float | None, file: 
         if target is not None:
             axes.axhline(target, color="0.5", linewidth=0.8, linestyle=":")
         axes.set_xlabel(label)
-        axes.grid(alpha=0.25)
-        axes.spines[["top", "right"]].set_visible(False)
     panels[0].set_ylabel(f"held out: {metric}")
     figure.legend(*panels[0].get_legend_handles_labels(), loc="outside right center", frameon=False)
-    figure.savefig(file, dpi=120)
+    save_figure(figure, file)
 
 
 def _draw_curves(
@@ -122,7 +118,7 @@ def _draw_curves(
         style = {"color": f"C{number % 10}", "linestyle": ("-", "--", "-.", ":")[number % 4]}
         for points in curves:
             axes.plot([x(p) for p in points], [y(p) for p in points], linewidth=0.8, alpha=0.35, **style)
-        by_slice = list(zip(*curves, strict=False))  # as far as the shortest curve
-        means = [[statistics.mean(value(p) for p in points) for points in by_slice] for value in (x, y)]
+        by_evaluation = list(zip(*curves, strict=False))  # as far as the shortest curve
+        means = [[statistics.mean(value(p) for p in points) for points in by_evaluation] for value in (x, y)]
         width = 1.6 + 4 * (1 - (number + 1) / len(names))  # the first are wider, so that no curve hides another
         axes.plot(*means, label=name, linewidth=width, **style)

@@ -2,7 +2,6 @@
 
 import hashlib
 import re
-import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +14,7 @@ from flow_grpo.data.prompt_files import COLUMNS, SUFFIXES, Table, read_table
 from flow_grpo.data.prompt_images import COLUMN as IMAGE
 from flow_grpo.data.prompt_images import DERIVED, read_images
 from flow_grpo.data.prompt_sets import names_of_sets, source_of
+from flow_grpo.files import write_atomic
 from flow_grpo.image_prompt import SourceImage, prompt_key, with_images
 from flow_grpo.sampling import generator
 from flow_grpo.text import visible
@@ -229,10 +229,7 @@ def _downloaded(address: str) -> Path:
             return copy
         kind = HubUnreachable if isinstance(error, httpx.TransportError) else ValueError
         raise kind(_unreachable(address, error)) from error
-    copy.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.NamedTemporaryFile(dir=copy.parent, delete=False) as partial:
-        partial.write(content)
-    Path(partial.name).replace(copy)
+    write_atomic(copy, content)
     return copy
 
 

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from flow_grpo.distributed.parent import end_with_launcher
+from flow_grpo.text import first_line
 
 PEER_LOST = 75  # exit status of a process that lost its connection to another one
 Value = TypeVar("Value")
@@ -42,7 +43,7 @@ class Processes:
             state = PartialState(cpu=device == "cpu" or not torch.cuda.is_available())
         except RuntimeError as error:
             address = ":".join(os.environ.get(name, "?") for name in ("MASTER_ADDR", "MASTER_PORT"))
-            reason = str(error).strip().splitlines()[0].rstrip(".")
+            reason = first_line(error).rstrip(".")
             raise ValueError(
                 f"the {os.environ['WORLD_SIZE']} processes of the run don't meet at {address} ({reason}): set MASTER_PORT to a port "
                 "that no other program uses, and MASTER_ADDR to the machine of rank 0."

@@ -19,7 +19,7 @@ from flow_grpo.policy.memory import peak_memory
 from flow_grpo.policy.policy import Policy
 from flow_grpo.policy.step_meter import PHASES
 from flow_grpo.run_folder.opening import is_begun
-from flow_grpo.text import counted
+from flow_grpo.text import counted, gigabytes
 
 PACKAGES = ("torch", "diffusers", "transformers", "peft", "accelerate")
 MAX_SLOWDOWN = 3.0  # times the estimated seconds of a step
@@ -141,9 +141,9 @@ def memory(used: float, there: float, estimated: float | None, model_alone: bool
     Args:
         model_alone: whether the estimate leaves out everything but the model.
     """
-    value = f"{used / GB:.2f} of {there / GB:.0f} GB"
+    value = f"{used / 1e9:.2f} of {gigabytes(there, 0)}"
     of_model = " for the model alone" if model_alone else ""
-    message = "" if estimated is None else f"estimated{of_model}: {estimated / GB:.2f} GB"
+    message = "" if estimated is None else f"estimated{of_model}: {gigabytes(estimated)}"
     if used < MAX_USE * there:
         return CheckResult("memory", value, OK, message)
     return CheckResult(
@@ -153,7 +153,7 @@ def memory(used: float, there: float, estimated: float | None, model_alone: bool
 
 def disk(needed: float, free: float) -> CheckResult:
     """Bytes that the checkpoints and the saved weights need, and that are free."""
-    name, value = "disk for checkpoints", f"{needed / GB:.2f} of {free / GB:.0f} GB"
+    name, value = "disk for checkpoints", f"{needed / 1e9:.2f} of {gigabytes(free, 0)}"
     if needed < MAX_USE * free:
         return CheckResult(name, value, OK)
     return CheckResult(name, value, ERROR, "not enough: set output_dir to another disk, or a smaller keep_checkpoints.")

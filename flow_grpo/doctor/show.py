@@ -12,6 +12,7 @@ from rich.table import Table
 from flow_grpo.config import FlowGRPOConfig
 from flow_grpo.doctor import model, run
 from flow_grpo.doctor.result import ERROR, OK, WARNING, CheckResult, CheckSection, conclusion
+from flow_grpo.files import write_atomic
 from flow_grpo.policy.policy import Policy
 from flow_grpo.text import visible
 
@@ -52,8 +53,7 @@ def _show(console: Console, title: str, sections: Iterator[CheckSection], passed
         console.print(sentence, highlight=False, markup=False, soft_wrap=True)
     finally:  # the results so far are kept, whatever ended the checks
         if file is not None:
-            file.parent.mkdir(parents=True, exist_ok=True)
-            file.write_text(json.dumps({"title": title, "conclusion": sentence, "checks": rows}, indent=2))
+            write_atomic(file, json.dumps({"title": title, "conclusion": sentence, "checks": rows}, indent=2))
     if file is not None:
         console.print(f"results: {file}", highlight=False, markup=False, soft_wrap=True)
     return all(result.status != ERROR for result in results)

@@ -6,6 +6,7 @@ from rich.console import Console
 from rich.table import Table
 
 from flow_grpo.config import FlowGRPOConfig
+from flow_grpo.figures import new_figure, save_figure
 from flow_grpo.methods import TRANSITIONS
 from flow_grpo.text import counted
 from flow_grpo.trainer import FlowGRPOTrainer
@@ -68,10 +69,7 @@ def _print(console: Console, stage: FlowGRPOConfig, curves: list[list[StepVarian
 
 
 def _save_plot(curves: list[list[StepVariance]], file: Path) -> None:
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(8, 4.5), layout="constrained")
-    axes = figure.subplots()
+    figure, (axes,) = new_figure(8, 4.5)
     names = list(dict.fromkeys(curve[0].transition for curve in curves))
     levels = sorted({curve[0].noise_level for curve in curves})
     for curve in curves:
@@ -88,8 +86,5 @@ def _save_plot(curves: list[list[StepVariance]], file: Path) -> None:
     axes.set_ylabel("reward variance within a group")
     axes.set_ylim(bottom=0)
     axes.set_xticks([point.step for point in curves[0]])
-    axes.grid(alpha=0.25)
-    axes.spines[["top", "right"]].set_visible(False)
     axes.legend(frameon=False)
-    file.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(file, dpi=120)
+    save_figure(figure, file)

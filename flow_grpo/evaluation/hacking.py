@@ -55,7 +55,7 @@ def read_history(evaluations: list[dict[str, Any]], size: str = "") -> list[Eval
         of_size = {metric_name(name): values for name, values in e["values"].items() if metric_size(name) == size}
         held_out = {name: values for name, values in of_size.items() if name != "reward" and name not in e["trained"]}
         images = e["sizes"][size] if size else e
-        image_metrics = {HIGH_FREQUENCY_POWER: images["sharpness"], DIVERSITY: images.get("diversity", [])}
+        image_metrics = {HIGH_FREQUENCY_POWER: images["high_frequency_power"], DIVERSITY: images.get("diversity", [])}
         records.append(EvaluationRecord(e["step"], of_size["reward"], held_out, image_metrics))
     return records
 
@@ -122,7 +122,10 @@ def limits() -> str:
 def metrics(history: list[EvaluationRecord], size: str = "") -> dict[str, float]:
     """The monitor's metrics at the last of these evaluations, which are of that further size."""
     now = history[-1].image_metrics
-    means = {"monitor/sharpness": finite_mean(now[HIGH_FREQUENCY_POWER]), "monitor/diversity": finite_mean(now[DIVERSITY])}
+    means = {
+        "monitor/high_frequency_power": finite_mean(now[HIGH_FREQUENCY_POWER]),
+        "monitor/diversity": finite_mean(now[DIVERSITY]),
+    }
     if size:
         return {f"{name}@{size}": mean for name, mean in means.items()}
     return {**means, "monitor/best_step": float(best_step(history))}

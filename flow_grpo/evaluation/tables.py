@@ -15,6 +15,7 @@ from rich.text import Text
 from flow_grpo.evaluation import significance
 from flow_grpo.evaluation.scorecard import Scorecard, by_prompt, category_columns
 from flow_grpo.evaluation.significance import Estimate
+from flow_grpo.files import write_atomic
 from flow_grpo.text import counted, escape_formula, escape_markdown, markdown_table, number, short_name, visible
 
 JSON, CSV, MARKDOWN = "eval.json", "eval.csv", "eval.md"
@@ -49,11 +50,10 @@ def write(folder: Path, card: Scorecard, settings: dict[str, Any]) -> None:
     Args:
         settings: also go to eval.json: the prompt set, seeds and steps.
     """
-    folder.mkdir(parents=True, exist_ok=True)
     content = json.dumps(as_json(card, settings), indent=2, allow_nan=False)
-    (folder / JSON).write_text(content + "\n", encoding="utf-8")
-    (folder / MARKDOWN).write_text(as_markdown(card), encoding="utf-8")
-    (folder / CSV).write_text(as_csv(card), encoding="utf-8", newline="")
+    write_atomic(folder / JSON, content + "\n")
+    write_atomic(folder / MARKDOWN, as_markdown(card))
+    write_atomic(folder / CSV, as_csv(card))
 
 
 def title(card: Scorecard) -> str:

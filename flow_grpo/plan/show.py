@@ -7,6 +7,7 @@ from flow_grpo.config import FlowGRPOConfig
 from flow_grpo.plan.estimate import StepEstimate, StepEstimator
 from flow_grpo.plan.fit import fit_batch_sizes, rates_of, slower_dtype
 from flow_grpo.plan.hardware import GB, TERA, Hardware
+from flow_grpo.text import gigabytes
 
 PHASE_NAMES = {
     "rollout": "images are drawn",
@@ -22,7 +23,7 @@ def print_plan(console: Console, args: FlowGRPOConfig, machine: Hardware, base: 
     largest = plan.largest_microbatch(machine.memory, base)
     here = f"{machine.count} x {machine.name}" if machine.count > 1 else machine.name
     peak = "" if machine.peak_flops is None else f" and {machine.peak_flops / TERA:.3g} TFLOP/s"
-    _say(console, f"{args.model} on {here}, {machine.memory / GB:.0f} GB{peak}{' each' if machine.count > 1 else ''}")
+    _say(console, f"{args.model} on {here}, {gigabytes(machine.memory, 0)}{peak}{' each' if machine.count > 1 else ''}")
     if plan.trace.note:
         _say(console, plan.trace.note)
     if machine.assumption:

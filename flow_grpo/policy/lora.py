@@ -25,6 +25,7 @@ from safetensors.torch import save_file
 
 from flow_grpo.files import normalize_safetensors
 from flow_grpo.policy.hub import PEFT_WEIGHTS, WEIGHTS, expert_lora, expert_weights
+from flow_grpo.text import gigabytes
 from rewards.downloads import downloads
 
 TRAINED = "default"  # the trained adapter; others are copies of it
@@ -291,6 +292,6 @@ def _check_memory(rank: int, layers: Iterable[torch.nn.Linear]) -> None:
     available = psutil.virtual_memory().total
     if needed > available:
         raise ValueError(
-            f"lora.rank={rank}: the LoRA alone would take {needed / 1e9:,.0f} GB, and this machine has {available / 1e9:.0f}: set "
+            f"lora.rank={rank}: the LoRA alone would take {gigabytes(needed, 0)}, and this machine has {available / 1e9:.0f}: set "
             "a smaller rank, such as 32."
         )

@@ -12,6 +12,7 @@ from diffusers import DiffusionPipeline, PipelineQuantizationConfig, TorchAoConf
 from flow_grpo.config.sections import MemoryConfig
 from flow_grpo.policy.encoding import ENCODER_PREFIXES
 from flow_grpo.policy.families import denoisers, family
+from flow_grpo.text import first_line
 
 
 def quantization(kind: str, dtype: torch.dtype, pipeline: str) -> PipelineQuantizationConfig:
@@ -122,7 +123,7 @@ def _set_attention_backend(transformer: Any, name: str) -> None:
     try:
         transformer.set_attention_backend(name)
     except (ValueError, RuntimeError, ImportError, AttributeError) as error:
-        raise ValueError(f"memory.attention_backend={name}: {str(error).splitlines()[0]}") from error
+        raise ValueError(f"memory.attention_backend={name}: {first_line(error)}") from error
 
 
 def compile_blocks(transformer: torch.nn.Module) -> None:

@@ -18,11 +18,11 @@ SIGNALS = {
     "ratio/max_deviation": ("Largest deviation of the ratio from 1", "of new over old probability"),
     "clip_ratio": ("Clipped", "share of ratios outside the clip range"),
     "grad_norm": ("Gradient norm", "before clipping"),
-    "monitor/sharpness": ("High-frequency power", "of the held-out images: blur lowers it, grain raises it"),
+    "monitor/high_frequency_power": ("High-frequency power", "of the held-out images: blur lowers it, grain raises it"),
     "monitor/diversity": ("Diversity", "how much two images of a prompt differ"),
 }
 REWARD_NOTE = "line: in training; dots: held out"
-OF_EVALUATIONS = ("monitor/sharpness", "monitor/diversity")
+OF_EVALUATIONS = ("monitor/high_frequency_power", "monitor/diversity")
 
 Point = tuple[float, float]
 BOX = 1000.0

@@ -8,6 +8,7 @@ from flow_grpo.config import FlowGRPOConfig
 from flow_grpo.config.loading import flatten
 from flow_grpo.config.sections import RewardConfig
 from flow_grpo.evaluation.hacking import DIVERSITY, HIGH_FREQUENCY_POWER, IMAGE_DROPS, limits
+from flow_grpo.evaluation.significance import paired_difference
 from flow_grpo.run_folder import layout
 from flow_grpo.run_folder.metrics_file import NO_SIGNAL, metric_name, metric_size
 from flow_grpo.run_folder.reader import RunReader
@@ -16,7 +17,7 @@ from flow_grpo.text import counted, duration, format_value, number, short_name
 MIN_ERRORS = 2.0  # standard errors of a change that counts as a rise or fall
 MIN_SHARE = 0.09  # of the time that a phase must take to be named in the bar, where smaller parts have no room for a name
 MIN_DROP = 0.1  # share of its best value by which an image metric must fall to be mentioned
-IMAGE_METRICS = {"monitor/sharpness": HIGH_FREQUENCY_POWER, "monitor/diversity": DIVERSITY}
+IMAGE_METRICS = {"monitor/high_frequency_power": HIGH_FREQUENCY_POWER, "monitor/diversity": DIVERSITY}
 PHASES = {
     "encode": "encoding texts",
     "rollout": "sampling",
@@ -88,12 +89,12 @@ def change(run: RunReader, metric: str) -> dict[str, Any]:
 
 
 def paired_error(run: RunReader, metric: str) -> float | None:
-    """The standard error of the change from the first to the last evaluation, from the changes of each prompt."""
+    """The standard error of the change from the first to the last evaluation; None if the prompts are too few for one."""
     if len(run.evaluations) < 2:
         return None
     first, last = (e["values"].get(metric, []) for e in (run.evaluations[0], run.evaluations[-1]))
-    differences = [b - a for a, b in zip(first, last, strict=False) if math.isfinite(b - a)]
-    return statistics.stdev(differences) / math.sqrt(len(differences)) if len(differences) > 1 else None
+    _, error = paired_difference(last, first)
+    return error if math.isfinite(error) else None
 
 
 def table(run: RunReader) -> dict[str, Any]:

@@ -2,7 +2,7 @@
 
 from typing import Annotated, Any
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
+from pydantic import AliasChoices, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 
 from flow_grpo.run_folder.metrics_file import bounded, metric_size
 
@@ -25,7 +25,9 @@ class Content(BaseModel):
 class ImageMetrics(Content):
     """Measures of the held-out images of one size, by prompt."""
 
-    sharpness: Numbers
+    high_frequency_power: Numbers = Field(
+        validation_alias=AliasChoices("high_frequency_power", "sharpness")
+    )  # sharpness in 0.3
     diversity: Numbers = []
 
 

@@ -20,7 +20,11 @@ from flow_grpo.run_folder.layout import METRICS, TORN
 TEXT_FIELDS = ("warning", "fallen")  # all other values are numbers
 NO_SIGNAL = "reward_std"  # the metric that has fallen, to 0, where all images of each prompt got the same reward
 MAX_STEP = 10**12  # no run is longer
-FORMER_NAMES = {"prompts_resting": "num_prompts_skipped", "resample/rounds": "dynamic_sampling/rounds"}  # of 0.3
+FORMER_NAMES = {  # of 0.3
+    "prompts_resting": "num_prompts_skipped",
+    "resample/rounds": "dynamic_sampling/rounds",
+    "monitor/sharpness": "monitor/high_frequency_power",
+}
 _SIZE = re.compile(r"@(\d+x\d+)$")  # HEIGHTxWIDTH
 LARGE = 1e100  # larger values count as infinite, so that sums and squares of metrics don't overflow
 
@@ -39,6 +43,11 @@ def metric_size(metric: str) -> str:
     """The further size at which a held-out score was measured, 64x160 of ocr@64x160; "" for the evaluation's own."""
     match = _SIZE.search(metric)
     return match[1] if match else ""
+
+
+def _current_name(key: str) -> str:
+    name, at, size = key.partition("@")
+    return f"{FORMER_NAMES.get(name, name)}{at}{size}"
 
 
 def has_metrics(folder: Path) -> bool:
@@ -80,7 +89,7 @@ def parse_row(line: bytes) -> dict[str, Any] | None:
     if isinstance(step, bool) or not isinstance(step, int) or not 0 <= step <= MAX_STEP:
         return None
     numbers = {
-        FORMER_NAMES.get(key, key): bounded(value)
+        _current_name(key): bounded(value)
         for key, value in row.items()
         if isinstance(value, int | float) and key not in TEXT_FIELDS
     }

@@ -154,7 +154,7 @@ class SampleRecorder:
 
 
 def _image_metrics(evaluation: Evaluation) -> dict[str, list[float]]:
-    return {"sharpness": evaluation.high_frequency_power.tolist(), "diversity": evaluation.diversity.tolist()}
+    return {"high_frequency_power": evaluation.high_frequency_power.tolist(), "diversity": evaluation.diversity.tolist()}
 
 
 def best_and_worst(reward: list[float]) -> list[int]:

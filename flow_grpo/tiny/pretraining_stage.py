@@ -13,6 +13,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from flow_grpo.files import atomic_file
+
 EVALUATE_EVERY = 200
 SAVE_EVERY = 100
 
@@ -107,9 +109,8 @@ class PretrainingStage:
         for part in self.parts:
             state[part] = getattr(self.model, part).state_dict()
             state[f"{part}_ema"] = getattr(self.ema, part).state_dict()
-        partial = self.file.with_suffix(".partial")
-        torch.save(state, partial)
-        partial.replace(self.file)
+        with atomic_file(self.file) as partial:
+            torch.save(state, partial)
 
     def _load(self) -> None:
         state = torch.load(self.file, weights_only=True)

@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from flow_grpo.files import atomic_file
+from flow_grpo.figures import new_figure, save_figure
 from flow_grpo.run_folder import layout
 from flow_grpo.run_folder.metrics_file import read_metrics
 
@@ -13,14 +13,12 @@ if TYPE_CHECKING:
 
 def plot_curves(folder: Path) -> Path | None:
     """Plots the reward in training, the held-out scores, and below them the reward's std within a group; None without rewards."""
-    from matplotlib.figure import Figure
     from matplotlib.ticker import MaxNLocator
 
     rows = read_metrics(folder)
     if not any("reward" in row for row in rows):
         return None
-    figure = Figure(figsize=(8, 5.5), layout="constrained")
-    above, below = figure.subplots(2, 1, sharex=True, height_ratios=(4, 1))
+    figure, (above, below) = new_figure(8, 5.5, rows=2, sharex=True, height_ratios=(4, 1))
     title = f"{folder.resolve().name}: the trained reward, and what is measured on held-out prompts"
     above.set_title(title, loc="left", fontsize=10)
     _plot_rewards(above, below, rows)
@@ -28,12 +26,8 @@ def plot_curves(folder: Path) -> Path | None:
     below.set_ylim(bottom=0)
     below.set_xlabel("training step")
     below.xaxis.set_major_locator(MaxNLocator(integer=True))
-    for axes in (above, below):
-        axes.grid(alpha=0.25)
-        axes.spines[["top", "right"]].set_visible(False)
     above.legend(frameon=False, loc="lower right")
-    with atomic_file(folder / layout.CURVES) as file:
-        figure.savefig(file, dpi=120)
+    save_figure(figure, folder / layout.CURVES)
     return folder / layout.CURVES
 
 

@@ -8,14 +8,14 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-import matplotlib.pyplot as plt
 import torch
 from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
+from flow_grpo.figures import new_figure, save_figure
 from flow_grpo.files import atomic_file, write_atomic
 from flow_grpo.run_folder import layout
-from flow_grpo.text import markdown_table
+from flow_grpo.text import gigabytes, markdown_table
 
 PHASES = (
     "rollout",
@@ -109,7 +109,7 @@ def page(measured: Any, first: int, steps: int, seconds: float, timeline: list[t
             f"# Profile of training step {first}{last}",
             "",
             f"{seconds / steps:.2f} s a step with the profiler; {max(0.0, 1 - busy / seconds):.0%} {what}.",
-            f"At most {peak / 1e9:.2f} GB were allocated beyond what was there before: {layout.MEMORY_TIMELINE}. The whole trace is",
+            f"At most {gigabytes(peak)} were allocated beyond what was there before: {layout.MEMORY_TIMELINE}. The whole trace is",
             f"{layout.TRACE}, for ui.perfetto.dev.",
             "",
             "## Phases",
@@ -157,12 +157,9 @@ def memory_timeline(events: Iterable[Any]) -> list[tuple[float, float]]:
 
 def plot_memory(file: Path, timeline: list[tuple[float, float]]) -> None:
     """Write the curve of allocated memory as a PNG."""
-    figure, axes = plt.subplots(figsize=(9, 3), layout="constrained")
+    figure, (axes,) = new_figure(9, 3)
     axes.step([at for at, _ in timeline], [size / 1e6 for _, size in timeline], where="post", linewidth=0.8)
     axes.set(
         xlabel="seconds since the profile began", ylabel="MB allocated since then", title="Memory of the profiled steps"
     )
-    axes.spines[["top", "right"]].set_visible(False)
-    with atomic_file(file) as partial:
-        figure.savefig(partial, dpi=120)
-    plt.close(figure)
+    save_figure(figure, file)

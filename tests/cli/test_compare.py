@@ -15,14 +15,14 @@ def compare_words(folder: Path) -> list[str]:
     return ["compare", "short.yaml", "other.yaml", "--seeds", "1", "--budget", "images=16", "--evaluations", "2"]
 
 
-def compared(folder: Path, out: str, images: int = 16, slices: int = 2, **more) -> None:
+def compared(folder: Path, out: str, images: int = 16, evaluations: int = 2, **more) -> None:
     """What the command does with `compare_words`."""
     compare_words(folder)
     configs = [str(folder / "short.yaml"), str(folder / "other.yaml")]
     compare(
         configs,
         1,
-        Budget(images, "images", slices),
+        Budget(images, "images", evaluations),
         folder / out,
         overrides=[],
         metric="reward",
@@ -71,11 +71,11 @@ def test_compare_says_at_once_what_does_not_fit_its_folder(trained):
     words = [*compare_words(trained), "--out", "whole"]
     assert "no held-out metric orc; it has reward, brightness." in run(*words, "--measure", "orc", cwd=trained, code=2)
     words[words.index("images=16")] = "images=24"
-    assert "started with slices of 8 images, not 12 images" in run(*words, cwd=trained, code=2)
+    assert "started with 8 images between evaluations, not 12 images" in run(*words, cwd=trained, code=2)
 
 
-def test_a_comparison_goes_on_with_a_larger_budget_of_the_same_slices(trained):
-    compared(trained, "whole", images=24, slices=3)
+def test_a_comparison_goes_on_with_more_evaluations_at_the_same_distance(trained):
+    compared(trained, "whole", images=24, evaluations=3)
     lines = (trained / "whole" / "short" / "seed0" / "curve.jsonl").read_text().splitlines()
     assert [json.loads(line)["images"] for line in lines] == [0, 8, 16, 24]
 

@@ -80,7 +80,7 @@ def test_each_size_is_scored_under_its_own_name(tmp_path):
         assert first[f"eval/bright@{size}"] == pytest.approx(float(bright(images, []).mean()), abs=1e-6)
         assert last[f"monitor/diversity@{size}"] > 0
     kept = read_all(tmp_path / "run", layout.EVALUATION)[-1]
-    assert len(kept["values"]["bright@16x8"]) == len(kept["sizes"]["16x8"]["sharpness"]) == 3
+    assert len(kept["values"]["bright@16x8"]) == len(kept["sizes"]["16x8"]["high_frequency_power"]) == 3
     run = RunReader(tmp_path / "run")
     assert run.metrics == ["bright", "bright@16x8", "bright@8x16"]
     assert run.sizes == ["16x8", "8x16"]
@@ -131,7 +131,7 @@ def written(step: int, reward: float, clip: float, small_clip: float, **more) ->
     """An evaluation.json of 20 prompts whose rewards differ."""
     values = {"reward": reward, "ocr": reward, "clip": clip, "reward@8x8": reward, "ocr@8x8": reward, "clip@8x8": small_clip}
     spread = {name: [value + 0.01 * (i * 7 % 20) for i in range(20)] for name, value in values.items()}
-    image_metrics = {"sharpness": [0.1] * 20, "diversity": [0.2] * 16}
+    image_metrics = {"high_frequency_power": [0.1] * 20, "diversity": [0.2] * 16}
     return {"step": step, "trained": ["ocr"], "values": spread, **image_metrics, "sizes": {"8x8": image_metrics}, **more}
 
 
@@ -142,7 +142,7 @@ def test_the_monitor_compares_a_size_with_itself():
     assert list(own[0].held_out) == list(small[0].held_out) == ["clip"]
     assert list(hacking.detect_drops(small)) == ["clip"]
     assert "best/ holds the weights of step 10" in hacking.warnings(small, best=10)["clip"]
-    assert hacking.metrics(small, "8x8").keys() == {"monitor/sharpness@8x8", "monitor/diversity@8x8"}
+    assert hacking.metrics(small, "8x8").keys() == {"monitor/high_frequency_power@8x8", "monitor/diversity@8x8"}
     later = [{**evaluations[0], "sizes": {}}, *evaluations]
     assert len(hacking.read_history(later, "8x8")) == 2, "of a size that was added when the run was resumed"
 

@@ -127,7 +127,10 @@ def test_a_run_in_which_no_step_had_signal_is_reported_to_have_learned_nothing(t
         (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in lines))
         assert ("but nothing was learned" in summary.headline(RunReader(folder))) == nothing
         assert ("It has not warned" in page(tmp_path, folder).text) != warned
-    still = [{**row, "monitor/sharpness": 0.05, "monitor/diversity": 0.2} if "eval/reward" in row else row for row in silent]
+    still = [
+        {**row, "monitor/high_frequency_power": 0.05, "monitor/diversity": 0.2} if "eval/reward" in row else row
+        for row in silent
+    ]
     (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in still))
     said = page(tmp_path, folder).text
     assert "There is no curve to draw: each metric has one value." in said

@@ -171,8 +171,12 @@ def test_values_that_are_no_numbers_are_left_out_of_a_row_and_endless_ones_are_i
 
 
 def test_metrics_of_0_3_are_read_under_their_names_of_today(tmp_path):
-    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "loss": 0, "prompts_resting": 3, "resample/rounds": 2}\n')
-    assert read_metrics(tmp_path) == [{"step": 1, "loss": 0, "num_prompts_skipped": 3, "dynamic_sampling/rounds": 2}]
+    (tmp_path / "metrics.jsonl").write_text(
+        '{"step": 1, "loss": 0, "prompts_resting": 3, "resample/rounds": 2, "monitor/sharpness@8x8": 0.5}\n'
+    )
+    (row,) = read_metrics(tmp_path)
+    assert row.pop("monitor/high_frequency_power@8x8") == 0.5
+    assert row == {"step": 1, "loss": 0, "num_prompts_skipped": 3, "dynamic_sampling/rounds": 2}
     rewind(tmp_path, 1)
     assert "prompts_resting" in (tmp_path / "metrics.jsonl").read_text(), "what 0.3 wrote stays as it is"
 
@@ -228,18 +232,21 @@ def test_reports_and_curves_are_drawn_of_whatever_rows_there_are(tmp_path):
             plot_curves(folder)
 
 
-def test_a_comparison_reads_its_slices_up_to_the_first_torn_one(tmp_path):
+def test_a_comparison_reads_its_evaluations_up_to_the_first_torn_one(tmp_path):
     points = [CurvePoint(i, i, 1.0 * i, 8 * i, 0.1, 1.0, 0, {"reward": float("nan") if i == 1 else 0.5}) for i in range(4)]
     one = ComparedRun("tiny_grpo", 0, tmp_path)
     for point in points[:3]:
         one.add(point)
-    assert [point.slice for point in one.points()] == [0, 1, 2]
+    assert [point.evaluation for point in one.points()] == [0, 1, 2]
     lines = (tmp_path / CURVE).read_text().splitlines()
-    for torn in (lines[1][:30], "[]", '{"slice": 1}', lines[1].replace("8", '"many"'), "\ufeff"):
+    former = [line.replace('"evaluation"', '"slice"').replace('"extra_parameters"', '"critic"') for line in lines]
+    (tmp_path / CURVE).write_text("\n".join(former))
+    assert [point.evaluation for point in one.points()] == [0, 1, 2], "as 0.3 wrote it"
+    for torn in (lines[1][:30], "[]", '{"evaluation": 1}', lines[1].replace("8", '"many"'), "\ufeff"):
         (tmp_path / CURVE).write_text("\n".join([lines[0], torn, lines[2]]))
-        assert [point.slice for point in one.points()] == [0]
+        assert [point.evaluation for point in one.points()] == [0]
     one.add(points[1])
-    assert [point.slice for point in one.points()] == [0, 1], "what came after is done anew"
+    assert [point.evaluation for point in one.points()] == [0, 1], "what came after is done anew"
 
 
 # -- checkpoints ------------------------------------------------------------------------------------------------------

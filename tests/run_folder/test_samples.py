@@ -93,7 +93,7 @@ def test_two_processes_keep_one_record(tmp_path):
         assert one["prompts"] == other["prompts"]
         for name, values in one["values"].items():
             assert values == pytest.approx(other["values"][name], abs=1e-5)
-        for name in ("sharpness", "diversity"):
+        for name in ("high_frequency_power", "diversity"):
             assert one[name] == pytest.approx(other[name], abs=1e-5), name
         assert len(one["diversity"]) == 10
     (groups,) = reader.read_all(tmp_path / "run", layout.GROUPS)

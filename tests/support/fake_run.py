@@ -45,7 +45,7 @@ def synthetic_run(
         if step % every == 0:
             values = evaluation(folder, step, share, prompts, rise, reward, pictures)
             means = {f"eval/{name}": sum(v) / len(v) for name, v in values.items()}
-            rows.append({"step": step, **means, "monitor/sharpness": 0.05 - 0.01 * share, "time/evaluation": 1.0})
+            rows.append({"step": step, **means, "monitor/high_frequency_power": 0.05 - 0.01 * share, "time/evaluation": 1.0})
             rows[-1] |= {"monitor/diversity": 0.2 + 0.001 * step, "monitor/best_step": step}
         if pictures and (step == 1 or (step and step % every == 0)):
             groups(folder, step, prompts, reward)
@@ -88,7 +88,7 @@ def evaluation(
         "trained": [reward],
         "prompts": prompts,
         "values": values,
-        "sharpness": [0.05] * len(prompts),
+        "high_frequency_power": [0.05] * len(prompts),
         "diversity": [0.2] * len(prompts),
         "extremes": order[:4] + order[-4:],
     }

@@ -170,7 +170,7 @@ def test_the_first_ctrl_c_ends_the_other_commands(tmp_path, verb):
         "rewards test": ("rewards", "test", name, "--images", "grid.png"),
         "eval": ("eval", "grid.png", "--reward", name),
         "doctor": ("doctor", "run.yaml"),
-        "compare": ("compare", "run.yaml", "--seeds", "1", "--budget", "images=8", "--slices", "1"),
+        "compare": ("compare", "run.yaml", "--seeds", "1", "--budget", "images=8", "--evaluations", "1"),
     }[verb]
     command = begin(*words, cwd=tmp_path)
     hanging = in_it(command, tmp_path)
@@ -181,10 +181,10 @@ def test_the_first_ctrl_c_ends_the_other_commands(tmp_path, verb):
 
 @pytest.mark.slow
 @pytest.mark.slow
-def test_a_slice_ends_with_a_comparison_that_is_terminated(tmp_path):
+def test_the_process_of_a_run_ends_with_a_comparison_that_is_terminated(tmp_path):
     write(tmp_path, "1 for_years")
     (tmp_path / "run.yaml").write_text(settings(tmp_path).to_yaml())
-    command = begin("compare", "run.yaml", "--seeds", "1", "--budget", "images=8", "--slices", "1", cwd=tmp_path)
+    command = begin("compare", "run.yaml", "--seeds", "1", "--budget", "images=8", "--evaluations", "1", cwd=tmp_path)
     hanging = in_it(command, tmp_path)
     os.kill(command.process.pid, signal.SIGTERM)
     command.process.join(60)
