@@ -66,7 +66,7 @@ def ode(x, v, sigma, sigma_next, noise_level, sigma_max):
 def flow_sde(x, v, sigma, sigma_next, noise_level, sigma_max):
     """Flow-GRPO, arXiv 2505.05470: Euler-Maruyama with g = noise_level sqrt(sigma / (1 - sigma)).
 
-    Its samples carry more noise than sigma_next says, the more the coarser the schedule: rewards then score grain.
+    Its samples have more noise than sigma_next, most with few steps; rewards then measure this noise.
     """
     g = noise_level * (sigma / (1 - torch.where(sigma == 1, sigma_max, sigma))).sqrt()
     return _euler_maruyama(x, v, sigma, sigma_next, g)

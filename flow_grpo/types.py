@@ -76,7 +76,7 @@ class Schedule:
 
     def at(self, position: Float[Tensor, " n"]) -> tuple[Float[Tensor, " n"], Float[Tensor, " n"]]:
         """Timestep and sigma between steps, at positions in [0, T]: linear between the schedule's pairs."""
-        rises = self.timesteps[-1] > self.timesteps[0]  # of a pipeline whose timesteps are shares of the image
+        rises = self.timesteps[-1] > self.timesteps[0]  # of a pipeline whose timesteps are 1 - sigma
         own = 1 - self.sigmas if rises else self.sigmas
         end = self.timesteps[-1:] * own[-1:] / own[-2:-1]
         timesteps = torch.cat([self.timesteps, end])
@@ -119,7 +119,7 @@ class Trajectory:
     """What a rollout leaves for the update: K trained steps of each of B images, and the latents that they ended with.
 
     `states`, of images that share them, has the same number for rows that have the same state before a step.
-    `graphs`, where the rollout kept them, has the K steps of each micro-batch by its first row; who uses them removes them.
+    `graphs`, where the rollout kept them, has the K steps of each micro-batch by its first row; a graph is removed when it is used.
     """
 
     schedule: Schedule

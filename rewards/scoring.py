@@ -90,7 +90,7 @@ def call_reward(
 
 @dataclass(frozen=True)
 class _Images:
-    """What a reward is asked about: B images, or B pairs of images, of which these are the first."""
+    """The inputs of a reward call: B images, or B pairs of images, of which these are the first."""
 
     images: Tensor
     prompts: list[str]
@@ -107,7 +107,7 @@ class _Images:
     def keywords(self, reward: Reward, inputs: int = 2) -> dict[str, Any]:
         """The metadata that the reward takes after its first `inputs` arguments, with `source` where prompts have images.
 
-        Where some prompts have none, a reward that names `source` can't be asked; one that takes any metadata goes without it.
+        Where some prompts have none, a reward that names `source` cannot be called; one that takes any metadata goes without it.
         """
         named = SOURCE in groups.signature(reward).parameters
         if not has_sources(self.metadata) or not (named or all(self.metadata[SOURCES])):

@@ -926,8 +926,8 @@ def test_a_run_without_signal_is_warned_of_once_also_if_it_is_resumed(tmp_path, 
     told = [row for row in rows(tmp_path / "run") if "warning" in row]
     assert [row["step"] for row in told] == [1]
     assert [row["frac_reward_zero_std"] for row in rows(tmp_path / "run") if "loss" in row] == [1, 0, 1, 1, 1]
-    sentence = "in step 1 all images of each prompt got the same reward, so nothing was learned. If that goes on, "
-    sentence += f"`flow-grpo doctor {tmp_path}"
+    sentence = "in step 1 all images of each prompt got the same reward, so nothing was learned. If this continues, "
+    sentence += f"run `flow-grpo doctor {tmp_path}"
     assert told[0]["warning"].startswith(sentence)
     assert capsys.readouterr().out.count(f"warning: {sentence}") == 1
 

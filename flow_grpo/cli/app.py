@@ -80,7 +80,7 @@ app.add_typer(rewards.app, name="rewards")
 def run() -> None:
     """Run a command: expected errors are one sentence, Ctrl-C works at any time, and a hanging reward does not delay the exit."""
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-    atexit.register(gc.freeze)  # the interpreter's last collection would look at every object of torch, for over a second
+    atexit.register(gc.freeze)  # without it, the last collection takes over a second
     before_imports()
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         interrupt.start_watchdog()

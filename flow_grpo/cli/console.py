@@ -61,7 +61,7 @@ def progress_bars(items: Sequence[Named]) -> Iterator[Callable[[Named, int, int]
 
 @contextmanager
 def without_collection() -> Iterator[None]:
-    """No garbage collection while modules and models are loaded, and none of what is there then: it stays until the end.
+    """No garbage collection while modules and models are loaded, nor later of the objects that exist when it ends (gc.freeze).
 
     Each collection would look at all of these objects again, which takes a second and a half of a run of 40 seconds.
     """

@@ -1,1 +1,1 @@
-"""Checks before a run. One file per topic: each measures, judges what it measured, and words the result."""
+"""Checks before a run. One file per topic: functions that measure, then functions that evaluate what was measured."""

@@ -127,11 +127,11 @@ def _check_batch_invariance(source: RolloutSource, groups: SampledGroups) -> Che
     return batch_invariance(difference, PIXEL_TOLERANCE[source.policy.dtype])
 
 
-# -- judging ----------------------------------------------------------------------------------------------------------
+# -- evaluating -------------------------------------------------------------------------------------------------------
 
 
 def group_size(images: int) -> CheckResult:
-    """Judge the number of images in a group."""
+    """Evaluate the number of images in a group."""
     if images >= MIN_GROUP_SIZE:
         return CheckResult("images per prompt", f"{images}", OK)
     message = f"the mean of so few is mostly noise: set images_per_prompt={MIN_GROUP_SIZE} or more."

@@ -67,7 +67,7 @@ def _tensors(structure: Any) -> Iterator[Tensor]:
             yield from _tensors(part)
 
 
-# -- judging ----------------------------------------------------------------------------------------------------------
+# -- evaluating -------------------------------------------------------------------------------------------------------
 
 
 def prompt_count(count: int, per_step: int, steps: int) -> CheckResult:
@@ -93,7 +93,7 @@ def duplicate_prompts(prompts: list[str]) -> CheckResult:
 
 
 def eval_prompt_count(count: int) -> CheckResult:
-    """Judge the number of held-out prompts."""
+    """Evaluate the number of held-out prompts."""
     if count >= MIN_HELD_OUT:
         return CheckResult("held-out prompts", f"{count}", OK)
     message = f"set evaluation.prompts to a file of at least {MIN_HELD_OUT}: nothing else detects reward hacking."
@@ -101,7 +101,7 @@ def eval_prompt_count(count: int) -> CheckResult:
 
 
 def train_eval_overlap(prompts: list[str], held_out: list[str]) -> CheckResult:
-    """Judge how many held-out prompts are trained on."""
+    """Evaluate how many held-out prompts are trained on."""
     name, count = "held-out prompts trained on", held_out_overlap(prompts, held_out)
     if not count:
         return CheckResult(name, "0", OK)

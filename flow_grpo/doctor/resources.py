@@ -91,7 +91,7 @@ def check_run_folder(folder: Path) -> CheckResult:
     return run_folder(str(folder), is_begun(folder))
 
 
-# -- judging ----------------------------------------------------------------------------------------------------------
+# -- evaluating -------------------------------------------------------------------------------------------------------
 
 
 def device_speed(kind: str, dtype: str, speed: float, speed_fp32: float, has_gpu: bool) -> CheckResult:
@@ -160,7 +160,7 @@ def disk(needed: float, free: float) -> CheckResult:
 
 
 def run_folder(folder: str, has_run: bool) -> CheckResult:
-    """Judge whether the run folder is free."""
+    """Evaluate whether the run folder is free."""
     if not has_run:
         return CheckResult("run folder", folder, OK, "is free")
     return CheckResult(

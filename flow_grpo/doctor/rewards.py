@@ -131,7 +131,7 @@ def check_monitored(name: str, call: RewardCall, drops: bool) -> list[CheckResul
     return [*results, side_effects(name, call)] if call.wrote_images or call.settings else results
 
 
-# -- judging ----------------------------------------------------------------------------------------------------------
+# -- evaluating -------------------------------------------------------------------------------------------------------
 
 
 def not_called(name: str) -> CheckResult:
@@ -141,7 +141,7 @@ def not_called(name: str) -> CheckResult:
 
 def human_skipped(name: str) -> CheckResult:
     """Say that a person is not asked before the run."""
-    message = "no person is asked before the run; where a rollout needs a ranking, brightness gives it."
+    message = "not called: before a run, mean brightness is used where a ranking is needed."
     return CheckResult(f"{name}: values", "not called", OK, message)
 
 
@@ -215,18 +215,18 @@ def reads_prompt(name: str, reads: bool, change: float, another: bool) -> CheckR
         return CheckResult(check, "yes", OK, f"{change:+.2g} with a wrong prompt")
     if another:
         return CheckResult(check, "no", OK, "another reward does")
-    message = "the images may lose their prompts: add a reward that reads it, such as clip, or a kl_weight."
+    message = "the images may stop matching their prompts: add a reward that reads it, such as clip, or a kl_weight."
     return CheckResult(check, "no", WARNING, message)
 
 
 def group_dependence(name: str, depends: bool) -> CheckResult:
-    """Judge whether an image's value depends on the other images of a call."""
+    """Evaluate whether an image's value depends on the other images of a call."""
     check = f"{name}: depends on other images"
     return CheckResult(check, "yes", WARNING, GROUP_DEPENDENT) if depends else CheckResult(check, "no", OK)
 
 
 def side_effects(name: str, call: RewardCall) -> CheckResult:
-    """Judge what a call changes besides what it returns."""
+    """Evaluate what a call changes besides what it returns."""
     check = f"{name}: side effects"
     if call.wrote_images:
         message = "it writes into the images that it is given, which other rewards get too: let it copy them."

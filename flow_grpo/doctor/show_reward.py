@@ -63,7 +63,7 @@ def prompt_lines(stats: RewardStats) -> list[str]:
         reason = "all images have the same prompt" if any(stats.prompts) else "the images have no prompts"
         lines.append(f"{WRONG_PROMPT}: not measured, {reason}")
     elif torch.equal(stats.values[WRONG_PROMPT], values) and values.min() < values.max():
-        lines.append("reads the prompt: no, wrong prompts have the same values; that is fine beside a reward that reads it")
+        lines.append("reads the prompt: no, wrong prompts have the same values; that is fine if another reward reads it")
     return lines
 
 

@@ -119,7 +119,7 @@ def _check_drift(stage: FlowGRPOConfig, trajectory: Trajectory, drift: dict[int,
     return [*results, *(ratio_drift(step, sigmas[step], values, clip) for step, values in drift.items())]
 
 
-# -- judging ----------------------------------------------------------------------------------------------------------
+# -- evaluating -------------------------------------------------------------------------------------------------------
 
 
 def _typical(drift: Tensor) -> float:
@@ -127,7 +127,7 @@ def _typical(drift: Tensor) -> float:
 
 
 def initial_ratio(deviation: float) -> CheckResult:
-    """Judge how far the ratio before the first update is from 1."""
+    """Evaluate how far the ratio before the first update is from 1."""
     name = "ratio before the first update"
     if deviation == 0:
         return CheckResult(name, "exactly 1", OK)

@@ -85,7 +85,7 @@ class Evaluator:
         return replace(evaluation, at_size=further)
 
     def _evaluate_at(self, height: int | None, width: int | None, microbatch: int, num_kept_images: int) -> Evaluation:
-        """An evaluation at a size; None keeps that side of the training images."""
+        """An evaluation at a size; None is the size in training."""
         if self.prompts is None:
             raise ValueError("there are no held-out prompts: set evaluation.prompts.")
         return evaluate(
@@ -137,7 +137,7 @@ class Evaluator:
             self.recorder.samples.save_groups(step, experience, self.policy.decode)
 
     def _record(self, step: int, evaluation: Evaluation) -> dict[str, list[hacking.EvaluationRecord]]:
-        """Keep an evaluation; returns all of the run so far, by further size, and those of the evaluation's own as ""."""
+        """Keep an evaluation. Returns the run's evaluations by size; the key "" is the evaluation's own size."""
         assert self.recorder
         assert self.prompts
         trained = [name for name, weight in self.rewards.weights.items() if weight]

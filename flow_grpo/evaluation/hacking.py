@@ -1,4 +1,4 @@
-"""Detects reward hacking: the trained reward rises while something that should hold drops.
+"""Detects reward hacking: the trained reward rises while another measure drops.
 
 Every evaluation generates the same held-out prompts with the same seeds, so that two evaluations are compared prompt by prompt. The
 rule, at each evaluation:

@@ -131,7 +131,7 @@ class StepEstimator:
             return Rates.of_device(device, dtype)
 
     def _transient_of(self, microbatch: int) -> dict[str, float]:
-        """Bytes by phase, with the graphs of all micro-batches where they are kept: a backward pass begins with its own among them."""
+        """Bytes by phase. Where graphs are kept, those of all micro-batches, also its own, are in memory when a backward pass begins."""
         fixed, slope = self._graph
         images = self.args.prompts_per_step * self.args.images_per_prompt / self.count
         graph, graphs = fixed + microbatch * slope, self._trained_velocities * max(1.0, images / max(1, microbatch))
@@ -200,7 +200,7 @@ class StepEstimator:
 
     @property
     def _reference_passes(self) -> int:
-        """Forward passes without gradients for each one with them. Guidance that the run itself has not doubles the rows of one."""
+        """Forward passes without gradients for each one with them. A guided reference counts twice if the run has no guidance."""
         objective, method, references = self.args.objective, self.args.method, self.args.objective.references
         base = (method.reference or objective.norm_guard > 0) and "base" not in references
         guided = sum(anchor.to == "guided" for anchor in references.values()) if self.args.guidance <= 1 else 0

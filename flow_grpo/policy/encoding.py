@@ -109,7 +109,7 @@ class PromptEncoder:
                 encoder.to("cpu")
 
     def _encode_chunk(self, prompts: list[str], size: int, axes: list[Any]) -> dict[str, EncoderOutputs]:
-        """Encode at most `size` prompts in one pass. The pass always has that many, as its shape decides the last bits."""
+        """Encode at most `size` prompts in one pass. The pass always has that many, since the shape of a batch affects rounding."""
         batch, outputs_of = self._record(prompts + prompts[:1] * (size - len(prompts))), {}
         for row, prompt in enumerate(prompts):
             calls = zip(batch, axes, strict=True)
@@ -151,7 +151,7 @@ class PromptEncoder:
 
         def recorded(name: str) -> Callable:
             method = getattr(self.pipe, name)
-            if inspect.ismethod(method):  # of our copy, which knows where it computes
+            if inspect.ismethod(method):  # bound to our copy, which has the execution device
                 method = method.__func__.__get__(recording)
 
             def call(*args: Any, **kwargs: Any) -> Any:

@@ -183,7 +183,7 @@ class Policy(FlowPipeline):
         transformer = self.pipe.transformer
         replicated = {parameter for name, parameter in transformer.named_parameters() if "lora_" in name}
         fully_shard_blocks(transformer, repeated_blocks(transformer, "memory.shard"), replicated)
-        self.uses_fsdp, self.meter.counts_flops = True, False  # a call more would have to be one of all processes
+        self.uses_fsdp, self.meter.counts_flops = True, False  # an extra call would have to run on every process
         self.synced_call_count = lambda calls: max(processes.all_gather(calls))
 
     def _probe_images(self, x: Tensor, timesteps: Tensor) -> None:

@@ -77,7 +77,7 @@ def untrained_metrics(run: RunReader) -> list[dict[str, Any]]:
 def change(run: RunReader, metric: str) -> dict[str, Any]:
     """The first and last value of a held-out score, the difference, its standard error, and a verb for it.
 
-    A change that the shown digits don't have is none.
+    A change below the shown precision counts as none.
     """
     values = [row[f"eval/{metric}"] for row in run.held_out if f"eval/{metric}" in row]
     first, last = values[0], values[-1]

@@ -76,7 +76,7 @@ def check_settings_unchanged(args: FlowGRPOConfig) -> None:
 
 @contextmanager
 def explain_write_errors(folder: Path) -> Iterator[None]:
-    """Say what is left of the run when something could not be written."""
+    """Raise ValueError that says what is left of the run when something could not be written."""
     try:
         yield
     except (WriteError, OSError) as error:

@@ -138,7 +138,7 @@ class Tracker:
         """Warn, once in a run, that no image of this step had an advantage."""
         doctor = shlex.join(["flow-grpo", "doctor", str(self.folder / layout.CONFIG)])
         sentence = f"in step {step} all images of each prompt got the same reward, so nothing was learned"
-        self.warn(step, f"{sentence}. If that goes on, `{doctor}` says why.", fallen=NO_SIGNAL)
+        self.warn(step, f"{sentence}. If this continues, run `{doctor}` to find the cause.", fallen=NO_SIGNAL)
 
     def evaluated(self, step: int) -> bool:
         """Whether the metrics hold an evaluation of that step."""

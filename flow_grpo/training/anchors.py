@@ -36,7 +36,7 @@ class Anchors:
 
     Args:
         conditioning: of the policy, for the experience's prompts.
-        needs_base: whether the base model is evaluated whether or not an anchor is to it.
+        needs_base: evaluate the base model even if no anchor refers to it.
     """
 
     def __init__(
@@ -93,7 +93,7 @@ class Anchors:
 
     @contextmanager
     def _active(self, name: str) -> Iterator[tuple[FlowPipeline, Conditioning]]:
-        """Within it, the model is that reference. Yields what computes its velocity, and the prompts as that takes them."""
+        """Make the model that reference within the context. Yields the model and the conditioning that it takes."""
         anchor = self.references.get(name)
         if anchor is not None and anchor.to in COPIES:
             with self.policy.lora.use(adapter(name)):
@@ -130,7 +130,7 @@ def copied_references(objective: ObjectiveConfig) -> dict[str, AnchorConfig]:
 
 
 def add_references(policy: Policy, objectives: Iterable[ObjectiveConfig]) -> None:
-    """Add the copies of the LoRA and the guided models that anchors of these objectives are to. Before weights are sharded.
+    """Add the copies of the LoRA and the guided models that anchors of these objectives refer to. Call it before weights are sharded.
 
     Raises:
         ValueError: the pipeline has no guidance.
@@ -144,7 +144,7 @@ def add_references(policy: Policy, objectives: Iterable[ObjectiveConfig]) -> Non
 
 
 class AnchorCopies:
-    """The copies of the LoRA that anchors are to, and when each was renewed. All processes make the same of them.
+    """The copies of the LoRA that anchors refer to, and when each was renewed; equal on all processes.
 
     Args:
         start: the stage's first training step, at which all of them are the policy.

@@ -46,7 +46,7 @@ class DisagreementGate:
     def weights(self, reward: Float[Tensor, " n"], others: Float[Tensor, "n R"]) -> Float[Tensor, " n"]:
         """The gate of the step's images: n / (number of images held) for those, 0 for the others, so that a KL is their mean.
 
-        As in the published code those are held that are above a quantile, so of few images or equal rewards none may be.
+        As published, images above a quantile are held; with few images or equal rewards there may be none.
         """
         apart = disagreement(reward, others)
         above = apart[apart >= 0]

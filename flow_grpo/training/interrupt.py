@@ -1,6 +1,6 @@
 """Stop a run by Ctrl-C or SIGTERM: at the next forward pass or while it waits for rewards, and at once at the second Ctrl-C.
 
-The command line imports this file before it knows what it will do, so nothing large is imported here at the top.
+The command line imports this file before it parses the command, so nothing large is imported here at the top.
 """
 
 import concurrent.futures
@@ -146,7 +146,7 @@ def exit_if_busy(code: int) -> None:
 
 
 def start_watchdog() -> None:
-    """Start a small process that kills this one where python's own handlers get no turn: at the second Ctrl-C, or after SIGTERM in a run.
+    """Start a process that kills this one when Python cannot run its signal handlers: at the second Ctrl-C, or after SIGTERM in a run.
 
     A call that never gives the interpreter back, such as a regular expression that backtracks for years, keeps all handlers from
     running. What python does at once is to write the signal's number to a pipe; the other process reads it.

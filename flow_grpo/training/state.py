@@ -91,7 +91,7 @@ class RunState:
         opening.open_run_folder(self.args, resume, lock, info)
 
     def explain_write_errors(self) -> AbstractContextManager[None]:
-        """Say what is left of the run when something could not be written, as a ValueError."""
+        """Raise ValueError that says what is left of the run when something could not be written."""
         return opening.explain_write_errors(self.folder)
 
     def resume(self, info: Callable[[str], None]) -> None:
