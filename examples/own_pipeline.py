@@ -33,7 +33,7 @@ args = FlowGRPOConfig.model_validate(
         "sampling": {"steps": 6, "transition": "cps", "noise_level": 0.8},
         "lora": {"rank": 8, "alpha": 16},
         "trackers": {},
-        "output": "runs/own_pipeline",
+        "output_dir": "runs/own_pipeline",
     }
 )
 trainer = FlowGRPOTrainer(

@@ -7,11 +7,15 @@ import torch
 from jaxtyping import Bool, Float, Int, Real
 from torch import Tensor
 
-from flow_grpo.methods import ADVANTAGES
+from flow_grpo.methods import ADVANTAGES, takes_each_reward
 
 CLAMP = 5.0
 Reward = Real[Tensor, " B"] | Real[Tensor, "B R"]  # one reward, or several
 Weights = Float[Tensor, " R"] | Float[Tensor, "B R"]  # of several rewards, or those of each row
+Sum = Real[Tensor, " B"]  # one reward, or the weighted sum of several
+Group = Int[Tensor, " B"]  # of each row
+Size = Int[Tensor, " P"]  # the number of rows of each group
+Advantage = Float[Tensor, " B"]
 Method = Callable[[Tensor, Tensor], Tensor]
 
 
@@ -58,33 +62,33 @@ def weighted_sum(reward: Reward, weights: Weights | None = None) -> Float[Tensor
     return reward.float().sum(1) if weights is None else (reward.float() * weights).sum(1)
 
 
-def grpo(reward, group, size, eps):
+def grpo(reward: Sum, group: Group, size: Size, eps: float) -> Advantage:
     """GRPO, arXiv 2402.03300."""
     centred = _centred(reward, group, size)
     return centred / (_group_mean(centred**2, group, size).sqrt() + eps)
 
 
-def batch_std(reward, group, size, eps):
+def batch_std(reward: Sum, group: Group, size: Size, eps: float) -> Advantage:
     """Flow-GRPO's "global std", arXiv 2505.05470: the mean of the group, the std of the whole batch."""
     return _centred(reward, group, size) / (reward.std(correction=0) + eps)
 
 
-def dr_grpo(reward, group, size, eps):
+def dr_grpo(reward: Sum, group: Group, size: Size, eps: float) -> Advantage:
     """Dr. GRPO, arXiv 2503.20783: no std, so easy and hard prompts weigh the same per unit of reward."""
     return _centred(reward, group, size)
 
 
-def rloo(reward, group, size, eps):
+def rloo(reward: Sum, group: Group, size: Size, eps: float) -> Advantage:
     """RLOO, arXiv 2402.14740: against the mean of the others of the group."""
     return _centred(reward, group, size) * (size / (size - 1))[group]
 
 
-def reinforce_pp(reward, group, size, eps):
+def reinforce_pp(reward: Sum, group: Group, size: Size, eps: float) -> Advantage:
     """REINFORCE++, arXiv 2501.03262: against the whole batch."""
     return (reward - reward.mean()) / (reward.std(correction=0) + eps)
 
 
-def rank(reward, group, size, eps):
+def rank(reward: Sum, group: Group, size: Size, eps: float) -> Advantage:
     """Ranks within the group mapped to [-1, 1], ties shared (pairwise preference, arXiv 2508.20751)."""
     same = group[:, None] == group[None, :]
     beaten = (same & (reward[:, None] > reward[None, :])).sum(1) - (same & (reward[:, None] < reward[None, :])).sum(1)
@@ -115,7 +119,7 @@ def shares(
     means that the others outvote it. Rewards without any spread have share 0 and correlation 0 with the others.
     """
     _, group, size = group.unique(return_inverse=True, return_counts=True)
-    one = grpo if method == "gdpo" else dr_grpo
+    one = grpo if isinstance(method, str) and takes_each_reward(method) else dr_grpo
     parts = torch.stack(
         [w * one(r, group, size, 1e-4) for r, w in zip(reward.float().unbind(1), weights.unbind(-1), strict=True)], 1
     )

@@ -15,8 +15,13 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from flow_grpo import methods
+
 Sigma = Float[Tensor, " B"] | Float[Tensor, ""] | float
-Std = Float[Tensor, "#B ..."]  # broadcastable to the state
+State = Float[Tensor, "B *state"]
+Column = Float[Tensor, "#B ..."]  # a number for each row, or one for all, broadcastable to the state
+Std = Column
+Step = tuple[State, Std]  # mean and std
 Transition = Callable[[Tensor, Tensor, Tensor, Tensor, float, Tensor], tuple[Tensor, Tensor]]
 
 
@@ -45,25 +50,27 @@ def transition(
     """
     if name not in TRANSITIONS:
         raise ValueError(f"unknown transition {name!r}; choose one of {', '.join(TRANSITIONS)}.")
-    if noise_level < 0 or (name == "cps" and noise_level > 1):
+    if not 0 <= noise_level <= methods.TRANSITIONS[name].max_noise_level:
         raise ValueError(f"noise_level {noise_level} is out of range for {name}: it is 0 or more, for cps at most 1.")
     x = _at_least_float32(x)
     v = _at_least_float32(v)
     column = (-1,) + (1,) * (x.ndim - 1)
     sigmas = [torch.as_tensor(s, dtype=x.dtype) for s in (sigma, sigma_next, math.nan if sigma_max is None else sigma_max)]
-    if name == "flow_sde" and (sigmas[0] == 1).any() and sigmas[2].isnan().any():  # checked before they are on a GPU
-        raise ValueError("flow_sde is infinite at sigma = 1: give sigma_max, the second sigma of the schedule.")
+    if (
+        methods.TRANSITIONS[name].infinite_at_1 and (sigmas[0] == 1).any() and sigmas[2].isnan().any()
+    ):  # checked before they are on a GPU
+        raise ValueError(f"{name} is infinite at sigma = 1: give sigma_max, the second sigma of the schedule.")
     to_gpu = x.device.type != "cpu"  # a copy to the CPU must be waited for
     sigma, sigma_next, sigma_max = (s.reshape(column).to(x.device, non_blocking=to_gpu) for s in sigmas)
     return TRANSITIONS[name](x, v, sigma, sigma_next, noise_level, sigma_max)
 
 
-def ode(x, v, sigma, sigma_next, noise_level, sigma_max):
+def ode(x: State, v: State, sigma: Column, sigma_next: Column, noise_level: float, sigma_max: Column) -> Step:
     """Euler's step of the deterministic flow."""
     return x + (sigma_next - sigma) * v, torch.zeros_like(sigma)
 
 
-def flow_sde(x, v, sigma, sigma_next, noise_level, sigma_max):
+def flow_sde(x: State, v: State, sigma: Column, sigma_next: Column, noise_level: float, sigma_max: Column) -> Step:
     """Flow-GRPO, arXiv 2505.05470: Euler-Maruyama with g = noise_level sqrt(sigma / (1 - sigma)).
 
     Its samples have more noise than sigma_next, most with few steps; rewards then measure this noise.
@@ -72,12 +79,12 @@ def flow_sde(x, v, sigma, sigma_next, noise_level, sigma_max):
     return _euler_maruyama(x, v, sigma, sigma_next, g)
 
 
-def dance_sde(x, v, sigma, sigma_next, noise_level, sigma_max):
+def dance_sde(x: State, v: State, sigma: Column, sigma_next: Column, noise_level: float, sigma_max: Column) -> Step:
     """DanceGRPO, arXiv 2505.07818: the same with a constant g."""
     return _euler_maruyama(x, v, sigma, sigma_next, torch.full_like(sigma, noise_level))
 
 
-def cps(x, v, sigma, sigma_next, noise_level, sigma_max):
+def cps(x: State, v: State, sigma: Column, sigma_next: Column, noise_level: float, sigma_max: Column) -> Step:
     """Flow-CPS, arXiv 2509.05952: coefficients-preserving, so x_next has exactly the noise that sigma_next says.
 
     A step replaces the same share of the noise however short it is: with more steps, samples do not come closer to the data's
@@ -88,7 +95,7 @@ def cps(x, v, sigma, sigma_next, noise_level, sigma_max):
     return (1 - sigma_next) * _x0_hat(x, v, sigma) + kept * _eps_hat(x, v, sigma), std
 
 
-def exact_sde(x, v, sigma, sigma_next, noise_level, sigma_max):
+def exact_sde(x: State, v: State, sigma: Column, sigma_next: Column, noise_level: float, sigma_max: Column) -> Step:
     """The exact counterpart of flow_sde (cf. arXiv 2605.23522): x0_hat frozen over the step, the rest is an OU process.
 
     As long as x0_hat is the same all the way, as for data of a single point, marginals are exact and, for a given noise_level, do not
@@ -134,18 +141,18 @@ def kl(mean: Float[Tensor, "B *state"], mean_ref: Float[Tensor, "B *state"], std
     return ((mean - mean_ref) ** 2 / (2 * std**2)).flatten(1).mean(1)
 
 
-def _euler_maruyama(x, v, sigma, sigma_next, g):
+def _euler_maruyama(x: State, v: State, sigma: Column, sigma_next: Column, g: Column) -> Step:
     delta = sigma_next - sigma
     drift = g**2 / (2 * sigma)
     mean = x * (1 + drift * delta) + v * (1 + drift * (1 - sigma)) * delta
     return mean, g * (-delta).sqrt()
 
 
-def _x0_hat(x, v, sigma):
+def _x0_hat(x: State, v: State, sigma: Column) -> State:
     return x - sigma * v
 
 
-def _eps_hat(x, v, sigma):
+def _eps_hat(x: State, v: State, sigma: Column) -> State:
     return x + (1 - sigma) * v
 
 

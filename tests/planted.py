@@ -338,7 +338,7 @@ BUGS = [
     (
         "the monitor compares the trained reward with the first evaluation alone",
         "flow_grpo/evaluation/hacking.py",
-        "if rewards[now.step] < rewards[best]:",
+        "if rewards[now.step] < rewards[best_at]:",
         "if False:",
         "tests/evaluation/test_hacking.py -k falls_together",
     ),

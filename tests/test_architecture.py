@@ -21,7 +21,7 @@ LEAVES = {"text", "files", "figures", "progress", "layout", "image_prompt"}
 MAY_IMPORT: dict[str, set[str]] = {
     "rewards": set(),
     "types": set(),
-    "sde": set(),
+    "sde": {"methods"},
     "methods": set(),
     "text": set(),
     "files": set(),

@@ -128,8 +128,8 @@ def evaluate(
         for result in measure(resolved, to_generate, reward_sum, sum_is_metric, steps, progress=update):
             measured.append(result)
             say(f"{result.name}: {counted(len(result.rows), 'image')}")
-    card = build_scorecard(measured, {target.name: reference(target, resolved).name for target in resolved[1:]})
-    _write(card, folder, settings, reward_sum.drop_messages)
+    scorecard = build_scorecard(measured, {target.name: reference(target, resolved).name for target in resolved[1:]})
+    _write(scorecard, folder, settings, reward_sum.drop_messages)
 
 
 def _default_folder(words: list[str]) -> Path:
@@ -139,12 +139,12 @@ def _default_folder(words: list[str]) -> Path:
     return next((Path(word) for word in words if (Path(word) / layout.CONFIG).is_file()), Path())
 
 
-def _write(card: "Scorecard", folder: Path, settings: dict[str, Any], warnings: list[str]) -> None:
+def _write(scorecard: "Scorecard", folder: Path, settings: dict[str, Any], warnings: list[str]) -> None:
     """Print the tables and write them to files."""
     from flow_grpo.evaluation import tables
 
-    tables.show(console, card)
+    tables.show(console, scorecard)
     for warning in dict.fromkeys(warnings):
         say(f"warning: {warning}")
-    tables.write(folder, card, settings)
+    tables.write(folder, scorecard, settings)
     say(f"numbers: {', '.join(str(folder / name) for name in (tables.JSON, tables.MARKDOWN, tables.CSV))}")

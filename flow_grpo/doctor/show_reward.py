@@ -18,7 +18,7 @@ NUM_BINS, BAR_WIDTH = 10, 32  # of the histogram
 
 
 def show(console: Console, title: str, stats: RewardStats) -> None:
-    """Print the values as a table and a histogram, the costs, and the verdicts."""
+    """Print the values as a table and a histogram, the costs, and the conclusions."""
     original = stats.values[ORIGINAL]
     table = Table(title=escape(title), title_justify="left", box=SIMPLE_HEAD)
     for column in ("", "mean", "std", "lowest", "highest", "share lower"):
@@ -42,7 +42,7 @@ def show(console: Console, title: str, stats: RewardStats) -> None:
     if stats.depends_on_group:
         lines.append(f"[bold]warning: {GROUP_DEPENDENT}[/bold]")
     lines += prompt_lines(stats)
-    lines += [f"[bold]{line}[/bold]" for line in verdicts(stats)]
+    lines += [f"[bold]{line}[/bold]" for line in conclusions(stats)]
     console.print("\n" + "\n".join(lines), highlight=False)
 
 
@@ -67,7 +67,7 @@ def prompt_lines(stats: RewardStats) -> list[str]:
     return lines
 
 
-def verdicts(stats: RewardStats) -> list[str]:
+def conclusions(stats: RewardStats) -> list[str]:
     """What the values mean for training, a sentence each; none for a single image, which has nothing to be compared with."""
     values, within = stats.values[ORIGINAL], std_within_prompts(stats)
     count, low, high = len(values), values.min(), values.max()

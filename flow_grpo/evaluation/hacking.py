@@ -70,14 +70,14 @@ def detect_drops(history: list[EvaluationRecord]) -> dict[str, tuple[int, float]
     rewards = {record.step: finite_mean(record.reward) for record in history}
     for name, values in {**now.held_out, **now.image_metrics}.items():
         by_step = {record.step: {**record.held_out, **record.image_metrics}.get(name, []) for record in history}
-        best = max(by_step, key=lambda step: finite_mean(by_step[step]))
-        if rewards[now.step] < rewards[best]:
+        best_at = max(by_step, key=lambda step: finite_mean(by_step[step]))
+        if rewards[now.step] < rewards[best_at]:
             continue
-        loss, error = paired_difference(by_step[best], values)
-        size = _root_mean_square(by_step[best])
+        loss, error = paired_difference(by_step[best_at], values)
+        size = _root_mean_square(by_step[best_at])
         share = IMAGE_DROPS[name] if name in now.image_metrics else REWARD_DROP
         if loss > max(NUM_STANDARD_ERRORS * error, share * size):
-            drops[name] = (best, loss / (size or loss))  # all of it, if the best was 0 for each prompt
+            drops[name] = (best_at, loss / (size or loss))  # all of it, if the best was 0 for each prompt
     return drops
 
 

@@ -144,14 +144,16 @@ def conditioning(
         axes: of each recorded call, by the number of a prompt's images.
         encode_separately: one prompt to a call.
     """
-    distinct = list(dict.fromkeys(prompts))
-    kinds: dict[Any, int] = {}
-    keys = [prompt if encode_separately else _call_key(prompt, outputs[prompt]) for prompt in distinct]
-    kind = torch.tensor([kinds.setdefault(key, len(kinds)) for key in keys])
-    number = {prompt: i for i, prompt in enumerate(distinct)}
-    place = torch.tensor([number[prompt] for prompt in prompts])
-    axes_of = [axes[len(images_of(prompt))] for prompt in distinct]
-    return Conditioning(prompts, [outputs[prompt] for prompt in distinct], axes_of, place, kind[place])
+    unique_prompts = list(dict.fromkeys(prompts))
+    call_groups: dict[Any, int] = {}
+    keys = [prompt if encode_separately else _call_key(prompt, outputs[prompt]) for prompt in unique_prompts]
+    group_of_prompt = torch.tensor([call_groups.setdefault(key, len(call_groups)) for key in keys])
+    number = {prompt: i for i, prompt in enumerate(unique_prompts)}
+    prompt_index = torch.tensor([number[prompt] for prompt in prompts])
+    axes_of_prompt = [axes[len(images_of(prompt))] for prompt in unique_prompts]
+    return Conditioning(
+        prompts, [outputs[prompt] for prompt in unique_prompts], axes_of_prompt, prompt_index, group_of_prompt[prompt_index]
+    )
 
 
 def _call_key(prompt: str, outputs: EncoderOutputs) -> Any:

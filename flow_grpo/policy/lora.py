@@ -61,7 +61,7 @@ class Lora:
         """Names of the adapters on the transformer."""
         return list(getattr(self.transformer, "peft_config", {}))
 
-    def layers(self) -> Iterator[BaseTunerLayer]:
+    def lora_layers(self) -> Iterator[BaseTunerLayer]:
         """The layers that have a LoRA."""
         modules = (module for transformer in self.transformers.values() for module in transformer.modules())
         return (module for module in modules if isinstance(module, BaseTunerLayer))
@@ -69,7 +69,7 @@ class Lora:
     @property
     def is_enabled(self) -> bool:
         """Whether the transformer computes with an adapter."""
-        layer = next(iter(self.layers()), None)
+        layer = next(iter(self.lora_layers()), None)
         return layer is not None and not layer.disable_adapters
 
     def parameters(self, adapter: str = TRAINED) -> dict[str, torch.nn.Parameter]:
@@ -113,7 +113,7 @@ class Lora:
     def remove(self) -> None:
         """Remove the trained adapter, if there is one, so that another one can be loaded."""
         if TRAINED in self.adapters:
-            for layer in self.layers():
+            for layer in self.lora_layers():
                 layer.delete_adapter(TRAINED)
             for transformer in self.transformers.values():
                 transformer.peft_config.pop(TRAINED)
@@ -128,7 +128,7 @@ class Lora:
             _inject_into(transformer, config, adapter)
 
     def _make_trainable(self) -> None:
-        for layer in self.layers():
+        for layer in self.lora_layers():
             # peft would cast each input to the LoRA's float32, and autocast would cast it back
             layer.cast_input_dtype_enabled = self.dtype == torch.float32
         for parameter in self.parameters().values():
@@ -157,10 +157,10 @@ class Lora:
         return not any(bool(p.any()) for name, p in self.parameters().items() if ".lora_B." in name)
 
     def _enable(self, on: bool) -> None:
-        for layer in self.layers():
+        for layer in self.lora_layers():
             layer.enable_adapters(on)
 
-    def add_copy(self, adapter: str) -> None:
+    def add_adapter_copy(self, adapter: str) -> None:
         """Add a second adapter with the weights of the trained one. It gets no gradients; `update_copy` moves it."""
         self._inject(self.transformer.peft_config[TRAINED], adapter)
         self._activate(TRAINED)
@@ -185,7 +185,7 @@ class Lora:
             self._activate(TRAINED)
 
     def _activate(self, adapter: str) -> None:
-        for layer in self.layers():
+        for layer in self.lora_layers():
             layer.set_adapter(adapter)
         for name, parameter in self._all_parameters():  # whichever adapter is active, the same one is trained
             parameter.requires_grad_(f".{TRAINED}." in name)
@@ -227,7 +227,7 @@ class Lora:
 
     def check_scales(self, source: str) -> None:
         """Raise ValueError if the LoRA's alpha is not finite."""
-        if not all(math.isfinite(scale) for layer in self.layers() for scale in layer.scaling.values()):
+        if not all(math.isfinite(scale) for layer in self.lora_layers() for scale in layer.scaling.values()):
             raise ValueError(f"{source} has an alpha that is not finite: take an earlier checkpoint of the run.")
 
     def save(self, folder: Path, write: bool = True) -> Path:

@@ -41,7 +41,7 @@ def merge(policy: Policy) -> None:
         raise ValueError(
             "the base weights are quantised, and a LoRA can't be added to them: export the LoRA without merging."
         )
-    for layer in policy.lora.layers():
+    for layer in policy.lora.lora_layers():
         linear = layer.get_base_layer()
         dtype = linear.weight.dtype
         linear.float()

@@ -137,7 +137,7 @@ def add_references(policy: Policy, objectives: Iterable[ObjectiveConfig]) -> Non
     """
     anchors = [(name, anchor) for objective in objectives for name, anchor in objective.references.items()]
     for name in dict.fromkeys(adapter(name) for name, anchor in anchors if anchor.to in COPIES):
-        policy.lora.add_copy(name)
+        policy.lora.add_adapter_copy(name)
     for _, anchor in anchors:
         if anchor.guidance is not None:
             guided(policy, anchor.guidance)

@@ -107,8 +107,8 @@ class ImageSampler:
     ) -> tuple[Trajectory, list[Future[Scores]]]:
         """Sample images part by part, each of whole groups and micro-batches, and submit each part to the scoring thread."""
         trajectories, futures = [], []
-        whole = not self.score_in_background
-        size = len(batch.prompts) if whole else math.lcm(self.args.microbatch, self.args.images_per_prompt)
+        in_one_part = not self.score_in_background
+        size = len(batch.prompts) if in_one_part else math.lcm(self.args.microbatch, self.args.images_per_prompt)
         for rows in torch.arange(len(batch.prompts)).split(size):
             part = batch.take(rows)
             with phase(f"step {step + 1}, drawing {counted(len(part.prompts), 'image')}"):

@@ -67,7 +67,7 @@ def prepare_policy(policy: Policy, args: FlowGRPOConfig, processes: Processes) -
     if args.memory.compile:
         policy.compile()
     if any(stage.method.old_policy for stage in stages):
-        policy.lora.add_copy("old")
+        policy.lora.add_adapter_copy("old")
     add_references(policy, [stage.objective for stage in stages])
     if args.memory.shard == "fsdp2" and processes.world_size > 1:
         policy.shard(processes)

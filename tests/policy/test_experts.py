@@ -112,7 +112,7 @@ def test_the_second_experts_file_is_looked_for_on_the_hub(policy, tmp_path, monk
 
 def test_copies_and_states_have_both_experts(policy):
     before = {name: value.clone() for name, value in policy.adapter_state().items()}
-    policy.lora.add_copy("old")
+    policy.lora.add_adapter_copy("old")
     stir(policy, seed=1)
     with policy.lora.use("old"):
         old = velocities(policy)

@@ -79,7 +79,7 @@ def test_the_lora_is_float32_whatever_the_model_is():
     assert {p.dtype for p in policy.trainable_parameters().values()} == {torch.float32}
     v = policy.velocity(LATENTS, torch.tensor(500.0), policy.encode(PROMPTS), ROWS)
     assert v.dtype == torch.float32
-    policy.lora.add_copy("old")
+    policy.lora.add_adapter_copy("old")
     assert {p.dtype for p in policy.trainable_parameters("old").values()} == {torch.float32}
 
 
@@ -91,7 +91,7 @@ def adapted(policy: Policy) -> list[str]:
 def test_a_lora_is_scaled_by_alpha_over_its_rank():
     policy = tiny_policy()
     policy.add_lora(4, 6, ["to_q"], seed=0)
-    for layer in policy.lora.layers():
+    for layer in policy.lora.lora_layers():
         assert layer.lora_A["default"].weight.shape[0] == layer.lora_B["default"].weight.shape[1] == 4
         assert layer.scaling["default"] == 6 / 4
     assert policy.pipe.transformer.peft_config["default"].lora_alpha == 6
@@ -156,7 +156,7 @@ def test_a_lora_that_is_taken_off_leaves_the_base_model(policy):
 def test_inputs_are_cast_by_peft_only_without_autocast(dtype, cast):
     policy = tiny_policy(dtype)
     policy.add_lora(4, 8, ["to_q"], seed=0)
-    assert {layer.cast_input_dtype_enabled for layer in policy.lora.layers()} == {cast}
+    assert {layer.cast_input_dtype_enabled for layer in policy.lora.lora_layers()} == {cast}
 
 
 def test_a_save_that_only_helps_others_writes_nothing(policy, tmp_path):
@@ -183,7 +183,7 @@ def test_a_lora_is_loaded_by_its_folder_or_its_file(policy, by_pipeline, name, t
     assert all(
         parameter.requires_grad and parameter.dtype == torch.float32 for parameter in again.trainable_parameters().values()
     )
-    assert {layer.scaling["default"] for layer in again.lora.layers()} == {2.0}
+    assert {layer.scaling["default"] for layer in again.lora.lora_layers()} == {2.0}
 
 
 def test_a_damaged_lora_is_a_clear_error(tmp_path):
@@ -206,7 +206,7 @@ def test_a_damaged_lora_is_a_clear_error(tmp_path):
 
 
 def test_a_copy_of_the_adapter_follows_slowly_and_takes_no_gradient(policy):
-    policy.lora.add_copy("old")
+    policy.lora.add_adapter_copy("old")
     conditioning = policy.encode(PROMPTS)
     start = policy.adapter_state()
     with torch.no_grad():

@@ -72,7 +72,7 @@ def test_a_timestep_per_sample_equals_one_call_each(guidance):
 
 @pytest.mark.parametrize("context", [lambda p: p.reference(), lambda p: p.ema.applied(), lambda p: p.lora.use("old")])
 def test_what_is_switched_for_a_while_comes_back_after_an_error(policy, context):
-    policy.lora.add_copy("old")
+    policy.lora.add_adapter_copy("old")
     policy.ema.start()
     stir(policy, seed=1)
     conditioning = policy.encode(PROMPTS)
@@ -94,7 +94,7 @@ def test_what_is_switched_for_a_while_comes_back_after_an_error(policy, context)
 
 
 def test_states_are_copies_that_can_be_put_back(policy):
-    policy.lora.add_copy("old")
+    policy.lora.add_adapter_copy("old")
     policy.ema.start()
     kept = policy.adapter_state(), policy.adapter_state("old"), policy.ema.state_dict()
     expected = copy.deepcopy(kept)

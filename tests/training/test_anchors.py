@@ -36,7 +36,7 @@ def collected(steps=True, name=None, seed=1, **objective):
         sampling={"transition": "flow_sde" if steps else "ode"}, objective=own, rewards={"jpeg_size": 1, "sharpness": 0}
     )
     for number, adapter in enumerate(copied_references(args.objective)):
-        policy.lora.add_copy(adapter)
+        policy.lora.add_adapter_copy(adapter)
         small.move(policy, 0.3, seed=10 + number, adapter=adapter)
     experience = small.experience(policy, args, ADVANTAGE, window)
     small.move(policy, 0.2, seed=seed)
@@ -268,7 +268,7 @@ def test_averages_follow_and_other_copies_are_renewed_when_old_or_far():
     names = list(copied_references(objective))
     assert names == ["anchor_ema", "anchor_reset", "anchor_reset_2"]
     for name in names:
-        policy.lora.add_copy(name)
+        policy.lora.add_adapter_copy(name)
         small.move(policy, seed=5, adapter=name)
     copies = AnchorCopies(policy, objective, start=10)
     expected = dict.fromkeys(names, flat(policy))
@@ -294,7 +294,7 @@ def test_an_average_may_begin_at_the_policy_and_slow_down():
     ramp = {"to": "ema", "weight": 1.0, "decay": {"rate": 0.2, "max": 0.5}}
     objective = small.settings(objective={"anchors": [ramp, {**ramp, "weight": 3.0}]}).objective
     assert list(copied_references(objective)) == ["anchor_ema"], "equal ramps share an average"
-    policy.lora.add_copy("anchor_ema")
+    policy.lora.add_adapter_copy("anchor_ema")
     copies, expected = AnchorCopies(policy, objective, start=10), flat(policy)
     for step, decay in zip(range(10, 14), (0.2, 0.4, 0.5, 0.5), strict=True):
         small.move(policy, seed=step)

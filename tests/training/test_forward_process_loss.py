@@ -23,7 +23,7 @@ def settings(name, microbatch=4, **changes):
 
 def policy_with_old():
     policy = small.policy()
-    policy.lora.add_copy("old")
+    policy.lora.add_adapter_copy("old")
     small.move(policy, 0.3, seed=7, adapter="old")
     return policy
 

@@ -296,7 +296,7 @@ def finals(name, moved=0.2, kl_weight=0.0, **changes):
     """A policy that has moved since it drew the images, with an old one that is another again."""
     policy = small.policy()
     if name == "nft":
-        policy.lora.add_copy("old")
+        policy.lora.add_adapter_copy("old")
         small.move(policy, 0.3, seed=7, adapter="old")
     objective = {"name": name, "num_noise_levels": 2, "kl_weight": kl_weight, **changes.pop("objective", {})}
     args = small.settings(sampling={"transition": "ode"}, objective=objective, microbatch=4, images_per_prompt=4, **changes)

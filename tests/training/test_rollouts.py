@@ -132,7 +132,7 @@ def test_a_rollout_is_scored_and_solved_as_the_settings_say():
 @pytest.mark.parametrize(("which", "adapter"), [("trained", "default"), ("old", "old")])
 def test_images_are_drawn_by_the_policy_that_the_settings_name(which, adapter):
     policy, batch, ode = small.policy(), small.PROMPTS.take([4, 2], 3), {"steps": 4, "transition": "ode"}
-    policy.lora.add_copy("old")
+    policy.lora.add_adapter_copy("old")
     small.move(policy, seed=1)
     rolls = source(policy, objective={"name": "nft", "rollout_policy": which}, sampling=ode, window=[])
     final = rolls.image_sampler.trajectory(0, batch, []).final
@@ -242,7 +242,7 @@ def opposite(images, prompts):
 
 @pytest.mark.parametrize(("name", "advantage", "silent"), [
     ("grpo", "grpo", {"a cat", "a dog", "a owl"}), ("grpo", "gdpo", {"a dog"}), ("grpo", "reinforce_pp", set()),
-    ("sft", "reinforce_pp", {"a cat", "a dog", "a owl"}), ("dpo", "gdpo", {"a cat", "a dog", "a owl"}),
+    ("sft", "grpo", {"a cat", "a dog", "a owl"}), ("dpo", "grpo", {"a cat", "a dog", "a owl"}),
 ])  # fmt: skip
 def test_which_groups_have_signal_is_the_advantages_own_matter(name, advantage, silent):
     """Of two rewards that cancel, gdpo sees both; reinforce_pp compares with the whole batch; sft and dpo choose by the sum."""

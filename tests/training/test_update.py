@@ -311,7 +311,7 @@ def test_the_noise_of_an_objective_on_images_is_that_of_its_training_step():
 @pytest.mark.parametrize("decay", [0.25, 0.0, 1.0])
 def test_the_old_policy_of_nft_follows_once_a_step_after_its_updates(decay):
     policy = small.policy()
-    policy.lora.add_copy("old")
+    policy.lora.add_adapter_copy("old")
     small.move(policy, 0.3, seed=9, adapter="old")
     objective = {"name": "nft", "old_policy_decay": decay}
     _, args, ours = made(
@@ -329,7 +329,7 @@ def test_the_old_policy_of_nft_follows_once_a_step_after_its_updates(decay):
 
 def test_other_objectives_leave_an_old_policy_alone():
     policy = small.policy()
-    policy.lora.add_copy("old")
+    policy.lora.add_adapter_copy("old")
     _, args, ours = made(policy=policy, sampling={"transition": "ode"}, objective={"name": "awm"}, optimizer={"lr": 0.1})
     old = torch.cat([p.detach().flatten() for p in policy.trainable_parameters("old").values()]).clone()
     ours(small.experience(policy, args, ADVANTAGE, []), 0)
@@ -587,7 +587,7 @@ def test_the_steps_at_which_anchors_were_renewed_are_part_of_the_state():
     anchors = [{"to": "reset", "weight": 1.0, "every": 3}]
     args = small.settings(objective={"name": "grpo", "anchors": anchors})
     policy = small.policy()
-    policy.lora.add_copy("anchor_reset")
+    policy.lora.add_adapter_copy("anchor_reset")
     one, other = (PolicyUpdate(policy, args, 0, Processes()) for _ in range(2))
     one.anchors.load_state_dict({"anchor_reset": 6})
     assert one.state_dict()["anchors"] == {"anchor_reset": 6} != other.state_dict()["anchors"]
