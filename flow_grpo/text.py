@@ -12,6 +12,8 @@ import unicodedata
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
+from rich.markup import escape
+
 FORMULA = ("=", "+", "-", "@", "\t", "\r")  # the first characters that a spreadsheet takes for a formula
 # Characters that change the direction of the text around them, and the byte order mark.
 HIDDEN = dict.fromkeys([*range(0x202A, 0x202F), *range(0x2066, 0x206A), 0x061C, 0x200E, 0x200F, 0xFEFF], "\ufffd")
@@ -87,6 +89,11 @@ def first_line(error: Exception) -> str:
 def visible(text: object) -> str:
     r"""For a terminal: control characters, and those that turn the direction of text, as codes such as \x1b."""
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in str(text))
+
+
+def escape_markup(text: object) -> str:
+    """For where rich reads markup: no markup of its own, control characters as codes."""
+    return escape(visible(text))
 
 
 def plain(text: object) -> str:

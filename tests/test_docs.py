@@ -18,6 +18,8 @@ from support.families import TINY
 from support.image_families import IMAGE_TINY
 from support.paths import ROOT
 
+from flow_grpo import methods
+from flow_grpo.cli.app import COMMANDS
 from flow_grpo.config import FlowGRPOConfig
 from flow_grpo.policy import step_meter
 from rewards import REGISTRY
@@ -69,6 +71,17 @@ def test_the_table_of_pipelines_has_those_that_are_tested():
 def test_the_table_of_rewards_has_all_of_them():
     rows = re.findall(r"^\| (`[^|]*) \|", (ROOT / "docs/rewards.md").read_text(), re.MULTILINE)
     assert {name for row in rows for name in re.findall(r"`(\w+)`", row)} == set(REGISTRY)
+
+
+def test_the_page_of_methods_names_every_objective_advantage_transition_and_solver():
+    page = (ROOT / "docs/methods.md").read_text()
+    names = [*methods.OBJECTIVES, *methods.ADVANTAGES, *methods.TRANSITIONS, *methods.SOLVERS]
+    assert not [name for name in names if f"`{name}`" not in page]
+
+
+def test_the_page_of_commands_has_a_row_for_each():
+    page = (ROOT / "docs/commands.md").read_text()
+    assert not [name for name in COMMANDS if not re.search(rf"^\|.*`flow-grpo {name}\b", page, re.MULTILINE)]
 
 
 def test_memory_and_seconds_of_the_readme_are_those_of_the_computed_table():

@@ -11,10 +11,9 @@ from contextlib import contextmanager
 from typing import ParamSpec, Protocol, TypeVar
 
 from rich.console import Console
-from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from flow_grpo.text import visible
+from flow_grpo.text import escape_markup, visible
 
 TRACEBACK = "FLOW_GRPO_TRACEBACK"  # environment variable, which other processes of a run inherit
 RANK_ERROR_DELAY = 3.0  # seconds, within which the launcher ends the other ranks of a run in which one rank has failed
@@ -37,11 +36,6 @@ def say(line: object) -> None:
     console.print(visible(line), highlight=False, markup=False, soft_wrap=True)
 
 
-def escaped(text: object) -> str:
-    """Text from anybody for where rich reads markup: no markup of its own, control characters escaped."""
-    return escape(visible(text))
-
-
 @contextmanager
 def progress_bars(items: Sequence[Named]) -> Iterator[Callable[[Named, int, int], None]]:
     """Show a progress bar for each item, on a terminal. Yields the function that updates one: item, done, total."""
@@ -55,7 +49,7 @@ def progress_bars(items: Sequence[Named]) -> Iterator[Callable[[Named, int, int]
         disable=not console.is_terminal,
     )
     with bars:
-        tasks = {item.name: bars.add_task(escaped(item.name), total=None) for item in items}
+        tasks = {item.name: bars.add_task(escape_markup(item.name), total=None) for item in items}
         yield lambda item, done, total: bars.update(tasks[item.name], completed=done, total=total)
 
 
@@ -110,7 +104,7 @@ def fail(message: str, is_shared: bool = False) -> None:
     """
     if os.environ.get("RANK", "0") != "0":
         time.sleep(SHARED_ERROR_DELAY if is_shared else RANK_ERROR_DELAY)
-    errors.print(f"[bold red]error[/bold red]: {escaped(' '.join(message.split()))}", highlight=False, soft_wrap=True)
+    errors.print(f"[bold red]error[/bold red]: {escape_markup(' '.join(message.split()))}", highlight=False, soft_wrap=True)
     sys.exit(2)
 
 

@@ -5,6 +5,7 @@ from pathlib import Path
 from flow_grpo.text import suggest
 
 # of each bundled model, which draws nothing else
+SUFFIXES = (".yaml", ".yml")
 TRAINING_PROMPTS = {"tiny": "prompts/signs_train.txt", "tiny_shapes": "prompts/shapes_train.jsonl"}
 
 
@@ -27,7 +28,7 @@ def find_config(path: str | Path) -> Path:
     names = sorted(p.stem for p in bundled_file("").glob("*.yaml"))
     if Path(path).is_dir() and (inside := sorted(Path(path).glob("*.yaml"))):
         raise ValueError(f"{path} is a folder and no config: give a config in it, {inside[0]}.")
-    if Path(path).suffix in (".yaml", ".yml"):
+    if Path(path).suffix in SUFFIXES:
         hint = suggest(Path(path).stem, names) or suggest(str(path), [str(p) for p in Path(path).parent.glob("*.yaml")])
         raise ValueError(f"there is no file {path}.{hint} `flow-grpo init {path}` writes a new config.")
     raise ValueError(f"there is no config {path}.{suggest(str(path), names)} Bundled ones: {', '.join(names)}.")

@@ -6,7 +6,6 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from rich.console import Console
-from rich.markup import escape
 from rich.table import Table
 
 from flow_grpo.config import FlowGRPOConfig
@@ -14,7 +13,7 @@ from flow_grpo.doctor import model, run
 from flow_grpo.doctor.result import ERROR, OK, WARNING, CheckResult, CheckSection, conclusion
 from flow_grpo.files import write_atomic
 from flow_grpo.policy.policy import Policy
-from flow_grpo.text import visible
+from flow_grpo.text import escape_markup, visible
 
 STYLES = {OK: None, WARNING: "yellow", ERROR: "bold red"}
 MAX_WIDTH = 110  # columns of the terminal
@@ -63,16 +62,13 @@ def _table(console: Console, section: str, results: list[CheckResult]) -> Table:
     """One section. Its columns are as wide as those of the others, so that they line up."""
     width = min(console.width, MAX_WIDTH)
     table = Table(box=None, pad_edge=False, show_header=bool(section), header_style="bold", width=width)
-    table.add_column(_cell(section), ratio=NAME_WIDTH)
+    table.add_column(escape_markup(section), ratio=NAME_WIDTH)
     table.add_column("", ratio=VALUE_WIDTH, overflow="fold")
     table.add_column("", ratio=MESSAGE_WIDTH, overflow="fold")
     for result in results:
         status = result.status.upper() if result.status == ERROR else result.status
         message = f"{status}: {result.message}" if result.message else status
-        table.add_row(_cell(result.name), _cell(result.value), _cell(message), style=STYLES[result.status])
+        table.add_row(
+            escape_markup(result.name), escape_markup(result.value), escape_markup(message), style=STYLES[result.status]
+        )
     return table
-
-
-def _cell(text: str) -> str:
-    """Untrusted text, without markup and control characters."""
-    return escape(visible(text))

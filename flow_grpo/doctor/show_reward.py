@@ -5,13 +5,13 @@ from pathlib import Path
 import torch
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
-from rich.markup import escape
 from rich.table import Table
 from torch import Tensor
 
 from flow_grpo.data.grid import ImageInfo, save_grid
 from flow_grpo.doctor.reward_probe import ORIGINAL, SAME, SATURATED, WRONG_PROMPT, RewardStats
 from flow_grpo.evaluation.group_dependence import GROUP_DEPENDENT, RewardInputs
+from flow_grpo.text import escape_markup
 from rewards.groups import rows_by_group
 
 NUM_BINS, BAR_WIDTH = 10, 32  # of the histogram
@@ -20,7 +20,7 @@ NUM_BINS, BAR_WIDTH = 10, 32  # of the histogram
 def show(console: Console, title: str, stats: RewardStats) -> None:
     """Print the values as a table and a histogram, the costs, and the conclusions."""
     original = stats.values[ORIGINAL]
-    table = Table(title=escape(title), title_justify="left", box=SIMPLE_HEAD)
+    table = Table(title=escape_markup(title), title_justify="left", box=SIMPLE_HEAD)
     for column in ("", "mean", "std", "lowest", "highest", "share lower"):
         table.add_column(column, justify="right" if column else "left")
     for how, values in stats.values.items():

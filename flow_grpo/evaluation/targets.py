@@ -4,7 +4,7 @@ import itertools
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from flow_grpo.config.bundled import bundled_file
+from flow_grpo.config.bundled import SUFFIXES, bundled_file
 from flow_grpo.config.run_config import FlowGRPOConfig
 from flow_grpo.data import image_sets
 from flow_grpo.data.grid_options import GridOptions
@@ -219,4 +219,4 @@ def _images(path: Path, options: TargetOptions) -> ImageTarget:
 
 def _is_config(word: str) -> bool:
     path = Path(word)
-    return not path.is_dir() and (path.suffix in (".yaml", ".yml") or bundled_file(f"{word}.yaml").is_file())
+    return not path.is_dir() and (path.suffix in SUFFIXES or bundled_file(f"{word}.yaml").is_file())

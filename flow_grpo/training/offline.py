@@ -87,7 +87,7 @@ class OfflineSource:
 def load_examples(data: str, rows_per_pair: int) -> OfflineExamples:
     """Load the dataset. ValueError if the file, a column or an image is missing."""
     source = Path(data)
-    if source.is_dir() or source.suffix.lower() in (".png", ".jpg", ".jpeg", ".webp"):
+    if source.is_dir() or source.suffix.lower() in image_sets.SUFFIXES:
         if rows_per_pair == 2:
             raise ValueError(f"objective.dataset={data}: dpo needs a table with the columns prompt, chosen and rejected.")
         image_set = image_sets.read(source)
