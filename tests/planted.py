@@ -844,7 +844,7 @@ BUGS = [
         "flow_grpo/doctor/reward_probe.py",
         "repeated=[call.values for call in repeated],",
         "repeated=[repeated[0].values] * 2,",
-        "tests/doctor/test_rewards.py -k wrong_with_a_reward",
+        "tests/doctor/test_rewards.py -k each_fault_of_a_reward",
     ),
     (
         "the doctor runs a custom objective without gradients",

@@ -24,7 +24,7 @@ STD_ALL = float(REWARD.std(correction=0))
         ("rank", [-1, 0, 1, -0.5, -0.5, 1]),
     ],
 )
-def test_by_hand(method, expected):
+def test_each_advantage_is_its_formula_computed_by_hand(method, expected):
     torch.testing.assert_close(
         group_advantages(REWARD, GROUP, method), torch.tensor(expected, dtype=torch.float32), rtol=2e-4, atol=1e-6
     )
@@ -230,7 +230,7 @@ def test_advantages_are_computed_where_the_rewards_are():
         ([1.0, 2.0], [0, 0], "gpro", "unknown advantage"),
     ],
 )
-def test_what_makes_no_sense_is_refused(reward, group, method, words):
+def test_unknown_methods_groups_of_one_and_values_that_are_not_finite_are_refused(reward, group, method, words):
     with pytest.raises(ValueError, match=words):
         group_advantages(torch.tensor(reward), torch.tensor(group), method)
 

@@ -105,7 +105,7 @@ def test_shared_noise_is_one_per_prompt():
         ("sliding", 15, [2, 3]),
     ],
 )
-def test_windows(kind, step, expected):
+def test_a_window_has_the_steps_of_its_schedule(kind, step, expected):
     assert sampling.window(kind, 8, 2, 1, 5, 3, 0, step) == expected
 
 

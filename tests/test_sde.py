@@ -245,7 +245,7 @@ def test_half_precision_inputs_are_computed_in_float32():
         (("flow_sde", 1.0, 0.9, 0.7), "sigma_max"),
     ],
 )
-def test_what_makes_no_sense_is_refused(arguments, words):
+def test_unknown_transitions_and_noise_levels_out_of_range_are_refused(arguments, words):
     name, sigma, sigma_next, level = arguments
     with pytest.raises(ValueError, match=words):
         sde.transition(name, torch.zeros(1, 2), torch.zeros(1, 2), sigma, sigma_next, level)

@@ -380,7 +380,7 @@ def test_fp16_autocast_scales_its_gradients(tmp_path):
     assert 0 < metrics["grad_norm"] < float("inf")
 
 
-def test_from_python_with_own_parts(tmp_path):
+def test_a_run_from_python_takes_a_model_a_callable_settings_and_two_data_sets(tmp_path):
     """TRL's shape: a model, a callable, settings and two data sets."""
     trainer = FlowGRPOTrainer(
         model=tiny_policy(),

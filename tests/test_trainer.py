@@ -590,7 +590,7 @@ def test_images_are_kept_of_the_first_step_and_of_those_that_are_evaluated(tmp_p
     ({"schedule": "sliding", "size": 2, "shift_every": 2}, [[0, 1], [0, 1], [1, 2], [1, 2], [2, 3], [2, 3]]),
     ({"schedule": "sliding", "size": 1, "shift_every": 1, "first_step": 1, "last_step": 2}, [[1], [2], [1], [2], [1], [2]]),
 ])  # fmt: skip
-def test_windows_by_hand(tmp_path, window, expected):
+def test_the_steps_of_a_window_are_those_by_hand_in_each_training_step(tmp_path, window, expected):
     trainer = made(tmp_path / "run", sampling={"steps": 5, "window": window})
     assert [trainer.stage.window(step) for step in range(6)] == expected
     assert trainer.stage.source.collect(3).trajectory.steps == expected[3]

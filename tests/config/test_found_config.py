@@ -137,7 +137,7 @@ def test_whatever_of_a_run_or_an_export_eval_is_given(run_with):
     assert not run_with.marker.exists()
 
 
-def test_the_users_own_words_are_done(run_with):
+def test_code_named_on_the_command_line_or_trusted_is_run(run_with):
     """What is named on the command line is trusted, and --trust is for all that the found config names."""
     folder = run_with(rewards={"evil.py:reward": 1.0})
     assert "names the reward evil.py:reward" in run("eval", "run", "rewards.evil.py:reward=2", cwd=folder, code=2)

@@ -70,6 +70,6 @@ def test_groups_with_zero_std_are_distinguished():
         (groups.batch_invariance(1e-5, 1e-3), OK),
     ],
 )
-def test_numbers_and_their_status(result, status):
+def test_each_measure_of_groups_gets_its_status_and_advice(result, status):
     assert result.status == status
     assert status == OK or result.message.endswith("."), "it says what to do"

@@ -27,6 +27,6 @@ from flow_grpo.doctor.result import ERROR, OK, WARNING
         (resources.run_folder("runs/x", has_run=False), OK),
     ],
 )
-def test_numbers_and_their_status(result, status):
+def test_each_measured_resource_gets_its_status_and_advice(result, status):
     assert result.status == status
     assert status == OK or result.message.endswith("."), "it says what to do"

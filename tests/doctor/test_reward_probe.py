@@ -57,7 +57,7 @@ def test_every_docstring_says_what_a_user_must_know():
             assert word in said or (word == "eight" and "o weights" in said), f"{name}: {word}"
 
 
-def test_perturbed_images_and_prompts(signs):
+def test_perturbed_inputs_are_blurred_noisy_or_have_another_prompt_with_its_metadata(signs):
     wrong_inputs = perturbed(signs)
     edges = {how: p.images.diff(dim=-1).abs().mean().item() for how, p in {ORIGINAL: signs, **wrong_inputs}.items()}
     assert edges["blurred"] < edges[ORIGINAL] < edges["noisy"]
@@ -67,7 +67,7 @@ def test_perturbed_images_and_prompts(signs):
     assert "wrong prompt" not in perturbed(RewardInputs(signs.images[:2], ["a", "a"], {}))
 
 
-def test_what_is_found_of_a_reward(signs):
+def test_a_reward_is_measured_for_chance_company_and_perturbed_inputs(signs):
     calls = []
 
     def brightness(images, prompts):

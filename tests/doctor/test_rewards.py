@@ -55,7 +55,7 @@ def seeded(monkeypatch):
         (brightness, "side effects", OK),
     ],
 )
-def test_what_is_wrong_with_a_reward(signs, seeded, reward, check, status):
+def test_each_fault_of_a_reward_gets_the_status_of_its_check(signs, seeded, reward, check, status):
     call = probe(getattr(reward, "__name__", "r"), reward, signs)
     assert statuses(reward_checks.check_trained("r", call, 2, False, []))[f"r: {check}"] == status
 
@@ -67,7 +67,7 @@ def test_noise_is_not_taken_for_reading_the_prompt(signs, seeded):
         assert not probe("random", broken_rewards.random, signs).reads_prompt, seed
 
 
-def test_a_reward_among_others(signs):
+def test_a_fault_of_one_reward_weighs_less_beside_a_reward_without_it(signs):
     """A constant one is a warning beside one that varies; one that ignores the prompt is fine beside one that reads it."""
     color, bright, constant = (probe("r", one, signs) for one in (rewards.load("color"), brightness, flat))
     assert statuses(reward_checks.check_trained("r", constant, 2, False, [color]))["r: values"] == WARNING
@@ -122,6 +122,6 @@ def test_a_person_is_not_asked(trainer):
         (reward_checks.latency("r", 2.0, 0.3), OK),
     ],
 )
-def test_numbers_and_their_status(result, status):
+def test_each_measure_of_a_reward_gets_its_status_and_advice(result, status):
     assert result.status == status
     assert status == OK or result.message.endswith("."), "it says what to do"

@@ -109,7 +109,7 @@ def test_out_of_memory_in_an_evaluation_has_a_result_too(tmp_path, monkeypatch):
     assert (title, failed.name, failed.status) == ("cost", "an evaluation", ERROR)
 
 
-def test_the_command(tmp_path):
+def test_the_command_prints_80_columns_writes_its_results_and_exits_with_an_error(tmp_path):
     """A table of 80 columns, results in a file, the exit status of an error, and no more output after Ctrl-C."""
     reward = f"{SAMPLE_REWARDS}:nan"
     args = short_run(tmp_path / "run", f"rewards={{{reward}: 1}}")

@@ -93,7 +93,7 @@ def test_a_gradient_without_signal_is_not_judged(trainer, overrides):
         (update.gradient_coverage({**NORM, "blocks.9.to_q.lora_A.weight": 0.0}, full_finetuning=False), OK),
     ],
 )
-def test_numbers_and_their_status(result, status):
+def test_each_measure_of_an_update_gets_its_status_and_advice(result, status):
     assert result.status == status
     assert status == OK or result.message.endswith("."), "it says what to do"
 

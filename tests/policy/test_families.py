@@ -226,7 +226,7 @@ def test_doctor_says_what_is_wrong_with_a_pipeline(folders):
 
 
 @pytest.mark.parametrize("name", TINY)
-def test_two_training_steps(folders, name, tmp_path):
+def test_two_training_steps_have_a_ratio_of_1_finite_losses_and_gradients(folders, name, tmp_path):
     args = FlowGRPOConfig(
         steps=2,
         prompts_per_step=2,

@@ -35,7 +35,7 @@ def test_it_is_a_whole_sd35_pipeline_in_16_bit():
             assert {weights.get_slice(k).get_dtype() for k in weights.keys()} == {"F16"}, file  # noqa: SIM118
 
 
-def test_its_size():
+def test_the_packaged_model_stays_below_25_mb_and_its_clip_below_8():
     assert sum(f.stat().st_size for f in FOLDER.rglob("*") if f.is_file()) <= 25e6
     assert sum(f.stat().st_size for f in CLIP_FOLDER.rglob("*") if f.is_file()) <= 8e6
 

@@ -49,7 +49,7 @@ def test_steps_are_adamw_by_hand_with_the_gradient_clipped_and_the_rate_of_each_
             torch.testing.assert_close(p.detach().double(), hand, rtol=1e-5, atol=1e-6)
 
 
-def test_gradients_that_are_forgotten_never_were():
+def test_discarded_gradients_leave_no_trace_in_the_next_step():
     one, other = made(), made()
     one.backward(towards(one, gradients(one, 5.0, 0)))
     one.zero_grad()

@@ -70,7 +70,7 @@ def test_steps_are_adamw_by_hand(shard):
 
 
 @pytest.mark.parametrize("shard", ["zero1", "zero2"])
-def test_what_is_forgotten_and_what_is_no_number_never_was(shard):
+def test_discarded_gradients_and_ones_that_are_not_finite_leave_no_trace(shard):
     optimizer = made(shard)
     expected = by_hand.AdamW(optimizer.parameters, (0.6, 0.8), 0.02, 0.3, 1.5)
     optimizer.backward(towards(optimizer, gradients(optimizer, 5.0, 0)))
