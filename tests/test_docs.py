@@ -4,14 +4,17 @@ import functools
 import json
 import re
 import shlex
+import shutil
 import subprocess
 import sys
 import typing
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import yaml
+from PIL import Image
 from support.cli_process import run
 from support.embedded import short_run
 from support.families import TINY
@@ -22,6 +25,7 @@ from flow_grpo import methods
 from flow_grpo.cli.app import COMMANDS
 from flow_grpo.config import FlowGRPOConfig
 from flow_grpo.policy import step_meter
+from flow_grpo.policy.hub import resolve_model
 from rewards import REGISTRY
 
 README, METHODS = ROOT / "README.md", ROOT / "docs/methods.md"
@@ -115,6 +119,32 @@ def test_the_readmes_python_runs(tmp_path):
     assert {"rewards/redness/mean", "rewards/jpeg_size/mean"} <= rows[0].keys()
     assert (tmp_path / "runs/fox/lora/pytorch_lora_weights.safetensors").exists()
     assert "model: tiny" in (tmp_path / "runs/fox/config.yaml").read_text()
+
+
+SHORT = {
+    "train": ["steps=1", "prompts_per_step=2", "evaluation.max_prompts=2", "evaluation.num_images=1", "trackers=[]"],
+    "eval": ["--limit", "2"],
+}  # added to the README's commands
+LARGE = ("flow-grpo train sd35_medium_ocr", "flow-grpo train flux_dev_ocr")  # need weights that a test does not have
+
+
+def test_the_readmes_commands_run_as_they_stand(tmp_path):
+    """In their order, in one folder, but for those that train published models."""
+    (tmp_path / "my_reward.py").write_text(blocks(README, "python")[0])
+    (tmp_path / "words.txt").write_text('red text "CAT" on a blue background\n' * 4)
+    shutil.copytree(resolve_model("tiny"), tmp_path / "my-sd3-folder")
+    first = [command for command in commands() if command in README.read_text() and not command.startswith(LARGE)]
+    assert {shlex.split(command)[1] for command in first} >= {"train", "plan", "doctor", "sample", "score", "eval"}
+    for command in first:
+        verb, *words = shlex.split(command)[1:]
+        if "foreign.png" in words:  # of another program: without what `sample` writes into its grids
+            with Image.open(tmp_path / "samples/grid.png") as grid:
+                Image.fromarray(np.asarray(grid)).save(tmp_path / "foreign.png")
+        run(verb, *words, *SHORT.get(verb, []), cwd=tmp_path)
+    runs = {path.parent.name for path in tmp_path.glob("runs/*/report.html")}
+    assert runs == {"tiny_ocr", "red", "tiny_shapes", "tiny_edit"}
+    evaluated = "".join(path.read_text() for path in tmp_path.rglob("eval.json"))
+    assert not [name for name in ("tiny_ocr", "red", "foreign") if name not in evaluated]
 
 
 def test_an_objective_of_ones_own_trains(tmp_path):
