@@ -32,7 +32,7 @@ def paths(name: str, sigmas: torch.Tensor) -> torch.Tensor:
     for sigma, sigma_next in zip(sigmas, sigmas[1:], strict=False):
         v = velocity(x, sigma)
         kind = name if sigma_next > 0 else "ode"
-        mean, std = sde.transition(kind, x, v, sigma, sigma_next, NOISE_LEVEL, sigma_max=sigmas[1])
+        mean, std = sde.transition(kind, x, v, sigma, sigma_next, noise_level=NOISE_LEVEL, sigma_max=sigmas[1])
         x = mean + std * torch.randn(ENDS, 1, generator=generator)
         states.append(x)
     return torch.stack(states)[..., 0]
@@ -58,7 +58,7 @@ def draw_std(file: Path) -> None:
     sigmas, x = torch.linspace(1, 0, 11), torch.zeros(1, 1)
     for name in ("flow_sde", "dance_sde", "cps", "exact_sde"):
         stds = [
-            sde.transition(name, x, x, sigma, sigma_next, NOISE_LEVEL, sigma_max=sigmas[1])[1].item()
+            sde.transition(name, x, x, sigma, sigma_next, noise_level=NOISE_LEVEL, sigma_max=sigmas[1])[1].item()
             for sigma, sigma_next in zip(sigmas[:-2], sigmas[1:-1], strict=True)
         ]
         style = "--" if name == "exact_sde" else "-"

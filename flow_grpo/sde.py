@@ -22,7 +22,7 @@ State = Float[Tensor, "B *state"]
 Column = Float[Tensor, "#B ..."]  # a number for each row, or one for all, broadcastable to the state
 Std = Column
 Step = tuple[State, Std]  # mean and std
-Transition = Callable[[Tensor, Tensor, Tensor, Tensor, float, Tensor], tuple[Tensor, Tensor]]
+Transition = Callable[..., tuple[Tensor, Tensor]]  # (x, v, sigma, sigma_next, noise_level=, sigma_max=) -> mean, std
 
 
 def transition(
@@ -62,7 +62,7 @@ def transition(
         raise ValueError(f"{name} is infinite at sigma = 1: give sigma_max, the second sigma of the schedule.")
     to_gpu = x.device.type != "cpu"  # a copy to the CPU must be waited for
     sigma, sigma_next, sigma_max = (s.reshape(column).to(x.device, non_blocking=to_gpu) for s in sigmas)
-    return TRANSITIONS[name](x, v, sigma, sigma_next, noise_level, sigma_max)
+    return TRANSITIONS[name](x, v, sigma, sigma_next, noise_level=noise_level, sigma_max=sigma_max)
 
 
 def ode(x: State, v: State, sigma: Column, sigma_next: Column, noise_level: float, sigma_max: Column) -> Step:

@@ -255,8 +255,8 @@ def test_a_new_method_is_a_function_and_a_row(tmp_path, monkeypatch):
     def objective(step: TrainedStep, advantage: torch.Tensor, threshold: float):
         return objectives.dppo(step, advantage, threshold)
 
-    def transition(*given):
-        return sde.cps(*given)
+    def transition(x, v, sigma, sigma_next, noise_level, sigma_max):
+        return sde.cps(x, v, sigma, sigma_next, noise_level=noise_level, sigma_max=sigma_max)
 
     monkeypatch.setattr(objectives, "new", objective, raising=False)
     monkeypatch.setitem(methods.OBJECTIVES, "new", Objective(True, ("dppo",), ratio=True, zero_at_zero_advantage=True))
