@@ -21,7 +21,10 @@ from flow_grpo.cli.options import RewardNames, Trust, check_found_configs, prepa
 from flow_grpo.text import counted
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from flow_grpo.evaluation.scorecard import Scorecard
+    from rewards import WeightedSum
 
 # A path with an equals sign needs a slash before it, ./a=b. Of settings, only a reward's name may have a slash.
 SETTING = re.compile(r"[\w.:-]+=|(evaluation\.)?rewards\.[^=]+=")
@@ -123,13 +126,13 @@ def evaluate(
     if models and args:
         settings |= {"seeds": seeds, "seed": args.evaluation.seed, "steps": steps}
         to_generate = rows_to_generate(known, args.evaluation, seeds, limit)
-    measured = []
+    measured, kept = list[Any](), dict[int, Any]()
     with progress_bars(resolved) as update:
-        for result in measure(resolved, to_generate, reward_sum, sum_is_metric, steps, progress=update):
+        for result in measure(resolved, to_generate, reward_sum, sum_is_metric, steps, progress=update, kept=kept):
             measured.append(result)
             say(f"{result.name}: {counted(len(result.rows), 'image')}")
     scorecard = build_scorecard(measured, {target.name: reference(target, resolved).name for target in resolved[1:]})
-    _write(scorecard, folder, settings, reward_sum.drop_messages)
+    _write(scorecard, folder, settings, _warnings(reward_sum, to_generate, kept))
 
 
 def _default_folder(words: list[str]) -> Path:
@@ -137,6 +140,13 @@ def _default_folder(words: list[str]) -> Path:
     from flow_grpo.run_folder import layout
 
     return next((Path(word) for word in words if (Path(word) / layout.CONFIG).is_file()), Path())
+
+
+def _warnings(reward_sum: "WeightedSum", rows: Any, images: "dict[int, Tensor]") -> list[str]:
+    """Sentences on values that mean less than they seem to; `images` are some of the rows'."""
+    from flow_grpo.evaluation.group_dependence import rows_warnings
+
+    return [*reward_sum.drop_messages, *(rows_warnings(reward_sum.rewards, rows, images) if rows and images else [])]
 
 
 def _write(scorecard: "Scorecard", folder: Path, settings: dict[str, Any], warnings: list[str]) -> None:

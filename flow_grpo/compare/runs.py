@@ -20,6 +20,7 @@ from pydantic import TypeAdapter
 from rich.console import Console
 
 from flow_grpo.config import FlowGRPOConfig
+from flow_grpo.evaluation.group_dependence import group_dependence_warnings
 from flow_grpo.evaluation.image_metrics import NUM_DISTANCE_PROMPTS, distance_from_base
 from flow_grpo.files import write_atomic
 from flow_grpo.policy.library_logging import quiet_libraries
@@ -194,7 +195,11 @@ def train_to_evaluation(run: ComparedRun, number: int, budget: Budget, overrides
             spent["seconds"] += metrics["time/step"]
             spent["images"] += metrics["images"]
         trainer.save()
-        values = trainer.evaluate().means()
+        evaluation = trainer.evaluate()
+        if number == 0 and run.seed == 0 and trainer.eval_set:
+            for sentence in group_dependence_warnings(trainer.eval_rewards.rewards, trainer.eval_set, evaluation.images):
+                Console(stderr=True).print(f"warning: {run.name}: {sentence}", highlight=False, markup=False, soft_wrap=True)
+        values = evaluation.means()
         with trainer.policy.ema.applied():
             assert trainer.eval_set
             prompts, steps = trainer.eval_set.prompts[:NUM_DISTANCE_PROMPTS], trainer.args.evaluation.steps

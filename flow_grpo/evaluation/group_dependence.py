@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 import rewards
+from flow_grpo.data.image_sets import ImageRecords
 from flow_grpo.data.prompts import PromptSet
 from flow_grpo.progress import phase
 from flow_grpo.text import counted
@@ -87,7 +88,21 @@ def group_dependence_warnings(
     places = list(images)[:NUM_IMAGES]
     batch = prompts.take(places, 1)
     inputs = RewardInputs(torch.stack([images[place] for place in places]), batch.prompts, batch.columns())
-    with phase(f"scoring {counted(len(places), 'held-out image')} together and alone"):
+    return group_dependence_of(reward_funcs, inputs, should_stop)
+
+
+def rows_warnings(reward_funcs: dict[str, rewards.Reward], rows: ImageRecords, images: dict[int, Tensor]) -> list[str]:
+    """The same for images of some rows, by their place."""
+    places = list(images)[:NUM_IMAGES]
+    first = torch.stack([images[place] for place in places])
+    return group_dependence_of(reward_funcs, RewardInputs(first, [rows.prompts[i] for i in places], rows.columns(places)))
+
+
+def group_dependence_of(
+    reward_funcs: dict[str, rewards.Reward], inputs: RewardInputs, should_stop: Callable[[], bool] = lambda: False
+) -> list[str]:
+    """A sentence for each reward that depends on the other images of its batch, found out on these images."""
+    with phase(f"scoring {counted(len(inputs.prompts), 'held-out image')} together and alone"):
         return [
             f"reward {name}: {GROUP_DEPENDENT}"
             for name, reward in reward_funcs.items()

@@ -64,12 +64,14 @@ def measure(
     total: bool,
     steps: int | None = None,
     progress: Progress = lambda target, done, count: None,
+    kept: dict[int, Tensor] | None = None,
 ) -> Iterator[TargetResult]:
     """Measure each target; models generate the images of `rows`. A base model is loaded once for consecutive LoRAs of it.
 
     Args:
         total: whether the rewards' weighted sum is a metric too, named reward.
         steps: sampling steps of all models, so that no difference comes from the sampler; by default those of the first.
+        kept: gets images of the first model by row, of some prompts that have one image each.
         progress: is called with the target, the number of its images that are done, and their count.
     """
     policy, loaded = None, None
@@ -100,8 +102,9 @@ def measure(
             )
             loaded = target.pipeline
         load_target_weights(policy, target)
-        values = _measure_model(policy, target, rows, rewards, total=total, steps=steps, on_progress=on_progress)
+        values = _measure_model(policy, target, rows, rewards, total=total, steps=steps, on_progress=on_progress, kept=kept)
         yield TargetResult(target.name, target.description, rows, values)
+        kept = None
 
 
 def load_target_weights(policy: Policy, model: ModelTarget) -> None:
@@ -121,6 +124,7 @@ def _measure_model(
     total: bool,
     steps: int,
     on_progress: Callable[[int, int], None],
+    kept: dict[int, Tensor] | None,
 ) -> dict[str, list[float]]:
     microbatch = model.args.microbatch
     diversity_rows = _single_images(rows)[:NUM_DIVERSITY_PROMPTS]
@@ -139,6 +143,8 @@ def _measure_model(
             return generate_with_seeds(places, [seed for i in places if (seed := rows.seeds[i]) is not None])
 
     values = score(rows, generate, rewards, microbatch, total, of_base=generate_by_base, on_progress=on_progress)
+    if kept is not None:
+        kept |= first_images
     if diversity_rows:
         second_images = generate_with_seeds(diversity_rows, [image_seed(rows.seeds[i] or 0, 0, 1) for i in diversity_rows])
         differences = rms_difference(torch.stack([first_images[i] for i in diversity_rows]), second_images).tolist()

@@ -71,3 +71,11 @@ def test_eval_of_a_run_measures_with_and_without_its_lora(trained):
     assert all(len(line.rstrip()) <= 80 for line in table.splitlines())
     for name in ("eval.md", "eval.csv"):
         assert "short" in (trained / "runs" / "short" / name).read_text()
+
+
+def test_eval_warns_of_a_reward_whose_values_depend_on_other_images(tmp_path):
+    words = ["eval", "tiny_grpo", "--steps", "1", "--limit", "3"]
+    output = run(*words, "--reward", f"{SAMPLE_REWARDS}:rank", "--reward", "color", cwd=tmp_path)
+    assert output.count("depends on the other images of its prompt") == 1
+    assert "warning: reward rank: an image's value depends" in output
+    assert "depends on" not in run(*words, "--reward", "color", cwd=tmp_path)
