@@ -1,7 +1,8 @@
 """Messages for slow phases of a command: loading the model, generating held-out images, scoring them.
 
 Slow code runs within `phase(...)`, and a command that shows its phases within `show_phases(console)`. A phase is shown once it has
-lasted 2 seconds, and then every 10 seconds with the share that is done.
+lasted 2 seconds, and then every 10 seconds with the share that is done. Of nested phases the innermost is shown, or one around it that
+has advanced while its inner phases were too short to be shown.
 """
 
 import threading
@@ -23,12 +24,17 @@ class Phase:
     total: int | None = None
     unit: str = ""
     done: int = 0
-    started: float = field(default_factory=time.monotonic)
+    shown: int | None = None  # what of it was done when it was last shown, if it ever was
+    started: float = field(default_factory=lambda: time.monotonic())
     due: float = field(default_factory=lambda: time.monotonic() + PATIENCE)
 
     def advance(self, count: int = 1) -> None:
         """Count finished items."""
         self.done += count
+
+    def is_due(self, now: float, is_innermost: bool) -> bool:
+        """Whether to show it at this time."""
+        return now >= self.due and (is_innermost or self.done != (self.shown or 0))
 
     def line(self, now: float) -> str:
         """The phase as a line of text at a time in seconds."""
@@ -49,17 +55,18 @@ def phase(name: str, total: int | None = None, unit: str = "") -> Iterator[Phase
         yield one
     finally:
         _phases.remove(one)
-        for outer in _phases:  # its inner phase was just shown, or has just ended
-            outer.due = max(outer.due, time.monotonic() + PATIENCE)
+        if one.shown is not None:
+            for outer in _phases:
+                outer.due = max(outer.due, time.monotonic() + PATIENCE)
 
 
 def due_line(now: float) -> str | None:
     """The line to show now, or None."""
-    innermost = _phases[-1] if _phases else None
-    if innermost is None or now < innermost.due:
-        return None
-    innermost.due = now + INTERVAL
-    return innermost.line(now)
+    for place, one in enumerate(reversed(_phases)):
+        if one.is_due(now, is_innermost=place == 0):
+            one.shown, one.due = one.done, now + INTERVAL
+            return one.line(now)
+    return None
 
 
 @contextmanager

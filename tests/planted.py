@@ -759,7 +759,7 @@ BUGS = [
         "an image is decoded before its size is known",
         "rewards/serving/request.py",
         "images = [_open(encoded) for",
-        'opened = [_open(encoded).convert("RGB") for',
+        'images = [_open(encoded).convert("RGB") for',
         "tests/rewards/test_serving.py -k bad_request",
     ),
     (
@@ -953,7 +953,7 @@ BUGS = [
         "of several rows with one prompt all images get the first",
         "flow_grpo/data/image_sets.py",
         "rows = list(range(len(labels)))",
-        "rows = [given.prompts.index(text) for text in given.prompts]",
+        "rows = [prompts.prompts.index(text) for text in prompts.prompts]",
         "tests/data/test_image_sets.py -k although_the_prompt_is_one",
     ),
     (

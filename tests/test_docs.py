@@ -114,6 +114,7 @@ def test_the_readmes_python_runs(tmp_path):
     (tmp_path / "example.py").write_text(trainer)
     done = subprocess.run([sys.executable, "example.py"], cwd=tmp_path, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
+    assert done.stderr == ""
     rows = [json.loads(line) for line in (tmp_path / "runs/fox/metrics.jsonl").read_text().splitlines()]
     assert [row["step"] for row in rows] == [1, 2]
     assert {"rewards/redness/mean", "rewards/jpeg_size/mean"} <= rows[0].keys()

@@ -3,6 +3,8 @@
 import io
 import threading
 import time
+from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -11,9 +13,11 @@ from support.embedded import short_run
 from support.paths import SAMPLE_REWARDS
 
 from flow_grpo import progress
+from flow_grpo.cli.console import progress_bars
 from flow_grpo.cli.score import score as run_score
 from flow_grpo.data import image_sets
 from flow_grpo.data.grid import ImageInfo, save_grid
+from flow_grpo.data.prompts import PromptSet
 from flow_grpo.doctor import reward_probe
 from flow_grpo.doctor.dry_run import dry_run
 from flow_grpo.evaluation import measure
@@ -22,6 +26,7 @@ from flow_grpo.plan import block_speed
 from flow_grpo.progress import Phase, due_line, phase, show_phases
 from flow_grpo.trainer import FlowGRPOTrainer
 from flow_grpo.training.rewards import build_rewards
+from rewards import WeightedSum
 
 
 def test_a_phase_is_reported_after_two_seconds_and_every_ten():
@@ -44,6 +49,26 @@ def test_the_innermost_phase_is_reported_and_the_outer_one_waits_after_it():
             assert due_line(inner.started + 3).startswith("inner")
         assert due_line(time.monotonic()) is None, "it has just been seen to go on"
         assert due_line(outer.due) is not None
+
+
+def test_short_inner_phases_do_not_hide_the_progress_of_the_outer_one(monkeypatch):
+    """Without a terminal, `eval` counts its images, although each batch takes less than the time until a phase is shown."""
+    clock, said = [time.monotonic()], []
+    monkeypatch.setattr(progress, "time", SimpleNamespace(monotonic=lambda: clock[0]))
+
+    def slow(images, prompts):
+        clock[0] += 1.5
+        said.append(due_line(clock[0]))
+        return images.mean((1, 2, 3))
+
+    rows, reward = (
+        measure.requests(PromptSet(list("abcdefghij"), [{}] * 10), 1, 0),
+        WeightedSum({"slow": slow}, {"slow": 0.0}),
+    )
+    grid = SimpleNamespace(name="grid")
+    with progress_bars([grid]) as update:
+        measure.score(rows, lambda places: torch.rand(1, 3, 8, 8), reward, 1, on_progress=partial(update, grid))
+    assert [line for line in said if line] == ["measuring grid: 1 of 10 images, 3 s", "measuring grid: 8 of 10 images, 14 s"]
 
 
 @pytest.mark.parametrize("terminal", [False, True])
@@ -88,6 +113,7 @@ def test_a_run_says_its_first_evaluation_and_a_slow_reward(tmp_path, monkeypatch
     trainer.train()
     output = capsys.readouterr().out
     assert seen == [2, 2, 2, 1, 1, 8, 2], "the first evaluation's, together again, alone, a step's, the last evaluation's"
+    assert "generating 2 held-out images" in output
     assert "scoring 2 held-out images" in output
     assert "scoring 8 images" in output
 

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -215,4 +216,6 @@ def test_the_trainer_prints_its_own_lines_alone(tmp_path):
     assert completed.returncode == 0, completed.stderr
     assert completed.stderr == ""
     for line in completed.stdout.splitlines():
+        if re.fullmatch(r".*: (\d+ of \d+ .*, )?\d+ s", line):  # a phase that was slow, on a busy machine
+            continue
         assert line.startswith(("tiny on", "step 1/1", "LoRA:", "curve:", "report:")), completed.stdout

@@ -13,6 +13,7 @@ from typing import ParamSpec, Protocol, TypeVar
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
+from flow_grpo.progress import phase
 from flow_grpo.text import escape_markup, visible
 
 TRACEBACK = "FLOW_GRPO_TRACEBACK"  # environment variable, which other processes of a run inherit
@@ -38,7 +39,15 @@ def say(line: object) -> None:
 
 @contextmanager
 def progress_bars(items: Sequence[Named]) -> Iterator[Callable[[Named, int, int], None]]:
-    """Show a progress bar for each item, on a terminal. Yields the function that updates one: item, done, total."""
+    """Show a progress bar for each item; without a terminal, a phase. Yields the function that updates one: item, done, total."""
+    if not console.is_terminal:
+        with phase("measuring", unit="images") as measuring:
+
+            def advance(item: Named, done: int, total: int) -> None:
+                measuring.name, measuring.done, measuring.total = f"measuring {item.name}", done, total
+
+            yield advance
+        return
     bars = Progress(
         TextColumn("{task.description}"),
         BarColumn(bar_width=24),
@@ -46,7 +55,6 @@ def progress_bars(items: Sequence[Named]) -> Iterator[Callable[[Named, int, int]
         TimeRemainingColumn(),
         console=console,
         transient=True,
-        disable=not console.is_terminal,
     )
     with bars:
         tasks = {item.name: bars.add_task(escape_markup(item.name), total=None) for item in items}

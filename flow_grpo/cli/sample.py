@@ -9,6 +9,7 @@ import typer
 
 from flow_grpo.cli.console import say, without_library_messages
 from flow_grpo.cli.options import Trust, config_for_weights, new_folder
+from flow_grpo.progress import phase
 from flow_grpo.text import counted
 
 if TYPE_CHECKING:
@@ -152,15 +153,19 @@ def _generate(policy: "Policy", cells: "list[ImageInfo]", steps: int, microbatch
     small_images: list[torch.Tensor] = []
     names = [f"{i:04d}_seed{cell.seed}" for i, cell in enumerate(cells)]
     earlier = [file for file in _images_of_grid(folder) if file.stem not in names]
-    for start in range(0, len(cells), microbatch):
-        batch = cells[start : start + microbatch]
-        images = generate_images(policy, [cell.prompt for cell in batch], [cell.seed for cell in batch], steps, len(batch))
-        for file in earlier if start == 0 else ():  # once it is clear that these images can be generated
-            file.unlink(missing_ok=True)
-        for i, (image, cell) in enumerate(zip(images, batch, strict=True), start):
-            save_image(folder / f"{names[i]}.png", image, cell)
-        if fits(len(cells) * (2 if any(images_of(cell.prompt) for cell in cells) else 1), images):
-            small_images.append(images)
+    with phase("generating", total=len(cells), unit="images") as saved:
+        for start in range(0, len(cells), microbatch):
+            batch = cells[start : start + microbatch]
+            images = generate_images(
+                policy, [cell.prompt for cell in batch], [cell.seed for cell in batch], steps, len(batch)
+            )
+            for file in earlier if start == 0 else ():  # once it is clear that these images can be generated
+                file.unlink(missing_ok=True)
+            for i, (image, cell) in enumerate(zip(images, batch, strict=True), start):
+                save_image(folder / f"{names[i]}.png", image, cell)
+            if fits(len(cells) * (2 if any(images_of(cell.prompt) for cell in cells) else 1), images):
+                small_images.append(images)
+            saved.advance(len(batch))
     if small_images:
         save_grid(folder / GRID, torch.cat(small_images), cells, columns=columns)
     if earlier:

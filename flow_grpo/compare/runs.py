@@ -25,6 +25,7 @@ from flow_grpo.evaluation.image_metrics import NUM_DISTANCE_PROMPTS, distance_fr
 from flow_grpo.files import write_atomic
 from flow_grpo.policy.library_logging import quiet_libraries
 from flow_grpo.policy.memory import peak_memory
+from flow_grpo.progress import phase, show_phases
 from flow_grpo.run_folder import checkpoint, layout
 from flow_grpo.text import counted
 from rewards.interrupt import exit_with_parent
@@ -178,39 +179,45 @@ def _train_in_process(
 
 def train_to_evaluation(run: ComparedRun, number: int, budget: Budget, overrides: list[str]) -> None:
     """Train one run from its last evaluation to evaluation `number`, and evaluate it. Number 0 is before training."""
-    from flow_grpo.trainer import FlowGRPOTrainer
-
     quiet_libraries()
     _exit_if_orphaned()
     try:
-        trainer = FlowGRPOTrainer(args=run.settings(overrides))
-        points = run.points()
-        spent = {"seconds": 0.0, "images": 0.0}
-        if points:
-            spent = {"seconds": points[-1].seconds, "images": float(points[-1].images)}
-            trainer.state.load_state_dict(checkpoint.read(run.folder / layout.CHECKPOINTS, points[-1].step))
-            checkpoint.delete_after(run.folder / layout.CHECKPOINTS, points[-1].step)
+        with show_phases(Console(stderr=True)):
+            run.add(_train_and_evaluate(run, number, budget, overrides))
+    except (ValueError, OSError, torch.OutOfMemoryError) as error:
+        _print_error_line(f"error: {error}")
+        sys.exit(2)
+    except KeyboardInterrupt:  # the parent process gets it too
+        sys.exit(130)
+
+
+def _train_and_evaluate(run: ComparedRun, number: int, budget: Budget, overrides: list[str]) -> CurvePoint:
+    from flow_grpo.trainer import FlowGRPOTrainer
+
+    trainer = FlowGRPOTrainer(args=run.settings(overrides))
+    points = run.points()
+    spent = {"seconds": 0.0, "images": 0.0}
+    if points:
+        spent = {"seconds": points[-1].seconds, "images": float(points[-1].images)}
+        trainer.state.load_state_dict(checkpoint.read(run.folder / layout.CHECKPOINTS, points[-1].step))
+        checkpoint.delete_after(run.folder / layout.CHECKPOINTS, points[-1].step)
+    with phase(f"training {run.name} seed {run.seed}", total=round(budget.until(number)), unit=budget.unit) as training:
         while spent[budget.unit] < budget.until(number):
             metrics = trainer.training_step()
             spent["seconds"] += metrics["time/step"]
             spent["images"] += metrics["images"]
-        trainer.save()
-        evaluation = trainer.evaluate()
-        if number == 0 and run.seed == 0 and trainer.eval_set:
-            for sentence in group_dependence_warnings(trainer.eval_rewards.rewards, trainer.eval_set, evaluation.images):
-                Console(stderr=True).print(f"warning: {run.name}: {sentence}", highlight=False, markup=False, soft_wrap=True)
-        values = evaluation.means()
-        with trainer.policy.ema.applied():
-            assert trainer.eval_set
-            prompts, steps = trainer.eval_set.prompts[:NUM_DISTANCE_PROMPTS], trainer.args.evaluation.steps
-            kl = statistics.mean(distance_from_base(trainer.policy, prompts, steps, trainer.args.microbatch))
-    except (ValueError, OSError, torch.OutOfMemoryError) as error:
-        Console(stderr=True).print(f"error: {error}", highlight=False, markup=False, soft_wrap=True)
-        sys.exit(2)
-    except KeyboardInterrupt:  # the parent process gets it too
-        sys.exit(130)
+            training.done = round(spent[budget.unit])
+    trainer.save()
+    evaluation = trainer.evaluate()
+    if number == 0 and run.seed == 0 and trainer.eval_set:
+        for sentence in group_dependence_warnings(trainer.eval_rewards.rewards, trainer.eval_set, evaluation.images):
+            _print_error_line(f"warning: {run.name}: {sentence}")
+    with trainer.policy.ema.applied():
+        assert trainer.eval_set
+        prompts, steps = trainer.eval_set.prompts[:NUM_DISTANCE_PROMPTS], trainer.args.evaluation.steps
+        kl = statistics.mean(distance_from_base(trainer.policy, prompts, steps, trainer.args.microbatch))
     critic = trainer.stage.critic
-    point = CurvePoint(
+    return CurvePoint(
         evaluation=number,
         step=trainer.step,
         seconds=spent["seconds"],
@@ -218,9 +225,12 @@ def train_to_evaluation(run: ComparedRun, number: int, budget: Budget, overrides
         kl=kl,
         memory_mb=peak_memory(trainer.policy.device) / 1e6,
         extra_parameters=0 if critic is None else sum(p.numel() for p in critic.parameters()),
-        values=values,
+        values=evaluation.means(),
     )
-    run.add(point)
+
+
+def _print_error_line(line: str) -> None:
+    Console(stderr=True).print(line, highlight=False, markup=False, soft_wrap=True)
 
 
 def _exit_if_orphaned() -> None:

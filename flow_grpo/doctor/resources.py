@@ -67,7 +67,8 @@ def run_time(stages: list[FlowGRPOConfig], step_metrics: list[dict[str, float]],
     evaluations = len({0, steps, *(range(0, steps, every) if every else ())}) if per_evaluation else 0
     minutes = round((training + evaluations * per_evaluation) / 60)
     of = counted(steps, "step") + (f" and {counted(evaluations, 'evaluation')}" if evaluations else "")
-    return CheckResult("the run", counted(minutes, "minute"), OK, f"{of}, on one process")
+    value = counted(minutes, "minute") if minutes else "under a minute"
+    return CheckResult("the run", value, OK, f"{of}, on one process")
 
 
 def check_memory(device: torch.device, estimates: list[tuple[StepEstimate, float] | None]) -> CheckResult:

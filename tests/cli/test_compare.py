@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 from support.cli_process import begin, run, run_anew
+from support.paths import SAMPLE_REWARDS
 
 from flow_grpo.compare.runs import Budget, compare
 
@@ -65,6 +66,13 @@ def test_a_comparison_that_is_killed_goes_on_where_it_was(trained):
     for name in ("short", "other"):
         values = [[point["values"] for point in curve(trained, out, name)] for out in ("at_once", "parts")]
         assert values[0] == values[1]
+
+
+def test_compare_says_what_it_trains_and_warns_of_a_reward_whose_values_depend_on_other_images(trained):
+    words = ["compare", "short.yaml", "--seeds", "1", "--budget", "images=8", "--evaluations", "1", "--out", "ranked"]
+    output = run_anew(*words, "--measure", "reward", "--set", f"rewards={{'{SAMPLE_REWARDS}:rank': 1}}", cwd=trained)
+    assert output.count("warning: short: reward rank: an image's value depends on the other images") == 1
+    assert "short seed 0: " in output
 
 
 def test_compare_says_at_once_what_does_not_fit_its_folder(trained):

@@ -98,14 +98,52 @@ PUBLISHED = {
 }
 
 
-@pytest.mark.parametrize("name", REAL)
-def test_a_preset_has_the_settings_of_the_published_config_that_it_names(name):
-    text, args = bundled_file(f"{name}.yaml").read_text(), REAL[name]
+ATTENTION = ["to_q", "to_k", "to_v", "to_out.0"]
+JOINT_ATTENTION = [*ATTENTION, "add_q_proj", "add_k_proj", "add_v_proj", "to_add_out"]
+# the LoRA's target modules, where the published ones are not those of the attention alone
+PUBLISHED_TARGETS = {
+    "geneval_flux_fast": [*JOINT_ATTENTION, "ff.net.0.proj", "ff.net.2", "ff_context.net.0.proj", "ff_context.net.2"],
+    "counting_flux_kontext": [
+        *JOINT_ATTENTION,
+        *("ff.net.0.proj", "ff.net.2", "ff_context.net.0.proj", "ff_context.net.2", "proj_mlp"),
+    ],
+    "pickscore_qwenimage_8gpu": [
+        *JOINT_ATTENTION,
+        *("img_mlp.net.0.proj", "img_mlp.net.2", "txt_mlp.net.0.proj", "txt_mlp.net.2"),
+    ],
+    "examples/grpo/lora/flux2_klein_base/default.yaml": [
+        *JOINT_ATTENTION,
+        *("ff.linear_in", "ff.linear_out", "ff_context.linear_in", "ff_context.linear_out", "to_qkv_mlp_proj"),
+    ],
+    "examples/grpo/lora/z_image/default.yaml": [
+        *ATTENTION,
+        *("feed_forward.w1", "feed_forward.w2", "feed_forward.w3"),
+    ],
+}
+PUBLISHED_TARGETS["counting_qwenimage_edit_fast"] = PUBLISHED_TARGETS["pickscore_qwenimage_8gpu"]
+
+
+def source_of(preset: str) -> str:
+    """The published config that the preset's file names."""
+    text = bundled_file(f"{preset}.yaml").read_text()
     words = [word.strip(",.") for word in text.partition("# `there` is ")[2].partition("\n")[0].split()]
     (source,) = PUBLISHED.keys() & set(words)
+    return source
+
+
+@pytest.mark.parametrize("name", REAL)
+def test_a_preset_has_the_settings_of_the_published_config_that_it_names(name):
+    args, source = REAL[name], source_of(name)
     lora = args.lora
     settings = (args.guidance, lora.rank, lora.alpha, args.ema_decay, args.ema_every, args.optimizer.eps)
     assert settings == PUBLISHED[source]
+    assert lora.targets == PUBLISHED_TARGETS.get(source, FlowGRPOConfig().lora.targets)
+
+
+def test_dppo_and_nft_have_the_published_threshold_and_ramp():
+    assert FlowGRPOConfig.from_yaml("tiny_grpo", ["objective.name=dppo"]).objective.threshold == 1e-5
+    ramp = REAL["sd35_medium_ocr_nft"].objective.old_policy_decay
+    assert (ramp.after, ramp.rate, ramp.max) == (75, 0.0075, 0.999)
 
 
 def test_overrides_reach_into_sections():

@@ -137,6 +137,13 @@ def test_whatever_of_a_run_or_an_export_eval_is_given(run_with):
     assert not run_with.marker.exists()
 
 
+@pytest.mark.parametrize("words", [("tiny_grpo", "run"), ("tiny_grpo", "--lora", "run")])
+def test_the_config_of_a_second_target_is_checked_too(run_with, words):
+    folder = run_with(memory={"embedding_cache_dir": "it_ran"})
+    assert "the folder it_ran to keep embeddings in" in run("eval", *words, "--reward", "color", cwd=folder, code=2)
+    assert not run_with.marker.exists()
+
+
 def test_code_named_on_the_command_line_or_trusted_is_run(run_with):
     """What is named on the command line is trusted, and --trust is for all that the found config names."""
     folder = run_with(rewards={"evil.py:reward": 1.0})

@@ -27,11 +27,12 @@ from flow_grpo.run_folder.lock import locked
 
 BROKEN = """
 import os
+import sys
 
 
 def broken(images, prompts):
     if os.environ["RANK"] == "1":
-        raise OSError("no paper")
+        {end}
     return [0.0] * len(prompts)
 """
 
@@ -191,11 +192,20 @@ def test_ctrl_c_stops_all_between_two_steps_and_saves(tmp_path):
 
 
 @pytest.mark.slow
-def test_an_error_of_one_rank_is_printed_once_and_ends_all(tmp_path):
+@pytest.mark.parametrize(
+    ("end", "sentence"),
+    [
+        ('raise OSError("no paper")', "no paper (broken.py:"),
+        ("sys.exit(0)", "SystemExit"),
+        ("os._exit(0)", "os._exit(0) (broken.py:"),
+    ],
+)
+def test_an_error_of_one_rank_is_printed_once_and_ends_all(tmp_path, end, sentence):
     file = tmp_path / "broken.py"
-    file.write_text(BROKEN)
+    file.write_text(BROKEN.format(end=end))
     output = finished(start(config(tmp_path, f"rewards={{'{file}:broken': 1}}"), 2), code=2)
-    assert output.count("no paper (broken.py:") == 1
+    assert output.count(sentence) == 1
+    assert output.count("error:") == 1
     assert "Traceback" not in output
 
 

@@ -2,8 +2,16 @@
 
 import pytest
 
+from flow_grpo.config import FlowGRPOConfig
 from flow_grpo.doctor import resources
 from flow_grpo.doctor.result import ERROR, OK, WARNING
+
+
+def test_the_time_of_a_run_is_in_minutes_with_one_of_them_in_the_singular():
+    def value(seconds: float) -> str:
+        return resources.run_time([FlowGRPOConfig(steps=2)], [{"time/step": seconds / 2}], 0.0).value
+
+    assert [value(seconds) for seconds in (20, 60, 300)] == ["under a minute", "1 minute", "5 minutes"]
 
 
 @pytest.mark.parametrize(

@@ -180,7 +180,6 @@ def test_the_first_ctrl_c_ends_the_other_commands(tmp_path, verb):
 
 
 @pytest.mark.slow
-@pytest.mark.slow
 def test_the_process_of_a_run_ends_with_a_comparison_that_is_terminated(tmp_path):
     write(tmp_path, "1 for_years")
     (tmp_path / "run.yaml").write_text(settings(tmp_path).to_yaml())
