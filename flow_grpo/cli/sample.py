@@ -97,11 +97,10 @@ def sample(
 
 def _read_prompts(words: list[str], images: Sequence[Path] = ()) -> list[str]:
     """The prompts, of which each word is one with these images, or a file of several."""
-    from flow_grpo.data.prompt_files import SUFFIXES
-    from flow_grpo.data.prompts import load_prompts
+    from flow_grpo.data.prompts import is_prompt_file, load_prompts
     from flow_grpo.image_prompt import SourceImage, with_images
 
-    files = [word for word in words if Path(word).suffix.lower() in SUFFIXES]
+    files = [word for word in words if is_prompt_file(word)]
     if files and images:
         raise ValueError(f"--image belongs to prompts that are given as text: {files[0]} may have a column `image`.")
     sources = [SourceImage.read(file, str(file)) for file in images]

@@ -131,6 +131,11 @@ def rows_by_set(metadata: Sequence[dict]) -> dict[str, Tensor]:
     return {name: torch.tensor([other == name for other in names]) for name in sorted({name for name in names if name})}
 
 
+def is_prompt_file(name: str) -> bool:
+    """Whether a name ends as those of prompt files do."""
+    return Path(name).suffix.lower() in SUFFIXES
+
+
 def load_prompts(source: PromptSet | str | Path | list[str], image_column: str = IMAGE) -> PromptSet:
     """Load prompts from a `PromptSet` (returned as it is), a list, a name of flow_grpo/data/prompt_sets.py, a .txt file (one prompt per
     line), a .json, .jsonl, .csv, .tsv or .parquet file, the https address of such a file, or a hub data set.
@@ -208,7 +213,7 @@ def _local(name: str) -> Path | None:
         return file
     if folder:
         raise ValueError(f"{name} is a folder without a metadata.jsonl: give a prompt file in it.")
-    if Path(place).suffix.lower() in SUFFIXES:
+    if is_prompt_file(place):
         raise ValueError(f"there is no prompt file {name}.")
     if not DATA_SET.fullmatch(place):
         raise ValueError(
