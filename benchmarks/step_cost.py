@@ -82,11 +82,10 @@ def kept_graphs(words: list[str]) -> None:
             )
             for keep in metrics_of
         }
-        for turn in range(WARMUP + ROUNDS):
+        for _ in range(WARMUP + ROUNDS):
             for keep, trainer in trainers.items():
-                metrics = trainer.training_step()
-                if turn >= WARMUP:
-                    metrics_of[keep].append(metrics)
+                metrics_of[keep].append(trainer.training_step())
+    metrics_of = {keep: steps[WARMUP:] for keep, steps in metrics_of.items()}
     table = Table(title=f"{config} {' '.join(words)}: median of {ROUNDS} steps")
     for column in ("", "kept graphs, s", "replay, s", "ratio, median", "least", "most"):
         table.add_column(column, justify="left" if not column else "right")

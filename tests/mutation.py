@@ -491,26 +491,34 @@ def run(
         tests_of_line: the tests to begin with, by line of the file.
     """
     waiting, alive = list(reversed(mutants)), {}
+
+    def start(mutant: Mutant | Path | None) -> None:
+        folder = tempfile.TemporaryDirectory(ignore_cleanup_errors=True)
+        sys.stdout.flush()
+        child = os.fork()
+        if not child:
+            first = _tests_of(mutant, tests_of_line) if isinstance(mutant, Mutant) and tests_of_line else []
+            _child(root, Path(folder.name), selections, mutant, first, limit)
+        alive[child] = mutant, folder, time.monotonic() + HANGS * limit
+
+    def outcome_if_ended(child: int) -> Iterator[tuple[Mutant | Path | None, Outcome]]:
+        mutant, folder, deadline = alive[child]
+        ended, status, used = os.wait4(child, os.WNOHANG)
+        if not ended and time.monotonic() < deadline:
+            return
+        del alive[child]
+        _end(child, bool(ended))
+        exit_code = os.waitstatus_to_exitcode(status) if ended else None
+        yield mutant, _outcome(Path(folder.name), exit_code, used.ru_utime + used.ru_stime)
+        folder.cleanup()
+
     try:
         while waiting or alive:
             while waiting and len(alive) < jobs:
-                mutant, folder = waiting.pop(), tempfile.TemporaryDirectory(ignore_cleanup_errors=True)
-                sys.stdout.flush()
-                child = os.fork()
-                if not child:
-                    first = _tests_of(mutant, tests_of_line) if isinstance(mutant, Mutant) and tests_of_line else []
-                    _child(root, Path(folder.name), selections, mutant, first, limit)
-                alive[child] = mutant, folder, time.monotonic() + HANGS * limit
+                start(waiting.pop())
             time.sleep(0.02)
-            for child, (mutant, folder, deadline) in list(alive.items()):
-                ended, status, used = os.wait4(child, os.WNOHANG)
-                if not ended and time.monotonic() < deadline:
-                    continue
-                del alive[child]
-                _end(child, bool(ended))
-                exit_code = os.waitstatus_to_exitcode(status) if ended else None
-                yield mutant, _outcome(Path(folder.name), exit_code, used.ru_utime + used.ru_stime)
-                folder.cleanup()
+            for child in list(alive):
+                yield from outcome_if_ended(child)
     finally:
         for child in alive:
             _end(child, ended=False)

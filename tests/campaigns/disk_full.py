@@ -25,6 +25,36 @@ def mount(folder: Path, kilobytes: int, remount: bool = False) -> bool:
     return subprocess.run(words, capture_output=True).returncode == 0
 
 
+def run_on_a_disk(folder: Path, size: int, reference: Path) -> tuple[bool, list[str]]:
+    """Train on a disk of `size` KB, and go on once it is larger. Returns whether it was full, and what is not as it must be."""
+    disk, wrong = folder / f"disk_{size}", []
+    disk.mkdir()
+    if not mount(disk, size):
+        print("no tmpfs can be mounted here: run this as root on Linux.")
+        sys.exit(77)
+    try:
+        config, output = started(folder, f"disk_{size}/run", [])
+    except OSError:
+        config = folder / f"run_{size}.yaml"  # not even the config fits: it lies elsewhere
+        config.write_text((folder / "reference.yaml").read_text().replace(str(reference), str(disk / "run")))
+        output = disk / "run"
+    try:
+        command = begin("train", str(config), cwd=folder)
+        command.process.join(3600)
+        code = command.process.exitcode
+        if code != 0:
+            if "Traceback" in command.output or str(disk) not in command.output or code not in (1, 2):
+                wrong.append(f"exit {code}: {command.output[-800:]}")
+            assert mount(disk, 50_000, remount=True)
+            resume = ["--resume"] if list(output.glob("checkpoints/step_*/checkpoint.json")) else []
+            begin("train", str(config), *resume, cwd=folder).finish(0, 3600)
+        return code != 0, [*wrong, *differences(output, reference)]
+    except AssertionError as error:
+        return True, [*wrong, str(error)]
+    finally:
+        subprocess.run(["umount", str(disk)], check=False)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--sizes", type=int, nargs="+", default=SIZES, help="of the disks, in KB")
@@ -34,36 +64,9 @@ def main() -> None:
         config, reference = started(folder, "reference", [])
         begin("train", str(config), cwd=folder).finish(0, 3600)
         for size in sizes:
-            disk = folder / f"disk_{size}"
-            disk.mkdir()
-            if not mount(disk, size):
-                print("no tmpfs can be mounted here: run this as root on Linux.")
-                sys.exit(77)
-            try:
-                config, output = started(folder, f"disk_{size}/run", [])
-            except OSError:
-                config = folder / f"run_{size}.yaml"  # not even the config fits: it lies elsewhere
-                config.write_text((folder / "reference.yaml").read_text().replace(str(reference), str(disk / "run")))
-                output = disk / "run"
-            try:
-                command = begin("train", str(config), cwd=folder)
-                command.process.join(3600)
-                if command.process.exitcode != 0:
-                    refused += 1
-                    if (
-                        "Traceback" in command.output
-                        or str(disk) not in command.output
-                        or command.process.exitcode not in (1, 2)
-                    ):
-                        lost.append(f"{size} KB: exit {command.process.exitcode}: {command.output[-800:]}")
-                    assert mount(disk, 50_000, remount=True)
-                    resume = ["--resume"] if list(output.glob("checkpoints/step_*/checkpoint.json")) else []
-                    begin("train", str(config), *resume, cwd=folder).finish(0, 3600)
-                lost += [f"{size} KB: {what}" for what in differences(output, reference)]
-            except AssertionError as error:
-                lost.append(f"{size} KB: {error}")
-            finally:
-                subprocess.run(["umount", str(disk)], check=False)
+            was_full, wrong = run_on_a_disk(folder, size, reference)
+            refused += was_full
+            lost += [f"{size} KB: {what}" for what in wrong]
     print(f"{len(sizes)} disks, {refused} of them full, {len(lost)} differences")
     print("\n".join(lost) or "nothing lost")
     sys.exit(bool(lost))

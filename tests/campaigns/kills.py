@@ -111,31 +111,37 @@ def kill_until_it_ends(
             raise AssertionError(f"exit status {command.process.exitcode}: {command.output}")
 
 
+def killed_runs(settings: list[str], kills: int, rng: random.Random) -> tuple[int, list[str]]:
+    """Kill runs with these settings at random moments. Returns the number of kills, and what differs from a run left alone."""
+    with tempfile.TemporaryDirectory() as place:
+        folder = Path(place)
+        config, reference = started(folder, "reference", settings)
+        begin("--version", cwd=folder).finish(0, 600)  # waits for the imports, which are not a run's time
+        begin_at = time.monotonic()
+        begin("train", str(config), cwd=folder).finish(0, 3600)
+        seconds = time.monotonic() - begin_at
+        done, lost = 0, []
+        while done < kills:  # a run that ended between two kills is begun anew
+            try:
+                output, more = kill_until_it_ends(folder, settings, kills - done, 1.2 * seconds, rng)
+                lost += differences(output, reference)
+            except AssertionError as error:
+                more, lost = 1, [*lost, str(error)]
+            done += more
+            shutil.rmtree(folder / "killed", ignore_errors=True)
+        return done, lost
+
+
 def one_process(kills: int, rng: random.Random) -> list[str]:
     lost, total = [], 0
     for i, (name, settings) in enumerate(RUNS.items()):
         share = kills * (i + 1) // len(RUNS) - kills * i // len(RUNS)
         if not share:
             continue
-        with tempfile.TemporaryDirectory() as place:
-            folder = Path(place)
-            config, reference = started(folder, "reference", settings)
-            begin("--version", cwd=folder).finish(0, 600)  # waits for the imports, which are not a run's time
-            begin_at = time.monotonic()
-            begin("train", str(config), cwd=folder).finish(0, 3600)
-            seconds = time.monotonic() - begin_at
-            done = 0
-            while done < share:  # a run that ended between two kills is begun anew
-                try:
-                    output, more = kill_until_it_ends(folder, settings, share - done, 1.2 * seconds, rng)
-                    wrong = differences(output, reference)
-                except AssertionError as error:
-                    more, wrong = 1, [str(error)]
-                done += more
-                lost += [f"{name}: {what}" for what in wrong]
-                shutil.rmtree(folder / "killed", ignore_errors=True)
-            total += done
-            print(f"{name}: {done} kills, {'equal' if not any(x.startswith(name) for x in lost) else 'LOST'}", flush=True)
+        done, wrong = killed_runs(settings, share, rng)
+        total += done
+        lost += [f"{name}: {what}" for what in wrong]
+        print(f"{name}: {done} kills, {'LOST' if wrong else 'equal'}", flush=True)
     print(f"one process: {total} kills, {len(lost)} differences")
     return lost
 

@@ -10,6 +10,7 @@ Everything is on 127.0.0.1. Prints a line for each kind of disturbance with its 
 
 import argparse
 import contextlib
+import itertools
 import os
 import random
 import signal
@@ -18,6 +19,7 @@ import sys
 import tempfile
 import threading
 import time
+from collections import Counter
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
@@ -145,6 +147,17 @@ def one_run(folder: Path, name: str, servers: list[Disturbed], kind: str, second
         command = begin("train", str(config), *(["--resume"] if begun else []), cwd=folder)
 
 
+def compared_run(
+    run: Path, reference: Path, servers: list[Disturbed], kind: str, moments: tuple[float, float]
+) -> tuple[str, list[str]]:
+    """How a disturbed run ended, and what differs from the reference."""
+    try:
+        how = one_run(run.parent, run.name, servers, kind, moments)
+        return how, differences(run, reference)
+    except AssertionError as error:
+        return "lost", [str(error)]
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=3, help="runs of each kind with each number of servers")
@@ -161,22 +174,17 @@ def main() -> None:
         begun = time.monotonic()
         begin("train", str(config), cwd=folder).finish(0, LIMIT)
         length = time.monotonic() - begun
-        for kind in args.kinds:
-            for count in (1, 2):
-                ends: dict[str, int] = {}
-                for round_ in range(args.rounds):
-                    name = f"{kind}_{count}_{round_}"
-                    moments = rng.uniform(0, length), rng.uniform(0.5, 6)
-                    try:
-                        how = one_run(folder, name, both[:count], kind, moments)
-                        lost += [f"{name}: {what}" for what in differences(folder / name, reference)]
-                    except AssertionError as error:
-                        how = "lost"
-                        lost.append(f"{name}: {error}")
-                    ends[how] = ends.get(how, 0) + 1
-                    both[0].heal()
-                    total += 1
-                print(f"{kind}, of {count} servers: {', '.join(f'{n} {how}' for how, n in ends.items())}", flush=True)
+        for kind, count in itertools.product(args.kinds, (1, 2)):
+            ends: Counter[str] = Counter()
+            for round_ in range(args.rounds):
+                name = f"{kind}_{count}_{round_}"
+                moments = rng.uniform(0, length), rng.uniform(0.5, 6)
+                how, wrong = compared_run(folder / name, reference, both[:count], kind, moments)
+                ends[how] += 1
+                lost += [f"{name}: {what}" for what in wrong]
+                both[0].heal()
+            total += args.rounds
+            print(f"{kind}, of {count} servers: {', '.join(f'{n} {how}' for how, n in ends.items())}", flush=True)
         for one in both:
             one.server.kill()
     print(f"{total} runs, {len(lost)} differences\n" + ("\n".join(lost) or "nothing lost"))

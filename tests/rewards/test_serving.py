@@ -15,6 +15,8 @@ import sys
 import threading
 import time
 import zlib
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import httpx
@@ -489,6 +491,21 @@ def garbage(connection: socket.socket) -> None:
     connection.sendall(bytes(range(256)))
 
 
+def answering(misbehaves: Callable[[socket.socket], None], is_read: bool, connection: socket.socket) -> None:
+    """Read a request, or leave it unread, and misbehave."""
+    with connection, contextlib.suppress(OSError), connection.makefile("rb") as sent:
+        if is_read:
+            lines = [line.lower() for line in iter(sent.readline, b"\r\n")]
+            sent.read(sum(int(line[16:]) for line in lines if line.startswith(b"content-length")))
+        misbehaves(connection)
+
+
+def accepting(listening: socket.socket, handle: Callable[[socket.socket], None]) -> None:
+    with contextlib.suppress(OSError):
+        while True:
+            threading.Thread(target=handle, args=[listening.accept()[0]], daemon=True).start()
+
+
 BAD = {
     "drips": (dripping, "no complete answer within 0.4 seconds"),
     "drips its head": (dripping_head, "no complete answer within 0.4 seconds"),
@@ -502,24 +519,9 @@ BAD = {
 def test_a_request_ends_in_its_time_whatever_the_server_does(monkeypatch, what):
     """As a server, as one that is asked for its health, and as a judge's endpoint."""
     misbehaves, reason = BAD[what]
-
-    def handle(connection: socket.socket) -> None:
-        with connection, contextlib.suppress(OSError), connection.makefile("rb") as sent:
-            if what != "reads nothing":
-                length = [
-                    int(line[16:]) for line in iter(sent.readline, b"\r\n") if line.lower().startswith(b"content-length")
-                ]
-                sent.read(*length or [0])
-            misbehaves(connection)
-
+    handle = partial(answering, misbehaves, what != "reads nothing")
     with socket.create_server(("127.0.0.1", 0)) as listening:
-
-        def accept() -> None:
-            with contextlib.suppress(OSError):
-                while True:
-                    threading.Thread(target=handle, args=[listening.accept()[0]], daemon=True).start()
-
-        threading.Thread(target=accept, daemon=True).start()
+        threading.Thread(target=accepting, args=[listening, handle], daemon=True).start()
         url, good = f"http://127.0.0.1:{listening.getsockname()[1]}", Scripted([1.0])
         there = Remote(good.url, "stub", timeout=0.4, attempts=2)
         there.urls = [url]

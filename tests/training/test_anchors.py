@@ -69,10 +69,9 @@ def velocities(policy, experience, terms, k, steps):
             seen["base"] = of(policy, conditioning)
             own = small.policy(lora=False, guidance=4.5)
             seen["guided"] = of(own, own.encode(experience.batch.prompts))
-        for name in ("ema", "reset"):
-            if f"anchor_{name}" in policy.lora.adapters:
-                with policy.lora.use(f"anchor_{name}"):
-                    seen[name] = of(policy, conditioning)
+        for name in (one for one in ("ema", "reset") if f"anchor_{one}" in policy.lora.adapters):
+            with policy.lora.use(f"anchor_{name}"):
+                seen[name] = of(policy, conditioning)
     return seen
 
 

@@ -111,10 +111,9 @@ def test_several_steps_are_the_ones_by_hand():
             beyond += int(((ratios < 0.9995) | (ratios > 1.002)).sum())
             seen.append(ratios.flatten())
             decay = min(0.6, (1 + step) / (10 + step))
-            with torch.no_grad():
-                for i, (weight, value) in enumerate(zip(weights, adamw.weights, strict=True)):
-                    weight.copy_(value)
-                    average[i] = decay * average[i] + (1 - decay) * value
+            average = [decay * mean + (1 - decay) * value for mean, value in zip(average, adamw.weights, strict=True)]
+            for weight, value in zip(weights, adamw.weights, strict=True):
+                weight.data.copy_(value)
         shares = torch.cat(seen)
         assert metrics["loss"] == pytest.approx(float(sum(losses)) / 4, rel=2e-3, abs=1e-5)
         assert metrics["lr"] == pytest.approx(lr, rel=1e-6)
