@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 import yaml
 from PIL import Image
 from support.cli_process import run
@@ -146,6 +147,70 @@ def test_the_readmes_commands_run_as_they_stand(tmp_path):
     assert runs == {"tiny_ocr", "red", "tiny_shapes", "tiny_edit"}
     evaluated = "".join(path.read_text() for path in tmp_path.rglob("eval.json"))
     assert not [name for name in ("tiny_ocr", "red", "foreign") if name not in evaluated]
+
+
+# What the docs' commands need that a test does not have.
+ELSEWHERE = {
+    "published weights": ("flux_", "sd35_", "qwen_", "flux2_klein_edit", "wan21_", "FLUX.1-Kontext", "z_image"),
+    "other machines": ("http://10.0.0.2", "/envs/red", "--push"),
+    "hours": ("flow-grpo compare compare/awm",),
+}
+
+DOES_NOT_FIT = "flow-grpo plan flux_dev_ocr --gpu 'RTX 4090'"  # so that plan ends with status 1
+
+
+def runs_here(command: str) -> bool:
+    is_elsewhere = any(word in command for words in ELSEWHERE.values() for word in words)
+    return command.startswith("flow-grpo plan") or not is_elsewhere
+
+
+def write_inputs_of_the_docs(folder: Path) -> None:
+    """What the commands of the docs read: rewards, prompts, images, and the runs of the README."""
+    (folder / "my_reward.py").write_text(blocks(README, "python")[0])
+    (folder / "my_objective.py").write_text(blocks(METHODS, "python")[0])
+    (folder / "words.txt").write_text('red text "CAT" on a blue background\n' * 4)
+    (folder / "edits.jsonl").write_text(json.dumps({"prompt": "make it night", "image": "street.png"}) + "\n")
+    (folder / "results").mkdir()
+    for file in ("street.png", "results/night.png"):
+        Image.new("RGB", (80, 32), "navy").save(folder / file)
+    for command in (
+        *(c for c in commands() if c.startswith("flow-grpo train tiny") and c in README.read_text()),
+        "flow-grpo train tiny_ocr",
+        "flow-grpo sample 'red text \"CAT\" on a blue background' --seeds 4",
+    ):
+        verb, *words = shlex.split(command)[1:]
+        run(verb, *words, *SHORT.get(verb, []), cwd=folder)
+    shutil.copytree(folder / "samples", folder / "other")
+    with Image.open(folder / "samples/grid.png") as grid:
+        Image.fromarray(np.asarray(grid)).save(folder / "foreign.png")
+
+
+@pytest.mark.slow
+def test_the_commands_of_the_docs_run(tmp_path):
+    """In the order of the pages, in the README's folder. Runs are short, so their checkpoints are of step 1."""
+    write_inputs_of_the_docs(tmp_path)
+    others = [one for one in commands() if one not in README.read_text() and runs_here(one)]
+    assert {shlex.split(one)[1] for one in others} == {*COMMANDS, "rewards"} - {"init", "report", "serve", "compare"}
+    for command in others:
+        verb, *words = shlex.split(command.replace("step_000020", "step_000001").partition(" > ")[0])[1:]
+        run(verb, *words, *SHORT.get(verb, []), cwd=tmp_path, code=int(command == DOES_NOT_FIT))
+
+
+@pytest.mark.slow
+def test_the_python_of_the_page_of_shapes_runs():
+    (code,) = blocks(ROOT / "docs/shapes.md", "python")
+    names: dict[str, Any] = {}
+    exec(code, names)
+    assert names["image"].size == names["edited"].size == (64, 64)
+
+
+def test_the_rewards_of_the_pages_of_edits_and_videos_run():
+    names: dict[str, Any] = {}
+    exec(blocks(ROOT / "docs/edits.md", "python")[0], names)
+    images = torch.rand(2, 3, 8, 8)
+    assert names["keep_the_left_half"](images, ["a", "b"], images).tolist() == [0, 0]
+    exec(blocks(ROOT / "docs/videos.md", "python")[-1], names)
+    assert names["no_flicker"](images[:, None].expand(2, 5, 3, 8, 8), ["a", "b"]).tolist() == [0, 0]
 
 
 def test_an_objective_of_ones_own_trains(tmp_path):
