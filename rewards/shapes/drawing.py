@@ -18,7 +18,9 @@ PALETTE = {
     "green": (30, 142, 62),
     "blue": (29, 78, 216),
     "yellow": (250, 204, 21),
+    "black": (32, 32, 38),
 }
+PLAIN = "black"  # the colour of shapes for which none is named
 EXTENTS = {"small": (13.5, 14.5), None: (18.5, 19.5), "large": (24.0, 25.0)}  # pixels, the longer side of a shape
 CELL = 32  # pixels: a shape has a cell of its own, which is one token of the model
 JITTER = 1.5  # pixels by which its centre may be off the cell's
@@ -84,11 +86,11 @@ def distance_along(relation: str, first: Any, second: Any) -> float:
 
 
 def place(scene: Scene, rng: np.random.Generator) -> list[Shape] | None:
-    """Shapes at random places that show the scene; None if none were found. Free attributes are drawn, one colour for a group."""
+    """Shapes at random places that show the scene; None if none were found. A shape without a named colour is `PLAIN`."""
     shapes: list[Shape] = []
     of_first: list[Shape] = []
     for number, group in enumerate(scene.groups):
-        color = group.color or str(rng.choice(COLORS))
+        color = group.color or PLAIN
         for _ in range(group.count):
             found = _fit(Shape(group.shape, color, 0, 0, rng.uniform(*EXTENTS[group.size])), shapes, rng)
             if found is None:
@@ -154,7 +156,7 @@ def crowded(rng: np.random.Generator) -> list[Shape]:
         if rng.uniform() < filled:
             extent = rng.uniform(*sizes[rng.integers(len(sizes))])
             across, down = rng.uniform(-JITTER, JITTER, 2)
-            kind, color = str(rng.choice(SHAPES)), str(rng.choice(COLORS))
+            kind, color = str(rng.choice(SHAPES)), str(rng.choice(list(PALETTE)))
             shapes.append(Shape(kind, color, (x + 0.5) * CELL + across, (y + 0.5) * CELL + down, extent))
     return shapes
 

@@ -5,6 +5,7 @@ edits with the image that each of them changes, in shape_edits/. shapes_counting
 scenes of several equal shapes among them. Evaluation asks for combinations that training never names.
 """
 
+import itertools
 import json
 import sys
 from pathlib import Path
@@ -20,14 +21,15 @@ ATTEMPTS = 40_000  # random scenes that are looked through
 
 
 def scenes(part: str, rng: np.random.Generator) -> list[dict[str, str]]:
-    """Different prompts of every category, held out or not."""
+    """Different prompts of every category, held out or not. Categories alternate, so that a few first prompts show all of them."""
     found: dict[str, dict[str, str]] = {category: {} for category in CATEGORIES}  # prompts by their meaning
     for _ in range(ATTEMPTS):
         scene = random_scene(rng)
         of_category = found[scene.category]
         if scene.is_held_out == (part == "eval") and len(of_category) < SCENES[part]:
             of_category.setdefault(scene.meaning, str(scene))
-    return [{"prompt": prompt, "category": category} for category in CATEGORIES for prompt in found[category].values()]
+    rows = [[{"prompt": prompt, "category": name} for prompt in of_category.values()] for name, of_category in found.items()]
+    return [row for turn in itertools.zip_longest(*rows) for row in turn if row is not None]
 
 
 def write(folder: Path, seed: int = 0) -> None:

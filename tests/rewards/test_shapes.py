@@ -183,7 +183,7 @@ def test_what_is_no_shape_has_no_kind_and_an_empty_picture_no_shapes():
     bar.paste(drawing.PALETTE["red"], (10, 30, 50, 36))
     assert [(one.shape, one.color) for one in find_shapes(bar)] == [("", "red")]
     assert find_shapes(Image.new("RGB", (64, 64), drawing.PALETTE["blue"]))[0].color == "blue"
-    assert find_shapes(Image.new("RGB", (64, 64), (0, 0, 0)))[0].color == "", "black is no colour of the palette"
+    assert find_shapes(Image.new("RGB", (64, 64), (128, 128, 128)))[0].color == "", "grey is no colour of the palette"
 
 
 # -- the rules ------------------------------------------------------------------------------------------------------------

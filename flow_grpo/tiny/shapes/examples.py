@@ -12,7 +12,8 @@ from rewards.shapes import drawing
 from rewards.shapes.prompts import CATEGORIES, COLORS, RELATIONS, SHAPES, Edit, Group, Scene
 
 HARD = ("counting", "position", "attribute binding")
-TAUGHT = (*CATEGORIES, *HARD, *HARD, "position")  # the categories of the scenes that the model learns from
+# the categories of the scenes that the model learns from
+TAUGHT = (*CATEGORIES, *HARD, *HARD, "position", "attribute binding", "attribute binding")
 NO_CAPTION = 0.1  # probability of an empty caption: the unconditional half of guidance
 
 

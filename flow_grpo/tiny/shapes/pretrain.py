@@ -48,7 +48,7 @@ from rewards.shapes.rules import ExactShapes, Shapes
 HERE = Path(__file__).parent
 STAGES = {
     "vae": StagePlan(10, 1200, lr=2e-3),
-    "clean": StagePlan(11, 4800, lr=2e-3, muon_lr=7e-3),
+    "clean": StagePlan(11, 8400, lr=2e-3, muon_lr=7e-3),
     "noisy": StagePlan(12, 400, lr=6e-4, muon_lr=1.5e-3),
     "decoder": StagePlan(14, 400, lr=1e-3),
     "clip": StagePlan(13, 500, lr=1e-3, muon_lr=3e-3),
