@@ -86,7 +86,7 @@ def test_a_slow_phase_is_reported_while_it_lasts(monkeypatch, terminal):
 
 
 def test_a_run_says_its_first_evaluation_and_a_slow_reward(tmp_path, monkeypatch, capsys):
-    """The reward lasts until the run has said that it is being waited for."""
+    """Generating images and the reward last until the run has said that they are being waited for."""
     monkeypatch.setattr(progress, "PATIENCE", 0.0)
     monkeypatch.setattr(progress, "INTERVAL", 0.2)
     trainer, seen, said = FlowGRPOTrainer(args=short_run(tmp_path / "run", "steps=1")), [], []
@@ -99,6 +99,16 @@ def test_a_run_says_its_first_evaluation_and_a_slow_reward(tmp_path, monkeypatch
         return line
 
     monkeypatch.setattr(progress, "due_line", noted)
+    advance = Phase.advance
+
+    def slow_advance(one, count=1):
+        deadline = time.monotonic() + 60
+        while one.name.startswith("generating") and one.shown is None:
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        advance(one, count)
+
+    monkeypatch.setattr(Phase, "advance", slow_advance)
 
     def slow(images, prompts):
         count, deadline = len(said), time.monotonic() + 60
