@@ -81,6 +81,9 @@ class CLIP(torch.nn.Module):
     pretrained="openai" (MIT, 1.7 GB), model="ViT-H-14", pretrained="laion2b_s32b_b79k" (MIT, 3.9 GB) or
     model="ViT-B-16-SigLIP2", pretrained="webli" (Apache-2.0, 1.5 GB); pretrained may be a local checkpoint file. Memory: the
     weights in float32. Gamed by images that write the prompt out as text.
+
+    A column `output_caption` of the prompts, as of Emu Edit's test set (arXiv 2311.10089), describes an edited image and is
+    compared in place of the prompt, which says only what to change.
     """
 
     def __init__(
@@ -101,9 +104,11 @@ class CLIP(torch.nn.Module):
             )
         self.score, self.batch_size = score, batch_size
 
-    def forward(self, images: Tensor, prompts: list[str]) -> Tensor:
-        """images (B, 3, H, W) in [0, 1]; returns (B,)."""
-        return in_batches(self._score, images, prompts, self.batch_size)
+    def forward(self, images: Tensor, prompts: list[str], output_caption: list[str | None] | None = None) -> Tensor:
+        """images (B, 3, H, W) in [0, 1]; returns (B,). A caption of None stands for the prompt."""
+        captions = output_caption or [None] * len(prompts)
+        texts = [caption or prompt for caption, prompt in zip(captions, prompts, strict=True)]
+        return in_batches(self._score, images, texts, self.batch_size)
 
     def _score(self, images: list[Image.Image], prompts: list[str]) -> Tensor:
         cosine = (self.embed.encode_images(images) * self.embed.encode_prompts(prompts)).sum(-1)

@@ -85,6 +85,11 @@ def distance_along(relation: str, first: Any, second: Any) -> float:
     }[relation]
 
 
+def description(shapes: Sequence[Shape]) -> Scene:
+    """The scene that names each shape with its colour: the caption of an image, also of more than two groups."""
+    return Scene(tuple(Group(one.shape, color=one.color) for one in shapes))
+
+
 def place(scene: Scene, rng: np.random.Generator) -> list[Shape] | None:
     """Shapes at random places that show the scene; None if none were found. A shape without a named colour is `PLAIN`."""
     shapes: list[Shape] = []
@@ -92,7 +97,7 @@ def place(scene: Scene, rng: np.random.Generator) -> list[Shape] | None:
     for number, group in enumerate(scene.groups):
         color = group.color or PLAIN
         for _ in range(group.count):
-            found = _fit(Shape(group.shape, color, 0, 0, rng.uniform(*EXTENTS[group.size])), shapes, rng)
+            found = fit(Shape(group.shape, color, 0, 0, rng.uniform(*EXTENTS[group.size])), shapes, rng)
             if found is None:
                 return None
             shapes.append(found)
@@ -104,7 +109,7 @@ def place(scene: Scene, rng: np.random.Generator) -> list[Shape] | None:
     return shapes
 
 
-def _fit(shape: Shape, others: Sequence[Shape], rng: np.random.Generator) -> Shape | None:
+def fit(shape: Shape, others: Sequence[Shape], rng: np.random.Generator) -> Shape | None:
     """The shape in a random cell that is free; None if there is none."""
     taken = {(int(one.x // CELL), int(one.y // CELL)) for one in others}
     free = [(x, y) for x in range(SIDE // CELL) for y in range(SIDE // CELL) if (x, y) not in taken]
@@ -168,7 +173,7 @@ def random_edit(rng: np.random.Generator) -> tuple[list[Shape], Edit, list[Shape
         count = int(rng.integers(1, 4))
         shapes: list[Shape] = []
         for _ in range(count):
-            found = _fit(
+            found = fit(
                 Shape(str(rng.choice(SHAPES)), str(rng.choice(COLORS)), 0, 0, rng.uniform(*EXTENTS[None])), shapes, rng
             )
             shapes += [found] if found else []
@@ -192,7 +197,7 @@ def _edit(kind: str, shapes: list[Shape], rng: np.random.Generator) -> tuple[Edi
     relation = str(rng.choice(RELATIONS))
     added = Shape(str(rng.choice(SHAPES)), str(rng.choice(COLORS)), 0, 0, rng.uniform(*EXTENTS[None]))
     for _ in range(10):
-        found = _fit(added, shapes, rng)
+        found = fit(added, shapes, rng)
         if found is not None and holds(relation, found, chosen):
             edit = Edit(kind, chosen.shape, color, new_color=added.color, new_shape=added.shape, relation=relation)
             return edit, [*shapes, found]

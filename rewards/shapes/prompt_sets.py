@@ -1,8 +1,8 @@
 """The prompt files of the embedded model of shapes: `python -m rewards.shapes.prompt_sets FOLDER`.
 
 Writes shapes_train.jsonl and shapes_eval.jsonl, scenes with their category, and shape_edits_train.jsonl and shape_edits_eval.jsonl,
-edits with the image that each of them changes, in shape_edits/. shapes_counting_train.jsonl and shapes_counting_eval.jsonl are the
-scenes of several equal shapes among them. Evaluation asks for combinations that training never names.
+edits with the image that each of them changes, in shape_edits/, and with a caption of the result. shapes_counting_train.jsonl and
+shapes_counting_eval.jsonl are the scenes of several equal shapes among them. Evaluation asks for combinations that training never names.
 """
 
 import itertools
@@ -12,7 +12,7 @@ from pathlib import Path
 
 import numpy as np
 
-from rewards.shapes.drawing import draw, random_edit, random_scene
+from rewards.shapes.drawing import description, draw, random_edit, random_scene
 from rewards.shapes.prompts import CATEGORIES
 
 SCENES = {"train": 160, "eval": 32}  # of each category, if there are as many
@@ -43,11 +43,12 @@ def write(folder: Path, seed: int = 0) -> None:
             (folder / f"{name}_{part}.jsonl").write_text("\n".join(map(json.dumps, of_file)) + "\n")
         rows: list[str] = []
         while len(rows) < count:
-            before, edit, _ = random_edit(rng)
+            before, edit, after = random_edit(rng)
             if edit.is_held_out == (part == "eval"):
                 name = f"shape_edits/{part}_{len(rows):03d}.png"
                 draw(before).quantize(64).save(folder / name, optimize=True)
-                rows.append(json.dumps({"prompt": str(edit), "image": name, "category": edit.kind}))
+                row = {"prompt": str(edit), "image": name, "category": edit.kind, "output_caption": str(description(after))}
+                rows.append(json.dumps(row))
         (folder / f"shape_edits_{part}.jsonl").write_text("\n".join(rows) + "\n")
 
 

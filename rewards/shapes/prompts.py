@@ -55,7 +55,7 @@ class Group:
 
 @dataclass(frozen=True)
 class Scene:
-    """One or two groups, with a relation between them or none."""
+    """One or two groups, with a relation between them or none; more groups in captions of edited images, which are no prompts."""
 
     groups: tuple[Group, ...]
     relation: str | None = None

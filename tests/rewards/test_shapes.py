@@ -16,7 +16,7 @@ from PIL import Image, ImageDraw, ImageFilter
 import rewards
 from rewards.shapes import drawing
 from rewards.shapes.detection import find_shapes
-from rewards.shapes.drawing import Shape, draw, random_edit, random_example
+from rewards.shapes.drawing import Shape, description, draw, random_edit, random_example
 from rewards.shapes.prompts import CATEGORIES, COLORS, SHAPES, Edit, Group, Scene, parse_edit, parse_scene
 from rewards.shapes.rules import check_edit, check_scene
 
@@ -359,3 +359,16 @@ def test_the_packaged_clip_prefers_the_prompt_of_a_scene_to_that_of_another():
     score = rewards.load("clip", model="flow-grpo-shapes")
     right = score(images, prompts) > score(images, prompts[1:] + prompts[:1])
     assert right.float().mean() > 0.95
+
+
+def test_the_packaged_clip_prefers_an_edited_image_to_its_source_by_the_caption_of_the_result():
+    rng = np.random.default_rng(0)
+    made = [random_edit(rng) for _ in range(60)]
+    sources, results = (tensor(*(draw(one[side]) for one in made)) for side in (0, 2))
+    prompts, captions = [str(edit) for _, edit, _ in made], [str(description(after)) for _, _, after in made]
+    score = rewards.load("clip", model="flow-grpo-shapes")
+    after = score(results, prompts, output_caption=captions)
+    assert torch.equal(after, score(results, captions))
+    assert (after > score(sources, prompts, output_caption=captions)).float().mean() > 0.9
+    some = [None, *captions[1:]]
+    assert torch.equal(score(results, prompts, output_caption=some), score(results, [prompts[0], *captions[1:]]))

@@ -1,13 +1,18 @@
 """The recipe of the embedded model of shapes: its parts, its captions, and that it goes on where it was."""
 
+import json
+
 import numpy as np
 import pytest
 import torch
+from PIL import Image
 
+from flow_grpo.config.bundled import bundled_file
 from flow_grpo.tiny.pretraining_stage import PretrainingStage, StagePlan
 from flow_grpo.tiny.shapes import architecture, examples, pretrain
 from flow_grpo.tiny.shapes.transformer_loss import transformer_loss, velocity
 from rewards.shapes import drawing
+from rewards.shapes.detection import find_shapes
 from rewards.shapes.prompts import COLORS, SHAPES, parse_edit, parse_scene
 
 
@@ -125,3 +130,20 @@ def test_the_stage_goes_on_where_it_was(tmp_path):
 
     once, twice = run("once", [2]), run("twice", [1, 2])
     assert all(torch.equal(value, twice[key]) for key, value in once.items())
+
+
+def test_the_captions_of_the_packaged_edits_fit_the_clip_model_and_say_what_the_results_show():
+    """Of each edit, the source's shapes after the asked change are those of the caption."""
+    file, tokenizer = bundled_file("prompts/shape_edits_eval.jsonl"), architecture.clip_tokenizer()
+    for line in file.read_text().splitlines():
+        row = json.loads(line)
+        edit, caption = parse_edit(row["prompt"]), [tuple(text.split()[1:]) for text in row["output_caption"].split(" and ")]
+        shown = [(one.color, str(one.shape)) for one in find_shapes(Image.open(file.parent / row["image"]).convert("RGB"))]
+        meant = next(one for one in shown if one[1] == edit.shape and edit.color in (None, one[0]))
+        if edit.kind == "add":
+            shown.append((edit.new_color, edit.new_shape))
+        else:
+            shown.remove(meant)
+            shown += [(edit.new_color, edit.shape)] if edit.kind == "make" else []
+        assert sorted(shown) == sorted(caption)
+        assert len(tokenizer(row["output_caption"]).input_ids) <= architecture.CLIP_LENGTH

@@ -112,6 +112,14 @@ def other_example(scene: Scene, rng: np.random.Generator) -> tuple[Scene, list[d
             return other, shapes
 
 
+def described_example(rng: np.random.Generator) -> tuple[Scene, list[drawing.Shape]]:
+    """A random scene and shapes that show it, or, one time in three, an edited image's shapes and their caption."""
+    if rng.random() < 2 / 3:
+        return drawing.random_example(rng)
+    _, _, shapes = drawing.random_edit(rng)
+    return drawing.description(shapes), shapes
+
+
 def held_out_examples(count: int) -> list[tuple[Scene, list[drawing.Shape]]]:
     """Random scenes of a stream of their own, of every category."""
     rng = np.random.default_rng([0, 99])

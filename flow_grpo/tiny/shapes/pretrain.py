@@ -32,6 +32,7 @@ from flow_grpo.tiny.shapes import architecture
 from flow_grpo.tiny.shapes.examples import (
     TAUGHT,
     Examples,
+    described_example,
     edits,
     held_out_edits,
     held_out_examples,
@@ -51,7 +52,7 @@ STAGES = {
     "clean": StagePlan(11, 8400, lr=2e-3, muon_lr=7e-3),
     "noisy": StagePlan(12, 400, lr=6e-4, muon_lr=1.5e-3),
     "decoder": StagePlan(14, 400, lr=1e-3),
-    "clip": StagePlan(13, 500, lr=1e-3, muon_lr=3e-3),
+    "clip": StagePlan(13, 700, lr=1e-3, muon_lr=3e-3),
 }
 SCENES, EDITS, LONG = 96, 60, 6  # images in a batch of scenes, of edits, and of captions padded to 512 tokens
 # number of examples for the transformer's stages, drawn once; each batch draws anew which captions are empty or wrong
@@ -160,7 +161,7 @@ def train_transformer(
 
 
 def train_clip(folder: Path, seed: int) -> torch.nn.Module:
-    """The open_clip model of these scenes: half of each batch is the other half with other attributes, so that all of them count."""
+    """The open_clip model of scenes and edited images: half of each batch is the other half with other attributes, so that all count."""
     torch.manual_seed(seed)  # whatever the stages before drew
     untrained = SimpleNamespace(clip=clip.untrained(clip.SHAPES))
     stage = PretrainingStage("clip", STAGES["clip"], untrained, ["clip"], folder=folder, seed=seed)
@@ -171,7 +172,7 @@ def train_clip(folder: Path, seed: int) -> torch.nn.Module:
         return tokenizer(texts, padding="max_length", max_length=architecture.CLIP_LENGTH, return_tensors="pt").input_ids
 
     def pairs(rng: np.random.Generator) -> tuple[list[Scene], Tensor]:
-        made = [drawing.random_example(rng) for _ in range(CLIP_PAIRS)]
+        made = [described_example(rng) for _ in range(CLIP_PAIRS)]
         others = [other_example(scene, rng) for scene, _ in made]
         return [scene for scene, _ in made + others], tensor_of([drawing.draw(shapes) for _, shapes in made + others])
 
