@@ -22,6 +22,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from flow_grpo import sde
+from flow_grpo.sde import at_least_float32
 from flow_grpo.types import RATIO_DEVIATION, Loss, NoisedImage, TrainedStep
 
 
@@ -167,7 +168,7 @@ def nft(image: NoisedImage, advantage: Float[Tensor, " n"], beta: float, advanta
         - the term 1e-4 |v - v_ref|^2 is there only if `kl_weight` says so.
     """
     assert image.v_old is not None
-    v, v_old = image.v.float(), image.v_old.float()
+    v, v_old = at_least_float32(image.v), at_least_float32(image.v_old)
 
     def distance(velocity: Tensor) -> Float[Tensor, " n"]:
         error = (image.x - image.column * velocity) - image.x0
@@ -264,12 +265,12 @@ def k3(log_prob: Float[Tensor, " n"], log_prob_ref: Float[Tensor, " n"]) -> Floa
 
 def velocity_kl(v: Float[Tensor, "n *latent"], v_ref: Float[Tensor, "n *latent"]) -> Float[Tensor, " n"]:
     """Mean squared distance of two velocities: the KL of every noise level up to its weight."""
-    return (v.float() - v_ref.float()).square().flatten(1).mean(1)
+    return (at_least_float32(v) - at_least_float32(v_ref)).square().flatten(1).mean(1)
 
 
 def velocity_norm_ratio(v: Float[Tensor, "n *latent"], v_ref: Float[Tensor, "n *latent"]) -> Float[Tensor, " n"]:
     """`|v| / |v_ref|`, the norm of a velocity relative to the reference's."""
-    norm, reference = (one.float().flatten(1).norm(dim=1) for one in (v, v_ref))
+    norm, reference = (at_least_float32(one).flatten(1).norm(dim=1) for one in (v, v_ref))
     return norm / reference.clamp_min(1e-12)
 
 

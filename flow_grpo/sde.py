@@ -52,8 +52,8 @@ def transition(
         raise ValueError(f"unknown transition {name!r}; choose one of {', '.join(TRANSITIONS)}.")
     if not 0 <= noise_level <= methods.TRANSITIONS[name].max_noise_level:
         raise ValueError(f"noise_level {noise_level} is out of range for {name}: it is 0 or more, for cps at most 1.")
-    x = _at_least_float32(x)
-    v = _at_least_float32(v)
+    x = at_least_float32(x)
+    v = at_least_float32(v)
     column = (-1,) + (1,) * (x.ndim - 1)
     sigmas = [torch.as_tensor(s, dtype=x.dtype) for s in (sigma, sigma_next, math.nan if sigma_max is None else sigma_max)]
     if (
@@ -120,7 +120,7 @@ def log_prob(x_next: Float[Tensor, "B *state"], mean: Float[Tensor, "B *state"],
 
     The mean, not the sum: published clip ranges (1e-4 and below) are in that unit. std > 0.
     """
-    x_next, mean, std = (_at_least_float32(t) for t in (x_next, mean, std))
+    x_next, mean, std = (at_least_float32(t) for t in (x_next, mean, std))
     density = -((x_next - mean) ** 2) / (2 * std**2) - std.log() - 0.5 * math.log(2 * math.pi)
     return density.flatten(1).mean(1)
 
@@ -129,7 +129,7 @@ def log_prob_unnormalized(
     x_next: Float[Tensor, "B *state"], mean: Float[Tensor, "B *state"], std: Std
 ) -> Float[Tensor, " B"]:
     """What the published code of Flow-CPS uses for its log-probability: no variance, no constant."""
-    return -((_at_least_float32(x_next) - _at_least_float32(mean)) ** 2).flatten(1).mean(1)
+    return -((at_least_float32(x_next) - at_least_float32(mean)) ** 2).flatten(1).mean(1)
 
 
 LOG_PROBS = {"gaussian": log_prob, "unnormalized": log_prob_unnormalized}
@@ -137,7 +137,7 @@ LOG_PROBS = {"gaussian": log_prob, "unnormalized": log_prob_unnormalized}
 
 def kl(mean: Float[Tensor, "B *state"], mean_ref: Float[Tensor, "B *state"], std: Std) -> Float[Tensor, " B"]:
     """KL divergence of two Gaussians of the same std, mean over the latent dimensions. Its gradient is mean's."""
-    mean, mean_ref, std = (_at_least_float32(t) for t in (mean, mean_ref, std))
+    mean, mean_ref, std = (at_least_float32(t) for t in (mean, mean_ref, std))
     return ((mean - mean_ref) ** 2 / (2 * std**2)).flatten(1).mean(1)
 
 
@@ -156,5 +156,6 @@ def _eps_hat(x: State, v: State, sigma: Column) -> State:
     return x + (1 - sigma) * v
 
 
-def _at_least_float32(x: Tensor) -> Tensor:
+def at_least_float32(x: Tensor) -> Tensor:
+    """`x` itself if it is float64, else `x` in float32."""
     return x if x.dtype == torch.float64 else x.float()

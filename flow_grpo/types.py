@@ -203,7 +203,7 @@ class TrainedStep:
 class NoisedImage:
     """Final latents of n rows noised afresh, `x = (1 - sigma) x0 + sigma eps`, and the policy's velocities there."""
 
-    x0: Float[Tensor, "n *latent"]  # float32 latents of the images
+    x0: Float[Tensor, "n *latent"]  # latents of the images, float32 or better, as then are all errors
     eps: Float[Tensor, "n *latent"]  # standard normal, shared within a group unless objective.shared_noise is false
     sigma: Float[Tensor, " n"]  # in (0, 1], shared likewise
     v: Float[Tensor, "n *latent"]  # velocity now, with the gradient
@@ -224,11 +224,11 @@ class NoisedImage:
 
     def error(self, v: Float[Tensor, "n *latent"]) -> Float[Tensor, " n"]:
         """Mean squared error of a velocity against the true one, eps - x0."""
-        return (v.float() - (self.eps - self.x0)).square().flatten(1).mean(1)
+        return (v - (self.eps - self.x0)).square().flatten(1).mean(1)
 
     def adaptive_error(self, v: Float[Tensor, "n *latent"]) -> Float[Tensor, " n"]:
         """Mean squared error of a velocity over its mean absolute error, which has no gradient and is at least 1e-5."""
-        error = v.float() - (self.eps - self.x0)
+        error = v - (self.eps - self.x0)
         return error.square().flatten(1).mean(1) / error.detach().abs().flatten(1).mean(1).clamp_min(1e-5)
 
 

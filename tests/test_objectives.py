@@ -7,7 +7,7 @@ import pytest
 import torch
 from support.method_names import STOCHASTIC
 
-from flow_grpo import objectives, sde
+from flow_grpo import methods, objectives, sde
 from flow_grpo.advantages import group_advantages
 from flow_grpo.types import NoisedImage, TrainedStep
 
@@ -197,8 +197,8 @@ def test_velocity_kl_is_the_mean_square_of_the_difference():
     v, v_ref = torch.randn(2, 3, 4, 5, generator=torch.Generator().manual_seed(0)).bfloat16()
     expected = (v.double() - v_ref.double()).square().mean((1, 2))
     torch.testing.assert_close(objectives.velocity_kl(v, v_ref).double(), expected, rtol=1e-5, atol=0)
-    for one, other in ((v.double(), v_ref), (v, v_ref.double())):
-        assert objectives.velocity_kl(one, other).dtype == torch.float32
+    assert objectives.velocity_kl(v, v_ref).dtype == torch.float32
+    torch.testing.assert_close(objectives.velocity_kl(v.double(), v_ref), expected, rtol=1e-12, atol=0)
 
 
 def test_k3_is_exact_in_float32_where_log_probabilities_are_means():
@@ -362,48 +362,6 @@ def test_dpo_is_its_formula_and_log_2_at_the_reference():
     assert not same.metrics["dpo/accuracy"].any()
 
 
-@pytest.mark.parametrize("name", ["awm", "nft", "sft", "dpo"])
-def test_the_gradient_of_forward_objectives_is_the_finite_difference(name):
-    image = forward_process()
-    image = NoisedImage(
-        *(t[:4] for t in (image.x0, image.eps, image.sigma, image.v, image.v_rollout, image.v_old, image.v_ref))
-    )
-    direction = torch.randn(4, 2, 3, generator=torch.Generator().manual_seed(5), dtype=torch.float64)
-    advantage = torch.tensor([1.0, -2, 0.5, -0.3], dtype=torch.float64)
-
-    def value(shift):
-        moved = replace(image, v=image.v.detach() + shift * direction)
-        if name == "nft":  # its weight has no gradient: compare at the weights of no shift
-            return nft_with_fixed_weights(image, moved, advantage)
-        return {
-            "awm": lambda: objectives.awm(moved, advantage, math.inf, math.inf),
-            "sft": lambda: objectives.sft(moved),
-            "dpo": lambda: objectives.dpo(moved, 3.0),
-        }[name]().value.sum()
-
-    shift = torch.zeros((), dtype=torch.float64, requires_grad=True)
-    moved = replace(image, v=image.v.detach() + shift * direction)
-    loss = objectives.nft(moved, advantage, 0.7, 5.0).value.sum() if name == "nft" else value(shift)
-    (gradient,) = torch.autograd.grad(loss, shift)
-    h = 1e-2 if name == "nft" else 1e-3  # float32 inside
-    assert float(gradient) == pytest.approx(float(value(h) - value(-h)) / (2 * h), rel=2e-2)
-
-
-def nft_with_fixed_weights(at, moved, advantage, beta=0.7, top=5.0):
-    def distance(image, other):
-        def mix(v, sign):
-            return (1 - sign * beta) * image.v_old + sign * beta * v
-
-        total = 0.0
-        for sign, share in ((1, 0.5 + 0.5 * (advantage / top)), (-1, 0.5 - 0.5 * (advantage / top))):
-            weight = (at.x - at.column * mix(at.v.detach(), sign) - at.x0).abs().mean((1, 2))
-            error = (at.x - at.column * mix(other.v.detach(), sign) - at.x0).square().mean((1, 2))
-            total = total + share * error / weight
-        return top / beta * total.sum()
-
-    return distance(at, moved)
-
-
 @pytest.mark.parametrize("name", ["awm", "nft"])
 def test_forward_objectives_pull_to_good_images_and_push_from_bad_ones(name):
     image = forward_process()
@@ -429,9 +387,11 @@ def moved_on(n=6):
     return replace(image, v_rollout=image.v.detach() + 0.4 * away)
 
 
-def adaptive(image, v):
-    error = v - (image.eps - image.x0)
-    return error.square().mean((1, 2)) / error.detach().abs().mean((1, 2))
+def adaptive(image, v, at=None):
+    """The adaptive error of v; its divisor, which has no gradient, is that of the velocity `at`, by default of v."""
+    target = image.eps - image.x0
+    divisor = ((v if at is None else at).detach() - target).abs().mean((1, 2))
+    return (v - target).square().mean((1, 2)) / divisor
 
 
 def adaptive_ratio(image, unit=1):
@@ -445,18 +405,18 @@ def gradient_of(value, image):
 
 
 def check_forward(loss, expected, image):
-    torch.testing.assert_close(loss.value.double(), expected, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(loss.value, expected, rtol=1e-10, atol=1e-12)
     theirs = gradient_of(expected, image)
     assert theirs.abs().max() > 0
-    torch.testing.assert_close(gradient_of(loss.value, image), theirs, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(gradient_of(loss.value, image), theirs, rtol=1e-10, atol=1e-12)
 
 
 ROWS = torch.tensor([1.0, -2, 0.5, -0.3, 3, 0.0], dtype=torch.float64)
-BY_LOG_RATIO = {
-    "epg": lambda log_prob, d: -d.detach().exp() * ROWS * log_prob,
-    "pepg": lambda log_prob, d: -(ROWS - d.detach()) * d.detach().exp() * log_prob,
-    "par": lambda log_prob, d: d.detach().exp() * (ROWS - d) ** 2 / 2,
-    "awm": lambda log_prob, d: -d.exp() * ROWS,
+BY_LOG_RATIO = {  # of the log-probability, the log-ratio d, and the log-ratio without a gradient
+    "epg": lambda log_prob, d, fixed: -fixed.exp() * ROWS * log_prob,
+    "pepg": lambda log_prob, d, fixed: -(ROWS - fixed) * fixed.exp() * log_prob,
+    "par": lambda log_prob, d, fixed: fixed.exp() * (ROWS - d) ** 2 / 2,
+    "awm": lambda log_prob, d, fixed: -d.exp() * ROWS,
 }
 
 
@@ -473,7 +433,7 @@ def test_objectives_of_the_adaptive_weight_are_their_formulas(name, unit):
     log_prob, log_ratio = adaptive_ratio(image, unit)
     assert (log_ratio.abs() > 0.05).any()
     loss = with_adaptive_weight(name, image, sum_over_latents=unit == 6)
-    check_forward(loss, BY_LOG_RATIO[name](log_prob, log_ratio), image)
+    check_forward(loss, BY_LOG_RATIO[name](log_prob, log_ratio, log_ratio.detach()), image)
     torch.testing.assert_close(loss.metrics["ratio/mean"].double(), log_ratio.detach().exp(), rtol=1e-4, atol=1e-5)
 
 
@@ -611,6 +571,97 @@ def test_newer_forward_objectives_report_detached_numbers_of_each_row():
         assert set(loss.metrics) == reported
         for value in (loss.value.detach(), *loss.metrics.values()):
             assert (value.shape, value.requires_grad, value.is_floating_point()) == ((6,), False, True)
+
+
+# -- gradients by finite differences -------------------------------------------------------------------------------------------
+
+
+def _nft_by_hand(at, v, beta=0.7, top=5.0):
+    good, value = 0.5 + 0.5 * (ROWS / top).clamp(-1, 1), 0.0
+    for sign, share in ((1, good), (-1, 1 - good)):
+
+        def error(velocity, sign=sign):
+            return at.x - at.column * ((1 - sign * beta) * at.v_old + sign * beta * velocity) - at.x0
+
+        value = value + share * error(v).square().mean((1, 2)) / error(at.v.detach()).abs().mean((1, 2))
+    return top / beta * value
+
+
+def _crd_by_hand(at, v, beta=0.8, top=2.0):
+    def reward(velocity):
+        return adaptive(at, at.v_old) - adaptive(at, velocity, at.v)
+
+    wanted = 0.5 + 0.5 * (ROWS / top).clamp(-1, 1)
+    return top / beta * (beta * (reward(v) - by_group(reward(at.v))) - (wanted - by_group(wanted))) ** 2
+
+
+def _dgpo_by_hand(at, v, beta=20.0):
+    def error(velocity):
+        return (velocity - (at.eps - at.x0)).square().mean((1, 2))
+
+    return by_group(beta * ROWS * (error(at.v) - error(at.v_ref))).sigmoid() * ROWS * error(v)
+
+
+def _adaptive_by_hand(name):
+    def value(at, v):
+        log_prob, start = (-at.sigma * adaptive(at, one, at.v) for one in (v, at.v.detach()))
+        before = -at.sigma * adaptive(at, at.v_rollout)
+        return BY_LOG_RATIO[name](log_prob, log_prob - before, start - before)
+
+    return value
+
+
+def _dpo_by_hand(at, v, beta=3.0):
+    gain = (v - (at.eps - at.x0)).square().mean((1, 2)) - (at.v_ref - (at.eps - at.x0)).square().mean((1, 2))
+    return (1 + (beta * (gain[0::2] - gain[1::2])).exp()).log().repeat_interleave(2)
+
+
+def _of(name, *options):
+    return lambda image: getattr(objectives, name)(image, *options).value
+
+
+# The package's loss, and the same by hand at any velocity v, with what has no gradient held at the image's own.
+BY_DIFFERENCES = {
+    "awm": (_of("awm", ROWS, math.inf, math.inf), lambda at, v: -(errors(at, at.v_rollout) - _matching(at, v)).exp() * ROWS),
+    "awm_adaptive": (lambda image: with_adaptive_weight("awm", image).value, _adaptive_by_hand("awm")),
+    "epg": (_of("epg", ROWS), _adaptive_by_hand("epg")),
+    "pepg": (_of("pepg", ROWS), _adaptive_by_hand("pepg")),
+    "par": (_of("par", ROWS), _adaptive_by_hand("par")),
+    "nft": (_of("nft", ROWS, 0.7, 5.0), _nft_by_hand),
+    "crd": (lambda image: crd_loss(image).value, _crd_by_hand),
+    "dgpo": (lambda image: dgpo_loss(image).value, _dgpo_by_hand),
+    "sft": (_of("sft"), lambda at, v: _matching(at, v)),
+    "dpo": (_of("dpo", 3.0), _dpo_by_hand),
+    "velocity_kl": (
+        lambda image: objectives.velocity_kl(image.v, image.v_ref),
+        lambda at, v: (v - at.v_ref).square().mean((1, 2)),
+    ),
+    "norm_guard": (
+        lambda image: objectives.norm_guard(objectives.velocity_norm_ratio(image.v, image.v_ref)),
+        lambda at, v: (v.flatten(1).norm(dim=1) / at.v_ref.flatten(1).norm(dim=1) - 1).clamp_min(0) ** 2,
+    ),
+}
+
+
+def _matching(at, v):
+    return (v - (at.eps - at.x0)).square().mean((1, 2))
+
+
+def test_every_forward_objective_has_its_gradient_checked_by_differences():
+    assert {name for name, row in methods.OBJECTIVES.items() if not row.stepwise} <= set(BY_DIFFERENCES)
+
+
+@pytest.mark.parametrize("name", BY_DIFFERENCES)
+def test_the_gradient_of_forward_objectives_is_the_finite_difference(name):
+    ours, by_hand = BY_DIFFERENCES[name]
+    image = moved_on()
+    direction = torch.randn(image.v.shape, generator=torch.Generator().manual_seed(5), dtype=torch.float64)
+    value, h = ours(image), 1e-5
+    torch.testing.assert_close(value.detach(), by_hand(image, image.v.detach()).detach(), rtol=1e-10, atol=1e-12)
+    slope = float((gradient_of(value, image) * direction).sum())
+    up, down = (float(by_hand(image, image.v.detach() + one * direction).sum()) for one in (h, -h))
+    assert abs(slope) > 1e-3
+    assert slope == pytest.approx((up - down) / (2 * h), rel=1e-7)
 
 
 def test_the_norm_guard_is_of_each_velocity_that_is_longer_than_the_references():
