@@ -188,7 +188,15 @@ def diversity_weighted(
     d is a distance to the other images of the group, as of `rewards.least_distance`. Good images that are unlike the others count
     more, so that the policy keeps several ways to be good. Published with the advantage `dr_grpo`. Where all images are the same,
     d / mean d is 1.
+
+    Raises:
+        ValueError: a distance is below 0, which would turn a good image into a bad one.
     """
+    if (distance < 0).any():
+        raise ValueError(
+            f"objective.diversity_weight takes distances of 0 or more, and its reward returned {distance.min().item():.3g}: name a "
+            "distance, such as least_distance."
+        )
     _, group, size = group.unique(return_inverse=True, return_counts=True)
     mean = _group_mean(distance, group, size)
     factor = (distance / mean).where((mean > 0) & (advantage > 0), 1.0)

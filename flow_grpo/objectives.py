@@ -115,8 +115,9 @@ def awm_log_prob(error: Float[Tensor, " n"], sigma: Float[Tensor, " n"], weight:
 def epg(image: NoisedImage, advantage: Float[Tensor, " n"], sum_over_latents: bool = False) -> Loss:
     """Exact Policy Gradient, arXiv 2602.04663: `-stop_grad(rho) A l`, l the adaptive `forward_log_prob`, `rho = exp(l - l_rollout)`.
 
-    Published with A the reward minus the group's mean (advantage dr_grpo), guidance off, and a KL on the velocity. The gradient is that
-    of awm with loss_weight adaptive and no clip, also after updates.
+    Published with A the reward minus the group's mean (advantage dr_grpo), guidance off, a KL on the velocity, and noise levels drawn
+    uniformly; here drawn levels pass through the schedule's shift. The gradient is that of awm with loss_weight adaptive and no clip,
+    also after updates.
     """
     log_prob, log_ratio = _adaptive_log_ratio(image, sum_over_latents)
     ratio = log_ratio.detach().exp()
@@ -220,9 +221,9 @@ def dgpo(image: NoisedImage, advantage: Float[Tensor, " n"]) -> Loss:
 
     e is the mean squared error of the velocity, and the sigmoid has no gradient. Its argument is 0 at the base model and falls as the
     group's good images gain on it and the bad ones lose, so that a group that is learned weighs less. It is `image.group_mean`, the
-    mean of `dgpo_preference`; the mean, not the paper's sum, is the published code's, to which its beta of 100 belongs. The gradient of
-    beta -> 0 is half that of `A e`. The published code also leaves out rows whose ratio to a moving average of the policy is outside
-    1 +- 0.01, and draws images with that average after 200 steps; here all rows count, and the trained policy draws them.
+    mean of `dgpo_preference`; the mean and the sign are the published code's, the paper has a sum. The gradient of beta -> 0 is half that
+    of `A e`. The published code also leaves out rows whose ratio to a moving average of the policy is outside 1 +- 0.01, and draws images
+    with that average after 200 steps; here all rows count, and the trained policy draws them. Its beta is 100.
     """
     assert image.group_mean is not None
     weight, error = image.group_mean.sigmoid(), image.error(image.v)

@@ -255,6 +255,10 @@ def test_positive_advantages_are_weighed_by_their_share_of_the_groups_mean_dista
     mean = (0.3 + 0.9 + 0.1 + 0.7 + 0.8) / 5
     expected = torch.tensor([2 * 0.3 / mean, -1, 0.5 * 0.1 / mean, 0, 5, 1, 1])  # 4 x 0.8 / mean is clamped
     torch.testing.assert_close(diversity_weighted(advantage, distance, group), expected)
+    with pytest.raises(
+        ValueError, match=r"takes distances of 0 or more, and its reward returned -0\.2: name a distance, such"
+    ):
+        diversity_weighted(advantage, distance - 0.2, group)
 
 
 def test_contributions_are_those_of_the_rewards_that_score_any_image():

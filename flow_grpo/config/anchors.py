@@ -33,6 +33,14 @@ class DecayRamp(ConfigSection):
 def _number_or_ramp(value: Any, info: ValidationInfo) -> Any:
     if isinstance(value, dict) and not {"rate", "max"} <= value.keys() <= DecayRamp.model_fields.keys():
         raise ValueError(f"{info.field_name} is {value}: give a number, or a ramp such as {{rate: 0.001, max: 0.5}}.")
+    if (
+        isinstance(value, dict)
+        and all(isinstance(value.get(name), float) for name in ("start", "max"))
+        and value["start"] > value["max"]
+    ):
+        raise ValueError(
+            f"{info.field_name} starts at {value['start']:g}, above its max of {value['max']:g}: set a smaller start."
+        )
     return value
 
 

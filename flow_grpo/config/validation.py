@@ -152,6 +152,11 @@ def check_anchors(args: RunSettings) -> None:
             f"objective.anchors: gate=advantage needs an advantage for each image, {objective.name} has one for each step: "
             "set gate=none."
         )
+    if "advantage" in gates and args.method.rows != "all":
+        raise ValueError(
+            f"objective.anchors: gate=advantage needs advantages, and {objective.name} trains on the best of a group, without them: "
+            "set gate=none."
+        )
     if "advantage" in gates and args.sampling.branches:
         raise ValueError(
             "objective.anchors: gate=advantage needs an advantage for each image, sampling.branches has one for each step: "

@@ -95,6 +95,8 @@ def _check_signal(
     if args.method.rows == "all":  # other objectives choose the best of a group, or the best and the worst
         results.append(group_size(args.images_per_prompt))
     compared = by_reward if takes_each_reward(args.objective.advantage) else total
+    if args.objective.reward_cap is not None:
+        compared = advantages.capped(compared, group, args.objective.reward_cap)
     has_signal = advantages.has_signal(compared, group, source.advantage_method)
     by_group = total.view(-1, args.images_per_prompt)
     results.append(zero_std_groups(has_signal.view_as(by_group)[:, 0], by_group, args.method.stepwise))
@@ -114,6 +116,10 @@ def _check_noise(source: RolloutSource, groups: SampledGroups, sde: Tensor) -> l
     sde, ode = sde[scored], ode[scored]
     if not scored.any() or not (sde.std(1) + ode.std(1)).any():
         return []
+    if any(
+        map(source.rewards.is_pair, source.rewards.trained_weights)
+    ):  # the mean win rate of a group is 1/2 whatever it shows
+        return [noise_share(sde, ode)]
     return [noise_share(sde, ode), noise_damage(sde, ode)]
 
 

@@ -49,6 +49,9 @@ class Anchors:
     ) -> None:
         self.policy, self.experience, self.conditioning = policy, experience, conditioning
         self.by_metric, self.norm_guard = objective.anchors_by_metric, objective.norm_guard
+        self.advantage_max = getattr(
+            objective, "advantage_max", 5.0
+        )  # of objectives that map advantages to [0, 1] themselves
         self.references = objective.references
         self.names = list(self.references)
         if (needs_base or self.norm_guard) and "base" not in self.names:
@@ -85,7 +88,7 @@ class Anchors:
     def _weight(self, anchor: AnchorConfig, rows: Int[Tensor, " n"]) -> float | Float[Tensor, " n"]:
         if anchor.gate == "advantage":
             advantage = take_rows(self.experience.advantage, rows, self.policy.device)
-            return anchor.weight * gates.advantage_gate(advantage, anchor.weight)
+            return anchor.weight * gates.advantage_gate(advantage, anchor.weight, self.advantage_max)
         if anchor.gate == "disagreement":
             assert self.experience.disagreement is not None
             return anchor.weight * take_rows(self.experience.disagreement, rows, self.policy.device)

@@ -61,6 +61,16 @@ def check_prompts(args: FlowGRPOConfig, prompts: PromptSet, held_out: PromptSet 
             sampler_of(prompts, stage.seed).sample(0, stage.prompts_per_step, 1)
 
 
+def check_gates(args: FlowGRPOConfig, row_weights: torch.Tensor | None) -> None:
+    """Check that images of all prompts have rewards of one kind, if an anchor's gate ranks them. row_weights is (prompts, R) or None."""
+    gates = {anchor.gate for _, stage in args.resolved_stages() for anchor in stage.objective.anchors}
+    if "disagreement" in gates and row_weights is not None and (row_weights != row_weights[0]).any():
+        raise ValueError(
+            "an anchor with gate=disagreement ranks the images of a step by their reward, and prompts with rewards of their own have no "
+            "common scale: choose another gate, or leave out the column `rewards`."
+        )
+
+
 def check_scope(name: str, reward: Reward, args: FlowGRPOConfig) -> None:
     """Check that an evaluation has groups for a reward that sees groups."""
     if scope_of(reward) == GROUP and args.evaluation.images_per_prompt < 2:

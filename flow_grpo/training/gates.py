@@ -7,13 +7,13 @@ from torch import Tensor
 SHARE, SHARES, CHANGE, REMEMBERED = 0.1, (0.02, 0.2), 0.1, 20  # GARDO's published code
 
 
-def advantage_gate(advantage: Float[Tensor, " n"], weight: float) -> Float[Tensor, " n"]:
-    """CRD, arXiv 2603.14128: `m + A^ (1 - m)` with `A^ = clip(A / 5, -1, 1) / 2 + 1/2` and `m = 1e-4 / weight`, at most 1.
+def advantage_gate(advantage: Float[Tensor, " n"], weight: float, advantage_max: float = 5.0) -> Float[Tensor, " n"]:
+    """CRD, arXiv 2603.14128: `m + A^ (1 - m)` with `A^ = clip(A / advantage_max, -1, 1) / 2 + 1/2` and `m = 1e-4 / weight`, at most 1.
 
-    An anchor holds the images more that the update pulls the policy to; the weight of the worst ones is 1e-4.
+    An anchor holds the images more that the update pulls the policy to; the weight of the worst ones is 1e-4. Published with 5.
     """
     m = min(1.0, 1e-4 / weight)
-    goodness = (advantage / 5).clamp(-1, 1) / 2 + 0.5
+    goodness = (advantage / advantage_max).clamp(-1, 1) / 2 + 0.5
     return m + goodness * (1 - m)
 
 

@@ -26,11 +26,16 @@ from rewards import WeightedSum
 
 @dataclass(frozen=True)
 class ScoredImages:
-    """Images of a step. `batch` and `scores` have the rows of all processes, `trajectory` those of this process alone."""
+    """Images of a step. `batch` and `scores` have the rows of all processes, `trajectory` those of this process alone.
+
+    Attributes:
+        reward_cap: the quantile of its group at which a reward is capped; None for no cap.
+    """
 
     batch: PromptBatch
     trajectory: Trajectory
     scores: Scores
+    reward_cap: float | None = None
 
     @staticmethod
     def join(parts: "Sequence[ScoredImages]") -> "ScoredImages":
@@ -39,6 +44,7 @@ class ScoredImages:
             PromptBatch.join([part.batch for part in parts]),
             Trajectory.join([part.trajectory for part in parts]),
             Scores.join([part.scores for part in parts]),
+            parts[0].reward_cap,
         )
 
     @property
@@ -48,8 +54,8 @@ class ScoredImages:
 
     @property
     def has_spread(self) -> Tensor:
-        """(B,) bool: the rows of complete groups whose rewards differ."""
-        return has_reward_spread(self.scores, self.batch.group)
+        """(B,) bool: the rows of complete groups whose rewards differ, once they are capped."""
+        return has_reward_spread(self.scores.total, self.batch.group, self.reward_cap)
 
 
 class RolloutSource:
@@ -117,7 +123,7 @@ class RolloutSource:
             count = min(args.prompts_per_step, -(-missing // unit) * unit)
             batch = self.prompt_sampler.sample(step, count, args.images_per_prompt, first_group=num_prompts)
             trajectory, scores = self.image_sampler.sample_and_score(batch, self.window(step), step)
-            images = ScoredImages(batch, trajectory, scores)
+            images = ScoredImages(batch, trajectory, scores, args.objective.reward_cap)
             rounds.append(images)
             num_prompts += count
             complete = images.complete.nonzero()[:, 0]  # incomplete groups don't count as zero std
@@ -144,28 +150,39 @@ class RolloutSource:
         if branches and steps:  # each step has the advantage of the branch that it led to
             advantage = advantage[:, None].repeat(1, len(steps))
         metrics: dict[str, float] = {}
-        for prompt_set, rows in (rows_by_set(images.batch.metadata) or {"": compared}).items():
-            if (rows & compared).any():  # prompt sets are not compared with each other
-                metrics |= self._compare(images, rows & compared, advantage, has_signal, prompt_set)
+        row_weights = self.rewards.row_weights(images.batch.metadata_columns())
+        for prompt_set, in_set in (rows_by_set(images.batch.metadata) or {"": compared}).items():
+            rows = in_set & compared
+            for alike in _of_equal_weights(row_weights, rows):  # rewards of two kinds have no common scale
+                self._compare(images, alike, advantage, has_signal)
+            if rows.any():
+                metrics |= self._contributions(images, rows, prompt_set)
         if self.args.trains_on_zero_std_groups:
             has_signal = compared
         elif self.args.method.rows != "all":  # images are selected of groups in which the sum differs
             has_signal = compared & images.has_spread
         return advantage, has_signal, metrics
 
-    def _compare(
-        self, images: ScoredImages, rows: Tensor, advantage: Tensor, has_signal: Tensor, prompt_set: str
-    ) -> dict[str, float]:
-        """Write the advantages and the signal of the rows (B,) of one prompt set, in place; returns metrics."""
-        names, batch = list(self.rewards.trained_weights), images.batch.take(rows.nonzero()[:, 0])
-        by_reward = torch.stack([images.scores.by_name[name][rows] for name in names], 1)
-        weights, row_weights = (
-            torch.tensor([*self.rewards.trained_weights.values()]),
-            self.rewards.row_weights(batch.metadata_columns()),
-        )
+    def _by_reward(self, images: ScoredImages, rows: Tensor) -> tuple[PromptBatch, Tensor, Tensor]:
+        """Of the rows (B,): their batch, their trained rewards (n, R), and the weights (R,) of these, or (n, R) if prompts name them."""
+        batch = images.batch.take(rows.nonzero()[:, 0])
+        by_reward = torch.stack([images.scores.by_name[name][rows] for name in self.rewards.trained_weights], 1)
+        row_weights = self.rewards.row_weights(batch.metadata_columns())
         if row_weights is not None:  # a reward that does not score a group has no part in its sum
-            by_reward, weights = by_reward.where(row_weights != 0, 0), row_weights
-        objective = self.args.objective
+            return batch, by_reward.where(row_weights != 0, 0), row_weights
+        return batch, by_reward, torch.tensor([*self.rewards.trained_weights.values()])
+
+    def _contributions(self, images: ScoredImages, rows: Tensor, prompt_set: str) -> dict[str, float]:
+        """Metrics of what each reward contributes to the advantages of the rows (B,) of one prompt set."""
+        batch, by_reward, weights = self._by_reward(images, rows)
+        names = list(self.rewards.trained_weights)
+        return advantages.contributions(
+            names, by_reward, weights, batch.group, method=self.advantage_method, prompt_set=prompt_set
+        )
+
+    def _compare(self, images: ScoredImages, rows: Tensor, advantage: Tensor, has_signal: Tensor) -> None:
+        """Write the advantages and the signal of the rows (B,), whose rewards have one scale, in place."""
+        objective, (batch, by_reward, weights) = self.args.objective, self._by_reward(images, rows)
         compared_rewards, compared_weights = self._capped(by_reward, weights, batch.group)
         compare = partial(
             advantages.group_advantages, group=batch.group, method=self.advantage_method, weights=compared_weights
@@ -181,9 +198,6 @@ class RolloutSource:
         by_each = self.args.takes_each_reward or objective.reward_cap is not None
         has_signal[rows] = advantages.has_signal(
             compared_rewards if by_each else images.scores.total[rows], batch.group, self.advantage_method
-        )
-        return advantages.contributions(
-            names, by_reward, weights, batch.group, method=self.advantage_method, prompt_set=prompt_set
         )
 
     def _capped(self, by_reward: Tensor, weights: Tensor, group: Tensor) -> tuple[Tensor, Tensor]:
@@ -249,6 +263,13 @@ def select_rows(selection: str, reward: Tensor, group: Tensor, has_signal: Tenso
     return selected, 1 if selection == "best" else 2
 
 
+def _of_equal_weights(row_weights: Tensor | None, rows: Tensor) -> list[Tensor]:
+    """`rows` (B,) bool in parts whose prompts weigh the rewards equally; row_weights is (B, R), or None if all prompts do."""
+    if row_weights is None:
+        return [rows] if rows.any() else []
+    return [rows & (row_weights == weights).all(1) for weights in row_weights[rows].unique(dim=0)]
+
+
 def local_rows(rows: Tensor, is_local: Tensor) -> Tensor:
     """Of `rows` those of this process, as places among its own rows; is_local is (B,) bool."""
     place = is_local.cumsum(0) - 1
@@ -261,9 +282,12 @@ def complete_groups(reward: Tensor, group: Tensor) -> Tensor:
     return ~torch.isin(group, incomplete)
 
 
-def has_reward_spread(scores: Scores, group: Tensor) -> Tensor:
-    """(B,) bool: the rows of complete groups whose trained rewards differ."""
-    return complete_groups(scores.total, group) & advantages.has_signal(scores.total.nan_to_num(), group)
+def has_reward_spread(reward: Tensor, group: Tensor, cap: float | None) -> Tensor:
+    """(B,) bool: the rows of complete groups whose trained rewards differ, once they are capped at the quantile `cap`."""
+    known = reward.nan_to_num()
+    if cap is not None:
+        known = advantages.capped(known, group, cap)
+    return complete_groups(reward, group) & advantages.has_signal(known, group)
 
 
 def reward_metrics(images: ScoredImages) -> dict[str, float]:

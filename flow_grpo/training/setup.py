@@ -63,10 +63,10 @@ def build_run(
     early_checks.check_settings(args, processes.world_size)
     early_checks.check_prompts(args, train_set, eval_set, processes.world_size)
     eval_rewards, trained = build_rewards(args, reward_funcs, monitored=eval_set is not None)
-    for prompt_set in (train_set, eval_set or train_set):
-        eval_rewards.row_weights(
-            prompt_set.repeat(1).metadata_columns()
-        )  # raises if a prompt names a reward that is not there
+    row_weights = [  # raises if a prompt names a reward that is not there
+        eval_rewards.row_weights(one.repeat(1).metadata_columns()) for one in (train_set, eval_set or train_set)
+    ]
+    early_checks.check_gates(args, row_weights[0])
     for name, reward in eval_rewards.rewards.items() if eval_set is not None else ():
         early_checks.check_scope(name, reward, args)
     eval_prompts = [] if eval_set is None else eval_set.prompts

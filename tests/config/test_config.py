@@ -198,6 +198,10 @@ def test_overrides_reach_into_sections():
             "objective.name=nft objective.old_policy_decay={rat:1}",
             "give a number, or a ramp such as {rate: 0.001, max: 0.5}",
         ),
+        (
+            "objective.name=nft objective.old_policy_decay={rate:0.001,max:0.5,start:0.6}",
+            "old_policy_decay starts at 0.6, above its max of 0.5: set a smaller start",
+        ),
         ("objective.name=grppo", "there is no objective grppo. Did you mean grpo?"),
         ("objective.name=dppo sampling.transition=cps objective.clip_low=0.1", "objective dppo does not use clip_low; grpo"),
         ("objective.dpo_beta=2", "objective awm does not use dpo_beta; dpo does"),

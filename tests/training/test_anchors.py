@@ -131,7 +131,7 @@ def test_the_kl_to_a_copy_is_of_the_transitions_on_steps():
 
 
 def test_anchors_to_one_reference_share_its_velocity_and_have_metrics_of_their_own(monkeypatch):
-    anchors = [BASE, {**BASE, "weight": 1.5, "gate": "advantage"}, EMA, {**EMA, "decay": 0.9}, {**EMA, "weight": 9}]
+    anchors = [BASE, {**BASE, "weight": 1.5}, EMA, {**EMA, "decay": 0.9}, {**EMA, "weight": 9}]
     policy, args, _, terms = collected(False, name="dpo", anchors=anchors, norm_guard=1.0)
     assert list(by_metric(args.objective.anchors)) == ["kl/base", "kl/base_2", "kl/ema", "kl/ema_2", "kl/ema_3"]
     assert list(args.objective.references) == ["base", "ema", "ema_2"]
@@ -177,6 +177,18 @@ def test_the_advantage_gate_holds_good_images_and_leaves_1e_4_of_the_worst():
     expected = torch.tensor([m + a * (1 - m) for a in (0, 0, 0.5, 0.75, 1, 1)], dtype=torch.float64)
     torch.testing.assert_close(advantage_gate(advantage, 0.1), expected, rtol=1e-12, atol=0)
     assert (advantage_gate(advantage, 1e-5) == 1).all()
+    torch.testing.assert_close(advantage_gate(advantage / 2, 0.1, 2.5), expected, rtol=1e-12, atol=0)
+
+
+@pytest.mark.parametrize(("name", "goodness"), [("nft", 0.75), ("epg", 0.6)])
+def test_the_advantage_gate_maps_advantages_as_its_objective_does(name, goodness):
+    """An advantage of 1 is half of nft's advantage_max of 2; epg has none, so it is a fifth of 5."""
+    own = {"advantage_max": 2.0} if name == "nft" else {}
+    *_, terms = collected(False, name=name, anchors=[{**BASE, "gate": "advantage"}], **own)
+    object.__setattr__(terms.anchors.experience, "advantage", torch.ones(6))
+    m = 1e-4 / 0.5
+    weight = terms.anchors._weight(terms.anchors.by_metric["kl/base"], ROWS)
+    torch.testing.assert_close(weight, torch.full((4,), 0.5 * (m + goodness * (1 - m))))
 
 
 def test_gates_are_factors_of_the_weights_of_rows_and_not_of_what_is_reported():
@@ -459,6 +471,11 @@ def test_a_step_caps_rewards_and_weighs_advantages_by_the_diversity_reward(advan
             {"name": "sft", "diversity_weight": "sharpness"},
             {"sampling": ODE},
             "objective sft does not use diversity_weight: it trains on the best of a group",
+        ),
+        (
+            {"name": "dpo", "anchors": [{**BASE, "gate": "advantage"}]},
+            {"sampling": ODE},
+            "gate=advantage needs advantages, and dpo trains on the best of a group, without them: set gate=none",
         ),
         ({"diversity_weight": "least_distance"}, {}, "add it by rewards.least_distance=0"),
         ({"diversity_weight": "jpeg_size"}, {}, "is no reward of weight 0"),

@@ -32,6 +32,10 @@ def detail(images, prompts, prompt_set):
     return 100 * images.diff(dim=-1).abs().mean((1, 2, 3))
 
 
+def detail_without_sets(images, prompts):
+    return detail(images, prompts, [])
+
+
 def measured(images, prompts):
     return [1.0] * len(prompts)
 
@@ -87,12 +91,23 @@ def test_a_reward_that_does_not_score_an_image_is_none_that_was_dropped(step):
     assert "advantage/share/bright/mean" not in experience.metrics, "it has one reward"
 
 
+@pytest.mark.parametrize("of_sets", [True, False])
 @pytest.mark.parametrize("advantage", ["batch_std", "reinforce_pp", "gdpo", "grpo"])
-def test_advantages_are_normalised_within_a_set(step, advantage):
-    _, experience = collect(advantage=advantage)
-    _, images, sharp = step
-    total, expected = by_hand(step), torch.zeros(12)
-    for rows in (sharp, ~sharp):
+def test_advantages_are_normalised_over_prompts_with_the_same_rewards(step, advantage, of_sets):
+    """Whether the rewards are those of prompt sets, or of a column of a single file."""
+    first, *_ = step
+    prompts = MIXTURE
+    if not of_sets:  # the same four prompts in any order, so each group is one of `step`, from other noise
+        prompts = small.PromptSet(
+            first.batch.prompts[::3], [{"rewards": row["rewards"]} for row in first.batch.metadata[::3]]
+        )
+    rolls, experience = collect(advantage=advantage, prompts=prompts, detail=detail_without_sets)
+    images = rolls.policy.decode(experience.trajectory.final, 6)
+    own_rewards = [str(row["rewards"]) for row in experience.batch.metadata]
+    kinds = [torch.tensor([other == one for other in own_rewards]) for one in sorted(set(own_rewards))]
+    assert len(kinds) == 3, "one set has all of a kind, the other two kinds"
+    total, expected = by_hand((experience, images, None)), torch.zeros(12)
+    for rows in kinds:
         own, groups = total[rows], experience.batch.group[rows]
         group_mean = torch.stack([own[groups == g].mean() for g in groups])
         group_std = torch.stack([own[groups == g].std(correction=0) for g in groups])
@@ -151,6 +166,16 @@ def test_a_prompt_may_name_only_rewards_of_the_run(own, words):
     prompts = small.PromptSet(small.PROMPTS.prompts, [{"rewards": own}] * 6)
     with pytest.raises(ValueError, match=words):
         collect(prompts=prompts)
+
+
+def test_a_gate_that_ranks_images_refuses_prompts_with_rewards_of_their_own(tmp_path):
+    anchors = [{"to": "base", "weight": 0.1, "gate": "disagreement"}]
+    args = small.settings(
+        rewards={"jpeg_size": 1, "sharpness": 1, "color": 0}, objective={"anchors": anchors}, output_dir=f"{tmp_path}/run"
+    )
+    prompts = small.PromptSet(["a cat", "a dog", "a sun"], [{"rewards": "sharpness"}, {}, {}])
+    with pytest.raises(ValueError, match="prompts with rewards of their own have no common scale"):
+        FlowGRPOTrainer(small.policy(), None, args, prompts)
 
 
 def brighter(first, second, prompts):

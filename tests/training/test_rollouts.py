@@ -234,6 +234,20 @@ def test_groups_whose_rewards_are_alike_have_no_signal_and_are_counted():
     assert not any(name.startswith("advantage/") for name in experience.metrics), "of one reward there are no shares"
 
 
+def test_a_group_that_only_its_best_image_sets_apart_has_no_signal_under_a_cap():
+    """The cap makes its rewards equal; so it counts as one of zero std, is skipped, and another round replaces it."""
+    script = {**SCRIPT, "a cat": [0.2, 0.2, 0.9]}
+    plain = source(script=script, prompts=FOUR).collect(0)
+    assert plain.metrics["frac_reward_zero_std"] == 0.25, "a dog alone"
+    rolls = source(script=script, prompts=FOUR, objective={"reward_cap": 0.5}, prompt_skipping={"patience": 1, "steps": 9})
+    capped = rolls.collect(0)
+    assert capped.metrics["frac_reward_zero_std"] == 0.5
+    assert capped.metrics["num_prompts_skipped"] == rolls.prompt_sampler.num_skipped(1)
+    silent = [i for i, prompt in enumerate(capped.batch.prompts) if prompt in ("a cat", "a dog")]
+    assert capped.rows.tolist() == [i for i in range(12) if i not in silent]
+    assert (capped.advantage[silent] == 0).all()
+
+
 def opposite(images, prompts):
     """Makes up for what the main reward gives to two prompts."""
     values = scripted()(images, prompts)
