@@ -23,9 +23,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from queue import Queue
 
-from flow_grpo.figures import new_figure, save_figure
+from checkout import checkout
 
-ROOT = Path(__file__).parent.parent
+from flow_grpo.figures import new_figure, save_figure
 
 
 @dataclass(frozen=True)
@@ -79,17 +79,6 @@ class Config:
     def folder(self) -> str:
         return f"{self.commit}_{self.name}".strip("_").replace("/", "_")
 
-    def checkout(self, folder: Path) -> Path:
-        """The tree that it runs from."""
-        if not self.commit:
-            return ROOT
-        tree = folder / self.commit
-        if not tree.is_dir():
-            subprocess.run(
-                ["git", "-C", ROOT, "worktree", "add", "--detach", tree, self.commit], check=True, capture_output=True
-            )
-        return tree
-
 
 def run(config: Config, seed: int, args: argparse.Namespace, cores: Queue) -> Result:
     """Train until the target is reached, the budget is spent or the run ends."""
@@ -103,7 +92,7 @@ def run(config: Config, seed: int, args: argparse.Namespace, cores: Queue) -> Re
         words = [sys.executable, "-m", "flow_grpo", "train", config.name, f"seed={seed}", f"evaluation.every={config.every}"]
         if core is not None:
             words = ["taskset", "--cpu-list", str(core), *words]
-        environment = {**os.environ, "PYTHONPATH": str(config.checkout(args.out / "checkouts"))}
+        environment = {**os.environ, "PYTHONPATH": str(checkout(config.commit, args.out / "checkouts"))}
         if core is not None:
             environment["OMP_NUM_THREADS"] = "1"
         with (folder / "log.txt").open("w") as log:
@@ -190,7 +179,7 @@ def main() -> None:
     args = parser.parse_args()
     args.out = args.out.resolve()
     for config in args.configs:
-        config.checkout(args.out / "checkouts")
+        checkout(config.commit, args.out / "checkouts")
     cores: Queue = Queue()
     for core in sorted(os.sched_getaffinity(0))[: args.jobs] or [None]:
         cores.put(core)

@@ -99,10 +99,10 @@ BUGS = [
     ),
     (
         "prompt sets are normalised together",
-        "flow_grpo/training/rollouts.py",
+        "flow_grpo/training/group_advantages.py",
         '(rows_by_set(images.batch.metadata) or {"": compared}).items()',
         '{"": compared}.items()',
-        "tests/training/test_prompt_sets.py -k normalised_within",
+        "tests/training/test_prompt_sets.py -k normalised_over",
     ),
     (
         "the sets of a step are drawn alike at every step",
@@ -631,7 +631,7 @@ BUGS = [
     ),
     (
         "a dropped reward spoils the statistics of the batch",
-        "flow_grpo/training/rollouts.py",
+        "flow_grpo/training/scored_images.py",
         "    return ~torch.isin(group, incomplete)",
         "    return torch.isfinite(reward)",
         "tests/training/test_objectives_end_to_end.py -k takes_its_groups",

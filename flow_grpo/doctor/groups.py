@@ -97,10 +97,10 @@ def _check_signal(
     compared = by_reward if takes_each_reward(args.objective.advantage) else total
     if args.objective.reward_cap is not None:
         compared = advantages.capped(compared, group, args.objective.reward_cap)
-    has_signal = advantages.has_signal(compared, group, source.advantage_method)
+    has_signal = advantages.has_signal(compared, group, source.group_advantages.method)
     by_group = total.view(-1, args.images_per_prompt)
     results.append(zero_std_groups(has_signal.view_as(by_group)[:, 0], by_group, args.method.stepwise))
-    share, _ = advantages.shares(by_reward, weight, group, source.advantage_method)
+    share, _ = advantages.shares(by_reward, weight, group, source.group_advantages.method)
     varies = by_reward.amax(0) > by_reward.amin(0)
     of_several = {name: one for name, one, keep in zip(names, share.tolist(), varies.tolist(), strict=True) if keep}
     if len(of_several) > 1:

@@ -4,58 +4,22 @@
 """
 
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from functools import partial
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
-from flow_grpo import advantages, tree
 from flow_grpo.config import FlowGRPOConfig
-from flow_grpo.data.prompts import PromptSampler, rows_by_set
+from flow_grpo.data.prompts import PromptSampler
 from flow_grpo.distributed.processes import Processes
 from flow_grpo.policy.policy import Policy
 from flow_grpo.training.critic import Critic
-from flow_grpo.training.custom import load_custom_function
 from flow_grpo.training.gates import DisagreementGate
+from flow_grpo.training.group_advantages import GroupAdvantages
 from flow_grpo.training.image_sampler import ImageSampler
-from flow_grpo.types import Experience, PromptBatch, Scores, Trajectory
+from flow_grpo.training.scored_images import ScoredImages, reward_metrics
+from flow_grpo.types import Experience, Scores
 from rewards import WeightedSum
-
-
-@dataclass(frozen=True)
-class ScoredImages:
-    """Images of a step. `batch` and `scores` have the rows of all processes, `trajectory` those of this process alone.
-
-    Attributes:
-        reward_cap: the quantile of its group at which a reward is capped; None for no cap.
-    """
-
-    batch: PromptBatch
-    trajectory: Trajectory
-    scores: Scores
-    reward_cap: float | None = None
-
-    @staticmethod
-    def join(parts: "Sequence[ScoredImages]") -> "ScoredImages":
-        """The images of several rounds as one."""
-        return ScoredImages(
-            PromptBatch.join([part.batch for part in parts]),
-            Trajectory.join([part.trajectory for part in parts]),
-            Scores.join([part.scores for part in parts]),
-            parts[0].reward_cap,
-        )
-
-    @property
-    def complete(self) -> Tensor:
-        """(B,) bool: the rows of complete groups."""
-        return complete_groups(self.scores.total, self.batch.group)
-
-    @property
-    def has_spread(self) -> Tensor:
-        """(B,) bool: the rows of complete groups whose rewards differ, once they are capped."""
-        return has_reward_spread(self.scores.total, self.batch.group, self.reward_cap)
 
 
 class RolloutSource:
@@ -84,7 +48,7 @@ class RolloutSource:
         self.image_sampler = ImageSampler(policy, args, rewards, should_stop, self.processes)
         gated = any(anchor.gate == "disagreement" for anchor in args.objective.anchors)
         self.disagreement_gate = DisagreementGate() if gated else None
-        self.advantage_method = load_custom_function("advantage", args.objective.advantage) or args.objective.advantage
+        self.group_advantages = GroupAdvantages(args, rewards)
 
     def collect(self, step: int) -> Experience:
         """Sample a group of images for each prompt, score them, and compare them within their groups."""
@@ -92,7 +56,7 @@ class RolloutSource:
         images = ScoredImages.join(rounds)
         batch, scores = images.batch, images.scores
         compared = images.complete & self._rows_of_step(images)
-        compute_advantages = self._group_advantages if self.critic is None else self._critic_advantages
+        compute_advantages = self.group_advantages if self.critic is None else self._critic_advantages
         with self.policy.meter.phase("advantage"):
             advantage, has_signal, metrics = compute_advantages(images, compared)
         rows, rows_per_group = select_rows(self.args.method.rows, scores.total, batch.group, has_signal)
@@ -140,74 +104,6 @@ class RolloutSource:
         in_step = torch.zeros(len(order), dtype=torch.bool)
         in_step[order[: self.args.prompts_per_step * self.args.images_per_prompt]] = True
         return in_step
-
-    def _group_advantages(self, images: ScoredImages, compared: Tensor) -> tuple[Tensor, Tensor, dict[str, float]]:
-        """Advantages (B,) against the group, 0 outside the rows `compared` (B,); (B,) bool, the rows with signal; metrics."""
-        advantage, has_signal = torch.zeros(len(compared)), torch.zeros(len(compared), dtype=torch.bool)
-        if not compared.any():
-            return advantage, has_signal, {}
-        branches, steps = self.args.sampling.branches, images.trajectory.steps
-        if branches and steps:  # each step has the advantage of the branch that it led to
-            advantage = advantage[:, None].repeat(1, len(steps))
-        metrics: dict[str, float] = {}
-        row_weights = self.rewards.row_weights(images.batch.metadata_columns())
-        for prompt_set, in_set in (rows_by_set(images.batch.metadata) or {"": compared}).items():
-            rows = in_set & compared
-            for alike in _of_equal_weights(row_weights, rows):  # rewards of two kinds have no common scale
-                self._compare(images, alike, advantage, has_signal)
-            if rows.any():
-                metrics |= self._contributions(images, rows, prompt_set)
-        if self.args.trains_on_zero_std_groups:
-            has_signal = compared
-        elif self.args.method.rows != "all":  # images are selected of groups in which the sum differs
-            has_signal = compared & images.has_spread
-        return advantage, has_signal, metrics
-
-    def _by_reward(self, images: ScoredImages, rows: Tensor) -> tuple[PromptBatch, Tensor, Tensor]:
-        """Of the rows (B,): their batch, their trained rewards (n, R), and the weights (R,) of these, or (n, R) if prompts name them."""
-        batch = images.batch.take(rows.nonzero()[:, 0])
-        by_reward = torch.stack([images.scores.by_name[name][rows] for name in self.rewards.trained_weights], 1)
-        row_weights = self.rewards.row_weights(batch.metadata_columns())
-        if row_weights is not None:  # a reward that does not score a group has no part in its sum
-            return batch, by_reward.where(row_weights != 0, 0), row_weights
-        return batch, by_reward, torch.tensor([*self.rewards.trained_weights.values()])
-
-    def _contributions(self, images: ScoredImages, rows: Tensor, prompt_set: str) -> dict[str, float]:
-        """Metrics of what each reward contributes to the advantages of the rows (B,) of one prompt set."""
-        batch, by_reward, weights = self._by_reward(images, rows)
-        names = list(self.rewards.trained_weights)
-        return advantages.contributions(
-            names, by_reward, weights, batch.group, method=self.advantage_method, prompt_set=prompt_set
-        )
-
-    def _compare(self, images: ScoredImages, rows: Tensor, advantage: Tensor, has_signal: Tensor) -> None:
-        """Write the advantages and the signal of the rows (B,), whose rewards have one scale, in place."""
-        objective, (batch, by_reward, weights) = self.args.objective, self._by_reward(images, rows)
-        compared_rewards, compared_weights = self._capped(by_reward, weights, batch.group)
-        compare = partial(
-            advantages.group_advantages, group=batch.group, method=self.advantage_method, weights=compared_weights
-        )
-        if advantage.ndim == 2:
-            means = tree.branch_means(compared_rewards, batch, self.args.sampling.branches, advantage.shape[1])
-            advantage[rows] = torch.stack([compare(reward) for reward in means], 1)
-        else:
-            advantage[rows] = compare(compared_rewards)
-        if objective.diversity_weight is not None:
-            distance = images.scores.by_name[objective.diversity_weight][rows]
-            advantage[rows] = advantages.diversity_weighted(advantage[rows], distance, batch.group)
-        by_each = self.args.takes_each_reward or objective.reward_cap is not None
-        has_signal[rows] = advantages.has_signal(
-            compared_rewards if by_each else images.scores.total[rows], batch.group, self.advantage_method
-        )
-
-    def _capped(self, by_reward: Tensor, weights: Tensor, group: Tensor) -> tuple[Tensor, Tensor]:
-        """The rewards (n, R) that are compared and their weights; capped, each if they are compared one by one, else their sum."""
-        cap = self.args.objective.reward_cap
-        if cap is None:
-            return by_reward, weights
-        if self.args.takes_each_reward:
-            return advantages.capped(by_reward, group, cap), weights
-        return advantages.capped(advantages.weighted_sum(by_reward, weights), group, cap)[:, None], torch.ones(1)
 
     def _critic_advantages(self, images: ScoredImages, compared: Tensor) -> tuple[Tensor, Tensor, dict[str, float]]:
         """Advantages (B, K) of each trained step by the critic; all rows `compared` (B,) have signal."""
@@ -263,46 +159,7 @@ def select_rows(selection: str, reward: Tensor, group: Tensor, has_signal: Tenso
     return selected, 1 if selection == "best" else 2
 
 
-def _of_equal_weights(row_weights: Tensor | None, rows: Tensor) -> list[Tensor]:
-    """`rows` (B,) bool in parts whose prompts weigh the rewards equally; row_weights is (B, R), or None if all prompts do."""
-    if row_weights is None:
-        return [rows] if rows.any() else []
-    return [rows & (row_weights == weights).all(1) for weights in row_weights[rows].unique(dim=0)]
-
-
 def local_rows(rows: Tensor, is_local: Tensor) -> Tensor:
     """Of `rows` those of this process, as places among its own rows; is_local is (B,) bool."""
     place = is_local.cumsum(0) - 1
     return place[rows[is_local[rows]]]
-
-
-def complete_groups(reward: Tensor, group: Tensor) -> Tensor:
-    """(B,) bool: the rows of groups in which every reward is a number. A dropped reward drops its group."""
-    incomplete = group[~torch.isfinite(reward)].unique()
-    return ~torch.isin(group, incomplete)
-
-
-def has_reward_spread(reward: Tensor, group: Tensor, cap: float | None) -> Tensor:
-    """(B,) bool: the rows of complete groups whose trained rewards differ, once they are capped at the quantile `cap`."""
-    known = reward.nan_to_num()
-    if cap is not None:
-        known = advantages.capped(known, group, cap)
-    return complete_groups(reward, group) & advantages.has_signal(known, group)
-
-
-def reward_metrics(images: ScoredImages) -> dict[str, float]:
-    """Metrics of all images that a step has sampled."""
-    complete, reward, group = images.complete, images.scores.total, images.batch.group
-    metrics = {} if complete.all() else {"frac_reward_dropped": 1 - complete.float().mean().item()}
-    if complete.any():
-        metrics["frac_reward_zero_std"] = 1 - images.has_spread[complete].float().mean().item()
-        by_group = reward[complete].view(len(group[complete].unique()), -1)
-        metrics["reward"] = reward[complete].mean().item()
-        metrics["reward_std"] = by_group.std(1, correction=0).mean().item()
-        sets = {name: reward[rows & complete] for name, rows in rows_by_set(images.batch.metadata).items()}
-        metrics |= {f"reward/{name}": values.mean().item() for name, values in sets.items() if len(values)}
-        means = {f"rewards/{name}/mean": v[complete].nanmean().item() for name, v in images.scores.by_name.items()}
-        metrics |= {
-            name: mean for name, mean in means.items() if not (sets and math.isnan(mean))
-        }  # of a set that was not drawn
-    return metrics

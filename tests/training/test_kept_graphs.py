@@ -8,7 +8,7 @@ import torch
 from support import small_policy as small
 
 from flow_grpo.distributed.processes import Processes
-from flow_grpo.training.rollouts import ScoredImages
+from flow_grpo.training.scored_images import ScoredImages
 from flow_grpo.training.update import PolicyUpdate
 from flow_grpo.types import Scores, Trajectory
 

@@ -601,7 +601,7 @@ def test_the_seconds_of_a_step_are_those_of_its_parts(monkeypatch):
     rolls.policy.decode = takes(3.0, rolls.policy.decode)
     rolls.policy.velocity_fn = takes(1.0, rolls.policy.velocity_fn)
     monkeypatch.setattr("flow_grpo.training.image_sampler.wait_for", takes(4.0, wait_for))
-    rolls._group_advantages = takes(2.0, rolls._group_advantages)
+    rolls.group_advantages = takes(2.0, rolls.group_advantages)
     together = rolls.processes.gather_or_raise
     rolls.image_sampler.processes.gather_or_raise = takes(7.0, together)
     for step, rounds in ((0, 2), (1, 1)):
