@@ -238,6 +238,20 @@ BUGS = [
         "tests/evaluation/test_held_out.py -k win_rate",
     ),
     (
+        "eval's win rate is against the policy itself",
+        "flow_grpo/evaluation/measure.py",
+        "        with policy.reference():\n            return generate_with_seeds",
+        "        if True:\n            return generate_with_seeds",
+        "tests/evaluation/test_evaluation.py -k over_the_base_model",
+    ),
+    (
+        "the mean of categories has the mean of their intervals",
+        "flow_grpo/evaluation/significance.py",
+        "math.hypot(*(one.half for one in estimates))",
+        "sum(one.half for one in estimates)",
+        "tests/evaluation/test_evaluation.py -k mean_of_categories",
+    ),
+    (
         "a request to a server has part of a group",
         "rewards/serving/client.py",
         "            chunks[-1] += rows\n",
