@@ -144,7 +144,9 @@ def test_offloaded_blocks_change_no_bit_of_a_gradient(flux, monkeypatch, checkpo
 
 
 @pytest.mark.parametrize("checkpointing", [True, False])
-def test_a_graph_holds_the_copies_of_offloaded_weights_unless_their_blocks_are_checkpointed(flux, monkeypatch, checkpointing):
+def test_a_graph_holds_the_copies_of_offloaded_weights_unless_their_blocks_are_checkpointed(
+    flux, monkeypatch, checkpointing
+):
     """So that graphs that a rollout keeps hold no copies with checkpointing; without it the config refuses them."""
     copies, held = {}, set()
 
