@@ -91,7 +91,6 @@ SDE = {"transition": "flow_sde"}
     ({"kl": "velocity", "kl_weight": 3.0}, {}, SOME),
     ({"kl": "k3", "kl_weight": 1e4}, {}, SOME),
     ({"kl": "flow_grpo", "kl_weight": 3.0}, SDE, SOME),
-    ({"anchors": [EMA]}, {}, SOME),
     ({"anchors": [EMA, {**GUIDED, "gate": "advantage"}]}, {}, SOME),
     ({"norm_guard": 1000.0}, {}, SOME),
 ])  # fmt: skip
