@@ -88,6 +88,11 @@ def check_kept_graphs(args: RunSettings) -> None:
             f"sampling.keep_graphs with memory.shard={args.memory.shard}: processes that share weights or gradients run backward "
             "equally often, but have different numbers of graphs with signal; set keep_graphs=false."
         )
+    if args.memory.offload is not None and not args.memory.gradient_checkpointing:
+        raise ValueError(
+            f"sampling.keep_graphs with memory.offload={args.memory.offload}: each graph would hold copies of all blocks' weights on "
+            "the device; set memory.gradient_checkpointing=true, or keep_graphs=false."
+        )
 
 
 def check_branches(args: RunSettings) -> None:

@@ -79,14 +79,17 @@ class Scorecard:
         """Number of tests that the p values are corrected for."""
         return sum(len(changes) for changes in self.changes.values())
 
-    def macro_average(self, column: str, target: str, metric: str) -> float | None:
-        """The mean of the categories' means, whatever their numbers of prompts: GenEval's overall score."""
-        means = [
-            by_target[target][metric].mean
+    def macro_average(self, column: str, target: str, metric: str) -> Estimate | None:
+        """The mean of the categories' means, whatever their numbers of prompts: GenEval's overall score.
+
+        Its interval takes categories as independent, as they are if no prompt is in two of them.
+        """
+        estimates = [
+            by_target[target][metric]
             for by_target in self.categories[column].values()
             if metric in by_target.get(target, {})
         ]
-        return statistics.fmean(means) if means else None
+        return significance.mean_of_independent(estimates) if estimates else None
 
 
 def build_scorecard(results: list[TargetResult], against: dict[str, str]) -> Scorecard:

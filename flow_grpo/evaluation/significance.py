@@ -50,6 +50,16 @@ def estimate(values: Sequence[float], seed: int = 0) -> Estimate:
     return _estimate((np.asarray(values, dtype=float),), np.mean, seed)
 
 
+def mean_of_independent(estimates: Sequence[Estimate]) -> Estimate:
+    """The mean of independent means: its interval is the root of the sum of their squared half-widths over their number, to each side.
+
+    There is no interval if one of them has none.
+    """
+    mean = statistics.fmean(one.mean for one in estimates)
+    half = math.hypot(*(one.half for one in estimates)) / len(estimates)
+    return Estimate(mean, mean - half, mean + half)
+
+
 def paired(values: Sequence[float], base: Sequence[float], seed: int = 0) -> TestResult:
     """Test whether (P,) values differ from (P,) others of the same prompts."""
     differences = np.asarray(values, dtype=float) - np.asarray(base, dtype=float)

@@ -116,7 +116,10 @@ def as_json(scorecard: Scorecard, settings: dict[str, Any]) -> dict[str, Any]:
     ]
     interval = {"level": significance.LEVEL, "resamples": significance.RESAMPLES, "tests": scorecard.num_tests}
     overall = {
-        column: {t.name: {m: scorecard.macro_average(column, t.name, m) for m in t.values} for t in scorecard.results}
+        column: {
+            t.name: {m: None if (e := scorecard.macro_average(column, t.name, m)) is None else _numbers(e) for m in t.values}
+            for t in scorecard.results
+        }
         for column in scorecard.categories
     }
     content = {
@@ -179,7 +182,7 @@ def _category_lines(scorecard: Scorecard, column: str, metric: str, names: list[
     """For each category its name and the targets' means; last, the mean of the categories' means."""
     for category, estimates in scorecard.categories[column].items():
         yield [category, *(_estimate(estimates.get(name, {}).get(metric)) for name in names)]
-    yield [OVERALL, *(_score(scorecard.macro_average(column, name, metric)) for name in names)]
+    yield [OVERALL, *(_estimate(scorecard.macro_average(column, name, metric)) for name in names)]
 
 
 def _lines(scorecard: Scorecard, metric: str) -> Iterable[tuple[str, str, str, str]]:

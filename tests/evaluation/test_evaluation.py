@@ -14,7 +14,7 @@ import torch
 from support import cli_process
 from support.embedded import short_run, stir, tiny_policy
 from support.paths import SAMPLE_REWARDS
-from support.sample_rewards import brightness, nan, sometimes_nan
+from support.sample_rewards import brighter, brightness, nan, sometimes_nan, spread
 
 import rewards
 from flow_grpo import sampling
@@ -24,14 +24,16 @@ from flow_grpo.config import FlowGRPOConfig
 from flow_grpo.data.grid import ImageInfo, read_grid, save_grid, save_image
 from flow_grpo.data.image_sets import ImageRecords
 from flow_grpo.data.prompts import PromptSet, load_prompts
-from flow_grpo.evaluation import image_metrics, measure, tables
+from flow_grpo.evaluation import image_metrics, measure, significance, tables
 from flow_grpo.evaluation.generate import generate_images, image_seed
 from flow_grpo.evaluation.held_out import evaluate
 from flow_grpo.evaluation.image_metrics import BASE_DISTANCE, DIVERSITY, HIGH_FREQUENCY_POWER
 from flow_grpo.evaluation.recording import save_before_after
 from flow_grpo.evaluation.scorecard import TargetResult, build_scorecard, by_prompt
 from flow_grpo.evaluation.targets import ModelTarget, TargetOptions, reference, resolve_targets
+from flow_grpo.policy.loading import load_policy
 from flow_grpo.run_folder import checkpoint
+from flow_grpo.run_folder.weights import load_trained_weights
 from flow_grpo.text import FORMULA
 
 SIGNS = ['red text "CAT" on a blue background', 'white text "STRAWBERRY" on a black background']
@@ -130,6 +132,33 @@ def test_its_first_images_are_those_of_the_evaluation_in_training(run, drawn):
     policy.load_lora(run / "lora")
     expected = evaluate(policy, PromptSet(SIGNS, [{}, {}]), KIT, steps=3, seed=1234, microbatch=8)
     assert drawn[1][1].values["brightness"][::2] == pytest.approx(expected.values["brightness"].tolist(), abs=1e-6)
+
+
+def test_a_pair_reward_is_the_win_rate_over_the_base_model_and_a_group_reward_sees_a_prompts_images(run):
+    """Of a LoRA and its base model, whose images of one prompt and seed are compared."""
+    kit = rewards.WeightedSum({"brighter": brighter, "spread": spread}, {"brighter": 1.0, "spread": 1.0})
+    targets = resolve_targets([str(run)], TargetOptions())
+    rows = measure.requests(PromptSet(SIGNS, [{}, {}]), 3, 1234)
+    base_values, values = (result.values for result in measure.measure(targets, rows, kit, total=True, steps=1))
+    policy = tiny_policy()
+    base = generate_images(policy, rows.prompts, rows.seeds, 1)
+    load_trained_weights(policy, str(run / "lora"))
+    trained = generate_images(policy, rows.prompts, rows.seeds, 1)
+    chances = brighter(trained, base, rows.prompts)
+    assert (chances - 0.5).abs().max() > 0.01
+    assert values["brighter"] == pytest.approx(chances.tolist(), abs=1e-4)
+    assert base_values["brighter"] == pytest.approx([0.5] * 6)
+    for images, found in ((trained, values), (base, base_values)):
+        expected = torch.cat([spread(group, [""] * 3) for group in images.split(3)])
+        assert found["spread"] == pytest.approx(expected.tolist(), abs=1e-4)
+        assert found["reward"] == pytest.approx([a + b for a, b in zip(found["brighter"], found["spread"], strict=True)])
+
+
+def test_images_alone_have_no_base_model_that_a_pair_reward_could_compare_them_with(sheet):
+    kit = rewards.WeightedSum({"brighter": brighter}, {"brighter": 1.0})
+    targets = resolve_targets([str(sheet / "grid.png")], TargetOptions())
+    with pytest.raises(ValueError, match="brighter compares images of one prompt and seed with the base model's"):
+        list(measure.measure(targets, None, kit, total=False))
 
 
 def test_two_evaluation_seeds_share_no_noise(monkeypatch):
@@ -317,8 +346,62 @@ def test_categories_count_alike_whatever_their_size():
     tags = [{"tag": tag, "include": []} for tag in ("one", "two", "two", "two")]
     card = build_scorecard([measured("a", [1.0, 0.0, 0.0, 0.3], list("wxyz"), metadata=tags)], {})
     assert card.categories["tag"]["two"]["a"]["m"].mean == pytest.approx(0.1)
-    assert card.macro_average("tag", "a", "m") == pytest.approx(0.55)
+    overall = card.macro_average("tag", "a", "m")
+    assert overall.mean == pytest.approx(0.55)
+    assert math.isnan(overall.half), "a category of one prompt has no interval"
     assert list(card.categories) == ["tag"], "a list is no category"
+
+
+def test_the_mean_of_categories_has_the_interval_of_independent_means():
+    """Its variance is the sum of theirs over their number squared. With known variances 1 and 9 of n prompts each: 10 / 4n."""
+    one, two = (significance.Estimate(mean, mean - half, mean + half) for mean, half in ((0.2, 0.3), (0.6, 0.4)))
+    found = significance.mean_of_independent([one, two])
+    assert (found.mean, found.low, found.high) == pytest.approx((0.4, 0.15, 0.65))
+    assert significance.mean_of_independent([one]) == one
+    many = significance.mean_of_independent([one] * 16)
+    assert (many.mean, many.half) == pytest.approx((one.mean, one.half / 4))
+    n, tags = 400, [{"tag": tag} for tag in ("one", "two") for _ in range(400)]
+    values = [float(sign) for sign in (1, -1) * (n // 2)] + [5 + 3.0 * sign for sign in (1, -1) * (n // 2)]
+    card = build_scorecard([measured("a", values, [str(i) for i in range(2 * n)], metadata=tags)], {})
+    overall = card.macro_average("tag", "a", "m")
+    assert overall.mean == pytest.approx(2.5)
+    assert overall.half == pytest.approx(1.96 * math.sqrt((1 + 9) / (4 * n)), rel=0.05)
+    row = next(line for line in tables.as_markdown(card).splitlines() if tables.OVERALL in line)
+    assert f"2.5000 ± {overall.half:.4f}" in row
+    content = json.loads(json.dumps(tables.as_json(card, {})))["over_categories"]["tag"]["a"]["m"]
+    assert content == {"mean": overall.mean, "low": overall.low, "high": overall.high}
+
+
+def test_the_categories_of_shapes_are_the_means_of_their_images_scores(tmp_path, monkeypatch, capsys):
+    """Of the command: each image again by its prompt and seed, the share of what is asked, and means of them by hand."""
+    monkeypatch.chdir(tmp_path)
+    eval_command(
+        ["tiny_shapes", "dtype=fp32"], prompts="shapes", reward=["shapes"], limit=12, seeds=2, steps=4, out=Path("eval")
+    )
+    output = capsys.readouterr().out
+    rows = list(csv.DictReader(io.StringIO((tmp_path / "eval" / "eval.csv").read_text())))
+    prompts = [row["prompt"] for row in rows]
+    args = FlowGRPOConfig.from_yaml("tiny_shapes", ["dtype=fp32"])
+    policy = load_policy(args.model, "cpu", "fp32", **args.evaluation_call_kwargs())
+    images = generate_images(policy, prompts, [int(row["seed"]) for row in rows], 4, args.microbatch)
+    scores = rewards.score("shapes", rewards.load("shapes"), images, prompts)
+    torch.testing.assert_close(torch.tensor([float(row["shapes"]) for row in rows]), scores)
+    assert scores.std() > 0.1
+    names = [row["category"] for row in load_prompts("shapes").head(12).metadata]
+    assert [row["category"] for row in rows] == [name for name in names for _ in range(2)]
+    by_prompt_mean = scores.view(12, 2).mean(1)
+    means = {name: by_prompt_mean[[i for i, other in enumerate(names) if other == name]].mean() for name in names}
+    assert len(means) == 6
+    results = json.loads((tmp_path / "eval" / "eval.json").read_text())
+    found = {name: of["base"]["shapes"] for name, of in results["categories"]["category"].items()}
+    assert {name: of["mean"] for name, of in found.items()} == pytest.approx({k: float(v) for k, v in means.items()})
+    overall, half = float(sum(means.values()) / 6), math.hypot(*(of["high"] - of["low"] for of in found.values())) / 12
+    table = output[output.index("shapes by category") :]
+    for name, mean, width in [(n, of["mean"], (of["high"] - of["low"]) / 2) for n, of in found.items()] + [
+        (tables.OVERALL, overall, half)
+    ]:
+        (line,) = [line for line in table.splitlines() if line.strip().startswith(name + " ")]
+        assert line.split()[-3:] == [f"{mean:.4f}", "±", f"{width:.4f}"]
 
 
 def test_diversity_is_the_mean_over_a_prompts_pairs():

@@ -143,10 +143,41 @@ def test_offloaded_blocks_change_no_bit_of_a_gradient(flux, monkeypatch, checkpo
     assert all(torch.equal(plain[name], offloaded[name]) for name in plain)
 
 
-def test_a_run_with_offloaded_blocks_has_a_ratio_of_exactly_1(flux, tmp_path):
+@pytest.mark.parametrize("checkpointing", [True, False])
+def test_a_graph_holds_the_copies_of_offloaded_weights_unless_their_blocks_are_checkpointed(
+    flux, monkeypatch, checkpointing
+):
+    """So that graphs that a rollout keeps hold no copies with checkpointing; without it the config refuses them."""
+    copies, held = {}, set()
+
+    def copy(tensor, device):
+        copied = tensor.clone()
+        copies[copied.untyped_storage().data_ptr()] = copied  # kept, so that no other tensor has its address
+        return copied
+
+    def save(tensor):
+        held.add(tensor.untyped_storage().data_ptr())
+        return tensor
+
+    monkeypatch.setattr(memory, "on_device", copy)
+    settings = MemoryConfig(gradient_checkpointing=checkpointing, offload="groups")
+    policy = load_policy(str(flux), "cpu", "fp32", memory=settings, height=32, width=48, max_sequence_length=16)
+    policy.add_lora(4, 8, None, seed=0)
+    velocity(policy)  # also what the first call tries out
+    copies.clear()
+    with torch.autograd.graph.saved_tensors_hooks(save, lambda tensor: tensor):
+        velocity(policy)
+    assert held, "of parts that are no blocks"
+    matrices = {pointer for pointer, copied in copies.items() if copied.ndim == 2}
+    share = len(held & matrices) / len(matrices)
+    assert share == 0 if checkpointing else share > 0.5, "all through which a gradient goes on to an earlier LoRA"
+
+
+@pytest.mark.parametrize("keep", ["false", pytest.param("true", marks=pytest.mark.slow)])
+def test_a_run_with_offloaded_blocks_has_a_ratio_of_exactly_1(flux, tmp_path, keep):
     size = [f"model={flux}", "height=32", "width=48", "pipeline_kwargs={max_sequence_length: 16}", "lora.targets=null"]
-    settings = "memory={offload: groups, gradient_checkpointing: true}"
-    trainer = FlowGRPOTrainer(args=short_run(tmp_path, *size, settings))
+    settings = ["memory={offload: groups, gradient_checkpointing: true}", f"sampling.keep_graphs={keep}"]
+    trainer = FlowGRPOTrainer(args=short_run(tmp_path, *size, *settings))
     for _ in range(2):
         assert trainer.training_step()["ratio/first_update_max_deviation"] == 0
 

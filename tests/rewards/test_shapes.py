@@ -289,7 +289,8 @@ def test_edits_are_scored_with_their_sources():
 def labelled() -> tuple[torch.Tensor, torch.Tensor]:
     """Of 100 images of the embedded model: whether a person, and whether the rules, found what was asked.
 
-    The images are ten in a row. The detector's thresholds were set with them in view (docs/shapes.md).
+    The images are ten in a row. The detector's thresholds were set with images of a former base model, and did not change for these
+    (docs/shapes.md).
     """
     folder = Path(__file__).parent
     rows = [json.loads(line) for line in (folder / "labelled_shapes.jsonl").read_text().splitlines()]

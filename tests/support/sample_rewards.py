@@ -53,6 +53,20 @@ def z_score(images, prompts):
     return (bright - bright.mean()) / (bright.std(correction=0) + 1e-6)
 
 
+def brighter(first, second, prompts):
+    """Of two images of a prompt: the chance that the first is preferred, from their brightness."""
+    return torch.sigmoid(50 * (first - second).mean((1, 2, 3)))
+
+
+def spread(images, prompts):
+    """Of the images of a prompt: how far the brightness of each is from their mean, and how many they are."""
+    bright = images.mean((1, 2, 3))
+    return (bright - bright.mean()).abs() + len(prompts)
+
+
+brighter.scope, spread.scope = "pair", "group"
+
+
 def in_bf16(images, prompts):
     """Brightness as a network in 16 bits has it: rounded, and by another order of sums in each size of a batch."""
     weights = torch.linspace(0.5, 1.5, images[0].numel(), dtype=torch.bfloat16)

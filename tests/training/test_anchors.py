@@ -204,6 +204,14 @@ def test_gates_are_factors_of_the_weights_of_rows_and_not_of_what_is_reported():
         assert torch.equal(one.metrics["kl/ema"], other.metrics["kl/ema"])
 
 
+@pytest.mark.parametrize("weight", [0.5, 2e-4])
+def test_the_worst_images_are_held_by_1e_4_whatever_the_weight_of_their_anchor(weight):
+    *_, gated = collected(anchors=[{"to": "base", "weight": weight, "gate": "advantage"}])
+    (anchor,) = gated.anchors.by_metric.values()
+    found = gated.anchors._weight(anchor, torch.tensor([5, 4]))  # of advantages -6 and 4
+    torch.testing.assert_close(found, torch.tensor([1e-4, 1e-4 + 0.9 * (weight - 1e-4)]))
+
+
 def test_disagreement_is_the_rank_of_the_reward_less_the_mean_rank_of_the_others():
     reward = torch.tensor([0.9, 0.1, 0.5, 0.5])  # ranks 4, 1, 2.5, 2.5
     others = torch.tensor([[1.0, 7.0], [2.0, 5.0], [3.0, math.nan], [4.0, 6.0]])  # ranks 1..4, and 3, 1, none, 2

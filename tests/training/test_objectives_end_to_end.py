@@ -15,6 +15,7 @@ from support.method_names import ON_STEPS, STOCHASTIC
 from support.paths import SAMPLE_OBJECTIVES, SAMPLE_REWARDS
 from support.run_contents import numbers, same, weights
 
+from flow_grpo import methods
 from flow_grpo.config import FlowGRPOConfig
 from flow_grpo.config.anchors import DecayRamp
 from flow_grpo.config.objective import CriticConfig
@@ -34,11 +35,12 @@ BRIGHT = f"{SAMPLE_REWARDS}:brightness"
 OWN = SAMPLE_OBJECTIVES
 ODE = "sampling={steps: 4, transition: ode}"
 STEPS = [*ON_STEPS, f"{OWN}:sigmoid"]
-FINALS = ["awm", "nft", "sft", "dpo", f"{OWN}:matching"]
+FINALS = [*(name for name, row in methods.OBJECTIVES.items() if not row.stepwise), f"{OWN}:matching"]
 
 
 def objective(name: str, **settings) -> list[str]:
-    wide = {} if name in FINALS or ":" in name or name in ("dppo", "reinforce") else {"clip_low": 0.1, "clip_high": 0.1}
+    clips = name in ON_STEPS and "clip" in methods.OBJECTIVES[name].settings
+    wide = {"clip_low": 0.1, "clip_high": 0.1} if clips else {}
     text = json.dumps({"name": name, **wide, **settings})
     return [f"objective={text}", *([ODE] if name in FINALS else [])]
 
