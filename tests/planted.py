@@ -114,15 +114,15 @@ BUGS = [
     (
         "an anchor with the advantage's gate holds the bad images",
         "flow_grpo/training/gates.py",
-        "goodness = (advantage / 5)",
-        "goodness = (-advantage / 5)",
+        "goodness = (advantage / advantage_max)",
+        "goodness = (-advantage / advantage_max)",
         "tests/training/test_anchors.py -k gate_holds_good_images",
     ),
     (
         "the gate of one anchor is for the weight 1",
         "flow_grpo/training/anchors.py",
-        "gates.advantage_gate(advantage, anchor.weight)",
-        "gates.advantage_gate(advantage, 1.0)",
+        "gates.advantage_gate(advantage, anchor.weight, self.advantage_max)",
+        "gates.advantage_gate(advantage, 1.0, self.advantage_max)",
         "tests/training/test_anchors.py -k worst_images_are_held",
     ),
     (
