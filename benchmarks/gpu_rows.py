@@ -2,12 +2,12 @@
 
 from dataclasses import dataclass, field
 
-SIZE = {False: ["height=512", "width=512"], True: ["height=64", "width=64"]}  # by whether it is `--small`
+SIZE = {False: ["height=512", "width=512"], True: ["height=32", "width=32"]}  # by whether it is `--small`
 ALWAYS = [
     "pipeline_kwargs={max_sequence_length: 128}", "dtype=bf16", "prompts=prompts/ocr_train.txt", "evaluation.prompts=null",
     "trackers=[]", "prompts_per_step=2", "images_per_prompt=12", "microbatch=12", "lora={rank: 32, alpha: 64}",
 ]  # fmt: skip
-SMALL = ["prompts_per_step=1", "images_per_prompt=2", "microbatch=2"]
+SMALL = ["prompts_per_step=1", "images_per_prompt=2", "microbatch=2", "pipeline_kwargs={max_sequence_length: 16}"]
 GRPO = [
     "sampling={steps: 10, transition: cps, noise_level: 0.8, window: {schedule: random, size: 3, last_step: 4}}",
     "objective={name: grpo, advantage: batch_std, clip_low: 1.0e-5, clip_high: 1.0e-5}",

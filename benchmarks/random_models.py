@@ -72,7 +72,7 @@ def autoencoder(small: bool) -> diffusers.AutoencoderKL:
 
 def sd3_transformer(kind: str, small: bool, width: int) -> diffusers.SD3Transformer2DModel:
     """The transformer of a kind of `SD3`, for T5 embeddings of that width."""
-    layers, heads, dual = (2, 4, 2) if small else SD3[kind]
+    layers, heads, dual = (2, 2, 2) if small else SD3[kind]
     return diffusers.SD3Transformer2DModel(
         sample_size=128, num_layers=layers, attention_head_dim=64, num_attention_heads=heads, joint_attention_dim=width,
         caption_projection_dim=heads * 64, pooled_projection_dim=sum(clip_widths(small)), out_channels=16,
@@ -82,7 +82,7 @@ def sd3_transformer(kind: str, small: bool, width: int) -> diffusers.SD3Transfor
 
 def flux_transformer(small: bool, width: int) -> diffusers.FluxTransformer2DModel:
     """The transformer of FLUX.1-dev, for T5 embeddings of that width."""
-    double, single, heads = (2, 2, 4) if small else (19, 38, 24)
+    double, single, heads = (2, 2, 1) if small else (19, 38, 24)
     return diffusers.FluxTransformer2DModel(
         num_layers=double, num_single_layers=single, attention_head_dim=128, num_attention_heads=heads,
         joint_attention_dim=width, pooled_projection_dim=768, guidance_embeds=True,
