@@ -1,194 +1,177 @@
-"""Speed and memory of whole training steps on this GPU, with models of the real shapes and random weights.
+"""Speed and memory of whole training steps on one NVIDIA GPU, with models of the real shapes and random weights.
 
-    python benchmarks/gpu.py sd35_medium flux_dev    # for the part "Measured" of docs/performance.md
+    python benchmarks/gpu.py NAME [ROW ...]     # all rows of a measurement, or those whose name contains a ROW
 
-Each setting runs in a process of its own: two steps to warm up, then STEPS. The share of the peak is the floating point operations
-that `plan` counts over those of a large matrix product measured in the same process. `--small` shrinks the models, to try it out.
+NAME is one of these; each takes at most ten minutes, and its tables are for docs/performance.md:
+
+    tests         tests/test_cuda.py
+    paper         SD3.5-M at 512 px by the paper's recipe
+    ours          SD3.5-M at 512 px, grpo and awm without guidance; attention, compile, checkpointing
+    flux          FLUX.1-dev at 512 px with a LoRA
+    small_cards   SD3.5-M within 16 GB, FLUX.1-dev in nf4 within 24 GB
+    memory        each memory option, against what `flow-grpo plan` says
+    waits         how often a training step waits for the GPU, and the ratio before the first update
+
+A row runs in a process of its own: a step to warm up, then two that are measured. The short rows come first; a row that
+the time does not suffice for, or whose package is missing, is named as skipped. A goal is in brackets beside its value. The exit
+status is 1 if a row failed; a missed goal is no failure. `--small` tries a measurement out with small models, on a CPU too; its numbers
+mean nothing. The learning run, the spelling world at 256 px, is not among the measurements.
+
+Packages that a machine without network needs as wheels, if it has torch, transformers, accelerate, peft, jaxtyping, pytest and
+hypothesis: diffusers, pydantic, pydantic-core, annotated-types, typing-inspection; for the quantised rows and the 8-bit AdamW
+torchao and bitsandbytes. The last command is for that machine; add to the others `--python-version` and `--platform` of it.
+
+    python -m pip download --only-binary=:all: -d wheels pydantic
+    python -m pip download --only-binary=:all: --no-deps -d wheels diffusers torchao bitsandbytes
+    python -m pip install --no-index --no-deps --target site wheels/*.whl && export PYTHONPATH=$PWD/site
 """
 
+import argparse
+import importlib.util
 import json
-import statistics
+import os
+import shutil
 import subprocess
 import sys
 import tempfile
 import time
+from importlib.metadata import version
+from pathlib import Path
 
-import diffusers
-import torch
-import transformers
+ROOT = Path(__file__).parent.parent
+sys.path[:0] = [str(ROOT)]  # the package need not be installed
+from gpu_rows import MEASUREMENTS, Measurement, Row  # noqa: E402
 
-from flow_grpo.policy.library_logging import quiet_libraries
-
-STEPS = 3
-SIZE = ["height=512", "width=512", "pipeline_kwargs={max_sequence_length: 128}", "dtype=bf16"]
-RUN = [
-    "prompts_per_step=2", "images_per_prompt=12", "microbatch=12", "lora={rank: 32, alpha: 64}", "evaluation.prompts=null",
-    "sampling={steps: 10, transition: cps, noise_level: 0.8, window: {schedule: random, size: 3, last_step: 5}}",
-    "objective={name: grpo, clip_low: 1.0e-5, clip_high: 1.0e-5}",
-]  # fmt: skip
-SD3 = {"sd35_medium": (24, 24, 13), "sd3_450m": (12, 16, 0)}  # layers, heads, and layers with two attentions
-SMALL = ["height=64", "width=64", "microbatch=4", "images_per_prompt=2"]
-SETTINGS = {
-    "sd35_medium": {
-        "plain": [],
-        "compile": ["memory.compile=true"],
-        "checkpointing": ["memory.gradient_checkpointing=true"],
-        "compile + checkpointing": ["memory={compile: true, gradient_checkpointing: true}"],
-        "attention _native_cudnn": ["memory.attention_backend=_native_cudnn"],
-        "base in int8": ["memory.quantize=int8"],
-        "base in fp8": ["memory.quantize=fp8"],
-        "base in nf4": ["memory.quantize=nf4"],
-        "offload groups": ["memory={offload: groups, gradient_checkpointing: true}"],
-        "8-bit AdamW": ["optimizer.name=adamw_8bit"],
-        "vae slicing": ["memory.vae_slicing=true"],
-        "guidance 4.5": ["guidance=4.5"],
-        "microbatch 4, checkpointing": ["microbatch=4", "memory={gradient_checkpointing: true, vae_slicing: true}"],
-    },
-    "flux_dev": {
-        "checkpointing": ["guidance=3.5", "microbatch=4", "memory.gradient_checkpointing=true"],
-        "compile + checkpointing": ["guidance=3.5", "microbatch=4", "memory={compile: true, gradient_checkpointing: true}"],
-        "base in nf4, checkpointing": [
-            "guidance=3.5", "microbatch=2", "memory={quantize: nf4, gradient_checkpointing: true, vae_slicing: true}",
-        ],
-    },
-}  # fmt: skip
+SECONDS = 540  # for a command
+LONGEST = 300  # for a row
+FILES = 32e9  # bytes for a model's files, at most
+PYTEST = ["-m", "pytest", "-o", "addopts=", "--import-mode=importlib", "-q", "-rs", "--durations=5", "tests/test_cuda.py"]
 
 
-def build(kind: str, small: bool) -> diffusers.DiffusionPipeline:
-    """A pipeline of the real transformer and VAE shapes, with text encoders of the real widths and one layer."""
-    from flow_grpo.tiny import architecture
+def environment(small: bool = False) -> dict[str, str]:
+    """Of the processes that are started: this package, no look at a network, and for small models no compiler, which takes minutes."""
+    path = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
+    slow = {"TORCH_COMPILE_DISABLE": "1"} if small else {}
+    return {**os.environ, **slow, "PYTHONPATH": os.pathsep.join(path), "HF_HUB_OFFLINE": "1"}
 
-    clip, t5 = architecture.clip_tokenizer(), architecture.t5_tokenizer()
-    layers, heads, width = (2, 4, 64) if small else (None, 24, 4096)
 
-    def clip_text(hidden: int, projected: bool) -> torch.nn.Module:
-        config = transformers.CLIPTextConfig(
-            vocab_size=len(clip), hidden_size=hidden, intermediate_size=hidden, num_hidden_layers=2, num_attention_heads=1,
-            projection_dim=hidden, eos_token_id=clip.eos_token_id, bos_token_id=clip.bos_token_id,
-        )  # fmt: skip
-        return (transformers.CLIPTextModelWithProjection if projected else transformers.CLIPTextModel)(config)
-
-    text = transformers.T5EncoderModel(
-        transformers.T5Config(vocab_size=len(t5), d_model=width, d_kv=64, d_ff=64, num_layers=1, num_heads=1)
-    )
-    blocks = (32,) * 4 if small else (128, 256, 512, 512)
-    vae = diffusers.AutoencoderKL(
-        latent_channels=16, block_out_channels=blocks, layers_per_block=1 if small else 2, use_quant_conv=False,
-        down_block_types=("DownEncoderBlock2D",) * 4, up_block_types=("UpDecoderBlock2D",) * 4, use_post_quant_conv=False,
-        scaling_factor=1.5305, shift_factor=0.0609, sample_size=1024,
-    )  # fmt: skip
-    scheduler = diffusers.FlowMatchEulerDiscreteScheduler(shift=3.0)
-    torch.set_default_dtype(torch.bfloat16)
+def run_tests() -> bool:
+    """Whether tests/test_cuda.py passes; its tests are shared by four processes if pytest-xdist is there."""
+    parallel = ["-n", "4"] if importlib.util.find_spec("xdist") else []
     try:
-        if kind in SD3:
-            deep, wide, dual = SD3[kind]
-            heads = heads if small else wide
-            first, second = (16, 32) if small else (768, 1280)
-            transformer = diffusers.SD3Transformer2DModel(
-                sample_size=128, num_layers=layers or deep, attention_head_dim=64, num_attention_heads=heads,
-                joint_attention_dim=width, caption_projection_dim=heads * 64, pooled_projection_dim=first + second,
-                out_channels=16, pos_embed_max_size=384, qk_norm="rms_norm",
-                dual_attention_layers=tuple(range(layers or dual)),
-            )  # fmt: skip
-            encoders = {
-                "text_encoder": clip_text(first, True),
-                "text_encoder_2": clip_text(second, True),
-                "text_encoder_3": text,
-            }
-            tokenizers = {"tokenizer": clip, "tokenizer_2": clip, "tokenizer_3": t5}
-            return diffusers.StableDiffusion3Pipeline(transformer, scheduler, vae, **encoders, **tokenizers)
-        transformer = diffusers.FluxTransformer2DModel(
-            num_layers=layers or 19, num_single_layers=layers or 38, attention_head_dim=128, num_attention_heads=heads,
-            joint_attention_dim=width, pooled_projection_dim=768, guidance_embeds=True,
-        )  # fmt: skip
-        return diffusers.FluxPipeline(scheduler, vae, clip_text(768, False), clip, text, t5, transformer)
-    finally:
-        torch.set_default_dtype(torch.float32)
+        command = [sys.executable, *PYTEST, *parallel]
+        return not subprocess.run(command, cwd=ROOT, env=environment(), timeout=SECONDS, check=False).returncode
+    except subprocess.TimeoutExpired:
+        print(f"stopped after {SECONDS} s", flush=True)
+        return False
 
 
-def brightness(images, prompts):
-    return images.mean((1, 2, 3)).tolist()
+def run_rows(name: str, measurement: Measurement, rows: dict[str, Row], small: bool) -> bool:
+    """Print a table with a line for each row, in the order of their time. Whether none failed."""
+    began, failed, notes = time.monotonic(), False, []
+    print(f"Goal: {measurement.goal}.\n")
+    print(
+        "| setting | " + " | ".join(measurement.columns) + " |\n" + "|---" * (len(measurement.columns) + 1) + "|", flush=True
+    )
+    for title, row in sorted(rows.items(), key=lambda one: one[1].seconds):
+        left = SECONDS - (time.monotonic() - began)
+        if row.package and not importlib.util.find_spec(row.package):
+            print(f"| {title} | skipped: {row.package} is not installed |", flush=True)
+        elif left < row.seconds:
+            print(f"| {title} | skipped: {left:.0f} s are left; give its name to measure it alone |", flush=True)
+        else:
+            result = run_row(name, title, small, min(left, LONGEST))
+            failed |= "failed" in result
+            print(line(title, row, result), flush=True)
+            notes += [f"{title}: {note}" for note in result.get("notes", ())]
+    print("\n".join(["", *(f"- {note}" for note in notes)]) if notes else "")
+    return not failed
 
 
-def measure(folder: str, overrides: list[str]) -> dict[str, float]:
-    """One setting, in this process."""
-    from flow_grpo.config import FlowGRPOConfig
-    from flow_grpo.plan.estimate import StepEstimator
-    from flow_grpo.policy.device_speed import matmul_speed
-    from flow_grpo.policy.memory import peak_memory
-    from flow_grpo.trainer import FlowGRPOTrainer
-
-    with tempfile.TemporaryDirectory() as out:
-        args = FlowGRPOConfig.for_model(folder, [*SIZE, *RUN, *overrides, f"output_dir={out}"])
-        forecast = StepEstimator(args, torch.cuda.is_available()).estimate(args.microbatch)
-        trainer = FlowGRPOTrainer(args=args, reward_funcs=[brightness])
-        device = trainer.policy.device
-        transformer = [0.0]
-        velocity = trainer.policy.velocity
-
-        def timed(*words):
-            started = time.perf_counter()
-            v = velocity(*words)
-            if device.type == "cuda":
-                torch.cuda.synchronize()
-            transformer[0] += time.perf_counter() - started
-            return v
-
-        for _ in range(2):
-            trainer.training_step()
-        steps = [trainer.training_step() for _ in range(STEPS)]
-        trainer.policy.velocity = timed
-        forwards = trainer.training_step()
-    seconds, drawn = (statistics.median(step[name] for step in steps) for name in ("time/step", "time/rollout"))
-    images = args.prompts_per_step * args.images_per_prompt
-    outside = statistics.median(step["time/decode"] + step["time/reward"] for step in steps)
-    speed = matmul_speed(device, torch.bfloat16)
-    return {
-        "images/s, rollout": images / drawn,
-        "images/s, step": images / seconds,
-        "of the matrix peak": forecast.operations / seconds / speed,
-        "forward passes": transformer[0] / forwards["time/step"],
-        "decoding, rewards": outside / seconds,
-        "peak GB": peak_memory(device) / 1e9,
-        "planned GB": (forecast.peak - forecast.persistent.get("CUDA", 0.0)) / 1e9,
-        "peak TFLOP/s": speed / 1e12,
-    }
+def run_row(name: str, title: str, small: bool, seconds: float) -> dict:
+    """What `measure` returns in a process of its own, or {"failed": why}. Its standard error goes through."""
+    command = [sys.executable, __file__, name, title, "--measure", *(["--small"] if small else [])]
+    try:
+        done = subprocess.run(
+            command, stdout=subprocess.PIPE, text=True, env=environment(small), timeout=seconds, check=False
+        )
+    except subprocess.TimeoutExpired:
+        return {"failed": f"stopped after {seconds:.0f} s"}
+    if done.returncode:
+        return {"failed": f"exit status {done.returncode}, see the error above"}
+    return json.loads(done.stdout.splitlines()[-1])
 
 
-def print_table(folder: str, settings: dict[str, list[str]], more: list[str]) -> None:
-    headed = False
-    for name, overrides in settings.items():
-        command = [sys.executable, __file__, "measure", folder, *overrides, *more]
-        ran = subprocess.run(command, capture_output=True, text=True, check=False)
-        if ran.returncode:
-            print(f"| {name} | failed: {(ran.stderr.strip().splitlines() or ['?'])[-1][:150]} |", flush=True)
-            continue
-        row = json.loads(ran.stdout.splitlines()[-1])
-        if not headed:
-            print("| setting | " + " | ".join(row) + " |\n" + "|---" * (len(row) + 1) + "|")
-            headed = True
-        print(f"| {name} | " + " | ".join(f"{value:.3g}" for value in row.values()) + " |", flush=True)
+def line(title: str, row: Row, result: dict) -> str:
+    """A row of the table, with the goals in brackets."""
+    if "failed" in result:
+        return f"| {title} | failed: {result['failed']} |"
+    cells = (f"{value:.3g}" + goal(value, row.goals.get(column)) for column, value in result["values"].items())
+    return f"| {title} | " + " | ".join(cells) + " |"
+
+
+def goal(value: float, wanted: str | None) -> str:
+    """The goal of a value, and whether it is reached."""
+    if wanted is None:
+        return ""
+    sign, *numbers = wanted.split()
+    if sign in (">=", "<=", "="):
+        number = float(numbers[0])
+        reached = {">=": value >= number, "<=": value <= number, "=": value == number}[sign]
+    else:
+        reached = float(sign) <= value <= float(numbers[-1])
+    return f" ({wanted}: {'yes' if reached else 'no'})"
+
+
+def print_measured(name: str, title: str, small: bool) -> None:
+    """Measure a row in this process and print what it came to as JSON."""
+    from gpu_step import measure
+
+    from flow_grpo.policy.library_logging import quiet_libraries
+
+    quiet_libraries()
+    measurement = MEASUREMENTS[name]
+    with tempfile.TemporaryDirectory(dir=fast_folder()) as folder:
+        print(json.dumps(measure(measurement.rows[title], measurement.columns, folder, small)))
+
+
+def fast_folder() -> str | None:
+    """A place in the machine's memory for the files of a model, 24 GB of FLUX, where it has one that large."""
+    memory = Path("/dev/shm")
+    return str(memory) if memory.is_dir() and shutil.disk_usage(memory).free > FILES else None
+
+
+def heading(name: str, small: bool) -> str:
+    """What was measured, on what."""
+    import torch
+
+    card = torch.cuda.get_device_name() if torch.cuda.is_available() else "a CPU"
+    versions = f"torch {torch.__version__}, diffusers {version('diffusers')}, {time.strftime('%Y-%m-%d')}"
+    return f"## {name}\n\n`python benchmarks/gpu.py {name}` on {card}, {versions}{', small models' if small else ''}."
 
 
 def main() -> None:
-    quiet_libraries()
-    words = [word for word in sys.argv[1:] if word != "--small"]
-    small = "--small" in sys.argv
-    if words[:1] == ["measure"]:
-        print(json.dumps(measure(words[1], words[2:])))
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("name", choices=["tests", *MEASUREMENTS])
+    parser.add_argument("row", nargs="*")
+    parser.add_argument("--small", action="store_true")
+    parser.add_argument("--measure", action="store_true", help=argparse.SUPPRESS)
+    words = parser.parse_args()
+    if words.measure:
+        print_measured(words.name, words.row[0], words.small)
         return
-    if not small and not torch.cuda.is_available():
+    import torch
+
+    if not words.small and not torch.cuda.is_available():
         sys.exit("This needs a CUDA GPU; --small tries it out on a CPU.")
-    card = torch.cuda.get_device_name() if torch.cuda.is_available() else "a CPU, small models"
-    print(
-        f"# Performance\n\n`python benchmarks/gpu.py` on {card}, torch {torch.__version__}, diffusers {diffusers.__version__}."
-    )
-    for kind in words or list(SETTINGS):
-        with tempfile.TemporaryDirectory() as folder:
-            torch.manual_seed(0)
-            build(kind, small).save_pretrained(folder)
-            print(f"\n## {kind}, {64 if small else 512} px, random weights\n", flush=True)
-            print_table(folder, SETTINGS[kind], SMALL if small else [])
+    print(heading(words.name, words.small) + "\n", flush=True)
+    if words.name == "tests":
+        sys.exit(not run_tests())
+    measurement = MEASUREMENTS[words.name]
+    rows = {title: row for title, row in measurement.rows.items() if any(word in title for word in words.row or [""])}
+    if not rows:
+        sys.exit(f"no row has such a name; {words.name} has: {'; '.join(measurement.rows)}")
+    sys.exit(not run_rows(words.name, measurement, rows, words.small))
 
 
 if __name__ == "__main__":

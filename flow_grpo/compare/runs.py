@@ -56,7 +56,7 @@ class CurvePoint:
     seconds: float  # of training: rollouts, rewards and updates, without evaluations
     images: int  # generated and scored
     kl: float  # mean squared distance of the velocity from the base model's
-    memory_mb: float  # peak of the process, or of the GPU
+    memory_mb: float  # peak of the process so far, or of the GPU since the last evaluation
     extra_parameters: int  # of a critic, which is trained in addition
     values: dict[str, float]  # held-out metrics, means over the prompts
 
@@ -196,7 +196,7 @@ def _train_and_evaluate(run: ComparedRun, number: int, budget: Budget, overrides
 
     trainer = FlowGRPOTrainer(args=run.settings(overrides))
     points = run.points()
-    spent = {"seconds": 0.0, "images": 0.0}
+    spent, peak_gb = {"seconds": 0.0, "images": 0.0}, 0.0
     if points:
         spent = {"seconds": points[-1].seconds, "images": float(points[-1].images)}
         trainer.state.load_state_dict(checkpoint.read(run.folder / layout.CHECKPOINTS, points[-1].step))
@@ -206,6 +206,7 @@ def _train_and_evaluate(run: ComparedRun, number: int, budget: Budget, overrides
             metrics = trainer.training_step()
             spent["seconds"] += metrics["time/step"]
             spent["images"] += metrics["images"]
+            peak_gb = max(peak_gb, metrics["memory/peak_gb"])
             training.done = round(spent[budget.unit])
     trainer.save()
     evaluation = trainer.evaluate()
@@ -223,7 +224,7 @@ def _train_and_evaluate(run: ComparedRun, number: int, budget: Budget, overrides
         seconds=spent["seconds"],
         images=int(spent["images"]),
         kl=kl,
-        memory_mb=peak_memory(trainer.policy.device) / 1e6,
+        memory_mb=max(1e3 * peak_gb, peak_memory(trainer.policy.device) / 1e6),
         extra_parameters=0 if critic is None else sum(p.numel() for p in critic.parameters()),
         values=evaluation.means(),
     )

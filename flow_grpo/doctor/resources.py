@@ -15,7 +15,6 @@ from flow_grpo.evaluation.generate import generate_images
 from flow_grpo.plan.estimate import StepEstimate, StepEstimator
 from flow_grpo.policy.device_speed import matmul_speed
 from flow_grpo.policy.devices import DTYPES
-from flow_grpo.policy.memory import peak_memory
 from flow_grpo.policy.policy import Policy
 from flow_grpo.policy.step_meter import PHASES
 from flow_grpo.run_folder.opening import is_begun
@@ -71,12 +70,15 @@ def run_time(stages: list[FlowGRPOConfig], step_metrics: list[dict[str, float]],
     return CheckResult("the run", value, OK, f"{of}, on one process")
 
 
-def check_memory(device: torch.device, estimates: list[tuple[StepEstimate, float] | None]) -> CheckResult:
-    """Check that a step fits into memory."""
+def check_memory(
+    device: torch.device, step_metrics: list[dict[str, float]], estimates: list[tuple[StepEstimate, float] | None]
+) -> CheckResult:
+    """Check that a step fits into memory, from one step's metrics and estimate of each stage."""
     cuda = device.type == "cuda"
     there = torch.cuda.get_device_properties(device).total_memory if cuda else psutil.virtual_memory().total
     estimated = [one[0].peak - one[0].persistent.get("CUDA", 0.0) for one in estimates if one is not None]
-    return memory(peak_memory(device), there, max(estimated, default=None), model_alone=not cuda)
+    measured = 1e9 * max(metrics["memory/peak_gb"] for metrics in step_metrics)
+    return memory(measured, there, max(estimated, default=None), model_alone=not cuda)
 
 
 def check_disk(policy: Policy, keep: int, folder: Path) -> CheckResult:

@@ -30,7 +30,7 @@ def device_name(device: torch.device) -> str:
 def matmul_speed(device: torch.device, dtype: torch.dtype, seconds: float = 0.5) -> float:
     """Floating point operations per second of a large matrix product on this device; the fastest of several runs."""
     n = 8192 if device.type == "cuda" else 1024
-    a = torch.randn(n, n, device=device).to(dtype)
+    a = torch.randn(n, n, device=device, dtype=dtype)
     return 2 * n**3 / fastest(lambda: a @ a, device, seconds)
 
 

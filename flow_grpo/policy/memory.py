@@ -142,7 +142,7 @@ def repeated_blocks(transformer: torch.nn.Module, setting: str) -> list[torch.nn
 
 
 def peak_memory(device: torch.device) -> float:
-    """The most bytes that this process has allocated on the GPU or, on a CPU, altogether."""
+    """The most bytes allocated on the GPU since the last training step began or, on a CPU, by this process altogether."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss

@@ -63,8 +63,10 @@ class StepMeter:
 
     @contextmanager
     def step(self) -> Iterator[None]:
-        """Measure a step, from 0 on."""
+        """Measure a step, from 0 on. On a GPU the peak of its memory begins anew too."""
         self.flops, self._open, self._marks = 0, [], []
+        if self.device.type == "cuda":  # without the loading, an evaluation, or the measuring of the device
+            torch.cuda.reset_peak_memory_stats(self.device)
         with ExitStack() as hooks:
             for transformer in self.lora.transformers.values() if self.counts_flops else ():
                 before = transformer.register_forward_pre_hook(self._before, with_kwargs=True)

@@ -89,20 +89,17 @@ def page(measured: Any, first: int, steps: int, seconds: float, timeline: list[t
     """
     events = measured.events()
     last = "" if steps == 1 else f" to {first + steps - 1}"
-    phases = [(name, sum(e.time_range.elapsed_us() for e in events if e.name == name) / 1e6) for name in PHASES]
-    kernels = [e.time_range for e in events if e.device_type == DeviceType.CUDA]
-    working = kernels or [e.time_range for e in events if e.device_type == DeviceType.CPU and not e.is_user_annotation]
+    # CUDA's profiler repeats each range on the GPU, where it is neither a phase nor a kernel
+    on_cpu = [e for e in events if e.device_type == DeviceType.CPU]
+    phases = [(name, sum(e.time_range.elapsed_us() for e in on_cpu if e.name == name) / 1e6) for name in PHASES]
+    kernels = [e.time_range for e in events if e.device_type == DeviceType.CUDA and not e.is_user_annotation]
+    working = kernels or [e.time_range for e in on_cpu if not e.is_user_annotation]
     phases.append(("the rest", seconds - sum(spent for name, spent in phases if name != PHASES[-1])))
     busy = busy_seconds((one.start, one.end) for one in working)
     what = (
         "of the time no kernel runs on the GPU" if kernels else "of the time no operator of torch runs: Python, and rewards"
     )
-    operators = sorted(measured.key_averages(), key=_self_time, reverse=True)
-    rows = [
-        (f"`{one.key}`", str(one.count), f"{_self_time(one) / 1e6:.3f}", f"{one.flops / 1e9:.2f}" if one.flops else "")
-        for one in operators
-        if not one.is_user_annotation and _self_time(one) > 0
-    ]
+    rows = operator_rows(measured.key_averages(), on_gpu=bool(kernels))
     peak = max((size for _, size in timeline), default=0.0)
     return "\n".join(
         [
@@ -129,9 +126,20 @@ def page(measured: Any, first: int, steps: int, seconds: float, timeline: list[t
     )
 
 
-def _self_time(one: Any) -> float:
-    """Microseconds of an operator itself, on the GPU if it ran there."""
-    return one.self_device_time_total or one.self_cpu_time_total
+def operator_rows(averages: Iterable[Any], on_gpu: bool) -> list[tuple[str, str, str, str]]:
+    """Name, calls, seconds and GFLOP of the operators, those with the most time of their own first.
+
+    Args:
+        averages: as of the profiler's `key_averages`, which also have the kernels, whose time is their operator's.
+        on_gpu: take an operator's time on the GPU, in place of that on the CPU.
+    """
+    operators = [one for one in averages if one.device_type == DeviceType.CPU and not one.is_user_annotation]
+    timed = [(one.self_device_time_total if on_gpu else one.self_cpu_time_total, one) for one in operators]
+    return [
+        (f"`{one.key}`", str(one.count), f"{spent / 1e6:.3f}", f"{one.flops / 1e9:.2f}" if one.flops else "")
+        for spent, one in sorted(timed, key=lambda pair: pair[0], reverse=True)
+        if spent > 0
+    ]
 
 
 def busy_seconds(intervals: Iterable[tuple[float, float]]) -> float:

@@ -14,7 +14,7 @@ from support.embedded import short_run
 from support.run_contents import numbers, weights
 from torch.autograd import DeviceType
 
-from flow_grpo.tracking.profiler import TrainingProfiler, busy_seconds, memory_timeline
+from flow_grpo.tracking.profiler import TrainingProfiler, busy_seconds, memory_timeline, page
 
 TIMES = st.integers(0, 60)
 
@@ -66,3 +66,35 @@ def test_memory_is_the_sum_of_what_was_allocated_and_freed():
     on_gpu = [*events, event(5_000, 9, DeviceType.CUDA)]
     assert memory_timeline(on_gpu) == [(0, 9)], "the GPU's memory, where there is one"
     assert memory_timeline([]) == []
+
+
+def event(name: str, start: float, end: float, device=DeviceType.CPU, annotation: bool = False):
+    """An event of a profile, in microseconds."""
+    span = SimpleNamespace(start=start, end=end, elapsed_us=lambda: end - start)
+    return SimpleNamespace(name=name, time_range=span, device_type=device, is_user_annotation=annotation)
+
+
+def average(key: str, on_cpu: float, on_gpu: float, device=DeviceType.CPU, annotation: bool = False):
+    times = {"self_cpu_time_total": on_cpu, "self_device_time_total": on_gpu}
+    return SimpleNamespace(key=key, count=1, flops=0, device_type=device, is_user_annotation=annotation, **times)
+
+
+def test_ranges_that_a_gpu_repeats_are_neither_phases_nor_kernels():
+    events = [
+        event("rollout", 0, 2e6, annotation=True),
+        event("rollout", 1e6, 3e6, DeviceType.CUDA, annotation=True),
+        event("aten::mm", 0, 1e6),
+        event("gemm", 1e6, 2e6, DeviceType.CUDA),
+    ]
+    averages = [
+        average("rollout", 2e6, 2e6, annotation=True),
+        average("rollout", 0, 2e6, DeviceType.CUDA, annotation=True),
+        average("aten::mm", 1e6, 5e5),
+        average("gemm", 0, 5e5, DeviceType.CUDA),
+        average("cudaDeviceSynchronize", 3e6, 0),
+    ]
+    measured = SimpleNamespace(events=lambda: events, key_averages=lambda: averages)
+    text = page(measured, first=1, steps=1, seconds=4.0, timeline=[])
+    assert "| rollout | 2.00 | 50% |" in text
+    assert "75% of the time no kernel runs on the GPU" in text
+    assert [line for line in text.splitlines() if line.startswith("| `")] == ["| `aten::mm` | 1 | 0.500 |  |"]

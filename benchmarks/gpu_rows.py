@@ -1,0 +1,172 @@
+"""The measurements of gpu.py: their rows, and the goals of these."""
+
+from dataclasses import dataclass, field
+
+SIZE = {False: ["height=512", "width=512"], True: ["height=32", "width=32"]}  # by whether it is `--small`
+ALWAYS = [
+    "pipeline_kwargs={max_sequence_length: 128}", "dtype=bf16", "prompts=prompts/ocr_train.txt", "evaluation.prompts=null",
+    "trackers=[]", "prompts_per_step=2", "images_per_prompt=12", "microbatch=12", "lora={rank: 32, alpha: 64}",
+]  # fmt: skip
+SMALL = ["prompts_per_step=1", "images_per_prompt=2", "microbatch=2", "pipeline_kwargs={max_sequence_length: 16}"]
+GRPO = [
+    "sampling={steps: 10, transition: cps, noise_level: 0.8, window: {schedule: random, size: 3, last_step: 4}}",
+    "objective={name: grpo, advantage: batch_std, clip_low: 1.0e-5, clip_high: 1.0e-5}",
+]
+AWM = [
+    "sampling={steps: 10, transition: ode}",
+    "objective={name: awm, advantage: batch_std, clip_low: 1.0, clip_high: 1.0, num_noise_levels: 3}",
+]
+# configs/sd35_medium_ocr_guided.yaml, which has the first nine steps as the published code; the paper trains all ten
+PAPER = [
+    "guidance=4.5", "microbatch=6",
+    "sampling={steps: 10, transition: flow_sde, noise_level: 0.7, window: {schedule: all, last_step: 9}}",
+    "objective={name: grpo, advantage: batch_std, clip_low: 1.0e-4, clip_high: 1.0e-4, kl: flow_grpo, kl_weight: 0.04}",
+]  # fmt: skip
+# configs/flux_dev_ocr.yaml
+FLUX = [
+    "guidance=3.5", "microbatch=6", "images_per_prompt=6",
+    "sampling={steps: 6, transition: cps, noise_level: 0.8, window: {schedule: random, size: 3, last_step: 2}}",
+    "objective={name: grpo, advantage: batch_std, clip_low: 1.0e-5, clip_high: 1.0e-5}",
+    "lora={rank: 64, alpha: 128, targets: [to_q, to_k, to_v, to_out.0, add_q_proj, add_k_proj, add_v_proj, to_add_out, "
+    "ff.net.0.proj, ff.net.2, ff_context.net.0.proj, ff_context.net.2]}",
+]  # fmt: skip
+# a few steps: memory and waits do not depend on their number
+BRIEF = [
+    "prompts_per_step=1", "images_per_prompt=4", "microbatch=4",
+    "sampling={steps: 4, transition: cps, noise_level: 0.8, window: {schedule: fixed, size: 2, first_step: 0}}",
+    "objective={name: grpo, advantage: batch_std, clip_low: 1.0e-3, clip_high: 1.0e-3}",
+]  # fmt: skip
+CHECKPOINTING, COMPILED = "memory.gradient_checkpointing=true", "memory.compile=true"
+SPEED = {
+    "plain": [],
+    "checkpointing": [CHECKPOINTING],
+    "compile": [COMPILED],
+    "compile and checkpointing": [COMPILED, CHECKPOINTING],
+}
+BLOCKS_OFFLOADED = ["memory.offload=groups", CHECKPOINTING]
+
+SHARES = ("rollout", "decode", "forward", "backward", "optimizer")  # of a step's time, as the phases of its metrics
+SPEED_COLUMNS = ("images/s", "MFU", *SHARES, "peak GB", "ratio off 1")
+MEMORY_COLUMNS = ("peak GB", "planned GB", "planned / measured", "reserved GB", "images/s", "ratio off 1")
+EXACT = {"ratio off 1": "= 0"}
+WITHIN_15_PERCENT = {"planned / measured": "0.85 to 1.15"}
+
+
+@dataclass(frozen=True)
+class Row:
+    """A setting that is measured in a process of its own.
+
+    Attributes:
+        overrides: of the run's config.
+        goals: by column, `>= number`, `<= number`, `= number` or `number to number`.
+        model: a kind of random_models.py.
+        seconds: left of the time, without which the row is not begun.
+        card: GiB of the card that the row is to fit, all that the process takes of it counted.
+        package: without which the setting can't be used.
+    """
+
+    overrides: list[str]
+    goals: dict[str, str] = field(default_factory=dict)
+    model: str = "sd35_medium"
+    seconds: int = 60
+    card: float | None = None
+    package: str | None = None
+
+    @property
+    def is_loaded(self) -> bool:
+        """Whether the model is loaded from files, since only loading quantises; else it is built on the GPU."""
+        return any("quantize" in override for override in self.overrides)
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """Rows with the same columns, and a goal in words."""
+
+    goal: str
+    columns: tuple[str, ...]
+    rows: dict[str, Row]
+
+
+def _speed_rows(
+    prefix: str, base: list[str], settings: dict[str, list[str]], goals: dict[str, str], **of_row
+) -> dict[str, Row]:
+    return {
+        f"{prefix}{name}": Row([*base, *more], {**goals, **EXACT}, seconds=150 if COMPILED in more else 60, **of_row)
+        for name, more in settings.items()
+    }
+
+
+def _memory_rows() -> dict[str, Row]:
+    """Each option against `plain` or `checkpointing`, and the VAE's at 1536 px, where decoding is the peak and is tiled."""
+    decoding = [CHECKPOINTING, "height=1536", "width=1536", "microbatch=4"]
+    settings: dict[str, tuple[list[str], str | None]] = {
+        "plain": ([], None),
+        "checkpointing": ([CHECKPOINTING], None),
+        "compile": ([COMPILED], None),
+        "offload groups, checkpointing": (BLOCKS_OFFLOADED, None),
+        "offload_trajectories": (["memory.offload_trajectories=true"], None),
+        "offload_text_encoders": (["memory.offload_text_encoders=true"], None),
+        "int8": (["memory.quantize=int8"], "torchao"),
+        "fp8": (["memory.quantize=fp8"], "torchao"),
+        "nf4": (["memory.quantize=nf4"], "bitsandbytes"),
+        "8-bit AdamW": (["optimizer.name=adamw_8bit"], "bitsandbytes"),
+        "1536 px, checkpointing": (decoding, None),
+        "1536 px, checkpointing, vae_slicing": ([*decoding, "memory.vae_slicing=true"], None),
+        "1536 px, checkpointing, vae_tiling": ([*decoding, "memory.vae_tiling=true"], None),
+    }
+    return {
+        name: Row([*BRIEF, *more], {**WITHIN_15_PERCENT, **EXACT}, package=package, seconds=120 if COMPILED in more else 40)
+        for name, (more, package) in settings.items()
+    }
+
+
+def _card_rows() -> dict[str, Row]:
+    thrifty = ["images_per_prompt=8", "prompts_per_step=1", CHECKPOINTING, "memory.vae_slicing=true"]
+    flux = [*FLUX, *thrifty, "microbatch=2", "memory.quantize=nf4"]
+    return {
+        "SD3.5-M, 16 GB": Row([*GRPO, *thrifty, "microbatch=4"], {"reserved + context GiB": "<= 16", **EXACT}, card=16),
+        "FLUX nf4, 24 GB": Row(
+            flux, {"reserved + context GiB": "<= 24", **EXACT}, "flux_dev", seconds=240, card=24, package="bitsandbytes"
+        ),
+    }
+
+
+_WAITS = {
+    **SPEED,
+    "offload groups, checkpointing": BLOCKS_OFFLOADED,
+    "offload_trajectories": ["memory.offload_trajectories=true"],
+}
+_FLUX_SPEED = {name: more for name, more in SPEED.items() if CHECKPOINTING in more}
+_OURS = {"images/s": ">= 6", "MFU": ">= 0.30"}
+MEASUREMENTS = {
+    "paper": Measurement(
+        "SD3.5-M at 512 px by the paper's recipe (guidance 4.5, ten of ten steps trained, KL 0.04): 1.5 images/s",
+        SPEED_COLUMNS,
+        _speed_rows("", PAPER, SPEED, {"images/s": ">= 1.5"}),
+    ),
+    "ours": Measurement(
+        "SD3.5-M at 512 px without guidance, three steps or noise levels trained: 6 images/s, MFU 0.30, stretch 0.45",
+        SPEED_COLUMNS,
+        {
+            **_speed_rows("grpo, ", GRPO, SPEED, _OURS),
+            **_speed_rows("awm, ", AWM, SPEED, _OURS),
+            **_speed_rows("grpo, ", GRPO, {"attention _native_cudnn": ["memory.attention_backend=_native_cudnn"]}, _OURS),
+        },
+    ),
+    "flux": Measurement(
+        "FLUX.1-dev at 512 px, LoRA: 1 image/s",
+        SPEED_COLUMNS,
+        _speed_rows("", FLUX, _FLUX_SPEED, {"images/s": ">= 1"}, model="flux_dev"),
+    ),
+    "small_cards": Measurement(
+        "training steps within the memory of a small card, which the process can't exceed",
+        ("reserved + context GiB", "context GiB", *MEMORY_COLUMNS),
+        _card_rows(),
+    ),
+    "memory": Measurement("each memory option; plan within 15 % of the measured peak", MEMORY_COLUMNS, _memory_rows()),
+    "waits": Measurement(
+        "times that a training step waits for the GPU; the ratio before the first update is exactly 1",
+        ("waits", "ratio off 1", "images/s"),
+        {name: Row([*BRIEF, *more], dict(EXACT), seconds=120 if COMPILED in more else 40) for name, more in _WAITS.items()},
+    ),
+}  # fmt: skip

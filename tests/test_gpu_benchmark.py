@@ -1,0 +1,89 @@
+"""benchmarks/gpu.py on a CPU: each row's settings are valid, a row trains, and a row that fails is seen."""
+
+import importlib
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
+
+
+@pytest.fixture
+def script(monkeypatch):
+    """Import a file of benchmarks/ as the command does."""
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    return importlib.import_module
+
+
+def test_each_row_is_a_valid_config_that_differs_from_the_others_of_its_table(script):
+    settings, measurements = script("gpu_step").settings, script("gpu_rows").MEASUREMENTS
+    for measurement in measurements.values():
+        for small in (False, True):
+            configs = [settings(row, "a/folder", small) for row in measurement.rows.values()]
+            assert all(args.prompts_per_step * args.images_per_prompt % args.microbatch == 0 for args in configs)
+        full = [settings(row, "a/folder", False).model_dump_json() for row in measurement.rows.values()]
+        assert len(set(full)) == len(full)
+
+
+def test_goals_are_of_columns_that_are_shown(script):
+    for measurement in script("gpu_rows").MEASUREMENTS.values():
+        assert all(set(row.goals) <= set(measurement.columns) for row in measurement.rows.values())
+
+
+@pytest.mark.parametrize(
+    ("value", "wanted", "shown"),
+    [
+        (1.5, ">= 1.5", " (>= 1.5: yes)"),
+        (1.4, ">= 1.5", " (>= 1.5: no)"),
+        (16.1, "<= 16", " (<= 16: no)"),
+        (0.0, "= 0", " (= 0: yes)"),
+        (1e-7, "= 0", " (= 0: no)"),
+        (1.1, "0.85 to 1.15", " (0.85 to 1.15: yes)"),
+        (1.2, "0.85 to 1.15", " (0.85 to 1.15: no)"),
+        (float("nan"), "= 0", " (= 0: no)"),
+        (3.0, None, ""),
+    ],
+)
+def test_a_goal_stands_beside_its_value(script, value, wanted, shown):
+    assert script("gpu").goal(value, wanted) == shown
+
+
+def test_a_row_trains_a_small_model_and_gives_each_column(script, tmp_path):
+    rows = script("gpu_rows")
+    row = rows.MEASUREMENTS["waits"].rows["offload groups, checkpointing"]
+    values = script("gpu_step").measure(
+        row, ("images/s", "ratio off 1", "planned / measured", *rows.SHARES), str(tmp_path), True
+    )
+    assert list(values["values"])[:2] == ["images/s", "ratio off 1"]
+    assert values["values"]["ratio off 1"] == 0
+    assert values["values"]["images/s"] > 0
+    assert 0.5 < sum(values["values"][share] for share in rows.SHARES) <= 1
+
+
+def test_a_row_that_fails_is_in_the_table_and_fails_the_command(script, monkeypatch, capsys):
+    gpu = script("gpu")
+    monkeypatch.setattr(gpu, "LONGEST", 0.2)
+    measurement = gpu.MEASUREMENTS["waits"]
+    assert not gpu.run_rows("waits", measurement, {"plain": measurement.rows["plain"]}, small=True)
+    assert "| plain | failed: stopped after 0 s |" in capsys.readouterr().out
+
+
+def test_a_row_without_its_package_or_without_time_is_skipped(script, monkeypatch, capsys):
+    gpu = script("gpu")
+    row = gpu.MEASUREMENTS["waits"].rows["plain"]
+    assert gpu.run_rows("waits", gpu.MEASUREMENTS["waits"], {"x": gpu.Row(row.overrides, package="no_such_package")}, True)
+    monkeypatch.setattr(gpu, "SECONDS", 1)
+    assert gpu.run_rows("waits", gpu.MEASUREMENTS["waits"], {"plain": row}, True)
+    out = capsys.readouterr().out
+    assert "| x | skipped: no_such_package is not installed |" in out
+    assert "| plain | skipped: 1 s are left; give its name to measure it alone |" in out
+
+
+@pytest.mark.slow
+def test_the_command_measures_a_row_in_a_process_of_its_own(tmp_path):
+    command = [sys.executable, str(BENCHMARKS / "gpu.py"), "waits", "plain", "--small"]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert "| 0 (= 0: yes) |" in done.stdout
