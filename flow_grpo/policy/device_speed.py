@@ -53,13 +53,14 @@ def fastest(work: Callable[[], object], device: torch.device, seconds: float) ->
 def matmul_peak(device: torch.device, dtype: torch.dtype) -> float:
     """The highest `matmul_speed` measured on this device so far, also by earlier runs on this machine, which `CACHE` keeps.
 
-    It is measured once in a process. Another program that used the device then would make the speed of one run too small.
+    It is measured once in a process. Another program that used the device then would make the speed of one run too small. Where no
+    memory is left to measure it, it is that of earlier runs, or 0.
     """
     threads = "" if device.type == "cuda" else f" with {torch.get_num_threads()} threads"
     key = f"{device_name(device)}{threads}, {str(dtype).removeprefix('torch.')}, torch {torch.__version__}"
-    known = _measured().get(key, 0.0)
+    speed = known = _measured().get(key, 0.0)
     # `randn` must not move the run's random numbers
-    with torch.random.fork_rng([device] if device.type == "cuda" else []):
+    with torch.random.fork_rng([device] if device.type == "cuda" else []), suppress(torch.OutOfMemoryError):
         speed = max(known, matmul_speed(device, dtype, 0.2))
     if speed > known:
         _keep(key, speed)

@@ -130,7 +130,8 @@ class StepMeter:
             metrics["speed/images_per_second"] = images / seconds
         if tflop:
             speed = metrics["speed/tflop_per_second"] = tflop / seconds
-            metrics["speed/mfu"] = 1e12 * speed / (matmul_peak(self.device, dtype) * processes)
+            if peak := matmul_peak(self.device, dtype):
+                metrics["speed/mfu"] = 1e12 * speed / (peak * processes)
         return metrics
 
     def _mark(self) -> None:

@@ -111,6 +111,23 @@ def test_the_peak_is_the_highest_of_all_runs_and_a_damaged_file_is_none(tmp_path
         matmul_peak.cache_clear()
 
 
+def test_a_step_of_a_full_device_is_reported_without_its_mfu(tmp_path, monkeypatch):
+    """The weights have moved then: an error would repeat the step."""
+    monkeypatch.setattr("flow_grpo.policy.device_speed.CACHE", tmp_path / "speed.json")
+
+    def full(*given):
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr("flow_grpo.policy.device_speed.matmul_speed", full)
+    matmul_peak.cache_clear()
+    speed = StepMeter(None, torch.device("cpu")).speed(2.0, 4, 6.0, dtype=torch.float32, processes=1)
+    matmul_peak.cache_clear()
+    assert {name: value for name, value in speed.items() if name.startswith("speed/")} == {
+        "speed/images_per_second": 2.0,
+        "speed/tflop_per_second": 3.0,
+    }
+
+
 def test_measuring_the_peak_moves_no_random_number(tmp_path, monkeypatch):
     monkeypatch.setattr("flow_grpo.policy.device_speed.CACHE", tmp_path / "speed.json")
     matmul_peak.cache_clear()
