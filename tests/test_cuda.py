@@ -53,6 +53,14 @@ def test_a_quantised_base_trains_with_a_ratio_of_exactly_1(flux, tmp_path, kind)
     assert all(parameter.dtype == torch.float32 for parameter in trainer.policy.trainable_parameters().values())
 
 
+@pytest.mark.parametrize("offload", ["null", "groups"])
+def test_a_base_in_float8_trains_with_a_ratio_of_exactly_1(flux, tmp_path, offload):
+    memory = f"memory={{quantize: fp8_layerwise, gradient_checkpointing: true, offload: {offload}}}"
+    trainer = FlowGRPOTrainer(args=short_run(tmp_path, *flux, "dtype=bf16", memory))
+    for _ in range(2):
+        assert trainer.training_step()["ratio/first_update_max_deviation"] == 0
+
+
 def test_offloaded_blocks_give_the_same_step_with_less_memory(flux, tmp_path):
     steps, peaks = [], []
     for offload in ("null", "groups"):

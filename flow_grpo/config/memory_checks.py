@@ -12,10 +12,23 @@ def check_offloading(args: RunSettings) -> None:
         "lora=null": args.lora is None,
         "memory.compile": memory.compile,
         f"memory.shard={memory.shard}": memory.shard is not None,
-        f"memory.quantize={memory.quantize}": memory.quantize is not None,
+        f"memory.quantize={memory.quantize}": memory.quantize not in (None, "fp8_layerwise"),
     }
     if conflict := next((name for name, is_set in refused.items() if is_set), None):
         raise ValueError(f"memory.offload=groups does not go with {conflict}: leave one of them out.")
+
+
+def check_layerwise_casting(args: RunSettings) -> None:
+    """Raise ValueError if settings conflict with `memory.quantize=fp8_layerwise`, weights that are cast for each layer's computation."""
+    memory = args.memory
+    if memory.quantize != "fp8_layerwise":
+        return
+    refused = {
+        "memory.compile, which can't trace the casts": memory.compile,
+        "memory.shard=fsdp2, which casts the weights itself": memory.shard == "fsdp2",
+    }
+    if conflict := next((name for name, is_set in refused.items() if is_set), None):
+        raise ValueError(f"memory.quantize=fp8_layerwise does not go with {conflict}: leave one of them out.")
 
 
 def check_zero(args: RunSettings) -> None:

@@ -10,6 +10,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from flow_grpo.plan.hardware import TERA, Rates
 from flow_grpo.policy.device_speed import fastest
+from flow_grpo.policy.memory import FLOAT8, cast_layers
 from flow_grpo.policy.meta_pipeline import BlockCall
 from flow_grpo.policy.step_meter import flop_counter
 
@@ -67,8 +68,10 @@ def _real(call: BlockCall, device: torch.device, dtype: torch.dtype) -> BlockCal
     block = copy.deepcopy(call.block).to_empty(device=device)
     for value in (*block.parameters(), *block.buffers()):
         if value.is_floating_point():
-            torch.nn.init.normal_(value, std=0.02)
-            value.data = value.data.to(torch.float32 if value.dtype == torch.float32 else dtype)
+            kind = value.dtype if value.dtype in (torch.float32, FLOAT8) else dtype
+            value.data = torch.empty(value.shape, device=device).normal_(std=0.02).to(kind)
+    for layer in cast_layers(block):
+        layer.compute_dtype = dtype
     args, kwargs = tree_map(numbers, (call.args, call.kwargs))
     return BlockCall(block, args, kwargs, call.count)
 

@@ -6,11 +6,12 @@ from typing import Any
 
 import torch
 
-from flow_grpo.policy.memory import repeated_blocks
+from flow_grpo.policy.memory import cast_layers, repeated_blocks
 from flow_grpo.policy.meta_pipeline import MetaModule, MetaTextEncoder
 from flow_grpo.policy.model_files import stored_bytes
 
-BITS = {"int8": 8.1, "fp8": 8.1, "int4": 4.5, "nf4": 4.5}  # per weight, with the scales
+# per weight, with the scales; the meta pipeline itself has the float8 weights of fp8_layerwise
+BITS = {"int8": 8.1, "fp8": 8.1, "int4": 4.5, "nf4": 4.5}
 
 
 def weight_bytes(network: Any, quantize: str | None) -> float:
@@ -18,8 +19,8 @@ def weight_bytes(network: Any, quantize: str | None) -> float:
     total = 0.0
     for name, parameter in [*network.named_parameters(), *network.named_buffers()]:
         if "lora_" not in name:
-            linear = quantize is not None and parameter.ndim == 2 and name.endswith("weight")
-            total += parameter.numel() * (BITS[quantize] / 8 if linear and quantize else parameter.element_size())
+            linear = parameter.ndim == 2 and name.endswith("weight")
+            total += parameter.numel() * (BITS[quantize] / 8 if linear and quantize in BITS else parameter.element_size())
     return total
 
 
@@ -57,10 +58,13 @@ class LoadingMemory:
             size, built = (
                 (part.bytes, 0.0) if isinstance(part, MetaTextEncoder) else (weight_bytes(part, None), part.buffer_bytes)
             )
+            cast = sum(p.nbytes for layer in cast_layers(part) for p in layer.parameters(recurse=False))
+            size += cast * (dtype.itemsize - 1)  # float8 layers are loaded in the other dtype, and cast then
             here = stored_bytes(folder / name, dtype)
             published = 0.0 if dtype == torch.bfloat16 else size * 2 / dtype.itemsize  # most are in 16 bits
             files: list[tuple[float, float]] = [(float(copied), float(used)) for copied, used in here] or [(published, 0.0)]
-            weights += size
-            stays += sum(copied for copied, used in files if used)
-            passes.append(built + sum(copied for copied, used in files if not used))
+            weights += size + cast
+            # `store_in_float8` copies what it does not cast, so no file stays mapped
+            stays += sum(copied for copied, used in files if used and not cast)
+            passes.append(built + sum(copied for copied, used in files if cast or not used))
         return cls(stays, weights + stays + max(passes))

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from flow_grpo.distributed.sharding import gather_to_cpu, local_shard, shard_like
 from flow_grpo.files import normalize_safetensors
+from flow_grpo.policy.memory import cast_layers
 
 WEIGHTS_PREFIX = "diffusion_pytorch_model"  # of the names of a transformer's files in diffusers
 CONFIG = "config.json"
@@ -22,9 +23,16 @@ class FullWeights:
 
     Attributes:
         base: the base model's weights by name, once they were stored. While `swap_base` has exchanged them, the trained ones.
+
+    Raises:
+        ValueError: the weights are stored in float8.
     """
 
     def __init__(self, transformer: Any) -> None:
+        if cast_layers(transformer):
+            raise ValueError(
+                "memory.quantize=fp8_layerwise stores base weights in float8, and here all of them are trained: leave it out"
+            )
         self.transformer, self.class_name = transformer, type(transformer).__name__  # sharding changes the class
         self.base: dict[str, Tensor] = {}
         self._dtypes = {name: value.dtype for name, value in self._values()}  # some families keep a few modules in float32

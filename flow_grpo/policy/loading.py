@@ -62,8 +62,8 @@ def load_policy(
     options = _loading_options(source, weights, memory, without_encoders)
     with phase(f"loading {path_or_name}"), load_errors(path_or_name), downloads(source):
         pipe = DiffusionPipeline.from_pretrained(source, torch_dtype=weights, **options)
+    apply_memory_settings(pipe, memory)  # before the move, so that a GPU never holds weights that are stored smaller
     move_to_device(pipe, torch.device(device), memory)
-    apply_memory_settings(pipe, memory)
     policy = Policy(pipe, weights, guidance, embeddings, memory.offload_text_encoders, **call)
     if lora is not None:
         policy.load_lora(lora)
@@ -74,7 +74,7 @@ def _loading_options(source: str, dtype: torch.dtype, memory: MemoryConfig, with
     """Further arguments of `from_pretrained`. Checks the files of a folder. ValueError for what could not be loaded."""
     left_out = hub.component_names(source, ENCODER_PREFIXES) if without_encoders else []
     options: dict[str, Any] = dict.fromkeys(left_out)
-    if memory.quantize is not None:
+    if memory.quantize not in (None, "fp8_layerwise"):
         options["quantization_config"] = quantization(memory.quantize, dtype, hub.pipeline_class(source))
     if Path(source).is_dir():
         check_weights(source, left_out)

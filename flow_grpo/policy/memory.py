@@ -1,8 +1,9 @@
-"""The settings of `memory` applied to a pipeline: quantisation, offloading, checkpointing, attention backend, VAE slicing."""
+"""The settings of `memory` applied to a pipeline: quantisation, casting, offloading, checkpointing, attention backend, VAE slicing."""
 
 import functools
 import resource
 import sys
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -13,6 +14,8 @@ from flow_grpo.config.sections import MemoryConfig
 from flow_grpo.policy.encoding import ENCODER_PREFIXES
 from flow_grpo.policy.families import denoisers, family
 from flow_grpo.text import first_line
+
+FLOAT8 = torch.float8_e4m3fn  # of weights that are stored in float8
 
 
 def quantization(kind: str, dtype: torch.dtype, pipeline: str) -> PipelineQuantizationConfig:
@@ -40,12 +43,14 @@ def quantization(kind: str, dtype: torch.dtype, pipeline: str) -> PipelineQuanti
 
 
 def apply_memory_settings(pipe: DiffusionPipeline, memory: MemoryConfig) -> None:
-    """Set gradient checkpointing and attention backend of the transformers, VAE slicing and tiling of a loaded pipeline.
+    """Set float8 storage, gradient checkpointing and attention backend of the transformers, VAE slicing and tiling of a loaded pipeline.
 
     Raises:
         ValueError: a transformer or the VAE does not support a setting.
     """
     for transformer in (getattr(pipe, name) for name in denoisers(pipe)):
+        if memory.quantize == "fp8_layerwise":
+            store_in_float8(transformer)
         if memory.gradient_checkpointing:
             if not getattr(transformer, "_supports_gradient_checkpointing", False):
                 raise ValueError(
@@ -59,6 +64,57 @@ def apply_memory_settings(pipe: DiffusionPipeline, memory: MemoryConfig) -> None
             if not hasattr(pipe.vae, method):
                 raise ValueError(f"{type(pipe.vae).__name__} has no {method}: leave memory.vae_slicing and vae_tiling out.")
             getattr(pipe.vae, method)()
+
+
+def store_in_float8(transformer: Any) -> None:
+    """Store the layers' weights in float8, and cast those of a layer to the dtype it had for each call of it (layerwise casting).
+
+    diffusers chooses the layers and converts them. Its own hooks set the weights of a layer in place: the backward pass of a convolution
+    would then find float8, and until that of a linear layer a copy would stay in memory.
+    """
+    dtype = transformer.dtype
+    transformer.enable_layerwise_casting(storage_dtype=FLOAT8, compute_dtype=dtype)
+    for value in (*transformer.parameters(), *transformer.buffers()):
+        if value.dtype != FLOAT8:
+            value.data = value.data.clone()  # else the whole file would stay mapped
+    for layer in cast_layers(transformer):
+        layer.compute_dtype = dtype  # peft reads it: else it would give a LoRA the dtype of the weights
+        del layer.forward  # diffusers' hook
+        layer.forward = functools.partial(_with_cast_weights, _Call(layer))
+
+
+def cast_layers(transformer: Any) -> list[Any]:
+    """The layers whose weights are stored in float8."""
+    return [layer for layer in transformer.modules() if any(p.dtype == FLOAT8 for p in layer.parameters(recurse=False))]
+
+
+def _with_cast_weights(call: "_Call", *args: Any, **kwargs: Any) -> Any:
+    """A layer's own forward pass with copies of its weights in the dtype it computes in."""
+    layer: Any = call.block
+    stored = dict(layer.named_parameters(recurse=False))
+    copies = {name: value.to(layer.compute_dtype) for name, value in stored.items()}
+    recast: AbstractContextManager[Any] = nullcontext()
+    if isinstance(layer, torch.nn.Linear) and torch.is_grad_enabled():
+        recast = _recast_for_backward(stored["weight"], copies["weight"])
+    with recast:
+        return torch.func.functional_call(call, {f"block.{name}": copy for name, copy in copies.items()}, args, kwargs)
+
+
+def _recast_for_backward(stored: torch.Tensor, copy: torch.Tensor) -> AbstractContextManager[Any]:
+    """A context in which the graph keeps the stored weight in place of its copy, which the backward pass makes again.
+
+    It is for operations that save no other tensor: gradient checkpointing does not get to see what is saved in this context.
+    """
+    dtype, storage = copy.dtype, copy.untyped_storage()._cdata
+
+    def pack(saved: torch.Tensor) -> Any:
+        is_copy = saved.untyped_storage()._cdata == storage
+        return (saved.size(), saved.stride(), saved.storage_offset()) if is_copy else saved
+
+    def unpack(packed: Any) -> torch.Tensor:
+        return packed if isinstance(packed, torch.Tensor) else stored.to(dtype).as_strided(*packed)
+
+    return torch.autograd.graph.saved_tensors_hooks(pack, unpack)
 
 
 def move_to_device(pipe: DiffusionPipeline, device: torch.device, memory: MemoryConfig) -> None:

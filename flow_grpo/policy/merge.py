@@ -9,6 +9,7 @@ from diffusers.utils.peft_utils import recurse_remove_peft_layers
 from flow_grpo.files import normalize_safetensors
 from flow_grpo.policy import hub
 from flow_grpo.policy.families import denoisers
+from flow_grpo.policy.memory import cast_layers
 from flow_grpo.policy.policy import Policy
 
 
@@ -37,7 +38,8 @@ def save_merged(policy: Policy, folder: Path, base: str) -> None:
 def merge(policy: Policy) -> None:
     """Add the LoRA to the base weights, with one rounding to their dtype."""
     transformers = policy.lora.transformers.values()
-    if policy.pipe.transformer.config.get("quantization_config") is not None:
+    quantised = policy.pipe.transformer.config.get("quantization_config") is not None
+    if quantised or cast_layers(policy.pipe.transformer):
         raise ValueError(
             "the base weights are quantised, and a LoRA can't be added to them: export the LoRA without merging."
         )

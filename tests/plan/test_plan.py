@@ -16,6 +16,7 @@ from typer.testing import CliRunner
 from flow_grpo.cli import app as cli
 from flow_grpo.config.bundled import bundled_file
 from flow_grpo.config.run_config import FlowGRPOConfig
+from flow_grpo.config.sections import MemoryConfig
 from flow_grpo.plan import block_speed, counters, fit
 from flow_grpo.plan.estimate import StepEstimator
 from flow_grpo.plan.fit import fit_batch_sizes, slower_dtype
@@ -24,6 +25,8 @@ from flow_grpo.plan.show import print_plan
 from flow_grpo.plan.weights_memory import LoadingMemory
 from flow_grpo.policy import meta_pipeline
 from flow_grpo.policy.hub import BUNDLED_MODELS
+from flow_grpo.policy.loading import load_policy
+from flow_grpo.policy.memory import cast_layers, repeated_blocks
 from flow_grpo.trainer import FlowGRPOTrainer
 
 PRESETS = sorted(file.stem for file in bundled_file("").glob("*.yaml"))
@@ -92,6 +95,57 @@ def test_offloaded_blocks_are_on_the_gpu_one_at_a_time(default):
     assert other.persistent["base weights"] - one.persistent["base weights"] == sum(sizes)
     for phase in ("rollout", "update"):
         assert one.transient[phase] - other.transient[phase] == pytest.approx(max(sizes))
+
+
+@pytest.mark.parametrize("family", ["flux", "sana"])
+@pytest.mark.parametrize("offload", ["null", "groups"])
+def test_layers_in_float8_are_planned_as_they_are_stored(family, offload, tmp_path, monkeypatch):
+    """Base weights to the byte; graphs without copies of linear layers' weights; and blocks are timed with their casts."""
+    tiny = TINY[family]
+    tiny.build().save_pretrained(tmp_path)
+    size = [
+        f"model={tmp_path}",
+        f"height={tiny.size[0]}",
+        f"width={tiny.size[1]}",
+        f"pipeline_kwargs={json.dumps(tiny.call)}",
+    ]
+    words = [*size, "lora.targets=null", "evaluation.prompts=null", "rewards={jpeg_size: 1}"]
+
+    def estimator(quantize: str, cuda: bool) -> StepEstimator:
+        memory = f"memory={{quantize: {quantize}, gradient_checkpointing: true, offload: {offload}}}"
+        return StepEstimator(FlowGRPOConfig.from_yaml("tiny_grpo", [*words, "dtype=bf16", memory]), cuda=cuda)
+
+    call = {"height": tiny.size[0], "width": tiny.size[1], **tiny.call}
+    layerwise = MemoryConfig(quantize="fp8_layerwise")
+    transformer = load_policy(str(tmp_path), "cpu", "bf16", memory=layerwise, **call).pipe.transformer
+    offloaded = {p for block in repeated_blocks(transformer, "") for p in (*block.parameters(), *block.buffers())}
+    tensors = {*transformer.parameters(), *transformer.buffers()}
+    on_gpu = tensors if offload == "null" else tensors - offloaded
+    real = {False: sum(t.nbytes for t in tensors), True: sum(t.nbytes for t in on_gpu)}
+    for cuda in (False, True):
+        planned = estimator("fp8_layerwise", cuda)
+        assert planned.estimate(4).persistent["base weights"] == real[cuda]
+        assert planned.trace.graph_bytes(2) <= estimator("null", cuda).trace.graph_bytes(2)
+    on_cpu, plain = estimator("fp8_layerwise", cuda=False), estimator("null", cuda=False)
+    small = sum(p.nbytes for layer in cast_layers(transformer) for p in layer.parameters(recurse=False))
+    assert on_cpu.loading.peak == plain.loading.peak + small, "the model is loaded in bf16, and cast then"
+    monkeypatch.setattr(block_speed, "SECONDS", 0.0)
+    for dtype in (torch.bfloat16, torch.float32):
+        assert "blocks of the model" in on_cpu.rates(2, dtype).how
+
+
+def test_a_vae_takes_less_memory_for_slices_and_less_again_for_tiles():
+    size = ["height=160", "width=160", "sampling.keep_graphs=false"]
+    peaks = []
+    for settings in ("{}", "{vae_slicing: true}", "{vae_slicing: true, vae_tiling: true}"):
+        args = FlowGRPOConfig.from_yaml("tiny_grpo", [*size, f"memory={settings}"])
+        peaks.append(StepEstimator(args, cuda=True).estimate(8).transient["decoding"])
+    whole, sliced, tiled = peaks
+    assert tiled < sliced < whole
+    words = ["plan", "tiny_grpo", *size, "memory={vae_tiling: true}", "--gpu", "L4"]
+    result = CliRunner().invoke(cli.app, words)
+    assert result.exit_code == 0, result.output
+    assert "VAE" in result.output
 
 
 def test_trajectories_take_what_a_rollout_leaves(tmp_path):

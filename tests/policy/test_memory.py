@@ -5,12 +5,14 @@ import sys
 
 import pytest
 import torch
+from diffusers import DiffusionPipeline
 from support.embedded import PROMPTS, short_run, stir, tiny_policy
 from support.families import TINY, awake
 
 from flow_grpo.config.sections import MemoryConfig
 from flow_grpo.policy import hub, memory
 from flow_grpo.policy.loading import load_policy
+from flow_grpo.policy.merge import merge
 from flow_grpo.trainer import FlowGRPOTrainer
 
 ROWS = torch.arange(2)
@@ -213,6 +215,118 @@ def test_a_quantised_base_is_near_the_whole_one_and_trains(flux, tmp_path, kind,
     trainer = FlowGRPOTrainer(args=short_run(tmp_path, *size, f"memory={{quantize: {kind}}}", "lora.targets=null"))
     assert trainer.training_step()["ratio/first_update_max_deviation"] == 0
     assert all(parameter.dtype == torch.float32 for parameter in trainer.policy.trainable_parameters().values())
+
+
+@pytest.fixture(scope="module", params=["flux", "sana"])
+def cast(request, tmp_path_factory):
+    """A model, and one whose weights are rounded where diffusers' own layerwise casting stores float8. Sana has convolutions."""
+    torch.manual_seed(0)
+    tiny, (model, rounded) = TINY[request.param], (tmp_path_factory.mktemp(name) for name in ("model", "rounded"))
+    awake(tiny.build()).to(torch.bfloat16).to(torch.float32).save_pretrained(model)  # bf16 rounds nothing more
+    pipe, stored = (DiffusionPipeline.from_pretrained(model) for _ in range(2))
+    stored.transformer.enable_layerwise_casting(storage_dtype=torch.float8_e4m3fn, compute_dtype=torch.float32)
+    pipe.transformer.load_state_dict({name: value.float() for name, value in stored.transformer.state_dict().items()})
+    pipe.save_pretrained(rounded)
+    return model, rounded, {"height": tiny.size[0], "width": tiny.size[1], **tiny.call}
+
+
+LAYERWISE = MemoryConfig(quantize="fp8_layerwise")
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+@pytest.mark.parametrize("offload", [None, "groups"])
+@pytest.mark.parametrize("checkpointing", [True, False])
+def test_weights_stored_in_float8_change_no_bit_of_the_gradient_of_rounded_ones(cast, checkpointing, offload, dtype):
+    model, rounded, call = cast
+    found = []
+    for source, settings in ((rounded, {}), (model, {"quantize": "fp8_layerwise", "offload": offload})):
+        settings = MemoryConfig(gradient_checkpointing=checkpointing, **settings)
+        policy = load_policy(str(source), "cpu", dtype, memory=settings, **call)
+        policy.add_lora(4, 8, "all", seed=0)
+        initial = policy.adapter_state()
+        stir(policy)
+        kept = {}
+
+        def keep(tensor, kept=kept):
+            kept[tensor.untyped_storage()._cdata] = tensor.untyped_storage().nbytes()
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+            v = velocity(policy)
+        v.square().mean().backward()
+        gradients = {name: p.grad for name, p in policy.trainable_parameters().items()}
+        found.append(({"v": v, **initial, **{f"{name}.grad": g for name, g in gradients.items()}}, sum(kept.values())))
+    (expected, graph), (stored, smaller_graph) = found
+    assert expected.keys() == stored.keys()
+    for name, value in expected.items():
+        assert torch.equal(stored[name], value), name
+    assert smaller_graph < graph, "it keeps no copies of linear layers' weights"
+
+
+def test_layers_in_float8_take_a_quarter_of_the_memory_and_others_stay_as_they_are(cast):
+    model, rounded, call = cast
+    plain, other = (
+        load_policy(str(source), "cpu", "fp32", **call).pipe.transformer.state_dict() for source in (model, rounded)
+    )
+    transformer = load_policy(str(model), "cpu", "fp32", memory=LAYERWISE, **call).pipe.transformer
+    stored = transformer.state_dict()
+    layers = {f"{name}." for name, layer in transformer.named_modules() if layer in memory.cast_layers(transformer)}
+    small = {name for name in stored if name.startswith(tuple(layers))}
+    assert {name for name in plain if not torch.equal(plain[name], other[name])} <= small
+    assert sum(stored[name].nbytes for name in small) * 4 == sum(plain[name].nbytes for name in small)
+    for name in stored.keys() - small:
+        assert stored[name].dtype == torch.float32
+        assert torch.equal(stored[name], plain[name])
+    assert transformer.dtype == torch.float32, "it computes in it"
+
+
+def test_steps_on_weights_in_float8_are_those_on_rounded_ones(cast, tmp_path):
+    model, rounded, call = cast
+    size = [f"height={call['height']}", f"width={call['width']}", "guidance=1", "lora.targets=null", "trackers=[]"]
+    kwargs = {name: value for name, value in call.items() if name not in ("height", "width")}
+    states = []
+    for source, quantize in ((rounded, "null"), (model, "fp8_layerwise")):
+        words = [f"model={source}", f"pipeline_kwargs={kwargs}", f"memory.quantize={quantize}"]
+        trainer = FlowGRPOTrainer(args=short_run(tmp_path / quantize, *size, *words))
+        for _ in range(2):
+            metrics = trainer.training_step()
+            assert metrics["ratio/first_update_max_deviation"] == 0
+            assert metrics["grad_norm"] > 0
+        states.append(trainer.policy.adapter_state())
+    assert all(torch.equal(states[1][name], value) for name, value in states[0].items())
+
+
+def test_a_lora_is_read_unrounded_onto_weights_in_float8(cast, tmp_path):
+    model, _, call = cast
+    policy = load_policy(str(model), "cpu", "fp32", memory=LAYERWISE, **call)
+    policy.add_lora(4, 8, None, seed=0)
+    stir(policy)
+    policy.save(tmp_path / "lora")
+    again = load_policy(str(model), "cpu", "fp32", tmp_path / "lora", memory=LAYERWISE, **call)
+    state = again.adapter_state()
+    assert all(torch.equal(state[name], value) for name, value in policy.adapter_state().items())
+    assert torch.equal(velocity(again), velocity(policy))
+    with pytest.raises(ValueError, match="export the LoRA without merging"):
+        merge(again)
+
+
+def test_weights_in_float8_are_not_trained(cast):
+    model, _, call = cast
+    with pytest.raises(ValueError, match=r"fp8_layerwise stores base weights in float8.*leave it out"):
+        load_policy(str(model), "cpu", "fp32", memory=LAYERWISE, **call).enable_full_finetuning()
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["memory={quantize: fp8_layerwise, compile: true}"], r"does not go with memory\.compile, which can't trace"),
+        (["memory={quantize: fp8_layerwise, shard: fsdp2}"], r"does not go with memory\.shard=fsdp2, which casts"),
+        (["memory.quantize=fp8_layerwise", "lora=null"], "lora=null trains all of them"),
+    ],
+)
+def test_layerwise_casting_that_cannot_work_is_refused(tmp_path, words, message):
+    with pytest.raises(ValueError, match=message):
+        short_run(tmp_path, *words)
 
 
 @pytest.mark.parametrize("kind", ["int8", "fp8", "int4", "nf4"])
