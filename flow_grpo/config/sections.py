@@ -274,8 +274,7 @@ class MemoryConfig(ConfigSection):
     offload_text_encoders: bool = False
     """Text encoders are on the CPU while no prompt is encoded."""
     quantize: Literal["int8", "fp8", "int4", "nf4", "fp8_layerwise"] | None = None
-    """Base weights of the transformer in 8 or 4 bit, under the float32 LoRA: nf4 by bitsandbytes, int8, fp8 and int4 by torchao.
-    fp8_layerwise is diffusers' layerwise casting: float8 without scales, cast to `dtype` for each layer's computation."""
+    """Base weights in 8 or 4 bit, under the float32 LoRA: nf4 by bitsandbytes, fp8_layerwise by diffusers, others by torchao."""
     gradient_checkpointing: bool = False
     """Whether activations of a block are computed again in the backward pass (gradient checkpointing), for a third more time."""
     offload: Literal["groups"] | None = None
