@@ -91,7 +91,7 @@ def check_kept_graphs(args: RunSettings) -> None:
         )
     if args.memory.offload is not None and not args.memory.gradient_checkpointing:
         raise ValueError(
-            f"sampling.keep_graphs with memory.offload={args.memory.offload}: each graph would hold copies of all blocks' weights on "
+            f"sampling.keep_graphs with memory.offload={args.memory.offload}: each graph would hold copies of blocks' weights on "
             "the device; set memory.gradient_checkpointing=true, or keep_graphs=false."
         )
 

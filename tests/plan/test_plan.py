@@ -97,8 +97,13 @@ def test_offloaded_blocks_are_on_the_gpu_one_at_a_time(default):
         assert one.transient[phase] - other.transient[phase] == pytest.approx(max(sizes))
 
 
-@pytest.mark.parametrize("family", ["flux", "sana"])
-@pytest.mark.parametrize("offload", ["null", "groups"])
+@pytest.mark.parametrize(
+    ("family", "offload"),
+    [
+        ("sana", "null"),
+        *(pytest.param(*one, marks=pytest.mark.slow) for one in (("flux", "null"), ("flux", "groups"), ("sana", "groups"))),
+    ],
+)
 def test_layers_in_float8_are_planned_as_they_are_stored(family, offload, tmp_path, monkeypatch):
     """Base weights to the byte; graphs without copies of linear layers' weights; and blocks are timed with their casts."""
     tiny = TINY[family]

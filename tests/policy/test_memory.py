@@ -232,7 +232,7 @@ def cast(request, tmp_path_factory):
 LAYERWISE = MemoryConfig(quantize="fp8_layerwise")
 
 
-@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+@pytest.mark.parametrize("dtype", ["fp32", pytest.param("bf16", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("offload", [None, "groups"])
 @pytest.mark.parametrize("checkpointing", [True, False])
 def test_weights_stored_in_float8_change_no_bit_of_the_gradient_of_rounded_ones(cast, checkpointing, offload, dtype):
