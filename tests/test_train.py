@@ -224,7 +224,7 @@ def test_skipping_leaves_the_gradient_as_it_is_without_skipping(tmp_path, monkey
         trainer.rewards.rewards["brightness"] = lambda x, p, mine=mine: mine(x, p) * (torch.arange(16) < 4)
         if name == "not":
             everything = lambda reward, *_: torch.ones(len(reward), dtype=torch.bool)  # noqa: E731
-            monkeypatch.setattr(rollouts.advantages, "has_signal", everything)
+            monkeypatch.setattr(group_advantages.advantages, "has_signal", everything)
         norms[name] = trainer.training_step()["grad_norm"]  # AdamW's first step would hide a factor
         moved[name] = trainer.policy.adapter_state()
     assert norms["skipping"] == pytest.approx(norms["not"], rel=1e-3)
