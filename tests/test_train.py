@@ -212,7 +212,7 @@ OBJECTIVES = {  # what a row without advantage adds to the gradient: nothing, it
 @pytest.mark.parametrize("objective", OBJECTIVES)
 def test_skipping_leaves_the_gradient_as_it_is_without_skipping(tmp_path, monkeypatch, objective):
     """Three of four groups have no signal: the adapter moves as if all rows had been computed, those with advantage 0."""
-    from flow_grpo.training import rollouts
+    from flow_grpo.training import group_advantages
 
     moved, norms = {}, {}
     for name in ("skipping", "not"):
