@@ -35,7 +35,7 @@ def _number_or_ramp(value: Any, info: ValidationInfo) -> Any:
         raise ValueError(f"{info.field_name} is {value}: give a number, or a ramp such as {{rate: 0.001, max: 0.5}}.")
     if (
         isinstance(value, dict)
-        and all(isinstance(value.get(name), float) for name in ("start", "max"))
+        and all(isinstance(value.get(name), int | float) for name in ("start", "max"))
         and value["start"] > value["max"]
     ):
         raise ValueError(

@@ -116,11 +116,9 @@ def _check_noise(source: RolloutSource, groups: SampledGroups, sde: Tensor) -> l
     sde, ode = sde[scored], ode[scored]
     if not scored.any() or not (sde.std(1) + ode.std(1)).any():
         return []
-    if any(
-        map(source.rewards.is_pair, source.rewards.trained_weights)
-    ):  # the mean win rate of a group is 1/2 whatever it shows
-        return [noise_share(sde, ode)]
-    return [noise_share(sde, ode), noise_damage(sde, ode)]
+    share = noise_share(sde, ode)
+    has_win_rates = any(source.rewards.is_pair(name) for name in source.rewards.trained_weights)
+    return [share] if has_win_rates else [share, noise_damage(sde, ode)]  # the mean win rate of a group is always 1/2
 
 
 def _check_batch_invariance(source: RolloutSource, groups: SampledGroups) -> CheckResult:
@@ -156,22 +154,25 @@ def zero_std_groups(has_signal: Tensor, reward: Tensor, stepwise: bool) -> Check
     name, value = "groups with zero reward std", f"{share:.0%} of {len(has_signal)}"
     if share < 0.5:
         return CheckResult(name, value, OK)
-    status, constant = ERROR if share == 1 else WARNING, reward[~has_signal].amax(1)
+    return CheckResult(name, value, ERROR if share == 1 else WARNING, _advice_on_zero_std(has_signal, reward, stepwise))
+
+
+def _advice_on_zero_std(has_signal: Tensor, reward: Tensor, stepwise: bool) -> str:
+    """What to do about groups with zero reward std; the arguments are those of `zero_std_groups`."""
+    constant = reward[~has_signal].amax(1)
     if reward.min() == reward.max():
-        message = "all images have the same reward: see its values."
-    elif (constant == reward.max()).float().mean() > 0.5:
-        message = (
+        return "all images have the same reward: see its values."
+    if (constant == reward.max()).float().mean() > 0.5:
+        return (
             "most of them have the highest reward: use harder prompts or a stricter reward, or skip such prompts for a while "
             "(prompt_skipping.patience)."
         )
-    elif (constant == reward.min()).float().mean() > 0.5:
-        message = "most of them have the lowest reward: use easier prompts, or fine-tune the model first (`stages`)."
-    elif share == 1:
-        message = "the images of each prompt have the same reward: see its std within groups."
-    else:
-        noise = " a higher noise_level," if stepwise else ""
-        message = f"set more images_per_prompt,{noise} or dynamic_sampling_rounds=2, which samples more prompts."
-    return CheckResult(name, value, status, message)
+    if (constant == reward.min()).float().mean() > 0.5:
+        return "most of them have the lowest reward: use easier prompts, or fine-tune the model first (`stages`)."
+    if not has_signal.any():
+        return "the images of each prompt have the same reward: see its std within groups."
+    noise = " a higher noise_level," if stepwise else ""
+    return f"set more images_per_prompt,{noise} or dynamic_sampling_rounds=2, which samples more prompts."
 
 
 def reward_shares(share: dict[str, float]) -> CheckResult:

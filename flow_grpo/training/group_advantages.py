@@ -10,7 +10,6 @@ from flow_grpo.config import FlowGRPOConfig
 from flow_grpo.data.prompts import rows_by_set
 from flow_grpo.training.custom import load_custom_function
 from flow_grpo.training.scored_images import ScoredImages
-from flow_grpo.types import PromptBatch
 from rewards import WeightedSum
 
 
@@ -38,33 +37,37 @@ class GroupAdvantages:
         for prompt_set, in_set in (rows_by_set(images.batch.metadata) or {"": compared}).items():
             rows = in_set & compared
             for alike in _of_equal_weights(row_weights, rows):  # rewards of two kinds have no common scale
-                self._compare(images, alike, advantage, has_signal)
+                self._compare(images, alike, row_weights, advantage, has_signal)
             if rows.any():
-                metrics |= self._contributions(images, rows, prompt_set)
+                metrics |= self._contributions(images, rows, row_weights, prompt_set)
         if self.args.trains_on_zero_std_groups:
             has_signal = compared
         elif self.args.method.rows != "all":  # images are selected of groups in which the sum differs
             has_signal = compared & images.has_spread
         return advantage, has_signal, metrics
 
-    def _by_reward(self, images: ScoredImages, rows: Tensor) -> tuple[PromptBatch, Tensor, Tensor]:
-        """Of the rows (B,): their batch, their trained rewards (n, R), and the weights (R,) of these, or (n, R) if prompts name them."""
-        batch = images.batch.take(rows.nonzero()[:, 0])
+    def _by_reward(self, images: ScoredImages, rows: Tensor, row_weights: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Of the rows (B,): their trained rewards (n, R), and the weights (R,) of these, or (n, R) if prompts name them."""
         by_reward = torch.stack([images.scores.by_name[name][rows] for name in self.rewards.trained_weights], 1)
-        row_weights = self.rewards.row_weights(batch.metadata_columns())
-        if row_weights is not None:  # a reward that does not score a group has no part in its sum
-            return batch, by_reward.where(row_weights != 0, 0), row_weights
-        return batch, by_reward, torch.tensor([*self.rewards.trained_weights.values()])
+        if row_weights is None:
+            return by_reward, torch.tensor([*self.rewards.trained_weights.values()])
+        weights = row_weights[rows]  # a reward that does not score a group has no part in its sum
+        return by_reward.where(weights != 0, 0), weights
 
-    def _contributions(self, images: ScoredImages, rows: Tensor, prompt_set: str) -> dict[str, float]:
+    def _contributions(
+        self, images: ScoredImages, rows: Tensor, row_weights: Tensor | None, prompt_set: str
+    ) -> dict[str, float]:
         """Metrics of what each reward contributes to the advantages of the rows (B,) of one prompt set."""
-        batch, by_reward, weights = self._by_reward(images, rows)
-        names = list(self.rewards.trained_weights)
-        return advantages.contributions(names, by_reward, weights, batch.group, method=self.method, prompt_set=prompt_set)
+        by_reward, weights = self._by_reward(images, rows, row_weights)
+        names, group = list(self.rewards.trained_weights), images.batch.group[rows]
+        return advantages.contributions(names, by_reward, weights, group, method=self.method, prompt_set=prompt_set)
 
-    def _compare(self, images: ScoredImages, rows: Tensor, advantage: Tensor, has_signal: Tensor) -> None:
+    def _compare(
+        self, images: ScoredImages, rows: Tensor, row_weights: Tensor | None, advantage: Tensor, has_signal: Tensor
+    ) -> None:
         """Write the advantages and the signal of the rows (B,), whose rewards have one scale, in place."""
-        objective, (batch, by_reward, weights) = self.args.objective, self._by_reward(images, rows)
+        objective, batch = self.args.objective, images.batch.take(rows.nonzero()[:, 0])
+        by_reward, weights = self._by_reward(images, rows, row_weights)
         compared_rewards, compared_weights = self._capped(by_reward, weights, batch.group)
         compare = partial(advantages.group_advantages, group=batch.group, method=self.method, weights=compared_weights)
         if advantage.ndim == 2:

@@ -43,21 +43,16 @@ class ScoredImages:
     @property
     def has_spread(self) -> Tensor:
         """(B,) bool: the rows of complete groups whose rewards differ, once they are capped."""
-        return has_reward_spread(self.scores.total, self.batch.group, self.reward_cap)
+        reward, group = self.scores.total.nan_to_num(), self.batch.group
+        if self.reward_cap is not None:
+            reward = advantages.capped(reward, group, self.reward_cap)
+        return self.complete & advantages.has_signal(reward, group)
 
 
 def complete_groups(reward: Tensor, group: Tensor) -> Tensor:
     """(B,) bool: the rows of groups in which every reward is a number. A dropped reward drops its group."""
     incomplete = group[~torch.isfinite(reward)].unique()
     return ~torch.isin(group, incomplete)
-
-
-def has_reward_spread(reward: Tensor, group: Tensor, cap: float | None) -> Tensor:
-    """(B,) bool: the rows of complete groups whose trained rewards differ, once they are capped at the quantile `cap`."""
-    known = reward.nan_to_num()
-    if cap is not None:
-        known = advantages.capped(known, group, cap)
-    return complete_groups(reward, group) & advantages.has_signal(known, group)
 
 
 def reward_metrics(images: ScoredImages) -> dict[str, float]:
