@@ -156,22 +156,22 @@ def main() -> None:
     parser.add_argument("row", nargs="*")
     parser.add_argument("--small", action="store_true")
     parser.add_argument("--measure", action="store_true", help=argparse.SUPPRESS)
-    words = parser.parse_args()
-    if words.measure:
-        print_measured(words.name, words.row[0], words.small)
+    args = parser.parse_args()
+    if args.measure:
+        print_measured(args.name, args.row[0], args.small)
         return
     import torch
 
-    if not words.small and not torch.cuda.is_available():
+    if not args.small and not torch.cuda.is_available():
         sys.exit("This needs a CUDA GPU; --small tries it out on a CPU.")
-    print(heading(words.name, words.small) + "\n", flush=True)
-    if words.name == "tests":
+    print(heading(args.name, args.small) + "\n", flush=True)
+    if args.name == "tests":
         sys.exit(not run_tests())
-    measurement = MEASUREMENTS[words.name]
-    rows = {title: row for title, row in measurement.rows.items() if any(word in title for word in words.row or [""])}
+    measurement = MEASUREMENTS[args.name]
+    rows = {title: row for title, row in measurement.rows.items() if any(word in title for word in args.row or [""])}
     if not rows:
-        sys.exit(f"no row has such a name; {words.name} has: {'; '.join(measurement.rows)}")
-    sys.exit(not run_rows(words.name, measurement, rows, words.small))
+        sys.exit(f"no row has such a name; {args.name} has: {'; '.join(measurement.rows)}")
+    sys.exit(not run_rows(args.name, measurement, rows, args.small))
 
 
 if __name__ == "__main__":

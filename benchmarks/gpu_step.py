@@ -2,11 +2,11 @@
 
 import gc
 import math
-import statistics
 import time
 import warnings
 from collections import Counter
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import torch
@@ -28,9 +28,6 @@ def alternating(images: torch.Tensor, prompts: list[str]) -> list[float]:
     return [float(number % 2) for number in range(len(prompts))]
 
 
-middle = statistics.median
-
-
 def measure(row: Row, columns: tuple[str, ...], folder: str, small: bool) -> dict[str, Any]:
     """The values of the columns, and the lines of code that wait for the GPU, if that is asked for.
 
@@ -47,9 +44,9 @@ def measure(row: Row, columns: tuple[str, ...], folder: str, small: bool) -> dic
     first = trainer.training_step()
     empty_cache(device)
     steps = [timed_step(trainer) for _ in range(STEPS)]
-    values |= {share: middle(step.get(f"time/{share}", 0.0) / step["time/step"] for step in steps) for share in SHARES}
-    values["images/s"] = middle(step["images"] / step["time/step"] for step in steps)
-    values["MFU"] = middle(step["speed/mfu"] for step in steps)
+    values |= {share: median(step.get(f"time/{share}", 0.0) / step["time/step"] for step in steps) for share in SHARES}
+    values["images/s"] = median(step["images"] / step["time/step"] for step in steps)
+    values["MFU"] = median(step["speed/mfu"] for step in steps)
     values["ratio off 1"] = max(abs(step["ratio/first_update_max_deviation"]) for step in (first, *steps))
     values["peak GB"] = max(step["memory/peak_gb"] for step in steps)
     values["reserved GB"] = max(step["reserved"] for step in steps) / 1e9
@@ -91,8 +88,8 @@ def policy_of(pipe: Any, args: FlowGRPOConfig, device: torch.device) -> Policy:
     """The policy that `load_policy` would make of the same pipeline in files."""
     if args.memory.offload:
         pipe.transformer.to("cpu")  # from where its blocks are copied
-    move_to_device(pipe, device, args.memory)
     apply_memory_settings(pipe, args.memory)
+    move_to_device(pipe, device, args.memory)
     return Policy(pipe, torch.bfloat16, offload=args.memory.offload_text_encoders, **args.pipeline_call_kwargs())
 
 
