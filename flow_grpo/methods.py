@@ -100,7 +100,6 @@ STEPWISE_SAMPLING = (
     "branches",
     "keep_graphs",
 )  # settings of the config's section `sampling`
-FORWARD_SAMPLING = ("solver",)
 SOLVERS = ("euler", "heun", "dpm_2m", "ab2")  # of the ODE; policy/solvers.py has those of order 2, all but the first
 CUSTOM_STEPWISE, CUSTOM_FORWARD = (
     ("step_weight",),
@@ -189,4 +188,4 @@ def velocities_per_rollout(solver: str, steps: int) -> int:
 
 def reads_sampling(method: Objective, setting: str) -> bool:
     """Whether an objective reads a setting of the config's section `sampling`."""
-    return setting not in (FORWARD_SAMPLING if method.stepwise else STEPWISE_SAMPLING)
+    return method.stepwise or setting not in STEPWISE_SAMPLING

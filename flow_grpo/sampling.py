@@ -8,6 +8,7 @@ import dataclasses
 import hashlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 
 import torch
 from jaxtyping import Float, Int
@@ -18,14 +19,10 @@ from flow_grpo.types import PromptBatch, SampledStep, Schedule, StepGraph, Traje
 
 # x (n, ...), schedule index, rows (n,) of the batch -> velocity (n, ...)
 Velocity = Callable[[Tensor, int, Tensor], Tensor]
-
-
-@dataclass(frozen=True)
-class Solver:
-    """An ODE solver in place of Euler: at which steps of the schedule it asks for the velocity, and a fresh start of it."""
-
-    calls: list[int]
-    start: Callable[[], Callable[[Tensor, Tensor], Tensor]]  # gives (x (n, ...), v (n, ...)) -> where to ask next
+# x (n, ...), its velocity (n, ...) -> where to ask for the next velocity, at last the result
+Advance = Callable[[Tensor, Tensor], Tensor]
+# an ODE solver in place of Euler: adjacent steps of the schedule -> where in it to ask for velocities, and a fresh start
+Solver = Callable[[range], tuple[list[int], Advance]]
 
 
 def generator(seed: int, *name: str | int) -> torch.Generator:
@@ -106,7 +103,7 @@ def rollout(
     keep_graphs: bool = False,
     record_device: torch.device | None = None,
 ) -> Trajectory:
-    """Sample B images from `start` (B, ...): `transition` at the trained steps, Euler's step of the ODE at the others.
+    """Sample B images from `start` (B, ...): `transition` at the trained steps, the ODE at the others.
 
     States, means and log-probabilities stay on the device of `start`. There, no step waits for another device.
 
@@ -117,7 +114,7 @@ def rollout(
         log_prob: name of a function of `sde.LOG_PROBS`.
         states: (B, K), if images share their start and steps: the same number for rows that have the same state before a trained step.
             What they share is computed once.
-        solver: ODE solver in place of Euler; without trained steps only.
+        solver: ODE solver in place of Euler, which starts afresh after the trained steps (MixGRPO-Flash, arXiv 2507.21802).
         keep_graphs: compute the trained steps with gradients and keep their graphs in the trajectory (LeanGRPO, arXiv 2609.03528).
             No gradient flows from one step to another, as in a replay.
         record_device: where the records of the trained steps are kept; by default where `start` is.
@@ -134,6 +131,7 @@ def rollout(
         noise=noise_of,
         shared=shared,
         log_prob=sde.LOG_PROBS[log_prob],
+        solver=solver,
         keep_graphs=keep_graphs,
         record_device=record_device or start.device,
     )
@@ -143,10 +141,7 @@ def rollout(
         x = _before_branching(sample, x, first, shared[first], microbatch)
     parts = []
     for x_part, rows in zip(x.split(microbatch), torch.arange(len(x)).split(microbatch), strict=True):
-        if solver is None:
-            final, records, graphs = sample(x_part, range(first, len(schedule)), rows)
-        else:
-            final, records, graphs = _solve(velocity, x_part, rows, solver), [], []
+        final, records, graphs = sample(x_part, range(first, len(schedule)), rows)
         parts.append(Trajectory.from_steps(schedule, list(trained), records, final, graphs))
     return dataclasses.replace(Trajectory.join(parts), states=states)
 
@@ -206,7 +201,7 @@ def _states_by_step(states: Int[Tensor, "B K"], trained: Sequence[int]) -> dict[
 
 @dataclass(frozen=True)
 class _Steps:
-    """The steps of a rollout: stochastic and recorded where there is noise for them, else Euler's."""
+    """The steps of a rollout: stochastic and recorded where there is noise for them, else the ODE's."""
 
     velocity: Velocity
     schedule: Schedule
@@ -215,6 +210,7 @@ class _Steps:
     noise: dict[int, Tensor]  # (B, ...) of each trained step
     shared: dict[int, Tensor]  # (B,) which rows have the same state before a step
     log_prob: Callable[..., Tensor]
+    solver: Solver | None
     keep_graphs: bool
     record_device: torch.device
 
@@ -224,22 +220,34 @@ class _Steps:
         """Take x, the states of `rows`, through `steps`. Returns the last state, and of each trained step a record and its graph."""
         records, graphs = [], []
         noise = {i: take_rows(self.noise[i], rows) for i in steps if i in self.noise}
-        for i in steps:
-            if i not in self.noise:
-                x, _ = _transition("ode", self.schedule, i, x, _velocity(self.velocity, x, i, rows, self.shared.get(i)))
+        for stochastic, adjacent in groupby(steps, self.noise.__contains__):
+            if not stochastic:
+                x = self._solve(x, list(adjacent), rows)
                 continue
-            with torch.set_grad_enabled(self.keep_graphs):
-                v = _velocity(self.velocity, x, i, rows, self.shared.get(i))
-                mean, std = _transition(self.transition, self.schedule, i, x, v, noise_level=self.noise_level)
-                # float32, and the very tensor that is scored and stored
-                x_next = mean.detach() + std * noise[i].to(mean)
-                log_prob = self.log_prob(x_next, mean, std)
-            if self.keep_graphs:
-                graphs.append(StepGraph(v, mean, std, log_prob))
-            record = SampledStep(x, x_next, mean.detach(), log_prob.detach())
-            records.append(record.to(self.record_device))
-            x = x_next
+            for i in adjacent:
+                with torch.set_grad_enabled(self.keep_graphs):
+                    v = _velocity(self.velocity, x, i, rows, self.shared.get(i))
+                    mean, std = _transition(self.transition, self.schedule, i, x, v, noise_level=self.noise_level)
+                    # float32, and the very tensor that is scored and stored
+                    x_next = mean.detach() + std * noise[i].to(mean)
+                    log_prob = self.log_prob(x_next, mean, std)
+                if self.keep_graphs:
+                    graphs.append(StepGraph(v, mean, std, log_prob))
+                record = SampledStep(x, x_next, mean.detach(), log_prob.detach())
+                records.append(record.to(self.record_device))
+                x = x_next
         return x, records, graphs
+
+    def _solve(self, x: Float[Tensor, "n *state"], steps: list[int], rows: Int[Tensor, " n"]) -> Float[Tensor, "n *state"]:
+        """Take x, the states of `rows`, through adjacent steps of the ODE."""
+        if self.solver is None:
+            for i in steps:
+                x, _ = _transition("ode", self.schedule, i, x, _velocity(self.velocity, x, i, rows, self.shared.get(i)))
+            return x
+        calls, advance = self.solver(range(steps[0], steps[-1] + 1))
+        for i in calls:
+            x = advance(x, _velocity(self.velocity, x, i, rows, self.shared.get(i)))
+        return x
 
 
 def _transition(
@@ -253,13 +261,3 @@ def _transition(
     """Mean and std of step i of the schedule."""
     sigma, sigma_next = schedule.sigmas[i], schedule.sigmas[i + 1]
     return sde.transition(name, x, v, sigma, sigma_next, noise_level=noise_level, sigma_max=schedule.sigma_max)
-
-
-def _solve(
-    velocity: Velocity, x: Float[Tensor, "n *state"], rows: Int[Tensor, " n"], solver: Solver
-) -> Float[Tensor, "n *state"]:
-    """Take x, the states of `rows`, from noise to image by the solver."""
-    advance = solver.start()
-    for i in solver.calls:
-        x = advance(x, velocity(x, i, rows))
-    return x

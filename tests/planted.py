@@ -163,9 +163,23 @@ BUGS = [
     (
         "Heun's second velocity is of the timestep at the start of the step",
         "flow_grpo/policy/solvers.py",
-        "[(call + 1) // 2 for call in",
-        "[call // 2 for call in",
+        "steps.start + (call + 1) // 2 for call in",
+        "steps.start + call // 2 for call in",
         "tests/test_sampling.py -k 'convergence and heun'",
+    ),
+    (
+        "a solver takes the first sigmas of the schedule after the window too",
+        "flow_grpo/policy/solvers.py",
+        "schedule.sigmas[steps.start : steps.stop + 1]",
+        "schedule.sigmas[: len(steps) + 1]",
+        "tests/test_sampling.py -k 'around_a_window and dpm_2m'",
+    ),
+    (
+        "Adams-Bashforth extrapolates over the window",
+        "flow_grpo/policy/solvers.py",
+        "step, before = steps.start, None",
+        "step, before = steps.start, 0.0 if steps.start else None",
+        "tests/test_sampling.py -k 'around_a_window and ab2'",
     ),
     (
         "Heun's sigmas are not doubled",
@@ -632,8 +646,8 @@ BUGS = [
     (
         "the state is rounded after it was scored",
         "flow_grpo/sampling.py",
-        "            record = SampledStep(x, x_next, mean.detach(), log_prob.detach())\n",
-        "            x_next = x_next.bfloat16().float()\n            record = SampledStep(x, x_next, mean.detach(), log_prob.detach())\n",
+        "                record = SampledStep(x, x_next, mean.detach(), log_prob.detach())\n",
+        "                x_next = x_next.bfloat16().float()\n                record = SampledStep(x, x_next, mean.detach(), log_prob.detach())\n",
         "tests/policy/test_policy.py -k replaying",
     ),
     (

@@ -63,7 +63,7 @@ def test_what_an_objective_takes_is_what_its_row_says(name):
 def test_every_group_of_settings_is_read_by_some_objective():
     read = {group for row in methods.OBJECTIVES.values() for group in row.settings}
     assert read | set(methods.CUSTOM_SETTINGS) == set(SETTINGS)
-    assert {*methods.STEPWISE_SAMPLING, *methods.FORWARD_SAMPLING} < set(SamplingConfig.model_fields)
+    assert set(methods.STEPWISE_SAMPLING) < set(SamplingConfig.model_fields)
 
 
 @pytest.mark.parametrize("name", methods.OBJECTIVES)
@@ -201,8 +201,12 @@ def test_a_setting_that_an_own_function_does_not_read_there_is_refused(transitio
 def test_which_objective_reads_a_sampling_setting_is_said_before_how_it_should_be_set():
     with pytest.raises(ValueError, match=r"objective awm does not use sampling\.branches"):
         FlowGRPOConfig.from_yaml("tiny_ocr", ["sampling.branches=[2, 3]"])
-    with pytest.raises(ValueError, match=r"objective grpo does not use sampling\.solver; awm, .* and dpo do: remove it"):
-        FlowGRPOConfig.from_yaml("tiny_grpo", ["sampling.solver=dpm_2m"])
+
+
+@pytest.mark.parametrize("config", ["tiny_grpo", "tiny_ocr"])
+def test_every_objective_takes_the_solvers_of_one_velocity_a_step(config):
+    for solver in ("euler", "dpm_2m", "ab2"):
+        assert FlowGRPOConfig.from_yaml(config, [f"sampling.solver={solver}"]).sampling.solver == solver
 
 
 @pytest.mark.parametrize(

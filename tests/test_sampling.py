@@ -373,6 +373,37 @@ def test_a_solver_begins_with_eulers_step_and_ends_at_the_last_sigma(solver):
     assert torch.equal(solved(solver, SCHEDULE, velocity, microbatch=4), final), "each micro-batch is solved from the start"
 
 
+@pytest.mark.parametrize("solver", ["euler", "dpm_2m", "ab2"])
+@pytest.mark.parametrize("trained", [[2, 3], [0], [5]])
+def test_around_a_window_a_solver_takes_each_part_of_the_ode_from_its_own_start(solver, trained):
+    """What is before the trained steps and what is after them are rollouts of their own, on a part of the schedule."""
+    sigmas = shifted(7, end=0.0).sigmas[:-1]
+    schedule = Schedule(1000 * sigmas[:-1], sigmas)
+
+    def part(steps: range, x):
+        rest = Schedule(schedule.timesteps[steps.start : steps.stop], schedule.sigmas[steps.start : steps.stop + 1])
+
+        def later(x, i, rows):
+            return velocity(x, steps.start + i, rows)
+
+        return sampling.rollout(later, rest, x, microbatch=6, solver=ode_solver(solver, rest)).final
+
+    start = torch.randn(6, *SHAPE, generator=torch.Generator().manual_seed(0))
+    whole = sampling.rollout(
+        velocity,
+        schedule,
+        start,
+        microbatch=4,
+        trained=trained,
+        transition="cps",
+        noise_level=0.7,
+        step_noise=lambda i: sampling.batch_noise(SHAPE, batch(), 0, "step", 0, i),
+        solver=ode_solver(solver, schedule),
+    )
+    assert torch.equal(whole.x[:, 0], part(range(trained[0]), start))
+    assert torch.equal(whole.final, part(range(trained[-1] + 1, 7), whole.x_next[:, -1]))
+
+
 def test_adams_bashforth_is_exact_for_a_velocity_that_is_linear_in_sigma():
     """From its second step on, whatever the steps' lengths; the first is Euler's: dx / dsigma = 2 sigma, so that x gains sigma^2."""
     sigmas = torch.tensor([1.0, 0.9, 0.7, 0.4, 0.2, 0.0])

@@ -72,6 +72,11 @@ def _check_stepwise(objective: ObjectiveConfig, method: methods.Objective, sampl
         raise ValueError(
             f"sampling.noise_level={sampling.noise_level}, but for {sampling.transition} it is at most {transition.max_noise_level:g}."
         )
+    if sampling.solver == "heun":
+        raise ValueError(
+            f"sampling.solver=heun takes two velocities a step, too many for the few steps outside the window of {objective.name}: "
+            "set dpm_2m, ab2 or euler."
+        )
     kinds = {objective.kl, *(anchor.kl for anchor in objective.anchors)}
     if "flow_grpo" in kinds and not transition.has_g:
         with_g = " or ".join(name for name, one in methods.TRANSITIONS.items() if one.has_g)

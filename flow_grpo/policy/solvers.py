@@ -6,10 +6,8 @@ import torch
 from diffusers import DPMSolverMultistepScheduler, FlowMatchHeunDiscreteScheduler
 from torch import Tensor
 
-from flow_grpo.sampling import Solver
+from flow_grpo.sampling import Advance, Solver
 from flow_grpo.types import Schedule
-
-Advance = Callable[[Tensor, Tensor], Tensor]  # (x (n, ...), v (n, ...)) -> where to ask for the next velocity
 
 
 def heun(schedule: Schedule) -> Solver:
@@ -18,25 +16,26 @@ def heun(schedule: Schedule) -> Solver:
     def doubled(values: Tensor) -> Tensor:
         return torch.cat([values[:1], values[1:].repeat_interleave(2)])
 
-    def start() -> Advance:
-        sigmas = torch.cat([doubled(schedule.sigmas[:-1]), schedule.sigmas[-1:]])
-        return _advance(FlowMatchHeunDiscreteScheduler(), schedule, sigmas)
+    def start(steps: range) -> tuple[list[int], Advance]:
+        sigmas = _sigmas(schedule, steps)
+        calls = [steps.start + (call + 1) // 2 for call in range(2 * len(steps) - 1)]
+        return calls, _advance(FlowMatchHeunDiscreteScheduler(), steps, torch.cat([doubled(sigmas[:-1]), sigmas[-1:]]))
 
-    return Solver([(call + 1) // 2 for call in range(2 * len(schedule) - 1)], start)
+    return start
 
 
 def dpm_2m(schedule: Schedule) -> Solver:
     """DPM-Solver++ (2M) by diffusers: one velocity a step, extrapolated from the step before (arXiv 2211.01095).
 
-    It extrapolates the predicted image over log((1 - sigma) / sigma). Its first two steps, since that is infinite at sigma 1, and the
-    step to sigma 0 are Euler's.
+    It extrapolates the predicted image over log((1 - sigma) / sigma). Euler's are: its first step; its second from sigma 1, where that is
+    infinite; and a step to sigma 0.
     """
 
-    def start() -> Advance:
+    def start(steps: range) -> tuple[list[int], Advance]:
         scheduler = DPMSolverMultistepScheduler(prediction_type="flow_prediction", use_flow_sigmas=True)
-        return _advance(scheduler, schedule, schedule.sigmas)
+        return list(steps), _advance(scheduler, steps, _sigmas(schedule, steps))
 
-    return Solver(list(range(len(schedule))), start)
+    return start
 
 
 def ab2(schedule: Schedule) -> Solver:
@@ -46,8 +45,8 @@ def ab2(schedule: Schedule) -> Solver:
     """
     lengths = schedule.sigmas.diff()
 
-    def start() -> Advance:
-        step, before = 0, None
+    def start(steps: range) -> tuple[list[int], Advance]:
+        step, before = steps.start, None
 
         def advance(x: Tensor, v: Tensor) -> Tensor:
             nonlocal step, before
@@ -55,9 +54,9 @@ def ab2(schedule: Schedule) -> Solver:
             x, before, step = x + lengths[step] * slope, v, step + 1
             return x
 
-        return advance
+        return list(steps), advance
 
-    return Solver(list(range(len(schedule))), start)
+    return start
 
 
 SOLVERS: dict[str, Callable[[Schedule], Solver]] = {"heun": heun, "dpm_2m": dpm_2m, "ab2": ab2}
@@ -68,11 +67,17 @@ def ode_solver(name: str, schedule: Schedule) -> Solver | None:
     return None if name == "euler" else SOLVERS[name](schedule)
 
 
+def _sigmas(schedule: Schedule, steps: range) -> Tensor:
+    """The sigmas before, between and after adjacent steps."""
+    return schedule.sigmas[steps.start : steps.stop + 1]
+
+
 def _advance(
-    scheduler: DPMSolverMultistepScheduler | FlowMatchHeunDiscreteScheduler, schedule: Schedule, sigmas: Tensor
+    scheduler: DPMSolverMultistepScheduler | FlowMatchHeunDiscreteScheduler, steps: range, sigmas: Tensor
 ) -> Advance:
     """A diffusers scheduler at the start of these sigmas, in place of its own."""
-    scheduler.set_timesteps(len(schedule))
+    scheduler.set_timesteps(len(steps))
     scheduler.sigmas = sigmas
     scheduler.set_begin_index(0)
-    return lambda x, v: scheduler.step(v, schedule.timesteps[0], x).prev_sample
+    timestep = 0.0  # not read: the scheduler counts its steps
+    return lambda x, v: scheduler.step(v, timestep, x).prev_sample

@@ -84,7 +84,7 @@ class ImageSampler:
             step_noise=lambda i: sampling.batch_noise(self.latent_shape, drawn[window.index(i)], seed, "step", step, i),
             log_prob=settings.log_prob,
             states=tree.shared_states(batch, branches, len(window)) if branches else None,
-            solver=None if window else self.solver,
+            solver=self.solver,
             keep_graphs=keep_graphs,
             record_device=torch.device("cpu") if self.args.memory.offload_trajectories else None,
         )

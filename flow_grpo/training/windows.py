@@ -95,7 +95,6 @@ def step_reward_variance(
             "branches": [],
             "transition": transition,
             "noise_level": noise_level,
-            "solver": "euler",
         }
     )
     prompt_sampler = sampler_of(prompts, args.seed)

@@ -217,7 +217,7 @@ def test_overrides_reach_into_sections():
             "objective.name=grpo_guard sampling.transition=cps objective.step_weight=std",
             "grpo_guard does not use step_weight; grpo, reinforce, dppo, ppo and your own function do",
         ),
-        ("objective.name=grpo sampling.transition=cps sampling.solver=dpm_2m", "grpo does not use sampling.solver; awm"),
+        ("objective.name=grpo sampling.transition=cps sampling.solver=heun", "set dpm_2m, ab2 or euler"),
         ("objective.name=ppo sampling.transition=cps objective.advantage=rloo", "its critic makes the advantages"),
         ("objective.dataset=pictures", "objective awm does not use dataset; sft and dpo do: remove it"),
         ("objective.name=dpo microbatch=1", "set an even one"),

@@ -460,6 +460,8 @@ def test_a_step_takes_its_operations_by_the_rates(followed, monkeypatch):
         monkeypatch.setattr(followed, "args", FlowGRPOConfig.from_yaml("tiny_ocr", [f"sampling.solver={solver}"]))
         sampled[solver] = followed.estimate(64).forward
     assert sampled["ab2"] == sampled["euler"] < sampled["heun"]
+    monkeypatch.setattr(followed, "args", FlowGRPOConfig.from_yaml("tiny_grpo", ["sampling.solver=dpm_2m"]))
+    assert followed.estimate(64).forward == forecast.forward
 
 
 def test_a_mean_over_groups_takes_a_forward_pass_more_of_each_policy_where_micro_batches_split_them(followed, monkeypatch):

@@ -390,12 +390,18 @@ def test_an_auto_window_lies_where_the_reward_varies(tmp_path):
     assert trainer.stage.window(7) == window
 
 
-def test_a_solver_of_order_2_draws_the_rollouts(tmp_path):
+@pytest.mark.parametrize(
+    ("name", "solver", "more"), [("nft", "heun", []), ("grpo", "dpm_2m", ["sampling.window.last_step=0"])]
+)
+def test_a_solver_of_order_2_draws_the_rollouts(tmp_path, name, solver, more):
+    """The ratio of the trained steps stays exactly 1."""
     finals = {}
-    for solver in ("euler", "heun"):
-        run = short_run(tmp_path / solver, *objective("nft"), f"sampling.solver={solver}")
-        finals[solver] = small.trainer(run).stage.source.collect(0).trajectory.final
-    distance = (finals["euler"] - finals["heun"]).abs().mean()
+    for one in ("euler", solver):
+        run = short_run(tmp_path / one, *objective(name), f"sampling.solver={one}", *more)
+        trainer = small.trainer(run)
+        finals[one] = trainer.stage.source.collect(0).trajectory.final
+        assert trainer.training_step().get("ratio/first_update_max_deviation", 0) == 0
+    distance = (finals["euler"] - finals[solver]).abs().mean()
     assert 0 < float(distance) < 0.5
 
 

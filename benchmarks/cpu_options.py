@@ -1,0 +1,172 @@
+"""Whether a CPU draws and reads the embedded model's images faster by torch.compile, int8, another memory format or a smaller recogniser.
+
+    python benchmarks/cpu_options.py [fp32|bf16]
+
+Each option takes turns with the plain code, so nothing else may run beside it. `share` is the option's time over that of the plain code,
+the median of the turns; `difference` is the largest one of its output, as a share of the output's standard deviation.
+"""
+
+import statistics
+import sys
+import tempfile
+import time
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor
+
+from flow_grpo.config import FlowGRPOConfig
+from flow_grpo.policy.library_logging import quiet_libraries
+from flow_grpo.trainer import FlowGRPOTrainer
+from rewards.ocr import OCR, _engine
+
+ROUNDS, WARMUP, IMAGES = 12, 3, 64
+Run = Callable[[], Tensor]
+
+
+def seconds(run: Run) -> float:
+    began = time.perf_counter()
+    run()
+    return time.perf_counter() - began
+
+
+def compared(plain: Run, option: Run) -> tuple[float, float]:
+    """The share of the plain code's time that an option takes, and how far its output is from the plain one's."""
+    difference = float((option() - plain()).abs().max() / plain().std())
+    turns = [(seconds(option), seconds(plain)) for _ in range(WARMUP + ROUNDS)][WARMUP:]
+    return statistics.median(one / other for one, other in turns), difference
+
+
+def graph_of(module: torch.nn.Module, *inputs: Tensor) -> torch.nn.Module:
+    """A frozen trace, which oneDNN's graph compiler fuses."""
+    torch.jit.enable_onednn_fusion(True)
+    return torch.jit.freeze(torch.jit.trace(module.eval(), inputs, strict=False))
+
+
+def quantised_reader(trained: OCR, images: Tensor, folder: Path) -> Callable[[Tensor], list[str]]:
+    """The same recogniser with int8 weights."""
+    from onnxruntime import InferenceSession
+    from onnxruntime.quantization import QuantType, quantize_dynamic
+
+    session = _engine_of(trained, images).text_rec.session
+    options = session.session.get_session_options()
+    quantize_dynamic(session.session._model_path, folder / "rec.onnx", weight_type=QuantType.QUInt8)
+    small = InferenceSession(str(folder / "rec.onnx"), options, providers=["CPUExecutionProvider"])
+
+    def read(some: Tensor) -> list[str]:
+        plain, session.session = session.session, small
+        try:
+            return trained._read(some)
+        finally:
+            session.session = plain
+
+    return read
+
+
+def _engine_of(reader: OCR, images: Tensor):
+    reader._read(images[:1])
+    height, width = images.shape[-2:]
+    from rewards.ocr import LINE_HEIGHT, os
+
+    return _engine(round(LINE_HEIGHT * width / height) + 16, reader.device, os.getpid())
+
+
+class Velocity(torch.nn.Module):
+    """The transformer with a tensor as output."""
+
+    def __init__(self, transformer: torch.nn.Module) -> None:
+        super().__init__()
+        self.transformer = transformer
+
+    def forward(self, x: Tensor, timestep: Tensor, embeds: Tensor, pooled: Tensor) -> Tensor:
+        return self.transformer(x, encoder_hidden_states=embeds, pooled_projections=pooled, timestep=timestep, return_dict=False)[0]
+
+
+def main() -> None:
+    dtype = sys.argv[1] if len(sys.argv) > 1 else "fp32"
+    quiet_libraries()
+    warnings.filterwarnings("ignore")
+    with tempfile.TemporaryDirectory() as folder:
+        trainer = FlowGRPOTrainer(args=FlowGRPOConfig.from_yaml("tiny_ocr", [f"output_dir={folder}/run", f"dtype={dtype}"]))
+        measure(trainer, dtype, Path(folder))
+
+
+def measure(trainer: FlowGRPOTrainer, dtype: str, folder: Path) -> None:
+    policy, pipe = trainer.policy, trainer.policy.pipe
+    prompts = trainer.prompt_sampler.sample(0, IMAGES // 4, 4).prompts
+    embeds, _, pooled, _ = pipe.encode_prompt(prompts, None, None, do_classifier_free_guidance=False, max_sequence_length=14)
+    schedule, shape = policy.schedule(5)
+    x = torch.randn(IMAGES, *shape, generator=torch.Generator().manual_seed(0))
+    inputs = (x, schedule.timesteps[1].expand(IMAGES), embeds.detach().float(), pooled.detach().float())
+    plain = Velocity(pipe.transformer)
+    autocast = torch.autocast("cpu", torch.bfloat16, enabled=dtype == "bf16")
+
+    def sampled(module: torch.nn.Module) -> Run:
+        def run() -> Tensor:
+            with torch.no_grad(), autocast:
+                return module(*inputs).float()
+
+        return run
+
+    def trained(module: torch.nn.Module) -> Run:
+        def run() -> Tensor:
+            with autocast:
+                out = module(*inputs).float()
+            out.square().mean().backward()
+            pipe.transformer.zero_grad(set_to_none=True)
+            return out.detach()
+
+        return run
+
+    table = Table(title=f"{IMAGES} images of the embedded model, {dtype}, torch {torch.__version__}")
+    for column in ("part", "option", "share", "difference"):
+        table.add_column(column, justify="right" if column in ("share", "difference") else "left")
+
+    def row(part: str, option: str, plain: Run, faster: Callable[[], Run]) -> None:
+        try:
+            share, difference = compared(plain, faster())
+            table.add_row(part, option, f"{share:.2f}", f"{difference:.1e}")
+        except Exception as error:  # what a version of torch cannot do is a result too
+            table.add_row(part, option, "-", " ".join(str(error).split())[:60])
+
+    compiled = torch.compile(plain)
+    row("a velocity", "torch.compile", sampled(plain), lambda: sampled(compiled))
+    row("a velocity", "oneDNN graph", sampled(plain), lambda: sampled(graph_of(plain, *inputs)))
+    int8 = torch.ao.quantization.quantize_dynamic
+    row("a velocity", "int8 weights", sampled(plain), lambda: sampled(int8(plain, {torch.nn.Linear}, torch.qint8)))
+    row("forward and backward", "torch.compile", trained(plain), lambda: trained(compiled))
+
+    latents, vae = torch.randn(IMAGES, *shape), pipe.vae
+
+    def decoded() -> Tensor:
+        with torch.no_grad():
+            return vae.decode(latents.to(vae.dtype)).sample.float()
+
+    def channels_last() -> Run:
+        def run() -> Tensor:
+            vae.to(memory_format=torch.channels_last)
+            return decoded()
+
+        return run
+
+    def contiguous() -> Tensor:
+        vae.to(memory_format=torch.contiguous_format)
+        return decoded()
+
+    row("decoding", "channels last", contiguous, channels_last)
+
+    images = policy.decode(policy.initial_latents(prompts, seed=0), IMAGES).clamp(0, 1)
+    reader = OCR()
+    small = quantised_reader(reader, images, folder)
+    share, _ = compared(lambda: torch.randn(2, len(reader._read(images))), lambda: torch.randn(2, len(small(images))))
+    same = sum(a == b for a, b in zip(reader._read(images), small(images), strict=True))
+    table.add_row("reading", "int8 weights", f"{share:.2f}", f"{same} of {IMAGES} texts are the same")
+    Console(width=120).print(table)
+
+
+if __name__ == "__main__":
+    main()
