@@ -83,7 +83,9 @@ class Velocity(torch.nn.Module):
         self.transformer = transformer
 
     def forward(self, x: Tensor, timestep: Tensor, embeds: Tensor, pooled: Tensor) -> Tensor:
-        return self.transformer(x, encoder_hidden_states=embeds, pooled_projections=pooled, timestep=timestep, return_dict=False)[0]
+        return self.transformer(
+            x, encoder_hidden_states=embeds, pooled_projections=pooled, timestep=timestep, return_dict=False
+        )[0]
 
 
 def main() -> None:

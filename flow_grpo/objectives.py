@@ -161,7 +161,7 @@ def nft(image: NoisedImage, advantage: Float[Tensor, " n"], beta: float, advanta
         advantage_max / beta [r |x0+ - x0|^2 / w+ + (1 - r) |x0- - x0|^2 / w-],  w = stop_grad mean |x0_hat - x0|
 
     The loss is the published one. Runs of this package depart from the published code in these, unless the settings say otherwise:
-        - images are drawn by the trained adapter, not by its slow copy v_old (`rollout_policy`), and by Euler (`sampling.solver`);
+        - images are drawn by the trained adapter, not by its slow copy v_old (`rollout_policy: old`), and by Euler (`sampling.solver`);
         - the copy's decay is constant, not a ramp (`old_policy_decay`);
         - an image is noised to one level, drawn uniformly from `sigma_range`, not to nine of its rollout's ten (`num_noise_levels`,
           `sigma_distribution`);
@@ -192,8 +192,8 @@ def crd(image: NoisedImage, advantage: Float[Tensor, " n"], beta: float, advanta
 
     The group's means are in `image.group_mean`, the mean of `crd_residual`. Where all policies are the old one, r = 0 and the gradient is
     that of `-2 advantage_max (Z - mean Z) r`. Runs of this package depart from the published ones in these:
-        - the images' sampler is the trained adapter, as it is for the first 75 steps there, or the old policy (`rollout_policy`), not a
-          second moving average;
+        - the images' sampler is the trained adapter, as it is for the first 75 steps there, not a second moving average
+          (`rollout_policy: average`);
         - the KL to the guided base model, weighted by Z, is no part of this function;
         - noise and noise levels as of `nft`.
     """

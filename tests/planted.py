@@ -182,6 +182,20 @@ BUGS = [
         "tests/test_sampling.py -k 'around_a_window and ab2'",
     ),
     (
+        "the average that draws crd's images stands still",
+        "flow_grpo/training/update.py",
+        "in args.objective.policy_copies.items():",
+        "in list(args.objective.policy_copies.items())[:1]:",
+        "tests/training/test_forward_process_loss.py -k average_that_draws",
+    ),
+    (
+        "a checkpoint has not the average that draws crd's images",
+        "flow_grpo/training/state.py",
+        'POLICY_COPIES = ("old", "rollout")',
+        'POLICY_COPIES = ("old",)',
+        "tests/test_trainer.py -k 'checkpoint_holds_all and crd'",
+    ),
+    (
         "Heun's sigmas are not doubled",
         "flow_grpo/policy/solvers.py",
         "values[1:].repeat_interleave(2)",
@@ -198,8 +212,8 @@ BUGS = [
     (
         "the old policy draws no images",
         "flow_grpo/training/image_sampler.py",
-        'with self.policy.lora.use("old"):',
-        'with self.policy.lora.use("default"):',
+        "adapter = self.args.objective.rollout_adapter",
+        "adapter = None",
         "tests/training/test_forward_process_loss.py -k drawn_by_the_old",
     ),
     (
@@ -647,7 +661,8 @@ BUGS = [
         "the state is rounded after it was scored",
         "flow_grpo/sampling.py",
         "                record = SampledStep(x, x_next, mean.detach(), log_prob.detach())\n",
-        "                x_next = x_next.bfloat16().float()\n                record = SampledStep(x, x_next, mean.detach(), log_prob.detach())\n",
+        "                x_next = x_next.bfloat16().float()\n"
+        "                record = SampledStep(x, x_next, mean.detach(), log_prob.detach())\n",
         "tests/policy/test_policy.py -k replaying",
     ),
     (

@@ -347,9 +347,12 @@ STAGES = [
     {"steps": 3, "objective": {"name": "grpo"}, "optimizer": {"lr": 0.05}},
 ]
 DRAWN_BY_OLD = {"name": "nft", "rollout_policy": "old", "old_policy_decay": {"start": 0.3, "rate": 0.1, "max": 0.9}}
+DRAWN_BY_AVERAGE = {"name": "crd", "rollout_policy": "average", "rollout_policy_decay": 0.6}
+COPIES = {"nft": {"old"}, "crd": {"old", "rollout"}}  # of the policy, in a checkpoint
 RUNS = {
     "rich": ({**RICH, "microbatch": 12, "prompts_per_step": 4}, loud_prompts),
     "ppo": (PPO, bright),
+    "crd": ({"objective": DRAWN_BY_AVERAGE, "sampling": {"transition": "ode"}}, bright),
     "nft": ({"objective": DRAWN_BY_OLD, "sampling": {"transition": "ode"}, "ema_decay": 0}, bright),
     "stages": ({"stages": STAGES}, bright),
     "fp16": ({"dtype": "fp16"}, bright),
@@ -393,9 +396,10 @@ def test_a_checkpoint_holds_all_that_the_next_steps_depend_on(tmp_path, name, st
     other["memory"].pop("critic")
     assert one["memory"] == other["memory"]
     assert one.keys() == other.keys()
-    assert ("old" in one) == (name == "nft")
-    if name == "nft":
-        assert torch.equal(weights(first.policy, "old"), weights(second.policy, "old"))
+    assert one.keys() & {"old", "rollout"} == COPIES.get(name, set())
+    for copy in COPIES.get(name, ()):
+        assert torch.equal(weights(first.policy, copy), weights(second.policy, copy))
+        assert not torch.equal(weights(first.policy, copy), weights(first.policy))
     if name == "rich":
         assert one["memory"]["microbatch"] == 6
         assert one["memory"]["clip"]

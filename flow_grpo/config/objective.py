@@ -3,10 +3,10 @@
 import functools
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from pydantic import Field, create_model
+from pydantic import Field, create_model, model_validator
 
 from flow_grpo import methods
-from flow_grpo.config.anchors import KL, AnchorConfig, Decay, by_metric, references
+from flow_grpo.config.anchors import KL, AnchorConfig, Decay, DecayRamp, by_metric, references
 from flow_grpo.config.old_names import DPO_BETA
 from flow_grpo.config.sections import ConfigSection, PositiveFloat, PositiveInt, Share
 from flow_grpo.text import suggest
@@ -63,6 +63,16 @@ class ObjectiveConfig(ConfigSection):
     def is_anchored(self) -> bool:
         """Whether images without an advantage have a loss too, since the policy is held near a reference."""
         return bool(self.kl_weight or self.anchors or self.norm_guard)
+
+    @property
+    def policy_copies(self) -> dict[str, float | DecayRamp]:
+        """Adapters that slowly follow the trained policy, with their decay after each training step."""
+        return {}
+
+    @property
+    def rollout_adapter(self) -> str | None:
+        """The adapter that draws a step's images; None is the trained one."""
+        return None
 
     @property
     def has_auto_clip(self) -> bool:
@@ -175,14 +185,39 @@ class Crd(ObjectiveConfig):
     """Advantages are clipped to ±advantage_max and mapped to [0, 1]. It also scales the loss."""
 
 
+CRDS_RAMP = DecayRamp(after=75, rate=0.0075, max=0.999)
+
+
 class OldPolicy(ObjectiveConfig):
     """The settings of objectives with a slowly moving copy of the policy."""
 
     old_policy_decay: Decay = 0.5
     """How slowly the old policy follows the trained one after each training step: 0 at once, 1 never. Or a ramp: for nft the published
     one is {rate: 0.001, max: 0.5}, for OCR {after: 75, rate: 0.0075, max: 0.999}; for crd {start: 0.25, rate: 0.005, max: 0.999}."""
-    rollout_policy: Literal["trained", "old"] = "trained"
-    """Which policy draws a step's images: the trained one, or the old one, as nft was published."""
+    rollout_policy: Literal["trained", "old", "average"] = "trained"
+    """Which policy draws a step's images: the trained one; the old one, as nft was published; or a second moving average, as crd was."""
+    rollout_policy_decay: Decay | None = None
+    """average: how slowly it follows the trained policy, as of old_policy_decay; null is crd's published ramp, {after: 75, rate: 0.0075,
+    max: 0.999}."""
+
+    @property
+    def policy_copies(self) -> dict[str, float | DecayRamp]:
+        if self.rollout_policy != "average":
+            return {"old": self.old_policy_decay}
+        decay = CRDS_RAMP if self.rollout_policy_decay is None else self.rollout_policy_decay
+        return {"old": self.old_policy_decay, "rollout": decay}
+
+    @property
+    def rollout_adapter(self) -> str | None:
+        return {"old": "old", "average": "rollout"}.get(self.rollout_policy)
+
+    @model_validator(mode="after")
+    def _has_its_average(self) -> "OldPolicy":
+        if self.rollout_policy_decay is not None and self.rollout_policy != "average":
+            raise ValueError(
+                "objective.rollout_policy_decay is of an average that draws the images: set rollout_policy=average."
+            )
+        return self
 
 
 class Dgpo(ObjectiveConfig):

@@ -159,7 +159,7 @@ class StepEstimator:
         moments = 2 * (8 / 32 if args.optimizer.name == "adamw_8bit" else 1)
         if self.uses_deepspeed:
             moments += 1  # it updates a copy of each process's shard of the weights
-        copies = 1 + bool(args.ema_decay) + args.method.old_policy + len(copied_references(args.objective))
+        copies = 1 + bool(args.ema_decay) + len(args.objective.policy_copies) + len(copied_references(args.objective))
         is_full, shards = self.trace.policy.is_full_finetuning, self.num_shards
         keeps_base = not self.cuda or self._reference_passes  # of full fine-tuning; else the base weights are on the CPU
         denoisers = self.trace.policy.lora.transformers.values()

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable
 from concurrent.futures import Future
+from contextlib import nullcontext
 from functools import partial
 
 import torch
@@ -88,9 +89,8 @@ class ImageSampler:
             keep_graphs=keep_graphs,
             record_device=torch.device("cpu") if self.args.memory.offload_trajectories else None,
         )
-        if getattr(self.args.objective, "rollout_policy", "trained") == "trained":
-            return rollout()
-        with self.policy.lora.use("old"):
+        adapter = self.args.objective.rollout_adapter
+        with self.policy.lora.use(adapter) if adapter else nullcontext():
             return rollout()
 
     def score(self, batch: PromptBatch, images: Tensor) -> Scores:

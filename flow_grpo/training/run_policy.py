@@ -66,8 +66,8 @@ def prepare_policy(policy: Policy, args: FlowGRPOConfig, processes: Processes) -
     add_trainable_weights(policy, args)
     if args.memory.compile:
         policy.compile()
-    if any(stage.method.old_policy for stage in stages):
-        policy.lora.add_adapter_copy("old")
+    for name in dict.fromkeys(name for stage in stages for name in stage.objective.policy_copies):
+        policy.lora.add_adapter_copy(name)
     add_references(policy, [stage.objective for stage in stages])
     if args.memory.shard == "fsdp2" and processes.world_size > 1:
         policy.shard(processes)

@@ -73,8 +73,8 @@ class Stage:
                 should_stop=should_stop,
                 processes=processes,
             )
-        if args.method.old_policy:
-            policy.lora.update_copy("old", 0.0)  # decay 0: a copy of the present policy
+        for name in args.objective.policy_copies:
+            policy.lora.update_copy(name, 0.0)  # decay 0: a copy of the present policy
 
     def step(self, number: int) -> tuple[Experience, dict[str, float]]:
         """Collect the experience of a training step and update the policy. Returns it with the step's metrics.

@@ -78,9 +78,8 @@ class PolicyUpdate:
             totals.numbers.update(self._step(step, number))
             self.clip.update(self.processes)
         experience.trajectory.graphs.clear()  # of micro-batches without signal
-        if args.method.old_policy:
-            decay = args.objective.old_policy_decay
-            self.policy.lora.update_copy("old", decay_at(decay, self._steps_before(step + 1)))
+        for name, decay in args.objective.policy_copies.items():
+            self.policy.lora.update_copy(name, decay_at(decay, self._steps_before(step + 1)))
         totals = LossMetrics.merge(self.processes.all_gather(totals.collect()))
         self.anchors.update(step, totals.metrics())
         self.mid_step = False

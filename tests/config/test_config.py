@@ -194,6 +194,7 @@ def test_overrides_reach_into_sections():
             "objective.name=nft objective.old_policy_decay=2",
             "objective.old_policy_decay is 2, but it should be less than or equal to 1",
         ),
+        ("objective.name=crd objective.rollout_policy_decay=0.5", "set rollout_policy=average"),
         (
             "objective.name=nft objective.old_policy_decay={rat:1}",
             "give a number, or a ramp such as {rate: 0.001, max: 0.5}",
