@@ -2,10 +2,12 @@
 
     python benchmarks/cpu_options.py [fp32|bf16]
 
-Each option takes turns with the plain code, so nothing else may run beside it. `share` is the option's time over that of the plain code,
-the median of the turns; `difference` is the largest one of its output, as a share of the output's standard deviation.
+Each option takes turns with the plain code, so nothing else may run beside it. The recogniser needs the package onnx. `share` is the
+option's time over that of the plain code, the median of the turns; `difference` is the largest one of its output, as a share of the
+output's standard deviation.
 """
 
+import os
 import statistics
 import sys
 import tempfile
@@ -22,7 +24,7 @@ from torch import Tensor
 from flow_grpo.config import FlowGRPOConfig
 from flow_grpo.policy.library_logging import quiet_libraries
 from flow_grpo.trainer import FlowGRPOTrainer
-from rewards.ocr import OCR, _engine
+from rewards.ocr import LINE_HEIGHT, OCR, _engine
 
 ROUNDS, WARMUP, IMAGES = 12, 3, 64
 Run = Callable[[], Tensor]
@@ -52,7 +54,8 @@ def quantised_reader(trained: OCR, images: Tensor, folder: Path) -> Callable[[Te
     from onnxruntime import InferenceSession
     from onnxruntime.quantization import QuantType, quantize_dynamic
 
-    session = _engine_of(trained, images).text_rec.session
+    height, width = images.shape[-2:]
+    session = _engine(round(LINE_HEIGHT * width / height) + 16, trained.device, os.getpid()).text_rec.session
     options = session.session.get_session_options()
     quantize_dynamic(session.session._model_path, folder / "rec.onnx", weight_type=QuantType.QUInt8)
     small = InferenceSession(str(folder / "rec.onnx"), options, providers=["CPUExecutionProvider"])
@@ -65,14 +68,6 @@ def quantised_reader(trained: OCR, images: Tensor, folder: Path) -> Callable[[Te
             session.session = plain
 
     return read
-
-
-def _engine_of(reader: OCR, images: Tensor):
-    reader._read(images[:1])
-    height, width = images.shape[-2:]
-    from rewards.ocr import LINE_HEIGHT, os
-
-    return _engine(round(LINE_HEIGHT * width / height) + 16, reader.device, os.getpid())
 
 
 class Velocity(torch.nn.Module):
