@@ -280,7 +280,7 @@ def test_a_preset_is_planned_on_the_configs_of_its_model_alone(preset, small_mod
     assert "blocks of the model" in forecasts.rates(2).how, "each family's own blocks were timed"
 
 
-@pytest.mark.parametrize("preset", ["flux_dev_ocr", "sana_ocr"])
+@pytest.mark.parametrize("preset", ["flux_dev_ocr", pytest.param("sana_ocr", marks=pytest.mark.slow)])
 def test_a_preset_is_tried_on_this_machine(preset, small_model, monkeypatch):
     monkeypatch.setattr(block_speed, "SECONDS", 0.0)
     result = CliRunner().invoke(cli.app, ["train", preset, *small_model(preset), "--dry-run"])
