@@ -1,5 +1,6 @@
 """Settings of pytest and hypothesis for all tests, and the fixture of the embedded model."""
 
+import gc
 import os
 import signal
 
@@ -23,6 +24,12 @@ if "PYTEST_XDIST_WORKER" in os.environ:  # workers share the cores, and the proc
     torch.set_num_threads(threads)
 settings.register_profile("ours", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("ours")  # as fast as the machine is, and the same examples each time
+
+
+def pytest_collection_finish() -> None:
+    """Modules and tests stay to the end: the garbage collector need not look through them again and again."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True)

@@ -124,7 +124,15 @@ def test_the_readmes_python_runs(tmp_path):
 
 
 SHORT = {
-    "train": ["steps=1", "prompts_per_step=2", "evaluation.max_prompts=2", "evaluation.num_images=1", "trackers=[]"],
+    "train": [
+        "steps=1",
+        "prompts_per_step=2",
+        "evaluation.max_prompts=2",
+        "evaluation.num_images=1",
+        "evaluation.steps=3",
+        "images_per_prompt=4",
+        "trackers=[]",
+    ],
     "eval": ["--limit", "2"],
 }  # added to the README's commands
 LARGE = ("flow-grpo train sd35_medium_ocr", "flow-grpo train flux_dev_ocr")  # need weights that a test does not have

@@ -70,7 +70,7 @@ def test_a_comparison_that_is_killed_goes_on_where_it_was(trained):
 
 def test_compare_says_what_it_trains_and_warns_of_a_reward_whose_values_depend_on_other_images(trained):
     words = ["compare", "short.yaml", "--seeds", "1", "--budget", "images=8", "--evaluations", "1", "--out", "ranked"]
-    output = run_anew(*words, "--measure", "reward", "--set", f"rewards={{'{SAMPLE_REWARDS}:rank': 1}}", cwd=trained)
+    output = run(*words, "--measure", "reward", "--set", f"rewards={{'{SAMPLE_REWARDS}:rank': 1}}", cwd=trained)
     assert output.count("warning: short: reward rank: an image's value depends on the other images") == 1
     assert "short seed 0: " in output
 

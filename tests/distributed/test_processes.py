@@ -14,8 +14,21 @@ import psutil
 import pytest
 import torch
 from support.cli_process import begin
+from support.gradient_sums import add_up_gradients
 from support.paths import ROOT
-from support.process_runs import ACCELERATE, UNEVEN, adapter, config, finished, forked, rows, run_alone, same, start
+from support.process_runs import (
+    ACCELERATE,
+    UNEVEN,
+    adapter,
+    call_in_ranks,
+    config,
+    finished,
+    forked,
+    rows,
+    run_alone,
+    same,
+    start,
+)
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 from flow_grpo.config import FlowGRPOConfig
@@ -236,31 +249,5 @@ def test_a_process_takes_the_largest_micro_batch_that_divides_its_rows():
         Processes(0, 2).local_microbatch(2, 3, 4, 1, pairs=True)
 
 
-ADDED = """
-import torch
-from flow_grpo.distributed.processes import Processes
-
-processes = Processes.from_environment("cpu")
-assert processes.world_size == 2
-one, other = torch.nn.Parameter(torch.zeros(3)), torch.nn.Parameter(torch.zeros(2, 2))
-one.grad = torch.full((3,), float(processes.rank + 1))
-if processes.rank == 1:
-    other.grad = torch.ones(2, 2)
-processes.all_reduce_gradients([one, other])
-assert one.grad.tolist() == [3, 3, 3] and other.grad.tolist() == [[1, 1], [1, 1]]
-assert processes.all_gather(processes.rank) == [0, 1] and processes.any(processes.rank == 1)
-try:
-    processes.gather_or_raise(lambda: int("x") if processes.rank else 0)
-    raise SystemExit("no error")
-except ValueError as error:
-    assert "invalid literal" in str(error)
-processes.destroy()
-"""
-
-
-def test_gradients_add_up_missing_ones_count_as_0_and_errors_are_shared(tmp_path):
-    (tmp_path / "added.py").write_text(ADDED)
-    words = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", str(tmp_path / "added.py")]
-    env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    completed = subprocess.run(words, capture_output=True, text=True, env=env, timeout=120)
-    assert completed.returncode == 0, completed.stderr
+def test_gradients_add_up_missing_ones_count_as_0_and_errors_are_shared():
+    call_in_ranks(add_up_gradients, 2)

@@ -24,7 +24,7 @@ from flow_grpo.doctor.run import RunChecks, run_checks
 def test_a_healthy_run_has_no_error_and_nothing_is_written(tmp_path):
     settings = [
         "prompts_per_step=6", "microbatch=12", "updates=2", "sampling.steps=6", "sampling.window={schedule: fixed, size: 2}",
-        "sampling.keep_graphs=false",
+        "sampling.keep_graphs=false", "lora.targets=[to_q, to_out.0]",
         "evaluation={prompts: prompts/signs_eval.txt, max_prompts: 8, steps: 4}", f"output_dir={tmp_path / 'run'}",
     ]  # fmt: skip
     sections = list(run_checks(FlowGRPOConfig.from_yaml("tiny_grpo", settings)))

@@ -5,13 +5,13 @@ numbers read from a tensor are waits, which are counted. It is torch's backend "
 back in a process: run it in one of its own.
 """
 
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils import backend_registration
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves, tree_map
 
 NAME = "fake"
 CPU, DEVICE = torch.device("cpu"), None
@@ -72,7 +72,7 @@ def compute(function: Any, args: Any, kwargs: dict[str, Any], waits: list[str]) 
     Raises:
         RuntimeError: its tensors are on two devices.
     """
-    tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+    tensors = [leaf for leaf in _leaves((*args, *kwargs.values())) if isinstance(leaf, Tensor)]
     on_device = any(isinstance(tensor, FakeDeviceTensor) for tensor in tensors)
     device = torch.device(kwargs["device"]) if kwargs.get("device") is not None else DEVICE if on_device else CPU
     if on_device and function not in COPIES | INDEXING:
@@ -84,13 +84,28 @@ def compute(function: Any, args: Any, kwargs: dict[str, Any], waits: list[str]) 
     if function is aten.index.Tensor and on_device and any(i is not None and i.dtype == torch.bool for i in args[1]):
         waits.append(str(function))
     values = function(
-        *tree_map(_on_cpu, args), **{k: CPU if k == "device" else v for k, v in tree_map(_on_cpu, kwargs).items()}
+        *_map(_on_cpu, args), **{key: CPU if key == "device" else _map(_on_cpu, v) for key, v in kwargs.items()}
     )
     if args and isinstance(args[0], FakeDeviceTensor) and values is args[0].data_on_cpu:
         return args[0]  # in place
     if function in READS or device.type != NAME:
         return values
-    return tree_map(lambda leaf: FakeDeviceTensor(leaf) if isinstance(leaf, Tensor) else leaf, values)
+    return _map(lambda leaf: FakeDeviceTensor(leaf) if isinstance(leaf, Tensor) else leaf, values)
+
+
+def _leaves(values: Iterable[Any]) -> list[Any]:
+    """The values, and those of lists and tuples among them: what an operation takes has no other containers."""
+    leaves = []
+    for value in values:
+        leaves.extend(_leaves(value) if isinstance(value, (list, tuple)) else (value,))
+    return leaves
+
+
+def _map(change: Callable[[Any], Any], value: Any) -> Any:
+    """The value with each leaf changed; much faster than torch's own trees, which know every container."""
+    if isinstance(value, (list, tuple)):
+        return type(value)([_map(change, one) for one in value])
+    return change(value)
 
 
 def _on_cpu(leaf: Any) -> Any:

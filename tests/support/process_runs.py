@@ -5,6 +5,7 @@ import os
 import socket
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -64,16 +65,35 @@ def finished(process: subprocess.Popen, code: int = 0, seconds: float = 180) -> 
     return output
 
 
-def begin_ranks(config: Path, processes: int, *more: str) -> list[cli_process.Command]:
-    """The ranks without their launcher, forked from a process that has imported everything: seconds less for each."""
+def environments(processes: int) -> list[dict[str, str]]:
+    """The variables by which a launcher tells each rank where the others are."""
     with socket.create_server(("localhost", 0)) as server:
         port = server.getsockname()[1]
     meeting = {"WORLD_SIZE": str(processes), "MASTER_ADDR": "localhost", "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1"}
-    environments = [{**meeting, "RANK": rank, "LOCAL_RANK": rank} for rank in map(str, range(processes))]
+    return [{**meeting, "RANK": rank, "LOCAL_RANK": rank} for rank in map(str, range(processes))]
+
+
+def begin_ranks(config: Path, processes: int, *more: str) -> list[cli_process.Command]:
+    """The ranks without their launcher, forked from a process that has imported everything: seconds less for each."""
     return [
         cli_process.begin("train", str(config), *more, cwd=config.parent, environment=environment)
-        for environment in environments
+        for environment in environments(processes)
     ]
+
+
+def call_in_ranks(work: Callable[[], None], processes: int) -> None:
+    """Call a function, which a support module has, in each of these ranks; none may raise."""
+    ranks = [cli_process.FORKS.Process(target=_call, args=(work, environment)) for environment in environments(processes)]
+    for rank in ranks:
+        rank.start()
+    for rank in ranks:
+        rank.join(120)
+    assert [rank.exitcode for rank in ranks] == [0] * processes
+
+
+def _call(work: Callable[[], None], environment: dict[str, str]) -> None:
+    os.environ.update(environment)
+    work()
 
 
 def forked(config: Path, processes: int, *more: str, code: int = 0) -> str:
