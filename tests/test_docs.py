@@ -105,7 +105,7 @@ def test_memory_and_seconds_of_the_readme_are_those_of_the_computed_table():
 def test_the_readme_has_the_two_commands():
     text = README.read_text()
     assert "pip install -e . && flow-grpo train\n" in text
-    assert "pip install -e '.[test]' && pytest -n 2 --dist loadfile\n" in text
+    assert "pip install -e '.[test]' && pytest -n 3 --dist loadfile\n" in text
 
 
 def test_the_readmes_python_runs(tmp_path):
