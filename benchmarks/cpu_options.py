@@ -30,7 +30,7 @@ ROUNDS, WARMUP, IMAGES = 12, 3, 64
 Run = Callable[[], Tensor]
 
 
-def seconds(run: Run) -> float:
+def seconds(run: Callable[[], object]) -> float:
     began = time.perf_counter()
     run()
     return time.perf_counter() - began
@@ -71,16 +71,84 @@ def quantised_reader(trained: OCR, images: Tensor, folder: Path) -> Callable[[Te
 
 
 class Velocity(torch.nn.Module):
-    """The transformer with a tensor as output."""
+    """The transformer with a tensor as output, on fixed inputs."""
 
-    def __init__(self, transformer: torch.nn.Module) -> None:
+    def __init__(self, trainer: FlowGRPOTrainer, prompts: list[str], autocast: torch.autocast) -> None:
         super().__init__()
-        self.transformer = transformer
+        pipe, (schedule, shape) = trainer.policy.pipe, trainer.policy.schedule(5)
+        self.transformer, self.autocast = pipe.transformer, autocast
+        embeds, _, pooled, _ = pipe.encode_prompt(
+            prompts, None, None, do_classifier_free_guidance=False, max_sequence_length=14
+        )
+        x = torch.randn(IMAGES, *shape, generator=torch.Generator().manual_seed(0))
+        self.inputs = (x, schedule.timesteps[1].expand(IMAGES), embeds.detach().float(), pooled.detach().float())
 
     def forward(self, x: Tensor, timestep: Tensor, embeds: Tensor, pooled: Tensor) -> Tensor:
         return self.transformer(
             x, encoder_hidden_states=embeds, pooled_projections=pooled, timestep=timestep, return_dict=False
         )[0]
+
+    def sampled(self, module: torch.nn.Module) -> Run:
+        def run() -> Tensor:
+            with torch.no_grad(), self.autocast:
+                return module(*self.inputs).float()
+
+        return run
+
+    def trained(self, module: torch.nn.Module) -> Run:
+        def run() -> Tensor:
+            with self.autocast:
+                out = module(*self.inputs).float()
+            out.square().mean().backward()
+            self.transformer.zero_grad(set_to_none=True)
+            return out.detach()
+
+        return run
+
+
+def decoding(vae: torch.nn.Module, latents: Tensor, memory_format: torch.memory_format) -> Run:
+    def run() -> Tensor:
+        with torch.no_grad():
+            return vae.to(memory_format=memory_format).decode(latents.to(vae.dtype)).sample.float()
+
+    return run
+
+
+def add_row(table: Table, part: str, option: str, plain: Run, faster: Callable[[], Run]) -> None:
+    """A row, or what the option fails with: what a version of torch cannot do is a result too."""
+    try:
+        share, difference = compared(plain, faster())
+        table.add_row(part, option, f"{share:.2f}", f"{difference:.1e}")
+    except Exception as error:
+        table.add_row(part, option, "-", " ".join(str(error).split())[:60])
+
+
+def measure(trainer: FlowGRPOTrainer, dtype: str, folder: Path) -> Table:
+    """A table with a row for each option."""
+    policy, prompts = trainer.policy, trainer.prompt_sampler.sample(0, IMAGES // 4, 4).prompts
+    table = Table(title=f"{IMAGES} images of the embedded model, {dtype}, torch {torch.__version__}")
+    for column in ("part", "option", "share", "difference"):
+        table.add_column(column, justify="right" if column in ("share", "difference") else "left")
+
+    plain = Velocity(trainer, prompts, torch.autocast("cpu", torch.bfloat16, enabled=dtype == "bf16"))
+    compiled, int8 = torch.compile(plain), torch.ao.quantization.quantize_dynamic
+    sampled, trained = plain.sampled(plain), plain.trained(plain)
+    add_row(table, "a velocity", "torch.compile", sampled, lambda: plain.sampled(compiled))
+    add_row(table, "a velocity", "oneDNN graph", sampled, lambda: plain.sampled(graph_of(plain, *plain.inputs)))
+    add_row(table, "a velocity", "int8 weights", sampled, lambda: plain.sampled(int8(plain, {torch.nn.Linear}, torch.qint8)))
+    add_row(table, "forward and backward", "torch.compile", trained, lambda: plain.trained(compiled))
+
+    vae, latents = policy.pipe.vae, plain.inputs[0]
+    contiguous = decoding(vae, latents, torch.contiguous_format)
+    add_row(table, "decoding", "channels last", contiguous, lambda: decoding(vae, latents, torch.channels_last))
+
+    images = policy.decode(policy.initial_latents(prompts, seed=0), IMAGES).clamp(0, 1)
+    reader = OCR()
+    small = quantised_reader(reader, images, folder)
+    share = statistics.median(seconds(lambda: small(images)) / seconds(lambda: reader._read(images)) for _ in range(ROUNDS))
+    same = sum(a == b for a, b in zip(reader._read(images), small(images), strict=True))
+    table.add_row("reading", "int8 weights", f"{share:.2f}", f"{same} of {IMAGES} texts are the same")
+    return table
 
 
 def main() -> None:
@@ -89,80 +157,7 @@ def main() -> None:
     warnings.filterwarnings("ignore")
     with tempfile.TemporaryDirectory() as folder:
         trainer = FlowGRPOTrainer(args=FlowGRPOConfig.from_yaml("tiny_ocr", [f"output_dir={folder}/run", f"dtype={dtype}"]))
-        measure(trainer, dtype, Path(folder))
-
-
-def measure(trainer: FlowGRPOTrainer, dtype: str, folder: Path) -> None:
-    policy, pipe = trainer.policy, trainer.policy.pipe
-    prompts = trainer.prompt_sampler.sample(0, IMAGES // 4, 4).prompts
-    embeds, _, pooled, _ = pipe.encode_prompt(prompts, None, None, do_classifier_free_guidance=False, max_sequence_length=14)
-    schedule, shape = policy.schedule(5)
-    x = torch.randn(IMAGES, *shape, generator=torch.Generator().manual_seed(0))
-    inputs = (x, schedule.timesteps[1].expand(IMAGES), embeds.detach().float(), pooled.detach().float())
-    plain = Velocity(pipe.transformer)
-    autocast = torch.autocast("cpu", torch.bfloat16, enabled=dtype == "bf16")
-
-    def sampled(module: torch.nn.Module) -> Run:
-        def run() -> Tensor:
-            with torch.no_grad(), autocast:
-                return module(*inputs).float()
-
-        return run
-
-    def trained(module: torch.nn.Module) -> Run:
-        def run() -> Tensor:
-            with autocast:
-                out = module(*inputs).float()
-            out.square().mean().backward()
-            pipe.transformer.zero_grad(set_to_none=True)
-            return out.detach()
-
-        return run
-
-    table = Table(title=f"{IMAGES} images of the embedded model, {dtype}, torch {torch.__version__}")
-    for column in ("part", "option", "share", "difference"):
-        table.add_column(column, justify="right" if column in ("share", "difference") else "left")
-
-    def row(part: str, option: str, plain: Run, faster: Callable[[], Run]) -> None:
-        try:
-            share, difference = compared(plain, faster())
-            table.add_row(part, option, f"{share:.2f}", f"{difference:.1e}")
-        except Exception as error:  # what a version of torch cannot do is a result too
-            table.add_row(part, option, "-", " ".join(str(error).split())[:60])
-
-    compiled = torch.compile(plain)
-    row("a velocity", "torch.compile", sampled(plain), lambda: sampled(compiled))
-    row("a velocity", "oneDNN graph", sampled(plain), lambda: sampled(graph_of(plain, *inputs)))
-    int8 = torch.ao.quantization.quantize_dynamic
-    row("a velocity", "int8 weights", sampled(plain), lambda: sampled(int8(plain, {torch.nn.Linear}, torch.qint8)))
-    row("forward and backward", "torch.compile", trained(plain), lambda: trained(compiled))
-
-    latents, vae = torch.randn(IMAGES, *shape), pipe.vae
-
-    def decoded() -> Tensor:
-        with torch.no_grad():
-            return vae.decode(latents.to(vae.dtype)).sample.float()
-
-    def channels_last() -> Run:
-        def run() -> Tensor:
-            vae.to(memory_format=torch.channels_last)
-            return decoded()
-
-        return run
-
-    def contiguous() -> Tensor:
-        vae.to(memory_format=torch.contiguous_format)
-        return decoded()
-
-    row("decoding", "channels last", contiguous, channels_last)
-
-    images = policy.decode(policy.initial_latents(prompts, seed=0), IMAGES).clamp(0, 1)
-    reader = OCR()
-    small = quantised_reader(reader, images, folder)
-    share, _ = compared(lambda: torch.randn(2, len(reader._read(images))), lambda: torch.randn(2, len(small(images))))
-    same = sum(a == b for a, b in zip(reader._read(images), small(images), strict=True))
-    table.add_row("reading", "int8 weights", f"{share:.2f}", f"{same} of {IMAGES} texts are the same")
-    Console(width=120).print(table)
+        Console(width=120).print(measure(trainer, dtype, Path(folder)))
 
 
 if __name__ == "__main__":

@@ -212,7 +212,7 @@ BUGS = [
     (
         "the old policy draws no images",
         "flow_grpo/training/image_sampler.py",
-        "adapter = self.args.objective.rollout_adapter",
+        'adapter = ADAPTERS.get(getattr(self.args.objective, "rollout_policy", "trained"))',
         "adapter = None",
         "tests/training/test_forward_process_loss.py -k drawn_by_the_old",
     ),

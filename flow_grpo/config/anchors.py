@@ -30,6 +30,9 @@ class DecayRamp(ConfigSection):
         return min(self.max, self.start + self.rate * max(0, steps - self.after))
 
 
+CRDS_RAMP = DecayRamp(after=75, rate=0.0075, max=0.999)  # of the policy that draws its images, arXiv 2603.14128
+
+
 def _number_or_ramp(value: Any, info: ValidationInfo) -> Any:
     if isinstance(value, dict) and not {"rate", "max"} <= value.keys() <= DecayRamp.model_fields.keys():
         raise ValueError(f"{info.field_name} is {value}: give a number, or a ramp such as {{rate: 0.001, max: 0.5}}.")

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from pydantic import Field, create_model, model_validator
 
 from flow_grpo import methods
-from flow_grpo.config.anchors import KL, AnchorConfig, Decay, DecayRamp, by_metric, references
+from flow_grpo.config.anchors import CRDS_RAMP, KL, AnchorConfig, Decay, DecayRamp, by_metric, references
 from flow_grpo.config.old_names import DPO_BETA
 from flow_grpo.config.sections import ConfigSection, PositiveFloat, PositiveInt, Share
 from flow_grpo.text import suggest
@@ -68,11 +68,6 @@ class ObjectiveConfig(ConfigSection):
     def policy_copies(self) -> dict[str, float | DecayRamp]:
         """Adapters that slowly follow the trained policy, with their decay after each training step."""
         return {}
-
-    @property
-    def rollout_adapter(self) -> str | None:
-        """The adapter that draws a step's images; None is the trained one."""
-        return None
 
     @property
     def has_auto_clip(self) -> bool:
@@ -185,9 +180,6 @@ class Crd(ObjectiveConfig):
     """Advantages are clipped to ±advantage_max and mapped to [0, 1]. It also scales the loss."""
 
 
-CRDS_RAMP = DecayRamp(after=75, rate=0.0075, max=0.999)
-
-
 class OldPolicy(ObjectiveConfig):
     """The settings of objectives with a slowly moving copy of the policy."""
 
@@ -196,24 +188,17 @@ class OldPolicy(ObjectiveConfig):
     one is {rate: 0.001, max: 0.5}, for OCR {after: 75, rate: 0.0075, max: 0.999}; for crd {start: 0.25, rate: 0.005, max: 0.999}."""
     rollout_policy: Literal["trained", "old", "average"] = "trained"
     """Which policy draws a step's images: the trained one; the old one, as nft was published; or a second moving average, as crd was."""
-    rollout_policy_decay: Decay | None = None
-    """average: how slowly it follows the trained policy, as of old_policy_decay; null is crd's published ramp, {after: 75, rate: 0.0075,
-    max: 0.999}."""
+    rollout_policy_decay: Decay = CRDS_RAMP
+    """With rollout_policy average: how slowly it follows the trained policy, as of old_policy_decay; by default crd's published ramp."""
 
     @property
     def policy_copies(self) -> dict[str, float | DecayRamp]:
-        if self.rollout_policy != "average":
-            return {"old": self.old_policy_decay}
-        decay = CRDS_RAMP if self.rollout_policy_decay is None else self.rollout_policy_decay
-        return {"old": self.old_policy_decay, "rollout": decay}
-
-    @property
-    def rollout_adapter(self) -> str | None:
-        return {"old": "old", "average": "rollout"}.get(self.rollout_policy)
+        copies = {"old": self.old_policy_decay, "rollout": self.rollout_policy_decay}
+        return copies if self.rollout_policy == "average" else {"old": self.old_policy_decay}
 
     @model_validator(mode="after")
     def _has_its_average(self) -> "OldPolicy":
-        if self.rollout_policy_decay is not None and self.rollout_policy != "average":
+        if self.rollout_policy_decay != CRDS_RAMP and self.rollout_policy != "average":
             raise ValueError(
                 "objective.rollout_policy_decay is of an average that draws the images: set rollout_policy=average."
             )

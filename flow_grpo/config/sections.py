@@ -97,9 +97,8 @@ class SamplingConfig(ConfigSection):
     """Whether the update uses the rollout's own graphs of the trained steps in place of replaying them (LeanGRPO, arXiv 2609.03528):
     faster, same gradient, for one update on a rollout. All graphs of a step are in memory at once, see `flow-grpo plan`."""
     solver: Literal["euler", "heun", "dpm_2m", "ab2"] = "euler"
-    """How rollouts solve the ODE, which is all of their steps or those outside the window (MixGRPO-Flash, arXiv 2507.21802). Of order 2 are
-    `dpm_2m` (DPM-Solver++ 2M, arXiv 2211.01095) and `ab2` (Adams-Bashforth), with one velocity a step, and `heun`, with two, for
-    forward-process objectives only."""
+    """How rollouts solve the ODE, all of their steps or those outside the window (MixGRPO-Flash, arXiv 2507.21802). Of order 2: `dpm_2m`
+    (DPM-Solver++ 2M, arXiv 2211.01095), `ab2` (Adams-Bashforth) and, with two velocities a step and without a window, `heun`."""
 
     @property
     def num_trained_steps(self) -> int:

@@ -21,6 +21,8 @@ from flow_grpo.types import PromptBatch, Scores, Trajectory
 from rewards import WeightedSum
 from rewards.interrupt import DaemonThread
 
+ADAPTERS = {"old": "old", "average": "rollout"}  # of `rollout_policy`, where it is not the trained policy
+
 
 class ImageSampler:
     """Samples images by the settings of a stage and scores them.
@@ -89,7 +91,7 @@ class ImageSampler:
             keep_graphs=keep_graphs,
             record_device=torch.device("cpu") if self.args.memory.offload_trajectories else None,
         )
-        adapter = self.args.objective.rollout_adapter
+        adapter = ADAPTERS.get(getattr(self.args.objective, "rollout_policy", "trained"))
         with self.policy.lora.use(adapter) if adapter else nullcontext():
             return rollout()
 

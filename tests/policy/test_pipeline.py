@@ -362,11 +362,11 @@ def test_states_of_any_shape_are_given_to_the_pipeline(name):
 
 def test_heun_asks_twice_a_step_but_for_the_last_the_others_once(shared):
     schedule, _ = shared.schedule(3)
-    calls = {name: ode_solver(name, schedule)(range(3))[0] for name in SOLVERS}
-    assert calls == {"heun": [0, 1, 1, 2, 2], "dpm_2m": [0, 1, 2], "ab2": [0, 1, 2]}
     assert ode_solver("euler", schedule) is None
-    assert {name: velocities_per_rollout(name, 3) for name in SOLVERS} == {name: len(asked) for name, asked in calls.items()}
-    assert velocities_per_rollout("euler", 3) == 3
+    calls = {name: ode_solver(name, schedule)(range(3))[0] for name in SOLVERS if name != "euler"}
+    assert calls == {"heun": [0, 1, 1, 2, 2], "dpm_2m": [0, 1, 2], "ab2": [0, 1, 2]}
+    asked = {"euler": 3, **{name: len(steps) for name, steps in calls.items()}}
+    assert {name: velocities_per_rollout(name, 3) for name in SOLVERS} == asked
 
 
 # -- pictures -------------------------------------------------------------------------------------------------------------
