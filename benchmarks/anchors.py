@@ -2,7 +2,7 @@
 
     python benchmarks/anchors.py --seeds 3
 
-The runs are `tiny_ocr` for twice its steps without its KL: on the reward `jpeg_size` alone, which flat pictures satisfy, and on `ocr` with
+The runs are `tiny_ocr` for twice its steps without its KL: on the reward `jpeg_size` alone, which flat images satisfy, and on `ocr` with
 four times its learning rate. Finished runs are kept, so the same command goes on. Values are means over the seeds, the lowest and
 the highest in brackets; they depend on no time, so other work may run beside it.
 """
@@ -43,6 +43,7 @@ def train(folder: Path, settings: list[str]) -> list[dict[str, float]]:
 
 
 def evaluations(metrics: Path) -> list[dict[str, float]]:
+    """The held-out measures of each evaluation in a run's metrics.jsonl."""
     rows = (json.loads(line) for line in metrics.read_text().splitlines())
     return [
         {name: row[f"eval/{name}"] for name in MEASURES if f"eval/{name}" in row} for row in rows if "eval/reward" in row

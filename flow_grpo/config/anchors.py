@@ -14,7 +14,8 @@ COPIES = ("ema", "reset")  # copies of the LoRA
 
 
 class DecayRamp(ConfigSection):
-    """A decay that grows: with the optimizer steps of a stage (`old_policy_decay`) or with its training steps (an anchor to `ema`)."""
+    """A decay that grows: with the optimizer steps of a stage (`old_policy_decay`, `rollout_policy_decay`) or with its training steps (an
+    anchor to `ema`)."""
 
     rate: PositiveFloat
     """How much the decay grows with every step."""

@@ -216,7 +216,7 @@ def test_the_published_decay_of_crds_old_policy():
     ("setting", "decay"), [({}, 0.0), ({"rollout_policy_decay": 0.25}, 0.25), ({"rollout_policy_decay": 0}, 0.0)]
 )
 def test_the_average_that_draws_crds_images_follows_the_trained_policy(setting, decay):
-    """As published it is the trained policy itself for the first 75 training steps."""
+    """As published it is the trained policy itself for the first 75 optimizer steps."""
     policy, args = policy_with_old(), settings("crd", 4, objective={"rollout_policy": "average", **setting})
     policy.lora.add_adapter_copy("rollout")
     before = trained(policy, "rollout")
