@@ -191,8 +191,8 @@ BUGS = [
     (
         "a checkpoint has not the average that draws crd's images",
         "flow_grpo/training/state.py",
-        'POLICY_COPIES = ("old", "rollout")',
-        'POLICY_COPIES = ("old",)',
+        "        for name in state.keys() & self.stage.args.objective.policy_copies.keys():\n",
+        '        for name in {"old"} & state.keys():\n',
         "tests/test_trainer.py -k 'checkpoint_holds_all and crd'",
     ),
     (

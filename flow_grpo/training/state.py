@@ -17,8 +17,6 @@ from flow_grpo.training.interrupt import Interrupted
 from flow_grpo.training.stages import Stage
 from rewards import WeightedSum
 
-POLICY_COPIES = ("old", "rollout")  # adapters of `ObjectiveConfig.policy_copies`, by which a checkpoint names them
-
 
 class RunState:
     """Where a run is: its step, its stage and the trained weights, saved to checkpoints and restored from them.
@@ -79,7 +77,7 @@ class RunState:
             "begin": self.stage.start,
             "memory": self.stage.loop_state(),
         }
-        state.update({name: self.policy.adapter_state(name) for name in POLICY_COPIES if name in self.policy.lora.adapters})
+        state.update({name: self.policy.adapter_state(name) for name in self.stage.args.objective.policy_copies})
         state["copies"] = {name: self.policy.adapter_state(name) for name in self.stage.update.anchors.copies}
         return state
 
@@ -180,7 +178,7 @@ class RunState:
         self.stage.update.load_state_dict(state)
         self.stage.restore_loop_state(state["memory"])
         self.stage.set_microbatch(self.stage.args.microbatch)  # it may have been saved by fewer processes
-        for name in state.keys() & POLICY_COPIES:
+        for name in state.keys() & self.stage.args.objective.policy_copies.keys():
             self.policy.load_adapter_state(state[name], name)
         for name, values in state.get("copies", {}).items():
             self.policy.load_adapter_state(values, name)
