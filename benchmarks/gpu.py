@@ -14,7 +14,8 @@ NAME is one of these; each takes at most ten minutes, and its tables are for doc
 
 A row runs in a process of its own: a step to warm up, then two that are measured. The short rows come first; a row that
 the time does not suffice for, or whose package is missing, is named as skipped. A goal is in brackets beside its value. The exit
-status is 1 if a row failed; a missed goal is no failure. `--small` tries a measurement out with small models, on a CPU too; its numbers
+status is 1 if a row failed; a missed goal is no failure. `--jobs 4` measures four rows at once: for memory, which other processes
+do not change, while speeds are left out. `--small` tries a measurement out with small models, on a CPU too; its numbers
 mean nothing. The learning run, the spelling world at 256 px, is not among the measurements.
 
 Packages that a machine without network needs as wheels, if it has torch, transformers, accelerate, peft, jaxtyping, pytest and
@@ -35,6 +36,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from concurrent.futures import ThreadPoolExecutor
 from importlib.metadata import version
 from pathlib import Path
 
@@ -44,6 +46,7 @@ from gpu_rows import MEASUREMENTS, Measurement, Row  # noqa: E402
 
 SECONDS = 540  # for a command
 LONGEST = 300  # for a row
+UNSHARED = ("peak GB", "planned GB", "planned / measured", "reserved GB", "waits", "ratio off 1")  # whatever others do
 FILES = 32e9  # bytes for a model's files, at most
 PYTEST = ["-m", "pytest", "-o", "addopts=", "--import-mode=importlib", "-q", "-rs", "--durations=5", "tests/test_cuda.py"]
 
@@ -66,23 +69,31 @@ def run_tests() -> bool:
         return False
 
 
-def run_rows(name: str, measurement: Measurement, rows: dict[str, Row], small: bool) -> bool:
-    """Print a table with a line for each row, in the order of their time. Whether none failed."""
+def run_rows(name: str, measurement: Measurement, rows: dict[str, Row], small: bool, jobs: int) -> bool:
+    """Print a table with a line for each row, in the order of their time. Whether none failed.
+
+    Args:
+        jobs: rows that are measured at once. Above one, what depends on time is left out.
+    """
     began, failed, notes = time.monotonic(), False, []
     print(f"Goal: {measurement.goal}.\n")
     print(
         "| setting | " + " | ".join(measurement.columns) + " |\n" + "|---" * (len(measurement.columns) + 1) + "|", flush=True
     )
-    for title, row in sorted(rows.items(), key=lambda one: one[1].seconds):
-        left = SECONDS - (time.monotonic() - began)
+
+    def result_of(title: str) -> dict:
+        row, left = rows[title], SECONDS - (time.monotonic() - began)
         if row.package and not importlib.util.find_spec(row.package):
-            print(f"| {title} | skipped: {row.package} is not installed |", flush=True)
-        elif left < row.seconds:
-            print(f"| {title} | skipped: {left:.0f} s are left; give its name to measure it alone |", flush=True)
-        else:
-            result = run_row(name, title, small, min(left, LONGEST))
+            return {"skipped": f"{row.package} is not installed"}
+        if left < row.seconds:
+            return {"skipped": f"{left:.0f} s are left; give its name to measure it alone"}
+        return run_row(name, title, small, min(left, LONGEST))
+
+    titles = sorted(rows, key=lambda title: rows[title].seconds)
+    with ThreadPoolExecutor(jobs) as pool:
+        for title, result in zip(titles, pool.map(result_of, titles), strict=True):
             failed |= "failed" in result
-            print(line(title, row, result), flush=True)
+            print(line(title, rows[title], result, jobs > 1), flush=True)
             notes += [f"{title}: {note}" for note in result.get("notes", ())]
     print("\n".join(["", *(f"- {note}" for note in notes)]) if notes else "")
     return not failed
@@ -102,11 +113,15 @@ def run_row(name: str, title: str, small: bool, seconds: float) -> dict:
     return json.loads(done.stdout.splitlines()[-1])
 
 
-def line(title: str, row: Row, result: dict) -> str:
-    """A row of the table, with the goals in brackets."""
-    if "failed" in result:
-        return f"| {title} | failed: {result['failed']} |"
-    cells = (f"{value:.3g}" + goal(value, row.goals.get(column)) for column, value in result["values"].items())
+def line(title: str, row: Row, result: dict, shared: bool) -> str:
+    """A row of the table, with the goals in brackets; without what other rows on the GPU change, if it was shared with them."""
+    for word in ("failed", "skipped"):
+        if word in result:
+            return f"| {title} | {word}: {result[word]} |"
+    cells = (
+        "" if shared and column not in UNSHARED else f"{value:.3g}" + goal(value, row.goals.get(column))
+        for column, value in result["values"].items()
+    )
     return f"| {title} | " + " | ".join(cells) + " |"
 
 
@@ -155,8 +170,9 @@ def main() -> None:
     parser.add_argument("name", choices=["tests", *MEASUREMENTS])
     parser.add_argument("row", nargs="*")
     parser.add_argument("--small", action="store_true")
+    parser.add_argument("--jobs", type=int, default=1)
     parser.add_argument("--measure", action="store_true", help=argparse.SUPPRESS)
-    args = parser.parse_args()
+    args = parser.parse_intermixed_args()
     if args.measure:
         print_measured(args.name, args.row[0], args.small)
         return
@@ -171,7 +187,7 @@ def main() -> None:
     rows = {title: row for title, row in measurement.rows.items() if any(word in title for word in args.row or [""])}
     if not rows:
         sys.exit(f"no row has such a name; {args.name} has: {'; '.join(measurement.rows)}")
-    sys.exit(not run_rows(args.name, measurement, rows, args.small))
+    sys.exit(not run_rows(args.name, measurement, rows, args.small, args.jobs))
 
 
 if __name__ == "__main__":
