@@ -288,7 +288,8 @@ def _short_names(layers: Iterable[str]) -> list[str]:
 
 def _check_memory(rank: int, layers: Iterable[torch.nn.Linear]) -> None:
     """Raise ValueError if a LoRA of that rank on these layers would alone fill this machine's memory."""
-    needed = 4 * rank * sum(sum(layer.weight.shape) for layer in layers)
+    # not by the shape of the weights: bitsandbytes packs them into a column
+    needed = 4 * rank * sum(layer.in_features + layer.out_features for layer in layers)
     available = psutil.virtual_memory().total
     if needed > available:
         raise ValueError(

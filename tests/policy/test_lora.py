@@ -21,6 +21,16 @@ def test_gradients_reach_every_lora_parameter_and_no_other(policy):
     assert all(p.grad is None for p in policy.pipe.transformer.parameters() if id(p) not in trained)
 
 
+def test_a_lora_is_as_large_as_its_layers_not_as_their_packed_weights(policy):
+    """bitsandbytes packs weights in 4 bits into one column: by its length, a LoRA on FLUX.1-dev took 689 GB."""
+    transformer = policy.pipe.transformer
+    layer = transformer.transformer_blocks[0].attn.to_k
+    layer.weight = torch.nn.Parameter(torch.empty(2**44, 1, device="meta"), requires_grad=False)
+    policy.lora.remove()
+    policy.add_lora(4, 8, ["to_k"], seed=0)
+    assert {p.numel() for p in policy.trainable_parameters().values()} == {4 * layer.in_features}, "rank by width"
+
+
 def test_a_fresh_adapter_and_a_switched_off_one_are_the_base():
     base = tiny_policy()
     conditioning = base.encode(PROMPTS)
