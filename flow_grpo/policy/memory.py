@@ -16,6 +16,9 @@ from flow_grpo.policy.families import denoisers, family
 from flow_grpo.text import first_line
 
 FLOAT8 = torch.float8_e4m3fn  # of weights that are stored in float8
+# of a function, here the forward pass of all blocks of a class: kinds of blocks, times with and without gradients, times with and without
+# LoRA. Beyond torch's default of 8 the rest would run uncompiled.
+COMPILED_VARIANTS = 64
 
 
 def quantization(kind: str, dtype: torch.dtype, pipeline: str) -> PipelineQuantizationConfig:
@@ -45,9 +48,13 @@ def quantization(kind: str, dtype: torch.dtype, pipeline: str) -> PipelineQuanti
 def apply_memory_settings(pipe: DiffusionPipeline, memory: MemoryConfig) -> None:
     """Set float8 storage, gradient checkpointing and attention backend of the transformers, VAE slicing and tiling of a loaded pipeline.
 
+    Attention by cuDNN is no longer torch's own choice in this process: on Hopper its backward pass returns NaN or wrong gradients for
+    some lengths (pytorch/pytorch#196678, NVIDIA/cudnn-frontend#160; tests/test_cuda.py). `attention_backend=_native_cudnn` sets it.
+
     Raises:
         ValueError: a transformer or the VAE does not support a setting.
     """
+    torch.backends.cuda.enable_cudnn_sdp(False)
     for transformer in (getattr(pipe, name) for name in denoisers(pipe)):
         if memory.quantize == "fp8_layerwise":
             store_in_float8(transformer)
@@ -184,6 +191,8 @@ def _set_attention_backend(transformer: Any, name: str) -> None:
 
 def compile_blocks(transformer: torch.nn.Module) -> None:
     """Compile each repeated block by torch.compile. ValueError if diffusers does not name them."""
+    # the older of two names, which every supported torch has
+    torch._dynamo.config.cache_size_limit = max(torch._dynamo.config.cache_size_limit, COMPILED_VARIANTS)
     for block in repeated_blocks(transformer, "memory.compile"):
         block.compile()
 

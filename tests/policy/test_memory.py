@@ -84,6 +84,42 @@ def test_checkpointing_changes_no_bit_of_the_gradient():
     assert less < whole / 2
 
 
+class Block(torch.nn.Module):
+    """A block of a kind of its own, as far as the compiler can see. It is compiled by a compiler that takes no time."""
+
+    def __init__(self, kind: int, compiled: list[int]) -> None:
+        super().__init__()
+        self.kind, self.compiled = kind, compiled
+
+    def compile(self) -> None:
+        def backend(graph, inputs):
+            self.compiled.append(self.kind)
+            return graph.forward
+
+        super().compile(backend=backend)
+
+    def forward(self, x):
+        return x + self.kind
+
+
+def test_blocks_of_many_kinds_are_all_compiled(monkeypatch):
+    """They share a forward pass, of which torch compiles no more than eight variants by default."""
+    monkeypatch.setattr(torch._dynamo.config, "cache_size_limit", 8)
+    compiled: list[int] = []
+    transformer = torch.nn.Sequential(*(Block(kind, compiled) for kind in range(12)))
+    transformer._repeated_blocks = ["Block"]
+    memory.compile_blocks(transformer)
+    assert transformer(torch.zeros(1)) == sum(range(12))
+    assert sorted(compiled) == list(range(12))
+
+
+def test_torch_does_not_choose_cudnn_for_attention():
+    """Its backward pass is wrong for some lengths: tests/test_cuda.py."""
+    torch.backends.cuda.enable_cudnn_sdp(True)
+    tiny_policy()
+    assert not torch.backends.cuda.cudnn_sdp_enabled()
+
+
 @pytest.mark.slow  # the compiler
 def test_a_run_with_compiled_and_checkpointed_blocks_has_a_ratio_of_exactly_1(flux, tmp_path):
     if shutil.which("c++") is None:
