@@ -11,7 +11,7 @@ from flow_grpo.methods import velocities_per_rollout
 from flow_grpo.plan import block_speed
 from flow_grpo.plan.hardware import GB, Rates
 from flow_grpo.plan.trace import ModelTrace
-from flow_grpo.plan.weights_memory import LoadingMemory, offloaded_bytes, text_encoder_bytes, weight_bytes
+from flow_grpo.plan.weights_memory import LoadingMemory, dequantized_bytes, offloaded_bytes, text_encoder_bytes, weight_bytes
 from flow_grpo.policy.devices import DTYPES, default_dtype
 from flow_grpo.progress import phase
 from flow_grpo.training.anchors import copied_references
@@ -148,9 +148,9 @@ class StepEstimator:
         bytes_by_phase = {name: ALLOCATOR_OVERHEAD[self.cuda] * size for name, size in self.trace.bytes[rows].items()}
         if self._reference_passes:
             bytes_by_phase["update"] += bytes_by_phase["rollout"]  # the reference is computed while the graph is in memory
-        offloaded, largest = self._offloaded
-        bytes_by_phase["rollout"] += largest
-        bytes_by_phase["update"] += largest if self.args.memory.gradient_checkpointing else offloaded
+        for all_copies, largest in (self._offloaded, self._dequantized):
+            bytes_by_phase["rollout"] += largest
+            bytes_by_phase["update"] += largest if self.args.memory.gradient_checkpointing else all_copies
         return bytes_by_phase
 
     def _persistent(self) -> dict[str, float]:
@@ -196,6 +196,13 @@ class StepEstimator:
         if self.args.memory.offload is None or not self.cuda:
             return 0.0, 0.0
         sizes = [offloaded_bytes(one) for one in self.trace.policy.lora.transformers.values()]
+        return sum(total for total, _ in sizes), max(largest for _, largest in sizes)
+
+    @property
+    def _dequantized(self) -> tuple[float, float]:
+        """Bytes of the copies of quantised weights in a graph, and of the largest block's."""
+        networks = self.trace.policy.lora.transformers.values()
+        sizes = [dequantized_bytes(one, self.args.memory.quantize, self.dtype) for one in networks]
         return sum(total for total, _ in sizes), max(largest for _, largest in sizes)
 
     @property

@@ -5,6 +5,7 @@ its gradient checkpointing and its LoRA.
 """
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -47,7 +48,7 @@ class ModelTrace:
     """
 
     def __init__(self, args: FlowGRPOConfig, dtype: torch.dtype, cuda: bool, release_gradients: bool) -> None:
-        self.dtype, self.release_gradients = dtype, release_gradients
+        self.dtype, self.cuda, self.release_gradients = dtype, cuda, release_gradients
         pipe, self.note = load_for_plan(args.model, dtype, cuda)
         # an attention backend may need a kernel that only the run's machine has
         apply_memory_settings(pipe, args.memory.model_copy(update={"attention_backend": None}))
@@ -61,7 +62,7 @@ class ModelTrace:
             with phase(f"tracing the code of {args.model}"):
                 self.schedule, self.latent_shape = self.policy.schedule(args.sampling.steps)
                 self.image_shape = self.decoded_shape(2)
-                self.bytes = {rows: self._count(rows, LiveBytesCounter) for rows in (2, 4)}
+                self.bytes = {rows: self._count(rows, partial(LiveBytesCounter, cuda)) for rows in (2, 4)}
                 self.operations = self._count(2, FlopCounter)
         except Exception as error:  # of the pipeline's own code
             name = type(pipe).__name__
@@ -81,7 +82,7 @@ class ModelTrace:
 
     def graph_bytes(self, rows: int) -> float:
         """Bytes that stay in memory from a forward pass with gradients until its backward pass."""
-        conditioning, counter = self.policy.encode([self.prompt] * rows), LiveBytesCounter()
+        conditioning, counter = self.policy.encode([self.prompt] * rows), LiveBytesCounter(self.cuda)
         x, index = torch.zeros(rows, *self.latent_shape), torch.arange(rows)
         with self.policy.pipe.transformer.counting(counter, True, self.release_gradients):
             self.policy.velocity(x, self.schedule.timesteps[0], conditioning, index)

@@ -30,6 +30,27 @@ def offloaded_bytes(network: Any) -> tuple[float, float]:
     return sum(sizes), max(sizes)
 
 
+def dequantized_bytes(network: Any, quantize: str | None, dtype: torch.dtype) -> tuple[float, float]:
+    """Bytes of the copies of weights that a graph holds until its backward pass: of all layers, and of the largest block's.
+
+    torchao makes a copy in the run's dtype of each linear layer's weights for a call. bitsandbytes makes it again in the backward pass.
+    """
+    if quantize not in ("int8", "fp8"):
+        return 0.0, 0.0
+
+    def copies(module: Any) -> float:
+        linear = (
+            p for name, p in module.named_parameters() if p.ndim == 2 and name.endswith("weight") and "lora_" not in name
+        )
+        return float(sum(p.numel() for p in linear) * dtype.itemsize)
+
+    try:
+        largest = max(map(copies, repeated_blocks(network, "memory.quantize")))
+    except ValueError:  # diffusers does not name them
+        largest = copies(network)
+    return copies(network), largest
+
+
 def text_encoder_bytes(pipe: Any) -> float:
     """Bytes of the text encoders of a meta pipeline."""
     return sum(part.bytes for part in pipe.components.values() if isinstance(part, MetaTextEncoder))

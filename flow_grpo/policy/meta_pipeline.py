@@ -212,7 +212,7 @@ class _Cast(TorchFunctionMode):
     """Autocast for the meta device, and attention kernels that do not materialise the attention matrix."""
 
     LOWERED = (F.linear, F.conv2d, torch.matmul, torch.bmm, torch.baddbmm, Tensor.matmul, Tensor.__matmul__)
-    RAISED = (F.layer_norm, F.group_norm, F.softmax, torch.softmax, Tensor.softmax)  # on CUDA, not on a CPU
+    RAISED = (F.layer_norm, F.group_norm, F.interpolate, F.softmax, torch.softmax, Tensor.softmax)  # on CUDA, not on a CPU
 
     def __init__(self, dtype: torch.dtype, cuda: bool) -> None:
         super().__init__()

@@ -102,6 +102,38 @@ def test_offloaded_blocks_are_on_the_gpu_one_at_a_time(checkpointed):
         assert one.transient[phase] - other.transient[phase] == pytest.approx(max(sizes))
 
 
+def test_copies_of_weights_in_8_bits_are_in_the_graph_all_of_them_or_one_blocks(default, checkpointed):
+    """torchao computes with copies in the run's dtype, which the graph holds; bitsandbytes makes them again."""
+    transformer = default.trace.policy.pipe.transformer
+
+    def copies(module: torch.nn.Module) -> int:
+        linear = (
+            layer for name, layer in module.named_modules() if isinstance(layer, torch.nn.Linear) and "lora_" not in name
+        )
+        return sum(2 * layer.weight.numel() for layer in linear)  # bytes in bf16
+
+    largest = max(copies(block) for block in transformer.transformer_blocks)
+    for plain, checkpointing, held in ((default, "false", copies(transformer)), (checkpointed, "true", largest)):
+        for kind, expected in (("int8", held), ("nf4", 0)):
+            memory = f"memory={{quantize: {kind}, gradient_checkpointing: {checkpointing}}}"
+            quantised = StepEstimator(FlowGRPOConfig.from_yaml("tiny_ocr", [*LEAN, memory]), cuda=True)
+            more = quantised.estimate(8).transient["update"] - plain.estimate(8).transient["update"]
+            assert more == pytest.approx(expected)
+
+
+@pytest.mark.parametrize(("dtype", "counted"), [(torch.bfloat16, True), (torch.float32, False)])
+def test_cudnn_takes_memory_for_a_convolution_in_16_bits(dtype, counted):
+    convolution = torch.nn.Conv2d(4, 8, 3, padding=1, device="meta", dtype=dtype)
+    x = torch.zeros(2, 4, 16, 16, device="meta", dtype=dtype)
+    peaks = []
+    for cuda in (False, True):
+        with torch.no_grad(), counters.LiveBytesCounter(cuda) as counter:
+            y = convolution(x)
+        peaks.append(counter.peak)
+    assert peaks[0] == y.nbytes
+    assert peaks[1] - peaks[0] == (counters.CUDNN_WORKSPACE * (x.nbytes + y.nbytes) if counted else 0)
+
+
 @pytest.mark.parametrize(
     ("family", "offload"),
     [
