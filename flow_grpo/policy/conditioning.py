@@ -92,9 +92,9 @@ def signature(structure: Any) -> Any:
 
 
 def to_device(structure: Any, device: torch.device | str) -> Any:
-    """The same structure with its tensors on that device."""
+    """The same structure with its tensors on that device. A copy to a GPU is not waited for."""
     if isinstance(structure, Tensor):
-        return structure.to(device)
+        return structure.to(device, non_blocking=torch.device(device).type != "cpu")
     if isinstance(structure, (list, tuple)):
         return type(structure)(to_device(part, device) for part in structure)
     return structure

@@ -93,7 +93,7 @@ class PromptEncoder:
                     outputs_of |= self._encode_chunk(chunk, size, axes[0])
                 for prompt in (prompt for prompt in missing if images_of(prompt)):
                     outputs_of |= self._encode_chunk([prompt], 1, axes[len(images_of(prompt))])
-        on_device = {prompt: to_device(outputs, self.device) for prompt, outputs in outputs_of.items()}
+        on_device = {prompt: to_device(outputs_of[prompt], self.device) for prompt in cached}
         return conditioning(prompts, on_device, axes, self.family.encode_separately)
 
     @contextmanager
@@ -114,8 +114,8 @@ class PromptEncoder:
         for row, prompt in enumerate(prompts):
             calls = zip(batch, axes, strict=True)
             outputs = [(method, select_row(output, axis, row, size)) for (method, output), axis in calls]
-            outputs_of[prompt] = to_device(outputs, "cpu")
-            self.cache.put(prompt, outputs_of[prompt])
+            outputs_of[prompt] = outputs
+            self.cache.put(prompt, to_device(outputs, "cpu"))
         return outputs_of
 
     def _batch_axes(self, prompt: str) -> list[Any]:
