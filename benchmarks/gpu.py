@@ -1,6 +1,6 @@
 """Speed and memory of whole training steps on one NVIDIA GPU, with models of the real shapes and random weights.
 
-    python benchmarks/gpu.py NAME [ROW ...]     # all rows of a measurement, or those whose name contains a ROW
+    python benchmarks/gpu.py NAME [ROW ...]     # all rows of a measurement, or those whose name is or contains a ROW
 
 NAME is one of these; each takes at most ten minutes, and its tables are for docs/performance.md:
 
@@ -14,9 +14,9 @@ NAME is one of these; each takes at most ten minutes, and its tables are for doc
 
 A row runs in a process of its own: a step to warm up, then two that are measured. The short rows come first; a row that
 the time does not suffice for, or whose package is missing, is named as skipped. A goal is in brackets beside its value. The exit
-status is 1 if a row failed; a missed goal is no failure. `--jobs 4` measures four rows at once: for memory, which other processes
-do not change, while speeds are left out. `--small` tries a measurement out with small models, on a CPU too; its numbers
-mean nothing. The learning run, the spelling world at 256 px, is not among the measurements.
+status is 1 if a row failed; a missed goal is no failure. `--jobs 2` runs two rows at once, if the GPU's memory holds them: a row is
+measured while no other one, of this command or another, does anything. `--small` tries a measurement out with small models, on a CPU
+too; its numbers mean nothing. The learning run, the spelling world at 256 px, is not among the measurements.
 
 Packages that a machine without network needs as wheels, if it has torch, transformers, accelerate, peft, jaxtyping, pytest and
 hypothesis: diffusers, pydantic, pydantic-core, annotated-types, typing-inspection; for the quantised rows and the 8-bit AdamW
@@ -28,6 +28,7 @@ torchao and bitsandbytes. The last command is for that machine; add to the other
 """
 
 import argparse
+import fcntl
 import importlib.util
 import json
 import os
@@ -37,6 +38,7 @@ import sys
 import tempfile
 import time
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 
@@ -46,7 +48,9 @@ from gpu_rows import MEASUREMENTS, Measurement, Row  # noqa: E402
 
 SECONDS = 540  # for a command
 LONGEST = 300  # for a row
-UNSHARED = ("peak GB", "planned GB", "planned / measured", "reserved GB", "waits", "ratio off 1")  # whatever others do
+LOCK = (
+    Path(tempfile.gettempdir()) / "flow_grpo_gpu_benchmark.lock"
+)  # shared while rows get ready, held by the one that is measured
 FILES = 32e9  # bytes for a model's files, at most
 PYTEST = ["-m", "pytest", "-o", "addopts=", "--import-mode=importlib", "-q", "-rs", "--durations=5", "tests/test_cuda.py"]
 
@@ -69,11 +73,11 @@ def run_tests() -> bool:
         return False
 
 
-def run_rows(name: str, measurement: Measurement, rows: dict[str, Row], small: bool, jobs: int) -> bool:
+def run_rows(name: str, measurement: Measurement, rows: dict[str, Row], small: bool, jobs: int = 1) -> bool:
     """Print a table with a line for each row, in the order of their time. Whether none failed.
 
     Args:
-        jobs: rows that are measured at once. Above one, what depends on time is left out.
+        jobs: rows that are run at once, which wait for each other before they are measured.
     """
     began, failed, notes = time.monotonic(), False, []
     print(f"Goal: {measurement.goal}.\n")
@@ -93,7 +97,7 @@ def run_rows(name: str, measurement: Measurement, rows: dict[str, Row], small: b
     with ThreadPoolExecutor(jobs) as pool:
         for title, result in zip(titles, pool.map(result_of, titles), strict=True):
             failed |= "failed" in result
-            print(line(title, rows[title], result, jobs > 1), flush=True)
+            print(line(title, rows[title], result), flush=True)
             notes += [f"{title}: {note}" for note in result.get("notes", ())]
     print("\n".join(["", *(f"- {note}" for note in notes)]) if notes else "")
     return not failed
@@ -113,15 +117,18 @@ def run_row(name: str, title: str, small: bool, seconds: float) -> dict:
     return json.loads(done.stdout.splitlines()[-1])
 
 
-def line(title: str, row: Row, result: dict, shared: bool) -> str:
-    """A row of the table, with the goals in brackets; without what other rows on the GPU change, if it was shared with them."""
+def keep_peak_speed() -> None:
+    """Measure the GPU's highest speed while nothing else runs; rows that get ready at once would measure a share of it."""
+    code = "import torch; from flow_grpo.policy.device_speed import *; matmul_peak(torch.device('cuda'), torch.bfloat16)"
+    subprocess.run([sys.executable, "-c", code], env=environment(), check=True)
+
+
+def line(title: str, row: Row, result: dict) -> str:
+    """A row of the table, with the goals in brackets."""
     for word in ("failed", "skipped"):
         if word in result:
             return f"| {title} | {word}: {result[word]} |"
-    cells = (
-        "" if shared and column not in UNSHARED else f"{value:.3g}" + goal(value, row.goals.get(column))
-        for column, value in result["values"].items()
-    )
+    cells = (f"{value:.3g}" + goal(value, row.goals.get(column)) for column, value in result["values"].items())
     return f"| {title} | " + " | ".join(cells) + " |"
 
 
@@ -146,8 +153,10 @@ def print_measured(name: str, title: str, small: bool) -> None:
 
     quiet_libraries()
     measurement = MEASUREMENTS[name]
-    with tempfile.TemporaryDirectory(dir=fast_folder()) as folder:
-        print(json.dumps(measure(measurement.rows[title], measurement.columns, folder, small)))
+    with tempfile.TemporaryDirectory(dir=fast_folder()) as folder, LOCK.open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_SH)
+        alone = partial(fcntl.flock, lock, fcntl.LOCK_EX)
+        print(json.dumps(measure(measurement.rows[title], measurement.columns, folder, small, alone)))
 
 
 def fast_folder() -> str | None:
@@ -184,9 +193,16 @@ def main() -> None:
     if args.name == "tests":
         sys.exit(not run_tests())
     measurement = MEASUREMENTS[args.name]
-    rows = {title: row for title, row in measurement.rows.items() if any(word in title for word in args.row or [""])}
+    words = [word for word in args.row if word not in measurement.rows] or [""] * (not args.row)
+    rows = {
+        title: row for title, row in measurement.rows.items() if title in args.row or any(word in title for word in words)
+    }
     if not rows:
         sys.exit(f"no row has such a name; {args.name} has: {'; '.join(measurement.rows)}")
+    if args.jobs > 1 and any(row.card for row in rows.values()):
+        sys.exit(f"{args.name} measures the memory of the whole card: leave --jobs out.")
+    if args.jobs > 1 and torch.cuda.is_available():
+        keep_peak_speed()
     sys.exit(not run_rows(args.name, measurement, rows, args.small, args.jobs))
 
 

@@ -5,6 +5,7 @@ import math
 import time
 import warnings
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -28,11 +29,12 @@ def alternating(images: torch.Tensor, prompts: list[str]) -> list[float]:
     return [float(number % 2) for number in range(len(prompts))]
 
 
-def measure(row: Row, columns: tuple[str, ...], folder: str, small: bool) -> dict[str, Any]:
+def measure(row: Row, columns: tuple[str, ...], folder: str, small: bool, alone: Callable[[], None]) -> dict[str, Any]:
     """The values of the columns, and the lines of code that wait for the GPU, if that is asked for.
 
     Args:
         folder: an empty one, for the model and the run.
+        alone: is called after the first step, and returns when the others can be measured.
     """
     trainer = trainer_of(row, folder, small)
     device, args = trainer.policy.device, trainer.args
@@ -43,6 +45,7 @@ def measure(row: Row, columns: tuple[str, ...], folder: str, small: bool) -> dic
         values["planned GB"] = (plan.peak - plan.persistent.get("CUDA", 0.0)) / 1e9
     first = trainer.training_step()
     empty_cache(device)
+    alone()
     steps = [timed_step(trainer) for _ in range(STEPS)]
     values |= {share: median(step.get(f"time/{share}", 0.0) / step["time/step"] for step in steps) for share in SHARES}
     values["images/s"] = median(step["images"] / step["time/step"] for step in steps)

@@ -1,9 +1,12 @@
 """benchmarks/gpu.py on a CPU: each row's settings are valid, a row trains, and a row that fails is seen."""
 
+import fcntl
 import importlib
 import subprocess
 import sys
+import time
 from pathlib import Path
+from threading import Thread
 
 import pytest
 
@@ -54,7 +57,7 @@ def test_a_row_trains_a_small_model_and_gives_each_column(script, tmp_path):
     rows = script("gpu_rows")
     row = rows.MEASUREMENTS["waits"].rows["offload groups, checkpointing"]
     values = script("gpu_step").measure(
-        row, ("images/s", "ratio off 1", "planned / measured", *rows.SHARES), str(tmp_path), True
+        row, ("images/s", "ratio off 1", "planned / measured", *rows.SHARES), str(tmp_path), True, alone=lambda: None
     )
     assert list(values["values"])[:2] == ["images/s", "ratio off 1"]
     assert values["values"]["ratio off 1"] == 0
@@ -83,7 +86,35 @@ def test_a_row_without_its_package_or_without_time_is_skipped(script, monkeypatc
 
 @pytest.mark.slow
 def test_the_command_measures_a_row_in_a_process_of_its_own(tmp_path):
-    command = [sys.executable, str(BENCHMARKS / "gpu.py"), "waits", "plain", "--small"]
+    command = [
+        sys.executable,
+        str(BENCHMARKS / "gpu.py"),
+        "waits",
+        "plain",
+        "offload_trajectories",
+        "--small",
+        "--jobs",
+        "2",
+    ]
     done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path)
     assert done.returncode == 0, done.stderr[-2000:]
-    assert "| 0 (= 0: yes) |" in done.stdout
+    assert done.stdout.count("| 0 (= 0: yes) |") == 2
+
+
+def test_a_row_is_measured_alone(script, monkeypatch, capsys):
+    """While another row gets ready, the measuring of one waits; while one is measured, no other one begins."""
+    gpu, seen = script("gpu"), []
+
+    def measure(row, columns, folder, small, alone):
+        other = gpu.LOCK.open("w")
+        fcntl.flock(other, fcntl.LOCK_SH)  # another row gets ready: both may
+        Thread(target=lambda: (time.sleep(0.05), seen.append("other is ready"), other.close())).start()
+        alone()
+        seen.append("alone")
+        with gpu.LOCK.open("w") as third, pytest.raises(BlockingIOError):
+            fcntl.flock(third, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        return {}
+
+    monkeypatch.setattr(script("gpu_step"), "measure", measure)
+    gpu.print_measured("waits", "plain", True)
+    assert seen == ["other is ready", "alone"]
