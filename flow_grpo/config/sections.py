@@ -282,7 +282,7 @@ class MemoryConfig(ConfigSection):
     shard: Literal["fsdp2", "zero1", "zero2"] | None = None
     """What is sharded over processes: `fsdp2` or true, weights but a LoRA's; `zero1`, AdamW's moments; `zero2`, gradients too."""
     compile: bool = False
-    """torch.compile of the transformer's repeated blocks."""
+    """torch.compile of the transformer's repeated blocks, for each size of a micro-batch: on a GPU minutes of the first step."""
     attention_backend: str | None = None
     """Attention backend of diffusers, such as flash or _native_cudnn; by default torch's own choice."""
     offload_trajectories: bool = False

@@ -190,11 +190,14 @@ def _set_attention_backend(transformer: Any, name: str) -> None:
 
 
 def compile_blocks(transformer: torch.nn.Module) -> None:
-    """Compile each repeated block by torch.compile. ValueError if diffusers does not name them."""
+    """Compile each repeated block by torch.compile, for each size of a batch. ValueError if diffusers does not name them.
+
+    After a second size, torch would compile for all sizes from then on, and a training step, which has one, would be slower.
+    """
     # the older of two names, which every supported torch has
     torch._dynamo.config.cache_size_limit = max(torch._dynamo.config.cache_size_limit, COMPILED_VARIANTS)
     for block in repeated_blocks(transformer, "memory.compile"):
-        block.compile()
+        block.compile(dynamic=False)
 
 
 def repeated_blocks(transformer: torch.nn.Module, setting: str) -> list[torch.nn.Module]:

@@ -12,7 +12,6 @@ from torch import Tensor
 from flow_grpo import sampling, tree
 from flow_grpo.config import FlowGRPOConfig
 from flow_grpo.distributed.processes import Processes
-from flow_grpo.policy.memory import on_device
 from flow_grpo.policy.policy import Policy
 from flow_grpo.policy.solvers import ode_solver
 from flow_grpo.progress import phase
@@ -78,9 +77,8 @@ class ImageSampler:
             sampling.rollout,
             interruptible(sampled, self._should_stop_alone),  # nothing of this step has touched the adapter yet
             self.schedule,
-            on_device(
-                sampling.batch_noise(self.latent_shape, batch, seed, "start", step, shared=bool(branches)),
-                self.policy.device,
+            sampling.batch_noise(self.latent_shape, batch, seed, "start", step, shared=bool(branches)).to(
+                self.policy.device, non_blocking=True
             ),
             microbatch=self.args.microbatch,
             trained=window,

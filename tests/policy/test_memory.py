@@ -87,30 +87,41 @@ def test_checkpointing_changes_no_bit_of_the_gradient():
 class Block(torch.nn.Module):
     """A block of a kind of its own, as far as the compiler can see. It is compiled by a compiler that takes no time."""
 
-    def __init__(self, kind: int, compiled: list[int]) -> None:
+    def __init__(self, kind: int, compiled: list) -> None:
         super().__init__()
         self.kind, self.compiled = kind, compiled
 
-    def compile(self) -> None:
+    def compile(self, **settings) -> None:
         def backend(graph, inputs):
-            self.compiled.append(self.kind)
+            self.compiled.append((self.kind, [list(x.shape) for x in inputs]))
             return graph.forward
 
-        super().compile(backend=backend)
+        super().compile(backend=backend, **settings)
 
     def forward(self, x):
         return x + self.kind
 
 
-def test_blocks_of_many_kinds_are_all_compiled(monkeypatch):
+@torch._dynamo.config.patch(cache_size_limit=8)
+def test_blocks_of_many_kinds_are_all_compiled():
     """They share a forward pass, of which torch compiles no more than eight variants by default."""
-    monkeypatch.setattr(torch._dynamo.config, "cache_size_limit", 8)
-    compiled: list[int] = []
+    compiled: list = []
     transformer = torch.nn.Sequential(*(Block(kind, compiled) for kind in range(12)))
     transformer._repeated_blocks = ["Block"]
     memory.compile_blocks(transformer)
     assert transformer(torch.zeros(1)) == sum(range(12))
-    assert sorted(compiled) == list(range(12))
+    assert sorted(kind for kind, _ in compiled) == list(range(12))
+
+
+def test_blocks_are_compiled_for_each_size_of_a_batch():
+    """By default torch compiles for any size once it has seen a second one, so that an evaluation would make training slower."""
+    compiled: list = []
+    transformer = torch.nn.Sequential(Block(0, compiled))
+    transformer._repeated_blocks = ["Block"]
+    memory.compile_blocks(transformer)
+    for rows in (2, 12, 5, 12):
+        transformer(torch.zeros(rows, 3))
+    assert compiled == [(0, [[rows, 3]]) for rows in (2, 12, 5)]
 
 
 def test_torch_does_not_choose_cudnn_for_attention():

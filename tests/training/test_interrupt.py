@@ -70,9 +70,10 @@ def start(folder: Path, where: str = "1", *more: str):
 
 def in_it(command, folder: Path) -> int:
     """Waits until the reward hangs; the process in which it does."""
-    command.wait_for((folder / "hanging").exists)
-    assert (folder / "hanging").exists(), command.output
-    return int((folder / "hanging").read_text())
+    hanging = folder / "hanging"
+    command.wait_for(lambda: hanging.exists() and hanging.read_text())  # it is empty for a moment
+    assert hanging.exists(), command.output
+    return int(hanging.read_text())
 
 
 def numbers(folder: Path) -> list[dict]:
