@@ -16,7 +16,7 @@ A row runs in a process of its own: a step to warm up, then two that are measure
 the time does not suffice for, or whose package is missing, is named as skipped. A goal is in brackets beside its value. The exit
 status is 1 if a row failed; a missed goal is no failure. `--jobs 2` runs two rows at once, if the GPU's memory holds them: a row is
 measured while no other one, of this command or another, does anything. `--small` tries a measurement out with small models, on a CPU
-too; its numbers mean nothing. The learning run, the spelling world at 256 px, is not among the measurements.
+too; its numbers mean nothing. The learning run, the spelling world at 256 px, is learning_256.py.
 
 Packages that a machine without network needs as wheels, if it has torch, transformers, accelerate, peft, jaxtyping, pytest and
 hypothesis: diffusers, pydantic, pydantic-core, annotated-types, typing-inspection; for the quantised rows and the 8-bit AdamW

@@ -9,6 +9,9 @@ from pathlib import Path
 from threading import Thread
 
 import pytest
+import torch
+
+from flow_grpo.tiny import world
 
 BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
 
@@ -82,6 +85,38 @@ def test_a_row_without_its_package_or_without_time_is_skipped(script, monkeypatc
     out = capsys.readouterr().out
     assert "| x | skipped: no_such_package is not installed |" in out
     assert "| plain | skipped: 1 s are left; give its name to measure it alone |" in out
+
+
+def test_signs_of_256_pixels_are_those_of_their_prompts(script):
+    """The pretraining's images say their words, by the rewards of the run, and have their colours."""
+    learning, rewards = script("learning_256"), script("sign_rewards")
+    signs = [world.Sign("ABCDE", "red", "white"), world.Sign("XYZ", "yellow", "black"), world.Sign("MILK", "blue", "orange")]
+    images = learning.images_of(signs, "cpu")
+    assert images.shape == (3, 3, 256, 256)
+    prompts = [sign.prompt for sign in signs]
+    images = (images + 1) / 2
+    assert rewards.spelling_exact(images, prompts).tolist() == [1, 1, 1]
+    assert rewards.spelling(images, prompts[1:] + prompts[:1]).max() < 0.5
+    for sign, image in zip(signs, images, strict=True):
+        ground, color = (torch.tensor(world.COLORS[name])[:, None] / 255 for name in (sign.background, sign.color))
+        pixels = image.flatten(1)
+        assert ((pixels - ground).abs().amax(0) < 1e-3).float().mean() > 0.5
+        assert ((pixels - color).abs().amax(0) < 1e-3).float().mean() > 0.02
+
+
+@pytest.mark.slow
+def test_the_learning_run_goes_on_where_it_stopped_and_teaches(tmp_path):
+    def learning(*words: str) -> str:
+        command = [sys.executable, str(BENCHMARKS / "learning_256.py"), *words, "--small"]
+        done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path)
+        assert done.returncode == 0, done.stderr[-2000:]
+        return done.stdout
+
+    assert "run the command again" in learning("pretrain", "run", "--seconds", "0")
+    assert "The pipeline is written" in learning("pretrain", "run")
+    assert "vae: 0 million weights, from step 2" in learning("pretrain", "run")
+    learning("teach", "run", "awm", "--seconds", "600")
+    assert (tmp_path / "run" / "awm" / "report.html").is_file()
 
 
 @pytest.mark.slow

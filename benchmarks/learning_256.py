@@ -1,0 +1,222 @@
+"""The spelling world at 256 px on one NVIDIA GPU: a transformer of 111 million weights is pretrained there, then taught by awm and grpo.
+
+    python benchmarks/learning_256.py pretrain FOLDER --seconds 520     # again, until it says that the pipeline is written
+    python benchmarks/learning_256.py teach FOLDER awm --seconds 270
+    python benchmarks/learning_256.py teach FOLDER grpo --seconds 270
+
+The world is the embedded model's: signs with a word of three to five letters, each in one of eight colours. Here they have 256 x 256
+pixels, 32 x 32 latents and 256 image tokens. The recipe is the embedded one, with larger batches: the autoencoder, then transformer and
+text encoders on true captions, then on captions with wrong letters, so that the model spells some words and not others. `pretrain` goes on
+where it stopped, and so does `teach`. `teach` is `flow-grpo train` with a preset of the embedded model: it writes FOLDER/NAME with
+its metrics, images and report. `--small` tries it all out with a small model, on a CPU too. It has not run on a GPU yet: how many steps the
+stages need, and how fast the two learn, is not known.
+
+Beside the packages of gpu.py a machine without network needs rapidocr, rapidfuzz, pyclipper, shapely, omegaconf, antlr4-python3-runtime
+and colorlog.
+"""
+
+import argparse
+import functools
+import logging
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import diffusers
+import numpy as np
+import torch
+import torch.nn.functional as F
+from PIL import Image, ImageDraw, ImageFont
+
+ROOT = Path(__file__).parent.parent
+sys.path[:0] = [str(ROOT)]  # the package need not be installed
+from flow_grpo.tiny import architecture, pretrain, world  # noqa: E402
+from flow_grpo.tiny.pretraining_stage import PretrainingStage, StagePlan  # noqa: E402
+
+SIZE = 256
+LAYERS, HEADS = 12, 8  # of 64 channels each
+VAE_CHANNELS = (32, 64, 128, 128)
+STAGES = {
+    "vae": StagePlan(0, 1500, lr=1e-3),
+    "clean": StagePlan(1, 1400, lr=6e-4, muon_lr=1.5e-3, horizon=2400),  # `noisy` goes on from a warm `clean`
+    "noisy": StagePlan(2, 500, lr=3e-4, muon_lr=8e-4),
+}
+BATCH = {"vae": 64, "clean": 256, "noisy": 256}
+REWARDS = ROOT / "benchmarks" / "sign_rewards.py"
+TAUGHT = [
+    "prompts_per_step=16", "images_per_prompt=8", "microbatch=128", f"rewards={{{REWARDS}:spelling: 1}}",
+    "evaluation.every=10", f"evaluation.rewards=[{REWARDS}:spelling_exact]",
+]  # fmt: skip
+PRESETS = {"awm": ["tiny_ocr", "steps=60"], "grpo": ["tiny_grpo", "steps=60", "sampling.keep_graphs=false"]}
+SMALL = {"steps": 2, "batch": 4}
+
+
+@functools.cache
+def glyphs(device: str) -> torch.Tensor:
+    """(27, SIZE, CELL) in [0, 1]: how much of a pixel of a letter's cell is ink; the last is a blank."""
+    cell, scale = SIZE // 5, SIZE / world.WIDTH
+    font, masks = ImageFont.truetype(str(world.FONT), round(world.FONT_SIZE * scale)), []
+    for letter in (*world.LETTERS, " "):
+        mask = Image.new("L", (cell, SIZE))
+        ImageDraw.Draw(mask).text((cell // 2, round(SIZE / 2 + 9 * scale)), letter, fill=255, font=font, anchor="ms")
+        masks.append(np.asarray(mask))
+    return torch.from_numpy(np.stack(masks)).float().div(255).to(device)
+
+
+def images_of(signs: list[world.Sign], device: str) -> torch.Tensor:
+    """The signs drawn on the device, (B, 3, SIZE, SIZE) in [-1, 1]."""
+    places = torch.tensor([[world.LETTERS.find(c) if c != " " else 26 for c in sign.word.ljust(5)] for sign in signs])
+    ink = glyphs(device)[places.to(device)].permute(0, 2, 1, 3).flatten(2)  # (B, SIZE, 5 cells)
+    ink = F.pad(ink, (0, SIZE - ink.shape[-1]))[:, None]
+    color, ground = (
+        torch.tensor([world.COLORS[getattr(sign, part)] for sign in signs], device=device)[:, :, None, None] / 127.5 - 1
+        for part in ("color", "background")
+    )
+    return ground + ink * (color - ground)
+
+
+def untrained(small: bool) -> diffusers.StableDiffusion3Pipeline:
+    """The embedded model's pipeline with a larger transformer and a VAE of eight pixels a side of a latent."""
+    pipe = architecture.pipeline()
+    layers, heads, channels = (2, 1, (8, 8, 8, 8)) if small else (LAYERS, HEADS, VAE_CHANNELS)
+    settings = {"num_layers": layers, "num_attention_heads": heads, "caption_projection_dim": 64 * heads, "in_channels": 16,
+                "out_channels": 16, "sample_size": SIZE // 8, "pos_embed_max_size": SIZE // 8}  # fmt: skip
+    transformer = diffusers.SD3Transformer2DModel.from_config({**pipe.transformer.config, **settings})
+    settings = {"down_block_types": ("DownEncoderBlock2D",) * 4, "up_block_types": ("UpDecoderBlock2D",) * 4,
+                "block_out_channels": channels, "latent_channels": 16, "sample_size": SIZE}  # fmt: skip
+    vae = diffusers.AutoencoderKL.from_config({**pipe.vae.config, **settings})
+    return diffusers.StableDiffusion3Pipeline(**{**pipe.components, "transformer": transformer, "vae": vae})
+
+
+def autocast(device: str) -> torch.autocast:
+    """Matrix products in bf16."""
+    return torch.autocast(device, torch.bfloat16)
+
+
+def vae_loss(vae: diffusers.AutoencoderKL, rng: np.random.Generator, batch: int, device: str) -> torch.Tensor:
+    """The embedded recipe's: absolute and squared errors of the pixels, and a little KL."""
+    x = images_of([world.random_sign(rng) for _ in range(batch)], device)
+    with autocast(device):
+        posterior = vae.encode(x).latent_dist
+        rebuilt = vae.decode(posterior.sample()).sample.float()
+    error = rebuilt - x
+    return error.abs().mean() + error.square().mean() + 1e-5 * posterior.kl().float().mean() / x[0].numel()
+
+
+def flow_loss(
+    pipe: diffusers.StableDiffusion3Pipeline, rng: np.random.Generator, batch: int, wrong: float, device: str
+) -> torch.Tensor:
+    """Flow matching (arXiv 2210.02747) on signs, each letter of their captions wrong with probability `wrong`."""
+    signs = [world.random_sign(rng) for _ in range(batch)]
+    captions = [world.misspell(sign, rng, wrong).prompt if rng.random() > pretrain.NO_CAPTION else "" for sign in signs]
+    with torch.no_grad(), autocast(device):
+        latents = pipe.vae.encode(images_of(signs, device)).latent_dist.mean
+    x0 = ((latents - pipe.vae.config.shift_factor) * pipe.vae.config.scaling_factor).float()
+    # noise levels as in the embedded recipe, shifted by 3 since an image has six times as many tokens
+    u = torch.sigmoid(1.2 * torch.randn(batch, device=device))
+    sigma, eps = (3 * u / (1 + 2 * u)).view(-1, 1, 1, 1), torch.randn_like(x0)
+    with autocast(device):
+        embeds, _, pooled, _ = pipe.encode_prompt(
+            captions, None, None, do_classifier_free_guidance=False, max_sequence_length=architecture.T5_LENGTH
+        )
+        v = pipe.transformer((1 - sigma) * x0 + sigma * eps, embeds, pooled, 1000 * sigma.flatten(), return_dict=False)[0]
+    return F.mse_loss(v.float(), eps - x0)
+
+
+class OutOfTime(Exception):
+    """The command's seconds are over; what was done is kept."""
+
+
+def train(
+    name: str,
+    pipe: diffusers.StableDiffusion3Pipeline,
+    parts: list[str],
+    loss: Callable[..., torch.Tensor],
+    args: argparse.Namespace,
+) -> diffusers.StableDiffusion3Pipeline:
+    """Run a stage, or the rest of it. Returns the pipeline of its moving average."""
+    plan, batch = STAGES[name], BATCH[name]
+    if args.small:
+        plan, batch = StagePlan(plan.number, SMALL["steps"], plan.lr, plan.muon_lr), SMALL["batch"]
+    stage = PretrainingStage(name, plan, pipe, parts, folder=args.folder, seed=0)
+    print(
+        f"{name}: {sum(p.numel() for p in stage.parameters) / 1e6:.0f} million weights, from step {stage.step}", flush=True
+    )
+
+    def timed(rng: np.random.Generator, step: int) -> torch.Tensor:
+        if time.monotonic() > args.ends:
+            stage._save()
+            raise OutOfTime
+        return loss(rng, batch)
+
+    stage.run(timed, dict)
+    return stage.ema
+
+
+def pretrain_pipeline(args: argparse.Namespace) -> None:
+    """All stages, each from the result of the one before, and the finished pipeline in 16 bit."""
+    torch.manual_seed(0)
+    device = args.device
+    pipe = untrained(args.small).to(device)
+    pipe = train("vae", pipe, ["vae"], lambda rng, batch: vae_loss(pipe.vae, rng, batch, device), args)
+    pipe.vae.requires_grad_(False)
+    with torch.no_grad():
+        x = images_of([world.random_sign(np.random.default_rng(0)) for _ in range(32)], device)
+        latents = pipe.vae.encode(x).latent_dist.mean
+        print(f"VAE: mean error {float((pipe.vae.decode(latents).sample - x).abs().mean()):.4f} of 2")
+    pipe.vae.register_to_config(shift_factor=float(latents.mean()), scaling_factor=1 / float(latents.std()))
+    for name in ("clean", "noisy"):
+        wrong, model = pretrain.WRONG_LETTER * (name == "noisy"), pipe
+        parts = ["transformer", "text_encoder", "text_encoder_2", "text_encoder_3"]
+        pipe = train(name, pipe, parts, lambda rng, batch: flow_loss(model, rng, batch, wrong, device), args)  # noqa: B023
+    pipe.register_to_config(_name_or_path="")
+    pretrain.save_pipeline(pipe.to("cpu"), args.folder / "pipeline")
+    print(f"The pipeline is written to {args.folder / 'pipeline'}.")
+
+
+def teach(args: argparse.Namespace) -> int:
+    """`flow-grpo train` on the pretrained pipeline, stopped by Ctrl-C's signal when the seconds are over. Its exit status."""
+    run = args.folder / args.method
+    command = [sys.executable, "-m", "flow_grpo", "train", *PRESETS[args.method], f"model={args.folder / 'pipeline'}"]
+    command += [f"height={SIZE}", f"width={SIZE}", f"output_dir={run}", *TAUGHT]
+    command += [
+        "steps=1",
+        "prompts_per_step=1",
+        "images_per_prompt=2",
+        "microbatch=2",
+        "evaluation.max_prompts=2",
+    ] * args.small
+    process = subprocess.Popen(command, cwd=ROOT)
+    try:
+        return process.wait(args.seconds)
+    except subprocess.TimeoutExpired:
+        process.send_signal(2)
+        return process.wait()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("what", choices=["pretrain", "teach"])
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("method", nargs="?", choices=list(PRESETS))
+    parser.add_argument("--seconds", type=float, default=520.0)
+    parser.add_argument("--small", action="store_true")
+    args = parser.parse_args()
+    args.device, args.ends = "cuda" if torch.cuda.is_available() else "cpu", time.monotonic() + args.seconds
+    args.folder = args.folder.resolve()
+    args.folder.mkdir(parents=True, exist_ok=True)
+    if args.what == "teach":
+        if args.method is None:
+            sys.exit(f"name a method: {' or '.join(PRESETS)}.")
+        sys.exit(teach(args))
+    logging.basicConfig(level=logging.INFO, format="%(message)s")
+    try:
+        pretrain_pipeline(args)
+    except OutOfTime:
+        print("The seconds are over: run the command again, it goes on from here.")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,29 @@
+"""The rewards of learning_256.py: `ocr` and `ocr_exact` of signs of 256 px, which are read at the size of the embedded model's.
+
+There a sign is one line, which is read without looking for lines: a thousandth of a second an image in place of a tenth.
+"""
+
+import torch
+import torch.nn.functional as F
+
+from flow_grpo.tiny import world
+from rewards.ocr import OCR, ExactOCR
+
+_ocr, _exact = OCR(), ExactOCR()
+
+
+def spelling(images: torch.Tensor, prompts: list[str]) -> torch.Tensor:
+    """The share of the word that can be read, (B,) in [0, 1], of images (B, 3, 256, 256) in [0, 1]."""
+    return _ocr(lines_of(images), prompts)
+
+
+def spelling_exact(images: torch.Tensor, prompts: list[str]) -> torch.Tensor:
+    """Whether the word can be read, (B,) 0 or 1."""
+    return _exact(lines_of(images), prompts)
+
+
+def lines_of(images: torch.Tensor) -> torch.Tensor:
+    """The middle of the images, where the word is, (B, 3, 32, 80)."""
+    small = F.interpolate(images, (world.WIDTH, world.WIDTH), mode="area")
+    top = (world.WIDTH - world.HEIGHT) // 2
+    return small[:, :, top : top + world.HEIGHT]
