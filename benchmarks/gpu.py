@@ -15,7 +15,7 @@ NAME is one of these; each takes at most ten minutes, and its tables are for doc
 A row runs in a process of its own: a step to warm up, then two that are measured. The short rows come first; a row that
 the time does not suffice for, or whose package is missing, is named as skipped. A goal is in brackets beside its value. The exit
 status is 1 if a row failed; a missed goal is no failure. `--jobs 2` runs two rows at once, if the GPU's memory holds them: a row is
-measured while no other one, of this command or another, does anything. `--small` tries a measurement out with small models, on a CPU
+measured while no other row, of this command or another, runs. `--small` tries a measurement out with small models, on a CPU
 too; its numbers mean nothing. The learning run, the spelling world at 256 px, is learning_256.py.
 
 Packages that a machine without network needs as wheels, if it has torch, transformers, accelerate, peft, jaxtyping, pytest and
@@ -111,7 +111,7 @@ def run_row(name: str, title: str, small: bool, seconds: float) -> dict:
             command, stdout=subprocess.PIPE, text=True, env=environment(small), timeout=seconds, check=False
         )
     except subprocess.TimeoutExpired:
-        return {"failed": f"stopped after {seconds:.0f} s"}
+        return {"failed": f"stopped after {seconds:.0f} s, in which it may have waited for other rows"}
     if done.returncode:
         return {"failed": f"exit status {done.returncode}, see the error above"}
     return json.loads(done.stdout.splitlines()[-1])
@@ -147,14 +147,14 @@ def goal(value: float, wanted: str | None) -> str:
 
 def print_measured(name: str, title: str, small: bool) -> None:
     """Measure a row in this process and print what it came to as JSON."""
-    from gpu_step import measure
-
-    from flow_grpo.policy.library_logging import quiet_libraries
-
-    quiet_libraries()
-    measurement = MEASUREMENTS[name]
     with tempfile.TemporaryDirectory(dir=fast_folder()) as folder, LOCK.open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_SH)
+        fcntl.flock(lock, fcntl.LOCK_SH)  # before the imports, which take seconds of a core
+        from gpu_step import measure
+
+        from flow_grpo.policy.library_logging import quiet_libraries
+
+        quiet_libraries()
+        measurement = MEASUREMENTS[name]
         alone = partial(fcntl.flock, lock, fcntl.LOCK_EX)
         print(json.dumps(measure(measurement.rows[title], measurement.columns, folder, small, alone)))
 

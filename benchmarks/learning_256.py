@@ -1,6 +1,6 @@
 """The spelling world at 256 px on one NVIDIA GPU: a transformer of 111 million weights is pretrained there, then taught by awm and grpo.
 
-    python benchmarks/learning_256.py pretrain FOLDER --seconds 520     # again, until it says that the pipeline is written
+    python benchmarks/learning_256.py pretrain FOLDER --seconds 520     # repeat it until it prints that the pipeline is written
     python benchmarks/learning_256.py teach FOLDER awm --seconds 270
     python benchmarks/learning_256.py teach FOLDER grpo --seconds 270
 
@@ -11,13 +11,14 @@ where it stopped, and so does `teach`. `teach` is `flow-grpo train` with a prese
 its metrics, images and report. `--small` tries it all out with a small model, on a CPU too. It has not run on a GPU yet: how many steps the
 stages need, and how fast the two learn, is not known.
 
-Beside the packages of gpu.py a machine without network needs rapidocr, rapidfuzz, pyclipper, shapely, omegaconf, antlr4-python3-runtime
-and colorlog.
+In addition to the packages of gpu.py, a machine without network needs rapidocr, rapidfuzz, pyclipper, shapely, omegaconf,
+antlr4-python3-runtime and colorlog.
 """
 
 import argparse
 import functools
 import logging
+import signal
 import subprocess
 import sys
 import time
@@ -50,7 +51,7 @@ TAUGHT = [
     "evaluation.every=10", f"evaluation.rewards=[{REWARDS}:spelling_exact]",
 ]  # fmt: skip
 PRESETS = {"awm": ["tiny_ocr", "steps=60"], "grpo": ["tiny_grpo", "steps=60", "sampling.keep_graphs=false"]}
-SMALL = {"steps": 2, "batch": 4}
+SMALL = {"steps": 2, "batch": 4, "taught": 1}
 
 
 @functools.cache
@@ -126,7 +127,7 @@ def flow_loss(
 
 
 class OutOfTime(Exception):
-    """The command's seconds are over; what was done is kept."""
+    """End of the command's time; the finished steps are saved."""
 
 
 def train(
@@ -146,7 +147,7 @@ def train(
     )
 
     def timed(rng: np.random.Generator, step: int) -> torch.Tensor:
-        if time.monotonic() > args.ends:
+        if args.is_over():
             stage._save()
             raise OutOfTime
         return loss(rng, batch)
@@ -162,8 +163,9 @@ def pretrain_pipeline(args: argparse.Namespace) -> None:
     pipe = untrained(args.small).to(device)
     pipe = train("vae", pipe, ["vae"], lambda rng, batch: vae_loss(pipe.vae, rng, batch, device), args)
     pipe.vae.requires_grad_(False)
+    rng = np.random.default_rng(0)
     with torch.no_grad():
-        x = images_of([world.random_sign(np.random.default_rng(0)) for _ in range(32)], device)
+        x = images_of([world.random_sign(rng) for _ in range(SMALL["batch"] if args.small else 128)], device)
         latents = pipe.vae.encode(x).latent_dist.mean
         print(f"VAE: mean error {float((pipe.vae.decode(latents).sample - x).abs().mean()):.4f} of 2")
     pipe.vae.register_to_config(shift_factor=float(latents.mean()), scaling_factor=1 / float(latents.std()))
@@ -177,23 +179,26 @@ def pretrain_pipeline(args: argparse.Namespace) -> None:
 
 
 def teach(args: argparse.Namespace) -> int:
-    """`flow-grpo train` on the pretrained pipeline, stopped by Ctrl-C's signal when the seconds are over. Its exit status."""
+    """Run `flow-grpo train` on the pretrained pipeline, or its rest, and stop it after the seconds. Returns its exit status."""
     run = args.folder / args.method
     command = [sys.executable, "-m", "flow_grpo", "train", *PRESETS[args.method], f"model={args.folder / 'pipeline'}"]
     command += [f"height={SIZE}", f"width={SIZE}", f"output_dir={run}", *TAUGHT]
     command += [
-        "steps=1",
+        f"steps={SMALL['taught']}",
         "prompts_per_step=1",
         "images_per_prompt=2",
         "microbatch=2",
         "evaluation.max_prompts=2",
     ] * args.small
+    command += ["--resume"] * (run / "checkpoints").is_dir()
     process = subprocess.Popen(command, cwd=ROOT)
     try:
         return process.wait(args.seconds)
     except subprocess.TimeoutExpired:
-        process.send_signal(2)
-        return process.wait()
+        process.send_signal(signal.SIGINT)
+        process.wait()
+        print("The seconds are over: run the command again, it goes on from here.")
+        return 0
 
 
 def main() -> None:
@@ -204,7 +209,8 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=520.0)
     parser.add_argument("--small", action="store_true")
     args = parser.parse_args()
-    args.device, args.ends = "cuda" if torch.cuda.is_available() else "cpu", time.monotonic() + args.seconds
+    ends = time.monotonic() + args.seconds
+    args.device, args.is_over = "cuda" if torch.cuda.is_available() else "cpu", lambda: time.monotonic() > ends
     args.folder = args.folder.resolve()
     args.folder.mkdir(parents=True, exist_ok=True)
     if args.what == "teach":

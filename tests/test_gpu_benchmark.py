@@ -1,5 +1,6 @@
 """benchmarks/gpu.py on a CPU: each row's settings are valid, a row trains, and a row that fails is seen."""
 
+import argparse
 import fcntl
 import importlib
 import subprocess
@@ -11,6 +12,7 @@ from threading import Thread
 import pytest
 import torch
 
+from flow_grpo.run_folder.metrics_file import read_metrics
 from flow_grpo.tiny import world
 
 BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
@@ -73,7 +75,7 @@ def test_a_row_that_fails_is_in_the_table_and_fails_the_command(script, monkeypa
     monkeypatch.setattr(gpu, "LONGEST", 0.2)
     measurement = gpu.MEASUREMENTS["waits"]
     assert not gpu.run_rows("waits", measurement, {"plain": measurement.rows["plain"]}, small=True)
-    assert "| plain | failed: stopped after 0 s |" in capsys.readouterr().out
+    assert "| plain | failed: stopped after 0 s, " in capsys.readouterr().out
 
 
 def test_a_row_without_its_package_or_without_time_is_skipped(script, monkeypatch, capsys):
@@ -88,7 +90,7 @@ def test_a_row_without_its_package_or_without_time_is_skipped(script, monkeypatc
 
 
 def test_signs_of_256_pixels_are_those_of_their_prompts(script):
-    """The pretraining's images say their words, by the rewards of the run, and have their colours."""
+    """The rewards of the run read the words in the pretraining's images, and these have the prompts' colours."""
     learning, rewards = script("learning_256"), script("sign_rewards")
     signs = [world.Sign("ABCDE", "red", "white"), world.Sign("XYZ", "yellow", "black"), world.Sign("MILK", "blue", "orange")]
     images = learning.images_of(signs, "cpu")
@@ -105,18 +107,24 @@ def test_signs_of_256_pixels_are_those_of_their_prompts(script):
 
 
 @pytest.mark.slow
-def test_the_learning_run_goes_on_where_it_stopped_and_teaches(tmp_path):
-    def learning(*words: str) -> str:
-        command = [sys.executable, str(BENCHMARKS / "learning_256.py"), *words, "--small"]
-        done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path)
-        assert done.returncode == 0, done.stderr[-2000:]
-        return done.stdout
-
-    assert "run the command again" in learning("pretrain", "run", "--seconds", "0")
-    assert "The pipeline is written" in learning("pretrain", "run")
-    assert "vae: 0 million weights, from step 2" in learning("pretrain", "run")
-    learning("teach", "run", "awm", "--seconds", "600")
-    assert (tmp_path / "run" / "awm" / "report.html").is_file()
+@pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="needs torch.optim.Muon, of torch 2.9")
+def test_the_learning_run_goes_on_where_it_stopped_and_teaches(script, tmp_path, monkeypatch, capsys):
+    learning, seen = script("learning_256"), []
+    monkeypatch.setattr(learning, "vae_loss", lambda vae, *rest, loss=learning.vae_loss: seen.append(0) or loss(vae, *rest))
+    args = argparse.Namespace(folder=tmp_path, small=True, device="cpu", is_over=lambda: len(seen) == 1)
+    with pytest.raises(learning.OutOfTime):
+        learning.pretrain_pipeline(args)
+    args.is_over = lambda: False
+    learning.pretrain_pipeline(args)
+    assert len(seen) == learning.SMALL["steps"], "the first step was not repeated"
+    assert "from step 1" in capsys.readouterr().out
+    run = tmp_path / "awm"
+    for steps in (1, 2):
+        monkeypatch.setitem(learning.SMALL, "taught", steps)
+        args = argparse.Namespace(folder=tmp_path, small=True, method="awm", seconds=600.0)
+        assert learning.teach(args) == 0
+        assert read_metrics(run)[-1]["step"] == steps
+    assert (run / "report.html").is_file()
 
 
 @pytest.mark.slow
@@ -136,7 +144,7 @@ def test_the_command_measures_a_row_in_a_process_of_its_own(tmp_path):
     assert done.stdout.count("| 0 (= 0: yes) |") == 2
 
 
-def test_a_row_is_measured_alone(script, monkeypatch, capsys):
+def test_a_row_is_measured_alone(script, monkeypatch, tmp_path):
     """While another row gets ready, the measuring of one waits; while one is measured, no other one begins."""
     gpu, seen = script("gpu"), []
 
@@ -150,6 +158,7 @@ def test_a_row_is_measured_alone(script, monkeypatch, capsys):
             fcntl.flock(third, fcntl.LOCK_SH | fcntl.LOCK_NB)
         return {}
 
+    monkeypatch.setattr(gpu, "LOCK", tmp_path / "lock")
     monkeypatch.setattr(script("gpu_step"), "measure", measure)
     gpu.print_measured("waits", "plain", True)
     assert seen == ["other is ready", "alone"]

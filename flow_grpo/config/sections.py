@@ -282,9 +282,9 @@ class MemoryConfig(ConfigSection):
     shard: Literal["fsdp2", "zero1", "zero2"] | None = None
     """What is sharded over processes: `fsdp2` or true, weights but a LoRA's; `zero1`, AdamW's moments; `zero2`, gradients too."""
     compile: bool = False
-    """torch.compile of the transformer's repeated blocks, for each size of a micro-batch: on a GPU minutes of the first step."""
+    """torch.compile of the transformer's repeated blocks: on a GPU minutes of the first step, and again for each size of a batch."""
     attention_backend: str | None = None
-    """Attention backend of diffusers, such as flash or _native_cudnn; by default torch's own choice."""
+    """Attention backend of diffusers, such as flash; by default torch's choice without cuDNN, whose gradients can be wrong on Hopper."""
     offload_trajectories: bool = False
     """Whether the recorded states of trained steps wait for the update in the CPU's memory, in place of the GPU's."""
     vae_slicing: bool = False

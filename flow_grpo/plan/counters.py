@@ -10,8 +10,8 @@ from torch.utils._pytree import tree_leaves
 
 from flow_grpo.policy.step_meter import flop_counter
 
-# bytes that cuDNN takes for a convolution in 16 bits, in shares of its input and output, of which it makes copies in the order
-# channels-last: measured on an H200 for the VAE of SD3 and FLUX, at three sizes
+# How many times the bytes of its input and output cuDNN takes for a convolution in 16 bits: it copies both to the order channels-last.
+# Measured on an H200 for the VAE of SD3 and FLUX, at three sizes.
 CUDNN_WORKSPACE = 1.25
 
 

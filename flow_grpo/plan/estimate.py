@@ -142,7 +142,8 @@ class StepEstimator:
     def _graph_of_a_step(self) -> tuple[float, float]:
         """Bytes of the graph of a trained step of a micro-batch: those of any, and those of each row."""
         two, four = (ALLOCATOR_OVERHEAD[self.cuda] * self.trace.graph_bytes(rows) for rows in (2, 4))
-        return two - (four - two), (four - two) / 2
+        copies = 0.0 if self.args.memory.gradient_checkpointing else self._dequantized[0]
+        return two - (four - two) + copies, (four - two) / 2
 
     def _transient(self, rows: int) -> dict[str, float]:
         bytes_by_phase = {name: ALLOCATOR_OVERHEAD[self.cuda] * size for name, size in self.trace.bytes[rows].items()}

@@ -1,6 +1,7 @@
 """The settings of `memory` applied to a pipeline: quantisation, casting, offloading, checkpointing, attention backend, VAE slicing."""
 
 import functools
+import inspect
 import resource
 import sys
 from contextlib import AbstractContextManager, nullcontext
@@ -16,8 +17,8 @@ from flow_grpo.policy.families import denoisers, family
 from flow_grpo.text import first_line
 
 FLOAT8 = torch.float8_e4m3fn  # of weights that are stored in float8
-# of a function, here the forward pass of all blocks of a class: kinds of blocks, times with and without gradients, times with and without
-# LoRA. Beyond torch's default of 8 the rest would run uncompiled.
+# Most compiled variants of one function, such as the forward pass of all blocks of a class; after that, new ones run uncompiled. SD3.5-M
+# needs up to 12 for each size: three kinds of blocks, with and without gradients, of the input too, and with and without the LoRA.
 COMPILED_VARIANTS = 64
 
 
@@ -48,13 +49,9 @@ def quantization(kind: str, dtype: torch.dtype, pipeline: str) -> PipelineQuanti
 def apply_memory_settings(pipe: DiffusionPipeline, memory: MemoryConfig) -> None:
     """Set float8 storage, gradient checkpointing and attention backend of the transformers, VAE slicing and tiling of a loaded pipeline.
 
-    Attention by cuDNN is no longer torch's own choice in this process: on Hopper its backward pass returns NaN or wrong gradients for
-    some lengths (pytorch/pytorch#196678, NVIDIA/cudnn-frontend#160; tests/test_cuda.py). `attention_backend=_native_cudnn` sets it.
-
     Raises:
         ValueError: a transformer or the VAE does not support a setting.
     """
-    torch.backends.cuda.enable_cudnn_sdp(False)
     for transformer in (getattr(pipe, name) for name in denoisers(pipe)):
         if memory.quantize == "fp8_layerwise":
             store_in_float8(transformer)
@@ -189,15 +186,20 @@ def _set_attention_backend(transformer: Any, name: str) -> None:
         raise ValueError(f"memory.attention_backend={name}: {first_line(error)}") from error
 
 
-def compile_blocks(transformer: torch.nn.Module) -> None:
-    """Compile each repeated block by torch.compile, for each size of a batch. ValueError if diffusers does not name them.
+def compile_blocks(transformer: torch.nn.Module, for_each_size: bool) -> None:
+    """Compile each repeated block by torch.compile. ValueError if diffusers does not name them.
 
-    After a second size, torch would compile for all sizes from then on, and a training step, which has one, would be slower.
+    Args:
+        for_each_size: compile anew for each size of the tensors. Else torch compiles for any size from the second one on, which makes
+            a training step slower, and is right where there are many sizes.
     """
-    # the older of two names, which every supported torch has
-    torch._dynamo.config.cache_size_limit = max(torch._dynamo.config.cache_size_limit, COMPILED_VARIANTS)
+    settings: dict[str, Any] = {"dynamic": False if for_each_size else None}
+    if "recompile_limit" in inspect.signature(torch.compile).parameters:
+        settings["recompile_limit"] = COMPILED_VARIANTS  # also in the threads of a backward pass, from torch 2.14 on
+    else:
+        torch._dynamo.config.cache_size_limit = max(torch._dynamo.config.cache_size_limit, COMPILED_VARIANTS)
     for block in repeated_blocks(transformer, "memory.compile"):
-        block.compile(dynamic=False)
+        block.compile(**settings)
 
 
 def repeated_blocks(transformer: torch.nn.Module, setting: str) -> list[torch.nn.Module]:

@@ -37,6 +37,9 @@ class Policy(FlowPipeline):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
+        # On Hopper, cuDNN's attention returns NaN or wrong gradients for some lengths (pytorch/pytorch#196678, NVIDIA/cudnn-frontend#160;
+        # tests/test_cuda.py), and torch would choose it. memory.attention_backend=_native_cudnn still sets it.
+        torch.backends.cuda.enable_cudnn_sdp(False)
         for name, part in self.pipe.components.items():
             if "transformer" in name and isinstance(part, torch.nn.Module):  # one family has a second denoiser
                 part.requires_grad_(False).eval()
@@ -161,9 +164,10 @@ class Policy(FlowPipeline):
     # -- how it is computed -------------------------------------------------------------------------------------------
 
     def compile(self) -> None:
-        """Compile the transformer's repeated blocks, with the LoRA in them."""
+        """Compile the transformer's repeated blocks, with the LoRA in them: for each size, unless prompts differ in length."""
+        self.encode(self.probe_prompts[:1])  # finds out whether they do
         for transformer in self.lora.transformers.values():
-            compile_blocks(transformer)
+            compile_blocks(transformer, for_each_size=self.encoder.pads_to_one_length)
         self.compiled = True
 
     def shard(self, processes: Processes) -> None:

@@ -22,7 +22,7 @@ from flow_grpo.plan.estimate import StepEstimator
 from flow_grpo.plan.fit import fit_batch_sizes, slower_dtype
 from flow_grpo.plan.hardware import GB, Hardware, Rates
 from flow_grpo.plan.show import print_plan
-from flow_grpo.plan.weights_memory import LoadingMemory
+from flow_grpo.plan.weights_memory import LoadingMemory, dequantized_bytes
 from flow_grpo.policy import meta_pipeline
 from flow_grpo.policy.hub import BUNDLED_MODELS
 from flow_grpo.policy.loading import load_policy
@@ -119,6 +119,35 @@ def test_copies_of_weights_in_8_bits_are_in_the_graph_all_of_them_or_one_blocks(
             quantised = StepEstimator(FlowGRPOConfig.from_yaml("tiny_ocr", [*LEAN, memory]), cuda=True)
             more = quantised.estimate(8).transient["update"] - plain.estimate(8).transient["update"]
             assert more == pytest.approx(expected)
+
+
+def test_each_kept_graph_holds_copies_of_weights_in_8_bits():
+    words = [
+        *LEAN,
+        "prompts_per_step=4",
+        "images_per_prompt=2",
+        "sampling.steps=4",
+        "sampling.window={schedule: fixed, size: 2}",
+    ]
+    plain, quantised = (
+        StepEstimator(FlowGRPOConfig.from_yaml("tiny_grpo", [*words, f"memory.quantize={kind}"]), cuda=True)
+        for kind in ("null", "int8")
+    )
+    copies, _ = dequantized_bytes(plain.trace.policy.pipe.transformer, "int8", torch.bfloat16)
+    for phase in ("rollout", "update"):
+        more = quantised.estimate(4).transient[phase] - plain.estimate(4).transient[phase]
+        assert 4 * copies <= more <= 5 * copies, "two steps of two micro-batches; and those that are not in a graph"
+
+
+@pytest.mark.parametrize("cuda", [True, False])
+def test_on_cuda_an_upsampled_image_is_in_float32(cuda):
+    """As autocast has it there: the VAE's upsampling then takes twice the bytes."""
+    network = meta_pipeline.MetaModule(torch.nn.Upsample(scale_factor=2).to("meta"), torch.bfloat16, cuda)
+    counter = counters.LiveBytesCounter()
+    with network.counting(counter, False):
+        network(torch.zeros(1, 3, 8, 8, dtype=torch.bfloat16))
+    upsampled, x = 3 * 16 * 16, 3 * 8 * 8
+    assert counter.peak == (4 * (upsampled + x) if cuda else 2 * upsampled), "and the input is cast first"
 
 
 @pytest.mark.parametrize(("dtype", "counted"), [(torch.bfloat16, True), (torch.float32, False)])

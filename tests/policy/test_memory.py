@@ -13,6 +13,7 @@ from flow_grpo.config.sections import MemoryConfig
 from flow_grpo.policy import hub, memory
 from flow_grpo.policy.loading import load_policy
 from flow_grpo.policy.merge import merge
+from flow_grpo.policy.policy import Policy
 from flow_grpo.trainer import FlowGRPOTrainer
 
 ROWS = torch.arange(2)
@@ -93,7 +94,7 @@ class Block(torch.nn.Module):
 
     def compile(self, **settings) -> None:
         def backend(graph, inputs):
-            self.compiled.append((self.kind, [list(x.shape) for x in inputs]))
+            self.compiled.append((self.kind, [list(x.shape) for x in inputs if isinstance(x, torch.Tensor)]))
             return graph.forward
 
         super().compile(backend=backend, **settings)
@@ -108,26 +109,30 @@ def test_blocks_of_many_kinds_are_all_compiled():
     compiled: list = []
     transformer = torch.nn.Sequential(*(Block(kind, compiled) for kind in range(12)))
     transformer._repeated_blocks = ["Block"]
-    memory.compile_blocks(transformer)
+    memory.compile_blocks(transformer, for_each_size=True)
     assert transformer(torch.zeros(1)) == sum(range(12))
     assert sorted(kind for kind, _ in compiled) == list(range(12))
 
 
-def test_blocks_are_compiled_for_each_size_of_a_batch():
+@pytest.mark.parametrize(("for_each_size", "count"), [(True, 3), (False, 2)])
+def test_blocks_are_compiled_for_each_size_or_for_any(for_each_size, count):
     """By default torch compiles for any size once it has seen a second one, so that an evaluation would make training slower."""
+    torch._dynamo.reset()  # it remembers the sizes of other tests
     compiled: list = []
     transformer = torch.nn.Sequential(Block(0, compiled))
     transformer._repeated_blocks = ["Block"]
-    memory.compile_blocks(transformer)
+    memory.compile_blocks(transformer, for_each_size)
     for rows in (2, 12, 5, 12):
         transformer(torch.zeros(rows, 3))
-    assert compiled == [(0, [[rows, 3]]) for rows in (2, 12, 5)]
+    assert len(compiled) == count
+    assert not for_each_size or [sizes for _, sizes in compiled] == [[[rows, 3]] for rows in (2, 12, 5)]
 
 
 def test_torch_does_not_choose_cudnn_for_attention():
-    """Its backward pass is wrong for some lengths: tests/test_cuda.py."""
+    """Its backward pass is wrong for some lengths: tests/test_cuda.py. So also with a user's own pipeline."""
+    pipe = tiny_policy().pipe
     torch.backends.cuda.enable_cudnn_sdp(True)
-    tiny_policy()
+    Policy(pipe, torch.float32, height=32, width=80, max_sequence_length=14)
     assert not torch.backends.cuda.cudnn_sdp_enabled()
 
 

@@ -15,6 +15,7 @@ from flow_grpo.distributed.processes import Processes
 from flow_grpo.evaluation.generate import generate_images
 from flow_grpo.policy import policy as policy_module
 from flow_grpo.policy.loading import load_policy
+from flow_grpo.policy.memory import compile_blocks
 from flow_grpo.policy.policy import Policy
 
 
@@ -122,9 +123,18 @@ def test_states_are_copies_that_can_be_put_back(policy):
         policy.load_adapter_state({name: value for name, value in kept[0].items() if "to_q" in name})
 
 
-def test_the_blocks_that_repeat_are_compiled(policy):
+@pytest.mark.parametrize("pads", [True, False])
+def test_the_blocks_that_repeat_are_compiled(policy, pads, monkeypatch):
+    """For each size, where prompts are padded: of many lengths, each would take minutes on a GPU."""
+    settings = []
+    monkeypatch.setattr(
+        policy_module, "compile_blocks", lambda *args, **kw: settings.append(kw) or compile_blocks(*args, **kw)
+    )
+    policy.encode(PROMPTS)
+    monkeypatch.setattr(policy.encoder, "pads_to_one_length", pads)
     assert not policy.compiled
     policy.compile()
+    assert settings == [{"for_each_size": pads}]
     assert policy.compiled
     compiled = [module for module in policy.pipe.transformer.modules() if module._compiled_call_impl is not None]
     assert compiled == list(policy.pipe.transformer.transformer_blocks)
