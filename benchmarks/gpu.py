@@ -48,9 +48,8 @@ from gpu_rows import MEASUREMENTS, Measurement, Row  # noqa: E402
 
 SECONDS = 540  # for a command
 LONGEST = 300  # for a row
-LOCK = (
-    Path(tempfile.gettempdir()) / "flow_grpo_gpu_benchmark.lock"
-)  # shared while rows get ready, held by the one that is measured
+# shared by the rows that get ready, and held by the one that is measured
+LOCK = Path(tempfile.gettempdir()) / "flow_grpo_gpu_benchmark.lock"
 FILES = 32e9  # bytes for a model's files, at most
 PYTEST = ["-m", "pytest", "-o", "addopts=", "--import-mode=importlib", "-q", "-rs", "--durations=5", "tests/test_cuda.py"]
 
@@ -118,7 +117,7 @@ def run_row(name: str, title: str, small: bool, seconds: float) -> dict:
 
 
 def keep_peak_speed() -> None:
-    """Measure the GPU's highest speed while nothing else runs; rows that get ready at once would measure a share of it."""
+    """Measure and keep the GPU's highest speed while nothing else runs: rows that run at once would measure a share of it."""
     code = "import torch; from flow_grpo.policy.device_speed import *; matmul_peak(torch.device('cuda'), torch.bfloat16)"
     subprocess.run([sys.executable, "-c", code], env=environment(), check=True)
 

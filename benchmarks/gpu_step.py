@@ -34,7 +34,7 @@ def measure(row: Row, columns: tuple[str, ...], folder: str, small: bool, alone:
 
     Args:
         folder: an empty one, for the model and the run.
-        alone: is called after the first step, and returns when the others can be measured.
+        alone: waits until no other row runs. It is called after the first step, before those that are measured.
     """
     trainer = trainer_of(row, folder, small)
     device, args = trainer.policy.device, trainer.args

@@ -19,9 +19,14 @@ def weight_bytes(network: Any, quantize: str | None) -> float:
     total = 0.0
     for name, parameter in [*network.named_parameters(), *network.named_buffers()]:
         if "lora_" not in name:
-            linear = parameter.ndim == 2 and name.endswith("weight")
+            linear = _is_linear(name, parameter)
             total += parameter.numel() * (BITS[quantize] / 8 if linear and quantize in BITS else parameter.element_size())
     return total
+
+
+def _is_linear(name: str, parameter: torch.Tensor) -> bool:
+    """Whether a parameter of that name is the weight of a base model's linear layer."""
+    return parameter.ndim == 2 and name.endswith("weight") and "lora_" not in name
 
 
 def offloaded_bytes(network: Any) -> tuple[float, float]:
@@ -39,10 +44,7 @@ def dequantized_bytes(network: Any, quantize: str | None, dtype: torch.dtype) ->
         return 0.0, 0.0
 
     def copies(module: Any) -> float:
-        linear = (
-            p for name, p in module.named_parameters() if p.ndim == 2 and name.endswith("weight") and "lora_" not in name
-        )
-        return float(sum(p.numel() for p in linear) * dtype.itemsize)
+        return float(dtype.itemsize * sum(p.numel() for name, p in module.named_parameters() if _is_linear(name, p)))
 
     try:
         largest = max(map(copies, repeated_blocks(network, "memory.quantize")))

@@ -93,7 +93,7 @@ class PromptEncoder:
                     outputs_of |= self._encode_chunk(chunk, size, axes[0])
                 for prompt in (prompt for prompt in missing if images_of(prompt)):
                     outputs_of |= self._encode_chunk([prompt], 1, axes[len(images_of(prompt))])
-        on_device = {prompt: to_device(outputs_of[prompt], self.device) for prompt in cached}
+        on_device = {prompt: to_device(outputs, self.device) for prompt, outputs in outputs_of.items()}
         return conditioning(prompts, on_device, axes, self.family.encode_separately)
 
     @contextmanager

@@ -202,7 +202,7 @@ class FlowPipeline:
         if self.supports_per_sample_timesteps is None:
             row, pair = rows[:1].expand(2), torch.stack([timesteps.min(), timesteps.max()])
             states = x[:1].expand(2, *x.shape[1:])
-            with torch.no_grad(), torch.compiler.set_stance("force_eager"):  # for a size of its own
+            with torch.no_grad(), torch.compiler.set_stance("force_eager"):  # not compiled for two rows
                 low, high = (self._velocity(states, t[None], conditioning, row)[0] for t in pair)
                 try:
                     both = self._velocity(states, pair, conditioning, row)
@@ -221,7 +221,7 @@ class FlowPipeline:
             one, other = ([probe_image(size, seed) for size in sizes] for seed in (0, 1))
             conditioning = self.encode([with_images("a", one), with_images("a", other)])
             states, timesteps, rows = x[:1].expand(2, *x.shape[1:]), timestep.reshape(-1)[:1], torch.arange(2)
-            with torch.no_grad(), torch.compiler.set_stance("force_eager"):  # for a size of its own
+            with torch.no_grad(), torch.compiler.set_stance("force_eager"):  # not compiled for two rows
                 first, second = (self._velocity(states, timesteps, conditioning, row.expand(2))[0] for row in rows)
                 both = self._velocity(states, timesteps, conditioning, rows)
             self.shares_calls = rows_agree(both, first, second)
