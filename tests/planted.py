@@ -518,6 +518,27 @@ BUGS = [
         "tests/evaluation/test_evaluation.py -k a_pair_needs",
     ),
     (
+        "held-out images are drawn with training's guidance",
+        "flow_grpo/evaluation/evaluator.py",
+        "self.policy.with_guidance(self.settings.guidance).at_size(height, width),",
+        "self.policy.at_size(height, width),",
+        "tests/evaluation/test_evaluation_guidance.py -k held_out_images",
+    ),
+    (
+        "a policy of another size draws guided images of the first one's",
+        "flow_grpo/policy/policy.py",
+        'key = guidance, self.call.get("height"), self.call.get("width")',
+        "key = guidance, None, None",
+        "tests/evaluation/test_evaluation_guidance.py -k another_size",
+    ),
+    (
+        "sample draws with training's guidance",
+        "flow_grpo/cli/sample.py",
+        "args.evaluation.guidance if guidance is None else guidance",
+        "guidance",
+        "tests/evaluation/test_evaluation_guidance.py -k sample_uses",
+    ),
+    (
         "models are evaluated with steps of their own",
         "flow_grpo/evaluation/measure.py",
         "total=total, steps=steps, on_progress",

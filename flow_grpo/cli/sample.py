@@ -31,6 +31,9 @@ Height = Annotated[
         min=1, help="Height in pixels; by default the config's, else the pipeline's or that of --image.", show_default=False
     ),
 ]
+Guidance = Annotated[
+    float | None, typer.Option(help="Guidance scale, 1 is off; by default that of evaluation.", show_default=False)
+]
 Width = Annotated[int | None, typer.Option(min=1, help="Width in pixels, likewise.", show_default=False)]
 
 
@@ -62,7 +65,7 @@ def sample(
         int | None,
         typer.Option(min=1, max=10_000, help="Sampling steps; by default those of evaluation.", show_default=False),
     ] = None,
-    guidance: Annotated[float | None, typer.Option(help="Guidance scale; 1 is off.", show_default=False)] = None,
+    guidance: Guidance = None,
     height: Height = None,
     width: Width = None,
     trust: Trust = False,
@@ -82,7 +85,7 @@ def sample(
     texts = _read_prompts(prompts, image or [])
     args = config_for_weights(config, model, lora, trust)
     model = model or args.model
-    settings = {"guidance": guidance, "height": height, "width": width}
+    settings = {"guidance": args.evaluation.guidance if guidance is None else guidance, "height": height, "width": width}
     name = model if lora is None else f"{model} + {lora}"
     cells = [ImageInfo(prompt, first_seed + n, name) for prompt in texts for n in range(seeds)]
     columns = seeds if len(texts) > 1 else min(seeds, 8)

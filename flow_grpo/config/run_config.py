@@ -159,8 +159,8 @@ class FlowGRPOConfig(RunSettings):
 
     def evaluation_call_kwargs(self) -> dict[str, Any]:
         """The arguments of every pipeline call in evaluation."""
-        size = {"height": self.evaluation.height, "width": self.evaluation.width}
-        return {**self.pipeline_call_kwargs(), **{k: v for k, v in size.items() if v is not None}}
+        own = {name: getattr(self.evaluation, name) for name in ("guidance", "height", "width")}
+        return {**self.pipeline_call_kwargs(), **{name: value for name, value in own.items() if value is not None}}
 
     def differences(self, now: "FlowGRPOConfig") -> dict[str, tuple[Any, Any]]:
         """Settings that change the numbers and differ, as {name: (old, new)}; run length, paths, monitoring are ignored."""

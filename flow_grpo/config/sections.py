@@ -239,18 +239,18 @@ class EvaluationConfig(ConfigSection):
     """Training steps between evaluations; 0 evaluates only before and after."""
     steps: Annotated[int, Field(ge=1)] = 40
     """Sampling steps in evaluation, of the deterministic ODE."""
+    guidance: Annotated[float, Field(allow_inf_nan=False)] | None = None
+    """Guidance scale of the held-out images, and of `sample`; that of training if not given. 1 is off."""
     height: Pixels | None = None
     """Height of the held-out images in pixels; that of training if not given."""
     width: Pixels | None = None
     """Width of the held-out images in pixels."""
     sizes: list[tuple[Pixels, Pixels]] = []
-    """Further sizes, [height, width], at which the same prompts are drawn and scored at each evaluation. Their scores are named by the
-    size, such as ocr@64x160; the monitor compares each size with itself."""
+    """Further sizes, [height, width], of the same prompts at each evaluation; scores are named by the size, such as ocr@64x160."""
     seed: int = 1234
     """Each held-out prompt's image starts from the noise of (this seed, the prompt's index)."""
     num_images: Annotated[int, Field(ge=0)] = 8
-    """Held-out prompts, from the first, whose images each evaluation keeps in the run folder for the report, as well as the best
-    and worst ones' and some groups of training images; 0 keeps none. An image is at most 512 pixels wide."""
+    """First held-out prompts whose images are kept for the report, as are the best, the worst and some training groups; 0: none."""
     rewards: dict[str, RewardConfig] = {}
     """Rewards that are measured in addition to the trained ones, but not trained on."""
 

@@ -15,6 +15,7 @@ from flow_grpo.evaluation.generate import generate_images
 from flow_grpo.plan.estimate import StepEstimate, StepEstimator
 from flow_grpo.policy.device_speed import matmul_speed
 from flow_grpo.policy.devices import DTYPES
+from flow_grpo.policy.pipeline import FlowPipeline
 from flow_grpo.policy.policy import Policy
 from flow_grpo.policy.step_meter import PHASES
 from flow_grpo.run_folder.opening import is_begun
@@ -49,12 +50,12 @@ def estimate(stage: FlowGRPOConfig, cuda: bool) -> tuple[StepEstimate, float] | 
     return step_estimate, step_estimate.seconds(estimator.rates(stage.microbatch))
 
 
-def sampling_seconds(policy: Policy, prompts: list[str], steps: int) -> float:
+def sampling_seconds(model: FlowPipeline, prompts: list[str], steps: int) -> float:
     """Seconds that an evaluation takes for each image, without rewards: extrapolated from runs of 1 and 3 sampling steps."""
     seconds = {}
     for count in (1, 1, 3):  # the first run encodes the prompts
         started = time.perf_counter()
-        generate_images(policy, prompts, seeds=list(range(len(prompts))), steps=count, microbatch=len(prompts))
+        generate_images(model, prompts, seeds=list(range(len(prompts))), steps=count, microbatch=len(prompts))
         seconds[count] = time.perf_counter() - started
     return (seconds[1] + (steps - 1) * (seconds[3] - seconds[1]) / 2) / len(prompts)
 

@@ -136,9 +136,10 @@ class RunChecks:
         if trainer.eval_set is None:
             return 0.0
         some = trainer.eval_set.prompts[: trainer.stage.args.microbatch]
-        sampling = resources.sampling_seconds(trainer.policy, some, trainer.args.evaluation.steps)
-        prompts, each = len(trainer.eval_set), trainer.args.evaluation.images_per_prompt
+        settings = trainer.args.evaluation
+        sampling = resources.sampling_seconds(trainer.policy.with_guidance(settings.guidance), some, settings.steps)
+        prompts, each = len(trainer.eval_set), settings.images_per_prompt
         by_base = 2 if trainer.eval_rewards.has_pairs else 1
         images = prompts * each * by_base + (min(NUM_DIVERSITY_PROMPTS, prompts) if each == 1 else 0)
-        images *= 1 + len(trainer.args.evaluation.sizes)
+        images *= 1 + len(settings.sizes)
         return images * (sampling + (self.reward_checks.seconds if self.reward_checks else 0.0))

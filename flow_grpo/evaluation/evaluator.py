@@ -53,7 +53,7 @@ class Evaluator:
         self.folder, self.model, self.last_step = folder, model, last_step
         self.recorder: EvaluationRecorder | None = None
         if prompts is not None:
-            check_evaluation_sizes(policy, settings)
+            check_evaluation_sizes(policy.with_guidance(settings.guidance), settings)
         elif settings.height or settings.width or settings.sizes:
             raise ValueError("a size of held-out images is set, but there are no held-out prompts: set evaluation.prompts.")
 
@@ -89,9 +89,10 @@ class Evaluator:
         if self.prompts is None:
             raise ValueError("there are no held-out prompts: set evaluation.prompts.")
         return evaluate(
-            self.policy.at_size(height, width),
+            self.policy.with_guidance(self.settings.guidance).at_size(height, width),
             self.prompts,
             self.rewards,
+            base=self.policy.reference,
             steps=self.settings.steps,
             seed=self.settings.seed,
             microbatch=microbatch,
@@ -123,8 +124,9 @@ class Evaluator:
             self.policy,
             step,
             prompts.prompts,
+            model=self.policy.with_guidance(self.settings.guidance),
             folder=self.folder,
-            model=self.model,
+            name=self.model,
             steps=self.settings.steps,
             microbatch=microbatch,
             processes=self.processes,

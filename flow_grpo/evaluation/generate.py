@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from flow_grpo import sampling
-from flow_grpo.policy.policy import Policy
+from flow_grpo.policy.pipeline import FlowPipeline
 from flow_grpo.progress import phase
 from flow_grpo.text import counted
 from flow_grpo.training.interrupt import interruptible
@@ -25,7 +25,7 @@ def image_seed(seed: int, place: int, number: int = 0) -> int:
 
 @torch.no_grad()
 def generate_images(
-    policy: Policy,
+    model: FlowPipeline,
     prompts: list[str],
     seeds: list[int],
     steps: int,
@@ -39,11 +39,11 @@ def generate_images(
         noun: what is generated, for the progress line.
         should_stop: if it returns True, `Interrupted` is raised before the next forward pass.
     """
-    schedule, shape = policy.schedule(steps)
+    schedule, shape = model.schedule(steps)
     with phase("encoding prompts"):
-        conditioning = policy.encode(prompts)
-    start = torch.stack([sampling.noise(shape, seed, "sample") for seed in seeds]).to(policy.device)
-    velocity = interruptible(policy.velocity_fn(schedule, conditioning), should_stop)
+        conditioning = model.encode(prompts)
+    start = torch.stack([sampling.noise(shape, seed, "sample") for seed in seeds]).to(model.device)
+    velocity = interruptible(model.velocity_fn(schedule, conditioning), should_stop)
 
     name = f"generating {counted(len(prompts), noun)}"
     with phase(name, total=len(prompts) * len(schedule), unit="sampling steps") as steps_done:
@@ -53,4 +53,4 @@ def generate_images(
             return velocity(x, i, rows)
 
         trajectory = sampling.rollout(counting, schedule, start, microbatch=microbatch)
-        return policy.decode(trajectory.final, microbatch)
+        return model.decode(trajectory.final, microbatch)

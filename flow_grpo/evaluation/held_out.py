@@ -1,6 +1,7 @@
 """Held-out prompts, generated with fixed seeds and measured: an evaluation during training."""
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
 
@@ -12,7 +13,7 @@ from flow_grpo.data.prompts import PromptSet, rows_by_set
 from flow_grpo.distributed.processes import Processes
 from flow_grpo.evaluation.generate import generate_images, image_seed
 from flow_grpo.evaluation.image_metrics import NUM_DIVERSITY_PROMPTS, high_frequency_power, rms_difference, score_images
-from flow_grpo.policy.policy import Policy
+from flow_grpo.policy.pipeline import FlowPipeline
 from flow_grpo.progress import phase
 from flow_grpo.run_folder.samples import best_and_worst
 from flow_grpo.text import counted, first_line
@@ -22,10 +23,11 @@ from rewards import WeightedSum
 
 
 def evaluate(
-    policy: Policy,
+    model: FlowPipeline,
     prompts: PromptSet,
     rewards: WeightedSum,
     *,
+    base: Callable[[], AbstractContextManager[None]],
     steps: int,
     seed: int,
     microbatch: int = 64,
@@ -41,6 +43,7 @@ def evaluate(
     base model's of the same noise, not with the prompt's other images: their win rates have mean 1/2 whatever the policy has learned.
 
     Args:
+        base: a context in which the model is the base model.
         images_per_prompt: of which the rewards are averaged; all other measures are of the first.
         num_kept_images: the result has the images of the first prompts, up to this number, and of the best and worst by `reward`.
         num_diversity_prompts: number of leading prompts that get a second image, to measure diversity.
@@ -48,7 +51,7 @@ def evaluate(
     """
     processes = processes or Processes()
     source = _HeldOutImages(
-        policy, prompts, steps=steps, seed=seed, microbatch=microbatch, processes=processes, should_stop=should_stop
+        model, prompts, steps=steps, seed=seed, microbatch=microbatch, processes=processes, should_stop=should_stop
     )
     by_number = source.by_number(images_per_prompt)
     images, num_pairs = by_number[0], min(num_diversity_prompts, len(prompts))
@@ -58,7 +61,7 @@ def evaluate(
         second_images = source.generate(num_pairs, 1) if num_pairs else images[:0]
     of_base = None
     if rewards.has_pairs:
-        with policy.reference():
+        with base():
             of_base = _by_prompt(source.by_number(images_per_prompt))
     batch = prompts.take(source.local, images_per_prompt)
 
@@ -85,7 +88,7 @@ def evaluate(
 class _HeldOutImages:
     """Generates this process's share of the images."""
 
-    policy: Policy
+    model: FlowPipeline
     prompts: PromptSet
     steps: int
     seed: int
@@ -108,7 +111,7 @@ class _HeldOutImages:
         places = [i for i in self.local if i < count]
         padding = self.local[:1] * (-(-count // self.processes.world_size) - len(places))
         images = generate_images(
-            self.policy,
+            self.model,
             self.prompts.take(places + padding, 1).prompts,
             seeds=[image_seed(self.seed, i, number) for i in places + padding],
             steps=self.steps,
@@ -131,22 +134,22 @@ def _in_prompt_order(parts: list[Tensor]) -> Tensor:
 
 
 @torch.no_grad()
-def check_evaluation_sizes(policy: Policy, own: EvaluationConfig) -> None:
+def check_evaluation_sizes(model: FlowPipeline, own: EvaluationConfig) -> None:
     """Generate an image at each size that differs from training's. ValueError if that fails or has another size."""
     if own.height or own.width:
-        at = policy.at_size(own.height, own.width)
+        at = model.at_size(own.height, own.width)
         _check(at, "evaluation.height and width", at.call.get("height"), at.call.get("width"))
     for height, width in own.sizes:
-        _check(policy.at_size(height, width), "evaluation.sizes", height, width)
+        _check(model.at_size(height, width), "evaluation.sizes", height, width)
 
 
-def _check(policy: Policy, setting: str, height: int | None, width: int | None) -> None:
-    name, row = type(policy.pipe).__name__, torch.zeros(1, dtype=torch.long)
+def _check(model: FlowPipeline, setting: str, height: int | None, width: int | None) -> None:
+    name, row = type(model.pipe).__name__, torch.zeros(1, dtype=torch.long)
     try:
-        schedule, shape = policy.schedule(2)
+        schedule, shape = model.schedule(2)
         x = torch.zeros(1, *shape)
-        policy.velocity(x, schedule.timesteps[0], policy.encode(["a"]), row)
-        size = policy.decode(x).shape[-2:]
+        model.velocity(x, schedule.timesteps[0], model.encode(["a"]), row)
+        size = model.decode(x).shape[-2:]
     except torch.OutOfMemoryError:
         raise
     except Exception as error:  # each pipeline has its own

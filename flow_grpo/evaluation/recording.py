@@ -12,6 +12,7 @@ from flow_grpo.data.videos import cut_strips, strip_frames
 from flow_grpo.distributed.processes import Processes
 from flow_grpo.evaluation import hacking
 from flow_grpo.evaluation.generate import generate_images, image_seed
+from flow_grpo.policy.pipeline import FlowPipeline
 from flow_grpo.policy.policy import Policy
 from flow_grpo.run_folder import layout
 from flow_grpo.run_folder.samples import SampleRecorder
@@ -67,19 +68,25 @@ def save_sample_grid(
     step: int,
     prompts: list[str],
     *,
+    model: FlowPipeline,
     folder: Path,
-    model: str,
+    name: str,
     steps: int,
     microbatch: int,
     processes: Processes,
     should_stop: Callable[[], bool],
 ) -> None:
-    """Write a grid of the first prompts with fixed seeds. Every process must call it: each may hold a shard of the weights."""
+    """Write a grid of the first prompts with fixed seeds. Every process must call it: each may hold a shard of the weights.
+
+    Args:
+        model: the policy as it is called in evaluations.
+        name: of the model, for the grid's cells.
+    """
     prompts = prompts[:NUM_SAMPLES]
     alone = processes.world_size == 1
     with policy.ema.applied():
         images = generate_images(
-            policy,
+            model,
             prompts,
             seeds=list(range(len(prompts))),
             steps=steps,
@@ -87,7 +94,7 @@ def save_sample_grid(
             should_stop=lambda: alone and should_stop(),
         )
     if processes.is_main:
-        infos = [ImageInfo(prompt, seed, f"{model}, step {step}") for seed, prompt in enumerate(prompts)]
+        infos = [ImageInfo(prompt, seed, f"{name}, step {step}") for seed, prompt in enumerate(prompts)]
         save_grid(folder / layout.SAMPLES / layout.sample_grid(step), images, infos, columns=4)
 
 

@@ -190,10 +190,11 @@ def usage_code(folder: Path, args: FlowGRPOConfig, run: RunReader, merged: bool,
     """Python that loads the export and generates an image as the run's evaluations do."""
     kind = hub.pipeline_class(args.model)
     differs = family(kind)
+    evaluated = args.evaluation_call_kwargs()
     call = {"num_inference_steps": args.evaluation.steps, **differs.call_kwargs}
     if differs.guidance:
-        call[differs.guidance] = args.guidance if args.guidance > 1 else differs.no_guidance_value
-    call |= {key: value for key, value in args.pipeline_call_kwargs().items() if key != "guidance"}
+        call[differs.guidance] = evaluated["guidance"] if evaluated["guidance"] > 1 else differs.no_guidance_value
+    call |= {key: value for key, value in evaluated.items() if key != "guidance"}
     prompt = plain(run.evaluations[0]["prompts"][0]) if run.evaluations else "a photo of a cat"
     base = f"resolve_model({args.model!r})" if args.model in hub.BUNDLED_MODELS else repr(args.model)
     lines = ["import torch", f"from diffusers import {kind}"]

@@ -1,4 +1,4 @@
-"""A pipeline called with another guidance scale than its own."""
+"""A check that a pipeline has guidance."""
 
 import torch
 
@@ -6,36 +6,16 @@ from flow_grpo.policy.pipeline import FlowPipeline
 from flow_grpo.policy.policy import Policy
 
 
-def guided(policy: Policy, guidance: float) -> FlowPipeline:
-    """The same pipeline and weights, called with that guidance scale; within `policy.reference`, the base model with guidance.
+def check_guidance(policy: Policy, guidance: float, hint: str) -> None:
+    """Raise ValueError if the pipeline has no guidance: its velocity is the same with that scale and with none.
 
-    Its prompts are encoded anew, since guidance needs the negative ones. Where weights are sharded, the first call for a scale
-    comes before that.
+    Where weights are sharded, this comes before that: it tries what a call with that scale can do.
 
-    Raises:
-        ValueError: the pipeline has no guidance: its velocity is the same with that scale and with none.
+    Args:
+        hint: what to do then, the end of the sentence.
     """
-    if guidance not in policy.guided:
-        policy.guided[guidance] = _with_guidance(policy, guidance)
-    policy.guided[guidance].synced_call_count = policy.synced_call_count
-    return policy.guided[guidance]
-
-
-def _with_guidance(model: FlowPipeline, guidance: float) -> FlowPipeline:
-    own = model.family.call_kwargs
-    call = {
-        name: value
-        for name, value in model.call.items()
-        if name != model.family.guidance and not (name in own and own[name] == value)
-    }
-    guided_model, plain = (
-        FlowPipeline(model.pipe, model.dtype, scale, offload=model.encoder.offload, **call) for scale in (guidance, 1.0)
-    )
-    if _same_velocity(guided_model, plain):
-        raise ValueError(
-            f"objective.anchors: {type(model.pipe).__name__} has no guidance, so an anchor to guided would be one to base: set to: base."
-        )
-    return guided_model
+    if _same_velocity(policy.with_guidance(guidance), policy.with_guidance(1.0)) and guidance > 1:
+        raise ValueError(f"{type(policy.pipe).__name__} has no guidance: {hint}")
 
 
 @torch.no_grad()

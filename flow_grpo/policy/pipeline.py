@@ -47,6 +47,7 @@ class FlowPipeline:
 
     Attributes:
         pipe: the user's pipeline. It is not changed: scheduler and methods are replaced in copies of it.
+        guidance: the guidance scale.
         encoder: encodes prompts.
         shares_calls: whether a call can have rows with different images; None until that was tried.
         supports_per_sample_timesteps: whether a call can have a timestep per row; None until that was tried.
@@ -67,7 +68,7 @@ class FlowPipeline:
         self._arguments = inspect.signature(inspect.unwrap(type(pipe).__call__)).parameters
         check_flow(pipe, self._arguments)
         check_call(name, self.family, self._arguments, call)
-        self.pipe, self.dtype, self.device = pipe, dtype, pipe.transformer.device
+        self.pipe, self.dtype, self.device, self.guidance = pipe, dtype, pipe.transformer.device, guidance
         defaults = {name: value for name, value in self.family.call_kwargs.items() if name in self._arguments}
         arguments = {**defaults, **self._guidance_argument(guidance), **call}
         self.supports_per_sample_timesteps: bool | None = None

@@ -30,7 +30,6 @@ class Policy(FlowPipeline):
         trained: what is trained: the LoRA, or all weights of the transformer.
         ema: the moving average of what is trained, once it was started.
         compiled: whether a forward pass with gradients may use other kernels than one without.
-        guided: the same model called with other guidance scales, see guidance.py.
         meter: measures the training steps.
         uses_fsdp: whether the transformer's weights are sharded, all but a LoRA's.
     """
@@ -49,7 +48,7 @@ class Policy(FlowPipeline):
         self.meter = StepMeter(self.lora, self.device)
         self.ema = MovingAverage(self.trainable_parameters)
         self.compiled = self.uses_fsdp = False
-        self.guided: dict[float, FlowPipeline] = {}
+        self._guided: dict[tuple[float, int | None, int | None], FlowPipeline] = {}
 
     # -- what is trained ----------------------------------------------------------------------------------------------
 
@@ -92,6 +91,21 @@ class Policy(FlowPipeline):
     def reference(self) -> AbstractContextManager[None]:
         """A context in which this is the base model: the LoRA is off, or the base weights are back."""
         return self.trained.base_model()
+
+    def with_guidance(self, guidance: float | None) -> FlowPipeline:
+        """The same weights, called with that guidance scale; within `reference`, the base model. None keeps the own scale.
+
+        Prompts are encoded anew, since guidance needs the negative ones.
+        """
+        if guidance is None or guidance == self.guidance:
+            return self
+        key = guidance, self.call.get("height"), self.call.get("width")
+        if key not in self._guided:
+            own, scale = self.family.call_kwargs, self.family.guidance
+            call = {k: v for k, v in self.call.items() if k != scale and not (k in own and own[k] == v)}
+            self._guided[key] = FlowPipeline(self.pipe, self.dtype, guidance, offload=self.encoder.offload, **call)
+        self._guided[key].synced_call_count = self.synced_call_count
+        return self._guided[key]
 
     def without_zero_lora(self) -> AbstractContextManager[None]:
         """A context in which a LoRA that changes no output is off: the same images in less time. Compiled blocks would be compiled anew."""

@@ -16,7 +16,7 @@ from flow_grpo import objectives, sde
 from flow_grpo.config.anchors import COPIES, AnchorConfig, decay_at
 from flow_grpo.config.objective import ObjectiveConfig
 from flow_grpo.policy.conditioning import Conditioning
-from flow_grpo.policy.guidance import guided
+from flow_grpo.policy.guidance import check_guidance
 from flow_grpo.policy.pipeline import FlowPipeline
 from flow_grpo.policy.policy import Policy
 from flow_grpo.training import gates
@@ -106,7 +106,7 @@ class Anchors:
             if anchor is None or anchor.guidance is None:
                 yield self.policy, self.conditioning
             else:
-                model = guided(self.policy, anchor.guidance)
+                model = self.policy.with_guidance(anchor.guidance)
                 yield model, model.encode(self.conditioning.prompts)
 
 
@@ -143,7 +143,8 @@ def add_references(policy: Policy, objectives: Iterable[ObjectiveConfig]) -> Non
         policy.lora.add_adapter_copy(name)
     for _, anchor in anchors:
         if anchor.guidance is not None:
-            guided(policy, anchor.guidance)
+            hint = "an anchor to guided would be one to base. In objective.anchors, set to: base."
+            check_guidance(policy, anchor.guidance, hint)
 
 
 class AnchorCopies:

@@ -8,6 +8,7 @@ from flow_grpo.config import FlowGRPOConfig
 from flow_grpo.distributed.processes import Processes
 from flow_grpo.policy.device_speed import bf16_speedup
 from flow_grpo.policy.devices import DTYPES, default_dtype, usable_device
+from flow_grpo.policy.guidance import check_guidance
 from flow_grpo.policy.loading import load_policy
 from flow_grpo.policy.policy import Policy
 from flow_grpo.policy.trainable import add_trainable_weights
@@ -20,7 +21,8 @@ def load_run_policy(args: FlowGRPOConfig, processes: Processes, prompts: list[st
     has_dataset = any(stage.dataset is not None for _, stage in args.resolved_stages())
     start = args.lora.init_from if args.lora else None
     has_guided = any(anchor.to == "guided" for _, stage in args.resolved_stages() for anchor in stage.objective.anchors)
-    prompts_to_encode = None if has_dataset or has_guided else prompts  # guidance encodes them anew
+    has_guided = has_guided or args.evaluation.guidance not in (None, args.guidance)
+    prompts_to_encode = None if has_dataset or has_guided else prompts  # another guidance encodes them anew
     dtype = run_dtype(args, processes)
     return load_policy(
         args.model,
@@ -60,7 +62,7 @@ def prepare_policy(policy: Policy, args: FlowGRPOConfig, processes: Processes) -
     """Add a LoRA or train the whole transformer; compile, shard and average it as the config says.
 
     Raises:
-        ValueError: the policy carries something else already.
+        ValueError: the policy carries something else already, or has no guidance where settings ask for it.
     """
     stages = [stage for _, stage in args.resolved_stages()]
     add_trainable_weights(policy, args)
@@ -69,6 +71,8 @@ def prepare_policy(policy: Policy, args: FlowGRPOConfig, processes: Processes) -
     for name in dict.fromkeys(name for stage in stages for name in stage.objective.policy_copies):
         policy.lora.add_adapter_copy(name)
     add_references(policy, [stage.objective for stage in stages])
+    if args.evaluation.guidance not in (None, policy.guidance):
+        check_guidance(policy, args.evaluation.guidance, "leave evaluation.guidance out.")
     if args.memory.shard == "fsdp2" and processes.world_size > 1:
         policy.shard(processes)
     if args.ema_decay:

@@ -28,7 +28,9 @@ KIT = {"brightness": brightness, "brighter": brighter, "spread": spread}
 def measure(policy, processes=None, **more):
     names = more.pop("names", KIT)
     kit = WeightedSum({name: KIT[name] for name in names}, dict.fromkeys(names, 1.0))
-    return evaluate(policy, small.PROMPTS.head(5), kit, steps=2, seed=7, microbatch=5, processes=processes, **more)
+    return evaluate(
+        policy, small.PROMPTS.head(5), kit, base=policy.reference, steps=2, seed=7, microbatch=5, processes=processes, **more
+    )
 
 
 def images(policy, number=0):

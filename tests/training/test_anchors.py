@@ -10,13 +10,12 @@ from support.run_contents import MEASURED
 from flow_grpo import advantages, objectives, sde
 from flow_grpo.config.anchors import by_metric, decay_at
 from flow_grpo.config.run_config import FlowGRPOConfig
-from flow_grpo.policy.guidance import guided
 from flow_grpo.report import page
 from flow_grpo.run_folder import checkpoint
 from flow_grpo.tracking import tracker as tracking
 from flow_grpo.tracking.tracker import read_metrics
 from flow_grpo.trainer import FlowGRPOTrainer
-from flow_grpo.training.anchors import AnchorCopies, copied_references
+from flow_grpo.training.anchors import AnchorCopies, add_references, copied_references
 from flow_grpo.training.gates import DisagreementGate, advantage_gate, disagreement
 from flow_grpo.training.step_loss import ClipRange
 from rewards import WeightedSum
@@ -154,10 +153,10 @@ def test_the_guided_reference_extrapolates_from_the_empty_prompt():
     prompts = small.PROMPTS.prompts[:2]
     with torch.no_grad(), policy.reference():
         with_prompt, without = (policy.velocity(x, t, policy.encode(p), rows) for p in (prompts, ["", ""]))
-        model = guided(policy, 4.5)
+        model = policy.with_guidance(4.5)
         velocity = model.velocity(x, t, model.encode(prompts), rows)
     torch.testing.assert_close(velocity, without + 4.5 * (with_prompt - without))
-    assert guided(policy, 4.5) is model
+    assert policy.with_guidance(4.5) is model
     assert all(parameter.requires_grad for parameter in policy.trainable_parameters().values())
 
 
@@ -165,7 +164,7 @@ def test_a_pipeline_without_guidance_has_no_guided_reference(monkeypatch):
     policy = small.policy(lora=False)
     monkeypatch.setattr("flow_grpo.policy.guidance.FlowPipeline.velocity", lambda self, x, *given: x)
     with pytest.raises(ValueError, match=r"StableDiffusion3Pipeline has no guidance.*set to: base"):
-        guided(policy, 4.5)
+        add_references(policy, [small.settings(objective={"anchors": [GUIDED]}).objective])
 
 
 # -- gates ------------------------------------------------------------------------------------------------------------
