@@ -142,6 +142,7 @@ class Transition:
         max_noise_level: the largest `noise_level` that it is defined for.
         infinite_at_1: its noise is infinite at sigma = 1, so that a first step takes the schedule's second sigma.
         has_g: it is an Euler step of an SDE with a diffusion coefficient g.
+        between_images: its noise lies on the line to another image of the group; the std is in units of their difference.
     """
 
     stochastic: bool = True
@@ -149,6 +150,7 @@ class Transition:
     max_noise_level: float = float("inf")
     infinite_at_1: bool = False
     has_g: bool = False
+    between_images: bool = False
 
 
 TRANSITIONS = {
@@ -157,6 +159,7 @@ TRANSITIONS = {
     "dance_sde": Transition(noise_at_end=True, has_g=True),
     "cps": Transition(max_noise_level=1.0),
     "exact_sde": Transition(),
+    "difference": Transition(noise_at_end=True, between_images=True),
 }
 
 

@@ -14,7 +14,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from flow_grpo import sde
+from flow_grpo import methods, sde
 from flow_grpo.types import PromptBatch, SampledStep, Schedule, StepGraph, Trajectory, take_rows
 
 # x (n, ...), schedule index, rows (n,) of the batch -> velocity (n, ...)
@@ -56,34 +56,14 @@ def batch_noise(
     return torch.stack([noise(shape, seed, *name, p, g) for p, g in pairs])
 
 
-def window(kind: str, steps: int, size: int, first: int, last: int, every: int, seed: int, training_step: int) -> list[int]:
-    """The steps of a schedule that are stochastic and trained; the others are the ODE's.
-
-    Args:
-        kind: `all` (of first..last), `fixed` (`size` steps from `first`), `random` (`size` steps in a row, drawn from
-            first..last for each training step: Flow-GRPO-Fast) or `sliding` (`size` steps in a row that move on by one
-            every `every` training steps and start again at `first`: MixGRPO, arXiv 2507.21802).
-        steps: length of the schedule.
-        first: the first step that may be chosen.
-        last: the last step that may be chosen.
-        seed: what a random window depends on.
-        training_step: what a random or sliding window depends on.
-    """
-    last = min(last, steps - 1)
-    starts = last - first - size + 2  # how many places a window of that size has
-    if kind == "all":
-        return list(range(first, last + 1))
-    if starts < 1:
-        raise ValueError(f"a window of {size} steps does not fit into steps {first} to {last}.")
-    if kind == "fixed":
-        start = first
-    elif kind == "random":
-        start = first + int(torch.randint(starts, (1,), generator=generator(seed, "window", training_step)))
-    elif kind == "sliding":
-        start = first + training_step // every % starts
-    else:
-        raise ValueError(f"unknown window {kind!r}; choose all, fixed, random or sliding.")
-    return list(range(start, start + size))
+def partners(batch: PromptBatch, seed: int, *name: str | int) -> Int[Tensor, " B"]:
+    """For each image the row of another one of its group, drawn at random by (seed, *name, group, image)."""
+    rows = []
+    for row, (group, image) in enumerate(zip(batch.group.tolist(), batch.image.tolist(), strict=True)):
+        others = (batch.group == group).nonzero()[:, 0]
+        others = others[others != row]
+        rows.append(others[torch.randint(len(others), (), generator=generator(seed, *name, group, image))])
+    return torch.stack(rows)
 
 
 @torch.no_grad()
@@ -97,6 +77,7 @@ def rollout(
     transition: str = "ode",
     noise_level: float = 0.0,
     step_noise: Callable[[int], Tensor] | None = None,
+    step_partners: Callable[[int], Int[Tensor, " B"]] | None = None,
     log_prob: str = "gaussian",
     states: Int[Tensor, "B K"] | None = None,
     solver: Solver | None = None,
@@ -111,6 +92,8 @@ def rollout(
         microbatch: rows per forward pass; the update must use the same, so that its ratio is exactly 1.
         trained: steps of the schedule that are stochastic and recorded.
         step_noise: returns the standard normal noise (B, ...) of a trained step.
+        step_partners: returns the `partners` of the images at a trained step, where the noise is on the line between two images; the
+            noise is then (B, 1, ...), a number for each.
         log_prob: name of a function of `sde.LOG_PROBS`.
         states: (B, K), if images share their start and steps: the same number for rows that have the same state before a trained step.
             What they share is computed once.
@@ -128,7 +111,9 @@ def rollout(
         schedule,
         transition,
         noise_level,
+        microbatch=microbatch,
         noise=noise_of,
+        partners={i: step_partners(i) for i in trained} if step_partners else {},
         shared=shared,
         log_prob=sde.LOG_PROBS[log_prob],
         solver=solver,
@@ -138,21 +123,17 @@ def rollout(
     x, first = start.float(), 0
     if shared:
         first = min(trained)
-        x = _before_branching(sample, x, first, shared[first], microbatch)
-    parts = []
-    for x_part, rows in zip(x.split(microbatch), torch.arange(len(x)).split(microbatch), strict=True):
-        final, records, graphs = sample(x_part, range(first, len(schedule)), rows)
-        parts.append(Trajectory.from_steps(schedule, list(trained), records, final, graphs))
-    return dataclasses.replace(Trajectory.join(parts), states=states)
+        x = _before_branching(sample, x, first, shared[first])
+    final, records, graphs = sample(x, range(first, len(schedule)), torch.arange(len(x)))
+    return dataclasses.replace(Trajectory.from_steps(schedule, list(trained), records, final, graphs), states=states)
 
 
 def _before_branching(
-    sample: "_Steps", x: Float[Tensor, "B ..."], first: int, states: Int[Tensor, " B"], microbatch: int
+    sample: "_Steps", x: Float[Tensor, "B ..."], first: int, states: Int[Tensor, " B"]
 ) -> Float[Tensor, "B ..."]:
     """The states before step `first`, computed once for rows with the same number in `states`."""
     leaders, place = _first_rows(states)
-    parts = [sample(take_rows(x, rows), range(first), rows)[0] for rows in leaders.split(microbatch)]
-    return take_rows(torch.cat(parts), place)
+    return take_rows(sample(take_rows(x, leaders), range(first), leaders)[0], place)
 
 
 def replay(
@@ -172,7 +153,26 @@ def replay(
     x = take_rows(trajectory.x[:, k], rows, device)
     v = _velocity(velocity, x, i, rows, None if trajectory.states is None else trajectory.states[:, k])
     mean, std = _transition(transition, trajectory.schedule, i, x, v, noise_level=noise_level)
+    if trajectory.std is not None:
+        std = take_rows(trajectory.std[:, k], rows, x.device).reshape(number_shape(x))
     return v, mean, std
+
+
+def scored(
+    x_next: Float[Tensor, "n *state"],
+    mean: Float[Tensor, "n *state"],
+    std: sde.Std,
+    drawn_mean: Float[Tensor, "n *state"],
+    transition: str,
+) -> tuple[Float[Tensor, "n *noise"], Float[Tensor, "n *noise"], sde.Std]:
+    """What the log-probability of a step is of: x_next, mean and std, or of noise along a line their one coordinate (n, 1).
+
+    Args:
+        drawn_mean: the mean of the transition that drew x_next, with which it spans the line.
+    """
+    if not methods.TRANSITIONS[transition].between_images:
+        return x_next, mean, std
+    return sde.on_line(x_next, drawn_mean, x_next), sde.on_line(mean, drawn_mean, x_next), std.flatten(1)
 
 
 def _velocity(
@@ -207,7 +207,9 @@ class _Steps:
     schedule: Schedule
     transition: str
     noise_level: float
+    microbatch: int
     noise: dict[int, Tensor]  # (B, ...) of each trained step
+    partners: dict[int, Tensor]  # (B,) of each trained step, the row of another image
     shared: dict[int, Tensor]  # (B,) which rows have the same state before a step
     log_prob: Callable[..., Tensor]
     solver: Solver | None
@@ -216,27 +218,55 @@ class _Steps:
 
     def __call__(
         self, x: Float[Tensor, "n ..."], steps: range, rows: Int[Tensor, " n"]
-    ) -> tuple[Float[Tensor, "n ..."], list[SampledStep], list[StepGraph]]:
-        """Take x, the states of `rows`, through `steps`. Returns the last state, and of each trained step a record and its graph."""
-        records, graphs = [], []
-        noise = {i: take_rows(self.noise[i], rows) for i in steps if i in self.noise}
+    ) -> tuple[Float[Tensor, "n ..."], list[SampledStep], dict[int, list[StepGraph]]]:
+        """Take x, the states of `rows`, through `steps`: the last state, the records, and the graphs by a micro-batch's first row."""
+        records: list[SampledStep] = []
+        graphs: dict[int, list[StepGraph]] = {}
         for stochastic, adjacent in groupby(steps, self.noise.__contains__):
             if not stochastic:
-                x = self._solve(x, list(adjacent), rows)
+                run = list(adjacent)
+                parts = zip(x.split(self.microbatch), rows.split(self.microbatch), strict=True)
+                x = torch.cat([self._solve(part, run, part_rows) for part, part_rows in parts])
                 continue
             for i in adjacent:
-                with torch.set_grad_enabled(self.keep_graphs):
-                    v = _velocity(self.velocity, x, i, rows, self.shared.get(i))
-                    mean, std = _transition(self.transition, self.schedule, i, x, v, noise_level=self.noise_level)
-                    # float32, and the very tensor that is scored and stored
-                    x_next = mean.detach() + std * noise[i].to(mean)
-                    log_prob = self.log_prob(x_next, mean, std)
-                if self.keep_graphs:
-                    graphs.append(StepGraph(v, mean, std, log_prob))
-                record = SampledStep(x, x_next, mean.detach(), log_prob.detach())
+                record, kept = self._trained_step(x, i, rows)
+                x = record.x_next
                 records.append(record.to(self.record_device))
-                x = x_next
+                for first, graph in kept.items():
+                    graphs.setdefault(first, []).append(graph)
         return x, records, graphs
+
+    def _trained_step(
+        self, x: Float[Tensor, "n *state"], i: int, rows: Int[Tensor, " n"]
+    ) -> tuple[SampledStep, dict[int, StepGraph]]:
+        """One stochastic step, and its graphs by the first row of a micro-batch. float32, and the tensor that is scored is stored."""
+        parts = list(zip(x.split(self.microbatch), rows.split(self.microbatch), strict=True))
+        velocities, records, graphs = [], [], {}
+        for x_part, part in parts:
+            with torch.set_grad_enabled(self.keep_graphs):
+                velocities.append(_velocity(self.velocity, x_part, i, part, self.shared.get(i)))
+        noise, length = self._noise(x, velocities, i)
+        for (x_part, part), v in zip(parts, velocities, strict=True):
+            with torch.set_grad_enabled(self.keep_graphs):
+                mean, std = _transition(self.transition, self.schedule, i, x_part, v, noise_level=self.noise_level)
+                drawn_mean = mean.detach()
+                x_next = drawn_mean + std * take_rows(noise, part).to(mean)
+                std = std if length is None else std * take_rows(length, part)
+                of_noise = scored(x_next, mean, std, drawn_mean, self.transition)
+                log_prob = self.log_prob(*of_noise)
+            if self.keep_graphs:
+                graphs[int(part[0])] = StepGraph(v, *of_noise[1:], log_prob)
+            kept_std = None if length is None else std.flatten()
+            records.append(SampledStep(x_part, x_next, drawn_mean, log_prob.detach(), kept_std))
+        return SampledStep.join(records), graphs
+
+    def _noise(self, x: Float[Tensor, "B *state"], velocities: list[Tensor], i: int) -> tuple[Tensor, Tensor | None]:
+        """What a step adds to its mean, in units of its std; and the lengths (B, 1, ...) of the lines on which this lies, if it does."""
+        if not self.partners:
+            return self.noise[i], None
+        x0_hat = sde.x0_hat_of(x, torch.cat(velocities).detach(), self.schedule.sigmas[i].to(x).reshape(number_shape(x)))
+        line = take_rows(x0_hat, self.partners[i]) - x0_hat
+        return self.noise[i] * line, line.flatten(1).norm(dim=1).reshape(number_shape(x))
 
     def _solve(self, x: Float[Tensor, "n *state"], steps: list[int], rows: Int[Tensor, " n"]) -> Float[Tensor, "n *state"]:
         """Take x, the states of `rows`, through adjacent steps of the ODE."""
@@ -248,6 +278,11 @@ class _Steps:
         for i in calls:
             x = advance(x, _velocity(self.velocity, x, i, rows, self.shared.get(i)))
         return x
+
+
+def number_shape(x: Float[Tensor, "n *state"]) -> tuple[int, ...]:
+    """The shape of a number for each row, broadcastable to the states."""
+    return -1, *[1] * (x.ndim - 1)
 
 
 def _transition(

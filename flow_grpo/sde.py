@@ -92,7 +92,7 @@ def cps(x: State, v: State, sigma: Column, sigma_next: Column, noise_level: floa
     """
     std = sigma_next * math.sin(noise_level * math.pi / 2)
     kept = (sigma_next**2 - std**2).clamp_min(0).sqrt()
-    return (1 - sigma_next) * _x0_hat(x, v, sigma) + kept * _eps_hat(x, v, sigma), std
+    return (1 - sigma_next) * x0_hat_of(x, v, sigma) + kept * _eps_hat(x, v, sigma), std
 
 
 def exact_sde(x: State, v: State, sigma: Column, sigma_next: Column, noise_level: float, sigma_max: Column) -> Step:
@@ -102,8 +102,18 @@ def exact_sde(x: State, v: State, sigma: Column, sigma_next: Column, noise_level
     depend on the number of steps. Of other data, freezing it is an error, which vanishes with more steps.
     """
     rho = (sigma_next * (1 - sigma) / (sigma * (1 - sigma_next))) ** (noise_level**2 / 2)
-    mean = (1 - sigma_next) * _x0_hat(x, v, sigma) + sigma_next * rho * _eps_hat(x, v, sigma)
+    mean = (1 - sigma_next) * x0_hat_of(x, v, sigma) + sigma_next * rho * _eps_hat(x, v, sigma)
     return mean, sigma_next * (1 - rho**2).clamp_min(0).sqrt()
+
+
+def difference(x: State, v: State, sigma: Column, sigma_next: Column, noise_level: float, sigma_max: Column) -> Step:
+    """Ours: Euler's step, and noise on the line from the image's x0_hat to that of another image of its group.
+
+    The std is in units of their difference d: x_next = mean + std z d with a single normal z. With noise_level z = 1, x_next is the state
+    of which the other image is predicted. Images of a prompt differ in few directions, a latent has thousands: noise in all of them is
+    mostly noise of the gradient. Marginals are not kept, since the mean keeps all of sigma_next's noise.
+    """
+    return x + (sigma_next - sigma) * v, noise_level * (1 - sigma_next)
 
 
 TRANSITIONS: dict[str, Transition] = {
@@ -112,7 +122,21 @@ TRANSITIONS: dict[str, Transition] = {
     "dance_sde": dance_sde,
     "cps": cps,
     "exact_sde": exact_sde,
+    "difference": difference,
 }
+
+
+def on_line(
+    x: Float[Tensor, "B *state"], start: Float[Tensor, "B *state"], end: Float[Tensor, "B *state"]
+) -> Float[Tensor, "B 1"]:
+    """Coordinates of states on the lines from `start` through `end`, 0 at the start, in the units of the state.
+
+    Of noise along a line, this is the one dimension that has a density. If start and end are equal, it is 0.
+    """
+    x, start, end = (at_least_float32(t).flatten(1) for t in (x, start, end))
+    line = end - start
+    length = line.norm(dim=1, keepdim=True).clamp_min(torch.finfo(line.dtype).tiny)
+    return ((x - start) * (line / length)).sum(1, keepdim=True)
 
 
 def log_prob(x_next: Float[Tensor, "B *state"], mean: Float[Tensor, "B *state"], std: Std) -> Float[Tensor, " B"]:
@@ -148,7 +172,8 @@ def _euler_maruyama(x: State, v: State, sigma: Column, sigma_next: Column, g: Co
     return mean, g * (-delta).sqrt()
 
 
-def _x0_hat(x: State, v: State, sigma: Column) -> State:
+def x0_hat_of(x: State, v: State, sigma: Column) -> State:
+    """The image that a velocity predicts."""
     return x - sigma * v
 
 

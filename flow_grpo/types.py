@@ -9,8 +9,9 @@ advantage    --objective-->         Loss
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import accumulate
+from typing import Any
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -98,10 +99,19 @@ class SampledStep:
     x_next: Float[Tensor, "n *state"]  # float32, the state after it: the tensor that was scored and stepped from
     mean: Float[Tensor, "n *state"]  # float32, the mean of the transition that drew it
     log_prob: Float[Tensor, " n"]
+    std: Float[Tensor, " n"] | None = None  # of noise along a line, where it depends on the images
 
     def to(self, device: torch.device) -> "SampledStep":
         """The same on that device."""
-        return SampledStep(self.x.to(device), self.x_next.to(device), self.mean.to(device), self.log_prob.to(device))
+        moved: list[Any] = [None if value is None else value.to(device) for value in vars(self).values()]
+        return SampledStep(*moved)
+
+    @staticmethod
+    def join(parts: "Sequence[SampledStep]") -> "SampledStep":
+        """The steps of several micro-batches as one."""
+        columns = zip(*(vars(part).values() for part in parts), strict=True)
+        joined: list[Any] = [None if values[0] is None else torch.cat(values) for values in columns]
+        return SampledStep(*joined)
 
 
 @dataclass(frozen=True)
@@ -109,7 +119,7 @@ class StepGraph:
     """A trained step of n rows as the rollout computed it, with the gradient: what a replay would compute again."""
 
     v: Float[Tensor, "n *state"]
-    mean: Float[Tensor, "n *state"]
+    mean: Float[Tensor, "n *noise"]  # what the log-probability is of: the state, or its coordinate on the line of the noise
     std: Float[Tensor, "#n ..."]  # broadcastable to mean
     log_prob: Float[Tensor, " n"]
 
@@ -130,6 +140,7 @@ class Trajectory:
     log_prob_BK: Float[Tensor, "B K"]
     final: Float[Tensor, "B ..."]  # float32 latents of the images
     states: Int[Tensor, "B K"] | None = None
+    std: Float[Tensor, "B K"] | None = None  # see SampledStep
     graphs: dict[int, list[StepGraph]] = field(default_factory=dict)
 
     @staticmethod
@@ -138,53 +149,36 @@ class Trajectory:
         steps: list[int],
         records: list[SampledStep],
         final: Float[Tensor, "B ..."],
-        graphs: Sequence[StepGraph] = (),
+        graphs: dict[int, list[StepGraph]] | None = None,
     ) -> "Trajectory":
-        """Stack one record per trained step of a micro-batch; without any the tensors are (B, 0)."""
+        """Stack one record per trained step; without any the tensors are (B, 0)."""
         if not records:
             empty = final.new_zeros(len(final), 0)
             return Trajectory(schedule, [], x=empty, x_next=empty, mean=empty, log_prob_BK=empty, final=final)
-        return Trajectory(
-            schedule,
-            steps,
-            x=torch.stack([step.x for step in records], 1),
-            x_next=torch.stack([step.x_next for step in records], 1),
-            mean=torch.stack([step.mean for step in records], 1),
-            log_prob_BK=torch.stack([step.log_prob for step in records], 1),
-            final=final,
-            graphs={0: list(graphs)} if graphs else {},
-        )
+        columns: dict[str, Any] = {
+            name: None if getattr(records[0], name) is None else torch.stack([getattr(step, name) for step in records], 1)
+            for name in ("x", "x_next", "mean", "log_prob", "std")
+        }
+        return Trajectory(schedule, steps, log_prob_BK=columns.pop("log_prob"), final=final, graphs=graphs or {}, **columns)
 
     def take(self, rows: Int[Tensor, " n"]) -> "Trajectory":
         """These rows, without graphs."""
-        return Trajectory(
-            self.schedule,
-            self.steps,
-            x=self.x[rows],
-            x_next=self.x_next[rows],
-            mean=self.mean[rows],
-            log_prob_BK=self.log_prob_BK[rows],
-            final=self.final[rows],
-            states=None if self.states is None else self.states[rows],
-        )
+        taken: dict[str, Any] = {name: None if value is None else value[rows] for name, value in self._of_rows().items()}
+        return replace(self, **taken, graphs={})
 
     @staticmethod
     def join(parts: "Sequence[Trajectory]") -> "Trajectory":
-        """The trajectories of several micro-batches as one."""
-        states: list = [t.states for t in parts]
+        """The trajectories of several batches as one."""
         starts = accumulate([len(t.final) for t in parts], initial=0)
         graphs = {start + row: kept for start, t in zip(starts, parts, strict=False) for row, kept in t.graphs.items()}
-        return Trajectory(
-            parts[0].schedule,
-            parts[0].steps,
-            x=torch.cat([t.x for t in parts]),
-            x_next=torch.cat([t.x_next for t in parts]),
-            mean=torch.cat([t.mean for t in parts]),
-            log_prob_BK=torch.cat([t.log_prob_BK for t in parts]),
-            final=torch.cat([t.final for t in parts]),
-            states=None if states[0] is None else torch.cat(states),
-            graphs=graphs,
-        )
+        columns = {name: [t._of_rows()[name] for t in parts] for name in parts[0]._of_rows()}
+        joined: dict[str, Any] = {name: None if values[0] is None else torch.cat(values) for name, values in columns.items()}
+        return replace(parts[0], **joined, graphs=graphs)
+
+    def _of_rows(self) -> dict[str, Any]:
+        """The tensors with a row for each image."""
+        names = ("x", "x_next", "mean", "log_prob_BK", "final", "states", "std")
+        return {name: getattr(self, name) for name in names}
 
 
 @dataclass(frozen=True)
@@ -193,8 +187,8 @@ class TrainedStep:
 
     log_prob: Float[Tensor, " n"]  # with the gradient
     old_log_prob: Float[Tensor, " n"]
-    mean: Float[Tensor, "n *state"]  # with the gradient
-    old_mean: Float[Tensor, "n *state"]
+    mean: Float[Tensor, "n *noise"]  # with the gradient, see StepGraph
+    old_mean: Float[Tensor, "n *noise"]
     std: Float[Tensor, "#n ..."]  # broadcastable to mean
     delta: Float[Tensor, ""]  # sigma_next - sigma < 0
 

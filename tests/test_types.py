@@ -62,9 +62,13 @@ def test_a_trajectory_is_taken_apart_and_joined_with_all_that_belongs_to_a_row()
     shared = Trajectory.join([sharing.take(torch.tensor([0, 1])), sharing.take(torch.tensor([2]))]).states
     assert shared is not None
     assert torch.equal(shared, states)
+    with_std = dataclasses.replace(whole, std=numbered(3, 2))
+    stds = Trajectory.join([with_std.take(torch.tensor([0, 1])), with_std.take(torch.tensor([2]))]).std
+    assert stds is not None
+    assert torch.equal(stds, numbered(3, 2))
     assert joined.schedule is SCHEDULE
     for field in fields(Trajectory):
-        if field.name not in ("schedule", "graphs", "states"):
+        if field.name not in ("schedule", "graphs", "states", "std"):
             assert torch.equal(*(torch.as_tensor(getattr(one, field.name)) for one in (joined, whole))), field.name
 
 

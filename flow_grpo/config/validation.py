@@ -24,6 +24,7 @@ def check_run(args: RunSettings) -> None:
     check_offloading(args)
     check_layerwise_casting(args)
     check_branches(args)
+    check_lines(args.sampling)
     check_full_finetuning(args)
     check_anchors(args)
     check_zero(args)
@@ -118,6 +119,23 @@ def check_branches(args: RunSettings) -> None:
     if args.method.critic:
         raise ValueError(
             f"sampling.branches={sampling.branches} with {args.objective.name}: its critic makes the advantages of steps; leave it out."
+        )
+
+
+def check_lines(sampling: SamplingConfig) -> None:
+    """Raise ValueError if the noise is to lie between images that share their state, so that no line leads from one to the other."""
+    if not methods.TRANSITIONS[sampling.transition].between_images:
+        return
+    if sampling.window.schedule == "auto":
+        raise ValueError(
+            f"sampling.window.schedule=auto measures steps of images that share their state, between which "
+            f"sampling.transition={sampling.transition} has no noise: set schedule=random."
+        )
+    if sampling.branches or sampling.shared_initial_noise:
+        name = "branches" if sampling.branches else "shared_initial_noise"
+        raise ValueError(
+            f"sampling.transition={sampling.transition} draws noise between different images, with sampling.{name} they share their "
+            f"state: remove {name}, or set another transition."
         )
 
 

@@ -19,12 +19,15 @@ def check_step_variance(
     """Measure the reward variance of each step, print a table and save a plot.
 
     Raises:
-        ValueError: a transition is not stochastic, or the objective samples the ODE.
+        ValueError: a transition is not stochastic or its noise lies between images, or the objective samples the ODE.
     """
-    known = [name for name, transition in TRANSITIONS.items() if transition.stochastic]
+    known = [name for name, one in TRANSITIONS.items() if one.stochastic and not one.between_images]
     unknown = next((name for name in transitions if name not in known), None)
     if unknown is not None:
-        raise ValueError(f"{unknown} is not a stochastic transition; choose from {', '.join(known)}.")
+        reason = (
+            "needs images that differ" if unknown in TRANSITIONS and unknown != "ode" else "is not a stochastic transition"
+        )
+        raise ValueError(f"{unknown} {reason}; choose from {', '.join(known)}.")
     trainer = FlowGRPOTrainer(args=args)
     stage = trainer.stage.args
     if not stage.method.stepwise:

@@ -9,7 +9,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from flow_grpo import sampling, tree
+from flow_grpo import methods, sampling, tree
 from flow_grpo.config import FlowGRPOConfig
 from flow_grpo.distributed.processes import Processes
 from flow_grpo.policy.policy import Policy
@@ -64,6 +64,8 @@ class ImageSampler:
         """Sample B images; the group numbers of the batch name their noise. `keep_graphs`: as of `sampling.rollout`."""
         settings, seed = self.args.sampling, self.args.seed
         branches = settings.tree(self.args.images_per_prompt)
+        between = methods.TRANSITIONS[settings.transition].between_images
+        noise_shape = (1,) * len(self.latent_shape) if between else self.latent_shape
         drawn = tree.branches_taken(batch, branches, len(window))  # each branch has the noise of its first image
         with self.policy.meter.phase("encode"):
             velocity = self.policy.velocity_fn(self.schedule, self.policy.encode(batch.prompts))
@@ -84,7 +86,8 @@ class ImageSampler:
             trained=window,
             transition=settings.transition,
             noise_level=settings.noise_level,
-            step_noise=lambda i: sampling.batch_noise(self.latent_shape, drawn[window.index(i)], seed, "step", step, i),
+            step_noise=lambda i: sampling.batch_noise(noise_shape, drawn[window.index(i)], seed, "step", step, i),
+            step_partners=(lambda i: sampling.partners(batch, seed, "partner", step, i)) if between else None,
             log_prob=settings.log_prob,
             states=tree.shared_states(batch, branches, len(window)) if branches else None,
             solver=self.solver,

@@ -130,14 +130,17 @@ class StepLoss:
             noise_level=self.sampling.noise_level,
             device=self.policy.device,
         )
-        log_prob = sde.LOG_PROBS[self.sampling.log_prob](self._of_step(trajectory.x_next, k, rows), mean, std)
-        return self._from_graph(k, rows, StepGraph(v, mean, std, log_prob))
+        x_next, drawn_mean = (self._of_step(values, k, rows) for values in (trajectory.x_next, trajectory.mean))
+        x_next, mean, std = sampling.scored(x_next, mean, std, drawn_mean, self.sampling.transition)
+        return self._from_graph(k, rows, StepGraph(v, mean, std, sde.LOG_PROBS[self.sampling.log_prob](x_next, mean, std)))
 
     def _from_graph(self, k: int, rows: Int[Tensor, " n"], now: StepGraph) -> Computed:
         """Velocity and transition of the k-th trained step, which is computed already."""
         trajectory, i = self.trajectory, self.trajectory.steps[k]
         delta = trajectory.schedule.sigmas[i + 1] - trajectory.schedule.sigmas[i]
         old_log_prob, old_mean = (self._of_step(values, k, rows) for values in (trajectory.log_prob_BK, trajectory.mean))
+        if methods.TRANSITIONS[self.sampling.transition].between_images:
+            old_mean = torch.zeros_like(now.mean)  # where the line of the noise begins
         return Computed(now.v, TrainedStep(now.log_prob, old_log_prob, now.mean, old_mean, std=now.std, delta=delta))
 
     def _of_step(self, values: Float[Tensor, "B K ..."], k: int, rows: Int[Tensor, " n"]) -> Float[Tensor, "n ..."]:

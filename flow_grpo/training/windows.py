@@ -40,7 +40,7 @@ class WindowSchedule:
             if self.measured_start is None:
                 self.measured_start = self.measure()
             return list(range(self.measured_start, self.measured_start + window.size))
-        return sampling.window(
+        return trained_steps(
             window.schedule,
             self.args.steps,
             size=window.size,
@@ -50,6 +50,38 @@ class WindowSchedule:
             seed=self.seed,
             training_step=step - self.stage_start if window.schedule == "sliding" else step,
         )
+
+
+def trained_steps(
+    kind: str, steps: int, size: int, first: int, last: int, every: int, seed: int, training_step: int
+) -> list[int]:
+    """The steps of a schedule that are stochastic and trained; the others are the ODE's.
+
+    Args:
+        kind: `all` (of first..last), `fixed` (`size` steps from `first`), `random` (`size` steps in a row, drawn from
+            first..last for each training step: Flow-GRPO-Fast) or `sliding` (`size` steps in a row that move on by one
+            every `every` training steps and start again at `first`: MixGRPO, arXiv 2507.21802).
+        steps: length of the schedule.
+        first: the first step that may be chosen.
+        last: the last step that may be chosen.
+        seed: what a random window depends on.
+        training_step: what a random or sliding window depends on.
+    """
+    last = min(last, steps - 1)
+    starts = last - first - size + 2  # how many places a window of that size has
+    if kind == "all":
+        return list(range(first, last + 1))
+    if starts < 1:
+        raise ValueError(f"a window of {size} steps does not fit into steps {first} to {last}.")
+    if kind == "fixed":
+        start = first
+    elif kind == "random":
+        start = first + int(torch.randint(starts, (1,), generator=sampling.generator(seed, "window", training_step)))
+    elif kind == "sliding":
+        start = first + training_step // every % starts
+    else:
+        raise ValueError(f"unknown window {kind!r}; choose all, fixed, random or sliding.")
+    return list(range(start, start + size))
 
 
 def last_step(args: SamplingConfig) -> int:

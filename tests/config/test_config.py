@@ -8,7 +8,6 @@ from support.cli_process import run
 from support.embedded import tiny_policy
 from support.families import TINY
 
-from flow_grpo import sampling
 from flow_grpo.cli.options import parse_reward
 from flow_grpo.config.bundled import TRAINING_PROMPTS, bundled_file
 from flow_grpo.config.run_config import FlowGRPOConfig
@@ -17,6 +16,7 @@ from flow_grpo.data.prompts import load_prompts
 from flow_grpo.policy import hub
 from flow_grpo.policy.policy import Policy
 from flow_grpo.trainer import FlowGRPOTrainer
+from flow_grpo.training.windows import trained_steps
 
 
 @pytest.mark.parametrize("name", sorted(str(p.relative_to(bundled_file("")))[:-5] for p in bundled_file("").rglob("*.yaml")))
@@ -60,7 +60,7 @@ def test_presets_train_the_published_steps():
             trained = {
                 step
                 for k in range(200)
-                for step in sampling.window("random", steps, window.size, window.first_step, last, 1, 0, k)
+                for step in trained_steps("random", steps, window.size, window.first_step, last, 1, 0, k)
             }
             assert trained == set(range(window.first_step, last + 1)), name
 

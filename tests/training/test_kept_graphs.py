@@ -59,7 +59,7 @@ def updated(keep, advantage=SOME, calls=None, before=lambda experience: None, po
 
 
 @pytest.mark.parametrize("microbatch", [2, 4, 12])
-@pytest.mark.parametrize("transition", ["cps", "flow_sde"])
+@pytest.mark.parametrize("transition", ["cps", "flow_sde", "difference"])
 def test_the_gradient_is_the_replays_to_the_last_bit(microbatch, transition):
     kept, replayed = (updated(keep, microbatch=microbatch, sampling={"transition": transition}) for keep in (True, False))
     assert kept[0] == replayed[0]
@@ -79,16 +79,18 @@ def check_equal(kept, replayed, *others):
 BY_STEP = SOME[..., None] * torch.tensor([1.0, -0.5])  # as a critic has it
 EMA = {"to": "ema", "weight": 2.0, "decay": 0.3, "kl": "velocity"}
 GUIDED = {"to": "guided", "weight": 0.7, "guidance": 4.5}
-SDE = {"transition": "flow_sde"}
+SDE, LINES = {"transition": "flow_sde"}, {"transition": "difference"}
 
 
 @pytest.mark.parametrize(("objective", "sampling", "advantage"), [
     ({"name": "reinforce", "step_weight": "std"}, {}, SOME),
     ({"name": "grpo_guard"}, {}, SOME),
+    ({"name": "grpo_guard"}, LINES, SOME),
     ({"name": "dppo"}, {}, SOME),
     ({"name": "ppo"}, {}, BY_STEP),
     ({"kl": "gaussian", "kl_weight": 3.0}, {}, SOME),
     ({"kl": "velocity", "kl_weight": 3.0}, {}, SOME),
+    ({"kl": "gaussian", "kl_weight": 3.0}, LINES, SOME),
     ({"kl": "k3", "kl_weight": 1e4}, {}, SOME),
     ({"kl": "flow_grpo", "kl_weight": 3.0}, SDE, SOME),
     ({"anchors": [EMA, {**GUIDED, "gate": "advantage"}]}, {}, SOME),

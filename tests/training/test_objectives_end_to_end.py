@@ -11,7 +11,7 @@ import torch
 import yaml
 from support import small_policy as small
 from support.embedded import short_run, tiny_policy
-from support.method_names import ON_STEPS, STOCHASTIC
+from support.method_names import ON_STEPS, WITH_NOISE
 from support.paths import SAMPLE_OBJECTIVES, SAMPLE_REWARDS
 from support.run_contents import numbers, same, weights
 
@@ -49,7 +49,7 @@ pytestmark = pytest.mark.usefixtures("no_report")
 QUICK = ("grpo", "awm")  # one of steps, one of final latents
 
 
-@pytest.mark.parametrize("transition", STOCHASTIC)
+@pytest.mark.parametrize("transition", WITH_NOISE)
 @pytest.mark.parametrize("name", STEPS)
 def test_the_ratio_is_exactly_1_for_every_combination(tmp_path, name, transition):
     dtype = "bf16" if transition in ("cps", "flow_sde") else "fp32"
