@@ -264,7 +264,8 @@ class _Steps:
         """What a step adds to its mean, in units of its std; and the lengths (B, 1, ...) of the lines on which this lies, if it does."""
         if not self.partners:
             return self.noise[i], None
-        x0_hat = sde.x0_hat_of(x, torch.cat(velocities).detach(), self.schedule.sigmas[i].to(x).reshape(number_shape(x)))
+        sigma = self.schedule.sigmas[i].reshape(number_shape(x)).to(x, non_blocking=x.device.type != "cpu")
+        x0_hat = sde.x0_hat_of(x, torch.cat(velocities).detach(), sigma)
         line = take_rows(x0_hat, self.partners[i]) - x0_hat
         return self.noise[i] * line, line.flatten(1).norm(dim=1).reshape(number_shape(x))
 
