@@ -14,7 +14,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from flow_grpo import methods, sde
+from flow_grpo import sde
 from flow_grpo.types import PromptBatch, SampledStep, Schedule, StepGraph, Trajectory, take_rows
 
 # x (n, ...), schedule index, rows (n,) of the batch -> velocity (n, ...)
@@ -163,14 +163,14 @@ def scored(
     mean: Float[Tensor, "n *state"],
     std: sde.Std,
     drawn_mean: Float[Tensor, "n *state"],
-    transition: str,
+    on_line: bool,
 ) -> tuple[Float[Tensor, "n *noise"], Float[Tensor, "n *noise"], sde.Std]:
     """What the log-probability of a step is of: x_next, mean and std, or of noise along a line their one coordinate (n, 1).
 
     Args:
-        drawn_mean: the mean of the transition that drew x_next, with which it spans the line.
+        drawn_mean: the mean of the transition that drew x_next, from which the line leads to it.
     """
-    if not methods.TRANSITIONS[transition].between_images:
+    if not on_line:
         return x_next, mean, std
     return sde.on_line(x_next, drawn_mean, x_next), sde.on_line(mean, drawn_mean, x_next), std.flatten(1)
 
@@ -252,10 +252,10 @@ class _Steps:
                 drawn_mean = mean.detach()
                 x_next = drawn_mean + std * take_rows(noise, part).to(mean)
                 std = std if length is None else std * take_rows(length, part)
-                of_noise = scored(x_next, mean, std, drawn_mean, self.transition)
-                log_prob = self.log_prob(*of_noise)
+                end, of_mean, of_std = scored(x_next, mean, std, drawn_mean=drawn_mean, on_line=length is not None)
+                log_prob = self.log_prob(end, of_mean, of_std)
             if self.keep_graphs:
-                graphs[int(part[0])] = StepGraph(v, *of_noise[1:], log_prob)
+                graphs[int(part[0])] = StepGraph(v, of_mean, of_std, log_prob)
             kept_std = None if length is None else std.flatten()
             records.append(SampledStep(x_part, x_next, drawn_mean, log_prob.detach(), kept_std))
         return SampledStep.join(records), graphs

@@ -103,15 +103,17 @@ class SampledStep:
 
     def to(self, device: torch.device) -> "SampledStep":
         """The same on that device."""
-        moved: list[Any] = [None if value is None else value.to(device) for value in vars(self).values()]
-        return SampledStep(*moved)
+        moved: dict[str, Any] = {name: None if value is None else value.to(device) for name, value in vars(self).items()}
+        return SampledStep(**moved)
 
     @staticmethod
     def join(parts: "Sequence[SampledStep]") -> "SampledStep":
         """The steps of several micro-batches as one."""
-        columns = zip(*(vars(part).values() for part in parts), strict=True)
-        joined: list[Any] = [None if values[0] is None else torch.cat(values) for values in columns]
-        return SampledStep(*joined)
+        joined: dict[str, Any] = {
+            name: None if value is None else torch.cat([getattr(part, name) for part in parts])
+            for name, value in vars(parts[0]).items()
+        }
+        return SampledStep(**joined)
 
 
 @dataclass(frozen=True)

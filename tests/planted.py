@@ -695,7 +695,7 @@ BUGS = [
     (
         "noise between images is scored in all dimensions",
         "flow_grpo/sampling.py",
-        "if not methods.TRANSITIONS[transition].between_images:",
+        "if not on_line:",
         "if True:",
         "tests/test_difference.py -k 'one_normal_number or mean_1'",
     ),

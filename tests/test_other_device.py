@@ -62,11 +62,19 @@ def test_the_device_tells_mixed_tensors_and_counts_waits():
 
 
 SIGNAL = "rewards={ocr: 1, color: 1, jpeg_size: 1}"  # sizes differ in every group
+CPS = ["sampling.transition=cps", "sampling.noise_level=0.5"]
 FEW_STEPS = ["sampling.steps=4", "sampling.window={schedule: random, size: 2, last_step: 2}"]
 CONFIGS = {
     "grpo": (
         "tiny_grpo",
-        [*FEW_STEPS, SIGNAL, "evaluation.max_prompts=4", "evaluation.rewards=[ocr_exact]", "evaluation.steps=3"],
+        [
+            "dtype=fp32",
+            *FEW_STEPS,
+            SIGNAL,
+            "evaluation.max_prompts=4",
+            "evaluation.rewards=[ocr_exact]",
+            "evaluation.steps=3",
+        ],
     ),
     "replays": (
         "tiny_grpo",
@@ -79,7 +87,7 @@ CONFIGS = {
     "edits": ("tiny_edit", UNSEEN),
 }
 MORE = {
-    "tree": ("tiny_grpo", [*UNSEEN, REPLAYED, "sampling.branches=[2,2]", "objective.norm_guard=0.1"]),
+    "tree": ("tiny_grpo", [*UNSEEN, REPLAYED, *CPS, "sampling.branches=[2,2]", "objective.norm_guard=0.1"]),
     "ppo": ("tiny_grpo", [*UNSEEN, REPLAYED, "objective={name: ppo, kl_weight: 0}"]),
     "crd in parts": ("tiny_ocr", [*UNSEEN, "objective=crd", "microbatch=2"]),
     "nft": ("tiny_ocr", [*UNSEEN, "objective=nft"]),

@@ -83,7 +83,7 @@ class ObjectiveConfig(ConfigSection):
 class Clip(ObjectiveConfig):
     clip_low: PositiveFloat | Literal["auto"] = 1e-4
     """The ratio is clipped at 1 - clip_low. Log-probabilities are means over the latent, so the range is small; with the transition
-    `difference` they are of one number, as in PPO, whose range is 0.2. `auto` takes it from the ratios seen at each step."""
+    `difference` they are of one number, and it is larger. `auto` takes it from the ratios seen at each step."""
     clip_high: PositiveFloat | Literal["auto"] = 1e-4
     """The ratio is clipped at 1 + clip_high; above clip_low it is DAPO's clip-higher."""
 

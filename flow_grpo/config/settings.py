@@ -118,6 +118,11 @@ class RunSettings(ConfigSection):
         return self.prompts
 
     @property
+    def draws_between_images(self) -> bool:
+        """Whether the noise of a step lies on the line between two images of a group."""
+        return methods.TRANSITIONS[self.sampling.transition].between_images
+
+    @property
     def method(self) -> methods.Objective:
         """What the objective needs of the run."""
         return methods.objective(self.objective.name, methods.TRANSITIONS[self.sampling.transition].stochastic)

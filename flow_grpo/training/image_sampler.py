@@ -9,7 +9,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from flow_grpo import methods, sampling, tree
+from flow_grpo import sampling, tree
 from flow_grpo.config import FlowGRPOConfig
 from flow_grpo.distributed.processes import Processes
 from flow_grpo.policy.policy import Policy
@@ -64,7 +64,7 @@ class ImageSampler:
         """Sample B images; the group numbers of the batch name their noise. `keep_graphs`: as of `sampling.rollout`."""
         settings, seed = self.args.sampling, self.args.seed
         branches = settings.tree(self.args.images_per_prompt)
-        between = methods.TRANSITIONS[settings.transition].between_images
+        between = self.args.draws_between_images
         noise_shape = (1,) * len(self.latent_shape) if between else self.latent_shape
         drawn = tree.branches_taken(batch, branches, len(window))  # each branch has the noise of its first image
         with self.policy.meter.phase("encode"):

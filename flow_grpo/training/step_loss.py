@@ -131,7 +131,7 @@ class StepLoss:
             device=self.policy.device,
         )
         x_next, drawn_mean = (self._of_step(values, k, rows) for values in (trajectory.x_next, trajectory.mean))
-        x_next, mean, std = sampling.scored(x_next, mean, std, drawn_mean, self.sampling.transition)
+        x_next, mean, std = sampling.scored(x_next, mean, std, drawn_mean=drawn_mean, on_line=trajectory.std is not None)
         return self._from_graph(k, rows, StepGraph(v, mean, std, sde.LOG_PROBS[self.sampling.log_prob](x_next, mean, std)))
 
     def _from_graph(self, k: int, rows: Int[Tensor, " n"], now: StepGraph) -> Computed:
@@ -139,7 +139,7 @@ class StepLoss:
         trajectory, i = self.trajectory, self.trajectory.steps[k]
         delta = trajectory.schedule.sigmas[i + 1] - trajectory.schedule.sigmas[i]
         old_log_prob, old_mean = (self._of_step(values, k, rows) for values in (trajectory.log_prob_BK, trajectory.mean))
-        if methods.TRANSITIONS[self.sampling.transition].between_images:
+        if trajectory.std is not None:
             old_mean = torch.zeros_like(now.mean)  # where the line of the noise begins
         return Computed(now.v, TrainedStep(now.log_prob, old_log_prob, now.mean, old_mean, std=now.std, delta=delta))
 
