@@ -261,7 +261,7 @@ BUGS = [
     (
         "an evaluation's win rate is against the policy itself",
         "flow_grpo/evaluation/held_out.py",
-        "        with policy.reference():\n            of_base",
+        "        with base():\n            of_base",
         "        if True:\n            of_base",
         "tests/evaluation/test_held_out.py -k win_rate",
     ),

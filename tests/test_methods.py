@@ -223,6 +223,8 @@ def test_what_final_latents_need_is_refused_on_steps(setting):
 def test_an_override_may_choose_any_objective_over_a_file_of_another(name, file):
     """The file's settings that the objective does not read are left out, in whatever order the overrides come."""
     pairs = [f"objective.name={name}", f"sampling.transition={'cps' if methods.OBJECTIVES[name].stepwise else 'ode'}"]
+    if methods.OBJECTIVES[name].stepwise:
+        pairs.append("sampling.noise_level=0.5")
     if "clip" in methods.OBJECTIVES[name].settings:
         pairs.append("objective.clip_low=0.5")
     if name == "ppo":
@@ -238,7 +240,7 @@ def test_a_stage_leaves_out_what_its_objective_does_not_read_and_may_not_set_it(
     (_, first), (_, second) = FlowGRPOConfig.from_yaml("tiny_grpo", [stages.format("")]).resolved_stages()
     assert not hasattr(first.objective, "clip_low")
     assert first.sampling.noise_level == SamplingConfig().noise_level
-    assert (second.objective.clip_low, second.sampling.noise_level) == (1e-3, 0.5)
+    assert (second.objective.clip_low, second.sampling.noise_level) == (5e-3, 3)
     with pytest.raises(ValueError, match="stage 1: objective nft does not use threshold; dppo does"):
         FlowGRPOConfig.from_yaml("tiny_grpo", [stages.format(", threshold: 2")])
 

@@ -394,7 +394,10 @@ def test_every_preset_passes_a_dry_run_where_the_hub_is_out_of_reach(preset, mon
 
 
 def test_plan_says_what_a_gpu_will_hold():
-    result = CliRunner().invoke(cli.app, ["plan", "tiny_grpo", *LEAN, "--gpu", "rtx 4090", "--gpus", "3"])
+    result = CliRunner().invoke(
+        cli.app,
+        ["plan", "tiny_grpo", *LEAN, "images_per_prompt=4", "prompts_per_step=16", "--gpu", "rtx 4090", "--gpus", "3"],
+    )
     assert result.exit_code == 0, result.output
     assert "3 x RTX 4090, 24 GB" in result.output
     assert "prompts_per_step=18" in result.output, "the next number that three processes can share"
@@ -519,9 +522,9 @@ def followed() -> StepEstimator:
 def test_a_step_takes_its_operations_by_the_rates(followed, monkeypatch):
     forecast = followed.estimate(64)
     assert forecast.seconds(Rates(1e9, 1e12)) == pytest.approx(forecast.forward / 1e9 + forecast.update / 1e12)
-    monkeypatch.setattr(followed, "args", FlowGRPOConfig.from_yaml("tiny_grpo", ["images_per_prompt=8"]))
+    monkeypatch.setattr(followed, "args", FlowGRPOConfig.from_yaml("tiny_grpo", ["images_per_prompt=16"]))
     assert followed.estimate(64).forward == 2 * forecast.forward
-    monkeypatch.setattr(followed, "args", FlowGRPOConfig.from_yaml("tiny_grpo", ["sampling.steps=20"]))
+    monkeypatch.setattr(followed, "args", FlowGRPOConfig.from_yaml("tiny_grpo", ["sampling.steps=14"]))
     assert followed.estimate(64).update == forecast.update, "as many steps are trained"
     assert followed.estimate(64).forward > 1.8 * forecast.forward
     sampled = {}
@@ -576,7 +579,7 @@ def test_plan_of_this_machine_says_what_was_measured_and_which_dtype_is_faster(f
     monkeypatch.setattr(StepEstimator, "rates", lambda self, microbatch, dtype=None: rates[dtype or self.dtype])
     words = ["plan", "tiny_grpo", *LEAN, "evaluation.prompts=null", "prompts_per_step=2"]
     output = " ".join(CliRunner().invoke(cli.app, [*words, "dtype=bf16"]).output.split())
-    seconds = followed.estimate(8).operations / 8 / 1e9  # of 2 prompts in place of 16
+    seconds = followed.estimate(16).operations / 4 / 1e9  # of 2 prompts in place of 8
     assert f"a step: {seconds:.3g} s, without rewards, if every group has signal (as injected)" in output
     assert "bf16 is 9.0 times as slow as fp32 on this CPU: set dtype=" in output
     assert "as slow" not in CliRunner().invoke(cli.app, [*words, "dtype=fp32"]).output
@@ -631,6 +634,6 @@ def test_rewards_are_measured_on_few_images_however_many_a_step_has(monkeypatch)
     counts = []
     monkeypatch.setattr(fit, "peak_memory", lambda device: 5.0)
     monkeypatch.setattr(fit, "build_rewards", lambda args: (lambda images, *rest, **more: counts.append(len(images)), []))
-    args = FlowGRPOConfig.from_yaml("tiny_grpo", ["images_per_prompt=1000000", "microbatch=64"])
+    args = FlowGRPOConfig.from_yaml("tiny_grpo", ["prompts_per_step=16", "images_per_prompt=1000000", "microbatch=64"])
     assert fit.baseline_memory(args) == 5 + (16_000_000 - 128) * 3 * 32 * 80 * 4
     assert counts == [128]

@@ -156,7 +156,7 @@ def test_the_forward_passes_of_a_rollout_are_micro_batches_without_gradients():
     calls.clear()
     policy.compiled = True
     trajectory = rolls.image_sampler.trajectory(0, batch, WINDOW)
-    assert calls == [(3, i in WINDOW) for _ in range(2) for i in range(4)], "a compiled kernel is the one that is replayed"
+    assert calls == [(3, i in WINDOW) for i in (0, 0, 1, 1, 2, 2, 3, 3)], "a compiled kernel is the one that is replayed"
     assert not trajectory.final.requires_grad
 
 
