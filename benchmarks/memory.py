@@ -15,7 +15,7 @@ import tempfile
 CONFIGS = {
     "tiny_ocr": ["tiny_ocr"],
     "tiny_grpo, all graphs kept": ["tiny_grpo"],
-    "tiny_grpo, 128 rows at once": ["tiny_grpo", "prompts_per_step=32", "microbatch=128", "sampling.keep_graphs=false"],
+    "tiny_grpo, 128 rows at once": ["tiny_grpo", "prompts_per_step=16", "microbatch=128", "sampling.keep_graphs=false"],
     "tiny_paper, 192 rows at once": ["tiny_paper", "microbatch=192", "updates=1"],
     "all weights": ["tiny_ocr", "lora=null", "optimizer.lr=1e-4"],
     "pictures of 64 x 160, checkpointing": ["tiny_ocr", "height=64", "width=160", "memory.gradient_checkpointing=true"],

@@ -244,7 +244,8 @@ class _Steps:
         velocities, records, graphs = [], [], {}
         for x_part, part in parts:
             with torch.set_grad_enabled(self.keep_graphs):
-                velocities.append(_velocity(self.velocity, x_part, i, part, self.shared.get(i)))
+                v = _velocity(self.velocity, x_part, i, part, self.shared.get(i))
+            velocities.append(v if self.keep_graphs else v.detach())  # a compiled policy has computed it with a graph
         noise, length = self._noise(x, velocities, i)
         for (x_part, part), v in zip(parts, velocities, strict=True):
             with torch.set_grad_enabled(self.keep_graphs):
@@ -267,7 +268,7 @@ class _Steps:
         sigma = self.schedule.sigmas[i].reshape(number_shape(x)).to(x, non_blocking=x.device.type != "cpu")
         x0_hat = sde.x0_hat_of(x, torch.cat(velocities).detach(), sigma)
         line = take_rows(x0_hat, self.partners[i]) - x0_hat
-        return self.noise[i] * line, line.flatten(1).norm(dim=1).reshape(number_shape(x))
+        return self.noise[i] * line, line.flatten(1).norm(dim=1).clamp_min(1e-6).reshape(number_shape(x))
 
     def _solve(self, x: Float[Tensor, "n *state"], steps: list[int], rows: Int[Tensor, " n"]) -> Float[Tensor, "n *state"]:
         """Take x, the states of `rows`, through adjacent steps of the ODE."""

@@ -82,7 +82,7 @@ class SamplingConfig(ConfigSection):
     transition: Annotated[str, Field(json_schema_extra={"enum": list(TRANSITIONS)})] = "flow_sde"
     """The transition of the trained steps: one that adds noise, or `ode`, which forward-process objectives need."""
     noise_level: Annotated[float, Field(ge=0)] = 0.7
-    """How much noise a trained step adds. Of `difference`, which is in units of the difference of two predicted images: about 4."""
+    """How much noise a trained step adds. Of `difference`, which is in units of the difference of two predicted images: 3 to 5."""
     window: WindowConfig = WindowConfig()
     log_prob: Literal["gaussian", "unnormalized"] = "gaussian"
     """The log-probability of a step; `unnormalized` is what Flow-CPS published."""
