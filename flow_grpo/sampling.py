@@ -246,7 +246,7 @@ class _Steps:
             with torch.set_grad_enabled(self.keep_graphs):
                 v = _velocity(self.velocity, x_part, i, part, self.shared.get(i))
             velocities.append(v if self.keep_graphs else v.detach())  # a compiled policy has computed it with a graph
-        noise, length = self._noise(x, velocities, i)
+        noise, length = self._draw(x, velocities, i)
         for (x_part, part), v in zip(parts, velocities, strict=True):
             with torch.set_grad_enabled(self.keep_graphs):
                 mean, std = _transition(self.transition, self.schedule, i, x_part, v, noise_level=self.noise_level)
@@ -261,8 +261,8 @@ class _Steps:
             records.append(SampledStep(x_part, x_next, drawn_mean, log_prob.detach(), kept_std))
         return SampledStep.join(records), graphs
 
-    def _noise(self, x: Float[Tensor, "B *state"], velocities: list[Tensor], i: int) -> tuple[Tensor, Tensor | None]:
-        """What a step adds to its mean, in units of its std; and the lengths (B, 1, ...) of the lines on which this lies, if it does."""
+    def _draw(self, x: Float[Tensor, "B *state"], velocities: list[Tensor], i: int) -> tuple[Tensor, Tensor | None]:
+        """What a step adds to its mean, over the transition's std; the lengths (B, 1, ...) of the lines that this lies on, if any."""
         if not self.partners:
             return self.noise[i], None
         sigma = self.schedule.sigmas[i].reshape(number_shape(x)).to(x, non_blocking=x.device.type != "cpu")

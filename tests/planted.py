@@ -737,8 +737,8 @@ BUGS = [
     (
         "the line of the noise begins at the old mean's state",
         "flow_grpo/training/step_loss.py",
-        "            old_mean = torch.zeros_like(now.mean)",
-        "            old_mean = old_mean.flatten(1)[:, :1]",
+        "torch.zeros_like(now.mean)",
+        "self._of_step(trajectory.mean, k, rows).flatten(1)[:, :1]",
         "tests/training/test_kept_graphs.py tests/training/test_objectives_end_to_end.py -k 'so_it_is_with_each or exactly_1'",
     ),
     (

@@ -101,7 +101,8 @@ class StepWeight(ObjectiveConfig):
 
 class Dppo(ObjectiveConfig):
     threshold: Annotated[float, Field(ge=0)] = 1e-5
-    """The divergence of new and old step from which on an update may not push further. Published: 1e-5 and 1e-6."""
+    """The divergence of new and old step from which on an update may not push further. Published: 1e-5 and 1e-6, for means over the
+    latent; the divergence of `difference` is of one number, and larger."""
 
 
 class CriticConfig(ConfigSection):

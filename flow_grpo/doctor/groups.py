@@ -214,7 +214,7 @@ def noise_damage(sde: Tensor, ode: Tensor) -> CheckResult:
         return CheckResult(name, value, OK)
     message = (
         "noise destroys the images: lower sampling.noise_level, end sampling.window before the late steps, or set "
-        "sampling.transition=cps."
+        "sampling.transition=cps, whose noise_level is at most 1."
     )
     return CheckResult(name, value, ERROR if as_good < 0.25 else WARNING, message)
 

@@ -22,12 +22,11 @@ def check_step_variance(
         ValueError: a transition is not stochastic or its noise lies between images, or the objective samples the ODE.
     """
     known = [name for name, one in TRANSITIONS.items() if one.stochastic and not one.between_images]
-    unknown = next((name for name in transitions if name not in known), None)
-    if unknown is not None:
-        reason = (
-            "needs images that differ" if unknown in TRANSITIONS and unknown != "ode" else "is not a stochastic transition"
-        )
-        raise ValueError(f"{unknown} {reason}; choose from {', '.join(known)}.")
+    refused = next((name for name in transitions if name not in known), None)
+    if refused is not None:
+        needs_others = refused in TRANSITIONS and TRANSITIONS[refused].between_images
+        reason = "needs images that differ" if needs_others else "is not a stochastic transition"
+        raise ValueError(f"{refused} {reason}; choose from {', '.join(known)}.")
     trainer = FlowGRPOTrainer(args=args)
     stage = trainer.stage.args
     if not stage.method.stepwise:

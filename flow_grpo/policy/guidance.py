@@ -9,10 +9,10 @@ from flow_grpo.policy.policy import Policy
 def check_guidance(policy: Policy, guidance: float, hint: str) -> None:
     """Raise ValueError if the pipeline has no guidance: its velocity is the same with that scale and with none.
 
-    Where weights are sharded, this comes before that: it tries what a call with that scale can do.
+    It also tries whether a call with that scale can have a timestep per row. Where weights are sharded, it comes before that.
 
     Args:
-        hint: what to do then, the end of the sentence.
+        hint: what to do then, the end of the message.
     """
     if _same_velocity(policy.with_guidance(guidance), policy.with_guidance(1.0)) and guidance > 1:
         raise ValueError(f"{type(policy.pipe).__name__} has no guidance: {hint}")

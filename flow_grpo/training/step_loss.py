@@ -138,9 +138,9 @@ class StepLoss:
         """Velocity and transition of the k-th trained step, which is computed already."""
         trajectory, i = self.trajectory, self.trajectory.steps[k]
         delta = trajectory.schedule.sigmas[i + 1] - trajectory.schedule.sigmas[i]
-        old_log_prob, old_mean = (self._of_step(values, k, rows) for values in (trajectory.log_prob_BK, trajectory.mean))
-        if trajectory.std is not None:
-            old_mean = torch.zeros_like(now.mean)  # where the line of the noise begins
+        old_log_prob = self._of_step(trajectory.log_prob_BK, k, rows)
+        # on a line of noise, the old mean is where it begins
+        old_mean = self._of_step(trajectory.mean, k, rows) if trajectory.std is None else torch.zeros_like(now.mean)
         return Computed(now.v, TrainedStep(now.log_prob, old_log_prob, now.mean, old_mean, std=now.std, delta=delta))
 
     def _of_step(self, values: Float[Tensor, "B K ..."], k: int, rows: Int[Tensor, " n"]) -> Float[Tensor, "n ..."]:
