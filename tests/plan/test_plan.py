@@ -524,7 +524,7 @@ def test_a_step_takes_its_operations_by_the_rates(followed, monkeypatch):
     assert forecast.seconds(Rates(1e9, 1e12)) == pytest.approx(forecast.forward / 1e9 + forecast.update / 1e12)
     monkeypatch.setattr(followed, "args", FlowGRPOConfig.from_yaml("tiny_grpo", ["images_per_prompt=16"]))
     assert followed.estimate(64).forward == 2 * forecast.forward
-    monkeypatch.setattr(followed, "args", FlowGRPOConfig.from_yaml("tiny_grpo", ["sampling.steps=14"]))
+    monkeypatch.setattr(followed, "args", FlowGRPOConfig.from_yaml("tiny_grpo", ["sampling.steps=16"]))
     assert followed.estimate(64).update == forecast.update, "as many steps are trained"
     assert followed.estimate(64).forward > 1.8 * forecast.forward
     sampled = {}
