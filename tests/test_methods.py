@@ -14,7 +14,7 @@ from support.run_contents import MEASURED
 from flow_grpo import advantages, methods, objectives, sde
 from flow_grpo.config.objective import SETTINGS, section_type
 from flow_grpo.config.run_config import FlowGRPOConfig
-from flow_grpo.config.sections import SamplingConfig
+from flow_grpo.config.sampling import SamplingConfig
 from flow_grpo.methods import Advantage, Objective, Transition
 from flow_grpo.trainer import FlowGRPOTrainer
 from flow_grpo.types import NoisedImage, TrainedStep

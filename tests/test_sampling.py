@@ -10,7 +10,7 @@ from diffusers import DPMSolverMultistepScheduler, FlowMatchHeunDiscreteSchedule
 from support.method_names import STOCHASTIC
 
 from flow_grpo import methods, sampling, sde
-from flow_grpo.config.sections import SamplingConfig
+from flow_grpo.config.sampling import SamplingConfig
 from flow_grpo.data.prompts import PromptSampler, PromptSet
 from flow_grpo.policy.solvers import SOLVERS, ode_solver
 from flow_grpo.training.windows import trained_steps

@@ -9,7 +9,7 @@ from support.method_names import STOCHASTIC
 from torch.distributions import Normal, kl_divergence
 
 from flow_grpo import sde
-from flow_grpo.config.sections import SamplingConfig
+from flow_grpo.config.sampling import SamplingConfig
 from flow_grpo.methods import TRANSITIONS
 
 KEEP_MARGINALS = ["cps", "exact_sde"]

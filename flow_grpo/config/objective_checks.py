@@ -2,7 +2,7 @@
 
 from flow_grpo import methods
 from flow_grpo.config.objective import SETTINGS, ObjectiveConfig, readers
-from flow_grpo.config.sections import SamplingConfig
+from flow_grpo.config.sampling import SamplingConfig
 from flow_grpo.config.settings import RunSettings
 from flow_grpo.text import suggest
 

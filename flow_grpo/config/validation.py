@@ -7,7 +7,7 @@ from flow_grpo import methods
 from flow_grpo.config.anchors import COPIES
 from flow_grpo.config.memory_checks import check_layerwise_casting, check_offloading, check_zero
 from flow_grpo.config.objective_checks import check_objective, check_sampling_is_read
-from flow_grpo.config.sections import SamplingConfig
+from flow_grpo.config.sampling import SamplingConfig
 from flow_grpo.config.settings import RunSettings
 from flow_grpo.text import suggest
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from flow_grpo import methods, sampling, sde
 from flow_grpo.config.objective import ObjectiveConfig
-from flow_grpo.config.sections import SamplingConfig
+from flow_grpo.config.sampling import SamplingConfig
 from flow_grpo.distributed.processes import Processes
 from flow_grpo.policy.conditioning import Conditioning
 from flow_grpo.policy.pipeline import FlowPipeline

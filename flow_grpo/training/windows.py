@@ -8,7 +8,7 @@ import torch
 
 from flow_grpo import sampling
 from flow_grpo.config import FlowGRPOConfig
-from flow_grpo.config.sections import SamplingConfig
+from flow_grpo.config.sampling import SamplingConfig
 from flow_grpo.data.prompt_mixture import sampler_of
 from flow_grpo.data.prompts import PromptSet
 from flow_grpo.distributed.processes import Processes

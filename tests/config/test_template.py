@@ -10,7 +10,8 @@ from support.cli_process import run
 from flow_grpo.config.bundled import bundled_file
 from flow_grpo.config.objective import section_types
 from flow_grpo.config.run_config import FlowGRPOConfig
-from flow_grpo.config.sections import EvaluationConfig, LoraConfig, MemoryConfig, OptimizerConfig, SamplingConfig
+from flow_grpo.config.sampling import SamplingConfig
+from flow_grpo.config.sections import EvaluationConfig, LoraConfig, MemoryConfig, OptimizerConfig
 from flow_grpo.config.template import _setting, json_schema, template
 
 CONFIGS = [file for folder in ("", "compare") for file in sorted(bundled_file(folder).glob("*.yaml"))]
