@@ -139,7 +139,8 @@ class Transition:
     Attributes:
         stochastic: it adds noise, so that it has a log-probability.
         noise_at_end: also the step to sigma 0 adds noise.
-        max_noise_level: the largest `noise_level` that it is defined for.
+        noise_level: the default of `noise_level`.
+        max_noise_level: the largest that it is defined for.
         infinite_at_1: its noise is infinite at sigma = 1, so that a first step takes the schedule's second sigma.
         has_g: it is an Euler step of an SDE with a diffusion coefficient g.
         between_images: its noise lies on the line to another image of the group; the std is in units of their difference.
@@ -147,6 +148,7 @@ class Transition:
 
     stochastic: bool = True
     noise_at_end: bool = False
+    noise_level: float = 0.7
     max_noise_level: float = float("inf")
     infinite_at_1: bool = False
     has_g: bool = False
@@ -159,7 +161,7 @@ TRANSITIONS = {
     "dance_sde": Transition(noise_at_end=True, has_g=True),
     "cps": Transition(max_noise_level=1.0),
     "exact_sde": Transition(),
-    "difference": Transition(noise_at_end=True, between_images=True),
+    "difference": Transition(noise_at_end=True, noise_level=3.0, between_images=True),
 }
 
 

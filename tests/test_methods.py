@@ -245,6 +245,14 @@ def test_a_stage_leaves_out_what_its_objective_does_not_read_and_may_not_set_it(
         FlowGRPOConfig.from_yaml("tiny_grpo", [stages.format(", threshold: 2")])
 
 
+@pytest.mark.parametrize("name", [name for name, row in methods.TRANSITIONS.items() if row.stochastic])
+def test_the_noise_level_is_that_of_the_transition_unless_it_is_given(name):
+    level = methods.TRANSITIONS[name].noise_level
+    assert 0 < level <= methods.TRANSITIONS[name].max_noise_level
+    assert FlowGRPOConfig(sampling={"transition": name}, objective="grpo").sampling.noise_level == level
+    assert SamplingConfig(noise_level=0.3, transition=name).noise_level == 0.3
+
+
 def test_a_custom_function_has_options_and_an_error_names_settings_it_never_gets():
     args = FlowGRPOConfig(objective={"name": "a.py:f", "options": {"x": 1}, "step_weight": "std"})
     assert args.objective.options == {"x": 1}

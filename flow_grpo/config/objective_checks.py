@@ -120,7 +120,7 @@ def _check_on_final_latents(objective: ObjectiveConfig, method: methods.Objectiv
 
 def check_sampling_is_read(args: RunSettings) -> None:
     """Raise ValueError for a setting of `sampling` that is not the default and that the objective does not read."""
-    defaults = SamplingConfig()
+    defaults = SamplingConfig(transition=args.sampling.transition)
     for setting in SamplingConfig.model_fields:
         changed = getattr(args.sampling, setting) != getattr(defaults, setting)
         if changed and not methods.reads_sampling(args.method, setting):

@@ -1,8 +1,8 @@
 """Settings of the section `sampling`: how rollouts sample, and which of their steps are trained."""
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import Field, field_validator
+from pydantic import Field, field_validator, model_validator
 
 from flow_grpo.config.sections import ConfigSection, PositiveInt
 from flow_grpo.methods import TRANSITIONS
@@ -30,7 +30,7 @@ class SamplingConfig(ConfigSection):
     transition: Annotated[str, Field(json_schema_extra={"enum": list(TRANSITIONS)})] = "flow_sde"
     """The transition of the trained steps: one that adds noise, or `ode`, which forward-process objectives need."""
     noise_level: Annotated[float, Field(ge=0)] = 0.7
-    """How much noise a trained step adds. Of `difference`, which is in units of the difference of two predicted images: 3 to 5."""
+    """How much noise a trained step adds. Of `difference`, in units of the difference of two predicted images: 3 if not given."""
     window: WindowConfig = WindowConfig()
     log_prob: Literal["gaussian", "unnormalized"] = "gaussian"
     """The log-probability of a step; `unnormalized` is what Flow-CPS published."""
@@ -57,6 +57,12 @@ class SamplingConfig(ConfigSection):
     def tree(self, images: int) -> list[int]:
         """The branches of a group of `images` images; [] if each image starts from its own noise."""
         return self.branches or ([images] if self.shared_initial_noise else [])
+
+    @model_validator(mode="before")
+    @classmethod
+    def _noise_level_of_the_transition(cls, values: Any) -> Any:
+        transition = TRANSITIONS.get(str(values.get("transition"))) if isinstance(values, dict) else None
+        return values if transition is None else {"noise_level": transition.noise_level, **values}
 
     @field_validator("transition")
     @classmethod
