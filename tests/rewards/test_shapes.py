@@ -287,10 +287,10 @@ def test_edits_are_scored_with_their_sources():
 
 @pytest.fixture(scope="module")
 def labelled() -> tuple[torch.Tensor, torch.Tensor]:
-    """Of 100 images of the embedded model: whether a person, and whether the rules, found what was asked.
+    """Of 100 images of the embedded model: whether two of three readers, and whether the rules, found what was asked.
 
-    The images are ten in a row. The detector's thresholds were set with images of a former base model, and did not change for these
-    (docs/shapes.md).
+    The images are ten in a row, of the first prompts of shapes_eval.jsonl. The detector's thresholds were set with images of a former
+    base model, and did not change for these (docs/shapes.md).
     """
     folder = Path(__file__).parent
     rows = [json.loads(line) for line in (folder / "labelled_shapes.jsonl").read_text().splitlines()]
@@ -302,7 +302,7 @@ def labelled() -> tuple[torch.Tensor, torch.Tensor]:
 
 def test_the_rules_agree_with_a_person_on_the_base_models_own_images(labelled):
     person, rules = labelled
-    assert 0.4 < person.float().mean() < 0.6
+    assert 0.40 <= person.float().mean() <= 0.65, "as many as the base model draws as asked"
     assert (person == rules).float().mean() >= 0.97
 
 
