@@ -29,7 +29,14 @@ def scenes(part: str, rng: np.random.Generator) -> list[dict[str, str]]:
         if scene.is_held_out == (part == "eval") and len(of_category) < SCENES[part]:
             of_category.setdefault(scene.meaning, str(scene))
     rows = [[{"prompt": prompt, "category": name} for prompt in of_category.values()] for name, of_category in found.items()]
-    return [row for turn in itertools.zip_longest(*rows) for row in turn if row is not None]
+    in_turn = [row for turn in itertools.zip_longest(*rows) for row in turn if row is not None]
+    return in_turn if part == "eval" else [other for row in in_turn for other in both_orders(row)]
+
+
+def both_orders(row: dict[str, str]) -> list[dict[str, str]]:
+    """The prompt, and that of the same two objects in the other order: there are few of them to learn from."""
+    first, _, second = row["prompt"].partition(" and ")
+    return [row, {**row, "prompt": f"{second} and {first}"}] if row["category"] == "two objects" else [row]
 
 
 def write(folder: Path, seed: int = 0) -> None:
