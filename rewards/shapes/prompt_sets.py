@@ -34,7 +34,7 @@ def scenes(part: str, rng: np.random.Generator) -> list[dict[str, str]]:
 
 
 def both_orders(row: dict[str, str]) -> list[dict[str, str]]:
-    """The prompt, and that of the same two objects in the other order: there are few of them to learn from."""
+    """The prompt, and for two objects also that of their other order: two objects have few different prompts."""
     first, _, second = row["prompt"].partition(" and ")
     return [row, {**row, "prompt": f"{second} and {first}"}] if row["category"] == "two objects" else [row]
 

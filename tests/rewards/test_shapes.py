@@ -300,16 +300,16 @@ def labelled() -> tuple[torch.Tensor, torch.Tensor]:
     return torch.tensor([row["exact"] for row in rows]), exact == 1
 
 
-def test_the_rules_agree_with_a_person_on_the_base_models_own_images(labelled):
-    person, rules = labelled
-    assert 0.40 <= person.float().mean() <= 0.65, "as many as the base model draws as asked"
-    assert (person == rules).float().mean() >= 0.97
+def test_the_rules_agree_with_readers_on_the_base_models_own_images(labelled):
+    readers, rules = labelled
+    assert 0.40 <= readers.float().mean() <= 0.65, "as many as the base model draws as asked"
+    assert (readers == rules).float().mean() >= 0.97
 
 
 def test_the_guide_has_the_confusion_matrix_of_the_rules(labelled):
-    person, rules = labelled
+    readers, rules = labelled
     guide = (Path(__file__).parents[2] / "docs" / "shapes.md").read_text()
-    for name, is_so in (("as asked", person), ("not as asked", ~person)):
+    for name, is_so in (("as asked", readers), ("not as asked", ~readers)):
         assert f"| {name} | {int((is_so & rules).sum())} | {int((is_so & ~rules).sum())} |" in guide
 
 
