@@ -50,10 +50,15 @@ def test_no_shipped_prompt_is_in_two_files(one, other):
     assert held_out_overlap(texts, others) == 0
 
 
+# files that name two objects in both orders, since a model reads the orders differently
+BOTH_ORDERS = {"shapes_train.jsonl"}
+
+
 @pytest.mark.parametrize("name", FILES)
 def test_no_shipped_prompt_is_in_a_file_twice(name):
     texts = prompts_of(name)
-    assert len({normal_form(text) for text in texts}) == len(texts)
+    forms = [text.casefold() if name in BOTH_ORDERS else normal_form(text) for text in texts]
+    assert len({*forms}) == len(texts)
 
 
 def test_the_shipped_geneval_prompts_are_what_their_generator_gives(tmp_path, monkeypatch):
