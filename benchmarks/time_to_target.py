@@ -97,15 +97,17 @@ def run(config: Config, seed: int, args: argparse.Namespace, cores: Queue) -> Re
             environment["OMP_NUM_THREADS"] = "1"
         with (folder / "log.txt").open("w") as log:
             process = subprocess.Popen([*words, *args.set], cwd=folder, env=environment, stdout=log, stderr=log)
+        is_stopped = False
         while process.poll() is None:
             time.sleep(1)
             result = read(metrics, args.metric, args.target)
             if result.seconds is not None or result.spent > args.budget:
+                is_stopped = True
                 process.send_signal(signal.SIGTERM)
                 process.wait()
         cores.put(core)
-        if not metrics.is_file():
-            raise SystemExit(f"{config.text} did not train: see {folder / 'log.txt'}.")
+        if not metrics.is_file() or (process.returncode and not is_stopped):
+            raise SystemExit(f"{config.text} seed {seed} ended with an error: see {folder / 'log.txt'}.")
         done.touch()
     return read(metrics, args.metric, args.target)
 

@@ -22,7 +22,7 @@ def merge_stage(base: Settings, stage: Settings) -> Settings:
     """The run's settings with those of a stage. Of the run's, the stage has only what its objective reads."""
     both = merge(base, stage)
     own = {(section, key) for section in ("objective", "sampling") for key in stage.get(section) or ()}
-    both = _without_former_transition(base, both, own)
+    both = _without_noise_of_former_transition(base, _without_former_transition(base, both, own), own)
     return keep(both, lambda section, key: (section, key) in own or reads(both, section, key))
 
 
@@ -40,6 +40,7 @@ def without_replaced(file: Settings, settings: Settings, overridden: set[tuple[s
         overridden: section and key of what the overrides set, which stays, to be refused if it is not read.
     """
     settings = _without_former_transition(file, settings, overridden)
+    settings = _without_noise_of_former_transition(file, settings, overridden)
     return keep(
         settings,
         lambda section, key: (section, key) in overridden or reads(settings, section, key) or not reads(file, section, key),
@@ -66,6 +67,15 @@ def _without_former_transition(former: Settings, settings: Settings, own: set[tu
         return settings
     sampling = {key: value for key, value in settings["sampling"].items() if key != "transition"}
     return with_transition({**settings, "sampling": sampling})
+
+
+def _without_noise_of_former_transition(former: Settings, settings: Settings, own: set[tuple[str, str]]) -> Settings:
+    """Drop the inherited noise level if the newly chosen transition has another default, and so another unit."""
+    names = [_chosen(chosen, "sampling", "transition") or "flow_sde" for chosen in (former, settings)]
+    before, now = (methods.TRANSITIONS.get(name) for name in names)
+    if ("sampling", "noise_level") in own or before is None or now is None or before.noise_level == now.noise_level:
+        return settings
+    return keep(settings, lambda section, key: (section, key) != ("sampling", "noise_level"))
 
 
 def _fits(objective: str | None, transition: str) -> bool:

@@ -59,6 +59,26 @@ def test_stages_choose_an_objective_by_one_word():
 
 
 @pytest.mark.parametrize(
+    ("preset", "override", "noise_level"),
+    [
+        ("tiny_grpo", "sampling.transition=flow_sde", 0.7),  # the file's 3 is of another unit
+        ("compare/grpo", "sampling.transition=difference", 3.0),
+        ("compare/grpo", "sampling.transition=dance_sde", 0.5),  # the file's
+    ],
+)
+def test_another_transition_inherits_no_noise_level_of_another_unit(preset, override, noise_level):
+    assert FlowGRPOConfig.from_yaml(preset, [override]).sampling.noise_level == noise_level
+    own = FlowGRPOConfig.from_yaml(preset, [override, "sampling.noise_level=0.9"])
+    assert own.sampling.noise_level == 0.9
+
+
+def test_the_noise_level_of_a_stage_is_that_of_its_transition():
+    sampling = [{"transition": "difference"}, {"transition": "difference", "noise_level": 2.0}, {"transition": "cps"}, {}]
+    args = FlowGRPOConfig(stages=[{"steps": 1, "sampling": one} for one in sampling])
+    assert [stage.sampling.noise_level for _, stage in args.resolved_stages()] == [3.0, 2.0, 0.7, 0.7]
+
+
+@pytest.mark.parametrize(
     ("setting", "sentence"),
     [
         ({"prompts": 3}, r"^prompts is 3, but it should be"),

@@ -269,6 +269,15 @@ def test_which_groups_have_signal_is_the_advantages_own_matter(name, advantage, 
     assert speaking == {p for p in FOUR.prompts if p not in silent}
 
 
+@pytest.mark.parametrize(("advantage", "silent"), [("grpo", {"a cat", "a dog", "a owl"}), ("gdpo", {"a dog"})])
+def test_groups_that_are_counted_and_skipped_are_those_without_signal(advantage, silent):
+    skipping = {"patience": 2, "steps": 9}
+    objective = {"advantage": advantage}
+    rolls = source(prompts=FOUR, rewards={"opposite": opposite}, objective=objective, prompt_skipping=skipping)
+    assert rolls.collect(0).metrics["frac_reward_zero_std"] == len(silent) / 4
+    assert {prompt for prompt, streak in rolls.prompt_sampler.zero_std_streak.items() if streak} == silent
+
+
 @pytest.mark.parametrize("name", ["sft", "dpo"])
 def test_the_best_and_the_worst_of_a_group_by_the_sum_are_what_is_copied_and_compared(name):
     ode = {"sampling": {"transition": "ode"}, "window": []}
