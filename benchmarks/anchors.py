@@ -26,7 +26,10 @@ WITHOUT = ["objective.kl_weight=0"]
 ANCHORS = "[{to: base, weight: 0.1}, {to: ema, weight: 1, decay: 0.3}]"
 WITH = [*WITHOUT, f"objective.anchors={ANCHORS}", "objective.norm_guard=0.1"]
 SETTINGS = [f"steps={STEPS}", f"evaluation.every={STEPS}", "evaluation.rewards=[ocr, ocr_exact, clip, jpeg_size]"]
-MEASURES = ("ocr", "ocr_exact", "clip", "jpeg_size")
+MEASURES = {  # name in the table: in metrics.jsonl
+    **{name: f"eval/{name}" for name in ("ocr", "ocr_exact", "clip", "jpeg_size")},
+    "diversity": "monitor/diversity",
+}
 
 
 def train(folder: Path, settings: list[str]) -> list[dict[str, float]]:
@@ -45,9 +48,7 @@ def train(folder: Path, settings: list[str]) -> list[dict[str, float]]:
 def evaluations(metrics: Path) -> list[dict[str, float]]:
     """The held-out measures of each evaluation in a run's metrics.jsonl."""
     rows = (json.loads(line) for line in metrics.read_text().splitlines())
-    return [
-        {name: row[f"eval/{name}"] for name in MEASURES if f"eval/{name}" in row} for row in rows if "eval/reward" in row
-    ]
+    return [{name: row[key] for name, key in MEASURES.items() if key in row} for row in rows if "eval/reward" in row]
 
 
 def cell(values: list[float]) -> str:

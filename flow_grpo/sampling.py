@@ -104,7 +104,6 @@ def rollout(
     """
     assert step_noise is not None or not trained, "a trained step needs noise"
     noise_of = {i: step_noise(i).to(start.device, non_blocking=True) for i in trained} if step_noise else {}
-
     shared = {} if states is None else _states_by_step(states, trained)
     sample = _Steps(
         velocity,
@@ -158,21 +157,22 @@ def replay(
     return v, mean, std
 
 
-def scored(
+def log_prob_arguments(
     x_next: Float[Tensor, "n *state"],
     mean: Float[Tensor, "n *state"],
     std: sde.Std,
     drawn_mean: Float[Tensor, "n *state"],
-    on_line: bool,
+    between_images: bool,
 ) -> tuple[Float[Tensor, "n *noise"], Float[Tensor, "n *noise"], sde.Std]:
-    """What the log-probability of a step is of: x_next, mean and std, or of noise along a line their one coordinate (n, 1).
+    """The arguments of a step's log-probability: x_next, mean and std, or with noise between images their coordinates (n, 1).
 
     Args:
-        drawn_mean: the mean of the transition that drew x_next, from which the line leads to it.
+        drawn_mean: the mean of the transition that drew x_next, where the line through x_next starts.
+        between_images: whether the noise is along that line alone, as that of the transition `difference`.
     """
-    if not on_line:
+    if not between_images:
         return x_next, mean, std
-    return sde.on_line(x_next, drawn_mean, x_next), sde.on_line(mean, drawn_mean, x_next), std.flatten(1)
+    return sde.line_coordinate(x_next, drawn_mean, x_next), sde.line_coordinate(mean, drawn_mean, x_next), std.flatten(1)
 
 
 def _velocity(
@@ -253,10 +253,10 @@ class _Steps:
                 drawn_mean = mean.detach()
                 x_next = drawn_mean + std * take_rows(noise, part).to(mean)
                 std = std if length is None else std * take_rows(length, part)
-                end, of_mean, of_std = scored(x_next, mean, std, drawn_mean=drawn_mean, on_line=length is not None)
-                log_prob = self.log_prob(end, of_mean, of_std)
+                arguments = log_prob_arguments(x_next, mean, std, drawn_mean=drawn_mean, between_images=length is not None)
+                log_prob = self.log_prob(*arguments)
             if self.keep_graphs:
-                graphs[int(part[0])] = StepGraph(v, of_mean, of_std, log_prob)
+                graphs[int(part[0])] = StepGraph(v, *arguments[1:], log_prob)
             kept_std = None if length is None else std.flatten()
             records.append(SampledStep(x_part, x_next, drawn_mean, log_prob.detach(), kept_std))
         return SampledStep.join(records), graphs

@@ -126,7 +126,7 @@ TRANSITIONS: dict[str, Transition] = {
 }
 
 
-def on_line(
+def line_coordinate(
     x: Float[Tensor, "B *state"], start: Float[Tensor, "B *state"], end: Float[Tensor, "B *state"]
 ) -> Float[Tensor, "B 1"]:
     """Coordinates of states on the lines from `start` through `end`, 0 at the start, in the units of the state.

@@ -695,7 +695,7 @@ BUGS = [
     (
         "noise between images is scored in all dimensions",
         "flow_grpo/sampling.py",
-        "if not on_line:",
+        "if not between_images:",
         "if True:",
         "tests/test_difference.py -k 'one_normal_number or mean_1'",
     ),
@@ -1274,7 +1274,7 @@ BUGS = [
     (
         "an objective by one word keeps a transition that it can't have",
         "flow_grpo/config/merge.py",
-        "if not is_chosen or transition is None or _fits(name, transition):",
+        "if not is_chosen or transition is None or _suits(name, transition):",
         "if True:",
         "tests/config/test_objective_by_name.py -k over_a_preset",
     ),

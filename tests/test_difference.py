@@ -101,7 +101,7 @@ def ratios(trajectory, shift, k=0):
     moved = functools.partial(velocity, shift=shift)
     _, mean, std = sampling.replay(moved, trajectory, k, rows, "difference", LEVEL)
     x_next, drawn = trajectory.x_next[:, k], trajectory.mean[:, k]
-    log_prob = sde.log_prob(*sampling.scored(x_next, mean, std, drawn_mean=drawn, on_line=True))
+    log_prob = sde.log_prob(*sampling.log_prob_arguments(x_next, mean, std, drawn_mean=drawn, between_images=True))
     return (log_prob - trajectory.log_prob_BK[:, k]).exp()
 
 
@@ -128,8 +128,12 @@ def test_its_gradient_is_that_of_the_expected_reward_over_the_noise():
     u = torch.nn.functional.normalize((trajectory.x_next[:, 0] - trajectory.mean[:, 0]).flatten(1), dim=1)
     by_hand = (u @ c) * (u @ m)
     mean = trajectory.mean[:, 0].clone().requires_grad_()
-    coordinates = sampling.scored(
-        trajectory.x_next[:, 0], mean, trajectory.std[:, 0].reshape(-1, 1, 1), drawn_mean=trajectory.mean[:, 0], on_line=True
+    coordinates = sampling.log_prob_arguments(
+        trajectory.x_next[:, 0],
+        mean,
+        trajectory.std[:, 0].reshape(-1, 1, 1),
+        drawn_mean=trajectory.mean[:, 0],
+        between_images=True,
     )
     reward = trajectory.x_next[:, 0].flatten(1) @ c - trajectory.mean[:, 0].flatten(1) @ c
     (gradient,) = torch.autograd.grad((reward * sde.log_prob(*coordinates)).sum(), mean)
@@ -141,10 +145,10 @@ def test_its_gradient_is_that_of_the_expected_reward_over_the_noise():
 
 def test_images_that_are_equal_learn_nothing_from_their_step():
     x = torch.ones(2, 3, 4)
-    coordinate = sde.on_line(x + 1, x, x)
+    coordinate = sde.line_coordinate(x + 1, x, x)
     assert torch.equal(coordinate, torch.zeros(2, 1))
     mean = (x + 1).requires_grad_()
-    (gradient,) = torch.autograd.grad(sde.on_line(mean, x, x).sum(), mean)
+    (gradient,) = torch.autograd.grad(sde.line_coordinate(mean, x, x).sum(), mean)
     assert torch.equal(gradient, torch.zeros_like(x))
 
 
@@ -161,7 +165,7 @@ def test_the_kl_of_its_transitions_is_that_of_two_normal_variables():
             v = policy.velocity_fn(trajectory.schedule, conditioning)(trajectory.x[:, k], k, rows)
         sigma, sigma_next = trajectory.schedule.sigmas[k : k + 2]
         base = trajectory.x[:, k] + (sigma_next - sigma) * v
-        along = sde.on_line(base, trajectory.mean[:, k], trajectory.x_next[:, k])[:, 0]
+        along = sde.line_coordinate(base, trajectory.mean[:, k], trajectory.x_next[:, k])[:, 0]
         std = trajectory.std[:, k]
         expected = kl_divergence(Normal(torch.zeros(6), std), Normal(along, std))
         assert expected.max() > 1e-4

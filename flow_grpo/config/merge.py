@@ -21,29 +21,31 @@ def merge(base: Settings, over: Settings) -> Settings:
 def merge_stage(base: Settings, stage: Settings) -> Settings:
     """The run's settings with those of a stage. Of the run's, the stage has only what its objective reads."""
     both = merge(base, stage)
-    own = {(section, key) for section in ("objective", "sampling") for key in stage.get(section) or ()}
-    both = _without_noise_of_former_transition(base, _without_former_transition(base, both, own), own)
-    return keep(both, lambda section, key: (section, key) in own or reads(both, section, key))
+    explicit = {(section, key) for section in ("objective", "sampling") for key in stage.get(section) or ()}
+    both = _drop_noise_level_of_other_unit(base, _drop_unsuitable_transition(base, both, explicit), explicit)
+    return filter_settings(both, lambda section, key: (section, key) in explicit or objective_reads(both, section, key))
 
 
-def without_unread(settings: Settings) -> Settings:
+def drop_unread_settings(settings: Settings) -> Settings:
     """Settings without those that their objective does not read."""
-    return keep(settings, lambda section, key: reads(settings, section, key))
+    return filter_settings(settings, lambda section, key: objective_reads(settings, section, key))
 
 
-def without_replaced(file: Settings, settings: Settings, overridden: set[tuple[str, str]]) -> Settings:
+def drop_settings_of_former_objective(file: Settings, settings: Settings, explicit: set[tuple[str, str]]) -> Settings:
     """A file's settings after overrides, without those that only the file's own objective reads.
 
     Args:
         file: before the overrides.
         settings: after them.
-        overridden: section and key of what the overrides set, which stays, to be refused if it is not read.
+        explicit: section and key of what the overrides set, which stays, to be refused if it is not read.
     """
-    settings = _without_former_transition(file, settings, overridden)
-    settings = _without_noise_of_former_transition(file, settings, overridden)
-    return keep(
+    settings = _drop_unsuitable_transition(file, settings, explicit)
+    settings = _drop_noise_level_of_other_unit(file, settings, explicit)
+    return filter_settings(
         settings,
-        lambda section, key: (section, key) in overridden or reads(settings, section, key) or not reads(file, section, key),
+        lambda section, key: (
+            (section, key) in explicit or objective_reads(settings, section, key) or not objective_reads(file, section, key)
+        ),
     )
 
 
@@ -53,38 +55,38 @@ def with_transition(settings: Settings) -> Settings:
     if (
         not isinstance(sampling, dict)
         or "transition" in sampling
-        or _fits(_chosen(settings, "objective", "name"), "flow_sde")
+        or _suits(_chosen(settings, "objective", "name"), "flow_sde")
     ):
         return settings
     return {**settings, "sampling": {**sampling, "transition": "ode"}}
 
 
-def _without_former_transition(former: Settings, settings: Settings, own: set[tuple[str, str]]) -> Settings:
+def _drop_unsuitable_transition(former: Settings, settings: Settings, explicit: set[tuple[str, str]]) -> Settings:
     """Drop the inherited transition if the newly chosen objective cannot use it."""
     name, transition = _chosen(settings, "objective", "name"), _chosen(settings, "sampling", "transition")
-    is_chosen = name != _chosen(former, "objective", "name") and ("sampling", "transition") not in own
-    if not is_chosen or transition is None or _fits(name, transition):
+    is_chosen = name != _chosen(former, "objective", "name") and ("sampling", "transition") not in explicit
+    if not is_chosen or transition is None or _suits(name, transition):
         return settings
     sampling = {key: value for key, value in settings["sampling"].items() if key != "transition"}
     return with_transition({**settings, "sampling": sampling})
 
 
-def _without_noise_of_former_transition(former: Settings, settings: Settings, own: set[tuple[str, str]]) -> Settings:
+def _drop_noise_level_of_other_unit(former: Settings, settings: Settings, explicit: set[tuple[str, str]]) -> Settings:
     """Drop the inherited noise level if the newly chosen transition has another default, and so another unit."""
     names = [_chosen(chosen, "sampling", "transition") or "flow_sde" for chosen in (former, settings)]
     before, now = (methods.TRANSITIONS.get(name) for name in names)
-    if ("sampling", "noise_level") in own or before is None or now is None or before.noise_level == now.noise_level:
+    if ("sampling", "noise_level") in explicit or before is None or now is None or before.noise_level == now.noise_level:
         return settings
-    return keep(settings, lambda section, key: (section, key) != ("sampling", "noise_level"))
+    return filter_settings(settings, lambda section, key: (section, key) != ("sampling", "noise_level"))
 
 
-def _fits(objective: str | None, transition: str) -> bool:
+def _suits(objective: str | None, transition: str) -> bool:
     """Whether the transition suits the objective (stepwise ones need a stochastic one). True if either name is unknown."""
     row, step = methods.OBJECTIVES.get(objective or "grpo"), methods.TRANSITIONS.get(transition)
     return row is None or step is None or row.stepwise == step.stochastic
 
 
-def keep(settings: Settings, is_kept: Callable[[str, str], bool]) -> Settings:
+def filter_settings(settings: Settings, is_kept: Callable[[str, str], bool]) -> Settings:
     """With those settings of `objective` and `sampling` alone for which `is_kept(section, key)`."""
     settings_kept = dict(settings)
     for section in ("objective", "sampling"):
@@ -93,7 +95,7 @@ def keep(settings: Settings, is_kept: Callable[[str, str], bool]) -> Settings:
     return settings_kept
 
 
-def reads(settings: Settings, section: str, key: str) -> bool:
+def objective_reads(settings: Settings, section: str, key: str) -> bool:
     """Whether the objective that is chosen in `settings` reads a setting of `objective` or `sampling`. True if it is unknown."""
     name = _chosen(settings, "objective", "name") or "grpo"
     transition = _chosen(settings, "sampling", "transition") or "flow_sde"

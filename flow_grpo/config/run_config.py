@@ -12,7 +12,13 @@ from flow_grpo.config import validation
 from flow_grpo.config.bundled import TRAINING_PROMPTS, find_config
 from flow_grpo.config.errors import error_sentence
 from flow_grpo.config.loading import read_yaml
-from flow_grpo.config.merge import merge, merge_stage, with_transition, without_replaced, without_unread
+from flow_grpo.config.merge import (
+    drop_settings_of_former_objective,
+    drop_unread_settings,
+    merge,
+    merge_stage,
+    with_transition,
+)
 from flow_grpo.config.old_names import is_written_by_03, renamed
 from flow_grpo.config.overrides import check_form, override
 from flow_grpo.config.prompt_set_checks import check_prompt_sets
@@ -183,7 +189,7 @@ class FlowGRPOConfig(RunSettings):
 def _modern(values: dict[str, Any]) -> dict[str, Any]:
     """The settings of a file under today's names; of a run of 0.3, without those of other objectives."""
     values = expand_objective(values)
-    return without_unread(renamed(values)) if is_written_by_03(values) else renamed(values)
+    return drop_unread_settings(renamed(values)) if is_written_by_03(values) else renamed(values)
 
 
 def _overridden(file: dict[str, Any], overrides: list[str]) -> dict[str, Any]:
@@ -194,4 +200,6 @@ def _overridden(file: dict[str, Any], overrides: list[str]) -> dict[str, Any]:
     replaced = {
         (path[0], key) for path in paths if len(path) == 1 and isinstance(values[path[0]], dict) for key in values[path[0]]
     }
-    return without_replaced(file, values, replaced | {(path[0], path[1]) for path in paths if len(path) > 1})
+    return drop_settings_of_former_objective(
+        file, values, replaced | {(path[0], path[1]) for path in paths if len(path) > 1}
+    )

@@ -118,7 +118,7 @@ class RunSettings(ConfigSection):
         return self.prompts
 
     @property
-    def draws_between_images(self) -> bool:
+    def has_noise_between_images(self) -> bool:
         """Whether the noise of a step lies on the line between two images of a group."""
         return methods.TRANSITIONS[self.sampling.transition].between_images
 

@@ -7,7 +7,7 @@ from typing import Any
 import yaml
 
 from flow_grpo.config.bundled import TRAINING_PROMPTS, bundled_file
-from flow_grpo.config.merge import reads
+from flow_grpo.config.merge import objective_reads
 from flow_grpo.config.objective import section_types
 from flow_grpo.config.run_config import FlowGRPOConfig
 from flow_grpo.methods import is_custom
@@ -90,7 +90,7 @@ def _shown_fields(args: FlowGRPOConfig, values: dict[str, Any], key: str) -> lis
         return SHOWN_FIELDS[key]
     section = getattr(args, key)
     preset = [name for name in type(section).model_fields if name in section.model_fields_set]
-    return [name for name in dict.fromkeys([*SHOWN_FIELDS[key], *preset]) if reads(values, key, name)]
+    return [name for name in dict.fromkeys([*SHOWN_FIELDS[key], *preset]) if objective_reads(values, key, name)]
 
 
 def json_schema() -> dict[str, Any]:

@@ -24,7 +24,7 @@ def check_run(args: RunSettings) -> None:
     check_offloading(args)
     check_layerwise_casting(args)
     check_branches(args)
-    check_lines(args.sampling)
+    check_noise_between_images(args.sampling)
     check_full_finetuning(args)
     check_anchors(args)
     check_zero(args)
@@ -122,7 +122,7 @@ def check_branches(args: RunSettings) -> None:
         )
 
 
-def check_lines(sampling: SamplingConfig) -> None:
+def check_noise_between_images(sampling: SamplingConfig) -> None:
     """Raise ValueError if the noise is to lie between images that share their state, so that no line leads from one to the other."""
     if not methods.TRANSITIONS[sampling.transition].between_images:
         return

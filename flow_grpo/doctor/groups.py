@@ -123,7 +123,7 @@ def _check_noise(source: RolloutSource, groups: SampledGroups, sde: Tensor) -> l
 
 def _check_batch_invariance(source: RolloutSource, groups: SampledGroups) -> CheckResult:
     """Sample two of the images again, or the whole first group if its images need each other, with another micro-batch size."""
-    rows = torch.arange(source.args.images_per_prompt if source.args.draws_between_images else 2)
+    rows = torch.arange(source.args.images_per_prompt if source.args.has_noise_between_images else 2)
     size = 2 if source.args.microbatch == 1 else 1
     sampler = copy.copy(source.image_sampler)
     sampler.args = source.args.model_copy(update={"microbatch": size})

@@ -37,7 +37,9 @@ class GroupAdvantages:
         for prompt_set, in_set in (rows_by_set(images.batch.metadata) or {"": compared}).items():
             rows = in_set & compared
             for alike in _of_equal_weights(row_weights, rows):  # rewards of two kinds have no common scale
-                self._compare(images, alike, row_weights, advantage, has_signal)
+                advantage[alike], has_signal[alike] = self._compare(
+                    images, alike, row_weights, len(steps) if branches else 0
+                )
             if rows.any():
                 metrics |= self._contributions(images, rows, row_weights, prompt_set)
         if self.args.trains_on_zero_std_groups:
@@ -63,25 +65,24 @@ class GroupAdvantages:
         return advantages.contributions(names, by_reward, weights, group, method=self.method, prompt_set=prompt_set)
 
     def _compare(
-        self, images: ScoredImages, rows: Tensor, row_weights: Tensor | None, advantage: Tensor, has_signal: Tensor
-    ) -> None:
-        """Write the advantages and the signal of the rows (B,), whose rewards have one scale, in place."""
+        self, images: ScoredImages, rows: Tensor, row_weights: Tensor | None, branching_steps: int
+    ) -> tuple[Tensor, Tensor]:
+        """Of the n rows (B,), whose rewards have one scale: their advantages (n,), or (n, K) of the steps of a tree; their signal (n,)."""
         objective, batch = self.args.objective, images.batch.take(rows.nonzero()[:, 0])
         by_reward, weights = self._by_reward(images, rows, row_weights)
         compared_rewards, compared_weights = self._capped(by_reward, weights, batch.group)
         compare = partial(advantages.group_advantages, group=batch.group, method=self.method, weights=compared_weights)
-        if advantage.ndim == 2:
-            means = tree.branch_means(compared_rewards, batch, self.args.sampling.branches, advantage.shape[1])
-            advantage[rows] = torch.stack([compare(reward) for reward in means], 1)
+        if branching_steps:
+            means = tree.branch_means(compared_rewards, batch, self.args.sampling.branches, branching_steps)
+            advantage = torch.stack([compare(reward) for reward in means], 1)
         else:
-            advantage[rows] = compare(compared_rewards)
+            advantage = compare(compared_rewards)
         if objective.diversity_weight is not None:
             distance = images.scores.by_name[objective.diversity_weight][rows]
-            advantage[rows] = advantages.diversity_weighted(advantage[rows], distance, batch.group)
+            advantage = advantages.diversity_weighted(advantage, distance, batch.group)
         by_each = self.args.takes_each_reward or objective.reward_cap is not None
-        has_signal[rows] = advantages.has_signal(
-            compared_rewards if by_each else images.scores.total[rows], batch.group, self.method
-        )
+        reward = compared_rewards if by_each else images.scores.total[rows]
+        return advantage, advantages.has_signal(reward, batch.group, self.method)
 
     def _capped(self, by_reward: Tensor, weights: Tensor, group: Tensor) -> tuple[Tensor, Tensor]:
         """The rewards (n, R) that are compared and their weights; capped, each if they are compared one by one, else their sum."""

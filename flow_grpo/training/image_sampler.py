@@ -64,7 +64,7 @@ class ImageSampler:
         """Sample B images; the group numbers of the batch name their noise. `keep_graphs`: as of `sampling.rollout`."""
         settings, seed = self.args.sampling, self.args.seed
         branches = settings.tree(self.args.images_per_prompt)
-        between = self.args.draws_between_images
+        between = self.args.has_noise_between_images
         noise_shape = (1,) * len(self.latent_shape) if between else self.latent_shape
         drawn = tree.branches_taken(batch, branches, len(window))  # each branch has the noise of its first image
         with self.policy.meter.phase("encode"):

@@ -131,7 +131,9 @@ class StepLoss:
             device=self.policy.device,
         )
         x_next, drawn_mean = (self._of_step(values, k, rows) for values in (trajectory.x_next, trajectory.mean))
-        x_next, mean, std = sampling.scored(x_next, mean, std, drawn_mean=drawn_mean, on_line=trajectory.std is not None)
+        x_next, mean, std = sampling.log_prob_arguments(
+            x_next, mean, std, drawn_mean=drawn_mean, between_images=trajectory.std is not None
+        )
         return self._from_graph(k, rows, StepGraph(v, mean, std, sde.LOG_PROBS[self.sampling.log_prob](x_next, mean, std)))
 
     def _from_graph(self, k: int, rows: Int[Tensor, " n"], now: StepGraph) -> Computed:

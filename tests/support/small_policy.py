@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from flow_grpo.config import FlowGRPOConfig
-from flow_grpo.config.merge import reads
+from flow_grpo.config.merge import objective_reads
 from flow_grpo.data.prompts import PromptSampler, PromptSet
 from flow_grpo.distributed.processes import Processes
 from flow_grpo.policy.conditioning import Conditioning
@@ -87,7 +87,7 @@ def settings(**changes: Any) -> FlowGRPOConfig:
     both = {k: {**v, **changes[k]} if isinstance(v, dict) and changes.get(k) else v for k, v in DEFAULTS.items()}
     own = changes.get("objective", {})
     both["objective"] = {
-        key: value for key, value in both["objective"].items() if key in own or reads(both, "objective", key)
+        key: value for key, value in both["objective"].items() if key in own or objective_reads(both, "objective", key)
     }
     if both["sampling"]["transition"] == "ode":
         both["sampling"] = {"steps": 4, **changes["sampling"]}
