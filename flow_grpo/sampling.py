@@ -161,18 +161,16 @@ def log_prob_arguments(
     x_next: Float[Tensor, "n *state"],
     mean: Float[Tensor, "n *state"],
     std: sde.Std,
-    drawn_mean: Float[Tensor, "n *state"],
-    between_images: bool,
+    line_start: Float[Tensor, "n *state"] | None,
 ) -> tuple[Float[Tensor, "n *noise"], Float[Tensor, "n *noise"], sde.Std]:
     """The arguments of a step's log-probability: x_next, mean and std, or with noise between images their coordinates (n, 1).
 
     Args:
-        drawn_mean: the mean of the transition that drew x_next, where the line through x_next starts.
-        between_images: whether the noise is along that line alone, as that of the transition `difference`.
+        line_start: of noise between images, the mean of the transition that drew x_next, where the line to x_next starts.
     """
-    if not between_images:
+    if line_start is None:
         return x_next, mean, std
-    return sde.line_coordinate(x_next, drawn_mean, x_next), sde.line_coordinate(mean, drawn_mean, x_next), std.flatten(1)
+    return sde.line_coordinate(x_next, line_start, x_next), sde.line_coordinate(mean, line_start, x_next), std.flatten(1)
 
 
 def _velocity(
@@ -253,10 +251,11 @@ class _Steps:
                 drawn_mean = mean.detach()
                 x_next = drawn_mean + std * take_rows(noise, part).to(mean)
                 std = std if length is None else std * take_rows(length, part)
-                arguments = log_prob_arguments(x_next, mean, std, drawn_mean=drawn_mean, between_images=length is not None)
-                log_prob = self.log_prob(*arguments)
+                line_start = None if length is None else drawn_mean
+                end, of_mean, of_std = log_prob_arguments(x_next, mean, std, line_start)
+                log_prob = self.log_prob(end, of_mean, of_std)
             if self.keep_graphs:
-                graphs[int(part[0])] = StepGraph(v, *arguments[1:], log_prob)
+                graphs[int(part[0])] = StepGraph(v, of_mean, of_std, log_prob)
             kept_std = None if length is None else std.flatten()
             records.append(SampledStep(x_part, x_next, drawn_mean, log_prob.detach(), kept_std))
         return SampledStep.join(records), graphs

@@ -695,7 +695,7 @@ BUGS = [
     (
         "noise between images is scored in all dimensions",
         "flow_grpo/sampling.py",
-        "if not between_images:",
+        "if line_start is None:",
         "if True:",
         "tests/test_difference.py -k 'one_normal_number or mean_1'",
     ),

@@ -101,7 +101,7 @@ def ratios(trajectory, shift, k=0):
     moved = functools.partial(velocity, shift=shift)
     _, mean, std = sampling.replay(moved, trajectory, k, rows, "difference", LEVEL)
     x_next, drawn = trajectory.x_next[:, k], trajectory.mean[:, k]
-    log_prob = sde.log_prob(*sampling.log_prob_arguments(x_next, mean, std, drawn_mean=drawn, between_images=True))
+    log_prob = sde.log_prob(*sampling.log_prob_arguments(x_next, mean, std, drawn))
     return (log_prob - trajectory.log_prob_BK[:, k]).exp()
 
 
@@ -129,11 +129,7 @@ def test_its_gradient_is_that_of_the_expected_reward_over_the_noise():
     by_hand = (u @ c) * (u @ m)
     mean = trajectory.mean[:, 0].clone().requires_grad_()
     coordinates = sampling.log_prob_arguments(
-        trajectory.x_next[:, 0],
-        mean,
-        trajectory.std[:, 0].reshape(-1, 1, 1),
-        drawn_mean=trajectory.mean[:, 0],
-        between_images=True,
+        trajectory.x_next[:, 0], mean, trajectory.std[:, 0].reshape(-1, 1, 1), trajectory.mean[:, 0]
     )
     reward = trajectory.x_next[:, 0].flatten(1) @ c - trajectory.mean[:, 0].flatten(1) @ c
     (gradient,) = torch.autograd.grad((reward * sde.log_prob(*coordinates)).sum(), mean)

@@ -130,10 +130,9 @@ class StepLoss:
             noise_level=self.sampling.noise_level,
             device=self.policy.device,
         )
-        x_next, drawn_mean = (self._of_step(values, k, rows) for values in (trajectory.x_next, trajectory.mean))
-        x_next, mean, std = sampling.log_prob_arguments(
-            x_next, mean, std, drawn_mean=drawn_mean, between_images=trajectory.std is not None
-        )
+        x_next = self._of_step(trajectory.x_next, k, rows)
+        line_start = None if trajectory.std is None else self._of_step(trajectory.mean, k, rows)
+        x_next, mean, std = sampling.log_prob_arguments(x_next, mean, std, line_start)
         return self._from_graph(k, rows, StepGraph(v, mean, std, sde.LOG_PROBS[self.sampling.log_prob](x_next, mean, std)))
 
     def _from_graph(self, k: int, rows: Int[Tensor, " n"], now: StepGraph) -> Computed:
