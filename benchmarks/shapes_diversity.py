@@ -1,8 +1,9 @@
 """The diversity of images that are all right: `python benchmarks/shapes_diversity.py`.
 
-Draws two right images for each of the prompts by which a run of the embedded model of shapes measures its diversity, scenes and edits,
-and prints the mean of their root mean square difference and its standard deviation over 20 seeds. A model whose images are all right
-can hardly have more; one whose images are often wrong can.
+Draws two right images for each held-out prompt of the embedded model of shapes, scenes and edits, and prints the mean of their root
+mean square difference and its standard deviation over 20 seeds: of the first prompts, by which a run measures its diversity, of all of
+them, by which `eval --seeds 4` does, and of each category. A model whose images are all right can hardly have more; one whose images
+are often wrong can.
 """
 
 import json
@@ -52,13 +53,18 @@ def right_edit(row: dict[str, str], rng: np.random.Generator) -> Image.Image:
 def main() -> None:
     for name, right in (("shapes_eval.jsonl", right_scene), ("shape_edits_eval.jsonl", right_edit)):
         file: Path = bundled_file(f"prompts/{name}")
-        rows = [json.loads(line) for line in file.read_text().splitlines()[:NUM_DIVERSITY_PROMPTS]]
-        values = []
+        rows = [json.loads(line) for line in file.read_text().splitlines()]
+        differences = []  # of each seed, (P,)
         for seed in range(SEEDS):
             rng = np.random.default_rng(seed)
             first, second = (tensor_of([right(row, rng) for row in rows]) / 2 + 0.5 for _ in range(2))
-            values.append(rms_difference(first, second).mean().item())
-        print(f"{name}: {statistics.mean(values):.3f}, standard deviation {statistics.stdev(values):.3f}")
+            differences.append(rms_difference(first, second))
+        places = range(len(rows))
+        categories = {row["category"]: [i for i in places if rows[i]["category"] == row["category"]] for row in rows}
+        parts = {f"the first {NUM_DIVERSITY_PROMPTS}": [*places[:NUM_DIVERSITY_PROMPTS]], "all": [*places], **categories}
+        for title, of_part in parts.items():
+            values = [difference[of_part].mean().item() for difference in differences]
+            print(f"{name}, {title}: {statistics.mean(values):.3f}, standard deviation {statistics.stdev(values):.3f}")
 
 
 if __name__ == "__main__":

@@ -17,17 +17,17 @@ from flow_grpo.data.prompts import load_prompts
 from flow_grpo.evaluation.generate import generate_images, image_seed
 from flow_grpo.image_prompt import ImagePrompt
 from flow_grpo.policy.loading import load_policy
+from flow_grpo.policy.policy import Policy
 from rewards.shapes.rules import ExactShapes
 
-SCENES, EDITS = 6, 4  # images of two rows
+SCENES, EDITS = 6, 4  # prompts shown, in two rows each
 
 
 def sheet(run: Path, count: int, columns: int, file: Path) -> None:
     """Write a grid of `count` held-out prompts of a run that the base model gets wrong, each before and after training."""
     args = FlowGRPOConfig.from_yaml(run / "config.yaml")
     prompts = load_prompts(args.evaluation.prompts).prompts
-    call = args.evaluation_call_kwargs()
-    before, after = (images(load_policy(args.model, lora=lora, **call), prompts, args) for lora in (None, run / "lora"))
+    before, after = (images(policy(args, lora), prompts, args) for lora in (None, run / "lora"))
     sources = [[source.open() for source in p.images] if isinstance(p, ImagePrompt) else [] for p in prompts]
     exact = ExactShapes()(before, [str(prompt) for prompt in prompts], sources=sources if any(sources) else None)
     wrong = (exact < 1).nonzero()[:count, 0].tolist()
@@ -36,7 +36,13 @@ def sheet(run: Path, count: int, columns: int, file: Path) -> None:
     save_grid(file, pairs, cells, columns=columns, notes=["before", "after"])
 
 
-def images(policy, prompts: list[str], args: FlowGRPOConfig) -> Tensor:
+def policy(args: FlowGRPOConfig, lora: Path | None) -> Policy:
+    """The run's model as its evaluations call it."""
+    call = args.evaluation_call_kwargs()
+    return load_policy(args.model, device=args.device, dtype=args.dtype, lora=lora, memory=args.memory, **call)
+
+
+def images(policy: Policy, prompts: list[str], args: FlowGRPOConfig) -> Tensor:
     """The images (P, 3, H, W) of the run's evaluation."""
     seeds = [image_seed(args.evaluation.seed, place) for place in range(len(prompts))]
     return generate_images(policy, prompts, seeds, args.evaluation.steps)

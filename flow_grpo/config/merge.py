@@ -72,10 +72,15 @@ def _drop_unsuitable_transition(former: Settings, settings: Settings, explicit: 
 
 
 def _drop_noise_level_of_other_unit(former: Settings, settings: Settings, explicit: set[tuple[str, str]]) -> Settings:
-    """Drop the inherited noise level if the newly chosen transition has another default, and so another unit."""
+    """Drop the inherited noise level if the newly chosen transition measures it in another unit."""
     names = [_chosen(chosen, "sampling", "transition") or "flow_sde" for chosen in (former, settings)]
     before, now = (methods.TRANSITIONS.get(name) for name in names)
-    if ("sampling", "noise_level") in explicit or before is None or now is None or before.noise_level == now.noise_level:
+    if (
+        ("sampling", "noise_level") in explicit
+        or before is None
+        or now is None
+        or before.between_images == now.between_images
+    ):
         return settings
     return filter_settings(settings, lambda section, key: (section, key) != ("sampling", "noise_level"))
 
