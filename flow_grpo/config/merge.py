@@ -72,7 +72,7 @@ def _drop_unsuitable_transition(former: Settings, settings: Settings, explicit: 
 
 
 def _drop_noise_level_of_other_unit(former: Settings, settings: Settings, explicit: set[tuple[str, str]]) -> Settings:
-    """Drop the inherited noise level if the newly chosen transition measures it in another unit."""
+    """Drop the inherited noise level if the newly chosen transition measures it in another unit: its default is then used."""
     names = [_chosen(chosen, "sampling", "transition") or "flow_sde" for chosen in (former, settings)]
     before, now = (methods.TRANSITIONS.get(name) for name in names)
     if (

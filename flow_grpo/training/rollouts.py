@@ -49,7 +49,7 @@ class RolloutSource:
         gated = any(anchor.gate == "disagreement" for anchor in args.objective.anchors)
         self.disagreement_gate = DisagreementGate() if gated else None
         self.group_advantages = GroupAdvantages(args, rewards)
-        self.each_of = tuple(rewards.trained_weights) if args.takes_each_reward else ()
+        self.separate_rewards = tuple(rewards.trained_weights) if args.takes_each_reward else ()
 
     def collect(self, step: int) -> Experience:
         """Sample a group of images for each prompt, score them, and compare them within their groups."""
@@ -88,7 +88,7 @@ class RolloutSource:
             count = min(args.prompts_per_step, -(-missing // unit) * unit)
             batch = self.prompt_sampler.sample(step, count, args.images_per_prompt, first_group=num_prompts)
             trajectory, scores = self.image_sampler.sample_and_score(batch, self.window(step), step)
-            images = ScoredImages(batch, trajectory, scores, args.objective.reward_cap, self.each_of)
+            images = ScoredImages(batch, trajectory, scores, args.objective.reward_cap, self.separate_rewards)
             rounds.append(images)
             num_prompts += count
             complete = images.complete.nonzero()[:, 0]  # incomplete groups don't count as zero std

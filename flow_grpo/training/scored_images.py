@@ -18,14 +18,14 @@ class ScoredImages:
 
     Attributes:
         reward_cap: the quantile of its group at which a reward is capped; None for no cap.
-        each_of: rewards that are compared one by one; () if only their weighted sum is.
+        separate_rewards: the names of rewards that are compared one by one; () if their weighted sum is compared.
     """
 
     batch: PromptBatch
     trajectory: Trajectory
     scores: Scores
     reward_cap: float | None = None
-    each_of: tuple[str, ...] = ()
+    separate_rewards: tuple[str, ...] = ()
 
     @staticmethod
     def join(parts: "Sequence[ScoredImages]") -> "ScoredImages":
@@ -35,7 +35,7 @@ class ScoredImages:
             Trajectory.join([part.trajectory for part in parts]),
             Scores.join([part.scores for part in parts]),
             parts[0].reward_cap,
-            parts[0].each_of,
+            parts[0].separate_rewards,
         )
 
     @property
@@ -47,7 +47,9 @@ class ScoredImages:
     def has_spread(self) -> Tensor:
         """(B,) bool: the rows of complete groups whose rewards differ, once they are capped."""
         group, by_name = self.batch.group, self.scores.by_name
-        reward = torch.stack([by_name[name] for name in self.each_of], 1) if self.each_of else self.scores.total
+        reward = (
+            torch.stack([by_name[name] for name in self.separate_rewards], 1) if self.separate_rewards else self.scores.total
+        )
         reward = reward.nan_to_num()  # of incomplete groups, and of rewards that do not score a prompt
         if self.reward_cap is not None:
             reward = advantages.capped(reward, group, self.reward_cap)
