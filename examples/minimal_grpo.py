@@ -15,35 +15,34 @@ more objectives, several processes, and the checks that tell you what is wrong.
 """
 
 import argparse
+from functools import partial
 
 import torch
 from torch import Tensor
 
 import rewards
-from flow_grpo import load_policy, objectives, sampling, sde
+from flow_grpo import load_policy, objectives, sampling
 from flow_grpo.advantages import group_advantages
 from flow_grpo.data.prompts import load_prompts
 from flow_grpo.policy.library_logging import quiet_libraries
 from flow_grpo.policy.policy import Policy
-from flow_grpo.types import PromptBatch, TrainedStep, Trajectory
+from flow_grpo.types import PromptBatch, StepDistribution, TrainedStep, Trajectory
 
 SEED = 0
-SAMPLING_STEPS, WINDOW, TRANSITION, NOISE_LEVEL = 10, [0, 1, 2, 3], "cps", 0.5
+SAMPLING_STEPS, WINDOW, DISTRIBUTION = 10, [0, 1, 2, 3], StepDistribution("cps", noise_level=0.5)
 CLIP_LOW = CLIP_HIGH = 1e-3  # log-probabilities are means over the latent dimensions, so ratios are close to 1
 
 
 def sample(policy: Policy, batch: PromptBatch, step: int, microbatch: int) -> Trajectory:
     """Sample B images, each from noise of its own; record the steps in the window with their log-probabilities."""
     schedule, shape = policy.schedule(SAMPLING_STEPS)
+    noise = partial(sampling.batch_noise, shape, batch, SEED)
     return sampling.rollout(
         policy.velocity_fn(schedule, policy.encode(batch.prompts)),
         schedule,
-        sampling.batch_noise(shape, batch, SEED, "start", step),
+        noise("start", step),
         microbatch=microbatch,
-        trained=WINDOW,
-        transition=TRANSITION,
-        noise_level=NOISE_LEVEL,
-        step_noise=lambda i: sampling.batch_noise(shape, batch, SEED, "step", step, i),
+        stochastic=sampling.StochasticSteps(WINDOW, DISTRIBUTION, noise=partial(noise, "step", step)),
     )
 
 
@@ -59,18 +58,18 @@ def update(
     velocity = policy.velocity_fn(trajectory.schedule, policy.encode(batch.prompts))
     for rows in torch.arange(len(advantage)).split(microbatch):
         for k, i in enumerate(trajectory.steps):
-            _, mean, std = sampling.replay(velocity, trajectory, k, rows, TRANSITION, noise_level=NOISE_LEVEL)
+            now = sampling.replay(velocity, trajectory, k, rows)
             trained_step = TrainedStep(
-                log_prob=sde.log_prob(trajectory.x_next[rows, k], mean, std),
+                log_prob=now.log_prob,
                 old_log_prob=trajectory.log_prob_BK[rows, k],
-                mean=mean,
+                mean=now.mean,
                 old_mean=trajectory.mean[rows, k],
-                std=std,
+                std=now.std,
                 delta=trajectory.schedule.sigmas[i + 1] - trajectory.schedule.sigmas[i],
             )
             loss = objectives.grpo(trained_step, advantage[rows], CLIP_LOW, CLIP_HIGH).value  # (rows,)
             loss = (
-                loss * std.flatten(1)[:, 0]
+                loss * now.std.flatten(1)[:, 0]
             )  # the gradient of a log-probability grows as 1 / std: late steps would dominate
             ((loss * (1 / len(advantage))).sum() / len(trajectory.steps)).backward()
     torch.nn.utils.clip_grad_norm_(policy.trainable_parameters().values(), 1.0)

@@ -15,7 +15,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from flow_grpo import sde
-from flow_grpo.types import PromptBatch, SampledStep, Schedule, StepGraph, Trajectory, take_rows
+from flow_grpo.types import PromptBatch, SampledStep, Schedule, StepDistribution, StepOutput, Trajectory, take_rows
 
 # x (n, ...), schedule index, rows (n,) of the batch -> velocity (n, ...)
 Velocity = Callable[[Tensor, int, Tensor], Tensor]
@@ -23,6 +23,7 @@ Velocity = Callable[[Tensor, int, Tensor], Tensor]
 Advance = Callable[[Tensor, Tensor], Tensor]
 # an ODE solver in place of Euler: adjacent steps of the schedule -> where in it to ask for velocities, and a fresh start
 Solver = Callable[[range], tuple[list[int], Advance]]
+ODE = StepDistribution("ode", noise_level=0.0)
 
 
 def generator(seed: int, *name: str | int) -> torch.Generator:
@@ -66,6 +67,27 @@ def partners(batch: PromptBatch, seed: int, *name: str | int) -> Int[Tensor, " B
     return torch.stack(rows)
 
 
+@dataclass(frozen=True)
+class StochasticSteps:
+    """The steps of a rollout that add noise and are recorded; the others follow the ODE.
+
+    Attributes:
+        steps: their indices in the schedule.
+        distribution: how they are sampled and scored.
+        noise: returns the standard normal noise (B, ...) of a step.
+        partners: returns the `partners` of the images at a step, where the noise is on the line between two images; the noise is then
+            (B, 1, ...), a number for each.
+        state_ids: (B, K), if images share their start and steps: the same number for rows that have the same state before a step.
+            What they share is computed once.
+    """
+
+    steps: Sequence[int]
+    distribution: StepDistribution
+    noise: Callable[[int], Tensor]
+    partners: Callable[[int], Int[Tensor, " B"]] | None = None
+    state_ids: Int[Tensor, "B K"] | None = None
+
+
 @torch.no_grad()
 def rollout(
     velocity: Velocity,
@@ -73,207 +95,186 @@ def rollout(
     start: Float[Tensor, "B ..."],
     *,
     microbatch: int,
-    trained: Sequence[int] = (),
-    transition: str = "ode",
-    noise_level: float = 0.0,
-    step_noise: Callable[[int], Tensor] | None = None,
-    step_partners: Callable[[int], Int[Tensor, " B"]] | None = None,
-    log_prob: str = "gaussian",
-    states: Int[Tensor, "B K"] | None = None,
+    stochastic: StochasticSteps | None = None,
     solver: Solver | None = None,
     keep_graphs: bool = False,
     record_device: torch.device | None = None,
 ) -> Trajectory:
-    """Sample B images from `start` (B, ...): `transition` at the trained steps, the ODE at the others.
+    """Sample B images from `start` (B, ...), along the ODE but for the stochastic steps.
 
     States, means and log-probabilities stay on the device of `start`. There, no step waits for another device.
 
     Args:
         microbatch: rows per forward pass; the update must use the same, so that its ratio is exactly 1.
-        trained: steps of the schedule that are stochastic and recorded.
-        step_noise: returns the standard normal noise (B, ...) of a trained step.
-        step_partners: returns the `partners` of the images at a trained step, where the noise is on the line between two images; the
-            noise is then (B, 1, ...), a number for each.
-        log_prob: name of a function of `sde.LOG_PROBS`.
-        states: (B, K), if images share their start and steps: the same number for rows that have the same state before a trained step.
-            What they share is computed once.
-        solver: ODE solver in place of Euler, which starts afresh after the trained steps (MixGRPO-Flash, arXiv 2507.21802).
-        keep_graphs: compute the trained steps with gradients and keep their graphs in the trajectory (LeanGRPO, arXiv 2609.03528).
+        solver: ODE solver in place of Euler, which starts afresh after the stochastic steps (MixGRPO-Flash, arXiv 2507.21802).
+        keep_graphs: compute the stochastic steps with gradients and keep their graphs in the trajectory (LeanGRPO, arXiv 2609.03528).
             No gradient flows from one step to another, as in a replay.
-        record_device: where the records of the trained steps are kept; by default where `start` is.
+        record_device: where the records of the stochastic steps are kept; by default where `start` is.
     """
-    assert step_noise is not None or not trained, "a trained step needs noise"
-    noise_of = {i: step_noise(i).to(start.device, non_blocking=True) for i in trained} if step_noise else {}
-    shared = {} if states is None else _states_by_step(states, trained)
-    sample = _Steps(
+    x, first = start.float(), 0
+    steps = list(stochastic.steps) if stochastic else []
+    sampler = _Sampler(
         velocity,
         schedule,
-        transition,
-        noise_level,
         microbatch=microbatch,
-        noise=noise_of,
-        partners={i: step_partners(i) for i in trained} if step_partners else {},
-        shared=shared,
-        log_prob=sde.LOG_PROBS[log_prob],
+        stochastic=stochastic,
+        # all of it before the first step, since such a copy waits for what a GPU is computing
+        noise={i: stochastic.noise(i).to(start.device, non_blocking=True) for i in steps} if stochastic else {},
+        shared=_states_by_step(stochastic.state_ids, steps) if stochastic else {},
         solver=solver,
         keep_graphs=keep_graphs,
         record_device=record_device or start.device,
     )
-    x, first = start.float(), 0
-    if shared:
-        first = min(trained)
-        x = _before_branching(sample, x, first, shared[first])
-    final, records, graphs = sample(x, range(first, len(schedule)), torch.arange(len(x)))
-    return dataclasses.replace(Trajectory.from_steps(schedule, list(trained), records, final, graphs), states=states)
-
-
-def _before_branching(
-    sample: "_Steps", x: Float[Tensor, "B ..."], first: int, states: Int[Tensor, " B"]
-) -> Float[Tensor, "B ..."]:
-    """The states before step `first`, computed once for rows with the same number in `states`."""
-    leaders, place = _first_rows(states)
-    return take_rows(sample(take_rows(x, leaders), range(first), leaders)[0], place)
+    if sampler.shared:  # what comes before their first stochastic step is computed once for the rows that share it
+        first = min(sampler.shared)
+        leaders, place = _first_rows(sampler.shared[first])
+        x = take_rows(sampler.sample(take_rows(x, leaders), range(first), leaders)[0], place)
+    final, records, graphs = sampler.sample(x, range(first, len(schedule)), torch.arange(len(x)))
+    if stochastic is None or not records:
+        return Trajectory.from_steps(schedule, [], [], final)
+    trajectory = Trajectory.from_steps(schedule, steps, records, final, graphs)
+    return dataclasses.replace(trajectory, distribution=stochastic.distribution, state_ids=stochastic.state_ids)
 
 
 def replay(
-    velocity: Velocity,
-    trajectory: Trajectory,
-    k: int,
-    rows: Int[Tensor, " n"],
-    transition: str,
-    noise_level: float,
-    device: torch.device | None = None,
-) -> tuple[Float[Tensor, "n *state"], Float[Tensor, "n *state"], sde.Std]:
-    """Repeat the k-th trained step with the velocity as it is now, on `device`, by default where the records are.
-
-    Returns the velocity, the mean and the std.
-    """
-    i = trajectory.steps[k]
-    x = take_rows(trajectory.x[:, k], rows, device)
-    v = _velocity(velocity, x, i, rows, None if trajectory.states is None else trajectory.states[:, k])
-    mean, std = _transition(transition, trajectory.schedule, i, x, v, noise_level=noise_level)
+    velocity: Velocity, trajectory: Trajectory, k: int, rows: Int[Tensor, " n"], device: torch.device | None = None
+) -> StepOutput:
+    """Repeat the k-th stochastic step with the velocity as it is now, on `device`, by default where the records are."""
+    distribution = trajectory.distribution
+    assert distribution is not None, "no step was recorded"
+    x, x_next = (take_rows(values[:, k], rows, device) for values in (trajectory.x, trajectory.x_next))
+    i, state_ids = trajectory.steps[k], None if trajectory.state_ids is None else trajectory.state_ids[:, k]
+    v = _velocity(velocity, x, i, rows, state_ids)
+    mean, std = _transition(distribution, trajectory.schedule, i, x, v)
+    line_start = None
     if trajectory.std is not None:
-        std = take_rows(trajectory.std[:, k], rows, x.device).reshape(number_shape(x))
-    return v, mean, std
+        std = take_rows(trajectory.std[:, k], rows, device).reshape(number_shape(x))
+        line_start = take_rows(trajectory.mean[:, k], rows, device)
+    return _step_output(distribution, v, x_next, mean, std, line_start=line_start)
 
 
-def log_prob_arguments(
+def _step_output(
+    distribution: StepDistribution,
+    v: Float[Tensor, "n *state"],
     x_next: Float[Tensor, "n *state"],
     mean: Float[Tensor, "n *state"],
     std: sde.Std,
-    line_start: Float[Tensor, "n *state"] | None,
-) -> tuple[Float[Tensor, "n *noise"], Float[Tensor, "n *noise"], sde.Std]:
-    """The arguments of a step's log-probability: x_next, mean and std, or with noise between images their coordinates (n, 1).
+    line_start: Float[Tensor, "n *state"] | None = None,
+) -> StepOutput:
+    """A step with its log-probability: of x_next, or with noise between images of its coordinate on the line of the noise.
 
     Args:
         line_start: of noise between images, the mean of the transition that drew x_next, where the line to x_next starts.
     """
     if line_start is None:
-        return x_next, mean, std
-    return sde.line_coordinate(x_next, line_start, x_next), sde.line_coordinate(mean, line_start, x_next), std.flatten(1)
+        return StepOutput(v, mean, std, sde.LOG_PROBS[distribution.log_prob](x_next, mean, std))
+    end, mean = (sde.line_coordinate(values, line_start, x_next) for values in (x_next, mean))
+    std = std.flatten(1)
+    return StepOutput(v, mean, std, sde.LOG_PROBS[distribution.log_prob](end, mean, std))
 
 
 def _velocity(
-    velocity: Velocity, x: Float[Tensor, "n *state"], i: int, rows: Int[Tensor, " n"], states: Int[Tensor, " B"] | None
+    velocity: Velocity, x: Float[Tensor, "n *state"], i: int, rows: Int[Tensor, " n"], state_ids: Int[Tensor, " B"] | None
 ) -> Float[Tensor, "n *state"]:
-    """The velocity of each row, computed once for those with the same number in `states`."""
-    if states is None:
+    """The velocity of each row, computed once for those with the same number in `state_ids`."""
+    if state_ids is None:
         return velocity(x, i, rows)
-    leaders, place = _first_rows(states[rows])
+    leaders, place = _first_rows(state_ids[rows])
     return take_rows(velocity(take_rows(x, leaders), i, rows[leaders]), place)
 
 
-def _first_rows(states: Int[Tensor, " n"]) -> tuple[Int[Tensor, " m"], Int[Tensor, " n"]]:
+def _first_rows(state_ids: Int[Tensor, " n"]) -> tuple[Int[Tensor, " m"], Int[Tensor, " n"]]:
     """The place of the first row of each state, in the order of the rows, and for each row which of those it is."""
-    _, place = states.unique(return_inverse=True)
-    first = torch.full((int(place.max()) + 1,), len(states)).scatter_reduce(0, place, torch.arange(len(states)), "amin")
+    _, place = state_ids.unique(return_inverse=True)
+    first = torch.full((int(place.max()) + 1,), len(place)).scatter_reduce(0, place, torch.arange(len(place)), "amin")
     order = first.argsort()
     return first[order], order.argsort()[place]
 
 
-def _states_by_step(states: Int[Tensor, "B K"], trained: Sequence[int]) -> dict[int, Int[Tensor, " B"]]:
-    """The states (B,) before each step up to the last trained one; a step between two trained ones has those of the next."""
-    columns = dict(zip(trained, states.unbind(1), strict=True))
-    return {i: columns[min(k for k in trained if k >= i)] for i in range(min(trained), max(trained) + 1)} if columns else {}
+def _states_by_step(state_ids: Int[Tensor, "B K"] | None, steps: list[int]) -> dict[int, Int[Tensor, " B"]]:
+    """The states (B,) before each step up to the last stochastic one; a step between two of these has those of the next."""
+    if state_ids is None or not steps:
+        return {}
+    columns = dict(zip(steps, state_ids.unbind(1), strict=True))
+    return {i: columns[min(k for k in steps if k >= i)] for i in range(min(steps), max(steps) + 1)}
 
 
 @dataclass(frozen=True)
-class _Steps:
-    """The steps of a rollout: stochastic and recorded where there is noise for them, else the ODE's."""
+class _Sampler:
+    """Takes states through steps of the schedule: the stochastic ones are recorded, the others are the ODE's."""
 
     velocity: Velocity
     schedule: Schedule
-    transition: str
-    noise_level: float
     microbatch: int
-    noise: dict[int, Tensor]  # (B, ...) of each trained step
-    partners: dict[int, Tensor]  # (B,) of each trained step, the row of another image
+    stochastic: StochasticSteps | None
+    noise: dict[int, Tensor]  # (B, ...) of each stochastic step
     shared: dict[int, Tensor]  # (B,) which rows have the same state before a step
-    log_prob: Callable[..., Tensor]
     solver: Solver | None
     keep_graphs: bool
     record_device: torch.device
 
-    def __call__(
+    def sample(
         self, x: Float[Tensor, "n ..."], steps: range, rows: Int[Tensor, " n"]
-    ) -> tuple[Float[Tensor, "n ..."], list[SampledStep], dict[int, list[StepGraph]]]:
+    ) -> tuple[Float[Tensor, "n ..."], list[SampledStep], dict[int, list[StepOutput]]]:
         """Take x, the states of `rows`, through `steps`: the last state, the records, and the graphs by a micro-batch's first row."""
         records: list[SampledStep] = []
-        graphs: dict[int, list[StepGraph]] = {}
-        for stochastic, adjacent in groupby(steps, self.noise.__contains__):
-            if not stochastic:
+        graphs: dict[int, list[StepOutput]] = {}
+        for is_stochastic, adjacent in groupby(steps, self.noise.__contains__):
+            if not is_stochastic:
                 run = list(adjacent)
                 parts = zip(x.split(self.microbatch), rows.split(self.microbatch), strict=True)
                 x = torch.cat([self._solve(part, run, part_rows) for part, part_rows in parts])
                 continue
             for i in adjacent:
-                record, kept = self._trained_step(x, i, rows)
+                record, kept = self._stochastic_step(x, i, rows)
                 x = record.x_next
                 records.append(record.to(self.record_device))
                 for first, graph in kept.items():
                     graphs.setdefault(first, []).append(graph)
         return x, records, graphs
 
-    def _trained_step(
+    def _stochastic_step(
         self, x: Float[Tensor, "n *state"], i: int, rows: Int[Tensor, " n"]
-    ) -> tuple[SampledStep, dict[int, StepGraph]]:
+    ) -> tuple[SampledStep, dict[int, StepOutput]]:
         """One stochastic step, and its graphs by the first row of a micro-batch. float32, and the tensor that is scored is stored."""
+        assert self.stochastic is not None
+        distribution = self.stochastic.distribution
         parts = list(zip(x.split(self.microbatch), rows.split(self.microbatch), strict=True))
         velocities, records, graphs = [], [], {}
         for x_part, part in parts:
             with torch.set_grad_enabled(self.keep_graphs):
                 v = _velocity(self.velocity, x_part, i, part, self.shared.get(i))
             velocities.append(v if self.keep_graphs else v.detach())  # a compiled policy has computed it with a graph
-        noise, length = self._draw(x, velocities, i)
+        noise, length = self._noise(self.stochastic, x, velocities, i)
         for (x_part, part), v in zip(parts, velocities, strict=True):
             with torch.set_grad_enabled(self.keep_graphs):
-                mean, std = _transition(self.transition, self.schedule, i, x_part, v, noise_level=self.noise_level)
+                mean, std = _transition(distribution, self.schedule, i, x_part, v)
                 drawn_mean = mean.detach()
                 x_next = drawn_mean + std * take_rows(noise, part).to(mean)
                 std = std if length is None else std * take_rows(length, part)
-                line_start = None if length is None else drawn_mean
-                end, of_mean, of_std = log_prob_arguments(x_next, mean, std, line_start)
-                log_prob = self.log_prob(end, of_mean, of_std)
+                output = _step_output(distribution, v, x_next, mean, std, line_start=None if length is None else drawn_mean)
             if self.keep_graphs:
-                graphs[int(part[0])] = StepGraph(v, of_mean, of_std, log_prob)
+                graphs[int(part[0])] = output
             kept_std = None if length is None else std.flatten()
-            records.append(SampledStep(x_part, x_next, drawn_mean, log_prob.detach(), kept_std))
+            records.append(SampledStep(x_part, x_next, drawn_mean, output.log_prob.detach(), kept_std))
         return SampledStep.join(records), graphs
 
-    def _draw(self, x: Float[Tensor, "B *state"], velocities: list[Tensor], i: int) -> tuple[Tensor, Tensor | None]:
+    def _noise(
+        self, stochastic: StochasticSteps, x: Float[Tensor, "B *state"], velocities: list[Tensor], i: int
+    ) -> tuple[Tensor, Tensor | None]:
         """What a step adds to its mean, over the transition's std; the lengths (B, 1, ...) of the lines that this lies on, if any."""
-        if not self.partners:
+        if stochastic.partners is None:
             return self.noise[i], None
         sigma = self.schedule.sigmas[i].reshape(number_shape(x)).to(x, non_blocking=x.device.type != "cpu")
         x0_hat = sde.x0_hat_of(x, torch.cat(velocities).detach(), sigma)
-        line = take_rows(x0_hat, self.partners[i]) - x0_hat
+        line = take_rows(x0_hat, stochastic.partners(i)) - x0_hat
         return self.noise[i] * line, line.flatten(1).norm(dim=1).clamp_min(1e-6).reshape(number_shape(x))
 
     def _solve(self, x: Float[Tensor, "n *state"], steps: list[int], rows: Int[Tensor, " n"]) -> Float[Tensor, "n *state"]:
         """Take x, the states of `rows`, through adjacent steps of the ODE."""
         if self.solver is None:
             for i in steps:
-                x, _ = _transition("ode", self.schedule, i, x, _velocity(self.velocity, x, i, rows, self.shared.get(i)))
+                x, _ = _transition(ODE, self.schedule, i, x, _velocity(self.velocity, x, i, rows, self.shared.get(i)))
             return x
         calls, advance = self.solver(range(steps[0], steps[-1] + 1))
         for i in calls:
@@ -287,13 +288,9 @@ def number_shape(x: Float[Tensor, "n *state"]) -> tuple[int, ...]:
 
 
 def _transition(
-    name: str,
-    schedule: Schedule,
-    i: int,
-    x: Float[Tensor, "n *state"],
-    v: Float[Tensor, "n *state"],
-    noise_level: float = 0.0,
+    distribution: StepDistribution, schedule: Schedule, i: int, x: Float[Tensor, "n *state"], v: Float[Tensor, "n *state"]
 ) -> tuple[Float[Tensor, "n *state"], sde.Std]:
     """Mean and std of step i of the schedule."""
     sigma, sigma_next = schedule.sigmas[i], schedule.sigmas[i + 1]
-    return sde.transition(name, x, v, sigma, sigma_next, noise_level=noise_level, sigma_max=schedule.sigma_max)
+    name, level = distribution.transition, distribution.noise_level
+    return sde.transition(name, x, v, sigma, sigma_next, noise_level=level, sigma_max=schedule.sigma_max)

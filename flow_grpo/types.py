@@ -8,8 +8,9 @@ Scores       --group_advantages-->  advantage (B,)
 advantage    --objective-->         Loss
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import accumulate
 from typing import Any
 
@@ -92,6 +93,15 @@ class Schedule:
 
 
 @dataclass(frozen=True)
+class StepDistribution:
+    """How a stochastic step is sampled and scored: names of `sde.TRANSITIONS` and `sde.LOG_PROBS`, and how much noise it adds."""
+
+    transition: str
+    noise_level: float
+    log_prob: str = "gaussian"
+
+
+@dataclass(frozen=True)
 class SampledStep:
     """One stochastic step of a rollout, for n rows."""
 
@@ -103,22 +113,22 @@ class SampledStep:
 
     def to(self, device: torch.device) -> "SampledStep":
         """The same on that device."""
-        moved: dict[str, Any] = {name: None if value is None else value.to(device) for name, value in vars(self).items()}
-        return SampledStep(**moved)
+        return SampledStep(**_by_field(lambda values: values[0].to(device), [vars(self)]))
 
     @staticmethod
     def join(parts: "Sequence[SampledStep]") -> "SampledStep":
         """The steps of several micro-batches as one."""
-        joined: dict[str, Any] = {
-            name: None if value is None else torch.cat([getattr(part, name) for part in parts])
-            for name, value in vars(parts[0]).items()
-        }
-        return SampledStep(**joined)
+        return SampledStep(**_by_field(torch.cat, [vars(part) for part in parts]))
+
+
+def _by_field(function: Callable[[list[Tensor]], Tensor], parts: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """The function of each field's tensors in `parts`; None stays."""
+    return {name: None if first is None else function([part[name] for part in parts]) for name, first in parts[0].items()}
 
 
 @dataclass(frozen=True)
-class StepGraph:
-    """A trained step of n rows as the rollout computed it, with the gradient: what a replay would compute again."""
+class StepOutput:
+    """A stochastic step of n rows by the policy as it is now, with the gradient if it was computed with one."""
 
     v: Float[Tensor, "n *state"]
     mean: Float[Tensor, "n *noise"]  # what the log-probability is of: the state, or its coordinate on the line of the noise
@@ -130,7 +140,7 @@ class StepGraph:
 class Trajectory:
     """What a rollout leaves for the update: K trained steps of each of B images, and the latents that they ended with.
 
-    `states`, of images that share them, has the same number for rows that have the same state before a step.
+    `state_ids`, of images that share states, has the same number for rows that have the same state before a step.
     `graphs`, where the rollout kept them, has the K steps of each micro-batch by its first row; a graph is removed when it is used.
     """
 
@@ -141,9 +151,10 @@ class Trajectory:
     mean: Float[Tensor, "B K *state"]
     log_prob_BK: Float[Tensor, "B K"]
     final: Float[Tensor, "B ..."]  # float32 latents of the images
-    states: Int[Tensor, "B K"] | None = None
+    state_ids: Int[Tensor, "B K"] | None = None
     std: Float[Tensor, "B K"] | None = None  # see SampledStep
-    graphs: dict[int, list[StepGraph]] = field(default_factory=dict)
+    graphs: dict[int, list[StepOutput]] = field(default_factory=dict)
+    distribution: StepDistribution | None = None  # of the steps, where there are any
 
     @staticmethod
     def from_steps(
@@ -151,45 +162,39 @@ class Trajectory:
         steps: list[int],
         records: list[SampledStep],
         final: Float[Tensor, "B ..."],
-        graphs: dict[int, list[StepGraph]] | None = None,
+        graphs: dict[int, list[StepOutput]] | None = None,
     ) -> "Trajectory":
         """Stack one record per trained step; without any the tensors are (B, 0)."""
         if not records:
             empty = final.new_zeros(len(final), 0)
             return Trajectory(schedule, [], x=empty, x_next=empty, mean=empty, log_prob_BK=empty, final=final)
-        columns: dict[str, Any] = {
-            name: None if getattr(records[0], name) is None else torch.stack([getattr(step, name) for step in records], 1)
-            for name in ("x", "x_next", "mean", "log_prob", "std")
-        }
+        columns = _by_field(partial(torch.stack, dim=1), [vars(step) for step in records])
         return Trajectory(schedule, steps, log_prob_BK=columns.pop("log_prob"), final=final, graphs=graphs or {}, **columns)
 
     def take(self, rows: Int[Tensor, " n"]) -> "Trajectory":
         """These rows, without graphs."""
-        taken: dict[str, Any] = {name: None if value is None else value[rows] for name, value in self._of_rows().items()}
-        return replace(self, **taken, graphs={})
+        return replace(self, **_by_field(lambda values: values[0][rows], [self._of_rows()]), graphs={})
 
     @staticmethod
     def join(parts: "Sequence[Trajectory]") -> "Trajectory":
         """The trajectories of several batches as one."""
         starts = accumulate([len(t.final) for t in parts], initial=0)
         graphs = {start + row: kept for start, t in zip(starts, parts, strict=False) for row, kept in t.graphs.items()}
-        columns = {name: [t._of_rows()[name] for t in parts] for name in parts[0]._of_rows()}
-        joined: dict[str, Any] = {name: None if values[0] is None else torch.cat(values) for name, values in columns.items()}
-        return replace(parts[0], **joined, graphs=graphs)
+        return replace(parts[0], **_by_field(torch.cat, [t._of_rows() for t in parts]), graphs=graphs)
 
     def _of_rows(self) -> dict[str, Any]:
         """The tensors with a row for each image."""
-        names = ("x", "x_next", "mean", "log_prob_BK", "final", "states", "std")
+        names = ("x", "x_next", "mean", "log_prob_BK", "final", "state_ids", "std")
         return {name: getattr(self, name) for name in names}
 
 
 @dataclass(frozen=True)
 class TrainedStep:
-    """One trained transition of n rows: as the policy sees it now, and (`old_`) as it was when it was drawn."""
+    """One trained transition of n rows: under the current policy and, with `old_`, under the policy that sampled it."""
 
     log_prob: Float[Tensor, " n"]  # with the gradient
     old_log_prob: Float[Tensor, " n"]
-    mean: Float[Tensor, "n *noise"]  # with the gradient, see StepGraph
+    mean: Float[Tensor, "n *noise"]  # with the gradient, see StepOutput
     old_mean: Float[Tensor, "n *noise"]
     std: Float[Tensor, "#n ..."]  # broadcastable to mean
     delta: Float[Tensor, ""]  # sigma_next - sigma < 0
@@ -203,7 +208,7 @@ class NoisedImage:
     eps: Float[Tensor, "n *latent"]  # standard normal, shared within a group unless objective.shared_noise is false
     sigma: Float[Tensor, " n"]  # in (0, 1], shared likewise
     v: Float[Tensor, "n *latent"]  # velocity now, with the gradient
-    v_rollout: Float[Tensor, "n *latent"]  # velocity of the policy that drew the images
+    v_rollout: Float[Tensor, "n *latent"]  # velocity of the policy that sampled the images
     v_old: Float[Tensor, "n *latent"] | None = None  # velocity of the slowly moving copy, for nft and crd
     v_ref: Float[Tensor, "n *latent"] | None = None  # velocity of the base model, where the objective or its KL asks for it
     group_mean: Float[Tensor, " n"] | None = None  # mean over the row's group of the number that crd or dgpo needs, detached

@@ -723,15 +723,15 @@ BUGS = [
     (
         "noise between images is of the states, not of what they predict",
         "flow_grpo/sampling.py",
-        "line = take_rows(x0_hat, self.partners[i]) - x0_hat",
-        "line = take_rows(x, self.partners[i]) - x",
+        "line = take_rows(x0_hat, stochastic.partners(i)) - x0_hat",
+        "line = take_rows(x, stochastic.partners(i)) - x",
         "tests/test_difference.py -k moves_along",
     ),
     (
         "a replay of noise between images has the std of the schedule",
         "flow_grpo/sampling.py",
-        "if trajectory.std is not None:",
-        "if False:",
+        "        std = take_rows(trajectory.std[:, k], rows, device).reshape(number_shape(x))\n",
+        "        pass\n",
         "tests/test_difference.py -k ratio_of_exactly",
     ),
     (

@@ -11,7 +11,7 @@ from torch.distributions import Normal, kl_divergence
 from flow_grpo import sampling, sde
 from flow_grpo.data.prompts import PromptSet
 from flow_grpo.training.step_loss import ClipRange
-from flow_grpo.types import PromptBatch, Schedule
+from flow_grpo.types import PromptBatch, Schedule, StepDistribution
 
 SIGMAS = torch.tensor([1.0, 0.9, 0.7, 0.4, 0.1, 0.0])
 SCHEDULE = Schedule(1000 * SIGMAS[:-1], SIGMAS)
@@ -34,11 +34,12 @@ def roll(microbatch=6, shift=0.0, rows=None, level=LEVEL):
         SCHEDULE,
         sampling.batch_noise(SHAPE, rows, 0, "start", 0),
         microbatch=microbatch,
-        trained=TRAINED,
-        transition="difference",
-        noise_level=level,
-        step_noise=lambda i: sampling.batch_noise((1, 1), rows, 0, "step", 0, i),
-        step_partners=lambda i: sampling.partners(rows, 0, "partner", 0, i),
+        stochastic=sampling.StochasticSteps(
+            TRAINED,
+            StepDistribution("difference", level),
+            noise=lambda i: sampling.batch_noise((1, 1), rows, 0, "step", 0, i),
+            partners=lambda i: sampling.partners(rows, 0, "partner", 0, i),
+        ),
     )
 
 
@@ -99,10 +100,7 @@ def ratios(trajectory, shift, k=0):
     """Of all rows, with the velocity moved by `shift`."""
     rows = torch.arange(len(trajectory.final))
     moved = functools.partial(velocity, shift=shift)
-    _, mean, std = sampling.replay(moved, trajectory, k, rows, "difference", LEVEL)
-    x_next, drawn = trajectory.x_next[:, k], trajectory.mean[:, k]
-    log_prob = sde.log_prob(*sampling.log_prob_arguments(x_next, mean, std, drawn))
-    return (log_prob - trajectory.log_prob_BK[:, k]).exp()
+    return (sampling.replay(moved, trajectory, k, rows).log_prob - trajectory.log_prob_BK[:, k]).exp()
 
 
 def test_replaying_gives_a_ratio_of_exactly_1():
@@ -127,13 +125,12 @@ def test_its_gradient_is_that_of_the_expected_reward_over_the_noise():
     c, m = torch.randn(2, 6, generator=torch.Generator().manual_seed(0))
     u = torch.nn.functional.normalize((trajectory.x_next[:, 0] - trajectory.mean[:, 0]).flatten(1), dim=1)
     by_hand = (u @ c) * (u @ m)
-    mean = trajectory.mean[:, 0].clone().requires_grad_()
-    coordinates = sampling.log_prob_arguments(
-        trajectory.x_next[:, 0], mean, trajectory.std[:, 0].reshape(-1, 1, 1), trajectory.mean[:, 0]
-    )
+    shift = torch.zeros_like(trajectory.mean[:, 0]).requires_grad_()  # of the velocity; the mean moves by delta times that
+    moved = functools.partial(velocity, shift=shift)
+    log_prob = sampling.replay(moved, trajectory, 0, torch.arange(len(trajectory.final))).log_prob
     reward = trajectory.x_next[:, 0].flatten(1) @ c - trajectory.mean[:, 0].flatten(1) @ c
-    (gradient,) = torch.autograd.grad((reward * sde.log_prob(*coordinates)).sum(), mean)
-    estimates = gradient.flatten(1) @ m
+    (gradient,) = torch.autograd.grad((reward * log_prob).sum(), shift)
+    estimates = gradient.flatten(1) @ m / (SIGMAS[TRAINED[0] + 1] - SIGMAS[TRAINED[0]])
     error = float((estimates - by_hand).std()) / len(estimates) ** 0.5
     assert abs(float((estimates - by_hand).mean())) < 4 * error
     assert error < 0.1 * float(by_hand.abs().mean())

@@ -1,6 +1,5 @@
 """Rollouts with a toy velocity: windows, streams of noise, shared prefixes, micro-batches."""
 
-import functools
 import json
 from typing import get_args
 
@@ -14,7 +13,7 @@ from flow_grpo.config.sampling import SamplingConfig
 from flow_grpo.data.prompts import PromptSampler, PromptSet
 from flow_grpo.policy.solvers import SOLVERS, ode_solver
 from flow_grpo.training.windows import trained_steps
-from flow_grpo.types import PromptBatch, Schedule
+from flow_grpo.types import PromptBatch, Schedule, StepDistribution
 
 SIGMAS = torch.tensor([1.0, 0.9, 0.7, 0.4, 0.1, 0.0])
 SCHEDULE = Schedule(1000 * SIGMAS[:-1], SIGMAS)
@@ -43,11 +42,12 @@ def roll(trained, microbatch=6, shared=False, transition="cps", seed=0):
         SCHEDULE,
         start,
         microbatch=microbatch,
-        trained=trained,
-        transition=transition,
-        noise_level=0.7,
-        step_noise=lambda i: sampling.batch_noise(SHAPE, rows, seed, "step", 0, i),
-        states=one_start(rows, len(trained)) if shared else None,
+        stochastic=sampling.StochasticSteps(
+            trained,
+            StepDistribution(transition, noise_level=0.7),
+            noise=lambda i: sampling.batch_noise(SHAPE, rows, seed, "step", 0, i),
+            state_ids=one_start(rows, len(trained)) if shared else None,
+        ),
     )
 
 
@@ -169,9 +169,12 @@ def test_a_trained_step_is_its_mean_plus_std_times_the_noise_of_that_step(transi
 def test_a_rollout_is_float32_without_gradients_and_scored_as_asked():
     weight = torch.ones(1, requires_grad=True)
     start = sampling.batch_noise(SHAPE, batch(), 0, "start", 0).double()
-    drawn = functools.partial(sampling.rollout, lambda x, i, rows: weight * x, SCHEDULE, start, microbatch=4, trained=[1])
-    drawn = functools.partial(drawn, transition="cps", noise_level=0.7, step_noise=lambda i: start)
-    trajectory = drawn(log_prob="unnormalized")
+
+    def drawn(log_prob: str):
+        stochastic = sampling.StochasticSteps([1], StepDistribution("cps", 0.7, log_prob), noise=lambda i: start)
+        return sampling.rollout(lambda x, i, rows: weight * x, SCHEDULE, start, microbatch=4, stochastic=stochastic)
+
+    trajectory = drawn("unnormalized")
     for part in (trajectory.x, trajectory.x_next, trajectory.mean, trajectory.log_prob_BK, trajectory.final):
         assert part.dtype == torch.float32
         assert not part.requires_grad
@@ -179,7 +182,7 @@ def test_a_rollout_is_float32_without_gradients_and_scored_as_asked():
         trajectory.log_prob_BK[:, 0],
         sde.log_prob_unnormalized(trajectory.x_next[:, 0], trajectory.mean[:, 0], torch.ones(1)),
     )
-    gaussian = drawn()
+    gaussian = drawn("gaussian")
     std = sde.transition("cps", gaussian.x[:, 0], gaussian.x[:, 0], 0.9, 0.7, 0.7)[1]
     torch.testing.assert_close(gaussian.log_prob_BK[:, 0], sde.log_prob(gaussian.x_next[:, 0], gaussian.mean[:, 0], std))
 
@@ -195,10 +198,10 @@ def test_replaying_gives_a_ratio_of_exactly_1(transition):
     trajectory = roll([0, 1, 3], transition=transition)
     for k, i in enumerate(trajectory.steps):
         rows = torch.tensor([5, 0, 3])
-        v, mean, std = sampling.replay(velocity, trajectory, k, rows, transition, 0.7)
-        assert torch.equal(v, velocity(trajectory.x[rows, k], i, rows))
-        ratio = (sde.log_prob(trajectory.x_next[rows, k], mean, std) - trajectory.log_prob_BK[rows, k]).exp()
-        assert torch.equal(ratio, torch.ones(3))
+        now = sampling.replay(velocity, trajectory, k, rows)
+        assert torch.equal(now.v, velocity(trajectory.x[rows, k], i, rows))
+        assert torch.equal(now.log_prob, sde.log_prob(trajectory.x_next[rows, k], now.mean, now.std))
+        assert torch.equal((now.log_prob - trajectory.log_prob_BK[rows, k]).exp(), torch.ones(3))
 
 
 @pytest.mark.parametrize(("trained", "cost"), [([2], 3 * 2 + 2 * 6), ([1, 3], 2 * 2 + 3 * 6), ([0], 2 + 4 * 6), ([], 5 * 6)])
@@ -211,13 +214,19 @@ def test_a_shared_start_gives_the_images_that_separate_prefixes_would_and_costs_
 
     rows = batch()
     start = sampling.batch_noise(SHAPE, rows, 0, "start", 0, shared=True)
-    drawn = functools.partial(sampling.rollout, counting, SCHEDULE, start, microbatch=6, trained=trained, transition="cps")
-    drawn = functools.partial(
-        drawn, noise_level=0.7, step_noise=lambda i: sampling.batch_noise(SHAPE, rows, 0, "step", 0, i)
-    )
-    shared = drawn(states=one_start(rows, len(trained)))
+
+    def drawn(state_ids: torch.Tensor | None):
+        stochastic = sampling.StochasticSteps(
+            trained,
+            StepDistribution("cps", noise_level=0.7),
+            noise=lambda i: sampling.batch_noise(SHAPE, rows, 0, "step", 0, i),
+            state_ids=state_ids,
+        )
+        return sampling.rollout(counting, SCHEDULE, start, microbatch=6, stochastic=stochastic)
+
+    shared = drawn(one_start(rows, len(trained)))
     assert sum(calls) == cost
-    separate = drawn(states=None)
+    separate = drawn(None)
     assert sum(calls) == cost + 5 * 6
     assert torch.equal(shared.final, separate.final)
     assert torch.equal(shared.log_prob_BK, separate.log_prob_BK)
@@ -395,10 +404,11 @@ def test_around_a_window_a_solver_takes_each_part_of_the_ode_from_its_own_start(
         schedule,
         start,
         microbatch=4,
-        trained=trained,
-        transition="cps",
-        noise_level=0.7,
-        step_noise=lambda i: sampling.batch_noise(SHAPE, batch(), 0, "step", 0, i),
+        stochastic=sampling.StochasticSteps(
+            trained,
+            StepDistribution("cps", noise_level=0.7),
+            noise=lambda i: sampling.batch_noise(SHAPE, batch(), 0, "step", 0, i),
+        ),
         solver=ode_solver(solver, schedule),
     )
     assert torch.equal(whole.x[:, 0], part(range(trained[0]), start))

@@ -10,7 +10,7 @@ from flow_grpo import advantages, sampling, tree
 from flow_grpo.distributed.processes import Processes
 from flow_grpo.training.step_loss import ClipRange
 from flow_grpo.training.update import PolicyUpdate
-from flow_grpo.types import Experience
+from flow_grpo.types import Experience, StepDistribution
 
 WINDOW = [0, 1, 2]
 TREE = {"prompts_per_step": 2, "images_per_prompt": 4, "microbatch": 8}
@@ -85,10 +85,11 @@ def test_a_tree_is_what_its_paths_would_be_one_by_one_and_each_state_asks_once()
             trajectory.schedule,
             start,
             microbatch=1,
-            trained=WINDOW,
-            transition="cps",
-            noise_level=0.8,
-            step_noise=lambda i, g=group, of=names: sampling.noise(small.SHAPE, args.seed, "step", 0, i, g, of[i])[None],
+            stochastic=sampling.StochasticSteps(
+                WINDOW,
+                StepDistribution("cps", noise_level=0.8),
+                noise=lambda i, g=group, of=names: sampling.noise(small.SHAPE, args.seed, "step", 0, i, g, of[i])[None],
+            ),
         )
         for name in ("x", "x_next", "mean", "log_prob_BK", "final"):
             torch.testing.assert_close(getattr(trajectory, name)[row], getattr(alone, name)[0], rtol=1e-4, atol=1e-5)
@@ -128,7 +129,7 @@ def test_the_update_of_a_tree_is_that_of_its_paths(microbatch, keep):
     batch, advantage = small.PROMPTS.head(2).repeat(4), torch.randn(8, 3, generator=torch.Generator().manual_seed(0))
     trajectory = sampled(policy, args, batch)
     groups, rows = torch.arange(2), torch.arange(8)
-    apart = dataclasses.replace(trajectory, states=None, graphs={})
+    apart = dataclasses.replace(trajectory, state_ids=None, graphs={})
     metrics, of_tree = gradient(policy, args, Experience(batch, trajectory, advantage, rows, 4, groups, {}))
     assert metrics["ratio/first_update_max_deviation"] == 0
     other = small.policy()

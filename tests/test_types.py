@@ -56,10 +56,10 @@ def test_a_trajectory_is_taken_apart_and_joined_with_all_that_belongs_to_a_row()
     parts = [whole.take(torch.tensor([0, 1])), whole.take(torch.tensor([2]))]
     assert torch.equal(parts[1].x_next, tensors[1][2:])
     joined = Trajectory.join(parts)
-    assert (joined.states, joined.graphs) == (None, {})
+    assert (joined.state_ids, joined.graphs) == (None, {})
     states = torch.tensor([[0, 1], [0, 2], [3, 3]])
-    sharing = dataclasses.replace(whole, states=states)
-    shared = Trajectory.join([sharing.take(torch.tensor([0, 1])), sharing.take(torch.tensor([2]))]).states
+    sharing = dataclasses.replace(whole, state_ids=states)
+    shared = Trajectory.join([sharing.take(torch.tensor([0, 1])), sharing.take(torch.tensor([2]))]).state_ids
     assert shared is not None
     assert torch.equal(shared, states)
     with_std = dataclasses.replace(whole, std=numbered(3, 2))
@@ -68,7 +68,7 @@ def test_a_trajectory_is_taken_apart_and_joined_with_all_that_belongs_to_a_row()
     assert torch.equal(stds, numbered(3, 2))
     assert joined.schedule is SCHEDULE
     for field in fields(Trajectory):
-        if field.name not in ("schedule", "graphs", "states", "std"):
+        if field.name not in ("schedule", "graphs", "state_ids", "std", "distribution"):
             assert torch.equal(*(torch.as_tensor(getattr(one, field.name)) for one in (joined, whole))), field.name
 
 

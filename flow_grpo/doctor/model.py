@@ -10,11 +10,11 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from flow_grpo import sampling, sde
+from flow_grpo import sampling
 from flow_grpo.doctor.result import ERROR, OK, WARNING, CheckResult
 from flow_grpo.image_prompt import with_images
 from flow_grpo.policy.policy import Policy
-from flow_grpo.types import Schedule
+from flow_grpo.types import Schedule, StepDistribution
 
 PROMPTS = ["a red cat", "a blue dog on a very long and winding road"]
 NUM_STEPS = 3
@@ -135,13 +135,10 @@ class CompatibilityChecks:
             schedule,
             start,
             microbatch=2,
-            trained=[0],
-            transition="cps",
-            noise_level=0.7,
-            step_noise=lambda i: noise,
+            stochastic=sampling.StochasticSteps([0], StepDistribution("cps", noise_level=0.7), noise=lambda i: noise),
         )
-        _, mean, std = sampling.replay(velocity, trajectory, k=0, rows=torch.arange(2), transition="cps", noise_level=0.7)
-        ratio = (sde.log_prob(trajectory.x_next[:, 0], mean, std) - trajectory.log_prob_BK[:, 0]).exp()
+        log_prob = sampling.replay(velocity, trajectory, k=0, rows=torch.arange(2)).log_prob
+        ratio = (log_prob - trajectory.log_prob_BK[:, 0]).exp()
         difference = (ratio - 1).abs().max().item()
         return _result(
             self.replay, f"{difference:.1e}", difference == 0, "look for dropout, or kernels that are not deterministic"

@@ -21,7 +21,6 @@ def loss_of_batch(
             conditioning,
             objective=args.objective,
             method=args.method,
-            sampling_settings=args.sampling,
             clip=clip,
         )
     return ForwardProcessLoss(

@@ -17,7 +17,7 @@ from flow_grpo.policy.solvers import ode_solver
 from flow_grpo.progress import phase
 from flow_grpo.text import counted
 from flow_grpo.training.interrupt import Interrupted, background, interruptible, wait_for
-from flow_grpo.types import PromptBatch, Scores, Trajectory
+from flow_grpo.types import PromptBatch, Scores, StepDistribution, Trajectory
 from rewards import WeightedSum
 from rewards.interrupt import DaemonThread
 
@@ -75,21 +75,21 @@ class ImageSampler:
             with torch.set_grad_enabled((self.policy.compiled or keep_graphs) and i in window):
                 return velocity(x, i, rows)
 
+        start = sampling.batch_noise(self.latent_shape, batch, seed, "start", step, shared=bool(branches))
+        stochastic = sampling.StochasticSteps(
+            window,
+            StepDistribution(settings.transition, settings.noise_level, settings.log_prob),
+            noise=lambda i: sampling.batch_noise(noise_shape, drawn[window.index(i)], seed, "step", step, i),
+            partners=(lambda i: sampling.partners(batch, seed, "partner", step, i)) if between else None,
+            state_ids=tree.shared_states(batch, branches, len(window)) if branches else None,
+        )
         rollout = partial(
             sampling.rollout,
             interruptible(sampled, self._should_stop_alone),  # nothing of this step has touched the adapter yet
             self.schedule,
-            sampling.batch_noise(self.latent_shape, batch, seed, "start", step, shared=bool(branches)).to(
-                self.policy.device, non_blocking=True
-            ),
+            start.to(self.policy.device, non_blocking=True),
             microbatch=self.args.microbatch,
-            trained=window,
-            transition=settings.transition,
-            noise_level=settings.noise_level,
-            step_noise=lambda i: sampling.batch_noise(noise_shape, drawn[window.index(i)], seed, "step", step, i),
-            step_partners=(lambda i: sampling.partners(batch, seed, "partner", step, i)) if between else None,
-            log_prob=settings.log_prob,
-            states=tree.shared_states(batch, branches, len(window)) if branches else None,
+            stochastic=stochastic,
             solver=self.solver,
             keep_graphs=keep_graphs,
             record_device=torch.device("cpu") if self.args.memory.offload_trajectories else None,

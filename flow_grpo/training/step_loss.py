@@ -8,16 +8,15 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from flow_grpo import methods, sampling, sde
+from flow_grpo import methods, sampling
 from flow_grpo.config.objective import ObjectiveConfig
-from flow_grpo.config.sampling import SamplingConfig
 from flow_grpo.distributed.processes import Processes
 from flow_grpo.policy.conditioning import Conditioning
 from flow_grpo.policy.pipeline import FlowPipeline
 from flow_grpo.policy.policy import Policy
 from flow_grpo.training.anchors import Anchors, Computed
 from flow_grpo.training.losses import objective_function
-from flow_grpo.types import RATIO_DEVIATION, Experience, Loss, StepGraph, TrainedStep, take_rows
+from flow_grpo.types import RATIO_DEVIATION, Experience, Loss, StepOutput, TrainedStep, take_rows
 
 
 class ClipRange:
@@ -82,11 +81,10 @@ class StepLoss:
         *,
         objective: ObjectiveConfig,
         method: methods.Objective,
-        sampling_settings: SamplingConfig,
         clip: ClipRange,
     ) -> None:
         trajectory, advantage = experience.trajectory, experience.advantage
-        self.policy, self.objective, self.sampling = policy, objective, sampling_settings
+        self.policy, self.objective = policy, objective
         self.loss = objective_function(objective, method)
         self.conditioning, self.anchors = conditioning, Anchors(policy, experience, conditioning, objective)
         self.trajectory, self.clip = trajectory, clip
@@ -106,7 +104,7 @@ class StepLoss:
         """
         graphs = self.trajectory.graphs.pop(int(rows[0])) if self.in_place else None
         for k, i in enumerate(self.trajectory.steps):
-            now = self._from_graph(k, rows, graphs[k]) if graphs else self._step(k, rows, self.policy, self.conditioning)
+            now = self._computed(k, rows, graphs[k]) if graphs else self._replayed(k, rows, self.policy, self.conditioning)
             step = now.step
             assert step is not None
             loss = self._objective(i, step, self._of_step(self.advantage, k, rows))
@@ -115,28 +113,16 @@ class StepLoss:
                 self.clip.observe(i, deviation.where(is_real.to(deviation.device, non_blocking=True), math.nan))
             if self.objective.weighs_by_std:
                 loss = Loss(loss.value * step.std.flatten(1)[:, 0], loss.metrics)
-            references = self.anchors.evaluate(functools.partial(self._step, k, rows))
+            references = self.anchors.evaluate(functools.partial(self._replayed, k, rows))
             yield self.anchors.added_to(loss, rows, now, references)
 
-    def _step(self, k: int, rows: Int[Tensor, " n"], model: FlowPipeline, conditioning: Conditioning) -> Computed:
+    def _replayed(self, k: int, rows: Int[Tensor, " n"], model: FlowPipeline, conditioning: Conditioning) -> Computed:
         """Velocity and transition of the k-th trained step by a model."""
-        trajectory = self.trajectory
-        v, mean, std = sampling.replay(
-            model.velocity_fn(trajectory.schedule, conditioning),
-            trajectory,
-            k,
-            rows,
-            transition=self.sampling.transition,
-            noise_level=self.sampling.noise_level,
-            device=self.policy.device,
-        )
-        x_next = self._of_step(trajectory.x_next, k, rows)
-        line_start = None if trajectory.std is None else self._of_step(trajectory.mean, k, rows)
-        x_next, mean, std = sampling.log_prob_arguments(x_next, mean, std, line_start)
-        return self._from_graph(k, rows, StepGraph(v, mean, std, sde.LOG_PROBS[self.sampling.log_prob](x_next, mean, std)))
+        velocity = model.velocity_fn(self.trajectory.schedule, conditioning)
+        return self._computed(k, rows, sampling.replay(velocity, self.trajectory, k, rows, self.policy.device))
 
-    def _from_graph(self, k: int, rows: Int[Tensor, " n"], now: StepGraph) -> Computed:
-        """Velocity and transition of the k-th trained step, which is computed already."""
+    def _computed(self, k: int, rows: Int[Tensor, " n"], now: StepOutput) -> Computed:
+        """Velocity and transition of the k-th trained step, beside what the rollout recorded."""
         trajectory, i = self.trajectory, self.trajectory.steps[k]
         delta = trajectory.schedule.sigmas[i + 1] - trajectory.schedule.sigmas[i]
         old_log_prob = self._of_step(trajectory.log_prob_BK, k, rows)

@@ -15,7 +15,7 @@ from flow_grpo.policy.hub import WEIGHTS, expert_weights
 from flow_grpo.policy.loading import load_policy
 from flow_grpo.policy.merge import save_merged
 from flow_grpo.policy.policy import Policy
-from flow_grpo.sde import log_prob
+from flow_grpo.types import StepDistribution
 
 CALL = {"height": 32, "width": 48, **TINY["wan22"].call}
 PROMPTS = ["a red cat", "a big dog"]
@@ -67,12 +67,9 @@ def test_the_window_decides_which_expert_is_trained(policy, step):
     schedule, shape = policy.schedule(STEPS)
     velocity = policy.velocity_fn(schedule, policy.encode(PROMPTS))
     start, noise = torch.randn(2, 2, *shape, generator=torch.Generator().manual_seed(0))
-    settings = {"transition": "cps", "noise_level": 0.7}
-    rollout = sampling.rollout(
-        velocity, schedule, start, microbatch=2, trained=[step], step_noise=lambda i: noise, **settings
-    )
-    _, mean, std = sampling.replay(velocity, rollout, 0, ROWS, "cps", 0.7)
-    now = log_prob(rollout.x_next[:, 0], mean, std)
+    stochastic = sampling.StochasticSteps([step], StepDistribution("cps", noise_level=0.7), noise=lambda i: noise)
+    rollout = sampling.rollout(velocity, schedule, start, microbatch=2, stochastic=stochastic)
+    now = sampling.replay(velocity, rollout, 0, ROWS).log_prob
     assert torch.equal(now, rollout.log_prob_BK[:, 0])
     now.sum().backward()
     received = {name for name, p in policy.trainable_parameters().items() if p.grad is not None and p.grad.any()}

@@ -9,7 +9,7 @@ from support.embedded import stir
 from support.families import TINY, Tiny, awake
 from support.sample_rewards import brightness
 
-from flow_grpo import sampling, sde
+from flow_grpo import sampling
 from flow_grpo.config import FlowGRPOConfig
 from flow_grpo.doctor.model import check_model
 from flow_grpo.doctor.result import OK
@@ -19,6 +19,7 @@ from flow_grpo.policy.merge import save_merged
 from flow_grpo.policy.policy import Policy
 from flow_grpo.policy.solvers import SOLVERS, ode_solver
 from flow_grpo.trainer import FlowGRPOTrainer
+from flow_grpo.types import StepDistribution
 
 PROMPTS = ["a red cat", "a big dog"]  # of one length, so that pipelines encode both in one batch without padding
 ROWS = torch.arange(2)
@@ -114,12 +115,11 @@ def test_stored_steps_replay_to_a_ratio_of_exactly_1_with_gradients(folders, nam
     prompts = [PROMPTS[0], PROMPTS[1], "a very long prompt about a dog"]
     velocity = policy.velocity_fn(schedule, policy.encode(prompts))
     start, step = torch.randn(2, 3, *shape, generator=torch.Generator().manual_seed(0))
-    noise = {"transition": "cps", "noise_level": 0.7, "step_noise": lambda i: step}
-    trajectory = sampling.rollout(velocity, schedule, start, microbatch=3, trained=[0, 1], **noise)
+    stochastic = sampling.StochasticSteps([0, 1], StepDistribution("cps", noise_level=0.7), noise=lambda i: step)
+    trajectory = sampling.rollout(velocity, schedule, start, microbatch=3, stochastic=stochastic)
     rows = torch.arange(3)
     for k in range(2):  # of a pipeline with two experts, one computes each of them
-        _, mean, std = sampling.replay(velocity, trajectory, k, rows, "cps", 0.7)
-        log_prob = sde.log_prob(trajectory.x_next[rows, k], mean, std)
+        log_prob = sampling.replay(velocity, trajectory, k, rows).log_prob
         assert torch.equal(log_prob, trajectory.log_prob_BK[rows, k])
         log_prob.sum().backward()
     silent = [n for n, p in policy.trainable_parameters().items() if p.grad is None or not p.grad.any()]

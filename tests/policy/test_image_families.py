@@ -10,7 +10,7 @@ from diffusers import DiffusionPipeline
 from support.embedded import stir
 from support.image_families import IMAGE_TINY, SEVERAL, picture, small_pictures
 
-from flow_grpo import sampling, sde
+from flow_grpo import sampling
 from flow_grpo.config import FlowGRPOConfig
 from flow_grpo.config.sections import MemoryConfig
 from flow_grpo.data.prompts import PromptSet
@@ -23,6 +23,7 @@ from flow_grpo.policy.interception import check_flow, images_to_tensor
 from flow_grpo.policy.loading import load_policy
 from flow_grpo.policy.policy import Policy
 from flow_grpo.trainer import FlowGRPOTrainer
+from flow_grpo.types import StepDistribution
 
 RED, DOG = ImagePrompt("a red cat", [picture(1)]), ImagePrompt("a big dog", [picture(2)])
 WIDE = ImagePrompt("a red cat", [picture(3, size=(64, 128))])
@@ -166,12 +167,11 @@ def test_stored_steps_replay_to_a_ratio_of_exactly_1_with_gradients(folders, nam
     schedule, _ = policy.schedule(3)
     of_prompts = policy.velocity_fn(schedule, policy.encode([RED, DOG, WIDE]))
     start = noise(policy, 3)
-    noisy = {"transition": "cps", "noise_level": 0.7, "step_noise": lambda i: start.flip(0)}
-    trajectory = sampling.rollout(of_prompts, schedule, start, microbatch=3, trained=[0, 1], **noisy)
+    stochastic = sampling.StochasticSteps([0, 1], StepDistribution("cps", 0.7), noise=lambda i: start.flip(0))
+    trajectory = sampling.rollout(of_prompts, schedule, start, microbatch=3, stochastic=stochastic)
     rows = torch.arange(3)
     for k in range(2):
-        _, mean, std = sampling.replay(of_prompts, trajectory, k, rows, "cps", 0.7)
-        log_prob = sde.log_prob(trajectory.x_next[rows, k], mean, std)
+        log_prob = sampling.replay(of_prompts, trajectory, k, rows).log_prob
         assert torch.equal(log_prob, trajectory.log_prob_BK[rows, k])
     log_prob.sum().backward()
     received = [p.grad is not None and bool(p.grad.any()) for p in policy.trainable_parameters().values()]

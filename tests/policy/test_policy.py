@@ -9,7 +9,7 @@ from support import small_policy as small
 from support.embedded import CALL, LATENTS, PROMPTS, ROWS, euler, stir, tiny_policy
 from support.method_names import STOCHASTIC
 
-from flow_grpo import sampling, sde
+from flow_grpo import sampling
 from flow_grpo.data.prompts import PromptSet
 from flow_grpo.distributed.processes import Processes
 from flow_grpo.evaluation.generate import generate_images
@@ -17,6 +17,7 @@ from flow_grpo.policy import policy as policy_module
 from flow_grpo.policy.loading import load_policy
 from flow_grpo.policy.memory import compile_blocks
 from flow_grpo.policy.policy import Policy
+from flow_grpo.types import StepDistribution
 
 
 @pytest.mark.parametrize("guidance", [1.0, 3.0])
@@ -46,15 +47,15 @@ def test_replaying_stored_steps_with_gradients_gives_a_ratio_of_exactly_1(dtype,
         schedule,
         sampling.batch_noise(shape, batch, 0, "start"),
         microbatch=3,
-        trained=[0, 1, 2],
-        transition=transition,
-        noise_level=0.7,
-        step_noise=lambda i: sampling.batch_noise(shape, batch, 0, "step", i),
+        stochastic=sampling.StochasticSteps(
+            [0, 1, 2],
+            StepDistribution(transition, noise_level=0.7),
+            noise=lambda i: sampling.batch_noise(shape, batch, 0, "step", i),
+        ),
     )
     for k in range(3):
         for rows in torch.arange(6).split(3):
-            _, mean, std = sampling.replay(velocity, trajectory, k, rows, transition, 0.7)
-            log_prob = sde.log_prob(trajectory.x_next[rows, k], mean, std)
+            log_prob = sampling.replay(velocity, trajectory, k, rows).log_prob
             assert log_prob.requires_grad
             assert torch.equal(log_prob, trajectory.log_prob_BK[rows, k])
 
@@ -205,23 +206,14 @@ def test_replay_does_not_depend_on_the_micro_batch(policy):
     schedule, shape = policy.schedule(4)
     velocity = policy.velocity_fn(schedule, policy.encode(PROMPTS * 2))
     start, noise = torch.randn(2, 4, *shape, generator=torch.Generator().manual_seed(0))
+    stochastic = sampling.StochasticSteps([0, 1], StepDistribution("cps", noise_level=0.7), noise=lambda i: noise)
     trajectories = [
-        sampling.rollout(
-            velocity,
-            schedule,
-            start,
-            microbatch=microbatch,
-            trained=[0, 1],
-            transition="cps",
-            noise_level=0.7,
-            step_noise=lambda i: noise,
-        )
-        for microbatch in (4, 1)
+        sampling.rollout(velocity, schedule, start, microbatch=microbatch, stochastic=stochastic) for microbatch in (4, 1)
     ]
     torch.testing.assert_close(trajectories[0].final, trajectories[1].final, rtol=0, atol=1e-4)
     rows = torch.arange(4)
-    whole = sampling.replay(velocity, trajectories[0], 1, rows, "cps", 0.7)[0]
-    single = torch.cat([sampling.replay(velocity, trajectories[0], 1, rows[i : i + 1], "cps", 0.7)[0] for i in range(4)])
+    whole = sampling.replay(velocity, trajectories[0], 1, rows).v
+    single = torch.cat([sampling.replay(velocity, trajectories[0], 1, rows[i : i + 1]).v for i in range(4)])
     torch.testing.assert_close(whole, single, rtol=0, atol=1e-4)
 
 

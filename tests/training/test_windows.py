@@ -11,6 +11,7 @@ from flow_grpo import sampling
 from flow_grpo.data.prompts import PromptSampler
 from flow_grpo.training.interrupt import Interrupted
 from flow_grpo.training.windows import StepVariance, WindowSchedule, most_variable_window, step_reward_variance
+from flow_grpo.types import StepDistribution
 from rewards import WeightedSum
 
 SIZES = {"prompts_per_step": 3, "images_per_prompt": 4, "microbatch": 6}
@@ -30,10 +31,7 @@ def by_hand(policy, args, transition: str, noise_level: float, step: int) -> tor
         schedule,
         sampling.batch_noise(shape, batch, args.seed, "start", 0, shared=True),
         microbatch=6,
-        trained=[step],
-        transition=transition,
-        noise_level=noise_level,
-        step_noise=lambda i: noise,
+        stochastic=sampling.StochasticSteps([step], StepDistribution(transition, noise_level), noise=lambda i: noise),
     ).final
     return bright(policy.decode(final), batch.prompts).view(3, 4)
 
