@@ -1,8 +1,10 @@
 """The loop on a small policy: what each of its settings does, what a checkpoint holds, and what is left when a step fails."""
 
+import dataclasses
 import json
 import math
 import os
+import shutil
 import signal
 import threading
 from pathlib import Path
@@ -553,6 +555,32 @@ def test_the_weights_of_the_best_evaluation_are_kept_as_they_were_drawn(tmp_path
     assert [row["monitor/best_step"] for row in told] == [0, 1, 1, 1]
 
 
+def test_the_best_weights_of_a_step_that_a_resumed_run_does_again_are_deleted(tmp_path):
+    settings = {"held_out": HELD_OUT, "steps": 3, "save_every": 2, "keep_checkpoints": 9, "evaluation": {"every": 1}}
+    first = made(tmp_path / "run", **settings)
+    best_last(first)
+    first.train()
+    shutil.rmtree(tmp_path / "run" / "checkpoints" / "step_000003")
+    kept, again = [], made(tmp_path / "run", **settings)
+    best_last(again)
+    step = again.training_step
+    again.training_step = lambda: (kept.append((tmp_path / "run" / "best").exists()), step())[1]
+    assert (tmp_path / "run" / "best").exists()
+    again.train(resume=True)
+    assert kept == [False]
+    assert (tmp_path / "run" / "best").exists()
+
+
+def best_last(trainer):
+    """Evaluations by which each step is better than the one before."""
+    evaluated = trainer.evaluator.evaluate
+
+    def scripted(microbatch):
+        return dataclasses.replace(evaluated(microbatch), values={"reward": torch.full((3,), float(trainer.step))})
+
+    trainer.evaluator.evaluate = scripted
+
+
 def test_what_is_measured_and_not_trained_on_is_in_no_sum(tmp_path):
     trainer = made(
         tmp_path / "run", held_out=HELD_OUT, prompts_per_step=1, evaluation={"rewards": {"jpeg_size": 1.0}, "steps": 2}
@@ -860,7 +888,7 @@ def test_a_run_goes_on_in_the_dtype_in_which_it_began(tmp_path, monkeypatch, cap
     monkeypatch.setattr(run_policy, "bf16_speedup", lambda: 4.0)
     assert run(1, resume=False) == torch.bfloat16
     output = " ".join(capsys.readouterr().out.split())
-    assert "tiny on cpu in bfloat16 (4.0 times as fast as float32 at a layer here): 1 step" in output
+    assert "StableDiffusion3Pipeline on cpu in bfloat16 (4.0 times as fast as float32 at a layer here): 1 step" in output
     monkeypatch.setattr(devices, "bf16_speedup", lambda: 0.5)
     assert run(2, resume=True) == torch.bfloat16, "another machine"
     (tmp_path / "run" / "machine.json").write_text('{"dtype": "float12"}')
@@ -870,7 +898,11 @@ def test_a_run_goes_on_in_the_dtype_in_which_it_began(tmp_path, monkeypatch, cap
 def test_a_run_says_what_it_trains_where(tmp_path, capsys):
     made(tmp_path / "run", steps=2).train()
     output = " ".join(capsys.readouterr().out.split())
-    assert f"tiny on cpu in float32: 2 steps of 2 prompts x 3 images; run folder {tmp_path / 'run'}" in output
+    assert "model: StableDiffusion3Pipeline" in (tmp_path / "run" / "config.yaml").read_text()
+    assert (
+        f"StableDiffusion3Pipeline on cpu in float32: 2 steps of 2 prompts x 3 images; run folder {tmp_path / 'run'}"
+        in output
+    )
     machine = json.loads((tmp_path / "run" / "machine.json").read_text())
     assert machine["processes"] == 1
     assert (tmp_path / "run" / "config.yaml").read_text() == made(tmp_path / "run", steps=2).args.to_yaml()
@@ -914,6 +946,30 @@ def test_what_was_dropped_or_noted_is_reported_once_with_its_step(tmp_path):
     assert told == [(1, "a note"), (2, "reward flaky gave no finite number for 1 of 6 images, whose groups were left out.")]
     assert not trainer.stage.warnings
     assert not trainer.rewards.drop_messages
+
+
+def test_what_was_dropped_in_the_last_evaluation_is_reported_too(tmp_path):
+    def flaky(images, prompts):
+        flaky.calls += 1
+        return [math.nan if flaky.calls == 3 and i == 0 else float(v) for i, v in enumerate(images.mean((1, 2, 3)))]
+
+    flaky.calls = 0
+    trainer = made(tmp_path / "run", flaky, steps=1, held_out=HELD_OUT)
+    trainer.eval_rewards.drop_on_error.add("flaky")
+    trainer.train()
+    told = [(row["step"], row["warning"]) for row in rows(tmp_path / "run") if "flaky gave" in row.get("warning", "")]
+    assert told == [(1, "reward flaky gave no finite number for 1 of 3 images, whose groups were left out.")]
+
+
+def test_a_callback_that_asks_to_stop_at_an_evaluation_ends_the_run_there(tmp_path):
+    class StopAtScore:
+        def on_evaluate(self, args, state, control, **kwargs):
+            control.should_training_stop = state.global_step == 1
+
+    trainer = made(tmp_path / "run", steps=3, held_out=HELD_OUT, evaluation={"every": 1})
+    trainer.callbacks.callbacks.append(StopAtScore())
+    trainer.train()
+    assert trainer.step == 1
 
 
 def test_a_run_without_signal_is_warned_of_once_also_if_it_is_resumed(tmp_path, capsys):

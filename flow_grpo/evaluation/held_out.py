@@ -74,7 +74,7 @@ def evaluate(
         by_process = processes.gather_or_raise(score, (ValueError, Interrupted))
     values = {name: _in_prompt_order([part[name] for part in by_process]) for name in by_process[0]}
     if rows_by_set(prompts.metadata):  # without rewards that no set has
-        values = {name: of_prompt for name, of_prompt in values.items() if not of_prompt.isnan().all()}
+        values = {name: v for name, v in values.items() if name == "reward" or not v.isnan().all()}
     differences = rms_difference(images[: len(second_images)], second_images)
     image_stats = processes.all_gather((high_frequency_power(images), differences))
     shown = {*range(num_kept_images), *(best_and_worst(values["reward"].tolist()) if num_kept_images else ())}

@@ -77,7 +77,9 @@ def select_weights(run: RunReader, best: bool, checkpoint: int | None) -> tuple[
         return place, checkpoint
     if best:
         if run.best_step is None or not (folder / layout.BEST).is_dir():
-            raise ValueError(f"{folder} has no best/, since nothing was evaluated: export a --checkpoint.")
+            raise ValueError(
+                f"{folder} has no best/: nothing was evaluated, or not since it was resumed. Export a --checkpoint."
+            )
         return folder / layout.BEST, run.best_step
     weights = layout.trained_weights(folder)
     if weights is None:

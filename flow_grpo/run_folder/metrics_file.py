@@ -50,6 +50,12 @@ def _current_name(key: str) -> str:
     return f"{FORMER_NAMES.get(name, name)}{at}{size}"
 
 
+def best_step(rows: list[dict]) -> int | None:
+    """The step of the best evaluation, according to the last one of these rows."""
+    steps = [row["monitor/best_step"] for row in rows if math.isfinite(row.get("monitor/best_step", math.nan))]
+    return int(steps[-1]) if steps else None
+
+
 def has_metrics(folder: Path) -> bool:
     """Whether a run has written metrics there, readable or not."""
     return bool(_lines(folder / METRICS))

@@ -3,15 +3,17 @@
 import copy
 import json
 import math
+import re
 from pathlib import Path
 from typing import Any
 
 from flow_grpo.config.loading import parse_yaml, read_text
 from flow_grpo.run_folder import layout
 from flow_grpo.run_folder.contents import Content, EvaluationContent, GroupsContent, MachineContent, checked
-from flow_grpo.run_folder.metrics_file import metric_name, metric_size, read_metrics
+from flow_grpo.run_folder.metrics_file import best_step, metric_name, metric_size, read_metrics
 
 KINDS: dict[str, type[Content]] = {layout.EVALUATION: EvaluationContent, layout.GROUPS: GroupsContent}
+REWARD_MEAN = re.compile(r"rewards/(.+)/mean")  # the metric of a reward in training
 SET_REWARD = "reward/"  # the reward of one prompt set: reward/SET, held out eval/reward/SET
 
 
@@ -71,7 +73,10 @@ class RunReader:
     @property
     def trained(self) -> list[str]:
         """Names of the rewards that it was trained on."""
-        return self.evaluations[-1]["trained"] if self.evaluations else list(self.rewards)
+        if self.evaluations:
+            return self.evaluations[-1]["trained"]
+        means = [REWARD_MEAN.fullmatch(key) for row in self.steps for key in row]  # also of functions that no config names
+        return list(dict.fromkeys(match[1] for match in means if match)) or list(self.rewards)
 
     @property
     def metrics(self) -> list[str]:
@@ -107,8 +112,7 @@ class RunReader:
     @property
     def best_step(self) -> int | None:
         """The step of the best evaluation, according to the last one."""
-        steps = [row["monitor/best_step"] for row in self.held_out if math.isfinite(row.get("monitor/best_step", math.nan))]
-        return int(steps[-1]) if steps else None
+        return best_step(self.held_out)
 
     def sum_of(self, key: str) -> float:
         """The sum of a metric over all rows."""

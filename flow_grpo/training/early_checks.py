@@ -16,7 +16,7 @@ from flow_grpo.policy.pipeline import FlowPipeline
 from flow_grpo.run_folder.opening import check_begun
 from flow_grpo.training.custom import load_custom_function
 from flow_grpo.training.zero import STAGES, import_deepspeed
-from rewards import Reward
+from rewards import Reward, WeightedSum
 from rewards.groups import GROUP, scope_of
 
 
@@ -69,6 +69,24 @@ def check_gates(args: FlowGRPOConfig, row_weights: torch.Tensor | None) -> None:
             "an anchor with gate=disagreement ranks the images of a step by their reward, and prompts with rewards of their own have no "
             "common scale: choose another gate, or leave out the column `rewards`."
         )
+
+
+def check_unweighted_rewards(args: FlowGRPOConfig, rewards: WeightedSum) -> None:
+    """Check that the trainer was given the rewards of weight 0 that settings name or need."""
+    unweighted = {name for name in rewards.rewards if rewards.weights[name] == 0}
+    for _, stage in args.resolved_stages():
+        diversity = stage.objective.diversity_weight
+        if diversity is not None and rewards.names.get(diversity) not in unweighted:
+            raise ValueError(
+                f"objective.diversity_weight={diversity} is none of the rewards of weight 0 that the trainer was given: add it to "
+                f"reward_funcs, and rewards.{diversity}=0 to the settings."
+            )
+        needs_judge = any(anchor.gate == "disagreement" for anchor in stage.objective.anchors)
+        if needs_judge and not unweighted - {rewards.names.get(diversity or "")}:
+            raise ValueError(
+                "an anchor with gate=disagreement compares the trained reward with rewards of weight 0, and the trainer was given none: "
+                "add one to reward_funcs, and rewards.NAME=0 to the settings."
+            )
 
 
 def check_scope(name: str, reward: Reward, args: FlowGRPOConfig) -> None:

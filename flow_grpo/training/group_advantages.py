@@ -78,7 +78,7 @@ class GroupAdvantages:
         else:
             advantage = compare(compared_rewards)
         if objective.diversity_weight is not None:
-            distance = images.scores.by_name[objective.diversity_weight][rows]
+            distance = images.scores.by_name[self.rewards.names[objective.diversity_weight]][rows]
             advantage = advantages.diversity_weighted(advantage, distance, batch.group)
         by_each = self.args.takes_each_reward or objective.reward_cap is not None
         reward = compared_rewards if by_each else images.scores.total[rows]

@@ -131,7 +131,8 @@ class RolloutSource:
 
     def _judges(self, name: str) -> bool:
         """Whether a reward is not trained on and says how good an image is."""
-        return self.rewards.weights[name] == 0 and name != self.args.objective.diversity_weight
+        diversity = self.args.objective.diversity_weight
+        return self.rewards.weights[name] == 0 and (diversity is None or name != self.rewards.names[diversity])
 
     def _metrics(self, step: int, images: ScoredImages, num_rounds: int) -> dict[str, float]:
         metrics = {**reward_metrics(images), "images": float(len(images.batch.prompts))}

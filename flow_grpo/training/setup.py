@@ -56,6 +56,8 @@ def build_run(
     of_model = args.with_model(hub.model_name(model.pipe) if isinstance(model, Policy) else model or args.model)
     prompts = of_model.training_prompts if train_dataset is None else train_dataset
     train_set = load_run_prompts(prompts)
+    if isinstance(model, Policy) and "model" not in args.model_fields_set:
+        args = args.model_copy(update={"model": of_model.model})  # which the run folder, the report and an export then name
     args = (of_model if isinstance(model, str) else args).with_launcher_settings()
     held_out = args.evaluation.prompts if eval_dataset is None else eval_dataset
     eval_set = None if held_out is None else load_run_prompts(held_out).head(args.evaluation.max_prompts)
@@ -66,7 +68,9 @@ def build_run(
     row_weights = [  # raises if a prompt names a reward that is not there
         eval_rewards.row_weights(one.repeat(1).metadata_columns()) for one in (train_set, eval_set or train_set)
     ]
+    rewards = eval_rewards.subset(trained)
     early_checks.check_gates(args, row_weights[0])
+    early_checks.check_unweighted_rewards(args, rewards)
     for name, reward in eval_rewards.rewards.items() if eval_set is not None else ():
         early_checks.check_scope(name, reward, args)
     eval_prompts = [] if eval_set is None else eval_set.prompts
@@ -85,7 +89,7 @@ def build_run(
         eval_set=eval_set,
         prompt_sampler=sampler_of(train_set, args.seed, args.prompt_skipping.patience, args.prompt_skipping.steps),
         eval_rewards=eval_rewards,
-        rewards=eval_rewards.subset(trained),
+        rewards=rewards,
         prompt_overlaps=[] if given_images else prompt_overlap.sentences(train_set.prompts, eval_prompts, source),
         train_source=source,
     )

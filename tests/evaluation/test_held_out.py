@@ -61,6 +61,20 @@ def test_rewards_are_averaged_over_the_images_of_a_prompt_and_a_group_has_all_of
     torch.testing.assert_close(evaluation.diversity, difference)
 
 
+def broken(images, prompts):
+    raise RuntimeError("its server is down")
+
+
+def test_prompt_sets_whose_only_reward_was_dropped_have_a_sum_without_numbers():
+    policy, prompts = small.policy(), small.PROMPTS.head(2)
+    sets = type(prompts)(prompts.prompts, [{"prompt_set": "one"}, {"prompt_set": "two"}])
+    kit = WeightedSum({"broken": broken}, {"broken": 1.0}, drop_on_error=["broken"])
+    evaluation = evaluate(policy, sets, kit, base=policy.reference, steps=2, seed=7, num_kept_images=2)
+    assert list(evaluation.values) == ["reward"]
+    assert evaluation.values["reward"].isnan().all()
+    assert sorted(evaluation.images) == [0, 1]
+
+
 def test_two_processes_measure_the_same():
     whole = measure(small.policy(), images_per_prompt=2, num_diversity_prompts=3)
     for evaluation in run_as_processes(

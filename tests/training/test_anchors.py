@@ -470,6 +470,29 @@ def test_a_step_caps_rewards_and_weighs_advantages_by_the_diversity_reward(advan
     torch.testing.assert_close(found.advantage, expected, rtol=1e-4, atol=1e-7)
 
 
+def test_a_diversity_reward_of_the_users_own_file_is_named_as_in_the_config():
+    advantages_by_name = []
+    for name in ("uneven", "own.py:uneven"):
+        args = small.settings(objective={"diversity_weight": name}, rewards={"bright": 1, name: 0}, images_per_prompt=4)
+        rewards = WeightedSum({"bright": bright, "uneven": uneven}, {"bright": 1.0, "uneven": 0.0}, names={name: "uneven"})
+        advantages_by_name.append(small.rollouts(small.policy(), args, [0, 1], rewards).collect(0).advantage)
+    assert advantages_by_name[0].any()
+    assert torch.equal(*advantages_by_name)
+
+
+@pytest.mark.parametrize(
+    ("objective", "words"),
+    [
+        ({"diversity_weight": "jpeg_size"}, "objective.diversity_weight=jpeg_size is none of the rewards of weight 0"),
+        ({"anchors": [{**BASE, "gate": "disagreement"}]}, "compares the trained reward with rewards of weight 0"),
+    ],
+)
+def test_rewards_of_weight_0_must_be_among_those_that_the_trainer_is_given(tmp_path, objective, words):
+    args = small.settings(output=str(tmp_path / "run"), objective=objective, rewards={"bright": 1, "jpeg_size": 0})
+    with pytest.raises(ValueError, match=words):
+        FlowGRPOTrainer(small.policy(), bright, args, small.PROMPTS)
+
+
 @pytest.mark.parametrize(
     ("objective", "changes", "words"),
     [
