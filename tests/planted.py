@@ -128,7 +128,7 @@ BUGS = [
     (
         "a guided anchor is one to the base model",
         "flow_grpo/training/anchors.py",
-        "if anchor is None or anchor.guidance is None:",
+        "if anchor is None or anchor.config.guidance is None:",
         "if True:",
         "tests/training/test_anchors.py -k several_anchors",
     ),
@@ -618,8 +618,8 @@ BUGS = [
     (
         "the KL is computed under no_grad",
         "flow_grpo/training/anchors.py",
-        "value = loss.value + self._weight(anchor, rows) * distance",
-        "value = loss.value + self._weight(anchor, rows) * distance.detach()",
+        "value = loss.value + self._weight(anchor.config, rows) * distance",
+        "value = loss.value + self._weight(anchor.config, rows) * distance.detach()",
         "tests/training/test_anchors.py -k several",
     ),
     (
@@ -639,7 +639,7 @@ BUGS = [
     (
         "an anchor to a copy is one to the base model",
         "flow_grpo/training/anchors.py",
-        "with self.policy.lora.use(adapter(name)):",
+        "with self.policy.lora.use(anchor.adapter):",
         "with self.policy.reference():",
         "tests/training/test_anchors.py -k several",
     ),

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from pydantic import Field, create_model, model_validator
 
 from flow_grpo import methods
-from flow_grpo.config.anchors import CRDS_RAMP, KL, AnchorConfig, Decay, DecayRamp, by_metric, references
+from flow_grpo.config.anchors import CRDS_RAMP, KL, AnchorConfig, Decay, DecayRamp, NamedAnchor, name_anchors
 from flow_grpo.config.old_names import DPO_BETA
 from flow_grpo.config.sections import ConfigSection, PositiveFloat, PositiveInt, Share
 from flow_grpo.text import suggest
@@ -49,15 +49,17 @@ class ObjectiveConfig(ConfigSection):
             """The settings of one objective, which its section alone has."""
 
     @property
-    def anchors_by_metric(self) -> dict[str, AnchorConfig]:
-        """All anchors by the name of their metric, that of `kl_weight` first."""
-        short = {"kl": AnchorConfig(to="base", weight=self.kl_weight, kl=self.kl)} if self.kl_weight else {}
-        return {**short, **by_metric(self.anchors)}
+    def named_anchors(self) -> list[NamedAnchor]:
+        """All anchors with their names, that of `kl_weight` first."""
+        short = AnchorConfig(to="base", weight=self.kl_weight, kl=self.kl) if self.kl_weight else None
+        return name_anchors(self.anchors, [NamedAnchor(short, "kl", "base")] if short else [])
 
     @property
-    def references(self) -> dict[str, AnchorConfig]:
-        """The distinct references of the anchors by name."""
-        return references(self.anchors_by_metric.values())
+    def references(self) -> list[str]:
+        """Names of the references to evaluate: those of the anchors, and base if the objective or the norm guard needs it."""
+        needed = not methods.is_custom(self.name) and methods.OBJECTIVES[self.name].reference
+        base = ["base"] if needed or self.norm_guard else []
+        return list(dict.fromkeys([*(anchor.reference for anchor in self.named_anchors), *base]))
 
     @property
     def is_anchored(self) -> bool:

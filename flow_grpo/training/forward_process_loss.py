@@ -44,7 +44,7 @@ class ForwardProcessLoss:
         self.policy, self.objective, self.advantage = policy, objective, experience.advantage
         self.method, self.loss = method, objective_function(objective, method)
         self.conditioning, self.x0 = conditioning, experience.trajectory.final
-        self.anchors = Anchors(policy, experience, conditioning, objective, needs_base=method.reference)
+        self.anchors = Anchors(policy, experience, conditioning, objective)
         self.count = self.objective.num_noise_levels
         shape, schedule = self.x0.shape[1:], experience.trajectory.schedule
         self.draws = [
