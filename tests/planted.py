@@ -268,7 +268,7 @@ BUGS = [
     (
         "eval's win rate is against the policy itself",
         "flow_grpo/evaluation/measure.py",
-        "        with policy.reference():\n            return generate_with_seeds",
+        "        with policy.base_model():\n            return generate_with_seeds",
         "        if True:\n            return generate_with_seeds",
         "tests/evaluation/test_evaluation.py -k over_the_base_model",
     ),
@@ -640,7 +640,7 @@ BUGS = [
         "an anchor to a copy is one to the base model",
         "flow_grpo/training/anchors.py",
         "with self.policy.lora.use(anchor.adapter):",
-        "with self.policy.reference():",
+        "with self.policy.base_model():",
         "tests/training/test_anchors.py -k several",
     ),
     (

@@ -93,7 +93,7 @@ class AnchorConfig(ConfigSection):
         return self
 
     @property
-    def reference(self) -> tuple:
+    def reference_key(self) -> tuple:
         """What the reference is: equal for anchors that share one."""
         return self.to, str(self.decay), self.every, self.threshold, self.guidance
 
@@ -121,7 +121,7 @@ def name_anchors(anchors: Iterable[AnchorConfig], before: Sequence[NamedAnchor] 
     """The anchors that have names already, and `anchors` with theirs."""
     named = list(before)
     for anchor in anchors:
-        shared = next((known.reference for known in named if known.config.reference == anchor.reference), None)
+        shared = next((known.reference for known in named if known.config.reference_key == anchor.reference_key), None)
         named.append(
             NamedAnchor(
                 anchor,

@@ -92,7 +92,7 @@ class Anchors:
             with self.policy.lora.use(anchor.adapter):
                 yield self.policy, self.conditioning
             return
-        with self.policy.reference():
+        with self.policy.base_model():
             if anchor is None or anchor.config.guidance is None:
                 yield self.policy, self.conditioning
             else:

@@ -64,7 +64,7 @@ def velocities(policy, experience, terms, k, steps):
 
     seen = {"now": of(policy, conditioning)}
     with torch.no_grad():
-        with policy.reference():
+        with policy.base_model():
             seen["base"] = of(policy, conditioning)
             own = small.policy(lora=False, guidance=4.5)
             seen["guided"] = of(own, own.encode(experience.batch.prompts))
@@ -161,7 +161,7 @@ def test_the_guided_reference_extrapolates_from_the_empty_prompt():
         torch.arange(2),
     )
     prompts = small.PROMPTS.prompts[:2]
-    with torch.no_grad(), policy.reference():
+    with torch.no_grad(), policy.base_model():
         with_prompt, without = (policy.velocity(x, t, policy.encode(p), rows) for p in (prompts, ["", ""]))
         model = policy.with_guidance(4.5)
         velocity = model.velocity(x, t, model.encode(prompts), rows)
