@@ -6,7 +6,8 @@ from pydantic import Field, SerializeAsAny, field_validator
 
 from flow_grpo import methods
 from flow_grpo.config.bundled import TRAINING_PROMPTS
-from flow_grpo.config.objective import ObjectiveConfig, read_objective
+from flow_grpo.config.objective import ObjectiveConfig
+from flow_grpo.config.objective_types import read_objective
 from flow_grpo.config.sampling import SamplingConfig
 from flow_grpo.config.sections import (
     ConfigSection,

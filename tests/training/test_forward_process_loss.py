@@ -7,7 +7,7 @@ import torch
 from support import small_policy as small
 
 from flow_grpo.config.anchors import DecayRamp
-from flow_grpo.config.objective import section_type
+from flow_grpo.config.objective_types import section_type
 from flow_grpo.distributed.processes import Processes
 from flow_grpo.training.update import PolicyUpdate
 
