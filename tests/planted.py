@@ -212,8 +212,8 @@ BUGS = [
     (
         "the old policy draws no images",
         "flow_grpo/training/image_sampler.py",
-        'adapter = ADAPTERS.get(getattr(self.args.objective, "rollout_policy", "trained"))',
-        "adapter = None",
+        "with self.policy.lora.use(self.args.objective.sampling_adapter):",
+        "with self.policy.lora.use(None):",
         "tests/training/test_forward_process_loss.py -k drawn_by_the_old",
     ),
     (

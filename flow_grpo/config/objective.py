@@ -8,6 +8,9 @@ from flow_grpo import methods
 from flow_grpo.config.anchors import CRDS_RAMP, KL, AnchorConfig, Decay, DecayRamp, NamedAnchor, name_anchors
 from flow_grpo.config.sections import ConfigSection, PositiveFloat, PositiveInt, Share
 
+# Adapters that slowly follow the trained one; checkpoints have these names.
+OLD_ADAPTER, ROLLOUT_ADAPTER = "old", "rollout"
+
 
 class ObjectiveConfig(ConfigSection):
     """What every objective reads. `section_type` adds the settings of one objective."""
@@ -69,14 +72,29 @@ class ObjectiveConfig(ConfigSection):
         return {}
 
     @property
+    def sampling_adapter(self) -> str | None:
+        """The adapter that samples a step's images; None is the trained one."""
+        return None
+
+    @property
     def has_auto_clip(self) -> bool:
         """Whether the clip range is to be calibrated on the ratios of each step."""
-        return "auto" in (getattr(self, "clip_low", None), getattr(self, "clip_high", None))
+        return False
+
+    @property
+    def auto_clip_quantile(self) -> float | None:
+        """The share of ratios inside a calibrated clip range; None if the objective calibrates none."""
+        return None
 
     @property
     def weighs_by_std(self) -> bool:
         """Whether each step's loss is weighed by the transition's std."""
-        return getattr(self, "step_weight", "uniform") == "std"
+        return False
+
+    @property
+    def gate_advantage_max(self) -> float:
+        """The advantage at which an anchor's gate `advantage` is 1: that of objectives which map advantages to [0, 1] too, else CRD's."""
+        return 5.0
 
 
 class Clip(ObjectiveConfig):
@@ -86,16 +104,28 @@ class Clip(ObjectiveConfig):
     clip_high: PositiveFloat | Literal["auto"] = 1e-4
     """The ratio is clipped at 1 + clip_high; above clip_low it is DAPO's clip-higher."""
 
+    @property
+    def has_auto_clip(self) -> bool:
+        return "auto" in (self.clip_low, self.clip_high)
+
 
 class ClipQuantile(ObjectiveConfig):
     clip_quantile: Annotated[float, Field(gt=0, lt=1)] = 0.9
     """With clip_low or clip_high `auto`: the share of ratios inside the clip range."""
+
+    @property
+    def auto_clip_quantile(self) -> float | None:
+        return self.clip_quantile
 
 
 class StepWeight(ObjectiveConfig):
     step_weight: Literal["uniform", "std"] = "uniform"
     """Weight of a step's loss; `std` weighs by the transition's std (TempFlow, arXiv 2508.04324), which makes up for the 1 / std in the
     gradient of a log-probability."""
+
+    @property
+    def weighs_by_std(self) -> bool:
+        return self.step_weight == "std"
 
 
 class Dppo(ObjectiveConfig):
@@ -170,6 +200,10 @@ class Nft(ObjectiveConfig):
     advantage_max: PositiveFloat = 5.0
     """Advantages are clipped to ±advantage_max and mapped to [0, 1]. It also scales the loss."""
 
+    @property
+    def gate_advantage_max(self) -> float:
+        return self.advantage_max
+
 
 class Crd(ObjectiveConfig):
     """The settings of `crd` (arXiv 2603.14128)."""
@@ -178,6 +212,10 @@ class Crd(ObjectiveConfig):
     """Scale of the implicit reward: the larger, the less the policy moves from the old one for the same advantage."""
     advantage_max: PositiveFloat = 5.0
     """Advantages are clipped to ±advantage_max and mapped to [0, 1]. It also scales the loss."""
+
+    @property
+    def gate_advantage_max(self) -> float:
+        return self.advantage_max
 
 
 class OldPolicy(ObjectiveConfig):
@@ -193,8 +231,12 @@ class OldPolicy(ObjectiveConfig):
 
     @property
     def policy_copies(self) -> dict[str, float | DecayRamp]:
-        copies = {"old": self.old_policy_decay, "rollout": self.rollout_policy_decay}
-        return copies if self.rollout_policy == "average" else {"old": self.old_policy_decay}
+        copies = {OLD_ADAPTER: self.old_policy_decay, ROLLOUT_ADAPTER: self.rollout_policy_decay}
+        return copies if self.rollout_policy == "average" else {OLD_ADAPTER: self.old_policy_decay}
+
+    @property
+    def sampling_adapter(self) -> str | None:
+        return {"trained": None, "old": OLD_ADAPTER, "average": ROLLOUT_ADAPTER}[self.rollout_policy]
 
     @model_validator(mode="after")
     def _has_its_average(self) -> "OldPolicy":

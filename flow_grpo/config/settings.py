@@ -143,4 +143,4 @@ class RunSettings(ConfigSection):
     @property
     def dataset(self) -> str | None:
         """Images to train on instead of rollouts, if the objective is given any."""
-        return getattr(self.objective, "dataset", None)
+        return self.objective.dataset if self.method.offline else None

@@ -44,9 +44,7 @@ class Anchors:
         self.policy, self.experience, self.conditioning = policy, experience, conditioning
         self.anchors, self.references, self.norm_guard = objective.named_anchors, objective.references, objective.norm_guard
         self.by_reference = {anchor.reference: anchor for anchor in self.anchors}  # of those that share one, any
-        self.advantage_max = getattr(
-            objective, "advantage_max", 5.0
-        )  # of objectives that map advantages to [0, 1] themselves
+        self.advantage_max = objective.gate_advantage_max
 
     def evaluate(
         self, compute: Callable[[FlowPipeline, Conditioning], Computed], names: list[str] | None = None

@@ -9,7 +9,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from flow_grpo import methods, objectives
-from flow_grpo.config.objective import ObjectiveConfig
+from flow_grpo.config.objective import OLD_ADAPTER, ObjectiveConfig
 from flow_grpo.policy.conditioning import Conditioning
 from flow_grpo.policy.pipeline import FlowPipeline
 from flow_grpo.policy.policy import Policy
@@ -103,7 +103,7 @@ class ForwardProcessLoss:
         x0, eps, sigma = self._noised(draw, rows)
         v, v_old = self._velocity(draw, rows, self.policy, self.conditioning).v, None
         if self.method.old_policy:
-            with torch.no_grad(), self.policy.lora.use("old"):
+            with torch.no_grad(), self.policy.lora.use(OLD_ADAPTER):
                 v_old = self._velocity(draw, rows, self.policy, self.conditioning).v
         v_rollout = v.detach() if self.v_rollout is None else self._on_device(self.v_rollout[draw], rows)
         v_ref = references["base"].v if references and "base" in references else None
