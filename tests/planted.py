@@ -128,7 +128,7 @@ BUGS = [
     (
         "a guided anchor is one to the base model",
         "flow_grpo/training/anchors.py",
-        "if anchor is None or anchor.guidance is None:",
+        "if anchor is None or anchor.config.guidance is None:",
         "if True:",
         "tests/training/test_anchors.py -k several_anchors",
     ),
@@ -212,8 +212,8 @@ BUGS = [
     (
         "the old policy draws no images",
         "flow_grpo/training/image_sampler.py",
-        'adapter = ADAPTERS.get(getattr(self.args.objective, "rollout_policy", "trained"))',
-        "adapter = None",
+        "with self.policy.lora.use(self.args.objective.sampling_adapter):",
+        "with self.policy.lora.use(None):",
         "tests/training/test_forward_process_loss.py -k drawn_by_the_old",
     ),
     (
@@ -268,7 +268,7 @@ BUGS = [
     (
         "eval's win rate is against the policy itself",
         "flow_grpo/evaluation/measure.py",
-        "        with policy.reference():\n            return generate_with_seeds",
+        "        with policy.base_model():\n            return generate_with_seeds",
         "        if True:\n            return generate_with_seeds",
         "tests/evaluation/test_evaluation.py -k over_the_base_model",
     ),
@@ -618,8 +618,8 @@ BUGS = [
     (
         "the KL is computed under no_grad",
         "flow_grpo/training/anchors.py",
-        "value = loss.value + self._weight(anchor, rows) * distance",
-        "value = loss.value + self._weight(anchor, rows) * distance.detach()",
+        "value = loss.value + self._weight(anchor.config, rows) * distance",
+        "value = loss.value + self._weight(anchor.config, rows) * distance.detach()",
         "tests/training/test_anchors.py -k several",
     ),
     (
@@ -639,8 +639,8 @@ BUGS = [
     (
         "an anchor to a copy is one to the base model",
         "flow_grpo/training/anchors.py",
-        "with self.policy.lora.use(adapter(name)):",
-        "with self.policy.reference():",
+        "with self.policy.lora.use(anchor.adapter):",
+        "with self.policy.base_model():",
         "tests/training/test_anchors.py -k several",
     ),
     (

@@ -154,7 +154,7 @@ def test_the_kl_of_its_transitions_is_that_of_two_normal_variables():
     loss = small.step_loss(policy, args, experience, conditioning, ClipRange(None))
     rows, trajectory = torch.arange(6), experience.trajectory
     for k, one in enumerate(loss.losses(rows, torch.ones(6, dtype=torch.bool))):
-        with torch.no_grad(), policy.reference():
+        with torch.no_grad(), policy.base_model():
             v = policy.velocity_fn(trajectory.schedule, conditioning)(trajectory.x[:, k], k, rows)
         sigma, sigma_next = trajectory.schedule.sigmas[k : k + 2]
         base = trajectory.x[:, k] + (sigma_next - sigma) * v

@@ -12,7 +12,8 @@ from support.embedded import short_run
 from support.run_contents import MEASURED
 
 from flow_grpo import advantages, methods, objectives, sde
-from flow_grpo.config.objective import SETTINGS, section_type
+from flow_grpo.config.objective import SETTINGS
+from flow_grpo.config.objective_types import section_type
 from flow_grpo.config.run_config import FlowGRPOConfig
 from flow_grpo.config.sampling import SamplingConfig
 from flow_grpo.methods import Advantage, Objective, Transition

@@ -1,6 +1,7 @@
 """Anchors: references that the policy is held near, against reward hacking; and decay schedules of moving averages."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, ValidationInfo, model_validator
@@ -92,25 +93,42 @@ class AnchorConfig(ConfigSection):
         return self
 
     @property
-    def reference(self) -> tuple:
+    def reference_key(self) -> tuple:
         """What the reference is: equal for anchors that share one."""
         return self.to, str(self.decay), self.every, self.threshold, self.guidance
 
 
-def by_metric(anchors: Iterable[AnchorConfig]) -> dict[str, AnchorConfig]:
-    """The anchors by the name of their metric: kl/base, kl/ema; a second one to a reference of that kind is kl/ema_2."""
-    named: dict[str, AnchorConfig] = {}
-    for anchor in anchors:
-        named[_numbered(f"kl/{anchor.to}", named)] = anchor
-    return named
+@dataclass(frozen=True)
+class NamedAnchor:
+    """An anchor with the names that a run gives it.
+
+    Attributes:
+        metric: of its KL: kl/base, kl/ema; a second one to a reference of that kind is kl/ema_2. That of `kl_weight` is kl.
+        reference: base, ema, reset; a second, other average is ema_2. The same for anchors that share one.
+    """
+
+    config: AnchorConfig
+    metric: str
+    reference: str
+
+    @property
+    def adapter(self) -> str | None:
+        """The copy of the LoRA that is the reference; None if the reference is the base model."""
+        return f"anchor_{self.reference}" if self.config.to in COPIES else None
 
 
-def references(anchors: Iterable[AnchorConfig]) -> dict[str, AnchorConfig]:
-    """The distinct references of anchors by name, each by an anchor to it: base, ema, reset; a second, other average is ema_2."""
-    named: dict[str, AnchorConfig] = {}
+def name_anchors(anchors: Iterable[AnchorConfig], before: Sequence[NamedAnchor] = ()) -> list[NamedAnchor]:
+    """The anchors that have names already, and `anchors` with theirs."""
+    named = list(before)
     for anchor in anchors:
-        if anchor.reference not in [known.reference for known in named.values()]:
-            named[_numbered(anchor.to, named)] = anchor
+        shared = next((known.reference for known in named if known.config.reference_key == anchor.reference_key), None)
+        named.append(
+            NamedAnchor(
+                anchor,
+                metric=_numbered(f"kl/{anchor.to}", {known.metric for known in named}),
+                reference=shared or _numbered(anchor.to, {known.reference for known in named}),
+            )
+        )
     return named
 
 

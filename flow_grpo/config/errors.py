@@ -7,7 +7,8 @@ from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
-from flow_grpo.config.objective import ObjectiveConfig, section_types
+from flow_grpo.config.objective import ObjectiveConfig
+from flow_grpo.config.objective_types import section_types
 from flow_grpo.config.sections import ConfigSection, RewardConfig
 from flow_grpo.text import suggest
 

@@ -4,7 +4,7 @@ from collections.abc import Callable
 from typing import Any
 
 from flow_grpo import methods
-from flow_grpo.config.objective import section_type
+from flow_grpo.config.objective_types import section_type
 
 Settings = dict[str, Any]  # as a YAML file has them, before validation
 

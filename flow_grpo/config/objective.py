@@ -1,15 +1,15 @@
-"""The `objective` section: a type per objective, made of the groups of settings that its row in methods.py names."""
+"""The settings of the section `objective`: what all objectives read, and groups of settings, of which each objective reads some."""
 
-import functools
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from pydantic import Field, create_model, model_validator
+from pydantic import Field, model_validator
 
 from flow_grpo import methods
-from flow_grpo.config.anchors import CRDS_RAMP, KL, AnchorConfig, Decay, DecayRamp, by_metric, references
-from flow_grpo.config.old_names import DPO_BETA
+from flow_grpo.config.anchors import CRDS_RAMP, KL, AnchorConfig, Decay, DecayRamp, NamedAnchor, name_anchors
 from flow_grpo.config.sections import ConfigSection, PositiveFloat, PositiveInt, Share
-from flow_grpo.text import suggest
+
+# Adapters that slowly follow the trained one; checkpoints have these names.
+OLD_ADAPTER, ROLLOUT_ADAPTER = "old", "rollout"
 
 
 class ObjectiveConfig(ConfigSection):
@@ -49,15 +49,17 @@ class ObjectiveConfig(ConfigSection):
             """The settings of one objective, which its section alone has."""
 
     @property
-    def anchors_by_metric(self) -> dict[str, AnchorConfig]:
-        """All anchors by the name of their metric, that of `kl_weight` first."""
-        short = {"kl": AnchorConfig(to="base", weight=self.kl_weight, kl=self.kl)} if self.kl_weight else {}
-        return {**short, **by_metric(self.anchors)}
+    def named_anchors(self) -> list[NamedAnchor]:
+        """All anchors with their names, that of `kl_weight` first."""
+        short = AnchorConfig(to="base", weight=self.kl_weight, kl=self.kl) if self.kl_weight else None
+        return name_anchors(self.anchors, [NamedAnchor(short, "kl", "base")] if short else [])
 
     @property
-    def references(self) -> dict[str, AnchorConfig]:
-        """The distinct references of the anchors by name."""
-        return references(self.anchors_by_metric.values())
+    def references(self) -> list[str]:
+        """Names of the references to evaluate: those of the anchors, and base if the objective or the norm guard needs it."""
+        needed = not methods.is_custom(self.name) and methods.OBJECTIVES[self.name].reference
+        base = ["base"] if needed or self.norm_guard else []
+        return list(dict.fromkeys([*(anchor.reference for anchor in self.named_anchors), *base]))
 
     @property
     def is_anchored(self) -> bool:
@@ -70,14 +72,29 @@ class ObjectiveConfig(ConfigSection):
         return {}
 
     @property
+    def sampling_adapter(self) -> str | None:
+        """The adapter that samples a step's images; None is the trained one."""
+        return None
+
+    @property
     def has_auto_clip(self) -> bool:
         """Whether the clip range is to be calibrated on the ratios of each step."""
-        return "auto" in (getattr(self, "clip_low", None), getattr(self, "clip_high", None))
+        return False
+
+    @property
+    def auto_clip_quantile(self) -> float | None:
+        """The share of ratios inside a calibrated clip range; None if the objective calibrates none."""
+        return None
 
     @property
     def weighs_by_std(self) -> bool:
         """Whether each step's loss is weighed by the transition's std."""
-        return getattr(self, "step_weight", "uniform") == "std"
+        return False
+
+    @property
+    def gate_advantage_max(self) -> float:
+        """The advantage at which an anchor's gate `advantage` is 1: that of objectives which map advantages to [0, 1] too, else CRD's."""
+        return 5.0
 
 
 class Clip(ObjectiveConfig):
@@ -87,16 +104,28 @@ class Clip(ObjectiveConfig):
     clip_high: PositiveFloat | Literal["auto"] = 1e-4
     """The ratio is clipped at 1 + clip_high; above clip_low it is DAPO's clip-higher."""
 
+    @property
+    def has_auto_clip(self) -> bool:
+        return "auto" in (self.clip_low, self.clip_high)
+
 
 class ClipQuantile(ObjectiveConfig):
     clip_quantile: Annotated[float, Field(gt=0, lt=1)] = 0.9
     """With clip_low or clip_high `auto`: the share of ratios inside the clip range."""
+
+    @property
+    def auto_clip_quantile(self) -> float | None:
+        return self.clip_quantile
 
 
 class StepWeight(ObjectiveConfig):
     step_weight: Literal["uniform", "std"] = "uniform"
     """Weight of a step's loss; `std` weighs by the transition's std (TempFlow, arXiv 2508.04324), which makes up for the 1 / std in the
     gradient of a log-probability."""
+
+    @property
+    def weighs_by_std(self) -> bool:
+        return self.step_weight == "std"
 
 
 class Dppo(ObjectiveConfig):
@@ -171,6 +200,10 @@ class Nft(ObjectiveConfig):
     advantage_max: PositiveFloat = 5.0
     """Advantages are clipped to ±advantage_max and mapped to [0, 1]. It also scales the loss."""
 
+    @property
+    def gate_advantage_max(self) -> float:
+        return self.advantage_max
+
 
 class Crd(ObjectiveConfig):
     """The settings of `crd` (arXiv 2603.14128)."""
@@ -179,6 +212,10 @@ class Crd(ObjectiveConfig):
     """Scale of the implicit reward: the larger, the less the policy moves from the old one for the same advantage."""
     advantage_max: PositiveFloat = 5.0
     """Advantages are clipped to ±advantage_max and mapped to [0, 1]. It also scales the loss."""
+
+    @property
+    def gate_advantage_max(self) -> float:
+        return self.advantage_max
 
 
 class OldPolicy(ObjectiveConfig):
@@ -194,8 +231,12 @@ class OldPolicy(ObjectiveConfig):
 
     @property
     def policy_copies(self) -> dict[str, float | DecayRamp]:
-        copies = {"old": self.old_policy_decay, "rollout": self.rollout_policy_decay}
-        return copies if self.rollout_policy == "average" else {"old": self.old_policy_decay}
+        copies = {OLD_ADAPTER: self.old_policy_decay, ROLLOUT_ADAPTER: self.rollout_policy_decay}
+        return copies if self.rollout_policy == "average" else {OLD_ADAPTER: self.old_policy_decay}
+
+    @property
+    def sampling_adapter(self) -> str | None:
+        return {"trained": None, "old": OLD_ADAPTER, "average": ROLLOUT_ADAPTER}[self.rollout_policy]
 
     @model_validator(mode="after")
     def _has_its_average(self) -> "OldPolicy":
@@ -242,56 +283,3 @@ SETTINGS: dict[str, type[ObjectiveConfig]] = {  # the groups of settings that ro
     "dpo": Dpo,
     "options": Options,
 }
-
-
-def section_type(name: str) -> type[ObjectiveConfig]:
-    """The section of an objective: what all objectives read, and the settings that its row names.
-
-    Raises:
-        ValueError: there is no such objective.
-    """
-    if methods.is_custom(name):
-        return _joined("custom", methods.CUSTOM_SETTINGS)
-    if name not in methods.OBJECTIVES:
-        known = list(methods.OBJECTIVES)
-        raise ValueError(f"there is no objective {name}.{suggest(name, known)} Choose one of {', '.join(known)}.")
-    return _joined(name, methods.OBJECTIVES[name].settings)
-
-
-@functools.cache
-def _joined(name: str, settings: tuple[str, ...]) -> type[ObjectiveConfig]:
-    groups = tuple(SETTINGS[group] for group in settings) or (ObjectiveConfig,)
-    return create_model(f"{name}_objective", __base__=groups)
-
-
-def section_types() -> dict[str, type[ObjectiveConfig]]:
-    """The section of each objective by its name, that of your own function last, as `file.py:function`."""
-    return {name: section_type(name) for name in (*methods.OBJECTIVES, "file.py:function")}
-
-
-def readers(setting: str) -> list[str]:
-    """The objectives that read a setting of this section."""
-    if setting == DPO_BETA:
-        return ["dpo"]
-    names = [name for name, section in section_types().items() if setting in section.model_fields]
-    return ["your own function" if methods.is_custom(name) else name for name in names]
-
-
-def read_objective(values: Any) -> Any:
-    """The section of the objective that is named in a mapping. What is no mapping is returned as it is, for pydantic to judge.
-
-    Raises:
-        ValueError: the objective does not read one of the settings, or has no such setting, or there is no such objective.
-    """
-    if not isinstance(values, dict) or not isinstance(name := values.get("name", "grpo"), str):
-        return values
-    section = section_type(name)
-    unread = next((key for key in values if key not in section.model_fields and readers(key)), None)
-    if unread is not None:
-        raise ValueError(f"objective {name} does not use {unread}; {_do(readers(unread))}: remove it.")
-    return section.model_validate(values)
-
-
-def _do(names: list[str]) -> str:
-    """`dpo does`, `sft and dpo do`."""
-    return f"{names[0]} does" if len(names) == 1 else f"{', '.join(names[:-1])} and {names[-1]} do"

@@ -1,7 +1,8 @@
 """Checks of the section `objective`, and of the settings of `sampling` that an objective reads. Each raises ValueError."""
 
 from flow_grpo import methods
-from flow_grpo.config.objective import SETTINGS, ObjectiveConfig, readers
+from flow_grpo.config.objective import SETTINGS, ObjectiveConfig
+from flow_grpo.config.objective_types import readers
 from flow_grpo.config.sampling import SamplingConfig
 from flow_grpo.config.settings import RunSettings
 from flow_grpo.text import suggest

@@ -6,7 +6,8 @@ from pydantic import Field, SerializeAsAny, field_validator
 
 from flow_grpo import methods
 from flow_grpo.config.bundled import TRAINING_PROMPTS
-from flow_grpo.config.objective import ObjectiveConfig, read_objective
+from flow_grpo.config.objective import ObjectiveConfig
+from flow_grpo.config.objective_types import read_objective
 from flow_grpo.config.sampling import SamplingConfig
 from flow_grpo.config.sections import (
     ConfigSection,
@@ -142,4 +143,4 @@ class RunSettings(ConfigSection):
     @property
     def dataset(self) -> str | None:
         """Images to train on instead of rollouts, if the objective is given any."""
-        return getattr(self.objective, "dataset", None)
+        return self.objective.dataset if self.method.offline else None

@@ -8,7 +8,7 @@ import yaml
 
 from flow_grpo.config.bundled import TRAINING_PROMPTS, bundled_file
 from flow_grpo.config.merge import objective_reads
-from flow_grpo.config.objective import section_types
+from flow_grpo.config.objective_types import section_types
 from flow_grpo.config.run_config import FlowGRPOConfig
 from flow_grpo.methods import is_custom
 

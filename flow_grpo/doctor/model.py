@@ -104,7 +104,7 @@ class CompatibilityChecks:
             for parameter in self.policy.trainable_parameters().values():
                 parameter.add_(0.02 * torch.randn(parameter.shape, generator=generator).to(parameter))
             moved = (velocity(x, 0, rows) - base).abs().max().item()
-            with self.policy.reference():
+            with self.policy.base_model():
                 same = torch.equal(velocity(x, 0, rows), base)
         count = sum("lora_A" in name for name in self.policy.trainable_parameters())
         return _result(

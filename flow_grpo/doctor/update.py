@@ -44,7 +44,7 @@ def measure_ratio_drift(policy: Policy, stage: FlowGRPOConfig, experience: Exper
         objective=objective,
         method=methods.objective(objective.name, stepwise=True),
         sampling_settings=stage.sampling,
-        clip=ClipRange(getattr(objective, "clip_quantile", None)),
+        clip=ClipRange(objective.auto_clip_quantile),
     )
     chunks = [list(loss.losses(chunk, chunk >= 0)) for chunk in rows.split(stage.microbatch)]
     return {

@@ -92,7 +92,7 @@ class Evaluator:
             self.policy.with_guidance(self.settings.guidance).at_size(height, width),
             self.prompts,
             self.rewards,
-            base=self.policy.reference,
+            base=self.policy.base_model,
             steps=self.settings.steps,
             seed=self.settings.seed,
             microbatch=microbatch,

@@ -95,7 +95,7 @@ def distance_from_base(policy: Policy, prompts: list[str], steps: int, microbatc
         for i in range(len(schedule)):
             path.append((x, velocity(x, i, rows)))
             x = x + (schedule.sigmas[i + 1] - schedule.sigmas[i]) * path[-1][1]
-        with policy.reference():  # once for all steps: after full fine-tuning it swaps all weights
+        with policy.base_model():  # once for all steps: after full fine-tuning it swaps all weights
             errors = [(v - velocity(x, i, rows)).square().flatten(1).mean(1) for i, (x, v) in enumerate(path)]
         distances += torch.stack(errors).mean(0).tolist()
     return distances

@@ -139,7 +139,7 @@ def _measure_model(
         return images
 
     def generate_by_base(places: Sequence[int]) -> Tensor:
-        with policy.reference():
+        with policy.base_model():
             return generate_with_seeds(places, [seed for i in places if (seed := rows.seeds[i]) is not None])
 
     values = score(rows, generate, rewards, microbatch, total, of_base=generate_by_base, on_progress=on_progress)

@@ -209,10 +209,10 @@ class StepEstimator:
     @property
     def _reference_passes(self) -> int:
         """Forward passes without gradients for each one with them. A guided reference counts twice if the run has no guidance."""
-        objective, method, references = self.args.objective, self.args.method, self.args.objective.references
-        base = (method.reference or objective.norm_guard > 0) and "base" not in references
-        guided = sum(anchor.to == "guided" for anchor in references.values()) if self.args.guidance <= 1 else 0
-        return len(references) + base + guided + method.old_policy
+        objective = self.args.objective
+        guided = {anchor.reference for anchor in objective.named_anchors if anchor.config.guidance is not None}
+        more = len(guided) if self.args.guidance <= 1 else 0
+        return len(objective.references) + more + self.args.method.old_policy
 
     @property
     def _trained_velocities(self) -> float:

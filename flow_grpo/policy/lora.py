@@ -101,9 +101,8 @@ class Lora:
                 f"{', '.join(_short_names(layers))}."
             )
         endings = tuple(f".{target}" for target in matching)
-        _check_memory(
-            rank, [layer for name, layer in layers.items() if f".{name}".endswith(endings)] * len(self.transformers)
-        )
+        adapted = [layer for name, layer in layers.items() if f".{name}".endswith(endings)]
+        _check_memory(rank, adapted * len(self.transformers))
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
             config = LoraConfig(r=rank, lora_alpha=alpha, target_modules=matching, init_lora_weights="gaussian")
@@ -176,8 +175,11 @@ class Lora:
             copies[name.replace(f".{TRAINED}.", f".{adapter}.")].lerp_(parameter, 1 - decay)
 
     @contextmanager
-    def use(self, adapter: str) -> Iterator[None]:
-        """Within it, that adapter is active instead of the trained one."""
+    def use(self, adapter: str | None) -> Iterator[None]:
+        """Within it, that adapter is active instead of the trained one. None changes nothing."""
+        if adapter is None:
+            yield
+            return
         self._activate(adapter)
         try:
             yield

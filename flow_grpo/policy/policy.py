@@ -88,12 +88,12 @@ class Policy(FlowPipeline):
         """The trained parameters by name, or those of a copy of the LoRA."""
         return self.trained.parameters() if adapter == TRAINED else self.lora.parameters(adapter)
 
-    def reference(self) -> AbstractContextManager[None]:
+    def base_model(self) -> AbstractContextManager[None]:
         """A context in which this is the base model: the LoRA is off, or the base weights are back."""
         return self.trained.base_model()
 
     def with_guidance(self, guidance: float | None) -> FlowPipeline:
-        """The same weights, called with that guidance scale; within `reference`, the base model. None keeps the own scale.
+        """The same weights, called with that guidance scale; within `base_model`, the base model. None keeps the own scale.
 
         Prompts are encoded anew, since guidance needs the negative ones.
         """
@@ -113,7 +113,7 @@ class Policy(FlowPipeline):
         return self.lora.base_model() if off else nullcontext()
 
     def store_base_weights(self, device: torch.device | str) -> None:
-        """Store the base model's weights on a device for `reference`, where all weights are trained: a LoRA leaves them."""
+        """Store the base model's weights on a device for `base_model`, where all weights are trained: a LoRA leaves them."""
         if isinstance(self.trained, FullWeights):
             self.trained.store_base_weights(device)
 

@@ -13,7 +13,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from flow_grpo import objectives, sde
-from flow_grpo.config.anchors import COPIES, AnchorConfig, decay_at
+from flow_grpo.config.anchors import AnchorConfig, NamedAnchor, decay_at
 from flow_grpo.config.objective import ObjectiveConfig
 from flow_grpo.policy.conditioning import Conditioning
 from flow_grpo.policy.guidance import check_guidance
@@ -36,33 +36,22 @@ class Anchors:
 
     Args:
         conditioning: of the policy, for the experience's prompts.
-        needs_base: evaluate the base model even if no anchor refers to it.
     """
 
     def __init__(
-        self,
-        policy: Policy,
-        experience: Experience,
-        conditioning: Conditioning,
-        objective: ObjectiveConfig,
-        needs_base: bool = False,
+        self, policy: Policy, experience: Experience, conditioning: Conditioning, objective: ObjectiveConfig
     ) -> None:
         self.policy, self.experience, self.conditioning = policy, experience, conditioning
-        self.by_metric, self.norm_guard = objective.anchors_by_metric, objective.norm_guard
-        self.advantage_max = getattr(
-            objective, "advantage_max", 5.0
-        )  # of objectives that map advantages to [0, 1] themselves
-        self.references = objective.references
-        self.names = list(self.references)
-        if (needs_base or self.norm_guard) and "base" not in self.names:
-            self.names.append("base")
+        self.anchors, self.references, self.norm_guard = objective.named_anchors, objective.references, objective.norm_guard
+        self.by_reference = {anchor.reference: anchor for anchor in self.anchors}  # of those that share one, any
+        self.advantage_max = objective.gate_advantage_max
 
     def evaluate(
         self, compute: Callable[[FlowPipeline, Conditioning], Computed], names: list[str] | None = None
     ) -> dict[str, Computed]:
         """What `compute` returns for each reference by name, or for those of `names`, without gradients."""
         computed = {}
-        for name in self.names if names is None else names:
+        for name in self.references if names is None else names:
             with torch.no_grad(), self._active(name) as (model, conditioning):
                 computed[name] = compute(model, conditioning)
         return computed
@@ -74,11 +63,10 @@ class Anchors:
             now: of the policy, with the gradient.
             references: of `evaluate`.
         """
-        for metric, anchor in self.by_metric.items():
-            reference = next(n for n, known in self.references.items() if known.reference == anchor.reference)
-            distance = kl(anchor.kl, now, references[reference])
-            value = loss.value + self._weight(anchor, rows) * distance
-            loss = Loss(value, {**loss.metrics, metric: distance.detach()})
+        for anchor in self.anchors:
+            distance = kl(anchor.config.kl, now, references[anchor.reference])
+            value = loss.value + self._weight(anchor.config, rows) * distance
+            loss = Loss(value, {**loss.metrics, anchor.metric: distance.detach()})
         if self.norm_guard:
             ratio = objectives.velocity_norm_ratio(now.v, references["base"].v)
             value = loss.value + self.norm_guard * objectives.norm_guard(ratio)
@@ -97,16 +85,16 @@ class Anchors:
     @contextmanager
     def _active(self, name: str) -> Iterator[tuple[FlowPipeline, Conditioning]]:
         """Make the model that reference within the context. Yields the model and the conditioning that it takes."""
-        anchor = self.references.get(name)
-        if anchor is not None and anchor.to in COPIES:
-            with self.policy.lora.use(adapter(name)):
+        anchor = self.by_reference.get(name)
+        if anchor is not None and anchor.adapter is not None:
+            with self.policy.lora.use(anchor.adapter):
                 yield self.policy, self.conditioning
             return
-        with self.policy.reference():
-            if anchor is None or anchor.guidance is None:
+        with self.policy.base_model():
+            if anchor is None or anchor.config.guidance is None:
                 yield self.policy, self.conditioning
             else:
-                model = self.policy.with_guidance(anchor.guidance)
+                model = self.policy.with_guidance(anchor.config.guidance)
                 yield model, model.encode(self.conditioning.prompts)
 
 
@@ -122,14 +110,13 @@ def kl(kind: str | None, now: Computed, reference: Computed) -> Float[Tensor, " 
     return gaussian
 
 
-def adapter(reference: str) -> str:
-    """The name of the LoRA that is a copy for this reference."""
-    return f"anchor_{reference}"
-
-
-def copied_references(objective: ObjectiveConfig) -> dict[str, AnchorConfig]:
-    """The references of an objective that are copies of the LoRA, by the adapter's name."""
-    return {adapter(name): anchor for name, anchor in objective.references.items() if anchor.to in COPIES}
+def copied_references(objective: ObjectiveConfig) -> dict[str, NamedAnchor]:
+    """The references of an objective that are copies of the LoRA, by the adapter's name, each with the first anchor to it."""
+    copies: dict[str, NamedAnchor] = {}
+    for anchor in objective.named_anchors:
+        if anchor.adapter is not None:
+            copies.setdefault(anchor.adapter, anchor)
+    return copies
 
 
 def add_references(policy: Policy, objectives: Iterable[ObjectiveConfig]) -> None:
@@ -138,13 +125,14 @@ def add_references(policy: Policy, objectives: Iterable[ObjectiveConfig]) -> Non
     Raises:
         ValueError: the pipeline has no guidance.
     """
-    anchors = [(name, anchor) for objective in objectives for name, anchor in objective.references.items()]
-    for name in dict.fromkeys(adapter(name) for name, anchor in anchors if anchor.to in COPIES):
-        policy.lora.add_adapter_copy(name)
-    for _, anchor in anchors:
-        if anchor.guidance is not None:
+    anchors = [anchor for objective in objectives for anchor in objective.named_anchors]
+    for adapter in dict.fromkeys(anchor.adapter for anchor in anchors):
+        if adapter is not None:
+            policy.lora.add_adapter_copy(adapter)
+    for guidance in dict.fromkeys(anchor.config.guidance for anchor in anchors):
+        if guidance is not None:
             hint = "an anchor to guided would be one to base. In objective.anchors, set to: base."
-            check_guidance(policy, anchor.guidance, hint)
+            check_guidance(policy, guidance, hint)
 
 
 class AnchorCopies:
@@ -152,15 +140,16 @@ class AnchorCopies:
 
     Args:
         start: the stage's first training step, at which all of them are the policy.
+
+    Attributes:
+        copies: the first anchor to each of them, by the adapter's name. Its KL is the one that may renew the copy.
     """
 
     def __init__(self, policy: Policy, objective: ObjectiveConfig, start: int) -> None:
         self.policy, self.copies, self.start = policy, copied_references(objective), start
-        metrics = {anchor.reference: name for name, anchor in reversed(objective.anchors_by_metric.items())}
-        self.metrics = {name: metrics[anchor.reference] for name, anchor in self.copies.items()}
-        self.renewed = {name: start for name, anchor in self.copies.items() if anchor.to == "reset"}
-        for name in self.copies:
-            policy.lora.update_copy(name, 0.0)
+        self.renewed = {adapter: start for adapter, anchor in self.copies.items() if anchor.config.to == "reset"}
+        for adapter in self.copies:
+            policy.lora.update_copy(adapter, 0.0)
 
     def update(self, step: int, measured: dict[str, float]) -> None:
         """Move the averages, and renew the other copies that are due, after training step `step`.
@@ -168,12 +157,12 @@ class AnchorCopies:
         Args:
             measured: the step's metrics, equal on all processes. A KL that is not measured, in a step without a loss, renews nothing.
         """
-        for name, anchor in self.copies.items():
-            if anchor.decay is not None:
-                self.policy.lora.update_copy(name, decay_at(anchor.decay, step + 1 - self.start))
-            elif self._is_due(anchor, step + 1 - self.renewed[name], measured.get(self.metrics[name], 0.0)):
-                self.policy.lora.update_copy(name, 0.0)
-                self.renewed[name] = step + 1
+        for adapter, anchor in self.copies.items():
+            if anchor.config.decay is not None:
+                self.policy.lora.update_copy(adapter, decay_at(anchor.config.decay, step + 1 - self.start))
+            elif self._is_due(anchor.config, step + 1 - self.renewed[adapter], measured.get(anchor.metric, 0.0)):
+                self.policy.lora.update_copy(adapter, 0.0)
+                self.renewed[adapter] = step + 1
 
     def state_dict(self) -> dict[str, Any]:
         """The steps at which copies were renewed, for a checkpoint."""

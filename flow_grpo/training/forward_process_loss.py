@@ -9,7 +9,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from flow_grpo import methods, objectives
-from flow_grpo.config.objective import ObjectiveConfig
+from flow_grpo.config.objective import OLD_ADAPTER, ObjectiveConfig
 from flow_grpo.policy.conditioning import Conditioning
 from flow_grpo.policy.pipeline import FlowPipeline
 from flow_grpo.policy.policy import Policy
@@ -44,7 +44,7 @@ class ForwardProcessLoss:
         self.policy, self.objective, self.advantage = policy, objective, experience.advantage
         self.method, self.loss = method, objective_function(objective, method)
         self.conditioning, self.x0 = conditioning, experience.trajectory.final
-        self.anchors = Anchors(policy, experience, conditioning, objective, needs_base=method.reference)
+        self.anchors = Anchors(policy, experience, conditioning, objective)
         self.count = self.objective.num_noise_levels
         shape, schedule = self.x0.shape[1:], experience.trajectory.schedule
         self.draws = [
@@ -103,7 +103,7 @@ class ForwardProcessLoss:
         x0, eps, sigma = self._noised(draw, rows)
         v, v_old = self._velocity(draw, rows, self.policy, self.conditioning).v, None
         if self.method.old_policy:
-            with torch.no_grad(), self.policy.lora.use("old"):
+            with torch.no_grad(), self.policy.lora.use(OLD_ADAPTER):
                 v_old = self._velocity(draw, rows, self.policy, self.conditioning).v
         v_rollout = v.detach() if self.v_rollout is None else self._on_device(self.v_rollout[draw], rows)
         v_ref = references["base"].v if references and "base" in references else None

@@ -3,7 +3,6 @@
 import math
 from collections.abc import Callable
 from concurrent.futures import Future
-from contextlib import nullcontext
 from functools import partial
 
 import torch
@@ -20,8 +19,6 @@ from flow_grpo.training.interrupt import Interrupted, background, interruptible,
 from flow_grpo.types import PromptBatch, Scores, StepDistribution, Trajectory
 from rewards import WeightedSum
 from rewards.interrupt import DaemonThread
-
-ADAPTERS = {"old": "old", "average": "rollout"}  # of `rollout_policy`, where it is not the trained policy
 
 
 class ImageSampler:
@@ -94,8 +91,7 @@ class ImageSampler:
             keep_graphs=keep_graphs,
             record_device=torch.device("cpu") if self.args.memory.offload_trajectories else None,
         )
-        adapter = ADAPTERS.get(getattr(self.args.objective, "rollout_policy", "trained"))
-        with self.policy.lora.use(adapter) if adapter else nullcontext():
+        with self.policy.lora.use(self.args.objective.sampling_adapter):
             return rollout()
 
     def score(self, batch: PromptBatch, images: Tensor) -> Scores:

@@ -77,5 +77,5 @@ def prepare_policy(policy: Policy, args: FlowGRPOConfig, processes: Processes) -
         policy.shard(processes)
     if args.ema_decay:
         policy.ema.start()
-    often = any(stage.objective.is_anchored or stage.method.reference for stage in stages)
+    often = any(stage.objective.references for stage in stages)
     policy.store_base_weights(policy.device if often else "cpu")

@@ -35,7 +35,7 @@ class PolicyUpdate:
         self.policy, self.args, self.stage_start, self.processes = policy, args, stage_start, processes
         self.optimizer = _optimizer(policy, args, processes)
         self.anchors = AnchorCopies(policy, args.objective, stage_start)
-        self.clip = ClipRange(getattr(args.objective, "clip_quantile", None))
+        self.clip = ClipRange(args.objective.auto_clip_quantile)
         self.mid_step = False
         self.pack_rows = True
 

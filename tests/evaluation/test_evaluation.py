@@ -130,7 +130,7 @@ def test_run_lora_and_checkpoint_are_one_and_the_base_is_none_of_them(drawn):
 def test_its_first_images_are_those_of_the_evaluation_in_training(run, drawn):
     policy = tiny_policy()
     policy.load_lora(run / "lora")
-    expected = evaluate(policy, PromptSet(SIGNS, [{}, {}]), KIT, base=policy.reference, steps=3, seed=1234, microbatch=8)
+    expected = evaluate(policy, PromptSet(SIGNS, [{}, {}]), KIT, base=policy.base_model, steps=3, seed=1234, microbatch=8)
     assert drawn[1][1].values["brightness"][::2] == pytest.approx(expected.values["brightness"].tolist(), abs=1e-6)
 
 
@@ -167,7 +167,7 @@ def test_two_evaluation_seeds_share_no_noise(monkeypatch):
     monkeypatch.setattr(sampling, "noise", lambda shape, *name: used.append(noise(shape, *name)) or used[-1])
     policy, prompts = tiny_policy(), PromptSet(SIGNS * 2, [{}] * 4)
     for seed in (1234, 1235):
-        evaluate(policy, prompts, KIT, base=policy.reference, steps=1, seed=seed, microbatch=8, num_diversity_prompts=2)
+        evaluate(policy, prompts, KIT, base=policy.base_model, steps=1, seed=seed, microbatch=8, num_diversity_prompts=2)
     assert len(used) == 2 * (4 + 2)
     for i, one in enumerate(used):
         assert not any(torch.equal(one, other) for other in used[i + 1 :])
@@ -177,7 +177,7 @@ def test_two_evaluation_seeds_share_no_noise(monkeypatch):
 
 def test_sample_draws_an_evaluations_image_again_by_the_seed_that_is_kept_of_it(tmp_path):
     policy, prompts = tiny_policy(), PromptSet(SIGNS, [{}, {}])
-    evaluation = evaluate(policy, prompts, KIT, base=policy.reference, steps=2, seed=1234, microbatch=8, num_kept_images=2)
+    evaluation = evaluate(policy, prompts, KIT, base=policy.base_model, steps=2, seed=1234, microbatch=8, num_kept_images=2)
     save_before_after(tmp_path, True, evaluation.images, prompts.prompts, 1234, "tiny")
     images, cells = read_grid(tmp_path / "before.png")
     words = [

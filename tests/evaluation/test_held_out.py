@@ -29,7 +29,15 @@ def measure(policy, processes=None, **more):
     names = more.pop("names", KIT)
     kit = WeightedSum({name: KIT[name] for name in names}, dict.fromkeys(names, 1.0))
     return evaluate(
-        policy, small.PROMPTS.head(5), kit, base=policy.reference, steps=2, seed=7, microbatch=5, processes=processes, **more
+        policy,
+        small.PROMPTS.head(5),
+        kit,
+        base=policy.base_model,
+        steps=2,
+        seed=7,
+        microbatch=5,
+        processes=processes,
+        **more,
     )
 
 
@@ -40,7 +48,7 @@ def images(policy, number=0):
 def test_a_pair_reward_is_the_win_rate_against_the_base_models_image_of_the_same_noise():
     policy = small.policy()
     values = measure(policy, names=["brighter"]).values
-    with policy.reference():
+    with policy.base_model():
         of_base = images(policy)
     expected = brighter(images(policy), of_base, [""] * 5)
     assert (expected - 0.5).abs().max() > 0.01

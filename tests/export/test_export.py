@@ -173,7 +173,7 @@ def test_the_merged_model_draws_the_loras_images_and_has_no_adapter(run, merged)
         assert (merged / part).read_bytes() == (hub.BUNDLED_MODELS["tiny"] / part).read_bytes(), "the rest is the base's own"
     pictures = [generate_images(policy, CAT * 2, [1, 2], 4) for policy in (with_lora, whole)]
     torch.testing.assert_close(pictures[0], pictures[1], rtol=0, atol=2e-5)
-    with with_lora.reference():
+    with with_lora.base_model():
         assert (generate_images(with_lora, CAT * 2, [1, 2], 4) - pictures[0]).abs().max() > 1e-2
     data = ModelCard.load(merged / model_card.CARD).data
     assert not any(str(hub.BUNDLED_MODELS["tiny"]) in file.read_text() for file in merged.rglob("*.json")), (

@@ -79,7 +79,7 @@ def test_the_window_decides_which_expert_is_trained(policy, step):
 
 def test_a_lora_without_the_second_experts_file_leaves_that_expert_as_it_is(policy, folder, tmp_path):
     expected = velocities(policy)
-    with policy.reference():
+    with policy.base_model():
         base = velocities(policy)
     policy.save(tmp_path)
     (tmp_path / expert_weights("transformer_2")).unlink()

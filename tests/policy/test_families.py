@@ -152,7 +152,7 @@ def test_the_adapter_is_the_base_when_off_and_the_same_image_when_saved(folders,
         assert torch.equal(policy.velocity(state, schedule.timesteps[0], conditioning, ROWS), base)
         stir(policy)
         assert (policy.velocity(state, schedule.timesteps[0], conditioning, ROWS) - base).abs().max() > 1e-4
-        with policy.reference():
+        with policy.base_model():
             assert torch.equal(policy.velocity(state, schedule.timesteps[0], conditioning, ROWS), base)
     policy.lora.save(tmp_path)
     pipe = from_folder(folders(name), TINY[name])
@@ -177,7 +177,7 @@ def test_a_merged_model_draws_what_its_lora_drew(folders, name, tmp_path):
     policy.add_lora(2, 4, None, seed=0)
     stir(policy)
     state = noise(policy)
-    with policy.reference():
+    with policy.base_model():
         base = ours(policy, state)
     expected = ours(policy, state)
     save_merged(policy, tmp_path, str(folders(name)))

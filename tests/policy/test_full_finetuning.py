@@ -54,7 +54,7 @@ def test_every_weight_is_trained_and_the_base_model_comes_back_to_the_last_bit(t
     assert [row["ratio/first_update_max_deviation"] for row in numbers] == [0, 0]
     assert numbers[0]["kl"] == 0, "the policy still is the base model"
     assert numbers[1]["kl"] > 0
-    with trainer.policy.reference():
+    with trainer.policy.base_model():
         assert equal(weights(trainer.policy), base)
     assert equal(weights(trainer.policy), now)
 
@@ -83,7 +83,7 @@ def test_the_base_model_may_come_and_go_between_a_pass_and_its_gradient():
         return torch.cat([g.flatten() for g in torch.autograd.grad(loss, list(policy.trainable_parameters().values()))])
 
     def look() -> None:
-        with torch.no_grad(), policy.reference():
+        with torch.no_grad(), policy.base_model():
             policy.velocity(x, schedule.timesteps[1], conditioning, rows)
 
     assert torch.equal(gradient(lambda: None), gradient(look))
@@ -98,7 +98,7 @@ def test_the_saved_transformer_is_what_was_trained_here_and_in_plain_diffusers(t
     assert equal(plain.transformer.state_dict(), expected)
     again = load_policy("tiny", "cpu", "bf16", lora=folder / "transformer", **CALL)
     assert equal(weights(again), expected)
-    with again.reference():
+    with again.base_model():
         rounded = {name: value.bfloat16() for name, value in base.items()}
         assert equal(weights(again), rounded), "eval shows the base model beside it"
         before = generate_images(again, PROMPTS, [0, 1], 3)
@@ -107,7 +107,7 @@ def test_the_saved_transformer_is_what_was_trained_here_and_in_plain_diffusers(t
     with torch.no_grad():
         torch._foreach_mul_(list(again.trainable_parameters().values()), 1.001)
     now = weights(again)
-    with again.reference():
+    with again.base_model():
         assert equal(weights(again), {name: value.float() for name, value in rounded.items()}), "not what it begins with"
     assert equal(weights(again), now)
 
@@ -117,7 +117,7 @@ def test_a_swap_that_fails_half_way_leaves_the_weights_as_they_were():
     now, name = weights(policy), list(policy.trained.base)[20]
     kept = policy.trained.base[name]
     policy.trained.base[name] = kept[..., :0]  # stands for memory that runs out
-    with pytest.raises(RuntimeError), policy.reference():
+    with pytest.raises(RuntimeError), policy.base_model():
         pass
     assert equal(weights(policy), now)
 

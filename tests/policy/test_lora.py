@@ -41,7 +41,7 @@ def test_a_fresh_adapter_and_a_switched_off_one_are_the_base():
         stir(base)
         moved = base.velocity(LATENTS, torch.tensor(500.0), conditioning, ROWS)
         assert (moved - expected).abs().max() > 1e-3
-        with base.reference():
+        with base.base_model():
             assert torch.equal(base.velocity(LATENTS, torch.tensor(500.0), conditioning, ROWS), expected)
         assert torch.equal(base.velocity(LATENTS, torch.tensor(500.0), conditioning, ROWS), moved)
 
@@ -53,7 +53,7 @@ def test_a_lora_is_off_for_images_that_it_does_not_change_and_only_for_those():
     policy.add_lora(4, 8, ["to_q", "to_out.0"], seed=0)
     with policy.without_zero_lora():
         assert not policy.lora.is_enabled
-        with policy.reference():
+        with policy.base_model():
             assert not policy.lora.is_enabled
         assert not policy.lora.is_enabled, "the inner context switched it on again"
     assert policy.lora.is_enabled
@@ -153,7 +153,7 @@ def test_what_could_have_been_a_target_is_named():
 
 def test_a_lora_that_is_taken_off_leaves_the_base_model(policy):
     conditioning = policy.encode(PROMPTS)
-    with torch.no_grad(), policy.reference():
+    with torch.no_grad(), policy.base_model():
         base = policy.velocity(LATENTS, torch.tensor(500.0), conditioning, ROWS)
     policy.reset_to_base()
     assert policy.trainable_parameters() == {}

@@ -72,7 +72,7 @@ def test_a_timestep_per_sample_equals_one_call_each(guidance):
             torch.testing.assert_close(both[i : i + 1], alone, rtol=0, atol=1e-5)
 
 
-@pytest.mark.parametrize("context", [lambda p: p.reference(), lambda p: p.ema.applied(), lambda p: p.lora.use("old")])
+@pytest.mark.parametrize("context", [lambda p: p.base_model(), lambda p: p.ema.applied(), lambda p: p.lora.use("old")])
 def test_what_is_switched_for_a_while_comes_back_after_an_error(policy, context):
     policy.lora.add_adapter_copy("old")
     policy.ema.start()
@@ -193,7 +193,7 @@ def test_all_weights_can_be_trained_in_place_of_a_lora(tmp_path):
     assert again.is_full_finetuning
     trained = policy.adapter_state()
     assert not any(torch.equal(value, base[name]) for name, value in trained.items())
-    with policy.reference():
+    with policy.base_model():
         assert all(torch.equal(value, base[name]) for name, value in policy.adapter_state().items())
     for one in (policy, again):
         assert all(torch.equal(value, trained[name]) for name, value in one.adapter_state().items())

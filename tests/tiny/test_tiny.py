@@ -76,7 +76,7 @@ def test_it_leaves_work_to_reinforcement_learning():
     score = {}
     for guidance, count in ((1.0, 96), (3.0, 32)):
         policy = tiny_policy("auto", guidance_scale=guidance)
-        score[guidance] = evaluate(policy, prompts.head(count), exact, base=policy.reference, steps=10, seed=1234).means()[
+        score[guidance] = evaluate(policy, prompts.head(count), exact, base=policy.base_model, steps=10, seed=1234).means()[
             "exact"
         ]
     assert 0.55 <= score[1.0] <= 0.72

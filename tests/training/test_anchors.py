@@ -8,7 +8,7 @@ from support import small_policy as small
 from support.run_contents import MEASURED
 
 from flow_grpo import advantages, objectives, sde
-from flow_grpo.config.anchors import by_metric, decay_at
+from flow_grpo.config.anchors import decay_at
 from flow_grpo.config.run_config import FlowGRPOConfig
 from flow_grpo.report import page
 from flow_grpo.run_folder import checkpoint
@@ -64,7 +64,7 @@ def velocities(policy, experience, terms, k, steps):
 
     seen = {"now": of(policy, conditioning)}
     with torch.no_grad():
-        with policy.reference():
+        with policy.base_model():
             seen["base"] = of(policy, conditioning)
             own = small.policy(lora=False, guidance=4.5)
             seen["guided"] = of(own, own.encode(experience.batch.prompts))
@@ -132,8 +132,10 @@ def test_the_kl_to_a_copy_is_of_the_transitions_on_steps():
 def test_anchors_to_one_reference_share_its_velocity_and_have_metrics_of_their_own(monkeypatch):
     anchors = [BASE, {**BASE, "weight": 1.5}, EMA, {**EMA, "decay": 0.9}, {**EMA, "weight": 9}]
     policy, args, _, terms = collected(False, name="dpo", anchors=anchors, norm_guard=1.0)
-    assert list(by_metric(args.objective.anchors)) == ["kl/base", "kl/base_2", "kl/ema", "kl/ema_2", "kl/ema_3"]
-    assert list(args.objective.references) == ["base", "ema", "ema_2"]
+    named = args.objective.named_anchors
+    assert [anchor.metric for anchor in named] == ["kl/base", "kl/base_2", "kl/ema", "kl/ema_2", "kl/ema_3"]
+    assert [anchor.reference for anchor in named] == ["base", "base", "ema", "ema_2", "ema"]
+    assert args.objective.references == ["base", "ema", "ema_2"]
     calls, velocity = [], policy.velocity
     monkeypatch.setattr(policy, "velocity", lambda *given: calls.append(1) or velocity(*given))
     [loss] = terms.losses(ROWS, REAL)
@@ -141,6 +143,14 @@ def test_anchors_to_one_reference_share_its_velocity_and_have_metrics_of_their_o
     assert torch.equal(loss.metrics["kl/base"], loss.metrics["kl/base_2"])
     assert torch.equal(loss.metrics["kl/ema"], loss.metrics["kl/ema_3"])
     assert not torch.equal(loss.metrics["kl/ema"], loss.metrics["kl/ema_2"])
+
+
+def test_the_base_model_is_evaluated_where_an_anchor_the_objective_or_the_norm_guard_needs_it():
+    assert small.settings().objective.references == []
+    for objective in ({"kl_weight": 1.0}, {"anchors": [BASE]}, {"norm_guard": 1.0}):
+        assert small.settings(objective=objective).objective.references == ["base"]
+    for name, references in {"sft": [], "dpo": ["base"], "dgpo": ["base"]}.items():
+        assert small.settings(sampling=ODE, objective={"name": name}).objective.references == references
 
 
 def test_the_guided_reference_extrapolates_from_the_empty_prompt():
@@ -151,7 +161,7 @@ def test_the_guided_reference_extrapolates_from_the_empty_prompt():
         torch.arange(2),
     )
     prompts = small.PROMPTS.prompts[:2]
-    with torch.no_grad(), policy.reference():
+    with torch.no_grad(), policy.base_model():
         with_prompt, without = (policy.velocity(x, t, policy.encode(p), rows) for p in (prompts, ["", ""]))
         model = policy.with_guidance(4.5)
         velocity = model.velocity(x, t, model.encode(prompts), rows)
@@ -186,7 +196,8 @@ def test_the_advantage_gate_maps_advantages_as_its_objective_does(name, goodness
     *_, terms = collected(False, name=name, anchors=[{**BASE, "gate": "advantage"}], **own)
     object.__setattr__(terms.anchors.experience, "advantage", torch.ones(6))
     m = 1e-4 / 0.5
-    weight = terms.anchors._weight(terms.anchors.by_metric["kl/base"], ROWS)
+    (anchor,) = terms.anchors.anchors
+    weight = terms.anchors._weight(anchor.config, ROWS)
     torch.testing.assert_close(weight, torch.full((4,), 0.5 * (m + goodness * (1 - m))))
 
 
@@ -206,8 +217,8 @@ def test_gates_are_factors_of_the_weights_of_rows_and_not_of_what_is_reported():
 @pytest.mark.parametrize("weight", [0.5, 2e-4])
 def test_the_worst_images_are_held_by_1e_4_whatever_the_weight_of_their_anchor(weight):
     *_, gated = collected(anchors=[{"to": "base", "weight": weight, "gate": "advantage"}])
-    (anchor,) = gated.anchors.by_metric.values()
-    found = gated.anchors._weight(anchor, torch.tensor([5, 4]))  # of advantages -6 and 4
+    (anchor,) = gated.anchors.anchors
+    found = gated.anchors._weight(anchor.config, torch.tensor([5, 4]))  # of advantages -6 and 4
     torch.testing.assert_close(found, torch.tensor([1e-4, 1e-4 + 0.9 * (weight - 1e-4)]))
 
 
@@ -324,10 +335,10 @@ def test_an_average_may_begin_at_the_policy_and_slow_down():
 def test_the_awm_preset_has_both_published_references_in_their_published_proportion():
     """beta 0.003, ema_beta 1 and a decay of min(0.001 step, 0.3), with advantages divided by 5, which ours are not."""
     objective = FlowGRPOConfig.from_yaml("sd35_medium_ocr_awm").objective
-    anchors = objective.anchors_by_metric
+    anchors = [anchor.config for anchor in objective.named_anchors]
     published = {"base": 0.003, "ema": 1.0}
-    assert {anchor.to: anchor.weight / 5 for anchor in anchors.values()} == pytest.approx(published)
-    (ema,) = [anchor for anchor in anchors.values() if anchor.to == "ema"]
+    assert {anchor.to: anchor.weight / 5 for anchor in anchors} == pytest.approx(published)
+    (ema,) = [anchor for anchor in anchors if anchor.to == "ema"]
     assert [decay_at(ema.decay, step) for step in (1, 100, 300, 2000)] == pytest.approx([0.001, 0.1, 0.3, 0.3])
 
 

@@ -7,7 +7,7 @@ import torch
 from support import small_policy as small
 
 from flow_grpo.config.anchors import DecayRamp
-from flow_grpo.config.objective import section_type
+from flow_grpo.config.objective_types import section_type
 from flow_grpo.distributed.processes import Processes
 from flow_grpo.training.update import PolicyUpdate
 
@@ -63,7 +63,7 @@ def by_hand(name, policy, experience, terms, draw):
         return value.view(3, 4).mean(1).repeat_interleave(4).detach()
 
     now = error(name == "crd")
-    with torch.no_grad(), policy.lora.use("old") if name == "crd" else policy.reference():
+    with torch.no_grad(), policy.lora.use("old") if name == "crd" else policy.base_model():
         before = error(name == "crd")
     if name == "dgpo":
         return torch.sigmoid(centre(20.0 * advantage * (now - before))) * advantage * now

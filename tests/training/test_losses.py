@@ -10,7 +10,7 @@ from scipy import stats
 from support import small_policy as small
 
 from flow_grpo import sampling, sde
-from flow_grpo.config.objective import section_type
+from flow_grpo.config.objective_types import section_type
 from flow_grpo.policy.conditioning import Conditioning
 from flow_grpo.policy.policy import Policy
 from flow_grpo.training.custom import load_custom_function
@@ -150,7 +150,7 @@ def test_each_kl_is_its_formula_and_its_gradient_flows_through_the_policy_of_now
     policy, args, experience = collected(**changes)
     for k, loss in enumerate(step_terms(policy, args, experience).losses(torch.arange(6), ALL)):
         seen = Seen(policy, args, experience, k)
-        with torch.no_grad(), policy.reference():
+        with torch.no_grad(), policy.base_model():
             base = Seen(policy, args, experience, k)
         gaussian = (seen.mean - base.mean).square().flatten(1).mean(1) / (2 * seen.std**2)
         apart = base.log_prob - seen.log_prob
@@ -422,7 +422,7 @@ def test_dpo_compares_pairs_with_the_base_model():
     policy, _, experience, terms, _ = finals("dpo", objective={"beta": 7.0})
     rows = torch.tensor([3, 0, 5, 6])
     for draw, loss in enumerate(terms.losses(rows, ALL[:4])):
-        with torch.no_grad(), policy.reference():
+        with torch.no_grad(), policy.base_model():
             base = error(experience, terms, draw, velocity(policy, terms, draw))
         gain = (error(experience, terms, draw, velocity(policy, terms, draw)) - base)[rows].view(2, 2)
         expected = (1 + (7 * (gain[:, 0] - gain[:, 1])).exp()).log().repeat_interleave(2)
@@ -436,7 +436,7 @@ def test_the_kl_of_images_is_the_distance_from_the_base_models_velocity(name):
     rows, is_real = torch.arange(8), torch.ones(8, dtype=torch.bool)
     pairs = zip(terms.losses(rows, is_real), without.losses(rows, is_real), strict=True)
     for draw, (loss, plain) in enumerate(pairs):
-        with torch.no_grad(), policy.reference():
+        with torch.no_grad(), policy.base_model():
             base = velocity(policy, terms, draw)
         apart = (velocity(policy, terms, draw) - base).square().flatten(1).mean(1)
         assert apart.min() > 0

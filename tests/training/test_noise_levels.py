@@ -6,7 +6,7 @@ from scipy import stats
 from support import small_policy as small
 
 from flow_grpo import sampling
-from flow_grpo.config.objective import section_type
+from flow_grpo.config.objective_types import section_type
 from flow_grpo.training.noise_levels import draw_noise
 from flow_grpo.types import Schedule
 
