@@ -24,7 +24,7 @@ from flow_grpo.types import Experience, Loss, TrainedStep, take_rows
 
 
 @dataclass(frozen=True)
-class Computed:
+class Prediction:
     """What a model computes on n rows: its velocity and, of a trained step, the transition by it."""
 
     v: Float[Tensor, "n *state"]
@@ -47,8 +47,8 @@ class Anchors:
         self.advantage_max = objective.gate_advantage_max
 
     def evaluate(
-        self, compute: Callable[[FlowPipeline, Conditioning], Computed], names: list[str] | None = None
-    ) -> dict[str, Computed]:
+        self, compute: Callable[[FlowPipeline, Conditioning], Prediction], names: list[str] | None = None
+    ) -> dict[str, Prediction]:
         """What `compute` returns for each reference by name, or for those of `names`, without gradients."""
         computed = {}
         for name in self.references if names is None else names:
@@ -56,7 +56,7 @@ class Anchors:
                 computed[name] = compute(model, conditioning)
         return computed
 
-    def added_to(self, loss: Loss, rows: Int[Tensor, " n"], now: Computed, references: dict[str, Computed]) -> Loss:
+    def added_to(self, loss: Loss, rows: Int[Tensor, " n"], now: Prediction, references: dict[str, Prediction]) -> Loss:
         """The loss of `rows` with each weighted KL added, and the norm guard; each is reported without its weight and gate.
 
         Args:
@@ -98,7 +98,7 @@ class Anchors:
                 yield model, model.encode(self.conditioning.prompts)
 
 
-def kl(kind: str | None, now: Computed, reference: Computed) -> Float[Tensor, " n"]:
+def kl(kind: str | None, now: Prediction, reference: Prediction) -> Float[Tensor, " n"]:
     """The KL to a reference, of the transitions if there are any and `velocity` is not asked for."""
     if now.step is None or reference.step is None or kind == "velocity":
         return objectives.velocity_kl(now.v, reference.v)

@@ -13,7 +13,7 @@ from flow_grpo.config.objective import OLD_ADAPTER, ObjectiveConfig
 from flow_grpo.policy.conditioning import Conditioning
 from flow_grpo.policy.pipeline import FlowPipeline
 from flow_grpo.policy.policy import Policy
-from flow_grpo.training.anchors import Anchors, Computed
+from flow_grpo.training.anchors import Anchors, Prediction
 from flow_grpo.training.losses import mean_by_group, objective_function, with_settings
 from flow_grpo.training.noise_levels import draw_noise
 from flow_grpo.types import Experience, Loss, NoisedImage, take_rows
@@ -92,14 +92,14 @@ class ForwardProcessLoss:
                 mean = mean_by_group(self._group_statistic(image, rows), self.group[rows], is_real)
                 image = replace(image, group_mean=mean)
             loss = self.loss(image, self._on_device(self.advantage, rows))
-            yield self.anchors.added_to(loss, rows, Computed(image.v), references)
+            yield self.anchors.added_to(loss, rows, Prediction(image.v), references)
 
     @property
     def _own_references(self) -> list[str]:
         """Those that the objective itself needs."""
         return ["base"] if self.method.reference else []
 
-    def _image(self, draw: int, rows: Int[Tensor, " n"], references: dict[str, Computed] | None = None) -> NoisedImage:
+    def _image(self, draw: int, rows: Int[Tensor, " n"], references: dict[str, Prediction] | None = None) -> NoisedImage:
         x0, eps, sigma = self._noised(draw, rows)
         v, v_old = self._velocity(draw, rows, self.policy, self.conditioning).v, None
         if self.method.old_policy:
@@ -119,12 +119,12 @@ class ForwardProcessLoss:
     def _on_device(self, values: Float[Tensor, "B ..."], rows: Int[Tensor, " n"]) -> Float[Tensor, "n ..."]:
         return take_rows(values, rows, self.policy.device)
 
-    def _velocity(self, draw: int, rows: Int[Tensor, " n"], model: FlowPipeline, conditioning: Conditioning) -> Computed:
+    def _velocity(self, draw: int, rows: Int[Tensor, " n"], model: FlowPipeline, conditioning: Conditioning) -> Prediction:
         """The velocity by a model at a noise level."""
         x0, eps, sigma = self._noised(draw, rows)
         noised = NoisedImage(x0, eps, sigma, eps, eps)  # for its x alone
         _, timestep, _ = self.draws[draw]
-        return Computed(model.velocity(noised.x, timestep[rows], conditioning, rows))
+        return Prediction(model.velocity(noised.x, timestep[rows], conditioning, rows))
 
     def _rollout_velocities(self, microbatch: int) -> list[Tensor]:
         """The velocity (B, ...) at each noise level under the policy that sampled the images."""

@@ -14,7 +14,7 @@ from flow_grpo.distributed.processes import Processes
 from flow_grpo.policy.conditioning import Conditioning
 from flow_grpo.policy.pipeline import FlowPipeline
 from flow_grpo.policy.policy import Policy
-from flow_grpo.training.anchors import Anchors, Computed
+from flow_grpo.training.anchors import Anchors, Prediction
 from flow_grpo.training.losses import objective_function
 from flow_grpo.types import RATIO_DEVIATION, Experience, Loss, StepOutput, TrainedStep, take_rows
 
@@ -116,19 +116,19 @@ class StepLoss:
             references = self.anchors.evaluate(functools.partial(self._replayed, k, rows))
             yield self.anchors.added_to(loss, rows, now, references)
 
-    def _replayed(self, k: int, rows: Int[Tensor, " n"], model: FlowPipeline, conditioning: Conditioning) -> Computed:
+    def _replayed(self, k: int, rows: Int[Tensor, " n"], model: FlowPipeline, conditioning: Conditioning) -> Prediction:
         """Velocity and transition of the k-th trained step by a model."""
         velocity = model.velocity_fn(self.trajectory.schedule, conditioning)
         return self._computed(k, rows, sampling.replay(velocity, self.trajectory, k, rows, self.policy.device))
 
-    def _computed(self, k: int, rows: Int[Tensor, " n"], now: StepOutput) -> Computed:
+    def _computed(self, k: int, rows: Int[Tensor, " n"], now: StepOutput) -> Prediction:
         """Velocity and transition of the k-th trained step, beside what the rollout recorded."""
         trajectory, i = self.trajectory, self.trajectory.steps[k]
         delta = trajectory.schedule.sigmas[i + 1] - trajectory.schedule.sigmas[i]
         old_log_prob = self._of_step(trajectory.log_prob_BK, k, rows)
         # on a line of noise, the old mean is where it begins
         old_mean = self._of_step(trajectory.mean, k, rows) if trajectory.std is None else torch.zeros_like(now.mean)
-        return Computed(now.v, TrainedStep(now.log_prob, old_log_prob, now.mean, old_mean, std=now.std, delta=delta))
+        return Prediction(now.v, TrainedStep(now.log_prob, old_log_prob, now.mean, old_mean, std=now.std, delta=delta))
 
     def _of_step(self, values: Float[Tensor, "B K ..."], k: int, rows: Int[Tensor, " n"]) -> Float[Tensor, "n ..."]:
         """The values of the k-th trained step, on the policy's device."""
