@@ -4,8 +4,8 @@ from pathlib import Path
 
 from flow_grpo.text import suggest
 
-# of each bundled model, which draws nothing else
 SUFFIXES = (".yaml", ".yml")
+# the prompts that each bundled model was made for
 TRAINING_PROMPTS = {"tiny": "prompts/signs_train.txt", "tiny_shapes": "prompts/shapes_train.jsonl"}
 
 

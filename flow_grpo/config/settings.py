@@ -93,7 +93,7 @@ class RunSettings(ConfigSection):
     """Training steps between checkpoints."""
     sample_every: Annotated[int, Field(ge=0)] = 0
     """Training steps between grids of images in RUN/samples, of the first held-out (or training) prompts with fixed seeds; they are not
-    scored. 0 draws none."""
+    scored. 0 writes none."""
     keep_checkpoints: PositiveInt = 2
     """Checkpoints kept."""
     device: str | None = None

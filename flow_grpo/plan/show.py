@@ -10,7 +10,7 @@ from flow_grpo.plan.hardware import GB, TERA, Hardware
 from flow_grpo.text import gigabytes
 
 PHASE_NAMES = {
-    "rollout": "images are drawn",
+    "rollout": "sampling",
     "update": "the weights are trained",
     "decoding": "images are decoded",
     "loading": "the model is loaded",

@@ -36,7 +36,7 @@ class MovingAverage:
 
     @contextmanager
     def applied(self) -> Iterator[None]:
-        """Within it, the parameters have the values of the average, if there is one."""
+        """Context in which the parameters have the values of the average, if there is one."""
         parameters = self.parameters()
         current = {name: p.detach().clone() for name, p in parameters.items() if name in self.average}
         copy_into(parameters, self.average)

@@ -98,7 +98,7 @@ class PromptEncoder:
 
     @contextmanager
     def encoders_on_device(self) -> Iterator[None]:
-        """Within it, the text encoders are on the device; after it they are on the CPU again if they are offloaded."""
+        """Context in which the text encoders are on the device; after it they are on the CPU again if they are offloaded."""
         encoders = self._text_encoders if self.offload else []
         for encoder in encoders:
             encoder.to(self.device)

@@ -57,7 +57,7 @@ class FullWeights:
 
     @contextmanager
     def base_model(self) -> Iterator[None]:
-        """Within it, the transformer has the base model's weights."""
+        """Context in which the transformer has the base model's weights."""
         self.swap_base()
         try:
             yield

@@ -142,7 +142,7 @@ class Lora:
 
     @contextmanager
     def base_model(self) -> Iterator[None]:
-        """Within it, the LoRA is off."""
+        """Context in which the LoRA is off."""
         was_enabled = self.is_enabled
         self._enable(False)
         try:
@@ -176,7 +176,7 @@ class Lora:
 
     @contextmanager
     def use(self, adapter: str | None) -> Iterator[None]:
-        """Within it, that adapter is active instead of the trained one. None changes nothing."""
+        """Context in which that adapter is active instead of the trained one. None changes nothing."""
         if adapter is None:
             yield
             return

@@ -134,7 +134,7 @@ class MetaModule:
 
     @contextmanager
     def counting(self, counter: Any, backward: bool, release_gradients: bool = False) -> Iterator[None]:
-        """Within it, the network's calls are counted; at its end comes a backward pass through all of them.
+        """Context in which the network's calls are counted; at its end comes a backward pass through all of them.
 
         Args:
             release_gradients: drop each gradient as soon as it is computed, as where it is reduced to the other processes.
@@ -158,7 +158,7 @@ class MetaModule:
 
     @contextmanager
     def block_calls(self) -> Iterator[list[BlockCall]]:
-        """Within it, the first call of one repeated block of each kind is added to the list. ValueError if none are known."""
+        """Context in which the first call of one repeated block of each kind is added to the list. ValueError if none are known."""
         kinds: dict[type, list[torch.nn.Module]] = {}
         for block in repeated_blocks(self._network, "plan"):
             kinds.setdefault(type(block), []).append(block)

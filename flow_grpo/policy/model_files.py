@@ -112,7 +112,7 @@ def stored_bytes(folder: Path, dtype: torch.dtype) -> list[tuple[int, int]]:
 
 @contextmanager
 def load_errors(folder: str | Path, part: str = "") -> Iterator[None]:
-    """Within it, any error of a library about the model becomes a ValueError of one sentence."""
+    """Context in which any error of a library about the model becomes a ValueError of one sentence."""
     try:
         yield
     except torch.OutOfMemoryError:

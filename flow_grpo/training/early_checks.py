@@ -99,7 +99,7 @@ def check_scope(name: str, reward: Reward, args: FlowGRPOConfig) -> None:
 
 
 def check_frames(args: FlowGRPOConfig, policy: FlowPipeline) -> None:
-    """Check that no reward is told which frames of a video to see, if the model makes images."""
+    """Check that `frames` of a reward is set only for a model that makes videos."""
     settings = {f"rewards.{name}": reward for name, reward in args.rewards.items()}
     settings |= {f"evaluation.rewards.{name}": reward for name, reward in args.evaluation.rewards.items()}
     for name, reward in settings.items():

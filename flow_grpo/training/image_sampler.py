@@ -112,7 +112,7 @@ class ImageSampler:
         size = len(batch.prompts) if in_one_part else math.lcm(self.args.microbatch, self.args.images_per_prompt)
         for rows in torch.arange(len(batch.prompts)).split(size):
             part = batch.take(rows)
-            with phase(f"step {step + 1}, drawing {counted(len(part.prompts), 'image')}"):
+            with phase(f"step {step + 1}, sampling {counted(len(part.prompts), 'image')}"):
                 with self.policy.meter.phase("rollout"):
                     trajectories.append(self.trajectory(step, part, window, self.args.sampling.keep_graphs))
                 with self.policy.meter.phase("decode"):

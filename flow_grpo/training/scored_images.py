@@ -50,7 +50,7 @@ class ScoredImages:
         reward = (
             torch.stack([by_name[name] for name in self.separate_rewards], 1) if self.separate_rewards else self.scores.total
         )
-        reward = reward.nan_to_num()  # of incomplete groups, and of rewards that do not score a prompt
+        reward = reward.nan_to_num()  # NaN: the group is incomplete, or the reward does not score this prompt
         if self.reward_cap is not None:
             reward = advantages.capped(reward, group, self.reward_cap)
         return self.complete & advantages.has_signal(reward, group)

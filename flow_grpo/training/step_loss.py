@@ -70,7 +70,7 @@ class StepLoss:
     """The loss of an objective on per-step log-probabilities: one `Loss` per trained step.
 
     Attributes:
-        in_place: the rollout kept its graphs, so that the rows of a loss are those of one of its micro-batches, once.
+        in_place: the rollout kept its graphs, so that each call of `losses` takes one of its micro-batches, and uses its graphs up.
     """
 
     def __init__(

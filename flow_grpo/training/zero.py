@@ -56,8 +56,8 @@ class ZeroOptimizer:
         gc.collect()  # frees the engine, which has reference cycles
 
     def backward(self, loss: Tensor) -> None:
-        # DeepSpeed averages the gradients of all processes; we need their sum
         """Add the gradient of a loss."""
+        # DeepSpeed averages the gradients of all processes; we need their sum
         self.engine.backward(loss * self.processes.world_size)
 
     def step(self, lr: float) -> float:
