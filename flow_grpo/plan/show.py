@@ -10,7 +10,7 @@ from flow_grpo.plan.hardware import GB, TERA, Hardware
 from flow_grpo.text import gigabytes
 
 PHASE_NAMES = {
-    "rollout": "sampling",
+    "rollout": "images are sampled",
     "update": "the weights are trained",
     "decoding": "images are decoded",
     "loading": "the model is loaded",
