@@ -744,15 +744,15 @@ BUGS = [
     (
         "each image of a branch has noise of its own",
         "flow_grpo/tree.py",
-        "[replace(batch, image=first_image(batch.image, below)) for below in",
-        "[batch for below in",
+        "[replace(batch, image=state_leader(batch.image, sharing)) for sharing in",
+        "[batch for sharing in",
         "tests/test_tree.py",
     ),
     (
         "a step of a tree has the advantage of the state that it began from",
         "flow_grpo/tree.py",
-        "images_below(branches, steps)[1:]:",
-        "images_below(branches, steps)[:-1]:",
+        "images_per_state(branches, steps)[1:]:",
+        "images_per_state(branches, steps)[:-1]:",
         "tests/test_tree.py",
     ),
     (

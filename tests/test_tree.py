@@ -47,8 +47,8 @@ def gradient(policy, args, experience):
         ([2, 2], 0, [4]),
     ],
 )
-def test_images_below_each_state(branches, steps, expected):
-    assert tree.images_below(branches, steps) == expected
+def test_the_images_of_each_state(branches, steps, expected):
+    assert tree.images_per_state(branches, steps) == expected
 
 
 def test_neighbours_share_states_and_have_the_noise_of_their_first():
@@ -184,7 +184,7 @@ def test_a_step_has_the_advantage_of_the_branch_it_led_to(method):
 
 def test_a_mean_over_branches_of_several_rewards():
     batch, value = small.PROMPTS.head(2).repeat(4), torch.arange(16.0).view(8, 2)
-    means = tree.branch_means(value, batch, [2, 2], 2)
+    means = tree.branch_rewards(value, batch, [2, 2], 2)
     assert means[0].tolist() == [[1, 2], [1, 2], [5, 6], [5, 6], [9, 10], [9, 10], [13, 14], [13, 14]]
     assert torch.equal(means[1], value)
 

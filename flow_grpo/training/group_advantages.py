@@ -73,8 +73,8 @@ class GroupAdvantages:
         compared_rewards, compared_weights = self._capped(by_reward, weights, batch.group)
         compare = partial(advantages.group_advantages, group=batch.group, method=self.method, weights=compared_weights)
         if branching_steps:
-            means = tree.branch_means(compared_rewards, batch, self.args.sampling.branches, branching_steps)
-            advantage = torch.stack([compare(reward) for reward in means], 1)
+            by_step = tree.branch_rewards(compared_rewards, batch, self.args.sampling.branches, branching_steps)
+            advantage = torch.stack([compare(reward) for reward in by_step], 1)
         else:
             advantage = compare(compared_rewards)
         if objective.diversity_weight is not None:
