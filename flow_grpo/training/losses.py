@@ -1,8 +1,6 @@
 """What both kinds of loss share: the objective with its settings bound, and averages of what losses report.
 
-`StepLoss` (step_loss.py) replays the trained transitions, `ForwardProcessLoss` (forward_process_loss.py) adds new noise to the final
-latents. Both yield one `Loss` for each of their `count` trained steps or noise levels; `PolicyUpdate` weights the rows and runs
-backward on each before it takes the next, so only one graph is in memory.
+`BatchLoss` (batch_loss.py) is their interface.
 """
 
 import functools
