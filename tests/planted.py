@@ -184,8 +184,8 @@ BUGS = [
     (
         "the average that draws crd's images stands still",
         "flow_grpo/training/update.py",
-        "in args.objective.policy_copies.items():",
-        "in list(args.objective.policy_copies.items())[:1]:",
+        "in self.args.objective.policy_copies.items():",
+        "in list(self.args.objective.policy_copies.items())[:1]:",
         "tests/training/test_forward_process_loss.py -k average_that_draws",
     ),
     (
@@ -758,7 +758,7 @@ BUGS = [
     (
         "kept graphs are used for rows that are packed",
         "flow_grpo/training/update.py",
-        "in_place = keeps_graphs or (",
+        "in_place = batch_loss.in_place or (",
         "in_place = (",
         "tests/training/test_kept_graphs.py",
     ),
@@ -807,7 +807,7 @@ BUGS = [
     (
         "the mean is over the rows with signal, not over all",
         "flow_grpo/training/update.py",
-        "row_weight = 1 / (len(share) * experience.rows_per_group)",
+        "row_weight = 1 / (len(groups) * experience.rows_per_group)",
         "row_weight = 1 / max(1, len(rows))",
         "tests/test_train.py -k skipping_leaves",
     ),

@@ -52,6 +52,8 @@ class ForwardProcessLoss:
         self.has_ratio = several_updates and method.ratio
         self.v_rollout = self._rollout_velocities(microbatch) if self.has_ratio else None
 
+    in_place = False  # it takes any rows
+
     def before_update(self, chunks: list[tuple[Tensor, Tensor]]) -> None:
         """Compute without gradients what the objective needs of whole groups, if they are spread over chunks.
 
