@@ -14,7 +14,7 @@ from flow_grpo.policy.conditioning import Conditioning
 from flow_grpo.policy.pipeline import FlowPipeline
 from flow_grpo.policy.policy import Policy
 from flow_grpo.training.anchors import Anchors, Computed
-from flow_grpo.training.losses import mean_by_group, objective_function, with_settings
+from flow_grpo.training.losses import bind_settings, mean_by_group, objective_function
 from flow_grpo.training.noise_levels import NoiseLevel, add_noise
 from flow_grpo.types import Experience, Loss, NoisedImage, take_rows
 
@@ -46,7 +46,7 @@ class ForwardProcessLoss:
         self.noise_levels, self.count = noise_levels, len(noise_levels)
         self.group, self.splits_groups = experience.batch.group, bool(microbatch % experience.rows_per_group)
         self.group_statistic = (
-            with_settings(getattr(objectives, method.group_mean), objective) if method.group_mean else None
+            bind_settings(getattr(objectives, method.group_mean), objective) if method.group_mean else None
         )
         self.group_means: list[Tensor] | None = None
         self.has_ratio = several_updates and method.ratio
