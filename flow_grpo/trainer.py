@@ -120,7 +120,7 @@ class FlowGRPOTrainer:
     def training_step(self) -> dict[str, float]:
         """Sample a group of images for each prompt, score them, compare them within groups, update the policy. Returns metrics."""
         self.state.enter_stage(self.step)
-        experience, metrics = self.stage.step(self.step)
+        experience, metrics = self.stage.collect_and_update(self.step)
         self.state.step += 1
         self.evaluator.record_groups(self.step, experience)
         return metrics

@@ -184,8 +184,8 @@ BUGS = [
     (
         "the average that draws crd's images stands still",
         "flow_grpo/training/update.py",
-        "in args.objective.policy_copies.items():",
-        "in list(args.objective.policy_copies.items())[:1]:",
+        "in self.args.objective.policy_copies.items():",
+        "in list(self.args.objective.policy_copies.items())[:1]:",
         "tests/training/test_forward_process_loss.py -k average_that_draws",
     ),
     (
@@ -744,21 +744,21 @@ BUGS = [
     (
         "each image of a branch has noise of its own",
         "flow_grpo/tree.py",
-        "[replace(batch, image=first_image(batch.image, below)) for below in",
-        "[batch for below in",
+        "[replace(batch, image=state_leader(batch.image, sharing)) for sharing in",
+        "[batch for sharing in",
         "tests/test_tree.py",
     ),
     (
         "a step of a tree has the advantage of the state that it began from",
         "flow_grpo/tree.py",
-        "images_below(branches, steps)[1:]:",
-        "images_below(branches, steps)[:-1]:",
+        "images_per_state(branches, steps)[1:]:",
+        "images_per_state(branches, steps)[:-1]:",
         "tests/test_tree.py",
     ),
     (
         "kept graphs are used for rows that are packed",
         "flow_grpo/training/update.py",
-        "in_place = keeps_graphs or (",
+        "in_place = batch_loss.in_place or (",
         "in_place = (",
         "tests/training/test_kept_graphs.py",
     ),
@@ -807,7 +807,7 @@ BUGS = [
     (
         "the mean is over the rows with signal, not over all",
         "flow_grpo/training/update.py",
-        "row_weight = 1 / (len(share) * experience.rows_per_group)",
+        "row_weight = 1 / (len(groups) * experience.rows_per_group)",
         "row_weight = 1 / max(1, len(rows))",
         "tests/test_train.py -k skipping_leaves",
     ),

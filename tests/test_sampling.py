@@ -1,4 +1,4 @@
-"""Rollouts with a toy velocity: windows, streams of noise, shared prefixes, micro-batches."""
+"""Rollouts with a toy velocity: streams of noise, shared prefixes, micro-batches."""
 
 import json
 from typing import get_args
@@ -12,7 +12,6 @@ from flow_grpo import methods, sampling, sde
 from flow_grpo.config.sampling import SamplingConfig
 from flow_grpo.data.prompts import PromptSampler, PromptSet
 from flow_grpo.policy.solvers import SOLVERS, ode_solver
-from flow_grpo.training.windows import trained_steps
 from flow_grpo.types import PromptBatch, Schedule, StepDistribution
 
 SIGMAS = torch.tensor([1.0, 0.9, 0.7, 0.4, 0.1, 0.0])
@@ -66,8 +65,6 @@ def test_the_streams_are_those_of_earlier_versions():
     torch.testing.assert_close(
         sampling.noise((4,), 0, "start", 3, 1), torch.tensor([-1.3631324, -0.0940343, -0.4452363, -0.9594598])
     )
-    starts = [trained_steps("random", 8, 2, 1, 5, 1, 0, step)[0] for step in range(12)]
-    assert starts == [2, 3, 3, 4, 1, 2, 3, 1, 4, 2, 3, 1]
     seeds = [sampling.generator(i).initial_seed() for i in range(64)]
     assert 2**62 < max(seeds) < 2**63, "what a generator can take, and all of it"
 
@@ -94,41 +91,6 @@ def test_shared_noise_is_one_per_prompt():
     drawn = sampling.batch_noise(SHAPE, batch(), 0, "start", shared=True)
     assert torch.equal(drawn[0], drawn[2])
     assert not torch.equal(drawn[2], drawn[3])
-
-
-@pytest.mark.parametrize(
-    ("kind", "step", "expected"),
-    [
-        ("all", 0, [1, 2, 3, 4, 5]),
-        ("fixed", 9, [1, 2]),
-        ("sliding", 0, [1, 2]),
-        ("sliding", 3, [2, 3]),
-        ("sliding", 15, [2, 3]),
-    ],
-)
-def test_a_window_has_the_steps_of_its_schedule(kind, step, expected):
-    assert trained_steps(kind, 8, 2, 1, 5, 3, 0, step) == expected
-
-
-def test_a_random_window_depends_on_seed_and_step_and_covers_every_place():
-    windows = [tuple(trained_steps("random", 8, 2, 1, 5, 1, 0, step)) for step in range(100)]
-    assert windows == [tuple(trained_steps("random", 8, 2, 1, 5, 1, 0, step)) for step in range(100)]
-    assert set(windows) == {(1, 2), (2, 3), (3, 4), (4, 5)}
-    assert windows != [tuple(trained_steps("random", 8, 2, 1, 5, 1, 1, step)) for step in range(100)]
-
-
-def test_a_window_ends_with_the_schedule_and_may_fill_it():
-    assert trained_steps("all", 4, 1, 1, 9, 1, 0, 0) == [1, 2, 3]
-    for kind in ("fixed", "random", "sliding"):
-        assert trained_steps(kind, 4, 4, 0, 9, 1, 0, 7) == [0, 1, 2, 3]
-
-
-@pytest.mark.parametrize("kind", ["fixed", "random", "sliding"])
-def test_a_window_that_does_not_fit_is_refused(kind):
-    with pytest.raises(ValueError, match="does not fit"):
-        trained_steps(kind, 8, 4, 3, 5, 1, 0, 0)
-    with pytest.raises(ValueError, match="unknown window 'fixt'"):
-        trained_steps("fixt", 8, 1, 3, 5, 1, 0, 0)
 
 
 @pytest.mark.parametrize("microbatch", [1, 2, 4, 6])

@@ -17,6 +17,7 @@ from support.embedded import short_run
 from support.run_contents import MEASURED
 
 from flow_grpo.advantages import group_advantages
+from flow_grpo.config.sampling import SamplingConfig
 from flow_grpo.data.grid import ImageInfo, read_grid, save_image
 from flow_grpo.evaluation.generate import generate_images, image_seed
 from flow_grpo.policy import devices
@@ -631,7 +632,8 @@ def test_a_random_window_is_drawn_from_seed_and_step_and_the_ode_has_none(tmp_pa
     window = {"schedule": "random", "size": 2, "first_step": 1}
     trainers = [made(tmp_path, sampling={"steps": 6, "window": window}, seed=seed) for seed in (0, 5)]
     drawn = [trainer.stage.window(step) for trainer in trainers for step in range(9)]
-    expected = [trained_steps("random", 6, 2, 1, 4, 25, seed, step) for seed in (0, 5) for step in range(9)]
+    settings = SamplingConfig.model_validate({"steps": 6, "window": window})
+    expected = [trained_steps(settings, step, seed) for seed in (0, 5) for step in range(9)]
     assert drawn == expected
     assert {tuple(w) for w in drawn} == {(1, 2), (2, 3), (3, 4)}
     trainer = made(tmp_path, objective={"name": "sft"}, sampling={"transition": "ode", "steps": 5})

@@ -47,17 +47,17 @@ def gradient(policy, args, experience):
         ([2, 2], 0, [4]),
     ],
 )
-def test_images_below_each_state(branches, steps, expected):
-    assert tree.images_below(branches, steps) == expected
+def test_the_images_of_each_state(branches, steps, expected):
+    assert tree.images_per_state(branches, steps) == expected
 
 
 def test_neighbours_share_states_and_have_the_noise_of_their_first():
     batch = small.PROMPTS.head(2).repeat(4)
-    states = tree.shared_states(batch, [2, 2], 3)
+    states = tree.state_ids(batch, [2, 2], 3)
     assert states[:, 0].tolist() == [0] * 4 + [4] * 4
     assert states[:, 1].tolist() == [0, 0, 2, 2, 4, 4, 6, 6]
     assert states[:, 2].tolist() == list(range(8))
-    assert [taken.image.tolist() for taken in tree.branches_taken(batch, [2, 2], 3)] == [
+    assert [taken.image.tolist() for taken in tree.noise_batches(batch, [2, 2], 3)] == [
         [0, 0, 2, 2] * 2,
         [0, 1, 2, 3] * 2,
         [0, 1, 2, 3] * 2,
@@ -185,7 +185,7 @@ def test_a_step_has_the_advantage_of_the_branch_it_led_to(method):
 
 def test_a_mean_over_branches_of_several_rewards():
     batch, value = small.PROMPTS.head(2).repeat(4), torch.arange(16.0).view(8, 2)
-    means = tree.branch_means(value, batch, [2, 2], 2)
+    means = tree.branch_rewards(value, batch, [2, 2], 2)
     assert means[0].tolist() == [[1, 2], [1, 2], [5, 6], [5, 6], [9, 10], [9, 10], [13, 14], [13, 14]]
     assert torch.equal(means[1], value)
 

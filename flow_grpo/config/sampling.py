@@ -49,10 +49,14 @@ class SamplingConfig(ConfigSection):
     (DPM-Solver++ 2M, arXiv 2211.01095), `ab2` (Adams-Bashforth) and, with two velocities a step and without a window, `heun`."""
 
     @property
+    def last_trainable_step(self) -> int:
+        """`window.last_step`, or its default: the last step but one."""
+        return self.steps - 2 if self.window.last_step is None else self.window.last_step
+
+    @property
     def num_trained_steps(self) -> int:
         """The length of the window."""
-        last = self.steps - 2 if self.window.last_step is None else self.window.last_step
-        return last - self.window.first_step + 1 if self.window.schedule == "all" else self.window.size
+        return self.last_trainable_step - self.window.first_step + 1 if self.window.schedule == "all" else self.window.size
 
     def tree(self, images: int) -> list[int]:
         """The branches of a group of `images` images; [] if each image starts from its own noise."""

@@ -199,7 +199,7 @@ def check_window(sampling: SamplingConfig) -> None:
     transition = methods.TRANSITIONS[sampling.transition]
     if not transition.stochastic:
         return
-    last = sampling.steps - 2 if window.last_step is None else window.last_step
+    last = sampling.last_trainable_step
     latest = sampling.steps - 1 if transition.noise_at_end else sampling.steps - 2
     if not window.first_step <= last <= latest:
         raise ValueError(

@@ -41,7 +41,7 @@ def benchmark_overlap(trained: list[str], held_out: list[str], source: str | Non
     return {name: count for name, count in {**away, **shared}.items() if count}
 
 
-def sentences(trained: list[str], held_out: list[str], source: str | None = None) -> list[str]:
+def overlap_warnings(trained: list[str], held_out: list[str], source: str | None = None) -> list[str]:
     """Warnings for the user before training; empty if no prompt is in two sets."""
     warnings, shared = [], held_out_overlap(trained, held_out)
     if shared:

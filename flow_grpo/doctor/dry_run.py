@@ -58,7 +58,7 @@ def _check_prompts(args: FlowGRPOConfig, num_processes: int, report: DryRunRepor
     if prompts is not None:
         early_checks.check_prompts(args, prompts, held_out, num_processes)
         report.checked.append(f"{len(prompts)} prompts")
-        overlap = prompt_overlap.sentences(prompts.prompts, held_out.prompts if held_out else [], source)
+        overlap = prompt_overlap.overlap_warnings(prompts.prompts, held_out.prompts if held_out else [], source)
         report.notes += [f"warning: {sentence}" for sentence in overlap]
     if held_out is not None:
         report.checked.append(f"{len(held_out)} held-out prompts")

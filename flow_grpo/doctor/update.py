@@ -43,7 +43,6 @@ def measure_ratio_drift(policy: Policy, stage: FlowGRPOConfig, experience: Exper
         policy.encode(experience.batch.prompts),
         objective=objective,
         method=methods.objective(objective.name, stepwise=True),
-        sampling_settings=stage.sampling,
         clip=ClipRange(objective.auto_clip_quantile),
     )
     chunks = [list(loss.losses(chunk, chunk >= 0)) for chunk in rows.split(stage.microbatch)]

@@ -16,7 +16,7 @@ from flow_grpo.policy.devices import DTYPES, default_dtype
 from flow_grpo.progress import phase
 from flow_grpo.training.anchors import copied_references
 from flow_grpo.training.zero import STAGES
-from flow_grpo.tree import images_below
+from flow_grpo.tree import images_per_state
 
 CUDA_CONTEXT = 0.6 * GB  # of torch itself, before the first tensor
 # by whether it is a GPU: a CPU's allocator keeps freed pieces, and its kernels pack copies
@@ -218,8 +218,8 @@ class StepEstimator:
     def _trained_velocities(self) -> float:
         """Velocities with gradients for each image: one for each trained step, fewer where images share states."""
         sampling = self.args.sampling
-        below = images_below(sampling.tree(self.args.images_per_prompt), sampling.num_trained_steps)
-        return sum(1 / images for images in below[:-1])
+        sharing = images_per_state(sampling.tree(self.args.images_per_prompt), sampling.num_trained_steps)
+        return sum(1 / images for images in sharing[:-1])
 
     def _operations(self, microbatch: int) -> tuple[float, float]:
         """Operations of a step in which every group has reward variance: in passes without a backward pass, and in those with one."""

@@ -54,7 +54,7 @@ class ModelTrace:
         apply_memory_settings(pipe, args.memory.model_copy(update={"attention_backend": None}))
         self.policy = Policy(pipe, dtype, **args.pipeline_call_kwargs())
         with torch.device("meta"):
-            add_trainable_weights(self.policy, args)
+            add_trainable_weights(self.policy, args.lora, args.seed)
         prompts = load_run_prompts(args.training_prompts).prompts
         self.policy.check_images(prompts)
         self.prompt = max(prompts, key=len)

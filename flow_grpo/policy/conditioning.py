@@ -114,7 +114,7 @@ class Conditioning:
     prompt_index: Tensor  # (B,) which of the outputs a row has
     call_group: Tensor  # (B,)
 
-    def selected(self, rows: Tensor) -> list[str]:
+    def prompts_of(self, rows: Tensor) -> list[str]:
         """The prompts of `rows` (n,)."""
         return [self.prompts[row] for row in rows.tolist()]
 
@@ -126,7 +126,7 @@ class Conditioning:
         recorded = [
             (call[0][0], collate([output for _, output in call], axis)) for call, axis in zip(calls, axes, strict=True)
         ]
-        return self.selected(rows), recorded
+        return self.prompts_of(rows), recorded
 
     def pooled(self) -> Tensor:
         """(B, D) float32: each row's mean embedding."""

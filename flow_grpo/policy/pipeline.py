@@ -158,7 +158,7 @@ class FlowPipeline:
         rows = torch.zeros(1, dtype=torch.long)
         try:
             probe = self.encode(self.probe_prompts[:1])
-            stop = self._call.replay(probe, rows, timesteps=None, x=None, num_inference_steps=steps)
+            stop = self._call.call_with_recordings(probe, rows, timesteps=None, x=None, num_inference_steps=steps)
         except torch.OutOfMemoryError:
             raise
         except Exception as error:  # each pipeline has its own
@@ -177,7 +177,7 @@ class FlowPipeline:
         """
         n, group = len(rows), conditioning.call_group[rows]
         timesteps = timestep.expand(n)
-        pictured = next((prompt for prompt in conditioning.selected(rows) if images_of(prompt)), None)
+        pictured = next((prompt for prompt in conditioning.prompts_of(rows) if images_of(prompt)), None)
         if pictured is not None and not self.accepts_images_per_row(x, timestep, pictured):
             group = conditioning.prompt_index[rows]  # a call for each prompt
         if (timesteps != timesteps[0]).any() and not self.accepts_per_sample_timesteps(x, timesteps, conditioning, rows):
@@ -230,7 +230,7 @@ class FlowPipeline:
 
     def _velocity(self, x: Tensor, timesteps: Tensor, conditioning: Conditioning, rows: Tensor) -> Tensor:
         first_axis = timesteps[:1] if (timesteps == timesteps[0]).all() else timesteps[None]  # over which pipelines iterate
-        v = self._call.replay(conditioning, rows, first_axis, x).output.float()
+        v = self._call.call_with_recordings(conditioning, rows, first_axis, x).output.float()
         return -v if self._scheduler.config.invert_sigmas else v  # of a flow whose own sigmas are shares of the image
 
     # -- images -------------------------------------------------------------------------------------------------------
@@ -241,7 +241,7 @@ class FlowPipeline:
         images, probe, no_step = [], self.encode(self.probe_prompts[:1]), torch.zeros(0, device=self.device)
         for chunk in latents.split(microbatch):
             rows = torch.zeros(len(chunk), dtype=torch.long)
-            out = self._call.replay(probe, rows, no_step, chunk, output_type="pt")
+            out = self._call.call_with_recordings(probe, rows, no_step, chunk, output_type="pt")
             images.append(images_to_tensor(out[0]).float().clamp(0, 1).cpu())
         return torch.cat(images)
 
@@ -250,7 +250,7 @@ class FlowPipeline:
         """The states (B, ...) float32 that the pipeline itself would begin with, by a generator of that seed."""
         generator = torch.Generator(self.device).manual_seed(seed)
         rows, conditioning = torch.arange(len(prompts)), self.encode(prompts)
-        stop = self._call.replay(conditioning, rows, timesteps=None, x=None, generator=generator)
+        stop = self._call.call_with_recordings(conditioning, rows, timesteps=None, x=None, generator=generator)
         return stop.sample.float().cpu()
 
     @torch.no_grad()

@@ -81,7 +81,7 @@ class PipelineCall:
             call["negative_prompt"] = [call["negative_prompt"]] * len(call["prompt"])
         return call
 
-    def replay(
+    def call_with_recordings(
         self, conditioning: Conditioning, rows: Tensor, timesteps: Tensor | None, x: Tensor | None, **kwargs: Any
     ) -> Any:
         """Call the pipeline with recorded embeddings.

@@ -26,7 +26,7 @@ def load_trained_weights(policy: Policy, place: str) -> None:
     args = FlowGRPOConfig.from_yaml(config)
     if args.lora and args.lora.init_from:
         policy.load_lora(args.lora.init_from)
-    add_trainable_weights(policy, args)
+    add_trainable_weights(policy, args.lora, args.seed)
     policy.store_base_weights("cpu")
     if not isinstance(state.get("adapter"), dict):
         raise ValueError(f"the checkpoint {place} was not written by flow-grpo: it holds no adapter.")

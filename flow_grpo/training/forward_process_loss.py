@@ -14,8 +14,8 @@ from flow_grpo.policy.conditioning import Conditioning
 from flow_grpo.policy.pipeline import FlowPipeline
 from flow_grpo.policy.policy import Policy
 from flow_grpo.training.anchors import Anchors, Prediction
-from flow_grpo.training.losses import mean_by_group, objective_function, with_settings
-from flow_grpo.training.noise_levels import draw_noise
+from flow_grpo.training.losses import bind_settings, mean_by_group, objective_function
+from flow_grpo.training.noise_levels import NoiseLevel, add_noise
 from flow_grpo.types import Experience, Loss, NoisedImage, take_rows
 
 
@@ -24,7 +24,6 @@ class ForwardProcessLoss:
 
     Args:
         microbatch: rows per forward pass.
-        seed, step: the run's seed and the training step, which the noise levels and the noise depend on.
         several_updates: whether the policy is updated more than once on these images.
     """
 
@@ -36,28 +35,24 @@ class ForwardProcessLoss:
         *,
         objective: ObjectiveConfig,
         method: methods.Objective,
+        noise_levels: list[NoiseLevel],
         microbatch: int,
-        seed: int,
-        step: int,
         several_updates: bool,
     ) -> None:
-        self.policy, self.objective, self.advantage = policy, objective, experience.advantage
-        self.method, self.loss = method, objective_function(objective, method)
+        self.policy, self.method, self.advantage = policy, method, experience.advantage
+        self.loss = objective_function(objective, method)
         self.conditioning, self.x0 = conditioning, experience.trajectory.final
         self.anchors = Anchors(policy, experience, conditioning, objective)
-        self.count = self.objective.num_noise_levels
-        shape, schedule = self.x0.shape[1:], experience.trajectory.schedule
-        self.draws = [
-            draw_noise(experience.batch, schedule, shape, objective, seed=seed, step=step, draw=draw)
-            for draw in range(self.count)
-        ]
+        self.noise_levels, self.count = noise_levels, len(noise_levels)
         self.group, self.splits_groups = experience.batch.group, bool(microbatch % experience.rows_per_group)
         self.group_statistic = (
-            with_settings(getattr(objectives, method.group_mean), objective) if method.group_mean else None
+            bind_settings(getattr(objectives, method.group_mean), objective) if method.group_mean else None
         )
         self.group_means: list[Tensor] | None = None
         self.has_ratio = several_updates and method.ratio
         self.v_rollout = self._rollout_velocities(microbatch) if self.has_ratio else None
+
+    in_place = False  # it takes any rows
 
     def before_update(self, chunks: list[tuple[Tensor, Tensor]]) -> None:
         """Compute without gradients what the objective needs of whole groups, if they are spread over chunks.
@@ -68,12 +63,12 @@ class ForwardProcessLoss:
         if self.group_statistic is None or not self.splits_groups:
             return
         self.group_means = []
-        for draw in range(self.count):
+        for k in range(self.count):
             values, counts = torch.zeros(len(self.x0)), torch.zeros(len(self.x0), dtype=torch.bool)
             for rows, weight in chunks:
-                references = self.anchors.evaluate(functools.partial(self._velocity, draw, rows), self._own_references)
+                references = self.anchors.evaluate(functools.partial(self._velocity, k, rows), self._own_references)
                 with torch.set_grad_enabled(self.policy.compiled):  # as of `_rollout_velocities`
-                    number = self._group_statistic(self._image(draw, rows, references), rows)
+                    number = self._group_statistic(self._image(k, rows, references), rows)
                 values[rows[weight > 0]], counts[rows[weight > 0]] = number.cpu()[weight > 0], True
             self.group_means.append(mean_by_group(values, self.group, counts))
 
@@ -83,11 +78,11 @@ class ForwardProcessLoss:
 
     def losses(self, rows: Int[Tensor, " n"], is_real: Bool[Tensor, " n"]) -> Iterator[Loss]:
         """One loss per noise level, its values those of `rows`."""
-        for draw in range(self.count):
-            references = self.anchors.evaluate(functools.partial(self._velocity, draw, rows))
-            image = self._image(draw, rows, references)
+        for k in range(self.count):
+            references = self.anchors.evaluate(functools.partial(self._velocity, k, rows))
+            image = self._image(k, rows, references)
             if self.group_means is not None:
-                image = replace(image, group_mean=self._on_device(self.group_means[draw], rows))
+                image = replace(image, group_mean=self._on_device(self.group_means[k], rows))
             elif self.group_statistic is not None:
                 mean = mean_by_group(self._group_statistic(image, rows), self.group[rows], is_real)
                 image = replace(image, group_mean=mean)
@@ -99,38 +94,38 @@ class ForwardProcessLoss:
         """Those that the objective itself needs."""
         return ["base"] if self.method.reference else []
 
-    def _image(self, draw: int, rows: Int[Tensor, " n"], references: dict[str, Prediction] | None = None) -> NoisedImage:
-        x0, eps, sigma = self._noised(draw, rows)
-        v, v_old = self._velocity(draw, rows, self.policy, self.conditioning).v, None
+    def _image(self, k: int, rows: Int[Tensor, " n"], references: dict[str, Prediction] | None = None) -> NoisedImage:
+        """What the objective sees of `rows` at the k-th noise level."""
+        x0, eps, sigma = self._latents_and_noise(k, rows)
+        v, v_old = self._velocity(k, rows, self.policy, self.conditioning).v, None
         if self.method.old_policy:
             with torch.no_grad(), self.policy.lora.use(OLD_ADAPTER):
-                v_old = self._velocity(draw, rows, self.policy, self.conditioning).v
-        v_rollout = v.detach() if self.v_rollout is None else self._on_device(self.v_rollout[draw], rows)
+                v_old = self._velocity(k, rows, self.policy, self.conditioning).v
+        v_rollout = v.detach() if self.v_rollout is None else self._on_device(self.v_rollout[k], rows)
         v_ref = references["base"].v if references and "base" in references else None
         return NoisedImage(x0, eps, sigma, v=v, v_rollout=v_rollout, v_old=v_old, v_ref=v_ref)
 
-    def _noised(
-        self, draw: int, rows: Int[Tensor, " n"]
+    def _latents_and_noise(
+        self, k: int, rows: Int[Tensor, " n"]
     ) -> tuple[Float[Tensor, "n *latent"], Float[Tensor, "n *latent"], Float[Tensor, " n"]]:
-        """The latents, noise and sigma of a noise level, on the policy's device."""
-        eps, _, sigma = self.draws[draw]
-        return self._on_device(self.x0, rows), self._on_device(eps, rows), self._on_device(sigma, rows)
+        """x0, eps and sigma of the k-th noise level, on the policy's device."""
+        level = self.noise_levels[k]
+        return self._on_device(self.x0, rows), self._on_device(level.eps, rows), self._on_device(level.sigma, rows)
 
     def _on_device(self, values: Float[Tensor, "B ..."], rows: Int[Tensor, " n"]) -> Float[Tensor, "n ..."]:
         return take_rows(values, rows, self.policy.device)
 
-    def _velocity(self, draw: int, rows: Int[Tensor, " n"], model: FlowPipeline, conditioning: Conditioning) -> Prediction:
-        """The velocity by a model at a noise level."""
-        x0, eps, sigma = self._noised(draw, rows)
-        noised = NoisedImage(x0, eps, sigma, eps, eps)  # for its x alone
-        _, timestep, _ = self.draws[draw]
-        return Prediction(model.velocity(noised.x, timestep[rows], conditioning, rows))
+    def _velocity(self, k: int, rows: Int[Tensor, " n"], model: FlowPipeline, conditioning: Conditioning) -> Prediction:
+        """The velocity by a model at the k-th noise level."""
+        x0, eps, sigma = self._latents_and_noise(k, rows)
+        timestep = self.noise_levels[k].timestep[rows]
+        return Prediction(model.velocity(add_noise(x0, eps, sigma), timestep, conditioning, rows))
 
     def _rollout_velocities(self, microbatch: int) -> list[Tensor]:
         """The velocity (B, ...) at each noise level under the policy that sampled the images."""
         chunks = torch.arange(len(self.x0)).split(microbatch)
         with torch.set_grad_enabled(self.policy.compiled):  # a compiled model may use another kernel without gradients
             return [
-                torch.cat([self._velocity(draw, chunk, self.policy, self.conditioning).v.detach() for chunk in chunks])
-                for draw in range(self.count)
+                torch.cat([self._velocity(k, chunk, self.policy, self.conditioning).v.detach() for chunk in chunks])
+                for k in range(self.count)
             ]

@@ -36,10 +36,8 @@ class GroupAdvantages:
         row_weights = self.rewards.row_weights(images.batch.metadata_columns())
         for prompt_set, in_set in (rows_by_set(images.batch.metadata) or {"": compared}).items():
             rows = in_set & compared
-            for alike in _of_equal_weights(row_weights, rows):  # rewards of two kinds have no common scale
-                advantage[alike], has_signal[alike] = self._compare(
-                    images, alike, row_weights, len(steps) if branches else 0
-                )
+            for part in _split_by_weights(rows, row_weights):  # rewards of two kinds have no common scale
+                advantage[part], has_signal[part] = self._compare(images, part, row_weights, len(steps) if branches else 0)
             if rows.any():
                 metrics |= self._contributions(images, rows, row_weights, prompt_set)
         if self.args.trains_on_zero_std_groups:
@@ -73,8 +71,8 @@ class GroupAdvantages:
         compared_rewards, compared_weights = self._capped(by_reward, weights, batch.group)
         compare = partial(advantages.group_advantages, group=batch.group, method=self.method, weights=compared_weights)
         if branching_steps:
-            means = tree.branch_means(compared_rewards, batch, self.args.sampling.branches, branching_steps)
-            advantage = torch.stack([compare(reward) for reward in means], 1)
+            by_step = tree.branch_rewards(compared_rewards, batch, self.args.sampling.branches, branching_steps)
+            advantage = torch.stack([compare(reward) for reward in by_step], 1)
         else:
             advantage = compare(compared_rewards)
         if objective.diversity_weight is not None:
@@ -94,7 +92,7 @@ class GroupAdvantages:
         return advantages.capped(advantages.weighted_sum(by_reward, weights), group, cap)[:, None], torch.ones(1)
 
 
-def _of_equal_weights(row_weights: Tensor | None, rows: Tensor) -> list[Tensor]:
+def _split_by_weights(rows: Tensor, row_weights: Tensor | None) -> list[Tensor]:
     """`rows` (B,) bool in parts whose prompts weigh the rewards equally; row_weights is (B, R), or None if all prompts do."""
     if row_weights is None:
         return [rows] if rows.any() else []

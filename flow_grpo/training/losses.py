@@ -1,8 +1,6 @@
 """What both kinds of loss share: the objective with its settings bound, and averages of what losses report.
 
-`StepLoss` (step_loss.py) replays the trained transitions, `ForwardProcessLoss` (forward_process_loss.py) adds new noise to the final
-latents. Both yield one `Loss` for each of their `count` trained steps or noise levels; `PolicyUpdate` weights the rows and runs
-backward on each before it takes the next, so only one graph is in memory.
+`BatchLoss` (batch_loss.py) is their interface.
 """
 
 import functools
@@ -86,10 +84,10 @@ def objective_function(objective: ObjectiveConfig, method: methods.Objective) ->
     """An objective as a function of rows and advantages, with its settings bound; keywords override them."""
     if methods.is_custom(objective.name):
         return functools.partial(custom_loss, objective)
-    return with_settings(getattr(objectives, method.function or objective.name), objective)
+    return bind_settings(getattr(objectives, method.function or objective.name), objective)
 
 
-def with_settings(function: Callable[..., Any], objective: ObjectiveConfig) -> Callable[..., Any]:
+def bind_settings(function: Callable[..., Any], objective: ObjectiveConfig) -> Callable[..., Any]:
     """A function of `objectives.py` as a function of rows and advantages, with its settings bound."""
     takes = signature(function).parameters
     settings = {name: getattr(objective, name) for name in takes if hasattr(objective, name) and name != "advantage"}

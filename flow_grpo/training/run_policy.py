@@ -65,7 +65,7 @@ def prepare_policy(policy: Policy, args: FlowGRPOConfig, processes: Processes) -
         ValueError: the policy carries something else already, or has no guidance where settings ask for it.
     """
     stages = [stage for _, stage in args.resolved_stages()]
-    add_trainable_weights(policy, args)
+    add_trainable_weights(policy, args.lora, args.seed)
     if args.memory.compile:
         policy.compile()
     for name in dict.fromkeys(name for stage in stages for name in stage.objective.policy_copies):

@@ -90,7 +90,7 @@ def build_run(
         prompt_sampler=sampler_of(train_set, args.seed, args.prompt_skipping.patience, args.prompt_skipping.steps),
         eval_rewards=eval_rewards,
         rewards=rewards,
-        prompt_overlaps=[] if given_images else prompt_overlap.sentences(train_set.prompts, eval_prompts, source),
+        prompt_overlaps=[] if given_images else prompt_overlap.overlap_warnings(train_set.prompts, eval_prompts, source),
         train_source=source,
     )
 

@@ -76,8 +76,8 @@ class Stage:
         for name in args.objective.policy_copies:
             policy.lora.update_copy(name, 0.0)  # decay 0: a copy of the present policy
 
-    def step(self, number: int) -> tuple[Experience, dict[str, float]]:
-        """Collect the experience of a training step and update the policy. Returns it with the step's metrics.
+    def collect_and_update(self, step: int) -> tuple[Experience, dict[str, float]]:
+        """Collect the experience of a training step and update the policy on it. Returns it with the step's metrics.
 
         A failed step is rolled back. If memory ran out, it is repeated with half the micro-batch, and `warnings` says so.
         """
@@ -85,7 +85,7 @@ class Stage:
         while True:
             before = self.loop_state()
             try:
-                experience, metrics = self._collect_and_update(number)
+                experience, metrics = self._attempt(step)
                 return experience, metrics | self._speed(time.perf_counter() - started, metrics)
             except (Interrupted, ValueError, torch.OutOfMemoryError) as error:
                 self.restore_loop_state(before)
@@ -95,11 +95,11 @@ class Stage:
             if self.policy.device.type == "cuda":
                 torch.cuda.empty_cache()  # after the except clause, which held the tensors of the failed step
 
-    def _collect_and_update(self, number: int) -> tuple[Experience, dict[str, float]]:
+    def _attempt(self, step: int) -> tuple[Experience, dict[str, float]]:
         with self.policy.meter.step():
-            experience = self.source.collect(number)  # prompts -> rollouts -> rewards -> advantages
+            experience = self.source.collect(step)  # prompts -> images -> rewards -> advantages
             started = time.perf_counter()
-            metrics = self.update(experience, number)  # losses -> gradients -> optimizer
+            metrics = self.update(experience, step)  # losses -> gradients -> optimizer
         self.has_signal = experience.has_signal
         metrics |= {"time/update": time.perf_counter() - started, "speed/tflop": self._total_flops() / 1e12}
         phases = {f"time/{name}": seconds for name, seconds in self.policy.meter.seconds().items()}

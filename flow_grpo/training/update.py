@@ -2,9 +2,11 @@
 
 import math
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
+from jaxtyping import Int
 from torch import Tensor
 from torch.profiler import record_function
 
@@ -20,6 +22,21 @@ from flow_grpo.training.optimizer import Optimizer
 from flow_grpo.training.step_loss import ClipRange
 from flow_grpo.training.zero import STAGES, ZeroOptimizer
 from flow_grpo.types import RATIO_DEVIATION, Experience
+
+
+@dataclass(frozen=True)
+class Minibatch:
+    """The part of a training step's batch that one optimizer step is made on.
+
+    Attributes:
+        rows: the rows with a loss, of this process.
+        row_weight: the weight of each in the mean over the minibatch's groups, of all processes, with and without signal.
+        batch_size: rows of this process's batch, with and without a loss.
+    """
+
+    rows: Int[Tensor, " n"]
+    row_weight: float
+    batch_size: int
 
 
 class PolicyUpdate:
@@ -40,60 +57,13 @@ class PolicyUpdate:
         self.pack_rows = True
 
     def __call__(self, experience: Experience, step: int) -> dict[str, float]:
-        """Run the updates and epochs of training step `step`, each update on an equal share of the groups. Returns metrics.
+        """Run the optimizer steps of training step `step`: one for each minibatch, in each epoch. Returns metrics.
 
         Raises:
             ValueError: the ratio before the first update is not 1, or a gradient is not finite.
         """
         with phase(f"step {step + 1}, updating"), record_function("update"):
             return self._run(experience, step)
-
-    def _run(self, experience: Experience, step: int) -> dict[str, float]:
-        args, batch = self.args, experience.batch
-        with self.policy.meter.phase("encode"):
-            conditioning = self.policy.encode(experience.batch.prompts)
-        with self.policy.meter.phase("forward"):
-            batch_loss = loss_of_batch(self.policy, args, experience, conditioning, step=step, clip=self.clip)
-        totals, self.mid_step = LossMetrics(), False
-        keeps_graphs = bool(experience.trajectory.graphs)
-        shares = [
-            share for share in experience.groups.tensor_split(args.updates) if len(share)
-        ]  # even, if no reward was dropped
-        for number, share in enumerate(shares * args.epochs, self._steps_before(step) + 1):
-            rows = experience.rows[torch.isin(batch.group[experience.rows], share)]
-            row_weight = 1 / (len(share) * experience.rows_per_group)
-            in_place = keeps_graphs or (batch_loss.has_ratio and not self.pack_rows)
-            chunks = list(self._chunks(rows, row_weight, len(batch.prompts) if in_place else None))
-            chunks += self._padding_chunks(len(chunks), len(batch.prompts))
-            with self.policy.meter.phase("forward"):
-                batch_loss.before_update(chunks)
-                for chunk, weight in chunks:
-                    self._backward(batch_loss, chunk, weight, totals)
-            if not self.processes.any(len(rows) > 0):
-                continue
-            if not self.mid_step and not self._check_ratio(totals, may_repack=self.pack_rows and not keeps_graphs):
-                self.pack_rows = False
-                self.discard()
-                return self._run(experience, step)
-            totals.numbers.update(self._step(step, number))
-            self.clip.update(self.processes)
-        experience.trajectory.graphs.clear()  # of micro-batches without signal
-        for name, decay in args.objective.policy_copies.items():
-            self.policy.lora.update_copy(name, decay_at(decay, self._steps_before(step + 1)))
-        totals = LossMetrics.merge(self.processes.all_gather(totals.collect()))
-        self.anchors.update(step, totals.metrics())
-        self.mid_step = False
-        mean = totals.loss / max(1, len(shares) * args.epochs)
-        return {"loss": mean, **totals.metrics(), **self.clip.metrics(), "lr": self._learning_rate(step)}
-
-    def _backward(self, batch_loss: BatchLoss, chunk: Tensor, weight: Tensor, totals: LossMetrics) -> None:
-        """Add the weighted gradient and metrics of a chunk's rows; only one loss's graph is in memory at a time."""
-        for loss in batch_loss.losses(chunk, weight > 0):
-            row_weight = weight.to(loss.value.device, non_blocking=True)
-            with self.policy.meter.phase("backward"):
-                self.optimizer.backward((loss.value * row_weight).sum() / batch_loss.count)
-            if weight.any():
-                totals.add(loss, row_weight / batch_loss.count)
 
     def discard(self) -> None:
         """Discard gradients and recorded ratios of an aborted step."""
@@ -119,34 +89,86 @@ class PolicyUpdate:
         self.pack_rows = state["packs"]
         self.anchors.load_state_dict(state.get("anchors", {}))
 
-    def _chunks(self, rows: Tensor, row_weight: float, count: int | None) -> Iterator[tuple[Tensor, Tensor]]:
-        """`rows` in chunks of the micro-batch size, and the weights of their rows, `row_weight` or 0.
+    def _run(self, experience: Experience, step: int) -> dict[str, float]:
+        """Minibatches -> gradients -> optimizer steps -> metrics."""
+        batch_loss = self._batch_loss(experience, step)
+        minibatches = self._minibatches(experience) * self.args.epochs
+        totals, self.mid_step = LossMetrics(), False
+        for number, minibatch in enumerate(minibatches, self._steps_before(step) + 1):
+            self._accumulate_gradients(batch_loss, minibatch, totals)
+            if not self.processes.any(len(minibatch.rows) > 0):
+                continue  # nothing to learn from
+            if not self.mid_step and not self._check_ratio(totals, may_unpack=self.pack_rows and not batch_loss.in_place):
+                totals = self._repeat_in_place(batch_loss, minibatch)
+            totals.numbers.update(self._optimizer_step(step, number))
+            self.clip.update(self.processes)
+        experience.trajectory.graphs.clear()  # of micro-batches without signal
+        return self._finish(totals, step, len(minibatches))
+
+    def _batch_loss(self, experience: Experience, step: int) -> BatchLoss:
+        with self.policy.meter.phase("encode"):
+            conditioning = self.policy.encode(experience.batch.prompts)
+        with self.policy.meter.phase("forward"):
+            return loss_of_batch(self.policy, self.args, experience, conditioning, step=step, clip=self.clip)
+
+    def _minibatches(self, experience: Experience) -> list[Minibatch]:
+        """`updates` equal parts of the groups; unequal or fewer if rewards were dropped."""
+        minibatches, group = [], experience.batch.group[experience.rows]
+        for groups in experience.groups.tensor_split(self.args.updates):
+            if len(groups):
+                rows = experience.rows[torch.isin(group, groups)]
+                row_weight = 1 / (len(groups) * experience.rows_per_group)
+                minibatches.append(Minibatch(rows, row_weight, batch_size=len(experience.batch.prompts)))
+        return minibatches
+
+    def _accumulate_gradients(self, batch_loss: BatchLoss, minibatch: Minibatch, totals: LossMetrics) -> None:
+        """Add the gradients and metrics of a minibatch, chunk by chunk."""
+        in_place = batch_loss.in_place or (batch_loss.has_ratio and not self.pack_rows)
+        chunks = list(self._chunks(minibatch, in_place))
+        chunks += self._padding_chunks(len(chunks), minibatch.batch_size)
+        with self.policy.meter.phase("forward"):
+            batch_loss.before_update(chunks)
+            for chunk, weight in chunks:
+                self._backward(batch_loss, chunk, weight, totals)
+
+    def _chunks(self, minibatch: Minibatch, in_place: bool) -> Iterator[tuple[Tensor, Tensor]]:
+        """The rows of a minibatch in chunks of the micro-batch size, and the weights of the rows of each chunk.
 
         Args:
-            count: number of rows of the batch, to keep each row in the chunk and position that it had in the rollout, so that
-                any kernel repeats the rollout's numbers to the last bit. None packs the rows and pads the last chunk.
+            in_place: keep each row in the chunk and position that it had in the rollout, so that any kernel repeats the rollout's
+                numbers to the last bit; the other rows there weigh 0. Otherwise pack the rows, and fill up the last chunk by rows
+                of weight 0.
         """
-        size = self.args.microbatch
-        if count is not None:
-            weights = torch.zeros(count)
-            weights[rows] = row_weight
-            for chunk in torch.arange(count).split(size):
+        size, rows = self.args.microbatch, minibatch.rows
+        if in_place:
+            weights = torch.zeros(minibatch.batch_size)
+            weights[rows] = minibatch.row_weight
+            for chunk in torch.arange(minibatch.batch_size).split(size):
                 if weights[chunk].any():
                     yield chunk, weights[chunk]
             return
         for chunk in rows.split(size) if len(rows) else ():
             missing = size - len(chunk)
-            weight = torch.cat([torch.full((len(chunk),), row_weight), torch.zeros(missing)])
+            weight = torch.cat([torch.full((len(chunk),), minibatch.row_weight), torch.zeros(missing)])
             yield torch.cat([chunk, chunk[:1].expand(missing)]), weight
 
-    def _padding_chunks(self, count: int, rows: int) -> list[tuple[Tensor, Tensor]]:
+    def _padding_chunks(self, num_chunks: int, batch_size: int) -> list[tuple[Tensor, Tensor]]:
         """Chunks of weight 0, so that all processes run backward equally often, where the optimizer needs that."""
         if not self.optimizer.synchronous_backward:
             return []
-        chunk = torch.arange(min(self.args.microbatch, rows))
-        return [(chunk, torch.zeros(len(chunk)))] * (max(self.processes.all_gather(count)) - count)
+        chunk = torch.arange(min(self.args.microbatch, batch_size))
+        return [(chunk, torch.zeros(len(chunk)))] * (max(self.processes.all_gather(num_chunks)) - num_chunks)
 
-    def _check_ratio(self, totals: LossMetrics, may_repack: bool) -> bool:
+    def _backward(self, batch_loss: BatchLoss, chunk: Tensor, weight: Tensor, totals: LossMetrics) -> None:
+        """Add the weighted gradient and metrics of a chunk's rows; only one loss's graph is in memory at a time."""
+        for loss in batch_loss.losses(chunk, weight > 0):
+            row_weight = weight.to(loss.value.device, non_blocking=True)
+            with self.policy.meter.phase("backward"):
+                self.optimizer.backward((loss.value * row_weight).sum() / batch_loss.count)
+            if weight.any():
+                totals.add(loss, row_weight / batch_loss.count)
+
+    def _check_ratio(self, totals: LossMetrics, may_unpack: bool) -> bool:
         """Record how far the ratio is from 1 before the first update. False if it is not 1 and packing may be the cause.
 
         Raises:
@@ -156,7 +178,7 @@ class PolicyUpdate:
         if own is not None:
             totals.numbers["ratio/first_update_max_deviation"] = own
         deviation = max(self.processes.all_gather(own or 0.0), key=lambda d: math.inf if math.isnan(d) else d)
-        if deviation != 0 and may_repack:
+        if deviation != 0 and may_unpack:
             return False
         if deviation != 0:
             raise ValueError(
@@ -166,17 +188,17 @@ class PolicyUpdate:
             )
         return True
 
-    def _learning_rate(self, step: int) -> float:
-        config, step = self.args.optimizer, step - self.stage_start
-        warm = min(1.0, (step + 1) / config.warmup_steps) if config.warmup_steps else 1.0
-        return config.lr * warm * (1 - (1 - config.final_lr_ratio) * min(1.0, step / max(1, self.args.steps - 1)))
+    def _repeat_in_place(self, batch_loss: BatchLoss, minibatch: Minibatch) -> LossMetrics:
+        """Compute the gradients of the first minibatch again with each row in its position, as from then on. Returns their metrics."""
+        self.pack_rows = False
+        self.discard()
+        totals = LossMetrics()
+        self._accumulate_gradients(batch_loss, minibatch, totals)
+        self._check_ratio(totals, may_unpack=False)
+        return totals
 
-    def _steps_before(self, step: int) -> int:
-        """Optimizer steps of this stage before training step `step`, if every update had rows."""
-        return (step - self.stage_start) * self.args.updates * self.args.epochs
-
-    def _step(self, step: int, number: int) -> dict[str, float]:
-        """Run one optimizer step, the `number`-th of this stage, and update the moving average if it is due."""
+    def _optimizer_step(self, step: int, number: int) -> dict[str, float]:
+        """Run the `number`-th optimizer step of this stage, and update the moving average if it is due. Returns its metrics."""
         moved, self.mid_step = self.mid_step, True  # also if memory runs out half-way
         try:
             with self.policy.meter.phase("optimizer"):
@@ -195,6 +217,25 @@ class PolicyUpdate:
             self.policy.ema.update(min(self.args.ema_decay, (1 + step) / (10 + step)))
         count = sum(p.numel() for p in self.policy.trainable_parameters().values())
         return {"grad_norm": norm, "grad_rms": norm / count**0.5} if finite else {"grad_overflow": 1.0}
+
+    def _learning_rate(self, step: int) -> float:
+        config, step = self.args.optimizer, step - self.stage_start
+        warm = min(1.0, (step + 1) / config.warmup_steps) if config.warmup_steps else 1.0
+        return config.lr * warm * (1 - (1 - config.final_lr_ratio) * min(1.0, step / max(1, self.args.steps - 1)))
+
+    def _steps_before(self, step: int) -> int:
+        """Optimizer steps of this stage before training step `step`, if every update had rows."""
+        return (step - self.stage_start) * self.args.updates * self.args.epochs
+
+    def _finish(self, totals: LossMetrics, step: int, num_minibatches: int) -> dict[str, float]:
+        """Move the copies of the policy. Returns the step's metrics, of all processes."""
+        for name, decay in self.args.objective.policy_copies.items():
+            self.policy.lora.update_copy(name, decay_at(decay, self._steps_before(step + 1)))
+        totals = LossMetrics.merge(self.processes.all_gather(totals.collect()))
+        self.anchors.update(step, totals.metrics())
+        self.mid_step = False
+        mean = totals.loss / max(1, num_minibatches)
+        return {"loss": mean, **totals.metrics(), **self.clip.metrics(), "lr": self._learning_rate(step)}
 
 
 def _optimizer(policy: Policy, args: FlowGRPOConfig, processes: Processes) -> Optimizer | ZeroOptimizer:

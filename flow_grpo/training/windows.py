@@ -29,64 +29,47 @@ class WindowSchedule:
         measured_start: the first step of an `auto` window, once measured.
     """
 
-    def __init__(self, args: SamplingConfig, seed: int, stage_start: int, measure: Callable[[], int]) -> None:
-        self.args, self.seed, self.stage_start, self.measure = args, seed, stage_start, measure
+    def __init__(self, settings: SamplingConfig, seed: int, stage_start: int, measure: Callable[[], int]) -> None:
+        self.settings, self.seed, self.stage_start, self.measure = settings, seed, stage_start, measure
         self.measured_start: int | None = None
 
     def __call__(self, step: int) -> list[int]:
         """Indices of the trained steps in the schedule, for a training step."""
-        window = self.args.window
+        window = self.settings.window
         if window.schedule == "auto":
             if self.measured_start is None:
                 self.measured_start = self.measure()
             return list(range(self.measured_start, self.measured_start + window.size))
-        return trained_steps(
-            window.schedule,
-            self.args.steps,
-            size=window.size,
-            first=window.first_step,
-            last=last_step(self.args),
-            every=window.shift_every,
-            seed=self.seed,
-            training_step=step - self.stage_start if window.schedule == "sliding" else step,
-        )
+        training_step = step - self.stage_start if window.schedule == "sliding" else step
+        return trained_steps(self.settings, training_step, self.seed)
 
 
-def trained_steps(
-    kind: str, steps: int, size: int, first: int, last: int, every: int, seed: int, training_step: int
-) -> list[int]:
-    """The steps of a schedule that are stochastic and trained; the others are the ODE's.
+def trained_steps(settings: SamplingConfig, training_step: int, seed: int) -> list[int]:
+    """The sampling steps that are stochastic and trained in a training step; the others are the ODE's.
+
+    `random` windows are Flow-GRPO-Fast's. `sliding` ones are MixGRPO's (arXiv 2507.21802): after its last place a window starts again
+    at the first. The settings do not say where an `auto` window is, see `WindowSchedule`.
 
     Args:
-        kind: `all` (of first..last), `fixed` (`size` steps from `first`), `random` (`size` steps in a row, drawn from
-            first..last for each training step: Flow-GRPO-Fast) or `sliding` (`size` steps in a row that move on by one
-            every `every` training steps and start again at `first`: MixGRPO, arXiv 2507.21802).
-        steps: length of the schedule.
-        first: the first step that may be chosen.
-        last: the last step that may be chosen.
-        seed: what a random window depends on.
         training_step: what a random or sliding window depends on.
+        seed: what a random window depends on.
     """
-    last = min(last, steps - 1)
-    starts = last - first - size + 2  # how many places a window of that size has
-    if kind == "all":
-        return list(range(first, last + 1))
-    if starts < 1:
-        raise ValueError(f"a window of {size} steps does not fit into steps {first} to {last}.")
-    if kind == "fixed":
-        start = first
-    elif kind == "random":
-        start = first + int(torch.randint(starts, (1,), generator=sampling.generator(seed, "window", training_step)))
-    elif kind == "sliding":
-        start = first + training_step // every % starts
+    window, last = settings.window, min(settings.last_trainable_step, settings.steps - 1)
+    if window.schedule == "all":
+        return list(range(window.first_step, last + 1))
+    num_places = last - window.first_step - window.size + 2
+    if num_places < 1:
+        raise ValueError(f"a window of {window.size} steps does not fit into steps {window.first_step} to {last}.")
+    if window.schedule == "fixed":
+        start = window.first_step
+    elif window.schedule == "random":
+        generator = sampling.generator(seed, "window", training_step)
+        start = window.first_step + int(torch.randint(num_places, (1,), generator=generator))
+    elif window.schedule == "sliding":
+        start = window.first_step + training_step // window.shift_every % num_places
     else:
-        raise ValueError(f"unknown window {kind!r}; choose all, fixed, random or sliding.")
-    return list(range(start, start + size))
-
-
-def last_step(args: SamplingConfig) -> int:
-    """The last sampling step that a window may hold."""
-    return args.steps - 2 if args.window.last_step is None else args.window.last_step
+        raise ValueError(f"unknown window {window.schedule!r}; choose all, fixed, random or sliding.")
+    return list(range(start, start + window.size))
 
 
 @dataclass(frozen=True)
@@ -141,7 +124,7 @@ def step_reward_variance(
     )
     batch = prompt_sampler.sample(0, args.prompts_per_step, args.images_per_prompt)
     variances = []
-    for step in range(args.sampling.window.first_step, last_step(args.sampling) + 1):
+    for step in range(args.sampling.window.first_step, args.sampling.last_trainable_step + 1):
         images = policy.decode(source.image_sampler.trajectory(0, batch, [step]).final, args.microbatch)
         reward = call_interruptibly(partial(source.image_sampler.score, batch, images), should_stop).total.view(
             args.prompts_per_step, -1

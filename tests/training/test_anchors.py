@@ -49,9 +49,9 @@ def place(experience, terms, k, steps):
     """State and timestep of all rows at a trained step or noise level."""
     if steps:
         return experience.trajectory.x[:, k], experience.trajectory.schedule.timesteps[experience.trajectory.steps[k]]
-    eps, timestep, sigma = terms.draws[k]
-    column = sigma.view(-1, 1, 1, 1)
-    return (1 - column) * experience.trajectory.final + column * eps, timestep
+    level = terms.noise_levels[k]
+    column = level.sigma.view(-1, 1, 1, 1)
+    return (1 - column) * experience.trajectory.final + column * level.eps, level.timestep
 
 
 def velocities(policy, experience, terms, k, steps):

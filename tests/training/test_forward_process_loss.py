@@ -50,12 +50,12 @@ def gradient(policy, value):
 
 def by_hand(name, policy, experience, terms, draw):
     """The loss of each row in float64, its group's number from all of the group's rows at once."""
-    eps, timestep, sigma = terms.draws[draw]
-    place, rows = sigma.view(-1, 1, 1, 1), torch.arange(len(sigma))
-    x, advantage = (1 - place) * terms.x0 + place * eps, experience.advantage.double()
+    level = terms.noise_levels[draw]
+    place, rows = level.sigma.view(-1, 1, 1, 1), torch.arange(len(level.sigma))
+    x, advantage = (1 - place) * terms.x0 + place * level.eps, experience.advantage.double()
 
     def error(adaptive):
-        one = policy.velocity(x, timestep, terms.conditioning, rows).double() - (eps - terms.x0).double()
+        one = policy.velocity(x, level.timestep, terms.conditioning, rows).double() - (level.eps - terms.x0).double()
         size = one.detach().abs().flatten(1).mean(1) if adaptive else 1.0
         return one.square().flatten(1).mean(1) / size
 

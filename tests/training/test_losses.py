@@ -250,46 +250,46 @@ def drawn(shape=(1,), prompts=2, images=1, step=0, seed=0, schedule=None, **obje
 
 def test_noise_levels_are_uniform_in_their_range_and_independent_of_the_noise():
     terms = drawn(prompts=2000, sigma_range=(0.2, 0.6))
-    [(eps, timestep, sigma)] = terms.draws
-    assert stats.kstest(sigma.numpy(), stats.uniform(0.2, 0.4).cdf).pvalue > 0.01
-    assert stats.kstest(eps[:, 0].numpy(), "norm").pvalue > 0.01
-    assert abs(stats.spearmanr(eps[:, 0].numpy(), sigma.numpy()).statistic) < 0.08
-    torch.testing.assert_close(timestep, 1000 * sigma)
+    [level] = terms.noise_levels
+    assert stats.kstest(level.sigma.numpy(), stats.uniform(0.2, 0.4).cdf).pvalue > 0.01
+    assert stats.kstest(level.eps[:, 0].numpy(), "norm").pvalue > 0.01
+    assert abs(stats.spearmanr(level.eps[:, 0].numpy(), level.sigma.numpy()).statistic) < 0.08
+    torch.testing.assert_close(level.timestep, 1000 * level.sigma)
 
 
 def test_noise_levels_are_drawn_before_the_schedules_shift():
     shifted = Schedule(torch.tensor([1000.0, 900.0, 400.0]), torch.tensor([1.0, 0.9, 0.4, 0.0]))
-    [(_, timestep, sigma)] = drawn(prompts=500, schedule=shifted, sigma_range=(0.0, 1.0)).draws
-    [(_, _, plain)] = drawn(prompts=500, schedule=straight(3)).draws
-    at = (1 - plain) * 3  # the place in the schedule
+    [level] = drawn(prompts=500, schedule=shifted, sigma_range=(0.0, 1.0)).noise_levels
+    [plain] = drawn(prompts=500, schedule=straight(3)).noise_levels
+    at = (1 - plain.sigma) * 3  # the place in the schedule
     expected = torch.where(at < 1, 1 - 0.1 * at, torch.where(at < 2, 0.9 - 0.5 * (at - 1), 0.4 - 0.4 * (at - 2)))
-    torch.testing.assert_close(sigma, expected, rtol=0, atol=1e-5)
-    torch.testing.assert_close(timestep, 1000 * sigma, rtol=0, atol=1e-2)
+    torch.testing.assert_close(level.sigma, expected, rtol=0, atol=1e-5)
+    torch.testing.assert_close(level.timestep, 1000 * level.sigma, rtol=0, atol=1e-2)
 
 
 def test_noise_belongs_to_draw_step_prompt_and_seed_and_is_shared_in_a_group():
     whole = [
-        pair
+        level
         for step, seed in ((0, 0), (1, 0), (0, 1))
-        for pair in drawn((16,), prompts=3, images=2, num_noise_levels=2, step=step, seed=seed).draws
+        for level in drawn((16,), prompts=3, images=2, num_noise_levels=2, step=step, seed=seed).noise_levels
     ]
     assert len(whole) == 6
-    for eps, timestep, sigma in whole:
-        for values in (eps, timestep, sigma):
+    for level in whole:
+        for values in (level.eps, level.timestep, level.sigma):
             assert torch.equal(values[0::2], values[1::2]), "a group's images share it"
-    noises = torch.cat([eps[0::2] for eps, _, _ in whole])
-    levels = torch.cat([sigma[0::2] for _, _, sigma in whole])
-    assert len(noises.unique(dim=0)) == len(levels.unique()) == 18
+    noises = torch.cat([level.eps[0::2] for level in whole])
+    sigmas = torch.cat([level.sigma[0::2] for level in whole])
+    assert len(noises.unique(dim=0)) == len(sigmas.unique()) == 18
     assert abs(float(noises.mean())) < 0.2
     assert float(noises.std()) == pytest.approx(1, abs=0.15)
 
 
 def test_noise_is_of_the_streams_by_these_names_so_that_a_run_can_be_repeated_by_another_version():
-    [(eps, _, sigma)] = drawn((16,), prompts=2, step=5, seed=7).draws
+    [level] = drawn((16,), prompts=2, step=5, seed=7).noise_levels
     for p in (0, 1):
-        assert torch.equal(eps[p], sampling.noise((16,), 7, "eps", 5, 0, p))
+        assert torch.equal(level.eps[p], sampling.noise((16,), 7, "eps", 5, 0, p))
         u = stats.norm.cdf(float(sampling.noise((1,), 7, "sigma", 5, 0, p)))
-        assert float(sigma[p]) == pytest.approx(u, abs=1e-6)
+        assert float(level.sigma[p]) == pytest.approx(u, abs=1e-6)
 
 
 def finals(name, moved=0.2, kl_weight=0.0, **changes):
@@ -311,15 +311,15 @@ def finals(name, moved=0.2, kl_weight=0.0, **changes):
 
 def velocity(policy, terms, draw):
     """(B, ...) float64, row by row, at the noised latents."""
-    eps, timestep, sigma = terms.draws[draw]
-    place = sigma.view(-1, 1, 1, 1)
-    x = (1 - place) * terms.x0 + place * eps
+    level = terms.noise_levels[draw]
+    place = level.sigma.view(-1, 1, 1, 1)
+    x = (1 - place) * terms.x0 + place * level.eps
     rows = torch.arange(len(x)).split(1)
-    return torch.cat([policy.velocity(x[row], timestep[row], terms.conditioning, row) for row in rows]).double()
+    return torch.cat([policy.velocity(x[row], level.timestep[row], terms.conditioning, row) for row in rows]).double()
 
 
 def error(experience, terms, draw, v):
-    return (v - (terms.draws[draw][0] - experience.trajectory.final).double()).square().flatten(1).mean(1)
+    return (v - (terms.noise_levels[draw].eps - experience.trajectory.final).double()).square().flatten(1).mean(1)
 
 
 def test_awm_is_the_clipped_ratio_of_errors_now_and_before_the_updates():
@@ -339,7 +339,8 @@ def test_awm_with_one_update_compares_with_itself(weight):
     policy, _, experience, terms, _ = finals("awm", objective={"loss_weight": weight})
     assert not terms.has_ratio
     for draw, loss in enumerate(terms.losses(torch.arange(8), torch.ones(8, dtype=torch.bool))):
-        e, sigma = error(experience, terms, draw, velocity(policy, terms, draw)), terms.draws[draw][2].double()
+        e = error(experience, terms, draw, velocity(policy, terms, draw))
+        sigma = terms.noise_levels[draw].sigma.double()
         weighed = e if weight == "uniform" else sigma / 0.25 * ((e + 1e-10) ** 0.25 - 1e-10**0.25)
         assert (loss.metrics["ratio/max_deviation"] == 0).all()
         check(policy, loss, -experience.advantage * (weighed.detach() - weighed).exp(), rtol=1e-3)
@@ -393,13 +394,12 @@ def test_no_gradient_flows_to_the_base_model_where_all_weights_are_trained():
 def test_nft_pulls_to_the_old_adapters_velocity_and_not_to_the_trained_ones():
     policy, _, experience, terms, _ = finals("nft", objective={"beta": 0.3, "advantage_max": 0.6})
     for draw, loss in enumerate(terms.losses(torch.arange(8), torch.ones(8, dtype=torch.bool))):
-        eps, _, sigma = terms.draws[draw]
-        v = velocity(policy, terms, draw)
+        level, v = terms.noise_levels[draw], velocity(policy, terms, draw)
         with torch.no_grad(), policy.lora.use("old"):
             v_old = velocity(policy, terms, draw)
         assert (v - v_old).abs().max() > 0.01
-        place, x0 = sigma.view(-1, 1, 1, 1).double(), experience.trajectory.final.double()
-        x = (1 - place) * x0 + place * eps
+        place, x0 = level.sigma.view(-1, 1, 1, 1).double(), experience.trajectory.final.double()
+        x = (1 - place) * x0 + place * level.eps
 
         def distance(one):
             off = x - place * one - x0

@@ -7,8 +7,8 @@ from support import small_policy as small
 
 from flow_grpo import sampling
 from flow_grpo.config.objective_types import section_type
-from flow_grpo.training.noise_levels import draw_noise
-from flow_grpo.types import Schedule
+from flow_grpo.training.noise_levels import add_noise, draw_noise_level
+from flow_grpo.types import NoisedImage, Schedule
 
 SIGMAS = torch.linspace(1, 0, 11)
 STRAIGHT = Schedule(1000 * SIGMAS[:-1], SIGMAS)  # without shift
@@ -18,49 +18,50 @@ SHIFTED = Schedule(1000 * (3 * SIGMAS / (1 + 2 * SIGMAS))[:-1], 3 * SIGMAS / (1 
 def drawn(prompts=3, images=2, draw=0, schedule=STRAIGHT, step=4, shape=(2,), **settings):
     objective = section_type("sft")(name="sft", **settings)
     batch = small.PromptSet(["a"] * prompts, [{}] * prompts).repeat(images)
-    return draw_noise(batch, schedule, shape, objective, seed=1, step=step, draw=draw)
+    return draw_noise_level(batch, schedule, shape, objective, seed=1, step=step, draw=draw)
 
 
 def test_logit_normal_noise_levels_have_normal_logits_with_that_location_and_scale():
     """arXiv 2403.03206, section 3.1."""
-    _, timestep, sigma = drawn(2000, 1, sigma_distribution="logit_normal", logit_location=0.7, logit_scale=0.6)
-    assert stats.kstest(sigma.double().logit().numpy(), stats.norm(0.7, 0.6).cdf).pvalue > 0.01
-    torch.testing.assert_close(timestep, 1000 * sigma)
-    _, _, wide = drawn(2000, 1, sigma_distribution="logit_normal", sigma_range=(0.2, 0.6))
+    level = drawn(2000, 1, sigma_distribution="logit_normal", logit_location=0.7, logit_scale=0.6)
+    assert stats.kstest(level.sigma.double().logit().numpy(), stats.norm(0.7, 0.6).cdf).pvalue > 0.01
+    torch.testing.assert_close(level.timestep, 1000 * level.sigma)
+    wide = drawn(2000, 1, sigma_distribution="logit_normal", sigma_range=(0.2, 0.6)).sigma
     assert stats.kstest(((wide - 0.2) / 0.4).double().logit().numpy(), "norm").pvalue > 0.01
 
 
 def test_the_logit_normal_is_shifted_by_the_schedule():
     """Up to the schedule's linear pieces, the level s becomes 3 s / (1 + 2 s)."""
     settings = {"sigma_distribution": "logit_normal"}
-    (_, _, plain), (_, _, sigma) = drawn(200, 1, **settings), drawn(200, 1, schedule=SHIFTED, **settings)
+    plain, sigma = drawn(200, 1, **settings).sigma, drawn(200, 1, schedule=SHIFTED, **settings).sigma
     torch.testing.assert_close(sigma, 3 * plain / (1 + 2 * plain), rtol=0, atol=0.02)
     assert (sigma - plain).max() > 0.2
 
 
 def test_levels_of_the_schedule_are_its_own_pairs_equally_often():
-    eps, timestep, sigma = drawn(3000, 1, schedule=SHIFTED, sigma_distribution="schedule", sigma_range=(0.2, 0.9))
+    level = drawn(3000, 1, schedule=SHIFTED, sigma_distribution="schedule", sigma_range=(0.2, 0.9))
+    sigma = level.sigma
     counts = torch.stack([sigma == one for one in SHIFTED.sigmas]).sum(1)
     assert counts[[0, 9, 10]].tolist() == [0, 0, 0], "noisier than 0.9, or less noisy than 0.2, before the shift"
     assert int(counts.sum()) == 3000
     assert stats.chisquare(counts[1:9].numpy()).pvalue > 0.01
     place = torch.stack([SHIFTED.sigmas == one for one in sigma]).int().argmax(1)
-    assert torch.equal(timestep, SHIFTED.timesteps[place])
-    assert abs(stats.spearmanr(eps[:, 0].numpy(), sigma.numpy()).statistic) < 0.08
+    assert torch.equal(level.timestep, SHIFTED.timesteps[place])
+    assert abs(stats.spearmanr(level.eps[:, 0].numpy(), sigma.numpy()).statistic) < 0.08
 
 
 def test_several_levels_of_the_schedule_are_different_steps():
     settings = {"sigma_distribution": "schedule", "sigma_range": (0.2, 1.0), "num_noise_levels": 9}
-    draws = [drawn(4, 2, draw, shared_noise=False, **settings)[2] for draw in range(9)]
-    for row in torch.stack(draws, 1):
+    sigmas = [drawn(4, 2, draw, shared_noise=False, **settings).sigma for draw in range(9)]
+    for row in torch.stack(sigmas, 1):
         assert row.sort(descending=True).values.tolist() == SIGMAS[:9].tolist()
-    assert len({tuple(row.tolist()) for row in torch.stack(draws, 1)}) > 4, "each image has an order of its own"
+    assert len({tuple(row.tolist()) for row in torch.stack(sigmas, 1)}) > 4, "each image has an order of its own"
 
 
 @pytest.mark.parametrize("distribution", ["uniform", "logit_normal", "schedule"])
 @pytest.mark.parametrize("shared", [True, False])
 def test_noise_is_shared_by_a_group_or_each_images_own(distribution, shared):
-    for values in drawn(40, 2, sigma_distribution=distribution, shared_noise=shared):
+    for values in vars(drawn(40, 2, sigma_distribution=distribution, shared_noise=shared)).values():
         one, other = values.view(40, 2, -1).unbind(1)
         assert torch.equal(one, other) == shared
         assert len(one.unique(dim=0)) > 5
@@ -68,15 +69,23 @@ def test_noise_is_shared_by_a_group_or_each_images_own(distribution, shared):
 
 def test_a_step_draws_its_levels_of_the_schedule_anew():
     settings = {"sigma_distribution": "schedule"}
-    one, other = (drawn(40, 1, step=step, **settings)[2] for step in (4, 5))
+    one, other = (drawn(40, 1, step=step, **settings).sigma for step in (4, 5))
     assert not torch.equal(one, other)
 
 
 def test_an_images_own_noise_is_of_the_streams_by_these_names():
-    eps, _, sigma = drawn(2, 2, draw=1, shared_noise=False)
-    assert torch.equal(eps[3], sampling.noise((2,), 1, "eps", 4, 1, 1, 1))
+    level = drawn(2, 2, draw=1, shared_noise=False)
+    assert torch.equal(level.eps[3], sampling.noise((2,), 1, "eps", 4, 1, 1, 1))
     u = stats.norm.cdf(float(sampling.noise((), 1, "sigma", 4, 1, 1, 1)))
-    assert float(sigma[3]) == pytest.approx(u, abs=1e-6)
+    assert float(level.sigma[3]) == pytest.approx(u, abs=1e-6)
+
+
+def test_noised_latents_lie_between_image_and_noise_and_are_those_that_objectives_see():
+    x0, eps = torch.full((3, 1, 2, 2), 3.0), torch.full((3, 1, 2, 2), -1.0)
+    noised = add_noise(x0, eps, torch.tensor([0.25, 0.5, 1.0]))
+    assert [values.unique().tolist() for values in noised] == [[2.0], [1.0], [-1.0]]
+    x0, eps, sigma = torch.randn(3, 1, 2, 2), torch.randn(3, 1, 2, 2), torch.rand(3)
+    assert torch.equal(add_noise(x0, eps, sigma), NoisedImage(x0, eps, sigma, x0, x0).x)
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""How much each step's noise varies the reward, by hand, and the window that it chooses."""
+"""Which steps each window trains; how much each step's noise varies the reward, by hand, and the window that it chooses."""
 
 import contextlib
 import math
@@ -8,13 +8,81 @@ import torch
 from support import small_policy as small
 
 from flow_grpo import sampling
+from flow_grpo.config.sampling import SamplingConfig
 from flow_grpo.data.prompts import PromptSampler
 from flow_grpo.training.interrupt import Interrupted
-from flow_grpo.training.windows import StepVariance, WindowSchedule, most_variable_window, step_reward_variance
+from flow_grpo.training.windows import (
+    StepVariance,
+    WindowSchedule,
+    most_variable_window,
+    step_reward_variance,
+    trained_steps,
+)
 from flow_grpo.types import StepDistribution
 from rewards import WeightedSum
 
 SIZES = {"prompts_per_step": 3, "images_per_prompt": 4, "microbatch": 6}
+
+
+def windowed(schedule, steps=8, size=2, first_step=1, last_step=5, shift_every=1):
+    window = {
+        "schedule": schedule,
+        "size": size,
+        "first_step": first_step,
+        "last_step": last_step,
+        "shift_every": shift_every,
+    }
+    return SamplingConfig.model_validate({"steps": steps, "window": window})
+
+
+@pytest.mark.parametrize(
+    ("schedule", "step", "expected"),
+    [
+        ("all", 0, [1, 2, 3, 4, 5]),
+        ("fixed", 9, [1, 2]),
+        ("sliding", 0, [1, 2]),
+        ("sliding", 3, [2, 3]),
+        ("sliding", 15, [2, 3]),
+    ],
+)
+def test_a_window_has_the_steps_of_its_schedule(schedule, step, expected):
+    assert trained_steps(windowed(schedule, shift_every=3), step, seed=0) == expected
+
+
+def test_a_random_window_depends_on_seed_and_step_and_covers_every_place():
+    windows = [tuple(trained_steps(windowed("random"), step, seed=0)) for step in range(100)]
+    assert windows == [tuple(trained_steps(windowed("random"), step, seed=0)) for step in range(100)]
+    assert set(windows) == {(1, 2), (2, 3), (3, 4), (4, 5)}
+    assert windows != [tuple(trained_steps(windowed("random"), step, seed=1)) for step in range(100)]
+
+
+def test_random_windows_are_those_of_earlier_versions():
+    """A run that is resumed, or repeated from its config, trains the same steps again."""
+    starts = [trained_steps(windowed("random"), step, seed=0)[0] for step in range(12)]
+    assert starts == [2, 3, 3, 4, 1, 2, 3, 1, 4, 2, 3, 1]
+
+
+def test_a_window_ends_with_the_schedule_and_may_fill_it():
+    assert trained_steps(windowed("all", steps=4, last_step=9), 0, seed=0) == [1, 2, 3]
+    for schedule in ("fixed", "random", "sliding"):
+        whole = windowed(schedule, steps=4, size=4, first_step=0, last_step=9)
+        assert trained_steps(whole, 7, seed=0) == [0, 1, 2, 3]
+
+
+def test_by_default_the_last_step_is_not_trained():
+    assert trained_steps(windowed("all", steps=4, last_step=None), 0, seed=0) == [1, 2]
+    assert windowed("all", steps=4, last_step=None).num_trained_steps == 2
+
+
+@pytest.mark.parametrize("schedule", ["fixed", "random", "sliding"])
+def test_a_window_that_does_not_fit_is_refused(schedule):
+    with pytest.raises(ValueError, match="a window of 4 steps does not fit into steps 3 to 5"):
+        trained_steps(windowed(schedule, size=4, first_step=3), 0, seed=0)
+
+
+def test_a_window_that_is_measured_is_not_known_from_settings():
+    with pytest.raises(ValueError, match="unknown window 'auto'"):
+        trained_steps(windowed("auto"), 0, seed=0)
 
 
 def bright(images, prompts):
