@@ -172,8 +172,8 @@ def commands() -> str:
     """Every command with its arguments and options."""
     group = typer.main.get_command(app)
     text = (
-        "# Commands\n\n`flow-grpo COMMAND --help` prints the same. `--traceback`, anywhere in a command, shows the full traceback of an "
-        "error, and `flow-grpo --version` prints the version.\n"
+        "# Command options\n\n`flow-grpo COMMAND --help` prints the same. `--traceback`, anywhere in a command, shows the full traceback "
+        "of an error, and `flow-grpo --version` prints the version.\n"
     )
     return "\n".join([text, *(command(words, one) for words, one in commands_of(group))])
 
