@@ -106,7 +106,7 @@ class FlowGRPOTrainer:
             tracker.log(self.step + 1, self.training_step())
             self.callbacks.call("on_step_end")
             requested = self.callbacks.requested()
-            self._log_warnings(tracker)
+            self.state.report_warnings(tracker.warn)
             if not self.stage.has_signal:
                 tracker.warn_no_signal(self.step)
             if self.step == self.args.steps or self.step % self.args.save_every == 0 or requested.should_save:
@@ -114,7 +114,7 @@ class FlowGRPOTrainer:
             self._evaluate(tracker, requested.should_evaluate)
             if self.args.sample_every and self.step % self.args.sample_every == 0:
                 self.evaluator.save_sample_grid(self.step, self.eval_set or self.train_set, self.stage.args.microbatch)
-            if requested.should_training_stop or self.callbacks.requested().should_training_stop:  # also by `on_evaluate`
+            if requested.should_training_stop or self.callbacks.stop_requested():  # the latter by `on_evaluate`
                 break
 
     def training_step(self) -> dict[str, float]:
@@ -189,15 +189,11 @@ class FlowGRPOTrainer:
         for sentence in self.prompt_overlaps:
             tracker.warn(0, sentence)
 
-    def _log_warnings(self, tracker: Tracker) -> None:
-        for warning in self.state.pop_warnings():
-            tracker.warn(self.step, warning)
-
     def _evaluate(self, tracker: Tracker, requested: bool = False) -> None:
         """Evaluate if it is due or requested, but not again what a resumed run has in its metrics."""
         due = self.eval_set is not None and (requested or self.evaluator.is_due(self.step))
         if due and not self.processes.all_gather(tracker.evaluated(self.step))[0]:
             self.evaluator.run(self.step, self.stage.args.microbatch, tracker, self.state.save_best_weights)
-            self._log_warnings(tracker)
+            self.state.report_warnings(tracker.warn)
             if self.processes.is_main:
                 page.write_report(self.folder)

@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -124,12 +125,13 @@ class RunState:
             checkpoint.save(self.folder / layout.CHECKPOINTS, self.step, state, self.args.keep_checkpoints)
         return self.processes.is_main
 
-    def pop_warnings(self) -> list[str]:
-        """The warnings of all processes since the last call. Every process must call it."""
+    def report_warnings(self, warn: Callable[[int, str], object]) -> None:
+        """Call `warn` with the step for each warning of any process since the last call. Every process must call it."""
         gathered = self.processes.all_gather([*self.rewards.drop_messages, *self.stage.warnings])
         self.rewards.drop_messages.clear()
         self.stage.warnings.clear()
-        return [warning for warnings in gathered for warning in warnings]
+        for warning in chain.from_iterable(gathered):
+            warn(self.step, warning)
 
     def save_on_error(self, error: Exception, save: Callable[[], object]) -> None:
         """Save on the way out of a failed run, and keep the error's message if the disk is full.
