@@ -2,10 +2,14 @@
 
 import ast
 import difflib
+import hashlib
 import importlib
 import importlib.util
 import inspect
 import itertools
+import os
+import re
+import sys
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, Literal
@@ -203,12 +207,19 @@ def _import_file(kind: str, path: str) -> Any:
     file = Path(path)
     if not file.is_file():
         raise ValueError(f"there is no {kind} file {path}.")
-    spec = importlib.util.spec_from_file_location(f"{kind}_{file.stem}", file)
+    own = hashlib.sha256(os.fsencode(file.resolve())).hexdigest()[:16]  # files in several folders may share a name
+    name = re.sub(r"\W", "_", f"{kind}_{file.stem}_{own}")
+    spec = importlib.util.spec_from_file_location(name, file)
     assert spec
     assert spec.loader
     module = importlib.util.module_from_spec(spec)
-    with guarded(f"the {kind} file {path}", lambda error: f"the {kind} file {path} could not be run: {error}"):
-        spec.loader.exec_module(module)
+    sys.modules[name] = module  # where dataclasses and pickle look up the module of a class
+    try:
+        with guarded(f"the {kind} file {path}", lambda error: f"the {kind} file {path} could not be run: {error}"):
+            spec.loader.exec_module(module)
+    except BaseException:
+        sys.modules.pop(name, None)
+        raise
     return module
 
 
