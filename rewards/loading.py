@@ -17,7 +17,7 @@ from typing import Any, Literal
 import torch
 
 from rewards.calls import accepted_metadata, check_inputs
-from rewards.frames import ALL, Frames, checked_frames
+from rewards.frames import Frames, check_sendable, checked_frames
 from rewards.groups import Scoped, with_attributes_of
 from rewards.scoring import Reward
 from rewards.user_code import UserCodeError, guarded
@@ -105,10 +105,9 @@ def load(
 
 
 def with_frames(name: str, client: Any, frames: Frames | None) -> Reward:
-    """Set the frames sent to a remote or isolated reward. ValueError for frames=all: only images can be sent."""
-    if frames == ALL:
-        raise ValueError(f"reward {name}: frames=all is for a reward in this process: leave remote and isolate out.")
+    """Set the frames sent to a remote or isolated reward; None leaves its own. ValueError for frames=all: only images can be sent."""
     if frames is not None:
+        check_sendable(name, frames)
         client.frames = checked_frames(frames)
     return client
 
