@@ -112,12 +112,14 @@ def with_frames(name: str, client: Any, frames: Frames | None) -> Reward:
     return client
 
 
-def reads_prompts(name: str, remote: str | list[str] | None = None, **options: Any) -> bool:
+def reads_prompts(name: str, remote: str | list[str] | None = None, python: str | None = None, **options: Any) -> bool:
     """Whether a reward, given the options of `load`, needs prompts; its attribute `reads_prompts = False` says that it does not.
 
-    A remote reward is always given prompts, since only its server knows. ValueError as in `load`.
+    A remote reward is always given prompts, since only its server knows, and so is one of the user's in another environment, since it
+    need not be importable here. ValueError as in `load`.
     """
-    return remote is not None or getattr(locate("reward", name, REGISTRY), "reads_prompts", True)
+    elsewhere = remote is not None or (python is not None and name not in REGISTRY)
+    return elsewhere or getattr(locate("reward", name, REGISTRY), "reads_prompts", True)
 
 
 def check_options(name: str, **options: Any) -> Callable[..., Any]:
