@@ -46,7 +46,7 @@ def grpo_guard(step: TrainedStep, advantage: Float[Tensor, " n"], clip_low: floa
 
     `rho = exp{[log_prob - old_log_prob + mean((mean - old_mean)^2) / (2 std^2)] std}`, which is the mean over the latent
     dimensions of noise times the move of the mean; the loss is divided by -delta, the length of the step. Clip ranges
-    are in that unit: a 1/std times grpo's.
+    are in that unit: std times grpo's.
     """
     std = step.std.flatten(1)[:, 0]
     centred = step.log_prob - step.old_log_prob + sde.kl(step.mean, step.old_mean, step.std)

@@ -37,6 +37,12 @@ def checked_frames(frames: Any) -> Frames:
     raise ValueError(f"frames={frames} of a reward is neither a number from 1 nor first, last or all: set one of them.")
 
 
+def check_sendable(name: str, frames: Frames) -> None:
+    """Check the frames of a reward that runs in another process. ValueError for frames=all: only images can be sent."""
+    if frames == ALL:
+        raise ValueError(f"reward {name}: frames=all is for a reward in this process: leave remote and isolate out.")
+
+
 def frame_places(frames: Frames, count: int) -> list[int]:
     """Which of `count` frames a reward of images sees."""
     if frames in (FIRST, LAST):

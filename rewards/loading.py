@@ -2,10 +2,14 @@
 
 import ast
 import difflib
+import hashlib
 import importlib
 import importlib.util
 import inspect
 import itertools
+import os
+import re
+import sys
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, Literal
@@ -13,7 +17,7 @@ from typing import Any, Literal
 import torch
 
 from rewards.calls import accepted_metadata, check_inputs
-from rewards.frames import ALL, Frames, checked_frames
+from rewards.frames import Frames, check_sendable, checked_frames
 from rewards.groups import Scoped, with_attributes_of
 from rewards.scoring import Reward
 from rewards.user_code import UserCodeError, guarded
@@ -101,20 +105,21 @@ def load(
 
 
 def with_frames(name: str, client: Any, frames: Frames | None) -> Reward:
-    """Set the frames sent to a remote or isolated reward. ValueError for frames=all: only images can be sent."""
-    if frames == ALL:
-        raise ValueError(f"reward {name}: frames=all is for a reward in this process: leave remote and isolate out.")
+    """Set the frames sent to a remote or isolated reward; None leaves its own. ValueError for frames=all: only images can be sent."""
     if frames is not None:
+        check_sendable(name, frames)
         client.frames = checked_frames(frames)
     return client
 
 
-def reads_prompts(name: str, remote: str | list[str] | None = None, **options: Any) -> bool:
+def reads_prompts(name: str, remote: str | list[str] | None = None, python: str | None = None, **options: Any) -> bool:
     """Whether a reward, given the options of `load`, needs prompts; its attribute `reads_prompts = False` says that it does not.
 
-    A remote reward is always given prompts, since only its server knows. ValueError as in `load`.
+    A remote reward is always given prompts, since only its server knows, and so is one of the user's in another environment, since it
+    need not be importable here. ValueError as in `load`.
     """
-    return remote is not None or getattr(locate("reward", name, REGISTRY), "reads_prompts", True)
+    elsewhere = remote is not None or (python is not None and name not in REGISTRY)
+    return elsewhere or getattr(locate("reward", name, REGISTRY), "reads_prompts", True)
 
 
 def check_options(name: str, **options: Any) -> Callable[..., Any]:
@@ -203,12 +208,19 @@ def _import_file(kind: str, path: str) -> Any:
     file = Path(path)
     if not file.is_file():
         raise ValueError(f"there is no {kind} file {path}.")
-    spec = importlib.util.spec_from_file_location(f"{kind}_{file.stem}", file)
+    own = hashlib.sha256(os.fsencode(file.resolve())).hexdigest()[:16]  # files in several folders may share a name
+    name = re.sub(r"\W", "_", f"{kind}_{file.stem}_{own}")
+    spec = importlib.util.spec_from_file_location(name, file)
     assert spec
     assert spec.loader
     module = importlib.util.module_from_spec(spec)
-    with guarded(f"the {kind} file {path}", lambda error: f"the {kind} file {path} could not be run: {error}"):
-        spec.loader.exec_module(module)
+    sys.modules[name] = module  # where dataclasses and pickle look up the module of a class
+    try:
+        with guarded(f"the {kind} file {path}", lambda error: f"the {kind} file {path} could not be run: {error}"):
+            spec.loader.exec_module(module)
+    except BaseException:
+        sys.modules.pop(name, None)
+        raise
     return module
 
 

@@ -1327,6 +1327,48 @@ BUGS = [
         "except TypeError:",
         "tests/test_any_content.py -k pictures_is_shown",
     ),
+    (
+        "a text that looks like a number is a number in config.yaml",
+        "flow_grpo/config/loading.py",
+        "class _Dumper(_Numbers, yaml.SafeDumper):",
+        "class _Dumper(yaml.SafeDumper):",
+        "tests/config/test_config.py -k looks_like_a_number",
+    ),
+    (
+        "two files of rewards with one name are one module",
+        "rewards/loading.py",
+        "os.fsencode(file.resolve())",
+        "os.fsencode(file.name)",
+        "tests/rewards/test_rewards.py -k postponed",
+    ),
+    (
+        "prompts whose set has no name are left out of training",
+        "flow_grpo/data/prompt_mixture.py",
+        'return _without_sets(load_prompts(source), "the PromptSet" if isinstance(source, PromptSet) else str(source))',
+        "return load_prompts(source)",
+        "tests/data/test_prompt_mixture.py -k column_is_refused",
+    ),
+    (
+        "a reward that no prompt of a step names is NaN in the metrics",
+        "flow_grpo/training/scored_images.py",
+        " if not (some_name_rewards and math.isnan(mean))",
+        "",
+        "tests/training/test_prompt_sets.py -k names_is_no_metric",
+    ),
+    (
+        "an isolated reward that starts again forgets which frames it is sent",
+        "rewards/serving/client.py",
+        'if not hasattr(self, "frames"):',
+        "if True:",
+        "tests/rewards/test_serving.py -k keeps_its_frames",
+    ),
+    (
+        "the model card has the rank of the config, not of the LoRA",
+        "flow_grpo/export/model_card.py",
+        "stored = next((found for found in map(_stored_settings, folders) if found), {})",
+        "stored: dict[str, Any] = {}",
+        "tests/export/test_export.py -k rank_and_alpha",
+    ),
 ]
 
 

@@ -345,6 +345,21 @@ def test_a_solver_begins_with_eulers_step_and_ends_at_the_last_sigma(solver):
     assert torch.equal(solved(solver, SCHEDULE, velocity, microbatch=4), final), "each micro-batch is solved from the start"
 
 
+def test_the_last_step_of_dpm_2m_is_eulers_where_it_leads_to_a_window_too():
+    asked = []
+
+    def noted(x, i, rows):
+        asked.append(x)
+        return velocity(x, i, rows)
+
+    final = solved("dpm_2m", Schedule(SCHEDULE.timesteps[:4], SIGMAS[:5]), noted)  # to sigma 0.1
+    third, eulers = (
+        x + (SIGMAS[i + 1] - SIGMAS[i]) * velocity(x, i, torch.arange(6)) for i, x in enumerate(asked) if i >= 2
+    )
+    assert not torch.allclose(asked[3], third, atol=1e-3)
+    torch.testing.assert_close(final, eulers)
+
+
 @pytest.mark.parametrize("solver", ["euler", "dpm_2m", "ab2"])
 @pytest.mark.parametrize("trained", [[2, 3], [0], [5]])
 def test_around_a_window_a_solver_takes_each_part_of_the_ode_from_its_own_start(solver, trained):

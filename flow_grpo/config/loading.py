@@ -1,11 +1,13 @@
 """Text and YAML from files that users wrote: one sentence on what is wrong with them, and where."""
 
 import codecs
+import re
 from collections.abc import Hashable
 from pathlib import Path
 from typing import Any
 
 import yaml
+from yaml.resolver import Resolver
 
 OTHER_ENCODINGS = {
     codecs.BOM_UTF32_LE: "UTF-32",
@@ -73,6 +75,15 @@ def parse_yaml(text: str, source: str) -> Any:
         raise ValueError(f"{source} is not valid YAML: {' '.join(str(error).split())}.") from error
 
 
+def dump_yaml(values: Any, **style: Any) -> str:
+    """The YAML text from which `parse_yaml` reads these values.
+
+    Args:
+        style: arguments of `yaml.dump`.
+    """
+    return yaml.dump(values, Dumper=_Dumper, sort_keys=False, **style)
+
+
 def flatten(values: dict[str, Any], above: str = "") -> dict[str, Any]:
     """Settings by their dotted names: `{"a": {"b": 1}}` becomes `{"a.b": 1}`."""
     flat: dict[str, Any] = {}
@@ -86,8 +97,19 @@ class _Refused(Exception):
     """Valid YAML that is refused here: duplicate keys, recursive or oversized aliases, half a surrogate pair."""
 
 
-class _Loader(yaml.SafeLoader):
-    """PyYAML's safe loader, but duplicate keys are an error, as in YAML 1.2."""
+class _Numbers(Resolver):
+    """YAML 1.2's numbers: PyYAML's own pattern of a float needs a dot, and a sign of the exponent."""
+
+
+_Numbers.add_implicit_resolver(
+    "tag:yaml.org,2002:float",
+    re.compile(r"[-+]?(\.[0-9]+|[0-9]+\.[0-9]*|[0-9]+(?=[eE]))([eE][-+]?[0-9]+)?$"),
+    list("-+.0123456789"),
+)
+
+
+class _Loader(_Numbers, yaml.SafeLoader):
+    """PyYAML's safe loader, but duplicate keys are an error and 1e-3 is a number, as in YAML 1.2."""
 
     def construct_scalar(self, node: yaml.ScalarNode | yaml.MappingNode) -> Any:
         """The text, in which JSON's two escapes of one character are that character."""
@@ -110,6 +132,10 @@ class _Loader(yaml.SafeLoader):
                 raise _Refused(f"has the key {key!r} twice, {where}: keep one of them")
             lines[key] = line
         return super().construct_mapping(node, deep)
+
+
+class _Dumper(_Numbers, yaml.SafeDumper):
+    """PyYAML's safe dumper, but quotes a text that `_Loader` would read as a number."""
 
 
 def _check_size(root: yaml.Node) -> None:

@@ -37,7 +37,6 @@ def override(values: dict[str, Any], pair: str) -> list[str]:
         if not isinstance(values, dict):
             raise ValueError(f"{pair!r}: {parent} is a single value, it has no {last}.")
     value = _modern(path, parse_yaml(text, f"the value of {key}"))
-    value = float(value) if isinstance(value, str) and _is_number(value) else value
     if parents in NAMED and isinstance(value, int | float) and isinstance(values.get(last), dict):
         values, last = values[last], "weight"  # the reward's options stay
     values[last] = value
@@ -78,12 +77,3 @@ def _path(values: dict[str, Any], key: str) -> list[str]:
     if match is None:
         return key.split(".")
     return [*holder, match[1].strip("\"'"), *(match[2].split(".") if match[2] else [])]
-
-
-def _is_number(text: str) -> bool:
-    """Whether it is a number, also 1e-4, which YAML reads as a string as it has no dot."""
-    try:
-        float(text)
-    except ValueError:
-        return False
-    return True

@@ -5,13 +5,12 @@ import os
 from pathlib import Path
 from typing import Any
 
-import yaml
 from pydantic import ValidationError, model_validator
 
 from flow_grpo.config import validation
 from flow_grpo.config.bundled import TRAINING_PROMPTS, find_config
 from flow_grpo.config.errors import error_sentence
-from flow_grpo.config.loading import read_yaml
+from flow_grpo.config.loading import dump_yaml, read_yaml
 from flow_grpo.config.merge import (
     drop_settings_of_former_objective,
     drop_unread_settings,
@@ -183,7 +182,7 @@ class FlowGRPOConfig(RunSettings):
 
     def to_yaml(self) -> str:
         """As YAML, every field with its value."""
-        return yaml.safe_dump(self.model_dump(mode="json"), sort_keys=False)
+        return dump_yaml(self.model_dump(mode="json"))
 
 
 def _modern(values: dict[str, Any]) -> dict[str, Any]:

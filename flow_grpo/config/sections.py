@@ -55,7 +55,8 @@ class LoraConfig(ConfigSection):
     """Modules of the transformer that get a LoRA, by the end of their name; by default the attention projections; `all` are all linear
     layers, which learn faster and take more memory."""
     init_from: str | None = None
-    """A saved LoRA to continue training from: a folder, a .safetensors file or a hub id."""
+    """A saved LoRA to continue training from: a folder, a .safetensors file or a hub id. It keeps its own rank, alpha and targets: those
+    settings have no effect then."""
 
 
 class OptimizerConfig(ConfigSection):

@@ -7,6 +7,7 @@ from typing import Any
 import yaml
 
 from flow_grpo.config.bundled import TRAINING_PROMPTS, bundled_file
+from flow_grpo.config.loading import dump_yaml
 from flow_grpo.config.merge import objective_reads
 from flow_grpo.config.objective_types import section_types
 from flow_grpo.config.run_config import FlowGRPOConfig
@@ -139,7 +140,7 @@ def _preset(model: str) -> str:
 def _setting(key: str, value: Any, description: str | None, indent: str = "") -> list[str]:
     """A comment of the description's first sentence, in lines of readable length, and the setting in one line below it."""
     sentence = re.split(r"(?<=\.)\s", " ".join((description or "").split()))[0].rstrip(".")
-    text = yaml.safe_dump({key: value}, default_flow_style=True, sort_keys=False, width=10**6, allow_unicode=True)
+    text = dump_yaml({key: value}, default_flow_style=True, width=10**6, allow_unicode=True)
     mark = f"{indent}# "
     comment = textwrap.wrap(sentence, COMMENT_WIDTH, initial_indent=mark, subsequent_indent=mark, break_on_hyphens=False)
     return [*comment, f"{indent}{text.strip()[1:-1]}"]

@@ -30,9 +30,15 @@ class PromptMixture(PromptSet):
 
 
 def load_run_prompts(source: Any) -> PromptSet:
-    """Load prompts as `load_prompts` does, or the mixture of a list of `PromptSetConfig`. ValueError as there."""
+    """Load prompts as `load_prompts` does, or the mixture of a list of `PromptSetConfig`.
+
+    Raises:
+        ValueError: as `load_prompts`, or the prompts have a column `prompt_set`.
+    """
+    if isinstance(source, PromptMixture):
+        return source
     if not (isinstance(source, list) and source and all(isinstance(one, PromptSetConfig) for one in source)):
-        return load_prompts(source)
+        return _without_sets(load_prompts(source), "the PromptSet" if isinstance(source, PromptSet) else str(source))
     return join_sets([one.label for one in source], [_load_set(one) for one in source], [one.weight for one in source])
 
 
@@ -44,14 +50,19 @@ def join_sets(names: Sequence[str], parts: Sequence[PromptSet], weights: Sequenc
 
 def _load_set(one: PromptSetConfig) -> PromptSet:
     """The prompts of a set, each with the set's name and rewards; a prompt that names rewards of its own keeps them."""
-    loaded = load_prompts(one.file)
-    if any(SET in row for row in loaded.metadata):
-        raise ValueError(f"{one.file} has a column `{SET}`, which is the name of a prompt's set: give it another name.")
+    loaded = _without_sets(load_prompts(one.file), one.file)
     rewards = dict.fromkeys(one.rewards) if isinstance(one.rewards, list) else one.rewards
     metadata = [
         {**row, SET: one.label, REWARDS: rewards if row.get(REWARDS) is None else row[REWARDS]} for row in loaded.metadata
     ]
     return PromptSet(loaded.prompts, metadata)
+
+
+def _without_sets(loaded: PromptSet, name: str) -> PromptSet:
+    """The prompts themselves. ValueError if they have the column that only a list of sets may give them."""
+    if any(SET in row for row in loaded.metadata):
+        raise ValueError(f"{name} has a column `{SET}`, which is the name of a prompt's set: give it another name.")
+    return loaded
 
 
 class MixedPromptSampler(PromptSampler):

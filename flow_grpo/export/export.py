@@ -91,7 +91,7 @@ def _write_weights(args: FlowGRPOConfig, run: RunReader, source: Path, folder: P
     """Copy the weights, or load the model and save them if that is not enough; returns notes for the user."""
     if not merge and source.parent.name != layout.CHECKPOINTS:
         further = [file.name for file in source.glob(hub.expert_weights("*"))]
-        for file in (hub.WEIGHTS, *further, hub.PEFT_WEIGHTS, "adapter_config.json"):
+        for file in (hub.WEIGHTS, *further, hub.PEFT_WEIGHTS, model_card.ADAPTER_CONFIG):
             if (source / file).is_file():
                 shutil.copyfile(source / file, folder / file)  # without its permissions
         copied = [file for file in (hub.WEIGHTS, hub.PEFT_WEIGHTS) if (source / file).is_file()]

@@ -4,6 +4,7 @@ Prompts, names and settings are untrusted text: YAML quotes them in the front ma
 means anything, or have all marks escaped.
 """
 
+import json
 import re
 from pathlib import Path
 from typing import Any
@@ -11,11 +12,12 @@ from typing import Any
 from huggingface_hub import EvalResult, ModelCard, ModelCardData, metadata_load, try_to_load_from_cache
 from jinja2 import Environment, FileSystemLoader
 from PIL import Image
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from yaml import YAMLError
 
 import rewards
 from flow_grpo.config import FlowGRPOConfig
+from flow_grpo.config.sections import LoraConfig
 from flow_grpo.data.grid import SMALLEST_CELL, open_image
 from flow_grpo.evaluation import hacking
 from flow_grpo.policy import hub
@@ -27,6 +29,7 @@ from flow_grpo.text import code_block, escape_markdown, inline_code, link, markd
 
 TEMPLATES = Path(__file__).parent / "templates"
 CARD, PICTURES = "README.md", "pictures"
+ADAPTER_CONFIG = "adapter_config.json"  # of a LoRA in peft's format
 MAX_PROMPTS = 8  # with images
 HUB = "https://huggingface.co"
 # Licences of the models in our presets, as their pages state them: the licence, and for `other` its name and file.
@@ -63,6 +66,7 @@ def write(folder: Path, run: RunReader, args: FlowGRPOConfig, *, step: int, merg
         "step": step,
         "merged": merged,
         "args": args,
+        "lora": rank_and_alpha(args.lora, [folder, run.folder / layout.LORA, run.folder / layout.BEST]),
         "stages": [stage for _, stage in args.resolved_stages()],
         "usage_code": usage_code(folder, args, run, merged, source),
         "base_page": f"{HUB}/{args.model}" if _on_hub(args.model) else None,
@@ -232,6 +236,30 @@ def _loading(folder: Path, source: str) -> list[str]:
         return [*loads, 'pipe.set_adapters("flow_grpo", 1.0)  # the LoRA\'s scale; 0 is the base model']
     load = f'pipe.transformer.load_lora_adapter(\n    {source!r}, weight_name="{hub.WEIGHTS}", prefix=None, adapter_name="flow_grpo"\n)'
     return [load, 'pipe.transformer.set_adapters("flow_grpo", 1.0)  # the LoRA\'s scale; 0 is the base model']
+
+
+def rank_and_alpha(settings: LoraConfig | None, folders: list[Path]) -> dict[str, float] | None:
+    """`rank` and `alpha` of the LoRA in the first of these folders that has one; None if all weights were trained.
+
+    The settings are for a LoRA whose file does not say: one that a run began with keeps its own rank and alpha.
+    """
+    if settings is None:
+        return None
+    stored = next((found for found in map(_stored_settings, folders) if found), {})
+    known = {"rank": stored.get("r"), "alpha": stored.get("lora_alpha")}
+    return {name: value if isinstance(value, int | float) else getattr(settings, name) for name, value in known.items()}
+
+
+def _stored_settings(folder: Path) -> dict[str, Any]:
+    """What the LoRA in a folder was made with, in peft's names; {} if there is none, or it does not say."""
+    try:
+        if (folder / ADAPTER_CONFIG).is_file():
+            return dict(json.loads((folder / ADAPTER_CONFIG).read_text(encoding="utf-8")))
+        with safe_open(folder / hub.WEIGHTS, "np") as file:
+            packed = dict(json.loads(file.metadata()["lora_adapter_metadata"]))
+    except (OSError, SafetensorError, ValueError, KeyError, TypeError, RecursionError):
+        return {}
+    return {name.removeprefix("transformer."): value for name, value in packed.items()}
 
 
 def scores_table(run: RunReader, ends: list[int], prompts: int) -> str:

@@ -28,7 +28,7 @@ def dpm_2m(schedule: Schedule) -> Solver:
     """DPM-Solver++ (2M) by diffusers: one velocity a step, extrapolated from the step before (arXiv 2211.01095).
 
     It extrapolates the predicted image over log((1 - sigma) / sigma). Euler's are: its first step; its second from sigma 1, where that is
-    infinite; and a step to sigma 0.
+    infinite; and its last, whether that leads to sigma 0 or to a window.
     """
 
     def start(steps: range) -> tuple[list[int], Advance]:

@@ -10,6 +10,7 @@ from torch import Tensor
 from flow_grpo import advantages
 from flow_grpo.data.prompts import rows_by_set
 from flow_grpo.types import PromptBatch, Scores, Trajectory
+from rewards.selection import COLUMN
 
 
 @dataclass(frozen=True)
@@ -74,7 +75,8 @@ def reward_metrics(images: ScoredImages) -> dict[str, float]:
         sets = {name: reward[rows & complete] for name, rows in rows_by_set(images.batch.metadata).items()}
         metrics |= {f"reward/{name}": values.mean().item() for name, values in sets.items() if len(values)}
         means = {f"rewards/{name}/mean": v[complete].nanmean().item() for name, v in images.scores.by_name.items()}
-        metrics |= {
-            name: mean for name, mean in means.items() if not (sets and math.isnan(mean))
-        }  # of a set that was not drawn
+        some_name_rewards = any(row.get(COLUMN) is not None for row in images.batch.metadata)
+        metrics |= {  # without a reward that no prompt of this step names
+            name: mean for name, mean in means.items() if not (some_name_rewards and math.isnan(mean))
+        }
     return metrics

@@ -156,7 +156,7 @@ def strict_score(things: dict[str, list[Detection]], include: list[dict], exclud
 
 
 def partial_score(things: dict[str, list[Detection]], include: list[dict], exclude: list[dict], colors: Colors) -> float:
-    """The mean of the requirements' scores, in [0, 1]."""
+    """The mean of the requirements' scores: at most 1; it can be below 0 with more than twice as many objects as wanted."""
     parts = requirement_scores(things, include, colors)
     return sum(parts) / len(parts)
 

@@ -12,6 +12,7 @@ import safetensors.torch
 import torch
 from torch import Tensor
 
+from rewards.frames import Frames, check_sendable, checked_frames
 from rewards.groups import IMAGE, rows_by_group
 from rewards.images import SOURCE, SOURCES, has_sources, to_pil, to_png
 from rewards.serving.retry import (
@@ -51,9 +52,13 @@ class Remote:
 
     Attributes:
         scope: of the servers' reward.
+        costly: of the servers' reward.
+        frames: of a video, those that are sent, see `rewards.frames`; those of the servers' reward, unless they are set here. Without
+            either, it has no such attribute.
     """
 
     keep = True  # whether connections are reused
+    frames: Frames
 
     def __init__(
         self,
@@ -76,11 +81,13 @@ class Remote:
         self.reward, self.batch_size, self.attempts, self.encoding = reward, batch_size, attempts, encoding
         if not timeout > 0 or attempts < 1 or batch_size < 1:
             raise ValueError("remote: timeout, attempts and batch_size must be positive.")
+        self._stated: dict[str, tuple[Any, bool]] = {}  # by address: frames of the reward or None, and whether it is costly
         self.client = Client(token or os.environ.get("REWARD_TOKEN"), timeout, keep=self.keep)
         troubles = self.client.run(gather([self._trouble(url) for url in self.urls]))
         self.down = {url: trouble for url, trouble in zip(self.urls, troubles, strict=True) if trouble}
         if len(self.down) == len(set(self.urls)):
             raise NoServer(f"no server for the reward {reward or 'remote'} answers: {self._reasons()}.")
+        self._take_attributes()
 
     def __call__(self, images: Tensor, prompts: list[str], **metadata: Any) -> Tensor:
         """images (B, 3, H, W) in [0, 1]; returns (B,). ValueError if all servers failed, or one refused the request."""
@@ -183,7 +190,9 @@ class Remote:
                 raise ValueError(f"{url} refused with {response.status_code}: {error_detail(response)}")
             health = response.json()
             names = [str(name) for name in health["rewards"]]
-            scope = str(health.get("scopes", {}).get(self.reward or names[0], IMAGE))  # a server of 0.3 has images alone
+            name = self.reward or names[0]
+            scope = str(health.get("scopes", {}).get(name, IMAGE))  # a server of 0.3 has images alone
+            self._stated[url] = health.get("frames", {}).get(name), name in health.get("costly", ())  # 0.3 states neither
         except httpx.InvalidURL as error:
             raise ValueError(f"remote: {url} is not a server address: {error}.") from error
         except (
@@ -212,6 +221,16 @@ class Remote:
                 f"'{name}={{scope: {self._known_scope}}}'."
             )
         self.scope = self._known_scope = scope
+
+    def _take_attributes(self) -> None:
+        """Take the attributes that the first servers state; later ones change nothing, so that the values stay the same."""
+        stated = [self._stated[url] for url in self.urls if url in self._stated]
+        self.costly = any(costly for _, costly in stated)
+        frames = next((frames for frames, _ in stated if frames is not None), None)
+        if frames is not None:
+            check_sendable(self.reward or "remote", frames)
+            if not hasattr(self, "frames"):  # an isolated reward that starts again has them
+                self.frames = checked_frames(frames)
 
     def _reasons(self) -> str:
         return "; ".join(self.down.values())

@@ -6,7 +6,8 @@
                   {"reward": name, "prompts": [B texts], "metadata": {column: [B values]}}; one reward needs no name.
                   With "group", B numbers, for a reward that sees the images of a group together; all images of a group are needed.
                   Answers {"values": [B numbers]}; one that is not finite is "nan", "inf" or "-inf".
-    GET /health   {"rewards": [names], "scopes": {name: image, group or pair}, "versions": {...}}
+    GET /health   {"rewards": [names], "scopes": {name: image, group or pair}, "versions": {...}}, and of rewards that have these
+                  attributes "frames": {name: its frames of a video}, "costly": [names]
 
 Errors have a 4xx status and one sentence as `detail`. Without the token no body is read; header and body of a request have deadlines.
 Nothing is unpickled. The token is not encrypted: on an untrusted network, use TLS or an ssh tunnel.
@@ -31,6 +32,7 @@ import uvicorn
 from fastapi import Depends, FastAPI, Request
 from starlette.concurrency import run_in_threadpool
 
+from rewards.frames import frames_of
 from rewards.groups import IMAGE, scope_of
 from rewards.images import SOURCES
 from rewards.interrupt import DaemonThread, exit_with_parent
@@ -83,6 +85,8 @@ def application(rewards: dict[str, Reward], token: str | None, limits: Limits) -
     thread = DaemonThread()  # rewards need not be thread-safe, and may hang
     turn, requests, versions = asyncio.Lock(), 0, _versions()
     scopes = {name: scope_of(reward) for name, reward in rewards.items()}
+    frames = {name: frames_of(reward) for name, reward in rewards.items() if hasattr(reward, "frames")}
+    costly = [name for name, reward in rewards.items() if getattr(reward, "costly", False)]
 
     def admit(request: Request) -> None:
         authorization = request.headers.get("authorization", "").encode()
@@ -91,7 +95,7 @@ def application(rewards: dict[str, Reward], token: str | None, limits: Limits) -
 
     @app.get("/health", dependencies=[Depends(admit)])
     async def health() -> dict[str, Any]:
-        return {"rewards": list(rewards), "scopes": scopes, "versions": versions}
+        return {"rewards": list(rewards), "scopes": scopes, "frames": frames, "costly": costly, "versions": versions}
 
     @app.post("/score", dependencies=[Depends(admit)])
     async def score(request: Request) -> dict[str, Any]:

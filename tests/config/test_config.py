@@ -10,6 +10,7 @@ from support.families import TINY
 
 from flow_grpo.cli.options import parse_reward
 from flow_grpo.config.bundled import TRAINING_PROMPTS, bundled_file
+from flow_grpo.config.loading import parse_yaml
 from flow_grpo.config.run_config import FlowGRPOConfig
 from flow_grpo.config.sections import EvaluationConfig
 from flow_grpo.data.prompts import load_prompts
@@ -389,6 +390,24 @@ def test_a_config_may_have_a_byte_order_mark_umlauts_and_merged_sections(tmp_pat
     args = FlowGRPOConfig.from_yaml(tmp_path / "good.yaml", ["objective.name=awm"])
     assert args.output_dir == "runs/Kätzchen"
     assert (args.sampling.steps, args.resolved_stages()[0][1].sampling.steps) == (4, 5)
+
+
+def test_a_number_needs_no_dot_in_a_file_in_braces_or_in_an_override_and_quoted_it_is_text(tmp_path):
+    rewards = "{jpeg_size: 1e-3, my.py:fn: {weight: 2E5, options: {eps: -1e-6, half: -.5, name: '1e-6', id: 12e45f}}}"
+    (tmp_path / "own.yaml").write_text(f"rewards: {rewards}\n")
+    pairs = [f"rewards={rewards}"]
+    for args in (FlowGRPOConfig.from_yaml(tmp_path / "own.yaml"), FlowGRPOConfig.from_yaml("tiny_ocr", pairs)):
+        assert [reward.weight for reward in args.rewards.values()] == [1e-3, 2e5]
+        assert args.rewards["my.py:fn"].options == {"eps": -1e-6, "half": -0.5, "name": "1e-6", "id": "12e45f"}
+    assert parse_reward("my.py:fn={eps: 1e-6, name: '1e-6'}") == ("my.py:fn", {"eps": 1e-6, "name": "1e-6"})
+    assert FlowGRPOConfig.from_yaml("tiny_ocr", ["optimizer.lr=+.5e0"]).optimizer.lr == 0.5
+
+
+@pytest.mark.parametrize("text", ["1e5", "-1e-6", "+.5", "12"])
+def test_a_text_that_looks_like_a_number_is_written_and_read_back_as_text(text):
+    args = FlowGRPOConfig.from_yaml("tiny_ocr", [f"output_dir='{text}'"])
+    assert args.output_dir == text
+    assert FlowGRPOConfig.model_validate(parse_yaml(args.to_yaml(), "the dump")) == args
 
 
 def test_a_key_that_stands_twice_in_an_override_or_in_options_is_a_clear_error():

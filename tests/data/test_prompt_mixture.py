@@ -111,6 +111,18 @@ def test_a_column_that_is_the_name_of_the_set_is_refused(tmp_path):
         load_run_prompts([PromptSetConfig(file=f"{tmp_path}/x.jsonl")])
 
 
+def test_that_column_is_refused_of_prompts_without_sets_too_since_rows_without_a_name_would_be_in_no_set(tmp_path):
+    (tmp_path / "x.jsonl").write_text('{"prompt": "a", "prompt_set": "mine"}\n{"prompt": "b", "prompt_set": ""}\n')
+    with pytest.raises(
+        ValueError, match=r"x\.jsonl has a column `prompt_set`, which is the name of a prompt's set: give it"
+    ):
+        load_run_prompts(f"{tmp_path}/x.jsonl")
+    with pytest.raises(ValueError, match="the PromptSet has a column `prompt_set`"):
+        load_run_prompts(PromptSet(["a"], [{"prompt_set": None}]))
+    loaded = mixture()
+    assert load_run_prompts(loaded) is loaded
+
+
 def test_a_set_that_may_run_out_within_a_step_is_refused():
     with pytest.raises(ValueError, match="prompts_per_step=6, but the prompt set set1 has 3"):
         sampler_of(mixture(sizes=(9, 3, 9)), 0).sample(0, 6, 1)

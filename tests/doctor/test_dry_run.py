@@ -161,6 +161,19 @@ def test_a_remote_reward_is_asked_for_its_health_and_once_for_values(tmp_path, m
     assert "rewards color, each on 2 images" in lines[0]
 
 
+class Paid(Serving):
+    def answer(self, path, body):
+        return (200, {"rewards": ["color"], "costly": ["color"]}) if path == "/health" else super().answer(path, body)
+
+
+def test_a_costly_reward_on_a_server_is_not_called(tmp_path):
+    paid = Paid()
+    lines = dry_run(short_run(tmp_path, f"rewards={{color: {{remote: '{paid.url}'}}}}"))
+    paid.close()
+    assert any("the reward color was not called: its attribute `costly` is set" in line for line in lines)
+    assert paid.asked == 0
+
+
 def test_the_rewards_see_two_images_of_the_models_size_with_their_prompts_metadata(tmp_path, monkeypatch):
     (tmp_path / "prompts.jsonl").write_text('{"prompt": "one", "answer": 3}\n{"prompt": "two", "answer": 4}\n')
     (tmp_path / "noted.py").write_text(

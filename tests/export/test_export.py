@@ -19,6 +19,7 @@ from support.fake_run import synthetic_run
 from support.hub_server import deleted, local_hub, settings, uploaded
 from support.paths import ROOT
 
+from flow_grpo.config.sections import LoraConfig
 from flow_grpo.evaluation.generate import generate_images
 from flow_grpo.export import model_card
 from flow_grpo.export.export import export
@@ -216,6 +217,33 @@ def test_merging_rounds_once_to_the_dtype_of_the_base(tmp_path):
         off = (merged[name].float() - value.float()).abs()
         assert (off > 0).float().mean() < 1e-3, "but for sums that lie between two bf16 numbers"
         assert (off <= 2**-8 * value.float().abs() + 1e-30).all()
+
+
+@pytest.mark.parametrize("merge", [False, True])
+def test_the_card_gives_the_rank_and_alpha_of_the_weights_whatever_the_config_has(run, tmp_path, merge):
+    """As `lora.init_from` and a LoRA given in Python leave the config's without effect."""
+    shutil.copytree(run, tmp_path / "run")
+    config = tmp_path / "run" / "config.yaml"
+    config.write_text(config.read_text().replace("  rank: 4\n", "  rank: 32\n").replace("  alpha: 8.0\n", "  alpha: 64.0\n"))
+    assert "rank: 32" in config.read_text()
+    export(tmp_path / "run", tmp_path / "out", merge=merge)
+    assert "- LoRA of rank 4, alpha 8.0;" in (tmp_path / "out" / model_card.CARD).read_text()
+
+
+@pytest.mark.parametrize(
+    ("content", "found"),
+    [
+        ('{"r": 8, "lora_alpha": 3.5}', {"rank": 8, "alpha": 3.5}),
+        ('{"r": "**8**", "lora_alpha": null}', {"rank": 32, "alpha": 64.0}),
+        ("[1]", {"rank": 32, "alpha": 64.0}),
+        ("{", {"rank": 32, "alpha": 64.0}),
+    ],
+)
+def test_of_a_lora_that_does_not_tell_them_rank_and_alpha_are_the_configs(tmp_path, content, found):
+    nothing = tmp_path / "nothing"
+    (tmp_path / model_card.ADAPTER_CONFIG).write_text(content)
+    assert model_card.rank_and_alpha(LoraConfig(), [nothing, tmp_path]) == found
+    assert model_card.rank_and_alpha(None, [tmp_path]) is None
 
 
 def test_an_export_replaces_its_own_files_alone(run, tmp_path):

@@ -37,6 +37,7 @@ def test_a_thing_that_is_there():
     assert scores(things(at(0, 0)), ask) == [1, 1, 1]
     assert scores(things(at(0, 0, "dog")), ask) == [0, 0, 0]
     assert scores(things(at(0, 0), at(50, 0)), ask) == [1, 0, 0], "a second cat is allowed by the published rule alone"
+    assert scores(things(*(at(50 * i, 0) for i in range(4))), ask) == [1, 0, -2], "the partial score has no lower bound"
 
 
 def test_two_things():

@@ -1,6 +1,8 @@
 """Every reward on pictures with a known answer, and the ways a reward can fail."""
 
+import pickle
 import re
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -233,6 +235,42 @@ def test_own_rewards_by_file_and_by_import_path(monkeypatch):
     by_metadata = rewards.load("sample_rewards:uses_metadata")
     assert rewards.score("m", by_metadata, images, ["a", "b"], answer=[3, 4], other=[0, 0]).tolist() == [3, 4]
     assert rewards.score("s", by_path, images, ["a", "b"], other=[0, 0]).tolist() == [1, 1], "options and metadata"
+
+
+CONSTANT = """
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+@dataclass
+class Constant:
+    value: float = {value}
+
+    def __call__(self, images, prompts):
+        return [self.value] * len(prompts)
+"""
+
+
+def test_a_file_may_have_dataclasses_with_postponed_annotations_whose_objects_can_be_pickled(tmp_path):
+    loaded = []
+    for folder, value in (("one", 1.0), ("other", 20.0)):  # two files of one name
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "my.own.py").write_text(CONSTANT.format(value=value))
+        loaded.append(rewards.load(f"{tmp_path / folder / 'my.own.py'}:Constant"))
+    assert [pickle.loads(pickle.dumps(reward)) for reward in loaded] == loaded
+    assert [reward.value for reward in loaded] == [1.0, 20.0]
+
+
+def test_a_file_that_changed_is_loaded_anew_and_one_that_fails_leaves_no_module(tmp_path):
+    file = tmp_path / "changing.py"
+    for value in (1.0, 20.0, 20.0):
+        file.write_text(CONSTANT.format(value=value))
+        reward = rewards.load(f"{file}:Constant")
+        assert pickle.loads(pickle.dumps(reward)).value == value
+    file.write_text(CONSTANT.format(value="no_such_name"))
+    with pytest.raises(ValueError, match="could not be run: NameError"):
+        rewards.load(f"{file}:Constant")
+    assert not [name for name in sys.modules if "changing" in name]
 
 
 @pytest.mark.parametrize(

@@ -37,6 +37,7 @@ from flow_grpo.config import FlowGRPOConfig
 from flow_grpo.data.grid import ImageInfo, save_grid
 from flow_grpo.tiny import pretrain, world
 from flow_grpo.tracking.tracker import read_metrics
+from rewards.frames import frames_of
 from rewards.interrupt import DaemonThread
 from rewards.judge import Judge
 from rewards.serving.client import Remote, png
@@ -701,6 +702,60 @@ def test_where_a_reward_runs_is_one_place():
         rewards.load("ocr", remote="http://x", isolate=True)
     with pytest.raises(ValueError, match="give isolate=true as well"):
         rewards.load("ocr", python="/usr/bin/python3")
+
+
+# -- attributes of a reward ---------------------------------------------------------------------------------------------
+
+
+def test_an_isolated_reward_keeps_its_frames_and_its_cost_unless_frames_are_set_outside(tmp_path):
+    (tmp_path / "mine.py").write_text(
+        "def paid(images, prompts):\n    return images.mean((1, 2, 3))\npaid.costly, paid.frames = True, 'last'\n"
+    )
+    name, videos = f"{tmp_path / 'mine.py'}:paid", torch.stack([pictures(2, seed) for seed in range(5)], 1)
+    own, first = rewards.load(name, isolate=True), rewards.load(name, isolate=True, frames="first")
+    assert (own.frames, own.costly) == ("last", True)
+    torch.testing.assert_close(rewards.score("mine", own, videos, ["a", "b"]), videos[:, -1].mean((1, 2, 3)))
+    first.process.send_signal(signal.SIGKILL)
+    with pytest.raises(ValueError, match="was killed by signal 9"):
+        first(pictures(2), ["a", "b"])
+    again = rewards.score("mine", first, videos, ["a", "b"])  # by a second process
+    torch.testing.assert_close(again, videos[:, 0].mean((1, 2, 3)))
+    assert (first.frames, first.costly) == ("first", True)
+
+
+class Stating(Scripted):
+    """A server that states these attributes of its reward."""
+
+    def __init__(self, **attributes) -> None:
+        super().__init__([1.0])
+        self.attributes = attributes
+
+    def answer(self, path: str, body: bytes) -> tuple[int, dict]:
+        return (200, {"rewards": ["stub"], **self.attributes}) if path == "/health" else super().answer(path, body)
+
+
+def test_the_first_server_that_states_frames_decides_and_one_that_states_nothing_leaves_the_default():
+    nothing, one, last = Stating(), Stating(frames={"stub": 1}, costly=["stub"]), Stating(frames={"stub": "last"}, costly=[])
+    for servers, expected in (
+        ([nothing], (4, False)),
+        ([nothing, one, last], (1, True)),
+        ([last, one], ("last", True)),
+        ([last, nothing], ("last", False)),
+    ):
+        there = rewards.load("stub", remote=[server.url for server in servers])
+        assert (frames_of(there), there.costly) == expected
+    assert rewards.load("stub", remote=one.url, frames="first").frames == "first"
+    assert frames_of(Remote(one.url)) == 1, "also without the reward's name"
+    for server in (nothing, one, last):
+        server.close()
+
+
+@pytest.mark.parametrize("frames", [None, 2])
+def test_a_server_whose_reward_sees_whole_videos_is_refused_at_once(frames):
+    whole = Stating(frames={"stub": "all"})
+    with pytest.raises(ValueError, match="reward stub: frames=all is for a reward in this process: leave remote"):
+        rewards.load("stub", remote=whole.url, frames=frames)
+    whole.close()
 
 
 # -- training -----------------------------------------------------------------------------------------------------------

@@ -1,5 +1,6 @@
 """Prompt sets with rewards of their own in a training step: who scores what, and against what it is compared."""
 
+import math
 from types import SimpleNamespace
 
 import pytest
@@ -89,6 +90,18 @@ def test_a_reward_that_does_not_score_an_image_is_none_that_was_dropped(step):
         experience.scores.by_name["detail"][sharp].mean().item()
     )
     assert "advantage/share/bright/mean" not in experience.metrics, "it has one reward"
+
+
+@pytest.mark.parametrize("of_sets", [True, False])
+def test_a_reward_that_no_prompt_of_a_step_names_is_no_metric_of_it(of_sets):
+    """Whether prompts name their rewards in sets, or in a column of a single file."""
+    prompts = join_sets(["bright", "sharp"], [BRIGHT, SHARP], [1.0, 1e-12])
+    if not of_sets:
+        prompts = small.PromptSet(BRIGHT.prompts, [{"rewards": "mean"}] * 4)
+    metrics = collect(prompts=prompts)[1].metrics
+    assert {"rewards/mean/mean", "rewards/measured/mean"} <= metrics.keys()
+    assert "rewards/detail/mean" not in metrics
+    assert not [name for name, value in metrics.items() if math.isnan(value)]
 
 
 @pytest.mark.parametrize("of_sets", [True, False])
