@@ -73,11 +73,11 @@ def broken(images, prompts):
     raise RuntimeError("its server is down")
 
 
-def test_prompt_sets_whose_only_reward_was_dropped_have_a_sum_without_numbers():
+def test_where_prompts_name_rewards_and_all_were_dropped_the_sum_has_no_numbers():
     policy, prompts = small.policy(), small.PROMPTS.head(2)
-    sets = type(prompts)(prompts.prompts, [{"prompt_set": "one"}, {"prompt_set": "two"}])
-    kit = WeightedSum({"broken": broken}, {"broken": 1.0}, drop_on_error=["broken"])
-    evaluation = evaluate(policy, sets, kit, base=policy.reference, steps=2, seed=7, num_kept_images=2)
+    naming = type(prompts)(prompts.prompts, [{"rewards": ["broken"]}] * 2)
+    kit = WeightedSum({"broken": broken, "brightness": brightness}, {"broken": 1.0, "brightness": 1.0}, ["broken"])
+    evaluation = evaluate(policy, naming, kit, base=policy.base_model, steps=2, seed=7, num_kept_images=2)
     assert list(evaluation.values) == ["reward"]
     assert evaluation.values["reward"].isnan().all()
     assert sorted(evaluation.images) == [0, 1]
