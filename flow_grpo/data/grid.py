@@ -46,35 +46,36 @@ def save_grid(path: Path, images: Tensor, cells: list[ImageInfo], columns: int, 
     first image in a row. Of videos (B, F, 3, H, W) each is a strip of frames.
 
     Args:
-        notes: for the captions in place of the seeds, repeated over the cells.
+        notes: for the captions instead of the seeds, repeated over the cells.
     """
     content: dict[str, Any] = {"videos": True} if is_video(images) else {}
     images = strips(images)
     height, width = images.shape[-2:]
     scale = max(1, -(-SMALLEST_CELL // width))
-    wide, high = width * scale, height * scale
+    cell_width, cell_height = width * scale, height * scale
     captions = [
-        _caption(cell, notes[i % len(notes)] if notes else f"seed {cell.seed}", wide) for i, cell in enumerate(cells)
+        _caption(cell, notes[i % len(notes)] if notes else f"seed {cell.seed}", cell_width) for i, cell in enumerate(cells)
     ]
     caption_height = LINE * max(len(lines) for lines in captions) + 6
     rows = -(-len(cells) // columns)
-    places = _places([cell.prompt for cell in cells], columns)
-    most = 1 + max(place for place, _ in places)
-    grid = Image.new("RGB", (GAP + most * (wide + GAP), GAP + rows * (high + caption_height + GAP)), PAPER)
+    positions = _cell_positions([cell.prompt for cell in cells], columns)
+    num_columns = 1 + max(column for column, _ in positions)  # with those of sources
+    size = (GAP + num_columns * (cell_width + GAP), GAP + rows * (cell_height + caption_height + GAP))
+    grid = Image.new("RGB", size, PAPER)
     pen, font = ImageDraw.Draw(grid), ImageFont.load_default(11)
     boxes = []
     for i, (pixels, lines) in enumerate(zip(to_bytes(images), captions, strict=True)):
-        place, source = places[i]
-        x = GAP + place * (wide + GAP)
-        y = GAP + i // columns * (high + caption_height + GAP)
+        column, source = positions[i]
+        x = GAP + column * (cell_width + GAP)
+        y = GAP + i // columns * (cell_height + caption_height + GAP)
         if source is not None:
-            fitted = ImageOps.contain(source.open(), (wide, high))
+            fitted = ImageOps.contain(source.open(), (cell_width, cell_height))
             grid.paste(fitted, (x - GAP - fitted.width, y))
             pen.text((x - GAP - fitted.width, y + fitted.height + 4), "source", fill=INK, font=font)
-        grid.paste(Image.fromarray(pixels).resize((wide, high), Image.Resampling.NEAREST), (x, y))
+        grid.paste(Image.fromarray(pixels).resize((cell_width, cell_height), Image.Resampling.NEAREST), (x, y))
         for n, line in enumerate(lines):
-            pen.text((x, y + high + 4 + n * LINE), line, fill=INK, font=font)
-        boxes.append([x, y, wide, high])
+            pen.text((x, y + cell_height + 4 + n * LINE), line, fill=INK, font=font)
+        boxes.append([x, y, cell_width, cell_height])
     info = PngInfo()
     content |= {"scale": scale, "cells": [{**asdict(c), "box": b} for c, b in zip(cells, boxes, strict=True)]}
     info.add_itxt(CHUNK, json.dumps(content))
@@ -82,15 +83,15 @@ def save_grid(path: Path, images: Tensor, cells: list[ImageInfo], columns: int, 
         grid.save(file, pnginfo=info)
 
 
-def _places(prompts: list[str], columns: int) -> list[tuple[int, SourceImage | None]]:
+def _cell_positions(prompts: list[str], columns: int) -> list[tuple[int, SourceImage | None]]:
     """The column of each image, and the source that is shown in the column before it."""
-    places: list[tuple[int, SourceImage | None]] = []
+    positions: list[tuple[int, SourceImage | None]] = []
     for i, prompt in enumerate(prompts):
-        place = 0 if i % columns == 0 else places[-1][0] + 1
+        column = 0 if i % columns == 0 else positions[-1][0] + 1
         is_first = i % columns == 0 or prompt != prompts[i - 1]
         source = next(iter(images_of(prompt)), None) if is_first else None
-        places.append((place + (source is not None), source))
-    return places
+        positions.append((column + (source is not None), source))
+    return positions
 
 
 def fits(count: int, images: Tensor) -> bool:

@@ -221,37 +221,41 @@ def _check_parts(layout: GridLayout, images: Sequence[Box], parts: Sequence[Box]
 def _check_room(layout: GridLayout, contrast: np.ndarray) -> None:
     """NotAGrid if there is content where a grid of several rows (or columns) has room for one more."""
     left, top, right, bottom = layout.margins()
-    across, down = layout.gutters()
+    column_gap, row_gap = layout.gutters()
     height, width = layout.size
     sides = []
-    if down is not None:
-        room = layout.height + down
+    if row_gap is not None:
+        room = layout.height + row_gap
         sides += [(top, room, contrast[:top]), (bottom, room, contrast[height - bottom :])]
-    if across is not None:
-        room = layout.width + across
+    if column_gap is not None:
+        room = layout.width + column_gap
         sides += [(left, room, contrast[:, :left]), (right, room, contrast[:, width - right :])]
     if any(margin >= room and (side > MIN_EDGE_CONTRAST).any() for margin, room, side in sides):
         raise NotAGrid("it has other content where there is room for another row or column of images")
 
 
-def _check_borders(layout: GridLayout, others: Sequence[Box]) -> None:
-    """NotAGrid if it could also be torchvision's `make_grid` of images that have borders in the gutters' color."""
-    if others:
-        return  # these are captions, so that the cells are the images
+def _check_borders(layout: GridLayout, captions: Sequence[Box]) -> None:
+    """NotAGrid if it could also be torchvision's `make_grid` of images that have borders in the gutters' color.
+
+    Args:
+        captions: the parts outside the cells; if there are any, the cells are the images.
+    """
+    if captions:
+        return
     left, top, right, bottom = layout.margins()
-    across, down = layout.gutters()
+    column_gap, row_gap = layout.gutters()
     paddings = {
         before + after - gutter
-        for before, after, gutter in ((left, right, across), (top, bottom, down))
+        for before, after, gutter in ((left, right, column_gap), (top, bottom, row_gap))
         if gutter is not None
     }
     padding = paddings.pop()
     if paddings or padding < 1 or min(left, top, right, bottom) < padding or {left, top, right, bottom} == {padding}:
         return
-    wide, high = (left + right - 2 * padding + layout.width, top + bottom - 2 * padding + layout.height)
-    between = f"{across if across is not None else down},{down if down is not None else across}"
+    width, height = (left + right - 2 * padding + layout.width, top + bottom - 2 * padding + layout.height)
+    gaps = f"{row_gap if column_gap is None else column_gap},{column_gap if row_gap is None else row_gap}"
     raise NotAGrid(
-        f"its images have {layout.width} x {layout.height} pixels or, with borders of the gutters' color, {wide} x {high}; "
+        f"its images have {layout.width} x {layout.height} pixels or, with borders of the gutters' color, {width} x {height}; "
         f"for these give --rows {layout.rows} --columns {layout.columns} --padding {padding}, else --rows {layout.rows} "
-        f"--columns {layout.columns} --crop {left},{top},{right},{bottom} --padding {between}"
+        f"--columns {layout.columns} --crop {left},{top},{right},{bottom} --padding {gaps}"
     )

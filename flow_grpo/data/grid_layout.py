@@ -73,8 +73,8 @@ class GridLayout:
 
     def gutters(self) -> tuple[int | None, int | None]:
         """Pixels between columns and between rows; None for a single column or row."""
-        across = self.lefts[1] - self.lefts[0] - self.width if self.columns > 1 else None
-        return across, self.tops[1] - self.tops[0] - self.height if self.rows > 1 else None
+        column_gap = self.lefts[1] - self.lefts[0] - self.width if self.columns > 1 else None
+        return column_gap, self.tops[1] - self.tops[0] - self.height if self.rows > 1 else None
 
     def crop_cells(self, pixels: np.ndarray) -> np.ndarray:
         """(H, W, 3) -> (rows * columns, height, width, 3), row by row."""
@@ -86,8 +86,9 @@ class GridLayout:
         return replace(self, size=size, tops=tops, lefts=lefts)
 
     def __str__(self) -> str:
-        across, down = self.gutters()
-        between = [f"{across} between columns"] * (across is not None) + [f"{down} between rows"] * (down is not None)
+        column_gap, row_gap = self.gutters()
+        between = [f"{column_gap} between columns"] * (column_gap is not None)
+        between += [f"{row_gap} between rows"] * (row_gap is not None)
         left, top, right, bottom = self.margins()
         counts = f"{self.rows} row{'s' * (self.rows > 1)} x {self.columns} column{'s' * (self.columns > 1)}"
         margins = f"margins of {left} left, {top} top, {right} right, {bottom} bottom"

@@ -115,16 +115,16 @@ def _from_grid(file: Path, prompts: PromptSet | str | None, grid: GridOptions, p
     array = np.asarray(image)
     layout = layout_of(array, grid, str(file), allow_single=len(prompt_set) == 1)
     images = layout.crop_cells(array)
-    places = _prompt_index(layout, images, len(prompt_set), file)
-    pixels = torch.from_numpy(images[: len(places)]).permute(0, 3, 1, 2)
-    texts, metadata = [prompt_set.prompts[i] for i in places], [prompt_set.metadata[i] for i in places]
+    indices = _prompt_indices(layout, images, len(prompt_set), file)
+    pixels = torch.from_numpy(images[: len(indices)]).permute(0, 3, 1, 2)
+    texts, metadata = [prompt_set.prompts[i] for i in indices], [prompt_set.metadata[i] for i in indices]
     is_single = layout.rows == layout.columns == 1
     note = f"one image of {layout.width} x {layout.height} pixels" if is_single else str(layout)
-    labels, note = _cell_labels(file, len(places)), f"{file.name}: {note}"
-    return ImageSet(labels, texts, [None] * len(places), metadata, pixels, note=note)
+    labels, note = _cell_labels(file, len(indices)), f"{file.name}: {note}"
+    return ImageSet(labels, texts, [None] * len(indices), metadata, pixels, note=note)
 
 
-def _prompt_index(layout: GridLayout, images: np.ndarray, prompts: int, file: Path) -> list[int]:
+def _prompt_indices(layout: GridLayout, images: np.ndarray, prompts: int, file: Path) -> list[int]:
     """The index of each image's prompt. The last row of a grid may end early, so that there are fewer images than cells."""
     cells = layout.rows * layout.columns
     if layout.filled <= prompts <= cells:
@@ -142,7 +142,7 @@ def _prompt_index(layout: GridLayout, images: np.ndarray, prompts: int, file: Pa
 
 
 def _join_prompts(
-    labels: list[str], texts: Sequence[str | None], prompts: PromptSet | str | None, place: Path
+    labels: list[str], texts: Sequence[str | None], prompts: PromptSet | str | None, path: Path
 ) -> tuple[list[str], list[dict]]:
     """The prompt and metadata of each image: matched by file name, by position, or by prompt where that is unambiguous.
 
@@ -154,16 +154,16 @@ def _join_prompts(
     if isinstance(prompts, str):
         prompts = PromptSet([prompts] * len(labels), [{}] * len(labels))
     column = _file_column(prompts)
-    if column is not None and place.is_dir():
-        rows = _rows_by_name(labels, [row[column] for row in prompts.metadata], place)
+    if column is not None and path.is_dir():
+        rows = _rows_by_name(labels, [row[column] for row in prompts.metadata], path)
     elif len(prompts) == len(labels):
         rows = list(range(len(labels)))
     else:
-        return _join_by_prompt(labels, texts, prompts, place)
+        return _join_by_prompt(labels, texts, prompts, path)
     for label, text, row in zip(labels, texts, rows, strict=True):
         if text is not None and text != str(prompts.prompts[row]):
             raise ValueError(
-                f"{label} in {place} shows {text!r}, but the prompt given for it, row {row + 1}, is {prompts.prompts[row]!r}: "
+                f"{label} in {path} shows {text!r}, but the prompt given for it, row {row + 1}, is {prompts.prompts[row]!r}: "
                 "give the rows in the order of the images."
             )
     metadata = [{key: value for key, value in prompts.metadata[i].items() if key != column} for i in rows]
@@ -185,23 +185,23 @@ def _rows_without_image(labels: list[str], prompts: PromptSet | str | None, fold
 
 def _rows_by_name(labels: list[str], names: list[object], folder: Path) -> list[int]:
     """The row of each image, by the column of file names."""
-    places: dict[object, int] = {}
+    row_of: dict[object, int] = {}
     for row, name in enumerate(names):
-        if places.setdefault(name, row) != row:
+        if row_of.setdefault(name, row) != row:
             raise ValueError(
-                f"the rows {places[name] + 1} and {row + 1} of the prompts are both for {name}: keep one of them."
+                f"the rows {row_of[name] + 1} and {row + 1} of the prompts are both for {name}: keep one of them."
             )
-    missing = next((label for label in labels if label not in places), None)
+    missing = next((label for label in labels if label not in row_of), None)
     if missing is not None:
         raise ValueError(f"the prompts have no row whose file name is {missing}, which is in {folder}.")
-    return [places[label] for label in labels]
+    return [row_of[label] for label in labels]
 
 
 def _join_by_prompt(
-    labels: list[str], shown: Sequence[str | None], prompts: PromptSet, place: Path
+    labels: list[str], shown: Sequence[str | None], prompts: PromptSet, path: Path
 ) -> tuple[list[str], list[dict]]:
     """The prompt of each image, and its metadata where the prompt is among the given ones."""
-    counts = f"there are {len(prompts)} prompts for {len(labels)} images in {place}"
+    counts = f"there are {len(prompts)} prompts for {len(labels)} images in {path}"
     texts = [text for text in shown if text is not None]
     if len(texts) < len(labels):
         raise ValueError(f"{counts}: {HOW_TO_GIVE_PROMPTS}.")
@@ -257,10 +257,10 @@ def _from_folder(folder: Path, prompts: PromptSet | str | None, promptless: bool
         raise ValueError(f"the folder {folder} contains no images.")
     labels, opened = [file.name for file in files], [_read_image(file) for file in files]
     pixels, cells = _stack(files, [array for array, _ in opened]), [cell for _, cell in opened]
-    odd = next((file for file, cell in zip(files, cells, strict=True) if cell is None), None)
-    if odd is not None and prompts is None and not promptless:
+    without_prompt = next((file for file, cell in zip(files, cells, strict=True) if cell is None), None)
+    if without_prompt is not None and prompts is None and not promptless:
         raise ValueError(
-            f"{odd} has no prompt in it: it was not written by flow-grpo sample. For such images {HOW_TO_GIVE_PROMPTS}."
+            f"{without_prompt} has no prompt in it: it was not written by flow-grpo sample. For such images {HOW_TO_GIVE_PROMPTS}."
         )
     texts, metadata = _join_prompts(labels, [None if cell is None else cell.prompt for cell in cells], prompts, folder)
     seeds, note = [None if cell is None else cell.seed for cell in cells], _rows_without_image(labels, prompts, folder)
@@ -285,9 +285,9 @@ def _check_no_videos(image: Image.Image, file: Path) -> None:
 
 def _stack(files: list[Path], arrays: list[np.ndarray]) -> Tensor:
     """Images (H, W, 3) as (B, 3, H, W)."""
-    odd = next((file for file, array in zip(files, arrays, strict=True) if array.shape != arrays[0].shape), None)
-    if odd is not None:
-        raise ValueError(f"{odd} has another size than {files[0]}: score images of one size at a time.")
+    other_size = next((file for file, array in zip(files, arrays, strict=True) if array.shape != arrays[0].shape), None)
+    if other_size is not None:
+        raise ValueError(f"{other_size} has another size than {files[0]}: score images of one size at a time.")
     return torch.from_numpy(np.stack(arrays)).permute(0, 3, 1, 2)
 
 

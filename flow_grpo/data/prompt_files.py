@@ -21,11 +21,11 @@ BOOLEANS = {"true": True, "false": False}
 
 @dataclass(frozen=True)
 class Table:
-    """The rows of a file, each with a value for every column, and the place of each row in the file, for errors."""
+    """The rows of a file, each with a value for every column, and the location of each row, such as `line 3`, for errors."""
 
     columns: list[str]
     rows: list[dict[str, Any]]
-    places: list[str]
+    locations: list[str]
 
 
 def read_table(file: Path, name: str, suffix: str) -> Table:
@@ -60,19 +60,20 @@ def _lines(text: str) -> Iterator[tuple[int, str]]:
 def _table_from_rows(rows: Iterator[tuple[str, dict[str, Any]]]) -> Table:
     listed = list(rows)
     columns = list(dict.fromkeys(key for _, row in listed for key in row))
-    return Table(columns, [{key: row.get(key) for key in columns} for _, row in listed], [place for place, _ in listed])
+    filled = [{key: row.get(key) for key in columns} for _, row in listed]
+    return Table(columns, filled, [location for location, _ in listed])
 
 
 def _json_rows(text: str, name: str) -> Iterator[tuple[str, dict[str, Any]]]:
-    """The objects of JSON lines or of a JSON list, each with its place."""
+    """The objects of JSON lines or of a JSON list, each with its location."""
     if text.lstrip().startswith("["):
         entries = [(f"entry {n}", row) for n, row in enumerate(_parse_json(text, name), 1)]
     else:
         entries = [(f"line {n}", _parse_json(line, f"{name}, line {n}")) for n, line in _lines(text)]
-    for place, row in entries:
+    for location, row in entries:
         if not isinstance(row, dict):
-            raise ValueError(f'{name}, {place}: give an object such as {{"prompt": "a red fox"}}, not {_short(row)}.')
-        yield place, row
+            raise ValueError(f'{name}, {location}: give an object such as {{"prompt": "a red fox"}}, not {_short(row)}.')
+        yield location, row
 
 
 def _parse_json(text: str, where: str) -> Any:
@@ -104,11 +105,11 @@ def _csv_table(text: str, name: str, tabs: bool) -> Table:
                 f"{'tabs' if tabs else 'commas'} in double quotes{', in a .csv file' if tabs else ''}."
             )
     values = {}
-    for place, column in enumerate(columns):
+    for i, column in enumerate(columns):
         if column:  # the column of an index has no name
-            cells = [row[place] if place < len(row) else "" for _, row in body]
+            cells = [row[i] if i < len(row) else "" for _, row in body]
             values[column] = cells if column.lower() in COLUMNS else _convert_column(cells)
-    rows = [{column: of[i] for column, of in values.items()} for i in range(len(body))]
+    rows = [{column: cells[i] for column, cells in values.items()} for i in range(len(body))]
     return Table(list(values), rows, [f"line {number}" for number, _ in body])
 
 

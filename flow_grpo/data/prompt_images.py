@@ -18,60 +18,62 @@ MAX_IMAGES = 16  # of one prompt
 
 
 def read_images(
-    cells: Sequence[Any], places: Sequence[str], folder: Path | None, column: str = COLUMN
+    cells: Sequence[Any], locations: Sequence[str], folder: Path | None, column: str = COLUMN
 ) -> list[tuple[SourceImage, ...]]:
     """Read the images of each prompt, from the cells of a column.
 
     Args:
         cells: each a path, a list of paths, a mapping with `bytes` or `path` as hub data sets have, a PIL image, or None.
-        places: of the cells, for errors.
+        locations: of the cells, such as `prompts.csv, line 3`, for errors.
         folder: which paths are relative to; None if there is none, as for a file at an address.
         column: its name, for errors.
 
     Raises:
-        ValueError: an image does not exist, is damaged, too large or no image; names the place.
+        ValueError: an image does not exist, is damaged, too large or no image; names the location.
     """
     readers = [
-        [_reader(one, place, folder, column) for one in _listed(cell, place, column)]
-        for cell, place in zip(cells, places, strict=True)
+        [_reader(image, location, folder, column) for image in _cell_images(cell, location, column)]
+        for cell, location in zip(cells, locations, strict=True)
     ]
-    flat = [read for of_prompt in readers for read in of_prompt]
+    flat = [reader for of_prompt in readers for reader in of_prompt]
     with ThreadPoolExecutor() as threads, phase("reading the prompts' images", total=len(flat)) as done:
         read = []
-        for image in threads.map(lambda one: one(), flat):
+        for image in threads.map(lambda reader: reader(), flat):
             read.append(image)
             done.advance(1)
     images = iter(read)
     return [tuple(next(images) for _ in of_prompt) for of_prompt in readers]
 
 
-def _listed(cell: Any, place: str, column: str) -> list[Any]:
+def _cell_images(cell: Any, location: str, column: str) -> list[Any]:
     """The images of a cell, each still a path, content or mapping."""
     if isinstance(cell, str) and cell.strip().startswith("["):  # of a .csv file
         try:
             cell = json.loads(cell)
         except ValueError as error:
-            raise ValueError(f"{place}: the column `{column}` holds {cell[:80]!r}, which is not a list of paths.") from error
+            raise ValueError(
+                f"{location}: the column `{column}` holds {cell[:80]!r}, which is not a list of paths."
+            ) from error
     if cell is None or cell == "":
         return []
     images = list(cell) if isinstance(cell, list | tuple) else [cell]
     if len(images) > MAX_IMAGES:
-        raise ValueError(f"{place}: a prompt has {len(images)} images; at most {MAX_IMAGES} are allowed.")
+        raise ValueError(f"{location}: a prompt has {len(images)} images; at most {MAX_IMAGES} are allowed.")
     return images
 
 
-def _reader(image: Any, place: str, folder: Path | None, column: str) -> Callable[[], SourceImage]:
+def _reader(image: Any, location: str, folder: Path | None, column: str) -> Callable[[], SourceImage]:
     """What reads one image, once it is called."""
     if isinstance(image, Image.Image):
-        return partial(SourceImage.from_pil, image, f"of {place}")
+        return partial(SourceImage.from_pil, image, f"of {location}")
     if isinstance(image, dict):
         image = image.get("bytes") or image.get("path")
     if isinstance(image, bytes):
-        return partial(SourceImage.read, image, f"of {place}")
+        return partial(SourceImage.read, image, f"of {location}")
     if not isinstance(image, str | Path) or not str(image).strip() or "\0" in str(image):
-        raise ValueError(f"{place}: the column `{column}` holds {repr(image)[:80]}; give a path, or a list of paths.")
+        raise ValueError(f"{location}: the column `{column}` holds {repr(image)[:80]}; give a path, or a list of paths.")
     if folder is None and not Path(image).is_absolute():
         raise ValueError(
-            f"{place}: the image {str(image)[:200]} has no folder to be found in: download the file and its images."
+            f"{location}: the image {str(image)[:200]} has no folder to be found in: download the file and its images."
         )
-    return partial(SourceImage.read, (folder or Path()) / image, f"{str(image)[:200]} ({place})")
+    return partial(SourceImage.read, (folder or Path()) / image, f"{str(image)[:200]} ({location})")

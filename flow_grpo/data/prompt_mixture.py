@@ -37,9 +37,10 @@ def load_run_prompts(source: Any) -> PromptSet:
     """
     if isinstance(source, PromptMixture):
         return source
-    if not (isinstance(source, list) and source and all(isinstance(one, PromptSetConfig) for one in source)):
+    if not (isinstance(source, list) and source and all(isinstance(entry, PromptSetConfig) for entry in source)):
         return _without_sets(load_prompts(source), "the PromptSet" if isinstance(source, PromptSet) else str(source))
-    return join_sets([one.label for one in source], [_load_set(one) for one in source], [one.weight for one in source])
+    labels, weights = [config.label for config in source], [config.weight for config in source]
+    return join_sets(labels, [_load_set(config) for config in source], weights)
 
 
 def join_sets(names: Sequence[str], parts: Sequence[PromptSet], weights: Sequence[float]) -> PromptMixture:
@@ -48,12 +49,12 @@ def join_sets(names: Sequence[str], parts: Sequence[PromptSet], weights: Sequenc
     return PromptMixture(prompts, metadata, tuple(names), tuple(parts), tuple(weights))
 
 
-def _load_set(one: PromptSetConfig) -> PromptSet:
+def _load_set(config: PromptSetConfig) -> PromptSet:
     """The prompts of a set, each with the set's name and rewards; a prompt that names rewards of its own keeps them."""
-    loaded = _without_sets(load_prompts(one.file), one.file)
-    rewards = dict.fromkeys(one.rewards) if isinstance(one.rewards, list) else one.rewards
+    loaded = _without_sets(load_prompts(config.file), config.file)
+    rewards = dict.fromkeys(config.rewards) if isinstance(config.rewards, list) else config.rewards
     metadata = [
-        {**row, SET: one.label, REWARDS: rewards if row.get(REWARDS) is None else row[REWARDS]} for row in loaded.metadata
+        {**row, SET: config.label, REWARDS: rewards if row.get(REWARDS) is None else row[REWARDS]} for row in loaded.metadata
     ]
     return PromptSet(loaded.prompts, metadata)
 
@@ -71,7 +72,7 @@ class MixedPromptSampler(PromptSampler):
     Within a set, the prompts are those of a `PromptSampler`. Its arguments and methods are those of a `PromptSampler`.
 
     Raises:
-        ValueError: on the first draw of more prompts than a set has.
+        ValueError: on sampling more prompts at once than a set has.
     """
 
     def __init__(self, prompts: PromptMixture, seed: int, patience: int = 0, skip_steps: int = 0) -> None:
@@ -91,10 +92,10 @@ class MixedPromptSampler(PromptSampler):
         draws = torch.rand(prompts, generator=generator(self.seed, "prompt set", step, first_group), dtype=torch.float64)
         bounds = torch.tensor(self.weights, dtype=torch.float64).cumsum(0)
         chosen = torch.bucketize(draws * bounds[-1], bounds, right=True).tolist()
-        places = {
+        indices = {
             number: iter(self.samplers[number].sample_indices(step, chosen.count(number))) for number in sorted(set(chosen))
         }
-        return self.prompts.take([self.starts[number] + next(places[number]) for number in chosen], images, first_group)
+        return self.prompts.take([self.starts[number] + next(indices[number]) for number in chosen], images, first_group)
 
     def observe_signal(self, step: int, batch: PromptBatch, signal: Tensor) -> None:
         """Records which rows (B,) of a batch belong to groups with signal."""

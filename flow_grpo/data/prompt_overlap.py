@@ -37,8 +37,10 @@ def benchmark_overlap(trained: list[str], held_out: list[str], source: str | Non
     """
     known = {normal_form(prompt) for prompt in trained} - {normal_form(prompt) for prompt in held_out}
     shared = {name: sum(normal_form(prompt) in known for prompt in _bundled_prompts(file)) for name, file in BUNDLED.items()}
-    away = {name: len(trained) for name, one in PROMPT_SETS.items() if source and one.source == source_of(source)}
-    return {name: count for name, count in {**away, **shared}.items() if count}
+    named = {
+        name: len(trained) for name, prompt_set in PROMPT_SETS.items() if source and prompt_set.source == source_of(source)
+    }
+    return {name: count for name, count in {**named, **shared}.items() if count}
 
 
 def overlap_warnings(trained: list[str], held_out: list[str], source: str | None = None) -> list[str]:

@@ -67,12 +67,12 @@ class PromptSampler:
 
     def __init__(self, prompts: PromptSet, seed: int, patience: int = 0, skip_steps: int = 0) -> None:
         self.prompts, self.seed, self.patience, self.skip_steps = prompts, seed, patience, skip_steps
-        self.epoch, self.place = 0, 0
+        self.epoch, self.position = 0, 0  # the position of the next prompt in the epoch's order
         self.zero_std_streak: dict[str, int] = {}  # by the prompt's key: how many times in a row its group had no signal
         self.skipped_until: dict[str, int] = {}  # by the prompt's key: the first step at which it may be sampled again
 
     def sample(self, step: int, prompts: int, images: int, first_group: int = 0) -> PromptBatch:
-        """Draw `prompts` different prompts with `images` images each; the groups are numbered from `first_group`."""
+        """Sample `prompts` different prompts with `images` images each; the groups are numbered from `first_group`."""
         return self.prompts.take(self.sample_indices(step, prompts), images, first_group)
 
     def sample_indices(self, step: int, prompts: int) -> list[int]:
@@ -81,15 +81,15 @@ class PromptSampler:
             raise ValueError(f"prompts_per_step={prompts}, but there are only {len(self.prompts)} prompts.")
         left = self._available(step)
         if len(left) < prompts:
-            self.epoch, self.place = self.epoch + 1, 0
+            self.epoch, self.position = self.epoch + 1, 0
             left = self._available(step)
         if len(left) < prompts:  # nearly all are skipped: use them all again
             self.skipped_until = {}
             left = self._available(step)
-        places = left[:prompts]
+        positions = left[:prompts]
         order = self._order()
-        self.place = places[-1] + 1
-        return [order[place] for place in places]
+        self.position = positions[-1] + 1
+        return [order[position] for position in positions]
 
     def observe_signal(self, step: int, batch: PromptBatch, signal: Tensor) -> None:
         """Record which rows (B,) of a batch belong to groups with signal."""
@@ -109,26 +109,30 @@ class PromptSampler:
         """What the sampler has observed, for a checkpoint."""
         zero_std_streak, skipped_until = dict(self.zero_std_streak), dict(self.skipped_until)
         # keys as in checkpoints of flow-grpo 0.3
-        return {"epoch": self.epoch, "place": self.place, "silent": zero_std_streak, "until": skipped_until}
+        return {"epoch": self.epoch, "place": self.position, "silent": zero_std_streak, "until": skipped_until}
 
     def load_state_dict(self, state: dict) -> None:
         """Restore what `state_dict` returned."""
-        self.epoch, self.place = state["epoch"], state["place"]
+        self.epoch, self.position = state["epoch"], state["place"]
         self.zero_std_streak, self.skipped_until = dict(state["silent"]), dict(state["until"])
 
     def _order(self) -> list[int]:
         return torch.randperm(len(self.prompts), generator=generator(self.seed, "prompts", self.epoch)).tolist()
 
     def _available(self, step: int) -> list[int]:
-        """The places of this epoch that are still to come and whose prompts are not skipped."""
+        """The positions of this epoch that are still to come and whose prompts are not skipped."""
         order, texts = self._order(), self.prompts.prompts
-        return [p for p in range(self.place, len(order)) if self.skipped_until.get(prompt_key(texts[order[p]]), 0) <= step]
+        return [
+            p for p in range(self.position, len(order)) if self.skipped_until.get(prompt_key(texts[order[p]]), 0) <= step
+        ]
 
 
 def rows_by_set(metadata: Sequence[dict]) -> dict[str, Tensor]:
     """The rows (B,) bool of each prompt set, in alphabetical order; empty if the prompts are of one set."""
     names = [row.get(SET) for row in metadata]
-    return {name: torch.tensor([other == name for other in names]) for name in sorted({name for name in names if name})}
+    return {
+        name: torch.tensor([set_name == name for set_name in names]) for name in sorted({name for name in names if name})
+    }
 
 
 def is_prompt_file(name: str) -> bool:
@@ -161,61 +165,61 @@ def load_prompts(source: PromptSet | str | Path | list[str], image_column: str =
         raise ValueError(f"{name} holds no prompts.")
     if column is None:
         raise ValueError(f"{name} has no column `prompt`; it has {visible(', '.join(table.columns))[:200]}.")
-    clash = next((other for other in RESERVED_COLUMNS if other in table.columns and other != column), None)
+    clash = next((reserved for reserved in RESERVED_COLUMNS if reserved in table.columns and reserved != column), None)
     if clash is not None:
         raise ValueError(
             f"{name} has a column `{clash}`, a name that is reserved in calls of rewards: give it another name."
         )
     images: list[tuple[SourceImage, ...]] = [()] * len(table.rows)
     if image_column in table.columns:
-        clash = next((other for other in DERIVED if other in table.columns and other != image_column), None)
+        clash = next((derived for derived in DERIVED if derived in table.columns and derived != image_column), None)
         if clash is not None:
             raise ValueError(
                 f"{name} has images and a column `{clash}`, which rewards receive as those: give it another name."
             )
         folder = None if (file := _local(name)) is None else (file if file.is_dir() else file.parent)
         cells = [row[image_column] for row in table.rows]
-        images = read_images(cells, [f"{name}, {place}" for place in table.places], folder, image_column)
+        images = read_images(cells, [f"{name}, {location}" for location in table.locations], folder, image_column)
     metadata = [{key: value for key, value in row.items() if key not in (column, image_column)} for row in table.rows]
-    prompts = _prompt_set([row[column] for row in table.rows], metadata, name, table.places)
-    return PromptSet([with_images(text, some) for text, some in zip(prompts.prompts, images, strict=True)], metadata)
+    prompts = _prompt_set([row[column] for row in table.rows], metadata, name, table.locations)
+    return PromptSet([with_images(text, sources) for text, sources in zip(prompts.prompts, images, strict=True)], metadata)
 
 
 def _table(name: str) -> Table:
     """The rows of a file, of the file at an address, of a folder of images, or of a hub data set."""
     file = _local(name)
     if file is not None and file.is_dir():
-        manifest = next(file / one for one in FOLDER_FILES if (file / one).is_file())
+        manifest = next(file / candidate for candidate in FOLDER_FILES if (file / candidate).is_file())
         table = read_table(manifest, str(manifest), manifest.suffix.lower())
         if FILE_NAME not in table.columns:
             raise ValueError(f"{manifest} has no column `{FILE_NAME}` with the names of the images in its folder.")
         rows = [{IMAGE if key == FILE_NAME else key: value for key, value in row.items()} for row in table.rows]
-        return Table([IMAGE if key == FILE_NAME else key for key in table.columns], rows, table.places)
+        return Table([IMAGE if key == FILE_NAME else key for key in table.columns], rows, table.locations)
     if file is not None:
         return read_table(file, name, file.suffix.lower())
-    place = source_of(name)
-    if place.startswith(HTTPS):
-        return read_table(_downloaded(place), name, Path(place).suffix.lower())
-    return _data_set(place)
+    source = source_of(name)
+    if source.startswith(HTTPS):
+        return read_table(_downloaded(source), name, Path(source).suffix.lower())
+    return _data_set(source)
 
 
 def _local(name: str) -> Path | None:
     """The local file of that name, or None for an address or a data set. ValueError if it can't be any of these."""
-    place = source_of(name)
+    source = source_of(name)
     try:
-        file = next((f for f in (Path(name), Path(place), bundled_file(place)) if f.is_file()), None)
-        folder = place == name != "" and Path(name).is_dir()
-        if folder and any((Path(name) / one).is_file() for one in FOLDER_FILES):
+        file = next((f for f in (Path(name), Path(source), bundled_file(source)) if f.is_file()), None)
+        is_folder = source == name != "" and Path(name).is_dir()
+        if is_folder and any((Path(name) / candidate).is_file() for candidate in FOLDER_FILES):
             return Path(name)
     except (OSError, ValueError):  # longer than any file's name
-        file, folder = None, False
-    if file is not None or place.startswith(HTTPS):
+        file, is_folder = None, False
+    if file is not None or source.startswith(HTTPS):
         return file
-    if folder:
+    if is_folder:
         raise ValueError(f"{name} is a folder without a metadata.jsonl: give a prompt file in it.")
-    if is_prompt_file(place):
+    if is_prompt_file(source):
         raise ValueError(f"there is no prompt file {name}.")
-    if not DATA_SET.fullmatch(place):
+    if not DATA_SET.fullmatch(source):
         raise ValueError(
             f"{name[:200]!r} is not a prompt file, an address or a data set: write prompts into a file, one per line."
         )
@@ -251,37 +255,37 @@ def _content(address: str) -> bytes:
     return bytes(content)
 
 
-def _data_set(place: str) -> Table:
+def _data_set(source: str) -> Table:
     import datasets
 
     datasets.disable_progress_bars()
     try:
-        with downloads(place):
-            data_set = datasets.load_dataset(place, split="train")
+        with downloads(source):
+            data_set = datasets.load_dataset(source, split="train")
         rows = data_set.to_list()
     except HubUnreachable as error:
         raise HubUnreachable(
             f"the prompts {error} Give a local file of them; the sets known by name are {names_of_sets()}."
         ) from error
     except Exception as error:
-        raise ValueError(_unreachable(place, error)) from error
+        raise ValueError(_unreachable(source, error)) from error
     return Table(data_set.column_names, rows, [f"row {n}" for n in range(1, len(rows) + 1)])
 
 
-def _unreachable(place: str, error: Exception) -> str:
+def _unreachable(source: str, error: Exception) -> str:
     reason = next(iter(str(error).splitlines()), type(error).__name__).rstrip(".")
     return (
-        f"the prompts {place} could not be read: {reason}. Without a network give a local file of them; the sets known by name "
+        f"the prompts {source} could not be read: {reason}. Without a network give a local file of them; the sets known by name "
         f"are {names_of_sets()}."
     )
 
 
-def _prompt_set(prompts: list, metadata: list[dict], source: str, places: list[str] | None = None) -> PromptSet:
+def _prompt_set(prompts: list, metadata: list[dict], source: str, locations: list[str] | None = None) -> PromptSet:
     if not prompts:
         raise ValueError(f"{source} holds no prompts.")
     wrong = next((i for i, prompt in enumerate(prompts) if not _is_prompt(prompt)), None)
     if wrong is not None:
-        where = f"{source}, {places[wrong]}" if places else source
+        where = f"{source}, {locations[wrong]}" if locations else source
         raise ValueError(
             f"{where}: {repr(prompts[wrong])[:80]} is not a prompt: every prompt must be a text that is not empty."
         )
