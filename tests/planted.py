@@ -275,8 +275,8 @@ BUGS = [
     (
         "the mean of categories has the mean of their intervals",
         "flow_grpo/evaluation/significance.py",
-        "math.hypot(*(one.half for one in estimates))",
-        "sum(one.half for one in estimates)",
+        "math.hypot(*(e.half for e in estimates))",
+        "sum(e.half for e in estimates)",
         "tests/evaluation/test_evaluation.py -k mean_of_categories",
     ),
     (
@@ -513,7 +513,7 @@ BUGS = [
     (
         "a prompt's mean of one target has a seed that the other one's lacks",
         "flow_grpo/evaluation/scorecard.py",
-        "math.isfinite(values[row]) and math.isfinite(other_values[other])",
+        "math.isfinite(values[row]) and math.isfinite(other_values[other_row])",
         "True",
         "tests/evaluation/test_evaluation.py -k a_pair_needs",
     ),
@@ -1141,8 +1141,8 @@ BUGS = [
     (
         "two evaluation seeds share nearly all their noise",
         "flow_grpo/evaluation/generate.py",
-        'return sampling.derived_seed(seed, "evaluation", place, number)',
-        "return seed + place + 1_000_000 * number",
+        'return sampling.derived_seed(seed, "evaluation", prompt_index, number)',
+        "return seed + prompt_index + 1_000_000 * number",
         "tests/evaluation/test_evaluation.py -k share_no_noise",
     ),
     (

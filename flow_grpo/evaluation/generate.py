@@ -12,15 +12,15 @@ from flow_grpo.text import counted
 from flow_grpo.training.interrupt import interruptible
 
 
-def image_seed(seed: int, place: int, number: int = 0) -> int:
+def image_seed(seed: int, prompt_index: int, number: int = 0) -> int:
     """The seed of an evaluation's image, with which `sample` generates the same image.
 
     Args:
         seed: of the evaluation; two evaluations with different seeds share no noise.
-        place: of the prompt in its file.
+        prompt_index: of the prompt in its file.
         number: of the image among those of its prompt.
     """
-    return sampling.derived_seed(seed, "evaluation", place, number)
+    return sampling.derived_seed(seed, "evaluation", prompt_index, number)
 
 
 @torch.no_grad()

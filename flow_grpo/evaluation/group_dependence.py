@@ -82,20 +82,20 @@ def group_dependence_warnings(
     """A sentence for each reward that depends on the other images of its batch.
 
     Args:
-        images: held-out images by their prompt's place in `prompts`.
+        images: held-out images by their prompt's index in `prompts`.
         should_stop: `Interrupted` leaves the check if it returns True.
     """
-    places = list(images)[:NUM_IMAGES]
-    batch = prompts.take(places, 1)
-    inputs = RewardInputs(torch.stack([images[place] for place in places]), batch.prompts, batch.columns())
+    indices = list(images)[:NUM_IMAGES]
+    batch = prompts.take(indices, 1)
+    inputs = RewardInputs(torch.stack([images[i] for i in indices]), batch.prompts, batch.columns())
     return group_dependence_of(reward_funcs, inputs, should_stop)
 
 
 def rows_warnings(reward_funcs: dict[str, rewards.Reward], rows: ImageRecords, images: dict[int, Tensor]) -> list[str]:
-    """The same for images of some rows, by their place."""
-    places = list(images)[:NUM_IMAGES]
-    first = torch.stack([images[place] for place in places])
-    return group_dependence_of(reward_funcs, RewardInputs(first, [rows.prompts[i] for i in places], rows.columns(places)))
+    """The same for images of some rows, by the row's index."""
+    indices = list(images)[:NUM_IMAGES]
+    first = torch.stack([images[i] for i in indices])
+    return group_dependence_of(reward_funcs, RewardInputs(first, [rows.prompts[i] for i in indices], rows.columns(indices)))
 
 
 def group_dependence_of(

@@ -38,7 +38,7 @@ def evaluate(
     num_diversity_prompts: int = NUM_DIVERSITY_PROMPTS,
     should_stop: Callable[[], bool] = lambda: False,
 ) -> Evaluation:
-    """Generate each prompt's images from the noises of `image_seed(seed, its place, number)` and measure them.
+    """Generate each prompt's images from the noises of `image_seed(seed, its index, number)` and measure them.
 
     Processes take turns: the first takes the first prompt, the second the second, and so on. A pair reward compares each image with the
     base model's of the same noise, not with the prompt's other images: their win rates have mean 1/2 whatever the policy has learned.
@@ -57,7 +57,7 @@ def evaluate(
     by_number = source.by_number(images_per_prompt)
     images, num_pairs = by_number[0], min(num_diversity_prompts, len(prompts))
     if images_per_prompt > 1:
-        second_images = by_number[1][: sum(place < num_pairs for place in source.local)]
+        second_images = by_number[1][: sum(i < num_pairs for i in source.local)]
     else:
         second_images = source.generate(num_pairs, 1) if num_pairs else images[:0]
     of_base = None
@@ -79,8 +79,8 @@ def evaluate(
     differences = rms_difference(images[: len(second_images)], second_images)
     image_stats = processes.all_gather((high_frequency_power(images), differences))
     shown = {*range(num_kept_images), *(best_and_worst(values["reward"].tolist()) if num_kept_images else ())}
-    kept = processes.all_gather({place: images[i].clone() for i, place in enumerate(source.local) if place in shown})
-    kept_images = {place: image for part in kept for place, image in part.items()}
+    kept = processes.all_gather({index: images[i].clone() for i, index in enumerate(source.local) if index in shown})
+    kept_images = {index: image for part in kept for index, image in part.items()}
     detail, diversity = (_in_prompt_order(list(parts)) for parts in zip(*image_stats, strict=True))
     return Evaluation(values, detail, diversity, kept_images)
 
@@ -99,7 +99,7 @@ class _HeldOutImages:
 
     @property
     def local(self) -> list[int]:
-        """The places of this process's prompts."""
+        """The indices of this process's prompts."""
         return list(range(self.processes.rank, len(self.prompts), self.processes.world_size))
 
     def by_number(self, images_per_prompt: int) -> list[Tensor]:
@@ -109,18 +109,18 @@ class _HeldOutImages:
     def generate(self, count: int, number: int) -> Tensor:
         """The images of the first `count` prompts. All processes generate equally many, as sharded weights require."""
         is_alone = self.processes.world_size == 1
-        places = [i for i in self.local if i < count]
-        padding = self.local[:1] * (-(-count // self.processes.world_size) - len(places))
+        indices = [i for i in self.local if i < count]
+        padding = self.local[:1] * (-(-count // self.processes.world_size) - len(indices))
         images = generate_images(
             self.model,
-            self.prompts.take(places + padding, 1).prompts,
-            seeds=[image_seed(self.seed, i, number) for i in places + padding],
+            self.prompts.take(indices + padding, 1).prompts,
+            seeds=[image_seed(self.seed, i, number) for i in indices + padding],
             steps=self.steps,
             microbatch=self.microbatch,
             noun="held-out image",
             should_stop=lambda: is_alone and self.should_stop(),
         )
-        return images[: len(places)]
+        return images[: len(indices)]
 
 
 def _by_prompt(by_number: list[Tensor]) -> Tensor:
@@ -130,8 +130,8 @@ def _by_prompt(by_number: list[Tensor]) -> Tensor:
 
 def _in_prompt_order(parts: list[Tensor]) -> Tensor:
     """The values of all processes, of which each has those of every world_size-th prompt, in the order of the prompts."""
-    places = [rank + i * len(parts) for rank, part in enumerate(parts) for i in range(len(part))]
-    return torch.cat(parts)[torch.tensor(places, dtype=torch.long).argsort()]
+    indices = [rank + i * len(parts) for rank, part in enumerate(parts) for i in range(len(part))]
+    return torch.cat(parts)[torch.tensor(indices, dtype=torch.long).argsort()]
 
 
 @torch.no_grad()

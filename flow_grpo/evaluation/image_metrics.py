@@ -53,12 +53,12 @@ def high_frequency_power(images: Tensor) -> Tensor:
     return _mean((pictures - smooth).square().unflatten(0, images.shape[:-3])).sqrt().cpu()
 
 
-def rms_difference(images: Tensor, others: Tensor) -> Tensor:
+def rms_difference(first: Tensor, second: Tensor) -> Tensor:
     """Two times (B, 3, H, W) in [0, 1] -> (B,): the root mean square difference of each pair, which is the diversity of two images.
 
     Of videos, in all their frames.
     """
-    return _mean((images.float() - others.float()).square()).sqrt().cpu()
+    return _mean((first.float() - second.float()).square()).sqrt().cpu()
 
 
 def _mean(values: Tensor) -> Tensor:
@@ -72,11 +72,11 @@ def diversity(images: Tensor, prompts: Sequence[str]) -> Tensor:
     """
     distances = torch.full((len(prompts),), math.nan)
     for prompt in dict.fromkeys(prompts):
-        places = [i for i, other in enumerate(prompts) if other == prompt]
-        group = images[places]
-        if len(places) > 1:
+        rows = [i for i, text in enumerate(prompts) if text == prompt]
+        group = images[rows]
+        if len(rows) > 1:
             sums = torch.stack([rms_difference(group, image.expand_as(group)).sum() for image in group])
-            distances[places] = sums / (len(places) - 1)
+            distances[rows] = sums / (len(rows) - 1)
     return distances
 
 
@@ -91,7 +91,7 @@ def distance_from_base(policy: Policy, prompts: list[str], steps: int, microbatc
     velocity = policy.velocity_fn(schedule, conditioning)
     distances: list[float] = []
     for rows in torch.arange(len(prompts)).split(microbatch):
-        x, path = torch.stack([sampling.noise(shape, place, "distance") for place in rows.tolist()]), []
+        x, path = torch.stack([sampling.noise(shape, row, "distance") for row in rows.tolist()]), []
         for i in range(len(schedule)):
             path.append((x, velocity(x, i, rows)))
             x = x + (schedule.sigmas[i + 1] - schedule.sigmas[i]) * path[-1][1]

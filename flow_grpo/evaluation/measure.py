@@ -130,17 +130,17 @@ def _measure_model(
     diversity_rows = _single_images(rows)[:NUM_DIVERSITY_PROMPTS]
     first_images: dict[int, Tensor] = {}
 
-    def generate_with_seeds(places: Sequence[int], seeds: list[int]) -> Tensor:
-        return generate_images(policy, [rows.prompts[i] for i in places], seeds, steps, microbatch)
+    def generate_with_seeds(indices: Sequence[int], seeds: list[int]) -> Tensor:
+        return generate_images(policy, [rows.prompts[i] for i in indices], seeds, steps, microbatch)
 
-    def generate(places: Sequence[int]) -> Tensor:
-        images = generate_with_seeds(places, [seed for i in places if (seed := rows.seeds[i]) is not None])
-        first_images.update({i: images[n].clone() for n, i in enumerate(places) if i in diversity_rows})
+    def generate(indices: Sequence[int]) -> Tensor:
+        images = generate_with_seeds(indices, [seed for i in indices if (seed := rows.seeds[i]) is not None])
+        first_images.update({i: images[n].clone() for n, i in enumerate(indices) if i in diversity_rows})
         return images
 
-    def generate_by_base(places: Sequence[int]) -> Tensor:
+    def generate_by_base(indices: Sequence[int]) -> Tensor:
         with policy.base_model():
-            return generate_with_seeds(places, [seed for i in places if (seed := rows.seeds[i]) is not None])
+            return generate_with_seeds(indices, [seed for i in indices if (seed := rows.seeds[i]) is not None])
 
     values = score(rows, generate, rewards, microbatch, total, of_base=generate_by_base, on_progress=on_progress)
     if kept is not None:
@@ -149,8 +149,8 @@ def _measure_model(
         second_images = generate_with_seeds(diversity_rows, [image_seed(rows.seeds[i] or 0, 0, 1) for i in diversity_rows])
         differences = rms_difference(torch.stack([first_images[i] for i in diversity_rows]), second_images).tolist()
         column = values.setdefault(DIVERSITY, [math.nan] * len(rows))
-        for place, difference in zip(diversity_rows, differences, strict=True):
-            column[place] = difference
+        for i, difference in zip(diversity_rows, differences, strict=True):
+            column[i] = difference
     if not model.is_base:
         prompts = list(dict.fromkeys(rows.prompts))[:NUM_DISTANCE_PROMPTS]
         distances = dict(zip(prompts, distance_from_base(policy, prompts, steps, microbatch), strict=True))
@@ -182,15 +182,15 @@ def score(
     """
     values: dict[str, list[float]] = {}
     done = 0
-    for places in prompt_batches(rows.prompts, batch_size):
-        images, prompts = images_of(places), [rows.prompts[i] for i in places]
-        base = of_base(places) if of_base is not None and rewards.has_pairs else None
-        metrics = measure_images(rewards, images, prompts, rows.columns(places), of_base=base)
+    for indices in prompt_batches(rows.prompts, batch_size):
+        images, prompts = images_of(indices), [rows.prompts[i] for i in indices]
+        base = of_base(indices) if of_base is not None and rewards.has_pairs else None
+        metrics = measure_images(rewards, images, prompts, rows.columns(indices), of_base=base)
         for name, numbers in metrics.items():
             column = values.setdefault(name, [math.nan] * len(rows))
-            for place, value in zip(places, numbers.tolist(), strict=True):
-                column[place] = value
-        done += len(places)
+            for i, value in zip(indices, numbers.tolist(), strict=True):
+                column[i] = value
+        done += len(indices)
         on_progress(done, len(rows))
     if not total:
         values.pop("reward", None)
@@ -200,13 +200,13 @@ def score(
 def prompt_batches(prompts: Sequence[str], batch_size: int) -> Iterator[list[int]]:
     """All rows in batches of about `batch_size`, prompts in the order of their first rows. A prompt's rows are in one batch."""
     of_prompt: dict[str, list[int]] = {}
-    for place, prompt in enumerate(prompts):
-        of_prompt.setdefault(prompt, []).append(place)
+    for row, prompt in enumerate(prompts):
+        of_prompt.setdefault(prompt, []).append(row)
     batch: list[int] = []
-    for places in of_prompt.values():
-        if batch and len(batch) + len(places) > batch_size:
+    for rows in of_prompt.values():
+        if batch and len(batch) + len(rows) > batch_size:
             yield batch
             batch = []
-        batch = batch + places
+        batch = batch + rows
     if batch:
         yield batch

@@ -55,7 +55,7 @@ class EvaluationRecorder:
             trained: names of the rewards that the run trains on.
         """
         seed = self.settings.seed
-        seeds = [image_seed(seed, place) for place in range(len(prompts))]
+        seeds = [image_seed(seed, i) for i in range(len(prompts))]
         kept = self.samples.save_evaluation(step, evaluation, prompts, seeds, trained)
         if step in (0, self.last_step):
             first = prompts[:NUM_PREVIEWS]
@@ -83,7 +83,7 @@ def save_sample_grid(
         name: of the model, for the grid's cells.
     """
     prompts = prompts[:NUM_SAMPLES]
-    alone = processes.world_size == 1
+    is_alone = processes.world_size == 1
     with policy.ema.applied():
         images = generate_images(
             model,
@@ -91,7 +91,7 @@ def save_sample_grid(
             seeds=list(range(len(prompts))),
             steps=steps,
             microbatch=microbatch,
-            should_stop=lambda: alone and should_stop(),
+            should_stop=lambda: is_alone and should_stop(),
         )
     if processes.is_main:
         infos = [ImageInfo(prompt, seed, f"{name}, step {step}") for seed, prompt in enumerate(prompts)]
@@ -105,9 +105,9 @@ def save_before_after(
 
     Args:
         is_before: whether the images are from before training.
-        images: of an evaluation, by the prompt's place.
+        images: of an evaluation, by the prompt's index.
     """
-    stacked = torch.stack([images[place] for place in range(len(prompts))])
+    stacked = torch.stack([images[i] for i in range(len(prompts))])
     when = "before" if is_before else "after"
     cells = [ImageInfo(prompt, image_seed(seed, i), f"{model}, {when} training") for i, prompt in enumerate(prompts)]
     save_grid(folder / (layout.BEFORE if is_before else layout.AFTER), stacked, cells, columns=4)

@@ -98,10 +98,11 @@ def build_scorecard(results: list[TargetResult], against: dict[str, str]) -> Sco
     assert len(by_name) == len(results), "two targets of one name"
     means = {target.name: {name: _mean(target, name) for name in target.values} for target in results}
     changes, pairing = {}, {}
-    for name, other in against.items():
-        shared, pairing[name] = _pairing(by_name[name], by_name[other])
-        common = [m for m in by_name[name].values if m in by_name[other].values and m != BASE_DISTANCE]
-        changes[name] = {m: _change(by_name[name], by_name[other], m, shared) for m in common}
+    for name, other_name in against.items():
+        target, other = by_name[name], by_name[other_name]
+        shared, pairing[name] = _pairing(target, other)
+        common = [m for m in target.values if m in other.values and m != BASE_DISTANCE]
+        changes[name] = {m: _change(target, other, m, shared) for m in common}
     categories = {column: _by_category(results, column) for column in category_columns(results)}
     return Scorecard(results, against, means, changes=_adjusted(changes), pairing=pairing, categories=categories)
 
@@ -150,8 +151,12 @@ class PairedRows:
         if not self.by_seed:
             return self
         pairs = zip(self.rows, self.other_rows, strict=True)
-        finite = [(row, other) for row, other in pairs if math.isfinite(values[row]) and math.isfinite(other_values[other])]
-        return PairedRows([row for row, _ in finite], [other for _, other in finite], True)
+        finite = [
+            (row, other_row)
+            for row, other_row in pairs
+            if math.isfinite(values[row]) and math.isfinite(other_values[other_row])
+        ]
+        return PairedRows([row for row, _ in finite], [other_row for _, other_row in finite], True)
 
 
 def _pairing(target: TargetResult, other: TargetResult) -> tuple[PairedRows | None, str]:
@@ -165,10 +170,11 @@ def _pairing(target: TargetResult, other: TargetResult) -> tuple[PairedRows | No
         return PairedRows(rows[0], rows[1], by_seed=True), description
     shared = set(target.rows.prompts) & set(other.rows.prompts)
     if shared:
-        one, two = ([i for i, prompt in enumerate(t.rows.prompts) if prompt in shared] for t in (target, other))
-        return PairedRows(
-            one, two, by_seed=False
-        ), f"{counted(len(shared), 'prompt')}, compared by their means: no seed is in both"
+        target_rows, other_rows = (
+            [i for i, prompt in enumerate(t.rows.prompts) if prompt in shared] for t in (target, other)
+        )
+        description = f"{counted(len(shared), 'prompt')}, compared by their means: no seed is in both"
+        return PairedRows(target_rows, other_rows, by_seed=False), description
     return None, "unpaired: no prompt is in both"
 
 

@@ -55,8 +55,8 @@ def mean_of_independent(estimates: Sequence[Estimate]) -> Estimate:
 
     There is no interval if one of them has none.
     """
-    mean = statistics.fmean(one.mean for one in estimates)
-    half = math.hypot(*(one.half for one in estimates)) / len(estimates)
+    mean = statistics.fmean(e.mean for e in estimates)
+    half = math.hypot(*(e.half for e in estimates)) / len(estimates)
     return Estimate(mean, mean - half, mean + half)
 
 
@@ -91,9 +91,9 @@ def finite_mean(values: Sequence[float]) -> float:
 def holm(p: Sequence[float]) -> list[float]:
     """p-values adjusted so that the chance of any false positive among all of them stays below the level (Holm, 1979)."""
     adjusted, highest = [0.0] * len(p), 0.0
-    for rank, place in enumerate(sorted(range(len(p)), key=lambda i: p[i])):
-        highest = max(highest, min(1.0, (len(p) - rank) * p[place]))
-        adjusted[place] = highest
+    for rank, index in enumerate(sorted(range(len(p)), key=lambda i: p[i])):
+        highest = max(highest, min(1.0, (len(p) - rank) * p[index]))
+        adjusted[index] = highest
     return adjusted
 
 

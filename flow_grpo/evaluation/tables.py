@@ -66,7 +66,7 @@ def title(scorecard: Scorecard) -> str:
 def notes(scorecard: Scorecard) -> list[str]:
     """Footnotes: what each target is, what it is compared with, and what the numbers mean."""
     lines = [f"{target.name}: {target.description}" for target in scorecard.results]
-    lines += [f"{name} against {scorecard.against[name]}: {how}" for name, how in scorecard.pairing.items()]
+    lines += [f"{name} against {scorecard.against[name]}: {pairing}" for name, pairing in scorecard.pairing.items()]
     fewest = min((mean.prompts for means in scorecard.means.values() for mean in means.values()), default=0)
     few = f" With only {fewest} it is too narrow." if fewest < MIN_PROMPTS else ""
     lines.append(f"± is half of a {significance.LEVEL:.0%} interval, a bootstrap over prompts.{few}")
@@ -104,8 +104,8 @@ def as_json(scorecard: Scorecard, settings: dict[str, Any]) -> dict[str, Any]:
             }
         targets[target.name] = entry
     categories = {
-        column: {c: {t: {m: _numbers(e) for m, e in ms.items()} for t, ms in ts.items()} for c, ts in of.items()}
-        for column, of in scorecard.categories.items()
+        column: {c: {t: {m: _numbers(e) for m, e in ms.items()} for t, ms in ts.items()} for c, ts in cs.items()}
+        for column, cs in scorecard.categories.items()
     }
     prompts = [
         {
@@ -210,7 +210,10 @@ def _prompt_table(scorecard: Scorecard) -> list[str]:
 
     prompts = sorted(_of_prompts(scorecard).items(), key=lambda pair: -largest_difference(pair[1]))
     more = f", {MAX_PROMPT_ROWS} of {len(prompts)}; {CSV} has all" if len(prompts) > MAX_PROMPT_ROWS else ""
-    lines = [(prompt, *(_score(of.get(name, {}).get(metric)) for name in names)) for prompt, of in prompts[:MAX_PROMPT_ROWS]]
+    lines = [
+        (prompt, *(_score(by_target.get(name, {}).get(metric)) for name in names))
+        for prompt, by_target in prompts[:MAX_PROMPT_ROWS]
+    ]
     return ["", f"## {escape_markdown(metric)} by prompt{more}", "", _escaped_table(("prompt", *names), lines)]
 
 

@@ -179,22 +179,22 @@ def _run(path: Path, options: TargetOptions) -> ModelTarget:
 
 
 def _checkpoint(path: Path, options: TargetOptions) -> ModelTarget:
-    place = path.resolve()
-    run = place.parent.parent
+    folder = path.resolve()
+    run = folder.parent.parent
     if not (run / layout.CONFIG).is_file():
         raise ValueError(
             f"the checkpoint {path} is not in its run's folder, whose {layout.CONFIG} has its model and settings."
         )
     args = FlowGRPOConfig.from_yaml(run / layout.CONFIG, options.overrides)
     return ModelTarget(
-        f"{run.name}/{place.name}", f"checkpoint {path}", args, checkpoint=place, config_file=run / layout.CONFIG
+        f"{run.name}/{folder.name}", f"checkpoint {path}", args, checkpoint=folder, config_file=run / layout.CONFIG
     )
 
 
 def _lora(path: Path, options: TargetOptions) -> ModelTarget:
     folder = path.resolve() if path.is_dir() else path.resolve().parent
-    places = (folder / layout.CONFIG, folder.parent / layout.CONFIG) if path.exists() else ()
-    own = next((file for file in places if file.is_file()), None) if options.config is None else None
+    candidates = (folder / layout.CONFIG, folder.parent / layout.CONFIG) if path.exists() else ()
+    own = next((file for file in candidates if file.is_file()), None) if options.config is None else None
     config = options.config or own or options.fallback_config
     if config is None:
         raise ValueError(
