@@ -23,7 +23,7 @@ def save(folder: Path, step: int, state: dict[str, Any], keep: int) -> Path:
         (new_folder / STATE).write_bytes(buffer.getbuffer())
         manifest = {"step": step, "sha256": hashlib.sha256(buffer.getbuffer()).hexdigest()}
         (new_folder / MANIFEST).write_text(json.dumps(manifest))
-    for old in [other for other in steps(folder) if other != step][keep - 1 :]:
+    for old in [saved for saved in steps(folder) if saved != step][keep - 1 :]:
         remove(step_folder(folder, old))
     return target
 
@@ -63,10 +63,10 @@ def read(folder: Path, step: int) -> dict[str, Any]:
 
 def _read(folder: Path, step: int) -> dict[str, Any]:
     """The state. Raises ValueError with a short reason if the checkpoint can't be used."""
-    files = step_folder(folder, step)
+    checkpoint_folder = step_folder(folder, step)
     try:
-        content = (files / STATE).read_bytes()
-        manifest = json.loads((files / MANIFEST).read_bytes())
+        content = (checkpoint_folder / STATE).read_bytes()
+        manifest = json.loads((checkpoint_folder / MANIFEST).read_bytes())
     except (OSError, ValueError, RecursionError) as error:
         raise ValueError("a file is missing or unreadable") from error
     if not isinstance(manifest, dict) or hashlib.sha256(content).hexdigest() != manifest.get("sha256"):

@@ -46,7 +46,7 @@ class EvaluationContent(ImageMetrics):
     def _fits_the_prompts(self) -> "EvaluationContent":
         count = len(self.prompts)
         counts = {count, *map(len, self.values.values()), len(self.sources) or count}
-        if len(counts) > 1 or any(not 0 <= place < count for place in self.extremes):
+        if len(counts) > 1 or any(not 0 <= index < count for index in self.extremes):
             raise ValueError("it should have a value for each prompt")
         wanted = {"": "reward", **{size: f"reward@{size}" for size in self.sizes}}
         if any(name not in self.values or metric_size(name) != size for size, name in wanted.items()):

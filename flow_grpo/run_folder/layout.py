@@ -50,8 +50,8 @@ def step_folder(folder: Path, step: int) -> Path:
 
 def step_folders(folder: Path) -> list[tuple[int, Path]]:
     """The steps that have a folder there, in order, each with its folder."""
-    places = [(place.name.removeprefix(_STEP), place) for place in folder.glob(f"{_STEP}*") if place.is_dir()]
-    steps = {int(number) for number, _ in places if number.isascii() and number.isdecimal()}
+    numbers = [path.name.removeprefix(_STEP) for path in folder.glob(f"{_STEP}*") if path.is_dir()]
+    steps = {int(number) for number in numbers if number.isascii() and number.isdecimal()}
     return [(step, step_folder(folder, step)) for step in sorted(steps) if step_folder(folder, step).is_dir()]
 
 
@@ -61,9 +61,9 @@ def step_of(folder: Path) -> int | None:
     return int(number) if number != folder.name and number.isascii() and number.isdecimal() else None
 
 
-def prompt_image(place: int) -> str:
-    """The image of the held-out prompt at that place."""
-    return f"prompt_{place:04d}.webp"
+def prompt_image(index: int) -> str:
+    """The image of the held-out prompt with that index."""
+    return f"prompt_{index:04d}.webp"
 
 
 def strip_of(image: str) -> str:
@@ -106,8 +106,8 @@ def config_near(name: str | None) -> Path | None:
     """The config.yaml of the run or export that a file or folder belongs to; None outside of them, and for other names."""
     if name is None or not Path(name).exists():
         return None
-    place = Path(name)
-    for folder in (place, place.parent, place.parent.parent):
+    path = Path(name)
+    for folder in (path, path.parent, path.parent.parent):
         if (folder / CONFIG).is_file() and any((folder / mark).is_file() for mark in (METRICS, EXPORT_MANIFEST)):
             return folder / CONFIG
     return None

@@ -68,7 +68,9 @@ class RunReader:
         rewards = self.config.get("rewards")
         if isinstance(rewards, list):
             rewards = {name: 1.0 for name in rewards if isinstance(name, str)}
-        return {name: one for name, one in rewards.items() if isinstance(name, str)} if isinstance(rewards, dict) else {}
+        return (
+            {name: reward for name, reward in rewards.items() if isinstance(name, str)} if isinstance(rewards, dict) else {}
+        )
 
     @property
     def trained(self) -> list[str]:
@@ -88,7 +90,7 @@ class RunReader:
         alone = [name for name in names if metric_name(name) != "reward" and not name.startswith(SET_REWARD)]
         alone.sort(key=lambda name: metric_name(name) not in self.trained)
         weighed = [name for name in self.trained if name in alone]
-        weights = [one.get("weight", 1.0) if isinstance(one, dict) else one for one in self.rewards.values()]
+        weights = [reward.get("weight", 1.0) if isinstance(reward, dict) else reward for reward in self.rewards.values()]
         by_itself = len(weighed) == 1 and [weight for weight in weights if weight] in ([1.0], [])
         return alone if by_itself else [*(name for name in names if metric_name(name) == "reward"), *alone]  # one is the sum
 
@@ -125,10 +127,10 @@ def read_all(folder: Path, name: str) -> list[dict]:
     Files that do not match their model are ignored: the report of a run, and a resumed run, do not need them.
     """
     contents = []
-    for step, place in layout.step_folders(folder / layout.PICTURES):
-        content = _read(place / name, KINDS[name])
+    for step, step_folder in layout.step_folders(folder / layout.PICTURES):
+        content = _read(step_folder / name, KINDS[name])
         if content:
-            contents.append({**content, "step": step, "folder": place})
+            contents.append({**content, "step": step, "folder": step_folder})
     return contents
 
 
@@ -137,10 +139,10 @@ def machine_of(folder: Path) -> dict[str, Any]:
     return _read(folder / layout.MACHINE, MachineContent)
 
 
-def value_of(evaluation: dict[str, Any], metric: str, place: int) -> float:
-    """A metric of the held-out prompt at that place; NaN if that evaluation did not measure it."""
+def value_of(evaluation: dict[str, Any], metric: str, index: int) -> float:
+    """A metric of the held-out prompt with that index; NaN if that evaluation did not measure it."""
     values = evaluation["values"].get(metric, [])
-    return values[place] if place < len(values) else math.nan
+    return values[index] if index < len(values) else math.nan
 
 
 def _read(file: Path, kind: type[Content]) -> dict[str, Any]:

@@ -80,10 +80,10 @@ class SampleRecorder:
         values = {name: value.tolist() for name, value in evaluation.all_values().items()}
         extremes = best_and_worst(values["reward"])
         shown = {*range(self.num_prompts), *extremes} if self.num_prompts else set()
-        for place, image in evaluation.images.items():
-            if place in shown:
-                self._save_image(self._folder(step) / layout.prompt_image(place), image, PROMPT_IMAGE_WIDTH)
-        sources = [self._save_source(prompt) if place in shown else None for place, prompt in enumerate(prompts)]
+        for index, image in evaluation.images.items():
+            if index in shown:
+                self._save_image(self._folder(step) / layout.prompt_image(index), image, PROMPT_IMAGE_WIDTH)
+        sources = [self._save_source(prompt) if i in shown else None for i, prompt in enumerate(prompts)]
         content = {
             "seeds": seeds,
             "trained": trained,
@@ -100,7 +100,7 @@ class SampleRecorder:
     def preview_images(self, step: int, prompts: list[str]) -> list[tuple[str, Path]]:
         """The first held-out prompts, each with the path of its image of that step; of a video, with the path of its strip."""
         first = enumerate(prompts[: self.num_prompts])
-        shown = [(prompt, layout.prompt_image(place)) for place, prompt in first]
+        shown = [(prompt, layout.prompt_image(i)) for i, prompt in first]
         return [(prompt, layout.still_image(self._folder(step), name)) for prompt, name in shown]
 
     def save_groups(self, step: int, experience: Experience, decode: Callable[[Tensor, int], Tensor]) -> None:
@@ -158,7 +158,7 @@ def _image_metrics(evaluation: Evaluation) -> dict[str, list[float]]:
 
 
 def best_and_worst(reward: list[float]) -> list[int]:
-    """The places of the best and the worst rewards, from best to worst. A NaN is neither."""
+    """The indices of the best and the worst rewards, from best to worst. A NaN is neither."""
     order = sorted((i for i, value in enumerate(reward) if math.isfinite(value)), key=lambda i: -reward[i])
     return order if len(order) <= 2 * NUM_EXTREMES else order[:NUM_EXTREMES] + order[-NUM_EXTREMES:]
 
@@ -171,6 +171,6 @@ def most_spread_groups(reward: Tensor, group: Tensor) -> list[Tensor]:
         spread = float(reward[rows].max() - reward[rows].min())
         if math.isfinite(spread):
             order = rows[reward[rows].argsort(stable=True)]
-            places = torch.linspace(0, len(rows) - 1, min(IMAGES_PER_GROUP, len(rows))).round().long()
-            groups.append((spread, order[places].sort().values))
+            ranks = torch.linspace(0, len(rows) - 1, min(IMAGES_PER_GROUP, len(rows))).round().long()
+            groups.append((spread, order[ranks].sort().values))
     return [rows for _, rows in sorted(groups, key=lambda pair: -pair[0])[:NUM_GROUPS]]
