@@ -136,15 +136,15 @@ def draw(title: str, lines: Iterable[Line], note: str = "", marks: Iterable[tupl
     left, right = 0.0, max(x for line in lines for x, _ in line.points)
     low, high = _room(min(ys), max(ys))
 
-    def place(x: float, y: float) -> str:
+    def coordinates(x: float, y: float) -> str:
         return f"{BOX * (x - left) / (right - left):.1f} {BOX * (high - y) / (high - low):.1f}"
 
     shapes = []
     for line in lines:
         points = downsample(line.points)
-        shape = {"kind": line.kind, "run": line.run, "path": "M" + "L".join(place(x, y) for x, y in points)}
+        shape = {"kind": line.kind, "run": line.run, "path": "M" + "L".join(coordinates(x, y) for x, y in points)}
         if line.kind == "dots":
-            shape["dots"] = "".join(f"M{place(x, y)}h0" for x, y in points)
+            shape["dots"] = "".join(f"M{coordinates(x, y)}h0" for x, y in points)
         shapes.append(shape)
     readable = [line for line in lines if line.kind != "faint"]
     ends = [f"{line.label} from {number(line.points[0][1])} to {number(line.points[-1][1])}" for line in readable]
@@ -172,11 +172,11 @@ def ticks(low: float, high: float, count: int) -> list[tuple[float, str]]:
     rough = (high - low) / count
     power = 10.0 ** math.floor(math.log10(rough))
     step = next(m * power for m in (1, 2, 2.5, 5, 10) if m * power >= 0.999 * rough)
-    places = -math.floor(math.log10(step) + 1e-9) + (round(step / power, 3) == 2.5)
+    decimals = -math.floor(math.log10(step) + 1e-9) + (round(step / power, 3) == 2.5)
     values = [n * step for n in range(math.ceil(low / step - 1e-9), math.floor(high / step + 1e-9) + 1)]
-    if places <= 5 and abs(high) < 1e6:
-        return [(v, f"{v + 0.0:,.{max(0, places)}f}") for v in values]
-    digits = max(0, math.floor(math.log10(max(abs(low), abs(high)))) + places)  # after the point, before the power of ten
+    if decimals <= 5 and abs(high) < 1e6:
+        return [(v, f"{v + 0.0:,.{max(0, decimals)}f}") for v in values]
+    digits = max(0, math.floor(math.log10(max(abs(low), abs(high)))) + decimals)  # after the point, before the power of ten
     return [(v, f"{v:.{digits}e}".replace("e+0", "e").replace("e-0", "e-") if v else "0") for v in values]
 
 

@@ -65,8 +65,8 @@ def render(runs: list[RunReader]) -> str:
         "comparison": summary.comparison(runs) if len(runs) > 1 else None,
         "settings": summary.settings(runs),
         "has_rows": any(run.steps or run.held_out for run in runs),
-        "has_images": [len(one["frames"]) > 1 and bool(one["prompts"]) for one in data],
-        "has_groups": [any(step["groups"] for step in one["groups"]) for one in data],
+        "has_images": [len(entry["frames"]) > 1 and bool(entry["prompts"]) for entry in data],
+        "has_groups": [any(step["groups"] for step in entry["groups"]) for entry in data],
         "data": json_safe({"runs": data}),
     }
     return environment.get_template("report.html.jinja").render(content)
@@ -101,22 +101,22 @@ def script_data(run: RunReader, name: str) -> dict[str, Any]:
     evaluations = [e for e in run.evaluations if data_uri(e["folder"] / layout.prompt_image(0))]
     frames = [evaluations[i] for i in evenly_spaced(len(evaluations), MAX_FRAMES)]
     num_prompts = min([MAX_PROMPTS, *(len(e["prompts"]) for e in frames)]) if frames else 0
-    places = [p for p in range(num_prompts) if all((e["folder"] / layout.prompt_image(p)).is_file() for e in frames)]
-    measure = run.main_metric
+    indices = [i for i in range(num_prompts) if all((e["folder"] / layout.prompt_image(i)).is_file() for e in frames)]
+    metric = run.main_metric
     size = Image.open(frames[0]["folder"] / layout.prompt_image(0)).size if frames else (1, 1)
     shown = [run.groups[i] for i in evenly_spaced(len(run.groups), MAX_GROUP_STEPS)]
     return {
         "name": name,
         "size": size,
-        "measure": short_name(measure),
-        "prompts": [plain(frames[0]["prompts"][p]) for p in places],
-        "sources": [source(run, frames[0], p) for p in places],
+        "measure": short_name(metric),
+        "prompts": [plain(frames[0]["prompts"][i]) for i in indices],
+        "sources": [source(run, frames[0], i) for i in indices],
         "frames": [
             {
                 "step": e["step"],
-                "pictures": [data_uri(e["folder"] / layout.prompt_image(p)) for p in places],
-                "strips": [strip(e["folder"], p) for p in places],
-                "values": six_digits(value_of(e, measure, p) for p in places),
+                "pictures": [data_uri(e["folder"] / layout.prompt_image(i)) for i in indices],
+                "strips": [strip(e["folder"], i) for i in indices],
+                "values": six_digits(value_of(e, metric, i) for i in indices),
             }
             for e in frames
         ],
@@ -126,12 +126,12 @@ def script_data(run: RunReader, name: str) -> dict[str, Any]:
     }
 
 
-def strip(folder: Path, place: int) -> str | None:
+def strip(folder: Path, index: int) -> str | None:
     """The strip of a held-out prompt's video as a data URI; None if it is an image."""
-    return data_uri(folder / layout.strip_of(layout.prompt_image(place)))
+    return data_uri(folder / layout.strip_of(layout.prompt_image(index)))
 
 
-def group(run: RunReader, folder: Path, place: int, content: dict[str, Any]) -> dict[str, Any]:
+def group(run: RunReader, folder: Path, index: int, content: dict[str, Any]) -> dict[str, Any]:
     """A group of training images, as the script needs it."""
     return {
         "prompt": plain(content["prompt"]),
@@ -139,7 +139,7 @@ def group(run: RunReader, folder: Path, place: int, content: dict[str, Any]) -> 
         "images": content["images"],
         "items": [
             {
-                "picture": data_uri(folder / layout.group_image(place, i)),
+                "picture": data_uri(folder / layout.group_image(index, i)),
                 "reward": reward,
                 "advantage": content["advantage"][i],
                 "rewards": {plain(short_name(name)): values[i] for name, values in content["rewards"].items()},
@@ -149,9 +149,9 @@ def group(run: RunReader, folder: Path, place: int, content: dict[str, Any]) -> 
     }
 
 
-def source(run: RunReader, evaluation: dict[str, Any], place: int) -> str | None:
+def source(run: RunReader, evaluation: dict[str, Any], index: int) -> str | None:
     """The first image of a held-out prompt as a data URI; None if it has none, or it was not kept."""
-    return source_uri(run, evaluation["sources"][place]) if evaluation.get("sources") else None
+    return source_uri(run, evaluation["sources"][index]) if evaluation.get("sources") else None
 
 
 def source_uri(run: RunReader, digest: Any) -> str | None:
@@ -169,13 +169,13 @@ def best_and_worst(run: RunReader) -> list[dict[str, Any]]:
     order, now = last["extremes"], last["values"]["reward"]
     rows = [
         {
-            "prompt": last["prompts"][place],
-            "source": source(run, last, place),
-            "picture": data_uri(last["folder"] / layout.prompt_image(place)),
-            "now": now[place],
-            "then": value_of(first, "reward", place) if first is not last else None,
+            "prompt": last["prompts"][i],
+            "source": source(run, last, i),
+            "picture": data_uri(last["folder"] / layout.prompt_image(i)),
+            "now": now[i],
+            "then": value_of(first, "reward", i) if first is not last else None,
         }
-        for place in order
+        for i in order
     ]
     half = len(rows) // 2
     if half and rows[0]["now"] == rows[-1]["now"]:
@@ -204,7 +204,7 @@ def data_uri(file: Path) -> str | None:
 
 
 def evenly_spaced(count: int, most: int) -> list[int]:
-    """At most `most` of `count` places, evenly spaced, with the first and the last."""
+    """At most `most` of `count` indices, evenly spaced, with the first and the last."""
     if count <= most:
         return list(range(count))
     return [round(i * (count - 1) / (most - 1)) for i in range(most)]

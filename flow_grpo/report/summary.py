@@ -28,7 +28,7 @@ PHASES = {
     "backward": "backward passes",
     "optimizer": "optimizer",
 }
-UPDATE = {"update": "updating"}  # in place of the last three in runs of 0.3, which has no parts of it
+UPDATE = {"update": "updating"}  # instead of the last three in runs of 0.3, which has no parts of it
 
 
 def headline(run: RunReader) -> str:
@@ -82,9 +82,9 @@ def change(run: RunReader, metric: str) -> dict[str, Any]:
     values = [row[f"eval/{metric}"] for row in run.held_out if f"eval/{metric}" in row]
     first, last = values[0], values[-1]
     error = paired_error(run, metric)
-    least = MIN_ERRORS * error if error is not None else 0.01 * max(abs(first), abs(last))
-    least = math.inf if number(first) == number(last) else least
-    verb = "rose" if last - first > least else "fell" if first - last > least else "held"
+    threshold = MIN_ERRORS * error if error is not None else 0.01 * max(abs(first), abs(last))
+    threshold = math.inf if number(first) == number(last) else threshold
+    verb = "rose" if last - first > threshold else "fell" if first - last > threshold else "held"
     return {"first": first, "last": last, "by": last - first, "error": error, "verb": verb}
 
 
@@ -184,8 +184,8 @@ def comparison(runs: list[RunReader]) -> list[dict[str, Any]]:
     for name in dict.fromkeys(name for run in runs for name in ["reward", *run.metrics]):
         cells = []
         for run in runs:
-            there = len(run.held_out) > 1 and f"eval/{name}" in run.held_out[0]
-            c = change(run, name) if there else None
+            is_measured = len(run.held_out) > 1 and f"eval/{name}" in run.held_out[0]
+            c = change(run, name) if is_measured else None
             cells.append({"text": f"{number(c['first'])} → {number(c['last'])}", "value": c["last"]} if c else {"text": "–"})
         if any("value" in cell for cell in cells):
             rows.append({"name": "trained reward" if name == "reward" else short_name(name), "cells": cells})
@@ -203,7 +203,7 @@ def settings(runs: list[RunReader]) -> list[dict[str, Any]]:
     for config in configs:
         own = type(config.objective)() if isinstance(config, FlowGRPOConfig) else None
         default = {**flatten({"objective": own.model_dump(mode="json")} if own else {}), **default}
-    flat = [flatten(one.model_dump(mode="json") if isinstance(one, FlowGRPOConfig) else one) for one in configs]
+    flat = [flatten(c.model_dump(mode="json") if isinstance(c, FlowGRPOConfig) else c) for c in configs]
     rows = []
     for key in dict.fromkeys(key for settings in flat for key in settings):
         values = [settings.get(key) for settings in flat]

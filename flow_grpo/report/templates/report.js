@@ -8,9 +8,9 @@
     node.append(...children);
     return node;
   };
-  const written = (value, digits = 3) =>
+  const format = (value, digits = 3) =>
     value === null ? "–" : value.toFixed(Math.abs(value) < 100 ? digits : 0).replace("-", "−");
-  const signed = (value) => (value > 0 ? "+" : "") + written(value, 2);
+  const signed = (value) => (value > 0 ? "+" : "") + format(value, 2);
 
   let run = runs[0];
   let prompt = 0;
@@ -36,7 +36,7 @@
       image.src = shown.pictures[prompt];
       image.alt = `${name} training, step ${shown.step}: ${text}`;
     }
-    const values = ` ${run.measure} ${written(first.values[prompt])} → ${written(last.values[prompt])}`;
+    const values = ` ${run.measure} ${format(first.values[prompt])} → ${format(last.values[prompt])}`;
     const source = run.sources[prompt] ? [make("img", { className: "source", src: run.sources[prompt], alt: "the image of the prompt" })] : [];
     const strips = [["Before", first], ["After", last]].filter(([, shown]) => shown.strips[prompt]).map(([name, shown]) =>
       make("figure", {}, make("img", { src: shown.strips[prompt], alt: `frames of the video at step ${shown.step}` }), make("figcaption", { textContent: name })));
@@ -50,9 +50,9 @@
 
   // -- the film ------------------------------------------------------------------------------------------------------
   function strip() {
-    const images = run.frames.map((one, i) => {
-      const image = make("img", { src: one.pictures[prompt], alt: "" });
-      image.addEventListener("click", () => toFrame(i));
+    const images = run.frames.map((shown, i) => {
+      const image = make("img", { src: shown.pictures[prompt], alt: "" });
+      image.addEventListener("click", () => showFrameAt(i));
       return image;
     });
     find("strip").replaceChildren(...images);
@@ -62,41 +62,41 @@
     const now = run.frames[frame];
     find("frame").src = now.pictures[prompt];
     find("frame").alt = `step ${now.step}: ${run.prompts[prompt]}`;
-    find("frame-text").replaceChildren(make("b", { textContent: `Step ${now.step}` }), ` ${run.measure} ${written(now.values[prompt])}`);
+    find("frame-text").replaceChildren(make("b", { textContent: `Step ${now.step}` }), ` ${run.measure} ${format(now.values[prompt])}`);
     find("scrub").value = frame;
-    find("scrub").setAttribute("aria-valuetext", `step ${now.step}, ${run.measure} ${written(now.values[prompt])}`);
+    find("scrub").setAttribute("aria-valuetext", `step ${now.step}, ${run.measure} ${format(now.values[prompt])}`);
     [...find("strip").children].forEach((image, i) => image.classList.toggle("now", i === frame));
   }
 
-  function toFrame(place) {
-    frame = place;
+  function showFrameAt(index) {
+    frame = index;
     showFrame();
   }
 
   let playing = null;
   function play(start) {
     clearInterval(playing);
-    playing = start ? setInterval(() => (frame < run.frames.length - 1 ? toFrame(frame + 1) : play(false)), 600) : null;
+    playing = start ? setInterval(() => (frame < run.frames.length - 1 ? showFrameAt(frame + 1) : play(false)), 600) : null;
     find("play").textContent = start ? "Pause" : "Play";
     find("play").setAttribute("aria-pressed", String(start));
   }
   find("play").addEventListener("click", () => {
-    if (playing === null && frame === run.frames.length - 1) toFrame(0);
+    if (playing === null && frame === run.frames.length - 1) showFrameAt(0);
     play(playing === null);
   });
-  find("scrub").addEventListener("input", () => toFrame(Number(find("scrub").value)));
-  find("film-prompt").addEventListener("change", () => choose(Number(find("film-prompt").value)));
+  find("scrub").addEventListener("input", () => showFrameAt(Number(find("scrub").value)));
+  find("film-prompt").addEventListener("change", () => showPromptAt(Number(find("film-prompt").value)));
 
-  function choose(place) {
-    prompt = place;
+  function showPromptAt(index) {
+    prompt = index;
     showPrompt();
   }
 
   function showPictures() {
-    const there = run.frames.length > 0 && run.prompts.length > 0;
-    find("compare").hidden = !(there && run.frames.length > 1);
-    find("film").hidden = !(there && run.frames.length > 1);
-    find("no-pictures")?.toggleAttribute("hidden", there && run.frames.length > 1); // it is in the page only if a run has none
+    const hasImages = run.frames.length > 0 && run.prompts.length > 0;
+    find("compare").hidden = !(hasImages && run.frames.length > 1);
+    find("film").hidden = !(hasImages && run.frames.length > 1);
+    find("no-pictures")?.toggleAttribute("hidden", hasImages && run.frames.length > 1); // it is in the page only if a run has none
     play(false);
     if (find("compare").hidden) return;
     const [width, height] = run.size;
@@ -104,7 +104,7 @@
     document.body.classList.toggle("blocks", width < 160);
     const thumbs = run.prompts.map((text, i) => {
       const input = make("input", { type: "radio", name: "prompt", value: i });
-      input.addEventListener("change", () => choose(i));
+      input.addEventListener("change", () => showPromptAt(i));
       return make("label", { title: text }, input, make("img", { src: run.frames.at(-1).pictures[i], alt: text }));
     });
     find("thumbs").querySelector(".row")?.remove();
@@ -125,30 +125,30 @@
     return key === AS_SAMPLED ? items : [...items].sort((a, b) => value(b) - value(a));
   }
 
-  function one(item, widest) {
-    const share = widest ? (50 * Math.abs(item.advantage)) / widest : 0;
+  function groupImage(item, largest) {
+    const share = largest ? (50 * Math.abs(item.advantage)) / largest : 0;
     const bar = make("i", { className: item.advantage < 0 ? "down" : "up" });
     bar.style.cssText = `${item.advantage < 0 ? "right" : "left"}:50%;width:${share}%`;
-    const names = Object.entries(item.rewards).map(([name, value]) => `${name} ${written(value)}`);
+    const names = Object.entries(item.rewards).map(([name, value]) => `${name} ${format(value)}`);
     const numbers = make(
       "span",
       { className: "numbers" },
-      make("span", { textContent: written(item.reward), title: names.join(", ") }),
+      make("span", { textContent: format(item.reward), title: names.join(", ") }),
       make("b", { textContent: signed(item.advantage) }),
     );
-    const said = `reward ${written(item.reward)}, advantage ${signed(item.advantage)}`;
-    return make("li", {}, make("img", { src: item.picture ?? "", alt: said }), numbers, make("span", { className: "bar" }, bar));
+    const label = `reward ${format(item.reward)}, advantage ${signed(item.advantage)}`;
+    return make("li", {}, make("img", { src: item.picture ?? "", alt: label }), numbers, make("span", { className: "bar" }, bar));
   }
 
   function showGroups() {
     const step = run.groups[Number(find("group-step").value)];
     const key = find("group-sort").value;
-    const widest = Math.max(...step.groups.flatMap((group) => group.items.map((item) => Math.abs(item.advantage))));
+    const largest = Math.max(...step.groups.flatMap((group) => group.items.map((item) => Math.abs(item.advantage))));
     const shown = step.groups.map((group) => {
-      const some = group.images > group.items.length ? `${group.items.length} of ${group.images} images` : "";
+      const count = group.images > group.items.length ? `${group.items.length} of ${group.images} images` : "";
       const source = group.source ? [make("img", { className: "source", src: group.source, alt: "the image of the prompt" })] : [];
-      const title = make("h3", {}, ...source, make("bdi", { textContent: group.prompt }), make("small", { textContent: some }));
-      const list = make("ol", {}, ...sorted(group.items, key).map((item) => one(item, widest)));
+      const title = make("h3", {}, ...source, make("bdi", { textContent: group.prompt }), make("small", { textContent: count }));
+      const list = make("ol", {}, ...sorted(group.items, key).map((item) => groupImage(item, largest)));
       for (const bar of list.querySelectorAll(".bar")) bar.style.display = "block";
       return make("div", { className: "group" }, title, list);
     });
@@ -157,10 +157,10 @@
   }
 
   function showGroupChoices() {
-    const there = run.groups.some((step) => step.groups.length > 0);
-    find("groups-body").hidden = !there;
-    find("no-groups")?.toggleAttribute("hidden", there);
-    if (!there) return;
+    const hasGroups = run.groups.some((step) => step.groups.length > 0);
+    find("groups-body").hidden = !hasGroups;
+    find("no-groups")?.toggleAttribute("hidden", hasGroups);
+    if (!hasGroups) return;
     find("group-step").replaceChildren(...run.groups.map((step, i) => make("option", { value: i, textContent: step.step })));
     const names = Object.keys(run.groups[0].groups[0]?.items[0]?.rewards ?? {});
     const keys = ["reward", ...(names.length > 1 ? names : []), AS_SAMPLED];
@@ -177,14 +177,14 @@
     const last = Number(plot.getAttribute("aria-valuemax"));
     const cursor = plot.querySelector(".cursor");
     const output = plot.parentElement.querySelector("output");
-    let place = steps.length - 1;
+    let index = steps.length - 1;
 
-    const read = (at) => {
-      place = Math.max(0, Math.min(steps.length - 1, at));
-      const step = steps[place];
+    const read = (wanted) => {
+      index = Math.max(0, Math.min(steps.length - 1, wanted));
+      const step = steps[index];
       const values = lines.map(({ label, points }) => {
         const near = points.reduce((best, point) => (Math.abs(point[0] - step) < Math.abs(best[0] - step) ? point : best));
-        return `${label} ${written(near[1])}`;
+        return `${label} ${format(near[1])}`;
       });
       const text = `step ${Math.round(step)}: ${values.join(", ")}`;
       cursor.hidden = false;
@@ -205,7 +205,7 @@
     plot.addEventListener("pointerleave", leave);
     plot.addEventListener("blur", leave);
     plot.addEventListener("keydown", (event) => {
-      const moves = { ArrowLeft: place - 1, ArrowRight: place + 1, Home: 0, End: steps.length - 1 };
+      const moves = { ArrowLeft: index - 1, ArrowRight: index + 1, Home: 0, End: steps.length - 1 };
       if (!(event.key in moves)) return;
       event.preventDefault();
       read(moves[event.key]);
@@ -213,9 +213,9 @@
   }
 
   // -- which run -----------------------------------------------------------------------------------------------------
-  function showRun(place) {
-    run = runs[place];
-    for (const part of document.querySelectorAll("[data-run]")) part.hidden = Number(part.dataset.run) !== place;
+  function showRun(index) {
+    run = runs[index];
+    for (const part of document.querySelectorAll("[data-run]")) part.hidden = Number(part.dataset.run) !== index;
     showPictures();
     showGroupChoices();
   }
