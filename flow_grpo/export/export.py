@@ -69,12 +69,12 @@ def select_weights(run: RunReader, best: bool, checkpoint: int | None) -> tuple[
     if best and checkpoint is not None:
         raise ValueError("--best and --checkpoint name two LoRAs: give one of them.")
     if checkpoint is not None:
-        place = layout.step_folder(folder / layout.CHECKPOINTS, checkpoint)
-        if not place.is_dir():
-            steps = [str(step) for step, _ in layout.step_folders(place.parent)]
-            there = f"those of steps {', '.join(steps)}" if steps else "none"
-            raise ValueError(f"{folder} keeps no checkpoint of step {checkpoint}; it has {there}.")
-        return place, checkpoint
+        step_folder = layout.step_folder(folder / layout.CHECKPOINTS, checkpoint)
+        if not step_folder.is_dir():
+            steps = [str(step) for step, _ in layout.step_folders(step_folder.parent)]
+            kept = f"those of steps {', '.join(steps)}" if steps else "none"
+            raise ValueError(f"{folder} keeps no checkpoint of step {checkpoint}; it has {kept}.")
+        return step_folder, checkpoint
     if best:
         if run.best_step is None or not (folder / layout.BEST).is_dir():
             raise ValueError(

@@ -122,7 +122,7 @@ def front_matter(
     results = []
     if len(run.held_out) > 1 and args.evaluation.prompts is not None:
         sets = args.evaluation.prompts
-        data_set = Path(sets).stem if isinstance(sets, str) else ", ".join(one.label for one in sets)
+        data_set = Path(sets).stem if isinstance(sets, str) else ", ".join(prompt_set.label for prompt_set in sets)
         results = [
             EvalResult("text-to-image", data_set, data_set, plain(short_name(m)), summary.change(run, m)["last"])
             for m in run.metrics
@@ -134,7 +134,7 @@ def front_matter(
         pipeline_tag="text-to-image",
         library_name="diffusers",
         tags=tags if merged else [*tags, "lora", "template:sd-lora"],
-        widget=[{"text": plain(one["prompt"]), "output": {"url": one["after"]}} for one in images] or None,
+        widget=[{"text": plain(row["prompt"]), "output": {"url": row["after"]}} for row in images] or None,
         model_name=plain(name),
         eval_results=results or None,
         license=licence.get("license"),
@@ -149,22 +149,22 @@ def gallery(folder: Path, run: RunReader) -> list[dict[str, Any]]:
         return []
     ends, metric = (run.evaluations[0], run.evaluations[-1]), run.main_metric
     rows = []
-    for place, prompt in enumerate(ends[0]["prompts"][:MAX_PROMPTS]):
-        files = [layout.still_image(end["folder"], layout.prompt_image(place)) for end in ends]
+    for i, prompt in enumerate(ends[0]["prompts"][:MAX_PROMPTS]):
+        files = [layout.still_image(end["folder"], layout.prompt_image(i)) for end in ends]
         if not all(file.is_file() for file in files):
             break
-        values = [value_of(end, metric, place) for end in ends]
-        one: dict[str, Any] = {"prompt": prompt, "values": dict(zip(("before", "after"), values, strict=True))}
+        values = [value_of(end, metric, i) for end in ends]
+        row: dict[str, Any] = {"prompt": prompt, "values": dict(zip(("before", "after"), values, strict=True))}
         try:
             images = [open_image(file) for file in files]
         except ValueError:
             break
         for when, image in zip(("before", "after"), images, strict=True):
             scale = max(1, -(-SMALLEST_CELL // image.width))
-            one[when] = f"{PICTURES}/{place}_{when}.png"
+            row[when] = f"{PICTURES}/{i}_{when}.png"
             (folder / PICTURES).mkdir(exist_ok=True)
-            image.resize((image.width * scale, image.height * scale), Image.Resampling.NEAREST).save(folder / one[when])
-        rows.append(one)
+            image.resize((image.width * scale, image.height * scale), Image.Resampling.NEAREST).save(folder / row[when])
+        rows.append(row)
     return rows
 
 
@@ -280,8 +280,8 @@ def gallery_table(images: list[dict[str, Any]], ends: list[int]) -> str:
     """The first held-out prompts with their images and scores before and after."""
     first, last = ends or (0, 0)
     rows = [
-        (inline_code(one["prompt"]), *(f"![{when}]({one[when]}) {number(value)}" for when, value in one["values"].items()))
-        for one in images
+        (inline_code(row["prompt"]), *(f"![{when}]({row[when]}) {number(value)}" for when, value in row["values"].items()))
+        for row in images
     ]
     return markdown_table(("prompt", f"step {first}", f"step {last}"), rows)
 
