@@ -95,7 +95,7 @@ def page(measured: Any, first: int, steps: int, seconds: float, timeline: list[t
     kernels = [e.time_range for e in events if e.device_type == DeviceType.CUDA and not e.is_user_annotation]
     working = kernels or [e.time_range for e in on_cpu if not e.is_user_annotation]
     phases.append(("the rest", seconds - sum(spent for name, spent in phases if name != PHASES[-1])))
-    busy = busy_seconds((one.start, one.end) for one in working)
+    busy = busy_seconds((interval.start, interval.end) for interval in working)
     what = (
         "of the time no kernel runs on the GPU" if kernels else "of the time no operator of torch runs: Python, and rewards"
     )
@@ -131,13 +131,13 @@ def operator_rows(averages: Iterable[Any], on_gpu: bool) -> list[tuple[str, str,
 
     Args:
         averages: as of the profiler's `key_averages`, which also have the kernels, whose time is their operator's.
-        on_gpu: take an operator's time on the GPU, in place of that on the CPU.
+        on_gpu: take an operator's time on the GPU instead of that on the CPU.
     """
-    operators = [one for one in averages if one.device_type == DeviceType.CPU and not one.is_user_annotation]
-    timed = [(one.self_device_time_total if on_gpu else one.self_cpu_time_total, one) for one in operators]
+    operators = [e for e in averages if e.device_type == DeviceType.CPU and not e.is_user_annotation]
+    timed = [(e.self_device_time_total if on_gpu else e.self_cpu_time_total, e) for e in operators]
     return [
-        (f"`{one.key}`", str(one.count), f"{spent / 1e6:.3f}", f"{one.flops / 1e9:.2f}" if one.flops else "")
-        for spent, one in sorted(timed, key=lambda pair: pair[0], reverse=True)
+        (f"`{e.key}`", str(e.count), f"{spent / 1e6:.3f}", f"{e.flops / 1e9:.2f}" if e.flops else "")
+        for spent, e in sorted(timed, key=lambda pair: pair[0], reverse=True)
         if spent > 0
     ]
 

@@ -36,7 +36,7 @@ def _score(run: RunReader, step: int | None) -> str:
 
 
 def next_command(run: RunReader) -> str | None:
-    """A command that draws images of one of the run's prompts with its weights; None without a short prompt of text alone.
+    """A command that generates images of one of the run's prompts with its weights; None without a short prompt of text alone.
 
     The prompt is the one whose held-out reward has risen most.
     """
