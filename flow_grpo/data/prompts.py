@@ -283,11 +283,11 @@ def _unreachable(source: str, error: Exception) -> str:
 def _prompt_set(prompts: list, metadata: list[dict], source: str, locations: list[str] | None = None) -> PromptSet:
     if not prompts:
         raise ValueError(f"{source} holds no prompts.")
-    wrong = next((i for i, prompt in enumerate(prompts) if not _is_prompt(prompt)), None)
-    if wrong is not None:
-        where = f"{source}, {locations[wrong]}" if locations else source
+    invalid = next((i for i, prompt in enumerate(prompts) if not _is_prompt(prompt)), None)
+    if invalid is not None:
+        where = f"{source}, {locations[invalid]}" if locations else source
         raise ValueError(
-            f"{where}: {repr(prompts[wrong])[:80]} is not a prompt: every prompt must be a text that is not empty."
+            f"{where}: {repr(prompts[invalid])[:80]} is not a prompt: every prompt must be a text that is not empty."
         )
     return PromptSet(list(prompts), metadata)
 

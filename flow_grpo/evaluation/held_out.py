@@ -135,12 +135,12 @@ def _in_prompt_order(parts: list[Tensor]) -> Tensor:
 
 
 @torch.no_grad()
-def check_evaluation_sizes(model: FlowPipeline, own: EvaluationConfig) -> None:
+def check_evaluation_sizes(model: FlowPipeline, settings: EvaluationConfig) -> None:
     """Generate an image at each size that differs from training's. ValueError if that fails or has another size."""
-    if own.height or own.width:
-        at = model.at_size(own.height, own.width)
+    if settings.height or settings.width:
+        at = model.at_size(settings.height, settings.width)
         _check(at, "evaluation.height and width", at.call.get("height"), at.call.get("width"))
-    for height, width in own.sizes:
+    for height, width in settings.sizes:
         _check(model.at_size(height, width), "evaluation.sizes", height, width)
 
 

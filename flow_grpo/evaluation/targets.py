@@ -151,8 +151,8 @@ def _resolve(word: str, options: TargetOptions) -> Target:
         return _lora(path, options)
     if not path.exists() and (word in hub.BUNDLED_MODELS or hub.looks_like_hub_id(word)):
         return _model(word, options)
-    there = f"{word} is not" if path.exists() else f"there is no {word}: give"
-    raise ValueError(f"{there} {TARGET_KINDS}.")
+    problem = f"{word} is not" if path.exists() else f"there is no {word}: give"
+    raise ValueError(f"{problem} {TARGET_KINDS}.")
 
 
 def _folder(path: Path, options: TargetOptions) -> Target:
