@@ -19,9 +19,9 @@ from flow_grpo.types import PromptBatch, SampledStep, Schedule, StepDistribution
 
 # x (n, ...), schedule index, rows (n,) of the batch -> velocity (n, ...)
 Velocity = Callable[[Tensor, int, Tensor], Tensor]
-# x (n, ...), its velocity (n, ...) -> where to ask for the next velocity, at last the result
+# x (n, ...), its velocity (n, ...) -> the state at which the next velocity is evaluated, finally the result
 Advance = Callable[[Tensor, Tensor], Tensor]
-# an ODE solver in place of Euler: adjacent steps of the schedule -> where in it to ask for velocities, and a fresh start
+# an ODE solver in place of Euler: adjacent steps of the schedule -> the indices at which velocities are evaluated, and a fresh start
 Solver = Callable[[range], tuple[list[int], Advance]]
 ODE = StepDistribution("ode", noise_level=0.0)
 

@@ -52,8 +52,8 @@ def renamed(values: dict[str, Any]) -> dict[str, Any]:
         values = _rename_in_section(values, section.split(".") if section else [], names)
     objective = values.get("objective")
     if isinstance(objective, dict) and objective.get("name") == "dpo" and DPO_BETA in objective:
-        others = {key: value for key, value in objective.items() if key != DPO_BETA}
-        values = {**values, "objective": {**others, "beta": objective[DPO_BETA]}}
+        other_settings = {key: value for key, value in objective.items() if key != DPO_BETA}
+        values = {**values, "objective": {**other_settings, "beta": objective[DPO_BETA]}}
     if isinstance(stages := values.get("stages"), list):
         values = {**values, "stages": [renamed(stage) if isinstance(stage, dict) else stage for stage in stages]}
     return values

@@ -196,8 +196,8 @@ def noise_share(sde: Tensor, ode: Tensor) -> CheckResult:
     The value is the variance within groups that this noise causes, as a share of all: the policy can learn only from this part.
     """
     name = "reward variance from trained-step noise"
-    by_noise, *others = [(values - values.mean(1, keepdim=True)).square().sum().item() for values in (sde - ode, sde, ode)]
-    share = by_noise / max(sum(others), 1e-12)
+    by_noise, *totals = [(values - values.mean(1, keepdim=True)).square().sum().item() for values in (sde - ode, sde, ode)]
+    share = by_noise / max(sum(totals), 1e-12)
     if share >= MIN_NOISE_SHARE:
         return CheckResult(name, f"{share:.0%}", OK)
     message = (

@@ -37,8 +37,8 @@ def mismatched(inputs: RewardInputs) -> RewardInputs | None:
     if len(different) < 2:
         return None
     following = dict(zip(different, different[1:] + different[:1], strict=True))
-    others = inputs.take([inputs.prompts.index(following[prompt]) for prompt in inputs.prompts])
-    return RewardInputs(inputs.images, others.prompts, others.columns)
+    next_inputs = inputs.take([inputs.prompts.index(following[prompt]) for prompt in inputs.prompts])
+    return RewardInputs(inputs.images, next_inputs.prompts, next_inputs.columns)
 
 
 def perturbed(inputs: RewardInputs) -> dict[str, RewardInputs]:

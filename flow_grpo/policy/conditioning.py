@@ -44,12 +44,12 @@ def infer_batch_axes(single: Any, double: Any) -> Any:
     return SHARED
 
 
-def merge_axes(axes: Any, others: Any) -> Any:
+def merge_axes(axes: Any, other_axes: Any) -> Any:
     """The axes of two prompts combined: a mask may be absent for one of them."""
     if axes == ABSENT:
-        return others
-    if isinstance(axes, list) and isinstance(others, list):
-        return [merge_axes(a, b) for a, b in zip(axes, others, strict=True)]
+        return other_axes
+    if isinstance(axes, list) and isinstance(other_axes, list):
+        return [merge_axes(a, b) for a, b in zip(axes, other_axes, strict=True)]
     return axes
 
 

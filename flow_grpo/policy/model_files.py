@@ -103,16 +103,16 @@ def stored_bytes(folder: Path, dtype: torch.dtype) -> list[tuple[int, int]]:
     """Bytes in each weights file of a network: of the tensors that loading converts to `dtype`, and of all others."""
     sizes = []
     for file in sorted(file for file in folder.glob("*.safetensors") if WEIGHTS.fullmatch(file.name)):
-        converted, others = 0, 0
+        converted, unchanged = 0, 0
         with safe_open(file, "pt") as tensors:
             for name in tensors.keys():  # noqa: SIM118
                 tensor = tensors.get_slice(name)
                 tensor_dtype = DTYPES.get(tensor.get_dtype())
                 size = math.prod(tensor.get_shape()) * (tensor_dtype.itemsize if tensor_dtype else 1)
-                converted, others = (
-                    (converted + size, others) if tensor_dtype not in (None, dtype) else (converted, others + size)
+                converted, unchanged = (
+                    (converted + size, unchanged) if tensor_dtype not in (None, dtype) else (converted, unchanged + size)
                 )
-        sizes.append((converted, others))
+        sizes.append((converted, unchanged))
     return sizes
 
 
