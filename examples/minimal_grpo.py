@@ -86,8 +86,8 @@ def train(steps: int, prompts_per_step: int, images_per_prompt: int, microbatch:
     order = torch.randperm(len(prompts), generator=sampling.generator(SEED, "prompts", 0)).tolist()
     reward = rewards.load("ocr")
     for step in range(steps):
-        places = order[step * prompts_per_step : (step + 1) * prompts_per_step]
-        batch = prompts.take(places, images_per_prompt)
+        indices = order[step * prompts_per_step : (step + 1) * prompts_per_step]
+        batch = prompts.take(indices, images_per_prompt)
         trajectory = sample(policy, batch, step, microbatch)
         images = policy.decode(trajectory.final, microbatch)
         scores = rewards.score("ocr", reward, images, batch.prompts)

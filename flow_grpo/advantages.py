@@ -45,7 +45,7 @@ def group_advantages(
         raise ValueError("rewards must be finite numbers; one is NaN or infinite.")
     _, group, size = group.unique(return_inverse=True, return_counts=True)
     if (size < 2).any():
-        raise ValueError("a group of one image has no advantage: draw at least two images per prompt.")
+        raise ValueError("a group of one image has no advantage: sample at least two images per prompt.")
     if callable(method):
         advantage = _checked(method(weighted_sum(reward, weights), group), len(group))
     elif ADVANTAGES[method].each_reward:
@@ -119,9 +119,10 @@ def shares(
     means that the others outvote it. Rewards without any spread have share 0 and correlation 0 with the others.
     """
     _, group, size = group.unique(return_inverse=True, return_counts=True)
-    one = grpo if isinstance(method, str) and takes_each_reward(method) else dr_grpo
+    advantage_of = grpo if isinstance(method, str) and takes_each_reward(method) else dr_grpo
     parts = torch.stack(
-        [w * one(r, group, size, 1e-4) for r, w in zip(reward.float().unbind(1), weights.unbind(-1), strict=True)], 1
+        [w * advantage_of(r, group, size, 1e-4) for r, w in zip(reward.float().unbind(1), weights.unbind(-1), strict=True)],
+        1,
     )
     products = parts.T @ parts
     spread = products.diagonal().sqrt()
@@ -137,15 +138,15 @@ def contributions(
     With `prompt_set`, they are named advantage/share/SET/NAME and so on. {} if fewer than two rewards have a weight here.
     """
     if weights.ndim == 2:
-        places = weights.any(0).nonzero()[:, 0].tolist()
-        names, by_reward, weights = [names[i] for i in places], by_reward[:, places], weights[:, places]
+        columns = weights.any(0).nonzero()[:, 0].tolist()
+        names, by_reward, weights = [names[i] for i in columns], by_reward[:, columns], weights[:, columns]
     if len(names) < 2:
         return {}
     share, correlation = shares(by_reward, weights, group, method)
-    pairs, of = [(i, j) for i in range(len(names)) for j in range(i)], f"{prompt_set}/" if prompt_set else ""
+    pairs, prefix = [(i, j) for i in range(len(names)) for j in range(i)], f"{prompt_set}/" if prompt_set else ""
     return {
-        **{f"advantage/share/{of}{name}": value for name, value in zip(names, share.tolist(), strict=True)},
-        **{f"advantage/correlation/{of}{names[j]}/{names[i]}": correlation[i, j].item() for i, j in pairs},
+        **{f"advantage/share/{prefix}{name}": value for name, value in zip(names, share.tolist(), strict=True)},
+        **{f"advantage/correlation/{prefix}{names[j]}/{names[i]}": correlation[i, j].item() for i, j in pairs},
     }
 
 
@@ -174,8 +175,8 @@ def capped(reward: Reward, group: Int[Tensor, " B"], quantile: float) -> Reward:
     if reward.ndim == 2:
         return torch.stack([capped(column, group, quantile) for column in reward.unbind(1)], 1)
     limited = reward.clone()
-    for one in group.unique():
-        members = group == one
+    for number in group.unique():
+        members = group == number
         limited[members] = reward[members].clamp(max=reward[members].quantile(quantile))
     return limited
 

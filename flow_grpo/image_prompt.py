@@ -20,7 +20,7 @@ FORMATS = (
     "TIFF",
 )  # of files that are opened; Pillow knows many that can do more than hold pixels
 MAX_PIXELS = 100_000_000
-OPEN_IMAGES = 64  # decoded images that are kept in memory
+MAX_OPEN_IMAGES = 64  # decoded images that are kept in memory
 
 
 @dataclass(frozen=True)
@@ -43,8 +43,8 @@ class SourceImage:
         """Read and decode an image once. ValueError if there is no such file, or it is damaged, too large or no image."""
         content = _content(source, name) if isinstance(source, Path) else source
         image = _decoded(content, name)
-        path, held = (source, None) if isinstance(source, Path) else (None, source)
-        return SourceImage(name, hashlib.sha256(content).hexdigest()[:32], image.size, path, held)
+        path, stored_content = (source, None) if isinstance(source, Path) else (None, source)
+        return SourceImage(name, hashlib.sha256(content).hexdigest()[:32], image.size, path, stored_content)
 
     @staticmethod
     def from_pil(image: Image.Image, name: str = "an image") -> "SourceImage":
@@ -132,7 +132,7 @@ def _decoded(content: bytes, name: str) -> Image.Image:
         raise ValueError(f"the image {name} can't be used: {' '.join(str(error).split()).rstrip('.')}.") from error
 
 
-@lru_cache(maxsize=OPEN_IMAGES)
+@lru_cache(maxsize=MAX_OPEN_IMAGES)
 def _opened(source: SourceImage) -> Image.Image:
     content = source.content if source.content is not None else _content(source.path or Path(), source.name)
     if hashlib.sha256(content).hexdigest()[:32] != source.digest:

@@ -18,7 +18,7 @@ class Objective:
         stepwise: it is computed from the per-step log-probabilities of an SDE rollout; else from noised final latents of an ODE rollout.
         settings: the groups of settings that it reads, in addition to those that all objectives read: keys of `config.objective.SETTINGS`.
         function: the name of its function in `objectives.py`; "" if it has the objective's own name.
-        ratio: it compares with the policy that drew the images.
+        ratio: it compares with the policy that sampled the images.
         zero_at_zero_advantage: a row's loss is 0 where its advantage is 0.
         zero_at_ratio_1: a row's loss is 0 where its advantage is 0 and the ratio is 1, as it is with one update on a rollout.
         gaussian: its formula holds for Gaussian log-probabilities alone.

@@ -78,8 +78,8 @@ def awm(
     sum_over_latents: bool = False,
 ) -> Loss:
     """Advantage Weighted Matching, arXiv 2509.25050: PPO's clip on `forward_log_prob` at one (sigma, eps)."""
-    log_prob, before = (forward_log_prob(image, v, loss_weight, sum_over_latents) for v in (image.v, image.v_rollout))
-    return _clipped((log_prob - before).exp(), advantage, clip_low, clip_high)
+    log_prob, old_log_prob = (forward_log_prob(image, v, loss_weight, sum_over_latents) for v in (image.v, image.v_rollout))
+    return _clipped((log_prob - old_log_prob).exp(), advantage, clip_low, clip_high)
 
 
 def forward_log_prob(
@@ -127,8 +127,8 @@ def epg(image: NoisedImage, advantage: Float[Tensor, " n"], sum_over_latents: bo
 def pepg(image: NoisedImage, advantage: Float[Tensor, " n"], sum_over_latents: bool = False) -> Loss:
     """Proximal Exact Policy Gradient, arXiv 2602.04663: `-(A - log rho) rho l`, with rho without gradient, l and A as of `epg`.
 
-    The gradient is that of epg at rho = 1, and at any rho that of `-A rho + rho log rho - rho`: epg with the KL to the policy that drew
-    the images.
+    The gradient is that of epg at rho = 1, and at any rho that of `-A rho + rho log rho - rho`: epg with the KL to the policy that
+    sampled the images.
     """
     log_prob, log_ratio = _adaptive_log_ratio(image, sum_over_latents)
     ratio = log_ratio.detach().exp()
@@ -146,7 +146,7 @@ def par(image: NoisedImage, advantage: Float[Tensor, " n"], sum_over_latents: bo
 
 
 def _adaptive_log_ratio(image: NoisedImage, sum_over_latents: bool) -> tuple[Float[Tensor, " n"], Float[Tensor, " n"]]:
-    """The adaptive log-probability, and that less the one of the policy that drew the images; both with a gradient."""
+    """The adaptive log-probability, and that less the one of the policy that sampled the images; both with a gradient."""
     log_prob = forward_log_prob(image, image.v, "adaptive", sum_over_latents)
     return log_prob, log_prob - forward_log_prob(image, image.v_rollout, "adaptive", sum_over_latents)
 
@@ -161,7 +161,7 @@ def nft(image: NoisedImage, advantage: Float[Tensor, " n"], beta: float, advanta
         advantage_max / beta [r |x0+ - x0|^2 / w+ + (1 - r) |x0- - x0|^2 / w-],  w = stop_grad mean |x0_hat - x0|
 
     The loss is the published one. Runs of this package depart from the published code in these, unless the settings say otherwise:
-        - images are drawn by the trained adapter, not by its slow copy v_old (`rollout_policy: old`), and by Euler (`sampling.solver`);
+        - images are sampled by the trained adapter, not by its slow copy v_old (`rollout_policy: old`), and by Euler (`sampling.solver`);
         - the copy's decay is constant, not a ramp (`old_policy_decay`);
         - an image is noised to one level, drawn uniformly from `sigma_range`, not to nine of its rollout's ten (`num_noise_levels`,
           `sigma_distribution`);
@@ -222,8 +222,8 @@ def dgpo(image: NoisedImage, advantage: Float[Tensor, " n"]) -> Loss:
     e is the mean squared error of the velocity, and the sigmoid has no gradient. Its argument is 0 at the base model and falls as the
     group's good images gain on it and the bad ones lose, so that a group that is learned weighs less. It is `image.group_mean`, the
     mean of `dgpo_preference`; the mean and the sign are the published code's, the paper has a sum. The gradient of beta -> 0 is half that
-    of `A e`. The published code also leaves out rows whose ratio to a moving average of the policy is outside 1 +- 0.01, and draws images
-    with that average after 200 steps; here all rows count, and the trained policy draws them. Its beta is 100.
+    of `A e`. The published code also leaves out rows whose ratio to a moving average of the policy is outside 1 +- 0.01, and samples
+    images with that average after 200 steps; here all rows count, and the trained policy samples them. Its beta is 100.
     """
     assert image.group_mean is not None
     weight, error = image.group_mean.sigmoid(), image.error(image.v)
@@ -254,8 +254,8 @@ def dpo(image: NoisedImage, beta: float) -> Loss:
     gain = (image.error(image.v) - image.error(image.v_ref)).view(-1, 2)
     margin = -beta * (gain[:, 0] - gain[:, 1])
     value = -torch.nn.functional.logsigmoid(margin).repeat_interleave(2)
-    right = (margin.detach() > 0).float().repeat_interleave(2)
-    return Loss(value, {"dpo/margin": margin.detach().repeat_interleave(2), "dpo/accuracy": right})
+    correct = (margin.detach() > 0).float().repeat_interleave(2)
+    return Loss(value, {"dpo/margin": margin.detach().repeat_interleave(2), "dpo/accuracy": correct})
 
 
 def k3(log_prob: Float[Tensor, " n"], log_prob_ref: Float[Tensor, " n"]) -> Float[Tensor, " n"]:
@@ -271,7 +271,7 @@ def velocity_kl(v: Float[Tensor, "n *latent"], v_ref: Float[Tensor, "n *latent"]
 
 def velocity_norm_ratio(v: Float[Tensor, "n *latent"], v_ref: Float[Tensor, "n *latent"]) -> Float[Tensor, " n"]:
     """`|v| / |v_ref|`, the norm of a velocity relative to the reference's."""
-    norm, reference = (at_least_float32(one).flatten(1).norm(dim=1) for one in (v, v_ref))
+    norm, reference = (at_least_float32(velocity).flatten(1).norm(dim=1) for velocity in (v, v_ref))
     return norm / reference.clamp_min(1e-12)
 
 

@@ -49,23 +49,23 @@ _reporting = threading.Lock()
 @contextmanager
 def phase(name: str, total: int | None = None, unit: str = "") -> Iterator[Phase]:
     """Names the work within the block. Call `advance` of the yielded phase to count finished units."""
-    one = Phase(name, total, unit)
-    _phases.append(one)
+    current = Phase(name, total, unit)
+    _phases.append(current)
     try:
-        yield one
+        yield current
     finally:
-        _phases.remove(one)
-        if one.shown is not None:
+        _phases.remove(current)
+        if current.shown is not None:
             for outer in _phases:
                 outer.due = max(outer.due, time.monotonic() + PATIENCE)
 
 
 def due_line(now: float) -> str | None:
     """The line to show now, or None."""
-    for place, one in enumerate(reversed(_phases)):
-        if one.is_due(now, is_innermost=place == 0):
-            one.shown, one.due = one.done, now + INTERVAL
-            return one.line(now)
+    for depth, current in enumerate(reversed(_phases)):
+        if current.is_due(now, is_innermost=depth == 0):
+            current.shown, current.due = current.done, now + INTERVAL
+            return current.line(now)
     return None
 
 

@@ -1,7 +1,7 @@
 """Rollouts: trajectories of the sampler, with the Gaussian steps that are to be trained inside a window.
 
 Every random number comes from `noise(shape, seed, name, ...)`: a stream of its own for (run seed, training step, prompt,
-image, ...). So neither the micro-batch nor the number of processes changes a picture, and a resumed run needs no replay.
+image, ...). So neither the micro-batch nor the number of processes changes an image, and a resumed run needs no replay.
 """
 
 import dataclasses
@@ -19,9 +19,9 @@ from flow_grpo.types import PromptBatch, SampledStep, Schedule, StepDistribution
 
 # x (n, ...), schedule index, rows (n,) of the batch -> velocity (n, ...)
 Velocity = Callable[[Tensor, int, Tensor], Tensor]
-# x (n, ...), its velocity (n, ...) -> where to ask for the next velocity, at last the result
+# x (n, ...), its velocity (n, ...) -> the state at which the next velocity is evaluated, finally the result
 Advance = Callable[[Tensor, Tensor], Tensor]
-# an ODE solver in place of Euler: adjacent steps of the schedule -> where in it to ask for velocities, and a fresh start
+# an ODE solver in place of Euler: adjacent steps of the schedule -> the indices at which velocities are evaluated, and a fresh start
 Solver = Callable[[range], tuple[list[int], Advance]]
 ODE = StepDistribution("ode", noise_level=0.0)
 
@@ -51,8 +51,8 @@ def batch_noise(
 ) -> Float[Tensor, "B ..."]:
     """Noise (B, *shape), a stream per image, or per prompt if `shared`: then all images of a group get the same."""
     if shared:
-        groups, place = batch.group.unique(return_inverse=True)
-        return torch.stack([noise(shape, seed, *name, p) for p in groups.tolist()])[place]
+        groups, inverse = batch.group.unique(return_inverse=True)
+        return torch.stack([noise(shape, seed, *name, p) for p in groups.tolist()])[inverse]
     pairs = zip(batch.group.tolist(), batch.image.tolist(), strict=True)
     return torch.stack([noise(shape, seed, *name, p, g) for p, g in pairs])
 
@@ -127,8 +127,8 @@ def rollout(
     )
     if sampler.shared:  # what comes before their first stochastic step is computed once for the rows that share it
         first = min(sampler.shared)
-        leaders, place = _first_rows(sampler.shared[first])
-        x = take_rows(sampler.sample(take_rows(x, leaders), range(first), leaders)[0], place)
+        leaders, inverse = _first_rows(sampler.shared[first])
+        x = take_rows(sampler.sample(take_rows(x, leaders), range(first), leaders)[0], inverse)
     final, records, graphs = sampler.sample(x, range(first, len(schedule)), torch.arange(len(x)))
     if stochastic is None or not records:
         return Trajectory.from_steps(schedule, [], [], final)
@@ -179,16 +179,18 @@ def _velocity(
     """The velocity of each row, computed once for those with the same number in `state_ids`."""
     if state_ids is None:
         return velocity(x, i, rows)
-    leaders, place = _first_rows(state_ids[rows])
-    return take_rows(velocity(take_rows(x, leaders), i, rows[leaders]), place)
+    leaders, inverse = _first_rows(state_ids[rows])
+    return take_rows(velocity(take_rows(x, leaders), i, rows[leaders]), inverse)
 
 
 def _first_rows(state_ids: Int[Tensor, " n"]) -> tuple[Int[Tensor, " m"], Int[Tensor, " n"]]:
-    """The place of the first row of each state, in the order of the rows, and for each row which of those it is."""
-    _, place = state_ids.unique(return_inverse=True)
-    first = torch.full((int(place.max()) + 1,), len(place)).scatter_reduce(0, place, torch.arange(len(place)), "amin")
+    """The index of the first row of each state, in the order of the rows, and for each row which of those it is."""
+    _, inverse = state_ids.unique(return_inverse=True)
+    first = torch.full((int(inverse.max()) + 1,), len(inverse)).scatter_reduce(
+        0, inverse, torch.arange(len(inverse)), "amin"
+    )
     order = first.argsort()
-    return first[order], order.argsort()[place]
+    return first[order], order.argsort()[inverse]
 
 
 def _states_by_step(state_ids: Int[Tensor, "B K"] | None, steps: list[int]) -> dict[int, Int[Tensor, " B"]]:

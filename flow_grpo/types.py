@@ -55,8 +55,8 @@ class PromptBatch:
 
     def take(self, rows: Int[Tensor, " n"]) -> "PromptBatch":
         """These rows, whose groups keep their numbers."""
-        places = rows.tolist()
-        prompts, metadata = [self.prompts[i] for i in places], [self.metadata[i] for i in places]
+        indices = rows.tolist()
+        prompts, metadata = [self.prompts[i] for i in indices], [self.metadata[i] for i in indices]
         return PromptBatch(prompts, metadata, self.group[rows], self.image[rows])
 
     @staticmethod
@@ -255,12 +255,12 @@ class Scores:
 
 @dataclass(frozen=True)
 class Evaluation:
-    """Held-out prompts, drawn with fixed seeds and scored; B of them."""
+    """Held-out prompts, whose images are generated with fixed seeds and scored; B of them."""
 
     values: dict[str, Float[Tensor, " B"]]  # by reward, `reward` their weighted sum
     high_frequency_power: Float[Tensor, " B"]  # see flow_grpo/evaluation/image_metrics.py
-    diversity: Float[Tensor, " n"]  # of the first n prompts, which were drawn twice
-    images: dict[int, Tensor]  # (3, H, W) in [0, 1] by the prompt's place: the first ones, the best and the worst
+    diversity: Float[Tensor, " n"]  # of the first n prompts, which have two images each
+    images: dict[int, Tensor]  # (3, H, W) in [0, 1] by the prompt's index: the first ones, the best and the worst
     at_size: dict[str, "Evaluation"] = field(default_factory=dict)  # of the same prompts at further sizes, by HEIGHTxWIDTH
 
     def all_values(self) -> dict[str, Float[Tensor, " B"]]:

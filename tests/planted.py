@@ -177,8 +177,8 @@ BUGS = [
     (
         "Adams-Bashforth extrapolates over the window",
         "flow_grpo/policy/solvers.py",
-        "step, before = steps.start, None",
-        "step, before = steps.start, 0.0 if steps.start else None",
+        "step, v_before = steps.start, None",
+        "step, v_before = steps.start, 0.0 if steps.start else None",
         "tests/test_sampling.py -k 'around_a_window and ab2'",
     ),
     (
@@ -1239,8 +1239,8 @@ BUGS = [
     (
         "a pipeline at another size keeps what its states were made of at the first",
         "flow_grpo/policy/pipeline_call.py",
-        "other.arguments, other._prepared = {**self.arguments, **more}, {}",
-        "other.arguments = {**self.arguments, **more}",
+        "call.arguments, call._prepared = {**self.arguments, **more}, {}",
+        "call.arguments = {**self.arguments, **more}",
         "tests/evaluation/test_sizes.py -k loaded_for_it",
     ),
     (

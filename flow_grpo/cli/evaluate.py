@@ -103,9 +103,9 @@ def evaluate(
 
     words = [word for word in targets or [] if not SETTING.match(word)]
     overrides = [word for word in targets or [] if SETTING.match(word)]
-    known = read_prompt_source(prompts, prompt)
+    prompt_source = read_prompt_source(prompts, prompt)
     options = TargetOptions(
-        config, overrides, prompt or prompt_set_of(known), grid_layout(rows, columns, padding, crop), limit
+        config, overrides, prompt or prompt_set_of(prompt_source), grid_layout(rows, columns, padding, crop), limit
     )
     resolved = resolve_targets(words if words or lora else ["tiny_ocr"], options, lora)
     for target in resolved:
@@ -125,7 +125,7 @@ def evaluate(
     to_generate = None
     if models and args:
         settings |= {"seeds": seeds, "seed": args.evaluation.seed, "steps": steps}
-        to_generate = rows_to_generate(known, args.evaluation, seeds, limit)
+        to_generate = rows_to_generate(prompt_source, args.evaluation, seeds, limit)
     measured, kept = list[Any](), dict[int, Any]()
     with progress_bars(resolved) as update:
         for result in measure(resolved, to_generate, reward_sum, sum_is_metric, steps, progress=update, kept=kept):

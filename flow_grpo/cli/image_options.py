@@ -94,11 +94,11 @@ def read_prompt_source(source: str | None, prompt: str | None) -> "PromptSet | I
     return load_prompts([prompt_source]) if isinstance(prompt_source, str) else prompt_source
 
 
-def prompt_set_of(known: "PromptSet | ImageRecords | None") -> "PromptSet | None":
+def prompt_set_of(prompt_source: "PromptSet | ImageRecords | None") -> "PromptSet | None":
     """The prompts alone, without the seeds and images that they may come with."""
     from flow_grpo.data.prompts import PromptSet
 
-    return None if known is None else PromptSet(known.prompts, known.metadata)
+    return None if prompt_source is None else PromptSet(prompt_source.prompts, prompt_source.metadata)
 
 
 def _pixels(option: str, text: str | None, count: int) -> tuple[int, ...] | None:

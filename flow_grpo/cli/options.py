@@ -64,11 +64,11 @@ def parse_reward(text: str) -> tuple[str, dict[str, Any]]:
     """Split `clip={model: ViT-L-14}` into the reward's name and its options."""
     from flow_grpo.config.loading import parse_yaml
 
-    name, equals, rest = text.partition("={")
-    options = parse_yaml("{" + rest, repr(text)) if equals else {}
-    odd = next((key for key in options if not isinstance(key, str)), None)
-    if odd is not None:
-        raise ValueError(f"{text!r} has the option {odd!r}, which is not a name: write NAME={{key: value, ...}}.")
+    name, equals, option_text = text.partition("={")
+    options = parse_yaml("{" + option_text, repr(text)) if equals else {}
+    invalid = next((key for key in options if not isinstance(key, str)), None)
+    if invalid is not None:
+        raise ValueError(f"{text!r} has the option {invalid!r}, which is not a name: write NAME={{key: value, ...}}.")
     return name, options
 
 
@@ -81,11 +81,11 @@ def load_rewards(words: list[str]) -> "dict[str, Reward]":
     options_of = [parse_reward(word) for word in words]
     if len(dict(options_of)) < len(words):
         raise ValueError("a reward is given twice by --reward: give each once.")
-    short = rewards.metric_names(dict(options_of), RESERVED_NAMES)
+    short_names = rewards.metric_names(dict(options_of), RESERVED_NAMES)
     loaded = {}
     for name, options in options_of:
         with phase(f"loading reward {name}"):
-            loaded[short[name]] = rewards.load(name, **options)
+            loaded[short_names[name]] = rewards.load(name, **options)
     return loaded
 
 
@@ -110,7 +110,7 @@ def prepare_folder(folder: Path, option: str = "--out") -> None:
             pass
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or error
-        raise ValueError(f"nothing can be written to {folder} ({reason}): give another place by {option}.") from error
+        raise ValueError(f"nothing can be written to {folder} ({reason}): give another path by {option}.") from error
 
 
 @contextmanager

@@ -94,8 +94,8 @@ def sample(
         has_grid = _generate(
             policy, cells, steps=steps or args.evaluation.steps, microbatch=args.microbatch, columns=columns, folder=out
         )
-    where = out / GRID if has_grid else f"{out}, without a {GRID}, which would be too large"
-    say(f"{counted(len(cells), 'video' if policy.makes_videos else 'image')}: {where}")
+    output = out / GRID if has_grid else f"{out}, without a {GRID}, which would be too large"
+    say(f"{counted(len(cells), 'video' if policy.makes_videos else 'image')}: {output}")
 
 
 def _read_prompts(words: list[str], images: Sequence[Path] = ()) -> list[str]:

@@ -11,12 +11,12 @@ class SettingsCommand(TyperCommand):
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         """Parse the words. ValueError for `--steps 3`, which is written steps=3."""
         options = {name for parameter in self.params for name in (*parameter.opts, *parameter.secondary_opts)}
-        for place, word in enumerate(args):
+        for i, word in enumerate(args):
             option, equals, value = word.partition("=")
             if word == "--":
                 break
             if option.startswith("--") and option not in (*options, "--help") and (path := _setting(option)):
-                following = next((one for one in args[place + 1 : place + 2] if not one.startswith("--")), "VALUE")
+                following = next((next_word for next_word in args[i + 1 : i + 2] if not next_word.startswith("--")), "VALUE")
                 raise ValueError(f"{option} is a setting and no option: write {path}={value if equals else following}.")
         return super().parse_args(ctx, args)
 

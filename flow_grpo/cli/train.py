@@ -110,17 +110,21 @@ def _launch(num_processes: int, config: str, overrides: list[str], options: list
     from flow_grpo.distributed.launch import RankDied, launch
     from flow_grpo.run_folder import checkpoint, layout
 
-    if num_processes > (most := PROCESSES_PER_CORE * (os.cpu_count() or 1)):
-        raise ValueError(f"--num-processes={num_processes} is too many for the cores of this machine: give at most {most}.")
+    if num_processes > (max_processes := PROCESSES_PER_CORE * (os.cpu_count() or 1)):
+        raise ValueError(
+            f"--num-processes={num_processes} is too many for the cores of this machine: give at most {max_processes}."
+        )
     try:
         return launch(num_processes, ["train", config, *overrides, *options])
     except RankDied as error:
         saved = checkpoint.steps(folder / layout.CHECKPOINTS)
-        kept = f"The checkpoint of step {saved[0]} is saved. Go on with" if saved else "Nothing was saved. Start again with"
-        raise ValueError(f"{error} {kept}: {_command(config, overrides, bool(saved), num_processes)}") from None
+        advice = (
+            f"The checkpoint of step {saved[0]} is saved. Go on with" if saved else "Nothing was saved. Start again with"
+        )
+        raise ValueError(f"{error} {advice}: {_command(config, overrides, bool(saved), num_processes)}") from None
 
 
 def _command(config: str, overrides: list[str], resume: bool, processes: int) -> str:
     """The command line that starts or resumes a run."""
-    several = [] if processes == 1 else ["--num-processes", str(processes)]
-    return shlex.join(["flow-grpo", "train", config, *overrides, *(["--resume"] if resume else []), *several])
+    launch_options = [] if processes == 1 else ["--num-processes", str(processes)]
+    return shlex.join(["flow-grpo", "train", config, *overrides, *(["--resume"] if resume else []), *launch_options])

@@ -92,7 +92,9 @@ class ComparedRun:
 
     def add(self, point: CurvePoint) -> None:
         """Write a finished evaluation."""
-        write_atomic(self.folder / CURVE, "".join(json.dumps(asdict(one)) + "\n" for one in [*self.points(), point]))
+        write_atomic(
+            self.folder / CURVE, "".join(json.dumps(asdict(curve_point)) + "\n" for curve_point in [*self.points(), point])
+        )
 
     def settings(self, overrides: list[str]) -> FlowGRPOConfig:
         own = [f"seed={self.seed}", f"output_dir={self.folder}", "keep_checkpoints=3"]
@@ -105,9 +107,9 @@ def _with_current_names(content: Any) -> Any:
 
 def parse_budget(text: str, evaluations: int) -> Budget:
     """Parse `120s`, `20m` or `images=5000`."""
-    kind, equals, number = text.partition("=")
+    unit, equals, number = text.partition("=")
     try:
-        if equals and kind == "images":
+        if equals and unit == "images":
             return Budget(_positive(float(number)), "images", evaluations)
         if not equals and text.endswith(("s", "m")):
             return Budget(_positive(float(text[:-1]) * (60 if text.endswith("m") else 1)), "seconds", evaluations)
@@ -156,8 +158,8 @@ def compare(
             if len(points) > number or (stop and points and points[-1].reaches(metric, target)):
                 continue
             point = _train_in_process(context, run, number, budget, overrides)
-            now = f", {metric} {point.values[metric]:.3f}" if metric in point.values else ""
-            log(f"{run.name} seed {run.seed}: {point.seconds:.0f} s, {counted(point.images, 'image')}{now}")
+            metric_text = f", {metric} {point.values[metric]:.3f}" if metric in point.values else ""
+            log(f"{run.name} seed {run.seed}: {point.seconds:.0f} s, {counted(point.images, 'image')}{metric_text}")
     return runs
 
 
@@ -257,8 +259,8 @@ def _check_settings(run: ComparedRun, overrides: list[str]) -> None:
     args, file = run.settings(overrides), run.folder / layout.CONFIG
     if args.evaluation.prompts is None:
         raise ValueError(f"{run.config} names no held-out prompts to compare on: set evaluation.prompts.")
-    elsewhere = {"output_dir": args.output_dir}  # the folder may have been moved, or be named from another one
-    if run.points() and file.exists() and FlowGRPOConfig.from_yaml(file).model_copy(update=elsewhere) != args:
+    same_folder = {"output_dir": args.output_dir}  # the folder may have been moved, or be named from another one
+    if run.points() and file.exists() and FlowGRPOConfig.from_yaml(file).model_copy(update=same_folder) != args:
         raise ValueError(f"{run.folder} was started with other settings: give another folder by --out.")
     run.folder.mkdir(parents=True, exist_ok=True)
     write_atomic(file, args.to_yaml())

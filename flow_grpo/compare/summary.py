@@ -100,7 +100,7 @@ def save_plot(runs: list[ComparedRun], metric: str, target: float | None, file: 
         "squared distance from the base model": lambda point: point.kl,
     }
     for axes, (label, x) in zip(panels, x_axes.items(), strict=True):
-        _draw_curves(axes, runs, x, lambda point: point.values[metric])
+        _plot_curves(axes, runs, x, lambda point: point.values[metric])
         if target is not None:
             axes.axhline(target, color="0.5", linewidth=0.8, linestyle=":")
         axes.set_xlabel(label)
@@ -109,7 +109,7 @@ def save_plot(runs: list[ComparedRun], metric: str, target: float | None, file: 
     save_figure(figure, file)
 
 
-def _draw_curves(
+def _plot_curves(
     axes: Any, runs: list[ComparedRun], x: Callable[[CurvePoint], float], y: Callable[[CurvePoint], float]
 ) -> None:
     names = list(dict.fromkeys(run.name for run in runs))

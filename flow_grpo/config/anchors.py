@@ -32,7 +32,7 @@ class DecayRamp(ConfigSection):
         return min(self.max, self.start + self.rate * max(0, steps - self.after))
 
 
-CRDS_RAMP = DecayRamp(after=75, rate=0.0075, max=0.999)  # of the policy that draws its images, arXiv 2603.14128
+CRDS_RAMP = DecayRamp(after=75, rate=0.0075, max=0.999)  # of the policy that samples its images, arXiv 2603.14128
 
 
 def _number_or_ramp(value: Any, info: ValidationInfo) -> Any:
@@ -117,9 +117,9 @@ class NamedAnchor:
         return f"anchor_{self.reference}" if self.config.to in COPIES else None
 
 
-def name_anchors(anchors: Iterable[AnchorConfig], before: Sequence[NamedAnchor] = ()) -> list[NamedAnchor]:
+def name_anchors(anchors: Iterable[AnchorConfig], existing: Sequence[NamedAnchor] = ()) -> list[NamedAnchor]:
     """The anchors that have names already, and `anchors` with theirs."""
-    named = list(before)
+    named = list(existing)
     for anchor in anchors:
         shared = next((known.reference for known in named if known.config.reference_key == anchor.reference_key), None)
         named.append(
@@ -133,5 +133,5 @@ def name_anchors(anchors: Iterable[AnchorConfig], before: Sequence[NamedAnchor] 
 
 
 def _numbered(name: str, taken: Iterable[str]) -> str:
-    count = sum(other == name or other.startswith(f"{name}_") for other in taken)
+    count = sum(known == name or known.startswith(f"{name}_") for known in taken)
     return f"{name}_{count + 1}" if count else name

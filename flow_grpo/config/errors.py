@@ -15,48 +15,50 @@ from flow_grpo.text import suggest
 OTHER_NAMES = {"learning_rate": "lr"}  # of trl and accelerate
 NUMBERS = {"int_parsing": "a whole number", "int_type": "a whole number", "int_from_float": "a whole number"}
 NUMBERS |= {"float_parsing": "a number", "float_type": "a number"}
-UNION_MEMBERS = ("str", "int", "float", "bool", "dict", "list")  # which pydantic adds to the place of an error
+UNION_MEMBERS = ("str", "int", "float", "bool", "dict", "list")  # which pydantic adds to the location of an error
 
 
 def error_sentence(error: ValidationError, config: type[ConfigSection]) -> str:
     """The first error in a config of this type, and for an unknown setting the one that was probably meant."""
     first = error.errors()[0]
     parts = [str(part) for part in first["loc"]]
-    where = ".".join(part for part in parts if (part.isidentifier() and part not in UNION_MEMBERS) or ":" in part)
+    setting = ".".join(part for part in parts if (part.isidentifier() and part not in UNION_MEMBERS) or ":" in part)
     if first["type"] == "extra_forbidden":
-        return f"there is no setting {where}.{_did_you_mean([str(part) for part in first['loc']], config)}"
+        return f"there is no setting {setting}.{_did_you_mean([str(part) for part in first['loc']], config)}"
     if first["type"] == "value_error":
         return str(first["ctx"]["error"])
-    return f"{where} is {first['input']!r}, but {_expected(first, parts)}."
+    return f"{setting} is {first['input']!r}, but {_expected(first, parts)}."
 
 
-def _expected(error: ErrorDetails, place: list[str]) -> str:
+def _expected(error: ErrorDetails, location: list[str]) -> str:
     """What a setting should be, as the end of a sentence."""
     if error["type"] in NUMBERS:
         return f"it should be {NUMBERS[error['type']]}"
-    if error["type"] == "model_type" and place[-2:-1] == ["rewards"]:
+    if error["type"] == "model_type" and location[-2:-1] == ["rewards"]:
         return "it should be a weight such as 0.5, or {weight: 0.5, options: {...}}"
     if error["type"] == "model_type":
         return "it should be a section of settings, {setting: value}"
-    if error["type"] == "dict_type" and place[-1] == "rewards":
+    if error["type"] == "dict_type" and location[-1] == "rewards":
         name = error["input"] if isinstance(error["input"], str) else "ocr"
         return f"it should have weights: write {{{name}: 1.0}}"
     return error["msg"].replace("Input should", "it should")
 
 
-def _did_you_mean(place: list[str], config: type[ConfigSection]) -> str:
+def _did_you_mean(location: list[str], config: type[ConfigSection]) -> str:
     """Suggest the intended setting: the same name in another section, else the closest name, this section's first."""
-    *parents, word = place
+    *parents, word = location
     if named := setting_paths(config, word):
         return f" Did you mean {' or '.join(named)}?"
-    here = [config]
+    sections = [config]
     for part in parents:
-        here = [inner for section in here for inner in _sections(section.model_fields.get(part))] or here
+        sections = [inner for section in sections for inner in _sections(section.model_fields.get(part))] or sections
     paths = sorted(set(_paths(config)), key=lambda path: (-len(path), path))
-    elsewhere = {path[-1]: ".".join(path) for path in paths}
-    names = [name for section in here for name in section.model_fields]
-    known = f" {'.'.join(parents)} has {', '.join(dict.fromkeys(names))}." if len(here) == 1 and here != [config] else ""
-    return suggest(word, names) or suggest(word, elsewhere) or known
+    dotted_by_name = {path[-1]: ".".join(path) for path in paths}
+    names = [name for section in sections for name in section.model_fields]
+    known = (
+        f" {'.'.join(parents)} has {', '.join(dict.fromkeys(names))}." if len(sections) == 1 and sections != [config] else ""
+    )
+    return suggest(word, names) or suggest(word, dotted_by_name) or known
 
 
 def setting_paths(config: type[ConfigSection], word: str) -> list[str]:
@@ -65,20 +67,20 @@ def setting_paths(config: type[ConfigSection], word: str) -> list[str]:
     return [".".join(path) for path in sorted(set(_paths(config)), key=lambda path: (len(path), path)) if path[-1] == word]
 
 
-def _paths(section: type[ConfigSection], above: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
+def _paths(section: type[ConfigSection], parents: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
     """Paths of keys to all settings; without those of a reward, whose path contains its own name."""
     for name, field in section.model_fields.items():
-        yield (*above, name)
+        yield (*parents, name)
         for inner in _sections(field):
             if inner is not RewardConfig:
-                yield from _paths(inner, (*above, name))
+                yield from _paths(inner, (*parents, name))
 
 
 def _sections(field: FieldInfo | None) -> list[type[ConfigSection]]:
     """Section types in a setting's annotation; all objectives' sections for `objective`."""
-    kinds = (field.annotation, *get_args(field.annotation)) if field else ()
+    annotations = (field.annotation, *get_args(field.annotation)) if field else ()
     classes = [
-        kind for kind in kinds if isinstance(kind, type) and get_origin(kind) is None
+        annotation for annotation in annotations if isinstance(annotation, type) and get_origin(annotation) is None
     ]  # Python 3.10: list[str] is a type
-    sections = [kind for kind in classes if issubclass(kind, ConfigSection)]
+    sections = [annotation for annotation in classes if issubclass(annotation, ConfigSection)]
     return list(section_types().values()) if ObjectiveConfig in sections else sections

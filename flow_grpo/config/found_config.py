@@ -31,7 +31,7 @@ def check(args: FlowGRPOConfig, file: Path, rewards: bool, prompts: bool) -> Non
         named_by_file = set(_named(FlowGRPOConfig.from_yaml(file), rewards, prompts))
     except ValueError:  # valid only with the overrides, so the user's own values can't be told apart
         named_by_file = set(_named(args, rewards, prompts))
-    refused = [what for what in _named(args, rewards, prompts) if what in named_by_file]
+    refused = [description for description in _named(args, rewards, prompts) if description in named_by_file]
     if refused:
         others = [flag for flag, used in (("--reward", rewards), ("--prompts", prompts)) if used]
         instead = f", or give others by {' and '.join(others)}" if others else ""
@@ -48,7 +48,7 @@ def _named(args: FlowGRPOConfig, rewards: bool, prompts: bool) -> Iterator[str]:
     if "hub" in (args.memory.attention_backend or ""):
         yield f"the attention {args.memory.attention_backend}, whose code is downloaded"
     held_out = args.evaluation.prompts or []
-    for source in [held_out] if isinstance(held_out, str) else [one.file for one in held_out]:
+    for source in [held_out] if isinstance(held_out, str) else [prompt_set.file for prompt_set in held_out]:
         if prompts and "://" in source:
             yield f"the prompts {source}"
     for name, setting in {**args.evaluation.rewards, **args.rewards}.items() if rewards else ():

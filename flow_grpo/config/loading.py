@@ -15,7 +15,7 @@ OTHER_ENCODINGS = {
     codecs.BOM_UTF16_LE: "UTF-16",
     codecs.BOM_UTF16_BE: "UTF-16",
 }
-MOST_NODES = 100_000  # of a YAML document with its aliases written out
+MAX_NODES = 100_000  # of a YAML document with its aliases written out
 TOO_DEEP = "it is nested too deeply"
 
 
@@ -70,7 +70,7 @@ def parse_yaml(text: str, source: str) -> Any:
     except RecursionError:
         raise ValueError(f"{source} is not a usable YAML document: {TOO_DEEP}.") from None
     except yaml.MarkedYAMLError as error:
-        raise ValueError(f"{source} is not valid YAML{_explained(error)}.") from error
+        raise ValueError(f"{source} is not valid YAML{_describe_error(error)}.") from error
     except (yaml.YAMLError, ValueError) as error:  # ValueError: a date that no calendar has
         raise ValueError(f"{source} is not valid YAML: {' '.join(str(error).split())}.") from error
 
@@ -84,12 +84,12 @@ def dump_yaml(values: Any, **style: Any) -> str:
     return yaml.dump(values, Dumper=_Dumper, sort_keys=False, **style)
 
 
-def flatten(values: dict[str, Any], above: str = "") -> dict[str, Any]:
+def flatten(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
     """Settings by their dotted names: `{"a": {"b": 1}}` becomes `{"a.b": 1}`."""
     flat: dict[str, Any] = {}
     for key, value in values.items():
         inner = isinstance(value, dict) and value
-        flat |= flatten(value, f"{above}{key}.") if inner else {f"{above}{key}": value}
+        flat |= flatten(value, f"{prefix}{key}.") if inner else {f"{prefix}{key}": value}
     return flat
 
 
@@ -128,8 +128,8 @@ class _Loader(_Numbers, yaml.SafeLoader):
             if not isinstance(key, Hashable):
                 continue  # for which PyYAML has a sentence
             if key in lines:
-                where = f"in line {line}" if lines[key] == line else f"in lines {lines[key]} and {line}"
-                raise _Refused(f"has the key {key!r} twice, {where}: keep one of them")
+                position = f"in line {line}" if lines[key] == line else f"in lines {lines[key]} and {line}"
+                raise _Refused(f"has the key {key!r} twice, {position}: keep one of them")
             lines[key] = line
         return super().construct_mapping(node, deep)
 
@@ -142,20 +142,20 @@ def _check_size(root: yaml.Node) -> None:
     """Refuse a document with recursive aliases, or one that is too large once all aliases are expanded."""
     sizes: dict[int, int] = {}
 
-    def size(node: yaml.Node, above: frozenset[int]) -> int:
-        if id(node) in above:
+    def size(node: yaml.Node, ancestors: frozenset[int]) -> int:
+        if id(node) in ancestors:
             raise _Refused(f"has an alias of itself, in line {node.start_mark.line + 1}")
         if id(node) not in sizes:
             parts = node.value if isinstance(node, yaml.CollectionNode) else []
             inner = [part for pair in parts for part in pair] if isinstance(node, yaml.MappingNode) else parts
-            sizes[id(node)] = 1 + sum(size(part, above | {id(node)}) for part in inner)
+            sizes[id(node)] = 1 + sum(size(part, ancestors | {id(node)}) for part in inner)
         return sizes[id(node)]
 
-    if size(root, frozenset()) > MOST_NODES:
-        raise _Refused(f"holds more than {MOST_NODES:,} values: its aliases are written out too often")
+    if size(root, frozenset()) > MAX_NODES:
+        raise _Refused(f"holds more than {MAX_NODES:,} values: its aliases are written out too often")
 
 
-def _explained(error: yaml.MarkedYAMLError) -> str:
+def _describe_error(error: yaml.MarkedYAMLError) -> str:
     """Where a YAML error is and what it is, as the end of a sentence."""
     mark, problem = error.problem_mark or error.context_mark, error.problem or error.context or "it can't be parsed"
     if problem.startswith("but "):

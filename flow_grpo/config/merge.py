@@ -9,21 +9,21 @@ from flow_grpo.config.objective_types import section_type
 Settings = dict[str, Any]  # as a YAML file has them, before validation
 
 
-def merge(base: Settings, over: Settings) -> Settings:
-    """`base` with the settings of `over`, section by section."""
-    both = dict(base)
-    for key, value in over.items():
-        inner = both.get(key)
-        both[key] = merge(inner, value) if isinstance(value, dict) and isinstance(inner, dict) else value
-    return both
+def merge(base: Settings, overrides: Settings) -> Settings:
+    """`base` with the settings of `overrides`, section by section."""
+    merged = dict(base)
+    for key, value in overrides.items():
+        inner = merged.get(key)
+        merged[key] = merge(inner, value) if isinstance(value, dict) and isinstance(inner, dict) else value
+    return merged
 
 
 def merge_stage(base: Settings, stage: Settings) -> Settings:
     """The run's settings with those of a stage. Of the run's, the stage has only what its objective reads."""
-    both = merge(base, stage)
+    merged = merge(base, stage)
     explicit = {(section, key) for section in ("objective", "sampling") for key in stage.get(section) or ()}
-    both = _drop_noise_level_of_other_unit(base, _drop_unsuitable_transition(base, both, explicit), explicit)
-    return filter_settings(both, lambda section, key: (section, key) in explicit or objective_reads(both, section, key))
+    merged = _drop_noise_level_of_other_unit(base, _drop_unsuitable_transition(base, merged, explicit), explicit)
+    return filter_settings(merged, lambda section, key: (section, key) in explicit or objective_reads(merged, section, key))
 
 
 def drop_unread_settings(settings: Settings) -> Settings:

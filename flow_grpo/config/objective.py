@@ -225,7 +225,7 @@ class OldPolicy(ObjectiveConfig):
     """How slowly the old policy follows the trained one after each training step: 0 at once, 1 never. Or a ramp: for nft the published
     one is {rate: 0.001, max: 0.5}, for OCR {after: 75, rate: 0.0075, max: 0.999}; for crd {start: 0.25, rate: 0.005, max: 0.999}."""
     rollout_policy: Literal["trained", "old", "average"] = "trained"
-    """Which policy draws a step's images: the trained one; the old one, as nft was published; or a second moving average, as crd was."""
+    """Which policy samples a step's images: the trained one; the old one, as nft was published; or a second moving average, as crd was."""
     rollout_policy_decay: Decay = CRDS_RAMP
     """With rollout_policy average: how slowly it follows the trained policy, as of old_policy_decay; by default crd's published ramp."""
 
@@ -242,7 +242,7 @@ class OldPolicy(ObjectiveConfig):
     def _has_its_average(self) -> "OldPolicy":
         if self.rollout_policy_decay != CRDS_RAMP and self.rollout_policy != "average":
             raise ValueError(
-                "objective.rollout_policy_decay is of an average that draws the images: set rollout_policy=average."
+                "objective.rollout_policy_decay is of an average that samples the images: set rollout_policy=average."
             )
         return self
 

@@ -80,7 +80,7 @@ def _check_stepwise(objective: ObjectiveConfig, method: methods.Objective, sampl
         )
     kinds = {objective.kl, *(anchor.kl for anchor in objective.anchors)}
     if "flow_grpo" in kinds and not transition.has_g:
-        with_g = " or ".join(name for name, one in methods.TRANSITIONS.items() if one.has_g)
+        with_g = " or ".join(name for name, row in methods.TRANSITIONS.items() if row.has_g)
         raise ValueError(f"objective.kl=flow_grpo divides by the g of {with_g}; {sampling.transition} has none.")
     if sampling.log_prob == "gaussian":
         return
@@ -96,11 +96,13 @@ def _check_on_final_latents(objective: ObjectiveConfig, method: methods.Objectiv
     """Raise ValueError if settings conflict with a forward-process objective, on the final latents of ODE rollouts."""
     if methods.TRANSITIONS[sampling.transition].stochastic:
         raise ValueError(f"objective {objective.name} trains on final latents of the ODE: set sampling.transition=ode.")
-    other = next(
+    stepwise_kl = next(
         (kl for kl in (objective.kl, *(anchor.kl for anchor in objective.anchors)) if kl not in (None, "velocity")), None
     )
-    if other is not None:
-        raise ValueError(f"objective.kl={other} needs trained steps, {objective.name} has none: set objective.kl=velocity.")
+    if stepwise_kl is not None:
+        raise ValueError(
+            f"objective.kl={stepwise_kl} needs trained steps, {objective.name} has none: set objective.kl=velocity."
+        )
     if objective.sigma_range[0] >= objective.sigma_range[1]:
         raise ValueError("objective.sigma_range must rise, for example [0, 1].")
     if objective.sigma_distribution != "logit_normal" and (objective.logit_location, objective.logit_scale) != (0, 1):

@@ -49,11 +49,11 @@ def renamed(values: dict[str, Any]) -> dict[str, Any]:
         ValueError: a setting is given under both names.
     """
     for section, names in RENAMED.items():
-        values = _within(values, section.split(".") if section else [], names)
+        values = _rename_in_section(values, section.split(".") if section else [], names)
     objective = values.get("objective")
     if isinstance(objective, dict) and objective.get("name") == "dpo" and DPO_BETA in objective:
-        others = {key: value for key, value in objective.items() if key != DPO_BETA}
-        values = {**values, "objective": {**others, "beta": objective[DPO_BETA]}}
+        other_settings = {key: value for key, value in objective.items() if key != DPO_BETA}
+        values = {**values, "objective": {**other_settings, "beta": objective[DPO_BETA]}}
     if isinstance(stages := values.get("stages"), list):
         values = {**values, "stages": [renamed(stage) if isinstance(stage, dict) else stage for stage in stages]}
     return values
@@ -67,11 +67,11 @@ def renamed_path(path: list[str]) -> list[str]:
     return new_path
 
 
-def _within(values: dict[str, Any], path: list[str], names: dict[str, str]) -> dict[str, Any]:
+def _rename_in_section(values: dict[str, Any], path: list[str], names: dict[str, str]) -> dict[str, Any]:
     """`values` with the keys of the section at `path` renamed."""
     if path:
         inner = values.get(path[0])
-        return {**values, path[0]: _within(inner, path[1:], names)} if isinstance(inner, dict) else values
+        return {**values, path[0]: _rename_in_section(inner, path[1:], names)} if isinstance(inner, dict) else values
     for old, new in names.items():
         if old in values and new in values:
             raise ValueError(f"{old} is the former name of {new}, and both are set: remove {old}.")

@@ -7,7 +7,7 @@ from flow_grpo.config.loading import parse_yaml
 from flow_grpo.config.old_names import renamed, renamed_path
 from flow_grpo.config.shorthand import expand_rewards
 
-NAMED = [["rewards"], ["evaluation", "rewards"]]  # settings whose keys are names of rewards
+REWARD_SECTIONS = [["rewards"], ["evaluation", "rewards"]]  # settings whose keys are names of rewards
 
 
 def check_form(pairs: list[str]) -> None:
@@ -36,14 +36,14 @@ def override(values: dict[str, Any], pair: str) -> list[str]:
         values = values.setdefault(parent, {})
         if not isinstance(values, dict):
             raise ValueError(f"{pair!r}: {parent} is a single value, it has no {last}.")
-    value = _modern(path, parse_yaml(text, f"the value of {key}"))
-    if parents in NAMED and isinstance(value, int | float) and isinstance(values.get(last), dict):
+    value = _with_current_names(path, parse_yaml(text, f"the value of {key}"))
+    if parents in REWARD_SECTIONS and isinstance(value, int | float) and isinstance(values.get(last), dict):
         values, last = values[last], "weight"  # the reward's options stay
     values[last] = value
     return path
 
 
-def _modern(path: list[str], value: Any) -> Any:
+def _with_current_names(path: list[str], value: Any) -> Any:
     """The value of the setting at `path`, with today's names of the settings within it."""
     values = value
     for key in reversed(path):
@@ -65,15 +65,15 @@ def _path(values: dict[str, Any], key: str) -> list[str]:
 
     A reward's name may have dots: it is one of `values`, or quoted, or `path/my.py:function`.
     """
-    holder = next((holder for holder in NAMED if key.startswith(f"{'.'.join(holder)}.")), None)
-    if holder is None:
+    section = next((section for section in REWARD_SECTIONS if key.startswith(f"{'.'.join(section)}.")), None)
+    if section is None:
         return key.split(".")
     known: Any = values
-    for part in holder:
+    for part in section:
         known = known.get(part) if isinstance(known, dict) else None
     names = [re.escape(name) for name in sorted(map(str, known), key=len, reverse=True)] if isinstance(known, dict) else []
     name = "|".join([*names, '"[^"]+"', "'[^']+'", r".+:\w+", "[^.]+"])
-    match = re.fullmatch(rf"({name})(?:\.(.*))?", key.removeprefix(f"{'.'.join(holder)}."))
+    match = re.fullmatch(rf"({name})(?:\.(.*))?", key.removeprefix(f"{'.'.join(section)}."))
     if match is None:
         return key.split(".")
-    return [*holder, match[1].strip("\"'"), *(match[2].split(".") if match[2] else [])]
+    return [*section, match[1].strip("\"'"), *(match[2].split(".") if match[2] else [])]

@@ -15,10 +15,10 @@ def check_prompt_sets(args: RunSettings) -> None:
             )
         if not sets:
             raise ValueError(f"{setting} is an empty list: give a file, or a list of sets such as [{{file: prompts.txt}}].")
-        names = [one.label for one in sets]
+        names = [prompt_set.label for prompt_set in sets]
         repeated = next((name for name in names if names.count(name) > 1), None)
         if repeated is not None:
             raise ValueError(f"two sets of {setting} are called {repeated}: give each a name of its own by `name`.")
-        for one in sets:
-            if setting == "evaluation.prompts" and one.weight != 1:
-                raise ValueError(f"evaluation.prompts measures all prompts of {one.label}: leave its weight out.")
+        for prompt_set in sets:
+            if setting == "evaluation.prompts" and prompt_set.weight != 1:
+                raise ValueError(f"evaluation.prompts measures all prompts of {prompt_set.label}: leave its weight out.")

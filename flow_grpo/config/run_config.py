@@ -50,11 +50,11 @@ class FlowGRPOConfig(RunSettings):
 
     @model_validator(mode="before")
     @classmethod
-    def _written_out(cls, values: Any) -> Any:
+    def _expand_short_forms(cls, values: Any) -> Any:
         """In today's names, without short forms."""
         if not isinstance(values, dict):
             return values
-        values = with_transition(expand_trackers(_modern(values)))
+        values = with_transition(expand_trackers(_with_current_names(values)))
         expand_rewards(values)
         return resolve_auto_microbatch(values, {name: cls.model_fields[name].default for name in SIZES})
 
@@ -85,8 +85,10 @@ class FlowGRPOConfig(RunSettings):
         for number, settings in enumerate(self.stages, 1):
             unknown = next((key for key in settings if key not in STAGE_FIELDS), None)
             if unknown is not None or "steps" not in settings:
-                what = f"can't set {unknown}" if unknown else "has no steps"
-                raise ValueError(f"stage {number} {what}: give steps, and what may change, {', '.join(STAGE_FIELDS[1:])}.")
+                problem = f"can't set {unknown}" if unknown else "has no steps"
+                raise ValueError(
+                    f"stage {number} {problem}: give steps, and what may change, {', '.join(STAGE_FIELDS[1:])}."
+                )
             stage = self._validated(merge_stage(base, settings), f"stage {number}: ")
             stages.append((start, stage._with_fitting_microbatch()))
             start += stage.steps
@@ -116,14 +118,14 @@ class FlowGRPOConfig(RunSettings):
         values = read_yaml(file) or {}
         if not isinstance(values, dict):
             raise ValueError(f"{file} must hold `key: value` lines.")
-        of_file = _modern(values)
-        values = _overridden(of_file, overrides or [])
+        file_values = _with_current_names(values)
+        values = _overridden(file_values, overrides or [])
         values.setdefault("output_dir", "runs/{name}")
         values["output_dir"] = str(values["output_dir"]).replace("{name}", file.stem)
         try:
             return cls._validated(values)
         except ValueError as error:
-            source = "on the command line" if overrides and cls._is_valid(of_file) else file.name
+            source = "on the command line" if overrides and cls._is_valid(file_values) else file.name
             raise ValueError(f"{source}: {error}") from error
 
     @classmethod
@@ -169,23 +171,23 @@ class FlowGRPOConfig(RunSettings):
 
     def differences(self, now: "FlowGRPOConfig") -> dict[str, tuple[Any, Any]]:
         """Settings that change the numbers and differ, as {name: (old, new)}; run length, paths, monitoring are ignored."""
-        free: Any = dict.fromkeys(
+        ignored: Any = dict.fromkeys(
             ("steps", "output_dir", "save_every", "sample_every", "keep_checkpoints", "device", "trackers"), True
         )
         # a change of its other settings makes evaluations incomparable
-        free["evaluation"] = {"every", "num_images", "rewards", "sizes"}
-        free["memory"] = {"shard"}  # checkpoints are stored unsharded
+        ignored["evaluation"] = {"every", "num_images", "rewards", "sizes"}
+        ignored["memory"] = {"shard"}  # checkpoints are stored unsharded
         # moving a reward to another process does not change its values
-        free["rewards"] = {"__all__": {"remote", "isolate", "python", "timeout"}}
-        here, there = self.model_dump(exclude=free), now.model_dump(exclude=free)
-        return {name: (here[name], there[name]) for name in there if there[name] != here[name]}
+        ignored["rewards"] = {"__all__": {"remote", "isolate", "python", "timeout"}}
+        old, new = self.model_dump(exclude=ignored), now.model_dump(exclude=ignored)
+        return {name: (old[name], new[name]) for name in new if new[name] != old[name]}
 
     def to_yaml(self) -> str:
         """As YAML, every field with its value."""
         return dump_yaml(self.model_dump(mode="json"))
 
 
-def _modern(values: dict[str, Any]) -> dict[str, Any]:
+def _with_current_names(values: dict[str, Any]) -> dict[str, Any]:
     """The settings of a file under today's names; of a run of 0.3, without those of other objectives."""
     values = expand_objective(values)
     return drop_unread_settings(renamed(values)) if is_written_by_03(values) else renamed(values)

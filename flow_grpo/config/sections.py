@@ -22,9 +22,9 @@ class ConfigSection(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _finite(cls, values: Any) -> Any:
-        for place, value in _numbers(values):
+        for path, value in _numbers(values):
             if not math.isfinite(value):
-                raise ValueError(f"{'.'.join(place)} is {value}, but it should be a finite number.")
+                raise ValueError(f"{'.'.join(path)} is {value}, but it should be a finite number.")
         return values
 
     def changed(self) -> list[str]:
@@ -34,16 +34,16 @@ class ConfigSection(BaseModel):
 
 def _numbers(values: Any) -> Iterator[tuple[list[str], float]]:
     """The floats of plain values, however deep, each with the keys that lead to it."""
-    left: list[tuple[list[str], Any]] = [([], values)]
+    stack: list[tuple[list[str], Any]] = [([], values)]
     visited: set[int] = set()  # YAML's references may form a ring
-    while left:
-        place, value = left.pop()
+    while stack:
+        path, value = stack.pop()
         if isinstance(value, float):
-            yield place, value
+            yield path, value
         elif isinstance(value, dict | list | tuple) and id(value) not in visited:
             visited.add(id(value))
             inner = value.items() if isinstance(value, dict) else enumerate(value)
-            left += [([*place, str(key)], part) for key, part in inner]
+            stack += [([*path, str(key)], part) for key, part in inner]
 
 
 class LoraConfig(ConfigSection):
@@ -106,7 +106,7 @@ class RewardConfig(ConfigSection):
     """isolate: seconds that loading it, and each call, may take; by default an hour. A remote reward has an option of that name."""
 
     @model_validator(mode="after")
-    def _one_place(self) -> "RewardConfig":
+    def _consistent(self) -> "RewardConfig":
         if self.remote is not None and self.isolate:
             raise ValueError("a reward is either remote or isolated here: set one of `remote` and `isolate`.")
         if self.python is not None and not self.isolate:
@@ -116,8 +116,8 @@ class RewardConfig(ConfigSection):
                 "timeout is for a reward in a process of its own: set isolate=true, or for a remote one options.timeout."
             )
         if self.opponents is not None and (self.scope in ("image", "group") or self.remote is not None):
-            place = "give it to `flow-grpo serve`" if self.remote is not None else "set scope=pair, or leave it out"
-            raise ValueError(f"opponents={self.opponents} is for a reward of scope pair, where it runs: {place}.")
+            advice = "give it to `flow-grpo serve`" if self.remote is not None else "set scope=pair, or leave it out"
+            raise ValueError(f"opponents={self.opponents} is for a reward of scope pair, where it runs: {advice}.")
         return self
 
 
@@ -127,7 +127,7 @@ class PromptSetConfig(ConfigSection):
     name: str | None = None
     """Its name in the metrics; by default the file's name without its ending."""
     weight: PositiveFloat = 1.0
-    """How often training draws a prompt of this set, against the weights of the others."""
+    """How often training samples a prompt of this set, against the weights of the others."""
     rewards: dict[str, float | None] | list[str] | None = None
     """The rewards of its images, of those in the run's `rewards`: their names, or a weight for each; by default all. A column `rewards`
     of the file names those of a single prompt."""
@@ -145,13 +145,13 @@ def _read_prompt_sets(value: Any) -> Any:
     if not isinstance(value, list):  # said here, so that the error is of `prompts` and not of one of its types
         raise PydanticCustomError("prompts", "it should be a file or a list of prompt sets")
     sets = []
-    for number, one in enumerate(value, 1):
+    for number, entry in enumerate(value, 1):
         try:
-            sets.append(PromptSetConfig.model_validate({"file": one} if isinstance(one, str) else one))
+            sets.append(PromptSetConfig.model_validate({"file": entry} if isinstance(entry, str) else entry))
         except ValidationError as error:
             first = error.errors()[0]
-            place = ".".join(map(str, first["loc"]))
-            wrong = f"{place}: {first['msg']}" if place else "it should be a file or {file: ..., weight: ..., rewards: ...}"
+            path = ".".join(map(str, first["loc"]))
+            wrong = f"{path}: {first['msg']}" if path else "it should be a file or {file: ..., weight: ..., rewards: ...}"
             details = {"number": number, "wrong": wrong}
             # not a ValueError, whose sentence would stand without the setting's name
             raise PydanticCustomError("prompt_set", "prompt set {number}: {wrong}", details) from error
@@ -197,7 +197,7 @@ class EvaluationConfig(ConfigSection):
     @property
     def prompt_files(self) -> str | None:
         """The held-out prompts as a text."""
-        return ", ".join(one.file for one in self.prompts) if isinstance(self.prompts, list) else self.prompts
+        return ", ".join(prompt_set.file for prompt_set in self.prompts) if isinstance(self.prompts, list) else self.prompts
 
     @model_validator(mode="after")
     def _different_sizes(self) -> "EvaluationConfig":

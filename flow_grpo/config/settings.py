@@ -66,7 +66,7 @@ class RunSettings(ConfigSection):
     epochs: PositiveInt = 1
     """Passes over each rollout."""
     dynamic_sampling_rounds: Annotated[int, Field(ge=0)] = 0
-    """Further rounds of prompts drawn at most in a step until all its groups have signal (DAPO, arXiv 2503.14476); 0 is none."""
+    """Further rounds of prompts sampled at most in a step until all its groups have signal (DAPO, arXiv 2503.14476); 0 is none."""
     prompt_skipping: PromptSkippingConfig = PromptSkippingConfig()
     """Skips prompts whose groups had zero reward standard deviation."""
 

@@ -7,15 +7,15 @@ SIZES = ("prompts_per_step", "images_per_prompt")
 
 def expand_rewards(values: dict[str, Any]) -> None:
     """Makes `{ocr: {weight: 1.0}}` of `[ocr]` and of `{ocr: 1.0}`, in place."""
-    for holder in (values, values.get("evaluation")):
-        if not isinstance(holder, dict):
+    for section in (values, values.get("evaluation")):
+        if not isinstance(section, dict):
             continue
-        rewards = holder.get("rewards")
+        rewards = section.get("rewards")
         if isinstance(rewards, list) and all(isinstance(name, str) for name in rewards):
             rewards = dict.fromkeys(rewards, 1.0)
         if isinstance(rewards, dict):
-            short = (int, float)
-            holder["rewards"] = {k: {"weight": v} if isinstance(v, short) else v or {} for k, v in rewards.items()}
+            number = (int, float)
+            section["rewards"] = {k: {"weight": v} if isinstance(v, number) else v or {} for k, v in rewards.items()}
 
 
 def expand_objective(values: dict[str, Any]) -> dict[str, Any]:
@@ -61,6 +61,10 @@ def largest_divisor(values: dict[str, Any]) -> int | None:
 
 
 def _with_microbatch(stage: Any, values: dict[str, Any], size: int) -> Any:
-    if not isinstance(stage, dict) or "microbatch" in stage or (own := largest_divisor({**values, **stage})) in (None, size):
+    if (
+        not isinstance(stage, dict)
+        or "microbatch" in stage
+        or (stage_size := largest_divisor({**values, **stage})) in (None, size)
+    ):
         return stage
-    return {**stage, "microbatch": own}
+    return {**stage, "microbatch": stage_size}

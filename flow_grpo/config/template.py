@@ -121,18 +121,18 @@ def _objective_schemas(definitions: dict[str, Any]) -> list[dict[str, str]]:
     """One schema per objective, chosen by `name`; they are added to the schema's definitions."""
     del definitions["ObjectiveConfig"]
     for name, section in section_types().items():
-        one = section.model_json_schema(ref_template="#/$defs/{model}")
-        definitions |= one.pop("$defs", {})
-        one["properties"]["name"] |= {"pattern": ":"} if is_custom(name) else {"const": name}
-        one["required"] = [] if name == FlowGRPOConfig().objective.name else ["name"]
-        definitions[one["title"]] = one
+        schema = section.model_json_schema(ref_template="#/$defs/{model}")
+        definitions |= schema.pop("$defs", {})
+        schema["properties"]["name"] |= {"pattern": ":"} if is_custom(name) else {"const": name}
+        schema["required"] = [] if name == FlowGRPOConfig().objective.name else ["name"]
+        definitions[schema["title"]] = schema
     return [{"$ref": f"#/$defs/{section.__name__}"} for section in section_types().values()]
 
 
 def _preset(model: str) -> str:
     """The name of the bundled config to begin with."""
     trained = [(file.stem, yaml.safe_load(file.read_text())["model"]) for file in sorted(bundled_file("").glob("*.yaml"))]
-    names = [name for name, of in trained if of == model]
+    names = [name for name, trained_model in trained if trained_model == model]
     plain = [name for name in names if name.endswith("_ocr")]
     return model if model in names else next(iter([*plain, *names]), BASE)
 
@@ -141,6 +141,6 @@ def _setting(key: str, value: Any, description: str | None, indent: str = "") ->
     """A comment of the description's first sentence, in lines of readable length, and the setting in one line below it."""
     sentence = re.split(r"(?<=\.)\s", " ".join((description or "").split()))[0].rstrip(".")
     text = dump_yaml({key: value}, default_flow_style=True, width=10**6, allow_unicode=True)
-    mark = f"{indent}# "
-    comment = textwrap.wrap(sentence, COMMENT_WIDTH, initial_indent=mark, subsequent_indent=mark, break_on_hyphens=False)
+    prefix = f"{indent}# "
+    comment = textwrap.wrap(sentence, COMMENT_WIDTH, initial_indent=prefix, subsequent_indent=prefix, break_on_hyphens=False)
     return [*comment, f"{indent}{text.strip()[1:-1]}"]

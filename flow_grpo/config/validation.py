@@ -64,7 +64,7 @@ def check_sizes(args: RunSettings) -> None:
         raise ValueError("objective.clip_low=auto has no ratios to learn from: with one update on a rollout they are all 1.")
     if args.dataset is not None and args.dynamic_sampling_rounds:
         raise ValueError(
-            f"dynamic_sampling_rounds={args.dynamic_sampling_rounds} with objective.dataset: given images are not drawn again; "
+            f"dynamic_sampling_rounds={args.dynamic_sampling_rounds} with objective.dataset: given images are not sampled again; "
             "set dynamic_sampling_rounds=0."
         )
     if pairs and min(args.microbatch, rows) % 2:

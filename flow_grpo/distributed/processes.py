@@ -84,7 +84,7 @@ class Processes:
         except errors as raised:
             error, failure = raised, (next(kind for kind in errors if isinstance(raised, kind)), str(raised))
         parts = self.all_gather((result, failure))
-        failed = next((other for _, other in parts if other is not None), None)
+        failed = next((rank_failure for _, rank_failure in parts if rank_failure is not None), None)
         if failed is not None:
             kind, text = failed
             shared = kind(text)

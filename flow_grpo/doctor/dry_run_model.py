@@ -61,13 +61,15 @@ def cost_lines(estimator: StepEstimator, args: FlowGRPOConfig, num_processes: in
     seconds = estimate.seconds(rates[estimator.dtype]) / hardware.count
     images, (height, width) = args.prompts_per_step * args.images_per_prompt, estimator.image_size
     frames = estimator.trace.image_shape[:-3]
-    what = f"{images} videos of {frames[0]} frames" if frames else f"{images} images"
-    place = "of the GPU" if estimator.cuda else "in addition to libraries and rewards"
-    lines = [f"a step: {what} of {height} x {width} in {seconds:.3g} s without rewards, {estimate.peak / GB:.2f} GB {place}"]
+    step_images = f"{images} videos of {frames[0]} frames" if frames else f"{images} images"
+    memory_scope = "of the GPU" if estimator.cuda else "in addition to libraries and rewards"
+    lines = [
+        f"a step: {step_images} of {height} x {width} in {seconds:.3g} s without rewards, {estimate.peak / GB:.2f} GB {memory_scope}"
+    ]
     size = (args.height or height, args.width or width)
     if size != (height, width):
         lines.append(
-            f"warning: the model draws {height} x {width} pixels, not {size[0]} x {size[1]}: set height and width so."
+            f"warning: the model generates {height} x {width} pixels, not {size[0]} x {size[1]}: set height and width so."
         )
     if estimate.peak > hardware.memory:
         lines.append(f"warning: {hardware.name} has {hardware.memory / GB:.0f} GB: `flow-grpo plan` shows what would fit.")

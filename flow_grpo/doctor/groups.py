@@ -80,8 +80,8 @@ def check_groups(source: RolloutSource, groups: SampledGroups, values: dict[str,
     results = []
     if source.critic is None and scored.any():
         rows = scored.repeat_interleave(source.args.images_per_prompt)
-        own = weight if row_weights is None else weight[rows]
-        results += _check_signal(source, list(weights), own, by_reward[rows], groups.batch.group[rows])
+        scored_weight = weight if row_weights is None else weight[rows]
+        results += _check_signal(source, list(weights), scored_weight, by_reward[rows], groups.batch.group[rows])
     if groups.trajectory.steps:
         results += _check_noise(source, groups, total)
     return [*results, _check_batch_invariance(source, groups)]
@@ -102,7 +102,9 @@ def _check_signal(
     results.append(zero_std_groups(has_signal.view_as(by_group)[:, 0], by_group, args.method.stepwise))
     share, _ = advantages.shares(by_reward, weight, group, source.group_advantages.method)
     varies = by_reward.amax(0) > by_reward.amin(0)
-    of_several = {name: one for name, one, keep in zip(names, share.tolist(), varies.tolist(), strict=True) if keep}
+    of_several = {
+        name: value for name, value, is_varied in zip(names, share.tolist(), varies.tolist(), strict=True) if is_varied
+    }
     if len(of_several) > 1:
         results.append(reward_shares(of_several))
     return results
@@ -178,8 +180,8 @@ def _advice_on_zero_std(has_signal: Tensor, reward: Tensor, stepwise: bool) -> s
 
 def reward_shares(share: dict[str, float]) -> CheckResult:
     """The share of each reward in the advantage, as `flow_grpo.advantages.shares` has it."""
-    name, value = "shares of the advantage", ", ".join(f"{one} {value:.0%}" for one, value in share.items())
-    smallest = min(share, key=lambda one: share[one])
+    name, value = "shares of the advantage", ", ".join(f"{reward} {value:.0%}" for reward, value in share.items())
+    smallest = min(share, key=lambda reward: share[reward])
     if share[smallest] >= MIN_REWARD_SHARE:
         return CheckResult(name, value, OK)
     message = f"{smallest} has almost no effect: raise its weight, or set objective.advantage=gdpo."
@@ -194,8 +196,8 @@ def noise_share(sde: Tensor, ode: Tensor) -> CheckResult:
     The value is the variance within groups that this noise causes, as a share of all: the policy can learn only from this part.
     """
     name = "reward variance from trained-step noise"
-    by_noise, *others = [(one - one.mean(1, keepdim=True)).square().sum().item() for one in (sde - ode, sde, ode)]
-    share = by_noise / max(sum(others), 1e-12)
+    by_noise, *totals = [(values - values.mean(1, keepdim=True)).square().sum().item() for values in (sde - ode, sde, ode)]
+    share = by_noise / max(sum(totals), 1e-12)
     if share >= MIN_NOISE_SHARE:
         return CheckResult(name, f"{share:.0%}", OK)
     message = (

@@ -19,7 +19,7 @@ from flow_grpo.types import Schedule, StepDistribution
 PROMPTS = ["a red cat", "a blue dog on a very long and winding road"]
 NUM_STEPS = 3
 PIXEL_TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.1, torch.float16: 0.02}  # pixels in [0, 1], by the policy's dtype
-EXPECTED = (
+EXPECTED_ERRORS = (
     RuntimeError,
     ValueError,
     TypeError,
@@ -45,7 +45,7 @@ def check_model(policy: Policy) -> Iterator[CheckResult]:
     ):
         try:
             yield check()
-        except EXPECTED as error:
+        except EXPECTED_ERRORS as error:
             first = (str(error).splitlines() or [""])[0][:120]
             optional = check == checks.images and not policy.family.needs_image  # texts alone can still be trained on
             yield CheckResult(_title(check), type(error).__name__, WARNING if optional else ERROR, f"fails: {first}")
@@ -66,9 +66,9 @@ class CompatibilityChecks:
     def __init__(self, policy: Policy) -> None:
         self.policy = policy
         self.tolerance = PIXEL_TOLERANCE[policy.dtype]
-        self.pictures = policy.probe_images(2) if policy.takes_images else []
+        self.probe_images = policy.probe_images(2) if policy.takes_images else []
         needs = policy.family.needs_image
-        self.pair = [with_images(text, [self.pictures[i]] if needs else []) for i, text in enumerate(PROMPTS)]
+        self.pair = [with_images(text, [self.probe_images[i]] if needs else []) for i, text in enumerate(PROMPTS)]
 
     def _initial_latents(self, prompts: list[str]) -> Tensor:
         return torch.cat([self.policy.initial_latents([prompt], seed) for seed, prompt in enumerate(prompts)])
@@ -153,8 +153,8 @@ class CompatibilityChecks:
             both = self.policy.velocity(x, timesteps, conditioning, rows)
             alone = [self.policy.velocity(x[i : i + 1], timesteps[i], conditioning, rows[i : i + 1]) for i in range(2)]
         difference = ((both - torch.cat(alone)).abs().max() / both.abs().max()).item()
-        how = "in one call" if self.policy.supports_per_sample_timesteps else "in one call per timestep"
-        return _result(self.timesteps, how, difference < self.tolerance, "they change each other's velocity")
+        value = "in one call" if self.policy.supports_per_sample_timesteps else "in one call per timestep"
+        return _result(self.timesteps, value, difference < self.tolerance, "they change each other's velocity")
 
     def prompts(self) -> CheckResult:
         """A prompt does not change the result for another one."""
@@ -164,26 +164,26 @@ class CompatibilityChecks:
             both, alone = velocity(x, 0, torch.arange(2)), velocity(x[same], 0, same)
         difference = ((both[0] - alone[0]).abs().max() / alone[0].abs().max()).item()
         kinds = len(self.policy.encode(self.pair).call_group.unique())
-        how = "in one call" if kinds == 1 else "in one call per prompt length"
-        return _result(self.prompts, how, difference < self.tolerance, "rows of a batch change each other")
+        value = "in one call" if kinds == 1 else "in one call per prompt length"
+        return _result(self.prompts, value, difference < self.tolerance, "rows of a batch change each other")
 
     def images(self) -> CheckResult:
         """Prompts of a batch get their own images, and images change the result."""
-        first, second = (with_images(PROMPTS[0], [picture]) for picture in self.pictures)
+        first, second = (with_images(PROMPTS[0], [image]) for image in self.probe_images)
         schedule, _ = self.policy.schedule(NUM_STEPS)
         x = self._initial_latents([first]).expand(2, *self.policy.schedule(NUM_STEPS)[1])
         rows = torch.arange(2)
         with torch.no_grad():
             both = self.policy.velocity(x, schedule.timesteps[0], self.policy.encode([first, second]), rows)
             alone = [
-                self.policy.velocity(x[:1], schedule.timesteps[0], self.policy.encode([one]), rows[:1])
-                for one in (first, second)
+                self.policy.velocity(x[:1], schedule.timesteps[0], self.policy.encode([prompt]), rows[:1])
+                for prompt in (first, second)
             ]
         difference = ((both - torch.cat(alone)).abs().max() / both.abs().max()).item()
-        how = "in one call" if self.policy.shares_calls else "in one call per prompt"
+        value = "in one call" if self.policy.shares_calls else "in one call per prompt"
         changes = bool((both[0] - both[1]).abs().max() > 0)
         otherwise = "rows of a batch change each other" if changes else "the image changes nothing: the pipeline ignores it"
-        return _result(self.images, how, changes and difference < self.tolerance, otherwise)
+        return _result(self.images, value, changes and difference < self.tolerance, otherwise)
 
     def lora_roundtrip(self) -> CheckResult:
         """The saved LoRA gives the same image in plain diffusers."""

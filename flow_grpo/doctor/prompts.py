@@ -54,8 +54,8 @@ def _offline_prompts(stage: FlowGRPOConfig) -> list[str]:
 
 def reads_last_word(policy: Policy, prompt: str) -> bool:
     """Whether the text encoders return something else without the prompt's last word."""
-    one, other = policy.encode([prompt, prompt.rsplit(None, 1)[0]]).encoder_outputs
-    pairs = list(zip(_tensors(one), _tensors(other), strict=False))
+    with_word, without_word = policy.encode([prompt, prompt.rsplit(None, 1)[0]]).encoder_outputs
+    pairs = list(zip(_tensors(with_word), _tensors(without_word), strict=False))
     return any(a.shape != b.shape or not torch.allclose(a.float(), b.float(), rtol=1e-3, atol=1e-3) for a, b in pairs)
 
 

@@ -66,9 +66,9 @@ def run_time(stages: list[FlowGRPOConfig], step_metrics: list[dict[str, float]],
     steps, every = sum(stage.steps for stage in stages), stages[0].evaluation.every
     evaluations = len({0, steps, *(range(0, steps, every) if every else ())}) if per_evaluation else 0
     minutes = round((training + evaluations * per_evaluation) / 60)
-    of = counted(steps, "step") + (f" and {counted(evaluations, 'evaluation')}" if evaluations else "")
+    message = counted(steps, "step") + (f" and {counted(evaluations, 'evaluation')}" if evaluations else "")
     value = counted(minutes, "minute") if minutes else "under a minute"
-    return CheckResult("the run", value, OK, f"{of}, on one process")
+    return CheckResult("the run", value, OK, f"{message}, on one process")
 
 
 def check_memory(
@@ -76,17 +76,21 @@ def check_memory(
 ) -> CheckResult:
     """Check that a step fits into memory, from one step's metrics and estimate of each stage."""
     cuda = device.type == "cuda"
-    there = torch.cuda.get_device_properties(device).total_memory if cuda else psutil.virtual_memory().total
-    estimated = [one[0].peak - one[0].persistent.get("CUDA", 0.0) for one in estimates if one is not None]
+    total = torch.cuda.get_device_properties(device).total_memory if cuda else psutil.virtual_memory().total
+    estimated = [
+        stage_estimate[0].peak - stage_estimate[0].persistent.get("CUDA", 0.0)
+        for stage_estimate in estimates
+        if stage_estimate is not None
+    ]
     measured = 1e9 * max(metrics["memory/peak_gb"] for metrics in step_metrics)
-    return memory(measured, there, max(estimated, default=None), model_alone=not cuda)
+    return memory(measured, total, max(estimated, default=None), model_alone=not cuda)
 
 
 def check_disk(policy: Policy, keep: int, folder: Path) -> CheckResult:
     """Disk space for `keep` checkpoints and the one that is being written."""
     adapter = 4 * sum(parameter.numel() for parameter in policy.trainable_parameters().values())
     copies = 3 + bool(policy.ema.average) + max(0, len(policy.lora.adapters) - 1)  # with Adam's two moments
-    existing = next(place for place in (folder, *folder.resolve().parents) if place.is_dir())
+    existing = next(path for path in (folder, *folder.resolve().parents) if path.is_dir())
     return disk(adapter * (copies * (keep + 1) + 2), shutil.disk_usage(existing).free)
 
 
@@ -139,16 +143,16 @@ def step_time(name: str, metrics: dict[str, float], estimated: float | None) -> 
     return CheckResult(name, f"{total:.1f} s", WARNING, message)
 
 
-def memory(used: float, there: float, estimated: float | None, model_alone: bool) -> CheckResult:
+def memory(used: float, total: float, estimated: float | None, model_alone: bool) -> CheckResult:
     """Bytes: a step's peak, the device's memory, the estimate of `flow-grpo plan`.
 
     Args:
         model_alone: whether the estimate leaves out everything but the model.
     """
-    value = f"{used / 1e9:.2f} of {gigabytes(there, 0)}"
+    value = f"{used / 1e9:.2f} of {gigabytes(total, 0)}"
     of_model = " for the model alone" if model_alone else ""
     message = "" if estimated is None else f"estimated{of_model}: {gigabytes(estimated)}"
-    if used < MAX_USE * there:
+    if used < MAX_USE * total:
         return CheckResult("memory", value, OK, message)
     return CheckResult(
         "memory", value, WARNING, "almost none is left: set a smaller microbatch, or memory.gradient_checkpointing."

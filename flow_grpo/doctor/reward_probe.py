@@ -37,17 +37,17 @@ def mismatched(inputs: RewardInputs) -> RewardInputs | None:
     if len(different) < 2:
         return None
     following = dict(zip(different, different[1:] + different[:1], strict=True))
-    others = inputs.take([inputs.prompts.index(following[prompt]) for prompt in inputs.prompts])
-    return RewardInputs(inputs.images, others.prompts, others.columns)
+    next_inputs = inputs.take([inputs.prompts.index(following[prompt]) for prompt in inputs.prompts])
+    return RewardInputs(inputs.images, next_inputs.prompts, next_inputs.columns)
 
 
 def perturbed(inputs: RewardInputs) -> dict[str, RewardInputs]:
     """The images blurred, noisy, and each with the prompt of another one, if there is more than one prompt."""
     radius = max(1.0, min(inputs.images.shape[-2:]) / 32)
-    soft = [Image.fromarray(pixels).filter(ImageFilter.GaussianBlur(radius)) for pixels in to_bytes(inputs.images)]
+    blurred = [Image.fromarray(pixels).filter(ImageFilter.GaussianBlur(radius)) for pixels in to_bytes(inputs.images)]
     noise = torch.randn(inputs.images.shape, generator=torch.Generator().manual_seed(0))
     variants = {
-        BLURRED: RewardInputs(from_bytes(np.stack([np.asarray(s) for s in soft])), inputs.prompts, inputs.columns),
+        BLURRED: RewardInputs(from_bytes(np.stack([np.asarray(s) for s in blurred])), inputs.prompts, inputs.columns),
         NOISY: RewardInputs((inputs.images + 0.1 * noise).clamp(0, 1), inputs.prompts, inputs.columns),
     }
     wrong = mismatched(inputs)
@@ -76,8 +76,8 @@ def measure(name: str, load: Callable[[], rewards.Reward], inputs: RewardInputs)
     with phase(f"loading reward {name}"):
         reward = load()
     with phase(f"scoring {counted(len(inputs.prompts), 'image')} by {name}, original and perturbed"):
-        others = perturbed(inputs)
-        values = {BLURRED: others.pop(BLURRED).score(name, reward)}  # the first call loads what it needs
+        variants = perturbed(inputs)
+        values = {BLURRED: variants.pop(BLURRED).score(name, reward)}  # the first call loads what it needs
         # A reward may keep what it found in the images of its last call: the timed call is the first one on these, and the second one
         # is on a copy.
         seconds, original = _timed(lambda: inputs.score(name, reward))
@@ -87,7 +87,11 @@ def measure(name: str, load: Callable[[], rewards.Reward], inputs: RewardInputs)
             _timed(lambda rows=rows: inputs.take(rows).score(name, reward))  # type: ignore[misc]
             for rows in units
         ]
-        values = {ORIGINAL: original, **values, **{how: one.score(name, reward) for how, one in others.items()}}
+        values = {
+            ORIGINAL: original,
+            **values,
+            **{variant: variant_inputs.score(name, reward) for variant, variant_inputs in variants.items()},
+        }
     alone = torch.cat([value for _, value in one_by_one])
     return RewardStats(
         prompts=inputs.prompts,
@@ -162,12 +166,12 @@ def probe(name: str, reward: rewards.Reward, inputs: RewardInputs) -> RewardProb
     """Score the images several times. ValueError as of `rewards.call_reward`."""
     count = len(inputs.prompts)
     units = smallest_calls(reward, inputs.prompts)
-    some = inputs.take([row for rows in units[:: -(-count // NUM_REPEATED)] for row in rows])
-    wrong = mismatched(some)
+    subset = inputs.take([row for rows in units[:: -(-count // NUM_REPEATED)] for row in rows])
+    wrong = mismatched(subset)
     # the first call loads what it needs, the last one is timed
-    repeated = [call_once(name, reward, some) for _ in range(2)]
+    repeated = [call_once(name, reward, subset) for _ in range(2)]
     if not torch.equal(repeated[0].values, repeated[1].values):
-        repeated.append(call_once(name, reward, some))  # two calls tell too little about the noise
+        repeated.append(call_once(name, reward, subset))  # two calls tell too little about the noise
     mismatch = None if wrong is None else call_once(name, reward, wrong)
     everything = call_once(name, reward, inputs)
     calls = [call for call in (*repeated, mismatch, everything) if call is not None]

@@ -62,9 +62,9 @@ def check_rewards(
     calls: dict[str, RewardCall] = {}
     errors: dict[str, str] = {}
     for name in called:
-        own = inputs.take(rows[name]) if name in rows else inputs
+        scored_inputs = inputs.take(rows[name]) if name in rows else inputs
         try:
-            calls[name] = (probe if name in in_rollouts else call_once)(name, rewards.rewards[name], own)
+            calls[name] = (probe if name in in_rollouts else call_once)(name, rewards.rewards[name], scored_inputs)
         except ValueError as error:
             errors[name] = str(error)
     trained = {name: call for name, call in calls.items() if rewards.weights[name]}
@@ -79,8 +79,8 @@ def check_rewards(
             results.append(failed(name, errors[name], drops))
             continue
         if name in trained:
-            others = [call for other, call in trained.items() if other != name]
-            results += check_trained(name, calls[name], group_size, drops, others)
+            other_calls = [call for other_name, call in trained.items() if other_name != name]
+            results += check_trained(name, calls[name], group_size, drops, other_calls)
         else:
             results += check_monitored(name, calls[name], drops)
         seconds = calls[name].seconds
@@ -107,10 +107,12 @@ def brightness(images: Tensor, prompts: list[str], **metadata: Any) -> Tensor:
     return images.mean((1, 2, 3))
 
 
-def check_trained(name: str, call: RewardCall, group_size: int, drops: bool, others: list[RewardCall]) -> list[CheckResult]:
-    """The results for a reward that is trained on, together with `others`."""
+def check_trained(
+    name: str, call: RewardCall, group_size: int, drops: bool, other_calls: list[RewardCall]
+) -> list[CheckResult]:
+    """The results for a reward that is trained on, together with those of `other_calls`."""
     assert isinstance(call, RewardProbe)
-    alone = all(other.constant for other in others)
+    alone = all(other_call.constant for other_call in other_calls)
     results = [values(name, call.values, drops, if_constant=ERROR if alone else WARNING)]
     if call.finite and not call.constant:
         groups = call.values.view(-1, group_size)
@@ -118,7 +120,7 @@ def check_trained(name: str, call: RewardCall, group_size: int, drops: bool, oth
         results += [group_std(name, groups), determinism(name, call.repeated, within)]
     if call.finite and call.mismatched is not None:
         change = (call.mismatched - call.repeated[0]).mean().item()
-        another = any(isinstance(other, RewardProbe) and other.reads_prompt for other in others)
+        another = any(isinstance(other_call, RewardProbe) and other_call.reads_prompt for other_call in other_calls)
         results.append(reads_prompt(name, call.reads_prompt, change, another))
     if not call.sees_groups:
         results.append(group_dependence(name, call.depends_on_group))

@@ -135,11 +135,13 @@ class RunChecks:
         trainer = self.trainer
         if trainer.eval_set is None:
             return 0.0
-        some = trainer.eval_set.prompts[: trainer.stage.args.microbatch]
+        first_prompts = trainer.eval_set.prompts[: trainer.stage.args.microbatch]
         settings = trainer.args.evaluation
-        sampling = resources.sampling_seconds(trainer.policy.with_guidance(settings.guidance), some, settings.steps)
-        prompts, each = len(trainer.eval_set), settings.images_per_prompt
-        by_base = 2 if trainer.eval_rewards.has_pairs else 1
-        images = prompts * each * by_base + (min(NUM_DIVERSITY_PROMPTS, prompts) if each == 1 else 0)
+        sampling = resources.sampling_seconds(trainer.policy.with_guidance(settings.guidance), first_prompts, settings.steps)
+        num_prompts, images_per_prompt = len(trainer.eval_set), settings.images_per_prompt
+        num_models = 2 if trainer.eval_rewards.has_pairs else 1
+        images = num_prompts * images_per_prompt * num_models + (
+            min(NUM_DIVERSITY_PROMPTS, num_prompts) if images_per_prompt == 1 else 0
+        )
         images *= 1 + len(settings.sizes)
         return images * (sampling + (self.reward_checks.seconds if self.reward_checks else 0.0))

@@ -23,10 +23,10 @@ def show(console: Console, title: str, stats: RewardStats) -> None:
     table = Table(title=escape_markup(title), title_justify="left", box=SIMPLE_HEAD)
     for column in ("", "mean", "std", "lowest", "highest", "share lower"):
         table.add_column(column, justify="right" if column else "left")
-    for how, values in stats.values.items():
+    for variant, values in stats.values.items():
         numbers = (values.mean(), values.std(correction=0), values.min(), values.max())
-        lower = "" if how == ORIGINAL else f"{(values < original).float().mean():.0%}"
-        table.add_row(how, *map(_decimals, numbers), lower)
+        lower = "" if variant == ORIGINAL else f"{(values < original).float().mean():.0%}"
+        table.add_row(variant, *map(_decimals, numbers), lower)
     console.print(table)
     console.print()
     for low, high, count in histogram(original):
@@ -93,10 +93,10 @@ def histogram(values: Tensor) -> list[tuple[float, float, int]]:
     low, high = values.min().item(), values.max().item()
     bins = NUM_BINS if high > low else 1
     edges = torch.linspace(low, high, bins + 1).tolist()
-    places = (
+    bin_indices = (
         ((values - low) / (high - low) * bins).long().clamp(max=bins - 1) if high > low else torch.zeros(len(values)).long()
     )
-    counts = torch.bincount(places, minlength=bins).tolist()
+    counts = torch.bincount(bin_indices, minlength=bins).tolist()
     return list(zip(edges[:-1], edges[1:], counts, strict=True))
 
 

@@ -21,7 +21,7 @@ def check_step_variance(
     Raises:
         ValueError: a transition is not stochastic or its noise lies between images, or the objective samples the ODE.
     """
-    known = [name for name, one in TRANSITIONS.items() if one.stochastic and not one.between_images]
+    known = [name for name, row in TRANSITIONS.items() if row.stochastic and not row.between_images]
     refused = next((name for name in transitions if name not in known), None)
     if refused is not None:
         needs_others = refused in TRANSITIONS and TRANSITIONS[refused].between_images

@@ -47,8 +47,8 @@ def measure_ratio_drift(policy: Policy, stage: FlowGRPOConfig, experience: Exper
     )
     chunks = [list(loss.losses(chunk, chunk >= 0)) for chunk in rows.split(stage.microbatch)]
     return {
-        step: torch.cat([one.metrics[RATIO_DEVIATION] for one in of_step])
-        for step, of_step in zip(trajectory.steps, zip(*chunks, strict=True), strict=True)
+        step: torch.cat([chunk_loss.metrics[RATIO_DEVIATION] for chunk_loss in step_losses])
+        for step, step_losses in zip(trajectory.steps, zip(*chunks, strict=True), strict=True)
     }
 
 
@@ -198,12 +198,12 @@ def gradient_coverage(norm: dict[str, float], full_finetuning: bool) -> CheckRes
     value = f"{len(norm) - len(zero)} of {len(norm)}"
     if not zero:
         return CheckResult(name, value, OK)
-    where = zero[0].partition(".lora_")[0]
+    module = zero[0].partition(".lora_")[0]
     if len(zero) <= 0.2 * len(norm):
-        return CheckResult(name, value, OK, f"{len(zero)} get none, as at {where}: the velocity does not depend on them")
+        return CheckResult(name, value, OK, f"{len(zero)} get none, as at {module}: the velocity does not depend on them")
     advice = (
         "check whether the model uses them."
         if full_finetuning
         else "set lora.targets to modules that the velocity depends on."
     )
-    return CheckResult(name, value, ERROR if len(zero) == len(norm) else WARNING, f"none at {where}: {advice}")
+    return CheckResult(name, value, ERROR if len(zero) == len(norm) else WARNING, f"none at {module}: {advice}")

@@ -31,12 +31,12 @@ def measure_rates(calls: list[BlockCall], device: torch.device, dtype: torch.dty
         forward = counter.get_total_flops()
         with counter, meta:
             _run(call, True)
-        real = _real(call, device, dtype)
+        real_call = _real(call, device, dtype)
         for training, count in ((False, forward), (True, counter.get_total_flops())):
             with torch.autocast(device.type, dtype, enabled=dtype != torch.float32):
-                took = fastest(lambda: _run(real, training), device, SECONDS)  # noqa: B023
+                elapsed = fastest(lambda: _run(real_call, training), device, SECONDS)  # noqa: B023
             operations[training] += call.count * count
-            seconds[training] += call.count * took
+            seconds[training] += call.count * elapsed
     rates = {training: operations[training] / seconds[training] for training in operations}
     how = f"{rates[True] / TERA:.3g} TFLOP/s, measured on blocks of the model"
     threads = f" with {torch.get_num_threads()} threads" if device.type == "cpu" else ""
@@ -62,14 +62,14 @@ def _real(call: BlockCall, device: torch.device, dtype: torch.dtype) -> BlockCal
             return leaf
         if not (leaf.is_floating_point() or leaf.is_complex()):
             return torch.ones(leaf.shape, dtype=leaf.dtype, device=device)
-        kind = leaf.dtype if leaf.dtype == torch.float32 or leaf.is_complex() else dtype
-        return torch.randn(leaf.shape, dtype=kind, device=device).requires_grad_(leaf.requires_grad)
+        target_dtype = leaf.dtype if leaf.dtype == torch.float32 or leaf.is_complex() else dtype
+        return torch.randn(leaf.shape, dtype=target_dtype, device=device).requires_grad_(leaf.requires_grad)
 
     block = copy.deepcopy(call.block).to_empty(device=device)
     for value in (*block.parameters(), *block.buffers()):
         if value.is_floating_point():
-            kind = value.dtype if value.dtype in (torch.float32, FLOAT8) else dtype
-            value.data = torch.empty(value.shape, device=device).normal_(std=0.02).to(kind)
+            target_dtype = value.dtype if value.dtype in (torch.float32, FLOAT8) else dtype
+            value.data = torch.empty(value.shape, device=device).normal_(std=0.02).to(target_dtype)
     for layer in cast_layers(block):
         layer.compute_dtype = dtype
     args, kwargs = tree_map(numbers, (call.args, call.kwargs))

@@ -106,11 +106,11 @@ class StepEstimator:
 
     def largest_microbatch(self, memory: float, base: float = 0.0) -> int:
         """The largest micro-batch that fits into `memory` bytes; 0 if none does."""
-        left = memory - base - sum(self._persistent().values())
+        available = memory - base - sum(self._persistent().values())
         if base + self.loading.peak > memory:
             return 0
-        largest = max(0, int(min((left - self._fixed[name]) / slope for name, slope in self._per_row.items())))
-        while self.args.sampling.keep_graphs and largest and max(self._transient_of(largest).values()) > left:
+        largest = max(0, int(min((available - self._fixed[name]) / slope for name, slope in self._per_row.items())))
+        while self.args.sampling.keep_graphs and largest and max(self._transient_of(largest).values()) > available:
             largest -= 1  # what graphs take is not linear
         return largest
 
@@ -164,7 +164,9 @@ class StepEstimator:
         is_full, shards = self.trace.policy.is_full_finetuning, self.num_shards
         keeps_base = not self.cuda or self._reference_passes  # of full fine-tuning; else the base weights are on the CPU
         denoisers = self.trace.policy.lora.transformers.values()
-        base = trained * bool(keeps_base) if is_full else sum(weight_bytes(one, memory.quantize) for one in denoisers)
+        base = (
+            trained * bool(keeps_base) if is_full else sum(weight_bytes(denoiser, memory.quantize) for denoiser in denoisers)
+        )
         base -= self._offloaded[0]
         without_encoders = memory.offload_text_encoders or memory.embedding_cache_dir
         bytes_by_part = {
@@ -196,14 +198,14 @@ class StepEstimator:
         """Bytes of the weights that are not on the device, and of those of the largest block, which are while it computes."""
         if self.args.memory.offload is None or not self.cuda:
             return 0.0, 0.0
-        sizes = [offloaded_bytes(one) for one in self.trace.policy.lora.transformers.values()]
+        sizes = [offloaded_bytes(transformer) for transformer in self.trace.policy.lora.transformers.values()]
         return sum(total for total, _ in sizes), max(largest for _, largest in sizes)
 
     @property
     def _dequantized(self) -> tuple[float, float]:
         """Bytes of the copies of quantised weights in a graph, and of the largest block's."""
         networks = self.trace.policy.lora.transformers.values()
-        sizes = [dequantized_bytes(one, self.args.memory.quantize, self.dtype) for one in networks]
+        sizes = [dequantized_bytes(network, self.args.memory.quantize, self.dtype) for network in networks]
         return sum(total for total, _ in sizes), max(largest for _, largest in sizes)
 
     @property

@@ -29,24 +29,24 @@ def fit_batch_sizes(args: FlowGRPOConfig, largest: int, num_processes: int) -> F
     return args.model_copy(update={"prompts_per_step": prompts, "microbatch": microbatch})
 
 
-def rates_of(plan: StepEstimator, machine: Hardware, microbatch: int) -> dict[torch.dtype, Rates]:
-    """The machine's rates in the plan's dtype, and in float32 too if the config asks for another one on a CPU."""
+def rates_of(estimator: StepEstimator, machine: Hardware, microbatch: int) -> dict[torch.dtype, Rates]:
+    """The machine's rates in the estimator's dtype, and in float32 too if the config asks for another one on a CPU."""
     if machine.peak_flops is not None:
-        return {plan.dtype: Rates.of_peak(machine.peak_flops)}
-    names_dtype = plan.args.dtype != "auto" and not machine.cuda
-    dtypes = dict.fromkeys((plan.dtype, torch.float32) if names_dtype else (plan.dtype,))
-    return {dtype: plan.rates(microbatch, dtype) for dtype in dtypes}
+        return {estimator.dtype: Rates.of_peak(machine.peak_flops)}
+    names_dtype = estimator.args.dtype != "auto" and not machine.cuda
+    dtypes = dict.fromkeys((estimator.dtype, torch.float32) if names_dtype else (estimator.dtype,))
+    return {dtype: estimator.rates(microbatch, dtype) for dtype in dtypes}
 
 
 def slower_dtype(rates: dict[torch.dtype, Rates], dtype: torch.dtype) -> str:
     """A warning if this CPU is much slower in a dtype than in another one; else ""."""
-    best = max(rates, key=lambda one: rates[one].update)
+    best = max(rates, key=lambda candidate: rates[candidate].update)
     times = rates[best].update / rates[dtype].update
     if times < MAX_SLOWDOWN:
         return ""
     names = {value: name for name, value in DTYPES.items()}
-    wanted = f"auto, which is {names[best]} here" if default_dtype("cpu") == best else names[best]
-    return f"{names[dtype]} is {times:.1f} times as slow as {names[best]} on this CPU: set dtype={wanted}."
+    setting = f"auto, which is {names[best]} here" if default_dtype("cpu") == best else names[best]
+    return f"{names[dtype]} is {times:.1f} times as slow as {names[best]} on this CPU: set dtype={setting}."
 
 
 def baseline_memory(args: FlowGRPOConfig) -> float:
@@ -57,8 +57,8 @@ def baseline_memory(args: FlowGRPOConfig) -> float:
     rewards, _ = build_rewards(args)
     images = args.prompts_per_step * args.images_per_prompt
     frames = [args.pipeline_kwargs.get("num_frames", 1)] if makes_videos(hub.pipeline_class(args.model)) else []
-    most = max(MAX_SCORED // math.prod(frames), min(args.images_per_prompt, MAX_SCORED))
-    prompts, rows = load_run_prompts(args.training_prompts), range(min(images, most))
+    max_images = max(MAX_SCORED // math.prod(frames), min(args.images_per_prompt, MAX_SCORED))
+    prompts, rows = load_run_prompts(args.training_prompts), range(min(images, max_images))
     batch = prompts.take([row // args.images_per_prompt % len(prompts) for row in rows], 1)
     images_scored = torch.rand(len(batch.prompts), *frames, 3, args.height or 512, args.width or 512)
     with phase("measuring the memory of the rewards"):

@@ -69,29 +69,35 @@ class Hardware:
 
         ValueError if it is not in the list and its memory is not given.
         """
-        plain, own_gb = _plain(gpu)
-        listed = {_plain(name)[0]: name for name in GPUS}
+        normalized, named_gb = _normalize_name(gpu)
+        listed = {_normalize_name(name)[0]: name for name in GPUS}
         matches = (
-            [listed[plain]] if plain in listed else [n for p, n in listed.items() if len(plain) > 2 and p.endswith(plain)]
+            [listed[normalized]]
+            if normalized in listed
+            else [n for p, n in listed.items() if len(normalized) > 2 and p.endswith(normalized)]
         )
-        memory_gb = memory_gb or own_gb
+        memory_gb = memory_gb or named_gb
         if len(matches) == 1:
             memory, speed = GPUS[matches[0]]
             return cls(matches[0], (memory_gb or memory) * GB, (tflops or speed) * TERA, count)
         if memory_gb is None:
-            hint = f" If it is the memory in GB, write {plain}GB." if plain.isdecimal() else suggest(plain, listed)
+            hint = (
+                f" If it is the memory in GB, write {normalized}GB."
+                if normalized.isdecimal()
+                else suggest(normalized, listed)
+            )
             raise ValueError(
                 f"there is no GPU {gpu} in the list.{hint} Give one of {', '.join(GPUS)}; for another one set "
                 "--gpu-memory, and --gpu-tflops if you know it."
             )
         if tflops is not None:
             return cls(gpu, memory_gb * GB, tflops * TERA, count)
-        like = min(GPUS, key=lambda name: (abs(GPUS[name][0] - memory_gb), GPUS[name][1]))
+        closest = min(GPUS, key=lambda name: (abs(GPUS[name][0] - memory_gb), GPUS[name][1]))
         assumption = (
-            f"{gpu} is not in the list: it is assumed to be as fast as the {like}, {GPUS[like][1]} TFLOP/s in bf16; set "
+            f"{gpu} is not in the list: it is assumed to be as fast as the {closest}, {GPUS[closest][1]} TFLOP/s in bf16; set "
             "--gpu-tflops for an exact estimate."
         )
-        return cls(gpu, memory_gb * GB, GPUS[like][1] * TERA, count, assumption=assumption)
+        return cls(gpu, memory_gb * GB, GPUS[closest][1] * TERA, count, assumption=assumption)
 
     @classmethod
     def of_this_machine(cls, device: str, memory_gb: float | None = None, count: int = 1) -> "Hardware":
@@ -102,7 +108,7 @@ class Hardware:
         return cls(name, memory_gb * GB if memory_gb else memory, None, count, cuda)
 
 
-def _plain(name: str) -> tuple[str, float | None]:
+def _normalize_name(name: str) -> tuple[str, float | None]:
     """A GPU's name without optional words, and the memory in GB if it names one."""
     words = re.findall(r"[a-z0-9]+", re.sub(r"(\d+) *gb\b", r"\1gb", name.lower()))
     sizes = [float(word[:-2]) for word in words if re.fullmatch(r"\d+gb", word)]

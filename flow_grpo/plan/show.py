@@ -19,13 +19,13 @@ PHASE_NAMES = {
 
 def print_plan(console: Console, args: FlowGRPOConfig, machine: Hardware, base: float = 0.0) -> bool:
     """Print what the run takes on a machine. Returns False if it does not fit."""
-    plan = StepEstimator(args, machine.cuda, machine.count)
-    largest = plan.largest_microbatch(machine.memory, base)
-    here = f"{machine.count} x {machine.name}" if machine.count > 1 else machine.name
+    estimator = StepEstimator(args, machine.cuda, machine.count)
+    largest = estimator.largest_microbatch(machine.memory, base)
+    devices = f"{machine.count} x {machine.name}" if machine.count > 1 else machine.name
     peak = "" if machine.peak_flops is None else f" and {machine.peak_flops / TERA:.3g} TFLOP/s"
-    _say(console, f"{args.model} on {here}, {gigabytes(machine.memory, 0)}{peak}{' each' if machine.count > 1 else ''}")
-    if plan.trace.note:
-        _say(console, plan.trace.note)
+    _say(console, f"{args.model} on {devices}, {gigabytes(machine.memory, 0)}{peak}{' each' if machine.count > 1 else ''}")
+    if estimator.trace.note:
+        _say(console, estimator.trace.note)
     if machine.assumption:
         _say(console, machine.assumption)
     if not largest:
@@ -34,38 +34,38 @@ def print_plan(console: Console, args: FlowGRPOConfig, machine: Hardware, base: 
             "It does not fit: set memory.gradient_checkpointing, memory.quantize=nf4, memory.offload_text_encoders, or a smaller size.",
         )
         return False
-    sizes, most = (
+    sizes, largest_sizes = (
         fit_batch_sizes(args, min(args.microbatch, largest), machine.count),
         fit_batch_sizes(args, largest, machine.count),
     )
-    forecast = plan.estimate(sizes.microbatch, base)
-    console.print(_table(forecast))
-    rates = rates_of(plan, machine, sizes.microbatch)
-    seconds = forecast.seconds(rates[plan.dtype]) * sizes.prompts_per_step / args.prompts_per_step / machine.count
-    how = rates[plan.dtype].how
+    estimate = estimator.estimate(sizes.microbatch, base)
+    console.print(_table(estimate))
+    rates = rates_of(estimator, machine, sizes.microbatch)
+    seconds = estimate.seconds(rates[estimator.dtype]) * sizes.prompts_per_step / args.prompts_per_step / machine.count
+    how = rates[estimator.dtype].how
     _say(console, f"a step: {seconds:.3g} s, without rewards, if every group has signal ({how})")
-    if slower := slower_dtype(rates, plan.dtype):
+    if slower := slower_dtype(rates, estimator.dtype):
         _say(console, slower)
-    _say(console, f"largest microbatch: {largest}; of those that divide: {most.microbatch}")
+    _say(console, f"largest microbatch: {largest}; of those that divide: {largest_sizes.microbatch}")
     _say(
         console,
         f"sizes that divide: prompts_per_step={sizes.prompts_per_step} images_per_prompt={args.images_per_prompt} "
-        f"microbatch={most.microbatch} updates={args.updates} --num-processes {machine.count}",
+        f"microbatch={largest_sizes.microbatch} updates={args.updates} --num-processes {machine.count}",
     )
     return True
 
 
-def _table(forecast: StepEstimate) -> Table:
+def _table(estimate: StepEstimate) -> Table:
     table = Table(box=None, pad_edge=False)
-    table.add_column(f"memory with microbatch={forecast.microbatch}")
+    table.add_column(f"memory with microbatch={estimate.microbatch}")
     table.add_column("GB", justify="right")
-    for name, size in forecast.persistent.items():
+    for name, size in estimate.persistent.items():
         table.add_row(name, f"{size / GB:.2f}")
-    for name, size in forecast.transient.items():
+    for name, size in estimate.transient.items():
         if name == "loading" and not size:
             continue
         table.add_row(f"while {PHASE_NAMES[name]}", f"{size / GB:.2f}", style="dim")
-    table.add_row("peak", f"{forecast.peak / GB:.2f}", style="bold")
+    table.add_row("peak", f"{estimate.peak / GB:.2f}", style="bold")
     return table
 
 

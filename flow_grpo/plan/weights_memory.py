@@ -72,22 +72,24 @@ class LoadingMemory:
 
     @classmethod
     def of(cls, pipe: Any, dtype: torch.dtype, without_encoders: bool) -> "LoadingMemory":
-        folder, stays, passes, weights = Path(pipe.name_or_path), 0.0, [0.0], 0.0
+        folder, stays, peaks, weights = Path(pipe.name_or_path), 0.0, [0.0], 0.0
         for name, part in pipe.components.items():
             if not isinstance(part, MetaModule | MetaTextEncoder) or (
                 without_encoders and isinstance(part, MetaTextEncoder)
             ):
                 continue
-            size, built = (
+            size, buffers = (
                 (part.bytes, 0.0) if isinstance(part, MetaTextEncoder) else (weight_bytes(part, None), part.buffer_bytes)
             )
             cast = sum(p.nbytes for layer in cast_layers(part) for p in layer.parameters(recurse=False))
             size += cast * (dtype.itemsize - 1)  # float8 layers are loaded in the other dtype, and cast then
-            here = stored_bytes(folder / name, dtype)
+            stored = stored_bytes(folder / name, dtype)
             published = 0.0 if dtype == torch.bfloat16 else size * 2 / dtype.itemsize  # most are in 16 bits
-            files: list[tuple[float, float]] = [(float(copied), float(used)) for copied, used in here] or [(published, 0.0)]
+            files: list[tuple[float, float]] = [(float(copied), float(used)) for copied, used in stored] or [
+                (published, 0.0)
+            ]
             weights += size + cast
             # `store_in_float8` copies what it does not cast, so no file stays mapped
             stays += sum(copied for copied, used in files if used and not cast)
-            passes.append(built + sum(copied for copied, used in files if cast or not used))
-        return cls(stays, weights + stays + max(passes))
+            peaks.append(buffers + sum(copied for copied, used in files if cast or not used))
+        return cls(stays, weights + stays + max(peaks))

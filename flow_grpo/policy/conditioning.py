@@ -16,38 +16,40 @@ EncoderOutputs = list[tuple[str, Any]]  # (method, what it returned), in the ord
 SHARED, LIST, CUMULATIVE, ABSENT = "shared", "rows", "cumulative", "absent"  # in place of an axis, see `infer_batch_axes`
 
 
-def infer_batch_axes(one: Any, two: Any) -> Any:
-    """Infer the batch axes of a structure: `one` was returned for a prompt, `two` for that prompt twice.
+def infer_batch_axes(single: Any, double: Any) -> Any:
+    """Infer the batch axes of a structure: `single` was returned for a prompt, `double` for that prompt twice.
 
     Returns the same structure with, for each tensor, its batch axis, SHARED, or CUMULATIVE (lengths summed up, from 0 on); for a
     list with an item per prompt, LIST; for None, ABSENT; for anything else, SHARED.
     """
-    if one is None:
+    if single is None:
         return ABSENT
-    if isinstance(one, Tensor) and isinstance(two, Tensor):
-        grown = [axis for axis, (a, b) in enumerate(zip(one.shape, two.shape, strict=True)) if a != b]
+    if isinstance(single, Tensor) and isinstance(double, Tensor):
+        grown = [axis for axis, (a, b) in enumerate(zip(single.shape, double.shape, strict=True)) if a != b]
         if not grown:
             return SHARED
-        if one.ndim == 1 and len(one) == 2 and len(two) == 3 and one[0] == two[0] == 0:
+        if single.ndim == 1 and len(single) == 2 and len(double) == 3 and single[0] == double[0] == 0:
             return CUMULATIVE
-        if len(grown) == 1 and two.shape[grown[0]] == 2 * one.shape[grown[0]]:
+        if len(grown) == 1 and double.shape[grown[0]] == 2 * single.shape[grown[0]]:
             return grown[0]
-        raise ValueError(f"prompts become tensors of shape {tuple(one.shape)} alone and {tuple(two.shape)} in pairs.")
-    if isinstance(one, (list, tuple)) and isinstance(two, (list, tuple)):
-        if len(one) != len(two):
+        raise ValueError(f"prompts become tensors of shape {tuple(single.shape)} alone and {tuple(double.shape)} in pairs.")
+    if isinstance(single, (list, tuple)) and isinstance(double, (list, tuple)):
+        if len(single) != len(double):
             return LIST
-        return [infer_batch_axes(a, b) for a, b in zip(one, two, strict=True)]
-    if isinstance(one, dict):
-        raise ValueError(f"encoded prompts come as a {type(one).__name__}, of which only lists and tensors are understood.")
+        return [infer_batch_axes(a, b) for a, b in zip(single, double, strict=True)]
+    if isinstance(single, dict):
+        raise ValueError(
+            f"encoded prompts come as a {type(single).__name__}, of which only lists and tensors are understood."
+        )
     return SHARED
 
 
-def merge_axes(axes: Any, others: Any) -> Any:
+def merge_axes(axes: Any, other_axes: Any) -> Any:
     """The axes of two prompts combined: a mask may be absent for one of them."""
     if axes == ABSENT:
-        return others
-    if isinstance(axes, list) and isinstance(others, list):
-        return [merge_axes(a, b) for a, b in zip(axes, others, strict=True)]
+        return other_axes
+    if isinstance(axes, list) and isinstance(other_axes, list):
+        return [merge_axes(a, b) for a, b in zip(axes, other_axes, strict=True)]
     return axes
 
 
@@ -120,9 +122,9 @@ class Conditioning:
 
     def select(self, rows: Tensor) -> tuple[list[str], EncoderOutputs]:
         """The prompts and encoder outputs of `rows` (n,), as the pipeline would return them."""
-        places = self.prompt_index[rows].tolist()
-        calls = zip(*(self.encoder_outputs[place] for place in places), strict=True)
-        axes = self.axes[places[0]]  # rows that share a call have the same
+        indices = self.prompt_index[rows].tolist()
+        calls = zip(*(self.encoder_outputs[i] for i in indices), strict=True)
+        axes = self.axes[indices[0]]  # rows that share a call have the same
         recorded = [
             (call[0][0], collate([output for _, output in call], axis)) for call, axis in zip(calls, axes, strict=True)
         ]
@@ -148,8 +150,8 @@ def conditioning(
     call_groups: dict[Any, int] = {}
     keys = [prompt if encode_separately else _call_key(prompt, outputs[prompt]) for prompt in unique_prompts]
     group_of_prompt = torch.tensor([call_groups.setdefault(key, len(call_groups)) for key in keys])
-    number = {prompt: i for i, prompt in enumerate(unique_prompts)}
-    prompt_index = torch.tensor([number[prompt] for prompt in prompts])
+    index_of = {prompt: i for i, prompt in enumerate(unique_prompts)}
+    prompt_index = torch.tensor([index_of[prompt] for prompt in prompts])
     axes_of_prompt = [axes[len(images_of(prompt))] for prompt in unique_prompts]
     return Conditioning(
         prompts, [outputs[prompt] for prompt in unique_prompts], axes_of_prompt, prompt_index, group_of_prompt[prompt_index]
@@ -164,7 +166,7 @@ def _call_key(prompt: str, outputs: EncoderOutputs) -> Any:
 def _pooled(recorded: EncoderOutputs, axes: list[Any]) -> Tensor:
     for (_, output), axis in zip(recorded, axes, strict=True):
         parts = zip(output, axis, strict=True) if isinstance(axis, list) else [(output, axis)]
-        for part, where in parts:
-            if where == 0 and isinstance(part, Tensor) and part.ndim == 3:
+        for part, part_axis in parts:
+            if part_axis == 0 and isinstance(part, Tensor) and part.ndim == 3:
                 return part[0].float().mean(0).cpu()
     raise ValueError("objective ppo reads prompt embeddings (tokens, channels), which this pipeline does not have.")

@@ -37,16 +37,16 @@ def matmul_speed(device: torch.device, dtype: torch.dtype, seconds: float = 0.5)
 def fastest(work: Callable[[], object], device: torch.device, seconds: float) -> float:
     """The seconds that `work` takes after a warm-up: the fastest of as many runs as fit into `seconds`, at least two."""
     work()  # the first one chooses its kernels
-    took: list[float] = []
-    while len(took) < 2 or sum(took) < seconds:
+    times: list[float] = []
+    while len(times) < 2 or sum(times) < seconds:
         if device.type == "cuda":
             torch.cuda.synchronize()
         started = time.perf_counter()
         work()
         if device.type == "cuda":
             torch.cuda.synchronize()
-        took.append(time.perf_counter() - started)
-    return min(took)
+        times.append(time.perf_counter() - started)
+    return min(times)
 
 
 @functools.cache
@@ -58,12 +58,12 @@ def matmul_peak(device: torch.device, dtype: torch.dtype) -> float:
     """
     threads = "" if device.type == "cuda" else f" with {torch.get_num_threads()} threads"
     key = f"{device_name(device)}{threads}, {str(dtype).removeprefix('torch.')}, torch {torch.__version__}"
-    speed = known = _measured().get(key, 0.0)
+    speed = known = _read_cache().get(key, 0.0)
     # `randn` must not move the run's random numbers
     with torch.random.fork_rng([device] if device.type == "cuda" else []), suppress(torch.OutOfMemoryError):
         speed = max(known, matmul_speed(device, dtype, 0.2))
     if speed > known:
-        _keep(key, speed)
+        _add_to_cache(key, speed)
     return speed
 
 
@@ -77,20 +77,20 @@ def bf16_speedup() -> float:
     if not (torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported()):
         return 0.0  # without the instructions, a layer would take a hundred times as long
     key = f"{device_name(torch.device('cpu'))}, bfloat16 to float32, torch {torch.__version__}"
-    known = _measured()
+    known = _read_cache()
     if key not in known:
         known[key] = _measure_bf16_speedup()
-        _keep(key, known[key])
+        _add_to_cache(key, known[key])
     return known[key]
 
 
 def _measure_bf16_speedup() -> float:
     seconds: dict[torch.dtype, list[float]] = {torch.float32: [], torch.bfloat16: []}
     with torch.random.fork_rng([]):
-        works = {dtype: _layer(dtype) for dtype in seconds}
+        layers = {dtype: _layer(dtype) for dtype in seconds}
     for _ in range(ROUNDS):  # in turns, since another program may come and go
-        for dtype, work in works.items():
-            seconds[dtype].append(fastest(work, torch.device("cpu"), 0.0))
+        for dtype, layer in layers.items():
+            seconds[dtype].append(fastest(layer, torch.device("cpu"), 0.0))
     return min(seconds[torch.float32]) / min(seconds[torch.bfloat16])
 
 
@@ -107,7 +107,7 @@ def _layer(dtype: torch.dtype) -> Callable[[], None]:
     return work
 
 
-def _measured() -> dict[str, float]:
+def _read_cache() -> dict[str, float]:
     """What this machine's runs have measured."""
     try:
         content = json.loads(CACHE.expanduser().read_text(encoding="utf-8"))
@@ -116,6 +116,6 @@ def _measured() -> dict[str, float]:
         return {}
 
 
-def _keep(key: str, number: float) -> None:
+def _add_to_cache(key: str, number: float) -> None:
     with suppress(OSError, WriteError):  # a home folder that can't be written
-        write_atomic(CACHE.expanduser(), json.dumps({**_measured(), key: number}, indent=1))
+        write_atomic(CACHE.expanduser(), json.dumps({**_read_cache(), key: number}, indent=1))

@@ -12,12 +12,12 @@ import torch
 from flow_grpo.files import write_atomic
 from flow_grpo.image_prompt import images_of, prompt_key
 
-IN_MEMORY = 512  # prompts: 3 MB each for SD3.5
-LAYOUT = "\0layout"  # the key of what holds for all prompts: their batch axes, and whether they are padded to one length
+MAX_IN_MEMORY = 512  # prompts: 3 MB each for SD3.5
+LAYOUT = "\0layout"  # the key of what applies to all prompts: their batch axes, and whether they are padded to one length
 
 
 def layout_key(prompt: str) -> str:
-    """The key of what holds for all prompts with as many images as this one."""
+    """The key of what applies to all prompts with as many images as this one."""
     images = images_of(prompt)
     return f"{LAYOUT} {len(images)}" if images else LAYOUT
 
@@ -32,43 +32,43 @@ class EmbeddingCache:
 
     def __init__(self, folder: str | Path | None = None, key: Any = None) -> None:
         self.folder = None if folder is None else Path(folder).expanduser() / _digest(repr(key))
-        self._held: OrderedDict[str, Any] = OrderedDict()
+        self._in_memory: OrderedDict[str, Any] = OrderedDict()
 
     def get(self, prompt: str) -> Any:
         """The outputs of a prompt, or None, also if the file is damaged."""
-        text = prompt_key(prompt)
-        if text in self._held:
-            self._held.move_to_end(text)
-        elif self.folder is not None and (file := self._file(text)).exists():
+        key = prompt_key(prompt)
+        if key in self._in_memory:
+            self._in_memory.move_to_end(key)
+        elif self.folder is not None and (file := self._file(key)).exists():
             try:
-                self._hold(text, torch.load(file, weights_only=True, map_location="cpu"))
+                self._add_to_memory(key, torch.load(file, weights_only=True, map_location="cpu"))
             except (OSError, EOFError, RuntimeError, ValueError, pickle.UnpicklingError):
                 return None
-        return self._held.get(text)
+        return self._in_memory.get(key)
 
     def put(self, prompt: str, outputs: Any) -> None:
         """Keep what the encoders returned for a prompt."""
-        text = prompt_key(prompt)
-        self._hold(text, outputs)
+        key = prompt_key(prompt)
+        self._add_to_memory(key, outputs)
         if self.folder is None:
             return
         content = io.BytesIO()
         torch.save(outputs, content)
-        write_atomic(self._file(text), content.getvalue())
+        write_atomic(self._file(key), content.getvalue())
 
     def complete(self, prompts: list[str]) -> bool:
         """Whether all of them are on disk, so that no encoder is needed."""
         keys = {*prompts, *map(layout_key, prompts)}
         return self.folder is not None and all(self.get(key) is not None for key in keys)
 
-    def _hold(self, text: str, outputs: Any) -> None:
-        self._held[text] = outputs
-        if len(self._held) > IN_MEMORY:
-            self._held.popitem(last=False)
+    def _add_to_memory(self, key: str, outputs: Any) -> None:
+        self._in_memory[key] = outputs
+        if len(self._in_memory) > MAX_IN_MEMORY:
+            self._in_memory.popitem(last=False)
 
-    def _file(self, text: str) -> Path:
+    def _file(self, key: str) -> Path:
         assert self.folder is not None
-        return self.folder / f"{_digest(text)}.pt"
+        return self.folder / f"{_digest(key)}.pt"
 
 
 def _digest(text: str) -> str:

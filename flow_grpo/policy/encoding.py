@@ -136,8 +136,8 @@ class PromptEncoder:
         with self.encoders_on_device():
             alone, doubled = ([self._record([prompt] * count) for prompt in probes] for count in (1, 2))
         axes = [
-            [infer_batch_axes(a, b) for (_, a), (_, b) in zip(one, two, strict=True)]
-            for one, two in zip(alone, doubled, strict=True)
+            [infer_batch_axes(a, b) for (_, a), (_, b) in zip(single, double, strict=True)]
+            for single, double in zip(alone, doubled, strict=True)
         ]
         merged = [merge_axes(short, long) for short, long in zip(*axes, strict=True)]
         return [merged, signature(alone[0]) == signature(alone[1])]

@@ -48,7 +48,7 @@ class Family:
     """Further transformers, each for a part of the schedule, which a pipeline of this kind may have."""
 
 
-REFERENCES = 10  # images: more than that no published model was trained with
+MAX_REFERENCE_IMAGES = 10  # no published model was trained with more
 STEP_DEPENDENT = "it depends on the number of the step in the run, which training does not have"
 FAMILIES = {
     "StableDiffusion3Pipeline": Family(unsupported={"skip_guidance_layers": STEP_DEPENDENT}),
@@ -57,7 +57,7 @@ FAMILIES = {
     "Krea2Pipeline": Family(no_guidance_value=0.0),
     "SanaPipeline": Family(call_kwargs={"use_resolution_binning": False}),
     "Lumina2Pipeline": Family(unsupported={"cfg_trunc_ratio": STEP_DEPENDENT}),
-    # a prompt's prior is drawn once, from seed 0, and its quoted letters would be padded by those of others
+    # a prompt's prior tokens are sampled once, from seed 0, and its quoted letters would be padded by those of others
     "GlmImagePipeline": Family(encoders=("generate_prior_tokens", "encode_prompt"), encode_separately=True),
     "HunyuanImagePipeline": Family(guidance="", guiders=("guider", "ocr_guider"), encode_separately=True),
     "HiDreamImagePipeline": Family(lora_targets=(*ATTENTION, "to_out", "to_q_t", "to_k_t", "to_v_t", "to_out_t")),
@@ -70,15 +70,17 @@ FAMILIES = {
         lora_targets=("to_query", "to_key", "to_value", "self_attention.out_layer", "cross_attention.out_layer")
     ),
     "ErnieImagePipeline": Family(call_kwargs={"use_pe": False}),
-    "Flux2Pipeline": Family(max_images=REFERENCES),
-    "Flux2KleinPipeline": Family(max_images=REFERENCES),
+    "Flux2Pipeline": Family(max_images=MAX_REFERENCE_IMAGES),
+    "Flux2KleinPipeline": Family(max_images=MAX_REFERENCE_IMAGES),
     "QwenImageEditPipeline": Family(guidance="true_cfg_scale", call_kwargs={"negative_prompt": " "}, needs_image=True),
     "QwenImageEditPlusPipeline": Family(
-        guidance="true_cfg_scale", call_kwargs={"negative_prompt": " "}, needs_image=True, max_images=REFERENCES
+        guidance="true_cfg_scale", call_kwargs={"negative_prompt": " "}, needs_image=True, max_images=MAX_REFERENCE_IMAGES
     ),
     # without its cache of keys and values, which serves the steps after the first
     "QwenImage21Pipeline": Family(
-        guidance="true_cfg_scale", call_kwargs={"negative_prompt": " ", "use_kv_cache": False}, max_images=REFERENCES
+        guidance="true_cfg_scale",
+        call_kwargs={"negative_prompt": " ", "use_kv_cache": False},
+        max_images=MAX_REFERENCE_IMAGES,
     ),
     "WanPipeline": Family(experts=("transformer_2",)),
     "Ideogram4Pipeline": Family(call_kwargs={"guidance_schedule": None}, unsupported={"guidance_schedule": STEP_DEPENDENT}),
@@ -92,11 +94,11 @@ def family(pipeline: str) -> Family:
 
 def denoisers(pipe: Any) -> list[str]:
     """The components of a pipeline that denoise and can be trained: `transformer`, and its further experts."""
-    further = family(type(pipe).__name__).experts
-    return ["transformer", *(name for name in further if getattr(pipe, name, None) is not None)]
+    experts = family(type(pipe).__name__).experts
+    return ["transformer", *(name for name in experts if getattr(pipe, name, None) is not None)]
 
 
 def makes_videos(pipeline: str) -> bool:
     """Whether a pipeline of diffusers, named by its class, makes videos."""
-    kind = getattr(diffusers, pipeline, None)
-    return kind is not None and "num_frames" in inspect.signature(kind.__call__).parameters
+    pipeline_class = getattr(diffusers, pipeline, None)
+    return pipeline_class is not None and "num_frames" in inspect.signature(pipeline_class.__call__).parameters

@@ -19,11 +19,11 @@ def check_guidance(policy: Policy, guidance: float, hint: str) -> None:
 
 
 @torch.no_grad()
-def _same_velocity(one: FlowPipeline, other: FlowPipeline) -> bool:
-    schedule, shape = one.schedule(2)
+def _same_velocity(guided: FlowPipeline, unguided: FlowPipeline) -> bool:
+    schedule, shape = guided.schedule(2)
     x = torch.randn(2, *shape, generator=torch.Generator().manual_seed(0))
     rows, velocities = torch.arange(2), []
-    for model in (one, other):
+    for model in (guided, unguided):
         conditioning = model.encode([model.probe_prompts[1]] * 2)
         model.accepts_per_sample_timesteps(x, schedule.timesteps, conditioning, rows)  # while all processes compute alike
         velocities.append(model.velocity(x, schedule.timesteps[0], conditioning, rows))

@@ -128,16 +128,18 @@ def resolve_lora(path: str | Path) -> tuple[str, str | None]:
         return str(path), None
     if not folder.exists():
         siblings = {
-            place.name: str(place) for place in folder.parent.glob("*") if place.is_dir() or place.suffix == ".safetensors"
+            sibling.name: str(sibling)
+            for sibling in folder.parent.glob("*")
+            if sibling.is_dir() or sibling.suffix == ".safetensors"
         }
         raise ValueError(
             f"there is no LoRA at {path}.{suggest(folder.name, siblings)} Give a folder with {WEIGHTS}, or that file."
         )
     if (folder / INDEX).is_file():
         raise ValueError(f"{folder} is a whole model, not a LoRA: give it as --model.")
-    for place in (folder, folder / layout.LORA, folder / layout.TRANSFORMER):
-        if any(file.suffix in (".safetensors", ".bin") for file in place.glob("*")):
-            return str(place), None
+    for candidate in (folder, folder / layout.LORA, folder / layout.TRANSFORMER):
+        if any(file.suffix in (".safetensors", ".bin") for file in candidate.glob("*")):
+            return str(candidate), None
     raise ValueError(
         f"{folder} holds no LoRA: give a folder with {WEIGHTS}, or that file; of a run that is not finished, its best/ or one of "
         "its checkpoints/."

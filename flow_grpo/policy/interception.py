@@ -72,11 +72,11 @@ class StopAtTransformer:
 
 def with_execution_device(kind: type, device: torch.device) -> type:
     """A subclass of the pipeline that computes on that device, even if some of its parts are on another one."""
-    where = property(lambda self: device)
-    return type(kind.__name__, (kind,), {"_execution_device": where, "device": where})
+    device_property = property(lambda self: device)
+    return type(kind.__name__, (kind,), {"_execution_device": device_property, "device": device_property})
 
 
-def check_flow(pipe: DiffusionPipeline, known: Any) -> None:
+def check_flow(pipe: DiffusionPipeline, parameters: Any) -> None:
     """Raise ValueError if a pipeline does not sample a flow, or takes no `latents`."""
     scheduler, name = type(pipe.scheduler).__name__ if hasattr(pipe, "scheduler") else "no scheduler", type(pipe).__name__
     config = getattr(getattr(pipe, "scheduler", None), "config", {})
@@ -86,30 +86,30 @@ def check_flow(pipe: DiffusionPipeline, known: Any) -> None:
             f"{name} with {scheduler} does not sample a flow: give a pipeline with a transformer and a "
             "FlowMatchEulerDiscreteScheduler, such as Stable Diffusion 3.5 or FLUX.1."
         )
-    if "audio_latents" in known:
+    if "audio_latents" in parameters:
         raise ValueError(
             f"{name} also denoises audio latents, which is not supported: give a pipeline with one latent state."
         )
-    if {"image", "num_frames"} <= set(known):
+    if {"image", "num_frames"} <= set(parameters):
         raise ValueError(f"{name} makes videos from images, which is not supported: give a text-to-video pipeline.")
-    if "latents" not in known:
+    if "latents" not in parameters:
         raise ValueError(f"{name} takes no latents, so its velocity can't be computed at a given state.")
 
 
-def check_call(name: str, family: Family, known: Any, call: dict[str, Any]) -> None:
+def check_call(name: str, family: Family, parameters: Any, call: dict[str, Any]) -> None:
     """Raise ValueError if an argument of the call does not exist or must not be set."""
     for argument in call:
         if argument in RESERVED_ARGUMENTS:
             raise ValueError(f"{argument} can't be set in pipeline_kwargs: this package sets it.")
         if argument in family.unsupported:
             raise ValueError(f"{argument} of {name} can't be used: {family.unsupported[argument]}.")
-        if argument not in known:
-            raise ValueError(f"{name} takes no argument {argument}; it takes {', '.join(list(known)[1:])}.")
+        if argument not in parameters:
+            raise ValueError(f"{name} takes no argument {argument}; it takes {', '.join(list(parameters)[1:])}.")
 
 
-def check_images(name: str, family: Family, known: Any, call: dict[str, Any], prompts: Iterable[str]) -> None:
+def check_images(name: str, family: Family, parameters: Any, call: dict[str, Any], prompts: Iterable[str]) -> None:
     """Raise ValueError if a pipeline can't be called with the images of the prompts, or without any."""
-    takes_size = {"height", "width"} & set(known)
+    takes_size = {"height", "width"} & set(parameters)
     has_size = all(call.get(side) is not None for side in takes_size)
     for prompt in dict.fromkeys(prompts):
         count, shown = len(images_of(prompt)), repr(str(prompt))[:80]
@@ -117,7 +117,7 @@ def check_images(name: str, family: Family, known: Any, call: dict[str, Any], pr
             raise ValueError(f"{name} edits images, and the prompt {shown} has none: give prompts a column `image`.")
         if not count:
             continue
-        if family.image not in known:
+        if family.image not in parameters:
             raise ValueError(
                 f"{name} takes no images, and the prompt {shown} has {count}: give an editing pipeline, such as FLUX.2."
             )

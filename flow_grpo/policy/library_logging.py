@@ -40,16 +40,16 @@ def quiet_libraries() -> None:
 @contextmanager
 def quietly() -> Iterator[None]:
     """Silence libraries within a block, such as while a pipeline is loaded, and restore their settings afterwards."""
-    before = [(library, library.get_verbosity(), library.is_progress_bar_enabled()) for library in _libraries()]
+    settings = [(library, library.get_verbosity(), library.is_progress_bar_enabled()) for library in _libraries()]
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:
-            for library, _, _ in before:
+            for library, _, _ in settings:
                 library.set_verbosity_error()
                 library.disable_progress_bar()
             yield
         finally:
-            for library, verbosity, had_progress_bar in before:
+            for library, verbosity, had_progress_bar in settings:
                 _restore(library, verbosity, had_progress_bar)
 
 

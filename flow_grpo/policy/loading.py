@@ -54,17 +54,17 @@ def load_policy(
         raise ValueError(f"guidance={guidance} is not a finite number: set one, or 1 for none.")
     source = hub.resolve_model(path_or_name)
     device = usable_device(device)
-    weights = default_dtype(device) if dtype == "auto" else DTYPES[dtype]
-    key = [hub.fingerprint(source), str(weights), guidance > 1, sorted(call.items())]
+    weights_dtype = default_dtype(device) if dtype == "auto" else DTYPES[dtype]
+    key = [hub.fingerprint(source), str(weights_dtype), guidance > 1, sorted(call.items())]
     embeddings = EmbeddingCache(memory.embedding_cache_dir, key)
     probe = probe_prompts(hub.pipeline_class(source), call)[0]
     without_encoders = prompts is not None and embeddings.complete([probe, *prompts])
-    options = _loading_options(source, weights, memory, without_encoders)
+    options = _loading_options(source, weights_dtype, memory, without_encoders)
     with phase(f"loading {path_or_name}"), load_errors(path_or_name), downloads(source):
-        pipe = DiffusionPipeline.from_pretrained(source, torch_dtype=weights, **options)
+        pipe = DiffusionPipeline.from_pretrained(source, torch_dtype=weights_dtype, **options)
     apply_memory_settings(pipe, memory)  # before the move, so that a GPU never holds weights that are stored smaller
     move_to_device(pipe, torch.device(device), memory)
-    policy = Policy(pipe, weights, guidance, embeddings, memory.offload_text_encoders, **call)
+    policy = Policy(pipe, weights_dtype, guidance, embeddings, memory.offload_text_encoders, **call)
     if lora is not None:
         policy.load_lora(lora)
     return policy

@@ -28,7 +28,7 @@ def quantization(kind: str, dtype: torch.dtype, pipeline: str) -> PipelineQuanti
         if kind == "nf4":
             import bitsandbytes  # noqa: F401
 
-            how: Any = BitsAndBytes(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=dtype)
+            config: Any = BitsAndBytes(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=dtype)
         else:
             from torchao import quantization as torchao
 
@@ -37,13 +37,13 @@ def quantization(kind: str, dtype: torch.dtype, pipeline: str) -> PipelineQuanti
                 "fp8": torchao.Float8WeightOnlyConfig,
                 "int4": torchao.Int4WeightOnlyConfig,
             }
-            how = TorchAoConfig(configs[kind]())
+            config = TorchAoConfig(configs[kind]())
     except ImportError as error:
         package = "bitsandbytes" if kind == "nf4" else "torchao"
         raise ValueError(
             f"memory.quantize={kind} needs {package}, which is not installed: pip install {package}."
         ) from error
-    return PipelineQuantizationConfig(quant_mapping=dict.fromkeys(["transformer", *family(pipeline).experts], how))
+    return PipelineQuantizationConfig(quant_mapping=dict.fromkeys(["transformer", *family(pipeline).experts], config))
 
 
 def apply_memory_settings(pipe: DiffusionPipeline, memory: MemoryConfig) -> None:
@@ -63,8 +63,8 @@ def apply_memory_settings(pipe: DiffusionPipeline, memory: MemoryConfig) -> None
             transformer.enable_gradient_checkpointing()
         if memory.attention_backend is not None:
             _set_attention_backend(transformer, memory.attention_backend)
-    for wanted, method in ((memory.vae_slicing, "enable_slicing"), (memory.vae_tiling, "enable_tiling")):
-        if wanted:
+    for is_set, method in ((memory.vae_slicing, "enable_slicing"), (memory.vae_tiling, "enable_tiling")):
+        if is_set:
             if not hasattr(pipe.vae, method):
                 raise ValueError(f"{type(pipe.vae).__name__} has no {method}: leave memory.vae_slicing and vae_tiling out.")
             getattr(pipe.vae, method)()
@@ -140,9 +140,9 @@ def offload_blocks(transformer: torch.nn.Module, device: torch.device) -> None:
         ValueError: diffusers does not name the repeated blocks.
     """
     blocks = repeated_blocks(transformer, "memory.offload")
-    inside = {id(tensor) for block in blocks for tensor in (*block.parameters(), *block.buffers())}
+    in_blocks = {id(tensor) for block in blocks for tensor in (*block.parameters(), *block.buffers())}
     for tensor in (*transformer.parameters(), *transformer.buffers()):
-        if id(tensor) not in inside:
+        if id(tensor) not in in_blocks:
             tensor.data = tensor.data.to(device)
         elif device.type == "cuda":
             tensor.data = tensor.data.pin_memory()

@@ -28,11 +28,11 @@ def save_merged(policy: Policy, folder: Path, base: str) -> None:
             for file in (folder / name).glob("*.safetensors"):
                 normalize_safetensors(file)
     source = hub.resolve_model(base)
-    place = Path(source if Path(source).is_dir() else DiffusionPipeline.download(source))
-    shutil.copyfile(place / hub.INDEX, folder / hub.INDEX)
-    for part in hub.component_names(str(place), ("",)):
-        if part not in denoisers(policy.pipe) and (place / part).is_dir():
-            shutil.copytree(place / part, folder / part, copy_function=shutil.copyfile)
+    base_folder = Path(source if Path(source).is_dir() else DiffusionPipeline.download(source))
+    shutil.copyfile(base_folder / hub.INDEX, folder / hub.INDEX)
+    for part in hub.component_names(str(base_folder), ("",)):
+        if part not in denoisers(policy.pipe) and (base_folder / part).is_dir():
+            shutil.copytree(base_folder / part, folder / part, copy_function=shutil.copyfile)
 
 
 def merge(policy: Policy) -> None:

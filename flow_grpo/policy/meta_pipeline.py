@@ -56,21 +56,25 @@ def load_meta_pipeline(source: str, dtype: torch.dtype, cuda: bool) -> Diffusion
         with downloads(source):
             folder = Path(snapshot_download(source, allow_patterns=NO_WEIGHTS))
     index = read_index(folder)
-    parts = {name: kind and _part(folder, name, kind, dtype, cuda) for name, kind in index.parts.items()}
+    parts = {
+        name: part_class and _load_part(folder, name, part_class, dtype, cuda) for name, part_class in index.parts.items()
+    }
     with load_errors(folder):
-        pipe = index.kind(**parts, **index.settings)
+        pipe = index.pipeline_class(**parts, **index.settings)
     pipe.register_to_config(_name_or_path=str(folder))
     return pipe
 
 
-def _part(folder: Path, name: str, kind: Any, dtype: torch.dtype, cuda: bool) -> Any:
+def _load_part(folder: Path, name: str, part_class: Any, dtype: torch.dtype, cuda: bool) -> Any:
     with load_errors(folder, name):
         if name.startswith(ENCODER_PREFIXES):
-            return MetaTextEncoder(kind, json.loads((folder / name / "config.json").read_text(encoding="utf-8")), dtype)
-        if not issubclass(kind, ModelMixin):
-            return kind.from_pretrained(folder, subfolder=name)
+            return MetaTextEncoder(
+                part_class, json.loads((folder / name / "config.json").read_text(encoding="utf-8")), dtype
+            )
+        if not issubclass(part_class, ModelMixin):
+            return part_class.from_pretrained(folder, subfolder=name)
         with torch.device("meta"):
-            network = kind.from_config(kind.load_config(folder, subfolder=name)).to(dtype)
+            network = part_class.from_config(part_class.load_config(folder, subfolder=name)).to(dtype)
         return MetaModule(network.requires_grad_(False).eval(), dtype, cuda)
 
 
@@ -81,14 +85,14 @@ class MetaTextEncoder(torch.nn.Module):
         bytes: the size of the encoder's weights.
     """
 
-    def __init__(self, kind: Any, config: dict[str, Any], dtype: torch.dtype) -> None:
+    def __init__(self, encoder_class: Any, config: dict[str, Any], dtype: torch.dtype) -> None:
         super().__init__()
         with torch.device("meta"):
-            network = kind(kind.config_class.from_dict(config))
+            network = encoder_class(encoder_class.config_class.from_dict(config))
         self.bytes = sum(p.numel() for p in network.parameters()) * dtype.itemsize
         text = config.get("text_config", config)
         self.config, self.dtype, self.device = SimpleNamespace(**config), dtype, torch.device("cpu")
-        self.projected = kind.__name__.endswith("WithProjection")
+        self.projected = encoder_class.__name__.endswith("WithProjection")
         self.width = text.get("hidden_size") or text.get("d_model")
         self.layers = text.get("num_hidden_layers") or text.get("num_layers")
         self.projection = text.get("projection_dim")
@@ -159,18 +163,18 @@ class MetaModule:
     @contextmanager
     def block_calls(self) -> Iterator[list[BlockCall]]:
         """Context in which the first call of one repeated block of each kind is added to the list. ValueError if none are known."""
-        kinds: dict[type, list[torch.nn.Module]] = {}
+        blocks_by_class: dict[type, list[torch.nn.Module]] = {}
         for block in repeated_blocks(self._network, "plan"):
-            kinds.setdefault(type(block), []).append(block)
+            blocks_by_class.setdefault(type(block), []).append(block)
         calls: list[BlockCall] = []
-        counts = {blocks[len(blocks) // 2]: len(blocks) for blocks in kinds.values()}
+        counts = {blocks[len(blocks) // 2]: len(blocks) for blocks in blocks_by_class.values()}
 
-        def keep(block: torch.nn.Module, args: Any, kwargs: Any) -> None:
+        def record_call(block: torch.nn.Module, args: Any, kwargs: Any) -> None:
             if all(call.block is not block for call in calls):
-                alone_args, alone_kwargs = tree_map(_detached, (args, kwargs))
-                calls.append(BlockCall(block, alone_args, alone_kwargs, counts[block]))
+                detached_args, detached_kwargs = tree_map(_detached, (args, kwargs))
+                calls.append(BlockCall(block, detached_args, detached_kwargs, counts[block]))
 
-        hooks = [block.register_forward_pre_hook(keep, with_kwargs=True) for block in counts]
+        hooks = [block.register_forward_pre_hook(record_call, with_kwargs=True) for block in counts]
         try:
             yield calls
         finally:
@@ -211,28 +215,29 @@ def _to_meta(value: Any) -> Any:
 class _Cast(TorchFunctionMode):
     """Autocast for the meta device, and attention kernels that do not materialise the attention matrix."""
 
-    LOWERED = (F.linear, F.conv2d, torch.matmul, torch.bmm, torch.baddbmm, Tensor.matmul, Tensor.__matmul__)
-    RAISED = (F.layer_norm, F.group_norm, F.interpolate, F.softmax, torch.softmax, Tensor.softmax)  # on CUDA, not on a CPU
+    LOWER_PRECISION_OPS = (F.linear, F.conv2d, torch.matmul, torch.bmm, torch.baddbmm, Tensor.matmul, Tensor.__matmul__)
+    # on CUDA, not on a CPU
+    FLOAT32_OPS = (F.layer_norm, F.group_norm, F.interpolate, F.softmax, torch.softmax, Tensor.softmax)
 
     def __init__(self, dtype: torch.dtype, cuda: bool) -> None:
         super().__init__()
-        self.dtype, self.raised = dtype, self.RAISED if cuda else ()
+        self.dtype, self.float32_ops = dtype, self.FLOAT32_OPS if cuda else ()
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func is F.scaled_dot_product_attention:
             return self._attention(*args, **kwargs)
-        if self.dtype != torch.float32 and func in self.LOWERED:
-            args, kwargs = self._in(self.dtype, args), self._in(self.dtype, kwargs)
-        elif self.dtype != torch.float32 and func in self.raised:
-            args, kwargs = self._in(torch.float32, args), self._in(torch.float32, kwargs)
+        if self.dtype != torch.float32 and func in self.LOWER_PRECISION_OPS:
+            args, kwargs = self._to_dtype(self.dtype, args), self._to_dtype(self.dtype, kwargs)
+        elif self.dtype != torch.float32 and func in self.float32_ops:
+            args, kwargs = self._to_dtype(torch.float32, args), self._to_dtype(torch.float32, kwargs)
         return func(*args, **kwargs)
 
     def _attention(
         self, query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, dropout_p: float = 0.0,
         is_causal: bool = False, scale: float | None = None, enable_gqa: bool = False,
     ) -> Tensor:  # fmt: skip
-        heads = [self._in(self.dtype, t) if self.dtype != torch.float32 else t for t in (query, key, value)]
+        heads = [self._to_dtype(self.dtype, t) if self.dtype != torch.float32 else t for t in (query, key, value)]
         if enable_gqa:
             heads[1:] = [t.repeat_interleave(query.shape[-3] // t.shape[-3], -3) for t in heads[1:]]
         mask = attn_mask.to(heads[0].dtype) if attn_mask is not None and attn_mask.dtype == torch.bool else attn_mask
@@ -240,5 +245,5 @@ class _Cast(TorchFunctionMode):
         return flash(*heads, dropout_p, is_causal, attn_mask=mask, scale=scale)[0]
 
     @staticmethod
-    def _in(dtype: torch.dtype, values: Any) -> Any:
+    def _to_dtype(dtype: torch.dtype, values: Any) -> Any:
         return tree_map(lambda v: v.to(dtype) if isinstance(v, Tensor) and v.is_floating_point() else v, values)

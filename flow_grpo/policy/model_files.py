@@ -30,12 +30,12 @@ class Index:
     """The content of a model_index.json.
 
     Attributes:
-        kind: the pipeline's class.
+        pipeline_class: the class of the pipeline.
         parts: the class of each part; None for one that is left out.
         settings: other arguments of the pipeline.
     """
 
-    kind: type[DiffusionPipeline]
+    pipeline_class: type[DiffusionPipeline]
     parts: dict[str, Any]
     settings: dict[str, Any]
 
@@ -44,14 +44,16 @@ def read_index(folder: str | Path) -> Index:
     """Read the index of a folder. ValueError if a part is missing or has no readable config."""
     folder = Path(folder)
     with load_errors(folder):
-        content = _object(folder / INDEX)
+        content = _read_json_object(folder / INDEX)
         name = content.get("_class_name")
-        kind = getattr(diffusers, name, None) if isinstance(name, str) else None
-        if not isinstance(kind, type) or not issubclass(kind, DiffusionPipeline):
+        pipeline_class = getattr(diffusers, name, None) if isinstance(name, str) else None
+        if not isinstance(pipeline_class, type) or not issubclass(pipeline_class, DiffusionPipeline):
             raise ValueError(f"{INDEX} has _class_name {name!r}, which is no pipeline of diffusers {diffusers.__version__}")
-        arguments = {name: p for name, p in signature(kind).parameters.items() if p.kind is not Parameter.VAR_KEYWORD}
+        arguments = {
+            name: p for name, p in signature(pipeline_class).parameters.items() if p.kind is not Parameter.VAR_KEYWORD
+        }
         entries = {name: content[name] for name in arguments if name in content}
-        optional = getattr(kind, "_optional_components", ())
+        optional = getattr(pipeline_class, "_optional_components", ())
         settings = {name for name, argument in arguments.items() if argument.default is not Parameter.empty} - {*optional}
         parts = {
             name: _class(name, entry)
@@ -60,11 +62,13 @@ def read_index(folder: str | Path) -> Index:
         }
         for name in arguments:
             if name not in settings and name not in optional and parts.get(name) is None:
-                raise ValueError(f"{INDEX} names no {name} with its library and class, and {kind.__name__} needs one")
+                raise ValueError(
+                    f"{INDEX} names no {name} with its library and class, and {pipeline_class.__name__} needs one"
+                )
         for name, part in parts.items():
             if part is not None:
                 _check_configs(folder / name, part)
-    return Index(kind, parts, {name: entry for name, entry in entries.items() if name not in parts})
+    return Index(pipeline_class, parts, {name: entry for name, entry in entries.items() if name not in parts})
 
 
 def check_weights(folder: str | Path, left_out: Collection[str] = ()) -> None:
@@ -78,7 +82,7 @@ def check_weights(folder: str | Path, left_out: Collection[str] = ()) -> None:
     """
     folder = Path(folder)
     for name, part in networks(read_index(folder)).items():
-        quantised = "quantization_config" in _object(folder / name / "config.json")
+        quantised = "quantization_config" in _read_json_object(folder / name / "config.json")
         if name in left_out or quantised:  # the library that quantised it may need a GPU
             continue
         with load_errors(folder):
@@ -99,14 +103,16 @@ def stored_bytes(folder: Path, dtype: torch.dtype) -> list[tuple[int, int]]:
     """Bytes in each weights file of a network: of the tensors that loading converts to `dtype`, and of all others."""
     sizes = []
     for file in sorted(file for file in folder.glob("*.safetensors") if WEIGHTS.fullmatch(file.name)):
-        converted, others = 0, 0
+        converted, unchanged = 0, 0
         with safe_open(file, "pt") as tensors:
             for name in tensors.keys():  # noqa: SIM118
                 tensor = tensors.get_slice(name)
-                kind = DTYPES.get(tensor.get_dtype())
-                size = math.prod(tensor.get_shape()) * (kind.itemsize if kind else 1)
-                converted, others = (converted + size, others) if kind not in (None, dtype) else (converted, others + size)
-        sizes.append((converted, others))
+                tensor_dtype = DTYPES.get(tensor.get_dtype())
+                size = math.prod(tensor.get_shape()) * (tensor_dtype.itemsize if tensor_dtype else 1)
+                converted, unchanged = (
+                    (converted + size, unchanged) if tensor_dtype not in (None, dtype) else (converted, unchanged + size)
+                )
+        sizes.append((converted, unchanged))
     return sizes
 
 
@@ -118,12 +124,12 @@ def load_errors(folder: str | Path, part: str = "") -> Iterator[None]:
     except torch.OutOfMemoryError:
         raise
     except Exception as error:
-        named = "" if isinstance(error, ValueError | OSError | ImportError) else f"{type(error).__name__}: "
-        reason = shorten(f"{named}{error}", MAX_ERROR_LENGTH).rstrip(".")
+        prefix = "" if isinstance(error, ValueError | OSError | ImportError) else f"{type(error).__name__}: "
+        reason = shorten(f"{prefix}{error}", MAX_ERROR_LENGTH).rstrip(".")
         raise ValueError(f"the model {folder} could not be loaded: {part and f'{part}: '}{reason}.") from error
 
 
-def _object(file: Path) -> dict[str, Any]:
+def _read_json_object(file: Path) -> dict[str, Any]:
     try:
         content = json.loads(file.read_text(encoding="utf-8"))
     except ValueError as error:
@@ -142,13 +148,13 @@ def _class(name: str, entry: list[Any]) -> Any:
         return None
     if not _names_class(entry):
         raise ValueError(f"{INDEX} names {entry} as {name}, which should be a library and a class")
-    library, kind = entry
-    home = getattr(diffusers.pipelines, library, sys.modules.get(library))  # as diffusers looks for it
-    part_class = getattr(home, kind, None)
+    library, class_name = entry
+    module = getattr(diffusers.pipelines, library, sys.modules.get(library))  # as diffusers looks for it
+    part_class = getattr(module, class_name, None)
     if not isinstance(part_class, type):
-        raise ValueError(f"{INDEX} names {library}.{kind} as {name}, and there is no such class")
+        raise ValueError(f"{INDEX} names {library}.{class_name} as {name}, and there is no such class")
     if name.startswith(NETWORKS) and not issubclass(part_class, torch.nn.Module):
-        raise ValueError(f"{INDEX} names {library}.{kind} as {name}, and that is no network")
+        raise ValueError(f"{INDEX} names {library}.{class_name} as {name}, and that is no network")
     return part_class
 
 
@@ -158,17 +164,17 @@ def _check_configs(folder: Path, part: Any) -> None:
     if issubclass(part, torch.nn.Module) and not (folder / "config.json").is_file():
         raise ValueError(f"there is no {folder.name}/config.json")
     for file in folder.glob("*config.json"):
-        _object(file)
+        _read_json_object(file)
 
 
 def _check_files(folder: Path) -> None:
     """Raise ValueError if a network's weights are missing or cut off, or some of their shards are missing."""
     for index in folder.glob("*.index.json"):
-        shards = _object(index).get("weight_map")
+        shards = _read_json_object(index).get("weight_map")
         if not isinstance(shards, dict):
             raise ValueError(f"{_short_path(index)} has no weight_map")
-        if gone := next((shard for shard in shards.values() if not (folder / str(shard)).is_file()), None):
-            raise ValueError(f"there is no {folder.name}/{gone}, which {index.name} names; copy or download it again")
+        if missing := next((shard for shard in shards.values() if not (folder / str(shard)).is_file()), None):
+            raise ValueError(f"there is no {folder.name}/{missing}, which {index.name} names; copy or download it again")
     files = [file for file in folder.iterdir() if file.suffix in (".safetensors", ".bin")]
     if not files:
         raise ValueError(f"there are no weights in the folder {folder.name}; copy or download them again")

@@ -172,24 +172,24 @@ class FlowPipeline:
         """v (n, ...) float32, on the device of x, at states x (n, ...) of `rows` (n,) of the conditioning, at one timestep or at (n,).
 
         `timestep` and `rows` are on the CPU.
-        Rows that cannot share a call of the pipeline get calls of their own, filled up to n rows: the shape of a call decides its
+        Rows that cannot share a call of the pipeline get calls of their own, padded to n rows: the shape of a call decides its
         last bits.
         """
         n, group = len(rows), conditioning.call_group[rows]
         timesteps = timestep.expand(n)
-        pictured = next((prompt for prompt in conditioning.prompts_of(rows) if images_of(prompt)), None)
-        if pictured is not None and not self.accepts_images_per_row(x, timestep, pictured):
+        prompt_with_images = next((prompt for prompt in conditioning.prompts_of(rows) if images_of(prompt)), None)
+        if prompt_with_images is not None and not self.accepts_images_per_row(x, timestep, prompt_with_images):
             group = conditioning.prompt_index[rows]  # a call for each prompt
         if (timesteps != timesteps[0]).any() and not self.accepts_per_sample_timesteps(x, timesteps, conditioning, rows):
             group = torch.stack([group, timesteps], 1).unique(dim=0, return_inverse=True)[1]
-        parts = [(group == one).nonzero()[:, 0] for one in group.unique()]
+        parts = [(group == value).nonzero()[:, 0] for value in group.unique()]
         # other processes may need more calls: repeated here, also in the graph, so that the backward passes are alike
         repeated = parts[:1] * (self.synced_call_count(len(parts)) - len(parts))
         velocities = []
         for part in parts + repeated:
-            filled = part[torch.arange(n) % len(part)]
-            states = x if len(part) == n else take_rows(x, filled)
-            velocities.append(self._velocity(states, timesteps[filled], conditioning, rows[filled])[: len(part)])
+            padded = part[torch.arange(n) % len(part)]
+            states = x if len(part) == n else take_rows(x, padded)
+            velocities.append(self._velocity(states, timesteps[padded], conditioning, rows[padded])[: len(part)])
         if len(velocities) > 1:
             velocities = [take_rows(torch.cat(velocities), torch.cat(parts).argsort())]  # leaves the repeated ones out
         return velocities[0].to(x.device)
@@ -219,8 +219,8 @@ class FlowPipeline:
         """
         if self.shares_calls is None:
             sizes = [image.size for image in images_of(prompt)]
-            one, other = ([probe_image(size, seed) for size in sizes] for seed in (0, 1))
-            conditioning = self.encode([with_images("a", one), with_images("a", other)])
+            first_images, second_images = ([probe_image(size, seed) for size in sizes] for seed in (0, 1))
+            conditioning = self.encode([with_images("a", first_images), with_images("a", second_images)])
             states, timesteps, rows = x[:1].expand(2, *x.shape[1:]), timestep.reshape(-1)[:1], torch.arange(2)
             with torch.no_grad(), torch.compiler.set_stance("force_eager"):  # not compiled for two rows
                 first, second = (self._velocity(states, timesteps, conditioning, row.expand(2))[0] for row in rows)

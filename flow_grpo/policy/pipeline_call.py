@@ -46,9 +46,9 @@ class PipelineCall:
 
     def with_arguments(self, **more: Any) -> Self:
         """The same with further arguments."""
-        other = copy.copy(self)
-        other.arguments, other._prepared = {**self.arguments, **more}, {}
-        return other
+        call = copy.copy(self)
+        call.arguments, call._prepared = {**self.arguments, **more}, {}
+        return call
 
     def __call__(self, pipe: Any, prompts: list[str], **kwargs: Any) -> Any:
         """Call a copy of the pipeline with the images of the first prompt; recordings give the other rows theirs.

@@ -101,8 +101,8 @@ class Policy(FlowPipeline):
             return self
         key = guidance, self.call.get("height"), self.call.get("width")
         if key not in self._guided:
-            own, scale = self.family.call_kwargs, self.family.guidance
-            call = {k: v for k, v in self.call.items() if k != scale and not (k in own and own[k] == v)}
+            defaults, scale = self.family.call_kwargs, self.family.guidance
+            call = {k: v for k, v in self.call.items() if k != scale and not (k in defaults and defaults[k] == v)}
             self._guided[key] = FlowPipeline(self.pipe, self.dtype, guidance, offload=self.encoder.offload, **call)
         self._guided[key].synced_call_count = self.synced_call_count
         return self._guided[key]

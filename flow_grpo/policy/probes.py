@@ -37,5 +37,5 @@ def probe_image(size: tuple[int, int], seed: int = 0) -> SourceImage:
 
 def rows_agree(both: Tensor, first: Tensor, second: Tensor) -> bool:
     """Whether the two rows of a call equal the results of two calls, up to a fiftieth of the difference of these."""
-    off = (both[0] - first).abs().max() + (both[1] - second).abs().max()
-    return bool(off < 0.02 * (second - first).abs().max())
+    error = (both[0] - first).abs().max() + (both[1] - second).abs().max()
+    return bool(error < 0.02 * (second - first).abs().max())

@@ -46,12 +46,12 @@ def ab2(schedule: Schedule) -> Solver:
     lengths = schedule.sigmas.diff()
 
     def start(steps: range) -> tuple[list[int], Advance]:
-        step, before = steps.start, None
+        step, v_before = steps.start, None
 
         def advance(x: Tensor, v: Tensor) -> Tensor:
-            nonlocal step, before
-            slope = v if before is None else v + lengths[step] / lengths[step - 1] / 2 * (v - before)
-            x, before, step = x + lengths[step] * slope, v, step + 1
+            nonlocal step, v_before
+            slope = v if v_before is None else v + lengths[step] / lengths[step - 1] / 2 * (v - v_before)
+            x, v_before, step = x + lengths[step] * slope, v, step + 1
             return x
 
         return list(steps), advance

@@ -58,7 +58,7 @@ class StepMeter:
         self._has_events = device.type == "cuda"
         self._open: list[str] = []
         self._marks: list[tuple[str | None, Any]] = []
-        self._known: dict[Any, tuple[int, int]] = {}  # operations of a forward and of a backward pass
+        self._flops_of_call: dict[Any, tuple[int, int]] = {}  # operations of a forward and of a backward pass
         self._is_measuring = False
 
     @contextmanager
@@ -106,13 +106,13 @@ class StepMeter:
         key = ("decode", latents.shape)
         if not self.counts_flops:
             return decode()
-        if key in self._known:
-            self.flops += self._known[key][0]
+        if key in self._flops_of_call:
+            self.flops += self._flops_of_call[key][0]
             return decode()
         with flop_counter() as counter:
             result = decode()
-        self._known[key] = counter.get_total_flops(), 0
-        self.flops += self._known[key][0]
+        self._flops_of_call[key] = counter.get_total_flops(), 0
+        self.flops += self._flops_of_call[key][0]
         return result
 
     def speed(self, seconds: float, images: float, tflop: float, dtype: torch.dtype, processes: int) -> dict[str, float]:
@@ -145,17 +145,17 @@ class StepMeter:
         if self._is_measuring:
             return
         key = self._key(transformer, args, kwargs)
-        if key not in self._known:
+        if key not in self._flops_of_call:
             self._is_measuring = True
             try:
-                self._known[key] = self._measure(transformer, args, kwargs)
+                self._flops_of_call[key] = self._measure(transformer, args, kwargs)
             finally:
                 self._is_measuring = False
 
     def _after(self, transformer: torch.nn.Module, args: Arguments, kwargs: dict[str, Any], output: Any) -> None:
         if self._is_measuring:
             return
-        forward, backward = self._known[self._key(transformer, args, kwargs)]
+        forward, backward = self._flops_of_call[self._key(transformer, args, kwargs)]
         self.flops += forward
         predicted = tree_leaves(output)[0]
         if predicted.requires_grad:

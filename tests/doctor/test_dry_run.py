@@ -220,7 +220,7 @@ def test_a_model_that_draws_another_size_is_a_warning(tmp_path, monkeypatch):
         ModelTrace, "decoded_shape", lambda self, rows: torch.Size((3, *(s - 16 for s in real(self, rows)[-2:])))
     )
     lines = dry_run(short_run(tmp_path, "height=32", "width=80", "evaluation.prompts=null"))
-    assert "warning: the model draws 16 x 64 pixels, not 32 x 80: set height and width so." in lines
+    assert "warning: the model generates 16 x 64 pixels, not 32 x 80: set height and width so." in lines
 
 
 class Counting(Stub):
