@@ -27,7 +27,7 @@ SEEDS = 20
 
 def right_scene(row: dict[str, str], rng: np.random.Generator) -> Image.Image:
     """An image of the prompt's scene."""
-    while (shapes := drawing.place(parse_scene(row["prompt"]), rng)) is None:
+    while (shapes := drawing.place_shapes(parse_scene(row["prompt"]), rng)) is None:
         pass
     return drawing.draw(shapes)
 

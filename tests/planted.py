@@ -247,8 +247,8 @@ BUGS = [
     (
         "a preference for the first of two images counts",
         "rewards/scoring.py",
-        "wins = (wins + 1 - _chances",
-        "wins = (wins + _chances",
+        "wins = (wins + 1 - _checked_probabilities",
+        "wins = (wins + _checked_probabilities",
         "tests/rewards/test_groups.py -k cancels",
     ),
     (
@@ -989,7 +989,7 @@ BUGS = [
     (
         "connections that send nothing keep others out",
         "rewards/serving/connections.py",
-        "if len(idle) > waiting:",
+        "if len(idle) > max_idle:",
         "if False:",
         "tests/rewards/test_serving.py -k beyond_its_bound",
     ),
@@ -1253,8 +1253,8 @@ BUGS = [
     (
         "a reward of a video is the sum over its frames",
         "rewards/scoring.py",
-        " i in places]).mean(0)",
-        " i in places]).sum(0)",
+        "torch.stack(by_frame).mean(0)",
+        "torch.stack(by_frame).sum(0)",
         "tests/rewards/test_frames.py -k mean_over",
     ),
     (

@@ -107,7 +107,7 @@ def other_example(scene: Scene, rng: np.random.Generator) -> tuple[Scene, list[d
     """A scene with some other attributes, and shapes that show it."""
     while True:
         other = misdescribe(scene, rng, 0.4)
-        shapes = drawing.place(other, rng)
+        shapes = drawing.place_shapes(other, rng)
         if shapes is not None:
             return other, shapes
 
