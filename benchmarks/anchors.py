@@ -61,10 +61,10 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("runs/anchors"))
     args = parser.parse_args()
     print("| run | anchors | " + " | ".join(f"`{name}`" for name in MEASURES) + " |\n" + "|---" * (len(MEASURES) + 2) + "|")
-    for place, (title, settings) in enumerate(RUNS.items()):
-        for anchors, more in (("no", WITHOUT), ("yes", WITH)):
+    for index, (title, settings) in enumerate(RUNS.items()):
+        for anchors, extra in (("no", WITHOUT), ("yes", WITH)):
             runs = [
-                train(args.out.resolve() / f"{place}_{anchors}_seed{seed}", [*settings, *more, f"seed={seed}"])
+                train(args.out.resolve() / f"{index}_{anchors}_seed{seed}", [*settings, *extra, f"seed={seed}"])
                 for seed in range(args.seeds)
             ]
             if anchors == "no":

@@ -1,4 +1,4 @@
-"""Whether a CPU draws and reads the embedded model's images faster by torch.compile, int8, another memory format or a smaller recogniser.
+"""Whether a CPU generates and reads the embedded model's images faster by torch.compile, int8, another memory format or a small recogniser.
 
     python benchmarks/cpu_options.py [fp32|bf16]
 
@@ -33,9 +33,9 @@ Run = Callable[[], Tensor]
 
 
 def seconds(run: Callable[[], object]) -> float:
-    began = time.perf_counter()
+    started = time.perf_counter()
     run()
-    return time.perf_counter() - began
+    return time.perf_counter() - started
 
 
 def compared(plain: Run, option: Run) -> tuple[float, float, float]:
@@ -43,7 +43,7 @@ def compared(plain: Run, option: Run) -> tuple[float, float, float]:
     first = seconds(option)
     difference = float((option() - plain()).abs().max() / plain().std())
     turns = [(seconds(option), seconds(plain)) for _ in range(WARMUP + ROUNDS)][WARMUP:]
-    return first, statistics.median(one / other for one, other in turns), difference
+    return first, statistics.median(option_seconds / plain_seconds for option_seconds, plain_seconds in turns), difference
 
 
 def graph_of(module: torch.nn.Module, *inputs: Tensor) -> torch.nn.Module:
@@ -63,10 +63,10 @@ def quantised_reader(trained: OCR, images: Tensor, folder: Path) -> Callable[[Te
     quantize_dynamic(session.session._model_path, folder / "rec.onnx", weight_type=QuantType.QUInt8)
     small = InferenceSession(str(folder / "rec.onnx"), options, providers=["CPUExecutionProvider"])
 
-    def read(some: Tensor) -> list[str]:
+    def read(batch: Tensor) -> list[str]:
         plain, session.session = session.session, small
         try:
-            return trained._read(some)
+            return trained._read(batch)
         finally:
             session.session = plain
 

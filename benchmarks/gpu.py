@@ -78,19 +78,19 @@ def run_rows(name: str, measurement: Measurement, rows: dict[str, Row], small: b
     Args:
         jobs: rows that are run at once, which wait for each other before they are measured.
     """
-    began, failed, notes = time.monotonic(), False, []
+    started, failed, notes = time.monotonic(), False, []
     print(f"Goal: {measurement.goal}.\n")
     print(
         "| setting | " + " | ".join(measurement.columns) + " |\n" + "|---" * (len(measurement.columns) + 1) + "|", flush=True
     )
 
     def result_of(title: str) -> dict:
-        row, left = rows[title], SECONDS - (time.monotonic() - began)
+        row, remaining = rows[title], SECONDS - (time.monotonic() - started)
         if row.package and not importlib.util.find_spec(row.package):
             return {"skipped": f"{row.package} is not installed"}
-        if left < row.seconds:
-            return {"skipped": f"{left:.0f} s are left; give its name to measure it alone"}
-        return run_row(name, title, small, min(left, LONGEST))
+        if remaining < row.seconds:
+            return {"skipped": f"{remaining:.0f} s are left; give its name to measure it alone"}
+        return run_row(name, title, small, min(remaining, LONGEST))
 
     titles = sorted(rows, key=lambda title: rows[title].seconds)
     with ThreadPoolExecutor(jobs) as pool:
@@ -159,7 +159,7 @@ def print_measured(name: str, title: str, small: bool) -> None:
 
 
 def fast_folder() -> str | None:
-    """A place in the machine's memory for the files of a model, 24 GB of FLUX, where it has one that large."""
+    """A folder in the machine's memory for the files of a model, 24 GB of FLUX, where it has one that large."""
     memory = Path("/dev/shm")
     return str(memory) if memory.is_dir() and shutil.disk_usage(memory).free > FILES else None
 

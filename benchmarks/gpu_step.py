@@ -39,7 +39,7 @@ def measure(row: Row, columns: tuple[str, ...], folder: str, small: bool, alone:
     trainer = trainer_of(row, folder, small)
     device, args = trainer.policy.device, trainer.args
     values: dict[str, float] = {}
-    places: list[str] = []
+    locations: list[str] = []
     if "planned GB" in columns:  # not where it is not shown: to trace a large model takes time
         plan = StepEstimator(args, device.type == "cuda").estimate(args.microbatch)
         values["planned GB"] = (plan.peak - plan.persistent.get("CUDA", 0.0)) / 1e9
@@ -57,9 +57,9 @@ def measure(row: Row, columns: tuple[str, ...], folder: str, small: bool, alone:
     values["context GiB"] = context_bytes() / GIB
     values["reserved + context GiB"] = values["reserved GB"] * 1e9 / GIB + values["context GiB"]
     if "waits" in columns:
-        places = waits_of_step(trainer)
-        values["waits"] = len(places) if device.type == "cuda" else math.nan
-    notes = [f"{count} x {place}" for place, count in Counter(places).most_common()]
+        locations = waits_of_step(trainer)
+        values["waits"] = len(locations) if device.type == "cuda" else math.nan
+    notes = [f"{count} x {location}" for location, count in Counter(locations).most_common()]
     return {"values": {name: values[name] for name in columns}, "notes": notes}
 
 
@@ -121,8 +121,8 @@ def waits_of_step(trainer: FlowGRPOTrainer) -> list[str]:
             trainer.training_step()
         finally:
             torch.cuda.set_sync_debug_mode("default")
-    waits = [one for one in caught if "synchronizing CUDA operation" in str(one.message)]
-    return [f"{Path(one.filename).parent.name}/{Path(one.filename).name}:{one.lineno}" for one in waits]
+    waits = [warning for warning in caught if "synchronizing CUDA operation" in str(warning.message)]
+    return [f"{Path(wait.filename).parent.name}/{Path(wait.filename).name}:{wait.lineno}" for wait in waits]
 
 
 def limit_memory(card: float) -> None:

@@ -68,8 +68,8 @@ def glyphs(device: str) -> torch.Tensor:
 
 def images_of(signs: list[world.Sign], device: str) -> torch.Tensor:
     """The signs drawn on the device, (B, 3, SIZE, SIZE) in [-1, 1]."""
-    places = torch.tensor([[world.LETTERS.find(c) if c != " " else 26 for c in sign.word.ljust(5)] for sign in signs])
-    ink = glyphs(device)[places.to(device)].permute(0, 2, 1, 3).flatten(2)  # (B, SIZE, 5 cells)
+    indices = torch.tensor([[world.LETTERS.find(c) if c != " " else 26 for c in sign.word.ljust(5)] for sign in signs])
+    ink = glyphs(device)[indices.to(device)].permute(0, 2, 1, 3).flatten(2)  # (B, SIZE, 5 cells)
     ink = F.pad(ink, (0, SIZE - ink.shape[-1]))[:, None]
     color, ground = (
         torch.tensor([world.COLORS[getattr(sign, part)] for sign in signs], device=device)[:, :, None, None] / 127.5 - 1

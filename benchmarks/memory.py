@@ -32,23 +32,23 @@ SIZES = {
 }
 
 
-def predicted(words: list[str]) -> dict[str, float]:
+def predicted(arguments: list[str]) -> dict[str, float]:
     from flow_grpo.config import FlowGRPOConfig
     from flow_grpo.plan.estimate import StepEstimator
     from flow_grpo.plan.fit import baseline_memory
 
-    args = FlowGRPOConfig.from_yaml(words[0], words[1:])
+    args = FlowGRPOConfig.from_yaml(arguments[0], arguments[1:])
     base = baseline_memory(args)
     return {"bytes": StepEstimator(args, cuda=False).estimate(args.microbatch, base).peak}
 
 
-def measured(words: list[str]) -> dict[str, float]:
+def measured(arguments: list[str]) -> dict[str, float]:
     from flow_grpo.config import FlowGRPOConfig
     from flow_grpo.plan.estimate import StepEstimator
     from flow_grpo.policy.memory import peak_memory
     from flow_grpo.trainer import FlowGRPOTrainer
 
-    args = FlowGRPOConfig.from_yaml(words[0], words[1:])
+    args = FlowGRPOConfig.from_yaml(arguments[0], arguments[1:])
     trainer = FlowGRPOTrainer(args=args)
     steps = [trainer.training_step() for _ in range(2)]
     peak = peak_memory(trainer.policy.device)
@@ -59,10 +59,10 @@ def measured(words: list[str]) -> dict[str, float]:
     return {"bytes": peak, "predicted seconds": seconds, "seconds": taken}
 
 
-def compare(name: str, words: list[str]) -> None:
+def compare(name: str, arguments: list[str]) -> None:
     costs: dict[str, float] = {}
     for what in ("predicted", "measured"):
-        ran = subprocess.run([sys.executable, __file__, what, *words], capture_output=True, text=True, check=True)
+        ran = subprocess.run([sys.executable, __file__, what, *arguments], capture_output=True, text=True, check=True)
         costs |= {
             f"{what} {key}".replace("measured predicted", "predicted"): v
             for key, v in json.loads(ran.stdout.splitlines()[-1]).items()
@@ -85,10 +85,10 @@ def large(kind: str) -> None:
         compare(kind, ["tiny_grpo", f"model={folder}", f"output_dir={folder}/run", *LARGE, *SIZES[kind]])
 
 
-def build(words: list[str]) -> None:
+def build(arguments: list[str]) -> None:
     from random_models import build as pipeline
 
-    pipeline(words[0], False).save_pretrained(words[1])
+    pipeline(arguments[0], False).save_pretrained(arguments[1])
 
 
 def main() -> None:
@@ -97,8 +97,8 @@ def main() -> None:
     elif len(sys.argv) > 1:
         large(sys.argv[1])
     else:
-        for name, words in CONFIGS.items():
-            compare(name, words)
+        for name, arguments in CONFIGS.items():
+            compare(name, arguments)
 
 
 if __name__ == "__main__":

@@ -67,7 +67,7 @@ def row(preset: str) -> list[str]:
         f"{plan.trace.operations['rollout'] / 2 / TERA:.2f}",
         str(args.prompts_per_step * args.images_per_prompt),
         f"{seconds:.0f}",
-        *(f"{one.estimate(1).peak / GB:.1f}" for one in plans),
+        *(f"{estimator.estimate(1).peak / GB:.1f}" for estimator in plans),
     ]
 
 

@@ -27,18 +27,18 @@ SEEDS = 20
 
 def right_scene(row: dict[str, str], rng: np.random.Generator) -> Image.Image:
     """An image of the prompt's scene."""
-    while (shapes := drawing.place(parse_scene(row["prompt"]), rng)) is None:
+    while (shapes := drawing.place_shapes(parse_scene(row["prompt"]), rng)) is None:
         pass
     return drawing.draw(shapes)
 
 
 def right_edit(row: dict[str, str], rng: np.random.Generator) -> Image.Image:
-    """The source's shapes after the edit; what is added has a random place that fits."""
+    """The source's shapes after the edit; what is added has a random position that fits."""
     edit = parse_edit(row["prompt"])
     source = Image.open(bundled_file("prompts") / row["image"]).convert("RGB")
-    shapes = [drawing.Shape(str(one.shape), one.color, one.x, one.y, one.extent) for one in find_shapes(source)]
-    meant = next(one for one in shapes if one.shape == edit.shape and edit.color in (None, one.color))
-    others = [one for one in shapes if one is not meant]
+    shapes = [drawing.Shape(str(shape.shape), shape.color, shape.x, shape.y, shape.extent) for shape in find_shapes(source)]
+    meant = next(shape for shape in shapes if shape.shape == edit.shape and edit.color in (None, shape.color))
+    others = [shape for shape in shapes if shape is not meant]
     if edit.kind == "remove":
         return drawing.draw(others)
     if edit.kind == "make":
@@ -59,9 +59,9 @@ def main() -> None:
             rng = np.random.default_rng(seed)
             first, second = (tensor_of([right(row, rng) for row in rows]) / 2 + 0.5 for _ in range(2))
             differences.append(rms_difference(first, second))
-        places = range(len(rows))
-        categories = {row["category"]: [i for i in places if rows[i]["category"] == row["category"]] for row in rows}
-        parts = {f"the first {NUM_DIVERSITY_PROMPTS}": [*places[:NUM_DIVERSITY_PROMPTS]], "all": [*places], **categories}
+        indices = range(len(rows))
+        categories = {row["category"]: [i for i in indices if rows[i]["category"] == row["category"]] for row in rows}
+        parts = {f"the first {NUM_DIVERSITY_PROMPTS}": [*indices[:NUM_DIVERSITY_PROMPTS]], "all": [*indices], **categories}
         for title, of_part in parts.items():
             values = [difference[of_part].mean().item() for difference in differences]
             print(f"{name}, {title}: {statistics.mean(values):.3f}, standard deviation {statistics.stdev(values):.3f}")

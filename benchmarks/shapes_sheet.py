@@ -1,6 +1,6 @@
 """A sheet of what two runs taught the model of shapes: `python benchmarks/shapes_sheet.py runs/tiny_shapes runs/tiny_edit docs/shapes.png`.
 
-Of the held-out prompts, it shows the first scenes and the first edits that the base model draws wrong, before and after training.
+Of the held-out prompts, it shows the first scenes and the first edits that the base model gets wrong, before and after training.
 """
 
 import argparse
@@ -31,8 +31,8 @@ def sheet(run: Path, count: int, columns: int, file: Path) -> None:
     sources = [[source.open() for source in p.images] if isinstance(p, ImagePrompt) else [] for p in prompts]
     exact = ExactShapes()(before, [str(prompt) for prompt in prompts], sources=sources if any(sources) else None)
     wrong = (exact < 1).nonzero()[:count, 0].tolist()
-    pairs = torch.stack([one[place] for place in wrong for one in (before, after)])
-    cells = [ImageInfo(prompts[place], 0, args.model) for place in wrong for _ in range(2)]
+    pairs = torch.stack([generated[index] for index in wrong for generated in (before, after)])
+    cells = [ImageInfo(prompts[index], 0, args.model) for index in wrong for _ in range(2)]
     save_grid(file, pairs, cells, columns=columns, notes=["before", "after"])
 
 
@@ -44,7 +44,7 @@ def policy(args: FlowGRPOConfig, lora: Path | None) -> Policy:
 
 def images(policy: Policy, prompts: list[str], args: FlowGRPOConfig) -> Tensor:
     """The images (P, 3, H, W) of the run's evaluation."""
-    seeds = [image_seed(args.evaluation.seed, place) for place in range(len(prompts))]
+    seeds = [image_seed(args.evaluation.seed, index) for index in range(len(prompts))]
     return generate_images(policy, prompts, seeds, args.evaluation.steps)
 
 

@@ -1,6 +1,6 @@
-"""What a model draws with few sampling steps, by each ODE solver.
+"""What a model generates with few sampling steps, by each ODE solver.
 
-`python benchmarks/solvers.py [run folder or LoRA]` draws the held-out prompts of `tiny_ocr` from fixed noise, by the base model or with
+`python benchmarks/solvers.py [run folder or LoRA]` generates the held-out prompts of `tiny_ocr` from fixed noise, by the base model or with
 that LoRA. By solver and number of velocities: the mean of ocr and ocr_exact, and the root mean square distance of the latents from those
 of 30 steps of Heun's method, where the ODE is solved.
 """
@@ -36,24 +36,24 @@ def main() -> None:
     conditioning = policy.encode(held_out.prompts)
     rewards = {name: load(name) for name in ("ocr", "ocr_exact")}
 
-    def drawn(solver: str, steps: int) -> torch.Tensor:
+    def sample(solver: str, steps: int) -> torch.Tensor:
         schedule, shape = policy.schedule(steps)
         start = torch.stack([sampling.noise(shape, image_seed(1234, i), "sample") for i in range(len(held_out))])
         velocity = policy.velocity_fn(schedule, conditioning)
         return sampling.rollout(velocity, schedule, start, microbatch=64, solver=ode_solver(solver, schedule)).final
 
-    solved = drawn("heun", 30)
+    solved = sample("heun", 30)
     table = Table("solver", "steps", "velocities", "ocr", "ocr_exact", "distance")
     for solver in SOLVERS:
-        for most in VELOCITIES:
-            steps = (most + 1) // 2 if solver == "heun" else most
-            latents = drawn(solver, steps)
+        for max_velocities in VELOCITIES:
+            steps = (max_velocities + 1) // 2 if solver == "heun" else max_velocities
+            latents = sample(solver, steps)
             images = policy.decode(latents)
             means = [f"{float(reward(images, held_out.prompts, **columns).mean()):.3f}" for reward in rewards.values()]
             distance = float((latents - solved).square().mean().sqrt())
-            asked = velocities_per_rollout(solver, steps)
-            table.add_row(solver, str(steps), str(asked), *means, f"{distance:.3f}")
-            print(solver, steps, asked, *means, f"{distance:.3f}", file=sys.stderr, flush=True)
+            num_velocities = velocities_per_rollout(solver, steps)
+            table.add_row(solver, str(steps), str(num_velocities), *means, f"{distance:.3f}")
+            print(solver, steps, num_velocities, *means, f"{distance:.3f}", file=sys.stderr, flush=True)
     Console().print(table)
 
 

@@ -67,17 +67,17 @@ class Recorder:
         return seconds
 
 
-def kept_graphs(words: list[str]) -> None:
+def kept_graphs(arguments: list[str]) -> None:
     """Print the seconds of steps with kept graphs, with a replay, and their ratio."""
-    config = words.pop(0) if words and "=" not in words[0] else "tiny_grpo"
+    config = arguments.pop(0) if arguments and "=" not in arguments[0] else "tiny_grpo"
     metrics_of: dict[bool, list[dict[str, float]]] = {True: [], False: []}
     quiet_libraries()
     with tempfile.TemporaryDirectory() as folder:
-        words = [*words, "updates=1", "epochs=1"]
+        arguments = [*arguments, "updates=1", "epochs=1"]
         trainers = {
             keep: FlowGRPOTrainer(
                 args=FlowGRPOConfig.from_yaml(
-                    config, [*words, f"sampling.keep_graphs={keep}", f"output_dir={folder}/{keep}"]
+                    config, [*arguments, f"sampling.keep_graphs={keep}", f"output_dir={folder}/{keep}"]
                 )
             )
             for keep in metrics_of
@@ -86,7 +86,7 @@ def kept_graphs(words: list[str]) -> None:
             for keep, trainer in trainers.items():
                 metrics_of[keep].append(trainer.training_step())
     metrics_of = {keep: steps[WARMUP:] for keep, steps in metrics_of.items()}
-    table = Table(title=f"{config} {' '.join(words)}: median of {ROUNDS} steps")
+    table = Table(title=f"{config} {' '.join(arguments)}: median of {ROUNDS} steps")
     for column in ("", "kept graphs, s", "replay, s", "ratio, median", "least", "most"):
         table.add_column(column, justify="left" if not column else "right")
     for name, parts in {
@@ -104,19 +104,19 @@ def kept_graphs(words: list[str]) -> None:
     print(f"kept graphs take {numbers[2]:.3f} of a step with a replay; {zero:.0%} of the groups had no signal")
 
 
-def main(words: list[str]) -> None:
-    if words and words[0] == "--kept-graphs":
-        kept_graphs(words[1:])
+def main(arguments: list[str]) -> None:
+    if arguments and arguments[0] == "--kept-graphs":
+        kept_graphs(arguments[1:])
     else:
-        step_cost(words)
+        step_cost(arguments)
 
 
-def step_cost(words: list[str]) -> None:
+def step_cost(arguments: list[str]) -> None:
     """Print the seconds of rollout and update, of the bare transformer, and the shares of the rest."""
-    config = words.pop(0) if words and "=" not in words[0] else "tiny_ocr"
+    config = arguments.pop(0) if arguments and "=" not in arguments[0] else "tiny_ocr"
     quiet_libraries()
     with tempfile.TemporaryDirectory() as folder:
-        recorder = Recorder(FlowGRPOTrainer(args=FlowGRPOConfig.from_yaml(config, [*words, f"output_dir={folder}"])))
+        recorder = Recorder(FlowGRPOTrainer(args=FlowGRPOConfig.from_yaml(config, [*arguments, f"output_dir={folder}"])))
         ours, bare, parts = [], [], []
         for turn in range(WARMUP + ROUNDS):
             metrics = recorder.step()
@@ -126,7 +126,7 @@ def step_cost(words: list[str]) -> None:
                 bare.append(seconds)
                 parts.append(metrics)
     ratios = [a / b for a, b in zip(ours, bare, strict=True)]
-    table = Table(title=f"{config} {' '.join(words)}: {len(recorder.calls)} transformer calls a step, {ROUNDS} steps")
+    table = Table(title=f"{config} {' '.join(arguments)}: {len(recorder.calls)} transformer calls a step, {ROUNDS} steps")
     for column in ("", "median", "least", "most"):
         table.add_column(column, justify="left" if not column else "right")
 

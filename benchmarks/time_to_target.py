@@ -128,10 +128,10 @@ def table(results: dict[Config, list[Result]], metric: str, target: float) -> st
         "|---|---|---|---|---|---|",
     ]
     for config, runs in results.items():
-        each = [math.inf if one.seconds is None else one.seconds for one in runs]
-        texts = [f"not in {one.spent:.0f}" if one.seconds is None else f"{one.seconds:.0f}" for one in runs]
+        each = [math.inf if result.seconds is None else result.seconds for result in runs]
+        texts = [f"not in {result.spent:.0f}" if result.seconds is None else f"{result.seconds:.0f}" for result in runs]
         median = statistics.median(each)
-        step = statistics.mean(one.spent / one.steps for one in runs)
+        step = statistics.mean(result.spent / result.steps for result in runs)
         held_out = (_change(runs, key) for key in ("eval/clip", "monitor/diversity"))
         cells = [
             f"`{config.text}`",
@@ -146,7 +146,9 @@ def table(results: dict[Config, list[Result]], metric: str, target: float) -> st
 
 def _change(runs: list[Result], key: str) -> str:
     ends = [
-        (one.curve[0][1][key], one.curve[-1][1][key]) for one in runs if key in one.curve[0][1] and key in one.curve[-1][1]
+        (result.curve[0][1][key], result.curve[-1][1][key])
+        for result in runs
+        if key in result.curve[0][1] and key in result.curve[-1][1]
     ]
     return " to ".join(f"{statistics.mean(values):.3f}" for values in zip(*ends, strict=True)) or "-"
 
@@ -156,9 +158,9 @@ def plot(results: dict[Config, list[Result]], metric: str, target: float, file: 
     figure, (axes,) = new_figure(10, 5)
     axes.axhline(target, color="0.5", linewidth=0.8, linestyle=":")
     for number, (config, runs) in enumerate(results.items()):
-        for place, one in enumerate(runs):
-            points = [(seconds, values[f"eval/{metric}"]) for seconds, values in one.curve]
-            label = config.text if place == 0 else None
+        for index, result in enumerate(runs):
+            points = [(seconds, values[f"eval/{metric}"]) for seconds, values in result.curve]
+            label = config.text if index == 0 else None
             axes.plot(*zip(*points, strict=True), color=f"C{number}", marker=".", linewidth=1, alpha=0.8, label=label)
     axes.set_xscale("symlog", linthresh=10)  # linear up to 10 s
     axes.xaxis.set_major_formatter("{x:.0f}")

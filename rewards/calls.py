@@ -12,8 +12,8 @@ def accepted_metadata(reward: Any, metadata: dict[str, Any], inputs: int = 2) ->
     parameters = signature(reward).parameters.values()
     if any(p.kind is p.VAR_KEYWORD for p in parameters):
         return metadata
-    by_place = [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)][:inputs]
-    named = {p.name for p in parameters} - set(by_place)
+    positional = [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)][:inputs]
+    named = {p.name for p in parameters} - set(positional)
     return {key: value for key, value in metadata.items() if key in named}
 
 
@@ -28,10 +28,10 @@ def check_inputs(name: str, reward: Any, inputs: int = 2) -> None:
 
 def check_metadata(name: str, reward: Any, metadata: dict[str, Any], inputs: int = 2) -> None:
     """Check that the prompts have all columns that the reward needs. ValueError with the first one that is missing."""
-    by_place = signature(reward).bind_partial(*range(inputs)).arguments
+    positional = signature(reward).bind_partial(*range(inputs)).arguments
     parameters = signature(reward).parameters.values()
     needed = [p for p in parameters if p.default is p.empty and p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
-    missing = next((p.name for p in needed if p.name not in by_place and p.name not in metadata), None)
+    missing = next((p.name for p in needed if p.name not in positional and p.name not in metadata), None)
     if missing is not None:
         raise ValueError(
             f"reward {name} needs {missing}, but the prompts have no column {missing}: give a file of prompts with this column, "

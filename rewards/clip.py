@@ -40,9 +40,9 @@ class OpenCLIP(torch.nn.Module):
             tags = open_clip.list_pretrained_tags_by_model(model)
             known = f"give pretrained= one of {', '.join(tags)}" if tags else "open_clip knows no such model"
             raise ValueError(f"{reward}: model {model} without weights: {known}, or a checkpoint file.")
-        here = model.startswith("local-dir:") or Path(str(pretrained)).exists()
+        is_local = model.startswith("local-dir:") or Path(str(pretrained)).exists()
         try:
-            with downloads(None if here else f"{model} {pretrained or ''}".strip()):
+            with downloads(None if is_local else f"{model} {pretrained or ''}".strip()):
                 if pretrained in open_clip.list_pretrained_tags_by_model(model):
                     # first, since the model takes a while to build
                     open_clip.download_pretrained(open_clip.get_pretrained_cfg(model, pretrained))
@@ -67,8 +67,8 @@ class OpenCLIP(torch.nn.Module):
 
     def encode_prompts(self, prompts: list[str]) -> Tensor:
         """Normalised features (B, D) of prompts."""
-        texts, places = unique(prompts)
-        return self.model.encode_text(self.tokenizer(texts).to(self.device), normalize=True)[places]
+        texts, indices = unique(prompts)
+        return self.model.encode_text(self.tokenizer(texts).to(self.device), normalize=True)[indices]
 
 
 class CLIP(torch.nn.Module):

@@ -30,19 +30,19 @@ def downloads(*names: str | Path | None) -> Iterator[None]:
         FileNotFoundError: a name can only be a path, and does not exist.
         HubUnreachable: a name is neither a file nor in the cache, and the hub can't be reached.
     """
-    away = [str(name) for name in names if name is not None and not Path(name).exists()]
-    if gone := next((name for name in away if name.startswith(PATHS)), None):
-        raise FileNotFoundError(f"there is no {gone}")
+    not_local = [str(name) for name in names if name is not None and not Path(name).exists()]
+    if missing := next((name for name in not_local if name.startswith(PATHS)), None):
+        raise FileNotFoundError(f"there is no {missing}")
     offline, disabled = constants.HF_HUB_OFFLINE, logging.root.manager.disable
-    unreachable = bool(away) and (offline or not _answers(constants.ENDPOINT))
+    unreachable = bool(not_local) and (offline or not _answers(constants.ENDPOINT))
     constants.HF_HUB_OFFLINE = unreachable or offline
     logging.disable(logging.CRITICAL)
     try:
         yield
     except Exception as error:
-        if unreachable and any(isinstance(one, OSError) for one in _causes(error)):
+        if unreachable and any(isinstance(cause, OSError) for cause in _causes(error)):
             raise HubUnreachable(
-                f"{' or '.join(away)}: not in the cache, and the hub ({constants.ENDPOINT}) can't be reached."
+                f"{' or '.join(not_local)}: not in the cache, and the hub ({constants.ENDPOINT}) can't be reached."
             ) from error
         raise
     finally:
@@ -79,7 +79,7 @@ def offline_mode() -> Iterator[None]:
 def is_missing_download(error: BaseException) -> bool:
     """Whether an error was caused by a file that is not in the cache and was not allowed to be downloaded."""
     names = ("HubUnreachable", "LocalEntryNotFoundError", "OfflineModeIsEnabled")
-    return any(type(one).__name__ in names or names[0] in str(one) for one in _causes(error))
+    return any(type(cause).__name__ in names or names[0] in str(cause) for cause in _causes(error))
 
 
 @functools.cache

@@ -32,7 +32,7 @@ COLOURS = {
 
 
 def sign(word: str, generator: random.Random) -> Image.Image:
-    """A picture of a sign with that word on a wall."""
+    """An image of a sign with that word on a wall."""
     image = Image.new("RGB", (SIDE, SIDE), generator.choice(COLOURS["wall"]))
     pen, top = ImageDraw.Draw(image), generator.randint(60, 110)
     pen.rectangle((20, top, SIDE - 20, top + 80), fill=generator.choice(COLOURS["paper"]), outline=(30, 30, 30), width=4)

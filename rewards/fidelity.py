@@ -42,8 +42,10 @@ class Fidelity(torch.nn.Module):
         changed, kept = (keep * batch.cpu() + (1 - keep) * 0.5 for batch in (images, source))
         with torch.no_grad():
             parts = [
-                (self.embed.encode_images(to_pil(one)) * self.embed.encode_images(to_pil(other))).sum(1)
-                for one, other in zip(changed.split(self.batch_size), kept.split(self.batch_size), strict=True)
+                (self.embed.encode_images(to_pil(changed_batch)) * self.embed.encode_images(to_pil(kept_batch))).sum(1)
+                for changed_batch, kept_batch in zip(
+                    changed.split(self.batch_size), kept.split(self.batch_size), strict=True
+                )
             ]
         return torch.cat(parts).float().cpu()
 

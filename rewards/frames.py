@@ -43,7 +43,7 @@ def check_sendable(name: str, frames: Frames) -> None:
         raise ValueError(f"reward {name}: frames=all is for a reward in this process: leave remote and isolate out.")
 
 
-def frame_places(frames: Frames, count: int) -> list[int]:
+def frame_indices(frames: Frames, count: int) -> list[int]:
     """Which of `count` frames a reward of images sees."""
     if frames in (FIRST, LAST):
         return [0 if frames == FIRST else count - 1]
@@ -52,7 +52,7 @@ def frame_places(frames: Frames, count: int) -> list[int]:
 
 
 def evenly_spaced(number: int, count: int) -> list[int]:
-    """At most `number` of `count` places, evenly spaced, with the first and the last; a single one is in the middle."""
+    """At most `number` of `count` indices, evenly spaced, with the first and the last; a single one is in the middle."""
     if number >= count:
         return list(range(count))
     return [round(i * (count - 1) / (number - 1)) for i in range(number)] if number > 1 else [(count - 1) // 2]

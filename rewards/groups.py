@@ -84,7 +84,7 @@ def pairs_of(rows: list[int], opponents: int | None = None) -> list[tuple[int, i
     """The pairs of a group's rows that are compared: all, or enough for each image to be compared with about `opponents` others.
 
     With `opponents`, image i meets i + 1, i + 2, ... around a ring, and so those before it: all images meet equally many, an even
-    number of at least `opponents`. Nothing is drawn: the images of a group are independent draws, so their order is random already.
+    number of at least `opponents`. Nothing is random here: the images of a group are independent samples, so their order is random already.
     """
     size = len(rows)
     shifts = size if opponents is None else -(-opponents // 2)

@@ -85,7 +85,7 @@ class Human:
             print(f"{len(open_ballots)} prompts are waiting to be ranked at {self.url}", file=sys.stderr, flush=True)
         for rows, ballot in open_ballots:
             ballot.voted.wait()
-            scores[rows] = places(ballot.order, len(rows))
+            scores[rows] = rank_scores(ballot.order, len(rows))
         return scores
 
     def vote(self, number: int, order: list[int]) -> None:
@@ -94,7 +94,7 @@ class Human:
             ballot = self.ballots[number]
             known = range(len(ballot.images))
             if not isinstance(order, list) or not order or len(set(order)) < len(order) or not set(order) <= set(known):
-                raise ValueError("give the places of different images, the best first.")
+                raise ValueError("give the indices of different images, the best first.")
             self._record(ballot, order)
             del self.ballots[number]
         ballot.order = order
@@ -108,7 +108,7 @@ class Human:
             file.write_bytes(image)
             names.append(file.relative_to(self.votes.parent).as_posix())
         rest = [i for i in range(len(names)) if i not in order]
-        pairs = [(a, b) for place, a in enumerate(order) for b in order[place + 1 :] + rest if names[a] != names[b]]
+        pairs = [(a, b) for rank, a in enumerate(order) for b in order[rank + 1 :] + rest if names[a] != names[b]]
         with self.votes.open("a", encoding="utf-8") as lines:
             for a, b in pairs:
                 lines.write(json.dumps({"prompt": ballot.prompt, "better": names[a], "worse": names[b]}) + "\n")
@@ -116,11 +116,11 @@ class Human:
     def _open(self) -> tuple[int, Ballot] | None:
         return next(iter(self.ballots.items()), None)
 
-    def _image(self, number: int, place: int, images_of: Callable[[Ballot], list[bytes]]) -> Response:
+    def _image(self, number: int, index: int, images_of: Callable[[Ballot], list[bytes]]) -> Response:
         ballot = self.ballots.get(number)
-        if ballot is None or not 0 <= place < len(images_of(ballot)):
+        if ballot is None or not 0 <= index < len(images_of(ballot)):
             raise HTTPException(404, "there is no such image.")
-        return Response(images_of(ballot)[place], media_type="image/png", headers={"Cache-Control": "no-store"})
+        return Response(images_of(ballot)[index], media_type="image/png", headers={"Cache-Control": "no-store"})
 
     def _pages(self, key: str) -> FastAPI:
         app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None)
@@ -137,13 +137,13 @@ class Human:
             open_ballot = self._open()
             return {"ballot": open_ballot and open_ballot[0]}
 
-        @app.get(f"/{key}/image/{{number}}/{{place}}")
-        def image(number: int, place: int) -> Response:
-            return self._image(number, place, lambda ballot: ballot.images)
+        @app.get(f"/{key}/image/{{number}}/{{index}}")
+        def image(number: int, index: int) -> Response:
+            return self._image(number, index, lambda ballot: ballot.images)
 
-        @app.get(f"/{key}/source/{{number}}/{{place}}")
-        def source(number: int, place: int) -> Response:
-            return self._image(number, place, lambda ballot: ballot.sources)
+        @app.get(f"/{key}/source/{{number}}/{{index}}")
+        def source(number: int, index: int) -> Response:
+            return self._image(number, index, lambda ballot: ballot.sources)
 
         @app.post(f"/{key}/vote")
         async def vote(request: Request) -> dict[str, bool]:
@@ -159,11 +159,11 @@ class Human:
         return app
 
 
-def places(order: list[int], count: int) -> torch.Tensor:
+def rank_scores(order: list[int], count: int) -> torch.Tensor:
     """Scores (count,) of a ranking, 1 for the best to 0 for the worst; unranked images get the mean of the remaining ranks."""
     scores = torch.full((count,), (count - 1 - len(order)) / 2 / (count - 1))
-    for place, i in enumerate(order):
-        scores[i] = 1 - place / (count - 1)
+    for rank, i in enumerate(order):
+        scores[i] = 1 - rank / (count - 1)
     return scores
 
 

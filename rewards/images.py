@@ -52,7 +52,7 @@ def in_batches(
 def has_sources(metadata: dict[str, Any]) -> bool:
     """Whether the metadata has the images of prompts, and no column of the user's by that name."""
     return any(
-        isinstance(row, list) and row and all(isinstance(one, Image.Image) for one in row)
+        isinstance(row, list) and row and all(isinstance(image, Image.Image) for image in row)
         for row in metadata.get(SOURCES, ())
     )
 
@@ -74,8 +74,8 @@ def first_sources(sources: list[list[Image.Image]], images: Tensor) -> Tensor:
 
 def unique(prompts: list[str]) -> tuple[list[str], list[int]]:
     """Return the prompts without duplicates, and the index of each prompt among them."""
-    places = {prompt: place for place, prompt in enumerate(dict.fromkeys(prompts))}
-    return list(places), [places[prompt] for prompt in prompts]
+    index_of = {prompt: i for i, prompt in enumerate(dict.fromkeys(prompts))}
+    return list(index_of), [index_of[prompt] for prompt in prompts]
 
 
 def takes_pil(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -93,7 +93,7 @@ def takes_pil(function: Callable[..., Any]) -> Callable[..., Any]:
         *instance, images, prompts = arguments
         if isinstance(metadata.get(SOURCE), Tensor):
             metadata[SOURCE] = to_pil(metadata[SOURCE])
-        pictures = [to_pil(video) for video in images] if is_video(images) else to_pil(images)
-        return function(*instance, pictures, prompts, **metadata)
+        pil_images = [to_pil(video) for video in images] if is_video(images) else to_pil(images)
+        return function(*instance, pil_images, prompts, **metadata)
 
     return reward

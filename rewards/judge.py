@@ -58,7 +58,7 @@ class Judge:
 
     With `scope: pair` the question is which of two images is better, and the answer P(1) / (P(1) + P(2)) of the first token, or 1 or
     2 as the model writes it; an image's value is its win rate against the others of its group (Pref-GRPO, arXiv 2508.20751). Each
-    pair is asked in both orders, since models prefer one place: K (K - 1) requests for K images, fewer with `opponents`.
+    pair is asked in both orders, since models prefer one position: K (K - 1) requests for K images, fewer with `opponents`.
 
     Where prompts have images, they are shown first, and the built-in questions ask for the change.
 
@@ -125,9 +125,7 @@ class Judge:
         if has_sources(metadata):
             shown = [[*of_prompt, *images] for of_prompt, images in zip(metadata[SOURCES], shown, strict=True)]
         rows = [{name: column[i] for name, column in metadata.items()} for i in range(len(prompts))]
-        questions = [
-            self._question(question, {**more, "prompt": prompt}) for more, prompt in zip(rows, prompts, strict=True)
-        ]
+        questions = [self._question(question, {**row, "prompt": prompt}) for row, prompt in zip(rows, prompts, strict=True)]
         try:
             return torch.tensor(self.client.run(self._all(shown, questions, read)))
         except NoResponse as error:
@@ -136,23 +134,23 @@ class Judge:
     async def _all(
         self, shown: list[list[Image.Image]], questions: list[str], read: Callable[[httpx.Response], float]
     ) -> list[float]:
-        turns = asyncio.Semaphore(self.concurrency)
+        semaphore = asyncio.Semaphore(self.concurrency)
 
         async def judged(images: list[Image.Image], question: str) -> float:
-            async with turns:
+            async with semaphore:
                 return await self._judge(images, question, read)
 
         return await gather([judged(images, question) for images, question in zip(shown, questions, strict=True)])
 
-    def _question(self, question: str, words: dict[str, Any]) -> str:
+    def _question(self, question: str, values: dict[str, Any]) -> str:
         """Fill the known placeholders of the question, such as {prompt}; leave other braces unchanged."""
-        known = {"low": f"{self.low:g}", "high": f"{self.high:g}", **words}
+        known = {"low": f"{self.low:g}", "high": f"{self.high:g}", **values}
         return re.sub(r"\{(\w+)\}", lambda m: str(known.get(m[1], m[0])), question)
 
     async def _judge(self, images: list[Image.Image], question: str, read: Callable[[httpx.Response], float]) -> float:
         encoded = [base64.b64encode(await asyncio.to_thread(to_png, image)).decode() for image in images]
         content: list[dict] = [
-            {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{one}"}} for one in encoded
+            {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{png}"}} for png in encoded
         ]
         content.append({"type": "text", "text": question})
         request: dict[str, Any] = {"model": self.model, "messages": [{"role": "user", "content": content}]}
@@ -193,16 +191,16 @@ def yes_share(tokens: list[dict[str, Any]]) -> float:
     return token_share(tokens, "yes", "no")
 
 
-def token_share(tokens: list[dict[str, Any]], one: str, other: str) -> float:
-    """P(one) / (P(one) + P(other)) of the top first tokens. ValueError if neither is among them."""
-    chance = {one: 0.0, other: 0.0}
+def token_share(tokens: list[dict[str, Any]], first: str, second: str) -> float:
+    """P(first) / (P(first) + P(second)) of the top first tokens. ValueError if neither is among them."""
+    chance = {first: 0.0, second: 0.0}
     for token in tokens:
         word = token["token"].strip(" \n\t.,!\"'*▁Ġ").lower()
         if word in chance:
             chance[word] += math.exp(token["logprob"])
-    share = chance[one] / total if (total := sum(chance.values())) else math.nan
+    share = chance[first] / total if (total := sum(chance.values())) else math.nan
     if not math.isfinite(share):
-        raise ValueError(f"neither {one} nor {other}")
+        raise ValueError(f"neither {first} nor {second}")
     return share
 
 

@@ -89,9 +89,9 @@ def load(
     if isolate:
         from rewards.serving.subprocess import Isolated
 
-        own = {"timeout": options.pop("timeout")} if "timeout" in options else {}
+        timeout_option = {"timeout": options.pop("timeout")} if "timeout" in options else {}
         options |= {key: value for key, value in (("scope", scope), ("opponents", opponents)) if value is not None}
-        return with_frames(name, Isolated(name, options, python, **own), frames)
+        return with_frames(name, Isolated(name, options, python, **timeout_option), frames)
     target = check_options(name, **options)
     if inspect.isclass(target):
         with guarded(f"reward {name}", lambda kind: f"reward {name} could not be built: {kind}"):
@@ -180,8 +180,8 @@ def _import_module(kind: str, name: str, path: str) -> Any:
     except UserCodeError as error:
         cause, file = error.__cause__, f"{path.replace('.', '/')}.py"
         if isinstance(cause, ModuleNotFoundError) and cause.name == path.split(".")[0] and Path(file).is_file():
-            own = f"{file}:{name.rpartition(':')[2]}"
-            raise ValueError(f"{kind} {name}: there is no module {path}; for the file {file} write {own}.") from error
+            suggestion = f"{file}:{name.rpartition(':')[2]}"
+            raise ValueError(f"{kind} {name}: there is no module {path}; for the file {file} write {suggestion}.") from error
         raise
 
 
@@ -201,15 +201,15 @@ def _public_names(file: Path) -> list[str]:
         body = ast.parse(file.read_text(encoding="utf-8")).body
     except (OSError, SyntaxError, ValueError):
         return []
-    return [one.name for one in body if isinstance(one, ast.FunctionDef | ast.ClassDef) and not one.name.startswith("_")]
+    return [node.name for node in body if isinstance(node, ast.FunctionDef | ast.ClassDef) and not node.name.startswith("_")]
 
 
 def _import_file(kind: str, path: str) -> Any:
     file = Path(path)
     if not file.is_file():
         raise ValueError(f"there is no {kind} file {path}.")
-    own = hashlib.sha256(os.fsencode(file.resolve())).hexdigest()[:16]  # files in several folders may share a name
-    name = re.sub(r"\W", "_", f"{kind}_{file.stem}_{own}")
+    digest = hashlib.sha256(os.fsencode(file.resolve())).hexdigest()[:16]  # files in several folders may share a name
+    name = re.sub(r"\W", "_", f"{kind}_{file.stem}_{digest}")
     spec = importlib.util.spec_from_file_location(name, file)
     assert spec
     assert spec.loader
@@ -241,9 +241,9 @@ def metric_names(names: Iterable[str], taken: Iterable[str] = ()) -> dict[str, s
     """
     metrics: dict[str, str] = {}
     for name in dict.fromkeys(names):
-        own = name.rpartition(":")[2] if name not in REGISTRY else name
+        short_name = name.rpartition(":")[2] if name not in REGISTRY else name
         others = {*taken, *metrics.values(), *(REGISTRY if name not in REGISTRY else ())}
-        numbered = itertools.chain([own], (f"{own}_{n}" for n in itertools.count(2)))
+        numbered = itertools.chain([short_name], (f"{short_name}_{n}" for n in itertools.count(2)))
         metrics[name] = next(candidate for candidate in numbered if candidate not in others)
     return metrics
 

@@ -91,20 +91,20 @@ class OCR:
 
         engine = _engine(320, self.device, os.getpid())
         lines: list[np.ndarray] = []
-        owner: list[int] = []
-        for place, array in enumerate(arrays):
+        image_indices: list[int] = []
+        for index, array in enumerate(arrays):
             try:
                 crops, _ = engine.detect_and_crop(*engine.preprocess_img(array))
             except RapidOCRError:  # there is no text in it
                 continue
             lines += crops
-            owner += [place] * len(crops)
+            image_indices += [index] * len(crops)
         texts: list[list[str]] = [[] for _ in arrays]
         if lines:
             read = engine.recognize_txt(lines)
-            for place, text, score in zip(owner, read.txts, read.scores, strict=True):
+            for index, text, score in zip(image_indices, read.txts, read.scores, strict=True):
                 if text.strip() and score >= engine.text_score:
-                    texts[place].append(text)
+                    texts[index].append(text)
         return [" ".join(text) for text in texts]
 
     def _target(self, prompt: str) -> str:

@@ -39,17 +39,17 @@ def prompts(count: int, seed: int) -> list[str]:
     import yaml
 
     words = yaml.safe_load(VOCABULARY.read_text(encoding="utf-8"))
-    draw, rows, texts = random.Random(seed), list[str](), set[str]()
+    rng, rows, texts = random.Random(seed), list[str](), set[str]()
     while len(rows) < count:
         before = len(rows)
         for scene in words["scenes"].values():
-            text = _new_text(draw, scene["texts"], words["words"], texts)
+            text = _new_text(rng, scene["texts"], words["words"], texts)
             if text is not None:
-                rows.append(_prompt(draw, scene, text, words))
+                rows.append(_prompt(rng, scene, text, words))
         if len(rows) == before:
             raise ValueError(f"the vocabulary has only {len(rows)} different texts, not {count}.")
     rows = rows[:count]
-    draw.shuffle(rows)
+    rng.shuffle(rows)
     return rows
 
 
@@ -58,47 +58,47 @@ def same_text(text: str) -> str:
     return re.sub(r"[^a-z0-9]", "", text.lower())
 
 
-def _new_text(draw: random.Random, texts: str, words: dict[str, str], known: set[str]) -> str | None:
+def _new_text(rng: random.Random, texts: str, words: dict[str, str], known: set[str]) -> str | None:
     """Draw a text of varying length that is not in `known`, and add it; None after 30 failures."""
     for _ in range(30):
-        some = [_articles(_filled(draw, _one(draw, texts), words)) for _ in range(6)]
-        text = sorted(some, key=lambda text: len(text.split()))[draw.choice((0, 2, 3, 5))]
+        candidates = [_articles(_fill(rng, _choose(rng, texts), words)) for _ in range(6)]
+        text = sorted(candidates, key=lambda text: len(text.split()))[rng.choice((0, 2, 3, 5))]
         if same_text(text) not in known:
             known.add(same_text(text))
             return text
     return None
 
 
-def _prompt(draw: random.Random, scene: dict[str, Any], text: str, words: dict[str, Any]) -> str:
+def _prompt(rng: random.Random, scene: dict[str, Any], text: str, words: dict[str, Any]) -> str:
     frames = [frame for frame in FRAMES if scene.get("surface", True) or " on {thing}" not in frame]
-    says = _one(draw, scene.get("says", SAYS))
+    says = _choose(rng, scene.get("says", SAYS))
     parts = {
-        "thing": _one(draw, scene["things"]),
-        "where": _one(draw, scene["where"]),
+        "thing": _choose(rng, scene["things"]),
+        "where": _choose(rng, scene["where"]),
         "says": says if " " in text else says.replace("the words", "the word"),
-        "how": _one(draw, scene["how"]),
-        "made": _one(draw, scene["made"]),
-        "light": _one(draw, words["light"][scene["light"]]),
-        "before": _one(draw, words["styles"]["before"]),
-        "after": _one(draw, words["styles"]["after"]),
+        "how": _choose(rng, scene["how"]),
+        "made": _choose(rng, scene["made"]),
+        "light": _choose(rng, words["light"][scene["light"]]),
+        "before": _choose(rng, words["styles"]["before"]),
+        "after": _choose(rng, words["styles"]["after"]),
         "text": "{}",  # the quoted text has articles and capitals of its own
     }
-    prompt = _articles(draw.choice(frames).format(**parts))
+    prompt = _articles(rng.choice(frames).format(**parts))
     return (prompt[0].upper() + prompt[1:]).replace("{}", f'"{text}"')
 
 
-def _one(draw: random.Random, alternatives: str) -> str:
+def _choose(rng: random.Random, alternatives: str) -> str:
     """One of the alternatives, and one of each [a|b] in it."""
-    chosen = draw.choice(alternatives.split(" / ")).strip()
-    return re.sub(r"\[([^]]*)\]", lambda match: draw.choice(match[1].split("|")), chosen)
+    chosen = rng.choice(alternatives.split(" / ")).strip()
+    return re.sub(r"\[([^]]*)\]", lambda match: rng.choice(match[1].split("|")), chosen)
 
 
-def _filled(draw: random.Random, template: str, words: dict[str, str]) -> str:
+def _fill(rng: random.Random, template: str, words: dict[str, str]) -> str:
     """The template with a word in place of each {slot}, no word twice; {slot}s is its plural."""
     used: set[str] = set()
 
     def word(match: re.Match) -> str:
-        chosen = draw.choice([one for one in words[match[1]].split(" / ") if one not in used])
+        chosen = rng.choice([candidate for candidate in words[match[1]].split(" / ") if candidate not in used])
         used.add(chosen)
         return plural(chosen) if match[2] else chosen
 
@@ -124,9 +124,9 @@ def main() -> None:
         parser.add_argument(f"{name}_count", type=int)
         parser.add_argument(f"{name}_file", type=Path)
     parser.add_argument("--seed", type=int, default=0)
-    words = parser.parse_args()
-    rows = prompts(words.train_count + words.test_count, words.seed)
-    for file, part in ((words.train_file, rows[: words.train_count]), (words.test_file, rows[words.train_count :])):
+    args = parser.parse_args()
+    rows = prompts(args.train_count + args.test_count, args.seed)
+    for file, part in ((args.train_file, rows[: args.train_count]), (args.test_file, rows[args.train_count :])):
         file.write_text("".join(f"{prompt}\n" for prompt in part), encoding="utf-8")
 
 

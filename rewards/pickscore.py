@@ -47,9 +47,9 @@ class PickScore(nn.Module):
         return in_batches(self._score, images, prompts, self.batch_size)
 
     def _score(self, images: list[Image.Image], prompts: list[str]) -> Tensor:
-        texts, places = unique(prompts)
+        texts, indices = unique(prompts)
         inputs = self.processor(
             text=texts, images=images, padding=True, truncation=True, max_length=77, return_tensors="pt"
         ).to(self.device)
         output = self.model(**inputs)  # its embeddings are unit vectors
-        return self.model.logit_scale.exp() * (output.image_embeds * output.text_embeds[places]).sum(-1)
+        return self.model.logit_scale.exp() * (output.image_embeds * output.text_embeds[indices]).sum(-1)

@@ -136,18 +136,18 @@ def bradley_terry(difference: Tensor, weight_decay: float) -> Tensor:
     L-BFGS finds it up to rounding.
     """
     weight = torch.zeros(difference.shape[1], dtype=torch.float64, requires_grad=True)
-    search = torch.optim.LBFGS(
+    optimizer = torch.optim.LBFGS(
         [weight], max_iter=1000, tolerance_grad=1e-10, tolerance_change=0, line_search_fn="strong_wolfe"
     )
 
     def loss() -> Tensor:
-        search.zero_grad()
+        optimizer.zero_grad()
         value = -F.logsigmoid(difference @ weight).mean() + weight_decay / 2 * weight.square().sum()
         value.backward()
         return value
 
     with torch.enable_grad():
-        search.step(loss)
+        optimizer.step(loss)
     return weight.detach()
 
 
@@ -210,5 +210,5 @@ def _held_out(prompts: list[str], share: float, seed: int) -> Tensor:
         raise ValueError("preference_head: all votes are for one prompt, so none can be held out; set held_out=0.")
     order = torch.randperm(len(names), generator=torch.Generator().manual_seed(seed)).tolist()
     count = min(max(round(share * len(names)), 1), len(names) - 1) if share > 0 else 0
-    chosen = {names[place] for place in order[:count]}
+    chosen = {names[i] for i in order[:count]}
     return torch.tensor([prompt in chosen for prompt in prompts])

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from rewards import groups, selection
 from rewards.calls import accepted_metadata, check_inputs, check_metadata, is_no_number, wrong_values
-from rewards.frames import ALL, frame_places, frames_of, is_video
+from rewards.frames import ALL, frame_indices, frames_of, is_video
 from rewards.images import SOURCE, SOURCES, first_sources, has_sources
 from rewards.user_code import guarded
 
@@ -61,8 +61,9 @@ def call_reward(
     """Call a reward as `score` does, but allow values that are not finite."""
     frames = frames_of(reward)
     if is_video(images) and frames != ALL:
-        places = frame_places(frames, images.shape[1])
-        return torch.stack([call_reward(name, reward, images[:, i], prompts, metadata, group=group) for i in places]).mean(0)
+        indices = frame_indices(frames, images.shape[1])
+        by_frame = [call_reward(name, reward, images[:, i], prompts, metadata, group=group) for i in indices]
+        return torch.stack(by_frame).mean(0)
     if frames == ALL and not is_video(images):
         raise ValueError(f"reward {name} sees whole videos (B, F, 3, H, W), and these are images: leave it out.")
     batch = _Images(images, prompts, metadata)
@@ -70,15 +71,15 @@ def call_reward(
     if scope == groups.IMAGE:
         return _call(name, reward, batch)
     members = groups.rows_by_group(prompts if group is None else group)
-    alone = next((rows[0] for rows in members if len(rows) < 2), None)
-    if alone is not None:
+    single = next((rows[0] for rows in members if len(rows) < 2), None)
+    if single is not None:
         raise ValueError(
-            f"reward {name} sees the images of a prompt together, but there is one of {prompts[alone][:MAX_PROMPT_LENGTH]!r}: "
+            f"reward {name} sees the images of a prompt together, but there is one of {prompts[single][:MAX_PROMPT_LENGTH]!r}: "
             "give it two or more."
         )
     if hasattr(reward, "score_groups"):  # it passes whole groups on
-        number = {row: place for place, rows in enumerate(members) for row in rows}
-        return _call(name, partial(reward.score_groups, [number[row] for row in range(len(prompts))]), batch)
+        group_of_row = {row: i for i, rows in enumerate(members) for row in rows}
+        return _call(name, partial(reward.score_groups, [group_of_row[row] for row in range(len(prompts))]), batch)
     if scope == groups.PAIR:
         pairs = [pair for rows in members for pair in groups.pairs_of(rows, getattr(reward, "opponents", None))]
         return groups.win_rates(len(prompts), pairs, _first_wins(name, reward, batch, pairs))
@@ -130,24 +131,25 @@ class _Images:
 def _first_wins(name: str, reward: Reward, batch: _Images, pairs: list[tuple[int, int]]) -> Tensor:
     """The probability (n,) that the first image of each pair of rows beats the second, the mean of asking in both orders.
 
-    A preference for one of the two places then cancels. A reward with `symmetric = True`, which has none, is asked once.
+    A preference for one of the two positions then cancels. A reward with `symmetric = True`, which has none, is asked once.
     """
     parts = []
-    for at in range(0, len(pairs), groups.PAIRS_PER_CALL):
-        part = pairs[at : at + groups.PAIRS_PER_CALL]
+    for start in range(0, len(pairs), groups.PAIRS_PER_CALL):
+        part = pairs[start : start + groups.PAIRS_PER_CALL]
         first, second = [i for i, _ in part], [j for _, j in part]
-        wins = _chances(name, _call(name, reward, batch.pairs(first, second)))
+        wins = _checked_probabilities(name, _call(name, reward, batch.pairs(first, second)))
         if not getattr(reward, "symmetric", False):
-            wins = (wins + 1 - _chances(name, _call(name, reward, batch.pairs(second, first)))) / 2
+            wins = (wins + 1 - _checked_probabilities(name, _call(name, reward, batch.pairs(second, first)))) / 2
         parts.append(wins)
     return torch.cat(parts)
 
 
-def _chances(name: str, values: Tensor) -> Tensor:
-    odd = values[(values < 0) | (values > 1)]
-    if len(odd):
+def _checked_probabilities(name: str, values: Tensor) -> Tensor:
+    invalid = values[(values < 0) | (values > 1)]
+    if len(invalid):
         raise ValueError(
-            f"reward {name} returned {odd[0].item():g} for a pair of images; it must return the probability, 0 to 1, that the first wins."
+            f"reward {name} returned {invalid[0].item():g} for a pair of images; it must return the probability, 0 to 1, that the "
+            "first wins."
         )
     return values
 
@@ -203,7 +205,7 @@ class WeightedSum:
         Where the column `rewards` of the metadata names rewards, those of them with a weight score the image: the sum is over them, and
         the others are NaN.
         """
-        return self._all(_Images(images, prompts, metadata, group=group), self._one)
+        return self._score_all(_Images(images, prompts, metadata, group=group), self._score_one)
 
     def against(
         self,
@@ -214,11 +216,11 @@ class WeightedSum:
         /,
         **metadata: Any,
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        """As a call, but pair rewards compare each image with the one of `others` (B, 3, H, W) in its place, not with its group.
+        """As a call, but pair rewards compare each image with that of `others` (B, 3, H, W) in the same row, not with its group.
 
         ValueError if there is a pair reward and `others` is None.
         """
-        return self._all(_Images(images, prompts, metadata, others, group), self._one_against)
+        return self._score_all(_Images(images, prompts, metadata, others, group), self._score_against)
 
     def row_weights(self, metadata: dict[str, list]) -> Tensor | None:
         """The weight (B, R) of each trained reward for each image, if prompts name their rewards. ValueError: `selection.row_weights`."""
@@ -229,31 +231,31 @@ class WeightedSum:
         """The weights that are not 0."""
         return {name: self.weights[name] for name in self.rewards if self.weights[name] != 0}
 
-    def _all(self, batch: _Images, one: Callable[[str, _Images], Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
+    def _score_all(self, batch: _Images, score_one: Callable[[str, _Images], Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
         count, trained, weights = len(batch.prompts), list(self.trained_weights), self.row_weights(batch.metadata)
         by_name: dict[str, Tensor] = {}
         for name in self.rewards:
             if weights is None or name not in trained:
-                by_name[name] = one(name, batch)
+                by_name[name] = score_one(name, batch)
                 continue
             rows = weights[:, trained.index(name)].nonzero()[:, 0].tolist()
             by_name[name] = torch.full((count,), math.nan)
             if rows:
-                by_name[name][rows] = one(name, batch.take(rows))
+                by_name[name][rows] = score_one(name, batch.take(rows))
         if weights is None:
             return sum((self.weights[name] * by_name[name] for name in trained), torch.zeros(count)), by_name
         parts = [weight * by_name[name] for name, weight in zip(trained, weights.unbind(1), strict=True)]
         return torch.stack(parts, 1).where(weights != 0, 0).sum(1), by_name
 
-    def _one_against(self, name: str, batch: _Images) -> Tensor:
+    def _score_against(self, name: str, batch: _Images) -> Tensor:
         if not self.is_pair(name):
-            return self._one(name, batch)
+            return self._score_one(name, batch)
         if batch.second is None:
             raise ValueError(
                 f"reward {name} compares images of one prompt and seed with the base model's, and there are none here: measure "
                 "a model, or leave the reward out."
             )
-        return self._one(name, batch.with_second())[::2]
+        return self._score_one(name, batch.with_second())[::2]
 
     def is_pair(self, name: str) -> bool:
         return groups.scope_of(self.rewards[name]) == groups.PAIR
@@ -263,7 +265,7 @@ class WeightedSum:
         """Whether a reward compares pairs of images."""
         return any(map(self.is_pair, self.rewards))
 
-    def _one(self, name: str, batch: _Images) -> Tensor:
+    def _score_one(self, name: str, batch: _Images) -> Tensor:
         reward, prompts, group = self.rewards[name], batch.prompts, batch.group
         if name not in self.drop_on_error:
             return score(name, reward, batch.images, prompts, group, **batch.metadata)

@@ -29,15 +29,15 @@ def row_weights(column: list | None, weights: dict[str, float], names: dict[str,
 def _weights_of(entry: Any, weights: dict[str, float], names: dict[str, str]) -> dict[str, float]:
     if entry is None:
         return weights
-    own = dict.fromkeys(weights, 0.0)
+    selected = dict.fromkeys(weights, 0.0)
     for name, weight in named(entry).items():
         if name not in names:
             raise ValueError(f"a prompt names the reward {name}, but the run has {', '.join(names)}: add it to `rewards`.")
         if names[name] in weights:
-            own[names[name]] = weights[names[name]] if weight is None else weight
-    if not any(own.values()):
+            selected[names[name]] = weights[names[name]] if weight is None else weight
+    if not any(selected.values()):
         raise ValueError(f"a prompt names no reward to train on, but {entry!r}: name one of {', '.join(weights)}.")
-    return own
+    return selected
 
 
 def named(entry: Any) -> dict[str, float | None]:

@@ -98,18 +98,18 @@ def _one_sentence(sentence: Callable[[str], str]) -> Iterator[None]:
         if os.environ.get(TRACEBACK):
             traceback.print_exception(error)
         reason = " ".join(str(error).split()) or "no message"
-        raise UserCodeError(f"{sentence(type(error).__name__)}: {reason}{_place(error)}") from error
+        raise UserCodeError(f"{sentence(type(error).__name__)}: {reason}{_location(error)}") from error
 
 
-def _place(error: BaseException) -> str:
+def _location(error: BaseException) -> str:
     """The innermost line of the traceback that is not in a library; "" if there is none."""
     if isinstance(error, SyntaxError) and error.filename:
-        return _shown(error.filename, error.lineno or 1, "<module>")
+        return _format_location(error.filename, error.lineno or 1, "<module>")
     frames = [(frame.f_code, line) for frame, line in traceback.walk_tb(error.__traceback__) if _is_users(frame)]
     if not frames:
         return ""
     code, line = frames[-1]
-    return _shown(code.co_filename, line, getattr(code, "co_qualname", code.co_name))
+    return _format_location(code.co_filename, line, getattr(code, "co_qualname", code.co_name))
 
 
 def _is_users(frame: FrameType) -> bool:
@@ -117,13 +117,13 @@ def _is_users(frame: FrameType) -> bool:
     return module not in OWN_PACKAGES | sys.stdlib_module_names and not LIBRARIES & set(Path(file).parts)
 
 
-def _shown(file: str, line: int, function: str) -> str:
+def _format_location(file: str, line: int, function: str) -> str:
     """Format a source line: ` (my_reward.py:7 in redness: `x = metadata["oops"]`)`, the path relative to the working directory."""
     source = linecache.getline(file, line).strip()
-    place = f"{file.removeprefix(f'{_read(os.getcwd)}{os.sep}')}:{line}" + (
+    location = f"{file.removeprefix(f'{_read(os.getcwd)}{os.sep}')}:{line}" + (
         "" if function == "<module>" else f" in {function}"
     )
-    return f" ({place}: `{source[:LONGEST_LINE]}`)" if source else f" ({place})"
+    return f" ({location}: `{source[:LONGEST_LINE]}`)" if source else f" ({location})"
 
 
 # -- what it changes --------------------------------------------------------------------------------------------------

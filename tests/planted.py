@@ -247,8 +247,8 @@ BUGS = [
     (
         "a preference for the first of two images counts",
         "rewards/scoring.py",
-        "wins = (wins + 1 - _chances",
-        "wins = (wins + _chances",
+        "wins = (wins + 1 - _checked_probabilities",
+        "wins = (wins + _checked_probabilities",
         "tests/rewards/test_groups.py -k cancels",
     ),
     (
@@ -471,8 +471,8 @@ BUGS = [
     (
         "a resumed ZeRO begins without moments",
         "flow_grpo/training/zero.py",
-        "value = moments[place][name] if place in moments else",
-        "value = moments[place][name] * 0 if place in moments else",
+        "value = moments[index][name] if index in moments else",
+        "value = moments[index][name] * 0 if index in moments else",
         "tests/training/test_zero.py -k by_the_other",
     ),
     (
@@ -653,8 +653,8 @@ BUGS = [
     (
         "the images that all rewards agree on are held",
         "flow_grpo/training/gates.py",
-        "held = (apart > above.quantile(1 - self.share))",
-        "held = (apart < above.quantile(1 - self.share))",
+        "held = (difference > above.quantile(1 - self.share))",
+        "held = (difference < above.quantile(1 - self.share))",
         "tests/training/test_anchors.py -k gate_holds_a_share",
     ),
     (
@@ -737,7 +737,7 @@ BUGS = [
     (
         "the line of the noise begins at the old mean's state",
         "flow_grpo/training/step_loss.py",
-        "torch.zeros_like(now.mean)",
+        "torch.zeros_like(current.mean)",
         "self._of_step(trajectory.mean, k, rows).flatten(1)[:, :1]",
         "tests/training/test_kept_graphs.py tests/training/test_objectives_end_to_end.py -k 'so_it_is_with_each or exactly_1'",
     ),
@@ -989,7 +989,7 @@ BUGS = [
     (
         "connections that send nothing keep others out",
         "rewards/serving/connections.py",
-        "if len(idle) > waiting:",
+        "if len(idle) > max_idle:",
         "if False:",
         "tests/rewards/test_serving.py -k beyond_its_bound",
     ),
@@ -1253,8 +1253,8 @@ BUGS = [
     (
         "a reward of a video is the sum over its frames",
         "rewards/scoring.py",
-        " i in places]).mean(0)",
-        " i in places]).sum(0)",
+        "torch.stack(by_frame).mean(0)",
+        "torch.stack(by_frame).sum(0)",
         "tests/rewards/test_frames.py -k mean_over",
     ),
     (

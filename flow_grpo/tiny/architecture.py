@@ -87,7 +87,7 @@ def t5_encoder(tokenizer: T5TokenizerFast) -> T5EncoderModel:
 
 
 def pipeline() -> StableDiffusion3Pipeline:
-    """An untrained `StableDiffusion3Pipeline`: 32 x 80 pictures, 8 x 8 x 20 latents, 40 image and 52 text tokens."""
+    """An untrained `StableDiffusion3Pipeline`: 32 x 80 images, 8 x 8 x 20 latents, 40 image and 52 text tokens."""
     tokenizer, tokenizer_2, tokenizer_3 = clip_tokenizer(), clip_tokenizer(), t5_tokenizer()
     return StableDiffusion3Pipeline(
         transformer=SD3Transformer2DModel(

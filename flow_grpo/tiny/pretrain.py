@@ -5,7 +5,7 @@ Five stages, each from the result of the one before:
   clean  transformer and text encoders together by flow matching (arXiv 2210.02747), random words, true captions
   noisy  the same with each letter of the caption wrong with some probability: the model keeps its crisp letters but spells
          about 0.6 of the words, as one of its modes. This is the skill that reinforcement learning can bring back.
-  shapes the same skill in the shapes that plain diffusers draws by default: squares of 80 x 80 pixels, and captions padded to 256
+  shapes the same skill in the shapes that plain diffusers generates by default: squares of 80 x 80 pixels, and captions padded to 256
          T5 tokens. The velocity of `noisy` at the run configs' 32 x 80 pixels and 14 tokens is the target for every other length.
   clip   the open_clip model of the `clip` reward, on the same world
 
@@ -103,7 +103,7 @@ def train_transformer(name: str, pipe: StableDiffusion3Pipeline, folder: Path, s
         prompts = [sign.prompt for sign in held_out_signs(128)]
         scores = {}
         for guidance in (1, 3):
-            images = draw(stage.ema, prompts, guidance)
+            images = generate_images(stage.ema, prompts, guidance)
             scores[f"ocr_guidance_{guidance}"] = round(ocr(images, prompts).mean().item(), 4)
             scores[f"exact_guidance_{guidance}"] = round(exact(images, prompts).mean().item(), 4)
         return scores
@@ -113,7 +113,7 @@ def train_transformer(name: str, pipe: StableDiffusion3Pipeline, folder: Path, s
 
 
 def train_shapes(pipe: StableDiffusion3Pipeline, folder: Path, seed: int) -> StableDiffusion3Pipeline:
-    """The stage `shapes`: what the model draws on 32 x 80 pixels with 14 tokens, with any number of tokens and on squares."""
+    """The stage `shapes`: what the model generates at 32 x 80 pixels with 14 tokens, with any number of tokens and for squares."""
     teacher = copy.deepcopy(pipe)
     parts = ["transformer", "text_encoder", "text_encoder_2", "text_encoder_3"]
     stage = PretrainingStage("shapes", STAGES["shapes"], pipe, parts, folder=folder, seed=seed)
@@ -131,7 +131,7 @@ def train_shapes(pipe: StableDiffusion3Pipeline, folder: Path, seed: int) -> Sta
         prompts, exact = [sign.prompt for sign in held_out_signs(64)], ExactOCR()
         shapes = {f"{height} x 80, {length} tokens": (height, length) for height in (32, 80) for length in (14, 256)}
         scores = {
-            name: exact(draw(stage.ema, prompts, 1, height, text_length), prompts)
+            name: exact(generate_images(stage.ema, prompts, 1, height, text_length), prompts)
             for name, (height, text_length) in shapes.items()
         }
         return {name: round(values.mean().item(), 4) for name, values in scores.items()}
@@ -152,7 +152,7 @@ class Noised:
 
 @torch.no_grad()
 def noised(pipe: StableDiffusion3Pipeline, rng: np.random.Generator, size: int, height: int, wrong: float) -> Noised:
-    """Draw `size` random signs, each letter of their captions wrong with probability `wrong`."""
+    """Sample `size` random signs, each letter of their captions wrong with probability `wrong`."""
     signs = [world.random_sign(rng) for _ in range(size)]
     captions = [world.misspell(sign, rng, wrong).prompt if rng.random() > NO_CAPTION else "" for sign in signs]
     with _autocast():
@@ -217,14 +217,14 @@ def train_clip(folder: Path, seed: int) -> torch.nn.Module:
 
 
 @torch.no_grad()
-def draw(
+def generate_images(
     pipe: StableDiffusion3Pipeline,
     prompts: list[str],
     guidance: float,
     height: int = world.HEIGHT,
     text_length: int = architecture.T5_LENGTH,
 ) -> torch.Tensor:
-    """Pictures (B, 3, height, 80) in [0, 1] by plain diffusers, 10 steps, fixed seed."""
+    """Images (B, 3, height, 80) in [0, 1] by plain diffusers, 10 steps, fixed seed."""
     pipe.set_progress_bar_config(disable=True)
     with _autocast():
         return pipe(

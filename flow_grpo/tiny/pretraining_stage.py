@@ -51,8 +51,8 @@ class PretrainingStage:
         modules = [m for part in parts for n, m in getattr(model, part).named_modules() if n != "proj_out"]
         matrices = [m.weight for m in modules if isinstance(m, torch.nn.Linear)] if plan.muon_lr else []
         matrices += [m.in_proj_weight for m in modules if isinstance(m, torch.nn.MultiheadAttention)] if matrices else []
-        chosen = {id(p) for p in matrices}
-        rest = [p for p in self.parameters if id(p) not in chosen]
+        matrix_ids = {id(p) for p in matrices}
+        rest = [p for p in self.parameters if id(p) not in matrix_ids]
         adamw = torch.optim.AdamW(rest, plan.lr, (0.9, 0.99), weight_decay=0.01)
         self.optimizers: list[tuple[torch.optim.Optimizer, float]] = [(adamw, plan.lr)]
         if plan.muon_lr:

@@ -1,7 +1,7 @@
 """The embedded model's world: coloured signs with one word of three to five capital letters.
 
 A prompt has exactly the form `red text "CAT" on a blue background`, with `a` before `orange` too: the model was trained on
-nothing else, and misspelt all of 32 signs whose prompt said `an orange`. A picture is 32 x 80 pixels (height x width), or
+nothing else, and misspelt all of 32 signs whose prompt said `an orange`. An image is 32 x 80 pixels (height x width), or
 the same sign in the middle of an 80 x 80 square, which is what a diffusers user gets who names no size.
 """
 
@@ -48,12 +48,12 @@ class Sign:
         return f'{self.color} text "{self.word}" on a {self.background} background'
 
     def draw(self, height: int = HEIGHT) -> Image.Image:
-        """The sign as an RGB picture of `height` x 80 pixels, letter by letter from the left."""
+        """The sign as an RGB image of `height` x 80 pixels, letter by letter from the left."""
         image = Image.new("RGB", (WIDTH, height), COLORS[self.background])
         pen, baseline = ImageDraw.Draw(image), (height - HEIGHT) // 2 + BASELINE
         for i, letter in enumerate(self.word):
-            where = (CELL * i + CELL // 2, baseline)
-            pen.text(where, letter, fill=COLORS[self.color], font=_font(), anchor="ms")
+            position = (CELL * i + CELL // 2, baseline)
+            pen.text(position, letter, fill=COLORS[self.color], font=_font(), anchor="ms")
         return image
 
 
@@ -62,7 +62,7 @@ def parse(prompt: str) -> Sign:
     match = PATTERN.match(prompt)
     if not match or match[1] not in COLORS or match[3] not in COLORS or match[1] == match[3]:
         raise ValueError(
-            f'{prompt!r} is not a prompt of the embedded model: it draws `red text "CAT" on a blue background`, '
+            f'{prompt!r} is not a prompt of the embedded model: it generates `red text "CAT" on a blue background`, '
             f"3 to 5 capital letters in two different colours of {', '.join(COLORS)}."
         )
     return Sign(match[2], match[1], match[3])

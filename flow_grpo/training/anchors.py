@@ -56,19 +56,19 @@ class Anchors:
                 computed[name] = compute(model, conditioning)
         return computed
 
-    def added_to(self, loss: Loss, rows: Int[Tensor, " n"], now: Prediction, references: dict[str, Prediction]) -> Loss:
+    def added_to(self, loss: Loss, rows: Int[Tensor, " n"], current: Prediction, references: dict[str, Prediction]) -> Loss:
         """The loss of `rows` with each weighted KL added, and the norm guard; each is reported without its weight and gate.
 
         Args:
-            now: of the policy, with the gradient.
+            current: of the policy, with the gradient.
             references: of `evaluate`.
         """
         for anchor in self.anchors:
-            distance = kl(anchor.config.kl, now, references[anchor.reference])
+            distance = kl(anchor.config.kl, current, references[anchor.reference])
             value = loss.value + self._weight(anchor.config, rows) * distance
             loss = Loss(value, {**loss.metrics, anchor.metric: distance.detach()})
         if self.norm_guard:
-            ratio = objectives.velocity_norm_ratio(now.v, references["base"].v)
+            ratio = objectives.velocity_norm_ratio(current.v, references["base"].v)
             value = loss.value + self.norm_guard * objectives.norm_guard(ratio)
             loss = Loss(value, {**loss.metrics, "velocity_norm/ratio": ratio.detach()})
         return loss
@@ -98,15 +98,15 @@ class Anchors:
                 yield model, model.encode(self.conditioning.prompts)
 
 
-def kl(kind: str | None, now: Prediction, reference: Prediction) -> Float[Tensor, " n"]:
+def kl(kind: str | None, current: Prediction, reference: Prediction) -> Float[Tensor, " n"]:
     """The KL to a reference, of the transitions if there are any and `velocity` is not asked for."""
-    if now.step is None or reference.step is None or kind == "velocity":
-        return objectives.velocity_kl(now.v, reference.v)
+    if current.step is None or reference.step is None or kind == "velocity":
+        return objectives.velocity_kl(current.v, reference.v)
     if kind == "k3":
-        return objectives.k3(now.step.log_prob, reference.step.log_prob)
-    gaussian = sde.kl(now.step.mean, reference.step.mean, now.step.std)
+        return objectives.k3(current.step.log_prob, reference.step.log_prob)
+    gaussian = sde.kl(current.step.mean, reference.step.mean, current.step.std)
     if kind == "flow_grpo":
-        return gaussian * -now.step.delta  # the paper divides by g^2, a Gaussian's KL by std^2 = g^2 (-delta)
+        return gaussian * -current.step.delta  # the paper divides by g^2, a Gaussian's KL by std^2 = g^2 (-delta)
     return gaussian
 
 

@@ -21,10 +21,10 @@ def gae(values: Tensor, reward: Tensor, gae_lambda: float) -> Tensor:
     """
     next_values = torch.cat([values[:, 1:], reward[:, None]], 1)
     td_error = next_values - values
-    advantage, later = torch.empty_like(values), torch.zeros_like(reward)
+    advantage, last_gae = torch.empty_like(values), torch.zeros_like(reward)
     for k in reversed(range(values.shape[1])):
-        later = td_error[:, k] + gae_lambda * later
-        advantage[:, k] = later
+        last_gae = td_error[:, k] + gae_lambda * last_gae
+        advantage[:, k] = last_gae
     return advantage
 
 

@@ -29,15 +29,15 @@ def load_custom_function(kind: str, name: str) -> Callable | None:
     return called
 
 
-def custom_loss(o: ObjectiveConfig, inputs: TrainedStep | NoisedImage, advantage: Tensor) -> Loss:
+def custom_loss(objective: ObjectiveConfig, inputs: TrainedStep | NoisedImage, advantage: Tensor) -> Loss:
     """Call the user's objective, which returns a Loss or only its values (n,)."""
-    function = load_custom_function("objective", o.name)
+    function = load_custom_function("objective", objective.name)
     assert function
-    result = function(inputs, advantage, **o.options)
+    result = function(inputs, advantage, **objective.options)
     value = result.value if isinstance(result, Loss) else result
     if not isinstance(value, Tensor) or value.shape != advantage.shape or not value.requires_grad:
         raise ValueError(
-            f"objective {o.name} must return a tensor of {len(advantage)} values that carries a gradient, one for each row, or a "
+            f"objective {objective.name} must return a tensor of {len(advantage)} values that carries a gradient, one for each row, or a "
             "Loss of them."
         )
     metrics = dict(result.metrics) if isinstance(result, Loss) else {}

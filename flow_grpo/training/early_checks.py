@@ -117,14 +117,14 @@ def check_output(folder: Path, resume: bool) -> None:
 
 def check_writable(folder: Path) -> None:
     """Check that something can be written to the folder, or where it would be created."""
-    place = folder.absolute()
+    path = folder.absolute()
     try:
-        while not place.exists():
-            place = place.parent
-        with tempfile.TemporaryDirectory(dir=place):
+        while not path.exists():
+            path = path.parent
+        with tempfile.TemporaryDirectory(dir=path):
             pass
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or error
         raise ValueError(
-            f"output_dir={folder}: nothing can be written to {place} ({reason}); set another folder by output_dir=..."
+            f"output_dir={folder}: nothing can be written to {path} ({reason}); set another folder by output_dir=..."
         ) from error

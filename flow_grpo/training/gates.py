@@ -4,7 +4,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-SHARE, SHARES, CHANGE, REMEMBERED = 0.1, (0.02, 0.2), 0.1, 20  # GARDO's published code
+INITIAL_SHARE, SHARE_RANGE, SHARE_CHANGE, NUM_MEANS = 0.1, (0.02, 0.2), 0.1, 20  # GARDO's published code
 
 
 def advantage_gate(advantage: Float[Tensor, " n"], weight: float, advantage_max: float = 5.0) -> Float[Tensor, " n"]:
@@ -25,8 +25,8 @@ def disagreement(reward: Float[Tensor, " n"], others: Float[Tensor, "n R"]) -> F
     The published code ranks the best image as the first, so that its difference is large where the trained reward is *lower* than
     the others say. Here as in the paper's text it is large where the trained reward alone is high, which is what hacking looks like.
     """
-    apart = (_ranks(reward)[:, None] - torch.stack([_ranks(column) for column in others.unbind(1)], 1)) / len(reward)
-    return apart.nanmean(1).nan_to_num(0.0)
+    difference = (_ranks(reward)[:, None] - torch.stack([_ranks(column) for column in others.unbind(1)], 1)) / len(reward)
+    return difference.nanmean(1).nan_to_num(0.0)
 
 
 class DisagreementGate:
@@ -41,28 +41,28 @@ class DisagreementGate:
     """
 
     def __init__(self) -> None:
-        self.share, self.means = SHARE, list[float]()
+        self.share, self.means = INITIAL_SHARE, list[float]()
 
     def weights(self, reward: Float[Tensor, " n"], others: Float[Tensor, "n R"]) -> Float[Tensor, " n"]:
         """The gate of the step's images: n / (number of images held) for those, 0 for the others, so that a KL is their mean.
 
         As published, images above a quantile are held; with few images or equal rewards there may be none.
         """
-        apart = disagreement(reward, others)
-        above = apart[apart >= 0]
+        difference = disagreement(reward, others)
+        above = difference[difference >= 0]
         if not len(above):
-            return torch.zeros_like(apart)
+            return torch.zeros_like(difference)
         self._adapt(above.mean().item())
-        held = (apart > above.quantile(1 - self.share)).to(apart)
+        held = (difference > above.quantile(1 - self.share)).to(difference)
         return held * (len(held) / held.sum().clamp_min(1))
 
     def _adapt(self, mean: float) -> None:
         if self.means and mean > max(self.means):
-            self.share *= 1 + CHANGE
+            self.share *= 1 + SHARE_CHANGE
         elif self.means and mean < min(self.means):
-            self.share *= 1 - CHANGE
-        self.share = min(max(self.share, SHARES[0]), SHARES[1])
-        self.means = [*self.means, mean][-REMEMBERED:]
+            self.share *= 1 - SHARE_CHANGE
+        self.share = min(max(self.share, SHARE_RANGE[0]), SHARE_RANGE[1])
+        self.means = [*self.means, mean][-NUM_MEANS:]
 
     def state_dict(self) -> dict[str, float | list[float]]:
         """The share and the means of the last steps, for a checkpoint."""

@@ -63,7 +63,7 @@ class ImageSampler:
         branches = settings.tree(self.args.images_per_prompt)
         between = self.args.has_noise_between_images
         noise_shape = (1,) * len(self.latent_shape) if between else self.latent_shape
-        drawn = tree.noise_batches(batch, branches, len(window))  # each branch has the noise of its first image
+        noise_batches = tree.noise_batches(batch, branches, len(window))  # each branch has the noise of its first image
         with self.policy.meter.phase("encode"):
             velocity = self.policy.velocity_fn(self.schedule, self.policy.encode(batch.prompts))
 
@@ -76,7 +76,7 @@ class ImageSampler:
         stochastic = sampling.StochasticSteps(
             window,
             StepDistribution(settings.transition, settings.noise_level, settings.log_prob),
-            noise=lambda i: sampling.batch_noise(noise_shape, drawn[window.index(i)], seed, "step", step, i),
+            noise=lambda i: sampling.batch_noise(noise_shape, noise_batches[window.index(i)], seed, "step", step, i),
             partners=(lambda i: sampling.partners(batch, seed, "partner", step, i)) if between else None,
             state_ids=tree.state_ids(batch, branches, len(window)) if branches else None,
         )

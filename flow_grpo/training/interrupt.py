@@ -153,21 +153,21 @@ def start_watchdog() -> None:
     """
     if not hasattr(os, "fork"):
         return
-    reading, writing = os.pipe()
+    read_end, write_end = os.pipe()
     process = os.getpid()
     if os.fork():
-        os.close(reading)
-        os.set_blocking(writing, False)
-        signal.set_wakeup_fd(writing, warn_on_full_buffer=False)
+        os.close(read_end)
+        os.set_blocking(write_end, False)
+        signal.set_wakeup_fd(write_end, warn_on_full_buffer=False)
         return
     try:
-        os.close(writing)
+        os.close(write_end)
         os.setsid()  # Ctrl-C is not for this one
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         null = os.open(os.devnull, os.O_RDWR)
         for stream in range(3):
             os.dup2(null, stream)
-        if _unanswered(reading, KILL_AFTER) and os.getppid() == process:
+        if _unanswered(read_end, KILL_AFTER) and os.getppid() == process:
             os.kill(process, signal.SIGKILL)
     finally:
         _exit(0)
@@ -177,21 +177,21 @@ def acknowledge() -> None:
     """Tell the watchdog that this process handles SIGTERM. No-op in launched ranks, which their launcher kills."""
     if "RANK" in os.environ:
         return
-    writing = signal.set_wakeup_fd(-1)
-    if writing >= 0:
-        signal.set_wakeup_fd(writing, warn_on_full_buffer=False)
+    write_end = signal.set_wakeup_fd(-1)
+    if write_end >= 0:
+        signal.set_wakeup_fd(write_end, warn_on_full_buffer=False)
         with suppress(OSError):  # the watchdog itself is gone
-            os.write(writing, ANSWER)
+            os.write(write_end, ANSWER)
 
 
-def _unanswered(reading: int, patience: dict[signal.Signals, float]) -> bool:
+def _unanswered(read_end: int, patience: dict[signal.Signals, float]) -> bool:
     """Return True once a deadline passes without an answer, False if the process has exited."""
     deadline = _Deadline(patience)
     while True:
-        left = None if deadline.time == math.inf else max(0.0, deadline.time - time.monotonic())
-        if not select.select([reading], [], [], left)[0]:
+        timeout = None if deadline.time == math.inf else max(0.0, deadline.time - time.monotonic())
+        if not select.select([read_end], [], [], timeout)[0]:
             return True
-        numbers, now = os.read(reading, 64), time.monotonic()
+        numbers, now = os.read(read_end, 64), time.monotonic()
         if not numbers:
             return False
         for number in numbers:

@@ -89,19 +89,19 @@ def objective_function(objective: ObjectiveConfig, method: methods.Objective) ->
 
 def bind_settings(function: Callable[..., Any], objective: ObjectiveConfig) -> Callable[..., Any]:
     """A function of `objectives.py` as a function of rows and advantages, with its settings bound."""
-    takes = signature(function).parameters
-    settings = {name: getattr(objective, name) for name in takes if hasattr(objective, name) and name != "advantage"}
+    parameters = signature(function).parameters
+    settings = {name: getattr(objective, name) for name in parameters if hasattr(objective, name) and name != "advantage"}
 
-    def bound(rows: TrainedStep | NoisedImage, advantage: Float[Tensor, " n"], **more: float) -> Any:
-        first = {"advantage": advantage} if "advantage" in takes else {}
-        return function(rows, **first, **{**settings, **more})
+    def bound(rows: TrainedStep | NoisedImage, advantage: Float[Tensor, " n"], **overrides: float) -> Any:
+        first = {"advantage": advantage} if "advantage" in parameters else {}
+        return function(rows, **first, **{**settings, **overrides})
 
     return bound
 
 
 def mean_by_group(value: Float[Tensor, " n"], group: Int[Tensor, " n"], counts: Bool[Tensor, " n"]) -> Float[Tensor, " n"]:
     """Each row's mean over the rows of its group that count; 0 for groups without any."""
-    place = group.unique(return_inverse=True)[1].to(value.device, non_blocking=True)
+    index = group.unique(return_inverse=True)[1].to(value.device, non_blocking=True)
     weight = counts.to(value)
-    sums, sizes = (torch.zeros(len(group)).to(value).index_add(0, place, one) for one in (value * weight, weight))
-    return (sums / sizes.clamp_min(1))[place]
+    sums, sizes = (torch.zeros(len(group)).to(value).index_add(0, index, values) for values in (value * weight, weight))
+    return (sums / sizes.clamp_min(1))[index]

@@ -49,13 +49,15 @@ class OfflineSource:
         """The dataset's images of a training step, encoded, with advantages of 0."""
         count = self.args.prompts_per_step * self.args.images_per_prompt // self.rows_per_pair
         groups = torch.arange(count)
-        own = groups[self.processes.owns(groups)]
+        local_groups = groups[self.processes.owns(groups)]
         indices = self._example_indices(step, count)
-        places = [indices[group] for group in own.tolist()]
-        images = [self._load_image(image) for place in places for image in self.examples.images[place]]
-        prompts = [self.examples.prompts[place] for place in places for _ in range(self.rows_per_pair)]
+        local_indices = [indices[group] for group in local_groups.tolist()]
+        images = [self._load_image(image) for index in local_indices for image in self.examples.images[index]]
+        prompts = [self.examples.prompts[index] for index in local_indices for _ in range(self.rows_per_pair)]
         rows = torch.arange(len(prompts))
-        batch = PromptBatch(prompts, [{} for _ in prompts], own[rows // self.rows_per_pair], rows % self.rows_per_pair)
+        batch = PromptBatch(
+            prompts, [{} for _ in prompts], local_groups[rows // self.rows_per_pair], rows % self.rows_per_pair
+        )
         with self.policy.meter.phase("encode"):
             final = self.policy.encode_images(torch.stack(images), self.args.microbatch)
         return Experience(
@@ -71,9 +73,9 @@ class OfflineSource:
     def _example_indices(self, step: int, count: int) -> list[int]:
         """`count` indices of the endless sequence of shuffled epochs, from position step * count on."""
         indices: list[int] = []
-        place = step * count
+        position = step * count
         while len(indices) < count:
-            epoch, first = divmod(place + len(indices), len(self.examples.prompts))
+            epoch, first = divmod(position + len(indices), len(self.examples.prompts))
             order = torch.randperm(len(self.examples.prompts), generator=sampling.generator(self.args.seed, "data", epoch))
             indices += order[first : first + count - len(indices)].tolist()
         return indices

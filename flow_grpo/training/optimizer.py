@@ -57,17 +57,19 @@ class Optimizer:
     def state_dict(self, keep_on_this_rank: bool = True) -> dict[str, Any]:
         """The full (unsharded) state. If sharded, every process must call this; keep_on_this_rank=False on those that discard it."""
         optimizer, moments = self.adamw.state_dict(), {}
-        for place, values in optimizer["state"].items():
+        for index, values in optimizer["state"].items():
             tensors = {name: value for name, value in values.items() if isinstance(value, Tensor)}
-            moments[place] = {**values, **gather_to_cpu(tensors, keep_on_this_rank)}
+            moments[index] = {**values, **gather_to_cpu(tensors, keep_on_this_rank)}
         return {"optimizer": {**optimizer, "state": moments}, "scaler": self.scaler.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Load what `state_dict` returned, on any number of processes."""
-        own = self.parameters
+        parameters = self.parameters
         moments = {
-            place: {n: shard_like(v, own[place]) if _same_shape(v, own[place]) else v for n, v in values.items()}
-            for place, values in state["optimizer"]["state"].items()
+            index: {
+                n: shard_like(v, parameters[index]) if _same_shape(v, parameters[index]) else v for n, v in values.items()
+            }
+            for index, values in state["optimizer"]["state"].items()
         }
         self.adamw.load_state_dict({**state["optimizer"], "state": moments})
         self.scaler.load_state_dict(state["scaler"])

@@ -162,6 +162,6 @@ def select_rows(selection: str, reward: Tensor, group: Tensor, has_signal: Tenso
 
 
 def local_rows(rows: Tensor, is_local: Tensor) -> Tensor:
-    """Of `rows` those of this process, as places among its own rows; is_local is (B,) bool."""
-    place = is_local.cumsum(0) - 1
-    return place[rows[is_local[rows]]]
+    """Of `rows` those of this process, as indices into its own rows; is_local is (B,) bool."""
+    local_index = is_local.cumsum(0) - 1
+    return local_index[rows[is_local[rows]]]

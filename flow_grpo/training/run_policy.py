@@ -19,7 +19,7 @@ from flow_grpo.training.anchors import add_references
 def load_run_policy(args: FlowGRPOConfig, processes: Processes, prompts: list[str]) -> Policy:
     """Load the config's model, for those prompts alone unless the run has given images with prompts of their own."""
     has_dataset = any(stage.dataset is not None for _, stage in args.resolved_stages())
-    start = args.lora.init_from if args.lora else None
+    init_from = args.lora.init_from if args.lora else None
     has_guided = any(anchor.to == "guided" for _, stage in args.resolved_stages() for anchor in stage.objective.anchors)
     has_guided = has_guided or args.evaluation.guidance not in (None, args.guidance)
     prompts_to_encode = None if has_dataset or has_guided else prompts  # another guidance encodes them anew
@@ -28,7 +28,7 @@ def load_run_policy(args: FlowGRPOConfig, processes: Processes, prompts: list[st
         args.model,
         processes.device,
         dtype,
-        start,
+        init_from,
         memory=args.memory,
         prompts=prompts_to_encode,
         **args.pipeline_call_kwargs(),
@@ -44,11 +44,11 @@ def run_dtype(args: FlowGRPOConfig, processes: Processes) -> str:
         return args.dtype
     names = {str(dtype).removeprefix("torch."): name for name, dtype in DTYPES.items()}
 
-    def here() -> str:
+    def local_dtype() -> str:
         begun = machine_of(Path(args.output_dir)).get("dtype")
         return begun if begun in names else str(default_dtype(usable_device(processes.device))).removeprefix("torch.")
 
-    return names[processes.gather_or_raise(here)[0]]
+    return names[processes.gather_or_raise(local_dtype)[0]]
 
 
 def dtype_and_reason(args: FlowGRPOConfig, policy: Policy) -> str:
@@ -77,5 +77,5 @@ def prepare_policy(policy: Policy, args: FlowGRPOConfig, processes: Processes) -
         policy.shard(processes)
     if args.ema_decay:
         policy.ema.start()
-    often = any(stage.objective.references for stage in stages)
-    policy.store_base_weights(policy.device if often else "cpu")
+    needs_base = any(stage.objective.references for stage in stages)
+    policy.store_base_weights(policy.device if needs_base else "cpu")

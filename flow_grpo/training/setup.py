@@ -53,12 +53,14 @@ def build_run(
     Raises:
         ValueError: whatever does not fit, in one sentence.
     """
-    of_model = args.with_model(hub.model_name(model.pipe) if isinstance(model, Policy) else model or args.model)
-    prompts = of_model.training_prompts if train_dataset is None else train_dataset
+    model_args = args.with_model(hub.model_name(model.pipe) if isinstance(model, Policy) else model or args.model)
+    prompts = model_args.training_prompts if train_dataset is None else train_dataset
     train_set = load_run_prompts(prompts)
     if isinstance(model, Policy) and "model" not in args.model_fields_set:
-        args = args.model_copy(update={"model": of_model.model})  # which the run folder, the report and an export then name
-    args = (of_model if isinstance(model, str) else args).with_launcher_settings()
+        args = args.model_copy(
+            update={"model": model_args.model}
+        )  # which the run folder, the report and an export then name
+    args = (model_args if isinstance(model, str) else args).with_launcher_settings()
     held_out = args.evaluation.prompts if eval_dataset is None else eval_dataset
     eval_set = None if held_out is None else load_run_prompts(held_out).head(args.evaluation.max_prompts)
     processes = Processes.from_environment(args.device)
@@ -66,7 +68,8 @@ def build_run(
     early_checks.check_prompts(args, train_set, eval_set, processes.world_size)
     eval_rewards, trained = build_rewards(args, reward_funcs, monitored=eval_set is not None)
     row_weights = [  # raises if a prompt names a reward that is not there
-        eval_rewards.row_weights(one.repeat(1).metadata_columns()) for one in (train_set, eval_set or train_set)
+        eval_rewards.row_weights(prompt_set.repeat(1).metadata_columns())
+        for prompt_set in (train_set, eval_set or train_set)
     ]
     rewards = eval_rewards.subset(trained)
     early_checks.check_gates(args, row_weights[0])

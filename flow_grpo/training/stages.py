@@ -131,11 +131,11 @@ class Stage:
 
         False too if half of a step is done, or if there are several processes, which would disagree.
         """
-        former = self.args.microbatch
-        if former <= self.args.method.rows_per_pair or self.update.mid_step or self.processes.world_size > 1:
+        previous = self.args.microbatch
+        if previous <= self.args.method.rows_per_pair or self.update.mid_step or self.processes.world_size > 1:
             return False
-        self.set_microbatch(former // 2)
-        self.warnings.append(f"memory ran out with microbatch={former}; the run goes on with {self.args.microbatch}.")
+        self.set_microbatch(previous // 2)
+        self.warnings.append(f"memory ran out with microbatch={previous}; the run goes on with {self.args.microbatch}.")
         return True
 
     def loop_state(self) -> dict[str, Any]:

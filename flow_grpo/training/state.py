@@ -143,8 +143,8 @@ class RunState:
             return
         try:
             save()
-        except WriteError as full:
-            raise WriteError(f"{error} {full}".strip()) from error
+        except WriteError as write_error:
+            raise WriteError(f"{error} {write_error}".strip()) from error
 
     def save_weights(self, name: str | None = None) -> Path:
         """Write the moving average of the trained weights to a folder of the run, by default the one that a finished run leaves.

@@ -44,8 +44,8 @@ class ClipRange:
         """Update the ranges from what all processes observed. Ratios of exactly 1 (before the first update) are ignored."""
         deviations: dict[int, list[Tensor]] = {}
         seen = {step: [values.cpu() for values in parts] for step, parts in self._seen.items()}
-        for one in processes.all_gather(seen):
-            for step, parts in one.items():
+        for observed in processes.all_gather(seen):
+            for step, parts in observed.items():
                 deviations.setdefault(step, []).extend(parts)
         for step, parts in sorted(deviations.items()):
             deviation = torch.cat(parts)
@@ -53,8 +53,8 @@ class ClipRange:
             if deviation.any():
                 assert self.quantile is not None
                 deviation_quantile = deviation.quantile(self.quantile).item()
-                former = self.state.get(step, deviation_quantile)
-                self.state[step] = self.DECAY * former + (1 - self.DECAY) * deviation_quantile
+                previous = self.state.get(step, deviation_quantile)
+                self.state[step] = self.DECAY * previous + (1 - self.DECAY) * deviation_quantile
         self.reset()
 
     def reset(self) -> None:
@@ -104,8 +104,10 @@ class StepLoss:
         """
         graphs = self.trajectory.graphs.pop(int(rows[0])) if self.in_place else None
         for k, i in enumerate(self.trajectory.steps):
-            now = self._computed(k, rows, graphs[k]) if graphs else self._replayed(k, rows, self.policy, self.conditioning)
-            step = now.step
+            current = (
+                self._computed(k, rows, graphs[k]) if graphs else self._replayed(k, rows, self.policy, self.conditioning)
+            )
+            step = current.step
             assert step is not None
             loss = self._objective(i, step, self._of_step(self.advantage, k, rows))
             if self.objective.has_auto_clip:
@@ -114,21 +116,23 @@ class StepLoss:
             if self.objective.weighs_by_std:
                 loss = Loss(loss.value * step.std.flatten(1)[:, 0], loss.metrics)
             references = self.anchors.evaluate(functools.partial(self._replayed, k, rows))
-            yield self.anchors.added_to(loss, rows, now, references)
+            yield self.anchors.added_to(loss, rows, current, references)
 
     def _replayed(self, k: int, rows: Int[Tensor, " n"], model: FlowPipeline, conditioning: Conditioning) -> Prediction:
         """Velocity and transition of the k-th trained step by a model."""
         velocity = model.velocity_fn(self.trajectory.schedule, conditioning)
         return self._computed(k, rows, sampling.replay(velocity, self.trajectory, k, rows, self.policy.device))
 
-    def _computed(self, k: int, rows: Int[Tensor, " n"], now: StepOutput) -> Prediction:
+    def _computed(self, k: int, rows: Int[Tensor, " n"], current: StepOutput) -> Prediction:
         """Velocity and transition of the k-th trained step, beside what the rollout recorded."""
         trajectory, i = self.trajectory, self.trajectory.steps[k]
         delta = trajectory.schedule.sigmas[i + 1] - trajectory.schedule.sigmas[i]
         old_log_prob = self._of_step(trajectory.log_prob_BK, k, rows)
         # on a line of noise, the old mean is where it begins
-        old_mean = self._of_step(trajectory.mean, k, rows) if trajectory.std is None else torch.zeros_like(now.mean)
-        return Prediction(now.v, TrainedStep(now.log_prob, old_log_prob, now.mean, old_mean, std=now.std, delta=delta))
+        old_mean = self._of_step(trajectory.mean, k, rows) if trajectory.std is None else torch.zeros_like(current.mean)
+        return Prediction(
+            current.v, TrainedStep(current.log_prob, old_log_prob, current.mean, old_mean, std=current.std, delta=delta)
+        )
 
     def _of_step(self, values: Float[Tensor, "B K ..."], k: int, rows: Int[Tensor, " n"]) -> Float[Tensor, "n ..."]:
         """The values of the k-th trained step, on the policy's device."""

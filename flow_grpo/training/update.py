@@ -174,10 +174,10 @@ class PolicyUpdate:
         Raises:
             ValueError: it is not 1 with every row in its position.
         """
-        own = totals.collect().numbers.get(RATIO_DEVIATION)
-        if own is not None:
-            totals.numbers["ratio/first_update_max_deviation"] = own
-        deviation = max(self.processes.all_gather(own or 0.0), key=lambda d: math.inf if math.isnan(d) else d)
+        local_deviation = totals.collect().numbers.get(RATIO_DEVIATION)
+        if local_deviation is not None:
+            totals.numbers["ratio/first_update_max_deviation"] = local_deviation
+        deviation = max(self.processes.all_gather(local_deviation or 0.0), key=lambda d: math.inf if math.isnan(d) else d)
         if deviation != 0 and may_unpack:
             return False
         if deviation != 0:
@@ -199,16 +199,16 @@ class PolicyUpdate:
 
     def _optimizer_step(self, step: int, number: int) -> dict[str, float]:
         """Run the `number`-th optimizer step of this stage, and update the moving average if it is due. Returns its metrics."""
-        moved, self.mid_step = self.mid_step, True  # also if memory runs out half-way
+        was_mid_step, self.mid_step = self.mid_step, True  # also if memory runs out half-way
         try:
             with self.policy.meter.phase("optimizer"):
                 norm = self.optimizer.step(self._learning_rate(step))
         except ValueError:
-            self.mid_step = moved
+            self.mid_step = was_mid_step
             raise
         finite = math.isfinite(norm)
         if not finite and self.policy.dtype != torch.float16:
-            self.mid_step = moved
+            self.mid_step = was_mid_step
             raise ValueError(
                 f"the gradient of step {step + 1} is not finite: look at the last lines of metrics.jsonl, and set a smaller "
                 "optimizer.lr or dtype=fp32."
@@ -220,8 +220,8 @@ class PolicyUpdate:
 
     def _learning_rate(self, step: int) -> float:
         config, step = self.args.optimizer, step - self.stage_start
-        warm = min(1.0, (step + 1) / config.warmup_steps) if config.warmup_steps else 1.0
-        return config.lr * warm * (1 - (1 - config.final_lr_ratio) * min(1.0, step / max(1, self.args.steps - 1)))
+        warmup = min(1.0, (step + 1) / config.warmup_steps) if config.warmup_steps else 1.0
+        return config.lr * warmup * (1 - (1 - config.final_lr_ratio) * min(1.0, step / max(1, self.args.steps - 1)))
 
     def _steps_before(self, step: int) -> int:
         """Optimizer steps of this stage before training step `step`, if every update had rows."""

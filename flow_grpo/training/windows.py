@@ -47,7 +47,7 @@ class WindowSchedule:
 def trained_steps(settings: SamplingConfig, training_step: int, seed: int) -> list[int]:
     """The sampling steps that are stochastic and trained in a training step; the others are the ODE's.
 
-    `random` windows are Flow-GRPO-Fast's. `sliding` ones are MixGRPO's (arXiv 2507.21802): after its last place a window starts again
+    `random` windows are Flow-GRPO-Fast's. `sliding` ones are MixGRPO's (arXiv 2507.21802): after its last position a window starts again
     at the first. The settings do not say where an `auto` window is, see `WindowSchedule`.
 
     Args:
@@ -57,16 +57,16 @@ def trained_steps(settings: SamplingConfig, training_step: int, seed: int) -> li
     window, last = settings.window, min(settings.last_trainable_step, settings.steps - 1)
     if window.schedule == "all":
         return list(range(window.first_step, last + 1))
-    num_places = last - window.first_step - window.size + 2
-    if num_places < 1:
+    num_positions = last - window.first_step - window.size + 2
+    if num_positions < 1:
         raise ValueError(f"a window of {window.size} steps does not fit into steps {window.first_step} to {last}.")
     if window.schedule == "fixed":
         start = window.first_step
     elif window.schedule == "random":
         generator = sampling.generator(seed, "window", training_step)
-        start = window.first_step + int(torch.randint(num_places, (1,), generator=generator))
+        start = window.first_step + int(torch.randint(num_positions, (1,), generator=generator))
     elif window.schedule == "sliding":
-        start = window.first_step + training_step // window.shift_every % num_places
+        start = window.first_step + training_step // window.shift_every % num_positions
     else:
         raise ValueError(f"unknown window {window.schedule!r}; choose all, fixed, random or sliding.")
     return list(range(start, start + window.size))
@@ -139,5 +139,5 @@ def step_reward_variance(
 
 def most_variable_window(measured: list[StepVariance], size: int) -> int:
     """The first of the `size` adjacent steps whose noise varies the reward most."""
-    variance = torch.tensor([one.variance for one in measured])
+    variance = torch.tensor([step.variance for step in measured])
     return measured[int(variance.unfold(0, min(size, len(measured)), 1).sum(1).argmax())].step

@@ -77,10 +77,10 @@ class ZeroOptimizer:
         from deepspeed.utils import safe_get_full_optimizer_state
 
         moments = {}
-        for place, parameter in enumerate(self.parameters if self.adamw.state else ()):
+        for index, parameter in enumerate(self.parameters if self.adamw.state else ()):
             full = {name: safe_get_full_optimizer_state(parameter, name) for name in MOMENTS}
             if keep_on_this_rank:
-                moments[place] = {
+                moments[index] = {
                     "step": self.adamw.state[self._flat_shard]["step"].clone(),
                     **{name: v.cpu() for name, v in full.items()},
                 }
@@ -92,14 +92,17 @@ class ZeroOptimizer:
         from deepspeed.utils import lazy_init_hp_params_optimizer_state, safe_set_full_optimizer_state
 
         self.engine.optimizer.refresh_fp32_params()  # the fp32 copy that it updates is older than the loaded weights
-        share, moments = self._flat_shard, state["optimizer"]["state"]
+        flat_shard, moments = self._flat_shard, state["optimizer"]["state"]
         if not self.adamw.state:  # AdamW creates its moments in the first step
-            self.adamw.state[share] = {"step": torch.zeros(()), **{name: torch.zeros_like(share) for name in MOMENTS}}
-            lazy_init_hp_params_optimizer_state(self.parameters, share, self.adamw.state)
-        self.adamw.state[share]["step"].fill_(max((float(values["step"]) for values in moments.values()), default=0.0))
-        for place, parameter in enumerate(self.parameters):
+            self.adamw.state[flat_shard] = {
+                "step": torch.zeros(()),
+                **{name: torch.zeros_like(flat_shard) for name in MOMENTS},
+            }
+            lazy_init_hp_params_optimizer_state(self.parameters, flat_shard, self.adamw.state)
+        self.adamw.state[flat_shard]["step"].fill_(max((float(values["step"]) for values in moments.values()), default=0.0))
+        for index, parameter in enumerate(self.parameters):
             for name in MOMENTS:
-                value = moments[place][name] if place in moments else torch.zeros_like(parameter)
+                value = moments[index][name] if index in moments else torch.zeros_like(parameter)
                 safe_set_full_optimizer_state(parameter, value, name)
 
     @property

@@ -63,15 +63,15 @@ def instances(class_logits: Tensor, mask_logits: Tensor, size: tuple[int, int]) 
 
     The score is the class's probability times the mean probability of the pixels in the mask; the box is that of the mask.
     """
-    chances = class_logits.softmax(-1)[:, :-1]
-    best, places = chances.flatten().topk(min(100, chances.numel()))
+    probabilities = class_logits.softmax(-1)[:, :-1]
+    best, indices = probabilities.flatten().topk(min(100, probabilities.numel()))
     masks = F.interpolate(mask_logits[None], size=size, mode="bilinear", align_corners=False)[0]
     detections = []
-    for chance, place in zip(best.tolist(), places.tolist(), strict=True):
-        query, label = divmod(place, chances.shape[1])
+    for probability, index in zip(best.tolist(), indices.tolist(), strict=True):
+        query, label = divmod(index, probabilities.shape[1])
         mask = masks[query] > 0
         if mask.any():
-            score = chance * masks[query][mask].sigmoid().mean().item()
+            score = probability * masks[query][mask].sigmoid().mean().item()
             rows, columns = mask.any(1).nonzero(), mask.any(0).nonzero()
             box = (int(columns[0]), int(rows[0]), int(columns[-1]) + 1, int(rows[-1]) + 1)
             detections.append(Detection(CLASSES[label], score, box, mask.cpu()))

@@ -27,16 +27,16 @@ Meaning = frozenset | tuple
 
 def rows(count: int, seed: int, without: list[Row]) -> list[Row]:
     """Make `count` prompts that differ from each other and from `without`, with equal numbers of each task where possible."""
-    draw, taken = random.Random(seed), {meaning(row) for row in without}
+    rng, taken = random.Random(seed), {meaning(row) for row in without}
     distinct: dict[Meaning, Row] = {}
     for attempt in itertools.count():  # there are few counting prompts, so the other tasks fill up
-        row = TASKS[attempt % len(TASKS)](draw)
+        row = TASKS[attempt % len(TASKS)](rng)
         if meaning(row) not in taken:
             distinct.setdefault(meaning(row), row)
         if len(distinct) == count:
             break
     mixed = list(distinct.values())
-    draw.shuffle(mixed)
+    rng.shuffle(mixed)
     return mixed
 
 
@@ -46,17 +46,21 @@ def meaning(row: Row) -> Meaning:
     where = row["include"][-1].get("position")
     if where is None:
         return frozenset(things)
-    other, one = things if where[0] not in OPPOSITE else reversed(things)
-    return OPPOSITE.get(where[0], where[0]), one, other
+    reference, subject = things if where[0] not in OPPOSITE else reversed(things)
+    return OPPOSITE.get(where[0], where[0]), subject, reference
 
 
-def two_object(draw: random.Random) -> Row:
-    one, other = draw.sample(CLASSES, 2)
-    return {"tag": "two_object", "include": [thing(one), thing(other)], "prompt": f"a photo of {a(one)} and {a(other)}"}
+def two_object(rng: random.Random) -> Row:
+    first, second = rng.sample(CLASSES, 2)
+    return {
+        "tag": "two_object",
+        "include": [thing(first), thing(second)],
+        "prompt": f"a photo of {a(first)} and {a(second)}",
+    }
 
 
-def counting(draw: random.Random) -> Row:
-    name, number = draw.choice([c for c in CLASSES if c not in NOT_COUNTED]), draw.choice(list(NUMBERS))
+def counting(rng: random.Random) -> Row:
+    name, number = rng.choice([c for c in CLASSES if c not in NOT_COUNTED]), rng.choice(list(NUMBERS))
     more = [{"class": name, "count": number + 1}]
     return {
         "tag": "counting",
@@ -66,24 +70,24 @@ def counting(draw: random.Random) -> Row:
     }
 
 
-def colors(draw: random.Random) -> Row:
-    name, color = draw.choice([c for c in CLASSES if c not in NOT_COLORED]), draw.choice(COLORS)
+def colors(rng: random.Random) -> Row:
+    name, color = rng.choice([c for c in CLASSES if c not in NOT_COLORED]), rng.choice(COLORS)
     return {"tag": "colors", "include": [thing(name, color=color)], "prompt": f"a photo of {a(f'{color} {name}')}"}
 
 
-def position(draw: random.Random) -> Row:
-    (one, other), where = draw.sample(CLASSES, 2), draw.choice(POSITIONS)
-    include = [thing(other), thing(one, position=[where, 0])]
-    return {"tag": "position", "include": include, "prompt": f"a photo of {a(one)} {where} {a(other)}"}
+def position(rng: random.Random) -> Row:
+    (subject, reference), where = rng.sample(CLASSES, 2), rng.choice(POSITIONS)
+    include = [thing(reference), thing(subject, position=[where, 0])]
+    return {"tag": "position", "include": include, "prompt": f"a photo of {a(subject)} {where} {a(reference)}"}
 
 
-def color_attr(draw: random.Random) -> Row:
-    names, (one, other) = draw.sample([c for c in CLASSES if c not in NOT_COLORED], 2), draw.sample(COLORS, 2)
-    include = [thing(names[0], color=one), thing(names[1], color=other)]
+def color_attr(rng: random.Random) -> Row:
+    names, (first_color, second_color) = rng.sample([c for c in CLASSES if c not in NOT_COLORED], 2), rng.sample(COLORS, 2)
+    include = [thing(names[0], color=first_color), thing(names[1], color=second_color)]
     return {
         "tag": "color_attr",
         "include": include,
-        "prompt": f"a photo of {a(f'{one} {names[0]}')} and {a(f'{other} {names[1]}')}",
+        "prompt": f"a photo of {a(f'{first_color} {names[0]}')} and {a(f'{second_color} {names[1]}')}",
     }
 
 
@@ -113,10 +117,10 @@ def main() -> None:
         parser.add_argument(f"{name}_file", type=Path)
     parser.add_argument("--without", type=Path, action="append", default=[], help="Prompts to leave out, a .jsonl file.")
     parser.add_argument("--seed", type=int, default=0)
-    words = parser.parse_args()
-    without = [json.loads(line) for file in words.without for line in file.read_text().splitlines()]
-    made = rows(words.train_count + words.eval_count, words.seed, without)
-    for file, part in ((words.train_file, made[: words.train_count]), (words.eval_file, made[words.train_count :])):
+    args = parser.parse_args()
+    without = [json.loads(line) for file in args.without for line in file.read_text().splitlines()]
+    made = rows(args.train_count + args.eval_count, args.seed, without)
+    for file, part in ((args.train_file, made[: args.train_count]), (args.eval_file, made[args.train_count :])):
         file.write_text("".join(json.dumps(row) + "\n" for row in part))
 
 

@@ -126,7 +126,7 @@ def published_score(things: dict[str, list[Detection]], include: list[dict], exc
         if (
             len(matches or []) < count
             or (demand.get("color") and colors(matches or [], demand["class"]).count(demand["color"]) < count)
-            or (demand.get("position") and not _placed(matches or [], demand["position"], groups))
+            or (demand.get("position") and not _has_position(matches or [], demand["position"], groups))
         ):
             matches = None
         groups.append(matches)
@@ -144,7 +144,7 @@ def requirement_scores(things: dict[str, list[Detection]], include: list[dict], 
             right = colors(matches, demand["class"]).count(demand["color"]) if len(matches) == count else 0
             parts.append(right / count)
         if demand.get("position"):
-            parts.append(float(min(parts) == 1 and _placed(matches, demand["position"], groups)))
+            parts.append(float(min(parts) == 1 and _has_position(matches, demand["position"], groups)))
         groups.append(matches if min(parts) == 1 else None)
         met += parts
     return met
@@ -164,10 +164,10 @@ def partial_score(things: dict[str, list[Detection]], include: list[dict], exclu
 SCORINGS = {"published": published_score, "strict": strict_score, "partial": partial_score}
 
 
-def _placed(objects: list[Detection], position: list, groups: list[list[Detection] | None]) -> bool:
+def _has_position(objects: list[Detection], position: list, groups: list[list[Detection] | None]) -> bool:
     """Whether all objects have this position relative to all of the group it refers to; False if that group's requirement is not met."""
-    name, place = position
-    others = groups[place]
+    name, index = position
+    others = groups[index]
     return others is not None and all(name in relation(a, b) for a in objects for b in others)
 
 

@@ -57,7 +57,7 @@ class Remote:
             either, it has no such attribute.
     """
 
-    keep = True  # whether connections are reused
+    keep_alive = True  # whether connections are reused
     frames: Frames
 
     def __init__(
@@ -82,9 +82,9 @@ class Remote:
         if not timeout > 0 or attempts < 1 or batch_size < 1:
             raise ValueError("remote: timeout, attempts and batch_size must be positive.")
         self._stated: dict[str, tuple[Any, bool]] = {}  # by address: frames of the reward or None, and whether it is costly
-        self.client = Client(token or os.environ.get("REWARD_TOKEN"), timeout, keep=self.keep)
-        troubles = self.client.run(gather([self._trouble(url) for url in self.urls]))
-        self.down = {url: trouble for url, trouble in zip(self.urls, troubles, strict=True) if trouble}
+        self.client = Client(token or os.environ.get("REWARD_TOKEN"), timeout, keep_alive=self.keep_alive)
+        failures = self.client.run(gather([self._failure(url) for url in self.urls]))
+        self.down = {url: failure for url, failure in zip(self.urls, failures, strict=True) if failure}
         if len(self.down) == len(set(self.urls)):
             raise NoServer(f"no server for the reward {reward or 'remote'} answers: {self._reasons()}.")
         self._take_attributes()
@@ -148,12 +148,12 @@ class Remote:
                     return False
             return True
 
-        left = self.urls
+        remaining = self.urls
         while todo:
-            if not left:
+            if not remaining:
                 raise NoServer(f"no server is left for the reward {self.reward or 'remote'}: {self._reasons()}.")
-            good = await gather([work(url) for url in left])
-            left = [url for url, fine in zip(left, good, strict=True) if fine]
+            succeeded = await gather([work(url) for url in remaining])
+            remaining = [url for url, success in zip(remaining, succeeded, strict=True) if success]
         return values
 
     async def _score(self, url: str, images: Tensor, request: dict[str, Any]) -> Tensor:
@@ -166,21 +166,21 @@ class Remote:
                 raise InvalidResponse(f"it gave {len(values)} values for {len(images)} images")
             return torch.tensor(values)
 
-        sent = await asyncio.to_thread(encode, images, request, self.encoding)
-        return await post_with_retries(self.client, f"{url}/score", lambda attempt: sent, read, self.attempts)
+        arguments = await asyncio.to_thread(encode, images, request, self.encoding)
+        return await post_with_retries(self.client, f"{url}/score", lambda attempt: arguments, read, self.attempts)
 
     async def _is_back(self, url: str) -> bool:
         try:
-            trouble = await self._trouble(url)
+            failure = await self._failure(url)
         except ValueError as error:  # it restarted with other rewards: use the other servers
-            trouble = str(error)
-        if trouble:
-            self.down[url] = trouble
+            failure = str(error)
+        if failure:
+            self.down[url] = failure
         else:
             self.down.pop(url, None)
-        return not trouble
+        return not failure
 
-    async def _trouble(self, url: str) -> str:
+    async def _failure(self, url: str) -> str:
         """Why a server does not answer; empty if it does. ValueError if it refuses, or does not serve this reward."""
         try:
             response = await self.client.request("GET", f"{url}/health", CONNECT_TIMEOUT)

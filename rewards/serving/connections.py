@@ -5,11 +5,11 @@ from typing import Any
 
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-SECONDS = 10.0  # that a connection may stay open without a running request
-WAITING = 128  # such connections at a time; beyond this the oldest is closed
+IDLE_TIMEOUT = 10.0  # seconds that a connection may stay open without a running request
+MAX_IDLE = 128  # such connections at a time; beyond this the oldest is closed
 
 
-def bounded(seconds: float = SECONDS, waiting: int = WAITING) -> type[H11Protocol]:
+def bounded(seconds: float = IDLE_TIMEOUT, max_idle: int = MAX_IDLE) -> type[H11Protocol]:
     """Return an HTTP protocol for uvicorn; its own waits forever for the header of a request."""
     idle: dict[Any, Any] = {}  # connection -> timer, the oldest first
 
@@ -36,7 +36,7 @@ def bounded(seconds: float = SECONDS, waiting: int = WAITING) -> type[H11Protoco
                 self.stop_timer()
             elif self not in idle and not self.transport.is_closing():
                 idle[self] = self.loop.call_later(seconds, self.transport.abort)
-                if len(idle) > waiting:
+                if len(idle) > max_idle:
                     oldest = next(iter(idle))
                     oldest.stop_timer()
                     oldest.transport.abort()

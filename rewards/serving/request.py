@@ -79,7 +79,7 @@ def decode(kind: str, body: bytes, limits: Limits) -> tuple[dict[str, Any], Tens
     if not pixels:
         raise refused(400, "there must be at least one image.")
     try:  # after its size was checked
-        images = safetensors.torch.load(body)["images"] if kind == RAW else torch.cat([_pixels(one) for one in opened])
+        images = safetensors.torch.load(body)["images"] if kind == RAW else torch.cat([_pixels(image) for image in opened])
     except Exception as error:  # decoders raise many types on malformed bytes
         raise refused(400, f"the images can't be decoded: {type(error).__name__}: {str(error)[:200]}") from error
     return request, images

@@ -34,9 +34,9 @@ class Client:
     It ignores the proxies of the environment, since reward servers are usually on the local network.
     """
 
-    def __init__(self, token: str | None, timeout: float, connections: int = 100, keep: bool = True) -> None:
+    def __init__(self, token: str | None, timeout: float, connections: int = 100, keep_alive: bool = True) -> None:
         headers = {"Accept-Encoding": "identity", **({"Authorization": f"Bearer {token}"} if token else {})}
-        limits = httpx.Limits(max_connections=connections, max_keepalive_connections=connections if keep else 0)
+        limits = httpx.Limits(max_connections=connections, max_keepalive_connections=connections if keep_alive else 0)
         waits = httpx.Timeout(None, connect=CONNECT_TIMEOUT)
         self.timeout, self.loop = timeout, _loop(os.getpid())
         self.client = httpx.AsyncClient(headers=headers, timeout=waits, limits=limits, trust_env=False)

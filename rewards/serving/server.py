@@ -41,8 +41,8 @@ from rewards.scoring import Reward, call_reward
 from rewards.serving.connections import bounded
 from rewards.serving.request import Limits, checked, checked_group, checked_sources, decode, read_body, refused
 
-REQUESTS = 64  # at a time; further ones get status 503 and are retried by the client
-ENDING = 5  # seconds that running requests have to finish when the server shuts down
+MAX_REQUESTS = 64  # at a time; further ones get status 503 and are retried by the client
+SHUTDOWN_TIMEOUT = 5  # seconds that running requests have to finish when the server shuts down
 
 
 def serve(
@@ -72,7 +72,7 @@ def serve(
             loop="asyncio",  # other loops take over the file descriptor that Python uses for signals
             http=bounded(),
             ws="none",
-            timeout_graceful_shutdown=ENDING,
+            timeout_graceful_shutdown=SHUTDOWN_TIMEOUT,
         )
         name = f"[{host}]" if family == socket.AF_INET6 else host
         ready(f"http://{name}:{listening.getsockname()[1]}")
@@ -100,8 +100,8 @@ def application(rewards: dict[str, Reward], token: str | None, limits: Limits) -
     @app.post("/score", dependencies=[Depends(admit)])
     async def score(request: Request) -> dict[str, Any]:
         nonlocal requests
-        if requests >= REQUESTS:
-            raise refused(503, f"{REQUESTS} requests are running: try again later.")
+        if requests >= MAX_REQUESTS:
+            raise refused(503, f"{MAX_REQUESTS} requests are running: try again later.")
         requests += 1
         try:
             return {"values": await values_of(request)}
@@ -148,10 +148,10 @@ def serve_parent() -> None:
     """
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # what the reward prints must not be read as an answer
-    order = json.loads(sys.stdin.readline())
+    request = json.loads(sys.stdin.readline())
     exit_with_parent(sys.stdin.fileno())
     try:
-        reward = load(order["reward"], **order["options"])
+        reward = load(request["reward"], **request["options"])
     except ValueError as error:
         print(json.dumps({"error": str(error)}), file=answers, flush=True)
         return
@@ -160,4 +160,4 @@ def serve_parent() -> None:
     def ready(url: str) -> None:
         print(json.dumps({"url": url}), file=answers, flush=True)
 
-    serve({order["reward"]: reward}, "127.0.0.1", 0, token=order["token"], limits=limits, ready=ready)
+    serve({request["reward"]: reward}, "127.0.0.1", 0, token=request["token"], limits=limits, ready=ready)

@@ -33,7 +33,7 @@ except Exception as error:
 serve_parent()
 """
 NEEDS = "`python` must be an interpreter whose environment has torch, safetensors, pillow, fastapi, uvicorn and what the reward needs"
-DYING = 2.0  # seconds that the process has to exit after its connection broke, before it is killed
+EXIT_TIMEOUT = 2.0  # seconds that the process has to exit after its connection broke, before it is killed
 
 
 class Isolated(Remote):
@@ -52,7 +52,7 @@ class Isolated(Remote):
         timeout: seconds that loading the reward, and each call, may take.
     """
 
-    keep = False  # a new connection for each call, so that no old one can be broken
+    keep_alive = False  # a new connection for each call, so that no old one can be broken
 
     def __init__(
         self, reward: str, options: dict[str, Any] | None = None, python: str | None = None, timeout: float = 3600.0
@@ -96,21 +96,21 @@ class Isolated(Remote):
             ) from error
         self.process: subprocess.Popen | None = process
         self._kill = weakref.finalize(self, _end, process)
-        url = self._first_word({"reward": self.name, "options": self.options, "token": token})
+        url = self._handshake({"reward": self.name, "options": self.options, "token": token})
         try:
             super().__init__(url, self.name, token, batch_size=sys.maxsize, timeout=self.seconds, attempts=1)
         except NoServer as error:
             raise ValueError(f"{self._ended('did not serve')}.") from error
 
-    def _first_word(self, order: dict[str, Any]) -> str:
-        """Send the order and return the URL in the answer. ValueError if the answer is not one, or missing."""
+    def _handshake(self, request: dict[str, Any]) -> str:
+        """Send the request and return the URL in the answer. ValueError if the answer is not one, or missing."""
         process = self.process
         assert process
 
         def exchange() -> bytes:
             assert process.stdin
             assert process.stdout
-            process.stdin.write(json.dumps(order).encode() + b"\n")
+            process.stdin.write(json.dumps(request).encode() + b"\n")
             return process.stdout.readline(2**16)
 
         thread = DaemonThread()
@@ -137,7 +137,7 @@ class Isolated(Remote):
         process = self.process
         assert process
         try:
-            code = process.wait(DYING)
+            code = process.wait(EXIT_TIMEOUT)
             how = f"ended with code {code}" if code >= 0 else f"was killed by signal {-code} ({signal.strsignal(-code)})"
         except subprocess.TimeoutExpired:
             how = f"{alive} and was killed"

@@ -62,14 +62,14 @@ def find_shapes(image: Image.Image) -> list[DetectedShape]:
     lab = to_lab(np.asarray(image))
     contrast = np.linalg.norm(lab - GROUND_LAB, axis=-1)
     found = []
-    for whole in _components(contrast > FOREGROUND):
-        if whole.sum() < SMALLEST / 2:  # a speckle
+    for component in _components(contrast > FOREGROUND):
+        if component.sum() < SMALLEST / 2:  # a speckle
             continue
-        blobs = _by_color(whole, lab, CLEAN, share=0.0)
-        if len(blobs) < 2 and not _is_shape(whole, lab, contrast):
-            blobs = _by_color(whole, lab, PURE, share=PART)
+        blobs = _by_color(component, lab, CLEAN, share=0.0)
+        if len(blobs) < 2 and not _is_shape(component, lab, contrast):
+            blobs = _by_color(component, lab, PURE, share=PART)
         found += [shape for blob in blobs for shape in _shapes(blob, lab, contrast)]
-    return sorted(found, key=lambda one: (one.x, one.y))
+    return sorted(found, key=lambda shape: (shape.x, shape.y))
 
 
 def _components(mask: np.ndarray) -> list[np.ndarray]:
@@ -104,7 +104,7 @@ def _shapes(blob: np.ndarray, lab: np.ndarray, contrast: np.ndarray) -> list[Det
     mask, left, top = _mask(blob, lab, contrast)
     color = _color_name(blob, lab)
     found = [_describe(part, left, top, color) for part in _separated(mask)]
-    return [one for one in found if one is not None]
+    return [shape for shape in found if shape is not None]
 
 
 def _is_shape(blob: np.ndarray, lab: np.ndarray, contrast: np.ndarray) -> bool:

@@ -65,8 +65,8 @@ def draw(shapes: Sequence[Shape], side: int = SIDE) -> Image.Image:
     """The shapes on a light ground, later ones over earlier ones; edges are smooth."""
     canvas = Image.new("RGB", (side * OVERSAMPLING, side * OVERSAMPLING), BACKGROUND)
     pen = ImageDraw.Draw(canvas)
-    for one in shapes:
-        pen.polygon([(x * OVERSAMPLING, y * OVERSAMPLING) for x, y in one.outline()], fill=PALETTE[one.color])
+    for shape in shapes:
+        pen.polygon([(x * OVERSAMPLING, y * OVERSAMPLING) for x, y in shape.outline()], fill=PALETTE[shape.color])
     return canvas.resize((side, side), Image.Resampling.BOX)
 
 
@@ -87,11 +87,11 @@ def distance_along(relation: str, first: Any, second: Any) -> float:
 
 def description(shapes: Sequence[Shape]) -> Scene:
     """The scene that names each shape with its colour: the caption of an image, also of more than two groups."""
-    return Scene(tuple(Group(one.shape, color=one.color) for one in shapes))
+    return Scene(tuple(Group(shape.shape, color=shape.color) for shape in shapes))
 
 
-def place(scene: Scene, rng: np.random.Generator) -> list[Shape] | None:
-    """Shapes at random places that show the scene; None if none were found. A shape without a named colour is `PLAIN`."""
+def place_shapes(scene: Scene, rng: np.random.Generator) -> list[Shape] | None:
+    """Shapes at random positions that show the scene; None if none were found. A shape without a named colour is `PLAIN`."""
     shapes: list[Shape] = []
     of_first: list[Shape] = []
     for number, group in enumerate(scene.groups):
@@ -104,14 +104,14 @@ def place(scene: Scene, rng: np.random.Generator) -> list[Shape] | None:
         if number == 0:
             of_first = list(shapes)
     others = shapes[len(of_first) :]
-    if scene.relation and not all(holds(scene.relation, one, other) for one in of_first for other in others):
+    if scene.relation and not all(holds(scene.relation, first, second) for first in of_first for second in others):
         return None
     return shapes
 
 
 def fit(shape: Shape, others: Sequence[Shape], rng: np.random.Generator) -> Shape | None:
     """The shape in a random cell that is free; None if there is none."""
-    taken = {(int(one.x // CELL), int(one.y // CELL)) for one in others}
+    taken = {(int(other.x // CELL), int(other.y // CELL)) for other in others}
     free = [(x, y) for x in range(SIDE // CELL) for y in range(SIDE // CELL) if (x, y) not in taken]
     if not free:
         return None
@@ -148,7 +148,7 @@ def random_example(rng: np.random.Generator, categories: Sequence[str] = CATEGOR
     while True:
         scene = random_scene(rng, categories)
         for _ in range(ATTEMPTS):
-            shapes = place(scene, rng)
+            shapes = place_shapes(scene, rng)
             if shapes is not None:
                 return scene, shapes
 
@@ -177,7 +177,7 @@ def random_edit(rng: np.random.Generator) -> tuple[list[Shape], Edit, list[Shape
                 Shape(str(rng.choice(SHAPES)), str(rng.choice(COLORS)), 0, 0, rng.uniform(*EXTENTS[None])), shapes, rng
             )
             shapes += [found] if found else []
-        if len(shapes) < count or len({(one.shape, one.color) for one in shapes}) < count:
+        if len(shapes) < count or len({(shape.shape, shape.color) for shape in shapes}) < count:
             continue
         edit_and_result = _edit(kind, shapes, rng)
         if edit_and_result is not None:
@@ -187,13 +187,13 @@ def random_edit(rng: np.random.Generator) -> tuple[list[Shape], Edit, list[Shape
 def _edit(kind: str, shapes: list[Shape], rng: np.random.Generator) -> tuple[Edit, list[Shape]] | None:
     """An edit of that kind, and the shapes after it; None if there is no room for one."""
     chosen = shapes[int(rng.integers(len(shapes)))]
-    alone = sum(one.shape == chosen.shape for one in shapes) == 1
+    alone = sum(shape.shape == chosen.shape for shape in shapes) == 1
     color = None if alone and rng.random() < 0.5 else chosen.color
     if kind == "make":
         new = str(rng.choice([color for color in COLORS if color != chosen.color]))
-        return Edit(kind, chosen.shape, color, new), [replace(o, color=new) if o is chosen else o for o in shapes]
+        return Edit(kind, chosen.shape, color, new), [replace(s, color=new) if s is chosen else s for s in shapes]
     if kind == "remove":
-        return (Edit(kind, chosen.shape, color), [o for o in shapes if o is not chosen]) if len(shapes) > 1 else None
+        return (Edit(kind, chosen.shape, color), [s for s in shapes if s is not chosen]) if len(shapes) > 1 else None
     relation = str(rng.choice(RELATIONS))
     added = Shape(str(rng.choice(SHAPES)), str(rng.choice(COLORS)), 0, 0, rng.uniform(*EXTENTS[None]))
     for _ in range(10):

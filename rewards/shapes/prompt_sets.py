@@ -30,7 +30,7 @@ def scenes(part: str, rng: np.random.Generator) -> list[dict[str, str]]:
             of_category.setdefault(scene.meaning, str(scene))
     rows = [[{"prompt": prompt, "category": name} for prompt in of_category.values()] for name, of_category in found.items()]
     in_turn = [row for turn in itertools.zip_longest(*rows) for row in turn if row is not None]
-    return in_turn if part == "eval" else [other for row in in_turn for other in both_orders(row)]
+    return in_turn if part == "eval" else [variant for row in in_turn for variant in both_orders(row)]
 
 
 def both_orders(row: dict[str, str]) -> list[dict[str, str]]:

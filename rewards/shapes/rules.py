@@ -54,24 +54,24 @@ def check_scene(scene: Scene, found: Sequence[DetectedShape]) -> Requirements:
 
 def _met(scene: Scene, slots: list[tuple[Group, str]], chosen: Sequence[DetectedShape | None]) -> dict[str, bool]:
     met: dict[str, bool] = {}
-    for (group, name), one in zip(slots, chosen, strict=True):
+    for (group, name), shape in zip(slots, chosen, strict=True):
         # without a colour that is asked for any of the palette is right, but not a mixture
-        met[f"shape {name}"] = one is not None and one.shape == group.shape and bool(group.color or one.color)
+        met[f"shape {name}"] = shape is not None and shape.shape == group.shape and bool(group.color or shape.color)
         if group.color:
-            met[f"colour {name}"] = met[f"shape {name}"] and one is not None and one.color == group.color
+            met[f"colour {name}"] = met[f"shape {name}"] and shape is not None and shape.color == group.color
         if group.size:
-            met[f"size {name}"] = met[f"shape {name}"] and one is not None and _size(one) == group.size
+            met[f"size {name}"] = met[f"shape {name}"] and shape is not None and _size(shape) == group.size
     if scene.relation:
-        first = [one for (group, _), one in zip(slots, chosen, strict=True) if group is scene.groups[0]]
-        second = [one for (group, _), one in zip(slots, chosen, strict=True) if group is scene.groups[1]]
+        first = [shape for (group, _), shape in zip(slots, chosen, strict=True) if group is scene.groups[0]]
+        second = [shape for (group, _), shape in zip(slots, chosen, strict=True) if group is scene.groups[1]]
         pairs = list(itertools.product(first, second))
         all_right = all(value for name, value in met.items() if name.startswith("shape"))
         met["relation"] = all_right and all(a and b and is_related(scene.relation, a, b) for a, b in pairs)
     return met
 
 
-def _size(one: DetectedShape) -> str | None:
-    return "small" if one.extent < SMALL else "large" if one.extent > LARGE else None
+def _size(shape: DetectedShape) -> str | None:
+    return "small" if shape.extent < SMALL else "large" if shape.extent > LARGE else None
 
 
 def is_related(relation: str, first: DetectedShape, second: DetectedShape) -> bool:
@@ -84,42 +84,46 @@ def check_edit(edit: Edit, before: Sequence[DetectedShape], after: Sequence[Dete
 
     ValueError if the image before has not exactly one shape that the edit can mean.
     """
-    meant = [one for one in before if one.shape == edit.shape and edit.color in (None, one.color)]
+    meant = [shape for shape in before if shape.shape == edit.shape and edit.color in (None, shape.color)]
     if len(meant) != 1:
         raise ValueError(f"the edit {str(edit)!r} means one shape of the source, and {len(meant)} fit: edit another image.")
-    stay = [one for one in before if one is not meant[0]]
+    stay = [shape for shape in before if shape is not meant[0]]
     if edit.kind == "add":
         stay.append(meant[0])
     elif edit.kind == "make":
         changed = replace(meant[0], color=edit.new_color or "")
-    left, met = list(after), {}
-    for number, one in enumerate(stay, 1):
-        match = next((other for other in left if _is_same(one, other)), None)
+    remaining, met = list(after), {}
+    for number, expected in enumerate(stay, 1):
+        match = next((shape for shape in remaining if _is_same(expected, shape)), None)
         met[f"shape {number} stays"] = match is not None
         if match is not None:
-            left.remove(match)
+            remaining.remove(match)
     if edit.kind == "remove":
-        met["it is gone"] = not any(_is_near(meant[0], other) for other in left)
-        left = [other for other in left if not _is_near(meant[0], other)]
+        met["it is gone"] = not any(_is_near(meant[0], shape) for shape in remaining)
+        remaining = [shape for shape in remaining if not _is_near(meant[0], shape)]
     elif edit.kind == "make":
-        made = next((other for other in left if _is_same(changed, other)), None)
+        made = next((shape for shape in remaining if _is_same(changed, shape)), None)
         met["its new colour"] = made is not None
-        left = [other for other in left if not _is_near(meant[0], other)]
+        remaining = [shape for shape in remaining if not _is_near(meant[0], shape)]
     else:
-        fitting = [other for other in left if (other.shape, other.color) == (edit.new_shape, edit.new_color)]
-        added = next((other for other in fitting if is_related(edit.relation or "", other, meant[0])), None)
-        met["the new shape"], met["its place"] = bool(fitting), added is not None
-        left = [other for other in left if other is not (added or next(iter(fitting), None))]
-    return Requirements({**met, "nothing else": not left})
+        fitting = [shape for shape in remaining if (shape.shape, shape.color) == (edit.new_shape, edit.new_color)]
+        added = next((shape for shape in fitting if is_related(edit.relation or "", shape, meant[0])), None)
+        met["the new shape"], met["its position"] = bool(fitting), added is not None
+        remaining = [shape for shape in remaining if shape is not (added or next(iter(fitting), None))]
+    return Requirements({**met, "nothing else": not remaining})
 
 
-def _is_near(one: DetectedShape, other: DetectedShape) -> bool:
-    return max(abs(one.x - other.x), abs(one.y - other.y)) <= MOVED
+def _is_near(first: DetectedShape, second: DetectedShape) -> bool:
+    return max(abs(first.x - second.x), abs(first.y - second.y)) <= MOVED
 
 
-def _is_same(one: DetectedShape, other: DetectedShape) -> bool:
-    larger, smaller = max(one.extent, other.extent), max(min(one.extent, other.extent), 1e-6)
-    return (one.shape, one.color) == (other.shape, other.color) and _is_near(one, other) and larger / smaller <= RESIZED
+def _is_same(first: DetectedShape, second: DetectedShape) -> bool:
+    larger, smaller = max(first.extent, second.extent), max(min(first.extent, second.extent), 1e-6)
+    return (
+        (first.shape, first.color) == (second.shape, second.color)
+        and _is_near(first, second)
+        and larger / smaller <= RESIZED
+    )
 
 
 def _found(image: Image.Image) -> list[DetectedShape]:

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 import rewards
 from flow_grpo.evaluation.image_metrics import diversity, high_frequency_power, rms_difference
-from rewards.frames import evenly_spaced, frame_places, frames_of
+from rewards.frames import evenly_spaced, frame_indices, frames_of
 from rewards.loading import with_frames
 
 VIDEOS = torch.rand(4, 9, 3, 8, 12, generator=torch.Generator().manual_seed(0))
@@ -34,9 +34,9 @@ def test_evenly_spaced_frames_are_in_order_with_the_first_and_the_last(number, c
 
 
 def test_a_single_frame_is_the_one_in_the_middle():
-    assert [frame_places(1, count) for count in (1, 2, 9)] == [[0], [0], [4]]
-    assert frame_places("first", 9) == [0]
-    assert frame_places("last", 9) == [8]
+    assert [frame_indices(1, count) for count in (1, 2, 9)] == [[0], [0], [4]]
+    assert frame_indices("first", 9) == [0]
+    assert frame_indices("last", 9) == [8]
 
 
 @pytest.mark.parametrize(
@@ -80,7 +80,7 @@ def test_a_pair_reward_compares_videos_frame_by_frame():
         return (brightness(first, prompts) > brightness(second, prompts)).float()
 
     brighter.scope = "pair"
-    places = frame_places(4, 9)
+    places = frame_indices(4, 9)
     wins = torch.stack([brighter(VIDEOS[[0, 2], i], VIDEOS[[1, 3], i], PROMPTS) for i in places]).mean(0)
     assert torch.allclose(value(brighter), torch.stack([wins, 1 - wins], 1).flatten())
 

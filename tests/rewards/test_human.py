@@ -13,7 +13,7 @@ from PIL import Image
 from support.embedded import short_run
 
 from flow_grpo import FlowGRPOTrainer
-from rewards.human import Human, places
+from rewards.human import Human, rank_scores
 
 EVIL = '</h1><script>alert(1)</script> \x1b[31mred\x1b[0m "quoted" $nonce'
 
@@ -56,11 +56,11 @@ def in_background(human: Human, images: torch.Tensor, prompts: list[str]) -> tup
 
 
 def test_places_become_scores():
-    assert places([2, 0, 1], 3).tolist() == [0.5, 0, 1]
-    assert places([1], 4).tolist() == pytest.approx([1 / 3, 1, 1 / 3, 1 / 3])
-    assert places([0, 1], 2).tolist() == [1, 0]
+    assert rank_scores([2, 0, 1], 3).tolist() == [0.5, 0, 1]
+    assert rank_scores([1], 4).tolist() == pytest.approx([1 / 3, 1, 1 / 3, 1 / 3])
+    assert rank_scores([0, 1], 2).tolist() == [1, 0]
     for order in ([0], [3, 1], [2, 0, 1, 3]):
-        assert places(order, 4).mean().item() == pytest.approx(0.5), "a ranking gives the group no points"
+        assert rank_scores(order, 4).mean().item() == pytest.approx(0.5), "a ranking gives the group no points"
 
 
 def test_a_person_ranks_two_prompts(human, tmp_path):

@@ -657,7 +657,7 @@ NOT_PYTHON = {
 
 @pytest.mark.parametrize("what", NOT_PYTHON)
 def test_a_python_that_is_none_is_reported_as_none(tmp_path, monkeypatch, what):
-    monkeypatch.setattr(rewards.serving.subprocess, "DYING", 0.5)
+    monkeypatch.setattr(rewards.serving.subprocess, "EXIT_TIMEOUT", 0.5)
     content, sentence = NOT_PYTHON[what]
     file = tmp_path / "python"
     if content:
@@ -671,7 +671,7 @@ def test_a_python_that_is_none_is_reported_as_none(tmp_path, monkeypatch, what):
 
 def test_an_isolated_reward_that_hangs_is_killed_with_its_process_and_one_that_exits_is_named(tmp_path, monkeypatch):
     """The next call has another process."""
-    monkeypatch.setattr(rewards.serving.subprocess, "DYING", 0.5)
+    monkeypatch.setattr(rewards.serving.subprocess, "EXIT_TIMEOUT", 0.5)
     (tmp_path / "mine.py").write_text(
         "import os, threading, time\n"
         "def mine(images, prompts):\n"

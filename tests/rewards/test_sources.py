@@ -93,8 +93,8 @@ def test_a_group_sends_an_image_once_and_what_is_malformed_is_refused():
     again = unpack_sources(json.loads(json.dumps(packed)), 3, 10_000)
     assert [[one.tobytes() for one in row] for row in again] == [[one.tobytes() for one in row] for row in sources()]
     for wrong, message in (
-        ({**packed, "rows": [[0], [1], [3]]}, "a list of places"),
-        ({**packed, "rows": [[0], [1], [-1]]}, "a list of places"),
+        ({**packed, "rows": [[0], [1], [3]]}, "a list of indices"),
+        ({**packed, "rows": [[0], [1], [-1]]}, "a list of indices"),
         ({**packed, "rows": [[0]]}, "for each of 3 images"),
         ([], "must have the lists"),
     ):

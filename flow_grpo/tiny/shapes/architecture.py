@@ -24,8 +24,8 @@ def tokenizer() -> Qwen2Tokenizer:
     """Byte-pair encoding whose merges make each word of the grammar one token, with the space before it where it has one."""
     # letter by letter from the space on; words that begin a prompt come last, so that none of their merges cuts another word
     pieces = [[*"Ġ", *word] for word in words()] + [list(word) for word in FIRST_WORDS]
-    ends = [(one, end) for one in pieces for end in range(2, len(one) + 1)]
-    merges = list(dict.fromkeys(("".join(one[: end - 1]), one[end - 1]) for one, end in ends))
+    ends = [(piece, end) for piece in pieces for end in range(2, len(piece) + 1)]
+    merges = list(dict.fromkeys(("".join(piece[: end - 1]), piece[end - 1]) for piece, end in ends))
     tokens = ["<|endoftext|>", BEGIN, *sorted(ByteLevel.alphabet()), *map("".join, merges)]
     vocabulary = {token: i for i, token in enumerate(dict.fromkeys(tokens))}
     made = Qwen2Tokenizer(vocab=vocabulary, merges=merges, pad_token="<|endoftext|>", extra_special_tokens=[BEGIN])
@@ -52,7 +52,7 @@ def text_encoder(vocabulary: int, layers: int) -> Qwen3ForCausalLM:
 
 def pipeline() -> Flux2KleinPipeline:
     """An untrained `Flux2KleinPipeline` of 64 x 64 images: four image tokens of 32 numbers, a text encoder of four layers."""
-    words_of_prompts = tokenizer()
+    prompt_tokenizer = tokenizer()
     return Flux2KleinPipeline(
         # FLUX.2 computes a shift of 7 for four tokens, with which a few steps leave the colours undecided
         scheduler=FlowMatchEulerDiscreteScheduler(shift=2.0),
@@ -66,8 +66,8 @@ def pipeline() -> Flux2KleinPipeline:
             sample_size=64,
             mid_block_add_attention=False,
         ),
-        text_encoder=text_encoder(len(words_of_prompts), TEXT_LAYERS[-1] + 1),
-        tokenizer=words_of_prompts,
+        text_encoder=text_encoder(len(prompt_tokenizer), TEXT_LAYERS[-1] + 1),
+        tokenizer=prompt_tokenizer,
         transformer=Flux2Transformer2DModel(
             patch_size=1,
             in_channels=32,  # far below the width: a velocity carries the noise, which has to pass through every layer
@@ -85,13 +85,13 @@ def pipeline() -> Flux2KleinPipeline:
 
 @torch.no_grad()
 def with_published_layers(encoder: Qwen3ForCausalLM) -> Qwen3ForCausalLM:
-    """The same function with 28 layers: those that were trained at the places that the pipeline reads, between layers that add 0."""
+    """The same function with 28 layers: those that were trained at the positions that the pipeline reads, between layers that add 0."""
     deep = text_encoder(encoder.config.vocab_size, PUBLISHED_LAYERS[-1] + 1)
     for layer in deep.model.layers:
         for name, parameter in layer.named_parameters():
             parameter.fill_(1.0 if "norm" in name else 0.0)
-    for place, published in zip(TEXT_LAYERS, PUBLISHED_LAYERS, strict=True):
-        deep.model.layers[published - 1].load_state_dict(encoder.model.layers[place - 1].state_dict())
+    for trained, published in zip(TEXT_LAYERS, PUBLISHED_LAYERS, strict=True):
+        deep.model.layers[published - 1].load_state_dict(encoder.model.layers[trained - 1].state_dict())
     deep.model.embed_tokens.load_state_dict(encoder.model.embed_tokens.state_dict())
     deep.model.norm.load_state_dict(encoder.model.norm.state_dict())
     return deep

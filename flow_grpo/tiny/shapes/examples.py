@@ -19,7 +19,7 @@ NO_CAPTION = 0.1  # probability of an empty caption: the unconditional half of g
 
 def tensor_of(images: list[Image.Image]) -> Tensor:
     """The images, (B, 3, 64, 64) in [-1, 1], the range of diffusers' autoencoders."""
-    return torch.from_numpy(np.stack([np.asarray(one) for one in images])).permute(0, 3, 1, 2).float() / 127.5 - 1
+    return torch.from_numpy(np.stack([np.asarray(image) for image in images])).permute(0, 3, 1, 2).float() / 127.5 - 1
 
 
 @dataclass(frozen=True)
@@ -37,13 +37,13 @@ class Examples:
         """Random ones of them with captions, of which each attribute is wrong with that probability."""
         rows = rng.integers(len(self.described), size=size)
         described = [self.described[row] for row in rows]
-        captions = [str(_misdescribed(one, rng, wrong)) if rng.random() > NO_CAPTION else "" for one in described]
+        captions = [str(_misdescribed(item, rng, wrong)) if rng.random() > NO_CAPTION else "" for item in described]
         sources = None if self.sources is None else self.sources[rows]
         return captions, Examples(described, self.images[rows], sources)
 
 
-def _misdescribed(one: Scene | Edit, rng: np.random.Generator, wrong: float) -> Scene | Edit:
-    return misdescribe(one, rng, wrong) if isinstance(one, Scene) else misdescribe_edit(one, rng, wrong)
+def _misdescribed(item: Scene | Edit, rng: np.random.Generator, wrong: float) -> Scene | Edit:
+    return misdescribe(item, rng, wrong) if isinstance(item, Scene) else misdescribe_edit(item, rng, wrong)
 
 
 def scenes(rng: np.random.Generator, size: int, categories: Sequence[str]) -> Examples:
@@ -64,16 +64,16 @@ def edits(rng: np.random.Generator, size: int) -> Examples:
 def misdescribe(scene: Scene, rng: np.random.Generator, wrong: float) -> Scene:
     """The scene with each named attribute replaced, with that probability, by another value. At most four shapes stay."""
 
-    def other(value: str | None, values: tuple[str, ...]) -> str | None:
+    def changed(value: str | None, values: tuple[str, ...]) -> str | None:
         return _replaced(value, values, rng, wrong)
 
     groups = []
     for group in scene.groups:
         count = group.count
         if len(scene.groups) == 1 and count > 1 and rng.random() < wrong:
-            count = int(rng.choice([one for one in (2, 3, 4) if one != count]))
-        groups.append(Group(other(group.shape, SHAPES) or "", count, other(group.color, COLORS), group.size))
-    return Scene(tuple(groups), other(scene.relation, RELATIONS))
+            count = int(rng.choice([number for number in (2, 3, 4) if number != count]))
+        groups.append(Group(changed(group.shape, SHAPES) or "", count, changed(group.color, COLORS), group.size))
+    return Scene(tuple(groups), changed(scene.relation, RELATIONS))
 
 
 def misdescribe_edit(edit: Edit, rng: np.random.Generator, wrong: float) -> Edit:
@@ -82,7 +82,7 @@ def misdescribe_edit(edit: Edit, rng: np.random.Generator, wrong: float) -> Edit
     With half of it, the caption of a removal asks for another colour, and that of another colour for a removal.
     """
 
-    def other(value: str | None, values: tuple[str, ...]) -> str | None:
+    def changed(value: str | None, values: tuple[str, ...]) -> str | None:
         return _replaced(value, values, rng, wrong)
 
     if edit.kind != "add" and rng.random() < wrong / 2:
@@ -90,9 +90,9 @@ def misdescribe_edit(edit: Edit, rng: np.random.Generator, wrong: float) -> Edit
         return replace(edit, kind=kind, new_color=color)
     return replace(
         edit,
-        new_color=other(edit.new_color, COLORS),
-        new_shape=other(edit.new_shape, SHAPES),
-        relation=other(edit.relation, RELATIONS),
+        new_color=changed(edit.new_color, COLORS),
+        new_shape=changed(edit.new_shape, SHAPES),
+        relation=changed(edit.relation, RELATIONS),
     )
 
 
@@ -100,16 +100,16 @@ def _replaced(value: str | None, values: tuple[str, ...], rng: np.random.Generat
     """With that probability another one of the values; None stays."""
     if value is None or rng.random() >= probability:
         return value
-    return str(rng.choice([one for one in values if one != value]))
+    return str(rng.choice([candidate for candidate in values if candidate != value]))
 
 
 def other_example(scene: Scene, rng: np.random.Generator) -> tuple[Scene, list[drawing.Shape]]:
     """A scene with some other attributes, and shapes that show it."""
     while True:
-        other = misdescribe(scene, rng, 0.4)
-        shapes = drawing.place(other, rng)
+        other_scene = misdescribe(scene, rng, 0.4)
+        shapes = drawing.place_shapes(other_scene, rng)
         if shapes is not None:
-            return other, shapes
+            return other_scene, shapes
 
 
 def described_example(rng: np.random.Generator) -> tuple[Scene, list[drawing.Shape]]:

@@ -4,7 +4,7 @@ Five stages, each from the result of the one before:
   vae        the autoencoder on random shapes, in more cells of an image than a scene has
   clean      transformer and text encoder together by flow matching (arXiv 2210.02747): scenes and edits with true captions
   noisy      the velocities of `clean` with guidance and the true caption, learned by the transformer from captions that are wrong
-             with some probability: the model stays crisp but draws only about half of the scenes and edits as asked.
+             with some probability: the model stays crisp but generates only about half of the scenes and edits as asked.
              Reinforcement learning can bring the skill back, since the text encoder, which it does not train, has not changed.
   decoder    the autoencoder's decoder alone, on latents that stay as they are
   clip       the open_clip model that measures it held out
@@ -55,8 +55,8 @@ STAGES = {
     "clip": StagePlan(13, 700, lr=1e-3, muon_lr=3e-3),
 }
 SCENES, EDITS, LONG = 96, 60, 6  # images in a batch of scenes, of edits, and of captions padded to 512 tokens
-# number of examples for the transformer's stages, drawn once; each batch draws anew which captions are empty or wrong
-DRAWN = {"scenes": 30_000, "edits": 15_000}
+# number of examples for the transformer's stages, sampled once; each batch samples anew which captions are empty or wrong
+NUM_EXAMPLES = {"scenes": 30_000, "edits": 15_000}
 ENCODED = 64  # images in one call of the autoencoder's encoder
 EDITS_EVERY = 3  # one batch in 3 has edits
 LONG_EVERY = 17  # one batch in 17 has captions padded to 512 tokens, the pipeline's default
@@ -139,7 +139,7 @@ def encoded(pipe: Flux2KleinPipeline, examples: Examples) -> Examples:
 
 
 def train_transformer(
-    name: str, pipe: Flux2KleinPipeline, drawn: dict[str, Examples], folder: Path, seed: int
+    name: str, pipe: Flux2KleinPipeline, all_examples: dict[str, Examples], folder: Path, seed: int
 ) -> Flux2KleinPipeline:
     """The stages `clean`, by flow matching, and `noisy`, towards `clean` with guidance, on scenes and edits given as latents."""
     teacher = copy.deepcopy(pipe) if name == "noisy" else None
@@ -150,10 +150,10 @@ def train_transformer(
     def loss(rng: np.random.Generator, step: int) -> Tensor:
         is_long, is_edit = step % LONG_EVERY == LONG_EVERY - 1, step % EDITS_EVERY == EDITS_EVERY - 1
         size = LONG if is_long else EDITS if is_edit else SCENES
-        bank = "edits" if is_edit else "scenes"
-        captions, examples = drawn[bank].batch(rng, size, 0.0 if teacher is None else WRONG[bank])
+        kind = "edits" if is_edit else "scenes"
+        captions, examples = all_examples[kind].batch(rng, size, 0.0 if teacher is None else WRONG[kind])
         text_length = 512 if is_long else architecture.TEXT_LENGTH
-        return transformer_loss(pipe, captions, examples, text_length=text_length, teacher=teacher, guidance=GUIDANCE[bank])
+        return transformer_loss(pipe, captions, examples, text_length=text_length, teacher=teacher, guidance=GUIDANCE[kind])
 
     def evaluate() -> dict:
         return {f"{kind}_guidance_{g:g}": value for g in (1.0, 4.0) for kind, value in accuracy(stage.ema, 96, g).items()}
@@ -189,9 +189,9 @@ def train_clip(folder: Path, seed: int) -> torch.nn.Module:
         image = stage.ema.clip.encode_image(x, normalize=True)
         text = stage.ema.clip.encode_text(tokens(described), normalize=True)
         scores = image @ text.T
-        own, other = scores.diag(), scores.diag(CLIP_PAIRS)
+        matched, mismatched = scores.diag(), scores.diag(CLIP_PAIRS)
         is_named = torch.tensor([str(a) != str(b) for a, b in zip(described, described[CLIP_PAIRS:], strict=False)])
-        right = (own[:CLIP_PAIRS] > other)[is_named]
+        right = (matched[:CLIP_PAIRS] > mismatched)[is_named]
         return {"prefers_its_own_prompt": round(right.float().mean().item(), 4)}
 
     stage.run(loss, evaluate)
@@ -203,24 +203,24 @@ def train_clip(folder: Path, seed: int) -> torch.nn.Module:
 
 @torch.no_grad()
 def accuracy(pipe: Flux2KleinPipeline, count: int, guidance: float) -> dict[str, float]:
-    """The share of scenes and of edits that plain diffusers draws as asked, and of their requirements, with a fixed seed."""
+    """The share of scenes and of edits that plain diffusers generates as asked, and of their requirements, with a fixed seed."""
     pipe.set_progress_bar_config(disable=True)
     prompts = [str(scene) for scene, _ in held_out_examples(count)]
-    drawn = draw(pipe, prompts, None, guidance)
+    generated = generate_images(pipe, prompts, None, guidance)
     made = held_out_edits(count // 3)
     sources = [drawing.draw(before) for before, _, _ in made]
     changed = torch.cat(
-        [draw(pipe, [str(edit)], source, guidance) for (_, edit, _), source in zip(made, sources, strict=True)]
+        [generate_images(pipe, [str(edit)], source, guidance) for (_, edit, _), source in zip(made, sources, strict=True)]
     )
     values = {
-        "scenes": ExactShapes()(drawn, prompts),
-        "scenes_share": Shapes()(drawn, prompts),
-        "edits": ExactShapes()(changed, [str(edit) for _, edit, _ in made], sources=[[one] for one in sources]),
+        "scenes": ExactShapes()(generated, prompts),
+        "scenes_share": Shapes()(generated, prompts),
+        "edits": ExactShapes()(changed, [str(edit) for _, edit, _ in made], sources=[[source] for source in sources]),
     }
     return {name: round(value.mean().item(), 4) for name, value in values.items()}
 
 
-def draw(pipe: Flux2KleinPipeline, prompts: list[str], source: Image.Image | None, guidance: float) -> Tensor:
+def generate_images(pipe: Flux2KleinPipeline, prompts: list[str], source: Image.Image | None, guidance: float) -> Tensor:
     """Images (B, 3, 64, 64) in [0, 1] by plain diffusers."""
     layers = architecture.TEXT_LAYERS if pipe.text_encoder.config.num_hidden_layers <= 4 else architecture.PUBLISHED_LAYERS
     return pipe(
@@ -262,12 +262,12 @@ def main(
     pipe = train_vae(architecture.pipeline(), work, seed)
     pipe.vae.requires_grad_(False).eval()
     rng = np.random.default_rng([seed, 0])
-    drawn = {
-        "scenes": encoded(pipe, scenes(rng, DRAWN["scenes"], TAUGHT)),
-        "edits": encoded(pipe, edits(rng, DRAWN["edits"])),
+    all_examples = {
+        "scenes": encoded(pipe, scenes(rng, NUM_EXAMPLES["scenes"], TAUGHT)),
+        "edits": encoded(pipe, edits(rng, NUM_EXAMPLES["edits"])),
     }
     for name in ("clean", "noisy"):
-        pipe = train_transformer(name, pipe, drawn, work, seed)
+        pipe = train_transformer(name, pipe, all_examples, work, seed)
     save_pipeline(train_decoder(pipe, work, seed), out)
     weights = {name: value.half().contiguous() for name, value in train_clip(work, seed).state_dict().items()}
     save_file(weights, clip.FOLDERS[clip.SHAPES] / clip.WEIGHTS)

@@ -22,7 +22,7 @@ def transformer_loss(
     """The squared error of the velocity, given the captions, at logit-normal noise levels that are shifted towards noise.
 
     Its target is noise minus latents (flow matching, arXiv 2210.02747), or the velocity of a teacher with guidance, which knows the
-    true captions (arXiv 2210.03142). Without guidance, the model then draws as crisply as the teacher with it.
+    true captions (arXiv 2210.03142). Without guidance, the model then generates as crisply as the teacher with it.
     """
     x0 = examples.images
     eps = torch.randn_like(x0)
@@ -32,7 +32,7 @@ def transformer_loss(
     if teacher is None:
         target = pipe._pack_latents(eps - x0)
     else:
-        true = [str(one) for one in examples.described]
+        true = [str(described) for described in examples.described]
         with torch.no_grad():
             target = velocity(teacher, true, states, sigma, examples.sources)
             if guidance != 1.0:
