@@ -22,12 +22,15 @@ from support.families import TINY
 from support.image_families import IMAGE_TINY
 from support.paths import ROOT
 
+import rewards
 from flow_grpo import methods
 from flow_grpo.cli.app import COMMANDS
 from flow_grpo.config import FlowGRPOConfig
+from flow_grpo.evaluation.group_dependence import reason_not_to_call
 from flow_grpo.policy import step_meter
 from flow_grpo.policy.hub import resolve_model
 from rewards import REGISTRY
+from rewards.frames import frames_of
 
 README, METHODS = ROOT / "README.md", ROOT / "docs/methods.md"
 PAGES = [README, ROOT / "CONTRIBUTING.md", *sorted(path for path in (ROOT / "docs").rglob("*.md") if path.name != "log.md")]
@@ -220,6 +223,15 @@ def test_the_rewards_of_the_pages_of_edits_and_videos_run():
     assert names["keep_the_left_half"](images, ["a", "b"], images).tolist() == [0, 0]
     exec(blocks(ROOT / "docs/videos.md", "python")[-1], names)
     assert names["no_flicker"](images[:, None].expand(2, 5, 3, 8, 8), ["a", "b"]).tolist() == [0, 0]
+
+
+def test_the_attributes_of_the_page_of_rewards_are_those_that_are_read(tmp_path):
+    file = tmp_path / "my_rewards.py"
+    file.write_text(next(block for block in blocks(ROOT / "docs/rewards.md", "python") if "costly" in block))
+    assert not rewards.reads_prompts(f"{file}:darkness")
+    paid = rewards.load(f"{file}:PaidJudge")
+    assert frames_of(paid) == 1
+    assert reason_not_to_call("PaidJudge", paid) == "its attribute `costly` is set"
 
 
 def test_an_objective_of_ones_own_trains(tmp_path):

@@ -15,7 +15,7 @@ import torch
 
 from flow_grpo.files import atomic_file
 
-EVALUATE_EVERY = 400
+EVALUATE_EVERY = 800
 SAVE_EVERY = 100
 
 logger = logging.getLogger(__name__)
