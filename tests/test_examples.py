@@ -32,6 +32,7 @@ def commands(example: str) -> list[list[str]]:
     return [shlex.split(line) for line in re.findall(r"^    (.*)$", docstring.replace("\\\n", ""), re.MULTILINE)]
 
 
+@pytest.mark.slow
 def test_a_custom_reward_is_trained_and_measured(folder):
     train, measure = commands("custom_reward.py")
     assert train[0] == measure[0] == "flow-grpo"
@@ -63,6 +64,7 @@ def test_rewards_of_groups_and_pairs_score_what_their_docstrings_say():
     torch.testing.assert_close(rewards.score("sharper", reward["sharper"], images, ["a"] * 4), torch.arange(4) / 3)
 
 
+@pytest.mark.slow
 def test_a_custom_objective_and_advantage_are_trained(folder):
     (train,) = commands("custom_objective.py")
     run(*train[1:], cwd=folder)

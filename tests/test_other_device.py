@@ -76,6 +76,9 @@ CONFIGS = {
             "evaluation.steps=3",
         ],
     ),
+    "edits": ("tiny_edit", UNSEEN),
+}
+MORE = {
     "replays": (
         "tiny_grpo",
         [*UNSEEN, *FEW_STEPS, FEW_LAYERS, REPLAYED, "updates=2", "objective.kl_weight=0.1", OFFLOADED, *AUTO_CLIP],
@@ -84,9 +87,6 @@ CONFIGS = {
         "tiny_ocr",
         [*UNSEEN, FEW_LAYERS, "updates=2", "objective.anchors=[{to: ema, weight: 1, decay: 0.3, gate: advantage}]"],
     ),
-    "edits": ("tiny_edit", UNSEEN),
-}
-MORE = {
     "tree": ("tiny_grpo", [*UNSEEN, REPLAYED, *CPS, "sampling.branches=[2,2]", "objective.norm_guard=0.1"]),
     "ppo": ("tiny_grpo", [*UNSEEN, REPLAYED, "objective={name: ppo, kl_weight: 0}"]),
     "crd in parts": ("tiny_ocr", [*UNSEEN, "objective=crd", "microbatch=2"]),

@@ -20,7 +20,6 @@ from flow_grpo.text import counted, first_line
 from flow_grpo.training.interrupt import Interrupted, call_interruptibly
 from flow_grpo.types import Evaluation
 from rewards import WeightedSum
-from rewards.selection import COLUMN
 
 
 def evaluate(
@@ -74,7 +73,7 @@ def evaluate(
     with phase(f"scoring {counted(len(batch.prompts), 'held-out image')}"):
         by_process = processes.gather_or_raise(score, (ValueError, Interrupted))
     values = {name: _in_prompt_order([part[name] for part in by_process]) for name in by_process[0]}
-    if any(row.get(COLUMN) is not None for row in prompts.metadata):  # without rewards that no prompt names
+    if rewards.row_weights(prompts.repeat(1).metadata_columns()) is not None:  # without rewards that no prompt names
         values = {name: v for name, v in values.items() if name == "reward" or not v.isnan().all()}
     differences = rms_difference(images[: len(second_images)], second_images)
     image_stats = processes.all_gather((high_frequency_power(images), differences))

@@ -6,10 +6,10 @@ from pathlib import Path
 from typing import Any
 
 from flow_grpo.config import FlowGRPOConfig
-from flow_grpo.files import WriteError, write_atomic
+from flow_grpo.files import WriteError, remove, write_atomic
 from flow_grpo.run_folder import checkpoint, layout
 from flow_grpo.run_folder.lock import locked
-from flow_grpo.run_folder.metrics_file import has_metrics
+from flow_grpo.run_folder.metrics_file import best_step, has_metrics, read_metrics
 
 
 def is_begun(folder: Path) -> bool:
@@ -61,6 +61,13 @@ def newest_checkpoint(args: FlowGRPOConfig, info: Callable[[str], None]) -> dict
             f"{folder} was written by flow-grpo 0.2 or before, which this version can't go on with: start a new run."
         )
     return state
+
+
+def discard_later_files(folder: Path, step: int) -> None:
+    """Delete the checkpoints of a run folder after that step, and the weights of a best evaluation after it."""
+    checkpoint.delete_after(folder / layout.CHECKPOINTS, step)
+    if (best_step(read_metrics(folder)) or 0) > step:
+        remove(folder / layout.BEST)
 
 
 def check_settings_unchanged(args: FlowGRPOConfig) -> None:

@@ -13,7 +13,6 @@ from flow_grpo.distributed.processes import Processes
 from flow_grpo.files import WriteError, atomic_folder, remove, write_atomic
 from flow_grpo.policy.policy import Policy
 from flow_grpo.run_folder import checkpoint, layout, opening
-from flow_grpo.run_folder.metrics_file import best_step, read_metrics
 from flow_grpo.text import first_line
 from flow_grpo.training.interrupt import Interrupted
 from flow_grpo.training.stages import Stage
@@ -159,10 +158,8 @@ class RunState:
                 return folder / self.policy.save(new_folder).relative_to(new_folder)
 
     def _discard_later_files(self) -> None:
-        """Delete what a run has left after the step that it resumes from: checkpoints, the weights of an earlier end or of a later best."""
-        checkpoint.delete_after(self.folder / layout.CHECKPOINTS, self.step)
-        if (best_step(read_metrics(self.folder)) or 0) > self.step:
-            remove(self.folder / layout.BEST)
+        """Delete what a run has left after the step that it resumes from, and the weights of an earlier end."""
+        opening.discard_later_files(self.folder, self.step)
         if self.step < self.args.steps:
             remove(self.folder / self._weights_folder)
         write_atomic(self.folder / layout.CONFIG, self.args.to_yaml())  # some settings may change

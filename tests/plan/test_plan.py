@@ -102,6 +102,7 @@ def test_offloaded_blocks_are_on_the_gpu_one_at_a_time(checkpointed):
         assert one.transient[phase] - other.transient[phase] == pytest.approx(max(sizes))
 
 
+@pytest.mark.slow
 def test_copies_of_weights_in_8_bits_are_in_the_graph_all_of_them_or_one_blocks(default, checkpointed):
     """torchao computes with copies in the run's dtype, which the graph holds; bitsandbytes makes them again."""
     transformer = default.trace.policy.pipe.transformer

@@ -484,7 +484,9 @@ def test_a_step_caps_rewards_and_weighs_advantages_by_the_diversity_reward(advan
 def test_a_diversity_reward_of_the_users_own_file_is_named_as_in_the_config():
     advantages_by_name = []
     for name in ("uneven", "own.py:uneven"):
-        args = small.settings(objective={"diversity_weight": name}, rewards={"bright": 1, name: 0}, images_per_prompt=4)
+        args = small.settings(
+            objective={"diversity_weight": name}, rewards={"bright": 1, name: 0}, images_per_prompt=4, microbatch=8
+        )
         rewards = WeightedSum({"bright": bright, "uneven": uneven}, {"bright": 1.0, "uneven": 0.0}, names={name: "uneven"})
         advantages_by_name.append(small.rollouts(small.policy(), args, [0, 1], rewards).collect(0).advantage)
     assert advantages_by_name[0].any()
