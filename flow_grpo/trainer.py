@@ -81,13 +81,11 @@ class FlowGRPOTrainer:
         with (
             self.state.explain_write_errors(),
             ExitStack() as lock,
-            Tracker(self.folder, self.args.steps, silent=not self.processes.is_main) as tracker,
+            Tracker(self.folder, self.args.steps, silent=not self.processes.is_main, on_log=self.callbacks.log) as tracker,
             handle_signals(self._interrupt),
         ):
-            tracker.on_log = self.callbacks.log
             self._start_or_resume(tracker, resume, lock)
-            self.callbacks.state.global_step = self.step
-            self.callbacks.call("on_train_begin")
+            self.callbacks.begin(self.step)
             try:
                 self._loop(tracker)
             except (Interrupted, ValueError) as error:
@@ -115,6 +113,8 @@ class FlowGRPOTrainer:
             if self.args.sample_every and self.step % self.args.sample_every == 0:
                 self.evaluator.save_sample_grid(self.step, self.eval_set or self.train_set, self.stage.args.microbatch)
             if requested.should_training_stop or self.callbacks.stop_requested():  # the latter by `on_evaluate`
+                if self.callbacks.requested().should_save:
+                    self.save()
                 break
 
     def training_step(self) -> dict[str, float]:

@@ -966,12 +966,15 @@ def test_what_was_dropped_in_the_last_evaluation_is_reported_too(tmp_path):
 def test_a_callback_that_asks_to_stop_at_an_evaluation_ends_the_run_there(tmp_path):
     class StopAtScore:
         def on_evaluate(self, args, state, control, **kwargs):
-            control.should_training_stop = state.global_step == 1
+            control.should_training_stop = control.should_save = state.global_step == 1
 
     trainer = made(tmp_path / "run", steps=3, held_out=HELD_OUT, evaluation={"every": 1})
     trainer.callbacks.callbacks.append(StopAtScore())
     trainer.train()
     assert trainer.step == 1
+    assert (tmp_path / "run" / "checkpoints" / "step_000001").is_dir()
+    trainer.train(resume=True)
+    assert trainer.step == 3
 
 
 def test_a_run_without_signal_is_warned_of_once_also_if_it_is_resumed(tmp_path, capsys):

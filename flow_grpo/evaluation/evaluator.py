@@ -171,7 +171,7 @@ class Evaluator:
         tracker.evaluation(
             step, {**evaluation.means(), **by_set}, more, self.recorder.samples.preview_images(step, self.prompts.prompts)
         )
-        best = hacking.best_step(histories[""])
+        best = hacking.best_step(histories[""]) if self.recorder.has_best_weights else None
         for size, history in histories.items():
             for name, sentence in hacking.warnings(history, best).items():
                 where = ("", name) if not size else (f"at {size} pixels, ", f"{name}@{size}")

@@ -98,12 +98,11 @@ def warnings(history: list[EvaluationRecord], best: int | None = None) -> dict[s
     """A sentence for each metric that has dropped at the last of these evaluations.
 
     Args:
-        best: the step of the weights in best/; by default that of the best of these evaluations.
+        best: the step of the weights in best/; None if there are none.
     """
-    end = (
-        "while the trained reward rose: look at the images for signs of cheating. "
-        f"best/ holds the weights of step {best_step(history) if best is None else best}."
-    )
+    end = "while the trained reward rose: look at the images for signs of cheating."
+    if best is not None:
+        end += f" best/ holds the weights of step {best}."
     return {
         name: f"{name}, which is not trained on, has fallen by {share:.0%} since step {since} {end}"
         for name, (since, share) in detect_drops(history).items()

@@ -45,6 +45,11 @@ class EvaluationRecorder:
             return "note: flow-grpo 0.3 drew the evaluations so far from other noise than those to come."
         return None
 
+    @property
+    def has_best_weights(self) -> bool:
+        """Whether the run keeps the weights of its best evaluation. Not if it was resumed from before that one and has no better since."""
+        return (self.folder / layout.BEST).is_dir()
+
     def save(
         self, step: int, evaluation: Evaluation, prompts: list[str], trained: list[str]
     ) -> dict[str, list[hacking.EvaluationRecord]]:

@@ -36,7 +36,14 @@ class Tracker:
         on_log: called with each row's step and metrics, and whether they are of an evaluation.
     """
 
-    def __init__(self, folder: Path, total_steps: int, console: Console | None = None, silent: bool = False) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        total_steps: int,
+        console: Console | None = None,
+        silent: bool = False,
+        on_log: Callable[[int, dict[str, float], bool], None] | None = None,
+    ) -> None:
         self.folder, self.console, self.silent = folder, console or Console(quiet=silent), silent
         self.total_steps = total_steps
         self._progress = Progress(
@@ -53,7 +60,7 @@ class Tracker:
         self._started, self._first_step, self._printed = time.monotonic(), 0, time.monotonic()
         self._phases = ExitStack()
         self._services: list[TrackingService] = []
-        self.on_log: Callable[[int, dict[str, float], bool], None] | None = None
+        self.on_log = on_log
 
     def __enter__(self) -> "Tracker":
         if self.console.is_terminal or self.console.is_jupyter:

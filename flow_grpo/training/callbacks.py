@@ -63,6 +63,11 @@ class CallbackList:
             if method is not None:
                 method(self.args, self.state, self.control, model=self.model, **details)
 
+    def begin(self, step: int) -> None:
+        """Calls `on_train_begin`; `step` is the number of training steps that a resumed run has done."""
+        self.state.global_step = step
+        self.call("on_train_begin")
+
     def log(self, step: int, metrics: dict[str, float], evaluation: bool = False) -> None:
         """Records a row of metrics and calls `on_log`; for an evaluation also `on_evaluate`."""
         self.state.global_step = step

@@ -56,11 +56,10 @@ def build_run(
     model_args = args.with_model(hub.model_name(model.pipe) if isinstance(model, Policy) else model or args.model)
     prompts = model_args.training_prompts if train_dataset is None else train_dataset
     train_set = load_run_prompts(prompts)
-    if isinstance(model, Policy) and "model" not in args.model_fields_set:
-        args = args.model_copy(
-            update={"model": model_args.model}
-        )  # which the run folder, the report and an export then name
-    args = (model_args if isinstance(model, str) else args).with_launcher_settings()
+    keeps_model = model is None or (isinstance(model, Policy) and "model" in args.model_fields_set)
+    args = (
+        args if keeps_model else model_args
+    ).with_launcher_settings()  # the run folder, report and export name this model
     held_out = args.evaluation.prompts if eval_dataset is None else eval_dataset
     eval_set = None if held_out is None else load_run_prompts(held_out).head(args.evaluation.max_prompts)
     processes = Processes.from_environment(args.device)

@@ -29,9 +29,10 @@ def test_a_held_out_reward_that_falls_while_the_trained_one_rises_is_caught():
     since, share = hacking.detect_drops(history)["clip"]
     assert since == 10, "its best evaluation"
     assert share == pytest.approx(0.05 / 1.0, rel=0.05)
-    sentence = hacking.warnings(history)["clip"]
+    sentence = hacking.warnings(history, best=10)["clip"]
     assert "clip, which is not trained on, has fallen by 5% since step 10" in sentence
-    assert "best/ holds the weights of step 10" in sentence
+    assert sentence.endswith("best/ holds the weights of step 10.")
+    assert "best/" not in hacking.warnings(history)["clip"]
 
 
 def test_what_falls_together_with_the_trained_reward_is_not_hacking():
