@@ -9,7 +9,8 @@ SMALL = "STEPS, HELD_OUT, FOLDER = 1, 4, 'runs/small'"
 IMAGES = {"teach_it_to_spell": 4, "your_own_reward": 2}  # cells with an image below them
 
 
-@pytest.mark.parametrize("name", ["teach_it_to_spell", pytest.param("your_own_reward", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["teach_it_to_spell", "your_own_reward"])
 def test_a_notebook_runs(name, tmp_path, monkeypatch):
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
     notebook = nbformat.read(ROOT / "examples" / f"{name}.ipynb", as_version=4)

@@ -76,9 +76,9 @@ CONFIGS = {
             "evaluation.steps=3",
         ],
     ),
-    "edits": ("tiny_edit", UNSEEN),
 }
 MORE = {
+    "edits": ("tiny_edit", UNSEEN),
     "replays": (
         "tiny_grpo",
         [*UNSEEN, *FEW_STEPS, FEW_LAYERS, REPLAYED, "updates=2", "objective.kl_weight=0.1", OFFLOADED, *AUTO_CLIP],

@@ -363,7 +363,7 @@ RUNS = {
 
 
 @pytest.mark.parametrize("name", RUNS)
-@pytest.mark.parametrize("stop", [2, 3])
+@pytest.mark.parametrize("stop", [2, pytest.param(3, marks=pytest.mark.slow)])
 def test_a_checkpoint_holds_all_that_the_next_steps_depend_on(tmp_path, name, stop):
     changes, reward = RUNS[name]
     dtype = torch.float16 if name == "fp16" else torch.float32

@@ -68,6 +68,7 @@ def test_a_comparison_that_is_killed_goes_on_where_it_was(trained):
         assert values[0] == values[1]
 
 
+@pytest.mark.slow
 def test_compare_says_what_it_trains_and_warns_of_a_reward_whose_values_depend_on_other_images(trained):
     words = ["compare", "short.yaml", "--seeds", "1", "--budget", "images=8", "--evaluations", "1", "--out", "ranked"]
     output = run(*words, "--measure", "reward", "--set", f"rewards={{'{SAMPLE_REWARDS}:rank': 1}}", cwd=trained)

@@ -206,6 +206,7 @@ def test_layers_in_float8_are_planned_as_they_are_stored(family, offload, tmp_pa
         assert "blocks of the model" in on_cpu.rates(2, dtype).how
 
 
+@pytest.mark.slow
 def test_a_vae_takes_less_memory_for_slices_and_less_again_for_tiles():
     size = [*LEAN, "height=96", "width=96", "sampling.keep_graphs=false"]
     peaks = []
@@ -329,7 +330,10 @@ def small_model(tmp_path):
     return saved
 
 
-@pytest.mark.parametrize("preset", FAMILIES)
+@pytest.mark.parametrize(
+    "preset",
+    [pytest.param(p, marks=[pytest.mark.slow] * (p not in ("sd35_medium_ocr_24gb", "wan21_ocr"))) for p in FAMILIES],
+)
 def test_a_preset_is_planned_on_the_configs_of_its_model_alone(preset, small_model, tmp_path, monkeypatch):
     """The real config with a small model of its family in place of the hub's."""
     words = small_model(preset)

@@ -208,6 +208,7 @@ def test_a_quoted_word_does_not_pad_the_other_prompts(folders):
         assert torch.equal(one[0], other[0])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", TINY)
 def test_doctor_says_that_it_can_be_trained(folders, name):
     policy = loaded(folders, name)

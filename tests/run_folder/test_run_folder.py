@@ -402,7 +402,11 @@ def test_a_whole_transformer_is_written_alike_too(tmp_path):
 
 @pytest.mark.parametrize(
     ("size", "pictures", "file"),
-    [(0, 8, "pictures/step_000001/"), (300, 0, "metrics.jsonl"), (20_000, 0, "checkpoints/step_000001")],
+    [
+        pytest.param(0, 8, "pictures/step_000001/", marks=pytest.mark.slow),
+        (300, 0, "metrics.jsonl"),
+        (20_000, 0, "checkpoints/step_000001"),
+    ],
 )
 def test_a_full_disk_is_reported_with_the_path_and_the_run_goes_on_where_there_is_room(
     finished, tmp_path, size, pictures, file
