@@ -50,7 +50,7 @@ EARLY = {
 }
 
 
-@pytest.mark.parametrize("setting", EARLY)
+@pytest.mark.parametrize("setting", [pytest.param(s, marks=[pytest.mark.slow] * (i % 2)) for i, s in enumerate(EARLY)])
 def test_what_a_dry_run_refuses_the_run_refuses_with_the_same_words_before_it_loads_the_model(
     setting, tmp_path, monkeypatch
 ):

@@ -171,6 +171,7 @@ def test_cudnn_takes_memory_for_a_convolution_in_16_bits(dtype, counted):
         *(pytest.param(*one, marks=pytest.mark.slow) for one in (("flux", "null"), ("flux", "groups"), ("sana", "groups"))),
     ],
 )
+@pytest.mark.slow
 def test_layers_in_float8_are_planned_as_they_are_stored(family, offload, tmp_path, monkeypatch):
     """Base weights to the byte; graphs without copies of linear layers' weights; and blocks are timed with their casts."""
     tiny = TINY[family]
@@ -221,6 +222,7 @@ def test_a_vae_takes_less_memory_for_slices_and_less_again_for_tiles():
     assert "VAE" in result.output
 
 
+@pytest.mark.slow
 def test_trajectories_take_what_a_rollout_leaves(tmp_path):
     small = [
         *LEAN,
