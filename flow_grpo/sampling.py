@@ -88,6 +88,9 @@ class StochasticSteps:
     state_ids: Int[Tensor, "B K"] | None = None
 
 
+NO_STEPS = StochasticSteps((), ODE, noise=lambda i: torch.empty(0))  # so that a rollout follows the ODE all the way
+
+
 @torch.no_grad()
 def rollout(
     velocity: Velocity,
@@ -95,7 +98,7 @@ def rollout(
     start: Float[Tensor, "B ..."],
     *,
     microbatch: int,
-    stochastic: StochasticSteps | None = None,
+    stochastic: StochasticSteps = NO_STEPS,
     solver: Solver | None = None,
     keep_graphs: bool = False,
     record_device: torch.device | None = None,
@@ -112,15 +115,15 @@ def rollout(
         record_device: where the records of the stochastic steps are kept; by default where `start` is.
     """
     x, first = start.float(), 0
-    steps = list(stochastic.steps) if stochastic else []
+    steps = list(stochastic.steps)
     sampler = _Sampler(
         velocity,
         schedule,
         microbatch=microbatch,
         stochastic=stochastic,
         # all of it before the first step, since such a copy waits for what a GPU is computing
-        noise={i: stochastic.noise(i).to(start.device, non_blocking=True) for i in steps} if stochastic else {},
-        shared=_states_by_step(stochastic.state_ids, steps) if stochastic else {},
+        noise={i: stochastic.noise(i).to(start.device, non_blocking=True) for i in steps},
+        shared=_states_by_step(stochastic.state_ids, steps),
         solver=solver,
         keep_graphs=keep_graphs,
         record_device=record_device or start.device,
@@ -130,8 +133,6 @@ def rollout(
         leaders, inverse = _first_rows(sampler.shared[first])
         x = take_rows(sampler.sample(take_rows(x, leaders), range(first), leaders)[0], inverse)
     final, records, graphs = sampler.sample(x, range(first, len(schedule)), torch.arange(len(x)))
-    if stochastic is None or not records:
-        return Trajectory.from_steps(schedule, [], [], final)
     trajectory = Trajectory.from_steps(schedule, steps, records, final, graphs)
     return dataclasses.replace(trajectory, distribution=stochastic.distribution, state_ids=stochastic.state_ids)
 
@@ -208,7 +209,7 @@ class _Sampler:
     velocity: Velocity
     schedule: Schedule
     microbatch: int
-    stochastic: StochasticSteps | None
+    stochastic: StochasticSteps
     noise: dict[int, Tensor]  # (B, ...) of each stochastic step
     shared: dict[int, Tensor]  # (B,) which rows have the same state before a step
     solver: Solver | None
@@ -239,7 +240,6 @@ class _Sampler:
         self, x: Float[Tensor, "n *state"], i: int, rows: Int[Tensor, " n"]
     ) -> tuple[SampledStep, dict[int, StepOutput]]:
         """One stochastic step, and its graphs by the first row of a micro-batch. float32, and the tensor that is scored is stored."""
-        assert self.stochastic is not None
         distribution = self.stochastic.distribution
         parts = list(zip(x.split(self.microbatch), rows.split(self.microbatch), strict=True))
         velocities, records, graphs = [], [], {}
@@ -247,7 +247,7 @@ class _Sampler:
             with torch.set_grad_enabled(self.keep_graphs):
                 v = _velocity(self.velocity, x_part, i, part, self.shared.get(i))
             velocities.append(v if self.keep_graphs else v.detach())  # a compiled policy has computed it with a graph
-        noise, length = self._noise(self.stochastic, x, velocities, i)
+        noise, length = self._noise(x, velocities, i)
         for (x_part, part), v in zip(parts, velocities, strict=True):
             with torch.set_grad_enabled(self.keep_graphs):
                 mean, std = _transition(distribution, self.schedule, i, x_part, v)
@@ -261,15 +261,13 @@ class _Sampler:
             records.append(SampledStep(x_part, x_next, drawn_mean, output.log_prob.detach(), kept_std))
         return SampledStep.join(records), graphs
 
-    def _noise(
-        self, stochastic: StochasticSteps, x: Float[Tensor, "B *state"], velocities: list[Tensor], i: int
-    ) -> tuple[Tensor, Tensor | None]:
+    def _noise(self, x: Float[Tensor, "B *state"], velocities: list[Tensor], i: int) -> tuple[Tensor, Tensor | None]:
         """What a step adds to its mean, over the transition's std; the lengths (B, 1, ...) of the lines that this lies on, if any."""
-        if stochastic.partners is None:
+        if self.stochastic.partners is None:
             return self.noise[i], None
         sigma = self.schedule.sigmas[i].reshape(number_shape(x)).to(x, non_blocking=x.device.type != "cpu")
         x0_hat = sde.x0_hat_of(x, torch.cat(velocities).detach(), sigma)
-        line = take_rows(x0_hat, stochastic.partners(i)) - x0_hat
+        line = take_rows(x0_hat, self.stochastic.partners(i)) - x0_hat
         return self.noise[i] * line, line.flatten(1).norm(dim=1).clamp_min(1e-6).reshape(number_shape(x))
 
     def _solve(self, x: Float[Tensor, "n *state"], steps: list[int], rows: Int[Tensor, " n"]) -> Float[Tensor, "n *state"]:

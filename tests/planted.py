@@ -723,8 +723,8 @@ BUGS = [
     (
         "noise between images is of the states, not of what they predict",
         "flow_grpo/sampling.py",
-        "line = take_rows(x0_hat, stochastic.partners(i)) - x0_hat",
-        "line = take_rows(x, stochastic.partners(i)) - x",
+        "line = take_rows(x0_hat, self.stochastic.partners(i)) - x0_hat",
+        "line = take_rows(x, self.stochastic.partners(i)) - x",
         "tests/test_difference.py -k moves_along",
     ),
     (
