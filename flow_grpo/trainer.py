@@ -48,15 +48,8 @@ class FlowGRPOTrainer:
         self.rewards, self.eval_rewards = run.rewards, run.eval_rewards
         self.train_source, self.prompt_overlaps = run.train_source, run.prompt_overlaps
         self.callbacks = CallbackList(callbacks, self.args, self.policy, self.processes)
-        self.folder, self.interrupted = Path(self.args.output_dir), False
-        self.state = RunState(
-            run.args,
-            run.policy,
-            run.prompt_sampler,
-            run.rewards,
-            processes=run.processes,
-            should_stop=lambda: self.interrupted,
-        )
+        self.folder = Path(self.args.output_dir)
+        self.state = RunState(run.args, run.policy, run.prompt_sampler, run.rewards, run.processes)
         self.evaluator = Evaluator(
             run.policy,
             self.args.evaluation,
@@ -66,7 +59,6 @@ class FlowGRPOTrainer:
             model=self.args.model,
             last_step=self.args.steps,
             processes=run.processes,
-            should_stop=lambda: self.interrupted,
         )
 
     def train(self, resume: bool = False) -> dict[str, float]:
@@ -77,7 +69,7 @@ class FlowGRPOTrainer:
             ValueError: a reward failed, or the ratio check, or the gradient is not finite, with a checkpoint saved; or something
                 could not be written.
         """
-        self.interrupted = False
+        self.processes.stop_requested = False
         with (
             self.state.explain_write_errors(),
             ExitStack() as lock,
@@ -98,7 +90,7 @@ class FlowGRPOTrainer:
     def _loop(self, tracker: Tracker) -> None:
         self._evaluate(tracker)
         while self.step < self.args.steps:
-            if self.processes.any(self.interrupted):
+            if self.processes.any(self.processes.stop_requested):
                 raise Interrupted
             self.callbacks.call("on_step_begin")
             tracker.log(self.step + 1, self.training_step())
@@ -165,7 +157,7 @@ class FlowGRPOTrainer:
         return export_and_push(self.folder, repo_id, private=private, best=best)
 
     def _interrupt(self) -> None:
-        self.interrupted = True
+        self.processes.stop_requested = True
 
     def _start_or_resume(self, tracker: Tracker, resume: bool, lock: ExitStack) -> None:
         """Create the run folder, or go on from its newest checkpoint."""

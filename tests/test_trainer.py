@@ -173,7 +173,7 @@ def test_a_step_that_fails_has_not_happened(tmp_path, changes, failure):
     def fails(*args):
         hits.append(1)
         if failure == "stopped":
-            trainer.interrupted = True
+            trainer.processes.stop_requested = True
         if failure == "memory" and torch.is_grad_enabled():
             raise torch.OutOfMemoryError("CUDA out of memory.")
         return velocity(*args)
@@ -199,7 +199,7 @@ def test_a_step_that_fails_has_not_happened(tmp_path, changes, failure):
         trainer.stage.args.microbatch = 6
     for name, value in before.items():
         assert alike(value, after[name]), name
-    trainer.interrupted, trainer.rewards.rewards["bright"] = False, reward
+    trainer.processes.stop_requested, trainer.rewards.rewards["bright"] = False, reward
     trainer.policy.velocity, trainer.stage.update.optimizer.step = velocity, step
     assert numbers(trainer.training_step()) == numbers(expected)
 
@@ -228,8 +228,7 @@ def test_rollouts_have_the_critic_and_the_processes_of_their_part(tmp_path):
     assert stage.source.critic is stage.critic is not None
     assert stage.source.processes is stage.source.image_sampler.processes is stage.processes
     two, one = small.Two(), made(tmp_path, prompts_per_step=4, microbatch=2)
-    shared = {"processes": two, "should_stop": lambda: False}
-    spread = Stage(0, one.stage.args, one.policy, one.prompt_sampler, one.rewards, **shared)
+    spread = Stage(0, one.stage.args, one.policy, one.prompt_sampler, one.rewards, processes=two)
     assert spread.source.processes is spread.source.image_sampler.processes is two
 
 
@@ -652,7 +651,7 @@ def test_an_auto_window_is_measured_once_where_the_reward_varies_most(tmp_path):
     assert trainer.stage.window(9) == [trainer.stage.window.measured_start, trainer.stage.window.measured_start + 1], (
         "it is not measured again"
     )
-    trainer.stage.window.measured_start, trainer.interrupted = None, True
+    trainer.stage.window.measured_start, trainer.processes.stop_requested = None, True
     with pytest.raises(Interrupted):
         trainer.stage.window(0)
 
@@ -660,7 +659,7 @@ def test_an_auto_window_is_measured_once_where_the_reward_varies_most(tmp_path):
 def test_several_processes_agree_on_the_first_ones_auto_window(tmp_path):
     trainer = made(tmp_path / "run", sampling={"window": {"schedule": "auto", "size": 1}})
     trainer.stage.processes = small.Two(lambda place: 2 if isinstance(place, int) else place, rank=1)
-    trainer.interrupted = True  # several stop between steps alone
+    trainer.stage.processes.stop_requested = True  # several stop between steps alone
     assert trainer.stage.window(0) == [2]
 
 
@@ -1078,7 +1077,7 @@ def test_a_second_ctrl_c_ends_a_run_at_once(tmp_path):
 
     def stops(*args):
         os.kill(os.getpid(), signal.SIGINT)
-        assert trainer.interrupted
+        assert trainer.processes.stop_requested
         os.kill(os.getpid(), signal.SIGINT)
         return velocity(*args)
 
@@ -1122,7 +1121,7 @@ def test_where_weights_are_spread_only_what_stops_together_is_saved(tmp_path, ki
     def reward(images, prompts):
         if trainer.step == 1 and kind == "failed":
             return [math.nan] * len(prompts)
-        trainer.interrupted = trainer.step == 1
+        trainer.processes.stop_requested = trainer.step == 1
         return bright(images, prompts)
 
     trainer.rewards.rewards["bright"] = reward

@@ -22,10 +22,15 @@ BUCKET_NUMEL = 2**26  # approximate size of a message between processes, which i
 
 
 class Processes:
-    """This process among `world_size`, the first having `rank` 0. Made once, by `from_environment`, or `Processes()` for one by itself."""
+    """This process among `world_size`, the first having `rank` 0. Made once, by `from_environment`, or `Processes()` for one by itself.
+
+    Attributes:
+        stop_requested: whether this process was asked to stop the run, by Ctrl-C or SIGTERM.
+    """
 
     def __init__(self, rank: int = 0, world_size: int = 1, device: str | None = None) -> None:
         self.rank, self.world_size, self.device = rank, world_size, device
+        self.stop_requested = False
 
     @classmethod
     def from_environment(cls, device: str | None = None) -> "Processes":
@@ -54,6 +59,14 @@ class Processes:
     def is_main(self) -> bool:
         """Whether this is the process that writes files and prints."""
         return self.rank == 0
+
+    def should_stop(self) -> bool:
+        """Whether to leave a wait that all processes end together."""
+        return self.stop_requested
+
+    def should_stop_alone(self) -> bool:
+        """Whether to leave what other processes take part in, such as a forward pass. Several stop where they communicate."""
+        return self.world_size == 1 and self.stop_requested
 
     def owner(self, group: Tensor) -> Tensor:
         """Rank of the process that each group belongs to: round robin, so that all get equally many."""

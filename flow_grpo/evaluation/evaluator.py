@@ -26,8 +26,7 @@ class Evaluator:
         settings: the section `evaluation` of the config.
         prompts: the held-out ones; None means that nothing is evaluated.
         rewards: those that are trained on, and with weight 0 those that are only measured.
-        should_stop: `Interrupted` leaves an evaluation if it returns True.
-        processes: those that share an evaluation; the main one writes.
+        processes: those that share an evaluation; the main one writes. `Interrupted` leaves an evaluation if they are asked to stop.
         folder, model: of the run, for what is kept.
         last_step: of the run.
 
@@ -42,14 +41,13 @@ class Evaluator:
         prompts: PromptSet | None,
         rewards: WeightedSum,
         *,
-        should_stop: Callable[[], bool],
         processes: Processes,
         folder: Path,
         model: str,
         last_step: int,
     ) -> None:
         self.policy, self.settings, self.prompts, self.rewards = policy, settings, prompts, rewards
-        self.should_stop, self.processes = should_stop, processes
+        self.processes = processes
         self.folder, self.model, self.last_step = folder, model, last_step
         self.recorder: EvaluationRecorder | None = None
         if prompts is not None:
@@ -99,7 +97,6 @@ class Evaluator:
             processes=self.processes,
             images_per_prompt=self.settings.images_per_prompt,
             num_kept_images=num_kept_images,
-            should_stop=self.should_stop,
         )
 
     def run(self, step: int, microbatch: int, tracker: Tracker, save_best: Callable[[], object]) -> None:
@@ -130,7 +127,6 @@ class Evaluator:
             steps=self.settings.steps,
             microbatch=microbatch,
             processes=self.processes,
-            should_stop=self.should_stop,
         )
 
     def record_groups(self, step: int, experience: Experience) -> None:
@@ -150,7 +146,7 @@ class Evaluator:
         if step > 0 or not self.recorder:
             return []
         assert self.prompts
-        return group_dependence_warnings(self.rewards.rewards, self.prompts, evaluation.images, self.should_stop)
+        return group_dependence_warnings(self.rewards.rewards, self.prompts, evaluation.images, self.processes.should_stop)
 
     def _log(
         self,

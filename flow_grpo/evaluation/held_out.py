@@ -35,7 +35,6 @@ def evaluate(
     images_per_prompt: int = 1,
     num_kept_images: int = 0,
     num_diversity_prompts: int = NUM_DIVERSITY_PROMPTS,
-    should_stop: Callable[[], bool] = lambda: False,
 ) -> Evaluation:
     """Generate each prompt's images from the noises of `image_seed(seed, its index, number)` and measure them.
 
@@ -47,12 +46,12 @@ def evaluate(
         images_per_prompt: of which the rewards are averaged; all other measures are of the first.
         num_kept_images: the result has the images of the first prompts, up to this number, and of the best and worst by `reward`.
         num_diversity_prompts: number of leading prompts that get a second image, to measure diversity.
-        should_stop: if it returns True, `Interrupted` is raised, as in `RolloutSource`.
+
+    Raises:
+        Interrupted: the processes are asked to stop.
     """
     processes = processes or Processes()
-    source = _HeldOutImages(
-        model, prompts, steps=steps, seed=seed, microbatch=microbatch, processes=processes, should_stop=should_stop
-    )
+    source = _HeldOutImages(model, prompts, steps=steps, seed=seed, microbatch=microbatch, processes=processes)
     by_number = source.by_number(images_per_prompt)
     images, num_pairs = by_number[0], min(num_diversity_prompts, len(prompts))
     if images_per_prompt > 1:
@@ -67,7 +66,7 @@ def evaluate(
 
     def score() -> dict[str, Tensor]:
         scores = partial(score_images, rewards, _by_prompt(by_number), batch.prompts, batch.columns())
-        values = call_interruptibly(partial(scores, group=batch.group.tolist(), of_base=of_base), should_stop)
+        values = call_interruptibly(partial(scores, group=batch.group.tolist(), of_base=of_base), processes.should_stop)
         return {name: value.view(-1, images_per_prompt).nanmean(1) for name, value in values.items()}
 
     with phase(f"scoring {counted(len(batch.prompts), 'held-out image')}"):
@@ -94,7 +93,6 @@ class _HeldOutImages:
     seed: int
     microbatch: int
     processes: Processes
-    should_stop: Callable[[], bool]
 
     @property
     def local(self) -> list[int]:
@@ -107,7 +105,6 @@ class _HeldOutImages:
 
     def generate(self, count: int, number: int) -> Tensor:
         """The images of the first `count` prompts. All processes generate equally many, as sharded weights require."""
-        is_alone = self.processes.world_size == 1
         indices = [i for i in self.local if i < count]
         padding = self.local[:1] * (-(-count // self.processes.world_size) - len(indices))
         images = generate_images(
@@ -117,7 +114,7 @@ class _HeldOutImages:
             steps=self.steps,
             microbatch=self.microbatch,
             noun="held-out image",
-            should_stop=lambda: is_alone and self.should_stop(),
+            should_stop=self.processes.should_stop_alone,
         )
         return images[: len(indices)]
 

@@ -1,6 +1,5 @@
 """What a run keeps of its evaluations: images and scores in the run folder, and grids of images."""
 
-from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -79,7 +78,6 @@ def save_sample_grid(
     steps: int,
     microbatch: int,
     processes: Processes,
-    should_stop: Callable[[], bool],
 ) -> None:
     """Write a grid of the first prompts with fixed seeds. Every process must call it: each may hold a shard of the weights.
 
@@ -88,7 +86,6 @@ def save_sample_grid(
         name: of the model, for the grid's cells.
     """
     prompts = prompts[:NUM_SAMPLES]
-    is_alone = processes.world_size == 1
     with policy.ema.applied():
         images = generate_images(
             model,
@@ -96,7 +93,7 @@ def save_sample_grid(
             seeds=list(range(len(prompts))),
             steps=steps,
             microbatch=microbatch,
-            should_stop=lambda: is_alone and should_stop(),
+            should_stop=processes.should_stop_alone,
         )
     if processes.is_main:
         infos = [ImageInfo(prompt, seed, f"{name}, step {step}") for seed, prompt in enumerate(prompts)]

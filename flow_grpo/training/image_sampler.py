@@ -1,7 +1,6 @@
 """Sample the images of a batch of prompts, and score them, here or in the background."""
 
 import math
-from collections.abc import Callable
 from concurrent.futures import Future
 from functools import partial
 
@@ -25,24 +24,15 @@ class ImageSampler:
     """Samples images by the settings of a stage and scores them.
 
     Args:
-        should_stop: whether the run is to stop. `Interrupted` then leaves the rollout: before a forward pass, if there is one
-            process, and while it waits for rewards.
-        processes: those that share each step; each samples the groups that it owns.
+        processes: those that share each step; each samples the groups that it owns. If they are asked to stop, `Interrupted` leaves
+            the rollout: before a forward pass, if there is one process, and while it waits for rewards.
 
     Attributes:
         score_in_background: whether a part of the images is scored while the next part is sampled.
     """
 
-    def __init__(
-        self,
-        policy: Policy,
-        args: FlowGRPOConfig,
-        rewards: WeightedSum,
-        should_stop: Callable[[], bool],
-        processes: Processes,
-    ) -> None:
-        self.policy, self.args, self.rewards = policy, args, rewards
-        self.should_stop, self.processes = should_stop, processes
+    def __init__(self, policy: Policy, args: FlowGRPOConfig, rewards: WeightedSum, processes: Processes) -> None:
+        self.policy, self.args, self.rewards, self.processes = policy, args, rewards, processes
         self.schedule, self.latent_shape = policy.schedule(args.sampling.steps)
         self.solver = ode_solver(args.sampling.solver, self.schedule)
         # On a CPU, sampling and scoring would compete for the cores: there only remote rewards run in the background.
@@ -53,7 +43,7 @@ class ImageSampler:
     def sample_and_score(self, batch: PromptBatch, window: list[int], step: int) -> tuple[Trajectory, Scores]:
         """Sample the images of the groups that this process owns. Returns their trajectory, and the scores of the whole batch."""
         local_batch = batch.take(self.processes.owns(batch.group).nonzero()[:, 0])
-        with background(self.should_stop) as thread:
+        with background(self.processes.should_stop) as thread:
             trajectory, futures = self._sample(local_batch, window, step, thread)
             return trajectory, self._gather_scores(futures, batch.group)
 
@@ -82,7 +72,7 @@ class ImageSampler:
         )
         rollout = partial(
             sampling.rollout,
-            interruptible(sampled, self._should_stop_alone),  # nothing of this step has touched the adapter yet
+            interruptible(sampled, self.processes.should_stop_alone),  # nothing of this step has touched the adapter yet
             self.schedule,
             start.to(self.policy.device, non_blocking=True),
             microbatch=self.args.microbatch,
@@ -98,10 +88,6 @@ class ImageSampler:
         """Scores of B images (B, 3, H, W) in [0, 1]."""
         total, by_name = self.rewards(images, batch.prompts, batch.group.tolist(), **batch.columns())
         return Scores(total, by_name)
-
-    def _should_stop_alone(self) -> bool:
-        """Whether to leave a rollout between two forward passes. Several processes stop together, where they communicate."""
-        return self.processes.world_size == 1 and self.should_stop()
 
     def _sample(
         self, batch: PromptBatch, window: list[int], step: int, thread: DaemonThread
@@ -126,7 +112,7 @@ class ImageSampler:
 
         def local_scores() -> Scores:
             with self.policy.meter.phase("reward"):  # what was not done while sampling
-                return Scores.join([wait_for(future, self.should_stop) for future in futures])
+                return Scores.join([wait_for(future, self.processes.should_stop) for future in futures])
 
         with phase(f"scoring {counted(len(group), 'image')}"), self.policy.meter.phase("wait"):
             scores = Scores.join(self.processes.gather_or_raise(local_scores, (ValueError, Interrupted)))

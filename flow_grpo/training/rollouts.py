@@ -28,7 +28,7 @@ class RolloutSource:
     Args:
         critic: gives the advantages in place of the group, for ppo.
         window: returns the trained sampling steps of a training step.
-        should_stop, processes: as of `ImageSampler`.
+        processes: as of `ImageSampler`.
     """
 
     def __init__(
@@ -40,12 +40,11 @@ class RolloutSource:
         *,
         window: Callable[[int], list[int]],
         critic: Critic | None = None,
-        should_stop: Callable[[], bool] = lambda: False,
         processes: Processes | None = None,
     ) -> None:
         self.policy, self.args, self.prompt_sampler, self.rewards = policy, args, prompt_sampler, rewards
         self.window, self.critic, self.processes = window, critic, processes or Processes()
-        self.image_sampler = ImageSampler(policy, args, rewards, should_stop, self.processes)
+        self.image_sampler = ImageSampler(policy, args, rewards, self.processes)
         gated = any(anchor.gate == "disagreement" for anchor in args.objective.anchors)
         self.disagreement_gate = DisagreementGate() if gated else None
         self.group_advantages = GroupAdvantages(args, rewards)

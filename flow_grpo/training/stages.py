@@ -2,7 +2,6 @@
 
 import copy
 import time
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -28,7 +27,6 @@ class Stage:
         start: the first training step.
         args: the settings; `microbatch` is reduced in place to that of one process.
         rewards: the trained ones.
-        should_stop: whether the run is to stop.
 
     Attributes:
         source: `collect(step)` returns an `Experience`.
@@ -49,10 +47,9 @@ class Stage:
         rewards: WeightedSum,
         *,
         processes: Processes,
-        should_stop: Callable[[], bool],
     ) -> None:
         self.start, self.args, self.policy, self.prompt_sampler = start, args, policy, prompt_sampler
-        self.rewards, self.processes, self.should_stop = rewards, processes, should_stop
+        self.rewards, self.processes = rewards, processes
         self.warnings: list[str] = []
         self.has_signal = True
         self.set_microbatch(args.microbatch)
@@ -70,7 +67,6 @@ class Stage:
                 rewards,
                 critic=self.critic,
                 window=self.window if args.method.stepwise else lambda step: [],
-                should_stop=should_stop,
                 processes=processes,
             )
         for name in args.objective.policy_copies:
@@ -176,7 +172,6 @@ class Stage:
             self.rewards,
             transition=self.args.sampling.transition,
             noise_level=self.args.sampling.noise_level,
-            should_stop=self.should_stop,
             processes=self.processes,
         )
         return most_variable_window(measured, self.args.sampling.window.size)

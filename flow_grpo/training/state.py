@@ -24,7 +24,6 @@ class RunState:
 
     Args:
         rewards: the trained ones.
-        should_stop: whether the run is to stop.
 
     Attributes:
         step: training steps that are done.
@@ -40,21 +39,14 @@ class RunState:
         policy: Policy,
         prompt_sampler: PromptSampler,
         rewards: WeightedSum,
-        *,
         processes: Processes,
-        should_stop: Callable[[], bool],
     ) -> None:
         self.args, self.policy, self.rewards, self.processes = args, policy, rewards, processes
         self.folder = Path(args.output_dir)
         self.step = 0
         self.stages = args.resolved_stages()
         self._start_stage = partial(
-            Stage,
-            policy=policy,
-            prompt_sampler=prompt_sampler,
-            rewards=rewards,
-            processes=processes,
-            should_stop=should_stop,
+            Stage, policy=policy, prompt_sampler=prompt_sampler, rewards=rewards, processes=processes
         )
         for start, settings in reversed(self.stages):  # each checks its sizes; the run starts with the first
             self.stage = self._start_stage(start, settings)

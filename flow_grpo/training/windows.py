@@ -91,7 +91,6 @@ def step_reward_variance(
     *,
     transition: str,
     noise_level: float,
-    should_stop: Callable[[], bool] = lambda: False,
     processes: Processes | None = None,
 ) -> list[StepVariance]:
     """Measure each trainable step: the images of a prompt share all noise but that step's.
@@ -99,7 +98,7 @@ def step_reward_variance(
     Uses prompts_per_step prompts with images_per_prompt images, the same for all steps, transitions and noise levels.
 
     Args:
-        should_stop, processes: as of `RolloutSource`.
+        processes: as of `RolloutSource`.
 
     Raises:
         ValueError: no prompt's images could all be scored.
@@ -119,16 +118,14 @@ def step_reward_variance(
         prompt_sampler,
         rewards,
         window=lambda step: [],
-        should_stop=should_stop,
         processes=processes,
     )
     batch = prompt_sampler.sample(0, args.prompts_per_step, args.images_per_prompt)
     variances = []
     for step in range(args.sampling.window.first_step, args.sampling.last_trainable_step + 1):
         images = policy.decode(source.image_sampler.trajectory(0, batch, [step]).final, args.microbatch)
-        reward = call_interruptibly(partial(source.image_sampler.score, batch, images), should_stop).total.view(
-            args.prompts_per_step, -1
-        )
+        scores = call_interruptibly(partial(source.image_sampler.score, batch, images), source.processes.should_stop)
+        reward = scores.total.view(args.prompts_per_step, -1)
         reward = reward[reward.isfinite().all(1)]  # without groups of a reward that was dropped
         if not len(reward):
             raise ValueError("the rewards gave no finite number for any prompt, so no step's share can be measured.")

@@ -105,7 +105,7 @@ def rollouts(
     policy: Policy, args: FlowGRPOConfig, window: list[int], rewards: WeightedSum | None = None, **more: Any
 ) -> RolloutSource:
     """The rollouts of these prompts; by default without rewards."""
-    settings = {"critic": None, "processes": Processes(), "should_stop": lambda: False, "prompts": PROMPTS, **more}
+    settings = {"critic": None, "processes": Processes(), "prompts": PROMPTS, **more}
     prompt_sampler = PromptSampler(
         settings.pop("prompts"), args.seed, args.prompt_skipping.patience, args.prompt_skipping.steps
     )

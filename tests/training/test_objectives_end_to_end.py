@@ -463,7 +463,7 @@ def test_a_run_can_be_stopped_and_resumed_in_the_first_step_of_a_stage(tmp_path)
     step = trainer.training_step
 
     def stopped() -> dict:
-        trainer.interrupted = trainer.step == 1  # within the second stage's first rollout
+        trainer.processes.stop_requested = trainer.step == 1  # within the second stage's first rollout
         return step()
 
     trainer.training_step = stopped
@@ -533,7 +533,7 @@ def test_training_on_given_images_can_be_stopped(tmp_path):
     step = trainer.training_step
 
     def stopped() -> dict:
-        trainer.interrupted = trainer.step == 1
+        trainer.processes.stop_requested = trainer.step == 1
         return step()
 
     trainer.training_step = stopped

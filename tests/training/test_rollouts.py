@@ -46,7 +46,7 @@ def source(
     """Rollouts of a small policy whose main reward is scripted."""
     rewards = {"main": scripted(script), **(rewards or {})}
     weighted = WeightedSum(rewards, weights or dict.fromkeys(rewards, 1.0), drop)
-    own = {name: more.pop(name) for name in ("critic", "processes", "should_stop") if name in more}
+    own = {name: more.pop(name) for name in ("critic", "processes") if name in more}
     args = small.settings(**{"prompts_per_step": 4, "microbatch": 6, **more})
     return small.rollouts(policy or small.policy(), args, window, weighted, prompts=prompts, **own)
 
@@ -171,8 +171,15 @@ def end(threads):
 def test_a_rollout_is_left_before_its_next_forward_pass(after):
     policy, calls = small.policy(), []
     velocity = policy.velocity
-    policy.velocity = lambda x, *rest: calls.append(1) or velocity(x, *rest)
-    rolls, threads = source(policy, should_stop=lambda: len(calls) >= after), set(threading.enumerate())
+    rolls, threads = source(policy), set(threading.enumerate())
+    rolls.processes.stop_requested = after == 0
+
+    def stopped(*args):
+        calls.append(1)
+        rolls.processes.stop_requested = len(calls) == after
+        return velocity(*args)
+
+    policy.velocity = stopped
     with pytest.raises(Interrupted):
         rolls.collect(0)
     assert len(calls) == after

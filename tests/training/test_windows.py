@@ -10,6 +10,7 @@ from support import small_policy as small
 from flow_grpo import sampling
 from flow_grpo.config.sampling import SamplingConfig
 from flow_grpo.data.prompts import PromptSampler
+from flow_grpo.distributed.processes import Processes
 from flow_grpo.training.interrupt import Interrupted
 from flow_grpo.training.windows import (
     StepVariance,
@@ -147,16 +148,17 @@ def test_prompts_with_an_image_that_could_not_be_scored_count_in_no_variance():
         step_reward_variance(policy, args, small.PROMPTS, rewards, **settings)
 
 
-@pytest.mark.parametrize("processes", [None, small.Two()])
+@pytest.mark.parametrize("processes", [Processes(), small.Two()])
 def test_one_process_leaves_a_measurement_before_its_next_forward_pass_and_several_do_not(processes):
     policy, args = small.policy(), small.settings(**SIZES)
     velocity, calls = policy.velocity, []
     policy.velocity = lambda *a: calls.append(1) or velocity(*a)
     rewards = WeightedSum({"bright": bright}, {"bright": 1.0})
-    settings = {"transition": "cps", "noise_level": 0.8, "should_stop": lambda: True, "processes": processes}
-    with pytest.raises(Interrupted) if processes is None else contextlib.suppress(Interrupted):
+    settings = {"transition": "cps", "noise_level": 0.8, "processes": processes}
+    processes.stop_requested = True
+    with pytest.raises(Interrupted) if processes.world_size == 1 else contextlib.suppress(Interrupted):
         step_reward_variance(policy, args, small.PROMPTS, rewards, **settings)
-    assert bool(calls) == (processes is not None)
+    assert bool(calls) == (processes.world_size > 1)
 
 
 @pytest.mark.parametrize(("size", "first"), [(1, 2), (2, 4), (3, 2), (4, 2), (9, 2)])
