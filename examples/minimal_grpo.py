@@ -68,9 +68,8 @@ def update(
                 delta=trajectory.schedule.sigmas[i + 1] - trajectory.schedule.sigmas[i],
             )
             loss = objectives.grpo(trained_step, advantage[rows], CLIP_LOW, CLIP_HIGH).value  # (rows,)
-            loss = (
-                loss * now.std.flatten(1)[:, 0]
-            )  # the gradient of a log-probability grows as 1 / std: late steps would dominate
+            # the gradient of a log-probability grows as 1 / std: late steps would dominate
+            loss = loss * now.std.flatten(1)[:, 0]
             ((loss * (1 / len(advantage))).sum() / len(trajectory.steps)).backward()
     torch.nn.utils.clip_grad_norm_(policy.trainable_parameters().values(), 1.0)
     optimizer.step()
@@ -79,7 +78,7 @@ def update(
 
 def train(steps: int, prompts_per_step: int, images_per_prompt: int, microbatch: int) -> Policy:
     """Train a LoRA on the embedded model and print the mean reward of each step."""
-    policy = load_policy("tiny", dtype="fp32", height=32, width=80, guidance_scale=1.0, max_sequence_length=14)
+    policy = load_policy("tiny", dtype="fp32", height=32, width=80, max_sequence_length=14)
     policy.add_lora(rank=32, alpha=64, targets="all", seed=SEED)
     optimizer = torch.optim.AdamW(policy.trainable_parameters().values(), lr=5e-4, eps=1e-15, weight_decay=1e-4)
     prompts = load_prompts("prompts/signs_train.txt")

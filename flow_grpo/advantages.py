@@ -7,7 +7,7 @@ import torch
 from jaxtyping import Bool, Float, Int, Real
 from torch import Tensor
 
-from flow_grpo.methods import ADVANTAGES, takes_each_reward
+from flow_grpo.methods import ADVANTAGES
 
 CLAMP = 5.0
 Reward = Real[Tensor, " B"] | Real[Tensor, "B R"]  # one reward, or several
@@ -53,6 +53,23 @@ def group_advantages(
     else:
         advantage = METHODS[method](weighted_sum(reward, weights), group, size, eps)
     return advantage.clamp(-CLAMP, CLAMP)
+
+
+def compared_rewards(
+    reward: Real[Tensor, "B R"],
+    weights: Weights,
+    group: Int[Tensor, " B"],
+    method: str | Method = "grpo",
+    quantile: float | None = None,
+) -> tuple[Real[Tensor, "B K"], Float[Tensor, " K"] | Float[Tensor, "B K"]]:
+    """The K rewards that groups are compared by, and their weights: the weighted sum alone, or with `gdpo` all R rewards.
+
+    Args:
+        quantile: caps each of the K as `capped` does.
+    """
+    if not _takes_each_reward(method):
+        reward, weights = weighted_sum(reward, weights)[:, None], torch.ones(1)
+    return (reward if quantile is None else capped(reward, group, quantile)), weights
 
 
 def weighted_sum(reward: Reward, weights: Weights | None = None) -> Float[Tensor, " B"]:
@@ -119,7 +136,7 @@ def shares(
     means that the others outvote it. Rewards without any spread have share 0 and correlation 0 with the others.
     """
     _, group, size = group.unique(return_inverse=True, return_counts=True)
-    advantage_of = grpo if isinstance(method, str) and takes_each_reward(method) else dr_grpo
+    advantage_of = grpo if _takes_each_reward(method) else dr_grpo
     parts = torch.stack(
         [w * advantage_of(r, group, size, 1e-4) for r, w in zip(reward.float().unbind(1), weights.unbind(-1), strict=True)],
         1,
@@ -128,26 +145,6 @@ def shares(
     spread = products.diagonal().sqrt()
     correlation = products / (spread[:, None] * spread[None, :]).clamp_min(1e-12)
     return products.sum(1) / products.sum().clamp_min(1e-12), correlation
-
-
-def contributions(
-    names: list[str], by_reward: Tensor, weights: Tensor, group: Tensor, *, method: str | Method, prompt_set: str = ""
-) -> dict[str, float]:
-    """Metrics of several rewards: advantage/share/NAME, and advantage/correlation/NAME/OTHER of each pair. See `shares`.
-
-    With `prompt_set`, they are named advantage/share/SET/NAME and so on. {} if fewer than two rewards have a weight here.
-    """
-    if weights.ndim == 2:
-        columns = weights.any(0).nonzero()[:, 0].tolist()
-        names, by_reward, weights = [names[i] for i in columns], by_reward[:, columns], weights[:, columns]
-    if len(names) < 2:
-        return {}
-    share, correlation = shares(by_reward, weights, group, method)
-    pairs, prefix = [(i, j) for i in range(len(names)) for j in range(i)], f"{prompt_set}/" if prompt_set else ""
-    return {
-        **{f"advantage/share/{prefix}{name}": value for name, value in zip(names, share.tolist(), strict=True)},
-        **{f"advantage/correlation/{prefix}{names[j]}/{names[i]}": correlation[i, j].item() for i, j in pairs},
-    }
 
 
 def has_signal(reward: Reward, group: Int[Tensor, " B"], method: str | Method = "grpo") -> Bool[Tensor, " B"]:
@@ -213,6 +210,11 @@ METHODS: dict[str, Callable[..., Tensor]] = {
     "reinforce_pp": reinforce_pp,
     "rank": rank,
 }
+
+
+def _takes_each_reward(method: str | Method) -> bool:
+    """Whether several rewards are compared one by one, not by their weighted sum."""
+    return not callable(method) and ADVANTAGES[method].each_reward
 
 
 def _centred(reward: Tensor, group: Tensor, size: Tensor) -> Tensor:

@@ -11,14 +11,8 @@ from PIL import Image
 
 from rewards.images import to_rgb
 
-FORMATS = (
-    "PNG",
-    "JPEG",
-    "WEBP",
-    "BMP",
-    "GIF",
-    "TIFF",
-)  # of files that are opened; Pillow knows many that can do more than hold pixels
+# of files that are opened; Pillow knows many that can do more than hold pixels
+FORMATS = ("PNG", "JPEG", "WEBP", "BMP", "GIF", "TIFF")
 MAX_PIXELS = 100_000_000
 MAX_OPEN_IMAGES = 64  # decoded images that are kept in memory
 

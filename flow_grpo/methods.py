@@ -10,7 +10,7 @@ CLIP = ("clip_low", "clip_high")  # the settings of the group `clip`
 AUTO_CLIP = ("clip", "clip_quantile")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Objective:
     """What training must provide.
 
@@ -66,45 +66,39 @@ class Objective:
 
 
 OBJECTIVES = {
-    "grpo": Objective(True, (*AUTO_CLIP, "step_weight"), ratio=True, zero_at_zero_advantage=True),
-    "reinforce": Objective(True, ("step_weight",), zero_at_zero_advantage=True, single_update=True),
-    "grpo_guard": Objective(True, AUTO_CLIP, ratio=True, zero_at_zero_advantage=True, gaussian=True),
-    "dppo": Objective(True, ("dppo", "step_weight"), ratio=True, zero_at_zero_advantage=True, gaussian=True),
-    "ppo": Objective(True, (*AUTO_CLIP, "step_weight", "ppo"), "grpo", ratio=True, critic=True),
-    "awm": Objective(False, ("noise_levels", "clip", "awm", "latent_unit"), ratio=True, zero_at_zero_advantage=True),
-    "epg": Objective(False, ("noise_levels", "latent_unit"), ratio=True, zero_at_zero_advantage=True),
-    "pepg": Objective(False, ("noise_levels", "latent_unit"), ratio=True, zero_at_ratio_1=True),
-    "par": Objective(False, ("noise_levels", "latent_unit"), ratio=True, zero_at_ratio_1=True),
-    "nft": Objective(False, ("noise_levels", "nft", "old_policy"), old_policy=True),
-    "crd": Objective(False, ("noise_levels", "crd", "old_policy"), old_policy=True, group_mean="crd_residual"),
+    "grpo": Objective(stepwise=True, settings=(*AUTO_CLIP, "step_weight"), ratio=True, zero_at_zero_advantage=True),
+    "reinforce": Objective(stepwise=True, settings=("step_weight",), zero_at_zero_advantage=True, single_update=True),
+    "grpo_guard": Objective(stepwise=True, settings=AUTO_CLIP, ratio=True, zero_at_zero_advantage=True, gaussian=True),
+    "dppo": Objective(
+        stepwise=True, settings=("dppo", "step_weight"), ratio=True, zero_at_zero_advantage=True, gaussian=True
+    ),
+    "ppo": Objective(stepwise=True, settings=(*AUTO_CLIP, "step_weight", "ppo"), function="grpo", ratio=True, critic=True),
+    "awm": Objective(
+        stepwise=False, settings=("noise_levels", "clip", "awm", "latent_unit"), ratio=True, zero_at_zero_advantage=True
+    ),
+    "epg": Objective(stepwise=False, settings=("noise_levels", "latent_unit"), ratio=True, zero_at_zero_advantage=True),
+    "pepg": Objective(stepwise=False, settings=("noise_levels", "latent_unit"), ratio=True, zero_at_ratio_1=True),
+    "par": Objective(stepwise=False, settings=("noise_levels", "latent_unit"), ratio=True, zero_at_ratio_1=True),
+    "nft": Objective(stepwise=False, settings=("noise_levels", "nft", "old_policy"), old_policy=True),
+    "crd": Objective(
+        stepwise=False, settings=("noise_levels", "crd", "old_policy"), old_policy=True, group_mean="crd_residual"
+    ),
     "dgpo": Objective(
-        False,
-        ("noise_levels", "dgpo"),
+        stepwise=False,
+        settings=("noise_levels", "dgpo"),
         zero_at_zero_advantage=True,
         reference=True,
         group_mean="dgpo_preference",
     ),
-    "sft": Objective(False, ("noise_levels", "dataset"), rows="best"),
-    "dpo": Objective(False, ("noise_levels", "dataset", "dpo"), rows="best_and_worst", reference=True),
+    "sft": Objective(stepwise=False, settings=("noise_levels", "dataset"), rows="best"),
+    "dpo": Objective(stepwise=False, settings=("noise_levels", "dataset", "dpo"), rows="best_and_worst", reference=True),
 }
-ADVANTAGE_SETTINGS = (
-    "advantage",
-    "reward_cap",
-    "diversity_weight",
-)  # settings of advantages that are made of a group's rewards
-STEPWISE_SAMPLING = (
-    "noise_level",
-    "window",
-    "log_prob",
-    "shared_initial_noise",
-    "branches",
-    "keep_graphs",
-)  # settings of the config's section `sampling`
-SOLVERS = ("euler", "heun", "dpm_2m", "ab2")  # of the ODE; policy/solvers.py has those of order 2, all but the first
-CUSTOM_STEPWISE, CUSTOM_FORWARD = (
-    ("step_weight",),
-    ("noise_levels",),
-)  # of a user's own function, on steps or on final latents
+# settings of advantages that are made of a group's rewards
+ADVANTAGE_SETTINGS = ("advantage", "reward_cap", "diversity_weight")
+# settings of the config's section `sampling` that objectives on steps read
+STEPWISE_SAMPLING = ("noise_level", "window", "log_prob", "shared_initial_noise", "branches", "keep_graphs")
+# of a user's own function, on steps or on final latents
+CUSTOM_STEPWISE, CUSTOM_FORWARD = ("step_weight",), ("noise_levels",)
 CUSTOM_SETTINGS = ("options", *CUSTOM_STEPWISE, *CUSTOM_FORWARD)
 
 
@@ -177,13 +171,8 @@ def objective(name: str, stepwise: bool) -> Objective:
         stepwise: whether the run trains on steps, for a custom function.
     """
     if is_custom(name):
-        return Objective(stepwise, CUSTOM_SETTINGS, ratio=True)
+        return Objective(stepwise=stepwise, settings=CUSTOM_SETTINGS, ratio=True)
     return OBJECTIVES[name]
-
-
-def takes_each_reward(advantage: str) -> bool:
-    """Whether an advantage takes several rewards one by one, not their weighted sum. A custom function does not."""
-    return not is_custom(advantage) and ADVANTAGES[advantage].each_reward
 
 
 def velocities_per_rollout(solver: str, steps: int) -> int:

@@ -262,7 +262,7 @@ class _Sampler:
         return SampledStep.join(records), graphs
 
     def _noise(self, x: Float[Tensor, "B *state"], velocities: list[Tensor], i: int) -> tuple[Tensor, Tensor | None]:
-        """What a step adds to its mean, over the transition's std; the lengths (B, 1, ...) of the lines that this lies on, if any."""
+        """Noise of a step in units of the std; and the length (B, 1, ...) of each image's line, None for noise in all dimensions."""
         if self.stochastic.partners is None:
             return self.noise[i], None
         sigma = self.schedule.sigmas[i].reshape(number_shape(x)).to(x, non_blocking=x.device.type != "cpu")

@@ -56,9 +56,8 @@ def transition(
     v = at_least_float32(v)
     column = (-1,) + (1,) * (x.ndim - 1)
     sigmas = [torch.as_tensor(s, dtype=x.dtype) for s in (sigma, sigma_next, math.nan if sigma_max is None else sigma_max)]
-    if (
-        methods.TRANSITIONS[name].infinite_at_1 and (sigmas[0] == 1).any() and sigmas[2].isnan().any()
-    ):  # checked before they are on a GPU
+    # checked before they are on a GPU
+    if methods.TRANSITIONS[name].infinite_at_1 and (sigmas[0] == 1).any() and sigmas[2].isnan().any():
         raise ValueError(f"{name} is infinite at sigma = 1: give sigma_max, the second sigma of the schedule.")
     to_gpu = x.device.type != "cpu"  # a copy to the CPU must be waited for
     sigma, sigma_next, sigma_max = (s.reshape(column).to(x.device, non_blocking=to_gpu) for s in sigmas)

@@ -97,16 +97,17 @@ class FlowGRPOTrainer:
             self.callbacks.call("on_step_end")
             requested = self.callbacks.requested()
             self.state.report_warnings(tracker.warn)
-            if not self.stage.has_signal:
+            if not self.stage.has_advantage:
                 tracker.warn_no_signal(self.step)
             if self.step == self.args.steps or self.step % self.args.save_every == 0 or requested.should_save:
                 self.save()
             self._evaluate(tracker, requested.should_evaluate)
             if self.args.sample_every and self.step % self.args.sample_every == 0:
                 self.evaluator.save_sample_grid(self.step, self.eval_set or self.train_set, self.stage.args.microbatch)
-            if requested.should_training_stop or self.callbacks.stop_requested():  # the latter by `on_evaluate`
-                if self.callbacks.requested().should_save:
-                    self.save()
+            requested_then = self.callbacks.requested()  # by `on_evaluate` and `on_save`
+            if requested_then.should_save:
+                self.save()
+            if requested.should_training_stop or requested_then.should_training_stop:
                 break
 
     def training_step(self) -> dict[str, float]:
@@ -184,8 +185,8 @@ class FlowGRPOTrainer:
     def _evaluate(self, tracker: Tracker, requested: bool = False) -> None:
         """Evaluate if it is due or requested, but not again what a resumed run has in its metrics."""
         due = self.eval_set is not None and (requested or self.evaluator.is_due(self.step))
-        if due and not self.processes.all_gather(tracker.evaluated(self.step))[0]:
-            self.evaluator.run(self.step, self.stage.args.microbatch, tracker, self.state.save_best_weights)
+        if due and not self.processes.all_gather(tracker.has_evaluation(self.step))[0]:
+            self.evaluator.evaluate_and_record(self.step, self.stage.args.microbatch, tracker, self.state.save_best_weights)
             self.state.report_warnings(tracker.warn)
             if self.processes.is_main:
                 page.write_report(self.folder)

@@ -88,7 +88,7 @@ class Schedule:
 
     @property
     def sigma_max(self) -> Float[Tensor, ""]:
-        """What `flow_sde` puts in place of a sigma of 1."""
+        """The second sigma, which `flow_sde` uses where sigma is 1."""
         return self.sigmas[1]
 
 
@@ -286,7 +286,7 @@ class Experience:
     metrics: dict[str, float]
     scores: Scores | None = None  # given images have none
     disagreement: Float[Tensor, " B"] | None = None  # the factor of anchors with that gate, see training/gates.py
-    has_signal: bool = True  # whether an image of any process has an advantage; given images need none
+    has_advantage: bool = True  # whether an image of any process has an advantage; given images need none
 
 
 @dataclass(frozen=True)

@@ -36,9 +36,8 @@ class PickScore(nn.Module):
             raise ValueError(
                 f"pickscore: can't load weights={weights} with processor={processor}: {type(error).__name__}: {reason}"
             ) from error
-        check_keys(
-            "pickscore", weights, missing=set(loading_info["missing_keys"])
-        )  # transformers would fill them with random numbers
+        # transformers would fill them with random numbers
+        check_keys("pickscore", weights, missing=set(loading_info["missing_keys"]))
         self.model.to(device).eval().requires_grad_(False)
         self.device, self.batch_size = device, batch_size
 

@@ -216,7 +216,7 @@ class WeightedSum:
         /,
         **metadata: Any,
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        """As a call, but pair rewards compare each image with that of `others` (B, 3, H, W) in the same row, not with its group.
+        """Score images; pair rewards compare each with the image of `others` (B, 3, H, W) in the same row, not with its group.
 
         ValueError if there is a pair reward and `others` is None.
         """

@@ -35,9 +35,8 @@ def _set_default_device(device: torch.device) -> None:
     torch.set_default_device(None if device.type == "cpu" else device)
     try:
         torch.get_default_device()
-    except (
-        AttributeError
-    ):  # torch 2.6 can't tell its default device any more after None, unless it is as before the first call
+    except AttributeError:
+        # torch 2.6 can't tell its default device any more after None, unless it is as before the first call
         del torch._GLOBAL_DEVICE_CONTEXT.device_context
 
 

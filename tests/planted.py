@@ -758,8 +758,8 @@ BUGS = [
     (
         "kept graphs are used for rows that are packed",
         "flow_grpo/training/update.py",
-        "in_place = batch_loss.in_place or (",
-        "in_place = (",
+        "fixed_positions = batch_loss.fixed_positions or (",
+        "fixed_positions = (",
         "tests/training/test_kept_graphs.py",
     ),
     (
@@ -1009,7 +1009,7 @@ BUGS = [
     ),
     (
         "one Ctrl-C that is heard twice kills",
-        "flow_grpo/training/interrupt.py",
+        "flow_grpo/training/watchdog.py",
         "elif number == signal.SIGINT and now - self._first_interrupt > DEBOUNCE:",
         "elif number == signal.SIGINT and self._first_interrupt < math.inf:",
         "tests/training/test_interrupt.py -k guard",

@@ -3,7 +3,15 @@
 import pytest
 import torch
 
-from flow_grpo.advantages import METHODS, capped, contributions, diversity_weighted, group_advantages, has_signal, shares
+from flow_grpo.advantages import (
+    METHODS,
+    capped,
+    compared_rewards,
+    diversity_weighted,
+    group_advantages,
+    has_signal,
+    shares,
+)
 from flow_grpo.methods import ADVANTAGES
 
 OF_THE_SUM = [name for name in METHODS if not ADVANTAGES[name].each_reward]
@@ -248,6 +256,22 @@ def test_rewards_are_capped_at_a_quantile_of_their_own_group():
     assert torch.equal(reward, torch.tensor([0.0, 4.0, 10.0, 1.0, 9.0, 2.0, 3.0, 8.0])), "the reward itself stays"
 
 
+@pytest.mark.parametrize("method", [*ADVANTAGES, "users"])
+@pytest.mark.parametrize("by_row", [False, True])
+def test_compared_rewards_have_the_advantages_of_the_rewards_that_they_are_made_of(method, by_row):
+    """Whatever is compared, one by one or the sum, gives the same advantages; a cap is of what is compared."""
+    method = (lambda reward, group: reward - reward.mean()) if method == "users" else method
+    reward, group = torch.randn(12, 2, generator=torch.Generator().manual_seed(1)), torch.arange(12) % 3
+    weights = torch.tensor([[1.0, 3.0], [2.0, 0.5], [1.0, 1.0]])[group] if by_row else torch.tensor([1.0, 3.0])
+    rewards, of_rewards = compared_rewards(reward, weights, group, method)
+    assert rewards.shape[1] == (2 if method == "gdpo" else 1)
+    expected = group_advantages(reward, group, method, weights=weights)
+    assert torch.equal(group_advantages(rewards, group, method, weights=of_rewards), expected)
+    of_capped, same_weights = compared_rewards(reward, weights, group, method, quantile=0.5)
+    assert torch.equal(of_capped, capped(rewards, group, 0.5))
+    assert torch.equal(same_weights, of_rewards)
+
+
 def test_positive_advantages_are_weighed_by_their_share_of_the_groups_mean_distance():
     advantage = torch.tensor([2.0, -1.0, 0.5, 0.0, 4.0, 1.0, 1.0])
     distance = torch.tensor([0.3, 0.9, 0.1, 0.7, 0.8, 0.0, 0.0])
@@ -259,21 +283,3 @@ def test_positive_advantages_are_weighed_by_their_share_of_the_groups_mean_dista
         ValueError, match=r"takes distances of 0 or more, and its reward returned -0\.2: name a distance, such"
     ):
         diversity_weighted(advantage, distance - 0.2, group)
-
-
-def test_contributions_are_those_of_the_rewards_that_score_any_image():
-    group = torch.tensor([0, 0, 0, 1, 1, 1])
-    by_reward = torch.tensor(
-        [[0.0, 1.0, 2.0, 1.0, 0.0, 5.0], [1.0, 0.0, 3.0, 0.0, 2.0, 2.0], [9.0, 8.0, 7.0, 6.0, 5.0, 4.0]]
-    ).T
-    names = ["a", "b", "c"]
-    both = contributions(names[:2], by_reward[:, :2], torch.tensor([1.0, 2.0]), group, method="grpo")
-    assert both.keys() == {"advantage/share/a", "advantage/share/b", "advantage/correlation/a/b"}
-    assert both["advantage/share/a"] + both["advantage/share/b"] == pytest.approx(1)
-    of_set = contributions(names[:2], by_reward[:, :2], torch.tensor([1.0, 2.0]), group, method="grpo", prompt_set="signs")
-    assert list(of_set.values()) == list(both.values())
-    assert of_set.keys() == {"advantage/share/signs/a", "advantage/share/signs/b", "advantage/correlation/signs/a/b"}
-    by_row = torch.tensor([[1.0, 0.0, 0.0]] * 3 + [[0.0, 2.0, 0.0]] * 3)  # each image by one, the third by none
-    rows = contributions(names, by_reward.where(by_row != 0, 0), by_row, group, method="grpo")
-    assert rows.keys() == both.keys()
-    assert contributions(["a"], by_reward[:, :1], torch.ones(1), group, method="grpo") == {}

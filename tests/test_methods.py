@@ -123,8 +123,7 @@ def test_a_group_of_equal_rewards_has_advantages_where_the_batch_is_compared(nam
 def test_several_rewards_are_taken_one_by_one_or_as_their_sum(name):
     reward, group = torch.tensor([[1.0, 0.0], [2.0, 9.0], [4.0, 1.0], [0.0, 3.0]]), torch.tensor([0, 0, 0, 0])
     of_both, of_sum = (advantages.group_advantages(one, group, name) for one in (reward, reward.sum(1)))
-    assert torch.allclose(of_both, of_sum) != methods.takes_each_reward(name)
-    assert not methods.takes_each_reward("file.py:function")
+    assert torch.allclose(of_both, of_sum) != methods.ADVANTAGES[name].each_reward
 
 
 @pytest.mark.parametrize("name", methods.TRANSITIONS)
@@ -274,7 +273,8 @@ def test_a_new_method_is_a_function_and_a_row(tmp_path, monkeypatch):
         return sde.cps(x, v, sigma, sigma_next, noise_level=noise_level, sigma_max=sigma_max)
 
     monkeypatch.setattr(objectives, "new", objective, raising=False)
-    monkeypatch.setitem(methods.OBJECTIVES, "new", Objective(True, ("dppo",), ratio=True, zero_at_zero_advantage=True))
+    row = Objective(stepwise=True, settings=("dppo",), ratio=True, zero_at_zero_advantage=True)
+    monkeypatch.setitem(methods.OBJECTIVES, "new", row)
     monkeypatch.setitem(advantages.METHODS, "new", advantages.rloo)
     monkeypatch.setitem(methods.ADVANTAGES, "new", Advantage())
     monkeypatch.setitem(sde.TRANSITIONS, "new", transition)

@@ -310,7 +310,7 @@ def test_rewards_by_path_are_called_by_their_functions_and_one_that_ranks_a_grou
     assert {f"rewards/{name}/mean" for name in ("brightness", "brightness_2", "rank")} <= step.keys()
     story = RunReader(tmp_path / "run")
     assert story.trained == ["brightness", "rank", "brightness_2"]
-    assert story.metrics[0] == "reward"
+    assert story.score_names[0] == "reward"
     assert {name: one["weight"] for name, one in story.config["rewards"].items()} == names
     (warning,) = [row["warning"] for row in rows if "warning" in row]
     assert warning.startswith("reward rank: an image's value depends on the other images of its prompt")

@@ -29,7 +29,7 @@ from flow_grpo.cli.settings_command import SettingsCommand
 from flow_grpo.cli.train import train
 from flow_grpo.policy.library_logging import before_imports
 from flow_grpo.progress import show_phases
-from flow_grpo.training import interrupt
+from flow_grpo.training import watchdog
 
 COMMANDS: dict[str, Callable[..., None]] = {  # in the order of --help
     "train": train,
@@ -83,8 +83,8 @@ def run() -> None:
     atexit.register(gc.freeze)  # without it, the last collection takes over a second
     before_imports()
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
-        interrupt.start_watchdog()
-        interrupt.exit_on_second_interrupt(_interrupted)
+        watchdog.start()
+        watchdog.exit_on_second_interrupt(_interrupted)
     words = [word for word in sys.argv[1:] if word != "--traceback"]
     if len(words) < len(sys.argv[1:]):
         os.environ[TRACEBACK] = "1"
@@ -93,7 +93,7 @@ def run() -> None:
         with exit_on_error(), show_phases(errors) if is_main_rank else nullcontext():
             app(words, standalone_mode=True)
     except SystemExit as end:
-        interrupt.exit_if_busy(end.code if isinstance(end.code, int) else int(end.code is not None))
+        watchdog.exit_if_busy(end.code if isinstance(end.code, int) else int(end.code is not None))
         raise
 
 

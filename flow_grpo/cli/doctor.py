@@ -8,7 +8,7 @@ import typer
 
 from flow_grpo.cli.console import console, say, without_library_messages
 from flow_grpo.cli.options import Overrides, prepare_file
-from flow_grpo.training.interrupt import INTERRUPTED
+from flow_grpo.training.watchdog import INTERRUPTED
 
 if TYPE_CHECKING:
     from flow_grpo.policy.policy import Policy
@@ -70,7 +70,7 @@ def doctor(
     passed = True
     try:
         if model is not None:
-            passed = show.check_model(console, _load(model, overrides or []), json_file)
+            passed = show.show_model_checks(console, _load(model, overrides or []), json_file)
             if config is not None:
                 say(f"The config was not checked, as --model checks a pipeline alone: run flow-grpo doctor {config}.")
         elif step_variance:
@@ -78,7 +78,7 @@ def doctor(
             levels = [_noise_level(level) for level in noise_levels.split(",")]
             check_step_variance(console, FlowGRPOConfig.from_yaml(config or "tiny_grpo", overrides), names, levels, out)
         else:
-            passed = show.check_run(console, FlowGRPOConfig.from_yaml(config, overrides), json_file)
+            passed = show.show_run_checks(console, FlowGRPOConfig.from_yaml(config, overrides), json_file)
     except KeyboardInterrupt:
         raise typer.Exit(INTERRUPTED) from None
     if not passed:

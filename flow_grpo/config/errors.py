@@ -79,8 +79,7 @@ def _paths(section: type[ConfigSection], parents: tuple[str, ...] = ()) -> Itera
 def _sections(field: FieldInfo | None) -> list[type[ConfigSection]]:
     """Section types in a setting's annotation; all objectives' sections for `objective`."""
     annotations = (field.annotation, *get_args(field.annotation)) if field else ()
-    classes = [
-        annotation for annotation in annotations if isinstance(annotation, type) and get_origin(annotation) is None
-    ]  # Python 3.10: list[str] is a type
+    # Python 3.10: list[str] is a type
+    classes = [annotation for annotation in annotations if isinstance(annotation, type) and get_origin(annotation) is None]
     sections = [annotation for annotation in classes if issubclass(annotation, ConfigSection)]
     return list(section_types().values()) if ObjectiveConfig in sections else sections

@@ -92,7 +92,7 @@ def _suits(objective: str | None, transition: str) -> bool:
 
 
 def filter_settings(settings: Settings, is_kept: Callable[[str, str], bool]) -> Settings:
-    """With those settings of `objective` and `sampling` alone for which `is_kept(section, key)`."""
+    """Keep of `objective` and `sampling` the settings for which `is_kept(section, key)` is true, and all other sections."""
     settings_kept = dict(settings)
     for section in ("objective", "sampling"):
         if isinstance(values := settings_kept.get(section), dict):

@@ -51,7 +51,7 @@ class FlowGRPOConfig(RunSettings):
     @model_validator(mode="before")
     @classmethod
     def _expand_short_forms(cls, values: Any) -> Any:
-        """In today's names, without short forms."""
+        """Expand short forms, and rename settings of 0.3."""
         if not isinstance(values, dict):
             return values
         values = with_transition(expand_trackers(_with_current_names(values)))

@@ -129,11 +129,6 @@ class RunSettings(ConfigSection):
         return methods.objective(self.objective.name, methods.TRANSITIONS[self.sampling.transition].stochastic)
 
     @property
-    def takes_each_reward(self) -> bool:
-        """Whether the advantage takes several rewards one by one, not their weighted sum."""
-        return methods.takes_each_reward(self.objective.advantage)
-
-    @property
     def trains_on_zero_std_groups(self) -> bool:
         """Whether images of a group without signal have a loss: by an anchor, or since the objective is not 0 at advantage 0."""
         method = self.method

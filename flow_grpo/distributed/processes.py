@@ -108,9 +108,8 @@ class Processes:
     def destroy(self) -> None:
         """Leave the process group, at the end of a run."""
         if self.world_size > 1:
-            time.sleep(
-                0.2
-            )  # with torch 2.6 this hangs where a thread of gloo still waits for the GIL after its last message
+            # with torch 2.6 this hangs where a thread of gloo still waits for the GIL after its last message
+            time.sleep(0.2)
             torch.distributed.destroy_process_group()
 
     def any(self, value: bool) -> bool:

@@ -8,8 +8,8 @@ from flow_grpo.data import prompt_overlap
 from flow_grpo.data.prompt_mixture import load_run_prompts
 from flow_grpo.data.prompts import PromptSet
 from flow_grpo.doctor.dry_run_model import check_model, cost_lines
+from flow_grpo.doctor.dry_run_report import DryRunReport
 from flow_grpo.doctor.dry_run_rewards import check_rewards
-from flow_grpo.doctor.result import DryRunReport
 from flow_grpo.run_folder.opening import check_begun
 from flow_grpo.training import early_checks
 from flow_grpo.training.offline import load_examples

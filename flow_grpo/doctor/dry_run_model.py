@@ -5,7 +5,7 @@ from pathlib import Path
 import torch
 
 from flow_grpo.config import FlowGRPOConfig
-from flow_grpo.doctor.result import DryRunReport
+from flow_grpo.doctor.dry_run_report import DryRunReport
 from flow_grpo.evaluation.held_out import check_evaluation_sizes
 from flow_grpo.plan.estimate import StepEstimator
 from flow_grpo.plan.fit import rates_of, slower_dtype
@@ -13,7 +13,7 @@ from flow_grpo.plan.hardware import GB, Hardware
 from flow_grpo.plan.trace import UntraceableModel
 from flow_grpo.policy import hub
 from flow_grpo.policy.devices import usable_device
-from flow_grpo.policy.model_files import check_weights
+from flow_grpo.policy.model_files import check_weight_files
 from flow_grpo.training.early_checks import check_frames
 from rewards.downloads import is_missing_download
 
@@ -26,7 +26,7 @@ def check_model(args: FlowGRPOConfig, num_processes: int, report: DryRunReport, 
     try:
         source = hub.resolve_model(args.model)
         if Path(source).is_dir():
-            check_weights(source)
+            check_weight_files(source)
             report.checked.append("the model's files")
         if not estimate:
             return None
@@ -48,7 +48,7 @@ def check_model(args: FlowGRPOConfig, num_processes: int, report: DryRunReport, 
 
 def _is_cached(estimator: StepEstimator) -> bool:
     try:
-        check_weights(estimator.trace.policy.pipe.name_or_path)
+        check_weight_files(estimator.trace.policy.pipe.name_or_path)
     except ValueError:
         return False
     return True

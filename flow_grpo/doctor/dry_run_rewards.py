@@ -6,7 +6,7 @@ import rewards as reward_kit
 from flow_grpo.config import FlowGRPOConfig
 from flow_grpo.config.sections import RewardConfig
 from flow_grpo.data.prompts import PromptSet
-from flow_grpo.doctor.result import NUM_NOISE_IMAGES, DryRunReport
+from flow_grpo.doctor.dry_run_report import NUM_NOISE_IMAGES, DryRunReport
 from flow_grpo.doctor.rewards import HUMAN
 from flow_grpo.evaluation.group_dependence import COSTLY, reason_not_to_call
 from flow_grpo.progress import phase

@@ -17,7 +17,6 @@ from flow_grpo.doctor.model import PIXEL_TOLERANCE
 from flow_grpo.doctor.result import ERROR, OK, WARNING, CheckResult
 from flow_grpo.doctor.rewards import HUMAN
 from flow_grpo.evaluation.group_dependence import RewardInputs
-from flow_grpo.methods import takes_each_reward
 from flow_grpo.training.image_sampler import ImageSampler
 from flow_grpo.training.rollouts import RolloutSource
 from flow_grpo.types import PromptBatch, Trajectory
@@ -66,42 +65,35 @@ def check_groups(source: RolloutSource, groups: SampledGroups, values: dict[str,
     Args:
         values: (B,) by reward, if the images are scored already.
     """
-    weights = {name: source.rewards.weights[name] for name in source.rewards.rewards if source.rewards.weights[name]}
-    if HUMAN in weights:  # their values are unknown
+    if HUMAN in source.rewards.trained_weights:  # their values are unknown
         return [_check_batch_invariance(source, groups)]
     if values is None:
         values = source.image_sampler.score(groups.batch, groups.images).by_name
-    by_reward, weight = torch.stack([values[name] for name in weights], 1), torch.tensor(list(weights.values()))
-    row_weights = source.rewards.row_weights(groups.batch.metadata_columns())
-    if row_weights is not None:  # a reward has no part in groups that it does not score
-        by_reward, weight = by_reward.where(row_weights != 0, 0), row_weights
-    total = advantages.weighted_sum(by_reward, weight).view(-1, source.args.images_per_prompt)
-    scored = total.isfinite().all(1)  # without the groups of a reward that was dropped
+    by_reward, weights = source.group_advantages.trained_rewards(groups.batch, values)
+    by_group = advantages.weighted_sum(by_reward, weights).view(-1, source.args.images_per_prompt)
+    scored = by_group.isfinite().all(1)  # without the groups of a reward that was dropped
     results = []
     if source.critic is None and scored.any():
         rows = scored.repeat_interleave(source.args.images_per_prompt)
-        scored_weight = weight if row_weights is None else weight[rows]
-        results += _check_signal(source, list(weights), scored_weight, by_reward[rows], groups.batch.group[rows])
+        of_scored = {name: value[rows] for name, value in values.items()}
+        results += _check_signal(source, groups.batch.take(rows.nonzero()[:, 0]), of_scored, by_group[scored])
     if groups.trajectory.steps:
-        results += _check_noise(source, groups, total)
+        results += _check_noise(source, groups, by_group)
     return [*results, _check_batch_invariance(source, groups)]
 
 
-def _check_signal(
-    source: RolloutSource, names: list[str], weight: Tensor, by_reward: Tensor, group: Tensor
-) -> list[CheckResult]:
-    """Check that groups have signal. by_reward (n, R): the values of complete groups for the R rewards of these names."""
-    args, results, total = source.args, [], advantages.weighted_sum(by_reward, weight)
+def _check_signal(source: RolloutSource, batch: PromptBatch, values: dict[str, Tensor], reward: Tensor) -> list[CheckResult]:
+    """Check that complete groups have signal, given the values of their rows by reward, and their weighted sum (P, G)."""
+    args, results, method = source.args, [], source.group_advantages.method
     if args.method.rows == "all":  # other objectives choose the best of a group, or the best and the worst
         results.append(group_size(args.images_per_prompt))
-    compared = by_reward if takes_each_reward(args.objective.advantage) else total
-    if args.objective.reward_cap is not None:
-        compared = advantages.capped(compared, group, args.objective.reward_cap)
-    has_signal = advantages.has_signal(compared, group, source.group_advantages.method)
-    by_group = total.view(-1, args.images_per_prompt)
-    results.append(zero_std_groups(has_signal.view_as(by_group)[:, 0], by_group, args.method.stepwise))
-    share, _ = advantages.shares(by_reward, weight, group, source.group_advantages.method)
+    compared, _ = source.group_advantages.compared_rewards(batch, values)
+    has_signal = advantages.has_signal(compared, batch.group, method)
+    results.append(zero_std_groups(has_signal.view_as(reward)[:, 0], reward, args.method.stepwise))
+    by_reward, weights = source.group_advantages.trained_rewards(batch, values)
+    share, _ = advantages.shares(by_reward, weights, batch.group, method)
     varies = by_reward.amax(0) > by_reward.amin(0)
+    names = source.rewards.trained_weights
     of_several = {
         name: value for name, value, is_varied in zip(names, share.tolist(), varies.tolist(), strict=True) if is_varied
     }

@@ -19,6 +19,7 @@ from flow_grpo.types import Schedule, StepDistribution
 PROMPTS = ["a red cat", "a blue dog on a very long and winding road"]
 NUM_STEPS = 3
 PIXEL_TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.1, torch.float16: 0.02}  # pixels in [0, 1], by the policy's dtype
+# of an unfit pipeline
 EXPECTED_ERRORS = (
     RuntimeError,
     ValueError,
@@ -27,7 +28,7 @@ EXPECTED_ERRORS = (
     AttributeError,
     AssertionError,
     KeyError,
-)  # of an unfit pipeline
+)
 
 
 def check_model(policy: Policy) -> Iterator[CheckResult]:
@@ -180,7 +181,7 @@ class CompatibilityChecks:
                 for prompt in (first, second)
             ]
         difference = ((both - torch.cat(alone)).abs().max() / both.abs().max()).item()
-        value = "in one call" if self.policy.shares_calls else "in one call per prompt"
+        value = "in one call" if self.policy.supports_images_per_row else "in one call per prompt"
         changes = bool((both[0] - both[1]).abs().max() > 0)
         otherwise = "rows of a batch change each other" if changes else "the image changes nothing: the pipeline ignores it"
         return _result(self.images, value, changes and difference < self.tolerance, otherwise)

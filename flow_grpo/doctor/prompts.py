@@ -40,9 +40,8 @@ def check_prompts(
         results.append(train_eval_overlap(trained, eval_prompts))
     results.append(benchmark_prompts(benchmark_overlap(trained, eval_prompts, source if sampled else None)))
     longest = max(trained, key=len)
-    if (
-        stages[0].memory.embedding_cache_dir is None and len(longest.split()) > 1
-    ):  # with an embedding cache the encoders may be missing
+    # with an embedding cache the encoders may be missing
+    if stages[0].memory.embedding_cache_dir is None and len(longest.split()) > 1:
         results.append(prompt_truncation(longest, not reads_last_word(policy, longest)))
     return results
 

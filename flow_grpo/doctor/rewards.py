@@ -76,7 +76,7 @@ def check_rewards(
             continue
         drops = name in rewards.drop_on_error
         if name in errors:
-            results.append(failed(name, errors[name], drops))
+            results.append(reward_failed(name, errors[name], drops))
             continue
         if name in trained:
             other_calls = [call for other_name, call in trained.items() if other_name != name]
@@ -113,7 +113,7 @@ def check_trained(
     """The results for a reward that is trained on, together with those of `other_calls`."""
     assert isinstance(call, RewardProbe)
     alone = all(other_call.constant for other_call in other_calls)
-    results = [values(name, call.values, drops, if_constant=ERROR if alone else WARNING)]
+    results = [value_range(name, call.values, drops, if_constant=ERROR if alone else WARNING)]
     if call.finite and not call.constant:
         groups = call.values.view(-1, group_size)
         within = groups.std(1, correction=0).mean().item()
@@ -129,7 +129,7 @@ def check_trained(
 
 def check_monitored(name: str, call: RewardCall, drops: bool) -> list[CheckResult]:
     """The results for a reward that is measured and not trained on."""
-    results = [values(name, call.values, drops, if_constant=OK)]
+    results = [value_range(name, call.values, drops, if_constant=OK)]
     return [*results, side_effects(name, call)] if call.wrote_images or call.settings else results
 
 
@@ -147,13 +147,13 @@ def human_skipped(name: str) -> CheckResult:
     return CheckResult(f"{name}: values", "not called", OK, message)
 
 
-def failed(name: str, error: str, drops: bool) -> CheckResult:
+def reward_failed(name: str, error: str, drops: bool) -> CheckResult:
     """A reward that failed; `drops` if its on_error drops the groups of images that it can't score."""
     advice = "" if drops else " Fix it; if it fails only now and then, on_error=drop leaves out those images."
     return CheckResult(f"{name}: values", "none", ERROR, f"{error.rstrip('.')}.{advice}")
 
 
-def values(name: str, scores: Tensor, drops: bool, if_constant: Status) -> CheckResult:
+def value_range(name: str, scores: Tensor, drops: bool, if_constant: Status) -> CheckResult:
     """Range of the scores (B,) of images of several prompts; `if_constant` is the status if all are equal."""
     check, finite = f"{name}: values", scores[scores.isfinite()]
     missing = len(scores) - len(finite)

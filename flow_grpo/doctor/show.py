@@ -20,7 +20,7 @@ MAX_WIDTH = 110  # columns of the terminal
 NAME_WIDTH, VALUE_WIDTH, MESSAGE_WIDTH = 37, 24, 39  # of a hundred
 
 
-def check_run(console: Console, args: FlowGRPOConfig, file: Path | None = None) -> bool:
+def show_run_checks(console: Console, args: FlowGRPOConfig, file: Path | None = None) -> bool:
     """Check a run and print a table for each section. Returns whether no check failed.
 
     Args:
@@ -29,7 +29,7 @@ def check_run(console: Console, args: FlowGRPOConfig, file: Path | None = None) 
     return _show(console, f"{args.model}, {args.objective.name}", run.run_checks(args), "the run can be started", file)
 
 
-def check_model(console: Console, policy: Policy, file: Path | None = None) -> bool:
+def show_model_checks(console: Console, policy: Policy, file: Path | None = None) -> bool:
     """Check whether a model can be trained, likewise."""
     sections = (("", [result]) for result in model.check_model(policy))
     return _show(console, type(policy.pipe).__name__, sections, "the pipeline can be trained", file)

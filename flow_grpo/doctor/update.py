@@ -93,7 +93,7 @@ def check_update(
     results = []
     if "ratio/first_update_max_deviation" in metrics:
         results.append(initial_ratio(metrics["ratio/first_update_max_deviation"]))
-    if not experience.has_signal:  # whatever the cause, it is not in the update
+    if not experience.has_advantage:  # whatever the cause, it is not in the update
         message = "no group has signal, so that the policy learns nothing from the rewards: see the groups."
         return [*results, CheckResult("gradient", "not checked", WARNING, message)]
     results += _check_drift(stage, experience.trajectory, drift)

@@ -99,7 +99,7 @@ class Evaluator:
             num_kept_images=num_kept_images,
         )
 
-    def run(self, step: int, microbatch: int, tracker: Tracker, save_best: Callable[[], object]) -> None:
+    def evaluate_and_record(self, step: int, microbatch: int, tracker: Tracker, save_best: Callable[[], object]) -> None:
         """Evaluate, keep the result, log it with warnings, and call `save_best` if it is the best so far."""
         started = time.perf_counter()
         evaluation = self.evaluate(microbatch)
@@ -164,7 +164,7 @@ class Evaluator:
         }
         more = {name: value for size, history in histories.items() for name, value in hacking.metrics(history, size).items()}
         more["time/evaluation"] = seconds
-        tracker.evaluation(
+        tracker.log_evaluation(
             step, {**evaluation.means(), **by_set}, more, self.recorder.samples.preview_images(step, self.prompts.prompts)
         )
         best = hacking.best_step(histories[""]) if self.recorder.has_best_weights else None

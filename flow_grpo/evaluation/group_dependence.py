@@ -92,7 +92,7 @@ def group_dependence_warnings(
 
 
 def rows_warnings(reward_funcs: dict[str, rewards.Reward], rows: ImageRecords, images: dict[int, Tensor]) -> list[str]:
-    """The same for images of some rows, by the row's index."""
+    """Warnings as of `group_dependence_warnings`, for the images of some rows, by the row's index."""
     indices = list(images)[:NUM_IMAGES]
     first = torch.stack([images[i] for i in indices])
     return group_dependence_of(reward_funcs, RewardInputs(first, [rows.prompts[i] for i in indices], rows.columns(indices)))

@@ -38,7 +38,7 @@ class EvaluationRecord:
 
     step: int
     reward: list[float]  # the trained weighted sum
-    held_out: dict[str, list[float]]  # rewards that are not trained on
+    untrained_rewards: dict[str, list[float]]  # rewards that are not trained on
     image_metrics: dict[str, list[float]]  # high-frequency power and diversity
 
 
@@ -53,10 +53,12 @@ def read_history(evaluations: list[dict[str, Any]], size: str = "") -> list[Eval
         if size and size not in e.get("sizes", {}):
             continue
         of_size = {metric_name(name): values for name, values in e["values"].items() if metric_size(name) == size}
-        held_out = {name: values for name, values in of_size.items() if name != "reward" and name not in e["trained"]}
+        untrained_rewards = {
+            name: values for name, values in of_size.items() if name != "reward" and name not in e["trained"]
+        }
         images = e["sizes"][size] if size else e
         image_metrics = {HIGH_FREQUENCY_POWER: images["high_frequency_power"], DIVERSITY: images.get("diversity", [])}
-        records.append(EvaluationRecord(e["step"], of_size["reward"], held_out, image_metrics))
+        records.append(EvaluationRecord(e["step"], of_size["reward"], untrained_rewards, image_metrics))
     return records
 
 
@@ -68,8 +70,8 @@ def detect_drops(history: list[EvaluationRecord]) -> dict[str, tuple[int, float]
     if gain <= NUM_STANDARD_ERRORS * error:
         return drops
     rewards = {record.step: finite_mean(record.reward) for record in history}
-    for name, values in {**now.held_out, **now.image_metrics}.items():
-        by_step = {record.step: {**record.held_out, **record.image_metrics}.get(name, []) for record in history}
+    for name, values in {**now.untrained_rewards, **now.image_metrics}.items():
+        by_step = {record.step: {**record.untrained_rewards, **record.image_metrics}.get(name, []) for record in history}
         best_at = max(by_step, key=lambda step: finite_mean(by_step[step]))
         if rewards[now.step] < rewards[best_at]:
             continue
@@ -86,7 +88,11 @@ def best_step(history: list[EvaluationRecord]) -> int:
     first = history[0]
 
     def relative_gain(record: EvaluationRecord) -> float:
-        pairs = [(record.held_out[name], values) for name, values in first.held_out.items() if name in record.held_out]
+        pairs = [
+            (record.untrained_rewards[name], values)
+            for name, values in first.untrained_rewards.items()
+            if name in record.untrained_rewards
+        ]
         pairs = pairs or [(record.reward, first.reward)]
         gains = [(finite_mean(now) - finite_mean(then)) / (_root_mean_square(then) or 1.0) for now, then in pairs]
         return statistics.mean(gains)

@@ -44,7 +44,7 @@ def export(
     with TemporaryDirectory(prefix=".export_", dir=out.parent) as name:
         new_folder = Path(name)
         notes = _write_weights(args, run, source, new_folder, merge)
-        (new_folder / layout.CONFIG).write_text(run.source, encoding="utf-8")
+        (new_folder / layout.CONFIG).write_text(run.config_text, encoding="utf-8")
         curve = plot_curves(folder)
         if curve is not None:
             shutil.copy(curve, new_folder / layout.CURVES)
@@ -84,7 +84,7 @@ def select_weights(run: RunReader, best: bool, checkpoint: int | None) -> tuple[
     weights = layout.trained_weights(folder)
     if weights is None:
         raise ValueError(f"{folder} is not finished, so it has no lora/: export --best, or a --checkpoint.")
-    return weights, max([row["step"] for row in run.steps], default=0)
+    return weights, max([row["step"] for row in run.step_rows], default=0)
 
 
 def _write_weights(args: FlowGRPOConfig, run: RunReader, source: Path, folder: Path, merge: bool) -> list[str]:

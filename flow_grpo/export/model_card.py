@@ -71,7 +71,7 @@ def write(folder: Path, run: RunReader, args: FlowGRPOConfig, *, step: int, merg
         "usage_code": usage_code(folder, args, run, merged, source),
         "base_page": f"{HUB}/{args.model}" if _on_hub(args.model) else None,
         "licence": licence,
-        "config": run.source,
+        "config": run.config_text,
         **_results(run, images),
         **_about_rewards(run, args),
     }
@@ -85,7 +85,7 @@ def write(folder: Path, run: RunReader, args: FlowGRPOConfig, *, step: int, merg
 
 def _results(run: RunReader, images: list[dict[str, Any]]) -> dict[str, Any]:
     """What the card says of the evaluations."""
-    ends = [run.held_out[0]["step"], run.held_out[-1]["step"]] if len(run.held_out) > 1 else []
+    ends = [run.evaluation_rows[0]["step"], run.evaluation_rows[-1]["step"]] if len(run.evaluation_rows) > 1 else []
     prompts = len(run.evaluations[-1]["prompts"]) if run.evaluations else 0
     return {
         "headline": summary.headline(run),
@@ -101,7 +101,7 @@ def _results(run: RunReader, images: list[dict[str, Any]]) -> dict[str, Any]:
 
 def _about_rewards(run: RunReader, args: FlowGRPOConfig) -> dict[str, Any]:
     """What the rewards' docstrings say on how they are gamed, and on their licences."""
-    names = dict.fromkeys([*run.trained, *(name for name in run.metrics if name != "reward")])
+    names = dict.fromkeys([*run.trained, *(name for name in run.score_names if name != "reward")])
     return {
         "gamed": {name: _sentence(name, "Gamed") for name in run.trained},
         "reward_licences": {name: _sentence(name, "Weights", "No weights") for name in names},
@@ -120,12 +120,12 @@ def front_matter(
 ) -> ModelCardData:
     """The card's metadata for the hub."""
     results = []
-    if len(run.held_out) > 1 and args.evaluation.prompts is not None:
+    if len(run.evaluation_rows) > 1 and args.evaluation.prompts is not None:
         sets = args.evaluation.prompts
         data_set = Path(sets).stem if isinstance(sets, str) else ", ".join(prompt_set.label for prompt_set in sets)
         results = [
             EvalResult("text-to-image", data_set, data_set, plain(short_name(m)), summary.change(run, m)["last"])
-            for m in run.metrics
+            for m in run.score_names
         ]
     tags = ["text-to-image", "diffusers", "flow-grpo", "reinforcement-learning"]
     return ModelCardData(
@@ -265,7 +265,7 @@ def _stored_settings(folder: Path) -> dict[str, Any]:
 def scores_table(run: RunReader, ends: list[int], prompts: int) -> str:
     """The held-out scores at the first and the last evaluation, and their change."""
     rows = []
-    for name in run.metrics:
+    for name in run.score_names:
         change = summary.change(run, name)
         error = "" if change["error"] is None else f" ± {number(change['error'])}"
         title = "the sum of the rewards" if name == "reward" else inline_code(short_name(name))

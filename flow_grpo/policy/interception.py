@@ -37,7 +37,7 @@ class InterceptingScheduler(FlowMatchEulerDiscreteScheduler):
 
     @classmethod
     def from_scheduler(cls, scheduler: Any) -> "InterceptingScheduler":
-        """With the config of a pipeline's scheduler, which may be a solver of higher order."""
+        """Make one with the config of a pipeline's scheduler, which may be a solver of higher order."""
         config = dict(scheduler.config)
         if "flow_shift" in config:
             config["shift"] = config["flow_shift"]

@@ -14,7 +14,7 @@ from flow_grpo.policy.embedding_cache import EmbeddingCache
 from flow_grpo.policy.encoding import ENCODER_PREFIXES
 from flow_grpo.policy.library_logging import quietly
 from flow_grpo.policy.memory import apply_memory_settings, move_to_device, quantization
-from flow_grpo.policy.model_files import check_weights, load_errors
+from flow_grpo.policy.model_files import check_weight_files, load_errors
 from flow_grpo.policy.policy import Policy
 from flow_grpo.policy.probes import probe_prompts
 from flow_grpo.progress import phase
@@ -77,5 +77,5 @@ def _loading_options(source: str, dtype: torch.dtype, memory: MemoryConfig, with
     if memory.quantize not in (None, "fp8_layerwise"):
         options["quantization_config"] = quantization(memory.quantize, dtype, hub.pipeline_class(source))
     if Path(source).is_dir():
-        check_weights(source, left_out)
+        check_weight_files(source, left_out)
     return options

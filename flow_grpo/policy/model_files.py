@@ -71,7 +71,7 @@ def read_index(folder: str | Path) -> Index:
     return Index(pipeline_class, parts, {name: entry for name, entry in entries.items() if name not in parts})
 
 
-def check_weights(folder: str | Path, left_out: Collection[str] = ()) -> None:
+def check_weight_files(folder: str | Path, left_out: Collection[str] = ()) -> None:
     """Load all networks as a run does, but on the meta device.
 
     Args:

@@ -41,7 +41,7 @@ class FlowPipeline:
     Args:
         dtype: of autocast, which is off for float32.
         guidance: guidance scale, whatever the pipeline calls it; 1 is off.
-        embedding_cache_dir: where encoded prompts are kept; by default in memory.
+        embedding_cache: keeps encoded prompts; by default one in memory.
         offload: keep the text encoders on the CPU while no prompt is encoded.
         call: arguments of every pipeline call, such as height, width and max_sequence_length.
 
@@ -49,7 +49,7 @@ class FlowPipeline:
         pipe: the user's pipeline. It is not changed: scheduler and methods are replaced in copies of it.
         guidance: the guidance scale.
         encoder: encodes prompts.
-        shares_calls: whether a call can have rows with different images; None until that was tried.
+        supports_images_per_row: whether a call can have rows with different images; None until that was tried.
         supports_per_sample_timesteps: whether a call can have a timestep per row; None until that was tried.
         synced_call_count: given how many calls this process needs, how many all processes make.
     """
@@ -59,7 +59,7 @@ class FlowPipeline:
         pipe: DiffusionPipeline,
         dtype: torch.dtype = torch.float32,
         guidance: float = 1.0,
-        embeddings: EmbeddingCache | None = None,
+        embedding_cache: EmbeddingCache | None = None,
         offload: bool = False,
         **call: Any,
     ) -> None:
@@ -72,21 +72,21 @@ class FlowPipeline:
         defaults = {name: value for name, value in self.family.call_kwargs.items() if name in self._arguments}
         arguments = {**defaults, **self._guidance_argument(guidance), **call}
         self.supports_per_sample_timesteps: bool | None = None
-        self.shares_calls: bool | None = None
+        self.supports_images_per_row: bool | None = None
         self.synced_call_count: Callable[[int], int] = lambda calls: calls
         self._scheduler = InterceptingScheduler.from_scheduler(pipe.scheduler)
-        self._denoiser = self._intercepted(guidance)
+        self._intercepted = self._make_intercepted(guidance)
         self._call = PipelineCall(
             pipe,
-            self._denoiser,
+            self._intercepted,
             self._scheduler,
             family=self.family,
             parameters=self._arguments,
             arguments=arguments,
             autocast=self._autocast,
         )
-        cache = EmbeddingCache() if embeddings is None else embeddings
-        self.encoder = PromptEncoder(pipe, self._denoiser, self.family, call=self._call, cache=cache, offload=offload)
+        cache = EmbeddingCache() if embedding_cache is None else embedding_cache
+        self.encoder = PromptEncoder(pipe, self._intercepted, self.family, call=self._call, cache=cache, offload=offload)
 
     @property
     def call(self) -> dict[str, Any]:
@@ -98,7 +98,7 @@ class FlowPipeline:
             return {}
         return {self.family.guidance: guidance if guidance > 1 else self.family.no_guidance_value}
 
-    def _intercepted(self, guidance: float) -> Any:
+    def _make_intercepted(self, guidance: float) -> Any:
         """A copy of the pipeline with our scheduler and guiders, that computes on the transformer's device."""
         intercepted: Any = copy.copy(self.pipe)
         intercepted.__class__ = with_execution_device(type(self.pipe), self.device)
@@ -217,7 +217,7 @@ class FlowPipeline:
 
         A pipeline that reads the images past the recorded methods would give the images of the first row to all.
         """
-        if self.shares_calls is None:
+        if self.supports_images_per_row is None:
             sizes = [image.size for image in images_of(prompt)]
             first_images, second_images = ([probe_image(size, seed) for size in sizes] for seed in (0, 1))
             conditioning = self.encode([with_images("a", first_images), with_images("a", second_images)])
@@ -225,8 +225,8 @@ class FlowPipeline:
             with torch.no_grad(), torch.compiler.set_stance("force_eager"):  # not compiled for two rows
                 first, second = (self._velocity(states, timesteps, conditioning, row.expand(2))[0] for row in rows)
                 both = self._velocity(states, timesteps, conditioning, rows)
-            self.shares_calls = rows_agree(both, first, second)
-        return self.shares_calls
+            self.supports_images_per_row = rows_agree(both, first, second)
+        return self.supports_images_per_row
 
     def _velocity(self, x: Tensor, timesteps: Tensor, conditioning: Conditioning, rows: Tensor) -> Tensor:
         first_axis = timesteps[:1] if (timesteps == timesteps[0]).all() else timesteps[None]  # over which pipelines iterate
@@ -259,7 +259,7 @@ class FlowPipeline:
         pipe: Any = copy.copy(self.pipe)
         object.__setattr__(pipe, "scheduler", FlowMatchEulerDiscreteScheduler.from_config(self._scheduler.config))
         for guider in self.family.guiders:
-            object.__setattr__(pipe, guider, getattr(self._denoiser, guider))
+            object.__setattr__(pipe, guider, getattr(self._intercepted, guider))
         pipe.set_progress_bar_config(disable=True)
         call = {"generator": torch.Generator(self.device).manual_seed(seed), **self._call.prompt_arguments([prompt])}
         with self._autocast(), self.encoder.encoders_on_device():

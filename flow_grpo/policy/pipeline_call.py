@@ -45,7 +45,7 @@ class PipelineCall:
         self._prepared: dict[int, tuple] = {}
 
     def with_arguments(self, **more: Any) -> Self:
-        """The same with further arguments."""
+        """Return a copy with further arguments."""
         call = copy.copy(self)
         call.arguments, call._prepared = {**self.arguments, **more}, {}
         return call

@@ -209,4 +209,4 @@ class Policy(FlowPipeline):
         try:
             self.accepts_images_per_row(x, timesteps[0], with_images("a", self.probe_images(1)))
         except (ValueError, RuntimeError, TypeError):  # a model that is trained on texts
-            self.shares_calls = False
+            self.supports_images_per_row = False

@@ -62,9 +62,11 @@ def _score_charts(
         sets = dict.fromkeys(name for run in runs for name in run.prompt_sets)
         charts += [draw(f"Reward of {name}", _reward_lines(runs, labels, f"reward/{name}"), REWARD_NOTE) for name in sets]
     constant: list[str] = []
-    for name in dict.fromkeys(metric_name(name) for run in runs for name in run.metrics if metric_name(name) != "reward"):
+    for name in dict.fromkeys(
+        metric_name(name) for run in runs for name in run.score_names if metric_name(name) != "reward"
+    ):
         trained = [i for i, run in enumerate(runs) if name in run.trained]
-        if same_rewards and trained and all(name == run.metrics[0] for run in runs if run.metrics):
+        if same_rewards and trained and all(name == run.score_names[0] for run in runs if run.score_names):
             continue  # it is the reward
         lines = [
             line for i, run in enumerate(runs) for line in _held_out_lines(run, f"eval/{name}", labels[i] or "held out", i)
@@ -87,7 +89,9 @@ def _signal_charts(
         lines = []
         for i, run in enumerate(runs):
             label = names[i] if len(runs) > 1 else title.lower()
-            lines += _held_out_lines(run, key, label, i) if evaluated else [Line(label, series(run.steps, key), "line", i)]
+            lines += (
+                _held_out_lines(run, key, label, i) if evaluated else [Line(label, series(run.step_rows, key), "line", i)]
+            )
         dropped = [key, *(f"{title.lower()} of the {images}" for images in ("images", "pictures"))]  # pictures: runs of 0.3
         chart = draw(title, lines, note, [mark for name in dropped for mark in marks.get(name, ())])
         values = {y for line in lines for _, y in line.points}
@@ -102,7 +106,7 @@ def _reward_lines(runs: list[RunReader], labels: list[str], key: str) -> list[Li
     """The reward, or that of a prompt set, in training and held out. A single run has each step's reward too."""
     lines = []
     for i, run in enumerate(runs):
-        points = series(run.steps, key)
+        points = series(run.step_rows, key)
         if len(runs) == 1:
             lines.append(Line("", points, "faint", i))
         lines.append(Line(f"{labels[i]} in training".strip(), smooth(points), "soft", i))
@@ -112,8 +116,11 @@ def _reward_lines(runs: list[RunReader], labels: list[str], key: str) -> list[Li
 
 def _held_out_lines(run: RunReader, key: str, label: str, number: int) -> list[Line]:
     """A metric of evaluations, and a line for each further size."""
-    own = Line(label, series(run.held_out, key), "dots", number)
-    return [own, *(Line(f"{label} at {size}", series(run.held_out, f"{key}@{size}"), "dots", number) for size in run.sizes)]
+    own = Line(label, series(run.evaluation_rows, key), "dots", number)
+    return [
+        own,
+        *(Line(f"{label} at {size}", series(run.evaluation_rows, f"{key}@{size}"), "dots", number) for size in run.sizes),
+    ]
 
 
 def series(rows: list[dict], key: str) -> list[Point]:

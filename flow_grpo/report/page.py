@@ -64,7 +64,7 @@ def render(runs: list[RunReader]) -> str:
         "constant": constant,
         "comparison": summary.comparison(runs) if len(runs) > 1 else None,
         "settings": summary.settings(runs),
-        "has_rows": any(run.steps or run.held_out for run in runs),
+        "has_rows": any(run.step_rows or run.evaluation_rows for run in runs),
         "has_images": [len(entry["frames"]) > 1 and bool(entry["prompts"]) for entry in data],
         "has_groups": [any(step["groups"] for step in entry["groups"]) for entry in data],
         "data": json_safe({"runs": data}),
@@ -82,7 +82,7 @@ def run_context(run: RunReader, name: str) -> dict[str, Any]:
         "cost": summary.cost(run),
         "table": summary.table(run),
         "best_and_worst": best_and_worst(run),
-        "config": "\n".join(plain(line) for line in run.source.splitlines()),
+        "config": "\n".join(plain(line) for line in run.config_text.splitlines()),
     }
 
 

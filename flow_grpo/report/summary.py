@@ -38,9 +38,9 @@ def headline(run: RunReader) -> str:
     start = f"{short_name(run.config.get('model', 'A model'))} was trained on {rewards} for {_progress(run)}"
     if not _has_learned(run):
         return f"{start}, but nothing was learned: in every step all images of each prompt got the same reward."
-    if len(run.held_out) < 2:
-        return f"{start}{_in_training([row['reward'] for row in run.steps if 'reward' in row])}."
-    metric = run.metrics[0]
+    if len(run.evaluation_rows) < 2:
+        return f"{start}{_in_training([row['reward'] for row in run.step_rows if 'reward' in row])}."
+    metric = run.score_names[0]
     changed = change(run, metric)
     what = "the sum of its rewards" if metric == "reward" else "it" if short_name(metric) == rewards else short_name(metric)
     count = len(run.evaluations[-1]["prompts"]) if run.evaluations else None
@@ -56,12 +56,12 @@ def headline(run: RunReader) -> str:
 def _has_learned(run: RunReader) -> bool:
     """Whether a step had signal. Equal sums of rewards are not enough: some advantages compare single rewards, or the whole batch."""
     warned = any(row.get("fallen") == NO_SIGNAL for row in run.warnings)
-    return not warned or any(row.get("frac_reward_zero_std") != 1 for row in run.steps)
+    return not warned or any(row.get("frac_reward_zero_std") != 1 for row in run.step_rows)
 
 
 def _progress(run: RunReader) -> str:
     """The number of steps. A run that a callback has ended is finished before its last step; others can be continued."""
-    steps, wanted = max([row["step"] for row in run.steps], default=0), run.num_steps
+    steps, wanted = max([row["step"] for row in run.step_rows], default=0), run.num_steps
     if steps >= wanted:
         return counted(steps, "step")
     has_ended = layout.trained_weights(run.folder) is not None
@@ -70,7 +70,11 @@ def _progress(run: RunReader) -> str:
 
 def untrained_metrics(run: RunReader) -> list[dict[str, Any]]:
     """The changes of the rewards that the run was not trained on."""
-    names = [n for n in run.metrics[1:] if metric_name(n) not in ("reward", *run.trained)] if len(run.held_out) > 1 else []
+    names = (
+        [n for n in run.score_names[1:] if metric_name(n) not in ("reward", *run.trained)]
+        if len(run.evaluation_rows) > 1
+        else []
+    )
     return [{"name": short_name(name), **change(run, name)} for name in names]
 
 
@@ -79,7 +83,7 @@ def change(run: RunReader, metric: str) -> dict[str, Any]:
 
     A change below the shown precision counts as none.
     """
-    values = [row[f"eval/{metric}"] for row in run.held_out if f"eval/{metric}" in row]
+    values = [row[f"eval/{metric}"] for row in run.evaluation_rows if f"eval/{metric}" in row]
     first, last = values[0], values[-1]
     error = paired_error(run, metric)
     threshold = MIN_ERRORS * error if error is not None else 0.01 * max(abs(first), abs(last))
@@ -99,9 +103,9 @@ def paired_error(run: RunReader, metric: str) -> float | None:
 
 def table(run: RunReader) -> dict[str, Any]:
     """The evaluations: a row for each, a column for each metric, and the change in the last row."""
-    names = run.metrics
+    names = run.score_names
     known = {f"{key}@{size}" if size else key: name for size in ("", *run.sizes) for key, name in IMAGE_METRICS.items()}
-    image_metrics = [key for key in known if any(key in row for row in run.held_out)]
+    image_metrics = [key for key in known if any(key in row for row in run.evaluation_rows)]
     rows = [
         {
             "step": row["step"],
@@ -109,7 +113,7 @@ def table(run: RunReader) -> dict[str, Any]:
             "values": [number(row.get(f"eval/{name}", math.nan)) for name in names]
             + [number(row.get(key), decimals=4) for key in image_metrics],
         }
-        for row in run.held_out
+        for row in run.evaluation_rows
     ]
     changes = [change(run, name) for name in names] if len(rows) > 1 else []
     return {
@@ -117,7 +121,7 @@ def table(run: RunReader) -> dict[str, Any]:
         + [{"name": _short_image_metric(known[key], metric_size(key)), "trained": False} for key in image_metrics],
         "rows": rows,
         "changes": [_change_text(c) for c in changes]
-        + [_difference(_gain(run.held_out, key), 4, sign=True) for key in image_metrics if changes],
+        + [_difference(_gain(run.evaluation_rows, key), 4, sign=True) for key in image_metrics if changes],
     }
 
 
@@ -146,7 +150,7 @@ def _short_image_metric(name: str, size: str) -> str:
 def cost(run: RunReader) -> dict[str, Any]:
     """Time, images, machine, and the share of each phase in the time."""
     training, images, evaluating = run.sum_of("time/step"), run.sum_of("images"), run.sum_of("time/evaluation")
-    has_parts = any("time/forward" in row for row in run.steps)
+    has_parts = any("time/forward" in row for row in run.step_rows)
     phases = {label: run.sum_of(f"time/{key}") for key, label in (PHASES if has_parts else {**PHASES, **UPDATE}).items()}
     phases["evaluating"] = evaluating
     total = training + evaluating
@@ -154,19 +158,19 @@ def cost(run: RunReader) -> dict[str, Any]:
     phases["other"] = max(0.0, total - sum(phases.values()))
     facts = {
         "time": duration(training + evaluating),
-        "steps": f"{len(run.steps):,}",
-        "seconds a step": number(training / len(run.steps)) if run.steps else "–",
+        "steps": f"{len(run.step_rows):,}",
+        "seconds a step": number(training / len(run.step_rows)) if run.step_rows else "–",
         "training images": f"{images:,.0f}",
         "images a second": number(images / training) if training else "–",
     }
     flops = run.sum_of("speed/tflop")
     if flops and training:
-        facts["TFLOP a step"] = number(flops / len(run.steps))
+        facts["TFLOP a step"] = number(flops / len(run.step_rows))
         facts["TFLOP/s"] = number(flops / training)
-    shares_of_peak = [row["speed/mfu"] for row in run.steps if "speed/mfu" in row]
+    shares_of_peak = [row["speed/mfu"] for row in run.step_rows if "speed/mfu" in row]
     if shares_of_peak:
         facts["MFU"] = f"{100 * statistics.fmean(shares_of_peak):.0f} % of this device's measured speed"
-    peaks = [row["memory/peak_gb"] for row in run.steps if "memory/peak_gb" in row]
+    peaks = [row["memory/peak_gb"] for row in run.step_rows if "memory/peak_gb" in row]
     if peaks:
         facts["peak memory"] = f"{number(max(peaks))} GB"
     machine = run.machine
@@ -181,10 +185,10 @@ def cost(run: RunReader) -> dict[str, Any]:
 def comparison(runs: list[RunReader]) -> list[dict[str, Any]]:
     """A row for each metric and cost, with what each run has of it."""
     rows = []
-    for name in dict.fromkeys(name for run in runs for name in ["reward", *run.metrics]):
+    for name in dict.fromkeys(name for run in runs for name in ["reward", *run.score_names]):
         cells = []
         for run in runs:
-            is_measured = len(run.held_out) > 1 and f"eval/{name}" in run.held_out[0]
+            is_measured = len(run.evaluation_rows) > 1 and f"eval/{name}" in run.evaluation_rows[0]
             c = change(run, name) if is_measured else None
             cells.append({"text": f"{number(c['first'])} → {number(c['last'])}", "value": c["last"]} if c else {"text": "–"})
         if any("value" in cell for cell in cells):
@@ -244,13 +248,13 @@ def _in_training(rewards: list[float]) -> str:
 
 def monitor_status(run: RunReader) -> str:
     """What the monitor watches, and drops of image metrics that were too small for a warning."""
-    if len(run.held_out) < 2:
+    if len(run.evaluation_rows) < 2:
         return ""
     sentences = [f"{limits()} It has not warned."]
     for size in ("", *run.sizes):
         at, of = (f"@{size}", f" of {size} pixels") if size else ("", "")
         for key, name in IMAGE_METRICS.items():
-            values = [row[key + at] for row in run.held_out if key + at in row]
+            values = [row[key + at] for row in run.evaluation_rows if key + at in row]
             if len(values) > 1 and values[-1] < (1 - MIN_DROP) * max(values):
                 fall = 1 - values[-1] / max(values)
                 sentences.append(f"The {name}{of} fell by {fall:.0%}; the monitor warns from {IMAGE_DROPS[name]:.0%} on.")

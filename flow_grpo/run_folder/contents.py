@@ -25,9 +25,8 @@ class Content(BaseModel):
 class ImageMetrics(Content):
     """Measures of the held-out images of one size, by prompt."""
 
-    high_frequency_power: Numbers = Field(
-        validation_alias=AliasChoices("high_frequency_power", "sharpness")
-    )  # sharpness in 0.3
+    # sharpness in 0.3
+    high_frequency_power: Numbers = Field(validation_alias=AliasChoices("high_frequency_power", "sharpness"))
     diversity: Numbers = []
 
 

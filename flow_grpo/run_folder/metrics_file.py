@@ -50,7 +50,7 @@ def _current_name(key: str) -> str:
     return f"{FORMER_NAMES.get(name, name)}{at}{size}"
 
 
-def best_step(rows: list[dict]) -> int | None:
+def logged_best_step(rows: list[dict]) -> int | None:
     """The step of the best evaluation, according to the last one of these rows."""
     steps = [row["monitor/best_step"] for row in rows if math.isfinite(row.get("monitor/best_step", math.nan))]
     return int(steps[-1]) if steps else None

@@ -9,7 +9,7 @@ from flow_grpo.config import FlowGRPOConfig
 from flow_grpo.files import WriteError, remove, write_atomic
 from flow_grpo.run_folder import checkpoint, layout
 from flow_grpo.run_folder.lock import locked
-from flow_grpo.run_folder.metrics_file import best_step, has_metrics, read_metrics
+from flow_grpo.run_folder.metrics_file import has_metrics, logged_best_step, read_metrics
 
 
 def is_begun(folder: Path) -> bool:
@@ -66,7 +66,7 @@ def newest_checkpoint(args: FlowGRPOConfig, info: Callable[[str], None]) -> dict
 def discard_later_files(folder: Path, step: int) -> None:
     """Delete the checkpoints of a run folder after that step, and the weights of a best evaluation after it."""
     checkpoint.delete_after(folder / layout.CHECKPOINTS, step)
-    if (best_step(read_metrics(folder)) or 0) > step:
+    if (logged_best_step(read_metrics(folder)) or 0) > step:
         remove(folder / layout.BEST)
 
 

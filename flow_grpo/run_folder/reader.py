@@ -10,7 +10,7 @@ from typing import Any
 from flow_grpo.config.loading import parse_yaml, read_text
 from flow_grpo.run_folder import layout
 from flow_grpo.run_folder.contents import Content, EvaluationContent, GroupsContent, MachineContent, checked
-from flow_grpo.run_folder.metrics_file import best_step, metric_name, metric_size, read_metrics
+from flow_grpo.run_folder.metrics_file import logged_best_step, metric_name, metric_size, read_metrics
 
 KINDS: dict[str, type[Content]] = {layout.EVALUATION: EvaluationContent, layout.GROUPS: GroupsContent}
 REWARD_MEAN = re.compile(r"rewards/(.+)/mean")  # the metric of a reward in training
@@ -27,8 +27,8 @@ class RunReader:
             )
         self.folder, self.name = folder, folder.resolve().name
         self.rows = read_metrics(folder)
-        self.source = read_text(folder / layout.CONFIG) if (folder / layout.CONFIG).is_file() else ""
-        self.config = _yaml(self.source)
+        self.config_text = read_text(folder / layout.CONFIG) if (folder / layout.CONFIG).is_file() else ""
+        self.config = _yaml(self.config_text)
         self.machine = machine_of(folder)
         self.evaluations = read_all(folder, layout.EVALUATION)
         self.groups = read_all(folder, layout.GROUPS)
@@ -42,12 +42,12 @@ class RunReader:
         return earlier
 
     @property
-    def steps(self) -> list[dict]:
+    def step_rows(self) -> list[dict]:
         """The rows of training steps."""
         return [row for row in self.rows if "loss" in row]
 
     @property
-    def held_out(self) -> list[dict]:
+    def evaluation_rows(self) -> list[dict]:
         """The rows of evaluations."""
         return [row for row in self.rows if "eval/reward" in row]
 
@@ -77,16 +77,17 @@ class RunReader:
         """Names of the rewards that it was trained on."""
         if self.evaluations:
             return self.evaluations[-1]["trained"]
-        means = [REWARD_MEAN.fullmatch(key) for row in self.steps for key in row]  # also of functions that no config names
+        # also of functions that no config names
+        means = [REWARD_MEAN.fullmatch(key) for row in self.step_rows for key in row]
         return list(dict.fromkeys(match[1] for match in means if match)) or list(self.rewards)
 
     @property
-    def metrics(self) -> list[str]:
+    def score_names(self) -> list[str]:
         """Names of the held-out scores: the trained sum (`reward`), then each reward, those that were trained on first.
 
         Without the sum on each of several prompt sets.
         """
-        names = list(dict.fromkeys(key[5:] for row in self.held_out for key in row if key.startswith("eval/")))
+        names = list(dict.fromkeys(key[5:] for row in self.evaluation_rows for key in row if key.startswith("eval/")))
         alone = [name for name in names if metric_name(name) != "reward" and not name.startswith(SET_REWARD)]
         alone.sort(key=lambda name: metric_name(name) not in self.trained)
         weighed = [name for name in self.trained if name in alone]
@@ -96,25 +97,25 @@ class RunReader:
 
     @property
     def main_metric(self) -> str:
-        """The first of `metrics`; the reward, where no evaluation has any."""
-        return next(iter(self.metrics), "reward")
+        """The first of `score_names`; the reward, where no evaluation has any."""
+        return next(iter(self.score_names), "reward")
 
     @property
     def prompt_sets(self) -> list[str]:
         """The prompt sets whose reward was measured alone, in training or held out."""
-        names = [key.removeprefix("eval/") for row in [*self.steps, *self.held_out] for key in row]
+        names = [key.removeprefix("eval/") for row in [*self.step_rows, *self.evaluation_rows] for key in row]
         sets = [metric_name(name)[len(SET_REWARD) :] for name in names if name.startswith(SET_REWARD)]
         return list(dict.fromkeys(sets))
 
     @property
     def sizes(self) -> list[str]:
         """The further sizes, HEIGHTxWIDTH, at which it was evaluated."""
-        return list(dict.fromkeys(size for row in self.held_out for key in row if (size := metric_size(key))))
+        return list(dict.fromkeys(size for row in self.evaluation_rows for key in row if (size := metric_size(key))))
 
     @property
     def best_step(self) -> int | None:
         """The step of the best evaluation, according to the last one."""
-        return best_step(self.held_out)
+        return logged_best_step(self.evaluation_rows)
 
     def sum_of(self, key: str) -> float:
         """The sum of a metric over all rows."""

@@ -73,10 +73,10 @@ def random_word(rng: np.random.Generator) -> str:
     return "".join(rng.choice(list(LETTERS), size=rng.integers(3, 6)))
 
 
-def random_sign(rng: np.random.Generator, word: str | None = None) -> Sign:
-    """A sign with two different colours, uniformly, and `word` or a random string of 3 to 5 letters."""
+def random_sign(rng: np.random.Generator) -> Sign:
+    """A sign with two different colours, uniformly, and a random string of 3 to 5 letters."""
     color, background = rng.choice(list(COLORS), size=2, replace=False)
-    return Sign(word or random_word(rng), str(color), str(background))
+    return Sign(random_word(rng), str(color), str(background))
 
 
 def misspell(sign: Sign, rng: np.random.Generator, probability: float) -> Sign:

@@ -17,13 +17,8 @@ from flow_grpo.files import atomic_file, write_atomic
 from flow_grpo.run_folder import layout
 from flow_grpo.text import gigabytes, markdown_table
 
-PHASES = (
-    "rollout",
-    "decode",
-    "reward",
-    "update",
-    "optimizer",
-)  # ranges that the training step records, and that are shown; the last one is in `update`
+# ranges that the training step records, and that are shown; the last one is in `update`
+PHASES = ("rollout", "decode", "reward", "update", "optimizer")
 MAX_OPERATORS = 15
 NUM_SKIPPED = 1  # training steps that are not profiled, as the first one also loads libraries
 

@@ -13,14 +13,17 @@ MAX_PROMPT = 120  # characters of a prompt that a command is printed with
 
 def shown_scores(run: RunReader) -> list[dict[str, float]]:
     """The held-out scores of each evaluation, without the sum of rewards where it is a single reward, which is there by its name."""
-    rows = [{key[5:]: value for key, value in row.items() if key.startswith("eval/")} for row in run.held_out]
-    has_sum = "reward" in run.metrics
+    rows = [{key[5:]: value for key, value in row.items() if key.startswith("eval/")} for row in run.evaluation_rows]
+    has_sum = "reward" in run.score_names
     return [{name: value for name, value in row.items() if has_sum or metric_name(name) != "reward"} for row in rows]
 
 
 def weights_lines(run: RunReader, trained: Path) -> list[str]:
     """The folder of the last weights, and that of the best evaluation if it is another one, each with its step and score."""
-    kind, last = "transformer" if trained.is_dir() else "LoRA", run.held_out[-1]["step"] if run.held_out else None
+    kind, last = (
+        "transformer" if trained.is_dir() else "LoRA",
+        run.evaluation_rows[-1]["step"] if run.evaluation_rows else None,
+    )
     lines = [f"{kind}: {trained}{_score(run, last)}"]
     best = run.folder / layout.BEST
     if run.best_step is not None and run.best_step != last and best.is_dir():
@@ -31,7 +34,7 @@ def weights_lines(run: RunReader, trained: Path) -> list[str]:
 def _score(run: RunReader, step: int | None) -> str:
     """The step and the held-out score of weights, in brackets; "" without evaluations."""
     metric = run.main_metric
-    scores = [row[f"eval/{metric}"] for row in run.held_out if row["step"] == step and f"eval/{metric}" in row]
+    scores = [row[f"eval/{metric}"] for row in run.evaluation_rows if row["step"] == step and f"eval/{metric}" in row]
     return f" (step {step}, {short_name(metric)} {number(scores[-1])})" if scores else ""
 
 

@@ -118,7 +118,7 @@ class Tracker:
                     f"step {step}/{self.total_steps}  {numbers}  {metrics['time/step']:.1f} s a step, {left:.0f} s left"
                 )
 
-    def evaluation(
+    def log_evaluation(
         self, step: int, scores: dict[str, float], more: dict[str, float], images: list[tuple[str, Path]]
     ) -> None:
         """Log an evaluation.
@@ -147,7 +147,7 @@ class Tracker:
         sentence = f"in step {step} all images of each prompt got the same reward, so nothing was learned"
         self.warn(step, f"{sentence}. If this continues, run `{doctor}` to find the cause.", fallen=NO_SIGNAL)
 
-    def evaluated(self, step: int) -> bool:
+    def has_evaluation(self, step: int) -> bool:
         """Whether the metrics hold an evaluation of that step."""
         return any(row["step"] == step and "eval/reward" in row for row in read_metrics(self.folder))
 
@@ -165,7 +165,7 @@ class Tracker:
         self.info(f"report: {report}")
         if command := result.next_command(run):
             self.info(f"try it: {command}")
-        last = run.held_out[-1] if run.held_out else {}
+        last = run.evaluation_rows[-1] if run.evaluation_rows else {}
         return {key[5:]: value for key, value in last.items() if key.startswith("eval/")}
 
     def _notify(self, call: "Callable[[TrackingService], None]") -> None:

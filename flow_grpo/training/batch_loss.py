@@ -24,12 +24,12 @@ class BatchLoss(Protocol):
         count: the losses of a row, of which the update takes the mean: one for each trained step or noise level.
         has_ratio: whether a ratio to the policy that sampled the images is reported. The update checks that it is 1 before the weights
             change.
-        in_place: whether a chunk must have the rows of one of the rollout's micro-batches, in their order.
+        fixed_positions: whether rows must keep the chunk and position that they had in the rollout.
     """
 
     count: int
     has_ratio: bool
-    in_place: bool
+    fixed_positions: bool
 
     def before_update(self, chunks: list[tuple[Tensor, Tensor]]) -> None:
         """Compute what the losses need of all rows of an optimizer step. The update calls it before it asks for their losses.

@@ -80,7 +80,3 @@ class CallbackList:
         """What the callbacks have asked for since the last call, equal on all processes. Every process must call it."""
         control, self.control = self.control, TrainerControl()
         return self.processes.all_gather(control)[0] if self.callbacks else control
-
-    def stop_requested(self) -> bool:
-        """Whether the callbacks have asked to stop since `requested` was called, equal on all processes. Every process must call it."""
-        return bool(self.callbacks) and self.processes.any(self.control.should_training_stop)

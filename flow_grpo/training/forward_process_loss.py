@@ -27,6 +27,8 @@ class ForwardProcessLoss:
         several_updates: whether the policy is updated more than once on these images.
     """
 
+    fixed_positions = False  # it takes any rows
+
     def __init__(
         self,
         policy: Policy,
@@ -51,8 +53,6 @@ class ForwardProcessLoss:
         self.group_means: list[Tensor] | None = None
         self.has_ratio = several_updates and method.ratio
         self.v_rollout = self._rollout_velocities(microbatch) if self.has_ratio else None
-
-    in_place = False  # it takes any rows
 
     def before_update(self, chunks: list[tuple[Tensor, Tensor]]) -> None:
         """Compute without gradients what the objective needs of whole groups, if they are spread over chunks.
@@ -94,7 +94,7 @@ class ForwardProcessLoss:
         """Those that the objective itself needs."""
         return ["base"] if self.method.reference else []
 
-    def _image(self, k: int, rows: Int[Tensor, " n"], references: dict[str, Prediction] | None = None) -> NoisedImage:
+    def _image(self, k: int, rows: Int[Tensor, " n"], references: dict[str, Prediction]) -> NoisedImage:
         """What the objective sees of `rows` at the k-th noise level."""
         x0, eps, sigma = self._latents_and_noise(k, rows)
         v, v_old = self._velocity(k, rows, self.policy, self.conditioning).v, None
@@ -102,7 +102,7 @@ class ForwardProcessLoss:
             with torch.no_grad(), self.policy.lora.use(OLD_ADAPTER):
                 v_old = self._velocity(k, rows, self.policy, self.conditioning).v
         v_rollout = v.detach() if self.v_rollout is None else self._on_device(self.v_rollout[k], rows)
-        v_ref = references["base"].v if references and "base" in references else None
+        v_ref = references["base"].v if "base" in references else None
         return NoisedImage(x0, eps, sigma, v=v, v_rollout=v_rollout, v_old=v_old, v_ref=v_ref)
 
     def _latents_and_noise(

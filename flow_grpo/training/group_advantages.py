@@ -1,5 +1,6 @@
 """The advantages of a training step: which images are compared with each other, and by what."""
 
+from collections.abc import Callable
 from functools import partial
 
 import torch
@@ -10,6 +11,7 @@ from flow_grpo.config import FlowGRPOConfig
 from flow_grpo.data.prompts import rows_by_set
 from flow_grpo.training.custom import load_custom_function
 from flow_grpo.training.scored_images import ScoredImages
+from flow_grpo.types import PromptBatch
 from rewards import WeightedSum
 
 
@@ -26,74 +28,103 @@ class GroupAdvantages:
 
     def __call__(self, images: ScoredImages, compared: Tensor) -> tuple[Tensor, Tensor, dict[str, float]]:
         """Advantages (B,) against the group, 0 outside the rows `compared` (B,); (B,) bool, the rows with signal; metrics."""
-        advantage, has_signal = torch.zeros(len(compared)), torch.zeros(len(compared), dtype=torch.bool)
+        advantage, has_loss = torch.zeros(len(compared)), torch.zeros(len(compared), dtype=torch.bool)
         if not compared.any():
-            return advantage, has_signal, {}
+            return advantage, has_loss, {}
         branches, steps = self.args.sampling.branches, images.trajectory.steps
         if branches and steps:  # each step has the advantage of the branch that it led to
             advantage = advantage[:, None].repeat(1, len(steps))
         metrics: dict[str, float] = {}
-        row_weights = self.rewards.row_weights(images.batch.metadata_columns())
+        by_reward, weights = self.trained_rewards(images.batch, images.scores.by_name)
         for prompt_set, in_set in (rows_by_set(images.batch.metadata) or {"": compared}).items():
             rows = in_set & compared
-            for part in _split_by_weights(rows, row_weights):  # rewards of two kinds have no common scale
-                advantage[part], has_signal[part] = self._compare(images, part, row_weights, len(steps) if branches else 0)
+            for part in _split_by_weights(rows, weights):  # rewards of two kinds have no common scale
+                advantage[part], has_loss[part] = self._compare(images, part, len(steps) if branches else 0)
             if rows.any():
-                metrics |= self._contributions(images, rows, row_weights, prompt_set)
+                metrics |= contribution_metrics(
+                    list(self.rewards.trained_weights),
+                    by_reward[rows],
+                    _of_rows(weights, rows),
+                    images.batch.group[rows],
+                    method=self.method,
+                    prompt_set=prompt_set,
+                )
         if self.args.trains_on_zero_std_groups:
-            has_signal = compared
+            has_loss = compared
         elif self.args.method.rows != "all":  # images are selected of groups in which the sum differs
-            has_signal = compared & images.has_spread
-        return advantage, has_signal, metrics
+            has_loss = compared & images.has_spread
+        return advantage, has_loss, metrics
 
-    def _by_reward(self, images: ScoredImages, rows: Tensor, row_weights: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Of the rows (B,): their trained rewards (n, R), and the weights (R,) of these, or (n, R) if prompts name them."""
-        by_reward = torch.stack([images.scores.by_name[name][rows] for name in self.rewards.trained_weights], 1)
+    def trained_rewards(self, batch: PromptBatch, by_name: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+        """The trained rewards (B, R) and their weights (R,), or (B, R) if prompts name the rewards.
+
+        A reward that does not score a group is 0 there, and so is its weight.
+        """
+        by_reward = torch.stack([by_name[name] for name in self.rewards.trained_weights], 1)
+        row_weights = self.rewards.row_weights(batch.metadata_columns())
         if row_weights is None:
             return by_reward, torch.tensor([*self.rewards.trained_weights.values()])
-        weights = row_weights[rows]  # a reward that does not score a group has no part in its sum
-        return by_reward.where(weights != 0, 0), weights
+        return by_reward.where(row_weights != 0, 0), row_weights
 
-    def _contributions(
-        self, images: ScoredImages, rows: Tensor, row_weights: Tensor | None, prompt_set: str
-    ) -> dict[str, float]:
-        """Metrics of what each reward contributes to the advantages of the rows (B,) of one prompt set."""
-        by_reward, weights = self._by_reward(images, rows, row_weights)
-        names, group = list(self.rewards.trained_weights), images.batch.group[rows]
-        return advantages.contributions(names, by_reward, weights, group, method=self.method, prompt_set=prompt_set)
+    def compared_rewards(self, batch: PromptBatch, by_name: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+        """The rewards (B, K) that groups are compared by, and their weights (K,) or (B, K)."""
+        by_reward, weights = self.trained_rewards(batch, by_name)
+        return advantages.compared_rewards(by_reward, weights, batch.group, self.method, self.args.objective.reward_cap)
 
-    def _compare(
-        self, images: ScoredImages, rows: Tensor, row_weights: Tensor | None, branching_steps: int
-    ) -> tuple[Tensor, Tensor]:
-        """Of the n rows (B,), whose rewards have one scale: their advantages (n,), or (n, K) of the steps of a tree; their signal (n,)."""
-        objective, batch = self.args.objective, images.batch.take(rows.nonzero()[:, 0])
-        by_reward, weights = self._by_reward(images, rows, row_weights)
-        compared_rewards, compared_weights = self._capped(by_reward, weights, batch.group)
-        compare = partial(advantages.group_advantages, group=batch.group, method=self.method, weights=compared_weights)
+    def _compare(self, images: ScoredImages, rows: Tensor, branching_steps: int) -> tuple[Tensor, Tensor]:
+        """Advantages and signal (n,) of n rows whose rewards have one scale.
+
+        Returns:
+            Advantages (n,), or (n, K) of the K steps of a tree, and (n,) bool, whether the group's rewards differ.
+        """
+        batch = images.batch.take(rows.nonzero()[:, 0])
+        by_name = {name: values[rows] for name, values in images.scores.by_name.items()}
+        rewards, weights = self.compared_rewards(batch, by_name)
+        compare = partial(advantages.group_advantages, group=batch.group, method=self.method, weights=weights)
         if branching_steps:
-            by_step = tree.branch_rewards(compared_rewards, batch, self.args.sampling.branches, branching_steps)
+            by_step = tree.branch_rewards(rewards, batch, self.args.sampling.branches, branching_steps)
             advantage = torch.stack([compare(reward) for reward in by_step], 1)
         else:
-            advantage = compare(compared_rewards)
-        if objective.diversity_weight is not None:
-            distance = images.scores.by_name[self.rewards.names[objective.diversity_weight]][rows]
-            advantage = advantages.diversity_weighted(advantage, distance, batch.group)
-        by_each = self.args.takes_each_reward or objective.reward_cap is not None
-        reward = compared_rewards if by_each else images.scores.total[rows]
-        return advantage, advantages.has_signal(reward, batch.group, self.method)
-
-    def _capped(self, by_reward: Tensor, weights: Tensor, group: Tensor) -> tuple[Tensor, Tensor]:
-        """The rewards (n, R) that are compared and their weights; capped, each if they are compared one by one, else their sum."""
-        cap = self.args.objective.reward_cap
-        if cap is None:
-            return by_reward, weights
-        if self.args.takes_each_reward:
-            return advantages.capped(by_reward, group, cap), weights
-        return advantages.capped(advantages.weighted_sum(by_reward, weights), group, cap)[:, None], torch.ones(1)
+            advantage = compare(rewards)
+        diversity = self.args.objective.diversity_weight
+        if diversity is not None:
+            advantage = advantages.diversity_weighted(advantage, by_name[self.rewards.names[diversity]], batch.group)
+        return advantage, advantages.has_signal(rewards, batch.group, self.method)
 
 
-def _split_by_weights(rows: Tensor, row_weights: Tensor | None) -> list[Tensor]:
-    """`rows` (B,) bool in parts whose prompts weigh the rewards equally; row_weights is (B, R), or None if all prompts do."""
-    if row_weights is None:
+def contribution_metrics(
+    names: list[str],
+    by_reward: Tensor,
+    weights: Tensor,
+    group: Tensor,
+    *,
+    method: str | Callable[..., Tensor],
+    prompt_set: str = "",
+) -> dict[str, float]:
+    """Metrics of several rewards: advantage/share/NAME, and advantage/correlation/NAME/OTHER of each pair. See `advantages.shares`.
+
+    With `prompt_set`, they are named advantage/share/SET/NAME and so on. {} if fewer than two rewards have a weight here.
+    """
+    if weights.ndim == 2:
+        columns = weights.any(0).nonzero()[:, 0].tolist()
+        names, by_reward, weights = [names[i] for i in columns], by_reward[:, columns], weights[:, columns]
+    if len(names) < 2:
+        return {}
+    share, correlation = advantages.shares(by_reward, weights, group, method)
+    pairs, prefix = [(i, j) for i in range(len(names)) for j in range(i)], f"{prompt_set}/" if prompt_set else ""
+    return {
+        **{f"advantage/share/{prefix}{name}": value for name, value in zip(names, share.tolist(), strict=True)},
+        **{f"advantage/correlation/{prefix}{names[j]}/{names[i]}": correlation[i, j].item() for i, j in pairs},
+    }
+
+
+def _split_by_weights(rows: Tensor, weights: Tensor) -> list[Tensor]:
+    """`rows` (B,) bool in parts whose prompts weigh the rewards equally; weights is (B, R), or (R,) if all prompts do."""
+    if weights.ndim == 1:
         return [rows] if rows.any() else []
-    return [rows & (row_weights == weights).all(1) for weights in row_weights[rows].unique(dim=0)]
+    return [rows & (weights == of_part).all(1) for of_part in weights[rows].unique(dim=0)]
+
+
+def _of_rows(weights: Tensor, rows: Tensor) -> Tensor:
+    """The weights (n, R) of n rows, or (R,) if all rows have the same."""
+    return weights if weights.ndim == 1 else weights[rows]

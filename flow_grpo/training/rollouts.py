@@ -48,7 +48,6 @@ class RolloutSource:
         gated = any(anchor.gate == "disagreement" for anchor in args.objective.anchors)
         self.disagreement_gate = DisagreementGate() if gated else None
         self.group_advantages = GroupAdvantages(args, rewards)
-        self.separate_rewards = tuple(rewards.trained_weights) if args.takes_each_reward else ()
 
     def collect(self, step: int) -> Experience:
         """Sample a group of images for each prompt, score them, and compare them within their groups."""
@@ -58,8 +57,8 @@ class RolloutSource:
         compared = images.complete & self._rows_of_step(images)
         compute_advantages = self.group_advantages if self.critic is None else self._critic_advantages
         with self.policy.meter.phase("advantage"):
-            advantage, has_signal, metrics = compute_advantages(images, compared)
-        rows, rows_per_group = select_rows(self.args.method.rows, scores.total, batch.group, has_signal)
+            advantage, has_loss, metrics = compute_advantages(images, compared)
+        rows, rows_per_group = select_rows(self.args.method.rows, scores.total, batch.group, has_loss)
         is_local = self.processes.owns(batch.group)
         disagreement, share = self._disagreement(scores, compared)
         return Experience(
@@ -72,8 +71,8 @@ class RolloutSource:
             metrics={**self._metrics(step, images, len(rounds)), **metrics, **share},
             scores=scores.take(is_local),
             disagreement=None if disagreement is None else disagreement[is_local],
-            has_signal=bool(advantage[has_signal].any())
-            or not compared.any(),  # images that were dropped have a warning of their own
+            # images that were dropped have a warning of their own
+            has_advantage=bool(advantage[has_loss].any()) or not compared.any(),
         )
 
     def _collect_until_signal(self, step: int) -> list[ScoredImages]:
@@ -87,7 +86,8 @@ class RolloutSource:
             count = min(args.prompts_per_step, -(-missing // unit) * unit)
             batch = self.prompt_sampler.sample(step, count, args.images_per_prompt, first_group=num_prompts)
             trajectory, scores = self.image_sampler.sample_and_score(batch, self.window(step), step)
-            images = ScoredImages(batch, trajectory, scores, args.objective.reward_cap, self.separate_rewards)
+            compared_rewards, _ = self.group_advantages.compared_rewards(batch, scores.by_name)
+            images = ScoredImages(batch, trajectory, scores, compared_rewards)
             rounds.append(images)
             num_prompts += count
             complete = images.complete.nonzero()[:, 0]  # incomplete groups don't count as zero std
@@ -142,17 +142,17 @@ class RolloutSource:
         return metrics
 
 
-def select_rows(selection: str, reward: Tensor, group: Tensor, has_signal: Tensor) -> tuple[Tensor, int]:
-    """The rows that an objective trains on, and how many rows each group of `has_signal` (B,) gives.
+def select_rows(selection: str, reward: Tensor, group: Tensor, has_loss: Tensor) -> tuple[Tensor, int]:
+    """The rows that an objective trains on, and how many rows each group of `has_loss` (B,) gives.
 
     Args:
         selection: "best", the best image of each group; "best_and_worst", the best and the worst image of each group, one after
             the other; "all" images of these groups.
     """
     if selection == "all":
-        return has_signal.nonzero()[:, 0], int((group == group[0]).sum())
+        return has_loss.nonzero()[:, 0], int((group == group[0]).sum())
     rows = []
-    for g in group[has_signal].unique().tolist():
+    for g in group[has_loss].unique().tolist():
         members = (group == g).nonzero()[:, 0]
         best = members[reward[members].argmax()]
         rows += [best] if selection == "best" else [best, members[reward[members].argmin()]]
@@ -161,6 +161,6 @@ def select_rows(selection: str, reward: Tensor, group: Tensor, has_signal: Tenso
 
 
 def local_rows(rows: Tensor, is_local: Tensor) -> Tensor:
-    """Of `rows` those of this process, as indices into its own rows; is_local is (B,) bool."""
+    """Rows of this process, as indices into its own batch; is_local is (B,) bool."""
     local_index = is_local.cumsum(0) - 1
     return local_index[rows[is_local[rows]]]

@@ -18,15 +18,13 @@ class ScoredImages:
     """Images of a step. `batch` and `scores` have the rows of all processes, `trajectory` those of this process alone.
 
     Attributes:
-        reward_cap: the quantile of its group at which a reward is capped; None for no cap.
-        separate_rewards: the names of rewards that are compared one by one; () if their weighted sum is compared.
+        compared_rewards: (B, K), as of `advantages.compared_rewards`; NaN in incomplete groups.
     """
 
     batch: PromptBatch
     trajectory: Trajectory
     scores: Scores
-    reward_cap: float | None = None
-    separate_rewards: tuple[str, ...] = ()
+    compared_rewards: Tensor
 
     @staticmethod
     def join(parts: "Sequence[ScoredImages]") -> "ScoredImages":
@@ -35,8 +33,7 @@ class ScoredImages:
             PromptBatch.join([part.batch for part in parts]),
             Trajectory.join([part.trajectory for part in parts]),
             Scores.join([part.scores for part in parts]),
-            parts[0].reward_cap,
-            parts[0].separate_rewards,
+            torch.cat([part.compared_rewards for part in parts]),
         )
 
     @property
@@ -46,15 +43,8 @@ class ScoredImages:
 
     @property
     def has_spread(self) -> Tensor:
-        """(B,) bool: the rows of complete groups whose rewards differ, once they are capped."""
-        group, by_name = self.batch.group, self.scores.by_name
-        reward = (
-            torch.stack([by_name[name] for name in self.separate_rewards], 1) if self.separate_rewards else self.scores.total
-        )
-        reward = reward.nan_to_num()  # NaN: the group is incomplete, or the reward does not score this prompt
-        if self.reward_cap is not None:
-            reward = advantages.capped(reward, group, self.reward_cap)
-        return self.complete & advantages.has_signal(reward, group)
+        """(B,) bool: the rows of complete groups whose compared rewards differ."""
+        return self.complete & advantages.has_signal(self.compared_rewards.nan_to_num(), self.batch.group)
 
 
 def complete_groups(reward: Tensor, group: Tensor) -> Tensor:

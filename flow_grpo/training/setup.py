@@ -57,9 +57,8 @@ def build_run(
     prompts = model_args.training_prompts if train_dataset is None else train_dataset
     train_set = load_run_prompts(prompts)
     keeps_model = model is None or (isinstance(model, Policy) and "model" in args.model_fields_set)
-    args = (
-        args if keeps_model else model_args
-    ).with_launcher_settings()  # the run folder, report and export name this model
+    run_args = args if keeps_model else model_args  # the run folder, report and export name this model
+    args = run_args.with_launcher_settings()
     held_out = args.evaluation.prompts if eval_dataset is None else eval_dataset
     eval_set = None if held_out is None else load_run_prompts(held_out).head(args.evaluation.max_prompts)
     processes = Processes.from_environment(args.device)

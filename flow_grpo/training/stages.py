@@ -32,7 +32,7 @@ class Stage:
         source: `collect(step)` returns an `Experience`.
         update: takes an `Experience` and updates the policy.
         warnings: pending warnings.
-        has_signal: whether any image of the last training step had an advantage.
+        has_advantage: whether any image of the last training step had an advantage.
 
     Raises:
         ValueError: sizes that the processes can't share.
@@ -51,7 +51,7 @@ class Stage:
         self.start, self.args, self.policy, self.prompt_sampler = start, args, policy, prompt_sampler
         self.rewards, self.processes = rewards, processes
         self.warnings: list[str] = []
-        self.has_signal = True
+        self.has_advantage = True
         self.set_microbatch(args.microbatch)
         self.update = PolicyUpdate(policy, args, start, processes)
         self.critic = self._critic() if args.method.critic else None
@@ -96,7 +96,7 @@ class Stage:
             experience = self.source.collect(step)  # prompts -> images -> rewards -> advantages
             started = time.perf_counter()
             metrics = self.update(experience, step)  # losses -> gradients -> optimizer
-        self.has_signal = experience.has_signal
+        self.has_advantage = experience.has_advantage
         metrics |= {"time/update": time.perf_counter() - started, "speed/tflop": self._total_flops() / 1e12}
         phases = {f"time/{name}": seconds for name, seconds in self.policy.meter.seconds().items()}
         return experience, {**experience.metrics, **metrics, **phases}

@@ -70,8 +70,11 @@ class StepLoss:
     """The loss of an objective on per-step log-probabilities: one `Loss` per trained step.
 
     Attributes:
-        in_place: the rollout kept its graphs, so that each call of `losses` takes one of its micro-batches, and uses its graphs up.
+        fixed_positions: as of `BatchLoss`: true if the rollout kept its graphs, of which each call of `losses` uses up those of a
+            micro-batch.
     """
+
+    has_ratio = True  # to the rollout's probabilities, which the update must reproduce exactly
 
     def __init__(
         self,
@@ -88,11 +91,9 @@ class StepLoss:
         self.loss = objective_function(objective, method)
         self.conditioning, self.anchors = conditioning, Anchors(policy, experience, conditioning, objective)
         self.trajectory, self.clip = trajectory, clip
-        self.in_place = bool(trajectory.graphs)
+        self.fixed_positions = bool(trajectory.graphs)
         self.count = len(trajectory.steps)
         self.advantage = advantage if advantage.ndim == 2 else advantage[:, None].expand(-1, self.count)
-
-    has_ratio = True  # to the rollout's probabilities, which the update must reproduce exactly
 
     def before_update(self, chunks: list[tuple[Tensor, Tensor]]) -> None:
         """Do nothing: no objective on steps needs a number of a whole group."""
@@ -102,7 +103,7 @@ class StepLoss:
 
         Where the rollout kept its graphs, `rows` are one of its micro-batches, whose graphs are used up.
         """
-        graphs = self.trajectory.graphs.pop(int(rows[0])) if self.in_place else None
+        graphs = self.trajectory.graphs.pop(int(rows[0])) if self.fixed_positions else None
         for k, i in enumerate(self.trajectory.steps):
             current = (
                 self._computed(k, rows, graphs[k]) if graphs else self._replayed(k, rows, self.policy, self.conditioning)

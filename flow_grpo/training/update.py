@@ -98,8 +98,10 @@ class PolicyUpdate:
             self._accumulate_gradients(batch_loss, minibatch, totals)
             if not self.processes.any(len(minibatch.rows) > 0):
                 continue  # nothing to learn from
-            if not self.mid_step and not self._check_ratio(totals, may_unpack=self.pack_rows and not batch_loss.in_place):
-                totals = self._repeat_in_place(batch_loss, minibatch)
+            if not self.mid_step and not self._check_ratio(
+                totals, may_unpack=self.pack_rows and not batch_loss.fixed_positions
+            ):
+                totals = self._repeat_unpacked(batch_loss, minibatch)
             totals.numbers.update(self._optimizer_step(step, number))
             self.clip.update(self.processes)
         experience.trajectory.graphs.clear()  # of micro-batches without signal
@@ -123,24 +125,24 @@ class PolicyUpdate:
 
     def _accumulate_gradients(self, batch_loss: BatchLoss, minibatch: Minibatch, totals: LossMetrics) -> None:
         """Add the gradients and metrics of a minibatch, chunk by chunk."""
-        in_place = batch_loss.in_place or (batch_loss.has_ratio and not self.pack_rows)
-        chunks = list(self._chunks(minibatch, in_place))
+        fixed_positions = batch_loss.fixed_positions or (batch_loss.has_ratio and not self.pack_rows)
+        chunks = list(self._chunks(minibatch, fixed_positions))
         chunks += self._padding_chunks(len(chunks), minibatch.batch_size)
         with self.policy.meter.phase("forward"):
             batch_loss.before_update(chunks)
             for chunk, weight in chunks:
                 self._backward(batch_loss, chunk, weight, totals)
 
-    def _chunks(self, minibatch: Minibatch, in_place: bool) -> Iterator[tuple[Tensor, Tensor]]:
+    def _chunks(self, minibatch: Minibatch, fixed_positions: bool) -> Iterator[tuple[Tensor, Tensor]]:
         """The rows of a minibatch in chunks of the micro-batch size, and the weights of the rows of each chunk.
 
         Args:
-            in_place: keep each row in the chunk and position that it had in the rollout, so that any kernel repeats the rollout's
+            fixed_positions: keep each row in the chunk and position that it had in the rollout, so that any kernel repeats the rollout's
                 numbers to the last bit; the other rows there weigh 0. Otherwise pack the rows, and fill up the last chunk by rows
                 of weight 0.
         """
         size, rows = self.args.microbatch, minibatch.rows
-        if in_place:
+        if fixed_positions:
             weights = torch.zeros(minibatch.batch_size)
             weights[rows] = minibatch.row_weight
             for chunk in torch.arange(minibatch.batch_size).split(size):
@@ -188,7 +190,7 @@ class PolicyUpdate:
             )
         return True
 
-    def _repeat_in_place(self, batch_loss: BatchLoss, minibatch: Minibatch) -> LossMetrics:
+    def _repeat_unpacked(self, batch_loss: BatchLoss, minibatch: Minibatch) -> LossMetrics:
         """Compute the gradients of the first minibatch again with each row in its position, as from then on. Returns their metrics."""
         self.pack_rows = False
         self.discard()

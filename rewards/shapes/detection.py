@@ -26,12 +26,8 @@ HULL_OF_BLURRED_CROSS = 0.925  # largest share of its convex hull that a blurred
 NOTCH = 0.05  # smallest depth of a cross's notch, as a share of the cross's longer side
 CLOSEST = 0.78  # smallest share of its enclosing figure that a known shape fills
 MARGIN = 0.025  # smallest lead in that share over the second-best figure; below it, the kind is unclear
-DEPTHS = (
-    0.25,
-    0.4,
-    0.5,
-    0.62,
-)  # depths of erosion that are tried to cut touching shapes apart, as shares of half their thickness
+# depths of erosion that are tried to cut touching shapes apart, as shares of half their thickness
+DEPTHS = (0.25, 0.4, 0.5, 0.62)
 PART = 0.3  # smallest size of the smaller of two touching shapes or mixed colours, as a share of the larger
 
 

@@ -144,7 +144,7 @@ def test_results_are_kept_at_an_error_and_untrusted_text_is_made_visible(tmp_pat
     shown, file = io.StringIO(), tmp_path / "found.json"
     args = short_run(tmp_path).model_copy(update={"model": evil})
     with pytest.raises(ValueError, match="the camera is off"):
-        show.check_run(Console(file=shown, width=300), args, file)
+        show.show_run_checks(Console(file=shown, width=300), args, file)
     assert "\x1b" not in shown.getvalue()
     assert shown.getvalue().count(r"\x1b[7m[b]x[/c]") == 5
     content = json.loads(file.read_text())

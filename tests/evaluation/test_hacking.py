@@ -70,7 +70,7 @@ def test_few_prompts_say_nothing_and_prompts_without_a_number_are_left_out():
     few = [reading(0, 0.5, 0.8, prompts=7), reading(10, 0.7, 0.4, prompts=7)]
     assert hacking.detect_drops(few) == {}
     history = [reading(0, 0.5, 0.8), reading(10, 0.7, 0.7)]
-    history[1].held_out["clip"][0] = float("nan")
+    history[1].untrained_rewards["clip"][0] = float("nan")
     history[0].reward[1] = float("nan")
     assert list(hacking.detect_drops(history)) == ["clip"]
 
@@ -123,7 +123,7 @@ def test_a_run_on_jpeg_size_alone_is_caught_before_ocr_has_lost_a_tenth():
     history = recorded("jpeg_size")
     caught = [n for n in range(1, len(history)) if hacking.detect_drops(history[: n + 1])]
     assert caught
-    ocr = [sum(reading.held_out["ocr"]) / len(reading.held_out["ocr"]) for reading in history]
+    ocr = [sum(reading.untrained_rewards["ocr"]) / len(reading.untrained_rewards["ocr"]) for reading in history]
     assert 0.9 * ocr[0] < ocr[caught[0]] < ocr[0]
     assert ocr[-1] < ocr[caught[0]], "and it goes on to fall"
     assert all("ocr" in hacking.detect_drops(history[: n + 1]) for n in caught)
@@ -132,14 +132,19 @@ def test_a_run_on_jpeg_size_alone_is_caught_before_ocr_has_lost_a_tenth():
 def test_a_run_that_counts_shapes_alone_is_caught_before_shapes_exact_has_lost_a_tenth():
     history = recorded("count_shapes")
     caught = [n for n in range(1, len(history)) if "shapes_exact" in hacking.detect_drops(history[: n + 1])]
-    exact = [sum(reading.held_out["shapes_exact"]) / len(reading.held_out["shapes_exact"]) for reading in history]
+    exact = [
+        sum(reading.untrained_rewards["shapes_exact"]) / len(reading.untrained_rewards["shapes_exact"])
+        for reading in history
+    ]
     assert 0.9 * exact[0] < exact[caught[0]] < exact[0]
     assert exact[-1] < exact[caught[0]], "and it goes on to fall"
 
 
 def test_a_run_on_ocr_and_clip_is_not_flagged():
     history = recorded("ocr_clip")
-    assert history[-1].held_out["ocr_exact"].count(1.0) > 1.3 * history[0].held_out["ocr_exact"].count(1.0), "it learned"
+    assert history[-1].untrained_rewards["ocr_exact"].count(1.0) > 1.3 * history[0].untrained_rewards["ocr_exact"].count(
+        1.0
+    ), "it learned"
     for n in range(1, len(history)):
         assert hacking.detect_drops(history[: n + 1]) == {}
     assert hacking.best_step(history) == 24

@@ -82,7 +82,7 @@ def test_each_size_is_scored_under_its_own_name(tmp_path):
     kept = read_all(tmp_path / "run", layout.EVALUATION)[-1]
     assert len(kept["values"]["bright@16x8"]) == len(kept["sizes"]["16x8"]["high_frequency_power"]) == 3
     run = RunReader(tmp_path / "run")
-    assert run.metrics == ["bright", "bright@16x8", "bright@8x16"]
+    assert run.score_names == ["bright", "bright@16x8", "bright@8x16"]
     assert run.sizes == ["16x8", "8x16"]
     page = (tmp_path / "run" / "report.html").read_text()
     assert "held out at 16x8" in page
@@ -139,7 +139,7 @@ def test_the_monitor_compares_a_size_with_itself():
     evaluations = [written(0, 0.5, 0.8, 0.8), written(10, 0.9, 0.8, 0.5)]
     own, small = (hacking.read_history(evaluations, size) for size in ("", "8x8"))
     assert hacking.detect_drops(own) == {}
-    assert list(own[0].held_out) == list(small[0].held_out) == ["clip"]
+    assert list(own[0].untrained_rewards) == list(small[0].untrained_rewards) == ["clip"]
     assert list(hacking.detect_drops(small)) == ["clip"]
     assert "best/ holds the weights of step 10" in hacking.warnings(small, best=10)["clip"]
     assert hacking.metrics(small, "8x8").keys() == {"monitor/high_frequency_power@8x8", "monitor/diversity@8x8"}

@@ -109,19 +109,19 @@ def test_rows_of_a_batch_get_their_own_images(folders, name):
     mixed = velocity(policy, state, [prompts[1], WIDE, TALL, prompts[0], prompts[1]])
     expected = torch.cat([alone[1], alone[2], alone[3], alone[0], alone[1]])
     torch.testing.assert_close(mixed, expected, rtol=0, atol=2e-5)
-    assert policy.shares_calls
+    assert policy.supports_images_per_row
 
 
 def test_a_pipeline_that_reads_images_past_the_recording_gets_a_call_for_each_prompt(folders):
     """As one would whose `prepare_latents` is called by another name: all rows would have the first row's image."""
     policy, trusting = loaded(folders, "flux_kontext"), loaded(folders, "flux_kontext")
     policy.encoder._image_methods = trusting.encoder._image_methods = []
-    trusting.shares_calls = True
+    trusting.supports_images_per_row = True
     state, prompts = noise(policy), [RED, ImagePrompt("a red cat", [picture(2)])]
     expected = velocity(loaded(folders, "flux_kontext"), state, prompts)
     assert (velocity(trusting, state, prompts)[1] - expected[1]).abs().max() > 1e-3
     torch.testing.assert_close(velocity(policy, state, prompts), expected, rtol=0, atol=2e-5)
-    assert policy.shares_calls is False
+    assert policy.supports_images_per_row is False
 
 
 def test_rows_with_other_images_and_other_timesteps_share_a_call(folders):
@@ -130,7 +130,7 @@ def test_rows_with_other_images_and_other_timesteps_share_a_call(folders):
     timesteps = policy.schedule(3)[0].timesteps[:2]
     with torch.no_grad():
         both = policy.velocity(state, timesteps, policy.encode(prompts), ROWS)
-        assert policy.shares_calls, "that was found out at one timestep"
+        assert policy.supports_images_per_row, "that was found out at one timestep"
         assert policy.supports_per_sample_timesteps
         for i in ROWS:
             alone = policy.velocity(state[i : i + 1], timesteps[i], policy.encode(prompts), ROWS[i : i + 1])
@@ -145,7 +145,7 @@ def test_whether_images_share_a_call_is_tried_while_all_sharded_processes_are_al
     if error is not None:
         monkeypatch.setattr(policy, "encode", Mock(side_effect=[policy.encode([RED] * 2), policy.encode([RED]), error]))
     policy.shard(Processes())
-    assert policy.shares_calls is (error is None)
+    assert policy.supports_images_per_row is (error is None)
 
 
 @pytest.mark.parametrize("name", SEVERAL)
@@ -246,7 +246,7 @@ def test_doctor_says_that_it_can_be_trained(folders, name):
 
 def test_doctor_finds_a_pipeline_that_gives_all_rows_the_first_image(folders):
     policy = loaded(folders, "flux_kontext")
-    policy.encoder._image_methods, policy.shares_calls = [], True
+    policy.encoder._image_methods, policy.supports_images_per_row = [], True
     wrong = [result.name for result in check_model(policy) if result.status != OK]
     assert wrong == ["Prompts of a batch get their own images, and images change the result"]
 

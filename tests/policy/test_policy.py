@@ -162,7 +162,7 @@ def test_sharded_processes_call_the_transformer_as_often_as_the_one_that_needs_m
     assert given == [(transformer, list(transformer.transformer_blocks), set(policy.trainable_parameters().values()))]
     assert policy.uses_fsdp
     assert not policy.meter.counts_flops, "the call that counts would have to be one of all processes"
-    assert policy.shares_calls is None, "a pipeline that takes no images is not tried with one"
+    assert policy.supports_images_per_row is None, "a pipeline that takes no images is not tried with one"
     assert not policy.is_sharded, "a LoRA is whole on every process"
     policy.pipe.transformer.register_forward_hook(lambda *_: calls.append(1))
     with torch.no_grad():

@@ -67,7 +67,7 @@ def policy(dtype: torch.dtype = torch.float32, lora: bool = True, guidance: floa
             joint_attention_dim=64, caption_projection_dim=8, pooled_projection_dim=64, pos_embed_max_size=4,
         )  # fmt: skip
     pipe = d.StableDiffusion3Pipeline(transformer=transformer, scheduler=families.flow(), **parts)
-    made = Policy(pipe, dtype, guidance, embeddings=embeddings(dtype, guidance > 1), height=8, width=8)
+    made = Policy(pipe, dtype, guidance, embedding_cache=embeddings(dtype, guidance > 1), height=8, width=8)
     if lora:
         made.add_lora(2, 4, ["to_q", "to_out.0"], seed=0)
         move(made)

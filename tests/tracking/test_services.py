@@ -170,7 +170,7 @@ def test_each_service_gets_settings_numbers_images_and_warnings_and_the_same_run
         with Tracker(tmp_path, 2, Console(file=io.StringIO())) as tracker:
             tracker.attach(services.open_services(tmp_path, args, tracker.info, step))
             tracker.log(2, METRICS)
-            tracker.evaluation(2, {"ocr": 0.5}, {}, [("a cat", picture), ("a\ndog", picture)])
+            tracker.log_evaluation(2, {"ocr": 0.5}, {}, [("a cat", picture), ("a\ndog", picture)])
             tracker.warn(2, "sharpness has fallen")
             tracker.warn(2, "clip has too")
     (project, first), (_, again) = told("init")

@@ -229,7 +229,8 @@ def test_graphs_of_joined_parts_keep_their_places_and_chosen_rows_have_none():
     assert joined.graphs[16] is whole.graphs[4]
     assert not whole.take(torch.arange(4)).graphs
     batch = small.PROMPTS.head(4).repeat(3)
-    assert ScoredImages.join([ScoredImages(batch, whole, Scores(torch.zeros(12), {}))]).trajectory.graphs == whole.graphs
+    scored = ScoredImages(batch, whole, Scores(torch.zeros(12), {}), torch.zeros(12, 1))
+    assert ScoredImages.join([scored]).trajectory.graphs == whole.graphs
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,7 @@ from support.thread_processes import run_as_processes
 from flow_grpo import FlowGRPOTrainer
 from flow_grpo.data.prompt_mixture import join_sets, sampler_of
 from flow_grpo.run_folder.metrics_file import read_metrics
+from flow_grpo.training.group_advantages import contribution_metrics
 from flow_grpo.training.rollouts import RolloutSource
 from rewards import WeightedSum
 
@@ -259,6 +260,26 @@ def test_a_set_that_names_an_unknown_reward_is_refused_before_the_run(tmp_path):
     args = small.settings(prompts=[{"file": f"{tmp_path}/signs.txt", "rewards": ["clip"]}], output_dir=f"{tmp_path}/run")
     with pytest.raises(ValueError, match="a prompt names the reward clip, but the run has mean: add it to `rewards`"):
         FlowGRPOTrainer(small.policy(), [mean], args)
+
+
+def test_contributions_are_those_of_the_rewards_that_score_any_image():
+    group = torch.tensor([0, 0, 0, 1, 1, 1])
+    by_reward = torch.tensor(
+        [[0.0, 1.0, 2.0, 1.0, 0.0, 5.0], [1.0, 0.0, 3.0, 0.0, 2.0, 2.0], [9.0, 8.0, 7.0, 6.0, 5.0, 4.0]]
+    ).T
+    names = ["a", "b", "c"]
+    both = contribution_metrics(names[:2], by_reward[:, :2], torch.tensor([1.0, 2.0]), group, method="grpo")
+    assert both.keys() == {"advantage/share/a", "advantage/share/b", "advantage/correlation/a/b"}
+    assert both["advantage/share/a"] + both["advantage/share/b"] == pytest.approx(1)
+    of_set = contribution_metrics(
+        names[:2], by_reward[:, :2], torch.tensor([1.0, 2.0]), group, method="grpo", prompt_set="signs"
+    )
+    assert list(of_set.values()) == list(both.values())
+    assert of_set.keys() == {"advantage/share/signs/a", "advantage/share/signs/b", "advantage/correlation/signs/a/b"}
+    by_row = torch.tensor([[1.0, 0.0, 0.0]] * 3 + [[0.0, 2.0, 0.0]] * 3)  # each image by one, the third by none
+    rows = contribution_metrics(names, by_reward.where(by_row != 0, 0), by_row, group, method="grpo")
+    assert rows.keys() == both.keys()
+    assert contribution_metrics(["a"], by_reward[:, :1], torch.ones(1), group, method="grpo") == {}
 
 
 def stop_after_two(args, state, control, **kwargs):

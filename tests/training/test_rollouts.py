@@ -13,9 +13,10 @@ from support.run_contents import MEASURED
 from flow_grpo import advantages, sampling
 from flow_grpo.config.objective import CriticConfig
 from flow_grpo.data.prompts import PromptSampler
-from flow_grpo.methods import SOLVERS
+from flow_grpo.policy.solvers import SOLVERS
 from flow_grpo.training.critic import Critic
 from flow_grpo.training.gates import DisagreementGate
+from flow_grpo.training.group_advantages import GroupAdvantages
 from flow_grpo.training.interrupt import Interrupted, wait_for
 from flow_grpo.training.rollouts import RolloutSource, select_rows
 from flow_grpo.types import Scores
@@ -122,7 +123,7 @@ def test_a_rollout_is_scored_and_solved_as_the_settings_say():
     std = t.schedule.sigmas[2] * math.sin(0.3 * math.pi / 2)
     assert float(residual.mean()) == pytest.approx(float(std**2), rel=0.3)
     ode = {"objective": {"name": "sft"}, "window": []}
-    euler, *others = (source(sampling={"transition": "ode", "solver": s}, **ode) for s in SOLVERS)
+    euler, *others = (source(sampling={"transition": "ode", "solver": s}, **ode) for s in ("euler", *SOLVERS))
     assert euler.image_sampler.solver is None
     one = euler.image_sampler.trajectory(0, batch, []).final
     for rolls in others:
@@ -618,7 +619,7 @@ def test_the_seconds_of_a_step_are_those_of_its_parts(monkeypatch):
     rolls.policy.decode = takes(3.0, rolls.policy.decode)
     rolls.policy.velocity_fn = takes(1.0, rolls.policy.velocity_fn)
     monkeypatch.setattr("flow_grpo.training.image_sampler.wait_for", takes(4.0, wait_for))
-    rolls.group_advantages = takes(2.0, rolls.group_advantages)
+    monkeypatch.setattr(GroupAdvantages, "__call__", takes(2.0, GroupAdvantages.__call__))
     together = rolls.processes.gather_or_raise
     rolls.image_sampler.processes.gather_or_raise = takes(7.0, together)
     for step, rounds in ((0, 2), (1, 1)):

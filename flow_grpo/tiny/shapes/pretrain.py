@@ -61,10 +61,8 @@ ENCODED = 64  # images in one call of the autoencoder's encoder
 EDITS_EVERY = 3  # one batch in 3 has edits
 LONG_EVERY = 17  # one batch in 17 has captions padded to 512 tokens, the pipeline's default
 WRONG = {"scenes": 0.25, "edits": 0.36}  # probability that an attribute of a caption is wrong in the stage `noisy`
-GUIDANCE = {
-    "scenes": 2.0,
-    "edits": 1.0,
-}  # guidance scale of the velocities of `clean` that `noisy` learns (arXiv 2210.03142)
+# guidance scale of the velocities of `clean` that `noisy` learns (arXiv 2210.03142)
+GUIDANCE = {"scenes": 2.0, "edits": 1.0}
 VAE_IMAGES = 32  # images in a batch of the stages `vae` and `decoder`
 VAE_NOISE = 0.4  # largest noise added to the VAE's latents in training, in standard deviations of the latents
 STEPS = 10  # sampling steps in evaluations
@@ -195,9 +193,8 @@ def train_clip(folder: Path, seed: int) -> torch.nn.Module:
         return {"prefers_its_own_prompt": round(right.float().mean().item(), 4)}
 
     stage.run(loss, evaluate)
-    architecture.clip_tokenizer().save_pretrained(
-        clip.FOLDERS[clip.SHAPES]
-    )  # the one in use has the padding of its last call
+    # the one in use has the padding of its last call
+    architecture.clip_tokenizer().save_pretrained(clip.FOLDERS[clip.SHAPES])
     return stage.ema.clip
 
 
