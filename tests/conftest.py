@@ -3,6 +3,7 @@
 import gc
 import os
 import signal
+from pathlib import Path
 
 import pytest
 import torch
@@ -24,6 +25,41 @@ if "PYTEST_XDIST_WORKER" in os.environ:  # workers share the cores, and the proc
     torch.set_num_threads(threads)
 settings.register_profile("ours", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("ours")  # as fast as the machine is, and the same examples each time
+
+
+# The files that take longest begin first: else a worker is left alone with one at the end.
+LONGEST = (
+    "test_docs.py",
+    "plan/test_plan.py",
+    "policy/test_families.py",
+    "training/test_objectives_end_to_end.py",
+    "test_trainer.py",
+    "test_other_device.py",
+    "cli/test_compare.py",
+    "test_train.py",
+    "doctor/test_dry_run.py",
+    "test_examples.py",
+    "rewards/test_serving.py",
+    "distributed/test_processes.py",
+    "doctor/test_run.py",
+    "policy/test_step_meter.py",
+    "tiny/test_tiny.py",
+    "tiny/test_shapes_model.py",
+    "training/test_edits.py",
+    "test_python_api.py",
+)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Let xdist take files in the order of collection, not by their number of tests."""
+    if hasattr(config.option, "loadscopereorder"):
+        config.option.loadscopereorder = False
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Put the files of LONGEST first."""
+    position = {Path(__file__).parent / name: i for i, name in enumerate(LONGEST)}
+    items.sort(key=lambda item: position.get(item.path, len(LONGEST)))
 
 
 def pytest_collection_finish() -> None:
