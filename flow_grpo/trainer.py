@@ -171,12 +171,12 @@ class FlowGRPOTrainer:
         self.state.resume(tracker.info)
         tracker.resume(self.step)
         if main:
-            self.evaluator.resume_recording(self.step, tracker)
+            self.evaluator.start_recording(tracker.info)
             tracker.open_services(self.args, self.step)
         tracker.info(f"resumed at step {self.step} of {self.args.steps}")
 
     def _start(self, tracker: Tracker) -> None:
-        self.evaluator.start_recording()
+        self.evaluator.start_recording(tracker.info)
         tracker.open_services(self.args)
         tracker.info(run_headline(self.args, self.policy))
         for sentence in self.prompt_overlaps:

@@ -611,8 +611,8 @@ BUGS = [
     (
         "pictures of steps that a resumed run does anew stay behind",
         "flow_grpo/run_folder/samples.py",
-        "if later > step:",
-        "if later > step + 1:",
+        "        if later > step:",
+        "        if later > step + 1:",
         "tests/run_folder/test_samples.py -k resumed",
     ),
     (

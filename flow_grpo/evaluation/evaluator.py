@@ -55,17 +55,11 @@ class Evaluator:
         elif settings.height or settings.width or settings.sizes:
             raise ValueError("a size of held-out images is set, but there are no held-out prompts: set evaluation.prompts.")
 
-    def start_recording(self) -> None:
-        """Keep the evaluations of a new run from here on. On the main process."""
+    def start_recording(self, info: Callable[[str], None]) -> None:
+        """Keep the evaluations of the run from here on; `info` prints a note on earlier ones. On the main process."""
         self.recorder = EvaluationRecorder(self.folder, self.settings, self.model, self.last_step)
-        self.recorder.start(self.policy, self.processes)
-
-    def resume_recording(self, step: int, tracker: Tracker) -> None:
-        """Keep the evaluations of a resumed run, and delete those after `step`. On the main process."""
-        self.recorder = EvaluationRecorder(self.folder, self.settings, self.model, self.last_step)
-        note = self.recorder.resume(step)
-        if note:
-            tracker.info(note)
+        if self.recorder.samples.used_other_noise:
+            info("note: flow-grpo 0.3 drew the evaluations so far from other noise than those to come.")
 
     def is_due(self, step: int) -> bool:
         """Whether this step is evaluated: the first, the last, and every `evaluation.every`."""

@@ -33,17 +33,6 @@ class EvaluationRecorder:
         self.folder, self.settings, self.model, self.last_step = folder, settings, model, last_step
         self.samples = SampleRecorder(folder, settings.num_images)
 
-    def start(self, policy: Policy, processes: Processes) -> None:
-        """Delete what an aborted run has left, and write down the machine."""
-        self.samples.start(policy.device, policy.dtype, processes.world_size)
-
-    def resume(self, step: int) -> str | None:
-        """Delete what later steps have kept. Returns a note if the evaluations so far are of other noise."""
-        self.samples.delete_after(step)
-        if self.samples.used_other_noise:
-            return "note: flow-grpo 0.3 drew the evaluations so far from other noise than those to come."
-        return None
-
     @property
     def has_best_weights(self) -> bool:
         """Whether the run keeps the weights of its best evaluation. Not if it was resumed from before that one and has no better since."""

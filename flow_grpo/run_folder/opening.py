@@ -9,7 +9,8 @@ from flow_grpo.config import FlowGRPOConfig
 from flow_grpo.files import WriteError, remove, write_atomic
 from flow_grpo.run_folder import checkpoint, layout
 from flow_grpo.run_folder.lock import locked
-from flow_grpo.run_folder.metrics_file import has_metrics, logged_best_step, read_metrics
+from flow_grpo.run_folder.metrics_file import has_metrics, logged_best_step, read_metrics, rewind
+from flow_grpo.run_folder.samples import delete_images_after
 
 
 def is_begun(folder: Path) -> bool:
@@ -40,6 +41,7 @@ def open_run_folder(args: FlowGRPOConfig, resume: bool, lock: ExitStack, info: C
     if resume:
         return
     check_begun(folder, resume)  # another process may have begun it a moment ago
+    delete_images_after(folder, -1)  # of a run that was lost before its first checkpoint
     write_atomic(folder / layout.CONFIG, args.to_yaml())
 
 
@@ -63,11 +65,16 @@ def newest_checkpoint(args: FlowGRPOConfig, info: Callable[[str], None]) -> dict
     return state
 
 
-def discard_later_files(folder: Path, step: int) -> None:
-    """Delete the checkpoints of a run folder after that step, and the weights of a best evaluation after it."""
+def rewind_run(folder: Path, step: int) -> str | None:
+    """Delete what a run has written after a step: checkpoints, the weights of a later best evaluation, images and rows of metrics.
+
+    Returns a sentence on lines that are no rows of metrics, which are moved, or None if there are none.
+    """
     checkpoint.delete_after(folder / layout.CHECKPOINTS, step)
-    if (logged_best_step(read_metrics(folder)) or 0) > step:
+    if (logged_best_step(read_metrics(folder)) or 0) > step:  # before its row is deleted
         remove(folder / layout.BEST)
+    delete_images_after(folder, step)
+    return rewind(folder, step)
 
 
 def check_settings_unchanged(args: FlowGRPOConfig) -> None:

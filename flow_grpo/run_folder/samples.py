@@ -7,8 +7,6 @@ about 0.5 MB of photographs, or 0.2 MB of the embedded model's signs.
 
 import json
 import math
-import os
-import platform
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,12 +15,10 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from flow_grpo import __version__
 from flow_grpo.data.grid import to_bytes
 from flow_grpo.data.videos import STRIP_FRAMES, save_animation, strips
 from flow_grpo.files import remove, write_atomic, write_errors
 from flow_grpo.image_prompt import images_of
-from flow_grpo.policy.device_speed import device_name
 from flow_grpo.run_folder import layout, reader
 from flow_grpo.types import Evaluation, Experience
 
@@ -31,6 +27,13 @@ NUM_GROUPS, IMAGES_PER_GROUP = 4, 8  # of a training step, at most
 PROMPT_IMAGE_WIDTH, GROUP_IMAGE_WIDTH = 512, 256  # pixels, of the longer side, at most
 LOSSLESS_UP_TO = 160  # pixels
 QUALITY = 82  # of WebP
+
+
+def delete_images_after(folder: Path, step: int) -> None:
+    """Delete the images and scores of later steps from a run folder: a resumed run writes them again."""
+    for later, step_folder in layout.step_folders(folder / layout.PICTURES):
+        if later > step:
+            remove(step_folder)
 
 
 class SampleRecorder:
@@ -42,26 +45,6 @@ class SampleRecorder:
 
     def __init__(self, folder: Path, num_prompts: int) -> None:
         self.folder, self.num_prompts = folder, num_prompts
-
-    def start(self, device: torch.device, dtype: torch.dtype, processes: int) -> None:
-        """Delete what an aborted run has left, and write down the machine."""
-        self.delete_after(-1)
-        content = {
-            "device": device_name(device),
-            "cores": os.cpu_count(),
-            "processes": processes,
-            "dtype": str(dtype).removeprefix("torch."),
-            "python": platform.python_version(),
-            "torch": torch.__version__,
-            "flow_grpo": __version__,
-        }
-        write_atomic(self.folder / layout.MACHINE, json.dumps(content))
-
-    def delete_after(self, step: int) -> None:
-        """Delete what later steps have kept: a resumed run writes it again."""
-        for later, folder in layout.step_folders(self.folder / layout.PICTURES):
-            if later > step:
-                remove(folder)
 
     @property
     def used_other_noise(self) -> bool:

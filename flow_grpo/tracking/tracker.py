@@ -15,7 +15,7 @@ from rich.table import Table
 from flow_grpo.config import FlowGRPOConfig
 from flow_grpo.progress import show_phases
 from flow_grpo.run_folder import layout
-from flow_grpo.run_folder.metrics_file import NO_SIGNAL, append_row, read_metrics, rewind
+from flow_grpo.run_folder.metrics_file import NO_SIGNAL, append_row, read_metrics
 from flow_grpo.run_folder.reader import RunReader
 from flow_grpo.tracking import result
 from flow_grpo.tracking.plots import plot_curves
@@ -91,10 +91,7 @@ class Tracker:
         self.console.print(message, highlight=False, markup=False, soft_wrap=True)
 
     def resume(self, step: int) -> None:
-        """Delete the metrics after the checkpoint from which the run continues."""
-        moved = None if self.silent else rewind(self.folder, step)
-        if moved:
-            self.info(f"warning: {moved}")
+        """Show the progress from the checkpoint on from which the run continues."""
         self._progress.update(self._task, completed=step)
         self._started, self._first_step = time.monotonic(), step
 

@@ -13,6 +13,7 @@ from flow_grpo.distributed.processes import Processes
 from flow_grpo.files import WriteError, atomic_folder, remove, write_atomic
 from flow_grpo.policy.policy import Policy
 from flow_grpo.run_folder import checkpoint, layout, opening
+from flow_grpo.run_folder.machine import write_machine
 from flow_grpo.text import first_line
 from flow_grpo.training.interrupt import Interrupted
 from flow_grpo.training.stages import Stage
@@ -81,6 +82,8 @@ class RunState:
             ValueError: as of `open_run_folder`.
         """
         opening.open_run_folder(self.args, resume, lock, info)
+        if not resume:
+            write_machine(self.folder, self.policy.device, self.policy.dtype, self.processes.world_size)
 
     def explain_write_errors(self) -> AbstractContextManager[None]:
         """Raise ValueError that says what is left of the run when something could not be written."""
@@ -95,7 +98,7 @@ class RunState:
         self.load_state_dict(opening.newest_checkpoint(self.args, info))
         self.processes.all_gather(None)  # all have read it
         if self.processes.is_main:
-            self._discard_later_files()
+            self._rewind(info)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore a checkpoint. ValueError if it was written with other settings."""
@@ -149,9 +152,11 @@ class RunState:
             with atomic_folder(folder) as new_folder:
                 return folder / self.policy.save(new_folder).relative_to(new_folder)
 
-    def _discard_later_files(self) -> None:
-        """Delete what a run has left after the step that it resumes from, and the weights of an earlier end."""
-        opening.discard_later_files(self.folder, self.step)
+    def _rewind(self, info: Callable[[str], None]) -> None:
+        """Delete what the run wrote after the step that it resumes from, and the weights of an earlier end; write the settings."""
+        moved = opening.rewind_run(self.folder, self.step)
+        if moved:
+            info(f"warning: {moved}")
         if self.step < self.args.steps:
             remove(self.folder / self._weights_folder)
         write_atomic(self.folder / layout.CONFIG, self.args.to_yaml())  # some settings may change
