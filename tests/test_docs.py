@@ -26,10 +26,10 @@ import rewards
 from flow_grpo import methods
 from flow_grpo.cli.app import COMMANDS
 from flow_grpo.config import FlowGRPOConfig
-from flow_grpo.evaluation.group_dependence import reason_not_to_call
 from flow_grpo.policy import step_meter
 from flow_grpo.policy.hub import resolve_model
 from flow_grpo.policy.solvers import SOLVERS
+from flow_grpo.training.rewards import reason_not_to_call
 from rewards import REGISTRY
 from rewards.frames import frames_of
 

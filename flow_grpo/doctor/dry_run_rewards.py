@@ -7,11 +7,9 @@ from flow_grpo.config import FlowGRPOConfig
 from flow_grpo.config.sections import RewardConfig
 from flow_grpo.data.prompts import PromptSet
 from flow_grpo.doctor.dry_run_report import NUM_NOISE_IMAGES, DryRunReport
-from flow_grpo.doctor.rewards import HUMAN
-from flow_grpo.evaluation.group_dependence import COSTLY, reason_not_to_call
 from flow_grpo.progress import phase
 from flow_grpo.training.early_checks import check_scope
-from flow_grpo.training.rewards import load_reward
+from flow_grpo.training.rewards import COSTLY, HUMAN, load_reward, reason_not_to_call
 from rewards.downloads import is_missing_download, offline_mode
 from rewards.frames import ALL, frames_of
 

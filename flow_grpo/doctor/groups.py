@@ -15,9 +15,9 @@ from flow_grpo.data.prompt_mixture import sampler_of
 from flow_grpo.data.prompts import PromptSet
 from flow_grpo.doctor.model import PIXEL_TOLERANCE
 from flow_grpo.doctor.result import ERROR, OK, WARNING, CheckResult
-from flow_grpo.doctor.rewards import HUMAN
 from flow_grpo.evaluation.group_dependence import RewardInputs
 from flow_grpo.training.image_sampler import ImageSampler
+from flow_grpo.training.rewards import HUMAN
 from flow_grpo.training.rollouts import RolloutSource
 from flow_grpo.types import PromptBatch, Trajectory
 

@@ -13,14 +13,13 @@ from flow_grpo.data.prompts import PromptSet
 from flow_grpo.progress import phase
 from flow_grpo.text import counted
 from flow_grpo.training.interrupt import call_interruptibly
+from flow_grpo.training.rewards import reason_not_to_call
 from rewards.groups import IMAGE, scope_of
 
 NUM_IMAGES = 4  # scored together, and each alone
 NOISE_FACTOR = 5  # a difference counts from this many times the reward's own noise on
 STD_TOLERANCE = 0.25  # smaller differences, in standard deviations of the reward, are rounding
 ROUNDING_TOLERANCE = 2**-7  # the same as a share of the largest value: bf16 has 8 bits
-# Packaged rewards that are not called only to probe them, also when remote or isolated. See `reason_not_to_call`.
-COSTLY = {"human": "a person ranks its images", "judge": "each answer may cost money"}
 GROUP_DEPENDENT = (
     "an image's value depends on the other images of its prompt, but an evaluation has one image of each prompt, so that its "
     "held-out values mean nothing. You can train on it; add another reward to evaluation.rewards to measure progress."
@@ -43,12 +42,6 @@ class RewardInputs:
     def score(self, name: str, reward: rewards.Reward) -> Tensor:
         """Values (B,). ValueError as of `rewards.score`."""
         return rewards.score(name, reward, self.images, self.prompts, **self.columns)
-
-
-def reason_not_to_call(name: str, reward: rewards.Reward) -> str | None:
-    """Why a reward is not called only to probe it, if it is not: it is in `COSTLY`, or has the attribute `costly`."""
-    own = "its attribute `costly` is set" if getattr(reward, "costly", False) else None
-    return COSTLY.get(name, own)
 
 
 def depends_on_group(name: str, reward: rewards.Reward, inputs: RewardInputs) -> bool:

@@ -14,7 +14,7 @@ from flow_grpo.policy.devices import DTYPES, default_dtype
 from flow_grpo.policy.families import makes_videos
 from flow_grpo.policy.memory import peak_memory
 from flow_grpo.progress import phase
-from flow_grpo.training.rewards import build_rewards
+from flow_grpo.training.rewards import build_rewards, load_unless_costly
 
 MAX_SCORED = 128  # images that the rewards get while their memory is measured
 MAX_SLOWDOWN = 3.0  # of a dtype, before there is a warning
@@ -52,9 +52,10 @@ def slower_dtype(rates: dict[torch.dtype, Rates], dtype: torch.dtype) -> str:
 def baseline_memory(args: FlowGRPOConfig) -> float:
     """Bytes that libraries and rewards take on a CPU at their peak, while the images of a step are scored.
 
-    What they free is not available to the model, as each allocator keeps its memory.
+    What they free is not available to the model, as each allocator keeps its memory. Rewards that cost a person's time or money are not
+    called.
     """
-    rewards, _ = build_rewards(args)
+    rewards, _ = build_rewards(args, load=load_unless_costly)
     images = args.prompts_per_step * args.images_per_prompt
     frames = [args.pipeline_kwargs.get("num_frames", 1)] if makes_videos(hub.pipeline_class(args.model)) else []
     max_images = max(MAX_SCORED // math.prod(frames), min(args.images_per_prompt, MAX_SCORED))

@@ -1,6 +1,9 @@
 """The rewards of a run: which are trained on, which are only measured, and where each of them runs."""
 
+from collections.abc import Callable
 from typing import Any
+
+import torch
 
 import rewards as reward_kit
 from flow_grpo.config import FlowGRPOConfig
@@ -10,10 +13,48 @@ from rewards import Reward, WeightedSum
 from rewards.loading import with_frames
 
 RESERVED_NAMES = ("reward", "diversity")  # other metrics, which a reward function might be named like
+HUMAN = "human"  # the reward that asks a person
+# Packaged rewards that are not called only to probe them, also when remote or isolated. See `reason_not_to_call`.
+COSTLY = {HUMAN: "a person ranks its images", "judge": "each answer may cost money"}
+
+
+def load_reward(name: str, setting: RewardConfig) -> Reward:
+    """A reward that runs where its settings say: on other machines, in a process of its own, or in this process."""
+    comparison = {"scope": setting.scope, "opponents": setting.opponents}
+    if setting.isolate:
+        from rewards.serving.subprocess import Isolated
+
+        options = {**setting.options, **{key: value for key, value in comparison.items() if value is not None}}
+        isolated = Isolated(name, options, setting.python, **({"timeout": setting.timeout} if setting.timeout else {}))
+        return with_frames(name, isolated, setting.frames)
+    return reward_kit.load(name, **{"remote": setting.remote, **comparison, "frames": setting.frames, **setting.options})
+
+
+def reason_not_to_call(name: str, reward: Reward) -> str | None:
+    """Why a reward is not called only to probe it, if it is not: it is in `COSTLY`, or has the attribute `costly`."""
+    own = "its attribute `costly` is set" if getattr(reward, "costly", False) else None
+    return COSTLY.get(name, own)
+
+
+def load_unless_costly(name: str, setting: RewardConfig) -> Reward:
+    """As `load_reward`, but zeros in place of a reward that costs a person's time or money. A page of `human` is not opened."""
+    if name == HUMAN and setting.remote is None:
+        reward_kit.check_options(name, **setting.options)
+        return zeros
+    reward = load_reward(name, setting)
+    return zeros if reason_not_to_call(name, reward) else reward
+
+
+def zeros(images: torch.Tensor, prompts: list[str], **metadata: Any) -> torch.Tensor:
+    """The value 0 for every image, (B,)."""
+    return torch.zeros(len(prompts))
 
 
 def build_rewards(
-    args: FlowGRPOConfig, reward_funcs: Any = None, monitored: bool | None = None
+    args: FlowGRPOConfig,
+    reward_funcs: Any = None,
+    monitored: bool | None = None,
+    load: Callable[[str, RewardConfig], Reward] = load_reward,
 ) -> tuple[WeightedSum, list[str]]:
     """All rewards that a run measures, and the names of the trained ones, as in the metrics. Each reward is built once.
 
@@ -23,6 +64,7 @@ def build_rewards(
         reward_funcs: as given to the trainer; by default `args.rewards`.
         monitored: whether to build `args.evaluation.rewards` too, which are measured on held-out prompts. By default, if the config
             names such prompts.
+        load: builds a reward from its name and settings.
     """
     if monitored is None:
         monitored = args.evaluation.prompts is not None
@@ -32,7 +74,7 @@ def build_rewards(
     functions = {}
     for name, (item, setting) in {**measured, **trained}.items():
         with phase(f"loading reward {name}"):
-            functions[metric_name[name]] = load_reward(item, setting) if isinstance(item, str) else item
+            functions[metric_name[name]] = load(item, setting) if isinstance(item, str) else item
     weights = dict.fromkeys(functions, 0.0)
     weights |= {metric_name[name]: args.rewards[name].weight if name in args.rewards else 1.0 for name in trained}
     settings = {**args.evaluation.rewards, **args.rewards}
@@ -53,15 +95,3 @@ def _trained_rewards(args: FlowGRPOConfig, reward_funcs: Any) -> dict[str, tuple
 
 def _name_of(function: Any) -> str:
     return function if isinstance(function, str) else getattr(function, "__name__", type(function).__name__)
-
-
-def load_reward(name: str, setting: RewardConfig) -> Reward:
-    """A reward that runs where its settings say: on other machines, in a process of its own, or in this process."""
-    comparison = {"scope": setting.scope, "opponents": setting.opponents}
-    if setting.isolate:
-        from rewards.serving.subprocess import Isolated
-
-        options = {**setting.options, **{key: value for key, value in comparison.items() if value is not None}}
-        isolated = Isolated(name, options, setting.python, **({"timeout": setting.timeout} if setting.timeout else {}))
-        return with_frames(name, isolated, setting.frames)
-    return reward_kit.load(name, **{"remote": setting.remote, **comparison, "frames": setting.frames, **setting.options})

@@ -640,7 +640,20 @@ def test_what_does_not_fit_while_it_is_loaded_does_not_fit(followed, monkeypatch
 def test_rewards_are_measured_on_few_images_however_many_a_step_has(monkeypatch):
     counts = []
     monkeypatch.setattr(fit, "peak_memory", lambda device: 5.0)
-    monkeypatch.setattr(fit, "build_rewards", lambda args: (lambda images, *rest, **more: counts.append(len(images)), []))
+    monkeypatch.setattr(
+        fit, "build_rewards", lambda args, **_: (lambda images, *rest, **more: counts.append(len(images)), [])
+    )
     args = FlowGRPOConfig.from_yaml("tiny_grpo", ["prompts_per_step=16", "images_per_prompt=1000000", "microbatch=64"])
     assert fit.baseline_memory(args) == 5 + (16_000_000 - 128) * 3 * 32 * 80 * 4
     assert counts == [128]
+
+
+def test_a_reward_that_costs_time_or_money_is_not_called_to_measure_memory(tmp_path):
+    (tmp_path / "paid.py").write_text(
+        "class Paid:\n    costly = True\n    def __call__(self, images, prompts):\n        raise RuntimeError('an invoice')\n\n"
+        f"def free(images, prompts):\n    open({str(tmp_path / 'called')!r}, 'w')\n    return images.mean((1, 2, 3))\n"
+    )
+    rewards = f"rewards={{{tmp_path / 'paid.py'}:Paid: 1, human: {{weight: 1, options: {{port: -1}}}}, {tmp_path / 'paid.py'}:free: 1}}"
+    args = FlowGRPOConfig.from_yaml("tiny_grpo", [rewards, "evaluation.prompts=null"])
+    assert fit.baseline_memory(args) > 0, "a page of human would fail on this port"
+    assert (tmp_path / "called").is_file()
