@@ -13,15 +13,12 @@ from typing_extensions import Self
 from flow_grpo.data.grid import ImageInfo, has_prompts, open_image, read_cells, shows_videos, to_bytes
 from flow_grpo.data.grid_layout import GridLayout
 from flow_grpo.data.grid_options import GridOptions, layout_of
+from flow_grpo.data.prompt_join import HOW_TO_GIVE_PROMPTS, file_column, join_prompts, rows_without_image
 from flow_grpo.data.prompts import PromptSet, load_prompts
-from flow_grpo.text import counted
+from flow_grpo.image_prompt import images_of
 
 SUFFIXES = (".png", ".jpg", ".jpeg", ".webp")
 MANIFESTS = ("metadata.jsonl", "metadata.csv", "manifest.jsonl", "manifest.csv")
-FILE_COLUMNS = ("file_name", "file")
-HOW_TO_GIVE_PROMPTS = (
-    "give --prompt, --prompts with a row for each, or a metadata.jsonl in their folder with the columns file_name and prompt"
-)
 
 
 @dataclass(frozen=True)
@@ -104,7 +101,7 @@ def _from_grid(file: Path, prompts: PromptSet | str | None, grid: GridOptions, p
         stored, cells = read_cells(image, file)
         pixels = torch.from_numpy(to_bytes(stored)).permute(0, 3, 1, 2)
         labels = _cell_labels(file, len(cells))
-        texts, metadata = _join_prompts(labels, [cell.prompt for cell in cells], prompts, file)
+        texts, metadata = join_prompts(labels, [cell.prompt for cell in cells], prompts, file)
         return ImageSet(labels, texts, [cell.seed for cell in cells], metadata, pixels)
     if prompts is None and not promptless:
         raise ValueError(
@@ -141,94 +138,20 @@ def _prompt_indices(layout: GridLayout, images: np.ndarray, prompts: int, file: 
     )
 
 
-def _join_prompts(
-    labels: list[str], texts: Sequence[str | None], prompts: PromptSet | str | None, path: Path
-) -> tuple[list[str], list[dict]]:
-    """The prompt and metadata of each image: matched by file name, by position, or by prompt where that is unambiguous.
-
-    Args:
-        texts: the prompts that the images contain.
-    """
-    if prompts is None:
-        return [text or "" for text in texts], [{} for _ in texts]
-    if isinstance(prompts, str):
-        prompts = PromptSet([prompts] * len(labels), [{}] * len(labels))
-    column = _file_column(prompts)
-    if column is not None and path.is_dir():
-        rows = _rows_by_name(labels, [row[column] for row in prompts.metadata], path)
-    elif len(prompts) == len(labels):
-        rows = list(range(len(labels)))
-    else:
-        return _join_by_prompt(labels, texts, prompts, path)
-    for label, text, row in zip(labels, texts, rows, strict=True):
-        if text is not None and text != str(prompts.prompts[row]):
-            raise ValueError(
-                f"{label} in {path} shows {text!r}, but the prompt given for it, row {row + 1}, is {prompts.prompts[row]!r}: "
-                "give the rows in the order of the images."
-            )
-    metadata = [{key: value for key, value in prompts.metadata[i].items() if key != column} for i in rows]
-    return [prompts.prompts[i] for i in rows], metadata
-
-
-def _file_column(prompts: PromptSet) -> str | None:
-    return next((name for name in FILE_COLUMNS if name in prompts.metadata[0]), None)
-
-
-def _rows_without_image(labels: list[str], prompts: PromptSet | str | None, folder: Path) -> str:
-    """A warning of the rows of the prompts that name no image of the folder; "" if there are none."""
-    if not isinstance(prompts, PromptSet) or (column := _file_column(prompts)) is None:
-        return ""
-    missing = [str(row[column]) for row in prompts.metadata if row[column] not in labels]
-    named = ", ".join(missing[:3]) + (f" and {len(missing) - 3} more" if len(missing) > 3 else "")
-    return f"warning: {counted(len(missing), 'row')} of the prompts without an image in {folder}: {named}" if missing else ""
-
-
-def _rows_by_name(labels: list[str], names: list[object], folder: Path) -> list[int]:
-    """The row of each image, by the column of file names."""
-    row_of: dict[object, int] = {}
-    for row, name in enumerate(names):
-        if row_of.setdefault(name, row) != row:
-            raise ValueError(
-                f"the rows {row_of[name] + 1} and {row + 1} of the prompts are both for {name}: keep one of them."
-            )
-    missing = next((label for label in labels if label not in row_of), None)
-    if missing is not None:
-        raise ValueError(f"the prompts have no row whose file name is {missing}, which is in {folder}.")
-    return [row_of[label] for label in labels]
-
-
-def _join_by_prompt(
-    labels: list[str], shown: Sequence[str | None], prompts: PromptSet, path: Path
-) -> tuple[list[str], list[dict]]:
-    """The prompt of each image, and its metadata where the prompt is among the given ones."""
-    counts = f"there are {len(prompts)} prompts for {len(labels)} images in {path}"
-    texts = [text for text in shown if text is not None]
-    if len(texts) < len(labels):
-        raise ValueError(f"{counts}: {HOW_TO_GIVE_PROMPTS}.")
-    known: dict[str, dict] = {}
-    for text, row in zip(map(str, prompts.prompts), prompts.metadata, strict=True):
-        if text in texts and known.setdefault(text, row) != row:
-            raise ValueError(
-                f"{counts}, and several with the text {text!r} but different metadata: give a row for each image, in their order."
-            )
-    if any(prompts.metadata) and not known:
-        raise ValueError(f"{counts}, and no image has one of these prompts: give a row for each image, in their order.")
-    return texts, [known.get(text, {}) for text in texts]
-
-
 def _from_manifest(manifest: Path, prompts: PromptSet | str | None) -> ImageSet:
     table, folder = load_prompts(manifest), manifest.parent
-    column = _file_column(table)
+    column = file_column(table)
     if column is None:
         raise ValueError(f"{manifest} has no column `file_name` with the image's path in the same folder.")
     metadata = [dict(row) for row in table.metadata]
     files = [_image_path(manifest, row.pop(column)) for row in metadata]
     seeds = [_seed(manifest, row.pop("seed", None)) for row in metadata]
     labels = [str(file.relative_to(folder)) for file in files]
-    _, known = _join_prompts(labels, table.prompts, prompts, folder)
+    given, known = join_prompts(labels, [str(prompt) for prompt in table.prompts], prompts, folder)
+    shown = [own if images_of(own) else joined for own, joined in zip(table.prompts, given, strict=True)]
     pixels = _stack(files, [np.asarray(open_image(file)) for file in files])
-    joined, note = [a | b for a, b in zip(known, metadata, strict=True)], _rows_without_image(labels, prompts, folder)
-    return ImageSet(labels, table.prompts, seeds, joined, pixels, note=note)
+    metadata, note = [a | b for a, b in zip(known, metadata, strict=True)], rows_without_image(labels, prompts, folder)
+    return ImageSet(labels, shown, seeds, metadata, pixels, note=note)
 
 
 def _image_path(manifest: Path, name: object) -> Path:
@@ -262,8 +185,8 @@ def _from_folder(folder: Path, prompts: PromptSet | str | None, promptless: bool
         raise ValueError(
             f"{without_prompt} has no prompt in it: it was not written by flow-grpo sample. For such images {HOW_TO_GIVE_PROMPTS}."
         )
-    texts, metadata = _join_prompts(labels, [None if cell is None else cell.prompt for cell in cells], prompts, folder)
-    seeds, note = [None if cell is None else cell.seed for cell in cells], _rows_without_image(labels, prompts, folder)
+    texts, metadata = join_prompts(labels, [None if cell is None else cell.prompt for cell in cells], prompts, folder)
+    seeds, note = [None if cell is None else cell.seed for cell in cells], rows_without_image(labels, prompts, folder)
     return ImageSet(labels, texts, seeds, metadata, pixels, note=note)
 
 

@@ -14,7 +14,7 @@ from torchvision.utils import make_grid
 
 import rewards
 from flow_grpo.cli import image_options
-from flow_grpo.data.grid import ImageInfo, from_bytes, save_grid
+from flow_grpo.data.grid import ImageInfo, from_bytes, save_grid, save_image
 from flow_grpo.data.grid_options import GridOptions
 
 OWN = SAMPLE_REWARDS
@@ -55,6 +55,21 @@ def test_one_prompt_scores_all_images_of_a_grid_and_what_was_found_is_reported(f
     words = ["--images", "sheet.png", "--prompt", "a face", "--rows", "2", "--columns", "3", "--padding", "2"]
     output = run("rewards", "test", f"{OWN}:brightness", *words, cwd=folder)
     assert "on 5 images of sheet.png" in " ".join(output.split())
+
+
+def test_four_edits_are_scored_by_one_row_with_their_source(folder):
+    """The example of docs/edits.md."""
+    levels = [200, 40, 160, 80]
+    (folder / "results").mkdir()
+    for i, level in enumerate(levels):
+        image = from_bytes(np.full((1, 8, 8, 3), level, np.uint8))[0]
+        save_image(folder / "results" / f"{i}.png", image, ImageInfo("make it night", i, "tiny"))
+    Image.new("L", (8, 8), 200).save(folder / "street.png")
+    (folder / "edits.jsonl").write_text('{"prompt": "make it night", "image": "street.png"}')
+    run("score", "results", "--prompts", "edits.jsonl", "--reward", "fidelity", "--out", "x.json", cwd=folder)
+    values = [row["fidelity"] for row in json.loads((folder / "x.json").read_text())]
+    assert values[0] == pytest.approx(1, abs=1e-4)
+    assert max(values[1:]) < values[0]
 
 
 def test_titles_of_a_matplotlib_figure_are_not_read_as_text_of_its_images(folder):

@@ -13,6 +13,7 @@ from flow_grpo.data import image_sets
 from flow_grpo.data.grid import ImageInfo, save_grid, save_image
 from flow_grpo.data.grid_options import GridOptions
 from flow_grpo.data.prompts import PromptSet
+from flow_grpo.image_prompt import ImagePrompt, images_of
 
 BYTES = (pictures() * 255).round()
 
@@ -168,6 +169,44 @@ def test_a_manifests_rows_are_joined_by_the_same_rule(tmp_path):
         "answer": [5, 6, 7],
         "own": [0, 1, 2],
     }
+
+
+def edit(text: str, level: int) -> ImagePrompt:
+    """A prompt with a source of that grey."""
+    return ImagePrompt(text, [Image.new("L", (8, 8), level)])
+
+
+def sources(image_set: image_sets.ImageSet) -> list[list[int]]:
+    """The greys of the sources of each image."""
+    return [[image.open().getpixel((0, 0))[0] for image in images_of(prompt)] for prompt in image_set.prompts]
+
+
+def test_images_keep_the_sources_of_their_prompts_whatever_the_number_of_rows(tmp_path):
+    for source in drawn(tmp_path, ["a", "a", "b", "b"]):
+        of_rows = PromptSet([edit("b", 2), edit("a", 1)], [{}, {}])
+        assert sources(image_sets.read(source, of_rows)) == [[1], [1], [2], [2]]
+        assert sources(image_sets.read(source, PromptSet([edit("a", 1)], [{}]))) == [[1], [1], [], []]
+        each = PromptSet([edit(text, i) for i, text in enumerate("aabb")], [{}] * 4)
+        assert sources(image_sets.read(source, each)) == [[0], [1], [2], [3]]
+        with pytest.raises(ValueError, match="several with the text 'a' but different metadata or images"):
+            image_sets.read(source, PromptSet([edit("a", 1), edit("a", 2), "b"], [{}] * 3))
+        with pytest.raises(ValueError, match="several with the text 'a' but different metadata or images"):
+            image_sets.read(source, PromptSet([edit("a", 1), "a", "b"], [{}] * 3))
+        with pytest.raises(ValueError, match="no image has one of these prompts"):
+            image_sets.read(source, PromptSet([edit("x", 1)], [{}]))
+
+
+def test_images_of_a_manifest_keep_the_sources_of_their_prompts(tmp_path):
+    for i in (0, 1):
+        save_image(tmp_path / f"{i}.png", pictures()[i], CELLS[i])
+    rows = [{"file_name": f"{i}.png", "prompt": "a"} for i in (0, 1)]
+    manifest(tmp_path, *rows)
+    assert sources(image_sets.read(tmp_path, PromptSet([edit("a", 1)], [{}]))) == [[1], [1]]
+    assert sources(image_sets.read(tmp_path, PromptSet([edit("a", 1), edit("a", 2)], [{}, {}]))) == [[1], [2]]
+    Image.new("L", (8, 8), 9).save(tmp_path / "own.png")
+    manifest(tmp_path, {**rows[0], "image": "own.png"}, rows[1])
+    for given in ([edit("a", 1)], [edit("a", 1), edit("a", 1)]):
+        assert sources(image_sets.read(tmp_path, PromptSet(given, [{}] * len(given)))) == [[9], [1]], "its own comes first"
 
 
 def test_images_without_prompts_are_taken_for_rewards_that_read_none(tmp_path):
