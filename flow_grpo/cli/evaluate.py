@@ -41,8 +41,9 @@ Targets = Annotated[
 PromptSource = Annotated[
     str | None,
     typer.Option(
-        help="A prompt set by name (ocr, ocr_test, ocr_paper, geneval, partiprompts, drawbench), a file, a hub data set, or "
-        "images of `sample`, whose prompts and seeds are used again. By default the config's evaluation.prompts.",
+        help="A prompt set by name (ocr, ocr_test, ocr_paper, geneval, partiprompts, drawbench), a file, a hub data set, a "
+        "folder of prompts with images, or images of `sample`, whose prompts and seeds are used again. By default the "
+        "config's evaluation.prompts.",
         show_default=False,
     ),
 ]

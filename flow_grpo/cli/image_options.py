@@ -88,8 +88,10 @@ def read_prompt_source(source: str | None, prompt: str | None) -> "PromptSet | I
     from flow_grpo.data import image_sets
     from flow_grpo.data.prompts import load_prompts
 
-    if source is not None and prompt is None and (image_sets.is_image_file(Path(source)) or Path(source).is_dir()):
-        return image_sets.read(Path(source))
+    if source is not None and prompt is None:
+        path = Path(source)
+        if image_sets.is_image_file(path) or (path.is_dir() and not image_sets.is_prompt_folder(path)):
+            return image_sets.read(path)
     prompt_source = read_prompts(source, prompt)
     return load_prompts([prompt_source]) if isinstance(prompt_source, str) else prompt_source
 

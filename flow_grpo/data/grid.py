@@ -34,11 +34,16 @@ MAX_PIXELS = 178_956_970  # Pillow's limit
 
 @dataclass(frozen=True)
 class ImageInfo:
-    """The prompt of an image, the seed of its noise, and the model that generated it."""
+    """The prompt of an image, the seed of its noise, and the model that generated it.
+
+    Attributes:
+        had_source: of an image that was read: whether its prompt had images, which are not stored.
+    """
 
     prompt: str
     seed: int
     model: str
+    had_source: bool = False
 
 
 def save_grid(path: Path, images: Tensor, cells: list[ImageInfo], columns: int, notes: list[str] | None = None) -> None:
@@ -77,10 +82,15 @@ def save_grid(path: Path, images: Tensor, cells: list[ImageInfo], columns: int, 
             pen.text((x, y + cell_height + 4 + n * LINE), line, fill=INK, font=font)
         boxes.append([x, y, cell_width, cell_height])
     info = PngInfo()
-    content |= {"scale": scale, "cells": [{**asdict(c), "box": b} for c, b in zip(cells, boxes, strict=True)]}
+    content |= {"scale": scale, "cells": [_content(cell, box) for cell, box in zip(cells, boxes, strict=True)]}
     info.add_itxt(CHUNK, json.dumps(content))
     with atomic_file(path) as file:
         grid.save(file, pnginfo=info)
+
+
+def _content(cell: ImageInfo, box: list[int]) -> dict[str, Any]:
+    """What is stored of an image."""
+    return {**asdict(cell), "had_source": bool(images_of(cell.prompt)), "box": box}
 
 
 def _cell_positions(prompts: list[str], columns: int) -> list[tuple[int, SourceImage | None]]:
@@ -107,7 +117,7 @@ def save_image(path: Path, image: Tensor, cell: ImageInfo) -> None:
         save_animation(path.with_suffix(".webp"), image)
         return
     info = PngInfo()
-    content = {"scale": 1, "cells": [{**asdict(cell), "box": [0, 0, image.shape[2], image.shape[1]]}]}
+    content = {"scale": 1, "cells": [_content(cell, [0, 0, image.shape[2], image.shape[1]])]}
     info.add_itxt(CHUNK, json.dumps(content))
     with write_errors(path):
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -142,7 +152,7 @@ def read_cells(grid: Image.Image, path: Path) -> tuple[Tensor, list[ImageInfo]]:
         content = json.loads(grid.info[CHUNK])
         scale, entries = int(content["scale"]), content["cells"]
         boxes = [(int(x), int(y), int(w), int(h)) for x, y, w, h in (entry["box"] for entry in entries)]
-        cells = [ImageInfo(str(e["prompt"]), int(e["seed"]), str(e["model"])) for e in entries]
+        cells = [ImageInfo(str(e["prompt"]), int(e["seed"]), str(e["model"]), bool(e.get("had_source"))) for e in entries]
     except (KeyError, TypeError, ValueError, OverflowError, RecursionError) as error:
         raise ValueError(f"{path} has no prompts in it: it was not written by flow-grpo sample.") from error
     if not all(0 <= x < x + w <= grid.width and 0 <= y < y + h <= grid.height for x, y, w, h in boxes):

@@ -1,7 +1,7 @@
 """Images on disk and their prompts: grid images, single images and folders, written by `sample` or by other programs."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import numpy as np
@@ -13,8 +13,9 @@ from typing_extensions import Self
 from flow_grpo.data.grid import ImageInfo, has_prompts, open_image, read_cells, shows_videos, to_bytes
 from flow_grpo.data.grid_layout import GridLayout
 from flow_grpo.data.grid_options import GridOptions, layout_of
+from flow_grpo.data.prompt_files import read_table
 from flow_grpo.data.prompt_join import HOW_TO_GIVE_PROMPTS, file_column, join_prompts, rows_without_image
-from flow_grpo.data.prompts import PromptSet, load_prompts
+from flow_grpo.data.prompts import FILE_NAME, FOLDER_FILES, PromptSet, load_prompts
 from flow_grpo.image_prompt import images_of
 
 SUFFIXES = (".png", ".jpg", ".jpeg", ".webp")
@@ -23,12 +24,17 @@ MANIFESTS = ("metadata.jsonl", "metadata.csv", "manifest.jsonl", "manifest.csv")
 
 @dataclass(frozen=True)
 class ImageRecords:
-    """What B images are, or will be once they are generated. A seed is None where the image's noise is unknown."""
+    """What B images are, or will be once they are generated. A seed is None where the image's noise is unknown.
+
+    Attributes:
+        lacks_sources: whether images were made of prompts with images, which are not known.
+    """
 
     labels: list[str]
     prompts: list[str]
     seeds: list[int | None]
     metadata: list[dict]
+    lacks_sources: bool = field(default=False, kw_only=True)
 
     def __len__(self) -> int:
         return len(self.labels)
@@ -102,7 +108,8 @@ def _from_grid(file: Path, prompts: PromptSet | str | None, grid: GridOptions, p
         pixels = torch.from_numpy(to_bytes(stored)).permute(0, 3, 1, 2)
         labels = _cell_labels(file, len(cells))
         texts, metadata = join_prompts(labels, [cell.prompt for cell in cells], prompts, file)
-        return ImageSet(labels, texts, [cell.seed for cell in cells], metadata, pixels)
+        lacks_sources = _lacks_sources(texts, cells)
+        return ImageSet(labels, texts, [cell.seed for cell in cells], metadata, pixels, lacks_sources=lacks_sources)
     if prompts is None and not promptless:
         raise ValueError(
             f"{file} has no prompts in it: it was not written by flow-grpo sample. Give --prompt, or --prompts with a row for "
@@ -187,7 +194,14 @@ def _from_folder(folder: Path, prompts: PromptSet | str | None, promptless: bool
         )
     texts, metadata = join_prompts(labels, [None if cell is None else cell.prompt for cell in cells], prompts, folder)
     seeds, note = [None if cell is None else cell.seed for cell in cells], rows_without_image(labels, prompts, folder)
-    return ImageSet(labels, texts, seeds, metadata, pixels, note=note)
+    return ImageSet(labels, texts, seeds, metadata, pixels, note=note, lacks_sources=_lacks_sources(texts, cells))
+
+
+def _lacks_sources(prompts: Sequence[str], cells: Sequence[ImageInfo | None]) -> bool:
+    """Whether an image was made of a prompt with images that are not among these prompts."""
+    return any(
+        cell is not None and cell.had_source and not images_of(prompt) for prompt, cell in zip(prompts, cells, strict=True)
+    )
 
 
 def _read_image(file: Path) -> tuple[np.ndarray, ImageInfo | None]:
@@ -216,6 +230,15 @@ def _stack(files: list[Path], arrays: list[np.ndarray]) -> Tensor:
 
 def _cell_labels(file: Path, count: int) -> list[str]:
     return [f"{file.name}[{i}]" for i in range(count)]
+
+
+def is_prompt_folder(path: Path) -> bool:
+    """Whether a folder has prompts with their images, and not results: a metadata.jsonl or .csv without the column `seed`."""
+    manifest = next((path / name for name in FOLDER_FILES if (path / name).is_file()), None)
+    if manifest is None:
+        return False
+    columns = read_table(manifest, str(manifest), manifest.suffix.lower()).columns
+    return FILE_NAME in columns and "seed" not in columns
 
 
 def is_image_file(path: Path) -> bool:
