@@ -9,6 +9,7 @@ from torch import Tensor
 from flow_grpo.config import FlowGRPOConfig
 from flow_grpo.data.prompt_overlap import benchmark_overlap, held_out_overlap
 from flow_grpo.doctor.result import ERROR, OK, WARNING, CheckResult
+from flow_grpo.image_prompt import images_of, with_images
 from flow_grpo.policy.policy import Policy
 from flow_grpo.training.offline import load_examples
 
@@ -53,7 +54,8 @@ def _offline_prompts(stage: FlowGRPOConfig) -> list[str]:
 
 def reads_last_word(policy: Policy, prompt: str) -> bool:
     """Whether the text encoders return something else without the prompt's last word."""
-    with_word, without_word = policy.encode([prompt, prompt.rsplit(None, 1)[0]]).encoder_outputs
+    shorter = with_images(prompt.rsplit(None, 1)[0], images_of(prompt))
+    with_word, without_word = policy.encode([prompt, shorter]).encoder_outputs
     pairs = list(zip(_tensors(with_word), _tensors(without_word), strict=False))
     return any(a.shape != b.shape or not torch.allclose(a.float(), b.float(), rtol=1e-3, atol=1e-3) for a, b in pairs)
 
@@ -84,8 +86,9 @@ def prompt_count(count: int, per_step: int, steps: int) -> CheckResult:
 
 
 def duplicate_prompts(prompts: list[str]) -> CheckResult:
-    """Prompts that are equal up to case and spaces."""
-    name, count = "duplicate prompts", len(prompts) - len({" ".join(prompt.casefold().split()) for prompt in prompts})
+    """Prompts that are equal up to case and spaces, and have the same images."""
+    different = {with_images(" ".join(prompt.casefold().split()), images_of(prompt)) for prompt in prompts}
+    name, count = "duplicate prompts", len(prompts) - len(different)
     if not count:
         return CheckResult(name, "0", OK)
     return CheckResult(name, f"{count} of {len(prompts)}", WARNING, "remove them: a duplicate is sampled more often.")

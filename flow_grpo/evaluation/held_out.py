@@ -145,7 +145,7 @@ def _check(model: FlowPipeline, setting: str, height: int | None, width: int | N
     try:
         schedule, shape = model.schedule(2)
         x = torch.zeros(1, *shape)
-        model.velocity(x, schedule.timesteps[0], model.encode(["a"]), row)
+        model.velocity(x, schedule.timesteps[0], model.encode(model.probe_prompts[:1]), row)
         size = model.decode(x).shape[-2:]
     except torch.OutOfMemoryError:
         raise

@@ -1,11 +1,13 @@
 """The doctor's checks of prompts."""
 
+from PIL import Image
 from support.checks import HELD_OUT, TRAIN, statuses
 
 from flow_grpo.data.prompts import load_prompts
 from flow_grpo.doctor import prompts
 from flow_grpo.doctor.result import ERROR, OK, WARNING, Status
 from flow_grpo.doctor.run import RunChecks
+from flow_grpo.image_prompt import ImagePrompt
 from flow_grpo.trainer import FlowGRPOTrainer
 
 
@@ -44,3 +46,10 @@ def test_the_advice_fits_the_reason():
 def test_the_shipped_prompts_are_clean():
     train, held_out = (load_prompts(f"prompts/signs_{name}.txt").prompts for name in ("train", "eval"))
     assert prompts.duplicate_prompts(train).status == prompts.train_eval_overlap(train, held_out).status == OK
+
+
+def test_edits_of_different_images_are_no_duplicates():
+    day, night = (Image.new("L", (8, 8), level) for level in (200, 20))
+    edits = [ImagePrompt("make it night", [day]), ImagePrompt("Make it  night", [night]), "make it night"]
+    assert prompts.duplicate_prompts(edits).value == "0"
+    assert prompts.duplicate_prompts([*edits, ImagePrompt("MAKE it night", [night])]).value == "1 of 4"
