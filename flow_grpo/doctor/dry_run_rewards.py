@@ -14,6 +14,7 @@ from rewards.downloads import is_missing_download, offline_mode
 from rewards.frames import ALL, frames_of
 
 DEFAULT_SIZE = 512  # of images where the model's size is unknown
+ANY_PROMPT = "a photo"  # in place of prompts that are not downloaded
 
 
 def check_rewards(
@@ -22,14 +23,13 @@ def check_rewards(
     """Call every reward of the run, except those that cost a person's time or money.
 
     Args:
+        prompts: of training; None if they are not downloaded. A reward may need what only they have: then its error is a note.
         image_shape: of the model's images or videos; None if it is unknown.
     """
     monitored = {} if args.evaluation.prompts is None else args.evaluation.rewards
-    any_prompts = PromptSet(["a photo"] * NUM_NOISE_IMAGES, [{}] * NUM_NOISE_IMAGES)
-    prompts = prompts or any_prompts
     names = reward_kit.metric_names(args.rewards)
     reward_kit.row_weights(  # raises if a prompt names a reward that is not there
-        prompts.repeat(1).metadata_columns().get("rewards"),
+        None if prompts is None else prompts.repeat(1).metadata_columns().get("rewards"),
         {names[name]: setting.weight for name, setting in args.rewards.items() if setting.weight},
         {**{name: name for name in names.values()}, **names},
     )
@@ -45,7 +45,7 @@ def check_rewards(
         if reason is None:
             report.rewards.append(name)
         else:
-            report.notes.append(f"the reward {name} was not called: {reason}")
+            report.notes.append(f"the reward {name} {reason}")
 
 
 def _report_failure(name: str, setting: RewardConfig, error: ValueError, report: DryRunReport) -> None:
@@ -59,22 +59,42 @@ def _report_failure(name: str, setting: RewardConfig, error: ValueError, report:
 
 
 def _call(
-    name: str, setting: RewardConfig, images: torch.Tensor, prompts: PromptSet, args: FlowGRPOConfig, *, is_known: bool
+    name: str,
+    setting: RewardConfig,
+    images: torch.Tensor,
+    prompts: PromptSet | None,
+    args: FlowGRPOConfig,
+    *,
+    is_known: bool,
 ) -> str | None:
     """Call the reward. If it is not known what the model makes, a reward of videos gets still ones.
 
-    Returns why it was not called, if it was not.
+    Returns why it was not called or could not be checked, if so.
     """
     if name == HUMAN and setting.remote is None:
         reward_kit.check_options(name, **setting.options)  # building it would open a page
-        return COSTLY[HUMAN]
+        return f"was not called: {COSTLY[HUMAN]}"
     reward = load_reward(name, setting)
     if args.evaluation.prompts is not None:
         check_scope(name, reward, args)
     if reason := reason_not_to_call(name, reward):
-        return reason
+        return f"was not called: {reason}"
     if frames_of(reward) == ALL and not is_known:
         images = torch.stack([images, images], 1)
+    if prompts is not None:
+        _score(name, reward, images, prompts)
+        return None
+    try:
+        _score(name, reward, images, PromptSet([ANY_PROMPT] * len(images), [{}] * len(images)))
+    except ValueError as error:
+        if is_missing_download(error):
+            raise
+        return f"was not checked, as the prompts are not downloaded; on {ANY_PROMPT!r} in their place: {error}"
+    return None
+
+
+def _score(name: str, reward: reward_kit.Reward, images: torch.Tensor, prompts: PromptSet) -> None:
+    """Score the images of the first prompts that have the reward, or of the first one if the reward sees several images of a prompt."""
     rows = _rows_of(name, prompts)[: len(images)]
     batch = (
         prompts.take((rows * len(images))[: len(images)], 1)
@@ -82,7 +102,6 @@ def _call(
         else prompts.take(rows[:1], len(images))
     )
     reward_kit.score(name, reward, images, batch.prompts, **batch.columns())
-    return None
 
 
 def _rows_of(name: str, prompts: PromptSet) -> list[int]:
