@@ -25,7 +25,7 @@ def compare(
     target: Annotated[
         float | None, typer.Option(help="Report the seconds until the metric reaches this value.", show_default=False)
     ] = None,
-    stop: Annotated[bool, typer.Option("--stop", help="End a run when it reaches the target.")] = False,
+    stop: Annotated[bool, typer.Option("--stop", help="End a run when it reaches --target.")] = False,
     set_: Annotated[
         list[str] | None,
         typer.Option("--set", help="key.sub=value, which overrides every config; may be repeated.", show_default=False),
@@ -45,6 +45,8 @@ def compare(
 
     if target is not None and not math.isfinite(target):
         raise ValueError(f"--target {target} is not a number that a metric reaches: give a finite one.")
+    if stop and target is None:
+        raise ValueError("--stop ends a run at its target, and none is given: add --target VALUE.")
     limits = comparison.parse_budget(budget, evaluations)
     prepare_folder(out)
     with locked(out, say):

@@ -59,7 +59,8 @@ def doctor(
     from flow_grpo.doctor import show
     from flow_grpo.doctor.step_variance import check_step_variance
 
-    step_variance = (step_variance or explore) and model is None
+    step_variance = step_variance or explore
+    _check_options(step_variance, model, out, json_file)
     out = out or Path("explore.png" if explore else "step_variance.png")
     if json_file is not None:
         prepare_file(json_file, "--json")
@@ -83,6 +84,20 @@ def doctor(
         raise typer.Exit(INTERRUPTED) from None
     if not passed:
         raise typer.Exit(1)
+
+
+def _check_options(step_variance: bool, model: str | None, out: Path | None, json_file: Path | None) -> None:
+    """Check that each option belongs to what is checked or measured."""
+    if step_variance and model is not None:
+        raise ValueError(
+            "--step-variance measures the run of a config and --model checks a pipeline alone: give one of them."
+        )
+    if step_variance and json_file is not None:
+        raise ValueError("--json has the results of checks, and --step-variance makes a plot instead: give one of them.")
+    if out is not None and not step_variance:
+        raise ValueError(
+            "--out is the PNG file of --step-variance: give both, or the file of the checks' results by --json."
+        )
 
 
 def _load(model: str, settings: list[str]) -> "Policy":

@@ -7,6 +7,7 @@ from typing import Annotated
 import typer
 
 from flow_grpo.cli.console import say
+from flow_grpo.cli.options import parse_rewards
 from flow_grpo.files import write_atomic
 
 
@@ -14,7 +15,8 @@ def init(
     file: Annotated[Path, typer.Argument(help="YAML file to write.", metavar="FILE")] = Path("config.yaml"),
     model: Annotated[str, typer.Option(help="Diffusers folder, hub id or bundled model to train.")] = "tiny",
     reward: Annotated[
-        list[str] | None, typer.Option(help="Reward to train on; may be repeated.", show_default="ocr")
+        list[str] | None,
+        typer.Option(help="Reward to train on, with options as NAME={key: value}; may be repeated.", show_default="ocr"),
     ] = None,
     force: Annotated[bool, typer.Option("--force", help="Overwrite the file.")] = False,
 ) -> None:
@@ -28,9 +30,10 @@ def init(
 
     if file.exists() and not force:
         raise ValueError(f"{file} exists: give another FILE, or --force to overwrite it.")
-    for name in reward or ():
-        rewards.check_options(name)
-    write_atomic(file, template(model, reward or ["ocr"]))
+    options_of = parse_rewards(reward or ["ocr"])
+    for name, options in options_of.items():
+        rewards.check_options(name, **options)
+    write_atomic(file, template(model, options_of))
     FlowGRPOConfig.from_yaml(file)
     say(f"config: {file}; train it by: flow-grpo train {file}")
 

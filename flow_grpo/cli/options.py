@@ -72,18 +72,26 @@ def parse_reward(text: str) -> tuple[str, dict[str, Any]]:
     return name, options
 
 
+def parse_rewards(words: list[str]) -> dict[str, dict[str, Any]]:
+    """The options of each reward by its name. ValueError if one is given twice."""
+    options_of = [parse_reward(word) for word in words]
+    names = [name for name, _ in options_of]
+    twice = next((name for name in names if names.count(name) > 1), None)
+    if twice is not None:
+        raise ValueError(f"the reward {twice} is given twice: give each once.")
+    return dict(options_of)
+
+
 def load_rewards(words: list[str]) -> "dict[str, Reward]":
     """The rewards of --reward, by their names in tables."""
     import rewards
     from flow_grpo.progress import phase
     from flow_grpo.training.rewards import RESERVED_NAMES
 
-    options_of = [parse_reward(word) for word in words]
-    if len(dict(options_of)) < len(words):
-        raise ValueError("a reward is given twice by --reward: give each once.")
-    short_names = rewards.metric_names(dict(options_of), RESERVED_NAMES)
+    options_of = parse_rewards(words)
+    short_names = rewards.metric_names(options_of, RESERVED_NAMES)
     loaded = {}
-    for name, options in options_of:
+    for name, options in options_of.items():
         with phase(f"loading reward {name}"):
             loaded[short_names[name]] = rewards.load(name, **options)
     return loaded

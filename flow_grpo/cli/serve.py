@@ -5,7 +5,7 @@ from typing import Annotated
 import typer
 
 from flow_grpo.cli.console import say
-from flow_grpo.cli.options import parse_reward
+from flow_grpo.cli.options import parse_rewards
 
 
 def serve(
@@ -32,8 +32,7 @@ def serve(
     import rewards
     from rewards.serving import server
 
-    requested = dict(parse_reward(text) for text in reward)
-    loaded = {name: rewards.load(name, **options) for name, options in requested.items()}
+    loaded = {name: rewards.load(name, **options) for name, options in parse_rewards(reward).items()}
     limits = server.Limits(max_megabytes * 1_000_000, max_megapixels * 1_000_000)
 
     def ready(url: str) -> None:

@@ -44,10 +44,13 @@ SHOWN_FIELDS: dict[str, list[str]] = {
 }
 
 
-def template(model: str, rewards: list[str]) -> str:
+def template(model: str, rewards: dict[str, dict[str, Any]]) -> str:
     """The YAML text of a config that trains `model` on `rewards`, each setting with a comment that explains it.
 
     The values are those of a bundled config for that model, if there is one, else those for SD3.5-M.
+
+    Args:
+        rewards: the options of each by its name.
     """
     preset = _preset(model)
     args = FlowGRPOConfig.from_yaml(preset)
@@ -65,10 +68,11 @@ def template(model: str, rewards: list[str]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _values(args: FlowGRPOConfig, model: str, rewards: list[str]) -> dict[str, Any]:
+def _values(args: FlowGRPOConfig, model: str, rewards: dict[str, dict[str, Any]]) -> dict[str, Any]:
     """The values of the preset `args` for another model and other rewards, with prompts that suit both."""
     values = args.model_dump(mode="json")
-    values |= {"model": model, "rewards": dict.fromkeys(rewards, 1.0)}
+    trained = {name: {"weight": 1.0, "options": options} if options else 1.0 for name, options in rewards.items()}
+    values |= {"model": model, "rewards": trained}
     if model not in TRAINING_PROMPTS and not any(reward.startswith("ocr") for reward in rewards):
         values["prompts"], values["evaluation"]["prompts"] = OBJECT_PROMPTS
     measured = {k: v for k, v in values["evaluation"]["rewards"].items() if not k.startswith("ocr")}

@@ -22,7 +22,7 @@ MODELS = ["tiny", "stabilityai/stable-diffusion-3.5-medium", "black-forest-labs/
 @pytest.mark.parametrize("rewards", [["ocr"], ["jpeg_size", "my_reward.py:redness"]])
 def test_a_new_config_is_read_as_the_preset_with_its_model_and_rewards(tmp_path, model, rewards):
     file = tmp_path / "new.yaml"
-    file.write_text(template(model, rewards))
+    file.write_text(template(model, {name: {} for name in rewards}))
     args = FlowGRPOConfig.from_yaml(file)
     assert args.model == model
     assert list(args.rewards) == rewards
@@ -36,7 +36,7 @@ def test_a_new_config_is_read_as_the_preset_with_its_model_and_rewards(tmp_path,
 
 
 def test_each_setting_of_a_new_config_has_a_comment():
-    lines = template("tiny", ["ocr"]).splitlines()
+    lines = template("tiny", {"ocr": {}}).splitlines()
     for before, line in zip(lines, lines[1:], strict=False):
         if line.strip() and not line.strip().startswith("#") and not line.endswith(":"):
             assert before.strip().startswith("# ") or "window" in line, line
@@ -63,6 +63,20 @@ def test_init_refuses_to_overwrite_and_names_a_reward_that_is_not_there(tmp_path
     assert "there is no reward ocrr. Did you mean ocr?" in run("init", "b.yaml", "--reward", "ocrr", cwd=tmp_path, code=2)
     assert not (tmp_path / "b.yaml").exists()
     run("init", "a.yaml", "--force", cwd=tmp_path)
+
+
+def test_init_writes_the_options_of_rewards_and_names_those_that_are_missing(tmp_path):
+    options = {"url": "http://127.0.0.1:9/v1", "model": "a/b"}
+    words = ["--reward", f"judge={{url: '{options['url']}', model: a/b}}", "--reward", "jpeg_size"]
+    run("init", "a.yaml", *words, cwd=tmp_path)
+    rewards = FlowGRPOConfig.from_yaml(tmp_path / "a.yaml").rewards
+    assert {name: reward.options for name, reward in rewards.items()} == {"judge": options, "jpeg_size": {}}
+    assert [reward.weight for reward in rewards.values()] == [1, 1]
+    output = run("init", "b.yaml", "--reward", "judge", cwd=tmp_path, code=2)
+    assert "missing a required argument: 'url'; its options are url, model" in " ".join(output.split())
+    output = run("init", "b.yaml", "--reward", "ocr", "--reward", "ocr={substring: false}", cwd=tmp_path, code=2)
+    assert "the reward ocr is given twice: give each once." in output
+    assert not (tmp_path / "b.yaml").exists()
 
 
 def test_the_schema_accepts_every_shipped_config_and_names_every_setting(tmp_path):
