@@ -14,7 +14,8 @@ not cheat. Images that all follow their prompts differ less: the diversity of th
 the thresholds for diversity and high-frequency power are high.
 
 The best evaluation is the one with the largest mean over the rewards that are not trained on, each as its change since the first
-evaluation relative to its size there. Without such rewards it is the evaluation with the largest trained reward.
+evaluation relative to its size there. Without such rewards, or if the first evaluation has no values of them, it is the evaluation
+with the largest trained reward.
 """
 
 import math
@@ -91,11 +92,9 @@ def best_step(history: list[EvaluationRecord]) -> int:
         pairs = [
             (record.untrained_rewards[name], values)
             for name, values in first.untrained_rewards.items()
-            if name in record.untrained_rewards
+            if name in record.untrained_rewards and math.isfinite(finite_mean(values))
         ]
-        pairs = pairs or [(record.reward, first.reward)]
-        gains = [(finite_mean(now) - finite_mean(then)) / (_root_mean_square(then) or 1.0) for now, then in pairs]
-        return statistics.mean(gains)
+        return statistics.mean(_relative_gain(now, then) for now, then in pairs or [(record.reward, first.reward)])
 
     return max(history, key=relative_gain).step
 
@@ -134,6 +133,12 @@ def metrics(history: list[EvaluationRecord], size: str = "") -> dict[str, float]
     if size:
         return {f"{name}@{size}": mean for name, mean in means.items()}
     return {**means, "monitor/best_step": float(best_step(history))}
+
+
+def _relative_gain(now: list[float], then: list[float]) -> float:
+    """The change of the mean relative to the size of the former values; of no former values, the mean itself."""
+    start = finite_mean(then)
+    return (finite_mean(now) - (start if math.isfinite(start) else 0.0)) / (_root_mean_square(then) or 1.0)
 
 
 def _root_mean_square(values: list[float]) -> float:

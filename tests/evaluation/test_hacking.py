@@ -1,7 +1,9 @@
 """The hacking monitor: what it warns of, what it leaves alone, and two real runs that it has to tell apart."""
 
 import json
+import math
 import random
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -90,6 +92,23 @@ def test_the_best_evaluation_is_that_of_the_rewards_that_are_not_trained_on():
     alone = [EvaluationRecord(r.step, r.reward, {}, r.image_metrics) for r in history]
     assert hacking.best_step(alone) == 20, "without others, the trained one decides"
     assert hacking.best_step([history[0], reading(10, 0.5, 0.8)]) == 0, "the earliest of equals"
+
+
+def test_a_reward_without_values_at_first_does_not_decide_which_evaluation_is_best():
+    history = [reading(0, 0.5, 0.8), reading(10, 0.9, 0.7), reading(20, 0.6, 0.9)]
+    nothing = [math.nan] * len(history[0].reward)
+
+    def best(name: str) -> int:
+        """Of the history, where that reward has no values at first."""
+        values = [nothing if record.step == 0 else record.reward for record in history]
+        return hacking.best_step(
+            [replace(r, untrained_rewards={**r.untrained_rewards, name: v}) for r, v in zip(history, values, strict=True)]
+        )
+
+    assert best("clip") == 10, "there is no other, so the trained one decides"
+    assert best("other") == 20, "clip decides"
+    unmeasured = [replace(r, untrained_rewards={}, reward=nothing if r.step == 0 else r.reward) for r in history]
+    assert hacking.best_step(unmeasured) == 10, "nor does the trained one's first evaluation stay the best"
 
 
 def test_sharpness_is_what_a_blur_takes_away_and_distance_is_symmetric():
