@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from flow_grpo.cli.console import console, say, without_library_messages
-from flow_grpo.cli.options import Overrides, prepare_file
+from flow_grpo.cli.options import Overrides, check_suffix, prepare_file
 from flow_grpo.training.watchdog import INTERRUPTED
 
 if TYPE_CHECKING:
@@ -65,6 +65,7 @@ def doctor(
     if json_file is not None:
         prepare_file(json_file, "--json")
     if step_variance:
+        check_suffix(out, [".png"])
         prepare_file(out)
     if config is not None and "=" in config:  # the first word is a setting
         overrides, config = [config, *(overrides or [])], None

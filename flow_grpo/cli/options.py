@@ -2,7 +2,7 @@
 
 import os
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -133,6 +133,12 @@ def new_folder(folder: Path) -> Iterator[None]:
             with suppress(OSError):  # it has files
                 folder.rmdir()
         raise
+
+
+def check_suffix(file: Path, suffixes: Iterable[str], option: str = "--out") -> None:
+    """Check, before the work, that a file has one of these suffixes. ValueError, which names the option, if not."""
+    if file.suffix.lower() not in suffixes:
+        raise ValueError(f"{option} {file} does not end in {' or '.join(suffixes)}: give a file that does.")
 
 
 def prepare_file(file: Path, option: str = "--out") -> None:

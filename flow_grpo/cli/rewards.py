@@ -23,7 +23,7 @@ from flow_grpo.cli.image_options import (
     grid_layout,
     read_images,
 )
-from flow_grpo.cli.options import parse_reward, prepare_file, prepare_folder
+from flow_grpo.cli.options import check_suffix, parse_reward, prepare_file, prepare_folder
 from flow_grpo.text import counted
 
 app = typer.Typer(help="List, describe, test and train rewards.", no_args_is_help=True, rich_markup_mode="rich")
@@ -92,6 +92,7 @@ def probe(
     promptless = not rewards.reads_prompts(reward, **options)
     image_set = read_images(images, prompts, prompt, grid_layout(rows, columns, padding, crop), promptless)
     file = out or Path(f"reward_{re.sub(r'[^A-Za-z0-9]+', '_', reward)}.png")
+    check_suffix(file, [".png"])
     prepare_file(file)
     inputs = RewardInputs(image_set.images(), image_set.prompts, image_set.columns())
     stats = reward_probe.measure(reward, lambda: rewards.load(reward, **options), inputs)

@@ -21,7 +21,7 @@ from flow_grpo.cli.image_options import (
     grid_layout,
     read_images,
 )
-from flow_grpo.cli.options import RewardNames, load_rewards, parse_reward, prepare_file
+from flow_grpo.cli.options import RewardNames, check_suffix, load_rewards, parse_reward, prepare_file
 from flow_grpo.files import write_atomic
 from flow_grpo.text import counted, escape_formula, visible
 
@@ -49,8 +49,8 @@ def score(
     from flow_grpo.tracking.tracker import print_table
 
     names = reward or ["ocr"]
-    if out is not None and out.suffix not in WRITERS:
-        raise ValueError(f"--out {out} is neither a .json nor a .csv file.")
+    if out is not None:
+        check_suffix(out, WRITERS)
     reads_prompts = any(rewards.reads_prompts(name, **options) for name, options in map(parse_reward, names))
     layout = grid_layout(rows, columns, padding, crop)
     image_set = read_images(images, prompts, prompt, layout, promptless=not reads_prompts)
@@ -72,7 +72,7 @@ def score(
             {"picture": label, "prompt": text} | {name: values[name][i] for name in values}
             for i, (label, text) in enumerate(zip(image_set.labels, image_set.prompts, strict=True))
         ]
-        write_atomic(out, WRITERS[out.suffix](records))
+        write_atomic(out, WRITERS[out.suffix.lower()](records))
 
 
 def _to_csv(records: list[dict[str, Any]]) -> str:

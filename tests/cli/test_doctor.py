@@ -10,6 +10,13 @@ def test_doctor_measures_the_variance_of_each_step(trained):
     assert (trained / "step_variance.png").stat().st_size > 10_000
 
 
+def test_a_plot_of_another_suffix_is_refused_before_anything_is_measured(trained):
+    words = ["doctor", "short.yaml", "--step-variance", "--transitions", "cps", "--noise-levels", "0.8"]
+    output = run(*words, "--out", "variance.csv", cwd=trained, code=2)
+    assert "--out variance.csv does not end in .png" in output
+    assert "reward variance" not in output
+
+
 def test_doctor_checks_what_train_trains_by_default(trained):
     setting = "objective.dpo_beta=2"  # which neither reads: the error names the objective of the config
     assert "objective awm does not use dpo_beta" in run("train", setting, cwd=trained, code=2)

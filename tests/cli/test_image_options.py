@@ -107,12 +107,16 @@ def test_a_reward_that_reads_no_prompt_scores_images_without_one(folder):
         (["score", "sheet.png", "--prompt", "a", "--rows", "3"], "but --rows and --columns give other numbers"),
         (["score", "sheet.png", "--prompt", "a", "--padding", "two"], "--padding two is not a number of pixels"),
         (["score", "sheet.png", "--prompt", "a", "--crop", "1,2"], "--crop 1,2 is not a number of pixels, nor 4 of them"),
-        (["score", "grid.png", "--out", "x.xlsx"], "--out x.xlsx is neither a .json nor a .csv file"),
+        (["score", "grid.png", "--out", "x.xlsx"], "--out x.xlsx does not end in .json or .csv"),
         (["score", "grid.png", "--out", "/proc/none/x.csv"], "nothing can be written to /proc/none"),
         (["rewards", "test", "nothing.py:x", "--images", "grid.png"], "there is no reward file nothing.py"),
         (
             ["rewards", "test", "jpeg_size", "--images", "grid.png", "--out", "/proc/x.png"],
             "nothing can be written to /proc",
+        ),
+        (  # a reward that fails when it is called
+            ["rewards", "test", f"{OWN}:raises", "--images", "grid.png", "--out", "x.txt"],
+            "--out x.txt does not end in .png",
         ),
     ],
 )
