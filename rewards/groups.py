@@ -23,11 +23,11 @@ ATTRIBUTES = ("scope", "symmetric", "opponents", "costly", "frames")  # of a rew
 
 
 class Scoped:
-    """A reward whose scope, or whose frames of a video, are set from outside.
+    """A reward whose scope, opponents or frames of a video are set from outside; it keeps its other attributes.
 
     Args:
         reward: called as its new scope says; for `pair` its method `compare`, if it has one.
-        opponents: for `pair`: see `pairs_of`.
+        opponents: for `pair`: see `pairs_of`; by default the reward's own attribute.
         frames: of a video, see `rewards.frames`.
 
     Raises:
@@ -38,14 +38,16 @@ class Scoped:
         self, reward: Any, scope: str | None = None, opponents: int | None = None, frames: Frames | None = None
     ) -> None:
         self.scope = scope_of(reward) if scope is None else _known(scope)
-        self.opponents = opponents
         self.frames = frames_of(reward) if frames is None else checked_frames(frames)
         self.costly, self.symmetric = getattr(reward, "costly", False), getattr(reward, "symmetric", False)
         if opponents is not None and (self.scope != PAIR or opponents < 1):
             raise ValueError(
                 f"opponents={opponents} is for a reward of scope pair, and at least 1: set scope=pair, or leave it out."
             )
-        self._call = getattr(reward, "compare", reward) if self.scope == PAIR else reward
+        self.opponents = getattr(reward, "opponents", None) if opponents is None and self.scope == PAIR else opponents
+        if hasattr(reward, "score_groups") and opponents is None and self.scope == scope_of(reward):
+            self.score_groups = reward.score_groups
+        self._call = getattr(reward, "compare", reward) if scope == PAIR else reward
         self.__signature__ = signature(self._call)
 
     def __call__(self, *inputs: Any, **metadata: Any) -> Any:

@@ -118,6 +118,40 @@ def test_opponents_and_scope_are_set_where_a_reward_is_loaded(tmp_path):
             rewards.load(f"{tmp_path}/mine.py:wins", **wrong)
 
 
+@pytest.mark.parametrize(
+    ("settings", "comparisons"),
+    [({}, 12), ({"frames": 1}, 12), ({"scope": "pair"}, 12), ({"opponents": 4}, 24), ({"opponents": 4, "frames": 1}, 24)],
+)
+def test_a_setting_replaces_its_own_attribute_and_no_other(tmp_path, settings, comparisons):
+    (tmp_path / "mine.py").write_text(
+        "class Few:\n"
+        "    scope, opponents, symmetric = 'pair', 2, True\n"
+        "    def __init__(self, compared):\n"
+        "        self.compared = compared\n"
+        "    def __call__(self, first, second, prompts):\n"
+        "        self.compared.extend(prompts)\n"
+        "        return [1.0] * len(prompts)\n"
+    )
+    compared: list[str] = []
+    reward = rewards.load(f"{tmp_path}/mine.py:Few", **settings, compared=compared)
+    rewards.score("few", reward, images(12), ["a"] * 12)
+    assert len(compared) == comparisons
+
+
+@pytest.mark.parametrize("settings", [{}, {"frames": 1}, {"scope": "group"}])
+def test_whole_groups_are_scored_in_one_call_whatever_frames_are_seen(tmp_path, settings):
+    (tmp_path / "mine.py").write_text(
+        "class Whole:\n"
+        "    scope = 'group'\n"
+        "    def __call__(self, images, prompts):\n"
+        "        raise AssertionError('one group at a time')\n"
+        "    def score_groups(self, group, images, prompts):\n"
+        "        return [float(number) for number in group]\n"
+    )
+    reward = rewards.load(f"{tmp_path}/mine.py:Whole", **settings)
+    assert rewards.score("whole", reward, images(), PROMPTS, GROUP).tolist() == GROUP
+
+
 def test_a_columns_name_may_be_that_of_a_parameter():
     def longest(first, second, prompts, answer):
         return [float(text == "yes") for text in answer]
