@@ -192,6 +192,7 @@ def _checkpoint(path: Path, options: TargetOptions) -> ModelTarget:
 
 
 def _lora(path: Path, options: TargetOptions) -> ModelTarget:
+    hub.resolve_lora(path)  # raises if a path is mistyped; a hub id is looked up when it is loaded
     folder = path.resolve() if path.is_dir() else path.resolve().parent
     candidates = (folder / layout.CONFIG, folder.parent / layout.CONFIG) if path.exists() else ()
     own = next((file for file in candidates if file.is_file()), None) if options.config is None else None

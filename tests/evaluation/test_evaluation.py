@@ -249,6 +249,15 @@ def test_names_differ_even_from_those_of_base_models(base):
         build_scorecard([measured("a", [0.0], ["x"])] * 2, {})
 
 
+def test_a_mistyped_lora_is_refused_before_its_base_model_is_measured(base):
+    with pytest.raises(ValueError, match=r"there is no LoRA at .*/bsae\. Did you mean .*/base\?"):
+        resolve_targets(["tiny_ocr"], TargetOptions(), [str(base.parent / "bsae")])
+    with pytest.raises(ValueError, match="there is no LoRA at"):
+        resolve_targets(["tiny_ocr"], TargetOptions(), [str(base / "lora" / "b.safetensors")])
+    from_hub = resolve_targets(["tiny_ocr"], TargetOptions(), ["somebody/signs"])[-1]
+    assert (from_hub.name, from_hub.lora) == ("somebody/signs", "somebody/signs"), "looked up when it is loaded"
+
+
 def test_one_base_model_by_two_configs_is_refused():
     with pytest.raises(ValueError, match=r"^tiny_ocr and tiny_grpo are the same base model .* give one of them\.$"):
         resolve_targets(["tiny_ocr", "tiny_grpo"], TargetOptions())
