@@ -177,6 +177,8 @@ def best_and_worst(run: RunReader) -> list[dict[str, Any]]:
         }
         for i in order
     ]
+    if len(rows) == 1:
+        return [{"title": "The only prompt with a reward", "note": "", "rows": rows}]
     half = len(rows) // 2
     if half and rows[0]["now"] == rows[-1]["now"]:
         return [

@@ -3,6 +3,7 @@
 import base64
 import hashlib
 import json
+import math
 import random
 from html.parser import HTMLParser
 from pathlib import Path
@@ -229,6 +230,21 @@ def test_prompts_with_equal_rewards_are_reported_as_equal(tmp_path):
         ends = report.best_and_worst(RunReader(folder))
         assert [part["title"] for part in ends] == titles
         assert ends[0]["note"] == ("12 prompts have 1.000; 4 of them are shown" if count < 20 else "")
+
+
+@pytest.mark.parametrize(("rewarded", "title"), [(1, "The only prompt with a reward"), (0, None)])
+def test_a_report_of_one_prompt_or_of_none_with_a_reward_has_its_evaluation(tmp_path, rewarded, title):
+    folder = synthetic_run(tmp_path / "run")
+    for file in folder.glob("pictures/*/evaluation.json"):
+        content = json.loads(file.read_text())
+        content["values"]["reward"][rewarded:] = [math.nan] * (len(content["prompts"]) - rewarded)
+        file.write_text(json.dumps({**content, "extremes": list(range(rewarded))}))
+    parts = report.best_and_worst(RunReader(folder))
+    assert [part["title"] for part in parts] == [title] * rewarded
+    assert [row["prompt"] for part in parts for row in part["rows"]] == PROMPTS[:rewarded]
+    said = page(tmp_path, folder).text
+    assert "No evaluation has been recorded." not in said
+    assert ("No held-out prompt has a reward." in said) == (rewarded == 0)
 
 
 def test_the_report_says_what_the_monitor_watches_and_what_fell_without_a_warning(tmp_path):
