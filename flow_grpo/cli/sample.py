@@ -1,5 +1,6 @@
 """`flow-grpo sample`: images of prompts, as single files and as a grid."""
 
+import re
 import shlex
 from collections.abc import Sequence
 from pathlib import Path
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
     from flow_grpo.policy.policy import Policy
 
 GRID = "grid.png"
+IMAGE = re.compile(r"\d{4,}_seed(-?\d+)\.(png|webp)")  # the name of an image or a video, with its seed
 Sources = Annotated[
     list[Path] | None,
     typer.Option(
@@ -73,7 +75,7 @@ def sample(
 ) -> None:
     """Generate images: prompts x seeds as single PNGs and as a grid PNG, with prompt and seed stored in each file.
 
-    The images of the folder's former grid are removed, so that the folder holds those of one command.
+    Images of an earlier command in the folder are removed, so that it holds those of one command.
 
     Videos are WebP animations, and strips of frames in the grid.
 
@@ -148,51 +150,40 @@ def _generate(policy: "Policy", cells: "list[ImageInfo]", steps: int, microbatch
     """Generate and save the images, a micro-batch at a time, then the grid. Returns whether a grid was written."""
     import torch
 
-    from flow_grpo.data.grid import fits, save_grid, save_image
+    from flow_grpo.data.grid import fits, save_grid, save_image, written_cells
     from flow_grpo.evaluation.generate import generate_images
     from flow_grpo.image_prompt import images_of
 
     small_images: list[torch.Tensor] = []
-    names = [f"{i:04d}_seed{cell.seed}" for i, cell in enumerate(cells)]
-    earlier = [file for file in _images_of_grid(folder) if file.stem not in names]
+    suffix = ".webp" if policy.makes_videos else ".png"
+    names = [f"{i:04d}_seed{cell.seed}{suffix}" for i, cell in enumerate(cells)]
+    earlier = [file for file in _earlier_images(folder) if file.name not in names]
+    earlier_grid = [folder / GRID] if written_cells(folder / GRID) else []
     with phase("generating", total=len(cells), unit="images") as saved:
         for start in range(0, len(cells), microbatch):
             batch = cells[start : start + microbatch]
             images = generate_images(
                 policy, [cell.prompt for cell in batch], [cell.seed for cell in batch], steps, len(batch)
             )
-            for file in earlier if start == 0 else ():  # once it is clear that these images can be generated
+            for file in (
+                (*earlier, *earlier_grid) if start == 0 else ()
+            ):  # once it is clear that these images can be generated
                 file.unlink(missing_ok=True)
             for i, (image, cell) in enumerate(zip(images, batch, strict=True), start):
-                save_image(folder / f"{names[i]}.png", image, cell)
+                save_image(folder / names[i], image, cell)
             if fits(len(cells) * (2 if any(images_of(cell.prompt) for cell in cells) else 1), images):
                 small_images.append(images)
             saved.advance(len(batch))
     if small_images:
         save_grid(folder / GRID, torch.cat(small_images), cells, columns=columns)
     if earlier:
-        say(f"removed from {folder}: {counted(len(earlier), 'image')} of an earlier command, whose {GRID} was there")
+        say(f"removed from {folder}: {counted(len(earlier), 'image')} of an earlier command")
     return bool(small_images)
 
 
-def _images_of_grid(folder: Path) -> list[Path]:
-    """The images and videos that the grid of an earlier `sample` shows. One that is missing or was replaced since is left out."""
-    from flow_grpo.data.grid import read_grid
+def _earlier_images(folder: Path) -> list[Path]:
+    """The images and videos of earlier `sample` commands, which their names and contents tell; those of other programs are left out."""
+    from flow_grpo.data.grid import written_cells
 
-    try:
-        _, cells = read_grid(folder / GRID)
-    except ValueError:  # there is none, or another program wrote it
-        return []
-    files = [folder / f"{i:04d}_seed{cell.seed}.png" for i, cell in enumerate(cells)]
-    videos = [video for file in files if (video := file.with_suffix(".webp")).is_file()]
-    return videos + [file for file, cell in zip(files, cells, strict=True) if file.is_file() and _shows(file, cell)]
-
-
-def _shows(file: Path, cell: "ImageInfo") -> bool:
-    """Whether a file contains the prompt, seed and model of a grid's cell."""
-    from flow_grpo.data.grid import read_grid
-
-    try:
-        return read_grid(file)[1] == [cell]
-    except ValueError:
-        return False
+    named = [(file, int(name[1])) for file in sorted(folder.iterdir()) if (name := IMAGE.fullmatch(file.name))]
+    return [file for file, seed in named if [cell.seed for cell in written_cells(file)] == [seed]]

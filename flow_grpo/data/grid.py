@@ -1,6 +1,6 @@
 """Grid images and single images as PNG files that contain the prompt, seed and model of each image.
 
-The text chunk `flow_grpo` of the PNG has these and the pixel position of each cell. Images are enlarged by integer factors only, so
+The text chunk `flow_grpo` of the PNG has these and the pixel position of each cell; the Exif data of a video has these. Images are enlarged by integer factors only, so
 that `read_grid` returns their exact pixels.
 """
 
@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from PIL import Image, ImageDraw, ImageFont, ImageOps, UnidentifiedImageError
+from PIL import ExifTags, Image, ImageDraw, ImageFont, ImageOps, UnidentifiedImageError
 from PIL.PngImagePlugin import PngInfo
 from torch import Tensor
 
@@ -112,9 +112,9 @@ def fits(count: int, images: Tensor) -> bool:
 
 
 def save_image(path: Path, image: Tensor, cell: ImageInfo) -> None:
-    """Write one image (3, H, W) in [0, 1] as a PNG that contains its prompt, seed and model, or a video (F, 3, H, W) as a WebP."""
+    """Write one image (3, H, W) in [0, 1] as a PNG, or a video (F, 3, H, W) as a WebP, which contains its prompt, seed and model."""
     if image.ndim == 4:
-        save_animation(path.with_suffix(".webp"), image)
+        save_animation(path.with_suffix(".webp"), image, description=json.dumps({"cells": [asdict(cell)]}))
         return
     info = PngInfo()
     content = {"scale": 1, "cells": [_content(cell, [0, 0, image.shape[2], image.shape[1]])]}
@@ -131,6 +131,18 @@ def read_grid(path: Path) -> tuple[Tensor, list[ImageInfo]]:
         ValueError: not a PNG, damaged, too large, or written by another program.
     """
     return read_cells(open_image(path), path)
+
+
+def written_cells(path: Path) -> list[ImageInfo]:
+    """What a file of `save_grid` or `save_image` shows, without reading its pixels; [] for any other file."""
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", Image.DecompressionBombWarning)
+            with Image.open(path) as image:
+                text = image.info.get(CHUNK) or image.getexif()[ExifTags.Base.ImageDescription]
+        return [ImageInfo(str(e["prompt"]), int(e["seed"]), str(e["model"])) for e in json.loads(text)["cells"]]
+    except (OSError, SyntaxError, ValueError, LookupError, TypeError, RecursionError, Image.DecompressionBombError):
+        return []
 
 
 def has_prompts(image: Image.Image) -> bool:

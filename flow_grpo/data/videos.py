@@ -1,9 +1,10 @@
 """Videos as files: an animation that plays in a browser, and a strip of frames that fits where an image does."""
 
 from pathlib import Path
+from typing import Any
 
 import torch
-from PIL import Image
+from PIL import ExifTags, Image
 from torch import Tensor
 
 from flow_grpo.files import atomic_file
@@ -29,16 +30,23 @@ def cut_strips(images: Tensor, width: int) -> Tensor:
     return torch.stack(images.split(width, -1), 1)
 
 
-def save_animation(path: Path, video: Tensor, longest_side: int | None = None, quality: int = 90) -> None:
+def save_animation(
+    path: Path, video: Tensor, longest_side: int | None = None, quality: int = 90, description: str = ""
+) -> None:
     """Write a video (F, 3, H, W) in [0, 1] as an animated WebP that repeats.
 
     Args:
         longest_side: in pixels, to which larger frames are reduced.
+        description: what the file says of itself, in its Exif data.
     """
     frames = to_pil(video)
     if longest_side is not None:
         for frame in frames:
             frame.thumbnail((longest_side, longest_side), Image.Resampling.LANCZOS)
-    milliseconds = round(1000 / FRAMES_PER_SECOND)
+    settings: dict[str, Any] = {"duration": round(1000 / FRAMES_PER_SECOND), "loop": 0, "quality": quality}
+    if description:
+        exif = Image.Exif()
+        exif[ExifTags.Base.ImageDescription] = description
+        settings["exif"] = exif
     with atomic_file(path) as file:
-        frames[0].save(file, "WEBP", save_all=True, append_images=frames[1:], duration=milliseconds, loop=0, quality=quality)
+        frames[0].save(file, "WEBP", save_all=True, append_images=frames[1:], **settings)

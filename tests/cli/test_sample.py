@@ -5,9 +5,9 @@ from PIL import Image
 from support.cli_process import run
 from support.embedded import PROMPTS
 
-from flow_grpo.cli.sample import _images_of_grid, _read_prompts, sample
+from flow_grpo.cli.sample import _earlier_images, _read_prompts, sample
 from flow_grpo.data import grid
-from flow_grpo.data.grid import ImageInfo, read_grid, save_grid, save_image
+from flow_grpo.data.grid import ImageInfo, read_grid, save_image, written_cells
 
 
 def test_one_word_is_a_prompt_and_so_are_several_in_a_file(tmp_path):
@@ -35,7 +35,7 @@ def test_images_are_written_a_few_at_a_time_and_no_grid_that_nobody_could_read(t
     assert not (tmp_path / "none" / "grid.png").exists()
 
 
-def test_the_images_of_the_former_grid_are_removed_and_no_others(trained, tmp_path, capsys):
+def test_the_images_of_an_earlier_command_are_removed_and_no_others(trained, tmp_path, capsys):
     config = str(trained / "short.yaml")
     sample(PROMPTS[:1], config=config, seeds=4, steps=1, out=tmp_path)
     for name in ("0009_seed9.png", "0002_seed2.png"):  # of another program; and one that was replaced by hand
@@ -52,13 +52,30 @@ def test_the_images_of_the_former_grid_are_removed_and_no_others(trained, tmp_pa
     assert (tmp_path / "0000_seed5.png").exists()
 
 
-def test_the_videos_of_the_former_grid_are_known_by_their_names(tmp_path):
-    cells = [ImageInfo("a cat", seed, "m") for seed in (3, 4)]
+def test_images_without_a_grid_are_removed_too_and_so_is_a_grid_of_other_images(trained, tmp_path, monkeypatch, capsys):
+    config = str(trained / "short.yaml")
+    sample(PROMPTS[:1], config=config, seeds=1, first_seed=7, steps=1, out=tmp_path)
+    with monkeypatch.context() as few_pixels:
+        few_pixels.setattr(grid, "MAX_PIXELS", 3 * 32 * 80)
+        sample(PROMPTS[1:2], config=config, seeds=3, steps=1, out=tmp_path)
+    assert "without a grid.png, which would be too large" in " ".join(capsys.readouterr().out.split())
+    assert sorted(file.name for file in tmp_path.iterdir()) == [f"000{i}_seed{i}.png" for i in range(3)]
+    sample(PROMPTS[:1], config=config, seeds=1, first_seed=-7, steps=1, out=tmp_path)
+    assert sorted(file.name for file in tmp_path.iterdir()) == ["0000_seed-7.png", "grid.png"]
+    sample(PROMPTS[:1], config=config, seeds=1, steps=1, out=tmp_path)
+    assert sorted(file.name for file in tmp_path.iterdir()) == ["0000_seed0.png", "grid.png"]
+
+
+def test_videos_contain_what_they_show_and_are_known_by_it(tmp_path):
+    cells = [ImageInfo("a cät", seed, "m") for seed in (3, 4)]
     for i, cell in enumerate(cells):
         save_image(tmp_path / f"{i:04d}_seed{cell.seed}.png", torch.rand(2, 3, 8, 8), cell)
-    save_grid(tmp_path / "grid.png", torch.rand(2, 2, 3, 8, 8), cells, columns=2)
     (tmp_path / "0005_seed5.webp").write_bytes((tmp_path / "0000_seed3.webp").read_bytes())
-    assert [file.name for file in _images_of_grid(tmp_path)] == ["0000_seed3.webp", "0001_seed4.webp"]
+    save_image(tmp_path / "0001_seed4.png", torch.rand(3, 8, 8), cells[1])  # beside the video of its number and seed
+    Image.new("RGB", (8, 8)).save(tmp_path / "0002_seed4.webp")
+    names = ["0000_seed3.webp", "0001_seed4.png", "0001_seed4.webp"]
+    assert [file.name for file in _earlier_images(tmp_path)] == names
+    assert [written_cells(tmp_path / name) for name in names] == [[cells[0]], [cells[1]], [cells[1]]]
 
 
 def test_a_size_that_the_model_can_not_draw_leaves_no_empty_folder(tmp_path):

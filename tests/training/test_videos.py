@@ -13,6 +13,7 @@ from support.paths import SAMPLE_REWARDS
 from support.run_contents import numbers, same
 
 from flow_grpo.config import FlowGRPOConfig
+from flow_grpo.data.grid import ImageInfo, save_image
 from flow_grpo.policy.hub import expert_weights
 
 METHODS = {
@@ -91,6 +92,8 @@ def test_the_report_shows_animations_and_strips(trained):
 
 def test_a_run_is_sampled_evaluated_and_exported(trained):
     folder, name = trained.parent, trained.name
+    of_images = folder / f"{name}_drawn" / "0000_seed0.png"  # of an earlier command
+    save_image(of_images, torch.rand(3, 8, 8), ImageInfo("a red cat", 0, "tiny"))
     said = run("sample", "a red cat", "--seeds", "2", "--lora", str(trained / "lora"), "--out", f"{name}_drawn", cwd=folder)
     assert "2 videos: " in said
     files = sorted(file.name for file in (folder / f"{name}_drawn").iterdir())
