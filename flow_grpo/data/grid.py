@@ -1,7 +1,7 @@
 """Grid images and single images as PNG files that contain the prompt, seed and model of each image.
 
-The text chunk `flow_grpo` of the PNG has these and the pixel position of each cell; the Exif data of a video has these. Images are enlarged by integer factors only, so
-that `read_grid` returns their exact pixels.
+The text chunk `flow_grpo` of the PNG has these and the pixel position of each cell, the Exif data of a video has these alone. Images are
+enlarged by integer factors only, so that `read_grid` returns their exact pixels.
 """
 
 import json
