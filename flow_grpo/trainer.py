@@ -23,7 +23,8 @@ class FlowGRPOTrainer:
 
     Args:
         model: a folder, hub id or bundled name, by default `args.model`; or a `Policy`, which keeps its own call settings.
-        reward_funcs: rewards by name, or a list of names, import paths or callables; by default `args.rewards`.
+        reward_funcs: rewards by name, or a list of names, import paths or callables; by default `args.rewards`. The settings of a name
+            in `args.rewards`, such as its weight, are used; the run's config then has these rewards in place of `args.rewards`.
         args: the run's settings.
         train_dataset: prompts: a `PromptSet`, a list of strings or a file; by default `args.prompts`.
         eval_dataset: held-out prompts, likewise; by default `args.evaluation.prompts`.

@@ -161,6 +161,22 @@ def locate(kind: str, name: str, names: dict[str, str] | None = None) -> Callabl
     return getattr(module, attribute)
 
 
+def import_path(reward: Any) -> str | None:
+    """The name by which `load` finds a function again, in REGISTRY or `my_module:my_fn`; None if there is none, as for a lambda.
+
+    A text is such a name already.
+    """
+    if isinstance(reward, str):
+        return reward
+    module, name = getattr(reward, "__module__", None) or "", getattr(reward, "__qualname__", "")
+    if module in ("", "__main__") or getattr(sys.modules.get(module), name, None) is not reward:
+        return None
+    if not any(finder.find_spec(module.partition(".")[0], None) for finder in sys.meta_path):
+        return None  # its module is that of a file, which `load` has made
+    path = f"{module}:{name}"
+    return next((known for known, target in REGISTRY.items() if target == path), path)
+
+
 def docstring(name: str) -> str:
     """The docstring of a reward in REGISTRY, read from its source file without importing it; "" for any other reward."""
     module, _, target = REGISTRY.get(name, "").partition(":")

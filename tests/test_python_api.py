@@ -1,5 +1,6 @@
 """The trainer from Python: callbacks, what it saves and shares, and what it prints."""
 
+import importlib
 import json
 import os
 import re
@@ -12,12 +13,18 @@ import pytest
 import torch
 import transformers
 from huggingface_hub import HfApi
+from support import small_policy as small
 from support.embedded import short_run, stir
+from support.fake_run import synthetic_run
 from support.hub_server import local_hub, settings, uploaded
 from support.paths import ROOT
 
 import rewards
 from flow_grpo import FlowGRPOConfig
+from flow_grpo.cli.evaluate import evaluate
+from flow_grpo.cli.options import rewards_to_measure
+from flow_grpo.evaluation.targets import TargetOptions, resolve_targets
+from flow_grpo.export.export import export
 from flow_grpo.policy.hub import WEIGHTS
 from flow_grpo.report import summary
 from flow_grpo.run_folder import layout
@@ -25,6 +32,7 @@ from flow_grpo.run_folder.reader import RunReader
 from flow_grpo.tracking.tracker import read_metrics
 from flow_grpo.trainer import FlowGRPOTrainer
 from flow_grpo.training.interrupt import Interrupted
+from rewards.pixels import jpeg_size
 
 
 class Recorder:
@@ -219,3 +227,76 @@ def test_the_trainer_prints_its_own_lines_alone(tmp_path):
         if re.fullmatch(r".*: (\d+ of \d+ .*, )?\d+ s", line):  # a phase that was slow, on a busy machine
             continue
         assert line.startswith(("tiny on", "step 1/1", "LoRA:", "curve:", "report:")), completed.stdout
+
+
+def from_functions(folder, reward_funcs, steps=1, **trainer):
+    """A trainer on a small policy, of a run that is given these rewards and whose settings name another one."""
+    args = short_run(folder, f"steps={steps}", "save_every=1", "rewards={ocr: 1, redness: 0.5}", "trackers=[]")
+    return small.trainer(args, reward_funcs=reward_funcs, **trainer)
+
+
+@pytest.mark.usefixtures("no_report")
+def test_functions_that_can_be_imported_are_in_the_config_of_the_run(tmp_path, monkeypatch):
+    (tmp_path / "own_rewards.py").write_text(
+        "def redness(images, prompts):\n    return images[:, 0].mean((1, 2))\n\n\n"
+        "def ocr(images, prompts):\n    return images.mean((1, 2, 3))\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    own = importlib.import_module("own_rewards")
+    given, run = [own.redness, jpeg_size, own.ocr], tmp_path / "run"
+    last = from_functions(run, given).train()
+    recorded = FlowGRPOConfig.from_yaml(run / layout.CONFIG)
+    weights = {"own_rewards:redness": 0.5, "jpeg_size": 1.0, "own_rewards:ocr": 1.0}
+    assert {name: reward.weight for name, reward in recorded.rewards.items()} == weights
+    loaded, is_sum = rewards_to_measure(None, recorded, resolve_targets([str(run)], TargetOptions()))
+    assert is_sum
+    assert set(loaded.rewards) == set(RunReader(run).trained) == {"redness", "jpeg_size", "ocr_2"}
+    assert set(loaded.rewards) <= set(last)
+    images, prompts = torch.rand(3, 3, 8, 8), ["a"] * 3
+    assert torch.equal(loaded.rewards["redness"](images, prompts), own.redness(images, prompts))
+    from_functions(run, given, steps=2).train(resume=True)
+    with pytest.raises(ValueError, match="was begun with rewards="):
+        from_functions(run, [own.redness, jpeg_size], steps=3).train(resume=True)
+    export(run, tmp_path / "export")
+    card = (tmp_path / "export" / "README.md").read_text()
+    assert "- Rewards: `redness` x 0.5, `jpeg_size` x 1.0, `ocr` x 1.0" in card
+    assert "repeats the training" in card
+
+
+@pytest.mark.usefixtures("no_report")
+def test_a_run_on_functions_that_no_name_leads_to_says_so_and_is_not_measured_by_others(tmp_path):
+    def redness(images, prompts):
+        return images[:, 0].mean((1, 2))
+
+    run = tmp_path / "run"
+    for steps in (1, 2):
+        from_functions(run, [redness, "jpeg_size"], steps).train(resume=steps == 2)
+    with pytest.raises(ValueError, match=r"config.yaml has no name to load redness by, .*--reward") as error:
+        evaluate(targets=[str(run)])
+    assert str(error.value).count(". ") == 0, "one sentence"
+    args = FlowGRPOConfig.from_yaml(run / layout.CONFIG)
+    chosen, given = (resolve_targets([str(run)], TargetOptions(overrides=words)) for words in (["rewards={ocr: 1}"], []))
+    assert list(rewards_to_measure(None, chosen[0].args, chosen)[0].rewards) == ["ocr"]
+    assert list(rewards_to_measure(["jpeg_size"], args, given)[0].rewards) == ["jpeg_size"]
+    export(run, tmp_path / "export")
+    card = (tmp_path / "export" / "README.md").read_text()
+    assert "- Rewards: `redness`, `jpeg_size`\n" in card
+    assert "They do not repeat the training, since they have no name to load `redness` by:" in card
+    assert "repeats the training" not in card
+
+
+def test_a_run_of_an_earlier_version_with_functions_is_not_measured_by_the_default_reward(tmp_path):
+    run = synthetic_run(tmp_path / "run", reward="redness")
+    (run / layout.CONFIG).write_text(FlowGRPOConfig.from_yaml("tiny_ocr").to_yaml())
+    (run / layout.LORA).mkdir()
+    with pytest.raises(ValueError, match="has no name to load redness by"):
+        evaluate(targets=[str(run)])
+
+
+def test_a_local_function_may_not_have_the_name_of_an_included_reward(tmp_path):
+    def ocr(images, prompts):
+        return images.mean((1, 2, 3))
+
+    with pytest.raises(ValueError, match="ocr is an included reward: give it another name"):
+        from_functions(tmp_path / "run", ocr)
+    assert "<lambda>" in from_functions(tmp_path / "run", lambda images, prompts: images.mean((1, 2, 3))).args.rewards

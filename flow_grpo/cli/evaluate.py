@@ -116,7 +116,7 @@ def evaluate(
     if not trust:
         check_found_configs(models, uses_rewards=not reward, uses_prompts=not prompts)
     args = models[0].args if models else FlowGRPOConfig.from_yaml(config, overrides) if config else None
-    reward_sum, sum_is_metric = rewards_to_measure(reward, args)
+    reward_sum, sum_is_metric = rewards_to_measure(reward, args, models)
     steps = steps or (args.evaluation.steps if args else None)
     folder = out or _default_folder(words)
     prepare_folder(folder)

@@ -97,9 +97,15 @@ def load_rewards(words: list[str]) -> "dict[str, Reward]":
     return loaded
 
 
-def rewards_to_measure(words: list[str] | None, args: "FlowGRPOConfig | None") -> "tuple[WeightedSum, bool]":
-    """The rewards of --reward, else of the config; and whether their weighted sum is a metric, as it is for a config's."""
+def rewards_to_measure(
+    words: list[str] | None, args: "FlowGRPOConfig | None", models: "list[ModelTarget]"
+) -> "tuple[WeightedSum, bool]":
+    """The rewards of --reward, else of the config; and whether their weighted sum is a metric, as it is for a config's.
+
+    ValueError if the config is that of a run which was trained on others.
+    """
     import rewards
+    from flow_grpo.evaluation.targets import check_rewards_are_named
     from flow_grpo.training.rewards import build_rewards
 
     if words:
@@ -107,6 +113,8 @@ def rewards_to_measure(words: list[str] | None, args: "FlowGRPOConfig | None") -
         return rewards.WeightedSum(loaded, dict.fromkeys(loaded, 0.0)), False
     if args is None:
         raise ValueError("images alone don't say what to measure: give --reward, for example --reward ocr, or --config.")
+    if models:
+        check_rewards_are_named(models[0])
     return build_rewards(args, monitored=True)[0], True
 
 

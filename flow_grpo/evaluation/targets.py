@@ -4,6 +4,7 @@ import itertools
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+import rewards
 from flow_grpo.config.bundled import SUFFIXES, bundled_file
 from flow_grpo.config.run_config import FlowGRPOConfig
 from flow_grpo.data import image_sets
@@ -11,6 +12,8 @@ from flow_grpo.data.grid_options import GridOptions
 from flow_grpo.data.prompts import PromptSet
 from flow_grpo.policy import hub
 from flow_grpo.run_folder import layout
+from flow_grpo.run_folder.reader import RunReader
+from flow_grpo.training.rewards import RESERVED_NAMES
 
 TARGET_KINDS = "a run folder, a checkpoint, a LoRA, a model, a config, a grid image or a folder of images"
 
@@ -105,6 +108,29 @@ def reference(target: Target, targets: list[Target]) -> Target:
         own = (t for t in targets if isinstance(t, ModelTarget) and t.is_base and t.pipeline == target.pipeline)
         return next(own, targets[0]) if not target.is_base else targets[0]
     return targets[0]
+
+
+def unnamed_rewards(run: RunReader, args: FlowGRPOConfig) -> list[str]:
+    """The rewards that a run was trained on and that its config `args` has no name for by which they could be loaded, as in the metrics.
+
+    They were given to the trainer as functions that can't be imported.
+    """
+    names = rewards.metric_names(args.rewards, RESERVED_NAMES)
+    loadable = {text for pair in names.items() if pair[0] in rewards.REGISTRY or ":" in pair[0] for text in pair}
+    return [name for name in run.trained if name not in loadable]
+
+
+def check_rewards_are_named(target: ModelTarget) -> None:
+    """Check that the config of a run's weights names what they were trained on. ValueError if not."""
+    if target.config_file is None or not layout.is_run(target.config_file.parent):
+        return
+    recorded = FlowGRPOConfig.from_yaml(target.config_file)
+    unnamed = unnamed_rewards(RunReader(target.config_file.parent), recorded)
+    if unnamed and target.args.rewards == recorded.rewards:
+        raise ValueError(
+            f"{target.config_file} has no name to load {', '.join(unnamed)} by, on which the run was trained from Python: say what "
+            "to measure by --reward, such as --reward my_reward.py:my_fn."
+        )
 
 
 def _check_duplicates(targets: list[Target], words: list[str]) -> None:

@@ -20,6 +20,7 @@ from flow_grpo.config import FlowGRPOConfig
 from flow_grpo.config.sections import LoraConfig
 from flow_grpo.data.grid import SMALLEST_CELL, open_image
 from flow_grpo.evaluation import hacking
+from flow_grpo.evaluation.targets import unnamed_rewards
 from flow_grpo.export.usage import usage_code
 from flow_grpo.policy import hub
 from flow_grpo.report import summary
@@ -105,6 +106,8 @@ def _about_rewards(run: RunReader, args: FlowGRPOConfig) -> dict[str, Any]:
     return {
         "gamed": {name: _sentence(name, "Gamed") for name in run.trained},
         "reward_licences": {name: _sentence(name, "Weights", "No weights") for name in names},
+        "trained": run.trained,
+        "unnamed": unnamed_rewards(run, args),
         "options": {name: reward.options for name, reward in {**args.evaluation.rewards, **args.rewards}.items()},
     }
 

@@ -10,7 +10,7 @@ from flow_grpo.config import FlowGRPOConfig
 from flow_grpo.config.sections import RewardConfig
 from flow_grpo.progress import phase
 from rewards import Reward, WeightedSum
-from rewards.loading import with_frames
+from rewards.loading import import_path, with_frames
 
 RESERVED_NAMES = ("reward", "diversity")  # other metrics, which a reward function might be named like
 HUMAN = "human"  # the reward that asks a person
@@ -76,7 +76,7 @@ def build_rewards(
         with phase(f"loading reward {name}"):
             functions[metric_name[name]] = load(item, setting) if isinstance(item, str) else item
     weights = dict.fromkeys(functions, 0.0)
-    weights |= {metric_name[name]: args.rewards[name].weight if name in args.rewards else 1.0 for name in trained}
+    weights |= {metric_name[name]: setting.weight for name, (_, setting) in trained.items()}
     settings = {**args.evaluation.rewards, **args.rewards}
     drop = [metric_name[name] for name, setting in settings.items() if setting.on_error == "drop" and name in metric_name]
     return WeightedSum(functions, weights, drop, names=metric_name), [metric_name[name] for name in trained]
@@ -87,11 +87,32 @@ def _trained_rewards(args: FlowGRPOConfig, reward_funcs: Any) -> dict[str, tuple
     if reward_funcs is None:
         return {name: (name, setting) for name, setting in args.rewards.items()}
     functions = reward_funcs if isinstance(reward_funcs, list) else [reward_funcs]
-    trained = {_name_of(function): (function, RewardConfig()) for function in functions}
+    names = [_name_of(function) for function in functions]
+    trained = {n: (f, args.rewards.get(n, RewardConfig())) for n, f in zip(names, functions, strict=True)}
     if len(trained) < len(functions):
         raise ValueError("two of reward_funcs have the same name: give each function or class its own name.")
     return trained
 
 
 def _name_of(function: Any) -> str:
-    return function if isinstance(function, str) else getattr(function, "__name__", type(function).__name__)
+    if isinstance(function, str):
+        return function
+    name = getattr(function, "__name__", type(function).__name__)
+    if name not in reward_kit.REGISTRY:
+        return name
+    path = import_path(function)
+    if path is None:
+        raise ValueError(f"reward_funcs has a function {name}, but {name} is an included reward: give it another name.")
+    return path
+
+
+def recorded_rewards(args: FlowGRPOConfig, reward_funcs: Any) -> dict[str, RewardConfig]:
+    """What the config of a run says of the rewards that it trains on: each under a name by which it can be loaded again.
+
+    A function that no import path leads to keeps its own name, and so does one that a setting refers to.
+    """
+    referred = {stage.objective.diversity_weight for _, stage in args.resolved_stages()}
+    return {
+        name if name in referred else import_path(function) or name: setting
+        for name, (function, setting) in _trained_rewards(args, reward_funcs).items()
+    }

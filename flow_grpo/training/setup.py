@@ -11,7 +11,7 @@ from flow_grpo.policy import hub
 from flow_grpo.policy.policy import Policy
 from flow_grpo.text import counted
 from flow_grpo.training import early_checks
-from flow_grpo.training.rewards import build_rewards
+from flow_grpo.training.rewards import build_rewards, recorded_rewards
 from flow_grpo.training.run_policy import dtype_and_reason, load_run_policy, prepare_policy
 from rewards import WeightedSum
 
@@ -72,6 +72,7 @@ def build_run(
     rewards = eval_rewards.subset(trained)
     early_checks.check_gates(args, row_weights[0])
     early_checks.check_unweighted_rewards(args, rewards)
+    args = args.model_copy(update={"rewards": recorded_rewards(args, reward_funcs)})
     for name, reward in eval_rewards.rewards.items() if eval_set is not None else ():
         early_checks.check_scope(name, reward, args)
     eval_prompts = [] if eval_set is None else eval_set.prompts

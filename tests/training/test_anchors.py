@@ -481,6 +481,19 @@ def test_a_step_caps_rewards_and_weighs_advantages_by_the_diversity_reward(advan
     torch.testing.assert_close(found.advantage, expected, rtol=1e-4, atol=1e-7)
 
 
+def test_a_function_keeps_the_name_that_the_diversity_weight_has_for_it(tmp_path):
+    args = small.settings(
+        objective={"diversity_weight": "uneven"},
+        rewards={"bright": 1, "uneven": 0},
+        images_per_prompt=4,
+        microbatch=8,
+        output=str(tmp_path),
+    )
+    recorded = small.trainer(args, reward_funcs=[bright, uneven], train_dataset=small.PROMPTS).args
+    assert recorded.rewards["uneven"].weight == 0
+    assert FlowGRPOConfig.model_validate(recorded.model_dump()).rewards == recorded.rewards, "its config can be read again"
+
+
 def test_a_diversity_reward_of_the_users_own_file_is_named_as_in_the_config():
     advantages_by_name = []
     for name in ("uneven", "own.py:uneven"):
