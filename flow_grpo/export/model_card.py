@@ -21,7 +21,7 @@ from flow_grpo.config.sections import LoraConfig
 from flow_grpo.data.grid import SMALLEST_CELL, open_image
 from flow_grpo.evaluation import hacking
 from flow_grpo.evaluation.targets import unnamed_rewards
-from flow_grpo.export.usage import usage_code
+from flow_grpo.export.usage import task, usage_code
 from flow_grpo.policy import hub
 from flow_grpo.report import summary
 from flow_grpo.run_folder import layout
@@ -122,19 +122,19 @@ def front_matter(
     images: list[dict[str, Any]],
 ) -> ModelCardData:
     """The card's metadata for the hub."""
-    results = []
+    kind, results = task(args, run), []
     if len(run.evaluation_rows) > 1 and args.evaluation.prompts is not None:
         sets = args.evaluation.prompts
         data_set = Path(sets).stem if isinstance(sets, str) else ", ".join(prompt_set.label for prompt_set in sets)
         results = [
-            EvalResult("text-to-image", data_set, data_set, plain(short_name(m)), summary.change(run, m)["last"])
+            EvalResult(kind, data_set, data_set, plain(short_name(m)), summary.change(run, m)["last"])
             for m in run.score_names
         ]
-    tags = ["text-to-image", "diffusers", "flow-grpo", "reinforcement-learning"]
+    tags = [kind, "diffusers", "flow-grpo", "reinforcement-learning"]
     return ModelCardData(
         base_model=args.model if _on_hub(args.model) else None,
         base_model_relation="finetune" if merged else "adapter",
-        pipeline_tag="text-to-image",
+        pipeline_tag=kind,
         library_name="diffusers",
         tags=tags if merged else [*tags, "lora", "template:sd-lora"],
         widget=[{"text": plain(row["prompt"]), "output": {"url": row["after"]}} for row in images] or None,

@@ -1,4 +1,4 @@
-"""The Python of a model card, which loads the export and generates an image as the run's evaluations do."""
+"""What a model card says of using the export: its task, and the Python that loads it and generates as the run's evaluations do."""
 
 from pathlib import Path
 
@@ -11,6 +11,19 @@ from flow_grpo.run_folder.reader import RunReader
 from flow_grpo.text import plain
 
 
+def task(args: FlowGRPOConfig, run: RunReader) -> str:
+    """What the model does, in the hub's words: text-to-image, image-to-image or text-to-video."""
+    kind = hub.pipeline_class(args.model)
+    return f"{'image' if _edited_prompt(kind, run) else 'text'}-to-{'video' if makes_videos(kind) else 'image'}"
+
+
+def _edited_prompt(kind: str, run: RunReader) -> str | None:
+    """The first held-out prompt with an image, or another one if the pipeline needs an image; None if prompts are texts alone."""
+    first = run.evaluations[0] if run.evaluations else {}
+    found = (prompt for prompt, file in zip(first.get("prompts", ()), first.get("sources", ()), strict=False) if file)
+    return next(found, "make it night" if family(kind).needs_image else None)
+
+
 def usage_code(folder: Path, args: FlowGRPOConfig, run: RunReader, merged: bool, source: str) -> str:
     """Python that loads the export and generates an image as the run's evaluations do."""
     kind = hub.pipeline_class(args.model)
@@ -20,7 +33,8 @@ def usage_code(folder: Path, args: FlowGRPOConfig, run: RunReader, merged: bool,
     if differs.guidance:
         call[differs.guidance] = evaluated["guidance"] if evaluated["guidance"] > 1 else differs.no_guidance_value
     call |= {key: value for key, value in evaluated.items() if key != "guidance"}
-    prompt = plain(run.evaluations[0]["prompts"][0]) if run.evaluations else "a photo of a cat"
+    edited = _edited_prompt(kind, run)
+    prompt = edited or (run.evaluations[0]["prompts"][0] if run.evaluations else "a photo of a cat")
     base = f"resolve_model({args.model!r})" if args.model in hub.BUNDLED_MODELS else repr(args.model)
     lines = ["import torch", f"from diffusers import {kind}"]
     lines += (
@@ -33,11 +47,14 @@ def usage_code(folder: Path, args: FlowGRPOConfig, run: RunReader, merged: bool,
     lines += ["", 'device = "cuda" if torch.cuda.is_available() else "cpu"']
     lines += [f"pipe = {kind}.from_pretrained({repr(source) if merged else base}, torch_dtype=torch.{dtype}).to(device)"]
     lines += [] if merged else _loading(folder, source)
-    arguments = "".join(f"\n    {key}={value!r}," for key, value in call.items())
+    source_image = f'\n    {differs.image}=load_image("source.png"),' if edited else ""
+    arguments = source_image + "".join(f"\n    {key}={value!r}," for key, value in call.items())
     seed = "\n    generator=torch.Generator().manual_seed(0),"
-    call_lines = f"pipe(\n    {prompt!r},{arguments}{seed}\n)"
+    call_lines = f"pipe(\n    {plain(prompt)!r},{arguments}{seed}\n)"
+    needed = ["export_to_video"] * makes_videos(kind) + ["load_image"] * bool(edited)
+    if needed:
+        lines.insert(2, f"from diffusers.utils import {', '.join(needed)}")
     if makes_videos(kind):
-        lines.insert(2, "from diffusers.utils import export_to_video")
         return "\n".join([*lines, f"frames = {call_lines}.frames[0]", 'export_to_video(frames, "video.mp4", fps=16)'])
     return "\n".join([*lines, f"image = {call_lines}.images[0]", 'image.save("picture.png")'])
 

@@ -315,6 +315,30 @@ def test_the_card_says_what_the_monitor_reported_and_what_is_not_known(tmp_path)
 
 
 @pytest.mark.parametrize(
+    ("pipeline", "task", "argument"),
+    [
+        ("QwenImageEditPlusPipeline", "image-to-image", '    image=load_image("source.png"),\n'),
+        ("QwenImagePipeline", "text-to-image", ""),
+        ("WanPipeline", "text-to-video", ""),
+    ],
+)
+def test_the_card_says_what_the_pipeline_makes_of_what(tmp_path, pipeline, task, argument):
+    folder, model = synthetic_run(tmp_path / "run"), tmp_path / "model"
+    model.mkdir()
+    (model / "model_index.json").write_text(json.dumps({"_class_name": pipeline}))
+    (folder / "config.yaml").write_text((folder / "config.yaml").read_text().replace("model: tiny", f"model: {model}"))
+    (folder / "lora").mkdir()
+    save_file({"a": torch.zeros(1)}, folder / "lora" / hub.WEIGHTS)
+    export(folder, tmp_path / "out")
+    card = ModelCard.load(tmp_path / "out" / model_card.CARD)
+    assert card.data.pipeline_tag == task
+    assert {result.task_type for result in card.data.eval_results} == {task}
+    assert [tag for tag in card.data.tags if "-to-" in tag] == [task]
+    assert card.text.count("load_image") == (2 if argument else 0)
+    assert argument in card.text
+
+
+@pytest.mark.parametrize(
     ("metadata", "licence"),
     [
         ("self: 1\nlicense: mit", "mit"),

@@ -1,6 +1,7 @@
 """Editing from the command line: prompts with images, trained on, sampled, evaluated, scored and reported."""
 
 import json
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -108,6 +109,23 @@ def test_the_report_shows_the_sources(trained):
     data = json.loads(page.partition('id="data">')[2].partition("</script>")[0])
     assert all(source.startswith("data:image/webp;base64,") for source in data["runs"][0]["sources"])
     assert all(group["source"] for step in data["runs"][0]["groups"] for group in step["groups"])
+
+
+def test_the_cards_python_edits_the_source(trained, monkeypatch):
+    folder, name = trained.parent, trained.name
+    run("export", name, "--out", f"{name}_export", cwd=folder)
+    card = (folder / f"{name}_export" / "README.md").read_text()
+    assert "pipeline_tag: image-to-image\n" in card
+    assert "text-to-image" not in card
+    monkeypatch.chdir(folder)
+    code, edits = card.partition("```python\n")[2].partition("```")[0], []
+    for seed in (100, 101):
+        shutil.copyfile(f"images/{seed}.png", "source.png")
+        namespace: dict = {}
+        exec(code, namespace)
+        edits.append(np.asarray(namespace["image"]))
+    assert edits[0].shape == (32, 48, 3)
+    assert (edits[0] != edits[1]).any(), "of two sources"
 
 
 @pytest.mark.slow

@@ -108,6 +108,8 @@ def test_a_run_is_sampled_evaluated_and_exported(trained):
     card = (folder / f"{name}_export" / "README.md").read_text()
     assert 'export_to_video(frames, "video.mp4", fps=16)' in card
     assert ".frames[0]" in card
+    assert "pipeline_tag: text-to-video\n" in card
+    assert "text-to-image" not in card
 
 
 @pytest.mark.slow
