@@ -11,16 +11,23 @@ from concurrent.futures import Future
 from os import _exit  # the real one, also while a reward runs, whose own os._exit is refused
 from typing import Any, TypeVar
 
+import torch
+
+from rewards.devices import current_gpu
+
 Result = TypeVar("Result")
 
 
 class DaemonThread:
-    """A thread that makes calls one after another. Unlike a `ThreadPoolExecutor`, it does not delay the exit of the process."""
+    """A thread that makes calls one after another, on the GPU of the thread that made it.
+
+    Unlike a `ThreadPoolExecutor`, it does not delay the exit of the process.
+    """
 
     threads: "weakref.WeakSet[DaemonThread]" = weakref.WeakSet()
 
     def __init__(self) -> None:
-        self.busy = False
+        self.busy, self._gpu = False, current_gpu()
         self._calls: queue.SimpleQueue[tuple[Future, Callable[[], Any]] | None] = queue.SimpleQueue()
         self.threads.add(self)
         threading.Thread(target=self._run, name="rewards", daemon=True).start()
@@ -46,6 +53,8 @@ class DaemonThread:
         return idle
 
     def _run(self) -> None:
+        if self._gpu is not None:
+            torch.cuda.set_device(self._gpu)  # else a new thread is on GPU 0
         while (job := self._calls.get()) is not None:
             future, call = job
             if future.set_running_or_notify_cancel():

@@ -17,6 +17,7 @@ from typing import Any, Literal
 import torch
 
 from rewards.calls import accepted_metadata, check_inputs
+from rewards.devices import with_index
 from rewards.frames import Frames, check_sendable, checked_frames
 from rewards.groups import Scoped, with_attributes_of
 from rewards.scoring import Reward
@@ -86,6 +87,8 @@ def load(
             )
         client = load("remote", **{"urls": remote, "reward": name, "expected_scope": scope, **options})
         return with_frames(name, client, frames)
+    if "device" in options:
+        options["device"] = with_index(options["device"])
     if isolate:
         from rewards.serving.subprocess import Isolated
 

@@ -12,6 +12,7 @@ import onnxruntime
 import torch
 from rapidfuzz.distance import Levenshtein
 
+from rewards.devices import with_index
 from rewards.images import to_bytes
 
 QUOTED = re.compile(r'"([^"]+)"')
@@ -44,7 +45,7 @@ class OCR:
         substring: bool = True,
         several_lines: bool = False,
     ) -> None:
-        self.device = torch.device(device)
+        self.device = torch.device(with_index(device))
         if self.device.type == "cuda" and "CUDAExecutionProvider" not in onnxruntime.get_available_providers():
             raise ValueError(
                 "ocr: device=cuda needs the package onnxruntime-gpu in place of onnxruntime; or set device=cpu."

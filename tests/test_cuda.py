@@ -11,8 +11,10 @@ from flow_grpo.config import FlowGRPOConfig
 from flow_grpo.plan.estimate import StepEstimator
 from flow_grpo.policy.step_meter import StepMeter
 from flow_grpo.trainer import FlowGRPOTrainer
+from flow_grpo.training.interrupt import call_interruptibly
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
+two_gpus = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA GPUs")
 WORKSPACES = 4 * 32 * 2**20  # bytes that cuBLAS and cuBLASLt take, in the forward and in the backward thread
 
 
@@ -119,3 +121,10 @@ def test_memory_is_what_the_plan_says(tmp_path, overrides):
     trainer.training_step()  # which also measures the model
     peak = 1e9 * trainer.training_step()["memory/peak_gb"]
     assert 0.85 * planned < peak < 1.15 * planned + WORKSPACES
+
+
+@two_gpus
+def test_a_reward_is_called_on_the_gpu_that_it_was_built_on():
+    with torch.cuda.device(1):
+        weights = torch.ones(3, device="cuda")
+        assert call_interruptibly(lambda: torch.ones(3).to("cuda") + weights, lambda: False).device.index == 1
