@@ -1,6 +1,7 @@
 """On a GPU: the ratio is exactly 1 in every dtype and setting, and memory is what the plan says."""
 
 import gc
+from functools import partial
 
 import pytest
 import torch
@@ -9,6 +10,7 @@ from support.families import TINY, awake
 
 from flow_grpo.config import FlowGRPOConfig
 from flow_grpo.plan.estimate import StepEstimator
+from flow_grpo.policy.device_speed import fastest
 from flow_grpo.policy.step_meter import StepMeter
 from flow_grpo.trainer import FlowGRPOTrainer
 from flow_grpo.training.interrupt import call_interruptibly
@@ -128,3 +130,15 @@ def test_a_reward_is_called_on_the_gpu_that_it_was_built_on():
     with torch.cuda.device(1):
         weights = torch.ones(3, device="cuda")
         assert call_interruptibly(lambda: torch.ones(3).to("cuda") + weights, lambda: False).device.index == 1
+
+
+@two_gpus
+def test_on_the_second_gpu_times_are_those_of_its_kernels():
+    """Also where the first one is the current device."""
+    device, meter = torch.device("cuda:1"), StepMeter(None, torch.device("cuda:1"))
+    work = partial(torch.matmul, *torch.randn(2, 8192, 8192, device=device))
+    seconds = fastest(work, device, 0.2)
+    with meter.phase("rollout"):
+        for _ in range(10):
+            work()
+    assert meter.seconds()["rollout"] == pytest.approx(10 * seconds, rel=0.5)

@@ -103,8 +103,8 @@ class Hardware:
     def of_this_machine(cls, device: str, memory_gb: float | None = None, count: int = 1) -> "Hardware":
         """This machine's GPU or CPU."""
         cuda = torch.device(device).type == "cuda"
-        name = torch.cuda.get_device_name() if cuda else "this CPU"
-        memory = torch.cuda.get_device_properties(0).total_memory if cuda else psutil.virtual_memory().total
+        name = torch.cuda.get_device_name(device) if cuda else "this CPU"
+        memory = torch.cuda.get_device_properties(device).total_memory if cuda else psutil.virtual_memory().total
         return cls(name, memory_gb * GB if memory_gb else memory, None, count, cuda)
 
 

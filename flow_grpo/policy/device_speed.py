@@ -40,11 +40,11 @@ def fastest(work: Callable[[], object], device: torch.device, seconds: float) ->
     times: list[float] = []
     while len(times) < 2 or sum(times) < seconds:
         if device.type == "cuda":
-            torch.cuda.synchronize()
+            torch.cuda.synchronize(device)
         started = time.perf_counter()
         work()
         if device.type == "cuda":
-            torch.cuda.synchronize()
+            torch.cuda.synchronize(device)
         times.append(time.perf_counter() - started)
     return min(times)
 
@@ -56,8 +56,9 @@ def matmul_peak(device: torch.device, dtype: torch.dtype) -> float:
     It is measured once in a process. Another program that used the device then would make the speed of one run too small. Where no
     memory is left to measure it, it is that of earlier runs, or 0.
     """
-    threads = "" if device.type == "cuda" else f" with {torch.get_num_threads()} threads"
-    key = f"{device_name(device)}{threads}, {str(dtype).removeprefix('torch.')}, torch {torch.__version__}"
+    # earlier versions kept, without this word, what a GPU but the first seemed to do when they did not wait for it
+    how = ", synchronized" if device.type == "cuda" else f" with {torch.get_num_threads()} threads"
+    key = f"{device_name(device)}{how}, {str(dtype).removeprefix('torch.')}, torch {torch.__version__}"
     speed = known = _read_cache().get(key, 0.0)
     # `randn` must not move the run's random numbers
     with torch.random.fork_rng([device] if device.type == "cuda" else []), suppress(torch.OutOfMemoryError):

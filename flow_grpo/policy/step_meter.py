@@ -138,7 +138,7 @@ class StepMeter:
         """Note that from now on the innermost open phase counts."""
         now: Any = torch.cuda.Event(enable_timing=True) if self._has_events else time.perf_counter()
         if self._has_events:
-            now.record()
+            now.record(torch.cuda.current_stream(self.device))  # which need not be the current device
         self._marks.append((self._open[-1] if self._open else None, now))
 
     def _before(self, transformer: torch.nn.Module, args: Arguments, kwargs: dict[str, Any]) -> None:

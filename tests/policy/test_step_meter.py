@@ -1,12 +1,15 @@
 """What a training step costs: seconds by phase, and operations against torch's own counter and against `plan`."""
 
+import json
+from contextlib import nullcontext
+
 import pytest
 import torch
 from support import small_policy as small
 from support.embedded import short_run
 
 from flow_grpo.plan.estimate import StepEstimator
-from flow_grpo.policy.device_speed import matmul_peak
+from flow_grpo.policy.device_speed import fastest, matmul_peak
 from flow_grpo.policy.step_meter import StepMeter, flop_counter
 from flow_grpo.trainer import FlowGRPOTrainer
 
@@ -137,6 +140,40 @@ def test_measuring_the_peak_moves_no_random_number(tmp_path, monkeypatch):
     matmul_peak(torch.device("cpu"), torch.float32)
     matmul_peak.cache_clear()
     assert torch.equal(torch.rand(1), expected)
+
+
+def test_what_is_timed_on_a_gpu_is_waited_for_on_that_gpu(monkeypatch):
+    """Without an index, CUDA waits for the current device and records on its stream: device 0, wherever the model is."""
+    device, waits, streams = torch.device("cuda:1"), [], []
+
+    class Event:
+        def __init__(self, enable_timing):
+            assert enable_timing
+
+        def record(self, stream=None):
+            streams.append(stream)
+
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device=None: waits.append(device))
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: f"stream of {device}")
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    fastest(lambda: None, device, 0.0)
+    assert set(waits) == {device}
+    meter = StepMeter(None, device)
+    with meter.phase("rollout"):
+        pass
+    assert streams == ["stream of cuda:1"] * 2
+
+
+def test_a_speed_that_was_measured_without_waiting_for_the_gpu_is_not_read(tmp_path, monkeypatch):
+    file, device = tmp_path / "speed.json", torch.device("cuda:1")
+    file.write_text(json.dumps({f"a GPU, bfloat16, torch {torch.__version__}": 1e18}))
+    monkeypatch.setattr("flow_grpo.policy.device_speed.CACHE", file)
+    monkeypatch.setattr("flow_grpo.policy.device_speed.device_name", lambda device: "a GPU")
+    monkeypatch.setattr("flow_grpo.policy.device_speed.matmul_speed", lambda *given: 1e15)
+    monkeypatch.setattr(torch.random, "fork_rng", lambda devices: nullcontext())
+    matmul_peak.cache_clear()
+    assert matmul_peak(device, torch.bfloat16) == 1e15
+    matmul_peak.cache_clear()
 
 
 @pytest.fixture
