@@ -118,7 +118,9 @@ class Processes:
 
     @torch.no_grad()
     def all_reduce_gradients(self, parameters: list[torch.nn.Parameter], is_sharded: bool = False) -> None:
-        """Replace each gradient by the sum over all processes; a missing one counts as 0.
+        """Replace each gradient by the sum over all processes; a missing one counts as 0, unless all processes miss it.
+
+        Then it stays None, as in one process: the optimizer passes over an expert that no step has called.
 
         Args:
             is_sharded: each process holds shards of the parameters, whose gradients are already means over all processes.
@@ -130,8 +132,9 @@ class Processes:
                 if parameter.grad is not None:
                     parameter.grad.mul_(self.world_size)
             return
-        for parameter in parameters:
-            if parameter.grad is None:
+        ranks = self.all_gather([parameter.grad is not None for parameter in parameters])
+        for parameter, exists in zip(parameters, zip(*ranks, strict=True), strict=True):
+            if parameter.grad is None and any(exists):
                 parameter.grad = torch.zeros_like(parameter)
         gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
         for bucket in _buckets(gradients):
@@ -165,9 +168,12 @@ def is_peer_lost(error: RuntimeError) -> bool:
 def _buckets(gradients: list[Tensor]) -> Iterator[list[Tensor]]:
     """Group gradients into few messages of at most BUCKET_NUMEL numbers each; a larger gradient is one by itself."""
     bucket: list[Tensor] = []
+    numel = 0
     for gradient in gradients:
-        if bucket and sum(g.numel() for g in bucket) + gradient.numel() > BUCKET_NUMEL:
+        if bucket and numel + gradient.numel() > BUCKET_NUMEL:
             yield bucket
-            bucket = []
+            bucket, numel = [], 0
         bucket.append(gradient)
-    yield bucket
+        numel += gradient.numel()
+    if bucket:
+        yield bucket

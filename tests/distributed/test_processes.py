@@ -14,7 +14,7 @@ import psutil
 import pytest
 import torch
 from support.cli_process import begin
-from support.gradient_sums import add_up_gradients
+from support.gradient_sums import add_up_gradients, step_like_one_process
 from support.paths import ROOT
 from support.process_runs import (
     ACCELERATE,
@@ -34,7 +34,7 @@ from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 from flow_grpo.config import FlowGRPOConfig
 from flow_grpo.data.prompts import PromptSampler, load_prompts
 from flow_grpo.distributed.launch import first_dead
-from flow_grpo.distributed.processes import PEER_LOST, Processes
+from flow_grpo.distributed.processes import PEER_LOST, Processes, _buckets
 from flow_grpo.run_folder import checkpoint
 from flow_grpo.run_folder.lock import locked
 
@@ -251,3 +251,22 @@ def test_a_process_takes_the_largest_micro_batch_that_divides_its_rows():
 
 def test_gradients_add_up_missing_ones_count_as_0_and_errors_are_shared():
     call_in_ranks(add_up_gradients, 2)
+
+
+def test_an_expert_that_no_process_has_called_is_not_moved():
+    call_in_ranks(step_like_one_process, 2)
+
+
+def test_gradients_are_put_into_messages_in_order_each_counted_once(monkeypatch):
+    monkeypatch.setattr("flow_grpo.distributed.processes.BUCKET_NUMEL", 10)
+    counted = []
+
+    class Gradient(torch.Tensor):
+        def numel(self) -> int:
+            counted.append(self)
+            return super().numel()
+
+    sizes = [4, 4, 4, 20, 1, *[1] * 8, 9]
+    buckets = list(_buckets([torch.ones(size).as_subclass(Gradient) for size in sizes]))
+    assert [[len(gradient) for gradient in bucket] for bucket in buckets] == [[4, 4], [4], [20], [1] * 9, [9]]
+    assert len(counted) <= 2 * len(sizes)

@@ -22,3 +22,24 @@ def add_up_gradients() -> None:
     with pytest.raises(ValueError, match="invalid literal"):
         processes.gather_or_raise(lambda: int("x") if processes.rank else 0)
     processes.destroy()
+
+
+def step_like_one_process() -> None:
+    """Two experts, of which the second has no gradient on any rank in the second step: AdamW leaves it where it is."""
+    processes = Processes.from_environment("cpu")
+    ours, alone = [[torch.nn.Parameter(torch.ones(3)) for _ in range(2)] for _ in range(2)]
+    optimizers = [torch.optim.AdamW(experts, lr=0.1, weight_decay=0.1) for experts in (ours, alone)]
+    for called in ([[0, 1], [1]], [[], [0]]):  # the experts that each rank calls in a step
+        for rank, experts in enumerate(called):
+            for expert in experts:
+                (alone[expert] * (rank + 1.0)).sum().backward()
+                if rank == processes.rank:
+                    (ours[expert] * (rank + 1.0)).sum().backward()
+        processes.all_reduce_gradients(ours)
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    assert [expert.tolist() for expert in ours] == [expert.tolist() for expert in alone]
+    processes.all_reduce_gradients(ours)
+    assert all(expert.grad is None for expert in ours), "nobody has one"
+    processes.destroy()
