@@ -8,7 +8,8 @@ processes, up to the order in which numbers are added.
 import os
 import time
 from collections.abc import Callable, Iterator
-from typing import Any, TypeVar
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -16,20 +17,33 @@ from torch import Tensor
 from flow_grpo.distributed.parent import end_with_launcher
 from flow_grpo.text import first_line
 
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
 PEER_LOST = 75  # exit status of a process that lost its connection to another one
 Value = TypeVar("Value")
 BUCKET_NUMEL = 2**26  # approximate size of a message between processes, which is copied once
+# How long a process waits for another one that runs: between devices for what all compute alike, and for a value for as long as rewards
+# may take, of which `human` waits for a person. A process that has ended breaks its connections at once.
+DEVICE_TIMEOUT, VALUE_TIMEOUT = timedelta(hours=1), timedelta(days=7)
 
 
 class Processes:
     """This process among `world_size`, the first having `rank` 0. Made once, by `from_environment`, or `Processes()` for one by itself.
 
+    Values are exchanged by gloo, so that no device is waited for; gradients by the backend of the device.
+
+    Args:
+        value_group: the process group in which values are exchanged; by default that of the gradients.
+
     Attributes:
         stop_requested: whether this process was asked to stop the run, by Ctrl-C or SIGTERM.
     """
 
-    def __init__(self, rank: int = 0, world_size: int = 1, device: str | None = None) -> None:
-        self.rank, self.world_size, self.device = rank, world_size, device
+    def __init__(
+        self, rank: int = 0, world_size: int = 1, device: str | None = None, value_group: "ProcessGroup | None" = None
+    ) -> None:
+        self.rank, self.world_size, self.device, self.value_group = rank, world_size, device, value_group
         self.stop_requested = False
 
     @classmethod
@@ -45,15 +59,16 @@ class Processes:
         from accelerate import PartialState
 
         try:
-            state = PartialState(cpu=device == "cpu" or not torch.cuda.is_available())
+            state = PartialState(cpu=device == "cpu" or not torch.cuda.is_available(), timeout=DEVICE_TIMEOUT)
+            value_group = torch.distributed.new_group(backend="gloo", timeout=VALUE_TIMEOUT)
         except RuntimeError as error:
             address = ":".join(os.environ.get(name, "?") for name in ("MASTER_ADDR", "MASTER_PORT"))
             reason = first_line(error).rstrip(".")
             raise ValueError(
                 f"the {os.environ['WORLD_SIZE']} processes of the run don't meet at {address} ({reason}): set MASTER_PORT to a port "
-                "that no other program uses, and MASTER_ADDR to the machine of rank 0."
+                "that no other program uses, MASTER_ADDR to the machine of rank 0, and GLOO_SOCKET_IFNAME to the network interface."
             ) from error
-        return cls(state.process_index, state.num_processes, str(state.device))
+        return cls(state.process_index, state.num_processes, str(state.device), value_group)
 
     @property
     def is_main(self) -> bool:
@@ -81,7 +96,7 @@ class Processes:
         if self.world_size == 1:
             return [value]
         values: list[Any] = [None] * self.world_size
-        torch.distributed.all_gather_object(values, value)
+        torch.distributed.all_gather_object(values, value, self.value_group)
         return values
 
     def gather_or_raise(self, call: Callable[[], Value], errors: tuple[type[Exception], ...] = (ValueError,)) -> list[Value]:

@@ -14,7 +14,7 @@ import psutil
 import pytest
 import torch
 from support.cli_process import begin
-from support.gradient_sums import add_up_gradients, step_like_one_process
+from support.gradient_sums import add_up_gradients, exchange_values_apart_from_gradients, step_like_one_process
 from support.paths import ROOT
 from support.process_runs import (
     ACCELERATE,
@@ -270,3 +270,7 @@ def test_gradients_are_put_into_messages_in_order_each_counted_once(monkeypatch)
     buckets = list(_buckets([torch.ones(size).as_subclass(Gradient) for size in sizes]))
     assert [[len(gradient) for gradient in bucket] for bucket in buckets] == [[4, 4], [4], [20], [1] * 9, [9]]
     assert len(counted) <= 2 * len(sizes)
+
+
+def test_values_are_exchanged_apart_from_gradients_and_waited_for_longer():
+    call_in_ranks(exchange_values_apart_from_gradients, 2)

@@ -1,4 +1,7 @@
-"""What each of two ranks asserts of gradients and errors that they share: in a module of its own, so that a forked rank can import it."""
+"""What two ranks assert of gradients, values and errors that they share: in a module of its own, so that a forked rank can import it."""
+
+from datetime import timedelta
+from typing import Any
 
 import pytest
 import torch
@@ -42,4 +45,25 @@ def step_like_one_process() -> None:
     assert [expert.tolist() for expert in ours] == [expert.tolist() for expert in alone]
     processes.all_reduce_gradients(ours)
     assert all(expert.grad is None for expert in ours), "nobody has one"
+    processes.destroy()
+
+
+def exchange_values_apart_from_gradients() -> None:
+    """A gradient of one rank is on its way, as a kernel of a GPU may be, while values are exchanged."""
+    timeouts = {}
+
+    def noting(name: str, make: Any) -> Any:
+        return lambda **given: (timeouts.update({name: given["timeout"]}), make(**given))[1]
+
+    for name in ("init_process_group", "new_group"):
+        setattr(torch.distributed, name, noting(name, getattr(torch.distributed, name)))
+    processes = Processes.from_environment("cpu")
+    assert timeouts["init_process_group"] > timedelta(minutes=30), "what torch would wait"
+    assert timeouts["new_group"] > timedelta(days=1), "a person may score images"
+    assert torch.distributed.get_backend(processes.value_group) == "gloo"
+    gradient = torch.ones(3)
+    early = torch.distributed.all_reduce(gradient, async_op=True) if processes.is_main else None
+    assert processes.all_gather("x" * (1 + processes.rank)) == ["x", "xx"]
+    torch.distributed.all_reduce(gradient) if early is None else early.wait()
+    assert gradient.tolist() == [2, 2, 2]
     processes.destroy()
