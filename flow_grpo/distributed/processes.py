@@ -9,16 +9,13 @@ import os
 import time
 from collections.abc import Callable, Iterator
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from flow_grpo.distributed.parent import end_with_launcher
 from flow_grpo.text import first_line
-
-if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup
 
 PEER_LOST = 75  # exit status of a process that lost its connection to another one
 Value = TypeVar("Value")
@@ -40,9 +37,7 @@ class Processes:
         stop_requested: whether this process was asked to stop the run, by Ctrl-C or SIGTERM.
     """
 
-    def __init__(
-        self, rank: int = 0, world_size: int = 1, device: str | None = None, value_group: "ProcessGroup | None" = None
-    ) -> None:
+    def __init__(self, rank: int = 0, world_size: int = 1, device: str | None = None, value_group: Any = None) -> None:
         self.rank, self.world_size, self.device, self.value_group = rank, world_size, device, value_group
         self.stop_requested = False
 
