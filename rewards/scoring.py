@@ -13,7 +13,7 @@ from rewards import groups, selection
 from rewards.calls import accepted_metadata, check_inputs, check_metadata, is_no_number, wrong_values
 from rewards.frames import ALL, frame_indices, frames_of, is_video
 from rewards.images import SOURCE, SOURCES, first_sources, has_sources
-from rewards.user_code import guarded
+from rewards.user_code import UserCodeMemoryError, guarded
 
 MAX_PROMPT_LENGTH = 200  # characters of a prompt in an error
 
@@ -281,6 +281,8 @@ class WeightedSum:
         reward, prompts = self.rewards[name], batch.prompts
         try:
             values = call_reward(name, reward, batch.images, prompts, batch.metadata, group=[0] * len(prompts))
+        except UserCodeMemoryError:
+            raise  # with less memory in use it may succeed
         except ValueError as error:
             self.drop_messages.append(f"{error} All of them were left out.")
             return torch.full((len(prompts),), math.nan)

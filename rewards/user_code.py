@@ -69,6 +69,10 @@ class UserCodeError(ValueError):
     """An exception of a user's code as one sentence; the exception is the cause."""
 
 
+class UserCodeMemoryError(UserCodeError, torch.OutOfMemoryError):
+    """The device had no memory left for a user's code, so that a training step is worth repeating with less at a time."""
+
+
 @contextmanager
 def guarded(name: str, sentence: Callable[[str], str]) -> Iterator[None]:
     """Context in which a user's code runs.
@@ -78,7 +82,7 @@ def guarded(name: str, sentence: Callable[[str], str]) -> Iterator[None]:
         sentence: returns the beginning of the error message, given the name of the exception's class.
 
     Raises:
-        UserCodeError: the code raised anything but the KeyboardInterrupt of Ctrl-C.
+        UserCodeError: the code raised anything but the KeyboardInterrupt of Ctrl-C. It is a UserCodeMemoryError if memory ran out.
     """
     with _one_sentence(sentence), _settings_kept(name), _own_random_numbers(name), _no_exit():
         yield
@@ -97,7 +101,8 @@ def _one_sentence(sentence: Callable[[str], str]) -> Iterator[None]:
         if os.environ.get(TRACEBACK):
             traceback.print_exception(error)
         reason = " ".join(str(error).split()) or "no message"
-        raise UserCodeError(f"{sentence(type(error).__name__)}: {reason}{_location(error)}") from error
+        kind = UserCodeMemoryError if isinstance(error, torch.OutOfMemoryError) else UserCodeError
+        raise kind(f"{sentence(type(error).__name__)}: {reason}{_location(error)}") from error
 
 
 def _location(error: BaseException) -> str:

@@ -281,6 +281,24 @@ def test_memory_that_runs_out_halves_the_micro_batch_from_there_on(tmp_path, sam
     assert torch.equal(weights(trainer.policy), weights(plain.policy))
 
 
+@pytest.mark.parametrize("drop", [False, True])
+def test_memory_that_runs_out_in_a_reward_halves_the_micro_batch_too(tmp_path, drop):
+    trainer = made(tmp_path / "run", prompts_per_step=4, microbatch=12)
+    plain = made(tmp_path / "plain", prompts_per_step=4, microbatch=3)
+
+    def large(images, prompts):
+        if trainer.stage.args.microbatch > 3:  # the model has the rest
+            raise torch.OutOfMemoryError("CUDA out of memory.")
+        return bright(images, prompts)
+
+    trainer.rewards.rewards["bright"] = large
+    trainer.rewards.drop_on_error |= {"bright"} if drop else set()
+    assert numbers(trainer.training_step()) == numbers(plain.training_step())
+    assert trainer.stage.args.microbatch == 3
+    assert len(trainer.stage.warnings) == 2
+    assert not trainer.rewards.drop_messages
+
+
 def test_pairs_are_never_parted(tmp_path):
     dpo = {"objective": {"name": "dpo"}, "sampling": {"transition": "ode"}}
     trainer = made(tmp_path / "run", prompts_per_step=4, images_per_prompt=4, microbatch=16, **dpo)

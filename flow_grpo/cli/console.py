@@ -94,7 +94,7 @@ def exit_on_error() -> Iterator[None]:
     try:
         yield
     except (ValueError, OSError) as error:
-        if os.environ.get(TRACEBACK) and type(error).__name__ != "UserCodeError":  # which has printed its own
+        if os.environ.get(TRACEBACK) and not type(error).__name__.startswith("UserCode"):  # which has printed its own
             traceback.print_exception(error)
         fail(str(error), is_shared=getattr(error, "is_shared", False))
     except RuntimeError as error:

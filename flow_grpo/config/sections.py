@@ -94,7 +94,8 @@ class RewardConfig(ConfigSection):
     """Of a video, the frames that it sees: a number of evenly spaced ones, whose values are averaged, the first, the last, or all at once
     as (B, F, 3, H, W). By default what its attribute `frames` says, else 4."""
     on_error: Literal["stop", "drop"] = "stop"
-    """What to do when it raises or returns no finite number: stop the run, or leave those groups out of the step."""
+    """What to do when it raises or returns no finite number: stop the run, or leave those groups out of the step. If it
+    runs out of memory, a single process first repeats the step with half the micro-batch, and the run stops if that is not enough."""
     remote: str | list[str] | None = None
     """Address of a server, or of several, on which `flow-grpo serve` runs this reward; options are then those of the client,
     rewards/serving/client.py. The servers' token comes from the environment variable REWARD_TOKEN."""

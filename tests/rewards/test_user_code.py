@@ -173,6 +173,16 @@ def test_a_served_reward_that_exits_leaves_its_server_alive(folder):
 # -- its errors say where they are ------------------------------------------------------------------------------------
 
 
+def test_a_reward_without_memory_is_named_in_an_error_of_both_kinds(folder):
+    """One for whoever can do with less memory, and one with a sentence for everyone else."""
+    file = written(folder, "import torch\n\ndef large(images, prompts):\n    raise torch.OutOfMemoryError('of 80 GB')\n")
+    with pytest.raises(
+        UserCodeError, match=r"reward large raised OutOfMemoryError on 2 images.*: of 80 GB \(mine.py:4"
+    ) as caught:
+        rewards.score("large", rewards.load(f"{file}:large"), IMAGES, PROMPTS)
+    assert isinstance(caught.value, torch.OutOfMemoryError)
+
+
 def test_an_error_names_file_line_function_and_source(folder):
     text = """
 import torch
