@@ -11,6 +11,7 @@ from support.families import TINY, awake
 from flow_grpo.config import FlowGRPOConfig
 from flow_grpo.plan.estimate import StepEstimator
 from flow_grpo.policy.device_speed import fastest
+from flow_grpo.policy.memory import on_device, pin_together
 from flow_grpo.policy.step_meter import StepMeter
 from flow_grpo.trainer import FlowGRPOTrainer
 from flow_grpo.training.interrupt import call_interruptibly
@@ -92,6 +93,17 @@ def test_offloaded_blocks_give_the_same_step_with_less_memory(flux, tmp_path):
     alike = torch.cat([torch.isclose(offloaded[name], value).flatten() for name, value in kept.items()])
     assert alike.float().mean() > 0.99
     assert peaks[1] < peaks[0]
+
+
+def test_offloaded_weights_are_pinned_in_little_more_than_their_bytes():
+    tensors = [torch.randn(3072, width) for width in (3072, 5000, 12288, 1)]
+    expected = [tensor.clone() for tensor in tensors]
+    requested = []
+    pin_together(tensors, lambda size: requested.append(size) or torch.empty(size, dtype=torch.uint8, pin_memory=True))
+    assert all(tensor.is_pinned() for tensor in tensors)
+    assert sum(requested) < 1.1 * sum(tensor.nbytes for tensor in tensors)
+    on_gpu = [on_device(tensor, torch.device("cuda")) for tensor in tensors]
+    assert all(torch.equal(tensor.cpu(), value) for tensor, value in zip(on_gpu, expected, strict=True))
 
 
 def test_8_bit_adam_moves_the_adapter(flux, tmp_path):

@@ -4,6 +4,7 @@ import functools
 import inspect
 import resource
 import sys
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -20,6 +21,10 @@ FLOAT8 = torch.float8_e4m3fn  # of weights that are stored in float8
 # Most compiled variants of one function, such as the forward pass of all blocks of a class; after that, new ones run uncompiled. SD3.5-M
 # needs up to 12 for each size: three kinds of blocks, with and without gradients, of the input too, and with and without the LoRA.
 COMPILED_VARIANTS = 64
+PINNED_BUFFER, PINNED_ALIGNMENT = (
+    2**30,
+    256,
+)  # bytes of page-locked memory requested at once, and at which each tensor begins
 
 
 def quantization(kind: str, dtype: torch.dtype, pipeline: str) -> PipelineQuantizationConfig:
@@ -140,14 +145,39 @@ def offload_blocks(transformer: torch.nn.Module, device: torch.device) -> None:
         ValueError: diffusers does not name the repeated blocks.
     """
     blocks = repeated_blocks(transformer, "memory.offload")
-    in_blocks = {id(tensor) for block in blocks for tensor in (*block.parameters(), *block.buffers())}
+    in_blocks = {id(tensor): tensor for block in blocks for tensor in (*block.parameters(), *block.buffers())}
     for tensor in (*transformer.parameters(), *transformer.buffers()):
         if id(tensor) not in in_blocks:
             tensor.data = tensor.data.to(device)
-        elif device.type == "cuda":
-            tensor.data = tensor.data.pin_memory()
+    if device.type == "cuda":
+        pin_together(list(in_blocks.values()))
     for block in blocks:
         block.forward = _with_weights_on(device, block)
+
+
+def _pinned_bytes(size: int) -> torch.Tensor:
+    return torch.empty(size, dtype=torch.uint8, pin_memory=True)
+
+
+def pin_together(tensors: list[torch.Tensor], allocate: Callable[[int], torch.Tensor] = _pinned_bytes) -> None:
+    """Move tensors to page-locked memory, several to a buffer.
+
+    Torch rounds each request up to a power of two, which one request for each tensor would make about 1.6 times the weights. Here
+    each is a power of two already, and a tensor goes to the first buffer in which it fits, the largest tensors first.
+
+    Args:
+        allocate: returns that many bytes of page-locked memory.
+    """
+    sizes = {id(tensor): -(-max(1, tensor.nbytes) // PINNED_ALIGNMENT) * PINNED_ALIGNMENT for tensor in tensors}
+    left, unused = sum(sizes.values()), list[torch.Tensor]()
+    for tensor in sorted(tensors, key=lambda tensor: tensor.nbytes, reverse=True):
+        size = sizes[id(tensor)]
+        index = next((i for i, rest in enumerate(unused) if len(rest) >= size), len(unused))
+        if index == len(unused):
+            unused.append(allocate(max(1 << (size - 1).bit_length(), min(PINNED_BUFFER, 1 << (left.bit_length() - 1)))))
+        place, unused[index] = unused[index][: tensor.nbytes], unused[index][size:]
+        tensor.data = place.view(tensor.dtype).view(tensor.shape).copy_(tensor.data)
+        left -= size
 
 
 class _Call(torch.nn.Module):

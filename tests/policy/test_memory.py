@@ -162,6 +162,30 @@ def test_slices_are_the_same_images():
     torch.testing.assert_close(sliced.decode(latents), tiny_policy().decode(latents), rtol=0, atol=1e-5)
 
 
+def test_offloaded_weights_take_little_more_page_locked_memory_than_their_bytes(monkeypatch):
+    """Torch rounds each request up to a power of two: the weights of a Flux block, 1/16 as wide and alone, would take 1.6 times theirs."""
+    monkeypatch.setattr(memory, "PINNED_BUFFER", 2**20)
+    shapes = [(192, 192), (192,), (768, 192), (768,), (192, 768), (1152, 192), (1152,), (), (0, 3)]
+    dtypes = [torch.bfloat16, torch.float32, memory.FLOAT8, torch.int64]
+    tensors = [torch.randn(s).to(dtypes[block % 4]) for block in range(24) for s in (*shapes, *shapes[:1] * 6)]
+    copies, requested, total = [tensor.clone() for tensor in tensors], [], sum(tensor.nbytes for tensor in tensors)
+
+    def allocate(size):
+        requested.append(size)
+        return torch.empty(size, dtype=torch.uint8)
+
+    def rounded(size):
+        return 1 << max(0, size - 1).bit_length()
+
+    memory.pin_together(tensors, allocate)
+    assert sum(rounded(tensor.nbytes) for tensor in tensors) > 1.5 * total
+    assert sum(map(rounded, requested)) < 1.05 * total
+    assert len({tensor.untyped_storage().data_ptr() for tensor in tensors}) == len(requested) > 8
+    for tensor, copy in zip(tensors, copies, strict=True):
+        assert (tensor.dtype, tensor.shape) == (copy.dtype, copy.shape)
+        assert torch.equal(tensor.float(), copy.float())
+
+
 @pytest.mark.parametrize("checkpointing", [True, False])
 def test_offloaded_blocks_change_no_bit_of_a_gradient(flux, monkeypatch, checkpointing):
     """On a CPU, where a copy to the device is a plain copy. The weights in memory may then be anything until the backward pass."""
