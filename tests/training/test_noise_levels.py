@@ -7,6 +7,7 @@ from support import small_policy as small
 
 from flow_grpo import sampling
 from flow_grpo.config.objective_types import section_type
+from flow_grpo.config.run_config import FlowGRPOConfig
 from flow_grpo.training.noise_levels import add_noise, draw_noise_level
 from flow_grpo.types import NoisedImage, Schedule
 
@@ -56,6 +57,22 @@ def test_several_levels_of_the_schedule_are_different_steps():
     for row in torch.stack(sigmas, 1):
         assert row.sort(descending=True).values.tolist() == SIGMAS[:9].tolist()
     assert len({tuple(row.tolist()) for row in torch.stack(sigmas, 1)}) > 4, "each image has an order of its own"
+
+
+@pytest.mark.parametrize(("preset", "steps"), [("sd35_medium_ocr_nft", range(10)), ("sd35_medium_ocr_awm", range(1, 12))])
+def test_presets_noise_each_image_by_itself_to_different_steps_of_the_published_ones(preset, steps):
+    config = FlowGRPOConfig.from_yaml(preset)
+    objective, sigmas = config.objective, torch.linspace(1, 0, config.sampling.steps + 1)
+    batch = small.PromptSet(["a"] * 8, [{}] * 8).repeat(config.images_per_prompt)
+    levels = [
+        draw_noise_level(batch, Schedule(1000 * sigmas[:-1], sigmas), (2,), objective, seed=1, step=4, draw=draw)
+        for draw in range(objective.num_noise_levels)
+    ]
+    image_sigmas = torch.stack([level.sigma for level in levels], 1)
+    assert all(len(set(row)) == len(levels) for row in image_sigmas.tolist())
+    assert set(image_sigmas.flatten().tolist()) == {float(sigmas[step]) for step in steps}
+    assert len(image_sigmas[: config.images_per_prompt].unique(dim=0)) > 12, "images of a group have their own steps"
+    assert len(levels[0].eps.unique(dim=0)) == len(batch.prompts), "and their own noise"
 
 
 @pytest.mark.parametrize("distribution", ["uniform", "logit_normal", "schedule"])
