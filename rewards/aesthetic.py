@@ -7,6 +7,7 @@ from huggingface_hub import constants
 from torch import Tensor, nn
 
 from rewards.clip import OpenCLIP
+from rewards.devices import AUTO
 from rewards.downloads import HubUnreachable
 from rewards.images import in_batches
 from rewards.weights import load_exactly, load_tensors
@@ -57,14 +58,14 @@ class Aesthetic(nn.Module):
     reads_prompts = False
 
     def __init__(
-        self, weights: str | None = None, pretrained: str = "openai", device: str = "cpu", batch_size: int = 64
+        self, weights: str | None = None, pretrained: str = "openai", device: str = AUTO, batch_size: int = 64
     ) -> None:
         super().__init__()
         state = _published() if weights is None else load_tensors("aesthetic", weights)
         self.embed = OpenCLIP("aesthetic", MODEL, pretrained, device)
         self.head = LinearHead(768)
         load_exactly("aesthetic", self.head, state, weights or FILE)
-        self.head.to(device).eval().requires_grad_(False)
+        self.head.to(self.embed.device).eval().requires_grad_(False)
         self.batch_size = batch_size
 
     def forward(self, images: Tensor, prompts: list[str]) -> Tensor:

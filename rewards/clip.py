@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from PIL import Image
 from torch import Tensor
 
+from rewards.devices import AUTO, usable_device
 from rewards.downloads import HubUnreachable, downloads
 from rewards.images import in_batches, unique
 
@@ -29,11 +30,13 @@ class OpenCLIP(torch.nn.Module):
     """An open_clip model that encodes images and prompts as unit vectors (B, E).
 
     Raises:
-        ValueError: open_clip has no such model or can't load the weights. The message begins with `reward`.
+        ValueError: open_clip has no such model or can't load the weights, or torch can't use the device. The message begins with
+            `reward`.
     """
 
     def __init__(self, reward: str, model: str, pretrained: str | None, device: str) -> None:
         super().__init__()
+        self.device = usable_device(reward, device)
         if pretrained is None and model in FOLDERS:
             pretrained = str(FOLDERS[model] / WEIGHTS)
         if pretrained is None and not model.startswith(("hf-hub:", "local-dir:")):
@@ -47,7 +50,7 @@ class OpenCLIP(torch.nn.Module):
                     # first, since the model takes a while to build
                     open_clip.download_pretrained(open_clip.get_pretrained_cfg(model, pretrained))
                 self.model, _, self.preprocess = open_clip.create_model_and_transforms(
-                    model, pretrained=pretrained, device=device, **_settings(model, pretrained)
+                    model, pretrained=pretrained, device=self.device, **_settings(model, pretrained)
                 )
                 self.tokenizer = open_clip.get_tokenizer(model)
         except HubUnreachable:
@@ -58,7 +61,6 @@ class OpenCLIP(torch.nn.Module):
                 f"{reward}: open_clip can't load {model} with pretrained={pretrained}: {type(error).__name__}: {reason}"
             ) from error
         self.model.eval().requires_grad_(False)
-        self.device = device
 
     def encode_images(self, images: list[Image.Image]) -> Tensor:
         """Normalised features (B, D) of images."""
@@ -91,7 +93,7 @@ class CLIP(torch.nn.Module):
         model: str = TINY,
         pretrained: str | None = None,
         score: Literal["cosine", "probability"] = "cosine",
-        device: str = "cpu",
+        device: str = AUTO,
         batch_size: int = 64,
     ) -> None:
         super().__init__()

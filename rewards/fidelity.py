@@ -7,6 +7,7 @@ from PIL import Image
 from torch import Tensor
 
 from rewards.clip import TINY, OpenCLIP
+from rewards.devices import AUTO
 from rewards.images import to_pil, to_rgb
 
 
@@ -23,7 +24,7 @@ class Fidelity(torch.nn.Module):
 
     reads_prompts = False
 
-    def __init__(self, model: str = TINY, pretrained: str | None = None, device: str = "cpu", batch_size: int = 64) -> None:
+    def __init__(self, model: str = TINY, pretrained: str | None = None, device: str = AUTO, batch_size: int = 64) -> None:
         super().__init__()
         self.embed, self.batch_size = OpenCLIP("fidelity", model, pretrained, device), batch_size
 

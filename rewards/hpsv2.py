@@ -5,6 +5,7 @@ from PIL import Image
 from torch import Tensor, nn
 
 from rewards.clip import OpenCLIP
+from rewards.devices import AUTO
 from rewards.downloads import hub_file
 from rewards.images import in_batches
 
@@ -19,7 +20,7 @@ class HPSv2(nn.Module):
     `weights`. Memory: 4 GB in float32. Gamed by saturated colours, smooth skin and ornate detail; blind to small text.
     """
 
-    def __init__(self, weights: str | None = None, device: str = "cpu", batch_size: int = 32) -> None:
+    def __init__(self, weights: str | None = None, device: str = AUTO, batch_size: int = 32) -> None:
         super().__init__()
         self.embed = OpenCLIP("hpsv2", MODEL, weights or hub_file("xswu/HPSv2", "HPS_v2.1_compressed.pt"), device)
         self.embed.preprocess = self._preprocess

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoProcessor, Qwen2VLModel
 from transformers.models.qwen2_vl.image_processing_qwen2_vl import smart_resize
 
+from rewards.devices import AUTO, usable_device
 from rewards.downloads import downloads, hub_file
 from rewards.images import in_batches
 from rewards.weights import check_keys, load_exactly, load_tensors
@@ -62,10 +63,11 @@ class HPSv3(nn.Module):
         self,
         weights: str | None = None,
         processor: str = "Qwen/Qwen2-VL-7B-Instruct",
-        device: str = "cpu",
+        device: str = AUTO,
         batch_size: int = 8,
     ) -> None:
         super().__init__()
+        self.device, self.batch_size = usable_device("hpsv3", device), batch_size
         file = weights or hub_file("MizzenAI/HPSv3", "HPSv3.safetensors")
         body, head = _parts(load_tensors("hpsv3", file))
         check_keys("hpsv3", file, missing={EMBEDDING} - body.keys())
@@ -73,7 +75,7 @@ class HPSv3(nn.Module):
             config = AutoConfig.from_pretrained(processor)
             self.processor = AutoProcessor.from_pretrained(processor, padding_side="right")
         config.text_config.vocab_size = len(body[EMBEDDING])  # with the reward token
-        dtype = torch.float32 if torch.device(device).type == "cpu" else torch.bfloat16
+        dtype = torch.float32 if self.device.type == "cpu" else torch.bfloat16
         self.model, loading_info = Qwen2VLModel.from_pretrained(
             None, config=config, state_dict=body, dtype=dtype, output_loading_info=True
         )
@@ -85,8 +87,7 @@ class HPSv3(nn.Module):
         load_exactly("hpsv3", self.head, head, file)
         self.processor.tokenizer.add_tokens([TOKEN], special_tokens=True)
         self.token = self.processor.tokenizer.convert_tokens_to_ids(TOKEN)
-        self.to(device).eval().requires_grad_(False)
-        self.device, self.batch_size = device, batch_size
+        self.to(self.device).eval().requires_grad_(False)
 
     def forward(self, images: Tensor, prompts: list[str]) -> Tensor:
         """images (B, 3, H, W) in [0, 1]; returns (B,). ValueError for a prompt with one of the model's own tokens."""

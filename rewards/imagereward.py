@@ -10,6 +10,7 @@ from torchvision.transforms import CenterCrop, Compose, InterpolationMode, Norma
 from transformers import AutoTokenizer, BlipTextConfig, BlipTextModel, BlipVisionConfig, BlipVisionModel
 
 from rewards.aesthetic import LinearHead
+from rewards.devices import AUTO, usable_device
 from rewards.downloads import downloads, hub_file
 from rewards.images import in_batches
 from rewards.weights import load_exactly, load_tensors
@@ -40,9 +41,10 @@ class ImageReward(nn.Module):
     """
 
     def __init__(
-        self, weights: str | None = None, tokenizer: str = "bert-base-uncased", device: str = "cpu", batch_size: int = 32
+        self, weights: str | None = None, tokenizer: str = "bert-base-uncased", device: str = AUTO, batch_size: int = 32
     ) -> None:
         super().__init__()
+        self.device, self.batch_size = usable_device("imagereward", device), batch_size
         file = weights or hub_file("THUDM/ImageReward", "ImageReward.pt")
         state = _renamed(load_tensors("imagereward", file))
         vision, text = _configs(state, file)
@@ -60,8 +62,7 @@ class ImageReward(nn.Module):
                 Normalize((0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)),
             ]
         )
-        self.to(device).eval().requires_grad_(False)
-        self.device, self.batch_size = device, batch_size
+        self.to(self.device).eval().requires_grad_(False)
 
     def forward(self, images: Tensor, prompts: list[str]) -> Tensor:
         """images (B, 3, H, W) in [0, 1]; returns (B,)."""

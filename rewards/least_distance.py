@@ -4,6 +4,7 @@ import torch
 from torch import Tensor
 
 from rewards.clip import TINY, OpenCLIP
+from rewards.devices import AUTO
 from rewards.images import to_pil
 
 
@@ -18,7 +19,7 @@ class LeastDistance(torch.nn.Module):
     scope = "group"
     reads_prompts = False
 
-    def __init__(self, model: str = TINY, pretrained: str | None = None, device: str = "cpu", batch_size: int = 64) -> None:
+    def __init__(self, model: str = TINY, pretrained: str | None = None, device: str = AUTO, batch_size: int = 64) -> None:
         super().__init__()
         self.embed, self.batch_size = OpenCLIP("least_distance", model, pretrained, device), batch_size
 

@@ -4,6 +4,7 @@ from PIL import Image
 from torch import Tensor, nn
 from transformers import AutoProcessor, CLIPModel
 
+from rewards.devices import AUTO, usable_device
 from rewards.downloads import HubUnreachable, downloads
 from rewards.images import in_batches, unique
 from rewards.weights import check_keys
@@ -21,10 +22,11 @@ class PickScore(nn.Module):
         self,
         weights: str = "yuvalkirstain/PickScore_v1",
         processor: str = "laion/CLIP-ViT-H-14-laion2B-s32B-b79K",
-        device: str = "cpu",
+        device: str = AUTO,
         batch_size: int = 32,
     ) -> None:
         super().__init__()
+        self.device, self.batch_size = usable_device("pickscore", device), batch_size
         try:
             with downloads(weights, processor):
                 self.processor = AutoProcessor.from_pretrained(processor)
@@ -38,8 +40,7 @@ class PickScore(nn.Module):
             ) from error
         # transformers would fill them with random numbers
         check_keys("pickscore", weights, missing=set(loading_info["missing_keys"]))
-        self.model.to(device).eval().requires_grad_(False)
-        self.device, self.batch_size = device, batch_size
+        self.model.to(self.device).eval().requires_grad_(False)
 
     def forward(self, images: Tensor, prompts: list[str]) -> Tensor:
         """images (B, 3, H, W) in [0, 1]; returns (B,)."""

@@ -17,6 +17,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from rewards.clip import TINY, OpenCLIP
+from rewards.devices import AUTO
 from rewards.images import in_batches, to_rgb
 from rewards.weights import check_keys, load_tensors
 
@@ -52,7 +53,7 @@ class PreferenceHead(torch.nn.Module):
     by images unlike those that were voted on: watch a held-out reward, and collect new votes.
     """
 
-    def __init__(self, weights: str, device: str = "cpu", batch_size: int = 64) -> None:
+    def __init__(self, weights: str, device: str = AUTO, batch_size: int = 64) -> None:
         super().__init__()
         folder = Path(weights)
         state = load_tensors("preference_head", folder / "head.safetensors")
@@ -64,7 +65,7 @@ class PreferenceHead(torch.nn.Module):
                 f"preference_head: {folder}/head.json is not what fit wrote ({error}); fit it again."
             ) from error
         self.embed = OpenCLIP("preference_head", fitted.model, fitted.pretrained, device)
-        self.weight = torch.nn.Parameter(state["weight"].to(device), requires_grad=False)
+        self.weight = torch.nn.Parameter(state["weight"].to(self.embed.device), requires_grad=False)
         self.batch_size = batch_size
 
     def forward(self, images: Tensor, prompts: list[str]) -> Tensor:

@@ -15,10 +15,23 @@ from flow_grpo.policy.memory import on_device, pin_together
 from flow_grpo.policy.step_meter import StepMeter
 from flow_grpo.trainer import FlowGRPOTrainer
 from flow_grpo.training.interrupt import call_interruptibly
+from rewards import load
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 two_gpus = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA GPUs")
 WORKSPACES = 4 * 32 * 2**20  # bytes that cuBLAS and cuBLASLt take, in the forward and in the backward thread
+
+INDEX = """
+from rewards.devices import AUTO, usable_device
+
+
+class Index:
+    def __init__(self):
+        self.index = usable_device("index", AUTO).index
+
+    def __call__(self, images, prompts):
+        return [self.index] * len(prompts)
+"""
 
 
 @pytest.fixture(autouse=True)
@@ -154,3 +167,18 @@ def test_on_the_second_gpu_times_are_those_of_its_kernels():
         for _ in range(10):
             work()
     assert meter.seconds()["rollout"] == pytest.approx(10 * seconds, rel=0.5)
+
+
+def test_rewards_are_on_the_gpu_by_default_with_the_values_of_the_cpu():
+    images, prompts = torch.rand(6, 3, 32, 80, generator=torch.Generator().manual_seed(0)), ["a sign"] * 6
+    clip = load("clip")
+    assert clip.embed.device.type == "cuda"
+    torch.testing.assert_close(clip(images, prompts), load("clip", device="cpu")(images, prompts), rtol=1e-3, atol=1e-4)
+
+
+@two_gpus
+def test_an_isolated_reward_is_on_the_gpu_of_the_process_that_starts_it(tmp_path):
+    (tmp_path / "mine.py").write_text(INDEX)
+    with torch.cuda.device(1):
+        isolated = load(f"{tmp_path / 'mine.py'}:Index", isolate=True)
+        assert isolated(torch.zeros(1, 3, 4, 4), ["a"]).tolist() == [1]

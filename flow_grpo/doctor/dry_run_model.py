@@ -62,7 +62,7 @@ def cost_lines(estimator: StepEstimator, args: FlowGRPOConfig, num_processes: in
     images, (height, width) = args.prompts_per_step * args.images_per_prompt, estimator.image_size
     frames = estimator.trace.image_shape[:-3]
     step_images = f"{images} videos of {frames[0]} frames" if frames else f"{images} images"
-    memory_scope = "of the GPU" if estimator.cuda else "in addition to libraries and rewards"
+    memory_scope = "of the GPU in addition to rewards" if estimator.cuda else "in addition to libraries and rewards"
     lines = [
         f"a step: {step_images} of {height} x {width} in {seconds:.3g} s without rewards, {estimate.peak / GB:.2f} GB {memory_scope}"
     ]

@@ -39,7 +39,7 @@ def print_plan(console: Console, args: FlowGRPOConfig, machine: Hardware, base: 
         fit_batch_sizes(args, largest, machine.count),
     )
     estimate = estimator.estimate(sizes.microbatch, base)
-    console.print(_table(estimate))
+    console.print(_table(estimate, "" if base else ", without rewards"))
     rates = rates_of(estimator, machine, sizes.microbatch)
     seconds = estimate.seconds(rates[estimator.dtype]) * sizes.prompts_per_step / args.prompts_per_step / machine.count
     how = rates[estimator.dtype].how
@@ -55,9 +55,9 @@ def print_plan(console: Console, args: FlowGRPOConfig, machine: Hardware, base: 
     return True
 
 
-def _table(estimate: StepEstimate) -> Table:
+def _table(estimate: StepEstimate, scope: str) -> Table:
     table = Table(box=None, pad_edge=False)
-    table.add_column(f"memory with microbatch={estimate.microbatch}")
+    table.add_column(f"memory with microbatch={estimate.microbatch}{scope}")
     table.add_column("GB", justify="right")
     for name, size in estimate.persistent.items():
         table.add_row(name, f"{size / GB:.2f}")

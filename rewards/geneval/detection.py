@@ -9,6 +9,7 @@ from torch import Tensor
 from transformers import Mask2FormerForUniversalSegmentation, Mask2FormerImageProcessor
 
 from rewards.clip import OpenCLIP
+from rewards.devices import usable_device
 from rewards.downloads import downloads
 from rewards.images import to_pil
 
@@ -39,12 +40,12 @@ class Detector:
     """Mask2Former's instances (arXiv 2112.01527): the 100 likeliest pairs of query and class, scored as mmdet does."""
 
     def __init__(self, model: str, device: str, batch_size: int) -> None:
+        self.device, self.batch_size = usable_device("geneval", device), batch_size
         with downloads(model):
             self.processor = Mask2FormerImageProcessor.from_pretrained(model)
-            self.model = Mask2FormerForUniversalSegmentation.from_pretrained(model).to(device).eval()
+            self.model = Mask2FormerForUniversalSegmentation.from_pretrained(model).to(self.device).eval()
         if self.model.config.num_labels != len(CLASSES):
             raise ValueError(f"geneval: {model} has {self.model.config.num_labels} classes, not COCO's {len(CLASSES)}.")
-        self.device, self.batch_size = device, batch_size
 
     @torch.no_grad()
     def __call__(self, images: Tensor) -> list[list[Detection]]:

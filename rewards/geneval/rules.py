@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 import torch
 
+from rewards.devices import AUTO
 from rewards.geneval.detection import ColorNames, Detection, Detector
 
 THRESHOLD = 0.3  # minimum score of a detection
@@ -50,7 +51,7 @@ class GenEval:
         detector: str = "facebook/mask2former-swin-small-coco-instance",
         clip: str = "ViT-L-14-quickgelu",
         clip_weights: str = "openai",
-        device: str = "cpu",
+        device: str = AUTO,
         batch_size: int = 4,
     ) -> None:
         if scoring not in SCORINGS:

@@ -150,6 +150,8 @@ def serve_parent() -> None:
     os.dup2(2, 1)  # what the reward prints must not be read as an answer
     request = json.loads(sys.stdin.readline())
     exit_with_parent(sys.stdin.fileno())
+    if request["gpu"] is not None and torch.cuda.is_available():
+        torch.cuda.set_device(request["gpu"])
     try:
         reward = load(request["reward"], **request["options"])
     except ValueError as error:

@@ -15,6 +15,7 @@ from typing import Any
 
 from torch import Tensor
 
+from rewards.devices import current_gpu
 from rewards.interrupt import DaemonThread
 from rewards.serving.client import NoServer, Remote
 
@@ -96,7 +97,7 @@ class Isolated(Remote):
             ) from error
         self.process: subprocess.Popen | None = process
         self._kill = weakref.finalize(self, _end, process)
-        url = self._handshake({"reward": self.name, "options": self.options, "token": token})
+        url = self._handshake({"reward": self.name, "options": self.options, "token": token, "gpu": current_gpu()})
         try:
             super().__init__(url, self.name, token, batch_size=sys.maxsize, timeout=self.seconds, attempts=1)
         except NoServer as error:

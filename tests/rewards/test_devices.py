@@ -1,5 +1,6 @@
-"""On one of several GPUs: a reward stays on that of its process, in the thread that calls it and in a process of its own."""
+"""The device of a reward: the GPU if there is one; of several, that of its process, in any thread and in a process of its own."""
 
+import inspect
 import threading
 
 import onnxruntime
@@ -7,7 +8,7 @@ import pytest
 import torch
 
 import rewards
-from rewards.devices import current_gpu, with_index
+from rewards.devices import AUTO, current_gpu, usable_device, with_index
 from rewards.interrupt import DaemonThread
 from rewards.ocr import OCR
 
@@ -63,3 +64,31 @@ def test_other_devices_stay_as_they_are(gpus):
 def test_no_gpu_is_asked_for_before_the_process_uses_one():
     assert current_gpu() is None
     assert with_index("cuda") == "cuda"
+
+
+def test_every_network_is_on_the_gpu_if_there_is_one_unless_its_options_say_otherwise():
+    targets = [rewards.locate("reward", name, rewards.REGISTRY) for name in rewards.REGISTRY]
+    options = {target.__name__: inspect.signature(target).parameters.get("device") for target in targets}
+    defaults = {name: option.default for name, option in options.items() if option is not None}
+    assert len(defaults) >= 10
+    assert {name for name, device in defaults.items() if device != AUTO} == {"OCR", "ExactOCR"}, (
+        "whose GPU needs another package"
+    )
+    kind = "cuda" if torch.cuda.is_available() else "cpu"
+    clip = rewards.load("clip")
+    assert {clip.embed.device.type, *(values.device.type for values in clip.parameters())} == {kind}
+    assert {values.device.type for values in rewards.load("clip", device="cpu").parameters()} == {"cpu"}
+
+
+def test_auto_is_the_gpu_of_its_process(gpus, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch, "empty", lambda size, device: None)  # without a GPU it can't be tried out
+    torch.cuda.set_device(2)
+    assert usable_device("clip", AUTO) == torch.device("cuda:2")
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+@pytest.mark.parametrize("isolate", [False, True])
+def test_a_gpu_that_is_not_there_is_one_sentence(isolate):
+    with pytest.raises(ValueError, match=r"clip: device=cuda can't be used here: .*; set device=cpu, or leave it out\.$"):
+        rewards.load("clip", isolate=isolate, device="cuda")
