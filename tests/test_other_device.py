@@ -112,3 +112,16 @@ def test_no_sampling_step_waits_for_the_device(tmp_path, graphs):
     )
     assert few["waits"] == many["waits"]
     assert 0 < len(few["waits"]) < 16
+
+
+def test_the_noise_of_final_latents_is_sent_once_for_all_models_that_see_it(tmp_path):
+    """The policy, its slow copy, an average and the base model see the same noised latents."""
+    anchors = "[{to: ema, weight: 1, decay: 0.3}, {to: base, weight: 1}]"
+    settings = ["rewards={jpeg_size: 1}", *UNSEEN, FEW_LAYERS]
+    one, four = (
+        on_fake_device(tmp_path / str(len(objective)), "tiny_ocr", *SMALL, *settings, f"objective={objective}")["copies"]
+        for objective in ("{name: epg}", f"{{name: nft, anchors: {anchors}}}")
+    )
+    one, four = ([shape for shape in shapes if len(shape) == 4] for shapes in (one, four))
+    assert len(one) > 2
+    assert four == one

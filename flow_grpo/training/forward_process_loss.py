@@ -2,7 +2,7 @@
 
 import functools
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -17,6 +17,18 @@ from flow_grpo.training.anchors import Anchors, Prediction
 from flow_grpo.training.losses import bind_settings, mean_by_group, objective_function
 from flow_grpo.training.noise_levels import NoiseLevel, add_noise
 from flow_grpo.types import Experience, Loss, NoisedImage, take_rows
+
+
+@dataclass(frozen=True)
+class NoisedRows:
+    """Final latents of n rows noised afresh, on the policy's device: gathered once for all models that see them."""
+
+    rows: Int[Tensor, " n"]
+    x0: Float[Tensor, "n *latent"]
+    eps: Float[Tensor, "n *latent"]
+    sigma: Float[Tensor, " n"]
+    x: Float[Tensor, "n *latent"]
+    timestep: Float[Tensor, " n"]  # on the CPU
 
 
 class ForwardProcessLoss:
@@ -66,9 +78,10 @@ class ForwardProcessLoss:
         for k in range(self.count):
             values, counts = torch.zeros(len(self.x0)), torch.zeros(len(self.x0), dtype=torch.bool)
             for rows, weight in chunks:
-                references = self.anchors.evaluate(functools.partial(self._velocity, k, rows), self._own_references)
+                noised = self._noised(k, rows)
+                references = self.anchors.evaluate(functools.partial(self._velocity, noised), self._own_references)
                 with torch.set_grad_enabled(self.policy.compiled):  # as of `_rollout_velocities`
-                    number = self._group_statistic(self._image(k, rows, references), rows)
+                    number = self._group_statistic(self._image(k, noised, references), rows)
                 values[rows[weight > 0]], counts[rows[weight > 0]] = number.cpu()[weight > 0], True
             self.group_means.append(mean_by_group(values, self.group, counts))
 
@@ -79,8 +92,9 @@ class ForwardProcessLoss:
     def losses(self, rows: Int[Tensor, " n"], is_real: Bool[Tensor, " n"]) -> Iterator[Loss]:
         """One loss per noise level, its values those of `rows`."""
         for k in range(self.count):
-            references = self.anchors.evaluate(functools.partial(self._velocity, k, rows))
-            image = self._image(k, rows, references)
+            noised = self._noised(k, rows)
+            references = self.anchors.evaluate(functools.partial(self._velocity, noised))
+            image = self._image(k, noised, references)
             if self.group_means is not None:
                 image = replace(image, group_mean=self._on_device(self.group_means[k], rows))
             elif self.group_statistic is not None:
@@ -94,38 +108,37 @@ class ForwardProcessLoss:
         """Those that the objective itself needs."""
         return ["base"] if self.method.reference else []
 
-    def _image(self, k: int, rows: Int[Tensor, " n"], references: dict[str, Prediction]) -> NoisedImage:
-        """What the objective sees of `rows` at the k-th noise level."""
-        x0, eps, sigma = self._latents_and_noise(k, rows)
-        v, v_old = self._velocity(k, rows, self.policy, self.conditioning).v, None
+    def _image(self, k: int, noised: NoisedRows, references: dict[str, Prediction]) -> NoisedImage:
+        """What the objective sees of rows at the k-th noise level."""
+        v, v_old = self._velocity(noised, self.policy, self.conditioning).v, None
         if self.method.old_policy:
             with torch.no_grad(), self.policy.lora.use(OLD_ADAPTER):
-                v_old = self._velocity(k, rows, self.policy, self.conditioning).v
-        v_rollout = v.detach() if self.v_rollout is None else self._on_device(self.v_rollout[k], rows)
+                v_old = self._velocity(noised, self.policy, self.conditioning).v
+        v_rollout = v.detach() if self.v_rollout is None else self._on_device(self.v_rollout[k], noised.rows)
         v_ref = references["base"].v if "base" in references else None
-        return NoisedImage(x0, eps, sigma, v=v, v_rollout=v_rollout, v_old=v_old, v_ref=v_ref)
+        return NoisedImage(noised.x0, noised.eps, noised.sigma, v=v, v_rollout=v_rollout, v_old=v_old, v_ref=v_ref)
 
-    def _latents_and_noise(
-        self, k: int, rows: Int[Tensor, " n"]
-    ) -> tuple[Float[Tensor, "n *latent"], Float[Tensor, "n *latent"], Float[Tensor, " n"]]:
-        """x0, eps and sigma of the k-th noise level, on the policy's device."""
+    def _noised(self, k: int, rows: Int[Tensor, " n"]) -> NoisedRows:
+        """`rows` at the k-th noise level."""
         level = self.noise_levels[k]
-        return self._on_device(self.x0, rows), self._on_device(level.eps, rows), self._on_device(level.sigma, rows)
+        x0, eps, sigma = (self._on_device(values, rows) for values in (self.x0, level.eps, level.sigma))
+        return NoisedRows(rows, x0, eps, sigma, x=add_noise(x0, eps, sigma), timestep=level.timestep[rows])
 
     def _on_device(self, values: Float[Tensor, "B ..."], rows: Int[Tensor, " n"]) -> Float[Tensor, "n ..."]:
         return take_rows(values, rows, self.policy.device)
 
-    def _velocity(self, k: int, rows: Int[Tensor, " n"], model: FlowPipeline, conditioning: Conditioning) -> Prediction:
-        """The velocity by a model at the k-th noise level."""
-        x0, eps, sigma = self._latents_and_noise(k, rows)
-        timestep = self.noise_levels[k].timestep[rows]
-        return Prediction(model.velocity(add_noise(x0, eps, sigma), timestep, conditioning, rows))
+    @staticmethod
+    def _velocity(noised: NoisedRows, model: FlowPipeline, conditioning: Conditioning) -> Prediction:
+        """The velocity by a model."""
+        return Prediction(model.velocity(noised.x, noised.timestep, conditioning, noised.rows))
 
     def _rollout_velocities(self, microbatch: int) -> list[Tensor]:
         """The velocity (B, ...) at each noise level under the policy that sampled the images."""
         chunks = torch.arange(len(self.x0)).split(microbatch)
         with torch.set_grad_enabled(self.policy.compiled):  # a compiled model may use another kernel without gradients
             return [
-                torch.cat([self._velocity(k, chunk, self.policy, self.conditioning).v.detach() for chunk in chunks])
+                torch.cat(
+                    [self._velocity(self._noised(k, chunk), self.policy, self.conditioning).v.detach() for chunk in chunks]
+                )
                 for k in range(self.count)
             ]

@@ -56,13 +56,18 @@ class FakeDevice(TorchDispatchMode):
 
     Attributes:
         waits: the names of the operations for which a CPU would have waited for it.
+        copies: the shapes of the tensors that were sent to it.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self.waits: list[str] = []
+        self.copies: list[list[int]] = []
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        device = (kwargs or {}).get("device")
+        if function is aten._to_copy.default and not isinstance(args[0], FakeDeviceTensor) and device is not None:
+            self.copies += [list(args[0].shape)] if torch.device(device).type == NAME else []
         return compute(function, args, kwargs or {}, self.waits)
 
 

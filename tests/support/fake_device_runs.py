@@ -18,7 +18,10 @@ TIMING_METRICS = ("time/", "speed/", "memory/")
 
 
 def on_fake_device(folder: Path, config: str, *overrides: str) -> dict[str, Any]:
-    """What two steps log, the operations for which the second waited for the device, and the held-out means."""
+    """What two steps log, and the held-out means.
+
+    Of the second step also the operations for which it waited for the device, and the shapes of what it sent there.
+    """
     return _forked(True, folder, config, overrides)
 
 
@@ -45,13 +48,15 @@ def _run(is_fake: bool, folder: Path, config: str, overrides: tuple[str, ...]) -
     if is_fake:
         fake_device.register()
         with fake_device.FakeDevice() as device:
-            result = _train(fake_device.NAME, device.waits, folder, config, overrides)
+            result = _train(fake_device.NAME, device, folder, config, overrides)
     else:
-        result = _train("cpu", [], folder, config, overrides)
+        result = _train("cpu", fake_device.FakeDevice(), folder, config, overrides)
     (folder / "result.json").write_text(json.dumps(result))
 
 
-def _train(device: str, waits: list[str], folder: Path, config: str, overrides: tuple[str, ...]) -> dict[str, Any]:
+def _train(
+    device: str, used: fake_device.FakeDevice, folder: Path, config: str, overrides: tuple[str, ...]
+) -> dict[str, Any]:
     from flow_grpo.config import FlowGRPOConfig
     from flow_grpo.trainer import FlowGRPOTrainer
 
@@ -59,10 +64,11 @@ def _train(device: str, waits: list[str], folder: Path, config: str, overrides: 
     trainer = FlowGRPOTrainer(args=FlowGRPOConfig.from_yaml(config, settings))
     steps = []
     for _ in range(2):
-        waits.clear()
+        used.waits.clear(), used.copies.clear()
         steps.append(trainer.training_step())
     return {
         "steps": [{k: v for k, v in step.items() if not k.startswith(TIMING_METRICS)} for step in steps],
-        "waits": sorted(waits),
+        "waits": sorted(used.waits),
+        "copies": sorted(used.copies),
         "evaluation": trainer.evaluate().means() if trainer.eval_set else {},
     }

@@ -174,7 +174,7 @@ def test_good_images_become_likelier_and_bad_ones_less_so(name):
 
     def errors():
         with torch.no_grad():
-            images = [terms._image(draw, torch.arange(12)) for draw in range(2)]
+            images = [terms._image(draw, terms._noised(draw, torch.arange(12)), {}) for draw in range(2)]
         return torch.stack([image.adaptive_error(image.v) for image in images]).mean(0)
 
     before = errors()

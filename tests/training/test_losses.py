@@ -354,7 +354,7 @@ def test_the_velocity_before_the_updates_is_kept_where_an_objective_compares_wit
     policy, _, _, terms, before = finals(name, updates=updates, epochs=epochs)
     assert terms.has_ratio == compares
     for draw in range(2):
-        image = terms._image(draw, torch.tensor([6, 1]))
+        image = terms._image(draw, terms._noised(draw, torch.tensor([6, 1])), {})
         now = velocity(policy, terms, draw)
         assert (now - before[draw]).abs().max() > 0.01
         expected = before[draw] if compares else now
@@ -385,9 +385,9 @@ def test_no_gradient_flows_to_the_base_model_where_all_weights_are_trained():
     args = small.settings(sampling={"transition": "ode"}, objective={"name": "sft", "kl_weight": 1.0}, lora=None)
     experience = small.experience(policy, args, ADVANTAGE, [])
     terms = small.forward_process_loss(policy, args, experience, policy.encode(experience.batch.prompts), 0)
-    rows = torch.arange(2)
-    references = terms.anchors.evaluate(functools.partial(terms._velocity, 0, rows))
-    assert terms._image(0, rows).v.requires_grad
+    noised = terms._noised(0, torch.arange(2))
+    references = terms.anchors.evaluate(functools.partial(terms._velocity, noised))
+    assert terms._image(0, noised, references).v.requires_grad
     assert not references["base"].v.requires_grad
 
 
