@@ -45,6 +45,7 @@ class Anchors:
         self.anchors, self.references, self.norm_guard = objective.named_anchors, objective.references, objective.norm_guard
         self.by_reference = {anchor.reference: anchor for anchor in self.anchors}  # of those that share one, any
         self.advantage_max = objective.gate_advantage_max
+        self._guided_conditioning: dict[float, Conditioning] = {}
 
     def evaluate(
         self, compute: Callable[[FlowPipeline, Conditioning], Prediction], names: list[str] | None = None
@@ -94,8 +95,14 @@ class Anchors:
             if anchor is None or anchor.config.guidance is None:
                 yield self.policy, self.conditioning
             else:
-                model = self.policy.with_guidance(anchor.config.guidance)
-                yield model, model.encode(self.conditioning.prompts)
+                yield self._guided(anchor.config.guidance)
+
+    def _guided(self, guidance: float) -> tuple[FlowPipeline, Conditioning]:
+        """The model with that guidance scale, and its conditioning, which is computed once."""
+        model = self.policy.with_guidance(guidance)
+        if guidance not in self._guided_conditioning:
+            self._guided_conditioning[guidance] = model.encode(self.conditioning.prompts)
+        return model, self._guided_conditioning[guidance]
 
 
 def kl(kind: str | None, current: Prediction, reference: Prediction) -> Float[Tensor, " n"]:

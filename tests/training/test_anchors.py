@@ -10,6 +10,7 @@ from support.run_contents import MEASURED
 from flow_grpo import advantages, objectives, sde
 from flow_grpo.config.anchors import decay_at
 from flow_grpo.config.run_config import FlowGRPOConfig
+from flow_grpo.policy.pipeline import FlowPipeline
 from flow_grpo.report import page
 from flow_grpo.run_folder import checkpoint
 from flow_grpo.tracking import tracker as tracking
@@ -168,6 +169,15 @@ def test_the_guided_reference_extrapolates_from_the_empty_prompt():
     torch.testing.assert_close(velocity, without + 4.5 * (with_prompt - without))
     assert policy.with_guidance(4.5) is model
     assert all(parameter.requires_grad for parameter in policy.trainable_parameters().values())
+
+
+def test_the_guided_references_prompts_are_encoded_once_for_all_rows_and_noise_levels(monkeypatch):
+    *_, terms = collected(False, anchors=[GUIDED, {**GUIDED, "guidance": 2.0}], num_noise_levels=3)
+    encoded, encode = [], FlowPipeline.encode
+    monkeypatch.setattr(FlowPipeline, "encode", lambda self, prompts: encoded.append(self.guidance) or encode(self, prompts))
+    for rows in (ROWS, ROWS - 1):
+        assert len(list(terms.losses(rows % 6, REAL))) == 3
+    assert sorted(encoded) == [2.0, 4.5]
 
 
 def test_a_pipeline_without_guidance_has_no_guided_reference(monkeypatch):
