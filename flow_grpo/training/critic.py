@@ -29,13 +29,17 @@ def gae(values: Tensor, reward: Tensor, gae_lambda: float) -> Tensor:
 
 
 class Critic(nn.Module):
-    """The expected reward of a state: latents (n, C, H, W) or (n, L, C), their sigma (n,), and the prompt's mean embedding."""
+    """The expected reward of a state, of its sigma (n,), and of the prompt's mean embedding.
+
+    States are latents (n, C, H, W), those of videos (n, C, F, H, W), or packed ones (n, L, C).
+    """
 
     def __init__(self, state_shape: torch.Size, text_channels: int, settings: CriticConfig, seed: int) -> None:
         super().__init__()
         self.settings = settings
-        tokens = math.prod(state_shape[1:]) if len(state_shape) == 3 else state_shape[0]
-        channels = state_shape[0] if len(state_shape) == 3 else state_shape[1]
+        is_packed = len(state_shape) == 2
+        tokens = state_shape[0] if is_packed else math.prod(state_shape[1:])
+        channels = state_shape[1] if is_packed else state_shape[0]
         width = settings.width
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
@@ -49,7 +53,7 @@ class Critic(nn.Module):
     def forward(self, x: Tensor, sigma: Tensor, text: Tensor) -> Tensor:
         """Values (n,)."""
         x = x.to(self.place.device)
-        tokens = x.flatten(2).transpose(1, 2) if x.ndim == 4 else x
+        tokens = x if x.ndim == 3 else x.flatten(2).transpose(1, 2)
         image = self.read(self.embed(tokens) + self.place).mean(1)
         condition = self.condition(torch.cat([text, sigma[:, None], 1 - sigma[:, None]], 1))
         return self.value(torch.cat([image, condition], 1))[:, 0]

@@ -37,9 +37,9 @@ def test_gae_is_the_sum_of_discounted_surprises(share):
     torch.testing.assert_close(gae(values, reward, share), torch.stack(expected, 1))
 
 
-@pytest.mark.parametrize("shape", [(2, 2, 3), (6, 2)])
+@pytest.mark.parametrize("shape", [(2, 2, 3), (6, 2), (2, 2, 2, 3)])
 def test_a_value_is_of_a_state_its_noise_level_and_the_prompt(shape):
-    """Latents as pictures and packed ones; every part of what is given matters, and a row depends on itself alone."""
+    """Latents as pictures, packed and as videos; every part of what is given matters, and a row depends on itself alone."""
     critic, t, (_, text) = made(shape), trajectory(shape=shape), given()
     values = critic.values(t, text)
     assert values.shape == (5, 2)
@@ -58,7 +58,7 @@ def test_a_value_is_of_a_state_its_noise_level_and_the_prompt(shape):
         assert ((other - base).abs() > 1e-5).all()
 
 
-@pytest.mark.parametrize("shape", [(2, 2, 3), (6, 2)])
+@pytest.mark.parametrize("shape", [(2, 2, 3), (6, 2), (2, 2, 2, 3)])
 def test_the_network_is_this_one(shape):
     """So that a critic in a checkpoint means the same to a later version."""
     critic, t, (_, text) = made(shape), trajectory(shape=shape), given()
@@ -72,7 +72,7 @@ def test_the_network_is_this_one(shape):
         return layer(f"{name}.3", functional.gelu(layer(f"{name}.1", normed)))
 
     x, sigma = t.x[:, 0], torch.linspace(0.1, 0.9, 5)
-    tokens = x.reshape(5, 2, 6).transpose(1, 2) if len(shape) == 3 else x
+    tokens = x if len(shape) == 2 else x.reshape(5, 2, -1).transpose(1, 2)
     picture = two_layers("read", layer("embed", tokens) + w["place"]).mean(1)
     prompt = layer("condition", torch.cat([text, torch.stack([sigma, 1 - sigma], 1)], 1))
     torch.testing.assert_close(critic(x, sigma, text), two_layers("value", torch.cat([picture, prompt], 1))[:, 0])
