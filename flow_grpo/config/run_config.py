@@ -66,8 +66,12 @@ class FlowGRPOConfig(RunSettings):
             raise ValueError("every reward has weight 0, so there is nothing to train on: give one a weight.")
         validation.check_trackers(self.trackers)
         check_prompt_sets(self)
+        parts = [stage for _, stage in self.resolved_stages()]  # each stage is checked as it is built
+        validation.check_prompt_skipping(self.prompt_skipping, parts)
         if self.stages:
-            self.steps = sum(stage.steps for _, stage in self.resolved_stages())  # each is checked as it is built
+            total = sum(stage.steps for stage in parts)
+            validation.check_total_steps(self, total)
+            self.steps = total
         else:
             validation.check_run(self)
         return self
@@ -81,7 +85,7 @@ class FlowGRPOConfig(RunSettings):
         """The training step at which each stage begins, and its settings. Without `stages`, the run itself."""
         if not self.stages:
             return [(0, self._with_fitting_microbatch())]
-        base, stages, start = self.model_dump(exclude={"stages"}), [], 0
+        base, stages, start = self.model_dump(exclude={"stages", "prompt_skipping"}), [], 0  # skipping is the whole run's
         for number, settings in enumerate(self.stages, 1):
             unknown = next((key for key in settings if key not in STAGE_FIELDS), None)
             if unknown is not None or "steps" not in settings:
@@ -198,6 +202,8 @@ def _overridden(file: dict[str, Any], overrides: list[str]) -> dict[str, Any]:
     check_form(overrides)
     values = copy.deepcopy(file)
     paths = [override(values, pair) for pair in overrides]
+    if ["stages"] in paths and ["steps"] not in paths and values["stages"]:
+        values.pop("steps", None)  # of the file's run
     replaced = {
         (path[0], key) for path in paths if len(path) == 1 and isinstance(values[path[0]], dict) for key in values[path[0]]
     }

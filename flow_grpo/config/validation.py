@@ -8,6 +8,7 @@ from flow_grpo.config.anchors import COPIES
 from flow_grpo.config.memory_checks import check_layerwise_casting, check_offloading, check_zero
 from flow_grpo.config.objective_checks import check_objective, check_sampling_is_read
 from flow_grpo.config.sampling import SamplingConfig
+from flow_grpo.config.sections import PromptSkippingConfig
 from flow_grpo.config.settings import RunSettings
 from flow_grpo.text import suggest
 
@@ -37,6 +38,23 @@ def check_trackers(names: Iterable[str]) -> None:
             raise ValueError(
                 f"there is no tracker {name}.{suggest(name, list(TRACKERS))} Choose of {', '.join(TRACKERS)}, or trackers=[] for none."
             )
+
+
+def check_total_steps(args: RunSettings, total: int) -> None:
+    """Raise ValueError if `steps` is given beside `stages` and is not their total, as which a run's config.yaml has it."""
+    if "steps" in args.model_fields_set and args.steps != total:
+        raise ValueError(
+            f"steps={args.steps}, but the stages have {total} steps in all: leave steps out, and change those of the stages."
+        )
+
+
+def check_prompt_skipping(skipping: PromptSkippingConfig, stages: Iterable[RunSettings]) -> None:
+    """Raise ValueError if prompts are to be skipped by a run whose stages all train on given images."""
+    if skipping.patience and all(stage.dataset is not None for stage in stages):
+        raise ValueError(
+            f"prompt_skipping.patience={skipping.patience} with objective.dataset: given images have prompts of their own, which are "
+            "not skipped; set patience=0."
+        )
 
 
 def check_sizes(args: RunSettings) -> None:
