@@ -135,8 +135,8 @@ BUGS = [
     (
         "the guided anchor has no negative prompt",
         "flow_grpo/training/anchors.py",
-        "yield model, model.encode(self.conditioning.prompts)",
-        "yield model, self.conditioning",
+        "return model, self._guided_conditioning[guidance]",
+        "return model, self.conditioning",
         "tests/training/test_anchors.py -k several_anchors",
     ),
     (
