@@ -37,16 +37,16 @@ def reason_not_to_call(name: str, reward: Reward) -> str | None:
 
 
 def load_unless_costly(name: str, setting: RewardConfig) -> Reward:
-    """As `load_reward`, but zeros in place of a reward that costs a person's time or money. A page of `human` is not opened."""
+    """As `load_reward`, but `unscored` in place of a reward that costs a person's time or money. A page of `human` is not opened."""
     if name == HUMAN and setting.remote is None:
         reward_kit.check_options(name, **setting.options)
-        return zeros
+        return unscored
     reward = load_reward(name, setting)
-    return zeros if reason_not_to_call(name, reward) else reward
+    return unscored if reason_not_to_call(name, reward) else reward
 
 
-def zeros(images: torch.Tensor, prompts: list[str], **metadata: Any) -> torch.Tensor:
-    """The value 0 for every image, (B,)."""
+def unscored(images: torch.Tensor, prompts: list[str], **metadata: Any) -> torch.Tensor:
+    """The value 0 for every image, (B,), in place of a reward that is not called."""
     return torch.zeros(len(prompts))
 
 
