@@ -24,7 +24,7 @@ from rewards.serving.retry import (
     gather,
     post_with_retries,
 )
-from rewards.serving.sources import pack_sources
+from rewards.serving.sources import as_tensors, as_text, pack_sources
 
 
 class NoServer(ValueError):
@@ -81,7 +81,8 @@ class Remote:
         self.reward, self.batch_size, self.attempts, self.encoding = reward, batch_size, attempts, encoding
         if not timeout > 0 or attempts < 1 or batch_size < 1:
             raise ValueError("remote: timeout, attempts and batch_size must be positive.")
-        self._stated: dict[str, tuple[Any, bool]] = {}  # by address: frames of the reward or None, and whether it is costly
+        # by address: frames of the reward or None, whether it is costly, and whether the server takes sources as tensors
+        self._stated: dict[str, tuple[Any, bool, bool]] = {}
         self.client = Client(token or os.environ.get("REWARD_TOKEN"), timeout, keep_alive=self.keep_alive)
         failures = self.client.run(gather([self._failure(url) for url in self.urls]))
         self.down = {url: failure for url, failure in zip(self.urls, failures, strict=True) if failure}
@@ -131,6 +132,10 @@ class Remote:
             """Score chunks until none is left; returns False if the server failed, after putting its chunk back."""
             if url in self.down and not await self._is_back(url):
                 return False
+            if sources is not None and self.encoding == "float" and not self._stated[url][2]:
+                raise ValueError(
+                    f"{url} runs an earlier flow-grpo, which can't receive the images of prompts: update it there."
+                )
             while todo:
                 rows = todo.popleft()
                 request = {
@@ -192,7 +197,11 @@ class Remote:
             names = [str(name) for name in health["rewards"]]
             name = self.reward or names[0]
             scope = str(health.get("scopes", {}).get(name, IMAGE))  # a server of 0.3 has images alone
-            self._stated[url] = health.get("frames", {}).get(name), name in health.get("costly", ())  # 0.3 states neither
+            self._stated[url] = (  # 0.3 states none of them
+                health.get("frames", {}).get(name),
+                name in health.get("costly", ()),
+                bool(health.get("source_tensors")),
+            )
         except httpx.InvalidURL as error:
             raise ValueError(f"remote: {url} is not a server address: {error}.") from error
         except (
@@ -225,8 +234,8 @@ class Remote:
     def _take_attributes(self) -> None:
         """Take the attributes that the first servers state; later ones change nothing, so that the values stay the same."""
         stated = [self._stated[url] for url in self.urls if url in self._stated]
-        self.costly = any(costly for _, costly in stated)
-        frames = next((frames for frames, _ in stated if frames is not None), None)
+        self.costly = any(costly for _, costly, _ in stated)
+        frames = next((frames for frames, _, _ in stated if frames is not None), None)
         if frames is not None:
             check_sendable(self.reward or "remote", frames)
             if not hasattr(self, "frames"):  # an isolated reward that starts again has them
@@ -238,12 +247,18 @@ class Remote:
 
 def encode(images: Tensor, request: dict[str, Any], encoding: str) -> dict[str, Any]:
     """Encode a request to `rewards.serving.server` as arguments of httpx's post."""
+    tensors: dict[str, Tensor] = {}
+    if "sources" in request:
+        is_float = encoding == "float"
+        sources, tensors = as_tensors(request["sources"]) if is_float else (as_text(request["sources"]), tensors)
+        request = {**request, "sources": sources}
     try:
         text = json.dumps(request)
     except TypeError as error:
         raise ValueError(f"the metadata can't be sent to a server: {error}.") from error
     if encoding == "float":
-        body = safetensors.torch.save({"images": images.detach().float().cpu().contiguous()}, {"request": text})
+        tensors["images"] = images.detach().float().cpu().contiguous()
+        body = safetensors.torch.save(tensors, {"request": text})
         return {"content": body, "headers": {"Content-Type": "application/x-safetensors"}}
     return {"json": {**request, "images": [base64.b64encode(png(image)).decode() for image in images]}}
 

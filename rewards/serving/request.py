@@ -59,8 +59,8 @@ async def read_body(request: Request, limits: Limits) -> bytes:
     return bytes(body)
 
 
-def decode(kind: str, body: bytes, limits: Limits) -> tuple[dict[str, Any], Tensor]:
-    """Decode a body to the request's JSON and images (B, 3, H, W)."""
+def decode(kind: str, body: bytes, limits: Limits) -> tuple[dict[str, Any], Tensor, dict[str, Tensor]]:
+    """Decode a body to the request's JSON, images (B, 3, H, W), and further tensors by name."""
     try:
         if kind == RAW:
             request, pixels = _header(body, limits)
@@ -79,14 +79,17 @@ def decode(kind: str, body: bytes, limits: Limits) -> tuple[dict[str, Any], Tens
     if not pixels:
         raise refused(400, "there must be at least one image.")
     try:  # after its size was checked
-        images = safetensors.torch.load(body)["images"] if kind == RAW else torch.cat([_pixels(image) for image in opened])
+        tensors = (
+            safetensors.torch.load(body) if kind == RAW else {"images": torch.cat([_pixels(image) for image in opened])}
+        )
+        images = tensors.pop("images")
     except Exception as error:  # decoders raise many types on malformed bytes
         raise refused(400, f"the images can't be decoded: {type(error).__name__}: {str(error)[:200]}") from error
-    return request, images
+    return request, images, tensors
 
 
 def _header(body: bytes, limits: Limits) -> tuple[dict[str, Any], int]:
-    """Read the request's JSON and the number of pixels from the header of a safetensors file that holds only the images."""
+    """Read the request's JSON and the number of pixels from the header of a safetensors file with the images."""
     end = 8 + int.from_bytes(body[:8], "little")
     if end > len(body):
         raise ValueError("the header is longer than the body")
@@ -166,10 +169,12 @@ def checked_group(request: dict[str, Any], count: int, name: str) -> list[int]:
     return group
 
 
-def checked_sources(request: dict[str, Any], count: int, limits: Limits) -> list[list[Image.Image]]:
+def checked_sources(
+    request: dict[str, Any], tensors: dict[str, Tensor], count: int, limits: Limits
+) -> list[list[Image.Image]]:
     """The images of the prompts of `count` images."""
     try:
-        return unpack_sources(request["sources"], count, limits.pixels)
+        return unpack_sources(request["sources"], tensors, count, limits.pixels)
     except Exception as error:  # decoders raise many types on malformed bytes
         raise refused(400, f"`sources` can't be read: {type(error).__name__}: {str(error)[:200]}") from error
 

@@ -7,7 +7,8 @@
                   With "group", B numbers, for a reward that sees the images of a group together; all images of a group are needed.
                   Answers {"values": [B numbers]}; one that is not finite is "nan", "inf" or "-inf".
     GET /health   {"rewards": [names], "scopes": {name: image, group or pair}, "versions": {...}}, and of rewards that have these
-                  attributes "frames": {name: its frames of a video}, "costly": [names]
+                  attributes "frames": {name: its frames of a video}, "costly": [names]; "source_tensors": true, if the files of
+                  "sources" may be uint8 tensors of the body
 
 Errors have a 4xx status and one sentence as `detail`. Without the token no body is read; header and body of a request have deadlines.
 Nothing is unpickled. The token is not encrypted: on an untrusted network, use TLS or an ssh tunnel.
@@ -95,7 +96,8 @@ def application(rewards: dict[str, Reward], token: str | None, limits: Limits) -
 
     @app.get("/health", dependencies=[Depends(admit)])
     async def health() -> dict[str, Any]:
-        return {"rewards": list(rewards), "scopes": scopes, "frames": frames, "costly": costly, "versions": versions}
+        stated = {"rewards": list(rewards), "scopes": scopes, "frames": frames, "costly": costly}
+        return {**stated, "source_tensors": True, "versions": versions}
 
     @app.post("/score", dependencies=[Depends(admit)])
     async def score(request: Request) -> dict[str, Any]:
@@ -111,10 +113,11 @@ def application(rewards: dict[str, Reward], token: str | None, limits: Limits) -
     async def values_of(request: Request) -> list[float | str]:
         body = await read_body(request, limits)
         kind = request.headers.get("content-type", "").partition(";")[0].strip()
-        content, images = await run_in_threadpool(decode, kind, body, limits)
+        content, images, tensors = await run_in_threadpool(decode, kind, body, limits)
         name, prompts, columns = checked(content, len(images), list(rewards))
         if "sources" in content:
-            columns = {**columns, SOURCES: await run_in_threadpool(checked_sources, content, len(images), limits)}
+            sources = await run_in_threadpool(checked_sources, content, tensors, len(images), limits)
+            columns = {**columns, SOURCES: sources}
         group = None if scopes[name] == IMAGE else checked_group(content, len(images), name)
         call = partial(call_reward, name, rewards[name], images, prompts, columns, group=group)
         async with turn:

@@ -179,6 +179,12 @@ def with_request(request: str | bytes) -> dict:
     return raw(safetensors.torch.save({"images": torch.zeros(1, 3, 1, 1)}, {"request": request}))
 
 
+def with_source(tensor: torch.Tensor, file: object = "source_0") -> dict:
+    """An edit of an image whose source is that tensor."""
+    text = json.dumps({"reward": "mine.py:slow", "prompts": ["a"], "sources": {"files": [file], "rows": [[0]]}})
+    return raw(safetensors.torch.save({"images": torch.zeros(1, 3, 1, 1), "source_0": tensor}, {"request": text}))
+
+
 HUGE = SHAPE % b"900000000000,3,100,100"
 LIE = SHAPE % b"1,3,64,64"
 EMPTY = SHAPE % b"0,3,64,64"
@@ -237,6 +243,9 @@ HOSTILE = {
     "two million values": (asked(1, in_base64(GOOD), metadata={"answer": [[0] * 2_000_000]}), 400),
     "half a character in a prompt": (with_request('{"reward": "mine.py:slow", "prompts": ["\\ud800"]}'), 400),
     "half a character as reward": (with_request('{"reward": "\\ud800", "prompts": ["a"]}'), 404),
+    "a source that is no tensor of bytes": (with_source(torch.zeros(9)), 400),
+    "a source that is no PNG": (with_source(torch.zeros(99, dtype=torch.uint8)), 400),
+    "a list as source": (with_source(torch.zeros(9), ["source_0"]), 400),
     "a list as reward": (asked(1, in_base64(GOOD), reward=["ocr"]), 404),
     "prompts that are numbers": (asked(1, in_base64(GOOD), prompts=[1]), 400),
     "a text as prompts": (asked(1, in_base64(GOOD), prompts="a"), 400),
@@ -303,7 +312,7 @@ def test_whatever_arrives_is_an_answer_or_refused():
             else:
                 body[i:j] = b"" if how < 0.8 else body[i:j] * 2
         try:
-            request, images = decode(kind, bytes(body), Limits())
+            request, images, _ = decode(kind, bytes(body), Limits())
             checked(request, len(images), ["a"])
             seen.append(200)
         except HTTPException as error:

@@ -15,8 +15,9 @@ from rewards.fidelity import Fidelity
 from rewards.human import Human
 from rewards.images import first_sources
 from rewards.judge import Judge
-from rewards.serving.client import Remote
-from rewards.serving.sources import pack_sources, unpack_sources
+from rewards.serving.client import Remote, encode
+from rewards.serving.request import RAW, Limits, decode
+from rewards.serving.sources import as_tensors, as_text, pack_sources, unpack_sources
 
 PROMPTS = ["one", "two", "two"]
 
@@ -90,18 +91,48 @@ def test_a_group_sends_an_image_once_and_what_is_malformed_is_refused():
     packed = pack_sources(sources())
     assert len(packed["files"]) == 3
     assert packed["rows"] == [[0, 1], [2], [2]]
-    again = unpack_sources(json.loads(json.dumps(packed)), 3, 10_000)
-    assert [[one.tobytes() for one in row] for row in again] == [[one.tobytes() for one in row] for row in sources()]
+    named, tensors = as_tensors(packed)
+    for sent, files in ((named, tensors), (as_text(packed), {})):
+        again = unpack_sources(json.loads(json.dumps(sent)), files, 3, 10_000)
+        assert [[one.tobytes() for one in row] for row in again] == [[one.tobytes() for one in row] for row in sources()]
     for wrong, message in (
-        ({**packed, "rows": [[0], [1], [3]]}, "a list of indices"),
-        ({**packed, "rows": [[0], [1], [-1]]}, "a list of indices"),
-        ({**packed, "rows": [[0]]}, "for each of 3 images"),
+        ({**named, "rows": [[0], [1], [3]]}, "a list of indices"),
+        ({**named, "rows": [[0], [1], [-1]]}, "a list of indices"),
+        ({**named, "rows": [[0]]}, "for each of 3 images"),
         ([], "must have the lists"),
+        ({**named, "files": ["source_9"] * 3}, "base64"),
     ):
         with pytest.raises(ValueError, match=message):
-            unpack_sources(wrong, 3, 10_000)
+            unpack_sources(wrong, tensors, 3, 10_000)
     with pytest.raises(ValueError, match="more than 100 pixels"):
-        unpack_sources(packed, 3, 100)
+        unpack_sources(named, tensors, 3, 100)
+
+
+def test_sources_of_more_than_a_header_holds_arrive_as_they_were():
+    files = [bytes([i]) * 60_000_000 for i in range(2)]  # 160 MB in base64, where safetensors allows 100
+    request = {"prompts": PROMPTS, "sources": {"files": files, "rows": [[0], [1], [1]]}}
+    body = encode(drawn(), request, "float")["content"]
+    content, images, tensors = decode(RAW, body, Limits())
+    assert torch.equal(images, drawn())
+    assert content["sources"]["rows"] == [[0], [1], [1]]
+    assert [bytes(tensors[name].numpy()) == file for name, file in zip(content["sources"]["files"], files, strict=True)] == [
+        True
+    ] * 2
+
+
+class Earlier(Stub):
+    """A server of an earlier version, which does not state that it takes files as tensors."""
+
+    def answer(self, path: str, body: bytes):
+        return 200, {"rewards": ["mine"], "versions": {}} if path == "/health" else {"values": [0.0] * 3}
+
+
+def test_a_server_of_an_earlier_version_is_named_where_it_can_not_receive_the_images():
+    server = Earlier()
+    with pytest.raises(ValueError, match="runs an earlier flow-grpo, which can't receive the images of prompts: update it"):
+        rewards.score("mine", Remote(server.url), drawn(), PROMPTS, sources=sources())
+    for settings, metadata in (({"encoding": "png"}, {"sources": sources()}), ({}, {})):
+        assert rewards.score("mine", Remote(server.url, **settings), drawn(), PROMPTS, **metadata).tolist() == [0, 0, 0]
 
 
 def test_a_prompt_without_an_image_is_named_where_a_reward_needs_it(file):
