@@ -41,6 +41,7 @@ def check_model(args: FlowGRPOConfig, num_processes: int, report: DryRunReport, 
             raise
         report.missing.append(f"the model {args.model}")
         return None
+    report.notes += estimator.trace.notes
     if not Path(source).is_dir() and not _is_cached(estimator):
         report.missing.append(f"the weights of {args.model}")
     return estimator

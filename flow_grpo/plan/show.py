@@ -24,8 +24,8 @@ def print_plan(console: Console, args: FlowGRPOConfig, machine: Hardware, base: 
     devices = f"{machine.count} x {machine.name}" if machine.count > 1 else machine.name
     peak = "" if machine.peak_flops is None else f" and {machine.peak_flops / TERA:.3g} TFLOP/s"
     _say(console, f"{args.model} on {devices}, {gigabytes(machine.memory, 0)}{peak}{' each' if machine.count > 1 else ''}")
-    if estimator.trace.note:
-        _say(console, estimator.trace.note)
+    for note in estimator.trace.notes:
+        _say(console, note)
     if machine.assumption:
         _say(console, machine.assumption)
     if not largest:

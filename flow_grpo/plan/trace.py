@@ -11,13 +11,14 @@ from typing import Any
 import torch
 
 from flow_grpo.config import FlowGRPOConfig
+from flow_grpo.config.sections import LoraConfig
 from flow_grpo.data.prompt_mixture import load_run_prompts
 from flow_grpo.plan.counters import FlopCounter, LiveBytesCounter
 from flow_grpo.plan.published import load_for_plan
 from flow_grpo.policy.memory import apply_memory_settings
 from flow_grpo.policy.meta_pipeline import BlockCall
 from flow_grpo.policy.policy import Policy
-from flow_grpo.policy.trainable import add_trainable_weights
+from flow_grpo.policy.trainable import add_trainable_weights, saved_lora
 from flow_grpo.progress import phase
 from flow_grpo.text import first_line
 
@@ -37,7 +38,7 @@ class ModelTrace:
 
     Attributes:
         policy: the policy on the meta device.
-        note: a sentence if the model's config files are those in the package.
+        notes: sentences on what the trace could not look up: the model's config files, the shapes of the LoRA of `lora.init_from`.
         image_shape: (3, H, W) of the model's images, (F, 3, H, W) of videos.
         bytes: the most bytes alive at once in each of `PASSES`, with 2 and with 4 rows.
         operations: floating point operations of each of `PASSES`, with 2 rows.
@@ -49,12 +50,13 @@ class ModelTrace:
 
     def __init__(self, args: FlowGRPOConfig, dtype: torch.dtype, cuda: bool, release_gradients: bool) -> None:
         self.dtype, self.cuda, self.release_gradients = dtype, cuda, release_gradients
-        pipe, self.note = load_for_plan(args.model, dtype, cuda)
+        pipe, note = load_for_plan(args.model, dtype, cuda)
+        self.notes = [note] if note else []
         # an attention backend may need a kernel that only the run's machine has
         apply_memory_settings(pipe, args.memory.model_copy(update={"attention_backend": None}))
         self.policy = Policy(pipe, dtype, **args.pipeline_call_kwargs())
         with torch.device("meta"):
-            add_trainable_weights(self.policy, args.lora, args.seed)
+            add_trainable_weights(self.policy, self._planned_lora(args.lora), args.seed)
         prompts = load_run_prompts(args.training_prompts).prompts
         self.policy.check_images(prompts)
         self.prompt = max(prompts, key=len)
@@ -73,6 +75,23 @@ class ModelTrace:
             raise ValueError(
                 f"{name} can't be trained with these settings: {type(error).__name__}: {first_line(error)}"
             ) from error
+
+    def _planned_lora(self, lora: LoraConfig | None) -> LoraConfig | None:
+        """The LoRA that the run trains: the saved one of `init_from` keeps its own rank and layers."""
+        if lora is None or lora.init_from is None:
+            return lora
+        saved = saved_lora(lora.init_from)
+        if saved is None:
+            self.notes.append(
+                f"The rank and targets of the LoRA {lora.init_from} are not known from a file here: the estimate has those of the config."
+            )
+            return lora
+        modules = dict(self.policy.lora.transformer.named_modules())
+        if not any(layer in modules for layer in saved.targets or ()):
+            raise ValueError(
+                f"the LoRA {lora.init_from} is of another model: it has no layer of {type(self.policy.pipe).__name__}."
+            )
+        return saved
 
     def blocks(self, rows: int) -> list[BlockCall]:
         """One call of a block of each kind that repeats. ValueError if diffusers does not say which blocks repeat."""

@@ -1,0 +1,61 @@
+"""A plan with `lora.init_from`: it is of the LoRA that is trained, which keeps its own rank and layers."""
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from support.embedded import tiny_policy
+
+from flow_grpo.config.run_config import FlowGRPOConfig
+from flow_grpo.plan.trace import ModelTrace
+
+SHAPES = ["lora.rank=3", "lora.targets=[to_q, to_out.0]"]
+FILE = "pytorch_lora_weights.safetensors"
+
+
+def traced(*overrides):
+    return ModelTrace(FlowGRPOConfig.from_yaml("tiny_ocr", [*overrides]), torch.float32, cuda=True, release_gradients=False)
+
+
+def shapes(trace):
+    return {name: parameter.shape for name, parameter in trace.policy.trainable_parameters().items()}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    policy = tiny_policy()
+    policy.add_lora(3, 6, ["to_q", "to_out.0"], seed=0)
+    folder = tmp_path_factory.mktemp("lora")
+    policy.save(folder)
+    return folder
+
+
+def test_a_saved_lora_is_traced_with_its_own_rank_and_layers(folder, tmp_path):
+    expected = traced(*SHAPES)
+    tensors = load_file(folder / FILE)
+    peft = {f"base_model.model.{name.removeprefix('transformer.')}": value for name, value in tensors.items()}
+    save_file(peft, tmp_path / "adapter_model.safetensors")
+    for path in (folder, folder / FILE, tmp_path):
+        trace = traced(f"lora.init_from={path}")
+        assert trace.notes == []
+        assert shapes(trace) == shapes(expected)
+        assert (trace.bytes, trace.operations) == (expected.bytes, expected.operations)
+    assert shapes(traced()) != shapes(expected)
+
+
+def test_a_lora_whose_shapes_are_not_known_here_has_a_note(tmp_path):
+    save_file({"lora_unet_a.lora_down.weight": torch.zeros(2, 4)}, tmp_path / "other_names.safetensors")
+    for source in ("someone/a-lora", str(tmp_path)):
+        trace = traced(*SHAPES, f"lora.init_from={source}")
+        assert trace.notes == [
+            f"The rank and targets of the LoRA {source} are not known from a file here: the estimate has those of the config."
+        ]
+        assert shapes(trace) == shapes(traced(*SHAPES))
+
+
+def test_a_damaged_lora_or_one_of_another_model_is_refused(folder, tmp_path):
+    (tmp_path / FILE).write_bytes((folder / FILE).read_bytes()[:20])
+    with pytest.raises(ValueError, match=f"could not be loaded: .*{FILE} is damaged: copy it again"):
+        traced(f"lora.init_from={tmp_path}")
+    save_file({"transformer.elsewhere.lora_A.weight": torch.zeros(2, 4)}, tmp_path / FILE)
+    with pytest.raises(ValueError, match="is of another model: it has no layer of StableDiffusion3Pipeline"):
+        traced(f"lora.init_from={tmp_path}")
