@@ -6,7 +6,7 @@ from safetensors import safe_open
 
 from flow_grpo.config import FlowGRPOConfig
 from flow_grpo.policy import hub
-from flow_grpo.policy.families import family, makes_videos
+from flow_grpo.policy.families import family, makes_videos, takes
 from flow_grpo.run_folder.reader import RunReader
 from flow_grpo.text import plain
 
@@ -33,6 +33,8 @@ def usage_code(folder: Path, args: FlowGRPOConfig, run: RunReader, merged: bool,
     if differs.guidance:
         call[differs.guidance] = evaluated["guidance"] if evaluated["guidance"] > 1 else differs.no_guidance_value
     call |= {key: value for key, value in evaluated.items() if key != "guidance"}
+    if takes(kind, "max_area") and {"height", "width"} <= call.keys():  # which would enlarge the image
+        call.setdefault("max_area", call["height"] * call["width"])
     edited = _edited_prompt(kind, run)
     prompt = edited or (run.evaluations[0]["prompts"][0] if run.evaluations else "a photo of a cat")
     base = f"resolve_model({args.model!r})" if args.model in hub.BUNDLED_MODELS else repr(args.model)
@@ -50,7 +52,7 @@ def usage_code(folder: Path, args: FlowGRPOConfig, run: RunReader, merged: bool,
     source_image = f'\n    {differs.image}=load_image("source.png"),' if edited else ""
     arguments = source_image + "".join(f"\n    {key}={value!r}," for key, value in call.items())
     seed = "\n    generator=torch.Generator().manual_seed(0),"
-    call_lines = f"pipe(\n    {plain(prompt)!r},{arguments}{seed}\n)"
+    call_lines = f"pipe(\n    prompt={plain(prompt)!r},{arguments}{seed}\n)"
     needed = ["export_to_video"] * makes_videos(kind) + ["load_image"] * bool(edited)
     if needed:
         lines.insert(2, f"from diffusers.utils import {', '.join(needed)}")

@@ -100,5 +100,10 @@ def denoisers(pipe: Any) -> list[str]:
 
 def makes_videos(pipeline: str) -> bool:
     """Whether a pipeline of diffusers, named by its class, makes videos."""
+    return takes(pipeline, "num_frames")
+
+
+def takes(pipeline: str, argument: str) -> bool:
+    """Whether the call of a pipeline of diffusers, named by its class, has this argument."""
     pipeline_class = getattr(diffusers, pipeline, None)
-    return pipeline_class is not None and "num_frames" in inspect.signature(pipeline_class.__call__).parameters
+    return pipeline_class is not None and argument in inspect.signature(pipeline_class.__call__).parameters
