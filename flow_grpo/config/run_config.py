@@ -201,11 +201,16 @@ def _overridden(file: dict[str, Any], overrides: list[str]) -> dict[str, Any]:
     """The settings of a file with overrides over them."""
     check_form(overrides)
     values = copy.deepcopy(file)
-    paths = [override(values, pair) for pair in overrides]
-    if ["stages"] in paths and ["steps"] not in paths and values["stages"]:
-        values.pop("steps", None)  # of the file's run
+    paths = []
+    for pair in overrides:
+        paths.append(override(values, pair))
+        if paths[-1] == ["stages"] and values["stages"]:
+            values.pop("steps", None)  # those given before, as in the file, are of other stages or of none
     replaced = {
-        (path[0], key) for path in paths if len(path) == 1 and isinstance(values[path[0]], dict) for key in values[path[0]]
+        (path[0], key)
+        for path in paths
+        if len(path) == 1 and isinstance(values.get(path[0]), dict)
+        for key in values[path[0]]
     }
     return drop_settings_of_former_objective(
         file, values, replaced | {(path[0], path[1]) for path in paths if len(path) > 1}

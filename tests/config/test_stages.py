@@ -30,6 +30,9 @@ def test_the_config_of_a_run_with_stages_loads_again_with_other_stages_too(tmp_p
     longer = FlowGRPOConfig.from_yaml(file, ["stages=[{steps: 3}, {steps: 9}]"])
     assert (longer.steps, [start for start, _ in longer.resolved_stages()]) == (12, [0, 3])
     assert FlowGRPOConfig.from_yaml(file, ["stages=[]"]).steps == 7
+    assert FlowGRPOConfig.from_yaml(file, ["steps=2", "stages=[{steps: 5}]"]).steps == 5, "the later one counts"
+    with pytest.raises(ValueError, match="steps=2, but the stages have 5 steps"):
+        FlowGRPOConfig.from_yaml(file, ["stages=[{steps: 5}]", "steps=2"])
 
 
 def test_prompts_are_not_skipped_where_all_images_are_given():

@@ -91,6 +91,8 @@ def settings(**changes: Any) -> FlowGRPOConfig:
     }
     if both["sampling"]["transition"] == "ode":
         both["sampling"] = {"steps": 4, **changes["sampling"]}
+    if changes.get("stages"):
+        both.pop("steps")  # each stage has its own
     return FlowGRPOConfig.model_validate(
         {**changes, **both, **{k: v for k, v in changes.items() if not isinstance(v, dict)}}
     )
