@@ -165,9 +165,8 @@ def _generate(policy: "Policy", cells: "list[ImageInfo]", steps: int, microbatch
             images = generate_images(
                 policy, [cell.prompt for cell in batch], [cell.seed for cell in batch], steps, len(batch)
             )
-            for file in (
-                (*earlier, *earlier_grid) if start == 0 else ()
-            ):  # once it is clear that these images can be generated
+            # once it is clear that these images can be generated
+            for file in (*earlier, *earlier_grid) if start == 0 else ():
                 file.unlink(missing_ok=True)
             for i, (image, cell) in enumerate(zip(images, batch, strict=True), start):
                 save_image(folder / names[i], image, cell)

@@ -21,10 +21,8 @@ FLOAT8 = torch.float8_e4m3fn  # of weights that are stored in float8
 # Most compiled variants of one function, such as the forward pass of all blocks of a class; after that, new ones run uncompiled. SD3.5-M
 # needs up to 12 for each size: three kinds of blocks, with and without gradients, of the input too, and with and without the LoRA.
 COMPILED_VARIANTS = 64
-PINNED_BUFFER, PINNED_ALIGNMENT = (
-    2**30,
-    256,
-)  # bytes of page-locked memory requested at once, and at which each tensor begins
+# bytes of page-locked memory requested at once, and at which each tensor begins
+PINNED_BUFFER, PINNED_ALIGNMENT = 2**30, 256
 
 
 def quantization(kind: str, dtype: torch.dtype, pipeline: str) -> PipelineQuantizationConfig:
