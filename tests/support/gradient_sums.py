@@ -32,12 +32,11 @@ def step_like_one_process() -> None:
     processes = Processes.from_environment("cpu")
     ours, alone = [[torch.nn.Parameter(torch.ones(3)) for _ in range(2)] for _ in range(2)]
     optimizers = [torch.optim.AdamW(experts, lr=0.1, weight_decay=0.1) for experts in (ours, alone)]
-    for called in ([[0, 1], [1]], [[], [0]]):  # the experts that each rank calls in a step
-        for rank, experts in enumerate(called):
-            for expert in experts:
-                (alone[expert] * (rank + 1.0)).sum().backward()
-                if rank == processes.rank:
-                    (ours[expert] * (rank + 1.0)).sum().backward()
+    for called in ([(0, 0), (0, 1), (1, 1)], [(1, 0)]):  # ranks, and the experts that they call in a step
+        for rank, expert in called:
+            (alone[expert] * (rank + 1.0)).sum().backward()
+            if rank == processes.rank:
+                (ours[expert] * (rank + 1.0)).sum().backward()
         processes.all_reduce_gradients(ours)
         for optimizer in optimizers:
             optimizer.step()
