@@ -113,11 +113,11 @@ def test_a_person_is_not_asked(trainer):
 @pytest.mark.parametrize(
     ("result", "status"),
     [
-        (reward_checks.values("r", torch.tensor([1.0] * 19 + [0.0]), False, ERROR), WARNING),
-        (reward_checks.values("r", torch.tensor([0.0] * 19 + [1.0]), False, ERROR), WARNING),
-        (reward_checks.values("r", torch.tensor([0.0, 0.5, 1.0]), False, ERROR), OK),
-        (reward_checks.values("r", torch.tensor([0.0, 0.5, torch.nan]), True, ERROR), WARNING),
-        (reward_checks.values("r", torch.tensor([torch.nan] * 3), True, ERROR), ERROR),
+        (reward_checks.value_range("r", torch.tensor([1.0] * 19 + [0.0]), False, ERROR), WARNING),
+        (reward_checks.value_range("r", torch.tensor([0.0] * 19 + [1.0]), False, ERROR), WARNING),
+        (reward_checks.value_range("r", torch.tensor([0.0, 0.5, 1.0]), False, ERROR), OK),
+        (reward_checks.value_range("r", torch.tensor([0.0, 0.5, torch.nan]), True, ERROR), WARNING),
+        (reward_checks.value_range("r", torch.tensor([torch.nan] * 3), True, ERROR), ERROR),
         (reward_checks.latency("r", 2.0, 0.8), WARNING),
         (reward_checks.latency("r", 2.0, 0.3), OK),
     ],
