@@ -32,9 +32,7 @@ def doctor(
     ] = False,
     explore: Annotated[bool, typer.Option("--explore", hidden=True)] = False,  # the name of --step-variance until 0.3
     transitions: Annotated[str, typer.Option(help="Transitions for --step-variance, separated by commas.")] = "cps,flow_sde",
-    noise_levels: Annotated[
-        str, typer.Option(help="Noise levels for --step-variance, separated by commas.")
-    ] = "0.4,0.7,1.0",
+    noise_levels: Annotated[str, typer.Option(help="Its noise levels, separated by commas.")] = "0.4,0.7,1.0",
     out: Annotated[
         Path | None,
         typer.Option(help="PNG file for --step-variance; by default step_variance.png.", show_default=False),

@@ -1,12 +1,19 @@
 """Create a run folder, or check that it can be resumed."""
 
+import json
+import os
+import platform
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
+import torch
+
+from flow_grpo import __version__
 from flow_grpo.config import FlowGRPOConfig
 from flow_grpo.files import WriteError, remove, write_atomic
+from flow_grpo.policy.device_speed import device_name
 from flow_grpo.run_folder import checkpoint, layout
 from flow_grpo.run_folder.lock import locked
 from flow_grpo.run_folder.metrics_file import has_metrics, logged_best_step, read_metrics, rewind
@@ -43,6 +50,24 @@ def open_run_folder(args: FlowGRPOConfig, resume: bool, lock: ExitStack, info: C
     check_begun(folder, resume)  # another process may have begun it a moment ago
     delete_images_after(folder, -1)  # of a run that was lost before its first checkpoint
     write_atomic(folder / layout.CONFIG, args.to_yaml())
+
+
+def write_machine(folder: Path, device: torch.device, dtype: torch.dtype, processes: int) -> None:
+    """Write down what a run begins on; `reader.machine_of` reads it.
+
+    Args:
+        processes: number of processes that share the run.
+    """
+    content = {
+        "device": device_name(device),
+        "cores": os.cpu_count(),
+        "processes": processes,
+        "dtype": str(dtype).removeprefix("torch."),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "flow_grpo": __version__,
+    }
+    write_atomic(folder / layout.MACHINE, json.dumps(content))
 
 
 def newest_checkpoint(args: FlowGRPOConfig, info: Callable[[str], None]) -> dict[str, Any]:

@@ -13,7 +13,6 @@ from flow_grpo.distributed.processes import Processes
 from flow_grpo.files import WriteError, atomic_folder, remove, write_atomic
 from flow_grpo.policy.policy import Policy
 from flow_grpo.run_folder import checkpoint, layout, opening
-from flow_grpo.run_folder.machine import write_machine
 from flow_grpo.text import first_line
 from flow_grpo.training.interrupt import Interrupted
 from flow_grpo.training.stages import Stage
@@ -83,7 +82,7 @@ class RunState:
         """
         opening.open_run_folder(self.args, resume, lock, info)
         if not resume:
-            write_machine(self.folder, self.policy.device, self.policy.dtype, self.processes.world_size)
+            opening.write_machine(self.folder, self.policy.device, self.policy.dtype, self.processes.world_size)
 
     def explain_write_errors(self) -> AbstractContextManager[None]:
         """Raise ValueError that says what is left of the run when something could not be written."""

@@ -146,7 +146,7 @@ def test_the_config_of_a_second_target_is_checked_too(run_with, words):
 
 def test_code_named_on_the_command_line_or_trusted_is_run(run_with):
     """What is named on the command line is trusted, and --trust is for all that the found config names."""
-    folder = run_with(rewards={"evil.py:reward": 1.0})
+    folder = run_with(rewards={"evil.py:reward": 1.0, "color": 1.0})
     assert "names the reward evil.py:reward" in run("eval", "run", "rewards.evil.py:reward=2", cwd=folder, code=2)
     run("eval", "run", "--reward", "color", cwd=folder)
     run("eval", "run", "rewards={color: 1}", cwd=folder)

@@ -98,7 +98,9 @@ def test_a_person_is_not_asked(trainer):
     def human(images, prompts):
         raise AssertionError("somebody was asked")
 
-    built = trainer(reward=human)
+    built = trainer()
+    for total in (built.rewards, built.eval_rewards):
+        total.rewards, total.weights = {"human": human}, {"human": 1.0}
     reward_checks.replace_human_reward(built.rewards)
     sampled, checks = groups.sample_groups(built.stage.source, 0, built.train_set), RunChecks(built)
     results = checks.check_rewards(sampled)

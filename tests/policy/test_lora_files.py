@@ -83,7 +83,7 @@ def test_a_file_that_is_no_lora_is_refused(tmp_path, content):
 @pytest.fixture
 def nan(good, tmp_path) -> Path:
     """A run folder whose LoRA, and that of its checkpoint, are NaN in one place."""
-    folder = synthetic_run(tmp_path / "run", steps=2)
+    folder = synthetic_run(tmp_path / "run", steps=2, reward="brightness")
     (folder / "config.yaml").write_text(short_run(folder).to_yaml())
     tensors, metadata = spoiled(good, "nan")
     (folder / "lora").mkdir()

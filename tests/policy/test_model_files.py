@@ -139,12 +139,12 @@ def test_damaged_or_partial_weights_are_one_sentence_before_any_are_read(model, 
 def test_whole_folders_pass_in_one_file_or_in_shards(model):
     for file in (TRANSFORMER, TEXT):
         in_shards(file)(model)
-    model_files.check_weights(model)
+    model_files.check_weight_files(model)
     gone("text_encoder")(model)
     with pytest.raises(ValueError, match="text_encoder"):
-        model_files.check_weights(model)
+        model_files.check_weight_files(model)
 
 
 def test_parts_that_will_not_be_loaded_need_no_weights(model):
     gone(TEXT)(model)
-    model_files.check_weights(model, left_out=["text_encoder"])
+    model_files.check_weight_files(model, left_out=["text_encoder"])
