@@ -260,7 +260,7 @@ def test_functions_that_can_be_imported_are_in_the_config_of_the_run(tmp_path, m
     export(run, tmp_path / "export")
     card = (tmp_path / "export" / "README.md").read_text()
     assert "- Rewards: `redness` x 0.5, `jpeg_size` x 1.0, `ocr` x 1.0" in card
-    assert "repeats the training" in card
+    assert "trains with these settings" in card
 
 
 @pytest.mark.usefixtures("no_report")
@@ -281,8 +281,8 @@ def test_a_run_on_functions_that_no_name_leads_to_says_so_and_is_not_measured_by
     export(run, tmp_path / "export")
     card = (tmp_path / "export" / "README.md").read_text()
     assert "- Rewards: `redness`, `jpeg_size`\n" in card
-    assert "They do not repeat the training, since they have no name to load `redness` by:" in card
-    assert "repeats the training" not in card
+    assert "can't use them as they are, since they have no name to load `redness` by:" in card
+    assert "trains with these settings" not in card
 
 
 def test_a_run_of_an_earlier_version_with_functions_is_not_measured_by_the_default_reward(tmp_path):

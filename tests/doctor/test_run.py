@@ -95,6 +95,7 @@ def test_a_rollout_that_fails_has_a_result(tmp_path):
     assert "the camera is off" in failed.message
 
 
+@pytest.mark.slow
 def test_out_of_memory_in_an_evaluation_has_a_result_too(tmp_path, monkeypatch):
     def generate(*_, **__):
         raise torch.OutOfMemoryError("CUDA out of memory")

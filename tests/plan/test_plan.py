@@ -122,6 +122,7 @@ def test_copies_of_weights_in_8_bits_are_in_the_graph_all_of_them_or_one_blocks(
             assert more == pytest.approx(expected)
 
 
+@pytest.mark.slow
 def test_each_kept_graph_holds_copies_of_weights_in_8_bits():
     words = [
         *LEAN,
