@@ -281,7 +281,7 @@ class Experience:
     trajectory: Trajectory
     advantage: Float[Tensor, "B *K"]  # a column for each trained step if each has its own
     rows: Int[Tensor, " n"]  # the rows of the batch that have a loss; for dpo better and worse image in turns
-    rows_per_group: int  # rows with a loss of a group that has signal
+    rows_per_group: int  # rows with a loss, of a group that has any
     groups: Int[Tensor, " P"]  # those that the mean is over, of all processes, without dropped and replaced ones
     metrics: dict[str, float]
     scores: Scores | None = None  # given images have none

@@ -27,7 +27,7 @@ class GroupAdvantages:
         self.method = load_custom_function("advantage", args.objective.advantage) or args.objective.advantage
 
     def __call__(self, images: ScoredImages, compared: Tensor) -> tuple[Tensor, Tensor, dict[str, float]]:
-        """Advantages (B,) against the group, 0 outside the rows `compared` (B,); (B,) bool, the rows with signal; metrics."""
+        """Advantages (B,) against the group, 0 outside the rows `compared` (B,); (B,) bool, the rows that get a loss; metrics."""
         advantage, has_loss = torch.zeros(len(compared)), torch.zeros(len(compared), dtype=torch.bool)
         if not compared.any():
             return advantage, has_loss, {}

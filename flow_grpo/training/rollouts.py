@@ -106,7 +106,7 @@ class RolloutSource:
         return in_step
 
     def _critic_advantages(self, images: ScoredImages, compared: Tensor) -> tuple[Tensor, Tensor, dict[str, float]]:
-        """Advantages (B, K) of each trained step by the critic; all rows `compared` (B,) have signal."""
+        """Advantages (B, K) of each trained step by the critic; all rows `compared` (B,) get a loss."""
         assert self.critic is not None
         advantage = torch.zeros(images.trajectory.log_prob_BK.shape)
         if not compared.any():
