@@ -246,7 +246,7 @@ class _Sampler:
         for x_part, part in parts:
             with torch.set_grad_enabled(self.keep_graphs):
                 v = _velocity(self.velocity, x_part, i, part, self.shared.get(i))
-            velocities.append(v if self.keep_graphs else v.detach())  # a compiled policy has computed it with a graph
+            velocities.append(v)
         noise, length = self._noise(x, velocities, i)
         for (x_part, part), v in zip(parts, velocities, strict=True):
             with torch.set_grad_enabled(self.keep_graphs):

@@ -60,7 +60,8 @@ class ImageSampler:
         def sampled(x: Tensor, i: int, rows: Tensor) -> Tensor:
             # a compiled kernel with gradients differs in the last bit: a step that is replayed with them is sampled with them
             with torch.set_grad_enabled((self.policy.compiled or keep_graphs) and i in window):
-                return velocity(x, i, rows)
+                v = velocity(x, i, rows)
+            return v if keep_graphs else v.detach()  # here, so that its graph is gone before the next micro-batch's
 
         start = sampling.batch_noise(self.latent_shape, batch, seed, "start", step, shared=bool(branches))
         stochastic = sampling.StochasticSteps(

@@ -3,6 +3,7 @@
 import copy
 import math
 import threading
+import weakref
 from types import SimpleNamespace
 
 import pytest
@@ -159,6 +160,38 @@ def test_the_forward_passes_of_a_rollout_are_micro_batches_without_gradients():
     trajectory = rolls.image_sampler.trajectory(0, batch, WINDOW)
     assert calls == [(3, i in WINDOW) for i in (0, 0, 1, 1, 2, 2, 3, 3)], "a compiled kernel is the one that is replayed"
     assert not trajectory.final.requires_grad
+
+
+class Content:
+    """What a graph keeps for its backward pass."""
+
+
+class Keep(torch.autograd.Function):
+    """The identity, with a graph that keeps an object."""
+
+    @staticmethod
+    def forward(ctx, x, kept):
+        ctx.kept = kept
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad, None
+
+
+def test_one_graph_at_a_time_is_in_memory_in_a_rollout_of_compiled_blocks():
+    policy, batch = small.policy(), small.PROMPTS.take([4, 2], 3)
+    velocity, graphs, alive = policy.velocity, [], []
+
+    def followed(x, *rest):
+        alive.append(sum(content() is not None for content in graphs))
+        v, content = velocity(x, *rest), Content()
+        graphs.append(weakref.ref(content))
+        return Keep.apply(v, content)
+
+    policy.velocity, policy.compiled = followed, True
+    source(policy, microbatch=2).image_sampler.trajectory(0, batch, WINDOW)
+    assert alive == [0] * 12, "three micro-batches in each of four steps"
 
 
 def end(threads):
