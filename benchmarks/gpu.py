@@ -105,6 +105,7 @@ def run_rows(name: str, measurement: Measurement, rows: dict[str, Row], small: b
 def run_row(name: str, title: str, small: bool, seconds: float) -> dict:
     """What `measure` returns in a process of its own, or {"failed": why}. Its standard error goes through."""
     command = [sys.executable, __file__, name, title, "--measure", *(["--small"] if small else [])]
+    command += ["--others", str(used_by_others())] * (MEASUREMENTS[name].rows[title].card is not None)
     try:
         done = subprocess.run(
             command, stdout=subprocess.PIPE, text=True, env=environment(small), timeout=seconds, check=False
@@ -114,6 +115,15 @@ def run_row(name: str, title: str, small: bool, seconds: float) -> dict:
     if done.returncode:
         return {"failed": f"exit status {done.returncode}, see the error above"}
     return json.loads(done.stdout.splitlines()[-1])
+
+
+def used_by_others() -> int:
+    """Bytes of the GPU that other programs take; 0 where nvidia-smi can't tell."""
+    query = ["nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits", "--id=0"]
+    try:
+        return int(subprocess.run(query, capture_output=True, text=True, check=True).stdout) * 2**20
+    except (OSError, ValueError, subprocess.CalledProcessError):
+        return 0
 
 
 def keep_peak_speed() -> None:
@@ -144,7 +154,7 @@ def goal(value: float, wanted: str | None) -> str:
     return f" ({wanted}: {'yes' if reached else 'no'})"
 
 
-def print_measured(name: str, title: str, small: bool) -> None:
+def print_measured(name: str, title: str, small: bool, others: int = 0) -> None:
     """Measure a row in this process and print what it came to as JSON."""
     with tempfile.TemporaryDirectory(dir=fast_folder()) as folder, LOCK.open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_SH)  # before the imports, which take seconds of a core
@@ -155,7 +165,7 @@ def print_measured(name: str, title: str, small: bool) -> None:
         quiet_libraries()
         measurement = MEASUREMENTS[name]
         alone = partial(fcntl.flock, lock, fcntl.LOCK_EX)
-        print(json.dumps(measure(measurement.rows[title], measurement.columns, folder, small, alone)))
+        print(json.dumps(measure(measurement.rows[title], measurement.columns, folder, small, alone, others)))
 
 
 def fast_folder() -> str | None:
@@ -180,9 +190,10 @@ def main() -> None:
     parser.add_argument("--small", action="store_true")
     parser.add_argument("--jobs", type=int, default=1)
     parser.add_argument("--measure", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("--others", type=int, default=0, help=argparse.SUPPRESS)
     args = parser.parse_intermixed_args()
     if args.measure:
-        print_measured(args.name, args.row[0], args.small)
+        print_measured(args.name, args.row[0], args.small, args.others)
         return
     import torch
 

@@ -29,14 +29,17 @@ def alternating(images: torch.Tensor, prompts: list[str]) -> list[float]:
     return [float(number % 2) for number in range(len(prompts))]
 
 
-def measure(row: Row, columns: tuple[str, ...], folder: str, small: bool, alone: Callable[[], None]) -> dict[str, Any]:
+def measure(
+    row: Row, columns: tuple[str, ...], folder: str, small: bool, alone: Callable[[], None], others: int = 0
+) -> dict[str, Any]:
     """The values of the columns, and the lines of code that wait for the GPU, if that is asked for.
 
     Args:
         folder: an empty one, for the model and the run.
         alone: waits until no other row runs. It is called after the first step, before those that are measured.
+        others: bytes of the GPU that other programs take.
     """
-    trainer = trainer_of(row, folder, small)
+    trainer = trainer_of(row, folder, small, others)
     device, args = trainer.policy.device, trainer.args
     values: dict[str, float] = {}
     locations: list[str] = []
@@ -54,12 +57,12 @@ def measure(row: Row, columns: tuple[str, ...], folder: str, small: bool, alone:
     values["peak GB"] = max(step["memory/peak_gb"] for step in steps)
     values["reserved GB"] = max(step["reserved"] for step in steps) / 1e9
     values["planned / measured"] = values.get("planned GB", math.nan) / values["peak GB"]
-    values["context GiB"] = context_bytes() / GIB
+    values["context GiB"] = context_bytes(others) / GIB
     values["reserved + context GiB"] = values["reserved GB"] * 1e9 / GIB + values["context GiB"]
     if "waits" in columns:
         locations = waits_of_step(trainer)
         values["waits"] = len(locations) if device.type == "cuda" else math.nan
-    notes = [f"{count} x {location}" for location, count in Counter(locations).most_common()]
+    notes = [f"{count} x {location}" for location, count in Counter(locations).most_common()] + trainer.warnings
     return {"values": {name: values[name] for name in columns}, "notes": notes}
 
 
@@ -69,7 +72,7 @@ def settings(row: Row, folder: str, small: bool) -> FlowGRPOConfig:
     return FlowGRPOConfig.for_model(folder, [*overrides, f"output_dir={folder}/run"])
 
 
-def trainer_of(row: Row, folder: str, small: bool) -> FlowGRPOTrainer:
+def trainer_of(row: Row, folder: str, small: bool, others: int = 0) -> FlowGRPOTrainer:
     """A trainer of the row's model: built on the GPU, which takes seconds, or loaded from files, which quantises it."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
     pipe = build(row.model, small, device)
@@ -83,7 +86,7 @@ def trainer_of(row: Row, folder: str, small: bool) -> FlowGRPOTrainer:
     if device == "cuda":
         empty_cache(torch.device(device))
         if row.card is not None:
-            limit_memory(row.card)
+            limit_memory(row.card, others)
     return FlowGRPOTrainer(model, [alternating], args)
 
 
@@ -125,18 +128,18 @@ def waits_of_step(trainer: FlowGRPOTrainer) -> list[str]:
     return [f"{Path(wait.filename).parent.name}/{Path(wait.filename).name}:{wait.lineno}" for wait in waits]
 
 
-def limit_memory(card: float) -> None:
+def limit_memory(card: float, others: int) -> None:
     """Let this process take as much of the GPU as a card of that many GiB has, less the context of CUDA."""
     total = torch.cuda.get_device_properties(0).total_memory
-    torch.cuda.set_per_process_memory_fraction((card * GIB - max(CUDA_CONTEXT, context_bytes())) / total)
+    torch.cuda.set_per_process_memory_fraction((card * GIB - max(CUDA_CONTEXT, context_bytes(others))) / total)
 
 
-def context_bytes() -> float:
-    """Bytes of the GPU that are in use and not reserved by torch: CUDA's context and kernels, if no other program uses it."""
+def context_bytes(others: int) -> float:
+    """Bytes of the GPU that are in use, by no other program and not reserved by torch: CUDA's context and kernels."""
     if not torch.cuda.is_available():
         return 0.0
     free, total = torch.cuda.mem_get_info()
-    return total - free - torch.cuda.memory_reserved()
+    return total - free - torch.cuda.memory_reserved() - others
 
 
 def empty_cache(device: torch.device) -> None:

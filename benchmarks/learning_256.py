@@ -6,10 +6,10 @@
 
 The world is the embedded model's: signs with a word of three to five letters, each in one of eight colours. Here they have 256 x 256
 pixels, 32 x 32 latents and 256 image tokens. The recipe is the embedded one, with larger batches: the autoencoder, then transformer and
-text encoders on true captions, then on captions with wrong letters, so that the model spells some words and not others. `pretrain` goes on
-where it stopped, and so does `teach`. `teach` is `flow-grpo train` with a preset of the embedded model: it writes FOLDER/NAME with
-its metrics, images and report. `--small` tries it all out with a small model, on a CPU too. It has not run on a GPU yet: how many steps the
-stages need, and how fast the two learn, is not known.
+text encoders on true captions, then on captions with wrong letters, so that the model spells some words and not others. Its stages
+share `--total` seconds, 25 minutes if it is not given: each has as many steps as fit. `pretrain` goes on where it stopped, and so does
+`teach`. `teach` is `flow-grpo train` with a preset of the embedded model: it writes FOLDER/NAME with its metrics, images and report.
+`--small` tries it all out with a small model, on a CPU too.
 
 In addition to the packages of gpu.py, a machine without network needs rapidocr, rapidfuzz, pyclipper, shapely, omegaconf,
 antlr4-python3-runtime and colorlog.
@@ -17,12 +17,14 @@ antlr4-python3-runtime and colorlog.
 
 import argparse
 import functools
+import json
 import logging
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import diffusers
@@ -33,25 +35,33 @@ from PIL import Image, ImageDraw, ImageFont
 
 ROOT = Path(__file__).parent.parent
 sys.path[:0] = [str(ROOT)]  # the package need not be installed
+from flow_grpo.files import write_atomic  # noqa: E402
+from flow_grpo.policy.memory import compile_blocks  # noqa: E402
 from flow_grpo.tiny import architecture, pretrain, world  # noqa: E402
 from flow_grpo.tiny.pretraining_stage import PretrainingStage, StagePlan  # noqa: E402
 
 SIZE = 256
 LAYERS, HEADS = 12, 8  # of 64 channels each
 VAE_CHANNELS = (32, 64, 128, 128)
-STAGES = {
-    "vae": StagePlan(0, 1500, lr=1e-3),
-    "clean": StagePlan(1, 1400, lr=6e-4, muon_lr=1.5e-3, horizon=2400),  # `noisy` goes on from a warm `clean`
-    "noisy": StagePlan(2, 500, lr=3e-4, muon_lr=8e-4),
+STAGES = {  # of 0 steps: as many as fit its share of the time
+    "vae": StagePlan(0, 0, lr=1e-3),
+    "clean": StagePlan(1, 0, lr=6e-4, muon_lr=1.5e-3),
+    "noisy": StagePlan(2, 0, lr=3e-4, muon_lr=8e-4),
 }
+SHARES = {"vae": 0.12, "clean": 0.68, "noisy": 0.2}
+COSINE = {"clean": 1.7}  # its learning rate falls as in a stage so much longer: `noisy` goes on from a warm `clean`
+WARM_UP = (60, 100)  # the steps whose time says how many fit: after compiling and the first checks of kernels
 BATCH = {"vae": 64, "clean": 256, "noisy": 256}
 REWARDS = ROOT / "benchmarks" / "sign_rewards.py"
 TAUGHT = [
-    "prompts_per_step=16", "images_per_prompt=8", "microbatch=128", f"rewards={{{REWARDS}:spelling: 1}}",
-    "evaluation.every=10", f"evaluation.rewards=[{REWARDS}:spelling_exact]",
+    "prompts_per_step=16", "images_per_prompt=8", "microbatch=128", f"rewards={{{REWARDS}:spelling: 1, {REWARDS}:colors: 1}}",
+    "evaluation.every=10", f"evaluation.rewards=[{REWARDS}:spelling_exact, {REWARDS}:colors]",
 ]  # fmt: skip
-PRESETS = {"awm": ["tiny_ocr", "steps=60"], "grpo": ["tiny_grpo", "steps=60", "sampling.keep_graphs=false"]}
-SMALL = {"steps": 2, "batch": 4, "taught": 1}
+PRESETS = {  # with half the learning rate: the model has three times the layers
+    "awm": ["tiny_ocr", "steps=60", "optimizer.lr=6e-4"],
+    "grpo": ["tiny_grpo", "steps=60", "optimizer.lr=4e-4", "sampling.keep_graphs=false"],
+}
+SMALL = {"warm_up": (1, 2), "steps": 5, "batch": 4, "taught": 1}
 
 
 @functools.cache
@@ -138,10 +148,10 @@ def train(
     args: argparse.Namespace,
 ) -> diffusers.StableDiffusion3Pipeline:
     """Run a stage, or the rest of it. Returns the pipeline of its moving average."""
-    plan, batch = STAGES[name], BATCH[name]
-    if args.small:
-        plan, batch = StagePlan(plan.number, SMALL["steps"], plan.lr, plan.muon_lr), SMALL["batch"]
-    stage = PretrainingStage(name, plan, pipe, parts, folder=args.folder, seed=0)
+    stage = PretrainingStage(name, STAGES[name], pipe, parts, folder=args.folder, seed=0)
+    if "transformer" in parts and not args.small:
+        compile_blocks(pipe.transformer, for_each_size=True)
+    batch, lengths, times = SMALL["batch"] if args.small else BATCH[name], args.folder / f"{name}_steps.json", {}
     print(
         f"{name}: {sum(p.numel() for p in stage.parameters) / 1e6:.0f} million weights, from step {stage.step}", flush=True
     )
@@ -150,10 +160,36 @@ def train(
         if args.is_over():
             stage._save()
             raise OutOfTime
+        if step in (first, last) and args.device == "cuda":
+            torch.cuda.synchronize()
+        times[step] = time.monotonic()
         return loss(rng, batch)
 
+    first, last = (stage.step + count for count in (SMALL["warm_up"] if args.small else WARM_UP))
+    if not lengths.exists():
+        stage.plan = replace(stage.plan, steps=last + 1, horizon=10 * last)
+        stage.run(timed, dict)
+        fitting = last + round((SHARES[name] * args.total - stage.seconds) * (last - first) / (times[last] - times[first]))
+        write_atomic(lengths, json.dumps(SMALL["steps"] if args.small else max(fitting, last + 1)))
+    steps = json.loads(lengths.read_text())
+    stage.plan = replace(stage.plan, steps=steps, horizon=round(steps * COSINE.get(name, 1)))
     stage.run(timed, dict)
     return stage.ema
+
+
+def drawn(pipe: diffusers.StableDiffusion3Pipeline, count: int = 8) -> Image.Image:
+    """Held-out signs as the pipeline draws them, side by side."""
+    signs = pretrain.held_out_signs(count)
+    pipe.set_progress_bar_config(disable=True)
+    with torch.no_grad(), autocast(pipe.device.type):
+        images = pipe(
+            [sign.prompt for sign in signs], height=SIZE, width=SIZE, num_inference_steps=10, guidance_scale=1,
+            max_sequence_length=architecture.T5_LENGTH, generator=torch.Generator("cpu").manual_seed(0),
+        ).images  # fmt: skip
+    sheet = Image.new("RGB", (SIZE * count, SIZE))
+    for index, image in enumerate(images):
+        sheet.paste(image, (SIZE * index, 0))
+    return sheet
 
 
 def pretrain_pipeline(args: argparse.Namespace) -> None:
@@ -173,6 +209,7 @@ def pretrain_pipeline(args: argparse.Namespace) -> None:
         wrong, model = pretrain.WRONG_LETTER * (name == "noisy"), pipe
         parts = ["transformer", "text_encoder", "text_encoder_2", "text_encoder_3"]
         pipe = train(name, pipe, parts, lambda rng, batch: flow_loss(model, rng, batch, wrong, device), args)  # noqa: B023
+        drawn(pipe).save(args.folder / f"{name}.png")
     pipe.register_to_config(_name_or_path="")
     pretrain.save_pipeline(pipe.to("cpu"), args.folder / "pipeline")
     print(f"The pipeline is written to {args.folder / 'pipeline'}.")
@@ -207,6 +244,7 @@ def main() -> None:
     parser.add_argument("folder", type=Path)
     parser.add_argument("method", nargs="?", choices=list(PRESETS))
     parser.add_argument("--seconds", type=float, default=520.0)
+    parser.add_argument("--total", type=float, default=1500.0, help="seconds of the whole pretraining")
     parser.add_argument("--small", action="store_true")
     args = parser.parse_args()
     ends = time.monotonic() + args.seconds

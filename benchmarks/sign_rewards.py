@@ -1,4 +1,4 @@
-"""The rewards of learning_256.py: `ocr` and `ocr_exact` of signs of 256 px, which are read at the size of the embedded model's.
+"""The rewards of learning_256.py: `ocr`, `ocr_exact` and `color` of signs of 256 px, which are read at the embedded model's size.
 
 There a sign is one line, which is read without looking for lines: a thousandth of a second an image in place of a tenth.
 """
@@ -8,8 +8,9 @@ import torch.nn.functional as F
 
 from flow_grpo.tiny import world
 from rewards.ocr import OCR, ExactOCR
+from rewards.pixels import Color
 
-_ocr, _exact = OCR(), ExactOCR()
+_ocr, _exact, _color = OCR(), ExactOCR(), Color()
 
 
 def spelling(images: torch.Tensor, prompts: list[str]) -> torch.Tensor:
@@ -22,8 +23,17 @@ def spelling_exact(images: torch.Tensor, prompts: list[str]) -> torch.Tensor:
     return _exact(lines_of(images), prompts)
 
 
+def colors(images: torch.Tensor, prompts: list[str]) -> torch.Tensor:
+    """Whether the text and the background have the prompt's colours, (B,) in [0, 1]."""
+    return _color(smaller(images), prompts)
+
+
+def smaller(images: torch.Tensor) -> torch.Tensor:
+    """The images, (B, 3, 80, 80)."""
+    return F.interpolate(images, (world.WIDTH, world.WIDTH), mode="area")
+
+
 def lines_of(images: torch.Tensor) -> torch.Tensor:
     """The middle of the images, where the word is, (B, 3, 32, 80)."""
-    small = F.interpolate(images, (world.WIDTH, world.WIDTH), mode="area")
     top = (world.WIDTH - world.HEIGHT) // 2
-    return small[:, :, top : top + world.HEIGHT]
+    return smaller(images)[:, :, top : top + world.HEIGHT]

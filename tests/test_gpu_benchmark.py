@@ -111,7 +111,7 @@ def test_signs_of_256_pixels_are_those_of_their_prompts(script):
 def test_the_learning_run_goes_on_where_it_stopped_and_teaches(script, tmp_path, monkeypatch, capsys):
     learning, seen = script("learning_256"), []
     monkeypatch.setattr(learning, "vae_loss", lambda vae, *rest, loss=learning.vae_loss: seen.append(0) or loss(vae, *rest))
-    args = argparse.Namespace(folder=tmp_path, small=True, device="cpu", is_over=lambda: len(seen) == 1)
+    args = argparse.Namespace(folder=tmp_path, small=True, total=1.0, device="cpu", is_over=lambda: len(seen) == 1)
     with pytest.raises(learning.OutOfTime):
         learning.pretrain_pipeline(args)
     args.is_over = lambda: False
