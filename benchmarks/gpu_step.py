@@ -62,7 +62,7 @@ def measure(
     if "waits" in columns:
         locations = waits_of_step(trainer)
         values["waits"] = len(locations) if device.type == "cuda" else math.nan
-    notes = [f"{count} x {location}" for location, count in Counter(locations).most_common()] + trainer.warnings
+    notes = [f"{count} x {location}" for location, count in Counter(locations).most_common()] + trainer.stage.warnings
     return {"values": {name: values[name] for name in columns}, "notes": notes}
 
 

@@ -3,6 +3,7 @@
     python benchmarks/learning_256.py pretrain FOLDER --seconds 520     # repeat it until it prints that the pipeline is written
     python benchmarks/learning_256.py teach FOLDER awm --seconds 270
     python benchmarks/learning_256.py teach FOLDER grpo --seconds 270
+    python benchmarks/learning_256.py plot FOLDER                       # both runs: FOLDER/learning_256.png
 
 The world is the embedded model's: signs with a word of three to five letters, each in one of eight colours. Here they have 256 x 256
 pixels, 32 x 32 latents and 256 image tokens. The recipe is the embedded one, with larger batches: the autoencoder, then transformer and
@@ -35,8 +36,11 @@ from PIL import Image, ImageDraw, ImageFont
 
 ROOT = Path(__file__).parent.parent
 sys.path[:0] = [str(ROOT)]  # the package need not be installed
+from flow_grpo.figures import new_figure, save_figure  # noqa: E402
 from flow_grpo.files import write_atomic  # noqa: E402
 from flow_grpo.policy.memory import compile_blocks  # noqa: E402
+from flow_grpo.run_folder import layout  # noqa: E402
+from flow_grpo.run_folder.reader import RunReader  # noqa: E402
 from flow_grpo.tiny import architecture, pretrain, world  # noqa: E402
 from flow_grpo.tiny.pretraining_stage import PretrainingStage, StagePlan  # noqa: E402
 
@@ -55,11 +59,11 @@ BATCH = {"vae": 64, "clean": 256, "noisy": 256}
 REWARDS = ROOT / "benchmarks" / "sign_rewards.py"
 TAUGHT = [
     "prompts_per_step=16", "images_per_prompt=8", "microbatch=128", f"rewards={{{REWARDS}:spelling: 1, {REWARDS}:colors: 1}}",
-    "evaluation.every=10", f"evaluation.rewards=[{REWARDS}:spelling_exact, {REWARDS}:colors]",
+    "evaluation.every=2", f"evaluation.rewards=[{REWARDS}:spelling_exact, {REWARDS}:colors]",
 ]  # fmt: skip
 PRESETS = {  # with half the learning rate: the model has three times the layers
-    "awm": ["tiny_ocr", "steps=60", "optimizer.lr=6e-4"],
-    "grpo": ["tiny_grpo", "steps=60", "optimizer.lr=4e-4", "sampling.keep_graphs=false"],
+    "awm": ["tiny_ocr", "steps=16", "optimizer.lr=6e-4"],
+    "grpo": ["tiny_grpo", "steps=16", "optimizer.lr=4e-4", "sampling.keep_graphs=false"],
 }
 SMALL = {"warm_up": (1, 2), "steps": 5, "batch": 4, "taught": 1}
 
@@ -238,9 +242,46 @@ def teach(args: argparse.Namespace) -> int:
         return 0
 
 
+def plot(folder: Path, count: int = 8) -> None:
+    """Write FOLDER/learning_256.png: the held-out exact words over seconds of training, and signs before and after it."""
+    runs = [RunReader(folder / name) for name in PRESETS if layout.is_run(folder / name)]
+    figure, (curves, *strips) = new_figure(
+        10, 3.2 + 1.3 * (len(runs) + 1), rows=len(runs) + 2, gridspec_kw={"height_ratios": [2.4, *[1] * (len(runs) + 1)]}
+    )
+    for run in runs:
+        points = [(seconds_until(run, row["step"]), row["eval/spelling_exact"]) for row in run.evaluation_rows]
+        curves.plot(*zip(*points, strict=True), marker="o", markersize=3, label=run.name)
+    curves.set_xlabel("seconds of sampling, rewards and updates")
+    curves.set_ylabel("held-out words spelled exactly")
+    curves.legend(frameon=False)
+    first = min(evaluation["step"] for evaluation in runs[0].evaluations)
+    last = {run.name: max(evaluation["step"] for evaluation in run.evaluations) for run in runs}
+    shown = [
+        ("before", runs[0], first),
+        *((f"{run.name}, after {last[run.name]} steps", run, last[run.name]) for run in runs),
+    ]
+    for axes, (title, run, step) in zip(strips, shown, strict=True):
+        signs = [
+            Image.open(layout.step_folder(run.folder / layout.PICTURES, step) / layout.prompt_image(i)).convert("RGB")
+            for i in range(count)
+        ]
+        axes.imshow(
+            np.concatenate([np.pad(np.asarray(sign), ((0, 0), (0, 8), (0, 0)), constant_values=255) for sign in signs], 1)
+        )
+        axes.set_title(title, loc="left", fontsize="medium")
+        axes.set_axis_off()
+    save_figure(figure, folder / "learning_256.png")
+    print(f"The figure is {folder / 'learning_256.png'}.")
+
+
+def seconds_until(run: RunReader, step: int) -> float:
+    """Seconds of the training steps up to a step, without evaluations."""
+    return sum(row["time/step"] for row in run.step_rows if row["step"] <= step)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=["pretrain", "teach"])
+    parser.add_argument("what", choices=["pretrain", "teach", "plot"])
     parser.add_argument("folder", type=Path)
     parser.add_argument("method", nargs="?", choices=list(PRESETS))
     parser.add_argument("--seconds", type=float, default=520.0)
@@ -251,6 +292,9 @@ def main() -> None:
     args.device, args.is_over = "cuda" if torch.cuda.is_available() else "cpu", lambda: time.monotonic() > ends
     args.folder = args.folder.resolve()
     args.folder.mkdir(parents=True, exist_ok=True)
+    if args.what == "plot":
+        plot(args.folder)
+        return
     if args.what == "teach":
         if args.method is None:
             sys.exit(f"name a method: {' or '.join(PRESETS)}.")

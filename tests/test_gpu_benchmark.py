@@ -11,6 +11,7 @@ from threading import Thread
 
 import pytest
 import torch
+from PIL import Image
 
 from flow_grpo.run_folder.metrics_file import read_metrics
 from flow_grpo.tiny import world
@@ -125,6 +126,8 @@ def test_the_learning_run_goes_on_where_it_stopped_and_teaches(script, tmp_path,
         assert learning.teach(args) == 0
         assert read_metrics(run)[-1]["step"] == steps
     assert (run / "report.html").is_file()
+    learning.plot(tmp_path, count=2)
+    assert Image.open(tmp_path / "learning_256.png").width > 1000
 
 
 @pytest.mark.slow
@@ -148,7 +151,7 @@ def test_a_row_is_measured_alone(script, monkeypatch, tmp_path):
     """While another row gets ready, the measuring of one waits; while one is measured, no other one begins."""
     gpu, seen = script("gpu"), []
 
-    def measure(row, columns, folder, small, alone):
+    def measure(row, columns, folder, small, alone, others):
         other = gpu.LOCK.open("w")
         fcntl.flock(other, fcntl.LOCK_SH)  # another row gets ready: both may
         Thread(target=lambda: (time.sleep(0.05), seen.append("other is ready"), other.close())).start()

@@ -21,6 +21,9 @@ from flow_grpo.tree import images_per_state
 CUDA_CONTEXT = 0.6 * GB  # of torch itself, before the first tensor
 # by whether it is a GPU: a CPU's allocator keeps freed pieces, and its kernels pack copies
 ALLOCATOR_OVERHEAD = {True: 1.0, False: 1.3}
+COMPILED_SHARE = (
+    0.64  # of a pass's bytes: compiled blocks keep fewer tensors for the backward pass; SD3.5-M on an H200, two sizes
+)
 BLOCK_OPERATIONS = {True: 2e13, False: 2e10}  # of a block's forward pass whose speed is measured, on a GPU and on a CPU
 
 
@@ -147,6 +150,8 @@ class StepEstimator:
 
     def _transient(self, rows: int) -> dict[str, float]:
         bytes_by_phase = {name: ALLOCATOR_OVERHEAD[self.cuda] * size for name, size in self.trace.bytes[rows].items()}
+        if self.args.memory.compile and self.cuda and not self.args.memory.gradient_checkpointing:
+            bytes_by_phase["update"] *= COMPILED_SHARE
         if self._reference_passes:
             bytes_by_phase["update"] += bytes_by_phase["rollout"]  # the reference is computed while the graph is in memory
         for all_copies, largest in (self._offloaded, self._dequantized):
