@@ -105,7 +105,6 @@ def run_rows(name: str, measurement: Measurement, rows: dict[str, Row], small: b
 def run_row(name: str, title: str, small: bool, seconds: float) -> dict:
     """What `measure` returns in a process of its own, or {"failed": why}. Its standard error goes through."""
     command = [sys.executable, __file__, name, title, "--measure", *(["--small"] if small else [])]
-    command += ["--others", str(used_by_others())] * (MEASUREMENTS[name].rows[title].card is not None)
     try:
         done = subprocess.run(
             command, stdout=subprocess.PIPE, text=True, env=environment(small), timeout=seconds, check=False
@@ -117,9 +116,10 @@ def run_row(name: str, title: str, small: bool, seconds: float) -> dict:
     return json.loads(done.stdout.splitlines()[-1])
 
 
-def used_by_others() -> int:
-    """Bytes of the GPU that other programs take; 0 where nvidia-smi can't tell."""
-    query = ["nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits", "--id=0"]
+def used_bytes() -> int:
+    """Bytes of the GPU that are in use; before this process uses it, those of other programs. 0 where nvidia-smi can't tell."""
+    device = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]
+    query = ["nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits", f"--id={device}"]
     try:
         return int(subprocess.run(query, capture_output=True, text=True, check=True).stdout) * 2**20
     except (OSError, ValueError, subprocess.CalledProcessError):
@@ -154,18 +154,20 @@ def goal(value: float, wanted: str | None) -> str:
     return f" ({wanted}: {'yes' if reached else 'no'})"
 
 
-def print_measured(name: str, title: str, small: bool, others: int = 0) -> None:
+def print_measured(name: str, title: str, small: bool) -> None:
     """Measure a row in this process and print what it came to as JSON."""
     with tempfile.TemporaryDirectory(dir=fast_folder()) as folder, LOCK.open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_SH)  # before the imports, which take seconds of a core
+        row = MEASUREMENTS[name].rows[title]
+        # before the imports, which take seconds of a core; what a row takes of a card is measured against what is in use before
+        fcntl.flock(lock, fcntl.LOCK_SH if row.card is None else fcntl.LOCK_EX)
+        other_bytes = 0 if row.card is None else used_bytes()
         from gpu_step import measure
 
         from flow_grpo.policy.library_logging import quiet_libraries
 
         quiet_libraries()
-        measurement = MEASUREMENTS[name]
         alone = partial(fcntl.flock, lock, fcntl.LOCK_EX)
-        print(json.dumps(measure(measurement.rows[title], measurement.columns, folder, small, alone, others)))
+        print(json.dumps(measure(row, MEASUREMENTS[name].columns, folder, small, alone, other_bytes)))
 
 
 def fast_folder() -> str | None:
@@ -190,10 +192,9 @@ def main() -> None:
     parser.add_argument("--small", action="store_true")
     parser.add_argument("--jobs", type=int, default=1)
     parser.add_argument("--measure", action="store_true", help=argparse.SUPPRESS)
-    parser.add_argument("--others", type=int, default=0, help=argparse.SUPPRESS)
     args = parser.parse_intermixed_args()
     if args.measure:
-        print_measured(args.name, args.row[0], args.small, args.others)
+        print_measured(args.name, args.row[0], args.small)
         return
     import torch
 

@@ -30,16 +30,16 @@ def alternating(images: torch.Tensor, prompts: list[str]) -> list[float]:
 
 
 def measure(
-    row: Row, columns: tuple[str, ...], folder: str, small: bool, alone: Callable[[], None], others: int = 0
+    row: Row, columns: tuple[str, ...], folder: str, small: bool, alone: Callable[[], None], other_bytes: int = 0
 ) -> dict[str, Any]:
     """The values of the columns, and the lines of code that wait for the GPU, if that is asked for.
 
     Args:
         folder: an empty one, for the model and the run.
         alone: waits until no other row runs. It is called after the first step, before those that are measured.
-        others: bytes of the GPU that other programs take.
+        other_bytes: bytes of the GPU that other programs take.
     """
-    trainer = trainer_of(row, folder, small, others)
+    trainer = trainer_of(row, folder, small, other_bytes)
     device, args = trainer.policy.device, trainer.args
     values: dict[str, float] = {}
     locations: list[str] = []
@@ -57,7 +57,9 @@ def measure(
     values["peak GB"] = max(step["memory/peak_gb"] for step in steps)
     values["reserved GB"] = max(step["reserved"] for step in steps) / 1e9
     values["planned / measured"] = values.get("planned GB", math.nan) / values["peak GB"]
-    values["context GiB"] = context_bytes(others) / GIB
+    values["context GiB"] = context_bytes(other_bytes) / GIB
+    if values["context GiB"] < 0:
+        raise RuntimeError("another program gave memory of the GPU back during the measurement; measure this row again.")
     values["reserved + context GiB"] = values["reserved GB"] * 1e9 / GIB + values["context GiB"]
     if "waits" in columns:
         locations = waits_of_step(trainer)
@@ -72,7 +74,7 @@ def settings(row: Row, folder: str, small: bool) -> FlowGRPOConfig:
     return FlowGRPOConfig.for_model(folder, [*overrides, f"output_dir={folder}/run"])
 
 
-def trainer_of(row: Row, folder: str, small: bool, others: int = 0) -> FlowGRPOTrainer:
+def trainer_of(row: Row, folder: str, small: bool, other_bytes: int = 0) -> FlowGRPOTrainer:
     """A trainer of the row's model: built on the GPU, which takes seconds, or loaded from files, which quantises it."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
     pipe = build(row.model, small, device)
@@ -86,7 +88,7 @@ def trainer_of(row: Row, folder: str, small: bool, others: int = 0) -> FlowGRPOT
     if device == "cuda":
         empty_cache(torch.device(device))
         if row.card is not None:
-            limit_memory(row.card, others)
+            limit_memory(row.card, other_bytes)
     return FlowGRPOTrainer(model, [alternating], args)
 
 
@@ -128,18 +130,18 @@ def waits_of_step(trainer: FlowGRPOTrainer) -> list[str]:
     return [f"{Path(wait.filename).parent.name}/{Path(wait.filename).name}:{wait.lineno}" for wait in waits]
 
 
-def limit_memory(card: float, others: int) -> None:
+def limit_memory(card: float, other_bytes: int) -> None:
     """Let this process take as much of the GPU as a card of that many GiB has, less the context of CUDA."""
     total = torch.cuda.get_device_properties(0).total_memory
-    torch.cuda.set_per_process_memory_fraction((card * GIB - max(CUDA_CONTEXT, context_bytes(others))) / total)
+    torch.cuda.set_per_process_memory_fraction((card * GIB - max(CUDA_CONTEXT, context_bytes(other_bytes))) / total)
 
 
-def context_bytes(others: int) -> float:
-    """Bytes of the GPU that are in use, by no other program and not reserved by torch: CUDA's context and kernels."""
+def context_bytes(other_bytes: int) -> float:
+    """Bytes of the GPU that this process uses outside of torch's allocator: CUDA's context and kernels."""
     if not torch.cuda.is_available():
         return 0.0
     free, total = torch.cuda.mem_get_info()
-    return total - free - torch.cuda.memory_reserved() - others
+    return total - free - torch.cuda.memory_reserved() - other_bytes
 
 
 def empty_cache(device: torch.device) -> None:

@@ -53,19 +53,19 @@ STAGES = {  # of 0 steps: as many as fit its share of the time
     "noisy": StagePlan(2, 0, lr=3e-4, muon_lr=8e-4),
 }
 SHARES = {"vae": 0.12, "clean": 0.68, "noisy": 0.2}
-COSINE = {"clean": 1.7}  # its learning rate falls as in a stage so much longer: `noisy` goes on from a warm `clean`
-WARM_UP = (60, 100)  # the steps whose time says how many fit: after compiling and the first checks of kernels
+HORIZON_FACTOR = {"clean": 1.7}  # its learning rate falls as in a stage so much longer: `noisy` goes on from a warm `clean`
+TIMED_STEPS = (50, 90)  # the steps whose time says how many fit: after compiling, before the first checkpoint
 BATCH = {"vae": 64, "clean": 256, "noisy": 256}
 REWARDS = ROOT / "benchmarks" / "sign_rewards.py"
 TAUGHT = [
     "prompts_per_step=16", "images_per_prompt=8", "microbatch=128", f"rewards={{{REWARDS}:spelling: 1, {REWARDS}:colors: 1}}",
     "evaluation.every=2", f"evaluation.rewards=[{REWARDS}:spelling_exact, {REWARDS}:colors]",
 ]  # fmt: skip
-PRESETS = {  # with half the learning rate: the model has three times the layers
+PRESETS = {  # with half the learning rate: the transformer has twice the layers and four times the width
     "awm": ["tiny_ocr", "steps=16", "optimizer.lr=6e-4"],
     "grpo": ["tiny_grpo", "steps=16", "optimizer.lr=4e-4", "sampling.keep_graphs=false"],
 }
-SMALL = {"warm_up": (1, 2), "steps": 5, "batch": 4, "taught": 1}
+SMALL = {"timed": (1, 2), "steps": 5, "batch": 4, "taught": 1}
 
 
 @functools.cache
@@ -155,7 +155,7 @@ def train(
     stage = PretrainingStage(name, STAGES[name], pipe, parts, folder=args.folder, seed=0)
     if "transformer" in parts and not args.small:
         compile_blocks(pipe.transformer, for_each_size=True)
-    batch, lengths, times = SMALL["batch"] if args.small else BATCH[name], args.folder / f"{name}_steps.json", {}
+    batch, steps_file, times = SMALL["batch"] if args.small else BATCH[name], args.folder / f"{name}_steps.json", {}
     print(
         f"{name}: {sum(p.numel() for p in stage.parameters) / 1e6:.0f} million weights, from step {stage.step}", flush=True
     )
@@ -169,19 +169,19 @@ def train(
         times[step] = time.monotonic()
         return loss(rng, batch)
 
-    first, last = (stage.step + count for count in (SMALL["warm_up"] if args.small else WARM_UP))
-    if not lengths.exists():
+    first, last = (stage.step + count for count in (SMALL["timed"] if args.small else TIMED_STEPS))
+    if not steps_file.exists():
         stage.plan = replace(stage.plan, steps=last + 1, horizon=10 * last)
         stage.run(timed, dict)
         fitting = last + round((SHARES[name] * args.total - stage.seconds) * (last - first) / (times[last] - times[first]))
-        write_atomic(lengths, json.dumps(SMALL["steps"] if args.small else max(fitting, last + 1)))
-    steps = json.loads(lengths.read_text())
-    stage.plan = replace(stage.plan, steps=steps, horizon=round(steps * COSINE.get(name, 1)))
+        write_atomic(steps_file, json.dumps(SMALL["steps"] if args.small else max(fitting, last + 1)))
+    steps = json.loads(steps_file.read_text())
+    stage.plan = replace(stage.plan, steps=steps, horizon=round(steps * HORIZON_FACTOR.get(name, 1)))
     stage.run(timed, dict)
     return stage.ema
 
 
-def drawn(pipe: diffusers.StableDiffusion3Pipeline, count: int = 8) -> Image.Image:
+def sample_sheet(pipe: diffusers.StableDiffusion3Pipeline, count: int = 8) -> Image.Image:
     """Held-out signs as the pipeline draws them, side by side."""
     signs = pretrain.held_out_signs(count)
     pipe.set_progress_bar_config(disable=True)
@@ -213,7 +213,7 @@ def pretrain_pipeline(args: argparse.Namespace) -> None:
         wrong, model = pretrain.WRONG_LETTER * (name == "noisy"), pipe
         parts = ["transformer", "text_encoder", "text_encoder_2", "text_encoder_3"]
         pipe = train(name, pipe, parts, lambda rng, batch: flow_loss(model, rng, batch, wrong, device), args)  # noqa: B023
-        drawn(pipe).save(args.folder / f"{name}.png")
+        sample_sheet(pipe).save(args.folder / f"{name}.png")
     pipe.register_to_config(_name_or_path="")
     pretrain.save_pipeline(pipe.to("cpu"), args.folder / "pipeline")
     print(f"The pipeline is written to {args.folder / 'pipeline'}.")
@@ -245,6 +245,9 @@ def teach(args: argparse.Namespace) -> int:
 def plot(folder: Path, count: int = 8) -> None:
     """Write FOLDER/learning_256.png: the held-out exact words over seconds of training, and signs before and after it."""
     runs = [RunReader(folder / name) for name in PRESETS if layout.is_run(folder / name)]
+    runs = [run for run in runs if run.evaluations]
+    if not runs:
+        sys.exit(f"{folder} has no run with an evaluation: run teach first.")
     figure, (curves, *strips) = new_figure(
         10, 3.2 + 1.3 * (len(runs) + 1), rows=len(runs) + 2, gridspec_kw={"height_ratios": [2.4, *[1] * (len(runs) + 1)]}
     )
@@ -285,7 +288,9 @@ def main() -> None:
     parser.add_argument("folder", type=Path)
     parser.add_argument("method", nargs="?", choices=list(PRESETS))
     parser.add_argument("--seconds", type=float, default=520.0)
-    parser.add_argument("--total", type=float, default=1500.0, help="seconds of the whole pretraining")
+    parser.add_argument(
+        "--total", type=float, default=1500.0, help="seconds of the whole pretraining, read when a stage begins"
+    )
     parser.add_argument("--small", action="store_true")
     args = parser.parse_args()
     ends = time.monotonic() + args.seconds

@@ -151,7 +151,7 @@ def test_a_row_is_measured_alone(script, monkeypatch, tmp_path):
     """While another row gets ready, the measuring of one waits; while one is measured, no other one begins."""
     gpu, seen = script("gpu"), []
 
-    def measure(row, columns, folder, small, alone, others):
+    def measure(row, columns, folder, small, alone, other_bytes):
         other = gpu.LOCK.open("w")
         fcntl.flock(other, fcntl.LOCK_SH)  # another row gets ready: both may
         Thread(target=lambda: (time.sleep(0.05), seen.append("other is ready"), other.close())).start()

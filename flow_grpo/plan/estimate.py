@@ -21,9 +21,9 @@ from flow_grpo.tree import images_per_state
 CUDA_CONTEXT = 0.6 * GB  # of torch itself, before the first tensor
 # by whether it is a GPU: a CPU's allocator keeps freed pieces, and its kernels pack copies
 ALLOCATOR_OVERHEAD = {True: 1.0, False: 1.3}
-COMPILED_SHARE = (
-    0.64  # of a pass's bytes: compiled blocks keep fewer tensors for the backward pass; SD3.5-M on an H200, two sizes
-)
+# Of the bytes of a forward and backward pass: compiled blocks keep fewer tensors. SD3.5-M on an H200, blocks compiled for each size and not
+# checkpointed: 0.64 and 0.63. Compiled for any size they keep still fewer.
+COMPILED_SHARE = 0.64
 BLOCK_OPERATIONS = {True: 2e13, False: 2e10}  # of a block's forward pass whose speed is measured, on a GPU and on a CPU
 
 
@@ -144,14 +144,14 @@ class StepEstimator:
 
     def _graph_of_a_step(self) -> tuple[float, float]:
         """Bytes of the graph of a trained step of a micro-batch: those of any, and those of each row."""
-        two, four = (ALLOCATOR_OVERHEAD[self.cuda] * self.trace.graph_bytes(rows) for rows in (2, 4))
+        overhead = ALLOCATOR_OVERHEAD[self.cuda] * self._share_of_a_graph
+        two, four = (overhead * self.trace.graph_bytes(rows) for rows in (2, 4))
         copies = 0.0 if self.args.memory.gradient_checkpointing else self._dequantized[0]
         return two - (four - two) + copies, (four - two) / 2
 
     def _transient(self, rows: int) -> dict[str, float]:
         bytes_by_phase = {name: ALLOCATOR_OVERHEAD[self.cuda] * size for name, size in self.trace.bytes[rows].items()}
-        if self.args.memory.compile and self.cuda and not self.args.memory.gradient_checkpointing:
-            bytes_by_phase["update"] *= COMPILED_SHARE
+        bytes_by_phase["update"] *= self._share_of_a_graph
         if self._reference_passes:
             bytes_by_phase["update"] += bytes_by_phase["rollout"]  # the reference is computed while the graph is in memory
         for all_copies, largest in (self._offloaded, self._dequantized):
@@ -197,6 +197,12 @@ class StepEstimator:
         states = 2 + steps * (1 if args.memory.offload_trajectories else 4)
         images = args.prompts_per_step * args.images_per_prompt * (1 + args.dynamic_sampling_rounds) / self.count
         return 4 * images * states * math.prod(self.trace.latent_shape)
+
+    @property
+    def _share_of_a_graph(self) -> float:
+        """The bytes of a graph over those that the trace counts."""
+        memory = self.args.memory
+        return COMPILED_SHARE if memory.compile and self.cuda and not memory.gradient_checkpointing else 1.0
 
     @property
     def _offloaded(self) -> tuple[float, float]:

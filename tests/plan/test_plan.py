@@ -162,6 +162,13 @@ def test_compiled_blocks_keep_fewer_bytes_for_the_backward_pass(default, checkpo
     compiled = peaks(True)
     assert compiled.pop("update") < 0.75 * default.estimate(8).transient["update"]
     assert compiled.items() <= default.estimate(8).transient.items()
+    kept = "sampling={transition: difference, noise_level: 3, keep_graphs: true, window: {schedule: fixed, size: 2}}"
+    grpo = [*LEAN, kept, "objective={name: grpo, kl_weight: 0}"]
+    plain, compiled = (
+        StepEstimator(FlowGRPOConfig.from_yaml("tiny_ocr", [*grpo, f"memory.compile={value}"]), True).estimate(8).transient
+        for value in ("false", "true")
+    )
+    assert 0.6 < compiled["update"] / plain["update"] < 0.7, "kept graphs are compiled ones"
     assert peaks(True, "memory.gradient_checkpointing=true") == checkpointed.estimate(8).transient
     assert peaks(False) == StepEstimator(FlowGRPOConfig.from_yaml("tiny_ocr", LEAN), False).estimate(8).transient
 
