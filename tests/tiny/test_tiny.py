@@ -56,6 +56,7 @@ def test_plain_diffusers_draws_signs_with_its_defaults_and_without_guidance():
         assert (np.abs(band - 1).max(-1) < 0.15).mean() > 0.1, "white letters in the middle"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("shape", "count", "least"),
     [({"height": 32, "width": 80}, 24, 0.5), pytest.param({}, 12, 0.3, marks=pytest.mark.slow)],
