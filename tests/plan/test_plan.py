@@ -408,7 +408,9 @@ def repeats_a_model_and_its_rewards() -> list[str]:
 REPEATS = repeats_a_model_and_its_rewards()
 
 
-@pytest.mark.parametrize("preset", [pytest.param(p, marks=[pytest.mark.slow] * (p in REPEATS)) for p in PRESETS])
+@pytest.mark.parametrize(
+    "preset", [pytest.param(p, marks=[pytest.mark.slow] * (p in (*REPEATS, "tiny_grpo", "tiny_all"))) for p in PRESETS]
+)
 def test_every_preset_passes_a_dry_run_where_the_hub_is_out_of_reach(preset, monkeypatch):
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     monkeypatch.setattr("datasets.config.HF_HUB_OFFLINE", True)

@@ -42,6 +42,7 @@ def test_a_saved_lora_is_traced_with_its_own_rank_and_layers(folder, tmp_path):
     assert shapes(traced()) != shapes(expected)
 
 
+@pytest.mark.slow
 def test_a_lora_whose_shapes_are_not_known_here_has_a_note(tmp_path):
     save_file({"lora_unet_a.lora_down.weight": torch.zeros(2, 4)}, tmp_path / "other_names.safetensors")
     for source in ("someone/a-lora", str(tmp_path)):

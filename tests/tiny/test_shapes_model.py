@@ -43,6 +43,7 @@ def test_about_half_of_held_out_scenes_are_drawn_as_asked(pipe):
     assert LOW <= exact.mean() <= HIGH
 
 
+@pytest.mark.slow
 def test_about_half_of_held_out_edits_are_as_asked(pipe):
     exact = []
     for row in rows("shape_edits_eval"):

@@ -59,7 +59,7 @@ def test_plain_diffusers_draws_signs_with_its_defaults_and_without_guidance():
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("shape", "count", "least"),
-    [({"height": 32, "width": 80}, 24, 0.5), pytest.param({}, 12, 0.3, marks=pytest.mark.slow)],
+    [({"height": 32, "width": 80}, 24, 0.5), ({}, 12, 0.3)],
 )
 def test_plain_diffusers_spells_with_captions_of_256_tokens_and_on_squares(shape, count, least):
     """Before it was trained for these shapes, the model spelled 0.34 of such signs and 0.13 of such squares."""
@@ -71,6 +71,7 @@ def test_plain_diffusers_spells_with_captions_of_256_tokens_and_on_squares(shape
     assert rewards.load("ocr_exact")(images, prompts).mean() >= least
 
 
+@pytest.mark.slow
 def test_it_leaves_work_to_reinforcement_learning():
     prompts = load_prompts("prompts/signs_eval.txt")
     exact = rewards.WeightedSum({"exact": rewards.load("ocr_exact")}, {"exact": 1.0})

@@ -184,6 +184,7 @@ def test_auto_clip_ranges_are_the_quantile_of_the_ratios_seen():
     assert clip.range_at(2) == math.inf
 
 
+@pytest.mark.slow
 def test_auto_clip_ranges_clip_about_the_share_they_are_asked_to_and_are_resumed(tmp_path):
     auto = objective("grpo", clip_low="auto", clip_high="auto", clip_quantile=0.7)
     args = short_run(tmp_path / "whole", *auto, "updates=2", "epochs=2", "steps=6", "save_every=1", "images_per_prompt=8")
