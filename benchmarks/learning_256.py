@@ -53,7 +53,8 @@ STAGES = {  # of 0 steps: as many as fit its share of the time
     "noisy": StagePlan(2, 0, lr=3e-4, muon_lr=8e-4),
 }
 SHARES = {"vae": 0.12, "clean": 0.68, "noisy": 0.2}
-HORIZON_FACTOR = {"clean": 1.7}  # its learning rate falls as in a stage so much longer: `noisy` goes on from a warm `clean`
+# The learning rate falls as in a stage so many times as long, since `noisy` goes on from a warm `clean`.
+HORIZON_FACTOR = {"clean": 1.7}
 TIMED_STEPS = (50, 90)  # the steps whose time says how many fit: after compiling, before the first checkpoint
 BATCH = {"vae": 64, "clean": 256, "noisy": 256}
 REWARDS = ROOT / "benchmarks" / "sign_rewards.py"
@@ -190,9 +191,14 @@ def sample_sheet(pipe: diffusers.StableDiffusion3Pipeline, count: int = 8) -> Im
             [sign.prompt for sign in signs], height=SIZE, width=SIZE, num_inference_steps=10, guidance_scale=1,
             max_sequence_length=architecture.T5_LENGTH, generator=torch.Generator("cpu").manual_seed(0),
         ).images  # fmt: skip
-    sheet = Image.new("RGB", (SIZE * count, SIZE))
+    return side_by_side(images)
+
+
+def side_by_side(images: list[Image.Image], gap: int = 8) -> Image.Image:
+    """One image of several of SIZE pixels, on white."""
+    sheet = Image.new("RGB", ((SIZE + gap) * len(images), SIZE), "white")
     for index, image in enumerate(images):
-        sheet.paste(image, (SIZE * index, 0))
+        sheet.paste(image, ((SIZE + gap) * index, 0))
     return sheet
 
 
@@ -264,13 +270,8 @@ def plot(folder: Path, count: int = 8) -> None:
         *((f"{run.name}, after {last[run.name]} steps", run, last[run.name]) for run in runs),
     ]
     for axes, (title, run, step) in zip(strips, shown, strict=True):
-        signs = [
-            Image.open(layout.step_folder(run.folder / layout.PICTURES, step) / layout.prompt_image(i)).convert("RGB")
-            for i in range(count)
-        ]
-        axes.imshow(
-            np.concatenate([np.pad(np.asarray(sign), ((0, 0), (0, 8), (0, 0)), constant_values=255) for sign in signs], 1)
-        )
+        pictures = layout.step_folder(run.folder / layout.PICTURES, step)
+        axes.imshow(np.asarray(side_by_side([Image.open(pictures / layout.prompt_image(i)) for i in range(count)])))
         axes.set_title(title, loc="left", fontsize="medium")
         axes.set_axis_off()
     save_figure(figure, folder / "learning_256.png")

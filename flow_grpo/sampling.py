@@ -242,11 +242,9 @@ class _Sampler:
         """One stochastic step, and its graphs by the first row of a micro-batch. float32, and the tensor that is scored is stored."""
         distribution = self.stochastic.distribution
         parts = list(zip(x.split(self.microbatch), rows.split(self.microbatch), strict=True))
-        velocities, records, graphs = [], [], {}
-        for x_part, part in parts:
-            with torch.set_grad_enabled(self.keep_graphs):
-                v = _velocity(self.velocity, x_part, i, part, self.shared.get(i))
-            velocities.append(v)
+        records, graphs = [], {}
+        with torch.set_grad_enabled(self.keep_graphs):
+            velocities = [_velocity(self.velocity, x_part, i, part, self.shared.get(i)) for x_part, part in parts]
         noise, length = self._noise(x, velocities, i)
         for (x_part, part), v in zip(parts, velocities, strict=True):
             with torch.set_grad_enabled(self.keep_graphs):
