@@ -103,15 +103,22 @@ def test_steps_are_those_of_the_cpu(tmp_path, name):
 
 @pytest.mark.parametrize("graphs", [REPLAYED, pytest.param("sampling.keep_graphs=true", marks=pytest.mark.slow)])
 def test_no_sampling_step_waits_for_the_device(tmp_path, graphs):
-    """How often a training step waits depends on its batches and updates, not on its sampling steps."""
+    """It waits once for the embeddings of new prompts, once for the images of each micro-batch, and once for the numbers of an update."""
     window = "sampling.window={{schedule: all, first_step: 0, last_step: {}}}"
     settings = [*UNSEEN, FEW_LAYERS, graphs, "rewards={jpeg_size: 1}"]  # which differs in every group
     few, many = (
         on_fake_device(tmp_path / str(steps), "tiny_grpo", *SMALL, *settings, f"sampling.steps={steps}", window.format(last))
         for steps, last in ((3, 1), (5, 3))
     )
-    assert few["waits"] == many["waits"]
-    assert 0 < len(few["waits"]) < 16
+    assert len(few["waits"]) == len(many["waits"]) == 1 + 2 + 1
+
+
+def test_each_update_of_a_step_waits_once_and_prompts_that_are_known_are_not_waited_for(tmp_path):
+    """The gradient's norm is fetched with the losses. The second step has the prompts of the first, as the file has no others."""
+    prompts = tmp_path / "prompts.txt"
+    prompts.write_text('red text "AB" on a white background\nblue text "CD" on a white background\n')
+    settings = [f"prompts={prompts}", "rewards={jpeg_size: 1}", "updates=2", *UNSEEN, FEW_LAYERS]
+    assert len(on_fake_device(tmp_path / "run", "tiny_ocr", *SMALL, *settings)["waits"]) == 2 + 2
 
 
 def test_the_noise_of_final_latents_is_sent_once_for_all_models_that_see_it(tmp_path):

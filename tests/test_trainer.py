@@ -163,10 +163,10 @@ def test_a_step_that_fails_has_not_happened(tmp_path, changes, failure):
     for one in (same, trainer):
         one.training_step()
     expected, before = same.training_step(), state_of(trainer)
-    reward, velocity, step, hits = (
+    reward, velocity, reduce, hits = (
         trainer.rewards.rewards["bright"],
         trainer.policy.velocity,
-        trainer.stage.update.optimizer.step,
+        trainer.stage.update.optimizer.reduce_gradients,
         [],
     )
 
@@ -178,16 +178,16 @@ def test_a_step_that_fails_has_not_happened(tmp_path, changes, failure):
             raise torch.OutOfMemoryError("CUDA out of memory.")
         return velocity(*args)
 
-    def spoiled(lr):
+    def spoiled():
         for p in trainer.policy.trainable_parameters().values():
             p.grad.fill_(math.nan)
-        return step(lr)
+        return reduce()
 
     trainer.policy.velocity = fails
     if failure == "reward":
         trainer.rewards.rewards["bright"] = lambda images, prompts: [math.nan] * len(prompts)
     if failure == "gradient":
-        trainer.stage.update.optimizer.step = spoiled
+        trainer.stage.update.optimizer.reduce_gradients = spoiled
     kind = {"stopped": Interrupted, "memory": torch.OutOfMemoryError}.get(failure, ValueError)
     with pytest.raises(kind):
         trainer.training_step()
@@ -200,7 +200,7 @@ def test_a_step_that_fails_has_not_happened(tmp_path, changes, failure):
     for name, value in before.items():
         assert alike(value, after[name]), name
     trainer.processes.stop_requested, trainer.rewards.rewards["bright"] = False, reward
-    trainer.policy.velocity, trainer.stage.update.optimizer.step = velocity, step
+    trainer.policy.velocity, trainer.stage.update.optimizer.reduce_gradients = velocity, reduce
     assert numbers(trainer.training_step()) == numbers(expected)
 
 
@@ -312,7 +312,7 @@ def test_pairs_are_never_parted(tmp_path):
 def test_memory_that_runs_out_after_the_weights_have_moved_or_on_one_of_several_ends_the_run(tmp_path):
     trainer = made(tmp_path / "run", updates=2, prompts_per_step=4, microbatch=6)
     moves, step = [], trainer.stage.update.optimizer.step
-    trainer.stage.update.optimizer.step = lambda lr: moves.append(lr) or step(lr)
+    trainer.stage.update.optimizer.step = lambda lr, norm: moves.append(lr) or step(lr, norm)
     scarce(trainer, 0, lambda: bool(moves) and torch.is_grad_enabled())
     with pytest.raises(torch.OutOfMemoryError):
         trainer.training_step()
@@ -1117,15 +1117,15 @@ def test_a_run_in_a_thread_leaves_signals_alone(tmp_path):
 @pytest.mark.parametrize("half", [False, True])
 def test_what_fails_is_saved_before_its_step_but_never_half_of_one(tmp_path, half):
     trainer = made(tmp_path / "run", steps=5, updates=2, microbatch=3)
-    move, calls = trainer.stage.update.optimizer.step, []
+    reduce, calls = trainer.stage.update.optimizer.reduce_gradients, []
 
-    def fails(lr):
-        calls.append(lr)
+    def fails():
+        calls.append(1)
         if len(calls) == (4 if half else 3):
             next(iter(trainer.policy.trainable_parameters().values())).grad.fill_(math.nan)
-        return move(lr)
+        return reduce()
 
-    trainer.stage.update.optimizer.step = fails
+    trainer.stage.update.optimizer.reduce_gradients = fails
     with pytest.raises(ValueError, match="gradient of step 2 is not finite"):
         trainer.train()
     assert saved(tmp_path / "run") == ([0] if half else [0, 1])

@@ -4,6 +4,7 @@ A pipeline encodes prompts by methods such as `encode_prompt`. What each call of
 where its tensors have their batch axis is inferred by encoding one prompt and then two, so it need not be known of any family.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -93,12 +94,33 @@ def signature(structure: Any) -> Any:
     return None
 
 
-def to_device(structure: Any, device: torch.device | str) -> Any:
-    """The same structure with its tensors on that device. A copy to a GPU is not waited for."""
+def to_device(structure: Any, device: torch.device) -> Any:
+    """The same structure with its tensors on a device. A copy to a GPU is not waited for."""
+    return _map_tensors(structure, lambda tensor: tensor.to(device, non_blocking=device.type != "cpu"))
+
+
+def copy_to_cpu(structure: Any) -> Any:
+    """The same structure with copies of its tensors on the CPU. A GPU is waited for once, not for each tensor."""
+    on_device: list[Tensor] = []
+    _map_tensors(structure, lambda tensor: on_device.append(tensor) if tensor.device.type != "cpu" else None)
+    copies: dict[int, Tensor] = {}
+    if on_device:
+        flat = [tensor.reshape(-1).view(torch.uint8) for tensor in on_device]
+        parts = torch.cat(flat).cpu().split([len(part) for part in flat])
+        copies = {id(tensor): part for tensor, part in zip(on_device, parts, strict=True)}
+
+    def copy(tensor: Tensor) -> Tensor:  # not a view of the other ones: a file would have them all
+        part = copies.get(id(tensor))
+        return tensor.clone() if part is None else part.clone().view(tensor.dtype).view(tensor.shape)
+
+    return _map_tensors(structure, copy)
+
+
+def _map_tensors(structure: Any, function: Callable[[Tensor], Any]) -> Any:
     if isinstance(structure, Tensor):
-        return structure.to(device, non_blocking=torch.device(device).type != "cpu")
+        return function(structure)
     if isinstance(structure, (list, tuple)):
-        return type(structure)(to_device(part, device) for part in structure)
+        return type(structure)(_map_tensors(part, function) for part in structure)
     return structure
 
 

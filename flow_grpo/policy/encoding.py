@@ -18,6 +18,7 @@ from flow_grpo.policy.conditioning import (
     Conditioning,
     EncoderOutputs,
     conditioning,
+    copy_to_cpu,
     infer_batch_axes,
     merge_axes,
     select_row,
@@ -93,6 +94,9 @@ class PromptEncoder:
                     outputs_of |= self._encode_chunk(chunk, size, axes[0])
                 for prompt in (prompt for prompt in missing if images_of(prompt)):
                     outputs_of |= self._encode_chunk([prompt], 1, axes[len(images_of(prompt))])
+            copies = copy_to_cpu([outputs_of[prompt] for prompt in missing])
+            for prompt, outputs in zip(missing, copies, strict=True):
+                self.cache.put(prompt, outputs)
         on_device = {prompt: to_device(outputs, self.device) for prompt, outputs in outputs_of.items()}
         return conditioning(prompts, on_device, axes, self.family.encode_separately)
 
@@ -110,13 +114,13 @@ class PromptEncoder:
 
     def _encode_chunk(self, prompts: list[str], size: int, axes: list[Any]) -> dict[str, EncoderOutputs]:
         """Encode at most `size` prompts in one pass. The pass always has that many, since the shape of a batch affects rounding."""
-        batch, outputs_of = self._record(prompts + prompts[:1] * (size - len(prompts))), {}
-        for row, prompt in enumerate(prompts):
-            calls = zip(batch, axes, strict=True)
-            outputs = [(method, select_row(output, axis, row, size)) for (method, output), axis in calls]
-            outputs_of[prompt] = outputs
-            self.cache.put(prompt, to_device(outputs, "cpu"))
-        return outputs_of
+        batch = self._record(prompts + prompts[:1] * (size - len(prompts)))
+        return {
+            prompt: [
+                (method, select_row(output, axis, row, size)) for (method, output), axis in zip(batch, axes, strict=True)
+            ]
+            for row, prompt in enumerate(prompts)
+        }
 
     def _batch_axes(self, prompt: str) -> list[Any]:
         """Where the outputs for prompts with as many images have their batch axes: from the cache, or by encoding one and two."""

@@ -95,6 +95,8 @@ class ImageSampler:
     ) -> tuple[Trajectory, list[Future[Scores]]]:
         """Sample images part by part, each of whole groups and micro-batches, and submit each part to the scoring thread."""
         trajectories, futures = [], []
+        with self.policy.meter.phase("encode"):
+            self.policy.encode(batch.prompts)  # all at once, in full passes of the text encoders; the parts find them cached
         in_one_part = not self.score_in_background
         size = len(batch.prompts) if in_one_part else math.lcm(self.args.microbatch, self.args.images_per_prompt)
         for rows in torch.arange(len(batch.prompts)).split(size):

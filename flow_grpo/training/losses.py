@@ -35,6 +35,7 @@ class LossMetrics:
         self.weight = 0.0
         self.numbers: dict[str, float] = {}
         self._added: list[tuple[list[str], Tensor]] = []
+        self._added_numbers: dict[str, Tensor] = {}
 
     def add(self, loss: Loss, weight: Float[Tensor, " n"]) -> None:
         """Add a chunk's loss and metrics, its rows weighted by `weight` (n,), on the loss's device."""
@@ -43,9 +44,14 @@ class LossMetrics:
             fetched.append(loss.metrics[RATIO_DEVIATION].where(weight > 0, 0.0).max())
         self._added.append((list(loss.metrics), torch.stack(fetched)))
 
+    def add_number(self, name: str, value: Tensor) -> None:
+        """Add a metric that is no mean, () on the losses' device."""
+        self._added_numbers[name] = value
+
     def collect(self) -> "LossMetrics":
         """Fetch what was added since the last call: the only method that waits for a GPU. Returns itself."""
-        added = torch.cat([values for _, values in self._added]).cpu().tolist() if self._added else []
+        device_values = [values for _, values in self._added] + [number[None] for number in self._added_numbers.values()]
+        added = torch.cat(device_values).cpu().tolist() if device_values else []
         for names, values in self._added:
             weight, loss, *of_metrics = added[: len(values)]
             added = added[len(values) :]
@@ -54,7 +60,8 @@ class LossMetrics:
                 _merge_max(self.numbers, {RATIO_DEVIATION: of_metrics.pop()})
             for name, value in zip(names, of_metrics, strict=True):
                 self.sums[name] = self.sums.get(name, 0.0) + value
-        self._added = []
+        self.numbers.update(zip(self._added_numbers, added, strict=True))
+        self._added, self._added_numbers = [], {}
         return self
 
     @staticmethod

@@ -32,20 +32,29 @@ class Optimizer:
         """Accumulate the gradient of a part of the loss."""
         self.scaler.scale(loss).backward()
 
-    def step(self, lr: float) -> float:
+    def reduce_gradients(self) -> Tensor:
+        """Sum the gradients of all processes and clip them. Returns their norm before (), on the device: nothing is waited for."""
+        self.processes.all_reduce_gradients(self.parameters, self.is_sharded)
+        self.scaler.unscale_(self.adamw)
+        return full_tensor(torch.nn.utils.clip_grad_norm_(self.parameters, self.max_norm))
+
+    def step(self, lr: float, norm: float | None = None) -> float:
         """Update the weights and clear the gradients. Returns the gradient norm; if it is not finite, no weight was changed.
 
-        ValueError if fp16 gradients keep overflowing.
+        Args:
+            norm: what `reduce_gradients` returned, if it was called.
+
+        Raises:
+            ValueError: fp16 gradients keep overflowing.
         """
         for group in self.adamw.param_groups:
             group["lr"] = lr
-        self.processes.all_reduce_gradients(self.parameters, self.is_sharded)
-        self.scaler.unscale_(self.adamw)
-        norm = full_tensor(torch.nn.utils.clip_grad_norm_(self.parameters, self.max_norm)).item()
+        if norm is None:
+            norm = self.reduce_gradients().item()
         if math.isfinite(norm) or self.scaler.is_enabled():
             self.scaler.step(self.adamw)  # skips the step if fp16 gradients overflowed
             self.scaler.update()
-        self.zero_grad()
+        self.adamw.zero_grad()
         if self.scaler.is_enabled() and self.scaler.get_scale() < 1:
             raise ValueError("gradients in fp16 overflow however small the loss is scaled: set dtype=bf16 or fp32.")
         return norm
@@ -53,6 +62,8 @@ class Optimizer:
     def zero_grad(self) -> None:
         """Clear accumulated gradients."""
         self.adamw.zero_grad()
+        if self.scaler.is_enabled():
+            self.scaler.update(self.scaler.get_scale())  # the scale stays; gradients that were reduced already are forgotten
 
     def state_dict(self, keep_on_this_rank: bool = True) -> dict[str, Any]:
         """The full (unsharded) state. If sharded, every process must call this; keep_on_this_rank=False on those that discard it."""

@@ -23,6 +23,8 @@ from flow_grpo.training.step_loss import ClipRange
 from flow_grpo.training.zero import STAGES, ZeroOptimizer
 from flow_grpo.types import RATIO_DEVIATION, Experience
 
+GRAD_NORM = "grad_norm"  # metric
+
 
 @dataclass(frozen=True)
 class Minibatch:
@@ -95,14 +97,14 @@ class PolicyUpdate:
         minibatches = self._minibatches(experience) * self.args.epochs
         totals, self.mid_step = LossMetrics(), False
         for number, minibatch in enumerate(minibatches, self._steps_before(step) + 1):
-            self._accumulate_gradients(batch_loss, minibatch, totals)
             if not self.processes.any(len(minibatch.rows) > 0):
                 continue  # nothing to learn from
+            self._compute_gradients(batch_loss, minibatch, totals)
             if not self.mid_step and not self._check_ratio(
                 totals, may_unpack=self.pack_rows and not batch_loss.fixed_positions
             ):
                 totals = self._repeat_unpacked(batch_loss, minibatch)
-            totals.numbers.update(self._optimizer_step(step, number))
+            totals.numbers.update(self._optimizer_step(step, number, totals))
             self.clip.update(self.processes)
         experience.trajectory.graphs.clear()  # of micro-batches without signal
         return self._finish(totals, step, len(minibatches))
@@ -123,8 +125,8 @@ class PolicyUpdate:
                 minibatches.append(Minibatch(rows, row_weight, batch_size=len(experience.batch.prompts)))
         return minibatches
 
-    def _accumulate_gradients(self, batch_loss: BatchLoss, minibatch: Minibatch, totals: LossMetrics) -> None:
-        """Add the gradients and metrics of a minibatch, chunk by chunk."""
+    def _compute_gradients(self, batch_loss: BatchLoss, minibatch: Minibatch, totals: LossMetrics) -> None:
+        """Add the gradients and metrics of a minibatch, chunk by chunk, and the gradients of the other processes."""
         fixed_positions = batch_loss.fixed_positions or (batch_loss.has_ratio and not self.pack_rows)
         chunks = list(self._chunks(minibatch, fixed_positions))
         chunks += self._padding_chunks(len(chunks), minibatch.batch_size)
@@ -132,6 +134,10 @@ class PolicyUpdate:
             batch_loss.before_update(chunks)
             for chunk, weight in chunks:
                 self._backward(batch_loss, chunk, weight, totals)
+        with self.policy.meter.phase("optimizer"):
+            norm = self.optimizer.reduce_gradients()
+        if norm is not None:
+            totals.add_number(GRAD_NORM, norm)  # fetched with the losses, by one wait for the GPU
 
     def _chunks(self, minibatch: Minibatch, fixed_positions: bool) -> Iterator[tuple[Tensor, Tensor]]:
         """The rows of a minibatch in chunks of the micro-batch size, and the weights of the rows of each chunk.
@@ -195,16 +201,17 @@ class PolicyUpdate:
         self.pack_rows = False
         self.discard()
         totals = LossMetrics()
-        self._accumulate_gradients(batch_loss, minibatch, totals)
+        self._compute_gradients(batch_loss, minibatch, totals)
         self._check_ratio(totals, may_unpack=False)
         return totals
 
-    def _optimizer_step(self, step: int, number: int) -> dict[str, float]:
+    def _optimizer_step(self, step: int, number: int, totals: LossMetrics) -> dict[str, float]:
         """Run the `number`-th optimizer step of this stage, and update the moving average if it is due. Returns its metrics."""
+        reduced_norm = totals.collect().numbers.pop(GRAD_NORM, None)
         was_mid_step, self.mid_step = self.mid_step, True  # also if memory runs out half-way
         try:
             with self.policy.meter.phase("optimizer"):
-                norm = self.optimizer.step(self._learning_rate(step))
+                norm = self.optimizer.step(self._learning_rate(step), reduced_norm)
         except ValueError:
             self.mid_step = was_mid_step
             raise
@@ -218,7 +225,7 @@ class PolicyUpdate:
         if self.args.ema_decay and finite and number % self.args.ema_every == 0:
             self.policy.ema.update(min(self.args.ema_decay, (1 + step) / (10 + step)))
         count = sum(p.numel() for p in self.policy.trainable_parameters().values())
-        return {"grad_norm": norm, "grad_rms": norm / count**0.5} if finite else {"grad_overflow": 1.0}
+        return {GRAD_NORM: norm, "grad_rms": norm / count**0.5} if finite else {"grad_overflow": 1.0}
 
     def _learning_rate(self, step: int) -> float:
         config, step = self.args.optimizer, step - self.stage_start

@@ -60,8 +60,15 @@ class ZeroOptimizer:
         # DeepSpeed averages the gradients of all processes; we need their sum
         self.engine.backward(loss * self.processes.world_size)
 
-    def step(self, lr: float) -> float:
-        """Run an optimizer step at a learning rate. Returns the gradient's norm over all processes, before clipping."""
+    def reduce_gradients(self) -> None:
+        """Do nothing: DeepSpeed reduces and clips the gradients in its step, or has reduced them in the backward pass."""
+
+    def step(self, lr: float, norm: float | None = None) -> float:
+        """Run an optimizer step at a learning rate. Returns the gradient's norm over all processes, before clipping.
+
+        Args:
+            norm: ignored, as DeepSpeed computes it.
+        """
         for group in self.adamw.param_groups:
             group["lr"] = lr
         self.engine.step()  # skips gradients that are not finite

@@ -10,6 +10,7 @@ from flow_grpo.policy.conditioning import (
     SHARED,
     collate,
     conditioning,
+    copy_to_cpu,
     infer_batch_axes,
     merge_axes,
     select_row,
@@ -69,6 +70,17 @@ def test_rows_of_one_shape_share_a_call_and_others_do_not():
 
 
 def test_recordings_move_whole():
-    there = to_device([("encode", (torch.ones(2), [torch.ones(1), None], 3))], "meta")
+    there = to_device([("encode", (torch.ones(2), [torch.ones(1), None], 3))], torch.device("meta"))
     assert there[0][1][0].device.type == there[0][1][1][0].device.type == "meta"
     assert there[0][1][1][1] is None
+
+
+def test_a_copy_on_the_cpu_is_no_view_of_the_batch_that_it_is_from():
+    batch = torch.arange(24.0).view(2, 3, 4)
+    recorded = [("encode", (batch[:1], None, batch[0, 0, 0].bfloat16(), [batch[1].T > 20]))]
+    [(name, (row, absent, number, [mask]))] = copy_to_cpu(recorded)
+    assert (name, absent) == ("encode", None)
+    assert same(row, batch[:1])
+    assert same(number, batch[0, 0, 0].bfloat16())
+    assert same(mask, batch[1].T > 20)
+    assert row.untyped_storage().nbytes() == 12 * 4, "a file would have the whole storage"

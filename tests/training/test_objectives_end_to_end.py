@@ -546,15 +546,15 @@ def test_training_on_given_images_can_be_stopped(tmp_path):
 def test_half_a_step_is_not_saved(tmp_path, monkeypatch):
     """A gradient that is no number in the second update of a step: the checkpoint before that step stays the newest."""
     trainer = small.trainer(short_run(tmp_path / "run", "updates=2", "save_every=1", "evaluation.prompts=null"))
-    update, calls = trainer.stage.update._optimizer_step, []
+    reduce, calls = trainer.stage.update.optimizer.reduce_gradients, []
 
-    def spoiled(step: int, number: int) -> dict:
+    def spoiled() -> torch.Tensor:
         calls.append(1)
         if len(calls) == 4:
             next(iter(trainer.policy.trainable_parameters().values())).grad.fill_(math.nan)
-        return update(step, number)
+        return reduce()
 
-    monkeypatch.setattr(trainer.stage.update, "_optimizer_step", spoiled)
+    monkeypatch.setattr(trainer.stage.update.optimizer, "reduce_gradients", spoiled)
     with pytest.raises(ValueError, match="gradient of step 2 is not finite"):
         trainer.train()
     whole = short_run(tmp_path / "whole", "updates=2", "save_every=1", "evaluation.prompts=null")

@@ -49,13 +49,26 @@ def test_steps_are_adamw_by_hand_with_the_gradient_clipped_and_the_rate_of_each_
             torch.testing.assert_close(p.detach().double(), hand, rtol=1e-5, atol=1e-6)
 
 
-def test_discarded_gradients_leave_no_trace_in_the_next_step():
-    one, other = made(), made()
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize("is_reduced", [False, True])
+def test_discarded_gradients_leave_no_trace_in_the_next_step(is_reduced, dtype):
+    one, other = made(dtype=dtype), made(dtype=dtype)
     one.backward(towards(one, gradients(one, 5.0, 0)))
+    if is_reduced:
+        assert one.reduce_gradients().item() == pytest.approx(5.0, rel=1e-5)
     one.zero_grad()
     for optimizer in (one, other):
         optimizer.backward(towards(optimizer, gradients(optimizer, 1.0, 1)))
         optimizer.step(0.1)
+    assert one.scaler.state_dict() == other.scaler.state_dict()
+    assert all(torch.equal(p, q) for p, q in zip(one.parameters, other.parameters, strict=True))
+
+
+def test_a_norm_that_was_fetched_before_is_the_one_of_the_step():
+    one, other = made(), made()
+    for optimizer in (one, other):
+        optimizer.backward(towards(optimizer, gradients(optimizer, 6.0, 1)))
+    assert one.step(0.1, one.reduce_gradients().item()) == other.step(0.1)
     assert all(torch.equal(p, q) for p, q in zip(one.parameters, other.parameters, strict=True))
 
 

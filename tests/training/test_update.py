@@ -136,7 +136,7 @@ def test_the_average_follows_every_nth_optimizer_step_of_its_stage(monkeypatch):
     policy, args, ours = made(stage_start=2, ema_decay=0.9, ema_every=3, updates=2, epochs=2, optimizer={"lr": 0.01})
     steps, averaged = [], []
     step, average = ours.optimizer.step, policy.ema.update
-    monkeypatch.setattr(ours.optimizer, "step", lambda lr: steps.append(lr) or step(lr))
+    monkeypatch.setattr(ours.optimizer, "step", lambda lr, norm: steps.append(lr) or step(lr, norm))
     monkeypatch.setattr(policy.ema, "update", lambda decay: averaged.append(len(steps)) or average(decay))
     for number in (2, 3, 4):
         ours(small.experience(policy, args, ADVANTAGE, WINDOW, number), number)
@@ -412,15 +412,15 @@ def test_where_nothing_is_compared_rows_are_packed_in_any_case():
 
 def spoiled(ours, at, value=math.nan):
     """The gradient of the `at`-th optimizer step is no number."""
-    step, calls = ours.optimizer.step, []
+    reduce, calls = ours.optimizer.reduce_gradients, []
 
-    def spoiling(lr):
-        calls.append(lr)
+    def spoiling():
+        calls.append(1)
         if len(calls) == at:
             ours.optimizer.parameters[0].grad.fill_(value)
-        return step(lr)
+        return reduce()
 
-    ours.optimizer.step = spoiling
+    ours.optimizer.reduce_gradients = spoiling
 
 
 def test_a_gradient_that_is_not_finite_stops_before_anything_has_moved():
@@ -448,7 +448,7 @@ def test_what_fails_in_the_second_update_leaves_half_a_step():
 def test_memory_that_runs_out_within_a_move_leaves_half_a_step(error):
     policy, args, ours = made()
 
-    def fail(lr):
+    def fail(lr, norm):
         raise error
 
     ours.optimizer.step = fail
@@ -526,7 +526,7 @@ def test_a_process_without_signal_takes_part_in_the_step_of_the_others():
     policy, args, ours = made(processes=small.Two(lambda value: True if value is False else value))
     before = trained(policy)
     moves = []
-    ours.optimizer.step = lambda lr: moves.append(lr) or 0.5
+    ours.optimizer.step = lambda lr, norm: moves.append(lr) or 0.5
     metrics = ours(small.experience(policy, args, torch.zeros(4, 3), WINDOW), 0)
     assert len(moves) == 1
     assert metrics["grad_norm"] == 0.5
