@@ -109,7 +109,7 @@ def copy_to_cpu(structure: Any) -> Any:
         parts = torch.cat(flat).cpu().split([len(part) for part in flat])
         copies = {id(tensor): part for tensor, part in zip(on_device, parts, strict=True)}
 
-    def copy(tensor: Tensor) -> Tensor:  # not a view of the other ones: a file would have them all
+    def copy(tensor: Tensor) -> Tensor:  # with storage of its own: torch.save writes the whole storage of a view
         part = copies.get(id(tensor))
         return tensor.clone() if part is None else part.clone().view(tensor.dtype).view(tensor.shape)
 

@@ -45,7 +45,7 @@ class LossMetrics:
         self._added.append((list(loss.metrics), torch.stack(fetched)))
 
     def add_number(self, name: str, value: Tensor) -> None:
-        """Add a metric that is no mean, () on the losses' device."""
+        """Add a metric that is not averaged: value (), on the device of the losses. A later one of the same name replaces it."""
         self._added_numbers[name] = value
 
     def collect(self) -> "LossMetrics":

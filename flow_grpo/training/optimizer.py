@@ -33,7 +33,7 @@ class Optimizer:
         self.scaler.scale(loss).backward()
 
     def reduce_gradients(self) -> Tensor:
-        """Sum the gradients of all processes and clip them. Returns their norm before (), on the device: nothing is waited for."""
+        """Sum the gradients of all processes and clip them. Returns the norm before clipping, (), on the device, without a wait."""
         self.processes.all_reduce_gradients(self.parameters, self.is_sharded)
         self.scaler.unscale_(self.adamw)
         return full_tensor(torch.nn.utils.clip_grad_norm_(self.parameters, self.max_norm))
@@ -42,7 +42,7 @@ class Optimizer:
         """Update the weights and clear the gradients. Returns the gradient norm; if it is not finite, no weight was changed.
 
         Args:
-            norm: what `reduce_gradients` returned, if it was called.
+            norm: the value that `reduce_gradients` returned, if it was called before.
 
         Raises:
             ValueError: fp16 gradients keep overflowing.
@@ -63,7 +63,7 @@ class Optimizer:
         """Clear accumulated gradients."""
         self.adamw.zero_grad()
         if self.scaler.is_enabled():
-            self.scaler.update(self.scaler.get_scale())  # the scale stays; gradients that were reduced already are forgotten
+            self.scaler.update(self.scaler.get_scale())  # the same scale; allows `reduce_gradients` to be called again
 
     def state_dict(self, keep_on_this_rank: bool = True) -> dict[str, Any]:
         """The full (unsharded) state. If sharded, every process must call this; keep_on_this_rank=False on those that discard it."""
