@@ -30,7 +30,7 @@ from flow_grpo.policy.interception import (
     with_execution_device,
 )
 from flow_grpo.policy.pipeline_call import PipelineCall
-from flow_grpo.policy.probes import probe_image, probe_prompts, rows_agree, size_of
+from flow_grpo.policy.probes import eager, probe_image, probe_prompts, rows_agree, size_of
 from flow_grpo.text import first_line
 from flow_grpo.types import Schedule, take_rows
 
@@ -150,6 +150,7 @@ class FlowPipeline:
         check_images(type(self.pipe).__name__, self.family, self._arguments, self.call, prompts)
 
     @torch.no_grad()
+    @eager()
     def schedule(self, steps: int) -> tuple[Schedule, torch.Size]:
         """The pipeline's timesteps and sigmas for that many steps, and the shape of one state without the batch.
 
@@ -203,7 +204,7 @@ class FlowPipeline:
         if self.supports_per_sample_timesteps is None:
             row, pair = rows[:1].expand(2), torch.stack([timesteps.min(), timesteps.max()])
             states = x[:1].expand(2, *x.shape[1:])
-            with torch.no_grad(), torch.compiler.set_stance("force_eager"):  # not compiled for two rows
+            with torch.no_grad(), eager():  # not compiled for two rows
                 low, high = (self._velocity(states, t[None], conditioning, row)[0] for t in pair)
                 try:
                     both = self._velocity(states, pair, conditioning, row)
@@ -222,7 +223,7 @@ class FlowPipeline:
             first_images, second_images = ([probe_image(size, seed) for size in sizes] for seed in (0, 1))
             conditioning = self.encode([with_images("a", first_images), with_images("a", second_images)])
             states, timesteps, rows = x[:1].expand(2, *x.shape[1:]), timestep.reshape(-1)[:1], torch.arange(2)
-            with torch.no_grad(), torch.compiler.set_stance("force_eager"):  # not compiled for two rows
+            with torch.no_grad(), eager():  # not compiled for two rows
                 first, second = (self._velocity(states, timesteps, conditioning, row.expand(2))[0] for row in rows)
                 both = self._velocity(states, timesteps, conditioning, rows)
             self.supports_images_per_row = rows_agree(both, first, second)
@@ -246,6 +247,7 @@ class FlowPipeline:
         return torch.cat(images)
 
     @torch.no_grad()
+    @eager()
     def initial_latents(self, prompts: list[str], seed: int) -> Tensor:
         """The states (B, ...) float32 that the pipeline itself would begin with, by a generator of that seed."""
         generator = torch.Generator(self.device).manual_seed(seed)

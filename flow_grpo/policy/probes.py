@@ -1,8 +1,12 @@
 """Probe inputs: a short and a long prompt, and images of random squares; and whether rows of a call are computed alike."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any
 
 import numpy as np
+import torch
 from PIL import Image
 from torch import Tensor
 
@@ -11,6 +15,7 @@ from flow_grpo.policy.families import family
 
 PROBE_PROMPTS = ("a", "a photo of two cats and a dog under an old tree" * 8)
 PROBE_SIDE = 64  # pixels, where the call sets no size
+is_eager = ContextVar("is_eager", default=False)  # whether this is within `eager`
 
 
 def probe_prompts(pipeline: str, call: dict[str, Any]) -> list[str]:
@@ -39,3 +44,14 @@ def rows_agree(both: Tensor, first: Tensor, second: Tensor) -> bool:
     """Whether the two rows of a call equal the results of two calls, up to a fiftieth of the difference of these."""
     error = (both[0] - first).abs().max() + (both[1] - second).abs().max()
     return bool(error < 0.02 * (second - first).abs().max())
+
+
+@contextmanager
+def eager() -> Iterator[None]:
+    """Context in which transformers run operation by operation, as calls that come once or twice should: neither compiled nor captured."""
+    token = is_eager.set(True)
+    try:
+        with torch.compiler.set_stance("force_eager"):
+            yield
+    finally:
+        is_eager.reset(token)

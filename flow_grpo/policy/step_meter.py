@@ -16,6 +16,7 @@ from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, 
 from flow_grpo.policy.device_speed import matmul_peak
 from flow_grpo.policy.lora import Lora
 from flow_grpo.policy.memory import peak_memory
+from flow_grpo.policy.probes import eager
 
 Result = TypeVar("Result")
 Arguments = tuple[Any, ...]
@@ -169,8 +170,7 @@ class StepMeter:
         args, kwargs = tree_map(lambda leaf: leaf.detach() if isinstance(leaf, Tensor) else leaf, (args, kwargs))
         trained = [parameter for parameter in transformer.parameters() if parameter.requires_grad]
         call = partial(transformer, *args, **kwargs)
-        # a compiled function would hide its operations from the counter
-        with torch.compiler.set_stance("force_eager"), flop_counter() as counter:
+        with eager(), flop_counter() as counter:  # a compiled function or a graph would hide its operations from the counter
             predicted = tree_leaves(call())[0]
             forward = counter.get_total_flops()
             if predicted.requires_grad:

@@ -141,6 +141,23 @@ def test_the_blocks_that_repeat_are_compiled(policy, pads, monkeypatch):
     assert compiled == list(policy.pipe.transformer.transformer_blocks)
 
 
+def test_no_block_is_compiled_for_the_one_row_that_asks_for_the_schedule(monkeypatch):
+    torch._dynamo.reset()
+    compiled, own = [], torch.nn.Module.compile
+
+    def backend(graph, inputs):
+        compiled.append(len(inputs))
+        return graph.forward
+
+    monkeypatch.setattr(torch.nn.Module, "compile", lambda block, **settings: own(block, backend=backend, **settings))
+    policy = small.policy()
+    policy.compile()
+    schedule, shape = policy.schedule(4)
+    assert not compiled
+    policy.velocity(torch.zeros(2, *shape), schedule.timesteps[1], policy.encode(PROMPTS), torch.arange(2))
+    assert compiled, "a velocity is compiled"
+
+
 def test_sharded_processes_call_the_transformer_as_often_as_the_one_that_needs_most(policy, monkeypatch):
     """Nothing is sharded here: two processes do it in test_full_finetuning.py."""
     given, asked = [], []
