@@ -7,6 +7,7 @@ NAME is one of these; each takes at most ten minutes, and its tables are for doc
     tests         tests/test_cuda.py
     paper         SD3.5-M at 512 px by the paper's recipe
     ours          SD3.5-M at 512 px, grpo and awm without guidance; attention, compile, checkpointing
+    graphs        a small model with and without CUDA graphs, plain and compiled
     flux          FLUX.1-dev at 512 px with a LoRA
     small_cards   SD3.5-M within 16 GB, FLUX.1-dev in nf4 within 24 GB
     memory        each memory option, against what `flow-grpo plan` says
@@ -88,6 +89,8 @@ def run_rows(name: str, measurement: Measurement, rows: dict[str, Row], small: b
         row, remaining = rows[title], SECONDS - (time.monotonic() - started)
         if row.package and not importlib.util.find_spec(row.package):
             return {"skipped": f"{row.package} is not installed"}
+        if row.needs_gpu and not has_gpu():
+            return {"skipped": "it needs an NVIDIA GPU"}
         if remaining < row.seconds:
             return {"skipped": f"{remaining:.0f} s are left; give its name to measure it alone"}
         return run_row(name, title, small, min(remaining, LONGEST))
@@ -100,6 +103,13 @@ def run_rows(name: str, measurement: Measurement, rows: dict[str, Row], small: b
             notes += [f"{title}: {note}" for note in result.get("notes", ())]
     print("\n".join(["", *(f"- {note}" for note in notes)]) if notes else "")
     return not failed
+
+
+def has_gpu() -> bool:
+    """Whether this machine has an NVIDIA GPU."""
+    import torch
+
+    return torch.cuda.is_available()
 
 
 def run_row(name: str, title: str, small: bool, seconds: float) -> dict:
@@ -196,9 +206,7 @@ def main() -> None:
     if args.measure:
         print_measured(args.name, args.row[0], args.small)
         return
-    import torch
-
-    if not args.small and not torch.cuda.is_available():
+    if not args.small and not has_gpu():
         sys.exit("This needs a CUDA GPU; --small tries it out on a CPU.")
     print(heading(args.name, args.small) + "\n", flush=True)
     if args.name == "tests":
@@ -212,7 +220,7 @@ def main() -> None:
         sys.exit(f"no row has such a name; {args.name} has: {'; '.join(measurement.rows)}")
     if args.jobs > 1 and any(row.card for row in rows.values()):
         sys.exit(f"{args.name} measures the memory of the whole card: leave --jobs out.")
-    if args.jobs > 1 and torch.cuda.is_available():
+    if args.jobs > 1 and has_gpu():
         keep_peak_speed()
     sys.exit(not run_rows(args.name, measurement, rows, args.small, args.jobs))
 

@@ -33,6 +33,17 @@ class Index:
         return [self.index] * len(prompts)
 """
 
+ON_GPU = """
+import torch
+
+
+class OnGpu:
+    def __call__(self, images, prompts):
+        for _ in range(200):
+            images = images.cuda() @ torch.eye(images.shape[-1], device="cuda")
+        return images.mean((1, 2, 3)).tolist()
+"""
+
 
 @pytest.fixture(autouse=True)
 def nothing_is_left():
@@ -53,7 +64,15 @@ def flux(tmp_path_factory):
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp16"])
 @pytest.mark.parametrize(
-    "memory", ["{}", "{gradient_checkpointing: true}", "{compile: true}", "{compile: true, gradient_checkpointing: true}"]
+    "memory",
+    [
+        "{}",
+        "{gradient_checkpointing: true}",
+        "{cuda_graphs: true}",
+        "{compile: true}",
+        "{compile: true, gradient_checkpointing: true}",
+        "{compile: true, cuda_graphs: true}",
+    ],
 )
 def test_the_ratio_is_exactly_1(flux, tmp_path, dtype, memory):
     trainer = FlowGRPOTrainer(args=short_run(tmp_path, *flux, f"dtype={dtype}", f"memory={memory}"))
@@ -61,6 +80,54 @@ def test_the_ratio_is_exactly_1(flux, tmp_path, dtype, memory):
         metrics = trainer.training_step()
         assert metrics["ratio/first_update_max_deviation"] == 0
         assert "grad_norm" in metrics or dtype == "fp16", "fp16 may pass over a step whose gradients overflowed"
+
+
+@pytest.mark.parametrize("objective", ["{name: grpo, kl_weight: 0.1}", "{name: awm, kl_weight: 0.1, num_noise_levels: 2}"])
+def test_cuda_graphs_change_no_image_and_no_loss(flux, tmp_path, objective):
+    """Also those of the base model, which has a graph of its own. Gradients of an attention may differ in the last bits each time."""
+    sampling = ["sampling={steps: 4, transition: ode}"] if "awm" in objective else []
+    first = []
+    for graphs in ("false", "true"):
+        words = ["dtype=bf16", f"memory.cuda_graphs={graphs}", f"objective={objective}", *sampling]
+        trainer = FlowGRPOTrainer(args=short_run(tmp_path / graphs, *flux, *words))
+        metrics = trainer.training_step()
+        first.append([metrics["reward"], metrics["loss"], metrics["kl"]])
+        assert graphs == "false" or len(trainer.policy.pipe.transformer.forward.graphs) == 2
+    assert first[0] == first[1]
+
+
+def test_graphs_share_their_memory_and_give_it_back(flux, tmp_path):
+    trainer = FlowGRPOTrainer(args=short_run(tmp_path, *flux, "memory.cuda_graphs=true"))
+    policy, (schedule, shape), rows = trainer.policy, trainer.policy.schedule(4), torch.zeros(4096, dtype=torch.long)
+
+    @torch.no_grad()
+    def velocity(count):
+        x = torch.ones(count, *shape, device="cuda")
+        return policy.velocity(x, schedule.timesteps[1], policy.encode(["a"]), rows[:count])
+
+    def reserved():
+        torch.cuda.empty_cache()
+        return torch.cuda.memory_reserved()
+
+    expected, sizes = velocity(4096), [reserved()]
+    for count in (4096, 4095, 4094):
+        velocity(count), velocity(count)
+        sizes.append(reserved())
+    assert sizes[3] - sizes[1] < sizes[1] - sizes[0]
+    policy.free_memory()
+    assert reserved() < sizes[0] + WORKSPACES
+    assert all(torch.equal(velocity(4096), expected) for _ in range(2))
+
+
+def test_a_reward_on_the_gpu_works_while_a_graph_is_captured(flux, tmp_path):
+    """It runs in a thread of its own, while the next images are sampled."""
+    (tmp_path / "mine.py").write_text(ON_GPU)
+    words = [f"rewards={{{tmp_path / 'mine.py'}:OnGpu: 1}}", "microbatch=2", "images_per_prompt=2", "prompts_per_step=4"]
+    rewards = []
+    for graphs in ("false", "true"):
+        trainer = FlowGRPOTrainer(args=short_run(tmp_path / graphs, *flux, *words, f"memory.cuda_graphs={graphs}"))
+        rewards.append(trainer.training_step()["reward"])
+    assert rewards[0] == rewards[1]
 
 
 @pytest.mark.parametrize("dtype", ["bf16", "fp16"])

@@ -18,6 +18,15 @@ def check_offloading(args: RunSettings) -> None:
         raise ValueError(f"memory.offload=groups does not go with {conflict}: leave one of them out.")
 
 
+def check_cuda_graphs(args: RunSettings) -> None:
+    """Raise ValueError if settings move weights, whose addresses `memory.cuda_graphs` records."""
+    memory = args.memory
+    refused = {"memory.offload=groups": memory.offload is not None, "memory.shard=fsdp2": memory.shard == "fsdp2"}
+    conflict = next((name for name, is_set in refused.items() if is_set), None)
+    if memory.cuda_graphs and conflict:
+        raise ValueError(f"memory.cuda_graphs does not go with {conflict}, which moves weights: leave one of them out.")
+
+
 def check_layerwise_casting(args: RunSettings) -> None:
     """Raise ValueError if settings conflict with `memory.quantize=fp8_layerwise`, weights that are cast for each layer's computation."""
     memory = args.memory

@@ -5,7 +5,7 @@ from collections.abc import Iterable
 
 from flow_grpo import methods
 from flow_grpo.config.anchors import COPIES
-from flow_grpo.config.memory_checks import check_layerwise_casting, check_offloading, check_zero
+from flow_grpo.config.memory_checks import check_cuda_graphs, check_layerwise_casting, check_offloading, check_zero
 from flow_grpo.config.objective_checks import check_objective, check_sampling_is_read
 from flow_grpo.config.sampling import SamplingConfig
 from flow_grpo.config.sections import PromptSkippingConfig
@@ -23,6 +23,7 @@ def check_run(args: RunSettings) -> None:
     check_window(args.sampling)
     check_kept_graphs(args)
     check_offloading(args)
+    check_cuda_graphs(args)
     check_layerwise_casting(args)
     check_branches(args)
     check_noise_between_images(args.sampling)

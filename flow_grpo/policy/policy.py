@@ -15,7 +15,7 @@ from flow_grpo.policy.ema import MovingAverage
 from flow_grpo.policy.full_weights import FullWeights
 from flow_grpo.policy.hub import resolve_lora
 from flow_grpo.policy.lora import TRAINED, Lora
-from flow_grpo.policy.memory import compile_blocks, repeated_blocks
+from flow_grpo.policy.memory import compile_blocks, free_memory, repeated_blocks
 from flow_grpo.policy.pipeline import FlowPipeline
 from flow_grpo.policy.step_meter import StepMeter
 from flow_grpo.policy.weight_checks import check_shapes, check_weights, damaged_file
@@ -183,6 +183,10 @@ class Policy(FlowPipeline):
         for transformer in self.lora.transformers.values():
             compile_blocks(transformer, for_each_size=self.encoder.pads_to_one_length)
         self.compiled = True
+
+    def free_memory(self) -> None:
+        """Free what is made again when it is needed: CUDA graphs, and what torch keeps of a GPU's memory."""
+        free_memory(self.lora.transformers.values(), self.device)
 
     def shard(self, processes: Processes) -> None:
         """Shard the weights over the processes. From now on all of them call the transformer equally often.

@@ -6,6 +6,7 @@ import torch
 
 from flow_grpo.config import FlowGRPOConfig
 from flow_grpo.distributed.processes import Processes
+from flow_grpo.policy.cuda_graphs import use_cuda_graphs
 from flow_grpo.policy.device_speed import bf16_speedup
 from flow_grpo.policy.devices import DTYPES, default_dtype, usable_device
 from flow_grpo.policy.guidance import check_guidance
@@ -68,6 +69,8 @@ def prepare_policy(policy: Policy, args: FlowGRPOConfig, processes: Processes) -
     add_trainable_weights(policy, args.lora, args.seed)
     if args.memory.compile:
         policy.compile()
+    if args.memory.cuda_graphs:
+        use_cuda_graphs(policy.lora, policy.device)
     for name in dict.fromkeys(name for stage in stages for name in stage.objective.policy_copies):
         policy.lora.add_adapter_copy(name)
     add_references(policy, [stage.objective for stage in stages])

@@ -88,8 +88,7 @@ class Stage:
                 self.update.discard()
                 if not isinstance(error, torch.OutOfMemoryError) or not self._halve_microbatch():
                     raise
-            if self.policy.device.type == "cuda":
-                torch.cuda.empty_cache()  # after the except clause, which held the tensors of the failed step
+            self.policy.free_memory()  # after the except clause, which held the tensors of the failed step
 
     def _attempt(self, step: int) -> tuple[Experience, dict[str, float]]:
         with self.policy.meter.step():
