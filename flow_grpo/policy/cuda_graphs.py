@@ -123,11 +123,13 @@ class ForwardGraphs:
         )  # else a graph would read a copy of weights that outlives neither it nor an update
         try:
             replay, output = self.capture(functools.partial(self._call, *args, **kwargs))
-        except torch.OutOfMemoryError:
-            raise
         except RuntimeError as error:
+            # torch then fails to end the capture too, and that is what it raises
+            cause = error.__context__ if isinstance(error.__context__, Exception) else error
+            if isinstance(cause, torch.OutOfMemoryError):
+                raise cause from None
             name = type(self.module).__name__
-            raise ValueError(f"memory.cuda_graphs: {name} can't be captured, leave it out: {first_line(error)}") from error
+            raise ValueError(f"memory.cuda_graphs: {name} can't be captured, leave it out: {first_line(cause)}") from error
         finally:
             torch.set_autocast_cache_enabled(was_cached)
         inputs = [leaf for leaf in leaves if isinstance(leaf, Tensor)]

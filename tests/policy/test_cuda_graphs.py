@@ -167,15 +167,32 @@ def test_further_shapes_run_without_a_graph(policy, graphs, monkeypatch):
     assert graphs[0].count == 2, "memory was freed for another one"
 
 
-def test_a_call_that_cannot_be_captured_is_one_sentence():
+@pytest.mark.parametrize(
+    ("cause", "kind", "message"),
+    [
+        (
+            RuntimeError("operation not permitted when stream is capturing\nmore"),
+            ValueError,
+            r"^memory.cuda_graphs: Linear can't be captured, leave it out: .*capturing$",
+        ),
+        (torch.OutOfMemoryError("there is none left"), torch.OutOfMemoryError, "^there is none left$"),
+    ],
+)
+def test_why_a_call_cannot_be_captured_is_told(cause, kind, message):
+    """A sentence, or that memory ran out, after which a smaller micro-batch is tried."""
+
     def refuse(call):
-        raise RuntimeError("operation not permitted when stream is capturing\nmore")
+        """As torch does: what went wrong, and then that the capture can't be ended."""
+        try:
+            raise cause
+        finally:
+            raise RuntimeError("operation failed due to a previous error during capture")
 
     module = torch.nn.Linear(2, 2)
     module.forward = ForwardGraphs(module, list, refuse)
     with torch.no_grad():
         module(torch.zeros(1, 2))
-        with pytest.raises(ValueError, match=r"^memory.cuda_graphs: Linear can't be captured, leave it out: .*capturing$"):
+        with pytest.raises(kind, match=message):
             module(torch.zeros(1, 2))
 
 
