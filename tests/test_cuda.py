@@ -1,6 +1,7 @@
 """On a GPU: the ratio is exactly 1 in every dtype and setting, and memory is what the plan says."""
 
 import gc
+import threading
 from functools import partial
 
 import pytest
@@ -31,17 +32,6 @@ class Index:
 
     def __call__(self, images, prompts):
         return [self.index] * len(prompts)
-"""
-
-ON_GPU = """
-import torch
-
-
-class OnGpu:
-    def __call__(self, images, prompts):
-        for _ in range(200):
-            images = images.cuda() @ torch.eye(images.shape[-1], device="cuda")
-        return images.mean((1, 2, 3)).tolist()
 """
 
 
@@ -119,15 +109,32 @@ def test_graphs_share_their_memory_and_give_it_back(flux, tmp_path):
     assert all(torch.equal(velocity(4096), expected) for _ in range(2))
 
 
-def test_a_reward_on_the_gpu_works_while_a_graph_is_captured(flux, tmp_path):
-    """It runs in a thread of its own, while the next images are sampled."""
-    (tmp_path / "mine.py").write_text(ON_GPU)
-    words = [f"rewards={{{tmp_path / 'mine.py'}:OnGpu: 1}}", "microbatch=2", "images_per_prompt=2", "prompts_per_step=4"]
-    rewards = []
-    for graphs in ("false", "true"):
-        trainer = FlowGRPOTrainer(args=short_run(tmp_path / graphs, *flux, *words, f"memory.cuda_graphs={graphs}"))
-        rewards.append(trainer.training_step()["reward"])
-    assert rewards[0] == rewards[1]
+def test_another_thread_may_use_the_gpu_while_graphs_are_captured(flux, tmp_path):
+    """As rewards do, which score images while the next ones are sampled."""
+    trainer = FlowGRPOTrainer(args=short_run(tmp_path, *flux, "memory.cuda_graphs=true"))
+    policy, (schedule, shape), rows = trainer.policy, trainer.policy.schedule(4), torch.zeros(8, dtype=torch.long)
+    is_over, sums = threading.Event(), []
+
+    @torch.no_grad()
+    def velocity(count):
+        x = torch.ones(count, *shape, device="cuda")
+        return policy.velocity(x, schedule.timesteps[1], policy.encode(["a"]), rows[:count])
+
+    def use_gpu():
+        while not is_over.is_set():
+            sums.append((torch.rand(512, 512).cuda() @ torch.eye(512, device="cuda")).sum().item())
+
+    thread = threading.Thread(target=use_gpu)
+    thread.start()
+    try:
+        for count in range(1, 9):
+            first, *others = (velocity(count) for _ in range(4))
+            assert all(torch.equal(first, other) for other in others)
+    finally:
+        is_over.set()
+        thread.join()
+    assert len(trainer.policy.pipe.transformer.forward.graphs) == 8
+    assert sums
 
 
 @pytest.mark.parametrize("dtype", ["bf16", "fp16"])

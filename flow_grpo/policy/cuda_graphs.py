@@ -118,9 +118,8 @@ class ForwardGraphs:
         # of those that a quantisation made, which have no address, none moves
         weights = [value for value in (*self.module.parameters(), *self.active_weights()) if _is_plain(value)]
         was_cached = torch.is_autocast_cache_enabled()
-        torch.set_autocast_cache_enabled(
-            False
-        )  # else a graph would read a copy of weights that outlives neither it nor an update
+        # else the graph would read a copy of weights that autocast frees, and that an update does not change
+        torch.set_autocast_cache_enabled(False)
         try:
             replay, output = self.capture(functools.partial(self._call, *args, **kwargs))
         except RuntimeError as error:
