@@ -374,7 +374,7 @@ def test_guidance_is_part_of_the_policy_that_is_trained(tmp_path):
 
 
 def test_fp16_autocast_scales_its_gradients(tmp_path):
-    metrics = FlowGRPOTrainer(args=short_run(tmp_path / "run", "dtype=fp16")).training_step()
+    metrics = small.trainer(short_run(tmp_path / "run", "dtype=fp16")).training_step()
     assert metrics["ratio/first_update_max_deviation"] == 0
     assert 0 < metrics["grad_norm"] < float("inf")
 

@@ -15,6 +15,7 @@ from flow_grpo.files import WriteError, write_atomic
 
 CACHE = Path("~/.cache/flow-grpo/device_speed.json")
 ROUNDS = 5
+SLOW = 0.3  # seconds of a large matrix product on a CPU that has no units for its dtype
 
 
 def device_name(device: torch.device) -> str:
@@ -29,7 +30,15 @@ def device_name(device: torch.device) -> str:
 
 def matmul_speed(device: torch.device, dtype: torch.dtype, seconds: float = 0.5) -> float:
     """Floating point operations per second of a large matrix product on this device; the fastest of several runs."""
-    n = 8192 if device.type == "cuda" else 1024
+    if device.type == "cuda":
+        return _product_speed(8192, device, dtype, seconds)
+    small = _product_speed(256, device, dtype, 0.05)
+    if 2 * 1024**3 / small > SLOW:  # in a dtype that a CPU has no units for, a large product takes seconds
+        return small
+    return max(small, _product_speed(1024, device, dtype, seconds))
+
+
+def _product_speed(n: int, device: torch.device, dtype: torch.dtype, seconds: float) -> float:
     a = torch.randn(n, n, device=device, dtype=dtype)
     return 2 * n**3 / fastest(lambda: a @ a, device, seconds)
 

@@ -367,7 +367,7 @@ def small_model(tmp_path):
 
 @pytest.mark.parametrize(
     "preset",
-    [pytest.param(p, marks=[pytest.mark.slow] * (p not in ("sd35_medium_ocr_24gb", "wan21_ocr"))) for p in FAMILIES],
+    [pytest.param(p, marks=[pytest.mark.slow] * (p != "wan21_ocr")) for p in FAMILIES],
 )
 def test_a_preset_is_planned_on_the_configs_of_its_model_alone(preset, small_model, tmp_path, monkeypatch):
     """The real config with a small model of its family in place of the hub's."""

@@ -9,7 +9,7 @@ from support import small_policy as small
 from support.embedded import short_run
 
 from flow_grpo.plan.estimate import StepEstimator
-from flow_grpo.policy.device_speed import fastest, matmul_peak
+from flow_grpo.policy.device_speed import fastest, matmul_peak, matmul_speed
 from flow_grpo.policy.step_meter import StepMeter, flop_counter
 from flow_grpo.trainer import FlowGRPOTrainer
 
@@ -93,6 +93,15 @@ def test_what_has_no_backward_pass_counts_forward_alone():
         del discarded
     velocity()
     assert counter.flops == once, "what is called outside of a step does not count"
+
+
+@pytest.mark.parametrize(("speed", "sizes"), [(2e9, [256]), (1e11, [256, 1024])])
+def test_a_dtype_without_units_in_the_cpu_is_measured_by_a_small_product(monkeypatch, speed, sizes):
+    """A large one takes seconds: it made the first step of a run in fp16 on a CPU that much longer."""
+    measured = []
+    monkeypatch.setattr("flow_grpo.policy.device_speed._product_speed", lambda n, *more: measured.append(n) or speed)
+    assert matmul_speed(torch.device("cpu"), torch.float16) == speed
+    assert measured == sizes
 
 
 def test_the_peak_is_the_highest_of_all_runs_and_a_damaged_file_is_none(tmp_path, monkeypatch):
