@@ -3,7 +3,7 @@
     python benchmarks/learning_256.py pretrain FOLDER --seconds 520     # repeat it until it prints that the pipeline is written
     python benchmarks/learning_256.py teach FOLDER awm --seconds 270
     python benchmarks/learning_256.py teach FOLDER grpo --seconds 270
-    python benchmarks/learning_256.py teach FOLDER awm_graphs --seconds 270   # awm with CUDA graphs, which is to be faster
+    python benchmarks/learning_256.py teach FOLDER awm_graphs --seconds 270   # awm with CUDA graphs, not measured yet
     python benchmarks/learning_256.py plot FOLDER                       # the runs: FOLDER/learning_256.png
 
 The world is the embedded model's: signs with a word of three to five letters, each in one of eight colours. Here they have 256 x 256

@@ -2,7 +2,8 @@
 
 import functools
 import weakref
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,7 +22,9 @@ Capture = Callable[[Call], tuple[Callable[[], None], Any]]
 
 
 class CudaCapture:
-    """Captures calls as CUDA graphs of one device, which share their memory: they are replayed one after the other.
+    """Captures calls as CUDA graphs that share a stream and memory: they are replayed one after the other, and freed together.
+
+    When one of them is freed, torch also frees cuBLAS's workspace of their stream, which the others use (pytorch#193402).
 
     Raises:
         ValueError: the device is not an NVIDIA GPU.
@@ -35,13 +38,14 @@ class CudaCapture:
 
     def __call__(self, call: Call) -> tuple[Callable[[], None], Any]:
         """Run the call twice, and keep the kernels of the second time."""
-        with torch.cuda.device(self.device):
-            graph, newest, current = torch.cuda.CUDAGraph(), self._newest(), torch.cuda.current_stream()
+        current = torch.cuda.current_stream(self.device)
+        with torch.cuda.stream(current):  # where a failed capture would leave another stream as the current one
+            graph, newest = torch.cuda.CUDAGraph(), self._newest()
             self.stream.wait_stream(current)
             with torch.cuda.stream(self.stream):
-                call()  # libraries allocate their workspaces, which they can't in a capture
+                call()  # libraries and kernels are set up, and constants are cached
             current.wait_stream(self.stream)
-            pool = None if newest is None else newest.pool()  # of a graph that is there: else torch has given it up
+            pool = None if newest is None else newest.pool()  # it exists only while a graph uses it
             # other threads may use the GPU meanwhile: rewards do
             with torch.cuda.graph(graph, pool=pool, stream=self.stream, capture_error_mode="thread_local"):
                 output = call()
@@ -71,7 +75,7 @@ class ForwardGraphs:
 
     A graph repeats the kernels of one call with the addresses that they had. So there is a graph for each shape, each value that is
     no tensor, each dtype of autocast and each set of adapters, and it is captured anew when weights have moved. The first call of a kind
-    runs without a graph, since some happen only once. Calls with tensors of another device always do.
+    runs without a graph, since many calls are never repeated. Calls with tensors of another device always do.
 
     Args:
         active_weights: returns tensors that differ if the module computes with other adapters.
@@ -94,11 +98,15 @@ class ForwardGraphs:
             return self._call(*args, **kwargs)
         key = self._key(leaves, str(structure))
         graph = self.graphs.get(key)
-        if graph is None or graph.addresses != _addresses(graph.weights):
-            if key not in self._seen or len(self.graphs) >= MAX_GRAPHS:
-                self._seen.add(key)
-                return self._call(*args, **kwargs)
-            graph = self.graphs[key] = self._captured(leaves, structure)
+        if graph is not None and graph.addresses != _addresses(graph.weights):
+            self.clear()  # all of them: see `CudaCapture`
+            graph = None
+        if graph is None:
+            with _without_autocast_cache():
+                if key not in self._seen or len(self.graphs) >= MAX_GRAPHS:
+                    self._seen.add(key)
+                    return self._call(*args, **kwargs)
+                graph = self.graphs[key] = self._captured(leaves, structure)
         return graph.run(inputs)
 
     def clear(self) -> None:
@@ -115,24 +123,34 @@ class ForwardGraphs:
     def _captured(self, leaves: list[Any], structure: Any) -> _Graph:
         leaves = [leaf.clone() if isinstance(leaf, Tensor) else leaf for leaf in leaves]
         args, kwargs = tree_unflatten(leaves, structure)
-        # of those that a quantisation made, which have no address, none moves
+        # quantised weights have no plain address and never move
         weights = [value for value in (*self.module.parameters(), *self.active_weights()) if _is_plain(value)]
-        was_cached = torch.is_autocast_cache_enabled()
-        # else the graph would read a copy of weights that autocast frees, and that an update does not change
-        torch.set_autocast_cache_enabled(False)
         try:
             replay, output = self.capture(functools.partial(self._call, *args, **kwargs))
         except RuntimeError as error:
+            self.clear()
             # torch then fails to end the capture too, and that is what it raises
             cause = error.__context__ if isinstance(error.__context__, Exception) else error
             if isinstance(cause, torch.OutOfMemoryError):
                 raise cause from None
             name = type(self.module).__name__
             raise ValueError(f"memory.cuda_graphs: {name} can't be captured, leave it out: {first_line(cause)}") from error
-        finally:
-            torch.set_autocast_cache_enabled(was_cached)
         inputs = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
         return _Graph(replay, inputs, output, weights, _addresses(weights))
+
+
+@contextmanager
+def _without_autocast_cache() -> Iterator[None]:
+    """Context for a capture: a graph would read copies of weights that autocast frees, and that an update does not change.
+
+    Also for the call before it, since a compiled block is compiled anew when this changes.
+    """
+    was_cached = torch.is_autocast_cache_enabled()
+    torch.set_autocast_cache_enabled(False)
+    try:
+        yield
+    finally:
+        torch.set_autocast_cache_enabled(was_cached)
 
 
 def _is_plain(value: Tensor) -> bool:
@@ -145,9 +163,8 @@ def _addresses(weights: list[Tensor]) -> list[int]:
 
 def use_cuda_graphs(lora: Lora, device: torch.device) -> None:
     """Replay the transformers' passes without gradients from CUDA graphs. ValueError if they are not on an NVIDIA GPU."""
-    capture = CudaCapture(device)
     for transformer in lora.transformers.values():
-        transformer.forward = ForwardGraphs(transformer, functools.partial(_active_weights, lora), capture)
+        transformer.forward = ForwardGraphs(transformer, functools.partial(_active_weights, lora), CudaCapture(device))
 
 
 def _active_weights(lora: Lora) -> list[Tensor]:
