@@ -29,11 +29,11 @@ from flow_grpo.evaluation.generate import generate_images, image_seed
 from flow_grpo.evaluation.held_out import NUM_DIVERSITY_PROMPTS
 from flow_grpo.evaluation.image_metrics import rms_difference
 from flow_grpo.image_prompt import images_of
+from flow_grpo.rewards.shapes import drawing
+from flow_grpo.rewards.shapes.detection import find_shapes
+from flow_grpo.rewards.shapes.prompts import parse_edit, parse_scene
+from flow_grpo.rewards.shapes.rules import ExactShapes
 from flow_grpo.tiny.shapes.examples import tensor_of
-from rewards.shapes import drawing
-from rewards.shapes.detection import find_shapes
-from rewards.shapes.prompts import parse_edit, parse_scene
-from rewards.shapes.rules import ExactShapes
 
 SEEDS = 20
 IMAGES = 4  # of each prompt, with runs

@@ -18,7 +18,7 @@ from flow_grpo.evaluation.generate import generate_images, image_seed
 from flow_grpo.image_prompt import ImagePrompt
 from flow_grpo.policy.loading import load_policy
 from flow_grpo.policy.policy import Policy
-from rewards.shapes.rules import ExactShapes
+from flow_grpo.rewards.shapes.rules import ExactShapes
 
 SCENES, EDITS = 6, 4  # prompts shown, in two rows each
 

@@ -19,8 +19,8 @@ from flow_grpo.methods import SOLVERS, velocities_per_rollout
 from flow_grpo.policy.library_logging import quiet_libraries
 from flow_grpo.policy.loading import load_policy
 from flow_grpo.policy.solvers import ode_solver
+from flow_grpo.rewards import load
 from flow_grpo.run_folder.weights import load_trained_weights
-from rewards import load
 
 VELOCITIES = (3, 4, 5, 6, 8, 10, 14, 20)
 

@@ -20,8 +20,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-import rewards
-from flow_grpo import load_policy, objectives, sampling
+from flow_grpo import load_policy, objectives, rewards, sampling
 from flow_grpo.advantages import group_advantages
 from flow_grpo.data.prompts import load_prompts
 from flow_grpo.policy.library_logging import quiet_libraries

@@ -7,6 +7,7 @@ import torch
 from jaxtyping import Bool, Float, Int, Real
 from torch import Tensor
 
+from flow_grpo.errors import FlowGRPOError
 from flow_grpo.methods import ADVANTAGES
 
 CLAMP = 5.0
@@ -36,16 +37,16 @@ def group_advantages(
         weights: of several rewards, 1 each if not given; (B, R) for rows with weights of their own, equal within a group.
 
     Raises:
-        ValueError: an unknown method, a group of one image (whose advantage would always be 0), a reward that is not
+        FlowGRPOError: an unknown method, a group of one image (whose advantage would always be 0), a reward that is not
             finite, or a user's function that does not return B finite numbers.
     """
     if not callable(method) and method not in ADVANTAGES:
-        raise ValueError(f"unknown advantage {method!r}; choose one of {', '.join(ADVANTAGES)}.")
+        raise FlowGRPOError(f"unknown advantage {method!r}; choose one of {', '.join(ADVANTAGES)}.")
     if not torch.isfinite(reward).all():
-        raise ValueError("rewards must be finite numbers; one is NaN or infinite.")
+        raise FlowGRPOError("rewards must be finite numbers; one is NaN or infinite.")
     _, group, size = group.unique(return_inverse=True, return_counts=True)
     if (size < 2).any():
-        raise ValueError("a group of one image has no advantage: sample at least two images per prompt.")
+        raise FlowGRPOError("a group of one image has no advantage: sample at least two images per prompt.")
     if callable(method):
         advantage = _checked(method(weighted_sum(reward, weights), group), len(group))
     elif ADVANTAGES[method].each_reward:
@@ -188,10 +189,10 @@ def diversity_weighted(
     d / mean d is 1.
 
     Raises:
-        ValueError: a distance is below 0, which would turn a good image into a bad one.
+        FlowGRPOError: a distance is below 0, which would turn a good image into a bad one.
     """
     if (distance < 0).any():
-        raise ValueError(
+        raise FlowGRPOError(
             f"objective.diversity_weight takes distances of 0 or more, and its reward returned {distance.min().item():.3g}: name a "
             "distance, such as least_distance."
         )
@@ -230,5 +231,5 @@ def _group_mean(value: Tensor, group: Tensor, size: Tensor) -> Tensor:
 def _checked(advantage: Any, rows: int) -> Float[Tensor, " B"]:
     advantage = torch.as_tensor(advantage, dtype=torch.float32)
     if advantage.shape != (rows,) or not torch.isfinite(advantage).all():
-        raise ValueError(f"the advantage function must return {rows} finite numbers, one for each image.")
+        raise FlowGRPOError(f"the advantage function must return {rows} finite numbers, one for each image.")
     return advantage

@@ -13,8 +13,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+from flow_grpo.errors import FlowGRPOError
 
-class WriteError(ValueError):
+
+class WriteError(FlowGRPOError):
     """A file or folder could not be written. The message is a sentence with the path and the system's reason."""
 
 

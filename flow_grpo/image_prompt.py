@@ -9,7 +9,8 @@ from pathlib import Path
 
 from PIL import Image
 
-from rewards.images import to_rgb
+from flow_grpo.errors import FlowGRPOError
+from flow_grpo.rewards.images import to_rgb
 
 # of files that are opened; Pillow knows many that can do more than hold pixels
 FORMATS = ("PNG", "JPEG", "WEBP", "BMP", "GIF", "TIFF")
@@ -34,7 +35,7 @@ class SourceImage:
 
     @staticmethod
     def read(source: Path | bytes, name: str) -> "SourceImage":
-        """Read and decode an image once. ValueError if there is no such file, or it is damaged, too large or no image."""
+        """Read and decode an image once. FlowGRPOError if there is no such file, or it is damaged, too large or no image."""
         content = _content(source, name) if isinstance(source, Path) else source
         image = _decoded(content, name)
         path, stored_content = (source, None) if isinstance(source, Path) else (None, source)
@@ -48,12 +49,12 @@ class SourceImage:
         return SourceImage.read(content.getvalue(), name)
 
     def open(self) -> Image.Image:
-        """The 8-bit RGB image. ValueError if its file is gone or has changed since it was read."""
+        """The 8-bit RGB image. FlowGRPOError if its file is gone or has changed since it was read."""
         return _opened(self)
 
 
 class ImagePrompt(str):
-    """A prompt with images, at least one: paths, PIL images or `SourceImage`s. ValueError if one can't be used.
+    """A prompt with images, at least one: paths, PIL images or `SourceImage`s. FlowGRPOError if one can't be used.
 
     It is a text, but equal only to prompts with the same text and the same images.
     """
@@ -62,7 +63,7 @@ class ImagePrompt(str):
 
     def __new__(cls, text: str, images: "Sequence[SourceImage | Image.Image | str | Path]") -> "ImagePrompt":
         if isinstance(images, str | Path) or not images:
-            raise ValueError(f"the prompt {text[:80]!r}: give a list of its images.")
+            raise FlowGRPOError(f"the prompt {text[:80]!r}: give a list of its images.")
         prompt = super().__new__(cls, text)
         prompt.images = tuple(_source(image, text) for image in images)
         return prompt
@@ -107,28 +108,28 @@ def _content(path: Path, name: str) -> bytes:
     try:
         return path.read_bytes()
     except FileNotFoundError as error:
-        raise ValueError(f"there is no image {name}.") from error
+        raise FlowGRPOError(f"there is no image {name}.") from error
     except (OSError, ValueError) as error:
-        raise ValueError(f"the image {name} can't be read: {error}") from error
+        raise FlowGRPOError(f"the image {name} can't be read: {error}") from error
 
 
 def _decoded(content: bytes, name: str) -> Image.Image:
     try:
         image = Image.open(io.BytesIO(content), formats=FORMATS)
         if image.width * image.height > MAX_PIXELS:
-            raise ValueError(f"it has {image.width} x {image.height} pixels; {MAX_PIXELS:,} are allowed")
+            raise FlowGRPOError(f"it has {image.width} x {image.height} pixels; {MAX_PIXELS:,} are allowed")
         return to_rgb(image)
     except Image.DecompressionBombError as error:
-        raise ValueError(f"the image {name} can't be used: it has far more than {MAX_PIXELS:,} pixels.") from error
+        raise FlowGRPOError(f"the image {name} can't be used: it has far more than {MAX_PIXELS:,} pixels.") from error
     except Image.UnidentifiedImageError as error:
-        raise ValueError(f"{name} is not an image: give a {', '.join(FORMATS[:-1])} or {FORMATS[-1]} file.") from error
+        raise FlowGRPOError(f"{name} is not an image: give a {', '.join(FORMATS[:-1])} or {FORMATS[-1]} file.") from error
     except Exception as error:  # decoders raise many types on damaged files
-        raise ValueError(f"the image {name} can't be used: {' '.join(str(error).split()).rstrip('.')}.") from error
+        raise FlowGRPOError(f"the image {name} can't be used: {' '.join(str(error).split()).rstrip('.')}.") from error
 
 
 @lru_cache(maxsize=MAX_OPEN_IMAGES)
 def _opened(source: SourceImage) -> Image.Image:
     content = source.content if source.content is not None else _content(source.path or Path(), source.name)
     if hashlib.sha256(content).hexdigest()[:32] != source.digest:
-        raise ValueError(f"the image {source.name} has changed since the prompts were read: start again.")
+        raise FlowGRPOError(f"the image {source.name} has changed since the prompts were read: start again.")
     return _decoded(content, source.name)

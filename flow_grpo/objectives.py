@@ -22,6 +22,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from flow_grpo import sde
+from flow_grpo.errors import FlowGRPOError
 from flow_grpo.sde import at_least_float32
 from flow_grpo.types import RATIO_DEVIATION, Loss, NoisedImage, TrainedStep
 
@@ -109,7 +110,7 @@ def awm_log_prob(error: Float[Tensor, " n"], sigma: Float[Tensor, " n"], weight:
     if weight == "ghuber":
         p, floor = 0.25, 1e-10
         return -(sigma / p) * ((error + floor) ** p - floor**p)
-    raise ValueError(f"unknown weight {weight!r} for awm; choose uniform, ghuber or adaptive.")
+    raise FlowGRPOError(f"unknown weight {weight!r} for awm; choose uniform, ghuber or adaptive.")
 
 
 def epg(image: NoisedImage, advantage: Float[Tensor, " n"], sum_over_latents: bool = False) -> Loss:

@@ -16,6 +16,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from flow_grpo import methods
+from flow_grpo.errors import FlowGRPOError
 
 Sigma = Float[Tensor, " B"] | Float[Tensor, ""] | float
 State = Float[Tensor, "B *state"]
@@ -46,19 +47,19 @@ def transition(
         sigma_max: the schedule's sigmas[1]. `flow_sde` needs it at sigma = 1, where its noise would be infinite.
 
     Raises:
-        ValueError: an unknown name, a noise level out of range, or sigma = 1 without sigma_max for `flow_sde`.
+        FlowGRPOError: an unknown name, a noise level out of range, or sigma = 1 without sigma_max for `flow_sde`.
     """
     if name not in TRANSITIONS:
-        raise ValueError(f"unknown transition {name!r}; choose one of {', '.join(TRANSITIONS)}.")
+        raise FlowGRPOError(f"unknown transition {name!r}; choose one of {', '.join(TRANSITIONS)}.")
     if not 0 <= noise_level <= methods.TRANSITIONS[name].max_noise_level:
-        raise ValueError(f"noise_level {noise_level} is out of range for {name}: it is 0 or more, for cps at most 1.")
+        raise FlowGRPOError(f"noise_level {noise_level} is out of range for {name}: it is 0 or more, for cps at most 1.")
     x = at_least_float32(x)
     v = at_least_float32(v)
     column = (-1,) + (1,) * (x.ndim - 1)
     sigmas = [torch.as_tensor(s, dtype=x.dtype) for s in (sigma, sigma_next, math.nan if sigma_max is None else sigma_max)]
     # checked before they are on a GPU
     if methods.TRANSITIONS[name].infinite_at_1 and (sigmas[0] == 1).any() and sigmas[2].isnan().any():
-        raise ValueError(f"{name} is infinite at sigma = 1: give sigma_max, the second sigma of the schedule.")
+        raise FlowGRPOError(f"{name} is infinite at sigma = 1: give sigma_max, the second sigma of the schedule.")
     to_gpu = x.device.type != "cpu"  # a copy to the CPU must be waited for
     sigma, sigma_next, sigma_max = (s.reshape(column).to(x.device, non_blocking=to_gpu) for s in sigmas)
     return TRANSITIONS[name](x, v, sigma, sigma_next, noise_level=noise_level, sigma_max=sigma_max)

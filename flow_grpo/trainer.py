@@ -31,7 +31,7 @@ class FlowGRPOTrainer:
         callbacks: objects with methods such as `on_step_end`, see flow_grpo/training/callbacks.py; a `transformers.TrainerCallback` is one.
 
     Raises:
-        ValueError: an invalid argument or setting, in one sentence.
+        FlowGRPOError: an invalid argument or setting, in one sentence.
     """
 
     def __init__(
@@ -67,7 +67,7 @@ class FlowGRPOTrainer:
 
         Raises:
             Interrupted: after Ctrl-C or SIGTERM, with a checkpoint saved. A second Ctrl-C ends a command at once.
-            ValueError: a reward failed, or the ratio check, or the gradient is not finite, with a checkpoint saved; or something
+            FlowGRPOError: a reward failed, or the ratio check, or the gradient is not finite, with a checkpoint saved; or something
                 could not be written.
         """
         self.processes.stop_requested = False
@@ -81,7 +81,7 @@ class FlowGRPOTrainer:
             self.callbacks.begin(self.step)
             try:
                 self._loop(tracker)
-            except (Interrupted, ValueError) as error:
+            except (Interrupted, Exception) as error:
                 self.state.save_on_error(error, self.save)
                 raise
             trained = self.state.save_weights()
@@ -152,7 +152,7 @@ class FlowGRPOTrainer:
         A repository that does not exist is created. `best` takes the weights of the best evaluation in place of the last ones.
 
         Raises:
-            ValueError: the run is not finished, there is no token, or the hub refuses.
+            FlowGRPOError: the run is not finished, there is no token, or the hub refuses.
         """
         from flow_grpo.export.push import export_and_push
 

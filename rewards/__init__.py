@@ -1,14 +1,17 @@
-"""Rewards for images, usable without flow_grpo: `rewards.load("ocr")(images, prompts)`.
+"""Rewards for images: `rewards.load("ocr")(images, prompts)`.
 
 A reward is a callable `reward(images, prompts, **metadata)`: images are float32 RGB (B, 3, H, W) in [0, 1], prompts are B
 strings, metadata are lists of B values by name. It returns B numbers, as a tensor or a list; higher is better.
+
+The package's own name is `flow_grpo.rewards`, which a user's rewards.py can't hide; the folder flow_grpo/rewards is a link to this one.
+`import rewards` gives the same modules.
 """
 
-from rewards.groups import scope_of
-from rewards.images import takes_pil
-from rewards.loading import REGISTRY, check_options, docstring, load, locate, metric_names, reads_prompts
-from rewards.scoring import Reward, WeightedSum, call_reward, score
-from rewards.selection import names_reward, row_weights
+from flow_grpo.rewards.groups import scope_of
+from flow_grpo.rewards.images import takes_pil
+from flow_grpo.rewards.loading import REGISTRY, check_options, docstring, load, locate, metric_names, reads_prompts
+from flow_grpo.rewards.scoring import Reward, WeightedSum, call_reward, score
+from flow_grpo.rewards.selection import names_reward, row_weights
 
 __all__ = [
     "REGISTRY",
@@ -27,3 +30,8 @@ __all__ = [
     "score",
     "takes_pil",
 ]
+
+if __name__ == "rewards":
+    from flow_grpo.rewards_alias import alias_rewards
+
+    alias_rewards()

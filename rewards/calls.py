@@ -2,7 +2,8 @@
 
 from typing import Any
 
-from rewards.groups import signature
+from flow_grpo.errors import FlowGRPOError
+from flow_grpo.rewards.groups import signature
 
 FORMS = {2: "(images, prompts, **metadata)", 3: "(first, second, prompts, **metadata)"}  # by the number of inputs
 
@@ -23,7 +24,7 @@ def check_inputs(name: str, reward: Any, inputs: int = 2) -> None:
     try:
         takes.bind_partial(*range(inputs))
     except TypeError:
-        raise ValueError(f"reward {name} takes {takes}, but it must take {FORMS[inputs]}.") from None
+        raise FlowGRPOError(f"reward {name} takes {takes}, but it must take {FORMS[inputs]}.") from None
 
 
 def check_metadata(name: str, reward: Any, metadata: dict[str, Any], inputs: int = 2) -> None:
@@ -33,7 +34,7 @@ def check_metadata(name: str, reward: Any, metadata: dict[str, Any], inputs: int
     needed = [p for p in parameters if p.default is p.empty and p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
     missing = next((p.name for p in needed if p.name not in positional and p.name not in metadata), None)
     if missing is not None:
-        raise ValueError(
+        raise FlowGRPOError(
             f"reward {name} needs {missing}, but the prompts have no column {missing}: give a file of prompts with this column, "
             "or a value among the reward's options."
         )

@@ -16,9 +16,10 @@ import torch.nn.functional as F
 from PIL import Image
 from torch import Tensor
 
-from rewards.devices import AUTO, usable_device
-from rewards.downloads import HubUnreachable, downloads
-from rewards.images import in_batches, unique
+from flow_grpo.errors import FlowGRPOError
+from flow_grpo.rewards.devices import AUTO, usable_device
+from flow_grpo.rewards.downloads import HubUnreachable, downloads
+from flow_grpo.rewards.images import in_batches, unique
 
 TINY, SHAPES = "flow-grpo-tiny", "flow-grpo-shapes"
 FOLDERS = {TINY: Path(__file__).parent / "tiny_clip", SHAPES: Path(__file__).parent / "shapes_clip"}
@@ -30,7 +31,7 @@ class OpenCLIP(torch.nn.Module):
     """An open_clip model that encodes images and prompts as unit vectors (B, E).
 
     Raises:
-        ValueError: open_clip has no such model or can't load the weights, or torch can't use the device. The message begins with
+        FlowGRPOError: open_clip has no such model or can't load the weights, or torch can't use the device. The message begins with
             `reward`.
     """
 
@@ -42,7 +43,7 @@ class OpenCLIP(torch.nn.Module):
         if pretrained is None and not model.startswith(("hf-hub:", "local-dir:")):
             tags = open_clip.list_pretrained_tags_by_model(model)
             known = f"give pretrained= one of {', '.join(tags)}" if tags else "open_clip knows no such model"
-            raise ValueError(f"{reward}: model {model} without weights: {known}, or a checkpoint file.")
+            raise FlowGRPOError(f"{reward}: model {model} without weights: {known}, or a checkpoint file.")
         is_local = model.startswith("local-dir:") or Path(str(pretrained)).exists()
         try:
             with downloads(None if is_local else f"{model} {pretrained or ''}".strip()):
@@ -57,7 +58,7 @@ class OpenCLIP(torch.nn.Module):
             raise
         except Exception as error:
             reason = " ".join(str(error).split())[:300]
-            raise ValueError(
+            raise FlowGRPOError(
                 f"{reward}: open_clip can't load {model} with pretrained={pretrained}: {type(error).__name__}: {reason}"
             ) from error
         self.model.eval().requires_grad_(False)
@@ -99,9 +100,9 @@ class CLIP(torch.nn.Module):
         super().__init__()
         self.embed = OpenCLIP("clip", model, pretrained, device)
         if score not in ("cosine", "probability"):
-            raise ValueError(f"clip: score is cosine or probability, not {score}.")
+            raise FlowGRPOError(f"clip: score is cosine or probability, not {score}.")
         if score == "probability" and getattr(self.embed.model, "logit_bias", None) is None:
-            raise ValueError(
+            raise FlowGRPOError(
                 f"clip: {model} has no logit bias, so it gives no probability; set score=cosine, or a SigLIP model."
             )
         self.score, self.batch_size = score, batch_size

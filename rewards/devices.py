@@ -4,6 +4,8 @@ from typing import Any
 
 import torch
 
+from flow_grpo.errors import FlowGRPOError
+
 AUTO = "auto"  # the GPU if there is one, else the CPU
 
 
@@ -22,7 +24,7 @@ def usable_device(reward: str, name: str) -> torch.device:
     """The device by its name or `auto`; a GPU with the index of this thread's one, if the name has none.
 
     Raises:
-        ValueError: torch can't use it here. The message begins with `reward`.
+        FlowGRPOError: torch can't use it here. The message begins with `reward`.
     """
     try:
         device = ("cuda" if torch.cuda.is_available() else "cpu") if name == AUTO else name
@@ -30,6 +32,6 @@ def usable_device(reward: str, name: str) -> torch.device:
         return torch.device(with_index(device))
     except (RuntimeError, AssertionError, NotImplementedError) as error:
         reason = " ".join(str(error).split()).partition(". ")[0].rstrip(".")
-        raise ValueError(
+        raise FlowGRPOError(
             f"{reward}: device={name} can't be used here: {reason}; set device=cpu, or leave it out."
         ) from error

@@ -6,9 +6,10 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from rewards.clip import TINY, OpenCLIP
-from rewards.devices import AUTO
-from rewards.images import to_pil, to_rgb
+from flow_grpo.errors import FlowGRPOError
+from flow_grpo.rewards.clip import TINY, OpenCLIP
+from flow_grpo.rewards.devices import AUTO
+from flow_grpo.rewards.images import to_pil, to_rgb
 
 
 class Fidelity(torch.nn.Module):
@@ -31,9 +32,9 @@ class Fidelity(torch.nn.Module):
     def forward(
         self, images: Tensor, prompts: list[str], source: Tensor | None = None, mask: list[str | None] | None = None
     ) -> Tensor:
-        """images and source (B, 3, H, W) in [0, 1]; returns (B,). ValueError if prompts have no images, or a mask is missing."""
+        """images and source (B, 3, H, W) in [0, 1]; returns (B,). FlowGRPOError if prompts have no images, or a mask is missing."""
         if source is None:
-            raise ValueError(
+            raise FlowGRPOError(
                 "it compares an image with its source, and these prompts have none: give them a column `image`."
             )
         keep = torch.ones(len(images), 1, *images.shape[-2:])
@@ -56,5 +57,5 @@ def _mask(file: Path, size: tuple[int, int]) -> Tensor:
     try:
         image = to_rgb(Image.open(file)).convert("L").resize(size)
     except (OSError, ValueError, SyntaxError) as error:
-        raise ValueError(f"the mask {file} can't be read: {error}") from error
+        raise FlowGRPOError(f"the mask {file} can't be read: {error}") from error
     return torch.frombuffer(bytearray(image.tobytes()), dtype=torch.uint8).view(1, size[1], size[0]).float() / 255

@@ -13,6 +13,8 @@ from typing import Any, Literal
 
 from torch import Tensor
 
+from flow_grpo.errors import FlowGRPOError
+
 Frames = int | Literal["first", "last", "all"]
 FIRST, LAST, ALL = "first", "last", "all"
 DEFAULT_FRAMES = 4
@@ -24,23 +26,23 @@ def is_video(images: Tensor) -> bool:
 
 
 def frames_of(reward: Any) -> Frames:
-    """The frames that a reward sees: its attribute `frames`, else 4. ValueError if that is no such choice."""
+    """The frames that a reward sees: its attribute `frames`, else 4. FlowGRPOError if that is no such choice."""
     frames = getattr(reward, "frames", DEFAULT_FRAMES)
     # an object may have something else by that name
     return checked_frames(frames) if isinstance(frames, int | str) and not isinstance(frames, bool) else DEFAULT_FRAMES
 
 
 def checked_frames(frames: Any) -> Frames:
-    """The choice itself. ValueError if there is no such choice."""
+    """The choice itself. FlowGRPOError if there is no such choice."""
     if frames in (FIRST, LAST, ALL) or (isinstance(frames, int) and not isinstance(frames, bool) and frames > 0):
         return frames
-    raise ValueError(f"frames={frames} of a reward is neither a number from 1 nor first, last or all: set one of them.")
+    raise FlowGRPOError(f"frames={frames} of a reward is neither a number from 1 nor first, last or all: set one of them.")
 
 
 def check_sendable(name: str, frames: Frames) -> None:
     """Check the frames of a reward that runs in another process. ValueError for frames=all: only images can be sent."""
     if frames == ALL:
-        raise ValueError(f"reward {name}: frames=all is for a reward in this process: leave remote and isolate out.")
+        raise FlowGRPOError(f"reward {name}: frames=all is for a reward in this process: leave remote and isolate out.")
 
 
 def frame_indices(frames: Frames, count: int) -> list[int]:

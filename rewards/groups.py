@@ -15,7 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rewards.frames import Frames, checked_frames, frames_of
+from flow_grpo.errors import FlowGRPOError
+from flow_grpo.rewards.frames import Frames, checked_frames, frames_of
 
 IMAGE, GROUP, PAIR = SCOPES = ("image", "group", "pair")
 PAIRS_PER_CALL = 32  # that a pair reward gets at a time, since they are copies of the images
@@ -31,7 +32,7 @@ class Scoped:
         frames: of a video, see `rewards.frames`.
 
     Raises:
-        ValueError: there is no such scope or choice of frames, or `opponents` is for another scope.
+        FlowGRPOError: there is no such scope or choice of frames, or `opponents` is for another scope.
     """
 
     def __init__(
@@ -41,7 +42,7 @@ class Scoped:
         self.frames = frames_of(reward) if frames is None else checked_frames(frames)
         self.costly, self.symmetric = getattr(reward, "costly", False), getattr(reward, "symmetric", False)
         if opponents is not None and (self.scope != PAIR or opponents < 1):
-            raise ValueError(
+            raise FlowGRPOError(
                 f"opponents={opponents} is for a reward of scope pair, and at least 1: set scope=pair, or leave it out."
             )
         self.opponents = getattr(reward, "opponents", None) if opponents is None and self.scope == PAIR else opponents
@@ -55,14 +56,14 @@ class Scoped:
 
 
 def scope_of(reward: Any) -> str:
-    """`image`, `group` or `pair`. ValueError if the reward's attribute `scope` is another text."""
+    """`image`, `group` or `pair`. FlowGRPOError if the reward's attribute `scope` is another text."""
     scope = getattr(reward, "scope", IMAGE)
     return _known(scope) if isinstance(scope, str) else IMAGE
 
 
 def _known(scope: str) -> str:
     if scope not in SCOPES:
-        raise ValueError(f"scope={scope} of a reward is none of {', '.join(SCOPES)}: set one of them.")
+        raise FlowGRPOError(f"scope={scope} of a reward is none of {', '.join(SCOPES)}: set one of them.")
     return scope
 
 

@@ -4,10 +4,10 @@ import torchvision.transforms.functional as pixels
 from PIL import Image
 from torch import Tensor, nn
 
-from rewards.clip import OpenCLIP
-from rewards.devices import AUTO
-from rewards.downloads import hub_file
-from rewards.images import in_batches
+from flow_grpo.rewards.clip import OpenCLIP
+from flow_grpo.rewards.devices import AUTO
+from flow_grpo.rewards.downloads import hub_file
+from flow_grpo.rewards.images import in_batches
 
 MODEL = "ViT-H-14"
 MEAN, STD = [0.48145466, 0.4578275, 0.40821073], [0.26862954, 0.26130258, 0.27577711]

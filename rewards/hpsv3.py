@@ -8,10 +8,11 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoProcessor, Qwen2VLModel
 from transformers.models.qwen2_vl.image_processing_qwen2_vl import smart_resize
 
-from rewards.devices import AUTO, usable_device
-from rewards.downloads import downloads, hub_file
-from rewards.images import in_batches
-from rewards.weights import check_keys, load_exactly, load_tensors
+from flow_grpo.errors import FlowGRPOError
+from flow_grpo.rewards.devices import AUTO, usable_device
+from flow_grpo.rewards.downloads import downloads, hub_file
+from flow_grpo.rewards.images import in_batches
+from flow_grpo.rewards.weights import check_keys, load_exactly, load_tensors
 
 TOKEN = "<|Reward|>"
 EMBEDDING = "language_model.embed_tokens.weight"
@@ -94,7 +95,7 @@ class HPSv3(nn.Module):
         for prompt in prompts:
             for token in self.processor.tokenizer.get_added_vocab():
                 if token in prompt:
-                    raise ValueError(
+                    raise FlowGRPOError(
                         f"hpsv3: the prompt {prompt!r} contains {token}, a token of the model's own; take it out."
                     )
         return in_batches(self._score, images, prompts, self.batch_size)

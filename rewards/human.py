@@ -18,8 +18,9 @@ import torch
 import uvicorn
 from fastapi import FastAPI, HTTPException, Request, Response
 
-from rewards.images import SOURCES, has_sources, to_png
-from rewards.serving.client import png
+from flow_grpo.errors import FlowGRPOError
+from flow_grpo.rewards.images import SOURCES, has_sources, to_png
+from flow_grpo.rewards.serving.client import png
 
 KEYS = "123456789abcdefghijklmnopqrstuvwxyz"
 TEMPLATE = Path(__file__).parent / "human.html"
@@ -89,12 +90,12 @@ class Human:
         return scores
 
     def vote(self, number: int, order: list[int]) -> None:
-        """Accept a ranking and record its pairs. KeyError if the ballot is not open, ValueError if the ranking is malformed."""
+        """Accept a ranking and record its pairs. KeyError if the ballot is not open, FlowGRPOError if the ranking is malformed."""
         with self.lock:
             ballot = self.ballots[number]
             known = range(len(ballot.images))
             if not isinstance(order, list) or not order or len(set(order)) < len(order) or not set(order) <= set(known):
-                raise ValueError("give the indices of different images, the best first.")
+                raise FlowGRPOError("give the indices of different images, the best first.")
             self._record(ballot, order)
             del self.ballots[number]
         ballot.order = order

@@ -9,11 +9,12 @@ from torch import Tensor, nn
 from torchvision.transforms import CenterCrop, Compose, InterpolationMode, Normalize, Resize, ToTensor
 from transformers import AutoTokenizer, BlipTextConfig, BlipTextModel, BlipVisionConfig, BlipVisionModel
 
-from rewards.aesthetic import LinearHead
-from rewards.devices import AUTO, usable_device
-from rewards.downloads import downloads, hub_file
-from rewards.images import in_batches
-from rewards.weights import load_exactly, load_tensors
+from flow_grpo.errors import FlowGRPOError
+from flow_grpo.rewards.aesthetic import LinearHead
+from flow_grpo.rewards.devices import AUTO, usable_device
+from flow_grpo.rewards.downloads import downloads, hub_file
+from flow_grpo.rewards.images import in_batches
+from flow_grpo.rewards.weights import load_exactly, load_tensors
 
 MEAN, STD = 0.16717362830052426, 1.0333394966054072  # of the raw scores on the authors' test set
 TOKENS = 35  # every prompt is padded or cut to this
@@ -111,7 +112,9 @@ def _configs(state: dict[str, Tensor], file: str | Path) -> tuple[BlipVisionConf
             max_position_embeddings=len(state["text.embeddings.position_embeddings.weight"]),
         )
     except KeyError as error:
-        raise ValueError(f"imagereward: {file} lacks {error}; give weights= ImageReward.pt of THUDM/ImageReward.") from error
+        raise FlowGRPOError(
+            f"imagereward: {file} lacks {error}; give weights= ImageReward.pt of THUDM/ImageReward."
+        ) from error
     return vision, text
 
 

@@ -10,7 +10,8 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from rewards.frames import is_video
+from flow_grpo.errors import FlowGRPOError
+from flow_grpo.rewards.frames import is_video
 
 SOURCES, SOURCE = "sources", "source"  # the images of each prompt, and the first of them as rewards receive it
 
@@ -58,9 +59,9 @@ def has_sources(metadata: dict[str, Any]) -> bool:
 
 
 def first_sources(sources: list[list[Image.Image]], images: Tensor) -> Tensor:
-    """The first image of each prompt (B, 3, H, W) in [0, 1], resized to the size of `images`. ValueError if a prompt has none."""
+    """The first image of each prompt (B, 3, H, W) in [0, 1], resized to the size of `images`. FlowGRPOError if a prompt has none."""
     if not all(sources):
-        raise ValueError(
+        raise FlowGRPOError(
             "some of the prompts have images and some have none: a reward that takes `source` needs one for each."
         )
     size = (images.shape[-1], images.shape[-2])

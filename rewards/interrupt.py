@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from rewards.devices import current_gpu
+from flow_grpo.rewards.devices import current_gpu
 
 Result = TypeVar("Result")
 

@@ -13,8 +13,9 @@ import httpx
 import torch
 from PIL import Image
 
-from rewards.images import SOURCES, has_sources, to_pil, to_png
-from rewards.serving.retry import Client, InvalidResponse, NoResponse, gather, post_with_retries
+from flow_grpo.errors import FlowGRPOError
+from flow_grpo.rewards.images import SOURCES, has_sources, to_pil, to_png
+from flow_grpo.rewards.serving.retry import Client, InvalidResponse, NoResponse, gather, post_with_retries
 
 QUESTIONS = {
     "number": (
@@ -90,25 +91,25 @@ class Judge:
         attempts: int = 6,
     ) -> None:
         if answer not in QUESTIONS:
-            raise ValueError(f"judge: answer={answer!r} is neither yes_no nor number.")
+            raise FlowGRPOError(f"judge: answer={answer!r} is neither yes_no nor number.")
         if not low < high:
-            raise ValueError(f"judge: low={low} must be below high={high}.")
+            raise FlowGRPOError(f"judge: low={low} must be below high={high}.")
         self.url, self.model, self.answer = f"{url.rstrip('/')}/chat/completions", model, answer
         self.question = question
         self.low, self.high, self.concurrency, self.attempts = low, high, concurrency, attempts
         if not timeout > 0 or attempts < 1 or concurrency < 1:
-            raise ValueError("judge: timeout, attempts and concurrency must be positive.")
+            raise FlowGRPOError("judge: timeout, attempts and concurrency must be positive.")
         self.client = Client(os.environ.get("OPENAI_API_KEY"), timeout, concurrency)
 
     def __call__(self, images: torch.Tensor, prompts: list[str], **metadata: Any) -> torch.Tensor:
-        """images (B, 3, H, W) in [0, 1]; returns (B,). ValueError if an image got no usable answer."""
+        """images (B, 3, H, W) in [0, 1]; returns (B,). FlowGRPOError if an image got no usable answer."""
         questions = EDIT_QUESTIONS if has_sources(metadata) else QUESTIONS
         return self._ask(
             [to_pil(image[None]) for image in images], prompts, metadata, self.question or questions[self.answer], self._read
         )
 
     def compare(self, first: torch.Tensor, second: torch.Tensor, prompts: list[str], **metadata: Any) -> torch.Tensor:
-        """Two times (n, 3, H, W) in [0, 1]; returns (n,), how sure it is that the first is better. ValueError as of a call."""
+        """Two times (n, 3, H, W) in [0, 1]; returns (n,), how sure it is that the first is better. FlowGRPOError as of a call."""
         question = self.question or (EDIT_PAIR_QUESTION if has_sources(metadata) else PAIR_QUESTION)
         pairs = [to_pil(torch.stack(pair)) for pair in zip(first, second, strict=True)]
         return self._ask(pairs, prompts, metadata, question, self._read_pair)
@@ -129,7 +130,7 @@ class Judge:
         try:
             return torch.tensor(self.client.run(self._all(shown, questions, read)))
         except NoResponse as error:
-            raise ValueError(f"the judge {self.model} gave no usable answer for an image: {error}") from error
+            raise FlowGRPOError(f"the judge {self.model} gave no usable answer for an image: {error}") from error
 
     async def _all(
         self, shown: list[list[Image.Image]], questions: list[str], read: Callable[[httpx.Response], float]
@@ -187,12 +188,12 @@ def _readable(response: httpx.Response) -> Iterator[dict[str, Any]]:
 
 
 def yes_share(tokens: list[dict[str, Any]]) -> float:
-    """P(yes) / (P(yes) + P(no)) of the top first tokens, in any spelling of yes and no. ValueError if neither is among them."""
+    """P(yes) / (P(yes) + P(no)) of the top first tokens, in any spelling of yes and no. FlowGRPOError if neither is among them."""
     return token_share(tokens, "yes", "no")
 
 
 def token_share(tokens: list[dict[str, Any]], first: str, second: str) -> float:
-    """P(first) / (P(first) + P(second)) of the top first tokens. ValueError if neither is among them."""
+    """P(first) / (P(first) + P(second)) of the top first tokens. FlowGRPOError if neither is among them."""
     chance = {first: 0.0, second: 0.0}
     for token in tokens:
         word = token["token"].strip(" \n\t.,!\"'*▁Ġ").lower()
@@ -200,12 +201,12 @@ def token_share(tokens: list[dict[str, Any]], first: str, second: str) -> float:
             chance[word] += math.exp(token["logprob"])
     share = chance[first] / total if (total := sum(chance.values())) else math.nan
     if not math.isfinite(share):
-        raise ValueError(f"neither {first} nor {second}")
+        raise FlowGRPOError(f"neither {first} nor {second}")
     return share
 
 
 def parse_number(text: str, low: float, high: float) -> float:
-    """Parse the number from low to high in an answer, `7` or `Score: 7/10`. ValueError if there is none, or several."""
+    """Parse the number from low to high in an answer, `7` or `Score: 7/10`. FlowGRPOError if there is none, or several."""
     rest, numbers = text, []
     while match := NUMBER.search(rest):
         numbers.append(float(match[0]))
@@ -213,5 +214,5 @@ def parse_number(text: str, low: float, high: float) -> float:
         if (out_of := OUT_OF.match(rest)) and float(out_of[1]) == high:
             rest = rest[out_of.end() :]
     if len(set(numbers)) != 1 or not low <= numbers[0] <= high:
-        raise ValueError("not one number in the range")
+        raise FlowGRPOError("not one number in the range")
     return numbers[0]

@@ -3,9 +3,9 @@
 import torch
 from torch import Tensor
 
-from rewards.clip import TINY, OpenCLIP
-from rewards.devices import AUTO
-from rewards.images import to_pil
+from flow_grpo.rewards.clip import TINY, OpenCLIP
+from flow_grpo.rewards.devices import AUTO
+from flow_grpo.rewards.images import to_pil
 
 
 class LeastDistance(torch.nn.Module):

@@ -16,37 +16,38 @@ from typing import Any, Literal
 
 import torch
 
-from rewards.calls import accepted_metadata, check_inputs
-from rewards.devices import with_index
-from rewards.frames import Frames, check_sendable, checked_frames
-from rewards.groups import Scoped, with_attributes_of
-from rewards.scoring import Reward
-from rewards.user_code import UserCodeError, guarded
+from flow_grpo.errors import FlowGRPOError
+from flow_grpo.rewards.calls import accepted_metadata, check_inputs
+from flow_grpo.rewards.devices import with_index
+from flow_grpo.rewards.frames import Frames, check_sendable, checked_frames
+from flow_grpo.rewards.groups import Scoped, with_attributes_of
+from flow_grpo.rewards.scoring import Reward
+from flow_grpo.rewards.user_code import UserCodeError, guarded
 
 REGISTRY = {
-    "ocr": "rewards.ocr:OCR",
-    "ocr_exact": "rewards.ocr:ExactOCR",
-    "clip": "rewards.clip:CLIP",
-    "pickscore": "rewards.pickscore:PickScore",
-    "hpsv2": "rewards.hpsv2:HPSv2",
-    "hpsv3": "rewards.hpsv3:HPSv3",
-    "imagereward": "rewards.imagereward:ImageReward",
-    "aesthetic": "rewards.aesthetic:Aesthetic",
-    "preference_head": "rewards.preference_head:PreferenceHead",
-    "jpeg_size": "rewards.pixels:jpeg_size",
-    "fidelity": "rewards.fidelity:Fidelity",
-    "least_distance": "rewards.least_distance:LeastDistance",
-    "sharpness": "rewards.pixels:sharpness",
-    "motion": "rewards.pixels:motion",
-    "color": "rewards.pixels:Color",
-    "shapes": "rewards.shapes.rules:Shapes",
-    "shapes_exact": "rewards.shapes.rules:ExactShapes",
-    "shapes_edit": "rewards.shapes.rules:ShapesEdit",
-    "geneval": "rewards.geneval.rules:GenEval",
-    "geneval_exact": "rewards.geneval.rules:ExactGenEval",
-    "human": "rewards.human:Human",
-    "judge": "rewards.judge:Judge",
-    "remote": "rewards.serving.client:Remote",
+    "ocr": "flow_grpo.rewards.ocr:OCR",
+    "ocr_exact": "flow_grpo.rewards.ocr:ExactOCR",
+    "clip": "flow_grpo.rewards.clip:CLIP",
+    "pickscore": "flow_grpo.rewards.pickscore:PickScore",
+    "hpsv2": "flow_grpo.rewards.hpsv2:HPSv2",
+    "hpsv3": "flow_grpo.rewards.hpsv3:HPSv3",
+    "imagereward": "flow_grpo.rewards.imagereward:ImageReward",
+    "aesthetic": "flow_grpo.rewards.aesthetic:Aesthetic",
+    "preference_head": "flow_grpo.rewards.preference_head:PreferenceHead",
+    "jpeg_size": "flow_grpo.rewards.pixels:jpeg_size",
+    "fidelity": "flow_grpo.rewards.fidelity:Fidelity",
+    "least_distance": "flow_grpo.rewards.least_distance:LeastDistance",
+    "sharpness": "flow_grpo.rewards.pixels:sharpness",
+    "motion": "flow_grpo.rewards.pixels:motion",
+    "color": "flow_grpo.rewards.pixels:Color",
+    "shapes": "flow_grpo.rewards.shapes.rules:Shapes",
+    "shapes_exact": "flow_grpo.rewards.shapes.rules:ExactShapes",
+    "shapes_edit": "flow_grpo.rewards.shapes.rules:ShapesEdit",
+    "geneval": "flow_grpo.rewards.geneval.rules:GenEval",
+    "geneval_exact": "flow_grpo.rewards.geneval.rules:ExactGenEval",
+    "human": "flow_grpo.rewards.human:Human",
+    "judge": "flow_grpo.rewards.judge:Judge",
+    "remote": "flow_grpo.rewards.serving.client:Remote",
 }
 
 
@@ -74,15 +75,15 @@ def load(
         frames: of a video, those that the reward sees, see `rewards.frames`; by default its own attribute `frames`.
 
     Raises:
-        ValueError: there is no such reward, it does not take these options, or the server or subprocess can't run it.
+        FlowGRPOError: there is no such reward, it does not take these options, or the server or subprocess can't run it.
     """
     if remote is not None and isolate:
-        raise ValueError(f"reward {name} is either remote or isolated: give one of `remote` and `isolate`.")
+        raise FlowGRPOError(f"reward {name} is either remote or isolated: give one of `remote` and `isolate`.")
     if python is not None and not isolate:
-        raise ValueError(f"reward {name}: `python` is for a reward in a process of its own: give isolate=true as well.")
+        raise FlowGRPOError(f"reward {name}: `python` is for a reward in a process of its own: give isolate=true as well.")
     if remote is not None:
         if opponents is not None:
-            raise ValueError(
+            raise FlowGRPOError(
                 f"reward {name}: opponents is set where the reward runs: flow-grpo serve '{name}={{opponents: {opponents}}}'."
             )
         client = load("remote", **{"urls": remote, "reward": name, "expected_scope": scope, **options})
@@ -90,7 +91,7 @@ def load(
     if "device" in options:
         options["device"] = with_index(options["device"])
     if isolate:
-        from rewards.serving.subprocess import Isolated
+        from flow_grpo.rewards.serving.subprocess import Isolated
 
         timeout_option = {"timeout": options.pop("timeout")} if "timeout" in options else {}
         options |= {key: value for key, value in (("scope", scope), ("opponents", opponents)) if value is not None}
@@ -102,7 +103,7 @@ def load(
     else:
         reward = _with_options(target, options)
     if not callable(reward):
-        raise ValueError(f"reward {name} is not callable: it must be `reward(images, prompts, **metadata)`.")
+        raise FlowGRPOError(f"reward {name} is not callable: it must be `reward(images, prompts, **metadata)`.")
     is_set = any(setting is not None for setting in (scope, opponents, frames))
     return Scoped(reward, scope, opponents=opponents, frames=frames) if is_set else reward
 
@@ -119,14 +120,14 @@ def reads_prompts(name: str, remote: str | list[str] | None = None, python: str 
     """Whether a reward, given the options of `load`, needs prompts; its attribute `reads_prompts = False` says that it does not.
 
     A remote reward is always given prompts, since only its server knows, and so is one of the user's in another environment, since it
-    need not be importable here. ValueError as in `load`.
+    need not be importable here. FlowGRPOError as in `load`.
     """
     elsewhere = remote is not None or (python is not None and name not in REGISTRY)
     return elsewhere or getattr(locate("reward", name, REGISTRY), "reads_prompts", True)
 
 
 def check_options(name: str, **options: Any) -> Callable[..., Any]:
-    """Check that a reward takes these options, without building it; returns its class or function. ValueError as in `load`."""
+    """Check that a reward takes these options, without building it; returns its class or function. FlowGRPOError as in `load`."""
     target = locate("reward", name, REGISTRY)
     if inspect.isfunction(target):
         check_inputs(name, target)
@@ -137,7 +138,7 @@ def check_options(name: str, **options: Any) -> Callable[..., Any]:
             inspect.signature(target).bind_partial(None, None, **options)
     except TypeError as error:
         known = f"; its options are {_options(target)}" if inspect.isclass(target) else ""
-        raise ValueError(f"reward {name}: {error}{known}.") from error
+        raise FlowGRPOError(f"reward {name}: {error}{known}.") from error
     return target
 
 
@@ -145,22 +146,22 @@ def locate(kind: str, name: str, names: dict[str, str] | None = None) -> Callabl
     """Import the object that an import path (`my_module:my_fn`), a file (`path/to/file.py:fn`) or one of `names` refers to.
 
     Raises:
-        ValueError: it does not exist or can't be imported. The message names `kind`, for example "reward".
+        FlowGRPOError: it does not exist or can't be imported. The message names `kind`, for example "reward".
     """
     names = names or {}
     path, colon, attribute = names.get(name, name).rpartition(":")
     if not colon and name.endswith(".py"):
-        raise ValueError(_without_function(kind, name))
+        raise FlowGRPOError(_without_function(kind, name))
     if not colon:
         close = difflib.get_close_matches(name, names, n=1)
         hint = f" Did you mean {close[0]}?" if close else ""
-        raise ValueError(
+        raise FlowGRPOError(
             f"there is no {kind} {name}.{hint} Give one of {', '.join(names)}, or your own as my_module:my_fn or file.py:fn."
         )
     module = _import_file(kind, path) if path.endswith(".py") else _import_module(kind, name, path)
     if not hasattr(module, attribute):
         close = difflib.get_close_matches(attribute, _public_names(Path(path)) if path.endswith(".py") else (), n=1)
-        raise ValueError(f"{kind} {name}: {path} has no {attribute}.{f' Did you mean {close[0]}?' if close else ''}")
+        raise FlowGRPOError(f"{kind} {name}: {path} has no {attribute}.{f' Did you mean {close[0]}?' if close else ''}")
     return getattr(module, attribute)
 
 
@@ -200,7 +201,9 @@ def _import_module(kind: str, name: str, path: str) -> Any:
         cause, file = error.__cause__, f"{path.replace('.', '/')}.py"
         if isinstance(cause, ModuleNotFoundError) and cause.name == path.split(".")[0] and Path(file).is_file():
             suggestion = f"{file}:{name.rpartition(':')[2]}"
-            raise ValueError(f"{kind} {name}: there is no module {path}; for the file {file} write {suggestion}.") from error
+            raise FlowGRPOError(
+                f"{kind} {name}: there is no module {path}; for the file {file} write {suggestion}."
+            ) from error
         raise
 
 
@@ -226,7 +229,7 @@ def _public_names(file: Path) -> list[str]:
 def _import_file(kind: str, path: str) -> Any:
     file = Path(path)
     if not file.is_file():
-        raise ValueError(f"there is no {kind} file {path}.")
+        raise FlowGRPOError(f"there is no {kind} file {path}.")
     digest = hashlib.sha256(os.fsencode(file.resolve())).hexdigest()[:16]  # files in several folders may share a name
     name = re.sub(r"\W", "_", f"{kind}_{file.stem}_{digest}")
     spec = importlib.util.spec_from_file_location(name, file)

@@ -12,8 +12,9 @@ import onnxruntime
 import torch
 from rapidfuzz.distance import Levenshtein
 
-from rewards.devices import with_index
-from rewards.images import to_bytes
+from flow_grpo.errors import FlowGRPOError
+from flow_grpo.rewards.devices import with_index
+from flow_grpo.rewards.images import to_bytes
 
 QUOTED = re.compile(r'"([^"]+)"')
 LINE_HEIGHT = 48  # pixels: height that PP-OCR's recogniser scales every line to
@@ -47,7 +48,7 @@ class OCR:
     ) -> None:
         self.device = torch.device(with_index(device))
         if self.device.type == "cuda" and "CUDAExecutionProvider" not in onnxruntime.get_available_providers():
-            raise ValueError(
+            raise FlowGRPOError(
                 "ocr: device=cuda needs the package onnxruntime-gpu in place of onnxruntime; or set device=cpu."
             )
         self.case_sensitive, self.keep_spaces = case_sensitive, keep_spaces
@@ -112,7 +113,7 @@ class OCR:
         quoted = QUOTED.findall(prompt)
         target = self._plain(" ".join(quoted if self.several_lines else quoted[:1]))
         if not target:
-            raise ValueError(f"the prompt {prompt!r} has no text in double quotes, which is what is to be read.")
+            raise FlowGRPOError(f"the prompt {prompt!r} has no text in double quotes, which is what is to be read.")
         return target
 
     def _plain(self, text: str) -> str:

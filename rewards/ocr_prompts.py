@@ -1,6 +1,6 @@
 """Make prompts with a quoted text for the reward `ocr`: signs, covers, screens, cakes and other scenes.
 
-    python -m rewards.ocr_prompts 4096 train.txt 512 test.txt
+    python -m flow_grpo.rewards.ocr_prompts 4096 train.txt 512 test.txt
 
 They are in the style of Flow-GRPO's OCR prompts (arXiv 2505.05470). Every text occurs once, so no text is in both files, and has
 one to six words. The vocabulary is ocr_scenes.yaml.
@@ -11,6 +11,8 @@ import random
 import re
 from pathlib import Path
 from typing import Any
+
+from flow_grpo.errors import FlowGRPOError
 
 VOCABULARY = Path(__file__).with_name("ocr_scenes.yaml")
 SAYS = "that reads / that says / with the words / reading / saying / with the text"
@@ -35,7 +37,7 @@ IRREGULAR = {"Wolf": "Wolves", "Moose": "Moose", "Salmon": "Salmon", "Mango": "M
 
 
 def prompts(count: int, seed: int) -> list[str]:
-    """Make `count` prompts, taking the scenes in turn, and shuffle them. ValueError if the vocabulary has fewer texts."""
+    """Make `count` prompts, taking the scenes in turn, and shuffle them. FlowGRPOError if the vocabulary has fewer texts."""
     import yaml
 
     words = yaml.safe_load(VOCABULARY.read_text(encoding="utf-8"))
@@ -47,7 +49,7 @@ def prompts(count: int, seed: int) -> list[str]:
             if text is not None:
                 rows.append(_prompt(rng, scene, text, words))
         if len(rows) == before:
-            raise ValueError(f"the vocabulary has only {len(rows)} different texts, not {count}.")
+            raise FlowGRPOError(f"the vocabulary has only {len(rows)} different texts, not {count}.")
     rows = rows[:count]
     rng.shuffle(rows)
     return rows

@@ -4,10 +4,11 @@ from PIL import Image
 from torch import Tensor, nn
 from transformers import AutoProcessor, CLIPModel
 
-from rewards.devices import AUTO, usable_device
-from rewards.downloads import HubUnreachable, downloads
-from rewards.images import in_batches, unique
-from rewards.weights import check_keys
+from flow_grpo.errors import FlowGRPOError
+from flow_grpo.rewards.devices import AUTO, usable_device
+from flow_grpo.rewards.downloads import HubUnreachable, downloads
+from flow_grpo.rewards.images import in_batches, unique
+from flow_grpo.rewards.weights import check_keys
 
 
 class PickScore(nn.Module):
@@ -35,7 +36,7 @@ class PickScore(nn.Module):
             raise
         except Exception as error:
             reason = " ".join(str(error).split())[:300]
-            raise ValueError(
+            raise FlowGRPOError(
                 f"pickscore: can't load weights={weights} with processor={processor}: {type(error).__name__}: {reason}"
             ) from error
         # transformers would fill them with random numbers

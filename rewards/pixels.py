@@ -6,7 +6,8 @@ from typing import Any
 
 import torch
 
-from rewards.images import to_pil
+from flow_grpo.errors import FlowGRPOError
+from flow_grpo.rewards.images import to_pil
 
 PALETTE = {
     "red": (214, 40, 40),
@@ -50,7 +51,7 @@ def sharpness(images: torch.Tensor, prompts: list[str], measure: str = "laplacia
     (`high_frequency_power` in flow_grpo/evaluation/image_metrics.py).
     """
     if measure not in ("laplacian", "high_frequency"):
-        raise ValueError(f"sharpness: measure is laplacian or high_frequency, not {measure}.")
+        raise FlowGRPOError(f"sharpness: measure is laplacian or high_frequency, not {measure}.")
     luminance = torch.einsum("bchw,c->bhw", images.detach().float().cpu(), torch.tensor([0.299, 0.587, 0.114]))
     if measure == "laplacian":
         across = luminance[:, 1:-1, :-2] + luminance[:, 1:-1, 2:]
@@ -116,7 +117,7 @@ class Color:
     def _colors(self, prompt: str) -> tuple[int, int]:
         match = self.PATTERN.match(prompt)
         if not match or match[1] not in self.names or match[2] not in self.names:
-            raise ValueError(
+            raise FlowGRPOError(
                 f"the prompt {prompt!r} is not of the form `<color> text ... on a <color> background` with colours of "
                 f"{', '.join(self.names)}."
             )

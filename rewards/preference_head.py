@@ -16,10 +16,11 @@ from PIL import Image
 from safetensors.torch import save_file
 from torch import Tensor
 
-from rewards.clip import TINY, OpenCLIP
-from rewards.devices import AUTO
-from rewards.images import in_batches, to_rgb
-from rewards.weights import check_keys, load_tensors
+from flow_grpo.errors import FlowGRPOError
+from flow_grpo.rewards.clip import TINY, OpenCLIP
+from flow_grpo.rewards.devices import AUTO
+from flow_grpo.rewards.images import in_batches, to_rgb
+from flow_grpo.rewards.weights import check_keys, load_tensors
 
 
 @dataclass
@@ -61,7 +62,7 @@ class PreferenceHead(torch.nn.Module):
         try:
             fitted = Fit(**json.loads((folder / "head.json").read_text()))
         except (OSError, ValueError, TypeError) as error:
-            raise ValueError(
+            raise FlowGRPOError(
                 f"preference_head: {folder}/head.json is not what fit wrote ({error}); fit it again."
             ) from error
         self.embed = OpenCLIP("preference_head", fitted.model, fitted.pretrained, device)
@@ -101,10 +102,10 @@ def fit(
     prompt share images, and a split by votes would overestimate the held-out accuracy.
 
     Raises:
-        ValueError: a vote is malformed, its path leaves the votes file's folder, or its image can't be read.
+        FlowGRPOError: a vote is malformed, its path leaves the votes file's folder, or its image can't be read.
     """
     if weight_decay <= 0:
-        raise ValueError(
+        raise FlowGRPOError(
             "preference_head: set weight_decay above 0; without it the weights of separable votes grow without bound."
         )
     read_votes = _read(Path(votes))
@@ -154,7 +155,7 @@ def bradley_terry(difference: Tensor, weight_decay: float) -> Tensor:
 
 def _read(file: Path) -> list[Vote]:
     if not file.is_file():
-        raise ValueError(f"preference_head: there is no votes file {file}.")
+        raise FlowGRPOError(f"preference_head: there is no votes file {file}.")
     votes = []
     for number, line in enumerate(file.read_text().splitlines(), 1):
         where = f"{file}, line {number}"
@@ -162,14 +163,14 @@ def _read(file: Path) -> list[Vote]:
             pair = json.loads(line)
             prompt, better, worse = pair["prompt"], pair["better"], pair["worse"]
         except (ValueError, TypeError, KeyError) as error:
-            raise ValueError(f'{where} is not {{"prompt": ..., "better": ..., "worse": ...}}: {line[:80]!r}.') from error
+            raise FlowGRPOError(f'{where} is not {{"prompt": ..., "better": ..., "worse": ...}}: {line[:80]!r}.') from error
         if not all(isinstance(value, str) for value in (prompt, better, worse)):
-            raise ValueError(f"{where}: prompt, better and worse must be strings.")
+            raise FlowGRPOError(f"{where}: prompt, better and worse must be strings.")
         if better == worse:
-            raise ValueError(f"{where} compares {better!r} with itself; remove the line.")
+            raise FlowGRPOError(f"{where} compares {better!r} with itself; remove the line.")
         votes.append(Vote(prompt, _inside(file.parent, better, where), _inside(file.parent, worse, where)))
     if not votes:
-        raise ValueError(f"{file} holds no votes.")
+        raise FlowGRPOError(f"{file} holds no votes.")
     return votes
 
 
@@ -177,9 +178,9 @@ def _inside(folder: Path, name: str, where: str) -> Path:
     """The image's path. It must be inside the folder, since a votes file may come from an untrusted source."""
     path = (folder / name).resolve()
     if not path.is_relative_to(folder.resolve()):
-        raise ValueError(f"{where}: {name!r} leads out of the votes file's folder; put the images into it.")
+        raise FlowGRPOError(f"{where}: {name!r} leads out of the votes file's folder; put the images into it.")
     if not path.is_file():
-        raise ValueError(f"{where}: there is no image {name!r}.")
+        raise FlowGRPOError(f"{where}: there is no image {name!r}.")
     return path
 
 
@@ -199,16 +200,16 @@ def _image(path: Path) -> Image.Image:
     try:
         return to_rgb(Image.open(path))
     except Exception as error:  # truncated, no image, or too many pixels for Pillow
-        raise ValueError(f"preference_head: {path} can't be read as an image ({type(error).__name__}).") from error
+        raise FlowGRPOError(f"preference_head: {path} can't be read as an image ({type(error).__name__}).") from error
 
 
 def _held_out(prompts: list[str], share: float, seed: int) -> Tensor:
     """Which votes are held out (N,): those of a share of the distinct prompts, at least one prompt on each side."""
     if not 0 <= share < 1:
-        raise ValueError(f"preference_head: held_out={share} must be a share in [0, 1).")
+        raise FlowGRPOError(f"preference_head: held_out={share} must be a share in [0, 1).")
     names = list(dict.fromkeys(prompts))
     if share > 0 and len(names) == 1:
-        raise ValueError("preference_head: all votes are for one prompt, so none can be held out; set held_out=0.")
+        raise FlowGRPOError("preference_head: all votes are for one prompt, so none can be held out; set held_out=0.")
     order = torch.randperm(len(names), generator=torch.Generator().manual_seed(seed)).tolist()
     count = min(max(round(share * len(names)), 1), len(names) - 1) if share > 0 else 0
     chosen = {names[i] for i in order[:count]}

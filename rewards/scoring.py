@@ -9,11 +9,12 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from rewards import groups, selection
-from rewards.calls import accepted_metadata, check_inputs, check_metadata, is_no_number, wrong_values
-from rewards.frames import ALL, frame_indices, frames_of, is_video
-from rewards.images import SOURCE, SOURCES, first_sources, has_sources
-from rewards.user_code import UserCodeMemoryError, guarded
+from flow_grpo.errors import FlowGRPOError
+from flow_grpo.rewards import groups, selection
+from flow_grpo.rewards.calls import accepted_metadata, check_inputs, check_metadata, is_no_number, wrong_values
+from flow_grpo.rewards.frames import ALL, frame_indices, frames_of, is_video
+from flow_grpo.rewards.images import SOURCE, SOURCES, first_sources, has_sources
+from flow_grpo.rewards.user_code import UserCodeMemoryError, guarded
 
 MAX_PROMPT_LENGTH = 200  # characters of a prompt in an error
 
@@ -39,13 +40,13 @@ def score(
         group: which group each image belongs to, for a reward that sees several images; by default images of one prompt are a group.
 
     Raises:
-        ValueError: the reward raised, or returned NaN, infinity or the wrong shape, or sees several images and a group has one. The
+        FlowGRPOError: the reward raised, or returned NaN, infinity or the wrong shape, or sees several images and a group has one. The
             message names the reward and the prompt.
     """
     values = call_reward(name, reward, images, prompts, metadata, group=group)
     for value, prompt in zip(values.tolist(), prompts, strict=True):
         if not math.isfinite(value):
-            raise ValueError(f"reward {name} returned {value} for the prompt {prompt!r}; every reward must be finite.")
+            raise FlowGRPOError(f"reward {name} returned {value} for the prompt {prompt!r}; every reward must be finite.")
     return values
 
 
@@ -65,7 +66,7 @@ def call_reward(
         by_frame = [call_reward(name, reward, images[:, i], prompts, metadata, group=group) for i in indices]
         return torch.stack(by_frame).mean(0)
     if frames == ALL and not is_video(images):
-        raise ValueError(f"reward {name} sees whole videos (B, F, 3, H, W), and these are images: leave it out.")
+        raise FlowGRPOError(f"reward {name} sees whole videos (B, F, 3, H, W), and these are images: leave it out.")
     batch = _Images(images, prompts, metadata)
     scope = groups.scope_of(reward)
     if scope == groups.IMAGE:
@@ -73,7 +74,7 @@ def call_reward(
     members = groups.rows_by_group(prompts if group is None else group)
     single = next((rows[0] for rows in members if len(rows) < 2), None)
     if single is not None:
-        raise ValueError(
+        raise FlowGRPOError(
             f"reward {name} sees the images of a prompt together, but there is one of {prompts[single][:MAX_PROMPT_LENGTH]!r}: "
             "give it two or more."
         )
@@ -147,7 +148,7 @@ def _first_wins(name: str, reward: Reward, batch: _Images, pairs: list[tuple[int
 def _checked_probabilities(name: str, values: Tensor) -> Tensor:
     invalid = values[(values < 0) | (values > 1)]
     if len(invalid):
-        raise ValueError(
+        raise FlowGRPOError(
             f"reward {name} returned {invalid[0].item():g} for a pair of images; it must return the probability, 0 to 1, that the "
             "first wins."
         )
@@ -155,7 +156,7 @@ def _checked_probabilities(name: str, values: Tensor) -> Tensor:
 
 
 def _call(name: str, reward: Any, batch: _Images) -> Tensor:
-    """The values (B,) of one call. ValueError if it raised, returned another shape, or can't be called so."""
+    """The values (B,) of one call. FlowGRPOError if it raised, returned another shape, or can't be called so."""
     prompts = batch.prompts
     kind = "images" if batch.second is None else "pairs of images"
     on = f"on {len(prompts)} {kind}" + (f", the first for the prompt {prompts[0][:MAX_PROMPT_LENGTH]!r}" if prompts else "")
@@ -167,7 +168,7 @@ def _call(name: str, reward: Any, batch: _Images) -> Tensor:
         returned = reward(*inputs, **keywords)
         values = torch.empty(0) if is_no_number(returned) else torch.as_tensor(returned, dtype=torch.float32, device="cpu")
     if is_no_number(returned) or values.shape != (len(prompts),):
-        raise ValueError(wrong_values(name, returned, tuple(values.shape), len(prompts), kind))
+        raise FlowGRPOError(wrong_values(name, returned, tuple(values.shape), len(prompts), kind))
     return values.detach()
 
 
@@ -200,7 +201,7 @@ class WeightedSum:
     def __call__(
         self, images: Tensor, prompts: list[str], group: Sequence[int] | None = None, /, **metadata: Any
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        """Return the sum (B,) and each reward (B,) by name, NaN where one of `drop_on_error` failed. ValueError as in `score`.
+        """Return the sum (B,) and each reward (B,) by name, NaN where one of `drop_on_error` failed. FlowGRPOError as in `score`.
 
         Where the column `rewards` of the metadata names rewards, those of them with a weight score the image: the sum is over them, and
         the others are NaN.
@@ -218,7 +219,7 @@ class WeightedSum:
     ) -> tuple[Tensor, dict[str, Tensor]]:
         """Score images; pair rewards compare each with the image of `others` (B, 3, H, W) in the same row, not with its group.
 
-        ValueError if there is a pair reward and `others` is None.
+        FlowGRPOError if there is a pair reward and `others` is None.
         """
         return self._score_all(_Images(images, prompts, metadata, others, group), self._score_against)
 
@@ -251,7 +252,7 @@ class WeightedSum:
         if not self.is_pair(name):
             return self._score_one(name, batch)
         if batch.second is None:
-            raise ValueError(
+            raise FlowGRPOError(
                 f"reward {name} compares images of one prompt and seed with the base model's, and there are none here: measure "
                 "a model, or leave the reward out."
             )

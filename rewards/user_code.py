@@ -25,6 +25,8 @@ from typing import Any, NoReturn
 import numpy as np
 import torch
 
+from flow_grpo.errors import FlowGRPOError
+
 TRACEBACK = "FLOW_GRPO_TRACEBACK"  # environment variable: print full tracebacks
 LONGEST_LINE = 120  # characters of a source line that are shown
 LIBRARIES = {"site-packages", "dist-packages"}  # files in such folders are not the user's
@@ -65,7 +67,7 @@ _streams: dict[str, tuple] = {}  # states of the global generators for the code 
 _exit, _running = os._exit, threading.local()
 
 
-class UserCodeError(ValueError):
+class UserCodeError(FlowGRPOError):
     """An exception of a user's code as one sentence; the exception is the cause."""
 
 
@@ -102,7 +104,8 @@ def _one_sentence(sentence: Callable[[str], str]) -> Iterator[None]:
             traceback.print_exception(error)
         reason = " ".join(str(error).split()) or "no message"
         kind = UserCodeMemoryError if isinstance(error, torch.OutOfMemoryError) else UserCodeError
-        raise kind(f"{sentence(type(error).__name__)}: {reason}{_location(error)}") from error
+        name = "an error" if isinstance(error, FlowGRPOError) else type(error).__name__
+        raise kind(f"{sentence(name)}: {reason}{_location(error)}") from error
 
 
 def _location(error: BaseException) -> str:

@@ -7,25 +7,27 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
+from flow_grpo.errors import FlowGRPOError
+
 
 def load_tensors(reward: str, file: str | Path) -> dict[str, Tensor]:
     """Read the tensors of a .safetensors, .pt or .pth file by name.
 
     Raises:
-        ValueError: there is no such file, or it holds no tensors by name.
+        FlowGRPOError: there is no such file, or it holds no tensors by name.
     """
     if not Path(file).is_file():
-        raise ValueError(f"{reward}: there is no weights file {file}; give weights= an existing one.")
+        raise FlowGRPOError(f"{reward}: there is no weights file {file}; give weights= an existing one.")
     try:
         if Path(file).suffix == ".safetensors":
             return load_file(file)
         tensors: Any = torch.load(file, map_location="cpu", weights_only=True)
     except Exception as error:
-        raise ValueError(
+        raise FlowGRPOError(
             f"{reward}: {file} can't be read as weights ({type(error).__name__}); download it again."
         ) from error
     if not isinstance(tensors, dict) or not all(isinstance(value, Tensor) for value in tensors.values()):
-        raise ValueError(f"{reward}: {file} is not a table of tensors by name; give weights= the published file.")
+        raise FlowGRPOError(f"{reward}: {file} is not a table of tensors by name; give weights= the published file.")
     return tensors
 
 
@@ -33,7 +35,7 @@ def load_exactly(reward: str, module: torch.nn.Module, state: dict[str, Tensor],
     """Load a state dict into a module whose tensors it must match exactly, in names and shapes.
 
     Raises:
-        ValueError: tensors are missing, unused or of another shape.
+        FlowGRPOError: tensors are missing, unused or of another shape.
     """
     wanted = {name: value.shape for name, value in module.state_dict().items()}
     shapes = {name: value.shape for name, value in state.items()}
@@ -43,11 +45,11 @@ def load_exactly(reward: str, module: torch.nn.Module, state: dict[str, Tensor],
 
 
 def check_keys(reward: str, file: str | Path, missing: set[str], unknown: set[str] | None = None) -> None:
-    """Raise ValueError if tensors are missing from a file or unknown."""
+    """Raise FlowGRPOError if tensors are missing from a file or unknown."""
     for verb, names in (("lacks", missing), ("has unknown", unknown or set())):
         if names:
             some = ", ".join(sorted(names)[:3])
-            raise ValueError(
+            raise FlowGRPOError(
                 f"{reward}: {file} {verb} {len(names)} tensors ({some}{', ...' if len(names) > 3 else ''}), so it is "
                 "not this reward's weights; give weights= the published file, or one of the same format."
             )

@@ -13,8 +13,8 @@ from support.embedded import stir, tiny_policy
 from flow_grpo.policy.library_logging import quiet_libraries
 from flow_grpo.policy.policy import Policy
 from flow_grpo.report import page
+from flow_grpo.rewards import user_code
 from flow_grpo.tracking import tracker
-from rewards import user_code
 
 quiet_libraries()
 # A job that a shell starts in the background ignores Ctrl-C, and so would every command that the tests start and interrupt.

@@ -14,16 +14,16 @@ from flow_grpo.plan.estimate import StepEstimator
 from flow_grpo.policy.device_speed import fastest
 from flow_grpo.policy.memory import on_device, pin_together
 from flow_grpo.policy.step_meter import StepMeter
+from flow_grpo.rewards import load
 from flow_grpo.trainer import FlowGRPOTrainer
 from flow_grpo.training.interrupt import call_interruptibly
-from rewards import load
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 two_gpus = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA GPUs")
 WORKSPACES = 4 * 32 * 2**20  # bytes that cuBLAS and cuBLASLt take, in the forward and in the backward thread
 
 INDEX = """
-from rewards.devices import AUTO, usable_device
+from flow_grpo.rewards.devices import AUTO, usable_device
 
 
 class Index:

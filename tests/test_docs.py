@@ -22,16 +22,15 @@ from support.families import TINY
 from support.image_families import IMAGE_TINY
 from support.paths import ROOT
 
-import rewards
-from flow_grpo import methods
+from flow_grpo import methods, rewards
 from flow_grpo.cli.app import COMMANDS
 from flow_grpo.config import FlowGRPOConfig
 from flow_grpo.policy import step_meter
 from flow_grpo.policy.hub import resolve_model
 from flow_grpo.policy.solvers import SOLVERS
+from flow_grpo.rewards import REGISTRY
+from flow_grpo.rewards.frames import frames_of
 from flow_grpo.training.rewards import reason_not_to_call
-from rewards import REGISTRY
-from rewards.frames import frames_of
 
 README, METHODS = ROOT / "README.md", ROOT / "docs/methods.md"
 PAGES = [README, ROOT / "CONTRIBUTING.md", *sorted(path for path in (ROOT / "docs").rglob("*.md") if path.name != "log.md")]

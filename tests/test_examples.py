@@ -14,8 +14,7 @@ import torch
 from support.cli_process import run
 from support.paths import ROOT
 
-import rewards
-from flow_grpo import FlowGRPOConfig, FlowGRPOTrainer
+from flow_grpo import FlowGRPOConfig, FlowGRPOTrainer, rewards
 from flow_grpo.run_folder.metrics_file import read_metrics
 
 

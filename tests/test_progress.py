@@ -24,9 +24,9 @@ from flow_grpo.evaluation import measure
 from flow_grpo.evaluation.group_dependence import RewardInputs
 from flow_grpo.plan import block_speed
 from flow_grpo.progress import Phase, due_line, phase, show_phases
+from flow_grpo.rewards import WeightedSum
 from flow_grpo.trainer import FlowGRPOTrainer
 from flow_grpo.training.rewards import build_rewards
-from rewards import WeightedSum
 
 
 def test_a_phase_is_reported_after_two_seconds_and_every_ten():

@@ -19,20 +19,19 @@ from support.fake_run import synthetic_run
 from support.hub_server import local_hub, settings, uploaded
 from support.paths import ROOT
 
-import rewards
-from flow_grpo import FlowGRPOConfig
+from flow_grpo import FlowGRPOConfig, rewards
 from flow_grpo.cli.evaluate import evaluate
 from flow_grpo.cli.options import rewards_to_measure
 from flow_grpo.evaluation.targets import TargetOptions, resolve_targets
 from flow_grpo.export.export import export
 from flow_grpo.policy.hub import WEIGHTS
 from flow_grpo.report import summary
+from flow_grpo.rewards.pixels import jpeg_size
 from flow_grpo.run_folder import layout
 from flow_grpo.run_folder.reader import RunReader
 from flow_grpo.tracking.tracker import read_metrics
 from flow_grpo.trainer import FlowGRPOTrainer
 from flow_grpo.training.interrupt import Interrupted
-from rewards.pixels import jpeg_size
 
 
 class Recorder:

@@ -9,6 +9,7 @@ import typer
 
 from flow_grpo.cli.console import console, say
 from flow_grpo.cli.options import prepare_folder
+from flow_grpo.errors import FlowGRPOError
 
 
 def compare(
@@ -44,9 +45,9 @@ def compare(
     from flow_grpo.run_folder.lock import locked
 
     if target is not None and not math.isfinite(target):
-        raise ValueError(f"--target {target} is not a number that a metric reaches: give a finite one.")
+        raise FlowGRPOError(f"--target {target} is not a number that a metric reaches: give a finite one.")
     if stop and target is None:
-        raise ValueError("--stop ends a run at its target, and none is given: add --target VALUE.")
+        raise FlowGRPOError("--stop ends a run at its target, and none is given: add --target VALUE.")
     limits = comparison.parse_budget(budget, evaluations)
     prepare_folder(out)
     with locked(out, say):

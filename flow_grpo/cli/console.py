@@ -13,6 +13,7 @@ from typing import ParamSpec, Protocol, TypeVar
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
+from flow_grpo.errors import FlowGRPOError
 from flow_grpo.progress import phase
 from flow_grpo.text import escape_markup, visible
 
@@ -90,10 +91,15 @@ def without_library_messages(command: Callable[Arguments, Result]) -> Callable[A
 
 @contextmanager
 def exit_on_error() -> Iterator[None]:
-    """Print an expected error as one sentence and exit with status 2. Other errors are bugs and keep their traceback."""
+    """Print an error that the user can mend as one sentence and exit with status 2: our own, or a path that can't be used.
+
+    Other errors are bugs, of ours or of a library, and keep their traceback.
+    """
     try:
         yield
-    except (ValueError, OSError) as error:
+    except (FlowGRPOError, OSError) as error:
+        if not isinstance(error, FlowGRPOError) and error.filename is None:
+            raise
         if os.environ.get(TRACEBACK) and not type(error).__name__.startswith("UserCode"):  # which has printed its own
             traceback.print_exception(error)
         fail(str(error), is_shared=getattr(error, "is_shared", False))

@@ -8,6 +8,7 @@ import typer
 
 from flow_grpo.cli.console import console, say, without_library_messages
 from flow_grpo.cli.options import Overrides, check_suffix, prepare_file
+from flow_grpo.errors import FlowGRPOError
 from flow_grpo.training.watchdog import INTERRUPTED
 
 if TYPE_CHECKING:
@@ -88,13 +89,13 @@ def doctor(
 def _check_options(step_variance: bool, model: str | None, out: Path | None, json_file: Path | None) -> None:
     """Check that each option belongs to what is checked or measured."""
     if step_variance and model is not None:
-        raise ValueError(
+        raise FlowGRPOError(
             "--step-variance measures the run of a config and --model checks a pipeline alone: give one of them."
         )
     if step_variance and json_file is not None:
-        raise ValueError("--json has the results of checks, and --step-variance makes a plot instead: give one of them.")
+        raise FlowGRPOError("--json has the results of checks, and --step-variance makes a plot instead: give one of them.")
     if out is not None and not step_variance:
-        raise ValueError(
+        raise FlowGRPOError(
             "--out is the PNG file of --step-variance: give both, or the file of the checks' results by --json."
         )
 
@@ -111,7 +112,7 @@ def _noise_level(text: str) -> float:
     try:
         level = float(text)
         if not math.isfinite(level):
-            raise ValueError
+            raise FlowGRPOError
         return level
     except ValueError:
-        raise ValueError(f"{text!r} is not a noise level: give numbers with commas between, such as 0.4,0.7.") from None
+        raise FlowGRPOError(f"{text!r} is not a noise level: give numbers with commas between, such as 0.4,0.7.") from None

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from flow_grpo.evaluation.scorecard import Scorecard
-    from rewards import WeightedSum
+    from flow_grpo.rewards import WeightedSum
 
 # A path with an equals sign needs a slash before it, ./a=b. Of settings, only a reward's name may have a slash.
 SETTING = re.compile(r"[\w.:-]+=|(evaluation\.)?rewards\.[^=]+=")

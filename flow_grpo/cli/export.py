@@ -6,6 +6,7 @@ from typing import Annotated
 import typer
 
 from flow_grpo.cli.console import say
+from flow_grpo.errors import FlowGRPOError
 
 
 def export(
@@ -36,7 +37,7 @@ def export(
     from flow_grpo.run_folder import layout
 
     if private and push is None:
-        raise ValueError("--private is for a repository on the hub: give --push user/name as well.")
+        raise FlowGRPOError("--private is for a repository on the hub: give --push user/name as well.")
     if push is not None:
         check_push(push)
     folder = out or run / layout.EXPORT

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from flow_grpo.cli.console import say
+from flow_grpo.errors import FlowGRPOError
 
 if TYPE_CHECKING:
     from flow_grpo.data.grid_options import GridOptions
@@ -47,7 +48,7 @@ Crop = Annotated[
 
 
 def grid_layout(rows: int | None, columns: int | None, padding: str | None, crop: str | None) -> "GridOptions":
-    """The layout that the options describe. ValueError if --padding or --crop are not numbers of pixels."""
+    """The layout that the options describe. FlowGRPOError if --padding or --crop are not numbers of pixels."""
     from flow_grpo.data.grid_options import GridOptions
 
     return GridOptions(rows, columns, _pixels("--padding", padding, 2), _pixels("--crop", crop, 4))
@@ -70,9 +71,9 @@ def read_prompts(prompts: str | None, prompt: str | None) -> "PromptSet | str | 
     from flow_grpo.data.prompts import load_prompts
 
     if prompt is not None and prompts is not None:
-        raise ValueError("--prompt is one prompt for all images and --prompts has a row for each: give one of the two.")
+        raise FlowGRPOError("--prompt is one prompt for all images and --prompts has a row for each: give one of the two.")
     if prompt is not None and not prompt.strip():
-        raise ValueError("--prompt is empty: describe what the images show.")
+        raise FlowGRPOError("--prompt is empty: describe what the images show.")
     if prompts is None:
         return prompt
     try:
@@ -80,7 +81,7 @@ def read_prompts(prompts: str | None, prompt: str | None) -> "PromptSet | str | 
     except ValueError as error:
         if "/" in prompts or Path(prompts).suffix:
             raise
-        raise ValueError(f"{str(error).rstrip('.')}. If these are words of a prompt, give them by --prompt.") from error
+        raise FlowGRPOError(f"{str(error).rstrip('.')}. If these are words of a prompt, give them by --prompt.") from error
 
 
 def read_prompt_source(source: str | None, prompt: str | None) -> "PromptSet | ImageRecords | None":
@@ -109,5 +110,5 @@ def _pixels(option: str, text: str | None, count: int) -> tuple[int, ...] | None
         return None
     parts = [part.strip() for part in text.split(",")]
     if len(parts) not in (1, count) or not all(part.isascii() and part.isdecimal() and len(part) < 7 for part in parts):
-        raise ValueError(f"{option} {text} is not a number of pixels, nor {count} of them separated by commas.")
+        raise FlowGRPOError(f"{option} {text} is not a number of pixels, nor {count} of them separated by commas.")
     return tuple(int(part) for part in parts) * (count // len(parts))

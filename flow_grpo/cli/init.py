@@ -8,6 +8,7 @@ import typer
 
 from flow_grpo.cli.console import say
 from flow_grpo.cli.options import parse_rewards
+from flow_grpo.errors import FlowGRPOError
 from flow_grpo.files import write_atomic
 
 
@@ -24,12 +25,12 @@ def init(
 
     [bold]flow-grpo init my.yaml --model stabilityai/stable-diffusion-3.5-medium --reward my_reward.py:redness[/bold]
     """
-    import rewards
+    from flow_grpo import rewards
     from flow_grpo.config import FlowGRPOConfig
     from flow_grpo.config.template import template
 
     if file.exists() and not force:
-        raise ValueError(f"{file} exists: give another FILE, or --force to overwrite it.")
+        raise FlowGRPOError(f"{file} exists: give another FILE, or --force to overwrite it.")
     options_of = parse_rewards(reward or ["ocr"])
     for name, options in options_of.items():
         rewards.check_options(name, **options)

@@ -9,10 +9,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from flow_grpo.errors import FlowGRPOError
+
 if TYPE_CHECKING:
     from flow_grpo.config import FlowGRPOConfig
     from flow_grpo.evaluation.targets import ModelTarget
-    from rewards import Reward, WeightedSum
+    from flow_grpo.rewards import Reward, WeightedSum
 
 ConfigName = Annotated[str, typer.Argument(help="A YAML file, or the name of a shipped config.", metavar="CONFIG")]
 Overrides = Annotated[
@@ -68,23 +70,23 @@ def parse_reward(text: str) -> tuple[str, dict[str, Any]]:
     options = parse_yaml("{" + option_text, repr(text)) if equals else {}
     invalid = next((key for key in options if not isinstance(key, str)), None)
     if invalid is not None:
-        raise ValueError(f"{text!r} has the option {invalid!r}, which is not a name: write NAME={{key: value, ...}}.")
+        raise FlowGRPOError(f"{text!r} has the option {invalid!r}, which is not a name: write NAME={{key: value, ...}}.")
     return name, options
 
 
 def parse_rewards(words: list[str]) -> dict[str, dict[str, Any]]:
-    """The options of each reward by its name. ValueError if one is given twice."""
+    """The options of each reward by its name. FlowGRPOError if one is given twice."""
     options_of = [parse_reward(word) for word in words]
     names = [name for name, _ in options_of]
     twice = next((name for name in names if names.count(name) > 1), None)
     if twice is not None:
-        raise ValueError(f"the reward {twice} is given twice: give each once.")
+        raise FlowGRPOError(f"the reward {twice} is given twice: give each once.")
     return dict(options_of)
 
 
 def load_rewards(words: list[str]) -> "dict[str, Reward]":
     """The rewards of --reward, by their names in tables."""
-    import rewards
+    from flow_grpo import rewards
     from flow_grpo.progress import phase
     from flow_grpo.training.rewards import RESERVED_NAMES
 
@@ -102,9 +104,9 @@ def rewards_to_measure(
 ) -> "tuple[WeightedSum, bool]":
     """The rewards of --reward, else of the config; and whether their weighted sum is a metric, as it is for a config's.
 
-    ValueError if the config is that of a run which was trained on others.
+    FlowGRPOError if the config is that of a run which was trained on others.
     """
-    import rewards
+    from flow_grpo import rewards
     from flow_grpo.evaluation.targets import check_rewards_are_named
     from flow_grpo.training.rewards import build_rewards
 
@@ -112,7 +114,7 @@ def rewards_to_measure(
         loaded = load_rewards(words)
         return rewards.WeightedSum(loaded, dict.fromkeys(loaded, 0.0)), False
     if args is None:
-        raise ValueError("images alone don't say what to measure: give --reward, for example --reward ocr, or --config.")
+        raise FlowGRPOError("images alone don't say what to measure: give --reward, for example --reward ocr, or --config.")
     if models:
         check_rewards_are_named(models[0])
     return build_rewards(args, monitored=True)[0], True
@@ -126,7 +128,7 @@ def prepare_folder(folder: Path, option: str = "--out") -> None:
             pass
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or error
-        raise ValueError(f"nothing can be written to {folder} ({reason}): give another path by {option}.") from error
+        raise FlowGRPOError(f"nothing can be written to {folder} ({reason}): give another path by {option}.") from error
 
 
 @contextmanager
@@ -146,13 +148,13 @@ def new_folder(folder: Path) -> Iterator[None]:
 def check_suffix(file: Path, suffixes: Iterable[str], option: str = "--out") -> None:
     """Check, before the work, that a file has one of these suffixes. ValueError, which names the option, if not."""
     if file.suffix.lower() not in suffixes:
-        raise ValueError(f"{option} {file} does not end in {' or '.join(suffixes)}: give a file that does.")
+        raise FlowGRPOError(f"{option} {file} does not end in {' or '.join(suffixes)}: give a file that does.")
 
 
 def prepare_file(file: Path, option: str = "--out") -> None:
     """Create the file's folder and check, before the work, that the file can be written. ValueError, which names the option, if not."""
     prepare_folder(file.parent, option)
     if file.is_dir():
-        raise ValueError(f"{file} is a folder: give a file by {option}.")
+        raise FlowGRPOError(f"{file} is a folder: give a file by {option}.")
     if file.exists() and not os.access(file, os.W_OK):
-        raise ValueError(f"{file} can't be written: give another file by {option}.")
+        raise FlowGRPOError(f"{file} can't be written: give another file by {option}.")

@@ -7,6 +7,7 @@ import typer
 
 from flow_grpo.cli.console import console, without_library_messages
 from flow_grpo.cli.options import ConfigName, Overrides
+from flow_grpo.errors import FlowGRPOError
 
 
 @without_library_messages
@@ -42,9 +43,9 @@ def plan(
 
     args = FlowGRPOConfig.from_yaml(config, overrides)
     if any(math.isnan(number) for number in (gpu_memory, gpu_tflops) if number is not None):
-        raise ValueError("--gpu-memory and --gpu-tflops should be numbers.")
+        raise FlowGRPOError("--gpu-memory and --gpu-tflops should be numbers.")
     if gpu_tflops is not None and gpu is None:
-        raise ValueError("--gpu-tflops is for --gpu NAME; the speed of this machine is measured.")
+        raise FlowGRPOError("--gpu-tflops is for --gpu NAME; the speed of this machine is measured.")
     if gpu is not None:
         machine = Hardware.from_name(gpu, gpu_memory, gpus, gpu_tflops)
     else:

@@ -24,6 +24,7 @@ from flow_grpo.cli.image_options import (
     read_images,
 )
 from flow_grpo.cli.options import check_suffix, parse_reward, prepare_file, prepare_folder
+from flow_grpo.errors import FlowGRPOError
 from flow_grpo.text import counted
 
 app = typer.Typer(help="List, describe, test and train rewards.", no_args_is_help=True, rich_markup_mode="rich")
@@ -32,7 +33,7 @@ app = typer.Typer(help="List, describe, test and train rewards.", no_args_is_hel
 @app.command("list")
 def list_() -> None:
     """List all rewards by name, with one sentence each."""
-    import rewards
+    from flow_grpo import rewards
 
     table = Table(box=None, show_header=False, padding=(0, 2, 0, 0))
     for name in rewards.REGISTRY:
@@ -43,12 +44,12 @@ def list_() -> None:
 @app.command()
 def info(name: Annotated[str, typer.Argument(help="A reward by name, module:function or file.py:function.")]) -> None:
     """Describe a reward: what it measures, its range, weights, licence and memory, how it can be hacked, and its options."""
-    import rewards
+    from flow_grpo import rewards
 
     target = rewards.locate("reward", name, rewards.REGISTRY)
     if not callable(target):
         kind = type(target).__name__
-        raise ValueError(f"reward {name} is not callable but {kind}: it must be `reward(images, prompts, **metadata)`.")
+        raise FlowGRPOError(f"reward {name} is not callable but {kind}: it must be `reward(images, prompts, **metadata)`.")
     console.print(f"[bold]{escape(name)}[/bold]  {escape(rewards.REGISTRY.get(name, ''))}", highlight=False)
     console.print()
     for line in _unwrapped(inspect.getdoc(target) or "It has no docstring."):
@@ -84,7 +85,7 @@ def probe(
 
     [bold]flow-grpo rewards test ocr --images samples/grid.png[/bold]
     """
-    import rewards
+    from flow_grpo import rewards
     from flow_grpo.doctor import reward_probe, show_reward
     from flow_grpo.evaluation.group_dependence import RewardInputs
 
@@ -126,7 +127,7 @@ def fit(
 
     [bold]flow-grpo rewards fit votes/votes.jsonl --model ViT-L-14 --pretrained openai[/bold]
     """
-    from rewards import preference_head
+    from flow_grpo.rewards import preference_head
 
     prepare_folder(out)
     fitted = preference_head.fit(
@@ -150,7 +151,7 @@ def _options(name: str, reward: Callable[..., object]) -> list[inspect.Parameter
     try:
         parameters = inspect.signature(reward).parameters.values()
     except (ValueError, TypeError) as error:
-        raise ValueError(f"reward {name} does not say what it takes: wrap it in a function(images, prompts).") from error
+        raise FlowGRPOError(f"reward {name} does not say what it takes: wrap it in a function(images, prompts).") from error
     return [p for p in parameters if p.name not in ("images", "prompts") and p.kind != p.VAR_KEYWORD]
 
 

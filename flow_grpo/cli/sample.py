@@ -10,6 +10,7 @@ import typer
 
 from flow_grpo.cli.console import say, without_library_messages
 from flow_grpo.cli.options import Trust, config_for_weights, new_folder
+from flow_grpo.errors import FlowGRPOError
 from flow_grpo.progress import phase
 from flow_grpo.text import counted
 
@@ -107,12 +108,12 @@ def _read_prompts(words: list[str], images: Sequence[Path] = ()) -> list[str]:
 
     files = [word for word in words if is_prompt_file(word)]
     if files and images:
-        raise ValueError(f"--image belongs to prompts that are given as text: {files[0]} may have a column `image`.")
+        raise FlowGRPOError(f"--image belongs to prompts that are given as text: {files[0]} may have a column `image`.")
     sources = [SourceImage.read(file, str(file)) for file in images]
     if not all(word.strip() for word in words):
-        raise ValueError("an empty prompt was given.")
+        raise FlowGRPOError("an empty prompt was given.")
     if sum(word not in files and len(word.split()) == 1 for word in words) > 1:
-        raise ValueError(
+        raise FlowGRPOError(
             f"{len(words)} prompts were given, some of one word: put quotes around a prompt of several words, as in "
             f"{shlex.quote(' '.join(words))}, and prompts of one word into a file, one a line."
         )

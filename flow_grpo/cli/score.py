@@ -44,7 +44,7 @@ def score(
     [bold]flow-grpo score samples/grid.png --reward ocr --reward color[/bold]
     [bold]flow-grpo score sheet.png --prompt 'a red fox' --reward clip[/bold]
     """
-    import rewards
+    from flow_grpo import rewards
     from flow_grpo.progress import phase
     from flow_grpo.tracking.tracker import print_table
 

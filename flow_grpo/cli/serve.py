@@ -29,8 +29,8 @@ def serve(
     [bold]flow-grpo serve ocr 'clip={model: ViT-L-14, pretrained: openai}'[/bold]
     [bold]flow-grpo train tiny_ocr 'rewards={ocr: {remote: http://127.0.0.1:8000}}'[/bold]
     """
-    import rewards
-    from rewards.serving import server
+    from flow_grpo import rewards
+    from flow_grpo.rewards.serving import server
 
     loaded = {name: rewards.load(name, **options) for name, options in parse_rewards(reward).items()}
     limits = server.Limits(max_megabytes * 1_000_000, max_megapixels * 1_000_000)

@@ -4,6 +4,8 @@ from typing import Any
 
 from typer.core import TyperCommand
 
+from flow_grpo.errors import FlowGRPOError
+
 
 class SettingsCommand(TyperCommand):
     """A typer command with overrides among its arguments."""
@@ -17,7 +19,7 @@ class SettingsCommand(TyperCommand):
                 break
             if option.startswith("--") and option not in (*options, "--help") and (path := _setting(option)):
                 following = next((next_word for next_word in args[i + 1 : i + 2] if not next_word.startswith("--")), "VALUE")
-                raise ValueError(f"{option} is a setting and no option: write {path}={value if equals else following}.")
+                raise FlowGRPOError(f"{option} is a setting and no option: write {path}={value if equals else following}.")
         return super().parse_args(ctx, args)
 
 

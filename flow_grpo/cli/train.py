@@ -9,6 +9,7 @@ import typer
 
 from flow_grpo.cli.console import say, without_collection, without_library_messages
 from flow_grpo.cli.options import ConfigName, Overrides
+from flow_grpo.errors import FlowGRPOError
 from flow_grpo.training.watchdog import INTERRUPTED
 
 if TYPE_CHECKING:
@@ -111,7 +112,7 @@ def _launch(num_processes: int, config: str, overrides: list[str], options: list
     from flow_grpo.run_folder import checkpoint, layout
 
     if num_processes > (max_processes := PROCESSES_PER_CORE * (os.cpu_count() or 1)):
-        raise ValueError(
+        raise FlowGRPOError(
             f"--num-processes={num_processes} is too many for the cores of this machine: give at most {max_processes}."
         )
     try:
@@ -121,7 +122,7 @@ def _launch(num_processes: int, config: str, overrides: list[str], options: list
         advice = (
             f"The checkpoint of step {saved[0]} is saved. Go on with" if saved else "Nothing was saved. Start again with"
         )
-        raise ValueError(f"{error} {advice}: {_command(config, overrides, bool(saved), num_processes)}") from None
+        raise FlowGRPOError(f"{error} {advice}: {_command(config, overrides, bool(saved), num_processes)}") from None
 
 
 def _command(config: str, overrides: list[str], resume: bool, processes: int) -> str:

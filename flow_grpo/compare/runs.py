@@ -20,15 +20,16 @@ from pydantic import TypeAdapter
 from rich.console import Console
 
 from flow_grpo.config import FlowGRPOConfig
+from flow_grpo.errors import FlowGRPOError
 from flow_grpo.evaluation.group_dependence import group_dependence_warnings
 from flow_grpo.evaluation.image_metrics import NUM_DISTANCE_PROMPTS, distance_from_base
 from flow_grpo.files import write_atomic
 from flow_grpo.policy.library_logging import quiet_libraries
 from flow_grpo.policy.memory import peak_memory
 from flow_grpo.progress import phase, show_phases
+from flow_grpo.rewards.interrupt import exit_with_parent
 from flow_grpo.run_folder import checkpoint, layout
 from flow_grpo.text import counted
-from rewards.interrupt import exit_with_parent
 
 CURVE, BUDGET = "curve.jsonl", "budget.json"
 FORMER_NAMES = {"slice": "evaluation", "slices": "evaluations", "critic": "extra_parameters"}  # in these files, of 0.3
@@ -115,12 +116,12 @@ def parse_budget(text: str, evaluations: int) -> Budget:
             return Budget(_positive(float(text[:-1]) * (60 if text.endswith("m") else 1)), "seconds", evaluations)
     except ValueError:
         pass
-    raise ValueError(f"--budget {text} is none of 120s, 20m or images=5000.")
+    raise FlowGRPOError(f"--budget {text} is none of 120s, 20m or images=5000.")
 
 
 def _positive(number: float) -> float:
     if not 0 < number < math.inf:
-        raise ValueError
+        raise FlowGRPOError
     return number
 
 
@@ -154,7 +155,7 @@ def compare(
         for run in runs:
             points = run.points()
             if points and metric not in points[-1].values:
-                raise ValueError(f"{run.config} has no held-out metric {metric}; it has {', '.join(points[-1].values)}.")
+                raise FlowGRPOError(f"{run.config} has no held-out metric {metric}; it has {', '.join(points[-1].values)}.")
             if len(points) > number or (stop and points and points[-1].reaches(metric, target)):
                 continue
             point = _train_in_process(context, run, number, budget, overrides)
@@ -175,7 +176,7 @@ def _train_in_process(
         raise
     points = run.points()
     if process.exitcode or len(points) <= number:
-        raise ValueError(f"the run {run.folder} failed; its last lines are above. The other runs are kept.")
+        raise FlowGRPOError(f"the run {run.folder} failed; its last lines are above. The other runs are kept.")
     return points[-1]
 
 
@@ -245,33 +246,33 @@ def _exit_if_orphaned() -> None:
 
 def _check_configs(configs: list[str], overrides: list[str], budget: Budget) -> None:
     if len({Path(config).stem for config in configs}) < len(configs):
-        raise ValueError("two of the configs have one file name: rename one, since runs are kept by that name.")
+        raise FlowGRPOError("two of the configs have one file name: rename one, since runs are kept by that name.")
     for config in configs:
         _, last_stage = FlowGRPOConfig.from_yaml(config, overrides).resolved_stages()[-1]
         if budget.unit == "images" and last_stage.dataset is not None:
-            raise ValueError(
+            raise FlowGRPOError(
                 f"{config} ends with a stage on given images, which generates none: give a budget in seconds, such as --budget 120s."
             )
 
 
 def _check_settings(run: ComparedRun, overrides: list[str]) -> None:
-    """Write the run's settings to its folder. ValueError if it was started with others."""
+    """Write the run's settings to its folder. FlowGRPOError if it was started with others."""
     args, file = run.settings(overrides), run.folder / layout.CONFIG
     if args.evaluation.prompts is None:
-        raise ValueError(f"{run.config} names no held-out prompts to compare on: set evaluation.prompts.")
+        raise FlowGRPOError(f"{run.config} names no held-out prompts to compare on: set evaluation.prompts.")
     same_folder = {"output_dir": args.output_dir}  # the folder may have been moved, or be named from another one
     if run.points() and file.exists() and FlowGRPOConfig.from_yaml(file).model_copy(update=same_folder) != args:
-        raise ValueError(f"{run.folder} was started with other settings: give another folder by --out.")
+        raise FlowGRPOError(f"{run.folder} was started with other settings: give another folder by --out.")
     run.folder.mkdir(parents=True, exist_ok=True)
     write_atomic(file, args.to_yaml())
 
 
 def _check_budget(file: Path, budget: Budget) -> None:
-    """Write the budget to the folder. ValueError if the comparison began with another distance of evaluations; their number may grow."""
+    """Write the budget to the folder. FlowGRPOError if the comparison began with another distance of evaluations; their number may grow."""
     if file.exists():
         former = Budget(**_with_current_names(json.loads(file.read_text())))
         if former.unit != budget.unit or not math.isclose(former.until(1), budget.until(1)):
-            raise ValueError(
+            raise FlowGRPOError(
                 f"{file.parent} was started with {former.until(1):g} {former.unit} between evaluations, not {budget.until(1):g} "
                 f"{budget.unit}: give a --budget and --evaluations that result in the same, or another folder by --out."
             )

@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Field, ValidationInfo, model_validator
 
 from flow_grpo.config.sections import ConfigSection, PositiveFloat, PositiveInt, Share
+from flow_grpo.errors import FlowGRPOError
 
 KL = Literal["gaussian", "k3", "flow_grpo", "velocity"]
 SETTINGS_OF = {"ema": ("decay",), "reset": ("every", "threshold"), "guided": ("guidance",)}  # that one kind alone reads
@@ -37,13 +38,13 @@ CRDS_RAMP = DecayRamp(after=75, rate=0.0075, max=0.999)  # of the policy that sa
 
 def _number_or_ramp(value: Any, info: ValidationInfo) -> Any:
     if isinstance(value, dict) and not {"rate", "max"} <= value.keys() <= DecayRamp.model_fields.keys():
-        raise ValueError(f"{info.field_name} is {value}: give a number, or a ramp such as {{rate: 0.001, max: 0.5}}.")
+        raise FlowGRPOError(f"{info.field_name} is {value}: give a number, or a ramp such as {{rate: 0.001, max: 0.5}}.")
     if (
         isinstance(value, dict)
         and all(isinstance(value.get(name), int | float) for name in ("start", "max"))
         and value["start"] > value["max"]
     ):
-        raise ValueError(
+        raise FlowGRPOError(
             f"{info.field_name} starts at {value['start']:g}, above its max of {value['max']:g}: set a smaller start."
         )
     return value
@@ -85,11 +86,11 @@ class AnchorConfig(ConfigSection):
         for kind, names in SETTINGS_OF.items():
             set_names = [name for name in names if getattr(self, name) is not None]
             if kind != self.to and set_names:
-                raise ValueError(
+                raise FlowGRPOError(
                     f"objective.anchors: an anchor to {self.to} does not use {set_names[0]}; one to {kind} does."
                 )
             if kind == self.to and not set_names:
-                raise ValueError(f"objective.anchors: an anchor to {kind} needs {EXAMPLES[kind]}.")
+                raise FlowGRPOError(f"objective.anchors: an anchor to {kind} needs {EXAMPLES[kind]}.")
         return self
 
     @property

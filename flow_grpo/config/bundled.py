@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+from flow_grpo.errors import FlowGRPOError
 from flow_grpo.text import suggest
 
 SUFFIXES = (".yaml", ".yml")
@@ -20,15 +21,15 @@ def find_config(path: str | Path) -> Path:
     """A config file, by its path or by the name of a bundled one.
 
     Raises:
-        ValueError: there is none.
+        FlowGRPOError: there is none.
     """
     for candidate in (Path(path), bundled_file(f"{path}.yaml"), bundled_file(str(path))):
         if candidate.is_file():
             return candidate
     names = sorted(p.stem for p in bundled_file("").glob("*.yaml"))
     if Path(path).is_dir() and (inside := sorted(Path(path).glob("*.yaml"))):
-        raise ValueError(f"{path} is a folder and no config: give a config in it, {inside[0]}.")
+        raise FlowGRPOError(f"{path} is a folder and no config: give a config in it, {inside[0]}.")
     if Path(path).suffix in SUFFIXES:
         hint = suggest(Path(path).stem, names) or suggest(str(path), [str(p) for p in Path(path).parent.glob("*.yaml")])
-        raise ValueError(f"there is no file {path}.{hint} `flow-grpo init {path}` writes a new config.")
-    raise ValueError(f"there is no config {path}.{suggest(str(path), names)} Bundled ones: {', '.join(names)}.")
+        raise FlowGRPOError(f"there is no file {path}.{hint} `flow-grpo init {path}` writes a new config.")
+    raise FlowGRPOError(f"there is no config {path}.{suggest(str(path), names)} Bundled ones: {', '.join(names)}.")

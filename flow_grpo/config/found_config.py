@@ -12,6 +12,7 @@ from pathlib import Path
 
 from flow_grpo.config import FlowGRPOConfig
 from flow_grpo.config.sections import RewardConfig
+from flow_grpo.errors import FlowGRPOError
 
 REACHING_OUT = ("human", "judge", "remote")  # packaged rewards that ask a person or send images away
 
@@ -25,7 +26,7 @@ def check(args: FlowGRPOConfig, file: Path, rewards: bool, prompts: bool) -> Non
         prompts: whether its held-out prompts are going to be loaded.
 
     Raises:
-        ValueError: it names code, an address or a folder to write to.
+        FlowGRPOError: it names code, an address or a folder to write to.
     """
     try:
         named_by_file = set(_named(FlowGRPOConfig.from_yaml(file), rewards, prompts))
@@ -35,7 +36,7 @@ def check(args: FlowGRPOConfig, file: Path, rewards: bool, prompts: bool) -> Non
     if refused:
         others = [flag for flag, used in (("--reward", rewards), ("--prompts", prompts)) if used]
         instead = f", or give others by {' and '.join(others)}" if others else ""
-        raise ValueError(
+        raise FlowGRPOError(
             f"{file} is next to the weights, was not named by you, and names {', '.join(refused)}: add --trust if you wrote it"
             f"{instead}."
         )

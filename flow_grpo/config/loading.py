@@ -9,6 +9,8 @@ from typing import Any
 import yaml
 from yaml.resolver import Resolver
 
+from flow_grpo.errors import FlowGRPOError
+
 OTHER_ENCODINGS = {
     codecs.BOM_UTF32_LE: "UTF-32",
     codecs.BOM_UTF32_BE: "UTF-32",
@@ -23,29 +25,29 @@ def read_text(file: Path) -> str:
     """The text of a UTF-8 file, without a byte order mark.
 
     Raises:
-        ValueError: the file can't be read, has another encoding, or is no text.
+        FlowGRPOError: the file can't be read, has another encoding, or is no text.
     """
     try:
         content = file.read_bytes()
     except OSError as error:
-        raise ValueError(f"{file} could not be read: {error.strerror or error}.") from error
+        raise FlowGRPOError(f"{file} could not be read: {error.strerror or error}.") from error
     encoding = next((name for mark, name in OTHER_ENCODINGS.items() if content.startswith(mark)), None)
     if encoding is not None:
-        raise ValueError(f"{file} is {encoding} text: save it as UTF-8.")
+        raise FlowGRPOError(f"{file} is {encoding} text: save it as UTF-8.")
     try:
         text = content.decode("utf-8-sig")
     except UnicodeDecodeError as error:
         line = content.count(b"\n", 0, error.start) + 1
-        raise ValueError(
+        raise FlowGRPOError(
             f"{file} is not UTF-8 text: line {line} has the byte 0x{content[error.start]:02x}. Save it as UTF-8."
         ) from error
     if "\0" in text:
-        raise ValueError(f"{file} holds zero bytes, so it is not UTF-8 text: save it as UTF-8.")
+        raise FlowGRPOError(f"{file} holds zero bytes, so it is not UTF-8 text: save it as UTF-8.")
     return text
 
 
 def read_yaml(file: Path) -> Any:
-    """The content of a YAML file, as `parse_yaml`. ValueError as there, or as of `read_text`."""
+    """The content of a YAML file, as `parse_yaml`. FlowGRPOError as there, or as of `read_text`."""
     return parse_yaml(read_text(file), str(file))
 
 
@@ -56,7 +58,7 @@ def parse_yaml(text: str, source: str) -> Any:
         source: name of the text, with which error messages begin.
 
     Raises:
-        ValueError: not YAML, a duplicate key in a mapping, or a document that is nested too deeply or too large.
+        FlowGRPOError: not YAML, a duplicate key in a mapping, or a document that is nested too deeply or too large.
     """
     try:
         loader = _Loader(text)
@@ -66,13 +68,13 @@ def parse_yaml(text: str, source: str) -> Any:
         _check_size(node)
         return loader.construct_document(node)
     except _Refused as error:
-        raise ValueError(f"{source} {error}.") from error
+        raise FlowGRPOError(f"{source} {error}.") from error
     except RecursionError:
-        raise ValueError(f"{source} is not a usable YAML document: {TOO_DEEP}.") from None
+        raise FlowGRPOError(f"{source} is not a usable YAML document: {TOO_DEEP}.") from None
     except yaml.MarkedYAMLError as error:
-        raise ValueError(f"{source} is not valid YAML{_describe_error(error)}.") from error
+        raise FlowGRPOError(f"{source} is not valid YAML{_describe_error(error)}.") from error
     except (yaml.YAMLError, ValueError) as error:  # ValueError: a date that no calendar has
-        raise ValueError(f"{source} is not valid YAML: {' '.join(str(error).split())}.") from error
+        raise FlowGRPOError(f"{source} is not valid YAML: {' '.join(str(error).split())}.") from error
 
 
 def dump_yaml(values: Any, **style: Any) -> str:

@@ -1,10 +1,11 @@
 """Checks of the settings of `memory`."""
 
 from flow_grpo.config.settings import RunSettings
+from flow_grpo.errors import FlowGRPOError
 
 
 def check_offloading(args: RunSettings) -> None:
-    """Raise ValueError if settings conflict with `memory.offload`, weights on the GPU only while their block computes."""
+    """Raise FlowGRPOError if settings conflict with `memory.offload`, weights on the GPU only while their block computes."""
     memory = args.memory
     if memory.offload is None:
         return
@@ -15,20 +16,20 @@ def check_offloading(args: RunSettings) -> None:
         f"memory.quantize={memory.quantize}": memory.quantize not in (None, "fp8_layerwise"),
     }
     if conflict := next((name for name, is_set in refused.items() if is_set), None):
-        raise ValueError(f"memory.offload=groups does not go with {conflict}: leave one of them out.")
+        raise FlowGRPOError(f"memory.offload=groups does not go with {conflict}: leave one of them out.")
 
 
 def check_cuda_graphs(args: RunSettings) -> None:
-    """Raise ValueError if settings move weights, whose addresses `memory.cuda_graphs` records."""
+    """Raise FlowGRPOError if settings move weights, whose addresses `memory.cuda_graphs` records."""
     memory = args.memory
     refused = {"memory.offload=groups": memory.offload is not None, "memory.shard=fsdp2": memory.shard == "fsdp2"}
     conflict = next((name for name, is_set in refused.items() if is_set), None)
     if memory.cuda_graphs and conflict:
-        raise ValueError(f"memory.cuda_graphs does not go with {conflict}, which moves weights: leave one of them out.")
+        raise FlowGRPOError(f"memory.cuda_graphs does not go with {conflict}, which moves weights: leave one of them out.")
 
 
 def check_layerwise_casting(args: RunSettings) -> None:
-    """Raise ValueError if settings conflict with `memory.quantize=fp8_layerwise`, weights that are cast for each layer's computation."""
+    """Raise FlowGRPOError if settings conflict with `memory.quantize=fp8_layerwise`, weights that are cast for each layer's computation."""
     memory = args.memory
     if memory.quantize != "fp8_layerwise":
         return
@@ -37,14 +38,16 @@ def check_layerwise_casting(args: RunSettings) -> None:
         "memory.shard=fsdp2, which casts the weights itself": memory.shard == "fsdp2",
     }
     if conflict := next((name for name, is_set in refused.items() if is_set), None):
-        raise ValueError(f"memory.quantize=fp8_layerwise does not go with {conflict}: leave one of them out.")
+        raise FlowGRPOError(f"memory.quantize=fp8_layerwise does not go with {conflict}: leave one of them out.")
 
 
 def check_zero(args: RunSettings) -> None:
-    """Raise ValueError if settings conflict with DeepSpeed's ZeRO."""
+    """Raise FlowGRPOError if settings conflict with DeepSpeed's ZeRO."""
     if args.memory.shard not in ("zero1", "zero2"):
         return
     if args.optimizer.name != "adamw":
-        raise ValueError(f"memory.shard={args.memory.shard} shards AdamW's moments in float32: set optimizer.name=adamw.")
+        raise FlowGRPOError(f"memory.shard={args.memory.shard} shards AdamW's moments in float32: set optimizer.name=adamw.")
     if args.dtype == "fp16":
-        raise ValueError(f"memory.shard={args.memory.shard} has no loss scale, which dtype=fp16 needs: set bf16, or fsdp2.")
+        raise FlowGRPOError(
+            f"memory.shard={args.memory.shard} has no loss scale, which dtype=fp16 needs: set bf16, or fsdp2."
+        )

@@ -7,6 +7,7 @@ from pydantic import Field, model_validator
 from flow_grpo import methods
 from flow_grpo.config.anchors import CRDS_RAMP, KL, AnchorConfig, Decay, DecayRamp, NamedAnchor, name_anchors
 from flow_grpo.config.sections import ConfigSection, PositiveFloat, PositiveInt, Share
+from flow_grpo.errors import FlowGRPOError
 
 # Adapters that slowly follow the trained one; checkpoints have these names.
 OLD_ADAPTER, ROLLOUT_ADAPTER = "old", "rollout"
@@ -241,7 +242,7 @@ class OldPolicy(ObjectiveConfig):
     @model_validator(mode="after")
     def _has_its_average(self) -> "OldPolicy":
         if self.rollout_policy_decay != CRDS_RAMP and self.rollout_policy != "average":
-            raise ValueError(
+            raise FlowGRPOError(
                 "objective.rollout_policy_decay is of an average that samples the images: set rollout_policy=average."
             )
         return self

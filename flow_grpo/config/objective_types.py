@@ -8,6 +8,7 @@ from pydantic import create_model
 from flow_grpo import methods
 from flow_grpo.config.objective import SETTINGS, ObjectiveConfig
 from flow_grpo.config.old_names import DPO_BETA
+from flow_grpo.errors import FlowGRPOError
 from flow_grpo.text import suggest
 
 
@@ -15,13 +16,13 @@ def section_type(name: str) -> type[ObjectiveConfig]:
     """The section of an objective: what all objectives read, and the settings that its row names.
 
     Raises:
-        ValueError: there is no such objective.
+        FlowGRPOError: there is no such objective.
     """
     if methods.is_custom(name):
         return _joined("custom", methods.CUSTOM_SETTINGS)
     if name not in methods.OBJECTIVES:
         known = list(methods.OBJECTIVES)
-        raise ValueError(f"there is no objective {name}.{suggest(name, known)} Choose one of {', '.join(known)}.")
+        raise FlowGRPOError(f"there is no objective {name}.{suggest(name, known)} Choose one of {', '.join(known)}.")
     return _joined(name, methods.OBJECTIVES[name].settings)
 
 
@@ -48,14 +49,14 @@ def read_objective(values: Any) -> Any:
     """The section of the objective that is named in a mapping. What is no mapping is returned as it is, for pydantic to judge.
 
     Raises:
-        ValueError: the objective does not read one of the settings, or has no such setting, or there is no such objective.
+        FlowGRPOError: the objective does not read one of the settings, or has no such setting, or there is no such objective.
     """
     if not isinstance(values, dict) or not isinstance(name := values.get("name", "grpo"), str):
         return values
     section = section_type(name)
     unread = next((key for key in values if key not in section.model_fields and readers(key)), None)
     if unread is not None:
-        raise ValueError(f"objective {name} does not use {unread}; {_do(readers(unread))}: remove it.")
+        raise FlowGRPOError(f"objective {name} does not use {unread}; {_do(readers(unread))}: remove it.")
     return section.model_validate(values)
 
 

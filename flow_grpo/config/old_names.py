@@ -2,6 +2,8 @@
 
 from typing import Any
 
+from flow_grpo.errors import FlowGRPOError
+
 # Old name -> new name, by the section that holds them under its new name. `report_to` is what transformers calls the trackers.
 RENAMED: dict[str, dict[str, str]] = {
     "": {
@@ -46,7 +48,7 @@ def renamed(values: dict[str, Any]) -> dict[str, Any]:
     """The settings of a file, or of a stage, under today's names.
 
     Raises:
-        ValueError: a setting is given under both names.
+        FlowGRPOError: a setting is given under both names.
     """
     for section, names in RENAMED.items():
         values = _rename_in_section(values, section.split(".") if section else [], names)
@@ -74,5 +76,5 @@ def _rename_in_section(values: dict[str, Any], path: list[str], names: dict[str,
         return {**values, path[0]: _rename_in_section(inner, path[1:], names)} if isinstance(inner, dict) else values
     for old, new in names.items():
         if old in values and new in values:
-            raise ValueError(f"{old} is the former name of {new}, and both are set: remove {old}.")
+            raise FlowGRPOError(f"{old} is the former name of {new}, and both are set: remove {old}.")
     return {names.get(key, key): value for key, value in values.items()}

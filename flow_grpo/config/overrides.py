@@ -6,6 +6,7 @@ from typing import Any
 from flow_grpo.config.loading import parse_yaml
 from flow_grpo.config.old_names import renamed, renamed_path
 from flow_grpo.config.shorthand import expand_rewards
+from flow_grpo.errors import FlowGRPOError
 
 REWARD_SECTIONS = [["rewards"], ["evaluation", "rewards"]]  # settings whose keys are names of rewards
 
@@ -17,14 +18,14 @@ def check_form(pairs: list[str]) -> None:
         if not equals or not key:
             is_split = key and following and not _split(following)[1]  # steps 3
             example = f"write {pair}={following}" if is_split else "write it so, for example optimizer.lr=1e-4"
-            raise ValueError(f"{pair!r} is not of the form key.sub=value: {example}.")
+            raise FlowGRPOError(f"{pair!r} is not of the form key.sub=value: {example}.")
 
 
 def override(values: dict[str, Any], pair: str) -> list[str]:
     """Writes one pair into `values`. Returns the keys that lead to what it set.
 
     Raises:
-        ValueError: it is no such pair, or leads through a single value.
+        FlowGRPOError: it is no such pair, or leads through a single value.
     """
     check_form([pair])
     key, _, text = _split(pair)
@@ -35,7 +36,7 @@ def override(values: dict[str, Any], pair: str) -> list[str]:
     for parent in parents:
         values = values.setdefault(parent, {})
         if not isinstance(values, dict):
-            raise ValueError(f"{pair!r}: {parent} is a single value, it has no {last}.")
+            raise FlowGRPOError(f"{pair!r}: {parent} is a single value, it has no {last}.")
     value = _with_current_names(path, parse_yaml(text, f"the value of {key}"))
     if parents in REWARD_SECTIONS and isinstance(value, int | float) and isinstance(values.get(last), dict):
         values, last = values[last], "weight"  # the reward's options stay

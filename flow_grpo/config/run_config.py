@@ -23,6 +23,7 @@ from flow_grpo.config.overrides import check_form, override
 from flow_grpo.config.prompt_set_checks import check_prompt_sets
 from flow_grpo.config.settings import RunSettings
 from flow_grpo.config.shorthand import SIZES, expand_objective, expand_rewards, expand_trackers, resolve_auto_microbatch
+from flow_grpo.errors import FlowGRPOError
 
 STAGE_FIELDS = (
     "steps",
@@ -46,7 +47,7 @@ class FlowGRPOConfig(RunSettings):
         try:
             super().__init__(**settings)
         except ValidationError as error:
-            raise ValueError(error_sentence(error, type(self))) from None
+            raise FlowGRPOError(error_sentence(error, type(self))) from None
 
     @model_validator(mode="before")
     @classmethod
@@ -61,9 +62,9 @@ class FlowGRPOConfig(RunSettings):
     @model_validator(mode="after")
     def _consistent(self) -> "FlowGRPOConfig":
         if not self.rewards:
-            raise ValueError("rewards is empty: name at least one, for example `rewards: {ocr: 1.0}`.")
+            raise FlowGRPOError("rewards is empty: name at least one, for example `rewards: {ocr: 1.0}`.")
         if not any(reward.weight for reward in self.rewards.values()):
-            raise ValueError("every reward has weight 0, so there is nothing to train on: give one a weight.")
+            raise FlowGRPOError("every reward has weight 0, so there is nothing to train on: give one a weight.")
         validation.check_trackers(self.trackers)
         check_prompt_sets(self)
         parts = [stage for _, stage in self.resolved_stages()]  # each stage is checked as it is built
@@ -90,7 +91,7 @@ class FlowGRPOConfig(RunSettings):
             unknown = next((key for key in settings if key not in STAGE_FIELDS), None)
             if unknown is not None or "steps" not in settings:
                 problem = f"can't set {unknown}" if unknown else "has no steps"
-                raise ValueError(
+                raise FlowGRPOError(
                     f"stage {number} {problem}: give steps, and what may change, {', '.join(STAGE_FIELDS[1:])}."
                 )
             stage = self._validated(merge_stage(base, settings), f"stage {number}: ")
@@ -107,7 +108,7 @@ class FlowGRPOConfig(RunSettings):
         try:
             return cls.model_validate(values)
         except ValidationError as error:
-            raise ValueError(f"{source}{error_sentence(error, cls)}") from error
+            raise FlowGRPOError(f"{source}{error_sentence(error, cls)}") from error
 
     @classmethod
     def from_yaml(cls, path: str | Path | None = None, overrides: list[str] | None = None) -> "FlowGRPOConfig":
@@ -116,12 +117,12 @@ class FlowGRPOConfig(RunSettings):
         An override may choose another objective: the file's settings that only its own objective reads are then left out.
 
         Raises:
-            ValueError: one sentence on what is wrong, and where.
+            FlowGRPOError: one sentence on what is wrong, and where.
         """
         file = find_config(path or "tiny_ocr")
         values = read_yaml(file) or {}
         if not isinstance(values, dict):
-            raise ValueError(f"{file} must hold `key: value` lines.")
+            raise FlowGRPOError(f"{file} must hold `key: value` lines.")
         file_values = _with_current_names(values)
         values = _overridden(file_values, overrides or [])
         values.setdefault("output_dir", "runs/{name}")
@@ -130,7 +131,7 @@ class FlowGRPOConfig(RunSettings):
             return cls._validated(values)
         except ValueError as error:
             source = "on the command line" if overrides and cls._is_valid(file_values) else file.name
-            raise ValueError(f"{source}: {error}") from error
+            raise FlowGRPOError(f"{source}: {error}") from error
 
     @classmethod
     def _is_valid(cls, values: dict[str, Any]) -> bool:
@@ -142,23 +143,23 @@ class FlowGRPOConfig(RunSettings):
 
     @classmethod
     def for_model(cls, model: str, overrides: list[str] | None = None) -> "FlowGRPOConfig":
-        """The defaults for a model, with `key.sub=value` pairs over them. ValueError as for `from_yaml`."""
+        """The defaults for a model, with `key.sub=value` pairs over them. FlowGRPOError as for `from_yaml`."""
         return cls._validated(_overridden({"model": model}, overrides or []))
 
     def with_launcher_settings(self) -> "FlowGRPOConfig":
         """Return the config with memory.shard set from accelerate's launch flags, `--use_deepspeed` or `--use_fsdp`.
 
-        ValueError if memory.shard is set to another mode, or if other settings conflict with the mode.
+        FlowGRPOError if memory.shard is set to another mode, or if other settings conflict with the mode.
         """
         stage = os.environ.get("ACCELERATE_DEEPSPEED_ZERO_STAGE", "2")
         if os.environ.get("ACCELERATE_USE_DEEPSPEED") == "true" and "ACCELERATE_DEEPSPEED_CONFIG_FILE" in os.environ:
-            raise ValueError("DeepSpeed's config file is not read here: launch with --zero_stage, or set memory.shard.")
+            raise FlowGRPOError("DeepSpeed's config file is not read here: launch with --zero_stage, or set memory.shard.")
         modes = {"ACCELERATE_USE_DEEPSPEED": f"zero{stage}", "ACCELERATE_USE_FSDP": "fsdp2"}
         requested = next((mode for name, mode in modes.items() if os.environ.get(name) == "true"), "zero0")
         if requested in ("zero0", self.memory.shard):
             return self
         if self.memory.shard is not None:
-            raise ValueError(
+            raise FlowGRPOError(
                 f"memory.shard={self.memory.shard}, but accelerate was launched with {requested}: leave one of them out."
             )
         return self._validated(merge(self.model_dump(), {"memory": {"shard": requested}}))

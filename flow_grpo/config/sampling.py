@@ -5,6 +5,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, field_validator, model_validator
 
 from flow_grpo.config.sections import ConfigSection, PositiveInt
+from flow_grpo.errors import FlowGRPOError
 from flow_grpo.methods import TRANSITIONS
 from flow_grpo.text import suggest
 
@@ -73,5 +74,7 @@ class SamplingConfig(ConfigSection):
     def _known(cls, name: str) -> str:
         if name not in TRANSITIONS:
             close = suggest(name, list(TRANSITIONS))
-            raise ValueError(f"sampling.transition={name} is no transition.{close} Choose one of {', '.join(TRANSITIONS)}.")
+            raise FlowGRPOError(
+                f"sampling.transition={name} is no transition.{close} Choose one of {', '.join(TRANSITIONS)}."
+            )
         return name

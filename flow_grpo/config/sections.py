@@ -8,6 +8,8 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, field_validator, model_validator
 from pydantic_core import PydanticCustomError
 
+from flow_grpo.errors import FlowGRPOError
+
 PositiveInt = Annotated[int, Field(gt=0)]
 PositiveFloat = Annotated[float, Field(gt=0)]
 Share = Annotated[float, Field(ge=0, le=1)]
@@ -24,7 +26,7 @@ class ConfigSection(BaseModel):
     def _finite(cls, values: Any) -> Any:
         for path, value in _numbers(values):
             if not math.isfinite(value):
-                raise ValueError(f"{'.'.join(path)} is {value}, but it should be a finite number.")
+                raise FlowGRPOError(f"{'.'.join(path)} is {value}, but it should be a finite number.")
         return values
 
     def changed(self) -> list[str]:
@@ -109,16 +111,16 @@ class RewardConfig(ConfigSection):
     @model_validator(mode="after")
     def _consistent(self) -> "RewardConfig":
         if self.remote is not None and self.isolate:
-            raise ValueError("a reward is either remote or isolated here: set one of `remote` and `isolate`.")
+            raise FlowGRPOError("a reward is either remote or isolated here: set one of `remote` and `isolate`.")
         if self.python is not None and not self.isolate:
-            raise ValueError(f"python={self.python} is for a reward in a process of its own: set isolate=true as well.")
+            raise FlowGRPOError(f"python={self.python} is for a reward in a process of its own: set isolate=true as well.")
         if self.timeout is not None and not self.isolate:
-            raise ValueError(
+            raise FlowGRPOError(
                 "timeout is for a reward in a process of its own: set isolate=true, or for a remote one options.timeout."
             )
         if self.opponents is not None and (self.scope in ("image", "group") or self.remote is not None):
             advice = "give it to `flow-grpo serve`" if self.remote is not None else "set scope=pair, or leave it out"
-            raise ValueError(f"opponents={self.opponents} is for a reward of scope pair, where it runs: {advice}.")
+            raise FlowGRPOError(f"opponents={self.opponents} is for a reward of scope pair, where it runs: {advice}.")
         return self
 
 
@@ -205,7 +207,7 @@ class EvaluationConfig(ConfigSection):
         sizes = [(self.height, self.width), *self.sizes]
         for size in self.sizes:
             if sizes.count(size) > 1:
-                raise ValueError(f"evaluation.sizes has {list(size)} twice, or as height and width: name it once.")
+                raise FlowGRPOError(f"evaluation.sizes has {list(size)} twice, or as height and width: name it once.")
         return self
 
 
@@ -239,5 +241,7 @@ class MemoryConfig(ConfigSection):
     @classmethod
     def _by_name(cls, value: Any) -> Any:
         if value == "zero3":
-            raise ValueError("memory.shard=zero3 is not supported: set fsdp2, which spreads weights, gradients and moments.")
+            raise FlowGRPOError(
+                "memory.shard=zero3 is not supported: set fsdp2, which spreads weights, gradients and moments."
+            )
         return "fsdp2" if value is True else None if value is False else value

@@ -22,6 +22,7 @@ from flow_grpo.config.sections import (
     PromptSkippingConfig,
     RewardConfig,
 )
+from flow_grpo.errors import FlowGRPOError
 
 
 def _bundled_prompts(values: dict[str, Any]) -> str | None:
@@ -110,9 +111,9 @@ class RunSettings(ConfigSection):
 
     @property
     def training_prompts(self) -> str | list[PromptSetConfig]:
-        """`prompts`. ValueError if there are none."""
+        """`prompts`. FlowGRPOError if there are none."""
         if self.prompts is None:
-            raise ValueError(
+            raise FlowGRPOError(
                 f"there are no prompts to train {self.model} on: set prompts to a file of them or a hub data set; "
                 "prompts/ocr_train.txt and prompts/geneval_train.jsonl are shipped."
             )

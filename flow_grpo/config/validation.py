@@ -10,13 +10,14 @@ from flow_grpo.config.objective_checks import check_objective, check_sampling_is
 from flow_grpo.config.sampling import SamplingConfig
 from flow_grpo.config.sections import PromptSkippingConfig
 from flow_grpo.config.settings import RunSettings
+from flow_grpo.errors import FlowGRPOError
 from flow_grpo.text import suggest
 
 TRACKERS = ("tensorboard", "wandb", "mlflow", "trackio", "swanlab")
 
 
 def check_run(args: RunSettings) -> None:
-    """Raise ValueError if settings of a run, or of one of its stages, conflict."""
+    """Raise FlowGRPOError if settings of a run, or of one of its stages, conflict."""
     check_sampling_is_read(args)
     check_objective(args)
     check_sizes(args)
@@ -36,184 +37,186 @@ def check_trackers(names: Iterable[str]) -> None:
     """Raise ValueError for a tracker that does not exist."""
     for name in names:
         if name not in TRACKERS:
-            raise ValueError(
+            raise FlowGRPOError(
                 f"there is no tracker {name}.{suggest(name, list(TRACKERS))} Choose of {', '.join(TRACKERS)}, or trackers=[] for none."
             )
 
 
 def check_total_steps(args: RunSettings, total: int) -> None:
-    """Raise ValueError if `steps` is given beside `stages` and is not their total, as which a run's config.yaml has it."""
+    """Raise FlowGRPOError if `steps` is given beside `stages` and is not their total, as which a run's config.yaml has it."""
     if "steps" in args.model_fields_set and args.steps != total:
-        raise ValueError(
+        raise FlowGRPOError(
             f"steps={args.steps}, but the stages have {total} steps in all: leave steps out, and change those of the stages."
         )
 
 
 def check_prompt_skipping(skipping: PromptSkippingConfig, stages: Iterable[RunSettings]) -> None:
-    """Raise ValueError if prompts are to be skipped by a run whose stages all train on given images."""
+    """Raise FlowGRPOError if prompts are to be skipped by a run whose stages all train on given images."""
     if skipping.patience and all(stage.dataset is not None for stage in stages):
-        raise ValueError(
+        raise FlowGRPOError(
             f"prompt_skipping.patience={skipping.patience} with objective.dataset: given images have prompts of their own, which are "
             "not skipped; set patience=0."
         )
 
 
 def check_sizes(args: RunSettings) -> None:
-    """Raise ValueError if the sizes of a step do not fit together."""
+    """Raise FlowGRPOError if the sizes of a step do not fit together."""
     rows = args.prompts_per_step * args.images_per_prompt
     if args.prompts_per_step % args.updates:
-        raise ValueError(
+        raise FlowGRPOError(
             f"updates={args.updates} does not divide prompts_per_step={args.prompts_per_step}: every update takes an equal "
             "share of the prompts."
         )
     if rows % min(args.microbatch, rows):
-        raise ValueError(
+        raise FlowGRPOError(
             f"microbatch={args.microbatch} does not divide prompts_per_step x images_per_prompt = {rows}: all forward passes "
             "need one shape."
         )
     objective, passes, method = args.objective, args.updates * args.epochs, args.method
     pairs = method.rows_per_pair == 2
     if pairs and args.dataset is not None and (rows // 2) % args.updates:
-        raise ValueError(f"updates={args.updates} does not divide the {rows // 2} pairs of a step.")
+        raise FlowGRPOError(f"updates={args.updates} does not divide the {rows // 2} pairs of a step.")
     if method.single_update and passes > 1:
-        raise ValueError(
+        raise FlowGRPOError(
             f"objective {objective.name} has no ratio, so it is for one update on a rollout: set updates=1 and epochs=1."
         )
     if objective.has_auto_clip and passes == 1:
-        raise ValueError("objective.clip_low=auto has no ratios to learn from: with one update on a rollout they are all 1.")
+        raise FlowGRPOError(
+            "objective.clip_low=auto has no ratios to learn from: with one update on a rollout they are all 1."
+        )
     if args.dataset is not None and args.dynamic_sampling_rounds:
-        raise ValueError(
+        raise FlowGRPOError(
             f"dynamic_sampling_rounds={args.dynamic_sampling_rounds} with objective.dataset: given images are not sampled again; "
             "set dynamic_sampling_rounds=0."
         )
     if pairs and min(args.microbatch, rows) % 2:
-        raise ValueError(f"microbatch={args.microbatch} is odd, but {objective.name} compares pairs: set an even one.")
+        raise FlowGRPOError(f"microbatch={args.microbatch} is odd, but {objective.name} compares pairs: set an even one.")
 
 
 def check_kept_graphs(args: RunSettings) -> None:
-    """Raise ValueError if settings conflict with `sampling.keep_graphs`."""
+    """Raise FlowGRPOError if settings conflict with `sampling.keep_graphs`."""
     if not args.sampling.keep_graphs:
         return
     if args.updates * args.epochs > 1:
-        raise ValueError(
+        raise FlowGRPOError(
             f"sampling.keep_graphs with updates={args.updates} and epochs={args.epochs}: after one update a rollout's graphs are of "
             "former weights; set updates=1 and epochs=1, or keep_graphs=false."
         )
     if args.dynamic_sampling_rounds:
-        raise ValueError(
+        raise FlowGRPOError(
             f"sampling.keep_graphs with dynamic_sampling_rounds={args.dynamic_sampling_rounds}: the graphs of all rounds would stay "
             "in memory; set dynamic_sampling_rounds=0, or keep_graphs=false."
         )
     if args.memory.shard is not None:
-        raise ValueError(
+        raise FlowGRPOError(
             f"sampling.keep_graphs with memory.shard={args.memory.shard}: processes that share weights or gradients run backward "
             "equally often, but have different numbers of graphs with signal; set keep_graphs=false."
         )
     if args.memory.offload is not None and not args.memory.gradient_checkpointing:
-        raise ValueError(
+        raise FlowGRPOError(
             f"sampling.keep_graphs with memory.offload={args.memory.offload}: each graph would hold copies of blocks' weights on "
             "the device; set memory.gradient_checkpointing=true, or keep_graphs=false."
         )
 
 
 def check_branches(args: RunSettings) -> None:
-    """Raise ValueError if settings conflict with `sampling.branches`."""
+    """Raise FlowGRPOError if settings conflict with `sampling.branches`."""
     sampling = args.sampling
     if not sampling.branches:
         return
     if math.prod(sampling.branches) != args.images_per_prompt:
-        raise ValueError(
+        raise FlowGRPOError(
             f"sampling.branches={sampling.branches} make {math.prod(sampling.branches)} images of a prompt, but images_per_prompt is "
             f"{args.images_per_prompt}: set images_per_prompt={math.prod(sampling.branches)}."
         )
     if len(sampling.branches) > sampling.num_trained_steps:
-        raise ValueError(
+        raise FlowGRPOError(
             f"sampling.branches={sampling.branches} part at {len(sampling.branches)} steps, but the window has "
             f"{sampling.num_trained_steps}: set sampling.window.size={len(sampling.branches)}."
         )
     if sampling.shared_initial_noise:
-        raise ValueError(
+        raise FlowGRPOError(
             f"sampling.shared_initial_noise is branches=[{args.images_per_prompt}]: leave out one of it and branches={sampling.branches}."
         )
     if args.method.critic:
-        raise ValueError(
+        raise FlowGRPOError(
             f"sampling.branches={sampling.branches} with {args.objective.name}: its critic makes the advantages of steps; leave it out."
         )
 
 
 def check_noise_between_images(sampling: SamplingConfig) -> None:
-    """Raise ValueError if the noise is to lie between images that share their state, so that no line leads from one to the other."""
+    """Raise FlowGRPOError if the noise is to lie between images that share their state, so that no line leads from one to the other."""
     if not methods.TRANSITIONS[sampling.transition].between_images:
         return
     if sampling.window.schedule == "auto":
-        raise ValueError(
+        raise FlowGRPOError(
             f"sampling.window.schedule=auto measures steps of images that share their state, between which "
             f"sampling.transition={sampling.transition} has no noise: set schedule=random."
         )
     if sampling.branches or sampling.shared_initial_noise:
         name = "branches" if sampling.branches else "shared_initial_noise"
-        raise ValueError(
+        raise FlowGRPOError(
             f"sampling.transition={sampling.transition} draws noise between different images, with sampling.{name} they share their "
             f"state: remove {name}, or set another transition."
         )
 
 
 def check_full_finetuning(args: RunSettings) -> None:
-    """Raise ValueError if settings conflict with `lora: null`, which trains all weights."""
+    """Raise FlowGRPOError if settings conflict with `lora: null`, which trains all weights."""
     if args.lora is not None:
         return
     if args.method.old_policy:
-        raise ValueError(
+        raise FlowGRPOError(
             f"objective {args.objective.name} keeps its old policy as a second LoRA, and lora=null has none: set lora={{rank: 32}}."
         )
     if args.memory.quantize is not None:
-        raise ValueError(
+        raise FlowGRPOError(
             f"memory.quantize={args.memory.quantize} is for base weights that are not trained, and lora=null trains all of them: "
             "leave one of the two out."
         )
     if args.memory.shard == "fsdp2" and args.optimizer.name == "adamw_8bit":
-        raise ValueError(
+        raise FlowGRPOError(
             "optimizer.name=adamw_8bit does not support sharded weights: with lora=null set memory.shard=false, or adamw."
         )
 
 
 def check_anchors(args: RunSettings) -> None:
-    """Raise ValueError if settings conflict with the anchors of the objective."""
+    """Raise FlowGRPOError if settings conflict with the anchors of the objective."""
     objective, kinds = args.objective, {anchor.to for anchor in args.objective.anchors}
     gates = {anchor.gate for anchor in objective.anchors} - {"none"}
     copied = sorted(kinds & set(COPIES))
     if copied and args.lora is None:
-        raise ValueError(
+        raise FlowGRPOError(
             f"objective.anchors: {copied[0]} is a second LoRA, and lora=null has none: set lora={{rank: 32}}, or to: base."
         )
     if gates and args.dataset is not None:
-        raise ValueError(
+        raise FlowGRPOError(
             f"objective.anchors: gate={min(gates)} needs rewards; images from a dataset have none: set gate=none."
         )
     if "advantage" in gates and args.method.critic:
-        raise ValueError(
+        raise FlowGRPOError(
             f"objective.anchors: gate=advantage needs an advantage for each image, {objective.name} has one for each step: "
             "set gate=none."
         )
     if "advantage" in gates and args.method.rows != "all":
-        raise ValueError(
+        raise FlowGRPOError(
             f"objective.anchors: gate=advantage needs advantages, and {objective.name} trains on the best of a group, without them: "
             "set gate=none."
         )
     if "advantage" in gates and args.sampling.branches:
-        raise ValueError(
+        raise FlowGRPOError(
             "objective.anchors: gate=advantage needs an advantage for each image, sampling.branches has one for each step: "
             "set gate=none."
         )
     if "disagreement" in gates and all(r.weight or name == objective.diversity_weight for name, r in args.rewards.items()):
-        raise ValueError(
+        raise FlowGRPOError(
             "objective.anchors: gate=disagreement compares the trained reward with rewards of weight 0: add one, such as "
             "rewards.clip=0."
         )
 
 
 def check_window(sampling: SamplingConfig) -> None:
-    """Raise ValueError if the window does not fit into the schedule."""
+    """Raise FlowGRPOError if the window does not fit into the schedule."""
     window = sampling.window
     transition = methods.TRANSITIONS[sampling.transition]
     if not transition.stochastic:
@@ -221,9 +224,9 @@ def check_window(sampling: SamplingConfig) -> None:
     last = sampling.last_trainable_step
     latest = sampling.steps - 1 if transition.noise_at_end else sampling.steps - 2
     if not window.first_step <= last <= latest:
-        raise ValueError(
+        raise FlowGRPOError(
             f"sampling.window trains steps {window.first_step} to {last}, but with {sampling.steps} sampling steps of "
             f"{sampling.transition} the trainable ones are 0 to {latest}."
         )
     if window.schedule != "all" and window.first_step + window.size - 1 > last:
-        raise ValueError(f"sampling.window.size={window.size} does not fit into steps {window.first_step} to {last}.")
+        raise FlowGRPOError(f"sampling.window.size={window.size} does not fit into steps {window.first_step} to {last}.")

@@ -18,10 +18,11 @@ from PIL.PngImagePlugin import PngInfo
 from torch import Tensor
 
 from flow_grpo.data.videos import save_animation, strips
+from flow_grpo.errors import FlowGRPOError
 from flow_grpo.files import atomic_file, write_errors
 from flow_grpo.image_prompt import SourceImage, images_of
-from rewards import images as reward_images
-from rewards.frames import is_video
+from flow_grpo.rewards import images as reward_images
+from flow_grpo.rewards.frames import is_video
 
 CHUNK = "flow_grpo"
 GAP = 10
@@ -128,7 +129,7 @@ def read_grid(path: Path) -> tuple[Tensor, list[ImageInfo]]:
     """The images (B, 3, H, W) in [0, 1] of a grid or single image that this module wrote, and what they are. Of videos: their strips.
 
     Raises:
-        ValueError: not a PNG, damaged, too large, or written by another program.
+        FlowGRPOError: not a PNG, damaged, too large, or written by another program.
     """
     return read_cells(open_image(path), path)
 
@@ -166,19 +167,19 @@ def read_cells(grid: Image.Image, path: Path) -> tuple[Tensor, list[ImageInfo]]:
         boxes = [(int(x), int(y), int(w), int(h)) for x, y, w, h in (entry["box"] for entry in entries)]
         cells = [ImageInfo(str(e["prompt"]), int(e["seed"]), str(e["model"]), bool(e.get("had_source"))) for e in entries]
     except (KeyError, TypeError, ValueError, OverflowError, RecursionError) as error:
-        raise ValueError(f"{path} has no prompts in it: it was not written by flow-grpo sample.") from error
+        raise FlowGRPOError(f"{path} has no prompts in it: it was not written by flow-grpo sample.") from error
     if not all(0 <= x < x + w <= grid.width and 0 <= y < y + h <= grid.height for x, y, w, h in boxes):
-        raise ValueError(f"{path} is damaged: its cells are outside the image.")
+        raise FlowGRPOError(f"{path} is damaged: its cells are outside the image.")
     one_size = len({(w, h) for _, _, w, h in boxes}) == 1
     if scale < 1 or not one_size or sum(w * h for _, _, w, h in boxes) > grid.width * grid.height:
-        raise ValueError(f"{path} is damaged: its cells don't form a grid.")
+        raise FlowGRPOError(f"{path} is damaged: its cells don't form a grid.")
     pixels = np.asarray(grid)
     images = [pixels[y : y + h : scale, x : x + w : scale] for x, y, w, h in boxes]
     return from_bytes(np.stack(images)), cells
 
 
 def open_image(path: Path) -> Image.Image:
-    """An image as RGB. ValueError if it can't be read, is an animation or has more than 178 million pixels."""
+    """An image as RGB. FlowGRPOError if it can't be read, is an animation or has more than 178 million pixels."""
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", Image.DecompressionBombWarning)  # at half the limit
@@ -187,23 +188,23 @@ def open_image(path: Path) -> Image.Image:
                 info = dict(getattr(opened, "text", {}))
                 image = reward_images.to_rgb(opened)
     except Image.DecompressionBombError as error:
-        raise ValueError(
+        raise FlowGRPOError(
             f"the image {path} has more than {MAX_PIXELS // 1_000_000} million pixels: make it smaller."
         ) from error
     except UnidentifiedImageError as error:
-        raise ValueError(f"{path} is not an image: give a PNG, JPEG or WebP file.") from error
+        raise FlowGRPOError(f"{path} is not an image: give a PNG, JPEG or WebP file.") from error
     except (OSError, ValueError, SyntaxError) as error:
         is_damaged = isinstance(error, SyntaxError) or (isinstance(error, OSError) and error.errno is None)
         advice = " Replace or remove it." if is_damaged else ""
         reason = " ".join(str(error).split()).rstrip(".")
-        raise ValueError(f"the image {path} could not be read: {reason}.{advice}") from error
+        raise FlowGRPOError(f"the image {path} could not be read: {reason}.{advice}") from error
     image.info = info
     return image
 
 
 def _check_single(image: Image.Image) -> None:
     if image.format in ANIMATED and getattr(image, "is_animated", False):
-        raise ValueError("it is an animation: give a single image")
+        raise FlowGRPOError("it is an animation: give a single image")
 
 
 def to_bytes(images: Tensor) -> np.ndarray:

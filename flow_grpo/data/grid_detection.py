@@ -12,6 +12,7 @@ from typing import Literal
 import numpy as np
 
 from flow_grpo.data.grid_layout import Box, GridLayout
+from flow_grpo.errors import FlowGRPOError
 
 JPEG_TOLERANCE = 64  # of 255: largest deviation of a JPEG's background from its color
 MIN_EDGE_CONTRAST = 4  # of 255: a smaller difference from the background is no edge
@@ -23,7 +24,7 @@ MAX_PARTS = 4000
 NUM_BACKGROUND_COLORS = 3  # most frequent colors that are tried as background
 
 
-class NotAGrid(ValueError):
+class NotAGrid(FlowGRPOError):
     """The image has several parts, but they may not be the images of a grid.
 
     Attributes:

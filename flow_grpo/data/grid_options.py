@@ -6,6 +6,7 @@ import numpy as np
 
 from flow_grpo.data.grid_detection import NotAGrid, detect
 from flow_grpo.data.grid_layout import GridLayout, equal_cells, single_image
+from flow_grpo.errors import FlowGRPOError
 
 ADVICE = (
     "Give --rows and --columns, --padding for what is between the images, captions included, and --crop for what is around all; "
@@ -42,12 +43,14 @@ def layout_of(pixels: np.ndarray, options: GridOptions, name: str, allow_single:
         allow_single: whether it may be a single image, if no options are given and no grid is found.
 
     Raises:
-        ValueError: no grid of equal images is found, or not the one that the options specify; names the options that help.
+        FlowGRPOError: no grid of equal images is found, or not the one that the options specify; names the options that help.
     """
     height, width = pixels.shape[:2]
     left, top, right, bottom = options.crop or (0, 0, 0, 0)
     if left + right >= width or top + bottom >= height:
-        raise ValueError(f"{name} has {width} x {height} pixels, of which --crop {left},{top},{right},{bottom} leaves none.")
+        raise FlowGRPOError(
+            f"{name} has {width} x {height} pixels, of which --crop {left},{top},{right},{bottom} leaves none."
+        )
     area = pixels[top : height - bottom, left : width - right]
     return _find(area, options, name, allow_single and options.is_empty).shifted(top, left, (height, width))
 
@@ -62,15 +65,15 @@ def _find(area: np.ndarray, options: GridOptions, name: str, allow_single: bool)
         if allow_single and not problem.has_images:
             return single_image((area.shape[0], area.shape[1]))
         advice = "" if "--rows" in str(problem) else f" {ADVICE}."
-        raise ValueError(f"{name} can't be cut into images: {problem}.{advice}") from problem
+        raise FlowGRPOError(f"{name} can't be cut into images: {problem}.{advice}") from problem
     if layout is None and known:
         return _cut_as_given(area, options, name)
     if layout is None and allow_single:
         return single_image((area.shape[0], area.shape[1]))
     if layout is None:
-        raise ValueError(f"{name} has no gutters between images. {ADVICE}.")
+        raise FlowGRPOError(f"{name} has no gutters between images. {ADVICE}.")
     if options.rows not in (None, layout.rows) or options.columns not in (None, layout.columns):
-        raise ValueError(f"{name} has {layout}, but --rows and --columns give other numbers. {ADVICE}.")
+        raise FlowGRPOError(f"{name} has {layout}, but --rows and --columns give other numbers. {ADVICE}.")
     if options.padding is not None:
         return _cut_as_given(area, GridOptions(layout.rows, layout.columns, options.padding, options.crop), name)
     return layout
@@ -84,7 +87,7 @@ def _cut_as_given(area: np.ndarray, options: GridOptions, name: str) -> GridLayo
     layout = equal_cells((height, width), options.rows, options.columns, padding, around=options.crop is None)
     if layout is None:
         where, left = ("between", ", cropped,") if options.crop else ("around", "")
-        raise ValueError(
+        raise FlowGRPOError(
             f"{name}{left} has {width} x {height} pixels, which are not {options.columns} columns x {options.rows} rows of equal "
             f"images with {padding[0]} and {padding[1]} pixels {where} them. {ADVICE}."
         )

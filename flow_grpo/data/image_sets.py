@@ -16,6 +16,7 @@ from flow_grpo.data.grid_options import GridOptions, layout_of
 from flow_grpo.data.prompt_files import read_table
 from flow_grpo.data.prompt_join import HOW_TO_GIVE_PROMPTS, file_column, join_prompts, rows_without_image
 from flow_grpo.data.prompts import FILE_NAME, FOLDER_FILES, PromptSet, load_prompts
+from flow_grpo.errors import FlowGRPOError
 from flow_grpo.image_prompt import images_of
 
 SUFFIXES = (".png", ".jpg", ".jpeg", ".webp")
@@ -90,12 +91,12 @@ def read(
         promptless: whether images without a prompt are accepted; their prompt is "".
 
     Raises:
-        ValueError: something is missing, unreadable, ambiguous, outside its folder, or differs in size from the rest.
+        FlowGRPOError: something is missing, unreadable, ambiguous, outside its folder, or differs in size from the rest.
     """
     if source.is_file():
         return _from_grid(source, prompts, grid or GridOptions(), promptless)
     if not source.is_dir():
-        raise ValueError(f"there is no image or folder {source}.")
+        raise FlowGRPOError(f"there is no image or folder {source}.")
     manifest = next((source / name for name in MANIFESTS if (source / name).is_file()), None)
     return _from_folder(source, prompts, promptless) if manifest is None else _from_manifest(manifest, prompts)
 
@@ -111,7 +112,7 @@ def _from_grid(file: Path, prompts: PromptSet | str | None, grid: GridOptions, p
         lacks_sources = _lacks_sources(texts, cells)
         return ImageSet(labels, texts, [cell.seed for cell in cells], metadata, pixels, lacks_sources=lacks_sources)
     if prompts is None and not promptless:
-        raise ValueError(
+        raise FlowGRPOError(
             f"{file} has no prompts in it: it was not written by flow-grpo sample. Give --prompt, or --prompts with a row for "
             "each of its images."
         )
@@ -139,7 +140,7 @@ def _prompt_indices(layout: GridLayout, images: np.ndarray, prompts: int, file: 
         return [cell // layout.columns for cell in range(layout.filled)]
     if cells - layout.columns < prompts < cells and all(not np.ptp(cell, axis=(0, 1)).any() for cell in images[prompts:]):
         return list(range(prompts))
-    raise ValueError(
+    raise FlowGRPOError(
         f"there are {prompts} prompts for the {layout.filled} images in {layout.rows} rows of {file}: give one for each image, "
         "one for each row, or one for all."
     )
@@ -149,7 +150,7 @@ def _from_manifest(manifest: Path, prompts: PromptSet | str | None) -> ImageSet:
     table, folder = load_prompts(manifest), manifest.parent
     column = file_column(table)
     if column is None:
-        raise ValueError(f"{manifest} has no column `file_name` with the image's path in the same folder.")
+        raise FlowGRPOError(f"{manifest} has no column `file_name` with the image's path in the same folder.")
     metadata = [dict(row) for row in table.metadata]
     files = [_image_path(manifest, row.pop(column)) for row in metadata]
     seeds = [_seed(manifest, row.pop("seed", None)) for row in metadata]
@@ -164,12 +165,12 @@ def _from_manifest(manifest: Path, prompts: PromptSet | str | None) -> ImageSet:
 def _image_path(manifest: Path, name: object) -> Path:
     """The path of an image, which must be inside the manifest's folder: the manifest may be untrusted."""
     if not isinstance(name, str) or not name or "\0" in name:
-        raise ValueError(f"{manifest} has {name!r} instead of an image's path.")
+        raise FlowGRPOError(f"{manifest} has {name!r} instead of an image's path.")
     folder, file = manifest.parent, manifest.parent / name
     if not file.resolve().is_relative_to(folder.resolve()):
-        raise ValueError(f"{manifest} names {name!r}, which is outside its folder: give paths inside the folder.")
+        raise FlowGRPOError(f"{manifest} names {name!r}, which is outside its folder: give paths inside the folder.")
     if not file.is_file():
-        raise ValueError(f"{manifest} names {name!r}, which does not exist.")
+        raise FlowGRPOError(f"{manifest} names {name!r}, which does not exist.")
     return file
 
 
@@ -177,19 +178,19 @@ def _seed(manifest: Path, value: object) -> int | None:
     if value is None or value != value:  # a table's empty number is NaN
         return None
     if isinstance(value, bool) or not isinstance(value, int | float) or value % 1 != 0:
-        raise ValueError(f"{manifest} has the seed {value!r}, which is not a whole number.")
+        raise FlowGRPOError(f"{manifest} has the seed {value!r}, which is not a whole number.")
     return int(value)
 
 
 def _from_folder(folder: Path, prompts: PromptSet | str | None, promptless: bool) -> ImageSet:
     files = sorted(f for f in folder.iterdir() if f.suffix.lower() in SUFFIXES and f.name != "grid.png")
     if not files:
-        raise ValueError(f"the folder {folder} contains no images.")
+        raise FlowGRPOError(f"the folder {folder} contains no images.")
     labels, opened = [file.name for file in files], [_read_image(file) for file in files]
     pixels, cells = _stack(files, [array for array, _ in opened]), [cell for _, cell in opened]
     without_prompt = next((file for file, cell in zip(files, cells, strict=True) if cell is None), None)
     if without_prompt is not None and prompts is None and not promptless:
-        raise ValueError(
+        raise FlowGRPOError(
             f"{without_prompt} has no prompt in it: it was not written by flow-grpo sample. For such images {HOW_TO_GIVE_PROMPTS}."
         )
     texts, metadata = join_prompts(labels, [None if cell is None else cell.prompt for cell in cells], prompts, folder)
@@ -217,14 +218,14 @@ def _read_image(file: Path) -> tuple[np.ndarray, ImageInfo | None]:
 def _check_no_videos(image: Image.Image, file: Path) -> None:
     """Raise ValueError for a grid of videos: a strip of frames is no image that a reward knows."""
     if shows_videos(image):
-        raise ValueError(f"{file} shows strips of videos, which can't be scored: measure the model by flow-grpo eval.")
+        raise FlowGRPOError(f"{file} shows strips of videos, which can't be scored: measure the model by flow-grpo eval.")
 
 
 def _stack(files: list[Path], arrays: list[np.ndarray]) -> Tensor:
     """Images (H, W, 3) as (B, 3, H, W)."""
     other_size = next((file for file, array in zip(files, arrays, strict=True) if array.shape != arrays[0].shape), None)
     if other_size is not None:
-        raise ValueError(f"{other_size} has another size than {files[0]}: score images of one size at a time.")
+        raise FlowGRPOError(f"{other_size} has another size than {files[0]}: score images of one size at a time.")
     return torch.from_numpy(np.stack(arrays)).permute(0, 3, 1, 2)
 
 

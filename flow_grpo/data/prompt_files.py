@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from flow_grpo.config.loading import read_text
+from flow_grpo.errors import FlowGRPOError
 
 COLUMNS = ("prompt", "prompts")  # names of the prompt column, upper or lower case
 SUFFIXES = (".txt", ".jsonl", ".json", ".csv", ".tsv", ".parquet")
@@ -36,12 +37,12 @@ def read_table(file: Path, name: str, suffix: str) -> Table:
         suffix: one of `SUFFIXES`, which decides the format.
 
     Raises:
-        ValueError: the file can't be read, or one of its lines is invalid; names the line.
+        FlowGRPOError: the file can't be read, or one of its lines is invalid; names the line.
     """
     if suffix == ".parquet":
         return _parquet_table(file, name)
     if suffix not in SUFFIXES:
-        raise ValueError(f"{name} is not a {', '.join(SUFFIXES[:-1])} or {SUFFIXES[-1]} file.")
+        raise FlowGRPOError(f"{name} is not a {', '.join(SUFFIXES[:-1])} or {SUFFIXES[-1]} file.")
     text = read_text(file)
     if suffix == ".txt":
         return _table_from_rows((f"line {n}", {COLUMNS[0]: line}) for n, line in _lines(text))
@@ -72,7 +73,7 @@ def _json_rows(text: str, name: str) -> Iterator[tuple[str, dict[str, Any]]]:
         entries = [(f"line {n}", _parse_json(line, f"{name}, line {n}")) for n, line in _lines(text)]
     for location, row in entries:
         if not isinstance(row, dict):
-            raise ValueError(f'{name}, {location}: give an object such as {{"prompt": "a red fox"}}, not {_short(row)}.')
+            raise FlowGRPOError(f'{name}, {location}: give an object such as {{"prompt": "a red fox"}}, not {_short(row)}.')
         yield location, row
 
 
@@ -80,14 +81,14 @@ def _parse_json(text: str, where: str) -> Any:
     def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         keys = [key for key, _ in pairs]
         if len(set(keys)) < len(keys):
-            raise ValueError(f"the key {_short(next(k for k in keys if keys.count(k) > 1))} occurs twice in an object")
+            raise FlowGRPOError(f"the key {_short(next(k for k in keys if keys.count(k) > 1))} occurs twice in an object")
         return dict(pairs)
 
     try:
         return json.loads(text, object_pairs_hook=unique)
     except (ValueError, RecursionError) as error:
         problem = "it is nested too deeply" if isinstance(error, RecursionError) else error
-        raise ValueError(f"{where} is not valid JSON: {problem}.") from error
+        raise FlowGRPOError(f"{where} is not valid JSON: {problem}.") from error
 
 
 def _csv_table(text: str, name: str, tabs: bool) -> Table:
@@ -100,7 +101,7 @@ def _csv_table(text: str, name: str, tabs: bool) -> Table:
     _check_unique(columns, name)
     for number, cells in body:
         if any(cells[len(columns) :]):
-            raise ValueError(
+            raise FlowGRPOError(
                 f"{name}, line {number}: it has {len(cells)} cells under {len(columns)} column names; put a text with "
                 f"{'tabs' if tabs else 'commas'} in double quotes{', in a .csv file' if tabs else ''}."
             )
@@ -124,7 +125,7 @@ def _csv_rows(text: str, name: str, tabs: bool) -> Iterator[tuple[int, list[str]
                 yield first, row
             first = reader.line_num + 1
     except csv.Error as error:
-        raise ValueError(f"{name}, line {reader.line_num}: not valid CSV, {error}.") from error
+        raise FlowGRPOError(f"{name}, line {reader.line_num}: not valid CSV, {error}.") from error
     finally:
         csv.field_size_limit(former)
 
@@ -151,7 +152,7 @@ def _parquet_table(file: Path, name: str) -> Table:
         table = ParquetFile(file).read()
         rows = table.to_pylist()
     except (pyarrow.ArrowException, OSError, ValueError) as error:
-        raise ValueError(f"{name} could not be read as Parquet: {' '.join(str(error).split())}") from error
+        raise FlowGRPOError(f"{name} could not be read as Parquet: {' '.join(str(error).split())}") from error
     _check_unique(table.column_names, name)
     return Table(table.column_names, rows, [f"row {n}" for n in range(1, len(rows) + 1)])
 
@@ -159,7 +160,7 @@ def _parquet_table(file: Path, name: str) -> Table:
 def _check_unique(columns: list[str], name: str) -> None:
     duplicate = next((column for column in columns if column and columns.count(column) > 1), None)
     if duplicate is not None:
-        raise ValueError(f"{name} has two columns `{duplicate}`: rename one of them.")
+        raise FlowGRPOError(f"{name} has two columns `{duplicate}`: rename one of them.")
 
 
 def _short(value: object) -> str:

@@ -9,6 +9,7 @@ from typing import Any
 
 from PIL import Image
 
+from flow_grpo.errors import FlowGRPOError
 from flow_grpo.image_prompt import SourceImage
 from flow_grpo.progress import phase
 
@@ -29,7 +30,7 @@ def read_images(
         column: its name, for errors.
 
     Raises:
-        ValueError: an image does not exist, is damaged, too large or no image; names the location.
+        FlowGRPOError: an image does not exist, is damaged, too large or no image; names the location.
     """
     readers = [
         [_reader(image, location, folder, column) for image in _cell_images(cell, location, column)]
@@ -51,14 +52,14 @@ def _cell_images(cell: Any, location: str, column: str) -> list[Any]:
         try:
             cell = json.loads(cell)
         except ValueError as error:
-            raise ValueError(
+            raise FlowGRPOError(
                 f"{location}: the column `{column}` holds {cell[:80]!r}, which is not a list of paths."
             ) from error
     if cell is None or cell == "":
         return []
     images = list(cell) if isinstance(cell, list | tuple) else [cell]
     if len(images) > MAX_IMAGES:
-        raise ValueError(f"{location}: a prompt has {len(images)} images; at most {MAX_IMAGES} are allowed.")
+        raise FlowGRPOError(f"{location}: a prompt has {len(images)} images; at most {MAX_IMAGES} are allowed.")
     return images
 
 
@@ -71,9 +72,9 @@ def _reader(image: Any, location: str, folder: Path | None, column: str) -> Call
     if isinstance(image, bytes):
         return partial(SourceImage.read, image, f"of {location}")
     if not isinstance(image, str | Path) or not str(image).strip() or "\0" in str(image):
-        raise ValueError(f"{location}: the column `{column}` holds {repr(image)[:80]}; give a path, or a list of paths.")
+        raise FlowGRPOError(f"{location}: the column `{column}` holds {repr(image)[:80]}; give a path, or a list of paths.")
     if folder is None and not Path(image).is_absolute():
-        raise ValueError(
+        raise FlowGRPOError(
             f"{location}: the image {str(image)[:200]} has no folder to be found in: download the file and its images."
         )
     return partial(SourceImage.read, (folder or Path()) / image, f"{str(image)[:200]} ({location})")

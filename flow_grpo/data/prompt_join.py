@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from flow_grpo.data.prompts import PromptSet
+from flow_grpo.errors import FlowGRPOError
 from flow_grpo.image_prompt import images_of
 from flow_grpo.text import counted
 
@@ -34,7 +35,7 @@ def join_prompts(
         return _join_by_prompt(labels, texts, prompts, path)
     for label, text, row in zip(labels, texts, rows, strict=True):
         if text is not None and text != str(prompts.prompts[row]):
-            raise ValueError(
+            raise FlowGRPOError(
                 f"{label} in {path} shows {text!r}, but the prompt given for it, row {row + 1}, is {prompts.prompts[row]!r}: "
                 "give the rows in the order of the images."
             )
@@ -61,12 +62,12 @@ def _rows_by_name(labels: list[str], names: list[object], folder: Path) -> list[
     row_of: dict[object, int] = {}
     for row, name in enumerate(names):
         if row_of.setdefault(name, row) != row:
-            raise ValueError(
+            raise FlowGRPOError(
                 f"the rows {row_of[name] + 1} and {row + 1} of the prompts are both for {name}: keep one of them."
             )
     missing = next((label for label in labels if label not in row_of), None)
     if missing is not None:
-        raise ValueError(f"the prompts have no row whose file name is {missing}, which is in {folder}.")
+        raise FlowGRPOError(f"the prompts have no row whose file name is {missing}, which is in {folder}.")
     return [row_of[label] for label in labels]
 
 
@@ -77,15 +78,15 @@ def _join_by_prompt(
     counts = f"there are {len(prompts)} prompts for {len(labels)} images in {path}"
     texts = [text for text in shown if text is not None]
     if len(texts) < len(labels):
-        raise ValueError(f"{counts}: {HOW_TO_GIVE_PROMPTS}.")
+        raise FlowGRPOError(f"{counts}: {HOW_TO_GIVE_PROMPTS}.")
     known: dict[str, tuple[str, dict]] = {}
     for prompt, row in zip(prompts.prompts, prompts.metadata, strict=True):
         text = str(prompt)
         if text in texts and known.setdefault(text, (prompt, row)) != (prompt, row):
-            raise ValueError(
+            raise FlowGRPOError(
                 f"{counts}, and several with the text {text!r} but different metadata or images: give a row for each image, in their order."
             )
     if not known and (any(prompts.metadata) or any(map(images_of, prompts.prompts))):
-        raise ValueError(f"{counts}, and no image has one of these prompts: give a row for each image, in their order.")
+        raise FlowGRPOError(f"{counts}, and no image has one of these prompts: give a row for each image, in their order.")
     joined = [known.get(text, (text, {})) for text in texts]
     return [prompt for prompt, _ in joined], [row for _, row in joined]

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from flow_grpo.config.sections import PromptSetConfig
 from flow_grpo.data.prompts import SET, PromptSampler, PromptSet, load_prompts
+from flow_grpo.errors import FlowGRPOError
 from flow_grpo.sampling import generator
 from flow_grpo.types import PromptBatch
 
@@ -33,7 +34,7 @@ def load_run_prompts(source: Any) -> PromptSet:
     """Load prompts as `load_prompts` does, or the mixture of a list of `PromptSetConfig`.
 
     Raises:
-        ValueError: as `load_prompts`, or the prompts have a column `prompt_set`.
+        FlowGRPOError: as `load_prompts`, or the prompts have a column `prompt_set`.
     """
     if isinstance(source, PromptMixture):
         return source
@@ -60,9 +61,9 @@ def _load_set(config: PromptSetConfig) -> PromptSet:
 
 
 def _without_sets(loaded: PromptSet, name: str) -> PromptSet:
-    """The prompts themselves. ValueError if they have the column that only a list of sets may give them."""
+    """The prompts themselves. FlowGRPOError if they have the column that only a list of sets may give them."""
     if any(SET in row for row in loaded.metadata):
-        raise ValueError(f"{name} has a column `{SET}`, which is the name of a prompt's set: give it another name.")
+        raise FlowGRPOError(f"{name} has a column `{SET}`, which is the name of a prompt's set: give it another name.")
     return loaded
 
 
@@ -72,7 +73,7 @@ class MixedPromptSampler(PromptSampler):
     Within a set, the prompts are those of a `PromptSampler`. Its arguments and methods are those of a `PromptSampler`.
 
     Raises:
-        ValueError: on sampling more prompts at once than a set has.
+        FlowGRPOError: on sampling more prompts at once than a set has.
     """
 
     def __init__(self, prompts: PromptMixture, seed: int, patience: int = 0, skip_steps: int = 0) -> None:
@@ -85,7 +86,7 @@ class MixedPromptSampler(PromptSampler):
         """`prompts` different prompts with `images` images each; the groups are numbered from `first_group`."""
         for name, part in zip(self.names, self.parts, strict=True):
             if prompts > len(part):
-                raise ValueError(
+                raise FlowGRPOError(
                     f"prompts_per_step={prompts}, but the prompt set {name} has {len(part)}, and all of a step may be drawn from it: "
                     "give it more prompts, or set a smaller prompts_per_step."
                 )

@@ -14,12 +14,13 @@ from flow_grpo.data.prompt_files import COLUMNS, SUFFIXES, Table, read_table
 from flow_grpo.data.prompt_images import COLUMN as IMAGE
 from flow_grpo.data.prompt_images import DERIVED, read_images
 from flow_grpo.data.prompt_sets import names_of_sets, source_of
+from flow_grpo.errors import FlowGRPOError
 from flow_grpo.files import write_atomic
 from flow_grpo.image_prompt import SourceImage, prompt_key, with_images
+from flow_grpo.rewards.downloads import HubUnreachable, downloads
 from flow_grpo.sampling import generator
 from flow_grpo.text import visible
 from flow_grpo.types import PromptBatch
-from rewards.downloads import HubUnreachable, downloads
 
 HTTPS = "https://"
 DATA_SET = re.compile(r"[\w.-]+/[\w.-]+|[\w-]+")  # a hub id of a data set
@@ -78,7 +79,7 @@ class PromptSampler:
     def sample_indices(self, step: int, prompts: int) -> list[int]:
         """The indices of `prompts` different prompts."""
         if prompts > len(self.prompts):
-            raise ValueError(f"prompts_per_step={prompts}, but there are only {len(self.prompts)} prompts.")
+            raise FlowGRPOError(f"prompts_per_step={prompts}, but there are only {len(self.prompts)} prompts.")
         left = self._available(step)
         if len(left) < prompts:
             self.epoch, self.position = self.epoch + 1, 0
@@ -152,7 +153,7 @@ def load_prompts(source: PromptSet | str | Path | list[str], image_column: str =
         image_column: the column of the prompts' images; `image` has another meaning in tables of given images.
 
     Raises:
-        ValueError: there is no such file or data set, or it has no prompts, no column `prompt`, or a value that is not a prompt or image.
+        FlowGRPOError: there is no such file or data set, or it has no prompts, no column `prompt`, or a value that is no prompt or image.
     """
     if isinstance(source, PromptSet):
         return source
@@ -162,19 +163,19 @@ def load_prompts(source: PromptSet | str | Path | list[str], image_column: str =
     table = _table(name)
     column = next((column for wanted in COLUMNS for column in table.columns if column.lower() == wanted), None)
     if not table.columns or (column and not table.rows):
-        raise ValueError(f"{name} holds no prompts.")
+        raise FlowGRPOError(f"{name} holds no prompts.")
     if column is None:
-        raise ValueError(f"{name} has no column `prompt`; it has {visible(', '.join(table.columns))[:200]}.")
+        raise FlowGRPOError(f"{name} has no column `prompt`; it has {visible(', '.join(table.columns))[:200]}.")
     clash = next((reserved for reserved in RESERVED_COLUMNS if reserved in table.columns and reserved != column), None)
     if clash is not None:
-        raise ValueError(
+        raise FlowGRPOError(
             f"{name} has a column `{clash}`, a name that is reserved in calls of rewards: give it another name."
         )
     images: list[tuple[SourceImage, ...]] = [()] * len(table.rows)
     if image_column in table.columns:
         clash = next((derived for derived in DERIVED if derived in table.columns and derived != image_column), None)
         if clash is not None:
-            raise ValueError(
+            raise FlowGRPOError(
                 f"{name} has images and a column `{clash}`, which rewards receive as those: give it another name."
             )
         folder = None if (file := _local(name)) is None else (file if file.is_dir() else file.parent)
@@ -192,7 +193,7 @@ def _table(name: str) -> Table:
         manifest = next(file / candidate for candidate in FOLDER_FILES if (file / candidate).is_file())
         table = read_table(manifest, str(manifest), manifest.suffix.lower())
         if FILE_NAME not in table.columns:
-            raise ValueError(f"{manifest} has no column `{FILE_NAME}` with the names of the images in its folder.")
+            raise FlowGRPOError(f"{manifest} has no column `{FILE_NAME}` with the names of the images in its folder.")
         rows = [{IMAGE if key == FILE_NAME else key: value for key, value in row.items()} for row in table.rows]
         return Table([IMAGE if key == FILE_NAME else key for key in table.columns], rows, table.locations)
     if file is not None:
@@ -204,7 +205,7 @@ def _table(name: str) -> Table:
 
 
 def _local(name: str) -> Path | None:
-    """The local file of that name, or None for an address or a data set. ValueError if it can't be any of these."""
+    """The local file of that name, or None for an address or a data set. FlowGRPOError if it can't be any of these."""
     source = source_of(name)
     try:
         file = next((f for f in (Path(name), Path(source), bundled_file(source)) if f.is_file()), None)
@@ -216,11 +217,11 @@ def _local(name: str) -> Path | None:
     if file is not None or source.startswith(HTTPS):
         return file
     if is_folder:
-        raise ValueError(f"{name} is a folder without a metadata.jsonl: give a prompt file in it.")
+        raise FlowGRPOError(f"{name} is a folder without a metadata.jsonl: give a prompt file in it.")
     if is_prompt_file(source):
-        raise ValueError(f"there is no prompt file {name}.")
+        raise FlowGRPOError(f"there is no prompt file {name}.")
     if not DATA_SET.fullmatch(source):
-        raise ValueError(
+        raise FlowGRPOError(
             f"{name[:200]!r} is not a prompt file, an address or a data set: write prompts into a file, one per line."
         )
     return None
@@ -251,7 +252,7 @@ def _content(address: str) -> bytes:
         for part in response.iter_bytes():
             content += part
             if len(content) > MAX_BYTES:
-                raise ValueError(f"it has more than {MAX_BYTES >> 20} MB")
+                raise FlowGRPOError(f"it has more than {MAX_BYTES >> 20} MB")
     return bytes(content)
 
 
@@ -268,7 +269,7 @@ def _data_set(source: str) -> Table:
             f"the prompts {error} Give a local file of them; the sets known by name are {names_of_sets()}."
         ) from error
     except Exception as error:
-        raise ValueError(_unreachable(source, error)) from error
+        raise FlowGRPOError(_unreachable(source, error)) from error
     return Table(data_set.column_names, rows, [f"row {n}" for n in range(1, len(rows) + 1)])
 
 
@@ -282,11 +283,11 @@ def _unreachable(source: str, error: Exception) -> str:
 
 def _prompt_set(prompts: list, metadata: list[dict], source: str, locations: list[str] | None = None) -> PromptSet:
     if not prompts:
-        raise ValueError(f"{source} holds no prompts.")
+        raise FlowGRPOError(f"{source} holds no prompts.")
     invalid = next((i for i, prompt in enumerate(prompts) if not _is_prompt(prompt)), None)
     if invalid is not None:
         where = f"{source}, {locations[invalid]}" if locations else source
-        raise ValueError(
+        raise FlowGRPOError(
             f"{where}: {repr(prompts[invalid])[:80]} is not a prompt: every prompt must be a text that is not empty."
         )
     return PromptSet(list(prompts), metadata)

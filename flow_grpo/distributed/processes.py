@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from flow_grpo.distributed.parent import end_with_launcher
+from flow_grpo.errors import FlowGRPOError
 from flow_grpo.text import first_line
 
 PEER_LOST = 75  # exit status of a process that lost its connection to another one
@@ -46,7 +47,7 @@ class Processes:
         """Join the processes that the launcher's environment names, each on its own device. The process ends with the launcher.
 
         Raises:
-            ValueError: the processes can't connect.
+            FlowGRPOError: the processes can't connect.
         """
         if int(os.environ.get("WORLD_SIZE", "1")) < 2:
             return cls(device=device)
@@ -59,7 +60,7 @@ class Processes:
         except RuntimeError as error:
             address = ":".join(os.environ.get(name, "?") for name in ("MASTER_ADDR", "MASTER_PORT"))
             reason = first_line(error).rstrip(".")
-            raise ValueError(
+            raise FlowGRPOError(
                 f"the {os.environ['WORLD_SIZE']} processes of the run don't meet at {address} ({reason}): set MASTER_PORT to a port "
                 "that no other program uses, MASTER_ADDR to the machine of rank 0, and GLOO_SOCKET_IFNAME to the network interface."
             ) from error
@@ -94,7 +95,9 @@ class Processes:
         torch.distributed.all_gather_object(values, value, self.value_group)
         return values
 
-    def gather_or_raise(self, call: Callable[[], Value], errors: tuple[type[Exception], ...] = (ValueError,)) -> list[Value]:
+    def gather_or_raise(
+        self, call: Callable[[], Value], errors: tuple[type[Exception], ...] = (FlowGRPOError,)
+    ) -> list[Value]:
         """What `call` returns in each process, by rank. An error of one of these types is raised in all of them, so that none waits.
 
         The error has the attribute `is_shared`.
@@ -156,17 +159,17 @@ class Processes:
     def local_microbatch(self, prompts: int, images: int, microbatch: int, updates: int, pairs: bool = False) -> int:
         """The micro-batch of a process: the largest that divides its rows, at most `microbatch`, even for pairs of rows.
 
-        ValueError if a step can't be shared evenly.
+        FlowGRPOError if a step can't be shared evenly.
         """
         if self.world_size > 1 and prompts % (updates * self.world_size):
-            raise ValueError(
+            raise FlowGRPOError(
                 f"prompts_per_step={prompts} is not divisible by updates x processes = {updates} x {self.world_size}: every process takes "
                 "an equal share of each update."
             )
         rows = prompts * images // self.world_size
         fitting = [n for n in range(1, min(microbatch, rows) + 1) if rows % n == 0 and not (pairs and n % 2)]
         if not fitting:
-            raise ValueError(f"dpo compares pairs of rows, but a process has {rows} of them: set other sizes of a step.")
+            raise FlowGRPOError(f"dpo compares pairs of rows, but a process has {rows} of them: set other sizes of a step.")
         return fitting[-1]
 
 

@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, TypeGuard
 import torch
 from torch import Tensor
 
+from flow_grpo.errors import FlowGRPOError
+
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
 
@@ -22,12 +24,12 @@ def fully_shard_blocks(
         replicated: parameters that every process keeps in full, such as those of a LoRA, which is small.
 
     Raises:
-        ValueError: this torch cannot leave single parameters out.
+        FlowGRPOError: this torch cannot leave single parameters out.
     """
     from torch.distributed.fsdp import fully_shard
 
     if "ignored_params" not in inspect.signature(fully_shard).parameters:
-        raise ValueError(f"memory.shard needs torch 2.7 or later, and this is {torch.__version__}.")
+        raise FlowGRPOError(f"memory.shard needs torch 2.7 or later, and this is {torch.__version__}.")
     for block in blocks:
         fully_shard(block, ignored_params=replicated)
     # shard again after each pass: a process that saves a LoRA alone must not leave the others in another state

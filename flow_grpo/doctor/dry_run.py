@@ -10,10 +10,10 @@ from flow_grpo.data.prompts import PromptSet
 from flow_grpo.doctor.dry_run_model import check_model, cost_lines
 from flow_grpo.doctor.dry_run_report import DryRunReport
 from flow_grpo.doctor.dry_run_rewards import check_rewards
+from flow_grpo.rewards.downloads import is_missing_download
 from flow_grpo.run_folder.opening import check_begun
 from flow_grpo.training import early_checks
 from flow_grpo.training.offline import load_examples
-from rewards.downloads import is_missing_download
 
 
 def dry_run(args: FlowGRPOConfig, num_processes: int = 1, resume: bool = False) -> list[str]:
@@ -25,7 +25,7 @@ def dry_run(args: FlowGRPOConfig, num_processes: int = 1, resume: bool = False) 
         Lines for the user: what was checked, what a step costs, warnings.
 
     Raises:
-        ValueError: the run would fail, with the same sentence. A folder that holds a run already is a warning.
+        FlowGRPOError: the run would fail, with the same sentence. A folder that holds a run already is a warning.
     """
     report, folder = DryRunReport(["settings"]), Path(args.output_dir)
     early_checks.check_writable(folder)

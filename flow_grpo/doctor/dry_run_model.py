@@ -14,8 +14,8 @@ from flow_grpo.plan.trace import UntraceableModel
 from flow_grpo.policy import hub
 from flow_grpo.policy.devices import usable_device
 from flow_grpo.policy.model_files import check_weight_files
+from flow_grpo.rewards.downloads import is_missing_download
 from flow_grpo.training.early_checks import check_frames
-from rewards.downloads import is_missing_download
 
 
 def check_model(args: FlowGRPOConfig, num_processes: int, report: DryRunReport, estimate: bool) -> StepEstimator | None:

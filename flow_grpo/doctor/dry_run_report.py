@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, field
 
-from rewards.downloads import hub_is_reachable
+from flow_grpo.rewards.downloads import hub_is_reachable
 
 NUM_NOISE_IMAGES = 2  # on which a dry run calls each reward
 

@@ -2,16 +2,16 @@
 
 import torch
 
-import rewards as reward_kit
+from flow_grpo import rewards as reward_kit
 from flow_grpo.config import FlowGRPOConfig
 from flow_grpo.config.sections import RewardConfig
 from flow_grpo.data.prompts import PromptSet
 from flow_grpo.doctor.dry_run_report import NUM_NOISE_IMAGES, DryRunReport
 from flow_grpo.progress import phase
+from flow_grpo.rewards.downloads import is_missing_download, offline_mode
+from flow_grpo.rewards.frames import ALL, frames_of
 from flow_grpo.training.early_checks import check_scope
 from flow_grpo.training.rewards import COSTLY, HUMAN, load_reward, reason_not_to_call
-from rewards.downloads import is_missing_download, offline_mode
-from rewards.frames import ALL, frames_of
 
 DEFAULT_SIZE = 512  # of images where the model's size is unknown
 ANY_PROMPT = "a photo"  # in place of prompts that are not downloaded

@@ -16,13 +16,13 @@ import torch
 from PIL import Image, ImageFilter
 from torch import Tensor
 
-import rewards
+from flow_grpo import rewards
 from flow_grpo.data.grid import from_bytes, to_bytes
 from flow_grpo.evaluation.group_dependence import RewardInputs, depends_on_group
 from flow_grpo.progress import phase
+from flow_grpo.rewards import user_code
+from flow_grpo.rewards.groups import IMAGE, rows_by_group, scope_of, signature, with_attributes_of
 from flow_grpo.text import counted
-from rewards import user_code
-from rewards.groups import IMAGE, rows_by_group, scope_of, signature, with_attributes_of
 
 NUM_TIMED = 5  # images that `measure` scores one by one
 NUM_REPEATED = 32  # images that `probe` scores several times
@@ -71,7 +71,7 @@ class RewardStats:
 
 
 def measure(name: str, load: Callable[[], rewards.Reward], inputs: RewardInputs) -> RewardStats:
-    """Load a reward and measure it. ValueError as of `rewards.score`."""
+    """Load a reward and measure it. FlowGRPOError as of `rewards.score`."""
     memory_before = _peak_megabytes()
     with phase(f"loading reward {name}"):
         reward = load()
@@ -148,7 +148,7 @@ class RewardProbe(RewardCall):
 
 
 def call_once(name: str, reward: rewards.Reward, inputs: RewardInputs) -> RewardCall:
-    """Score the images once. ValueError as of `rewards.call_reward`."""
+    """Score the images once. FlowGRPOError as of `rewards.call_reward`."""
     images, gradient = inputs.images.clone(), {"reached": False}
     seconds, values = _timed(
         lambda: rewards.call_reward(name, _watching_gradient(reward, gradient), images, inputs.prompts, inputs.columns)
@@ -163,7 +163,7 @@ def call_once(name: str, reward: rewards.Reward, inputs: RewardInputs) -> Reward
 
 
 def probe(name: str, reward: rewards.Reward, inputs: RewardInputs) -> RewardProbe:
-    """Score the images several times. ValueError as of `rewards.call_reward`."""
+    """Score the images several times. FlowGRPOError as of `rewards.call_reward`."""
     count = len(inputs.prompts)
     units = smallest_calls(reward, inputs.prompts)
     subset = inputs.take([row for rows in units[:: -(-count // NUM_REPEATED)] for row in rows])

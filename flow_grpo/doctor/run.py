@@ -19,7 +19,7 @@ def run_checks(args: FlowGRPOConfig) -> Iterator[CheckSection]:
     """Check the run section by section, and end early where the run would fail.
 
     Raises:
-        ValueError: the run could not start.
+        FlowGRPOError: the run could not start.
     """
     return RunChecks(FlowGRPOTrainer(args=args)).sections()
 

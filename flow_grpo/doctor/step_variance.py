@@ -6,6 +6,7 @@ from rich.console import Console
 from rich.table import Table
 
 from flow_grpo.config import FlowGRPOConfig
+from flow_grpo.errors import FlowGRPOError
 from flow_grpo.figures import new_figure, save_figure
 from flow_grpo.methods import TRANSITIONS
 from flow_grpo.text import counted
@@ -19,18 +20,18 @@ def check_step_variance(
     """Measure the reward variance of each step, print a table and save a plot.
 
     Raises:
-        ValueError: a transition is not stochastic or its noise lies between images, or the objective samples the ODE.
+        FlowGRPOError: a transition is not stochastic or its noise lies between images, or the objective samples the ODE.
     """
     known = [name for name, row in TRANSITIONS.items() if row.stochastic and not row.between_images]
     refused = next((name for name in transitions if name not in known), None)
     if refused is not None:
         needs_others = refused in TRANSITIONS and TRANSITIONS[refused].between_images
         reason = "needs images that differ" if needs_others else "is not a stochastic transition"
-        raise ValueError(f"{refused} {reason}; choose from {', '.join(known)}.")
+        raise FlowGRPOError(f"{refused} {reason}; choose from {', '.join(known)}.")
     trainer = FlowGRPOTrainer(args=args)
     stage = trainer.stage.args
     if not stage.method.stepwise:
-        raise ValueError(
+        raise FlowGRPOError(
             f"objective {stage.objective.name} samples the ODE, which has no stochastic steps: give a config with an objective "
             "on sampling steps, such as tiny_grpo."
         )

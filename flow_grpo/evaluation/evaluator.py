@@ -8,15 +8,16 @@ from pathlib import Path
 from flow_grpo.config.sections import EvaluationConfig
 from flow_grpo.data.prompts import PromptSet, rows_by_set
 from flow_grpo.distributed.processes import Processes
+from flow_grpo.errors import FlowGRPOError
 from flow_grpo.evaluation import hacking
 from flow_grpo.evaluation.group_dependence import group_dependence_warnings
 from flow_grpo.evaluation.held_out import check_evaluation_sizes, evaluate
 from flow_grpo.evaluation.recording import NUM_PREVIEWS, EvaluationRecorder, save_sample_grid
 from flow_grpo.policy.policy import Policy
+from flow_grpo.rewards import WeightedSum
 from flow_grpo.tracking.tracker import Tracker
 from flow_grpo.training.interrupt import Interrupted
 from flow_grpo.types import Evaluation, Experience
-from rewards import WeightedSum
 
 
 class Evaluator:
@@ -53,7 +54,9 @@ class Evaluator:
         if prompts is not None:
             check_evaluation_sizes(policy.with_guidance(settings.guidance), settings)
         elif settings.height or settings.width or settings.sizes:
-            raise ValueError("a size of held-out images is set, but there are no held-out prompts: set evaluation.prompts.")
+            raise FlowGRPOError(
+                "a size of held-out images is set, but there are no held-out prompts: set evaluation.prompts."
+            )
 
     def start_recording(self, info: Callable[[str], None]) -> None:
         """Keep the evaluations of the run from here on; `info` prints a note on earlier ones. On the main process."""
@@ -79,7 +82,7 @@ class Evaluator:
     def _evaluate_at(self, height: int | None, width: int | None, microbatch: int, num_kept_images: int) -> Evaluation:
         """An evaluation at a size; None is the size in training."""
         if self.prompts is None:
-            raise ValueError("there are no held-out prompts: set evaluation.prompts.")
+            raise FlowGRPOError("there are no held-out prompts: set evaluation.prompts.")
         return evaluate(
             self.policy.with_guidance(self.settings.guidance).at_size(height, width),
             self.prompts,
@@ -102,7 +105,7 @@ class Evaluator:
         if self.processes.all_gather(bool(histories) and hacking.best_step(histories[""]) == step)[0]:
             save_best()  # before the metrics name it
         warnings = self.processes.gather_or_raise(
-            lambda: self._reward_warnings(step, evaluation), (ValueError, Interrupted)
+            lambda: self._reward_warnings(step, evaluation), (FlowGRPOError, Interrupted)
         )[0]
         if self.recorder:
             self._log(step, evaluation, histories, seconds, tracker)

@@ -7,14 +7,14 @@ from functools import partial
 import torch
 from torch import Tensor
 
-import rewards
+from flow_grpo import rewards
 from flow_grpo.data.image_sets import ImageRecords
 from flow_grpo.data.prompts import PromptSet
 from flow_grpo.progress import phase
+from flow_grpo.rewards.groups import IMAGE, scope_of
 from flow_grpo.text import counted
 from flow_grpo.training.interrupt import call_interruptibly
 from flow_grpo.training.rewards import reason_not_to_call
-from rewards.groups import IMAGE, scope_of
 
 NUM_IMAGES = 4  # scored together, and each alone
 NOISE_FACTOR = 5  # a difference counts from this many times the reward's own noise on
@@ -40,7 +40,7 @@ class RewardInputs:
         return RewardInputs(self.images[rows], [self.prompts[i] for i in rows], columns)
 
     def score(self, name: str, reward: rewards.Reward) -> Tensor:
-        """Values (B,). ValueError as of `rewards.score`."""
+        """Values (B,). FlowGRPOError as of `rewards.score`."""
         return rewards.score(name, reward, self.images, self.prompts, **self.columns)
 
 

@@ -11,15 +11,16 @@ from torch import Tensor
 from flow_grpo.config.sections import EvaluationConfig
 from flow_grpo.data.prompts import PromptSet
 from flow_grpo.distributed.processes import Processes
+from flow_grpo.errors import FlowGRPOError
 from flow_grpo.evaluation.generate import generate_images, image_seed
 from flow_grpo.evaluation.image_metrics import NUM_DIVERSITY_PROMPTS, high_frequency_power, rms_difference, score_images
 from flow_grpo.policy.pipeline import FlowPipeline
 from flow_grpo.progress import phase
+from flow_grpo.rewards import WeightedSum
 from flow_grpo.run_folder.samples import best_and_worst
 from flow_grpo.text import counted, first_line
 from flow_grpo.training.interrupt import Interrupted, call_interruptibly
 from flow_grpo.types import Evaluation
-from rewards import WeightedSum
 
 
 def evaluate(
@@ -70,7 +71,7 @@ def evaluate(
         return {name: value.view(-1, images_per_prompt).nanmean(1) for name, value in values.items()}
 
     with phase(f"scoring {counted(len(batch.prompts), 'held-out image')}"):
-        by_process = processes.gather_or_raise(score, (ValueError, Interrupted))
+        by_process = processes.gather_or_raise(score, (FlowGRPOError, Interrupted))
     values = {name: _in_prompt_order([part[name] for part in by_process]) for name in by_process[0]}
     if rewards.row_weights(prompts.repeat(1).metadata_columns()) is not None:  # without rewards that no prompt names
         values = {name: v for name, v in values.items() if name == "reward" or not v.isnan().all()}
@@ -132,7 +133,7 @@ def _in_prompt_order(parts: list[Tensor]) -> Tensor:
 
 @torch.no_grad()
 def check_evaluation_sizes(model: FlowPipeline, settings: EvaluationConfig) -> None:
-    """Generate an image at each size that differs from training's. ValueError if that fails or has another size."""
+    """Generate an image at each size that differs from training's. FlowGRPOError if that fails or has another size."""
     if settings.height or settings.width:
         at = model.at_size(settings.height, settings.width)
         _check(at, "evaluation.height and width", at.call.get("height"), at.call.get("width"))
@@ -150,6 +151,8 @@ def _check(model: FlowPipeline, setting: str, height: int | None, width: int | N
     except torch.OutOfMemoryError:
         raise
     except Exception as error:  # each pipeline has its own
-        raise ValueError(f"{setting}: {name} can't generate {height} x {width} pixels: {first_line(error)}") from error
+        raise FlowGRPOError(f"{setting}: {name} can't generate {height} x {width} pixels: {first_line(error)}") from error
     if size != (height or size[0], width or size[1]):
-        raise ValueError(f"{setting}: {name} generates {size[0]} x {size[1]} pixels, not {height} x {width}: set that size.")
+        raise FlowGRPOError(
+            f"{setting}: {name} generates {size[0]} x {size[1]} pixels, not {height} x {width}: set that size."
+        )

@@ -9,8 +9,8 @@ from torch import Tensor
 from flow_grpo import sampling
 from flow_grpo.policy.policy import Policy
 from flow_grpo.progress import phase
+from flow_grpo.rewards import WeightedSum
 from flow_grpo.text import counted
-from rewards import WeightedSum
 
 # Names of metrics in eval.json, .md and .csv
 HIGH_FREQUENCY_POWER, DIVERSITY, BASE_DISTANCE = "high-frequency power", "diversity", "distance from base"

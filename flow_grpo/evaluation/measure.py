@@ -12,6 +12,7 @@ from flow_grpo.config.sections import EvaluationConfig
 from flow_grpo.data.image_sets import ImageRecords
 from flow_grpo.data.prompt_mixture import load_run_prompts
 from flow_grpo.data.prompts import PromptSet
+from flow_grpo.errors import FlowGRPOError
 from flow_grpo.evaluation.generate import generate_images, image_seed
 from flow_grpo.evaluation.image_metrics import (
     BASE_DISTANCE,
@@ -26,8 +27,8 @@ from flow_grpo.evaluation.scorecard import TargetResult
 from flow_grpo.evaluation.targets import ModelTarget, Target
 from flow_grpo.policy.loading import load_policy
 from flow_grpo.policy.policy import Policy
+from flow_grpo.rewards import WeightedSum
 from flow_grpo.run_folder.weights import load_trained_weights
-from rewards import WeightedSum
 
 IMAGES_PER_BATCH = 64  # of an image set that are scored together; more if one prompt has more
 Progress = Callable[[Target, int, int], None]
@@ -46,18 +47,20 @@ def rows_to_generate(
     """The images that models generate: those prompts, with their seeds if they have any; by default the config's held-out prompts."""
     if isinstance(known, ImageRecords):
         if seeds > 1:
-            raise ValueError("the images of --prompts have seeds of their own: leave --seeds out.")
+            raise FlowGRPOError("the images of --prompts have seeds of their own: leave --seeds out.")
         if None in known.seeds:
-            raise ValueError("some images of --prompts have no seeds: give images written by flow-grpo sample.")
+            raise FlowGRPOError("some images of --prompts have no seeds: give images written by flow-grpo sample.")
         if known.lacks_sources:
-            raise ValueError(
+            raise FlowGRPOError(
                 "the images of --prompts are edits, and the images that they were made of are not stored in them: give the file of their "
                 "prompts by --prompts."
             )
         return known.head(limit)
     if known is None:
         if settings.prompts is None:
-            raise ValueError("there are no prompts to measure on: give --prompts, or set evaluation.prompts in the config.")
+            raise FlowGRPOError(
+                "there are no prompts to measure on: give --prompts, or set evaluation.prompts in the config."
+            )
         known = load_run_prompts(settings.prompts).head(settings.max_prompts)
     return requests(known, seeds, settings.seed).head(limit)
 

@@ -13,10 +13,10 @@ from flow_grpo.evaluation import hacking
 from flow_grpo.evaluation.generate import generate_images, image_seed
 from flow_grpo.policy.pipeline import FlowPipeline
 from flow_grpo.policy.policy import Policy
+from flow_grpo.rewards.frames import is_video
 from flow_grpo.run_folder import layout
 from flow_grpo.run_folder.samples import SampleRecorder
 from flow_grpo.types import Evaluation
-from rewards.frames import is_video
 
 NUM_SAMPLES = 8  # prompts in a grid of RUN/samples
 NUM_PREVIEWS = 16  # held-out prompts in the before and after grids

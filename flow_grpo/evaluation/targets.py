@@ -4,12 +4,13 @@ import itertools
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-import rewards
+from flow_grpo import rewards
 from flow_grpo.config.bundled import SUFFIXES, bundled_file
 from flow_grpo.config.run_config import FlowGRPOConfig
 from flow_grpo.data import image_sets
 from flow_grpo.data.grid_options import GridOptions
 from flow_grpo.data.prompts import PromptSet
+from flow_grpo.errors import FlowGRPOError
 from flow_grpo.policy import hub
 from flow_grpo.run_folder import layout
 from flow_grpo.run_folder.reader import RunReader
@@ -87,12 +88,14 @@ def resolve_targets(words: list[str], options: TargetOptions, loras: list[str] |
         loras: further words; a hub id among them is a LoRA, not a model.
 
     Raises:
-        ValueError: a word names no target, or a target is incomplete.
+        FlowGRPOError: a word names no target, or a target is incomplete.
     """
     options = replace(options, fallback_config=next((word for word in words if _is_config(word)), None))
     everything = [*words, *(loras or [])]
     if len(set(everything)) < len(everything):
-        raise ValueError(f"{next(w for w in everything if everything.count(w) > 1)} is given twice: give each target once.")
+        raise FlowGRPOError(
+            f"{next(w for w in everything if everything.count(w) > 1)} is given twice: give each target once."
+        )
     resolved = [_resolve(word, options) for word in words]
     resolved += [_folder(Path(word), options) if Path(word).is_dir() else _lora(Path(word), options) for word in loras or []]
     _check_duplicates(resolved, everything)
@@ -121,13 +124,13 @@ def unnamed_rewards(run: RunReader, args: FlowGRPOConfig) -> list[str]:
 
 
 def check_rewards_are_named(target: ModelTarget) -> None:
-    """Check that the config of a run's weights names what they were trained on. ValueError if not."""
+    """Check that the config of a run's weights names what they were trained on. FlowGRPOError if not."""
     if target.config_file is None or not layout.is_run(target.config_file.parent):
         return
     recorded = FlowGRPOConfig.from_yaml(target.config_file)
     unnamed = unnamed_rewards(RunReader(target.config_file.parent), recorded)
     if unnamed and target.args.rewards == recorded.rewards:
-        raise ValueError(
+        raise FlowGRPOError(
             f"{target.config_file} has no name to load {', '.join(unnamed)} by, on which the run was trained from Python: say what "
             "to measure by --reward, such as --reward my_reward.py:my_fn."
         )
@@ -137,7 +140,7 @@ def _check_duplicates(targets: list[Target], words: list[str]) -> None:
     first: dict[tuple, str] = {}
     for target, word in zip(targets, words, strict=True):
         if isinstance(target, ModelTarget) and target.is_base and first.setdefault(target.pipeline, word) != word:
-            raise ValueError(
+            raise FlowGRPOError(
                 f"{first[target.pipeline]} and {word} are the same base model with the same settings: give one of them."
             )
 
@@ -178,7 +181,7 @@ def _resolve(word: str, options: TargetOptions) -> Target:
     if not path.exists() and (word in hub.BUNDLED_MODELS or hub.looks_like_hub_id(word)):
         return _model(word, options)
     problem = f"{word} is not" if path.exists() else f"there is no {word}: give"
-    raise ValueError(f"{problem} {TARGET_KINDS}.")
+    raise FlowGRPOError(f"{problem} {TARGET_KINDS}.")
 
 
 def _folder(path: Path, options: TargetOptions) -> Target:
@@ -192,7 +195,7 @@ def _folder(path: Path, options: TargetOptions) -> Target:
         return _run(path, options)
     files = [file for file in path.iterdir() if image_sets.is_image_file(file) or file.name in image_sets.MANIFESTS]
     if not files:
-        raise ValueError(f"{path} is not {TARGET_KINDS}.")
+        raise FlowGRPOError(f"{path} is not {TARGET_KINDS}.")
     return _images(path, options)
 
 
@@ -200,7 +203,9 @@ def _run(path: Path, options: TargetOptions) -> ModelTarget:
     args = FlowGRPOConfig.from_yaml(path / layout.CONFIG, options.overrides)
     what, folder = ("transformer", path / layout.TRANSFORMER) if args.lora is None else ("LoRA", path / layout.LORA)
     if not folder.is_dir():
-        raise ValueError(f"the run {path} has no {what} yet: give one of its checkpoints, in {path / layout.CHECKPOINTS}.")
+        raise FlowGRPOError(
+            f"the run {path} has no {what} yet: give one of its checkpoints, in {path / layout.CHECKPOINTS}."
+        )
     return ModelTarget(path.resolve().name, f"{what} {folder}", args, str(folder), config_file=path / layout.CONFIG)
 
 
@@ -208,7 +213,7 @@ def _checkpoint(path: Path, options: TargetOptions) -> ModelTarget:
     folder = path.resolve()
     run = folder.parent.parent
     if not (run / layout.CONFIG).is_file():
-        raise ValueError(
+        raise FlowGRPOError(
             f"the checkpoint {path} is not in its run's folder, whose {layout.CONFIG} has its model and settings."
         )
     args = FlowGRPOConfig.from_yaml(run / layout.CONFIG, options.overrides)
@@ -224,7 +229,7 @@ def _lora(path: Path, options: TargetOptions) -> ModelTarget:
     own = next((file for file in candidates if file.is_file()), None) if options.config is None else None
     config = options.config or own or options.fallback_config
     if config is None:
-        raise ValueError(
+        raise FlowGRPOError(
             f"the LoRA {path} has no config.yaml that names its model: give a config of that model by --config."
         )
     args = FlowGRPOConfig.from_yaml(config, options.overrides)

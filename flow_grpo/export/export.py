@@ -11,6 +11,7 @@ from tempfile import TemporaryDirectory
 
 from flow_grpo import __version__
 from flow_grpo.config import FlowGRPOConfig
+from flow_grpo.errors import FlowGRPOError
 from flow_grpo.export import model_card
 from flow_grpo.policy import hub
 from flow_grpo.policy.weight_checks import check_file
@@ -33,7 +34,7 @@ def export(
         repo: the export's name on the hub, user/name, for the card.
 
     Raises:
-        ValueError: there is no such run or LoRA, the base model is missing, or `out` holds other files.
+        FlowGRPOError: there is no such run or LoRA, the base model is missing, or `out` holds other files.
     """
     run = RunReader(folder)
     source, step = select_weights(run, best, checkpoint)
@@ -64,26 +65,26 @@ def export(
 
 
 def select_weights(run: RunReader, best: bool, checkpoint: int | None) -> tuple[Path, int]:
-    """The folder of the LoRA or transformer to export, and its step. ValueError if it is missing."""
+    """The folder of the LoRA or transformer to export, and its step. FlowGRPOError if it is missing."""
     folder = run.folder
     if best and checkpoint is not None:
-        raise ValueError("--best and --checkpoint name two LoRAs: give one of them.")
+        raise FlowGRPOError("--best and --checkpoint name two LoRAs: give one of them.")
     if checkpoint is not None:
         step_folder = layout.step_folder(folder / layout.CHECKPOINTS, checkpoint)
         if not step_folder.is_dir():
             steps = [str(step) for step, _ in layout.step_folders(step_folder.parent)]
             kept = f"those of steps {', '.join(steps)}" if steps else "none"
-            raise ValueError(f"{folder} keeps no checkpoint of step {checkpoint}; it has {kept}.")
+            raise FlowGRPOError(f"{folder} keeps no checkpoint of step {checkpoint}; it has {kept}.")
         return step_folder, checkpoint
     if best:
         if run.best_step is None or not (folder / layout.BEST).is_dir():
-            raise ValueError(
+            raise FlowGRPOError(
                 f"{folder} has no best/: nothing was evaluated, or not since it was resumed. Export a --checkpoint."
             )
         return folder / layout.BEST, run.best_step
     weights = layout.trained_weights(folder)
     if weights is None:
-        raise ValueError(f"{folder} is not finished, so it has no lora/: export --best, or a --checkpoint.")
+        raise FlowGRPOError(f"{folder} is not finished, so it has no lora/: export --best, or a --checkpoint.")
     return weights, max([row["step"] for row in run.step_rows], default=0)
 
 
@@ -96,7 +97,7 @@ def _write_weights(args: FlowGRPOConfig, run: RunReader, source: Path, folder: P
                 shutil.copyfile(source / file, folder / file)  # without its permissions
         copied = [file for file in (hub.WEIGHTS, hub.PEFT_WEIGHTS) if (source / file).is_file()]
         if not copied:
-            raise ValueError(f"{source} holds no LoRA: neither {hub.WEIGHTS} nor {hub.PEFT_WEIGHTS} is in it.")
+            raise FlowGRPOError(f"{source} holds no LoRA: neither {hub.WEIGHTS} nor {hub.PEFT_WEIGHTS} is in it.")
         for file in (*copied, *further):
             check_file(source / file)
         return []
@@ -142,17 +143,17 @@ def _strip_local_paths(folder: Path) -> None:
 
 
 def _previous_files(out: Path) -> tuple[list[Path], list[str]]:
-    """The files of an earlier export in `out`, and a message about it. ValueError if `out` holds other files."""
+    """The files of an earlier export in `out`, and a message about it. FlowGRPOError if `out` holds other files."""
     if not out.exists():
         return [], []
     if not out.is_dir():
-        raise ValueError(f"{out} is a file: give a folder by --out.")
+        raise FlowGRPOError(f"{out} is a file: give a folder by --out.")
     if not any(out.iterdir()):
         return [], []
     try:
         content = json.loads((out / layout.EXPORT_MANIFEST).read_text())
         files, earlier = [out / name for name in content["files"]], f"step {content['step']} of the run {content['run']}"
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ValueError(f"{out} holds files that no export wrote: give an empty or new folder by --out.") from error
+        raise FlowGRPOError(f"{out} holds files that no export wrote: give an empty or new folder by --out.") from error
     inside = [file for file in files if file.resolve().is_relative_to(out.resolve())]
     return inside, [f"replaced: the earlier export of {earlier} in {out}"]

@@ -15,7 +15,7 @@ from PIL import Image
 from safetensors import SafetensorError, safe_open
 from yaml import YAMLError
 
-import rewards
+from flow_grpo import rewards
 from flow_grpo.config import FlowGRPOConfig
 from flow_grpo.config.sections import LoraConfig
 from flow_grpo.data.grid import SMALLEST_CELL, open_image

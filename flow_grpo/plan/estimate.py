@@ -71,7 +71,7 @@ class StepEstimator:
 
     Raises:
         UntraceableModel: the model's code cannot be traced without its weights.
-        ValueError: the model cannot be trained with these settings, or its configs are damaged or cannot be downloaded.
+        FlowGRPOError: the model cannot be trained with these settings, or its configs are damaged or cannot be downloaded.
     """
 
     def __init__(self, args: FlowGRPOConfig, cuda: bool, count: int = 1) -> None:

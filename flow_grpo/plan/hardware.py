@@ -6,6 +6,7 @@ from dataclasses import dataclass
 import psutil
 import torch
 
+from flow_grpo.errors import FlowGRPOError
 from flow_grpo.policy.device_speed import matmul_speed
 from flow_grpo.text import suggest
 
@@ -67,7 +68,7 @@ class Hardware:
     def from_name(cls, gpu: str, memory_gb: float | None = None, count: int = 1, tflops: float | None = None) -> "Hardware":
         """A GPU by its name; case, the maker's name and the memory may be left out.
 
-        ValueError if it is not in the list and its memory is not given.
+        FlowGRPOError if it is not in the list and its memory is not given.
         """
         normalized, named_gb = _normalize_name(gpu)
         listed = {_normalize_name(name)[0]: name for name in GPUS}
@@ -86,7 +87,7 @@ class Hardware:
                 if normalized.isdecimal()
                 else suggest(normalized, listed)
             )
-            raise ValueError(
+            raise FlowGRPOError(
                 f"there is no GPU {gpu} in the list.{hint} Give one of {', '.join(GPUS)}; for another one set "
                 "--gpu-memory, and --gpu-tflops if you know it."
             )

@@ -27,7 +27,7 @@ def load_for_plan(name: str, dtype: torch.dtype, cuda: bool) -> tuple[DiffusionP
     `load_meta_pipeline`.
 
     Raises:
-        ValueError: there is no such model, or its configs are damaged or can't be read and are not in the package.
+        FlowGRPOError: there is no such model, or its configs are damaged or can't be read and are not in the package.
     """
     try:
         return load_meta_pipeline(hub.resolve_model(name), dtype, cuda), ""

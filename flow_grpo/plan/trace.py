@@ -13,6 +13,7 @@ import torch
 from flow_grpo.config import FlowGRPOConfig
 from flow_grpo.config.sections import LoraConfig
 from flow_grpo.data.prompt_mixture import load_run_prompts
+from flow_grpo.errors import FlowGRPOError
 from flow_grpo.plan.counters import FlopCounter, LiveBytesCounter
 from flow_grpo.plan.published import load_for_plan
 from flow_grpo.policy.memory import apply_memory_settings
@@ -25,7 +26,7 @@ from flow_grpo.text import first_line
 PASSES = ("rollout", "update", "decoding")  # a forward pass without gradients, one with its backward pass, the VAE's
 
 
-class UntraceableModel(ValueError):
+class UntraceableModel(FlowGRPOError):
     """A model whose code needs its weights."""
 
 
@@ -45,7 +46,7 @@ class ModelTrace:
 
     Raises:
         UntraceableModel: the model's code cannot be traced without its weights.
-        ValueError: the model cannot be trained with these settings, or its configs are damaged or cannot be downloaded.
+        FlowGRPOError: the model cannot be trained with these settings, or its configs are damaged or cannot be downloaded.
     """
 
     def __init__(self, args: FlowGRPOConfig, dtype: torch.dtype, cuda: bool, release_gradients: bool) -> None:
@@ -71,8 +72,8 @@ class ModelTrace:
             if not self._works_without_settings():
                 raise UntraceableModel(f"{name} can't be traced without its weights: {first_line(error)}") from error
             if isinstance(error, ValueError):
-                raise ValueError(str(error)) from error
-            raise ValueError(
+                raise FlowGRPOError(str(error)) from error
+            raise FlowGRPOError(
                 f"{name} can't be trained with these settings: {type(error).__name__}: {first_line(error)}"
             ) from error
 
@@ -88,13 +89,13 @@ class ModelTrace:
             return lora
         modules = dict(self.policy.lora.transformer.named_modules())
         if not any(layer in modules for layer in saved.targets or ()):
-            raise ValueError(
+            raise FlowGRPOError(
                 f"the LoRA {lora.init_from} is of another model: it has no layer of {type(self.policy.pipe).__name__}."
             )
         return saved
 
     def blocks(self, rows: int) -> list[BlockCall]:
-        """One call of a block of each kind that repeats. ValueError if diffusers does not say which blocks repeat."""
+        """One call of a block of each kind that repeats. FlowGRPOError if diffusers does not say which blocks repeat."""
         with self.policy.pipe.transformer.block_calls() as calls:
             self._count_velocity(rows, FlopCounter(), training=True)
         return calls

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from flow_grpo.errors import FlowGRPOError
 from flow_grpo.image_prompt import images_of
 
 EncoderOutputs = list[tuple[str, Any]]  # (method, what it returned), in the order of the calls
@@ -33,13 +34,15 @@ def infer_batch_axes(single: Any, double: Any) -> Any:
             return CUMULATIVE
         if len(grown) == 1 and double.shape[grown[0]] == 2 * single.shape[grown[0]]:
             return grown[0]
-        raise ValueError(f"prompts become tensors of shape {tuple(single.shape)} alone and {tuple(double.shape)} in pairs.")
+        raise FlowGRPOError(
+            f"prompts become tensors of shape {tuple(single.shape)} alone and {tuple(double.shape)} in pairs."
+        )
     if isinstance(single, (list, tuple)) and isinstance(double, (list, tuple)):
         if len(single) != len(double):
             return LIST
         return [infer_batch_axes(a, b) for a, b in zip(single, double, strict=True)]
     if isinstance(single, dict):
-        raise ValueError(
+        raise FlowGRPOError(
             f"encoded prompts come as a {type(single).__name__}, of which only lists and tensors are understood."
         )
     return SHARED
@@ -191,4 +194,4 @@ def _pooled(recorded: EncoderOutputs, axes: list[Any]) -> Tensor:
         for part, part_axis in parts:
             if part_axis == 0 and isinstance(part, Tensor) and part.ndim == 3:
                 return part[0].float().mean(0).cpu()
-    raise ValueError("objective ppo reads prompt embeddings (tokens, channels), which this pipeline does not have.")
+    raise FlowGRPOError("objective ppo reads prompt embeddings (tokens, channels), which this pipeline does not have.")

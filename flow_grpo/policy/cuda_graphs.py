@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
+from flow_grpo.errors import FlowGRPOError
 from flow_grpo.policy.lora import Lora
 from flow_grpo.policy.probes import is_eager
 from flow_grpo.text import first_line
@@ -27,12 +28,12 @@ class CudaCapture:
     When one of them is freed, torch also frees cuBLAS's workspace of their stream, which the others use (pytorch#193402).
 
     Raises:
-        ValueError: the device is not an NVIDIA GPU.
+        FlowGRPOError: the device is not an NVIDIA GPU.
     """
 
     def __init__(self, device: torch.device) -> None:
         if device.type != "cuda":
-            raise ValueError(f"memory.cuda_graphs needs an NVIDIA GPU, and the model is on {device}: leave it out.")
+            raise FlowGRPOError(f"memory.cuda_graphs needs an NVIDIA GPU, and the model is on {device}: leave it out.")
         self.device, self.stream = device, torch.cuda.Stream(device)
         self._newest: Callable[[], torch.cuda.CUDAGraph | None] = lambda: None  # a weak reference
 
@@ -91,7 +92,7 @@ class ForwardGraphs:
         functools.update_wrapper(self, module.forward)  # some pipelines look at the names of its arguments
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """The module's output. ValueError if a call can't be captured."""
+        """The module's output. FlowGRPOError if a call can't be captured."""
         leaves, structure = tree_flatten((args, kwargs))
         inputs = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
         if is_eager.get() or torch.is_grad_enabled() or any(value.device != self._device for value in inputs):
@@ -134,7 +135,9 @@ class ForwardGraphs:
             if isinstance(cause, torch.OutOfMemoryError):
                 raise cause from None
             name = type(self.module).__name__
-            raise ValueError(f"memory.cuda_graphs: {name} can't be captured, leave it out: {first_line(cause)}") from error
+            raise FlowGRPOError(
+                f"memory.cuda_graphs: {name} can't be captured, leave it out: {first_line(cause)}"
+            ) from error
         inputs = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
         return _Graph(replay, inputs, output, weights, _addresses(weights))
 
@@ -162,7 +165,7 @@ def _addresses(weights: list[Tensor]) -> list[int]:
 
 
 def use_cuda_graphs(lora: Lora, device: torch.device) -> None:
-    """Replay the transformers' passes without gradients from CUDA graphs. ValueError if they are not on an NVIDIA GPU."""
+    """Replay the transformers' passes without gradients from CUDA graphs. FlowGRPOError if they are not on an NVIDIA GPU."""
     for transformer in lora.transformers.values():
         transformer.forward = ForwardGraphs(transformer, functools.partial(_active_weights, lora), CudaCapture(device))
 

@@ -2,6 +2,7 @@
 
 import torch
 
+from flow_grpo.errors import FlowGRPOError
 from flow_grpo.policy.device_speed import bf16_speedup
 from flow_grpo.text import first_line
 
@@ -10,12 +11,12 @@ FASTER = 1.2  # smallest factor by which bf16 is faster than fp32 on a CPU where
 
 
 def usable_device(device: str | None) -> str:
-    """The device, by default the accelerator if there is one, else the CPU. ValueError if torch cannot use it here."""
+    """The device, by default the accelerator if there is one, else the CPU. FlowGRPOError if torch cannot use it here."""
     device = device or default_device()
     try:
         torch.empty(0, device=device)
     except (RuntimeError, AssertionError, NotImplementedError) as error:
-        raise ValueError(f"device={device} can't be used here: {first_line(error)}") from error
+        raise FlowGRPOError(f"device={device} can't be used here: {first_line(error)}") from error
     return device
 
 

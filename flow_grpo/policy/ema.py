@@ -53,7 +53,7 @@ class MovingAverage:
         return gather_to_cpu(self.average, keep_on_this_rank)
 
     def load_state_dict(self, state: dict[str, Tensor]) -> None:
-        """Restore an average. ValueError if it is of other parameters, or there should be none."""
+        """Restore an average. FlowGRPOError if it is of other parameters, or there should be none."""
         parameters = self.parameters()
         check_shapes(state, parameters if self.average else {})
         self.average = {

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from diffusers import DiffusionPipeline
 
+from flow_grpo.errors import FlowGRPOError
 from flow_grpo.image_prompt import images_of, with_images
 from flow_grpo.policy.conditioning import (
     Conditioning,
@@ -183,7 +184,7 @@ class PromptEncoder:
                 if not images_of(prompts[0]):
                     raise
                 sizes = ", ".join("{} x {}".format(*image.size) for image in images_of(prompts[0]))
-                raise ValueError(
+                raise FlowGRPOError(
                     f"{type(self.pipe).__name__} can't take the images of the prompt {str(prompts[0])[:80]!r}, {sizes} pixels: "
                     f"{first_line(error)}"
                 ) from error

@@ -11,6 +11,7 @@ from huggingface_hub import save_torch_state_dict
 from torch import Tensor
 
 from flow_grpo.distributed.sharding import gather_to_cpu, local_shard, shard_like
+from flow_grpo.errors import FlowGRPOError
 from flow_grpo.files import normalize_safetensors
 from flow_grpo.policy.memory import cast_layers
 
@@ -25,12 +26,12 @@ class FullWeights:
         base: the base model's weights by name, once they were stored. While `swap_base` has exchanged them, the trained ones.
 
     Raises:
-        ValueError: the weights are stored in float8.
+        FlowGRPOError: the weights are stored in float8.
     """
 
     def __init__(self, transformer: Any) -> None:
         if cast_layers(transformer):
-            raise ValueError(
+            raise FlowGRPOError(
                 "memory.quantize=fp8_layerwise stores base weights in float8, and here all of them are trained: leave it out"
             )
         self.transformer, self.class_name = transformer, type(transformer).__name__  # sharding changes the class
@@ -117,11 +118,11 @@ class FullWeights:
         return folder
 
     def load(self, folder: Path) -> None:
-        """Load saved weights and keep the current ones as the base model's, on the CPU. ValueError if the shapes differ."""
+        """Load saved weights and keep the current ones as the base model's, on the CPU. FlowGRPOError if the shapes differ."""
         own = self.transformer.state_dict()
         loaded = type(self.transformer).from_pretrained(folder, torch_dtype=self.transformer.dtype).state_dict()
         if {n: v.shape for n, v in loaded.items()} != {n: v.shape for n, v in own.items()}:
-            raise ValueError("it is of another model")
+            raise FlowGRPOError("it is of another model")
         self.store_base_weights("cpu")
         self.transformer.load_state_dict(loaded)
 

@@ -2,12 +2,13 @@
 
 import torch
 
+from flow_grpo.errors import FlowGRPOError
 from flow_grpo.policy.pipeline import FlowPipeline
 from flow_grpo.policy.policy import Policy
 
 
 def check_guidance(policy: Policy, guidance: float, hint: str) -> None:
-    """Raise ValueError if the pipeline has no guidance: its velocity is the same with that scale and with none.
+    """Raise FlowGRPOError if the pipeline has no guidance: its velocity is the same with that scale and with none.
 
     It also tries whether a call with that scale can have a timestep per row. Where weights are sharded, it comes before that.
 
@@ -15,7 +16,7 @@ def check_guidance(policy: Policy, guidance: float, hint: str) -> None:
         hint: what to do then, the end of the message.
     """
     if _same_velocity(policy.with_guidance(guidance), policy.with_guidance(1.0)) and guidance > 1:
-        raise ValueError(f"{type(policy.pipe).__name__} has no guidance: {hint}")
+        raise FlowGRPOError(f"{type(policy.pipe).__name__} has no guidance: {hint}")
 
 
 @torch.no_grad()

@@ -7,9 +7,10 @@ from typing import Any
 from huggingface_hub import HfApi, try_to_load_from_cache
 from huggingface_hub.errors import EntryNotFoundError
 
+from flow_grpo.errors import FlowGRPOError
+from flow_grpo.rewards.downloads import HubUnreachable, downloads, hub_file
 from flow_grpo.run_folder import layout
 from flow_grpo.text import suggest
-from rewards.downloads import HubUnreachable, downloads, hub_file
 
 TINY = Path(__file__).parent.parent / "tiny"
 BUNDLED_MODELS = {"tiny": TINY / "pipeline", "tiny_shapes": TINY / "shapes" / "pipeline"}
@@ -35,17 +36,17 @@ def expert_lora(source: str, component: str) -> Path | None:
 
 
 def resolve_model(name: str) -> str:
-    """The folder or hub id of a model. ValueError if there is no such folder, or the hub has no such model."""
+    """The folder or hub id of a model. FlowGRPOError if there is no such folder, or the hub has no such model."""
     if name in BUNDLED_MODELS:
         return str(BUNDLED_MODELS[name])
     folder = Path(name)
     if folder.is_dir():
         if not (folder / INDEX).exists():
-            raise ValueError(f"the folder {name} has no {INDEX}, so it is not a diffusers pipeline.")
+            raise FlowGRPOError(f"the folder {name} has no {INDEX}, so it is not a diffusers pipeline.")
         _check_no_code(folder)
         return name
     if not looks_like_hub_id(name):
-        raise ValueError(
+        raise FlowGRPOError(
             f"there is no model folder {name}; give a diffusers folder, a hub id such as "
             f"stabilityai/stable-diffusion-3.5-medium, or a bundled model: {', '.join(BUNDLED_MODELS)}."
         )
@@ -56,7 +57,7 @@ def resolve_model(name: str) -> str:
         except HubUnreachable as error:
             raise HubUnreachable(f"the model {error}") from error
         except Exception as error:
-            raise ValueError(
+            raise FlowGRPOError(
                 f"the hub has no model {name}, or asks for a login ({type(error).__name__}): accept its licence on its page and run "
                 "`hf auth login`."
             ) from error
@@ -70,7 +71,7 @@ def model_name(pipe: Any) -> str:
 
 
 def _check_no_code(folder: Path) -> None:
-    """Raise ValueError if diffusers would run Python files of the folder, which may come from anybody."""
+    """Raise FlowGRPOError if diffusers would run Python files of the folder, which may come from anybody."""
     try:
         index = dict(json.loads((folder / INDEX).read_text(encoding="utf-8")))
     except (OSError, ValueError, TypeError):  # loading it raises a better error
@@ -79,7 +80,7 @@ def _check_no_code(folder: Path) -> None:
     files = [folder / ("" if name == "_class_name" else name) / f"{entry[0]}.py" for name, entry in entries.items()]
     code = next((file for file in files if file.is_file()), None)
     if code is not None:
-        raise ValueError(
+        raise FlowGRPOError(
             f"the model {folder} contains Python code, {code}, which is not run: read it, load the pipeline in Python, and give "
             "FlowGRPOTrainer a flow_grpo.Policy of it."
         )
@@ -119,7 +120,7 @@ def pipeline_class(name: str) -> str:
 def resolve_lora(path: str | Path) -> tuple[str, str | None]:
     """The folder or hub id of a saved LoRA, and the file's name if a file was given.
 
-    The folder of a finished run has it in lora/, or has a transformer/. ValueError if there is none.
+    The folder of a finished run has it in lora/, or has a transformer/. FlowGRPOError if there is none.
     """
     folder = Path(path)
     if folder.is_file():
@@ -132,15 +133,15 @@ def resolve_lora(path: str | Path) -> tuple[str, str | None]:
             for sibling in folder.parent.glob("*")
             if sibling.is_dir() or sibling.suffix == ".safetensors"
         }
-        raise ValueError(
+        raise FlowGRPOError(
             f"there is no LoRA at {path}.{suggest(folder.name, siblings)} Give a folder with {WEIGHTS}, or that file."
         )
     if (folder / INDEX).is_file():
-        raise ValueError(f"{folder} is a whole model, not a LoRA: give it as --model.")
+        raise FlowGRPOError(f"{folder} is a whole model, not a LoRA: give it as --model.")
     for candidate in (folder, folder / layout.LORA, folder / layout.TRANSFORMER):
         if any(file.suffix in (".safetensors", ".bin") for file in candidate.glob("*")):
             return str(candidate), None
-    raise ValueError(
+    raise FlowGRPOError(
         f"{folder} holds no LoRA: give a folder with {WEIGHTS}, or that file; of a run that is not finished, its best/ or one of "
         "its checkpoints/."
     )

@@ -8,6 +8,7 @@ import torch
 from diffusers import DiffusionPipeline, FlowMatchEulerDiscreteScheduler
 from torch import Tensor
 
+from flow_grpo.errors import FlowGRPOError
 from flow_grpo.image_prompt import images_of
 from flow_grpo.policy.families import Family
 
@@ -77,58 +78,58 @@ def with_execution_device(kind: type, device: torch.device) -> type:
 
 
 def check_flow(pipe: DiffusionPipeline, parameters: Any) -> None:
-    """Raise ValueError if a pipeline does not sample a flow, or takes no `latents`."""
+    """Raise FlowGRPOError if a pipeline does not sample a flow, or takes no `latents`."""
     scheduler, name = type(pipe.scheduler).__name__ if hasattr(pipe, "scheduler") else "no scheduler", type(pipe).__name__
     config = getattr(getattr(pipe, "scheduler", None), "config", {})
     flow = "FlowMatch" in scheduler or (config.get("prediction_type") == "flow_prediction" and config.get("use_flow_sigmas"))
     if not flow or not hasattr(pipe, "transformer"):
-        raise ValueError(
+        raise FlowGRPOError(
             f"{name} with {scheduler} does not sample a flow: give a pipeline with a transformer and a "
             "FlowMatchEulerDiscreteScheduler, such as Stable Diffusion 3.5 or FLUX.1."
         )
     if "audio_latents" in parameters:
-        raise ValueError(
+        raise FlowGRPOError(
             f"{name} also denoises audio latents, which is not supported: give a pipeline with one latent state."
         )
     if {"image", "num_frames"} <= set(parameters):
-        raise ValueError(f"{name} makes videos from images, which is not supported: give a text-to-video pipeline.")
+        raise FlowGRPOError(f"{name} makes videos from images, which is not supported: give a text-to-video pipeline.")
     if "latents" not in parameters:
-        raise ValueError(f"{name} takes no latents, so its velocity can't be computed at a given state.")
+        raise FlowGRPOError(f"{name} takes no latents, so its velocity can't be computed at a given state.")
 
 
 def check_call(name: str, family: Family, parameters: Any, call: dict[str, Any]) -> None:
-    """Raise ValueError if an argument of the call does not exist or must not be set."""
+    """Raise FlowGRPOError if an argument of the call does not exist or must not be set."""
     for argument in call:
         if argument in RESERVED_ARGUMENTS:
-            raise ValueError(f"{argument} can't be set in pipeline_kwargs: this package sets it.")
+            raise FlowGRPOError(f"{argument} can't be set in pipeline_kwargs: this package sets it.")
         if argument in family.unsupported:
-            raise ValueError(f"{argument} of {name} can't be used: {family.unsupported[argument]}.")
+            raise FlowGRPOError(f"{argument} of {name} can't be used: {family.unsupported[argument]}.")
         if argument not in parameters:
-            raise ValueError(f"{name} takes no argument {argument}; it takes {', '.join(list(parameters)[1:])}.")
+            raise FlowGRPOError(f"{name} takes no argument {argument}; it takes {', '.join(list(parameters)[1:])}.")
 
 
 def check_images(name: str, family: Family, parameters: Any, call: dict[str, Any], prompts: Iterable[str]) -> None:
-    """Raise ValueError if a pipeline can't be called with the images of the prompts, or without any."""
+    """Raise FlowGRPOError if a pipeline can't be called with the images of the prompts, or without any."""
     takes_size = {"height", "width"} & set(parameters)
     has_size = all(call.get(side) is not None for side in takes_size)
     for prompt in dict.fromkeys(prompts):
         count, shown = len(images_of(prompt)), repr(str(prompt))[:80]
         if not count and family.needs_image:
-            raise ValueError(f"{name} edits images, and the prompt {shown} has none: give prompts a column `image`.")
+            raise FlowGRPOError(f"{name} edits images, and the prompt {shown} has none: give prompts a column `image`.")
         if not count:
             continue
         if family.image not in parameters:
-            raise ValueError(
+            raise FlowGRPOError(
                 f"{name} takes no images, and the prompt {shown} has {count}: give an editing pipeline, such as FLUX.2."
             )
         if count > family.max_images:
-            raise ValueError(f"{name} takes {family.max_images} images to a prompt, and the prompt {shown} has {count}.")
+            raise FlowGRPOError(f"{name} takes {family.max_images} images to a prompt, and the prompt {shown} has {count}.")
         if not takes_size:
-            raise ValueError(
+            raise FlowGRPOError(
                 f"{name} takes the size of a result from the prompt's image, but all results of a run have one size."
             )
         if not has_size:
-            raise ValueError(
+            raise FlowGRPOError(
                 f"{name} would take the size of each prompt's image: set height and width, as all results have one size."
             )
 

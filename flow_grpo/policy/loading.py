@@ -8,6 +8,7 @@ import torch
 from diffusers import DiffusionPipeline
 
 from flow_grpo.config.sections import MemoryConfig
+from flow_grpo.errors import FlowGRPOError
 from flow_grpo.policy import hub
 from flow_grpo.policy.devices import DTYPES, default_dtype, usable_device
 from flow_grpo.policy.embedding_cache import EmbeddingCache
@@ -18,7 +19,7 @@ from flow_grpo.policy.model_files import check_weight_files, load_errors
 from flow_grpo.policy.policy import Policy
 from flow_grpo.policy.probes import probe_prompts
 from flow_grpo.progress import phase
-from rewards.downloads import downloads
+from flow_grpo.rewards.downloads import downloads
 
 
 @quietly()
@@ -45,13 +46,13 @@ def load_policy(
         call: arguments of every pipeline call (height, width, max_sequence_length ...).
 
     Raises:
-        ValueError: there is no such model, or it is not a flow.
+        FlowGRPOError: there is no such model, or it is not a flow.
     """
     memory = memory or MemoryConfig()
     if dtype not in ("auto", *DTYPES):
-        raise ValueError(f"unknown dtype {dtype!r}; choose one of auto, {', '.join(DTYPES)}.")
+        raise FlowGRPOError(f"unknown dtype {dtype!r}; choose one of auto, {', '.join(DTYPES)}.")
     if not math.isfinite(guidance):
-        raise ValueError(f"guidance={guidance} is not a finite number: set one, or 1 for none.")
+        raise FlowGRPOError(f"guidance={guidance} is not a finite number: set one, or 1 for none.")
     source = hub.resolve_model(path_or_name)
     device = usable_device(device)
     weights_dtype = default_dtype(device) if dtype == "auto" else DTYPES[dtype]

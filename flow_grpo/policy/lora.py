@@ -23,10 +23,11 @@ from peft import (
 from peft.tuners.tuners_utils import BaseTunerLayer
 from safetensors.torch import save_file
 
+from flow_grpo.errors import FlowGRPOError
 from flow_grpo.files import normalize_safetensors
 from flow_grpo.policy.hub import PEFT_WEIGHTS, WEIGHTS, expert_lora, expert_weights
+from flow_grpo.rewards.downloads import downloads
 from flow_grpo.text import gigabytes
-from rewards.downloads import downloads
 
 TRAINED = "default"  # the trained adapter; others are copies of it
 PEFT_PREFIX = "base_model.model."
@@ -90,13 +91,13 @@ class Lora:
             seed: of the initial weights.
 
         Raises:
-            ValueError: no layer has such a name, or the LoRA does not fit into this machine's memory.
+            FlowGRPOError: no layer has such a name, or the LoRA does not fit into this machine's memory.
         """
         layers = self._linear_layers()
         wanted = self.default_targets if targets is None else list(layers) if targets == "all" else targets
         matching = [target for target in wanted if any(f".{name}".endswith(f".{target}") for name in layers)]
         if not matching:
-            raise ValueError(
+            raise FlowGRPOError(
                 f"no linear layer of {type(self.transformer).__name__} is named {', '.join(wanted)}: set lora.targets to some of "
                 f"{', '.join(_short_names(layers))}."
             )
@@ -228,9 +229,9 @@ class Lora:
             _inject_into(getattr(self.pipe, name), self.transformer.peft_config[TRAINED], TRAINED)
 
     def check_scales(self, source: str) -> None:
-        """Raise ValueError if the LoRA's alpha is not finite."""
+        """Raise FlowGRPOError if the LoRA's alpha is not finite."""
         if not all(math.isfinite(scale) for layer in self.lora_layers() for scale in layer.scaling.values()):
-            raise ValueError(f"{source} has an alpha that is not finite: take an earlier checkpoint of the run.")
+            raise FlowGRPOError(f"{source} has an alpha that is not finite: take an earlier checkpoint of the run.")
 
     def save(self, folder: Path, write: bool = True) -> Path:
         """Write the LoRA with its rank and alpha, as `pipe.load_lora_weights` reads it, and return the file.
@@ -289,12 +290,12 @@ def _short_names(layers: Iterable[str]) -> list[str]:
 
 
 def _check_memory(rank: int, layers: Iterable[torch.nn.Linear]) -> None:
-    """Raise ValueError if a LoRA of that rank on these layers would alone fill this machine's memory."""
+    """Raise FlowGRPOError if a LoRA of that rank on these layers would alone fill this machine's memory."""
     # not by the shape of the weights: bitsandbytes packs them into a column
     needed = 4 * rank * sum(layer.in_features + layer.out_features for layer in layers)
     available = psutil.virtual_memory().total
     if needed > available:
-        raise ValueError(
+        raise FlowGRPOError(
             f"lora.rank={rank}: the LoRA alone would take {gigabytes(needed, 0)}, and this machine has {available / 1e9:.0f}: set "
             "a smaller rank, such as 32."
         )

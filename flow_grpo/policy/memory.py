@@ -13,6 +13,7 @@ from diffusers import BitsAndBytesConfig as BitsAndBytes
 from diffusers import DiffusionPipeline, PipelineQuantizationConfig, TorchAoConfig
 
 from flow_grpo.config.sections import MemoryConfig
+from flow_grpo.errors import FlowGRPOError
 from flow_grpo.policy.cuda_graphs import ForwardGraphs
 from flow_grpo.policy.encoding import ENCODER_PREFIXES
 from flow_grpo.policy.families import denoisers, family
@@ -44,7 +45,7 @@ def quantization(kind: str, dtype: torch.dtype, pipeline: str) -> PipelineQuanti
             config = TorchAoConfig(configs[kind]())
     except ImportError as error:
         package = "bitsandbytes" if kind == "nf4" else "torchao"
-        raise ValueError(
+        raise FlowGRPOError(
             f"memory.quantize={kind} needs {package}, which is not installed: pip install {package}."
         ) from error
     return PipelineQuantizationConfig(quant_mapping=dict.fromkeys(["transformer", *family(pipeline).experts], config))
@@ -54,14 +55,14 @@ def apply_memory_settings(pipe: DiffusionPipeline, memory: MemoryConfig) -> None
     """Set float8 storage, gradient checkpointing and attention backend of the transformers, VAE slicing and tiling of a loaded pipeline.
 
     Raises:
-        ValueError: a transformer or the VAE does not support a setting.
+        FlowGRPOError: a transformer or the VAE does not support a setting.
     """
     for transformer in (getattr(pipe, name) for name in denoisers(pipe)):
         if memory.quantize == "fp8_layerwise":
             store_in_float8(transformer)
         if memory.gradient_checkpointing:
             if not getattr(transformer, "_supports_gradient_checkpointing", False):
-                raise ValueError(
+                raise FlowGRPOError(
                     f"memory.gradient_checkpointing: {type(transformer).__name__} has no gradient checkpointing."
                 )
             transformer.enable_gradient_checkpointing()
@@ -70,7 +71,9 @@ def apply_memory_settings(pipe: DiffusionPipeline, memory: MemoryConfig) -> None
     for is_set, method in ((memory.vae_slicing, "enable_slicing"), (memory.vae_tiling, "enable_tiling")):
         if is_set:
             if not hasattr(pipe.vae, method):
-                raise ValueError(f"{type(pipe.vae).__name__} has no {method}: leave memory.vae_slicing and vae_tiling out.")
+                raise FlowGRPOError(
+                    f"{type(pipe.vae).__name__} has no {method}: leave memory.vae_slicing and vae_tiling out."
+                )
             getattr(pipe.vae, method)()
 
 
@@ -141,7 +144,7 @@ def offload_blocks(transformer: torch.nn.Module, device: torch.device) -> None:
     graph holds the copies: until the backward pass, with gradient checkpointing that of the same block.
 
     Raises:
-        ValueError: diffusers does not name the repeated blocks.
+        FlowGRPOError: diffusers does not name the repeated blocks.
     """
     blocks = repeated_blocks(transformer, "memory.offload")
     in_blocks = {id(tensor): tensor for block in blocks for tensor in (*block.parameters(), *block.buffers())}
@@ -212,11 +215,11 @@ def _set_attention_backend(transformer: Any, name: str) -> None:
     try:
         transformer.set_attention_backend(name)
     except (ValueError, RuntimeError, ImportError, AttributeError) as error:
-        raise ValueError(f"memory.attention_backend={name}: {first_line(error)}") from error
+        raise FlowGRPOError(f"memory.attention_backend={name}: {first_line(error)}") from error
 
 
 def compile_blocks(transformer: torch.nn.Module, for_each_size: bool) -> None:
-    """Compile each repeated block by torch.compile. ValueError if diffusers does not name them.
+    """Compile each repeated block by torch.compile. FlowGRPOError if diffusers does not name them.
 
     Args:
         for_each_size: compile anew for each size of the tensors. Else torch compiles for any size from the second one on, which makes
@@ -232,11 +235,11 @@ def compile_blocks(transformer: torch.nn.Module, for_each_size: bool) -> None:
 
 
 def repeated_blocks(transformer: torch.nn.Module, setting: str) -> list[torch.nn.Module]:
-    """The transformer's repeated blocks, whose classes diffusers names. ValueError if it does not, for that setting."""
+    """The transformer's repeated blocks, whose classes diffusers names. FlowGRPOError if it does not, for that setting."""
     names = getattr(transformer, "_repeated_blocks", None) or getattr(transformer, "_no_split_modules", None) or []
     blocks = [module for module in transformer.modules() if type(module).__name__ in names]
     if not blocks:
-        raise ValueError(f"{setting}: diffusers does not name the repeated blocks of {type(transformer).__name__}.")
+        raise FlowGRPOError(f"{setting}: diffusers does not name the repeated blocks of {type(transformer).__name__}.")
     return blocks
 
 

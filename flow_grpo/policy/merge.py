@@ -6,6 +6,7 @@ from pathlib import Path
 from diffusers import DiffusionPipeline
 from diffusers.utils.peft_utils import recurse_remove_peft_layers
 
+from flow_grpo.errors import FlowGRPOError
 from flow_grpo.files import normalize_safetensors
 from flow_grpo.policy import hub
 from flow_grpo.policy.families import denoisers
@@ -17,7 +18,7 @@ def save_merged(policy: Policy, folder: Path, base: str) -> None:
     """Write the policy's pipeline to `folder` as `from_pretrained` reads it. A LoRA is merged and removed from the policy.
 
     The other parts are copied from `base`, the model that the pipeline was loaded from, as diffusers does not save all parts as it loads
-    them. ValueError if a LoRA is on quantised weights.
+    them. FlowGRPOError if a LoRA is on quantised weights.
     """
     if policy.is_full_finetuning:
         policy.save(folder / "transformer")
@@ -40,7 +41,7 @@ def merge(policy: Policy) -> None:
     transformers = policy.lora.transformers.values()
     quantised = policy.pipe.transformer.config.get("quantization_config") is not None
     if quantised or cast_layers(policy.pipe.transformer):
-        raise ValueError(
+        raise FlowGRPOError(
             "the base weights are quantised, and a LoRA can't be added to them: export the LoRA without merging."
         )
     for layer in policy.lora.lora_layers():

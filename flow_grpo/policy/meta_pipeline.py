@@ -27,7 +27,7 @@ from transformers.models.clip.modeling_clip import CLIPTextModelOutput
 from flow_grpo.policy.encoding import ENCODER_PREFIXES
 from flow_grpo.policy.memory import repeated_blocks
 from flow_grpo.policy.model_files import load_errors, read_index
-from rewards.downloads import downloads
+from flow_grpo.rewards.downloads import downloads
 
 NO_WEIGHTS = ["*.json", "*.txt", "*.model", "*.jinja", "*.py"]
 
@@ -49,7 +49,7 @@ def load_meta_pipeline(source: str, dtype: torch.dtype, cuda: bool) -> Diffusion
         cuda: do what CUDA's autocast does, which computes some operations in float32 that the CPU's does not.
 
     Raises:
-        ValueError: its configs are damaged, name a class that is not installed, or cannot be downloaded.
+        FlowGRPOError: its configs are damaged, name a class that is not installed, or cannot be downloaded.
     """
     folder = Path(source)
     if not folder.is_dir():
@@ -162,7 +162,7 @@ class MetaModule:
 
     @contextmanager
     def block_calls(self) -> Iterator[list[BlockCall]]:
-        """Context in which the first call of one repeated block of each kind is added to the list. ValueError if none are known."""
+        """Context in which the first call of one repeated block of each kind is added to the list. FlowGRPOError if none are known."""
         blocks_by_class: dict[type, list[torch.nn.Module]] = {}
         for block in repeated_blocks(self._network, "plan"):
             blocks_by_class.setdefault(type(block), []).append(block)

@@ -17,6 +17,7 @@ import torch
 from diffusers import DiffusionPipeline
 from safetensors import SafetensorError, safe_open
 
+from flow_grpo.errors import FlowGRPOError
 from flow_grpo.policy.hub import INDEX
 
 MAX_ERROR_LENGTH = 250  # of another library's error, in characters
@@ -41,14 +42,16 @@ class Index:
 
 
 def read_index(folder: str | Path) -> Index:
-    """Read the index of a folder. ValueError if a part is missing or has no readable config."""
+    """Read the index of a folder. FlowGRPOError if a part is missing or has no readable config."""
     folder = Path(folder)
     with load_errors(folder):
         content = _read_json_object(folder / INDEX)
         name = content.get("_class_name")
         pipeline_class = getattr(diffusers, name, None) if isinstance(name, str) else None
         if not isinstance(pipeline_class, type) or not issubclass(pipeline_class, DiffusionPipeline):
-            raise ValueError(f"{INDEX} has _class_name {name!r}, which is no pipeline of diffusers {diffusers.__version__}")
+            raise FlowGRPOError(
+                f"{INDEX} has _class_name {name!r}, which is no pipeline of diffusers {diffusers.__version__}"
+            )
         arguments = {
             name: p for name, p in signature(pipeline_class).parameters.items() if p.kind is not Parameter.VAR_KEYWORD
         }
@@ -62,7 +65,7 @@ def read_index(folder: str | Path) -> Index:
         }
         for name in arguments:
             if name not in settings and name not in optional and parts.get(name) is None:
-                raise ValueError(
+                raise FlowGRPOError(
                     f"{INDEX} names no {name} with its library and class, and {pipeline_class.__name__} needs one"
                 )
         for name, part in parts.items():
@@ -78,7 +81,7 @@ def check_weight_files(folder: str | Path, left_out: Collection[str] = ()) -> No
         left_out: parts that will not be loaded.
 
     Raises:
-        ValueError: one of them could not be loaded, or its files lack tensors, which would then be random.
+        FlowGRPOError: one of them could not be loaded, or its files lack tensors, which would then be random.
     """
     folder = Path(folder)
     for name, part in networks(read_index(folder)).items():
@@ -91,7 +94,7 @@ def check_weight_files(folder: str | Path, left_out: Collection[str] = ()) -> No
             _, report = part.from_pretrained(folder / name, device_map="meta", output_loading_info=True)
             if missing := sorted(report["missing_keys"]):
                 more = f" and {len(missing) - 1} others" if len(missing) > 1 else ""
-                raise ValueError(f"its weights lack {missing[0]}{more}; copy or download them again")
+                raise FlowGRPOError(f"its weights lack {missing[0]}{more}; copy or download them again")
 
 
 def networks(index: Index) -> dict[str, Any]:
@@ -126,16 +129,16 @@ def load_errors(folder: str | Path, part: str = "") -> Iterator[None]:
     except Exception as error:
         prefix = "" if isinstance(error, ValueError | OSError | ImportError) else f"{type(error).__name__}: "
         reason = shorten(f"{prefix}{error}", MAX_ERROR_LENGTH).rstrip(".")
-        raise ValueError(f"the model {folder} could not be loaded: {part and f'{part}: '}{reason}.") from error
+        raise FlowGRPOError(f"the model {folder} could not be loaded: {part and f'{part}: '}{reason}.") from error
 
 
 def _read_json_object(file: Path) -> dict[str, Any]:
     try:
         content = json.loads(file.read_text(encoding="utf-8"))
     except ValueError as error:
-        raise ValueError(f"{_short_path(file)} is not valid JSON") from error
+        raise FlowGRPOError(f"{_short_path(file)} is not valid JSON") from error
     if not isinstance(content, dict):
-        raise ValueError(f"{_short_path(file)} holds no JSON object")
+        raise FlowGRPOError(f"{_short_path(file)} holds no JSON object")
     return content
 
 
@@ -147,37 +150,37 @@ def _class(name: str, entry: list[Any]) -> Any:
     if entry == [None, None]:
         return None
     if not _names_class(entry):
-        raise ValueError(f"{INDEX} names {entry} as {name}, which should be a library and a class")
+        raise FlowGRPOError(f"{INDEX} names {entry} as {name}, which should be a library and a class")
     library, class_name = entry
     module = getattr(diffusers.pipelines, library, sys.modules.get(library))  # as diffusers looks for it
     part_class = getattr(module, class_name, None)
     if not isinstance(part_class, type):
-        raise ValueError(f"{INDEX} names {library}.{class_name} as {name}, and there is no such class")
+        raise FlowGRPOError(f"{INDEX} names {library}.{class_name} as {name}, and there is no such class")
     if name.startswith(NETWORKS) and not issubclass(part_class, torch.nn.Module):
-        raise ValueError(f"{INDEX} names {library}.{class_name} as {name}, and that is no network")
+        raise FlowGRPOError(f"{INDEX} names {library}.{class_name} as {name}, and that is no network")
     return part_class
 
 
 def _check_configs(folder: Path, part: Any) -> None:
     if not folder.is_dir() or not any(folder.iterdir()):
-        raise ValueError(f"{INDEX} names {folder.name}, and its folder is missing or empty")
+        raise FlowGRPOError(f"{INDEX} names {folder.name}, and its folder is missing or empty")
     if issubclass(part, torch.nn.Module) and not (folder / "config.json").is_file():
-        raise ValueError(f"there is no {folder.name}/config.json")
+        raise FlowGRPOError(f"there is no {folder.name}/config.json")
     for file in folder.glob("*config.json"):
         _read_json_object(file)
 
 
 def _check_files(folder: Path) -> None:
-    """Raise ValueError if a network's weights are missing or cut off, or some of their shards are missing."""
+    """Raise FlowGRPOError if a network's weights are missing or cut off, or some of their shards are missing."""
     for index in folder.glob("*.index.json"):
         shards = _read_json_object(index).get("weight_map")
         if not isinstance(shards, dict):
-            raise ValueError(f"{_short_path(index)} has no weight_map")
+            raise FlowGRPOError(f"{_short_path(index)} has no weight_map")
         if missing := next((shard for shard in shards.values() if not (folder / str(shard)).is_file()), None):
-            raise ValueError(f"there is no {folder.name}/{missing}, which {index.name} names; copy or download it again")
+            raise FlowGRPOError(f"there is no {folder.name}/{missing}, which {index.name} names; copy or download it again")
     files = [file for file in folder.iterdir() if file.suffix in (".safetensors", ".bin")]
     if not files:
-        raise ValueError(f"there are no weights in the folder {folder.name}; copy or download them again")
+        raise FlowGRPOError(f"there are no weights in the folder {folder.name}; copy or download them again")
     for file in files:
         if file.suffix == ".safetensors":
             _check_readable(file)
@@ -188,7 +191,7 @@ def _check_readable(file: Path) -> None:
         with safe_open(file, "pt"):
             pass
     except SafetensorError as error:
-        raise ValueError(f"{_short_path(file)} is damaged ({error}); copy or download it again") from error
+        raise FlowGRPOError(f"{_short_path(file)} is damaged ({error}); copy or download it again") from error
 
 
 def _short_path(file: Path) -> str:

@@ -16,6 +16,7 @@ from diffusers.guiders import ClassifierFreeGuidance
 from torch import Tensor
 from typing_extensions import Self
 
+from flow_grpo.errors import FlowGRPOError
 from flow_grpo.image_prompt import SourceImage, images_of, with_images
 from flow_grpo.policy.conditioning import Conditioning
 from flow_grpo.policy.embedding_cache import EmbeddingCache
@@ -109,7 +110,7 @@ class FlowPipeline:
         return intercepted
 
     def at_size(self, height: int | None, width: int | None) -> Self:
-        """The same weights, called for images of another size; None keeps a side. ValueError if the pipeline takes no size."""
+        """The same weights, called for images of another size; None keeps a side. FlowGRPOError if the pipeline takes no size."""
         size = {name: side for name, side in (("height", height), ("width", width)) if side is not None}
         if all(self.call.get(name) == side for name, side in size.items()):
             return self
@@ -141,12 +142,12 @@ class FlowPipeline:
         return "num_frames" in self._arguments
 
     def encode(self, prompts: list[str]) -> Conditioning:
-        """Prompt embeddings of B rows, computed once per distinct prompt. ValueError if the pipeline can't take its images."""
+        """Prompt embeddings of B rows, computed once per distinct prompt. FlowGRPOError if the pipeline can't take its images."""
         self.check_images(prompts)
         return self.encoder.encode(prompts)
 
     def check_images(self, prompts: Iterable[str]) -> None:
-        """Raise ValueError if the pipeline can't take the images of a prompt, or needs one where there is none."""
+        """Raise FlowGRPOError if the pipeline can't take the images of a prompt, or needs one where there is none."""
         check_images(type(self.pipe).__name__, self.family, self._arguments, self.call, prompts)
 
     @torch.no_grad()
@@ -154,7 +155,7 @@ class FlowPipeline:
     def schedule(self, steps: int) -> tuple[Schedule, torch.Size]:
         """The pipeline's timesteps and sigmas for that many steps, and the shape of one state without the batch.
 
-        This is the first call that a run makes: ValueError if the pipeline cannot be called with these arguments.
+        This is the first call that a run makes: FlowGRPOError if the pipeline cannot be called with these arguments.
         """
         rows = torch.zeros(1, dtype=torch.long)
         try:
@@ -165,7 +166,7 @@ class FlowPipeline:
         except Exception as error:  # each pipeline has its own
             call = ", ".join(f"{name}={value!r}" for name, value in self.call.items())
             reason = first_line(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {first_line(error)}"
-            raise ValueError(f"{type(self.pipe).__name__} can't be called with {call}: {reason}") from error
+            raise FlowGRPOError(f"{type(self.pipe).__name__} can't be called with {call}: {reason}") from error
         timesteps, sigmas = self._scheduler.timesteps.float().cpu(), self._scheduler.sigmas.float().cpu()
         return Schedule(timesteps, 1 - sigmas if self._scheduler.config.invert_sigmas else sigmas), stop.sample.shape[1:]
 
@@ -273,16 +274,16 @@ class FlowPipeline:
         """States (B, ...) float32 of images (B, 3, H, W) in [0, 1]: the inverse of `decode`.
 
         Raises:
-            ValueError: the pipeline's state is not its VAE's latent, or not packed by a `_pack_latents` of its own.
+            FlowGRPOError: the pipeline's state is not its VAE's latent, or not packed by a `_pack_latents` of its own.
         """
         _, shape = self.schedule(2)
         name = type(self.pipe).__name__
         try:
             states = torch.cat([self._encode_images(chunk, shape) for chunk in images.split(microbatch)])
         except (AttributeError, TypeError, ValueError, RuntimeError) as error:
-            raise ValueError(f"{name} can't be trained on given images: {first_line(error)}") from error
+            raise FlowGRPOError(f"{name} can't be trained on given images: {first_line(error)}") from error
         if states.shape[1:] != shape:
-            raise ValueError(
+            raise FlowGRPOError(
                 f"{name} can't be trained on given images of {tuple(images.shape[-2:])} pixels: they become latents of shape "
                 f"{tuple(states.shape[1:])}, but it samples {tuple(shape)}."
             )
@@ -290,7 +291,7 @@ class FlowPipeline:
 
     def _encode_images(self, images: Tensor, shape: torch.Size) -> Tensor:
         if self.makes_videos:
-            raise ValueError("it makes videos.")
+            raise FlowGRPOError("it makes videos.")
         vae = self.pipe.vae
         z = vae.encode((2 * images - 1).to(self.device, vae.dtype)).latent_dist.mode().float()
         z = (z - (getattr(vae.config, "shift_factor", None) or 0)) * vae.config.scaling_factor

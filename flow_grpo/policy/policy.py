@@ -10,6 +10,7 @@ from torch import Tensor
 
 from flow_grpo.distributed.processes import Processes
 from flow_grpo.distributed.sharding import copy_into, fully_shard_blocks, gather_to_cpu
+from flow_grpo.errors import FlowGRPOError
 from flow_grpo.image_prompt import with_images
 from flow_grpo.policy.ema import MovingAverage
 from flow_grpo.policy.full_weights import FullWeights
@@ -64,10 +65,10 @@ class Policy(FlowPipeline):
     def enable_full_finetuning(self) -> None:
         """Train all weights of the transformer from now on. They become float32; autocast lowers what is computed.
 
-        ValueError if the pipeline has several experts.
+        FlowGRPOError if the pipeline has several experts.
         """
         if self.lora.experts:
-            raise ValueError(
+            raise FlowGRPOError(
                 f"{type(self.pipe).__name__} has {1 + len(self.lora.experts)} transformers, which get a LoRA each: set lora."
             )
         full = self.trained if isinstance(self.trained, FullWeights) else FullWeights(self.pipe.transformer)
@@ -131,7 +132,7 @@ class Policy(FlowPipeline):
             path: a folder, a .safetensors file, a hub id, or the folder of a finished run.
 
         Raises:
-            ValueError: it cannot be loaded, is of another model, or holds values that are not finite.
+            FlowGRPOError: it cannot be loaded, is of another model, or holds values that are not finite.
         """
         source, file = resolve_lora(path)
         is_full = FullWeights.is_saved_in(Path(source))
@@ -145,7 +146,7 @@ class Policy(FlowPipeline):
         except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
             damaged = damaged_file(Path(source), file)
             reason = f"{damaged} is damaged or no .safetensors file: copy it again." if damaged else first_line(error)
-            raise ValueError(f"the LoRA {path} could not be loaded: {reason}") from error
+            raise FlowGRPOError(f"the LoRA {path} could not be loaded: {reason}") from error
         try:
             kind = "transformer" if is_full else "LoRA"
             check_weights(self.trainable_parameters(), f"the {kind} {path}")
@@ -170,7 +171,7 @@ class Policy(FlowPipeline):
         return gather_to_cpu(self.trainable_parameters(adapter), keep_on_this_rank)
 
     def load_adapter_state(self, state: dict[str, Tensor], adapter: str = TRAINED) -> None:
-        """Restore what `adapter_state` returned. ValueError if it is of other parameters."""
+        """Restore what `adapter_state` returned. FlowGRPOError if it is of other parameters."""
         parameters = self.trainable_parameters(adapter)
         check_shapes(state, parameters)
         copy_into(parameters, state)
@@ -191,10 +192,10 @@ class Policy(FlowPipeline):
     def shard(self, processes: Processes) -> None:
         """Shard the weights over the processes. From now on all of them call the transformer equally often.
 
-        ValueError if the pipeline has several experts: processes could call different ones at a time.
+        FlowGRPOError if the pipeline has several experts: processes could call different ones at a time.
         """
         if self.lora.experts:
-            raise ValueError(
+            raise FlowGRPOError(
                 f"memory.shard=fsdp2 is for one transformer, and {type(self.pipe).__name__} has several: set zero2."
             )
         conditioning, (schedule, shape) = self.encode(self.probe_prompts[:1] * 2), self.schedule(2)

@@ -5,6 +5,7 @@ from pathlib import Path
 from safetensors import SafetensorError, safe_open
 
 from flow_grpo.config.sections import LoraConfig
+from flow_grpo.errors import FlowGRPOError
 from flow_grpo.policy.hub import resolve_lora
 from flow_grpo.policy.lora import PEFT_PREFIX
 from flow_grpo.policy.policy import Policy
@@ -16,17 +17,17 @@ def add_trainable_weights(policy: Policy, lora: LoraConfig | None, seed: int) ->
     """Add a LoRA, its weights drawn from `seed`; or train all weights if `lora` is None. A LoRA that the policy already has stays.
 
     Raises:
-        ValueError: the policy carries what the settings do not ask for.
+        FlowGRPOError: the policy carries what the settings do not ask for.
     """
     if lora is None and policy.has_lora:
-        raise ValueError("lora=null trains all weights, but the policy that was given carries a LoRA: give one without.")
+        raise FlowGRPOError("lora=null trains all weights, but the policy that was given carries a LoRA: give one without.")
     if lora is None:
         policy.enable_full_finetuning()
         return
     if policy.is_full_finetuning and lora.init_from is None:
-        raise ValueError("the policy that was given trains all weights: set lora=null, or give one that does not.")
+        raise FlowGRPOError("the policy that was given trains all weights: set lora=null, or give one that does not.")
     if policy.is_full_finetuning:
-        raise ValueError(
+        raise FlowGRPOError(
             f"lora.init_from={lora.init_from} holds a whole transformer: merge it into a model by `flow-grpo export`, and set model."
         )
     if not policy.has_lora:
@@ -39,7 +40,7 @@ def saved_lora(init_from: str) -> LoraConfig | None:
     None if it is not on this machine under this path, or in a format of other names than diffusers' and peft's.
 
     Raises:
-        ValueError: there is no such LoRA, or its file is damaged.
+        FlowGRPOError: there is no such LoRA, or its file is damaged.
     """
     source, name = resolve_lora(init_from)
     for file in [Path(source) / name] if name else sorted(Path(source).glob("*.safetensors")):
@@ -48,7 +49,7 @@ def saved_lora(init_from: str) -> LoraConfig | None:
                 matrices = [name for name in list(tensors.keys()) if DOWN in name]
                 ranks = {matrix.partition(DOWN)[0]: tensors.get_slice(matrix).get_shape()[0] for matrix in matrices}
         except (OSError, SafetensorError) as error:
-            raise ValueError(f"the LoRA {init_from} could not be loaded: {file} is damaged: copy it again.") from error
+            raise FlowGRPOError(f"the LoRA {init_from} could not be loaded: {file} is damaged: copy it again.") from error
         if ranks:
             layers = [layer.removeprefix(PEFT_PREFIX).removeprefix("transformer.") for layer in ranks]
             return LoraConfig(rank=max(ranks.values()), targets=layers, init_from=init_from)

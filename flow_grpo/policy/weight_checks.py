@@ -7,17 +7,19 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file
 from torch import Tensor
 
+from flow_grpo.errors import FlowGRPOError
+
 
 def check_weights(weights: Mapping[str, Tensor], source: str) -> None:
     """Raise ValueError, which begins with the source, if there are no weights, or some are missing, NaN or infinite."""
     if not any(value.numel() for value in weights.values()):
-        raise ValueError(f"{source} holds no weights for the transformer of this model.")
+        raise FlowGRPOError(f"{source} holds no weights for the transformer of this model.")
     missing = [name for name, value in weights.items() if value.is_meta]
     if missing:
-        raise ValueError(f"{source} lacks {len(missing)} of {len(weights)} tensors, of which {missing[0]} is the first.")
+        raise FlowGRPOError(f"{source} lacks {len(missing)} of {len(weights)} tensors, of which {missing[0]} is the first.")
     broken = [name for name, value in weights.items() if value.is_floating_point() and not bool(value.isfinite().all())]
     if broken:
-        raise ValueError(
+        raise FlowGRPOError(
             f"{source} holds values that are not finite, in {len(broken)} of {len(weights)} tensors, of which {broken[0]} is the "
             "first: take an earlier checkpoint of the run."
         )
@@ -28,7 +30,7 @@ def check_file(file: Path) -> None:
     try:
         weights = load_file(file)
     except (OSError, ValueError, SafetensorError) as error:
-        raise ValueError(f"{file} could not be read: {' '.join(str(error).split())}") from error
+        raise FlowGRPOError(f"{file} could not be read: {' '.join(str(error).split())}") from error
     check_weights(weights, str(file))
 
 
@@ -46,6 +48,6 @@ def damaged_file(folder: Path, name: str | None = None) -> Path | None:
 
 
 def check_shapes(state: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> None:
-    """Raise ValueError if a checkpoint's tensors have other names or shapes than the expected ones."""
+    """Raise FlowGRPOError if a checkpoint's tensors have other names or shapes than the expected ones."""
     if {name: value.shape for name, value in state.items()} != {name: value.shape for name, value in expected.items()}:
-        raise ValueError("the checkpoint's adapter has other modules or another rank than the config asks for.")
+        raise FlowGRPOError("the checkpoint's adapter has other modules or another rank than the config asks for.")

@@ -30,7 +30,7 @@ MAX_GROUP_STEPS = 6  # training steps whose groups are shown
 
 
 def write(folders: list[Path], out: Path) -> Path:
-    """Write the report of these runs as one file. ValueError if one of the folders holds no run."""
+    """Write the report of these runs as one file. FlowGRPOError if one of the folders holds no run."""
     page = render([RunReader(folder) for folder in folders])
     write_atomic(out, page)  # it may be read while the run is training
     return out

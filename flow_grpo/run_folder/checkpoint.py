@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from flow_grpo.errors import FlowGRPOError
 from flow_grpo.files import atomic_folder, remove
 from flow_grpo.run_folder.layout import MANIFEST, STATE, step_folder, step_folders
 
@@ -54,11 +55,11 @@ def latest(folder: Path) -> tuple[dict[str, Any] | None, list[str]]:
 
 
 def read(folder: Path, step: int) -> dict[str, Any]:
-    """The state of a step's checkpoint. ValueError if it is missing or damaged."""
+    """The state of a step's checkpoint. FlowGRPOError if it is missing or damaged."""
     try:
         return _read(folder, step)
     except ValueError as error:
-        raise ValueError(f"{folder} has no whole checkpoint of step {step}: {error}.") from error
+        raise FlowGRPOError(f"{folder} has no whole checkpoint of step {step}: {error}.") from error
 
 
 def _read(folder: Path, step: int) -> dict[str, Any]:
@@ -68,13 +69,13 @@ def _read(folder: Path, step: int) -> dict[str, Any]:
         content = (checkpoint_folder / STATE).read_bytes()
         manifest = json.loads((checkpoint_folder / MANIFEST).read_bytes())
     except (OSError, ValueError, RecursionError) as error:
-        raise ValueError("a file is missing or unreadable") from error
+        raise FlowGRPOError("a file is missing or unreadable") from error
     if not isinstance(manifest, dict) or hashlib.sha256(content).hexdigest() != manifest.get("sha256"):
-        raise ValueError("its checksum is wrong")
+        raise FlowGRPOError("its checksum is wrong")
     try:
         state = torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
     except Exception as error:  # torch raises many kinds for files that it has not written
-        raise ValueError(f"torch can't read it, {type(error).__name__}") from error
+        raise FlowGRPOError(f"torch can't read it, {type(error).__name__}") from error
     if not isinstance(state, dict) or state.get("step") != step:
-        raise ValueError("it holds something else than the state of that step")
+        raise FlowGRPOError("it holds something else than the state of that step")
     return state

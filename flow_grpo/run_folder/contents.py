@@ -4,12 +4,13 @@ from typing import Annotated, Any
 
 from pydantic import AliasChoices, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 
+from flow_grpo.errors import FlowGRPOError
 from flow_grpo.run_folder.metrics_file import bounded, metric_size
 
 
 def _number(value: Any) -> float:
     if isinstance(value, bool) or not isinstance(value, int | float):
-        raise ValueError("it should be a number")
+        raise FlowGRPOError("it should be a number")
     return bounded(value)
 
 
@@ -46,10 +47,10 @@ class EvaluationContent(ImageMetrics):
         count = len(self.prompts)
         counts = {count, *map(len, self.values.values()), len(self.sources) or count}
         if len(counts) > 1 or any(not 0 <= index < count for index in self.extremes):
-            raise ValueError("it should have a value for each prompt")
+            raise FlowGRPOError("it should have a value for each prompt")
         wanted = {"": "reward", **{size: f"reward@{size}" for size in self.sizes}}
         if any(name not in self.values or metric_size(name) != size for size, name in wanted.items()):
-            raise ValueError("it should have the reward of each size")
+            raise FlowGRPOError("it should have the reward of each size")
         return self
 
 
@@ -66,7 +67,7 @@ class GroupContent(Content):
     @model_validator(mode="after")
     def _equal_lengths(self) -> "GroupContent":
         if any(len(values) != len(self.reward) for values in (self.advantage, *self.rewards.values())):
-            raise ValueError("it should have a value for each image")
+            raise FlowGRPOError("it should have a value for each image")
         return self
 
 

@@ -12,6 +12,7 @@ import torch
 
 from flow_grpo import __version__
 from flow_grpo.config import FlowGRPOConfig
+from flow_grpo.errors import FlowGRPOError
 from flow_grpo.files import WriteError, remove, write_atomic
 from flow_grpo.policy.device_speed import device_name
 from flow_grpo.run_folder import checkpoint, layout
@@ -26,20 +27,22 @@ def is_begun(folder: Path) -> bool:
 
 
 def check_begun(folder: Path, resume: bool) -> None:
-    """Check that the folder holds a run exactly if one is to be resumed. ValueError if not."""
+    """Check that the folder holds a run exactly if one is to be resumed. FlowGRPOError if not."""
     begun = is_begun(folder)
     if not resume and begun:
-        raise ValueError(f"{folder} already holds a run: go on with it by --resume, or set another folder by output_dir=...")
+        raise FlowGRPOError(
+            f"{folder} already holds a run: go on with it by --resume, or set another folder by output_dir=..."
+        )
     if resume and not checkpoint.steps(folder / layout.CHECKPOINTS):
         again = "set another folder by output_dir=..." if begun else "start the run without --resume"
-        raise ValueError(f"{folder} has no checkpoint to resume from: {again}, or see whether output_dir=... is right.")
+        raise FlowGRPOError(f"{folder} has no checkpoint to resume from: {again}, or see whether output_dir=... is right.")
 
 
 def open_run_folder(args: FlowGRPOConfig, resume: bool, lock: ExitStack, info: Callable[[str], None]) -> None:
     """Create the run folder, or check that it can be resumed, and hold its lock until `lock` closes.
 
     Raises:
-        ValueError: the folder holds a run that is not to be resumed, holds none that could be, or another process trains in it.
+        FlowGRPOError: the folder holds a run that is not to be resumed, holds none that could be, or another process trains in it.
     """
     folder = Path(args.output_dir)
     if resume:  # before anything is created
@@ -74,17 +77,17 @@ def newest_checkpoint(args: FlowGRPOConfig, info: Callable[[str], None]) -> dict
     """Read the newest readable checkpoint of the run folder.
 
     Raises:
-        ValueError: all are damaged, the settings have changed since, or flow-grpo 0.2 wrote it.
+        FlowGRPOError: all are damaged, the settings have changed since, or flow-grpo 0.2 wrote it.
     """
     folder = Path(args.output_dir)
     state, warnings = checkpoint.latest(folder / layout.CHECKPOINTS)
     for warning in warnings:
         info(f"warning: {warning}")
     if state is None:
-        raise ValueError(f"all checkpoints of {folder} are damaged: start another run by output_dir=...")
+        raise FlowGRPOError(f"all checkpoints of {folder} are damaged: start another run by output_dir=...")
     check_settings_unchanged(args)
     if "microbatch" not in state.get("memory", {}):
-        raise ValueError(
+        raise FlowGRPOError(
             f"{folder} was written by flow-grpo 0.2 or before, which this version can't go on with: start a new run."
         )
     return state
@@ -103,11 +106,11 @@ def rewind_run(folder: Path, step: int) -> str | None:
 
 
 def check_settings_unchanged(args: FlowGRPOConfig) -> None:
-    """ValueError if a setting that changes the numbers is not what the run folder's config says."""
+    """FlowGRPOError if a setting that changes the numbers is not what the run folder's config says."""
     file = Path(args.output_dir) / layout.CONFIG
     former = FlowGRPOConfig.from_yaml(file) if file.exists() else args
     for name, (then, now) in former.differences(args).items():
-        raise ValueError(
+        raise FlowGRPOError(
             f"{args.output_dir} was begun with {name}={then!r}, not {now!r}: resume it with the same settings, or start another "
             "run by output_dir=..."
         )
@@ -115,7 +118,7 @@ def check_settings_unchanged(args: FlowGRPOConfig) -> None:
 
 @contextmanager
 def explain_write_errors(folder: Path) -> Iterator[None]:
-    """Raise ValueError that says what is left of the run when something could not be written."""
+    """Raise FlowGRPOError that says what is left of the run when something could not be written."""
     try:
         yield
     except (WriteError, OSError) as error:
@@ -123,4 +126,4 @@ def explain_write_errors(folder: Path) -> Iterator[None]:
         saved = checkpoint.steps(folder / layout.CHECKPOINTS)
         lost = f"What came after the checkpoint of step {saved[0]} is lost" if saved else "Nothing is saved yet"
         again = "go on with --resume" if saved else "start the run again"
-        raise ValueError(f"{what} {lost}: when it can be written, {again}.") from error
+        raise FlowGRPOError(f"{what} {lost}: when it can be written, {again}.") from error

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from flow_grpo.config.loading import parse_yaml, read_text
+from flow_grpo.errors import FlowGRPOError
 from flow_grpo.run_folder import layout
 from flow_grpo.run_folder.contents import Content, EvaluationContent, GroupsContent, MachineContent, checked
 from flow_grpo.run_folder.metrics_file import logged_best_step, metric_name, metric_size, read_metrics
@@ -18,11 +19,11 @@ SET_REWARD = "reward/"  # the reward of one prompt set: reward/SET, held out eva
 
 
 class RunReader:
-    """The content of a run folder, finished or not. ValueError if the folder holds no run."""
+    """The content of a run folder, finished or not. FlowGRPOError if the folder holds no run."""
 
     def __init__(self, folder: Path) -> None:
         if not layout.is_run(folder):
-            raise ValueError(
+            raise FlowGRPOError(
                 f"{folder} is not a run folder: it has no {layout.METRICS}. Give the folder that `flow-grpo train` wrote."
             )
         self.folder, self.name = folder, folder.resolve().name

@@ -29,10 +29,10 @@ from safetensors.torch import save_file
 
 from flow_grpo.config.bundled import bundled_file
 from flow_grpo.policy.devices import default_dtype
+from flow_grpo.rewards import clip
+from flow_grpo.rewards.ocr import OCR, ExactOCR
 from flow_grpo.tiny import architecture, world
 from flow_grpo.tiny.pretraining_stage import PretrainingStage, StagePlan
-from rewards import clip
-from rewards.ocr import OCR, ExactOCR
 
 HERE = Path(__file__).parent
 STAGES = {

@@ -15,6 +15,8 @@ import matplotlib
 import numpy as np
 from PIL import Image, ImageDraw, ImageFont
 
+from flow_grpo.errors import FlowGRPOError
+
 COLORS = {
     "red": (214, 40, 40),
     "green": (30, 142, 62),
@@ -58,10 +60,10 @@ class Sign:
 
 
 def parse(prompt: str) -> Sign:
-    """The sign that a prompt asks for. Raises ValueError if the prompt is not one of this world."""
+    """The sign that a prompt asks for. Raises FlowGRPOError if the prompt is not one of this world."""
     match = PATTERN.match(prompt)
     if not match or match[1] not in COLORS or match[3] not in COLORS or match[1] == match[3]:
-        raise ValueError(
+        raise FlowGRPOError(
             f'{prompt!r} is not a prompt of the embedded model: it generates `red text "CAT" on a blue background`, '
             f"3 to 5 capital letters in two different colours of {', '.join(COLORS)}."
         )

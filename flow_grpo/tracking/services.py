@@ -21,6 +21,7 @@ from PIL import Image
 
 from flow_grpo.config import FlowGRPOConfig
 from flow_grpo.config.loading import flatten
+from flow_grpo.errors import FlowGRPOError
 from flow_grpo.files import write_atomic
 from flow_grpo.run_folder.layout import TRACKERS
 
@@ -38,7 +39,7 @@ def open_services(
         step: where the run continues, in the same run of each service if it can; None starts a new one.
 
     Raises:
-        ValueError: a service of a new run does not start. A resumed run continues without it, and `info` gets a warning.
+        FlowGRPOError: a service of a new run does not start. A resumed run continues without it, and `info` gets a warning.
     """
     os.environ.update({key: value for key, value in QUIET_ENVIRONMENT.items() if key not in os.environ})
     file, opened = folder / TRACKERS, []
@@ -51,7 +52,7 @@ def open_services(
         except Exception as error:  # services raise errors of their own
             reason = f"the tracker {name} could not be started: {_reason(error)}"
             if step is None:
-                raise ValueError(f"{reason}. Fix that, or leave it out of `trackers`.") from error
+                raise FlowGRPOError(f"{reason}. Fix that, or leave it out of `trackers`.") from error
             info(f"warning: {reason}; the run goes on without it.")
             continue
         opened.append(service)

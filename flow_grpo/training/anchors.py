@@ -130,7 +130,7 @@ def add_references(policy: Policy, objectives: Iterable[ObjectiveConfig]) -> Non
     """Add the copies of the LoRA and the guided models that anchors of these objectives refer to. Call it before weights are sharded.
 
     Raises:
-        ValueError: the pipeline has no guidance.
+        FlowGRPOError: the pipeline has no guidance.
     """
     anchors = [anchor for objective in objectives for anchor in objective.named_anchors]
     for adapter in dict.fromkeys(anchor.adapter for anchor in anchors):

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from flow_grpo.distributed.processes import Processes
+from flow_grpo.errors import FlowGRPOError
 
 EVENTS = ("on_train_begin", "on_step_begin", "on_step_end", "on_log", "on_evaluate", "on_save", "on_train_end")
 
@@ -41,7 +42,7 @@ class CallbackList:
     """Calls each callback in turn.
 
     Raises:
-        ValueError: a callback without any of the methods in `EVENTS`.
+        FlowGRPOError: a callback without any of the methods in `EVENTS`.
     """
 
     def __init__(self, callbacks: Sequence[Any], args: Any, model: Any, processes: Processes) -> None:
@@ -50,7 +51,7 @@ class CallbackList:
         self.control = TrainerControl()
         for callback in self.callbacks:
             if isinstance(callback, type) or not any(hasattr(callback, event) for event in EVENTS):
-                raise ValueError(
+                raise FlowGRPOError(
                     f"the callback {callback!r} has none of the methods {', '.join(EVENTS)}: give an object of a class that has one."
                 )
 

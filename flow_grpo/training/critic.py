@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from flow_grpo.advantages import CLAMP
 from flow_grpo.config.objective import CriticConfig
+from flow_grpo.errors import FlowGRPOError
 from flow_grpo.types import Trajectory
 
 NUM_EPOCHS = 4  # passes of the critic over a rollout
@@ -92,9 +93,9 @@ class Critic(nn.Module):
         return {"weights": self.state_dict(), "optimizer": self.optimizer.state_dict()}
 
     def load_training_state(self, state: dict) -> None:
-        """Restore what `training_state` returned. ValueError if it is of a critic of another shape."""
+        """Restore what `training_state` returned. FlowGRPOError if it is of a critic of another shape."""
         try:
             self.load_state_dict(state["weights"])
         except RuntimeError as error:
-            raise ValueError("the checkpoint's critic has another shape than the config asks for") from error
+            raise FlowGRPOError("the checkpoint's critic has another shape than the config asks for") from error
         self.optimizer.load_state_dict(copy.deepcopy(state["optimizer"]))  # it keeps the tensors that it is given

@@ -6,11 +6,12 @@ from typing import Any
 
 from torch import Tensor
 
-import rewards as reward_kit
+from flow_grpo import rewards as reward_kit
 from flow_grpo.config.objective import ObjectiveConfig
+from flow_grpo.errors import FlowGRPOError
 from flow_grpo.methods import is_custom
+from flow_grpo.rewards.user_code import guarded
 from flow_grpo.types import RATIO_DEVIATION, Loss, NoisedImage, TrainedStep
-from rewards.user_code import guarded
 
 
 @functools.cache
@@ -20,7 +21,7 @@ def load_custom_function(kind: str, name: str) -> Callable | None:
         return None
     function = reward_kit.locate(kind, name)
     if not callable(function):
-        raise ValueError(f"{kind} {name} is not a function.")
+        raise FlowGRPOError(f"{kind} {name} is not a function.")
 
     def called(*args: Any, **kwargs: Any) -> Any:
         with guarded(f"{kind} {name}", lambda error: f"{kind} {name} raised {error}"):
@@ -36,7 +37,7 @@ def custom_loss(objective: ObjectiveConfig, inputs: TrainedStep | NoisedImage, a
     result = function(inputs, advantage, **objective.options)
     value = result.value if isinstance(result, Loss) else result
     if not isinstance(value, Tensor) or value.shape != advantage.shape or not value.requires_grad:
-        raise ValueError(
+        raise FlowGRPOError(
             f"objective {objective.name} must return a tensor of {len(advantage)} values that carries a gradient, one for each row, or a "
             "Loss of them."
         )

@@ -11,13 +11,14 @@ from flow_grpo.config import FlowGRPOConfig
 from flow_grpo.data.prompt_mixture import sampler_of
 from flow_grpo.data.prompts import PromptSet
 from flow_grpo.distributed.processes import Processes
+from flow_grpo.errors import FlowGRPOError
 from flow_grpo.policy.devices import usable_device
 from flow_grpo.policy.pipeline import FlowPipeline
+from flow_grpo.rewards import Reward, WeightedSum
+from flow_grpo.rewards.groups import GROUP, scope_of
 from flow_grpo.run_folder.opening import check_begun
 from flow_grpo.training.custom import load_custom_function
 from flow_grpo.training.zero import STAGES, import_deepspeed
-from rewards import Reward, WeightedSum
-from rewards.groups import GROUP, scope_of
 
 
 def check_settings(args: FlowGRPOConfig, num_processes: int) -> None:
@@ -34,7 +35,7 @@ def check_settings(args: FlowGRPOConfig, num_processes: int) -> None:
             stage.prompts_per_step, stage.images_per_prompt, stage.microbatch, stage.updates, pairs
         )
         if stage.method.critic and num_processes > 1:
-            raise ValueError(
+            raise FlowGRPOError(
                 f"objective {stage.objective.name} trains its critic on one process, not on {num_processes}: start one."
             )
 
@@ -44,7 +45,7 @@ def check_installed(trackers: Iterable[str]) -> None:
     for name in trackers:
         package = importlib.util.find_spec(name)
         if package is None or package.origin is None:  # it is only a folder of that name
-            raise ValueError(
+            raise FlowGRPOError(
                 f"trackers: {name} needs the package {name}, which is not installed: pip install {name}, or name others, such "
                 "as trackers=[] for none."
             )
@@ -53,7 +54,7 @@ def check_installed(trackers: Iterable[str]) -> None:
 def check_prompts(args: FlowGRPOConfig, prompts: PromptSet, held_out: PromptSet | None, num_processes: int) -> None:
     """Check that a step has enough prompts, and that each process has a held-out prompt."""
     if held_out is not None and len(held_out) < num_processes:
-        raise ValueError(
+        raise FlowGRPOError(
             f"{num_processes} processes need {num_processes} held-out prompts, not {len(held_out)}: give more, or start fewer processes."
         )
     for _, stage in args.resolved_stages():
@@ -65,7 +66,7 @@ def check_gates(args: FlowGRPOConfig, row_weights: torch.Tensor | None) -> None:
     """Check that images of all prompts have rewards of one kind, if an anchor's gate ranks them. row_weights is (prompts, R) or None."""
     gates = {anchor.gate for _, stage in args.resolved_stages() for anchor in stage.objective.anchors}
     if "disagreement" in gates and row_weights is not None and (row_weights != row_weights[0]).any():
-        raise ValueError(
+        raise FlowGRPOError(
             "an anchor with gate=disagreement ranks the images of a step by their reward, and prompts with rewards of their own have no "
             "common scale: choose another gate, or leave out the column `rewards`."
         )
@@ -77,13 +78,13 @@ def check_unweighted_rewards(args: FlowGRPOConfig, rewards: WeightedSum) -> None
     for _, stage in args.resolved_stages():
         diversity = stage.objective.diversity_weight
         if diversity is not None and rewards.names.get(diversity) not in unweighted:
-            raise ValueError(
+            raise FlowGRPOError(
                 f"objective.diversity_weight={diversity} is none of the rewards of weight 0 that the trainer was given: add it to "
                 f"reward_funcs, and rewards.{diversity}=0 to the settings."
             )
         needs_judge = any(anchor.gate == "disagreement" for anchor in stage.objective.anchors)
         if needs_judge and not unweighted - {rewards.names.get(diversity or "")}:
-            raise ValueError(
+            raise FlowGRPOError(
                 "an anchor with gate=disagreement compares the trained reward with rewards of weight 0, and the trainer was given none: "
                 "add one to reward_funcs, and rewards.NAME=0 to the settings."
             )
@@ -92,7 +93,7 @@ def check_unweighted_rewards(args: FlowGRPOConfig, rewards: WeightedSum) -> None
 def check_scope(name: str, reward: Reward, args: FlowGRPOConfig) -> None:
     """Check that an evaluation has groups for a reward that sees groups."""
     if scope_of(reward) == GROUP and args.evaluation.images_per_prompt < 2:
-        raise ValueError(
+        raise FlowGRPOError(
             f"reward {name} sees the images of a prompt together, and an evaluation has one of each: set "
             "evaluation.images_per_prompt to 2 or more."
         )
@@ -104,7 +105,7 @@ def check_frames(args: FlowGRPOConfig, policy: FlowPipeline) -> None:
     settings |= {f"evaluation.rewards.{name}": reward for name, reward in args.evaluation.rewards.items()}
     for name, reward in settings.items():
         if reward.frames is not None and not policy.makes_videos:
-            raise ValueError(
+            raise FlowGRPOError(
                 f"{name}.frames={reward.frames} is for videos, and {type(policy.pipe).__name__} makes images: leave it out."
             )
 
@@ -125,6 +126,6 @@ def check_writable(folder: Path) -> None:
             pass
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or error
-        raise ValueError(
+        raise FlowGRPOError(
             f"output_dir={folder}: nothing can be written to {path} ({reason}); set another folder by output_dir=..."
         ) from error

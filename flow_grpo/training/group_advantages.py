@@ -9,10 +9,10 @@ from torch import Tensor
 from flow_grpo import advantages, tree
 from flow_grpo.config import FlowGRPOConfig
 from flow_grpo.data.prompts import rows_by_set
+from flow_grpo.rewards import WeightedSum
 from flow_grpo.training.custom import load_custom_function
 from flow_grpo.training.scored_images import ScoredImages
 from flow_grpo.types import PromptBatch
-from rewards import WeightedSum
 
 
 class GroupAdvantages:

@@ -10,14 +10,15 @@ from torch import Tensor
 from flow_grpo import sampling, tree
 from flow_grpo.config import FlowGRPOConfig
 from flow_grpo.distributed.processes import Processes
+from flow_grpo.errors import FlowGRPOError
 from flow_grpo.policy.policy import Policy
 from flow_grpo.policy.solvers import ode_solver
 from flow_grpo.progress import phase
+from flow_grpo.rewards import WeightedSum
+from flow_grpo.rewards.interrupt import DaemonThread
 from flow_grpo.text import counted
 from flow_grpo.training.interrupt import Interrupted, background, interruptible, wait_for
 from flow_grpo.types import PromptBatch, Scores, StepDistribution, Trajectory
-from rewards import WeightedSum
-from rewards.interrupt import DaemonThread
 
 
 class ImageSampler:
@@ -118,6 +119,6 @@ class ImageSampler:
                 return Scores.join([wait_for(future, self.processes.should_stop) for future in futures])
 
         with phase(f"scoring {counted(len(group), 'image')}"), self.policy.meter.phase("wait"):
-            scores = Scores.join(self.processes.gather_or_raise(local_scores, (ValueError, Interrupted)))
+            scores = Scores.join(self.processes.gather_or_raise(local_scores, (FlowGRPOError, Interrupted)))
         order = self.processes.owner(group).argsort(stable=True).argsort()
         return scores.take(order)

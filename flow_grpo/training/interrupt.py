@@ -12,7 +12,7 @@ from flow_grpo.training.watchdog import acknowledge, exit_on_second_interrupt
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from rewards.interrupt import DaemonThread
+    from flow_grpo.rewards.interrupt import DaemonThread
 
 Result = TypeVar("Result")
 POLL = 0.2  # seconds between two looks at whether a wait is to end
@@ -33,7 +33,7 @@ def wait_for(future: "Future[Result]", should_stop: Callable[[], bool]) -> Resul
 @contextmanager
 def background(should_stop: Callable[[], bool]) -> "Iterator[DaemonThread]":
     """Open a thread for calls that may hang, and leave it when it is idle, or at once if the run is interrupted."""
-    from rewards.interrupt import DaemonThread
+    from flow_grpo.rewards.interrupt import DaemonThread
 
     thread = DaemonThread()
     try:

@@ -14,6 +14,7 @@ from flow_grpo.data import image_sets
 from flow_grpo.data.grid import from_bytes, open_image, to_bytes
 from flow_grpo.data.prompts import load_prompts
 from flow_grpo.distributed.processes import Processes
+from flow_grpo.errors import FlowGRPOError
 from flow_grpo.policy.policy import Policy
 from flow_grpo.types import Experience, PromptBatch, Trajectory
 
@@ -87,24 +88,24 @@ class OfflineSource:
 
 
 def load_examples(data: str, rows_per_pair: int) -> OfflineExamples:
-    """Load the dataset. ValueError if the file, a column or an image is missing."""
+    """Load the dataset. FlowGRPOError if the file, a column or an image is missing."""
     source = Path(data)
     if source.is_dir() or source.suffix.lower() in image_sets.SUFFIXES:
         if rows_per_pair == 2:
-            raise ValueError(f"objective.dataset={data}: dpo needs a table with the columns prompt, chosen and rejected.")
+            raise FlowGRPOError(f"objective.dataset={data}: dpo needs a table with the columns prompt, chosen and rejected.")
         image_set = image_sets.read(source)
         return OfflineExamples(image_set.prompts, [(image,) for image in image_set.images()])
     columns = ("image",) if rows_per_pair == 1 else ("chosen", "rejected")
     table = load_prompts(data, image_column="source_image")
     missing_columns = [name for name in columns if name not in table.metadata[0]]
     if missing_columns:
-        raise ValueError(f"{data} has no column `{missing_columns[0]}`: give prompt, {' and '.join(columns)}.")
+        raise FlowGRPOError(f"{data} has no column `{missing_columns[0]}`: give prompt, {' and '.join(columns)}.")
     cells = [row[name] for row in table.metadata for name in columns]
     not_paths = [cell for cell in cells if not isinstance(cell, str)]
     if not_paths:
-        raise ValueError(f"{data}: expected an image path, got {not_paths[0]!r}.")
+        raise FlowGRPOError(f"{data}: expected an image path, got {not_paths[0]!r}.")
     files = [tuple(source.parent / row[name] for name in columns) for row in table.metadata]
     missing_image = next((file for row in files for file in row if not file.is_file()), None)
     if missing_image is not None:
-        raise ValueError(f"{data}: image {missing_image} does not exist.")
+        raise FlowGRPOError(f"{data}: image {missing_image} does not exist.")
     return OfflineExamples(table.prompts, list(files))

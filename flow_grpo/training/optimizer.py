@@ -9,6 +9,7 @@ from torch import Tensor
 from flow_grpo.config.sections import OptimizerConfig
 from flow_grpo.distributed.processes import Processes
 from flow_grpo.distributed.sharding import full_tensor, gather_to_cpu, shard_like
+from flow_grpo.errors import FlowGRPOError
 from flow_grpo.policy.policy import Policy
 
 
@@ -45,7 +46,7 @@ class Optimizer:
             norm: the value that `reduce_gradients` returned, if it was called before.
 
         Raises:
-            ValueError: fp16 gradients keep overflowing.
+            FlowGRPOError: fp16 gradients keep overflowing.
         """
         for group in self.adamw.param_groups:
             group["lr"] = lr
@@ -56,7 +57,7 @@ class Optimizer:
             self.scaler.update()
         self.adamw.zero_grad()
         if self.scaler.is_enabled() and self.scaler.get_scale() < 1:
-            raise ValueError("gradients in fp16 overflow however small the loss is scaled: set dtype=bf16 or fp32.")
+            raise FlowGRPOError("gradients in fp16 overflow however small the loss is scaled: set dtype=bf16 or fp32.")
         return norm
 
     def zero_grad(self) -> None:
@@ -91,14 +92,14 @@ def _same_shape(value: Any, parameter: Tensor) -> bool:
 
 
 def adamw(parameters: list[torch.nn.Parameter], config: OptimizerConfig) -> torch.optim.Optimizer:
-    """The optimizer that the config names. ValueError if its package is not installed."""
+    """The optimizer that the config names. FlowGRPOError if its package is not installed."""
     settings: Any = {"lr": config.lr, "betas": config.betas, "eps": config.eps, "weight_decay": config.weight_decay}
     if config.name == "adamw":
         return torch.optim.AdamW(parameters, **settings)
     try:
         from bitsandbytes.optim import AdamW8bit
     except ImportError as error:
-        raise ValueError(
+        raise FlowGRPOError(
             "optimizer.name=adamw_8bit needs bitsandbytes, which is not installed: pip install bitsandbytes."
         ) from error
     return AdamW8bit(parameters, **settings)

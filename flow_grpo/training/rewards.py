@@ -5,12 +5,13 @@ from typing import Any
 
 import torch
 
-import rewards as reward_kit
+from flow_grpo import rewards as reward_kit
 from flow_grpo.config import FlowGRPOConfig
 from flow_grpo.config.sections import RewardConfig
+from flow_grpo.errors import FlowGRPOError
 from flow_grpo.progress import phase
-from rewards import Reward, WeightedSum
-from rewards.loading import import_path, with_frames
+from flow_grpo.rewards import Reward, WeightedSum
+from flow_grpo.rewards.loading import import_path, with_frames
 
 RESERVED_NAMES = ("reward", "diversity")  # other metrics, which a reward function might be named like
 HUMAN = "human"  # the reward that asks a person
@@ -22,7 +23,7 @@ def load_reward(name: str, setting: RewardConfig) -> Reward:
     """A reward that runs where its settings say: on other machines, in a process of its own, or in this process."""
     comparison = {"scope": setting.scope, "opponents": setting.opponents}
     if setting.isolate:
-        from rewards.serving.subprocess import Isolated
+        from flow_grpo.rewards.serving.subprocess import Isolated
 
         options = {**setting.options, **{key: value for key, value in comparison.items() if value is not None}}
         isolated = Isolated(name, options, setting.python, **({"timeout": setting.timeout} if setting.timeout else {}))
@@ -90,7 +91,7 @@ def _trained_rewards(args: FlowGRPOConfig, reward_funcs: Any) -> dict[str, tuple
     names = [_name_of(function) for function in functions]
     trained = {n: (f, args.rewards.get(n, RewardConfig())) for n, f in zip(names, functions, strict=True)}
     if len(trained) < len(functions):
-        raise ValueError("two of reward_funcs have the same name: give each function or class its own name.")
+        raise FlowGRPOError("two of reward_funcs have the same name: give each function or class its own name.")
     return trained
 
 
@@ -102,7 +103,7 @@ def _name_of(function: Any) -> str:
         return name
     path = import_path(function)
     if path is None:
-        raise ValueError(f"reward_funcs has a function {name}, but {name} is an included reward: give it another name.")
+        raise FlowGRPOError(f"reward_funcs has a function {name}, but {name} is an included reward: give it another name.")
     return path
 
 

@@ -13,13 +13,13 @@ from flow_grpo.config import FlowGRPOConfig
 from flow_grpo.data.prompts import PromptSampler
 from flow_grpo.distributed.processes import Processes
 from flow_grpo.policy.policy import Policy
+from flow_grpo.rewards import WeightedSum
 from flow_grpo.training.critic import Critic
 from flow_grpo.training.gates import DisagreementGate
 from flow_grpo.training.group_advantages import GroupAdvantages
 from flow_grpo.training.image_sampler import ImageSampler
 from flow_grpo.training.scored_images import ScoredImages, reward_metrics
 from flow_grpo.types import Experience, Scores
-from rewards import WeightedSum
 
 
 class RolloutSource:

@@ -63,7 +63,7 @@ def prepare_policy(policy: Policy, args: FlowGRPOConfig, processes: Processes) -
     """Add a LoRA or train the whole transformer; compile, shard and average it as the config says.
 
     Raises:
-        ValueError: the policy carries something else already, or has no guidance where settings ask for it.
+        FlowGRPOError: the policy carries something else already, or has no guidance where settings ask for it.
     """
     stages = [stage for _, stage in args.resolved_stages()]
     add_trainable_weights(policy, args.lora, args.seed)

@@ -9,8 +9,8 @@ from torch import Tensor
 
 from flow_grpo import advantages
 from flow_grpo.data.prompts import rows_by_set
+from flow_grpo.rewards.selection import COLUMN
 from flow_grpo.types import PromptBatch, Scores, Trajectory
-from rewards.selection import COLUMN
 
 
 @dataclass(frozen=True)

@@ -9,11 +9,11 @@ from flow_grpo.data.prompt_mixture import PromptSampler, PromptSet, load_run_pro
 from flow_grpo.distributed.processes import Processes
 from flow_grpo.policy import hub
 from flow_grpo.policy.policy import Policy
+from flow_grpo.rewards import WeightedSum
 from flow_grpo.text import counted
 from flow_grpo.training import early_checks
 from flow_grpo.training.rewards import build_rewards, recorded_rewards
 from flow_grpo.training.run_policy import dtype_and_reason, load_run_policy, prepare_policy
-from rewards import WeightedSum
 
 Prompts = PromptSet | list[str] | str  # as given: a set, a list, or the name of one
 
@@ -51,7 +51,7 @@ def build_run(
     """Check the settings, then load prompts, rewards and the policy, and prepare what is trained.
 
     Raises:
-        ValueError: whatever does not fit, in one sentence.
+        FlowGRPOError: whatever does not fit, in one sentence.
     """
     model_args = args.with_model(hub.model_name(model.pipe) if isinstance(model, Policy) else model or args.model)
     prompts = model_args.training_prompts if train_dataset is None else train_dataset

@@ -9,7 +9,9 @@ import torch
 from flow_grpo.config import FlowGRPOConfig
 from flow_grpo.data.prompts import PromptSampler
 from flow_grpo.distributed.processes import Processes
+from flow_grpo.errors import FlowGRPOError
 from flow_grpo.policy.policy import Policy
+from flow_grpo.rewards import WeightedSum
 from flow_grpo.training.critic import Critic
 from flow_grpo.training.interrupt import Interrupted
 from flow_grpo.training.offline import OfflineSource
@@ -17,7 +19,6 @@ from flow_grpo.training.rollouts import RolloutSource
 from flow_grpo.training.update import PolicyUpdate
 from flow_grpo.training.windows import WindowSchedule, most_variable_window, step_reward_variance
 from flow_grpo.types import Experience
-from rewards import WeightedSum
 
 
 class Stage:
@@ -35,7 +36,7 @@ class Stage:
         has_advantage: whether any image of the last training step had an advantage.
 
     Raises:
-        ValueError: sizes that the processes can't share.
+        FlowGRPOError: sizes that the processes can't share.
     """
 
     def __init__(
@@ -83,7 +84,7 @@ class Stage:
             try:
                 experience, metrics = self._attempt(step)
                 return experience, metrics | self._speed(time.perf_counter() - started, metrics)
-            except (Interrupted, ValueError, torch.OutOfMemoryError) as error:
+            except (Interrupted, Exception) as error:
                 self.restore_loop_state(before)
                 self.update.discard()
                 if not isinstance(error, torch.OutOfMemoryError) or not self._halve_microbatch():
@@ -161,7 +162,7 @@ class Stage:
         return Critic(latent_shape, text_width, self.args.objective.critic, self.args.seed)
 
     def _measure_window_start(self) -> int:
-        return self.processes.gather_or_raise(self._local_window_start, (ValueError, Interrupted))[0]
+        return self.processes.gather_or_raise(self._local_window_start, (FlowGRPOError, Interrupted))[0]
 
     def _local_window_start(self) -> int:
         measured = step_reward_variance(

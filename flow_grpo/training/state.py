@@ -1,7 +1,7 @@
 """A run on disk while it trains: its folder created or resumed, its checkpoints written and read."""
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import AbstractContextManager, ExitStack, suppress
 from functools import partial
 from itertools import chain
 from pathlib import Path
@@ -10,13 +10,14 @@ from typing import Any
 from flow_grpo.config import FlowGRPOConfig
 from flow_grpo.data.prompts import PromptSampler
 from flow_grpo.distributed.processes import Processes
+from flow_grpo.errors import FlowGRPOError
 from flow_grpo.files import WriteError, atomic_folder, remove, write_atomic
 from flow_grpo.policy.policy import Policy
+from flow_grpo.rewards import WeightedSum
 from flow_grpo.run_folder import checkpoint, layout, opening
 from flow_grpo.text import first_line
 from flow_grpo.training.interrupt import Interrupted
 from flow_grpo.training.stages import Stage
-from rewards import WeightedSum
 
 
 class RunState:
@@ -30,7 +31,7 @@ class RunState:
         stage: the stage of the last training step; `enter_stage` moves on.
 
     Raises:
-        ValueError: a stage has sizes that the processes can't share.
+        FlowGRPOError: a stage has sizes that the processes can't share.
     """
 
     def __init__(
@@ -78,21 +79,21 @@ class RunState:
         """Create the run folder, or check that it can be resumed, and hold its lock until `lock` closes. On the main process.
 
         Raises:
-            ValueError: as of `open_run_folder`.
+            FlowGRPOError: as of `open_run_folder`.
         """
         opening.open_run_folder(self.args, resume, lock, info)
         if not resume:
             opening.write_machine(self.folder, self.policy.device, self.policy.dtype, self.processes.world_size)
 
     def explain_write_errors(self) -> AbstractContextManager[None]:
-        """Raise ValueError that says what is left of the run when something could not be written."""
+        """Raise FlowGRPOError that says what is left of the run when something could not be written."""
         return opening.explain_write_errors(self.folder)
 
     def resume(self, info: Callable[[str], None]) -> None:
         """Restore the newest readable checkpoint. Every process must call it.
 
         Raises:
-            ValueError: all are damaged, or the settings have changed.
+            FlowGRPOError: all are damaged, or the settings have changed.
         """
         self.load_state_dict(opening.newest_checkpoint(self.args, info))
         self.processes.all_gather(None)  # all have read it
@@ -100,11 +101,11 @@ class RunState:
             self._rewind(info)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore a checkpoint. ValueError if it was written with other settings."""
+        """Restore a checkpoint. FlowGRPOError if it was written with other settings."""
         try:
             self._load(state)
         except (LookupError, TypeError, ValueError, AttributeError) as error:
-            raise ValueError(
+            raise FlowGRPOError(
                 f"the checkpoint of step {state['step']} is not one of this run's settings ({first_line(error).rstrip('.')}): "
                 "resume with the settings that it was written with, or start another run by output_dir=..."
             ) from error
@@ -130,9 +131,14 @@ class RunState:
         """Save on the way out of a failed run, and keep the error's message if the disk is full.
 
         Nothing is saved if half a step is done, which can't be resumed, or if one process alone has failed and holds a shard.
+        An error that nobody foresaw, such as a GPU's, may make saving impossible, and is the one to be raised.
         """
         together = isinstance(error, Interrupted) or not self.stage.update.is_sharded
         if not together or self.stage.update.mid_step or isinstance(error, WriteError):
+            return
+        if not isinstance(error, Interrupted | FlowGRPOError):
+            with suppress(Exception):
+                save()
             return
         try:
             save()

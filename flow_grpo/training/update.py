@@ -13,6 +13,7 @@ from torch.profiler import record_function
 from flow_grpo.config import FlowGRPOConfig
 from flow_grpo.config.anchors import decay_at
 from flow_grpo.distributed.processes import Processes
+from flow_grpo.errors import FlowGRPOError
 from flow_grpo.policy.policy import Policy
 from flow_grpo.progress import phase
 from flow_grpo.training.anchors import AnchorCopies
@@ -62,7 +63,7 @@ class PolicyUpdate:
         """Run the optimizer steps of training step `step`: one for each minibatch, in each epoch. Returns metrics.
 
         Raises:
-            ValueError: the ratio before the first update is not 1, or a gradient is not finite.
+            FlowGRPOError: the ratio before the first update is not 1, or a gradient is not finite.
         """
         with phase(f"step {step + 1}, updating"), record_function("update"):
             return self._run(experience, step)
@@ -180,7 +181,7 @@ class PolicyUpdate:
         """Record how far the ratio is from 1 before the first update. False if it is not 1 and packing may be the cause.
 
         Raises:
-            ValueError: it is not 1 with every row in its position.
+            FlowGRPOError: it is not 1 with every row in its position.
         """
         local_deviation = totals.collect().numbers.get(RATIO_DEVIATION)
         if local_deviation is not None:
@@ -189,7 +190,7 @@ class PolicyUpdate:
         if deviation != 0 and may_unpack:
             return False
         if deviation != 0:
-            raise ValueError(
+            raise FlowGRPOError(
                 f"before the first update the ratio of new to old probability deviates from 1 by {deviation:.1e}: the update "
                 "does not compute what the rollout did. Look for dropout or train mode, another dtype or batch shape, or a "
                 "compiled model; dtype=fp32 tells rounding from a mistake."
@@ -218,7 +219,7 @@ class PolicyUpdate:
         finite = math.isfinite(norm)
         if not finite and self.policy.dtype != torch.float16:
             self.mid_step = was_mid_step
-            raise ValueError(
+            raise FlowGRPOError(
                 f"the gradient of step {step + 1} is not finite: look at the last lines of metrics.jsonl, and set a smaller "
                 "optimizer.lr or dtype=fp32."
             )

@@ -12,10 +12,11 @@ from flow_grpo.config.sampling import SamplingConfig
 from flow_grpo.data.prompt_mixture import sampler_of
 from flow_grpo.data.prompts import PromptSet
 from flow_grpo.distributed.processes import Processes
+from flow_grpo.errors import FlowGRPOError
 from flow_grpo.policy.policy import Policy
+from flow_grpo.rewards import WeightedSum
 from flow_grpo.training.interrupt import call_interruptibly
 from flow_grpo.training.rollouts import RolloutSource
-from rewards import WeightedSum
 
 
 class WindowSchedule:
@@ -59,7 +60,7 @@ def trained_steps(settings: SamplingConfig, training_step: int, seed: int) -> li
         return list(range(window.first_step, last + 1))
     num_positions = last - window.first_step - window.size + 2
     if num_positions < 1:
-        raise ValueError(f"a window of {window.size} steps does not fit into steps {window.first_step} to {last}.")
+        raise FlowGRPOError(f"a window of {window.size} steps does not fit into steps {window.first_step} to {last}.")
     if window.schedule == "fixed":
         start = window.first_step
     elif window.schedule == "random":
@@ -68,7 +69,7 @@ def trained_steps(settings: SamplingConfig, training_step: int, seed: int) -> li
     elif window.schedule == "sliding":
         start = window.first_step + training_step // window.shift_every % num_positions
     else:
-        raise ValueError(f"unknown window {window.schedule!r}; choose all, fixed, random or sliding.")
+        raise FlowGRPOError(f"unknown window {window.schedule!r}; choose all, fixed, random or sliding.")
     return list(range(start, start + window.size))
 
 
@@ -101,7 +102,7 @@ def step_reward_variance(
         processes: as of `RolloutSource`.
 
     Raises:
-        ValueError: no prompt's images could all be scored.
+        FlowGRPOError: no prompt's images could all be scored.
     """
     settings = args.sampling.model_copy(
         update={
@@ -128,7 +129,7 @@ def step_reward_variance(
         reward = scores.total.view(args.prompts_per_step, -1)
         reward = reward[reward.isfinite().all(1)]  # without groups of a reward that was dropped
         if not len(reward):
-            raise ValueError("the rewards gave no finite number for any prompt, so no step's share can be measured.")
+            raise FlowGRPOError("the rewards gave no finite number for any prompt, so no step's share can be measured.")
         sigma = source.image_sampler.schedule.sigmas[step].item()
         variances.append(StepVariance(transition, noise_level, step, sigma=sigma, variance=reward.var(1).mean().item()))
     return variances

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from flow_grpo.config.sections import OptimizerConfig
 from flow_grpo.distributed.processes import BUCKET_NUMEL, Processes
+from flow_grpo.errors import FlowGRPOError
 from flow_grpo.policy.policy import Policy
 from flow_grpo.text import first_line
 from flow_grpo.training.optimizer import adamw
@@ -23,7 +24,7 @@ class ZeroOptimizer:
     Stage 1 reduces gradients once a step; stage 2 in each backward pass, after which a process keeps its shard.
 
     Raises:
-        ValueError: DeepSpeed is not installed, or the policy is in fp16.
+        FlowGRPOError: DeepSpeed is not installed, or the policy is in fp16.
     """
 
     is_sharded = synchronous_backward = True
@@ -31,7 +32,7 @@ class ZeroOptimizer:
 
     def __init__(self, policy: Policy, config: OptimizerConfig, processes: Processes, shard: str) -> None:
         if policy.dtype == torch.float16:
-            raise ValueError(f"memory.shard={shard} scales no loss, as fp16 needs: load the policy in bf16 or fp32.")
+            raise FlowGRPOError(f"memory.shard={shard} scales no loss, as fp16 needs: load the policy in bf16 or fp32.")
         self.parameters, self.processes = list(policy.trainable_parameters().values()), processes
         self.adamw = adamw(self.parameters, config)
         bucket = min(BUCKET_NUMEL, sum(p.numel() for p in self.parameters) + 1 & ~1)  # DeepSpeed wants an even number
@@ -119,13 +120,13 @@ class ZeroOptimizer:
 
 
 def import_deepspeed(shard: str, device: torch.device) -> Any:
-    """Import DeepSpeed with logging off and without compiling extensions. ValueError if it is not installed."""
+    """Import DeepSpeed with logging off and without compiling extensions. FlowGRPOError if it is not installed."""
     if device.type == "cpu":
         os.environ.setdefault("DS_ACCELERATOR", "cpu")  # otherwise it uses a GPU if there is one
     try:
         import deepspeed
     except ImportError as error:
-        raise ValueError(
+        raise FlowGRPOError(
             f"memory.shard={shard} needs DeepSpeed, which can't be imported ({first_line(error)}): "
             "pip install 'deepspeed>=0.19.8', or set memory.shard=fsdp2."
         ) from error

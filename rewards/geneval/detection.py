@@ -8,10 +8,11 @@ from PIL import Image
 from torch import Tensor
 from transformers import Mask2FormerForUniversalSegmentation, Mask2FormerImageProcessor
 
-from rewards.clip import OpenCLIP
-from rewards.devices import usable_device
-from rewards.downloads import downloads
-from rewards.images import to_pil
+from flow_grpo.errors import FlowGRPOError
+from flow_grpo.rewards.clip import OpenCLIP
+from flow_grpo.rewards.devices import usable_device
+from flow_grpo.rewards.downloads import downloads
+from flow_grpo.rewards.images import to_pil
 
 # COCO's 80 classes in their order, as GenEval calls them: computer mouse, tv remote, computer keyboard.
 CLASSES = (  # noqa: SIM905
@@ -45,7 +46,7 @@ class Detector:
             self.processor = Mask2FormerImageProcessor.from_pretrained(model)
             self.model = Mask2FormerForUniversalSegmentation.from_pretrained(model).to(self.device).eval()
         if self.model.config.num_labels != len(CLASSES):
-            raise ValueError(f"geneval: {model} has {self.model.config.num_labels} classes, not COCO's {len(CLASSES)}.")
+            raise FlowGRPOError(f"geneval: {model} has {self.model.config.num_labels} classes, not COCO's {len(CLASSES)}.")
 
     @torch.no_grad()
     def __call__(self, images: Tensor) -> list[list[Detection]]:

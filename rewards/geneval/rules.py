@@ -9,8 +9,9 @@ from typing import Any, Literal
 
 import torch
 
-from rewards.devices import AUTO
-from rewards.geneval.detection import ColorNames, Detection, Detector
+from flow_grpo.errors import FlowGRPOError
+from flow_grpo.rewards.devices import AUTO
+from flow_grpo.rewards.geneval.detection import ColorNames, Detection, Detector
 
 THRESHOLD = 0.3  # minimum score of a detection
 COUNTING_THRESHOLD = 0.9  # the same, in counting prompts
@@ -55,7 +56,7 @@ class GenEval:
         batch_size: int = 4,
     ) -> None:
         if scoring not in SCORINGS:
-            raise ValueError(f"geneval: there is no scoring {scoring!r}; choose one of {', '.join(SCORINGS)}.")
+            raise FlowGRPOError(f"geneval: there is no scoring {scoring!r}; choose one of {', '.join(SCORINGS)}.")
         self.scoring = SCORINGS[scoring]
         self.detector = Detector(detector, device, batch_size)
         self.names = ColorNames(clip, clip_weights, device)

@@ -12,10 +12,11 @@ import safetensors.torch
 import torch
 from torch import Tensor
 
-from rewards.frames import Frames, check_sendable, checked_frames
-from rewards.groups import IMAGE, rows_by_group
-from rewards.images import SOURCE, SOURCES, has_sources, to_pil, to_png
-from rewards.serving.retry import (
+from flow_grpo.errors import FlowGRPOError
+from flow_grpo.rewards.frames import Frames, check_sendable, checked_frames
+from flow_grpo.rewards.groups import IMAGE, rows_by_group
+from flow_grpo.rewards.images import SOURCE, SOURCES, has_sources, to_pil, to_png
+from flow_grpo.rewards.serving.retry import (
     CONNECT_TIMEOUT,
     Client,
     InvalidResponse,
@@ -24,10 +25,10 @@ from rewards.serving.retry import (
     gather,
     post_with_retries,
 )
-from rewards.serving.sources import as_tensors, as_text, pack_sources
+from flow_grpo.rewards.serving.sources import as_tensors, as_text, pack_sources
 
 
-class NoServer(ValueError):
+class NoServer(FlowGRPOError):
     """All servers of a reward have failed."""
 
 
@@ -75,12 +76,12 @@ class Remote:
         self.urls = [url.rstrip("/") for url in ([urls] if isinstance(urls, str) else urls)]
         wrong = [url for url in self.urls if not url.startswith(("http://", "https://"))]
         if wrong or not self.urls:
-            raise ValueError(f"remote: {wrong or urls} is not a server address; give for example http://10.0.0.2:8000.")
+            raise FlowGRPOError(f"remote: {wrong or urls} is not a server address; give for example http://10.0.0.2:8000.")
         if encoding not in ("float", "png"):
-            raise ValueError(f"remote: encoding={encoding!r} is neither float nor png.")
+            raise FlowGRPOError(f"remote: encoding={encoding!r} is neither float nor png.")
         self.reward, self.batch_size, self.attempts, self.encoding = reward, batch_size, attempts, encoding
         if not timeout > 0 or attempts < 1 or batch_size < 1:
-            raise ValueError("remote: timeout, attempts and batch_size must be positive.")
+            raise FlowGRPOError("remote: timeout, attempts and batch_size must be positive.")
         # by address: frames of the reward or None, whether it is costly, and whether the server takes sources as tensors
         self._stated: dict[str, tuple[Any, bool, bool]] = {}
         self.client = Client(token or os.environ.get("REWARD_TOKEN"), timeout, keep_alive=self.keep_alive)
@@ -91,7 +92,7 @@ class Remote:
         self._take_attributes()
 
     def __call__(self, images: Tensor, prompts: list[str], **metadata: Any) -> Tensor:
-        """images (B, 3, H, W) in [0, 1]; returns (B,). ValueError if all servers failed, or one refused the request."""
+        """images (B, 3, H, W) in [0, 1]; returns (B,). FlowGRPOError if all servers failed, or one refused the request."""
         rows = range(len(prompts))
         chunks = [list(rows[first : first + self.batch_size]) for first in rows[:: self.batch_size]]
         return self._run(chunks, images, prompts, metadata)
@@ -113,7 +114,7 @@ class Remote:
         metadata: dict[str, list],
         group: list[int] | None = None,
     ) -> Tensor:
-        """Values (B,) of rows in chunks, each of which is one request. ValueError as of a call."""
+        """Values (B,) of rows in chunks, each of which is one request. FlowGRPOError as of a call."""
         return self.client.run(self._all(chunks, images, prompts, metadata, group))
 
     async def _all(
@@ -133,7 +134,7 @@ class Remote:
             if url in self.down and not await self._is_back(url):
                 return False
             if sources is not None and self.encoding == "float" and not self._stated[url][2]:
-                raise ValueError(
+                raise FlowGRPOError(
                     f"{url} runs an earlier flow-grpo, which can't receive the images of prompts: update it there."
                 )
             while todo:
@@ -186,13 +187,13 @@ class Remote:
         return not failure
 
     async def _failure(self, url: str) -> str:
-        """Why a server does not answer; empty if it does. ValueError if it refuses, or does not serve this reward."""
+        """Why a server does not answer; empty if it does. FlowGRPOError if it refuses, or does not serve this reward."""
         try:
             response = await self.client.request("GET", f"{url}/health", CONNECT_TIMEOUT)
             if response.is_server_error:
                 return f"{url} answered {response.status_code}"
             if not response.is_success:
-                raise ValueError(f"{url} refused with {response.status_code}: {error_detail(response)}")
+                raise FlowGRPOError(f"{url} refused with {response.status_code}: {error_detail(response)}")
             health = response.json()
             names = [str(name) for name in health["rewards"]]
             name = self.reward or names[0]
@@ -203,7 +204,7 @@ class Remote:
                 bool(health.get("source_tensors")),
             )
         except httpx.InvalidURL as error:
-            raise ValueError(f"remote: {url} is not a server address: {error}.") from error
+            raise FlowGRPOError(f"remote: {url} is not a server address: {error}.") from error
         except (
             httpx.HTTPError,
             InvalidResponse,
@@ -217,7 +218,7 @@ class Remote:
         ) as error:
             return f"{url}: {type(error).__name__} {error}".strip()
         if self.reward is not None and self.reward not in names:
-            raise ValueError(f"{url} does not serve the reward {self.reward}, but {', '.join(names)}.")
+            raise FlowGRPOError(f"{url} does not serve the reward {self.reward}, but {', '.join(names)}.")
         self._check_scope(url, scope)
         return ""
 
@@ -225,7 +226,7 @@ class Remote:
         """All servers' rewards must see as many images as the first one's, or as many as is asked for."""
         if self._known_scope not in (None, scope):
             name = self.reward or "NAME"
-            raise ValueError(
+            raise FlowGRPOError(
                 f"{url} serves the reward {name} with scope {scope}, not {self._known_scope}: set the scope where it runs, flow-grpo serve "
                 f"'{name}={{scope: {self._known_scope}}}'."
             )
@@ -255,7 +256,7 @@ def encode(images: Tensor, request: dict[str, Any], encoding: str) -> dict[str, 
     try:
         text = json.dumps(request)
     except TypeError as error:
-        raise ValueError(f"the metadata can't be sent to a server: {error}.") from error
+        raise FlowGRPOError(f"the metadata can't be sent to a server: {error}.") from error
     if encoding == "float":
         tensors["images"] = images.detach().float().cpu().contiguous()
         body = safetensors.torch.save(tensors, {"request": text})

@@ -15,8 +15,9 @@ from PIL import Image
 from starlette.requests import ClientDisconnect
 from torch import Tensor
 
-from rewards.images import to_rgb
-from rewards.serving.sources import unpack_sources
+from flow_grpo.errors import FlowGRPOError
+from flow_grpo.rewards.images import to_rgb
+from flow_grpo.rewards.serving.sources import unpack_sources
 
 RAW = "application/x-safetensors"
 
@@ -92,15 +93,15 @@ def _header(body: bytes, limits: Limits) -> tuple[dict[str, Any], int]:
     """Read the request's JSON and the number of pixels from the header of a safetensors file with the images."""
     end = 8 + int.from_bytes(body[:8], "little")
     if end > len(body):
-        raise ValueError("the header is longer than the body")
+        raise FlowGRPOError("the header is longer than the body")
     header = _json(body[8:end], limits)
     images, more = _object(header.get("images"), "`images`"), _object(header.get("__metadata__"), "`__metadata__`")
     shape = _list(images.get("shape"), "the shape of `images`")
     if images.get("dtype") != "F32" or len(shape) != 4 or not all(type(size) is int and size >= 0 for size in shape):
-        raise ValueError("`images` must be of dtype F32 and have a shape of four sizes")
+        raise FlowGRPOError("`images` must be of dtype F32 and have a shape of four sizes")
     count, channels, height, width = shape
     if channels != 3:
-        raise ValueError("the images must have three channels")
+        raise FlowGRPOError("the images must have three channels")
     if not isinstance(more.get("request"), str):
         raise TypeError("`__metadata__` must have the text `request`")
     return _json(more["request"].encode(), limits), count * height * width
@@ -109,7 +110,7 @@ def _header(body: bytes, limits: Limits) -> tuple[dict[str, Any], int]:
 def _json(text: bytes, limits: Limits) -> dict[str, Any]:
     """Parse a JSON object. Its values are counted first, by their separators, since a short text can decode to a large object."""
     if sum(text.count(mark) for mark in (b",", b"[", b"{")) > limits.values:
-        raise ValueError(f"there are more than {limits.values:,} values")
+        raise FlowGRPOError(f"there are more than {limits.values:,} values")
     return _object(json.loads(text), "the JSON")
 
 
@@ -129,7 +130,7 @@ def _opened(request: dict[str, Any]) -> list[Image.Image]:
     """Open the images of a request's JSON, which must be of one size."""
     images = [_open(encoded) for encoded in _list(request.get("images"), "`images`")]
     if len({image.size for image in images}) > 1:
-        raise ValueError("the images are not of one size")
+        raise FlowGRPOError("the images are not of one size")
     return images
 
 

@@ -13,6 +13,8 @@ from typing import Any, TypeVar
 
 import httpx
 
+from flow_grpo.errors import FlowGRPOError
+
 Answer = TypeVar("Answer")
 RETRY_STATUSES = (408, 425, 429, 500, 502, 503, 504)
 CONNECT_TIMEOUT = 5.0  # seconds
@@ -85,7 +87,7 @@ async def post_with_retries(
 
     Raises:
         NoResponse: all attempts failed; the message says how the last one did.
-        ValueError: the server refused the request, and would refuse it again.
+        FlowGRPOError: the server refused the request, and would refuse it again.
     """
     reason, pause = "", 0.0
     for attempt in range(attempts):
@@ -98,7 +100,7 @@ async def post_with_retries(
                 pause = max(pause, _retry_after(response))
                 continue
             if not response.is_success:
-                raise ValueError(f"{url} refused the request with {response.status_code}: {error_detail(response)}")
+                raise FlowGRPOError(f"{url} refused the request with {response.status_code}: {error_detail(response)}")
             return read(response)
         except httpx.HTTPError as error:
             reason = f"{type(error).__name__} {error}".strip()

@@ -33,14 +33,15 @@ import uvicorn
 from fastapi import Depends, FastAPI, Request
 from starlette.concurrency import run_in_threadpool
 
-from rewards.frames import frames_of
-from rewards.groups import IMAGE, scope_of
-from rewards.images import SOURCES
-from rewards.interrupt import DaemonThread, exit_with_parent
-from rewards.loading import load
-from rewards.scoring import Reward, call_reward
-from rewards.serving.connections import bounded
-from rewards.serving.request import Limits, checked, checked_group, checked_sources, decode, read_body, refused
+from flow_grpo.errors import FlowGRPOError
+from flow_grpo.rewards.frames import frames_of
+from flow_grpo.rewards.groups import IMAGE, scope_of
+from flow_grpo.rewards.images import SOURCES
+from flow_grpo.rewards.interrupt import DaemonThread, exit_with_parent
+from flow_grpo.rewards.loading import load
+from flow_grpo.rewards.scoring import Reward, call_reward
+from flow_grpo.rewards.serving.connections import bounded
+from flow_grpo.rewards.serving.request import Limits, checked, checked_group, checked_sources, decode, read_body, refused
 
 MAX_REQUESTS = 64  # at a time; further ones get status 503 and are retried by the client
 SHUTDOWN_TIMEOUT = 5  # seconds that running requests have to finish when the server shuts down
@@ -57,14 +58,14 @@ def serve(
     """Serve rewards until the process is stopped. `ready` is called with the URL, with port 0 that of the port the system chose.
 
     Raises:
-        ValueError: other machines could reach it without a token, or the token can't be sent in a header.
+        FlowGRPOError: other machines could reach it without a token, or the token can't be sent in a header.
     """
     if not token and not _is_loopback(host):
-        raise ValueError(
+        raise FlowGRPOError(
             f"without a token anyone who reaches {host} could use the server: give --token, or set REWARD_TOKEN."
         )
     if token and not (token.isascii() and token.isprintable() and " " not in token):
-        raise ValueError("the token can't be sent in a header: give --token ASCII characters without spaces.")
+        raise FlowGRPOError("the token can't be sent in a header: give --token ASCII characters without spaces.")
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     with socket.create_server((host, port), family=family) as listening:
         config = uvicorn.Config(

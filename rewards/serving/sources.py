@@ -12,7 +12,8 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from rewards.images import to_png, to_rgb
+from flow_grpo.errors import FlowGRPOError
+from flow_grpo.rewards.images import to_png, to_rgb
 
 
 def pack_sources(sources: list[list[Image.Image]]) -> dict[str, list]:
@@ -38,17 +39,17 @@ def as_text(packed: dict[str, list]) -> dict[str, list]:
 
 
 def unpack_sources(packed: Any, tensors: dict[str, Tensor], count: int, max_pixels: int) -> list[list[Image.Image]]:
-    """Decode what `as_tensors` or `as_text` made, for `count` rows. ValueError if it is malformed, or has more pixels than are allowed."""
+    """Decode what `as_tensors` or `as_text` made, for `count` rows. FlowGRPOError if it is malformed, or has more pixels than allowed."""
     if not isinstance(packed, dict) or not isinstance(packed.get("files"), list) or not isinstance(packed.get("rows"), list):
-        raise ValueError("`sources` must have the lists `files` and `rows`")
+        raise FlowGRPOError("`sources` must have the lists `files` and `rows`")
     files, rows = packed["files"], packed["rows"]
     if len(rows) != count or not all(isinstance(row, list) and all(map(_is_index(len(files)), row)) for row in rows):
-        raise ValueError(f"`rows` of `sources` must have a list of indices into `files` for each of {count} images")
+        raise FlowGRPOError(f"`rows` of `sources` must have a list of indices into `files` for each of {count} images")
     sent = {name: bytes(tensor.numpy()) for name, tensor in tensors.items()}  # once each, however often they are named
     contents = [sent[file] if file in sent else base64.b64decode(file, validate=True) for file in files]
     opened = [Image.open(io.BytesIO(content), formats=["PNG"]) for content in contents]
     if sum(image.width * image.height for image in opened) > max_pixels:
-        raise ValueError(f"the images of `sources` have more than {max_pixels:,} pixels together")
+        raise FlowGRPOError(f"the images of `sources` have more than {max_pixels:,} pixels together")
     images = [to_rgb(image) for image in opened]
     return [[images[index] for index in row] for row in rows]
 

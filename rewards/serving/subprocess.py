@@ -15,9 +15,10 @@ from typing import Any
 
 from torch import Tensor
 
-from rewards.devices import current_gpu
-from rewards.interrupt import DaemonThread
-from rewards.serving.client import NoServer, Remote
+from flow_grpo.errors import FlowGRPOError
+from flow_grpo.rewards.devices import current_gpu
+from flow_grpo.rewards.interrupt import DaemonThread
+from flow_grpo.rewards.serving.client import NoServer, Remote
 
 # Only this package is imported from here: with its folder on sys.path, everything installed next to it could be imported too.
 START = """
@@ -27,7 +28,7 @@ try:
     spec = importlib.util.spec_from_file_location("rewards", sys.argv[1])
     sys.modules["rewards"] = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(sys.modules["rewards"])
-    from rewards.serving.server import serve_parent
+    from flow_grpo.rewards.serving.server import serve_parent
 except Exception as error:
     print(json.dumps({"unable": "%s: %s" % (type(error).__name__, error)}))
     sys.exit(1)
@@ -59,7 +60,7 @@ class Isolated(Remote):
         self, reward: str, options: dict[str, Any] | None = None, python: str | None = None, timeout: float = 3600.0
     ) -> None:
         if not 0 < timeout < math.inf:
-            raise ValueError(f"reward {reward}: timeout={timeout} must be a positive number of seconds.")
+            raise FlowGRPOError(f"reward {reward}: timeout={timeout} must be a positive number of seconds.")
         self.name, self.options, self.python, self.seconds = reward, options or {}, python or sys.executable, timeout
         self._start()
 
@@ -71,13 +72,13 @@ class Isolated(Remote):
         metadata: dict[str, list],
         group: list[int] | None = None,
     ) -> Tensor:
-        """As of `Remote`. ValueError if the process hangs, has ended, or reports that the reward failed."""
+        """As of `Remote`. FlowGRPOError if the process hangs, has ended, or reports that the reward failed."""
         if self.process is None:
             self._start()
         try:
             return super()._run(chunks, images, prompts, metadata, group)
         except NoServer as error:
-            raise ValueError(f"{self._ended(self._silence())}.") from error
+            raise FlowGRPOError(f"{self._ended(self._silence())}.") from error
 
     def _start(self) -> None:
         token = secrets.token_hex(16)
@@ -92,7 +93,7 @@ class Isolated(Remote):
             )
         except (OSError, ValueError) as error:
             reason = getattr(error, "strerror", None) or str(error)
-            raise ValueError(
+            raise FlowGRPOError(
                 f"reward {self.name}: {self.python} can't be run: {reason}; set `python` to an interpreter."
             ) from error
         self.process: subprocess.Popen | None = process
@@ -101,10 +102,10 @@ class Isolated(Remote):
         try:
             super().__init__(url, self.name, token, batch_size=sys.maxsize, timeout=self.seconds, attempts=1)
         except NoServer as error:
-            raise ValueError(f"{self._ended('did not serve')}.") from error
+            raise FlowGRPOError(f"{self._ended('did not serve')}.") from error
 
     def _handshake(self, request: dict[str, Any]) -> str:
-        """Send the request and return the URL in the answer. ValueError if the answer is not one, or missing."""
+        """Send the request and return the URL in the answer. FlowGRPOError if the answer is not one, or missing."""
         process = self.process
         assert process
 
@@ -119,16 +120,16 @@ class Isolated(Remote):
         answered = concurrent.futures.wait([answer], self.seconds).done
         thread.close()
         if not answered:
-            raise ValueError(f"{self._ended(self._silence())} before it could serve; {NEEDS}.")
+            raise FlowGRPOError(f"{self._ended(self._silence())} before it could serve; {NEEDS}.")
         try:
             message = json.loads(answer.result())
             if "error" in message:  # a sentence on the reward
-                raise ValueError(message["error"])
+                raise FlowGRPOError(message["error"])
             if "unable" in message:
-                raise ValueError(f"reward {self.name}: {self.python} can't serve it: {message['unable']}; {NEEDS}.")
+                raise FlowGRPOError(f"reward {self.name}: {self.python} can't serve it: {message['unable']}; {NEEDS}.")
             return message["url"]
         except (OSError, json.JSONDecodeError, UnicodeDecodeError, TypeError, KeyError) as error:
-            raise ValueError(f"{self._ended('is not a Python interpreter')} before it could serve; {NEEDS}.") from error
+            raise FlowGRPOError(f"{self._ended('is not a Python interpreter')} before it could serve; {NEEDS}.") from error
 
     def _silence(self) -> str:
         return f"gave no answer in {self.seconds:g} seconds"

@@ -11,7 +11,7 @@ import cv2
 import numpy as np
 from PIL import Image
 
-from rewards.shapes.drawing import BACKGROUND, PALETTE
+from flow_grpo.rewards.shapes.drawing import BACKGROUND, PALETTE
 
 SCALE = 4  # factor by which a shape is enlarged before its contour is measured
 FOREGROUND = 22.0  # smallest distance in Lab from the ground's colour of a pixel of a shape

@@ -1,4 +1,4 @@
-"""The prompt files of the embedded model of shapes: `python -m rewards.shapes.prompt_sets FOLDER`.
+"""The prompt files of the embedded model of shapes: `python -m flow_grpo.rewards.shapes.prompt_sets FOLDER`.
 
 Writes shapes_train.jsonl and shapes_eval.jsonl, scenes with their category, and shape_edits_train.jsonl and shape_edits_eval.jsonl,
 edits with the image that each of them changes, in shape_edits/, and with a caption of the result. shapes_counting_train.jsonl and
@@ -12,8 +12,8 @@ from pathlib import Path
 
 import numpy as np
 
-from rewards.shapes.drawing import description, draw, random_edit, random_scene
-from rewards.shapes.prompts import CATEGORIES
+from flow_grpo.rewards.shapes.drawing import description, draw, random_edit, random_scene
+from flow_grpo.rewards.shapes.prompts import CATEGORIES
 
 SCENES = {"train": 160, "eval": 32}  # of each category, if there are as many
 EDITS = {"train": 192, "eval": 72}

@@ -14,6 +14,8 @@ import re
 import zlib
 from dataclasses import dataclass, replace
 
+from flow_grpo.errors import FlowGRPOError
+
 COLORS = ("red", "green", "blue", "yellow")
 SHAPES = ("circle", "square", "triangle", "cross")
 SIZES = ("small", "large")
@@ -122,7 +124,7 @@ class Edit:
 
 
 def parse_scene(prompt: str) -> Scene:
-    """The scene that a prompt asks for. ValueError if it is no prompt of a scene."""
+    """The scene that a prompt asks for. FlowGRPOError if it is no prompt of a scene."""
     match = _SCENE.fullmatch(prompt.strip())
     groups = []
     for side in "ab" if match and match["bshape"] else "a":
@@ -130,7 +132,7 @@ def parse_scene(prompt: str) -> Scene:
             parts = {key: match[side + key] for key in ("shape", "color", "size")}
             groups.append(Group(count=NUMBERS[match[f"{side}count"]], **parts))
     if match is None or sum(group.count for group in groups) > MOST_SHAPES:
-        raise ValueError(
+        raise FlowGRPOError(
             f"the prompt {prompt!r} is no scene of at most {MOST_SHAPES} shapes, such as {EXAMPLE!r}: {', '.join(SHAPES)} in "
             f"{', '.join(COLORS)}."
         )
@@ -139,12 +141,12 @@ def parse_scene(prompt: str) -> Scene:
 
 
 def parse_edit(prompt: str) -> Edit:
-    """The edit that a prompt asks for. ValueError if it is no prompt of an edit."""
+    """The edit that a prompt asks for. FlowGRPOError if it is no prompt of an edit."""
     text = prompt.strip()
     for kind, pattern in (("make", _RECOLOR), ("remove", _REMOVE), ("add", _ADD)):
         if match := pattern.fullmatch(text):
             return Edit(kind, **match.groupdict())
-    raise ValueError(
+    raise FlowGRPOError(
         f"the prompt {prompt!r} is no edit of a scene, such as 'make the square green', 'remove the circle' or "
         "'add a yellow triangle below the circle'."
     )

@@ -8,10 +8,11 @@ from typing import Any
 import torch
 from PIL import Image
 
-from rewards.images import to_pil
-from rewards.shapes.detection import DetectedShape, find_shapes
-from rewards.shapes.drawing import SIDE, distance_along
-from rewards.shapes.prompts import Edit, Group, Scene, parse_edit, parse_scene
+from flow_grpo.errors import FlowGRPOError
+from flow_grpo.rewards.images import to_pil
+from flow_grpo.rewards.shapes.detection import DetectedShape, find_shapes
+from flow_grpo.rewards.shapes.drawing import SIDE, distance_along
+from flow_grpo.rewards.shapes.prompts import Edit, Group, Scene, parse_edit, parse_scene
 
 # pixels of 64: a small shape is below, a large one above. The model draws large triangles 1 pixel too small
 SMALL, LARGE = 16.5, 21.5
@@ -82,11 +83,13 @@ def is_related(relation: str, first: DetectedShape, second: DetectedShape) -> bo
 def check_edit(edit: Edit, before: Sequence[DetectedShape], after: Sequence[DetectedShape]) -> Requirements:
     """Whether the asked change happened, and each other shape is where and as it was.
 
-    ValueError if the image before has not exactly one shape that the edit can mean.
+    FlowGRPOError if the image before has not exactly one shape that the edit can mean.
     """
     meant = [shape for shape in before if shape.shape == edit.shape and edit.color in (None, shape.color)]
     if len(meant) != 1:
-        raise ValueError(f"the edit {str(edit)!r} means one shape of the source, and {len(meant)} fit: edit another image.")
+        raise FlowGRPOError(
+            f"the edit {str(edit)!r} means one shape of the source, and {len(meant)} fit: edit another image."
+        )
     stay = [shape for shape in before if shape is not meant[0]]
     if edit.kind == "add":
         stay.append(meant[0])
@@ -180,5 +183,5 @@ class ShapesEdit(Shapes):
 
     def _check(self, image: Image.Image, prompt: str, sources: list[Image.Image] | None) -> Requirements:
         if not sources:
-            raise ValueError(f"the prompt {str(prompt)!r} has no source to edit: give prompts a column `image`.")
+            raise FlowGRPOError(f"the prompt {str(prompt)!r} has no source to edit: give prompts a column `image`.")
         return super()._check(image, prompt, sources)

@@ -12,7 +12,7 @@ from support.cli_process import run
 from support.paths import SAMPLE_REWARDS
 from torchvision.utils import make_grid
 
-import rewards
+from flow_grpo import rewards
 from flow_grpo.cli import image_options
 from flow_grpo.data.grid import ImageInfo, from_bytes, save_grid, save_image
 from flow_grpo.data.grid_options import GridOptions

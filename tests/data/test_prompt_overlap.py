@@ -11,9 +11,9 @@ from support.embedded import short_run
 from flow_grpo.config.bundled import bundled_file
 from flow_grpo.data.prompt_overlap import benchmark_overlap, held_out_overlap, normal_form, overlap_warnings
 from flow_grpo.data.prompts import load_prompts
+from flow_grpo.rewards.geneval import prompts
 from flow_grpo.tracking.tracker import read_metrics
 from flow_grpo.trainer import FlowGRPOTrainer
-from rewards.geneval import prompts
 
 FILES = sorted(file.name for file in bundled_file("prompts").iterdir() if file.suffix in (".txt", ".jsonl"))
 

@@ -16,9 +16,9 @@ from flow_grpo.plan import block_speed
 from flow_grpo.plan.trace import ModelTrace
 from flow_grpo.policy import loading
 from flow_grpo.policy.hub import BUNDLED_MODELS
+from flow_grpo.rewards import downloads
 from flow_grpo.trainer import FlowGRPOTrainer
 from flow_grpo.training.early_checks import check_output
-from rewards import downloads
 
 SAMPLES = SAMPLE_REWARDS
 

@@ -9,7 +9,7 @@ from PIL import Image
 from support.cli_process import run
 from support.paths import ROOT, SAMPLE_REWARDS
 
-import rewards
+from flow_grpo import rewards
 from flow_grpo.data.grid import ImageInfo, read_grid, save_grid
 from flow_grpo.doctor.reward_probe import ORIGINAL, measure, perturbed
 from flow_grpo.evaluation.group_dependence import RewardInputs

@@ -9,13 +9,13 @@ from support import broken_rewards
 from support.checks import statuses
 from support.sample_rewards import brightness, flat, nan, rank
 
-import rewards
+from flow_grpo import rewards
 from flow_grpo.doctor import groups
 from flow_grpo.doctor import rewards as reward_checks
 from flow_grpo.doctor.result import ERROR, OK, WARNING
 from flow_grpo.doctor.reward_probe import probe
 from flow_grpo.doctor.run import RunChecks
-from rewards import WeightedSum, user_code
+from flow_grpo.rewards import WeightedSum, user_code
 
 
 @pytest.fixture

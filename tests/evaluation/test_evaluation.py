@@ -17,8 +17,7 @@ from support.embedded import short_run, stir, tiny_policy
 from support.paths import SAMPLE_REWARDS
 from support.sample_rewards import brighter, brightness, nan, sometimes_nan, spread
 
-import rewards
-from flow_grpo import sampling
+from flow_grpo import rewards, sampling
 from flow_grpo.cli.evaluate import evaluate as eval_command
 from flow_grpo.cli.image_options import read_prompt_source
 from flow_grpo.cli.score import score as score_command

@@ -6,7 +6,7 @@ from support.thread_processes import run_as_processes
 
 from flow_grpo.evaluation.generate import generate_images, image_seed
 from flow_grpo.evaluation.held_out import evaluate
-from rewards import WeightedSum
+from flow_grpo.rewards import WeightedSum
 
 
 def brightness(images, prompts):

@@ -7,10 +7,10 @@ import onnxruntime
 import pytest
 import torch
 
-import rewards
-from rewards.devices import AUTO, current_gpu, usable_device, with_index
-from rewards.interrupt import DaemonThread
-from rewards.ocr import OCR
+from flow_grpo import rewards
+from flow_grpo.rewards.devices import AUTO, current_gpu, usable_device, with_index
+from flow_grpo.rewards.interrupt import DaemonThread
+from flow_grpo.rewards.ocr import OCR
 
 INDEX = """
 class Index:

@@ -6,7 +6,7 @@ import re
 from flow_grpo.config.bundled import bundled_file
 from flow_grpo.data.prompts import load_prompts
 from flow_grpo.image_prompt import images_of
-from rewards.edit_prompts import COUNTS, WORDS, write
+from flow_grpo.rewards.edit_prompts import COUNTS, WORDS, write
 
 
 def asked(prompts: list[str]) -> set[str]:

@@ -5,10 +5,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-import rewards
+from flow_grpo import rewards
 from flow_grpo.evaluation.image_metrics import diversity, high_frequency_power, rms_difference
-from rewards.frames import evenly_spaced, frame_indices, frames_of
-from rewards.loading import with_frames
+from flow_grpo.rewards.frames import evenly_spaced, frame_indices, frames_of
+from flow_grpo.rewards.loading import with_frames
 
 VIDEOS = torch.rand(4, 9, 3, 8, 12, generator=torch.Generator().manual_seed(0))
 PROMPTS = ["a", "a", "b", "b"]

@@ -6,11 +6,10 @@ import pytest
 import torch
 from transformers import Mask2FormerConfig, Mask2FormerForUniversalSegmentation, Mask2FormerImageProcessor, SwinConfig
 
-import rewards
-import rewards.clip
+from flow_grpo import rewards
 from flow_grpo.data.prompts import load_prompts
-from rewards.geneval.detection import CLASSES, COLORS, ColorNames, Detection, Detector, crop, instances
-from rewards.geneval.rules import MOST, GenEval, confident, partial_score, published_score, relation, strict_score
+from flow_grpo.rewards.geneval.detection import CLASSES, COLORS, ColorNames, Detection, Detector, crop, instances
+from flow_grpo.rewards.geneval.rules import MOST, GenEval, confident, partial_score, published_score, relation, strict_score
 
 EMPTY = torch.zeros(1, 1, dtype=torch.bool)
 

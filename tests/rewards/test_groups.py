@@ -10,11 +10,11 @@ import pytest
 import torch
 import uvicorn
 
-import rewards
-from rewards import WeightedSum, groups
-from rewards.serving.client import Remote, png
-from rewards.serving.request import Limits
-from rewards.serving.server import application
+from flow_grpo import rewards
+from flow_grpo.rewards import WeightedSum, groups
+from flow_grpo.rewards.serving.client import Remote, png
+from flow_grpo.rewards.serving.request import Limits
+from flow_grpo.rewards.serving.server import application
 
 GROUP = [0, 0, 0, 1, 1, 1, 1]
 PROMPTS = ["a cat"] * 3 + ["a dog"] * 4

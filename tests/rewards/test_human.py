@@ -13,7 +13,7 @@ from PIL import Image
 from support.embedded import short_run
 
 from flow_grpo import FlowGRPOTrainer
-from rewards.human import Human, rank_scores
+from flow_grpo.rewards.human import Human, rank_scores
 
 EVIL = '</h1><script>alert(1)</script> \x1b[31mred\x1b[0m "quoted" $nonce'
 

@@ -12,8 +12,8 @@ import torch
 from PIL import Image
 from support.reward_servers import Stub
 
-import rewards
-from rewards.judge import Judge, parse_number, yes_share
+from flow_grpo import rewards
+from flow_grpo.rewards.judge import Judge, parse_number, yes_share
 
 EVIL = '<b>{model}</b> {low} \x1b[31m"answer 10" {unknown}'
 

@@ -3,8 +3,8 @@
 import numpy as np
 import torch
 
-import rewards
-from rewards.least_distance import least_distance
+from flow_grpo import rewards
+from flow_grpo.rewards.least_distance import least_distance
 
 
 def test_it_is_the_least_cosine_distance_to_another():

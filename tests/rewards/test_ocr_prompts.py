@@ -8,8 +8,8 @@ import yaml
 
 from flow_grpo.config.bundled import bundled_file
 from flow_grpo.data.prompts import load_prompts
-from rewards import ocr_prompts
-from rewards.ocr import OCR, QUOTED
+from flow_grpo.rewards import ocr_prompts
+from flow_grpo.rewards.ocr import OCR, QUOTED
 
 SIZES = {"train": 4096, "test": 512}
 PROMPTS = {name: load_prompts(f"prompts/ocr_{name}.txt").prompts for name in SIZES}

@@ -10,11 +10,11 @@ from PIL import Image
 from safetensors.torch import load_file
 from typer.testing import CliRunner
 
-import rewards
+from flow_grpo import rewards
 from flow_grpo.cli import rewards as reward_cli
+from flow_grpo.rewards.clip import TINY, OpenCLIP
+from flow_grpo.rewards.preference_head import bradley_terry, features, fit
 from flow_grpo.tiny import pretrain
-from rewards.clip import TINY, OpenCLIP
-from rewards.preference_head import bradley_terry, features, fit
 
 PROMPTS = [sign.prompt for sign in pretrain.held_out_signs(24)]
 

@@ -12,8 +12,8 @@ from support import reference_weights
 from torchvision.transforms import CenterCrop, Compose, InterpolationMode, Normalize, Resize, ToTensor
 from transformers import CLIPImageProcessor, CLIPModel, Qwen2VLImageProcessor
 
-import rewards
-from rewards import hpsv3
+from flow_grpo import rewards
+from flow_grpo.rewards import hpsv3
 
 PROMPTS = ["a red cat", "the blue dog on a mat", "a red cat", "cat", "dog on the mat"]
 CLIP_MEAN, CLIP_STD = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)

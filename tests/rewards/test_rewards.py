@@ -12,7 +12,7 @@ import torch
 from PIL import Image, ImageDraw, ImageFont
 from support.paths import SAMPLE_REWARDS, SUPPORT
 
-import rewards
+from flow_grpo import rewards
 from flow_grpo.tiny import pretrain, world
 
 CAT = 'red text "CAT" on a blue background'
@@ -168,7 +168,7 @@ def test_clip_falls_with_a_wrong_word_and_with_wrong_colours():
 def test_clip_is_an_open_clip_model_by_name_and_by_checkpoint():
     import open_clip
 
-    from rewards.clip import FOLDER, TINY
+    from flow_grpo.rewards.clip import FOLDER, TINY
 
     assert TINY in open_clip.list_models()
     named = rewards.load("clip", model=TINY, pretrained=str(FOLDER / "open_clip_model.safetensors"))
@@ -220,7 +220,7 @@ def test_color_counts_background_and_text():
 
 
 def test_the_palettes_of_world_and_reward_are_the_same():
-    from rewards.pixels import PALETTE
+    from flow_grpo.rewards.pixels import PALETTE
 
     assert PALETTE == world.COLORS
 

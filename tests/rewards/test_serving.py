@@ -31,20 +31,19 @@ from support.paths import SAMPLE_REWARDS
 from support.reward_servers import Server, Stub, serving
 from support.run_contents import MEASURED
 
-import rewards
-from flow_grpo import FlowGRPOTrainer
+from flow_grpo import FlowGRPOTrainer, rewards
 from flow_grpo.config import FlowGRPOConfig
 from flow_grpo.data.grid import ImageInfo, save_grid
+from flow_grpo.rewards.frames import frames_of
+from flow_grpo.rewards.interrupt import DaemonThread
+from flow_grpo.rewards.judge import Judge
+from flow_grpo.rewards.serving.client import Remote, png
+from flow_grpo.rewards.serving.connections import bounded
+from flow_grpo.rewards.serving.request import RAW, Limits, checked, decode
+from flow_grpo.rewards.serving.server import application, serve
+from flow_grpo.rewards.serving.subprocess import Isolated
 from flow_grpo.tiny import pretrain, world
 from flow_grpo.tracking.tracker import read_metrics
-from rewards.frames import frames_of
-from rewards.interrupt import DaemonThread
-from rewards.judge import Judge
-from rewards.serving.client import Remote, png
-from rewards.serving.connections import bounded
-from rewards.serving.request import RAW, Limits, checked, decode
-from rewards.serving.server import application, serve
-from rewards.serving.subprocess import Isolated
 
 SAMPLES = SAMPLE_REWARDS
 TOKEN = "not-a-secret"
@@ -618,7 +617,7 @@ def test_an_isolated_reward_has_the_local_values_in_another_process_that_may_die
 
 
 def test_an_isolated_reward_ends_when_its_parent_is_killed():
-    start = "from rewards.serving.subprocess import Isolated; import time; r = Isolated('jpeg_size')"
+    start = "from flow_grpo.rewards.serving.subprocess import Isolated; import time; r = Isolated('jpeg_size')"
     code = f"{start}; print(r.process.pid, flush=True); time.sleep(60)"
     parent = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
     child = int(parent.stdout.readline())

@@ -10,14 +10,14 @@ import torch
 from PIL import Image
 from support.reward_servers import Server, Stub, serving
 
-import rewards
-from rewards.fidelity import Fidelity
-from rewards.human import Human
-from rewards.images import first_sources
-from rewards.judge import Judge
-from rewards.serving.client import Remote, encode
-from rewards.serving.request import RAW, Limits, decode
-from rewards.serving.sources import as_tensors, as_text, pack_sources, unpack_sources
+from flow_grpo import rewards
+from flow_grpo.rewards.fidelity import Fidelity
+from flow_grpo.rewards.human import Human
+from flow_grpo.rewards.images import first_sources
+from flow_grpo.rewards.judge import Judge
+from flow_grpo.rewards.serving.client import Remote, encode
+from flow_grpo.rewards.serving.request import RAW, Limits, decode
+from flow_grpo.rewards.serving.sources import as_tensors, as_text, pack_sources, unpack_sources
 
 PROMPTS = ["one", "two", "two"]
 
@@ -41,7 +41,7 @@ def tensor(image: Image.Image) -> torch.Tensor:
 
 
 DISTANCE = """
-import rewards
+from flow_grpo import rewards
 
 
 def distance(images, prompts, source):

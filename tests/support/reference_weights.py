@@ -22,7 +22,7 @@ from transformers import (
 )
 from transformers import Qwen2TokenizerFast as Qwen2Tokenizer
 
-from rewards.clip import FOLDER
+from flow_grpo.rewards.clip import FOLDER
 
 WORDS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "a", "red", "cat", "on", "the", "blue", "mat", "dog"]
 HEAD = ((0, 768, 1024), (2, 1024, 128), (4, 128, 64), (6, 64, 16), (7, 16, 1))  # of LAION's and ImageReward's Sequential

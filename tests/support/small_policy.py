@@ -18,13 +18,13 @@ from flow_grpo.policy.conditioning import Conditioning
 from flow_grpo.policy.devices import DTYPES
 from flow_grpo.policy.embedding_cache import EmbeddingCache
 from flow_grpo.policy.policy import Policy
+from flow_grpo.rewards import WeightedSum
 from flow_grpo.trainer import FlowGRPOTrainer
 from flow_grpo.training.batch_loss import loss_of_batch
 from flow_grpo.training.forward_process_loss import ForwardProcessLoss
 from flow_grpo.training.rollouts import RolloutSource
 from flow_grpo.training.step_loss import ClipRange, StepLoss
 from flow_grpo.types import Experience
-from rewards import WeightedSum
 from support import families
 
 PROMPTS = PromptSet([f"a {word}" for word in ("cat", "dog", "sun", "owl", "tree", "boat")], [{} for _ in range(6)])

@@ -7,10 +7,10 @@ import torch
 from diffusers import Flux2KleinPipeline
 from PIL import Image
 
-import rewards
+from flow_grpo import rewards
 from flow_grpo.config.bundled import bundled_file
 from flow_grpo.policy.hub import BUNDLED_MODELS
-from rewards.images import to_pil
+from flow_grpo.rewards.images import to_pil
 
 FOLDER = BUNDLED_MODELS["tiny_shapes"]
 LOW, HIGH = 0.40, 0.65  # of what the base model draws as asked: good enough to look at, wrong often enough to be taught

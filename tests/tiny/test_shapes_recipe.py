@@ -8,12 +8,12 @@ import torch
 from PIL import Image
 
 from flow_grpo.config.bundled import bundled_file
+from flow_grpo.rewards.shapes import drawing
+from flow_grpo.rewards.shapes.detection import find_shapes
+from flow_grpo.rewards.shapes.prompts import COLORS, SHAPES, parse_edit, parse_scene
 from flow_grpo.tiny.pretraining_stage import PretrainingStage, StagePlan
 from flow_grpo.tiny.shapes import architecture, examples, pretrain
 from flow_grpo.tiny.shapes.transformer_loss import transformer_loss, velocity
-from rewards.shapes import drawing
-from rewards.shapes.detection import find_shapes
-from rewards.shapes.prompts import COLORS, SHAPES, parse_edit, parse_scene
 
 
 def test_each_word_of_a_prompt_is_one_token_and_every_prompt_fits():

@@ -12,6 +12,7 @@ from flow_grpo.config.anchors import decay_at
 from flow_grpo.config.run_config import FlowGRPOConfig
 from flow_grpo.policy.pipeline import FlowPipeline
 from flow_grpo.report import page
+from flow_grpo.rewards import WeightedSum
 from flow_grpo.run_folder import checkpoint
 from flow_grpo.tracking import tracker as tracking
 from flow_grpo.tracking.tracker import read_metrics
@@ -19,7 +20,6 @@ from flow_grpo.trainer import FlowGRPOTrainer
 from flow_grpo.training.anchors import AnchorCopies, add_references, copied_references
 from flow_grpo.training.gates import DisagreementGate, advantage_gate, disagreement
 from flow_grpo.training.step_loss import ClipRange
-from rewards import WeightedSum
 
 ADVANTAGE = torch.tensor([[1.0, -0.5, -0.7], [0.3, 4.0, -6.0]])
 ROWS = torch.tensor([4, 0, 5, 1])

@@ -6,10 +6,10 @@ from support import small_policy as small
 from support.thread_processes import run_as_processes
 
 from flow_grpo.config.sections import RewardConfig
+from flow_grpo.rewards import WeightedSum
+from flow_grpo.rewards.groups import scope_of
 from flow_grpo.training.early_checks import check_scope
 from flow_grpo.training.rewards import load_reward
-from rewards import WeightedSum
-from rewards.groups import scope_of
 
 TWINS = small.PromptSet(["a cat", "a dog", "a cat", "a owl"], [{} for _ in range(4)])
 

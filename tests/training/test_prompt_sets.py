@@ -11,10 +11,10 @@ from support.thread_processes import run_as_processes
 
 from flow_grpo import FlowGRPOTrainer
 from flow_grpo.data.prompt_mixture import join_sets, sampler_of
+from flow_grpo.rewards import WeightedSum
 from flow_grpo.run_folder.metrics_file import read_metrics
 from flow_grpo.training.group_advantages import contribution_metrics
 from flow_grpo.training.rollouts import RolloutSource
-from rewards import WeightedSum
 
 BRIGHT = small.PromptSet(["a cat", "a dog", "a sun", "a owl"], [{"prompt_set": "bright", "rewards": {"mean": None}}] * 4)
 SHARP = small.PromptSet(

@@ -15,14 +15,14 @@ from flow_grpo import advantages, sampling
 from flow_grpo.config.objective import CriticConfig
 from flow_grpo.data.prompts import PromptSampler
 from flow_grpo.policy.solvers import SOLVERS
+from flow_grpo.rewards import WeightedSum
+from flow_grpo.rewards.interrupt import DaemonThread
 from flow_grpo.training.critic import Critic
 from flow_grpo.training.gates import DisagreementGate
 from flow_grpo.training.group_advantages import GroupAdvantages
 from flow_grpo.training.interrupt import Interrupted, wait_for
 from flow_grpo.training.rollouts import RolloutSource, select_rows
 from flow_grpo.types import Scores
-from rewards import WeightedSum
-from rewards.interrupt import DaemonThread
 
 WINDOW = [0, 2]
 SCRIPT = {  # what the images of each prompt get, in their order

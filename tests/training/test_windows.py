@@ -11,6 +11,7 @@ from flow_grpo import sampling
 from flow_grpo.config.sampling import SamplingConfig
 from flow_grpo.data.prompts import PromptSampler
 from flow_grpo.distributed.processes import Processes
+from flow_grpo.rewards import WeightedSum
 from flow_grpo.training.interrupt import Interrupted
 from flow_grpo.training.windows import (
     StepVariance,
@@ -20,7 +21,6 @@ from flow_grpo.training.windows import (
     trained_steps,
 )
 from flow_grpo.types import StepDistribution
-from rewards import WeightedSum
 
 SIZES = {"prompts_per_step": 3, "images_per_prompt": 4, "microbatch": 6}
 

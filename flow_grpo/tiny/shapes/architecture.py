@@ -8,7 +8,7 @@ from diffusers import AutoencoderKLFlux2, FlowMatchEulerDiscreteScheduler, Flux2
 from tokenizers.pre_tokenizers import ByteLevel
 from transformers import Qwen2Tokenizer, Qwen3Config, Qwen3ForCausalLM, T5TokenizerFast
 
-from rewards.shapes.prompts import words
+from flow_grpo.rewards.shapes.prompts import words
 
 TEXT_LENGTH = 16  # `add a yellow triangle left of the blue circle` is ten words; a mark begins each prompt
 TEXT_WIDTH, TEXT_LAYERS = 64, (1, 2, 3)  # layers whose outputs the transformer reads, as they are trained

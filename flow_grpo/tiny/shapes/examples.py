@@ -8,8 +8,8 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from rewards.shapes import drawing
-from rewards.shapes.prompts import CATEGORIES, COLORS, RELATIONS, SHAPES, Edit, Group, Scene
+from flow_grpo.rewards.shapes import drawing
+from flow_grpo.rewards.shapes.prompts import CATEGORIES, COLORS, RELATIONS, SHAPES, Edit, Group, Scene
 
 HARD = ("counting", "position", "attribute binding")
 # the categories of the scenes that the model learns from

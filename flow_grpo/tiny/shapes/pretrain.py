@@ -27,6 +27,10 @@ from PIL import Image
 from safetensors.torch import save_file
 from torch import Tensor
 
+from flow_grpo.rewards import clip
+from flow_grpo.rewards.shapes import drawing
+from flow_grpo.rewards.shapes.prompts import Scene
+from flow_grpo.rewards.shapes.rules import ExactShapes, Shapes
 from flow_grpo.tiny.pretraining_stage import PretrainingStage, StagePlan
 from flow_grpo.tiny.shapes import architecture
 from flow_grpo.tiny.shapes.examples import (
@@ -41,10 +45,6 @@ from flow_grpo.tiny.shapes.examples import (
     tensor_of,
 )
 from flow_grpo.tiny.shapes.transformer_loss import transformer_loss
-from rewards import clip
-from rewards.shapes import drawing
-from rewards.shapes.prompts import Scene
-from rewards.shapes.rules import ExactShapes, Shapes
 
 HERE = Path(__file__).parent
 STAGES = {

@@ -1,0 +1,61 @@
+"""Which errors a command prints as one sentence, and which keep their traceback."""
+
+import errno
+
+import pytest
+import torch
+
+from flow_grpo import FlowGRPOConfig, FlowGRPOTrainer
+from flow_grpo.cli.console import exit_on_error
+from flow_grpo.errors import FlowGRPOError
+
+
+@pytest.mark.parametrize(
+    "error", [FlowGRPOError("set lr lower."), FileNotFoundError(errno.ENOENT, "no such file", "prompts.txt")]
+)
+def test_an_error_that_the_user_can_mend_is_one_sentence_and_status_2(error, capsys):
+    with pytest.raises(SystemExit) as end, exit_on_error():
+        raise error
+    assert end.value.code == 2
+    assert capsys.readouterr().err.startswith("error: ")
+
+
+@pytest.mark.parametrize("error", [ValueError("of a library"), torch.linalg.LinAlgError("singular"), OSError("no path")])
+def test_an_error_that_nobody_foresaw_keeps_its_traceback(error):
+    with pytest.raises(type(error)), exit_on_error():
+        raise error
+
+
+def test_a_step_that_fails_by_a_library_is_rolled_back_and_the_run_goes_on_to_the_same_metrics(tmp_path, monkeypatch):
+    settings = [
+        "steps=2",
+        "prompts_per_step=2",
+        "images_per_prompt=2",
+        "microbatch=4",
+        "evaluation.prompts=null",
+        "trackers=[]",
+    ]
+
+    def trainer(name, *more):
+        args = FlowGRPOConfig.from_yaml(
+            "tiny_ocr", [*settings, "rewards={jpeg_size: 1}", f"output_dir={tmp_path / name}", *more]
+        )
+        return FlowGRPOTrainer(args=args)
+
+    whole, failing = trainer("whole"), trainer("failing")
+    whole.train()
+    call, calls = torch.optim.AdamW.step, []
+
+    def step(*args, **options):
+        calls.append(1)
+        if len(calls) == 2:
+            raise ValueError("a library's")
+        return call(*args, **options)
+
+    monkeypatch.setattr(torch.optim.AdamW, "step", step)
+    with pytest.raises(ValueError, match="a library's"):
+        failing.train()
+    resumed = trainer("failing")
+    resumed.train(resume=True)
+    for name, weights in whole.policy.adapter_state().items():
+        assert torch.equal(weights, resumed.policy.adapter_state()[name]), name
