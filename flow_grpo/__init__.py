@@ -8,19 +8,21 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from flow_grpo.config import FlowGRPOConfig
+    from flow_grpo.data.prompts import PromptSet
     from flow_grpo.image_prompt import ImagePrompt
     from flow_grpo.policy.loading import load_policy
     from flow_grpo.policy.policy import Policy
     from flow_grpo.trainer import FlowGRPOTrainer
 
 __version__ = "0.4.0"
-__all__ = ["FlowGRPOConfig", "FlowGRPOTrainer", "ImagePrompt", "Policy", "load_policy"]
+__all__ = ["FlowGRPOConfig", "FlowGRPOTrainer", "ImagePrompt", "Policy", "PromptSet", "load_policy"]
 
 _HOMES = {
     "FlowGRPOConfig": "flow_grpo.config",
     "FlowGRPOTrainer": "flow_grpo.trainer",
     "ImagePrompt": "flow_grpo.image_prompt",
     "Policy": "flow_grpo.policy.policy",
+    "PromptSet": "flow_grpo.data.prompts",
     "load_policy": "flow_grpo.policy.loading",
 }
 

@@ -1,6 +1,7 @@
 """Prompt sets, and the sampling of P prompts x G images for each training step."""
 
 import hashlib
+import json
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -27,18 +28,31 @@ DATA_SET = re.compile(r"[\w.-]+/[\w.-]+|[\w-]+")  # a hub id of a data set
 MAX_BYTES = 256 << 20  # of a downloaded file
 SET = "prompt_set"  # metadata of each prompt of several sets: the name of its set
 FOLDER_FILES, FILE_NAME = ("metadata.jsonl", "metadata.csv"), "file_name"  # of a folder of images, as `datasets` has them
+ADDRESS = re.compile(r" at 0x[0-9a-f]+")  # of an object, in its default repr
 RESERVED_COLUMNS = ("images", "prompts")  # arguments of rewards that are not metadata
 
 
 @dataclass(frozen=True)
 class PromptSet:
-    """Prompts, each with a dict of metadata that rewards receive as keyword arguments."""
+    """Prompts, each with a dict of metadata that rewards receive as keyword arguments.
+
+    Attributes:
+        prompts: N texts, or `ImagePrompt`s with images.
+        metadata: N dicts with names of columns as keys.
+    """
 
     prompts: list[str]
     metadata: list[dict]
 
     def __len__(self) -> int:
         return len(self.prompts)
+
+    def fingerprint(self) -> str:
+        """SHA-256, in hexadecimal, of the prompts in their order, their metadata and the contents of their images."""
+        digest = hashlib.sha256()
+        for prompt, row in zip(self.prompts, self.metadata, strict=True):
+            digest.update(json.dumps([prompt_key(prompt), row], sort_keys=True, default=_as_text).encode())
+        return digest.hexdigest()
 
     def head(self, count: int | None) -> "PromptSet":
         """The first `count` prompts; all if None."""
@@ -57,6 +71,12 @@ class PromptSet:
             torch.arange(len(rows)) // images + first_group,
             torch.arange(len(rows)) % images,
         )
+
+
+def _as_text(value: object) -> str:
+    """A text for a value that JSON can't hold, the same in every process: without the address of an object."""
+    content = hashlib.sha256(value).hexdigest() if isinstance(value, bytes) else ADDRESS.sub("", repr(value))
+    return f"{type(value).__name__} {content}"
 
 
 class PromptSampler:

@@ -1,6 +1,7 @@
 """Prompt files: no row is lost whatever a prompt holds, and what can't be read is one sentence with the file and the line."""
 
 import csv
+import datetime
 import io
 import json
 from pathlib import Path
@@ -11,8 +12,10 @@ import pyarrow.parquet
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from PIL import Image
 from support.cli_process import run
 
+from flow_grpo import ImagePrompt, PromptSet
 from flow_grpo.data import prompts
 from flow_grpo.data.prompts import load_prompts
 
@@ -205,3 +208,23 @@ def test_the_command_line_says_what_is_wrong_with_a_prompt_file(tmp_path):
     for words in (["sample", "empty.jsonl"], ["train", "tiny_grpo", "prompts=empty.jsonl"]):
         output = run(*words, cwd=tmp_path, code=2)
         assert output.strip() == "error: empty.jsonl holds no prompts."
+
+
+def test_a_fingerprint_changes_with_prompts_order_metadata_and_images(tmp_path):
+    def with_image(color):
+        return ImagePrompt("a", [Image.new("RGB", (2, 2), color)])
+
+    day = datetime.date(2026, 1, 2)
+    first = PromptSet(["a", "b"], [{"x": 1, "day": day, "raw": b"1", "own": object()}, {}])
+    same = PromptSet(["a", "b"], [{"own": object(), "raw": b"1", "day": day, "x": 1}, {}])
+    assert first.fingerprint() == same.fingerprint()
+    others = [
+        PromptSet(["b", "a"], first.metadata),
+        PromptSet(["a", "c"], first.metadata),
+        PromptSet(["a", "b"], [{**first.metadata[0], "x": 2}, {}]),
+        PromptSet(["a", "b"], [{**first.metadata[0], "raw": b"2"}, {}]),
+        PromptSet(["a", "b"], [{**first.metadata[0], "day": day.replace(day=3)}, {}]),
+        PromptSet([with_image("red"), "b"], first.metadata),
+        PromptSet([with_image("blue"), "b"], first.metadata),
+    ]
+    assert len({prompt_set.fingerprint() for prompt_set in [first, *others]}) == 8
