@@ -1,4 +1,4 @@
-"""Atomic writes: a file or folder is complete or absent, with the permissions of the umask.
+"""Atomic writes: a file or folder is complete or absent, with the permissions of the umask. And paths that a found file may name.
 
 What can't be written raises WriteError with the path and the system's reason, such as a full disk.
 """
@@ -84,6 +84,32 @@ def atomic_folder(target: Path) -> Iterator[Path]:
             raise
         _sync(target.parent)
         remove(former)
+
+
+def inside(folder: Path, name: object, named_by: str | None = None) -> Path:
+    """The path `folder / name`, if it stays inside the folder when links are followed. It need not exist.
+
+    For names in files that may come from a stranger: a table of images, a run, a report. The links of the hub's cache, from
+    `snapshots` to the `blobs` beside it, are allowed.
+
+    Args:
+        named_by: the file that has the name, for the error.
+
+    Raises:
+        FlowGRPOError: it is no path, is absolute or leads out of the folder.
+    """
+    source = named_by or f"a file in {folder}"
+    if not isinstance(name, str) or not name.strip() or "\0" in name:
+        raise FlowGRPOError(f"{source} has {repr(name)[:200]} instead of a path.")
+    real = folder.resolve()
+    try:
+        target = (folder / name).resolve()
+    except (RuntimeError, OSError) as error:  # links in a circle, or a path that is too long
+        raise FlowGRPOError(f"{source} names {name[:200]!r}, which can't be followed.") from error
+    allowed = [real, *(parent.parent / "blobs" for parent in real.parents if parent.name == "snapshots")]
+    if Path(name).is_absolute() or not any(map(target.is_relative_to, allowed)):
+        raise FlowGRPOError(f"{source} names {name[:200]!r}, which is outside its folder: give paths inside the folder.")
+    return folder / name
 
 
 def remove(path: Path) -> None:

@@ -17,6 +17,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from flow_grpo.errors import FlowGRPOError
+from flow_grpo.files import inside
 from flow_grpo.rewards.clip import TINY, OpenCLIP
 from flow_grpo.rewards.devices import AUTO
 from flow_grpo.rewards.images import in_batches, to_rgb
@@ -168,17 +169,15 @@ def _read(file: Path) -> list[Vote]:
             raise FlowGRPOError(f"{where}: prompt, better and worse must be strings.")
         if better == worse:
             raise FlowGRPOError(f"{where} compares {better!r} with itself; remove the line.")
-        votes.append(Vote(prompt, _inside(file.parent, better, where), _inside(file.parent, worse, where)))
+        votes.append(Vote(prompt, _image_path(file.parent, better, where), _image_path(file.parent, worse, where)))
     if not votes:
         raise FlowGRPOError(f"{file} holds no votes.")
     return votes
 
 
-def _inside(folder: Path, name: str, where: str) -> Path:
+def _image_path(folder: Path, name: str, where: str) -> Path:
     """The image's path. It must be inside the folder, since a votes file may come from an untrusted source."""
-    path = (folder / name).resolve()
-    if not path.is_relative_to(folder.resolve()):
-        raise FlowGRPOError(f"{where}: {name!r} leads out of the votes file's folder; put the images into it.")
+    path = inside(folder, name, where)
     if not path.is_file():
         raise FlowGRPOError(f"{where}: there is no image {name!r}.")
     return path

@@ -17,6 +17,7 @@ from flow_grpo.data.prompt_files import read_table
 from flow_grpo.data.prompt_join import HOW_TO_GIVE_PROMPTS, file_column, join_prompts, rows_without_image
 from flow_grpo.data.prompts import FILE_NAME, FOLDER_FILES, PromptSet, load_prompts
 from flow_grpo.errors import FlowGRPOError
+from flow_grpo.files import inside
 from flow_grpo.image_prompt import images_of
 
 SUFFIXES = (".png", ".jpg", ".jpeg", ".webp")
@@ -164,11 +165,7 @@ def _from_manifest(manifest: Path, prompts: PromptSet | str | None) -> ImageSet:
 
 def _image_path(manifest: Path, name: object) -> Path:
     """The path of an image, which must be inside the manifest's folder: the manifest may be untrusted."""
-    if not isinstance(name, str) or not name or "\0" in name:
-        raise FlowGRPOError(f"{manifest} has {name!r} instead of an image's path.")
-    folder, file = manifest.parent, manifest.parent / name
-    if not file.resolve().is_relative_to(folder.resolve()):
-        raise FlowGRPOError(f"{manifest} names {name!r}, which is outside its folder: give paths inside the folder.")
+    file = inside(manifest.parent, name, str(manifest))
     if not file.is_file():
         raise FlowGRPOError(f"{manifest} names {name!r}, which does not exist.")
     return file

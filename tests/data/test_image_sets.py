@@ -239,7 +239,7 @@ def test_a_manifest_says_what_the_images_are(tmp_path):
         ({"file_name": "link.png"}, "is outside its folder"),
         ({"file_name": "ABSOLUTE"}, "is outside its folder"),
         ({"file_name": "missing.png"}, "which does not exist"),
-        ({"file_name": ""}, "instead of an image's path"),
+        ({"file_name": ""}, "instead of a path"),
         ({"picture": "0.png"}, "no column `file_name`"),
         ({"file_name": "0.png", "seed": 1.5}, "not a whole number"),
         ({"file_name": "0.png", "seed": 1e400}, "not a whole number"),
