@@ -9,6 +9,7 @@ from flow_grpo.config import FlowGRPOConfig
 from flow_grpo.evaluation.evaluator import Evaluator
 from flow_grpo.policy.policy import Policy
 from flow_grpo.report import page
+from flow_grpo.run_folder import opening
 from flow_grpo.tracking.tracker import Tracker
 from flow_grpo.training.callbacks import CallbackList
 from flow_grpo.training.interrupt import Interrupted, handle_signals
@@ -50,7 +51,7 @@ class FlowGRPOTrainer:
         self.train_source, self.prompt_overlaps = run.train_source, run.prompt_overlaps
         self.callbacks = CallbackList(callbacks, self.args, self.policy, self.processes)
         self.folder = Path(self.args.output_dir)
-        self.state = RunState(run.args, run.policy, run.prompt_sampler, run.rewards, run.processes)
+        self.state = RunState(run.args, run.policy, run.prompt_sampler, run.rewards, run.processes, run.inputs)
         self.evaluator = Evaluator(
             run.policy,
             self.args.evaluation,
@@ -62,8 +63,11 @@ class FlowGRPOTrainer:
             processes=run.processes,
         )
 
-    def train(self, resume: bool = False) -> dict[str, float]:
-        """Run to the last step, from the newest checkpoint if `resume`; returns the last evaluation's numbers.
+    def train(self, resume: bool | str | Path = False) -> dict[str, float]:
+        """Run to the last step; returns the last evaluation's numbers.
+
+        Args:
+            resume: True goes on from the newest checkpoint of `args.output_dir`; the folder of one of its checkpoints, from that one.
 
         Raises:
             Interrupted: after Ctrl-C or SIGTERM, with a checkpoint saved. A second Ctrl-C ends a command at once.
@@ -161,15 +165,15 @@ class FlowGRPOTrainer:
     def _interrupt(self) -> None:
         self.processes.stop_requested = True
 
-    def _start_or_resume(self, tracker: Tracker, resume: bool, lock: ExitStack) -> None:
-        """Create the run folder, or go on from its newest checkpoint."""
-        main = self.processes.is_main
-        self.processes.gather_or_raise(lambda: self.state.open_folder(resume, lock, tracker.info) if main else None)
+    def _start_or_resume(self, tracker: Tracker, resume: bool | str | Path, lock: ExitStack) -> None:
+        """Create the run folder, or go on from its newest checkpoint, or from the one that `resume` is the folder of."""
+        main, step = self.processes.is_main, opening.resumed_step(self.folder, resume)
+        self.processes.gather_or_raise(lambda: self.state.open_folder(bool(resume), lock, tracker.info) if main else None)
         if not resume:
             self.processes.gather_or_raise(lambda: self._start(tracker) if main else None)
             self.save()  # a run that is lost before its first checkpoint can be resumed too
             return
-        self.state.resume(tracker.info)
+        self.state.resume(tracker.info, step)
         tracker.resume(self.step)
         if main:
             self.evaluator.start_recording(tracker.info)

@@ -174,19 +174,6 @@ class FlowGRPOConfig(RunSettings):
         own = {name: getattr(self.evaluation, name) for name in ("guidance", "height", "width")}
         return {**self.pipeline_call_kwargs(), **{name: value for name, value in own.items() if value is not None}}
 
-    def differences(self, now: "FlowGRPOConfig") -> dict[str, tuple[Any, Any]]:
-        """Settings that change the numbers and differ, as {name: (old, new)}; run length, paths, monitoring are ignored."""
-        ignored: Any = dict.fromkeys(
-            ("steps", "output_dir", "save_every", "sample_every", "keep_checkpoints", "device", "trackers"), True
-        )
-        # a change of its other settings makes evaluations incomparable
-        ignored["evaluation"] = {"every", "num_images", "rewards", "sizes"}
-        ignored["memory"] = {"shard"}  # checkpoints are stored unsharded
-        # moving a reward to another process does not change its values
-        ignored["rewards"] = {"__all__": {"remote", "isolate", "python", "timeout"}}
-        old, new = self.model_dump(exclude=ignored), now.model_dump(exclude=ignored)
-        return {name: (old[name], new[name]) for name in new if new[name] != old[name]}
-
     def to_yaml(self) -> str:
         """As YAML, every field with its value."""
         return dump_yaml(self.model_dump(mode="json"))

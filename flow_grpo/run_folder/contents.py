@@ -89,6 +89,12 @@ class MachineContent(Content):
     flow_grpo: str | None = None
 
 
+class InputsContent(Content):
+    """inputs.json; flow-grpo 0.4 wrote none."""
+
+    digests: dict[str, str]
+
+
 def checked(content: Any, kind: type[Content]) -> dict[str, Any]:
     """The named keys of a file's content; {} if it has another shape."""
     try:

@@ -5,6 +5,7 @@
       metrics.jsonl                   a row of numbers for each training step and evaluation (metrics_file.py)
       metrics.torn.jsonl              lines that were no rows, moved away when the run was resumed
       machine.json                    device, cores, processes, versions
+      inputs.json                     digests of the prompts, weights and code that the settings name
       trackers.json                   the run's id in each tracking service
       checkpoints/step_000100/        state.pt, and checkpoint.json with its checksum (checkpoint.py)
       lora/ or transformer/           the trained weights of a finished run
@@ -30,7 +31,7 @@ from pathlib import Path
 
 CONFIG = "config.yaml"
 METRICS, TORN = "metrics.jsonl", "metrics.torn.jsonl"
-MACHINE, TRACKERS = "machine.json", "trackers.json"
+MACHINE, INPUTS, TRACKERS = "machine.json", "inputs.json", "trackers.json"
 CHECKPOINTS, STATE, MANIFEST = "checkpoints", "state.pt", "checkpoint.json"
 LORA, TRANSFORMER, BEST = "lora", "transformer", "best"
 PICTURES, EVALUATION, GROUPS = "pictures", "evaluation.json", "groups.json"

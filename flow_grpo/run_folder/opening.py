@@ -6,18 +6,21 @@ import platform
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from textwrap import shorten
 from typing import Any
 
 import torch
 
 from flow_grpo import __version__
 from flow_grpo.config import FlowGRPOConfig
+from flow_grpo.config.resume import changes
 from flow_grpo.errors import FlowGRPOError
 from flow_grpo.files import WriteError, remove, write_atomic
 from flow_grpo.policy.device_speed import device_name
 from flow_grpo.run_folder import checkpoint, layout
 from flow_grpo.run_folder.lock import locked
 from flow_grpo.run_folder.metrics_file import has_metrics, logged_best_step, read_metrics, rewind
+from flow_grpo.run_folder.reader import inputs_of, machine_of
 from flow_grpo.run_folder.samples import delete_images_after
 
 
@@ -38,21 +41,35 @@ def check_begun(folder: Path, resume: bool) -> None:
         raise FlowGRPOError(f"{folder} has no checkpoint to resume from: {again}, or see whether output_dir=... is right.")
 
 
-def open_run_folder(args: FlowGRPOConfig, resume: bool, lock: ExitStack, info: Callable[[str], None]) -> None:
+def open_run_folder(
+    args: FlowGRPOConfig, inputs: dict[str, str], resume: bool, lock: ExitStack, info: Callable[[str], None]
+) -> None:
     """Create the run folder, or check that it can be resumed, and hold its lock until `lock` closes.
 
+    Args:
+        inputs: digests of what the settings name.
+
     Raises:
-        FlowGRPOError: the folder holds a run that is not to be resumed, holds none that could be, or another process trains in it.
+        FlowGRPOError: the folder holds a run that is not to be resumed, holds none that could be, another process trains in it, or what
+            may not change when a run is resumed has changed.
     """
     folder = Path(args.output_dir)
     if resume:  # before anything is created
         check_begun(folder, resume)
     lock.enter_context(locked(folder, info))
     if resume:
+        check_unchanged(args, inputs, info)
         return
     check_begun(folder, resume)  # another process may have begun it a moment ago
     delete_images_after(folder, -1)  # of a run that was lost before its first checkpoint
+    write_settings(args, inputs)
+
+
+def write_settings(args: FlowGRPOConfig, inputs: dict[str, str]) -> None:
+    """Write down the settings of a run, and the digests of what they name."""
+    folder = Path(args.output_dir)
     write_atomic(folder / layout.CONFIG, args.to_yaml())
+    write_atomic(folder / layout.INPUTS, json.dumps({"digests": inputs}))
 
 
 def write_machine(folder: Path, device: torch.device, dtype: torch.dtype, processes: int) -> None:
@@ -73,19 +90,41 @@ def write_machine(folder: Path, device: torch.device, dtype: torch.dtype, proces
     write_atomic(folder / layout.MACHINE, json.dumps(content))
 
 
-def newest_checkpoint(args: FlowGRPOConfig, info: Callable[[str], None]) -> dict[str, Any]:
-    """Read the newest readable checkpoint of the run folder.
+def resumed_step(folder: Path, resume: bool | str | Path) -> int | None:
+    """The step of the checkpoint to resume from; None for the newest.
+
+    Args:
+        resume: True, the run folder, or the folder of one of its checkpoints.
 
     Raises:
-        FlowGRPOError: all are damaged, the settings have changed since, or flow-grpo 0.2 wrote it.
+        FlowGRPOError: it is the path of something else.
     """
-    folder = Path(args.output_dir)
-    state, warnings = checkpoint.latest(folder / layout.CHECKPOINTS)
+    if isinstance(resume, bool):
+        return None
+    path, checkpoints = Path(resume).expanduser().resolve(), folder.resolve() / layout.CHECKPOINTS
+    if path in (checkpoints.parent, checkpoints):
+        return None
+    step = layout.step_of(path)
+    if step is None or path != layout.step_folder(checkpoints, step) or step not in checkpoint.steps(checkpoints):
+        raise FlowGRPOError(
+            f"resume={resume} is neither the run folder {folder} nor one of its checkpoints: set output_dir to the run's folder, and "
+            "resume=True for its newest checkpoint."
+        )
+    return step
+
+
+def read_checkpoint(folder: Path, step: int | None, info: Callable[[str], None]) -> dict[str, Any]:
+    """Read the checkpoint of a step of the run folder; the newest readable one if `step` is None.
+
+    Raises:
+        FlowGRPOError: it is damaged, or all are, or flow-grpo 0.2 wrote it.
+    """
+    checkpoints = folder / layout.CHECKPOINTS
+    state, warnings = checkpoint.latest(checkpoints) if step is None else (checkpoint.read(checkpoints, step), [])
     for warning in warnings:
         info(f"warning: {warning}")
     if state is None:
         raise FlowGRPOError(f"all checkpoints of {folder} are damaged: start another run by output_dir=...")
-    check_settings_unchanged(args)
     if "microbatch" not in state.get("memory", {}):
         raise FlowGRPOError(
             f"{folder} was written by flow-grpo 0.2 or before, which this version can't go on with: start a new run."
@@ -105,15 +144,36 @@ def rewind_run(folder: Path, step: int) -> str | None:
     return rewind(folder, step)
 
 
-def check_settings_unchanged(args: FlowGRPOConfig) -> None:
-    """FlowGRPOError if a setting that changes the numbers is not what the run folder's config says."""
-    file = Path(args.output_dir) / layout.CONFIG
-    former = FlowGRPOConfig.from_yaml(file) if file.exists() else args
-    for name, (then, now) in former.differences(args).items():
+def check_unchanged(args: FlowGRPOConfig, inputs: dict[str, str], info: Callable[[str], None]) -> None:
+    """Check that a run is resumed with its settings, and with the same content of what they name. Says which others have changed.
+
+    Raises:
+        FlowGRPOError: a setting has changed that is not in `config.resume.RESUMABLE`, or a content.
+    """
+    folder = Path(args.output_dir)
+    file, begun, dtype = folder / layout.CONFIG, inputs_of(folder), machine_of(folder).get("dtype")
+    if not begun:
+        info(f"{folder} has no {layout.INPUTS}: changes of its prompts, weights and code since it was begun are not seen.")
+    found = changes(
+        FlowGRPOConfig.from_yaml(file) if file.exists() else args, args, begun | ({"dtype": dtype} if dtype else {}), inputs
+    )
+    for change in (change for change in found if not change.resumable):
+        if change.is_of_content:
+            raise FlowGRPOError(
+                f"the content of {change.name} has changed since {folder} was begun: bring the former one back, start another run by "
+                f"output_dir=..., or delete {folder / layout.INPUTS} to go on with the present one."
+            )
         raise FlowGRPOError(
-            f"{args.output_dir} was begun with {name}={then!r}, not {now!r}: resume it with the same settings, or start another "
-            "run by output_dir=..."
+            f"{folder} was begun with {change.name}={_short(change.then)}, not {_short(change.now)}: resume it with the same settings, or "
+            "start another run by output_dir=..."
         )
+    told = [f"{c.name}={_short(c.now)} (it was {_short(c.then)})" for c in found if c.name != "output_dir"]
+    if told:
+        info(f"resumed with other settings: {', '.join(told)}")
+
+
+def _short(value: Any) -> str:
+    return shorten(str(value), 80, placeholder="...")
 
 
 @contextmanager

@@ -10,7 +10,14 @@ from typing import Any
 from flow_grpo.config.loading import parse_yaml, read_text
 from flow_grpo.errors import FlowGRPOError
 from flow_grpo.run_folder import layout
-from flow_grpo.run_folder.contents import Content, EvaluationContent, GroupsContent, MachineContent, checked
+from flow_grpo.run_folder.contents import (
+    Content,
+    EvaluationContent,
+    GroupsContent,
+    InputsContent,
+    MachineContent,
+    checked,
+)
 from flow_grpo.run_folder.metrics_file import logged_best_step, metric_name, metric_size, read_metrics
 
 KINDS: dict[str, type[Content]] = {layout.EVALUATION: EvaluationContent, layout.GROUPS: GroupsContent}
@@ -139,6 +146,11 @@ def read_all(folder: Path, name: str) -> list[dict]:
 def machine_of(folder: Path) -> dict[str, Any]:
     """What machine.json of a run folder says; {} if there is none."""
     return _read(folder / layout.MACHINE, MachineContent)
+
+
+def inputs_of(folder: Path) -> dict[str, str]:
+    """The digests in inputs.json of a run folder; {} if there is none."""
+    return _read(folder / layout.INPUTS, InputsContent).get("digests", {})
 
 
 def value_of(evaluation: dict[str, Any], metric: str, index: int) -> float:

@@ -12,6 +12,7 @@ from flow_grpo.policy.policy import Policy
 from flow_grpo.rewards import WeightedSum
 from flow_grpo.text import counted
 from flow_grpo.training import early_checks
+from flow_grpo.training.inputs import digests_of_inputs
 from flow_grpo.training.rewards import build_rewards, recorded_rewards
 from flow_grpo.training.run_policy import dtype_and_reason, load_run_policy, prepare_policy
 
@@ -27,6 +28,7 @@ class RunParts:
         rewards: the trained ones.
         train_source: the file or name that the training prompts come from; None for a list.
         prompt_overlaps: sentences on prompts that the run both trains on and is measured by.
+        inputs: digests of what the run depends on besides its settings.
     """
 
     args: FlowGRPOConfig
@@ -39,6 +41,7 @@ class RunParts:
     rewards: WeightedSum
     prompt_overlaps: list[str]
     train_source: str | None
+    inputs: dict[str, str]
 
 
 def build_run(
@@ -83,6 +86,14 @@ def build_run(
     prepare_policy(policy, args, processes)
     given_images = all(stage.dataset is not None for _, stage in args.resolved_stages())  # with prompts of their own
     source = prompts if isinstance(prompts, str) else None
+    inputs = digests_of_inputs(
+        args,
+        train_set,
+        eval_set,
+        model=policy.pipe.name_or_path,
+        dtype=policy.dtype,
+        reward_funcs=reward_funcs if isinstance(reward_funcs, list) else [reward_funcs or ""],
+    )
     return RunParts(
         args=args,
         processes=processes,
@@ -94,6 +105,7 @@ def build_run(
         rewards=rewards,
         prompt_overlaps=[] if given_images else prompt_overlap.overlap_warnings(train_set.prompts, eval_prompts, source),
         train_source=source,
+        inputs=inputs,
     )
 
 

@@ -11,7 +11,7 @@ from flow_grpo.config import FlowGRPOConfig
 from flow_grpo.data.prompts import PromptSampler
 from flow_grpo.distributed.processes import Processes
 from flow_grpo.errors import FlowGRPOError
-from flow_grpo.files import WriteError, atomic_folder, remove, write_atomic
+from flow_grpo.files import WriteError, atomic_folder, remove
 from flow_grpo.policy.policy import Policy
 from flow_grpo.rewards import WeightedSum
 from flow_grpo.run_folder import checkpoint, layout, opening
@@ -25,6 +25,7 @@ class RunState:
 
     Args:
         rewards: the trained ones.
+        inputs: digests of what the settings name.
 
     Attributes:
         step: training steps that are done.
@@ -41,8 +42,10 @@ class RunState:
         prompt_sampler: PromptSampler,
         rewards: WeightedSum,
         processes: Processes,
+        inputs: dict[str, str],
     ) -> None:
         self.args, self.policy, self.rewards, self.processes = args, policy, rewards, processes
+        self.inputs = inputs
         self.folder = Path(args.output_dir)
         self.step = 0
         self.stages = args.resolved_stages()
@@ -81,7 +84,7 @@ class RunState:
         Raises:
             FlowGRPOError: as of `open_run_folder`.
         """
-        opening.open_run_folder(self.args, resume, lock, info)
+        opening.open_run_folder(self.args, self.inputs, resume, lock, info)
         if not resume:
             opening.write_machine(self.folder, self.policy.device, self.policy.dtype, self.processes.world_size)
 
@@ -89,13 +92,13 @@ class RunState:
         """Raise FlowGRPOError that says what is left of the run when something could not be written."""
         return opening.explain_write_errors(self.folder)
 
-    def resume(self, info: Callable[[str], None]) -> None:
-        """Restore the newest readable checkpoint. Every process must call it.
+    def resume(self, info: Callable[[str], None], step: int | None = None) -> None:
+        """Restore the checkpoint of a step, by default the newest readable one. Every process must call it.
 
         Raises:
-            FlowGRPOError: all are damaged, or the settings have changed.
+            FlowGRPOError: it is damaged, or all are, or it is of other settings.
         """
-        self.load_state_dict(opening.newest_checkpoint(self.args, info))
+        self.load_state_dict(opening.read_checkpoint(self.folder, step, info))
         self.processes.all_gather(None)  # all have read it
         if self.processes.is_main:
             self._rewind(info)
@@ -164,7 +167,7 @@ class RunState:
             info(f"warning: {moved}")
         if self.step < self.args.steps:
             remove(self.folder / self._weights_folder)
-        write_atomic(self.folder / layout.CONFIG, self.args.to_yaml())  # some settings may change
+        opening.write_settings(self.args, self.inputs)  # some settings may change
 
     def save_best_weights(self) -> None:
         """Write the weights of the best evaluation so far. Every process must call it."""
