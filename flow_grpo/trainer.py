@@ -49,9 +49,9 @@ class FlowGRPOTrainer:
         self.train_set, self.eval_set, self.prompt_sampler = run.train_set, run.eval_set, run.prompt_sampler
         self.rewards, self.eval_rewards = run.rewards, run.eval_rewards
         self.train_source, self.prompt_overlaps = run.train_source, run.prompt_overlaps
-        self.callbacks = CallbackList(callbacks, self.args, self.policy, self.processes)
+        self.callbacks = CallbackList(callbacks, self.args, self.policy, self.processes, self.eval_set is not None)
         self.folder = Path(self.args.output_dir)
-        self.state = RunState(run.args, run.policy, run.prompt_sampler, run.rewards, run.processes, run.inputs)
+        self.state = RunState(run.args, run.policy, run.prompt_sampler, run.rewards, run.processes, inputs=run.inputs)
         self.evaluator = Evaluator(
             run.policy,
             self.args.evaluation,

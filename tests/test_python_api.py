@@ -87,6 +87,53 @@ def test_a_transformers_callback_stops_saves_and_evaluates(tmp_path):
     assert "for 1 of 4 planned steps" in (tmp_path / "run" / "report.html").read_text()
 
 
+@pytest.mark.usefixtures("no_report")
+def test_transformers_own_callbacks_print_and_stop_early(tmp_path, capsys):
+    """With patience 1 the run stops at the first evaluation that is not better: of a flat reward, the second one."""
+
+    def flat(images, prompts):
+        return [0.5] * len(prompts)
+
+    callbacks = [transformers.EarlyStoppingCallback(), transformers.PrinterCallback()]
+    recorder = Recorder()
+    args = short_run(tmp_path / "run", "steps=4", "evaluation.every=1", "trackers=[]", "rewards={flat: 1}")
+    trainer = small.trainer(args, reward_funcs=[flat], callbacks=[*callbacks, recorder])
+    trainer.train()
+    assert trainer.step == 1
+    assert "'eval/reward': '0.5'" in capsys.readouterr().out
+    assert trainer.callbacks.state.best_metric == 0.5
+
+
+class Popping(Recorder):
+    """Changes what it is given, as transformers' PrinterCallback does."""
+
+    def on_log(self, args, state, control, logs, **kwargs):
+        logs.clear()
+
+
+@pytest.mark.usefixtures("no_report")
+def test_a_callback_that_changes_its_metrics_changes_nobody_else_s(tmp_path):
+    recorder = Recorder()
+    trainer = small.trainer(short_run(tmp_path / "run", "steps=1", "trackers=[]"), callbacks=[Popping(), recorder])
+    trainer.train()
+    assert ("log", 0, True) in recorder.events
+    assert trainer.callbacks.state.log_history == read_metrics(tmp_path / "run")
+
+
+@pytest.mark.usefixtures("no_report")
+@pytest.mark.parametrize("event", ["on_train_begin", "on_step_begin", "on_step_end", "on_log", "on_evaluate", "on_save"])
+def test_a_callback_that_raises_ends_the_run_with_a_checkpoint_and_its_own_error(tmp_path, event):
+    def fail(self, args, state, control, **kwargs):
+        if state.global_step >= (event != "on_train_begin"):
+            raise ZeroDivisionError("of the callback")
+
+    args = short_run(tmp_path / "run", "steps=3", "save_every=2", "evaluation.every=1", "trackers=[]")
+    with pytest.raises(ZeroDivisionError, match="of the callback"):
+        small.trainer(args, callbacks=[type("Failing", (), {event: fail})()]).train()
+    step = {"on_train_begin": 0, "on_save": 2}.get(event, 1)
+    assert (tmp_path / "run" / "checkpoints" / f"step_{step:06d}").is_dir()
+
+
 class InterruptAfterOne:
     """As Ctrl-C does in the first step."""
 

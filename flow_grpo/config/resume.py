@@ -82,12 +82,12 @@ def changes(
     inputs = {name: inputs_then[name] == digest for name, digest in inputs_now.items() if name in inputs_then}
     found = []
     for name in dict.fromkeys([*former, *present]):
-        values = former.get(name, NOT_SET), present.get(name, NOT_SET)
-        is_empty = {} in values and any(other.startswith(f"{name}.") for other in (*former, *present))
-        if values[0] == values[1] or is_empty or not inputs.get(_input_of(name), True):
+        before, after = former.get(name, NOT_SET), present.get(name, NOT_SET)
+        is_empty = {} in (before, after) and any(other.startswith(f"{name}.") for other in (*former, *present))
+        if before == after or is_empty or not inputs.get(_input_of(name), True):
             continue
         resumable = _input_of(name) in inputs or _is_resumable(name, len(now.stages))
-        found.append(Change(name, *values, resumable))
+        found.append(Change(name, before, after, resumable))
     different = [name for name, is_same in inputs.items() if not is_same]
     return found + [Change(n, former.get(n, NOT_SET), present.get(n, NOT_SET), False) for n in different]
 

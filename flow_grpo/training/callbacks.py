@@ -1,13 +1,15 @@
 """Callbacks of a run: objects with methods such as `on_step_end(args, state, control, **kwargs)`, the shape of transformers' and TRL's.
 
 A `transformers.TrainerCallback` works as it is, and so does any object that has one of the methods in `EVENTS`. The calls are made on
-the main process; what a callback asks for in `control` is done by all processes.
+the main process; what a callback asks for in `control` is done by all processes. What a callback raises ends the run, with a checkpoint
+and the callback's traceback.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from flow_grpo.config import FlowGRPOConfig
 from flow_grpo.distributed.processes import Processes
 from flow_grpo.errors import FlowGRPOError
 
@@ -21,12 +23,28 @@ class TrainerState:
     Attributes:
         global_step: training steps that are done.
         log_history: the rows of metrics that this process has logged, `eval/...` among them.
+        best_metric: the highest held-out reward that this process has logged, before the present evaluation; None if there is none.
     """
 
     global_step: int = 0
     max_steps: int = 0
     is_world_process_zero: bool = True
+    is_local_process_zero: bool = True
+    best_metric: float | None = None
     log_history: list[dict[str, float]] = field(default_factory=list)
+
+
+class CallbackArguments:
+    """The run's settings, with what transformers' own callbacks read of their `TrainingArguments`: the metric is the held-out reward."""
+
+    metric_for_best_model, greater_is_better, load_best_model_at_end = "reward", True, True
+
+    def __init__(self, settings: FlowGRPOConfig, is_evaluated: bool) -> None:
+        self._settings = settings
+        self.eval_strategy = "steps" if is_evaluated else "no"
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._settings, name)
 
 
 @dataclass
@@ -41,12 +59,18 @@ class TrainerControl:
 class CallbackList:
     """Calls each callback in turn.
 
+    Args:
+        is_evaluated: whether the run has held-out prompts.
+
     Raises:
         FlowGRPOError: a callback without any of the methods in `EVENTS`.
     """
 
-    def __init__(self, callbacks: Sequence[Any], args: Any, model: Any, processes: Processes) -> None:
-        self.callbacks, self.args, self.model, self.processes = list(callbacks), args, model, processes
+    def __init__(
+        self, callbacks: Sequence[Any], args: FlowGRPOConfig, model: Any, processes: Processes, is_evaluated: bool = False
+    ) -> None:
+        self.callbacks, self.model, self.processes = list(callbacks), model, processes
+        self.args = CallbackArguments(args, is_evaluated)
         self.state = TrainerState(max_steps=args.steps, is_world_process_zero=processes.is_main)
         self.control = TrainerControl()
         for callback in self.callbacks:
@@ -55,14 +79,15 @@ class CallbackList:
                     f"the callback {callback!r} has none of the methods {', '.join(EVENTS)}: give an object of a class that has one."
                 )
 
-    def call(self, event: str, **details: Any) -> None:
-        """Calls the method `event` of all callbacks that have it, with `details` as keyword arguments."""
+    def call(self, event: str, **details: dict[str, float]) -> None:
+        """Calls the method `event` of all callbacks that have it, each with a copy of `details`, dicts, as keyword arguments."""
         if not self.processes.is_main:
             return
         for callback in self.callbacks:
             method = getattr(callback, event, None)
             if method is not None:
-                method(self.args, self.state, self.control, model=self.model, **details)
+                copies = {name: dict(detail) for name, detail in details.items()}
+                method(self.args, self.state, self.control, model=self.model, **copies)
 
     def begin(self, step: int) -> None:
         """Calls `on_train_begin`; `step` is the number of training steps that a resumed run has done."""
@@ -75,7 +100,9 @@ class CallbackList:
         self.state.log_history.append({"step": step, **metrics})
         self.call("on_log", logs=metrics)
         if evaluation:
-            self.call("on_evaluate", metrics=metrics)
+            reward = metrics["eval/reward"]
+            self.call("on_evaluate", metrics={**metrics, "eval_reward": reward})  # transformers' name of it
+            self.state.best_metric = max(reward, self.state.best_metric if self.state.best_metric is not None else reward)
 
     def requested(self) -> TrainerControl:
         """What the callbacks have asked for since the last call, equal on all processes. Every process must call it."""

@@ -6,9 +6,8 @@ imports, and what a server runs.
 
 import hashlib
 import inspect
-import json
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +16,6 @@ from huggingface_hub import try_to_load_from_cache
 
 from flow_grpo.config import FlowGRPOConfig
 from flow_grpo.data.prompts import PromptSet
-from flow_grpo.image_prompt import prompt_key
 from flow_grpo.policy.hub import INDEX, looks_like_hub_id, resolve_lora
 from flow_grpo.rewards import REGISTRY
 
@@ -44,8 +42,8 @@ def digests_of_inputs(
     found: dict[str, str | None] = {
         "model": _model(model),
         "dtype": str(dtype).removeprefix("torch."),
-        "prompts": _prompts(train_set),
-        "evaluation.prompts": None if eval_set is None else _prompts(eval_set),
+        "prompts": train_set.fingerprint(),
+        "evaluation.prompts": None if eval_set is None else eval_set.fingerprint(),
         "lora.init_from": _lora(args.lora.init_from) if args.lora and args.lora.init_from else None,
     }
     for name, reward in args.rewards.items():
@@ -77,7 +75,7 @@ def file_digest(file: Path) -> str:
 
 
 def _joined(parts: Iterable[str]) -> str:
-    return hashlib.sha256("\0".join(parts).encode("utf-8", "surrogatepass")).hexdigest()
+    return hashlib.sha256("\0".join(parts).encode(errors="surrogateescape")).hexdigest()
 
 
 def _folder(folder: Path, pattern: str) -> str | None:
@@ -107,15 +105,6 @@ def _path(value: Any) -> str | None:
         return _folder(path, "*") if path is not None and path.is_dir() else None
     except (OSError, ValueError):  # ValueError: a text with a zero byte
         return None
-
-
-def _prompts(prompts: PromptSet) -> str:
-    def lines() -> Iterator[str]:
-        for prompt, row in zip(prompts.prompts, prompts.metadata, strict=True):
-            yield prompt_key(prompt)
-            yield json.dumps(row, default=lambda value: getattr(value, "digest", None) or str(value))
-
-    return _joined(lines())
 
 
 def _code(name: str) -> str | None:
