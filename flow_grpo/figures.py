@@ -1,13 +1,32 @@
-"""Figures in one style: a grid, no upper and right borders, written as PNG."""
+"""Figures in one style: a grid, no upper and right borders, written as PNG. One that can't be drawn costs no result."""
 
+import os
+from collections.abc import Callable
 from pathlib import Path
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-from flow_grpo.files import atomic_file
+from flow_grpo.files import WriteError, atomic_file
+from flow_grpo.text import first_line
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
+
+
+def import_matplotlib() -> ModuleType:
+    """Matplotlib, whatever MPLBACKEND says: a notebook's backend, which its commands inherit, need not exist where they run.
+
+    Figures are written as files, which needs no backend.
+    """
+    try:
+        import matplotlib
+    except ValueError:
+        backend = os.environ.pop("MPLBACKEND")
+        import matplotlib
+
+        os.environ["MPLBACKEND"] = backend
+    return matplotlib
 
 
 def new_figure(
@@ -18,6 +37,7 @@ def new_figure(
     Args:
         settings: further arguments of matplotlib's `Figure.subplots`.
     """
+    import_matplotlib()
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(width, height), layout="constrained")
@@ -31,3 +51,18 @@ def save_figure(figure: "Figure", file: Path) -> None:
         axes.spines[["top", "right"]].set_visible(False)
     with atomic_file(file) as partial:
         figure.savefig(partial, dpi=120)
+
+
+def draw_or_warn(draw: Callable[[], Path | None], file: Path, warn: Callable[[str], None]) -> Path | None:
+    """What `draw` returns, which writes the figure `file`. If it can't be drawn, a warning and None.
+
+    Raises:
+        WriteError: the disk is full, or the file can't be written.
+    """
+    try:
+        return draw()
+    except WriteError:
+        raise
+    except Exception as error:  # numbers, fonts and their cache, memory: Matplotlib raises many kinds
+        warn(f"warning: the figure {file} could not be drawn: {first_line(error)}")
+        return None

@@ -1,19 +1,40 @@
-"""Atomic writes: a file or folder is complete or absent, with the permissions of the umask. And paths that a found file may name.
+"""Writes that survive a kill -9, a loss of power and a full disk: a result is the earlier one or the new one, never a mixture.
 
-What can't be written raises WriteError with the path and the system's reason, such as a full disk.
+One file is written beside its place and renamed (`atomic_file`), and so is a folder, which changes places with the earlier one in one
+step (`atomic_folder`). Files in a folder that has others too are first all written to FOLDER/.NAME.complete and then moved from there
+(`new_files`): while that folder exists, it holds what is still to be moved, and the next command that writes this result moves it.
+
+A temporary file or folder is named `.NAME.HOST-PID.partial`. One whose process is dead is deleted by the next command that writes there.
+What can't be written raises WriteError with the path and the system's reason, such as a full disk. And `inside`: paths that a found
+file may name.
 """
 
+import ctypes
 import errno
+import functools
+import hashlib
 import json
 import os
+import platform
 import re
 import shutil
 import stat
-from collections.abc import Iterator
+import sys
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+import psutil
+
 from flow_grpo.errors import FlowGRPOError
+
+HOST = hashlib.sha256(platform.node().encode()).hexdigest()[
+    :6
+]  # a folder may be shared by machines, on which a PID is another process
+PARTIAL = re.compile(r"\..+\.(?:([0-9a-f]{6})-)?(\d+)\.partial(\.\w+)?")  # without a host as 0.4 wrote it
+OBSOLETE = ".obsolete"  # in FOLDER/.NAME.complete: a JSON list of files of the earlier result that the new one has not
+NO_ROOM = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EROFS}
+EXCHANGE = 2  # RENAME_EXCHANGE of renameat2
 
 
 class WriteError(FlowGRPOError):
@@ -29,12 +50,13 @@ def write_atomic(file: Path, content: str | bytes) -> None:
 @contextmanager
 def atomic_file(file: Path) -> Iterator[Path]:
     """Yields the path of a temporary file, which replaces `file` when the block ends without an error."""
-    partial = file.with_name(f".{file.stem}.{os.getpid()}.partial{file.suffix}")
+    partial = _partial(file)
     with write_errors(file):
         if file.exists() and not file.is_file():  # such as /dev/stdout, which can't be replaced
             yield file
             return
         file.parent.mkdir(parents=True, exist_ok=True)
+        _sweep(file.parent)
         try:
             yield partial
             _sync(partial)
@@ -64,26 +86,88 @@ def append_line(file: Path, line: str) -> None:
 def atomic_folder(target: Path) -> Iterator[Path]:
     """Yields an empty temporary folder, which replaces `target` when the block ends without an error.
 
-    Only one process at a time may write `target`. All files are synced to disk before the folder is renamed.
+    All files are synced to disk before the two folders change places. Where the system can't do that in one step, which Linux can, the
+    earlier folder is .NAME.former while NAME is missing, until the next call.
     """
-    partial, former = (target.with_name(f".{target.name}.{kind}") for kind in ("partial", "former"))
-    with write_errors(target):
+    target = target.resolve()  # a link stays, and what it leads to is replaced
+    partial, former = _partial(target, is_folder=True), _former(target)
+    with write_errors(target, NO_ROOM):
+        try:
+            target.parent.mkdir(parents=True, exist_ok=True)
+            _sweep(target.parent)
+            _bring_back(target)
+            remove(partial)
+            partial.mkdir()
+            yield partial
+            _sync_all(partial)
+            if not target.exists():
+                partial.rename(target)
+            elif not _exchange(partial, target):
+                remove(former)
+                target.rename(former)
+                partial.rename(target)
+            _sync(target.parent)
+            remove(former)
+            remove(partial)
+        except BaseException:
+            with suppress(OSError):
+                remove(partial)  # its space is needed
+            raise
+
+
+@contextmanager
+def new_files(folder: Path, name: str, former: Iterable[str] = ()) -> Iterator[Path]:
+    """Yields an empty temporary folder. When the block ends without an error, its files replace those of an earlier result together.
+
+    Args:
+        name: of the result, for the temporary folder's name.
+        former: the files of the earlier result, relative to `folder`. Those that the new one has not are deleted. Other files stay.
+
+    Raises:
+        WriteError: the disk is full, or nothing can be written there. The earlier result is as it was.
+    """
+    with write_errors(folder, NO_ROOM):
+        finish_files(folder, name)
+        folder.mkdir(parents=True, exist_ok=True)
+        _sweep(folder)
+    former = [file for file in former if _is_within(folder, file)]
+    if _holds_only(folder, former):
+        with atomic_folder(folder) as partial:
+            yield partial
+        return
+    partial, complete = folder / _partial(folder / name, is_folder=True).name, _complete(folder, name)
+    with write_errors(folder, NO_ROOM):
         try:
             remove(partial)
-            partial.mkdir(parents=True)
+            partial.mkdir()
             yield partial
-            for path in [*partial.rglob("*"), partial]:
-                _sync(path)
-            remove(former)
-            if target.exists():
-                target.rename(former)
-            partial.rename(target)
+            obsolete = [file for file in former if not (partial / file).exists()]
+            (partial / OBSOLETE).write_text(json.dumps(obsolete))
+            _sync_all(partial)
+            partial.rename(complete)
+            _sync(folder)
         except BaseException:
             with suppress(OSError):
                 remove(partial)
             raise
-        _sync(target.parent)
-        remove(former)
+        finish_files(folder, name)
+
+
+def finish_files(folder: Path, name: str) -> None:
+    """Move what a process that was killed had written as `new_files`, but not all moved."""
+    _bring_back(folder.resolve())
+    complete = _complete(folder, name)
+    if not complete.is_dir() or complete.is_symlink():
+        return
+    for file in _read_obsolete(complete):
+        _remove_file(folder, file)
+    for path in sorted(complete.rglob("*")):
+        file = str(path.relative_to(complete))
+        if path.is_file() and file != OBSOLETE and _is_within(folder, file):
+            (folder / file).parent.mkdir(parents=True, exist_ok=True)
+            path.replace(folder / file)
+    _sync(folder)
+    remove(complete)
 
 
 def inside(folder: Path, name: object, named_by: str | None = None) -> Path:
@@ -139,17 +223,23 @@ def normalize_safetensors(file: Path) -> None:
 
 
 @contextmanager
-def write_errors(path: Path) -> Iterator[None]:
-    """Turns the system's errors within the block into `WriteError` with the path."""
+def write_errors(path: Path, codes: set[int] | None = None) -> Iterator[None]:
+    """Turns the system's errors within the block into `WriteError` with the path.
+
+    Args:
+        codes: of the errors, where the block does more than write; by default all.
+    """
     try:
         yield
     except WriteError:
         raise
     except Exception as error:
-        code = re.search(r"os error (\d+)", str(error))  # in an error of safetensors
-        if not isinstance(error, OSError) and code is None:
+        named = re.search(r"(?:os error |Errno )(\d+)", str(error))  # in an error of safetensors and of shutil
+        code = getattr(error, "errno", None) or (int(named[1]) if named else None)
+        is_systems = isinstance(error, OSError) or named is not None
+        if not is_systems or (codes is not None and code not in codes):
             raise
-        reason = os.strerror(int(code[1])) if code else getattr(error, "strerror", None) or str(error)
+        reason = os.strerror(code) if code else str(error)
         raise WriteError(f"{path} could not be written: {reason[:1].lower()}{reason[1:]}.") from error
 
 
@@ -165,3 +255,98 @@ def _sync(path: Path) -> None:
             raise
     finally:
         os.close(descriptor)
+
+
+def _read_obsolete(complete: Path) -> list[str]:
+    """The files to be deleted; none if they were deleted before."""
+    try:
+        return list(json.loads((complete / OBSOLETE).read_text()))
+    except (OSError, ValueError, TypeError, RecursionError):
+        return []
+
+
+def _remove_file(folder: Path, name: str) -> None:
+    """Delete a file within a folder, and its own folder if that is empty then."""
+    if not _is_within(folder, name):
+        return
+    with suppress(OSError):  # it is a folder, or its folder has other files
+        (folder / name).unlink(missing_ok=True)
+        if (folder / name).parent != folder:
+            (folder / name).parent.rmdir()
+
+
+def _sync_all(folder: Path) -> None:
+    for path in [*folder.rglob("*"), folder]:
+        _sync(path)
+
+
+def _partial(target: Path, is_folder: bool = False) -> Path:
+    """The temporary file or folder of this process for a target."""
+    stem, suffix = (target.name, "") if is_folder else (target.stem, target.suffix)
+    return target.with_name(f".{stem}.{HOST}-{os.getpid()}.partial{suffix}")
+
+
+def _complete(folder: Path, name: str) -> Path:
+    return folder / f".{name}.complete"
+
+
+def _former(target: Path) -> Path:
+    return target.with_name(f".{target.name}.former")
+
+
+def _bring_back(target: Path) -> None:
+    """Put the earlier folder back where a process was killed before it had put the new one there."""
+    if _former(target).is_dir() and not (target.exists() and any(target.iterdir())):
+        if target.is_dir():
+            target.rmdir()
+        _former(target).rename(target)
+
+
+def _holds_only(folder: Path, files: list[str]) -> bool:
+    """Whether a folder holds no other files, so that another folder can take its place. The working folder and a mounted one can't move."""
+    here = {folder / file for file in files}
+    movable = not folder.samefile(".") and not folder.is_mount() and os.access(folder.resolve().parent, os.W_OK)
+    return movable and all(path in here for path in folder.rglob("*") if path.is_symlink() or not path.is_dir())
+
+
+def _is_within(folder: Path, name: object) -> bool:
+    """Whether a file lies in a folder; it may be a link, which is moved or deleted itself. A downloaded folder may name any file."""
+    return isinstance(name, str) and "\0" not in name and (folder / name).parent.resolve().is_relative_to(folder.resolve())
+
+
+def _exchange(one: Path, other: Path) -> bool:
+    """Let two paths change places in one step. False where the system, or this file system, has no such step."""
+    if not sys.platform.startswith("linux"):
+        return False
+    library = _libc()
+    if library is None:
+        return False
+    here = -100  # AT_FDCWD
+    if library.renameat2(here, os.fsencode(one), here, os.fsencode(other), EXCHANGE) == 0:
+        return True
+    code = ctypes.get_errno()
+    if code in NO_ROOM:
+        raise OSError(code, os.strerror(code), str(other))
+    return False
+
+
+@functools.cache
+def _libc() -> ctypes.CDLL | None:
+    """The C library, if it has renameat2."""
+    library = ctypes.CDLL(None, use_errno=True)
+    return library if hasattr(library, "renameat2") else None
+
+
+_swept: set[Path] = set()
+
+
+def _sweep(folder: Path) -> None:
+    """Delete the temporary files that dead processes of this machine have left in a folder, once in a process."""
+    if folder in _swept:
+        return
+    _swept.add(folder)
+    for path in list(folder.iterdir()):
+        match = PARTIAL.fullmatch(path.name)
+        if match and match[1] in (None, HOST) and not psutil.pid_exists(int(match[2])):
+            with suppress(OSError):
+                remove(path)

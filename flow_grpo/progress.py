@@ -5,6 +5,8 @@ lasted 2 seconds, and then every 10 seconds with the share that is done. Of nest
 has advanced while its inner phases were too short to be shown.
 """
 
+import io
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -40,6 +42,13 @@ class Phase:
         """The phase as a line of text at a time in seconds."""
         share = "" if self.total is None else f" {self.done} of {self.total}{self.unit and ' '}{self.unit},"
         return f"{self.name}:{share} {now - self.started:.0f} s"
+
+
+def replace_unprintable() -> None:
+    """From here on, characters that a terminal or a log can't show are replaced: they are no reason to end a run."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper) and stream.errors != "replace":
+            stream.reconfigure(errors="replace")
 
 
 _phases: list[Phase] = []  # the open phases, the innermost last

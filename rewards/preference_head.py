@@ -23,6 +23,8 @@ from flow_grpo.rewards.devices import AUTO
 from flow_grpo.rewards.images import in_batches, to_rgb
 from flow_grpo.rewards.weights import check_keys, load_tensors
 
+FILES = WEIGHTS, SETTINGS = "head.safetensors", "head.json"  # of a head
+
 
 @dataclass
 class Vote:
@@ -58,13 +60,13 @@ class PreferenceHead(torch.nn.Module):
     def __init__(self, weights: str, device: str = AUTO, batch_size: int = 64) -> None:
         super().__init__()
         folder = Path(weights)
-        state = load_tensors("preference_head", folder / "head.safetensors")
+        state = load_tensors("preference_head", folder / WEIGHTS)
         check_keys("preference_head", weights, missing={"weight"} - state.keys())
         try:
-            fitted = Fit(**json.loads((folder / "head.json").read_text()))
+            fitted = Fit(**json.loads((folder / SETTINGS).read_text()))
         except (OSError, ValueError, TypeError) as error:
             raise FlowGRPOError(
-                f"preference_head: {folder}/head.json is not what fit wrote ({error}); fit it again."
+                f"preference_head: {folder / SETTINGS} is not what fit wrote ({error}); fit it again."
             ) from error
         self.embed = OpenCLIP("preference_head", fitted.model, fitted.pretrained, device)
         self.weight = torch.nn.Parameter(state["weight"].to(self.embed.device), requires_grad=False)
@@ -126,8 +128,8 @@ def fit(
         held_out_accuracy=right[test].mean().item() if test.any() else None,
     )
     Path(output).mkdir(parents=True, exist_ok=True)
-    save_file({"weight": weight.float()}, Path(output) / "head.safetensors")
-    (Path(output) / "head.json").write_text(json.dumps(asdict(result), indent=2) + "\n")
+    save_file({"weight": weight.float()}, Path(output) / WEIGHTS)
+    (Path(output) / SETTINGS).write_text(json.dumps(asdict(result), indent=2) + "\n")
     return result
 
 

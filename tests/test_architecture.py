@@ -25,7 +25,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "methods": set(),
     "text": set(),
     "files": set(),
-    "figures": {"files"},
+    "figures": {"files", "text"},
     "progress": set(),
     "image_prompt": {"rewards"},
     "layout": set(),  # flow_grpo/run_folder/layout.py, which policy needs to find a run's LoRA
@@ -50,7 +50,7 @@ MAY_IMPORT["trainer"] = TRAINER
 MAY_IMPORT["plan"] = {"config", "data", "policy", "distributed", "training", "rewards", "tracking"} | ALGORITHM | LEAVES
 MAY_IMPORT["doctor"] = MAY_IMPORT["compare"] = TRAINER | {"trainer", "plan"}
 MAY_IMPORT["export"] = {"config", "data", "policy", "report", "run_folder", "tracking", "rewards", "evaluation"} | LEAVES
-MAY_IMPORT["tiny"] = {"config", "policy", "rewards", "files"}
+MAY_IMPORT["tiny"] = {"config", "policy", "rewards", "files", "figures"}
 MAY_IMPORT["cli"] = {*MAY_IMPORT}
 # Libraries that these packages alone may import.
 ONLY_IN = {

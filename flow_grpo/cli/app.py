@@ -15,7 +15,7 @@ import typer
 from flow_grpo import __version__
 from flow_grpo.cli import rewards
 from flow_grpo.cli.compare import compare
-from flow_grpo.cli.console import TRACEBACK, errors, exit_on_error
+from flow_grpo.cli.console import TRACEBACK, errors, exit_on_error, prepare_streams
 from flow_grpo.cli.doctor import doctor
 from flow_grpo.cli.evaluate import evaluate
 from flow_grpo.cli.export import export
@@ -82,6 +82,7 @@ def run() -> None:
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     atexit.register(gc.freeze)  # without it, the last collection takes over a second
     before_imports()
+    prepare_streams()
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         watchdog.start()
         watchdog.exit_on_second_interrupt(_interrupted)

@@ -41,7 +41,8 @@ def compare(
     """
     from flow_grpo.compare import runs as comparison
     from flow_grpo.compare import summary
-    from flow_grpo.files import write_atomic
+    from flow_grpo.figures import draw_or_warn
+    from flow_grpo.files import new_files
     from flow_grpo.run_folder.lock import locked
 
     if target is not None and not math.isfinite(target):
@@ -56,7 +57,10 @@ def compare(
         )
     rows = summary.summarize(runs, measure, target)
     summary.print_summary(console, rows, measure, target)
-    summary.save_plot(runs, measure, target, out / "compare.png")
-    write_atomic(out / "compare.md", summary.markdown(rows))
-    write_atomic(out / "compare.json", json.dumps(rows, indent=2))
-    say(f"curves: {out / 'compare.png'}, table: {out / 'compare.md'}, numbers: {out / 'compare.json'}")
+    names = ("compare.png", "compare.md", "compare.json")
+    with new_files(out, "compare", names) as folder:
+        plot, table, numbers = (folder / name for name in names)
+        draw_or_warn(lambda: summary.save_plot(runs, measure, target, plot), out / plot.name, say)
+        table.write_text(summary.markdown(rows), encoding="utf-8")
+        numbers.write_text(json.dumps(rows, indent=2), encoding="utf-8")
+    say(f"curves: {out / plot.name}, table: {out / table.name}, numbers: {out / numbers.name}")

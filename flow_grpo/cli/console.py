@@ -1,5 +1,6 @@
 """The one console of all commands, and how an error ends them: with one sentence."""
 
+import errno
 import functools
 import gc
 import os
@@ -7,14 +8,14 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from typing import ParamSpec, Protocol, TypeVar
+from contextlib import contextmanager, suppress
+from typing import Any, ParamSpec, Protocol, TextIO, TypeVar
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from flow_grpo.errors import FlowGRPOError
-from flow_grpo.progress import phase
+from flow_grpo.progress import phase, replace_unprintable
 from flow_grpo.text import escape_markup, visible
 
 TRACEBACK = "FLOW_GRPO_TRACEBACK"  # environment variable, which other processes of a run inherit
@@ -24,6 +25,46 @@ Arguments = ParamSpec("Arguments")
 Result = TypeVar("Result")
 console = Console()
 errors = Console(stderr=True)
+
+
+class Output:
+    """A standard stream that can fail without ending the work: nobody may read it any more, or it may be a file on a full disk.
+
+    A file at the end of stdout that is not whole is an error all the same, since a command's result may be there.
+    """
+
+    def __init__(self, stream: TextIO | None, is_result: bool) -> None:
+        self._stream = stream or open(os.devnull, "w")  # noqa: SIM115 - it was closed: `>&-`
+        self._is_result = is_result
+
+    def write(self, text: str) -> int:
+        """Write, as far as somebody reads."""
+        self._try(lambda: self._stream.write(text))
+        return len(text)
+
+    def flush(self) -> None:
+        """Flush, as far as somebody reads."""
+        self._try(self._stream.flush)
+
+    def _try(self, action: Callable[[], object]) -> None:
+        try:
+            action()
+        except OSError as error:
+            with suppress(OSError, ValueError):  # what is left in buffers goes nowhere
+                nowhere = os.open(os.devnull, os.O_WRONLY)
+                os.dup2(nowhere, self._stream.fileno())
+                os.close(nowhere)
+            if self._is_result and error.errno != errno.EPIPE:
+                raise FlowGRPOError(f"the output could not be written: {error.strerror}.") from error
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+
+def prepare_streams() -> None:
+    """Let no character, closed pipe or full disk at the other end of stdout and stderr end a command with a traceback."""
+    replace_unprintable()
+    sys.stdout, sys.stderr = Output(sys.stdout, True), Output(sys.stderr, False)  # type: ignore[assignment]
 
 
 class Named(Protocol):

@@ -127,19 +127,21 @@ def fit(
 
     [bold]flow-grpo rewards fit votes/votes.jsonl --model ViT-L-14 --pretrained openai[/bold]
     """
+    from flow_grpo.files import new_files
     from flow_grpo.rewards import preference_head
 
     prepare_folder(out)
-    fitted = preference_head.fit(
-        votes,
-        out,
-        preference_head.TINY if model is None else model,
-        pretrained,
-        weight_decay=weight_decay,
-        held_out=held_out,
-        seed=seed,
-        device=device,
-    )
+    with new_files(out, "head", preference_head.FILES) as folder:
+        fitted = preference_head.fit(
+            votes,
+            folder,
+            preference_head.TINY if model is None else model,
+            pretrained,
+            weight_decay=weight_decay,
+            held_out=held_out,
+            seed=seed,
+            device=device,
+        )
     accuracy = fitted.held_out_accuracy
     unseen = "" if accuracy is None else f", {accuracy:.3f} of {fitted.held_out_votes} held out"
     say(f"agrees with {fitted.accuracy:.3f} of {counted(fitted.votes - fitted.held_out_votes, 'vote')}{unseen}: {out}")

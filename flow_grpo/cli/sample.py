@@ -3,6 +3,7 @@
 import re
 import shlex
 from collections.abc import Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -11,6 +12,7 @@ import typer
 from flow_grpo.cli.console import say, without_library_messages
 from flow_grpo.cli.options import Trust, config_for_weights, new_folder
 from flow_grpo.errors import FlowGRPOError
+from flow_grpo.files import finish_files, new_files
 from flow_grpo.progress import phase
 from flow_grpo.text import counted
 
@@ -20,7 +22,7 @@ if TYPE_CHECKING:
     from flow_grpo.image_prompt import SourceImage
     from flow_grpo.policy.policy import Policy
 
-GRID = "grid.png"
+GRID, RESULT = "grid.png", "sample"
 IMAGE = re.compile(r"\d{4,}_seed(-?\d+)\.(png|webp)")  # the name of an image or a video, with its seed
 Sources = Annotated[
     list[Path] | None,
@@ -76,7 +78,7 @@ def sample(
 ) -> None:
     """Generate images: prompts x seeds as single PNGs and as a grid PNG, with prompt and seed stored in each file.
 
-    Images of an earlier command in the folder are removed, so that it holds those of one command.
+    Images of an earlier command in the folder are replaced when the new ones are complete, so that it holds those of one command.
 
     Videos are WebP animations, and strips of frames in the grid.
 
@@ -94,9 +96,21 @@ def sample(
     columns = seeds if len(texts) > 1 else min(seeds, 8)
     with new_folder(out):
         policy = _load_policy(args, model, lora, settings, next(iter(images_of(texts[0])), None))
-        has_grid = _generate(
-            policy, cells, steps=steps or args.evaluation.steps, microbatch=args.microbatch, columns=columns, folder=out
-        )
+        finish_files(out, RESULT)
+        earlier = _earlier_images(out)
+        # without earlier ones, those of a command that is stopped are kept
+        with new_files(out, RESULT, earlier) if earlier else nullcontext(out) as folder:
+            has_grid = _generate(
+                policy,
+                cells,
+                steps=steps or args.evaluation.steps,
+                microbatch=args.microbatch,
+                columns=columns,
+                folder=folder,
+            )
+    gone = [name for name in earlier if name != GRID and not (out / name).exists()]
+    if gone:
+        say(f"removed from {out}: {counted(len(gone), 'image')} of an earlier command")
     output = out / GRID if has_grid else f"{out}, without a {GRID}, which would be too large"
     say(f"{counted(len(cells), 'video' if policy.makes_videos else 'image')}: {output}")
 
@@ -151,39 +165,32 @@ def _generate(policy: "Policy", cells: "list[ImageInfo]", steps: int, microbatch
     """Generate and save the images, a micro-batch at a time, then the grid. Returns whether a grid was written."""
     import torch
 
-    from flow_grpo.data.grid import fits, save_grid, save_image, written_cells
+    from flow_grpo.data.grid import fits, save_grid, save_image
     from flow_grpo.evaluation.generate import generate_images
     from flow_grpo.image_prompt import images_of
 
     small_images: list[torch.Tensor] = []
     suffix = ".webp" if policy.makes_videos else ".png"
-    names = [f"{i:04d}_seed{cell.seed}{suffix}" for i, cell in enumerate(cells)]
-    earlier = [file for file in _earlier_images(folder) if file.name not in names]
-    earlier_grid = [folder / GRID] if written_cells(folder / GRID) else []
     with phase("generating", total=len(cells), unit="images") as saved:
         for start in range(0, len(cells), microbatch):
             batch = cells[start : start + microbatch]
             images = generate_images(
                 policy, [cell.prompt for cell in batch], [cell.seed for cell in batch], steps, len(batch)
             )
-            # once it is clear that these images can be generated
-            for file in (*earlier, *earlier_grid) if start == 0 else ():
-                file.unlink(missing_ok=True)
             for i, (image, cell) in enumerate(zip(images, batch, strict=True), start):
-                save_image(folder / names[i], image, cell)
+                save_image(folder / f"{i:04d}_seed{cell.seed}{suffix}", image, cell)
             if fits(len(cells) * (2 if any(images_of(cell.prompt) for cell in cells) else 1), images):
                 small_images.append(images)
             saved.advance(len(batch))
     if small_images:
         save_grid(folder / GRID, torch.cat(small_images), cells, columns=columns)
-    if earlier:
-        say(f"removed from {folder}: {counted(len(earlier), 'image')} of an earlier command")
     return bool(small_images)
 
 
-def _earlier_images(folder: Path) -> list[Path]:
-    """The images and videos of earlier `sample` commands, which their names and contents tell; those of other programs are left out."""
+def _earlier_images(folder: Path) -> list[str]:
+    """Names of the images, videos and grid of an earlier `sample`, which their names and contents tell; not those of other programs."""
     from flow_grpo.data.grid import written_cells
 
     named = [(file, int(name[1])) for file in sorted(folder.iterdir()) if (name := IMAGE.fullmatch(file.name))]
-    return [file for file, seed in named if [cell.seed for cell in written_cells(file)] == [seed]]
+    images = [file.name for file, seed in named if [cell.seed for cell in written_cells(file)] == [seed]]
+    return images + [GRID] * bool(written_cells(folder / GRID))

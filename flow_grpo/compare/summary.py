@@ -91,7 +91,7 @@ def _cell(value: float | None) -> str:
     return f"{value:.0f}" if float(value).is_integer() or abs(value) >= 100 else f"{value:.3f}"
 
 
-def save_plot(runs: list[ComparedRun], metric: str, target: float | None, file: Path) -> None:
+def save_plot(runs: list[ComparedRun], metric: str, target: float | None, file: Path) -> Path:
     """Learning curves over seconds, images and distance from the base model: each seed, and the mean of the seeds."""
     figure, panels = new_figure(13, 4.6, columns=3, sharey=True)
     x_axes: dict[str, Callable[[CurvePoint], float]] = {
@@ -107,6 +107,7 @@ def save_plot(runs: list[ComparedRun], metric: str, target: float | None, file: 
     panels[0].set_ylabel(f"held out: {metric}")
     figure.legend(*panels[0].get_legend_handles_labels(), loc="outside right center", frameon=False)
     save_figure(figure, file)
+    return file
 
 
 def _plot_curves(

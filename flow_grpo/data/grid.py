@@ -19,7 +19,7 @@ from torch import Tensor
 
 from flow_grpo.data.videos import save_animation, strips
 from flow_grpo.errors import FlowGRPOError
-from flow_grpo.files import atomic_file, write_errors
+from flow_grpo.files import atomic_file
 from flow_grpo.image_prompt import SourceImage, images_of
 from flow_grpo.rewards import images as reward_images
 from flow_grpo.rewards.frames import is_video
@@ -120,9 +120,8 @@ def save_image(path: Path, image: Tensor, cell: ImageInfo) -> None:
     info = PngInfo()
     content = {"scale": 1, "cells": [_content(cell, [0, 0, image.shape[2], image.shape[1]])]}
     info.add_itxt(CHUNK, json.dumps(content))
-    with write_errors(path):
-        path.parent.mkdir(parents=True, exist_ok=True)
-        Image.fromarray(to_bytes(image[None])[0]).save(path, pnginfo=info)
+    with atomic_file(path) as file:
+        Image.fromarray(to_bytes(image[None])[0]).save(file, pnginfo=info)
 
 
 def read_grid(path: Path) -> tuple[Tensor, list[ImageInfo]]:

@@ -7,7 +7,7 @@ from rich.table import Table
 
 from flow_grpo.config import FlowGRPOConfig
 from flow_grpo.errors import FlowGRPOError
-from flow_grpo.figures import new_figure, save_figure
+from flow_grpo.figures import draw_or_warn, new_figure, save_figure
 from flow_grpo.methods import TRANSITIONS
 from flow_grpo.text import counted
 from flow_grpo.trainer import FlowGRPOTrainer
@@ -48,8 +48,8 @@ def check_step_variance(
         for noise_level in noise_levels
     ]
     _print(console, stage, curves)
-    _save_plot(curves, plot)
-    console.print(f"plot: {plot}", highlight=False, markup=False)
+    if draw_or_warn(lambda: _save_plot(curves, plot), plot, lambda line: console.print(line, highlight=False, markup=False)):
+        console.print(f"plot: {plot}", highlight=False, markup=False)
 
 
 def _print(console: Console, stage: FlowGRPOConfig, curves: list[list[StepVariance]]) -> None:
@@ -71,7 +71,7 @@ def _print(console: Console, stage: FlowGRPOConfig, curves: list[list[StepVarian
     )
 
 
-def _save_plot(curves: list[list[StepVariance]], file: Path) -> None:
+def _save_plot(curves: list[list[StepVariance]], file: Path) -> Path:
     figure, (axes,) = new_figure(8, 4.5)
     names = list(dict.fromkeys(curve[0].transition for curve in curves))
     levels = sorted({curve[0].noise_level for curve in curves})
@@ -91,3 +91,4 @@ def _save_plot(curves: list[list[StepVariance]], file: Path) -> None:
     axes.set_xticks([point.step for point in curves[0]])
     axes.legend(frameon=False)
     save_figure(figure, file)
+    return file

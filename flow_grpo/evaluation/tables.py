@@ -15,7 +15,7 @@ from rich.text import Text
 from flow_grpo.evaluation import significance
 from flow_grpo.evaluation.scorecard import Scorecard, by_prompt, category_columns
 from flow_grpo.evaluation.significance import Estimate
-from flow_grpo.files import write_atomic
+from flow_grpo.files import new_files
 from flow_grpo.text import counted, escape_formula, escape_markdown, markdown_table, number, short_name, visible
 
 JSON, CSV, MARKDOWN = "eval.json", "eval.csv", "eval.md"
@@ -51,9 +51,10 @@ def write(folder: Path, scorecard: Scorecard, settings: dict[str, Any]) -> None:
         settings: also go to eval.json: the prompt set, seeds and steps.
     """
     content = json.dumps(as_json(scorecard, settings), indent=2, allow_nan=False)
-    write_atomic(folder / JSON, content + "\n")
-    write_atomic(folder / MARKDOWN, as_markdown(scorecard))
-    write_atomic(folder / CSV, as_csv(scorecard))
+    files = {JSON: content + "\n", MARKDOWN: as_markdown(scorecard), CSV: as_csv(scorecard)}
+    with new_files(folder, "eval", files) as new_folder:
+        for name, text in files.items():
+            (new_folder / name).write_bytes(text.encode())
 
 
 def title(scorecard: Scorecard) -> str:

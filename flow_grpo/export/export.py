@@ -1,24 +1,26 @@
 """Exports a run: its LoRA as diffusers loads it, or the whole model, with a model card.
 
-The export is written to a temporary folder and moved when it is complete. It has a list of its own files, which tells a later export
-what it may replace.
+The export is written to a temporary folder, which replaces an earlier export when it is complete. It has a list of its own files, which
+tells a later export what it may replace.
 """
 
 import json
 import shutil
 from pathlib import Path
-from tempfile import TemporaryDirectory
 
 from flow_grpo import __version__
 from flow_grpo.config import FlowGRPOConfig
 from flow_grpo.errors import FlowGRPOError
 from flow_grpo.export import model_card
+from flow_grpo.figures import draw_or_warn
+from flow_grpo.files import finish_files, new_files
 from flow_grpo.policy import hub
 from flow_grpo.policy.weight_checks import check_file
 from flow_grpo.run_folder import layout
 from flow_grpo.run_folder.reader import RunReader
 from flow_grpo.tracking.plots import plot_curves
 
+RESULT = "export"
 DTYPES = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
 
 
@@ -41,12 +43,10 @@ def export(
     previous, replaced = _previous_files(out)
     args = FlowGRPOConfig.from_yaml(folder / layout.CONFIG)
     merge = merge or args.lora is None  # all weights were trained
-    out.parent.mkdir(parents=True, exist_ok=True)
-    with TemporaryDirectory(prefix=".export_", dir=out.parent) as name:
-        new_folder = Path(name)
+    with new_files(out, RESULT, previous) as new_folder:
         notes = _write_weights(args, run, source, new_folder, merge)
         (new_folder / layout.CONFIG).write_text(run.config_text, encoding="utf-8")
-        curve = plot_curves(folder)
+        curve = draw_or_warn(lambda: plot_curves(folder), folder / layout.CURVES, notes.append)
         if curve is not None:
             shutil.copy(curve, new_folder / layout.CURVES)
         model_card.write(new_folder, run.up_to_step(step), args, step=step, merged=merge, source=repo or out.resolve().name)
@@ -59,7 +59,6 @@ def export(
             "files": [*files, layout.EXPORT_MANIFEST],
         }
         (new_folder / layout.EXPORT_MANIFEST).write_text(json.dumps(content, indent=1))
-        _move(new_folder, out, previous)
     what = "the whole model" if merge else "LoRA"
     return [*notes, *replaced, f"{what} of step {step}: {out}", f"model card: {out / model_card.CARD}"]
 
@@ -121,19 +120,6 @@ def _write_weights(args: FlowGRPOConfig, run: RunReader, source: Path, folder: P
     ]
 
 
-def _move(new_folder: Path, out: Path, previous: list[Path]) -> None:
-    """Move the new files to `out`, after deleting the previous export's files and the folders that are empty then."""
-    for old in previous:
-        old.unlink(missing_ok=True)
-    for folder in {old.parent for old in previous} - {out}:
-        if folder.is_dir() and not any(folder.iterdir()):
-            folder.rmdir()
-    for file in [file for file in new_folder.rglob("*") if file.is_file()]:
-        target = out / file.relative_to(new_folder)
-        target.parent.mkdir(parents=True, exist_ok=True)
-        file.replace(target)
-
-
 def _strip_local_paths(folder: Path) -> None:
     """Remove the base model's path on this machine from a saved pipeline's configs."""
     for file in folder.rglob("*.json"):
@@ -142,18 +128,18 @@ def _strip_local_paths(folder: Path) -> None:
             file.write_text(json.dumps(content, indent=2), encoding="utf-8")
 
 
-def _previous_files(out: Path) -> tuple[list[Path], list[str]]:
+def _previous_files(out: Path) -> tuple[list[str], list[str]]:
     """The files of an earlier export in `out`, and a message about it. FlowGRPOError if `out` holds other files."""
     if not out.exists():
         return [], []
     if not out.is_dir():
         raise FlowGRPOError(f"{out} is a file: give a folder by --out.")
+    finish_files(out, RESULT)
     if not any(out.iterdir()):
         return [], []
     try:
         content = json.loads((out / layout.EXPORT_MANIFEST).read_text())
-        files, earlier = [out / name for name in content["files"]], f"step {content['step']} of the run {content['run']}"
-    except (OSError, ValueError, KeyError, TypeError) as error:
+        files, earlier = [str(name) for name in content["files"]], f"step {content['step']} of the run {content['run']}"
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise FlowGRPOError(f"{out} holds files that no export wrote: give an empty or new folder by --out.") from error
-    inside = [file for file in files if file.resolve().is_relative_to(out.resolve())]
-    return inside, [f"replaced: the earlier export of {earlier} in {out}"]
+    return files, [f"replaced: the earlier export of {earlier} in {out}"]

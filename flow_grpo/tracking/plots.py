@@ -13,12 +13,12 @@ if TYPE_CHECKING:
 
 def plot_curves(folder: Path) -> Path | None:
     """Plots the reward in training, the held-out scores, and below them the reward's std within a group; None without rewards."""
-    from matplotlib.ticker import MaxNLocator
-
     rows = read_metrics(folder)
     if not any("reward" in row for row in rows):
         return None
     figure, (above, below) = new_figure(8, 5.5, rows=2, sharex=True, height_ratios=(4, 1))
+    from matplotlib.ticker import MaxNLocator
+
     title = f"{folder.resolve().name}: the trained reward, and what is measured on held-out prompts"
     above.set_title(title, loc="left", fontsize=10)
     _plot_rewards(above, below, rows)

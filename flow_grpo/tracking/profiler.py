@@ -12,7 +12,7 @@ import torch
 from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
-from flow_grpo.figures import new_figure, save_figure
+from flow_grpo.figures import draw_or_warn, new_figure, save_figure
 from flow_grpo.files import atomic_file, write_atomic
 from flow_grpo.run_folder import layout
 from flow_grpo.text import gigabytes, markdown_table
@@ -69,7 +69,8 @@ class TrainingProfiler:
         with atomic_file(folder / layout.TRACE) as file:
             measured.export_chrome_trace(str(file))
         timeline = memory_timeline(measured.profiler.kineto_results.events())
-        plot_memory(folder / layout.MEMORY_TIMELINE, timeline)
+        picture = folder / layout.MEMORY_TIMELINE
+        draw_or_warn(lambda: plot_memory(picture, timeline), picture, print)
         self.written = folder / layout.PROFILE_PAGE
         write_atomic(self.written, page(measured, self.first, self.done, seconds=seconds, timeline=timeline))
 
@@ -158,7 +159,7 @@ def memory_timeline(events: Iterable[Any]) -> list[tuple[float, float]]:
     return points
 
 
-def plot_memory(file: Path, timeline: list[tuple[float, float]]) -> None:
+def plot_memory(file: Path, timeline: list[tuple[float, float]]) -> Path:
     """Write the curve of allocated memory as a PNG."""
     figure, (axes,) = new_figure(9, 3)
     axes.step([at for at, _ in timeline], [size / 1e6 for _, size in timeline], where="post", linewidth=0.8)
@@ -166,3 +167,4 @@ def plot_memory(file: Path, timeline: list[tuple[float, float]]) -> None:
         xlabel="seconds since the profile began", ylabel="MB allocated since then", title="Memory of the profiled steps"
     )
     save_figure(figure, file)
+    return file

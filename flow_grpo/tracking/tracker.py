@@ -13,7 +13,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from flow_grpo.config import FlowGRPOConfig
-from flow_grpo.progress import show_phases
+from flow_grpo.figures import draw_or_warn
+from flow_grpo.progress import replace_unprintable, show_phases
 from flow_grpo.run_folder import layout
 from flow_grpo.run_folder.metrics_file import NO_SIGNAL, append_row, read_metrics
 from flow_grpo.run_folder.reader import RunReader
@@ -44,6 +45,7 @@ class Tracker:
         silent: bool = False,
         on_log: Callable[[int, dict[str, float], bool], None] | None = None,
     ) -> None:
+        replace_unprintable()
         self.folder, self.console, self.silent = folder, console or Console(quiet=silent), silent
         self.total_steps = total_steps
         self._progress = Progress(
@@ -150,7 +152,8 @@ class Tracker:
 
     def finish(self, trained: Path, report: Path) -> dict[str, float]:
         """Plot the curves, print the result and its paths, and return the scores of the last evaluation."""
-        curve, run = plot_curves(self.folder), RunReader(self.folder)
+        curve = draw_or_warn(lambda: plot_curves(self.folder), self.folder / layout.CURVES, self.info)
+        run = RunReader(self.folder)
         if shown := result.shown_scores(run):
             print_table(self.console, "held-out prompts", {"before": shown[0], "after": shown[-1]})
         for line in result.weights_lines(run, trained):
