@@ -1,7 +1,9 @@
 """Figures in one style: a grid, no upper and right borders, written as PNG. One that can't be drawn costs no result."""
 
 import os
+import sys
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
@@ -19,13 +21,15 @@ def import_matplotlib() -> ModuleType:
 
     Figures are written as files, which needs no backend.
     """
-    try:
-        import matplotlib
-    except ValueError:
-        backend = os.environ.pop("MPLBACKEND")
-        import matplotlib
+    if "matplotlib" in sys.modules:
+        return sys.modules["matplotlib"]
+    backend = os.environ.pop("MPLBACKEND", None)
+    import matplotlib
 
+    if backend is not None:
         os.environ["MPLBACKEND"] = backend
+        with suppress(ValueError):  # there is no such backend here
+            matplotlib.rcParams["backend"] = backend
     return matplotlib
 
 
