@@ -1,4 +1,8 @@
-"""The error that a user can mend."""
+"""The errors that a user can mend, and those that go away by themselves."""
+
+import errno
+
+FULL = (errno.ENOSPC, errno.EDQUOT)  # a disk that may have space later
 
 
 class FlowGRPOError(ValueError):
@@ -6,3 +10,16 @@ class FlowGRPOError(ValueError):
 
     The command line prints the sentence alone. Any other exception is a bug, or comes from a library, and keeps its traceback.
     """
+
+
+class RetryableError(FlowGRPOError):
+    """What the same command may not meet again: a reward server that is down, a hub that can't be reached, a folder in use."""
+
+
+def is_retryable(error: BaseException | None) -> bool:
+    """Whether the same command may succeed later: by the error, or by what caused it, such as a full disk."""
+    while error is not None:
+        if isinstance(error, RetryableError) or (isinstance(error, OSError) and error.errno in FULL):
+            return True
+        error = error.__cause__
+    return False

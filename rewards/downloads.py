@@ -10,14 +10,14 @@ from pathlib import Path
 import httpx
 from huggingface_hub import constants, hf_hub_download
 
-from flow_grpo.errors import FlowGRPOError
+from flow_grpo.errors import RetryableError
 
 VARIABLE = "HF_HUB_OFFLINE"
 PATHS = ("/", "./", "../", "~")  # prefixes of names that can only be paths
 PATIENCE = 5.0  # seconds to wait for the hub's answer
 
 
-class HubUnreachable(FlowGRPOError):
+class HubUnreachable(RetryableError):
     """A file is not in the cache and can't be downloaded."""
 
 

@@ -13,7 +13,7 @@ import httpx
 import torch
 from PIL import Image
 
-from flow_grpo.errors import FlowGRPOError
+from flow_grpo.errors import FlowGRPOError, RetryableError
 from flow_grpo.rewards.images import SOURCES, has_sources, to_pil, to_png
 from flow_grpo.rewards.serving.retry import Client, InvalidResponse, NoResponse, gather, post_with_retries
 
@@ -130,7 +130,7 @@ class Judge:
         try:
             return torch.tensor(self.client.run(self._all(shown, questions, read)))
         except NoResponse as error:
-            raise FlowGRPOError(f"the judge {self.model} gave no usable answer for an image: {error}") from error
+            raise RetryableError(f"the judge {self.model} gave no usable answer for an image: {error}") from error
 
     async def _all(
         self, shown: list[list[Image.Image]], questions: list[str], read: Callable[[httpx.Response], float]

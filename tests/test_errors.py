@@ -1,13 +1,22 @@
 """Which errors a command prints as one sentence, and which keep their traceback."""
 
 import errno
+import os
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import torch
 
 from flow_grpo import FlowGRPOConfig, FlowGRPOTrainer
 from flow_grpo.cli.console import exit_on_error
-from flow_grpo.errors import FlowGRPOError
+from flow_grpo.distributed.processes import Processes
+from flow_grpo.errors import FlowGRPOError, RetryableError, is_retryable
+from flow_grpo.files import write_errors
+from flow_grpo.rewards.downloads import HubUnreachable
+from flow_grpo.rewards.serving.client import NoServer
+from flow_grpo.rewards.user_code import guarded
 
 
 @pytest.mark.parametrize(
@@ -18,6 +27,49 @@ def test_an_error_that_the_user_can_mend_is_one_sentence_and_status_2(error, cap
         raise error
     assert end.value.code == 2
     assert capsys.readouterr().err.startswith("error: ")
+
+
+def full_disk():
+    with write_errors(Path("runs")):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+
+def dead_server():
+    with guarded("reward ocr", lambda kind: f"reward ocr raised {kind}"):
+        raise NoServer("no server is left.")
+
+
+def failed_rank():
+    class Pair(Processes):
+        def all_gather(self, value):
+            return [value, (None, None)]
+
+    Pair(0, 2).gather_or_raise(dead_server)
+
+
+def unreachable_hub():
+    raise HubUnreachable("the model is not in the cache.")
+
+
+@pytest.mark.parametrize("fail", [full_disk, dead_server, failed_rank, unreachable_hub])
+def test_what_a_retry_may_mend_ends_with_status_75(fail, capsys):
+    with pytest.raises(SystemExit) as end, exit_on_error():
+        fail()
+    assert end.value.code == 75
+    assert capsys.readouterr().err.startswith("error: ")
+
+
+def test_an_error_of_the_user_is_not_retryable_whatever_it_follows():
+    assert not is_retryable(FlowGRPOError("set lr lower."))
+    assert not is_retryable(FileNotFoundError(errno.ENOENT, "no such file", "prompts.txt"))
+    assert issubclass(RetryableError, FlowGRPOError)
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="Linux has it")
+def test_an_error_that_can_not_be_printed_keeps_its_status():
+    script = "from flow_grpo.cli.console import fail; fail('set lr lower.', status=75)"
+    with open("/dev/full", "w") as full:
+        assert subprocess.run([sys.executable, "-c", script], stdout=full, stderr=full).returncode == 75
 
 
 @pytest.mark.parametrize("error", [ValueError("of a library"), torch.linalg.LinAlgError("singular"), OSError("no path")])

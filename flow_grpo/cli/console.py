@@ -14,13 +14,14 @@ from typing import Any, ParamSpec, Protocol, TextIO, TypeVar
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from flow_grpo.errors import FlowGRPOError
+from flow_grpo.errors import FULL, FlowGRPOError, is_retryable
 from flow_grpo.progress import phase, replace_unprintable
 from flow_grpo.text import escape_markup, visible
 
 TRACEBACK = "FLOW_GRPO_TRACEBACK"  # environment variable, which other processes of a run inherit
 RANK_ERROR_DELAY = 3.0  # seconds, within which the launcher ends the other ranks of a run in which one rank has failed
 SHARED_ERROR_DELAY = 15.0  # the same for an error that the first rank is known to print
+USER_ERROR, TEMPORARY = 2, 75  # exit statuses: what the user must mend; what a retry may mend, EX_TEMPFAIL of sysexits.h
 Arguments = ParamSpec("Arguments")
 Result = TypeVar("Result")
 console = Console()
@@ -132,18 +133,22 @@ def without_library_messages(command: Callable[Arguments, Result]) -> Callable[A
 
 @contextmanager
 def exit_on_error() -> Iterator[None]:
-    """Print an error that the user can mend as one sentence and exit with status 2: our own, or a path that can't be used.
+    """Print an error that the user can mend as one sentence, our own or of a path that can't be used, and exit.
+
+    The status is USER_ERROR, or TEMPORARY if the same command may succeed later.
 
     Other errors are bugs, of ours or of a library, and keep their traceback.
     """
     try:
         yield
     except (FlowGRPOError, OSError) as error:
-        if not isinstance(error, FlowGRPOError) and error.filename is None:
+        if not isinstance(error, FlowGRPOError) and error.filename is None and error.errno not in FULL:
             raise
         if os.environ.get(TRACEBACK) and not type(error).__name__.startswith("UserCode"):  # which has printed its own
             traceback.print_exception(error)
-        fail(str(error), is_shared=getattr(error, "is_shared", False))
+        fail(
+            str(error), is_shared=getattr(error, "is_shared", False), status=TEMPORARY if is_retryable(error) else USER_ERROR
+        )
     except RuntimeError as error:
         _exit_if_another_rank_failed(error)
         if type(error).__name__ != "OutOfMemoryError":
@@ -151,16 +156,29 @@ def exit_on_error() -> Iterator[None]:
         fail("the device ran out of memory: set a smaller microbatch, or smaller images by height and width.")
 
 
-def fail(message: str, is_shared: bool = False) -> None:
-    """Print the error and exit with status 2. Ranks other than the first wait, so that an error of all ranks is printed once.
+def fail(message: str, is_shared: bool = False, status: int = USER_ERROR) -> None:
+    """Print the error and exit. Ranks other than the first wait, so that an error of all ranks is printed once.
 
     Args:
         is_shared: all ranks are known to have it. A busy machine may take long to end the others.
     """
     if os.environ.get("RANK", "0") != "0":
         time.sleep(SHARED_ERROR_DELAY if is_shared else RANK_ERROR_DELAY)
-    errors.print(f"[bold red]error[/bold red]: {escape_markup(' '.join(message.split()))}", highlight=False, soft_wrap=True)
-    sys.exit(2)
+    with suppress(OSError):  # it may be on a full disk
+        errors.print(
+            f"[bold red]error[/bold red]: {escape_markup(' '.join(message.split()))}", highlight=False, soft_wrap=True
+        )
+    for stream in (sys.stdout, sys.stderr):
+        _flush(stream)
+    sys.exit(status)
+
+
+def _flush(stream: TextIO) -> None:
+    """Write what is left in a stream, or drop it if it can't be written, since Python would try again and end with status 120."""
+    try:
+        stream.flush()
+    except OSError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 
 def _exit_if_another_rank_failed(error: RuntimeError) -> None:

@@ -9,7 +9,7 @@ import typer
 
 from flow_grpo.cli.console import say, without_collection, without_library_messages
 from flow_grpo.cli.options import ConfigName, Overrides
-from flow_grpo.errors import FlowGRPOError
+from flow_grpo.errors import FlowGRPOError, RetryableError
 from flow_grpo.training.watchdog import INTERRUPTED
 
 if TYPE_CHECKING:
@@ -122,7 +122,8 @@ def _launch(num_processes: int, config: str, overrides: list[str], options: list
         advice = (
             f"The checkpoint of step {saved[0]} is saved. Go on with" if saved else "Nothing was saved. Start again with"
         )
-        raise FlowGRPOError(f"{error} {advice}: {_command(config, overrides, bool(saved), num_processes)}") from None
+        kind = RetryableError if error.status < 0 else FlowGRPOError  # killed, such as for memory or by a scheduler
+        raise kind(f"{error} {advice}: {_command(config, overrides, bool(saved), num_processes)}") from None
 
 
 def _command(config: str, overrides: list[str], resume: bool, processes: int) -> str:

@@ -43,7 +43,7 @@ RESUMABLE = {
         "rewards.*.options.token",
     ),
 }
-NOT_SET = "not set"
+NOT_SET = "none"
 
 
 @dataclass(frozen=True)

@@ -3,6 +3,7 @@
 import logging
 import os
 import signal
+import sys
 
 from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
@@ -12,11 +13,13 @@ from flow_grpo.distributed.parent import LAUNCHER
 from flow_grpo.distributed.processes import PEER_LOST
 
 INTERRUPTED = 130
-USER_ERROR = 2  # exit status of a rank that has printed what is wrong
+# As `python -m flow_grpo`, but a folder flow_grpo/ in the working folder does not hide the package.
+COMMAND = "import sys; sys.path[:1] == [''] and sys.path.append(sys.path.pop(0)); from flow_grpo.cli.app import run; run()"
+TOLD = (2, 75)  # exit statuses of a rank that has printed what is wrong, see cli/console.py
 
 
 def launch(num_processes: int, words: list[str]) -> int:
-    """Run `python -m flow_grpo *words` in `num_processes` connected processes; returns an exit code.
+    """Run `flow-grpo *words` in `num_processes` connected processes; returns an exit code.
 
     If one fails, the others are ended.
 
@@ -27,19 +30,27 @@ def launch(num_processes: int, words: list[str]) -> int:
     os.environ[LAUNCHER] = str(os.getpid())
     logging.getLogger("torch.distributed").setLevel(logging.CRITICAL)
     try:
-        run(parse_args(["--standalone", f"--nproc-per-node={num_processes}", "-m", "flow_grpo", *words]))
+        run(
+            parse_args(
+                ["--standalone", f"--nproc-per-node={num_processes}", "--no-python", sys.executable, "-c", COMMAND, *words]
+            )
+        )
     except ChildFailedError as error:
         rank, status = first_dead(error.failures, num_processes)
-        if status == USER_ERROR:
-            return USER_ERROR
-        raise RankDied(f"rank {rank} of {num_processes} {_end(status)}, which ended the run.") from None
+        if status in TOLD:
+            return status
+        raise RankDied(f"rank {rank} of {num_processes} {_end(status)}, which ended the run.", status) from None
     except (SignalException, KeyboardInterrupt):
         return INTERRUPTED
     return 0
 
 
 class RankDied(Exception):
-    """A rank ended without an error message; ours names the rank and how it ended."""
+    """A rank ended without an error message; ours names the rank and how it ended. `status` is negative for a signal."""
+
+    def __init__(self, message: str, status: int) -> None:
+        super().__init__(message)
+        self.status = status
 
 
 def first_dead(failures: dict[int, ProcessFailure], num_processes: int) -> tuple[int, int]:

@@ -15,10 +15,10 @@ import torch
 from torch import Tensor
 
 from flow_grpo.distributed.parent import end_with_launcher
-from flow_grpo.errors import FlowGRPOError
+from flow_grpo.errors import FlowGRPOError, RetryableError, is_retryable
 from flow_grpo.text import first_line
 
-PEER_LOST = 75  # exit status of a process that lost its connection to another one
+PEER_LOST = 76  # exit status of a process that lost its connection to another one
 Value = TypeVar("Value")
 BUCKET_NUMEL = 2**26  # approximate size of a message between processes, which is copied once
 # How long a process waits for another one that runs: between devices for what all compute alike, and for a value for as long as rewards
@@ -49,7 +49,13 @@ class Processes:
         Raises:
             FlowGRPOError: the processes can't connect.
         """
-        if int(os.environ.get("WORLD_SIZE", "1")) < 2:
+        rank, world_size = (_whole_number(name, default) for name, default in (("RANK", "0"), ("WORLD_SIZE", "1")))
+        if not 0 <= rank < max(world_size, 1):
+            raise FlowGRPOError(
+                f"RANK={rank}, but WORLD_SIZE={world_size} processes have the ranks 0 to {world_size - 1}: start them by torchrun, "
+                "`accelerate launch` or --num-processes, or unset RANK and WORLD_SIZE."
+            )
+        if world_size < 2:
             return cls(device=device)
         end_with_launcher()
         from accelerate import PartialState
@@ -60,7 +66,7 @@ class Processes:
         except RuntimeError as error:
             address = ":".join(os.environ.get(name, "?") for name in ("MASTER_ADDR", "MASTER_PORT"))
             reason = first_line(error).rstrip(".")
-            raise FlowGRPOError(
+            raise RetryableError(
                 f"the {os.environ['WORLD_SIZE']} processes of the run don't meet at {address} ({reason}): set MASTER_PORT to a port "
                 "that no other program uses, MASTER_ADDR to the machine of rank 0, and GLOO_SOCKET_IFNAME to the network interface."
             ) from error
@@ -108,7 +114,8 @@ class Processes:
         try:
             result = call()
         except errors as raised:
-            error, failure = raised, (next(kind for kind in errors if isinstance(raised, kind)), str(raised))
+            kind = next(kind for kind in errors if isinstance(raised, kind))
+            error, failure = raised, (RetryableError if is_retryable(raised) else kind, str(raised))
         parts = self.all_gather((result, failure))
         failed = next((rank_failure for _, rank_failure in parts if rank_failure is not None), None)
         if failed is not None:
@@ -171,6 +178,14 @@ class Processes:
         if not fitting:
             raise FlowGRPOError(f"dpo compares pairs of rows, but a process has {rows} of them: set other sizes of a step.")
         return fitting[-1]
+
+
+def _whole_number(name: str, default: str) -> int:
+    """An environment variable of a launcher."""
+    value = os.environ.get(name, default)
+    if not value.isascii() or not value.isdecimal():
+        raise FlowGRPOError(f"{name}={value} in the environment is no number: start processes by torchrun, or unset it.")
+    return int(value)
 
 
 def is_peer_lost(error: RuntimeError) -> bool:

@@ -17,7 +17,7 @@ from pathlib import Path
 
 from filelock import FileLock, Timeout
 
-from flow_grpo.errors import FlowGRPOError
+from flow_grpo.errors import RetryableError
 from flow_grpo.files import write_atomic, write_errors
 from flow_grpo.run_folder.layout import LOCK, OWNER  # two files, as a locked one can't be read everywhere
 
@@ -32,7 +32,7 @@ def locked(folder: Path, info: Callable[[str], None]) -> Iterator[None]:
         info: shows a message.
 
     Raises:
-        FlowGRPOError: another process holds the lock. The message names it.
+        RetryableError: another process holds the lock. The message names it.
     """
     with write_errors(folder):
         folder.mkdir(parents=True, exist_ok=True)
@@ -40,7 +40,7 @@ def locked(folder: Path, info: Callable[[str], None]) -> Iterator[None]:
     try:
         lock.acquire()
     except Timeout:
-        raise FlowGRPOError(
+        raise RetryableError(
             f"{folder} is in use by {_owner(folder)}: wait until that has ended, end it, or set another folder by output_dir=..."
         ) from None
     except (OSError, NotImplementedError) as error:

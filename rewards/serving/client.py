@@ -12,7 +12,7 @@ import safetensors.torch
 import torch
 from torch import Tensor
 
-from flow_grpo.errors import FlowGRPOError
+from flow_grpo.errors import FlowGRPOError, RetryableError
 from flow_grpo.rewards.frames import Frames, check_sendable, checked_frames
 from flow_grpo.rewards.groups import IMAGE, rows_by_group
 from flow_grpo.rewards.images import SOURCE, SOURCES, has_sources, to_pil, to_png
@@ -28,7 +28,7 @@ from flow_grpo.rewards.serving.retry import (
 from flow_grpo.rewards.serving.sources import as_tensors, as_text, pack_sources
 
 
-class NoServer(FlowGRPOError):
+class NoServer(RetryableError):
     """All servers of a reward have failed."""
 
 

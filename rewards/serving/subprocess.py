@@ -77,8 +77,8 @@ class Isolated(Remote):
             self._start()
         try:
             return super()._run(chunks, images, prompts, metadata, group)
-        except NoServer as error:
-            raise FlowGRPOError(f"{self._ended(self._silence())}.") from error
+        except NoServer:
+            raise FlowGRPOError(f"{self._ended(self._silence())}.") from None  # a crash comes again: nothing to retry
 
     def _start(self) -> None:
         token = secrets.token_hex(16)
@@ -101,8 +101,8 @@ class Isolated(Remote):
         url = self._handshake({"reward": self.name, "options": self.options, "token": token, "gpu": current_gpu()})
         try:
             super().__init__(url, self.name, token, batch_size=sys.maxsize, timeout=self.seconds, attempts=1)
-        except NoServer as error:
-            raise FlowGRPOError(f"{self._ended('did not serve')}.") from error
+        except NoServer:
+            raise FlowGRPOError(f"{self._ended('did not serve')}.") from None
 
     def _handshake(self, request: dict[str, Any]) -> str:
         """Send the request and return the URL in the answer. FlowGRPOError if the answer is not one, or missing."""

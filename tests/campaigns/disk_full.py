@@ -1,6 +1,6 @@
 """Trains on a disk that fills up: `python tests/campaigns/disk_full.py` (Linux, as root, for a tmpfs of a few MB; elsewhere it says so).
 
-Runs of several sizes of disk end with one sentence that names a path, exit status 2 and no traceback, whatever was being written. Then the
+Runs of several sizes of disk end with one sentence that names a path, exit status 75 and no traceback, whatever was being written. Then the
 disk grows, as if somebody had cleared it, and `--resume` (or the same command, where no checkpoint had been written) must lead to the
 LoRA and the metrics of an undisturbed run.
 """

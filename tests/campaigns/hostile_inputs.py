@@ -2,7 +2,7 @@
 
 A case is one command in a folder of its own, with a small run, a grid, prompts, a config, votes and a copy of the embedded model. Either
 one of the verb's options or arguments gets a hostile value, or one file is damaged: cut, emptied, with other bytes or, in JSON and YAML,
-with another value somewhere. The command must end by itself, with exit status 0, 1 or 2, without a traceback, and say something if it
+with another value somewhere. The command must end by itself, with exit status 0, 1, 2 or 75, without a traceback, and say something if it
 failed. One that was given long work, such as training by the defaults of an empty config, must end at SIGTERM.
 
 Prints the cases that broke this, each with the number that repeats it (`--only N`), and the counts by verb; exits with 1 if there were any.
@@ -298,7 +298,7 @@ def run(words: list[str], folder: Path) -> str:
     command.written.unlink()
     if "Traceback (most recent" in output:
         return f"traceback: {output[-1500:]}"
-    if code not in (0, 1, 2):
+    if code not in (0, 1, 2, 75):
         return f"exit status {code}: {output[-500:]}"
     if code and not re.search(r"\w", output):
         return f"exit status {code} without a word"

@@ -118,7 +118,7 @@ def test_one_that_is_killed_ends_all_and_is_named_with_the_command_to_go_on(tmp_
     process = start(file, 2)
     in_step(process, tmp_path)
     ranks(process)[1].kill()
-    output = finished(process, code=2)
+    output = finished(process, code=75)
     assert "error: rank 1 of 2 was ended by SIGKILL (as the system does when memory runs out), " + go_on(file, 0) in output
     assert "Traceback" not in output
 
@@ -184,7 +184,7 @@ def test_a_port_in_use_gets_a_clear_error(tmp_path):
         port = server.getsockname()[1]
         env = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "MASTER_ADDR": "localhost", "MASTER_PORT": str(port)}
         command = begin("train", str(config(tmp_path)), "evaluation.prompts=null", cwd=tmp_path, environment=env)
-        said = [line for line in command.finish(2).splitlines() if line.startswith("error: ")]
+        said = [line for line in command.finish(75).splitlines() if line.startswith("error: ")]
     assert len(said) == 1
     assert f"the 2 processes of the run don't meet at localhost:{port} (" in said[0]
     assert "set MASTER_PORT to a port that no other program uses" in said[0]
@@ -240,6 +240,14 @@ def test_a_process_without_signal_neither_stops_nor_biases_the_others(tmp_path):
 def test_an_uneven_share_is_refused_in_a_clear_error(tmp_path):
     output = forked(config(tmp_path, "prompts_per_step=4"), 3, code=2)
     assert "prompts_per_step=4 is not divisible by updates x processes = 1 x 3" in output
+
+
+@pytest.mark.parametrize(("rank", "world_size"), [("5", "2"), ("2", "2"), ("1", "1"), ("x", "2"), ("0", "-3")])
+def test_a_rank_that_the_run_does_not_have_is_refused_and_does_not_wait(monkeypatch, rank, world_size):
+    monkeypatch.setenv("RANK", rank)
+    monkeypatch.setenv("WORLD_SIZE", world_size)
+    with pytest.raises(ValueError, match=r"RANK=|WORLD_SIZE="):
+        Processes.from_environment()
 
 
 def test_a_process_takes_the_largest_micro_batch_that_divides_its_rows():

@@ -141,7 +141,7 @@ def test_a_file_system_without_locks_is_reported_and_used(tmp_path, monkeypatch)
 
 def test_two_comparisons_do_not_share_a_folder(tmp_path):
     with locked(tmp_path / "out", print):
-        assert "is in use by process" in run("compare", "tiny_grpo", "--out", "out", cwd=tmp_path, code=2)
+        assert "is in use by process" in run("compare", "tiny_grpo", "--out", "out", cwd=tmp_path, code=75)
 
 
 # -- metrics.jsonl ----------------------------------------------------------------------------------------------------
