@@ -301,7 +301,7 @@ def test_functions_that_can_be_imported_are_in_the_config_of_the_run(tmp_path, m
     images, prompts = torch.rand(3, 3, 8, 8), ["a"] * 3
     assert torch.equal(loaded.rewards["redness"](images, prompts), own.redness(images, prompts))
     from_functions(run, given, steps=2).train(resume=True)
-    with pytest.raises(ValueError, match=r"was begun with rewards.ocr"):
+    with pytest.raises(ValueError, match=r"was begun with rewards\.ocr"):
         from_functions(run, [own.redness, jpeg_size], steps=3).train(resume=True)
     export(run, tmp_path / "export")
     card = (tmp_path / "export" / "README.md").read_text()
