@@ -14,7 +14,7 @@ from typing import Any, ParamSpec, Protocol, TextIO, TypeVar
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from flow_grpo.errors import FULL, FlowGRPOError, is_retryable
+from flow_grpo.errors import FlowGRPOError, is_retryable
 from flow_grpo.progress import phase, replace_unprintable
 from flow_grpo.text import escape_markup, visible
 
@@ -136,13 +136,12 @@ def exit_on_error() -> Iterator[None]:
     """Print an error that the user can mend as one sentence, our own or of a path that can't be used, and exit.
 
     The status is USER_ERROR, or TEMPORARY if the same command may succeed later.
-
     Other errors are bugs, of ours or of a library, and keep their traceback.
     """
     try:
         yield
     except (FlowGRPOError, OSError) as error:
-        if not isinstance(error, FlowGRPOError) and error.filename is None and error.errno not in FULL:
+        if not isinstance(error, FlowGRPOError) and error.filename is None:
             raise
         if os.environ.get(TRACEBACK) and not type(error).__name__.startswith("UserCode"):  # which has printed its own
             traceback.print_exception(error)
@@ -164,21 +163,8 @@ def fail(message: str, is_shared: bool = False, status: int = USER_ERROR) -> Non
     """
     if os.environ.get("RANK", "0") != "0":
         time.sleep(SHARED_ERROR_DELAY if is_shared else RANK_ERROR_DELAY)
-    with suppress(OSError):  # it may be on a full disk
-        errors.print(
-            f"[bold red]error[/bold red]: {escape_markup(' '.join(message.split()))}", highlight=False, soft_wrap=True
-        )
-    for stream in (sys.stdout, sys.stderr):
-        _flush(stream)
+    errors.print(f"[bold red]error[/bold red]: {escape_markup(' '.join(message.split()))}", highlight=False, soft_wrap=True)
     sys.exit(status)
-
-
-def _flush(stream: TextIO) -> None:
-    """Write what is left in a stream, or drop it if it can't be written, since Python would try again and end with status 120."""
-    try:
-        stream.flush()
-    except OSError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 
 def _exit_if_another_rank_failed(error: RuntimeError) -> None:
