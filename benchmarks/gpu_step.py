@@ -15,7 +15,7 @@ from gpu_rows import ALWAYS, SHARES, SIZE, SMALL, Row
 from random_models import build, save_configs
 
 from flow_grpo.config import FlowGRPOConfig
-from flow_grpo.plan.estimate import CUDA_CONTEXT, StepEstimator
+from flow_grpo.plan.estimate import CUDA_CONTEXT, ENCODING, StepEstimator
 from flow_grpo.policy.memory import apply_memory_settings, move_to_device
 from flow_grpo.policy.policy import Policy
 from flow_grpo.trainer import FlowGRPOTrainer
@@ -45,7 +45,8 @@ def measure(
     locations: list[str] = []
     if "planned GB" in columns:  # not where it is not shown: to trace a large model takes time
         plan = StepEstimator(args, device.type == "cuda").estimate(args.microbatch)
-        values["planned GB"] = (plan.peak - plan.persistent.get("CUDA", 0.0)) / 1e9
+        steps_peak = plan.peak_without(ENCODING)  # prompts are encoded in the first step, which is not measured
+        values["planned GB"] = (steps_peak - plan.persistent.get("CUDA", 0.0)) / 1e9
     first = trainer.training_step()
     empty_cache(device)
     alone()

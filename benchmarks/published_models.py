@@ -2,7 +2,8 @@
 
     python benchmarks/published_models.py
 
-Each line is a shipped config on one GPU, with one image a micro-batch and text encoders on the CPU. `plan` counts operations and live
+Each line is a shipped config on one GPU, with one image a micro-batch. The GB of a step are those after its prompts were encoded, with
+text encoders on the CPU. `plan` counts operations and live
 bytes of diffusers' own code on the meta device. The configs of the models are in flow_grpo/plan/model_configs, in the hub's layout;
 SOURCES.md there says where each comes from.
 """
@@ -12,9 +13,10 @@ import sys
 import torch
 
 from flow_grpo.config import FlowGRPOConfig
-from flow_grpo.plan.estimate import StepEstimator
+from flow_grpo.plan.estimate import ENCODING, StepEstimator
 from flow_grpo.plan.hardware import GB, TERA, Hardware, Rates
 from flow_grpo.plan.published import FOLDER, FOLDERS
+from flow_grpo.plan.weights_memory import text_encoder_bytes
 from flow_grpo.policy.library_logging import quiet_libraries
 
 PRESETS = [
@@ -49,6 +51,7 @@ HEAD = (
     "images a step",
     f"seconds, {GPU.name}",
     *(f"GB, {name}" for name in MEMORY),
+    "GB, text encoders",
 )
 
 
@@ -67,7 +70,8 @@ def row(preset: str) -> list[str]:
         f"{plan.trace.operations['rollout'] / 2 / TERA:.2f}",
         str(args.prompts_per_step * args.images_per_prompt),
         f"{seconds:.0f}",
-        *(f"{estimator.estimate(1).peak / GB:.1f}" for estimator in plans),
+        *(f"{estimator.estimate(1).peak_without(ENCODING) / GB:.1f}" for estimator in plans),
+        f"{text_encoder_bytes(plan.trace.policy.pipe) / GB:.1f}",
     ]
 
 

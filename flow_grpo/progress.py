@@ -1,19 +1,24 @@
 """Messages for slow phases of a command: loading the model, generating held-out images, scoring them.
 
 Slow code runs within `phase(...)`, and a command that shows its phases within `show_phases(console)`. A phase is shown once it has
-lasted 2 seconds, and then every 10 seconds with the share that is done. Of nested phases the innermost is shown, or one around it that
-has advanced while its inner phases were too short to be shown.
+lasted 2 seconds: in a terminal in a line that is replaced, below the progress bars if there are any, and elsewhere in a new line
+every 10 seconds. Of nested phases the innermost is shown; among lines, also one around it that has advanced while its inner phases
+were too short to be shown.
 """
 
 import io
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import Protocol
 
-from rich.console import Console
+from rich.console import Console, RenderableType
+from rich.live import Live
+from rich.progress import Progress
+from rich.text import Text
 
 PATIENCE, INTERVAL = 2.0, 10.0  # seconds until a phase is shown, and until it is shown again
 
@@ -52,7 +57,8 @@ def replace_unprintable() -> None:
 
 
 _phases: list[Phase] = []  # the open phases, the innermost last
-_reporting = threading.Lock()
+_displays: list["Display"] = []  # of the open `show_phases`; the last one shows
+_switching = threading.RLock()  # held while the displays change, or one of them is written
 
 
 @contextmanager
@@ -78,25 +84,125 @@ def due_line(now: float) -> str | None:
     return None
 
 
+def current_line(now: float) -> str:
+    """The innermost phase that has lasted long enough; "" if there is none."""
+    return next((current.line(now) for current in reversed(_phases) if now - current.started >= PATIENCE), "")
+
+
+class Display(Protocol):
+    """Where phases are shown."""
+
+    def refresh(self, now: float) -> None:
+        """Show the phase at this time. It is called several times a second."""
+
+    def clear(self) -> None:
+        """Take back what can be taken back, since another display shows from here on."""
+
+
+class Lines:
+    """A new line for each message, as in a file."""
+
+    def __init__(self, console: Console) -> None:
+        self.console = console
+
+    def refresh(self, now: float) -> None:
+        """Print the line that is due."""
+        if line := due_line(now):
+            self.console.print(line, highlight=False, markup=False, soft_wrap=True)
+
+    def clear(self) -> None:
+        """Leave the lines."""
+
+
+class StatusLine:
+    """A line of a terminal that is replaced, and goes away with its phase. What the same console prints stands above it."""
+
+    def __init__(self, console: Console) -> None:
+        self.console = console
+        self._live: Live | None = None
+
+    def refresh(self, now: float) -> None:
+        """Replace the line."""
+        line = current_line(now)
+        if not line:
+            self.clear()
+        elif self._live is None:
+            redirect = not self.console.stderr  # what others print to stdout is not moved to stderr
+            self._live = Live(
+                _one_line(line), console=self.console, auto_refresh=False, transient=True, redirect_stdout=redirect
+            )
+            self._live.start(refresh=True)
+        else:
+            self._live.update(_one_line(line), refresh=True)
+
+    def clear(self) -> None:
+        """Remove the line."""
+        if self._live is not None:
+            self._live.stop()
+            self._live = None
+
+
+class PhaseProgress(Progress):
+    """Progress bars with a line below them."""
+
+    line = ""
+
+    def get_renderables(self) -> Iterable[RenderableType]:
+        """The bars, and the line."""
+        yield from super().get_renderables()
+        if self.line:
+            yield _one_line(self.line)
+
+
+class BelowBars:
+    """The line below progress bars."""
+
+    def __init__(self, bars: PhaseProgress) -> None:
+        self.bars = bars
+
+    def refresh(self, now: float) -> None:
+        """Replace the line; the bars draw it."""
+        self.bars.line = current_line(now)
+
+    def clear(self) -> None:
+        """Remove the line."""
+        self.bars.line = ""
+
+
+def _one_line(line: str) -> Text:
+    return Text(line, style="dim", no_wrap=True, overflow="ellipsis")
+
+
 @contextmanager
-def show_phases(console: Console) -> Iterator[None]:
-    """Print slow phases within the block to the console. Of nested blocks, the outermost prints."""
-    if not _reporting.acquire(blocking=False):
+def show_phases(console: Console, bars: PhaseProgress | None = None) -> Iterator[None]:
+    """Show slow phases within the block: below the bars, if there are any, else on the console.
+
+    Of nested blocks the outermost shows, unless an inner one has bars.
+    """
+    if _displays and bars is None:
         yield
         return
+    display: Display = BelowBars(bars) if bars else StatusLine(console) if console.is_terminal else Lines(console)
     end = threading.Event()
+    with _switching:
+        if is_inner := bool(_displays):
+            _displays[-1].clear()
+        _displays.append(display)
 
     def watch() -> None:
         while not end.wait(0.2):
-            line = due_line(time.monotonic())
-            if line is not None:
-                console.print(line, highlight=False, markup=False, soft_wrap=True)
+            with _switching:
+                _displays[-1].refresh(time.monotonic())
 
     watcher = threading.Thread(target=watch, daemon=True)
-    watcher.start()
+    if not is_inner:
+        watcher.start()
     try:
         yield
     finally:
         end.set()
-        watcher.join()
-        _reporting.release()
+        if not is_inner:
+            watcher.join()
+        with _switching:
+            display.clear()
+            _displays.remove(display)

@@ -43,8 +43,10 @@ def six_digits(values: Iterable[float]) -> list[float]:
 
 
 def duration(seconds: float) -> str:
-    """Seconds as `3 h 2 min`, `1 min 25 s` or `9 s`."""
+    """Seconds as `14.9 days`, `3 h 2 min`, `1 min 25 s` or `9 s`."""
     total = round(seconds)
+    if total >= 48 * 3600:
+        return f"{total / 86400:.1f} days"
     hours, minutes = total // 3600, total // 60 % 60
     if hours:
         return f"{hours} h {minutes} min"

@@ -94,11 +94,15 @@ class FlowGRPOTrainer:
 
     def _loop(self, tracker: Tracker) -> None:
         self._evaluate(tracker)
+        first = self.step + 1
         while self.step < self.args.steps:
             if self.processes.any(self.processes.stop_requested):
                 raise Interrupted
             self.callbacks.call("on_step_begin")
-            tracker.log(self.step + 1, self.training_step())
+            metrics = self.training_step()
+            tracker.log(self.step, metrics)
+            if self.step == first:
+                tracker.say_run_time(self.args, self.step, metrics["time/step"])
             self.callbacks.call("on_step_end")
             requested = self.callbacks.requested()
             self.state.report_warnings(tracker.warn)

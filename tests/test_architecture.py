@@ -47,7 +47,9 @@ MAY_IMPORT: dict[str, set[str]] = {
 }
 TRAINER = {*MAY_IMPORT, "export"}  # `push_to_hub`, as TRL's trainer has it
 MAY_IMPORT["trainer"] = TRAINER
-MAY_IMPORT["plan"] = {"config", "data", "policy", "distributed", "training", "rewards", "tracking"} | ALGORITHM | LEAVES
+MAY_IMPORT["plan"] = (
+    {"config", "data", "policy", "distributed", "training", "rewards", "tracking", "evaluation"} | ALGORITHM | LEAVES
+)
 MAY_IMPORT["doctor"] = MAY_IMPORT["compare"] = TRAINER | {"trainer", "plan"}
 MAY_IMPORT["export"] = {"config", "data", "policy", "report", "run_folder", "tracking", "rewards", "evaluation"} | LEAVES
 MAY_IMPORT["tiny"] = {"config", "policy", "rewards", "files", "figures"}

@@ -15,7 +15,7 @@ import typer
 from flow_grpo import __version__
 from flow_grpo.cli import rewards
 from flow_grpo.cli.compare import compare
-from flow_grpo.cli.console import TRACEBACK, errors, exit_on_error, prepare_streams
+from flow_grpo.cli.console import TRACEBACK, console, errors, exit_on_error, prepare_streams
 from flow_grpo.cli.doctor import doctor
 from flow_grpo.cli.evaluate import evaluate
 from flow_grpo.cli.export import export
@@ -90,8 +90,10 @@ def run() -> None:
     if len(words) < len(sys.argv[1:]):
         os.environ[TRACEBACK] = "1"
     is_main_rank = os.environ.get("RANK", "0") == "0"
+    # one console in a terminal, so that a result is printed above the line that shows a phase
+    phases = console if console.is_terminal and errors.is_terminal else errors
     try:
-        with exit_on_error(), show_phases(errors) if is_main_rank else nullcontext():
+        with exit_on_error(), show_phases(phases) if is_main_rank else nullcontext():
             app(words, standalone_mode=True)
     except SystemExit as end:
         watchdog.exit_if_busy(end.code if isinstance(end.code, int) else int(end.code is not None))

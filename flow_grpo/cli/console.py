@@ -12,10 +12,10 @@ from contextlib import contextmanager, suppress
 from typing import Any, ParamSpec, Protocol, TextIO, TypeVar
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
 
 from flow_grpo.errors import FlowGRPOError, is_retryable
-from flow_grpo.progress import phase, replace_unprintable
+from flow_grpo.progress import PhaseProgress, phase, replace_unprintable, show_phases
 from flow_grpo.text import escape_markup, visible
 
 TRACEBACK = "FLOW_GRPO_TRACEBACK"  # environment variable, which other processes of a run inherit
@@ -91,7 +91,7 @@ def progress_bars(items: Sequence[Named]) -> Iterator[Callable[[Named, int, int]
 
             yield advance
         return
-    bars = Progress(
+    bars = PhaseProgress(
         TextColumn("{task.description}"),
         BarColumn(bar_width=24),
         MofNCompleteColumn(),
@@ -99,7 +99,7 @@ def progress_bars(items: Sequence[Named]) -> Iterator[Callable[[Named, int, int]
         console=console,
         transient=True,
     )
-    with bars:
+    with show_phases(console, bars), bars:
         tasks = {item.name: bars.add_task(escape_markup(item.name), total=None) for item in items}
         yield lambda item, done, total: bars.update(tasks[item.name], completed=done, total=total)
 

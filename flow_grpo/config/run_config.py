@@ -146,6 +146,10 @@ class FlowGRPOConfig(RunSettings):
         """The defaults for a model, with `key.sub=value` pairs over them. FlowGRPOError as for `from_yaml`."""
         return cls._validated(_overridden({"model": model}, overrides or []))
 
+    def with_overrides(self, overrides: list[str]) -> "FlowGRPOConfig":
+        """The config with `key.sub=value` pairs over it. FlowGRPOError as for `from_yaml`."""
+        return self._validated(_overridden(self.model_dump(exclude_unset=True), overrides))
+
     def with_launcher_settings(self) -> "FlowGRPOConfig":
         """Return the config with memory.shard set from accelerate's launch flags, `--use_deepspeed` or `--use_fsdp`.
 

@@ -137,6 +137,12 @@ class RunSettings(ConfigSection):
         return method.rows == "all" and bool(self.objective.is_anchored or not is_zero)
 
     @property
+    def evaluated_steps(self) -> list[int]:
+        """The steps after which a run with held-out prompts evaluates: 0, before training, every `every`, and the last one."""
+        every = self.evaluation.every
+        return sorted({0, self.steps, *(range(0, self.steps, every) if every else ())})
+
+    @property
     def dataset(self) -> str | None:
         """Images to train on instead of rollouts, if the objective is given any."""
         return self.objective.dataset if self.method.offline else None

@@ -30,11 +30,11 @@ def dry_run(args: FlowGRPOConfig, num_processes: int = 1, resume: bool = False) 
     report, folder = DryRunReport(["settings"]), Path(args.output_dir)
     early_checks.check_writable(folder)
     early_checks.check_settings(args, num_processes)
-    prompts = _check_prompts(args, num_processes, report)
+    prompts, held_out = _check_prompts(args, num_processes, report)
     estimator = check_model(args, num_processes, report, estimate=prompts is not None)
     check_rewards(args, prompts, None if estimator is None else estimator.trace.image_shape, report)
     if estimator is not None:  # after what may fail, as it takes seconds
-        report.notes += cost_lines(estimator, args, num_processes)
+        report.notes += cost_lines(estimator, args, num_processes, len(held_out or []))
     _check_begun(folder, resume, report)
     return report.lines()
 
@@ -49,8 +49,10 @@ def _check_begun(folder: Path, resume: bool, report: DryRunReport) -> None:
         report.checked.append(f"the run folder {folder}")
 
 
-def _check_prompts(args: FlowGRPOConfig, num_processes: int, report: DryRunReport) -> PromptSet | None:
-    """Return the training prompts, None if they are not downloaded."""
+def _check_prompts(
+    args: FlowGRPOConfig, num_processes: int, report: DryRunReport
+) -> tuple[PromptSet | None, PromptSet | None]:
+    """Return the training prompts and the held-out ones, None for those that are not downloaded or not set."""
     prompts = _load_prompts(args.training_prompts, report)
     held_out = None if args.evaluation.prompts is None else _load_prompts(args.evaluation.prompts, report)
     held_out = held_out and held_out.head(args.evaluation.max_prompts)
@@ -66,7 +68,7 @@ def _check_prompts(args: FlowGRPOConfig, num_processes: int, report: DryRunRepor
         if stage.dataset is not None:
             examples = load_examples(stage.dataset, stage.method.rows_per_pair)
             report.checked.append(f"{len(examples.prompts)} given images")
-    return prompts
+    return prompts, held_out
 
 
 def _load_prompts(source: str | list[PromptSetConfig], report: DryRunReport) -> PromptSet | None:

@@ -8,7 +8,7 @@ from flow_grpo.config import FlowGRPOConfig
 from flow_grpo.doctor.dry_run_report import DryRunReport
 from flow_grpo.evaluation.held_out import check_evaluation_sizes
 from flow_grpo.plan.estimate import StepEstimator
-from flow_grpo.plan.fit import rates_of, slower_dtype
+from flow_grpo.plan.fit import rates_of, run_time, slower_dtype
 from flow_grpo.plan.hardware import GB, Hardware
 from flow_grpo.plan.trace import UntraceableModel
 from flow_grpo.policy import hub
@@ -55,8 +55,8 @@ def _is_cached(estimator: StepEstimator) -> bool:
     return True
 
 
-def cost_lines(estimator: StepEstimator, args: FlowGRPOConfig, num_processes: int) -> list[str]:
-    """What a step costs on this machine, which is measured, and warnings about it."""
+def cost_lines(estimator: StepEstimator, args: FlowGRPOConfig, num_processes: int, held_out: int) -> list[str]:
+    """What a run with that many held-out prompts costs on this machine, which is measured, and warnings about it."""
     hardware = Hardware.of_this_machine(usable_device(args.device), count=num_processes)
     estimate, rates = estimator.estimate(args.microbatch), rates_of(estimator, hardware, args.microbatch)
     seconds = estimate.seconds(rates[estimator.dtype]) / hardware.count
@@ -67,6 +67,8 @@ def cost_lines(estimator: StepEstimator, args: FlowGRPOConfig, num_processes: in
     lines = [
         f"a step: {step_images} of {height} x {width} in {seconds:.3g} s without rewards, {estimate.peak / GB:.2f} GB {memory_scope}"
     ]
+    largest = max(1, estimator.largest_microbatch(hardware.memory))
+    lines.append(f"the run, without rewards: {run_time(estimator, hardware, rates[estimator.dtype], largest, held_out)}")
     size = (args.height or height, args.width or width)
     if size != (height, width):
         lines.append(

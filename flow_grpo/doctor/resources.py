@@ -19,7 +19,8 @@ from flow_grpo.policy.pipeline import FlowPipeline
 from flow_grpo.policy.policy import Policy
 from flow_grpo.policy.step_meter import PHASES
 from flow_grpo.run_folder.opening import is_begun
-from flow_grpo.text import counted, gigabytes
+from flow_grpo.text import duration, gigabytes
+from flow_grpo.tracking.run_time import RunTime
 
 PACKAGES = ("torch", "diffusers", "transformers", "peft", "accelerate")
 MAX_SLOWDOWN = 3.0  # times the estimated seconds of a step
@@ -60,15 +61,11 @@ def sampling_seconds(model: FlowPipeline, prompts: list[str], steps: int) -> flo
     return (seconds[1] + (steps - 1) * (seconds[3] - seconds[1]) / 2) / len(prompts)
 
 
-def run_time(stages: list[FlowGRPOConfig], step_metrics: list[dict[str, float]], per_evaluation: float) -> CheckResult:
-    """Time of the run, from one step's metrics of each stage and the seconds of an evaluation, 0 without held-out prompts."""
-    training = sum(stage.steps * metrics["time/step"] for stage, metrics in zip(stages, step_metrics, strict=True))
-    steps, every = sum(stage.steps for stage in stages), stages[0].evaluation.every
-    evaluations = len({0, steps, *(range(0, steps, every) if every else ())}) if per_evaluation else 0
-    minutes = round((training + evaluations * per_evaluation) / 60)
-    message = counted(steps, "step") + (f" and {counted(evaluations, 'evaluation')}" if evaluations else "")
-    value = counted(minutes, "minute") if minutes else "under a minute"
-    return CheckResult("the run", value, OK, f"{message}, on one process")
+def run_time(args: FlowGRPOConfig, step_metrics: list[dict[str, float]], per_evaluation: float) -> CheckResult:
+    """Time of the run, from one step's metrics of each stage and the seconds of an evaluation."""
+    seconds = iter([metrics["time/step"] for metrics in step_metrics])
+    time_of_run = RunTime.of(args, lambda stage: next(seconds), per_evaluation)
+    return CheckResult("the run", duration(time_of_run.seconds), OK, f"{time_of_run}, on one process")
 
 
 def check_memory(

@@ -18,6 +18,7 @@ from flow_grpo.training.anchors import copied_references
 from flow_grpo.training.zero import STAGES
 from flow_grpo.tree import images_per_state
 
+TEXT_ENCODERS, ENCODING = "text encoders", "encoding"  # a part and a phase
 CUDA_CONTEXT = 0.6 * GB  # of torch itself, before the first tensor
 # by whether it is a GPU: a CPU's allocator keeps freed pieces, and its kernels pack copies
 ALLOCATOR_OVERHEAD = {True: 1.0, False: 1.3}
@@ -33,7 +34,7 @@ class StepEstimate:
 
     Attributes:
         persistent: bytes that stay allocated, by part.
-        transient: bytes that are allocated for a while, by phase of the step.
+        transient: bytes that are allocated for a while, by phase of the run.
         forward: floating point operations of all devices, in passes without a backward pass.
         update: those in passes with one.
     """
@@ -58,6 +59,15 @@ class StepEstimate:
         """The most bytes allocated at once."""
         return sum(self.persistent.values()) + max(self.transient.values())
 
+    @property
+    def encoded_peak(self) -> float:
+        """The same in a run whose prompts are all in `memory.embedding_cache_dir`, so that it loads no text encoder."""
+        return self.peak_without(ENCODING) - self.persistent[TEXT_ENCODERS]
+
+    def peak_without(self, phase_name: str) -> float:
+        """The most bytes allocated at once in the other phases."""
+        return sum(self.persistent.values()) + max(size for name, size in self.transient.items() if name != phase_name)
+
 
 class StepEstimator:
     """Estimates what a training step of a config takes, for any micro-batch.
@@ -65,6 +75,7 @@ class StepEstimator:
     Args:
         cuda: for a GPU; else for a CPU, where rewards and libraries take part of the same memory.
         count: number of devices, which share weights, gradients or moments as the config says.
+        trace: of a config whose model runs the same way; by default this config's model is traced.
 
     Attributes:
         image_size: height and width of the model's images.
@@ -74,7 +85,7 @@ class StepEstimator:
         FlowGRPOError: the model cannot be trained with these settings, or its configs are damaged or cannot be downloaded.
     """
 
-    def __init__(self, args: FlowGRPOConfig, cuda: bool, count: int = 1) -> None:
+    def __init__(self, args: FlowGRPOConfig, cuda: bool, count: int = 1, trace: ModelTrace | None = None) -> None:
         self.args, self.cuda, self.count = args, cuda, count
         self.dtype = dtype_of(args, cuda)
         shard, is_full = args.memory.shard if count > 1 else None, args.lora is None
@@ -87,12 +98,11 @@ class StepEstimator:
         }
         self.uses_deepspeed = shard in STAGES
         self.num_gradients = 2 if shard == "zero2" else 1  # it adds the newest gradients to the sum of the former ones
-        self.trace = ModelTrace(args, self.dtype, cuda, release_gradients=self.num_shards["gradients"] > 1)
+        self.trace = trace or ModelTrace(args, self.dtype, cuda, release_gradients=self.num_shards["gradients"] > 1)
         self.image_size = self.trace.image_shape[-2:]
         self.loading = LoadingMemory(0.0, 0.0)
         if not cuda:
-            pipe, without_encoders = self.trace.policy.pipe, bool(args.memory.embedding_cache_dir)
-            self.loading = LoadingMemory.of(pipe, self.dtype, without_encoders)
+            self.loading = LoadingMemory.of(self.trace.policy.pipe, self.dtype)
         two, four = (self._transient(rows) for rows in (2, 4))
         self._per_row = {name: (four[name] - two[name]) / 2 for name in two}
         self._fixed = {name: two[name] - 2 * self._per_row[name] for name in two}
@@ -104,13 +114,19 @@ class StepEstimator:
         more = {"libraries and rewards": base} if base else {}
         persistent = {**self._persistent(), **more}
         transient["loading"] = max(0.0, base + self.loading.peak - sum(persistent.values()))
+        if self._offloaded_encoders:
+            transient[ENCODING] = self._offloaded_encoders
         forward, update = self._operations(microbatch)
         return StepEstimate(microbatch, persistent, transient, forward, update)
+
+    def of_stage(self, stage: FlowGRPOConfig) -> "StepEstimator":
+        """The estimator of a stage, whose model runs the same way."""
+        return self if stage == self.args else StepEstimator(stage, self.cuda, self.count, self.trace)
 
     def largest_microbatch(self, memory: float, base: float = 0.0) -> int:
         """The largest micro-batch that fits into `memory` bytes; 0 if none does."""
         available = memory - base - sum(self._persistent().values())
-        if base + self.loading.peak > memory:
+        if base + self.loading.peak > memory or self._offloaded_encoders > available:
             return 0
         largest = max(0, int(min((available - self._fixed[name]) / slope for name, slope in self._per_row.items())))
         while self.args.sampling.keep_graphs and largest and max(self._transient_of(largest).values()) > available:
@@ -176,10 +192,9 @@ class StepEstimator:
             trained * bool(keeps_base) if is_full else sum(weight_bytes(denoiser, memory.quantize) for denoiser in denoisers)
         )
         base -= self._offloaded[0]
-        without_encoders = memory.offload_text_encoders or memory.embedding_cache_dir
         bytes_by_part = {
             "base weights": base / shards["base"],
-            "text encoders": 0 if without_encoders else text_encoder_bytes(pipe),
+            TEXT_ENCODERS: text_encoder_bytes(pipe) - self._offloaded_encoders,
             "VAE": weight_bytes(pipe.vae, None),
             "files in another dtype": self.loading.stays,
             ("transformer" if is_full else "adapter"): trained * (copies / shards["trained"] + moments / shards["moments"]),
@@ -191,6 +206,11 @@ class StepEstimator:
         }
         optional = ("files in another dtype", "gradients", "messages", "trajectories", "CUDA")
         return {name: size for name, size in bytes_by_part.items() if size or name not in optional}
+
+    @property
+    def _offloaded_encoders(self) -> float:
+        """Bytes of the text encoders that are on the device only while prompts are encoded."""
+        return text_encoder_bytes(self.trace.policy.pipe) if self.args.memory.offload_text_encoders and self.cuda else 0.0
 
     @property
     def _trajectories(self) -> float:

@@ -7,6 +7,7 @@ import torch
 from flow_grpo.config import FlowGRPOConfig
 from flow_grpo.data.prompt_mixture import load_run_prompts
 from flow_grpo.distributed.processes import Processes
+from flow_grpo.evaluation.image_metrics import NUM_DIVERSITY_PROMPTS
 from flow_grpo.plan.estimate import StepEstimator
 from flow_grpo.plan.hardware import Hardware, Rates
 from flow_grpo.policy import hub
@@ -14,6 +15,7 @@ from flow_grpo.policy.devices import DTYPES, default_dtype
 from flow_grpo.policy.families import makes_videos
 from flow_grpo.policy.memory import peak_memory
 from flow_grpo.progress import phase
+from flow_grpo.tracking.run_time import RunTime
 from flow_grpo.training.rewards import build_rewards, load_unless_costly
 
 MAX_SCORED = 128  # images that the rewards get while their memory is measured
@@ -27,6 +29,33 @@ def fit_batch_sizes(args: FlowGRPOConfig, largest: int, num_processes: int) -> F
     pairs = args.method.rows_per_pair == 2
     microbatch = Processes(0, num_processes).local_microbatch(prompts, args.images_per_prompt, largest, args.updates, pairs)
     return args.model_copy(update={"prompts_per_step": prompts, "microbatch": microbatch})
+
+
+def run_time(estimator: StepEstimator, machine: Hardware, rates: Rates, largest: int, held_out: int) -> RunTime:
+    """The time of the estimator's run on a machine, without rewards.
+
+    Args:
+        largest: the largest micro-batch.
+        held_out: the number of held-out prompts.
+    """
+    args, settings = estimator.args, estimator.args.evaluation
+
+    def step_seconds(stage: FlowGRPOConfig) -> float:
+        sizes = fit_batch_sizes(stage, min(stage.microbatch, largest), machine.count)
+        seconds = estimator.of_stage(stage).estimate(sizes.microbatch).seconds(rates)
+        return seconds * sizes.prompts_per_step / stage.prompts_per_step / machine.count
+
+    images = held_out * settings.images_per_prompt
+    if settings.images_per_prompt == 1:
+        images += min(NUM_DIVERSITY_PROMPTS, held_out)
+    evaluation = images * estimator.trace.operations_per_image(settings) / rates.forward / machine.count if images else 0.0
+    return RunTime.of(args, step_seconds, evaluation)
+
+
+def num_held_out(args: FlowGRPOConfig) -> int:
+    """The number of held-out prompts of a run."""
+    prompts = args.evaluation.prompts
+    return 0 if prompts is None else len(load_run_prompts(prompts).head(args.evaluation.max_prompts))
 
 
 def rates_of(estimator: StepEstimator, machine: Hardware, microbatch: int) -> dict[torch.dtype, Rates]:

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from flow_grpo.config import FlowGRPOConfig
-from flow_grpo.config.sections import LoraConfig
+from flow_grpo.config.sections import EvaluationConfig, LoraConfig
 from flow_grpo.data.prompt_mixture import load_run_prompts
 from flow_grpo.errors import FlowGRPOError
 from flow_grpo.plan.counters import FlopCounter, LiveBytesCounter
@@ -107,6 +107,20 @@ class ModelTrace:
         with self.policy.pipe.transformer.counting(counter, True, self.release_gradients):
             self.policy.velocity(x, self.schedule.timesteps[0], conditioning, index)
             return counter.now
+
+    def operations_per_image(self, evaluation: EvaluationConfig) -> float:
+        """Floating point operations of a held-out image."""
+        model = self.policy.with_guidance(evaluation.guidance).at_size(evaluation.height, evaluation.width)
+        if model is self.policy:
+            return (evaluation.steps * self.operations["rollout"] + self.operations["decoding"]) / 2
+        schedule, shape = model.schedule(evaluation.steps)
+        x, conditioning = torch.zeros(1, *shape), model.encode([self.prompt])
+        forward, decoding = FlopCounter(), FlopCounter()
+        with self.policy.pipe.transformer.counting(forward, False):
+            model.velocity(x, schedule.timesteps[0], conditioning, torch.arange(1))
+        with self.policy.pipe.vae.counting(decoding, False):
+            model.decode(x, 1)
+        return evaluation.steps * forward.total + decoding.total
 
     def decoded_shape(self, rows: int) -> torch.Size:
         """The shape of a decoded image."""

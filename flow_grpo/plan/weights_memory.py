@@ -71,12 +71,10 @@ class LoadingMemory:
     peak: float
 
     @classmethod
-    def of(cls, pipe: Any, dtype: torch.dtype, without_encoders: bool) -> "LoadingMemory":
+    def of(cls, pipe: Any, dtype: torch.dtype) -> "LoadingMemory":
         folder, stays, peaks, weights = Path(pipe.name_or_path), 0.0, [0.0], 0.0
         for name, part in pipe.components.items():
-            if not isinstance(part, MetaModule | MetaTextEncoder) or (
-                without_encoders and isinstance(part, MetaTextEncoder)
-            ):
+            if not isinstance(part, MetaModule | MetaTextEncoder):
                 continue
             size, buffers = (
                 (part.bytes, 0.0) if isinstance(part, MetaTextEncoder) else (weight_bytes(part, None), part.buffer_bytes)

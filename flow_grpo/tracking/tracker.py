@@ -9,21 +9,24 @@ from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 from rich.markup import escape
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
 
 from flow_grpo.config import FlowGRPOConfig
 from flow_grpo.figures import draw_or_warn
-from flow_grpo.progress import replace_unprintable, show_phases
+from flow_grpo.progress import PhaseProgress, replace_unprintable, show_phases
 from flow_grpo.run_folder import layout
 from flow_grpo.run_folder.metrics_file import NO_SIGNAL, append_row, read_metrics
 from flow_grpo.run_folder.reader import RunReader
+from flow_grpo.text import duration
 from flow_grpo.tracking import result
 from flow_grpo.tracking.plots import plot_curves
+from flow_grpo.tracking.run_time import RunTime
 
 if TYPE_CHECKING:
     from flow_grpo.tracking.services import TrackingService
 
+LONG = 600.0  # seconds of a run whose time is printed after its first step
 MAX_SILENCE = 20.0  # seconds after which the next training step is printed, even if it is not a tenth one
 
 
@@ -48,7 +51,7 @@ class Tracker:
         replace_unprintable()
         self.folder, self.console, self.silent = folder, console or Console(quiet=silent), silent
         self.total_steps = total_steps
-        self._progress = Progress(
+        self._progress = PhaseProgress(
             TextColumn("training"),
             BarColumn(bar_width=24),
             MofNCompleteColumn(),
@@ -65,10 +68,11 @@ class Tracker:
         self.on_log = on_log
 
     def __enter__(self) -> "Tracker":
-        if self.console.is_terminal or self.console.is_jupyter:
-            self._progress.start()
+        has_bar = self.console.is_terminal or self.console.is_jupyter
         if not self.silent:
-            self._phases.enter_context(show_phases(self.console))
+            self._phases.enter_context(show_phases(self.console, self._progress if has_bar else None))
+        if has_bar:
+            self._progress.start()
         return self
 
     def __exit__(self, *_: Any) -> None:
@@ -116,6 +120,13 @@ class Tracker:
                 self.info(
                     f"step {step}/{self.total_steps}  {numbers}  {metrics['time/step']:.1f} s a step, {left:.0f} s left"
                 )
+
+    def say_run_time(self, args: FlowGRPOConfig, step: int, seconds: float) -> None:
+        """Print how long the rest of a long run takes if all steps take as long as this one."""
+        evaluating = [row["time/evaluation"] for row in read_metrics(self.folder) if "time/evaluation" in row]
+        rest = RunTime.of(args, lambda stage: seconds, evaluating[-1] if evaluating else 0.0, done=step)
+        if rest.seconds > LONG:
+            self.info(f"step {step} took {duration(seconds)}, rewards included. At this speed the next {rest}.")
 
     def log_evaluation(
         self, step: int, scores: dict[str, float], more: dict[str, float], images: list[tuple[str, Path]]

@@ -7,11 +7,14 @@ from flow_grpo.doctor import resources
 from flow_grpo.doctor.result import ERROR, OK, WARNING
 
 
-def test_the_time_of_a_run_is_in_minutes_with_one_of_them_in_the_singular():
-    def value(seconds: float) -> str:
-        return resources.run_time([FlowGRPOConfig(steps=2)], [{"time/step": seconds / 2}], 0.0).value
-
-    assert [value(seconds) for seconds in (20, 60, 300)] == ["under a minute", "1 minute", "5 minutes"]
+def test_the_time_of_a_run_is_its_steps_and_evaluations():
+    args = FlowGRPOConfig(steps=20, evaluation={"every": 10})
+    result = resources.run_time(args, [{"time/step": 60.0}], 30.0)
+    assert result.value == "21 min 30 s"
+    assert (
+        result.message
+        == "20 steps and 3 evaluations take 21 min 30 s; the evaluation at step 10 ends after 11 min 0 s, on one process"
+    )
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from diffusers import StableDiffusion3Pipeline
+from rich.console import Console
 from safetensors.torch import load_file, save_file
 from support.families import TINY
 from typer.testing import CliRunner
@@ -17,12 +18,13 @@ from flow_grpo.cli import app as cli
 from flow_grpo.config.bundled import bundled_file
 from flow_grpo.config.run_config import FlowGRPOConfig
 from flow_grpo.config.sections import MemoryConfig
-from flow_grpo.plan import block_speed, counters, fit
-from flow_grpo.plan.estimate import StepEstimator
+from flow_grpo.plan import block_speed, counters, fit, show
+from flow_grpo.plan.estimate import StepEstimate, StepEstimator
 from flow_grpo.plan.fit import fit_batch_sizes, slower_dtype
 from flow_grpo.plan.hardware import GB, Hardware, Rates
+from flow_grpo.plan.savings import Savings
 from flow_grpo.plan.show import print_plan
-from flow_grpo.plan.weights_memory import LoadingMemory, dequantized_bytes
+from flow_grpo.plan.weights_memory import LoadingMemory, dequantized_bytes, text_encoder_bytes
 from flow_grpo.policy import meta_pipeline
 from flow_grpo.policy.hub import BUNDLED_MODELS
 from flow_grpo.policy.loading import load_policy
@@ -480,12 +482,66 @@ def test_an_unknown_gpu_is_refused_in_a_clear_error_unless_its_memory_is_given()
     assert "it is assumed to be as fast as the RTX 3090" in " ".join(result.output.split())
 
 
-def test_nothing_fits_into_no_memory(capsys):
-    small = Hardware("small", 0.5 * GB, 1e12)
-    from rich.console import Console
+def test_a_first_run_holds_its_text_encoders_and_offloaded_ones_while_it_encodes(default):
+    """Embeddings on disk save the encoders in a later run alone, whose prompts are all there."""
 
-    assert not print_plan(Console(), FlowGRPOConfig.from_yaml("tiny_ocr", LEAN), small)
+    def planned(memory: str) -> StepEstimate:
+        args = FlowGRPOConfig.from_yaml("tiny_ocr", [*LEAN, f"memory={memory}"])
+        return StepEstimator(args, cuda=True, trace=default.trace).estimate(8)
+
+    encoders = text_encoder_bytes(default.trace.policy.pipe)
+    plain, cached, offloaded = planned("{}"), planned("{embedding_cache_dir: x}"), planned("{offload_text_encoders: true}")
+    assert plain.persistent["text encoders"] == encoders > 0
+    assert cached == plain
+    assert cached.encoded_peak == plain.peak - encoders
+    assert offloaded.persistent["text encoders"] == 0
+    assert offloaded.transient["encoding"] == encoders
+    assert offloaded.encoded_peak == cached.encoded_peak
+    args = FlowGRPOConfig.from_yaml("tiny_ocr", [*LEAN, "memory={offload_text_encoders: true}"])
+    least = sum(offloaded.persistent.values()) + encoders
+    estimator = StepEstimator(args, cuda=True, trace=default.trace)
+    assert estimator.largest_microbatch(least - 1) == 0, "no room to encode, however small the micro-batch"
+
+
+def test_what_does_not_fit_says_what_is_missing_and_which_other_settings_save_it(checkpointed):
+    peak = checkpointed.estimate(1).peak
+    encoders = text_encoder_bytes(checkpointed.trace.policy.pipe)
+    fits = Savings(checkpointed, peak - 1).fit()
+    assert fits.missing == 1
+    assert fits.together == ["memory.offload_text_encoders=true"], "the cheapest that is not on"
+    assert fits.left == 0
+    assert fits.savings["memory.offload_text_encoders=true"] == encoders
+    assert "memory.gradient_checkpointing=true" not in fits.savings, "it is on"
+    lines = show._advice(fits, peak - 1)
+    assert lines[0].startswith("It does not fit: with microbatch=1, 0.0 GB are missing.")
+    assert lines[-1] == "It fits with: memory.offload_text_encoders=true"
+
+
+def test_what_fits_with_no_setting_says_how_much_stays_missing(checkpointed):
+    """Quantised and offloaded weights exclude each other: the one that saves more is named."""
+    fits = Savings(checkpointed, 0.5 * GB).fit()
+    least = StepEstimator(checkpointed.args.with_overrides(fits.together), cuda=True, trace=checkpointed.trace)
+    assert fits.left > 0
+    assert fits.left == pytest.approx(least.estimate(1).peak - 0.5 * GB)
+    assert not {"memory.quantize=nf4", "memory.offload=groups"} <= set(fits.together)
+    assert "are still missing" in show._advice(fits, 0.5 * GB)[-1]
+
+
+def test_nothing_fits_into_no_memory(checkpointed, capsys, monkeypatch):
+    monkeypatch.setattr(show, "StepEstimator", lambda *given: checkpointed)
+    assert not print_plan(Console(), checkpointed.args, Hardware("small", 0.5 * GB, 1e12))
     assert "It does not fit" in capsys.readouterr().out
+
+
+def test_a_run_takes_its_steps_and_the_operations_of_its_evaluations(default):
+    rates, machine = Rates(1e12, 1e12), Hardware("card", 24 * GB, 1e12)
+    time = fit.run_time(default, machine, rates, 64, held_out=20)
+    step = default.estimate(64).seconds(rates)
+    forward, _, decoding = (default.trace.operations[name] / 2 for name in ("rollout", "update", "decoding"))
+    one = (20 + 16) * (default.args.evaluation.steps * forward + decoding) / 1e12
+    assert time.seconds == pytest.approx(default.args.steps * step + time.evaluations * one)
+    larger = default.args.evaluation.model_copy(update={"height": 64, "width": 160})
+    assert default.trace.operations_per_image(larger) > 3 * default.trace.operations_per_image(default.args.evaluation)
 
 
 def test_no_weights_are_read(monkeypatch):
@@ -640,9 +696,8 @@ def test_loading_counts_files_in_another_dtype_beside_the_converted_weights(tmp_
     """
 
     def loading(folder: Path) -> LoadingMemory:
-        return LoadingMemory.of(
-            meta_pipeline.load_meta_pipeline(str(folder), torch.float32, cuda=False), torch.float32, without_encoders=False
-        )
+        pipe = meta_pipeline.load_meta_pipeline(str(folder), torch.float32, cuda=False)
+        return LoadingMemory.of(pipe, torch.float32)
 
     folder = saved(torch.bfloat16, tmp_path / "bf16")
     pipe = StableDiffusion3Pipeline.from_pretrained(folder, torch_dtype=torch.float32)
