@@ -1,6 +1,7 @@
 """Long phases are said, with and without a terminal."""
 
 import io
+import re
 import threading
 import time
 from functools import partial
@@ -23,7 +24,7 @@ from flow_grpo.doctor.dry_run import dry_run
 from flow_grpo.evaluation import measure
 from flow_grpo.evaluation.group_dependence import RewardInputs
 from flow_grpo.plan import block_speed
-from flow_grpo.progress import Phase, due_line, phase, show_phases
+from flow_grpo.progress import Phase, PhaseProgress, due_line, phase, show_phases
 from flow_grpo.rewards import WeightedSum
 from flow_grpo.trainer import FlowGRPOTrainer
 from flow_grpo.training.rewards import build_rewards
@@ -83,6 +84,34 @@ def test_a_slow_phase_is_reported_while_it_lasts(monkeypatch, terminal):
     with phase("outside"):
         ended.wait(0.5)
     assert "outside" not in console.file.getvalue()
+
+
+def test_in_a_terminal_a_phase_is_below_the_bar_and_a_line_of_its_own_is_replaced(monkeypatch):
+    """What is printed meanwhile has lines of its own, and nothing of a phase is left at the end."""
+    monkeypatch.setattr(progress, "PATIENCE", 0.0)
+    console, ended = Console(file=io.StringIO(), force_terminal=True, color_system=None, width=60), threading.Event()
+
+    def wait_for(text: str) -> None:
+        deadline = time.monotonic() + 60
+        while text not in console.file.getvalue():
+            assert time.monotonic() < deadline
+            ended.wait(0.01)
+
+    bars = PhaseProgress(console=console, refresh_per_second=20)
+    bars.add_task("training", total=8)
+    with show_phases(console), phase("loading a model"):
+        wait_for("loading a model: ")
+        console.print("a result")
+        with show_phases(console, bars), bars, phase("sampling 64 images"):
+            wait_for("sampling 64 images: ")
+            console.print("another result")
+    shown = console.file.getvalue()
+    erase = r"\r\x1b\[2K"
+    assert re.search(erase + "a result\n", shown)
+    assert re.search(erase + "another result\n", shown)
+    assert re.search(r"\n *sampling 64 images: \d s", shown), "below the bar"
+    assert not re.search(r"[^\n K]sampling 64 images", shown)
+    assert "images" not in shown.splitlines()[-1]
 
 
 def test_a_run_says_its_first_evaluation_and_a_slow_reward(tmp_path, monkeypatch, capsys):
