@@ -153,6 +153,11 @@ class PhaseProgress(Progress):
         if self.line:
             yield _one_line(self.line)
 
+    def stop(self) -> None:
+        """Stop, and leave the bars alone in the terminal."""
+        self.line = ""
+        super().stop()
+
 
 class BelowBars:
     """The line below progress bars."""
