@@ -10,11 +10,9 @@ from pathlib import Path
 from PIL import Image
 
 from flow_grpo.errors import FlowGRPOError
+from flow_grpo.rewards.image_files import read_image, regular_content
 from flow_grpo.rewards.images import to_rgb
 
-# of files that are opened; Pillow knows many that can do more than hold pixels
-FORMATS = ("PNG", "JPEG", "WEBP", "BMP", "GIF", "TIFF")
-MAX_PIXELS = 100_000_000
 MAX_OPEN_IMAGES = 64  # decoded images that are kept in memory
 
 
@@ -36,8 +34,8 @@ class SourceImage:
     @staticmethod
     def read(source: Path | bytes, name: str) -> "SourceImage":
         """Read and decode an image once. FlowGRPOError if there is no such file, or it is damaged, too large or no image."""
-        content = _content(source, name) if isinstance(source, Path) else source
-        image = _decoded(content, name)
+        content = regular_content(source, name) if isinstance(source, Path) else source
+        image = read_image(content, name)
         path, stored_content = (source, None) if isinstance(source, Path) else (None, source)
         return SourceImage(name, hashlib.sha256(content).hexdigest()[:32], image.size, path, stored_content)
 
@@ -104,32 +102,9 @@ def _source(image: SourceImage | Image.Image | str | Path, text: str) -> SourceI
     return SourceImage.read(Path(image), str(image))
 
 
-def _content(path: Path, name: str) -> bytes:
-    try:
-        return path.read_bytes()
-    except FileNotFoundError as error:
-        raise FlowGRPOError(f"there is no image {name}.") from error
-    except (OSError, ValueError) as error:
-        raise FlowGRPOError(f"the image {name} can't be read: {error}") from error
-
-
-def _decoded(content: bytes, name: str) -> Image.Image:
-    try:
-        image = Image.open(io.BytesIO(content), formats=FORMATS)
-        if image.width * image.height > MAX_PIXELS:
-            raise FlowGRPOError(f"it has {image.width} x {image.height} pixels; {MAX_PIXELS:,} are allowed")
-        return to_rgb(image)
-    except Image.DecompressionBombError as error:
-        raise FlowGRPOError(f"the image {name} can't be used: it has far more than {MAX_PIXELS:,} pixels.") from error
-    except Image.UnidentifiedImageError as error:
-        raise FlowGRPOError(f"{name} is not an image: give a {', '.join(FORMATS[:-1])} or {FORMATS[-1]} file.") from error
-    except Exception as error:  # decoders raise many types on damaged files
-        raise FlowGRPOError(f"the image {name} can't be used: {' '.join(str(error).split()).rstrip('.')}.") from error
-
-
 @lru_cache(maxsize=MAX_OPEN_IMAGES)
 def _opened(source: SourceImage) -> Image.Image:
-    content = source.content if source.content is not None else _content(source.path or Path(), source.name)
+    content = source.content if source.content is not None else regular_content(source.path or Path(), source.name)
     if hashlib.sha256(content).hexdigest()[:32] != source.digest:
         raise FlowGRPOError(f"the image {source.name} has changed since the prompts were read: start again.")
-    return _decoded(content, source.name)
+    return read_image(content, source.name)

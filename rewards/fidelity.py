@@ -3,13 +3,13 @@
 from pathlib import Path
 
 import torch
-from PIL import Image
 from torch import Tensor
 
 from flow_grpo.errors import FlowGRPOError
 from flow_grpo.rewards.clip import TINY, OpenCLIP
 from flow_grpo.rewards.devices import AUTO
-from flow_grpo.rewards.images import to_pil, to_rgb
+from flow_grpo.rewards.image_files import read_image
+from flow_grpo.rewards.images import to_pil
 
 
 class Fidelity(torch.nn.Module):
@@ -54,8 +54,5 @@ class Fidelity(torch.nn.Module):
 
 def _mask(file: Path, size: tuple[int, int]) -> Tensor:
     """(1, H, W) in [0, 1] of an image file; `size` is width and height."""
-    try:
-        image = to_rgb(Image.open(file)).convert("L").resize(size)
-    except (OSError, ValueError, SyntaxError) as error:
-        raise FlowGRPOError(f"the mask {file} can't be read: {error}") from error
+    image = read_image(file, f"{file} (a mask)").convert("L").resize(size)
     return torch.frombuffer(bytearray(image.tobytes()), dtype=torch.uint8).view(1, size[1], size[0]).float() / 255

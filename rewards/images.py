@@ -7,12 +7,22 @@ from typing import Any
 
 import numpy as np
 import torch
-from PIL import Image
+from PIL import ExifTags, Image
 from torch import Tensor
 
 from flow_grpo.errors import FlowGRPOError
 from flow_grpo.rewards.frames import is_video
 
+BACKGROUND = (255, 255, 255, 255)  # of transparent images
+TURNS = {  # by the Exif orientation
+    2: Image.Transpose.FLIP_LEFT_RIGHT,
+    3: Image.Transpose.ROTATE_180,
+    4: Image.Transpose.FLIP_TOP_BOTTOM,
+    5: Image.Transpose.TRANSPOSE,
+    6: Image.Transpose.ROTATE_270,
+    7: Image.Transpose.TRANSVERSE,
+    8: Image.Transpose.ROTATE_90,
+}
 SOURCES, SOURCE = "sources", "source"  # the images of each prompt, and the first of them as rewards receive it
 
 
@@ -34,10 +44,47 @@ def to_png(image: Image.Image) -> bytes:
 
 
 def to_rgb(image: Image.Image) -> Image.Image:
-    """Convert a PIL image of any mode to 8-bit RGB. Of 16-bit grey, which Pillow would clip, the upper 8 bits are kept."""
-    if image.mode == "I" or image.mode.startswith("I;16"):
-        image = Image.fromarray((np.asarray(image).clip(0, 0xFFFF) >> 8).astype(np.uint8))
+    """Convert a PIL image of any mode to 8-bit RGB as viewers show it: upright by its Exif orientation, on white where it is transparent.
+
+    16-bit greys are scaled, [0, 65535] to [0, 255], and so are floats in [0, 1]. Colour profiles are not applied.
+
+    Raises:
+        FlowGRPOError: values of 32 bits are outside these ranges, so that nothing says what is white.
+    """
+    image.load()  # a TIFF turns itself here
+    turn = TURNS.get(_orientation(image))
+    if turn is not None:
+        image = image.transpose(turn)
+    if image.mode in ("I", "F") or image.mode.startswith("I;"):
+        image = _scaled(image)
+    if image.mode == "La":
+        image = image.convert("LA")
+    if image.has_transparency_data:
+        ground = Image.new("RGBA", image.size, BACKGROUND)
+        ground.alpha_composite(image.convert("RGBA"))
+        image = ground
     return image.convert("RGB")
+
+
+def _orientation(image: Image.Image) -> int | None:
+    try:
+        return image.getexif().get(ExifTags.Base.Orientation)
+    except Exception:  # a damaged tag of an image that is whole; its decoder raises many types
+        return None
+
+
+def _scaled(image: Image.Image) -> Image.Image:
+    """A grey image of 16 bits, or of 32 whose values have a known range, as 8-bit grey; its transparent value becomes white."""
+    values, top = np.asarray(image).astype(np.float64), 1.0 if image.mode == "F" else 65535.0
+    if not (values.min() >= 0 and values.max() <= top):
+        raise FlowGRPOError(
+            f"its values are from {values.min():g} to {values.max():g}, and those of such an image have to be from 0 to {top:g}: save "
+            "it with 8 bits"
+        )
+    transparent = image.info.get("transparency")
+    if isinstance(transparent, int):
+        values = np.where(values == transparent, top, values)
+    return Image.fromarray((values * (255 / top)).round().astype(np.uint8))
 
 
 @torch.no_grad()

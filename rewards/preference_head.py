@@ -20,7 +20,8 @@ from flow_grpo.errors import FlowGRPOError
 from flow_grpo.files import inside
 from flow_grpo.rewards.clip import TINY, OpenCLIP
 from flow_grpo.rewards.devices import AUTO
-from flow_grpo.rewards.images import in_batches, to_rgb
+from flow_grpo.rewards.image_files import read_image
+from flow_grpo.rewards.images import in_batches
 from flow_grpo.rewards.weights import check_keys, load_tensors
 
 FILES = WEIGHTS, SETTINGS = "head.safetensors", "head.json"  # of a head
@@ -192,16 +193,9 @@ def _differences(embed: OpenCLIP, votes: list[Vote]) -> Tensor:
     for i in range(0, len(votes), 32):
         chunk = votes[i : i + 32]
         prompts = [vote.prompt for vote in chunk]
-        better = features(embed, [_image(vote.better) for vote in chunk], prompts)
-        rows.append(better - features(embed, [_image(vote.worse) for vote in chunk], prompts))
+        better = features(embed, [read_image(vote.better) for vote in chunk], prompts)
+        rows.append(better - features(embed, [read_image(vote.worse) for vote in chunk], prompts))
     return torch.cat(rows).double().cpu()
-
-
-def _image(path: Path) -> Image.Image:
-    try:
-        return to_rgb(Image.open(path))
-    except Exception as error:  # truncated, no image, or too many pixels for Pillow
-        raise FlowGRPOError(f"preference_head: {path} can't be read as an image ({type(error).__name__}).") from error
 
 
 def _held_out(prompts: list[str], share: float, seed: int) -> Tensor:

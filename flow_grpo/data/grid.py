@@ -6,14 +6,13 @@ enlarged by integer factors only, so that `read_grid` returns their exact pixels
 
 import json
 import textwrap
-import warnings
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from PIL import ExifTags, Image, ImageDraw, ImageFont, ImageOps, UnidentifiedImageError
+from PIL import ExifTags, Image, ImageDraw, ImageFont, ImageOps
 from PIL.PngImagePlugin import PngInfo
 from torch import Tensor
 
@@ -23,14 +22,13 @@ from flow_grpo.files import atomic_file
 from flow_grpo.image_prompt import SourceImage, images_of
 from flow_grpo.rewards import images as reward_images
 from flow_grpo.rewards.frames import is_video
+from flow_grpo.rewards.image_files import MAX_PIXELS, open_header, read_image_file
 
 CHUNK = "flow_grpo"
 GAP = 10
 SMALLEST_CELL = 192  # pixels: narrower images are enlarged to about this width
 LINE = 15
 INK, PAPER = (70, 70, 76), (250, 250, 250)
-ANIMATED = ("GIF", "PNG", "WEBP")  # formats; the second image of a photo in another one is a small one or a mask
-MAX_PIXELS = 178_956_970  # Pillow's limit
 
 
 @dataclass(frozen=True)
@@ -136,12 +134,10 @@ def read_grid(path: Path) -> tuple[Tensor, list[ImageInfo]]:
 def written_cells(path: Path) -> list[ImageInfo]:
     """What a file of `save_grid` or `save_image` shows, without reading its pixels; [] for any other file."""
     try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", Image.DecompressionBombWarning)
-            with Image.open(path) as image:
-                text = image.info.get(CHUNK) or image.getexif()[ExifTags.Base.ImageDescription]
+        with open_header(path, str(path)) as image:
+            text = image.info.get(CHUNK) or image.getexif()[ExifTags.Base.ImageDescription]
         return [ImageInfo(str(e["prompt"]), int(e["seed"]), str(e["model"])) for e in json.loads(text)["cells"]]
-    except (OSError, SyntaxError, ValueError, LookupError, TypeError, RecursionError, Image.DecompressionBombError):
+    except (OSError, SyntaxError, ValueError, LookupError, TypeError, RecursionError):
         return []
 
 
@@ -178,32 +174,12 @@ def read_cells(grid: Image.Image, path: Path) -> tuple[Tensor, list[ImageInfo]]:
 
 
 def open_image(path: Path) -> Image.Image:
-    """An image as RGB. FlowGRPOError if it can't be read, is an animation or has more than 178 million pixels."""
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", Image.DecompressionBombWarning)  # at half the limit
-            with Image.open(path) as opened:
-                _check_single(opened)
-                info = dict(getattr(opened, "text", {}))
-                image = reward_images.to_rgb(opened)
-    except Image.DecompressionBombError as error:
-        raise FlowGRPOError(
-            f"the image {path} has more than {MAX_PIXELS // 1_000_000} million pixels: make it smaller."
-        ) from error
-    except UnidentifiedImageError as error:
-        raise FlowGRPOError(f"{path} is not an image: give a PNG, JPEG or WebP file.") from error
-    except (OSError, ValueError, SyntaxError) as error:
-        is_damaged = isinstance(error, SyntaxError) or (isinstance(error, OSError) and error.errno is None)
-        advice = " Replace or remove it." if is_damaged else ""
-        reason = " ".join(str(error).split()).rstrip(".")
-        raise FlowGRPOError(f"the image {path} could not be read: {reason}.{advice}") from error
-    image.info = info
-    return image
-
-
-def _check_single(image: Image.Image) -> None:
-    if image.format in ANIMATED and getattr(image, "is_animated", False):
-        raise FlowGRPOError("it is an animation: give a single image")
+    """An image as RGB, with the text fields of a PNG as its `info`. FlowGRPOError if it can't be read, or is an animation."""
+    pixels, text, is_animation = read_image_file(path)
+    if is_animation:
+        raise FlowGRPOError(f"the image {path} could not be read: it is an animation: give a single image.")
+    pixels.info = dict(text)
+    return pixels
 
 
 def to_bytes(images: Tensor) -> np.ndarray:

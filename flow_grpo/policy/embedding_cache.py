@@ -36,7 +36,7 @@ class EmbeddingCache:
 
     def get(self, prompt: str) -> Any:
         """The outputs of a prompt, or None, also if the file is damaged."""
-        key = prompt_key(prompt)
+        key = _key(prompt)
         if key in self._in_memory:
             self._in_memory.move_to_end(key)
         elif self.folder is not None and (file := self._file(key)).exists():
@@ -48,7 +48,7 @@ class EmbeddingCache:
 
     def put(self, prompt: str, outputs: Any) -> None:
         """Keep what the encoders returned for a prompt."""
-        key = prompt_key(prompt)
+        key = _key(prompt)
         self._add_to_memory(key, outputs)
         if self.folder is None:
             return
@@ -69,6 +69,11 @@ class EmbeddingCache:
     def _file(self, key: str) -> Path:
         assert self.folder is not None
         return self.folder / f"{_digest(key)}.pt"
+
+
+def _key(prompt: str) -> str:
+    """Of a prompt in the cache. 0.4 decoded some images otherwise, so what it stored of prompts with images is not found."""
+    return prompt_key(prompt) + ("\0upright, on white" if images_of(prompt) else "")
 
 
 def _digest(text: str) -> str:

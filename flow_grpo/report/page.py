@@ -13,11 +13,12 @@ from typing import Any
 
 from jinja2 import Environment, FileSystemLoader
 from markupsafe import Markup
-from PIL import Image
 
+from flow_grpo.errors import FlowGRPOError
 from flow_grpo.files import write_atomic
 from flow_grpo.report import summary
 from flow_grpo.report.charts import run_charts
+from flow_grpo.rewards.image_files import open_header, regular_content
 from flow_grpo.run_folder import layout
 from flow_grpo.run_folder.reader import RunReader, value_of
 from flow_grpo.text import number, plain, short_name, six_digits
@@ -103,7 +104,8 @@ def script_data(run: RunReader, name: str) -> dict[str, Any]:
     num_prompts = min([MAX_PROMPTS, *(len(e["prompts"]) for e in frames)]) if frames else 0
     indices = [i for i in range(num_prompts) if all((e["folder"] / layout.prompt_image(i)).is_file() for e in frames)]
     metric = run.main_metric
-    size = Image.open(frames[0]["folder"] / layout.prompt_image(0)).size if frames else (1, 1)
+    first = frames[0]["folder"] / layout.prompt_image(0) if frames else Path()
+    size = open_header(first, str(first)).size if frames else (1, 1)
     shown = [run.groups[i] for i in evenly_spaced(len(run.groups), MAX_GROUP_STEPS)]
     return {
         "name": name,
@@ -198,11 +200,11 @@ def _tied(rows: list[dict[str, Any]], values: list[float]) -> str:
 def data_uri(file: Path) -> str | None:
     """An image file as a data URI; None if it is missing or no image."""
     try:
-        with Image.open(file) as image:
-            kind = image.format
-    except (OSError, ValueError, SyntaxError, Image.DecompressionBombError):
+        content = regular_content(file, str(file))
+        kind = open_header(content, str(file)).format
+    except FlowGRPOError:
         return None
-    return f"data:image/{str(kind).lower()};base64,{base64.b64encode(file.read_bytes()).decode()}"
+    return f"data:image/{str(kind).lower()};base64,{base64.b64encode(content).decode()}"
 
 
 def evenly_spaced(count: int, most: int) -> list[int]:

@@ -167,7 +167,7 @@ def test_fidelity_is_1_for_the_source_and_ignores_what_the_mask_shows(tmp_path):
     masked = fidelity(changed, ["a", "b"], source=source, mask=[str(tmp_path / "mask.png"), None])
     assert masked[0] == pytest.approx(1)
     assert masked[1] < 0.99
-    with pytest.raises(ValueError, match=r"the mask nothing\.png can't be read"):
+    with pytest.raises(ValueError, match=r"there is no image nothing\.png \(a mask\)"):
         fidelity(changed, ["a", "b"], source=source, mask=["nothing.png", None])
     with pytest.raises(ValueError, match="give them a column `image`"):
         rewards.score("fidelity", fidelity, source, ["a", "b"])
