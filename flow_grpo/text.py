@@ -74,6 +74,12 @@ def format_value(value: Any) -> str:
 # -- names and errors -------------------------------------------------------------------------------------------------
 
 
+def natural_key(name: str) -> list[tuple[int, str]]:
+    """A key that sorts names as people do: `2.png` before `10.png`, and equal numbers by their text."""
+    parts = re.split(r"([0-9]+)", name)  # texts and numbers in turns
+    return [(int(part[:18]), part) if i % 2 else (0, part.casefold()) for i, part in enumerate(parts)] + [(0, name)]
+
+
 def short_name(name: str) -> str:
     """A name for people: `path/to/file.py:redness` is redness, and org/model is model."""
     return str(name).rpartition(":")[2].rstrip("/").rpartition("/")[2]

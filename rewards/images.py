@@ -52,7 +52,7 @@ def to_rgb(image: Image.Image) -> Image.Image:
         FlowGRPOError: values of 32 bits are outside these ranges, so that nothing says what is white.
     """
     image.load()  # a TIFF turns itself here
-    turn = TURNS.get(_orientation(image))
+    turn = TURNS.get(_orientation(image) or 1)
     if turn is not None:
         image = image.transpose(turn)
     if image.mode in ("I", "F") or image.mode.startswith("I;"):

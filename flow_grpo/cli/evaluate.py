@@ -110,8 +110,8 @@ def evaluate(
     )
     resolved = resolve_targets(words if words or lora else ["tiny_ocr"], options, lora)
     for target in resolved:
-        if isinstance(target, ImageTarget) and target.image_set.note:
-            say(target.image_set.note)
+        for line in target.image_set.note.splitlines() if isinstance(target, ImageTarget) else ():
+            say(line)
     models = [target for target in resolved if isinstance(target, ModelTarget)]
     if not trust:
         check_found_configs(models, uses_rewards=not reward, uses_prompts=not prompts)

@@ -61,8 +61,8 @@ def read_images(
     from flow_grpo.data import image_sets
 
     image_set = image_sets.read(images, read_prompts(prompts, prompt), layout, promptless)
-    if image_set.note:
-        say(image_set.note)
+    for line in image_set.note.splitlines():
+        say(line)
     return image_set
 
 

@@ -16,6 +16,7 @@ from PIL import ExifTags, Image, ImageDraw, ImageFont, ImageOps
 from PIL.PngImagePlugin import PngInfo
 from torch import Tensor
 
+from flow_grpo.data import parameters
 from flow_grpo.data.videos import save_animation, strips
 from flow_grpo.errors import FlowGRPOError
 from flow_grpo.files import atomic_file
@@ -118,6 +119,8 @@ def save_image(path: Path, image: Tensor, cell: ImageInfo) -> None:
     info = PngInfo()
     content = {"scale": 1, "cells": [_content(cell, [0, 0, image.shape[2], image.shape[1]])]}
     info.add_itxt(CHUNK, json.dumps(content))
+    size = f"{image.shape[2]}x{image.shape[1]}"
+    info.add_itxt(parameters.FIELD, parameters.write_parameters(cell.prompt, Seed=cell.seed, Size=size, Model=cell.model))
     with atomic_file(path) as file:
         Image.fromarray(to_bytes(image[None])[0]).save(file, pnginfo=info)
 
@@ -178,7 +181,8 @@ def open_image(path: Path) -> Image.Image:
     pixels, text, is_animation = read_image_file(path)
     if is_animation:
         raise FlowGRPOError(f"the image {path} could not be read: it is an animation: give a single image.")
-    pixels.info = dict(text)
+    pixels.info.clear()
+    pixels.info.update(text)
     return pixels
 
 

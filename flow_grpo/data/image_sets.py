@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from itertools import zip_longest
 from pathlib import Path
 
 import numpy as np
@@ -13,15 +14,15 @@ from typing_extensions import Self
 from flow_grpo.data.grid import ImageInfo, has_prompts, open_image, read_cells, shows_videos, to_bytes
 from flow_grpo.data.grid_layout import GridLayout
 from flow_grpo.data.grid_options import GridOptions, layout_of
+from flow_grpo.data.image_folders import FoundImage, caption_of, find_images, left_out_note
+from flow_grpo.data.parameters import FIELD, prompt_of
 from flow_grpo.data.prompt_files import read_table
 from flow_grpo.data.prompt_join import HOW_TO_GIVE_PROMPTS, file_column, join_prompts, rows_without_image
-from flow_grpo.data.prompts import FILE_NAME, FOLDER_FILES, PromptSet, load_prompts
+from flow_grpo.data.prompts import FILE_NAME, FOLDER_FILES, PromptSet
 from flow_grpo.errors import FlowGRPOError
-from flow_grpo.files import inside
 from flow_grpo.image_prompt import images_of
-
-SUFFIXES = (".png", ".jpg", ".jpeg", ".webp")
-MANIFESTS = ("metadata.jsonl", "metadata.csv", "manifest.jsonl", "manifest.csv")
+from flow_grpo.rewards.image_files import SUFFIXES
+from flow_grpo.text import counted
 
 
 @dataclass(frozen=True)
@@ -82,24 +83,24 @@ def read(
     """Read a grid image, a single image, or a folder of images.
 
     Images that `sample` wrote contain their prompts. A folder may have a manifest: metadata.jsonl or .csv as for the ImageFolder of
-    `datasets`, with the columns file_name and prompt, optionally seed; other columns are metadata. Other grid images are cut at their
-    gutters, or as `grid` specifies.
+    `datasets`, with the columns file_name and prompt, optionally seed; other columns are metadata. Or a caption beside each image, or
+    GenEval's folders of samples. A folder without images has those of its folders. Other grid images are cut at their gutters, or as
+    `grid` specifies; those in a folder only as `grid` specifies.
 
     Args:
-        prompts: a row for each image, in the order of file names or of a grid's cells row by row; or rows with the column file_name;
-            or, for images that contain their prompts, metadata by prompt. For a grid also one prompt for all images or for each row.
-            A text is the prompt of all images.
+        prompts: a row for each image, in natural order of file names or of a grid's cells row by row; or rows with the column
+            file_name; or, for images that contain their prompts, metadata by prompt. For a grid also one prompt for all images or for
+            each row, and for a folder of grids one for each file. A text is the prompt of all images.
         promptless: whether images without a prompt are accepted; their prompt is "".
 
     Raises:
         FlowGRPOError: something is missing, unreadable, ambiguous, outside its folder, or differs in size from the rest.
     """
-    if source.is_file():
-        return _from_grid(source, prompts, grid or GridOptions(), promptless)
-    if not source.is_dir():
+    if source.is_dir():
+        return _from_folder(source, prompts, grid or GridOptions(), promptless)
+    if not source.exists():
         raise FlowGRPOError(f"there is no image or folder {source}.")
-    manifest = next((source / name for name in MANIFESTS if (source / name).is_file()), None)
-    return _from_folder(source, prompts, promptless) if manifest is None else _from_manifest(manifest, prompts)
+    return _from_grid(source, prompts, grid or GridOptions(), promptless)
 
 
 def _from_grid(file: Path, prompts: PromptSet | str | None, grid: GridOptions, promptless: bool) -> ImageSet:
@@ -112,6 +113,8 @@ def _from_grid(file: Path, prompts: PromptSet | str | None, grid: GridOptions, p
         texts, metadata = join_prompts(labels, [cell.prompt for cell in cells], prompts, file)
         lacks_sources = _lacks_sources(texts, cells)
         return ImageSet(labels, texts, [cell.seed for cell in cells], metadata, pixels, lacks_sources=lacks_sources)
+    if prompts is None:
+        prompts = caption_of(file)[0] or prompt_of(image.info.get(FIELD))
     if prompts is None and not promptless:
         raise FlowGRPOError(
             f"{file} has no prompts in it: it was not written by flow-grpo sample. Give --prompt, or --prompts with a row for "
@@ -147,52 +150,92 @@ def _prompt_indices(layout: GridLayout, images: np.ndarray, prompts: int, file: 
     )
 
 
-def _from_manifest(manifest: Path, prompts: PromptSet | str | None) -> ImageSet:
-    table, folder = load_prompts(manifest), manifest.parent
-    column = file_column(table)
-    if column is None:
-        raise FlowGRPOError(f"{manifest} has no column `file_name` with the image's path in the same folder.")
-    metadata = [dict(row) for row in table.metadata]
-    files = [_image_path(manifest, row.pop(column)) for row in metadata]
-    seeds = [_seed(manifest, row.pop("seed", None)) for row in metadata]
-    labels = [str(file.relative_to(folder)) for file in files]
-    given, known = join_prompts(labels, [str(prompt) for prompt in table.prompts], prompts, folder)
-    shown = [own if images_of(own) else joined for own, joined in zip(table.prompts, given, strict=True)]
-    pixels = _stack(files, [np.asarray(open_image(file)) for file in files])
-    metadata, note = [a | b for a, b in zip(known, metadata, strict=True)], rows_without_image(labels, prompts, folder)
-    return ImageSet(labels, shown, seeds, metadata, pixels, note=note)
+@dataclass(frozen=True)
+class _Read:
+    """An image of a folder: its file's name there, its label, pixels (H, W, 3), and what is known of it.
+
+    Attributes:
+        prompt: of the folder's table, or in the file by `sample`.
+        caption: in the file beside it, or in the file by another program.
+        made_of: what `sample` stored.
+    """
+
+    name: str
+    label: str
+    pixels: np.ndarray
+    prompt: str | None
+    caption: str | None
+    seed: int | None
+    metadata: dict
+    made_of: ImageInfo | None
 
 
-def _image_path(manifest: Path, name: object) -> Path:
-    """The path of an image, which must be inside the manifest's folder: the manifest may be untrusted."""
-    file = inside(manifest.parent, name, str(manifest))
-    if not file.is_file():
-        raise FlowGRPOError(f"{manifest} names {name!r}, which does not exist.")
-    return file
-
-
-def _seed(manifest: Path, value: object) -> int | None:
-    if value is None or value != value:  # a table's empty number is NaN
-        return None
-    if isinstance(value, bool) or not isinstance(value, int | float) or value % 1 != 0:
-        raise FlowGRPOError(f"{manifest} has the seed {value!r}, which is not a whole number.")
-    return int(value)
-
-
-def _from_folder(folder: Path, prompts: PromptSet | str | None, promptless: bool) -> ImageSet:
-    files = sorted(f for f in folder.iterdir() if f.suffix.lower() in SUFFIXES and f.name != "grid.png")
-    if not files:
-        raise FlowGRPOError(f"the folder {folder} contains no images.")
-    labels, opened = [file.name for file in files], [_read_image(file) for file in files]
-    pixels, cells = _stack(files, [array for array, _ in opened]), [cell for _, cell in opened]
-    without_prompt = next((file for file, cell in zip(files, cells, strict=True) if cell is None), None)
-    if without_prompt is not None and prompts is None and not promptless:
+def _from_folder(folder: Path, prompts: PromptSet | str | None, grid: GridOptions, promptless: bool) -> ImageSet:
+    found = find_images(folder)
+    left_out = left_out_note(folder, found.left_out)
+    if not found.images:
+        raise FlowGRPOError(f"the folder {folder} contains no images{f' ({left_out})' if left_out else ''}.")
+    files = [image.file for image in found.images]
+    read_images, layouts = zip(*(_read_found(image, folder, grid) for image in found.images), strict=True)
+    images = [image for of_file in read_images for image in of_file]
+    without = next((image for image in images if not image.prompt and not image.caption), None)
+    if without is not None and prompts is None and not promptless:
         raise FlowGRPOError(
-            f"{without_prompt} has no prompt in it: it was not written by flow-grpo sample. For such images {HOW_TO_GIVE_PROMPTS}."
+            f"{folder / without.name} has no prompt in it: it was not written by flow-grpo sample. For such images "
+            f"{HOW_TO_GIVE_PROMPTS}."
         )
-    texts, metadata = join_prompts(labels, [None if cell is None else cell.prompt for cell in cells], prompts, folder)
-    seeds, note = [None if cell is None else cell.seed for cell in cells], rows_without_image(labels, prompts, folder)
-    return ImageSet(labels, texts, seeds, metadata, pixels, note=note, lacks_sources=_lacks_sources(texts, cells))
+    names, owner = [image.name for image in images], [i for i, of_file in enumerate(read_images) for _ in of_file]
+    if isinstance(prompts, PromptSet) and len(prompts) == len(files) < len(images) and file_column(prompts) is None:
+        prompts = PromptSet([prompts.prompts[i] for i in owner], [prompts.metadata[i] for i in owner])
+    own, captions = [image.prompt for image in images], [image.caption for image in images]
+    plain = [None if prompt is None else str(prompt) for prompt in own]  # equal to prompts without its images
+    given, joined = join_prompts(names, plain, prompts, folder, captions)
+    texts = [text if text is not None and images_of(text) else other for text, other in zip(own, given, strict=True)]
+    metadata = [row | image.metadata for row, image in zip(joined, images, strict=True)]
+    cut = [layout for layout in layouts if layout is not None]
+    folders = len({file.parent for file in files})
+    notes = [
+        *found.notes,
+        f"{folder}: {counted(len(files), 'image')} in {counted(folders, 'folder')}" if folders > 1 else "",
+        f"{folder}: {counted(len(cut), 'file')} cut into {counted(len(images), 'image')}; the first: {cut[0]}"
+        if cut
+        else "",
+        left_out,
+        rows_without_image(names, prompts, folder),
+    ]
+    return ImageSet(
+        [image.label for image in images],
+        texts,
+        [image.seed for image in images],
+        metadata,
+        _stack([folder / image.name for image in images], [image.pixels for image in images]),
+        note="\n".join(note for note in notes if note),
+        lacks_sources=_lacks_sources(texts, [image.made_of for image in images]),
+    )
+
+
+def _read_found(found: FoundImage, folder: Path, grid: GridOptions) -> tuple[list[_Read], GridLayout | None]:
+    """The images of a file, of which a grid has several, and how it was cut if it is another program's grid."""
+    image, layout, stored = open_image(found.file), None, list[ImageInfo]()
+    if has_prompts(image):
+        _check_no_videos(image, found.file)
+        cells, stored = read_cells(image, found.file)
+        pixels = to_bytes(cells)
+    elif grid.is_empty:
+        pixels = np.asarray(image)[None]
+    else:
+        array = np.asarray(image)
+        layout = layout_of(array, grid, str(found.file), allow_single=False)
+        pixels = layout.crop_cells(array)[: layout.filled]
+    name = str(found.file.relative_to(folder))
+    caption = found.caption or prompt_of(image.info.get(FIELD))
+    read_images = []
+    for i, (cell, made_of) in enumerate(zip_longest(pixels, stored)):
+        label = name if len(pixels) == 1 else f"{name}[{i}]"
+        prompt = found.prompt if found.prompt is not None or made_of is None else made_of.prompt
+        seed = found.seed if found.seed is not None or made_of is None or found.prompt is not None else made_of.seed
+        read_images.append(_Read(name, label, cell, prompt, caption, seed, found.metadata, made_of))
+    return read_images, layout
 
 
 def _lacks_sources(prompts: Sequence[str], cells: Sequence[ImageInfo | None]) -> bool:
@@ -200,16 +243,6 @@ def _lacks_sources(prompts: Sequence[str], cells: Sequence[ImageInfo | None]) ->
     return any(
         cell is not None and cell.had_source and not images_of(prompt) for prompt, cell in zip(prompts, cells, strict=True)
     )
-
-
-def _read_image(file: Path) -> tuple[np.ndarray, ImageInfo | None]:
-    """An image as (H, W, 3) uint8, and its prompt, seed and model if it contains them; of a grid image the first cell."""
-    image = open_image(file)
-    if not has_prompts(image):
-        return np.asarray(image), None
-    _check_no_videos(image, file)
-    images, cells = read_cells(image, file)
-    return to_bytes(images[:1])[0], cells[0]
 
 
 def _check_no_videos(image: Image.Image, file: Path) -> None:
@@ -242,3 +275,8 @@ def is_prompt_folder(path: Path) -> bool:
 def is_image_file(path: Path) -> bool:
     """Whether the path is a file with an image's suffix."""
     return path.suffix.lower() in SUFFIXES and path.is_file()
+
+
+def has_images(folder: Path) -> bool:
+    """Whether a folder has images, in itself or in its folders, as `read` finds them."""
+    return bool(find_images(folder).images)

@@ -10,20 +10,28 @@ from flow_grpo.text import counted
 
 FILE_COLUMNS = ("file_name", "file")
 HOW_TO_GIVE_PROMPTS = (
-    "give --prompt, --prompts with a row for each, or a metadata.jsonl in their folder with the columns file_name and prompt"
+    "give --prompt, --prompts with a row for each, a metadata.jsonl in their folder with the columns file_name and prompt, or a caption "
+    "beside each in a .txt file of its name"
 )
 
 
 def join_prompts(
-    labels: list[str], texts: Sequence[str | None], prompts: PromptSet | str | None, path: Path
+    labels: list[str],
+    texts: Sequence[str | None],
+    prompts: PromptSet | str | None,
+    path: Path,
+    captions: Sequence[str | None] | None = None,
 ) -> tuple[list[str], list[dict]]:
     """The prompt and metadata of each image: matched by file name, by position, or by prompt where that is unambiguous.
 
     Args:
-        texts: the prompts that the images contain.
+        labels: the file of each image, in the folder.
+        texts: the prompts that the images contain. A prompt that is given for an image must be the same.
+        captions: the prompts of images that contain none, where none is given.
     """
+    known = [text or caption for text, caption in zip(texts, captions or texts, strict=True)]
     if prompts is None:
-        return [text or "" for text in texts], [{} for _ in texts]
+        return [text or "" for text in known], [{} for _ in known]
     if isinstance(prompts, str):
         prompts = PromptSet([prompts] * len(labels), [{}] * len(labels))
     column = file_column(prompts)
@@ -32,7 +40,7 @@ def join_prompts(
     elif len(prompts) == len(labels):
         rows = list(range(len(labels)))
     else:
-        return _join_by_prompt(labels, texts, prompts, path)
+        return _join_by_prompt(labels, known, prompts, path)
     for label, text, row in zip(labels, texts, rows, strict=True):
         if text is not None and text != str(prompts.prompts[row]):
             raise FlowGRPOError(

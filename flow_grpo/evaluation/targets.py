@@ -193,8 +193,7 @@ def _folder(path: Path, options: TargetOptions) -> Target:
         return _lora(path, options)
     if (path / layout.CONFIG).is_file():
         return _run(path, options)
-    files = [file for file in path.iterdir() if image_sets.is_image_file(file) or file.name in image_sets.MANIFESTS]
-    if not files:
+    if not image_sets.has_images(path):
         raise FlowGRPOError(f"{path} is not {TARGET_KINDS}.")
     return _images(path, options)
 

@@ -38,7 +38,7 @@ def test_each_format_gives_its_pixels(kind):
     settings = {"JPEG": {"quality": 100, "subsampling": 0}, "WEBP": {"lossless": True}, "AVIF": {"quality": 100}}
     image = read_image(saved(Image.fromarray(CORNERS), kind, **settings.get(kind, {})))
     assert (image.mode, image.size) == ("RGB", (16, 8))
-    assert np.abs(np.asarray(image).astype(int) - CORNERS).max() < 100
+    assert np.abs(np.asarray(image).astype(int) - CORNERS).mean() < 10
 
 
 @pytest.mark.parametrize("orientation", range(1, 9))
@@ -82,7 +82,9 @@ def test_greys_of_16_bits_and_floats_are_scaled_to_8():
 @pytest.mark.parametrize("values", [[0, 255.0], [-1, 0.5], [0, np.nan], [0, np.inf]])
 def test_floats_of_an_unknown_range_are_refused(values):
     content = saved(Image.fromarray(np.array([values], np.float32)), "TIFF")
-    with pytest.raises(FlowGRPOError, match=r"the image photo could not be read: its values are from .* save it with 8 bits\.$"):
+    with pytest.raises(
+        FlowGRPOError, match=r"the image photo could not be read: its values are from .* save it with 8 bits\.$"
+    ):
         read_image(content, "photo")
 
 
@@ -117,7 +119,9 @@ def test_half_transparent_greys_are_mixed_with_white():
 
 
 def test_print_colours_are_converted():
-    content = saved(Image.fromarray(np.array([[(0, 255, 255, 0), (0, 0, 0, 255)]] * 8, np.uint8), "CMYK").resize((16, 8)), "TIFF")
+    content = saved(
+        Image.fromarray(np.array([[(0, 255, 255, 0), (0, 0, 0, 255)]] * 8, np.uint8), "CMYK").resize((16, 8)), "TIFF"
+    )
     pixels = np.asarray(read_image(content))
     assert pixels[0, 0].tolist() == [255, 0, 0]
     assert pixels[0, -1].tolist() == [0, 0, 0]

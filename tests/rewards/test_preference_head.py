@@ -125,8 +125,14 @@ def test_votes_on_one_prompt_stay_on_one_side(folder, tmp_path):
         ('{"prompt": "a", "better": "0_dark.png", "worse": "../outside.png"}', "outside its folder"),
         ('{"prompt": "a", "better": "0_dark.png", "worse": "/etc/passwd"}', "outside its folder"),
         ('{"prompt": "a", "better": "0_dark.png", "worse": "link.png"}', "outside its folder"),
-        ('{"prompt": "a", "better": "0_dark.png", "worse": "torn.png"}', r"(torn|huge)\.png.*(could not be read|is not an image)"),
-        ('{"prompt": "a", "better": "0_dark.png", "worse": "huge.png"}', r"(torn|huge)\.png.*(could not be read|is not an image)"),
+        (
+            '{"prompt": "a", "better": "0_dark.png", "worse": "torn.png"}',
+            r"(torn|huge)\.png.*(could not be read|is not an image)",
+        ),
+        (
+            '{"prompt": "a", "better": "0_dark.png", "worse": "huge.png"}',
+            r"(torn|huge)\.png.*(could not be read|is not an image)",
+        ),
     ],
 )
 def test_a_bad_votes_file_is_refused_in_a_clear_error(folder, tmp_path, line, words):
