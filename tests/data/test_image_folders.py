@@ -88,7 +88,9 @@ def geneval(tmp_path):
     for i in (0, 1):
         folder = tmp_path / "images" / f"0000{i}"
         grey(folder / "grid.png", 99, (16, 8))
-        row = {"tag": "counting", "include": [{"class": "cup", "count": i}], "prompt": f"p{i}"} | {"exclude": [1]} * i
+        row = {"tag": "counting", "include": [{"class": "cup", "count": i}], "prompt": f"p{i}"} | (
+            {"exclude": [1]} if i else {}
+        )
         (folder / "metadata.jsonl").write_text(json.dumps(row))
         for n in (0, 1):
             grey(folder / "samples" / f"000{n}.png", 10 * i + n)

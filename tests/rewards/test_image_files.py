@@ -38,7 +38,7 @@ def test_each_format_gives_its_pixels(kind):
     settings = {"JPEG": {"quality": 100, "subsampling": 0}, "WEBP": {"lossless": True}, "AVIF": {"quality": 100}}
     image = read_image(saved(Image.fromarray(CORNERS), kind, **settings.get(kind, {})))
     assert (image.mode, image.size) == ("RGB", (16, 8))
-    assert np.abs(np.asarray(image).astype(int) - CORNERS).mean() < 10
+    assert np.abs(np.asarray(image).astype(int) - CORNERS).mean() < 20  # AVIF halves the resolution of colours
 
 
 @pytest.mark.parametrize("orientation", range(1, 9))
