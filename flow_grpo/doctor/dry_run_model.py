@@ -7,13 +7,16 @@ import torch
 from flow_grpo.config import FlowGRPOConfig
 from flow_grpo.doctor.dry_run_report import DryRunReport
 from flow_grpo.evaluation.held_out import check_evaluation_sizes
-from flow_grpo.plan.estimate import StepEstimator
+from flow_grpo.plan.estimate import StepEstimator, dtype_of
 from flow_grpo.plan.fit import rates_of, run_time, slower_dtype
 from flow_grpo.plan.hardware import GB, Hardware
+from flow_grpo.plan.published import FOLDERS, load_for_plan
 from flow_grpo.plan.trace import UntraceableModel
 from flow_grpo.policy import hub
 from flow_grpo.policy.devices import usable_device
 from flow_grpo.policy.model_files import check_weight_files
+from flow_grpo.policy.policy import Policy
+from flow_grpo.policy.sizes import check_generated
 from flow_grpo.rewards.downloads import is_missing_download
 from flow_grpo.training.early_checks import check_frames
 
@@ -31,6 +34,8 @@ def check_model(args: FlowGRPOConfig, num_processes: int, report: DryRunReport, 
         if not estimate:
             return None
         estimator = StepEstimator(args, torch.device(usable_device(args.device)).type == "cuda", num_processes)
+        name = type(estimator.trace.policy.pipe).__name__
+        check_generated(name, "height and width", (args.height, args.width), estimator.image_size)
         check_evaluation_sizes(estimator.trace.policy, args.evaluation)
         check_frames(args, estimator.trace.policy)
     except UntraceableModel as error:
@@ -40,11 +45,22 @@ def check_model(args: FlowGRPOConfig, num_processes: int, report: DryRunReport, 
         if not is_missing_download(error):
             raise
         report.missing.append(f"the model {args.model}")
+        _check_size_by_packaged_configs(args)
         return None
     report.notes += estimator.trace.notes
     if not Path(source).is_dir() and not _is_cached(estimator):
         report.missing.append(f"the weights of {args.model}")
     return estimator
+
+
+def _check_size_by_packaged_configs(args: FlowGRPOConfig) -> None:
+    """Check the size of the images of a model that is not here, if the package has its configs: only the VAE's code runs."""
+    if args.model not in FOLDERS or (args.height is None and args.width is None):
+        return
+    dtype = dtype_of(args, cuda=True)
+    policy = Policy(load_for_plan(args.model, dtype, cuda=True)[0], dtype, **args.pipeline_call_kwargs())
+    size = policy.decode(torch.zeros(1, *policy.schedule(2)[1])).shape[-2:]
+    check_generated(type(policy.pipe).__name__, "height and width", (args.height, args.width), size)
 
 
 def _is_cached(estimator: StepEstimator) -> bool:
@@ -69,11 +85,6 @@ def cost_lines(estimator: StepEstimator, args: FlowGRPOConfig, num_processes: in
     ]
     largest = max(1, estimator.largest_microbatch(hardware.memory))
     lines.append(f"the run, without rewards: {run_time(estimator, hardware, rates[estimator.dtype], largest, held_out)}")
-    size = (args.height or height, args.width or width)
-    if size != (height, width):
-        lines.append(
-            f"warning: the model generates {height} x {width} pixels, not {size[0]} x {size[1]}: set height and width so."
-        )
     if estimate.peak > hardware.memory:
         lines.append(f"warning: {hardware.name} has {hardware.memory / GB:.0f} GB: `flow-grpo plan` shows what would fit.")
     if slower := slower_dtype(rates, estimator.dtype):

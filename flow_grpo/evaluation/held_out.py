@@ -15,10 +15,11 @@ from flow_grpo.errors import FlowGRPOError
 from flow_grpo.evaluation.generate import generate_images, image_seed
 from flow_grpo.evaluation.image_metrics import NUM_DIVERSITY_PROMPTS, high_frequency_power, rms_difference, score_images
 from flow_grpo.policy.pipeline import FlowPipeline
+from flow_grpo.policy.sizes import check_size
 from flow_grpo.progress import phase
 from flow_grpo.rewards import WeightedSum
 from flow_grpo.run_folder.samples import best_and_worst
-from flow_grpo.text import counted, first_line
+from flow_grpo.text import counted
 from flow_grpo.training.interrupt import Interrupted, call_interruptibly
 from flow_grpo.types import Evaluation
 
@@ -131,28 +132,10 @@ def _in_prompt_order(parts: list[Tensor]) -> Tensor:
     return torch.cat(parts)[torch.tensor(indices, dtype=torch.long).argsort()]
 
 
-@torch.no_grad()
 def check_evaluation_sizes(model: FlowPipeline, settings: EvaluationConfig) -> None:
     """Generate an image at each size that differs from training's. FlowGRPOError if that fails or has another size."""
     if settings.height or settings.width:
         at = model.at_size(settings.height, settings.width)
-        _check(at, "evaluation.height and width", at.call.get("height"), at.call.get("width"))
+        check_size(at, "evaluation.height and width", at.call.get("height"), at.call.get("width"))
     for height, width in settings.sizes:
-        _check(model.at_size(height, width), "evaluation.sizes", height, width)
-
-
-def _check(model: FlowPipeline, setting: str, height: int | None, width: int | None) -> None:
-    name, row = type(model.pipe).__name__, torch.zeros(1, dtype=torch.long)
-    try:
-        schedule, shape = model.schedule(2)
-        x = torch.zeros(1, *shape)
-        model.velocity(x, schedule.timesteps[0], model.encode(model.probe_prompts[:1]), row)
-        size = model.decode(x).shape[-2:]
-    except torch.OutOfMemoryError:
-        raise
-    except Exception as error:  # each pipeline has its own
-        raise FlowGRPOError(f"{setting}: {name} can't generate {height} x {width} pixels: {first_line(error)}") from error
-    if size != (height or size[0], width or size[1]):
-        raise FlowGRPOError(
-            f"{setting}: {name} generates {size[0]} x {size[1]} pixels, not {height} x {width}: set that size."
-        )
+        check_size(model.at_size(height, width), "evaluation.sizes", height, width)

@@ -9,6 +9,7 @@ from flow_grpo.data.prompt_mixture import PromptSampler, PromptSet, load_run_pro
 from flow_grpo.distributed.processes import Processes
 from flow_grpo.policy import hub
 from flow_grpo.policy.policy import Policy
+from flow_grpo.policy.sizes import check_size
 from flow_grpo.rewards import WeightedSum
 from flow_grpo.text import counted
 from flow_grpo.training import early_checks
@@ -83,6 +84,7 @@ def build_run(
     policy = model if isinstance(model, Policy) else load_run_policy(args, processes, all_prompts)
     policy.check_images(all_prompts)
     early_checks.check_frames(args, policy)
+    check_size(policy, "height and width", policy.call.get("height"), policy.call.get("width"))
     prepare_policy(policy, args, processes)
     given_images = all(stage.dataset is not None for _, stage in args.resolved_stages())  # with prompts of their own
     source = prompts if isinstance(prompts, str) else None

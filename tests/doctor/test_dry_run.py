@@ -5,17 +5,19 @@ import json
 import shutil
 
 import pytest
-import torch
 from support.embedded import short_run
 from support.paths import SAMPLE_REWARDS
 from support.reward_servers import Stub
 
 from flow_grpo.config import FlowGRPOConfig
 from flow_grpo.doctor.dry_run import dry_run
+from flow_grpo.doctor.dry_run_model import check_model
+from flow_grpo.doctor.dry_run_report import DryRunReport
+from flow_grpo.errors import FlowGRPOError
 from flow_grpo.plan import block_speed
-from flow_grpo.plan.trace import ModelTrace
 from flow_grpo.policy import loading
 from flow_grpo.policy.hub import BUNDLED_MODELS
+from flow_grpo.policy.pipeline import FlowPipeline
 from flow_grpo.rewards import downloads
 from flow_grpo.trainer import FlowGRPOTrainer
 from flow_grpo.training.early_checks import check_output
@@ -213,14 +215,23 @@ def test_a_dropped_reward_that_fails_is_a_warning(tmp_path):
     )
 
 
-def test_a_model_that_draws_another_size_is_a_warning(tmp_path, monkeypatch):
+def test_a_size_that_the_model_does_not_draw_is_refused_by_dry_run_and_run(tmp_path, monkeypatch):
     """Some pipelines round the size without a word."""
-    real = ModelTrace.decoded_shape
-    monkeypatch.setattr(
-        ModelTrace, "decoded_shape", lambda self, rows: torch.Size((3, *(s - 16 for s in real(self, rows)[-2:])))
-    )
-    lines = dry_run(short_run(tmp_path, "height=32", "width=80", "evaluation.prompts=null"))
-    assert "warning: the model generates 16 x 64 pixels, not 32 x 80: set height and width so." in lines
+    args, real = short_run(tmp_path, "height=32", "width=80", "evaluation.prompts=null"), FlowPipeline.decode
+    monkeypatch.setattr(FlowPipeline, "decode", lambda *given: real(*given)[..., :16, :64])
+    for start in (dry_run, lambda args: FlowGRPOTrainer(args=args)):
+        with pytest.raises(
+            FlowGRPOError, match=r"height and width: .*Pipeline generates 16 x 64 pixels, not 32 x 80: set that size"
+        ):
+            start(args)
+
+
+def test_the_size_of_a_published_model_is_checked_without_its_files(monkeypatch):
+    """FLUX takes multiples of 16; its configs are in the package."""
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    args = FlowGRPOConfig.from_yaml("flux_dev_ocr", ["height=504"])
+    with pytest.raises(FlowGRPOError, match="FluxPipeline generates 496 x 512 pixels, not 504 x 512"):
+        check_model(args, 1, DryRunReport(), estimate=True)
 
 
 class Counting(Stub):

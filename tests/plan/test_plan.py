@@ -541,7 +541,7 @@ def test_a_run_takes_its_steps_and_the_operations_of_its_evaluations(default):
     one = (20 + 16) * (default.args.evaluation.steps * forward + decoding) / 1e12
     assert time.seconds == pytest.approx(default.args.steps * step + time.evaluations * one)
     larger = default.args.evaluation.model_copy(update={"height": 64, "width": 160})
-    assert default.trace.operations_per_image(larger) > 3 * default.trace.operations_per_image(default.args.evaluation)
+    assert default.trace.operations_per_image(larger) > 2.5 * default.trace.operations_per_image(default.args.evaluation)
 
 
 def test_no_weights_are_read(monkeypatch):
