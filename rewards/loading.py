@@ -227,7 +227,7 @@ def _public_names(file: Path) -> list[str]:
 
 
 def _import_file(kind: str, path: str) -> Any:
-    file = Path(path)
+    file = Path(path).expanduser()
     if not file.is_file():
         raise FlowGRPOError(f"there is no {kind} file {path}.")
     digest = hashlib.sha256(os.fsencode(file.resolve())).hexdigest()[:16]  # files in several folders may share a name

@@ -6,7 +6,7 @@ from pydantic import Field, model_validator
 
 from flow_grpo import methods
 from flow_grpo.config.anchors import CRDS_RAMP, KL, AnchorConfig, Decay, DecayRamp, NamedAnchor, name_anchors
-from flow_grpo.config.sections import ConfigSection, PositiveFloat, PositiveInt, Share
+from flow_grpo.config.sections import ConfigSection, PathText, PositiveFloat, PositiveInt, Share
 from flow_grpo.errors import FlowGRPOError
 
 # Adapters that slowly follow the trained one; checkpoints have these names.
@@ -175,7 +175,7 @@ class NoiseLevels(ObjectiveConfig):
 
 
 class Dataset(ObjectiveConfig):
-    dataset: str | None = None
+    dataset: PathText | None = None
     """Images to train on instead of rollouts: a table with the columns prompt and image (for dpo prompt, chosen and rejected), or, for sft,
     images that `flow-grpo sample` wrote."""
 

@@ -11,6 +11,8 @@ from flow_grpo.config.old_names import DPO_BETA
 from flow_grpo.errors import FlowGRPOError
 from flow_grpo.text import suggest
 
+SUFFIX, CUSTOM = "_objective", "custom"  # of the types' names, and the one of your own function
+
 
 def section_type(name: str) -> type[ObjectiveConfig]:
     """The section of an objective: what all objectives read, and the settings that its row names.
@@ -19,7 +21,7 @@ def section_type(name: str) -> type[ObjectiveConfig]:
         FlowGRPOError: there is no such objective.
     """
     if methods.is_custom(name):
-        return _joined("custom", methods.CUSTOM_SETTINGS)
+        return _joined(CUSTOM, methods.CUSTOM_SETTINGS)
     if name not in methods.OBJECTIVES:
         known = list(methods.OBJECTIVES)
         raise FlowGRPOError(f"there is no objective {name}.{suggest(name, known)} Choose one of {', '.join(known)}.")
@@ -29,7 +31,15 @@ def section_type(name: str) -> type[ObjectiveConfig]:
 @functools.cache
 def _joined(name: str, settings: tuple[str, ...]) -> type[ObjectiveConfig]:
     groups = tuple(SETTINGS[group] for group in settings) or (ObjectiveConfig,)
-    return create_model(f"{name}_objective", __base__=groups)
+    return create_model(f"{name}{SUFFIX}", __base__=groups, __module__=__name__)
+
+
+def __getattr__(name: str) -> Any:
+    """`grpo_objective` and others, by which pickle finds the type of a section."""
+    objective = name.removesuffix(SUFFIX)
+    if objective == name or objective not in (*methods.OBJECTIVES, CUSTOM):
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return section_type(f":{CUSTOM}" if objective == CUSTOM else objective)
 
 
 def section_types() -> dict[str, type[ObjectiveConfig]]:

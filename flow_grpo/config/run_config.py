@@ -72,7 +72,7 @@ class FlowGRPOConfig(RunSettings):
         if self.stages:
             total = sum(stage.steps for stage in parts)
             validation.check_total_steps(self, total)
-            self.steps = total
+            self.__dict__["steps"] = total  # as set, it would be checked again
         else:
             validation.check_run(self)
         return self
@@ -126,7 +126,8 @@ class FlowGRPOConfig(RunSettings):
         file_values = _with_current_names(values)
         values = _overridden(file_values, overrides or [])
         values.setdefault("output_dir", "runs/{name}")
-        values["output_dir"] = str(values["output_dir"]).replace("{name}", file.stem)
+        if isinstance(values["output_dir"], str | int):
+            values["output_dir"] = str(values["output_dir"]).replace("{name}", file.stem)
         try:
             return cls._validated(values)
         except ValueError as error:

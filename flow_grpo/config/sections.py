@@ -2,18 +2,42 @@
 
 import math
 from collections.abc import Iterator
-from pathlib import PurePath
+from pathlib import Path, PurePath
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    ValidationError,
+    field_validator,
+    model_validator,
+)
 from pydantic_core import PydanticCustomError
 
 from flow_grpo.errors import FlowGRPOError
+from flow_grpo.text import suggest
 
 PositiveInt = Annotated[int, Field(gt=0)]
 PositiveFloat = Annotated[float, Field(gt=0)]
 Share = Annotated[float, Field(ge=0, le=1)]
 Pixels = Annotated[int, Field(gt=0, le=2**14)]
+
+
+def path_text(text: str) -> str:
+    """A path or another name of something, with the home folder in place of ~. FlowGRPOError if it is empty or has a ${VARIABLE}."""
+    if not text.strip():
+        raise PydanticCustomError("path", "it should be a path or a name")
+    if "${" in text:
+        raise PydanticCustomError(
+            "path", "variables are not replaced here: write the path itself, or let the shell replace it"
+        )
+    return str(Path(text).expanduser()) if text.startswith("~") else text
+
+
+PathText = Annotated[str, AfterValidator(path_text)]
 
 
 class ConfigSection(BaseModel):
@@ -28,6 +52,20 @@ class ConfigSection(BaseModel):
             if not math.isfinite(value):
                 raise FlowGRPOError(f"{'.'.join(path)} is {value}, but it should be a finite number.")
         return values
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Set a setting, checked as if the config was read with it. FlowGRPOError, and nothing is set, if it does not fit."""
+        fields = type(self).model_fields
+        if name not in fields:
+            raise FlowGRPOError(f"there is no setting {name}.{suggest(name, list(fields))}")
+        try:
+            checked = type(self).model_validate({**dict(self), name: value})
+        except ValidationError as error:
+            first = error.errors()[0]
+            own = first["ctx"]["error"] if first["type"] == "value_error" else None
+            should = first["msg"].replace("Input should", "it should")
+            raise FlowGRPOError(str(own or f"{name} is {value!r}, but {should}.")) from None
+        super().__setattr__(name, getattr(checked, name))
 
     def changed(self) -> list[str]:
         """The fields with another value than their default."""
@@ -56,7 +94,7 @@ class LoraConfig(ConfigSection):
     targets: list[str] | Literal["all"] | None = None
     """Modules of the transformer that get a LoRA, by the end of their name; by default the attention projections; `all` are all linear
     layers, which learn faster and take more memory."""
-    init_from: str | None = None
+    init_from: PathText | None = None
     """A saved LoRA to continue training from: a folder, a .safetensors file or a hub id. It keeps its own rank, alpha and targets: those
     settings have no effect then."""
 
@@ -125,7 +163,7 @@ class RewardConfig(ConfigSection):
 
 
 class PromptSetConfig(ConfigSection):
-    file: str
+    file: PathText
     """The prompts: a file, a hub data set or a name, as in `prompts`."""
     name: str | None = None
     """Its name in the metrics; by default the file's name without its ending."""
@@ -161,7 +199,7 @@ def _read_prompt_sets(value: Any) -> Any:
     return sets
 
 
-Prompts = Annotated[str | list[PromptSetConfig] | None, BeforeValidator(_read_prompt_sets)]
+Prompts = Annotated[PathText | list[PromptSetConfig] | None, BeforeValidator(_read_prompt_sets)]
 
 
 class PromptSkippingConfig(ConfigSection):
@@ -212,7 +250,7 @@ class EvaluationConfig(ConfigSection):
 
 
 class MemoryConfig(ConfigSection):
-    embedding_cache_dir: str | None = None
+    embedding_cache_dir: PathText | None = None
     """Folder that keeps prompt embeddings for later runs, such as ~/.cache/flow-grpo: these load no text encoder."""
     offload_text_encoders: bool = False
     """Text encoders are on the CPU while no prompt is encoded."""

@@ -15,6 +15,7 @@ from flow_grpo.config.sections import (
     LoraConfig,
     MemoryConfig,
     OptimizerConfig,
+    PathText,
     Pixels,
     PositiveInt,
     Prompts,
@@ -32,7 +33,7 @@ def _bundled_prompts(values: dict[str, Any]) -> str | None:
 class RunSettings(ConfigSection):
     """The fields of `FlowGRPOConfig`, and what follows from them alone."""
 
-    model: str = "tiny"
+    model: PathText = "tiny"
     """A diffusers folder, a hub id, or the name of a shipped model."""
     dtype: Literal["auto", "fp32", "bf16", "fp16"] = "auto"
     """Dtype of the base weights and of autocast; `auto` is bf16 where the device is faster in it, else fp32. LoRA: float32."""
@@ -88,7 +89,7 @@ class RunSettings(ConfigSection):
 
     seed: int = 0
     """Every random draw derives from (seed, step, prompt, image)."""
-    output_dir: str = "runs/run"
+    output_dir: PathText = "runs/run"
     """Run folder. Default for a config file: runs/NAME, its file name. `{name}` in your own value is replaced by it."""
     save_every: PositiveInt = 25
     """Training steps between checkpoints."""

@@ -39,12 +39,12 @@ def resolve_model(name: str) -> str:
     """The folder or hub id of a model. FlowGRPOError if there is no such folder, or the hub has no such model."""
     if name in BUNDLED_MODELS:
         return str(BUNDLED_MODELS[name])
-    folder = Path(name)
+    folder = Path(name).expanduser()
     if folder.is_dir():
         if not (folder / INDEX).exists():
             raise FlowGRPOError(f"the folder {name} has no {INDEX}, so it is not a diffusers pipeline.")
         _check_no_code(folder)
-        return name
+        return str(folder)
     if not looks_like_hub_id(name):
         raise FlowGRPOError(
             f"there is no model folder {name}; give a diffusers folder, a hub id such as "
@@ -122,7 +122,7 @@ def resolve_lora(path: str | Path) -> tuple[str, str | None]:
 
     The folder of a finished run has it in lora/, or has a transformer/. FlowGRPOError if there is none.
     """
-    folder = Path(path)
+    folder = Path(path).expanduser()
     if folder.is_file():
         return str(folder.parent), folder.name
     if not folder.exists() and looks_like_hub_id(str(path)):

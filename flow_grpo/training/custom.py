@@ -1,6 +1,7 @@
 """Load objective and advantage functions of the user by import path or file; their errors name them."""
 
 import functools
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -11,6 +12,7 @@ from flow_grpo.config.objective import ObjectiveConfig
 from flow_grpo.errors import FlowGRPOError
 from flow_grpo.methods import is_custom
 from flow_grpo.rewards.user_code import guarded
+from flow_grpo.text import suggest
 from flow_grpo.types import RATIO_DEVIATION, Loss, NoisedImage, TrainedStep
 
 
@@ -23,11 +25,31 @@ def load_custom_function(kind: str, name: str) -> Callable | None:
     if not callable(function):
         raise FlowGRPOError(f"{kind} {name} is not a function.")
 
+    @functools.wraps(function)
     def called(*args: Any, **kwargs: Any) -> Any:
         with guarded(f"{kind} {name}", lambda error: f"{kind} {name} raised {error}"):
             return function(*args, **kwargs)
 
     return called
+
+
+def check_options(objective: ObjectiveConfig) -> None:
+    """Check that the user's objective takes its options. FlowGRPOError if not."""
+    function = load_custom_function("objective", objective.name)
+    if function is None:
+        return
+    try:
+        signature = inspect.signature(function)
+    except (TypeError, ValueError):  # of some functions that are written in C
+        return
+    try:
+        signature.bind(None, None, **objective.options)
+    except TypeError as error:
+        known = list(signature.parameters)[2:]
+        unknown = next((name for name in objective.options if name not in known), "")
+        raise FlowGRPOError(
+            f"objective {objective.name}: {error}.{suggest(unknown, known)} Its options are {', '.join(known) or 'none'}."
+        ) from error
 
 
 def custom_loss(objective: ObjectiveConfig, inputs: TrainedStep | NoisedImage, advantage: Tensor) -> Loss:

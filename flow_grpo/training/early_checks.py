@@ -17,7 +17,7 @@ from flow_grpo.policy.pipeline import FlowPipeline
 from flow_grpo.rewards import Reward, WeightedSum
 from flow_grpo.rewards.groups import GROUP, scope_of
 from flow_grpo.run_folder.opening import check_begun
-from flow_grpo.training.custom import load_custom_function
+from flow_grpo.training.custom import check_options, load_custom_function
 from flow_grpo.training.zero import STAGES, import_deepspeed
 
 
@@ -28,7 +28,7 @@ def check_settings(args: FlowGRPOConfig, num_processes: int) -> None:
     if args.memory.shard in STAGES and num_processes > 1:
         import_deepspeed(args.memory.shard, torch.device(device))
     for _, stage in args.resolved_stages():
-        load_custom_function("objective", stage.objective.name)
+        check_options(stage.objective)
         load_custom_function("advantage", stage.objective.advantage)
         pairs = stage.method.rows_per_pair == 2
         Processes(0, num_processes).local_microbatch(

@@ -12,6 +12,7 @@ from flow_grpo.errors import FlowGRPOError
 from flow_grpo.progress import phase
 from flow_grpo.rewards import Reward, WeightedSum
 from flow_grpo.rewards.loading import import_path, with_frames
+from flow_grpo.text import suggest
 
 RESERVED_NAMES = ("reward", "diversity")  # other metrics, which a reward function might be named like
 HUMAN = "human"  # the reward that asks a person
@@ -90,6 +91,10 @@ def _trained_rewards(args: FlowGRPOConfig, reward_funcs: Any) -> dict[str, tuple
     functions = reward_funcs if isinstance(reward_funcs, list) else [reward_funcs]
     names = [_name_of(function) for function in functions]
     trained = {n: (f, args.rewards.get(n, RewardConfig())) for n, f in zip(names, functions, strict=True)}
+    unused = [name for name in args.rewards if name not in trained] if "rewards" in args.model_fields_set else []
+    unset = [name for name in trained if name not in args.rewards]
+    if misspelt := next((name for name in unused if suggest(name, unset)), None):
+        raise FlowGRPOError(f"rewards.{misspelt} is for none of reward_funcs.{suggest(misspelt, unset)}")
     if len(trained) < len(functions):
         raise FlowGRPOError("two of reward_funcs have the same name: give each function or class its own name.")
     return trained

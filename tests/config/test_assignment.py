@@ -1,0 +1,101 @@
+"""Config objects in Python: assignment, pickle, and texts that are paths."""
+
+import os
+import pickle
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from support import small_policy as small
+from support.paths import ROOT
+
+from flow_grpo import FlowGRPOConfig
+from flow_grpo.methods import OBJECTIVES
+
+
+@pytest.mark.parametrize(
+    ("section", "name", "value", "sentence"),
+    [
+        ("", "steps", "ten", "steps is 'ten', but it should be a whole number"),
+        ("", "stepz", 3, "there is no setting stepz. Did you mean steps?"),
+        ("", "rewards", {}, "rewards is empty"),
+        ("optimizer", "lr", -1, "lr is -1, but it should be greater than 0"),
+        ("objective", "clip_high", "auo", "clip_high"),
+        ("memory", "quantize", "int3", "quantize is 'int3'"),
+    ],
+)
+def test_an_assignment_that_does_not_fit_is_refused_and_changes_nothing(section, name, value, sentence):
+    args = FlowGRPOConfig()
+    target = getattr(args, section) if section else args
+    with pytest.raises(ValueError, match=sentence):
+        setattr(target, name, value)
+    assert args == FlowGRPOConfig()
+
+
+def test_an_assignment_may_use_the_short_forms_of_a_file():
+    args = FlowGRPOConfig(stages=[{"steps": 1}, {"steps": 2}])
+    args.rewards, args.trackers, args.steps = ["clip"], "wandb", 3
+    args.optimizer.lr = 1
+    assert args.rewards["clip"].weight == 1
+    assert (args.trackers, args.optimizer.lr) == ({"wandb": {}}, 1.0)
+
+
+@pytest.mark.parametrize("name", ["", *OBJECTIVES])
+def test_a_config_can_be_pickled(name):
+    if OBJECTIVES.get(name) and (OBJECTIVES[name].offline or not OBJECTIVES[name].stepwise):
+        section = {"name": name, **({"dataset": "a.jsonl"} if OBJECTIVES[name].offline else {})}
+        args = FlowGRPOConfig(objective=section, sampling={"transition": "ode"})
+    else:
+        args = FlowGRPOConfig(**({"objective": name} if name else {}))
+    assert pickle.loads(pickle.dumps(args)) == args
+
+
+def test_a_config_is_unpickled_in_a_new_process(tmp_path):
+    args = FlowGRPOConfig(objective={"name": "mine.py:loss", "options": {"a": 1}})
+    (tmp_path / "config.pickle").write_bytes(pickle.dumps(args))
+    script = "import pickle; print(pickle.load(open('config.pickle', 'rb')).objective.options['a'])"
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run([sys.executable, "-c", script], cwd=tmp_path, env=environment, capture_output=True, text=True)
+    assert done.stdout.strip() == "1", done.stderr
+
+
+def test_a_tilde_is_the_home_folder_in_every_path(monkeypatch):
+    monkeypatch.setenv("HOME", "/home/me")
+    args = FlowGRPOConfig(
+        model="~/model",
+        prompts=["~/a.txt", {"file": "~/b.txt"}],
+        output_dir="~/runs/x",
+        lora={"init_from": "~/lora"},
+        evaluation={"prompts": "~/c.txt"},
+        memory={"embedding_cache_dir": "~/cache"},
+    )
+    paths = [args.model, *(one.file for one in args.prompts), args.output_dir, args.lora.init_from, args.evaluation.prompts]
+    assert [Path(path).parts[:3] for path in [*paths, args.memory.embedding_cache_dir]] == [("/", "home", "me")] * 7
+    assert FlowGRPOConfig.from_yaml("tiny_ocr", ["output_dir=~/{name}"]).output_dir == "/home/me/tiny_ocr"
+
+
+@pytest.mark.parametrize("override", ["output_dir=", 'output_dir=""', "prompts=' '", "model=", "output_dir=${HOME}/x"])
+def test_an_empty_path_or_one_with_a_variable_is_refused(override):
+    with pytest.raises(ValueError, match=r"(is '.*'|is None), but (it should be|variables are not replaced)") as error:
+        FlowGRPOConfig.from_yaml("tiny_ocr", [override])
+    assert override.partition("=")[0] in str(error.value)
+
+
+def test_a_misspelt_option_of_an_objective_is_refused_before_training(tmp_path):
+    from flow_grpo.training.early_checks import check_settings
+
+    (tmp_path / "mine.py").write_text("def loss(step, advantage, strength=1.0):\n    return step.log_prob * advantage\n")
+    objective = {"name": f"{tmp_path / 'mine.py'}:loss", "options": {"strenght": 2.0}}
+    with pytest.raises(ValueError, match=r"strenght.* Did you mean strength\? Its options are strength\."):
+        check_settings(FlowGRPOConfig(objective=objective), 1)
+    check_settings(FlowGRPOConfig(objective={**objective, "options": {"strength": 2.0}}), 1)
+
+
+def test_a_misspelt_weight_of_a_function_is_refused(tmp_path):
+    def redness(images, prompts):
+        return images[:, 0].mean((1, 2))
+
+    args = small.settings(rewards={"rednes": 0.5}, output_dir=str(tmp_path))
+    with pytest.raises(ValueError, match=r"rewards\.rednes is for none of reward_funcs\. Did you mean redness\?"):
+        small.trainer(args, reward_funcs=[redness], train_dataset=["a", "b"])
