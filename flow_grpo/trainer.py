@@ -7,7 +7,6 @@ from typing import Any
 
 from flow_grpo.config import FlowGRPOConfig
 from flow_grpo.evaluation.evaluator import Evaluator
-from flow_grpo.policy.policy import Policy
 from flow_grpo.report import page
 from flow_grpo.run_folder import opening
 from flow_grpo.tracking.tracker import Tracker
@@ -23,7 +22,8 @@ class FlowGRPOTrainer:
     """Fine-tunes a flow-matching text-to-image model with rewards. The shape is that of TRL's `GRPOTrainer`.
 
     Args:
-        model: a folder, hub id or bundled name, by default `args.model`; or a `Policy`, which keeps its own call settings.
+        model: a folder, hub id or bundled name, by default `args.model`; a pipeline of diffusers, which is trained in place; or a `Policy`,
+            which keeps its own size, guidance, dtype and LoRA: the run's config then has these.
         reward_funcs: rewards by name, or a list of names, import paths or callables; by default `args.rewards`. The settings of a name
             in `args.rewards`, such as its weight, are used; the run's config then has these rewards in place of `args.rewards`.
         args: the run's settings.
@@ -37,7 +37,7 @@ class FlowGRPOTrainer:
 
     def __init__(
         self,
-        model: str | Policy | None = None,
+        model: Any = None,
         reward_funcs: Any = None,
         args: FlowGRPOConfig | None = None,
         train_dataset: Prompts | None = None,

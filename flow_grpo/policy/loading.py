@@ -24,7 +24,7 @@ from flow_grpo.rewards.downloads import downloads
 
 @quietly()
 def load_policy(
-    path_or_name: str,
+    model: str | Path | DiffusionPipeline,
     device: str | None = None,
     dtype: str = "auto",
     lora: str | Path | None = None,
@@ -33,12 +33,14 @@ def load_policy(
     prompts: list[str] | None = None,
     **call: Any,
 ) -> Policy:
-    """Load a policy from a diffusers folder, a hub id or the name of a bundled model (`tiny`).
+    """Load a policy from a diffusers folder, a hub id or the name of a bundled model (`tiny`), or make one of a loaded pipeline.
+
+    A pipeline is changed in place: it is moved to the device, and the LoRA is added to it.
 
     Args:
         device: torch device; by default the accelerator if there is one, else the CPU.
         dtype: of the base weights and of autocast: fp32, bf16, fp16, or auto, which is bf16 where the device is faster in it
-            and fp32 elsewhere. A LoRA is always float32.
+            and fp32 elsewhere; of a loaded pipeline auto is its own. A LoRA is always float32.
         lora: a saved LoRA, as `Policy.load_lora` takes it.
         guidance: guidance scale, whatever the pipeline's argument for it is called; 1 is off.
         memory: device placement, quantisation, gradient checkpointing.
@@ -53,8 +55,16 @@ def load_policy(
         raise FlowGRPOError(f"unknown dtype {dtype!r}; choose one of auto, {', '.join(DTYPES)}.")
     if not math.isfinite(guidance):
         raise FlowGRPOError(f"guidance={guidance} is not a finite number: set one, or 1 for none.")
-    source = hub.resolve_model(path_or_name)
     device = usable_device(device)
+    if isinstance(model, DiffusionPipeline):
+        _check_loaded(memory)
+        pipe, embeddings = model, EmbeddingCache()
+        weights_dtype = pipe.transformer.dtype if dtype == "auto" else DTYPES[dtype]
+        if weights_dtype != pipe.transformer.dtype:
+            pipe.to(weights_dtype)
+        return _policy(pipe, weights_dtype, guidance, memory, device=device, embeddings=embeddings, lora=lora, call=call)
+    path_or_name = str(model)
+    source = hub.resolve_model(path_or_name)
     weights_dtype = default_dtype(device) if dtype == "auto" else DTYPES[dtype]
     key = [hub.fingerprint(source), str(weights_dtype), guidance > 1, sorted(call.items())]
     embeddings = EmbeddingCache(memory.embedding_cache_dir, key)
@@ -63,9 +73,47 @@ def load_policy(
     options = _loading_options(source, weights_dtype, memory, without_encoders)
     with phase(f"loading {path_or_name}"), load_errors(path_or_name), downloads(source):
         pipe = DiffusionPipeline.from_pretrained(source, torch_dtype=weights_dtype, **options)
+    return _policy(pipe, weights_dtype, guidance, memory, device=device, embeddings=embeddings, lora=lora, call=call)
+
+
+def pipeline_of(model: object) -> DiffusionPipeline | None:
+    """The pipeline that was given as a model, or that of a policy; None for a name. FlowGRPOError for anything else."""
+    if model is None or isinstance(model, str | Path):
+        return None
+    pipe = model.pipe if isinstance(model, Policy) else model
+    if not isinstance(pipe, DiffusionPipeline):
+        raise FlowGRPOError(
+            f"model is a {type(model).__name__}: give a diffusers folder, a hub id, the name of a bundled model, a pipeline of diffusers "
+            "or a flow_grpo.Policy."
+        )
+    return pipe
+
+
+def _check_loaded(memory: MemoryConfig) -> None:
+    """Raise FlowGRPOError for settings that a pipeline in memory comes too late for."""
+    late = "quantize" if memory.quantize not in (None, "fp8_layerwise") else None
+    late = "embedding_cache_dir" if memory.embedding_cache_dir is not None else late
+    if late is not None:
+        raise FlowGRPOError(
+            f"memory.{late} is for a model that is loaded by its folder or hub id, and a pipeline was given: leave it out, or give that."
+        )
+
+
+def _policy(
+    pipe: DiffusionPipeline,
+    dtype: torch.dtype,
+    guidance: float,
+    memory: MemoryConfig,
+    *,
+    device: str,
+    embeddings: EmbeddingCache,
+    lora: str | Path | None,
+    call: dict[str, Any],
+) -> Policy:
+    """The policy of a loaded pipeline, on its device and with the settings of `memory`."""
     apply_memory_settings(pipe, memory)  # before the move, so that a GPU never holds weights that are stored smaller
     move_to_device(pipe, torch.device(device), memory)
-    policy = Policy(pipe, weights_dtype, guidance, embeddings, memory.offload_text_encoders, **call)
+    policy = Policy(pipe, dtype, guidance, embeddings, memory.offload_text_encoders, **call)
     if lora is not None:
         policy.load_lora(lora)
     return policy

@@ -162,7 +162,8 @@ class Lora:
 
     def add_adapter_copy(self, adapter: str) -> None:
         """Add a second adapter with the weights of the trained one. It gets no gradients; `update_copy` moves it."""
-        self._inject(self.transformer.peft_config[TRAINED], adapter)
+        if adapter not in self.adapters:  # a policy may be trained twice
+            self._inject(self.transformer.peft_config[TRAINED], adapter)
         self._activate(TRAINED)
         for parameter in self.parameters(adapter).values():
             parameter.data = self._in_float32(parameter)

@@ -45,6 +45,11 @@ class Policy(FlowPipeline):
                 part.requires_grad_(False).eval()
         experts = [name for name in self.family.experts if getattr(self.pipe, name, None) is not None]
         self.lora = Lora(self.pipe, self.dtype, self.family.lora_targets, experts)
+        if self.lora.adapters and TRAINED not in self.lora.adapters:
+            raise FlowGRPOError(
+                f"the pipeline has a LoRA, {', '.join(self.lora.adapters)}: give one without, or merge it by pipe.fuse_lora() and "
+                "pipe.unload_lora_weights(); to train it on, set lora.init_from to its file."
+            )
         self.trained: Lora | FullWeights = self.lora
         self.meter = StepMeter(self.lora, self.device)
         self.ema = MovingAverage(self.trainable_parameters)

@@ -23,6 +23,8 @@ from flow_grpo.run_folder.metrics_file import has_metrics, logged_best_step, rea
 from flow_grpo.run_folder.reader import inputs_of, machine_of
 from flow_grpo.run_folder.samples import delete_images_after
 
+OF_A_POLICY = ("height", "width", "guidance")  # flow-grpo 0.4 did not write down those of a policy that was given
+
 
 def is_begun(folder: Path) -> bool:
     """Whether the folder holds a run: metrics, readable or not, or a checkpoint after the start."""
@@ -157,7 +159,8 @@ def check_unchanged(args: FlowGRPOConfig, inputs: dict[str, str], info: Callable
     found = changes(
         FlowGRPOConfig.from_yaml(file) if file.exists() else args, args, begun | ({"dtype": dtype} if dtype else {}), inputs
     )
-    for change in (change for change in found if not change.resumable):
+    unsure = () if begun else OF_A_POLICY
+    for change in (change for change in found if not change.resumable and change.name not in unsure):
         if change.is_of_content:
             raise FlowGRPOError(
                 f"the content of {change.name} has changed since {folder} was begun: bring the former one back, start another run by "

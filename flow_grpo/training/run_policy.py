@@ -1,6 +1,7 @@
 """The policy of a run: loaded in the run's dtype, with what is trained and what the objectives compare with."""
 
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -11,22 +12,23 @@ from flow_grpo.policy.device_speed import bf16_speedup
 from flow_grpo.policy.devices import DTYPES, default_dtype, usable_device
 from flow_grpo.policy.guidance import check_guidance
 from flow_grpo.policy.loading import load_policy
+from flow_grpo.policy.lora import TRAINED
 from flow_grpo.policy.policy import Policy
 from flow_grpo.policy.trainable import add_trainable_weights
 from flow_grpo.run_folder.reader import machine_of
 from flow_grpo.training.anchors import add_references
 
 
-def load_run_policy(args: FlowGRPOConfig, processes: Processes, prompts: list[str]) -> Policy:
-    """Load the config's model, for those prompts alone unless the run has given images with prompts of their own."""
+def load_run_policy(args: FlowGRPOConfig, processes: Processes, prompts: list[str], pipe: Any = None) -> Policy:
+    """The policy of the config's model, or of a loaded pipeline, for those prompts alone unless the run has given images."""
     has_dataset = any(stage.dataset is not None for _, stage in args.resolved_stages())
     init_from = args.lora.init_from if args.lora else None
     has_guided = any(anchor.to == "guided" for _, stage in args.resolved_stages() for anchor in stage.objective.anchors)
     has_guided = has_guided or args.evaluation.guidance not in (None, args.guidance)
     prompts_to_encode = None if has_dataset or has_guided else prompts  # another guidance encodes them anew
-    dtype = run_dtype(args, processes)
+    dtype = run_dtype(args, processes) if pipe is None else args.dtype
     return load_policy(
-        args.model,
+        args.model if pipe is None else pipe,
         processes.device,
         dtype,
         init_from,
@@ -34,6 +36,18 @@ def load_run_policy(args: FlowGRPOConfig, processes: Processes, prompts: list[st
         prompts=prompts_to_encode,
         **args.pipeline_call_kwargs(),
     )
+
+
+def settings_of(policy: Policy, args: FlowGRPOConfig) -> FlowGRPOConfig:
+    """The settings with the size, guidance, dtype and LoRA that a given policy has, in place of those that are not applied to it."""
+    names = {dtype: name for name, dtype in DTYPES.items()}
+    own: dict[str, Any] = {name: policy.call.get(name) for name in ("height", "width")}
+    own |= {"guidance": policy.guidance, "dtype": names.get(policy.dtype, args.dtype)}
+    if policy.has_lora and args.lora is not None:
+        lora = policy.lora.transformer.peft_config[TRAINED]
+        values = {"rank": lora.r, "alpha": float(lora.lora_alpha), "targets": sorted(lora.target_modules)}
+        own["lora"] = args.lora.model_copy(update=values)
+    return args.model_copy(update=own)
 
 
 def run_dtype(args: FlowGRPOConfig, processes: Processes) -> str:

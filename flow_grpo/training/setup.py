@@ -8,6 +8,7 @@ from flow_grpo.data import prompt_overlap
 from flow_grpo.data.prompt_mixture import PromptSampler, PromptSet, load_run_prompts, sampler_of
 from flow_grpo.distributed.processes import Processes
 from flow_grpo.policy import hub
+from flow_grpo.policy.loading import pipeline_of
 from flow_grpo.policy.policy import Policy
 from flow_grpo.policy.sizes import check_size
 from flow_grpo.rewards import WeightedSum
@@ -15,7 +16,7 @@ from flow_grpo.text import counted
 from flow_grpo.training import early_checks
 from flow_grpo.training.inputs import digests_of_inputs
 from flow_grpo.training.rewards import build_rewards, recorded_rewards
-from flow_grpo.training.run_policy import dtype_and_reason, load_run_policy, prepare_policy
+from flow_grpo.training.run_policy import dtype_and_reason, load_run_policy, prepare_policy, settings_of
 
 Prompts = PromptSet | list[str] | str  # as given: a set, a list, or the name of one
 
@@ -46,7 +47,7 @@ class RunParts:
 
 
 def build_run(
-    model: str | Policy | None,
+    model: Any,
     reward_funcs: Any,
     args: FlowGRPOConfig,
     train_dataset: Prompts | None,
@@ -57,10 +58,11 @@ def build_run(
     Raises:
         FlowGRPOError: whatever does not fit, in one sentence.
     """
-    model_args = args.with_model(hub.model_name(model.pipe) if isinstance(model, Policy) else model or args.model)
+    pipe = pipeline_of(model)
+    model_args = args.with_model(str(model or args.model) if pipe is None else hub.model_name(pipe))
     prompts = model_args.training_prompts if train_dataset is None else train_dataset
     train_set = load_run_prompts(prompts)
-    keeps_model = model is None or (isinstance(model, Policy) and "model" in args.model_fields_set)
+    keeps_model = model is None or (pipe is not None and "model" in args.model_fields_set)
     run_args = args if keeps_model else model_args  # the run folder, report and export name this model
     args = run_args.with_launcher_settings()
     held_out = args.evaluation.prompts if eval_dataset is None else eval_dataset
@@ -81,7 +83,8 @@ def build_run(
         early_checks.check_scope(name, reward, args)
     eval_prompts = [] if eval_set is None else eval_set.prompts
     all_prompts = [*train_set.prompts, *eval_prompts]
-    policy = model if isinstance(model, Policy) else load_run_policy(args, processes, all_prompts)
+    policy = model if isinstance(model, Policy) else load_run_policy(args, processes, all_prompts, pipe)
+    args = settings_of(policy, args) if policy is model else args
     policy.check_images(all_prompts)
     early_checks.check_frames(args, policy)
     check_size(policy, "height and width", policy.call.get("height"), policy.call.get("width"))
@@ -115,4 +118,6 @@ def run_headline(args: FlowGRPOConfig, policy: Policy) -> str:
     """What a run prints first: its model, device, dtype, size and folder."""
     where = f"{args.model} on {policy.device} in {dtype_and_reason(args, policy)}"
     size = f"{counted(args.prompts_per_step, 'prompt')} x {counted(args.images_per_prompt, 'image')}"
-    return f"{where}: {counted(args.steps, 'step')} of {size}; run folder {args.output_dir}"
+    own = policy.has_lora and not policy.lora.is_zero and not (args.lora and args.lora.init_from)
+    start = "; it goes on from the LoRA that the policy has" if own else ""
+    return f"{where}: {counted(args.steps, 'step')} of {size}; run folder {args.output_dir}{start}"
