@@ -3,6 +3,8 @@
 Importing this package loads nothing heavy; the names below load when they are first used.
 """
 
+import os
+import sys
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -13,6 +15,11 @@ if TYPE_CHECKING:
     from flow_grpo.policy.loading import load_policy
     from flow_grpo.policy.policy import Policy
     from flow_grpo.trainer import FlowGRPOTrainer
+
+if (
+    "torch" not in sys.modules
+):  # OpenMP reads it once: on a busy machine threads that spin while they wait cost 40 times the work and more
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 __version__ = "0.4.0"
 __all__ = ["FlowGRPOConfig", "FlowGRPOTrainer", "ImagePrompt", "Policy", "PromptSet", "load_policy"]

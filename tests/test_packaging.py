@@ -67,3 +67,12 @@ def test_no_file_of_a_package_is_newer_python_than_the_oldest():
     files = [file for package in ("flow_grpo", "rewards") for file in (ROOT / package).rglob("*.py")]
     found = [str(Path(file).relative_to(ROOT)) for file in files if newer.search(file.read_text())]
     assert found == []
+
+
+def test_importing_the_package_makes_waiting_threads_passive_unless_told_otherwise():
+    script = "import os, flow_grpo; print(os.environ['OMP_WAIT_POLICY'])"
+    for given, expected in ((None, "PASSIVE"), ("ACTIVE", "ACTIVE")):
+        environment = {key: value for key, value in os.environ.items() if key != "OMP_WAIT_POLICY"}
+        environment |= {"PYTHONPATH": str(ROOT), **({"OMP_WAIT_POLICY": given} if given else {})}
+        done = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True)
+        assert done.stdout.strip() == expected, done.stderr

@@ -220,8 +220,8 @@ class PolicyUpdate:
         if not finite and self.policy.dtype != torch.float16:
             self.mid_step = was_mid_step
             raise FlowGRPOError(
-                f"the gradient of step {step + 1} is not finite: look at the last lines of metrics.jsonl, and set a smaller "
-                "optimizer.lr or dtype=fp32."
+                f"the gradient of step {step + 1} is not finite: look at the last lines of metrics.jsonl, and start another run with a "
+                "smaller optimizer.lr or dtype=fp32. If a reward was the cause and is mended, go on with --resume."
             )
         if self.args.ema_decay and finite and number % self.args.ema_every == 0:
             self.policy.ema.update(min(self.args.ema_decay, (1 + step) / (10 + step)))
