@@ -1,7 +1,9 @@
 """What the package says about itself: its version, its types, the Pythons and the torch that CI runs."""
 
+import os
 import re
 import shlex
+import subprocess
 import sys
 from pathlib import Path
 
