@@ -13,6 +13,11 @@ ADVICE = (
     "--rows 1 --columns 1 reads it as one image"
 )
 
+NO_GUTTERS = (
+    "If there is nothing between its images, add --padding 0; else give --padding, and --crop for what is around all."
+)
+PLAIN = 4  # of 255: largest difference within a line of a margin
+
 
 @dataclass(frozen=True)
 class GridOptions:
@@ -64,7 +69,12 @@ def _find(area: np.ndarray, options: GridOptions, name: str, allow_single: bool)
     except NotAGrid as problem:
         if allow_single and not problem.has_images:
             return single_image((area.shape[0], area.shape[1]))
-        advice = "" if "--rows" in str(problem) else f" {ADVICE}."
+        has_own_advice = "--rows" in str(problem)
+        if known and not has_own_advice and not _has_margin(area):
+            return _cut_as_given(
+                area, options, name
+            )  # letters and forms of images without gutters look like parts of a grid
+        advice = "" if has_own_advice else f" {NO_GUTTERS}" if known else f" {ADVICE}."
         raise FlowGRPOError(f"{name} can't be cut into images: {problem}.{advice}") from problem
     if layout is None and known:
         return _cut_as_given(area, options, name)
@@ -77,6 +87,11 @@ def _find(area: np.ndarray, options: GridOptions, name: str, allow_single: bool)
     if options.padding is not None:
         return _cut_as_given(area, GridOptions(layout.rows, layout.columns, options.padding, options.crop), name)
     return layout
+
+
+def _has_margin(area: np.ndarray) -> bool:
+    """Whether one of the four outermost lines has one colour, as where a margin, a title or labels are."""
+    return any(np.ptp(line, axis=0).max() <= PLAIN for line in (area[0], area[-1], area[:, 0], area[:, -1]))
 
 
 def _cut_as_given(area: np.ndarray, options: GridOptions, name: str) -> GridLayout:

@@ -288,3 +288,21 @@ def test_no_image_makes_the_detection_fail(pixels):
     except NotAGrid:
         return
     assert layout is None or layout.filled > 1
+
+
+def test_a_grid_without_gutters_is_cut_by_its_numbers_although_its_letters_look_like_parts():
+    signs = noise(4, 64, 160, low=240, high=253)
+    for i, sign in enumerate(signs):
+        drawn = Image.fromarray(sign)
+        for x in (20, 60, 100):  # letters with straight edges
+            ImageDraw.Draw(drawn).rectangle((x, 16, x + 19, 47), fill=(20 * i, 0, 90))
+        signs[i] = np.asarray(drawn)
+    pixels = np.concatenate([np.concatenate(signs[i : i + 2], 1) for i in (0, 2)])
+    with pytest.raises(ValueError, match="Give --rows and --columns"):
+        layout_of(pixels, GridOptions(), "sheet.png", allow_single=False)
+    layout = layout_of(pixels, GridOptions(2, 2), "sheet.png", allow_single=False)
+    assert (layout.crop_cells(pixels) == signs).all()
+    labelled = np.full((168, 410, 3), 255, np.uint8)  # with labels above and to the left
+    labelled[40:, 90:] = pixels
+    with pytest.raises(ValueError, match=r"If there is nothing between its images, add --padding 0; else .*--crop"):
+        layout_of(labelled, GridOptions(2, 2), "sheet.png", allow_single=False)
