@@ -12,10 +12,6 @@ ADVICE = (
     "Give --rows and --columns, --padding for what is between the images, captions included, and --crop for what is around all; "
     "--rows 1 --columns 1 reads it as one image"
 )
-
-NO_GUTTERS = (
-    "If there is nothing between its images, add --padding 0; else give --padding, and --crop for what is around all."
-)
 PLAIN = 4  # of 255: largest difference within a line of a margin
 
 
@@ -74,7 +70,8 @@ def _find(area: np.ndarray, options: GridOptions, name: str, allow_single: bool)
             return _cut_as_given(
                 area, options, name
             )  # letters and forms of images without gutters look like parts of a grid
-        advice = "" if has_own_advice else f" {NO_GUTTERS}" if known else f" {ADVICE}."
+        no_gutters = "; --padding 0 says that nothing is between the images" if known else ""
+        advice = "" if has_own_advice else f" {ADVICE}{no_gutters}."
         raise FlowGRPOError(f"{name} can't be cut into images: {problem}.{advice}") from problem
     if layout is None and known:
         return _cut_as_given(area, options, name)

@@ -304,5 +304,5 @@ def test_a_grid_without_gutters_is_cut_by_its_numbers_although_its_letters_look_
     assert (layout.crop_cells(pixels) == signs).all()
     labelled = np.full((168, 410, 3), 255, np.uint8)  # with labels above and to the left
     labelled[40:, 90:] = pixels
-    with pytest.raises(ValueError, match=r"If there is nothing between its images, add --padding 0; else .*--crop"):
+    with pytest.raises(ValueError, match=r"--crop .*; --padding 0 says that nothing is between"):
         layout_of(labelled, GridOptions(2, 2), "sheet.png", allow_single=False)
