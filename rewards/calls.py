@@ -1,10 +1,13 @@
-"""What a reward takes and what it must return, and one sentence on what is wrong with a user's reward."""
+"""What a reward takes, and one sentence on what is wrong with a user's reward."""
 
+import inspect
 from typing import Any
 
 from flow_grpo.errors import FlowGRPOError
 from flow_grpo.rewards.groups import signature
 
+ROWS = "metadata"  # a parameter that gets the metadata as one dict for each image
+TEXTS = ("prompt", "prompts", "completion", "completions")
 FORMS = {2: "(images, prompts, **metadata)", 3: "(first, second, prompts, **metadata)"}  # by the number of inputs
 
 
@@ -18,17 +21,35 @@ def accepted_metadata(reward: Any, metadata: dict[str, Any], inputs: int = 2) ->
     return {key: value for key, value in metadata.items() if key in named}
 
 
+def named_columns(reward: Any) -> list[str] | None:
+    """The metadata that a reward may be given, by its parameters; None for any."""
+    parameters = signature(reward).parameters.values()
+    takes_any = takes_rows(reward) or any(p.kind is p.VAR_KEYWORD for p in parameters)
+    return None if takes_any else [p.name for p in parameters]
+
+
+def takes_rows(reward: Any) -> bool:
+    """Whether a reward has a parameter `metadata` (not **metadata), as those of flow_grpo and ddpo-pytorch."""
+    parameter = signature(reward).parameters.get(ROWS)
+    return parameter is not None and parameter.kind not in (parameter.VAR_KEYWORD, parameter.VAR_POSITIONAL)
+
+
 def check_inputs(name: str, reward: Any, inputs: int = 2) -> None:
-    """Check that a reward can be called with images and prompts. ValueError with the parameters that it has."""
+    """Check that a reward can be called with images and prompts. FlowGRPOError with the parameters that it has."""
     takes = signature(reward)
+    must = f"reward {name} takes {takes}, but it must take {FORMS[inputs]}"
     try:
         takes.bind_partial(*range(inputs))
     except TypeError:
-        raise FlowGRPOError(f"reward {name} takes {takes}, but it must take {FORMS[inputs]}.") from None
+        makes = inspect.isfunction(reward) and {*takes.parameters} <= {"device"}
+        hint = f"; if it makes a reward, add `reward = {name.rpartition(':')[2]}()` to the file and name `reward`"
+        raise FlowGRPOError(f"{must}{hint if makes else ''}.") from None
+    if next(iter(takes.parameters)) in TEXTS:
+        raise FlowGRPOError(f"{must}: images come first, then prompts.")
 
 
 def check_metadata(name: str, reward: Any, metadata: dict[str, Any], inputs: int = 2) -> None:
-    """Check that the prompts have all columns that the reward needs. ValueError with the first one that is missing."""
+    """Check that the prompts have all columns that the reward needs. FlowGRPOError with the first one that is missing."""
     positional = signature(reward).bind_partial(*range(inputs)).arguments
     parameters = signature(reward).parameters.values()
     needed = [p for p in parameters if p.default is p.empty and p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
@@ -38,28 +59,3 @@ def check_metadata(name: str, reward: Any, metadata: dict[str, Any], inputs: int
             f"reward {name} needs {missing}, but the prompts have no column {missing}: give a file of prompts with this column, "
             "or a value among the reward's options."
         )
-
-
-def is_no_number(returned: Any) -> bool:
-    """Whether a reward returned None or text, or a list with either."""
-    items = returned if isinstance(returned, list | tuple) else [returned]
-    return any(item is None or isinstance(item, str | bytes) for item in items)
-
-
-def wrong_values(name: str, returned: Any, shape: tuple[int, ...], count: int, kind: str) -> str:
-    """One sentence on what a reward returned instead of one number for each of `count` images.
-
-    Args:
-        shape: of the returned tensor, where it is one.
-        kind: "images" or "pairs of images".
-    """
-    must = f"for {count} {kind}; it must return one number each"
-    if returned is None:
-        return f"reward {name} returned None {must}: is a `return` missing?"
-    if isinstance(returned, str | bytes):
-        return f"reward {name} returned text {must}."
-    if is_no_number(returned):
-        return f"reward {name} returned a list with {'None' if None in returned else 'text'} in it {must}."
-    over_all = shape == () and kind == "images"
-    hint = ": average over the pixels, as images.mean((1, 2, 3)) does, and not over the batch" if over_all else ""
-    return f"reward {name} returned shape {shape} {must}{hint}."

@@ -53,7 +53,7 @@ class OpenCLIP(torch.nn.Module):
                 self.model, _, self.preprocess = open_clip.create_model_and_transforms(
                     model, pretrained=pretrained, device=self.device, **_settings(model, pretrained)
                 )
-                self.tokenizer = open_clip.get_tokenizer(model)
+                self.tokenizer = _tokenizer(model)
         except HubUnreachable:
             raise
         except Exception as error:
@@ -158,6 +158,12 @@ def _settings(model: str, pretrained: str | None) -> dict[str, Any]:
         "image_interpolation": preprocessing["interpolation"],
         "image_resize_mode": preprocessing["resize_mode"],
     }
+
+
+def _tokenizer(model: str) -> Any:
+    """The model's tokenizer; one of transformers without the code that its files may name, whatever the model's own config says."""
+    text = (open_clip.get_model_config(model) or {}).get("text_cfg", {})
+    return open_clip.get_tokenizer(model, **({"trust_remote_code": False} if text.get("hf_tokenizer_name") else {}))
 
 
 def _register() -> None:

@@ -1,11 +1,14 @@
 """Load files from the cache or the Hugging Face hub; without a connection, fail at once with one sentence."""
 
 import functools
+import importlib
 import logging
 import os
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import httpx
 from huggingface_hub import constants, hf_hub_download
@@ -26,7 +29,8 @@ def downloads(*names: str | Path | None) -> Iterator[None]:
     """Context for code that loads these files, folders, hub ids or URLs.
 
     huggingface_hub retries an unreachable hub six times for each file, with growing pauses and log lines. This context asks the hub once
-    per process; if it does not answer, only the cache is used.
+    per process; if it does not answer, only the cache is used. Where a file names code of its author, transformers would ask the user
+    whether to run it; here it refuses.
 
     Raises:
         FileNotFoundError: a name can only be a path, and does not exist.
@@ -40,7 +44,8 @@ def downloads(*names: str | Path | None) -> Iterator[None]:
     constants.HF_HUB_OFFLINE = unreachable or offline
     logging.disable(logging.CRITICAL)
     try:
-        yield
+        with _no_questions():
+            yield
     except Exception as error:
         if unreachable and any(isinstance(cause, OSError) for cause in _causes(error)):
             raise HubUnreachable(
@@ -50,6 +55,20 @@ def downloads(*names: str | Path | None) -> Iterator[None]:
     finally:
         constants.HF_HUB_OFFLINE = offline
         logging.disable(disabled)
+
+
+@contextmanager
+def _no_questions() -> Iterator[None]:
+    """Context in which transformers does not wait for an answer on whether it may run the code of a model's author."""
+    if "transformers" not in sys.modules:
+        yield
+        return
+    code: Any = importlib.import_module("transformers.dynamic_module_utils")
+    seconds, code.TIME_OUT_REMOTE_CODE = code.TIME_OUT_REMOTE_CODE, 0
+    try:
+        yield
+    finally:
+        code.TIME_OUT_REMOTE_CODE = seconds
 
 
 def hub_file(repo: str, name: str) -> str:

@@ -49,6 +49,7 @@ class Scoped:
         if hasattr(reward, "score_groups") and opponents is None and self.scope == scope_of(reward):
             self.score_groups = reward.score_groups
         self._call = getattr(reward, "compare", reward) if scope == PAIR else reward
+        self.__module__ = getattr(self._call, "__module__", "")  # whose code it is
         self.__signature__ = signature(self._call)
 
     def __call__(self, *inputs: Any, **metadata: Any) -> Any:
@@ -68,7 +69,8 @@ def _known(scope: str) -> str:
 
 
 def with_attributes_of(reward: Any, call: Any) -> Any:
-    """The function `call`, which calls the reward, with the reward's attributes."""
+    """The function `call`, which calls the reward, with the reward's attributes, among them whose code it is."""
+    call.__module__ = getattr(reward, "__module__", "")
     for name in ATTRIBUTES:
         if hasattr(reward, name):
             setattr(call, name, getattr(reward, name))
@@ -108,5 +110,6 @@ def win_rates(size: int, pairs: list[tuple[int, int]], first_wins: Tensor) -> Te
 
 
 def signature(reward: Any) -> inspect.Signature:
-    """What a reward takes; of a module, its `forward`."""
-    return inspect.signature(reward.forward if isinstance(reward, torch.nn.Module) else reward)
+    """What a reward takes; of a module without a `__call__` of its own, its `forward`."""
+    is_plain_module = isinstance(reward, torch.nn.Module) and type(reward).__call__ is torch.nn.Module.__call__
+    return inspect.signature(reward.forward if is_plain_module else reward)

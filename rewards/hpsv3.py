@@ -73,8 +73,8 @@ class HPSv3(nn.Module):
         body, head = _parts(load_tensors("hpsv3", file))
         check_keys("hpsv3", file, missing={EMBEDDING} - body.keys())
         with downloads(processor):
-            config = AutoConfig.from_pretrained(processor)
-            self.processor = AutoProcessor.from_pretrained(processor, padding_side="right")
+            config = AutoConfig.from_pretrained(processor, trust_remote_code=False)
+            self.processor = AutoProcessor.from_pretrained(processor, padding_side="right", trust_remote_code=False)
         config.text_config.vocab_size = len(body[EMBEDDING])  # with the reward token
         dtype = torch.float32 if self.device.type == "cpu" else torch.bfloat16
         self.model, loading_info = Qwen2VLModel.from_pretrained(

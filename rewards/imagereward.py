@@ -54,7 +54,7 @@ class ImageReward(nn.Module):
         self.mlp = LinearHead(text.hidden_size)
         load_exactly("imagereward", self, state, file)
         with downloads(tokenizer):
-            self.tokenizer = AutoTokenizer.from_pretrained(tokenizer)
+            self.tokenizer = AutoTokenizer.from_pretrained(tokenizer, trust_remote_code=False)
         self.preprocess = Compose(
             [
                 Resize(vision.image_size, interpolation=InterpolationMode.BICUBIC),

@@ -94,12 +94,13 @@ class Judge:
             raise FlowGRPOError(f"judge: answer={answer!r} is neither yes_no nor number.")
         if not low < high:
             raise FlowGRPOError(f"judge: low={low} must be below high={high}.")
-        self.url, self.model, self.answer = f"{url.rstrip('/')}/chat/completions", model, answer
+        self.model, self.answer = model, answer
         self.question = question
         self.low, self.high, self.concurrency, self.attempts = low, high, concurrency, attempts
         if not timeout > 0 or attempts < 1 or concurrency < 1:
             raise FlowGRPOError("judge: timeout, attempts and concurrency must be positive.")
         self.client = Client(os.environ.get("OPENAI_API_KEY"), timeout, concurrency)
+        self.url = f"{self.client.without_credentials(url.rstrip('/'))}/chat/completions"
 
     def __call__(self, images: torch.Tensor, prompts: list[str], **metadata: Any) -> torch.Tensor:
         """images (B, 3, H, W) in [0, 1]; returns (B,). FlowGRPOError if an image got no usable answer."""

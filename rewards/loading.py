@@ -7,20 +7,17 @@ import importlib
 import importlib.util
 import inspect
 import itertools
-import os
-import re
 import sys
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, Literal
 
-import torch
-
+from flow_grpo import user_files
 from flow_grpo.errors import FlowGRPOError
-from flow_grpo.rewards.calls import accepted_metadata, check_inputs
+from flow_grpo.rewards.calls import check_inputs
 from flow_grpo.rewards.devices import with_index
 from flow_grpo.rewards.frames import Frames, check_sendable, checked_frames
-from flow_grpo.rewards.groups import Scoped, with_attributes_of
+from flow_grpo.rewards.groups import Scoped, signature, with_attributes_of
 from flow_grpo.rewards.scoring import Reward
 from flow_grpo.rewards.user_code import UserCodeError, guarded
 
@@ -49,6 +46,8 @@ REGISTRY = {
     "judge": "flow_grpo.rewards.judge:Judge",
     "remote": "flow_grpo.rewards.serving.client:Remote",
 }
+
+_loaded: dict[str, bytes] = {}  # of each module of a user's file: the hash of its content
 
 
 def load(
@@ -175,8 +174,8 @@ def import_path(reward: Any) -> str | None:
     module, name = getattr(reward, "__module__", None) or "", getattr(reward, "__qualname__", "")
     if module in ("", "__main__") or getattr(sys.modules.get(module), name, None) is not reward:
         return None
-    if not any(finder.find_spec(module.partition(".")[0], None) for finder in sys.meta_path):
-        return None  # its module is that of a file, which `load` has made
+    if module.startswith(user_files.__name__):
+        return None
     path = f"{module}:{name}"
     return next((known for known, target in REGISTRY.items() if target == path), path)
 
@@ -227,12 +226,14 @@ def _public_names(file: Path) -> list[str]:
 
 
 def _import_file(kind: str, path: str) -> Any:
+    """The module of a file, loaded once for each content: a pool pickles functions only of the module that was loaded last."""
     file = Path(path).expanduser()
     if not file.is_file():
         raise FlowGRPOError(f"there is no {kind} file {path}.")
-    digest = hashlib.sha256(os.fsencode(file.resolve())).hexdigest()[:16]  # files in several folders may share a name
-    name = re.sub(r"\W", "_", f"{kind}_{file.stem}_{digest}")
-    spec = importlib.util.spec_from_file_location(name, file)
+    name, content = user_files.module_name(file), hashlib.sha256(file.read_bytes()).digest()
+    if name in sys.modules and _loaded.get(name) == content:
+        return sys.modules[name]
+    spec = importlib.util.find_spec(name)
     assert spec
     assert spec.loader
     module = importlib.util.module_from_spec(spec)
@@ -243,6 +244,7 @@ def _import_file(kind: str, path: str) -> Any:
     except BaseException:
         sys.modules.pop(name, None)
         raise
+    _loaded[name] = content
     return module
 
 
@@ -250,9 +252,11 @@ def _with_options(function: Callable[..., Any], options: dict[str, Any]) -> Rewa
     if not options:
         return function
 
-    def reward(*inputs: Any, **metadata: Any) -> torch.Tensor | list[float]:
-        return function(*inputs, **{**accepted_metadata(function, metadata, len(inputs)), **options})
+    def reward(*inputs: Any, **metadata: Any) -> Any:
+        return function(*inputs, **{**metadata, **options})
 
+    parameters = [p for name, p in signature(function).parameters.items() if name not in options]
+    reward.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
     return with_attributes_of(function, reward)
 
 

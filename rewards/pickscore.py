@@ -30,7 +30,7 @@ class PickScore(nn.Module):
         self.device, self.batch_size = usable_device("pickscore", device), batch_size
         try:
             with downloads(weights, processor):
-                self.processor = AutoProcessor.from_pretrained(processor)
+                self.processor = AutoProcessor.from_pretrained(processor, trust_remote_code=False)
                 self.model, loading_info = CLIPModel.from_pretrained(weights, output_loading_info=True)
         except HubUnreachable:
             raise

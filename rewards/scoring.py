@@ -11,18 +11,20 @@ from torch import Tensor
 
 from flow_grpo.errors import FlowGRPOError
 from flow_grpo.rewards import groups, selection
-from flow_grpo.rewards.calls import accepted_metadata, check_inputs, check_metadata, is_no_number, wrong_values
+from flow_grpo.rewards.calls import ROWS, accepted_metadata, check_inputs, check_metadata, takes_rows
+from flow_grpo.rewards.copies import copied, is_ours
 from flow_grpo.rewards.frames import ALL, frame_indices, frames_of, is_video
 from flow_grpo.rewards.images import SOURCE, SOURCES, first_sources, has_sources
-from flow_grpo.rewards.user_code import UserCodeMemoryError, guarded
+from flow_grpo.rewards.returned import as_values, finished
+from flow_grpo.rewards.user_code import UserCodeError, UserCodeMemoryError, guarded
 
 MAX_PROMPT_LENGTH = 200  # characters of a prompt in an error
 
 
 class Reward(Protocol):
-    """A callable that scores images: values (B,), larger is better."""
+    """A callable that scores images: values (B,), larger is better. `rewards.returned` has the other shapes of an answer."""
 
-    def __call__(self, images: torch.Tensor, prompts: list[str], **metadata: Any) -> torch.Tensor | list[float]: ...
+    def __call__(self, images: torch.Tensor, prompts: list[str], **metadata: Any) -> Any: ...
 
 
 def score(
@@ -59,7 +61,7 @@ def call_reward(
     *,
     group: Sequence[int] | None = None,
 ) -> Tensor:
-    """Call a reward as `score` does, but allow values that are not finite."""
+    """Call a reward as `score` does, but allow values that are not finite. A reward of the user gets copies of its inputs."""
     frames = frames_of(reward)
     if is_video(images) and frames != ALL:
         indices = frame_indices(frames, images.shape[1])
@@ -109,13 +111,18 @@ class _Images:
     def keywords(self, reward: Reward, inputs: int = 2) -> dict[str, Any]:
         """The metadata that the reward takes after its first `inputs` arguments, with `source` where prompts have images.
 
+        A parameter `metadata` gets the columns as one dict for each image, as in flow_grpo, unless a column has that name.
         Where some prompts have none, a reward that names `source` cannot be called; one that takes any metadata goes without it.
         """
         named = SOURCE in groups.signature(reward).parameters
-        if not has_sources(self.metadata) or not (named or all(self.metadata[SOURCES])):
-            return accepted_metadata(reward, self.metadata, inputs)
-        accepted = accepted_metadata(reward, {**self.metadata, SOURCE: None}, inputs)
-        return {**accepted, SOURCE: first_sources(self.metadata[SOURCES], self.images)} if SOURCE in accepted else accepted
+        shows_sources = has_sources(self.metadata) and (named or all(self.metadata[SOURCES]))
+        columns = {**self.metadata, SOURCE: None} if shows_sources else self.metadata
+        keywords = dict(accepted_metadata(reward, columns, inputs))
+        if shows_sources and SOURCE in keywords:
+            keywords[SOURCE] = first_sources(self.metadata[SOURCES], self.images)
+        if takes_rows(reward) and ROWS not in self.metadata:
+            keywords[ROWS] = [{key: column[i] for key, column in self.metadata.items()} for i in range(len(self.prompts))]
+        return keywords
 
     def pairs(self, first: list[int], second: list[int]) -> "_Images":
         """Pairs of these images by their rows."""
@@ -164,12 +171,17 @@ def _call(name: str, reward: Any, batch: _Images) -> Tensor:
     check_inputs(name, reward, len(inputs))
     keywords = batch.keywords(reward, len(inputs))
     check_metadata(name, reward, keywords, len(inputs))
-    with guarded(f"reward {name}", lambda error: f"reward {name} raised {error} {on}"), torch.no_grad():
-        returned = reward(*inputs, **keywords)
-        values = torch.empty(0) if is_no_number(returned) else torch.as_tensor(returned, dtype=torch.float32, device="cpu")
-    if is_no_number(returned) or values.shape != (len(prompts),):
-        raise FlowGRPOError(wrong_values(name, returned, tuple(values.shape), len(prompts), kind))
-    return values.detach()
+    if not is_ours(reward):
+        inputs, keywords = copied((inputs, keywords))
+    try:
+        with guarded(f"reward {name}", lambda error: f"reward {name} raised {error} {on}"), torch.no_grad():
+            returned = finished(reward(*inputs, **keywords))
+    except UserCodeError as error:
+        if isinstance(error.__cause__, AttributeError) and "'Tensor' object" in str(error):
+            hint = "images are a tensor: decorate it with flow_grpo.rewards.takes_pil if it takes PIL images."
+            raise UserCodeError(f"{error}; {hint}") from error.__cause__
+        raise
+    return as_values(name, returned, len(prompts), kind)
 
 
 class WeightedSum:

@@ -8,6 +8,7 @@ Not caught: native code that exits or crashes, `os.execv`, and `os._exit` in a t
 `isolate: true` only ends its own subprocess then, which is reported.
 """
 
+import gc
 import linecache
 import os
 import random
@@ -25,6 +26,7 @@ from typing import Any, NoReturn
 import numpy as np
 import torch
 
+from flow_grpo import user_files
 from flow_grpo.errors import FlowGRPOError
 
 TRACEBACK = "FLOW_GRPO_TRACEBACK"  # environment variable: print full tracebacks
@@ -60,6 +62,8 @@ SETTINGS: dict[str, tuple[Callable[[], Any], Callable[[Any], object]]] = {
         )
         for name in ("enabled", "benchmark", "deterministic", "allow_tf32")
     },
+    "Python's garbage collector": (gc.isenabled, lambda enabled: gc.enable() if enabled else gc.disable()),
+    "the thresholds of Python's garbage collector": (gc.get_threshold, lambda sizes: gc.set_threshold(*sizes)),
     "the working directory": (os.getcwd, os.chdir),
 }
 changed: dict[str, list[str]] = {}  # settings that the code of a name has changed
@@ -102,10 +106,17 @@ def _one_sentence(sentence: Callable[[str], str]) -> Iterator[None]:
             raise  # Ctrl-C arrives only there
         if os.environ.get(TRACEBACK):
             traceback.print_exception(error)
-        reason = " ".join(str(error).split()) or "no message"
+        reason = _text(error)
         kind = UserCodeMemoryError if isinstance(error, torch.OutOfMemoryError) else UserCodeError
         name = "an error" if isinstance(error, FlowGRPOError) else type(error).__name__
         raise kind(f"{sentence(name)}: {reason}{_location(error)}") from error
+
+
+def _text(error: BaseException) -> str:
+    try:
+        return " ".join(str(error).split()) or "no message"
+    except Exception as second:  # its own __str__ raised
+        return f"its text raised {type(second).__name__}"
 
 
 def _location(error: BaseException) -> str:
@@ -120,8 +131,10 @@ def _location(error: BaseException) -> str:
 
 
 def _is_users(frame: FrameType) -> bool:
-    module, file = str(frame.f_globals.get("__name__")).partition(".")[0], frame.f_code.co_filename
-    return module not in OWN_PACKAGES | sys.stdlib_module_names and not LIBRARIES & set(Path(file).parts)
+    module, file = str(frame.f_globals.get("__name__")), frame.f_code.co_filename
+    if module.startswith(f"{user_files.__name__}."):
+        return True
+    return module.partition(".")[0] not in OWN_PACKAGES | sys.stdlib_module_names and not LIBRARIES & set(Path(file).parts)
 
 
 def _format_location(file: str, line: int, function: str) -> str:

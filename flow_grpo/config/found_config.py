@@ -1,14 +1,17 @@
 """Limits on a config.yaml that was found next to weights and not named by the user: anybody may have written it.
 
 Every run folder and every export holds a config.yaml, so a downloaded LoRA contains its author's. Reading it is harmless. What it names
-is not: a reward's file is code, and so is the `python` of an isolated one; a server receives the images; a folder is written to.
-So it may only name rewards of this package, unless the user trusts it. Overrides are the user's own settings.
+is not: a reward's file is code, and so is the `python` of an isolated one; a server receives the images; a folder is written to;
+weights of others are read by many libraries. So it may only name rewards of this package, with the weights that they name themselves or
+that open_clip names, unless the user trusts it. Overrides are the user's own settings.
 
 Only training reads `objective`, `trackers`, `output_dir` and the training prompts; its config is always named by the user.
 """
 
+import re
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 from flow_grpo.config import FlowGRPOConfig
 from flow_grpo.config.sections import RewardConfig
@@ -63,5 +66,13 @@ def _of_reward(name: str, setting: RewardConfig) -> Iterator[str]:
         yield f"the program {setting.python} for the reward {name}"
     if setting.remote is not None:
         yield f"the server {setting.remote} for the reward {name}"
-    if "://" in str(setting.options):
-        yield f"an address in the options of the reward {name}"
+    for option, text in _texts(setting.options):
+        if option != "device" and (not re.fullmatch(r"[\w-]*", text) or Path(text).exists()):
+            yield f"{text!r} in the options of the reward {name}"
+
+
+def _texts(options: dict[str, Any]) -> Iterator[tuple[str, str]]:
+    """Each text in the options of a reward, with the option that it belongs to."""
+    for option, value in options.items():
+        values = [*value.values(), *value] if isinstance(value, dict) else value if isinstance(value, list) else [value]
+        yield from ((option, text) for text in values if isinstance(text, str))

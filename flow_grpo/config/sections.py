@@ -1,6 +1,7 @@
 """The sections of a run config, `objective` excepted. Each field's documentation is below it."""
 
 import math
+import re
 from collections.abc import Iterator
 from pathlib import Path, PurePath
 from typing import Annotated, Any, Literal
@@ -119,6 +120,9 @@ class OptimizerConfig(ConfigSection):
     """Gradients are clipped to this norm."""
 
 
+SECRETS = {"token": "REWARD_TOKEN", "api_key": "OPENAI_API_KEY"}  # options of rewards, and where they are read from instead
+
+
 class RewardConfig(ConfigSection):
     weight: float = 1.0
     """Weight in the sum; 0 only reports it."""
@@ -159,6 +163,22 @@ class RewardConfig(ConfigSection):
         if self.opponents is not None and (self.scope in ("image", "group") or self.remote is not None):
             advice = "give it to `flow-grpo serve`" if self.remote is not None else "set scope=pair, or leave it out"
             raise FlowGRPOError(f"opponents={self.opponents} is for a reward of scope pair, where it runs: {advice}.")
+        return self
+
+    @model_validator(mode="after")
+    def _without_secrets(self) -> "RewardConfig":
+        """A config is written to the run folder, trackers and exports."""
+        secret = next((option for option in SECRETS if isinstance(self.options.get(option), str)), None)
+        if secret is not None:
+            raise FlowGRPOError(
+                f"a reward's options.{secret} would be written to config.yaml and shared with the run: leave it out, and set the "
+                f"environment variable {SECRETS[secret]}, or for a reward of your own one that it reads."
+            )
+        if re.search(r"://[^/\s'@]*@", f"{self.remote} {self.options}"):
+            raise FlowGRPOError(
+                "the address of a reward has a user or password, which would be written to config.yaml and shared with the run: take it "
+                "out, and set the environment variable REWARD_TOKEN, the bearer token of `flow-grpo serve`."
+            )
         return self
 
 

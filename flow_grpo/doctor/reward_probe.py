@@ -116,7 +116,6 @@ class RewardCall:
 
     values: Tensor  # (B,)
     seconds: float  # for each image
-    wrote_images: bool  # it wrote into the images that it was given
     has_gradient: bool
     settings: tuple[str, ...]  # of the whole process, that it changed
 
@@ -149,14 +148,12 @@ class RewardProbe(RewardCall):
 
 def call_once(name: str, reward: rewards.Reward, inputs: RewardInputs) -> RewardCall:
     """Score the images once. FlowGRPOError as of `rewards.call_reward`."""
-    images, gradient = inputs.images.clone(), {"reached": False}
-    seconds, values = _timed(
-        lambda: rewards.call_reward(name, _watching_gradient(reward, gradient), images, inputs.prompts, inputs.columns)
-    )
+    gradient = {"reached": False}
+    watched = _watching_gradient(reward, gradient)
+    seconds, values = _timed(lambda: rewards.call_reward(name, watched, inputs.images, inputs.prompts, inputs.columns))
     return RewardCall(
         values=values,
         seconds=seconds / len(inputs.prompts),
-        wrote_images=not torch.equal(images, inputs.images),
         has_gradient=gradient["reached"],
         settings=tuple(user_code.changed.get(f"reward {name}", ())),
     )
@@ -178,7 +175,6 @@ def probe(name: str, reward: rewards.Reward, inputs: RewardInputs) -> RewardProb
     return RewardProbe(
         values=everything.values,
         seconds=everything.seconds,
-        wrote_images=any(call.wrote_images for call in calls),
         has_gradient=any(call.has_gradient for call in calls),
         settings=everything.settings,
         repeated=[call.values for call in repeated],

@@ -130,7 +130,7 @@ def check_trained(
 def check_monitored(name: str, call: RewardCall, drops: bool) -> list[CheckResult]:
     """The results for a reward that is measured and not trained on."""
     results = [value_range(name, call.values, drops, if_constant=OK)]
-    return [*results, side_effects(name, call)] if call.wrote_images or call.settings else results
+    return [*results, side_effects(name, call)] if call.settings else results
 
 
 # -- evaluating -------------------------------------------------------------------------------------------------------
@@ -230,9 +230,6 @@ def group_dependence(name: str, depends: bool) -> CheckResult:
 def side_effects(name: str, call: RewardCall) -> CheckResult:
     """Evaluate what a call changes besides what it returns."""
     check = f"{name}: side effects"
-    if call.wrote_images:
-        message = "it writes into the images that it is given, which other rewards get too: let it copy them."
-        return CheckResult(check, "images changed", ERROR, message)
     if call.settings:
         message = f"it changes {', '.join(call.settings)} of the whole process; this is undone after each call."
         return CheckResult(check, "settings changed", WARNING, message)

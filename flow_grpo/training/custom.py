@@ -11,6 +11,7 @@ from flow_grpo import rewards as reward_kit
 from flow_grpo.config.objective import ObjectiveConfig
 from flow_grpo.errors import FlowGRPOError
 from flow_grpo.methods import is_custom
+from flow_grpo.rewards.copies import copied
 from flow_grpo.rewards.user_code import guarded
 from flow_grpo.text import suggest
 from flow_grpo.types import RATIO_DEVIATION, Loss, NoisedImage, TrainedStep
@@ -18,7 +19,7 @@ from flow_grpo.types import RATIO_DEVIATION, Loss, NoisedImage, TrainedStep
 
 @functools.cache
 def load_custom_function(kind: str, name: str) -> Callable | None:
-    """The user's function at an import path or in a file, which raises only ValueError; None for a built-in name."""
+    """The user's function at an import path or in a file, which raises only FlowGRPOError and gets copies; None for a built-in name."""
     if not is_custom(name):
         return None
     function = reward_kit.locate(kind, name)
@@ -28,7 +29,7 @@ def load_custom_function(kind: str, name: str) -> Callable | None:
     @functools.wraps(function)
     def called(*args: Any, **kwargs: Any) -> Any:
         with guarded(f"{kind} {name}", lambda error: f"{kind} {name} raised {error}"):
-            return function(*args, **kwargs)
+            return function(*copied(args), **copied(kwargs))
 
     return called
 

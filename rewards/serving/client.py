@@ -5,6 +5,7 @@ import base64
 import json
 import os
 from collections import deque
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import httpx
@@ -30,6 +31,16 @@ from flow_grpo.rewards.serving.sources import as_tensors, as_text, pack_sources
 
 class NoServer(RetryableError):
     """All servers of a reward have failed."""
+
+
+@dataclass(frozen=True)
+class _Stated:
+    """What a server states of the reward: its frames, whether it is costly, whether sources may be tensors, the columns that it reads."""
+
+    frames: Any
+    costly: bool
+    source_tensors: bool
+    columns: list[str] | None  # None for all
 
 
 class Remote:
@@ -73,18 +84,20 @@ class Remote:
         expected_scope: str | None = None,
     ) -> None:
         self.scope, self._known_scope = expected_scope or IMAGE, expected_scope
-        self.urls = [url.rstrip("/") for url in ([urls] if isinstance(urls, str) else urls)]
+        self.client = Client(token or os.environ.get("REWARD_TOKEN"), timeout, keep_alive=self.keep_alive)
+        given = [urls] if isinstance(urls, str) else urls
+        self.urls = [self.client.without_credentials(url.rstrip("/")) for url in given]
         wrong = [url for url in self.urls if not url.startswith(("http://", "https://"))]
         if wrong or not self.urls:
-            raise FlowGRPOError(f"remote: {wrong or urls} is not a server address; give for example http://10.0.0.2:8000.")
+            raise FlowGRPOError(
+                f"remote: {wrong or self.urls} is not a server address; give for example http://10.0.0.2:8000."
+            )
         if encoding not in ("float", "png"):
             raise FlowGRPOError(f"remote: encoding={encoding!r} is neither float nor png.")
         self.reward, self.batch_size, self.attempts, self.encoding = reward, batch_size, attempts, encoding
         if not timeout > 0 or attempts < 1 or batch_size < 1:
             raise FlowGRPOError("remote: timeout, attempts and batch_size must be positive.")
-        # by address: frames of the reward or None, whether it is costly, and whether the server takes sources as tensors
-        self._stated: dict[str, tuple[Any, bool, bool]] = {}
-        self.client = Client(token or os.environ.get("REWARD_TOKEN"), timeout, keep_alive=self.keep_alive)
+        self._stated: dict[str, _Stated] = {}
         failures = self.client.run(gather([self._failure(url) for url in self.urls]))
         self.down = {url: failure for url, failure in zip(self.urls, failures, strict=True) if failure}
         if len(self.down) == len(set(self.urls)):
@@ -133,17 +146,24 @@ class Remote:
             """Score chunks until none is left; returns False if the server failed, after putting its chunk back."""
             if url in self.down and not await self._is_back(url):
                 return False
-            if sources is not None and self.encoding == "float" and not self._stated[url][2]:
+            if sources is not None and self.encoding == "float" and not self._stated[url].source_tensors:
                 raise FlowGRPOError(
                     f"{url} runs an earlier flow-grpo, which can't receive the images of prompts: update it there."
                 )
             while todo:
-                rows = todo.popleft()
+                rows, read = todo.popleft(), self._stated[url].columns
+                reads_sources = read is None or SOURCE in read or SOURCES in read
                 request = {
                     "reward": self.reward,
                     "prompts": [prompts[i] for i in rows],
-                    "metadata": {name: [column[i] for i in rows] for name, column in columns.items()},
-                    **({} if sources is None else {"sources": pack_sources([sources[i] for i in rows])}),
+                    "metadata": {
+                        name: [column[i] for i in rows] for name, column in columns.items() if read is None or name in read
+                    },
+                    **(
+                        {"sources": pack_sources([sources[i] for i in rows])}
+                        if sources is not None and reads_sources
+                        else {}
+                    ),
                     **({} if group is None else {"group": [group[i] for i in rows]}),
                 }
                 try:
@@ -198,10 +218,11 @@ class Remote:
             names = [str(name) for name in health["rewards"]]
             name = self.reward or names[0]
             scope = str(health.get("scopes", {}).get(name, IMAGE))  # a server of 0.3 has images alone
-            self._stated[url] = (  # 0.3 states none of them
+            self._stated[url] = _Stated(  # 0.3 states none of them
                 health.get("frames", {}).get(name),
                 name in health.get("costly", ()),
                 bool(health.get("source_tensors")),
+                health.get("columns", {}).get(name),
             )
         except httpx.InvalidURL as error:
             raise FlowGRPOError(f"remote: {url} is not a server address: {error}.") from error
@@ -235,8 +256,8 @@ class Remote:
     def _take_attributes(self) -> None:
         """Take the attributes that the first servers state; later ones change nothing, so that the values stay the same."""
         stated = [self._stated[url] for url in self.urls if url in self._stated]
-        self.costly = any(costly for _, costly, _ in stated)
-        frames = next((frames for frames, _, _ in stated if frames is not None), None)
+        self.costly = any(one.costly for one in stated)
+        frames = next((one.frames for one in stated if one.frames is not None), None)
         if frames is not None:
             check_sendable(self.reward or "remote", frames)
             if not hasattr(self, "frames"):  # an isolated reward that starts again has them
@@ -256,12 +277,24 @@ def encode(images: Tensor, request: dict[str, Any], encoding: str) -> dict[str, 
     try:
         text = json.dumps(request)
     except TypeError as error:
-        raise FlowGRPOError(f"the metadata can't be sent to a server: {error}.") from error
+        columns = [name for name, column in request["metadata"].items() if not _is_json(column)]
+        raise FlowGRPOError(
+            f"the column {' and '.join(columns)} of the prompts can't be sent to another process ({error}): name as parameters of the "
+            "reward the columns that it reads, or write this one as text."
+        ) from error
     if encoding == "float":
         tensors["images"] = images.detach().float().cpu().contiguous()
         body = safetensors.torch.save(tensors, {"request": text})
         return {"content": body, "headers": {"Content-Type": "application/x-safetensors"}}
     return {"json": {**request, "images": [base64.b64encode(png(image)).decode() for image in images]}}
+
+
+def _is_json(value: Any) -> bool:
+    try:
+        json.dumps(value)
+    except (TypeError, ValueError):
+        return False
+    return True
 
 
 def png(image: Tensor) -> bytes:

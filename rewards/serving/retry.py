@@ -6,6 +6,7 @@ They run in an event loop of a daemon thread, so that Ctrl-C interrupts the wait
 import asyncio
 import functools
 import os
+import re
 import threading
 import weakref
 from collections.abc import Callable, Coroutine, Iterable
@@ -20,6 +21,8 @@ RETRY_STATUSES = (408, 425, 429, 500, 502, 503, 504)
 CONNECT_TIMEOUT = 5.0  # seconds
 MAX_PAUSE = 30.0  # seconds
 MAX_RESPONSE_BYTES = 16_000_000
+ADDRESS = re.compile(r"(\w+://)[^/?#]*")
+CREDENTIALS = re.compile(r"(\w+://)([^/?#]*@)([^/?#]*)(.*)")
 
 
 class NoResponse(Exception):
@@ -41,8 +44,16 @@ class Client:
         limits = httpx.Limits(max_connections=connections, max_keepalive_connections=connections if keep_alive else 0)
         waits = httpx.Timeout(None, connect=CONNECT_TIMEOUT)
         self.timeout, self.loop = timeout, _loop(os.getpid())
+        self._credentials: dict[str, str] = {}  # `user:password@` by scheme and host
         self.client = httpx.AsyncClient(headers=headers, timeout=waits, limits=limits, trust_env=False)
         weakref.finalize(self, _close, self.loop, self.client).atexit = False
+
+    def without_credentials(self, url: str) -> str:
+        """The address without user and password, which can be shown. Requests to it have them nevertheless."""
+        if (parts := CREDENTIALS.fullmatch(url)) is None:
+            return url
+        self._credentials[f"{parts[1]}{parts[3]}"] = parts[2]
+        return f"{parts[1]}{parts[3]}{parts[4]}"
 
     def run(self, work: Coroutine[Any, Any, Answer]) -> Answer:
         """Run a coroutine and wait for its result; an error that ends the wait, such as KeyboardInterrupt, cancels it."""
@@ -66,7 +77,9 @@ class Client:
             raise httpx.ReadTimeout(f"no complete answer within {seconds:g} seconds") from error
 
     async def _read_response(self, method: str, url: str, **more: Any) -> httpx.Response:
-        body = bytearray()
+        body, parts = bytearray(), ADDRESS.match(url)
+        if parts is not None:
+            url = f"{parts[1]}{self._credentials.get(parts[0], '')}{url[parts.end(1) :]}"
         async with self.client.stream(method, url, **more) as response:
             async for part in response.aiter_bytes():
                 body += part

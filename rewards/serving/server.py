@@ -7,10 +7,11 @@
                   With "group", B numbers, for a reward that sees the images of a group together; all images of a group are needed.
                   Answers {"values": [B numbers]}; one that is not finite is "nan", "inf" or "-inf".
     GET /health   {"rewards": [names], "scopes": {name: image, group or pair}, "versions": {...}}, and of rewards that have these
-                  attributes "frames": {name: its frames of a video}, "costly": [names]; "source_tensors": true, if the files of
-                  "sources" may be uint8 tensors of the body
+                  attributes "frames": {name: its frames of a video}, "costly": [names]; "columns": {name: the columns that it reads,
+                  if not all}; "source_tensors": true, if the files of "sources" may be uint8 tensors of the body
 
-Errors have a 4xx status and one sentence as `detail`. Without the token no body is read; header and body of a request have deadlines.
+Errors have a 4xx status and one sentence as `detail`. Without the token no body is read; a server without a token answers only to the names
+of this machine, and to no web page. Header and body of a request have deadlines.
 Nothing is unpickled. The token is not encrypted: on an untrusted network, use TLS or an ssh tunnel.
 """
 
@@ -27,6 +28,7 @@ from collections.abc import Callable
 from functools import partial
 from importlib import metadata
 from typing import Any
+from urllib.parse import urlsplit
 
 import torch
 import uvicorn
@@ -34,6 +36,7 @@ from fastapi import Depends, FastAPI, Request
 from starlette.concurrency import run_in_threadpool
 
 from flow_grpo.errors import FlowGRPOError
+from flow_grpo.rewards.calls import named_columns
 from flow_grpo.rewards.frames import frames_of
 from flow_grpo.rewards.groups import IMAGE, scope_of
 from flow_grpo.rewards.images import SOURCES
@@ -89,15 +92,23 @@ def application(rewards: dict[str, Reward], token: str | None, limits: Limits) -
     scopes = {name: scope_of(reward) for name, reward in rewards.items()}
     frames = {name: frames_of(reward) for name, reward in rewards.items() if hasattr(reward, "frames")}
     costly = [name for name, reward in rewards.items() if getattr(reward, "costly", False)]
+    columns = {name: known for name, reward in rewards.items() if (known := named_columns(reward)) is not None}
 
     def admit(request: Request) -> None:
+        if token is None:
+            _check_is_local(request)
+            return
         authorization = request.headers.get("authorization", "").encode()
-        if token is not None and not secrets.compare_digest(authorization, f"Bearer {token}".encode()):
-            raise refused(401, "this server requires its token in the header `Authorization: Bearer TOKEN`.")
+        if not secrets.compare_digest(authorization, f"Bearer {token}".encode()):
+            raise refused(
+                401,
+                "this server requires its token in the header `Authorization: Bearer TOKEN`: set the environment variable REWARD_TOKEN "
+                "where you train.",
+            )
 
     @app.get("/health", dependencies=[Depends(admit)])
     async def health() -> dict[str, Any]:
-        stated = {"rewards": list(rewards), "scopes": scopes, "frames": frames, "costly": costly}
+        stated = {"rewards": list(rewards), "scopes": scopes, "frames": frames, "costly": costly, "columns": columns}
         return {**stated, "source_tensors": True, "versions": versions}
 
     @app.post("/score", dependencies=[Depends(admit)])
@@ -115,12 +126,12 @@ def application(rewards: dict[str, Reward], token: str | None, limits: Limits) -
         body = await read_body(request, limits)
         kind = request.headers.get("content-type", "").partition(";")[0].strip()
         content, images, tensors = await run_in_threadpool(decode, kind, body, limits)
-        name, prompts, columns = checked(content, len(images), list(rewards))
+        name, prompts, sent = checked(content, len(images), list(rewards))
         if "sources" in content:
             sources = await run_in_threadpool(checked_sources, content, tensors, len(images), limits)
-            columns = {**columns, SOURCES: sources}
+            sent = {**sent, SOURCES: sources}
         group = None if scopes[name] == IMAGE else checked_group(content, len(images), name)
-        call = partial(call_reward, name, rewards[name], images, prompts, columns, group=group)
+        call = partial(call_reward, name, rewards[name], images, prompts, sent, group=group)
         async with turn:
             if await request.is_disconnected():  # the client disconnected while it waited for its turn
                 return []
@@ -136,6 +147,17 @@ def application(rewards: dict[str, Reward], token: str | None, limits: Limits) -
 def _versions() -> dict[str, str]:
     version = {d.metadata["Name"]: d.version for d in metadata.distributions(name="flow-grpo")}
     return {**version, "torch": torch.__version__, "python": platform.python_version()}
+
+
+def _check_is_local(request: Request) -> None:
+    """Refuse what a web page in this machine's browser sends: a name that was made to lead here (DNS rebinding), or another origin."""
+    host = request.headers.get("host", "")
+    if not _is_loopback(urlsplit(f"//{host}").hostname or ""):
+        raise refused(
+            403, f"without a token this server answers to 127.0.0.1 and localhost, not to {host[:100]!r}: give it --token."
+        )
+    if request.headers.get("origin", f"http://{host}") != f"http://{host}":
+        raise refused(403, "without a token this server answers no web page: give it --token.")
 
 
 def _is_loopback(host: str) -> bool:

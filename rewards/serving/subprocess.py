@@ -10,11 +10,11 @@ import signal
 import subprocess
 import sys
 import weakref
-from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
+import flow_grpo
 from flow_grpo.errors import FlowGRPOError
 from flow_grpo.rewards.devices import current_gpu
 from flow_grpo.rewards.interrupt import DaemonThread
@@ -25,9 +25,9 @@ START = """
 import json, sys
 try:
     import importlib.util
-    spec = importlib.util.spec_from_file_location("rewards", sys.argv[1])
-    sys.modules["rewards"] = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(sys.modules["rewards"])
+    spec = importlib.util.spec_from_file_location("flow_grpo", sys.argv[1])
+    sys.modules["flow_grpo"] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(sys.modules["flow_grpo"])
     from flow_grpo.rewards.serving.server import serve_parent
 except Exception as error:
     print(json.dumps({"unable": "%s: %s" % (type(error).__name__, error)}))
@@ -82,10 +82,9 @@ class Isolated(Remote):
 
     def _start(self) -> None:
         token = secrets.token_hex(16)
-        package = Path(__file__).parent.parent / "__init__.py"
         try:
             process = subprocess.Popen(
-                [self.python, "-c", START, str(package)],
+                [self.python, "-c", START, str(flow_grpo.__file__)],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 bufsize=0,

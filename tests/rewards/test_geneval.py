@@ -4,6 +4,7 @@ import json
 
 import pytest
 import torch
+from support.reward_inputs import scored_unchanged
 from transformers import Mask2FormerConfig, Mask2FormerForUniversalSegmentation, Mask2FormerImageProcessor, SwinConfig
 
 from flow_grpo import rewards
@@ -236,7 +237,7 @@ def test_geneval_on_its_own_prompt_file(checkpoint, tmp_path):
             clip=rewards.clip.TINY,
             clip_weights=str(rewards.clip.FOLDER / "open_clip_model.safetensors"),
         )
-        score = rewards.score("geneval", reward, images, batch.prompts, **batch.columns())
+        score = scored_unchanged("geneval", reward, images, batch.prompts, **batch.columns())
         assert score.shape == (4,)
         assert values is None or set(score.tolist()) <= values
     seen = {d.name: d for d in reward.detector(images[:1])[0]}

@@ -8,6 +8,7 @@ import pytest
 import torch
 from PIL import Image
 from safetensors.torch import load_file
+from support.reward_inputs import scored_unchanged
 from typer.testing import CliRunner
 
 from flow_grpo import rewards
@@ -63,7 +64,7 @@ def test_a_head_learns_a_taste_and_scores_with_it_as_a_reward(folder, tmp_path):
     reward = rewards.load("preference_head", weights=str(tmp_path / "head"))
     dark = torch.stack([picture(folder / f"{i}_dark.png") for i in range(24)])
     light = torch.stack([picture(folder / f"{i}_light.png") for i in range(24)])
-    scores = rewards.score("preference_head", reward, dark, PROMPTS)
+    scores = scored_unchanged("preference_head", reward, dark, PROMPTS)
     assert (scores > rewards.score("preference_head", reward, light, PROMPTS)).all()
     # The formula: w . [v, sqrt(E) v t], of the head's file and open_clip's unit vectors.
     embed, weight = OpenCLIP("test", TINY, None, "cpu"), load_file(tmp_path / "head" / "head.safetensors")["weight"]

@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from PIL import Image
 from safetensors.torch import load_file, save_file
 from support import reference_weights
+from support.reward_inputs import scored_unchanged
 from torchvision.transforms import CenterCrop, Compose, InterpolationMode, Normalize, Resize, ToTensor
 from transformers import CLIPImageProcessor, CLIPModel, Qwen2VLImageProcessor
 
@@ -241,7 +242,7 @@ def test_hpsv3_keeps_the_published_text_and_refuses_prompts_with_its_tokens(load
 @pytest.mark.parametrize("name", NAMES)
 def test_a_row_does_not_depend_on_its_batch_and_images_are_rgb(load, images, name):
     together = load(name, batch_size=64)
-    values = rewards.score(name, together, images, PROMPTS)
+    values = scored_unchanged(name, together, images, PROMPTS)
     torch.testing.assert_close(rewards.score(name, load(name, batch_size=2), images, PROMPTS), values, rtol=1e-4, atol=1e-5)
     assert len(set(values.tolist())) == 5
     assert not torch.allclose(together(images.flip(1), PROMPTS), values, atol=1e-4), "BGR is another picture"

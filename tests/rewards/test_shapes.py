@@ -12,6 +12,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image, ImageDraw, ImageFilter
+from support.reward_inputs import scored_unchanged
 
 from flow_grpo import rewards
 from flow_grpo.rewards.shapes import drawing
@@ -279,7 +280,7 @@ def test_edits_are_scored_with_their_sources():
     images = tensor(draw([replace(RED, color="green"), BLUE]), source)
     prompts, sources = ["make the circle green"] * 2, [[source]] * 2
     for name, unchanged in (("shapes", 2 / 3), ("shapes_exact", 0), ("shapes_edit", 2 / 3)):
-        values = rewards.score(name, rewards.load(name), images, prompts, sources=sources)
+        values = scored_unchanged(name, rewards.load(name), images, prompts, sources=sources)
         assert values.tolist() == pytest.approx([1, unchanged]), name
     with pytest.raises(ValueError, match="has no source to edit: give prompts a column `image`"):
         rewards.score("shapes_edit", rewards.load("shapes_edit"), images, prompts)
