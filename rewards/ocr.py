@@ -7,6 +7,7 @@ import threading
 import weakref
 from typing import Any
 
+import cv2
 import numpy as np
 import onnxruntime
 import torch
@@ -18,6 +19,8 @@ from flow_grpo.rewards.images import to_bytes
 
 QUOTED = re.compile(r'"([^"]+)"')
 LINE_HEIGHT = 48  # pixels: height that PP-OCR's recogniser scales every line to
+DETECTOR_SIDE = 736  # pixels: the least shorter side that PP-OCR's detector is given; smaller images are scaled up
+SMALLER_SIDES = (368, 184)  # at which an image without a detected line is read again
 SINGLE_LINE = 64  # pixels: an image at most this high is one line of text, read without detection
 
 # Engines take a second to load and are not made for several threads. `ocr` and `ocr_exact` share them, and what was read last.
@@ -88,10 +91,23 @@ class OCR:
         return list(engine.text_rec(TextRecInput(img=arrays, return_word_box=False)).txts)
 
     def _read_lines(self, arrays: list[np.ndarray]) -> list[str]:
-        """Detect the lines in each image (H, W, 3), then read the lines of all images in batches."""
+        """Detect the lines in each image (H, W, 3), then read the lines of all images in batches.
+
+        Letters that are large beside the image are not detected. Where nothing is read, the image is read again at smaller sizes.
+        """
+        texts = self._read_detected(arrays)
+        for side in SMALLER_SIDES:
+            empty = [i for i, text in enumerate(texts) if not text and min(arrays[i].shape[:2]) > SINGLE_LINE]
+            again = self._read_detected([_shrunk(arrays[i], side) for i in empty], side)
+            for index, text in zip(empty, again, strict=True):
+                texts[index] = text
+        return texts
+
+    def _read_detected(self, arrays: list[np.ndarray], side: int = DETECTOR_SIDE) -> list[str]:
+        """Read the lines that are detected in each image, whose shorter side is scaled up to `side` for that."""
         from rapidocr.main import RapidOCRError
 
-        engine = _engine(320, self.device, os.getpid())
+        engine = _engine(320, self.device, os.getpid(), side)
         lines: list[np.ndarray] = []
         image_indices: list[int] = []
         for index, array in enumerate(arrays):
@@ -132,9 +148,21 @@ class ExactOCR(OCR):
         return float(read == target)
 
 
+def _shrunk(array: np.ndarray, side: int) -> np.ndarray:
+    """The image (H, W, 3) with a shorter side of `side` pixels; itself if it is no larger."""
+    height, width = array.shape[:2]
+    scale = side / min(height, width)
+    if scale >= 1:
+        return array
+    return cv2.resize(array, (round(width * scale), round(height * scale)), interpolation=cv2.INTER_AREA)
+
+
 @functools.cache
-def _engine(width: int, device: torch.device, process: int) -> Any:
-    """RapidOCR whose recogniser takes lines of LINE_HEIGHT x width pixels. A forked process needs one of its own."""
+def _engine(width: int, device: torch.device, process: int, side: int = DETECTOR_SIDE) -> Any:
+    """RapidOCR whose recogniser takes lines of LINE_HEIGHT x width pixels, and whose detector scales shorter sides up to `side`.
+
+    A forked process needs one of its own.
+    """
     from rapidocr import RapidOCR
 
     engine = RapidOCR(
@@ -142,6 +170,8 @@ def _engine(width: int, device: torch.device, process: int) -> Any:
             "Global.log_level": "critical",
             "Rec.rec_img_shape": [3, LINE_HEIGHT, width],
             "Rec.rec_batch_num": 32,
+            "Det.limit_side_len": side,
+            "Det.limit_type": "min",
             "EngineConfig.onnxruntime.use_cuda": device.type == "cuda",
             "EngineConfig.onnxruntime.cuda_ep_cfg.device_id": device.index or 0,
         }

@@ -445,3 +445,25 @@ def test_a_weight_given_by_an_override_leaves_the_rewards_options_alone():
     assert (reward.weight, reward.isolate, reward.options) == (0.5, True, {"x": 1, "y": 2})
     with pytest.raises(ValueError, match=r"no setting rewards.a.py:f.wieght. Did you mean weight"):
         FlowGRPOConfig.from_yaml("tiny_grpo", ["rewards.a.py:f.wieght=0.5"])
+
+
+@pytest.mark.parametrize(
+    ("setting", "sentence"),
+    [
+        (
+            "{remote: 'http://x', options: {token: pa55}}",
+            "options.token would be written .* environment variable REWARD_TOKEN",
+        ),
+        (
+            "{options: {url: 'http://x', api_key: pa55}}",
+            "options.api_key would be written .* environment variable OPENAI_API_KEY",
+        ),
+        ("{remote: 'http://me:pa55@x:8000'}", "has a user or password, .* environment variable REWARD_TOKEN"),
+        ("{remote: ['http://x', 'https://pa55@x']}", "has a user or password"),
+        ("{options: {urls: 'http://me:pa55@x:8000'}}", "has a user or password"),
+    ],
+)
+def test_a_secret_of_a_reward_is_refused_and_not_shown(setting, sentence):
+    with pytest.raises(ValueError, match=sentence) as caught:
+        FlowGRPOConfig.from_yaml("tiny_ocr", [f"rewards={{clip: {setting}}}"])
+    assert "pa55" not in str(caught.value)

@@ -421,3 +421,12 @@ def test_a_weighted_sum_reports_each_alone():
     total, by_name = both(torch.zeros(3, 3, 4, 4), ["a", "b", "c"])
     assert total.tolist() == [4.5] * 3
     assert {name: values.tolist() for name, values in by_name.items()} == {"one": [1.0] * 3, "two": [2.0] * 3}
+
+
+@pytest.mark.parametrize("scale", [1, 2, 3, 8])
+def test_ocr_reads_the_same_signs_at_every_size(scale):
+    prompts = ['blue text "CAT" on a red background', 'white text "ANT" on a green background']
+    images = signs(*prompts)
+    size = [scale * side for side in images.shape[-2:]]
+    large = torch.nn.functional.interpolate(images, size, mode="bicubic", antialias=True).clamp(0, 1)
+    assert rewards.load("ocr_exact")(images if scale == 1 else large, prompts).tolist() == [1, 1]

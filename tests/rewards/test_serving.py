@@ -25,6 +25,7 @@ import safetensors.torch
 import torch
 import uvicorn
 from fastapi import HTTPException
+from starlette.testclient import TestClient
 from support.cli_process import begin, run
 from support.embedded import short_run
 from support.paths import SAMPLE_REWARDS
@@ -37,9 +38,10 @@ from flow_grpo.data.grid import ImageInfo, save_grid
 from flow_grpo.rewards.frames import frames_of
 from flow_grpo.rewards.interrupt import DaemonThread
 from flow_grpo.rewards.judge import Judge
-from flow_grpo.rewards.serving.client import Remote, png
+from flow_grpo.rewards.serving.client import Remote, encode, png
 from flow_grpo.rewards.serving.connections import bounded
 from flow_grpo.rewards.serving.request import RAW, Limits, checked, decode
+from flow_grpo.rewards.serving.retry import Client
 from flow_grpo.rewards.serving.server import application, serve
 from flow_grpo.rewards.serving.subprocess import Isolated
 from flow_grpo.tiny import pretrain, world
@@ -332,7 +334,7 @@ def sends(url: str, content: bytes) -> socket.socket:
     return connection
 
 
-HALF = b"POST /score HTTP/1.1\r\nHost: x\r\nContent-Le"
+HALF = b"POST /score HTTP/1.1\r\nHost: localhost\r\nContent-Le"
 
 
 def test_half_sent_requests_without_a_token_keep_nobody_out(pair):
@@ -394,7 +396,7 @@ def is_broken_off(connection: socket.socket) -> bool:
 
 
 def test_head_and_body_of_a_request_have_deadlines_whatever_drips():
-    head = b"POST /score HTTP/1.1\r\nHost: x\r\nContent-Length: 100\r\n\r\n{"
+    head = b"POST /score HTTP/1.1\r\nHost: localhost\r\nContent-Length: 100\r\n\r\n{"
     with bounded_server(0.3) as url:
         assert is_closed(sends(url, b""))
         assert is_broken_off(sends(url, HALF))
@@ -600,6 +602,79 @@ def test_a_server_that_never_answers_is_given_up_after_its_time():
         good.close()
 
 
+# -- who is answered ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("headers", "status"),
+    [
+        ({"Host": "127.0.0.1:8000"}, 200),
+        ({"Host": "localhost:8000"}, 200),
+        ({"Host": "[::1]:8000"}, 200),
+        ({"Host": "localhost:8000", "Origin": "http://localhost:8000"}, 200),
+        ({"Host": "rebound.example:8000"}, 403),
+        ({"Host": "127.0.0.1.example"}, 403),
+        ({"Host": "localhost:8000", "Origin": "http://site.example"}, 403),
+        ({"Host": "localhost:8000", "Origin": "http://localhost:3000"}, 403),
+        ({"Host": "localhost:8000", "Origin": "null"}, 403),
+    ],
+)
+def test_without_a_token_only_this_machine_is_answered_and_no_web_page(headers, status):
+    rewards_served = {"bright": lambda images, prompts: images.mean((1, 2, 3))}
+    client = TestClient(application(rewards_served, None, Limits()))
+    assert client.get("/health", headers=headers).status_code == status
+    request = encode(pictures(1), {"prompts": ["a"], "metadata": {}}, "float")
+    request["headers"] |= headers
+    assert client.post("/score", **request).status_code == status
+    with_token = TestClient(application(rewards_served, "secret", Limits()))
+    assert with_token.get("/health", headers={**headers, "Authorization": "Bearer secret"}).status_code == 200
+    refused = with_token.get("/health", headers=headers)
+    assert refused.status_code == 401
+    assert "REWARD_TOKEN" in refused.json()["detail"]
+
+
+def test_an_address_with_a_password_is_shown_without_it():
+    class Asks(Stub):
+        def answer(self, path: str, body: bytes) -> tuple[int, dict | str]:
+            return 403, {"detail": "go away"}
+
+    stub = Asks()
+    with pytest.raises(ValueError, match="refused with 403") as caught:
+        Remote(stub.url.replace("http://", "http://user:pa55@"))
+    assert "pa55" not in str(caught.value)
+    stub.close()
+    with pytest.raises(ValueError, match="no server") as caught:
+        Remote(stub.url.replace("http://", "http://user:pa55@"))
+    assert "pa55" not in str(caught.value)
+
+
+def test_credentials_of_an_address_are_sent(monkeypatch):
+    client = Client(None, 1.0)
+    assert client.without_credentials("http://me:pa55@host:1/v1?a=b@c") == "http://host:1/v1?a=b@c"
+    assert client.without_credentials("http://host:1/v1?a=b@c") == "http://host:1/v1?a=b@c"
+    seen = []
+    transport = httpx.MockTransport(lambda request: seen.append(request.headers.get("authorization")) or httpx.Response(200))
+    monkeypatch.setattr(client, "client", httpx.AsyncClient(transport=transport))
+    client.run(client.request("GET", "http://host:1/v1/x"))
+    client.run(client.request("GET", "http://other:1/v1/x"))
+    assert seen == [f"Basic {base64.b64encode(b'me:pa55').decode()}", None]
+
+
+def test_only_the_columns_that_a_reward_reads_are_sent(tmp_path):
+    text = (
+        "def one(images, prompts, word):\n    return [len(w) for w in word]\n\n"
+        "def every(images, prompts, metadata):\n    return [len(row) for row in metadata]\n"
+    )
+    (tmp_path / "mine.py").write_text(text)
+    isolated = Isolated(f"{tmp_path / 'mine.py'}:one")
+    unsendable = {"word": ["A", "BC"], "picture": [b"1", b"2"]}
+    assert rewards.score("mine", isolated, pictures(2), ["a", "b"], **unsendable).tolist() == [1, 2]
+    isolated = Isolated(f"{tmp_path / 'mine.py'}:every")
+    assert rewards.score("mine", isolated, pictures(2), ["a", "b"], word=["A", "BC"]).tolist() == [1, 1]
+    with pytest.raises(ValueError, match=r"the column picture of the prompts can't be sent to another process \(.*bytes"):
+        rewards.score("mine", isolated, pictures(2), ["a", "b"], **unsendable)
+
+
 # -- isolated -----------------------------------------------------------------------------------------------------------
 
 
@@ -635,6 +710,15 @@ def _alive(pid: int) -> bool:
         return Path(f"/proc/{pid}/stat").read_text().split()[2] != "Z" if Path("/proc").exists() else not os.kill(pid, 0)
     except (FileNotFoundError, ProcessLookupError):
         return False
+
+
+def test_a_python_without_this_package_runs_a_reward(tmp_path):
+    """With the libraries of this environment, but started where the package can't be imported."""
+    file = tmp_path / "python"
+    file.write_text(f'#!/bin/sh\nunset PYTHONPATH\ncd /\nexec {sys.executable} "$@"\n')
+    file.chmod(0o755)
+    isolated = Isolated("jpeg_size", python=str(file))
+    assert isolated(pictures(1), ["a"]).tolist() == rewards.load("jpeg_size")(pictures(1), ["a"]).tolist()
 
 
 def test_another_environment_is_really_another(tmp_path):
