@@ -23,6 +23,8 @@ DETECTOR_SIDE = 736  # pixels: the least shorter side that PP-OCR's detector is 
 SMALLER_SIDES = (368, 184)  # at which an image without a detected line is read again
 SINGLE_LINE = 64  # pixels: an image at most this high is one line of text, read without detection
 
+onnxruntime.disable_telemetry_events()  # it would keep a device id and events in the user's cache
+
 # Engines take a second to load and are not made for several threads. `ocr` and `ocr_exact` share them, and what was read last.
 _LOCK = threading.Lock()
 _last_read: dict[str, Any] = {}

@@ -324,3 +324,7 @@ def test_every_command_parses_and_its_configs_are_valid(command):
     for word in words:
         if word.startswith("--"):
             assert word in listed
+
+
+def test_the_readme_counts_the_rewards():
+    assert re.search(rf"^{len(rewards.REGISTRY)} rewards are included", README.read_text(), re.MULTILINE)

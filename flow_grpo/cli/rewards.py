@@ -170,4 +170,4 @@ def _unwrapped(text: str) -> list[str]:
 
 
 def _first_sentence(text: str) -> str:
-    return re.split(r"(?<=[^A-Z\d][.?]) ", " ".join(text.split("\n\n")[0].split()))[0]
+    return re.split(r"(?<=[^A-Z\d\s][.?]) ", " ".join(text.split("\n\n")[0].split()))[0]

@@ -106,3 +106,10 @@ def test_help_names_every_verb_with_a_sentence(trained):
     for verb in COMMANDS:
         assert re.search(rf"{verb}\s+\w+", output)
         assert "flow-grpo" in run(verb, "--help", cwd=trained)
+
+
+def test_the_list_of_rewards_has_whole_sentences():
+    from flow_grpo import rewards
+    from flow_grpo.cli.rewards import _first_sentence
+
+    assert [name for name in rewards.REGISTRY if len(_first_sentence(rewards.docstring(name)).split()) < 5] == []
