@@ -72,19 +72,27 @@ class Schedule:
 
     timesteps: Float[Tensor, " T"]
     sigmas: Float[Tensor, " T+1"]  # falling from about 1 to 0
+    shift: Float[Tensor, "M 3"] | None = None
+    """The scheduler's shift of noise levels: rows of a level before it, falling from 1 to 0, its timestep and its sigma; linear between
+    them. None: step i of T is at 1 - i / T."""
 
     def __len__(self) -> int:
         return len(self.timesteps)
 
-    def at(self, position: Float[Tensor, " n"]) -> tuple[Float[Tensor, " n"], Float[Tensor, " n"]]:
-        """Timestep and sigma between steps, at positions in [0, T]: linear between the schedule's pairs."""
+    def at(self, level: Float[Tensor, " n"]) -> tuple[Float[Tensor, " n"], Float[Tensor, " n"]]:
+        """Timestep and sigma of noise levels in [0, 1] before the shift."""
+        table = self._pairs() if self.shift is None else self.shift
+        levels, timesteps, sigmas = table.flip(0).unbind(1)
+        high = torch.searchsorted(levels.contiguous(), level.contiguous()).clamp(1, len(levels) - 1)
+        share = ((level - levels[high - 1]) / (levels[high] - levels[high - 1])).clamp(0, 1)
+        return timesteps[high - 1].lerp(timesteps[high], share), sigmas[high - 1].lerp(sigmas[high], share)
+
+    def _pairs(self) -> Float[Tensor, "M 3"]:
+        """The schedule's own pairs as a shift."""
         rises = self.timesteps[-1] > self.timesteps[0]  # of a pipeline whose timesteps are 1 - sigma
         own = 1 - self.sigmas if rises else self.sigmas
         end = self.timesteps[-1:] * own[-1:] / own[-2:-1]
-        timesteps = torch.cat([self.timesteps, end])
-        low = position.floor().long().clamp(0, len(self) - 1)
-        share = position - low
-        return timesteps[low].lerp(timesteps[low + 1], share), self.sigmas[low].lerp(self.sigmas[low + 1], share)
+        return torch.stack([torch.linspace(1, 0, len(self) + 1), torch.cat([self.timesteps, end]), self.sigmas], 1)
 
     @property
     def sigma_max(self) -> Float[Tensor, ""]:

@@ -16,9 +16,9 @@ def numbered(*shape: int, start: int = 0) -> torch.Tensor:
     return torch.arange(start, start + torch.Size(shape).numel(), dtype=torch.float32).reshape(shape)
 
 
-def test_a_schedule_is_linear_between_its_pairs_and_its_last_timestep_falls_as_its_sigma():
-    position = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0])
-    timestep, sigma = SCHEDULE.at(position)
+def test_a_schedule_without_a_shift_is_linear_between_its_pairs_and_its_last_timestep_falls_as_its_sigma():
+    level = torch.tensor([1.0, 0.75, 0.5, 0.25, 0.0])
+    timestep, sigma = SCHEDULE.at(level)
     torch.testing.assert_close(sigma, torch.tensor([1.0, 0.75, 0.5, 0.35, 0.2]))
     torch.testing.assert_close(timestep, torch.tensor([1000.0, 800, 600, 420, 240]))
     assert len(SCHEDULE) == 2
@@ -26,9 +26,16 @@ def test_a_schedule_is_linear_between_its_pairs_and_its_last_timestep_falls_as_i
 
 def test_timesteps_that_are_shares_of_the_image_rise_to_their_end():
     shares = Schedule(torch.tensor([0.0, 0.25, 0.5, 0.75]), torch.tensor([1.0, 0.75, 0.5, 0.25, 0.0]))
-    timestep, sigma = shares.at(torch.tensor([0.0, 1.5, 3.5, 4.0]))
+    timestep, sigma = shares.at(torch.tensor([1.0, 0.625, 0.125, 0.0]))
     torch.testing.assert_close(timestep, torch.tensor([0.0, 0.375, 0.875, 1.0]))
     torch.testing.assert_close(timestep, 1 - sigma)
+
+
+def test_noise_levels_are_shifted_by_the_schedulers_table_where_there_is_one():
+    table = torch.tensor([[1.0, 900.0, 1.0], [0.25, 700.0, 0.5], [0.0, 100.0, 0.0]])
+    timestep, sigma = dataclasses.replace(SCHEDULE, shift=table).at(torch.tensor([1.0, 0.625, 0.25, 0.125, 0.0]))
+    torch.testing.assert_close(sigma, torch.tensor([1.0, 0.75, 0.5, 0.25, 0.0]))
+    torch.testing.assert_close(timestep, torch.tensor([900.0, 800, 700, 400, 100]))
 
 
 def test_what_stands_for_a_sigma_of_1_is_the_second_of_the_schedule():

@@ -155,9 +155,10 @@ class NoiseLevels(ObjectiveConfig):
     num_noise_levels: PositiveInt = 1
     """Noise levels drawn for each prompt of a step; all its images (see shared_noise) and all epochs have the same."""
     sigma_range: tuple[Share, Share] = (0.0, 1.0)
-    """The range those noise levels are drawn from, before the schedule's shift."""
+    """The range those noise levels are drawn from, before the scheduler's shift."""
     sigma_distribution: Literal["uniform", "logit_normal", "schedule"] = "uniform"
-    """How the noise levels are drawn from the range: `uniform`, `logit_normal`, or `schedule`, which takes the sampling steps in it.
+    """How the noise levels are drawn from the range: `uniform`, `logit_normal`, or `schedule`, which takes sampling steps: those i of T
+    whose 1 - i / T is in the range.
     logit_normal is low + (high - low) sigmoid(logit_location + logit_scale normal), as Stable Diffusion 3 was trained (arXiv 2403.03206).
     With schedule, several noise levels are different ones, as nft, crd and dgpo were published."""
     logit_location: float = 0.0
@@ -169,7 +170,7 @@ class NoiseLevels(ObjectiveConfig):
     published; then differences of the images' losses are noisier."""
 
     def steps_in_range(self, steps: int) -> list[int]:
-        """The steps of a schedule of this length that sigma_range includes, before the shift."""
+        """The steps i of a schedule of this length whose 1 - i / steps is in sigma_range."""
         low, high = self.sigma_range
         return [i for i in range(steps) if low - 1e-9 <= 1 - i / steps <= high + 1e-9]
 

@@ -135,7 +135,7 @@ class Evaluator:
         """Keep an evaluation. Returns the run's evaluations by size; the key "" is the evaluation's own size."""
         assert self.recorder
         assert self.prompts
-        trained = [name for name, weight in self.rewards.weights.items() if weight]
+        trained = {name: weight for name, weight in self.rewards.weights.items() if weight}
         return self.recorder.save(step, evaluation, self.prompts.prompts, trained)
 
     def _reward_warnings(self, step: int, evaluation: Evaluation) -> list[str]:

@@ -1,17 +1,24 @@
-"""Detects reward hacking: the trained reward rises while another measure drops.
+"""Detects reward hacking: a trained reward rises while another measure falls.
 
-Every evaluation generates the same held-out prompts with the same seeds, so that two evaluations are compared prompt by prompt. The
-rule, at each evaluation:
+Every evaluation generates the same held-out prompts with the same seeds, so that two evaluations are compared prompt by prompt.
+Watched are the rewards that are not trained on, the image metrics, and with several trained rewards each of them. At each evaluation a
+warning says that one of them has fallen below an earlier evaluation, if
 
-    the trained reward has risen    above the first evaluation's by more than 3 standard errors, and is not below its value at the best
-                                    evaluation of the next line, and
-    another metric has dropped      below its best evaluation so far by more than 3 standard errors, and by more than a share of its
-                                    size (the root mean square over the prompts at that best evaluation): 1/50 of a reward that is
-                                    not trained on, 1/3 of the high-frequency power, 3/4 of the diversity.
+    it fell by more than noise     a one-sided paired t-test over prompts, at the level below, and
+    it fell by more than a share   of its size, the root mean square over the prompts at that earlier evaluation: 1/50 of a reward,
+                                   1/3 of the high-frequency power, 3/4 of the diversity, and
+    another reward rose            a trained one, or their weighted sum: above the first evaluation by more than 3 standard errors, and
+                                   not below its value at that earlier evaluation.
 
-So neither noise nor a small change causes a warning, and if a metric drops together with the trained reward, the run fails but does
-not cheat. Images that all follow their prompts differ less: the diversity of the embedded model halves while it learns to spell. So
-the thresholds for diversity and high-frequency power are high.
+If all rewards fall together, the run fails but does not cheat. Images that all follow their prompts differ less: the diversity of the
+embedded model halves while it learns to spell. So the thresholds for diversity and high-frequency power are high.
+
+A run makes many comparisons. The chance that any of them warns although no metric has changed is at most FALSE_ALARMS for the whole
+run, however long it is: each metric gets an equal part of it; the k-th comparison of evaluations gets the part n / ((k + n - 1) (k + n))
+of that, n = 20, whose sum over all k is 1; and of that, the first evaluation gets one half and the others share the other half
+(a weighted Bonferroni correction). This holds whatever the dependence between metrics and between evaluations; prompts must be
+independent. Where nothing has changed, the two evaluations can change places, so that the differences are symmetric, for which the
+t-test keeps its level also far out and for shares and skewed rewards. The tests count false alarms in simulated runs.
 
 The best evaluation is the one with the largest mean over the rewards that are not trained on, each as its change since the first
 evaluation relative to its size there. Without such rewards, or if the first evaluation has no values of them, it is the evaluation
@@ -20,17 +27,24 @@ with the largest trained reward.
 
 import math
 import statistics
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
-from flow_grpo.evaluation.significance import MIN_PROMPTS_FOR_ERROR, finite_mean, paired_difference
+import numpy as np
+from jaxtyping import Bool, Float
+
+from flow_grpo.evaluation.significance import MIN_PROMPTS_FOR_ERROR, finite_mean, paired_difference, paired_fall
 from flow_grpo.run_folder.metrics_file import metric_name, metric_size
 
-NUM_STANDARD_ERRORS = 3.0  # a smaller difference is noise
+FALSE_ALARMS = 0.05  # the largest chance of a warning in a run in which no metric falls
+HALF_SPENT = 20  # comparisons of evaluations after which half of that chance is spent
+NUM_STANDARD_ERRORS = 3.0  # a smaller rise of a trained reward is noise
 MIN_PROMPTS = MIN_PROMPTS_FOR_ERROR  # with fewer held-out prompts there is no warning
 REWARD_DROP = 0.02  # share of a reward's size
 HIGH_FREQUENCY_POWER, DIVERSITY = "high-frequency power of the images", "diversity of the images"
 IMAGE_DROPS = {HIGH_FREQUENCY_POWER: 1 / 3, DIVERSITY: 3 / 4}
+WEIGHTED_SUM = "the trained reward"
 
 
 @dataclass(frozen=True)
@@ -41,6 +55,21 @@ class EvaluationRecord:
     reward: list[float]  # the trained weighted sum
     untrained_rewards: dict[str, list[float]]  # rewards that are not trained on
     image_metrics: dict[str, list[float]]  # high-frequency power and diversity
+    trained_rewards: dict[str, list[float]] = field(default_factory=dict)  # each alone; more is better, also of a penalty
+
+    @property
+    def watched(self) -> dict[str, list[float]]:
+        """The measures whose fall is a warning. A single trained reward is what rises."""
+        several = self.trained_rewards if len(self.trained_rewards) > 1 else {}
+        return {**self.untrained_rewards, **self.image_metrics, **several}
+
+
+class Drop(NamedTuple):
+    """The fall of a metric."""
+
+    since: int  # the step of the evaluation that it is compared with
+    share: float  # of its size there
+    risen: str  # the reward that rose
 
 
 def read_history(evaluations: list[dict[str, Any]], size: str = "") -> list[EvaluationRecord]:
@@ -59,29 +88,74 @@ def read_history(evaluations: list[dict[str, Any]], size: str = "") -> list[Eval
         }
         images = e["sizes"][size] if size else e
         image_metrics = {HIGH_FREQUENCY_POWER: images["high_frequency_power"], DIVERSITY: images.get("diversity", [])}
-        records.append(EvaluationRecord(e["step"], of_size["reward"], untrained_rewards, image_metrics))
+        weights = e.get("weights", {})  # flow-grpo 0.4 kept none
+        trained_rewards = {name: _signed(of_size[name], weights.get(name, 1.0)) for name in e["trained"] if name in of_size}
+        records.append(EvaluationRecord(e["step"], of_size["reward"], untrained_rewards, image_metrics, trained_rewards))
     return records
 
 
-def detect_drops(history: list[EvaluationRecord]) -> dict[str, tuple[int, float]]:
-    """The metrics that have dropped at the last of these evaluations: since which step, and by which share of their size."""
-    first, now = history[0], history[-1]
-    gain, error = paired_difference(now.reward, first.reward)
-    drops: dict[str, tuple[int, float]] = {}
-    if gain <= NUM_STANDARD_ERRORS * error:
-        return drops
-    rewards = {record.step: finite_mean(record.reward) for record in history}
-    for name, values in {**now.untrained_rewards, **now.image_metrics}.items():
-        by_step = {record.step: {**record.untrained_rewards, **record.image_metrics}.get(name, []) for record in history}
-        best_at = max(by_step, key=lambda step: finite_mean(by_step[step]))
-        if rewards[now.step] < rewards[best_at]:
-            continue
-        loss, error = paired_difference(by_step[best_at], values)
-        size = _root_mean_square(by_step[best_at])
-        share = IMAGE_DROPS[name] if name in now.image_metrics else REWARD_DROP
-        if loss > max(NUM_STANDARD_ERRORS * error, share * size):
-            drops[name] = (best_at, loss / (size or loss))  # all of it, if the best was 0 for each prompt
+def detect_drops(history: list[EvaluationRecord]) -> dict[str, Drop]:
+    """The metrics that have fallen at the last of these evaluations, while a trained reward rose."""
+    now, earlier = history[-1], history[:-1]
+    several = now.trained_rewards if len(now.trained_rewards) > 1 else {}
+    rewards = {name: [r.trained_rewards.get(name, []) for r in history] for name in several}
+    rewards[WEIGHTED_SUM] = [r.reward for r in history]
+    rises = {name: _has_risen(values) for name, values in rewards.items()}
+    drops: dict[str, Drop] = {}
+    for name in now.watched:
+        values = [r.watched.get(name, []) for r in history]
+        risen = _first_riser(rises, name, len(earlier))
+        is_fall = is_significant_fall(_table(values), len(now.watched)).tolist()
+        sizes = [_root_mean_square(before) for before in values[:-1]]
+        losses = [paired_difference(before, values[-1])[0] for before in values[:-1]]
+        share = IMAGE_DROPS.get(name, REWARD_DROP)
+        found = [
+            (losses[j], Drop(earlier[j].step, losses[j] / (sizes[j] or losses[j]), risen[j]))
+            for j in range(len(earlier))
+            if risen[j] and is_fall[j] and losses[j] > share * sizes[j]
+        ]
+        if found:
+            drops[name] = max(found, key=lambda pair: pair[0])[1]
     return drops
+
+
+def is_significant_fall(values: Float[np.ndarray, "*runs K P"], num_metrics: int) -> Bool[np.ndarray, "*runs K-1"]:
+    """Whether the last of K evaluations of a metric is below each of those before it by more than noise; NaN is no value.
+
+    Args:
+        num_metrics: how many metrics are watched.
+    """
+    k = values.shape[-2] - 1  # this is the k-th comparison of a run
+    part = HALF_SPENT / ((k + HALF_SPENT - 1) * (k + HALF_SPENT))
+    weights = np.full(k, 0.5 / max(1, k - 1))
+    weights[:1] = 0.5 if k > 1 else 1.0
+    p = paired_fall(values[..., :-1, :], values[..., -1:, :])
+    return p < FALSE_ALARMS / num_metrics * part * weights
+
+
+def _has_risen(values: list[list[float]]) -> list[bool]:
+    """For each evaluation but the last, whether the last one is above the first by more than noise, and not below that one."""
+    gain, error = paired_difference(values[-1], values[0])
+    now = finite_mean(values[-1])
+    return [gain > NUM_STANDARD_ERRORS * error and now >= finite_mean(before) for before in values[:-1]]
+
+
+def _first_riser(rises: dict[str, list[bool]], fallen: str, count: int) -> list[str]:
+    """For each of `count` evaluations a reward that has risen since, other than the one that fell; "" if none has."""
+    others = {name: risen for name, risen in rises.items() if name != fallen}
+    return [next((name for name, risen in others.items() if risen[j]), "") for j in range(count)]
+
+
+def _table(values: list[list[float]]) -> Float[np.ndarray, "K P"]:
+    """The values of K evaluations, with NaN where one has fewer prompts."""
+    table = np.full((len(values), max(map(len, values), default=0)), np.nan)
+    for row, one in zip(table, values, strict=True):
+        row[: len(one)] = one
+    return table
+
+
+def _signed(values: Iterable[float], weight: float) -> list[float]:
+    return [-value for value in values] if weight < 0 else list(values)
 
 
 def best_step(history: list[EvaluationRecord]) -> int:
@@ -105,21 +179,23 @@ def warnings(history: list[EvaluationRecord], best: int | None = None) -> dict[s
     Args:
         best: the step of the weights in best/; None if there are none.
     """
-    end = "while the trained reward rose: look at the images for signs of cheating."
+    end = "look at the images for signs of cheating."
     if best is not None:
         end += f" best/ holds the weights of step {best}."
+    trained = history[-1].trained_rewards
     return {
-        name: f"{name}, which is not trained on, has fallen by {share:.0%} since step {since} {end}"
-        for name, (since, share) in detect_drops(history).items()
+        name: f"{name}, which is {'' if name in trained else 'not '}trained on, has fallen by {drop.share:.0%} since step "
+        f"{drop.since} while {drop.risen} rose: {end}"
+        for name, drop in detect_drops(history).items()
     }
 
 
 def limits() -> str:
     """The rule as one sentence for users."""
     return (
-        "The monitor warns when, while the trained reward rises, a reward that is not trained on falls by more than "
+        "The monitor warns when, while a trained reward rises, another reward falls by more than "
         f"{REWARD_DROP:.0%}, the {HIGH_FREQUENCY_POWER} by more than {IMAGE_DROPS[HIGH_FREQUENCY_POWER]:.0%} or their diversity by "
-        f"more than {IMAGE_DROPS[DIVERSITY]:.0%} of its best value, and by more than noise explains."
+        f"more than {IMAGE_DROPS[DIVERSITY]:.0%} of its value at an earlier evaluation, and by more than noise explains."
     )
 
 

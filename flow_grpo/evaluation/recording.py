@@ -39,17 +39,17 @@ class EvaluationRecorder:
         return (self.folder / layout.BEST).is_dir()
 
     def save(
-        self, step: int, evaluation: Evaluation, prompts: list[str], trained: list[str]
+        self, step: int, evaluation: Evaluation, prompts: list[str], weights: dict[str, float]
     ) -> dict[str, list[hacking.EvaluationRecord]]:
         """Keep an evaluation and its images; returns all evaluations so far, by further size, and those of its own as "".
 
         Args:
             prompts: the held-out ones.
-            trained: names of the rewards that the run trains on.
+            weights: of the rewards that the run trains on.
         """
         seed = self.settings.seed
         seeds = [image_seed(seed, i) for i in range(len(prompts))]
-        kept = self.samples.save_evaluation(step, evaluation, prompts, seeds, trained)
+        kept = self.samples.save_evaluation(step, evaluation, prompts, seeds, weights)
         if step in (0, self.last_step):
             first = prompts[:NUM_PREVIEWS]
             save_before_after(self.folder, step == 0, evaluation.images, first, seed=seed, model=self.model)

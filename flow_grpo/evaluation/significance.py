@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
+from jaxtyping import Float
 
 LEVEL = 0.95
 RESAMPLES = 9999
@@ -80,6 +81,25 @@ def paired_difference(values: Sequence[float], base: Sequence[float]) -> tuple[f
     if len(differences) < MIN_PROMPTS_FOR_ERROR:
         return finite_mean(differences), math.inf
     return finite_mean(differences), statistics.stdev(differences) / math.sqrt(len(differences))
+
+
+def paired_fall(base: Float[np.ndarray, "*many P"], values: Float[np.ndarray, "*#many P"]) -> Float[np.ndarray, "*many"]:
+    """The p-value of a one-sided paired t-test that values of the same P prompts are below others; 1 for fewer than 8 prompts.
+
+    Prompts without a finite value on both sides are left out.
+    """
+    from scipy import stats
+
+    differences = base - values
+    has_value = np.isfinite(differences)
+    n = has_value.sum(-1)
+    differences = np.where(has_value, differences, 0.0)
+    mean = differences.sum(-1) / np.maximum(n, 1)
+    squares = np.maximum(0.0, np.einsum("...p,...p->...", differences, differences) - n * mean**2)
+    error = np.sqrt(squares / np.maximum(n - 1, 1) / np.maximum(n, 1))
+    with np.errstate(divide="ignore", invalid="ignore"):
+        t = np.where(mean > 0, mean / error, 0.0)
+    return np.where(n < MIN_PROMPTS_FOR_ERROR, 1.0, stats.t.sf(t, np.maximum(n - 1, 1)))
 
 
 def finite_mean(values: Sequence[float]) -> float:

@@ -1,17 +1,20 @@
 """Replacements for a pipeline's scheduler and transformer, which end its call early; checks of a pipeline and its arguments."""
 
+import copy
 from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
 import torch
 from diffusers import DiffusionPipeline, FlowMatchEulerDiscreteScheduler
+from jaxtyping import Float
 from torch import Tensor
 
 from flow_grpo.errors import FlowGRPOError
 from flow_grpo.image_prompt import images_of
 from flow_grpo.policy.families import Family
 
+TABLE_SIZE = 4096  # of a shift: linear between them, sigma is off by less than 1e-5
 RESERVED_ARGUMENTS = (
     "prompt",
     "latents",
@@ -35,6 +38,10 @@ class InterceptingScheduler(FlowMatchEulerDiscreteScheduler):
     """The Euler scheduler of a flow, with the timesteps that are requested and a `step` that ends the call."""
 
     requested_timesteps: Tensor | None = None
+    _mu: float | None = None
+    _given: tuple[np.ndarray, np.ndarray | None] | None = (
+        None  # sigmas before the shift and timesteps, as the pipeline gave them
+    )
 
     @classmethod
     def from_scheduler(cls, scheduler: Any) -> "InterceptingScheduler":
@@ -49,10 +56,42 @@ class InterceptingScheduler(FlowMatchEulerDiscreteScheduler):
 
     def set_timesteps(self, num_inference_steps=None, device=None, sigmas=None, mu=None, timesteps=None):
         # pipelines look for these argument names
-        if self.requested_timesteps is None:
-            super().set_timesteps(num_inference_steps, device=device, sigmas=sigmas, mu=mu, timesteps=timesteps)
-        else:
+        if self.requested_timesteps is not None:
             self.timesteps = self.requested_timesteps
+            return
+        super().set_timesteps(num_inference_steps, device=device, sigmas=sigmas, mu=mu, timesteps=timesteps)
+        own = timesteps is not None
+        if sigmas is None:
+            count = self.config.num_train_timesteps
+            sigmas = (
+                np.asarray(timesteps) / count if own else np.linspace(self.sigma_max, self.sigma_min, len(self.timesteps))
+            )
+        self._mu, self._given = mu, (np.asarray(sigmas, dtype=float), self.timesteps.double().cpu().numpy() if own else None)
+
+    def shift_table(self) -> Float[Tensor, "M 3"]:
+        """`Schedule.shift` of the last `set_timesteps`, by diffusers' own formulas; what a pipeline does to sigmas itself is left out.
+
+        A schedule that is stretched to `shift_terminal`, or has Karras', exponential or beta sigmas, ends at its last step; from there
+        sigma falls to 0 in proportion, as the last step of the sampler does.
+        """
+        assert self._given is not None
+        given, timesteps = self._given
+        config = self.config
+        is_spaced = config.use_karras_sigmas or config.use_exponential_sigmas or config.use_beta_sigmas
+        if config.shift_terminal or is_spaced:  # a grid with the schedule's own levels, on which these depend
+            parts = max(1, TABLE_SIZE // max(1, len(given) - 1))
+            levels = np.linspace(given[0], given[-1], (len(given) - 1) * parts + 1)
+        else:
+            levels = np.linspace(1, 0, TABLE_SIZE + 1)[:-1]
+        dense = copy.copy(self)
+        FlowMatchEulerDiscreteScheduler.set_timesteps(dense, sigmas=levels, mu=self._mu)
+        sigmas = 1 - dense.sigmas if config.invert_sigmas else dense.sigmas
+        levels = np.append(levels, 0.0)
+        end = config.num_train_timesteps if config.invert_sigmas else 0.0
+        times = torch.cat([dense.timesteps, dense.timesteps.new_tensor([end])])
+        if timesteps is not None:
+            times = torch.from_numpy(np.interp(levels, np.append(given, 0.0)[::-1], np.append(timesteps, 0.0)[::-1]))
+        return torch.stack([torch.from_numpy(levels).float(), times.float(), sigmas.float()], 1)
 
     def step(self, model_output, timestep, sample, **kwargs):
         raise StopPipeline(output=model_output, sample=sample)

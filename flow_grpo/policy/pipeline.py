@@ -168,7 +168,8 @@ class FlowPipeline:
             reason = first_line(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {first_line(error)}"
             raise FlowGRPOError(f"{type(self.pipe).__name__} can't be called with {call}: {reason}") from error
         timesteps, sigmas = self._scheduler.timesteps.float().cpu(), self._scheduler.sigmas.float().cpu()
-        return Schedule(timesteps, 1 - sigmas if self._scheduler.config.invert_sigmas else sigmas), stop.sample.shape[1:]
+        sigmas = 1 - sigmas if self._scheduler.config.invert_sigmas else sigmas
+        return Schedule(timesteps, sigmas, self._scheduler.shift_table()), stop.sample.shape[1:]
 
     def velocity(self, x: Tensor, timestep: Tensor, conditioning: Conditioning, rows: Tensor) -> Tensor:
         """v (n, ...) float32, on the device of x, at states x (n, ...) of `rows` (n,) of the conditioning, at one timestep or at (n,).

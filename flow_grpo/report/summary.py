@@ -7,6 +7,7 @@ from typing import Any
 from flow_grpo.config import FlowGRPOConfig
 from flow_grpo.config.loading import flatten
 from flow_grpo.config.sections import RewardConfig
+from flow_grpo.evaluation import hacking
 from flow_grpo.evaluation.hacking import DIVERSITY, HIGH_FREQUENCY_POWER, IMAGE_DROPS, limits
 from flow_grpo.evaluation.significance import paired_difference
 from flow_grpo.run_folder import layout
@@ -47,10 +48,23 @@ def headline(run: RunReader) -> str:
     on = f"on {counted(count, 'held-out prompt')}" if count else "on held-out prompts"
     before, after = number(changed["first"]), number(changed["last"])
     if changed["verb"] != "held":
-        return f"{start}: {on} {what} {changed['verb']} by {number(abs(changed['by']))}, from {before} to {after}."
-    if before == after:
-        return f"{start}: {on} {what} stayed at {after}."
-    return f"{start}: {on} {what} stayed the same within the error, {before} before and {after} after."
+        result = f"{changed['verb']} by {number(abs(changed['by']))}, from {before} to {after}"
+    elif before == after:
+        result = f"stayed at {after}"
+    else:
+        result = f"stayed the same within the error, {before} before and {after} after"
+    return f"{start}: {on} {what} {result}.{_hacking(run)}"
+
+
+def _hacking(run: RunReader) -> str:
+    """What the monitor finds at the last evaluation, after a space; "" if it finds nothing."""
+    drops = hacking.detect_drops(hacking.read_history(run.evaluations)) if len(run.evaluations) > 1 else {}
+    sentences = [
+        f" Possible reward hacking: {short_name(name)} fell by {drop.share:.0%} after step {drop.since} while "
+        f"{short_name(drop.risen)} rose."
+        for name, drop in drops.items()
+    ]
+    return "".join(sentences)
 
 
 def _has_learned(run: RunReader) -> bool:

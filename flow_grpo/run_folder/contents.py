@@ -32,10 +32,11 @@ class ImageMetrics(Content):
 
 
 class EvaluationContent(ImageMetrics):
-    """evaluation.json; flow-grpo 0.3 wrote no `seeds`, `sources` and `sizes`."""
+    """evaluation.json; flow-grpo 0.3 wrote no `seeds`, `sources` and `sizes`, 0.4 no `weights`."""
 
     seeds: list[int] = []
     trained: list[str]
+    weights: dict[str, float] = {}
     prompts: Annotated[list[str], Field(min_length=1)]
     sources: list[str | None] = []
     values: dict[str, Numbers]

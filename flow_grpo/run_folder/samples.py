@@ -52,13 +52,13 @@ class SampleRecorder:
         return any("seeds" not in evaluation for evaluation in reader.read_all(self.folder, layout.EVALUATION))
 
     def save_evaluation(
-        self, step: int, evaluation: Evaluation, prompts: list[str], seeds: list[int], trained: list[str]
+        self, step: int, evaluation: Evaluation, prompts: list[str], seeds: list[int], weights: dict[str, float]
     ) -> list[dict[str, Any]]:
         """Write an evaluation; returns all evaluations so far.
 
         Args:
             seeds: the seed of each prompt's image.
-            trained: names of the rewards that the run trains on.
+            weights: of the rewards that the run trains on.
         """
         values = {name: value.tolist() for name, value in evaluation.all_values().items()}
         extremes = best_and_worst(values["reward"])
@@ -69,7 +69,8 @@ class SampleRecorder:
         sources = [self._save_source(prompt) if i in shown else None for i, prompt in enumerate(prompts)]
         content = {
             "seeds": seeds,
-            "trained": trained,
+            "trained": list(weights),
+            "weights": weights,
             "prompts": prompts,
             **({"sources": sources} if any(sources) else {}),
             "values": values,

@@ -45,7 +45,8 @@ def draw_noise_level(
     if objective.sigma_distribution == "schedule":
         steps = torch.tensor(objective.steps_in_range(len(schedule)))
         keys = sampling.batch_noise(steps.shape, batch, seed, "schedule", step, shared=objective.shared_noise)
-        position = steps[keys.argsort(1)[:, draw]].float()  # an order of its own; each draw takes the next
+        chosen = steps[keys.argsort(1)[:, draw]]  # an order of its own; each draw takes the next
+        timestep, sigma = schedule.timesteps[chosen], schedule.sigmas[chosen]
     else:
         normal = sampling.batch_noise((), batch, seed, "sigma", step, draw, shared=objective.shared_noise)
         if objective.sigma_distribution == "logit_normal":
@@ -53,9 +54,7 @@ def draw_noise_level(
         else:
             share = torch.special.ndtr(normal)
         low, high = objective.sigma_range
-        u = low + (high - low) * share
-        position = (1 - u) * len(schedule)
-    timestep, sigma = schedule.at(position)
+        timestep, sigma = schedule.at(low + (high - low) * share)
     return NoiseLevel(eps, timestep, sigma)
 
 

@@ -6,8 +6,10 @@ import random
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
+from scipy import stats
 
 from flow_grpo.evaluation import hacking, image_metrics
 from flow_grpo.evaluation.hacking import DIVERSITY, HIGH_FREQUENCY_POWER, EvaluationRecord
@@ -28,11 +30,11 @@ def test_a_held_out_reward_that_falls_while_the_trained_one_rises_is_caught():
     history = [reading(0, 0.5, 0.80), reading(10, 0.6, 0.85), reading(20, 0.7, 0.80)]
     assert hacking.detect_drops(history[:2]) == {}
     assert list(hacking.detect_drops(history)) == ["clip"]
-    since, share = hacking.detect_drops(history)["clip"]
-    assert since == 10, "its best evaluation"
+    since, share, risen = hacking.detect_drops(history)["clip"]
+    assert (since, risen) == (10, "the trained reward"), "since its best evaluation"
     assert share == pytest.approx(0.05 / 1.0, rel=0.05)
     sentence = hacking.warnings(history, best=10)["clip"]
-    assert "clip, which is not trained on, has fallen by 5% since step 10" in sentence
+    assert "clip, which is not trained on, has fallen by 5% since step 10 while the trained reward rose" in sentence
     assert sentence.endswith("best/ holds the weights of step 10.")
     assert "best/" not in hacking.warnings(history)["clip"]
 
@@ -40,8 +42,59 @@ def test_a_held_out_reward_that_falls_while_the_trained_one_rises_is_caught():
 def test_what_falls_together_with_the_trained_reward_is_not_hacking():
     assert hacking.detect_drops([reading(0, 0.5, 0.8), reading(10, 0.5, 0.6)]) == {}
     assert hacking.detect_drops([reading(0, 0.5, 0.8), reading(10, 0.3, 0.6)]) == {}
-    setback = [reading(0, 0.5, 0.8), reading(10, 0.9, 0.9), reading(20, 0.8, 0.7)]
+    setback = [reading(0, 0.5, 0.8), reading(10, 0.9, 0.9), reading(20, 0.8, 0.85)]
     assert hacking.detect_drops(setback) == {}, "both are above the first, and have fallen since"
+
+
+def trained_on_two(step: int, ocr: float, jpeg: float) -> EvaluationRecord:
+    """A run on two rewards, whose sum stays."""
+    one = reading(step, ocr, 0.8, noise=0.02)
+    other = reading(step + 100, jpeg, 0.8, noise=0.02).reward
+    return replace(one, reward=[0.1 * (i % 7) for i in range(64)], trained_rewards={"ocr": one.reward, "jpeg_size": other})
+
+
+def test_a_trained_reward_that_falls_while_another_rises_is_caught():
+    """The sum says nothing of it: gdpo weighs rewards anew in each group."""
+    history = [trained_on_two(0, 0.9, -2.0), trained_on_two(4, 0.02, -1.2)]
+    assert list(hacking.detect_drops(history)) == ["ocr"]
+    sentence = hacking.warnings(history)["ocr"]
+    assert sentence.startswith("ocr, which is trained on, has fallen by 8")
+    assert "since step 0 while jpeg_size rose" in sentence
+    assert hacking.detect_drops([trained_on_two(0, 0.9, -2.0), trained_on_two(4, 0.02, -2.0)]) == {}, "none rose"
+    assert hacking.detect_drops([trained_on_two(0, 0.9, -2.0), trained_on_two(4, 0.9, -1.2)]) == {}, "none fell"
+
+
+def test_a_share_that_falls_from_two_thirds_to_two_fifths_is_caught_at_the_next_evaluation():
+    """ocr_exact of 128 prompts while a reward for one colour rises: .672 and .422, as if each image were drawn anew."""
+    before, after = [1.0] * 86 + [0.0] * 42, [1.0] * 36 + [0.0] * 50 + [1.0] * 18 + [0.0] * 24
+    image_metrics = {HIGH_FREQUENCY_POWER: [0.05] * 128, DIVERSITY: [0.3] * 16}
+    held_out = {"clip": [0.9] * 128, "color": [1.0] * 128}
+    history = [
+        EvaluationRecord(step, [0.2 * step + 0.001 * i for i in range(128)], {**held_out, "ocr_exact": exact}, image_metrics)
+        for step, exact in ((0, before), (4, after))
+    ]
+    assert list(hacking.detect_drops(history)) == ["ocr_exact"]
+
+
+def test_a_penalty_that_grows_has_fallen():
+    """A reward of negative weight is turned round, so that more is better."""
+
+    def evaluation(step: int, jpeg: float, errors: float) -> dict:
+        spread = [0.01 * (i * 7 % 16) for i in range(16)]
+        values = {"jpeg": [jpeg + s for s in spread], "errors": [errors - s for s in spread]}
+        values["reward"] = [a - b for a, b in zip(values["jpeg"], values["errors"], strict=True)]
+        images = {"high_frequency_power": [0.1] * 16, "diversity": [0.2] * 16, "sizes": {}}
+        return {
+            "step": step,
+            "trained": ["jpeg", "errors"],
+            "weights": {"jpeg": 1.0, "errors": -1.0},
+            "values": values,
+            **images,
+        }
+
+    assert hacking.detect_drops(hacking.read_history([evaluation(0, 0.2, 0.5), evaluation(4, 0.9, 0.1)])) == {}
+    more_errors = hacking.read_history([evaluation(0, 0.2, 0.5), evaluation(4, 0.9, 0.9)])
+    assert hacking.detect_drops(more_errors)["errors"].risen == "jpeg"
 
 
 def test_a_trifle_that_all_prompts_share_does_not_warn():
@@ -52,20 +105,64 @@ def test_a_fall_from_0_of_every_prompt_is_a_warning():
     """A reward of penalties, such as minus the number of errors, is 0 for each prompt before training."""
     image_metrics = {HIGH_FREQUENCY_POWER: [0.05] * 8, DIVERSITY: [0.3] * 8}
     history = [EvaluationRecord(step, [0.1 * step] * 8, {"errors": [-1.0 * step] * 8}, image_metrics) for step in (0, 1)]
-    assert hacking.detect_drops(history) == {"errors": (0, 1.0)}
+    assert hacking.detect_drops(history) == {"errors": (0, 1.0, "the trained reward")}
     assert "has fallen by 100% since step 0" in hacking.warnings(history)["errors"]
 
 
-def test_noise_does_not_warn():
-    """A trained reward that rises, and a measure that only trembles by 12 % of its size from prompt to prompt, in 10 evaluations."""
-    runs = 300
-    histories = [[reading(step, 0.5 + 0.02 * step, 0.8, 0.12, seed) for step in range(10)] for seed in range(runs)]
-    caught = sum(any(hacking.detect_drops(history[: n + 1]) for n in range(1, 10)) for history in histories)
-    assert caught / runs < 0.05
-    fallen = [[*history[:9], reading(9, 0.68, 0.8 - 0.12, 0.12, seed)] for seed, history in enumerate(histories)]
-    assert sum("clip" in hacking.detect_drops(history) for history in fallen) / runs > 0.95, (
-        "and a fall of that size is seen in it"
-    )
+EVALUATIONS = 41  # the first, and 40 after it
+
+
+def autoregressive(runs: int, prompts: int, correlation: float, seed: int) -> np.ndarray:
+    """Standard normal values (runs, evaluations, prompts) with that correlation between an evaluation and the next."""
+    values = np.random.default_rng(seed).standard_normal((runs, EVALUATIONS, prompts))
+    for k in range(1, EVALUATIONS):
+        values[:, k] = correlation * values[:, k - 1] + math.sqrt(1 - correlation**2) * values[:, k]
+    return values
+
+
+def ever_falls(values: np.ndarray, num_metrics: int = 3, share: float = 0.0) -> np.ndarray:
+    """Whether an evaluation of a run (runs, evaluations, prompts) is below an earlier one by more than noise and the share."""
+    fallen = np.zeros(len(values), bool)
+    for k in range(1, EVALUATIONS):
+        before, now = values[:, :k], values[:, k]
+        large = before.mean(-1) - now.mean(-1)[:, None] > share * np.sqrt((before**2).mean(-1))
+        fallen |= (hacking.is_significant_fall(values[:, : k + 1], num_metrics) & large).any(-1)
+    return fallen
+
+
+def test_at_most_a_twentieth_of_runs_in_which_nothing_falls_warn():
+    """Three metrics in 40 evaluations: a continuous one, a skewed one, a share; independent, and slowly drifting prompt by prompt.
+
+    The threshold on the size of a fall, which makes warnings rarer still, is left out. At a rate of .05, at most 4 of 240 runs warn with
+    a probability of .01.
+    """
+    difficulty, runs = np.linspace(-2, 2, 64), 240
+    drawn = [
+        np.concatenate([autoregressive(runs // 2, 64, correlation, seed) for correlation in (0.0, 0.95)])
+        for seed in range(3)
+    ]
+    metrics = [0.8 + 0.1 * difficulty + 0.1 * drawn[0], np.exp(drawn[1]), (drawn[2] > difficulty).astype(float)]
+    fallen = np.logical_or.reduce([ever_falls(values) for values in metrics])
+    assert stats.binom.cdf(4, runs, hacking.FALSE_ALARMS) < 0.012
+    assert fallen.sum() <= 4
+
+
+@pytest.mark.parametrize("correlation", [0.0, 0.95])
+def test_a_fall_of_3_percent_from_the_middle_of_a_run_on_is_found(correlation):
+    """Prompts whose values tremble by 5 % of their size, as the embedded model's ocr does.
+
+    At a rate of .95, all of 80 runs are found with a probability of .017.
+    """
+    values = 0.8 + 0.1 * np.linspace(-2, 2, 128) + 0.04 * autoregressive(80, 128, correlation, seed=3)
+    assert ever_falls(values, share=hacking.REWARD_DROP).mean() < 0.05
+    values[:, EVALUATIONS // 2 :] -= 0.03 * 0.8
+    assert ever_falls(values, share=hacking.REWARD_DROP).all()
+
+
+def test_the_level_of_a_run_is_spent_once_over_all_evaluations():
+    parts = [hacking.HALF_SPENT / ((k + hacking.HALF_SPENT - 1) * (k + hacking.HALF_SPENT)) for k in range(1, 100_000)]
+    assert sum(parts) == pytest.approx(1, abs=1e-3)
+    assert sum(parts[: hacking.HALF_SPENT]) == pytest.approx(0.5)
 
 
 def test_few_prompts_say_nothing_and_prompts_without_a_number_are_left_out():

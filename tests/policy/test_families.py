@@ -1,25 +1,32 @@
 """The contract, for every family of pipelines: the pipeline is the model, and its LoRA goes where people use LoRAs."""
 
+import math
+
 import pytest
 import torch
 from diffusers import DiffusionPipeline, FlowMatchEulerDiscreteScheduler
 from diffusers.guiders import ClassifierFreeGuidance
 from peft import PeftModel
+from scipy import stats
 from support.embedded import stir
 from support.families import TINY, Tiny, awake
 from support.sample_rewards import brightness
 
 from flow_grpo import sampling
 from flow_grpo.config import FlowGRPOConfig
+from flow_grpo.config.objective_types import section_type
+from flow_grpo.data.prompts import PromptSet
 from flow_grpo.doctor.model import check_model
 from flow_grpo.doctor.result import OK
 from flow_grpo.policy.hub import WEIGHTS, expert_weights
+from flow_grpo.policy.interception import InterceptingScheduler
 from flow_grpo.policy.loading import load_policy
 from flow_grpo.policy.merge import save_merged
 from flow_grpo.policy.policy import Policy
 from flow_grpo.policy.solvers import SOLVERS, ode_solver
 from flow_grpo.trainer import FlowGRPOTrainer
-from flow_grpo.types import StepDistribution
+from flow_grpo.training.noise_levels import draw_noise_level
+from flow_grpo.types import Schedule, StepDistribution
 
 PROMPTS = ["a red cat", "a big dog"]  # of one length, so that pipelines encode both in one batch without padding
 ROWS = torch.arange(2)
@@ -104,6 +111,41 @@ def test_noise_0_is_the_pipelines_own_call(folders, name, guidance):
             lambda x, i, rows: x, schedule, state, microbatch=2, solver=ode_solver(solver, schedule)
         )
         assert trajectory.final.isfinite().all()
+
+
+def shifted(level: torch.Tensor, scheduler: InterceptingScheduler, mu: float | None) -> torch.Tensor:
+    """The sigma of a noise level before the shift (arXiv 2403.03206 and Black Forest Labs' for resolutions), by hand."""
+    config = scheduler.config
+    if not config.use_dynamic_shifting:
+        return config.shift * level / (1 + (config.shift - 1) * level)
+    factor = math.exp(mu) if config.time_shift_type == "exponential" else mu
+    return factor / (factor + 1 / level - 1)
+
+
+@pytest.mark.parametrize("name", TINY)
+def test_noise_levels_are_uniform_before_the_schedulers_own_shift(folders, name):
+    """Each draw is the straight schedule's, shifted; and the sampler's own steps are what their levels become."""
+    policy = loaded(folders, name)
+    schedule, _ = policy.schedule(5)
+    scheduler = policy._scheduler
+    assert scheduler._given is not None
+    levels, given_timesteps = scheduler._given
+    timesteps, sigmas = schedule.at(torch.from_numpy(levels).float())
+    torch.testing.assert_close(sigmas, schedule.sigmas[:-1], rtol=0, atol=2e-5)
+    torch.testing.assert_close(timesteps, schedule.timesteps, rtol=1e-4, atol=2e-5)
+
+    objective = section_type("sft")(name="sft", sigma_range=(0.4, 1.0))
+    batch = PromptSet(["a"] * 200, [{}] * 200).repeat(1)
+    straight = Schedule(torch.linspace(1, 0, 6)[:-1], torch.linspace(1, 0, 6))
+    drawn, plain = (draw_noise_level(batch, one, (1,), objective, seed=0, step=0, draw=0) for one in (schedule, straight))
+    assert stats.kstest(plain.sigma, stats.uniform(0.4, 0.6).cdf).pvalue > 0.01
+    expected = shifted(plain.sigma, scheduler, scheduler._mu)
+    if scheduler.config.shift_terminal:
+        last = shifted(torch.tensor(0.2), scheduler, scheduler._mu)
+        expected = 1 - (1 - expected) * (1 - scheduler.config.shift_terminal) / (1 - last)
+    torch.testing.assert_close(drawn.sigma, expected, rtol=0, atol=2e-5)
+    of_model = plain.sigma if given_timesteps is not None else 1 - drawn.sigma if name == "omnigen" else drawn.sigma
+    torch.testing.assert_close(drawn.timestep, scheduler.config.num_train_timesteps * of_model, rtol=0, atol=0.05)
 
 
 @pytest.mark.parametrize("name", TINY)

@@ -20,8 +20,10 @@ from flow_grpo.policy import pipeline
 from flow_grpo.policy.encoding import ENCODE_BATCH, ENCODER_PREFIXES
 from flow_grpo.policy.families import Family
 from flow_grpo.policy.hub import BUNDLED_MODELS
+from flow_grpo.policy.interception import InterceptingScheduler
 from flow_grpo.policy.policy import Policy
 from flow_grpo.policy.solvers import SOLVERS, ode_solver
+from flow_grpo.types import Schedule
 
 LATENTS = torch.randn(3, 8, 8, 20, generator=torch.Generator().manual_seed(0))
 MIDDLE = torch.tensor(500.0)
@@ -466,3 +468,29 @@ def test_a_prompt_is_drawn_the_same_in_any_company(shared):
     start = sampling.batch_noise((8, 8, 20), batch, 0, "start")
     both, alone = drawn(shared, start, PROMPTS), drawn(shared, start[1:], PROMPTS[1:])
     torch.testing.assert_close(both[1:], alone, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("options", "call"),
+    [
+        ({"shift": 3.0}, {"num_inference_steps": 5}),
+        ({"shift": 3.0, "invert_sigmas": True, "num_train_timesteps": 1}, {"sigmas": [1.0, 0.6, 0.2]}),
+        ({"use_dynamic_shifting": True, "time_shift_type": "linear"}, {"sigmas": [1.0, 0.6, 0.2], "mu": 0.7}),
+        ({"use_dynamic_shifting": True, "shift_terminal": 0.02}, {"sigmas": [1.0, 0.75, 0.5, 0.25], "mu": 0.5}),
+        ({"shift": 3.0, "use_karras_sigmas": True}, {"num_inference_steps": 5}),
+        ({"shift": 3.0, "use_exponential_sigmas": True}, {"num_inference_steps": 5}),
+        ({"shift": 3.0, "use_beta_sigmas": True}, {"num_inference_steps": 5}),
+        ({"shift": 3.0}, {"num_inference_steps": 1}),
+    ],
+)
+def test_the_shift_of_noise_levels_has_the_samplers_own_steps_under_each_option_of_diffusers(options, call):
+    scheduler = InterceptingScheduler(**options)
+    scheduler.set_timesteps(**call)
+    table = scheduler.shift_table()
+    sigmas = 1 - scheduler.sigmas if options.get("invert_sigmas") else scheduler.sigmas
+    timesteps, shifted = Schedule(scheduler.timesteps, sigmas, table).at(torch.from_numpy(scheduler._given[0]).float())
+    torch.testing.assert_close(shifted, sigmas[:-1], rtol=0, atol=2e-5)
+    torch.testing.assert_close(timesteps, scheduler.timesteps, rtol=0, atol=2e-5 * scheduler.config.num_train_timesteps)
+    assert (table[:, 0].diff() < 0).all()
+    assert (table[:, 2].diff() <= 0).all()
+    assert (float(table[-1, 0]), float(table[-1, 2])) == (0, 0)

@@ -68,6 +68,22 @@ def test_the_first_sentence_says_what_was_trained_and_what_came_of_it(tmp_path):
     assert (row["name"], row["verb"], row["last"]) == ("clip", "held", pytest.approx(0.9))
 
 
+def test_the_first_sentence_says_that_a_trained_reward_collapsed_while_another_rose(tmp_path):
+    """Their sum stays the same."""
+    folder = synthetic_run(tmp_path / "run")
+    for file in sorted(folder.glob("pictures/*/evaluation.json")):
+        content, step = json.loads(file.read_text()), int(file.parent.name.removeprefix("step_"))
+        ocr = content["values"]["ocr"]
+        content["trained"] = ["ocr", "jpeg_size"]
+        content["values"]["ocr"] = [value * (0.02 if step else 1) for value in ocr]
+        content["values"]["jpeg_size"] = [0.01 * i + step / 40 for i in range(len(ocr))]
+        content["values"]["reward"] = [0.5 + 0.01 * i for i in range(len(ocr))]
+        file.write_text(json.dumps(content))
+    headline = summary.headline(RunReader(folder))
+    assert headline.endswith("Possible reward hacking: ocr fell by 97% after step 0 while jpeg_size rose.")
+    assert headline in page(tmp_path, folder).text
+
+
 def test_a_run_that_can_go_on_is_reported_so_far_and_one_that_has_ended_is_not(tmp_path):
     folder = synthetic_run(tmp_path / "run", last=20)
     running = summary.headline(RunReader(folder))
