@@ -275,8 +275,8 @@ BUGS = [
     (
         "the mean of categories has the mean of their intervals",
         "flow_grpo/evaluation/significance.py",
-        "math.hypot(*(e.half for e in estimates))",
-        "sum(e.half for e in estimates)",
+        "math.hypot(*arms) / n",
+        "sum(arms) / n",
         "tests/evaluation/test_evaluation.py -k mean_of_categories",
     ),
     (
@@ -478,8 +478,8 @@ BUGS = [
     (
         "the monitor compares the trained reward with the first evaluation alone",
         "flow_grpo/evaluation/hacking.py",
-        "if rewards[now.step] < rewards[best_at]:",
-        "if False:",
+        "and now >= finite_mean(before) for",
+        "for",
         "tests/evaluation/test_hacking.py -k falls_together",
     ),
     (
@@ -604,9 +604,30 @@ BUGS = [
     (
         "the monitor warns of noise",
         "flow_grpo/evaluation/hacking.py",
-        "if loss > max(NUM_STANDARD_ERRORS * error, share * size):",
-        "if loss > 0:",
-        "tests/evaluation/test_hacking.py -k noise",
+        "FALSE_ALARMS / num_metrics * part * weights",
+        "FALSE_ALARMS / num_metrics",
+        "tests/evaluation/test_hacking.py -k twentieth_of_runs",
+    ),
+    (
+        "a trained reward that falls is no warning",
+        "flow_grpo/evaluation/hacking.py",
+        "if len(self.trained_rewards) > 1 else {}",
+        "if False else {}",
+        "tests/evaluation/test_hacking.py -k while_another_rises",
+    ),
+    (
+        "noise levels are drawn by their place in the schedule",
+        "flow_grpo/types.py",
+        "table = self._pairs() if self.shift is None else self.shift",
+        "table = self._pairs()",
+        "tests/policy/test_pipeline.py -k shift_of_noise_levels",
+    ),
+    (
+        "independent means are tested as if their spreads were equal",
+        "flow_grpo/evaluation/significance.py",
+        "equal_var=False",
+        "equal_var=True",
+        "tests/evaluation/test_significance.py -k unequal_spreads_are",
     ),
     (
         "pictures of steps that a resumed run does anew stay behind",

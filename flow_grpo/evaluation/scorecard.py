@@ -130,7 +130,13 @@ def category_columns(results: list[TargetResult]) -> list[str]:
 def _mean(target: TargetResult, metric: str) -> MetricMean:
     of_prompts = by_prompt(target, metric)
     images = sum(math.isfinite(value) for value in target.values[metric])
-    return MetricMean(significance.estimate([*of_prompts.values()]), len(of_prompts), images)
+    return MetricMean(_estimate(metric, [*of_prompts.values()]), len(of_prompts), images)
+
+
+def _estimate(metric: str, of_prompts: list[float]) -> Estimate:
+    if metric == BASE_DISTANCE and not any(of_prompts):  # the base model's distance from itself, which is no share
+        return Estimate(0.0, math.nan, math.nan)
+    return significance.estimate(of_prompts)
 
 
 def _keys(target: TargetResult) -> dict[tuple[str, int | None], int]:
@@ -214,7 +220,7 @@ def _by_category(results: Sequence[TargetResult], column: str) -> dict[str, dict
     for target in results:
         for category, rows in _rows_of(target, column).items():
             values = {metric: [*by_prompt(target, metric, rows).values()] for metric in target.values}
-            known = {metric: significance.estimate(of_prompts) for metric, of_prompts in values.items() if of_prompts}
+            known = {metric: _estimate(metric, of_prompts) for metric, of_prompts in values.items() if of_prompts}
             if known:
                 estimates.setdefault(category, {})[target.name] = known
     return estimates

@@ -2,9 +2,14 @@
 
 The unit is a prompt: images of one prompt are alike, so that they count as one.
 
-`eval` reports percentile bootstrap intervals over prompts (Efron, 1979) and permutation tests (Fisher, 1935): where prompts are paired,
-the signs of their differences are permuted, else the prompts themselves. Several tests are adjusted together by Holm (1979). All of it
-is seeded, so that the same numbers give the same result.
+Intervals are closed forms: Wilson's (1927) for a share, Bonett and Price's (2012) for a difference of paired shares, Agresti and Caffo's
+(2000) for one of independent shares, which do not shrink to nothing where all prompts agree; for other values Hall's (1992) transformed t
+interval, which allows for skewness, and Welch's (1947) for a difference of independent means. Fewer than 8 prompts have none, nor have
+equal values that are no shares.
+
+Tests: where prompts are paired, the signs of their differences are permuted (Fisher, 1935). Independent means are compared by Welch's
+t-test, for which unequal spreads are no difference of means; shares, whose spread is their mean's, by a permutation of the prompts.
+Several tests are adjusted together by Holm (1979). Permutations are seeded, so that the same numbers give the same result.
 
 The monitor of a run, which compares evaluations again and again, needs the standard error of a paired difference only.
 """
@@ -19,14 +24,14 @@ from jaxtyping import Float
 
 LEVEL = 0.95
 RESAMPLES = 9999
-MIN_PROMPTS = 2  # fewer have no spread
-MIN_PROMPTS_FOR_ERROR = 8  # the standard error of fewer is not trusted
+MIN_PROMPTS = 2  # fewer have no test
+MIN_PROMPTS_FOR_ERROR = 8  # fewer have no interval and no standard error
 BATCH_NUMEL = 2_000_000  # numbers that are resampled at once
 
 
 @dataclass(frozen=True)
 class Estimate:
-    """A mean and its interval at LEVEL; NaN where there are too few prompts for an interval."""
+    """A mean and its interval at LEVEL, which may reach further to one side; NaN where there are too few prompts for an interval."""
 
     mean: float
     low: float
@@ -46,30 +51,64 @@ class TestResult:
     p: float
 
 
-def estimate(values: Sequence[float], seed: int = 0) -> Estimate:
+def estimate(values: Sequence[float]) -> Estimate:
     """The mean over prompts of (P,) finite values, with its interval."""
-    return _estimate((np.asarray(values, dtype=float),), np.mean, seed)
+    from scipy import stats
+
+    sample = _finite(values)
+    mean, n = float(sample.mean()), len(sample)
+    if n < MIN_PROMPTS_FOR_ERROR:
+        return _without_interval(mean)
+    if _are_shares(sample):
+        interval = stats.binomtest(round(sample.sum()), n).proportion_ci(LEVEL, method="wilson")
+        return Estimate(mean, float(interval.low), float(interval.high))
+    return _skewed_interval(sample)
 
 
 def mean_of_independent(estimates: Sequence[Estimate]) -> Estimate:
-    """The mean of independent means: its interval is the root of the sum of their squared half-widths over their number, to each side.
+    """The mean of independent means: to each side, the root of the sum of the squared arms of their intervals over their number.
 
     There is no interval if one of them has none.
     """
-    mean = statistics.fmean(e.mean for e in estimates)
-    half = math.hypot(*(e.half for e in estimates)) / len(estimates)
-    return Estimate(mean, mean - half, mean + half)
+    mean, n = statistics.fmean(e.mean for e in estimates), len(estimates)
+    below, above = (
+        math.hypot(*arms) / n for arms in zip(*((e.mean - e.low, e.high - e.mean) for e in estimates), strict=True)
+    )
+    return Estimate(mean, mean - below, mean + above)
 
 
-def paired(values: Sequence[float], base: Sequence[float], seed: int = 0) -> TestResult:
+def paired(values: Sequence[float], base: Sequence[float], seed: int = 0, resamples: int = RESAMPLES) -> TestResult:
     """Test whether (P,) values differ from (P,) others of the same prompts."""
-    differences = np.asarray(values, dtype=float) - np.asarray(base, dtype=float)
-    return _test((differences,), np.mean, "samples", seed)
+    new, old = _finite(values), _finite(base)
+    differences = new - old
+    mean, n = float(differences.mean()), len(differences)
+    if n < MIN_PROMPTS_FOR_ERROR:
+        interval = _without_interval(mean)
+    elif _are_shares(new) and _are_shares(old):
+        better, worse = ((int((differences == sign).sum()) + 1) / (n + 2) for sign in (1, -1))
+        interval = _normal_interval(mean, better - worse, (better + worse - (better - worse) ** 2) / (n + 2))
+    else:
+        interval = _skewed_interval(differences)
+    return TestResult(interval, _permutation_p((differences,), np.mean, "samples", seed, resamples))
 
 
-def unpaired(values: Sequence[float], base: Sequence[float], seed: int = 0) -> TestResult:
-    """Test whether values of some prompts differ from those of other prompts; their numbers may differ."""
-    return _test((np.asarray(values, dtype=float), np.asarray(base, dtype=float)), _difference_of_means, "independent", seed)
+def unpaired(values: Sequence[float], base: Sequence[float], seed: int = 0, resamples: int = RESAMPLES) -> TestResult:
+    """Test whether values of some prompts differ from those of other prompts; their numbers and spreads may differ."""
+    from scipy import stats
+
+    new, old = _finite(values), _finite(base)
+    mean, fewest = float(new.mean() - old.mean()), min(len(new), len(old))
+    if fewest < MIN_PROMPTS:
+        return TestResult(_without_interval(mean), 1.0)
+    are_shares, interval = _are_shares(new) and _are_shares(old), _without_interval(mean)
+    if are_shares or (not new.std() and not old.std()):  # exchangeable if they are equal
+        if are_shares and fewest >= MIN_PROMPTS_FOR_ERROR:
+            interval = _agresti_caffo(mean, new, old)
+        return TestResult(interval, _permutation_p((new, old), _difference_of_means, "independent", seed, resamples))
+    welch = stats.ttest_ind(new, old, equal_var=False)
+    if fewest >= MIN_PROMPTS_FOR_ERROR:
+        interval = Estimate(mean, *map(float, welch.confidence_interval(LEVEL)))
+    return TestResult(interval, float(welch.pvalue))
 
 
 def paired_difference(values: Sequence[float], base: Sequence[float]) -> tuple[float, float]:
@@ -117,43 +156,70 @@ def holm(p: Sequence[float]) -> list[float]:
     return adjusted
 
 
+def _finite(values: Sequence[float]) -> Float[np.ndarray, " P"]:
+    sample = np.asarray(values, dtype=float)
+    assert len(sample)
+    assert np.isfinite(sample).all()
+    return sample
+
+
+def _are_shares(sample: Float[np.ndarray, " P"]) -> bool:
+    """Whether all values are 0 or 1, so that their mean is a share of the prompts."""
+    return bool(np.isin(sample, (0.0, 1.0)).all())
+
+
+def _without_interval(mean: float) -> Estimate:
+    return Estimate(mean, math.nan, math.nan)
+
+
+def _normal_interval(mean: float, centre: float, variance: float) -> Estimate:
+    """The interval of a difference of shares; `centre` and its variance are of the sample with a few added prompts."""
+    half = statistics.NormalDist().inv_cdf((1 + LEVEL) / 2) * math.sqrt(variance)
+    return Estimate(mean, max(-1.0, centre - half), min(1.0, centre + half))
+
+
+def _skewed_interval(sample: Float[np.ndarray, " P"]) -> Estimate:
+    """Hall's interval (Annals of Statistics 20, 1992) with quantiles of t: his third transformation, inverted, in closed form."""
+    from scipy import stats
+
+    n, mean, spread = len(sample), float(sample.mean()), float(sample.std(ddof=1))
+    if spread <= 1e-12 * abs(mean):
+        return _without_interval(mean)
+    skewness = float(stats.skew(sample, bias=False))
+    quantile = float(stats.t.ppf((1 + LEVEL) / 2, n - 1)) / math.sqrt(n)
+
+    def untransformed(t: float) -> float:
+        if abs(skewness) < 1e-6:
+            return t
+        return 3 / skewness * (float(np.cbrt(1 + skewness * (t - skewness / (6 * n)))) - 1)
+
+    return Estimate(mean, mean - spread * untransformed(quantile), mean - spread * untransformed(-quantile))
+
+
+def _agresti_caffo(mean: float, values: Float[np.ndarray, " P"], base: Float[np.ndarray, " Q"]) -> Estimate:
+    new, old = ((float(one.sum()) + 1) / (len(one) + 2) for one in (values, base))
+    return _normal_interval(mean, new - old, new * (1 - new) / (len(values) + 2) + old * (1 - old) / (len(base) + 2))
+
+
 def _difference_of_means(values: np.ndarray, base: np.ndarray, axis: int = -1) -> np.ndarray:
     return np.mean(values, axis=axis) - np.mean(base, axis=axis)
 
 
-def _estimate(samples: tuple[np.ndarray, ...], statistic: object, seed: int) -> Estimate:
-    from scipy import stats
-
-    assert all(np.isfinite(sample).all() and len(sample) for sample in samples)
-    mean = float(statistic(*samples))  # type: ignore[operator]
-    if min(len(sample) for sample in samples) < MIN_PROMPTS:
-        return Estimate(mean, float("nan"), float("nan"))
-    interval = stats.bootstrap(
-        samples,
-        statistic,
-        n_resamples=RESAMPLES,
-        confidence_level=LEVEL,
-        method="percentile",
-        batch=_batch(samples),
-        random_state=np.random.default_rng(seed),
-    ).confidence_interval
-    return Estimate(mean, float(interval.low), float(interval.high))
-
-
-def _test(samples: tuple[np.ndarray, ...], statistic: object, kind: str, seed: int) -> TestResult:
+def _permutation_p(samples: tuple[np.ndarray, ...], statistic: object, kind: str, seed: int, resamples: int) -> float:
+    """The two-sided p-value; 1 for fewer than 2 prompts."""
     from scipy import stats
 
     if min(len(sample) for sample in samples) < MIN_PROMPTS:
-        return TestResult(_estimate(samples, statistic, seed), 1.0)
+        return 1.0
     result = stats.permutation_test(
         samples,
         statistic,
         permutation_type=kind,
-        n_resamples=RESAMPLES,
+        n_resamples=resamples,
         batch=_batch(samples),
         random_state=np.random.default_rng(seed),
     )
-    return TestResult(_estimate(samples, statistic, seed), float(result.pvalue))
+    return float(result.pvalue)
 
 
 def _batch(samples: tuple[np.ndarray, ...]) -> int:

@@ -14,13 +14,13 @@ from rich.text import Text
 
 from flow_grpo.evaluation import significance
 from flow_grpo.evaluation.scorecard import Scorecard, by_prompt, category_columns
+from flow_grpo.evaluation.significance import MIN_PROMPTS_FOR_ERROR as MIN_PROMPTS
 from flow_grpo.evaluation.significance import Estimate
 from flow_grpo.files import new_files
 from flow_grpo.text import counted, escape_formula, escape_markdown, markdown_table, number, short_name, visible
 
 JSON, CSV, MARKDOWN = "eval.json", "eval.csv", "eval.md"
 MAX_PROMPT_ROWS = 100  # in the Markdown table: the prompts that differ most
-MIN_PROMPTS = 10  # with fewer, bootstrap intervals are too narrow
 MAX_COLUMNS = 3  # targets side by side on the console
 NAME_WIDTH, COLUMN_WIDTH = 24, 17  # characters on the console
 OVERALL = "mean of categories"
@@ -69,12 +69,10 @@ def notes(scorecard: Scorecard) -> list[str]:
     lines = [f"{target.name}: {target.description}" for target in scorecard.results]
     lines += [f"{name} against {scorecard.against[name]}: {pairing}" for name, pairing in scorecard.pairing.items()]
     fewest = min((mean.prompts for means in scorecard.means.values() for mean in means.values()), default=0)
-    few = f" With only {fewest} it is too narrow." if fewest < MIN_PROMPTS else ""
-    lines.append(f"± is half of a {significance.LEVEL:.0%} interval, a bootstrap over prompts.{few}")
+    few = f" Fewer than {MIN_PROMPTS} prompts have none." if fewest < MIN_PROMPTS else ""
+    lines.append(f"± is half of a {significance.LEVEL:.0%} interval over prompts.{few}")
     if scorecard.num_tests:
-        lines.append(
-            f"* p < {1 - significance.LEVEL:.2g} in a permutation test, adjusted for {scorecard.num_tests} tests by Holm."
-        )
+        lines.append(f"* p < {1 - significance.LEVEL:.2g}, adjusted for {scorecard.num_tests} tests by Holm.")
     return lines
 
 
