@@ -223,8 +223,10 @@ def dgpo(image: NoisedImage, advantage: Float[Tensor, " n"]) -> Loss:
     e is the mean squared error of the velocity, and the sigmoid has no gradient. Its argument is 0 at the base model and falls as the
     group's good images gain on it and the bad ones lose, so that a group that is learned weighs less. It is `image.group_mean`, the
     mean of `dgpo_preference`; the mean and the sign are the published code's, the paper has a sum. The gradient of beta -> 0 is half that
-    of `A e`. The published code also leaves out rows whose ratio to a moving average of the policy is outside 1 +- 0.01, and samples
-    images with that average after 200 steps; here all rows count, and the trained policy samples them. Its beta is 100.
+    of `A e`. The published code also leaves out rows whose ratio to a moving average of the policy is too far on the side to which A
+    pushes; the width of that clip, whether it is on, and from which step the average samples the images differ by its configs, and without
+    guidance in training its reference is the guided base model. Here all rows count, the trained policy samples the images, and the
+    reference is the base model as it is called. Its beta is 100.
     """
     assert image.group_mean is not None
     weight, error = image.group_mean.sigmoid(), image.error(image.v)

@@ -79,7 +79,8 @@ class RunSettings(ConfigSection):
     optimizer: OptimizerConfig = OptimizerConfig()
     memory: MemoryConfig = MemoryConfig()
     ema_decay: Annotated[float, Field(ge=0, lt=1)] = 0.9
-    """Decay of the moving average of the adapter that is evaluated and saved; 0 is none."""
+    """Decay of the moving average of the adapter that is evaluated and saved; 0 is none. At step s it is at most (1 + s) / (10 + s), so
+    that a short run's average follows: 0.9 is reached at step 80."""
     ema_every: PositiveInt = 1
     """Optimizer steps between two updates of that moving average."""
     evaluation: EvaluationConfig = EvaluationConfig()

@@ -16,7 +16,7 @@ def image_seed(seed: int, prompt_index: int, number: int = 0) -> int:
     """The seed of an evaluation's image, with which `sample` generates the same image.
 
     Args:
-        seed: of the evaluation; two evaluations with different seeds share no noise.
+        seed: of the evaluation; evaluations with different seeds have different noise.
         prompt_index: of the prompt in its file.
         number: of the image among those of its prompt.
     """

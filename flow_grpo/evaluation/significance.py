@@ -89,7 +89,7 @@ def paired(values: Sequence[float], base: Sequence[float], seed: int = 0, resamp
         interval = _normal_interval(mean, better - worse, (better + worse - (better - worse) ** 2) / (n + 2))
     else:
         interval = _skewed_interval(differences)
-    return TestResult(interval, _permutation_p((differences,), np.mean, "samples", seed, resamples))
+    return TestResult(interval, _permutation_p((differences,), np.mean, "samples", seed=seed, resamples=resamples))
 
 
 def unpaired(values: Sequence[float], base: Sequence[float], seed: int = 0, resamples: int = RESAMPLES) -> TestResult:
@@ -104,10 +104,13 @@ def unpaired(values: Sequence[float], base: Sequence[float], seed: int = 0, resa
     if are_shares or (not new.std() and not old.std()):  # exchangeable if they are equal
         if are_shares and fewest >= MIN_PROMPTS_FOR_ERROR:
             interval = _agresti_caffo(mean, new, old)
-        return TestResult(interval, _permutation_p((new, old), _difference_of_means, "independent", seed, resamples))
+        return TestResult(
+            interval, _permutation_p((new, old), _difference_of_means, "independent", seed=seed, resamples=resamples)
+        )
     welch = stats.ttest_ind(new, old, equal_var=False)
     if fewest >= MIN_PROMPTS_FOR_ERROR:
-        interval = Estimate(mean, *map(float, welch.confidence_interval(LEVEL)))
+        low, high = welch.confidence_interval(LEVEL)
+        interval = Estimate(mean, float(low), float(high))
     return TestResult(interval, float(welch.pvalue))
 
 
@@ -205,7 +208,7 @@ def _difference_of_means(values: np.ndarray, base: np.ndarray, axis: int = -1) -
     return np.mean(values, axis=axis) - np.mean(base, axis=axis)
 
 
-def _permutation_p(samples: tuple[np.ndarray, ...], statistic: object, kind: str, seed: int, resamples: int) -> float:
+def _permutation_p(samples: tuple[np.ndarray, ...], statistic: object, kind: str, *, seed: int, resamples: int) -> float:
     """The two-sided p-value; 1 for fewer than 2 prompts."""
     from scipy import stats
 

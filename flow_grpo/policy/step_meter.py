@@ -119,8 +119,9 @@ class StepMeter:
     def speed(self, seconds: float, images: float, tflop: float, dtype: torch.dtype, processes: int) -> dict[str, float]:
         """The metrics of a step that took these seconds.
 
-        MFU is the model FLOPs utilisation (arXiv 2204.02311): the operations of all processes over what their devices could do in this
-        time, at the highest speed measured of a large matrix product in the run's dtype.
+        MFU is the operations of all processes over what their devices could do in this time, at the highest speed measured of a large
+        matrix product in the run's dtype. Without gradient checkpointing it is the model FLOPs utilisation of arXiv 2204.02311; with it
+        the hardware FLOPs utilisation, as what is computed again counts too.
 
         Args:
             images: sampled by all processes; 0 if they were given.
