@@ -1,6 +1,7 @@
 """Text and YAML from files that users wrote: one sentence on what is wrong with them, and where."""
 
 import codecs
+import json
 import re
 from collections.abc import Hashable
 from pathlib import Path
@@ -18,19 +19,25 @@ OTHER_ENCODINGS = {
     codecs.BOM_UTF16_BE: "UTF-16",
 }
 MAX_NODES = 100_000  # of a YAML document with its aliases written out
+MAX_BYTES = 16 << 20  # of a config, or a model's index
 TOO_DEEP = "it is nested too deeply"
 
 
-def read_text(file: Path) -> str:
-    """The text of a UTF-8 file, without a byte order mark.
+def read_text(file: Path, limit: int = MAX_BYTES) -> str:
+    """The text of a UTF-8 file of at most `limit` bytes, without a byte order mark.
 
     Raises:
-        FlowGRPOError: the file can't be read, has another encoding, or is no text.
+        FlowGRPOError: the file can't be read, is too large or a named pipe, has another encoding, or is no text.
     """
     try:
-        content = file.read_bytes()
+        if file.is_fifo() and not str(file).startswith("/dev/"):  # which may never end; /dev/fd/63 is a shell's <(command)
+            raise FlowGRPOError(f"{file} is a named pipe: give a file.")
+        with file.open("rb") as stream:
+            content = stream.read(limit + 1)
     except OSError as error:
         raise FlowGRPOError(f"{file} could not be read: {error.strerror or error}.") from error
+    if len(content) > limit:
+        raise FlowGRPOError(f"{file} has more than {limit >> 20} MB, which no such file should.")
     encoding = next((name for mark, name in OTHER_ENCODINGS.items() if content.startswith(mark)), None)
     if encoding is not None:
         raise FlowGRPOError(f"{file} is {encoding} text: save it as UTF-8.")
@@ -44,6 +51,18 @@ def read_text(file: Path) -> str:
     if "\0" in text:
         raise FlowGRPOError(f"{file} holds zero bytes, so it is not UTF-8 text: save it as UTF-8.")
     return text
+
+
+def read_json(file: Path) -> Any:
+    """The content of a JSON file. FlowGRPOError as of `read_text`, or if it is not JSON or nested too deeply."""
+    try:
+        return json.loads(read_text(file))
+    except RecursionError:
+        raise FlowGRPOError(f"{file} is not a usable JSON file: {TOO_DEEP}.") from None
+    except FlowGRPOError:
+        raise
+    except ValueError as error:
+        raise FlowGRPOError(f"{file} is not valid JSON: {' '.join(str(error).split())}.") from error
 
 
 def read_yaml(file: Path) -> Any:

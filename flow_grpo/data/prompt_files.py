@@ -14,6 +14,7 @@ from flow_grpo.errors import FlowGRPOError
 
 COLUMNS = ("prompt", "prompts")  # names of the prompt column, upper or lower case
 SUFFIXES = (".txt", ".jsonl", ".json", ".csv", ".tsv", ".parquet")
+MAX_BYTES = 1 << 30  # of a file of text
 WHOLE_NUMBER = re.compile(r"[+-]?\d{1,18}")
 NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?")
 LEADING_ZERO = re.compile(r"[+-]?0\d.*")  # 007 is a text
@@ -43,7 +44,7 @@ def read_table(file: Path, name: str, suffix: str) -> Table:
         return _parquet_table(file, name)
     if suffix not in SUFFIXES:
         raise FlowGRPOError(f"{name} is not a {', '.join(SUFFIXES[:-1])} or {SUFFIXES[-1]} file.")
-    text = read_text(file)
+    text = read_text(file, MAX_BYTES)
     if suffix == ".txt":
         return _table_from_rows((f"line {n}", {COLUMNS[0]: line}) for n, line in _lines(text))
     if suffix in (".csv", ".tsv"):

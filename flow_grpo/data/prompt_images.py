@@ -10,6 +10,7 @@ from typing import Any
 from PIL import Image
 
 from flow_grpo.errors import FlowGRPOError
+from flow_grpo.files import inside
 from flow_grpo.image_prompt import SourceImage
 from flow_grpo.progress import phase
 
@@ -19,7 +20,11 @@ MAX_IMAGES = 16  # of one prompt
 
 
 def read_images(
-    cells: Sequence[Any], locations: Sequence[str], folder: Path | None, column: str = COLUMN
+    cells: Sequence[Any],
+    locations: Sequence[str],
+    folder: Path | None,
+    column: str = COLUMN,
+    stay_inside: bool = False,
 ) -> list[tuple[SourceImage, ...]]:
     """Read the images of each prompt, from the cells of a column.
 
@@ -28,12 +33,13 @@ def read_images(
         locations: of the cells, such as `prompts.csv, line 3`, for errors.
         folder: which paths are relative to; None if there is none, as for a file at an address.
         column: its name, for errors.
+        stay_inside: refuse paths that lead out of the folder, since the table may be a stranger's.
 
     Raises:
         FlowGRPOError: an image does not exist, is damaged, too large or no image; names the location.
     """
     readers = [
-        [_reader(image, location, folder, column) for image in _cell_images(cell, location, column)]
+        [_reader(image, location, folder, column, stay_inside) for image in _cell_images(cell, location, column)]
         for cell, location in zip(cells, locations, strict=True)
     ]
     flat = [reader for of_prompt in readers for reader in of_prompt]
@@ -63,7 +69,7 @@ def _cell_images(cell: Any, location: str, column: str) -> list[Any]:
     return images
 
 
-def _reader(image: Any, location: str, folder: Path | None, column: str) -> Callable[[], SourceImage]:
+def _reader(image: Any, location: str, folder: Path | None, column: str, stay_inside: bool) -> Callable[[], SourceImage]:
     """What reads one image, once it is called."""
     if isinstance(image, Image.Image):
         return partial(SourceImage.from_pil, image, f"of {location}")
@@ -73,8 +79,9 @@ def _reader(image: Any, location: str, folder: Path | None, column: str) -> Call
         return partial(SourceImage.read, image, f"of {location}")
     if not isinstance(image, str | Path) or not str(image).strip() or "\0" in str(image):
         raise FlowGRPOError(f"{location}: the column `{column}` holds {repr(image)[:80]}; give a path, or a list of paths.")
-    if folder is None and not Path(image).is_absolute():
+    if folder is None and (stay_inside or not Path(image).is_absolute()):
         raise FlowGRPOError(
             f"{location}: the image {str(image)[:200]} has no folder to be found in: download the file and its images."
         )
-    return partial(SourceImage.read, (folder or Path()) / image, f"{str(image)[:200]} ({location})")
+    path = inside(folder, str(image), location) if folder and stay_inside else (folder or Path()) / image
+    return partial(SourceImage.read, path, f"{str(image)[:200]} ({location})")

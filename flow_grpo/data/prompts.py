@@ -200,7 +200,9 @@ def load_prompts(source: PromptSet | str | Path | list[str], image_column: str =
             )
         folder = None if (file := _local(name)) is None else (file if file.is_dir() else file.parent)
         cells = [row[image_column] for row in table.rows]
-        images = read_images(cells, [f"{name}, {location}" for location in table.locations], folder, image_column)
+        locations = [f"{name}, {location}" for location in table.locations]
+        found = file is None or file.is_dir()  # and not named by the user
+        images = read_images(cells, locations, folder, image_column, stay_inside=found)
     metadata = [{key: value for key, value in row.items() if key not in (column, image_column)} for row in table.rows]
     prompts = _prompt_set([row[column] for row in table.rows], metadata, name, table.locations)
     return PromptSet([with_images(text, sources) for text, sources in zip(prompts.prompts, images, strict=True)], metadata)

@@ -17,7 +17,7 @@ from flow_grpo.files import finish_files, new_files
 from flow_grpo.policy import hub
 from flow_grpo.policy.weight_checks import check_file
 from flow_grpo.run_folder import layout
-from flow_grpo.run_folder.reader import RunReader
+from flow_grpo.run_folder.reader import RunReader, check_links
 from flow_grpo.tracking.plots import plot_curves
 
 RESULT = "export"
@@ -39,6 +39,7 @@ def export(
         FlowGRPOError: there is no such run or LoRA, the base model is missing, or `out` holds other files.
     """
     run = RunReader(folder)
+    check_links(folder)
     source, step = select_weights(run, best, checkpoint)
     previous, replaced = _previous_files(out)
     args = FlowGRPOConfig.from_yaml(folder / layout.CONFIG)

@@ -47,6 +47,7 @@ LICENCES: dict[str, tuple[str, ...]] = {
     "Efficient-Large-Model/Sana_1600M_512px_diffusers": ("other", "nscl-v2-custom", "LICENSE.txt"),
 }
 LICENCE_KEYS = ("license", "license_name", "license_link")
+LICENCE_LINK = re.compile(r"https?://[^\s<>\"'`]+|[\w./-]+")  # an address, or a file of the model's
 
 
 def write(folder: Path, run: RunReader, args: FlowGRPOConfig, *, step: int, merged: bool, source: str) -> None:
@@ -178,6 +179,8 @@ def base_licence(model: str) -> dict[str, str]:
     if isinstance(cached, str) and Path(cached).is_file():
         stated = _metadata(Path(cached))
         own = {key: plain(value) for key in LICENCE_KEYS if isinstance(value := stated.get(key), str) and value}
+        if not LICENCE_LINK.fullmatch(own.get("license_link", "LICENSE")):
+            del own["license_link"]
         known = own if "license" in own else known
     link = known.get("license_link", "")
     if link and "://" not in link and _on_hub(model):

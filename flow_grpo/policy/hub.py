@@ -1,12 +1,13 @@
 """Finding a model or a LoRA: a bundled name, a folder or a hub id. A missing folder is an error, without asking the hub."""
 
-import json
+import re
 from pathlib import Path
 from typing import Any
 
 from huggingface_hub import HfApi, try_to_load_from_cache
 from huggingface_hub.errors import EntryNotFoundError
 
+from flow_grpo.config.loading import read_json
 from flow_grpo.errors import FlowGRPOError
 from flow_grpo.rewards.downloads import HubUnreachable, downloads, hub_file
 from flow_grpo.run_folder import layout
@@ -17,6 +18,7 @@ BUNDLED_MODELS = {"tiny": TINY / "pipeline", "tiny_shapes": TINY / "shapes" / "p
 # the file of a LoRA as diffusers and as peft name it
 WEIGHTS, PEFT_WEIGHTS = "pytorch_lora_weights.safetensors", "adapter_model.safetensors"
 INDEX = "model_index.json"
+HUB_ID = re.compile(r"[A-Za-z0-9_-][\w.-]*/[\w.-]+", re.ASCII)
 
 
 def expert_weights(component: str) -> str:
@@ -72,9 +74,8 @@ def model_name(pipe: Any) -> str:
 
 def _check_no_code(folder: Path) -> None:
     """Raise FlowGRPOError if diffusers would run Python files of the folder, which may come from anybody."""
-    try:
-        index = dict(json.loads((folder / INDEX).read_text(encoding="utf-8")))
-    except (OSError, ValueError, TypeError):  # loading it raises a better error
+    index = read_json(folder / INDEX)
+    if not isinstance(index, dict):  # loading it raises a better error
         return
     entries = {name: entry for name, entry in index.items() if isinstance(entry, list) and entry}
     files = [folder / ("" if name == "_class_name" else name) / f"{entry[0]}.py" for name, entry in entries.items()]
@@ -104,7 +105,7 @@ def component_names(source: str, prefixes: tuple[str, ...]) -> list[str]:
     file = Path(source) / INDEX
     if not file.exists():
         file = Path(hub_file(source, INDEX))
-    return [name for name in json.loads(file.read_text()) if name.startswith(prefixes)]
+    return [name for name in read_json(file) if name.startswith(prefixes)]
 
 
 def pipeline_class(name: str) -> str:
@@ -112,8 +113,8 @@ def pipeline_class(name: str) -> str:
     cached = try_to_load_from_cache(name, INDEX) if looks_like_hub_id(name) else None
     file = Path(cached) if isinstance(cached, str) else BUNDLED_MODELS.get(name, Path(name)) / INDEX
     try:
-        return str(json.loads(file.read_text())["_class_name"])
-    except (OSError, ValueError, KeyError, TypeError):
+        return str(read_json(file)["_class_name"])
+    except (ValueError, KeyError, TypeError):
         return "DiffusionPipeline"
 
 
@@ -150,4 +151,4 @@ def resolve_lora(path: str | Path) -> tuple[str, str | None]:
 def looks_like_hub_id(name: str) -> bool:
     """Whether a name that is no file may be `owner/model`, and not a misspelt path."""
     owner = name.partition("/")[0]
-    return name.count("/") == 1 and not name.startswith((".", "/", "~")) and not Path(owner).is_dir()
+    return HUB_ID.fullmatch(name) is not None and not Path(owner).is_dir()

@@ -1,6 +1,5 @@
 """Check a diffusers folder before its weights are read: what model_index.json names, and whether each part can be loaded."""
 
-import json
 import math
 import re
 import sys
@@ -17,6 +16,7 @@ import torch
 from diffusers import DiffusionPipeline
 from safetensors import SafetensorError, safe_open
 
+from flow_grpo.config.loading import read_json
 from flow_grpo.errors import FlowGRPOError
 from flow_grpo.policy.hub import INDEX
 
@@ -133,10 +133,7 @@ def load_errors(folder: str | Path, part: str = "") -> Iterator[None]:
 
 
 def _read_json_object(file: Path) -> dict[str, Any]:
-    try:
-        content = json.loads(file.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise FlowGRPOError(f"{_short_path(file)} is not valid JSON") from error
+    content = read_json(file)
     if not isinstance(content, dict):
         raise FlowGRPOError(f"{_short_path(file)} holds no JSON object")
     return content

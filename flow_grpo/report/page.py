@@ -20,7 +20,7 @@ from flow_grpo.report import summary
 from flow_grpo.report.charts import run_charts
 from flow_grpo.rewards.image_files import open_header, regular_content
 from flow_grpo.run_folder import layout
-from flow_grpo.run_folder.reader import RunReader, value_of
+from flow_grpo.run_folder.reader import RunReader, check_links, value_of
 from flow_grpo.text import number, plain, short_name, six_digits
 
 TEMPLATES = Path(__file__).parent / "templates"
@@ -31,15 +31,21 @@ MAX_GROUP_STEPS = 6  # training steps whose groups are shown
 
 
 def write(folders: list[Path], out: Path) -> Path:
-    """Write the report of these runs as one file. FlowGRPOError if one of the folders holds no run."""
+    """Write the report of these runs as one file. FlowGRPOError if one of the folders holds no run, or links out of it."""
+    for folder in folders:
+        check_links(folder)
+    return _write(folders, out)
+
+
+def _write(folders: list[Path], out: Path) -> Path:
     page = render([RunReader(folder) for folder in folders])
     write_atomic(out, page)  # it may be read while the run is training
     return out
 
 
 def write_report(run: Path) -> Path:
-    """Write the report of one run into its folder; returns the file."""
-    return write([run], run / layout.REPORT)
+    """Write the report of one run, of this process, into its folder; returns the file."""
+    return _write([run], run / layout.REPORT)
 
 
 def render(runs: list[RunReader]) -> str:

@@ -9,6 +9,7 @@ from typing import Any
 
 from flow_grpo.config.loading import parse_yaml, read_text
 from flow_grpo.errors import FlowGRPOError
+from flow_grpo.files import inside
 from flow_grpo.run_folder import layout
 from flow_grpo.run_folder.contents import (
     Content,
@@ -23,6 +24,15 @@ from flow_grpo.run_folder.metrics_file import logged_best_step, metric_name, met
 KINDS: dict[str, type[Content]] = {layout.EVALUATION: EvaluationContent, layout.GROUPS: GroupsContent}
 REWARD_MEAN = re.compile(r"rewards/(.+)/mean")  # the metric of a reward in training
 SET_REWARD = "reward/"  # the reward of one prompt set: reward/SET, held out eval/reward/SET
+
+
+def check_links(folder: Path) -> None:
+    """FlowGRPOError if a file of a run that a report or an export shows leads out of its folder by a link: the run may be a stranger's."""
+    shown = (layout.CONFIG, layout.METRICS, layout.MACHINE, layout.PICTURES, layout.LORA, layout.BEST, layout.TRANSFORMER)
+    paths = [path for name in shown for path in (folder / name, *(folder / name).rglob("*"))]
+    for path in paths:
+        if path.is_symlink():
+            inside(folder, str(path.relative_to(folder)), f"the run {folder}")
 
 
 class RunReader:

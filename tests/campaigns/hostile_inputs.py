@@ -1,17 +1,24 @@
 """Gives every verb hostile arguments and damaged files: `python tests/campaigns/hostile_inputs.py --cases 300`.
 
-A case is one command in a folder of its own, with a small run, a grid, prompts, a config, votes and a copy of the embedded model. Either
-one of the verb's options or arguments gets a hostile value, or one file is damaged: cut, emptied, with other bytes or, in JSON and YAML,
-with another value somewhere. The command must end by itself, with exit status 0, 1, 2 or 75, without a traceback, and say something if it
-failed. One that was given long work, such as training by the defaults of an empty config, must end at SIGTERM.
+A case is one command in a folder of its own, with a small run, an export, grids and images, prompts, a config, votes, a preference head
+and a copy of the embedded model. Either one of the verb's options or arguments gets a hostile value, or one file is damaged: cut,
+emptied, one bit flipped, with other bytes, a link to a private file, a named pipe, a folder, an EPS or a pickle or YAML that run code or,
+in JSON and YAML, with another value somewhere. A third of the cases are of the files alone. The command must end by itself, with exit
+status 0, 1, 2 or 75, without a traceback, and say something if it failed. One that was given long work, such as training by the defaults of
+an empty config, must end at SIGTERM. No code of a file runs, nothing outside of the folder changes, and neither a private file nor a
+token of the environment is in what was written.
 
-Prints the cases that broke this, each with the number that repeats it (`--only N`), and the counts by verb; exits with 1 if there were any.
+Prints the cases that broke this, each with the number that repeats it (`--only N`), and the counts by verb; exits with 1 if there were
+any. With `--log FILE` the outcomes are appended there, and cases that are in it are not run again.
 """
 
 import argparse
+import base64
 import collections
 import concurrent.futures
 import json
+import os
+import pickle
 import random
 import re
 import resource
@@ -24,10 +31,11 @@ from typing import Any
 import torch
 import typer
 import yaml
+from PIL import Image
 
 sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parent.parent)]
 
-from support.cli_process import begin
+from support.cli_process import FORKS, begin
 from support.embedded import short_run
 
 from flow_grpo.cli import app as cli
@@ -117,6 +125,21 @@ VALUES: list[Any] = [
     ],
 ]
 SMALL = ["--steps", "1"]
+HEAD = "preference_head={weights: head}"
+PRELOADED = [
+    "flow_grpo.cli.app",
+    "flow_grpo.trainer",
+    "flow_grpo.compare.runs",
+    "flow_grpo.evaluation.measure",
+    "flow_grpo.export.export",
+    "flow_grpo.doctor.dry_run",
+    "flow_grpo.doctor.run",
+    "flow_grpo.plan.estimate",
+    "flow_grpo.rewards.preference_head",
+    "flow_grpo.policy.loading",
+    "diffusers.pipelines.stable_diffusion_3.pipeline_stable_diffusion_3",
+    "matplotlib.figure",
+]
 VERBS = {  # what works, in the folder that `world` makes
     "train": ["short.yaml", "output_dir=runs/new"],
     "sample": ["a b", "--seeds", "1", *SMALL, "--out", "out.png"],
@@ -147,12 +170,24 @@ READERS = {  # what reads the files of that folder
               "train short.yaml --dry-run model=model"],
     "mine.py": ["score grid.png --reward mine.py:brightness", "rewards info mine.py:brightness"],
     "votes": ["rewards fit votes/votes.jsonl"],
+    "runs/short/lora": ["sample ab --seeds 1 --steps 1 --lora runs/short", "export runs/short", "export runs/short --merge --out merged",
+                        "sample ab --seeds 1 --steps 1 --lora runs/short/lora"],
+    "runs/short/checkpoints": ["train short.yaml --resume steps=3", "export runs/short --checkpoint 1",
+                               "sample ab --seeds 1 --steps 1 --lora runs/short/checkpoints/step_000001"],
+    "runs/short/metrics": ["report runs/short", "export runs/short", "train short.yaml --resume steps=3"],
+    "runs/short/config": ["report runs/short", "export runs/short", "sample ab --seeds 1 --steps 1 --lora runs/short"],
+    "runs/short/pictures": ["report runs/short", "export runs/short"],
+    "out": ["sample ab --seeds 1 --steps 1 --lora out", "export runs/short --out out"],
+    "images": ["score images --reward color", "eval images --reward color", "score images/0.png --reward color --prompt a",
+               "rewards test color --images images", "train short.yaml --dry-run prompts=images"],
+    "head": ["score grid.png --reward {{head}}", "export runs/short --out head"],
+    "cache": ["train short.yaml output_dir=runs/new memory.embedding_cache_dir=cache"],
 }  # fmt: skip
 
 
 def world(folder: Path) -> None:
     """Valid inputs of every kind."""
-    config = short_run(Path("runs/short"), "steps=1", "save_every=1", "rewards={color: 1}").to_yaml()
+    config = short_run(Path("runs/short"), "steps=2", "save_every=1", "keep_checkpoints=2", "rewards={color: 1}").to_yaml()
     (folder / "short.yaml").write_text(config)
     begin("train", "short.yaml", cwd=folder).finish(0, 600)
     cells = [ImageInfo(text, 0, "m") for text in ("red a", "blue b")]
@@ -170,6 +205,16 @@ def world(folder: Path) -> None:
         pairs.append({"prompt": f"a {i % 4}", "better": f"pictures/good{i}.png", "worse": f"pictures/bad{i}.png"})
     (folder / "votes" / "votes.jsonl").write_text("".join(json.dumps(pair) + "\n" for pair in pairs))
     shutil.copytree(BUNDLED_MODELS["tiny"], folder / "model")
+    (folder / "images").mkdir()
+    for i in range(3):
+        Image.new("RGB", (80, 32), (80 * i, 9, 9)).save(folder / "images" / f"{i}.png")
+    rows = [{"file_name": f"{i}.png", "prompt": f"red {i}"} for i in range(3)]
+    (folder / "images" / "metadata.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    begin("export", "runs/short", "--out", "out", cwd=folder).finish(0, 600)
+    begin("rewards", "fit", "votes/votes.jsonl", "--out", "head", cwd=folder).finish(0, 600)
+    cached = ["output_dir=cached", "steps=1", "memory.embedding_cache_dir=cache"]
+    begin("train", "short.yaml", *cached, cwd=folder).finish(0, 600)
+    shutil.rmtree(folder / "cached")
 
 
 def options() -> dict[str, list[Any]]:
@@ -215,30 +260,94 @@ def hostile_words(rng: random.Random, verb: str, parameters: list[Any]) -> list[
     return [*verb.split(), *words, name, value]
 
 
+class Canary:
+    """Pickled, it runs a command when it is read."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return os.system, ("touch ../private/canary",)
+
+
+EPS = b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 80 32\n%%EndComments\n(%pipe%touch ../private/canary) (w) file closefile\n%%EOF\n"
+YAML = b"!!python/object/apply:os.system ['touch ../private/canary']\n"
+PYTHON = b"import pathlib\npathlib.Path('../private/canary').touch()\n"
+
+
 def damage(rng: random.Random, file: Path) -> str:
     """Spoils a file; returns how."""
     content = file.read_bytes()
-    ways = ["empty", "cut", "bytes", "noise", "twice", "utf-16", "deep", "gone"]
+    ways = ["empty", "cut", "bytes", "flip", "noise", "twice", "utf-16", "deep", "eps", "pickle", "yaml"]
+    ways += ["gone", "link", "link to an image", "pipe", "zero", "folder", "circle"]
     if file.suffix in (".json", ".jsonl", ".yaml"):
         ways += ["value"] * 12
     how = rng.choice(ways)
     place = rng.randrange(len(content) + 1)
     if how == "value":
         content = _other_value(rng, file, content.decode())
+    flipped = bytearray(content or b"x")
+    flipped[rng.randrange(len(flipped))] ^= 1 << rng.randrange(8)
     spoiled = {
         "empty": b"",
         "cut": content[:place],
         "bytes": content[:place] + rng.randbytes(rng.choice([1, 8, 64])) + content[place + 8 :],
+        "flip": bytes(flipped),
         "noise": rng.randbytes(200),
         "twice": content + content,
         "utf-16": content.decode("latin-1").encode("utf-16"),
         "deep": b"[" * 20000,
+        "eps": EPS,
+        "pickle": pickle.dumps(Canary()),
+        "yaml": YAML,
         "value": content,
     }
+    links = {
+        "link": "private/secret.txt",
+        "link to an image": "private/secret.webp",
+        "zero": "/dev/zero",
+        "circle": file.name,
+    }
     file.unlink()
-    if how != "gone":
+    if how in spoiled:
         file.write_bytes(spoiled[how])
+    elif how in links:
+        up = "../" * len(file.relative_to(_case_folder(file)).parts)
+        file.symlink_to(links[how] if how in ("zero", "circle") else up + links[how])
+    elif how == "pipe":
+        os.mkfifo(file)
+    elif how == "folder":
+        file.mkdir()
     return how
+
+
+def _case_folder(file: Path) -> Path:
+    """The folder `here` of a case."""
+    return next(folder for folder in file.parents if folder.name == "here")
+
+
+def private(place: Path) -> list[bytes]:
+    """Make a folder of private files beside that of the case; returns what must not be found in anything that is written."""
+    token = f"TOKEN{random.SystemRandom().getrandbits(64):016x}"
+    (place / "private").mkdir()
+    (place / "private" / "secret.txt").write_text(token)
+    Image.effect_noise((40, 40), 90).convert("RGB").save(place / "private" / "secret.webp", lossless=True)
+    content = (place / "private" / "secret.webp").read_bytes()
+    encoded = [base64.b64encode(content[100 + i : 190 + i]).strip(b"=")[4:-4] for i in range(3)]
+    return [token.encode(), content[100:190], *encoded]
+
+
+def leaked(folder: Path, secrets: list[bytes]) -> str:
+    """What is wrong outside of the folder, or in the files that were written in it."""
+    names = sorted(path.name for path in (folder.parent / "private").iterdir())
+    if "canary" in names:
+        return "code of a file was run"
+    if names != ["secret.txt", "secret.webp"] or sorted(path.name for path in folder.parent.iterdir()) != [
+        "here",
+        "private",
+    ]:
+        return f"files outside: {names}, {[path.name for path in folder.parent.iterdir()]}"
+    for path in folder.rglob("*"):
+        if path.is_file() and not path.is_symlink() and any(secret in path.read_bytes() for secret in secrets):
+            return f"a private file is in {path.relative_to(folder)}"
+    return ""
 
 
 def _other_value(rng: random.Random, file: Path, text: str) -> bytes:
@@ -272,7 +381,8 @@ def case(number: int, seed: int, valid: Path, verbs: dict[str, list[Any]]) -> tu
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as place:
         folder = Path(place) / "here"
         shutil.copytree(valid, folder)
-        if rng.random() < 0.5:
+        secrets = private(Path(place))
+        if rng.random() < 0.3:
             verb = rng.choice(list(verbs))
             words, done = hostile_words(rng, verb, verbs[verb]), ""
         else:
@@ -280,13 +390,16 @@ def case(number: int, seed: int, valid: Path, verbs: dict[str, list[Any]]) -> tu
             files = sorted(f for f in folder.rglob("*") if f.is_file() and str(f.relative_to(folder)).startswith(kind))
             file = rng.choice(files)
             words = [word.format(file=file.name) for word in rng.choice(READERS[kind]).split()]
+            words = [HEAD if word == "{head}" else word for word in words]
             done = f"{file.relative_to(folder)}: {damage(rng, file)}"
-        return words, done, run(words, folder)
+        token = secrets[0].decode()
+        wrong = run(words, folder, {"HF_TOKEN": token, "REWARD_TOKEN": token, "SECRET": token})
+        return words, done, wrong or leaked(folder, secrets)
 
 
-def run(words: list[str], folder: Path) -> str:
+def run(words: list[str], folder: Path, environment: dict[str, str]) -> str:
     """What was wrong with a command, or ""."""
-    command = begin(*words, cwd=folder)
+    command = begin(*words, cwd=folder, environment=environment)
     command.process.join(SECONDS)
     if command.process.is_alive():
         command.process.terminate()
@@ -310,22 +423,42 @@ def main() -> None:
     parser.add_argument("--cases", type=int, default=300)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--only", type=int, help="repeat this case alone")
+    parser.add_argument(
+        "--log", type=Path, help="file of outcomes, from which an earlier campaign of this seed is continued"
+    )
+    parser.add_argument("--jobs", type=int, default=2, help="commands at a time")
     given = parser.parse_args()
     resource.setrlimit(resource.RLIMIT_DATA, (MEMORY, MEMORY))
+    FORKS.set_forkserver_preload(PRELOADED)
     verbs, counts, broken = options(), collections.Counter[str](), 0
     assert set(verbs) == set(VERBS), "each verb has words that work"
+    done_before = (
+        {row["number"]: row for row in map(json.loads, given.log.read_text().splitlines())}
+        if given.log and given.log.exists()
+        else {}
+    )
     numbers = range(given.cases) if given.only is None else [given.only]
-    with tempfile.TemporaryDirectory() as place, concurrent.futures.ThreadPoolExecutor(2) as pool:
+    with tempfile.TemporaryDirectory() as place, concurrent.futures.ThreadPoolExecutor(given.jobs) as pool:
         valid = Path(place) / "valid"
         valid.mkdir()
         world(valid)
-        for number, (words, done, wrong) in zip(
-            numbers, pool.map(lambda n: case(n, given.seed, valid, verbs), numbers), strict=True
-        ):
+
+        def outcome(number: int) -> dict[str, Any]:
+            if number in done_before:
+                return done_before[number]
+            words, done, wrong = case(number, given.seed, valid, verbs)
+            row = {"number": number, "words": words, "done": done, "wrong": wrong}
+            if given.log:
+                with given.log.open("a") as log:
+                    log.write(json.dumps(row) + "\n")
+            return row
+
+        for row in pool.map(outcome, numbers):
+            words = row["words"]
             counts[" ".join(words[: 2 if words[0] == "rewards" else 1])] += 1
-            if wrong:
+            if row["wrong"]:
                 broken += 1
-                print(f"case {number}: {[word[:80] for word in words]} {done}\n  {wrong}", flush=True)
+                print(f"case {row['number']}: {[word[:80] for word in words]} {row['done']}\n  {row['wrong']}", flush=True)
     print(", ".join(f"{verb} {count}" for verb, count in sorted(counts.items())))
     print(f"{len(numbers)} cases, {broken} broken")
     sys.exit(bool(broken))
