@@ -47,10 +47,10 @@ def test_a_file_that_the_user_names_may_name_any_image(tmp_path):
     assert prompt.images[0].size == (8, 8)
 
 
-@pytest.mark.parametrize(
-    "name",
-    [layout.CONFIG, layout.METRICS, layout.MACHINE, f"{layout.PICTURES}/step_000000/prompt_0000.webp", layout.PICTURES],
-)
+LINKS = (layout.CONFIG, layout.METRICS, layout.MACHINE, f"{layout.PICTURES}/step_000000/prompt_0000.webp", layout.PICTURES)
+
+
+@pytest.mark.parametrize("name", LINKS)
 def test_a_link_out_of_a_run_is_refused_by_report_and_export(tmp_path, name):
     run = synthetic_run(tmp_path / "run", steps=4, every=2)
     (run / name).parent.mkdir(parents=True, exist_ok=True)

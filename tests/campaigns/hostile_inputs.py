@@ -432,11 +432,8 @@ def main() -> None:
     FORKS.set_forkserver_preload(PRELOADED)
     verbs, counts, broken = options(), collections.Counter[str](), 0
     assert set(verbs) == set(VERBS), "each verb has words that work"
-    done_before = (
-        {row["number"]: row for row in map(json.loads, given.log.read_text().splitlines())}
-        if given.log and given.log.exists()
-        else {}
-    )
+    logged = given.log.read_text().splitlines() if given.log and given.log.exists() else []
+    done_before = {row["number"]: row for row in map(json.loads, logged)}
     numbers = range(given.cases) if given.only is None else [given.only]
     with tempfile.TemporaryDirectory() as place, concurrent.futures.ThreadPoolExecutor(given.jobs) as pool:
         valid = Path(place) / "valid"
