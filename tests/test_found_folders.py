@@ -5,6 +5,7 @@ import os
 from pathlib import Path
 
 import pytest
+import torch
 from PIL import Image
 from support.fake_run import synthetic_run
 
@@ -14,6 +15,9 @@ from flow_grpo.errors import FlowGRPOError
 from flow_grpo.export import model_card
 from flow_grpo.export.export import export
 from flow_grpo.policy import hub
+from flow_grpo.policy.embedding_cache import EmbeddingCache
+from flow_grpo.policy.loading import load_policy
+from flow_grpo.policy.model_files import stored_bytes
 from flow_grpo.report import page
 from flow_grpo.run_folder import layout
 
@@ -68,12 +72,34 @@ def test_a_link_out_of_a_run_is_refused_by_report_and_export(tmp_path, name):
 
 
 @pytest.mark.parametrize(
-    ("content", "sentence"), [(b"[" * 100_000, "nested too deeply"), (b"{", "not valid JSON"), (b"\xff", "not UTF-8")]
+    "content", [b"[" * 100_000, b'{"a":' * 100_000, b"{", b"\xff"], ids=["lists", "objects", "cut", "bytes"]
 )
-def test_a_models_index_is_read_in_one_sentence(tmp_path, content, sentence):
+def test_a_models_index_is_refused_in_one_sentence(tmp_path, content):
     (tmp_path / hub.INDEX).write_bytes(content)
-    with pytest.raises(FlowGRPOError, match=sentence):
-        hub.resolve_model(str(tmp_path))
+    assert hub.resolve_model(str(tmp_path)) == str(tmp_path)
+    assert hub.pipeline_class(str(tmp_path)) == "DiffusionPipeline"
+    with pytest.raises(FlowGRPOError, match=r"index\.json"):
+        hub.component_names(str(tmp_path), ("",))
+    with pytest.raises(FlowGRPOError, match=r"could not be loaded: .*model_index.json is not valid JSON"):
+        load_policy(str(tmp_path))
+
+
+def test_a_damaged_file_of_weights_is_one_sentence_in_a_plan(tmp_path):
+    (tmp_path / "diffusion_pytorch_model.safetensors").write_bytes(b"[" * 1000)
+    with pytest.raises(FlowGRPOError, match="is damaged"):
+        stored_bytes(tmp_path, torch.float32)
+
+
+def test_another_bit_in_the_embedding_cache_is_seen(tmp_path):
+    EmbeddingCache(tmp_path).put("a", torch.arange(4.0))
+    (file,) = tmp_path.rglob("*.pt")
+    content = file.read_bytes()
+    assert EmbeddingCache(tmp_path).get("a").tolist() == [0, 1, 2, 3]
+    for place in range(0, len(content), 97):
+        file.write_bytes(content[:place] + bytes([content[place] ^ 4]) + content[place + 1 :])
+        assert EmbeddingCache(tmp_path).get("a") is None
+    file.write_bytes(content[32:])  # as 0.4 wrote it
+    assert EmbeddingCache(tmp_path).get("a") is None
 
 
 def test_files_that_never_end_are_refused(tmp_path):

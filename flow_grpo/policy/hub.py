@@ -74,8 +74,9 @@ def model_name(pipe: Any) -> str:
 
 def _check_no_code(folder: Path) -> None:
     """Raise FlowGRPOError if diffusers would run Python files of the folder, which may come from anybody."""
-    index = read_json(folder / INDEX)
-    if not isinstance(index, dict):  # loading it raises a better error
+    try:
+        index = dict(read_json(folder / INDEX))
+    except (ValueError, TypeError):  # loading it raises a better error
         return
     entries = {name: entry for name, entry in index.items() if isinstance(entry, list) and entry}
     files = [folder / ("" if name == "_class_name" else name) / f"{entry[0]}.py" for name, entry in entries.items()]

@@ -107,6 +107,7 @@ def stored_bytes(folder: Path, dtype: torch.dtype) -> list[tuple[int, int]]:
     sizes = []
     for file in sorted(file for file in folder.glob("*.safetensors") if WEIGHTS.fullmatch(file.name)):
         converted, unchanged = 0, 0
+        _check_readable(file)
         with safe_open(file, "pt") as tensors:
             for name in tensors.keys():  # noqa: SIM118
                 tensor = tensors.get_slice(name)
@@ -133,7 +134,10 @@ def load_errors(folder: str | Path, part: str = "") -> Iterator[None]:
 
 
 def _read_json_object(file: Path) -> dict[str, Any]:
-    content = read_json(file)
+    try:
+        content = read_json(file)
+    except FlowGRPOError as error:  # also of 100,000 brackets
+        raise FlowGRPOError(f"{_short_path(file)} is not valid JSON") from error
     if not isinstance(content, dict):
         raise FlowGRPOError(f"{_short_path(file)} holds no JSON object")
     return content

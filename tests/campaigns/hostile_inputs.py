@@ -125,6 +125,7 @@ VALUES: list[Any] = [
     ],
 ]
 SMALL = ["--steps", "1"]
+SIGNS = ['red text "CAT" on a blue background', 'white text "DOG" on a green background']
 HEAD = "preference_head={weights: head}"
 PRELOADED = [
     "flow_grpo.cli.app",
@@ -190,11 +191,12 @@ def world(folder: Path) -> None:
     config = short_run(Path("runs/short"), "steps=2", "save_every=1", "keep_checkpoints=2", "rewards={color: 1}").to_yaml()
     (folder / "short.yaml").write_text(config)
     begin("train", "short.yaml", cwd=folder).finish(0, 600)
-    cells = [ImageInfo(text, 0, "m") for text in ("red a", "blue b")]
+    cells = [ImageInfo(text, 0, "m") for text in SIGNS]
     save_grid(folder / "grid.png", torch.rand(2, 3, 32, 80), cells, columns=2)
-    (folder / "prompts.txt").write_text("red a\nblue b\n")
-    (folder / "prompts.csv").write_text("prompt,answer\nred a,1\nblue b,2\n")
-    (folder / "prompts.jsonl").write_text('{"prompt": "red a", "answer": 1}\n{"prompt": "blue b", "answer": 2}\n')
+    (folder / "prompts.txt").write_text("\n".join(SIGNS))
+    quoted = [text.replace('"', '""') for text in SIGNS]
+    (folder / "prompts.csv").write_text(f'prompt,answer\n"{quoted[0]}",1\n"{quoted[1]}",2\n')
+    (folder / "prompts.jsonl").write_text("".join(json.dumps({"prompt": text, "answer": 1}) + "\n" for text in SIGNS))
     (folder / "mine.py").write_text("def brightness(images, prompts):\n    return images.mean((1, 2, 3))\n")
     votes = folder / "votes" / "pictures"
     votes.mkdir(parents=True)
@@ -208,7 +210,7 @@ def world(folder: Path) -> None:
     (folder / "images").mkdir()
     for i in range(3):
         Image.new("RGB", (80, 32), (80 * i, 9, 9)).save(folder / "images" / f"{i}.png")
-    rows = [{"file_name": f"{i}.png", "prompt": f"red {i}"} for i in range(3)]
+    rows = [{"file_name": f"{i}.png", "prompt": SIGNS[i % 2]} for i in range(3)]
     (folder / "images" / "metadata.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     begin("export", "runs/short", "--out", "out", cwd=folder).finish(0, 600)
     begin("rewards", "fit", "votes/votes.jsonl", "--out", "head", cwd=folder).finish(0, 600)
@@ -397,6 +399,16 @@ def case(number: int, seed: int, valid: Path, verbs: dict[str, list[Any]]) -> tu
         return words, done, wrong or leaked(folder, secrets)
 
 
+def logged_case(number: int, seed: int, valid: Path, verbs: dict[str, list[Any]], log: Path | None) -> dict[str, Any]:
+    """One command and its outcome, which is appended to the log if there is one."""
+    words, done, wrong = case(number, seed, valid, verbs)
+    row = {"number": number, "words": words, "done": done, "wrong": wrong}
+    if log is not None:
+        with log.open("a") as lines:
+            lines.write(json.dumps(row) + "\n")
+    return row
+
+
 def run(words: list[str], folder: Path, environment: dict[str, str]) -> str:
     """What was wrong with a command, or ""."""
     command = begin(*words, cwd=folder, environment=environment)
@@ -441,14 +453,7 @@ def main() -> None:
         world(valid)
 
         def outcome(number: int) -> dict[str, Any]:
-            if number in done_before:
-                return done_before[number]
-            words, done, wrong = case(number, given.seed, valid, verbs)
-            row = {"number": number, "words": words, "done": done, "wrong": wrong}
-            if given.log:
-                with given.log.open("a") as log:
-                    log.write(json.dumps(row) + "\n")
-            return row
+            return done_before.get(number) or logged_case(number, given.seed, valid, verbs, given.log)
 
         for row in pool.map(outcome, numbers):
             words = row["words"]

@@ -53,7 +53,7 @@ class Written:
 
 EXPORT = "export runs/short --out out"
 FIT = "rewards fit votes/votes.jsonl --out out"
-SAMPLE = "sample 'red a' --steps 1 --config short.yaml --out out"
+SAMPLE = "sample a --steps 1 --config short.yaml --out out"
 VERBS = {
     "export": Written(f"{EXPORT} --checkpoint 1", EXPORT, "out", "export"),
     "export over another kind": Written(f"{EXPORT} --merge", EXPORT, "out", "export"),
