@@ -35,13 +35,13 @@ class EmbeddingCache:
         self._in_memory: OrderedDict[str, Any] = OrderedDict()
 
     def get(self, prompt: str) -> Any:
-        """The outputs of a prompt, or None, also if the file is damaged."""
+        """The outputs of a prompt, or None, also if the file is damaged: a single other bit is seen."""
         key = _key(prompt)
         if key in self._in_memory:
             self._in_memory.move_to_end(key)
         elif self.folder is not None and (file := self._file(key)).exists():
             try:
-                self._add_to_memory(key, torch.load(file, weights_only=True, map_location="cpu"))
+                self._add_to_memory(key, _read(file.read_bytes()))
             except (OSError, EOFError, RuntimeError, ValueError, pickle.UnpicklingError):
                 return None
         return self._in_memory.get(key)
@@ -54,7 +54,7 @@ class EmbeddingCache:
             return
         content = io.BytesIO()
         torch.save(outputs, content)
-        write_atomic(self._file(key), content.getvalue())
+        write_atomic(self._file(key), hashlib.sha256(content.getvalue()).digest() + content.getvalue())
 
     def complete(self, prompts: list[str]) -> bool:
         """Whether all of them are on disk, so that no encoder is needed."""
@@ -74,6 +74,14 @@ class EmbeddingCache:
 def _key(prompt: str) -> str:
     """Of a prompt in the cache. 0.4 decoded some images otherwise, so what it stored of prompts with images is not found."""
     return prompt_key(prompt) + ("\0upright, on white" if images_of(prompt) else "")
+
+
+def _read(content: bytes) -> Any:
+    """What `put` has written: a checksum of 32 bytes, and what torch saves. ValueError if they don't fit, as in a file of 0.4."""
+    checksum, saved = content[:32], content[32:]
+    if hashlib.sha256(saved).digest() != checksum:
+        raise ValueError("the checksum is wrong")
+    return torch.load(io.BytesIO(saved), weights_only=True, map_location="cpu")
 
 
 def _digest(text: str) -> str:
