@@ -21,10 +21,10 @@ too; its numbers mean nothing. The learning run, the spelling world at 256 px, i
 
 Packages that a machine without network needs as wheels, if it has torch, transformers, accelerate, peft, jaxtyping, pytest and
 hypothesis: diffusers, pydantic, pydantic-core, annotated-types, typing-inspection; for the quantised rows and the 8-bit AdamW
-torchao and bitsandbytes. The last command is for that machine; add to the others `--python-version` and `--platform` of it.
+bitsandbytes. The last command is for that machine; add to the others `--python-version` and `--platform` of it.
 
     python -m pip download --only-binary=:all: -d wheels pydantic
-    python -m pip download --only-binary=:all: --no-deps -d wheels diffusers torchao bitsandbytes
+    python -m pip download --only-binary=:all: --no-deps -d wheels diffusers bitsandbytes
     python -m pip install --no-index --no-deps --target site wheels/*.whl && export PYTHONPATH=$PWD/site
 """
 

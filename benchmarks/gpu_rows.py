@@ -113,8 +113,6 @@ def _memory_rows() -> dict[str, Row]:
         "offload groups, checkpointing": (BLOCKS_OFFLOADED, None),
         "offload_trajectories": (["memory.offload_trajectories=true"], None),
         "offload_text_encoders": (["memory.offload_text_encoders=true"], None),
-        "int8": (["memory.quantize=int8"], "torchao"),
-        "fp8": (["memory.quantize=fp8"], "torchao"),
         "fp8_layerwise": (["memory.quantize=fp8_layerwise"], None),
         "nf4": (["memory.quantize=nf4"], "bitsandbytes"),
         "8-bit AdamW": (["optimizer.name=adamw_8bit"], "bitsandbytes"),

@@ -15,7 +15,6 @@ more objectives, several processes, and the checks that tell you what is wrong.
 """
 
 import argparse
-from functools import partial
 
 import torch
 from torch import Tensor
@@ -25,24 +24,24 @@ from flow_grpo.advantages import group_advantages
 from flow_grpo.data.prompts import load_prompts
 from flow_grpo.policy.library_logging import quiet_libraries
 from flow_grpo.policy.policy import Policy
-from flow_grpo.types import PromptBatch, StepDistribution, TrainedStep, Trajectory
+from flow_grpo.types import PromptBatch, StochasticSteps, TrainedStep, Trajectory
 
 SEED = 0
-SAMPLING_STEPS, WINDOW, DISTRIBUTION = 10, [0, 1, 2, 3], StepDistribution("cps", noise_level=0.5)
+SAMPLING_STEPS, STOCHASTIC = 10, StochasticSteps([0, 1, 2, 3], transition="cps", noise_level=0.5)
 CLIP_LOW = CLIP_HIGH = 1e-3  # log-probabilities are means over the latent dimensions, so ratios are close to 1
 
 
 def sample(policy: Policy, batch: PromptBatch, step: int, microbatch: int) -> Trajectory:
     """Sample B images, each from noise of its own; record the steps in the window with their log-probabilities."""
     schedule, shape = policy.schedule(SAMPLING_STEPS)
-    noise = partial(sampling.batch_noise, shape, batch, SEED)
-    return sampling.rollout(
-        policy.velocity_fn(schedule, policy.encode(batch.prompts)),
-        schedule,
-        noise("start", step),
-        microbatch=microbatch,
-        stochastic=sampling.StochasticSteps(WINDOW, DISTRIBUTION, noise=partial(noise, "step", step)),
-    )
+    conditioning, start = policy.encode(batch.prompts), sampling.batch_noise(shape, batch, SEED, "start", step)
+    noise = {i: sampling.batch_noise(shape, batch, SEED, "step", step, i) for i in STOCHASTIC.steps}
+
+    def rollout(rows: Tensor) -> Trajectory:
+        velocity = policy.velocity_fn(schedule, conditioning, rows)
+        return sampling.rollout(velocity, schedule, start[rows], stochastic=STOCHASTIC, noise=lambda i: noise[i][rows])
+
+    return Trajectory.join([rollout(rows) for rows in torch.arange(len(batch.prompts)).split(microbatch)])
 
 
 def update(
@@ -54,13 +53,14 @@ def update(
     microbatch: int,
 ) -> None:
     """Move the LoRA by one AdamW step along the gradient of the GRPO objective, a micro-batch and a sampling step at a time."""
-    velocity = policy.velocity_fn(trajectory.schedule, policy.encode(batch.prompts))
+    conditioning = policy.encode(batch.prompts)
     for rows in torch.arange(len(advantage)).split(microbatch):
+        velocity = policy.velocity_fn(trajectory.schedule, conditioning, rows)
         for k, i in enumerate(trajectory.steps):
             now = sampling.replay(velocity, trajectory, k, rows)
             trained_step = TrainedStep(
                 log_prob=now.log_prob,
-                old_log_prob=trajectory.log_prob_BK[rows, k],
+                old_log_prob=trajectory.log_prob[rows, k],
                 mean=now.mean,
                 old_mean=trajectory.mean[rows, k],
                 std=now.std,

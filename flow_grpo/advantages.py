@@ -1,6 +1,7 @@
 """Group-relative advantages: an image's reward against the other images of its prompt. No critic."""
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -8,7 +9,6 @@ from jaxtyping import Bool, Float, Int, Real
 from torch import Tensor
 
 from flow_grpo.errors import FlowGRPOError
-from flow_grpo.methods import ADVANTAGES
 
 CLAMP = 5.0
 Reward = Real[Tensor, " B"] | Real[Tensor, "B R"]  # one reward, or several
@@ -32,7 +32,7 @@ def group_advantages(
     Args:
         reward: finite. Of several rewards, all methods but `gdpo` take the weighted sum.
         group: which prompt a row belongs to; at least two rows each.
-        method: one of `methods.ADVANTAGES`, or the user's function: (reward (B,), group (B,)) -> (B,).
+        method: one of `ADVANTAGES`, or the user's function: (reward (B,), group (B,)) -> (B,).
         eps: added to a standard deviation before dividing by it.
         weights: of several rewards, 1 each if not given; (B, R) for rows with weights of their own, equal within a group.
 
@@ -50,9 +50,9 @@ def group_advantages(
     if callable(method):
         advantage = _checked(method(weighted_sum(reward, weights), group), len(group))
     elif ADVANTAGES[method].each_reward:
-        advantage = METHODS[method](reward.float().reshape(len(reward), -1), group, size, eps, weights)
+        advantage = ADVANTAGES[method].function(reward.float().reshape(len(reward), -1), group, size, eps, weights)
     else:
-        advantage = METHODS[method](weighted_sum(reward, weights), group, size, eps)
+        advantage = ADVANTAGES[method].function(weighted_sum(reward, weights), group, size, eps)
     return advantage.clamp(-CLAMP, CLAMP)
 
 
@@ -61,16 +61,11 @@ def compared_rewards(
     weights: Weights,
     group: Int[Tensor, " B"],
     method: str | Method = "grpo",
-    quantile: float | None = None,
 ) -> tuple[Real[Tensor, "B K"], Float[Tensor, " K"] | Float[Tensor, "B K"]]:
-    """The K rewards that groups are compared by, and their weights: the weighted sum alone, or with `gdpo` all R rewards.
-
-    Args:
-        quantile: caps each of the K as `capped` does.
-    """
+    """The K rewards that groups are compared by, and their weights: the weighted sum alone, or with `gdpo` all R rewards."""
     if not _takes_each_reward(method):
         reward, weights = weighted_sum(reward, weights)[:, None], torch.ones(1)
-    return (reward if quantile is None else capped(reward, group, quantile)), weights
+    return reward, weights
 
 
 def weighted_sum(reward: Reward, weights: Weights | None = None) -> Float[Tensor, " B"]:
@@ -164,52 +159,29 @@ def has_signal(reward: Reward, group: Int[Tensor, " B"], method: str | Method = 
     return (high > low)[group]
 
 
-def capped(reward: Reward, group: Int[Tensor, " B"], quantile: float) -> Reward:
-    """Cap rewards at that quantile of their group, each of several rewards by itself: MEND, arXiv 2610.05954, with 0.75.
+@dataclass(frozen=True)
+class AdvantageMethod:
+    """A row of `ADVANTAGES`.
 
-    The quantile is interpolated linearly. Rewards above the quantile count as equal, so an image
-    that exploits the reward gains nothing.
+    Attributes:
+        function: (reward, group, size, eps) -> advantage.
+        over_batch: it compares with the whole batch, so that a group whose rewards are equal still has advantages that are not 0.
+        each_reward: it takes several rewards one by one, not their weighted sum.
     """
-    if reward.ndim == 2:
-        return torch.stack([capped(column, group, quantile) for column in reward.unbind(1)], 1)
-    limited = reward.clone()
-    for number in group.unique():
-        members = group == number
-        limited[members] = reward[members].clamp(max=reward[members].quantile(quantile))
-    return limited
+
+    function: Callable[..., Tensor]
+    over_batch: bool = False
+    each_reward: bool = False
 
 
-def diversity_weighted(
-    advantage: Float[Tensor, " B"], distance: Float[Tensor, " B"], group: Int[Tensor, " B"]
-) -> Float[Tensor, " B"]:
-    """GARDO, arXiv 2512.24138: positive advantages times d / (mean d of the group), the others as they are; clamped to +-5.
-
-    d is a distance to the other images of the group, as of `rewards.least_distance`. Good images that are unlike the others count
-    more, so that the policy keeps several ways to be good. Published with the advantage `dr_grpo`. Where all images are the same,
-    d / mean d is 1.
-
-    Raises:
-        FlowGRPOError: a distance is below 0, which would turn a good image into a bad one.
-    """
-    if (distance < 0).any():
-        raise FlowGRPOError(
-            f"objective.diversity_weight takes distances of 0 or more, and its reward returned {distance.min().item():.3g}: name a "
-            "distance, such as least_distance."
-        )
-    _, group, size = group.unique(return_inverse=True, return_counts=True)
-    mean = _group_mean(distance, group, size)
-    factor = (distance / mean).where((mean > 0) & (advantage > 0), 1.0)
-    return (advantage * factor).clamp(-CLAMP, CLAMP)
-
-
-METHODS: dict[str, Callable[..., Tensor]] = {
-    "grpo": grpo,
-    "gdpo": gdpo,
-    "batch_std": batch_std,
-    "dr_grpo": dr_grpo,
-    "rloo": rloo,
-    "reinforce_pp": reinforce_pp,
-    "rank": rank,
+ADVANTAGES = {
+    "grpo": AdvantageMethod(grpo),
+    "batch_std": AdvantageMethod(batch_std),
+    "dr_grpo": AdvantageMethod(dr_grpo),
+    "rloo": AdvantageMethod(rloo),
+    "reinforce_pp": AdvantageMethod(reinforce_pp, over_batch=True),
+    "gdpo": AdvantageMethod(gdpo, each_reward=True),
+    "rank": AdvantageMethod(rank),
 }
 
 

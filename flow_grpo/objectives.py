@@ -7,9 +7,7 @@ On the per-step log-probabilities of a trajectory:
     dppo        a divergence mask in place of the clip, arXiv 2606.11025
 On the final latents, noised afresh, for a noise level sigma and noise eps shared within a group by default:
     awm         Advantage Weighted Matching, arXiv 2509.25050
-    epg         the policy gradient of an adaptively weighted matching loss, arXiv 2602.04663
-    pepg        the same with a proximal term, arXiv 2602.04663
-    par         the log-ratio regressed on the advantage, arXiv 2602.04663
+    pepg        the policy gradient of an adaptively weighted matching loss with a proximal term, arXiv 2602.04663
     nft         DiffusionNFT, arXiv 2509.16117
     crd         Centered Reward Distillation, arXiv 2603.14128
     dgpo        Direct Group Preference Optimization, arXiv 2510.08425
@@ -113,43 +111,20 @@ def awm_log_prob(error: Float[Tensor, " n"], sigma: Float[Tensor, " n"], weight:
     raise FlowGRPOError(f"unknown weight {weight!r} for awm; choose uniform, ghuber or adaptive.")
 
 
-def epg(image: NoisedImage, advantage: Float[Tensor, " n"], sum_over_latents: bool = False) -> Loss:
-    """Exact Policy Gradient, arXiv 2602.04663: `-stop_grad(rho) A l`, l the adaptive `forward_log_prob`, `rho = exp(l - l_rollout)`.
-
-    Published with A the reward minus the group's mean (advantage dr_grpo), guidance off, a KL on the velocity, and noise levels drawn
-    uniformly; here drawn levels pass through the schedule's shift. The gradient is that of awm with loss_weight adaptive and no clip,
-    also after updates.
-    """
-    log_prob, log_ratio = _adaptive_log_ratio(image, sum_over_latents)
-    ratio = log_ratio.detach().exp()
-    return Loss(-ratio * advantage * log_prob, _ratio_metrics(ratio))
-
-
 def pepg(image: NoisedImage, advantage: Float[Tensor, " n"], sum_over_latents: bool = False) -> Loss:
-    """Proximal Exact Policy Gradient, arXiv 2602.04663: `-(A - log rho) rho l`, with rho without gradient, l and A as of `epg`.
+    """Proximal Exact Policy Gradient, arXiv 2602.04663: `-(A - log rho) rho l`.
 
-    The gradient is that of epg at rho = 1, and at any rho that of `-A rho + rho log rho - rho`: epg with the KL to the policy that
-    sampled the images.
+    l is the adaptive `forward_log_prob` and `rho = exp(l - l_rollout)`.
+
+    rho and log rho have no gradient, so the gradient is that of `-A rho + rho log rho - rho`: the policy gradient (the paper's `epg`)
+    with the KL to the policy that sampled the images. The paper's `par` has the same gradient. Published with A the reward minus the
+    group's mean (advantage dr_grpo), guidance off, a KL on the velocity, and noise levels drawn uniformly.
     """
-    log_prob, log_ratio = _adaptive_log_ratio(image, sum_over_latents)
-    ratio = log_ratio.detach().exp()
-    return Loss(-(advantage - log_ratio.detach()) * ratio * log_prob, _ratio_metrics(ratio))
-
-
-def par(image: NoisedImage, advantage: Float[Tensor, " n"], sum_over_latents: bool = False) -> Loss:
-    """Proximal Advantage Regression, arXiv 2602.04663: `1/2 stop_grad(rho) (A - log rho)^2`, with l and A as of `epg`.
-
-    With one (sigma, eps) a row, as here, its gradient is pepg's at any rho; the values differ.
-    """
-    _, log_ratio = _adaptive_log_ratio(image, sum_over_latents)
-    ratio = log_ratio.detach().exp()
-    return Loss(ratio * (advantage - log_ratio).square() / 2, _ratio_metrics(ratio))
-
-
-def _adaptive_log_ratio(image: NoisedImage, sum_over_latents: bool) -> tuple[Float[Tensor, " n"], Float[Tensor, " n"]]:
-    """The adaptive log-probability, and that less the one of the policy that sampled the images; both with a gradient."""
-    log_prob = forward_log_prob(image, image.v, "adaptive", sum_over_latents)
-    return log_prob, log_prob - forward_log_prob(image, image.v_rollout, "adaptive", sum_over_latents)
+    log_prob, log_prob_rollout = (
+        forward_log_prob(image, v, "adaptive", sum_over_latents) for v in (image.v, image.v_rollout)
+    )
+    log_ratio = (log_prob - log_prob_rollout).detach()
+    return Loss(-(advantage - log_ratio) * log_ratio.exp() * log_prob, _ratio_metrics(log_ratio.exp()))
 
 
 def nft(image: NoisedImage, advantage: Float[Tensor, " n"], beta: float, advantage_max: float) -> Loss:
@@ -193,8 +168,7 @@ def crd(image: NoisedImage, advantage: Float[Tensor, " n"], beta: float, advanta
 
     The group's means are in `image.group_mean`, the mean of `crd_residual`. Where all policies are the old one, r = 0 and the gradient is
     that of `-2 advantage_max (Z - mean Z) r`. Runs of this package depart from the published ones in these:
-        - the images' sampler is the trained adapter, as it is for the first 75 steps there, not a second moving average
-          (`rollout_policy: average`);
+        - the images' sampler is the trained adapter, as it is for the first 75 steps there, not a second moving average;
         - the KL to the guided base model, weighted by Z, is no part of this function;
         - noise and noise levels as of `nft`.
     """
@@ -270,20 +244,6 @@ def k3(log_prob: Float[Tensor, " n"], log_prob_ref: Float[Tensor, " n"]) -> Floa
 def velocity_kl(v: Float[Tensor, "n *latent"], v_ref: Float[Tensor, "n *latent"]) -> Float[Tensor, " n"]:
     """Mean squared distance of two velocities: the KL of every noise level up to its weight."""
     return (at_least_float32(v) - at_least_float32(v_ref)).square().flatten(1).mean(1)
-
-
-def velocity_norm_ratio(v: Float[Tensor, "n *latent"], v_ref: Float[Tensor, "n *latent"]) -> Float[Tensor, " n"]:
-    """`|v| / |v_ref|`, the norm of a velocity relative to the reference's."""
-    norm, reference = (at_least_float32(velocity).flatten(1).norm(dim=1) for velocity in (v, v_ref))
-    return norm / reference.clamp_min(1e-12)
-
-
-def norm_guard(ratio: Float[Tensor, " n"]) -> Float[Tensor, " n"]:
-    """NormGuard, arXiv 2606.27771: `max(0, |v| / |v_ref| - 1)^2`, a hinge on velocities that are longer than the reference's.
-
-    The paper says when the hinge is active, at |v| > |v_ref|. That it is relative and squared is an assumption.
-    """
-    return (ratio - 1).clamp_min(0).square()
 
 
 def _clipped(ratio: Float[Tensor, " n"], advantage: Float[Tensor, " n"], clip_low: float, clip_high: float) -> Loss:

@@ -10,12 +10,12 @@ All arithmetic is in float32 or better. Every transition with noise_level 0 is t
 
 import math
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from flow_grpo import methods
 from flow_grpo.errors import FlowGRPOError
 
 Sigma = Float[Tensor, " B"] | Float[Tensor, ""] | float
@@ -23,7 +23,27 @@ State = Float[Tensor, "B *state"]
 Column = Float[Tensor, "#B ..."]  # a number for each row, or one for all, broadcastable to the state
 Std = Column
 Step = tuple[State, Std]  # mean and std
-Transition = Callable[..., tuple[Tensor, Tensor]]  # (x, v, sigma, sigma_next, noise_level=, sigma_max=) -> mean, std
+
+
+@dataclass(frozen=True)
+class Transition:
+    """A row of `TRANSITIONS`.
+
+    Attributes:
+        step: (x, v, sigma, sigma_next, noise_level=, sigma_max=) -> mean and std.
+        stochastic: it adds noise, so that it has a log-probability.
+        noise_at_end: also the step to sigma 0 adds noise.
+        max_noise_level: the largest that it is defined for.
+        infinite_at_1: its noise is infinite at sigma = 1, so that a first step takes the schedule's second sigma.
+        has_g: it is an Euler step of an SDE with a diffusion coefficient g.
+    """
+
+    step: Callable[..., Step]
+    stochastic: bool = True
+    noise_at_end: bool = False
+    max_noise_level: float = math.inf
+    infinite_at_1: bool = False
+    has_g: bool = False
 
 
 def transition(
@@ -51,18 +71,18 @@ def transition(
     """
     if name not in TRANSITIONS:
         raise FlowGRPOError(f"unknown transition {name!r}; choose one of {', '.join(TRANSITIONS)}.")
-    if not 0 <= noise_level <= methods.TRANSITIONS[name].max_noise_level:
+    if not 0 <= noise_level <= TRANSITIONS[name].max_noise_level:
         raise FlowGRPOError(f"noise_level {noise_level} is out of range for {name}: it is 0 or more, for cps at most 1.")
     x = at_least_float32(x)
     v = at_least_float32(v)
     column = (-1,) + (1,) * (x.ndim - 1)
     sigmas = [torch.as_tensor(s, dtype=x.dtype) for s in (sigma, sigma_next, math.nan if sigma_max is None else sigma_max)]
     # checked before they are on a GPU
-    if methods.TRANSITIONS[name].infinite_at_1 and (sigmas[0] == 1).any() and sigmas[2].isnan().any():
+    if TRANSITIONS[name].infinite_at_1 and (sigmas[0] == 1).any() and sigmas[2].isnan().any():
         raise FlowGRPOError(f"{name} is infinite at sigma = 1: give sigma_max, the second sigma of the schedule.")
     to_gpu = x.device.type != "cpu"  # a copy to the CPU must be waited for
     sigma, sigma_next, sigma_max = (s.reshape(column).to(x.device, non_blocking=to_gpu) for s in sigmas)
-    return TRANSITIONS[name](x, v, sigma, sigma_next, noise_level=noise_level, sigma_max=sigma_max)
+    return TRANSITIONS[name].step(x, v, sigma, sigma_next, noise_level=noise_level, sigma_max=sigma_max)
 
 
 def ode(x: State, v: State, sigma: Column, sigma_next: Column, noise_level: float, sigma_max: Column) -> Step:
@@ -92,7 +112,7 @@ def cps(x: State, v: State, sigma: Column, sigma_next: Column, noise_level: floa
     """
     std = sigma_next * math.sin(noise_level * math.pi / 2)
     kept = (sigma_next**2 - std**2).clamp_min(0).sqrt()
-    return (1 - sigma_next) * x0_hat_of(x, v, sigma) + kept * _eps_hat(x, v, sigma), std
+    return (1 - sigma_next) * predict_x0(x, v, sigma) + kept * _eps_hat(x, v, sigma), std
 
 
 def exact_sde(x: State, v: State, sigma: Column, sigma_next: Column, noise_level: float, sigma_max: Column) -> Step:
@@ -102,41 +122,17 @@ def exact_sde(x: State, v: State, sigma: Column, sigma_next: Column, noise_level
     depend on the number of steps. Of other data, freezing it is an error, which vanishes with more steps.
     """
     rho = (sigma_next * (1 - sigma) / (sigma * (1 - sigma_next))) ** (noise_level**2 / 2)
-    mean = (1 - sigma_next) * x0_hat_of(x, v, sigma) + sigma_next * rho * _eps_hat(x, v, sigma)
+    mean = (1 - sigma_next) * predict_x0(x, v, sigma) + sigma_next * rho * _eps_hat(x, v, sigma)
     return mean, sigma_next * (1 - rho**2).clamp_min(0).sqrt()
 
 
-def difference(x: State, v: State, sigma: Column, sigma_next: Column, noise_level: float, sigma_max: Column) -> Step:
-    """Ours: Euler's step, and noise on the line from the image's x0_hat to that of another image of its group.
-
-    The std is in units of their difference d: x_next = mean + std z d with a single normal z. With noise_level z = 1, x_next is the state
-    of which the other image is predicted. Images of a prompt differ in few directions, a latent has thousands: noise in all of them is
-    mostly noise of the gradient. Marginals are not kept, since the mean keeps all of sigma_next's noise.
-    """
-    return x + (sigma_next - sigma) * v, noise_level * (1 - sigma_next)
-
-
 TRANSITIONS: dict[str, Transition] = {
-    "ode": ode,
-    "flow_sde": flow_sde,
-    "dance_sde": dance_sde,
-    "cps": cps,
-    "exact_sde": exact_sde,
-    "difference": difference,
+    "ode": Transition(ode, stochastic=False),
+    "flow_sde": Transition(flow_sde, noise_at_end=True, infinite_at_1=True, has_g=True),
+    "dance_sde": Transition(dance_sde, noise_at_end=True, has_g=True),
+    "cps": Transition(cps, max_noise_level=1.0),
+    "exact_sde": Transition(exact_sde),
 }
-
-
-def line_coordinate(
-    x: Float[Tensor, "B *state"], start: Float[Tensor, "B *state"], end: Float[Tensor, "B *state"]
-) -> Float[Tensor, "B 1"]:
-    """Coordinates of states on the lines from `start` through `end`, 0 at the start, in the units of the state.
-
-    Of noise along a line, this is the one dimension that has a density. If start and end are equal, it is 0.
-    """
-    x, start, end = (at_least_float32(t).flatten(1) for t in (x, start, end))
-    line = end - start
-    length = line.norm(dim=1, keepdim=True).clamp_min(torch.finfo(line.dtype).tiny)
-    return ((x - start) * (line / length)).sum(1, keepdim=True)
 
 
 def log_prob(x_next: Float[Tensor, "B *state"], mean: Float[Tensor, "B *state"], std: Std) -> Float[Tensor, " B"]:
@@ -147,16 +143,6 @@ def log_prob(x_next: Float[Tensor, "B *state"], mean: Float[Tensor, "B *state"],
     x_next, mean, std = (at_least_float32(t) for t in (x_next, mean, std))
     density = -((x_next - mean) ** 2) / (2 * std**2) - std.log() - 0.5 * math.log(2 * math.pi)
     return density.flatten(1).mean(1)
-
-
-def log_prob_unnormalized(
-    x_next: Float[Tensor, "B *state"], mean: Float[Tensor, "B *state"], std: Std
-) -> Float[Tensor, " B"]:
-    """What the published code of Flow-CPS uses for its log-probability: no variance, no constant."""
-    return -((at_least_float32(x_next) - at_least_float32(mean)) ** 2).flatten(1).mean(1)
-
-
-LOG_PROBS = {"gaussian": log_prob, "unnormalized": log_prob_unnormalized}
 
 
 def kl(mean: Float[Tensor, "B *state"], mean_ref: Float[Tensor, "B *state"], std: Std) -> Float[Tensor, " B"]:
@@ -172,7 +158,7 @@ def _euler_maruyama(x: State, v: State, sigma: Column, sigma_next: Column, g: Co
     return mean, g * (-delta).sqrt()
 
 
-def x0_hat_of(x: State, v: State, sigma: Column) -> State:
+def predict_x0(x: State, v: State, sigma: Column) -> State:
     """The image that a velocity predicts."""
     return x - sigma * v
 

@@ -8,9 +8,8 @@ Scores       --group_advantages-->  advantage (B,)
 advantage    --objective-->         Loss
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
 from itertools import accumulate
 from typing import Any
 
@@ -101,99 +100,98 @@ class Schedule:
 
 
 @dataclass(frozen=True)
-class StepDistribution:
-    """How a stochastic step is sampled and scored: names of `sde.TRANSITIONS` and `sde.LOG_PROBS`, and how much noise it adds."""
+class StochasticSteps:
+    """The steps of a rollout that add noise and are recorded; the others follow the ODE."""
 
-    transition: str
+    steps: list[int]  # indices into the schedule, rising
+    transition: str  # a name of `sde.TRANSITIONS`
     noise_level: float
-    log_prob: str = "gaussian"
 
 
 @dataclass(frozen=True)
-class SampledStep:
+class ReplayedTransition:
+    """A stochastic step of n rows by the policy as it is now, with the gradient if it was computed with one."""
+
+    v: Float[Tensor, "n *state"]
+    mean: Float[Tensor, "n *state"]
+    std: Float[Tensor, "#n ..."]  # broadcastable to mean
+    log_prob: Float[Tensor, " n"]
+
+
+@dataclass(frozen=True)
+class RecordedTransition:
     """One stochastic step of a rollout, for n rows."""
 
     x: Float[Tensor, "n *state"]  # float32, the state before it
     x_next: Float[Tensor, "n *state"]  # float32, the state after it: the tensor that was scored and stepped from
     mean: Float[Tensor, "n *state"]  # float32, the mean of the transition that drew it
     log_prob: Float[Tensor, " n"]
-    std: Float[Tensor, " n"] | None = None  # of noise along a line, where it depends on the images
-
-    def to(self, device: torch.device) -> "SampledStep":
-        """The same on that device."""
-        return SampledStep(**_by_field(lambda values: values[0].to(device), [vars(self)]))
-
-    @staticmethod
-    def join(parts: "Sequence[SampledStep]") -> "SampledStep":
-        """The steps of several micro-batches as one."""
-        return SampledStep(**_by_field(torch.cat, [vars(part) for part in parts]))
-
-
-def _by_field(function: Callable[[list[Tensor]], Tensor], parts: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """The function of each field's tensors in `parts`; None stays."""
-    return {name: None if first is None else function([part[name] for part in parts]) for name, first in parts[0].items()}
-
-
-@dataclass(frozen=True)
-class StepOutput:
-    """A stochastic step of n rows by the policy as it is now, with the gradient if it was computed with one."""
-
-    v: Float[Tensor, "n *state"]
-    mean: Float[Tensor, "n *noise"]  # what the log-probability is of: the state, or its coordinate on the line of the noise
-    std: Float[Tensor, "#n ..."]  # broadcastable to mean
-    log_prob: Float[Tensor, " n"]
+    graph: ReplayedTransition | None = None  # the same with its graph, if the rollout keeps it
 
 
 @dataclass(frozen=True)
 class Trajectory:
-    """What a rollout leaves for the update: K trained steps of each of B images, and the latents that they ended with.
+    """What a rollout leaves for the update: K stochastic steps of each of B images, and the latents that they ended with.
 
-    `state_ids`, of images that share states, has the same number for rows that have the same state before a step.
     `graphs`, where the rollout kept them, has the K steps of each micro-batch by its first row; a graph is removed when it is used.
     """
 
     schedule: Schedule
-    steps: list[int]  # (K,) indices into the schedule
-    x: Float[Tensor, "B K *state"]  # see SampledStep
+    stochastic: StochasticSteps | None  # None without stochastic steps
+    x: Float[Tensor, "B K *state"]  # see RecordedTransition
     x_next: Float[Tensor, "B K *state"]
     mean: Float[Tensor, "B K *state"]
-    log_prob_BK: Float[Tensor, "B K"]
+    log_prob: Float[Tensor, "B K"]
     final: Float[Tensor, "B ..."]  # float32 latents of the images
-    state_ids: Int[Tensor, "B K"] | None = None
-    std: Float[Tensor, "B K"] | None = None  # see SampledStep
-    graphs: dict[int, list[StepOutput]] = field(default_factory=dict)
-    distribution: StepDistribution | None = None  # of the steps, where there are any
+    graphs: dict[int, list[ReplayedTransition]] = field(default_factory=dict)
+
+    @property
+    def steps(self) -> list[int]:
+        """The K stochastic steps, indices into the schedule."""
+        return [] if self.stochastic is None else self.stochastic.steps
 
     @staticmethod
-    def from_steps(
+    def from_records(
         schedule: Schedule,
-        steps: list[int],
-        records: list[SampledStep],
-        final: Float[Tensor, "B ..."],
-        graphs: dict[int, list[StepOutput]] | None = None,
+        stochastic: StochasticSteps | None,
+        records: list[RecordedTransition],
+        final: Float[Tensor, "n ..."],
     ) -> "Trajectory":
-        """Stack one record per trained step; without any the tensors are (B, 0)."""
+        """Stack one record per stochastic step of a micro-batch; without any the tensors are (n, 0)."""
         if not records:
             empty = final.new_zeros(len(final), 0)
-            return Trajectory(schedule, [], x=empty, x_next=empty, mean=empty, log_prob_BK=empty, final=final)
-        columns = _by_field(partial(torch.stack, dim=1), [vars(step) for step in records])
-        return Trajectory(schedule, steps, log_prob_BK=columns.pop("log_prob"), final=final, graphs=graphs or {}, **columns)
+            return Trajectory(schedule, None, x=empty, x_next=empty, mean=empty, log_prob=empty, final=final)
+        columns = {
+            name: torch.stack([getattr(record, name) for record in records], 1)
+            for name in ("x", "x_next", "mean", "log_prob")
+        }
+        kept = [record.graph for record in records if record.graph is not None]
+        return Trajectory(schedule, stochastic, final=final, graphs={0: kept} if kept else {}, **columns)
 
     def take(self, rows: Int[Tensor, " n"]) -> "Trajectory":
         """These rows, without graphs."""
-        return replace(self, **_by_field(lambda values: values[0][rows], [self._of_rows()]), graphs={})
+        return self._with_rows({name: values[rows] for name, values in self._rows().items()})
+
+    def to(self, device: torch.device) -> "Trajectory":
+        """The same with its records on that device; graphs and final latents stay."""
+        moved = {name: values.to(device) for name, values in self._rows().items() if name != "final"}
+        return replace(self._with_rows(moved), graphs=self.graphs)
 
     @staticmethod
     def join(parts: "Sequence[Trajectory]") -> "Trajectory":
-        """The trajectories of several batches as one."""
-        starts = accumulate([len(t.final) for t in parts], initial=0)
-        graphs = {start + row: kept for start, t in zip(starts, parts, strict=False) for row, kept in t.graphs.items()}
-        return replace(parts[0], **_by_field(torch.cat, [t._of_rows() for t in parts]), graphs=graphs)
+        """The trajectories of several micro-batches as one."""
+        starts = accumulate([len(part.final) for part in parts], initial=0)
+        graphs = {start + row: kept for start, part in zip(starts, parts, strict=False) for row, kept in part.graphs.items()}
+        columns = {name: torch.cat([getattr(part, name) for part in parts]) for name in parts[0]._rows()}
+        return replace(parts[0]._with_rows(columns), graphs=graphs)
 
-    def _of_rows(self) -> dict[str, Any]:
+    def _with_rows(self, columns: dict[str, Any]) -> "Trajectory":
+        """These tensors in place of its own, without graphs."""
+        return replace(self, **columns, graphs={})
+
+    def _rows(self) -> dict[str, Tensor]:
         """The tensors with a row for each image."""
-        names = ("x", "x_next", "mean", "log_prob_BK", "final", "state_ids", "std")
-        return {name: getattr(self, name) for name in names}
+        return {name: getattr(self, name) for name in ("x", "x_next", "mean", "log_prob", "final")}
 
 
 @dataclass(frozen=True)
@@ -202,8 +200,8 @@ class TrainedStep:
 
     log_prob: Float[Tensor, " n"]  # with the gradient
     old_log_prob: Float[Tensor, " n"]
-    mean: Float[Tensor, "n *noise"]  # with the gradient, see StepOutput
-    old_mean: Float[Tensor, "n *noise"]
+    mean: Float[Tensor, "n *state"]  # with the gradient
+    old_mean: Float[Tensor, "n *state"]
     std: Float[Tensor, "#n ..."]  # broadcastable to mean
     delta: Float[Tensor, ""]  # sigma_next - sigma < 0
 
@@ -269,16 +267,10 @@ class Evaluation:
     high_frequency_power: Float[Tensor, " B"]  # see flow_grpo/evaluation/image_metrics.py
     diversity: Float[Tensor, " n"]  # of the first n prompts, which have two images each
     images: dict[int, Tensor]  # (3, H, W) in [0, 1] by the prompt's index: the first ones, the best and the worst
-    at_size: dict[str, "Evaluation"] = field(default_factory=dict)  # of the same prompts at further sizes, by HEIGHTxWIDTH
-
-    def all_values(self) -> dict[str, Float[Tensor, " B"]]:
-        """The values with those of further sizes, which are named by the size, such as ocr@64x160."""
-        more = {f"{name}@{size}": values for size, at in self.at_size.items() for name, values in at.values.items()}
-        return {**self.values, **more}
 
     def means(self) -> dict[str, float]:
         """The mean of each metric over its finite values."""
-        return {name: values.nanmean().item() for name, values in self.all_values().items()}
+        return {name: values.nanmean().item() for name, values in self.values.items()}
 
 
 @dataclass(frozen=True)
@@ -293,7 +285,6 @@ class Experience:
     groups: Int[Tensor, " P"]  # those that the mean is over, of all processes, without dropped and replaced ones
     metrics: dict[str, float]
     scores: Scores | None = None  # given images have none
-    disagreement: Float[Tensor, " B"] | None = None  # the factor of anchors with that gate, see training/gates.py
     has_advantage: bool = True  # whether an image of any process has an advantage; given images need none
 
 

@@ -14,7 +14,7 @@ FILES = {
     for folder, prefix in (("flow_grpo", ""), ("rewards", "flow_grpo."))  # flow_grpo/rewards is a link to rewards/
     for path in sorted((ROOT / folder).rglob("*.py"))
 }
-ALGORITHM = {"tree", "types", "sde", "methods", "advantages", "objectives", "sampling"}
+ALGORITHM = {"types", "sde", "advantages", "objectives", "sampling"}
 # Text, atomic writes, the line that says which phase a command is in, file names of a run folder, prompts with images.
 LEAVES = {"text", "files", "figures", "progress", "layout", "image_prompt"}
 # What each package may import of ours. A package may import itself.
@@ -22,20 +22,18 @@ MAY_IMPORT: dict[str, set[str]] = {
     "rewards": {"files", "user_files"},
     "user_files": set(),
     "types": set(),
-    "sde": {"methods"},
-    "methods": set(),
+    "sde": set(),
     "text": set(),
     "files": set(),
     "figures": {"files", "text"},
     "progress": set(),
     "image_prompt": {"rewards"},
     "layout": set(),  # flow_grpo/run_folder/layout.py, which policy needs to find a run's LoRA
-    "advantages": {"methods"},
+    "advantages": set(),
     "objectives": {"types", "sde"},
     "sampling": {"types", "sde"},
-    "tree": {"types"},
     "distributed": {"text"},
-    "config": {"methods", "text"},
+    "config": {"types", "sde", "advantages", "objectives", "text"},
     "data": {"types", "sampling", "config", "rewards"} | LEAVES,
     "policy": {"types", "sampling", "config", "distributed", "rewards"} | LEAVES,
     "run_folder": {"config", "types", "data", "policy"} | LEAVES,
@@ -129,7 +127,7 @@ def test_the_algorithm_needs_torch_alone():
     for name in ("types", "sde", "sampling", "advantages", "objectives"):
         others = {module for module in imports(f"flow_grpo.{name}") if module not in FILES}
         assert others - set(sys.stdlib_module_names) <= {"torch", "jaxtyping"}  # shapes, checked under pytest
-    for name, libraries in (("methods", set()), ("text", {"rich"})):
+    for name, libraries in (("text", {"rich"}),):
         others = {module for module in imports(f"flow_grpo.{name}") if module not in FILES}
         assert others - set(sys.stdlib_module_names) <= libraries
 

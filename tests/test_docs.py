@@ -22,14 +22,17 @@ from support.families import TINY
 from support.image_families import IMAGE_TINY
 from support.paths import ROOT
 
-from flow_grpo import methods, rewards
+from flow_grpo import rewards
+from flow_grpo.advantages import ADVANTAGES
 from flow_grpo.cli.app import COMMANDS
 from flow_grpo.config import FlowGRPOConfig
+from flow_grpo.config.objective import OBJECTIVES
 from flow_grpo.policy import step_meter
 from flow_grpo.policy.hub import resolve_model
-from flow_grpo.policy.solvers import SOLVERS
 from flow_grpo.rewards import REGISTRY
 from flow_grpo.rewards.frames import frames_of
+from flow_grpo.sampling import SOLVERS
+from flow_grpo.sde import TRANSITIONS
 from flow_grpo.training.rewards import reason_not_to_call
 
 README, METHODS = ROOT / "README.md", ROOT / "docs/methods.md"
@@ -84,7 +87,7 @@ def test_the_table_of_rewards_has_all_of_them():
 
 def test_the_page_of_methods_names_every_objective_advantage_transition_and_solver():
     page = (ROOT / "docs/methods.md").read_text()
-    names = [*methods.OBJECTIVES, *methods.ADVANTAGES, *methods.TRANSITIONS, "euler", *SOLVERS]
+    names = [*OBJECTIVES, *ADVANTAGES, *TRANSITIONS, *SOLVERS]
     assert not [name for name in names if f"`{name}`" not in page]
 
 

@@ -1,6 +1,7 @@
-"""The table of methods: what it says of each function is so, and a new method is a function and a row."""
+"""What the classes of objectives and the rows of advantages and transitions say of each function is so, and new ones are found."""
 
-import inspect
+import contextlib
+import importlib
 import re
 from dataclasses import replace
 from typing import Any
@@ -9,14 +10,15 @@ import pytest
 import torch
 import yaml
 from support.embedded import short_run
+from support.method_names import ON_FINAL_LATENTS
 from support.run_contents import MEASURED
 
-from flow_grpo import advantages, methods, objectives, sde
-from flow_grpo.config.objective import SETTINGS
-from flow_grpo.config.objective_types import section_type
+from flow_grpo import advantages, sde
+from flow_grpo.advantages import ADVANTAGES
+from flow_grpo.config.objective import OBJECTIVES, section_type
 from flow_grpo.config.run_config import FlowGRPOConfig
 from flow_grpo.config.sampling import SamplingConfig
-from flow_grpo.methods import Advantage, Objective, Transition
+from flow_grpo.sde import TRANSITIONS
 from flow_grpo.trainer import FlowGRPOTrainer
 from flow_grpo.types import NoisedImage, TrainedStep
 
@@ -39,71 +41,57 @@ def rows(stepwise: bool, old: bool = True, reference: bool = True) -> TrainedSte
 
 def value(name: str, given: TrainedStep | NoisedImage, advantage: torch.Tensor) -> torch.Tensor:
     wanted = {"clip_low": 0.5, "clip_high": 0.5, "beta": 0.1}
-    section = section_type(name)
-    config = section(name=name, **{key: one for key, one in wanted.items() if key in section.model_fields})
-    function = getattr(objectives, methods.OBJECTIVES[name].function or name)
-
-    def call(function) -> Any:
-        takes = list(inspect.signature(function).parameters)[1:]
-        return function(given, **{one: advantage if one == "advantage" else getattr(config, one) for one in takes})
-
-    if mean := methods.OBJECTIVES[name].group_mean:
-        given = replace(given, group_mean=call(getattr(objectives, mean)).detach().mean().expand(4))
-    return call(function).value
+    kind = OBJECTIVES[name]
+    config: Any = kind(name=name, **{key: one for key, one in wanted.items() if key in kind.model_fields})
+    if kind.needs.group_mean:
+        given = replace(given, group_mean=config.group_statistic(given, advantage).detach().mean().expand(4))
+    return config.loss(given, advantage).value
 
 
-@pytest.mark.parametrize("name", methods.OBJECTIVES)
-def test_what_an_objective_takes_is_what_its_row_says(name):
-    row = methods.OBJECTIVES[name]
-    first, *others = inspect.signature(getattr(objectives, row.function or name)).parameters.values()
-    assert first.annotation is (TrainedStep if row.stepwise else NoisedImage)
-    assert {one.name for one in others} - {"advantage"} <= set(section_type(name).model_fields)
-    assert value(name, rows(row.stepwise), torch.ones(4)).shape == (4,)
+@pytest.mark.parametrize("name", OBJECTIVES)
+def test_an_objective_has_a_loss_of_each_row(name):
+    assert value(name, rows(bool(OBJECTIVES[name].stepwise)), torch.ones(4)).shape == (4,)
 
 
-def test_every_group_of_settings_is_read_by_some_objective():
-    read = {group for row in methods.OBJECTIVES.values() for group in row.settings}
-    assert read | set(methods.CUSTOM_SETTINGS) == set(SETTINGS)
-    assert set(methods.STEPWISE_SAMPLING) < set(SamplingConfig.model_fields)
-
-
-@pytest.mark.parametrize("name", methods.OBJECTIVES)
+@pytest.mark.parametrize("name", OBJECTIVES)
 def test_rows_without_an_advantage_have_no_gradient_where_the_table_says_so(name):
-    row = methods.OBJECTIVES[name]
-    given = rows(row.stepwise)
+    kind = OBJECTIVES[name]
+    given = rows(bool(kind.stepwise))
     loss = value(name, given, torch.zeros(4))
-    grads = torch.autograd.grad(loss.sum(), given.log_prob if row.stepwise else given.v, allow_unused=True)[0]
+    grads = torch.autograd.grad(loss.sum(), given.log_prob if kind.stepwise else given.v, allow_unused=True)[0]
     silent = not loss.any() and (grads is None or not grads.any())
-    assert silent == (row.zero_at_zero_advantage or row.critic), "by a critic all rows have an advantage"
+    assert silent == (kind.needs.zero_at_zero_advantage or kind.needs.critic), "by a critic all rows have an advantage"
 
 
-@pytest.mark.parametrize("name", [name for name, row in methods.OBJECTIVES.items() if not row.stepwise])
+@pytest.mark.parametrize("name", ON_FINAL_LATENTS)
 def test_rows_without_an_advantage_have_no_gradient_at_a_ratio_of_1_where_the_table_says_so(name):
-    row, given = methods.OBJECTIVES[name], rows(False)
+    needs, given = OBJECTIVES[name].needs, rows(False)
     loss = value(name, replace(given, v_rollout=given.v.detach()), torch.zeros(4))
     silent = not loss.any() and not torch.autograd.grad(loss.sum(), given.v)[0].any()
-    assert silent == (row.zero_at_zero_advantage or row.zero_at_ratio_1)
+    assert silent == (needs.zero_at_zero_advantage or needs.zero_at_ratio_1)
 
 
 @pytest.mark.parametrize(
     ("name", "updates", "trains"),
-    [("epg", 2, False), ("pepg", 1, False), ("pepg", 2, True), ("par", 1, False), ("crd", 1, True), ("dgpo", 2, False)],
+    [("awm", 2, False), ("pepg", 1, False), ("pepg", 2, True), ("crd", 1, True), ("dgpo", 2, False)],
 )
 def test_groups_without_signal_are_trained_on_where_their_loss_is_not_0(name, updates, trains):
-    args = FlowGRPOConfig.from_yaml("compare/epg", [f"objective={{name: {name}}}", f"updates={updates}"])
+    args = FlowGRPOConfig.from_yaml("compare/pepg", [f"objective={{name: {name}}}", f"updates={updates}"])
     assert args.trains_on_zero_std_groups == trains
 
 
-def test_an_objective_needs_the_mean_of_a_group_where_its_row_says_so():
-    for name, row in methods.OBJECTIVES.items():
-        asks = "group_mean" in inspect.getsource(getattr(objectives, row.function or name))
-        assert asks == bool(row.group_mean)
+@pytest.mark.parametrize("name", ON_FINAL_LATENTS)
+def test_an_objective_needs_the_mean_of_a_group_where_it_says_so(name):
+    given, needs = rows(False), OBJECTIVES[name].needs
+    kind: Any = section_type(name)(name=name)
+    with pytest.raises(AssertionError) if needs.group_mean else contextlib.nullcontext():
+        kind.loss(given, torch.ones(4))
 
 
-@pytest.mark.parametrize("name", [name for name, row in methods.OBJECTIVES.items() if not row.stepwise])
+@pytest.mark.parametrize("name", ON_FINAL_LATENTS)
 def test_an_objective_needs_the_velocities_that_its_row_names(name):
-    row = methods.OBJECTIVES[name]
-    for missing, needed in (("old", row.old_policy), ("reference", row.reference)):
+    needs = OBJECTIVES[name].needs
+    for missing, needed in (("old", needs.old_policy), ("reference", needs.reference)):
         given = rows(False, **{missing: False})
         if needed:
             with pytest.raises(AssertionError):
@@ -112,23 +100,22 @@ def test_an_objective_needs_the_velocities_that_its_row_names(name):
             assert torch.equal(value(name, given, torch.ones(4)), value(name, rows(False), torch.ones(4)))
 
 
-@pytest.mark.parametrize("name", methods.ADVANTAGES)
+@pytest.mark.parametrize("name", ADVANTAGES)
 def test_a_group_of_equal_rewards_has_advantages_where_the_batch_is_compared(name):
     advantage = advantages.group_advantages(torch.tensor([1.0, 1.0, 0.0, 3.0]), torch.tensor([0, 0, 1, 1]), name)
-    assert bool(advantage[:2].any()) == methods.ADVANTAGES[name].over_batch
-    assert set(methods.ADVANTAGES) == set(advantages.METHODS)
+    assert bool(advantage[:2].any()) == ADVANTAGES[name].over_batch
 
 
-@pytest.mark.parametrize("name", methods.ADVANTAGES)
+@pytest.mark.parametrize("name", ADVANTAGES)
 def test_several_rewards_are_taken_one_by_one_or_as_their_sum(name):
     reward, group = torch.tensor([[1.0, 0.0], [2.0, 9.0], [4.0, 1.0], [0.0, 3.0]]), torch.tensor([0, 0, 0, 0])
     of_both, of_sum = (advantages.group_advantages(one, group, name) for one in (reward, reward.sum(1)))
-    assert torch.allclose(of_both, of_sum) != methods.ADVANTAGES[name].each_reward
+    assert torch.allclose(of_both, of_sum) != ADVANTAGES[name].each_reward
 
 
-@pytest.mark.parametrize("name", methods.TRANSITIONS)
+@pytest.mark.parametrize("name", TRANSITIONS)
 def test_a_transition_has_noise_where_the_table_says_so(name):
-    row, x = methods.TRANSITIONS[name], torch.randn(2, 3)
+    row, x = TRANSITIONS[name], torch.randn(2, 3)
     assert bool(sde.transition(name, x, x, 0.6, 0.5, 0.7)[1].any()) == row.stochastic
     assert bool(sde.transition(name, x, x, 0.2, 0.0, 0.7)[1].any()) == row.noise_at_end
     most = min(row.max_noise_level, 9.0)
@@ -141,7 +128,6 @@ def test_a_transition_has_noise_where_the_table_says_so(name):
 # -- settings that the method does not read -------------------------------------------------------------------------------------
 
 UNREAD = {
-    "objective.dpo_beta=2": "dpo_beta; dpo does",
     "objective.threshold=2": "threshold; dppo does",
     "objective.beta=2": "beta; nft, crd, dgpo and dpo do",
     "objective.step_weight=std": "step_weight; grpo, reinforce, dppo, ppo and your own function do",
@@ -153,9 +139,7 @@ UNREAD = {
         for setting in (
             "sampling.window.size=2",
             "sampling.noise_level=0.1",
-            "sampling.log_prob=unnormalized",
             "sampling.shared_initial_noise=true",
-            "sampling.branches=[2]",
             "sampling.keep_graphs=true",
         )
     },
@@ -169,12 +153,11 @@ def test_a_setting_that_the_objective_does_not_read_is_refused(setting):
 
 
 @pytest.mark.parametrize("name", ["sft", "dpo", "ppo"])
-@pytest.mark.parametrize("setting", ["advantage=rloo", "reward_cap=0.5", "diversity_weight=clip"])
-def test_settings_of_advantages_are_refused_without_them(name, setting):
-    overrides = [f"objective.name={name}", f"objective.{setting}"]
-    with pytest.raises(ValueError, match=f"objective {name} does not use {setting.partition('=')[0]}: it"):
+def test_an_advantage_is_refused_where_the_objective_has_none(name):
+    overrides = [f"objective.name={name}", "objective.advantage=rloo"]
+    with pytest.raises(ValueError, match=f"objective {name} does not use advantage: it"):
         FlowGRPOConfig.from_yaml("tiny_ocr", overrides)
-    assert methods.OBJECTIVES[name].takes_advantage is False
+    assert OBJECTIVES[name].needs.takes_advantage is False
     inherited = FlowGRPOConfig.from_yaml("tiny_ocr", overrides[:1]).objective
     assert inherited.advantage == "grpo", "that of the file, for its own objective, is left out"
 
@@ -199,13 +182,13 @@ def test_a_setting_that_an_own_function_does_not_read_there_is_refused(transitio
 
 
 def test_which_objective_reads_a_sampling_setting_is_said_before_how_it_should_be_set():
-    with pytest.raises(ValueError, match=r"objective awm does not use sampling\.branches"):
-        FlowGRPOConfig.from_yaml("tiny_ocr", ["sampling.branches=[2, 3]"])
+    with pytest.raises(ValueError, match=r"objective awm does not use sampling\.window"):
+        FlowGRPOConfig.from_yaml("tiny_ocr", ["sampling.window.first_step=99"])
 
 
 @pytest.mark.parametrize("config", ["tiny_grpo", "tiny_ocr"])
 def test_every_objective_takes_the_solvers_of_one_velocity_a_step(config):
-    for solver in ("euler", "dpm_2m", "ab2"):
+    for solver in ("euler", "dpm_2m"):
         assert FlowGRPOConfig.from_yaml(config, [f"sampling.solver={solver}"]).sampling.solver == solver
 
 
@@ -218,14 +201,14 @@ def test_what_final_latents_need_is_refused_on_steps(setting):
     FlowGRPOConfig.from_yaml("tiny_ocr", [setting])
 
 
-@pytest.mark.parametrize("name", methods.OBJECTIVES)
+@pytest.mark.parametrize("name", OBJECTIVES)
 @pytest.mark.parametrize("file", ["tiny_ocr", "tiny_grpo"])
 def test_an_override_may_choose_any_objective_over_a_file_of_another(name, file):
     """The file's settings that the objective does not read are left out, in whatever order the overrides come."""
-    pairs = [f"objective.name={name}", f"sampling.transition={'cps' if methods.OBJECTIVES[name].stepwise else 'ode'}"]
-    if methods.OBJECTIVES[name].stepwise:
+    pairs = [f"objective.name={name}", f"sampling.transition={'cps' if OBJECTIVES[name].stepwise else 'ode'}"]
+    if OBJECTIVES[name].stepwise:
         pairs.append("sampling.noise_level=0.5")
-    if "clip" in methods.OBJECTIVES[name].settings:
+    if "clip_low" in OBJECTIVES[name].model_fields:
         pairs.append("objective.clip_low=0.5")
     if name == "ppo":
         pairs.append("objective.advantage=grpo")
@@ -240,17 +223,9 @@ def test_a_stage_leaves_out_what_its_objective_does_not_read_and_may_not_set_it(
     (_, first), (_, second) = FlowGRPOConfig.from_yaml("tiny_grpo", [stages.format("")]).resolved_stages()
     assert not hasattr(first.objective, "clip_low")
     assert first.sampling.noise_level == SamplingConfig().noise_level
-    assert (second.objective.clip_low, second.sampling.noise_level) == (5e-3, 3)
+    assert (second.objective.clip_low, second.sampling.noise_level) == (5e-3, 0.5)
     with pytest.raises(ValueError, match="stage 1: objective nft does not use threshold; dppo does"):
         FlowGRPOConfig.from_yaml("tiny_grpo", [stages.format(", threshold: 2")])
-
-
-@pytest.mark.parametrize("name", [name for name, row in methods.TRANSITIONS.items() if row.stochastic])
-def test_the_noise_level_is_that_of_the_transition_unless_it_is_given(name):
-    level = methods.TRANSITIONS[name].noise_level
-    assert 0 < level <= methods.TRANSITIONS[name].max_noise_level
-    assert FlowGRPOConfig(sampling={"transition": name}, objective="grpo").sampling.noise_level == level
-    assert SamplingConfig(noise_level=0.3, transition=name).noise_level == 0.3
 
 
 def test_a_custom_function_has_options_and_an_error_names_settings_it_never_gets():
@@ -263,22 +238,46 @@ def test_a_custom_function_has_options_and_an_error_names_settings_it_never_gets
 # -- a new method ---------------------------------------------------------------------------------------------------------------
 
 
-def test_a_new_method_is_a_function_and_a_row(tmp_path, monkeypatch):
-    """Under new names, functions of ours give a run of the same numbers."""
+NEW = """
+from typing import ClassVar, Literal
 
-    def objective(step: TrainedStep, advantage: torch.Tensor, threshold: float):
-        return objectives.dppo(step, advantage, threshold)
+from flow_grpo import advantages, objectives, sde
+from flow_grpo.config.objective import Needs, Stepwise
 
-    def transition(x, v, sigma, sigma_next, noise_level, sigma_max):
-        return sde.cps(x, v, sigma, sigma_next, noise_level=noise_level, sigma_max=sigma_max)
 
-    monkeypatch.setattr(objectives, "new", objective, raising=False)
-    row = Objective(stepwise=True, settings=("dppo",), ratio=True, zero_at_zero_advantage=True)
-    monkeypatch.setitem(methods.OBJECTIVES, "new", row)
-    monkeypatch.setitem(advantages.METHODS, "new", advantages.rloo)
-    monkeypatch.setitem(methods.ADVANTAGES, "new", Advantage())
-    monkeypatch.setitem(sde.TRANSITIONS, "new", transition)
-    monkeypatch.setitem(methods.TRANSITIONS, "new", Transition(max_noise_level=1.0))
+def loss(step, advantage, threshold):
+    return objectives.dppo(step, advantage, threshold)
+
+
+class New(Stepwise):
+    name: Literal["new"] = "new"
+    threshold: float = 1e-5
+    needs: ClassVar[Needs] = Needs(ratio=True, zero_at_zero_advantage=True)
+
+    def loss(self, step, advantage, observed_clip=0.0):
+        return loss(step, advantage, self.threshold)
+
+
+def transition(x, v, sigma, sigma_next, noise_level, sigma_max):
+    return sde.cps(x, v, sigma, sigma_next, noise_level=noise_level, sigma_max=sigma_max)
+
+
+def advantage(reward, group, size, eps):
+    return advantages.rloo(reward, group, size, eps)
+
+
+advantages.ADVANTAGES["new"] = advantages.AdvantageMethod(advantage)
+sde.TRANSITIONS["new"] = sde.Transition(transition, max_noise_level=1.0)
+"""
+
+
+def test_a_new_method_is_a_function_and_a_class_or_row(tmp_path, monkeypatch):
+    """A module adds one of each: an objective, an advantage, a transition. A run has the numbers of the functions that they call."""
+    for table in (OBJECTIVES, ADVANTAGES, TRANSITIONS):
+        monkeypatch.setitem(table, "new", None)  # removed again after the test
+    (tmp_path / "new_methods.py").write_text(NEW)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    importlib.import_module("new_methods")
     calls = []
     for names in (("new", "new", "new"), ("dppo", "rloo", "cps")):
         settings = [

@@ -85,9 +85,9 @@ MORE = {
     ),
     "awm": (
         "tiny_ocr",
-        [*UNSEEN, FEW_LAYERS, "updates=2", "objective.anchors=[{to: ema, weight: 1, decay: 0.3, gate: advantage}]"],
+        [*UNSEEN, FEW_LAYERS, "updates=2", "objective.anchors=[{to: ema, weight: 1, decay: 0.3}]"],
     ),
-    "tree": ("tiny_grpo", [*UNSEEN, REPLAYED, *CPS, "sampling.branches=[2,2]", "objective.norm_guard=0.1"]),
+    "shared start": ("tiny_grpo", [*UNSEEN, REPLAYED, *CPS, "sampling.shared_initial_noise=true"]),
     "ppo": ("tiny_grpo", [*UNSEEN, REPLAYED, "objective={name: ppo, kl_weight: 0}"]),
     "crd in parts": ("tiny_ocr", [*UNSEEN, "objective=crd", "microbatch=2"]),
     "nft": ("tiny_ocr", [*UNSEEN, "objective=nft"]),
@@ -127,7 +127,7 @@ def test_the_noise_of_final_latents_is_sent_once_for_all_models_that_see_it(tmp_
     settings = ["rewards={jpeg_size: 1}", *UNSEEN, FEW_LAYERS]
     one, four = (
         on_fake_device(tmp_path / str(len(objective)), "tiny_ocr", *SMALL, *settings, f"objective={objective}")["copies"]
-        for objective in ("{name: epg}", f"{{name: nft, anchors: {anchors}}}")
+        for objective in ("{name: pepg}", f"{{name: nft, anchors: {anchors}}}")
     )
     one, four = ([shape for shape in shapes if len(shape) == 4] for shapes in (one, four))
     assert len(one) > 2

@@ -1,7 +1,6 @@
 """The transitions against closed forms: Euler, a point mass, Gaussian data with its known velocity, torch.distributions."""
 
 import math
-from typing import get_args
 
 import pytest
 import torch
@@ -9,8 +8,6 @@ from support.method_names import STOCHASTIC
 from torch.distributions import Normal, kl_divergence
 
 from flow_grpo import sde
-from flow_grpo.config.sampling import SamplingConfig
-from flow_grpo.methods import TRANSITIONS
 
 KEEP_MARGINALS = ["cps", "exact_sde"]
 
@@ -214,7 +211,6 @@ def test_log_prob_is_the_mean_of_normal_log_densities():
     std = torch.rand(4, 1, 1, dtype=torch.float64) + 0.1
     expected = Normal(mean, std.expand_as(mean)).log_prob(x).mean((1, 2))
     torch.testing.assert_close(sde.log_prob(x, mean, std), expected)
-    torch.testing.assert_close(sde.log_prob_unnormalized(x, mean, std), -((x - mean) ** 2).mean((1, 2)))
 
 
 def test_kl_is_that_of_two_normals_and_its_gradient_flows_through_the_mean():
@@ -258,18 +254,12 @@ def test_one_row_at_a_sigma_of_1_is_enough_to_need_the_second_sigma():
             sde.transition("flow_sde", zeros, zeros, sigma, sigma - 0.1, 0.7, second)
 
 
-def test_the_names_are_those_of_the_settings():
-    assert list(sde.TRANSITIONS) == list(TRANSITIONS)
-    assert list(sde.LOG_PROBS) == list(get_args(SamplingConfig.model_fields["log_prob"].annotation))
-    x, mean = torch.randn(2, 3, 4)
-    assert torch.equal(sde.LOG_PROBS["gaussian"](x, mean, torch.ones(1)), sde.log_prob(x, mean, torch.ones(1)))
-    assert torch.equal(sde.LOG_PROBS["unnormalized"](x, mean, torch.ones(1)), -(x - mean).square().mean(1))
-
-
 def test_those_without_noise_in_the_last_step_are_listed():
     x, v = torch.randn(2, 1, 4)
     last = {name: sde.transition(name, x, v, 0.2, 0.0, 0.7)[1] for name in sde.TRANSITIONS}
-    assert {name: bool(std.any()) for name, std in last.items()} == {n: one.noise_at_end for n, one in TRANSITIONS.items()}
+    assert {name: bool(std.any()) for name, std in last.items()} == {
+        n: one.noise_at_end for n, one in sde.TRANSITIONS.items()
+    }
 
 
 def test_a_step_is_computed_where_the_state_is():

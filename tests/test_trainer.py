@@ -27,10 +27,9 @@ from flow_grpo.tiny import architecture
 from flow_grpo.tracking.tracker import read_metrics
 from flow_grpo.trainer import FlowGRPOTrainer
 from flow_grpo.training import run_policy
-from flow_grpo.training.gates import DisagreementGate
 from flow_grpo.training.interrupt import Interrupted
 from flow_grpo.training.stages import Stage
-from flow_grpo.training.windows import most_variable_window, step_reward_variance, trained_steps
+from flow_grpo.training.windows import trained_steps
 
 HELD_OUT = small.PromptSet(["a moon", "a fish", "a ship"], [{}] * 3)
 
@@ -50,7 +49,7 @@ def made(folder, reward=bright, policy=None, held_out=None, prompts=small.PROMPT
     """A trainer with a run folder there."""
     evaluation = {"steps": 2, "every": 0, "num_images": 0, **changes.pop("evaluation", {})}
     optimizer = {"lr": 0.02, "eps": 0.005, **changes.pop("optimizer", {})}
-    args = small.settings(output=str(folder), evaluation=evaluation, optimizer=optimizer, **changes)
+    args = small.settings(output_dir=str(folder), evaluation=evaluation, optimizer=optimizer, **changes)
     return FlowGRPOTrainer(policy or small.policy(lora=args.lora is not None), reward, args, prompts, held_out)
 
 
@@ -143,7 +142,7 @@ def alike(one, other):
 
 
 RICH = {
-    "sampling": {"window": {"schedule": "auto", "size": 2}},
+    "sampling": {"window": {"schedule": "random", "size": 2}},
     "objective": {"clip_low": "auto", "clip_high": "auto"},
     "epochs": 2,
     "dynamic_sampling_rounds": 1,
@@ -230,18 +229,6 @@ def test_rollouts_have_the_critic_and_the_processes_of_their_part(tmp_path):
     two, one = small.Two(), made(tmp_path, prompts_per_step=4, microbatch=2)
     spread = Stage(0, one.stage.args, one.policy, one.prompt_sampler, one.rewards, processes=two)
     assert spread.source.processes is spread.source.image_sampler.processes is two
-
-
-def test_the_gate_of_disagreement_is_part_of_what_a_failed_step_restores(tmp_path):
-    trainer = made(tmp_path)
-    assert trainer.stage.loop_state()["disagreement"] is None
-    gate = trainer.stage.source.disagreement_gate = DisagreementGate()
-    gate.weights(torch.arange(9.0), torch.arange(9.0).flip(0)[:, None])
-    kept, before = trainer.stage.loop_state(), gate.state_dict()
-    gate.weights(torch.arange(9.0), torch.zeros(9, 1))
-    assert gate.state_dict() != before
-    trainer.stage.restore_loop_state(kept)
-    assert gate.state_dict() == before
 
 
 def test_a_micro_batch_of_pairs_is_even(tmp_path):
@@ -366,12 +353,11 @@ STAGES = [
     {"steps": 3, "objective": {"name": "grpo"}, "optimizer": {"lr": 0.05}},
 ]
 DRAWN_BY_OLD = {"name": "nft", "rollout_policy": "old", "old_policy_decay": {"start": 0.3, "rate": 0.1, "max": 0.9}}
-DRAWN_BY_AVERAGE = {"name": "crd", "rollout_policy": "average", "rollout_policy_decay": 0.6}
-COPIES = {"nft": {"old"}, "crd": {"old", "rollout"}}  # of the policy, in a checkpoint
+COPIES = {"nft": {"old"}, "crd": {"old"}}  # of the policy, in a checkpoint
 RUNS = {
     "rich": ({**RICH, "microbatch": 12, "prompts_per_step": 4}, loud_prompts),
     "ppo": (PPO, bright),
-    "crd": ({"objective": DRAWN_BY_AVERAGE, "sampling": {"transition": "ode"}}, bright),
+    "crd": ({"objective": {"name": "crd"}, "sampling": {"transition": "ode"}}, bright),
     "nft": ({"objective": DRAWN_BY_OLD, "sampling": {"transition": "ode"}, "ema_decay": 0}, bright),
     "stages": ({"stages": STAGES}, bright),
     "fp16": ({"dtype": "fp16"}, bright),
@@ -392,7 +378,6 @@ def test_a_checkpoint_holds_all_that_the_next_steps_depend_on(tmp_path, name, st
     first, second = trainer("run"), trainer("other")
     if name == "rich":
         scarce(first, 6)
-        first.stage.update.pack_rows = False
     if name == "fp16":  # one overflow
         first.stage.update.optimizer.scaler.update(1024.0)
     for _ in range(stop):
@@ -422,9 +407,7 @@ def test_a_checkpoint_holds_all_that_the_next_steps_depend_on(tmp_path, name, st
     if name == "rich":
         assert one["memory"]["microbatch"] == 6
         assert one["memory"]["clip"]
-        assert one["memory"]["window"] is not None
         assert one["memory"]["prompts"]["until"]
-        assert one["packs"] is False
 
 
 def test_a_checkpoint_between_two_stages_belongs_to_the_one_that_has_ended(tmp_path):
@@ -638,8 +621,6 @@ def test_images_are_kept_of_the_first_step_and_of_those_that_are_evaluated(tmp_p
     ({"schedule": "all"}, [[0, 1, 2, 3]] * 6),
     ({"schedule": "all", "first_step": 1, "last_step": 2}, [[1, 2]] * 6),
     ({"schedule": "fixed", "size": 2, "first_step": 1}, [[1, 2]] * 6),
-    ({"schedule": "sliding", "size": 2, "shift_every": 2}, [[0, 1], [0, 1], [1, 2], [1, 2], [2, 3], [2, 3]]),
-    ({"schedule": "sliding", "size": 1, "shift_every": 1, "first_step": 1, "last_step": 2}, [[1], [2], [1], [2], [1], [2]]),
 ])  # fmt: skip
 def test_the_steps_of_a_window_are_those_by_hand_in_each_training_step(tmp_path, window, expected):
     trainer = made(tmp_path / "run", sampling={"steps": 5, "window": window})
@@ -659,33 +640,11 @@ def test_a_random_window_is_drawn_from_seed_and_step_and_the_ode_has_none(tmp_pa
     assert trainer.stage.source.window(0) == []
 
 
-def test_an_auto_window_is_measured_once_where_the_reward_varies_most(tmp_path):
-    window = {"schedule": "auto", "size": 2}
-    trainer = made(tmp_path / "run", sampling={"steps": 5, "window": window, "noise_level": 0.6}, prompts_per_step=4)
-    parts = (trainer.policy, trainer.stage.args, trainer.train_set, trainer.rewards)
-    place = most_variable_window(step_reward_variance(*parts, transition="cps", noise_level=0.6), 2)
-    assert trainer.stage.window(0) == [place, place + 1]
-    trainer.stage.window.measured_start = 1 - place if place < 2 else 0
-    assert trainer.stage.window(9) == [trainer.stage.window.measured_start, trainer.stage.window.measured_start + 1], (
-        "it is not measured again"
-    )
-    trainer.stage.window.measured_start, trainer.processes.stop_requested = None, True
-    with pytest.raises(Interrupted):
-        trainer.stage.window(0)
-
-
-def test_several_processes_agree_on_the_first_ones_auto_window(tmp_path):
-    trainer = made(tmp_path / "run", sampling={"window": {"schedule": "auto", "size": 1}})
-    trainer.stage.processes = small.Two(lambda place: 2 if isinstance(place, int) else place, rank=1)
-    trainer.stage.processes.stop_requested = True  # several stop between steps alone
-    assert trainer.stage.window(0) == [2]
-
-
 def test_a_stage_begins_with_an_optimizer_a_window_and_an_old_policy_of_its_own(tmp_path):
-    slides = {"schedule": "sliding", "size": 1, "shift_every": 2}
+    window = {"schedule": "fixed", "size": 1, "first_step": 1}
     stages = [
         {"steps": 3, "objective": {"name": "ppo"}},
-        {"steps": 4, "sampling": {"window": slides}, "optimizer": {"warmup_steps": 4, "lr": 0.08}, "microbatch": 3},
+        {"steps": 4, "sampling": {"window": window}, "optimizer": {"warmup_steps": 4, "lr": 0.08}, "microbatch": 3},
         {"steps": 2, "objective": {"name": "nft"}, "sampling": {"transition": "ode"}},
     ]
     trainer = made(tmp_path / "run", stages=stages)
@@ -695,7 +654,6 @@ def test_a_stage_begins_with_an_optimizer_a_window_and_an_old_policy_of_its_own(
     for _ in range(3):
         trainer.training_step()
     assert trainer.stage.update.state_dict()["optimizer"]["state"]
-    trainer.stage.window.measured_start = 3
     windows, rates = [], []
     for step in range(3, 7):
         metrics = trainer.training_step()
@@ -703,8 +661,7 @@ def test_a_stage_begins_with_an_optimizer_a_window_and_an_old_policy_of_its_own(
         rates.append(metrics["lr"])
         assert (trainer.stage.start, trainer.stage.args.microbatch) == (3, 3)
     assert trainer.stage.critic is None
-    assert trainer.stage.window.measured_start is None
-    assert windows == [[0], [0], [1], [1]]
+    assert windows == [[1]] * 4
     assert rates == pytest.approx([0.02, 0.04, 0.06, 0.08])
     moments = trainer.stage.update.state_dict()["optimizer"]["state"]
     assert all(float(value["step"]) == 4 for value in moments.values()), "of this stage alone"

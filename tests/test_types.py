@@ -1,12 +1,9 @@
 """The data of a training step: its rows can be taken apart and joined, and its formulas are the ones of its docstrings."""
 
-import dataclasses
-from dataclasses import fields
-
 import pytest
 import torch
 
-from flow_grpo.types import Evaluation, Loss, NoisedImage, PromptBatch, Schedule, Scores, Trajectory
+from flow_grpo.types import Evaluation, Loss, NoisedImage, PromptBatch, Schedule, Scores, StochasticSteps, Trajectory
 
 ROWS = torch.tensor([2, 0])
 SCHEDULE = Schedule(torch.tensor([1000.0, 600.0]), torch.tensor([1.0, 0.5, 0.2]))  # it need not end at 0
@@ -59,24 +56,14 @@ def test_a_batch_is_taken_apart_and_joined_with_all_that_belongs_to_a_row():
 
 def test_a_trajectory_is_taken_apart_and_joined_with_all_that_belongs_to_a_row():
     tensors = [numbered(3, 2, 5, start=100 * i) for i in range(3)]
-    whole = Trajectory(SCHEDULE, [0, 1], *tensors, numbered(3, 2), numbered(3, 5))
+    whole = Trajectory(SCHEDULE, StochasticSteps([0, 1], "cps", 0.7), *tensors, numbered(3, 2), numbered(3, 5))
     parts = [whole.take(torch.tensor([0, 1])), whole.take(torch.tensor([2]))]
     assert torch.equal(parts[1].x_next, tensors[1][2:])
     joined = Trajectory.join(parts)
-    assert (joined.state_ids, joined.graphs) == (None, {})
-    states = torch.tensor([[0, 1], [0, 2], [3, 3]])
-    sharing = dataclasses.replace(whole, state_ids=states)
-    shared = Trajectory.join([sharing.take(torch.tensor([0, 1])), sharing.take(torch.tensor([2]))]).state_ids
-    assert shared is not None
-    assert torch.equal(shared, states)
-    with_std = dataclasses.replace(whole, std=numbered(3, 2))
-    stds = Trajectory.join([with_std.take(torch.tensor([0, 1])), with_std.take(torch.tensor([2]))]).std
-    assert stds is not None
-    assert torch.equal(stds, numbered(3, 2))
+    assert (joined.graphs, joined.steps) == ({}, [0, 1])
     assert joined.schedule is SCHEDULE
-    for field in fields(Trajectory):
-        if field.name not in ("schedule", "graphs", "state_ids", "std", "distribution"):
-            assert torch.equal(*(torch.as_tensor(getattr(one, field.name)) for one in (joined, whole))), field.name
+    for name in ("x", "x_next", "mean", "log_prob", "final"):
+        assert torch.equal(getattr(joined, name), getattr(whole, name)), name
 
 
 def test_scores_are_taken_apart_and_joined_by_the_name_of_the_reward():

@@ -6,18 +6,16 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, ValidationInfo, model_validator
 
-from flow_grpo.config.sections import ConfigSection, PositiveFloat, PositiveInt, Share
+from flow_grpo.config.sections import ConfigSection, PositiveFloat, Share
 from flow_grpo.errors import FlowGRPOError
 
 KL = Literal["gaussian", "k3", "flow_grpo", "velocity"]
-SETTINGS_OF = {"ema": ("decay",), "reset": ("every", "threshold"), "guided": ("guidance",)}  # that one kind alone reads
-EXAMPLES = {"ema": "decay, for example 0.3", "reset": "every or threshold", "guided": "guidance, for example 4.5"}
-COPIES = ("ema", "reset")  # copies of the LoRA
+SETTING_OF = {"ema": "decay", "guided": "guidance"}  # that one kind alone reads, and needs
+EXAMPLES = {"ema": 0.3, "guided": 4.5}
 
 
 class DecayRamp(ConfigSection):
-    """A decay that grows: with the optimizer steps of a stage (`old_policy_decay`, `rollout_policy_decay`) or with its training steps (an
-    anchor to `ema`)."""
+    """A decay that grows: with the optimizer steps of a stage (`old_policy_decay`) or with its training steps (an anchor to `ema`)."""
 
     rate: PositiveFloat
     """How much the decay grows with every step."""
@@ -31,9 +29,6 @@ class DecayRamp(ConfigSection):
     def at(self, steps: int) -> float:
         """The decay after `steps` steps."""
         return min(self.max, self.start + self.rate * max(0, steps - self.after))
-
-
-CRDS_RAMP = DecayRamp(after=75, rate=0.0075, max=0.999)  # of the policy that samples its images, arXiv 2603.14128
 
 
 def _number_or_ramp(value: Any, info: ValidationInfo) -> Any:
@@ -59,44 +54,35 @@ def decay_at(decay: float | DecayRamp, steps: int) -> float:
 
 
 class AnchorConfig(ConfigSection):
-    """One anchor: a reference, the KL to it, its weight and its gate."""
+    """One anchor: a reference, the KL to it and its weight."""
 
-    to: Literal["base", "ema", "guided", "reset"]
-    """The reference: the base model; `ema`, a moving average of the policy (AWM's code, arXiv 2509.25050); `guided`, the base model with
-    classifier-free guidance (CRD, arXiv 2603.14128); `reset`, a copy of the policy that is renewed at times (GARDO, arXiv 2512.24138)."""
+    to: Literal["base", "ema", "guided"]
+    """The reference: the base model; `ema`, a moving average of the policy (AWM's code, arXiv 2509.25050); or `guided`, the base model
+    with classifier-free guidance (CRD, arXiv 2603.14128)."""
     weight: PositiveFloat
     """Weight of the KL to it, whose mean is over all images of a step."""
     kl: KL | None = None
     """Which KL, as of `objective.kl`."""
-    gate: Literal["none", "advantage", "disagreement"] = "none"
-    """Which images the KL is of. `advantage`: all, more for good ones (CRD). `disagreement`: only those that the trained reward ranks far
-    higher than the rewards of weight 0 do (GARDO)."""
     decay: Decay | None = None
     """ema: how slowly the average follows the policy after each training step, 0 at once, 1 never; a number, or a ramp. AWM's code:
     {rate: 0.001, max: 0.3}."""
-    every: PositiveInt | None = None
-    """reset: training steps after which the copy is renewed."""
-    threshold: PositiveFloat | None = None
-    """reset: the KL, measured over all images of a training step, above which the copy is renewed."""
     guidance: Annotated[float, Field(gt=1)] | None = None
     """guided: the guidance scale. CRD: 4.5."""
 
     @model_validator(mode="after")
     def _has_its_settings(self) -> "AnchorConfig":
-        for kind, names in SETTINGS_OF.items():
-            set_names = [name for name in names if getattr(self, name) is not None]
-            if kind != self.to and set_names:
-                raise FlowGRPOError(
-                    f"objective.anchors: an anchor to {self.to} does not use {set_names[0]}; one to {kind} does."
-                )
-            if kind == self.to and not set_names:
-                raise FlowGRPOError(f"objective.anchors: an anchor to {kind} needs {EXAMPLES[kind]}.")
+        for kind, name in SETTING_OF.items():
+            is_set = getattr(self, name) is not None
+            if kind != self.to and is_set:
+                raise FlowGRPOError(f"objective.anchors: an anchor to {self.to} does not use {name}; one to {kind} does.")
+            if kind == self.to and not is_set:
+                raise FlowGRPOError(f"objective.anchors: an anchor to {kind} needs {name}, for example {EXAMPLES[kind]}.")
         return self
 
     @property
     def reference_key(self) -> tuple:
         """What the reference is: equal for anchors that share one."""
-        return self.to, str(self.decay), self.every, self.threshold, self.guidance
+        return self.to, str(self.decay), self.guidance
 
 
 @dataclass(frozen=True)
@@ -105,7 +91,7 @@ class NamedAnchor:
 
     Attributes:
         metric: of its KL: kl/base, kl/ema; a second one to a reference of that kind is kl/ema_2. That of `kl_weight` is kl.
-        reference: base, ema, reset; a second, other average is ema_2. The same for anchors that share one.
+        reference: base, ema, guided; a second, other average is ema_2. The same for anchors that share one.
     """
 
     config: AnchorConfig
@@ -115,7 +101,7 @@ class NamedAnchor:
     @property
     def adapter(self) -> str | None:
         """The copy of the LoRA that is the reference; None if the reference is the base model."""
-        return f"anchor_{self.reference}" if self.config.to in COPIES else None
+        return f"anchor_{self.reference}" if self.config.to == "ema" else None
 
 
 def name_anchors(anchors: Iterable[AnchorConfig], existing: Sequence[NamedAnchor] = ()) -> list[NamedAnchor]:

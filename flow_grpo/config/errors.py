@@ -7,8 +7,7 @@ from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
-from flow_grpo.config.objective import ObjectiveConfig
-from flow_grpo.config.objective_types import section_types
+from flow_grpo.config.objective import Objective, section_types
 from flow_grpo.config.sections import ConfigSection, RewardConfig
 from flow_grpo.text import suggest
 
@@ -82,4 +81,4 @@ def _sections(field: FieldInfo | None) -> list[type[ConfigSection]]:
     # Python 3.10: list[str] is a type
     classes = [annotation for annotation in annotations if isinstance(annotation, type) and get_origin(annotation) is None]
     sections = [annotation for annotation in classes if issubclass(annotation, ConfigSection)]
-    return list(section_types().values()) if ObjectiveConfig in sections else sections
+    return list(section_types().values()) if Objective in sections else sections

@@ -39,15 +39,3 @@ def check_layerwise_casting(args: RunSettings) -> None:
     }
     if conflict := next((name for name, is_set in refused.items() if is_set), None):
         raise FlowGRPOError(f"memory.quantize=fp8_layerwise does not go with {conflict}: leave one of them out.")
-
-
-def check_zero(args: RunSettings) -> None:
-    """Raise FlowGRPOError if settings conflict with DeepSpeed's ZeRO."""
-    if args.memory.shard not in ("zero1", "zero2"):
-        return
-    if args.optimizer.name != "adamw":
-        raise FlowGRPOError(f"memory.shard={args.memory.shard} shards AdamW's moments in float32: set optimizer.name=adamw.")
-    if args.dtype == "fp16":
-        raise FlowGRPOError(
-            f"memory.shard={args.memory.shard} has no loss scale, which dtype=fp16 needs: set bf16, or fsdp2."
-        )

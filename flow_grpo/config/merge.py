@@ -3,8 +3,8 @@
 from collections.abc import Callable
 from typing import Any
 
-from flow_grpo import methods
-from flow_grpo.config.objective_types import section_type
+from flow_grpo.config.objective import OBJECTIVES, is_custom, section_type
+from flow_grpo.config.sampling import STEPWISE_SETTINGS, transitions
 
 Settings = dict[str, Any]  # as a YAML file has them, before validation
 
@@ -22,13 +22,8 @@ def merge_stage(base: Settings, stage: Settings) -> Settings:
     """The run's settings with those of a stage. Of the run's, the stage has only what its objective reads."""
     merged = merge(base, stage)
     explicit = {(section, key) for section in ("objective", "sampling") for key in stage.get(section) or ()}
-    merged = _drop_noise_level_of_other_unit(base, _drop_unsuitable_transition(base, merged, explicit), explicit)
+    merged = _drop_unsuitable_transition(base, merged, explicit)
     return filter_settings(merged, lambda section, key: (section, key) in explicit or objective_reads(merged, section, key))
-
-
-def drop_unread_settings(settings: Settings) -> Settings:
-    """Settings without those that their objective does not read."""
-    return filter_settings(settings, lambda section, key: objective_reads(settings, section, key))
 
 
 def drop_settings_of_former_objective(file: Settings, settings: Settings, explicit: set[tuple[str, str]]) -> Settings:
@@ -40,7 +35,6 @@ def drop_settings_of_former_objective(file: Settings, settings: Settings, explic
         explicit: section and key of what the overrides set, which stays, to be refused if it is not read.
     """
     settings = _drop_unsuitable_transition(file, settings, explicit)
-    settings = _drop_noise_level_of_other_unit(file, settings, explicit)
     return filter_settings(
         settings,
         lambda section, key: (
@@ -71,24 +65,10 @@ def _drop_unsuitable_transition(former: Settings, settings: Settings, explicit: 
     return with_transition({**settings, "sampling": sampling})
 
 
-def _drop_noise_level_of_other_unit(former: Settings, settings: Settings, explicit: set[tuple[str, str]]) -> Settings:
-    """Drop the inherited noise level if the newly chosen transition measures it in another unit: its default is then used."""
-    names = [_chosen(chosen, "sampling", "transition") or "flow_sde" for chosen in (former, settings)]
-    before, now = (methods.TRANSITIONS.get(name) for name in names)
-    if (
-        ("sampling", "noise_level") in explicit
-        or before is None
-        or now is None
-        or before.between_images == now.between_images
-    ):
-        return settings
-    return filter_settings(settings, lambda section, key: (section, key) != ("sampling", "noise_level"))
-
-
 def _suits(objective: str | None, transition: str) -> bool:
     """Whether the transition suits the objective (stepwise ones need a stochastic one). True if either name is unknown."""
-    row, step = methods.OBJECTIVES.get(objective or "grpo"), methods.TRANSITIONS.get(transition)
-    return row is None or step is None or row.stepwise == step.stochastic
+    section, step = OBJECTIVES.get(objective or "grpo"), transitions().get(transition)
+    return section is None or step is None or section.stepwise == step.stochastic
 
 
 def filter_settings(settings: Settings, is_kept: Callable[[str, str], bool]) -> Settings:
@@ -104,13 +84,13 @@ def objective_reads(settings: Settings, section: str, key: str) -> bool:
     """Whether the objective that is chosen in `settings` reads a setting of `objective` or `sampling`. True if it is unknown."""
     name = _chosen(settings, "objective", "name") or "grpo"
     transition = _chosen(settings, "sampling", "transition") or "flow_sde"
-    if (not methods.is_custom(name) and name not in methods.OBJECTIVES) or transition not in methods.TRANSITIONS:
+    if (not is_custom(name) and name not in OBJECTIVES) or transition not in transitions():
         return True
-    method = methods.objective(name, methods.TRANSITIONS[transition].stochastic)
+    kind = section_type(name)
     if section == "objective":
-        is_read = method.takes_advantage or key not in methods.ADVANTAGE_SETTINGS
-        return is_read and key in section_type(name).model_fields
-    return methods.reads_sampling(method, key)
+        return key in kind.model_fields and (key != "advantage" or kind.needs.takes_advantage)
+    stepwise = transitions()[transition].stochastic if kind.stepwise is None else kind.stepwise
+    return stepwise or key not in STEPWISE_SETTINGS
 
 
 def _chosen(settings: Settings, section: str, key: str) -> str | None:

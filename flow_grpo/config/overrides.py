@@ -4,7 +4,6 @@ import re
 from typing import Any
 
 from flow_grpo.config.loading import parse_yaml
-from flow_grpo.config.old_names import renamed, renamed_path
 from flow_grpo.config.shorthand import expand_rewards
 from flow_grpo.errors import FlowGRPOError
 
@@ -31,28 +30,17 @@ def override(values: dict[str, Any], pair: str) -> list[str]:
     key, _, text = _split(pair)
     key = "objective.name" if key == "objective" and re.fullmatch(r"[\w./:\\-]+", text) else key  # objective=grpo
     expand_rewards(values)
-    path = renamed_path(_path(values, key))
+    path = _path(values, key)
     *parents, last = path
     for parent in parents:
         values = values.setdefault(parent, {})
         if not isinstance(values, dict):
             raise FlowGRPOError(f"{pair!r}: {parent} is a single value, it has no {last}.")
-    value = _with_current_names(path, parse_yaml(text, f"the value of {key}"))
+    value = parse_yaml(text, f"the value of {key}")
     if parents in REWARD_SECTIONS and isinstance(value, int | float) and isinstance(values.get(last), dict):
         values, last = values[last], "weight"  # the reward's options stay
     values[last] = value
     return path
-
-
-def _with_current_names(path: list[str], value: Any) -> Any:
-    """The value of the setting at `path`, with today's names of the settings within it."""
-    values = value
-    for key in reversed(path):
-        values = {key: values}
-    values = renamed(values)
-    for key in path:
-        values = values[key]
-    return values
 
 
 def _split(pair: str) -> tuple[str, str, str]:

@@ -9,11 +9,6 @@ def check_prompt_sets(args: RunSettings) -> None:
     for setting, sets in (("prompts", args.prompts), ("evaluation.prompts", args.evaluation.prompts)):
         if not isinstance(sets, list):
             continue
-        if setting == "prompts" and any(anchor.gate == "disagreement" for anchor in args.objective.anchors):
-            raise FlowGRPOError(
-                "an anchor with gate=disagreement compares rewards of the whole batch, and those of several prompt sets have no common "
-                "scale: choose another gate, or give one file as prompts."
-            )
         if not sets:
             raise FlowGRPOError(
                 f"{setting} is an empty list: give a file, or a list of sets such as [{{file: prompts.txt}}]."

@@ -13,14 +13,13 @@ from flow_grpo.config.errors import error_sentence
 from flow_grpo.config.loading import dump_yaml, read_yaml
 from flow_grpo.config.merge import (
     drop_settings_of_former_objective,
-    drop_unread_settings,
     merge,
     merge_stage,
     with_transition,
 )
-from flow_grpo.config.old_names import is_written_by_03, renamed
 from flow_grpo.config.overrides import check_form, override
 from flow_grpo.config.prompt_set_checks import check_prompt_sets
+from flow_grpo.config.retired import FSDP, drop_retired
 from flow_grpo.config.settings import RunSettings
 from flow_grpo.config.shorthand import SIZES, expand_objective, expand_rewards, expand_trackers, resolve_auto_microbatch
 from flow_grpo.errors import FlowGRPOError
@@ -52,10 +51,10 @@ class FlowGRPOConfig(RunSettings):
     @model_validator(mode="before")
     @classmethod
     def _expand_short_forms(cls, values: Any) -> Any:
-        """Expand short forms, and rename settings of 0.3."""
+        """Expand short forms, and drop settings of 0.4 that are gone."""
         if not isinstance(values, dict):
             return values
-        values = with_transition(expand_trackers(_with_current_names(values)))
+        values = with_transition(expand_trackers(_with_current_settings(values)))
         expand_rewards(values)
         return resolve_auto_microbatch(values, {name: cls.model_fields[name].default for name in SIZES})
 
@@ -123,7 +122,7 @@ class FlowGRPOConfig(RunSettings):
         values = read_yaml(file) or {}
         if not isinstance(values, dict):
             raise FlowGRPOError(f"{file} must hold `key: value` lines.")
-        file_values = _with_current_names(values)
+        file_values = _with_current_settings(values)
         values = _overridden(file_values, overrides or [])
         values.setdefault("output_dir", "runs/{name}")
         if isinstance(values["output_dir"], str | int):
@@ -152,22 +151,15 @@ class FlowGRPOConfig(RunSettings):
         return self._validated(_overridden(self.model_dump(exclude_unset=True), overrides))
 
     def with_launcher_settings(self) -> "FlowGRPOConfig":
-        """Return the config with memory.shard set from accelerate's launch flags, `--use_deepspeed` or `--use_fsdp`.
+        """Return the config with memory.shard set from accelerate's launch flag `--use_fsdp`.
 
-        FlowGRPOError if memory.shard is set to another mode, or if other settings conflict with the mode.
+        FlowGRPOError if other settings conflict with it, or if accelerate was launched with DeepSpeed.
         """
-        stage = os.environ.get("ACCELERATE_DEEPSPEED_ZERO_STAGE", "2")
-        if os.environ.get("ACCELERATE_USE_DEEPSPEED") == "true" and "ACCELERATE_DEEPSPEED_CONFIG_FILE" in os.environ:
-            raise FlowGRPOError("DeepSpeed's config file is not read here: launch with --zero_stage, or set memory.shard.")
-        modes = {"ACCELERATE_USE_DEEPSPEED": f"zero{stage}", "ACCELERATE_USE_FSDP": "fsdp2"}
-        requested = next((mode for name, mode in modes.items() if os.environ.get(name) == "true"), "zero0")
-        if requested in ("zero0", self.memory.shard):
+        if os.environ.get("ACCELERATE_USE_DEEPSPEED") == "true":
+            raise FlowGRPOError(f"accelerate was launched with DeepSpeed, which is no longer supported: {FSDP}.")
+        if os.environ.get("ACCELERATE_USE_FSDP") != "true" or self.memory.shard == "fsdp2":
             return self
-        if self.memory.shard is not None:
-            raise FlowGRPOError(
-                f"memory.shard={self.memory.shard}, but accelerate was launched with {requested}: leave one of them out."
-            )
-        return self._validated(merge(self.model_dump(), {"memory": {"shard": requested}}))
+        return self._validated(merge(self.model_dump(), {"memory": {"shard": "fsdp2"}}))
 
     def pipeline_call_kwargs(self) -> dict[str, Any]:
         """The arguments of every pipeline call."""
@@ -184,10 +176,9 @@ class FlowGRPOConfig(RunSettings):
         return dump_yaml(self.model_dump(mode="json"))
 
 
-def _with_current_names(values: dict[str, Any]) -> dict[str, Any]:
-    """The settings of a file under today's names; of a run of 0.3, without those of other objectives."""
-    values = expand_objective(values)
-    return drop_unread_settings(renamed(values)) if is_written_by_03(values) else renamed(values)
+def _with_current_settings(values: dict[str, Any]) -> dict[str, Any]:
+    """The settings of a file without those of 0.4 that are gone."""
+    return drop_retired(expand_objective(values))
 
 
 def _overridden(file: dict[str, Any], overrides: list[str]) -> dict[str, Any]:

@@ -246,8 +246,6 @@ class EvaluationConfig(ConfigSection):
     """Height of the held-out images in pixels; that of training if not given."""
     width: Pixels | None = None
     """Width of the held-out images in pixels."""
-    sizes: list[tuple[Pixels, Pixels]] = []
-    """Further sizes, [height, width], of the same prompts at each evaluation; scores are named by the size, such as ocr@64x160."""
     seed: int = 1234
     """Each held-out prompt's image starts from the noise of (this seed, the prompt's index)."""
     num_images: Annotated[int, Field(ge=0)] = 8
@@ -260,28 +258,20 @@ class EvaluationConfig(ConfigSection):
         """The held-out prompts as a text."""
         return ", ".join(prompt_set.file for prompt_set in self.prompts) if isinstance(self.prompts, list) else self.prompts
 
-    @model_validator(mode="after")
-    def _different_sizes(self) -> "EvaluationConfig":
-        sizes = [(self.height, self.width), *self.sizes]
-        for size in self.sizes:
-            if sizes.count(size) > 1:
-                raise FlowGRPOError(f"evaluation.sizes has {list(size)} twice, or as height and width: name it once.")
-        return self
-
 
 class MemoryConfig(ConfigSection):
     embedding_cache_dir: PathText | None = None
     """Folder that keeps prompt embeddings for later runs, such as ~/.cache/flow-grpo: these load no text encoder."""
     offload_text_encoders: bool = False
     """Text encoders are on the CPU while no prompt is encoded."""
-    quantize: Literal["int8", "fp8", "int4", "nf4", "fp8_layerwise"] | None = None
-    """Base weights in 8 or 4 bit, under the float32 LoRA: nf4 by bitsandbytes, fp8_layerwise by diffusers, others by torchao."""
+    quantize: Literal["nf4", "fp8_layerwise"] | None = None
+    """Base weights in 4 or 8 bit, under the float32 LoRA: nf4 by bitsandbytes, fp8_layerwise by diffusers."""
     gradient_checkpointing: bool = False
     """Whether activations of a block are computed again in the backward pass (gradient checkpointing), for a third more time."""
     offload: Literal["groups"] | None = None
     """The blocks' base weights are in the CPU's memory and are copied to the GPU for each call. Set `gradient_checkpointing` too."""
-    shard: Literal["fsdp2", "zero1", "zero2"] | None = None
-    """What is sharded over processes: `fsdp2` or true, weights but a LoRA's; `zero1`, AdamW's moments; `zero2`, gradients too."""
+    shard: Literal["fsdp2"] | None = None
+    """What is sharded over processes: `fsdp2` or true, the weights under a LoRA, or all of full fine-tuning."""
     compile: bool = False
     """torch.compile of the transformer's repeated blocks: on a GPU minutes of the first step, and again for each size of a batch."""
     cuda_graphs: bool = False
@@ -298,8 +288,4 @@ class MemoryConfig(ConfigSection):
     @field_validator("shard", mode="before")
     @classmethod
     def _by_name(cls, value: Any) -> Any:
-        if value == "zero3":
-            raise FlowGRPOError(
-                "memory.shard=zero3 is not supported: set fsdp2, which spreads weights, gradients and moments."
-            )
         return "fsdp2" if value is True else None if value is False else value

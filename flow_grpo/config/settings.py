@@ -4,11 +4,9 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, SerializeAsAny, field_validator
 
-from flow_grpo import methods
 from flow_grpo.config.bundled import TRAINING_PROMPTS
-from flow_grpo.config.objective import ObjectiveConfig
-from flow_grpo.config.objective_types import read_objective
-from flow_grpo.config.sampling import SamplingConfig
+from flow_grpo.config.objective import Objective, read_objective
+from flow_grpo.config.sampling import SamplingConfig, transitions
 from flow_grpo.config.sections import (
     ConfigSection,
     EvaluationConfig,
@@ -73,7 +71,7 @@ class RunSettings(ConfigSection):
     """Skips prompts whose groups had zero reward standard deviation."""
 
     sampling: SamplingConfig = SamplingConfig()
-    objective: SerializeAsAny[ObjectiveConfig] = Field(default_factory=lambda: read_objective({}))
+    objective: SerializeAsAny[Objective] = Field(default_factory=lambda: read_objective({}))
     lora: LoraConfig | None = LoraConfig()
     """The adapter that is trained; null trains all weights of the transformer, in float32, and keeps a copy of the base model."""
     optimizer: OptimizerConfig = OptimizerConfig()
@@ -109,7 +107,7 @@ class RunSettings(ConfigSection):
     @classmethod
     def _of_its_type(cls, value: Any) -> Any:
         """The section of the objective that is named, with the settings of that objective alone."""
-        return read_objective(value.model_dump(exclude_unset=True) if type(value) is ObjectiveConfig else value)
+        return read_objective(value.model_dump(exclude_unset=True) if type(value) is Objective else value)
 
     @property
     def training_prompts(self) -> str | list[PromptSetConfig]:
@@ -122,21 +120,17 @@ class RunSettings(ConfigSection):
         return self.prompts
 
     @property
-    def has_noise_between_images(self) -> bool:
-        """Whether the noise of a step lies on the line between two images of a group."""
-        return methods.TRANSITIONS[self.sampling.transition].between_images
-
-    @property
-    def method(self) -> methods.Objective:
-        """What the objective needs of the run."""
-        return methods.objective(self.objective.name, methods.TRANSITIONS[self.sampling.transition].stochastic)
+    def stepwise(self) -> bool:
+        """Whether the objective trains on sampling steps, not on final latents. A user's own function leaves it to the transition."""
+        own = self.objective.stepwise
+        return transitions()[self.sampling.transition].stochastic if own is None else own
 
     @property
     def trains_on_zero_std_groups(self) -> bool:
         """Whether images of a group without signal have a loss: by an anchor, or since the objective is not 0 at advantage 0."""
-        method = self.method
-        is_zero = method.zero_at_zero_advantage or (method.zero_at_ratio_1 and self.updates * self.epochs == 1)
-        return method.rows == "all" and bool(self.objective.is_anchored or not is_zero)
+        needs = self.objective.needs
+        is_zero = needs.zero_at_zero_advantage or (needs.zero_at_ratio_1 and self.updates * self.epochs == 1)
+        return needs.rows == "all" and bool(self.objective.is_anchored or not is_zero)
 
     @property
     def evaluated_steps(self) -> list[int]:
@@ -147,4 +141,4 @@ class RunSettings(ConfigSection):
     @property
     def dataset(self) -> str | None:
         """Images to train on instead of rollouts, if the objective is given any."""
-        return self.objective.dataset if self.method.offline else None
+        return getattr(self.objective, "dataset", None)

@@ -9,9 +9,8 @@ import yaml
 from flow_grpo.config.bundled import TRAINING_PROMPTS, bundled_file
 from flow_grpo.config.loading import dump_yaml
 from flow_grpo.config.merge import objective_reads
-from flow_grpo.config.objective_types import section_types
+from flow_grpo.config.objective import is_custom, section_types
 from flow_grpo.config.run_config import FlowGRPOConfig
-from flow_grpo.methods import is_custom
 
 BASE = "sd35_medium_ocr"  # the settings for a model that no bundled config trains
 OBJECT_PROMPTS = ("prompts/geneval_train.jsonl", "prompts/geneval_eval.jsonl")  # for rewards that read no text
@@ -123,7 +122,7 @@ def json_schema() -> dict[str, Any]:
 
 def _objective_schemas(definitions: dict[str, Any]) -> list[dict[str, str]]:
     """One schema per objective, chosen by `name`; they are added to the schema's definitions."""
-    del definitions["ObjectiveConfig"]
+    del definitions["Objective"]
     for name, section in section_types().items():
         schema = section.model_json_schema(ref_template="#/$defs/{model}")
         definitions |= schema.pop("$defs", {})

@@ -1,13 +1,10 @@
 """Checks across the settings of a config. Each raises ValueError: one sentence on the conflict and what to set instead."""
 
-import math
 from collections.abc import Iterable
 
-from flow_grpo import methods
-from flow_grpo.config.anchors import COPIES
-from flow_grpo.config.memory_checks import check_cuda_graphs, check_layerwise_casting, check_offloading, check_zero
+from flow_grpo.config.memory_checks import check_cuda_graphs, check_layerwise_casting, check_offloading
 from flow_grpo.config.objective_checks import check_objective, check_sampling_is_read
-from flow_grpo.config.sampling import SamplingConfig
+from flow_grpo.config.sampling import SamplingConfig, transitions
 from flow_grpo.config.sections import PromptSkippingConfig
 from flow_grpo.config.settings import RunSettings
 from flow_grpo.errors import FlowGRPOError
@@ -26,11 +23,8 @@ def check_run(args: RunSettings) -> None:
     check_offloading(args)
     check_cuda_graphs(args)
     check_layerwise_casting(args)
-    check_branches(args)
-    check_noise_between_images(args.sampling)
     check_full_finetuning(args)
     check_anchors(args)
-    check_zero(args)
 
 
 def check_trackers(names: Iterable[str]) -> None:
@@ -72,11 +66,11 @@ def check_sizes(args: RunSettings) -> None:
             f"microbatch={args.microbatch} does not divide prompts_per_step x images_per_prompt = {rows}: all forward passes "
             "need one shape."
         )
-    objective, passes, method = args.objective, args.updates * args.epochs, args.method
-    pairs = method.rows_per_pair == 2
+    objective, passes = args.objective, args.updates * args.epochs
+    pairs = objective.needs.rows_per_pair == 2
     if pairs and args.dataset is not None and (rows // 2) % args.updates:
         raise FlowGRPOError(f"updates={args.updates} does not divide the {rows // 2} pairs of a step.")
-    if method.single_update and passes > 1:
+    if objective.needs.single_update and passes > 1:
         raise FlowGRPOError(
             f"objective {objective.name} has no ratio, so it is for one update on a rollout: set updates=1 and epochs=1."
         )
@@ -119,53 +113,11 @@ def check_kept_graphs(args: RunSettings) -> None:
         )
 
 
-def check_branches(args: RunSettings) -> None:
-    """Raise FlowGRPOError if settings conflict with `sampling.branches`."""
-    sampling = args.sampling
-    if not sampling.branches:
-        return
-    if math.prod(sampling.branches) != args.images_per_prompt:
-        raise FlowGRPOError(
-            f"sampling.branches={sampling.branches} make {math.prod(sampling.branches)} images of a prompt, but images_per_prompt is "
-            f"{args.images_per_prompt}: set images_per_prompt={math.prod(sampling.branches)}."
-        )
-    if len(sampling.branches) > sampling.num_trained_steps:
-        raise FlowGRPOError(
-            f"sampling.branches={sampling.branches} part at {len(sampling.branches)} steps, but the window has "
-            f"{sampling.num_trained_steps}: set sampling.window.size={len(sampling.branches)}."
-        )
-    if sampling.shared_initial_noise:
-        raise FlowGRPOError(
-            f"sampling.shared_initial_noise is branches=[{args.images_per_prompt}]: leave out one of it and branches={sampling.branches}."
-        )
-    if args.method.critic:
-        raise FlowGRPOError(
-            f"sampling.branches={sampling.branches} with {args.objective.name}: its critic makes the advantages of steps; leave it out."
-        )
-
-
-def check_noise_between_images(sampling: SamplingConfig) -> None:
-    """Raise FlowGRPOError if the noise is to lie between images that share their state, so that no line leads from one to the other."""
-    if not methods.TRANSITIONS[sampling.transition].between_images:
-        return
-    if sampling.window.schedule == "auto":
-        raise FlowGRPOError(
-            f"sampling.window.schedule=auto measures steps of images that share their state, between which "
-            f"sampling.transition={sampling.transition} has no noise: set schedule=random."
-        )
-    if sampling.branches or sampling.shared_initial_noise:
-        name = "branches" if sampling.branches else "shared_initial_noise"
-        raise FlowGRPOError(
-            f"sampling.transition={sampling.transition} draws noise between different images, with sampling.{name} they share their "
-            f"state: remove {name}, or set another transition."
-        )
-
-
 def check_full_finetuning(args: RunSettings) -> None:
     """Raise FlowGRPOError if settings conflict with `lora: null`, which trains all weights."""
     if args.lora is not None:
         return
-    if args.method.old_policy:
+    if args.objective.needs.old_policy:
         raise FlowGRPOError(
             f"objective {args.objective.name} keeps its old policy as a second LoRA, and lora=null has none: set lora={{rank: 32}}."
         )
@@ -182,43 +134,16 @@ def check_full_finetuning(args: RunSettings) -> None:
 
 def check_anchors(args: RunSettings) -> None:
     """Raise FlowGRPOError if settings conflict with the anchors of the objective."""
-    objective, kinds = args.objective, {anchor.to for anchor in args.objective.anchors}
-    gates = {anchor.gate for anchor in objective.anchors} - {"none"}
-    copied = sorted(kinds & set(COPIES))
-    if copied and args.lora is None:
+    if args.lora is None and any(anchor.to == "ema" for anchor in args.objective.anchors):
         raise FlowGRPOError(
-            f"objective.anchors: {copied[0]} is a second LoRA, and lora=null has none: set lora={{rank: 32}}, or to: base."
-        )
-    if gates and args.dataset is not None:
-        raise FlowGRPOError(
-            f"objective.anchors: gate={min(gates)} needs rewards; images from a dataset have none: set gate=none."
-        )
-    if "advantage" in gates and args.method.critic:
-        raise FlowGRPOError(
-            f"objective.anchors: gate=advantage needs an advantage for each image, {objective.name} has one for each step: "
-            "set gate=none."
-        )
-    if "advantage" in gates and args.method.rows != "all":
-        raise FlowGRPOError(
-            f"objective.anchors: gate=advantage needs advantages, and {objective.name} trains on the best of a group, without them: "
-            "set gate=none."
-        )
-    if "advantage" in gates and args.sampling.branches:
-        raise FlowGRPOError(
-            "objective.anchors: gate=advantage needs an advantage for each image, sampling.branches has one for each step: "
-            "set gate=none."
-        )
-    if "disagreement" in gates and all(r.weight or name == objective.diversity_weight for name, r in args.rewards.items()):
-        raise FlowGRPOError(
-            "objective.anchors: gate=disagreement compares the trained reward with rewards of weight 0: add one, such as "
-            "rewards.clip=0."
+            "objective.anchors: ema is a second LoRA, and lora=null has none: set lora={rank: 32}, or to: base."
         )
 
 
 def check_window(sampling: SamplingConfig) -> None:
     """Raise FlowGRPOError if the window does not fit into the schedule."""
     window = sampling.window
-    transition = methods.TRANSITIONS[sampling.transition]
+    transition = transitions()[sampling.transition]
     if not transition.stochastic:
         return
     last = sampling.last_trainable_step

@@ -66,7 +66,7 @@ def _check_prompts(
         report.checked.append(f"{len(held_out)} held-out prompts")
     for _, stage in args.resolved_stages():
         if stage.dataset is not None:
-            examples = load_examples(stage.dataset, stage.method.rows_per_pair)
+            examples = load_examples(stage.dataset, stage.objective.needs.rows_per_pair)
             report.checked.append(f"{len(examples.prompts)} given images")
     return prompts, held_out
 

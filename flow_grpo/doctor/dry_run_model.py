@@ -6,7 +6,7 @@ import torch
 
 from flow_grpo.config import FlowGRPOConfig
 from flow_grpo.doctor.dry_run_report import DryRunReport
-from flow_grpo.evaluation.held_out import check_evaluation_sizes
+from flow_grpo.evaluation.held_out import check_evaluation_size
 from flow_grpo.plan.estimate import StepEstimator, dtype_of
 from flow_grpo.plan.fit import rates_of, run_time, slower_dtype
 from flow_grpo.plan.hardware import GB, Hardware
@@ -36,7 +36,7 @@ def check_model(args: FlowGRPOConfig, num_processes: int, report: DryRunReport, 
         estimator = StepEstimator(args, torch.device(usable_device(args.device)).type == "cuda", num_processes)
         name = type(estimator.trace.policy.pipe).__name__
         check_generated(name, "height and width", (args.height, args.width), estimator.image_size)
-        check_evaluation_sizes(estimator.trace.policy, args.evaluation)
+        check_evaluation_size(estimator.trace.policy, args.evaluation)
         check_frames(args, estimator.trace.policy)
     except UntraceableModel as error:
         report.notes.append(f"the cost of a step is unknown: {error}")

@@ -85,11 +85,11 @@ def check_groups(source: RolloutSource, groups: SampledGroups, values: dict[str,
 def _check_signal(source: RolloutSource, batch: PromptBatch, values: dict[str, Tensor], reward: Tensor) -> list[CheckResult]:
     """Check that complete groups have signal, given the values of their rows by reward, and their weighted sum (P, G)."""
     args, results, method = source.args, [], source.group_advantages.method
-    if args.method.rows == "all":  # other objectives choose the best of a group, or the best and the worst
+    if args.objective.needs.rows == "all":  # other objectives choose the best of a group, or the best and the worst
         results.append(group_size(args.images_per_prompt))
     compared, _ = source.group_advantages.compared_rewards(batch, values)
     has_signal = advantages.has_signal(compared, batch.group, method)
-    results.append(zero_std_groups(has_signal.view_as(reward)[:, 0], reward, args.method.stepwise))
+    results.append(zero_std_groups(has_signal.view_as(reward)[:, 0], reward, args.stepwise))
     by_reward, weights = source.group_advantages.trained_rewards(batch, values)
     share, _ = advantages.shares(by_reward, weights, batch.group, method)
     varies = by_reward.amax(0) > by_reward.amin(0)
@@ -116,8 +116,8 @@ def _check_noise(source: RolloutSource, groups: SampledGroups, sde: Tensor) -> l
 
 
 def _check_batch_invariance(source: RolloutSource, groups: SampledGroups) -> CheckResult:
-    """Sample two of the images again, or the whole first group if its images need each other, with another micro-batch size."""
-    rows = torch.arange(source.args.images_per_prompt if source.args.has_noise_between_images else 2)
+    """Sample two of the images again, with another micro-batch size."""
+    rows = torch.arange(2)
     size = 2 if source.args.microbatch == 1 else 1
     sampler = copy.copy(source.image_sampler)
     sampler.args = source.args.model_copy(update={"microbatch": size})

@@ -4,7 +4,7 @@ The tests run the same checks on every supported pipeline family; `flow-grpo doc
 """
 
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import torch
@@ -14,7 +14,7 @@ from flow_grpo import sampling
 from flow_grpo.doctor.result import ERROR, OK, WARNING, CheckResult
 from flow_grpo.image_prompt import with_images
 from flow_grpo.policy.policy import Policy
-from flow_grpo.types import Schedule, StepDistribution
+from flow_grpo.types import Schedule, StochasticSteps
 
 PROMPTS = ["a red cat", "a blue dog on a very long and winding road"]
 NUM_STEPS = 3
@@ -74,19 +74,20 @@ class CompatibilityChecks:
     def _initial_latents(self, prompts: list[str]) -> Tensor:
         return torch.cat([self.policy.initial_latents([prompt], seed) for seed, prompt in enumerate(prompts)])
 
-    def _velocity(self, steps: int = NUM_STEPS) -> tuple[Schedule, Callable[[Tensor, int, Tensor], Tensor]]:
-        schedule, _ = self.policy.schedule(steps)
-        return schedule, self.policy.velocity_fn(schedule, self.policy.encode(self.pair))
+    def _velocity(self, rows: Sequence[int] = (0, 1)) -> tuple[Schedule, sampling.Velocity]:
+        """The schedule, and the velocity of these prompts of the pair."""
+        schedule, _ = self.policy.schedule(NUM_STEPS)
+        return schedule, self.policy.velocity_fn(schedule, self.policy.encode(self.pair), torch.tensor(rows))
 
-    def _images(self, start: Tensor) -> Tensor:
-        schedule, velocity = self._velocity()
-        trajectory = sampling.rollout(velocity, schedule, start, microbatch=1)
-        return self.policy.decode(trajectory.final, 1)
+    def _image(self, start: Tensor) -> Tensor:
+        """The image of the first prompt from its initial latents."""
+        schedule, velocity = self._velocity([0])
+        return self.policy.decode(sampling.rollout(velocity, schedule, start[:1]).final, 1)
 
     def matches_pipeline(self) -> CheckResult:
         """ODE sampling gives the image of the pipeline's own call."""
         expected = self.policy.diffusers_image(self.pair[0], NUM_STEPS, seed=0)
-        difference = (self._images(self._initial_latents(self.pair))[:1] - expected).abs().max().item()
+        difference = (self._image(self._initial_latents(self.pair)) - expected).abs().max().item()
         return _result(
             self.matches_pipeline,
             f"{difference:.1e}",
@@ -96,17 +97,17 @@ class CompatibilityChecks:
 
     def lora_on_off(self) -> CheckResult:
         """A LoRA finds its modules, and without it the model is the base model."""
-        x, rows = self._initial_latents(self.pair), torch.arange(2)
+        x = self._initial_latents(self.pair)
         _, velocity = self._velocity()
         with torch.no_grad():
-            base = velocity(x, 0, rows)
+            base = velocity(x, 0)
             self.policy.add_lora(4, 8, None, seed=0)
             generator = torch.Generator().manual_seed(0)
             for parameter in self.policy.trainable_parameters().values():
                 parameter.add_(0.02 * torch.randn(parameter.shape, generator=generator).to(parameter))
-            moved = (velocity(x, 0, rows) - base).abs().max().item()
+            moved = (velocity(x, 0) - base).abs().max().item()
             with self.policy.base_model():
-                same = torch.equal(velocity(x, 0, rows), base)
+                same = torch.equal(velocity(x, 0), base)
         count = sum("lora_A" in name for name in self.policy.trainable_parameters())
         return _result(
             self.lora_on_off, f"{count} modules", same and moved > 0, "without the LoRA, the model is not the base model"
@@ -116,7 +117,7 @@ class CompatibilityChecks:
         """Gradients reach the LoRA."""
         schedule, velocity = self._velocity()
         for step in (0, len(schedule) - 1) if self.policy.lora.experts else (0,):  # each expert has a part of the schedule
-            velocity(self._initial_latents(self.pair), step, torch.arange(2)).square().mean().backward()
+            velocity(self._initial_latents(self.pair), step).square().mean().backward()
         received = [p.grad is not None and bool(p.grad.any()) for p in self.policy.trainable_parameters().values()]
         for parameter in self.policy.trainable_parameters().values():
             parameter.grad = None
@@ -131,15 +132,10 @@ class CompatibilityChecks:
         schedule, velocity = self._velocity()
         start = self._initial_latents(self.pair)
         noise = sampling.noise(start.shape, 0, "doctor")
-        trajectory = sampling.rollout(
-            velocity,
-            schedule,
-            start,
-            microbatch=2,
-            stochastic=sampling.StochasticSteps([0], StepDistribution("cps", noise_level=0.7), noise=lambda i: noise),
-        )
+        stochastic = StochasticSteps([0], "cps", noise_level=0.7)
+        trajectory = sampling.rollout(velocity, schedule, start, stochastic=stochastic, noise=lambda i: noise)
         log_prob = sampling.replay(velocity, trajectory, k=0, rows=torch.arange(2)).log_prob
-        ratio = (log_prob - trajectory.log_prob_BK[:, 0]).exp()
+        ratio = (log_prob - trajectory.log_prob[:, 0]).exp()
         difference = (ratio - 1).abs().max().item()
         return _result(
             self.replay, f"{difference:.1e}", difference == 0, "look for dropout, or kernels that are not deterministic"
@@ -159,10 +155,9 @@ class CompatibilityChecks:
 
     def prompts(self) -> CheckResult:
         """A prompt does not change the result for another one."""
-        _, velocity = self._velocity()
-        x, same = self._initial_latents(self.pair), torch.zeros(2, dtype=torch.long)
+        x, same = self._initial_latents(self.pair), [0, 0]
         with torch.no_grad():
-            both, alone = velocity(x, 0, torch.arange(2)), velocity(x[same], 0, same)
+            both, alone = self._velocity()[1](x, 0), self._velocity(same)[1](x[same], 0)
         difference = ((both[0] - alone[0]).abs().max() / alone[0].abs().max()).item()
         kinds = len(self.policy.encode(self.pair).call_group.unique())
         value = "in one call" if kinds == 1 else "in one call per prompt length"
@@ -189,7 +184,7 @@ class CompatibilityChecks:
     def lora_roundtrip(self) -> CheckResult:
         """The saved LoRA gives the same image in plain diffusers."""
         start = self._initial_latents(self.pair)
-        expected = self._images(start)[:1]
+        expected = self._image(start)
         with tempfile.TemporaryDirectory() as folder:
             file = self.policy.lora.save(Path(folder))
             self.policy.lora.remove()

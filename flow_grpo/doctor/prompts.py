@@ -49,7 +49,7 @@ def check_prompts(
 
 def _offline_prompts(stage: FlowGRPOConfig) -> list[str]:
     assert stage.dataset
-    return load_examples(stage.dataset, stage.method.rows_per_pair).prompts
+    return load_examples(stage.dataset, stage.objective.needs.rows_per_pair).prompts
 
 
 def reads_last_word(policy: Policy, prompt: str) -> bool:

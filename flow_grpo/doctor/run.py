@@ -143,5 +143,4 @@ class RunChecks:
         images = num_prompts * images_per_prompt * num_models + (
             min(NUM_DIVERSITY_PROMPTS, num_prompts) if images_per_prompt == 1 else 0
         )
-        images *= 1 + len(settings.sizes)
         return images * (sampling + (self.reward_checks.seconds if self.reward_checks else 0.0))

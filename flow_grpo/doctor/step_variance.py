@@ -8,7 +8,7 @@ from rich.table import Table
 from flow_grpo.config import FlowGRPOConfig
 from flow_grpo.errors import FlowGRPOError
 from flow_grpo.figures import draw_or_warn, new_figure, save_figure
-from flow_grpo.methods import TRANSITIONS
+from flow_grpo.sde import TRANSITIONS
 from flow_grpo.text import counted
 from flow_grpo.trainer import FlowGRPOTrainer
 from flow_grpo.training.windows import StepVariance, most_variable_window, step_reward_variance
@@ -20,17 +20,15 @@ def check_step_variance(
     """Measure the reward variance of each step, print a table and save a plot.
 
     Raises:
-        FlowGRPOError: a transition is not stochastic or its noise lies between images, or the objective samples the ODE.
+        FlowGRPOError: a transition is not stochastic, or the objective samples the ODE.
     """
-    known = [name for name, row in TRANSITIONS.items() if row.stochastic and not row.between_images]
+    known = [name for name, row in TRANSITIONS.items() if row.stochastic]
     refused = next((name for name in transitions if name not in known), None)
     if refused is not None:
-        needs_others = refused in TRANSITIONS and TRANSITIONS[refused].between_images
-        reason = "needs images that differ" if needs_others else "is not a stochastic transition"
-        raise FlowGRPOError(f"{refused} {reason}; choose from {', '.join(known)}.")
+        raise FlowGRPOError(f"{refused} is not a stochastic transition; choose from {', '.join(known)}.")
     trainer = FlowGRPOTrainer(args=args)
     stage = trainer.stage.args
-    if not stage.method.stepwise:
+    if not stage.stepwise:
         raise FlowGRPOError(
             f"objective {stage.objective.name} samples the ODE, which has no stochastic steps: give a config with an objective "
             "on sampling steps, such as tiny_grpo."

@@ -6,8 +6,8 @@ Measured in two updates of the run itself: one without warmup, then a training s
 import torch
 from torch import Tensor
 
-from flow_grpo import methods
 from flow_grpo.config import FlowGRPOConfig
+from flow_grpo.config.objective import Reinforce, is_custom
 from flow_grpo.distributed.processes import Processes
 from flow_grpo.doctor.result import ERROR, OK, WARNING, CheckResult
 from flow_grpo.policy.policy import Policy
@@ -35,14 +35,13 @@ def measure_ratio_drift(policy: Policy, stage: FlowGRPOConfig, experience: Exper
     trajectory, rows = experience.trajectory, experience.rows[: 2 * stage.microbatch]
     if not trajectory.steps or not len(rows):
         return {}
-    custom = {"name": "reinforce"} if methods.is_custom(stage.objective.name) else {}
-    objective = stage.objective.model_copy(update={"kl_weight": 0.0, "anchors": [], "norm_guard": 0.0, **custom})
+    own = Reinforce() if is_custom(stage.objective.name) else stage.objective
+    objective = own.model_copy(update={"kl_weight": 0.0, "anchors": []})
     loss = StepLoss(
         policy,
         experience,
         policy.encode(experience.batch.prompts),
         objective=objective,
-        method=methods.objective(objective.name, stepwise=True),
         clip=ClipRange(objective.auto_clip_quantile),
     )
     chunks = [list(loss.losses(chunk, chunk >= 0)) for chunk in rows.split(stage.microbatch)]
@@ -105,7 +104,7 @@ def check_update(
 
 def _check_drift(stage: FlowGRPOConfig, trajectory: Trajectory, drift: dict[int, Tensor]) -> list[CheckResult]:
     clip, results = None, []
-    if drift and stage.method.auto_clip:
+    if drift and stage.objective.auto_clip_quantile is not None:
         low, high = stage.objective.clip_low, stage.objective.clip_high
         if low == "auto" or high == "auto":
             results.append(CheckResult("clip range", "auto", OK, "calibrated at each step"))

@@ -2,7 +2,6 @@
 
 import time
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 
 from flow_grpo.config.sections import EvaluationConfig
@@ -11,7 +10,7 @@ from flow_grpo.distributed.processes import Processes
 from flow_grpo.errors import FlowGRPOError
 from flow_grpo.evaluation import hacking
 from flow_grpo.evaluation.group_dependence import group_dependence_warnings
-from flow_grpo.evaluation.held_out import check_evaluation_sizes, evaluate
+from flow_grpo.evaluation.held_out import check_evaluation_size, evaluate
 from flow_grpo.evaluation.recording import NUM_PREVIEWS, EvaluationRecorder, save_sample_grid
 from flow_grpo.policy.policy import Policy
 from flow_grpo.rewards import WeightedSum
@@ -52,8 +51,8 @@ class Evaluator:
         self.folder, self.model, self.last_step = folder, model, last_step
         self.recorder: EvaluationRecorder | None = None
         if prompts is not None:
-            check_evaluation_sizes(policy.with_guidance(settings.guidance), settings)
-        elif settings.height or settings.width or settings.sizes:
+            check_evaluation_size(policy.with_guidance(settings.guidance), settings)
+        elif settings.height or settings.width:
             raise FlowGRPOError(
                 "a size of held-out images is set, but there are no held-out prompts: set evaluation.prompts."
             )
@@ -72,29 +71,21 @@ class Evaluator:
     def evaluate(self, microbatch: int) -> Evaluation:
         """Generate the held-out images with the averaged weights, and measure them. Every process must call it."""
         settings = self.settings
-        with self.policy.ema.applied(), self.policy.without_zero_lora():
-            evaluation = self._evaluate_at(
-                settings.height, settings.width, microbatch, max(NUM_PREVIEWS, settings.num_images)
-            )
-            further = {f"{h}x{w}": self._evaluate_at(h, w, microbatch, num_kept_images=0) for h, w in settings.sizes}
-        return replace(evaluation, at_size=further)
-
-    def _evaluate_at(self, height: int | None, width: int | None, microbatch: int, num_kept_images: int) -> Evaluation:
-        """An evaluation at a size; None is the size in training."""
         if self.prompts is None:
             raise FlowGRPOError("there are no held-out prompts: set evaluation.prompts.")
-        return evaluate(
-            self.policy.with_guidance(self.settings.guidance).at_size(height, width),
-            self.prompts,
-            self.rewards,
-            base=self.policy.base_model,
-            steps=self.settings.steps,
-            seed=self.settings.seed,
-            microbatch=microbatch,
-            processes=self.processes,
-            images_per_prompt=self.settings.images_per_prompt,
-            num_kept_images=num_kept_images,
-        )
+        with self.policy.ema.applied(), self.policy.without_zero_lora():
+            return evaluate(
+                self.policy.with_guidance(settings.guidance).at_size(settings.height, settings.width),
+                self.prompts,
+                self.rewards,
+                base=self.policy.base_model,
+                steps=settings.steps,
+                seed=settings.seed,
+                microbatch=microbatch,
+                processes=self.processes,
+                images_per_prompt=settings.images_per_prompt,
+                num_kept_images=max(NUM_PREVIEWS, settings.num_images),
+            )
 
     def evaluate_and_record(self, step: int, microbatch: int, tracker: Tracker, save_best: Callable[[], object]) -> None:
         """Evaluate, keep the result, log it with warnings, and call `save_best` if it is the best so far."""

@@ -43,14 +43,16 @@ def generate_images(
     with phase("encoding prompts"):
         conditioning = model.encode(prompts)
     start = torch.stack([sampling.noise(shape, seed, "sample") for seed in seeds]).to(model.device)
-    velocity = interruptible(model.velocity_fn(schedule, conditioning), should_stop)
-
     name = f"generating {counted(len(prompts), noun)}"
     with phase(name, total=len(prompts) * len(schedule), unit="sampling steps") as steps_done:
 
-        def counting(x: Tensor, i: int, rows: Tensor) -> Tensor:
-            steps_done.advance(len(rows))
-            return velocity(x, i, rows)
+        def latents(rows: Tensor) -> Tensor:
+            velocity = interruptible(model.velocity_fn(schedule, conditioning, rows), should_stop)
 
-        trajectory = sampling.rollout(counting, schedule, start, microbatch=microbatch)
-        return model.decode(trajectory.final, microbatch)
+            def counting(x: Tensor, i: int) -> Tensor:
+                steps_done.advance(len(x))
+                return velocity(x, i)
+
+            return sampling.rollout(counting, schedule, start[rows]).final
+
+        return model.decode(torch.cat([latents(rows) for rows in torch.arange(len(start)).split(microbatch)]), microbatch)

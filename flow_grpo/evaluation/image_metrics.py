@@ -88,14 +88,14 @@ def distance_from_base(policy: Policy, prompts: list[str], steps: int, microbatc
     """
     schedule, shape = policy.schedule(steps)
     conditioning = policy.encode(prompts)
-    velocity = policy.velocity_fn(schedule, conditioning)
     distances: list[float] = []
     for rows in torch.arange(len(prompts)).split(microbatch):
+        velocity = policy.velocity_fn(schedule, conditioning, rows)
         x, path = torch.stack([sampling.noise(shape, row, "distance") for row in rows.tolist()]), []
         for i in range(len(schedule)):
-            path.append((x, velocity(x, i, rows)))
+            path.append((x, velocity(x, i)))
             x = x + (schedule.sigmas[i + 1] - schedule.sigmas[i]) * path[-1][1]
         with policy.base_model():  # once for all steps: after full fine-tuning it swaps all weights
-            errors = [(v - velocity(x, i, rows)).square().flatten(1).mean(1) for i, (x, v) in enumerate(path)]
+            errors = [(v - velocity(x, i)).square().flatten(1).mean(1) for i, (x, v) in enumerate(path)]
         distances += torch.stack(errors).mean(0).tolist()
     return distances

@@ -53,7 +53,7 @@ class EvaluationRecorder:
         if step in (0, self.last_step):
             first = prompts[:NUM_PREVIEWS]
             save_before_after(self.folder, step == 0, evaluation.images, first, seed=seed, model=self.model)
-        return {size: hacking.read_history(kept, size) for size in ("", *evaluation.at_size)}
+        return {size: hacking.read_history(kept, size) for size in ("",)}
 
 
 def save_sample_grid(

@@ -6,17 +6,13 @@ from dataclasses import dataclass
 import torch
 
 from flow_grpo.config import FlowGRPOConfig
-from flow_grpo.distributed.processes import BUCKET_NUMEL
-from flow_grpo.methods import velocities_per_rollout
 from flow_grpo.plan import block_speed
 from flow_grpo.plan.hardware import GB, Rates
 from flow_grpo.plan.trace import ModelTrace
-from flow_grpo.plan.weights_memory import LoadingMemory, dequantized_bytes, offloaded_bytes, text_encoder_bytes, weight_bytes
+from flow_grpo.plan.weights_memory import LoadingMemory, offloaded_bytes, text_encoder_bytes, weight_bytes
 from flow_grpo.policy.devices import DTYPES, default_dtype
 from flow_grpo.progress import phase
 from flow_grpo.training.anchors import copied_references
-from flow_grpo.training.zero import STAGES
-from flow_grpo.tree import images_per_state
 
 TEXT_ENCODERS, ENCODING = "text encoders", "encoding"  # a part and a phase
 CUDA_CONTEXT = 0.6 * GB  # of torch itself, before the first tensor
@@ -93,11 +89,9 @@ class StepEstimator:
         self.num_shards = {
             "base": count if shard == "fsdp2" else 1,
             "trained": count if is_sharded else 1,
-            "gradients": count if is_sharded or shard == "zero2" else 1,
-            "moments": count if is_sharded or shard in STAGES else 1,
+            "gradients": count if is_sharded else 1,
+            "moments": count if is_sharded else 1,
         }
-        self.uses_deepspeed = shard in STAGES
-        self.num_gradients = 2 if shard == "zero2" else 1  # it adds the newest gradients to the sum of the former ones
         self.trace = trace or ModelTrace(args, self.dtype, cuda, release_gradients=self.num_shards["gradients"] > 1)
         self.image_size = self.trace.image_shape[-2:]
         self.loading = LoadingMemory(0.0, 0.0)
@@ -153,7 +147,10 @@ class StepEstimator:
         """Bytes by phase. Where graphs are kept, those of all micro-batches, also its own, are in memory when a backward pass begins."""
         fixed, slope = self._graph
         images = self.args.prompts_per_step * self.args.images_per_prompt / self.count
-        graph, graphs = fixed + microbatch * slope, self._trained_velocities * max(1.0, images / max(1, microbatch))
+        graph, graphs = (
+            fixed + microbatch * slope,
+            self.args.sampling.num_trained_steps * max(1.0, images / max(1, microbatch)),
+        )
         bytes_by_phase = {name: self._fixed[name] + microbatch * per_row for name, per_row in self._per_row.items()}
         own = {"update": graph}
         return {name: max(size - own.get(name, 0.0), 0.0) + graphs * graph for name, size in bytes_by_phase.items()}
@@ -162,17 +159,16 @@ class StepEstimator:
         """Bytes of the graph of a trained step of a micro-batch: those of any, and those of each row."""
         overhead = ALLOCATOR_OVERHEAD[self.cuda] * self._share_of_a_graph
         two, four = (overhead * self.trace.graph_bytes(rows) for rows in (2, 4))
-        copies = 0.0 if self.args.memory.gradient_checkpointing else self._dequantized[0]
-        return two - (four - two) + copies, (four - two) / 2
+        return two - (four - two), (four - two) / 2
 
     def _transient(self, rows: int) -> dict[str, float]:
         bytes_by_phase = {name: ALLOCATOR_OVERHEAD[self.cuda] * size for name, size in self.trace.bytes[rows].items()}
         bytes_by_phase["update"] *= self._share_of_a_graph
         if self._reference_passes:
             bytes_by_phase["update"] += bytes_by_phase["rollout"]  # the reference is computed while the graph is in memory
-        for all_copies, largest in (self._offloaded, self._dequantized):
-            bytes_by_phase["rollout"] += largest
-            bytes_by_phase["update"] += largest if self.args.memory.gradient_checkpointing else all_copies
+        all_copies, largest = self._offloaded
+        bytes_by_phase["rollout"] += largest
+        bytes_by_phase["update"] += largest if self.args.memory.gradient_checkpointing else all_copies
         if self.args.memory.cuda_graphs and self.cuda:  # graphs keep what a rollout's pass takes
             kept = bytes_by_phase.pop("rollout")
             bytes_by_phase = {"rollout": kept, **{name: size + kept for name, size in bytes_by_phase.items()}}
@@ -182,8 +178,6 @@ class StepEstimator:
         args, memory, pipe = self.args, self.args.memory, self.trace.policy.pipe
         trained = 4 * sum(p.numel() for p in self.trace.policy.trainable_parameters().values())
         moments = 2 * (8 / 32 if args.optimizer.name == "adamw_8bit" else 1)
-        if self.uses_deepspeed:
-            moments += 1  # it updates a copy of each process's shard of the weights
         copies = 1 + bool(args.ema_decay) + len(args.objective.policy_copies) + len(copied_references(args.objective))
         is_full, shards = self.trace.policy.is_full_finetuning, self.num_shards
         keeps_base = not self.cuda or self._reference_passes  # of full fine-tuning; else the base weights are on the CPU
@@ -199,12 +193,11 @@ class StepEstimator:
             "files in another dtype": self.loading.stays,
             ("transformer" if is_full else "adapter"): trained * (copies / shards["trained"] + moments / shards["moments"]),
             # gradients that are not sharded are counted as transient
-            "gradients": trained * self.num_gradients / shards["gradients"] if shards["gradients"] > 1 else 0,
-            "messages": min(trained, 4 * BUCKET_NUMEL) if self.uses_deepspeed else 0,
+            "gradients": trained / shards["gradients"] if shards["gradients"] > 1 else 0,
             "trajectories": self._trajectories if self.cuda else 0,  # on a CPU the allocator's overhead covers them
             "CUDA": CUDA_CONTEXT if self.cuda else 0,
         }
-        optional = ("files in another dtype", "gradients", "messages", "trajectories", "CUDA")
+        optional = ("files in another dtype", "gradients", "trajectories", "CUDA")
         return {name: size for name, size in bytes_by_part.items() if size or name not in optional}
 
     @property
@@ -216,7 +209,7 @@ class StepEstimator:
     def _trajectories(self) -> float:
         """Bytes of all images' first and last states, and of each trained step's noise and its record of three states."""
         args, sampling = self.args, self.args.sampling
-        steps = sampling.num_trained_steps * args.method.stepwise
+        steps = sampling.num_trained_steps * args.stepwise
         states = 2 + steps * (1 if args.memory.offload_trajectories else 4)
         images = args.prompts_per_step * args.images_per_prompt * (1 + args.dynamic_sampling_rounds) / self.count
         return 4 * images * states * math.prod(self.trace.latent_shape)
@@ -236,47 +229,41 @@ class StepEstimator:
         return sum(total for total, _ in sizes), max(largest for _, largest in sizes)
 
     @property
-    def _dequantized(self) -> tuple[float, float]:
-        """Bytes of the copies of quantised weights in a graph, and of the largest block's."""
-        networks = self.trace.policy.lora.transformers.values()
-        sizes = [dequantized_bytes(network, self.args.memory.quantize, self.dtype) for network in networks]
-        return sum(total for total, _ in sizes), max(largest for _, largest in sizes)
-
-    @property
     def _reference_passes(self) -> int:
         """Forward passes without gradients for each one with them. A guided reference counts twice if the run has no guidance."""
         objective = self.args.objective
         guided = {anchor.reference for anchor in objective.named_anchors if anchor.config.guidance is not None}
         more = len(guided) if self.args.guidance <= 1 else 0
-        return len(objective.references) + more + self.args.method.old_policy
-
-    @property
-    def _trained_velocities(self) -> float:
-        """Velocities with gradients for each image: one for each trained step, fewer where images share states."""
-        sampling = self.args.sampling
-        sharing = images_per_state(sampling.tree(self.args.images_per_prompt), sampling.num_trained_steps)
-        return sum(1 / images for images in sharing[:-1])
+        return len(objective.references) + more + self.args.objective.needs.old_policy
 
     def _operations(self, microbatch: int) -> tuple[float, float]:
         """Operations of a step in which every group has reward variance: in passes without a backward pass, and in those with one."""
         args, sampling = self.args, self.args.sampling
-        trained = self._trained_velocities if args.method.stepwise else args.objective.num_noise_levels
-        sampled = 0 if args.dataset else velocities_per_rollout(sampling.solver, sampling.steps)
-        shared = (sampling.num_trained_steps - self._trained_velocities) * args.method.stepwise  # velocities of other images
+        trained = sampling.num_trained_steps if args.stepwise else args.objective.num_noise_levels
+        sampled = 0.0 if args.dataset else float(sampling.steps)
+        if sampling.shared_initial_noise:  # the steps before the window are computed once for a group
+            before = (
+                sampling.steps - sampling.num_trained_steps
+                if sampling.window.schedule == "all"
+                else sampling.window.first_step
+            )
+            sampled -= before * (1 - 1 / args.images_per_prompt)
         forward, both, decoding = (count / 2 for count in self.trace.operations.values())  # of one row
         images, passes = args.prompts_per_step * args.images_per_prompt, args.epochs * trained
         both -= forward * sampling.keep_graphs  # the rollout's forward pass is the update's
         more = self._reference_passes
-        if args.method.group_mean and microbatch % args.images_per_prompt:  # the means of split groups are computed before
-            more += 1 + args.method.old_policy + args.method.reference
-        once = sampled - shared + self._rollout_velocities
+        if (
+            args.objective.needs.group_mean and microbatch % args.images_per_prompt
+        ):  # the means of split groups are computed before
+            more += 1 + args.objective.needs.old_policy + args.objective.needs.reference
+        once = sampled + self._rollout_velocities
         return images * (once * forward + decoding + passes * more * forward), images * passes * both
 
     @property
     def _rollout_velocities(self) -> int:
         """Velocities of the policy that sampled an image at its noise levels, which ratios need from the second update on."""
-        args, method = self.args, self.args.method
-        if method.stepwise or not method.ratio or args.updates * args.epochs == 1:
+        args = self.args
+        if args.stepwise or not args.objective.needs.ratio or args.updates * args.epochs == 1:
             return 0
         return args.objective.num_noise_levels
 

@@ -26,7 +26,7 @@ def fit_batch_sizes(args: FlowGRPOConfig, largest: int, num_processes: int) -> F
     """The config with sizes of a step that divide: prompts rounded up, and the largest micro-batch up to `largest`."""
     share = args.updates * num_processes
     prompts = -(-args.prompts_per_step // share) * share
-    pairs = args.method.rows_per_pair == 2
+    pairs = args.objective.needs.rows_per_pair == 2
     microbatch = Processes(0, num_processes).local_microbatch(prompts, args.images_per_prompt, largest, args.updates, pairs)
     return args.model_copy(update={"prompts_per_step": prompts, "microbatch": microbatch})
 

@@ -10,8 +10,7 @@ from flow_grpo.policy.memory import cast_layers, repeated_blocks
 from flow_grpo.policy.meta_pipeline import MetaModule, MetaTextEncoder
 from flow_grpo.policy.model_files import stored_bytes
 
-# per weight, with the scales; the meta pipeline itself has the float8 weights of fp8_layerwise
-BITS = {"int8": 8.1, "fp8": 8.1, "int4": 4.5, "nf4": 4.5}
+NF4_BITS = 4.5  # per weight, with the scales; the meta pipeline itself has the float8 weights of fp8_layerwise
 
 
 def weight_bytes(network: Any, quantize: str | None) -> float:
@@ -20,7 +19,7 @@ def weight_bytes(network: Any, quantize: str | None) -> float:
     for name, parameter in [*network.named_parameters(), *network.named_buffers()]:
         if "lora_" not in name:
             linear = _is_linear(name, parameter)
-            total += parameter.numel() * (BITS[quantize] / 8 if linear and quantize in BITS else parameter.element_size())
+            total += parameter.numel() * (NF4_BITS / 8 if linear and quantize == "nf4" else parameter.element_size())
     return total
 
 
@@ -33,24 +32,6 @@ def offloaded_bytes(network: Any) -> tuple[float, float]:
     """Bytes of the repeated blocks' weights without their LoRA, and those of the largest block: it is recomputed as a whole."""
     sizes = [weight_bytes(block, None) for block in repeated_blocks(network, "memory.offload")]
     return sum(sizes), max(sizes)
-
-
-def dequantized_bytes(network: Any, quantize: str | None, dtype: torch.dtype) -> tuple[float, float]:
-    """Bytes of the copies of weights that a graph holds until its backward pass: of all layers, and of the largest block's.
-
-    torchao makes a copy in the run's dtype of each linear layer's weights for a call. bitsandbytes makes it again in the backward pass.
-    """
-    if quantize not in ("int8", "fp8"):
-        return 0.0, 0.0
-
-    def copies(module: Any) -> float:
-        return float(dtype.itemsize * sum(p.numel() for name, p in module.named_parameters() if _is_linear(name, p)))
-
-    try:
-        largest = max(map(copies, repeated_blocks(network, "memory.quantize")))
-    except ValueError:  # diffusers does not name them
-        largest = copies(network)
-    return copies(network), largest
 
 
 def text_encoder_bytes(pipe: Any) -> float:

@@ -124,7 +124,7 @@ def _loading_options(source: str, dtype: torch.dtype, memory: MemoryConfig, with
     left_out = hub.component_names(source, ENCODER_PREFIXES) if without_encoders else []
     options: dict[str, Any] = dict.fromkeys(left_out)
     if memory.quantize not in (None, "fp8_layerwise"):
-        options["quantization_config"] = quantization(memory.quantize, dtype, hub.pipeline_class(source))
+        options["quantization_config"] = quantization(dtype, hub.pipeline_class(source))
     if Path(source).is_dir():
         check_weight_files(source, left_out)
     return options

@@ -1,6 +1,7 @@
 """The settings of `memory` applied to a pipeline: quantisation, casting, offloading, checkpointing, attention backend, VAE slicing."""
 
 import functools
+import importlib.util
 import inspect
 import resource
 import sys
@@ -10,7 +11,7 @@ from typing import Any
 
 import torch
 from diffusers import BitsAndBytesConfig as BitsAndBytes
-from diffusers import DiffusionPipeline, PipelineQuantizationConfig, TorchAoConfig
+from diffusers import DiffusionPipeline, PipelineQuantizationConfig
 
 from flow_grpo.config.sections import MemoryConfig
 from flow_grpo.errors import FlowGRPOError
@@ -27,27 +28,11 @@ COMPILED_VARIANTS = 64
 PINNED_BUFFER, PINNED_ALIGNMENT = 2**30, 256
 
 
-def quantization(kind: str, dtype: torch.dtype, pipeline: str) -> PipelineQuantizationConfig:
-    """The quantisation config of the transformers of a pipeline class: nf4 by bitsandbytes, other kinds by torchao."""
-    try:
-        if kind == "nf4":
-            import bitsandbytes  # noqa: F401
-
-            config: Any = BitsAndBytes(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=dtype)
-        else:
-            from torchao import quantization as torchao
-
-            configs = {
-                "int8": torchao.Int8WeightOnlyConfig,
-                "fp8": torchao.Float8WeightOnlyConfig,
-                "int4": torchao.Int4WeightOnlyConfig,
-            }
-            config = TorchAoConfig(configs[kind]())
-    except ImportError as error:
-        package = "bitsandbytes" if kind == "nf4" else "torchao"
-        raise FlowGRPOError(
-            f"memory.quantize={kind} needs {package}, which is not installed: pip install {package}."
-        ) from error
+def quantization(dtype: torch.dtype, pipeline: str) -> PipelineQuantizationConfig:
+    """The quantisation config of the transformers of a pipeline class: nf4 by bitsandbytes."""
+    if importlib.util.find_spec("bitsandbytes") is None:
+        raise FlowGRPOError("memory.quantize=nf4 needs bitsandbytes, which is not installed: pip install bitsandbytes.")
+    config = BitsAndBytes(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=dtype)
     return PipelineQuantizationConfig(quant_mapping=dict.fromkeys(["transformer", *family(pipeline).experts], config))
 
 

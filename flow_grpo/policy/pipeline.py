@@ -197,9 +197,9 @@ class FlowPipeline:
             velocities = [take_rows(torch.cat(velocities), torch.cat(parts).argsort())]  # leaves the repeated ones out
         return velocities[0].to(x.device)
 
-    def velocity_fn(self, schedule: Schedule, conditioning: Conditioning) -> Callable[[Tensor, int, Tensor], Tensor]:
-        """The velocity at a step of a schedule, as `sampling` takes it: (x (n, ...), step, rows (n,)) -> v (n, ...)."""
-        return lambda x, i, rows: self.velocity(x, schedule.timesteps[i], conditioning, rows)
+    def velocity_fn(self, schedule: Schedule, conditioning: Conditioning, rows: Tensor) -> Callable[[Tensor, int], Tensor]:
+        """The velocity of `rows` (n,) of the conditioning at a step of the schedule: (x (n, ...), step) -> v (n, ...)."""
+        return lambda x, i: self.velocity(x, schedule.timesteps[i], conditioning, rows)
 
     def accepts_per_sample_timesteps(self, x: Tensor, timesteps: Tensor, conditioning: Conditioning, rows: Tensor) -> bool:
         """Whether one call can have a timestep per row. Tried once, by comparison with calls that have one timestep."""

@@ -201,7 +201,7 @@ class Policy(FlowPipeline):
         """
         if self.lora.experts:
             raise FlowGRPOError(
-                f"memory.shard=fsdp2 is for one transformer, and {type(self.pipe).__name__} has several: set zero2."
+                f"memory.shard=fsdp2 is for one transformer, and {type(self.pipe).__name__} has several: leave it out."
             )
         conditioning, (schedule, shape) = self.encode(self.probe_prompts[:1] * 2), self.schedule(2)
         x, rows = torch.zeros(2, *shape), torch.arange(2)

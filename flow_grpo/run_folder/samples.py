@@ -60,7 +60,7 @@ class SampleRecorder:
             seeds: the seed of each prompt's image.
             weights: of the rewards that the run trains on.
         """
-        values = {name: value.tolist() for name, value in evaluation.all_values().items()}
+        values = {name: value.tolist() for name, value in evaluation.values.items()}
         extremes = best_and_worst(values["reward"])
         shown = {*range(self.num_prompts), *extremes} if self.num_prompts else set()
         for index, image in evaluation.images.items():
@@ -75,7 +75,6 @@ class SampleRecorder:
             **({"sources": sources} if any(sources) else {}),
             "values": values,
             **_image_metrics(evaluation),
-            "sizes": {size: _image_metrics(at) for size, at in evaluation.at_size.items()},
             "extremes": extremes,
         }
         write_atomic(self._folder(step) / layout.EVALUATION, json.dumps(content))

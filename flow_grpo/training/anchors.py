@@ -1,4 +1,4 @@
-"""Anchors: KLs to references that hold the policy near them, and a guard on the norm of its velocity.
+"""Anchors: KLs to references that hold the policy near them.
 
 A reference's velocity is computed without gradients on the same rows as the policy's, once for all anchors that share it.
 """
@@ -6,21 +6,19 @@ A reference's velocity is computed without gradients on the same rows as the pol
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Float
 from torch import Tensor
 
 from flow_grpo import objectives, sde
-from flow_grpo.config.anchors import AnchorConfig, NamedAnchor, decay_at
-from flow_grpo.config.objective import ObjectiveConfig
+from flow_grpo.config.anchors import NamedAnchor, decay_at
+from flow_grpo.config.objective import Objective
 from flow_grpo.policy.conditioning import Conditioning
 from flow_grpo.policy.guidance import check_guidance
 from flow_grpo.policy.pipeline import FlowPipeline
 from flow_grpo.policy.policy import Policy
-from flow_grpo.training import gates
-from flow_grpo.types import Experience, Loss, TrainedStep, take_rows
+from flow_grpo.types import Experience, Loss, TrainedStep
 
 
 @dataclass(frozen=True)
@@ -38,13 +36,10 @@ class Anchors:
         conditioning: of the policy, for the experience's prompts.
     """
 
-    def __init__(
-        self, policy: Policy, experience: Experience, conditioning: Conditioning, objective: ObjectiveConfig
-    ) -> None:
+    def __init__(self, policy: Policy, experience: Experience, conditioning: Conditioning, objective: Objective) -> None:
         self.policy, self.experience, self.conditioning = policy, experience, conditioning
-        self.anchors, self.references, self.norm_guard = objective.named_anchors, objective.references, objective.norm_guard
+        self.anchors, self.references = objective.named_anchors, objective.references
         self.by_reference = {anchor.reference: anchor for anchor in self.anchors}  # of those that share one, any
-        self.advantage_max = objective.gate_advantage_max
         self._guided_conditioning: dict[float, Conditioning] = {}
 
     def evaluate(
@@ -57,8 +52,8 @@ class Anchors:
                 computed[name] = compute(model, conditioning)
         return computed
 
-    def added_to(self, loss: Loss, rows: Int[Tensor, " n"], current: Prediction, references: dict[str, Prediction]) -> Loss:
-        """The loss of `rows` with each weighted KL added, and the norm guard; each is reported without its weight and gate.
+    def with_kl(self, loss: Loss, current: Prediction, references: dict[str, Prediction]) -> Loss:
+        """The loss with each weighted KL added. Metrics are unweighted.
 
         Args:
             current: of the policy, with the gradient.
@@ -66,22 +61,9 @@ class Anchors:
         """
         for anchor in self.anchors:
             distance = kl(anchor.config.kl, current, references[anchor.reference])
-            value = loss.value + self._weight(anchor.config, rows) * distance
+            value = loss.value + anchor.config.weight * distance
             loss = Loss(value, {**loss.metrics, anchor.metric: distance.detach()})
-        if self.norm_guard:
-            ratio = objectives.velocity_norm_ratio(current.v, references["base"].v)
-            value = loss.value + self.norm_guard * objectives.norm_guard(ratio)
-            loss = Loss(value, {**loss.metrics, "velocity_norm/ratio": ratio.detach()})
         return loss
-
-    def _weight(self, anchor: AnchorConfig, rows: Int[Tensor, " n"]) -> float | Float[Tensor, " n"]:
-        if anchor.gate == "advantage":
-            advantage = take_rows(self.experience.advantage, rows, self.policy.device)
-            return anchor.weight * gates.advantage_gate(advantage, anchor.weight, self.advantage_max)
-        if anchor.gate == "disagreement":
-            assert self.experience.disagreement is not None
-            return anchor.weight * take_rows(self.experience.disagreement, rows, self.policy.device)
-        return anchor.weight
 
     @contextmanager
     def _active(self, name: str) -> Iterator[tuple[FlowPipeline, Conditioning]]:
@@ -117,7 +99,7 @@ def kl(kind: str | None, current: Prediction, reference: Prediction) -> Float[Te
     return gaussian
 
 
-def copied_references(objective: ObjectiveConfig) -> dict[str, NamedAnchor]:
+def copied_references(objective: Objective) -> dict[str, NamedAnchor]:
     """The references of an objective that are copies of the LoRA, by the adapter's name, each with the first anchor to it."""
     copies: dict[str, NamedAnchor] = {}
     for anchor in objective.named_anchors:
@@ -126,7 +108,7 @@ def copied_references(objective: ObjectiveConfig) -> dict[str, NamedAnchor]:
     return copies
 
 
-def add_references(policy: Policy, objectives: Iterable[ObjectiveConfig]) -> None:
+def add_references(policy: Policy, objectives: Iterable[Objective]) -> None:
     """Add the copies of the LoRA and the guided models that anchors of these objectives refer to. Call it before weights are sharded.
 
     Raises:
@@ -143,43 +125,22 @@ def add_references(policy: Policy, objectives: Iterable[ObjectiveConfig]) -> Non
 
 
 class AnchorCopies:
-    """The copies of the LoRA that anchors refer to, and when each was renewed; equal on all processes.
+    """The moving averages of the LoRA that anchors refer to.
 
     Args:
         start: the stage's first training step, at which all of them are the policy.
 
     Attributes:
-        copies: the first anchor to each of them, by the adapter's name. Its KL is the one that may renew the copy.
+        copies: the first anchor to each of them, by the adapter's name.
     """
 
-    def __init__(self, policy: Policy, objective: ObjectiveConfig, start: int) -> None:
+    def __init__(self, policy: Policy, objective: Objective, start: int) -> None:
         self.policy, self.copies, self.start = policy, copied_references(objective), start
-        self.renewed = {adapter: start for adapter, anchor in self.copies.items() if anchor.config.to == "reset"}
         for adapter in self.copies:
             policy.lora.update_copy(adapter, 0.0)
 
-    def update(self, step: int, measured: dict[str, float]) -> None:
-        """Move the averages, and renew the other copies that are due, after training step `step`.
-
-        Args:
-            measured: the step's metrics, equal on all processes. A KL that is not measured, in a step without a loss, renews nothing.
-        """
+    def update(self, step: int) -> None:
+        """Move the averages after training step `step`."""
         for adapter, anchor in self.copies.items():
-            if anchor.config.decay is not None:
-                self.policy.lora.update_copy(adapter, decay_at(anchor.config.decay, step + 1 - self.start))
-            elif self._is_due(anchor.config, step + 1 - self.renewed[adapter], measured.get(anchor.metric, 0.0)):
-                self.policy.lora.update_copy(adapter, 0.0)
-                self.renewed[adapter] = step + 1
-
-    def state_dict(self) -> dict[str, Any]:
-        """The steps at which copies were renewed, for a checkpoint."""
-        return dict(self.renewed)
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore what `state_dict` returned."""
-        self.renewed = {name: state.get(name, step) for name, step in self.renewed.items()}
-
-    @staticmethod
-    def _is_due(anchor: AnchorConfig, age: int, distance: float) -> bool:
-        is_old = anchor.every is not None and age >= anchor.every
-        return is_old or (anchor.threshold is not None and distance > anchor.threshold)
+            assert anchor.config.decay is not None
+            self.policy.lora.update_copy(adapter, decay_at(anchor.config.decay, step + 1 - self.start))

@@ -22,13 +22,11 @@ class BatchLoss(Protocol):
 
     Attributes:
         count: the losses of a row, of which the update takes the mean: one for each trained step or noise level.
-        has_ratio: whether a ratio to the policy that sampled the images is reported. The update checks that it is 1 before the weights
-            change.
-        fixed_positions: whether rows must keep the chunk and position that they had in the rollout.
+        fixed_positions: whether rows must keep the chunk and position that they had in the rollout, since the loss compares with numbers
+            that were computed there, and a kernel's last bits may depend on the position.
     """
 
     count: int
-    has_ratio: bool
     fixed_positions: bool
 
     def before_update(self, chunks: list[tuple[Tensor, Tensor]]) -> None:
@@ -52,13 +50,12 @@ def loss_of_batch(
     policy: Policy, args: FlowGRPOConfig, experience: Experience, conditioning: Conditioning, *, step: int, clip: ClipRange
 ) -> BatchLoss:
     """The loss of a run with these settings on the images of training step `step`."""
-    if args.method.stepwise:
+    if args.stepwise:
         return StepLoss(
             policy,
             experience,
             conditioning,
             objective=args.objective,
-            method=args.method,
             clip=clip,
         )
     return ForwardProcessLoss(
@@ -66,7 +63,6 @@ def loss_of_batch(
         experience,
         conditioning,
         objective=args.objective,
-        method=args.method,
         noise_levels=draw_noise_levels(experience, args.objective, seed=args.seed, step=step),
         microbatch=args.microbatch,
         several_updates=args.updates * args.epochs > 1,

@@ -8,9 +8,8 @@ from typing import Any
 from torch import Tensor
 
 from flow_grpo import rewards as reward_kit
-from flow_grpo.config.objective import ObjectiveConfig
+from flow_grpo.config.objective import Objective, is_custom
 from flow_grpo.errors import FlowGRPOError
-from flow_grpo.methods import is_custom
 from flow_grpo.rewards.copies import copied
 from flow_grpo.rewards.user_code import guarded
 from flow_grpo.text import suggest
@@ -34,7 +33,7 @@ def load_custom_function(kind: str, name: str) -> Callable | None:
     return called
 
 
-def check_options(objective: ObjectiveConfig) -> None:
+def check_options(objective: Objective) -> None:
     """Check that the user's objective takes its options. FlowGRPOError if not."""
     function = load_custom_function("objective", objective.name)
     if function is None:
@@ -53,7 +52,7 @@ def check_options(objective: ObjectiveConfig) -> None:
         ) from error
 
 
-def custom_loss(objective: ObjectiveConfig, inputs: TrainedStep | NoisedImage, advantage: Tensor) -> Loss:
+def custom_loss(objective: Objective, inputs: TrainedStep | NoisedImage, advantage: Tensor) -> Loss:
     """Call the user's objective, which returns a Loss or only its values (n,)."""
     function = load_custom_function("objective", objective.name)
     assert function

@@ -5,8 +5,6 @@ import tempfile
 from collections.abc import Iterable
 from pathlib import Path
 
-import torch
-
 from flow_grpo.config import FlowGRPOConfig
 from flow_grpo.data.prompt_mixture import sampler_of
 from flow_grpo.data.prompts import PromptSet
@@ -14,27 +12,24 @@ from flow_grpo.distributed.processes import Processes
 from flow_grpo.errors import FlowGRPOError
 from flow_grpo.policy.devices import usable_device
 from flow_grpo.policy.pipeline import FlowPipeline
-from flow_grpo.rewards import Reward, WeightedSum
+from flow_grpo.rewards import Reward
 from flow_grpo.rewards.groups import GROUP, scope_of
 from flow_grpo.run_folder.opening import check_begun
 from flow_grpo.training.custom import check_options, load_custom_function
-from flow_grpo.training.zero import STAGES, import_deepspeed
 
 
 def check_settings(args: FlowGRPOConfig, num_processes: int) -> None:
     """Check installed packages, the device, custom functions, and that the processes can share a step evenly."""
     check_installed(args.trackers)
-    device = usable_device(args.device)
-    if args.memory.shard in STAGES and num_processes > 1:
-        import_deepspeed(args.memory.shard, torch.device(device))
+    usable_device(args.device)
     for _, stage in args.resolved_stages():
         check_options(stage.objective)
         load_custom_function("advantage", stage.objective.advantage)
-        pairs = stage.method.rows_per_pair == 2
+        pairs = stage.objective.needs.rows_per_pair == 2
         Processes(0, num_processes).local_microbatch(
             stage.prompts_per_step, stage.images_per_prompt, stage.microbatch, stage.updates, pairs
         )
-        if stage.method.critic and num_processes > 1:
+        if stage.objective.needs.critic and num_processes > 1:
             raise FlowGRPOError(
                 f"objective {stage.objective.name} trains its critic on one process, not on {num_processes}: start one."
             )
@@ -60,34 +55,6 @@ def check_prompts(args: FlowGRPOConfig, prompts: PromptSet, held_out: PromptSet 
     for _, stage in args.resolved_stages():
         if stage.dataset is None:
             sampler_of(prompts, stage.seed).sample(0, stage.prompts_per_step, 1)
-
-
-def check_gates(args: FlowGRPOConfig, row_weights: torch.Tensor | None) -> None:
-    """Check that images of all prompts have rewards of one kind, if an anchor's gate ranks them. row_weights is (prompts, R) or None."""
-    gates = {anchor.gate for _, stage in args.resolved_stages() for anchor in stage.objective.anchors}
-    if "disagreement" in gates and row_weights is not None and (row_weights != row_weights[0]).any():
-        raise FlowGRPOError(
-            "an anchor with gate=disagreement ranks the images of a step by their reward, and prompts with rewards of their own have no "
-            "common scale: choose another gate, or leave out the column `rewards`."
-        )
-
-
-def check_unweighted_rewards(args: FlowGRPOConfig, rewards: WeightedSum) -> None:
-    """Check that the trainer was given the rewards of weight 0 that settings name or need."""
-    unweighted = {name for name in rewards.rewards if rewards.weights[name] == 0}
-    for _, stage in args.resolved_stages():
-        diversity = stage.objective.diversity_weight
-        if diversity is not None and rewards.names.get(diversity) not in unweighted:
-            raise FlowGRPOError(
-                f"objective.diversity_weight={diversity} is none of the rewards of weight 0 that the trainer was given: add it to "
-                f"reward_funcs, and rewards.{diversity}=0 to the settings."
-            )
-        needs_judge = any(anchor.gate == "disagreement" for anchor in stage.objective.anchors)
-        if needs_judge and not unweighted - {rewards.names.get(diversity or "")}:
-            raise FlowGRPOError(
-                "an anchor with gate=disagreement compares the trained reward with rewards of weight 0, and the trainer was given none: "
-                "add one to reward_funcs, and rewards.NAME=0 to the settings."
-            )
 
 
 def check_scope(name: str, reward: Reward, args: FlowGRPOConfig) -> None:

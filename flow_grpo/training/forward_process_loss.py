@@ -8,13 +8,12 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from flow_grpo import methods, objectives
-from flow_grpo.config.objective import OLD_ADAPTER, ObjectiveConfig
+from flow_grpo.config.objective import OLD_ADAPTER, Objective
 from flow_grpo.policy.conditioning import Conditioning
 from flow_grpo.policy.pipeline import FlowPipeline
 from flow_grpo.policy.policy import Policy
 from flow_grpo.training.anchors import Anchors, Prediction
-from flow_grpo.training.losses import bind_settings, mean_by_group, objective_function
+from flow_grpo.training.losses import mean_by_group, objective_function
 from flow_grpo.training.noise_levels import NoiseLevel, add_noise
 from flow_grpo.types import Experience, Loss, NoisedImage, take_rows
 
@@ -39,32 +38,27 @@ class ForwardProcessLoss:
         several_updates: whether the policy is updated more than once on these images.
     """
 
-    fixed_positions = False  # it takes any rows
-
     def __init__(
         self,
         policy: Policy,
         experience: Experience,
         conditioning: Conditioning,
         *,
-        objective: ObjectiveConfig,
-        method: methods.Objective,
+        objective: Objective,
         noise_levels: list[NoiseLevel],
         microbatch: int,
         several_updates: bool,
     ) -> None:
-        self.policy, self.method, self.advantage = policy, method, experience.advantage
-        self.loss = objective_function(objective, method)
+        self.policy, self.needs, self.advantage = policy, objective.needs, experience.advantage
+        self.loss = objective_function(objective)
         self.conditioning, self.x0 = conditioning, experience.trajectory.final
         self.anchors = Anchors(policy, experience, conditioning, objective)
         self.noise_levels, self.count = noise_levels, len(noise_levels)
         self.group, self.splits_groups = experience.batch.group, bool(microbatch % experience.rows_per_group)
-        self.group_statistic = (
-            bind_settings(getattr(objectives, method.group_mean), objective) if method.group_mean else None
-        )
+        self.group_statistic = objective.group_statistic if objective.needs.group_mean else None
         self.group_means: list[Tensor] | None = None
-        self.has_ratio = several_updates and method.ratio
-        self.v_rollout = self._rollout_velocities(microbatch) if self.has_ratio else None
+        self.fixed_positions = several_updates and objective.needs.ratio
+        self.v_rollout = self._rollout_velocities(microbatch) if self.fixed_positions else None
 
     def before_update(self, chunks: list[tuple[Tensor, Tensor]]) -> None:
         """Compute without gradients what the objective needs of whole groups, if they are spread over chunks.
@@ -101,17 +95,17 @@ class ForwardProcessLoss:
                 mean = mean_by_group(self._group_statistic(image, rows), self.group[rows], is_real)
                 image = replace(image, group_mean=mean)
             loss = self.loss(image, self._on_device(self.advantage, rows))
-            yield self.anchors.added_to(loss, rows, Prediction(image.v), references)
+            yield self.anchors.with_kl(loss, Prediction(image.v), references)
 
     @property
     def _own_references(self) -> list[str]:
         """Those that the objective itself needs."""
-        return ["base"] if self.method.reference else []
+        return ["base"] if self.needs.reference else []
 
     def _image(self, k: int, noised: NoisedRows, references: dict[str, Prediction]) -> NoisedImage:
         """What the objective sees of rows at the k-th noise level."""
         v, v_old = self._velocity(noised, self.policy, self.conditioning).v, None
-        if self.method.old_policy:
+        if self.needs.old_policy:
             with torch.no_grad(), self.policy.lora.use(OLD_ADAPTER):
                 v_old = self._velocity(noised, self.policy, self.conditioning).v
         v_rollout = v.detach() if self.v_rollout is None else self._on_device(self.v_rollout[k], noised.rows)

@@ -1,12 +1,11 @@
 """The advantages of a training step: which images are compared with each other, and by what."""
 
 from collections.abc import Callable
-from functools import partial
 
 import torch
 from torch import Tensor
 
-from flow_grpo import advantages, tree
+from flow_grpo import advantages
 from flow_grpo.config import FlowGRPOConfig
 from flow_grpo.data.prompts import rows_by_set
 from flow_grpo.rewards import WeightedSum
@@ -31,15 +30,12 @@ class GroupAdvantages:
         advantage, has_loss = torch.zeros(len(compared)), torch.zeros(len(compared), dtype=torch.bool)
         if not compared.any():
             return advantage, has_loss, {}
-        branches, steps = self.args.sampling.branches, images.trajectory.steps
-        if branches and steps:  # each step has the advantage of the branch that it led to
-            advantage = advantage[:, None].repeat(1, len(steps))
         metrics: dict[str, float] = {}
         by_reward, weights = self.trained_rewards(images.batch, images.scores.by_name)
         for prompt_set, in_set in (rows_by_set(images.batch.metadata) or {"": compared}).items():
             rows = in_set & compared
             for part in _split_by_weights(rows, weights):  # rewards of two kinds have no common scale
-                advantage[part], has_loss[part] = self._compare(images, part, len(steps) if branches else 0)
+                advantage[part], has_loss[part] = self._compare(images, part)
             if rows.any():
                 metrics |= contribution_metrics(
                     list(self.rewards.trained_weights),
@@ -51,7 +47,7 @@ class GroupAdvantages:
                 )
         if self.args.trains_on_zero_std_groups:
             has_loss = compared
-        elif self.args.method.rows != "all":  # images are selected of groups in which the sum differs
+        elif self.args.objective.needs.rows != "all":  # images are selected of groups in which the sum differs
             has_loss = compared & images.has_spread
         return advantage, has_loss, metrics
 
@@ -69,26 +65,14 @@ class GroupAdvantages:
     def compared_rewards(self, batch: PromptBatch, by_name: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
         """The rewards (B, K) that groups are compared by, and their weights (K,) or (B, K)."""
         by_reward, weights = self.trained_rewards(batch, by_name)
-        return advantages.compared_rewards(by_reward, weights, batch.group, self.method, self.args.objective.reward_cap)
+        return advantages.compared_rewards(by_reward, weights, batch.group, self.method)
 
-    def _compare(self, images: ScoredImages, rows: Tensor, branching_steps: int) -> tuple[Tensor, Tensor]:
-        """Advantages and signal (n,) of n rows whose rewards have one scale.
-
-        Returns:
-            Advantages (n,), or (n, K) of the K steps of a tree, and (n,) bool, whether the group's rewards differ.
-        """
+    def _compare(self, images: ScoredImages, rows: Tensor) -> tuple[Tensor, Tensor]:
+        """Advantages (n,) of n rows whose rewards have one scale, and (n,) bool, whether the rewards of a row's group differ."""
         batch = images.batch.take(rows.nonzero()[:, 0])
         by_name = {name: values[rows] for name, values in images.scores.by_name.items()}
         rewards, weights = self.compared_rewards(batch, by_name)
-        compare = partial(advantages.group_advantages, group=batch.group, method=self.method, weights=weights)
-        if branching_steps:
-            by_step = tree.branch_rewards(rewards, batch, self.args.sampling.branches, branching_steps)
-            advantage = torch.stack([compare(reward) for reward in by_step], 1)
-        else:
-            advantage = compare(rewards)
-        diversity = self.args.objective.diversity_weight
-        if diversity is not None:
-            advantage = advantages.diversity_weighted(advantage, by_name[self.rewards.names[diversity]], batch.group)
+        advantage = advantages.group_advantages(rewards, group=batch.group, method=self.method, weights=weights)
         return advantage, advantages.has_signal(rewards, batch.group, self.method)
 
 

@@ -1,4 +1,4 @@
-"""What both kinds of loss share: the objective with its settings bound, and averages of what losses report.
+"""What both kinds of loss share: the objective as a function, and averages of what losses report.
 
 `BatchLoss` (batch_loss.py) is their interface.
 """
@@ -6,17 +6,14 @@
 import functools
 import math
 from collections.abc import Callable
-from inspect import signature
-from typing import Any
 
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from flow_grpo import methods, objectives
-from flow_grpo.config.objective import ObjectiveConfig
+from flow_grpo.config.objective import Objective, is_custom
 from flow_grpo.training.custom import custom_loss
-from flow_grpo.types import RATIO_DEVIATION, Loss, NoisedImage, TrainedStep
+from flow_grpo.types import RATIO_DEVIATION, Loss
 
 
 class LossMetrics:
@@ -87,23 +84,9 @@ def _merge_max(largest: dict[str, float], others: dict[str, float]) -> None:
             largest[name] = value
 
 
-def objective_function(objective: ObjectiveConfig, method: methods.Objective) -> Callable[..., Loss]:
-    """An objective as a function of rows and advantages, with its settings bound; keywords override them."""
-    if methods.is_custom(objective.name):
-        return functools.partial(custom_loss, objective)
-    return bind_settings(getattr(objectives, method.function or objective.name), objective)
-
-
-def bind_settings(function: Callable[..., Any], objective: ObjectiveConfig) -> Callable[..., Any]:
-    """A function of `objectives.py` as a function of rows and advantages, with its settings bound."""
-    parameters = signature(function).parameters
-    settings = {name: getattr(objective, name) for name in parameters if hasattr(objective, name) and name != "advantage"}
-
-    def bound(rows: TrainedStep | NoisedImage, advantage: Float[Tensor, " n"], **overrides: float) -> Any:
-        first = {"advantage": advantage} if "advantage" in parameters else {}
-        return function(rows, **first, **{**settings, **overrides})
-
-    return bound
+def objective_function(objective: Objective) -> Callable[..., Loss]:
+    """An objective as a function of rows and advantages."""
+    return functools.partial(custom_loss, objective) if is_custom(objective.name) else objective.loss
 
 
 def mean_by_group(value: Float[Tensor, " n"], group: Int[Tensor, " n"], counts: Bool[Tensor, " n"]) -> Float[Tensor, " n"]:

@@ -8,7 +8,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from flow_grpo import sampling
-from flow_grpo.config.objective import ObjectiveConfig
+from flow_grpo.config.objective import Objective
 from flow_grpo.types import Experience, PromptBatch, Schedule
 
 
@@ -21,7 +21,7 @@ class NoiseLevel:
     sigma: Float[Tensor, " B"]
 
 
-def draw_noise_levels(experience: Experience, objective: ObjectiveConfig, *, seed: int, step: int) -> list[NoiseLevel]:
+def draw_noise_levels(experience: Experience, objective: Objective, *, seed: int, step: int) -> list[NoiseLevel]:
     """The noise levels of the images of training step `step`, `num_noise_levels` of them."""
     schedule, shape = experience.trajectory.schedule, experience.trajectory.final.shape[1:]
     return [
@@ -34,7 +34,7 @@ def draw_noise_level(
     batch: PromptBatch,
     schedule: Schedule,
     shape: Sequence[int],
-    objective: ObjectiveConfig,
+    objective: Objective,
     *,
     seed: int,
     step: int,
@@ -49,10 +49,7 @@ def draw_noise_level(
         timestep, sigma = schedule.timesteps[chosen], schedule.sigmas[chosen]
     else:
         normal = sampling.batch_noise((), batch, seed, "sigma", step, draw, shared=objective.shared_noise)
-        if objective.sigma_distribution == "logit_normal":
-            share = (objective.logit_location + objective.logit_scale * normal).sigmoid()
-        else:
-            share = torch.special.ndtr(normal)
+        share = torch.special.ndtr(normal)
         low, high = objective.sigma_range
         timestep, sigma = schedule.at(low + (high - low) * share)
     return NoiseLevel(eps, timestep, sigma)

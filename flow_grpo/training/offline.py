@@ -34,12 +34,10 @@ class OfflineSource:
     relative to the file; or, for sft, a folder of images or a grid written by `sample`, which hold their prompts.
     """
 
-    disagreement_gate = None  # given images have no rewards
-
     def __init__(self, policy: Policy, args: FlowGRPOConfig, processes: Processes) -> None:
         assert args.dataset
         self.policy, self.args, self.processes = policy, args, processes
-        self.rows_per_pair = args.method.rows_per_pair
+        self.rows_per_pair = args.objective.needs.rows_per_pair
         self.examples = load_examples(args.dataset, self.rows_per_pair)
         self.schedule, shape = policy.schedule(args.sampling.steps)
         blank = policy.decode(torch.zeros(1, *shape))
@@ -63,7 +61,7 @@ class OfflineSource:
             final = self.policy.encode_images(torch.stack(images), self.args.microbatch)
         return Experience(
             batch,
-            Trajectory.from_steps(self.schedule, [], [], final),
+            Trajectory.from_records(self.schedule, None, [], final),
             advantage=torch.zeros(len(rows)),
             rows=rows,
             rows_per_group=self.rows_per_pair,

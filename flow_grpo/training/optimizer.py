@@ -39,26 +39,23 @@ class Optimizer:
         self.scaler.unscale_(self.adamw)
         return full_tensor(torch.nn.utils.clip_grad_norm_(self.parameters, self.max_norm))
 
-    def step(self, lr: float, norm: float | None = None) -> float:
-        """Update the weights and clear the gradients. Returns the gradient norm; if it is not finite, no weight was changed.
+    def step(self, lr: float, norm: float) -> None:
+        """Update the weights and clear the gradients. If their norm is not finite, no weight is changed.
 
         Args:
-            norm: the value that `reduce_gradients` returned, if it was called before.
+            norm: the value that `reduce_gradients` returned.
 
         Raises:
             FlowGRPOError: fp16 gradients keep overflowing.
         """
         for group in self.adamw.param_groups:
             group["lr"] = lr
-        if norm is None:
-            norm = self.reduce_gradients().item()
         if math.isfinite(norm) or self.scaler.is_enabled():
             self.scaler.step(self.adamw)  # skips the step if fp16 gradients overflowed
             self.scaler.update()
         self.adamw.zero_grad()
         if self.scaler.is_enabled() and self.scaler.get_scale() < 1:
             raise FlowGRPOError("gradients in fp16 overflow however small the loss is scaled: set dtype=bf16 or fp32.")
-        return norm
 
     def zero_grad(self) -> None:
         """Clear accumulated gradients."""

@@ -115,10 +115,8 @@ def _name_of(function: Any) -> str:
 def recorded_rewards(args: FlowGRPOConfig, reward_funcs: Any) -> dict[str, RewardConfig]:
     """What the config of a run says of the rewards that it trains on: each under a name by which it can be loaded again.
 
-    A function that no import path leads to keeps its own name, and so does one that a setting refers to.
+    A function that no import path leads to keeps its own name.
     """
-    referred = {stage.objective.diversity_weight for _, stage in args.resolved_stages()}
     return {
-        name if name in referred else import_path(function) or name: setting
-        for name, (function, setting) in _trained_rewards(args, reward_funcs).items()
+        import_path(function) or name: setting for name, (function, setting) in _trained_rewards(args, reward_funcs).items()
     }

@@ -15,11 +15,10 @@ from flow_grpo.distributed.processes import Processes
 from flow_grpo.policy.policy import Policy
 from flow_grpo.rewards import WeightedSum
 from flow_grpo.training.critic import Critic
-from flow_grpo.training.gates import DisagreementGate
 from flow_grpo.training.group_advantages import GroupAdvantages
 from flow_grpo.training.image_sampler import ImageSampler
 from flow_grpo.training.scored_images import ScoredImages, reward_metrics
-from flow_grpo.types import Experience, Scores
+from flow_grpo.types import Experience
 
 
 class RolloutSource:
@@ -45,8 +44,6 @@ class RolloutSource:
         self.policy, self.args, self.prompt_sampler, self.rewards = policy, args, prompt_sampler, rewards
         self.window, self.critic, self.processes = window, critic, processes or Processes()
         self.image_sampler = ImageSampler(policy, args, rewards, self.processes)
-        gated = any(anchor.gate == "disagreement" for anchor in args.objective.anchors)
-        self.disagreement_gate = DisagreementGate() if gated else None
         self.group_advantages = GroupAdvantages(args, rewards)
 
     def collect(self, step: int) -> Experience:
@@ -58,9 +55,8 @@ class RolloutSource:
         compute_advantages = self.group_advantages if self.critic is None else self._critic_advantages
         with self.policy.meter.phase("advantage"):
             advantage, has_loss, metrics = compute_advantages(images, compared)
-        rows, rows_per_group = select_rows(self.args.method.rows, scores.total, batch.group, has_loss)
+        rows, rows_per_group = select_rows(self.args.objective.needs.rows, scores.total, batch.group, has_loss)
         is_local = self.processes.owns(batch.group)
-        disagreement, share = self._disagreement(scores, compared)
         return Experience(
             batch=batch.take(is_local.nonzero()[:, 0]),
             trajectory=images.trajectory,
@@ -68,9 +64,8 @@ class RolloutSource:
             rows=local_rows(rows, is_local),
             rows_per_group=rows_per_group,
             groups=batch.group[compared].unique(),
-            metrics={**self._metrics(step, images, len(rounds)), **metrics, **share},
+            metrics={**self._metrics(step, images, len(rounds)), **metrics},
             scores=scores.take(is_local),
-            disagreement=None if disagreement is None else disagreement[is_local],
             # images that were dropped have a warning of their own
             has_advantage=bool(advantage[has_loss].any()) or not compared.any(),
         )
@@ -108,7 +103,7 @@ class RolloutSource:
     def _critic_advantages(self, images: ScoredImages, compared: Tensor) -> tuple[Tensor, Tensor, dict[str, float]]:
         """Advantages (B, K) of each trained step by the critic; all rows `compared` (B,) get a loss."""
         assert self.critic is not None
-        advantage = torch.zeros(images.trajectory.log_prob_BK.shape)
+        advantage = torch.zeros(images.trajectory.log_prob.shape)
         if not compared.any():
             return advantage, compared, {}
         text = self.policy.encode(images.batch.prompts).pooled()
@@ -116,22 +111,6 @@ class RolloutSource:
         trajectory, reward = images.trajectory.take(rows), images.scores.total[rows]
         advantage[compared], metrics = self.critic.advantages(trajectory, reward, text[rows])
         return advantage, compared, metrics
-
-    def _disagreement(self, scores: Scores, compared: Tensor) -> tuple[Tensor | None, dict[str, float]]:
-        """The factor (B,) of anchors with that gate, 0 outside the rows `compared` (B,); and the share of these that it holds."""
-        if self.disagreement_gate is None:
-            return None, {}
-        factor = torch.zeros(len(compared))
-        if not compared.any():
-            return factor, {}
-        others = [values[compared] for name, values in scores.by_name.items() if self._judges(name)]
-        factor[compared] = self.disagreement_gate.weights(scores.total[compared], torch.stack(others, 1))
-        return factor, {"disagreement/share": (factor[compared] > 0).float().mean().item()}
-
-    def _judges(self, name: str) -> bool:
-        """Whether a reward is not trained on and says how good an image is."""
-        diversity = self.args.objective.diversity_weight
-        return self.rewards.weights[name] == 0 and (diversity is None or name != self.rewards.names[diversity])
 
     def _metrics(self, step: int, images: ScoredImages, num_rounds: int) -> dict[str, float]:
         metrics = {**reward_metrics(images), "images": float(len(images.batch.prompts))}

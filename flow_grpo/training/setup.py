@@ -71,13 +71,11 @@ def build_run(
     early_checks.check_settings(args, processes.world_size)
     early_checks.check_prompts(args, train_set, eval_set, processes.world_size)
     eval_rewards, trained = build_rewards(args, reward_funcs, monitored=eval_set is not None)
-    row_weights = [  # raises if a prompt names a reward that is not there
-        eval_rewards.row_weights(prompt_set.repeat(1).metadata_columns())
-        for prompt_set in (train_set, eval_set or train_set)
-    ]
+    for prompt_set in (train_set, eval_set or train_set):
+        eval_rewards.row_weights(
+            prompt_set.repeat(1).metadata_columns()
+        )  # raises if a prompt names a reward that is not there
     rewards = eval_rewards.subset(trained)
-    early_checks.check_gates(args, row_weights[0])
-    early_checks.check_unweighted_rewards(args, rewards)
     args = args.model_copy(update={"rewards": recorded_rewards(args, reward_funcs)})
     for name, reward in eval_rewards.rewards.items() if eval_set is not None else ():
         early_checks.check_scope(name, reward, args)

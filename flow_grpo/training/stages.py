@@ -9,7 +9,6 @@ import torch
 from flow_grpo.config import FlowGRPOConfig
 from flow_grpo.data.prompts import PromptSampler
 from flow_grpo.distributed.processes import Processes
-from flow_grpo.errors import FlowGRPOError
 from flow_grpo.policy.policy import Policy
 from flow_grpo.rewards import WeightedSum
 from flow_grpo.training.critic import Critic
@@ -17,7 +16,7 @@ from flow_grpo.training.interrupt import Interrupted
 from flow_grpo.training.offline import OfflineSource
 from flow_grpo.training.rollouts import RolloutSource
 from flow_grpo.training.update import PolicyUpdate
-from flow_grpo.training.windows import WindowSchedule, most_variable_window, step_reward_variance
+from flow_grpo.training.windows import trained_steps
 from flow_grpo.types import Experience
 
 
@@ -55,8 +54,7 @@ class Stage:
         self.has_advantage = True
         self.set_microbatch(args.microbatch)
         self.update = PolicyUpdate(policy, args, start, processes)
-        self.critic = self._critic() if args.method.critic else None
-        self.window = WindowSchedule(args.sampling, args.seed, start, self._measure_window_start)
+        self.critic = self._critic() if args.objective.needs.critic else None
         self.source: RolloutSource | OfflineSource
         if args.dataset is not None:
             self.source = OfflineSource(policy, args, processes)
@@ -67,7 +65,7 @@ class Stage:
                 prompt_sampler,
                 rewards,
                 critic=self.critic,
-                window=self.window if args.method.stepwise else lambda step: [],
+                window=self.window,
                 processes=processes,
             )
         for name in args.objective.policy_copies:
@@ -119,7 +117,7 @@ class Stage:
             args.images_per_prompt,
             microbatch=microbatch,
             updates=args.updates,
-            pairs=args.method.rows_per_pair == 2,
+            pairs=args.objective.needs.rows_per_pair == 2,
         )
 
     def _halve_microbatch(self) -> bool:
@@ -128,7 +126,7 @@ class Stage:
         False too if half of a step is done, or if there are several processes, which would disagree.
         """
         previous = self.args.microbatch
-        if previous <= self.args.method.rows_per_pair or self.update.mid_step or self.processes.world_size > 1:
+        if previous <= self.args.objective.needs.rows_per_pair or self.update.mid_step or self.processes.world_size > 1:
             return False
         self.set_microbatch(previous // 2)
         self.warnings.append(f"memory ran out with microbatch={previous}; the run goes on with {self.args.microbatch}.")
@@ -136,13 +134,10 @@ class Stage:
 
     def loop_state(self) -> dict[str, Any]:
         """What training steps change besides the weights and the optimizer."""
-        gate = self.source.disagreement_gate
         return {
             "prompts": self.prompt_sampler.state_dict(),
             "clip": dict(self.update.clip.state),
-            "window": self.window.measured_start,
             "microbatch": self.args.microbatch,
-            "disagreement": gate and gate.state_dict(),
             "critic": None if self.critic is None else copy.deepcopy(self.critic.training_state()),
         }
 
@@ -150,28 +145,15 @@ class Stage:
         """Restore what `loop_state` returned."""
         self.prompt_sampler.load_state_dict(state["prompts"])
         self.args.microbatch = state["microbatch"]
-        self.update.clip.state, self.window.measured_start = dict(state["clip"]), state["window"]
+        self.update.clip.state = dict(state["clip"])
         if self.critic is not None:
             self.critic.load_training_state(state["critic"])
-        if self.source.disagreement_gate is not None:
-            self.source.disagreement_gate.load_state_dict(state["disagreement"])
 
     def _critic(self) -> Critic:
         _, latent_shape = self.policy.schedule(self.args.sampling.steps)
         text_width = self.policy.encode(self.prompt_sampler.prompts.prompts[:1]).pooled().shape[1]
         return Critic(latent_shape, text_width, self.args.objective.critic, self.args.seed)
 
-    def _measure_window_start(self) -> int:
-        return self.processes.gather_or_raise(self._local_window_start, (FlowGRPOError, Interrupted))[0]
-
-    def _local_window_start(self) -> int:
-        measured = step_reward_variance(
-            self.policy,
-            self.args,
-            self.prompt_sampler.prompts,
-            self.rewards,
-            transition=self.args.sampling.transition,
-            noise_level=self.args.sampling.noise_level,
-            processes=self.processes,
-        )
-        return most_variable_window(measured, self.args.sampling.window.size)
+    def window(self, step: int) -> list[int]:
+        """The sampling steps that are trained in a training step; none on final latents."""
+        return trained_steps(self.args.sampling, step, self.args.seed) if self.args.stepwise else []

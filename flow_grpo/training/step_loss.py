@@ -8,15 +8,15 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from flow_grpo import methods, sampling
-from flow_grpo.config.objective import ObjectiveConfig
+from flow_grpo import sampling
+from flow_grpo.config.objective import Objective
 from flow_grpo.distributed.processes import Processes
 from flow_grpo.policy.conditioning import Conditioning
 from flow_grpo.policy.pipeline import FlowPipeline
 from flow_grpo.policy.policy import Policy
 from flow_grpo.training.anchors import Anchors, Prediction
 from flow_grpo.training.losses import objective_function
-from flow_grpo.types import RATIO_DEVIATION, Experience, Loss, StepOutput, TrainedStep, take_rows
+from flow_grpo.types import RATIO_DEVIATION, Experience, Loss, ReplayedTransition, TrainedStep, take_rows
 
 
 class ClipRange:
@@ -70,11 +70,10 @@ class StepLoss:
     """The loss of an objective on per-step log-probabilities: one `Loss` per trained step.
 
     Attributes:
-        fixed_positions: as of `BatchLoss`: true if the rollout kept its graphs, of which each call of `losses` uses up those of a
-            micro-batch.
+        fixed_positions: as of `BatchLoss`.
     """
 
-    has_ratio = True  # to the rollout's probabilities, which the update must reproduce exactly
+    fixed_positions = True  # the update must reproduce the rollout's probabilities exactly
 
     def __init__(
         self,
@@ -82,16 +81,14 @@ class StepLoss:
         experience: Experience,
         conditioning: Conditioning,
         *,
-        objective: ObjectiveConfig,
-        method: methods.Objective,
+        objective: Objective,
         clip: ClipRange,
     ) -> None:
         trajectory, advantage = experience.trajectory, experience.advantage
         self.policy, self.objective = policy, objective
-        self.loss = objective_function(objective, method)
+        self.loss = objective_function(objective)
         self.conditioning, self.anchors = conditioning, Anchors(policy, experience, conditioning, objective)
         self.trajectory, self.clip = trajectory, clip
-        self.fixed_positions = bool(trajectory.graphs)
         self.count = len(trajectory.steps)
         self.advantage = advantage if advantage.ndim == 2 else advantage[:, None].expand(-1, self.count)
 
@@ -103,7 +100,7 @@ class StepLoss:
 
         Where the rollout kept its graphs, `rows` are one of its micro-batches, whose graphs are used up.
         """
-        graphs = self.trajectory.graphs.pop(int(rows[0])) if self.fixed_positions else None
+        graphs = self.trajectory.graphs.pop(int(rows[0]), None)
         for k, i in enumerate(self.trajectory.steps):
             current = (
                 self._computed(k, rows, graphs[k]) if graphs else self._replayed(k, rows, self.policy, self.conditioning)
@@ -117,20 +114,19 @@ class StepLoss:
             if self.objective.weighs_by_std:
                 loss = Loss(loss.value * step.std.flatten(1)[:, 0], loss.metrics)
             references = self.anchors.evaluate(functools.partial(self._replayed, k, rows))
-            yield self.anchors.added_to(loss, rows, current, references)
+            yield self.anchors.with_kl(loss, current, references)
 
     def _replayed(self, k: int, rows: Int[Tensor, " n"], model: FlowPipeline, conditioning: Conditioning) -> Prediction:
         """Velocity and transition of the k-th trained step by a model."""
-        velocity = model.velocity_fn(self.trajectory.schedule, conditioning)
+        velocity = model.velocity_fn(self.trajectory.schedule, conditioning, rows)
         return self._computed(k, rows, sampling.replay(velocity, self.trajectory, k, rows, self.policy.device))
 
-    def _computed(self, k: int, rows: Int[Tensor, " n"], current: StepOutput) -> Prediction:
+    def _computed(self, k: int, rows: Int[Tensor, " n"], current: ReplayedTransition) -> Prediction:
         """Velocity and transition of the k-th trained step, beside what the rollout recorded."""
         trajectory, i = self.trajectory, self.trajectory.steps[k]
         delta = trajectory.schedule.sigmas[i + 1] - trajectory.schedule.sigmas[i]
-        old_log_prob = self._of_step(trajectory.log_prob_BK, k, rows)
-        # on a line of noise, the old mean is where it begins
-        old_mean = self._of_step(trajectory.mean, k, rows) if trajectory.std is None else torch.zeros_like(current.mean)
+        old_log_prob = self._of_step(trajectory.log_prob, k, rows)
+        old_mean = self._of_step(trajectory.mean, k, rows)
         return Prediction(
             current.v, TrainedStep(current.log_prob, old_log_prob, current.mean, old_mean, std=current.std, delta=delta)
         )
@@ -140,5 +136,6 @@ class StepLoss:
         return take_rows(values[:, k], rows, self.policy.device)
 
     def _objective(self, i: int, step: TrainedStep, advantage: Float[Tensor, " n"]) -> Loss:
-        calibrated = {name: self.clip.range_at(i) for name in methods.CLIP if getattr(self.objective, name, None) == "auto"}
-        return self.loss(step, advantage, **calibrated)
+        if self.objective.has_auto_clip:
+            return self.loss(step, advantage, observed_clip=self.clip.range_at(i))
+        return self.loss(step, advantage)

@@ -21,7 +21,6 @@ from flow_grpo.training.batch_loss import BatchLoss, loss_of_batch
 from flow_grpo.training.losses import LossMetrics
 from flow_grpo.training.optimizer import Optimizer
 from flow_grpo.training.step_loss import ClipRange
-from flow_grpo.training.zero import STAGES, ZeroOptimizer
 from flow_grpo.types import RATIO_DEVIATION, Experience
 
 GRAD_NORM = "grad_norm"  # metric
@@ -47,17 +46,14 @@ class PolicyUpdate:
 
     Attributes:
         mid_step: whether weights have changed in a training step that is not finished.
-        pack_rows: whether rows without a loss are left out and the others packed into fewer chunks. If a kernel's last bits depend on
-            a row's position in the chunk, the ratio before the first update is not 1; from then on each row keeps its position.
     """
 
     def __init__(self, policy: Policy, args: FlowGRPOConfig, stage_start: int, processes: Processes) -> None:
         self.policy, self.args, self.stage_start, self.processes = policy, args, stage_start, processes
-        self.optimizer = _optimizer(policy, args, processes)
+        self.optimizer = Optimizer(policy, args.optimizer, processes)
         self.anchors = AnchorCopies(policy, args.objective, stage_start)
         self.clip = ClipRange(args.objective.auto_clip_quantile)
         self.mid_step = False
-        self.pack_rows = True
 
     def __call__(self, experience: Experience, step: int) -> dict[str, float]:
         """Run the optimizer steps of training step `step`: one for each minibatch, in each epoch. Returns metrics.
@@ -80,17 +76,11 @@ class PolicyUpdate:
 
     def state_dict(self, keep_on_this_rank: bool = True) -> dict[str, Any]:
         """The full (unsharded) state. If sharded, every process must call this; keep_on_this_rank=False on those that discard it."""
-        return {
-            **self.optimizer.state_dict(keep_on_this_rank),
-            "packs": self.pack_rows,
-            "anchors": self.anchors.state_dict(),
-        }
+        return self.optimizer.state_dict(keep_on_this_rank)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore what `state_dict` returned."""
         self.optimizer.load_state_dict(state)
-        self.pack_rows = state["packs"]
-        self.anchors.load_state_dict(state.get("anchors", {}))
 
     def _run(self, experience: Experience, step: int) -> dict[str, float]:
         """Minibatches -> gradients -> optimizer steps -> metrics."""
@@ -101,10 +91,8 @@ class PolicyUpdate:
             if not self.processes.any(len(minibatch.rows) > 0):
                 continue  # nothing to learn from
             self._compute_gradients(batch_loss, minibatch, totals)
-            if not self.mid_step and not self._check_ratio(
-                totals, may_unpack=self.pack_rows and not batch_loss.fixed_positions
-            ):
-                totals = self._repeat_unpacked(batch_loss, minibatch)
+            if not self.mid_step:
+                self._check_ratio(totals)
             totals.numbers.update(self._optimizer_step(step, number, totals))
             self.clip.update(self.processes)
         experience.trajectory.graphs.clear()  # of micro-batches without signal
@@ -128,25 +116,23 @@ class PolicyUpdate:
 
     def _compute_gradients(self, batch_loss: BatchLoss, minibatch: Minibatch, totals: LossMetrics) -> None:
         """Add the gradients and metrics of a minibatch, chunk by chunk, and the gradients of the other processes."""
-        fixed_positions = batch_loss.fixed_positions or (batch_loss.has_ratio and not self.pack_rows)
-        chunks = list(self._chunks(minibatch, fixed_positions))
+        chunks = list(self._chunks(minibatch, batch_loss.fixed_positions))
         chunks += self._padding_chunks(len(chunks), minibatch.batch_size)
         with self.policy.meter.phase("forward"):
             batch_loss.before_update(chunks)
             for chunk, weight in chunks:
                 self._backward(batch_loss, chunk, weight, totals)
         with self.policy.meter.phase("optimizer"):
-            norm = self.optimizer.reduce_gradients()
-        if norm is not None:
-            totals.add_number(GRAD_NORM, norm)  # fetched with the losses, by one wait for the GPU
+            totals.add_number(
+                GRAD_NORM, self.optimizer.reduce_gradients()
+            )  # fetched with the losses, by one wait for the GPU
 
     def _chunks(self, minibatch: Minibatch, fixed_positions: bool) -> Iterator[tuple[Tensor, Tensor]]:
         """The rows of a minibatch in chunks of the micro-batch size, and the weights of the rows of each chunk.
 
         Args:
-            fixed_positions: keep each row in the chunk and position that it had in the rollout, so that any kernel repeats the rollout's
-                numbers to the last bit; the other rows there weigh 0. Otherwise pack the rows, and fill up the last chunk by rows
-                of weight 0.
+            fixed_positions: keep each row in the chunk and position that it had in the rollout; the other rows there weigh 0. Otherwise
+                the rows are adjacent, and rows of weight 0 fill up the last chunk.
         """
         size, rows = self.args.microbatch, minibatch.rows
         if fixed_positions:
@@ -177,42 +163,30 @@ class PolicyUpdate:
             if weight.any():
                 totals.add(loss, row_weight / batch_loss.count)
 
-    def _check_ratio(self, totals: LossMetrics, may_unpack: bool) -> bool:
-        """Record how far the ratio is from 1 before the first update. False if it is not 1 and packing may be the cause.
+    def _check_ratio(self, totals: LossMetrics) -> None:
+        """Record how far the ratio is from 1 before the first update.
 
         Raises:
-            FlowGRPOError: it is not 1 with every row in its position.
+            FlowGRPOError: it is not 1.
         """
         local_deviation = totals.collect().numbers.get(RATIO_DEVIATION)
         if local_deviation is not None:
             totals.numbers["ratio/first_update_max_deviation"] = local_deviation
         deviation = max(self.processes.all_gather(local_deviation or 0.0), key=lambda d: math.inf if math.isnan(d) else d)
-        if deviation != 0 and may_unpack:
-            return False
         if deviation != 0:
             raise FlowGRPOError(
                 f"before the first update the ratio of new to old probability deviates from 1 by {deviation:.1e}: the update "
                 "does not compute what the rollout did. Look for dropout or train mode, another dtype or batch shape, or a "
                 "compiled model; dtype=fp32 tells rounding from a mistake."
             )
-        return True
-
-    def _repeat_unpacked(self, batch_loss: BatchLoss, minibatch: Minibatch) -> LossMetrics:
-        """Compute the gradients of the first minibatch again with each row in its position, as from then on. Returns their metrics."""
-        self.pack_rows = False
-        self.discard()
-        totals = LossMetrics()
-        self._compute_gradients(batch_loss, minibatch, totals)
-        self._check_ratio(totals, may_unpack=False)
-        return totals
 
     def _optimizer_step(self, step: int, number: int, totals: LossMetrics) -> dict[str, float]:
         """Run the `number`-th optimizer step of this stage, and update the moving average if it is due. Returns its metrics."""
-        reduced_norm = totals.collect().numbers.pop(GRAD_NORM, None)
+        norm = totals.collect().numbers.pop(GRAD_NORM)
         was_mid_step, self.mid_step = self.mid_step, True  # also if memory runs out half-way
         try:
             with self.policy.meter.phase("optimizer"):
-                norm = self.optimizer.step(self._learning_rate(step), reduced_norm)
+                self.optimizer.step(self._learning_rate(step), norm)
         except ValueError:
             self.mid_step = was_mid_step
             raise
@@ -242,14 +216,7 @@ class PolicyUpdate:
         for name, decay in self.args.objective.policy_copies.items():
             self.policy.lora.update_copy(name, decay_at(decay, self._steps_before(step + 1)))
         totals = LossMetrics.merge(self.processes.all_gather(totals.collect()))
-        self.anchors.update(step, totals.metrics())
+        self.anchors.update(step)
         self.mid_step = False
         mean = totals.loss / max(1, num_minibatches)
         return {"loss": mean, **totals.metrics(), **self.clip.metrics(), "lr": self._learning_rate(step)}
-
-
-def _optimizer(policy: Policy, args: FlowGRPOConfig, processes: Processes) -> Optimizer | ZeroOptimizer:
-    shard = args.memory.shard
-    if shard and shard in STAGES and processes.world_size > 1:
-        return ZeroOptimizer(policy, args.optimizer, processes, shard)
-    return Optimizer(policy, args.optimizer, processes)

@@ -1,6 +1,5 @@
 """Which sampling steps are trained: the window of each training step, and how much each step's noise varies the reward."""
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
@@ -19,41 +18,11 @@ from flow_grpo.training.interrupt import call_interruptibly
 from flow_grpo.training.rollouts import RolloutSource
 
 
-class WindowSchedule:
-    """The sampling steps that are stochastic and trained, for each training step of a stage.
-
-    Args:
-        stage_start: the training step that the stage begins with; a sliding window counts from there.
-        measure: returns the first step of an `auto` window; called once.
-
-    Attributes:
-        measured_start: the first step of an `auto` window, once measured.
-    """
-
-    def __init__(self, settings: SamplingConfig, seed: int, stage_start: int, measure: Callable[[], int]) -> None:
-        self.settings, self.seed, self.stage_start, self.measure = settings, seed, stage_start, measure
-        self.measured_start: int | None = None
-
-    def __call__(self, step: int) -> list[int]:
-        """Indices of the trained steps in the schedule, for a training step."""
-        window = self.settings.window
-        if window.schedule == "auto":
-            if self.measured_start is None:
-                self.measured_start = self.measure()
-            return list(range(self.measured_start, self.measured_start + window.size))
-        training_step = step - self.stage_start if window.schedule == "sliding" else step
-        return trained_steps(self.settings, training_step, self.seed)
-
-
 def trained_steps(settings: SamplingConfig, training_step: int, seed: int) -> list[int]:
     """The sampling steps that are stochastic and trained in a training step; the others are the ODE's.
 
-    `random` windows are Flow-GRPO-Fast's. `sliding` ones are MixGRPO's (arXiv 2507.21802): after its last position a window starts again
-    at the first. The settings do not say where an `auto` window is, see `WindowSchedule`.
-
     Args:
-        training_step: what a random or sliding window depends on.
-        seed: what a random window depends on.
+        training_step: what a random window depends on, with the seed. `random` windows are Flow-GRPO-Fast's.
     """
     window, last = settings.window, min(settings.last_trainable_step, settings.steps - 1)
     if window.schedule == "all":
@@ -61,15 +30,10 @@ def trained_steps(settings: SamplingConfig, training_step: int, seed: int) -> li
     num_positions = last - window.first_step - window.size + 2
     if num_positions < 1:
         raise FlowGRPOError(f"a window of {window.size} steps does not fit into steps {window.first_step} to {last}.")
-    if window.schedule == "fixed":
-        start = window.first_step
-    elif window.schedule == "random":
+    start = window.first_step
+    if window.schedule == "random":
         generator = sampling.generator(seed, "window", training_step)
-        start = window.first_step + int(torch.randint(num_positions, (1,), generator=generator))
-    elif window.schedule == "sliding":
-        start = window.first_step + training_step // window.shift_every % num_positions
-    else:
-        raise FlowGRPOError(f"unknown window {window.schedule!r}; choose all, fixed, random or sliding.")
+        start += int(torch.randint(num_positions, (1,), generator=generator))
     return list(range(start, start + window.size))
 
 
@@ -107,7 +71,6 @@ def step_reward_variance(
     settings = args.sampling.model_copy(
         update={
             "shared_initial_noise": True,
-            "branches": [],
             "transition": transition,
             "noise_level": noise_level,
         }

@@ -3,11 +3,12 @@
 import pytest
 from jsonschema import Draft202012Validator
 
-from flow_grpo import methods
+from flow_grpo.config.objective import OBJECTIVES
 from flow_grpo.config.run_config import FlowGRPOConfig
 from flow_grpo.config.template import json_schema
+from flow_grpo.sde import TRANSITIONS
 
-COMPARED = [name for name in methods.OBJECTIVES if name not in ("ppo", "sft", "dpo")]  # a critic or given images
+COMPARED = [name for name in OBJECTIVES if name not in ("ppo", "sft", "dpo")]  # a critic or given images
 
 
 @pytest.mark.parametrize("name", COMPARED)
@@ -16,8 +17,8 @@ def test_one_word_chooses_any_objective_over_a_preset(preset, name):
     args = FlowGRPOConfig.from_yaml(preset, [f"objective={name}"])
     own = FlowGRPOConfig.from_yaml(preset)
     assert args.objective.name == name
-    assert methods.TRANSITIONS[args.sampling.transition].stochastic == methods.OBJECTIVES[name].stepwise
-    if methods.OBJECTIVES[name].stepwise == own.method.stepwise:
+    assert TRANSITIONS[args.sampling.transition].stochastic == OBJECTIVES[name].stepwise
+    if OBJECTIVES[name].stepwise == own.stepwise:
         assert args.sampling == own.sampling, "a transition that fits stays"
 
 
@@ -26,7 +27,7 @@ def test_one_word_is_a_config(name, tmp_path):
     (tmp_path / "one.yaml").write_text(f"objective: {name}\n")
     args = FlowGRPOConfig.from_yaml(tmp_path / "one.yaml")
     assert args == FlowGRPOConfig(objective=name, output_dir="runs/one")
-    assert args.sampling.transition == ("flow_sde" if methods.OBJECTIVES[name].stepwise else "ode")
+    assert args.sampling.transition == ("flow_sde" if OBJECTIVES[name].stepwise else "ode")
     Draft202012Validator(json_schema()).validate({"objective": name})
     (tmp_path / "again.yaml").write_text(args.to_yaml())
     assert FlowGRPOConfig.from_yaml(tmp_path / "again.yaml") == args
@@ -56,26 +57,6 @@ def test_stages_choose_an_objective_by_one_word():
     args = FlowGRPOConfig(stages=stages, objective={"name": "grpo", "clip_low": 0.3}, sampling={"transition": "cps"})
     chosen = [(part.objective.name, part.sampling.transition) for _, part in args.resolved_stages()]
     assert chosen == [("awm", "ode"), ("grpo", "cps"), ("grpo", "cps")]
-
-
-@pytest.mark.parametrize(
-    ("preset", "override", "noise_level"),
-    [
-        ("tiny_grpo", "sampling.transition=flow_sde", 0.7),  # the file's 3 is of another unit
-        ("compare/grpo", "sampling.transition=difference", 3.0),
-        ("compare/grpo", "sampling.transition=dance_sde", 0.5),  # the file's
-    ],
-)
-def test_another_transition_inherits_no_noise_level_of_another_unit(preset, override, noise_level):
-    assert FlowGRPOConfig.from_yaml(preset, [override]).sampling.noise_level == noise_level
-    own = FlowGRPOConfig.from_yaml(preset, [override, "sampling.noise_level=0.9"])
-    assert own.sampling.noise_level == 0.9
-
-
-def test_the_noise_level_of_a_stage_is_that_of_its_transition():
-    sampling = [{"transition": "difference"}, {"transition": "difference", "noise_level": 2.0}, {"transition": "cps"}, {}]
-    args = FlowGRPOConfig(stages=[{"steps": 1, "sampling": one} for one in sampling])
-    assert [stage.sampling.noise_level for _, stage in args.resolved_stages()] == [3.0, 2.0, 0.7, 0.7]
 
 
 @pytest.mark.parametrize(

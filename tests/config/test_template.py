@@ -8,7 +8,7 @@ import yaml
 from support.cli_process import run
 
 from flow_grpo.config.bundled import bundled_file
-from flow_grpo.config.objective_types import section_types
+from flow_grpo.config.objective import section_types
 from flow_grpo.config.run_config import FlowGRPOConfig
 from flow_grpo.config.sampling import SamplingConfig
 from flow_grpo.config.sections import EvaluationConfig, LoraConfig, MemoryConfig, OptimizerConfig

@@ -24,7 +24,7 @@ from flow_grpo.plan.fit import fit_batch_sizes, slower_dtype
 from flow_grpo.plan.hardware import GB, Hardware, Rates
 from flow_grpo.plan.savings import Savings
 from flow_grpo.plan.show import print_plan
-from flow_grpo.plan.weights_memory import LoadingMemory, dequantized_bytes, text_encoder_bytes
+from flow_grpo.plan.weights_memory import LoadingMemory, text_encoder_bytes
 from flow_grpo.policy import meta_pipeline
 from flow_grpo.policy.hub import BUNDLED_MODELS
 from flow_grpo.policy.loading import load_policy
@@ -102,45 +102,6 @@ def test_offloaded_blocks_are_on_the_gpu_one_at_a_time(checkpointed):
     assert other.persistent["base weights"] - one.persistent["base weights"] == sum(sizes)
     for phase in ("rollout", "update"):
         assert one.transient[phase] - other.transient[phase] == pytest.approx(max(sizes))
-
-
-@pytest.mark.slow
-def test_copies_of_weights_in_8_bits_are_in_the_graph_all_of_them_or_one_blocks(default, checkpointed):
-    """torchao computes with copies in the run's dtype, which the graph holds; bitsandbytes makes them again."""
-    transformer = default.trace.policy.pipe.transformer
-
-    def copies(module: torch.nn.Module) -> int:
-        linear = (
-            layer for name, layer in module.named_modules() if isinstance(layer, torch.nn.Linear) and "lora_" not in name
-        )
-        return sum(2 * layer.weight.numel() for layer in linear)  # bytes in bf16
-
-    largest = max(copies(block) for block in transformer.transformer_blocks)
-    for plain, checkpointing, held in ((default, "false", copies(transformer)), (checkpointed, "true", largest)):
-        for kind, expected in (("int8", held), ("nf4", 0)):
-            memory = f"memory={{quantize: {kind}, gradient_checkpointing: {checkpointing}}}"
-            quantised = StepEstimator(FlowGRPOConfig.from_yaml("tiny_ocr", [*LEAN, memory]), cuda=True)
-            more = quantised.estimate(8).transient["update"] - plain.estimate(8).transient["update"]
-            assert more == pytest.approx(expected)
-
-
-@pytest.mark.slow
-def test_each_kept_graph_holds_copies_of_weights_in_8_bits():
-    words = [
-        *LEAN,
-        "prompts_per_step=4",
-        "images_per_prompt=2",
-        "sampling.steps=4",
-        "sampling.window={schedule: fixed, size: 2}",
-    ]
-    plain, quantised = (
-        StepEstimator(FlowGRPOConfig.from_yaml("tiny_grpo", [*words, f"memory.quantize={kind}"]), cuda=True)
-        for kind in ("null", "int8")
-    )
-    copies, _ = dequantized_bytes(plain.trace.policy.pipe.transformer, "int8", torch.bfloat16)
-    for phase in ("rollout", "update"):
-        more = quantised.estimate(4).transient[phase] - plain.estimate(4).transient[phase]
-        assert 4 * copies <= more <= 5 * copies, "two steps of two micro-batches; and those that are not in a graph"
 
 
 @pytest.mark.parametrize("cuda", [True, False])
@@ -625,11 +586,6 @@ def test_a_step_takes_its_operations_by_the_rates(followed, monkeypatch):
     monkeypatch.setattr(followed, "args", FlowGRPOConfig.from_yaml("tiny_grpo", ["sampling.steps=16"]))
     assert followed.estimate(64).update == forecast.update, "as many steps are trained"
     assert followed.estimate(64).forward > 1.8 * forecast.forward
-    sampled = {}
-    for solver in ("euler", "heun", "ab2"):
-        monkeypatch.setattr(followed, "args", FlowGRPOConfig.from_yaml("tiny_ocr", [f"sampling.solver={solver}"]))
-        sampled[solver] = followed.estimate(64).forward
-    assert sampled["ab2"] == sampled["euler"] < sampled["heun"]
     monkeypatch.setattr(followed, "args", FlowGRPOConfig.from_yaml("tiny_grpo", ["sampling.solver=dpm_2m"]))
     assert followed.estimate(64).forward == forecast.forward
 

@@ -15,7 +15,7 @@ from flow_grpo.policy.hub import WEIGHTS, expert_weights
 from flow_grpo.policy.loading import load_policy
 from flow_grpo.policy.merge import save_merged
 from flow_grpo.policy.policy import Policy
-from flow_grpo.types import StepDistribution
+from flow_grpo.types import StochasticSteps
 
 CALL = {"height": 32, "width": 48, **TINY["wan22"].call}
 PROMPTS = ["a red cat", "a big dog"]
@@ -43,9 +43,9 @@ def velocities(policy: Policy) -> list[torch.Tensor]:
     """At each step, at the same state."""
     schedule, shape = policy.schedule(STEPS)
     x = torch.randn(2, *shape, generator=torch.Generator().manual_seed(0))
-    velocity = policy.velocity_fn(schedule, policy.encode(PROMPTS))
+    velocity = policy.velocity_fn(schedule, policy.encode(PROMPTS), ROWS)
     with torch.no_grad():
-        return [velocity(x, i, ROWS) for i in range(STEPS)]
+        return [velocity(x, i) for i in range(STEPS)]
 
 
 def test_each_expert_has_a_lora_of_its_own(policy):
@@ -65,12 +65,12 @@ def test_each_expert_has_a_lora_of_its_own(policy):
 @pytest.mark.parametrize("step", range(STEPS - 1))  # the last one has no noise
 def test_the_window_decides_which_expert_is_trained(policy, step):
     schedule, shape = policy.schedule(STEPS)
-    velocity = policy.velocity_fn(schedule, policy.encode(PROMPTS))
+    velocity = policy.velocity_fn(schedule, policy.encode(PROMPTS), ROWS)
     start, noise = torch.randn(2, 2, *shape, generator=torch.Generator().manual_seed(0))
-    stochastic = sampling.StochasticSteps([step], StepDistribution("cps", noise_level=0.7), noise=lambda i: noise)
-    rollout = sampling.rollout(velocity, schedule, start, microbatch=2, stochastic=stochastic)
+    stochastic = StochasticSteps([step], "cps", noise_level=0.7)
+    rollout = sampling.rollout(velocity, schedule, start, stochastic=stochastic, noise=lambda i: noise)
     now = sampling.replay(velocity, rollout, 0, ROWS).log_prob
-    assert torch.equal(now, rollout.log_prob_BK[:, 0])
+    assert torch.equal(now, rollout.log_prob[:, 0])
     now.sum().backward()
     received = {name for name, p in policy.trainable_parameters().items() if p.grad is not None and p.grad.any()}
     of_second = {name.startswith("transformer_2.") for name in received}

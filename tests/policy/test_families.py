@@ -23,10 +23,9 @@ from flow_grpo.policy.interception import InterceptingScheduler
 from flow_grpo.policy.loading import load_policy
 from flow_grpo.policy.merge import save_merged
 from flow_grpo.policy.policy import Policy
-from flow_grpo.policy.solvers import SOLVERS, ode_solver
 from flow_grpo.trainer import FlowGRPOTrainer
 from flow_grpo.training.noise_levels import draw_noise_level
-from flow_grpo.types import Schedule, StepDistribution
+from flow_grpo.types import Schedule, StochasticSteps
 
 PROMPTS = ["a red cat", "a big dog"]  # of one length, so that pipelines encode both in one batch without padding
 ROWS = torch.arange(2)
@@ -88,8 +87,8 @@ def plain(pipe: DiffusionPipeline, name: str, policy: Policy, state: torch.Tenso
 
 def ours(policy: Policy, state: torch.Tensor) -> torch.Tensor:
     schedule, _ = policy.schedule(3)
-    velocity = policy.velocity_fn(schedule, policy.encode(PROMPTS))
-    return policy.decode(sampling.rollout(velocity, schedule, state, microbatch=2).final)
+    velocity = policy.velocity_fn(schedule, policy.encode(PROMPTS), torch.arange(2))
+    return policy.decode(sampling.rollout(velocity, schedule, state).final)
 
 
 @pytest.mark.parametrize("name", TINY)
@@ -106,11 +105,8 @@ def test_noise_0_is_the_pipelines_own_call(folders, name, guidance):
     assert schedule.sigmas.diff().max() < 0, "shares of noise, also of a pipeline that counts from noise to image"
     assert 0.99 < schedule.sigmas[0] <= 1
     assert schedule.sigmas[-1] == 0
-    for solver in SOLVERS:
-        trajectory = sampling.rollout(
-            lambda x, i, rows: x, schedule, state, microbatch=2, solver=ode_solver(solver, schedule)
-        )
-        assert trajectory.final.isfinite().all()
+    for solver in sampling.SOLVERS.values():
+        assert sampling.rollout(lambda x, i: x, schedule, state, solver=solver).final.isfinite().all()
 
 
 def shifted(level: torch.Tensor, scheduler: InterceptingScheduler, mu: float | None) -> torch.Tensor:
@@ -155,14 +151,14 @@ def test_stored_steps_replay_to_a_ratio_of_exactly_1_with_gradients(folders, nam
     stir(policy)
     schedule, shape = policy.schedule(3)
     prompts = [PROMPTS[0], PROMPTS[1], "a very long prompt about a dog"]
-    velocity = policy.velocity_fn(schedule, policy.encode(prompts))
+    velocity = policy.velocity_fn(schedule, policy.encode(prompts), torch.arange(3))
     start, step = torch.randn(2, 3, *shape, generator=torch.Generator().manual_seed(0))
-    stochastic = sampling.StochasticSteps([0, 1], StepDistribution("cps", noise_level=0.7), noise=lambda i: step)
-    trajectory = sampling.rollout(velocity, schedule, start, microbatch=3, stochastic=stochastic)
+    stochastic = StochasticSteps([0, 1], "cps", noise_level=0.7)
+    trajectory = sampling.rollout(velocity, schedule, start, stochastic=stochastic, noise=lambda i: step)
     rows = torch.arange(3)
     for k in range(2):  # of a pipeline with two experts, one computes each of them
         log_prob = sampling.replay(velocity, trajectory, k, rows).log_prob
-        assert torch.equal(log_prob, trajectory.log_prob_BK[rows, k])
+        assert torch.equal(log_prob, trajectory.log_prob[rows, k])
         log_prob.sum().backward()
     silent = [n for n, p in policy.trainable_parameters().items() if p.grad is None or not p.grad.any()]
     assert not [n for n in silent if not any(dead in n for dead in TINY[name].dead)]
@@ -277,7 +273,7 @@ def test_two_training_steps_have_a_ratio_of_1_finite_losses_and_gradients(folder
         microbatch=2,
         sampling={"steps": 3, "transition": "cps"},
         lora={"rank": 2, "alpha": 4},
-        output=str(tmp_path),
+        output_dir=str(tmp_path),
     )
     trainer = FlowGRPOTrainer(loaded(folders, name), [brightness], args, PROMPTS)
     for _ in range(2):

@@ -190,7 +190,7 @@ def test_two_processes_that_share_the_weights_do_what_one_does(tmp_path):
     ("setting", "sentence"),
     [
         ("objective={name: nft}", "keeps its old policy as a second LoRA"),
-        ("memory.quantize=int8", "lora=null trains all of them"),
+        ("memory.quantize=nf4", "lora=null trains all of them"),
     ],
 )
 def test_what_needs_a_base_that_is_not_trained_is_refused(tmp_path, setting, sentence):

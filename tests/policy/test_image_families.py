@@ -25,7 +25,7 @@ from flow_grpo.policy.interception import check_flow, images_to_tensor
 from flow_grpo.policy.loading import load_policy
 from flow_grpo.policy.policy import Policy
 from flow_grpo.trainer import FlowGRPOTrainer
-from flow_grpo.types import StepDistribution
+from flow_grpo.types import StochasticSteps
 
 RED, DOG = ImagePrompt("a red cat", [picture(1)]), ImagePrompt("a big dog", [picture(2)])
 WIDE = ImagePrompt("a red cat", [picture(3, size=(64, 128))])
@@ -73,8 +73,8 @@ def velocity(policy: Policy, state: torch.Tensor, prompts: list[str]) -> torch.T
 
 def ours(policy: Policy, state: torch.Tensor, prompts: list[str]) -> torch.Tensor:
     schedule, _ = policy.schedule(3)
-    of_prompts = policy.velocity_fn(schedule, policy.encode(prompts))
-    return policy.decode(sampling.rollout(of_prompts, schedule, state, microbatch=len(prompts)).final)
+    velocity = policy.velocity_fn(schedule, policy.encode(prompts), torch.arange(len(prompts)))
+    return policy.decode(sampling.rollout(velocity, schedule, state).final)
 
 
 def plain(pipe: DiffusionPipeline, name: str, policy: Policy, state: torch.Tensor, prompt: ImagePrompt) -> torch.Tensor:
@@ -167,14 +167,14 @@ def test_stored_steps_replay_to_a_ratio_of_exactly_1_with_gradients(folders, nam
     policy.add_lora(2, 4, None, seed=0)
     stir(policy)
     schedule, _ = policy.schedule(3)
-    of_prompts = policy.velocity_fn(schedule, policy.encode([RED, DOG, WIDE]))
+    velocity = policy.velocity_fn(schedule, policy.encode([RED, DOG, WIDE]), torch.arange(3))
     start = noise(policy, 3)
-    stochastic = sampling.StochasticSteps([0, 1], StepDistribution("cps", 0.7), noise=lambda i: start.flip(0))
-    trajectory = sampling.rollout(of_prompts, schedule, start, microbatch=3, stochastic=stochastic)
+    stochastic = StochasticSteps([0, 1], "cps", noise_level=0.7)
+    trajectory = sampling.rollout(velocity, schedule, start, stochastic=stochastic, noise=lambda i: start.flip(0))
     rows = torch.arange(3)
     for k in range(2):
-        log_prob = sampling.replay(of_prompts, trajectory, k, rows).log_prob
-        assert torch.equal(log_prob, trajectory.log_prob_BK[rows, k])
+        log_prob = sampling.replay(velocity, trajectory, k, rows).log_prob
+        assert torch.equal(log_prob, trajectory.log_prob[rows, k])
     log_prob.sum().backward()
     received = [p.grad is not None and bool(p.grad.any()) for p in policy.trainable_parameters().values()]
     assert sum(received) > 0.8 * len(received)
@@ -228,7 +228,7 @@ def test_two_training_steps_have_a_ratio_of_1_finite_losses_and_gradients(folder
         objective={"name": method},
         sampling=sampled,
         lora={"rank": 2, "alpha": 4},
-        output=str(tmp_path),
+        output_dir=str(tmp_path),
     )
     prompts = PromptSet([RED, DOG], [{}, {}])
     trainer = FlowGRPOTrainer(loaded(folders, name), [brighter_than_source], args, prompts)

@@ -62,15 +62,15 @@ def test_the_model_is_loaded_in_the_dtype_and_with_the_guidance_that_were_asked_
 
 
 def test_the_base_is_quantised_as_the_settings_say(monkeypatch):
-    """torchao and bitsandbytes need not be here: what diffusers is asked for is looked at."""
+    """bitsandbytes need not be here: what diffusers is asked for is looked at."""
     asked, load = [], DiffusionPipeline.from_pretrained
 
     def from_pretrained(source, quantization_config=None, **more):
         asked.append(quantization_config)
         return load(source, **more)
 
-    monkeypatch.setattr(loading, "quantization", lambda kind, dtype, pipeline: (kind, dtype))
+    monkeypatch.setattr(loading, "quantization", lambda dtype, pipeline: ("nf4", dtype))
     monkeypatch.setattr(DiffusionPipeline, "from_pretrained", from_pretrained)
-    tiny_policy(memory=MemoryConfig(quantize="int8"))
+    tiny_policy(memory=MemoryConfig(quantize="nf4"))
     tiny_policy()
-    assert asked == [("int8", torch.float32), None]
+    assert asked == [("nf4", torch.float32), None]

@@ -1,5 +1,6 @@
 """The settings of `memory`: less of it, and the same numbers."""
 
+import importlib.util
 import shutil
 import sys
 
@@ -264,8 +265,8 @@ def test_a_run_with_offloaded_blocks_has_a_ratio_of_exactly_1(flux, tmp_path, ke
     [
         (["memory={offload: groups, gradient_checkpointing: true, compile: true}"], r"does not go with memory\.compile"),
         (
-            ["memory={offload: groups, gradient_checkpointing: true, quantize: int8}"],
-            r"does not go with memory\.quantize=int8",
+            ["memory={offload: groups, gradient_checkpointing: true, quantize: nf4}"],
+            r"does not go with memory\.quantize=nf4",
         ),
         (["memory={offload: groups, gradient_checkpointing: true, shard: true}"], r"does not go with memory\.shard=fsdp2"),
         (["memory={offload: groups, gradient_checkpointing: true}", "lora=null"], "does not go with lora=null"),
@@ -276,18 +277,16 @@ def test_offloading_that_cannot_work_is_refused(tmp_path, words, message):
         FlowGRPOTrainer(args=short_run(tmp_path, *words))
 
 
-@pytest.mark.parametrize(("kind", "error"), [("int8", 0.05), ("fp8", 0.1), ("nf4", 0.4)])
-def test_a_quantised_base_is_near_the_whole_one_and_trains(flux, tmp_path, kind, error):
-    pytest.importorskip("bitsandbytes" if kind == "nf4" else "torchao")
-    if kind == "nf4" and not torch.cuda.is_available():
-        pytest.skip("bitsandbytes quantises on a GPU alone")
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="bitsandbytes quantises on a GPU alone")
+def test_a_quantised_base_is_near_the_whole_one_and_trains(flux, tmp_path):
+    pytest.importorskip("bitsandbytes")
     call = {"height": 32, "width": 48, "max_sequence_length": 16}
     expected = velocity(load_policy(str(flux), "cpu", "fp32", **call))
-    quantised = load_policy(str(flux), "cpu", "fp32", memory=MemoryConfig(quantize=kind), **call)
+    quantised = load_policy(str(flux), "cpu", "fp32", memory=MemoryConfig(quantize="nf4"), **call)
     off = (velocity(quantised) - expected).norm() / expected.norm()
-    assert 0 < off < error
+    assert 0 < off < 0.4
     size = ["height=32", "width=48", f"model={flux}", "pipeline_kwargs={max_sequence_length: 16}"]
-    trainer = FlowGRPOTrainer(args=short_run(tmp_path, *size, f"memory={{quantize: {kind}}}", "lora.targets=null"))
+    trainer = FlowGRPOTrainer(args=short_run(tmp_path, *size, "memory={quantize: nf4}", "lora.targets=null"))
     assert trainer.training_step()["ratio/first_update_max_deviation"] == 0
     assert all(parameter.dtype == torch.float32 for parameter in trainer.policy.trainable_parameters().values())
 
@@ -404,12 +403,10 @@ def test_layerwise_casting_that_cannot_work_is_refused(tmp_path, words, message)
         short_run(tmp_path, *words)
 
 
-@pytest.mark.parametrize("kind", ["int8", "fp8", "int4", "nf4"])
-def test_a_quantised_base_needs_its_package(flux, kind, monkeypatch):
-    for package in ("torchao", "torchao.quantization", "bitsandbytes"):
-        monkeypatch.setitem(sys.modules, package, None)
-    with pytest.raises(ValueError, match=r"torchao|bitsandbytes"):
-        load_policy(str(flux), "cpu", "fp32", memory=MemoryConfig(quantize=kind))
+@pytest.mark.skipif(importlib.util.find_spec("bitsandbytes") is not None, reason="bitsandbytes is installed")
+def test_a_quantised_base_needs_its_package(flux):
+    with pytest.raises(ValueError, match=r"memory\.quantize=nf4 needs bitsandbytes"):
+        load_policy(str(flux), "cpu", "fp32", memory=MemoryConfig(quantize="nf4"))
 
 
 def test_8_bit_adam_needs_its_package(tmp_path, monkeypatch):

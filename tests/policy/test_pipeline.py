@@ -15,14 +15,12 @@ from support.families import TINY, awake
 from flow_grpo import sampling
 from flow_grpo.data.prompts import PromptSet
 from flow_grpo.image_prompt import with_images
-from flow_grpo.methods import velocities_per_rollout
 from flow_grpo.policy import pipeline
 from flow_grpo.policy.encoding import ENCODE_BATCH, ENCODER_PREFIXES
 from flow_grpo.policy.families import Family
 from flow_grpo.policy.hub import BUNDLED_MODELS
 from flow_grpo.policy.interception import InterceptingScheduler
 from flow_grpo.policy.policy import Policy
-from flow_grpo.policy.solvers import SOLVERS, ode_solver
 from flow_grpo.types import Schedule
 
 LATENTS = torch.randn(3, 8, 8, 20, generator=torch.Generator().manual_seed(0))
@@ -56,8 +54,8 @@ def of_family(name: str) -> Policy:
 def drawn(policy: Policy, latents: torch.Tensor, prompts: list[str], steps: int = 3) -> torch.Tensor:
     """The ODE from these latents, through our path."""
     schedule, _ = policy.schedule(steps)
-    velocity = policy.velocity_fn(schedule, policy.encode(prompts))
-    return policy.decode(sampling.rollout(velocity, schedule, latents, microbatch=8).final)
+    velocity = policy.velocity_fn(schedule, policy.encode(prompts), torch.arange(len(prompts)))
+    return policy.decode(sampling.rollout(velocity, schedule, latents).final)
 
 
 class Calls:
@@ -360,15 +358,6 @@ def test_states_of_any_shape_are_given_to_the_pipeline(name):
     torch.testing.assert_close(v, torch.cat(alone), rtol=0, atol=1e-5)
     assert (policy.velocity(2 * x, schedule.timesteps[1], conditioning, rows) - v).abs().max() > 1e-4
     assert not torch.equal(policy.initial_latents(["a red cat", "a big dog"], seed=1), x)
-
-
-def test_heun_asks_twice_a_step_but_for_the_last_the_others_once(shared):
-    schedule, _ = shared.schedule(3)
-    assert ode_solver("euler", schedule) is None
-    calls = {name: ode_solver(name, schedule)(range(3))[0] for name in SOLVERS}
-    assert calls == {"heun": [0, 1, 1, 2, 2], "dpm_2m": [0, 1, 2], "ab2": [0, 1, 2]}
-    asked = {"euler": 3, **{name: len(steps) for name, steps in calls.items()}}
-    assert {name: velocities_per_rollout(name, 3) for name in ("euler", *SOLVERS)} == asked
 
 
 # -- pictures -------------------------------------------------------------------------------------------------------------

@@ -8,6 +8,7 @@ from support import families
 from support import small_policy as small
 from support.embedded import CALL, LATENTS, PROMPTS, ROWS, euler, stir, tiny_policy
 from support.method_names import STOCHASTIC
+from support.rollouts import of_rows, rollout
 
 from flow_grpo import sampling
 from flow_grpo.data.prompts import PromptSet
@@ -17,7 +18,7 @@ from flow_grpo.policy import policy as policy_module
 from flow_grpo.policy.loading import load_policy
 from flow_grpo.policy.memory import compile_blocks
 from flow_grpo.policy.policy import Policy
-from flow_grpo.types import StepDistribution
+from flow_grpo.types import StochasticSteps
 
 
 @pytest.mark.parametrize("guidance", [1.0, 3.0])
@@ -42,20 +43,17 @@ def test_replaying_stored_steps_with_gradients_gives_a_ratio_of_exactly_1(dtype,
     def velocity(x, i, rows):
         return policy.velocity(x, schedule.timesteps[i], conditioning, rows)
 
-    trajectory = sampling.rollout(
+    trajectory = rollout(
         velocity,
         schedule,
         sampling.batch_noise(shape, batch, 0, "start"),
         microbatch=3,
-        stochastic=sampling.StochasticSteps(
-            [0, 1, 2],
-            StepDistribution(transition, noise_level=0.7),
-            noise=lambda i: sampling.batch_noise(shape, batch, 0, "step", i),
-        ),
+        stochastic=StochasticSteps([0, 1, 2], transition, noise_level=0.7),
+        noise=lambda i: sampling.batch_noise(shape, batch, 0, "step", i),
     )
     for k in range(3):
         for rows in torch.arange(6).split(3):
-            log_prob = sampling.replay(velocity, trajectory, k, rows).log_prob
+            log_prob = sampling.replay(of_rows(velocity, rows), trajectory, k, rows).log_prob
             assert log_prob.requires_grad
             assert torch.equal(log_prob, trajectory.log_prob_BK[rows, k])
 
@@ -221,16 +219,20 @@ def test_all_weights_can_be_trained_in_place_of_a_lora(tmp_path):
 
 def test_replay_does_not_depend_on_the_micro_batch(policy):
     schedule, shape = policy.schedule(4)
-    velocity = policy.velocity_fn(schedule, policy.encode(PROMPTS * 2))
+    conditioning = policy.encode(PROMPTS * 2)
+
+    def velocity(x, i, rows):
+        return policy.velocity(x, schedule.timesteps[i], conditioning, rows)
+
     start, noise = torch.randn(2, 4, *shape, generator=torch.Generator().manual_seed(0))
-    stochastic = sampling.StochasticSteps([0, 1], StepDistribution("cps", noise_level=0.7), noise=lambda i: noise)
+    stochastic = StochasticSteps([0, 1], "cps", noise_level=0.7)
     trajectories = [
-        sampling.rollout(velocity, schedule, start, microbatch=microbatch, stochastic=stochastic) for microbatch in (4, 1)
+        rollout(velocity, schedule, start, microbatch, stochastic=stochastic, noise=lambda i: noise) for microbatch in (4, 1)
     ]
     torch.testing.assert_close(trajectories[0].final, trajectories[1].final, rtol=0, atol=1e-4)
     rows = torch.arange(4)
-    whole = sampling.replay(velocity, trajectories[0], 1, rows).v
-    single = torch.cat([sampling.replay(velocity, trajectories[0], 1, rows[i : i + 1]).v for i in range(4)])
+    whole = sampling.replay(of_rows(velocity, rows), trajectories[0], 1, rows).v
+    single = torch.cat([sampling.replay(of_rows(velocity, row), trajectories[0], 1, row).v for row in rows.split(1)])
     torch.testing.assert_close(whole, single, rtol=0, atol=1e-4)
 
 

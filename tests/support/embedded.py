@@ -31,13 +31,8 @@ def stir(policy: Policy, seed: int = 0) -> None:
 def euler(policy: Policy, latents: torch.Tensor, steps: int) -> torch.Tensor:
     """Noise 0 through our path, from the same latents as `pipe(...)`."""
     schedule, _ = policy.schedule(steps)
-    conditioning = policy.encode(PROMPTS)
-
-    def velocity(x, i, rows):
-        return policy.velocity(x, schedule.timesteps[i], conditioning, rows)
-
-    final = sampling.rollout(velocity, schedule, latents, microbatch=2).final
-    return policy.decode(final)
+    velocity = policy.velocity_fn(schedule, policy.encode(PROMPTS), torch.arange(len(PROMPTS)))
+    return policy.decode(sampling.rollout(velocity, schedule, latents).final)
 
 
 def short_run(output: Path, *overrides: str) -> FlowGRPOConfig:

@@ -1,8 +1,8 @@
-"""Names of `methods.py` by kind, so that a test of every method takes in a new one."""
+"""Names of transitions and objectives by kind, so that a test of every one takes in a new one."""
 
-from flow_grpo import methods
+from flow_grpo.config.objective import OBJECTIVES
+from flow_grpo.sde import TRANSITIONS
 
-WITH_NOISE = [name for name, row in methods.TRANSITIONS.items() if row.stochastic]
-# of these, the ones whose noise is independent of the other images and has all of the latent's dimensions
-STOCHASTIC = [name for name in WITH_NOISE if not methods.TRANSITIONS[name].between_images]
-ON_STEPS = [name for name, row in methods.OBJECTIVES.items() if row.stepwise]
+STOCHASTIC = [name for name, row in TRANSITIONS.items() if row.stochastic]
+ON_STEPS = [name for name, kind in OBJECTIVES.items() if kind.stepwise]
+ON_FINAL_LATENTS = [name for name, kind in OBJECTIVES.items() if not kind.stepwise]

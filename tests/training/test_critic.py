@@ -8,7 +8,7 @@ from torch.nn import functional
 
 from flow_grpo.config.objective import CriticConfig
 from flow_grpo.training.critic import Critic, gae
-from flow_grpo.types import Schedule, Trajectory
+from flow_grpo.types import Schedule, StochasticSteps, Trajectory
 
 SETTINGS = CriticConfig(width=8, lr=0.01, gae_lambda=0.7)
 SIGMAS = torch.tensor([1.0, 0.8, 0.5, 0.0])
@@ -16,7 +16,15 @@ SIGMAS = torch.tensor([1.0, 0.8, 0.5, 0.0])
 
 def trajectory(rows=5, shape=(2, 2, 3), steps=(0, 2)):
     x = torch.randn(rows, len(steps), *shape, generator=torch.Generator().manual_seed(0))
-    return Trajectory(Schedule(1000 * SIGMAS[:-1], SIGMAS), list(steps), x, x, x, x.flatten(2).mean(2), x[:, 0])
+    return Trajectory(
+        Schedule(1000 * SIGMAS[:-1], SIGMAS),
+        StochasticSteps(list(steps), "cps", 0.5),
+        x,
+        x,
+        x,
+        x.flatten(2).mean(2),
+        x[:, 0],
+    )
 
 
 def made(shape=(2, 2, 3), seed=0):

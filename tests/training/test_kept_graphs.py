@@ -42,7 +42,6 @@ def updated(keep, advantage=SOME, calls=None, before=lambda experience: None, po
     ours, seen, velocity = PolicyUpdate(policy, args, 0, processes or Processes()), [], policy.velocity
     for adapter in copied_references(args.objective):
         small.move(policy, seed=5, adapter=adapter)
-    ours.pack_rows = keep  # rows of kept graphs are in place all the same
     ours.optimizer.adamw.register_step_pre_hook(
         lambda adamw, *_: seen.extend(p.grad.clone() for group in adamw.param_groups for p in group["params"])
     )
@@ -59,7 +58,7 @@ def updated(keep, advantage=SOME, calls=None, before=lambda experience: None, po
 
 
 @pytest.mark.parametrize("microbatch", [2, 4, 12])
-@pytest.mark.parametrize("transition", ["cps", "flow_sde", "difference"])
+@pytest.mark.parametrize("transition", ["cps", "flow_sde"])
 def test_the_gradient_is_the_replays_to_the_last_bit(microbatch, transition):
     kept, replayed = (updated(keep, microbatch=microbatch, sampling={"transition": transition}) for keep in (True, False))
     assert kept[0] == replayed[0]
@@ -79,22 +78,19 @@ def check_equal(kept, replayed, *others):
 BY_STEP = SOME[..., None] * torch.tensor([1.0, -0.5])  # as a critic has it
 EMA = {"to": "ema", "weight": 2.0, "decay": 0.3, "kl": "velocity"}
 GUIDED = {"to": "guided", "weight": 0.7, "guidance": 4.5}
-SDE, LINES = {"transition": "flow_sde"}, {"transition": "difference"}
+SDE = {"transition": "flow_sde"}
 
 
 @pytest.mark.parametrize(("objective", "sampling", "advantage"), [
     ({"name": "reinforce", "step_weight": "std"}, {}, SOME),
     ({"name": "grpo_guard"}, {}, SOME),
-    ({"name": "grpo_guard"}, LINES, SOME),
     ({"name": "dppo"}, {}, SOME),
     ({"name": "ppo"}, {}, BY_STEP),
     ({"kl": "gaussian", "kl_weight": 3.0}, {}, SOME),
     ({"kl": "velocity", "kl_weight": 3.0}, {}, SOME),
-    ({"kl": "gaussian", "kl_weight": 3.0}, LINES, SOME),
     ({"kl": "k3", "kl_weight": 1e4}, {}, SOME),
     ({"kl": "flow_grpo", "kl_weight": 3.0}, SDE, SOME),
-    ({"anchors": [EMA, {**GUIDED, "gate": "advantage"}]}, {}, SOME),
-    ({"norm_guard": 1000.0}, {}, SOME),
+    ({"anchors": [EMA, GUIDED]}, {}, SOME),
 ])  # fmt: skip
 def test_so_it_is_with_each_objective_and_anchor(objective, sampling, advantage):
     kept, replayed = (updated(k, advantage, objective=objective, sampling=sampling) for k in (True, False))
@@ -160,14 +156,14 @@ def test_what_is_sampled_is_the_same_and_has_no_gradient(shared):
     for keep in (True, False):
         args = settings(keep, sampling={"shared_initial_noise": shared})
         trajectories.append(small.experience(policy, args, SOME, [1, 2]).trajectory)
-    for name in ("x", "x_next", "mean", "log_prob_BK", "final"):
+    for name in ("x", "x_next", "mean", "log_prob", "final"):
         assert torch.equal(getattr(trajectories[0], name), getattr(trajectories[1], name))
         assert not getattr(trajectories[0], name).requires_grad
     assert sorted(trajectories[0].graphs) == [0, 4, 8]
     assert not trajectories[1].graphs
     for graph, k in zip(trajectories[0].graphs[4], (0, 1), strict=True):
         assert torch.equal(graph.mean, trajectories[0].mean[4:8, k])
-        assert torch.equal(graph.log_prob, trajectories[0].log_prob_BK[4:8, k])
+        assert torch.equal(graph.log_prob, trajectories[0].log_prob[4:8, k])
         assert graph.v.requires_grad
         assert graph.log_prob.requires_grad
 
@@ -215,7 +211,7 @@ def test_no_graph_is_alive_after_its_update():
 
 def test_a_number_that_is_none_is_refused_and_not_tried_again():
     def before(experience):
-        experience.trajectory.log_prob_BK[0, 0] = float("nan")
+        experience.trajectory.log_prob[0, 0] = float("nan")
 
     with pytest.raises(ValueError, match="deviates from 1 by nan"):
         updated(True, before=before)

@@ -10,7 +10,7 @@ from scipy import stats
 from support import small_policy as small
 
 from flow_grpo import sampling, sde
-from flow_grpo.config.objective_types import section_type
+from flow_grpo.config.objective import section_type
 from flow_grpo.policy.conditioning import Conditioning
 from flow_grpo.policy.policy import Policy
 from flow_grpo.training.custom import load_custom_function
@@ -53,8 +53,7 @@ class Seen:
         self.v, self.mean, self.std, self.delta = v, mean, float(std), after - sigma
         residual = (t.x_next[:, k].double() - mean).square().flatten(1).mean(1)
         self.log_prob = -residual / (2 * self.std**2) - math.log(self.std) - 0.5 * math.log(2 * math.pi)
-        self.unnormalized = -residual
-        self.old_log_prob, self.old_mean = t.log_prob_BK[:, k].double(), t.mean[:, k].double()
+        self.old_log_prob, self.old_mean = t.log_prob[:, k].double(), t.mean[:, k].double()
         self.ratio = (self.log_prob - self.old_log_prob).exp()
         self.moved = (mean - self.old_mean).square().flatten(1).mean(1) / (2 * self.std**2)
 
@@ -91,7 +90,7 @@ def test_the_losses_of_objectives_on_steps_are_their_formulas(name):
     policy, args, experience = collected(objective=objective)
     terms, advantage = step_terms(policy, args, experience), experience.advantage.double()
     assert terms.count == 2
-    assert terms.has_ratio
+    assert terms.fixed_positions
     for k, loss in enumerate(terms.losses(torch.arange(6), ALL)):
         seen = Seen(policy, args, experience, k)
         std, ratio = seen.std, seen.ratio
@@ -115,14 +114,6 @@ def test_the_ratio_is_exactly_1_before_the_policy_has_moved():
     policy, args, experience = collected(moved=0.0)
     for loss in step_terms(policy, args, experience).losses(torch.arange(6), ALL):
         assert (loss.metrics["ratio/max_deviation"] == 0).all()
-
-
-@pytest.mark.parametrize("name", ["unnormalized", "gaussian"])
-def test_the_log_probability_is_the_one_that_is_asked_for(name):
-    policy, args, experience = collected(sampling={"log_prob": name}, objective={"name": "reinforce"})
-    for k, loss in enumerate(step_terms(policy, args, experience).losses(torch.arange(6), ALL)):
-        seen = Seen(policy, args, experience, k)
-        check(policy, loss, -experience.advantage * (seen.unnormalized if name == "unnormalized" else seen.log_prob))
 
 
 def test_each_trained_step_takes_its_own_advantage_and_rows_come_in_the_order_they_are_asked_in():
@@ -234,7 +225,7 @@ def straight(steps=4):
 
 def ended(final, schedule=None):
     none = torch.zeros(len(final), 0)
-    return Trajectory(schedule or straight(), [], none, none, none, none, final)
+    return Trajectory(schedule or straight(), None, none, none, none, none, final)
 
 
 def drawn(shape=(1,), prompts=2, images=1, step=0, seed=0, schedule=None, **objective):
@@ -324,7 +315,7 @@ def error(experience, terms, draw, v):
 
 def test_awm_is_the_clipped_ratio_of_errors_now_and_before_the_updates():
     policy, _, experience, terms, before = finals("awm", updates=2, objective={"clip_low": 0.02, "clip_high": 0.04})
-    assert terms.has_ratio
+    assert terms.fixed_positions
     rows = torch.tensor([5, 1, 2])
     for draw, loss in enumerate(terms.losses(rows, ALL[:3])):
         ratio = (
@@ -337,7 +328,7 @@ def test_awm_is_the_clipped_ratio_of_errors_now_and_before_the_updates():
 @pytest.mark.parametrize("weight", ["uniform", "ghuber"])
 def test_awm_with_one_update_compares_with_itself(weight):
     policy, _, experience, terms, _ = finals("awm", objective={"loss_weight": weight})
-    assert not terms.has_ratio
+    assert not terms.fixed_positions
     for draw, loss in enumerate(terms.losses(torch.arange(8), torch.ones(8, dtype=torch.bool))):
         e = error(experience, terms, draw, velocity(policy, terms, draw))
         sigma = terms.noise_levels[draw].sigma.double()
@@ -352,7 +343,7 @@ def test_awm_with_one_update_compares_with_itself(weight):
 ])  # fmt: skip
 def test_the_velocity_before_the_updates_is_kept_where_an_objective_compares_with_it(name, updates, epochs, compares):
     policy, _, _, terms, before = finals(name, updates=updates, epochs=epochs)
-    assert terms.has_ratio == compares
+    assert terms.fixed_positions == compares
     for draw in range(2):
         image = terms._image(draw, terms._noised(draw, torch.tensor([6, 1])), {})
         now = velocity(policy, terms, draw)

@@ -6,7 +6,7 @@ from scipy import stats
 from support import small_policy as small
 
 from flow_grpo import sampling
-from flow_grpo.config.objective_types import section_type
+from flow_grpo.config.objective import section_type
 from flow_grpo.config.run_config import FlowGRPOConfig
 from flow_grpo.training.noise_levels import add_noise, draw_noise_level
 from flow_grpo.types import NoisedImage, Schedule
@@ -20,23 +20,6 @@ def drawn(prompts=3, images=2, draw=0, schedule=STRAIGHT, step=4, shape=(2,), **
     objective = section_type("sft")(name="sft", **settings)
     batch = small.PromptSet(["a"] * prompts, [{}] * prompts).repeat(images)
     return draw_noise_level(batch, schedule, shape, objective, seed=1, step=step, draw=draw)
-
-
-def test_logit_normal_noise_levels_have_normal_logits_with_that_location_and_scale():
-    """arXiv 2403.03206, section 3.1."""
-    level = drawn(2000, 1, sigma_distribution="logit_normal", logit_location=0.7, logit_scale=0.6)
-    assert stats.kstest(level.sigma.double().logit().numpy(), stats.norm(0.7, 0.6).cdf).pvalue > 0.01
-    torch.testing.assert_close(level.timestep, 1000 * level.sigma)
-    wide = drawn(2000, 1, sigma_distribution="logit_normal", sigma_range=(0.2, 0.6)).sigma
-    assert stats.kstest(((wide - 0.2) / 0.4).double().logit().numpy(), "norm").pvalue > 0.01
-
-
-def test_the_logit_normal_is_shifted_by_the_schedule():
-    """Up to the schedule's linear pieces, the level s becomes 3 s / (1 + 2 s)."""
-    settings = {"sigma_distribution": "logit_normal"}
-    plain, sigma = drawn(200, 1, **settings).sigma, drawn(200, 1, schedule=SHIFTED, **settings).sigma
-    torch.testing.assert_close(sigma, 3 * plain / (1 + 2 * plain), rtol=0, atol=0.02)
-    assert (sigma - plain).max() > 0.2
 
 
 def test_levels_of_the_schedule_are_its_own_pairs_equally_often():
@@ -75,7 +58,7 @@ def test_presets_noise_each_image_by_itself_to_different_steps_of_the_published_
     assert len(levels[0].eps.unique(dim=0)) == len(batch.prompts), "and their own noise"
 
 
-@pytest.mark.parametrize("distribution", ["uniform", "logit_normal", "schedule"])
+@pytest.mark.parametrize("distribution", ["uniform", "schedule"])
 @pytest.mark.parametrize("shared", [True, False])
 def test_noise_is_shared_by_a_group_or_each_images_own(distribution, shared):
     for values in vars(drawn(40, 2, sigma_distribution=distribution, shared_noise=shared)).values():
@@ -108,8 +91,6 @@ def test_noised_latents_lie_between_image_and_noise_and_are_those_that_objective
 @pytest.mark.parametrize(
     ("objective", "words"),
     [
-        ({"name": "sft", "logit_scale": 2.0}, "are for sigma_distribution=logit_normal, not uniform: remove them"),
-        ({"name": "sft", "sigma_distribution": "schedule", "logit_location": 1.0}, "not schedule: remove them"),
         (
             {"name": "sft", "sigma_distribution": "schedule", "num_noise_levels": 4, "sigma_range": (0.5, 1.0)},
             "sigma_range has 3 of the 4 sampling steps: set a wider sigma_range, or fewer noise levels",

@@ -11,14 +11,13 @@ import torch
 import yaml
 from support import small_policy as small
 from support.embedded import short_run, tiny_policy
-from support.method_names import ON_STEPS, WITH_NOISE
+from support.method_names import ON_FINAL_LATENTS, ON_STEPS, STOCHASTIC
 from support.paths import SAMPLE_OBJECTIVES, SAMPLE_REWARDS
 from support.run_contents import numbers, same, weights
 
-from flow_grpo import methods
 from flow_grpo.config import FlowGRPOConfig
 from flow_grpo.config.anchors import DecayRamp
-from flow_grpo.config.objective import CriticConfig
+from flow_grpo.config.objective import OBJECTIVES, CriticConfig
 from flow_grpo.config.sections import OptimizerConfig
 from flow_grpo.data.grid import ImageInfo, save_grid, save_image
 from flow_grpo.distributed.processes import Processes
@@ -29,17 +28,16 @@ from flow_grpo.training.critic import Critic, gae
 from flow_grpo.training.interrupt import Interrupted
 from flow_grpo.training.optimizer import Optimizer
 from flow_grpo.training.step_loss import ClipRange
-from flow_grpo.training.windows import most_variable_window, step_reward_variance
 
 BRIGHT = f"{SAMPLE_REWARDS}:brightness"
 OWN = SAMPLE_OBJECTIVES
 ODE = "sampling={steps: 4, transition: ode}"
 STEPS = [*ON_STEPS, f"{OWN}:sigmoid"]
-FINALS = [*(name for name, row in methods.OBJECTIVES.items() if not row.stepwise), f"{OWN}:matching"]
+FINALS = [*ON_FINAL_LATENTS, f"{OWN}:matching"]
 
 
 def objective(name: str, **settings) -> list[str]:
-    clips = name in ON_STEPS and "clip" in methods.OBJECTIVES[name].settings
+    clips = name in ON_STEPS and "clip_low" in OBJECTIVES[name].model_fields
     wide = {"clip_low": 0.1, "clip_high": 0.1} if clips else {}
     text = json.dumps({"name": name, **wide, **settings})
     return [f"objective={text}", *([ODE] if name in FINALS else [])]
@@ -49,7 +47,7 @@ pytestmark = pytest.mark.usefixtures("no_report")
 QUICK = ("grpo", "awm")  # one of steps, one of final latents
 
 
-@pytest.mark.parametrize("transition", WITH_NOISE)
+@pytest.mark.parametrize("transition", STOCHASTIC)
 @pytest.mark.parametrize("name", STEPS)
 def test_the_ratio_is_exactly_1_for_every_combination(tmp_path, name, transition):
     dtype = "bf16" if transition in ("cps", "flow_sde") else "fp32"
@@ -373,26 +371,8 @@ def test_an_own_objective_that_is_not_there_is_reported_before_the_run(tmp_path,
         small.trainer(short_run(tmp_path, *objective(name)))
 
 
-def test_an_auto_window_lies_where_the_reward_varies(tmp_path):
-    """The images of a prompt share all but one step's noise: without it they are one picture, however much prompts differ."""
-    auto = "sampling={steps: 6, transition: cps, noise_level: 0.8, window: {schedule: auto, size: 2}}"
-    trainer = small.trainer(short_run(tmp_path, auto, "images_per_prompt=8", "microbatch=16"))
-    part = trainer.stage.args
-    still = step_reward_variance(
-        trainer.policy, part, trainer.train_set, trainer.rewards, transition="cps", noise_level=1e-4
-    )
-    owned = step_reward_variance(trainer.policy, part, trainer.train_set, trainer.rewards, transition="cps", noise_level=0.8)
-    assert [one.step for one in owned] == [0, 1, 2, 3, 4]
-    assert max(one.variance for one in still) < 1e-4 * max(one.variance for one in owned)
-    sums = [owned[k].variance + owned[k + 1].variance for k in range(4)]
-    window = trainer.stage.window(0)
-    assert window == [most_variable_window(owned, 2), most_variable_window(owned, 2) + 1]
-    assert sums[window[0]] == max(sums)
-    assert trainer.stage.window(7) == window
-
-
 @pytest.mark.parametrize(
-    ("name", "solver", "more"), [("nft", "heun", []), ("grpo", "dpm_2m", ["sampling.window.last_step=0"])]
+    ("name", "solver", "more"), [("nft", "dpm_2m", []), ("grpo", "dpm_2m", ["sampling.window.last_step=0"])]
 )
 def test_a_solver_of_order_2_draws_the_rollouts(tmp_path, name, solver, more):
     """The ratio of the trained steps stays exactly 1."""
@@ -625,7 +605,7 @@ def test_stages_that_make_no_sense_are_refused(tmp_path):
 
 
 def test_a_stage_has_what_is_its_own(tmp_path):
-    """Micro-batches that divide its rows, no resampling of given images, and a sliding window that begins with it."""
+    """Micro-batches that divide its rows, and no resampling of given images."""
     first = {
         "steps": 2,
         "objective": {"name": "sft", "dataset": "x"},
@@ -641,18 +621,11 @@ def test_a_stage_has_what_is_its_own(tmp_path):
         "images_per_prompt=6",
     ]
     both += ["sampling.keep_graphs=false"]
-    slides = "sampling.window={schedule: sliding, size: 1, shift_every: 2, last_step: 2}"
-    given = FlowGRPOConfig.from_yaml("tiny_grpo", [*both, slides, f"stages={json.dumps([first, second])}"])
+    given = FlowGRPOConfig.from_yaml("tiny_grpo", [*both, f"stages={json.dumps([first, second])}"])
     parts = [part for _, part in given.resolved_stages()]
     assert [(part.dynamic_sampling_rounds, part.microbatch) for part in parts] == [(0, 48), (1, 18)]
     assert [stage.get("microbatch") for stage in given.stages] == [None, 18]
     assert FlowGRPOConfig.model_validate(yaml.safe_load(given.to_yaml())) == given, "as a run folder keeps it"
-    trainer = small.trainer(short_run(tmp_path, slides, f"stages={json.dumps([{'steps': 3}, {'steps': 4}])}"))
-    windows = []
-    for step in range(3, 7):
-        trainer.state.enter_stage(step)
-        windows += trainer.stage.window(step)
-    assert windows == [0, 0, 1, 1]
 
 
 def test_per_step_credit_is_given_where_the_images_of_a_prompt_part(tmp_path):

@@ -182,16 +182,6 @@ def test_a_prompt_may_name_only_rewards_of_the_run(own, words):
         collect(prompts=prompts)
 
 
-def test_a_gate_that_ranks_images_refuses_prompts_with_rewards_of_their_own(tmp_path):
-    anchors = [{"to": "base", "weight": 0.1, "gate": "disagreement"}]
-    args = small.settings(
-        rewards={"jpeg_size": 1, "sharpness": 1, "color": 0}, objective={"anchors": anchors}, output_dir=f"{tmp_path}/run"
-    )
-    prompts = small.PromptSet(["a cat", "a dog", "a sun"], [{"rewards": "sharpness"}, {}, {}])
-    with pytest.raises(ValueError, match="prompts with rewards of their own have no common scale"):
-        FlowGRPOTrainer(small.policy(), None, args, prompts)
-
-
 def brighter(first, second, prompts):
     return (first.mean((1, 2, 3)) > second.mean((1, 2, 3))).float()
 

@@ -10,7 +10,6 @@ from support import small_policy as small
 from flow_grpo import sde
 from flow_grpo.config.sections import OptimizerConfig
 from flow_grpo.distributed.processes import Processes
-from flow_grpo.training import update
 from flow_grpo.training.update import PolicyUpdate
 
 WINDOW = [0, 1]
@@ -55,7 +54,7 @@ def surrogate(policy, args, experience, rows):
         mean, std = sde.transition("cps", t.x[rows, k].double(), v, sigma, after, 0.8)
         residual = (t.x_next[rows, k].double() - mean).square().flatten(1).mean(1)
         log_prob = -residual / (2 * float(std) ** 2) - math.log(float(std)) - 0.5 * math.log(2 * math.pi)
-        ratio, advantage = (log_prob - t.log_prob_BK[rows, k].double()).exp(), experience.advantage[rows].double()
+        ratio, advantage = (log_prob - t.log_prob[rows, k].double()).exp(), experience.advantage[rows].double()
         clipped = ratio.clamp(1 - args.objective.clip_low, 1 + args.objective.clip_high)
         columns.append(-torch.minimum(ratio * advantage, clipped * advantage))
         ratios.append(ratio.detach())
@@ -188,13 +187,11 @@ def test_the_micro_batch_changes_nothing(microbatch):
     torch.testing.assert_close(results[0][1], results[1][1], rtol=1e-3, atol=1e-5)
 
 
-@pytest.mark.parametrize("pack_rows", [True, False])
-def test_the_gradient_is_the_mean_over_all_groups_of_the_update_and_all_trained_steps(pack_rows):
-    """Also of those without signal, which are packed away or keep their places with weight 0."""
+def test_the_gradient_is_the_mean_over_all_groups_of_the_update_and_all_trained_steps():
+    """Also of those without signal, which keep their places with weight 0."""
     advantage = torch.zeros(6, 4)  # 24 rows, of which 12 have signal
     advantage[[1, 3, 5]] = torch.cat([ADVANTAGE[:3], ADVANTAGE[:3, :1].flip(0)], 1)
     policy, args, ours = made(prompts_per_step=6, images_per_prompt=4, microbatch=8)
-    ours.pack_rows = pack_rows
     given, sizes, velocity = small.experience(policy, args, advantage, WINDOW), [], policy.velocity
     values, _ = surrogate(policy, args, given, torch.arange(24))
     expected = torch.cat([g.flatten() for g in gradient(policy, values.sum() / 24 / 2)])
@@ -208,15 +205,11 @@ def test_the_gradient_is_the_mean_over_all_groups_of_the_update_and_all_trained_
     metrics = ours(given, 0)
     assert metrics["grad_norm"] == pytest.approx(float(expected.norm()), rel=1e-3)
     torch.testing.assert_close(seen[0].double(), expected, rtol=1e-3, atol=1e-6)
-    packed, in_place = [8] * 4, [8] * 6  # for both trained steps, and with rows that fill up
-    assert sizes == (packed if ours.pack_rows else packed + in_place if pack_rows else in_place), (
-        "as this machine's kernels allow"
-    )
+    assert sizes == [8] * 6, "three chunks for both trained steps"
 
 
 def test_a_chunk_without_any_signal_is_not_computed_where_rows_keep_their_places():
     policy, args, ours = made(microbatch=3)
-    ours.pack_rows = False
     given, sizes, velocity = small.experience(policy, args, ADVANTAGE.roll(1, 0), WINDOW), [], policy.velocity
     policy.velocity = lambda x, *rest: sizes.append(len(x)) or velocity(x, *rest)
     ours(given, 0)
@@ -343,24 +336,6 @@ def depends_on_place(policy, by=1e-4):
     policy.velocity = lambda x, *rest: velocity(x, *rest) + by * torch.arange(len(x)).view(-1, 1, 1, 1)
 
 
-def test_rows_go_back_to_their_places_where_a_kernel_depends_on_them_and_nothing_is_counted_twice():
-    seen, metrics = [], []
-    for pack_rows in (True, False):
-        policy, args, ours = made(objective={"clip_low": "auto", "clip_high": "auto"}, epochs=2)
-        depends_on_place(policy)
-        ours.pack_rows = pack_rows
-        given = small.experience(policy, args, ADVANTAGE.roll(1, 0), WINDOW)
-        seen.append(gradients_of(ours))
-        metrics.append(ours(given, 0))
-        assert not ours.pack_rows
-        assert not ours.mid_step
-    assert len(seen[0]) == len(seen[1]) == 2
-    assert all(torch.equal(one, other) for one, other in zip(*seen, strict=True))
-    assert metrics[0] == metrics[1]
-    assert metrics[0]["ratio/first_update_max_deviation"] == 0
-    assert metrics[0]["clip_range/step_0"] > 0
-
-
 def test_a_ratio_that_is_not_1_in_its_place_is_an_error_that_leaves_nothing():
     policy, args, ours = made()
     given, before = small.experience(policy, args, ADVANTAGE, WINDOW), trained(policy)
@@ -376,7 +351,6 @@ def test_a_ratio_that_is_not_1_in_its_place_is_an_error_that_leaves_nothing():
 def test_another_processs_ratio_is_ones_own():
     for ratio in (0.5, math.nan):
         policy, args, ours = made(processes=small.Two(lambda value, ratio=ratio: ratio if value == 0.0 else value))
-        ours.pack_rows = False
         with pytest.raises(ValueError, match=r"deviates from 1 by (5.0e-01|nan)"):
             ours(small.experience(policy, args, ADVANTAGE, WINDOW), 0)
 
@@ -386,7 +360,6 @@ def test_an_objective_that_compares_with_nothing_has_no_ratio_to_check():
     depends_on_place(policy)
     metrics = ours(small.experience(policy, args, ADVANTAGE, []), 0)
     assert "ratio/first_update_max_deviation" not in metrics
-    assert ours.pack_rows
     assert metrics["grad_norm"] > 0
 
 
@@ -397,9 +370,8 @@ def test_a_single_row_is_enough_for_an_update():
     assert ours(given, 0)["grad_norm"] > 0
 
 
-def test_where_nothing_is_compared_rows_are_packed_in_any_case():
+def test_rows_are_adjacent_where_nothing_is_compared():
     policy, args, ours = made(sampling={"transition": "ode"}, objective={"name": "sft"}, microbatch=3)
-    ours.pack_rows = False
     given, sizes, velocity = small.experience(policy, args, ADVANTAGE, []), [], policy.velocity
     given = given.__class__(**{**vars(given), "rows": torch.tensor([0, 4, 8]), "rows_per_group": 1})
     policy.velocity = lambda x, *rest: sizes.append(len(x)) or velocity(x, *rest)
@@ -497,15 +469,12 @@ def test_clip_ranges_adapt_after_each_update_and_are_logged():
 def test_an_update_goes_on_from_a_state():
     policy, args, ours = made(optimizer={"lr": 0.05})
     ours(small.experience(policy, args, ADVANTAGE, WINDOW), 0)
-    ours.pack_rows = False
     state = ours.state_dict()
     kept = state["optimizer"]["state"][0]["exp_avg"].clone()
     _, _, other = made(policy=policy, optimizer={"lr": 0.05})
     other.load_state_dict(state)
-    assert not other.pack_rows
     moments = zip(*(one.optimizer.adamw.state_dict()["state"].values() for one in (ours, other)), strict=True)
     assert all(torch.equal(a[name], b[name]) for a, b in moments for name in ("exp_avg", "exp_avg_sq", "step"))
-    assert PolicyUpdate(policy, args, 0, Processes()).pack_rows
     ours(small.experience(policy, args, ADVANTAGE, WINDOW), 0)
     assert torch.equal(state["optimizer"]["state"][0]["exp_avg"], kept), "it is a copy"
 
@@ -549,46 +518,9 @@ def test_processes_in_step_go_backward_as_often_as_the_one_with_most_rows(synchr
     assert metrics["ratio/mean"] == pytest.approx(1)
 
 
-def test_weights_are_shared_out_among_several_processes_alone(monkeypatch):
-    class Shared:
-        is_sharded = True
-
-        def __init__(self, *given):
-            self.given = given
-
-    monkeypatch.setattr(update, "ZeroOptimizer", Shared)
-    policy, processes = small.policy(), small.Two()
-    for shard, count, expected in (
-        ("zero1", 2, True),
-        ("zero2", 2, True),
-        ("zero1", 1, False),
-        ("fsdp2", 2, False),
-        (None, 2, False),
-    ):
-        args = settings(memory={"shard": shard}, optimizer={"name": "adamw"})
-        where = processes if count == 2 else Processes()
-        ours = PolicyUpdate(policy, args, 0, where)
-        assert isinstance(ours.optimizer, Shared) == expected
-        assert ours.is_sharded == expected
-        if expected:
-            assert ours.optimizer.given == (policy, args.optimizer, where, shard)
-
-
 def test_the_settings_of_a_part_reach_its_optimizer():
     _, _, ours = made(optimizer={"betas": (0.1, 0.2), "weight_decay": 0.7, "max_grad_norm": 0.4})
     expected = OptimizerConfig(betas=(0.1, 0.2), weight_decay=0.7, max_grad_norm=0.4, **SMOOTH)
     [group] = ours.optimizer.adamw.param_groups
     assert (group["betas"], group["weight_decay"], group["eps"]) == (expected.betas, 0.7, 0.05)
     assert ours.optimizer.max_norm == 0.4
-
-
-def test_the_steps_at_which_anchors_were_renewed_are_part_of_the_state():
-    anchors = [{"to": "reset", "weight": 1.0, "every": 3}]
-    args = small.settings(objective={"name": "grpo", "anchors": anchors})
-    policy = small.policy()
-    policy.lora.add_adapter_copy("anchor_reset")
-    one, other = (PolicyUpdate(policy, args, 0, Processes()) for _ in range(2))
-    one.anchors.load_state_dict({"anchor_reset": 6})
-    assert one.state_dict()["anchors"] == {"anchor_reset": 6} != other.state_dict()["anchors"]
-    other.load_state_dict(one.state_dict())
-    assert other.state_dict()["anchors"] == {"anchor_reset": 6}

@@ -15,23 +15,21 @@ from flow_grpo.rewards import WeightedSum
 from flow_grpo.training.interrupt import Interrupted
 from flow_grpo.training.windows import (
     StepVariance,
-    WindowSchedule,
     most_variable_window,
     step_reward_variance,
     trained_steps,
 )
-from flow_grpo.types import StepDistribution
+from flow_grpo.types import StochasticSteps
 
 SIZES = {"prompts_per_step": 3, "images_per_prompt": 4, "microbatch": 6}
 
 
-def windowed(schedule, steps=8, size=2, first_step=1, last_step=5, shift_every=1):
+def windowed(schedule, steps=8, size=2, first_step=1, last_step=5):
     window = {
         "schedule": schedule,
         "size": size,
         "first_step": first_step,
         "last_step": last_step,
-        "shift_every": shift_every,
     }
     return SamplingConfig.model_validate({"steps": steps, "window": window})
 
@@ -41,13 +39,10 @@ def windowed(schedule, steps=8, size=2, first_step=1, last_step=5, shift_every=1
     [
         ("all", 0, [1, 2, 3, 4, 5]),
         ("fixed", 9, [1, 2]),
-        ("sliding", 0, [1, 2]),
-        ("sliding", 3, [2, 3]),
-        ("sliding", 15, [2, 3]),
     ],
 )
 def test_a_window_has_the_steps_of_its_schedule(schedule, step, expected):
-    assert trained_steps(windowed(schedule, shift_every=3), step, seed=0) == expected
+    assert trained_steps(windowed(schedule), step, seed=0) == expected
 
 
 def test_a_random_window_depends_on_seed_and_step_and_covers_every_place():
@@ -65,7 +60,7 @@ def test_random_windows_are_those_of_earlier_versions():
 
 def test_a_window_ends_with_the_schedule_and_may_fill_it():
     assert trained_steps(windowed("all", steps=4, last_step=9), 0, seed=0) == [1, 2, 3]
-    for schedule in ("fixed", "random", "sliding"):
+    for schedule in ("fixed", "random"):
         whole = windowed(schedule, steps=4, size=4, first_step=0, last_step=9)
         assert trained_steps(whole, 7, seed=0) == [0, 1, 2, 3]
 
@@ -75,15 +70,10 @@ def test_by_default_the_last_step_is_not_trained():
     assert windowed("all", steps=4, last_step=None).num_trained_steps == 2
 
 
-@pytest.mark.parametrize("schedule", ["fixed", "random", "sliding"])
+@pytest.mark.parametrize("schedule", ["fixed", "random"])
 def test_a_window_that_does_not_fit_is_refused(schedule):
     with pytest.raises(ValueError, match="a window of 4 steps does not fit into steps 3 to 5"):
         trained_steps(windowed(schedule, size=4, first_step=3), 0, seed=0)
-
-
-def test_a_window_that_is_measured_is_not_known_from_settings():
-    with pytest.raises(ValueError, match="unknown window 'auto'"):
-        trained_steps(windowed("auto"), 0, seed=0)
 
 
 def bright(images, prompts):
@@ -96,11 +86,11 @@ def by_hand(policy, args, transition: str, noise_level: float, step: int) -> tor
     schedule, shape = policy.schedule(args.sampling.steps)
     noise = sampling.batch_noise(shape, batch, args.seed, "step", 0, step)
     final = sampling.rollout(
-        policy.velocity_fn(schedule, policy.encode(batch.prompts)),
+        policy.velocity_fn(schedule, policy.encode(batch.prompts), torch.arange(12)),
         schedule,
         sampling.batch_noise(shape, batch, args.seed, "start", 0, shared=True),
-        microbatch=6,
-        stochastic=sampling.StochasticSteps([step], StepDistribution(transition, noise_level), noise=lambda i: noise),
+        stochastic=StochasticSteps([step], transition, noise_level),
+        noise=lambda i: noise,
     ).final
     return bright(policy.decode(final), batch.prompts).view(3, 4)
 
@@ -109,7 +99,7 @@ def by_hand(policy, args, transition: str, noise_level: float, step: int) -> tor
     ("sampled", "window", "steps"),
     [
         ({"steps": 4, "transition": "cps", "noise_level": 0.8}, {"schedule": "all"}, [0, 1, 2]),
-        ({"steps": 5, "transition": "cps", "noise_level": 0.8, "branches": [2, 2]}, {"schedule": "fixed", "size": 2}, [0, 1, 2, 3]),
+        ({"steps": 5, "transition": "cps", "noise_level": 0.8}, {"schedule": "fixed", "size": 2}, [0, 1, 2, 3]),
         ({"steps": 5}, {"schedule": "fixed", "size": 2, "first_step": 1, "last_step": 2}, [1, 2]),
     ],
 )  # fmt: skip
@@ -165,9 +155,3 @@ def test_one_process_leaves_a_measurement_before_its_next_forward_pass_and_sever
 def test_the_window_has_the_largest_sum_of_variances(size, first):
     measured = [StepVariance("cps", 0.8, 2 + i, 0.5, variance) for i, variance in enumerate([3.0, 1.0, 2.0, 2.5])]
     assert most_variable_window(measured, size) == first
-
-
-def test_a_sliding_window_counts_from_the_beginning_of_its_stage():
-    window = {"schedule": "sliding", "size": 1, "shift_every": 2, "last_step": 2}
-    schedule = WindowSchedule(small.settings(sampling={"steps": 5, "window": window}).sampling, 0, 1, lambda: 0)
-    assert [schedule(step) for step in range(1, 7)] == [[0], [0], [1], [1], [2], [2]]
