@@ -223,7 +223,7 @@ def test_a_stage_leaves_out_what_its_objective_does_not_read_and_may_not_set_it(
     (_, first), (_, second) = FlowGRPOConfig.from_yaml("tiny_grpo", [stages.format("")]).resolved_stages()
     assert not hasattr(first.objective, "clip_low")
     assert first.sampling.noise_level == SamplingConfig().noise_level
-    assert (second.objective.clip_low, second.sampling.noise_level) == (5e-3, 0.5)
+    assert (second.objective.clip_low, second.sampling.noise_level) == (1e-3, 0.5)
     with pytest.raises(ValueError, match="stage 1: objective nft does not use threshold; dppo does"):
         FlowGRPOConfig.from_yaml("tiny_grpo", [stages.format(", threshold: 2")])
 
