@@ -125,7 +125,6 @@ def state_of(trainer):
         "average": averaged(trainer.policy),
         "dealer": trainer.prompt_sampler.state_dict(),
         "clip": dict(trainer.stage.update.clip.state),
-        "window": trainer.stage.window.measured_start,
         "microbatch": trainer.stage.args.microbatch,
         "critic": critic,
         "moments": [v["exp_avg"].clone() for v in trainer.stage.update.optimizer.adamw.state.values()],
@@ -439,9 +438,9 @@ def test_a_run_saved_by_one_process_fits_its_micro_batch_to_more(tmp_path):
 
 
 def test_every_so_many_steps_are_saved_and_so_many_are_kept(tmp_path):
-    made(tmp_path / "a" / "b" / "all", steps=5, save_every=2, keep=9).train()
+    made(tmp_path / "a" / "b" / "all", steps=5, save_every=2, keep_checkpoints=9).train()
     assert saved(tmp_path / "a" / "b" / "all") == [0, 2, 4, 5]
-    made(tmp_path / "few", steps=3, save_every=1, keep=2).train()
+    made(tmp_path / "few", steps=3, save_every=1, keep_checkpoints=2).train()
     assert saved(tmp_path / "few") == [2, 3]
     assert latest(tmp_path / "few")["step"] == 3
 

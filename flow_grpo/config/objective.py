@@ -91,6 +91,7 @@ class Objective(ConfigSection):
 
     @classmethod
     def __pydantic_init_subclass__(cls, **kwargs: Any) -> None:
+        cls.model_fields["name"].description = Objective.model_fields["name"].description
         if not cls.model_fields["name"].is_required():
             OBJECTIVES[cls.model_fields["name"].default] = cls
 

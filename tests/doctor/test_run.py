@@ -85,16 +85,6 @@ def test_a_broken_reward_ends_the_checks_with_its_name(tmp_path, reward):
         assert "the camera is off" in broken.message
 
 
-def test_a_rollout_that_fails_has_a_result(tmp_path):
-    """A window that is chosen by a broken reward fails before the rewards are checked."""
-    name = f"{SAMPLE_REWARDS}:raises"
-    window = "sampling.window={schedule: auto, size: 2}"
-    sections = dict(run_checks(short_run(tmp_path, f"rewards={{{name}: 1}}", window)))
-    (failed,) = sections["groups"]
-    assert (failed.name, failed.status) == ("a rollout", ERROR)
-    assert "the camera is off" in failed.message
-
-
 @pytest.mark.slow
 def test_out_of_memory_in_an_evaluation_has_a_result_too(tmp_path, monkeypatch):
     def generate(*_, **__):

@@ -581,9 +581,9 @@ def followed() -> StepEstimator:
 def test_a_step_takes_its_operations_by_the_rates(followed, monkeypatch):
     forecast = followed.estimate(64)
     assert forecast.seconds(Rates(1e9, 1e12)) == pytest.approx(forecast.forward / 1e9 + forecast.update / 1e12)
-    monkeypatch.setattr(followed, "args", FlowGRPOConfig.from_yaml("tiny_grpo", ["images_per_prompt=16"]))
+    monkeypatch.setattr(followed, "args", FlowGRPOConfig.from_yaml("tiny_grpo", ["images_per_prompt=8"]))
     assert followed.estimate(64).forward == 2 * forecast.forward
-    monkeypatch.setattr(followed, "args", FlowGRPOConfig.from_yaml("tiny_grpo", ["sampling.steps=16"]))
+    monkeypatch.setattr(followed, "args", FlowGRPOConfig.from_yaml("tiny_grpo", ["sampling.steps=20"]))
     assert followed.estimate(64).update == forecast.update, "as many steps are trained"
     assert followed.estimate(64).forward > 1.8 * forecast.forward
     monkeypatch.setattr(followed, "args", FlowGRPOConfig.from_yaml("tiny_grpo", ["sampling.solver=dpm_2m"]))
@@ -633,7 +633,7 @@ def test_plan_of_this_machine_says_what_was_measured_and_which_dtype_is_faster(f
     monkeypatch.setattr(StepEstimator, "rates", lambda self, microbatch, dtype=None: rates[dtype or self.dtype])
     words = ["plan", "tiny_grpo", *LEAN, "evaluation.prompts=null", "prompts_per_step=2"]
     output = " ".join(CliRunner().invoke(cli.app, [*words, "dtype=bf16"]).output.split())
-    seconds = followed.estimate(16).operations / 4 / 1e9  # of 2 prompts in place of 8
+    seconds = followed.estimate(8).operations / 8 / 1e9  # of 2 prompts in place of 16
     assert f"a step: {seconds:.3g} s, without rewards, if every group has signal (as injected)" in output
     assert "bf16 is 9.0 times as slow as fp32 on this CPU: set dtype=" in output
     assert "as slow" not in CliRunner().invoke(cli.app, [*words, "dtype=fp32"]).output

@@ -631,7 +631,6 @@ def test_the_seconds_of_a_step_are_those_of_its_parts(monkeypatch):
     rolls.rewards.rewards["main"] = Rounds("111s", "ss", "1111")
     rolls.image_sampler.trajectory = takes(5.0, rolls.image_sampler.trajectory)
     rolls.policy.decode = takes(3.0, rolls.policy.decode)
-    rolls.policy.encode = takes(0.5, rolls.policy.encode)  # for all images at once, and for those of a part
     monkeypatch.setattr("flow_grpo.training.image_sampler.wait_for", takes(4.0, wait_for))
     monkeypatch.setattr(GroupAdvantages, "__call__", takes(2.0, GroupAdvantages.__call__))
     together = rolls.processes.gather_or_raise
@@ -639,7 +638,7 @@ def test_the_seconds_of_a_step_are_those_of_its_parts(monkeypatch):
     for step, rounds in ((0, 2), (1, 1)):
         with rolls.policy.meter.step():
             rolls.collect(step)
-        spent = {"encode": 1.0, "rollout": 5.0, "decode": 3.0, "reward": 4.0, "wait": 7.0}
+        spent = {"rollout": 5.0, "decode": 3.0, "reward": 4.0, "wait": 7.0}
         spent = {name: seconds * rounds for name, seconds in spent.items()} | {"advantage": 2.0}
         assert {name: seconds for name, seconds in rolls.policy.meter.seconds().items() if seconds} == spent
 
