@@ -22,6 +22,7 @@ from support.paths import ROOT
 from flow_grpo import FlowGRPOConfig, rewards
 from flow_grpo.cli.evaluate import evaluate
 from flow_grpo.cli.options import rewards_to_measure
+from flow_grpo.errors import FlowGRPOError
 from flow_grpo.evaluation.targets import TargetOptions, resolve_targets
 from flow_grpo.export.export import export
 from flow_grpo.policy.hub import WEIGHTS
@@ -233,7 +234,7 @@ def test_a_setting_that_does_not_exist_is_one_sentence():
     with pytest.raises(ValueError, match="there is no setting lr") as error:
         FlowGRPOConfig(lr=1e-3)
     assert "Did you mean optimizer.lr" in str(error.value)
-    assert type(error.value) is ValueError
+    assert type(error.value) is FlowGRPOError
     assert error.value.__cause__ is None
     assert error.value.__suppress_context__
 

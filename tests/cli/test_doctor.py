@@ -18,10 +18,10 @@ def test_a_plot_of_another_suffix_is_refused_before_anything_is_measured(trained
 
 
 def test_doctor_checks_what_train_trains_by_default(trained):
-    setting = "objective.dpo_beta=2"  # which neither reads: the error names the objective of the config
-    assert "objective awm does not use dpo_beta" in run("train", setting, cwd=trained, code=2)
-    assert "objective awm does not use dpo_beta" in run("doctor", setting, cwd=trained, code=2)
-    assert "objective grpo does not use dpo_beta" in run("doctor", setting, "--step-variance", cwd=trained, code=2)
+    setting = "objective.beta=2"  # which neither reads: the error names the objective of the config
+    assert "objective awm does not use beta" in run("train", setting, cwd=trained, code=2)
+    assert "objective awm does not use beta" in run("doctor", setting, cwd=trained, code=2)
+    assert "objective grpo does not use beta" in run("doctor", setting, "--step-variance", cwd=trained, code=2)
 
 
 @pytest.mark.slow

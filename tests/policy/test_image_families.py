@@ -18,7 +18,7 @@ from flow_grpo.distributed.processes import Processes
 from flow_grpo.doctor.model import check_model
 from flow_grpo.doctor.prompts import reads_last_word
 from flow_grpo.doctor.result import OK
-from flow_grpo.evaluation.held_out import check_evaluation_sizes
+from flow_grpo.evaluation.held_out import check_evaluation_size
 from flow_grpo.image_prompt import ImagePrompt
 from flow_grpo.policy import policy as policy_module
 from flow_grpo.policy.interception import check_flow, images_to_tensor
@@ -282,5 +282,5 @@ def test_what_a_pipeline_cannot_take_is_refused_in_a_sentence(folders, tmp_path)
 @pytest.mark.parametrize("name", ["qwen_edit", "qwen_edit_plus"])
 def test_a_pipeline_that_needs_an_image_is_checked_at_other_sizes_and_for_truncation(folders, name):
     policy = loaded(folders, name)
-    check_evaluation_sizes(policy, EvaluationConfig(sizes=[(64, 64)]))
+    check_evaluation_size(policy, EvaluationConfig(height=64, width=64))
     assert reads_last_word(policy, ImagePrompt("a red cat", [picture(1)]))

@@ -55,7 +55,7 @@ def test_replaying_stored_steps_with_gradients_gives_a_ratio_of_exactly_1(dtype,
         for rows in torch.arange(6).split(3):
             log_prob = sampling.replay(of_rows(velocity, rows), trajectory, k, rows).log_prob
             assert log_prob.requires_grad
-            assert torch.equal(log_prob, trajectory.log_prob_BK[rows, k])
+            assert torch.equal(log_prob, trajectory.log_prob[rows, k])
 
 
 @pytest.mark.parametrize("guidance", [1.0, 3.0])
