@@ -198,7 +198,8 @@ DEFINED = {
     one.name
     for name in FILES
     for one in ast.walk(tree(name))
-    if (isinstance(one, ast.ClassDef) and not (one.bases and one.bases[0].__dict__.get("id") in {"Progress"})) or (isinstance(one, ast.FunctionDef) and not one.args.vararg)
+    if (isinstance(one, ast.ClassDef) and not (one.bases and one.bases[0].__dict__.get("id") in {"Progress"}))
+    or (isinstance(one, ast.FunctionDef) and not one.args.vararg)
 }
 
 

@@ -11,7 +11,7 @@ from support import small_policy as small
 from support.paths import ROOT
 
 from flow_grpo import FlowGRPOConfig
-from flow_grpo.methods import OBJECTIVES
+from flow_grpo.config.objective import OBJECTIVES
 
 
 @pytest.mark.parametrize(

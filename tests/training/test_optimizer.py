@@ -206,13 +206,13 @@ def test_weights_in_shares_give_their_moments_whole_and_take_them_back(mesh):
         )
         return Optimizer(policy, SETTINGS, Processes())
 
-    def move(optimizer, seed):
+    def stepped(optimizer, seed):
         optimizer.backward(sum((p * float(seed + 1)).square().sum().full_tensor() for p in optimizer.parameters))
         return move(optimizer, 0.1)
 
     one, other = sharded(0), sharded(0)
     assert (one.is_sharded, one.synchronous_backward) == (True, True)
-    assert isinstance(move(one, 0), float)
+    assert isinstance(stepped(one, 0), float)
     state = one.state_dict()
     moments = [value for values in state["optimizer"]["state"].values() for value in values.values()]
     assert len(moments) == 6
@@ -225,7 +225,7 @@ def test_weights_in_shares_give_their_moments_whole_and_take_them_back(mesh):
     for values, p in zip(kept, other.parameters, strict=True):
         assert values["exp_avg"].placements == values["exp_avg_sq"].placements == p.placements
         assert not isinstance(values["step"], DTensor)
-    assert move(one, 1) == move(other, 1)
+    assert stepped(one, 1) == stepped(other, 1)
     assert all(torch.equal(p.to_local(), q.to_local()) for p, q in zip(one.parameters, other.parameters, strict=True))
 
 
