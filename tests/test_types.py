@@ -1,5 +1,7 @@
 """The data of a training step: its rows can be taken apart and joined, and its formulas are the ones of its docstrings."""
 
+import dataclasses
+
 import pytest
 import torch
 
